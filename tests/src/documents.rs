@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 /// Largest page of docs/ and largest front page, in bytes.
 const PAGE: usize = 15_000;
 const FRONT: usize = 10_000;
-/// Pages that a program writes or that list decisions of the whole project; they may be longer.
+/// Pages that a program generates. They may be longer.
 const GENERATED: [&str; 2] = ["docs/flags.md", "docs/errors.md"];
 
 fn root() -> PathBuf {
@@ -39,7 +39,7 @@ fn read(page: &Path) -> String {
     fs::read_to_string(root().join(page)).expect("a page")
 }
 
-/// The targets of `[text](target)` outside of code.
+/// The targets of `[text](target)` outside code.
 fn links(text: &str) -> Vec<String> {
     let mut found = Vec::new();
     let mut fenced = false;
@@ -60,7 +60,7 @@ fn links(text: &str) -> Vec<String> {
     found
 }
 
-/// The anchor a heading gets: lower case, spaces as dashes, without punctuation.
+/// The anchor of a heading: lower case, dashes for spaces, no punctuation.
 fn anchor(heading: &str) -> String {
     let kept = heading.trim().to_lowercase();
     let kept = kept

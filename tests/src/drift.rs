@@ -1,7 +1,8 @@
-//! A long trajectory of our own: 200 steps whose losses are committed, so that slow drift shows.
+//! The committed trajectory of 200 steps, which shows slow drift of the results.
 //!
-//! Golden packs have eight steps. Here the same tiny model trains on all samples of a pack in turn, on two ranks under
-//! ZeRO-3 with offload. Every later change must give the same bits, or say why in the commit that replaces the file.
+//! Golden packs have eight steps. This trajectory trains the same tiny model on all samples of a pack in turn, on two
+//! ranks under ZeRO-3 with offload. Every later change must give the same bits, or the commit that replaces the file
+//! says why.
 
 use crate::golden::minicpm::encode;
 use crate::golden::{Comparison, Pack, compare_floats};
@@ -15,17 +16,17 @@ use optim::{Schedule, ScheduleKind};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// Updates of the trajectory.
+/// Number of updates.
 pub const STEPS: u64 = 200;
-/// Pack whose model and samples are used.
+/// Pack with the model and the samples.
 const PACK: &str = "minicpm-v-2_6";
 const BASE_LR: f64 = 5e-4;
 const WARMUP_STEPS: u64 = 20;
 
-/// What is committed.
+/// Contents of the committed file.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Trajectory {
-    /// The processor: others may round otherwise.
+    /// The processor of the run, since other processors may round differently.
     pub processor: String,
     /// Loss of each update, the bits of an f64 in hexadecimal.
     pub losses: Vec<String>,
@@ -33,22 +34,22 @@ pub struct Trajectory {
     pub grad_norms: Vec<String>,
 }
 
-/// The committed file.
+/// Path of the committed file.
 #[must_use]
 pub fn path() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/trajectory-200.json")
 }
 
-/// A number from its bits.
+/// A number from the hexadecimal text of its bits.
 ///
 /// # Errors
-/// When the text is no hexadecimal number.
+/// When the text is not hexadecimal.
 pub fn value(bits: &str) -> Result<f64> {
     let bits = u64::from_str_radix(bits, 16).with_context(|| format!("{bits:?} is no f64"))?;
     Ok(f64::from_bits(bits))
 }
 
-/// The layout of the committed trajectory.
+/// World size, stage and offload of the committed trajectory.
 pub const LAYOUT: Layout = Layout {
     world: 2,
     stage: 3,
@@ -56,7 +57,7 @@ pub const LAYOUT: Layout = Layout {
     ..Layout::SINGLE
 };
 
-/// Runs the trajectory.
+/// Trains the trajectory.
 ///
 /// # Errors
 /// When the pack cannot be read or the engine fails.
@@ -89,7 +90,7 @@ pub fn run(layout: Layout) -> Result<Trajectory> {
     })
 }
 
-/// The pack, and the samples of all its cases.
+/// The pack and the samples of all its cases.
 fn subject() -> Result<(Pack, Vec<EncodedSample>)> {
     let pack = Pack::read(&Pack::beside(PACK))?;
     let processor = open_processor(&pack.dir)?;
@@ -100,7 +101,7 @@ fn subject() -> Result<(Pack, Vec<EncodedSample>)> {
     Ok((pack, samples))
 }
 
-/// What a forward pass of the trajectory rounds where it is in 16 bits.
+/// Number of roundings in a forward pass of the trajectory in 16 bits.
 ///
 /// # Errors
 /// When the pack cannot be read or the engine fails.
@@ -109,7 +110,7 @@ pub fn roundings() -> Result<Roundings> {
     world::roundings(&pack, &samples[..1], &Setup::full())
 }
 
-/// Compares the losses of a trajectory, taken on any device, with the committed ones: within `share` of the first.
+/// Compares losses from any device with the committed ones. Each may differ by `share` of the first loss.
 ///
 /// # Errors
 /// When the committed file cannot be read.
@@ -119,10 +120,10 @@ pub fn compare(run: &Trajectory, share: f64) -> Result<Comparison> {
     compare_runs(run, &committed, share)
 }
 
-/// As [`compare`], with another trajectory.
+/// As [`compare`], but with another trajectory.
 ///
 /// # Errors
-/// When a loss is no number.
+/// When a loss is not hexadecimal.
 pub fn compare_runs(run: &Trajectory, other: &Trajectory, share: f64) -> Result<Comparison> {
     let values = |run: &Trajectory| -> Result<Vec<f32>> {
         let losses = run.losses.iter().map(|bits| value(bits).map(|x| x as f32));
@@ -133,7 +134,8 @@ pub fn compare_runs(run: &Trajectory, other: &Trajectory, share: f64) -> Result<
     Ok(compare_floats("losses", &got, &want, share * first))
 }
 
-/// What rounding depends on: the processor with its cache, by which products are cut, and its widest vector instructions.
+/// The parts of the machine that results depend on: processor, cache size (it decides how products are tiled) and
+/// widest vector instructions.
 #[must_use]
 pub fn processor() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();

@@ -1,7 +1,7 @@
-//! A run's memory as the kernel counts it, beside what its plan said.
+//! Memory of a run as the operating system counts it, beside its plan.
 //!
-//! Nothing of the run itself is asked: high-water marks come from `/proc/PID/status`, the window's
-//! size from the maps of its ranks, spill files from their folder.
+//! The run itself is not asked. High-water marks come from `/proc/PID/status`, the size of the shared window from the
+//! maps of its ranks, spill files from their directory.
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
@@ -13,29 +13,29 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
-/// Between two looks at the processes.
+/// Time between two looks at the processes.
 const LOOK: Duration = Duration::from_millis(5);
 /// Name of the window's file in the maps of a rank.
 const WINDOW: &str = "tessera-window-";
 
-/// Bytes of one run.
+/// Measured and planned bytes of one run.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Measured {
-    /// High-water mark of every rank that trained, in the order in which they were started.
+    /// High-water mark of every rank that trained, in the order of their start.
     pub resident: Vec<u64>,
     /// The communicator's window; 0 without one.
     pub window: u64,
-    /// Spill files of all ranks, at their largest.
+    /// Spill files of all ranks at their largest.
     pub spilled: u64,
-    /// The plan's high-water mark of every rank.
+    /// Planned high-water mark of every rank.
     pub planned_resident: Vec<u64>,
-    /// The plan's spill files of all ranks.
+    /// Planned spill files of all ranks.
     pub planned_spilled: u64,
-    /// The plan's host memory of all ranks.
+    /// Planned host memory of all ranks.
     pub planned_host: u64,
 }
 
-/// A model folder of the pack `pack` with other sizes, and samples of `pack` beside it.
+/// Writes the model directory of `pack` with other sizes, and the samples of `pack` beside it.
 ///
 /// # Errors
 /// A file cannot be read or written.
@@ -54,7 +54,7 @@ pub fn model_folder(pack: &Path, folder: &Path, sizes: &Value) -> Result<()> {
     Ok(())
 }
 
-/// Sets the fields of `changes` in `value`, objects field by field.
+/// Sets the fields of `changes` in `value`, merging objects recursively.
 fn merge(value: &mut Value, changes: &Value) {
     match (value, changes) {
         (Value::Object(fields), Value::Object(changes)) => {
@@ -88,11 +88,11 @@ pub fn small_sizes() -> Value {
     })
 }
 
-/// Runs `launcher` with `args` and watches its ranks; `output` is the run's folder, `spill` where
-/// its spill files are.
+/// Runs `launcher` with `args` and watches its ranks. `output` is the run's directory, `spill` the directory of its
+/// spill files.
 ///
 /// # Errors
-/// The run fails, or left no plan.
+/// The run fails or leaves no plan.
 pub fn measure(
     launcher: &Path,
     args: &[String],
@@ -154,7 +154,7 @@ pub fn measure(
     Ok(measured)
 }
 
-/// Processes that `pid` started.
+/// Child processes of `pid`.
 fn children(pid: u32) -> Vec<u32> {
     let path = format!("/proc/{pid}/task/{pid}/children");
     let text = fs::read_to_string(path).unwrap_or_default();
@@ -184,7 +184,7 @@ fn window_bytes(pid: u32) -> u64 {
     own.filter_map(size).sum()
 }
 
-/// Bytes of the spill files of ranks anywhere under `folder`.
+/// Bytes of the spill files of ranks below `folder`.
 fn spill_bytes(folder: &Path) -> u64 {
     let mut bytes = 0;
     let mut folders: Vec<PathBuf> = vec![folder.to_owned()];

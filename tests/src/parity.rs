@@ -1,4 +1,4 @@
-//! Compares one pack with what this project computes: every case, quantity and trajectory.
+//! Comparison of one pack with this project: every case, quantity and trajectory.
 
 use crate::golden::{Case, Comparison, Pack, Section, Trajectory, compare_floats, packs_of};
 use crate::tolerance;
@@ -8,7 +8,7 @@ use models::{Processor, open_processor};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Everything a pack stores.
+/// Compares every stored quantity of a pack.
 ///
 /// # Errors
 /// When the pack cannot be read.
@@ -39,7 +39,7 @@ fn check_case(pack: &Pack, case: &Case, processor: &dyn Processor) -> Result<Vec
     Ok(all)
 }
 
-/// One trajectory in one layout.
+/// Runs and compares one trajectory in one layout.
 ///
 /// # Errors
 /// When the run fails.
@@ -54,7 +54,7 @@ pub fn check_trajectory(
     ))
 }
 
-/// A trajectory that was taken.
+/// Compares a trajectory with a run of it.
 #[must_use]
 pub fn compare_trajectory(expected: &Trajectory, run: &Travelled) -> Vec<Comparison> {
     let narrow = |values: &[f64]| values.iter().map(|v| *v as f32).collect::<Vec<f32>>();
@@ -91,7 +91,7 @@ pub fn compare_trajectory(expected: &Trajectory, run: &Travelled) -> Vec<Compari
     all
 }
 
-/// Relative L2 distance of a trained adapter tensor.
+/// Compares a trained adapter tensor by relative L2 distance.
 fn adapter(name: &str, got: Option<&Vec<f32>>, want: &[f32]) -> Comparison {
     let distance = match got {
         Some(got) if got.len() == want.len() => {
@@ -100,7 +100,8 @@ fn adapter(name: &str, got: Option<&Vec<f32>>, want: &[f32]) -> Comparison {
                 .map(|(g, w)| (f64::from(*g) - f64::from(*w)).powi(2))
                 .sum();
             let size: f64 = want.iter().map(|w| f64::from(*w).powi(2)).sum();
-            // What nothing depends on stays zero: the last layer's output for pictures, whose rows are not read.
+            // A tensor without influence on the loss stays zero: the last layer's output for image rows, which nothing
+            // reads.
             if size > 0.0 { apart / size } else { apart }.sqrt()
         }
         _ => f64::INFINITY,
@@ -113,7 +114,7 @@ fn adapter(name: &str, got: Option<&Vec<f32>>, want: &[f32]) -> Comparison {
     }
 }
 
-/// Comparisons and failures over all sections.
+/// Number of comparisons and of failures over all sections.
 #[must_use]
 pub fn count(sections: &[Section]) -> (usize, usize) {
     let all = sections.iter().flat_map(|(_, c)| c);

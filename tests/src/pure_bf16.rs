@@ -1,10 +1,10 @@
-//! Whether training in nothing wider than bf16 is safe: the same steps in f32, and in pure bf16 with weights rounded
-//! stochastically, compensated, or plainly to the nearest.
+//! Whether training with nothing wider than bf16 is safe. The same steps run in f32 and in pure bf16, with stochastic,
+//! Kahan or plain rounding of weights.
 //!
-//! `docs/pure-bf16.svg` shows it: `cargo run --release -p tests --bin pure_bf16 -- docs/pure-bf16.svg`.
+//! `docs/pure-bf16.svg` shows the result: `cargo run --release -p tests --bin pure_bf16 -- docs/pure-bf16.svg`.
 //!
-//! At a fine-tuning rate an update is smaller than half the spacing of bf16 numbers. Rounded to the nearest it is lost,
-//! and training stalls; rounded stochastically it arrives in the mean; compensated it is kept until it counts.
+//! At a fine-tuning rate an update is smaller than half the spacing of bf16 numbers. Rounding to the nearest loses it,
+//! and training stalls. Stochastic rounding applies it on average. Kahan summation stores it until it is large enough.
 
 use crate::golden::Pack;
 use crate::golden::minicpm::encode;
@@ -22,18 +22,18 @@ use optim::{
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Updates of the published picture.
+/// Updates of the published chart.
 pub const STEPS: u64 = 300;
-/// Share of f32's progress by which stochastic rounding and compensation may end behind or ahead of it. Measured: 0.1 %
-/// and 0.4 % behind on both subjects.
+/// Largest difference of stochastic rounding and Kahan summation from f32's progress, as a share of that progress.
+/// Measured: 0.1 % and 0.4 % less than f32 on both subjects.
 pub const BAND: f64 = 0.05;
-/// Share of f32's progress that plain rounding does not reach. Measured: 66 % on the demo, 25 % on the pack.
+/// Share of f32's progress that plain rounding must stay below. Measured: 66 % on the demo, 25 % on the pack.
 pub const STALLED: f64 = 0.75;
-/// Steps over which the loss at the end is averaged, as a divisor of all steps.
+/// Divisor of the number of steps: the losses of the last tenth are averaged.
 const TAIL: usize = 10;
 const SEED: u64 = 5;
 
-/// How weights and moments are kept.
+/// How weights and moments are stored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Keeping {
     /// Everything in f32.
@@ -43,7 +43,7 @@ pub enum Keeping {
 }
 
 impl Keeping {
-    /// f32 first.
+    /// Every way, f32 first.
     pub const ALL: [Self; 4] = [
         Self::F32,
         Self::Pure(Bf16Storage::Stochastic),
@@ -51,7 +51,7 @@ impl Keeping {
         Self::Pure(Bf16Storage::Nearest),
     ];
 
-    /// For legends.
+    /// Name in the legend.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -63,12 +63,12 @@ impl Keeping {
     }
 }
 
-/// A model and what it is trained on.
+/// A model and its training data.
 #[derive(Debug)]
 pub struct Subject {
-    /// For titles.
+    /// Name in the title.
     pub name: &'static str,
-    /// Rate after warm-up.
+    /// Learning rate after warm-up.
     pub lr: f64,
     dir: PathBuf,
     samples: Vec<EncodedSample>,
@@ -97,10 +97,10 @@ impl Subject {
         })
     }
 
-    /// The demo's model with random weights and its training pictures, drawn into `folder`.
+    /// The demo's model with random weights and its training images, written to `folder`.
     ///
     /// # Errors
-    /// When the folder cannot be written.
+    /// When the directory cannot be written.
     pub fn demo(folder: &Path) -> Result<Self> {
         launcher::commands::demo::make(folder).map_err(|failure| anyhow!("{failure}"))?;
         let dir = folder.join(launcher::config::demo::MODEL_DIR);
@@ -213,7 +213,7 @@ pub fn tail(losses: &[f64]) -> f64 {
     last.iter().sum::<f64>() / last.len() as f64
 }
 
-/// How far the loss fell from f32's first to its own last steps, as a share of f32's fall.
+/// Drop of the loss from f32's first steps to the run's last ones, as a share of f32's drop.
 #[must_use]
 pub fn progress(losses: &[f64], in_f32: &[f64]) -> f64 {
     (in_f32[0] - tail(losses)) / (in_f32[0] - tail(in_f32))

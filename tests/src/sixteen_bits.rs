@@ -1,7 +1,7 @@
-//! Compares what golden packs store with runs in 16 bits, and such runs on a device with those on the CPU.
+//! Comparison of 16-bit runs with golden packs, and of a device's 16-bit runs with those of the CPU.
 //!
-//! Tolerances are not constants but follow from the pack: by how much its quantities change in f32 when its weights are moved
-//! by what all roundings together amount to. [`tolerance`] derives it.
+//! Tolerances are not constants but follow from the pack. They are the change of its quantities in f32 when its weights
+//! are perturbed by as much as all roundings together. [`tolerance`] derives the perturbation.
 
 use crate::drift;
 use crate::golden::{
@@ -17,7 +17,7 @@ use models::data::EncodedSample;
 use models::{Processor, open_processor};
 use std::path::Path;
 
-/// Everything that a pack stores of a model's results. Inputs and tables are the same in every precision.
+/// Compares every stored result of a pack's model. Inputs and tables are the same in every precision.
 ///
 /// # Errors
 /// When the pack cannot be read or the engine fails.
@@ -43,7 +43,7 @@ pub fn check_pack(dir: &Path, precision: Precision) -> Result<Vec<Section>> {
     Ok(sections)
 }
 
-/// One case, and on a device the same run on the CPU beside it.
+/// Compares one case with the pack. On a device it is also compared with the CPU.
 ///
 /// # Errors
 /// When a file is missing or the engine fails.
@@ -64,15 +64,15 @@ pub fn check_case(
     Ok(all)
 }
 
-/// Runs in f32 that say how far one in 16 bits may lie from the stored one.
+/// f32 runs that give the tolerances of a 16-bit run.
 #[derive(Debug)]
 struct Draws<R> {
     precision: Precision,
     rounded: Roundings,
     updates: usize,
-    /// With the stored weights.
+    /// The run with the stored weights.
     exact: R,
-    /// With moved ones.
+    /// The runs with perturbed weights.
     moved: Vec<R>,
 }
 
@@ -108,7 +108,7 @@ impl<R> Draws<R> {
         })
     }
 
-    /// `compare` with what is stored, with the tolerances that the draws give.
+    /// Compares a run with the stored values, with tolerances from the draws.
     fn beside_stored(
         &self,
         run: &R,
@@ -123,7 +123,7 @@ impl<R> Draws<R> {
         Ok(covered(compare(run)?, &moved, 1.0, noise))
     }
 
-    /// `compare` of two devices' runs, with the tolerances that the draws give.
+    /// Compares the runs of two devices, with tolerances from the draws.
     fn beside_other(
         &self,
         [run, other]: [&R; 2],
@@ -141,7 +141,7 @@ impl<R> Draws<R> {
     }
 }
 
-/// What was compared, with the tolerances that the same comparisons of moved weights give.
+/// Gives each comparison the tolerance that follows from the perturbed runs.
 fn covered(
     mut compared: Vec<Comparison>,
     moved: &[Vec<Comparison>],
@@ -155,7 +155,7 @@ fn covered(
     compared
 }
 
-/// Judges runs of one case in one precision.
+/// Judge of runs of one case in one precision.
 pub struct CaseJudge<'a> {
     pack: &'a Pack,
     case: &'a Case,
@@ -171,7 +171,7 @@ impl std::fmt::Debug for CaseJudge<'_> {
 }
 
 impl<'a> CaseJudge<'a> {
-    /// Takes the draws.
+    /// Runs the draws.
     ///
     /// # Errors
     /// When a file is missing or the engine fails.
@@ -193,7 +193,7 @@ impl<'a> CaseJudge<'a> {
         })
     }
 
-    /// A run beside what the case stores.
+    /// Compares a run with the stored values of the case.
     ///
     /// # Errors
     /// When a stored tensor has the wrong kind.
@@ -203,7 +203,7 @@ impl<'a> CaseJudge<'a> {
         self.draws.beside_stored(run, compare, self.noise(run))
     }
 
-    /// A run beside one on another device, both in the precision of this judge: every value that is observed.
+    /// Compares every observed value of a run with that of another device. Both runs have this judge's precision.
     ///
     /// # Errors
     /// When two runs cannot be compared.
@@ -227,7 +227,7 @@ impl<'a> CaseJudge<'a> {
     }
 }
 
-/// Two runs of a case; tolerances are left open.
+/// Compares two runs of a case. The caller sets the tolerances.
 fn compare_runs(got: &CaseRun, want: &CaseRun) -> Vec<Comparison> {
     let value = |name: &str, got: Option<&Vec<f32>>, want: &[f32]| match got {
         Some(got) => compare_floats(name, got, want, 0.0),
@@ -248,7 +248,7 @@ fn compare_runs(got: &CaseRun, want: &CaseRun) -> Vec<Comparison> {
     taps.chain(logits).chain(grads).chain([loss]).collect()
 }
 
-/// One trajectory, and on a device the same on the CPU beside it.
+/// Compares one trajectory with the pack. On a device it is also compared with the CPU.
 ///
 /// # Errors
 /// When a file is missing or the engine fails.
@@ -278,12 +278,12 @@ pub fn check_trajectory(
     Ok(all)
 }
 
-/// Whether a bias holds that of keys.
+/// Whether a bias includes that of the keys.
 fn keys_bias(param: &str) -> bool {
     param.ends_with("query_key_value.bias")
 }
 
-/// Two runs of a trajectory; tolerances are left open.
+/// Compares two runs of a trajectory. The caller sets the tolerances.
 fn compare_travelled(got: &Travelled, want: &Travelled) -> Vec<Comparison> {
     let narrow = |values: &[f64]| values.iter().map(|v| *v as f32).collect::<Vec<f32>>();
     let numbers = |name: &str, got: &[f64], want: &[f64]| {
@@ -295,7 +295,7 @@ fn compare_travelled(got: &Travelled, want: &Travelled) -> Vec<Comparison> {
     ]
 }
 
-/// The trajectory of 200 steps, and on a device the same on the CPU beside it.
+/// Compares the trajectory of 200 steps. On a device it is also compared with the CPU.
 ///
 /// # Errors
 /// When a file is missing or the engine fails.

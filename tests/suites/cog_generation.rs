@@ -1,5 +1,5 @@
-//! Generation with CogVLM, CogVLM2 and CogAgent: cached passes against whole passes, with pictures, with learned keys
-//! and values, and with samples that have no picture beside others that do.
+//! Generation with CogVLM, CogVLM2 and CogAgent: cached decoding compared with uncached passes. Samples with and
+//! without images are mixed, also with learned prefixes.
 #![allow(clippy::unwrap_used, reason = "helpers of a test binary")]
 
 use engine::ParamId;
@@ -41,7 +41,7 @@ impl Setup {
             }
             let mut values = vec![0.0f32; p.shape.elems()];
             model.init(ParamId(i as u32), 1, 0..values.len(), &mut values);
-            // Large enough to change answers.
+            // Large enough to change the answers.
             values.iter_mut().for_each(|v| *v *= 100.0);
             let wide = upload(bytemuck::cast_slice(&values), DType::F32);
             backend.cast(&wide, dtype).unwrap()
@@ -56,7 +56,7 @@ impl Setup {
         &**self.access.backend()
     }
 
-    /// The most likely tokens behind a text, each from a pass over all of it.
+    /// The most likely tokens after a text, each from an uncached pass.
     fn whole(&self, prompt: &EncodedPrompt, tokens: usize) -> Vec<i32> {
         let mut text = prompt.input_ids.clone();
         for n in 0..tokens {
@@ -88,7 +88,7 @@ fn question(dir: &Path, case: &str, text: &str) -> EncodedPrompt {
     prompt.unwrap()
 }
 
-/// Prompts of several lengths, with and without a picture, and how many tokens each wants.
+/// Prompts of several lengths, with and without an image, and the number of tokens for each.
 fn questions(dir: &Path) -> Vec<(EncodedPrompt, usize)> {
     let wide = match dir.ends_with("cogagent-chat-hf") {
         true => "vqa_wide",

@@ -1,4 +1,4 @@
-//! Two hundred steps give the committed losses.
+//! The 200-step trajectory against its committed losses.
 #![allow(clippy::unwrap_used, reason = "a test binary")]
 
 use tests::drift::{LAYOUT, STEPS, Trajectory, path, run, value};

@@ -1,5 +1,4 @@
-//! Generation on the golden packs: cached passes against whole passes, worlds of ranks against one
-//! process.
+//! Generation on the golden packs: cached decoding against uncached passes, several ranks against one process.
 #![allow(clippy::unwrap_used, reason = "helpers of a test binary")]
 
 use engine::comm::Tag;
@@ -45,7 +44,7 @@ impl Setup {
         &**self.access.backend()
     }
 
-    /// Logits behind the last token of a text, from a pass over all of it.
+    /// Logits after the last token of a text, from an uncached pass.
     fn whole_logits(&self, prompt: &EncodedPrompt, answer: &[i32]) -> Vec<f32> {
         let text = [&prompt.input_ids[..], answer].concat();
         let input = SampleInput {
@@ -63,7 +62,7 @@ impl Setup {
     }
 }
 
-/// Prompts of several lengths: those of the pack's cases, with pictures, and one without.
+/// Prompts of several lengths: those of the pack's cases, with images, and one without.
 fn questions(dir: &Path) -> Vec<EncodedPrompt> {
     let processor = open_processor(dir).unwrap();
     let options = EncodeOptions::default();
@@ -90,7 +89,7 @@ fn questions(dir: &Path) -> Vec<EncodedPrompt> {
     prompts
 }
 
-/// Samples number `10, 11, …` with answers of different lengths.
+/// Samples number `10, 11, …` with token limits of different size.
 fn prompts(questions: &[EncodedPrompt]) -> Vec<Prompt<'_>> {
     let numbered = questions.iter().enumerate();
     numbered
@@ -116,7 +115,7 @@ const DRAWN: Sampling = Sampling {
     seed: 9,
 };
 
-/// The f32 packs' answers differ from token to token; both dtypes are decoded.
+/// Models and prompts in both dtypes. Answers of the f32 packs differ from token to token.
 fn setups() -> Vec<(Setup, Vec<EncodedPrompt>)> {
     let packs = Pack::minicpm();
     assert_eq!(packs.len(), 2);
@@ -144,7 +143,7 @@ fn cached_decoding_gives_the_tokens_of_uncached_passes() {
                 .collect();
             let got = setup.generate(&prompts(&questions), &options(sampling, &[]));
             assert_eq!(got, expected);
-            // A token that occurs somewhere ends the answers there.
+            // A token from the middle of an answer serves as end token.
             let stop = expected[0][expected[0].len() / 2];
             let got = setup.generate(&prompts(&questions), &options(sampling, &[stop]));
             for (got, free) in got.iter().zip(&expected) {
@@ -159,7 +158,7 @@ fn cached_decoding_gives_the_tokens_of_uncached_passes() {
 fn cached_logits_have_the_bits_of_uncached_passes() {
     for (setup, questions) in setups() {
         let backend = setup.backend();
-        // The last prompt joins only in every other pass, so that caches grow apart.
+        // The last prompt takes part only in every other pass, so the caches grow differently.
         let fed = |i: usize, pass: usize| i + 1 < questions.len() || pass.is_multiple_of(2);
         let token = |i: usize, n: usize| (7 * i + 5 * n + 40) as i32;
         let lengths: Vec<usize> = questions.iter().map(|q| q.input_ids.len()).collect();
@@ -225,7 +224,7 @@ fn answers_do_not_depend_on_the_rest_of_the_batch() {
     }
 }
 
-/// Generation as a run does it: every rank agrees before each pass.
+/// Generation as in a run: all ranks agree before each pass.
 fn in_lock_step(
     rank: &Rank,
     prompts: &[Prompt<'_>],
@@ -260,7 +259,7 @@ fn ranks_with_answers_of_different_lengths_agree_with_one_process() {
         for sampling in [Sampling::GREEDY, DRAWN] {
             let options = options(sampling, &[]);
             let alone = Setup::new(&dir, DType::F32).generate(&all, &options);
-            // With three ranks and fewer prompts than that in the second round, one has none.
+            // Three ranks have fewer prompts than ranks in the second round, so one rank has none.
             for (world, stage) in [(2, 3), (2, 1), (3, 3)] {
                 let layout = Layout {
                     world,

@@ -1,5 +1,5 @@
-//! The golden packs through the real engine: every quantity in one rank, trajectories in every
-//! layout, a batch divided over ranks.
+//! The golden packs on the real engine: every quantity on one rank, trajectories in every layout, a batch divided over
+//! ranks.
 #![allow(clippy::unwrap_used, reason = "a test binary")]
 
 use engine::Offload;
@@ -35,7 +35,7 @@ fn stored_trajectories_are_followed_in_every_layout() {
         let mut all = family.trajectories(&pack, &*processor).unwrap();
         let full = all.iter().position(|t| t.name == "full").unwrap_or(0);
         let first = &mut all[full];
-        // Three updates show a wrong layout; all eight are taken in one layout and in the most sharded one.
+        // Three updates reveal a wrong layout. All eight run in one layout and in the most sharded one.
         first.losses.truncate(4);
         first.grad_norms.truncate(3);
         first.after.clear();
@@ -93,7 +93,7 @@ fn a_batch_divided_over_two_ranks_gives_its_stored_loss_and_gradients() {
                     ..Layout::SINGLE
                 };
                 let run = run_case(&pack, &samples, layout).unwrap();
-                // Values of rows are seen in one rank only.
+                // Observed row values exist on one rank only.
                 let divided: Vec<Comparison> = family
                     .compare_run(case, &samples, &run)
                     .unwrap()

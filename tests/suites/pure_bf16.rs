@@ -1,9 +1,9 @@
-//! Pure bf16 learns as f32 does, unless weights are rounded to the nearest.
+//! Pure bf16 trains like f32, except with weights rounded to the nearest.
 #![allow(clippy::unwrap_used, reason = "a test binary")]
 
 use tests::pure_bf16::{BAND, Keeping, STALLED, Subject, progress};
 
-/// Fewer than in the picture: a third is enough to tell.
+/// A third of the steps of the published chart, enough to distinguish the ways.
 const STEPS: u64 = 100;
 
 #[test]

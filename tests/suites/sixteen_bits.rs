@@ -1,4 +1,4 @@
-//! Golden packs in 16 bits keep the tolerances that are derived for them, and defects do not.
+//! Golden packs in 16 bits: correct runs stay within the derived tolerances, defective ones do not.
 #![allow(clippy::unwrap_used, reason = "a test binary")]
 
 use engine::Precision;
@@ -10,7 +10,7 @@ use tests::sixteen_bits::{CaseJudge, check_case, check_trajectory};
 use tests::world::{Layout, Setup, run_case_with};
 
 const NARROW: [Precision; 3] = [Precision::Bf16, Precision::Fp16, Precision::PureBf16];
-/// Queries of the first layer.
+/// Name of the first layer's query projection.
 const QUERIES: &str = "llm.model.layers.0.self_attn.q_proj";
 
 fn failed(comparisons: &[Comparison]) -> Vec<String> {
@@ -49,7 +49,7 @@ fn trajectories_stay_within_their_tolerances() {
     }
 }
 
-/// A case, and runs of it with something wrong.
+/// A case with deliberately defective runs.
 struct Seeded<'a> {
     pack: &'a Pack,
     judge: CaseJudge<'a>,
@@ -69,7 +69,7 @@ impl<'a> Seeded<'a> {
         }
     }
 
-    /// With other weights where `change` gives them.
+    /// Runs the case with the weights that `change` returns.
     fn run(&self, change: impl Fn(&str, &[f32]) -> Option<Vec<f32>>) -> CaseRun {
         let start = self.weights.names().filter_map(|name| {
             let bytes = self.weights.read(name, DType::F32).unwrap();
@@ -89,7 +89,7 @@ impl<'a> Seeded<'a> {
     }
 }
 
-/// Rounded to `bits` significant bits fewer than the precision has.
+/// `values` rounded to `bits` significant bits fewer than the precision has.
 fn coarser(precision: Precision, bits: i32, values: &[f32]) -> Vec<f32> {
     let kept = match precision {
         Precision::Fp16 => 11,
@@ -102,7 +102,7 @@ fn coarser(precision: Precision, bits: i32, values: &[f32]) -> Vec<f32> {
     values.iter().map(coarse).collect()
 }
 
-/// Weights or biases of queries that stand one position further on: each pair of rows turned by its angle.
+/// Query weights or biases as if one position later: each pair of rows rotated by its angle.
 fn one_further(values: &[f32], width: usize) -> Vec<f32> {
     const HEAD_DIM: usize = 32;
     const THETA: f32 = 1e6;

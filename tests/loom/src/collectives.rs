@@ -62,7 +62,7 @@ impl Window {
         self.bell.ring();
     }
 
-    /// As `Endpoint::wait_until`.
+    /// Same wait as `Endpoint::wait_until`.
     fn wait(&self, ready: impl Fn() -> bool) {
         let look = || if ready() { Ok(()) } else { Err(FOREVER) };
         self.bell.until(false, look);
@@ -111,7 +111,7 @@ fn gathers_read_published_data_and_overwrite_only_data_nobody_reads() {
     });
 }
 
-/// Fails with: `Relaxed` in `Ring::reached`, *reduced* before the sum.
+/// Fails with: `Relaxed` in `Ring::reached`, or *reduced* set before the sum.
 #[test]
 fn sums_are_copied_only_when_complete() {
     crate::check(2, || {

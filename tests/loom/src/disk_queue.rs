@@ -65,7 +65,7 @@ impl Disk {
         buffer
     }
 
-    /// As `SpillIo::write`.
+    /// Submits a write as `SpillIo::write` does.
     fn write(&self, value: u64, fails: Option<&'static str>) {
         let buffer = self.buffer(value);
         self.book.begin(1);
@@ -78,7 +78,7 @@ impl Disk {
         assert!(submitted);
     }
 
-    /// As `SpillIo::read`.
+    /// Submits a read as `SpillIo::read` does.
     fn read(&self) -> Receiver<u64> {
         let buffer = self.buffer(0);
         let (reply, result) = unbounded();
@@ -120,7 +120,7 @@ impl Disk {
         self.served.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// As dropping `SpillIo`.
+    /// Ends the threads as dropping `SpillIo` does.
     fn close(&self, threads: Vec<JoinHandle<()>>, expected: usize) {
         self.requests.close();
         for thread in threads {
@@ -131,7 +131,7 @@ impl Disk {
     }
 }
 
-/// Fails with: a `Writes::order` or `Writes::wait_for` that forgets the last write, a `Writes::end` before the write.
+/// Fails with: a `Writes::order` or `Writes::wait_for` that ignores the last write, a `Writes::end` before the write.
 #[test]
 fn a_read_sees_the_writes_before_it_whichever_thread_serves_it() {
     crate::check(2, || {

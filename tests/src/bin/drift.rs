@@ -1,4 +1,4 @@
-//! `drift`: writes the 200-step trajectory anew. Only for a change that has a reason to alter results.
+//! `drift`: rewrites the committed 200-step trajectory. Run it only after a change that is meant to alter results.
 #![allow(clippy::print_stdout, reason = "this is a command")]
 
 use anyhow::Result;

@@ -1,9 +1,9 @@
-//! Runs a grid of stage × offload × precision × adapters × accumulation × recompute, with evaluation
-//! and saving in every run, and prints the plan beside the kernel's figures.
+//! `memory_truth LAUNCHER DIRECTORY [FILTER]`: compares planned memory with the memory that the operating system
+//! reports.
 //!
-//! `memory_truth LAUNCHER FOLDER [FILTER]`: the launcher's executable, a folder for models, runs and
-//! spill files (about 4 GB), and words that the flags of a cell must contain. Exit 1 when a plan is
-//! not true.
+//! It runs a grid of stage × offload × precision × adapters × accumulation × recompute. Every run also evaluates and
+//! saves. LAUNCHER is the executable. DIRECTORY takes models, runs and spill files (about 4 GB). FILTER gives words
+//! that the flags of a cell must contain. It exits with 1 when a plan is wrong.
 
 use anyhow::{Context, Result};
 use serde_json::json;
@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use tests::memory::{measure, middle_sizes, model_folder, small_sizes};
 use tests::tolerance;
 
-/// Every stage with every kind of offload, and the other settings spread over them.
+/// Flags of every run: every stage with every kind of offload, with the other settings spread over them.
 const CELLS: [(&str, &str); 18] = [
     ("middle", "--zero 0 --nproc 1 --precision f32"),
     ("middle", "--zero 0 --nproc 2 --precision bf16"),
@@ -119,7 +119,7 @@ fn main() -> Result<ExitCode> {
         let args: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
         let seen = measure(&launcher, &args, &output, Some(&spill))?;
         let mut holds = tolerance::memory(seen.planned_spilled, seen.spilled);
-        // The rank that the plan is furthest from stands in the table.
+        // The table shows the rank with the largest difference from the plan.
         let (mut planned, mut measured) = (0, 0);
         let off =
             |planned: u64, measured: u64| (planned as f64 / measured.max(1) as f64).ln().abs();
@@ -146,7 +146,7 @@ fn main() -> Result<ExitCode> {
     Ok(ExitCode::from(u8::from(!all_true)))
 }
 
-/// Samples of different lengths, with pictures and without.
+/// Writes samples of different lengths, with and without images.
 fn write_samples(pack: &Path, folder: &Path) -> Result<()> {
     let picture = pack.join("cases/wide_two_turns/image_wide.png");
     let samples: Vec<_> = (0..12)

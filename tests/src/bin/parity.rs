@@ -1,9 +1,11 @@
-//! `parity [--device cpu|cuda] [--precision f32|bf16|fp16|pure-bf16] [--drift] PACK_DIR...`: compares golden packs with what
-//! this project computes, and with `--drift` the 200 steps of the committed trajectory. In 16 bits a GPU is also compared with
-//! the CPU: the quantities that begin with `cpu`.
+//! `parity [--device cpu|cuda] [--precision f32|bf16|fp16|pure-bf16] [--drift] PACK_DIR...`: compares golden packs with
+//! the results of this project.
 //!
-//! One line per stored quantity: name, largest difference, tolerance, ok or FAIL. Exit status 1
-//! when anything differs, 2 when a pack cannot be read or the device cannot be used.
+//! `--drift` also compares the 200 steps of the committed trajectory. In 16 bits a GPU is also compared with the CPU,
+//! in the quantities whose names begin with `cpu`.
+//!
+//! It prints one line per stored quantity: name, largest difference, tolerance, ok or FAIL. It exits with 1 when
+//! anything differs, and with 2 when a pack cannot be read or the device cannot be used.
 #![allow(
     clippy::print_stdout,
     clippy::print_stderr,
@@ -19,10 +21,10 @@ use tests::golden::{Comparison, Section};
 use tests::parity::{check_pack, count, margins};
 use tests::{drift, sixteen_bits, tolerance, world};
 
-/// Memory of the GPU for everything: packs are tiny, and two ranks of the trajectory share it.
+/// Memory of the GPU for all runs. Packs are tiny, and the two ranks of the trajectory share it.
 const ARENA_BYTES: u64 = 2 << 30;
 
-/// What the line asks for.
+/// The parsed command line.
 struct Asked {
     dirs: Vec<PathBuf>,
     on_gpu: bool,
@@ -61,7 +63,7 @@ fn check(dir: &Path, precision: Precision) -> Result<Vec<Section>> {
     }
 }
 
-/// The trajectory of 200 steps.
+/// Compares the trajectory of 200 steps.
 fn check_drift(precision: Precision) -> Result<Vec<Comparison>> {
     match precision {
         Precision::F32 => {

@@ -1,12 +1,12 @@
 //! `pure_bf16 OUT.svg`: trains the demo and a golden pack for 300 steps in f32 and in pure bf16 with every rounding of
-//! weights, draws the losses and fails unless the safe ways stay in the band and plain rounding stalls.
+//! weights, and draws the losses. It fails unless the safe roundings stay within the band and plain rounding stalls.
 #![allow(clippy::print_stdout, reason = "this is a command")]
 
 use anyhow::{Context, Result, ensure};
 use launcher::report::{Panel, Series, comparison};
 use tests::pure_bf16::{BAND, Keeping, STALLED, STEPS, Subject, progress, tail};
 
-/// Steps averaged for the picture; losses of single batches jump.
+/// Steps averaged for the chart, since losses of single batches vary.
 const SMOOTHED: usize = 15;
 
 fn main() -> Result<()> {

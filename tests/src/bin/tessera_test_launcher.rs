@@ -1,4 +1,4 @@
-//! The launcher, as an executable that the test suites of this package can start.
+//! The launcher as an executable that the suites of this package start.
 
 use std::process::ExitCode;
 

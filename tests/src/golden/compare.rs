@@ -1,4 +1,4 @@
-//! Comparing a run with what a pack stores.
+//! Comparison of a run with the values of a pack.
 
 use super::pack::Stored;
 use crate::tolerance::{self, Roundings};
@@ -13,14 +13,14 @@ pub struct Comparison {
     pub quantity: String,
     /// Largest absolute difference; infinite when sizes differ or nothing was computed.
     pub max_abs_diff: f64,
-    /// The bound it must keep; zero where equality is asked for.
+    /// Largest allowed difference; zero requires equality.
     pub tolerance: f64,
     /// What is odd about it, if anything.
     pub note: Option<String>,
 }
 
 impl Comparison {
-    /// Whether the difference keeps the bound.
+    /// Whether the difference is within the tolerance.
     #[must_use]
     pub fn ok(&self) -> bool {
         self.max_abs_diff <= self.tolerance
@@ -53,7 +53,7 @@ impl fmt::Display for Comparison {
     }
 }
 
-/// What a run of a case computed, whoever ran it.
+/// Results of a run of a case.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct CaseRun {
     /// Observed values by name (`vision.embed`, `vision_features`, `hidden.0`, ...), rows packed.
@@ -64,7 +64,7 @@ pub struct CaseRun {
     pub loss: Option<f64>,
     /// Gradients of the mean loss, by parameter.
     pub grads: BTreeMap<String, Vec<f32>>,
-    /// What a forward pass rounds, counted where it was watched.
+    /// Number of roundings of a forward pass, counted where it was observed.
     pub roundings: Roundings,
 }
 
@@ -79,7 +79,7 @@ pub fn compare_floats(quantity: &str, got: &[f32], want: &[f32], tolerance: f64)
         .iter()
         .zip(want)
         .map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs())
-        // A NaN must not pass as "not larger".
+        // `f64::max` would ignore a NaN.
         .fold(
             0.0f64,
             |m, d| if d.is_nan() { f64::INFINITY } else { m.max(d) },
@@ -120,7 +120,7 @@ pub fn compare_loss(run: &CaseRun, stored: &Stored) -> Result<Comparison> {
     })
 }
 
-/// A stored value with the tap of the same name.
+/// Compares a stored value with the observed value of the same name.
 ///
 /// # Errors
 /// When the stored tensor holds integers.
@@ -128,7 +128,7 @@ pub fn compare_tap(name: &str, stored: &Stored, run: &CaseRun, bound: f64) -> Re
     compare_computed(name, run.taps.get(name), stored, bound)
 }
 
-/// A stored value with a computed one, whose absence is a failure.
+/// Compares a stored value with a computed one. A missing computed value is a failure.
 ///
 /// # Errors
 /// When the stored tensor holds integers.
@@ -144,15 +144,15 @@ pub fn compare_computed(
     })
 }
 
-/// Largest entry of any gradient of a run.
+/// Largest entry of all gradients of a run.
 #[must_use]
 pub fn largest_gradient(run: &CaseRun) -> f64 {
     let entries = run.grads.values().flatten();
     f64::from(entries.fold(0f32, |m, g| m.max(g.abs())))
 }
 
-/// A gradient in one of its three stored forms: in full (`grad.`), its L2 norm (`gradnorm.`), or every n-th entry
-/// (`gradsub.`); `largest` is the largest entry of the whole model.
+/// Compares a gradient in one of its three stored forms: in full (`grad.`), its L2 norm (`gradnorm.`), or every n-th
+/// entry (`gradsub.`). `largest` is the largest gradient entry of the whole model.
 ///
 /// # Errors
 /// When the stored tensor holds integers.
@@ -173,8 +173,8 @@ pub fn compare_gradient(
         "gradnorm" => {
             let square: f64 = got.iter().map(|g| f64::from(*g).powi(2)).sum();
             let norm = square.sqrt();
-            // What the bound on single entries allows for the norm of so many of them, where the
-            // share of the own size is taken of the norm itself.
+            // Tolerance of the norm: the bound on single entries, summed over all entries, plus a share of the norm
+            // itself.
             let noise = tolerance::GRADIENT_OF_MODEL * largest * (got.len() as f64).sqrt();
             let bound = tolerance::GRADIENT_OF_OWN * norm + noise;
             compare_floats(name, &[norm as f32], want, bound)

@@ -1,4 +1,4 @@
-//! What is particular to the packs of one family of models.
+//! The part of a pack that depends on the model family.
 
 use super::cog::CogPacks;
 use super::compare::{CaseRun, Comparison};
@@ -16,9 +16,9 @@ use std::path::Path;
 /// Comparisons under one title.
 pub type Section = (String, Vec<Comparison>);
 
-/// Reads a family's packs and compares with what they store.
+/// Reader of a family's packs.
 pub trait PackFamily: Sync {
-    /// The samples of a case as training takes them.
+    /// The samples of a case, encoded as for training.
     ///
     /// # Errors
     /// When a file is missing or a sample cannot be encoded.
@@ -29,7 +29,7 @@ pub trait PackFamily: Sync {
         processor: &dyn Processor,
     ) -> Result<Vec<EncodedSample>>;
 
-    /// Compares everything that a case stores about inputs: ids, labels, positions, masks, pixels, prompts.
+    /// Compares all stored inputs of a case: ids, labels, positions, masks, pixels, prompts.
     ///
     /// # Errors
     /// When a file is missing or a stored tensor has the wrong kind.
@@ -41,8 +41,8 @@ pub trait PackFamily: Sync {
         samples: &[EncodedSample],
     ) -> Result<Vec<Comparison>>;
 
-    /// Compares everything else that a case stores with a run of the model. A stored name that is not known, or that
-    /// the run lacks, is a failure.
+    /// Compares all other stored values of a case with a run of the model. An unknown stored name, or a value that the
+    /// run lacks, is a failure.
     ///
     /// # Errors
     /// When a stored tensor has the wrong kind.
@@ -59,7 +59,7 @@ pub trait PackFamily: Sync {
     /// When a file is missing or broken.
     fn trajectories(&self, pack: &Pack, processor: &dyn Processor) -> Result<Vec<Trajectory>>;
 
-    /// What a pack stores beside cases and trajectories: tables, tokenizer cases.
+    /// Compares the stored tables of a pack: lookup tables and tokenizer cases.
     ///
     /// # Errors
     /// When a file is missing or broken.
@@ -82,42 +82,42 @@ pub fn packs_of(family: Family) -> &'static dyn PackFamily {
 pub struct AdamW {
     /// Learning rate.
     pub lr: f64,
-    /// Decay rates of the moments.
+    /// Decay rates of the moments (Adam's betas).
     pub betas: [f64; 2],
-    /// Added to the root.
+    /// Added to the square root in the denominator.
     pub eps: f64,
-    /// Decoupled decay, on every trainable tensor where [`Trajectory::groups`] says nothing else.
+    /// Decoupled weight decay of every trainable tensor that [`Trajectory::groups`] does not name.
     #[serde(default)]
     pub weight_decay: f64,
 }
 
-/// Losses along optimizer steps, and what is needed to take them again.
+/// Losses along optimizer steps, with everything needed to repeat them.
 pub struct Trajectory {
     /// Name in the pack.
     pub name: String,
-    /// Changes the options of a full fine-tune.
+    /// Edits the options of a full fine-tune for this run.
     pub options: ModelOptions,
-    /// Start values that the base does not have, or has otherwise, by parameter: adapters.
+    /// Start values by parameter, where they differ from the base weights or the base has none: adapters.
     pub start: BTreeMap<String, Vec<f32>>,
     /// The optimizer.
     pub optimizer: AdamW,
     /// Global norm that gradients are clipped to.
     pub max_grad_norm: Option<f32>,
-    /// Decay and learning-rate factor of parameters by name, where they differ from `optimizer`.
+    /// Weight decay and learning-rate factor by parameter, where they differ from `optimizer`.
     pub groups: BTreeMap<String, GroupOptions>,
-    /// Samples of each micro-batch of a step, on every rank.
+    /// Samples of each micro-batch of a step, the same on every rank.
     pub micro_batches: Vec<Vec<EncodedSample>>,
-    /// The loss before each step, then the loss after the last.
+    /// The loss before each step, then the loss after the last one.
     pub losses: Vec<f64>,
-    /// Bound of the losses' absolute differences.
+    /// Largest allowed absolute difference of a loss.
     pub tolerance: f64,
-    /// Gradient norm of each step before clipping, where stored.
+    /// Gradient norm of each step before clipping, if stored.
     pub grad_norms: Vec<f64>,
-    /// Trainable elements, where stored.
+    /// Number of trainable elements, if stored.
     pub trainable: Option<usize>,
-    /// Trained values after the last step, by parameter, where stored.
+    /// Trained values after the last step by parameter, if stored.
     pub after: BTreeMap<String, Vec<f32>>,
-    /// Lengths (L2) of trained parameters after the last step, where only these are stored.
+    /// L2 norms of trained parameters after the last step, if only norms are stored.
     pub norms_after: BTreeMap<String, f32>,
 }
 
@@ -131,7 +131,7 @@ impl std::fmt::Debug for Trajectory {
 }
 
 impl Trajectory {
-    /// A trajectory of a full fine-tune with nothing else stored.
+    /// A trajectory of a full fine-tune without further stored values.
     #[must_use]
     pub fn new(
         name: &str,

@@ -110,7 +110,7 @@ struct Options {
     max_slice_nums: Option<usize>,
 }
 
-/// Folders of the samples of a case: its own, or those of the cases that its `batch.json` names.
+/// Directories of a case's samples: its own, or those of the cases in its `batch.json`.
 fn folders(case: &Case) -> Result<Vec<PathBuf>> {
     let batch = case.dir.join("batch.json");
     if !batch.is_file() {
@@ -121,7 +121,7 @@ fn folders(case: &Case) -> Result<Vec<PathBuf>> {
     Ok(names.map(|name| case.dir.with_file_name(name)).collect())
 }
 
-/// Encodes the samples of a case as training does.
+/// Encodes the samples of a case as for training.
 ///
 /// # Errors
 /// When a file is missing or a sample cannot be encoded.
@@ -136,7 +136,7 @@ pub fn encode(case: &Case, processor: &dyn Processor) -> Result<Vec<EncodedSampl
     folders(case)?.into_iter().map(encode).collect()
 }
 
-/// The text of its sample before tokenization, ours and the stored one.
+/// The sample's text before tokenization: ours and the stored one.
 fn rendered(case: &Case, processor: &dyn Processor) -> Result<(String, String)> {
     let (raw, options) = raw_sample(&case.dir)?;
     let images = ImageFolder::beside(&case.dir.join("conversation.json"));
@@ -163,20 +163,20 @@ fn raw_sample(dir: &Path) -> Result<(RawSample, EncodeOptions)> {
 /// One trajectory.
 #[derive(Clone, PartialEq, Debug, Deserialize)]
 pub struct Run {
-    /// The loss before each step, then the loss after the last.
+    /// The loss before each step, then the loss after the last one.
     pub losses: Vec<f64>,
-    /// Trainable elements.
+    /// Number of trainable elements.
     pub trainable: usize,
 }
 
 /// Trajectories of one case under several settings.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Runs {
-    /// The case.
+    /// Name of the case.
     pub case: String,
     /// The optimizer.
     pub optimizer: AdamW,
-    /// By name: `full`, `tune_vision_only`, `tune_llm_only`, `resampler_only`, `lora`, ...
+    /// Runs by name: `full`, `tune_vision_only`, `tune_llm_only`, `resampler_only`, `lora`, ...
     pub runs: BTreeMap<String, Run>,
     /// Mean loss of every case with the stored weights.
     pub case_losses: BTreeMap<String, f64>,
@@ -213,20 +213,20 @@ impl Runs {
     }
 }
 
-/// `adapter_config.json`, as far as it is used.
+/// Fields of `adapter_config.json` that the tests read.
 #[derive(Clone, PartialEq, Debug, Deserialize)]
 pub struct AdapterConfig {
-    /// Rows of A.
+    /// The rank: rows of A.
     #[serde(rename = "r")]
     pub lora_rank: usize,
-    /// Numerator of the scale.
+    /// Numerator of the adapter's scale.
     pub lora_alpha: f32,
     /// A pattern of whole module paths.
     pub target_modules: String,
 }
 
 impl AdapterConfig {
-    /// As the models crate takes it, with modules trained in full beside the adapters.
+    /// The adapter settings of the models crate, with modules trained in full beside the adapters.
     #[must_use]
     pub fn to_lora(&self, modules_to_save: &[&str]) -> LoraConfig {
         LoraConfig {
@@ -269,7 +269,7 @@ pub fn run_options(runs: &Runs, run: &str, options: &mut ModelOptions) -> Result
     Ok(())
 }
 
-/// Compares everything a case stores that a run of the model computes.
+/// Compares all stored results of a case with a run of the model.
 ///
 /// # Errors
 /// When a stored tensor has the wrong kind.
@@ -302,7 +302,7 @@ pub fn compare_run(case: &Case, run: &CaseRun) -> Result<Vec<Comparison>> {
     Ok(all)
 }
 
-/// The logits of the supervised rows, in order.
+/// Compares the logits of the supervised rows, in order.
 fn labelled(expected: &Expected, run: &CaseRun, stored: &Stored) -> Result<Comparison> {
     const NAME: &str = "logits_labelled";
     let labels = expected.get("labels")?.ints()?;
@@ -321,7 +321,7 @@ fn labelled(expected: &Expected, run: &CaseRun, stored: &Stored) -> Result<Compa
     ))
 }
 
-/// A value of the vision tower, stored `[N, longest, c]` with meaningless rows behind each slice.
+/// Compares a value of the vision tower. The pack stores `[N, longest, c]`, and the rows after each slice are padding.
 fn vision(expected: &Expected, run: &CaseRun, name: &str, stored: &Stored) -> Result<Comparison> {
     let Some(got) = run.taps.get(name) else {
         return Ok(Comparison::failed(name, "not computed"));
@@ -337,8 +337,8 @@ fn vision(expected: &Expected, run: &CaseRun, name: &str, stored: &Stored) -> Re
     Ok(compare_floats(name, got, &want, tolerance::ACTIVATION))
 }
 
-/// Compares everything a case stores about the inputs: ids, labels, positions, places of pictures,
-/// sizes, learned positions and pixels, all exactly.
+/// Compares all stored inputs of a case exactly: ids, labels, positions, image bounds, sizes, learned positions and
+/// pixels.
 ///
 /// # Errors
 /// When a stored tensor has the wrong kind.
@@ -400,7 +400,7 @@ fn padded<'a>(
     samples.iter().flat_map(row).collect()
 }
 
-/// Bounds of the row in `.r`, of the only row without it.
+/// Image bounds of the row in `.r`; without `.r`, those of the only row.
 fn bounds(samples: &[EncodedSample], row: &str) -> Vec<i64> {
     let row = row.trim_start_matches('.').parse().unwrap_or(0);
     let bounds = samples
@@ -427,7 +427,7 @@ fn slice_rows(
     all
 }
 
-/// Pixels of the real patches; what lies behind a shorter slice is not compared.
+/// Compares pixels of real patches. The padding after a shorter slice is not compared.
 fn pixels(
     name: &str,
     samples: &[EncodedSample],
@@ -466,7 +466,7 @@ fn pixels(
     })
 }
 
-/// The optional tables of a pack: slice plans and position buckets at real settings.
+/// Compares the optional tables of a pack: slice plans and position buckets at published settings.
 fn tables(dir: &Path) -> Result<Vec<Section>> {
     let mut all = Vec::new();
     let slicing = dir.join("slicing_448.json");

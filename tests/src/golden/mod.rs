@@ -1,8 +1,8 @@
-//! Golden packs: reading what a reference computed, and comparing with it.
+//! Golden packs: stored results of a reference implementation, and the comparison with them.
 //!
-//! A pack is a tiny model folder with `cases/` (raw samples, pictures, expected tensors) and
-//! `trajectory.json` (losses along optimizer steps). The format is the one of the folders beside
-//! the test suites; any other folder of that format can be compared too.
+//! A pack is a tiny model directory with `cases/` (raw samples, images, expected tensors) and `trajectory.json` (losses
+//! along optimizer steps). The packs beside the suites define the format. Any other directory of that format can be
+//! compared too.
 
 pub mod cog;
 mod compare;

@@ -1,4 +1,4 @@
-//! Reading a pack.
+//! Reader of a pack's files.
 
 use anyhow::{Context, Result, ensure};
 use half::bf16;
@@ -19,7 +19,7 @@ pub enum Data {
 /// A stored tensor.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Stored {
-    /// Extents.
+    /// Extents of the dimensions.
     pub shape: Vec<usize>,
     /// Row-major values.
     pub data: Data,
@@ -102,18 +102,18 @@ fn decode(dtype: Dtype, bytes: &[u8]) -> Result<Data> {
 /// A case: one raw sample, or a batch of the samples of other cases.
 #[derive(Debug)]
 pub struct Case {
-    /// Its folder's name.
+    /// Name of its directory.
     pub name: String,
-    /// Its folder.
+    /// Its directory.
     pub dir: PathBuf,
-    /// What the reference computed.
+    /// Results of the reference implementation.
     pub expected: Expected,
 }
 
 /// Reads a JSON file.
 ///
 /// # Errors
-/// When it is missing or has another form.
+/// When the file is missing or has another structure.
 pub fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T> {
     let bytes = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
     serde_json::from_slice(&bytes).with_context(|| format!("parsing {}", path.display()))
@@ -122,7 +122,7 @@ pub fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T> {
 /// A golden pack.
 #[derive(Debug)]
 pub struct Pack {
-    /// Its folder, which is a model folder too.
+    /// Its directory, which is a model directory too.
     pub dir: PathBuf,
     /// The model's family.
     pub family: Family,
@@ -163,13 +163,13 @@ impl Pack {
     /// A case by name.
     ///
     /// # Errors
-    /// When there is none.
+    /// When the pack has no such case.
     pub fn case(&self, name: &str) -> Result<&Case> {
         let found = self.cases.iter().find(|c| c.name == name);
         found.with_context(|| format!("{} has no case {name}", self.dir.display()))
     }
 
-    /// The folder of a pack that lies beside the test suites.
+    /// The directory of a pack beside the suites.
     #[must_use]
     pub fn beside(name: &str) -> PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -177,13 +177,13 @@ impl Pack {
             .join(name)
     }
 
-    /// The packs of MiniCPM that lie beside the test suites.
+    /// The packs of MiniCPM beside the suites.
     #[must_use]
     pub fn minicpm() -> Vec<PathBuf> {
         ["minicpm-v-2_6", "minicpm-o-2_6"].map(Self::beside).into()
     }
 
-    /// The packs of CogVLM, CogVLM2 and CogAgent that lie beside the test suites.
+    /// The packs of CogVLM, CogVLM2 and CogAgent beside the suites.
     #[must_use]
     pub fn cogs() -> Vec<PathBuf> {
         let names = [
@@ -194,7 +194,7 @@ impl Pack {
         names.map(Self::beside).into()
     }
 
-    /// All packs that lie beside the test suites.
+    /// All packs beside the suites.
     #[must_use]
     pub fn built_in() -> Vec<PathBuf> {
         let glms = ["glm-4v-9b", "glm-4.1v-9b-thinking"].map(Self::beside);

@@ -1,4 +1,4 @@
-//! Runs golden cases and trajectories through the real engine, on worlds of threads.
+//! Golden cases and trajectories run by the real engine, on worlds of threads.
 
 mod setup;
 
@@ -29,10 +29,10 @@ pub use setup::{Device, Layout, NO_OFFLOAD, Setup, compute_on, on_a_device};
 pub struct Rank {
     /// The model.
     pub model: Arc<dyn VisionLanguageModel>,
-    /// Its states.
+    /// Its engine with all model states.
     pub zero: Zero,
     backend: Arc<dyn Backend>,
-    /// The loss scale, in fp16.
+    /// The loss scaler, in fp16.
     scaler: Option<LossScaler>,
 }
 
@@ -53,7 +53,7 @@ impl Rank {
     ) -> Result<Self> {
         let options = ModelOptions {
             dtype: layout.precision.weight_dtype(),
-            // The references' angles, which some families would round to the model's dtype.
+            // Rotary angles of the references, which some families would round to the model's dtype.
             rope_precision: RopePrecision::F32,
             ..setup.options.clone()
         };
@@ -71,7 +71,7 @@ impl Rank {
         let backend = layout.backend(&device);
         let tiers = Tiers::new(device, Pool::new("host", None));
         let settings = &setup.optimizer;
-        // The references decay every trainable tensor.
+        // The references apply weight decay to every trainable tensor.
         let common = GroupOptions {
             weight_decay: settings.weight_decay as f32,
             lr_scale: 1.0,
@@ -114,7 +114,7 @@ impl Rank {
         })
     }
 
-    /// Forward and backward of one micro-batch; the sum of losses and the supervised tokens.
+    /// Runs forward and backward of one micro-batch. Returns the sum of losses and the number of supervised tokens.
     ///
     /// # Errors
     /// When the engine fails.
@@ -133,16 +133,16 @@ impl Rank {
         Ok(sums)
     }
 
-    /// The factor on the losses: above 1 in fp16 only.
+    /// Factor on the losses, above 1 in fp16 only.
     fn loss_scale(&self) -> f64 {
         self.scaler.as_ref().map_or(1.0, LossScaler::scale)
     }
 
-    /// An update behind `accumulate`, which runs again at a smaller loss scale where gradients overflow fp16: a training
-    /// run leaves that batch out, but a reference takes it.
+    /// Runs `accumulate`, then an update. If gradients overflow in fp16, it repeats both with a smaller loss scale. A
+    /// training run skips that batch, but the reference does not.
     ///
     /// # Errors
-    /// When the engine fails or anything else is not finite.
+    /// When the engine fails, or losses or gradients are not finite for another reason.
     pub fn update<T>(
         &mut self,
         lr: f64,
@@ -161,12 +161,12 @@ impl Rank {
         }
     }
 
-    /// Observed values and logits of a forward pass.
+    /// Runs a forward pass and returns its observed values and logits.
     fn observe(&mut self, samples: &[EncodedSample]) -> Result<CaseRun> {
         let inputs: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
         let batch = self.model.collate(&inputs, &*self.backend)?;
         let taps = RefCell::new(BTreeMap::new());
-        // Pixels are one result.
+        // Pixels count as one result.
         let (results, read_by_any) = (Cell::new(1), RefCell::new(BTreeSet::new()));
         let counter = |_: &'static str, read: &[ParamId], _: &Tensor| {
             results.set(results.get() + 1);
@@ -226,8 +226,8 @@ pub fn run_world<T: Send>(
     })
 }
 
-/// Everything a case stores: values of the first layout's pass, mean loss and its gradients. With
-/// several ranks the samples are divided among them.
+/// Runs a case and returns the values of one pass, the mean loss and its gradients. Several ranks divide the samples
+/// among them.
 ///
 /// # Errors
 /// When a file or the engine fails.
@@ -235,7 +235,7 @@ pub fn run_case(pack: &Pack, samples: &[EncodedSample], layout: Layout) -> Resul
     run_case_with(pack, samples, layout, &Setup::full())
 }
 
-/// As [`run_case`], of another model.
+/// As [`run_case`], with another model setup.
 ///
 /// # Errors
 /// When a file or the engine fails.
@@ -279,7 +279,7 @@ pub fn run_case_with(
     Ok(runs.remove(0))
 }
 
-/// What a forward pass over `samples` rounds where it is in 16 bits, counted in f32 on the CPU.
+/// Number of roundings in a forward pass over `samples` in 16 bits, counted in f32 on the CPU.
 ///
 /// # Errors
 /// When a file or the engine fails.
@@ -289,21 +289,21 @@ pub fn roundings(pack: &Pack, samples: &[EncodedSample], setup: &Setup<'_>) -> R
     Ok(runs.remove(0).roundings)
 }
 
-/// What a trajectory left.
+/// Results of a trajectory.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Travelled {
-    /// Losses before each step and after the last.
+    /// Losses before each step and after the last one.
     pub losses: Vec<f64>,
-    /// Gradient norms of the steps, before clipping.
+    /// Gradient norms of the steps before clipping.
     pub grad_norms: Vec<f64>,
-    /// The trained weights at the end.
+    /// Trained weights after the last step.
     pub weights: BTreeMap<String, Vec<f32>>,
 }
 
-/// Takes a trajectory's steps, with its samples on every rank.
+/// Runs the steps of a trajectory, with its samples on every rank.
 ///
 /// # Errors
-/// When a file or the engine fails, or other numbers of elements train.
+/// When a file or the engine fails, or the number of trainable elements is wrong.
 pub fn run_trajectory(pack: &Pack, expected: &Trajectory, layout: Layout) -> Result<Travelled> {
     let mut results = run_world(pack, layout, &expected.into(), |rank| {
         let trainable = rank.model.spec().elems().1;

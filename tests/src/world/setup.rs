@@ -1,4 +1,4 @@
-//! How ranks of a world are set up, and on which device.
+//! Setup of the ranks of a world, and their device.
 
 use crate::golden::{AdamW, Trajectory};
 use crate::tolerance::Shake;
@@ -9,34 +9,34 @@ use optim::GroupOptions;
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 
-/// How a world shards, where its states live, and how it computes.
+/// Sharding, tiers, precision and device of a world.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Layout {
-    /// Ranks, each a thread.
+    /// Number of ranks, each a thread.
     pub world: usize,
     /// ZeRO stage.
     pub stage: u8,
-    /// Tiers.
+    /// Tiers of the states.
     pub offload: Offload,
-    /// Of weights, activations and states.
+    /// Precision of weights, activations and states.
     pub precision: Precision,
-    /// What its ranks compute on.
+    /// Device of the ranks.
     pub device: Device,
-    /// What its weights are moved by when they are read.
+    /// Perturbation of the weights when they are read.
     pub shake: Option<Shake>,
 }
 
-/// What ranks compute on.
+/// Device of the ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Device {
-    /// The device of [`compute_on`], else the CPU.
+    /// The device of [`compute_on`]; the CPU without one.
     Chosen,
-    /// The CPU, whatever was chosen.
+    /// The CPU, whatever [`compute_on`] chose.
     Cpu,
 }
 
 impl Layout {
-    /// One rank that shards nothing, in f32.
+    /// One rank without sharding, in f32.
     pub const SINGLE: Self = Self {
         world: 1,
         stage: 0,
@@ -46,13 +46,13 @@ impl Layout {
         shake: None,
     };
 
-    /// The same in another precision.
+    /// The same layout in another precision.
     #[must_use]
     pub const fn in_precision(self, precision: Precision) -> Self {
         Self { precision, ..self }
     }
 
-    /// The same with moved weights.
+    /// The same layout with perturbed weights.
     #[must_use]
     pub const fn shaken(self, shake: Shake) -> Self {
         Self {
@@ -61,7 +61,7 @@ impl Layout {
         }
     }
 
-    /// The same on the CPU.
+    /// The same layout on the CPU.
     #[must_use]
     pub const fn on_cpu(self) -> Self {
         Self {
@@ -71,13 +71,13 @@ impl Layout {
     }
 }
 
-/// Everything on the device.
+/// All states on the device.
 pub const NO_OFFLOAD: Offload = Offload::states(engine::Tier::Device);
 
-/// What all ranks of this process compute on, where that is not the CPU.
+/// Device of all ranks of this process, if not the CPU.
 static DEVICE: OnceLock<Arc<dyn Backend>> = OnceLock::new();
 
-/// Lets every world of this process compute on `backend`. Only the first call counts.
+/// Sets the device of all worlds of this process. Only the first call counts.
 pub fn compute_on(backend: Arc<dyn Backend>) {
     DEVICE.set(backend).ok();
 }
@@ -88,23 +88,23 @@ pub fn on_a_device() -> bool {
     DEVICE.get().is_some()
 }
 
-/// How ranks of a world are set up.
+/// Model options and optimizer settings of a world.
 #[derive(Debug)]
 pub struct Setup<'a> {
     /// Options of the model.
     pub options: ModelOptions,
-    /// Start values that the base does not have, or has otherwise.
+    /// Start values by parameter, where they differ from the base weights or the base has none.
     pub start: &'a BTreeMap<String, Vec<f32>>,
     /// The optimizer.
     pub optimizer: AdamW,
     /// Global norm that gradients are clipped to.
     pub max_grad_norm: Option<f32>,
-    /// Decay and learning-rate factor of parameters by name, where they differ.
+    /// Weight decay and learning-rate factor by parameter, where they differ from `optimizer`.
     pub groups: &'a BTreeMap<String, GroupOptions>,
 }
 
 impl Setup<'static> {
-    /// A full fine-tune.
+    /// Setup of a full fine-tune.
     #[must_use]
     pub fn full() -> Self {
         static NOTHING: BTreeMap<String, Vec<f32>> = BTreeMap::new();
@@ -137,7 +137,7 @@ impl<'a> From<&'a Trajectory> for Setup<'a> {
 }
 
 impl Layout {
-    /// A back end for a rank, whose memory on a CPU is `pool`.
+    /// A backend for a rank. On the CPU it allocates from `pool`.
     pub(super) fn backend(self, pool: &Pool) -> Arc<dyn Backend> {
         match DEVICE.get().filter(|_| self.device == Device::Chosen) {
             Some(chosen) => chosen.clone(),

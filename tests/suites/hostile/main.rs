@@ -1,5 +1,5 @@
-//! Bytes that nobody of good will wrote, of every kind that this program reads: no panic, and no more memory than the
-//! input's length allows. The fuzzers of `fuzz/` do the same for longer; their corpus is where inputs here begin.
+//! Adversarial input of every kind that the program reads. It must cause no panic, and memory must stay within the
+//! bound for the input's length. The fuzzers of `fuzz/` do the same for longer; their corpus provides the inputs here.
 
 #[path = "../../../fuzz/src/memory.rs"]
 #[allow(unreachable_pub, reason = "public to the fuzzers")]
@@ -17,7 +17,7 @@ use targets::{TARGETS, Target, target};
 #[global_allocator]
 static COUNTING: memory::Counting = memory::Counting;
 
-/// Files of a target's corpus, by name.
+/// The files of a target's corpus, by name.
 fn corpus(name: &str) -> Vec<(String, Vec<u8>)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../fuzz/corpus")
@@ -38,7 +38,7 @@ fn corpus(name: &str) -> Vec<(String, Vec<u8>)> {
     files
 }
 
-/// Corpora of all targets, in their order.
+/// The corpora of all targets, in their order.
 fn corpora() -> &'static [Vec<(String, Vec<u8>)>] {
     static CORPORA: OnceLock<Vec<Vec<(String, Vec<u8>)>>> = OnceLock::new();
     CORPORA.get_or_init(|| TARGETS.iter().map(|target| corpus(target.name)).collect())
@@ -60,7 +60,7 @@ fn every_file_of_the_corpus_is_read_or_refused_within_its_memory() {
             })
             .map(|(name, _)| name.as_str())
             .collect();
-        // Otherwise mutations would only ever see the first check.
+        // Without an accepted input, mutations would reach the first check only.
         assert!(!accepted.is_empty(), "{}: nothing is accepted", target.name);
         for valid in files
             .iter()
@@ -80,7 +80,7 @@ fn every_file_of_the_corpus_is_read_or_refused_within_its_memory() {
     }
 }
 
-/// What takes the most memory for its length, or the deepest stack.
+/// Inputs with the most memory for their length, or the deepest stack.
 #[test]
 fn adversarial_inputs_take_bounded_memory_and_stack() {
     let repeated = |before: &str, part: &str, times: usize, after: &str| {
@@ -237,18 +237,18 @@ fn adversarial_inputs_take_bounded_memory_and_stack() {
     }
 }
 
-/// One change of an input.
+/// One mutation of an input.
 #[derive(Clone, Debug)]
 enum Edit {
     Set(Index, u8),
     Cut(Index),
     Drop(Index, usize),
     Insert(Index, Vec<u8>),
-    /// A stretch again, so many times.
+    /// Repeats a range, so many times.
     Repeat(Index, usize, usize),
-    /// A stretch of another input.
+    /// Inserts a range of another input.
     Splice(Index, Index, Index, usize),
-    /// A number of four bytes.
+    /// Overwrites four bytes with a number.
     Number(Index, u32),
 }
 

@@ -1,4 +1,4 @@
-//! What is refused, with which code and which words, before anything is touched.
+//! Refused inputs: exit status, error code and message. A refusal changes no file.
 
 use crate::site::{Site, assert_says, completed};
 use serde_json::{Value, json};
@@ -108,7 +108,7 @@ fn unusable_model_directories_are_refused() {
     );
 }
 
-/// A refusal of the samples in `data/NAME.json`, for training and for evaluation alike.
+/// Expects a refusal of the samples in `data/NAME.json`, for training and for evaluation.
 fn refuse_samples(site: &Site, samples: &[Value], code: &str, words: &[&str]) {
     site.write_samples("bad", samples);
     assert_says(&site.refuse("--data data/bad.json", 3, code), words);

@@ -1,8 +1,8 @@
-//! Batch sizes, order of the data, recomputation, readers.
+//! Batch sizes, order of the data, recompute, loader threads.
 
 use crate::site::{Site, log_rows, losses, read_json};
 
-/// Bytes of the device pool at the peak of a run.
+/// Peak bytes of the device pool in a run.
 fn device_peak(site: &Site, run: &str) -> u64 {
     let rows = log_rows(&site.path(run));
     let bytes = rows
@@ -35,7 +35,7 @@ fn recompute_does_not_change_the_bits() {
     assert_eq!(needs("llm")["vit"], false);
 }
 
-/// Whether a layer keeps its input or has it computed again is told by no bit, on any tier.
+/// Recomputing layer inputs changes no bit, on any tier.
 #[test]
 fn recompute_groups_of_layers_do_not_change_the_bits() {
     let site = Site::new();
@@ -109,7 +109,7 @@ fn the_longest_samples_come_first_unless_told_otherwise() {
         .iter()
         .filter_map(|i| i.as_u64())
         .collect();
-    // The first three samples have pictures, the others are short texts.
+    // The first three samples have images, the others are short texts.
     assert_eq!(first.len(), 2);
     assert!(first.iter().all(|i| *i < 3), "{first:?}");
     site.train("--nproc 2 --max-steps 1 --output shuffled --longest-first false");

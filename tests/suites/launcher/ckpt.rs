@@ -1,4 +1,4 @@
-//! `launcher ckpt`: whole checkpoints, and every way in which one can be damaged.
+//! `launcher ckpt`: intact checkpoints, and every kind of damage.
 
 use crate::site::{Site, assert_says, listing, losses, read_json};
 use engine::checkpoint::Checkpoint;
@@ -11,14 +11,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// What a verb printed, and how it ended.
+/// Output and exit status of a subcommand.
 struct Answer {
     code: Option<i32>,
     stdout: String,
     stderr: String,
 }
 
-/// Runs `launcher ckpt LINE` in the site's folder.
+/// Runs `launcher ckpt LINE` in the site's directory.
 fn ckpt(site: &Site, line: &str) -> Answer {
     let output = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
         .arg("ckpt")
@@ -41,7 +41,7 @@ fn done(site: &Site, line: &str) -> String {
     answer.stdout
 }
 
-/// The verb must fail with this status and say these words.
+/// Expects the subcommand to fail with this status and these words.
 fn refused(site: &Site, line: &str, status: i32, words: &[&str]) {
     let answer = ckpt(site, line);
     assert_eq!(answer.code, Some(status), "{line}\n{}", answer.stderr);
@@ -49,7 +49,7 @@ fn refused(site: &Site, line: &str, status: i32, words: &[&str]) {
     assert_says(&answer.stderr, &["  cause     ", "  next      "]);
 }
 
-/// Every file below a folder with its bytes.
+/// Every file below a directory with its bytes.
 fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
     let mut folders = vec![folder.to_owned()];
@@ -136,10 +136,10 @@ fn a_run_is_listed_with_the_contents_of_its_checkpoints() {
     );
 }
 
-/// Changes the files of a checkpoint's folder.
+/// A change of the files in a checkpoint's directory.
 type Damage = fn(&Path);
 
-/// Kinds of damage, each with the files that a report must name.
+/// Kinds of damage, each with the files that the report must name.
 fn damages() -> Vec<(&'static str, Damage, &'static [&'static str])> {
     fn flip(path: &Path) {
         let mut bytes = fs::read(path).unwrap();
@@ -224,7 +224,7 @@ fn every_kind_of_damage_is_named_and_refused_everywhere() {
         refused(&site, "verify out/checkpoint-2", 9, &words);
         for verb in ["reshard --nproc 3", "consolidate"] {
             let line = format!("{verb} --output made out/checkpoint-2");
-            // The first bad file is enough to refuse.
+            // The first damaged file is enough for a refusal.
             let answer = ckpt(&site, &line);
             assert_eq!(answer.code, Some(9), "{line}\n{}", answer.stderr);
             let said = named.iter().any(|file| answer.stderr.contains(file));
@@ -236,7 +236,7 @@ fn every_kind_of_damage_is_named_and_refused_everywhere() {
             );
         }
         if named[0].starts_with("MANIFEST.json is missing") {
-            // What is no checkpoint any more is not the latest one.
+            // A directory without a manifest is no checkpoint, so it is not the latest one.
             let line = "--resume out/checkpoint-2 --output next --max-steps 3";
             assert_says(&site.refuse(line, 9, "E08"), &words);
         } else {
@@ -267,7 +267,7 @@ fn a_copied_step_is_not_taken_for_another() {
     );
     let text = done(&site, "ls out");
     assert_says(&text, &["damaged: ", "the folder's name"]);
-    // Without the copy an empty `latest` does no harm.
+    // Without the copy an empty `latest` is ignored.
     fs::remove_dir_all(copy).unwrap();
     let outcome = site.train("--resume auto --max-steps 3");
     assert_says(&outcome.screen, &["continues after step 2"]);
@@ -298,7 +298,7 @@ fn resharding_there_and_back_gives_the_same_bytes() {
             from = to;
         }
         assert!(files(&site.path("cut-2")) == original, "{line}");
-        // A run of one rank goes on from either with the same bits.
+        // A run of one rank continues from either checkpoint with the same bits.
         let rest = format!("{line} --nproc 1 --per-device-train-batch-size 2 --max-steps 3");
         site.train(&format!("{rest} --resume cut-1 --output a"));
         site.train(&format!("{rest} --resume out/checkpoint-2 --output b"));
@@ -354,7 +354,7 @@ fn consolidated_weights_are_the_master_weights() {
         assert!(f32s(&master) == values, "{name} is not its master");
         let stored = f32s(&own.read(name, DType::F32).unwrap());
         for (value, stored) in values.iter().zip(&stored) {
-            // The checkpoint's own file holds what the model computes with.
+            // The checkpoint's weight file has the rounded weights that the model computes with.
             let rounded = bf16::from_f32(*value).to_f32();
             finer += usize::from(rounded != *value);
             assert!(
@@ -383,7 +383,7 @@ fn consolidated_weights_are_the_master_weights() {
             wide.shape(name)
         );
     }
-    // It is a model folder: with the checkpoint's small files, and trainable.
+    // The output is a model directory with the checkpoint's small files, and it can be trained.
     assert!(site.path("wide/tokenizer.json").is_file());
     assert!(!site.path("wide/trainer_state.json").exists());
     site.train("--model wide --output next --max-steps 1");

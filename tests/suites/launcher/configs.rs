@@ -5,7 +5,7 @@ use serde_json::Value;
 use std::fs;
 use std::process::Command;
 
-/// Exit status and standard output of a verb that prints and ends.
+/// Exit status and standard output of a subcommand that prints and ends.
 fn printed(site: &Site, line: &str) -> (Option<i32>, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
         .args(line.split_whitespace())
@@ -19,7 +19,7 @@ fn printed(site: &Site, line: &str) -> (Option<i32>, String) {
     (output.status.code(), text)
 }
 
-/// A published file, changed in one place.
+/// Writes a published file with one change.
 fn published(site: &Site, name: &str, from: &str, to: &str) {
     let path = format!(
         "{}/../launcher/tests/configs/{name}",
@@ -30,7 +30,7 @@ fn published(site: &Site, name: &str, from: &str, to: &str) {
     fs::write(site.path("ds.json"), text.replace(from, to)).unwrap();
 }
 
-/// The file of MiniCPM with its states in host memory, as its readme says.
+/// Writes the published file of MiniCPM, changed to states in host memory as its readme says.
 fn offloaded(site: &Site) {
     published(
         site,
@@ -83,7 +83,7 @@ fn a_misplaced_key_is_a_warning_or_refused() {
         screen.contains("rank 0 stores device: parameters") && !screen.contains("host: "),
         "{screen}"
     );
-    // A rank that another launcher starts has no supervisor that could warn.
+    // A rank started by another launcher has no supervisor, so it must warn itself.
     let rank = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
         .args(completed(&format!("{line} --output foreign")).split_whitespace())
         .current_dir(site.path(""))
@@ -144,7 +144,7 @@ fn a_flag_file_names_its_deepspeed_file() {
         "{screen}"
     );
     let config = read_json(&site.path("out/config.resolved.json"));
-    // The line of this site has steps, and the seed of this line comes before that of the file.
+    // The site's default flags give the steps. The seed of the command line overrides that of the file.
     assert_eq!((&config["zero"], &config["seed"]), (&3.into(), &6.into()));
     assert_eq!(config["length"]["steps"], 2);
     assert_eq!(config["trainable"]["lora"]["lora_rank"], 2);

@@ -1,4 +1,4 @@
-//! `launcher doctor` in environments of several kinds: it always has something to say.
+//! `launcher doctor` in several environments. It must report in each of them.
 
 use serde_json::Value;
 use std::fs;
@@ -8,10 +8,10 @@ use std::process::{Command, Output, Stdio};
 use tempfile::TempDir;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_tessera_test_launcher");
-/// No GPU of the machine takes part.
+/// Hides the GPUs of the machine.
 const NO_GPUS: (&str, &str) = ("CUDA_VISIBLE_DEVICES", "");
 
-/// The verb with these words and nothing but these variables.
+/// The subcommand with these words and with no other variables.
 fn command(words: &str, variables: &[(&str, &str)]) -> Command {
     let mut command = Command::new(PROGRAM);
     command
@@ -23,7 +23,7 @@ fn command(words: &str, variables: &[(&str, &str)]) -> Command {
     command
 }
 
-/// What it prints; it must end well and say nothing else.
+/// Its standard output. It must succeed and print nothing else.
 fn printed(mut command: Command) -> String {
     let Output {
         status,
@@ -74,7 +74,7 @@ fn doctor_without_gpus_reports_runs_on_the_cpu() {
     for gpu in report["gpus"].as_array().unwrap() {
         assert_eq!(gpu["ordinal"], Value::Null);
     }
-    // Every library is there or its places are named.
+    // Every library is found, or the paths tried are listed.
     let libraries = report["cuda"]["libraries"].as_array().unwrap();
     assert_eq!(libraries.len(), 5);
     for library in libraries {
@@ -203,7 +203,7 @@ fn flags_of_other_subcommands_are_refused() {
     assert!(help.contains("--json"), "{help}");
 }
 
-/// A folder with a management library that knows two GPUs with known answers.
+/// A directory with a stand-in for NVML that reports two GPUs with known values.
 fn management_library() -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     let source = "../kernels/tests/nvml/library.c";
@@ -240,7 +240,7 @@ fn gpus_that_only_nvml_sees_are_shown() {
     );
     assert_eq!(report["verdict"]["device"], "cpu");
     let found = findings(&report);
-    // Which of the two depends on the machine: whether it has the CUDA driver.
+    // The finding depends on whether the machine has the CUDA driver.
     let absent = ["driver-library-missing", "gpus-hidden"];
     assert!(absent.iter().any(|id| found.contains(id)), "{found:?}");
     assert!(found.contains(&"gpu-row-remap-pending"), "{found:?}");

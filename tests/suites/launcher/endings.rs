@@ -1,4 +1,4 @@
-//! Signals and deaths of processes: what was trained is kept and nothing else is left.
+//! Signals and deaths of processes. Training progress is saved, and no other files are left.
 
 use crate::site::{Site, assert_nothing_left, losses, ranks, signal, wait_for_end};
 use std::fs;
@@ -42,7 +42,7 @@ fn a_second_interrupt_ends_at_once() {
     let mut run = site.start(LONG);
     run.wait_for_step();
     let token = site.token();
-    // Stopped ranks cannot save, so the first signal alone would not end the run.
+    // Stopped ranks cannot save, so the first signal alone does not end the run.
     for (pid, _) in ranks(&token) {
         signal(pid, "STOP");
     }
@@ -121,7 +121,7 @@ fn ranks_end_when_their_supervisor_dies() {
     assert_nothing_left(&site, &token);
 }
 
-/// Steps that a stopped run has behind it; none where it did not come to train.
+/// Number of steps that a stopped run has completed.
 fn losses_so_far(site: &Site) -> usize {
     let out = site.path("out");
     if out.join("trainer_log.jsonl").exists() {
@@ -134,7 +134,7 @@ fn losses_so_far(site: &Site) -> usize {
 #[test]
 fn a_run_that_diverges_ends_with_its_own_status() {
     let site = Site::new();
-    // Also where it ends before the patience with skipped updates does.
+    // The short run ends before the limit of skipped updates.
     for (steps, output) in [(100, "long"), (4, "short")] {
         let line = "--learning-rate 1e30 --lr-scheduler-type constant";
         let outcome = site.run(&format!("{line} --max-steps {steps} --output {output}"));
@@ -147,7 +147,7 @@ fn a_run_that_diverges_ends_with_its_own_status() {
 
 #[test]
 fn a_run_stopped_during_startup_leaves_no_files() {
-    // Before the ranks, while they meet, and while the first weights are read.
+    // Signals before the ranks start, during the rendezvous, and while the first weights are read.
     for (label, name) in [
         (" plan", "TERM"),
         (" data", "INT"),
@@ -159,14 +159,14 @@ fn a_run_stopped_during_startup_leaves_no_files() {
         run.wait_for(label, |line| line.starts_with(label));
         run.signal(name);
         let outcome = run.finish();
-        // Before the supervisor takes signals over, there is nothing to clean up.
+        // Before the supervisor handles signals, it has nothing to clean up.
         let ended = outcome.code == Some(130) || outcome.signal.is_some();
         assert!(ended, "{label}: {:?}\n{}", outcome.code, outcome.screen);
         if outcome.signal.is_some() {
             assert!(!site.path("out").exists(), "{label}");
         }
         site.assert_tidy();
-        // Whatever it had made of its folder does not stand in the way.
+        // Files of the stopped run do not prevent another run in the directory.
         let done = losses_so_far(&site);
         site.train(&format!(
             "--max-steps {} --resume auto --lr-scheduler-type constant",
@@ -176,8 +176,8 @@ fn a_run_stopped_during_startup_leaves_no_files() {
     }
 }
 
-/// Starts a shell that may mount, in a namespace of its own that ends with it. `None` where the
-/// system does not let ordinary users have one.
+/// A shell that may mount in its own namespace, which ends with it. `None` where the system does not allow this to
+/// ordinary users.
 fn mounting_shell(script: &str) -> Option<Command> {
     let arguments = ["--user", "--map-root-user", "--mount", "sh", "-c"];
     let shell = |script: &str| {
@@ -195,7 +195,7 @@ fn mounting_shell(script: &str) -> Option<Command> {
 fn an_unwritable_file_ends_the_run() {
     let site = Site::new();
     fs::create_dir(site.path("out")).unwrap();
-    // The device that is always full stands in for a file that is renamed later.
+    // /dev/full takes the place of a file that is written and renamed later.
     std::os::unix::fs::symlink("/dev/full", site.path("out/training_loss.svg.tmp")).unwrap();
     let outcome = site.run("--max-steps 4");
     assert_eq!(outcome.code, Some(16), "{}", outcome.screen);
@@ -207,7 +207,7 @@ fn an_unwritable_file_ends_the_run() {
 #[test]
 fn a_full_disk_ends_the_run_and_keeps_the_last_checkpoint() {
     let site = Site::new();
-    // Room for one checkpoint of about 6 MB.
+    // The disk fits one checkpoint of about 6 MB.
     let script = format!(
         "mkdir small && mount -t tmpfs -o size=10m tmpfs small && {{ \
          '{}' {} --output small/out --max-steps 4 --save-steps 1; \
@@ -216,7 +216,7 @@ fn a_full_disk_ends_the_run_and_keeps_the_last_checkpoint() {
         "--model model --data data/samples.json --precision f32"
     );
     let Some(command) = mounting_shell(&script) else {
-        // Without a disk of that size: the same failure, but not what it leaves.
+        // Without such a disk only the failure itself can be tested, not the remaining files.
         return an_unwritable_file_ends_the_run();
     };
     let outcome = site.start_command(command).finish();
@@ -238,7 +238,7 @@ fn a_full_disk_ends_the_run_and_keeps_the_last_checkpoint() {
 
 #[test]
 fn a_disk_without_room_for_the_checkpoints_is_found_before_training() {
-    // A checkpoint takes about 6 MB; two lie there until the older one is removed.
+    // A checkpoint takes about 6 MB. Two exist until the older one is removed.
     for (size, flags) in [
         ("4m", "--max-steps 1"),
         ("10m", "--max-steps 2 --save-steps 1 --save-total-limit 1"),
@@ -252,7 +252,7 @@ fn a_disk_without_room_for_the_checkpoints_is_found_before_training() {
             "--model model --data data/samples.json --precision f32"
         );
         let Some(command) = mounting_shell(&script) else {
-            // The rule is tested beside the code.
+            // A unit test of the disk check covers the rule.
             return;
         };
         let outcome = site.start_command(command).finish();
@@ -289,7 +289,7 @@ fn two_runs_never_share_a_directory() {
 #[test]
 fn too_little_shared_memory_has_its_own_failure() {
     let site = Site::new();
-    // Site and program may lie in /tmp, which is hidden: they are reached through another mount.
+    // The site and the program may be in /tmp, which is hidden. Another mount makes them reachable.
     let script = format!(
         "cp '{}' program && mount --bind . /mnt && mount -t tmpfs -o size=64k tmpfs /dev/shm && \
          mount -t tmpfs -o size=64k tmpfs /tmp && cd /mnt && \
@@ -299,7 +299,7 @@ fn too_little_shared_memory_has_its_own_failure() {
         "--model model --data data/samples.json --precision f32"
     );
     let Some(command) = mounting_shell(&script) else {
-        // The wording is tested beside the code.
+        // A unit test covers the message.
         return;
     };
     let outcome = site.start_command(command).finish();

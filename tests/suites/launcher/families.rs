@@ -1,12 +1,12 @@
-//! Every family of models from the command line to the exported folder.
+//! Every model family, from the command line to the exported directory.
 
 use crate::generate::run;
 use crate::site::{Site, losses, read_json};
 use crate::tuning::journey;
 use std::fs;
 
-/// Pack, flags of a run of adapters with modules trained in full beside them, and a part of the path of every tensor that
-/// it changes.
+/// For each family: pack, flags of an adapter run with modules trained in full, and a part of the path of every tensor
+/// that it changes.
 const FAMILIES: [(&str, &str, &[&str]); 5] = [
     (
         "cogvlm-chat-hf",
@@ -131,7 +131,7 @@ fn a_preset_trains_like_its_flags() {
         let target = site.path("captchas").join(format!("{label}.png"));
         fs::copy(site.path("data/image_wide.png"), target).unwrap();
     }
-    // The published script trains layers of the vision tower that this tiny one does not have.
+    // The published script trains layers of the vision tower that this tiny model lacks.
     let screen = site
         .train(r"--preset cogvlm-captcha --data captchas --train model\.vision\.transformer\.layers\.1\.mlp --max-steps 2 --precision f32 --zero 1 --nproc 2 --model-max-length 100 --learning-rate 1e-5")
         .screen;

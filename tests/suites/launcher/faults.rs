@@ -1,4 +1,4 @@
-//! Faults on purpose: each happens where it is asked for, is told from others, and leaves nothing behind.
+//! Injected faults. Each happens at the requested point, is reported as itself, and leaves no files.
 
 use crate::site::{Outcome, Site, assert_says, listing, losses};
 use engine::checkpoint::{Checkpoint, audit};
@@ -6,11 +6,11 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Longest a run may go on after its fault, start and end included; the waits of the ranks come on top.
+/// Longest time a run may take after its fault, including start and end. The timeouts of the ranks are added.
 const LIMIT: Duration = Duration::from_secs(30);
 const RUN: &str = "--save-steps 1 --lr-scheduler-type constant --nproc 2";
 
-/// Runs with a fault that ends it; nothing of the job may be left.
+/// Runs with a fault that ends the run. No file or process of the job may be left.
 fn broken(site: &Site, line: &str, status: i32, words: &[&str]) -> Outcome {
     let began = Instant::now();
     let before = shared_memory();
@@ -64,7 +64,7 @@ fn check_26_a_rank_that_dies_is_named_wherever_it_dies() {
             12,
             &["rank 1 was killed", "signal 9"],
         );
-        // What was saved before is whole, and a save that was cut off is no checkpoint.
+        // Earlier checkpoints are intact, and an interrupted save is no checkpoint.
         let before = step - 1;
         assert!(
             is_whole(&site, &format!("out/checkpoint-{before}")),
@@ -90,7 +90,7 @@ fn check_26_a_rank_that_dies_is_named_wherever_it_dies() {
                 "its last collectives",
             ],
         );
-        // What the waiting rank began last is what the report says it waits in.
+        // The report names the collective that the waiting rank began last.
         let text = fs::read_to_string(site.path("stop/errors/collectives-0000.txt")).unwrap();
         let began: Vec<&str> = text.lines().filter(|line| line.contains(" #")).collect();
         assert!((2..=64).contains(&began.len()), "{text}");
@@ -203,7 +203,7 @@ fn a_flipped_bit_is_where_the_seed_says_and_is_detected() {
     assert!(first == again, "the same seed flips the same bit");
     let differ =
         |a: &[u8], b: &[u8]| -> u32 { a.iter().zip(b).map(|(a, b)| (a ^ b).count_ones()).sum() };
-    // Each differs from what was saved in one bit, and the two from each other in both.
+    // Each file differs from the saved one in one bit, and the two differ from each other in both.
     assert_eq!(differ(&first, &other), 2);
 }
 

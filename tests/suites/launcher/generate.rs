@@ -1,4 +1,4 @@
-//! `launcher generate`, `launcher eval`, and the answers that a run keeps.
+//! `launcher generate`, `launcher eval`, and the answers that a run saves.
 
 use crate::site::{Site, golden, listing, read_json};
 use safetensors::Dtype;
@@ -20,7 +20,7 @@ impl Said {
     }
 }
 
-/// The program with these words in the site's folder.
+/// Runs the program with these words in the site's directory.
 fn say(site: &Site, words: &[&str]) -> Said {
     let output = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
         .args(words)
@@ -37,7 +37,7 @@ fn say(site: &Site, words: &[&str]) -> Said {
     }
 }
 
-/// As [`say`] for a line without blanks in its words; it must end well.
+/// As [`say`] for a line whose words contain no blanks. It must succeed.
 pub(crate) fn run(site: &Site, line: &str) -> Said {
     let words: Vec<&str> = line.split_whitespace().collect();
     let said = say(site, &words);
@@ -45,7 +45,7 @@ pub(crate) fn run(site: &Site, line: &str) -> Said {
     said
 }
 
-/// The verb must be refused with this status and code, in these words.
+/// Expects a refusal of the subcommand with this status, code and words.
 fn refuse(site: &Site, line: &str, status: i32, code: &str, words: &[&str]) {
     let split: Vec<&str> = line.split_whitespace().collect();
     let said = say(site, &split);
@@ -83,12 +83,12 @@ fn a_prompt_is_answered_on_standard_output() {
         Some(plain.stdout.trim_end_matches('\n'))
     );
     assert!(record["tokens"].as_u64().unwrap() <= 6);
-    // A wide picture is cut.
+    // A wide image is sliced.
     assert!(record["slices"].as_u64().unwrap() > 1);
     assert!(record["prompt_tokens"].as_u64() > record["slices"].as_u64());
     let whole = ask("--json --max-slice-nums 1").json();
     assert_eq!(whole["slices"], 1);
-    // One candidate is the likeliest; draws are those of the seed.
+    // Sampling from one candidate is greedy, and random draws follow from the seed.
     assert_eq!(ask("--temperature 2 --top-k 1").stdout, plain.stdout);
     let drawn = |seed: u32| ask(&format!("--temperature 3 --seed {seed}")).stdout;
     assert_eq!(drawn(1), drawn(1));
@@ -115,7 +115,7 @@ fn prompts_with_several_images_and_without_any_are_answered() {
     assert!(double > single);
 }
 
-/// The keys and the values of an evaluation that a run left, against those of the verb.
+/// Expects the evaluation of the subcommand to equal the one saved by the run.
 fn assert_evaluates_alike(site: &Site, line: &str) -> Value {
     let said = run(
         site,
@@ -168,7 +168,7 @@ fn a_saved_model_evaluates_as_it_did_in_its_run() {
     assert!(first["prompt"].as_str().unwrap().contains("<image>"));
     assert!(!first["reference"].as_str().unwrap().is_empty());
     let result = assert_evaluates_alike(&site, "--model out/checkpoint-2");
-    // Batches change nothing, and a limit leaves samples out.
+    // The batch size does not change the result, and `--limit` leaves samples out.
     let line = "--model out/checkpoint-2 --per-device-eval-batch-size 1";
     assert_eq!(
         assert_evaluates_alike(&site, line)["eval_loss"],
@@ -205,7 +205,7 @@ fn adapters_and_trained_parts_are_applied_to_their_base() {
             &format!("generate {adapter} --prompt Why? --max-new-tokens 3"),
         );
         assert!(said.stderr.contains("out/checkpoint-2"), "{}", said.stderr);
-        // The folder alone is no model, and it belongs to its own base only.
+        // The directory alone is no model, and it only fits its own base.
         let line = "generate --model out/checkpoint-2 --prompt Why?";
         let words = ["only a part of a model", "--adapter out/checkpoint-2"];
         refuse(&site, line, 10, "E10", &words);
@@ -231,7 +231,7 @@ fn adapters_and_trained_parts_are_applied_to_their_base() {
     }
 }
 
-/// A folder with one trained tensor.
+/// Writes a directory with one trained tensor.
 fn write_trained(site: &Site, folder: &str, tensor: &str) {
     let view = TensorView::new(Dtype::F32, vec![1], &[0; 4]).unwrap();
     let bytes = safetensors::serialize([(tensor, view)], None).unwrap();

@@ -1,4 +1,4 @@
-//! The launcher as people use it: real processes on a complete tiny model folder.
+//! The launcher as users run it: real processes on a complete tiny model directory.
 #![allow(
     clippy::unwrap_used,
     clippy::panic,

@@ -1,4 +1,4 @@
-//! Plans and what comes of them: memory as the kernel counts it, refusals, and what fits instead.
+//! Memory plans: comparison with the memory that the operating system reports, refusals, and suggestions.
 
 use crate::site::{Site, golden};
 use serde_json::{Value, json};
@@ -26,7 +26,7 @@ fn plan_json(line: &str) -> (Option<i32>, Value) {
     (output.status.code(), value)
 }
 
-/// Runs a small model in a site and measures it.
+/// Runs a small model in a site and measures its memory.
 fn measured(site: &Site, flags: &str) -> Measured {
     let model = site.path("small");
     if !model.is_dir() {
@@ -71,10 +71,10 @@ fn planned_memory_matches_the_figures_of_the_operating_system() {
             flags.contains("nvme"),
             "{flags}: {seen:?}"
         );
-        // The plan is rank 0's: an extent of another rank may begin inside a block and touch one more.
+        // The plan is that of rank 0. An extent of another rank may begin inside a block and touch one more.
         let off = seen.planned_spilled.abs_diff(seen.spilled);
         assert!(off * 100 <= seen.spilled, "{flags}: {seen:?}");
-        // All ranks together hold no more than the plan says, window included.
+        // All ranks together take no more than planned, window included.
         let together: u64 = seen.resident.iter().sum();
         let mapped_twice = seen.window * seen.resident.len() as u64;
         assert!(
@@ -87,7 +87,7 @@ fn planned_memory_matches_the_figures_of_the_operating_system() {
 
 #[test]
 fn after_warm_up_a_step_allocates_no_memory() {
-    /// Counters of the kernel are exact to some pages per thread.
+    /// Counters of the operating system are exact up to some pages per thread.
     const EXACT_TO: u64 = 1 << 20;
     let site = Site::new();
     let outcome = site.train("--max-steps 12 --nproc 2 --logging-steps 1 --save-strategy no");
@@ -95,7 +95,7 @@ fn after_warm_up_a_step_allocates_no_memory() {
     let rows = text
         .lines()
         .map(|line| serde_json::from_str::<Value>(line).unwrap());
-    // Two passes over the samples have seen every length.
+    // The first two passes over the samples contain every length.
     let later = rows.filter(|row| row["step"].as_u64().unwrap() > 7);
     let resident = |row: &Value| row["phases"]["step"]["rss"].as_u64();
     let resident: Vec<u64> = later.filter_map(|row| resident(&row)).collect();
@@ -159,7 +159,7 @@ fn a_plan_that_does_not_fit_is_refused_with_the_nearest_that_does() {
     let command = refused["nearest"]["command"].as_str().unwrap();
     let again = plan(command.strip_prefix("launcher plan ").unwrap());
     assert_eq!(again.status.code(), Some(0), "{command}");
-    // People get the same line.
+    // The printed text has the same line.
     let shown = plan(&small);
     assert_eq!(shown.status.code(), Some(5));
     let errors = String::from_utf8_lossy(&shown.stderr).into_owned();
@@ -167,7 +167,7 @@ fn a_plan_that_does_not_fit_is_refused_with_the_nearest_that_does() {
         errors.contains("error[E17]") && errors.contains(command),
         "{errors}"
     );
-    // What nothing helps is said too.
+    // The report says when no suggestion helps.
     let hopeless = plan(&format!("{line} --hw 2x16MiB --ram 64GiB"));
     assert_eq!(hopeless.status.code(), Some(5));
     assert!(String::from_utf8_lossy(&hopeless.stderr).contains("no stage, offload"));
@@ -214,7 +214,7 @@ fn plan_reads_weight_files_unless_told_not_to() {
     assert_eq!((code, &with_data["sample"]), (Some(0), &json!("data")));
 }
 
-/// Bytes of the files in a folder and below, by a rule of which files count.
+/// Bytes of the files below a directory that `counts` accepts.
 fn file_bytes(folder: &Path, counts: &dyn Fn(&str) -> bool) -> u64 {
     let entries = fs::read_dir(folder).unwrap().map(Result::unwrap);
     let sizes = entries.map(|entry| {
@@ -230,7 +230,7 @@ fn file_bytes(folder: &Path, counts: &dyn Fn(&str) -> bool) -> u64 {
 
 #[test]
 fn a_plan_knows_the_bytes_of_a_checkpoint() {
-    /// Headers and manifests.
+    /// Allowance for headers and manifests.
     const HEADERS: u64 = 256 << 10;
     let site = Site::new();
     for flags in [
@@ -264,7 +264,7 @@ fn a_plan_knows_the_bytes_of_a_checkpoint() {
     }
 }
 
-/// A merged model is written from blocks, whatever its size: the process itself is most of what it takes.
+/// A merged model is written block by block. For any model size, most of the memory is that of the process itself.
 #[test]
 fn check_25_an_export_does_not_load_the_whole_model() {
     const MOST: u64 = 40 << 20;
@@ -289,7 +289,7 @@ fn check_25_an_export_does_not_load_the_whole_model() {
         .unwrap();
     let mut most = 0;
     let status = loop {
-        // It only grows: the last look is the peak, but for what a look misses at the end.
+        // The mark only grows, so the last sample is the peak, except for growth after it.
         most = high_water_mark(child.id()).unwrap_or(0).max(most);
         if let Some(status) = child.try_wait().unwrap() {
             break status;

@@ -1,5 +1,4 @@
-//! What a run tells of itself while it goes on and afterwards: step times, memory by phase, the
-//! page, and `launcher watch`.
+//! Reports of a run during training and afterwards: step times, memory by phase, the report page, and `launcher watch`.
 
 use crate::endings::LONG;
 use crate::site::{Site, listing, log_rows, ranks, read_json, signal, wait_for_end};
@@ -17,7 +16,7 @@ const PARTS: [&str; 6] = [
     "step",
     "offload",
 ];
-/// Numbers in the log are rounded to a microsecond.
+/// Numbers in the log are rounded to microseconds.
 const ROUNDING_SECONDS: f64 = 1e-5;
 
 fn watch(site: &Site, words: &str) -> Output {
@@ -138,7 +137,7 @@ fn a_run_logs_its_times_and_memory() {
         (&json!("checkpoint-4"), &json!(4))
     );
     assert_eq!(view["remaining_seconds"], Value::Null);
-    // A run that is over is shown and not waited for.
+    // `watch` shows a finished run and exits.
     let text = String::from_utf8(watch(&site, "out").stdout).unwrap();
     assert!(
         text.contains("finished") && text.contains("4 of 4"),
@@ -146,7 +145,7 @@ fn a_run_logs_its_times_and_memory() {
     );
 }
 
-/// Highest bytes of a pool in these phases of a run.
+/// Peak bytes of a pool in the given phases of a run.
 fn pool_peak(rows: &[Value], pool: &str, phases: &[&str]) -> u64 {
     let of = |row: &Value, phase: &&str| row["phases"][*phase][pool]["bytes"].as_u64();
     let peaks = rows
@@ -220,7 +219,7 @@ fn watch_shows_a_killed_run_as_dead() {
     for (process, _) in processes {
         wait_for_end(process, Duration::from_secs(10));
     }
-    // Nobody waits until the news are old.
+    // Makes the files one hour old, as if time had passed.
     let hour_ago = SystemTime::now() - Duration::from_secs(3600);
     for name in listing(&site.path("out")) {
         let file = File::open(site.path("out").join(name)).unwrap();

@@ -1,4 +1,4 @@
-//! What runs leave behind, and that layouts do not change what is learnt.
+//! Output files of runs, and results that must not depend on the layout.
 
 use crate::site::{Site, golden, listing, log_rows, losses, read_json, tensors, text_only};
 use engine::checkpoint::Checkpoint;
@@ -80,7 +80,7 @@ fn assert_checkpoint(site: &Site, folder: &Path, nproc: usize) {
         let original = fs::read(site.path("model").join(name)).unwrap();
         assert_eq!(fs::read(folder.join(name)).unwrap(), original, "{name}");
     }
-    // Every file is in the manifest, so that damage anywhere is seen.
+    // Every file is in the manifest, so damage of any file is detected.
     let listed: BTreeSet<&str> = checkpoint.files().iter().map(|f| f.path.as_str()).collect();
     for name in listing(folder) {
         let covered = name == "MANIFEST.json" || name == "state" || listed.contains(&*name);
@@ -121,7 +121,7 @@ fn every_layout_and_precision_leaves_a_complete_run() {
 
 #[test]
 fn a_step_with_learning_rate_zero_leaves_the_weights() {
-    // The first step of a warmup has rate 0. This also shows that weights were read, not drawn.
+    // The first step of a warm-up has rate 0. This also shows that weights were read, not drawn.
     for precision in ["f32", "bf16"] {
         let site = Site::new();
         site.train(&format!(
@@ -170,7 +170,7 @@ fn one_rank_with_two_samples_trains_as_two_ranks_with_one() {
     let accumulated = run("--nproc 1 --gradient-accumulation-steps 2 --zero 2");
     assert_eq!(one.len(), 4);
     for step in 0..4 {
-        // The same sums in another order, then optimizer steps: the bound of trajectories.
+        // The same sums in another order, then optimizer steps: the tolerance of trajectories applies.
         for other in [&two, &accumulated] {
             let distance = (one[step] - other[step]).abs();
             assert!(distance < TRAJECTORY, "step {step}: {one:?} {other:?}");
@@ -189,7 +189,7 @@ fn adapters_are_saved_as_peft_names_them_and_the_base_is_not() {
     let mut wanted = tensors(&golden(
         "minicpm-v-2_6/adapter_init/adapter_model.safetensors",
     ));
-    // What OpenBMB's script trains in full beside adapters.
+    // Modules that OpenBMB's script trains in full beside adapters.
     for (name, entry) in tensors(&site.path("model/model.safetensors")) {
         if name.starts_with("resampler.") || name.contains(".embed_tokens.") {
             wanted.insert(format!("base_model.model.{name}"), entry);
@@ -226,7 +226,7 @@ fn a_frozen_language_model_is_left_out_of_checkpoints() {
 fn ranks_with_and_without_images_train_together() {
     for (zero, line) in [(3, "--offload cpu"), (2, ""), (3, "--tune-llm false")] {
         let site = Site::new();
-        // Two samples and two ranks: each step one rank has a picture and the other has none.
+        // Two samples and two ranks: in each step one rank has an image and the other has none.
         let mixed = [site.samples()[0].clone(), text_only(1)];
         site.write_samples("mixed", &mixed);
         site.train(&format!(
@@ -307,7 +307,7 @@ fn a_command_line_of_the_hugging_face_trainer_works() {
     assert_complete(&site, 2, 2);
     let config = read_json(&site.path("out/config.resolved.json"));
     assert_eq!(config["precision"], json!("f32"));
-    // The file's schedule wins, and that is said before the run and after it.
+    // The file's schedule overrides the flags. The report says so before and after the run.
     assert_eq!(config["optimizer"]["scheduler"], json!("warmup_lr"));
     let overridden = "--lr-scheduler-type cosine has no effect";
     assert_eq!(

@@ -1,4 +1,4 @@
-//! Number formats and tiers through the real program.
+//! Number formats and tiers in real runs.
 
 use crate::endings::LONG;
 use crate::site::{Site, listing, losses, ranks, read_json, signal, wait_for_end};
@@ -87,7 +87,7 @@ fn shard_groups_have_the_bits_of_one_group_and_save_one_copy() {
         let (one, flat) = (saved(run), saved("flat"));
         assert!(one < flat + flat / 10, "{cell}: {one} bytes beside {flat}");
     }
-    // A checkpoint of groups continues in one group.
+    // A checkpoint of shard groups resumes in one group.
     site.train(&format!("{line} --zero 3 --resume groups/checkpoint-3"));
     let last = |run: &str| fs::read(site.path(run).join("checkpoint-6/model.safetensors")).unwrap();
     assert!(last("out") == last("flat"));
@@ -97,7 +97,7 @@ fn shard_groups_have_the_bits_of_one_group_and_save_one_copy() {
 fn the_optimizer_in_backward_has_the_same_bits() {
     let site = Site::new();
     let mut number = 0;
-    // Fewer than all units; gradients that are kept, with a norm that clips; gradients that are kept nowhere.
+    // Cases: some of the units; stored gradients with a norm that clips; gradients stored nowhere.
     for (line, early, says) in [
         (
             "--zero 3 --offload cpu --max-grad-norm 0.5",
@@ -125,7 +125,7 @@ fn the_optimizer_in_backward_has_the_same_bits() {
         assert!(weights(&site, &run) == weights(&site, &plain), "{line}");
         assert_eq!(losses(&site.path(&run)), losses(&site.path(&plain)));
     }
-    // What ran beside what is to be seen.
+    // The trace shows what ran at the same time.
     site.train("--zero 3 --offload nvme:spill --optimizer-in-backward all --max-steps 3 --trace-steps 2..3 --output traced");
     for rank in 0..2 {
         let trace = read_json(&site.path(&format!("traced/traces/rank-{rank:04}.json")));
@@ -144,7 +144,7 @@ fn the_optimizer_in_backward_has_the_same_bits() {
         );
         assert!(count(&|name| name.starts_with("disk")) > 0, "{trace}");
     }
-    // A run that continues has the bits too, whatever was early before.
+    // A resumed run has the same bits, whichever units ran the optimizer in backward before.
     site.train(
         "--zero 3 --offload cpu --optimizer-in-backward all --max-steps 3 --save-steps 1 --output whole",
     );
@@ -208,7 +208,7 @@ fn jobs_in_one_directory_use_their_own_files_and_remove_those_of_dead_jobs() {
         files,
         "the other job's files"
     );
-    // A job that is killed cannot tidy up.
+    // A killed job cannot clean up.
     let ranks = ranks(&site.token());
     signal(run.pid(), "KILL");
     run.finish();
@@ -246,7 +246,7 @@ fn a_loss_scale_that_cannot_fall_further_ends_the_run() {
 #[test]
 fn impossible_tiers_and_formats_are_refused() {
     let site = Site::new();
-    // A file system that holds nothing, and a place that is no folder.
+    // A file system without space, and a path that is no directory.
     let screen = site.refuse("--offload nvme:/proc/none", 5, "E17");
     assert!(screen.contains("spill files need"), "{screen}");
     let screen = site.refuse("--offload nvme:data/samples.json", 16, "E13");

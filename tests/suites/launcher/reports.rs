@@ -1,4 +1,4 @@
-//! Reports of failures: their evidence, their next steps put to the test, their JSON twins.
+//! Failure reports: evidence, suggestions that are then tried, and JSON copies.
 
 use crate::site::{Outcome, Site, assert_nothing_left, assert_says, ranks, read_json, signal};
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 const LONG: &str = "--max-steps 1000000 --lr-scheduler-type constant --zero 3 --offload cpu";
 
-/// The object on the last line of the screen, the only one of its kind.
+/// The JSON object on the last line of the screen. No other line has one.
 fn twin(outcome: &Outcome) -> Value {
     let screen = &outcome.screen;
     let blocks = screen.lines().filter(|l| l.starts_with("error["));
@@ -73,7 +73,7 @@ fn refusals_and_deaths_are_also_printed_as_json() {
     assert_nothing_left(&site, &token);
     let details = twin["details"].as_str().unwrap().to_owned();
     assert!(details.ends_with("errors/rank-0001.json"), "{details}");
-    // What is stored lacks only what belongs to the printing.
+    // The stored copy lacks only the fields added for printing.
     let printed = twin.as_object_mut().unwrap();
     printed.remove("status");
     printed.remove("details");
@@ -112,7 +112,7 @@ fn a_stalled_rank_ends_the_run_within_the_timeout() {
     signal(victim, "STOP");
     let stopped = Instant::now();
     let outcome = run.finish();
-    // Two seconds of waiting, four of grace for the stopped process, and room for a busy machine.
+    // Two seconds of waiting, four of grace for the stopped process, and time for a busy machine.
     assert!(stopped.elapsed() < Duration::from_secs(20));
     assert_eq!(outcome.code, Some(14), "{}", outcome.screen);
     assert_says(
@@ -163,7 +163,7 @@ fn a_loss_that_is_not_finite_is_traced_to_its_operation() {
     assert_eq!(first["loss_is_finite"], json!(false));
     let index = first["samples"][0]["index"].as_u64().unwrap() as usize;
     assert_eq!(first["samples"][0]["id"], site.samples()[index]["id"]);
-    // The advice holds: what is called good continues.
+    // The suggestion works: a run resumes from the checkpoint it calls good.
     let good = word_after(screen, "is good: --resume ");
     site.train(&format!(
         "--output next --resume {good} --max-steps 5 --lr-scheduler-type constant"
@@ -232,7 +232,7 @@ fn plans_that_do_not_fit_suggest_one_that_does() {
         .split_whitespace()
         .filter(|word| word.starts_with("--"))
     {
-        // The advice replaces what was asked for.
+        // The suggestion replaces the flag of the same name.
         if let Some((before, after)) = line.split_once(&format!("{flag} ")) {
             let rest = after.split_once(' ').map_or("", |(_, rest)| rest);
             line = format!("{before}{rest}");
@@ -245,7 +245,7 @@ fn plans_that_do_not_fit_suggest_one_that_does() {
 fn device_memory_that_runs_out_is_traced_to_its_unit() {
     let site = Site::new();
     site.train("--nproc 1 --zero 3 --offload cpu --max-steps 1");
-    // A rank whose device has less memory than the run was planned for.
+    // A rank whose device has less memory than planned.
     let job = site.path("job");
     fs::create_dir(&job).unwrap();
     let mut config = read_json(&site.path("out/config.resolved.json"));
@@ -259,7 +259,7 @@ fn device_memory_that_runs_out_is_traced_to_its_unit() {
         .env("TESSERA_RUN_TOKEN", "one-rank-on-a-small-device")
         .env("TESSERA_JOB_DIR", &job)
         .env("TMPDIR", site.path("tmp"))
-        // The rank ends with its supervisor, which holds the other end.
+        // The rank ends with its supervisor, which has the other end of the pipe.
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .stderr(Stdio::null())

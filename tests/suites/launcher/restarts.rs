@@ -1,4 +1,4 @@
-//! `--max-restarts`: what dies is started again and ends with the bits of a run in which nothing died.
+//! `--max-restarts`: a run whose ranks die is restarted and ends with the bits of an undisturbed run.
 
 use crate::site::{Site, assert_says, listing, log_rows, losses, read_json};
 use engine::checkpoint::Checkpoint;
@@ -22,7 +22,7 @@ fn state(site: &Site, checkpoint: &str) -> Vec<(String, String)> {
 fn a_restarted_run_ends_with_the_bits_of_an_undisturbed_one() {
     let site = Site::new();
     site.train(&format!("{RUN} --precision bf16 --output plain"));
-    // Before the first save; behind one; while saving; behind a checkpoint that a bit was flipped in.
+    // Deaths before the first save, after a save, during a save, and after a checkpoint with a flipped bit.
     for (faults, screen) in [
         (
             "--inject kill:rank=1,step=2",
@@ -62,7 +62,7 @@ fn a_restarted_run_ends_with_the_bits_of_an_undisturbed_one() {
         let loss =
             |run: &str| read_json(&site.path(run).join("eval_results.json"))["eval_loss"].clone();
         assert_eq!(loss("plain"), loss("out"), "{faults}");
-        // Each step stands once in the log, and the failures of the attempts are kept apart.
+        // Each step is in the log once, and the failures of every attempt have their own files.
         let rows = log_rows(&site.path("out"));
         let steps = rows.iter().filter(|row| row.get("loss").is_some());
         let steps: Vec<u64> = steps
@@ -110,7 +110,7 @@ fn failures_that_would_repeat_are_not_restarted() {
     site.refuse("--max-restarts 3 --data data/none.json", 3, "E18");
     site.refuse("--max-restarts 3 --device-memory-limit 1M", 5, "E17");
     site.refuse("--elastic true", 2, "E09");
-    // A user's signal ends the run, also where a rank then dies.
+    // A user's signal ends the run, even if a rank dies afterwards.
     let line = "--max-restarts 3 --max-steps 1000000 --lr-scheduler-type constant";
     let mut run = site.start(line);
     run.wait_for_step();

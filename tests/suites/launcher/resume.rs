@@ -1,11 +1,11 @@
-//! Continuing from a checkpoint, and refusing to where it would go wrong.
+//! Resuming from a checkpoint, and refusals of checkpoints that do not fit.
 
 use crate::site::{Site, losses, read_json, text_only};
 use serde_json::json;
 use std::fs;
 use tests::tolerance::TRAJECTORY;
 
-/// A run to six steps, saved after three, and the same again from step three: same bits.
+/// Compares a run of six steps with one resumed after three: same bits.
 fn assert_exact(line: &str) {
     let site = Site::new();
     let line = format!("{line} --max-steps 6 --eval-data data/samples.json");
@@ -79,7 +79,7 @@ fn a_checkpoint_continues_at_another_stage_and_number_of_ranks() {
 #[test]
 fn adapters_resume_with_the_same_bits() {
     let site = Site::new();
-    // In the middle of an epoch, and with masks that belong to each visit to a sample.
+    // Resumes in the middle of an epoch, with dropout masks that depend on each visit to a sample.
     let line = "--use-lora true --lora-rank 4 --lora-dropout 0.3 --gradient-accumulation-steps 2 --max-steps 4";
     site.train(&format!("{line} --save-steps 1 --output whole"));
     site.train(&format!("{line} --resume whole/checkpoint-1"));
@@ -117,7 +117,7 @@ fn damaged_checkpoints_are_refused_before_any_file_changes() {
         screen.contains("rank-0001.safetensors is missing"),
         "{screen}"
     );
-    // The one before is whole.
+    // The previous checkpoint is intact.
     site.train("--max-steps 4 --resume out/checkpoint-1");
 }
 

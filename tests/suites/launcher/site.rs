@@ -1,4 +1,4 @@
-//! A folder with a model, samples, a home and a place for temporary files, and the launcher in it.
+//! A test directory with a model, samples, a home, temporary files, and the launcher running in it.
 
 use kernels::DType;
 use models::WeightSource;
@@ -15,7 +15,7 @@ use tempfile::TempDir;
 
 /// Longest wait for a line, and for the end of a run.
 const LIMIT: Duration = Duration::from_secs(60);
-/// What a run gets unless its test says otherwise.
+/// Default flags of a run.
 const DEFAULTS: [(&str, &str); 6] = [
     ("--model", "model"),
     ("--data", "data/samples.json"),
@@ -37,8 +37,8 @@ pub(crate) struct Site {
 }
 
 impl Site {
-    /// A site with the model folder of the golden pack and six samples: two with one picture, one
-    /// with two pictures, three without any.
+    /// A site with the model directory of the golden pack and six samples: two with one image, one with two images,
+    /// three without any.
     pub(crate) fn new() -> Self {
         Self::with_model("minicpm-v-2_6")
     }
@@ -82,8 +82,8 @@ impl Site {
         site
     }
 
-    /// A site with the model folder of any golden pack and six samples, every second one with a picture. Of the
-    /// tokenizer's files only those are there that published folders have.
+    /// A site with the model directory of any golden pack and six samples, every second one with an image. It has only
+    /// those tokenizer files that published directories have.
     pub(crate) fn with_family(pack: &str) -> Self {
         let site = Self {
             root: tempfile::tempdir().unwrap(),
@@ -139,7 +139,7 @@ impl Site {
         fs::write(path, serde_json::to_vec_pretty(samples).unwrap()).unwrap();
     }
 
-    /// The launcher with exactly these arguments, separated by spaces.
+    /// Starts the launcher with exactly these arguments, separated by spaces.
     pub(crate) fn start_plain(&self, line: &str) -> Running {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"));
         command.args(line.split_whitespace());
@@ -175,7 +175,7 @@ impl Site {
         }
     }
 
-    /// The launcher with these arguments, completed by defaults where they do not set them.
+    /// Starts the launcher with these arguments and the defaults of the missing ones.
     pub(crate) fn start(&self, line: &str) -> Running {
         self.start_plain(&completed(line))
     }
@@ -187,15 +187,14 @@ impl Site {
         outcome
     }
 
-    /// As [`Site::run`], and the run must end well.
+    /// As [`Site::run`], but the run must succeed.
     pub(crate) fn train(&self, line: &str) -> Outcome {
         let outcome = self.run(line);
         assert_eq!(outcome.code, Some(0), "{line}\n{}", outcome.screen);
         outcome
     }
 
-    /// The run must be refused with this exit status and code, and the block must be complete.
-    /// Returns the screen.
+    /// Expects a refusal with this exit status and code, and a complete error block. Returns the screen.
     pub(crate) fn refuse(&self, line: &str, status: i32, code: &str) -> String {
         let before = self.everything();
         let outcome = self.run(line);
@@ -221,7 +220,7 @@ impl Site {
         screen
     }
 
-    /// Every file of the site with its bytes, and every folder.
+    /// Every file of the site with its bytes, and every directory.
     fn everything(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         let mut found = BTreeMap::new();
         let mut folders = vec![self.root.path().to_path_buf()];
@@ -272,7 +271,7 @@ pub(crate) fn text_only(number: usize) -> Value {
     })
 }
 
-/// A started launcher whose screen is read along.
+/// A started launcher whose screen is read meanwhile.
 pub(crate) struct Running {
     child: Child,
     lines: Receiver<String>,
@@ -284,7 +283,7 @@ impl Running {
         self.child.id()
     }
 
-    /// Reads on until a line that `wanted` accepts.
+    /// Reads up to a line that `wanted` accepts.
     pub(crate) fn wait_for(&mut self, what: &str, wanted: impl Fn(&str) -> bool) {
         loop {
             match self.lines.recv_timeout(LIMIT) {
@@ -299,7 +298,7 @@ impl Running {
         }
     }
 
-    /// Reads on until the row of an optimizer step.
+    /// Reads up to the row of an optimizer step.
     pub(crate) fn wait_for_step(&mut self) {
         self.wait_for("a step", |line| {
             let words: Vec<&str> = line.split_whitespace().collect();
@@ -341,7 +340,7 @@ impl Running {
 }
 
 impl Drop for Running {
-    /// A test that ends early takes its run with it.
+    /// Ends the run of a test that fails.
     fn drop(&mut self) {
         self.child.kill().ok();
         self.child.wait().ok();
@@ -383,7 +382,7 @@ pub(crate) fn wait_for_end(pid: u32, limit: Duration) {
     );
 }
 
-/// Names in a folder, sorted; none where it does not exist.
+/// Sorted names in a directory; none if it does not exist.
 pub(crate) fn listing(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries
@@ -426,7 +425,7 @@ pub(crate) fn tensors(path: &Path) -> BTreeMap<String, (Option<DType>, Vec<usize
         .collect()
 }
 
-/// Processes of a job: (process, rank), told by their environment.
+/// Processes of a job as (process id, rank), found by their environment.
 pub(crate) fn ranks(token: &str) -> Vec<(u32, usize)> {
     let mut found = Vec::new();
     for name in listing(Path::new("/proc")) {
@@ -451,7 +450,7 @@ pub(crate) fn ranks(token: &str) -> Vec<(u32, usize)> {
     found
 }
 
-/// No process, shared memory or temporary file of the job is left.
+/// Checks that no process, shared memory or temporary file of the job is left.
 pub(crate) fn assert_nothing_left(site: &Site, token: &str) {
     site.assert_tidy();
     assert_eq!(ranks(token), []);

@@ -1,4 +1,4 @@
-//! A synthetic model folder: made again it has the same bytes, and it trains at once.
+//! `launcher synth`: a synthetic model directory is reproducible and can be trained.
 
 use super::site::{Site, assert_says, golden, listing, losses, read_json};
 use std::fs;
@@ -8,7 +8,7 @@ fn config() -> String {
     golden("minicpm-v-2_6").display().to_string()
 }
 
-/// Every file of a folder but its pictures, by name.
+/// Every file of a directory except its images, by name.
 fn contents(folder: &Path) -> Vec<(String, Vec<u8>)> {
     let names = listing(folder)
         .into_iter()
@@ -50,7 +50,7 @@ fn a_synthetic_model_is_reproducible_and_trains() {
     );
     assert_says(&run.screen, &["4 samples"]);
     let loss = losses(&site.path("out"));
-    // Random weights know nothing: about the logarithm of the vocabulary.
+    // Random weights give a loss of about the logarithm of the vocabulary size.
     let vocabulary = read_json(&site.path("a/config.json"))["vocab_size"]
         .as_f64()
         .unwrap();

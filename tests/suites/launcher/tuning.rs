@@ -1,4 +1,4 @@
-//! Every way to choose what trains, from the command line to the exported folder.
+//! Every way to choose trainable parameters, from the command line to the exported directory.
 
 use crate::generate::run;
 use crate::site::{Outcome, Site, listing, losses, read_json, tensors};
@@ -51,7 +51,7 @@ const METHODS: [(&str, &str, &[&str]); 10] = [
     ),
 ];
 
-/// Tensors of two folders that differ.
+/// Tensors that differ between two directories.
 fn changed(before: &Path, after: &Path) -> BTreeSet<String> {
     let (old, new) = (
         WeightSource::open(before).unwrap(),
@@ -77,8 +77,8 @@ fn succeed(outcome: Outcome) -> String {
     outcome.screen
 }
 
-/// Two ranks under ZeRO-3 with offload, then one rank from the checkpoint, then the export, then the same answers from
-/// the merged model and from base and adapter.
+/// Trains two ranks under ZeRO-3 with offload, resumes on one rank, exports, and compares the answers of the merged
+/// model with those of base and adapter.
 pub(crate) fn journey(site: &Site, name: &str, flags: &str, parts: &[&str]) {
     let common = format!("{flags} --zero 3 --offload cpu --save-total-limit 2 --output run");
     let screen = site
@@ -138,11 +138,11 @@ pub(crate) fn journey(site: &Site, name: &str, flags: &str, parts: &[&str]) {
         "{name}: {merged:?} {saved:?}"
     );
     assert_ne!(merged.1, answers("--model model").1, "{name}");
-    // The merged folder is a model like any other.
+    // The merged directory is an ordinary model.
     site.train("--model merged --nproc 1 --max-steps 1 --output again --text-without-cross");
 }
 
-/// What a model says to a picture, and its loss on all samples.
+/// A model's answer about an image, and its loss on all samples.
 fn answers(site: &Site, model: &str) -> (String, f64) {
     let ask =
         "--image data/image_wide.png --prompt What? --max-new-tokens 5 --precision f32 --json";
@@ -155,7 +155,7 @@ fn answers(site: &Site, model: &str) -> (String, f64) {
     )
 }
 
-/// The checkpoint of a part holds everything that was trained and nothing that was frozen.
+/// Checks that the checkpoint has everything trained and nothing frozen.
 fn saved_parts(checkpoint: &Path, changed: &BTreeSet<String>) {
     let adapter = Adapter::open(checkpoint).unwrap();
     let modules: BTreeSet<String> = adapter.modules().map(|m| format!("{m}.weight")).collect();

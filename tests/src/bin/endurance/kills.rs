@@ -1,4 +1,4 @@
-//! Deaths at random instants of a save.
+//! Kills at random instants of a save, followed by a resume.
 
 use std::fs;
 use std::path::Path;
@@ -9,12 +9,12 @@ use engine::checkpoint::{audit, list};
 
 use crate::process::{LIMIT, Launcher, TICK, kill, wait_for_end};
 
-/// Longest delay behind the first sign of a save; saves of this model take a few milliseconds to tens of them.
+/// Longest delay after the first sign of a save. Saves of this model take between a few and some tens of milliseconds.
 const SPREAD: Duration = Duration::from_millis(40);
-/// Saves of one attempt among which one is chosen.
+/// Number of saves of one attempt. The kill hits a random one of them.
 const SAVES: u64 = 3;
 
-/// A small generator of numbers that depends on its seed only (splitmix64).
+/// Random numbers that depend only on their seed (splitmix64).
 struct Numbers(u64);
 
 impl Numbers {
@@ -27,7 +27,7 @@ impl Numbers {
     }
 }
 
-/// Kills `count` times and compares the end with a run that nobody touched.
+/// Kills a run `count` times, then compares its last checkpoint with that of an undisturbed run.
 pub(crate) fn run(count: u64, seed: u64) -> Result<()> {
     println!("kills: {count} with seed {seed}");
     let folder = tempfile::tempdir()?;
@@ -91,7 +91,7 @@ pub(crate) fn run(count: u64, seed: u64) -> Result<()> {
         );
         newest = last;
     }
-    // The folder goes on without anyone having cleaned up, and ends as if nothing had happened.
+    // The run resumes without any cleanup and ends with the bits of an undisturbed run.
     let (end, plain) = (newest + 2, folder.path().join("plain"));
     Launcher::start(folder.path(), &flags(&output, end, true))?.finish()?;
     Launcher::start(folder.path(), &flags(&plain, end, false))?.finish()?;
@@ -110,7 +110,7 @@ pub(crate) fn run(count: u64, seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the save after step `step` has begun, or is already over.
+/// Waits until the save after step `step` has begun or is over.
 fn wait_for_save(output: &Path, step: u64, launcher: &mut Launcher) -> Result<()> {
     let began = Instant::now();
     let names = [".tmp", ""].map(|end| output.join(format!("checkpoint-{step}{end}")));

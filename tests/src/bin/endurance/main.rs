@@ -1,9 +1,10 @@
-//! `endurance`: what only shows after many tries or many steps, with the launcher as people run it.
+//! `endurance`: long tests of the real launcher.
 //!
-//! `endurance kills N [SEED]` ends processes of one run by SIGKILL at random instants of a save, N times, and continues
-//! each time: whatever lies in the folder under a checkpoint's name is whole, and the run ends with the bits of one that
-//! nobody touched. `endurance soak STEPS` trains and saves every ten steps: memory, descriptors, threads and disk
-//! must not grow.
+//! `endurance kills N [SEED]` kills processes of one run by SIGKILL at random instants of a save, N times, and resumes
+//! after each kill. Every directory with a checkpoint's name must be complete, and the run must end with the bits of an
+//! undisturbed one.
+//!
+//! `endurance soak STEPS` trains and saves every ten steps. Memory, descriptors, threads and disk usage must not grow.
 #![allow(clippy::print_stdout, reason = "this is a command")]
 
 mod kills;
@@ -33,12 +34,12 @@ fn main() -> Result<()> {
     }
 }
 
-/// A tiny model of the golden packs.
+/// The model directory: a tiny golden pack.
 fn model() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/minicpm-v-2_6")
 }
 
-/// Writes eight samples without pictures; returns the file.
+/// Writes eight samples without images and returns the file.
 fn samples(folder: &Path) -> Result<PathBuf> {
     let sample = |n: u32| {
         serde_json::json!({"id": n.to_string(), "conversations": [

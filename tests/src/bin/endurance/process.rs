@@ -1,4 +1,4 @@
-//! The launcher as a process, and its ranks as the system sees them.
+//! The launcher as a child process, and its ranks as `/proc` shows them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
-/// Longest life of anything here.
+/// Longest time that any process of this program may run.
 pub(crate) const LIMIT: Duration = Duration::from_secs(600);
-/// Between two looks at something that must come.
+/// Time between two polls.
 pub(crate) const TICK: Duration = Duration::from_millis(1);
 
-/// A started launcher; killed when it is dropped.
+/// A started launcher, killed when it is dropped.
 pub(crate) struct Launcher {
     pub(crate) child: Child,
     log: PathBuf,
@@ -39,7 +39,7 @@ impl Launcher {
         fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// Waits for the end, which must be a good one.
+    /// Waits for the end of the launcher, which must succeed.
     pub(crate) fn finish(mut self) -> Result<()> {
         let began = Instant::now();
         let status = loop {
@@ -55,7 +55,7 @@ impl Launcher {
         Ok(())
     }
 
-    /// Processes of the ranks.
+    /// Process ids of the ranks.
     pub(crate) fn ranks(&self) -> Vec<u32> {
         children(self.child.id())
     }
@@ -80,12 +80,12 @@ fn children(parent: u32) -> Vec<u32> {
 
 fn parent_of(pid: u32) -> Option<u32> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may hold anything.
+    // The name in parentheses may contain any character.
     let (_, rest) = stat.rsplit_once(')')?;
     rest.split_whitespace().nth(1)?.parse().ok()
 }
 
-/// Ends a process that is not a child of this one.
+/// Sends SIGKILL to a process that is not a child of this one.
 pub(crate) fn kill(pid: u32) -> Result<()> {
     let status = Command::new("kill")
         .args(["-s", "KILL", &pid.to_string()])
@@ -109,7 +109,7 @@ pub(crate) fn wait_for_end(pids: &[u32]) -> Result<()> {
     Ok(())
 }
 
-/// A line of a process's status, in its unit.
+/// One line of `/proc/PID/status`, in the unit of that line.
 pub(crate) fn status(pid: u32, key: &str) -> Option<u64> {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(key))?;
@@ -120,12 +120,12 @@ pub(crate) fn status(pid: u32, key: &str) -> Option<u64> {
         .ok()
 }
 
-/// Open files of a process.
+/// Number of open files of a process.
 pub(crate) fn descriptors(pid: u32) -> Option<u64> {
     Some(fs::read_dir(format!("/proc/{pid}/fd")).ok()?.count() as u64)
 }
 
-/// Bytes of all files below a folder, as far as they are there when they are looked at.
+/// Bytes of all files below a directory. Files that vanish meanwhile are skipped.
 pub(crate) fn disk_bytes(folder: &Path) -> u64 {
     let mut bytes = 0;
     let mut folders = vec![folder.to_owned()];

@@ -1,4 +1,4 @@
-//! Many steps: nothing grows.
+//! A long run whose memory, descriptors, threads and disk usage must not grow.
 
 use std::fs;
 use std::path::Path;
@@ -9,26 +9,27 @@ use anyhow::{Context, Result, ensure};
 use crate::process::{Launcher, descriptors, disk_bytes, status};
 use crate::tolerance::{RSS_SHARE, RSS_SLACK_BYTES, SAVED_BYTES_PER_STEP};
 
-/// Between two looks.
+/// Time between two samples.
 const LOOK: Duration = Duration::from_millis(20);
 const SAVE_STEPS: u64 = 10;
 const RANKS: usize = 2;
 
-/// What one look found, the largest over the ranks.
+/// One sample of the resources of a run, the maximum over its ranks.
 #[derive(Clone, Copy, Debug, Default)]
 struct Look {
     step: u64,
     rss_bytes: u64,
     descriptors: u64,
     threads: u64,
-    /// Of the spill files.
+    /// Bytes of the spill files.
     spill_bytes: u64,
-    /// Of the checkpoints.
+    /// Bytes of the checkpoints.
     saved_bytes: u64,
 }
 
 impl Look {
-    /// The least of what a save needs for a moment (a look meets it half done, or not at all), the most of the rest.
+    /// Combines two samples. A save briefly needs more descriptors, threads and disk, so these take the minimum. The
+    /// others take the maximum.
     fn join(self, other: Self) -> Self {
         let most = self.max(other);
         Self {
@@ -51,7 +52,7 @@ impl Look {
     }
 }
 
-/// Trains `steps` steps with states on a disk, and compares the last third of the run with the one before.
+/// Trains `steps` steps with optimizer states on disk and compares the last third of the run with the second.
 pub(crate) fn run(steps: u64) -> Result<()> {
     ensure!(steps >= 6 * SAVE_STEPS, "at least {} steps", 6 * SAVE_STEPS);
     let folder = tempfile::tempdir()?;
@@ -107,7 +108,7 @@ pub(crate) fn run(steps: u64) -> Result<()> {
     Ok(())
 }
 
-/// `None` while not both ranks are there.
+/// A sample, or `None` while not every rank runs.
 fn look(launcher: &Launcher, output: &Path, disk: &Path) -> Option<Look> {
     let log = fs::read(output.join("trainer_log.jsonl")).unwrap_or_default();
     let step = log.iter().filter(|byte| **byte == b'\n').count() as u64;

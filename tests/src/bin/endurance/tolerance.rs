@@ -1,11 +1,11 @@
-//! How much a run may grow and count as flat.
+//! Bounds on the growth of a run that counts as flat.
 
-/// Resident memory of a rank, late against early: share. Allocators return pages late, so that single samples move by a
-/// few percent on a loaded machine; a leak of one gradient bucket (a fifth of this model's memory) in every ten steps
-/// passes it within the shortest soak.
+/// Growth of a rank's resident memory between two parts of a run, as a share. Allocators return pages late, so single
+/// samples vary by a few percent on a loaded machine. A leak of one gradient bucket (a fifth of this model's memory) in
+/// every ten steps exceeds this share within the shortest soak.
 pub(crate) const RSS_SHARE: f64 = 0.10;
-/// The same, absolute, for what does not depend on the model: pages of code and buffers of files that are touched late.
+/// Absolute growth allowed for memory that does not depend on the model: code pages and file buffers first used late.
 pub(crate) const RSS_SLACK_BYTES: u64 = 8 << 20;
-/// What all checkpoints together may grow by with each logged step: `trainer_state.json` has a row of about 170 bytes for
-/// each, and three checkpoints lie there at once for a moment. A file too many would be megabytes.
+/// Growth of all checkpoints together per logged step. `trainer_state.json` has a row of about 170 bytes per step, and
+/// up to three checkpoints exist at once. One file too many would be megabytes.
 pub(crate) const SAVED_BYTES_PER_STEP: u64 = 3 * 512;

@@ -1,4 +1,4 @@
-//! Trajectories, the training scripts' flow, learned keys and values, and tables of angles.
+//! Trajectories, the flow of the training scripts, learned prefixes, and tables of rotary angles.
 
 use super::super::compare::{Comparison, compare_floats};
 use super::super::family::{AdamW, Section, Trajectory, floats};
@@ -20,7 +20,7 @@ use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// `trajectory.json`.
+/// Contents of `trajectory.json`.
 #[derive(Deserialize)]
 struct Runs {
     case: String,
@@ -30,7 +30,7 @@ struct Runs {
     lora_trainable_params: usize,
 }
 
-/// `adapter_config.json`, as far as it is used.
+/// Fields of `adapter_config.json` that the tests read.
 #[derive(Deserialize)]
 struct AdapterConfig {
     r: usize,
@@ -38,7 +38,7 @@ struct AdapterConfig {
     target_modules: Vec<String>,
 }
 
-/// `sat_flow/flow.json`.
+/// Contents of `sat_flow/flow.json`.
 #[derive(Deserialize)]
 struct Flow {
     lora_rank: usize,
@@ -65,7 +65,7 @@ struct Trained {
     numel: usize,
 }
 
-/// The full fine-tune, peft's adapters, and the training scripts' flow.
+/// Trajectories of full fine-tuning, of peft's adapters, and of the training scripts.
 pub(super) fn trajectories(pack: &Pack, processor: &dyn Processor) -> Result<Vec<Trajectory>> {
     let runs: Runs = read_json(&pack.dir.join("trajectory.json"))?;
     let samples = vec![encode(pack.case(&runs.case)?, processor)?];
@@ -97,7 +97,7 @@ pub(super) fn trajectories(pack: &Pack, processor: &dyn Processor) -> Result<Vec
     Ok(all)
 }
 
-/// A run of adapters and nothing else.
+/// Options of a run that trains only adapters.
 fn adapters(config: LoraConfig) -> ModelOptions {
     let mut options = ModelOptions::new(DType::F32);
     (options.tune_vision, options.tune_llm) = (false, false);
@@ -105,7 +105,7 @@ fn adapters(config: LoraConfig) -> ModelOptions {
     options
 }
 
-/// The flow of the training scripts: adapters per projection beside tensors trained in full.
+/// The trajectory of the training scripts: one adapter per projection, beside tensors trained in full.
 fn scripts(pack: &Pack, samples: Vec<Vec<EncodedSample>>) -> Result<Trajectory> {
     let dir = pack.dir.join("sat_flow");
     let flow: Flow = read_json(&dir.join("flow.json"))?;
@@ -164,7 +164,7 @@ fn scripts(pack: &Pack, samples: Vec<Vec<EncodedSample>>) -> Result<Trajectory> 
     Ok(run)
 }
 
-/// Module, half and projection of one adapter matrix's name.
+/// Module, half (A or B) and projection number in the name of an adapter matrix.
 fn half(name: &str) -> Option<(&str, &'static str, usize)> {
     [(".matrix_A.", "lora_A"), (".matrix_B.", "lora_B")]
         .into_iter()
@@ -178,7 +178,7 @@ fn adapter_name(module: &str, half: &str) -> String {
     format!("{ADAPTER_PREFIX}{module}.{half}.weight")
 }
 
-/// The matrices of a layer's projections, one above the other.
+/// Stacks the matrices of a layer's projections along their rows.
 fn stacked(matrices: BTreeMap<String, Vec<f32>>) -> BTreeMap<String, Vec<f32>> {
     let mut parts: BTreeMap<String, BTreeMap<usize, Vec<f32>>> = BTreeMap::new();
     for (name, values) in matrices {
@@ -194,7 +194,7 @@ fn stacked(matrices: BTreeMap<String, Vec<f32>>) -> BTreeMap<String, Vec<f32>> {
         .collect()
 }
 
-/// Angles in bf16, and learned keys and values.
+/// Compares rotary angles in bf16 and learned prefixes.
 pub(super) fn tables(pack: &Pack, processor: &dyn Processor) -> Result<Vec<Section>> {
     let mut all = Vec::new();
     if pack.dir.join("rope_bf16.safetensors").is_file() {
@@ -206,7 +206,7 @@ pub(super) fn tables(pack: &Pack, processor: &dyn Processor) -> Result<Vec<Secti
     Ok(all)
 }
 
-/// Cosines and sines as the published code computes them in bf16, bit for bit. The table is of the published head dim.
+/// Compares cosines and sines with those of the published code in bf16, bit for bit, at the published head dim.
 fn angles(pack: &Pack) -> Result<Vec<Comparison>> {
     let stored = Expected::read(&pack.dir.join("rope_bf16.safetensors"))?;
     let config = CogConfig::load(&pack.dir)?;
@@ -287,7 +287,7 @@ fn ptuning(pack: &Pack, processor: &dyn Processor) -> Result<Vec<Comparison>> {
     Ok(all)
 }
 
-/// The layer whose learned keys and values a parameter is.
+/// The layer whose learned prefix a parameter is.
 fn prefix_of(name: &str) -> Option<&str> {
     let layer = name.strip_suffix(".self_attn.prefix")?;
     layer.strip_prefix("model.layers.")

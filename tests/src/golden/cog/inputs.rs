@@ -1,4 +1,4 @@
-//! What cases store about inputs.
+//! Stored inputs of a case.
 
 use super::super::compare::{Comparison, compare_floats, compare_ints};
 use super::super::pack::{Case, Pack, Stored, read_json};
@@ -11,7 +11,7 @@ use models::data::{EncodedSample, IGNORED, PlaceholderStyle, Slice};
 use models::image::ImageFolder;
 use models::processor::Normalization;
 
-/// First parts of the names compared here.
+/// Prefixes of the names compared here.
 pub(super) const KINDS: [&str; 9] = [
     "input_ids",
     "labels",
@@ -24,7 +24,7 @@ pub(super) const KINDS: [&str; 9] = [
     "sat",
 ];
 
-/// Ids, labels, masks, positions, pixels and prompts, all exactly.
+/// Compares ids, labels, masks, positions, pixels and prompts exactly.
 pub(super) fn compare(
     pack: &Pack,
     case: &Case,
@@ -84,7 +84,7 @@ pub(super) fn compare(
     Ok(all)
 }
 
-/// The prompt's text, and its tokens as generation takes them.
+/// Compares the prompt's text and the tokens that generation starts from.
 fn prompts(
     conversation: &Conversation,
     images: &ImageFolder,
@@ -111,7 +111,7 @@ fn prompts(
     ])
 }
 
-/// The rows of the training scripts, padded to their length.
+/// Compares the rows of the training scripts, padded to their length.
 fn scripts(case: &Case, sample: &EncodedSample, pad: i64) -> Result<Vec<Comparison>> {
     let types = types(sample);
     let positions = wide(&position_ids(&types));
@@ -141,7 +141,7 @@ fn scripts(case: &Case, sample: &EncodedSample, pad: i64) -> Result<Vec<Comparis
             "image_rope_mask" => fill(places(1), 0),
             "vision_expert_mask" => fill(bits(&vision_mask(&types)), 0),
             "context_length" => vec![context.unwrap_or(0) as i64],
-            // The scripts count on over padding.
+            // The scripts continue to count over padding.
             "position_ids" => {
                 let last = positions.last().copied().unwrap_or(0);
                 let more = (longest - positions.len()) as i64;
@@ -173,14 +173,14 @@ fn wide(ids: &[i32]) -> Vec<i64> {
     ids.iter().map(|id| i64::from(*id)).collect()
 }
 
-/// What each position is to be predicted as.
+/// The label of each position, before the shift by one.
 fn unshifted(sample: &EncodedSample) -> Vec<i64> {
     let labels = sample.labels.iter().map(|label| i64::from(*label));
     let all = std::iter::once(i64::from(IGNORED)).chain(labels);
     all.take(sample.labels.len()).collect()
 }
 
-/// The pictures of one tower as `[N, 3, side, side]`.
+/// Images of one tower as `[N, 3, side, side]`.
 fn pixels(
     name: &str,
     samples: &[EncodedSample],

@@ -77,7 +77,7 @@ impl PackFamily for CogPacks {
     }
 }
 
-/// Gradients of tensors that nothing computes with are stored as zeros; a run has none of them, or zeros.
+/// Compares the gradient of an unused tensor. The pack stores zeros, and a run has zeros or no gradient.
 fn compare_unused(run: &CaseRun, name: &str, stored: &Stored, largest: f64) -> Result<Comparison> {
     let (_, param) = name.split_once('.').unwrap_or((name, ""));
     let zero = stored.floats()?.iter().all(|v| *v == 0.0);
@@ -87,7 +87,7 @@ fn compare_unused(run: &CaseRun, name: &str, stored: &Stored, largest: f64) -> R
     }
 }
 
-/// Values of token rows, stored `[samples, longest, c]` with meaningless rows behind each sample.
+/// Compares values of token rows. The pack stores `[samples, longest, c]`, and the rows after each sample are padding.
 fn rows(
     name: &str,
     got: Option<&Vec<f32>>,
@@ -108,7 +108,7 @@ fn rows(
     Ok(compare_floats(name, got, &want, tolerance::ACTIVATION))
 }
 
-/// `conversation.json` of a case.
+/// Contents of a case's `conversation.json`.
 #[derive(Deserialize)]
 struct Conversation {
     conversations: Vec<Message>,
@@ -119,7 +119,7 @@ struct Conversation {
     sat_max_length: Option<usize>,
 }
 
-/// `conversation.json` of a batch.
+/// Contents of a batch's `conversation.json`.
 #[derive(Deserialize)]
 struct Batch {
     batch: Vec<String>,
@@ -141,7 +141,7 @@ impl Conversation {
         options(&self.template_version, PromptSource::Hub, 2048)
     }
 
-    /// The training scripts' options, where the case has their tensors.
+    /// Options of the training scripts, if the case has their tensors.
     fn sat(&self) -> Result<EncodeOptions> {
         let version = self.sat_version.as_deref().context("no sat_version")?;
         let length = self.sat_max_length.context("no sat_max_length")?;
@@ -164,7 +164,7 @@ fn options(version: &str, source: PromptSource, model_max_length: usize) -> Resu
     })
 }
 
-/// Encodes the samples of a case as training does.
+/// Encodes the samples of a case as for training.
 ///
 /// # Errors
 /// When a file is missing or a sample cannot be encoded.

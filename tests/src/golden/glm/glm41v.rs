@@ -117,7 +117,7 @@ impl PackFamily for Glm41vPacks {
     }
 }
 
-/// Positions as the model counts them.
+/// Positions of a sample as the model computes them.
 fn positions(sample: &EncodedSample) -> TokenPositions {
     let pictures = sample.image_bounds.iter().zip(&sample.slices);
     let pictures: Vec<_> = pictures
@@ -126,7 +126,7 @@ fn positions(sample: &EncodedSample) -> TokenPositions {
     TokenPositions::new(sample.input_ids.len(), &pictures)
 }
 
-/// 1 for tokens of pictures.
+/// 1 for image tokens, 0 for text.
 fn kinds(sample: &EncodedSample) -> Vec<i64> {
     let inside = |i: &usize| sample.image_bounds.iter().any(|(s, e)| s <= i && i < e);
     let tokens = 0..sample.input_ids.len();
@@ -140,7 +140,7 @@ fn grids(sample: &EncodedSample) -> Vec<i64> {
         .collect()
 }
 
-/// The rows under the patch embedding, as the model makes them.
+/// Inputs of the patch embedding as the model computes them.
 fn pixels(pack: &Pack, sample: &EncodedSample) -> Result<Vec<f32>> {
     let model = open_model(&pack.dir, ModelOptions::new(DType::F32))?;
     let batch = model.collate(&[SampleInput::from(sample)], &CpuBackend::unlimited())?;
@@ -148,7 +148,7 @@ fn pixels(pack: &Pack, sample: &EncodedSample) -> Result<Vec<f32>> {
     Ok(vision.patches.to_f32_vec()?)
 }
 
-/// `smart_resize_cases.json`.
+/// Compares `smart_resize_cases.json`.
 fn sizes(pack: &Pack) -> Result<Comparison> {
     #[derive(Deserialize)]
     struct Row {
@@ -176,7 +176,7 @@ fn sizes(pack: &Pack) -> Result<Comparison> {
     Ok(compare_ints("smart_resize_cases", &ours, &theirs))
 }
 
-/// Whether both layouts of the configuration mean the same model.
+/// Compares the models of the nested and the flat configuration.
 fn layouts(pack: &Pack) -> Result<Comparison> {
     let path = pack.dir.join("config.flat.json");
     let flat = Glm41vConfig::parse(&std::fs::read(&path)?, &path)?;

@@ -1,4 +1,4 @@
-//! Packs of GLM-4V, whose batches are padded on the left and stored before and after pictures are expanded.
+//! Packs of GLM-4V. Their batches are padded on the left and stored before and after the expansion of image tokens.
 
 use super::greedy::greedy;
 use super::shared::{
@@ -43,7 +43,7 @@ impl PackFamily for Glm4vPacks {
         samples: &[EncodedSample],
     ) -> Result<Vec<Comparison>> {
         let patch = Glm4vConfig::load(&pack.dir)?.vision.patch_size;
-        // Labels that include the role behind an answer.
+        // Labels that include the role token after an answer.
         let with_turn_end = EncodeOptions {
             train_on_turn_end: true,
             ..EncodeOptions::default()
@@ -153,7 +153,7 @@ impl PackFamily for Glm4vPacks {
     }
 }
 
-/// The rows of a batch behind filler up to `length`.
+/// The rows of a batch, padded on the left with `filler` up to `length`.
 fn padded(rows: impl Iterator<Item = Vec<i64>>, length: usize, filler: i64) -> Vec<i64> {
     rows.flat_map(|row| {
         let missing = length.saturating_sub(row.len());
@@ -162,7 +162,7 @@ fn padded(rows: impl Iterator<Item = Vec<i64>>, length: usize, filler: i64) -> V
     .collect()
 }
 
-/// Values per token with one entry for all features of the picture, as before its expansion.
+/// Values per token before image expansion: one entry for all features of an image.
 fn folded(sample: &EncodedSample, values: Vec<i64>) -> Vec<i64> {
     fold(&sample.image_bounds, values)
 }
@@ -185,7 +185,7 @@ fn ones(sample: &EncodedSample) -> Vec<i64> {
     vec![1; sample.input_ids.len()]
 }
 
-/// First row and rows of each picture, in a batch padded on the left.
+/// First row and number of rows of each image in a batch padded on the left.
 fn spans(samples: &[EncodedSample]) -> Vec<i64> {
     let longest = samples.iter().map(|s| s.input_ids.len()).max().unwrap_or(0);
     let span = |s: &EncodedSample| {
@@ -196,7 +196,7 @@ fn spans(samples: &[EncodedSample]) -> Vec<i64> {
     samples.iter().flat_map(span).collect()
 }
 
-/// Pixels `[3, side, side]` as the model makes them.
+/// Pixels `[3, side, side]` as the model computes them.
 fn pixels(pack: &Pack, sample: &EncodedSample, patch: usize) -> Result<Vec<f32>> {
     let model = open_model(&pack.dir, ModelOptions::new(DType::F32))?;
     let batch = model.collate(&[SampleInput::from(sample)], &CpuBackend::unlimited())?;
@@ -229,7 +229,7 @@ fn logits_of(
     compare_computed(name, logits.as_ref(), stored, tolerance::ACTIVATION)
 }
 
-/// Prompt, answer and leads of a greedy generation.
+/// Compares prompt, answer and logit margins of greedy decoding.
 fn compare_greedy(pack: &Pack, case: &Case, processor: &dyn Processor) -> Result<Vec<Comparison>> {
     let expected = &case.expected;
     let prompt = expected.get("greedy_prompt_ids")?.ints()?;
@@ -237,7 +237,7 @@ fn compare_greedy(pack: &Pack, case: &Case, processor: &dyn Processor) -> Result
     let ours = greedy(pack, &case.dir, answer.len(), processor)?;
     let ids = fold(&ours.prompt.image_bounds, wide(&ours.prompt.input_ids));
     let margins = expected.get("greedy_margin")?.floats()?;
-    // A lead is the difference of two logits.
+    // A margin is the difference of two logits.
     let bound = 2.0 * tolerance::ACTIVATION;
     Ok(vec![
         compare_ints("greedy_prompt_ids", &ids, prompt),
@@ -246,7 +246,7 @@ fn compare_greedy(pack: &Pack, case: &Case, processor: &dyn Processor) -> Result
     ])
 }
 
-/// Prompts and decoded ids of `tokenizer_cases.json`.
+/// Compares prompts and decoded ids of `tokenizer_cases.json`.
 fn chat(pack: &Pack, processor: &dyn Processor) -> Result<Vec<Comparison>> {
     #[derive(Deserialize)]
     struct Stored {

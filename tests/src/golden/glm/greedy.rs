@@ -1,4 +1,4 @@
-//! Greedy answers of the model of a pack.
+//! Greedy answers of a pack's model.
 
 use super::shared::raw_sample;
 use crate::golden::Pack;
@@ -12,14 +12,14 @@ use models::{ModelOptions, Processor, SampleInput, VisionLanguageModel, WeightSo
 use std::path::Path;
 use std::sync::Arc;
 
-/// What a model writes behind a question, and by how much each token's logit leads.
+/// A greedy answer to a question, and the margin of each token's logit over the second best.
 pub(super) struct Greedy {
     pub(super) prompt: EncodedPrompt,
     pub(super) answer: Vec<i32>,
     pub(super) margins: Vec<f32>,
 }
 
-/// The first `count` tokens behind the first question of the case in `dir`; nothing ends the answer earlier.
+/// The first `count` tokens after the first question of the case in `dir`. No end token stops it earlier.
 pub(super) fn greedy(
     pack: &Pack,
     dir: &Path,
@@ -58,7 +58,7 @@ pub(super) fn greedy(
     })
 }
 
-/// The lead of the best logit before each token of `answer`, from one pass over all of it.
+/// The margin of the best logit before each token of `answer`, from one uncached pass.
 fn margins(
     model: &dyn VisionLanguageModel,
     access: &ResidentParams,

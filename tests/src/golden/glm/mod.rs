@@ -1,4 +1,4 @@
-//! Packs of GLM-4V and GLM-4.1V: what the two store alike.
+//! Packs of GLM-4V and GLM-4.1V.
 
 mod glm41v;
 mod glm4v;

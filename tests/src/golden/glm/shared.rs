@@ -13,7 +13,7 @@ use models::text::Message;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
-/// A `conversation.json`.
+/// Contents of a `conversation.json`.
 #[derive(Deserialize)]
 struct Conversation {
     messages: Vec<Turn>,
@@ -34,7 +34,7 @@ struct Batch {
     batch_of: Vec<String>,
 }
 
-/// Folders of the samples of a case: its own, or those of the cases it is a batch of.
+/// Directories of a case's samples: its own, or those of the cases in its batch.
 pub(super) fn folders(case: &Case) -> Result<Vec<PathBuf>> {
     let batch: Batch = read_json(&case.dir.join("conversation.json"))?;
     if batch.batch_of.is_empty() {
@@ -44,7 +44,7 @@ pub(super) fn folders(case: &Case) -> Result<Vec<PathBuf>> {
     Ok(names.map(|name| case.dir.with_file_name(name)).collect())
 }
 
-/// The sample in the folder `dir`.
+/// The sample in the directory `dir`.
 pub(super) fn raw_sample(dir: &Path) -> Result<RawSample> {
     let stored: Conversation = read_json(&dir.join("conversation.json"))?;
     let of_turns = stored.messages.iter().filter_map(|turn| turn.image.clone());
@@ -61,7 +61,7 @@ pub(super) fn raw_sample(dir: &Path) -> Result<RawSample> {
     })
 }
 
-/// Encodes the samples of a case as training does.
+/// Encodes the samples of a case as for training.
 pub(super) fn encode(
     case: &Case,
     processor: &dyn Processor,
@@ -76,7 +76,7 @@ pub(super) fn encode(
     folders(case)?.into_iter().map(encode).collect()
 }
 
-/// Labels of the tokens themselves, as the packs store them.
+/// Labels before the shift by one, as the packs store them.
 pub(super) fn own_labels(sample: &EncodedSample) -> Vec<i64> {
     let shifted = sample.labels.iter().take(sample.labels.len() - 1);
     std::iter::once(&IGNORED)
@@ -85,12 +85,12 @@ pub(super) fn own_labels(sample: &EncodedSample) -> Vec<i64> {
         .collect()
 }
 
-/// `ids`, widened.
+/// `ids` as i64.
 pub(super) fn wide(ids: &[i32]) -> Vec<i64> {
     ids.iter().map(|id| i64::from(*id)).collect()
 }
 
-/// The pixels of a sample's picture `k`, `[height, width, 3]`.
+/// Pixels of image `k` of a sample, `[height, width, 3]`.
 pub(super) fn picture_bytes(sample: &EncodedSample, k: usize, patch: usize) -> Option<Vec<i64>> {
     let slice = sample.slices.get(k)?;
     let plane = patch * patch;
@@ -109,7 +109,7 @@ pub(super) fn picture_bytes(sample: &EncodedSample, k: usize, patch: usize) -> O
     )
 }
 
-/// Compares what a run of any of the models computes; `None` for a name that means something else.
+/// Compares a value that both models store; `None` for any other name.
 pub(super) fn compare_common(
     name: &str,
     stored: &Stored,
@@ -142,7 +142,7 @@ pub(super) fn compare_common(
     Ok(Some(compared))
 }
 
-/// The L2 norm of all gradients together.
+/// Compares the L2 norm of all gradients together.
 fn grad_norm(run: &CaseRun, stored: &Stored) -> Result<Comparison> {
     let squares = run.grads.values().flatten().map(|g| f64::from(*g).powi(2));
     let norm = squares.sum::<f64>().sqrt() as f32;
@@ -151,7 +151,7 @@ fn grad_norm(run: &CaseRun, stored: &Stored) -> Result<Comparison> {
     Ok(compare_floats("grad_norm", &[norm], want, bound))
 }
 
-/// `tokenizer_cases.json`: texts with the ids they become under `list`.
+/// Compares the ids of the texts under `list` in `tokenizer_cases.json`.
 pub(super) fn tokenizer_cases(
     pack: &Pack,
     list: &str,
@@ -167,7 +167,7 @@ pub(super) fn tokenizer_cases(
     let texts: Vec<Text> = serde_json::from_value(texts.with_context(|| format!("no {list}"))?)?;
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for case in texts {
-        // Lengths in between keep texts apart.
+        // Lengths between the texts distinguish them in one list.
         let ids = encode(&case.text)?;
         ours.push(ids.len() as i64);
         ours.extend(wide(&ids));
@@ -181,7 +181,7 @@ pub(super) fn tokenizer_cases(
     ))
 }
 
-/// The ids of special tokens in `tokenizer_cases.json`.
+/// Compares the ids of special tokens in `tokenizer_cases.json`.
 pub(super) fn special_tokens(pack: &Pack, processor: &dyn Processor) -> Result<Comparison> {
     #[derive(Deserialize)]
     struct Stored {

@@ -1,4 +1,4 @@
-//! `trajectory.json` of both models.
+//! `trajectory.json` of GLM-4V and GLM-4.1V.
 
 use super::shared::encode;
 use crate::golden::{AdamW, Case, Expected, Pack, Trajectory, floats, read_json};
@@ -28,8 +28,7 @@ struct Stored {
     adapters: Option<[String; 2]>,
 }
 
-/// The trajectories of a pack; runs that show a wrong way of averaging
-/// (`_WRONG`) are left out.
+/// The trajectories of a pack. Runs that show a wrong way of averaging (`_WRONG`) are left out.
 pub(super) fn trajectories(pack: &Pack, processor: &dyn Processor) -> Result<Vec<Trajectory>> {
     let all: BTreeMap<String, Value> = read_json(&pack.dir.join("trajectory.json"))?;
     let optimizer: AdamW = serde_json::from_value(
@@ -89,7 +88,7 @@ fn trajectory(
             lora_alpha,
             lora_dropout: 0.0,
             others: BTreeMap::new(),
-            // As peft reads a list: ends of module paths.
+            // peft reads a list as ends of module paths.
             targets: LoraTargets::Pattern(format!(r".*\.({})", names.join("|"))),
             layers: None,
             per_projection: false,
@@ -108,7 +107,7 @@ fn trajectory(
     Ok(run)
 }
 
-/// Weights behind the run `name` in `trajectory.safetensors`, where the pack has one.
+/// Weights after the run `name` from `trajectory.safetensors`, if the pack has that file.
 fn weights_after(dir: &Path, name: &str) -> Result<BTreeMap<String, Vec<f32>>> {
     let path = dir.join("trajectory.safetensors");
     if !path.is_file() {
