@@ -43,8 +43,8 @@ pub(crate) fn gate(dtype: DType, want: f64, size: f64) -> f64 {
     pointwise(dtype, 4 + 6 * 12 / 4 + 10, want, size)
 }
 
-/// Error of a normalization of `c` elements. Mean, variance and the two sums of the backward are sums of `c` terms,
-/// with errors up to `c / 32 + 6` roundings for 32 lanes and a tree, each relative to the root mean square.
+/// Error of a normalization of `c` elements. Mean, variance and the two sums of the backward are sums of `c` terms.
+/// With 32 lanes and a tree, each has an error up to `c / 32 + 6` roundings, relative to the root mean square.
 /// Subtracting the mean amplifies them by `cancel = rms(x) / std(x)`.
 pub(crate) fn norm(dtype: DType, c: usize, want: f64, size: f64, cancel: f64) -> f64 {
     let roundings = 3.0 * (c as f64 / 32.0 + 6.0) + 12.0;
