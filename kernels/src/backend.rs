@@ -635,8 +635,8 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
 /// Gradients that [`Backend::linear_cross_entropy_backward`] should compute.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LossNeeds {
-    /// Gradient of the hidden states.
+    /// Whether to compute the gradient of the hidden states.
     pub hidden: bool,
-    /// Gradient of the weight.
+    /// Whether to compute the gradient of the weight.
     pub weight: bool,
 }

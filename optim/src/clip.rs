@@ -15,8 +15,8 @@ const BLOCK_LANES: usize = 1024;
 /// thread count and device gives the same bits.
 ///
 /// - A block has [`NORM_BLOCK_ELEMS`] elements; the last one may have fewer. Element `i` of a block is added to sum
-///   `i % 256`, in order. Sums `4k..4k+4` are added as `(a + b) + (c + d)`. The 64 results are halved (`x[k] += x[k +
-///   half]`) until one is left.
+///   `i % 256`, in order. Sums `4k..4k+4` are added as `(a + b) + (c + d)`. The 64 results are halved
+///   (`x[k] += x[k + half]`) until one is left.
 /// - Block `b` is added to sum `b % 1024`, in order. The 1024 sums are halved in the same way.
 ///
 /// The total is non-finite if and only if an element is: the square of the largest f32 is far below the largest f64.

@@ -284,7 +284,7 @@ impl Gpu {
         );
         self.bind()?;
         let address = memory.address + offset as u64;
-        // SAFETY: the range lies inside the allocation, and the copy is waited for.
+        // SAFETY: the range is inside the allocation, and the copy is waited for.
         unsafe { result::memcpy_dtoh_async(bytes, address, self.stream.cu_stream()) }
             .during("copying from the GPU")?;
         self.synchronize()

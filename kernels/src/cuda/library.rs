@@ -194,7 +194,7 @@ fn open(library: Library, place: &Path) -> Result<(), String> {
 }
 
 fn keep_open(place: &Path) -> Result<(), String> {
-    // SAFETY: NVIDIA's libraries may be opened by any thread at any time; the user chose the folders.
+    // SAFETY: NVIDIA's libraries may be opened by any thread at any time; the user chose the directories.
     let handle = unsafe { Handle::new(place) }.map_err(|error| reason(&error))?;
     OPEN.lock()
         .unwrap_or_else(PoisonError::into_inner)

@@ -1,8 +1,8 @@
 //! Accounted memory: every byte of a tensor is counted under a tag, against a capacity.
 //!
-//! The pool keeps freed memory and reuses it, so no page is faulted in after warm-up (a first touch costs two to four
-//! times an Adam step on the same bytes). The address of a block depends only on the order in which blocks come and
-//! go. So a pool of the meta device gets the same addresses as a pool with memory.
+//! The pool keeps freed memory and reuses it, so no page is faulted in after warm-up. (The first touch of a page costs
+//! two to four times an Adam step on the same bytes.) The address of a block depends only on the order in which blocks
+//! come and go. So a pool of the meta device gets the same addresses as a pool with memory.
 
 mod places;
 mod script;

@@ -2,8 +2,8 @@
 //! recorded. XLA calls this buffer assignment.
 //!
 //! An online allocator sees one block at a time. It loses up to a third of the range to holes around the weights of
-//! large units, and the loss varies so much that a shorter batch may need more memory. The static plan needs only a
-//! few percent more than the blocks alive at the same time.
+//! large units. The loss varies so much that a shorter batch may need more memory. The static plan needs only a few
+//! percent more than the blocks alive at the same time.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;

@@ -1,9 +1,10 @@
 //! Tolerances against the f64 reference, derived from the rounding errors.
 //!
 //! `u` is the unit roundoff (half an ulp of 1): 2^-24 for f32, 2^-8 for bf16, 2^-11 for f16. Every operation computes
-//! in f32 and rounds once on store. So a tolerance is `store(want) + U32 * (number of f32 roundings that can add up)
-//! * (magnitude of the rounded values)`. In a sum of `n` terms every term goes through at most `n` additions, so the
-//! error is below `n * U32 * sum |terms|` for the worst order. The kernels' lanes and fused products do better.
+//! in f32 and rounds once on store. So a tolerance is
+//! `store(want) + U32 * (number of f32 roundings that can add up) * (magnitude of the rounded values)`.
+//! In a sum of `n` terms every term goes through at most `n` additions, so the error is below `n * U32 * sum |terms|`
+//! for the worst order. The kernels' lanes and fused products do better.
 
 use kernels::DType;
 
@@ -43,17 +44,17 @@ pub(crate) fn gate(dtype: DType, want: f64, size: f64) -> f64 {
     pointwise(dtype, 4 + 6 * 12 / 4 + 10, want, size)
 }
 
-/// Error of a normalization of `c` elements. Mean, variance and the two sums of the backward are sums of `c` terms,
-/// with errors up to `c / 32 + 6` roundings for 32 lanes and a tree, each relative to the root mean square.
+/// Error of a normalization of `c` elements. Mean, variance and the two sums of the backward are sums of `c` terms.
+/// With 32 lanes and a tree, each has an error up to `c / 32 + 6` roundings, relative to the root mean square.
 /// Subtracting the mean amplifies them by `cancel = rms(x) / std(x)`.
 pub(crate) fn norm(dtype: DType, c: usize, want: f64, size: f64, cancel: f64) -> f64 {
     let roundings = 3.0 * (c as f64 / 32.0 + 6.0) + 12.0;
     store(dtype, want) + roundings * U32 * size * (1.0 + cancel)
 }
 
-/// Error of attention over `keys` keys, with scores up to `score` from `d` products each. A score has an error of `(d
-/// + 2) * U32 * score_magnitude`, which the exponential makes relative. The weights sum to one, so the weighted mean
-/// of values up to `size` has twice that error. Rescalings (two per tile) and the sums over keys add to it.
+/// Error of attention over `keys` keys, with scores up to `score` from `d` products each. A score has an error of
+/// `(d + 2) * U32 * score_magnitude`, which the exponential makes relative. The weights sum to one, so the weighted
+/// mean of values up to `size` has twice that error. Rescalings (two per tile) and the sums over keys add to it.
 pub(crate) fn attention(
     dtype: DType,
     (keys, d): (usize, usize),

@@ -7,7 +7,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use super::event::Event;
 use super::text;
 
-/// Draws events on standard error.
+/// Output that shows events: a terminal with a progress bar, or plain lines.
 pub struct Screen {
     out: Box<dyn Write + Send>,
     color: bool,

@@ -103,7 +103,7 @@ unsafe impl Executor for Gpu {
 
     unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Moment) -> Result<(), Cause> {
         order(&self.copies()?.inward, event(behind)?)?;
-        // SAFETY: the caller vouches for the range and for the moment.
+        // SAFETY: the caller vouches for the range and for the event.
         unsafe { self.copy_in(to, bytes) }
     }
 
@@ -131,7 +131,7 @@ unsafe impl Executor for Gpu {
             began = self.timeline.stamp(stream)?;
             Ok(())
         };
-        // SAFETY: the caller vouches for the range and for the moment.
+        // SAFETY: the caller vouches for the range and for the event.
         unsafe { copies.back.receive(self, stream, from, bytes, begin, take) }?;
         let lane = DeviceLane::Outward;
         Ok(self.timeline.end(lane, began, stream, bytes)?)

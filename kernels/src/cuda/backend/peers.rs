@@ -218,7 +218,7 @@ impl PeerAccess for CudaBackend {
     fn pull(&self, peer: usize, offset: u64, to: &Tensor, range: Range<usize>) -> Result<()> {
         const OP: &str = "pull";
         let (to, bytes) = self.part(OP, to, &range)?;
-        // SAFETY: as in `put`; the peer lends the memory behind its handle until it is told otherwise.
+        // SAFETY: as in `put`; the peer keeps the memory of its handle unchanged until it is told otherwise.
         unsafe { self.peer_executor()?.pull(peer, offset, to, bytes) }.map_err(failed(OP))
     }
 

@@ -4,7 +4,7 @@ use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
 
-/// Elements per piece of work of a thread.
+/// Elements per chunk, the unit of work of a thread.
 const CHUNK: u32 = 8;
 const WARP: u32 = 32;
 /// Threads per block, unless a row needs more.

@@ -160,8 +160,8 @@ pub struct Dropped {
 }
 
 impl Dropped {
-    /// Launch of `y = dropout(x)`, or of `y = onto + dropout(x)` if `onto` is given (it may be `y`). All are `[..,
-    /// k]`; the dropout is rounded before it is added. `at`, i32 `[t]`, selects `t` rows of all operands; null
+    /// Launch of `y = dropout(x)`, or of `y = onto + dropout(x)` if `onto` is given (it may be `y`). All are
+    /// `[.., k]`; the dropout is rounded before it is added. `at`, i32 `[t]`, selects `t` rows of all operands; null
     /// selects the first `t`.
     #[must_use]
     pub fn launch(

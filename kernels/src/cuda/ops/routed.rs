@@ -7,8 +7,8 @@
 //! | `dx[row] = dy[row] W_g` | one | `2 (t n + 2 n k + t k) + 4 t` |
 //! | `dW_g = dy[rows_g]^T x[rows_g]` | one each | `2 t_g (n + k) + 4 n k + 4 t_g` |
 //!
-//! An adapter's term extends the sum as in [`super::lora_linear`]: `y[row] = [x[row] | s[row]] [W_g | B_g]^T +
-//! bias_g`. Each expert has its own adapter rank, or no adapter.
+//! An adapter's term extends the sum as in [`super::lora_linear`]:
+//! `y[row] = [x[row] | s[row]] [W_g | B_g]^T + bias_g`. Each expert has its own adapter rank, or no adapter.
 //!
 //! Gathering and scattering around separate products would read and write `x` and `y` once more: `4 t (k + n)` bytes.
 //! A row has the same bits as in a product of its expert's rows alone without split-K, because every tile of that

@@ -24,7 +24,7 @@ const NO_LIMIT: usize = 1 << 24;
 /// Text with one token per byte in the tokenizers of these directories.
 const FILLER: &str = "the quick brown fox jumps over the lazy dog ";
 
-/// Result of [`write`].
+/// Result of [`write()`].
 #[derive(Debug)]
 pub(super) struct Samples {
     pub(super) count: usize,

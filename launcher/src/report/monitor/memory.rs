@@ -52,9 +52,9 @@ impl PoolPeak {
 /// Peak memory of one phase.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PhasePeak {
-    /// Device memory.
+    /// Peak in device memory.
     pub device: PoolPeak,
-    /// Host tier.
+    /// Peak in the host tier.
     pub host: PoolPeak,
     /// Maximum resident bytes of the process, read at the ends of the phase.
     pub rss: u64,

@@ -1,6 +1,6 @@
 //! AVX-512 kernel: tiles of 8 rows and three vectors of 512 bits, i.e. 24 chains, which hide the latency of both FMA
-//! units. Of all shapes with 24 chains, this one has the fewest loads (11 for 24 multiply-adds) while a panel of `b`
-//! still arrives from the L2 cache in time.
+//! units. This shape has the fewest loads of all shapes with 24 chains whose panels of `b` arrive from the L2 cache in
+//! time: 11 for 24 multiply-adds.
 
 #[allow(
     clippy::wildcard_imports,
