@@ -2,7 +2,7 @@
 
 use crate::cogvlm::config::Edition;
 use crate::cogvlm::{CogConfig, CogProcessor, CogVlm};
-use crate::config::{self, ConfigError};
+use crate::config::{ConfigError, ConfigFile, Fields};
 use crate::glm4v::config::Glm4vConfig;
 use crate::glm4v::{Glm4v, Glm4vProcessor};
 use crate::glm41v::config::Glm41vConfig;
@@ -13,7 +13,6 @@ use crate::minicpm::{MiniCpm, MiniCpmProcessor};
 use crate::options::ModelOptions;
 use crate::processor::{Normalization, Processor, ProcessorError};
 use crate::{ModelError, VisionLanguageModel};
-use serde::Deserialize;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -62,23 +61,13 @@ impl From<ConfigError> for OpenError {
     }
 }
 
-#[derive(Deserialize)]
-struct Head {
-    #[serde(default)]
-    model_type: String,
-    #[serde(default)]
-    architectures: Vec<String>,
-    vision_config: Option<serde::de::IgnoredAny>,
-}
-
 impl Family {
     /// The family of the model folder `dir`.
     ///
     /// # Errors
     /// [`ConfigError`] if `config.json` cannot be read or is of no family that is implemented.
     pub fn of(dir: &Path) -> Result<Self, ConfigError> {
-        let (bytes, path) = config::read(dir)?;
-        Self::of_bytes(&bytes, &path)
+        Self::read(ConfigFile::load(dir)?.fields())
     }
 
     /// As [`Family::of`], for the content of a `config.json`; `path` is named in errors.
@@ -86,32 +75,30 @@ impl Family {
     /// # Errors
     /// As [`Family::of`].
     pub fn of_bytes(bytes: &[u8], path: &Path) -> Result<Self, ConfigError> {
-        let invalid = |source| ConfigError::Json {
-            path: path.to_owned(),
-            source,
-        };
-        if let Ok(Some(edition)) = Edition::parse(bytes) {
+        Self::read(ConfigFile::parse(bytes, path)?.fields())
+    }
+
+    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
+        if let Ok(Some(edition)) = Edition::read(fields) {
             return Ok(match edition {
                 Edition::CogVlm => Self::CogVlm,
                 Edition::CogVlm2 => Self::CogVlm2,
                 Edition::CogAgent => Self::CogAgent,
             });
         }
-        let head: Head = serde_json::from_slice(bytes).map_err(invalid)?;
-        let architecture = head.architectures.first().map_or("", String::as_str);
-        match (&*head.model_type, architecture) {
-            ("minicpmv" | "minicpmo", _) => Ok(Self::MiniCpm),
+        let model_type: String = fields.or("model_type", String::new())?;
+        let architectures: Vec<String> = fields.or("architectures", Vec::new())?;
+        let architecture = architectures.into_iter().next().unwrap_or_default();
+        let vision = fields.optional::<serde::de::IgnoredAny>("vision_config")?;
+        match &*model_type {
+            "minicpmv" | "minicpmo" => Ok(Self::MiniCpm),
             // The text models of the family have the same name.
-            ("chatglm", _) if head.vision_config.is_some() => Ok(Self::Glm4v),
-            ("glm4v", _) => Ok(Self::Glm41v),
-            (found, architecture) => Err(ConfigError::UnsupportedModel {
-                found: if found.is_empty() {
-                    architecture
-                } else {
-                    found
-                }
-                .to_owned(),
+            "chatglm" if vision.is_some() => Ok(Self::Glm4v),
+            "glm4v" => Ok(Self::Glm41v),
+            "" => Err(ConfigError::UnsupportedModel {
+                found: architecture,
             }),
+            _ => Err(ConfigError::UnsupportedModel { found: model_type }),
         }
     }
 

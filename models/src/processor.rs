@@ -1,8 +1,9 @@
 //! What turns samples into model inputs: one implementation per family.
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 use crate::config::ConfigError;
@@ -147,6 +148,39 @@ pub enum ProcessorError {
         /// Standard deviation per channel.
         std: [f32; 3],
     },
+}
+
+/// Reads `preprocessor_config.json` of the model directory `dir`.
+///
+/// # Errors
+/// [`ProcessorError::Read`] or [`ProcessorError::Json`].
+pub(crate) fn read_preprocessor<T: DeserializeOwned>(dir: &Path) -> Result<T, ProcessorError> {
+    let path = dir.join("preprocessor_config.json");
+    match std::fs::read(&path) {
+        Ok(bytes) => {
+            serde_json::from_slice(&bytes).map_err(|source| ProcessorError::Json { path, source })
+        }
+        Err(source) => Err(ProcessorError::Read { path, source }),
+    }
+}
+
+/// Fails if `preprocessor_config.json` has another value than `config.json`.
+///
+/// # Errors
+/// [`ProcessorError::Disagree`].
+pub(crate) fn agree(
+    field: &'static str,
+    config: usize,
+    preprocessor: Option<usize>,
+) -> Result<(), ProcessorError> {
+    match preprocessor {
+        Some(preprocessor) if preprocessor != config => Err(ProcessorError::Disagree {
+            field,
+            config,
+            preprocessor,
+        }),
+        _ => Ok(()),
+    }
 }
 
 /// Mean per channel of the pictures that CLIP's towers were trained on.

@@ -8,7 +8,7 @@
 //! | `experts`, `attention`, `layer`, `language` | the decoder |
 //! | `cross_vision`, `cross_attention` | CogAgent's second tower and what reads it |
 //! | [`positions`], `rope` | positions and their angles |
-//! | [`prompt`], [`processor`] | samples to tokens and pixels |
+//! | [`prompt`], [`processor`], `sample` | samples to tokens and pixels |
 
 mod attention;
 mod collate;
@@ -24,6 +24,7 @@ pub mod processor;
 mod projector;
 pub mod prompt;
 mod rope;
+mod sample;
 mod tables;
 
 #[cfg(test)]

@@ -9,7 +9,6 @@ mod tables;
 mod tower;
 
 pub use config::EvaConfig;
-pub(crate) use config::RawEva;
 pub(crate) use projector::{Fold, Frame, GluProjector};
 pub use tables::EvaTables;
 pub(crate) use tables::{EvaPictures, eva_pictures, pictures};

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use super::config::{Glm41vConfig, MERGE};
 use super::resize::PictureLimits;
 use crate::config::{ConfigError, size};
-use crate::processor::{Normalization, ProcessorError};
+use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor};
 use crate::text::{Tokenizer, TokenizerError};
 
 /// Picture settings of a model folder.
@@ -28,13 +28,7 @@ impl ProcessorConfig {
     /// # Errors
     /// [`ProcessorError`] if the file is missing or invalid, or contradicts `model`.
     pub fn load(dir: &Path, model: &Glm41vConfig) -> Result<Self, ProcessorError> {
-        let path = dir.join("preprocessor_config.json");
-        let bytes = std::fs::read(&path).map_err(|source| ProcessorError::Read {
-            path: path.clone(),
-            source,
-        })?;
-        let raw: RawProcessor = serde_json::from_slice(&bytes)
-            .map_err(|source| ProcessorError::Json { path, source })?;
+        let raw: RawProcessor = read_preprocessor(dir)?;
         let vision = &model.vision;
         agree("patch_size", vision.patch_size, raw.patch_size)?;
         agree("merge_size", MERGE, raw.merge_size)?;
@@ -62,21 +56,6 @@ impl ProcessorConfig {
             patch_size: vision.patch_size,
             normalization: Normalization::new(raw.image_mean, raw.image_std)?,
         })
-    }
-}
-
-fn agree(
-    field: &'static str,
-    config: usize,
-    preprocessor: Option<usize>,
-) -> Result<(), ProcessorError> {
-    match preprocessor {
-        Some(preprocessor) if preprocessor != config => Err(ProcessorError::Disagree {
-            field,
-            config,
-            preprocessor,
-        }),
-        _ => Ok(()),
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::Deserialize;
 
 use super::config::{MiniCpmConfig, SlicingConfig};
-use crate::processor::{Normalization, ProcessorError};
+use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor};
 use crate::text::{ChatTemplate, Tokenizer, TokenizerError};
 
 /// Texts of the markers that stand around picture features in a prompt.
@@ -49,13 +49,7 @@ impl ProcessorConfig {
     /// # Errors
     /// [`ProcessorError`] if the file is missing or invalid, or contradicts `model`.
     pub fn load(dir: &Path, model: &MiniCpmConfig) -> Result<Self, ProcessorError> {
-        let path = dir.join("preprocessor_config.json");
-        let bytes = std::fs::read(&path).map_err(|source| ProcessorError::Read {
-            path: path.clone(),
-            source,
-        })?;
-        let raw: RawProcessor = serde_json::from_slice(&bytes)
-            .map_err(|source| ProcessorError::Json { path, source })?;
+        let raw: RawProcessor = read_preprocessor(dir)?;
         agree(
             "scale_resolution",
             model.slicing.scale_resolution,
@@ -86,21 +80,6 @@ impl ProcessorConfig {
                 feature: raw.unk,
             },
         })
-    }
-}
-
-fn agree(
-    field: &'static str,
-    config: usize,
-    preprocessor: Option<usize>,
-) -> Result<(), ProcessorError> {
-    match preprocessor {
-        Some(preprocessor) if preprocessor != config => Err(ProcessorError::Disagree {
-            field,
-            config,
-            preprocessor,
-        }),
-        _ => Ok(()),
     }
 }
 
