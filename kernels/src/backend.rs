@@ -9,17 +9,13 @@
 //!   activations come out in the dtype of the activation.
 //! * Results depend on shapes and values only, never on the number of threads.
 
+use crate::adapted::{AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads};
 use crate::arrival::Arrival;
 use crate::error::Result;
+use crate::grouped::{self, GroupedMatmulArgs};
 use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
 use crate::resident::ResidentAccess;
-use crate::routed::{self, RoutedArgs};
-use crate::routed_lora::{self, RoutedLora, RoutedLoraArgs, RoutedLoraGrads};
-use crate::shared_lora::{self, SharedLora, SharedLoraGradArgs, SharedLoraGrads};
-use crate::shared_routed_lora::{
-    self, SharedRoutedLora, SharedRoutedLoraGradArgs, SharedRoutedLoraGrads,
-};
 use crate::timeline::DeviceSpan;
 use crate::{DType, Shape, Tensor};
 
@@ -80,60 +76,6 @@ pub struct DropoutArgs<'a> {
     pub key: [u32; 2],
     /// Probability of zero, `0 <= p < 1`.
     pub p: f32,
-}
-
-/// What of its input an adapter does not see: the elements that [`Backend::dropout`] sets to zero.
-#[derive(Clone, Copy, Debug)]
-pub struct AdapterDropout<'a> {
-    /// As in [`DropoutArgs`]: i32 `[t, 2]`.
-    pub rows: &'a Tensor,
-    /// What tells uses apart.
-    pub key: [u32; 2],
-    /// Probability of zero, `0 <= p < 1`.
-    pub p: f32,
-}
-
-impl<'a> AdapterDropout<'a> {
-    /// The dropout of `x`.
-    #[must_use]
-    pub const fn of(&self, x: &'a Tensor) -> DropoutArgs<'a> {
-        DropoutArgs {
-            x,
-            rows: self.rows,
-            key: self.key,
-            p: self.p,
-        }
-    }
-}
-
-/// `x W^T + bias + scale * (seen A^T) B^T` as one operation, `seen` being `x` where nothing is dropped.
-#[derive(Clone, Copy, Debug)]
-pub struct LoraArgs<'a> {
-    /// `[t, k]`.
-    pub x: &'a Tensor,
-    /// Base weight `[n, k]`.
-    pub weight: &'a Tensor,
-    /// `[n]`.
-    pub bias: Option<&'a Tensor>,
-    /// Adapter A `[r, k]`.
-    pub lora_a: &'a Tensor,
-    /// Adapter B `[n, r]`.
-    pub lora_b: &'a Tensor,
-    /// `alpha / r`.
-    pub scale: f32,
-    /// What the adapter does not see of `x`; computed again in backward.
-    pub dropout: Option<AdapterDropout<'a>>,
-}
-
-/// Gradients of [`LoraArgs`].
-#[derive(Debug)]
-pub struct LoraGrads {
-    /// `[t, k]` in the dtype of `x`, when asked for; with dropout the base's and the adapter's part, each rounded, added.
-    pub dx: Option<Tensor>,
-    /// `[r, k]` f32.
-    pub d_lora_a: Tensor,
-    /// `[n, r]` f32.
-    pub d_lora_b: Tensor,
 }
 
 /// The nonlinearity of [`Backend::gelu`].
@@ -352,7 +294,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When there are more than 2^31 rows or the pool is full.
     fn partition_rows(&self, second: &[bool]) -> Result<[Tensor; 2]> {
-        routed::partition_rows(self, second)
+        grouped::partition_rows(self, second)
     }
 
     /// Two linear layers over a partition of rows `[t, n]`, in the dtype of `a`: every row is that of [`Backend::matmul`]
@@ -360,8 +302,8 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// When shapes do not fit, the groups are no partition of the rows, or the pool is full.
-    fn routed_matmul(&self, args: RoutedArgs<'_>) -> Result<Tensor> {
-        routed::matmul(self, &args)
+    fn grouped_matmul(&self, args: GroupedMatmulArgs<'_>) -> Result<Tensor> {
+        grouped::matmul(self, &args)
     }
 
     /// `a[rows]^T @ b[rows]` in f32 for `a [t, m]`, `b [t, n]`, `rows` i32: `[m, n]`, the gradient of the weight that
@@ -370,7 +312,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When shapes do not fit, an index lies outside, or the pool is full.
     fn matmul_of_rows(&self, a: &Tensor, b: &Tensor, rows: &Tensor) -> Result<Tensor> {
-        routed::matmul_of_rows(self, a, b, rows)
+        grouped::matmul_of_rows(self, a, b, rows)
     }
 
     /// Column sums `[n]` f32 of the rows `rows` (i32) of `x [t, n]`: the gradient of the bias that they used.
@@ -381,89 +323,28 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         self.column_sum(&self.gather_rows(x, rows)?)
     }
 
-    /// The adapted linear layer.
-    ///
-    /// # Errors
-    /// When shapes do not fit or the pool is full.
-    fn lora_linear(&self, args: LoraArgs<'_>) -> Result<Tensor>;
-
-    /// Its gradients for `dy [t, n]`; the base weight is taken as frozen.
-    ///
-    /// # Errors
-    /// When shapes do not fit or the pool is full.
-    fn lora_linear_backward(
-        &self,
-        args: LoraArgs<'_>,
-        dy: &Tensor,
-        need_dx: bool,
-    ) -> Result<LoraGrads>;
-
-    /// Whether [`Backend::routed_lora`] is quicker than a layer per group of rows that the caller takes apart.
-    fn routes_adapters(&self) -> bool {
+    /// Whether [`Backend::adapted_linear`] over row groups is faster than one call per group on rows that the caller
+    /// gathers.
+    fn groups_adapters(&self) -> bool {
         false
     }
 
-    /// Two linear layers over a partition of rows, with adapters: of each group what [`Backend::lora_linear`] gives its
-    /// rows, or [`Backend::matmul`] where it has no adapter, up to the order of sums.
+    /// Linear layers of one input with low-rank adapters, as many as `args` has projections. In each row group a
+    /// projection gives `x W^T + bias + scale * (dropout(x) A^T) B^T` of its layer, or [`Backend::matmul`] without an
+    /// adapter, up to the order of sums.
     ///
     /// # Errors
-    /// When shapes do not fit, the groups are no partition of the rows, or the pool is full.
-    fn routed_lora(&self, args: RoutedLoraArgs<'_>) -> Result<RoutedLora> {
-        routed_lora::forward(self, &args)
-    }
+    /// When there is no projection, shapes do not fit, the row groups are no partition of the rows, or the pool is full.
+    fn adapted_linear(&self, args: AdaptedLinearArgs<'_>) -> Result<AdaptedLinear>;
 
-    /// Their gradients for `dy [t, n]`, the base weights taken as frozen. `inner` is that of the forward call of the same
-    /// layers, or none.
+    /// Its gradients for `dy [t, n]` of each projection; the base weights are frozen.
     ///
     /// # Errors
-    /// As [`Backend::routed_lora`].
-    fn routed_lora_backward(
+    /// As [`Backend::adapted_linear`]; when there is not one `dy` for each projection.
+    fn adapted_linear_backward(
         &self,
-        args: RoutedLoraArgs<'_>,
-        dy: &Tensor,
-        inner: Option<&Tensor>,
-        need_dx: bool,
-    ) -> Result<RoutedLoraGrads> {
-        let _kept_by_devices_that_know_its_form = inner;
-        routed_lora::backward(self, &args, dy, need_dx)
-    }
-
-    /// Adapted linear layers of one `x` (the same tensor in all `layers`): of each what [`Backend::lora_linear`] gives, up
-    /// to the order of sums.
-    ///
-    /// # Errors
-    /// When there is no layer, shapes do not fit, or the pool is full.
-    fn shared_lora(&self, layers: &[LoraArgs<'_>]) -> Result<SharedLora> {
-        shared_lora::forward(self, layers)
-    }
-
-    /// Their gradients: of each what [`Backend::lora_linear_backward`] gives, and the sum of the inputs' gradients.
-    ///
-    /// # Errors
-    /// As [`Backend::shared_lora`]; when there is not one `dy` for each layer.
-    fn shared_lora_backward(&self, args: SharedLoraGradArgs<'_>) -> Result<SharedLoraGrads> {
-        shared_lora::backward(self, &args)
-    }
-
-    /// Adapted linear layers of one `x` over one partition of rows (the same tensors in all `layers`): of each what
-    /// [`Backend::routed_lora`] gives, up to the order of sums.
-    ///
-    /// # Errors
-    /// When there is no layer, or as [`Backend::routed_lora`].
-    fn shared_routed_lora(&self, layers: &[RoutedLoraArgs<'_>]) -> Result<SharedRoutedLora> {
-        shared_routed_lora::forward(self, layers)
-    }
-
-    /// Their gradients: of each what [`Backend::routed_lora_backward`] gives, and the sum of the inputs' gradients.
-    ///
-    /// # Errors
-    /// As [`Backend::shared_routed_lora`]; when there is not one `dy` for each layer.
-    fn shared_routed_lora_backward(
-        &self,
-        args: SharedRoutedLoraGradArgs<'_>,
-    ) -> Result<SharedRoutedLoraGrads> {
-        shared_routed_lora::backward(self, &args)
-    }
+        args: AdaptedLinearGradArgs<'_>,
+    ) -> Result<AdaptedLinearGrads>;
 
     /// `(x - mean) / sqrt(var + eps) * weight + bias` over the last axis, statistics in f32.
     ///

@@ -1,6 +1,6 @@
 //! Feed-forward layers.
 
-use super::{FusedLinear, Layer, Linear};
+use super::{FusedLinear, Linear};
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
 use crate::params::ParamScope;
@@ -86,12 +86,12 @@ impl GatedMlp {
 
     /// Gate, up and down, for operations over several layers.
     #[must_use]
-    pub fn layers(&self) -> [Layer; 3] {
+    pub fn layers(&self) -> [Linear; 3] {
         let [gate, up] = match &self.inputs {
-            GateUp::Apart(layers) => layers.each_ref().map(Linear::layer),
-            GateUp::Fused(layer) => layer.layers().try_into().expect("gate and up"),
+            GateUp::Apart(layers) => (**layers).clone(),
+            GateUp::Fused(layer) => layer.layers(),
         };
-        [gate, up, self.down.layer()]
+        [gate, up, self.down.clone()]
     }
 
     /// `[t, c]` to `[t, c]`.

@@ -7,21 +7,19 @@
 //! A gradient is computed only where it is wanted: a frozen weight costs no gradient product, an
 //! input without gradient no product with the weight.
 
+mod adapted;
 mod attention;
+mod grouped;
 mod linear;
-mod lora;
 mod loss;
 mod norm;
 mod pointwise;
-mod routed;
-mod routed_lora;
 mod rows;
 
+pub use adapted::{LinearLayer, LoraParams};
 pub use attention::Sequences;
+pub use grouped::RowGroups;
 pub use linear::LinearParams;
-pub use lora::LoraParams;
-pub use routed::RowGroups;
-pub use routed_lora::RoutedLayers;
 
 #[cfg(test)]
 mod tests;

@@ -1,5 +1,5 @@
-//! Two linear layers over a partition of rows: what a device computes that has no kernel for them, which is also what
-//! the results are defined as.
+//! Grouped matrix product: two layers over a partition of rows. Operands, and what the results are defined as; a device
+//! with no kernel for it computes it by that definition.
 
 use crate::backend::{MatmulArgs, Transpose};
 use crate::check;
@@ -9,18 +9,18 @@ use crate::{Backend, DType, Tensor};
 
 /// `y[row] = a[row] @ op(b) + bias`, with `b` and `bias` of the row's group.
 #[derive(Clone, Copy, Debug)]
-pub struct RoutedArgs<'a> {
+pub struct GroupedMatmulArgs<'a> {
     /// `[t, k]`.
     pub a: &'a Tensor,
     /// The groups; together they name every row once.
-    pub groups: [RoutedGroup<'a>; 2],
+    pub groups: [MatmulGroup<'a>; 2],
     /// How each `b` is used.
     pub transpose_b: Transpose,
 }
 
-/// The rows of one layer, and the layer.
+/// One layer and its rows.
 #[derive(Clone, Copy, Debug)]
-pub struct RoutedGroup<'a> {
+pub struct MatmulGroup<'a> {
     /// i32 `[m]`; may be empty.
     pub rows: &'a Tensor,
     /// `[k, n]`, or `[n, k]` when transposed (the layout of a linear weight).
@@ -29,13 +29,8 @@ pub struct RoutedGroup<'a> {
     pub bias: Option<&'a Tensor>,
 }
 
-/// Every row below `t` is named once: no row is written twice or left out. Of null tensors nothing is known.
-pub(crate) fn partition(args: &RoutedArgs<'_>, t: usize) -> Result<()> {
-    partition_of("routed_matmul", args.groups.map(|group| group.rows), t)
-}
-
-/// As [`partition`], of these rows.
-pub(crate) fn partition_of(op: &'static str, rows: [&Tensor; 2], t: usize) -> Result<()> {
+/// Fails unless every row below `t` is named once, so that each is written once. Null tensors are not checked.
+pub(crate) fn partition(op: &'static str, rows: [&Tensor; 2], t: usize) -> Result<()> {
     let mut seen = vec![false; t];
     for rows in rows.iter().filter(|rows| !rows.is_null()) {
         for row in rows.to_bytes()?.chunks_exact(4) {
@@ -76,10 +71,12 @@ pub(crate) fn partition_rows<B: Backend + ?Sized>(on: &B, second: &[bool]) -> Re
     Ok([place(&first)?, place(&second)?])
 }
 
-/// [`Backend::routed_matmul`] by a product per group on gathered rows.
-pub(crate) fn matmul<B: Backend + ?Sized>(on: &B, args: &RoutedArgs<'_>) -> Result<Tensor> {
-    let (shape, dtype) = (check::routed(args)?, args.a.dtype());
-    partition(args, args.a.dim(0))?;
+const OP: &str = "grouped_matmul";
+
+/// [`Backend::grouped_matmul`] by a product per group on gathered rows.
+pub(crate) fn matmul<B: Backend + ?Sized>(on: &B, args: &GroupedMatmulArgs<'_>) -> Result<Tensor> {
+    let (shape, dtype) = (check::grouped(args)?, args.a.dtype());
+    partition(OP, args.groups.map(|group| group.rows), args.a.dim(0))?;
     let mut y = on.zeros(shape, dtype, Tag::Activations)?;
     for group in args.groups.iter().filter(|group| group.rows.elems() > 0) {
         let own = on.gather_rows(args.a, group.rows)?;
