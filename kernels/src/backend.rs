@@ -70,9 +70,9 @@ pub struct MatmulArgs<'a> {
 pub struct DropoutArgs<'a> {
     /// `[t, k]`, any float dtype.
     pub x: &'a Tensor,
-    /// i32 `[t, 2]`: what tells rows apart, such as sample and position; the same wherever the row is computed.
+    /// i32 `[t, 2]`: two words for each row, e.g. (sample, position); they do not depend on the batch.
     pub rows: &'a Tensor,
-    /// What tells uses apart, such as seed and layer.
+    /// Key of the random stream for one use, e.g. (seed, layer).
     pub key: [u32; 2],
     /// Probability of zero, `0 <= p < 1`.
     pub p: f32,
@@ -105,7 +105,7 @@ pub enum Direction {
     Inverse,
 }
 
-/// Attention over sequences that lie one behind the other.
+/// Attention over packed sequences, one after the other.
 ///
 /// Sequence `i` has the queries `q_starts[i]..q_starts[i + 1]` and the keys
 /// `k_starts[i]..k_starts[i + 1]`; rows of different sequences never see each other.
@@ -134,7 +134,7 @@ pub struct AttentionArgs<'a> {
 pub struct AttentionOut {
     /// `[t, h, d]`.
     pub out: Tensor,
-    /// `[t, h]` f32: log of the sum of exponentials of the scaled scores, kept for backward.
+    /// `[t, h]` f32: log of the sum of exponentials of the scaled scores, for backward.
     pub lse: Tensor,
 }
 
@@ -149,7 +149,7 @@ pub struct AttentionGrads {
     pub dv: Tensor,
 }
 
-/// Gradients of a normalisation.
+/// Gradients of a normalization.
 #[derive(Debug)]
 pub struct NormGrads {
     /// In the dtype of `x`.
@@ -182,17 +182,17 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// The device's memory.
     fn pool(&self) -> &Pool;
 
-    /// How other ranks' devices reach this one's memory, where they can.
+    /// Access of other ranks' devices to this one's memory, if supported.
     fn peers(&self) -> Option<&dyn PeerAccess> {
         None
     }
 
-    /// How a library runs collectives between this device and those of other ranks, where one can.
+    /// Collectives of a library between this device and those of other ranks, if supported.
     fn group(&self) -> Option<&dyn GroupAccess> {
         None
     }
 
-    /// How the device keeps model states in its own memory, where the host cannot address that.
+    /// Model states in the memory of a discrete device.
     fn residents(&self) -> Option<&dyn ResidentAccess> {
         None
     }
@@ -288,8 +288,8 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When the pool is full.
     fn column_sum(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Row numbers (i32) by group: of the rows that are not `second`, and of those that are, each in order. The device
-    /// makes both lists; nobody waits for it, since the host can count.
+    /// Row numbers (i32) by group: rows that are not `second`, and those that are, each in order. The device computes
+    /// both lists; the host knows their lengths and does not wait.
     ///
     /// # Errors
     /// When there are more than 2^31 rows or the pool is full.
@@ -297,8 +297,8 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         grouped::partition_rows(self, second)
     }
 
-    /// Two linear layers over a partition of rows `[t, n]`, in the dtype of `a`: every row is that of [`Backend::matmul`]
-    /// of its group's rows, up to the order of sums (on the CPU, to the last bit).
+    /// Grouped matrix product `[t, n]` in the dtype of `a`: two linear layers over a partition of rows. Every row is that
+    /// of [`Backend::matmul`] on its group's rows, up to the order of sums (on the CPU, bit for bit).
     ///
     /// # Errors
     /// When shapes do not fit, the groups are no partition of the rows, or the pool is full.
@@ -318,7 +318,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// Column sums `[n]` f32 of the rows `rows` (i32) of `x [t, n]`: the gradient of the bias that they used.
     ///
     /// # Errors
-    /// When an index lies outside or the pool is full.
+    /// When an index is out of range or the pool is full.
     fn column_sum_of_rows(&self, x: &Tensor, rows: &Tensor) -> Result<Tensor> {
         self.column_sum(&self.gather_rows(x, rows)?)
     }
@@ -365,7 +365,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     ) -> Result<NormGrads>;
 
     /// `x / sqrt(mean(x^2) + eps) * weight` over the last axis. As in Llama and Qwen2 the
-    /// normalised value is rounded to the dtype of `x` before the multiplication.
+    /// normalized value is rounded to the dtype of `x` before the multiplication.
     ///
     /// # Errors
     /// When shapes do not fit or the pool is full.
@@ -441,13 +441,13 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// Rows `index` (i32) of `table [n, c]`, any dtype: `[index.len(), c]`.
     ///
     /// # Errors
-    /// When an index lies outside or the pool is full.
+    /// When an index is out of range or the pool is full.
     fn gather_rows(&self, table: &Tensor, index: &Tensor) -> Result<Tensor>;
 
     /// `[rows, c]` of zeros with `x[i]` added to row `index[i]`, in order of `i`.
     ///
     /// # Errors
-    /// When an index lies outside or the pool is full.
+    /// When an index is out of range or the pool is full.
     fn scatter_add_rows(
         &self,
         x: &Tensor,
@@ -465,7 +465,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// `base` with row `index[i]` replaced by `rows[i]`, or by zeros without `rows`.
     ///
     /// # Errors
-    /// When an index lies outside or the pool is full.
+    /// When an index is out of range or the pool is full.
     fn replace_rows(&self, base: &Tensor, index: &Tensor, rows: Option<&Tensor>) -> Result<Tensor>;
 
     /// As [`Backend::replace_rows`], but in place when `base` is the only handle to its memory: what

@@ -48,11 +48,11 @@ pub(crate) fn partition(op: &'static str, rows: [&Tensor; 2], t: usize) -> Resul
             }
         }
     }
-    // There are as many numbers as rows.
+    // `check::groups` has compared the number of row numbers with `t`.
     Ok(())
 }
 
-/// The numbers of the rows that are not `second`, and of those that are, each in order.
+/// Row numbers that are not `second`, and those that are, each in order.
 pub(crate) fn split(second: &[bool]) -> [Vec<i32>; 2] {
     let mut rows = [Vec::new(), Vec::new()];
     for (row, second) in second.iter().enumerate() {

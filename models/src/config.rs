@@ -236,7 +236,7 @@ pub enum ConfigError {
         /// What the operating system said.
         source: std::io::Error,
     },
-    /// The file is not JSON, lacks a field or holds one of the wrong type.
+    /// The file is not JSON, lacks a field or has one of the wrong type.
     #[error("{} is not a valid model configuration", path.display())]
     Json {
         /// The file.
@@ -244,13 +244,13 @@ pub enum ConfigError {
         /// Line and column, or the field, and the cause.
         source: serde_json::Error,
     },
-    /// Another model family.
+    /// An unsupported model family.
     #[error("model type \"{found}\" is not supported, expected one of {}", crate::families::MODEL_TYPES.join(", "))]
     UnsupportedModel {
         /// The `model_type` of the file, empty if it has none.
         found: String,
     },
-    /// Another release of this family.
+    /// An unsupported release of this family.
     #[error("{model_type} version {found} is not supported, only version {expected}")]
     UnsupportedVersion {
         /// The `model_type` of the file.
@@ -260,7 +260,7 @@ pub enum ConfigError {
         /// What is supported.
         expected: &'static str,
     },
-    /// A field holds a value that this implementation does not compute.
+    /// A field has an unsupported value.
     #[error("{field} = {found} is not supported, expected {expected}")]
     Unsupported {
         /// The field.
@@ -282,7 +282,7 @@ pub enum ConfigError {
     },
 }
 
-/// The error of a value that is not computed.
+/// The error of an unsupported value.
 pub(crate) fn unsupported(
     field: &'static str,
     found: String,

@@ -1,4 +1,4 @@
-//! Which model a folder holds: family and every size come from its `config.json`.
+//! Model families, and the family of a model directory by its `config.json`.
 
 use crate::cogvlm::config::Edition;
 use crate::cogvlm::{CogConfig, CogProcessor, CogVlm};
@@ -16,7 +16,7 @@ use crate::{ModelError, VisionLanguageModel};
 use std::path::Path;
 use std::sync::Arc;
 
-/// What `model_type`, or the first of `architectures`, may be.
+/// Supported values of `model_type`, or of the first of `architectures`.
 pub const MODEL_TYPES: [&str; 6] = [
     "minicpmv",
     "minicpmo",
@@ -43,7 +43,7 @@ pub enum Family {
     CogAgent,
 }
 
-/// Why a model folder yields no model.
+/// Why a model directory cannot be opened.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
@@ -62,10 +62,10 @@ impl From<ConfigError> for OpenError {
 }
 
 impl Family {
-    /// The family of the model folder `dir`.
+    /// The family of the model directory `dir`.
     ///
     /// # Errors
-    /// [`ConfigError`] if `config.json` cannot be read or is of no family that is implemented.
+    /// [`ConfigError`] if `config.json` cannot be read or is of an unsupported family.
     pub fn of(dir: &Path) -> Result<Self, ConfigError> {
         Self::read(ConfigFile::load(dir)?.fields())
     }
@@ -102,7 +102,7 @@ impl Family {
         }
     }
 
-    /// Layers that get adapters when nothing is said: those of the family's published recipe.
+    /// Default layers of adapters: those of the family's published recipe.
     #[must_use]
     pub fn default_lora_targets(self) -> &'static str {
         match self {
@@ -117,7 +117,7 @@ impl Family {
         }
     }
 
-    /// Modules trained in full beside adapters when nothing is said.
+    /// Default modules trained in full in addition to adapters.
     #[must_use]
     pub fn default_modules_to_save(self, tune_vision: bool) -> &'static str {
         match self {
@@ -129,7 +129,7 @@ impl Family {
     }
 }
 
-/// Opens the model of the folder `dir`: parameters and forward pass, without its weights.
+/// Opens the model of the directory `dir`: parameters and forward pass, without its weights.
 ///
 /// # Errors
 /// [`OpenError`] if a file cannot be used or `options` does not fit.
@@ -157,11 +157,11 @@ pub fn open_model(
     }
 }
 
-/// Opens the model that a `config.json`, or the folder it lies in, describes: its parameters, and passes on a device
-/// that computes nothing. Of the other files only what changes no size is missed.
+/// Opens the model of a `config.json`, given by its path or its directory, for passes on the meta device. The other files
+/// are not read, and affect no sizes.
 ///
 /// # Errors
-/// As [`open_model`], but for files other than `config.json`.
+/// As [`open_model`], except those of other files than `config.json`.
 pub fn open_shapes(
     path: &Path,
     options: ModelOptions,
@@ -180,7 +180,7 @@ pub fn open_shapes(
     }
 }
 
-/// Opens the sample rules of the folder `dir`.
+/// Opens the processor of the directory `dir`.
 ///
 /// # Errors
 /// [`ProcessorError`] naming the file that is missing, invalid or contradicts another.

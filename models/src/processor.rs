@@ -1,4 +1,4 @@
-//! What turns samples into model inputs: one implementation per family.
+//! Interface of processors, which convert samples to model inputs; each family implements it.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -27,8 +27,8 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         options: &EncodeOptions,
     ) -> Result<EncodedSample, SampleError>;
 
-    /// Counts what [`Processor::encode`] would yield and checks all it checks, except the content of
-    /// picture files behind their headers.
+    /// Counts the results of [`Processor::encode`], with the same checks. Of image files it reads only
+    /// the headers.
     ///
     /// # Errors
     /// As [`Processor::encode`].
@@ -86,13 +86,13 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
     /// The tokenizer.
     fn tokenizer(&self) -> &Tokenizer;
 
-    /// Id of the token that training puts behind an answer.
+    /// Id of the token after an answer in training.
     fn turn_end(&self) -> i32;
 
     /// Ids of the tokens that end a generated answer.
     fn stop_ids(&self) -> Vec<i32>;
 
-    /// Text of `ids`, special tokens left out.
+    /// Text of `ids`, without special tokens.
     ///
     /// # Errors
     /// [`TokenizerError::Decode`] for a negative id, or if the tokenizer fails.
@@ -188,7 +188,7 @@ pub(crate) const CLIP_MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73]
 /// Their standard deviation.
 pub(crate) const CLIP_STD: [f32; 3] = [0.268_629_54, 0.261_302_6, 0.275_777_1];
 
-/// Turns bytes into the values the vision tower sees, in `f32`: `(v / 255 - mean) / std`.
+/// Normalization of bytes to inputs of the vision tower, in `f32`: `(v / 255 - mean) / std`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Normalization {
     mean: [f32; 3],
@@ -196,7 +196,7 @@ pub struct Normalization {
 }
 
 impl Normalization {
-    /// Normalisation by `mean` and `std` per channel (red, green, blue).
+    /// Normalization by `mean` and `std` per channel (red, green, blue).
     ///
     /// # Errors
     /// [`ProcessorError::Normalization`] if a deviation is zero or any value is not finite.
@@ -208,7 +208,7 @@ impl Normalization {
         Ok(Self { mean, std })
     }
 
-    /// That of the towers trained beside CLIP.
+    /// Normalization of CLIP's towers.
     #[must_use]
     pub fn clip() -> Self {
         Self {

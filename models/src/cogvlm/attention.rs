@@ -1,4 +1,4 @@
-//! Self-attention whose projections are chosen per token; all tokens attend to each other in one softmax.
+//! Self-attention with per-expert projections; text and image tokens attend to each other in one softmax.
 
 use super::config::{Edition, LanguageConfig};
 use super::experts::PerExpert;
@@ -59,7 +59,7 @@ impl ExpertAttention {
         }
     }
 
-    /// `[t, c]` to `[t, c]`; keys and values go through `cache` when it is given.
+    /// `[t, c]` to `[t, c]`; with `cache`, keys and values go through it.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

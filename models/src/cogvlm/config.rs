@@ -1,17 +1,17 @@
-//! `config.json` of CogVLM, CogAgent and CogVLM2, checked once so that the model code need not.
+//! `config.json` of CogVLM, CogAgent and CogVLM2, checked once, so that model code does not have to.
 //!
-//! The files carry no `model_type`: the class in `architectures` and the fields present tell the families apart.
+//! The files have no `model_type`. The class in `architectures` and the fields identify the family.
 
 use crate::config::{ConfigError, ConfigFile, Fields, at_most, divisible, size, unsupported};
 use crate::eva::EvaConfig;
 use std::path::Path;
 
-/// Base of the rotary frequencies of CogVLM and CogAgent; constants of their code.
+/// Base of the rotary frequencies of CogVLM and CogAgent, a constant of the published code.
 const THETA: f32 = 10_000.0;
-/// The same of CogVLM2.
+/// Base of the rotary frequencies of CogVLM2.
 const THETA_2: f32 = 500_000.0;
 
-/// Which published family a checkpoint belongs to.
+/// Published family of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Edition {
     /// CogVLM.
@@ -22,7 +22,7 @@ pub enum Edition {
     CogVlm2,
 }
 
-/// The prompt that a checkpoint was trained with.
+/// Prompt template of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TemplateVersion {
     /// The question alone.
@@ -46,7 +46,7 @@ pub struct CogConfig {
     pub vision: EvaConfig,
     /// CogAgent's second tower.
     pub cross: Option<CrossConfig>,
-    /// The prompt where nothing else is asked for.
+    /// Default prompt template.
     pub template: TemplateVersion,
 }
 
@@ -73,18 +73,18 @@ pub struct LanguageConfig {
     pub rope_theta: f32,
     /// Standard deviation of random start values.
     pub initializer_range: f64,
-    /// Id before every sample.
+    /// Id of the token before every sample.
     pub bos: i32,
-    /// Id behind every answer.
+    /// Id of the token after every answer.
     pub eos: i32,
-    /// Id that holds the places of features; its embedding gets no gradient.
+    /// Id of padding, also the placeholder of features; its embedding gets no gradient.
     pub pad: i32,
 }
 
 /// CogAgent's second tower (EVA2-CLIP-L) and the cross-attention that reads it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CrossConfig {
-    /// Side of the square picture in pixels.
+    /// Side of the square image in pixels.
     pub image_size: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
@@ -109,7 +109,7 @@ impl CrossConfig {
         self.image_size / self.patch_size
     }
 
-    /// Patches of a picture, which are the features that tokens read.
+    /// Patches of an image, which are the features that tokens read.
     #[must_use]
     pub fn patches(&self) -> usize {
         self.grid() * self.grid()
@@ -161,7 +161,7 @@ impl CogConfig {
         })
     }
 
-    /// Features that stand for a picture in the prompt, without the learned rows around them.
+    /// Features of an image in the prompt, without the learned rows around them.
     #[must_use]
     pub fn features(&self) -> usize {
         match self.edition {
@@ -170,7 +170,7 @@ impl CogConfig {
         }
     }
 
-    /// Slices that a picture becomes: one per tower.
+    /// Slices of an image: one per tower.
     #[must_use]
     pub fn slices_per_picture(&self) -> usize {
         1 + usize::from(self.cross.is_some())

@@ -1,4 +1,4 @@
-//! Everything of a model directory that turns samples into model inputs: sizes and tokenizer.
+//! Processor of samples, from a model directory: sizes and tokenizer.
 
 use super::config::CogConfig;
 use crate::processor::ProcessorError;
@@ -13,7 +13,7 @@ pub struct CogProcessor {
 }
 
 impl CogProcessor {
-    /// Reads `config.json` and the tokenizer files of the model folder `dir`.
+    /// Reads `config.json` and the tokenizer files of the model directory `dir`.
     ///
     /// # Errors
     /// [`ProcessorError`] naming the file that is missing or invalid.

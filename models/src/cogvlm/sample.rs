@@ -1,7 +1,7 @@
-//! From a raw sample to token ids, labels and pixels.
+//! Sample rules: a raw sample to token ids, labels and pixels.
 //!
-//! A row is the begin token, the places of a picture's features, the prompt, the answer and the end token; prompt and
-//! answer are tokenized apart. Only the last answer is supervised. Labels are **already shifted**.
+//! A row is the begin token, placeholders of the image's features, the prompt, the answer and the end token. Prompt and
+//! answer are tokenized separately. Only the last answer is supervised. Labels are **already shifted**.
 
 use super::processor::CogProcessor;
 use super::prompt::Turns;
@@ -15,9 +15,9 @@ use crate::processor::Processor;
 use crate::text::Tokenizer;
 use std::ops::Range;
 
-/// The training scripts keep this many tokens free behind the context.
+/// Tokens that the training scripts leave free after the context.
 const ANSWER_ROOM: usize = 10;
-/// And cut a row, features counted once, this much shorter than its limit, before the end token.
+/// Tokens by which the training scripts cut a row below its limit, before the end token; an image counts as one.
 const CUT_ROOM: usize = 5;
 
 /// A sample's text.
@@ -42,7 +42,7 @@ impl CogProcessor {
         })
     }
 
-    /// Rounds, question and answer; `asks` when the last answer, if any, is left out.
+    /// Rounds, question and answer; `asks` leaves the last answer out.
     fn text(&self, sample: &RawSample, asks: bool) -> Result<Text, SampleError> {
         let turns = &sample.conversations;
         let needed = if asks { 1 } else { 2 };
@@ -91,7 +91,7 @@ impl CogProcessor {
         })
     }
 
-    /// A picture has one place whatever the text says, so markers may stand anywhere, but not without a picture.
+    /// Checks markers: an image has one place whatever the text says, so markers may be anywhere, but not without an image.
     fn check_markers(&self, sample: &RawSample) -> Result<(), SampleError> {
         if sample.images.len() > 1 {
             return Err(SampleError::TooManyImages {
@@ -117,7 +117,7 @@ impl CogProcessor {
         Ok(())
     }
 
-    /// The begin token, the picture's places and the prompt.
+    /// The begin token, the image's placeholders and the prompt.
     fn context(
         &self,
         text: &Text,
@@ -135,7 +135,7 @@ impl CogProcessor {
         Ok((ids, bounds))
     }
 
-    /// Tokens that a picture takes.
+    /// Tokens of an image.
     fn places(&self) -> usize {
         self.config.features() + 2
     }
@@ -198,7 +198,7 @@ impl CogProcessor {
         Ok(ids)
     }
 
-    /// Decodes the sample's picture: one slice per tower.
+    /// Decodes the sample's image: one slice per tower.
     fn slices(
         &self,
         sample: &RawSample,
@@ -217,7 +217,7 @@ impl CogProcessor {
         Ok(slices)
     }
 
-    /// Side of the picture and of its patches in pixels, for each tower.
+    /// Side of the image and of its patches in pixels, for each tower.
     fn sides(&self) -> impl Iterator<Item = (usize, usize)> {
         let (vision, cross) = (&self.config.vision, self.config.cross.as_ref());
         let cross = cross.map(|cross| (cross.image_size, cross.patch_size));
@@ -350,12 +350,12 @@ impl Processor for CogProcessor {
     }
 }
 
-/// The picture as a square, aspect ratio or not.
+/// The image resized to a square, whatever its aspect ratio.
 fn scaled(image: &RgbImage, size: usize, patch: usize) -> Slice {
     Slice::cut(&resize(image, size, size), (0, 0), (size, size), patch)
 }
 
-/// Names that stand for pictures in the text.
+/// Markers of images in the text.
 fn markers(sample: &RawSample) -> Vec<&str> {
     let names = sample.images.iter().map(|(name, _)| name.as_str());
     let mut markers: Vec<&str> = names.chain([crate::data::SINGLE_IMAGE]).collect();
@@ -363,7 +363,7 @@ fn markers(sample: &RawSample) -> Vec<&str> {
     markers
 }
 
-/// `content` without the markers of pictures and the line break that sets one off.
+/// `content` without markers of images and the line break next to each.
 fn plain(content: &str, sample: &RawSample) -> String {
     let mut text = content.to_owned();
     for marker in markers(sample) {

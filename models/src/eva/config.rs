@@ -17,7 +17,7 @@ pub struct EvaConfig {
     pub layers: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
-    /// Side of the square picture in pixels.
+    /// Side of the square image in pixels.
     pub image_size: usize,
     /// Epsilon of every norm of the blocks.
     pub eps: f64,
@@ -30,7 +30,7 @@ impl EvaConfig {
         self.image_size / self.patch_size
     }
 
-    /// Patches of a picture.
+    /// Patches of an image.
     #[must_use]
     pub fn patches(&self) -> usize {
         self.grid() * self.grid()
@@ -39,7 +39,7 @@ impl EvaConfig {
     /// Reads `vision_config` of a `config.json`.
     ///
     /// # Errors
-    /// [`ConfigError`] for what is not computed and for sizes that contradict each other.
+    /// [`ConfigError`] for unsupported values and for sizes that contradict each other.
     pub(crate) fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
         const WIDTH: &str = "vision_config.hidden_size";
         fields.expect::<String>("vision_config.hidden_act", "gelu")?;

@@ -1,4 +1,4 @@
-//! `config.json` of GLM-4.1V, in its nested and its flat layout, checked once so that the model code need not.
+//! `config.json` of GLM-4.1V, in its nested and its flat layout, checked once, so that model code does not have to.
 
 use crate::config::{
     ConfigError, ConfigFile, Fields, at_most, divisible, expect, positive, size, unsupported,
@@ -33,7 +33,7 @@ pub struct LanguageConfig {
     pub head_dim: usize,
     /// Elements at the front of a head that rotate.
     pub rotary_dim: usize,
-    /// How many frequencies follow the time, row and column positions, in turn.
+    /// Numbers of frequencies that follow the time, row and column positions, in turn.
     pub mrope_section: Vec<usize>,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
@@ -64,7 +64,7 @@ pub struct VisionConfig {
     pub head_dim: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
-    /// Frames under the patch embedding; a picture is repeated that often.
+    /// Frames of the patch embedding; an image is repeated as often.
     pub frames: usize,
     /// Learned positions per side.
     pub grid_side: usize,

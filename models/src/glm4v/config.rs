@@ -1,4 +1,4 @@
-//! `config.json` of GLM-4V, checked once so that the model code need not.
+//! `config.json` of GLM-4V, checked once, so that model code does not have to.
 
 use crate::config::{ConfigError, ConfigFile, Fields, at_most, divisible};
 use crate::eva::EvaConfig;
@@ -11,7 +11,7 @@ pub struct Glm4vConfig {
     pub language: LanguageConfig,
     /// The vision tower.
     pub vision: EvaConfig,
-    /// What everything that enters the language model from a picture is divided by.
+    /// Divisor of an image's rows before they enter the language model.
     pub scaling_factor: f64,
     /// Tokens that end an answer.
     pub eos_ids: Vec<i32>,
@@ -119,7 +119,7 @@ impl Glm4vConfig {
         Ok(config)
     }
 
-    /// Features of a picture, without the learned rows around them.
+    /// Features of an image, without the learned rows around them.
     #[must_use]
     pub fn features(&self) -> usize {
         self.vision.patches() / 4

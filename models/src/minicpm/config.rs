@@ -1,4 +1,4 @@
-//! `config.json` of MiniCPM-V 2.6 and MiniCPM-o 2.6, checked once so that the model code need not.
+//! `config.json` of MiniCPM-V 2.6 and MiniCPM-o 2.6, checked once, so that model code does not have to.
 
 use crate::config::{ConfigError, ConfigFile, Fields, at_most, divisible, size};
 use serde_json::Value;
@@ -8,12 +8,12 @@ use std::path::Path;
 pub const RESAMPLER_HEAD_DIM: usize = 128;
 /// The only release of the family whose layout is implemented.
 const SUPPORTED_VERSION: &str = "2.6";
-/// Picture area side of the published checkpoints, absent from their `config.json`.
+/// Side of a slice's area in the published checkpoints, absent from their `config.json`.
 const DEFAULT_SCALE_RESOLUTION: usize = 448;
-/// Slices per picture of the published checkpoints.
+/// Slices per image of the published checkpoints.
 const DEFAULT_MAX_SLICES: usize = 9;
 
-/// Which published family a checkpoint belongs to.
+/// Published family of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// MiniCPM-V: `vpm`, `resampler`, `llm`.
@@ -35,11 +35,11 @@ pub struct MiniCpmConfig {
     pub query_num: usize,
     /// Whether the vision tower is built without its last layer.
     pub drop_vision_last_layer: bool,
-    /// Slices per chunk of the vision tower; no effect on the numbers.
+    /// Slices per chunk of the vision tower; it has no effect on results.
     pub vision_batch_size: usize,
-    /// Whether pictures are numbered in the prompt.
+    /// Whether images are numbered in the prompt.
     pub use_image_id: bool,
-    /// How pictures are cut.
+    /// Settings of slicing.
     pub slicing: SlicingConfig,
 }
 
@@ -77,7 +77,7 @@ pub struct VisionConfig {
     pub hidden_size: usize,
     /// Width of the MLP.
     pub intermediate_size: usize,
-    /// Layers that are built: one fewer than the file says if the last is dropped.
+    /// Layers of the model: one less than in the file if the last is dropped.
     pub num_layers: usize,
     /// Attention heads.
     pub num_heads: usize,
@@ -91,12 +91,12 @@ pub struct VisionConfig {
     pub layer_norm_eps: f64,
 }
 
-/// How pictures are cut into slices.
+/// Settings of slicing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlicingConfig {
-    /// Most cells a picture is cut into (the overview comes on top); 1 never cuts.
+    /// Most cells of an image, without the overview; 1 never cuts.
     pub max_slice_nums: usize,
-    /// Side of the square whose area one slice has about, in pixels.
+    /// Side of a square with about the area of a slice, in pixels.
     pub scale_resolution: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,

@@ -49,7 +49,7 @@ pub struct GatedMlp {
     down: Linear,
 }
 
-/// Where gate and up come from.
+/// Weights of gate and up.
 #[derive(Clone, PartialEq, Debug)]
 enum GateUp {
     /// A weight each.
@@ -69,7 +69,7 @@ impl GatedMlp {
         }
     }
 
-    /// Declares below `name` gate and up as one weight and `down`, under these names.
+    /// Declares gate and up as one weight, and `down`, under these names below `name`.
     pub fn fused(
         params: &mut ParamScope<'_, '_>,
         name: &str,

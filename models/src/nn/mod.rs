@@ -1,4 +1,4 @@
-//! Building blocks: handles of parameters and the forward pass over them. Blocks hold no weights.
+//! Building blocks: ids of parameters, and the forward pass with them. Blocks hold no weights.
 
 mod attention;
 mod decoder;

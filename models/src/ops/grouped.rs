@@ -18,7 +18,7 @@ impl RowGroups {
     }
 }
 
-/// A layer and the rows that it computes.
+/// A layer and its rows.
 #[derive(Clone, Debug)]
 struct Group {
     params: LinearParams,

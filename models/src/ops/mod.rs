@@ -1,11 +1,11 @@
 //! Differentiable operations: methods of [`Scope`](crate::autograd::Scope), each a forward call of
-//! the device beside its backward call.
+//! the device with its backward call.
 //!
 //! Shapes: `t` tokens (rows), `h` query heads, `g` key/value heads, `d` head dim, `c` channels,
 //! `n k` outputs and inputs of a linear layer, `r` adapter rank, `v` vocabulary.
 //!
-//! A gradient is computed only where it is wanted: a frozen weight costs no gradient product, an
-//! input without gradient no product with the weight.
+//! Only wanted gradients are computed: a frozen weight costs no gradient product, and an input without gradient no
+//! product with the weight.
 
 mod adapted;
 mod attention;

@@ -33,7 +33,7 @@ struct Stacked {
     adapters: [Address; 2],
     /// Elements of a row of the adapters' inner outputs.
     line: usize,
-    /// The tensors that addresses stand for.
+    /// The tensors of the addresses.
     held: Vec<Tensor>,
 }
 
@@ -270,7 +270,7 @@ impl CudaBackend {
         Ok(stacked)
     }
 
-    /// A projection over row groups in one dtype, with the tensors that addresses stand for. `None` without a kernel for
+    /// A projection over row groups in one dtype, with the tensors of the addresses. `None` without a kernel for
     /// it: no adapter, one without ranks, operands of unlike dtypes.
     fn grouped_layers(
         &self,
