@@ -7,8 +7,8 @@
 use benches::{Work, config, measure};
 use criterion::{Criterion, criterion_group, criterion_main};
 use kernels::{
-    AttentionArgs, Backend, CpuBackend, DType, LoraArgs, LossNeeds, MatmulArgs, Tag, Tensor,
-    Transpose,
+    AdaptedLayer, AdaptedLinearArgs, AdapterArgs, AttentionArgs, Backend, CpuBackend, DType,
+    LossNeeds, MatmulArgs, Tag, Tensor, Transpose,
 };
 
 const TYPES: [DType; 2] = [DType::F32, DType::BF16];
@@ -69,19 +69,25 @@ fn gemm(c: &mut Criterion) {
     let (t, n, k, r) = (1024, 1024, 1024, 16);
     let [x, weight, lora_a, lora_b] =
         [[t, k], [n, k], [r, k], [n, r]].map(|s| random(&cpu, &s, DType::BF16));
-    let args = LoraArgs {
-        x: &x,
+    let layer = AdaptedLayer {
         weight: &weight,
         bias: None,
-        lora_a: &lora_a,
-        lora_b: &lora_b,
-        scale: 2.0,
-        dropout: None,
+        adapter: Some(AdapterArgs {
+            lora_a: &lora_a,
+            lora_b: &lora_b,
+            scale: 2.0,
+            dropout: None,
+        }),
+    };
+    let args = AdaptedLinearArgs {
+        x: &x,
+        row_groups: None,
+        projections: &[vec![layer]],
     };
     let work = Work::flops(2.0 * (t * (n * k + r * k + n * r)) as f64);
     let name = format!("lora bf16 {t}x{n}x{k} r{r}");
     measure(&mut group, &name, work, || {
-        drop(cpu.lora_linear(args).unwrap());
+        drop(cpu.adapted_linear(args).unwrap());
     });
     group.finish();
 }

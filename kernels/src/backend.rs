@@ -9,17 +9,13 @@
 //!   the activation.
 //! * Results depend on shapes and values only, never on the number of threads.
 
+use crate::adapted::{AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads};
 use crate::arrival::Arrival;
 use crate::error::Result;
+use crate::grouped::{self, GroupedMatmulArgs};
 use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
 use crate::resident::ResidentAccess;
-use crate::routed::{self, RoutedArgs};
-use crate::routed_lora::{self, RoutedLora, RoutedLoraArgs, RoutedLoraGrads};
-use crate::shared_lora::{self, SharedLora, SharedLoraGradArgs, SharedLoraGrads};
-use crate::shared_routed_lora::{
-    self, SharedRoutedLora, SharedRoutedLoraGradArgs, SharedRoutedLoraGrads,
-};
 use crate::timeline::DeviceSpan;
 use crate::{DType, Shape, Tensor};
 
@@ -355,7 +351,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When there are more than 2^31 rows or the pool is full.
     fn partition_rows(&self, second: &[bool]) -> Result<[Tensor; 2]> {
-        routed::partition_rows(self, second)
+        grouped::partition_rows(self, second)
     }
 
     /// Grouped product: two linear layers over a partition of the rows, `[t, n]` in the dtype of `a`. Each row is
@@ -363,7 +359,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// When shapes do not match, the two row lists are not a partition of the rows, or the pool is full.
-    fn routed_matmul(&self, args: RoutedArgs<'_>) -> Result<Tensor> {
+    fn grouped_matmul(&self, args: RoutedArgs<'_>) -> Result<Tensor> {
         routed::matmul(self, &args)
     }
 
@@ -373,7 +369,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When shapes do not match, an index is out of range, or the pool is full.
     fn matmul_of_rows(&self, a: &Tensor, b: &Tensor, rows: &Tensor) -> Result<Tensor> {
-        routed::matmul_of_rows(self, a, b, rows)
+        grouped::matmul_of_rows(self, a, b, rows)
     }
 
     /// Column sums `[n]` f32 of the rows `rows` (i32) of `x [t, n]`. It is the bias gradient of the layer that these
@@ -421,8 +417,8 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// call's [`RoutedLora::inner`] for the same layers, or `None`.
     ///
     /// # Errors
-    /// As [`Backend::routed_lora`].
-    fn routed_lora_backward(
+    /// As [`Backend::adapted_linear`]; when there is not one `dy` for each projection.
+    fn adapted_linear_backward(
         &self,
         args: RoutedLoraArgs<'_>,
         dy: &Tensor,

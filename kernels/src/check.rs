@@ -1,8 +1,9 @@
 //! Checks of operands and shapes of results, shared by all devices so that they cannot disagree.
 
-use crate::backend::{AttentionArgs, DropoutArgs, LoraArgs, MatmulArgs, Transpose};
+use crate::adapted::{AdaptedLayer, LoraArgs};
+use crate::backend::{AttentionArgs, DropoutArgs, MatmulArgs, Transpose};
 use crate::error::{KernelError, Result, shape_error};
-use crate::routed::RoutedArgs;
+use crate::grouped::GroupedMatmulArgs;
 use crate::{DType, Shape, Tensor};
 
 /// Checks that `x` has a float dtype that operations support.
@@ -147,7 +148,7 @@ pub(crate) fn matmul(args: &MatmulArgs<'_>) -> Result<Sizes> {
 pub(crate) fn routed(args: &RoutedArgs<'_>) -> Result<Shape> {
     const OP: &str = "routed_matmul";
     float(OP, args.a)?;
-    rank(OP, "a", args.a, 2)?;
+    groups(OP, args.a, args.groups.map(|group| group.rows))?;
     let [t, k] = [args.a.dim(0), args.a.dim(1)];
     let columns = args.groups.map(|group| folded(group.b, args.transpose_b));
     let n = columns[0].1;
@@ -164,7 +165,6 @@ pub(crate) fn routed(args: &RoutedArgs<'_>) -> Result<Shape> {
             length(OP, "bias", bias, n)?;
         }
     }
-    groups(OP, args.groups.map(|group| group.rows), t)?;
     Ok(Shape::new(&[t, n]))
 }
 
@@ -208,7 +208,7 @@ pub(crate) struct LoraSizes {
 }
 
 pub(crate) fn lora(args: &LoraArgs<'_>) -> Result<LoraSizes> {
-    const OP: &str = "lora_linear";
+    const OP: &str = "adapted_linear";
     for x in [args.x, args.weight, args.lora_a, args.lora_b] {
         float(OP, x)?;
     }
@@ -241,17 +241,12 @@ pub(crate) fn lora(args: &LoraArgs<'_>) -> Result<LoraSizes> {
     Ok(LoraSizes { t, n, k, r })
 }
 
-pub(crate) fn lora_backward(args: &LoraArgs<'_>, dy: &Tensor) -> Result<LoraSizes> {
-    const OP: &str = "lora_linear_backward";
-    let sizes = lora(args)?;
-    float(OP, dy)?;
-    if (dy.shape().rows(), dy.shape().last()) != (sizes.t, sizes.n) {
-        return shape_error(
-            OP,
-            format!("dy {} for [{}, {}]", dy.shape(), sizes.t, sizes.n),
-        );
+/// Outputs of a layer of `x` that may have an adapter.
+pub(crate) fn adapted_layer(x: &Tensor, layer: &AdaptedLayer<'_>) -> Result<usize> {
+    match layer.adapted(x) {
+        Some(adapted) => Ok(lora(&adapted)?.n),
+        None => Ok(matmul(&layer.base(x))?.n),
     }
-    Ok(sizes)
 }
 
 /// Checks a normalization over the last axis of `x` with parameters of that extent.

@@ -51,6 +51,7 @@
 //! Results depend on neither the number of threads nor their timing.
 #![deny(unsafe_code)]
 
+mod adapted;
 mod arrival;
 mod backend;
 mod check;
@@ -60,36 +61,33 @@ pub mod cuda;
 mod dtype;
 mod error;
 pub mod footprint;
+mod grouped;
 mod null;
 mod peers;
 mod pool;
 pub mod random;
 mod resident;
-mod routed;
-mod routed_lora;
 mod shape;
-mod shared_lora;
-mod shared_routed_lora;
 mod tensor;
 mod timeline;
 
+pub use adapted::{
+    AdaptedLayer, AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads,
+    AdapterArgs, AdapterDropout, AdapterGrads,
+};
 pub use arrival::Arrival;
 pub use backend::{
-    AdapterDropout, AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction,
-    DropoutArgs, Gelu, IGNORED_LABEL, LoraArgs, LoraGrads, LossGrads, LossNeeds, MatmulArgs,
-    NormGrads, RopeLayout, Transpose,
+    AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
+    IGNORED_LABEL, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout, Transpose,
 };
 pub use cpu::CpuBackend;
 pub use dtype::{DType, Element, Float};
 pub use error::{KernelError, Result};
+pub use grouped::{GroupedMatmulArgs, MatmulGroup};
 pub use null::NullBackend;
 pub use peers::{GroupAccess, Lane, PeerAccess};
 pub use pool::{Block, Pool, PoolEvent, PoolStats, Reservation, Script, Tag, TagBytes};
 pub use resident::{AdamWArgs, Form, Part, Place, Resident, ResidentAccess, Scalars};
-pub use routed::{RoutedArgs, RoutedGroup};
-pub use routed_lora::{AdaptedGroup, AdapterArgs, RoutedLora, RoutedLoraArgs, RoutedLoraGrads};
 pub use shape::{MAX_RANK, Shape};
-pub use shared_lora::{SharedLora, SharedLoraGradArgs, SharedLoraGrads};
-pub use shared_routed_lora::{SharedRoutedLora, SharedRoutedLoraGradArgs, SharedRoutedLoraGrads};
 pub use tensor::{Fetch, ForeignBytes, Tensor, TensorMut};
 pub use timeline::{DeviceLane, DeviceSpan};

@@ -1,8 +1,12 @@
 //! The meta device: shapes, dtypes and bytes only, as PyTorch's `meta` device.
 
+use crate::adapted::{
+    self, AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads, AdaptedRows,
+    LoraArgs, LoraGrads,
+};
 use crate::backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
-    LoraArgs, LoraGrads, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
+    LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
 };
 use crate::check;
 use crate::cpu::workspace;
@@ -84,6 +88,40 @@ impl NullBackend {
     }
 }
 
+impl AdaptedRows for NullBackend {
+    fn layer(&self, args: &LoraArgs<'_>) -> Result<Tensor> {
+        let sizes = check::lora(args)?;
+        let out = self.output([sizes.t, sizes.n], args.x.dtype())?;
+        let seen = self.seen(args)?;
+        self.touch(workspace::lora(args, sizes))?;
+        drop(seen);
+        Ok(out)
+    }
+
+    fn layer_backward(
+        &self,
+        args: &LoraArgs<'_>,
+        _dy: &Tensor,
+        need_dx: bool,
+    ) -> Result<LoraGrads> {
+        let sizes = check::lora(args)?;
+        let grads = LoraGrads {
+            d_lora_a: self.gradient([sizes.r, sizes.k])?,
+            d_lora_b: self.gradient([sizes.n, sizes.r])?,
+            dx: if need_dx {
+                Some(self.like(args.x)?)
+            } else {
+                None
+            },
+        };
+        // The adapter's dropped input, and its gradient in the same place.
+        let seen = self.seen(args)?;
+        self.touch(workspace::lora_backward(args, need_dx, sizes))?;
+        drop(seen);
+        Ok(grads)
+    }
+}
+
 impl Backend for NullBackend {
     fn device(&self) -> Device {
         Device::Null
@@ -140,16 +178,12 @@ impl Backend for NullBackend {
         Ok(out)
     }
 
-    fn lora_linear(&self, args: LoraArgs<'_>) -> Result<Tensor> {
-        let sizes = check::lora(&args)?;
-        let out = self.output([sizes.t, sizes.n], args.x.dtype())?;
-        let seen = self.seen(&args)?;
-        self.touch(workspace::lora(&args, sizes))?;
-        drop(seen);
-        Ok(out)
+    fn adapted_linear(&self, args: AdaptedLinearArgs<'_>) -> Result<AdaptedLinear> {
+        adapted::check("adapted_linear", &args)?;
+        adapted::forward(self, &args)
     }
 
-    fn lora_linear_backward(
+    fn adapted_linear_backward(
         &self,
         args: LoraArgs<'_>,
         dy: &Tensor,

@@ -6,9 +6,10 @@ mod common;
 
 use common::{Case, config, dtypes};
 use kernels::{
-    AdapterDropout, AttentionArgs, AttentionOut, Backend, CpuBackend, DType, Direction, Gelu,
-    KernelError, LoraArgs, LossNeeds, MatmulArgs, NullBackend, Pool, Result, RopeLayout,
-    RoutedArgs, RoutedGroup, Shape, Tag, Tensor, Transpose,
+    AdaptedLayer, AdaptedLinearArgs, AdaptedLinearGradArgs, AdapterArgs, AdapterDropout,
+    AttentionArgs, AttentionOut, Backend, CpuBackend, DType, Direction, Gelu, GroupedMatmulArgs,
+    KernelError, LossNeeds, MatmulArgs, MatmulGroup, NullBackend, Pool, Result, RopeLayout, Shape,
+    Tag, Tensor, Transpose,
 };
 use proptest::prelude::*;
 
@@ -99,16 +100,41 @@ fn call(
     (name, Box::new(f))
 }
 
-fn lora(o: &Operands) -> LoraArgs<'_> {
-    LoraArgs {
-        x: &o.x,
-        weight: &o.weight,
-        bias: Some(&o.wide_bias),
+fn adapter(o: &Operands) -> AdapterArgs<'_> {
+    AdapterArgs {
         lora_a: &o.lora_a,
         lora_b: &o.lora_b,
         scale: 0.5,
         dropout: None,
     }
+}
+
+/// Outputs and gradients of a layer with `adapter`, the same for each row group.
+fn adapted(
+    b: &dyn Backend,
+    o: &Operands,
+    adapter: AdapterArgs<'_>,
+    row_groups: Option<[&Tensor; 2]>,
+) -> Result<(Vec<Tensor>, Vec<Tensor>)> {
+    let layer = AdaptedLayer {
+        weight: &o.weight,
+        bias: Some(&o.wide_bias),
+        adapter: Some(adapter),
+    };
+    let forward = AdaptedLinearArgs {
+        x: &o.x,
+        row_groups,
+        projections: &[vec![layer; row_groups.map_or(1, |rows| rows.len())]],
+    };
+    let y = b.adapted_linear(forward)?.y;
+    let grads = b.adapted_linear_backward(AdaptedLinearGradArgs {
+        forward,
+        dy: &[&o.dy],
+        inner: &[],
+        need_dx: true,
+    })?;
+    let adapters = grads.adapters.into_iter().flatten().flatten().flatten();
+    Ok((y, grads.dx.into_iter().chain(adapters).collect()))
 }
 
 fn saved_attention(b: &dyn Backend, o: &Operands) -> Result<AttentionOut> {
@@ -173,39 +199,50 @@ fn calls(s: Sizes) -> Vec<Call> {
             let rows = numbers(b, (0..s.t as i32).step_by(2))?;
             Ok(vec![b.column_sum_of_rows(&o.x, &rows)?])
         }),
-        call("routed_matmul", move |b, o| {
+        call("grouped_matmul", move |b, o| {
             let rows = [
                 numbers(b, (0..s.t as i32).step_by(2))?,
                 numbers(b, (1..s.t as i32).step_by(2))?,
             ];
-            let group = |rows| RoutedGroup {
+            let group = |rows| MatmulGroup {
                 rows,
                 b: &o.weight,
                 bias: Some(&o.wide_bias),
             };
-            let y = b.routed_matmul(RoutedArgs {
+            let y = b.grouped_matmul(GroupedMatmulArgs {
                 a: &o.x,
                 groups: [group(&rows[0]), group(&rows[1])],
                 transpose_b: Yes,
             })?;
             Ok(vec![y, b.matmul_of_rows(&o.dy, &o.x, &rows[0])?])
         }),
-        call("lora_linear", |b, o| Ok(vec![b.lora_linear(lora(o))?])),
-        call("lora_linear_backward", |b, o| {
-            let g = b.lora_linear_backward(lora(o), &o.dy, true)?;
-            Ok(g.dx.into_iter().chain([g.d_lora_a, g.d_lora_b]).collect())
+        call("adapted_linear", |b, o| {
+            Ok(adapted(b, o, adapter(o), None)?.0)
         }),
-        call("lora_linear with dropout", move |b, o| {
+        call("adapted_linear_backward", |b, o| {
+            Ok(adapted(b, o, adapter(o), None)?.1)
+        }),
+        call("adapted_linear with dropout", move |b, o| {
             let rows = numbers(b, 0..2 * s.t as i32)?.reshape([s.t, 2])?;
             let dropout = Some(AdapterDropout {
                 rows: &rows,
                 key: [1, 2],
                 p: 0.3,
             });
-            let args = LoraArgs { dropout, ..lora(o) };
-            let g = b.lora_linear_backward(args, &o.dy, true)?;
-            let own = [b.lora_linear(args)?, g.d_lora_a, g.d_lora_b];
-            Ok(own.into_iter().chain(g.dx).collect())
+            let own = AdapterArgs {
+                dropout,
+                ..adapter(o)
+            };
+            let (y, grads) = adapted(b, o, own, None)?;
+            Ok(y.into_iter().chain(grads).collect())
+        }),
+        call("adapted_linear over row groups", move |b, o| {
+            let rows = [
+                numbers(b, (0..s.t as i32).step_by(2))?,
+                numbers(b, (1..s.t as i32).step_by(2))?,
+            ];
+            let (y, grads) = adapted(b, o, adapter(o), Some(rows.each_ref()))?;
+            Ok(y.into_iter().chain(grads).collect())
         }),
         call("layer_norm", |b, o| {
             Ok(vec![b.layer_norm(&o.x, &o.bias, &o.bias, 1e-6)?])
@@ -524,12 +561,12 @@ fn row_groups_that_are_no_partition_are_refused() {
     let (x, w) = (zeros([3, 4]).unwrap(), zeros([2, 4]).unwrap());
     let run = |first: &[i32], second: &[i32]| {
         let rows = [first, second].map(|rows| numbers(&cpu, rows.iter().copied()).unwrap());
-        let group = |rows| RoutedGroup {
+        let group = |rows| MatmulGroup {
             rows,
             b: &w,
             bias: None,
         };
-        cpu.routed_matmul(RoutedArgs {
+        cpu.grouped_matmul(GroupedMatmulArgs {
             a: &x,
             groups: [group(&rows[0]), group(&rows[1])],
             transpose_b: Transpose::Yes,

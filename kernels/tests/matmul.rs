@@ -4,7 +4,10 @@
 mod common;
 
 use common::{Case, Operand, assert_close, config, dtypes, reference as naive, tolerance};
-use kernels::{Backend, DType, LoraArgs, MatmulArgs, Shape, Transpose};
+use kernels::{
+    AdaptedLayer, AdaptedLinearArgs, AdaptedLinearGradArgs, AdapterArgs, Backend, DType,
+    MatmulArgs, Shape, Transpose,
+};
 use proptest::prelude::*;
 
 fn stored(x: &Operand, rows: usize, cols: usize, transpose: Transpose) -> Vec<f64> {
@@ -84,17 +87,28 @@ proptest! {
         let b = case.operand(&[n, r], adapter, 1.0);
         let dy = case.operand(&[t, n], dtype, 1.0);
         let scale = 0.75f64;
-        let args = LoraArgs {
-            x: &x.tensor,
+        let layer = AdaptedLayer {
             weight: &weight.tensor,
             bias: with_bias.then_some(&bias.tensor),
-            lora_a: &a.tensor,
-            lora_b: &b.tensor,
-            scale: scale as f32,
-            dropout: None,
+            adapter: Some(AdapterArgs {
+                lora_a: &a.tensor,
+                lora_b: &b.tensor,
+                scale: scale as f32,
+                dropout: None,
+            }),
         };
-        let y = case.cpu.lora_linear(args).unwrap();
-        let grads = case.cpu.lora_linear_backward(args, &dy.tensor, true).unwrap();
+        let args = AdaptedLinearArgs {
+            x: &x.tensor,
+            row_groups: None,
+            projections: &[vec![layer]],
+        };
+        let y = case.cpu.adapted_linear(args).unwrap().y.remove(0);
+        let backward = |need_dx| {
+            let args = AdaptedLinearGradArgs { forward: args, dy: &[&dy.tensor], inner: &[], need_dx };
+            case.cpu.adapted_linear_backward(args).unwrap()
+        };
+        let grads = backward(true);
+        let [d_lora_a, d_lora_b] = grads.adapters[0][0].as_ref().unwrap();
 
         // The same formulas, over values and over magnitudes (for the tolerance).
         let run = |f: fn(&[f64]) -> Vec<f64>| {
@@ -112,7 +126,7 @@ proptest! {
         };
         let want = run(<[f64]>::to_vec);
         let size = run(naive::absolute);
-        let got = [&y, grads.dx.as_ref().unwrap(), &grads.d_lora_a, &grads.d_lora_b];
+        let got = [&y, grads.dx.as_ref().unwrap(), d_lora_a, d_lora_b];
         let depth = [k + r, n + r, n + t, k + t];
         for (i, name) in ["y", "dx", "d_lora_a", "d_lora_b"].into_iter().enumerate() {
             let out = got[i].dtype();
@@ -120,7 +134,7 @@ proptest! {
                 tolerance::sum(out, depth[i], want[i][j], size[i][j])
             });
         }
-        prop_assert!(case.cpu.lora_linear_backward(args, &dy.tensor, false).unwrap().dx.is_none());
+        prop_assert!(backward(false).dx.is_none());
     }
 }
 

@@ -1,4 +1,4 @@
-//! Reading what a run saved beside its base model: adapters in peft's files, and parts trained in full.
+//! Reader of a run's trained parameters: adapters in peft's files, and parts trained in full.
 //!
 //! A checkpoint folder of such a run holds `adapter_model.safetensors` with `adapter_config.json` (tensors called
 //! `base_model.model.<module>.lora_A.weight`, `…lora_B.weight`, and `base_model.model.<parameter>` for modules trained
@@ -42,7 +42,7 @@ pub enum AdapterError {
         /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A setting of peft that changes the result and is not implemented.
+    /// A setting of peft that changes results and is not implemented.
     #[error("{} asks for {key} = {value}, which is not supported", path.display())]
     Unsupported {
         /// The file.
@@ -65,14 +65,14 @@ pub enum AdapterError {
     Weights(#[from] WeightError),
 }
 
-/// The settings of `adapter_config.json` that matter for the result.
+/// Settings of `adapter_config.json` that affect results.
 #[derive(Clone, PartialEq, Debug, Deserialize)]
 pub struct AdapterConfig {
     /// Rank.
     pub r: usize,
     /// The adapter's output is scaled by `lora_alpha / r`.
     pub lora_alpha: f64,
-    /// Ranks of modules that have others: regular expressions for the ends of their paths.
+    /// Other ranks of some modules, by regular expressions for the ends of their paths.
     #[serde(default)]
     pub rank_pattern: BTreeMap<String, usize>,
     /// Numerators of the scale of such modules.
@@ -225,7 +225,7 @@ impl Adapter {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// Whether the parameter `name` lies here.
+    /// Whether it has the parameter `name`.
     #[must_use]
     pub fn has(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
@@ -265,8 +265,8 @@ impl Adapter {
         }
     }
 
-    /// The adapters as the model is built with them; `None` where only whole tensors were trained. Adapters stand
-    /// where the files have them, whatever pattern chose the modules.
+    /// Adapter settings for building the model; `None` if only whole tensors were trained. The modules are those in the
+    /// files, whatever pattern selected them.
     #[must_use]
     pub fn lora(&self) -> Option<LoraConfig> {
         let config = self.config.as_ref()?;
@@ -292,7 +292,7 @@ impl Adapter {
         shape.and_then(|dims| dims.get(2)).copied().unwrap_or(0)
     }
 
-    /// Rank and alpha of the modules whose scale or rank is not that of the rest.
+    /// Rank and alpha of modules that differ from the default.
     fn others(&self, config: &AdapterConfig) -> BTreeMap<String, (usize, f32)> {
         let own = |module: &String| {
             let (rank, scale) = config.of(module);
@@ -303,7 +303,7 @@ impl Adapter {
         all.filter(|(_, other)| *other != common).collect()
     }
 
-    /// The parameters of the model that are neither its own nor those of its adapters: they would be lost.
+    /// Tensors of these files that have no parameter or adapted layer in `base`; loading would lose them.
     pub fn strangers<'a>(&'a self, base: &'a WeightSource) -> impl Iterator<Item = &'a str> {
         self.names().filter(move |name| {
             let module = name

@@ -1,4 +1,4 @@
-//! What one pass computes on: packed samples, without padding.
+//! Inputs of one pass: packed samples, without padding.
 //!
 //! Shapes: `T` tokens of all samples, `P` patches of all slices, `N` slices, `Q` features per
 //! slice, `M` spliced rows.
@@ -81,20 +81,20 @@ pub trait VisionTables: Any + std::fmt::Debug + Send + Sync {
         Self: Sized;
 }
 
-/// Tokens that attend to features beside their own sequence.
+/// Token rows that attend to image features in addition to their own sequence.
 #[derive(Clone, Debug)]
 pub struct CrossRows {
-    /// i32: their rows; all rows when absent.
+    /// i32: the rows; all rows if absent.
     pub rows: Option<Tensor>,
-    /// These rows against the features of their sample.
+    /// Attention of these rows to the features of their sample.
     pub sequences: Sequences,
-    /// Each sample's features, among all; empty for a sample without.
+    /// Range of each sample's features among all; empty for a sample without image.
     pub features: Vec<Range<usize>>,
 }
 
 impl CrossRows {
-    /// For samples of a number of tokens and their ascending ranges of `features` features; `None` when no sample has
-    /// any. Features of no sample lie between the sequences as a sequence without queries.
+    /// For samples, each with its number of tokens and its range of the `features` features, ascending. `None` if no
+    /// sample has features. Features of no sample become a sequence without queries.
     ///
     /// # Errors
     /// When memory runs out.
@@ -138,7 +138,7 @@ impl CrossRows {
     }
 }
 
-/// One pass: the tokens of all samples, one sample behind the other.
+/// Inputs of one pass: the tokens of all samples, one sample after the other.
 #[derive(Clone, Debug)]
 pub struct Batch {
     /// i32 `[T]`.
@@ -149,9 +149,9 @@ pub struct Batch {
     pub supervised: usize,
     /// Positions of the tokens within their samples.
     pub positions: Arc<[i32]>,
-    /// Their angles.
+    /// Rotary angles of the positions.
     pub rotary: Rotary,
-    /// Samples, causal.
+    /// Causal attention within each sample.
     pub sequences: Sequences,
     /// i32, one per sample: its last row.
     pub last_rows: Tensor,
@@ -161,11 +161,11 @@ pub struct Batch {
     pub padding_rows: Option<Tensor>,
     /// Learned keys and values before those of each sample.
     pub prefix: Option<PrefixTables>,
-    /// Which rows attend to features beside their sample.
+    /// Rows that attend to image features, too.
     pub cross: Option<CrossRows>,
-    /// Absent when no row is replaced by a feature.
+    /// The images; absent if features replace no row.
     pub vision: Option<VisionBatch>,
-    /// Where the decoder keeps keys and values, while generating.
+    /// The decoder's keys and values during generation.
     pub cache: Option<CachePass>,
 }
 
@@ -189,7 +189,7 @@ impl Batch {
     }
 }
 
-/// Packs what all families pack alike. `positions` has one entry per token of all samples.
+/// Packs the inputs that all families share. `positions` has one entry per token of all samples.
 ///
 /// # Errors
 /// When a sample has no token or other numbers of tokens and labels, or memory runs out.
@@ -365,7 +365,7 @@ pub(crate) fn upload_as(
     Ok(backend.cast(&wide, dtype)?)
 }
 
-/// `0`, then the running sum of `lengths`.
+/// Cumulative sums of `lengths`, from 0.
 pub(crate) fn starts_of(lengths: impl Iterator<Item = usize>) -> Arc<[usize]> {
     let mut sum = 0;
     let running = lengths.map(|n| {

@@ -1,26 +1,227 @@
-//! Reading `config.json`: what the families share.
+//! Reader of `config.json`: typed fields by dotted path, with the bounds and errors that all families share.
 
+use serde::de::{DeserializeOwned, Error as _};
+use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
-
 use thiserror::Error;
 
-/// Larger sizes are taken for damage: the product of two still fits 64 bits.
+/// Larger sizes count as damage: the product of two still fits 64 bits.
 pub(crate) const MAX_SIZE: usize = 1 << 28;
 
-/// Bytes of the file `config.json` in the model folder `dir`, and its path.
-///
-/// # Errors
-/// [`ConfigError::Read`].
-pub fn read(dir: &Path) -> Result<(Vec<u8>, PathBuf), ConfigError> {
-    let path = if dir.is_file() {
-        dir.to_owned()
-    } else {
-        dir.join("config.json")
-    };
-    match std::fs::read(&path) {
-        Ok(bytes) => Ok((bytes, path)),
-        Err(source) => Err(ConfigError::Read { path, source }),
+/// Content of a `config.json`.
+#[derive(Debug)]
+pub(crate) struct ConfigFile {
+    path: PathBuf,
+    root: Map<String, Value>,
+}
+
+impl ConfigFile {
+    /// Reads `config.json` of the model directory `dir`; `dir` may also be the file itself.
+    ///
+    /// # Errors
+    /// [`ConfigError::Read`], or as [`ConfigFile::parse`].
+    pub(crate) fn load(dir: &Path) -> Result<Self, ConfigError> {
+        let path = if dir.is_file() {
+            dir.to_owned()
+        } else {
+            dir.join("config.json")
+        };
+        match std::fs::read(&path) {
+            Ok(bytes) => Self::parse(&bytes, &path),
+            Err(source) => Err(ConfigError::Read { path, source }),
+        }
     }
+
+    /// Parses the content of a `config.json`; `path` is named in errors.
+    ///
+    /// # Errors
+    /// [`ConfigError::Json`] unless it is a JSON object.
+    pub(crate) fn parse(bytes: &[u8], path: &Path) -> Result<Self, ConfigError> {
+        let path = path.to_owned();
+        match serde_json::from_slice(bytes) {
+            Ok(root) => Ok(Self { path, root }),
+            Err(source) => Err(ConfigError::Json { path, source }),
+        }
+    }
+
+    /// All fields.
+    pub(crate) fn fields(&self) -> Fields<'_> {
+        Fields {
+            path: &self.path,
+            root: &self.root,
+        }
+    }
+}
+
+/// Fields of a `config.json`, or of one object in it. A field is named by its path, such as `vision_config.patch_size`;
+/// null counts as absent.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Fields<'a> {
+    path: &'a Path,
+    root: &'a Map<String, Value>,
+}
+
+impl<'a> Fields<'a> {
+    fn invalid(&self, reason: String) -> ConfigError {
+        ConfigError::Json {
+            path: self.path.to_owned(),
+            source: serde_json::Error::custom(reason),
+        }
+    }
+
+    /// The value at `field`, unless it or an object on the way to it is absent.
+    fn value(&self, field: &str) -> Result<Option<&'a Value>, ConfigError> {
+        let mut names = field.split('.');
+        let mut found = self.root.get(names.next().unwrap_or_default());
+        for name in names {
+            found = match found {
+                None | Some(Value::Null) => return Ok(None),
+                Some(Value::Object(inside)) => inside.get(name),
+                Some(_) => {
+                    return Err(self.invalid(format!("{field}: {name} is no field of an object")));
+                }
+            };
+        }
+        Ok(found.filter(|value| !value.is_null()))
+    }
+
+    /// The object at `field`, if present.
+    ///
+    /// # Errors
+    /// [`ConfigError::Json`] if it is no object.
+    pub(crate) fn section(&self, field: &str) -> Result<Option<Self>, ConfigError> {
+        match self.value(field)? {
+            None => Ok(None),
+            Some(Value::Object(root)) => Ok(Some(Self { root, ..*self })),
+            Some(_) => Err(self.invalid(format!("{field} is no object"))),
+        }
+    }
+
+    /// The value of `field`, if present.
+    ///
+    /// # Errors
+    /// [`ConfigError::Json`] if it has another type.
+    pub(crate) fn optional<T: DeserializeOwned>(
+        &self,
+        field: &str,
+    ) -> Result<Option<T>, ConfigError> {
+        let Some(value) = self.value(field)? else {
+            return Ok(None);
+        };
+        match T::deserialize(value) {
+            Ok(value) => Ok(Some(value)),
+            Err(error) => Err(self.invalid(format!("{field}: {error}"))),
+        }
+    }
+
+    /// The value of `field`.
+    ///
+    /// # Errors
+    /// [`ConfigError::Json`] if it is missing or has another type.
+    pub(crate) fn required<T: DeserializeOwned>(&self, field: &str) -> Result<T, ConfigError> {
+        match self.optional(field)? {
+            Some(value) => Ok(value),
+            None => Err(self.invalid(format!("missing field `{field}`"))),
+        }
+    }
+
+    /// The value of `field`, or `default`.
+    ///
+    /// # Errors
+    /// As [`Fields::optional`].
+    pub(crate) fn or<T: DeserializeOwned>(
+        &self,
+        field: &str,
+        default: T,
+    ) -> Result<T, ConfigError> {
+        Ok(self.optional(field)?.unwrap_or(default))
+    }
+
+    /// The size `field`, within the bounds of [`size`].
+    ///
+    /// # Errors
+    /// As [`Fields::required`] and [`size`].
+    pub(crate) fn size(&self, field: &'static str) -> Result<usize, ConfigError> {
+        size(field, self.required(field)?)
+    }
+
+    /// As [`Fields::size`], with a default.
+    ///
+    /// # Errors
+    /// As [`Fields::optional`] and [`size`].
+    pub(crate) fn size_or(
+        &self,
+        field: &'static str,
+        default: usize,
+    ) -> Result<usize, ConfigError> {
+        size(field, self.or(field, default)?)
+    }
+
+    /// The positive number `field`.
+    ///
+    /// # Errors
+    /// As [`Fields::required`] and [`positive`].
+    pub(crate) fn positive(&self, field: &'static str) -> Result<f64, ConfigError> {
+        positive(field, self.required(field)?)
+    }
+
+    /// As [`Fields::positive`], with a default.
+    ///
+    /// # Errors
+    /// As [`Fields::optional`] and [`positive`].
+    pub(crate) fn positive_or(
+        &self,
+        field: &'static str,
+        default: f64,
+    ) -> Result<f64, ConfigError> {
+        positive(field, self.or(field, default)?)
+    }
+
+    /// Fails unless `field` is absent or prints as `expected`.
+    ///
+    /// # Errors
+    /// As [`Fields::optional`] and [`expect`].
+    pub(crate) fn expect<T: DeserializeOwned + ToString>(
+        &self,
+        field: &'static str,
+        expected: &'static str,
+    ) -> Result<(), ConfigError> {
+        let found = self.optional::<T>(field)?.map(|found| found.to_string());
+        expect(field, found.as_deref(), expected)
+    }
+
+    /// Fails unless the dropout `field` is absent or zero.
+    ///
+    /// # Errors
+    /// As [`Fields::optional`]; [`ConfigError::Unsupported`] for another value.
+    pub(crate) fn no_dropout(&self, field: &'static str) -> Result<(), ConfigError> {
+        let found: f64 = self.or(field, 0.0)?;
+        if found == 0.0 {
+            Ok(())
+        } else {
+            Err(unsupported(field, found.to_string(), "0"))
+        }
+    }
+
+    /// The ids of `eos_token_id`, if present: one token or several.
+    ///
+    /// # Errors
+    /// As [`Fields::optional`].
+    pub(crate) fn eos_ids(&self) -> Result<Option<Vec<i32>>, ConfigError> {
+        let ids = self.optional::<EosIds>("eos_token_id")?;
+        Ok(ids.map(|ids| match ids {
+            EosIds::One(id) => vec![id],
+            EosIds::Several(ids) => ids,
+        }))
+    }
+}
+
+/// `eos_token_id`.
+#[derive(serde::Deserialize)]
+#[serde(untagged, expecting = "expected a token id or a list of them")]
+enum EosIds {
+    One(i32),
+    Several(Vec<i32>),
 }
 
 /// Why a `config.json` cannot be used.
@@ -35,21 +236,21 @@ pub enum ConfigError {
         /// What the operating system said.
         source: std::io::Error,
     },
-    /// The file is not JSON, lacks a field or holds one of the wrong type.
+    /// The file is not JSON, lacks a field or has one of the wrong type.
     #[error("{} is not a valid model configuration", path.display())]
     Json {
         /// The file.
         path: PathBuf,
-        /// Line, column and cause.
+        /// Line and column, or the field, and the cause.
         source: serde_json::Error,
     },
-    /// Another model family.
+    /// An unsupported model family.
     #[error("model type \"{found}\" is not supported, expected one of {}", crate::families::MODEL_TYPES.join(", "))]
     UnsupportedModel {
         /// The `model_type` of the file, empty if it has none.
         found: String,
     },
-    /// Another release of this family.
+    /// An unsupported release of this family.
     #[error("{model_type} version {found} is not supported, only version {expected}")]
     UnsupportedVersion {
         /// The `model_type` of the file.
@@ -59,7 +260,7 @@ pub enum ConfigError {
         /// What is supported.
         expected: &'static str,
     },
-    /// A field holds a value that this implementation does not compute.
+    /// A field has an unsupported value.
     #[error("{field} = {found} is not supported, expected {expected}")]
     Unsupported {
         /// The field.
@@ -81,7 +282,7 @@ pub enum ConfigError {
     },
 }
 
-/// The error of a value that is not computed.
+/// The error of an unsupported value.
 pub(crate) fn unsupported(
     field: &'static str,
     found: String,
@@ -103,15 +304,6 @@ pub(crate) fn expect(
     match found {
         Some(found) if found != expected => Err(unsupported(field, found.to_owned(), expected)),
         _ => Ok(()),
-    }
-}
-
-/// Fails unless a dropout is zero.
-pub(crate) fn no_dropout(field: &'static str, found: f64) -> Result<(), ConfigError> {
-    if found == 0.0 {
-        Ok(())
-    } else {
-        Err(unsupported(field, found.to_string(), "0"))
     }
 }
 
@@ -168,24 +360,4 @@ pub(crate) fn divisible(
         found,
         reason,
     })
-}
-
-/// `eos_token_id`: one token or several.
-#[derive(Clone, Debug, serde::Deserialize)]
-#[serde(untagged, expecting = "expected a token id or a list of them")]
-pub(crate) enum EosIds {
-    /// One.
-    One(i32),
-    /// Several.
-    Several(Vec<i32>),
-}
-
-impl EosIds {
-    /// All of them.
-    pub(crate) fn into_vec(self) -> Vec<i32> {
-        match self {
-            Self::One(id) => vec![id],
-            Self::Several(ids) => ids,
-        }
-    }
 }

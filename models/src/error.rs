@@ -1,4 +1,4 @@
-//! What can go wrong while a model runs or is described.
+//! Errors of a model, its tape and its description.
 
 use engine::{EngineError, UnitId};
 use kernels::KernelError;
@@ -7,10 +7,10 @@ use kernels::KernelError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
-    /// The device refused.
+    /// An operation of the device failed.
     #[error(transparent)]
     Kernel(#[from] KernelError),
-    /// The engine refused.
+    /// A call of the engine failed.
     #[error(transparent)]
     Engine(#[from] EngineError),
     /// Weights could not be read.
@@ -30,7 +30,7 @@ pub enum ModelError {
         /// The last unit used before it.
         after: UnitId,
     },
-    /// A segment's second run gave other values than its first.
+    /// A segment's recompute gave other values than its first run.
     #[error("output {output} of unit {unit:?} differs between forward and recompute")]
     ReplayDiffers {
         /// The segment's unit.
@@ -38,7 +38,7 @@ pub enum ModelError {
         /// Which output.
         output: usize,
     },
-    /// A segment's input was to be computed again by the segment in front, which cannot.
+    /// A segment's input was not stored, and no earlier segment can recompute it.
     #[error("the input of unit {unit:?} was not stored, and no earlier unit recomputes it")]
     NotRecomputed {
         /// The segment's unit.
@@ -50,7 +50,7 @@ pub enum ModelError {
         /// The operation.
         op: &'static str,
     },
-    /// A segment was asked for a gradient of a value that no gradient can reach.
+    /// Backward began at a value that depends on nothing trainable.
     #[error("the value does not depend on any trainable parameter or leaf")]
     NoGradient,
     /// A configuration field has a value this model cannot run with.
@@ -63,7 +63,7 @@ pub enum ModelError {
         /// Why not.
         reason: &'static str,
     },
-    /// Words that should name parts of the model to train name none.
+    /// Words that select parts of the model match none.
     #[error("{word:?} in a list of parts: {reason}")]
     Selection {
         /// The word or expression.
@@ -82,7 +82,7 @@ pub enum ModelError {
     /// A batch was packed by a model of another family.
     #[error("the images of the batch are not those of {expected}")]
     ForeignBatch {
-        /// Whose pictures were expected.
+        /// Family of the expected images.
         expected: &'static str,
     },
     /// An encoded sample does not fit the model.

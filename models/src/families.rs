@@ -1,8 +1,8 @@
-//! Which model a folder holds: family and every size come from its `config.json`.
+//! Model families, and the family of a model directory by its `config.json`.
 
 use crate::cogvlm::config::Edition;
 use crate::cogvlm::{CogConfig, CogProcessor, CogVlm};
-use crate::config::{self, ConfigError};
+use crate::config::{ConfigError, ConfigFile, Fields};
 use crate::glm4v::config::Glm4vConfig;
 use crate::glm4v::{Glm4v, Glm4vProcessor};
 use crate::glm41v::config::Glm41vConfig;
@@ -13,11 +13,10 @@ use crate::minicpm::{MiniCpm, MiniCpmProcessor};
 use crate::options::ModelOptions;
 use crate::processor::{Normalization, Processor, ProcessorError};
 use crate::{ModelError, VisionLanguageModel};
-use serde::Deserialize;
 use std::path::Path;
 use std::sync::Arc;
 
-/// What `model_type`, or the first of `architectures`, may be.
+/// Supported values of `model_type`, or of the first of `architectures`.
 pub const MODEL_TYPES: [&str; 6] = [
     "minicpmv",
     "minicpmo",
@@ -44,7 +43,7 @@ pub enum Family {
     CogAgent,
 }
 
-/// Why a model folder yields no model.
+/// Why a model directory cannot be opened.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
@@ -62,23 +61,13 @@ impl From<ConfigError> for OpenError {
     }
 }
 
-#[derive(Deserialize)]
-struct Head {
-    #[serde(default)]
-    model_type: String,
-    #[serde(default)]
-    architectures: Vec<String>,
-    vision_config: Option<serde::de::IgnoredAny>,
-}
-
 impl Family {
-    /// The family of the model folder `dir`.
+    /// The family of the model directory `dir`.
     ///
     /// # Errors
-    /// [`ConfigError`] if `config.json` cannot be read or is of no family that is implemented.
+    /// [`ConfigError`] if `config.json` cannot be read or is of an unsupported family.
     pub fn of(dir: &Path) -> Result<Self, ConfigError> {
-        let (bytes, path) = config::read(dir)?;
-        Self::of_bytes(&bytes, &path)
+        Self::read(ConfigFile::load(dir)?.fields())
     }
 
     /// As [`Family::of`], for the content of a `config.json`; `path` is named in errors.
@@ -86,36 +75,34 @@ impl Family {
     /// # Errors
     /// As [`Family::of`].
     pub fn of_bytes(bytes: &[u8], path: &Path) -> Result<Self, ConfigError> {
-        let invalid = |source| ConfigError::Json {
-            path: path.to_owned(),
-            source,
-        };
-        if let Ok(Some(edition)) = Edition::parse(bytes) {
+        Self::read(ConfigFile::parse(bytes, path)?.fields())
+    }
+
+    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
+        if let Ok(Some(edition)) = Edition::read(fields) {
             return Ok(match edition {
                 Edition::CogVlm => Self::CogVlm,
                 Edition::CogVlm2 => Self::CogVlm2,
                 Edition::CogAgent => Self::CogAgent,
             });
         }
-        let head: Head = serde_json::from_slice(bytes).map_err(invalid)?;
-        let architecture = head.architectures.first().map_or("", String::as_str);
-        match (&*head.model_type, architecture) {
-            ("minicpmv" | "minicpmo", _) => Ok(Self::MiniCpm),
+        let model_type: String = fields.or("model_type", String::new())?;
+        let architectures: Vec<String> = fields.or("architectures", Vec::new())?;
+        let architecture = architectures.into_iter().next().unwrap_or_default();
+        let vision = fields.optional::<serde::de::IgnoredAny>("vision_config")?;
+        match &*model_type {
+            "minicpmv" | "minicpmo" => Ok(Self::MiniCpm),
             // The text models of the family have the same name.
-            ("chatglm", _) if head.vision_config.is_some() => Ok(Self::Glm4v),
-            ("glm4v", _) => Ok(Self::Glm41v),
-            (found, architecture) => Err(ConfigError::UnsupportedModel {
-                found: if found.is_empty() {
-                    architecture
-                } else {
-                    found
-                }
-                .to_owned(),
+            "chatglm" if vision.is_some() => Ok(Self::Glm4v),
+            "glm4v" => Ok(Self::Glm41v),
+            "" => Err(ConfigError::UnsupportedModel {
+                found: architecture,
             }),
+            _ => Err(ConfigError::UnsupportedModel { found: model_type }),
         }
     }
 
-    /// Layers that get adapters when nothing is said: those of the family's published recipe.
+    /// Default layers of adapters: those of the family's published recipe.
     #[must_use]
     pub fn default_lora_targets(self) -> &'static str {
         match self {
@@ -130,7 +117,7 @@ impl Family {
         }
     }
 
-    /// Modules trained in full beside adapters when nothing is said.
+    /// Default modules trained in full in addition to adapters.
     #[must_use]
     pub fn default_modules_to_save(self, tune_vision: bool) -> &'static str {
         match self {
@@ -142,7 +129,7 @@ impl Family {
     }
 }
 
-/// Opens the model of the folder `dir`: parameters and forward pass, without its weights.
+/// Opens the model of the directory `dir`: parameters and forward pass, without its weights.
 ///
 /// # Errors
 /// [`OpenError`] if a file cannot be used or `options` does not fit.
@@ -170,11 +157,11 @@ pub fn open_model(
     }
 }
 
-/// Opens the model that a `config.json`, or the folder it lies in, describes: its parameters, and passes on a device
-/// that computes nothing. Of the other files only what changes no size is missed.
+/// Opens the model of a `config.json`, given by its path or its directory, for passes on the meta device. The other files
+/// are not read, and affect no sizes.
 ///
 /// # Errors
-/// As [`open_model`], but for files other than `config.json`.
+/// As [`open_model`], except those of other files than `config.json`.
 pub fn open_shapes(
     path: &Path,
     options: ModelOptions,
@@ -193,7 +180,7 @@ pub fn open_shapes(
     }
 }
 
-/// Opens the sample rules of the folder `dir`.
+/// Opens the processor of the directory `dir`.
 ///
 /// # Errors
 /// [`ProcessorError`] naming the file that is missing, invalid or contradicts another.

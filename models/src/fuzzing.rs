@@ -1,4 +1,4 @@
-//! Readers of what others wrote, as functions of its bytes: for fuzzers and tests, no part of the interface.
+//! Readers of untrusted files as functions of bytes, for fuzzers and tests. They are no part of the interface.
 
 use crate::cogvlm::CogConfig;
 use crate::config::ConfigError;
@@ -20,10 +20,10 @@ pub fn weights(bytes: &[u8]) -> Result<(), WeightError> {
     weights::check_bytes(bytes, Path::new("model.safetensors"))
 }
 
-/// Reads a model's `config.json`, as its own family does and as all others do.
+/// Reads a model's `config.json` with the reader of its own family and with all others.
 ///
 /// # Errors
-/// Its own family cannot use it, or it is of none.
+/// Its own family cannot use it, or its family is unknown.
 pub fn config(bytes: &[u8]) -> Result<(), ConfigError> {
     let path = Path::new("config.json");
     // A file that is not meant for a family must not harm it either.
@@ -39,14 +39,14 @@ pub fn config(bytes: &[u8]) -> Result<(), ConfigError> {
     }
 }
 
-/// Pixels by the header of a picture.
+/// Number of pixels by the header of an image.
 #[must_use]
 pub fn pixels(bytes: &[u8]) -> Option<u64> {
     let (width, height) = decode::size_of(Path::new("picture"), bytes).ok()?;
     Some(u64::from(width) * u64::from(height))
 }
 
-/// Reads a picture.
+/// Reads an image.
 ///
 /// # Errors
 /// It cannot be used.
@@ -54,12 +54,12 @@ pub fn picture(bytes: &[u8]) -> Result<RgbImage, ImageError> {
     decode_bytes(Path::new("picture"), bytes)
 }
 
-/// Reads a file of a tokenizer, whichever it is, and encodes and decodes a text with it.
+/// Reads any file of a tokenizer, and encodes and decodes a text with it.
 ///
 /// # Errors
 /// It cannot be used.
 pub fn tokenizer(bytes: &[u8]) -> Result<(), TokenizerError> {
-    /// What a `tokenizer_config.json` adds to.
+    /// Base tokenizer for a `tokenizer_config.json`.
     const SMALL: &[u8] =
         br#"{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}}"#;
     let model = Path::new("tokenizer.model");

@@ -11,11 +11,11 @@ use std::ops::Range;
 /// A distribution of start values.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Init {
-    /// All alike.
+    /// The same value for all elements.
     Constant(f32),
-    /// Standard deviation.
+    /// Normal distribution, by its standard deviation.
     Normal(f32),
-    /// Half width.
+    /// Uniform distribution around 0, by its half width.
     Uniform(f32),
 }
 
@@ -27,14 +27,14 @@ impl Init {
     }
 }
 
-/// Inputs and outputs of a parameter taken as a matrix.
+/// Inputs and outputs of a parameter as a matrix.
 pub(crate) fn fans(param: &ParamSpec) -> (usize, usize) {
     let fan_out = param.shape.dims().first().copied().unwrap_or(1);
     (param.shape.elems() / fan_out.max(1), fan_out)
 }
 
 /// Writes the start values of `elements` of a parameter (row-major) into `out`. Adapters, biases and
-/// vectors begin alike in all families; `matrix` is the family's rule for the rest.
+/// vectors have the same distributions in all families; `matrix` is the family's distribution of the rest.
 pub(crate) fn fill(
     param: &ParamSpec,
     matrix: Init,
@@ -54,7 +54,7 @@ pub(crate) fn fill(
     }
 }
 
-/// The distribution of a parameter; `matrix` is the family's rule for what has several axes.
+/// The distribution of a parameter; `matrix` is the family's for parameters with several axes.
 #[must_use]
 pub fn rule(param: &ParamSpec, matrix: Init) -> Init {
     let name = param.name.as_str();

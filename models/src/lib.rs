@@ -1,23 +1,24 @@
-//! Vision-language models written forward-only on a tape of replayed segments, with their image and text processing.
+//! Vision-language models with their image and text processing. Their code is forward only; a tape of checkpointed
+//! segments computes gradients.
 //!
 //! | module | concept |
 //! |---|---|
-//! | [`autograd`] | the tape: segments leased, run, and run again in backward |
-//! | [`ops`] | differentiable operations, forward beside backward |
+//! | [`autograd`] | the tape: leases a segment, runs it, and recomputes it in backward |
+//! | [`ops`] | differentiable operations, each with its backward |
 //! | [`nn`] | blocks over parameter handles |
 //! | [`init`] | random start values |
 //! | [`params`], [`lora`], [`selection`] | declaring parameters for the engine; adapters; which parts train |
-//! | [`families`], [`options`] | which model a folder holds; how a run sets it up |
+//! | [`families`], [`options`] | the model family of a directory; settings of a run |
 //! | [`batch`] | packed inputs of one pass |
 //! | [`generate`] | answers: the decoder's cache, sampling, ranks in lock step |
-//! | [`weights`], [`adapter`] | reading safetensors folders, and what a run saved beside its base |
+//! | [`weights`], [`adapter`] | reading safetensors directories; reading saved adapters |
 //! | [`seeded`] | random weights of any size without a file |
 //! | [`cogvlm`] | CogVLM, CogAgent and CogVLM2 |
 //! | [`eva`] | the vision tower of the Cogs and GLM-4V |
 //! | [`glm4v`], [`glm41v`] | GLM-4V-9B; GLM-4.1V-9B-Thinking |
 //! | [`minicpm`] | MiniCPM-V 2.6 and MiniCPM-o 2.6 |
-//! | [`data`], [`processor`] | samples as users write them and as models take them; who turns one into the other |
-//! | [`config`], [`image`], [`text`] | reading `config.json`; pictures to pixels, conversations to tokens |
+//! | [`data`], [`processor`] | samples in users' formats and as model inputs; the conversion |
+//! | [`config`], [`image`], [`text`] | reading `config.json`; images to pixels, conversations to tokens |
 #![forbid(unsafe_code)]
 
 pub mod adapter;
@@ -67,7 +68,7 @@ use nn::LmHead;
 use params::SplitAdapters;
 use std::ops::Range;
 
-/// One sample on its way into a [`Batch`].
+/// Borrowed inputs of one sample, to be packed into a [`Batch`].
 #[derive(Clone, Copy, Debug)]
 pub struct SampleInput<'a> {
     /// Token ids.
@@ -102,10 +103,10 @@ impl<'a> From<&'a EncodedPrompt> for SampleInput<'a> {
     }
 }
 
-/// The parts of a model whose activations are kept or computed again.
+/// Part of a model. Activations are stored or recomputed per part.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Tower {
-    /// Pictures to features.
+    /// Images to features.
     Vision,
     /// Features to the width of the language model.
     Resampler,
@@ -113,7 +114,7 @@ pub enum Tower {
     Language,
 }
 
-/// What training, evaluation and generation ask of a model.
+/// Interface of a model for training, evaluation and generation.
 pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
     /// Units and parameters, in forward order.
     fn spec(&self) -> &ModelSpec;
@@ -146,7 +147,7 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
     /// When a sample does not fit the model or memory runs out.
     fn collate(&self, samples: &[SampleInput<'_>], backend: &dyn Backend) -> Result<Batch>;
 
-    /// Packs one token per sample, each at its position, to follow samples that lie in a cache.
+    /// Packs one token per sample, each at its position, to follow samples in a cache.
     ///
     /// # Errors
     /// When memory runs out.
@@ -157,14 +158,14 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
         backend: &dyn Backend,
     ) -> Result<Batch>;
 
-    /// What the decoder keeps of a token in a cache: memory of a generation is counted with it.
+    /// Sizes of a token's keys and values in a cache.
     fn cache_shape(&self) -> CacheShape;
 
     /// The decoder's last norm and the product with the vocabulary.
     fn head(&self) -> &LmHead;
 
-    /// Hidden states of all tokens before the last norm, `[T, D]`. A batch without pictures does not run the vision
-    /// units; keys and values go through the batch's cache, if it has one.
+    /// Hidden states of all tokens before the last norm, `[T, D]`. A batch without images does not run the vision
+    /// units. Keys and values go through the batch's cache, if any.
     ///
     /// # Errors
     /// When the engine or the device fails.
@@ -179,7 +180,7 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
         self.head().loss(tape, batch, &hidden)
     }
 
-    /// f32 logits `[samples, vocabulary]` behind the last token of each sample.
+    /// f32 logits `[samples, vocabulary]` after the last token of each sample.
     ///
     /// # Errors
     /// When the engine or the device fails.
@@ -188,7 +189,7 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
         self.head().logits(tape, &hidden, Some(&batch.last_rows))
     }
 
-    /// f32 logits of all rows, `[T, v]`. For comparisons on small models: training never makes them.
+    /// f32 logits of all rows, `[T, v]`. For comparisons on small models; training never computes them.
     ///
     /// # Errors
     /// When the engine or the device fails.

@@ -1,4 +1,4 @@
-//! Which layers get a low-rank adapter, and what else an adapter run trains.
+//! Settings of an adapter run: target layers, and modules trained in full.
 
 use crate::autograd::Rows;
 use crate::error::{ModelError, Result};
@@ -6,14 +6,14 @@ use regex::Regex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Where a family's decoder layers are and what they call their linear layers.
+/// Names of a family's decoder layers and their linear layers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LanguageModules {
-    /// Begins the path of every module of the decoder layers.
+    /// Prefix of the path of every module of the decoder layers.
     pub prefix: &'static str,
     /// Last part of the paths of attention's linear layers.
     pub attention: &'static [&'static str],
-    /// Of the feed-forward part's.
+    /// Last part of the paths of the MLP's linear layers.
     pub mlp: &'static [&'static str],
 }
 
@@ -45,16 +45,16 @@ impl LoraTargets {
     }
 }
 
-/// An adapter run.
+/// Settings of an adapter run.
 #[derive(Clone, PartialEq, Debug)]
 pub struct LoraConfig {
     /// Rows of A.
     pub lora_rank: usize,
     /// The adapter's output is scaled by `lora_alpha / lora_rank`.
     pub lora_alpha: f32,
-    /// Share of the adapter's inputs that training sets to zero, 0 to 1; the rest is scaled up by `1 / (1 - p)`.
+    /// Dropout probability of the adapter's inputs, 0 to 1; the rest is scaled up by `1 / (1 - p)`.
     pub lora_dropout: f32,
-    /// Rank and alpha of the modules, by path, that have others.
+    /// Rank and alpha of modules that differ from the default, by path.
     pub others: BTreeMap<String, (usize, f32)>,
     /// Layers that get an adapter.
     pub targets: LoraTargets,
@@ -63,13 +63,13 @@ pub struct LoraConfig {
     /// Whether each projection of a fused layer (queries, keys and values in one weight) gets an adapter of its own, as
     /// SwissArmyTransformer's adapters do, instead of one for the whole layer, as peft's.
     pub per_projection: bool,
-    /// Modules trained in full beside the adapters, by the last parts of their path, such as
+    /// Modules trained in full in addition to adapters, by the last parts of their path, such as
     /// `embed_tokens` or `resampler`.
     pub modules_to_save: Vec<String>,
 }
 
 impl LoraConfig {
-    /// `alpha / rank`, where nothing else is said of a module.
+    /// Default scale, `alpha / rank`.
     #[must_use]
     pub fn scale(&self) -> f32 {
         self.lora_alpha / self.lora_rank as f32
@@ -105,7 +105,7 @@ pub(crate) struct TargetMatcher {
     targets: LoraTargets,
     pattern: Option<Regex>,
     layers: Option<Range<usize>>,
-    /// Ends of paths, `.` in front, that [`LoraTargets::Projections`] mean.
+    /// Ends of paths, with a leading `.`, of [`LoraTargets::Projections`].
     ends: Vec<String>,
     language: LanguageModules,
 }
@@ -140,7 +140,7 @@ impl TargetMatcher {
         self.in_layers(path) && self.is_target(path)
     }
 
-    /// Where layers were chosen, adapters stand in those of the language model only.
+    /// Whether the module at `path` is in a selected decoder layer; always true without a selection.
     fn in_layers(&self, path: &str) -> bool {
         let Some(layers) = &self.layers else {
             return true;
@@ -164,7 +164,7 @@ impl TargetMatcher {
         }
     }
 
-    /// What the rows of the module at `path` are.
+    /// Kind of the rows of the module at `path`.
     pub(crate) fn rows(&self, path: &str) -> Rows {
         if path.starts_with(self.language.prefix) {
             Rows::Tokens
@@ -183,7 +183,7 @@ impl TargetMatcher {
     }
 }
 
-/// The ends of paths that a list of projections means.
+/// The ends of paths of a list of projections.
 fn ends(targets: &LoraTargets, language: &LanguageModules) -> Vec<String> {
     let LoraTargets::Projections(words) = targets else {
         return Vec::new();

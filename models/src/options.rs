@@ -1,4 +1,4 @@
-//! How a model is set up for a run, whatever its family.
+//! Settings of a model for a run, for all families.
 
 use crate::lora::LoraConfig;
 use crate::params::is_added;
@@ -7,33 +7,33 @@ use crate::{ModelError, Result, Tower};
 use engine::ModelSpec;
 use kernels::DType;
 
-/// Where angles of rotary positions are rounded.
+/// Rounding of rotary angles.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum RopePrecision {
-    /// Where the family's own code rounds: published checkpoints were trained that way.
+    /// As in the family's published code, which its checkpoints were trained with.
     #[default]
     Model,
-    /// Nowhere: f32 throughout.
+    /// None: f32 throughout.
     F32,
 }
 
-/// Settings of a run that shape a model.
+/// Settings of a run that affect its model.
 #[derive(Clone, PartialEq, Debug)]
 pub struct ModelOptions {
     /// Dtype of weights and activations.
     pub dtype: DType,
-    /// Whether the vision tower trains. What joins it to the language model always does, except in a
-    /// run of adapters or prefixes that does not name it.
+    /// Whether the vision tower trains. The projector always trains, except in a run of adapters or
+    /// prefixes that does not name it.
     pub tune_vision: bool,
     /// Whether the language model trains, embeddings and head included.
     pub tune_llm: bool,
-    /// Exactly what trains beside adapters, instead of the switches above.
+    /// Parameters that train in addition to adapters; replaces the switches above.
     pub train: Option<Selection>,
-    /// What stays frozen whatever else says that it trains, adapters excepted.
+    /// Parameters that stay frozen; overrides all other settings, except for adapters.
     pub freeze: Option<Selection>,
     /// Adapters.
     pub lora: Option<LoraConfig>,
-    /// Where rotary angles are rounded.
+    /// Rounding of rotary angles.
     pub rope_precision: RopePrecision,
     /// Learned keys and values per decoder layer (p-tuning v2); 0 for none. CogVLM and CogAgent only.
     pub ptuning_tokens: usize,
@@ -81,7 +81,7 @@ impl ModelOptions {
         }
     }
 
-    /// Fails where learned keys and values are asked for: for families that have none.
+    /// Fails if learned keys and values are requested, for families that have none.
     ///
     /// # Errors
     /// [`ModelError::Config`].

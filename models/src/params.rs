@@ -1,4 +1,4 @@
-//! Declaring a model's parameters: units in forward order, names as in the checkpoint.
+//! Declaration of a model's parameters: units in forward order, names as in the checkpoint.
 
 use crate::batch::starts_of;
 use crate::error::{ModelError, Result};
@@ -9,16 +9,16 @@ use engine::{ModelSpec, ParamId, ParamSpec, UnitId, UnitSpec};
 use kernels::Shape;
 use std::collections::BTreeMap;
 
-/// What stands before a module's path in the names of an adapter file (as peft writes them).
+/// Prefix of a module's path in the names of an adapter file (as peft writes them).
 pub const ADAPTER_PREFIX: &str = "base_model.model.";
 
-/// Whether a parameter was added to the base, whose files do not have it: adapters and learned keys and values.
+/// Whether a parameter is missing from the base model's files: adapters, and learned keys and values.
 #[must_use]
 pub fn is_added(name: &str) -> bool {
     name.starts_with(ADAPTER_PREFIX) || name.ends_with(".self_attn.prefix")
 }
 
-/// Collects a [`ModelSpec`].
+/// Builder of a [`ModelSpec`].
 pub struct ParamBuilder<'a> {
     spec: ModelSpec,
     trainable: &'a dyn Fn(&str) -> bool,
@@ -40,9 +40,8 @@ impl std::fmt::Debug for ParamBuilder<'_> {
 }
 
 impl<'a> ParamBuilder<'a> {
-    /// `trainable` decides by the name in the checkpoint, modules trained beside adapters included; adapter parameters
-    /// always train.
-    /// `language` says where the decoder's modules are.
+    /// `trainable` decides by the name in the checkpoint, also for modules trained in addition to adapters. Adapter
+    /// parameters always train. `language` names the decoder's modules.
     ///
     /// # Errors
     /// When the adapter's targets are not a valid pattern or its rank is zero.
@@ -88,7 +87,7 @@ impl<'a> ParamBuilder<'a> {
     /// The finished description.
     ///
     /// # Errors
-    /// When adapters were asked for and no layer matched.
+    /// When adapters are configured and no layer matches.
     pub fn finish(self) -> Result<ModelSpec> {
         Ok(self.finish_with_split()?.0)
     }
@@ -96,7 +95,7 @@ impl<'a> ParamBuilder<'a> {
     /// As [`ParamBuilder::finish`], with the layers whose projections have adapters of their own.
     ///
     /// # Errors
-    /// As there.
+    /// As [`ParamBuilder::finish`].
     pub fn finish_with_split(self) -> Result<(ModelSpec, SplitAdapters)> {
         match &self.lora {
             Some((_, matcher)) if self.adapters == 0 => Err(ModelError::AdapterTarget {
@@ -159,7 +158,7 @@ impl<'a> ParamScope<'_, 'a> {
         id
     }
 
-    /// Declares the linear layer `module` (`[n, k]`), with an adapter when it is a target.
+    /// Declares the linear layer `module` (`[n, k]`), with an adapter if it is a target.
     pub fn linear(&mut self, module: &str, [n, k]: [usize; 2], bias: bool) -> Linear {
         let mut inner = self.at(module);
         let weight = inner.param("weight", [n, k]);
@@ -171,8 +170,8 @@ impl<'a> ParamScope<'_, 'a> {
         }
     }
 
-    /// Declares the linear layer `module` that holds projections of `parts` rows each, one above the other. Adapters
-    /// are those of a whole layer, or one per projection: A `[parts * r, k]`, B `[n, r]`.
+    /// Declares the linear layer `module` of several projections, with `parts` rows each, one above the other. It has one
+    /// adapter, or one per projection: A `[parts * r, k]`, B `[n, r]`.
     pub fn fused_linear(
         &mut self,
         module: &str,
@@ -201,7 +200,7 @@ impl<'a> ParamScope<'_, 'a> {
         }
     }
 
-    /// `count` adapters, their A one above the other.
+    /// Declares `count` adapters, their A one above the other.
     fn adapters(&mut self, [n, k]: [usize; 2], count: usize) -> Option<LoraParams> {
         let (config, matcher) = self.builder.lora.as_ref()?;
         if !matcher.matches(&self.path) {
@@ -222,7 +221,7 @@ impl<'a> ParamScope<'_, 'a> {
         })
     }
 
-    /// Fails when the module `name` is an adapter target although it cannot take one.
+    /// Fails if `module`, which cannot take an adapter, is a target.
     ///
     /// # Errors
     /// Names the target.

@@ -1,8 +1,9 @@
-//! What turns samples into model inputs: one implementation per family.
+//! Interface of processors, which convert samples to model inputs; each family implements it.
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 use crate::config::ConfigError;
@@ -26,8 +27,8 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         options: &EncodeOptions,
     ) -> Result<EncodedSample, SampleError>;
 
-    /// Counts what [`Processor::encode`] would yield and checks all it checks, except the content of
-    /// picture files behind their headers.
+    /// Counts the results of [`Processor::encode`], with the same checks. Of image files it reads only
+    /// the headers.
     ///
     /// # Errors
     /// As [`Processor::encode`].
@@ -85,13 +86,13 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
     /// The tokenizer.
     fn tokenizer(&self) -> &Tokenizer;
 
-    /// Id of the token that training puts behind an answer.
+    /// Id of the token after an answer in training.
     fn turn_end(&self) -> i32;
 
     /// Ids of the tokens that end a generated answer.
     fn stop_ids(&self) -> Vec<i32>;
 
-    /// Text of `ids`, special tokens left out.
+    /// Text of `ids`, without special tokens.
     ///
     /// # Errors
     /// [`TokenizerError::Decode`] for a negative id, or if the tokenizer fails.
@@ -149,12 +150,45 @@ pub enum ProcessorError {
     },
 }
 
+/// Reads `preprocessor_config.json` of the model directory `dir`.
+///
+/// # Errors
+/// [`ProcessorError::Read`] or [`ProcessorError::Json`].
+pub(crate) fn read_preprocessor<T: DeserializeOwned>(dir: &Path) -> Result<T, ProcessorError> {
+    let path = dir.join("preprocessor_config.json");
+    match std::fs::read(&path) {
+        Ok(bytes) => {
+            serde_json::from_slice(&bytes).map_err(|source| ProcessorError::Json { path, source })
+        }
+        Err(source) => Err(ProcessorError::Read { path, source }),
+    }
+}
+
+/// Fails if `preprocessor_config.json` has another value than `config.json`.
+///
+/// # Errors
+/// [`ProcessorError::Disagree`].
+pub(crate) fn agree(
+    field: &'static str,
+    config: usize,
+    preprocessor: Option<usize>,
+) -> Result<(), ProcessorError> {
+    match preprocessor {
+        Some(preprocessor) if preprocessor != config => Err(ProcessorError::Disagree {
+            field,
+            config,
+            preprocessor,
+        }),
+        _ => Ok(()),
+    }
+}
+
 /// Mean per channel of the pictures that CLIP's towers were trained on.
 pub(crate) const CLIP_MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
 /// Their standard deviation.
 pub(crate) const CLIP_STD: [f32; 3] = [0.268_629_54, 0.261_302_6, 0.275_777_1];
 
-/// Turns bytes into the values the vision tower sees, in `f32`: `(v / 255 - mean) / std`.
+/// Normalization of bytes to inputs of the vision tower, in `f32`: `(v / 255 - mean) / std`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Normalization {
     mean: [f32; 3],
@@ -162,7 +196,7 @@ pub struct Normalization {
 }
 
 impl Normalization {
-    /// Normalisation by `mean` and `std` per channel (red, green, blue).
+    /// Normalization by `mean` and `std` per channel (red, green, blue).
     ///
     /// # Errors
     /// [`ProcessorError::Normalization`] if a deviation is zero or any value is not finite.
@@ -174,7 +208,7 @@ impl Normalization {
         Ok(Self { mean, std })
     }
 
-    /// That of the towers trained beside CLIP.
+    /// Normalization of CLIP's towers.
     #[must_use]
     pub fn clip() -> Self {
         Self {

@@ -1,12 +1,12 @@
-//! Random weights that are functions of seed, tensor name and element: a model of any size without a file, or the
-//! contents of its files.
+//! Random weights as functions of seed, tensor name and element. They make a model of any size without weight files, or
+//! the contents of its files.
 //!
-//! A hash looks up the value of its quantile, a few nanoseconds each: 16 bits choose one of 65,536 equally likely values
-//! of the distribution, which is more than the number format tells apart, since a bf16 has 8 significant bits. One hash
-//! serves four elements. The same bytes on every machine, for any number of threads and any cut into ranges.
+//! A value takes a few nanoseconds: 16 bits of a hash choose one of 65,536 equally likely quantiles of the distribution.
+//! A bf16 has 8 significant bits, fewer than that. One hash serves four elements. The bytes are the same on every
+//! machine, for any number of threads and any split into ranges.
 //!
 //! A model folder that has [`FILE`] instead of weight files has these values; [`WeightSource`](crate::WeightSource)
-//! reads them as if they lay in files of bf16.
+//! reads them like files of bf16.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -23,11 +23,11 @@ use crate::{ModelOptions, OpenError, open_model};
 
 /// Name of the file that stands for all weights of a folder.
 pub const FILE: &str = "model.seeded.json";
-/// What [`FILE`] holds.
+/// Content of [`FILE`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Marker {
-    /// Which generator makes the values; another one is an error.
+    /// Name of the generator; another one is an error.
     generator: Generator,
     /// Its seed.
     pub seed: u64,
@@ -53,7 +53,7 @@ impl Marker {
 /// Parameters of the model that a folder's `config.json` describes, without adapters, with the distribution of each.
 ///
 /// # Errors
-/// The configuration is of no model.
+/// The configuration is of no supported model.
 pub fn tensors(dir: &Path) -> Result<Vec<(ParamSpec, Init)>, OpenError> {
     let model = open_model(dir, ModelOptions::new(kernels::DType::BF16))?;
     let params = model.spec().params.iter();
@@ -61,7 +61,7 @@ pub fn tensors(dir: &Path) -> Result<Vec<(ParamSpec, Init)>, OpenError> {
     Ok(params.map(of).collect())
 }
 
-/// The generators of a model's tensors, which share what they look values up in.
+/// The generators of a model's tensors, which share tables of values.
 #[derive(Debug, Default)]
 pub struct Generators {
     tables: BTreeMap<(u8, u32), Arc<[u16]>>,
@@ -87,7 +87,7 @@ impl Generators {
 const VALUES: usize = 1 << 16;
 /// Elements per hash.
 const LANES: usize = 4;
-/// Elements that one thread makes at once.
+/// Elements that one thread computes at once.
 const PIECE: usize = 1 << 15;
 /// Step of the integral over the normal density.
 const STEP: f64 = 1e-4;
@@ -105,7 +105,7 @@ impl Values {
         self.fill_as(first, out, |bits| bits);
     }
 
-    /// As [`Values::fill`], with each value's bits turned by `convert`.
+    /// As [`Values::fill`], with each value's bits converted by `convert`.
     pub fn fill_as<T: Copy + Send>(
         &self,
         first: u64,

@@ -1,4 +1,4 @@
-//! Which parameters a list of patterns means: `lm_head`, `llm,resampler`, `norm,bias`, `llm\.model\.layers\.[0-3]\..*`.
+//! Selections of parameters by a list of patterns: `lm_head`, `llm,resampler`, `norm,bias`, `llm\.model\.layers\.[0-3]\..*`.
 
 use regex::Regex;
 
@@ -24,11 +24,11 @@ struct Pattern {
 
 #[derive(Clone, Debug)]
 enum Meaning {
-    /// A module: this run of parts somewhere in the path.
+    /// A module: these consecutive parts anywhere in the path.
     Module(String),
     /// The pictures' side of any family.
     Vision,
-    /// Weights and biases of normalisation layers.
+    /// Weights and biases of normalization layers.
     Norm,
     /// Biases of all layers.
     Bias,
@@ -60,13 +60,13 @@ impl Selection {
         Ok(Self { patterns })
     }
 
-    /// Whether a parameter is meant.
+    /// Whether a parameter is selected.
     #[must_use]
     pub fn contains(&self, name: &str) -> bool {
         self.patterns.iter().any(|pattern| pattern.matches(name))
     }
 
-    /// Fails when a word means none of these parameters.
+    /// Fails if a word selects none of these parameters.
     ///
     /// # Errors
     /// Names the word.
@@ -112,7 +112,7 @@ impl Pattern {
 /// What families call the pictures' side.
 const VISION: [&str; 3] = ["vpm", "vision", "visual"];
 
-/// Whether a path goes through a module, given as a run of its parts.
+/// Whether a path contains a module, given as consecutive parts.
 fn in_module(name: &str, module: &str) -> bool {
     format!(".{name}.").contains(&format!(".{module}."))
 }
@@ -134,7 +134,7 @@ fn meaning(word: &str) -> Result<Meaning> {
     })
 }
 
-/// At commas outside of brackets.
+/// Splits at commas outside of brackets.
 fn split(text: &str) -> Vec<String> {
     let (mut words, mut word, mut depth) = (Vec::new(), String::new(), 0usize);
     for c in text.chars() {

@@ -1,4 +1,4 @@
-//! The largest sample a run may meet, made up from `config.json` alone: for plans without data.
+//! The largest possible sample of a run, from `config.json` alone, for plans without data.
 
 use crate::cogvlm::CogConfig;
 use crate::config::ConfigError;
@@ -9,13 +9,13 @@ use crate::glm41v::config::Glm41vConfig;
 use crate::minicpm::config::MiniCpmConfig;
 use std::path::Path;
 
-/// Any token of any vocabulary that means nothing.
+/// A token without meaning, in every vocabulary.
 const TOKEN: i32 = 5;
 /// Tokens of text in front of a picture.
 const FRONT: usize = 4;
 /// Pixels of the largest picture that the published files of GLM-4.1V allow.
 const GLM41V_MAX_PIXELS: usize = 9_633_792;
-/// Patches of GLM-4.1V that become one token, per side.
+/// Patches per side of one token of GLM-4.1V.
 const GLM41V_MERGE: usize = 2;
 
 /// A sample of `max_tokens` tokens, all supervised, with one picture of the family's largest size,

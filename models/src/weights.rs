@@ -2,8 +2,8 @@
 //!
 //! A folder whose weights are only declared ([`seeded::FILE`]) is read as if it had files.
 //!
-//! Nothing is held in memory but the headers: reads are positioned, so several threads may read
-//! through one source and a rank touches only the bytes of its own slices.
+//! Only the headers are in memory. Reads are positioned, so several threads may read through one
+//! source, and a rank reads only the bytes of its own slices.
 
 use crate::OpenError;
 use crate::params::is_added;
@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 
 /// Elements converted at once.
 const CHUNK_ELEMS: usize = 1 << 16;
-/// Larger headers are taken for damage, as the reference implementation does.
+/// Larger headers count as damage, as in the reference implementation.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// Why weights cannot be read.
@@ -75,7 +75,7 @@ pub enum WeightError {
         /// The name.
         file: String,
     },
-    /// A tensor the model needs is in no file.
+    /// A tensor of the model is in no file.
     #[error("tensor {name} is missing from {}", dir.display())]
     MissingTensor {
         /// The tensor.
@@ -83,7 +83,7 @@ pub enum WeightError {
         /// The folder.
         dir: PathBuf,
     },
-    /// A tensor has another shape than the configuration says.
+    /// A tensor's shape differs from the configuration.
     #[error("tensor {name} has shape {got:?}, the configuration says {expected}")]
     WrongShape {
         /// The tensor.
@@ -93,14 +93,14 @@ pub enum WeightError {
         /// In the file.
         got: Vec<usize>,
     },
-    /// A tensor has a dtype that is not converted.
+    /// A tensor has an unsupported dtype.
     #[error("tensor {name} is stored as {got}, expected F32, BF16 or F16 (converted to {wanted})")]
     DType {
         /// The tensor.
         name: String,
         /// In the file.
         got: String,
-        /// What was asked for.
+        /// The requested dtype.
         wanted: DType,
     },
     /// A range lies outside its tensor, or the buffer has another length.
@@ -108,7 +108,7 @@ pub enum WeightError {
     Range {
         /// The tensor.
         name: String,
-        /// The range asked for.
+        /// The requested range.
         elements: Range<usize>,
         /// Elements of the tensor.
         elems: usize,
@@ -125,22 +125,22 @@ struct Shard {
     file: File,
 }
 
-/// Where a tensor lies.
+/// Location of a tensor.
 #[derive(Debug)]
 struct Entry {
     shard: usize,
     place: Place,
     shape: Vec<usize>,
-    /// `None` for a dtype that is not converted; its name is in `dtype_name`.
+    /// `None` for an unsupported dtype; its name is in `dtype_name`.
     dtype: Option<DType>,
     dtype_name: String,
 }
 
 #[derive(Debug)]
 enum Place {
-    /// From this byte of the file on.
+    /// In the file, from this byte on.
     At(u64),
-    /// Nowhere: made when asked for, as bf16.
+    /// Computed on each read, as bf16.
     Made(Values),
 }
 
@@ -296,7 +296,7 @@ impl WeightSource {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// The file a tensor lies in.
+    /// The file of a tensor.
     #[must_use]
     pub fn file_of(&self, name: &str) -> Option<&Path> {
         Some(&self.shards[self.tensors.get(name)?.shard].path)
@@ -308,15 +308,15 @@ impl WeightSource {
         Some(&self.tensors.get(name)?.shape)
     }
 
-    /// Dtype of a tensor as stored; `None` when it is absent or of a kind that is not converted.
+    /// Dtype of a tensor as stored; `None` if it is absent or its dtype is unsupported.
     #[must_use]
     pub fn dtype(&self, name: &str) -> Option<DType> {
         self.tensors.get(name)?.dtype
     }
 
-    /// Checks that every parameter of `spec` is there with its shape and a convertible dtype
-    /// (adapter parameters excepted: they begin at their initialisation or come from an adapter
-    /// file), and returns the tensors that the model does not use, sorted.
+    /// Checks that every parameter of `spec` is present with its shape and a supported dtype, and
+    /// returns the tensors that the model does not use, sorted. Adapter parameters are not checked:
+    /// they begin at their initialization or come from an adapter file.
     ///
     /// # Errors
     /// Names the first tensor that does not fit.
@@ -427,7 +427,7 @@ impl Entry {
     }
 }
 
-/// Makes the elements from `first` on as `out`.
+/// Computes the elements from `first` on as `out`.
 fn make(values: &Values, first: u64, out: DType, dst: &mut [u8], convert: Convert) -> Result<()> {
     // What loading asks for needs no second pass over memory.
     if let (DType::F32, Ok(dst)) = (out, bytemuck::try_cast_slice_mut::<u8, f32>(dst)) {
@@ -456,7 +456,7 @@ fn is_plain(file: &str) -> bool {
     matches!(parts.next(), Some(std::path::Component::Normal(_))) && parts.next().is_none()
 }
 
-/// Where the tensors of a file lie.
+/// Locations of the tensors of a file.
 fn entries(
     metadata: &Metadata,
     data_start: u64,
@@ -479,7 +479,7 @@ fn entries(
     })
 }
 
-/// The header, and where the data begins.
+/// The header, and the first byte of the data.
 fn read_header(file: &File, path: &Path) -> Result<(Metadata, u64)> {
     let read = |source| read_error(path, source);
     let truncated = |expected_bytes, got_bytes| WeightError::Truncated {

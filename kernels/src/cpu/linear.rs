@@ -6,8 +6,9 @@ use super::parallel::workers;
 use super::pointwise::{Store, drop_into};
 use super::simd::multiversion;
 use super::{CpuBackend, Space, floats};
-use crate::backend::{LoraArgs, LoraGrads, MatmulArgs, Transpose};
-use crate::check::{LoraSizes, Sizes};
+use crate::adapted::{AdaptedRows, LoraArgs, LoraGrads};
+use crate::backend::{MatmulArgs, Transpose};
+use crate::check::{self, LoraSizes, Sizes};
 use crate::error::Result;
 use crate::pool::Tag;
 use crate::{DType, Float, Tensor, TensorMut};
@@ -108,7 +109,7 @@ impl CpuBackend {
         Ok(out.freeze())
     }
 
-    pub(super) fn lora_op(&self, args: &LoraArgs<'_>, s: LoraSizes) -> Result<Tensor> {
+    fn lora_op(&self, args: &LoraArgs<'_>, s: LoraSizes) -> Result<Tensor> {
         let dtype = args.x.dtype();
         let mut out = self.output([s.t, s.n], dtype)?;
         let seen = self.seen(args)?;
@@ -128,7 +129,7 @@ impl CpuBackend {
         Ok(out.freeze())
     }
 
-    pub(super) fn lora_backward_op(
+    fn lora_backward_op(
         &self,
         args: &LoraArgs<'_>,
         dy: &Tensor,
@@ -199,6 +200,22 @@ impl CpuBackend {
             sum_partials(partials, out.as_mut_slice());
         }
         Ok(out.freeze())
+    }
+}
+
+impl AdaptedRows for CpuBackend {
+    fn layer(&self, args: &LoraArgs<'_>) -> Result<Tensor> {
+        let sizes = check::lora(args)?;
+        let operands = [args.x, args.weight, args.lora_a, args.lora_b];
+        check::values("adapted_linear", &operands)?;
+        self.lora_op(args, sizes)
+    }
+
+    fn layer_backward(&self, args: &LoraArgs<'_>, dy: &Tensor, need_dx: bool) -> Result<LoraGrads> {
+        let sizes = check::lora(args)?;
+        let operands = [args.x, args.weight, args.lora_a, args.lora_b, dy];
+        check::values("adapted_linear_backward", &operands)?;
+        self.lora_backward_op(args, dy, need_dx, sizes)
     }
 }
 

@@ -14,9 +14,12 @@ mod rows;
 pub(crate) mod simd;
 pub(crate) mod workspace;
 
+use crate::adapted::{
+    self, AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads,
+};
 use crate::backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
-    LoraArgs, LoraGrads, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
+    LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
 };
 use crate::check;
 use crate::error::Result;
@@ -151,25 +154,17 @@ impl Backend for CpuBackend {
         self.column_sum_op(x)
     }
 
-    fn lora_linear(&self, args: LoraArgs<'_>) -> Result<Tensor> {
-        let sizes = check::lora(&args)?;
-        check::values(
-            "lora_linear",
-            &[args.x, args.weight, args.lora_a, args.lora_b],
-        )?;
-        self.lora_op(&args, sizes)
+    fn adapted_linear(&self, args: AdaptedLinearArgs<'_>) -> Result<AdaptedLinear> {
+        adapted::check("adapted_linear", &args)?;
+        adapted::forward(self, &args)
     }
 
-    fn lora_linear_backward(
+    fn adapted_linear_backward(
         &self,
-        args: LoraArgs<'_>,
-        dy: &Tensor,
-        need_dx: bool,
-    ) -> Result<LoraGrads> {
-        let sizes = check::lora_backward(&args, dy)?;
-        let operands = [args.x, args.weight, args.lora_a, args.lora_b, dy];
-        check::values("lora_linear_backward", &operands)?;
-        self.lora_backward_op(&args, dy, need_dx, sizes)
+        args: AdaptedLinearGradArgs<'_>,
+    ) -> Result<AdaptedLinearGrads> {
+        adapted::check_backward("adapted_linear_backward", &args)?;
+        adapted::backward(self, &args)
     }
 
     fn layer_norm(&self, x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f32) -> Result<Tensor> {

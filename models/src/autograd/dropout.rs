@@ -1,12 +1,12 @@
-//! Which elements a training pass sets to zero: a function of seed, layer, sample, row and column, never of the batch a
-//! sample lies in, so that masks are the same for any world size and micro-batch and none is stored.
+//! Dropout masks of a training pass. A mask is a function of seed, layer, sample, row and column, not of the batch. It
+//! is therefore the same for any world size and micro-batch size, and is never stored.
 
 use crate::SampleInput;
 use crate::error::Result;
 use kernels::random::philox4x32;
 use kernels::{Backend, DType, Shape, Tag, Tensor};
 
-/// What the rows of a value are.
+/// Kind of the rows of a value.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Rows {
     /// Tokens of the batch.
@@ -24,7 +24,7 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// `samples` are those of the batch in their order; `keys` tells them apart, also between epochs.
+    /// `samples` are those of the batch in order; `keys` has a key for each, which differs between epochs.
     ///
     /// # Errors
     /// When memory runs out.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 /// Step of the differences: large enough for f32 rounding, small enough for curvature.
 const STEP: f32 = 1e-2;
-/// Of the largest gradient: f32 rounding of the sums over `STEP`, plus its square.
+/// Tolerance as a share of the largest gradient: f32 rounding of the sums over `STEP`, plus its square.
 const TOLERANCE: f32 = 4e-3;
 
 /// Deterministic values in -1..1.
@@ -91,7 +91,7 @@ pub(crate) fn gradcheck<const I: usize>(
     check(None, inputs, params, body);
 }
 
-/// As [`gradcheck`], where the tapes drop inputs of adapters.
+/// As [`gradcheck`], with dropout of adapters' inputs.
 pub(crate) fn gradcheck_dropped<const I: usize>(
     state: &Dropout,
     inputs: [&[usize]; I],

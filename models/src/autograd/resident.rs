@@ -1,4 +1,4 @@
-//! The simplest parameter access: the whole model in one memory.
+//! Parameter access without sharding: the whole model in one memory.
 
 use engine::{EngineError, Lease, LeaseOwner, ModelSpec, ParamAccess, ParamId, Phase, UnitId};
 use kernels::{Backend, KernelError, Tensor};
@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What a tape asked of [`ResidentParams`], in order.
+/// Call of a tape to [`ResidentParams`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum AccessEvent {
     /// A lease began.
@@ -25,10 +25,10 @@ struct State {
     events: Vec<AccessEvent>,
 }
 
-/// All parameters of a model in one memory, nothing sharded: the reference for tests, and what
-/// measures a model's activations on the null device.
+/// All parameters of a model in one memory, without sharding. It is the reference in tests, and measures a model's
+/// activations on the meta device.
 ///
-/// It holds its callers to the contract of [`ParamAccess`]: one lease at a time, deposits only
+/// It checks its callers against the contract of [`ParamAccess`]: one lease at a time, deposits only
 /// under a backward lease of the parameter's unit, each parameter once per lease. Gradients of
 /// successive passes are summed until [`ResidentParams::clear_grads`].
 #[derive(Debug)]
@@ -71,7 +71,7 @@ impl ResidentParams {
         })
     }
 
-    /// With the inputs of these runs of units, but for the first of each, computed again in backward.
+    /// Recomputes in backward the inputs of these runs of units, except the first of each run.
     #[must_use]
     pub fn with_recomputed(mut self, groups: Vec<Range<u32>>) -> Self {
         self.recomputed = groups;
@@ -106,7 +106,7 @@ impl ResidentParams {
         self.grads.borrow_mut().fill(None);
     }
 
-    /// Everything asked since the last call.
+    /// The calls since the last call of this method.
     pub fn take_events(&self) -> Vec<AccessEvent> {
         std::mem::take(&mut self.state.borrow_mut().events)
     }

@@ -13,7 +13,7 @@ use std::fmt::Display;
 /// Whether operations are recorded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Mode {
-    /// Values only; nothing is kept.
+    /// Values only; nothing is stored.
     Forward,
     /// Values and their backward, which outlives the lease.
     Store,
@@ -21,7 +21,7 @@ pub(super) enum Mode {
     Replay,
 }
 
-/// What a segment's body computes with: every differentiable operation, and the only reader of
+/// Recorder inside a segment: it has every differentiable operation, and is the only reader of
 /// weights. It exists only while the segment's unit is leased.
 pub struct Scope<'s> {
     access: &'s dyn ParamAccess,
@@ -34,7 +34,7 @@ pub struct Scope<'s> {
     nodes: RefCell<Vec<Node>>,
     slots: Cell<usize>,
     elided: Cell<bool>,
-    /// Where [`Scope::with_rows`] is under way: the names of its rows.
+    /// Row words of the current [`Scope::with_rows`], if any.
     row_names: RefCell<Option<Tensor>>,
 }
 
@@ -83,14 +83,14 @@ impl<'s> Scope<'s> {
         self.dropout
     }
 
-    /// What tells the rows of a value apart for dropout, `[t, 2]`.
+    /// Row words of a value for dropout, i32 `[t, 2]`.
     pub(crate) fn dropout_rows(&self, state: &Dropout, rows: Rows) -> Tensor {
         let names = self.row_names.borrow();
         names.as_ref().unwrap_or_else(|| state.rows(rows)).clone()
     }
 
-    /// Runs `body` on values whose rows are rows `index` (i32) of the batch's `rows`, so that the adapters inside drop
-    /// by what the rows stand for. A row may be named several times.
+    /// Runs `body` on values whose rows are rows `index` (i32) of the batch's `rows`, so that adapters in it
+    /// use the dropout of these rows. A row may be named several times.
     ///
     /// # Errors
     /// When `body` fails or memory runs out.
@@ -123,7 +123,7 @@ impl<'s> Scope<'s> {
         }
     }
 
-    /// A segment input: a slot of its own when a gradient for it is wanted.
+    /// A segment input, with a slot if it wants a gradient.
     pub(super) fn enter(&self, value: Tensor, requires_grad: bool) -> Var {
         let slot = (requires_grad && self.mode != Mode::Forward).then(|| self.new_slot());
         Var::new(value, self.id, slot, requires_grad)
@@ -134,7 +134,7 @@ impl<'s> Scope<'s> {
         Ok(self.lease.param(id)?)
     }
 
-    /// A copy of a weight, where the weight itself would outlive its lease.
+    /// A copy of a weight, for uses in which the weight itself would outlive its lease.
     pub(crate) fn weight_value(&self, id: ParamId) -> Result<Tensor> {
         let weight = self.weight(id)?;
         Ok(match self.mode {
@@ -148,14 +148,14 @@ impl<'s> Scope<'s> {
         self.access.is_trainable(id)
     }
 
-    /// Whether this is the second run, whose loss values nobody reads.
+    /// Whether this is the recompute, whose loss values are not read.
     pub(crate) fn elide_value(&self) -> bool {
         let replay = self.mode == Mode::Replay;
         self.elided.set(self.elided.get() || replay);
         replay
     }
 
-    /// The factor that a loss will be asked the gradient of, when its gradient may be computed in this run already.
+    /// Factor of the loss in backward, if this run may already compute the gradient.
     pub(crate) fn stored_loss_factor(&self) -> Option<f32> {
         (self.mode == Mode::Store).then_some(self.loss_factor)
     }
@@ -273,7 +273,7 @@ impl<'s> Scope<'s> {
         slot
     }
 
-    /// What was recorded.
+    /// The recorded operations.
     pub(super) fn into_record(self) -> Record {
         Record {
             nodes: self.nodes.into_inner(),

@@ -16,7 +16,7 @@ pub(crate) enum Grad {
     Tensor(Tensor),
 }
 
-/// Receives the gradient of each result; at least one is there.
+/// Receives the gradient of each result; at least one is present.
 type Backward = Box<dyn FnOnce(&mut Sweep<'_>, Vec<Option<Grad>>) -> Result<()>>;
 
 /// One recorded operation. Weights are remembered by id, never by value.
@@ -34,7 +34,7 @@ struct Pending {
     parts: Vec<(Range<usize>, Tensor)>,
 }
 
-/// State of a sweep, and what an operation's backward works with.
+/// State of a sweep; an operation's backward adds its gradients here.
 pub(crate) struct Sweep<'s> {
     access: &'s dyn ParamAccess,
     lease: &'s Lease<'s>,
@@ -115,7 +115,7 @@ impl<'s> Sweep<'s> {
         dense(self.backend(), grad, shape, dtype)
     }
 
-    /// Sweeps `nodes` from the last to the first; what a node kept dies with it.
+    /// Sweeps `nodes` from the last to the first; a node's stored values are dropped with it.
     pub(super) fn run(&mut self, mut nodes: Vec<Node>) -> Result<()> {
         while let Some(node) = nodes.pop() {
             let grads: Vec<_> = node

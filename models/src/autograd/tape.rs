@@ -20,7 +20,7 @@ pub type Observer<'o> = &'o dyn Fn(&str, &Tensor);
 /// and its result.
 pub type OpObserver<'o> = &'o dyn Fn(&'static str, &[ParamId], &Tensor);
 
-/// Who watches a forward pass.
+/// Observers of a forward pass.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Observers<'o> {
     pub(super) values: Option<Observer<'o>>,
@@ -48,7 +48,7 @@ impl Loss {
         Ok(rows.iter().map(|x| f64::from(*x)).sum())
     }
 
-    /// Lets [`Loss::sum`] be taken later, so that the host need not wait for the forward pass before it queues backward.
+    /// Defers [`Loss::sum`], so that the host can queue backward before the forward pass has finished.
     ///
     /// # Errors
     /// A device that fails.
@@ -57,7 +57,7 @@ impl Loss {
     }
 }
 
-/// The losses of a pass, as they are taken to the host later. Their memory stays until then.
+/// Deferred sum of the losses of a pass; holds their memory until it is computed.
 #[derive(Debug)]
 pub struct LossFetch(Fetch);
 
@@ -78,33 +78,33 @@ impl LossFetch {
     }
 }
 
-/// What backward needs of a segment: where its values go to, and how their gradients come about.
+/// Record of a segment for backward: its slots, and how to compute their gradients.
 struct Segment<'m> {
     unit: UnitId,
     outputs: Range<Slot>,
     work: Work<'m>,
 }
 
-/// An input of a segment that runs again.
+/// Input of a recomputed segment.
 enum Input {
-    /// It stays on the device.
+    /// Stored on the device.
     Here(Tensor),
-    /// It is kept elsewhere; segments that share it share the copy.
+    /// Stored on another tier; segments that share the input share the copy.
     Away(Rc<Saved>),
-    /// The segment in front computes it again: this output.
+    /// Recomputed: this output of the previous segment.
     Recomputed(usize),
 }
 
-/// How a segment's gradients come about.
+/// How backward computes a segment's gradients.
 enum Work<'m> {
-    /// Its body runs again.
+    /// By recomputing its body.
     Replay {
         body: Body<'m>,
         inputs: Vec<(Input, Option<Slot>)>,
-        /// Checksums of the outputs, where replay is checked.
+        /// Checksums of the outputs, if recomputes are checked.
         sums: Vec<u64>,
     },
-    /// Its first run was recorded.
+    /// From the record of its first run.
     Stored {
         record: Record,
         /// Places of the inputs that want a gradient on the tape.
@@ -175,7 +175,7 @@ impl<'e, 'm> Tape<'e, 'm> {
         Self::new(access, true)
     }
 
-    /// A tape that keeps nothing: forward only.
+    /// A tape that stores nothing, for forward passes alone.
     #[must_use]
     pub fn inference(access: &'e dyn ParamAccess) -> Self {
         Self::new(access, false)
@@ -212,22 +212,22 @@ impl<'e, 'm> Tape<'e, 'm> {
         self
     }
 
-    /// Sets elements to zero where layers ask for it; without, and in inference, no layer does.
+    /// Turns dropout on, for layers that have one. Inference has none.
     #[must_use]
     pub fn with_dropout(mut self, dropout: Dropout) -> Self {
         self.dropout = Some(dropout).filter(|_| self.recording);
         self
     }
 
-    /// Keeps the inner values of the segments of these units instead of computing them again in backward. The gradients
-    /// are the same bits.
+    /// Stores the inner values of these units' segments instead of recomputing them in backward. The gradients are the
+    /// same bits.
     #[must_use]
     pub fn with_stored(mut self, stored: &'e dyn Fn(UnitId) -> bool) -> Self {
         self.stored = Some(stored);
         self
     }
 
-    /// Whether backward compares each replayed output with the first one; on in debug builds.
+    /// Whether backward compares each recomputed output with the first one; on in debug builds.
     #[must_use]
     pub fn with_replay_check(mut self, check: bool) -> Self {
         self.check_replay = check;
@@ -283,10 +283,11 @@ impl<'e, 'm> Tape<'e, 'm> {
         here.sum()
     }
 
-    /// Runs `body` while the parameters of `unit` are readable, and keeps only `inputs`.
+    /// Runs `body` while the parameters of `unit` are readable, and stores only `inputs`.
     ///
-    /// `body` runs once here and, when a gradient passes through, once more in backward, or twice where the unit behind
-    /// keeps no input ([`ParamAccess::recomputes_input`]); all runs must compute the same. Values without gradient (masks, positions) are captured.
+    /// `body` runs once here. Backward runs it once more if a gradient passes through, and twice if the next unit's input
+    /// is recomputed ([`ParamAccess::recomputes_input`]). All runs must compute the same. `body` captures values without
+    /// gradient (masks, positions).
     /// Units are used in the order of the model, each at most once per tape.
     ///
     /// # Errors
@@ -303,7 +304,7 @@ impl<'e, 'm> Tape<'e, 'm> {
     }
 
     /// As [`Tape::segment`], for the one that backward begins with: it needs the inner values at once, so they are
-    /// kept instead of computed again.
+    /// stored instead of recomputed.
     ///
     /// # Errors
     /// As [`Tape::segment`].
@@ -367,7 +368,7 @@ impl<'e, 'm> Tape<'e, 'm> {
         }))
     }
 
-    /// The inputs for the second run.
+    /// The inputs for the recompute.
     fn keep_all(&self, unit: UnitId, inputs: &[&Var]) -> Result<Vec<(Input, Option<Slot>)>> {
         let again = match self.segments.borrow().last() {
             Some(front) if self.access.recomputes_input(unit) => match front.work {
@@ -385,7 +386,7 @@ impl<'e, 'm> Tape<'e, 'm> {
         inputs.iter().map(input).collect()
     }
 
-    /// An input for the second run: values that carry a gradient go to the engine's tier for them.
+    /// An input for the recompute. Values with a gradient go to the engine's tier for activations.
     fn keep(&self, input: &Var) -> Result<(Input, Option<Slot>)> {
         let (Some(tier), Some(slot)) = (self.access.activations(), input.slot()) else {
             return Ok((Input::Here(input.value().clone()), input.slot()));
@@ -455,7 +456,7 @@ impl<'e, 'm> Tape<'e, 'm> {
     }
 
     /// Sends `factor * sum(loss.rows)` back through the tape. Parameter gradients go to the
-    /// engine, each once, in f32. Saved inputs die as the sweep passes.
+    /// engine, each once, in f32. Stored inputs are dropped as the sweep passes.
     ///
     /// # Errors
     /// When a segment differs from its first run, or the engine or the device fails.
@@ -539,8 +540,8 @@ impl<'e, 'm> Tape<'e, 'm> {
     }
 }
 
-/// Leases the segment's unit, runs its body again where its first run was not recorded, sweeps; returns the gradients of its inputs by
-/// their slot on the tape.
+/// Leases the segment's unit, recomputes its body unless the first run was recorded, and sweeps. Returns the gradients of
+/// its inputs by their slot on the tape.
 fn replay(
     access: &dyn ParamAccess,
     segment: Segment<'_>,
@@ -594,7 +595,7 @@ fn replay(
 }
 
 impl Segment<'_> {
-    /// Whether an input has to be computed first.
+    /// Whether an input has to be recomputed first.
     fn lacks_input(&self) -> bool {
         let Work::Replay { inputs, .. } = &self.work else {
             return false;
@@ -603,7 +604,7 @@ impl Segment<'_> {
         inputs.any(|(input, _)| matches!(input, Input::Recomputed(_)))
     }
 
-    /// Takes what it lacks from the outputs of the segment in front.
+    /// Takes missing inputs from the outputs of the previous segment.
     fn complete(&mut self, front: &[Tensor]) {
         if let Work::Replay { inputs, .. } = &mut self.work {
             for (input, _) in inputs {
@@ -615,8 +616,8 @@ impl Segment<'_> {
     }
 }
 
-/// Computes the inputs that a group did not keep: runs its segments in front of `last` forward again, and leaves every
-/// segment of the group its inputs. Those that were kept elsewhere come back once.
+/// Recomputes the inputs that a group did not store: runs its segments before `last` forward, and gives every segment of
+/// the group its inputs. Inputs on another tier are fetched once.
 fn recompute(
     access: &dyn ParamAccess,
     segments: &mut [Segment<'_>],
@@ -673,7 +674,7 @@ fn recompute(
     Ok(())
 }
 
-/// Starts to bring back what a segment's second run begins with.
+/// Starts to fetch the inputs of a segment's recompute from another tier.
 fn prefetch(access: &dyn ParamAccess, segment: &Segment<'_>) -> Result<()> {
     if let (Some(tier), Work::Replay { inputs, .. }) = (access.activations(), &segment.work) {
         for (input, _) in inputs {
@@ -728,8 +729,8 @@ fn add(backend: &dyn Backend, grads: &mut [Option<Grad>], slot: Slot, grad: Grad
     Ok(())
 }
 
-/// FNV-1a over the bytes; 0 where there are none: on the null device, and of a device that fails (its next operation
-/// says so).
+/// FNV-1a over the bytes; 0 without bytes: on the meta device, and if the device fails, which its next operation
+/// reports.
 fn checksum(value: &Tensor) -> u64 {
     let hash = |bytes: &[u8]| {
         bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {

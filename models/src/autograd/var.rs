@@ -1,9 +1,9 @@
-//! Values that gradients flow through.
+//! Values with gradients.
 
 use kernels::{DType, Shape, Tensor};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Identity of a tape or scope, so that a value of one is not used under another.
+/// Identity of a tape or scope; a value cannot be used under another one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct RecorderId(u64);
 
@@ -14,7 +14,7 @@ impl RecorderId {
     }
 }
 
-/// Place of a gradient during the sweep.
+/// Index of a gradient during the sweep.
 pub(crate) type Slot = usize;
 
 /// A value on a tape or scope. Cloning shares the memory.
@@ -47,7 +47,7 @@ impl Var {
         &self.value
     }
 
-    /// Gives up the place on the tape, keeps the value.
+    /// The value, without its slot on the tape.
     #[must_use]
     pub fn into_value(self) -> Tensor {
         self.value
@@ -65,13 +65,13 @@ impl Var {
         self.value.dtype()
     }
 
-    /// Whether a trainable parameter or a leaf lies behind the value.
+    /// Whether the value depends on a trainable parameter or a leaf.
     #[must_use]
     pub fn requires_grad(&self) -> bool {
         self.requires_grad
     }
 
-    /// Where its gradient is collected; `None` when none is wanted or nothing is recorded.
+    /// Slot of its gradient; `None` without a gradient or without a record.
     pub(crate) fn slot(&self) -> Option<Slot> {
         self.slot
     }

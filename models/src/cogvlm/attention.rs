@@ -1,7 +1,7 @@
-//! Self-attention whose projections are chosen per token; all tokens attend to each other in one softmax.
+//! Self-attention with per-expert projections; text and image tokens attend to each other in one softmax.
 
 use super::config::{Edition, LanguageConfig};
-use super::experts::Routed;
+use super::experts::PerExpert;
 use crate::autograd::{Scope, Var};
 use crate::batch::Batch;
 use crate::error::Result;
@@ -9,11 +9,11 @@ use crate::generate::CachedLayer;
 use crate::nn::{FusedLinear, Linear, Prefix};
 use crate::params::ParamScope;
 
-/// Routed projections around causal attention with rotary positions.
+/// Per-expert projections around causal attention with rotary positions.
 #[derive(Clone, PartialEq, Debug)]
 pub(super) struct ExpertAttention {
-    qkv: Routed<FusedLinear>,
-    out: Routed<Linear>,
+    qkv: PerExpert<FusedLinear>,
+    out: PerExpert<Linear>,
     prefix: Option<Prefix>,
     heads: usize,
     kv_heads: usize,
@@ -36,7 +36,7 @@ impl ExpertAttention {
             let name = format!("{expert}_expert_query_key_value");
             scope.fused_linear(&name, &[heads * d, kv_heads * d, kv_heads * d], c, bias)
         };
-        let qkv = Routed {
+        let qkv = PerExpert {
             language: qkv("language", false),
             vision: qkv("vision", edition == Edition::CogVlm2),
         };
@@ -44,7 +44,7 @@ impl ExpertAttention {
             let name = format!("{expert}_expert_dense");
             scope.linear(&name, [c, heads * d], false)
         };
-        let out = Routed {
+        let out = PerExpert {
             language: out("language"),
             vision: out("vision"),
         };
@@ -59,7 +59,7 @@ impl ExpertAttention {
         }
     }
 
-    /// `[t, c]` to `[t, c]`; keys and values go through `cache` when it is given.
+    /// `[t, c]` to `[t, c]`; with `cache`, keys and values go through it.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

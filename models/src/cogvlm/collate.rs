@@ -1,4 +1,5 @@
-//! From samples to a batch: pictures, places of their features, experts, and rows that attend to features.
+//! Samples to a batch: images with the token rows of their features, row groups of the experts, and rows that attend to
+//! features.
 
 use super::config::CogConfig;
 use super::cross_vision::CrossPictures;
@@ -19,7 +20,7 @@ use crate::{SampleInput, cogvlm::config::Edition};
 use kernels::{Backend, Tensor};
 use std::sync::Arc;
 
-/// A picture's slices, each with the number of patches before it in the batch.
+/// An image's slices, each with the number of patches before it in the batch.
 type Picture<'a> = Vec<(&'a Slice, usize)>;
 
 impl CogVlm {
@@ -82,7 +83,7 @@ impl CogVlm {
             .transpose()
     }
 
-    /// Rows of padding that stand in the text; the places of features hold padding too.
+    /// Rows of padding tokens in the text. Placeholders of features are padding tokens, too, and are left out.
     fn padding_rows(
         &self,
         tokens: impl Iterator<Item = (i32, bool)>,
@@ -97,7 +98,7 @@ impl CogVlm {
             .transpose()
     }
 
-    /// The pictures of the batch; `None` when there is none.
+    /// The images of the batch; `None` without any.
     fn vision_batch(
         &self,
         samples: &[SampleInput<'_>],
@@ -146,7 +147,7 @@ impl CogVlm {
     }
 }
 
-/// The pictures that have a place in the text, with their slices.
+/// Slices of each image that has a place in the text.
 fn pictures<'a>(config: &CogConfig, samples: &[SampleInput<'a>]) -> Vec<Picture<'a>> {
     let (per_picture, mut patches) = (config.slices_per_picture(), 0);
     let mut all = Vec::new();

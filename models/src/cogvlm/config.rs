@@ -1,18 +1,17 @@
-//! `config.json` of CogVLM, CogAgent and CogVLM2, checked once so that the model code need not.
+//! `config.json` of CogVLM, CogAgent and CogVLM2, checked once, so that model code does not have to.
 //!
-//! The files carry no `model_type`: the class in `architectures` and the fields present tell the families apart.
+//! The files have no `model_type`. The class in `architectures` and the fields identify the family.
 
-use crate::config::{self, ConfigError, at_most, divisible, expect, positive, size, unsupported};
-use crate::eva::{EvaConfig, RawEva};
-use serde::Deserialize;
+use crate::config::{ConfigError, ConfigFile, Fields, at_most, divisible, size, unsupported};
+use crate::eva::EvaConfig;
 use std::path::Path;
 
-/// Base of the rotary frequencies of CogVLM and CogAgent; constants of their code.
+/// Base of the rotary frequencies of CogVLM and CogAgent, a constant of the published code.
 const THETA: f32 = 10_000.0;
-/// The same of CogVLM2.
+/// Base of the rotary frequencies of CogVLM2.
 const THETA_2: f32 = 500_000.0;
 
-/// Which published family a checkpoint belongs to.
+/// Published family of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Edition {
     /// CogVLM.
@@ -23,7 +22,7 @@ pub enum Edition {
     CogVlm2,
 }
 
-/// The prompt that a checkpoint was trained with.
+/// Prompt template of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TemplateVersion {
     /// The question alone.
@@ -47,7 +46,7 @@ pub struct CogConfig {
     pub vision: EvaConfig,
     /// CogAgent's second tower.
     pub cross: Option<CrossConfig>,
-    /// The prompt where nothing else is asked for.
+    /// Default prompt template.
     pub template: TemplateVersion,
 }
 
@@ -74,18 +73,18 @@ pub struct LanguageConfig {
     pub rope_theta: f32,
     /// Standard deviation of random start values.
     pub initializer_range: f64,
-    /// Id before every sample.
+    /// Id of the token before every sample.
     pub bos: i32,
-    /// Id behind every answer.
+    /// Id of the token after every answer.
     pub eos: i32,
-    /// Id that holds the places of features; its embedding gets no gradient.
+    /// Id of padding, also the placeholder of features; its embedding gets no gradient.
     pub pad: i32,
 }
 
 /// CogAgent's second tower (EVA2-CLIP-L) and the cross-attention that reads it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CrossConfig {
-    /// Side of the square picture in pixels.
+    /// Side of the square image in pixels.
     pub image_size: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
@@ -110,7 +109,7 @@ impl CrossConfig {
         self.image_size / self.patch_size
     }
 
-    /// Patches of a picture, which are the features that tokens read.
+    /// Patches of an image, which are the features that tokens read.
     #[must_use]
     pub fn patches(&self) -> usize {
         self.grid() * self.grid()
@@ -118,13 +117,12 @@ impl CrossConfig {
 }
 
 impl CogConfig {
-    /// Reads `config.json` of the model folder `dir`.
+    /// Reads `config.json` of the model directory `dir`.
     ///
     /// # Errors
     /// [`ConfigError`] if the file is missing or invalid, or describes a model that is not supported.
     pub fn load(dir: &Path) -> Result<Self, ConfigError> {
-        let (bytes, path) = config::read(dir)?;
-        Self::parse(&bytes, &path)
+        Self::read(ConfigFile::load(dir)?.fields())
     }
 
     /// Parses the content of a `config.json`; `path` is named in errors.
@@ -132,133 +130,29 @@ impl CogConfig {
     /// # Errors
     /// As [`CogConfig::load`].
     pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, ConfigError> {
-        let invalid = |source| ConfigError::Json {
-            path: path.to_owned(),
-            source,
-        };
-        let edition = Edition::parse(bytes).map_err(invalid)?;
-        let Some(edition) = edition else {
-            let head: Head = serde_json::from_slice(bytes).map_err(invalid)?;
+        Self::read(ConfigFile::parse(bytes, path)?.fields())
+    }
+
+    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
+        let Some(edition) = Edition::read(fields)? else {
             return Err(ConfigError::UnsupportedModel {
-                found: head.architectures.into_iter().next().unwrap_or_default(),
+                found: architecture(fields)?,
             });
         };
-        let raw: Raw = serde_json::from_slice(bytes).map_err(invalid)?;
-        raw.resolve(edition)
-    }
-
-    /// Features that stand for a picture in the prompt, without the learned rows around them.
-    #[must_use]
-    pub fn features(&self) -> usize {
-        match self.edition {
-            Edition::CogVlm2 => self.vision.patches() / 4,
-            Edition::CogVlm | Edition::CogAgent => self.vision.patches(),
-        }
-    }
-
-    /// Slices that a picture becomes: one per tower.
-    #[must_use]
-    pub fn slices_per_picture(&self) -> usize {
-        1 + usize::from(self.cross.is_some())
-    }
-}
-
-#[derive(Deserialize)]
-struct Head {
-    #[serde(default)]
-    architectures: Vec<String>,
-    num_multi_query_heads: Option<usize>,
-}
-
-impl Edition {
-    /// The family that a `config.json` describes; `None` for any other.
-    ///
-    /// # Errors
-    /// When it is not JSON.
-    pub fn parse(bytes: &[u8]) -> Result<Option<Self>, serde_json::Error> {
-        let head: Head = serde_json::from_slice(bytes)?;
-        let class = head.architectures.first().map_or("", String::as_str);
-        Ok(match (class, head.num_multi_query_heads) {
-            ("CogVLMForCausalLM", None) => Some(Self::CogVlm),
-            ("CogVLMForCausalLM", Some(_)) => Some(Self::CogVlm2),
-            ("CogAgentForCausalLM", _) => Some(Self::CogAgent),
-            _ => None,
-        })
-    }
-}
-
-#[derive(Deserialize)]
-struct Raw {
-    hidden_size: usize,
-    intermediate_size: usize,
-    num_hidden_layers: usize,
-    num_attention_heads: usize,
-    num_multi_query_heads: Option<usize>,
-    vocab_size: usize,
-    rms_norm_eps: f64,
-    initializer_range: Option<f64>,
-    hidden_act: Option<String>,
-    #[serde(default)]
-    tie_word_embeddings: bool,
-    bos_token_id: i32,
-    eos_token_id: i32,
-    pad_token_id: i32,
-    template_version: Option<String>,
-    vision_config: RawEva,
-    cross_image_size: Option<usize>,
-    cross_hidden_size: Option<usize>,
-    cross_compute_hidden_size: Option<usize>,
-    cross_vision_config: Option<RawCross>,
-}
-
-/// Sizes of the second tower. Published files leave them out; they are constants of the code then.
-#[derive(Deserialize)]
-#[serde(default)]
-struct RawCross {
-    layers: usize,
-    width: usize,
-    head_width: usize,
-    mlp_ratio: f64,
-    patch_size: usize,
-    embed_dim: usize,
-    pt_hw_seq_len: usize,
-}
-
-impl Default for RawCross {
-    fn default() -> Self {
-        Self {
-            layers: 24,
-            width: 1024,
-            head_width: 64,
-            mlp_ratio: 2.6667,
-            patch_size: 14,
-            embed_dim: 768,
-            pt_hw_seq_len: 16,
-        }
-    }
-}
-
-impl Raw {
-    fn resolve(self, edition: Edition) -> Result<CogConfig, ConfigError> {
-        expect("hidden_act", self.hidden_act.as_deref(), "silu")?;
-        if self.tie_word_embeddings {
-            return Err(unsupported(
-                "tie_word_embeddings",
-                "true".to_owned(),
-                "false",
-            ));
-        }
-        let template = template(self.template_version.as_deref())?;
-        let language = self.language(edition)?;
+        fields.expect::<String>("hidden_act", "silu")?;
+        fields.expect::<bool>("tie_word_embeddings", "false")?;
+        let template: Option<String> = fields.optional("template_version")?;
+        let template = template_of(template.as_deref())?;
+        let language = LanguageConfig::read(fields, edition)?;
         let cross = match edition {
-            Edition::CogAgent => Some(self.cross(language.num_heads)?),
+            Edition::CogAgent => Some(CrossConfig::read(fields, language.num_heads)?),
             Edition::CogVlm | Edition::CogVlm2 => None,
         };
-        let vision = self.vision_config.resolve()?;
+        let vision = EvaConfig::read(fields)?;
         if edition == Edition::CogVlm2 {
             divisible("vision_config.image_size / patch_size", vision.grid(), 2)?;
         }
-        Ok(CogConfig {
+        Ok(Self {
             edition,
             language,
             vision,
@@ -267,58 +161,97 @@ impl Raw {
         })
     }
 
-    fn language(&self, edition: Edition) -> Result<LanguageConfig, ConfigError> {
-        let heads = size("num_attention_heads", self.num_attention_heads)?;
-        let kv_heads = self.num_multi_query_heads.unwrap_or(heads);
+    /// Features of an image in the prompt, without the learned rows around them.
+    #[must_use]
+    pub fn features(&self) -> usize {
+        match self.edition {
+            Edition::CogVlm2 => self.vision.patches() / 4,
+            Edition::CogVlm | Edition::CogAgent => self.vision.patches(),
+        }
+    }
+
+    /// Slices of an image: one per tower.
+    #[must_use]
+    pub fn slices_per_picture(&self) -> usize {
+        1 + usize::from(self.cross.is_some())
+    }
+}
+
+/// The first class of `architectures`, or nothing.
+fn architecture(fields: Fields<'_>) -> Result<String, ConfigError> {
+    let all: Vec<String> = fields.or("architectures", Vec::new())?;
+    Ok(all.into_iter().next().unwrap_or_default())
+}
+
+impl Edition {
+    /// The family that a `config.json` describes; `None` for any other.
+    ///
+    /// # Errors
+    /// When a field has another type.
+    pub(crate) fn read(fields: Fields<'_>) -> Result<Option<Self>, ConfigError> {
+        let grouped: Option<usize> = fields.optional("num_multi_query_heads")?;
+        Ok(match (&*architecture(fields)?, grouped) {
+            ("CogVLMForCausalLM", None) => Some(Self::CogVlm),
+            ("CogVLMForCausalLM", Some(_)) => Some(Self::CogVlm2),
+            ("CogAgentForCausalLM", _) => Some(Self::CogAgent),
+            _ => None,
+        })
+    }
+}
+
+impl LanguageConfig {
+    fn read(fields: Fields<'_>, edition: Edition) -> Result<Self, ConfigError> {
+        let heads = fields.size("num_attention_heads")?;
+        let kv_heads = fields.or("num_multi_query_heads", heads)?;
         divisible("num_attention_heads", heads, kv_heads)?;
-        let head_dim = divisible("hidden_size", self.hidden_size, heads)?;
+        let hidden_size = fields.size("hidden_size")?;
+        let head_dim = divisible("hidden_size", hidden_size, heads)?;
         // Rotary positions rotate halves of a head.
         divisible("hidden_size / num_attention_heads", head_dim, 2)?;
         at_most("hidden_size / num_attention_heads", head_dim, 128)?;
-        let vocab_size = size("vocab_size", self.vocab_size)?;
-        let token = |field, id: i32| match usize::try_from(id) {
-            Ok(inside) if inside < vocab_size => Ok(id),
-            _ => Err(unsupported(
-                field,
-                id.to_string(),
-                "a token of the vocabulary",
-            )),
+        let vocab_size = fields.size("vocab_size")?;
+        let token = |field: &'static str| -> Result<i32, ConfigError> {
+            let id: i32 = fields.required(field)?;
+            match usize::try_from(id) {
+                Ok(inside) if inside < vocab_size => Ok(id),
+                _ => Err(unsupported(
+                    field,
+                    id.to_string(),
+                    "a token of the vocabulary",
+                )),
+            }
         };
-        Ok(LanguageConfig {
-            hidden_size: size("hidden_size", self.hidden_size)?,
-            intermediate_size: size("intermediate_size", self.intermediate_size)?,
-            num_layers: size("num_hidden_layers", self.num_hidden_layers)?,
+        Ok(Self {
+            hidden_size,
+            intermediate_size: fields.size("intermediate_size")?,
+            num_layers: fields.size("num_hidden_layers")?,
             num_heads: heads,
             num_kv_heads: kv_heads,
             head_dim,
             vocab_size,
-            rms_norm_eps: positive("rms_norm_eps", self.rms_norm_eps)?,
-            rope_theta: if edition == Edition::CogVlm2 {
-                THETA_2
-            } else {
-                THETA
+            rms_norm_eps: fields.positive("rms_norm_eps")?,
+            rope_theta: match edition {
+                Edition::CogVlm2 => THETA_2,
+                Edition::CogVlm | Edition::CogAgent => THETA,
             },
-            initializer_range: positive(
-                "initializer_range",
-                self.initializer_range.unwrap_or(0.02),
-            )?,
-            bos: token("bos_token_id", self.bos_token_id)?,
-            eos: token("eos_token_id", self.eos_token_id)?,
-            pad: token("pad_token_id", self.pad_token_id)?,
+            initializer_range: fields.positive_or("initializer_range", 0.02)?,
+            bos: token("bos_token_id")?,
+            eos: token("eos_token_id")?,
+            pad: token("pad_token_id")?,
         })
     }
+}
 
-    fn cross(&self, heads: usize) -> Result<CrossConfig, ConfigError> {
+impl CrossConfig {
+    /// Published files leave most fields out; the defaults are constants of the published code.
+    fn read(fields: Fields<'_>, heads: usize) -> Result<Self, ConfigError> {
         const SIZE: &str = "cross_image_size";
-        let default = RawCross::default();
-        let raw = self.cross_vision_config.as_ref().unwrap_or(&default);
-        let width = size("cross_vision_config.width", raw.width)?;
-        for (field, found) in [
-            ("cross_hidden_size", self.cross_hidden_size),
-            ("cross_compute_hidden_size", self.cross_compute_hidden_size),
-        ] {
+        const HEAD: &str = "cross_vision_config.head_width";
+        const PATCH: &str = "cross_vision_config.patch_size";
+        let width = fields.size_or("cross_vision_config.width", 1024)?;
+        for field in ["cross_hidden_size", "cross_compute_hidden_size"] {
             // The code splits heads of the one width after a projection to the other.
-            let found = found.unwrap_or(width);
+            let found = fields.or(field, width)?;
             if found != width {
                 return Err(ConfigError::Inconsistent {
                     field,
@@ -328,34 +261,32 @@ impl Raw {
             }
         }
         divisible("cross_compute_hidden_size", width, heads)?;
-        let head_dim = size("cross_vision_config.head_width", raw.head_width)?;
-        at_most("cross_vision_config.head_width", head_dim, 128)?;
+        let head_dim = at_most(HEAD, fields.size_or(HEAD, 64)?, 128)?;
         // Half of a head turns by the row, half by the column, in pairs.
-        divisible("cross_vision_config.head_width", head_dim, 4)?;
+        divisible(HEAD, head_dim, 4)?;
         divisible("cross_vision_config.width", width, head_dim)?;
-        let ratio = positive("cross_vision_config.mlp_ratio", raw.mlp_ratio)?;
-        let patch_size = size("cross_vision_config.patch_size", raw.patch_size)?;
-        at_most("cross_vision_config.patch_size", patch_size, 1 << 10)?;
-        let image_size = size(SIZE, self.cross_image_size.unwrap_or(1120))?;
+        let ratio = fields.positive_or("cross_vision_config.mlp_ratio", 2.6667)?;
+        let patch_size = at_most(PATCH, fields.size_or(PATCH, 14)?, 1 << 10)?;
+        let image_size = fields.size_or(SIZE, 1120)?;
         let grid = divisible(SIZE, image_size, patch_size)?;
         at_most("cross_image_size / patch_size", grid, 1 << 12)?;
-        Ok(CrossConfig {
+        Ok(Self {
             image_size,
             patch_size,
             width,
             head_dim,
-            layers: size("cross_vision_config.layers", raw.layers)?,
+            layers: fields.size_or("cross_vision_config.layers", 24)?,
             inner: size(
                 "cross_vision_config.mlp_ratio * width",
                 (width as f64 * ratio) as usize,
             )?,
-            embed_dim: size("cross_vision_config.embed_dim", raw.embed_dim)?,
-            rope_side: size("cross_vision_config.pt_hw_seq_len", raw.pt_hw_seq_len)?,
+            embed_dim: fields.size_or("cross_vision_config.embed_dim", 768)?,
+            rope_side: fields.size_or("cross_vision_config.pt_hw_seq_len", 16)?,
         })
     }
 }
 
-fn template(found: Option<&str>) -> Result<TemplateVersion, ConfigError> {
+fn template_of(found: Option<&str>) -> Result<TemplateVersion, ConfigError> {
     match found {
         Some("base") => Ok(TemplateVersion::Base),
         None | Some("chat") => Ok(TemplateVersion::Chat),

@@ -1,4 +1,4 @@
-//! CogAgent's cross-attention: every token of a sample with a picture reads all features of the second tower.
+//! CogAgent's cross-attention: every token of a sample with an image attends to all features of the second tower.
 
 use super::config::CrossConfig;
 use crate::autograd::{Rows, Scope, Var};
@@ -20,7 +20,7 @@ pub(super) struct CrossAttention {
     head_dim: usize,
 }
 
-/// Features of the second tower with what tells their rows apart.
+/// Features of the second tower with the patch numbers of their rows.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Features<'a> {
     /// `[N * p, c]`.
@@ -49,8 +49,8 @@ impl CrossAttention {
         }
     }
 
-    /// `[t, c]` to `[t, c]`; samples without features stay as they are. Features are read in the first pass of a
-    /// generation, and their keys and values come from the cache later.
+    /// `[t, c]` to `[t, c]`; rows of samples without features are unchanged. A generation reads the features in
+    /// its first pass; later passes take their keys and values from the cache.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

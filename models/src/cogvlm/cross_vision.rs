@@ -1,7 +1,7 @@
 //! CogAgent's second tower, EVA2-CLIP-L at high resolution: norms before the branches and inside them, and rotary
 //! positions in two dimensions.
 //!
-//! Shapes: `N` pictures, `p` patches of a picture, `c` width.
+//! Shapes: `N` images, `p` patches of an image, `c` width.
 
 use super::config::CrossConfig;
 use crate::autograd::{Rows, Scope, Tape, Var};
@@ -21,18 +21,18 @@ const EPS: f32 = 1e-6;
 /// Base of the rotary frequencies.
 const THETA: f32 = 10_000.0;
 
-/// Pictures as the second tower takes them.
+/// Images as inputs of the second tower.
 #[derive(Clone, Debug)]
 pub struct CrossPictures {
     /// `[N * p, 3 * patch * patch]`.
     pub patches: Tensor,
-    /// The rows of a picture attend to each other.
+    /// Attention among the rows of each image.
     pub sequences: Sequences,
-    /// Places of class rows and patches, and their names.
+    /// Rows of classes and patches, and their patch numbers.
     pub tables: EvaTables,
-    /// i32 `[N * p]`: rows of the positions added behind the tower.
+    /// i32 `[N * p]`: rows of the positions added after the tower.
     pub position_ids: Tensor,
-    /// Angles of all rows; class rows do not turn.
+    /// Angles of all rows; class rows do not rotate.
     pub rotary: Rotary,
 }
 
@@ -71,7 +71,7 @@ impl CrossPictures {
     }
 }
 
-/// Angles of a picture's rows, `[p + 1, head_dim / 2]`: one half of the pairs turns by the patch's row, the other by
+/// Angles of an image's rows, `[p + 1, head_dim / 2]`: one half of the pairs rotates by the patch's row, the other by
 /// its column, both scaled to a grid of `rope_side`.
 fn angles(config: &CrossConfig) -> Vec<f32> {
     let (grid, half) = (config.grid(), config.head_dim / 2);
@@ -88,7 +88,7 @@ fn angles(config: &CrossConfig) -> Vec<f32> {
     all
 }
 
-/// Patch embedding, the blocks that are computed, and the positions added behind them.
+/// Patch embedding, the computed blocks, and the positions added after them.
 #[derive(Debug)]
 pub(super) struct CrossVision {
     embed_unit: UnitId,
@@ -101,7 +101,7 @@ pub(super) struct CrossVision {
 }
 
 impl CrossVision {
-    /// Declares the tower, with the tensors that a checkpoint carries unused: the last block, norm and head.
+    /// Declares the tower, including the unused tensors of a checkpoint: the last block, norm and head.
     pub(super) fn new(params: &mut ParamBuilder<'_>, config: &CrossConfig) -> Self {
         let (c, side, p) = (config.width, config.patch_size, config.patches());
         let vit = format!("{PREFIX}.vit.model");

@@ -1,40 +1,44 @@
-//! Two sets of weights in one layer: each row goes through the products of its own set, where it lies. Where a device has
-//! no operation for their adapters, these take the rows apart and put the results together again. No row is computed twice.
+//! Layers with one set of weights for text rows and one for image rows.
+//!
+//! Each row goes through the products of its own set in place. If a device has no operation for adapters over row groups,
+//! the rows of each set are gathered and the results merged. No row is computed twice.
 
 use crate::autograd::{Rows, Scope, Var};
 use crate::error::Result;
-use crate::nn::{FusedLinear, GatedMlp, Layer, Linear};
+use crate::nn::{FusedLinear, GatedMlp, Linear};
 use crate::ops::RowGroups;
 use kernels::Tensor;
 
-/// A layer for text beside one for pictures.
+/// A layer for text rows beside one for image rows.
 #[derive(Clone, PartialEq, Debug)]
-pub(super) struct Routed<L> {
+pub(super) struct PerExpert<L> {
     pub(super) language: L,
     pub(super) vision: L,
 }
 
-impl<L> Routed<L> {
-    /// `run` of the one layer on its rows of `x [t, c]` and of the other on the rest: `N` values `[t, ..]`. Without
-    /// `experts` all rows are text.
+/// The layers of both experts of one projection.
+type Pair = [Linear; 2];
+
+impl<L> PerExpert<L> {
+    /// `run` of each layer on its gathered rows of `x [t, c]`: `N` merged values `[t, ..]`. Without `experts` all rows are
+    /// text.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
-    fn apart<const N: usize>(
+    fn gathered<const N: usize>(
         &self,
         scope: &Scope<'_>,
         x: &Var,
         experts: Option<&RowGroups>,
         run: impl Fn(&L, &Var) -> Result<[Var; N]>,
     ) -> Result<[Var; N]> {
-        let Some(experts) = experts else {
+        let Some(RowGroups([text, image])) = experts else {
             return run(&self.language, x);
         };
         let part = |layer: &L, rows: &Tensor| {
             let own = scope.gather_rows(x, rows)?;
             scope.with_rows(Rows::Tokens, rows, || run(layer, &own))
         };
-        let RowGroups([text, image]) = experts;
         let language = part(&self.language, text)?;
         let vision = part(&self.vision, image)?;
         let t = x.shape().rows();
@@ -45,47 +49,51 @@ impl<L> Routed<L> {
         let merged: Vec<Var> = merged.collect::<Result<_>>()?;
         Ok(merged.try_into().expect("N values of each expert"))
     }
-}
 
-/// Whether every one of these layers, each of language and of vision, can compute rows where they lie.
-fn route<'l>(scope: &Scope<'_>, layers: impl IntoIterator<Item = [&'l Layer; 2]>) -> bool {
-    layers.into_iter().all(|layers| {
-        let adapters = layers.map(|(_, adapter)| adapter.as_ref());
-        adapters == [None; 2] || scope.routes_adapters()
-    })
-}
-
-/// `x [t, k]` through the layer of each row.
-fn linear(scope: &Scope<'_>, x: &Var, layers: [&Layer; 2], rows: &RowGroups) -> Result<Var> {
-    let rows = [&rows.0[0], &rows.0[1]];
-    let [(language, own), (vision, other)] = layers;
-    match (own, other) {
-        (None, None) => scope.routed_linear(x, [language, vision], rows),
-        _ => scope.routed_lora_linear(x, [(language, *own), (vision, *other)], rows),
+    /// Projections of both experts, if the device computes all of them in place.
+    fn in_place<const N: usize>(
+        &self,
+        scope: &Scope<'_>,
+        layers: impl Fn(&L) -> [Linear; N],
+    ) -> Option<[Pair; N]> {
+        let (language, vision) = (layers(&self.language), layers(&self.vision));
+        let pairs = std::array::from_fn(|i| [language[i].clone(), vision[i].clone()]);
+        let computed = scope.backend().groups_adapters() || pairs.iter().all(is_plain);
+        computed.then_some(pairs)
     }
 }
 
-/// As [`linear`], of several layers of one `x [t, k]`: their adapters are computed together where every layer has
-/// one of either expert.
-fn linears<const N: usize>(
-    scope: &Scope<'_>,
-    x: &Var,
-    layers: [[&Layer; 2]; N],
-    rows: &RowGroups,
-) -> Result<[Var; N]> {
-    let plain = |layers: &[&Layer; 2]| layers.iter().all(|(_, adapter)| adapter.is_none());
-    let values = if layers.iter().any(plain) {
-        let each = layers.iter().map(|both| linear(scope, x, *both, rows));
-        each.collect::<Result<Vec<Var>>>()?
-    } else {
-        let rows = [&rows.0[0], &rows.0[1]];
-        let pairs = layers.map(|both| both.map(|(base, adapter)| (base, *adapter)));
-        scope.shared_routed_lora(x, &pairs, rows)?
-    };
-    Ok(values.try_into().expect("one value per layer"))
+/// Whether neither layer has an adapter.
+fn is_plain(pair: &Pair) -> bool {
+    pair.iter().all(|layer| layer.adapter.is_none())
 }
 
-impl Routed<Linear> {
+/// Projections of one `x [t, k]`, each row through its expert's layer. If every projection has an adapter, they are one
+/// operation.
+fn projections<const N: usize>(
+    scope: &Scope<'_>,
+    x: &Var,
+    pairs: [Pair; N],
+    rows: &RowGroups,
+) -> Result<[Var; N]> {
+    let values = if pairs.iter().any(is_plain) {
+        let mut values = Vec::with_capacity(N);
+        for pair in pairs {
+            if is_plain(&pair) {
+                let bases = pair.each_ref().map(|layer| &layer.base);
+                values.push(scope.grouped_linear(x, bases, rows)?);
+            } else {
+                values.extend(scope.adapted_linear(x, Some(rows), &[pair.into()])?);
+            }
+        }
+        values
+    } else {
+        scope.adapted_linear(x, Some(rows), &pairs.map(Vec::from))?
+    };
+    Ok(values.try_into().expect("one value per projection"))
+}
+
+impl PerExpert<Linear> {
     /// `[t, k]` to `[t, n]`.
     ///
     /// # Errors
@@ -96,19 +104,16 @@ impl Routed<Linear> {
         x: &Var,
         experts: Option<&RowGroups>,
     ) -> Result<Var> {
-        if let Some(experts) = experts {
-            let both = [&self.language.layer(), &self.vision.layer()];
-            if route(scope, [both]) {
-                return linear(scope, x, both, experts);
-            }
-        }
-        let run = |layer: &Linear, x: &Var| Ok([layer.forward(scope, x)?]);
-        let [y] = self.apart(scope, x, experts, run)?;
+        let pairs = self.in_place(scope, |layer| [layer.clone()]);
+        let [y] = match (pairs, experts) {
+            (Some(pairs), Some(rows)) => projections(scope, x, pairs, rows)?,
+            _ => self.gathered(scope, x, experts, |layer, x| Ok([layer.forward(scope, x)?]))?,
+        };
         Ok(y)
     }
 }
 
-impl Routed<FusedLinear> {
+impl PerExpert<FusedLinear> {
     /// The three projections of `x [t, k]`.
     ///
     /// # Errors
@@ -119,19 +124,15 @@ impl Routed<FusedLinear> {
         x: &Var,
         experts: Option<&RowGroups>,
     ) -> Result<[Var; 3]> {
-        if let Some(experts) = experts {
-            let (language, vision) = (self.language.layers(), self.vision.layers());
-            let both = [0, 1, 2].map(|i: usize| [&language[i], &vision[i]]);
-            if route(scope, both) {
-                return linears(scope, x, both, experts);
-            }
+        let pairs = self.in_place(scope, FusedLinear::layers);
+        match (pairs, experts) {
+            (Some(pairs), Some(rows)) => projections(scope, x, pairs, rows),
+            _ => self.gathered(scope, x, experts, |layer, x| layer.forward(scope, x)),
         }
-        let run = |layer: &FusedLinear, x: &Var| layer.forward(scope, x);
-        self.apart(scope, x, experts, run)
     }
 }
 
-impl Routed<GatedMlp> {
+impl PerExpert<GatedMlp> {
     /// `[t, c]` to `[t, c]`.
     ///
     /// # Errors
@@ -142,17 +143,15 @@ impl Routed<GatedMlp> {
         x: &Var,
         experts: Option<&RowGroups>,
     ) -> Result<Var> {
-        if let Some(experts) = experts {
-            let (language, vision) = (self.language.layers(), self.vision.layers());
-            let both = |i: usize| [&language[i], &vision[i]];
-            if route(scope, [both(0), both(1), both(2)]) {
-                let [gate, up] = linears(scope, x, [both(0), both(1)], experts)?;
+        let pairs = self.in_place(scope, GatedMlp::layers);
+        let [y] = match (pairs, experts) {
+            (Some([gate, up, down]), Some(rows)) => {
+                let [gate, up] = projections(scope, x, [gate, up], rows)?;
                 let inner = scope.swiglu(&gate, &up)?;
-                return linear(scope, &inner, both(2), experts);
+                projections(scope, &inner, [down], rows)?
             }
-        }
-        let run = |mlp: &GatedMlp, x: &Var| Ok([mlp.forward(scope, x)?]);
-        let [y] = self.apart(scope, x, experts, run)?;
+            _ => self.gathered(scope, x, experts, |mlp, x| Ok([mlp.forward(scope, x)?]))?,
+        };
         Ok(y)
     }
 }

@@ -13,7 +13,7 @@ use crate::nn::{LmHead, LmHeadConfig, TokenEmbedding};
 use crate::params::ParamBuilder;
 use engine::UnitId;
 
-/// Token embedding with the splice, decoder layers, and the head.
+/// Token embedding, decoder layers and head.
 #[derive(Debug)]
 pub(super) struct Language {
     embed: TokenEmbedding,
@@ -25,7 +25,7 @@ impl Language {
     /// Declares the decoder with `prefix` learned tokens per layer.
     ///
     /// # Errors
-    /// When an adapter target is a layer that cannot take one.
+    /// When embedding or head is an adapter target.
     pub(super) fn new(
         params: &mut ParamBuilder<'_>,
         config: &CogConfig,

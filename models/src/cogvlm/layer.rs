@@ -3,7 +3,7 @@
 use super::attention::ExpertAttention;
 use super::config::CogConfig;
 use super::cross_attention::{CrossAttention, Features};
-use super::experts::Routed;
+use super::experts::PerExpert;
 use crate::autograd::{Scope, Var};
 use crate::batch::Batch;
 use crate::error::Result;
@@ -18,7 +18,7 @@ pub(super) struct CogLayer {
     attention: ExpertAttention,
     cross: Option<CrossAttention>,
     mlp_norm: RmsNorm,
-    mlp: Routed<GatedMlp>,
+    mlp: PerExpert<GatedMlp>,
 }
 
 impl CogLayer {
@@ -34,7 +34,7 @@ impl CogLayer {
             cross.map(|cross| CrossAttention::new(params, cross, (c, language.num_heads, eps)));
         let mlp_norm = RmsNorm::new(params, "post_attention_layernorm", c, eps);
         let mut mlp = params.at("mlp");
-        let mlp = Routed {
+        let mlp = PerExpert {
             language: GatedMlp::new(&mut mlp, "language_mlp", c, inner),
             vision: GatedMlp::new(&mut mlp, "vision_mlp", c, inner),
         };

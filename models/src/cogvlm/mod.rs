@@ -1,14 +1,16 @@
-//! CogVLM, CogAgent and CogVLM2: a Llama-like decoder whose layers hold two sets of weights, one for text and one for
-//! pictures.
+//! CogVLM, CogAgent and CogVLM2: a Llama-like decoder whose layers have two sets of weights, one for text rows and one
+//! for image rows.
 //!
 //! | module | part |
 //! |---|---|
 //! | [`config`] | `config.json` |
-//! | `projector` | from the EVA tower to the decoder |
-//! | `experts`, `attention`, `layer`, `language` | the decoder |
-//! | `cross_vision`, `cross_attention` | CogAgent's second tower and what reads it |
-//! | [`positions`], `rope` | positions and their angles |
-//! | [`prompt`], [`processor`] | samples to tokens and pixels |
+//! | `model` | parameters and forward pass |
+//! | `collate`, `tables` | samples to a batch |
+//! | [`crate::eva`], `cross_vision` (CogAgent's second tower) | images to patch features |
+//! | `projector` | patch features to rows of the decoder |
+//! | `language`, `layer`, `attention`, `experts`, `cross_attention` | the decoder |
+//! | [`positions`], `rope` | positions of tokens |
+//! | [`processor`], `sample`, [`prompt`] | raw samples to model inputs |
 
 mod attention;
 mod collate;
@@ -24,6 +26,7 @@ pub mod processor;
 mod projector;
 pub mod prompt;
 mod rope;
+mod sample;
 mod tables;
 
 #[cfg(test)]

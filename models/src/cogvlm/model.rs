@@ -38,7 +38,7 @@ const AGENT_ATTENTION: &[&str] = &[
     "cross_attn.dense",
 ];
 
-/// Where the decoder's modules are.
+/// Modules of the decoder.
 fn language_modules(edition: Edition) -> LanguageModules {
     LanguageModules {
         prefix: "model.layers.",
@@ -64,7 +64,7 @@ fn tower(name: &str) -> Tower {
     }
 }
 
-/// CogVLM, CogAgent or CogVLM2. Holds handles, not weights.
+/// CogVLM, CogAgent or CogVLM2. It has ids of parameters, not weights.
 #[derive(Debug)]
 pub struct CogVlm {
     config: CogConfig,
@@ -187,7 +187,7 @@ impl VisionLanguageModel for CogVlm {
         &self.language.head
     }
 
-    /// As the published code draws; rows around and positions behind a picture begin at zero.
+    /// Distributions of the published code. Rows around and positions after an image begin at zero.
     fn start_values(&self, param: &ParamSpec) -> Init {
         match param.name.rsplit('.').next() {
             Some("boi" | "eoi" | "cls_embedding" | "cls_token") => Init::Constant(0.0),

@@ -1,6 +1,6 @@
-//! Which tokens are pictures, where they stand, and which expert computes them: three masks that differ.
+//! Three masks over tokens that differ: image tokens, positions, and rows of the vision expert.
 
-/// Whether each of `tokens` tokens is replaced by a row of a picture's features.
+/// Whether image features replace each of `tokens` tokens.
 #[must_use]
 pub fn token_types(tokens: usize, pictures: &[(usize, usize)]) -> Vec<bool> {
     let mut types = vec![false; tokens];
@@ -10,7 +10,7 @@ pub fn token_types(tokens: usize, pictures: &[(usize, usize)]) -> Vec<bool> {
     types
 }
 
-/// Positions of the tokens: the features of a picture, without the learned rows around them, share one.
+/// Positions of the tokens. The features of an image, without the learned rows around them, share one position.
 #[must_use]
 pub fn position_ids(types: &[bool]) -> Vec<i32> {
     let last = types.len().saturating_sub(1);
@@ -28,7 +28,7 @@ pub fn position_ids(types: &[bool]) -> Vec<i32> {
     steps.collect()
 }
 
-/// Whether the vision expert computes a token: those of a picture except its last row.
+/// Whether the vision expert computes a token: image tokens except the last row of each image.
 #[must_use]
 pub fn vision_mask(types: &[bool]) -> Vec<bool> {
     let next = |i: usize| types.get(i + 1).is_some_and(|t| *t);

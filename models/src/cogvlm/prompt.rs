@@ -1,28 +1,28 @@
 //! Prompts as text, one rule per template and per code base.
 //!
-//! The published repositories write prompts in two ways: the code beside the checkpoints, and the training scripts on
-//! SwissArmyTransformer. They differ in templates and in what becomes of the marker `<EOI>`, which is plain text to
-//! the one and the place of the picture to the other.
+//! Two published code bases write prompts: the code of the checkpoints on the Hub, and the training scripts on
+//! SwissArmyTransformer. They differ in templates and in the marker `<EOI>`. The first treats it as plain text; the
+//! second puts the image in its place.
 
 use super::config::{Edition, TemplateVersion};
 use crate::data::{PromptSource, PromptStyle};
 
-/// The marker of a picture's place in the scripts' strings.
+/// Marker of the image's place in the scripts' strings.
 const PLACE: &str = "<EOI>";
-/// What the scripts delete from a text without a marker of its own.
+/// Strings that the scripts delete from a text without a marker of its own.
 const DELETED: [&str; 4] = ["<pad>", "<s>", "</s>", PLACE];
 
-/// A question after the rounds before it (question, answer).
+/// A question with the earlier rounds of its conversation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Turns {
-    /// Rounds before.
+    /// Earlier rounds: question, answer.
     pub history: Vec<(String, String)>,
-    /// What is asked.
+    /// The question.
     pub query: String,
 }
 
 impl Turns {
-    /// The text behind the picture.
+    /// The text after the image.
     #[must_use]
     pub fn render(&self, edition: Edition, style: PromptStyle) -> String {
         use TemplateVersion as V;

@@ -1,7 +1,7 @@
-//! Angles of the decoder's positions.
+//! Rotary angles of the decoder.
 //!
-//! The published code keeps frequencies and positions in the dtype of the model and multiplies them there: in bf16,
-//! positions above 256 and all angles are rounded, and the checkpoints were trained so.
+//! The published code has frequencies and positions in the dtype of the model and multiplies them in it. In bf16 it
+//! rounds positions above 256 and all angles, and the checkpoints were trained this way.
 
 use crate::error::Result;
 use crate::nn::{Rotary, rope_frequencies, rotary_of, round};

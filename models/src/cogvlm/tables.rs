@@ -9,11 +9,11 @@ use kernels::Tensor;
 /// Tables of CogAgent's two towers.
 #[derive(Clone, Debug)]
 pub struct CogAgentTables {
-    /// Of the first.
+    /// Tables of the first tower.
     pub eva: EvaTables,
     /// i32 `[N * p]`: rows of the positions added after the first tower.
     pub position_ids: Tensor,
-    /// The same images for the second.
+    /// The same images for the second tower.
     pub cross: CrossPictures,
 }
 

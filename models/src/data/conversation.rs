@@ -1,4 +1,4 @@
-//! What the sample rules of several families check and write alike.
+//! Checks and labels that the sample rules of several families share.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ pub(crate) enum SystemTurn {
     Refused,
 }
 
-/// Fails unless `turns` are a conversation to learn from.
+/// Fails unless `turns` are a conversation to train on.
 ///
 /// # Errors
 /// As [`check_roles`], and when the assistant never speaks.
@@ -79,7 +79,7 @@ pub(crate) fn check_vocabulary(ids: &[i32], vocab_size: usize) -> Result<(), Sam
     }
 }
 
-/// Labels that say what each position predicts, from labels of the positions themselves.
+/// Labels shifted by one: of the next position, from those of the positions themselves.
 pub(crate) fn shifted(own: &[i32]) -> Vec<i32> {
     let mut labels = own.get(1..).unwrap_or_default().to_vec();
     labels.resize(own.len(), IGNORED);

@@ -1,37 +1,37 @@
-//! Samples as models take them: token ids, labels, places of pictures and patches.
+//! Samples as inputs of models: token ids, labels, places of images and patches.
 
 use crate::cogvlm::config::TemplateVersion;
 
 /// Label of a position that is not supervised.
 pub const IGNORED: i32 = kernels::IGNORED_LABEL;
 
-/// Settings of a run that shape samples.
+/// Settings of a run that affect samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EncodeOptions {
-    /// Tokens a sample is cut to, those of pictures included.
+    /// Most tokens of a sample, including those of images; longer samples are cut.
     pub model_max_length: usize,
     /// Most cells per picture, instead of the model folder's number; only MiniCPM cuts pictures into cells.
     pub max_slice_nums: Option<usize>,
-    /// Whether GLM-4V also learns the role token that ends an answer. Its published recipe does not, so that a model
-    /// fine-tuned by it never learns to stop; the other families always learn their end token.
+    /// Whether the loss of GLM-4V covers the role token after an answer. It does not in the published recipe, so its
+    /// models never learn to stop. In the other families the loss always covers the end token.
     pub train_on_turn_end: bool,
     /// How prompts are written, instead of the model folder's way; only CogVLM, CogAgent and CogVLM2 have several.
     pub prompt: Option<PromptStyle>,
 }
 
-/// How a prompt is written.
+/// Form of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PromptStyle {
     /// The template.
     pub template: TemplateVersion,
-    /// Whose form of it.
+    /// The code base whose form of the template is used.
     pub source: PromptSource,
 }
 
-/// Which of a family's two code bases a prompt follows.
+/// The published code base that a prompt follows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PromptSource {
-    /// The code beside the checkpoint.
+    /// The code of the checkpoint on the Hub.
     #[default]
     Hub,
     /// The training scripts on SwissArmyTransformer, with their rule for long samples.
@@ -99,13 +99,12 @@ impl Slice {
     }
 }
 
-/// A training sample as the model takes it.
+/// A training sample as input of the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EncodedSample {
     /// Token ids, `[tokens]`.
     pub input_ids: Vec<i32>,
-    /// What each position shall predict, [`IGNORED`] where it is not supervised, `[tokens]`: already
-    /// shifted.
+    /// Target of each position, [`IGNORED`] without supervision, `[tokens]`: already shifted.
     pub labels: Vec<i32>,
     /// Token ranges `start..end` that features replace: range k belongs to slice k, or to picture k where
     /// the model sees a picture more than once.
@@ -132,7 +131,7 @@ impl EncodedSample {
     }
 }
 
-/// A prompt as the model takes it, up to where the assistant starts to write.
+/// A prompt as input of the model, up to the start of the assistant's answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EncodedPrompt {
     /// Token ids, `[tokens]`.
@@ -143,7 +142,7 @@ pub struct EncodedPrompt {
     pub slices: Vec<Slice>,
 }
 
-/// What a sample will cost, without its pixels.
+/// Size of a sample, without its pixels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SampleSize {
     /// Tokens after truncation.
@@ -165,7 +164,7 @@ pub struct SampleSize {
 pub struct SampleTokens {
     /// Token ids, `[tokens]`.
     pub input_ids: Vec<i32>,
-    /// What each position shall predict, `[tokens]`.
+    /// Target of each position, `[tokens]`.
     pub labels: Vec<i32>,
     /// Token ranges that features replace.
     pub image_bounds: Vec<(usize, usize)>,

@@ -1,4 +1,4 @@
-//! The ways a sample can be unusable.
+//! Errors of unusable samples.
 
 use std::path::PathBuf;
 
@@ -33,7 +33,7 @@ pub enum SampleError {
         /// Role found.
         role: String,
     },
-    /// A turn that is not its speaker's: user and assistant take turns, and training ends with the assistant.
+    /// A turn of the wrong speaker. User and assistant alternate, and a training sample ends with the assistant.
     #[error("turn {turn} has role {role:?}, where the other speaker was expected next")]
     TurnOrder {
         /// Index of the turn, from 0.
@@ -139,14 +139,14 @@ pub enum SampleError {
     WrongImageSpan {
         /// Index of the span.
         index: usize,
-        /// First token behind the start marker.
+        /// First token after the start marker.
         start: usize,
         /// Position of the end marker.
         end: usize,
         /// Features per slice.
         expected: usize,
     },
-    /// Nothing to learn: no answer, or truncation cut it off.
+    /// No supervised token: no answer, or truncation removed it.
     #[error("no supervised token within {kept} of {tokens} tokens")]
     NoSupervisedToken {
         /// Tokens of the whole sample.

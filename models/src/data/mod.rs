@@ -1,4 +1,4 @@
-//! Fine-tuning data: samples as users write them, and as models take them.
+//! Fine-tuning data: samples in users' formats, and as inputs of models.
 
 pub(crate) mod conversation;
 mod encoded;

@@ -1,4 +1,4 @@
-//! Fine-tuning data as users write it: a JSON list, or one JSON object per line.
+//! Reader of fine-tuning data: a JSON list, or one JSON object per line.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -24,16 +24,16 @@ pub enum DataError {
         /// What the operating system said.
         source: std::io::Error,
     },
-    /// The content is not JSON, or not that of samples.
+    /// The content is not JSON, or no samples.
     #[error("{}:{line}:{column}: {reason}", path.display())]
     Json {
         /// The file.
         path: PathBuf,
         /// Line, from 1.
         line: usize,
-        /// Column in bytes, from 1; 0 where the end of a line is meant.
+        /// Column in bytes, from 1; 0 for the end of a line.
         column: usize,
-        /// What is wrong there.
+        /// The error.
         reason: String,
     },
     /// The file or folder holds no sample.
@@ -47,7 +47,7 @@ pub enum DataError {
     UnknownFormat {
         /// The file or folder.
         path: PathBuf,
-        /// What it holds instead.
+        /// Its actual content.
         found: String,
     },
     /// The content could be of several formats, or of one in several ways.
@@ -55,7 +55,7 @@ pub enum DataError {
     AmbiguousFormat {
         /// The file or folder.
         path: PathBuf,
-        /// What could be meant, and how to say which.
+        /// The possible meanings, and the flag that selects one.
         reason: String,
     },
     /// A label file without the picture it describes.
@@ -90,7 +90,7 @@ pub struct RawSample {
 }
 
 impl RawSample {
-    /// Content of the last turn if the assistant speaks it: the answer to be learnt.
+    /// Content of the last turn if it is the assistant's: the supervised answer.
     pub fn answer(&self) -> Option<&str> {
         let last = self
             .conversations
@@ -145,7 +145,7 @@ fn read_lines<T: DeserializeOwned>(path: &Path, bytes: &[u8]) -> Result<Vec<T>, 
         .collect()
 }
 
-/// `error` at its place in the file `path`, `lines_before` lines behind where parsing began.
+/// `error` at its line of the file `path`; parsing began after `lines_before` lines.
 pub(super) fn invalid(path: &Path, lines_before: usize, error: &serde_json::Error) -> DataError {
     let (line, column) = (error.line(), error.column());
     let text = error.to_string();

@@ -1,4 +1,4 @@
-//! From the tower to the width of the language model.
+//! Parts of projectors from the tower to the width of the language model.
 
 use super::tables::EvaTables;
 use crate::autograd::{Rows, Scope, Var};
@@ -82,7 +82,7 @@ impl GluProjector {
     }
 }
 
-/// Learned rows before and behind the features of every picture.
+/// Learned rows before and after the features of every image.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Frame {
     begin: ParamId,

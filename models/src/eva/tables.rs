@@ -1,4 +1,4 @@
-//! Index tables of a batch of pictures for the tower.
+//! Index tables of the tower for a batch of images.
 
 use super::config::EvaConfig;
 use crate::batch::{VisionTables, pixel_values, starts_of, upload};
@@ -8,26 +8,26 @@ use crate::ops::Sequences;
 use crate::processor::Normalization;
 use kernels::{Backend, DType, Tensor};
 
-/// Tables of `N` pictures of `p` patches and `m` features, each i32.
+/// Tables of `N` images of `p` patches and `m` features, each i32.
 #[derive(Clone, Debug)]
 pub struct EvaTables {
     /// `[N * (p + 1)]`: row of the learned positions, 0 for the class row.
     pub position_ids: Tensor,
-    /// `[N]`: the tower's rows of the classes.
+    /// `[N]`: class rows of the tower's output.
     pub class_rows: Tensor,
-    /// `[N * p]`: the tower's rows of the patches.
+    /// `[N * p]`: patch rows of the tower's output.
     pub patch_rows: Tensor,
-    /// `[N]` zeros: a row of its own for every picture from one learned row.
+    /// `[N]` zeros: index that copies one learned row for every image.
     pub zeros: Tensor,
-    /// `[N * p]`: patches in the order in which 2 x 2 of them are folded; empty where nothing is.
+    /// `[N * p]`: patches in folding order, 2 x 2 at a time; empty without folding.
     pub fold_rows: Tensor,
-    /// `[N * m]`: rows of the features between the learned rows around them.
+    /// `[N * m]`: feature rows, between the learned rows around them.
     pub feature_rows: Tensor,
     /// `[N]`: rows before the features.
     pub begin_rows: Tensor,
-    /// `[N]`: rows behind the features.
+    /// `[N]`: rows after the features.
     pub end_rows: Tensor,
-    /// `[N * (p + 1)]`: the patch, among all of the batch, whose dropout each row of the tower shares.
+    /// `[N * (p + 1)]`: patch number in the batch whose dropout a row of the tower uses.
     pub row_names: Tensor,
     /// `[N * m]`: the same for each feature.
     pub feature_names: Tensor,
@@ -39,12 +39,12 @@ impl VisionTables for EvaTables {
     }
 }
 
-/// Pictures as the tower takes them.
+/// Images as inputs of the tower.
 #[derive(Clone, Debug)]
 pub(crate) struct EvaPictures {
     /// `[N * p, 3 * patch * patch]`.
     pub(crate) patches: Tensor,
-    /// The rows of a picture attend to each other.
+    /// Attention among the rows of each image.
     pub(crate) sequences: Sequences,
     /// Index tables.
     pub(crate) tables: EvaTables,
@@ -67,7 +67,7 @@ pub(crate) fn eva_pictures(
     self::pictures(grid, fold, pictures, normalization, dtype, backend)
 }
 
-/// As [`eva_pictures`], for any tower of square pictures with a class row: `grid` patches per side, of `side` pixels.
+/// As [`eva_pictures`], for any tower of square images with a class row: `grid` patches per side, of `side` pixels.
 ///
 /// # Errors
 /// When memory runs out.
@@ -138,7 +138,7 @@ fn eva_tables(
     })
 }
 
-/// The patches of a picture by the cell of 2 x 2 they fall into: upper left, upper right, lower left, lower right.
+/// The patches of an image by their cell of 2 x 2: upper left, upper right, lower left, lower right.
 fn folded(grid: usize) -> Vec<usize> {
     let half = grid / 2;
     let cell = |i: usize| (i / half * 2) * grid + i % half * 2;

@@ -1,6 +1,6 @@
-//! The tower itself.
+//! The EVA2-CLIP-E tower.
 //!
-//! Norms stand on the branches (`x += norm(f(x))`), and there is none before the first block or after the last.
+//! Norms are on the branches (`x += norm(f(x))`); no norm precedes the first block or follows the last.
 
 use super::config::EvaConfig;
 use super::tables::EvaTables;
@@ -51,7 +51,7 @@ impl EvaTower {
         }
     }
 
-    /// `[N * (p + 1), c]`: each picture's class row, then its patches, after the last block.
+    /// `[N * (p + 1), c]`: the output of the last block: each image's class row, then its patches.
     ///
     /// # Errors
     /// When the engine or the device fails.

@@ -1,8 +1,8 @@
-//! Keys and values of the tokens that a generation has seen, so that a new token costs one row.
+//! Cache of keys and values during a generation, so that a new token costs one row.
 //!
-//! Every prompt owns a range of rows, as long as its prompt and its longest answer: nothing moves
-//! while answers grow, and the bytes are known before the first pass. What a prompt does not use
-//! yet lies between the sequences of the attention as a sequence without queries.
+//! Every prompt owns a range of rows, as long as its prompt and its longest answer. Nothing moves
+//! while answers grow, and the bytes are known before the first pass. Unused rows are a sequence
+//! without queries in the attention.
 
 use crate::autograd::{Scope, Var};
 use crate::batch::CrossRows;
@@ -12,7 +12,7 @@ use kernels::{Backend, DType, Shape, Tag, Tensor};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// What a decoder keeps per token.
+/// Sizes of a decoder's cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CacheShape {
     /// Decoder layers.
@@ -25,14 +25,14 @@ pub struct CacheShape {
     pub dtype: DType,
     /// Learned tokens before each prompt.
     pub prefix_tokens: usize,
-    /// Features of a picture that every layer reads by an attention of its own.
+    /// Sizes of the image features that every layer reads by cross-attention, if any.
     pub cross: Option<CrossCacheShape>,
 }
 
-/// What a decoder keeps per layer of a prompt's picture.
+/// Sizes of the cached keys and values of an image, per layer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CrossCacheShape {
-    /// Features of a picture.
+    /// Features of an image.
     pub features: usize,
     /// Elements of their keys, and of their values.
     pub width: usize,
@@ -46,7 +46,7 @@ impl CacheShape {
         (elems * self.dtype.size_bytes()) as u64
     }
 
-    /// Bytes that a prompt costs beside its tokens, with `pictures` pictures.
+    /// Bytes of a prompt with `pictures` images in addition to its tokens.
     #[must_use]
     pub fn bytes_per_prompt(&self, pictures: usize) -> u64 {
         let cross = self.cross.map_or(0, |cross| cross.features * cross.width);
@@ -62,11 +62,11 @@ type Pair = [Tensor; 2];
 /// The cache of one batch of prompts, in the device's pool under [`Tag::Cache`].
 #[derive(Debug)]
 pub struct KvCache {
-    /// A layer's tensors; absent only while they are being written, or after that failed.
+    /// A layer's tensors; absent only during a write, or after a failed one.
     layers: Vec<Mutex<Option<Pair>>>,
     /// Rows of each prompt.
     ranges: Vec<Range<usize>>,
-    /// Rows of each prompt that are learned.
+    /// Learned rows of each prompt.
     prefix: usize,
     /// Features of each prompt, among all.
     features: Vec<Range<usize>>,
@@ -75,7 +75,7 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// Room for prompts that grow to `capacities` tokens.
+    /// A cache for prompts that grow to `capacities` tokens.
     ///
     /// # Errors
     /// When the pool is full.
@@ -105,14 +105,14 @@ impl KvCache {
         })
     }
 
-    /// Names the features of each prompt, among those of the first pass.
+    /// Sets the range of each prompt's features among those of the first pass.
     #[must_use]
     pub fn with_features(mut self, features: Vec<Range<usize>>) -> Self {
         self.features = features;
         self
     }
 
-    /// What attends to features when the prompts `open`, ascending, get one token each.
+    /// Rows that attend to features when the prompts `open`, ascending, get one token each.
     ///
     /// # Errors
     /// When the pool is full.
@@ -142,7 +142,7 @@ impl KvCache {
         tokens.map(move |t| (start + t) as i32)
     }
 
-    /// One query behind each of `lengths` (prompt, keys with its own), the prompts ascending.
+    /// One query at the end of each of `lengths` (prompt, keys with its own), the prompts ascending.
     fn one_query_each(&self, lengths: &[(usize, usize)]) -> Sequences {
         let (mut queries, mut q_starts) = (0, vec![0]);
         let mut k_starts = vec![0];
@@ -188,7 +188,7 @@ impl KvCache {
     }
 }
 
-/// What one pass writes into a cache and reads from it; travels in a [`Batch`](crate::Batch).
+/// Cache of a batch and the rows that one pass writes and reads; part of a [`Batch`](crate::Batch).
 #[derive(Clone, Debug)]
 pub struct CachePass {
     cache: Arc<KvCache>,
@@ -286,8 +286,8 @@ impl CachedLayer<'_> {
 }
 
 impl Scope<'_> {
-    /// As [`Scope::attention`] over `sequences`; with a cache, `k` and `v` are kept in it, and later
-    /// passes attend to everything that it holds. Generation only: no gradient reaches the cache.
+    /// As [`Scope::attention`] over `sequences`. With a cache, `k` and `v` are stored in it, and later
+    /// passes attend to all cached rows. Generation only: no gradient reaches the cache.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

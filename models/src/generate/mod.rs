@@ -20,23 +20,23 @@ use std::sync::Arc;
 /// A text to continue.
 #[derive(Clone, Copy, Debug)]
 pub struct Prompt<'a> {
-    /// Tokens and pictures; labels are not looked at.
+    /// Tokens and images; labels are ignored.
     pub input: SampleInput<'a>,
-    /// Number of the sample in its data set: random draws depend on it, and not on the batch.
+    /// Number of the sample in its data set. Random draws depend on it, not on the batch.
     pub index: u64,
     /// Most tokens of the answer.
     pub max_new_tokens: usize,
 }
 
 impl Prompt<'_> {
-    /// Tokens that a cache holds at most: the last one of an answer is never fed back.
+    /// Most tokens in a cache. The last token of an answer is never fed back.
     #[must_use]
     pub fn cached_tokens(&self) -> usize {
         (self.input.input_ids.len() + self.max_new_tokens).saturating_sub(1)
     }
 }
 
-/// How to continue, and where answers end.
+/// Sampling settings and stop tokens.
 #[derive(Clone, PartialEq, Debug)]
 pub struct GenerateOptions {
     /// How tokens are chosen.
@@ -45,8 +45,7 @@ pub struct GenerateOptions {
     pub stop_ids: Vec<i32>,
 }
 
-/// Bytes of the cache that [`generate`] holds while it continues `prompts`, up to the pool's
-/// rounding to size classes.
+/// Bytes of the cache of [`generate`] for `prompts`, before the pool's rounding to size classes.
 #[must_use]
 pub fn cache_bytes(shape: CacheShape, prompts: &[Prompt<'_>]) -> u64 {
     let of = |prompt: &Prompt<'_>| {
@@ -80,7 +79,7 @@ pub fn generate(
     Ok(decoder.answers)
 }
 
-/// What [`generate`] takes, on a device without values: the first pass, and then a pass of one token
+/// Dry run of [`generate`] on a device without values: the first pass, and then a pass of one token
 /// per prompt. `begin` runs before each pass and `end` after it.
 ///
 /// # Errors
@@ -118,8 +117,8 @@ struct Decoder<'a> {
     open: Vec<usize>,
     /// After the first pass.
     cache: Option<Arc<KvCache>>,
-    /// Position of each prompt's last token, which is not always its length: pictures may count
-    /// otherwise.
+    /// Position of each prompt's last token. It may differ from the length, since an image may take fewer positions than
+    /// tokens.
     last_positions: Vec<i32>,
 }
 
@@ -147,7 +146,7 @@ impl<'a> Decoder<'a> {
         &**self.access.backend()
     }
 
-    /// One pass and one token more for every open prompt.
+    /// One pass, which adds a token to every open prompt.
     fn step(&mut self) -> Result<()> {
         let batch = self.batch()?;
         let tape = Tape::inference(self.access);
@@ -171,7 +170,7 @@ impl<'a> Decoder<'a> {
         Ok(())
     }
 
-    /// What the next pass computes on.
+    /// Inputs of the next pass.
     fn batch(&mut self) -> Result<Batch> {
         match &self.cache {
             _ if self.open.is_empty() => self.idle(),
@@ -180,7 +179,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// A pass for the other ranks' sake.
+    /// A pass without results, to keep other ranks in lock step.
     fn idle(&self) -> Result<Batch> {
         let any = SampleInput {
             input_ids: &[0],

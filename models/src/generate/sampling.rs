@@ -1,21 +1,20 @@
-//! From logits to the next token.
+//! Sampling of the next token from logits.
 //!
-//! Random numbers are counted by (seed, sample, position): a draw does not depend on what else is
-//! in the batch, on ranks or on the order of calls.
+//! Random numbers are a function of (seed, sample, position). A draw does not depend on the rest of
+//! the batch, on ranks or on the order of calls.
 
 use crate::error::{ModelError, Result};
 use optim::rng::RandomStream;
 use std::cmp::Ordering;
 
-/// How the next token is chosen.
+/// Settings of sampling.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Sampling {
-    /// 0 takes the most likely token (the lowest id of equals); otherwise logits are divided by it
-    /// and a token is drawn.
+    /// Temperature, by which logits are divided. 0 takes the most likely token, the lowest id of equals.
     pub temperature: f32,
-    /// Only the likeliest tokens that together reach this probability are drawn; 1 for all.
+    /// Top-p: only the likeliest tokens that together reach this probability are drawn; 1 for all.
     pub top_p: f32,
-    /// Only this many of the likeliest tokens are drawn; 0 for all.
+    /// Top-k: only this many of the likeliest tokens are drawn; 0 for all.
     pub top_k: usize,
     /// Seed of the draws.
     pub seed: u64,
@@ -33,7 +32,7 @@ impl Sampling {
     /// Checks the ranges.
     ///
     /// # Errors
-    /// Names the setting that lies outside.
+    /// Names the setting out of range.
     pub fn check(&self) -> Result<()> {
         let refuse = |field, value: f32, reason| {
             Err(ModelError::Config {
@@ -74,7 +73,7 @@ impl Sampling {
             .map_or(argmax(logits), |(token, _)| *token) as i32
     }
 
-    /// Tokens that may be drawn with their unnormalised probabilities, the likeliest first and the
+    /// Tokens that may be drawn with their unnormalized probabilities, the likeliest first and the
     /// lowest id first among equals.
     fn candidates(&self, logits: &[f32]) -> Vec<(usize, f64)> {
         let likelier =

@@ -1,12 +1,9 @@
-//! `config.json` of GLM-4.1V, in its nested and its flat layout, checked once so that the model code need not.
-
-use std::path::Path;
-
-use serde::Deserialize;
+//! `config.json` of GLM-4.1V, in its nested and its flat layout, checked once, so that model code does not have to.
 
 use crate::config::{
-    self, ConfigError, EosIds, at_most, divisible, expect, no_dropout, positive, size, unsupported,
+    ConfigError, ConfigFile, Fields, at_most, divisible, expect, positive, size, unsupported,
 };
+use std::path::Path;
 
 /// The whole model.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,7 +33,7 @@ pub struct LanguageConfig {
     pub head_dim: usize,
     /// Elements at the front of a head that rotate.
     pub rotary_dim: usize,
-    /// How many frequencies follow the time, row and column positions, in turn.
+    /// Numbers of frequencies that follow the time, row and column positions, in turn.
     pub mrope_section: Vec<usize>,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
@@ -67,7 +64,7 @@ pub struct VisionConfig {
     pub head_dim: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
-    /// Frames under the patch embedding; a picture is repeated that often.
+    /// Frames of the patch embedding; an image is repeated as often.
     pub frames: usize,
     /// Learned positions per side.
     pub grid_side: usize,
@@ -79,13 +76,12 @@ pub struct VisionConfig {
 pub const MERGE: usize = 2;
 
 impl Glm41vConfig {
-    /// Reads `config.json` of the model folder `dir`.
+    /// Reads `config.json` of the model directory `dir`.
     ///
     /// # Errors
     /// [`ConfigError`] if the file is missing or invalid, or describes a model that is not supported.
     pub fn load(dir: &Path) -> Result<Self, ConfigError> {
-        let (bytes, path) = config::read(dir)?;
-        Self::parse(&bytes, &path)
+        Self::read(ConfigFile::load(dir)?.fields())
     }
 
     /// Parses the content of a `config.json`; `path` is named in errors.
@@ -93,34 +89,28 @@ impl Glm41vConfig {
     /// # Errors
     /// As [`Glm41vConfig::load`].
     pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, ConfigError> {
-        let invalid = |source| ConfigError::Json {
-            path: path.to_owned(),
-            source,
-        };
-        let head: Head = serde_json::from_slice(bytes).map_err(invalid)?;
-        if head.model_type != "glm4v" {
-            return Err(ConfigError::UnsupportedModel {
-                found: head.model_type,
-            });
+        Self::read(ConfigFile::parse(bytes, path)?.fields())
+    }
+
+    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
+        const TIED: &str = "tie_word_embeddings";
+        let model_type: String = fields.or("model_type", String::new())?;
+        if model_type != "glm4v" {
+            return Err(ConfigError::UnsupportedModel { found: model_type });
         }
-        let tied = head.tie_word_embeddings.unwrap_or(false);
         // The flat layout has the fields of the language model beside `vision_config`.
-        let text: RawText = match head.text_config {
-            Some(text) => serde_json::from_value(text).map_err(invalid)?,
-            None => serde_json::from_slice(bytes).map_err(invalid)?,
-        };
-        if tied || text.tie_word_embeddings {
-            return Err(unsupported(
-                "tie_word_embeddings",
-                "true".to_owned(),
-                "false",
-            ));
+        let text = fields.section("text_config")?.unwrap_or(fields);
+        if fields.or(TIED, false)? || text.or(TIED, false)? {
+            return Err(unsupported(TIED, "true".to_owned(), "false"));
         }
-        let eos_ids = head.eos_token_id.or(text.eos_token_id.clone());
+        let eos_ids = match fields.eos_ids()? {
+            None => text.eos_ids()?,
+            own => own,
+        };
         let config = Self {
-            language: text.resolve()?,
-            vision: head.vision_config.resolve()?,
-            eos_ids: eos_ids.map_or_else(Vec::new, EosIds::into_vec),
+            language: LanguageConfig::read(text)?,
+            vision: VisionConfig::read(fields)?,
+            eos_ids: eos_ids.unwrap_or_default(),
         };
         config.check()?;
         Ok(config)
@@ -172,179 +162,82 @@ fn same(field: &'static str, found: usize, expected: usize) -> Result<(), Config
     })
 }
 
-#[derive(Deserialize)]
-struct Head {
-    #[serde(default)]
-    model_type: String,
-    text_config: Option<serde_json::Value>,
-    vision_config: RawVision,
-    tie_word_embeddings: Option<bool>,
-    eos_token_id: Option<EosIds>,
-}
-
-#[derive(Deserialize)]
-struct RawText {
-    hidden_size: usize,
-    intermediate_size: usize,
-    num_hidden_layers: usize,
-    num_attention_heads: usize,
-    num_key_value_heads: usize,
-    vocab_size: usize,
-    rms_norm_eps: f64,
-    initializer_range: Option<f64>,
-    rope_theta: Option<f64>,
-    partial_rotary_factor: Option<f64>,
-    rope_scaling: Option<Rope>,
-    rope_parameters: Option<Rope>,
-    hidden_act: Option<String>,
-    #[serde(default = "yes")]
-    attention_bias: bool,
-    #[serde(default)]
-    attention_dropout: f64,
-    #[serde(default)]
-    tie_word_embeddings: bool,
-    eos_token_id: Option<EosIds>,
-}
-
-/// Where angles come from: `rope_scaling` beside two plain fields, or all of it in `rope_parameters`.
-#[derive(Deserialize)]
-struct Rope {
-    rope_type: Option<String>,
-    r#type: Option<String>,
-    rope_theta: Option<f64>,
-    partial_rotary_factor: Option<f64>,
-    mrope_section: Option<Vec<usize>>,
-}
-
-#[derive(Deserialize)]
-struct RawVision {
-    hidden_size: usize,
-    num_heads: usize,
-    depth: usize,
-    image_size: usize,
-    intermediate_size: usize,
-    out_hidden_size: usize,
-    patch_size: usize,
-    #[serde(default = "two")]
-    spatial_merge_size: usize,
-    #[serde(default = "two")]
-    temporal_patch_size: usize,
-    #[serde(default = "three")]
-    in_channels: usize,
-    #[serde(default = "eps")]
-    rms_norm_eps: f64,
-    hidden_act: Option<String>,
-    #[serde(default)]
-    attention_bias: bool,
-    #[serde(default)]
-    attention_dropout: f64,
-    #[serde(default)]
-    hidden_dropout_prob: f64,
-}
-
-fn yes() -> bool {
-    true
-}
-
-fn two() -> usize {
-    2
-}
-
-fn three() -> usize {
-    3
-}
-
-fn eps() -> f64 {
-    1e-5
-}
-
-impl RawText {
-    fn resolve(self) -> Result<LanguageConfig, ConfigError> {
-        expect("hidden_act", self.hidden_act.as_deref(), "silu")?;
-        no_dropout("attention_dropout", self.attention_dropout)?;
-        let rope = self.rope_parameters.or(self.rope_scaling);
-        let kind = rope
-            .as_ref()
-            .and_then(|r| r.rope_type.as_deref().or(r.r#type.as_deref()));
-        expect("rope_parameters.rope_type", kind, "default")?;
-        let of_rope = |field: fn(&Rope) -> Option<f64>| rope.as_ref().and_then(field);
+impl LanguageConfig {
+    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
+        fields.expect::<String>("hidden_act", "silu")?;
+        fields.no_dropout("attention_dropout")?;
+        // Angles: `rope_scaling` beside two plain fields, or all of it in `rope_parameters`.
+        let rope = match fields.section("rope_parameters")? {
+            None => fields.section("rope_scaling")?,
+            rope => rope,
+        };
+        let of_rope = |field: &str| rope.map_or(Ok(None), |rope| rope.optional::<f64>(field));
+        let text = |field: &str| rope.map_or(Ok(None), |rope| rope.optional::<String>(field));
+        let kind = match text("rope_type")? {
+            None => text("type")?,
+            kind => kind,
+        };
+        expect("rope_parameters.rope_type", kind.as_deref(), "default")?;
         // Defaults are those of the class, used where a file has no value.
-        let theta = of_rope(|r| r.rope_theta).or(self.rope_theta).unwrap_or(1e4);
-        let factor = of_rope(|r| r.partial_rotary_factor)
-            .or(self.partial_rotary_factor)
-            .unwrap_or(0.5);
-        let factor = positive("partial_rotary_factor", factor)?;
-        let head_dim = divisible("hidden_size", self.hidden_size, self.num_attention_heads)?;
-        let sections = rope.as_ref().and_then(|r| r.mrope_section.clone());
-        let sections = sections.unwrap_or_else(|| vec![8, 12, 12]);
-        for section in &sections {
+        let number = |field: &'static str, default: f64| -> Result<f64, ConfigError> {
+            match of_rope(field)? {
+                Some(own) => positive(field, own),
+                None => fields.positive_or(field, default),
+            }
+        };
+        let rope_theta = number("rope_theta", 1e4)?;
+        let factor = number("partial_rotary_factor", 0.5)?;
+        let sections = rope.map_or(Ok(None), |rope| rope.optional("mrope_section"))?;
+        let mrope_section: Vec<usize> = sections.unwrap_or_else(|| vec![8, 12, 12]);
+        for section in &mrope_section {
             size("mrope_section", *section)?;
         }
-        let init = self.initializer_range.unwrap_or(0.02);
-        Ok(LanguageConfig {
-            hidden_size: size("hidden_size", self.hidden_size)?,
-            intermediate_size: size("intermediate_size", self.intermediate_size)?,
-            num_layers: size("num_hidden_layers", self.num_hidden_layers)?,
-            num_heads: size("num_attention_heads", self.num_attention_heads)?,
-            num_kv_heads: size("num_key_value_heads", self.num_key_value_heads)?,
+        let hidden_size = fields.size("hidden_size")?;
+        let num_heads = fields.size("num_attention_heads")?;
+        let head_dim = divisible("hidden_size", hidden_size, num_heads)?;
+        Ok(Self {
+            hidden_size,
+            intermediate_size: fields.size("intermediate_size")?,
+            num_layers: fields.size("num_hidden_layers")?,
+            num_heads,
+            num_kv_heads: fields.size("num_key_value_heads")?,
             head_dim,
             rotary_dim: (head_dim as f64 * factor) as usize,
-            mrope_section: sections,
-            rope_theta: positive("rope_theta", theta)?,
-            attention_bias: self.attention_bias,
-            vocab_size: size("vocab_size", self.vocab_size)?,
-            rms_norm_eps: positive("rms_norm_eps", self.rms_norm_eps)?,
-            initializer_range: positive("initializer_range", init)?,
+            mrope_section,
+            rope_theta,
+            attention_bias: fields.or("attention_bias", true)?,
+            vocab_size: fields.size("vocab_size")?,
+            rms_norm_eps: fields.positive("rms_norm_eps")?,
+            initializer_range: fields.positive_or("initializer_range", 0.02)?,
         })
     }
 }
 
-impl RawVision {
-    fn resolve(self) -> Result<VisionConfig, ConfigError> {
+impl VisionConfig {
+    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
         const WIDTH: &str = "vision_config.hidden_size";
-        let number = |field, found: usize, expected: &'static str| {
-            expect(field, Some(&found.to_string()), expected)
-        };
-        expect(
-            "vision_config.hidden_act",
-            self.hidden_act.as_deref(),
-            "silu",
-        )?;
-        number("vision_config.in_channels", self.in_channels, "3")?;
-        number(
-            "vision_config.spatial_merge_size",
-            self.spatial_merge_size,
-            "2",
-        )?;
-        no_dropout("vision_config.attention_dropout", self.attention_dropout)?;
-        no_dropout(
-            "vision_config.hidden_dropout_prob",
-            self.hidden_dropout_prob,
-        )?;
-        if self.attention_bias {
-            let found = "true".to_owned();
-            return Err(unsupported("vision_config.attention_bias", found, "false"));
-        }
-        let patch_size = size("vision_config.patch_size", self.patch_size)?;
-        Ok(VisionConfig {
-            hidden_size: size(WIDTH, self.hidden_size)?,
-            out_hidden_size: size("vision_config.out_hidden_size", self.out_hidden_size)?,
-            merger_inner: size("vision_config.intermediate_size", self.intermediate_size)?,
-            num_layers: size("vision_config.depth", self.depth)?,
-            num_heads: size("vision_config.num_heads", self.num_heads)?,
-            head_dim: divisible(WIDTH, self.hidden_size, self.num_heads)?,
+        const FRAMES: &str = "vision_config.temporal_patch_size";
+        const SIDE: &str = "vision_config.image_size";
+        fields.expect::<String>("vision_config.hidden_act", "silu")?;
+        fields.expect::<usize>("vision_config.in_channels", "3")?;
+        fields.expect::<usize>("vision_config.spatial_merge_size", "2")?;
+        fields.no_dropout("vision_config.attention_dropout")?;
+        fields.no_dropout("vision_config.hidden_dropout_prob")?;
+        fields.expect::<bool>("vision_config.attention_bias", "false")?;
+        let (width, heads) = (fields.size(WIDTH)?, fields.size("vision_config.num_heads")?);
+        let patch_size = fields.size("vision_config.patch_size")?;
+        let grid_side = divisible(SIDE, fields.required(SIDE)?, patch_size)?;
+        Ok(Self {
+            hidden_size: width,
+            out_hidden_size: fields.size("vision_config.out_hidden_size")?,
+            merger_inner: fields.size("vision_config.intermediate_size")?,
+            num_layers: fields.size("vision_config.depth")?,
+            num_heads: heads,
+            head_dim: divisible(WIDTH, width, heads)?,
             patch_size,
-            frames: at_most(
-                "vision_config.temporal_patch_size",
-                size(
-                    "vision_config.temporal_patch_size",
-                    self.temporal_patch_size,
-                )?,
-                16,
-            )?,
-            grid_side: divisible("vision_config.image_size", self.image_size, patch_size)
-                .and_then(|side| size("vision_config.image_size", side))?,
-            rms_norm_eps: positive("vision_config.rms_norm_eps", self.rms_norm_eps)?,
+            frames: at_most(FRAMES, fields.size_or(FRAMES, 2)?, 16)?,
+            grid_side: size(SIDE, grid_side)?,
+            rms_norm_eps: fields.positive_or("vision_config.rms_norm_eps", 1e-5)?,
         })
     }
 }

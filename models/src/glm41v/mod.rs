@@ -1,4 +1,15 @@
-//! GLM-4.1V-9B-Thinking: pictures of any size, several per sample.
+//! GLM-4.1V-9B-Thinking: images of any size, several per sample.
+//!
+//! | module | part |
+//! |---|---|
+//! | [`config`] | `config.json` |
+//! | `model` | parameters and forward pass |
+//! | `collate`, `tables` | samples to a batch |
+//! | `vision` | images to patch features |
+//! | `projector` | patch features to rows of the decoder |
+//! | `language` | the decoder |
+//! | [`positions`] | positions of tokens |
+//! | [`processor`], `sample`, `pictures`, [`resize`] | raw samples to model inputs |
 
 mod collate;
 pub mod config;

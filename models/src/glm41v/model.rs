@@ -18,7 +18,7 @@ use crate::{SampleInput, Tower, VisionLanguageModel};
 use engine::{ModelSpec, ParamSpec};
 use kernels::Backend;
 
-/// Where the decoder's modules are.
+/// Modules of the decoder.
 const LANGUAGE: LanguageModules = LanguageModules {
     prefix: "model.language_model.layers.",
     attention: &["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -36,7 +36,7 @@ fn tower(name: &str) -> Tower {
     }
 }
 
-/// GLM-4.1V. Holds handles, not weights.
+/// GLM-4.1V. It has ids of parameters, not weights.
 #[derive(Debug)]
 pub struct Glm41v {
     config: Glm41vConfig,

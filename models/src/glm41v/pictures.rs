@@ -1,4 +1,4 @@
-//! Where the text of a conversation shows the pictures of its sample.
+//! Places of a sample's images in the text of its conversation.
 
 use std::sync::LazyLock;
 
@@ -16,11 +16,11 @@ pub(super) enum Part<'a> {
     Picture(usize),
 }
 
-/// The pictures of a sample while its text is written out.
+/// Images of a sample, and which of them the text has used.
 pub(super) struct Pictures<'a> {
     sample: &'a RawSample,
     used: Vec<bool>,
-    /// The only picture, which the text never names, while it waits for the first turn of the user.
+    /// The only image if the text never names it, until the first turn of the user.
     front: Option<usize>,
 }
 
@@ -44,7 +44,7 @@ impl<'a> Pictures<'a> {
         })
     }
 
-    /// Splits the user's `text` at the places of pictures.
+    /// Splits the user's `text` at the places of images.
     pub(super) fn parts<'t>(&mut self, text: &'t str) -> Result<Vec<Part<'t>>, SampleError> {
         let mut parts = Vec::new();
         if let Some(front) = self.front.take() {
@@ -61,7 +61,7 @@ impl<'a> Pictures<'a> {
         Ok(parts)
     }
 
-    /// The picture that `name` stands for: the one of that name, or the next one.
+    /// The image of the marker `name`: the one of that name, or the next one.
     fn take(&mut self, name: &str) -> Result<usize, SampleError> {
         let images = &self.sample.images;
         let found = match name {

@@ -1,16 +1,16 @@
-//! Positions: of tokens in three coordinates, of patches on the learned grid.
+//! Positions of tokens in three coordinates, and of patches on the learned grid.
 
 /// Time, row and column position of every token of a sample.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct TokenPositions {
-    /// `[3][tokens]`; equal outside of pictures.
+    /// `[3][tokens]`; the three are equal outside of images.
     pub rows: [Vec<i32>; 3],
 }
 
 impl TokenPositions {
-    /// Positions of `tokens` tokens whose ranges `pictures` (start, features per column, features per row) stand for
-    /// pictures. Text counts by one; a picture at `p` counts its features by row and column from `p`, and the text
-    /// behind it continues at `p` plus the longer side.
+    /// Positions of `tokens` tokens with images `pictures` (start, features per column, features per row). Text counts by
+    /// one. An image at `p` counts its features by row and column from `p`, and the text after it continues at `p` plus the
+    /// longer side.
     #[must_use]
     pub fn new(tokens: usize, pictures: &[(usize, [usize; 2])]) -> Self {
         let mut positions = Self::default();
@@ -27,7 +27,7 @@ impl TokenPositions {
         positions
     }
 
-    /// Text up to token `end`, from position `next` on; the position behind it.
+    /// Adds text up to token `end`, from position `next` on; returns the position after it.
     fn text(&mut self, next: i32, end: usize) -> i32 {
         let count = end.saturating_sub(self.rows[0].len()) as i32;
         (next..next + count).for_each(|p| self.push([p; 3]));
@@ -40,7 +40,7 @@ impl TokenPositions {
         }
     }
 
-    /// Tokens of another sample behind these.
+    /// Appends the tokens of another sample.
     pub fn append(&mut self, other: &Self) {
         for (row, more) in self.rows.iter_mut().zip(&other.rows) {
             row.extend(more);
@@ -99,7 +99,7 @@ pub(super) fn position_weights([rows, cols]: [usize; 2], side: usize) -> Vec<f32
     weights
 }
 
-/// The four stored positions that patch `i` of `count` on an axis lies among, with their weights.
+/// The four stored positions around patch `i` of `count` on an axis, with their weights.
 fn taps(i: usize, count: usize, side: usize) -> [(usize, f32); 4] {
     let at = (i as f32 + 0.5) / count as f32 * side as f32 - 0.5;
     let first = at.floor();

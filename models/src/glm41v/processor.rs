@@ -1,5 +1,4 @@
-//! Everything of a model folder that turns samples into model inputs: picture settings, tokenizer and the ids of the
-//! markers.
+//! Processor of samples, from a model directory: image settings, tokenizer and ids of the markers.
 
 use std::path::Path;
 
@@ -8,33 +7,27 @@ use serde::Deserialize;
 use super::config::{Glm41vConfig, MERGE};
 use super::resize::PictureLimits;
 use crate::config::{ConfigError, size};
-use crate::processor::{Normalization, ProcessorError};
+use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor};
 use crate::text::{Tokenizer, TokenizerError};
 
-/// Picture settings of a model folder.
+/// Image settings of a model directory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProcessorConfig {
-    /// What decides on the size of pictures.
+    /// Limits of the size of images.
     pub limits: PictureLimits,
     /// Side of a patch in pixels.
     pub patch_size: usize,
-    /// Bytes to values.
+    /// Normalization of bytes to values.
     pub normalization: Normalization,
 }
 
 impl ProcessorConfig {
-    /// Combines `model` with `preprocessor_config.json` of the folder `dir`.
+    /// Combines `model` with `preprocessor_config.json` of the directory `dir`.
     ///
     /// # Errors
     /// [`ProcessorError`] if the file is missing or invalid, or contradicts `model`.
     pub fn load(dir: &Path, model: &Glm41vConfig) -> Result<Self, ProcessorError> {
-        let path = dir.join("preprocessor_config.json");
-        let bytes = std::fs::read(&path).map_err(|source| ProcessorError::Read {
-            path: path.clone(),
-            source,
-        })?;
-        let raw: RawProcessor = serde_json::from_slice(&bytes)
-            .map_err(|source| ProcessorError::Json { path, source })?;
+        let raw: RawProcessor = read_preprocessor(dir)?;
         let vision = &model.vision;
         agree("patch_size", vision.patch_size, raw.patch_size)?;
         agree("merge_size", MERGE, raw.merge_size)?;
@@ -65,21 +58,6 @@ impl ProcessorConfig {
     }
 }
 
-fn agree(
-    field: &'static str,
-    config: usize,
-    preprocessor: Option<usize>,
-) -> Result<(), ProcessorError> {
-    match preprocessor {
-        Some(preprocessor) if preprocessor != config => Err(ProcessorError::Disagree {
-            field,
-            config,
-            preprocessor,
-        }),
-        _ => Ok(()),
-    }
-}
-
 #[derive(Deserialize)]
 #[serde(default)]
 struct RawProcessor {
@@ -91,7 +69,7 @@ struct RawProcessor {
     image_std: [f32; 3],
 }
 
-/// Pixels, although the file calls them edges.
+/// Numbers of pixels, although the file calls them edges.
 #[derive(Deserialize)]
 struct Size {
     shortest_edge: usize,
@@ -155,7 +133,7 @@ pub struct Glm41vProcessor {
 }
 
 impl Glm41vProcessor {
-    /// Reads `config.json`, `preprocessor_config.json` and the tokenizer files of the model folder `dir`.
+    /// Reads `config.json`, `preprocessor_config.json` and the tokenizer files of the model directory `dir`.
     ///
     /// # Errors
     /// [`ProcessorError`] naming the file that is missing, invalid or contradicts another.
@@ -186,7 +164,7 @@ impl Glm41vProcessor {
         })
     }
 
-    /// Picture settings.
+    /// Image settings.
     #[must_use]
     pub fn config(&self) -> &ProcessorConfig {
         &self.config

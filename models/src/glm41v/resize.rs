@@ -1,11 +1,11 @@
-//! The size a picture is resized to: whole blocks of patches, its area within limits.
+//! Size of resized images: whole blocks of patches, with an area within limits.
 
-/// What decides on the size of pictures.
+/// Limits of the size of images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PictureLimits {
     /// Side of a block of patches that becomes one feature, in pixels.
     pub block: usize,
-    /// Frames that a picture stands for; they count towards its pixels.
+    /// Frames of an image; each counts towards its pixels.
     pub frames: usize,
     /// Fewest pixels of all frames together.
     pub min_pixels: usize,
@@ -13,10 +13,10 @@ pub struct PictureLimits {
     pub max_pixels: usize,
 }
 
-/// Pictures longer than this, in widths, are refused.
+/// Largest accepted ratio of an image's longer side to its shorter one.
 pub const MAX_ASPECT_RATIO: f64 = 200.0;
 
-/// Size (width, height) of a picture of `width` x `height` pixels after resizing, in whole blocks; `None` if one side is
+/// Size (width, height) of an image of `width` x `height` pixels after resizing, in whole blocks; `None` if one side is
 /// more than [`MAX_ASPECT_RATIO`] times the other.
 #[must_use]
 pub fn smart_resize(

@@ -1,11 +1,11 @@
-//! From a raw sample to token ids, labels, places of pictures and patches.
+//! Sample rules: a raw sample to token ids, labels, places of images and patches.
 //!
-//! Text: `[gMASK]<sop>`, then `<|role|>`, a line break and the content of every turn; behind the last answer
-//! `<|endoftext|>`. A picture stands where the user's text says `<image>`: pictures without a name of their own in the
-//! order of the sample, named ones (`<image_01>`) by name, and a single one that the text never names before all else.
+//! Text: `[gMASK]<sop>`, then `<|role|>`, a line break and the content of every turn; after the last answer
+//! `<|endoftext|>`. An image replaces each `<image>` in the user's text: unnamed ones in the order of the sample, named ones
+//! (`<image_01>`) by name. A single image that the text never names comes before all text.
 //!
-//! Learnt are the line break and the text of every answer, and `<|endoftext|>` behind it: as a token at the end of the
-//! sample, as the label of the next role's token elsewhere.
+//! The loss covers the line break and the text of every answer, and `<|endoftext|>` after it. At the end of the sample it
+//! is a token; elsewhere it is the label of the next role's token.
 
 use std::ops::Range;
 
@@ -25,10 +25,10 @@ use crate::image::{ImageSource, resize};
 use crate::processor::Processor;
 use crate::text::{Message, Tokenizer};
 
-/// Size in pixels (width, height) that a picture is resized to.
+/// Size (width, height) of a resized image, in pixels.
 type Plan = (usize, usize);
 
-/// A stretch of the conversation.
+/// A part of the conversation.
 struct Piece {
     text: String,
     kind: Kind,
@@ -37,10 +37,10 @@ struct Piece {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Given,
-    /// Not learnt, but its first token stands where an answer's end is learnt.
+    /// Not supervised, but the label of its first token is an answer's end.
     BehindAnswer,
     Learnt,
-    /// Features of the picture of this number.
+    /// Features of the image with this number.
     Picture(usize),
 }
 
@@ -48,11 +48,11 @@ enum Kind {
 #[derive(Default)]
 struct Tokens {
     input_ids: Vec<i32>,
-    /// What is learnt of each token itself.
+    /// Label of each token itself, before the shift.
     own_labels: Vec<i32>,
-    /// Features of each picture, without markers.
+    /// Token range of each image's features, without markers.
     bounds: Vec<(usize, usize)>,
-    /// Pictures in the order of the text.
+    /// Images in the order of the text.
     order: Vec<usize>,
 }
 
@@ -190,7 +190,7 @@ impl Piece {
 }
 
 impl Glm41vProcessor {
-    /// Features of a picture of the size `plan`.
+    /// Number of features of an image of the size `plan`.
     fn features(&self, (width, height): Plan) -> usize {
         let block = self.config.limits.block;
         (width / block) * (height / block)
@@ -204,7 +204,7 @@ impl Glm41vProcessor {
         })
     }
 
-    /// Plans every picture from the headers of the files.
+    /// Plans every image from the headers of the files.
     fn plan_all(
         &self,
         sample: &RawSample,
@@ -219,7 +219,7 @@ impl Glm41vProcessor {
             .collect()
     }
 
-    /// Decodes and cuts every picture, one after the other so that one is in memory at a time.
+    /// Decodes and cuts the images one after the other, so that one is in memory at a time.
     fn cut(
         &self,
         sample: &RawSample,
@@ -283,7 +283,7 @@ impl Glm41vProcessor {
         })
     }
 
-    /// Writes out `turns`, those of `sample` or the first of them.
+    /// Pieces of `turns`, which are all or the first turns of `sample`.
     fn pieces(
         &self,
         sample: &RawSample,

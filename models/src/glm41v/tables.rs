@@ -1,4 +1,4 @@
-//! Pictures of a batch as the tower takes them.
+//! Index tables and pixels of a batch's images for the vision tower.
 
 use super::config::VisionConfig;
 use super::positions::{block_order, position_weights};
@@ -9,10 +9,10 @@ use crate::nn::{Rotary, rope_frequencies, rotary_of};
 use crate::processor::Normalization;
 use kernels::{Backend, DType, RopeLayout, Tensor};
 
-/// Tables of the tower for `P` patches of all pictures, patches in blocks of 2 x 2.
+/// Tables of the tower for the `P` patches of all images, in blocks of 2 x 2.
 #[derive(Clone, Debug)]
 pub struct Glm41vTables {
-    /// f32 `[P, learned positions]`: what each patch takes of every learned position.
+    /// f32 `[P, learned positions]`: weight of every learned position in each patch's position.
     pub position_weights: Tensor,
     /// Angles of the patches by row and column.
     pub rotary: Rotary,
@@ -27,7 +27,7 @@ impl VisionTables for Glm41vTables {
 }
 
 impl Glm41vTables {
-    /// Tables of pictures of `grids` (patches per column, per row).
+    /// Tables of images of `grids` (patches per column, per row).
     ///
     /// # Errors
     /// When memory runs out.

@@ -1,6 +1,6 @@
-//! The vision tower over packed pictures.
+//! The vision tower over packed images.
 //!
-//! Shapes: `P` patches of all pictures in blocks of 2 x 2, `c` width.
+//! Shapes: `P` patches of all images in blocks of 2 x 2, `c` width.
 
 use super::config::VisionConfig;
 use super::tables::Glm41vTables;

@@ -1,13 +1,8 @@
-//! `config.json` of GLM-4V, checked once so that the model code need not.
+//! `config.json` of GLM-4V, checked once, so that model code does not have to.
 
+use crate::config::{ConfigError, ConfigFile, Fields, at_most, divisible};
+use crate::eva::EvaConfig;
 use std::path::Path;
-
-use serde::Deserialize;
-
-use crate::config::{
-    self, ConfigError, EosIds, at_most, divisible, no_dropout, positive, size, unsupported,
-};
-use crate::eva::{EvaConfig, RawEva};
 
 /// The whole model.
 #[derive(Clone, Debug, PartialEq)]
@@ -16,7 +11,7 @@ pub struct Glm4vConfig {
     pub language: LanguageConfig,
     /// The vision tower.
     pub vision: EvaConfig,
-    /// What everything that enters the language model from a picture is divided by.
+    /// Divisor of an image's rows before they enter the language model.
     pub scaling_factor: f64,
     /// Tokens that end an answer.
     pub eos_ids: Vec<i32>,
@@ -53,16 +48,50 @@ impl LanguageConfig {
     pub fn rotary_dim(&self) -> usize {
         self.head_dim / 2
     }
+
+    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
+        const HEADS: &str = "num_attention_heads";
+        for (field, expected) in [
+            ("add_bias_linear", "false"),
+            ("rmsnorm", "true"),
+            ("post_layer_norm", "true"),
+            ("original_rope", "true"),
+            ("multi_query_attention", "true"),
+            ("apply_residual_connection_post_layernorm", "false"),
+            ("tie_word_embeddings", "false"),
+        ] {
+            fields.expect::<bool>(field, expected)?;
+        }
+        fields.no_dropout("attention_dropout")?;
+        fields.no_dropout("hidden_dropout")?;
+        let (num_heads, num_kv_heads) =
+            (fields.size(HEADS)?, fields.size("multi_query_group_num")?);
+        divisible(HEADS, num_heads, num_kv_heads)?;
+        let head_dim = at_most("kv_channels", fields.size("kv_channels")?, 128)?;
+        // Adjacent pairs in the first half of a head rotate.
+        divisible("kv_channels", head_dim, 4)?;
+        Ok(Self {
+            hidden_size: fields.size("hidden_size")?,
+            intermediate_size: fields.size("ffn_hidden_size")?,
+            num_layers: fields.size("num_layers")?,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            vocab_size: fields.size("padded_vocab_size")?,
+            rms_norm_eps: fields.positive("layernorm_epsilon")?,
+            rope_theta: 1e4 * fields.positive_or("rope_ratio", 1.0)?,
+            qkv_bias: fields.or("add_qkv_bias", false)?,
+        })
+    }
 }
 
 impl Glm4vConfig {
-    /// Reads `config.json` of the model folder `dir`.
+    /// Reads `config.json` of the model directory `dir`.
     ///
     /// # Errors
     /// [`ConfigError`] if the file is missing or invalid, or describes a model that is not supported.
     pub fn load(dir: &Path) -> Result<Self, ConfigError> {
-        let (bytes, path) = config::read(dir)?;
-        Self::parse(&bytes, &path)
+        Self::read(ConfigFile::load(dir)?.fields())
     }
 
     /// Parses the content of a `config.json`; `path` is named in errors.
@@ -70,25 +99,19 @@ impl Glm4vConfig {
     /// # Errors
     /// As [`Glm4vConfig::load`].
     pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, ConfigError> {
-        let invalid = |source| ConfigError::Json {
-            path: path.to_owned(),
-            source,
-        };
-        let raw: Raw = serde_json::from_slice(bytes).map_err(invalid)?;
-        if raw.model_type != "chatglm" {
-            return Err(ConfigError::UnsupportedModel {
-                found: raw.model_type,
-            });
+        Self::read(ConfigFile::parse(bytes, path)?.fields())
+    }
+
+    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
+        let model_type: String = fields.or("model_type", String::new())?;
+        if model_type != "chatglm" {
+            return Err(ConfigError::UnsupportedModel { found: model_type });
         }
-        let vision = raw.vision_config.clone();
-        let scaling: Scaling = serde_json::from_value(vision.clone()).map_err(invalid)?;
-        let vision: RawEva = serde_json::from_value(vision).map_err(invalid)?;
-        let eos_ids = raw.eos_token_id.clone();
         let config = Self {
-            language: raw.resolve()?,
-            vision: vision.resolve()?,
-            scaling_factor: positive("vision_config.scaling_factor", scaling.scaling_factor)?,
-            eos_ids: eos_ids.map_or_else(Vec::new, EosIds::into_vec),
+            language: LanguageConfig::read(fields)?,
+            vision: EvaConfig::read(fields)?,
+            scaling_factor: fields.positive_or("vision_config.scaling_factor", 1.0)?,
+            eos_ids: fields.eos_ids()?.unwrap_or_default(),
         };
         // Two by two patches become one feature.
         let grid = config.vision.grid();
@@ -96,104 +119,9 @@ impl Glm4vConfig {
         Ok(config)
     }
 
-    /// Features of a picture, without the learned rows around them.
+    /// Features of an image, without the learned rows around them.
     #[must_use]
     pub fn features(&self) -> usize {
         self.vision.patches() / 4
-    }
-}
-
-#[derive(Deserialize)]
-struct Scaling {
-    #[serde(default = "one")]
-    scaling_factor: f64,
-}
-
-#[derive(Deserialize)]
-struct Raw {
-    #[serde(default)]
-    model_type: String,
-    hidden_size: usize,
-    ffn_hidden_size: usize,
-    num_layers: usize,
-    num_attention_heads: usize,
-    multi_query_group_num: usize,
-    kv_channels: usize,
-    padded_vocab_size: usize,
-    layernorm_epsilon: f64,
-    #[serde(default = "one")]
-    rope_ratio: f64,
-    #[serde(default)]
-    attention_dropout: f64,
-    #[serde(default)]
-    hidden_dropout: f64,
-    #[serde(default)]
-    add_qkv_bias: bool,
-    eos_token_id: Option<EosIds>,
-    vision_config: serde_json::Value,
-    #[serde(flatten)]
-    shape: Shape,
-}
-
-/// Switches of which only one position is computed.
-#[derive(Deserialize)]
-struct Shape {
-    add_bias_linear: Option<bool>,
-    rmsnorm: Option<bool>,
-    post_layer_norm: Option<bool>,
-    original_rope: Option<bool>,
-    multi_query_attention: Option<bool>,
-    apply_residual_connection_post_layernorm: Option<bool>,
-    tie_word_embeddings: Option<bool>,
-}
-
-fn one() -> f64 {
-    1.0
-}
-
-impl Shape {
-    fn check(&self) -> Result<(), ConfigError> {
-        let after = self.apply_residual_connection_post_layernorm;
-        for (field, found, expected) in [
-            ("add_bias_linear", self.add_bias_linear, "false"),
-            ("rmsnorm", self.rmsnorm, "true"),
-            ("post_layer_norm", self.post_layer_norm, "true"),
-            ("original_rope", self.original_rope, "true"),
-            ("multi_query_attention", self.multi_query_attention, "true"),
-            ("apply_residual_connection_post_layernorm", after, "false"),
-            ("tie_word_embeddings", self.tie_word_embeddings, "false"),
-        ] {
-            match found.map(|found| found.to_string()) {
-                Some(found) if found != expected => {
-                    return Err(unsupported(field, found, expected));
-                }
-                _ => {}
-            }
-        }
-        Ok(())
-    }
-}
-
-impl Raw {
-    fn resolve(self) -> Result<LanguageConfig, ConfigError> {
-        const HEADS: &str = "num_attention_heads";
-        self.shape.check()?;
-        no_dropout("attention_dropout", self.attention_dropout)?;
-        no_dropout("hidden_dropout", self.hidden_dropout)?;
-        divisible(HEADS, self.num_attention_heads, self.multi_query_group_num)?;
-        // Adjacent pairs in the first half of a head rotate.
-        divisible("kv_channels", self.kv_channels, 4)?;
-        Ok(LanguageConfig {
-            hidden_size: size("hidden_size", self.hidden_size)?,
-            intermediate_size: size("ffn_hidden_size", self.ffn_hidden_size)?,
-            num_layers: size("num_layers", self.num_layers)?,
-            num_heads: size(HEADS, self.num_attention_heads)?,
-            num_kv_heads: size("multi_query_group_num", self.multi_query_group_num)?,
-            head_dim: at_most("kv_channels", size("kv_channels", self.kv_channels)?, 128)?,
-            vocab_size: size("padded_vocab_size", self.padded_vocab_size)?,
-            rms_norm_eps: positive("layernorm_epsilon", self.layernorm_epsilon)?,
-            rope_theta: 1e4 * positive("rope_ratio", self.rope_ratio)?,
-            qkv_bias: self.add_qkv_bias,
-        })
     }
 }

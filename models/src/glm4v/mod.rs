@@ -1,4 +1,15 @@
-//! GLM-4V-9B: one square picture per conversation, seen by EVA's tower.
+//! GLM-4V-9B: one square image per conversation.
+//!
+//! | module | part |
+//! |---|---|
+//! | [`config`] | `config.json` |
+//! | `model` | parameters and forward pass |
+//! | `collate` | samples to a batch |
+//! | [`crate::eva`] | images to patch features |
+//! | `projector` | patch features to rows of the decoder |
+//! | `language` | the decoder |
+//! | [`positions`] | positions of tokens |
+//! | [`processor`], `sample` | raw samples to model inputs |
 
 mod collate;
 pub mod config;

@@ -17,14 +17,14 @@ use crate::{SampleInput, Tower, VisionLanguageModel};
 use engine::{ModelSpec, ParamSpec};
 use kernels::Backend;
 
-/// Where the decoder's modules are.
+/// Modules of the decoder.
 const LANGUAGE: LanguageModules = LanguageModules {
     prefix: "transformer.encoder.layers.",
     attention: &["query_key_value", "dense"],
     mlp: &["dense_h_to_4h", "dense_4h_to_h"],
 };
 
-/// Standard deviation of random start values; the configuration names none.
+/// Standard deviation of random start values; `config.json` has none.
 const INIT_RANGE: f32 = 0.02;
 
 /// The part of the model that a unit or parameter called `name` belongs to.
@@ -38,7 +38,7 @@ fn tower(name: &str) -> Tower {
     }
 }
 
-/// GLM-4V. Holds handles, not weights.
+/// GLM-4V. It has ids of parameters, not weights.
 #[derive(Debug)]
 pub struct Glm4v {
     config: Glm4vConfig,

@@ -1,4 +1,4 @@
-//! Everything of a model folder that turns samples into model inputs: tokenizer, picture size, ids of the markers.
+//! Processor of samples, from a model directory: tokenizer, image size, ids of the markers.
 
 use std::path::Path;
 
@@ -48,15 +48,15 @@ pub struct Glm4vProcessor {
     pub(super) ids: MarkerIds,
     pub(super) stop_ids: Vec<i32>,
     pub(super) vocab_size: usize,
-    /// Side of the square that pictures are resized to, in pixels.
+    /// Side of the resized square images, in pixels.
     pub(super) image_size: usize,
     pub(super) patch_size: usize,
-    /// Features of a picture, without the rows around them.
+    /// Features of an image, without the rows around them.
     pub(super) features: usize,
 }
 
 impl Glm4vProcessor {
-    /// Reads `config.json` and the tokenizer files of the model folder `dir`.
+    /// Reads `config.json` and the tokenizer files of the model directory `dir`.
     ///
     /// # Errors
     /// [`ProcessorError`] naming the file that is missing, invalid or contradicts another.

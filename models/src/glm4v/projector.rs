@@ -1,6 +1,6 @@
-//! From the tower's patches to rows of the language model.
+//! From the tower's patches to rows of the decoder.
 //!
-//! Shapes: `N` pictures, `p` patches and `m = p / 4` features of each, `c` width of the tower, `D` of the language model.
+//! Shapes: `N` images, `p` patches and `m = p / 4` features of each, `c` width of the tower, `D` of the language model.
 
 use super::config::Glm4vConfig;
 use crate::autograd::{Tape, Var};
@@ -10,7 +10,7 @@ use crate::eva::{EvaTables, Fold, Frame, GluProjector};
 use crate::params::ParamBuilder;
 use engine::UnitId;
 
-/// The convolution over 2 x 2 patches, the gated projector and the learned rows around each picture, one unit.
+/// The convolution over 2 x 2 patches, the gated projector and the learned rows around each image, one unit.
 #[derive(Debug)]
 pub(super) struct Projector {
     unit: UnitId,

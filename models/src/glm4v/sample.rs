@@ -1,11 +1,11 @@
-//! From a raw sample to token ids, labels, the place of the picture and its patches.
+//! Sample rules: a raw sample to token ids, labels, the place of the image and its patches.
 //!
 //! Tokens: `[gMASK] <sop>`, then `<|role|>`, a line break and the content of every turn, at last one `<|user|>`. Content
-//! is text: a marker spelt out in it is no marker. The picture stands before the content of the first turn, whatever
-//! place an `<image>` in that content names (it is taken out); a sample without a picture shows a black one.
+//! is text: a marker spelled out in it is no marker. The image precedes the content of the first turn; an `<image>` in that
+//! content is removed. A sample without an image gets a black one.
 //!
-//! Learnt are all tokens of an answer, its role's token included. Whether the role's token behind an answer is learnt too
-//! is [`EncodeOptions::train_on_turn_end`].
+//! The loss covers every token of an answer, including its role token. [`EncodeOptions::train_on_turn_end`] adds the role
+//! token after the answer.
 
 use std::borrow::Cow;
 use std::path::PathBuf;
@@ -23,13 +23,13 @@ use crate::image::{ImageSource, RgbImage, resize};
 use crate::processor::Processor;
 use crate::text::{Message, Tokenizer, TokenizerError};
 
-/// A conversation as tokens, the picture's rows included.
+/// A conversation as tokens, including the image's rows.
 #[derive(Default)]
 struct Tokens {
     input_ids: Vec<i32>,
-    /// What is learnt of each token itself.
+    /// Label of each token itself, before the shift.
     own_labels: Vec<i32>,
-    /// The picture's rows.
+    /// Token range of the image.
     bounds: Vec<(usize, usize)>,
 }
 
@@ -123,7 +123,7 @@ impl Processor for Glm4vProcessor {
         })
     }
 
-    /// [`PlaceholderStyle::Inference`] shows no picture where the sample has none.
+    /// With [`PlaceholderStyle::Inference`] a sample without an image gets none.
     fn encode_prompt(
         &self,
         sample: &RawSample,
@@ -187,7 +187,7 @@ impl Processor for Glm4vProcessor {
         self.stop_ids.clone()
     }
 
-    /// An answer begins with the line break behind its role, which is not part of its text.
+    /// An answer begins with the line break after its role token, which is not part of its text.
     fn decode(&self, ids: &[i32]) -> Result<String, TokenizerError> {
         let text = self.tokenizer.decode(ids)?;
         Ok(match text.strip_prefix('\n') {
@@ -198,12 +198,12 @@ impl Processor for Glm4vProcessor {
 }
 
 impl Glm4vProcessor {
-    /// Patches per side of a picture.
+    /// Patches per side of an image.
     fn side(&self) -> usize {
         self.image_size / self.patch_size
     }
 
-    /// The picture of a sample, which has one at most.
+    /// The image of a sample, which has one at most.
     fn only_picture<'s>(
         &self,
         sample: &'s RawSample,
@@ -218,7 +218,7 @@ impl Glm4vProcessor {
         }
     }
 
-    /// The picture as the tower takes it: a square, whatever shape it has; black without one.
+    /// The image resized to a square; black without one.
     fn slice(&self, sample: &RawSample, images: &dyn ImageSource) -> Result<Slice, SampleError> {
         let side = self.image_size;
         let image = match self.only_picture(sample)? {
@@ -232,7 +232,7 @@ impl Glm4vProcessor {
         Ok(Slice::cut(&image, (0, 0), (side, side), self.patch_size))
     }
 
-    /// Tokens of `turns`, those of `sample` or the first of them; `picture` says whether one is shown.
+    /// Tokens of `turns`, which are all or the first turns of `sample`; `picture` includes the image.
     fn tokenize(
         &self,
         sample: &RawSample,
@@ -266,7 +266,7 @@ impl Glm4vProcessor {
     }
 }
 
-/// The content of turn `i`, without the place of the picture.
+/// The content of turn `i`, without the marker of the image.
 fn content<'t>(sample: &RawSample, i: usize, turn: &'t Message) -> Cow<'t, str> {
     let name = match &sample.images[..] {
         [(name, _)] if i == 0 => name,

@@ -1,10 +1,10 @@
-//! Picture decoding and the resize that equals Pillow byte for byte.
+//! Image decoding and resizing, equal to Pillow byte for byte.
 //!
-//! | module | does |
+//! | module | content |
 //! |---|---|
 //! | [`mod@decode`] | a file to 8-bit RGB as Pillow's `convert("RGB")` gives it, or its size only |
 //! | [`mod@resize`] | anti-aliased bicubic in 8-bit fixed point |
-//! | [`mod@source`] | where pictures named by a data file may come from |
+//! | [`mod@source`] | lookup of a data file's images on disk |
 
 pub mod decode;
 pub mod resize;

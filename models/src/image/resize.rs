@@ -1,6 +1,6 @@
 //! Bicubic resize with anti-aliasing in 8-bit fixed point, equal to Pillow (up to 12) byte for byte.
 //!
-//! One pass per axis, horizontal first; the intermediate picture is rounded to bytes. A pass whose
+//! One pass per axis, horizontal first; the intermediate image is rounded to bytes. A pass whose
 //! size does not change is skipped, so resizing to the same size is a copy.
 
 use super::RgbImage;
@@ -9,7 +9,7 @@ use super::RgbImage;
 const PRECISION_BITS: u32 = 22;
 /// Half of one output unit, for rounding.
 const HALF: i32 = 1 << (PRECISION_BITS - 1);
-/// Reach of the cubic kernel in input pixels when not shrinking.
+/// Radius of the cubic kernel in input pixels, without shrinking.
 const CUBIC_SUPPORT: f64 = 2.0;
 
 /// Resizes `image` to `width` x `height` pixels.

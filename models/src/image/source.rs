@@ -1,10 +1,10 @@
-//! Where the pictures named by a data file may come from.
+//! Lookup of a data file's images on disk.
 
 use std::path::{Component, Path, PathBuf};
 
 use super::{ImageError, RgbImage, decode, dimensions};
 
-/// Finds pictures by the path a sample gives.
+/// Lookup of images by the paths in samples.
 pub trait ImageSource: Send + Sync {
     /// Width and height in pixels, without decoding the picture.
     ///
@@ -90,7 +90,7 @@ impl ImageSource for ImageFolder {
     }
 }
 
-/// Whether no prefix of `path` climbs above its start.
+/// Whether `path` never leaves its start through `..`.
 fn stays_inside(path: &Path) -> bool {
     let mut depth = 0usize;
     path.components().all(|component| match component {

@@ -1,24 +1,19 @@
-//! `config.json` of MiniCPM-V 2.6 and MiniCPM-o 2.6, checked once so that the model code need not.
+//! `config.json` of MiniCPM-V 2.6 and MiniCPM-o 2.6, checked once, so that model code does not have to.
 
-use std::path::Path;
-
-use serde::Deserialize;
+use crate::config::{ConfigError, ConfigFile, Fields, at_most, divisible, size};
 use serde_json::Value;
-
-use crate::config::{
-    self, ConfigError, at_most, divisible, expect, no_dropout, positive, size, unsupported,
-};
+use std::path::Path;
 
 /// Head size of the resampler's attention: it has `hidden_size / 128` heads.
 pub const RESAMPLER_HEAD_DIM: usize = 128;
 /// The only release of the family whose layout is implemented.
 const SUPPORTED_VERSION: &str = "2.6";
-/// Picture area side of the published checkpoints, absent from their `config.json`.
+/// Side of a slice's area in the published checkpoints, absent from their `config.json`.
 const DEFAULT_SCALE_RESOLUTION: usize = 448;
-/// Slices per picture of the published checkpoints.
+/// Slices per image of the published checkpoints.
 const DEFAULT_MAX_SLICES: usize = 9;
 
-/// Which published family a checkpoint belongs to.
+/// Published family of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// MiniCPM-V: `vpm`, `resampler`, `llm`.
@@ -40,11 +35,11 @@ pub struct MiniCpmConfig {
     pub query_num: usize,
     /// Whether the vision tower is built without its last layer.
     pub drop_vision_last_layer: bool,
-    /// Slices per chunk of the vision tower; no effect on the numbers.
+    /// Slices per chunk of the vision tower; it has no effect on results.
     pub vision_batch_size: usize,
-    /// Whether pictures are numbered in the prompt.
+    /// Whether images are numbered in the prompt.
     pub use_image_id: bool,
-    /// How pictures are cut.
+    /// Settings of slicing.
     pub slicing: SlicingConfig,
 }
 
@@ -82,7 +77,7 @@ pub struct VisionConfig {
     pub hidden_size: usize,
     /// Width of the MLP.
     pub intermediate_size: usize,
-    /// Layers that are built: one fewer than the file says if the last is dropped.
+    /// Layers of the model: one less than in the file if the last is dropped.
     pub num_layers: usize,
     /// Attention heads.
     pub num_heads: usize,
@@ -96,25 +91,24 @@ pub struct VisionConfig {
     pub layer_norm_eps: f64,
 }
 
-/// How pictures are cut into slices.
+/// Settings of slicing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlicingConfig {
-    /// Most cells a picture is cut into (the overview comes on top); 1 never cuts.
+    /// Most cells of an image, without the overview; 1 never cuts.
     pub max_slice_nums: usize,
-    /// Side of the square whose area one slice has about, in pixels.
+    /// Side of a square with about the area of a slice, in pixels.
     pub scale_resolution: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
 }
 
 impl MiniCpmConfig {
-    /// Reads `config.json` of the model folder `dir`.
+    /// Reads `config.json` of the model directory `dir`.
     ///
     /// # Errors
     /// [`ConfigError`] if the file is missing or invalid, or describes a model that is not supported.
     pub fn load(dir: &Path) -> Result<Self, ConfigError> {
-        let (bytes, path) = config::read(dir)?;
-        Self::parse(&bytes, &path)
+        Self::read(ConfigFile::load(dir)?.fields())
     }
 
     /// Parses the content of a `config.json`; `path` is named in errors.
@@ -122,16 +116,26 @@ impl MiniCpmConfig {
     /// # Errors
     /// As [`MiniCpmConfig::load`].
     pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, ConfigError> {
-        let invalid = |source| ConfigError::Json {
-            path: path.to_owned(),
-            source,
+        Self::read(ConfigFile::parse(bytes, path)?.fields())
+    }
+
+    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
+        // The family first: a file of another family may lack any other field.
+        let family = Family::read(fields)?;
+        check_supported(fields)?;
+        let language = LanguageConfig::read(fields)?;
+        let drop_vision_last_layer = fields.or("drop_vision_last_layer", true)?;
+        let vision = VisionConfig::read(fields, drop_vision_last_layer)?;
+        let config = Self {
+            family,
+            language,
+            slicing: SlicingConfig::read(fields, vision.patch_size)?,
+            vision,
+            query_num: fields.size("query_num")?,
+            drop_vision_last_layer,
+            vision_batch_size: fields.size_or("vision_batch_size", 16)?,
+            use_image_id: fields.or("use_image_id", true)?,
         };
-        // the family first: a file of another family may lack any other field
-        let head: Head = serde_json::from_slice(bytes).map_err(invalid)?;
-        let family = head.family()?;
-        let raw: Raw = serde_json::from_slice(bytes).map_err(invalid)?;
-        raw.check_supported()?;
-        let config = raw.resolve(family)?;
         config.check()?;
         Ok(config)
     }
@@ -168,218 +172,104 @@ impl MiniCpmConfig {
     }
 }
 
-#[derive(Deserialize)]
-struct Head {
-    #[serde(default)]
-    model_type: String,
-    version: Option<Value>,
-    hidden_size: Option<usize>,
-    query_num: Option<usize>,
-}
-
-impl Head {
-    fn family(&self) -> Result<Family, ConfigError> {
-        let family = match self.model_type.as_str() {
-            "minicpmv" => Family::Vision,
-            "minicpmo" => Family::Omni,
-            _ => {
-                return Err(ConfigError::UnsupportedModel {
-                    found: self.model_type.clone(),
-                });
-            }
+impl Family {
+    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
+        let model_type: String = fields.or("model_type", String::new())?;
+        let family = match model_type.as_str() {
+            "minicpmv" => Self::Vision,
+            "minicpmo" => Self::Omni,
+            _ => return Err(ConfigError::UnsupportedModel { found: model_type }),
         };
-        let found = match &self.version {
-            Some(Value::String(text)) => text.clone(),
+        let sizes = [
+            fields.optional("hidden_size")?,
+            fields.optional("query_num")?,
+        ];
+        let found = match fields.optional("version")? {
+            Some(Value::String(text)) => text,
             Some(other) => other.to_string(),
-            // the first releases carried no version
-            None if self.hidden_size == Some(2304) && self.query_num == Some(64) => {
-                "2.0 (no version field)".to_owned()
-            }
+            // The first releases carried no version.
+            None if sizes == [Some(2304), Some(64)] => "2.0 (no version field)".to_owned(),
             None => "2.5 (no version field)".to_owned(),
         };
         if found == SUPPORTED_VERSION {
             return Ok(family);
         }
         Err(ConfigError::UnsupportedVersion {
-            model_type: self.model_type.clone(),
+            model_type,
             found,
             expected: SUPPORTED_VERSION,
         })
     }
 }
 
-#[derive(Deserialize)]
-struct Raw {
-    hidden_size: usize,
-    intermediate_size: usize,
-    num_hidden_layers: usize,
-    num_attention_heads: usize,
-    num_key_value_heads: usize,
-    vocab_size: usize,
-    rms_norm_eps: f64,
-    initializer_range: Option<f64>,
-    rope_theta: Option<f64>,
-    rope_parameters: Option<RopeParameters>,
-    rope_scaling: Option<Value>,
-    hidden_act: Option<String>,
-    #[serde(default)]
-    tie_word_embeddings: bool,
-    #[serde(default)]
-    use_sliding_window: bool,
-    #[serde(default)]
-    attention_dropout: f64,
-    query_num: usize,
-    #[serde(default = "yes")]
-    drop_vision_last_layer: bool,
-    #[serde(default = "sixteen")]
-    vision_batch_size: usize,
-    #[serde(default = "yes")]
-    use_image_id: bool,
-    #[serde(default = "yes")]
-    slice_mode: bool,
-    #[serde(default = "yes")]
-    batch_vision_input: bool,
-    slice_config: Option<RawSlicing>,
-    vision_config: RawVision,
+fn check_supported(fields: Fields<'_>) -> Result<(), ConfigError> {
+    fields.expect::<String>("hidden_act", "silu")?;
+    fields.expect::<String>("vision_config.hidden_act", "gelu_pytorch_tanh")?;
+    fields.expect::<String>("rope_parameters.rope_type", "default")?;
+    fields.expect::<Value>("rope_scaling", "null")?;
+    fields.expect::<bool>("use_sliding_window", "false")?;
+    fields.expect::<bool>("batch_vision_input", "true")?;
+    fields.no_dropout("attention_dropout")?;
+    fields.no_dropout("vision_config.attention_dropout")
 }
 
-#[derive(Deserialize)]
-struct RopeParameters {
-    rope_theta: Option<f64>,
-    rope_type: Option<String>,
-}
-
-#[derive(Deserialize, Default)]
-struct RawSlicing {
-    max_slice_nums: Option<usize>,
-    patch_size: Option<usize>,
-    scale_resolution: Option<usize>,
-}
-
-#[derive(Deserialize)]
-struct RawVision {
-    hidden_size: usize,
-    image_size: usize,
-    intermediate_size: usize,
-    num_attention_heads: usize,
-    num_hidden_layers: usize,
-    patch_size: usize,
-    #[serde(default = "layer_norm_eps")]
-    layer_norm_eps: f64,
-    hidden_act: Option<String>,
-    #[serde(default)]
-    attention_dropout: f64,
-}
-
-fn yes() -> bool {
-    true
-}
-
-fn sixteen() -> usize {
-    16
-}
-
-fn layer_norm_eps() -> f64 {
-    1e-6
-}
-
-impl Raw {
-    fn check_supported(&self) -> Result<(), ConfigError> {
-        let vision = &self.vision_config;
-        let rope = self.rope_parameters.as_ref();
-        let rope_type = rope.and_then(|rope| rope.rope_type.as_deref());
-        expect("hidden_act", self.hidden_act.as_deref(), "silu")?;
-        expect(
-            "vision_config.hidden_act",
-            vision.hidden_act.as_deref(),
-            "gelu_pytorch_tanh",
-        )?;
-        expect("rope_parameters.rope_type", rope_type, "default")?;
-        let scaling = self.rope_scaling.as_ref().map(Value::to_string);
-        expect("rope_scaling", scaling.as_deref(), "null")?;
-        if self.use_sliding_window {
-            return Err(unsupported(
-                "use_sliding_window",
-                "true".to_owned(),
-                "false",
-            ));
-        }
-        if !self.batch_vision_input {
-            return Err(unsupported(
-                "batch_vision_input",
-                "false".to_owned(),
-                "true",
-            ));
-        }
-        no_dropout("attention_dropout", self.attention_dropout)?;
-        no_dropout("vision_config.attention_dropout", vision.attention_dropout)
-    }
-
-    fn resolve(self, family: Family) -> Result<MiniCpmConfig, ConfigError> {
-        let rope_theta = self
-            .rope_theta
-            .or(self.rope_parameters.and_then(|rope| rope.rope_theta));
-        let language = LanguageConfig {
-            hidden_size: size("hidden_size", self.hidden_size)?,
-            intermediate_size: size("intermediate_size", self.intermediate_size)?,
-            num_layers: size("num_hidden_layers", self.num_hidden_layers)?,
-            num_heads: size("num_attention_heads", self.num_attention_heads)?,
-            num_kv_heads: size("num_key_value_heads", self.num_key_value_heads)?,
-            head_dim: divisible("hidden_size", self.hidden_size, self.num_attention_heads)?,
-            vocab_size: size("vocab_size", self.vocab_size)?,
-            rms_norm_eps: positive("rms_norm_eps", self.rms_norm_eps)?,
-            // the class default, used where a file has no value
-            rope_theta: positive("rope_theta", rope_theta.unwrap_or(1e4))?,
-            tie_word_embeddings: self.tie_word_embeddings,
-            initializer_range: positive(
-                "initializer_range",
-                self.initializer_range.unwrap_or(0.02),
-            )?,
-        };
-        let slices = self.slice_config.unwrap_or_default();
-        let max_slice_nums = slices.max_slice_nums.unwrap_or(DEFAULT_MAX_SLICES);
-        let scale = slices.scale_resolution.unwrap_or(DEFAULT_SCALE_RESOLUTION);
-        let patch_size = slices.patch_size.unwrap_or(self.vision_config.patch_size);
-        Ok(MiniCpmConfig {
-            family,
-            language,
-            vision: self.vision_config.resolve(self.drop_vision_last_layer)?,
-            query_num: size("query_num", self.query_num)?,
-            drop_vision_last_layer: self.drop_vision_last_layer,
-            vision_batch_size: size("vision_batch_size", self.vision_batch_size)?,
-            use_image_id: self.use_image_id,
-            slicing: SlicingConfig {
-                max_slice_nums: if self.slice_mode { max_slice_nums } else { 1 },
-                scale_resolution: size("slice_config.scale_resolution", scale)?,
-                patch_size: size("slice_config.patch_size", patch_size)?,
-            },
+impl LanguageConfig {
+    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
+        let hidden_size = fields.size("hidden_size")?;
+        let num_heads = fields.size("num_attention_heads")?;
+        // The class default, used where a file has no value.
+        let rope_theta = fields.or("rope_parameters.rope_theta", 1e4)?;
+        Ok(Self {
+            hidden_size,
+            intermediate_size: fields.size("intermediate_size")?,
+            num_layers: fields.size("num_hidden_layers")?,
+            num_heads,
+            num_kv_heads: fields.size("num_key_value_heads")?,
+            head_dim: divisible("hidden_size", hidden_size, num_heads)?,
+            vocab_size: fields.size("vocab_size")?,
+            rms_norm_eps: fields.positive("rms_norm_eps")?,
+            rope_theta: fields.positive_or("rope_theta", rope_theta)?,
+            tie_word_embeddings: fields.or("tie_word_embeddings", false)?,
+            initializer_range: fields.positive_or("initializer_range", 0.02)?,
         })
     }
 }
 
-impl RawVision {
-    fn resolve(self, drop_last: bool) -> Result<VisionConfig, ConfigError> {
-        const HEADS: &str = "vision_config.num_attention_heads";
-        let layers = size("vision_config.num_hidden_layers", self.num_hidden_layers)?;
-        let patch_size = size("vision_config.patch_size", self.patch_size)?;
-        // a grid as wide as the picture in patches, a rest is cut off as a convolution does
-        let grid_side = size(
-            "vision_config.image_size / patch_size",
-            self.image_size / patch_size,
-        )?;
-        Ok(VisionConfig {
-            hidden_size: size("vision_config.hidden_size", self.hidden_size)?,
-            intermediate_size: size("vision_config.intermediate_size", self.intermediate_size)?,
-            num_layers: if drop_last { layers - 1 } else { layers },
-            num_heads: size(HEADS, self.num_attention_heads)?,
-            head_dim: divisible(
-                "vision_config.hidden_size",
-                self.hidden_size,
-                self.num_attention_heads,
-            )?,
+impl VisionConfig {
+    fn read(fields: Fields<'_>, drop_last: bool) -> Result<Self, ConfigError> {
+        const WIDTH: &str = "vision_config.hidden_size";
+        let num_layers = fields.size("vision_config.num_hidden_layers")?;
+        let patch_size = fields.size("vision_config.patch_size")?;
+        let image_size: usize = fields.required("vision_config.image_size")?;
+        let hidden_size = fields.size(WIDTH)?;
+        let num_heads = fields.size("vision_config.num_attention_heads")?;
+        Ok(Self {
+            hidden_size,
+            intermediate_size: fields.size("vision_config.intermediate_size")?,
+            num_layers: num_layers - usize::from(drop_last),
+            num_heads,
+            head_dim: divisible(WIDTH, hidden_size, num_heads)?,
             patch_size,
-            grid_side,
-            layer_norm_eps: positive("vision_config.layer_norm_eps", self.layer_norm_eps)?,
+            // A partial patch at the border is cut off, as a convolution does.
+            grid_side: size(
+                "vision_config.image_size / patch_size",
+                image_size / patch_size,
+            )?,
+            layer_norm_eps: fields.positive_or("vision_config.layer_norm_eps", 1e-6)?,
+        })
+    }
+}
+
+impl SlicingConfig {
+    /// `patch_size` is the tower's.
+    fn read(fields: Fields<'_>, patch_size: usize) -> Result<Self, ConfigError> {
+        const SCALE: &str = "slice_config.scale_resolution";
+        let most = fields.or("slice_config.max_slice_nums", DEFAULT_MAX_SLICES)?;
+        let slices = fields.or("slice_mode", true)?;
+        Ok(Self {
+            max_slice_nums: if slices { most } else { 1 },
+            scale_resolution: fields.size_or(SCALE, DEFAULT_SCALE_RESOLUTION)?,
+            patch_size: fields.size_or("slice_config.patch_size", patch_size)?,
         })
     }
 }

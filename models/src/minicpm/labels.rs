@@ -1,9 +1,9 @@
-//! Which tokens of a conversation are learnt, and what each position shall predict.
+//! Supervised tokens of a conversation, and the shifted labels.
 
 use super::processor::MarkerIds;
 use crate::data::IGNORED;
 
-/// Flags every token of an answer, from behind the role's line to the end of the turn inclusive.
+/// Flags every token of an answer, from after the role's line to the end of the turn, inclusive.
 pub(super) fn answer_spans(ids: &[i32], markers: &MarkerIds) -> Vec<bool> {
     let mut trainable = vec![false; ids.len()];
     for role in 1..ids.len() {
@@ -20,7 +20,7 @@ pub(super) fn answer_spans(ids: &[i32], markers: &MarkerIds) -> Vec<bool> {
     trainable
 }
 
-/// What each position shall predict; behind the last token of an answer that is `eos`.
+/// Label of each position, which is the next token; after the last token of an answer it is `eos`.
 pub(super) fn shifted_labels(ids: &[i32], trainable: &[bool], eos: i32) -> Vec<i32> {
     let mut labels = vec![IGNORED; ids.len()];
     for i in 1..ids.len() {

@@ -1,4 +1,15 @@
 //! MiniCPM-V 2.6 and the vision + text path of MiniCPM-o 2.6.
+//!
+//! | module | part |
+//! |---|---|
+//! | [`config`] | `config.json` |
+//! | `model` | parameters and forward pass |
+//! | `collate`, `tables` | samples to a batch |
+//! | `vision` | images to patch features |
+//! | `projector` | patch features to rows of the decoder |
+//! | `language` | the decoder |
+//! | [`positions`] | positions of tokens |
+//! | [`processor`], `sample`, `labels`, [`placeholder`], [`slicing`] | raw samples to model inputs |
 
 mod collate;
 pub mod config;

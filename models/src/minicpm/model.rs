@@ -18,7 +18,7 @@ use crate::{SampleInput, Tower, VisionLanguageModel};
 use engine::{ModelSpec, ParamSpec};
 use kernels::Backend;
 
-/// Where the decoder's modules are.
+/// Modules of the decoder.
 const LANGUAGE: LanguageModules = LanguageModules {
     prefix: "llm.",
     attention: &["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -34,7 +34,8 @@ fn tower(name: &str) -> Tower {
     }
 }
 
-/// MiniCPM-V 2.6 or the vision + text path of MiniCPM-o 2.6. Holds handles, not weights.
+/// MiniCPM-V 2.6 or the vision + text path of MiniCPM-o 2.6. It has ids of
+/// parameters, not weights.
 #[derive(Debug)]
 pub struct MiniCpm {
     config: MiniCpmConfig,
@@ -142,7 +143,7 @@ impl VisionLanguageModel for MiniCpm {
         &self.language.head
     }
 
-    /// As the reference implementations draw.
+    /// Distributions of the reference implementations.
     fn start_values(&self, param: &ParamSpec) -> Init {
         let (fan_in, fan_out) = init::fans(param);
         let xavier = Init::xavier(fan_in, fan_out);

@@ -1,4 +1,4 @@
-//! Replaces the places of pictures in a conversation by markers and feature tokens.
+//! Markers and feature tokens in place of a conversation's images.
 
 use std::sync::LazyLock;
 
@@ -9,19 +9,19 @@ use super::slicing::{Cells, SlicePlan};
 use crate::data::{PlaceholderStyle, RawSample, SINGLE_IMAGE, SampleError};
 use crate::text::Message;
 
-/// A conversation with its pictures written out.
+/// A conversation with markers and feature tokens for its images.
 #[derive(Debug)]
 pub(super) struct Substituted {
     pub(super) turns: Vec<Message>,
-    /// Pictures, by index into the sample's list, in the order in which the text shows them.
+    /// Images by index into the sample's list, in the order of the text.
     pub(super) order: Vec<usize>,
 }
 
 static NAMED: LazyLock<Regex> =
     LazyLock::new(|| Regex::new(r"<image_\d+>").expect("a constant pattern is valid"));
 
-/// Writes out the pictures of `sample` in `turns` (its turns or the first of them); `plans` has one
-/// entry per picture.
+/// Replaces the images of `sample` in `turns`, which are all or its first turns; `plans` has one
+/// entry per image.
 pub(super) fn substitute(
     sample: &RawSample,
     turns: &[Message],
@@ -43,7 +43,7 @@ pub(super) fn substitute(
     }
 }
 
-/// The text that stands for each picture.
+/// The text in place of each image.
 fn placeholders(
     plans: &[SlicePlan],
     config: &ProcessorConfig,

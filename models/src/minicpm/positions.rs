@@ -1,22 +1,22 @@
 //! Position ids of patches on the learned position grid.
 //!
-//! A picture of `rows` x `cols` patches is laid over a square grid of learned positions: the
-//! fractional coordinate of each row and column is put into one of `grid_side` buckets. Both the
+//! An image of `rows` x `cols` patches maps to a square grid of learned positions: the fractional
+//! coordinate of each row and column falls into one of `grid_side` buckets. Both the
 //! coordinates and the bucket edges are `f32` ranges as PyTorch's CPU `arange` makes them, whose
 //! rounding differs from `i * step`; a plain floor gives other buckets for some sizes (25, 49, ...).
 
-/// Elements that PyTorch's vectorised fill advances by from one base value.
+/// Elements that PyTorch's vectorized fill advances by from one base value.
 const LANES: usize = 8;
-/// Elements handled per iteration of that fill; what remains at the end is computed one by one.
+/// Elements per iteration of that fill; the remainder is computed one by one.
 const BLOCK: usize = 2 * LANES;
 
 /// `arange(start, end, step)` in `f32`, bit for bit as PyTorch on a CPU.
 fn arange(start: f64, end: f64, step: f64) -> Vec<f32> {
     let count = ((end - start) / step).ceil() as usize;
-    let vectorised = count / BLOCK * BLOCK;
+    let vectorized = count / BLOCK * BLOCK;
     (0..count)
         .map(|i| {
-            if i < vectorised {
+            if i < vectorized {
                 let base = (start + step * (i / LANES * LANES) as f64) as f32;
                 (f64::from(base) + (i % LANES) as f64 * step) as f32
             } else {

@@ -1,15 +1,15 @@
-//! Everything of a model folder that turns samples into model inputs: picture settings, tokenizer,
-//! chat template and the ids of the markers.
+//! Processor of samples, from a model directory: image settings, tokenizer, chat template and ids of
+//! the markers.
 
 use std::path::Path;
 
 use serde::Deserialize;
 
 use super::config::{MiniCpmConfig, SlicingConfig};
-use crate::processor::{Normalization, ProcessorError};
+use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor};
 use crate::text::{ChatTemplate, Tokenizer, TokenizerError};
 
-/// Texts of the markers that stand around picture features in a prompt.
+/// Texts of the markers around image features in a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Markers {
     /// Before the overview, and before its features.
@@ -20,42 +20,36 @@ pub struct Markers {
     pub slice_start: String,
     /// After a cell.
     pub slice_end: String,
-    /// Before the number of a picture.
+    /// Before the number of an image.
     pub image_id_start: String,
-    /// After the number of a picture.
+    /// After the number of an image.
     pub image_id_end: String,
-    /// The token whose embedding is replaced by one feature.
+    /// Placeholder token of one feature.
     pub feature: String,
 }
 
-/// Picture and prompt settings of a model folder.
+/// Image and prompt settings of a model directory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProcessorConfig {
-    /// How pictures are cut.
+    /// Settings of slicing.
     pub slicing: SlicingConfig,
     /// Image tokens per slice.
     pub query_num: usize,
-    /// Whether pictures are numbered in the prompt.
+    /// Whether images are numbered in the prompt.
     pub use_image_id: bool,
-    /// Bytes to values.
+    /// Normalization of bytes to values.
     pub normalization: Normalization,
     /// Marker texts.
     pub markers: Markers,
 }
 
 impl ProcessorConfig {
-    /// Combines `model` with `preprocessor_config.json` of the folder `dir`.
+    /// Combines `model` with `preprocessor_config.json` of the directory `dir`.
     ///
     /// # Errors
     /// [`ProcessorError`] if the file is missing or invalid, or contradicts `model`.
     pub fn load(dir: &Path, model: &MiniCpmConfig) -> Result<Self, ProcessorError> {
-        let path = dir.join("preprocessor_config.json");
-        let bytes = std::fs::read(&path).map_err(|source| ProcessorError::Read {
-            path: path.clone(),
-            source,
-        })?;
-        let raw: RawProcessor = serde_json::from_slice(&bytes)
-            .map_err(|source| ProcessorError::Json { path, source })?;
+        let raw: RawProcessor = read_preprocessor(dir)?;
         agree(
             "scale_resolution",
             model.slicing.scale_resolution,
@@ -86,21 +80,6 @@ impl ProcessorConfig {
                 feature: raw.unk,
             },
         })
-    }
-}
-
-fn agree(
-    field: &'static str,
-    config: usize,
-    preprocessor: Option<usize>,
-) -> Result<(), ProcessorError> {
-    match preprocessor {
-        Some(preprocessor) if preprocessor != config => Err(ProcessorError::Disagree {
-            field,
-            config,
-            preprocessor,
-        }),
-        _ => Ok(()),
     }
 }
 
@@ -144,7 +123,7 @@ impl Default for RawProcessor {
     }
 }
 
-/// Token ids the sample rules look for.
+/// Ids of the tokens that the sample rules look for.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MarkerIds {
     pub(super) turn_start: i32,
@@ -184,7 +163,7 @@ pub struct MiniCpmProcessor {
 
 impl MiniCpmProcessor {
     /// Reads `config.json`, `preprocessor_config.json`, the tokenizer files and the chat template of
-    /// the model folder `dir`.
+    /// the model directory `dir`.
     ///
     /// # Errors
     /// [`ProcessorError`] naming the file that is missing, invalid or contradicts another.
@@ -209,7 +188,7 @@ impl MiniCpmProcessor {
         })
     }
 
-    /// Picture and prompt settings.
+    /// Image and prompt settings.
     pub fn config(&self) -> &ProcessorConfig {
         &self.config
     }

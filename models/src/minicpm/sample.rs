@@ -1,7 +1,7 @@
-//! From a raw sample to token ids, labels, places of pictures and patches, by the rules of the
-//! family's fine-tuning script.
+//! Sample rules of the family's fine-tuning script: a raw sample to token ids, labels, places of
+//! images and patches.
 //!
-//! Labels are **already shifted**: `labels[i]` is what position `i` shall predict. The position of a
+//! Labels are **already shifted**: `labels[i]` is the target of position `i`. The position of a
 //! turn's end token is supervised once more with the end-of-sequence token.
 
 use std::ops::Range;
@@ -22,7 +22,7 @@ use crate::image::ImageSource;
 use crate::processor::Processor;
 use crate::text::Tokenizer;
 
-/// Most tokens between the start markers of two slices of one picture, features aside.
+/// Most tokens between the start markers of two slices of one image, without features.
 const GAP_TOKENS: usize = 4;
 
 /// Tokens of a sample whose slices are planned but not cut.
@@ -131,7 +131,7 @@ impl Processor for MiniCpmProcessor {
         }
     }
 
-    /// Slices follow each other closely; a start marker of pictures begins a new one.
+    /// Slices of an image follow each other closely; a start marker of images begins a new image.
     fn pictures(&self, tokens: &SampleTokens) -> Vec<(Range<usize>, usize)> {
         pictures(tokens, self.ids.image_start)
     }
@@ -154,7 +154,7 @@ impl Processor for MiniCpmProcessor {
 }
 
 impl MiniCpmProcessor {
-    /// Plans the slices of every picture from the headers of the files.
+    /// Plans the slices of every image from the headers of the files.
     fn plan_all(
         &self,
         sample: &RawSample,
@@ -177,7 +177,7 @@ impl MiniCpmProcessor {
         SlicePlan::new(width, height, &slicing)
     }
 
-    /// Decodes and cuts every picture, one after the other so that one is in memory at a time.
+    /// Decodes and cuts the images one after the other, so that one is in memory at a time.
     fn cut(
         &self,
         sample: &RawSample,
@@ -291,7 +291,7 @@ impl MiniCpmProcessor {
     }
 }
 
-/// Ranges of tokens of each picture, markers included, and its slices.
+/// Token ranges of each image, including markers, and its number of slices.
 fn pictures(tokens: &SampleTokens, image_start: i32) -> Vec<(Range<usize>, usize)> {
     let mut found: Vec<(Range<usize>, usize)> = Vec::new();
     for (start, end) in &tokens.image_bounds {

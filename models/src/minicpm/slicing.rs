@@ -1,4 +1,4 @@
-//! How a picture becomes slices of patches: one overview, and for large pictures a grid of cells.
+//! Slicing of images: one overview, and for large images a grid of cells.
 //!
 //! Sizes here are (width, height) in pixels; a [`Slice`] counts patches as (rows, cols).
 //! All arithmetic is `f64` in the reference's order, since its roundings decide sizes.
@@ -10,7 +10,7 @@ use crate::image::{RgbImage, resize};
 /// Width and height in pixels.
 pub type PixelSize = (usize, usize);
 
-/// Cells of a large picture.
+/// Cells of a large image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cells {
     /// Cells side by side.
@@ -22,24 +22,24 @@ pub struct Cells {
 }
 
 impl Cells {
-    /// Size the whole picture is resized to before it is cut into cells.
+    /// Size of the resized image before it is cut into cells.
     pub fn refined(&self) -> PixelSize {
         (self.cell.0 * self.cols, self.cell.1 * self.rows)
     }
 }
 
-/// What is cut from a picture of a given size; a pure function of that size and the configuration.
+/// Slices of an image of a given size; a pure function of that size and the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlicePlan {
-    /// Size the whole picture is resized to.
+    /// Size of the overview.
     pub overview: PixelSize,
-    /// The cells, none for a picture that is small enough.
+    /// The cells; none for a small image.
     pub cells: Option<Cells>,
     patch_size: usize,
 }
 
 impl SlicePlan {
-    /// Plans a picture of `width` x `height` pixels.
+    /// Plans an image of `width` x `height` pixels.
     ///
     /// # Panics
     /// If a size is zero.

@@ -38,7 +38,7 @@ pub struct SelfAttention {
     config: SelfAttentionConfig,
 }
 
-/// Where queries, keys and values come from.
+/// Weights of queries, keys and values.
 #[derive(Clone, PartialEq, Debug)]
 enum Projections {
     /// A weight each.
@@ -72,8 +72,8 @@ impl SelfAttention {
         }
     }
 
-    /// `[t, c]` to `[t, c]`; queries and keys are rotated when `rotary` is given, keys and values
-    /// go through `cache` when it is.
+    /// `[t, c]` to `[t, c]`; with `rotary`, queries and keys are rotated; with `cache`, keys and
+    /// values go through it.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

@@ -12,7 +12,7 @@ use engine::UnitId;
 
 /// A layer of a decoder.
 pub trait DecoderLayer: std::fmt::Debug {
-    /// `[T, D]` to `[T, D]`; keys and values go through `cache` when it is given.
+    /// `[T, D]` to `[T, D]`; with `cache`, keys and values go through it.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
@@ -32,7 +32,7 @@ pub struct DecoderLayers<L> {
 }
 
 impl<L: DecoderLayer> DecoderLayers<L> {
-    /// Declares `count` layers by `layer`: numbered units called after `unit`, with parameters below `module`.
+    /// Declares `count` layers by `layer`: units `unit.N`, with parameters below `module.N`.
     pub fn new(
         params: &mut ParamBuilder<'_>,
         count: usize,
@@ -50,7 +50,7 @@ impl<L: DecoderLayer> DecoderLayers<L> {
     }
 }
 
-/// All of a decoder.
+/// A whole decoder.
 #[derive(Debug)]
 pub struct Decoder<L> {
     /// The first unit.

@@ -1,13 +1,13 @@
-//! Several linear layers of one input whose weights lie in one tensor.
+//! Several linear layers of one input whose weights are one tensor.
 
-use super::Layer;
+use super::Linear;
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
 use crate::ops::{LinearParams, LoraParams};
 use std::ops::Range;
 
-/// Projections of one input that a checkpoint keeps one above the other, such as queries, keys and values. Each is
-/// computed as a product of its own, so that nothing has to be taken apart afterwards.
+/// Projections of one input that a checkpoint stores one above the other, such as queries, keys and values. Each is a
+/// product of its own, so that no output has to be split.
 #[derive(Clone, PartialEq, Debug)]
 pub struct FusedLinear {
     /// Weight and bias of all.
@@ -21,51 +21,25 @@ pub struct FusedLinear {
 }
 
 impl FusedLinear {
-    /// Each projection as a layer of its own, for operations over several layers.
+    /// Each projection as a layer of its own.
     #[must_use]
-    pub fn layers(&self) -> Vec<Layer> {
-        let layer = |(i, rows): (usize, &Range<usize>)| {
-            let adapter = self.adapted(i).map(|(_, adapter)| adapter);
-            (self.base.clone().with_rows(rows.clone()), adapter)
-        };
-        self.parts.iter().enumerate().map(layer).collect()
+    pub fn layers<const N: usize>(&self) -> [Linear; N] {
+        debug_assert_eq!(N, self.parts.len());
+        std::array::from_fn(|i| Linear {
+            base: self.base.clone().with_rows(self.parts[i].clone()),
+            adapter: self.adapter.map(|adapter| match self.own_adapters {
+                true => adapter.with_part(i),
+                false => adapter,
+            }),
+        })
     }
 
-    /// Projection `i`: `[t, k]` to `[t, rows of the part]`.
+    /// All projections, in order: `[t, k]` to `[t, rows of the part]` of each.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
-    pub fn part(&self, scope: &Scope<'_>, x: &Var, i: usize) -> Result<Var> {
-        match self.adapted(i) {
-            Some((base, adapter)) => scope.lora_linear(x, &base, adapter),
-            None => scope.linear(x, &self.base.clone().with_rows(self.parts[i].clone())),
-        }
-    }
-
-    /// Projection `i` and its adapter, where it has one.
-    fn adapted(&self, i: usize) -> Option<(LinearParams, LoraParams)> {
-        let base = self.base.clone().with_rows(self.parts[i].clone());
-        let adapter = match self.adapter? {
-            adapter if self.own_adapters => adapter.with_part(i),
-            adapter => adapter,
-        };
-        Some((base, adapter))
-    }
-
-    /// All projections, in order.
-    ///
-    /// # Errors
-    /// As [`FusedLinear::part`].
     pub fn forward<const N: usize>(&self, scope: &Scope<'_>, x: &Var) -> Result<[Var; N]> {
-        debug_assert_eq!(N, self.parts.len());
-        let adapted = (0..N).map(|i| self.adapted(i)).collect::<Option<Vec<_>>>();
-        let parts = match adapted {
-            Some(adapted) => scope.shared_lora(x, &adapted)?,
-            None => {
-                let each = (0..N).map(|i| self.part(scope, x, i));
-                each.collect::<Result<_>>()?
-            }
-        };
-        Ok(parts.try_into().expect("one value per part"))
+        let layers = self.layers::<N>();
+        Linear::forward_all(layers.each_ref(), scope, x)
     }
 }

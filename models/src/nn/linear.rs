@@ -2,28 +2,22 @@
 
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
-use crate::ops::{LinearParams, LoraParams};
+use crate::ops::LinearLayer;
 
-/// Weight and bias of a layer, and its adapter where it has one.
-pub type Layer = (LinearParams, Option<LoraParams>);
-
-/// `x W^T + bias`, plus a low-rank adapter where one was asked for.
-#[derive(Clone, PartialEq, Debug)]
-pub struct Linear {
-    /// Weight and bias.
-    pub base: LinearParams,
-    /// The adapter.
-    pub adapter: Option<LoraParams>,
-}
+/// A linear layer that may have an adapter.
+pub type Linear = LinearLayer;
 
 impl Linear {
-    /// Its parameters, for operations over several layers.
-    #[must_use]
-    pub fn layer(&self) -> Layer {
-        (self.base.clone(), self.adapter)
+    /// `[t, k]` to `[t, n]`.
+    ///
+    /// # Errors
+    /// When shapes do not fit or memory runs out.
+    pub fn forward(&self, scope: &Scope<'_>, x: &Var) -> Result<Var> {
+        let [y] = Self::forward_all([self], scope, x)?;
+        Ok(y)
     }
 
-    /// Layers of one input, in order: `[t, k]` to `[t, n]` of each. Where all have adapters, these share what they read.
+    /// Layers of one input, in order: `[t, k]` to `[t, n]` of each. If all have adapters, they are one operation.
     ///
     /// # Errors
     /// As [`Linear::forward`].
@@ -32,27 +26,19 @@ impl Linear {
         scope: &Scope<'_>,
         x: &Var,
     ) -> Result<[Var; N]> {
-        let adapted = layers
-            .iter()
-            .map(|layer| Some((layer.base.clone(), layer.adapter?)));
-        let all = match adapted.collect::<Option<Vec<_>>>() {
-            Some(adapted) => scope.shared_lora(x, &adapted)?,
-            None => {
-                let each = layers.iter().map(|layer| layer.forward(scope, x));
-                each.collect::<Result<_>>()?
-            }
+        let projections = |layers: &[&Self]| -> Vec<Vec<Self>> {
+            let own = layers.iter();
+            own.map(|layer| vec![(*layer).clone()]).collect()
+        };
+        let all = if layers.iter().all(|layer| layer.adapter.is_some()) {
+            scope.adapted_linear(x, None, &projections(&layers))?
+        } else {
+            let each = layers.iter().map(|layer| match layer.adapter {
+                Some(_) => Self::forward_all([*layer], scope, x).map(|[y]| y),
+                None => scope.linear(x, &layer.base),
+            });
+            each.collect::<Result<_>>()?
         };
         Ok(all.try_into().expect("one value per layer"))
-    }
-
-    /// `[t, k]` to `[t, n]`.
-    ///
-    /// # Errors
-    /// When shapes do not fit or memory runs out.
-    pub fn forward(&self, scope: &Scope<'_>, x: &Var) -> Result<Var> {
-        match self.adapter {
-            Some(adapter) => scope.lora_linear(x, &self.base, adapter),
-            None => scope.linear(x, &self.base),
-        }
     }
 }

@@ -1,6 +1,6 @@
 //! Feed-forward layers.
 
-use super::{FusedLinear, Layer, Linear};
+use super::{FusedLinear, Linear};
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
 use crate::params::ParamScope;
@@ -49,7 +49,7 @@ pub struct GatedMlp {
     down: Linear,
 }
 
-/// Where gate and up come from.
+/// Weights of gate and up.
 #[derive(Clone, PartialEq, Debug)]
 enum GateUp {
     /// A weight each.
@@ -69,7 +69,7 @@ impl GatedMlp {
         }
     }
 
-    /// Declares below `name` gate and up as one weight and `down`, under these names.
+    /// Declares gate and up as one weight, and `down`, under these names below `name`.
     pub fn fused(
         params: &mut ParamScope<'_, '_>,
         name: &str,
@@ -86,12 +86,12 @@ impl GatedMlp {
 
     /// Gate, up and down, for operations over several layers.
     #[must_use]
-    pub fn layers(&self) -> [Layer; 3] {
+    pub fn layers(&self) -> [Linear; 3] {
         let [gate, up] = match &self.inputs {
-            GateUp::Apart(layers) => layers.each_ref().map(Linear::layer),
-            GateUp::Fused(layer) => layer.layers().try_into().expect("gate and up"),
+            GateUp::Apart(layers) => (**layers).clone(),
+            GateUp::Fused(layer) => layer.layers(),
         };
-        [gate, up, self.down.layer()]
+        [gate, up, self.down.clone()]
     }
 
     /// `[t, c]` to `[t, c]`.

@@ -1,4 +1,4 @@
-//! Building blocks: handles of parameters and the forward pass over them. Blocks hold no weights.
+//! Building blocks: ids of parameters, and the forward pass with them. Blocks hold no weights.
 
 mod attention;
 mod decoder;
@@ -17,7 +17,7 @@ pub use attention::{SelfAttention, SelfAttentionConfig};
 pub use decoder::{Decoder, DecoderConfig, DecoderLayer, DecoderLayers};
 pub use decoder_block::{BlockNames, DecoderBlock, DecoderBlockConfig};
 pub use fused_linear::FusedLinear;
-pub use linear::{Layer, Linear};
+pub use linear::Linear;
 pub use lm_head::{LmHead, LmHeadConfig};
 pub use mlp::{GatedMlp, GeluMlp};
 pub use norm::{LayerNorm, RmsNorm};

@@ -1,7 +1,7 @@
 //! P-tuning v2: every layer has learned keys and values that all queries see.
 //!
-//! They stand before the keys of each sample. Attention does not ask for an order, and the causal mask is aligned to
-//! the last key, so every query sees all of them.
+//! They precede the keys of each sample. Attention does not depend on the order of keys, and the causal mask is aligned
+//! to the last key, so every query sees all of them.
 
 use crate::autograd::{Scope, Var};
 use crate::batch::{starts_of, upload};
@@ -22,7 +22,7 @@ pub struct PrefixTables {
     prefix_rows: Tensor,
     /// `[T]`: rows of the batch's tokens.
     token_rows: Tensor,
-    /// The batch's queries against all rows.
+    /// Attention of the batch's queries to all rows.
     pub(crate) sequences: Sequences,
 }
 

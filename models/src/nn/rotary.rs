@@ -23,7 +23,7 @@ pub fn rope_frequencies(rotary: usize, theta: f32) -> Vec<f32> {
         .collect()
 }
 
-/// Frequencies of the pairs that rotate, and which pairs these are.
+/// Frequencies of the rotating pairs, and the pairs' layout.
 #[derive(Clone, PartialEq, Debug)]
 pub struct RotaryTable {
     /// `[w]`.

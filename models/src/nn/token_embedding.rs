@@ -1,4 +1,4 @@
-//! The first unit of a decoder.
+//! Token embedding, the first unit of a decoder.
 //!
 //! Shapes: `T` tokens of all samples, `D` width, `v` vocabulary.
 
@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::params::ParamBuilder;
 use engine::{ParamId, UnitId};
 
-/// The table of token embeddings, and the splice of picture features over the tokens that stand for them.
+/// The table of token embeddings. Image features replace the rows of their placeholder tokens.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct TokenEmbedding {
     unit: UnitId,
@@ -34,7 +34,7 @@ impl TokenEmbedding {
         })
     }
 
-    /// Embeds the tokens and splices `features` in: `[T, D]`.
+    /// Embeddings of the tokens, with rows replaced by `features`: `[T, D]`.
     ///
     /// # Errors
     /// When the engine or the device fails.

@@ -5,12 +5,12 @@ use crate::error::Result;
 use kernels::{AttentionArgs, AttentionOut, Tensor};
 use std::sync::Arc;
 
-/// Which rows attend to which: sequences that lie one behind the other, without padding.
+/// Packed sequences of an attention: one after the other, without padding.
 #[derive(Clone, Debug)]
 pub struct Sequences {
     /// Sequence `i` has the queries `q_starts[i]..q_starts[i + 1]`.
     pub q_starts: Arc<[usize]>,
-    /// And the keys `k_starts[i]..k_starts[i + 1]`.
+    /// Sequence `i` has the keys `k_starts[i]..k_starts[i + 1]`.
     pub k_starts: Arc<[usize]>,
     /// Whether a query sees only the keys up to its own position.
     pub causal: bool,

@@ -35,7 +35,7 @@ impl LinearParams {
         self
     }
 
-    /// The rows in use of a parameter, as they lie in memory.
+    /// A view of the rows in use of a parameter.
     pub(super) fn select(&self, weight: &Tensor) -> Result<Tensor> {
         Ok(match &self.rows {
             Some(rows) => weight.narrow(rows.start, rows.len())?,

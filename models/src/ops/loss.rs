@@ -1,4 +1,4 @@
-//! The language model's loss, logits never materialised.
+//! The language model's loss, without materialized logits.
 
 use crate::autograd::{Grad, Scope, Var};
 use crate::error::{ModelError, Result};
@@ -13,8 +13,8 @@ impl Scope<'_> {
     ///
     /// Its gradient must be one factor for all rows, as [`crate::autograd::Tape::backward`] seeds.
     /// In a segment whose first run is recorded, gradients are computed along with the values, for
-    /// the factor that the tape expects. In a replay the values are left out (zeros): only their
-    /// gradient is wanted.
+    /// the factor that the tape expects. A recompute leaves the values out (zeros), since only their
+    /// gradient is used.
     ///
     /// # Errors
     /// When shapes do not fit, a label lies outside the vocabulary, or memory runs out.

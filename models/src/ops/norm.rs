@@ -1,4 +1,4 @@
-//! Normalisations over the last axis.
+//! Normalizations over the last axis.
 
 use crate::autograd::{Scope, Var};
 use crate::error::Result;

@@ -1,4 +1,4 @@
-//! Element by element: activations, sums, dtype and shape changes.
+//! Elementwise operations: activations, sums, dtype and shape changes.
 
 use crate::autograd::{Scope, Var};
 use crate::error::Result;

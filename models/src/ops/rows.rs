@@ -1,4 +1,4 @@
-//! Choosing and replacing rows.
+//! Operations that gather, merge and replace rows.
 
 use crate::autograd::{Scope, Var};
 use crate::error::{ModelError, Result};

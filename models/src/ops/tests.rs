@@ -1,11 +1,11 @@
 //! Every operation's gradient against central differences, through a tape.
 
-use super::{LinearParams, LoraParams, Sequences};
+use super::{LinearLayer, LinearParams, LoraParams, RowGroups, Sequences};
 use crate::SampleInput;
 use crate::autograd::gradcheck::{
     backend, gradcheck, gradcheck_dropped, gradcheck_loss, index, resident, spec, tensor, values,
 };
-use crate::autograd::{Dropout, Rows, Tape};
+use crate::autograd::{Dropout, Rows, Scope, Tape, Var};
 use crate::error::Result;
 use crate::nn::FusedLinear;
 use engine::{ParamId, UnitId};
@@ -97,7 +97,7 @@ fn adapted_layers_with_dropout_pass_gradcheck() {
     let base = [LinearParams::new(P0, Some(P1)), LinearParams::new(P2, None)];
     let state = dropout_of(6);
     gradcheck_dropped(&state, [&[6, 8]], &shapes[..5], |s, [x]| {
-        let y = s.lora_linear(x, &base[0], dropping(adapter(P3, P4)))?;
+        let y = alone(s, x, &layer(&base[0], dropping(adapter(P3, P4))))?;
         s.add(&y, &s.linear(x, &base[1])?)
     });
     // A mask of each, one beside a layer that sees everything, and one of both.
@@ -108,11 +108,11 @@ fn adapted_layers_with_dropout_pass_gradcheck() {
         [first, dropping(second)],
     ] {
         let layers = [
-            (base[0].clone(), adapters[0]),
-            (base[1].clone(), adapters[1]),
+            vec![layer(&base[0], adapters[0])],
+            vec![layer(&base[1], adapters[1])],
         ];
         gradcheck_dropped(&state, [&[6, 8]], &shapes, |s, [x]| {
-            let both = s.shared_lora(x, &layers)?;
+            let both = s.adapted_linear(x, None, &layers)?;
             s.swiglu(&both[0], &both[1])
         });
     }
@@ -123,7 +123,7 @@ fn adapted_layers_over_row_groups_with_dropout_pass_gradcheck() {
     let shapes: [&[usize]; 7] = [&[5, 8], &[5], &[5, 8], &[2, 8], &[5, 2], &[3, 8], &[5, 3]];
     let base = [LinearParams::new(P0, Some(P1)), LinearParams::new(P2, None)];
     let index_of = |rows: &[i32]| index(&*backend(), rows);
-    let rows = [index_of(&[4, 0, 3]), index_of(&[1, 2])];
+    let rows = RowGroups([index_of(&[4, 0, 3]), index_of(&[1, 2])]);
     let (first, second) = (adapter(P3, P4), adapter(P5, P6));
     let state = dropout_of(5);
     for (adapters, used) in [
@@ -132,8 +132,8 @@ fn adapted_layers_over_row_groups_with_dropout_pass_gradcheck() {
         ([Some(dropping(first)), None], 5),
     ] {
         gradcheck_dropped(&state, [&[5, 8]], &shapes[..used], |s, [x]| {
-            let layers = [(&base[0], adapters[0]), (&base[1], adapters[1])];
-            s.routed_lora_linear(x, layers, [&rows[0], &rows[1]])
+            let layers = [layer(&base[0], adapters[0]), layer(&base[1], adapters[1])];
+            grouped(s, x, &rows, &layers)
         });
     }
 }
@@ -152,10 +152,10 @@ fn adapter_dropout_uses_the_mask_of_the_dropout_operation() {
         let x = tape.leaf(tensor(&*backend(), &[7, 24], &values(3, 7 * 24)));
         let [y] = tape
             .segment(UnitId(0), [&x], |s, [x]| {
-                let rows = [
+                let rows = RowGroups([
                     index(s.backend(), &[6, 1, 3]),
                     index(s.backend(), &[0, 2, 4, 5]),
-                ];
+                ]);
                 let y = match (which, s.dropout_state()) {
                     (0, Some(state)) => {
                         let names = state.rows(Rows::Tokens);
@@ -165,10 +165,10 @@ fn adapter_dropout_uses_the_mask_of_the_dropout_operation() {
                         s.add(&s.linear(x, &base)?, &s.scale(&delta, adapter.scale)?)?
                     }
                     (1, _) => {
-                        let layer = (&base, Some(adapter));
-                        s.routed_lora_linear(x, [layer, layer], [&rows[0], &rows[1]])?
+                        let layer = layer(&base, adapter);
+                        grouped(s, x, &rows, &[layer.clone(), layer])?
                     }
-                    _ => s.lora_linear(x, &base, adapter)?,
+                    _ => alone(s, x, &layer(&base, adapter))?,
                 };
                 Ok([y])
             })
@@ -207,31 +207,49 @@ const fn adapter(lora_a: ParamId, lora_b: ParamId) -> LoraParams {
     }
 }
 
+fn layer(base: &LinearParams, adapter: impl Into<Option<LoraParams>>) -> LinearLayer {
+    LinearLayer {
+        base: base.clone(),
+        adapter: adapter.into(),
+    }
+}
+
+/// One layer of all rows.
+fn alone(s: &Scope<'_>, x: &Var, layer: &LinearLayer) -> Result<Var> {
+    Ok(s.adapted_linear(x, None, &[vec![layer.clone()]])?.remove(0))
+}
+
+/// One layer for each row group.
+fn grouped(s: &Scope<'_>, x: &Var, rows: &RowGroups, layers: &[LinearLayer]) -> Result<Var> {
+    let all = s.adapted_linear(x, Some(rows), &[layers.to_vec()]);
+    Ok(all?.remove(0))
+}
+
 #[test]
-fn lora_linear_with_a_trainable_base_passes_gradcheck() {
+fn an_adapted_layer_with_a_trained_base() {
     let base = LinearParams::new(P0, Some(P1));
     let adapter = adapter(P2, P3);
     let shapes: [&[usize]; 4] = [&[5, 4], &[5], &[2, 4], &[5, 2]];
     gradcheck([&[3, 4]], &shapes, |s, [x]| {
-        s.lora_linear(x, &base, adapter)
+        alone(s, x, &layer(&base, adapter))
     });
 }
 
 #[test]
 fn adapted_layers_of_one_input_pass_gradcheck() {
     let [q, k] = [(P0, [P1, P2]), (P3, [P4, P5])]
-        .map(|(weight, [a, b])| (LinearParams::new(weight, None), adapter(a, b)));
+        .map(|(weight, [a, b])| layer(&LinearParams::new(weight, None), adapter(a, b)));
     let shapes: [&[usize]; 6] = [&[5, 4], &[2, 4], &[5, 2], &[5, 4], &[3, 4], &[5, 3]];
-    let layers = [q, k];
+    let layers = [vec![q], vec![k]];
     gradcheck([&[3, 4]], &shapes, |s, [x]| {
-        let both = s.shared_lora(x, &layers)?;
+        let both = s.adapted_linear(x, None, &layers)?;
         s.swiglu(&both[0], &both[1])
     });
     // Parameters of two layers, and a result that nobody uses.
     let layers = [layers[0].clone(), layers[1].clone(), layers[0].clone()];
     for used in [[0, 1, 1], [1, 2, 2], [0, 1, 2]] {
         gradcheck([&[3, 4]], &shapes, |s, [x]| {
-            let all = s.shared_lora(x, &layers)?;
+            let all = s.adapted_linear(x, None, &layers)?;
             let [a, b, c] = used.map(|i| &all[i]);
             s.swiglu(&s.add(a, b)?, c)
         });
@@ -243,12 +261,15 @@ fn adapted_layers_of_one_input_pass_gradcheck() {
 #[test]
 fn adapted_layers_of_one_input_have_the_bits_of_separate_layers() {
     let layers = [(P0, [P1, P2]), (P3, [P4, P5]), (P0, [P4, P2])]
-        .map(|(weight, [a, b])| (LinearParams::new(weight, None), adapter(a, b)));
+        .map(|(weight, [a, b])| layer(&LinearParams::new(weight, None), adapter(a, b)));
     let shapes: [&[usize]; 6] = [&[5, 24], &[2, 24], &[5, 2], &[5, 24], &[2, 24], &[5, 2]];
     let gradients = |shared: bool, p: f32| {
-        let layers = layers.clone().map(|(base, adapter)| {
-            let dropout = p;
-            (base, LoraParams { dropout, ..adapter })
+        let layers = layers.clone().map(|LinearLayer { base, adapter }| {
+            let dropout = |adapter| LoraParams {
+                dropout: p,
+                ..adapter
+            };
+            layer(&base, adapter.map(dropout))
         });
         let access = resident(&spec(&shapes.map(|shape| (0, shape, true))));
         let tape = Tape::training(&access).with_dropout(dropout_of(7));
@@ -256,10 +277,13 @@ fn adapted_layers_of_one_input_have_the_bits_of_separate_layers() {
         let [y] = tape
             .segment(UnitId(0), [&x], |s, [x]| {
                 let all = match shared {
-                    true => s.shared_lora(x, &layers)?,
+                    true => {
+                        let layers = layers.clone().map(|layer| vec![layer]);
+                        s.adapted_linear(x, None, &layers)?
+                    }
                     false => {
                         let each = layers.iter();
-                        each.map(|(base, adapter)| s.lora_linear(x, base, *adapter))
+                        each.map(|layer| alone(s, x, layer))
                             .collect::<Result<_>>()?
                     }
                 };
@@ -286,12 +310,12 @@ fn adapted_layers_over_row_groups_pass_gradcheck() {
     let base = [LinearParams::new(P0, Some(P1)), LinearParams::new(P2, None)];
     let shapes: [&[usize]; 7] = [&[5, 4], &[5], &[5, 4], &[2, 4], &[5, 2], &[3, 4], &[5, 3]];
     let index_of = |rows: &[i32]| index(&*backend(), rows);
-    let rows = [index_of(&[4, 0, 3]), index_of(&[1, 2])];
+    let rows = RowGroups([index_of(&[4, 0, 3]), index_of(&[1, 2])]);
     let (first, second) = (adapter(P3, P4), adapter(P5, P6));
     for (adapters, used) in [([Some(first), Some(second)], 7), ([Some(first), None], 5)] {
         gradcheck([&[5, 4]], &shapes[..used], |s, [x]| {
-            let layers = [(&base[0], adapters[0]), (&base[1], adapters[1])];
-            s.routed_lora_linear(x, layers, [&rows[0], &rows[1]])
+            let layers = [layer(&base[0], adapters[0]), layer(&base[1], adapters[1])];
+            grouped(s, x, &rows, &layers)
         });
     }
 }
@@ -303,8 +327,7 @@ fn adapted_layers_of_one_input_over_row_groups_pass_gradcheck() {
     let base = [LinearParams::new(P0, Some(P1)), LinearParams::new(P2, None)];
     let shapes: [&[usize]; 7] = [&[5, 8], &[5], &[5, 8], &[2, 8], &[5, 2], &[3, 8], &[5, 3]];
     let index_of = |rows: &[i32]| index(&*backend(), rows);
-    let rows = [index_of(&[4, 0, 3]), index_of(&[1, 2])];
-    let rows = [&rows[0], &rows[1]];
+    let rows = RowGroups([index_of(&[4, 0, 3]), index_of(&[1, 2])]);
     let (first, second) = (adapter(P3, P4), adapter(P5, P6));
     let state = dropout_of(5);
     for adapters in [
@@ -319,20 +342,20 @@ fn adapted_layers_of_one_input_over_row_groups_pass_gradcheck() {
                     ..adapter
                 };
                 let [one, other] = pair.map(|adapter| adapter.map(dropout));
-                [(&base[0], one), (&base[1], other)]
+                vec![layer(&base[0], one), layer(&base[1], other)]
             });
             gradcheck_dropped(&state, [&[5, 8]], &shapes, |s, [x]| {
-                let both = s.shared_routed_lora(x, &pairs, rows)?;
+                let both = s.adapted_linear(x, Some(&rows), &pairs)?;
                 s.swiglu(&both[0], &both[1])
             });
         }
     }
     let pairs = [
-        [(&base[0], Some(first)), (&base[1], None)],
-        [(&base[1], Some(first)), (&base[0], Some(second))],
+        vec![layer(&base[0], first), layer(&base[1], None)],
+        vec![layer(&base[1], first), layer(&base[0], second)],
     ];
     gradcheck([&[5, 8]], &shapes, |s, [x]| {
-        let mut both = s.shared_routed_lora(x, &pairs, rows)?;
+        let mut both = s.adapted_linear(x, Some(&rows), &pairs)?;
         Ok(both.swap_remove(1))
     });
 }
@@ -347,25 +370,24 @@ fn adapted_layers_over_row_groups_have_the_bits_of_separate_pairs() {
     let gradients = |shared: bool, dropout: f32| {
         let [a, b] = halves.map(|adapter| LoraParams { dropout, ..adapter });
         let pairs = [
-            [(&base[0], Some(a)), (&base[1], Some(b))],
-            [(&base[1], Some(b)), (&base[1], Some(a))],
-            [(&base[0], None), (&base[1], Some(a))],
+            vec![layer(&base[0], a), layer(&base[1], b)],
+            vec![layer(&base[1], b), layer(&base[1], a)],
+            vec![layer(&base[0], None), layer(&base[1], a)],
         ];
         let access = resident(&spec(&shapes.map(|shape| (0, shape, true))));
         let tape = Tape::training(&access).with_dropout(dropout_of(7));
         let x = tape.leaf(tensor(&*backend(), &[7, 24], &values(3, 7 * 24)));
         let [y] = tape
             .segment(UnitId(0), [&x], |s, [x]| {
-                let rows = [
+                let rows = RowGroups([
                     index(s.backend(), &[6, 1, 3]),
                     index(s.backend(), &[0, 2, 4, 5]),
-                ];
-                let rows = [&rows[0], &rows[1]];
+                ]);
                 let all = match shared {
-                    true => s.shared_routed_lora(x, &pairs, rows)?,
+                    true => s.adapted_linear(x, Some(&rows), &pairs)?,
                     false => {
                         let each = pairs.iter();
-                        each.map(|pair| s.routed_lora_linear(x, *pair, rows))
+                        each.map(|pair| grouped(s, x, &rows, pair))
                             .collect::<Result<_>>()?
                     }
                 };

@@ -1,4 +1,4 @@
-//! The chat template of a checkpoint, rendered as Hugging Face renders it: Jinja with `trim_blocks`
+//! Chat template of a checkpoint, rendered as in Hugging Face's `transformers`: Jinja with `trim_blocks`
 //! and `lstrip_blocks`, Python string methods, `raise_exception` and a `tojson` that escapes nothing.
 
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use thiserror::Error;
 
 use super::{Tokenizer, read_optional};
 
-/// Template used where a checkpoint has several.
+/// Name of the template that is used if a checkpoint has several.
 const DEFAULT_NAME: &str = "default";
 
 /// Why a chat template cannot be used.
@@ -26,7 +26,7 @@ pub enum TemplateError {
         /// What the operating system said.
         source: std::io::Error,
     },
-    /// A file does not hold what it should.
+    /// A file has unexpected content.
     #[error("{} is not valid: {reason}", path.display())]
     Invalid {
         /// The file.
@@ -111,7 +111,7 @@ impl ChatTemplate {
         })
     }
 
-    /// Text of `messages`; with `add_generation_prompt` it ends where the assistant starts to write.
+    /// Text of `messages`; with `add_generation_prompt` it ends at the start of the assistant's answer.
     ///
     /// # Errors
     /// [`TemplateError::Render`] if the template fails or rejects the conversation.
@@ -205,7 +205,7 @@ fn raise_exception(message: String) -> Result<Value, minijinja::Error> {
     Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
 }
 
-/// JSON as Python's `json.dumps(value, ensure_ascii=False)` spells it.
+/// JSON as in Python's `json.dumps(value, ensure_ascii=False)`.
 fn to_json(value: &Value, options: Kwargs) -> Result<Value, minijinja::Error> {
     let indent: Option<usize> = options.get("indent")?;
     let bad = |error: serde_json::Error| {

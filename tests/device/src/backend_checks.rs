@@ -6,10 +6,9 @@ use std::ops::Range;
 
 use anyhow::{Context, Result, ensure};
 use kernels::{
-    AdaptedGroup, AdapterArgs, AdapterDropout, AttentionArgs, Backend, CpuBackend, DType,
-    Direction, DropoutArgs, Gelu, IGNORED_LABEL, LoraArgs, LossNeeds, MatmulArgs, RopeLayout,
-    RoutedArgs, RoutedGroup, RoutedLoraArgs, Shape, SharedLoraGradArgs, SharedRoutedLoraGradArgs,
-    Tag, Tensor, Transpose,
+    AdaptedLayer, AdaptedLinearArgs, AdaptedLinearGradArgs, AdapterArgs, AdapterDropout,
+    AttentionArgs, Backend, CpuBackend, DType, Direction, DropoutArgs, Gelu, GroupedMatmulArgs,
+    IGNORED_LABEL, LossNeeds, MatmulArgs, MatmulGroup, RopeLayout, Shape, Tag, Tensor, Transpose,
 };
 
 use crate::numbers::{bytes, first_difference};
@@ -159,7 +158,7 @@ pub fn all() -> Vec<Check> {
         checks.extend(adapters([dtype; 2]));
         checks.extend(shared_adapters([dtype; 2]));
         for first in [0, 8, 21] {
-            checks.extend(routed([dtype; 2], first));
+            checks.extend(grouped([dtype; 2], first));
         }
     }
     checks.extend(products(
@@ -170,17 +169,17 @@ pub fn all() -> Vec<Check> {
     checks.extend(products([DType::BF16; 2], DType::F32, DType::F16));
     checks.extend(adapters([DType::BF16, DType::F32]));
     checks.extend(shared_adapters([DType::BF16, DType::F32]));
-    checks.extend(routed([DType::BF16, DType::F32], 4));
+    checks.extend(grouped([DType::BF16, DType::F32], 4));
     checks.extend(losses(DType::BF16, DType::F32));
     checks.extend(partitions());
     for dtype in DTYPES {
-        checks.extend(routed_adapters([dtype; 2]));
+        checks.extend(grouped_adapters([dtype; 2]));
     }
-    checks.extend(routed_adapters([DType::BF16, DType::F32]));
+    checks.extend(grouped_adapters([DType::BF16, DType::F32]));
     for dtype in DTYPES {
-        checks.extend(shared_routed_adapters([dtype; 2]));
+        checks.extend(shared_grouped_adapters([dtype; 2]));
     }
-    checks.extend(shared_routed_adapters([DType::BF16, DType::F32]));
+    checks.extend(shared_grouped_adapters([DType::BF16, DType::F32]));
     checks
 }
 
@@ -335,7 +334,7 @@ fn products(operands: [DType; 2], bias: DType, out: DType) -> Vec<Check> {
 }
 
 /// Forward, input gradient and weight gradients of two layers; the first of the groups has `first` rows.
-fn routed([dtype, weight]: [DType; 2], first: usize) -> Vec<Check> {
+fn grouped([dtype, weight]: [DType; 2], first: usize) -> Vec<Check> {
     let (t, n, k) = (21, 24, 40);
     let rows: Vec<i32> = (0..t).map(|i| i * 8 % t).collect();
     let (language, vision) = rows.split_at(first);
@@ -355,18 +354,18 @@ fn routed([dtype, weight]: [DType; 2], first: usize) -> Vec<Check> {
         |b, inputs| {
             let [x, dy, first, second, bias] = [0, 1, 2, 3, 4].map(|i: usize| &inputs[i]);
             let rows = [&inputs[5], &inputs[6]];
-            let group = |i: usize, bias| RoutedGroup {
+            let group = |i: usize, bias| MatmulGroup {
                 rows: rows[i],
                 b: [first, second][i],
                 bias,
             };
             Ok(vec![
-                b.routed_matmul(RoutedArgs {
+                b.grouped_matmul(GroupedMatmulArgs {
                     a: x,
                     groups: [group(0, None), group(1, Some(bias))],
                     transpose_b: Transpose::Yes,
                 })?,
-                b.routed_matmul(RoutedArgs {
+                b.grouped_matmul(GroupedMatmulArgs {
                     a: dy,
                     groups: [group(0, None), group(1, None)],
                     transpose_b: Transpose::No,
@@ -380,7 +379,7 @@ fn routed([dtype, weight]: [DType; 2], first: usize) -> Vec<Check> {
 
 /// Two layers over a partition of rows: all of one group too, unlike ranks and factors, one that is padded, no bias in one,
 /// no adapter in one.
-fn routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
+fn grouped_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
     let (t, n, k) = (21, 24, 36);
     let check = |(first, ranks, drops): (usize, [Option<usize>; 2], [f32; 2])| {
         let rows: Vec<i32> = (0..t).map(|i| i * 8 % t).collect();
@@ -404,8 +403,7 @@ fn routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
             "layers of {dtype}, adapters of {adapter}, ranks {ranks:?}, {first} rows of the first, dropout {drops:?}"
         );
         Check::new(name, inputs, Compare::Close(dtype), move |b, x| {
-            let group = |i: usize| AdaptedGroup {
-                rows: &x[10 + i],
+            let layer = |i: usize| AdaptedLayer {
                 weight: &x[2 + 4 * i],
                 bias: (i == 1).then(|| &x[3 + 4 * i]),
                 adapter: ranks[i].map(|_| AdapterArgs {
@@ -415,16 +413,22 @@ fn routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
                     dropout: dropped(&x[12], [3, i as u32], drops[i]),
                 }),
             };
-            let args = RoutedLoraArgs {
+            let args = AdaptedLinearArgs {
                 x: &x[0],
-                groups: [group(0), group(1)],
+                row_groups: Some([&x[10], &x[11]]),
+                projections: &[vec![layer(0), layer(1)]],
             };
-            let forward = b.routed_lora(args)?;
-            let mut results = vec![forward.y];
-            for (inner, need_dx) in [(forward.inner.as_ref(), true), (None, false)] {
-                let grads = b.routed_lora_backward(args, &x[1], inner, need_dx)?;
+            let forward = b.adapted_linear(args)?;
+            let mut results = forward.y;
+            for (inner, need_dx) in [(&*forward.inner, true), (&[], false)] {
+                let grads = b.adapted_linear_backward(AdaptedLinearGradArgs {
+                    forward: args,
+                    dy: &[&x[1]],
+                    inner,
+                    need_dx,
+                })?;
                 results.extend(grads.dx);
-                results.extend(grads.adapters.into_iter().flatten().flatten());
+                results.extend(grads.adapters.into_iter().flatten().flatten().flatten());
             }
             Ok(results)
         })
@@ -491,20 +495,34 @@ fn adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
         ];
         let name = format!("adapted layer of {dtype}, adapters of {adapter}, dropout {p}");
         Check::new(name, inputs, Compare::Close(dtype), move |b, x| {
-            let args = LoraArgs {
-                x: &x[0],
+            let layer = AdaptedLayer {
                 weight: &x[1],
                 bias: Some(&x[2]),
-                lora_a: &x[3],
-                lora_b: &x[4],
-                scale: 0.5,
-                dropout: dropped(&x[6], [1, 2], p),
+                adapter: Some(AdapterArgs {
+                    lora_a: &x[3],
+                    lora_b: &x[4],
+                    scale: 0.5,
+                    dropout: dropped(&x[6], [1, 2], p),
+                }),
             };
-            let grads = b.lora_linear_backward(args, &x[5], true)?;
-            let without = b.lora_linear_backward(args, &x[5], false)?;
-            let mut all = vec![b.lora_linear(args)?, grads.d_lora_a, grads.d_lora_b];
-            all.extend([without.d_lora_a, without.d_lora_b]);
-            all.extend(grads.dx.into_iter().chain(without.dx));
+            let args = AdaptedLinearArgs {
+                x: &x[0],
+                row_groups: None,
+                projections: &[vec![layer]],
+            };
+            let backward = |need_dx| {
+                b.adapted_linear_backward(AdaptedLinearGradArgs {
+                    forward: args,
+                    dy: &[&x[5]],
+                    inner: &[],
+                    need_dx,
+                })
+            };
+            let mut all = b.adapted_linear(args)?.y;
+            for grads in [backward(true)?, backward(false)?] {
+                all.extend(grads.adapters.into_iter().flatten().flatten().flatten());
+                all.extend(grads.dx);
+            }
             Ok(all)
         })
     };
@@ -535,28 +553,34 @@ fn shared_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
         );
         Check::new(name, inputs.clone(), Compare::Close(dtype), move |b, x| {
             let own = |i: usize| &x[1 + 5 * i..6 + 5 * i];
-            let layer = |i: usize| LoraArgs {
-                x: &x[0],
+            let layer = |i: usize| AdaptedLayer {
                 weight: &own(i)[0],
                 bias: (i != 1).then(|| &own(i)[1]),
-                lora_a: &own(i)[2],
-                lora_b: &own(i)[3],
-                scale: scales[i],
-                dropout: dropped(&x[16], [drops[i].0, 9], drops[i].1),
+                adapter: Some(AdapterArgs {
+                    lora_a: &own(i)[2],
+                    lora_b: &own(i)[3],
+                    scale: scales[i],
+                    dropout: dropped(&x[16], [drops[i].0, 9], drops[i].1),
+                }),
             };
-            let all: Vec<LoraArgs<'_>> = layers.clone().map(layer).collect();
+            let all: Vec<Vec<AdaptedLayer<'_>>> = layers.clone().map(|i| vec![layer(i)]).collect();
+            let args = AdaptedLinearArgs {
+                x: &x[0],
+                row_groups: None,
+                projections: &all,
+            };
             let dy: Vec<&Tensor> = layers.clone().map(|i| &own(i)[4]).collect();
-            let forward = b.shared_lora(&all)?;
+            let forward = b.adapted_linear(args)?;
             let mut results = Vec::new();
-            for (inner, need_dx) in [(forward.inner.as_ref(), true), (None, false), (None, true)] {
-                let grads = b.shared_lora_backward(SharedLoraGradArgs {
-                    layers: &all,
+            for (inner, need_dx) in [(&*forward.inner, true), (&[], false), (&[], true)] {
+                let grads = b.adapted_linear_backward(AdaptedLinearGradArgs {
+                    forward: args,
                     dy: &dy,
                     inner,
                     need_dx,
                 })?;
                 results.extend(grads.dx);
-                results.extend(grads.adapters.into_iter().flatten());
+                results.extend(grads.adapters.into_iter().flatten().flatten().flatten());
             }
             results.extend(forward.y);
             Ok(results)
@@ -585,7 +609,7 @@ type Adapted = Option<(usize, f32, (u32, f32))>;
 
 /// Three pairs of layers of one input over one partition: a rank of each way to the gradients, outputs of unlike widths, one
 /// group without adapters or rows. Unlike factors, masks, and adapters of some layers alone are not stacked.
-fn shared_routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
+fn shared_grouped_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
     const WIDTHS: [usize; 3] = [24, 20, 8];
     let (t, k) = (21, 36);
     let check = |(layers, first, adapters): (usize, usize, [[Adapted; 2]; 3])| {
@@ -614,10 +638,9 @@ fn shared_routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
             "{layers} layers over a partition, {first} rows of the first, of {dtype}, adapters of {adapter}, {adapters:?}"
         );
         Check::new(name, inputs, Compare::Close(dtype), move |b, x| {
-            let group = |layer: usize, i: usize| {
+            let layer = |layer: usize, i: usize| {
                 let own = &x[5 + 9 * layer + 4 * i..][..4];
-                AdaptedGroup {
-                    rows: &x[1 + i],
+                AdaptedLayer {
                     weight: &own[0],
                     bias: (layer != i).then_some(&own[1]),
                     adapter: adapters[layer][i].map(|(_, scale, (key, p))| AdapterArgs {
@@ -628,17 +651,19 @@ fn shared_routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
                     }),
                 }
             };
-            let layer = |i: usize| RoutedLoraArgs {
+            let pair = |i: usize| vec![layer(i, 0), layer(i, 1)];
+            let all: Vec<Vec<AdaptedLayer<'_>>> = (0..layers).map(pair).collect();
+            let args = AdaptedLinearArgs {
                 x: &x[0],
-                groups: [group(i, 0), group(i, 1)],
+                row_groups: Some([&x[1], &x[2]]),
+                projections: &all,
             };
-            let all: Vec<RoutedLoraArgs<'_>> = (0..layers).map(layer).collect();
             let dy: Vec<&Tensor> = (0..layers).map(|i| &x[4 + 9 * i]).collect();
-            let forward = b.shared_routed_lora(&all)?;
+            let forward = b.adapted_linear(args)?;
             let mut results = Vec::new();
             for (inner, need_dx) in [(&*forward.inner, true), (&[], false), (&[], true)] {
-                let grads = b.shared_routed_lora_backward(SharedRoutedLoraGradArgs {
-                    layers: &all,
+                let grads = b.adapted_linear_backward(AdaptedLinearGradArgs {
+                    forward: args,
                     dy: &dy,
                     inner,
                     need_dx,

@@ -16,19 +16,17 @@
     reason = "launches read and write memory by address; tensors vouch for it"
 )]
 
+mod adapted;
 mod arrivals;
 mod counting;
 pub(super) mod gpu;
 pub mod graphs;
+mod grouped;
 mod loss;
 mod peers;
 mod products;
 mod residents;
-mod routed;
-mod routed_lora;
 mod rows;
-mod shared_lora;
-mod shared_routed_lora;
 mod uses;
 
 pub use loss::LossCuts;
@@ -40,24 +38,21 @@ use super::matmul::Multiply;
 use super::ops::norm::{self, Kind};
 use super::ops::pointwise::{self, RopeShape};
 use super::ops::{attention, cast, workspace::Workspace};
+use crate::adapted::{AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads};
 use crate::arrival::Arrival;
 use crate::backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
-    LoraArgs, LoraGrads, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
+    LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
 };
 use crate::check;
 use crate::error::{KernelError, Result};
+use crate::grouped::GroupedMatmulArgs;
 use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
 use crate::resident::ResidentAccess;
-use crate::shared_lora::{SharedLora, SharedLoraGradArgs, SharedLoraGrads};
-use crate::shared_routed_lora::{
-    SharedRoutedLora, SharedRoutedLoraGradArgs, SharedRoutedLoraGrads,
-};
 use crate::tensor::{DeviceMemory, OnDevice};
 use crate::timeline::DeviceSpan;
 use crate::{DType, Shape, Tensor};
-use crate::{RoutedArgs, RoutedLora, RoutedLoraArgs, RoutedLoraGrads};
 use std::any::Any;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -843,26 +838,23 @@ impl Backend for CudaBackend {
         self.partition_rows_op(second)
     }
 
-    fn routed_matmul(&self, args: RoutedArgs<'_>) -> Result<Tensor> {
-        self.routed_op(&args, check::routed(&args)?)
+    fn grouped_matmul(&self, args: GroupedMatmulArgs<'_>) -> Result<Tensor> {
+        self.grouped_op(&args, check::grouped(&args)?)
     }
 
-    fn routes_adapters(&self) -> bool {
+    fn groups_adapters(&self) -> bool {
         true
     }
 
-    fn routed_lora(&self, args: RoutedLoraArgs<'_>) -> Result<RoutedLora> {
-        self.routed_lora_op(&args)
+    fn adapted_linear(&self, args: AdaptedLinearArgs<'_>) -> Result<AdaptedLinear> {
+        self.adapted_op(&args)
     }
 
-    fn routed_lora_backward(
+    fn adapted_linear_backward(
         &self,
-        args: RoutedLoraArgs<'_>,
-        dy: &Tensor,
-        inner: Option<&Tensor>,
-        need_dx: bool,
-    ) -> Result<RoutedLoraGrads> {
-        self.routed_lora_backward_op(&args, dy, inner, need_dx)
+        args: AdaptedLinearGradArgs<'_>,
+    ) -> Result<AdaptedLinearGrads> {
+        self.adapted_backward_op(&args)
     }
 
     fn matmul_of_rows(&self, a: &Tensor, b: &Tensor, rows: &Tensor) -> Result<Tensor> {
@@ -871,38 +863,6 @@ impl Backend for CudaBackend {
 
     fn column_sum_of_rows(&self, x: &Tensor, rows: &Tensor) -> Result<Tensor> {
         self.column_sum_op(x, Some(rows))
-    }
-
-    fn lora_linear(&self, args: LoraArgs<'_>) -> Result<Tensor> {
-        self.lora_op(&args, check::lora(&args)?)
-    }
-
-    fn lora_linear_backward(
-        &self,
-        args: LoraArgs<'_>,
-        dy: &Tensor,
-        need_dx: bool,
-    ) -> Result<LoraGrads> {
-        self.lora_backward_op(&args, dy, need_dx, check::lora_backward(&args, dy)?)
-    }
-
-    fn shared_lora(&self, layers: &[LoraArgs<'_>]) -> Result<SharedLora> {
-        self.shared_lora_op(layers)
-    }
-
-    fn shared_lora_backward(&self, args: SharedLoraGradArgs<'_>) -> Result<SharedLoraGrads> {
-        self.shared_lora_backward_op(&args)
-    }
-
-    fn shared_routed_lora(&self, layers: &[RoutedLoraArgs<'_>]) -> Result<SharedRoutedLora> {
-        self.shared_routed_lora_op(layers)
-    }
-
-    fn shared_routed_lora_backward(
-        &self,
-        args: SharedRoutedLoraGradArgs<'_>,
-    ) -> Result<SharedRoutedLoraGrads> {
-        self.shared_routed_lora_backward_op(&args)
     }
 
     fn layer_norm(&self, x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f32) -> Result<Tensor> {

@@ -1,7 +1,8 @@
 //! Matrix products and linear layers with LoRA adapters.
 
 use super::CudaBackend;
-use crate::backend::{AdapterDropout, LoraArgs, LoraGrads, MatmulArgs, Transpose};
+use crate::adapted::{AdapterDropout, LoraArgs, LoraGrads};
+use crate::backend::{MatmulArgs, Transpose};
 use crate::check::{LoraSizes, Sizes};
 use crate::cuda::launch::Address;
 use crate::cuda::matmul::{Multiply, WORKSPACE_BYTES};
@@ -165,7 +166,7 @@ impl CudaBackend {
     }
 
     pub(super) fn lora_op(&self, args: &LoraArgs<'_>, sizes: LoraSizes) -> Result<Tensor> {
-        const OP: &str = "lora_linear";
+        const OP: &str = "adapted_linear";
         let all = [args.x, args.weight, args.lora_a, args.lora_b];
         let dtype = common(all.into_iter().chain(args.bias));
         let (layer, held) = self.layer(OP, args, sizes, dtype)?;
@@ -184,7 +185,7 @@ impl CudaBackend {
         need_dx: bool,
         sizes: LoraSizes,
     ) -> Result<LoraGrads> {
-        const OP: &str = "lora_linear_backward";
+        const OP: &str = "adapted_linear_backward";
         let LoraSizes { n, k, r, .. } = sizes;
         let all = [args.x, args.weight, args.lora_a, args.lora_b, dy];
         let dtype = common(all);

@@ -12,13 +12,13 @@ use super::{DataFormat, folder_of};
 use crate::data::raw::{DataError, RawSample, SINGLE_IMAGE, invalid};
 use crate::text::Message;
 
-/// What a captcha sample asks.
+/// Question of a captcha sample.
 const CAPTCHA_PROMPT: &str = "CAPTCHA:";
 /// Folder of the pictures beside those of the labels.
 const PICTURES: &str = "images";
-/// How names of label folders begin.
+/// Prefix of the names of label directories.
 const LABELS: &str = "labels_";
-/// Endings of picture files.
+/// Extensions of image files.
 const ENDINGS: [&str; 5] = ["jpg", "jpeg", "png", "webp", "bmp"];
 
 pub(super) fn detect(folder: &Path) -> Result<DataFormat, DataError> {
@@ -110,8 +110,8 @@ pub(super) fn read_captcha(folder: &Path) -> Result<Vec<RawSample>, DataError> {
     Ok(samples)
 }
 
-/// One sample per round of a conversation. Every second one, by a draw that depends on the name and the round only, has
-/// the round before it as its past. The published script draws one round per picture and epoch instead.
+/// One sample per round of a conversation. About half of them, by a draw that depends on name and round only, have the
+/// previous round as history. The published script draws one round per image and epoch instead.
 fn rounds<'a>(
     name: &'a str,
     picture: &'a Path,

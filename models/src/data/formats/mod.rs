@@ -1,4 +1,4 @@
-//! The forms in which users have their data, all read into [`RawSample`]s.
+//! Formats of users' data, all read into [`RawSample`]s.
 //!
 //! | format | where | content |
 //! |---|---|---|
@@ -23,7 +23,7 @@ use serde_json::Value;
 use super::raw::{DataError, RawSample, read_list, read_samples};
 use turns::{Glm4v, Messages, ShareGpt};
 
-/// A form in which users have their data.
+/// A format of users' data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DataFormat {
     /// MiniCPM-V's: roles and contents, pictures by name.

@@ -1,4 +1,4 @@
-//! Samples of the JSON formats, checked while they are parsed, so that each mistake has its line and column.
+//! Samples of the JSON formats. Parsing checks them, so that each error has its line and column.
 
 use std::path::PathBuf;
 
@@ -69,7 +69,7 @@ struct ShareGptFields {
     others: Others,
 }
 
-/// What may stand beside the turns of a sample.
+/// Optional fields of a sample in addition to its turns.
 #[derive(Deserialize)]
 struct Others {
     system: Option<String>,

@@ -1,8 +1,7 @@
-//! Reads a picture file as 8-bit RGB, the way Pillow's `convert("RGB")` sees it.
+//! Decoder of image files to 8-bit RGB, equal to Pillow's `convert("RGB")`.
 //!
-//! What becomes of each kind of pixel stands in `pixels`. EXIF orientation is ignored: `convert` does
-//! not turn a picture, nor do the programs that these models were trained with. The format is found from the
-//! content, never from the file name. PNG, BMP and WebP equal Pillow byte for byte; a JPEG may differ by one
+//! `pixels` converts each kind of pixel. EXIF orientation is ignored, as in `convert` and in the
+//! programs that trained these models. The format is detected from the content, never from the file name. PNG, BMP and WebP equal Pillow byte for byte; a JPEG may differ by one
 //! level in places, since decoders round differently.
 
 mod pixels;
@@ -17,20 +16,20 @@ use thiserror::Error;
 
 use super::RgbImage;
 
-/// Most pixels a picture may have: beyond this Pillow refuses to open a file as well.
+/// Most pixels of an image; Pillow has the same limit.
 pub const MAX_PIXELS: u64 = 178_956_970;
 /// Largest picture file that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 30;
-/// Bytes a decoder may hold per pixel: 16-bit RGBA output and as much working space again.
+/// Most bytes of a decoder per pixel: 16-bit RGBA output and as much working space.
 const BYTES_PER_PIXEL: u64 = 16;
-/// Bytes that a decoder may hold besides: colour profiles, texts, tables.
+/// Most bytes of a decoder for other data: color profiles, texts, tables.
 const BESIDE_PIXELS: u64 = 16 << 20;
-/// Most pixels that a byte of a PNG stands for: deflate writes at most 1032 bytes for one, of eight pixels each.
+/// Most pixels per byte of a PNG: deflate expands one to at most 1032 bytes, of eight pixels each.
 const PNG_PIXELS_PER_BYTE: u64 = 1032 * 8;
-/// Most pixels that a byte of a JPEG stands for: each block of 64 takes a bit at least, and where no component is whole
-/// (one sampled at every fourth column, another at every fourth row) two blocks are 256 pixels.
+/// Most pixels per byte of a JPEG: each block of 64 takes at least one bit. Without a full-size component (one sampled
+/// at every fourth column, another at every fourth row) two blocks are 256 pixels.
 const JPEG_PIXELS_PER_BYTE: u64 = 128 * 8;
-/// How far from the end of a JPEG its end marker is looked for, in bytes.
+/// Bytes at the end of a JPEG that are searched for its end marker.
 const JPEG_TAIL_BYTES: usize = 64 << 10;
 
 /// Why a picture could not be read. Every variant names the file.
@@ -90,8 +89,8 @@ pub enum ImageError {
 /// Width and height of the picture at `path`, from its header alone.
 ///
 /// # Errors
-/// [`ImageError`] if the file is missing, unreadable, no picture, or too large; damage behind the
-/// header goes unseen.
+/// [`ImageError`] if the file is missing, unreadable, no picture, or too large; damage after the
+/// header is not detected.
 pub fn dimensions(path: &Path) -> Result<(usize, usize), ImageError> {
     let (file, file_bytes) = open(path)?;
     let reader = guess(path, BufReader::new(file))?;
@@ -116,7 +115,7 @@ pub fn decode(path: &Path) -> Result<RgbImage, ImageError> {
 }
 
 /// As [`decode`], for the content of a file; `path` is named in errors. No memory is taken for pixels that the content
-/// cannot hold, as far as its format bounds them: a WebP, or a BMP of runs, may be one colour.
+/// cannot hold, if its format bounds them: a WebP, or a BMP of runs, may be one color.
 ///
 /// # Errors
 /// [`ImageError`] if it is no picture, damaged or too large.
@@ -137,7 +136,7 @@ pub fn decode_bytes(path: &Path, bytes: &[u8]) -> Result<RgbImage, ImageError> {
     ))
 }
 
-/// Width and height by the header of a file's content, which could hold so many pixels.
+/// Width and height by the header of a file's content, checked against the most pixels that it can hold.
 pub(crate) fn size_of(path: &Path, bytes: &[u8]) -> Result<(u32, u32), ImageError> {
     let mut reader = guess(path, Cursor::new(bytes))?;
     let format = reader.format();
@@ -224,7 +223,7 @@ fn check_size(path: &Path, width: u32, height: u32, file_bytes: u64) -> Result<(
     Ok(())
 }
 
-/// Most pixels that the content of a file can hold; none where its format sets no bound.
+/// Most pixels that the content of a file can hold; `None` if its format has no bound.
 fn most_pixels(format: Option<ImageFormat>, bytes: &[u8]) -> Option<u64> {
     let file_bytes = bytes.len() as u64;
     match format {
@@ -242,7 +241,7 @@ fn most_pixels(format: Option<ImageFormat>, bytes: &[u8]) -> Option<u64> {
     }
 }
 
-/// The JPEG decoder fills missing data with grey instead of failing.
+/// The JPEG decoder fills missing data with gray instead of failing.
 fn check_jpeg_end(path: &Path, bytes: &[u8]) -> Result<(), ImageError> {
     let tail = &bytes[bytes.len().saturating_sub(JPEG_TAIL_BYTES)..];
     if tail.windows(2).any(|pair| pair == [0xff, 0xd9]) {

@@ -1,11 +1,11 @@
-//! Decoded pixels to 8-bit RGB with Pillow's rules.
+//! Conversion of decoded pixels to 8-bit RGB by Pillow's rules.
 //!
-//! | stored | becomes |
+//! | stored | result |
 //! |---|---|
-//! | alpha, transparent colour | dropped, not blended |
-//! | palette, grey of 1, 2, 4 or 8 bits | looked up; grey three times |
-//! | 16-bit colour, 16-bit grey with alpha | its high byte |
-//! | 16-bit grey | *clipped* at 255, also where one grey is declared transparent |
+//! | alpha, transparent color | dropped, not blended |
+//! | palette, gray of 1, 2, 4 or 8 bits | looked up; gray three times |
+//! | 16-bit color, 16-bit gray with alpha | its high byte |
+//! | 16-bit gray | *clipped* at 255, also if one gray is declared transparent |
 //! | 5 or 6 bits of a 16-bit BMP | spread over 0 to 255 and truncated |
 
 use image::DynamicImage;

@@ -1,4 +1,4 @@
-//! The fields of `tokenizer_config.json` that matter here.
+//! Supported fields of `tokenizer_config.json`.
 
 use std::collections::BTreeMap;
 

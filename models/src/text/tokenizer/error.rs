@@ -1,4 +1,4 @@
-//! What can go wrong with tokenizer files and texts.
+//! Errors of tokenizer files and texts.
 
 use std::path::PathBuf;
 
@@ -25,7 +25,7 @@ pub enum TokenizerError {
         /// The model folder.
         dir: PathBuf,
     },
-    /// A JSON file does not hold what it should.
+    /// A JSON file has unexpected content.
     #[error("{} is not valid: {reason}", path.display())]
     Invalid {
         /// The file.
@@ -41,7 +41,7 @@ pub enum TokenizerError {
         /// What is wrong with it.
         source: RankError,
     },
-    /// A sentencepiece model is damaged or of a kind that is not supported.
+    /// A sentencepiece model is damaged or of an unsupported kind.
     #[error("{} is not a usable sentencepiece model", path.display())]
     SentencePiece {
         /// The file.
@@ -49,13 +49,13 @@ pub enum TokenizerError {
         /// What is wrong with it.
         source: SentencePieceError,
     },
-    /// A token that the model needs is not in the vocabulary.
+    /// A token of the model is not in the vocabulary.
     #[error("the tokenizer has no token {token:?}")]
     MissingToken {
         /// The token's text.
         token: String,
     },
-    /// A file states another id of a token than the vocabulary leads to.
+    /// A file and the vocabulary have different ids for a token.
     #[error("token {token:?} has id {found}, but {} states {stated}", path.display())]
     IdMismatch {
         /// The file that states an id.

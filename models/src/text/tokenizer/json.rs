@@ -1,8 +1,8 @@
-//! `tokenizer.json`, checked before the `tokenizers` crate builds it.
+//! Checks of `tokenizer.json` before the `tokenizers` crate builds it.
 //!
-//! The crate trusts its input: a merge whose result is longer than every token, for example, or a decoder
-//! that strips more than there is, makes it panic. What passes here is byte-pair encoding whose merges are in
-//! the vocabulary, between parts that are known to be harmless.
+//! The crate trusts its input. It panics, for example, at a merge whose result is longer than every token, or at a
+//! decoder that strips more than the text. Accepted files are byte-pair encodings whose merges are in the vocabulary,
+//! with known harmless parts.
 
 use std::collections::{HashMap, HashSet};
 
@@ -21,7 +21,7 @@ use super::part::Part;
 /// Longest token in bytes of JSON text: byte-level spellings take two per byte, added tokens are longer.
 const MAX_TEXT_BYTES: usize = 4096;
 
-/// Ids are below it, so that those of added tokens behind them can be counted.
+/// Upper limit of ids, so that ids of added tokens can follow them.
 const MAX_ID: u32 = 1 << 30;
 
 const NORMALIZERS: &[&str] = &[
@@ -55,7 +55,7 @@ const DECODERS: &[&str] = &[
     "Strip",
 ];
 
-/// Builds the encoder of the file `content`, or says why not.
+/// The encoder of the file `content`.
 pub(super) fn build(content: &[u8]) -> Result<Tokenizer, String> {
     let file: File = serde_json::from_slice(content).map_err(|error| error.to_string())?;
     file.check()?;
@@ -78,7 +78,7 @@ pub(super) fn build(content: &[u8]) -> Result<Tokenizer, String> {
     Ok(tokenizer)
 }
 
-/// What matters of the file. How to cut, fill and frame sequences is the caller's business and is not read.
+/// Supported fields of the file. Truncation, padding and post-processing are not read; callers do them.
 #[derive(Deserialize)]
 struct File {
     version: Option<String>,
@@ -160,7 +160,7 @@ impl Merge {
 }
 
 impl File {
-    /// The encoder without added tokens, part by part: nothing else of the file reaches the crate.
+    /// The encoder without added tokens, part by part. The crate gets nothing else of the file.
     fn build(self) -> tokenizers::Result<Tokenizer> {
         let mut tokenizer = Tokenizer::new(self.model.build()?);
         let normalizer: Option<NormalizerWrapper> = read_part(self.normalizer)?;
@@ -326,7 +326,7 @@ fn check_kind(role: &str, part: &Value, known: &[&str], depth: usize) -> Result<
     inner.try_for_each(|part| check_kind(role, part, known, depth + 1))
 }
 
-/// Whether every match of a pattern has a character at least; patterns that look around are not understood.
+/// Whether every match of a pattern has at least one character; patterns with look-around are not supported.
 fn takes_text(pattern: &str) -> bool {
     let parsed = regex_syntax::parse(pattern).ok();
     parsed.is_some_and(|parsed| parsed.properties().minimum_len() != Some(0))

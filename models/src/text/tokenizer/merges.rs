@@ -1,11 +1,10 @@
-//! From priorities to a merge table.
+//! Merge table from priorities of tokens.
 //!
-//! Rank files and sentencepiece models define encoding by priorities: join, again and again, the adjacent
-//! pair whose concatenation is the best token (leftmost among equals). The encoder of the `tokenizers` crate
-//! works on a table of pairs instead. Both give the same tokens if each token is listed with the one pair
-//! that joining arrives at *inside the token's own text*: a token is formed only where no join has crossed
-//! its borders, so the joins inside were those of the token alone, and these are deterministic. Pairs that
-//! concatenate to the same token but that joining never arrives at are left out, which also keeps the table
+//! Rank files and sentencepiece models define encoding by priorities: merge repeatedly the adjacent pair whose
+//! concatenation is the best token (leftmost among equals). The encoder of the `tokenizers` crate has a table of pairs
+//! instead. Both give the same tokens if the table lists each token with the last pair of merging *the token's own
+//! text*. A token is formed only if no merge has crossed its borders, so the merges inside are those of the token alone,
+//! and they are deterministic. Other pairs with the same concatenation never occur. Leaving them out keeps the table
 //! small.
 
 use std::collections::HashMap;
@@ -13,8 +12,8 @@ use std::collections::HashMap;
 /// Priority of a pair that is no token.
 const NONE: u32 = u32::MAX;
 
-/// The pairs of the tokens in `by_priority` (best first), best first. Symbols are characters: the bytes of a
-/// byte-level vocabulary must be written as one character each.
+/// The pairs of the tokens in `by_priority`, both from best to worst. Symbols are characters: a byte-level vocabulary
+/// must have one character per byte.
 ///
 /// A part may be a single character that is no token itself; longer parts always are.
 pub(super) fn merge_table<'a>(by_priority: &[&'a str]) -> Vec<(&'a str, &'a str)> {
@@ -26,8 +25,7 @@ pub(super) fn merge_table<'a>(by_priority: &[&'a str]) -> Vec<(&'a str, &'a str)
         .collect()
 }
 
-/// The two parts that joining the characters of `token` leaves in the end; `None` if it gets stuck with
-/// more, or if there is only one character.
+/// The last two parts of merging the characters of `token`; `None` if more parts remain, or for one character.
 fn last_pair<'a>(token: &'a str, priority: &HashMap<&str, u32>) -> Option<(&'a str, &'a str)> {
     let mut cuts: Vec<usize> = token.char_indices().map(|(at, _)| at).collect();
     cuts.push(token.len());

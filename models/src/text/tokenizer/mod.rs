@@ -1,13 +1,13 @@
-//! Text to token ids and back, from whichever files a model folder holds.
+//! Tokenizer of a model directory: text to token ids and back.
 //!
 //! | file | content |
 //! |---|---|
-//! | `tokenizer.json` | a whole tokenizer; wins where both lie there |
+//! | `tokenizer.json` | a whole tokenizer; preferred to `tokenizer.model` |
 //! | `tokenizer.model` | a sentencepiece model, or lines of `base64 rank` in tiktoken's form |
-//! | `tokenizer_config.json` | beside either: tokens that are added, and which one ends a sequence |
+//! | `tokenizer_config.json` | with either: added tokens, and the token that ends a sequence |
 //!
-//! All three lead to one encoder, that of the `tokenizers` crate. Files come from strangers: sizes are
-//! bounded (`limits`), every number is checked, and what the encoder would not reproduce exactly is refused.
+//! The encoder is always that of the `tokenizers` crate. Files are untrusted: sizes are bounded (`limits`), every number
+//! is checked, and files that the encoder would not reproduce exactly are refused.
 
 mod config;
 mod error;
@@ -91,7 +91,7 @@ impl Tokenizer {
         })
     }
 
-    /// With what a `tokenizer_config.json` of this content says.
+    /// The tokenizer with the settings of a `tokenizer_config.json` of this content.
     pub(crate) fn with_config(mut self, bytes: &[u8], path: &Path) -> Result<Self, TokenizerError> {
         let config: TokenizerConfig =
             serde_json::from_slice(bytes).map_err(|error| invalid(path, error.to_string()))?;
@@ -142,7 +142,7 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// Id of the token spelt `token`.
+    /// Id of the token spelled `token`.
     ///
     /// # Errors
     /// [`TokenizerError::MissingToken`] if the vocabulary has none.
@@ -178,7 +178,7 @@ impl Tokenizer {
         self.inner.get_vocab_size(true)
     }
 
-    /// Token ids of `text` as it stands: nothing is added, special tokens in it are recognised.
+    /// Token ids of `text`. No token is added; special tokens in the text are recognized.
     ///
     /// # Errors
     /// [`TokenizerError::Encode`] if the tokenizer fails.
@@ -186,7 +186,7 @@ impl Tokenizer {
         ids(text, self.inner.encode_fast(text, false))
     }
 
-    /// Token ids of `text` in which no special or added token is recognised: `<|user|>` is text like any
+    /// Token ids of `text` in which no special or added token is recognized: `<|user|>` is text like any
     /// other.
     ///
     /// # Errors
@@ -195,7 +195,7 @@ impl Tokenizer {
         ids(text, self.plain(text))
     }
 
-    /// The stages of the encoder without the one that looks for added tokens.
+    /// The stages of the encoder, except the search for added tokens.
     fn plain(&self, text: &str) -> tokenizers::Result<Encoding> {
         let mut pieces = PreTokenizedString::from(text);
         if let Some(normalizer) = self.inner.get_normalizer() {
@@ -209,7 +209,7 @@ impl Tokenizer {
         pieces.into_encoding(None, 0, OffsetType::None)
     }
 
-    /// Text of `ids`, special tokens left out.
+    /// Text of `ids`, without special tokens.
     ///
     /// # Errors
     /// [`TokenizerError::Decode`] for a negative id, or if the tokenizer fails.
@@ -217,7 +217,7 @@ impl Tokenizer {
         self.text_of(ids, true)
     }
 
-    /// Text of `ids` with special tokens written out.
+    /// Text of `ids`, with special tokens.
     ///
     /// # Errors
     /// As [`Tokenizer::decode`].

@@ -1,4 +1,4 @@
-//! The JSON of a normalizer, pre-tokenizer or decoder, bounded while it is read: a value takes tens of times the
+//! JSON of a normalizer, pre-tokenizer or decoder, with a limit while it is read, since a value takes tens of times the
 //! memory of its text.
 
 use std::cell::Cell;

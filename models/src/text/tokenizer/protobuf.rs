@@ -1,4 +1,4 @@
-//! A reader of protobuf's wire format, for the few fields that a tokenizer needs.
+//! Reader of protobuf's wire format, for the few fields of a tokenizer.
 
 use thiserror::Error;
 
@@ -9,7 +9,7 @@ const MAX_VARINT_BYTES: usize = 10;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum WireError {
-    /// A field ends behind the end of its message.
+    /// A field ends after the end of its message.
     #[error("the field at byte {at} of its message is truncated")]
     Truncated {
         /// Offset of the field in its message.

@@ -1,8 +1,8 @@
-//! A vocabulary file in tiktoken's form, as GLM-4 ships it: one line per token, `base64(bytes) rank`.
+//! Vocabulary file in tiktoken's format, as in GLM-4: one line per token, `base64(bytes) rank`.
 //!
 //! The rank is the token's id and its priority; all 256 single bytes are tokens, so every text can be
-//! encoded. The file does not hold the pattern that cuts text into pieces: [`PATTERN`] is that of GLM-4.
-//! Special tokens stand in `tokenizer_config.json`.
+//! encoded. The file does not have the pattern that splits text into pieces: [`PATTERN`] is that of GLM-4.
+//! Special tokens are in `tokenizer_config.json`.
 
 use std::collections::HashSet;
 
@@ -16,7 +16,7 @@ use tokenizers::{SplitDelimiterBehavior, Tokenizer};
 use super::limits::{MAX_TOKEN_BYTES, MAX_TOKENS};
 use super::merges::merge_table;
 
-/// How GLM-4 cuts text before its bytes are joined.
+/// GLM-4's pattern that splits text before byte merges.
 const PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// Why a file of ranks cannot be used.
@@ -35,7 +35,7 @@ pub enum RankError {
         /// Line, from 1.
         line: usize,
     },
-    /// A token without bytes, or with more than a token may have.
+    /// A token without bytes, or with more than the limit.
     #[error(
         "the token of line {line} has {bytes} bytes, between 1 and {MAX_TOKEN_BYTES} are supported"
     )]
@@ -45,10 +45,10 @@ pub enum RankError {
         /// Its length.
         bytes: usize,
     },
-    /// More tokens than are read.
+    /// More tokens than the limit.
     #[error("there are more than {MAX_TOKENS} tokens")]
     Count,
-    /// Two lines hold the same token.
+    /// Two lines have the same token.
     #[error("line {line} repeats a token")]
     Repeated {
         /// The later line, from 1.
@@ -73,7 +73,7 @@ pub enum RankError {
     Build(tokenizers::Error),
 }
 
-/// Whether the first line of `content` looks like one of such a file.
+/// Whether the first line of `content` looks like a token and its rank.
 pub(super) fn is_rank_file(content: &[u8]) -> bool {
     let line = lines(content).next();
     line.is_some_and(|(number, line)| split_line(number, line).is_ok())
@@ -165,7 +165,7 @@ fn split_line(number: usize, line: &[u8]) -> Result<(&[u8], usize), RankError> {
     Ok((token, rank.parse().map_err(|_| wrong())?))
 }
 
-/// Standard base64 with padding; `None` unless `text` is exactly what an encoder writes.
+/// Decodes standard base64 with padding; `None` unless `text` is exactly an encoder's output.
 fn from_base64(text: &[u8]) -> Option<Vec<u8>> {
     let (groups, []) = text.as_chunks::<4>() else {
         return None;
@@ -203,8 +203,8 @@ fn sextet(byte: u8) -> Option<u32> {
     Some(u32::from(value))
 }
 
-/// The character that stands for each byte in a byte-level vocabulary: itself where it is printable
-/// Latin-1, the characters from U+0100 on for the others.
+/// The character of each byte in a byte-level vocabulary: itself if it is printable Latin-1, otherwise
+/// one from U+0100 on.
 fn byte_chars() -> [char; 256] {
     let mut others = (0x100u32..).filter_map(char::from_u32);
     std::array::from_fn(|index| match index as u8 {

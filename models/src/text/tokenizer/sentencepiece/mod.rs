@@ -1,8 +1,8 @@
 //! A sentencepiece model in the form of Llama's `tokenizer.model`: byte-pair encoding by scores, unknown
-//! characters as bytes, a blank in front of the text, no normalization, no blanks removed.
+//! characters as bytes, a blank before the text, no normalization, no blanks removed.
 //!
-//! Only what the encoder reproduces exactly is accepted; anything else of sentencepiece is refused by name.
-//! That digits are split is a property of the vocabulary (no token has two), not of the encoder.
+//! Models that the encoder cannot reproduce exactly are refused, with the name of the property. The split of digits is a
+//! property of the vocabulary (no token has two digits), not of the encoder.
 
 use std::collections::HashMap;
 
@@ -20,7 +20,7 @@ use super::limits::{MAX_TOKEN_BYTES, MAX_TOKENS};
 use super::merges::merge_table;
 use super::protobuf::{Fields, Value, WireError};
 
-/// Stands for a blank.
+/// The character of a blank in pieces.
 const BLANK: &str = "\u{2581}";
 
 /// Why a sentencepiece model cannot be used.
@@ -30,7 +30,7 @@ pub enum SentencePieceError {
     /// The bytes are not a protobuf message.
     #[error(transparent)]
     Wire(#[from] WireError),
-    /// A field holds another kind of value than sentencepiece gives it.
+    /// A field has an unexpected type of value.
     #[error("field {number} of the {message} has another type")]
     Field {
         /// The message.
@@ -41,7 +41,7 @@ pub enum SentencePieceError {
     /// The model has no piece.
     #[error("the model has no pieces")]
     Empty,
-    /// More pieces than are read.
+    /// More pieces than the limit.
     #[error("the model has more than {MAX_TOKENS} pieces")]
     Count,
     /// A text of the model is not UTF-8.
@@ -52,7 +52,7 @@ pub enum SentencePieceError {
         /// Its field.
         number: u32,
     },
-    /// A piece without text, or with more than a token may have.
+    /// A piece without text, or with more than the limit.
     #[error("piece {id} has {bytes} bytes, between 1 and {MAX_TOKEN_BYTES} are supported")]
     Length {
         /// Its id.
@@ -76,7 +76,7 @@ pub enum SentencePieceError {
         /// Id of the piece.
         id: u32,
     },
-    /// Two pieces that joining forms have the same score, so that their order depends on the text.
+    /// Two merged pieces have the same score, so that their order depends on the text.
     #[error(
         "pieces {first:?} and {second:?} have the same score, which this encoder does not support"
     )]
@@ -86,16 +86,15 @@ pub enum SentencePieceError {
         /// Text of the other.
         second: String,
     },
-    /// A piece is joined from a character that is no piece.
+    /// A piece is merged from a character that is no piece.
     #[error("piece {piece:?} contains {character:?}, which is not a piece")]
     MissingCharacter {
         /// The piece.
         piece: String,
-        /// What it is joined from.
+        /// The character.
         character: String,
     },
-    /// Bytes stand for unknown characters, but not every byte has its piece; or bytes have pieces that
-    /// nothing uses.
+    /// Unknown characters are encoded as bytes, but a byte has no piece; or bytes have unused pieces.
     #[error("{found} bytes have a piece, expected {expected}")]
     Bytes {
         /// Bytes with a piece.
@@ -103,10 +102,10 @@ pub enum SentencePieceError {
         /// Bytes that must have one.
         expected: usize,
     },
-    /// There is no piece for unknown characters, or there are several.
+    /// The model has no piece for unknown characters, or several.
     #[error("{found} pieces represent unknown characters, expected one")]
     Unknown {
-        /// How many there are.
+        /// Number of such pieces.
         found: usize,
     },
     /// A property of sentencepiece models that this encoder does not reproduce.
@@ -120,7 +119,7 @@ pub enum SentencePieceError {
     Build(tokenizers::Error),
 }
 
-/// What a model file leads to.
+/// Tokenizer of a model file.
 #[derive(Debug)]
 pub(super) struct Built {
     pub(super) tokenizer: Tokenizer,
@@ -181,7 +180,7 @@ struct Piece {
     kind: Kind,
 }
 
-/// The fields of a model file that matter, defaults as sentencepiece has them.
+/// Supported fields of a model file, with the defaults of sentencepiece.
 #[derive(Debug)]
 struct Model {
     pieces: Vec<Piece>,
@@ -353,7 +352,7 @@ impl Model {
         Ok(merges)
     }
 
-    /// Gives `tokenizer` the ways into and out of the alphabet of the pieces.
+    /// Sets the normalizer and decoder of `tokenizer`, between text and the alphabet of the pieces.
     fn wrap(&self, tokenizer: &mut Tokenizer) -> Result<(), tokenizers::Error> {
         let mut normalizers = Vec::<NormalizerWrapper>::new();
         let mut decoders: Vec<DecoderWrapper> = vec![

@@ -9,7 +9,7 @@ use crate::{Backend, DType, Tensor};
 
 /// Operands of [`Backend::routed_matmul`]: `y[row] = a[row] @ op(b) + bias`, with `b` and `bias` of the row's layer.
 #[derive(Clone, Copy, Debug)]
-pub struct RoutedArgs<'a> {
+pub struct GroupedMatmulArgs<'a> {
     /// `[t, k]`.
     pub a: &'a Tensor,
     /// The two layers with their rows. Together they name every row once.

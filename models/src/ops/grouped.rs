@@ -1,16 +1,24 @@
-//! Two linear layers over a partition of rows.
+//! Grouped linear layer: two layers over a partition of rows.
 
 use super::linear::{LinearParams, matrix};
 use crate::autograd::{Scope, Sweep, Var};
 use crate::error::Result;
 use engine::ParamId;
-use kernels::{RoutedArgs, RoutedGroup, Tensor, Transpose};
+use kernels::{GroupedMatmulArgs, MatmulGroup, Tensor, Transpose};
 
 /// A partition of token rows in two, e.g. by expert: i32 row numbers, neither list empty.
 #[derive(Clone, Debug)]
 pub struct RowGroups(pub [Tensor; 2]);
 
-/// A layer and the rows that it computes.
+impl RowGroups {
+    /// The two lists.
+    #[must_use]
+    pub fn rows(&self) -> [&Tensor; 2] {
+        self.0.each_ref()
+    }
+}
+
+/// A layer and its rows.
 #[derive(Clone, Debug)]
 struct Group {
     params: LinearParams,
@@ -46,12 +54,13 @@ impl Scope<'_> {
     ///
     /// # Errors
     /// As [`Scope::linear`], or when the groups are no partition.
-    pub fn routed_linear(
+    pub fn grouped_linear(
         &self,
         x: &Var,
         params: [&LinearParams; 2],
-        rows: [&Tensor; 2],
+        rows: &RowGroups,
     ) -> Result<Var> {
+        let rows = rows.rows();
         let input = super::linear::rows(x.value())?;
         let mut weights = Vec::with_capacity(2);
         let mut biases = Vec::with_capacity(2);
@@ -60,12 +69,12 @@ impl Scope<'_> {
             let bias = layer.bias.map(|id| layer.select(self.weight(id)?));
             biases.push(bias.transpose()?);
         }
-        let groups = [0, 1].map(|i| RoutedGroup {
+        let groups = [0, 1].map(|i| MatmulGroup {
             rows: rows[i],
             b: &weights[i],
             bias: biases[i].as_ref(),
         });
-        let value = self.backend().routed_matmul(RoutedArgs {
+        let value = self.backend().grouped_matmul(GroupedMatmulArgs {
             a: &input,
             groups,
             transpose_b: Transpose::Yes,
@@ -86,7 +95,7 @@ impl Scope<'_> {
             params: params[i].clone(),
             rows: rows[i].clone(),
         });
-        self.record("routed_linear", value, &[x], &used, move |sweep, dy| {
+        self.record("grouped_linear", value, &[x], &used, move |sweep, dy| {
             for (group, (weight, bias)) in groups.iter().zip(trained) {
                 let input = kept.as_ref().filter(|_| weight);
                 group.add_grads(sweep, &dy, input, bias)?;
@@ -99,9 +108,9 @@ impl Scope<'_> {
             for Group { params, .. } in &groups {
                 weights.push(matrix(&params.select(sweep.weight(params.weight)?)?)?);
             }
-            let dx = sweep.backend().routed_matmul(RoutedArgs {
+            let dx = sweep.backend().grouped_matmul(GroupedMatmulArgs {
                 a: &dy,
-                groups: [0, 1].map(|i| RoutedGroup {
+                groups: [0, 1].map(|i| MatmulGroup {
                     rows: &groups[i].rows,
                     b: &weights[i],
                     bias: None,

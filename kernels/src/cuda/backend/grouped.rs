@@ -3,15 +3,14 @@
 use super::CudaBackend;
 use super::products::common;
 use super::rows::numbers;
-use crate::RoutedArgs;
 use crate::backend::Transpose;
 use crate::check::Sizes;
 use crate::cuda::launch::Address;
 use crate::cuda::ops::routed::{Group, OfRows, Routed};
 use crate::cuda::ops::rows;
 use crate::error::Result;
+use crate::grouped::{GroupedMatmulArgs, partition, split};
 use crate::pool::Tag;
-use crate::routed::{partition, split};
 use crate::tensor::OnDevice;
 use crate::{Backend, DType, Shape, Tensor};
 
@@ -41,10 +40,10 @@ impl CudaBackend {
         Ok([rows.narrow(0, first)?, rows.narrow(first, n - first)?])
     }
 
-    pub(super) fn routed_op(&self, args: &RoutedArgs<'_>, shape: Shape) -> Result<Tensor> {
-        const OP: &str = "routed_matmul";
+    pub(super) fn grouped_op(&self, args: &GroupedMatmulArgs<'_>, shape: Shape) -> Result<Tensor> {
+        const OP: &str = "grouped_matmul";
         let (t, k, n) = (args.a.dim(0), args.a.dim(1), shape.last());
-        partition(args, t)?;
+        partition(OP, args.groups.map(|group| group.rows), t)?;
         let operands = args.groups.iter().flat_map(|g| [Some(g.b), g.bias]);
         let dtype = common([args.a].into_iter().chain(operands.flatten()));
         let a = self.operand(OP, args.a, dtype)?;

@@ -1,0 +1,379 @@
+//! Sample rules: a raw sample to token ids, labels and pixels.
+//!
+//! A row is the begin token, placeholders of the image's features, the prompt, the answer and the end token. Prompt and
+//! answer are tokenized separately. Only the last answer is supervised. Labels are **already shifted**.
+
+use super::processor::CogProcessor;
+use super::prompt::Turns;
+use crate::data::conversation::{check_vocabulary, image_error, question, shifted, supervised};
+use crate::data::{
+    EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, PicturePlan, PlaceholderStyle,
+    PromptSource, PromptStyle, RawSample, SampleError, SampleSize, SampleTokens, Slice,
+};
+use crate::image::{ImageSource, RgbImage, resize};
+use crate::processor::Processor;
+use crate::text::Tokenizer;
+use std::ops::Range;
+
+/// Tokens that the training scripts leave free after the context.
+const ANSWER_ROOM: usize = 10;
+/// Tokens by which the training scripts cut a row below its limit, before the end token; an image counts as one.
+const CUT_ROOM: usize = 5;
+
+/// A sample's text.
+struct Text {
+    turns: Turns,
+    answer: Option<String>,
+}
+
+/// A sample's tokens.
+struct Tokens {
+    input_ids: Vec<i32>,
+    labels: Vec<i32>,
+    image_bounds: Vec<(usize, usize)>,
+    untruncated: usize,
+}
+
+impl CogProcessor {
+    fn style(&self, options: &EncodeOptions) -> PromptStyle {
+        options.prompt.unwrap_or(PromptStyle {
+            template: self.config.template,
+            source: PromptSource::Hub,
+        })
+    }
+
+    /// Rounds, question and answer; `asks` leaves the last answer out.
+    fn text(&self, sample: &RawSample, asks: bool) -> Result<Text, SampleError> {
+        let turns = &sample.conversations;
+        let needed = if asks { 1 } else { 2 };
+        let answered = sample.answer().is_some();
+        let given = if asks {
+            question(sample).len()
+        } else {
+            turns.len()
+        };
+        if given < needed {
+            return Err(SampleError::TooFewTurns {
+                turns: given,
+                needed,
+            });
+        }
+        for (turn, (message, expected)) in turns
+            .iter()
+            .zip(["user", "assistant"].iter().cycle())
+            .enumerate()
+        {
+            let role = message.role.clone();
+            match &*role {
+                role if role == *expected => {}
+                _ if turn == 0 => return Err(SampleError::FirstRoleNotUser { role }),
+                "user" | "assistant" => return Err(SampleError::TurnOrder { turn, role }),
+                _ => return Err(SampleError::UnknownRole { turn, role }),
+            }
+        }
+        if !asks && !answered {
+            return Err(SampleError::TurnOrder {
+                turn: turns.len() - 1,
+                role: "user".to_owned(),
+            });
+        }
+        self.check_markers(sample)?;
+        let plain = |i: usize| plain(&turns[i].content, sample);
+        let last = (turns.len() - 1) / 2;
+        Ok(Text {
+            turns: Turns {
+                history: (0..last)
+                    .map(|r| (plain(2 * r), plain(2 * r + 1)))
+                    .collect(),
+                query: plain(2 * last),
+            },
+            answer: answered.then(|| plain(2 * last + 1)),
+        })
+    }
+
+    /// Checks markers: an image has one place whatever the text says, so markers may be anywhere, but not without an image.
+    fn check_markers(&self, sample: &RawSample) -> Result<(), SampleError> {
+        if sample.images.len() > 1 {
+            return Err(SampleError::TooManyImages {
+                images: sample.images.len(),
+                limit: 1,
+            });
+        }
+        let markers = markers(sample);
+        let count = |text: &str| {
+            markers
+                .iter()
+                .map(|m| text.matches(*m).count())
+                .sum::<usize>()
+        };
+        let placeholders = sample.conversations.iter().map(|turn| count(&turn.content));
+        let (placeholders, images) = (placeholders.sum(), sample.images.len());
+        if placeholders > images {
+            return Err(SampleError::MorePlaceholdersThanImages {
+                placeholders,
+                images,
+            });
+        }
+        Ok(())
+    }
+
+    /// The begin token, the image's placeholders and the prompt.
+    fn context(
+        &self,
+        text: &Text,
+        pictures: usize,
+        style: PromptStyle,
+    ) -> Result<(Vec<i32>, Vec<(usize, usize)>), SampleError> {
+        let language = &self.config.language;
+        let mut ids = vec![language.bos];
+        let mut bounds = Vec::new();
+        if pictures > 0 {
+            ids.resize(1 + self.places(), language.pad);
+            bounds.push((1, ids.len()));
+        }
+        ids.extend(self.tokenize(&text.turns.render(self.config.edition, style))?);
+        Ok((ids, bounds))
+    }
+
+    /// Tokens of an image.
+    fn places(&self) -> usize {
+        self.config.features() + 2
+    }
+
+    fn training_tokens(
+        &self,
+        sample: &RawSample,
+        options: &EncodeOptions,
+    ) -> Result<Tokens, SampleError> {
+        let text = self.text(sample, false)?;
+        let style = self.style(options);
+        let (mut input_ids, image_bounds) = self.context(&text, sample.images.len(), style)?;
+        let context = input_ids.len();
+        input_ids.extend(self.tokenize(text.answer.as_deref().unwrap_or_default())?);
+        let untruncated = input_ids.len() + 1;
+        let limit = options.model_max_length;
+        match style.source {
+            PromptSource::Hub => {
+                input_ids.push(self.config.language.eos);
+                input_ids.truncate(limit);
+            }
+            PromptSource::Sat => {
+                let room = limit.saturating_sub(ANSWER_ROOM);
+                if context > room {
+                    return Err(SampleError::ContextTooLong {
+                        tokens: context,
+                        limit: room,
+                    });
+                }
+                // The scripts count a picture as one token while they cut, and take its features off the limit.
+                let expanded = image_bounds.len();
+                let features = expanded * self.config.features();
+                let cut =
+                    limit.saturating_sub(features + CUT_ROOM) + expanded * (self.places() - 1);
+                input_ids.truncate(cut);
+                input_ids.push(self.config.language.eos);
+            }
+        }
+        let kept = input_ids.len();
+        if kept <= context {
+            return Err(SampleError::NoSupervisedToken {
+                tokens: untruncated,
+                kept,
+                answer_start: Some(context),
+            });
+        }
+        let mut own = input_ids.clone();
+        own[..context].fill(IGNORED);
+        Ok(Tokens {
+            labels: shifted(&own),
+            input_ids,
+            image_bounds,
+            untruncated,
+        })
+    }
+
+    fn tokenize(&self, text: &str) -> Result<Vec<i32>, SampleError> {
+        let ids = self.tokenizer.encode(text)?;
+        check_vocabulary(&ids, self.config.language.vocab_size)?;
+        Ok(ids)
+    }
+
+    /// Decodes the sample's image: one slice per tower.
+    fn slices(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+    ) -> Result<Vec<Slice>, SampleError> {
+        let mut slices = Vec::new();
+        for (name, path) in &sample.images {
+            let image = images
+                .load(path)
+                .map_err(|error| image_error(name, path, error))?;
+            slices.extend(
+                self.sides()
+                    .map(|(size, patch)| scaled(&image, size, patch)),
+            );
+        }
+        Ok(slices)
+    }
+
+    /// Side of the image and of its patches in pixels, for each tower.
+    fn sides(&self) -> impl Iterator<Item = (usize, usize)> {
+        let (vision, cross) = (&self.config.vision, self.config.cross.as_ref());
+        let cross = cross.map(|cross| (cross.image_size, cross.patch_size));
+        std::iter::once((vision.image_size, vision.patch_size)).chain(cross)
+    }
+
+    fn check_headers(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+    ) -> Result<(), SampleError> {
+        for (name, path) in &sample.images {
+            images
+                .dimensions(path)
+                .map_err(|error| image_error(name, path, error))?;
+        }
+        Ok(())
+    }
+}
+
+impl Processor for CogProcessor {
+    fn encode(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<EncodedSample, SampleError> {
+        let tokens = self.training_tokens(sample, options)?;
+        Ok(EncodedSample {
+            input_ids: tokens.input_ids,
+            labels: tokens.labels,
+            image_bounds: tokens.image_bounds,
+            slices: self.slices(sample, images)?,
+            untruncated_tokens: tokens.untruncated,
+        })
+    }
+
+    fn measure(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<SampleSize, SampleError> {
+        let tokens = self.training_tokens(sample, options)?;
+        self.check_headers(sample, images)?;
+        let patches = self.sides().map(|(size, patch)| (size / patch).pow(2));
+        let pictures = tokens.image_bounds.len();
+        Ok(SampleSize {
+            tokens: tokens.input_ids.len(),
+            untruncated_tokens: tokens.untruncated,
+            supervised: supervised(&tokens.labels),
+            picture_tokens: pictures * self.places(),
+            patches: pictures * patches.sum::<usize>(),
+            slices: pictures * self.config.slices_per_picture(),
+        })
+    }
+
+    fn tokens(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<SampleTokens, SampleError> {
+        let tokens = self.training_tokens(sample, options)?;
+        self.check_headers(sample, images)?;
+        Ok(SampleTokens {
+            slices: tokens.image_bounds.len() * self.config.slices_per_picture(),
+            input_ids: tokens.input_ids,
+            labels: tokens.labels,
+            image_bounds: tokens.image_bounds,
+            untruncated_tokens: tokens.untruncated,
+        })
+    }
+
+    fn encode_prompt(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+        _: PlaceholderStyle,
+    ) -> Result<EncodedPrompt, SampleError> {
+        let text = self.text(sample, true)?;
+        let pictures = sample.images.len();
+        let (input_ids, image_bounds) = self.context(&text, pictures, self.style(options))?;
+        Ok(EncodedPrompt {
+            input_ids,
+            image_bounds,
+            slices: self.slices(sample, images)?,
+        })
+    }
+
+    fn render(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<String, SampleError> {
+        let text = self.text(sample, false)?;
+        self.check_headers(sample, images)?;
+        let mut rendered = text.turns.render(self.config.edition, self.style(options));
+        rendered.extend(text.answer);
+        Ok(rendered)
+    }
+
+    fn picture(&self, _: (usize, usize), _: &EncodeOptions) -> PicturePlan {
+        let slices = self.config.slices_per_picture();
+        PicturePlan {
+            slices,
+            // One range of tokens, however many towers see the picture.
+            tokens_per_slice: self.places().div_ceil(slices),
+        }
+    }
+
+    fn pictures(&self, tokens: &SampleTokens) -> Vec<(Range<usize>, usize)> {
+        let slices = self.config.slices_per_picture();
+        let bounds = tokens.image_bounds.iter();
+        bounds.map(|(start, end)| (*start..*end, slices)).collect()
+    }
+
+    fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    fn turn_end(&self) -> i32 {
+        self.config.language.eos
+    }
+
+    fn stop_ids(&self) -> Vec<i32> {
+        vec![self.config.language.eos]
+    }
+}
+
+/// The image resized to a square, whatever its aspect ratio.
+fn scaled(image: &RgbImage, size: usize, patch: usize) -> Slice {
+    Slice::cut(&resize(image, size, size), (0, 0), (size, size), patch)
+}
+
+/// Markers of images in the text.
+fn markers(sample: &RawSample) -> Vec<&str> {
+    let names = sample.images.iter().map(|(name, _)| name.as_str());
+    let mut markers: Vec<&str> = names.chain([crate::data::SINGLE_IMAGE]).collect();
+    markers.dedup();
+    markers
+}
+
+/// `content` without markers of images and the line break next to each.
+fn plain(content: &str, sample: &RawSample) -> String {
+    let mut text = content.to_owned();
+    for marker in markers(sample) {
+        for set_off in [
+            format!("{marker}\n"),
+            format!("\n{marker}"),
+            marker.to_owned(),
+        ] {
+            text = text.replace(&set_off, "");
+        }
+    }
+    text
+}

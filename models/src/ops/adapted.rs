@@ -1,0 +1,287 @@
+//! Linear layers of one input with low-rank adapters, as one operation: several projections, each with one layer or one
+//! for each row group.
+
+use super::grouped::RowGroups;
+use super::linear::{LinearParams, matrix, product, rows};
+use crate::autograd::{Rows, Scope, Sweep, Var};
+use crate::error::Result;
+use engine::ParamId;
+use kernels::{
+    AdaptedLayer, AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdapterArgs,
+    AdapterDropout, AdapterGrads, DType, Tensor, Transpose,
+};
+
+/// The parameters of a low-rank adapter.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct LoraParams {
+    /// `[r, k]`.
+    pub lora_a: ParamId,
+    /// `[n, r]`.
+    pub lora_b: ParamId,
+    /// `alpha / r`.
+    pub scale: f32,
+    /// Dropout probability of the adapter's input while training.
+    pub dropout: f32,
+    /// Kind of the layer's rows.
+    pub rows: Rows,
+    /// Index of the adapter among those that `lora_a` holds one above the other, `r` rows each; without it `lora_a` is
+    /// one adapter.
+    pub part: Option<usize>,
+}
+
+impl LoraParams {
+    /// The adapter of part `i` of a layer whose projections have adapters of their own.
+    #[must_use]
+    pub fn with_part(mut self, i: usize) -> Self {
+        self.part = Some(i);
+        self
+    }
+}
+
+/// `x W^T + bias`, plus a low-rank adapter where one is configured.
+#[derive(Clone, PartialEq, Debug)]
+pub struct LinearLayer {
+    /// Weight and bias.
+    pub base: LinearParams,
+    /// The adapter.
+    pub adapter: Option<LoraParams>,
+}
+
+/// Dropout of an adapter's input. Row words and key determine it, so that nothing is stored for backward.
+#[derive(Clone)]
+struct Mask {
+    words: Tensor,
+    key: [u32; 2],
+    p: f32,
+}
+
+/// A layer's adapter as its backward needs it: the rows in use of A and B.
+struct Adapter {
+    a: LinearParams,
+    b: LinearParams,
+    scale: f32,
+    mask: Option<Mask>,
+}
+
+impl Adapter {
+    /// For the rows in use of `base`.
+    fn new(scope: &Scope<'_>, base: &LinearParams, params: LoraParams) -> Result<Self> {
+        let rank = scope.weight(params.lora_b)?.shape().last();
+        let half = |id, rows| LinearParams {
+            rows,
+            ..LinearParams::new(id, None)
+        };
+        let own = params.part.map(|i| i * rank..(i + 1) * rank);
+        let state = scope.dropout_state().filter(|_| params.dropout > 0.0);
+        Ok(Self {
+            a: half(params.lora_a, own),
+            b: half(params.lora_b, base.rows.clone()),
+            scale: params.scale,
+            mask: state.map(|state| Mask {
+                words: scope.dropout_rows(state, params.rows),
+                key: state.key(params.lora_a.0),
+                p: params.dropout,
+            }),
+        })
+    }
+}
+
+/// A layer as its backward needs it.
+struct Part {
+    base: LinearParams,
+    train_weight: bool,
+    train_bias: Option<ParamId>,
+    adapter: Option<Adapter>,
+}
+
+/// The rows in use of a layer's parameters.
+struct PartTensors {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    adapter: Option<([Tensor; 2], f32, Option<Mask>)>,
+}
+
+impl PartTensors {
+    fn layer(&self) -> AdaptedLayer<'_> {
+        AdaptedLayer {
+            weight: &self.weight,
+            bias: self.bias.as_ref(),
+            adapter: self
+                .adapter
+                .as_ref()
+                .map(|([a, b], scale, mask)| AdapterArgs {
+                    lora_a: a,
+                    lora_b: b,
+                    scale: *scale,
+                    dropout: mask.as_ref().map(|mask| AdapterDropout {
+                        rows: &mask.words,
+                        key: mask.key,
+                        p: mask.p,
+                    }),
+                }),
+        }
+    }
+}
+
+impl Part {
+    fn new(scope: &Scope<'_>, layer: &LinearLayer) -> Result<Self> {
+        let LinearLayer { base, adapter } = layer;
+        let adapter = adapter.map(|params| Adapter::new(scope, base, params));
+        Ok(Self {
+            base: base.clone(),
+            train_weight: scope.trains(base.weight),
+            train_bias: base.bias.filter(|id| scope.trains(*id)),
+            adapter: adapter.transpose()?,
+        })
+    }
+
+    /// Its parameters by `weight`; the bias only with `with_bias`.
+    fn tensors<'w>(
+        &self,
+        weight: &dyn Fn(ParamId) -> Result<&'w Tensor>,
+        with_bias: bool,
+    ) -> Result<PartTensors> {
+        let own = |params: &LinearParams| params.select(weight(params.weight)?);
+        let bias = self.base.bias.filter(|_| with_bias);
+        Ok(PartTensors {
+            weight: matrix(&own(&self.base)?)?,
+            bias: bias.map(|id| self.base.select(weight(id)?)).transpose()?,
+            adapter: match &self.adapter {
+                Some(Adapter { a, b, scale, mask }) => {
+                    Some(([own(a)?, own(b)?], *scale, mask.clone()))
+                }
+                None => None,
+            },
+        })
+    }
+
+    fn params(&self) -> Vec<ParamId> {
+        let adapter = self.adapter.iter();
+        let adapter = adapter.flat_map(|own| [own.a.weight, own.b.weight]);
+        let LinearParams { weight, bias, .. } = self.base;
+        adapter.chain([weight]).chain(bias).collect()
+    }
+
+    /// The gradients of its adapter, and those of its base if that trains. `group`: the layer's rows of `input` and
+    /// `dy`; all without it.
+    fn add_grads(
+        &self,
+        sweep: &mut Sweep<'_>,
+        adapter: Option<AdapterGrads>,
+        [input, dy]: [&Tensor; 2],
+        group: Option<&Tensor>,
+    ) -> Result<()> {
+        if let (Some(Adapter { a, b, .. }), Some([d_a, d_b])) = (&self.adapter, adapter) {
+            a.add_grad(sweep, a.weight, d_a)?;
+            b.add_grad(sweep, b.weight, d_b)?;
+        }
+        if let Some(id) = self.train_bias {
+            let backend = sweep.backend();
+            let d_bias = match group {
+                Some(rows) => backend.column_sum_of_rows(dy, rows)?,
+                None => backend.column_sum(dy)?,
+            };
+            self.base.add_grad(sweep, id, d_bias)?;
+        }
+        if self.train_weight {
+            let d_weight = match group {
+                Some(rows) => sweep.backend().matmul_of_rows(dy, input, rows)?,
+                None => {
+                    let (dy, input) = ((dy, Transpose::Yes), (input, Transpose::No));
+                    product(sweep, dy, input, DType::F32)?
+                }
+            };
+            self.base.add_grad(sweep, self.base.weight, d_weight)?;
+        }
+        Ok(())
+    }
+}
+
+/// The tensors of all layers of projections.
+fn tensors<'w, 'p>(
+    projections: impl Iterator<Item = &'p Vec<Part>>,
+    weight: &dyn Fn(ParamId) -> Result<&'w Tensor>,
+    with_bias: bool,
+) -> Result<Vec<Vec<PartTensors>>> {
+    let own = |parts: &Vec<Part>| {
+        let own = parts.iter();
+        own.map(|part| part.tensors(weight, with_bias)).collect()
+    };
+    projections.map(own).collect()
+}
+
+fn layers(held: &[Vec<PartTensors>]) -> Vec<Vec<AdaptedLayer<'_>>> {
+    let all = held.iter();
+    all.map(|own| own.iter().map(PartTensors::layer).collect())
+        .collect()
+}
+
+impl Scope<'_> {
+    /// `x W^T + bias + scale * (dropout(x) A^T) B^T` of each projection: `[t, k]` to `[t, n]`, in order. The dropout is
+    /// the tape's. A projection has one layer for all rows, or one for each group of `row_groups`. Base weights may train
+    /// as well. The gradients of `x` are added from the last projection to the first. Outputs of A are stored for
+    /// backward if the device stores any.
+    ///
+    /// # Errors
+    /// As [`Scope::linear`], or when the groups are no partition of the rows.
+    pub fn adapted_linear(
+        &self,
+        x: &Var,
+        row_groups: Option<&RowGroups>,
+        projections: &[Vec<LinearLayer>],
+    ) -> Result<Vec<Var>> {
+        if projections.is_empty() {
+            return Ok(Vec::new());
+        }
+        let input = rows(x.value())?;
+        let parts = projections.iter();
+        let parts = parts.map(|own| own.iter().map(|layer| Part::new(self, layer)).collect());
+        let parts: Vec<Vec<Part>> = parts.collect::<Result<_>>()?;
+        let row_groups = row_groups.cloned();
+        let held = tensors(parts.iter(), &|id| self.weight(id), true)?;
+        let AdaptedLinear { y, inner } = self.backend().adapted_linear(AdaptedLinearArgs {
+            x: &input,
+            row_groups: row_groups.as_ref().map(RowGroups::rows),
+            projections: &layers(&held),
+        })?;
+        let (slot, shape) = (x.slot(), x.shape());
+        let values = y.into_iter().zip(&parts);
+        let values = values.map(|(y, own)| (y, own.iter().flat_map(Part::params).collect()));
+        let values = values.collect();
+        self.record_all("adapted_linear", values, x, move |sweep, dy| {
+            // The form of `inner` is that of all projections together.
+            let whole = dy.iter().all(Option::is_some);
+            let inner = if whole { inner } else { Vec::new() };
+            let used: Vec<(&Vec<Part>, &Tensor)> = parts
+                .iter()
+                .zip(&dy)
+                .filter_map(|(own, dy)| Some((own, dy.as_ref()?)))
+                .collect();
+            let held = used.iter().map(|(own, _)| *own);
+            let held = tensors(held, &|id| sweep.weight(id), false)?;
+            let dy: Vec<&Tensor> = used.iter().map(|(_, dy)| *dy).collect();
+            let backend = sweep.backend();
+            let grads = backend.adapted_linear_backward(AdaptedLinearGradArgs {
+                forward: AdaptedLinearArgs {
+                    x: &input,
+                    row_groups: row_groups.as_ref().map(RowGroups::rows),
+                    projections: &layers(&held),
+                },
+                dy: &dy,
+                inner: &inner,
+                need_dx: slot.is_some(),
+            })?;
+            if let Some(dx) = grads.dx {
+                sweep.add(slot, dx.reshape(shape)?)?;
+            }
+            // In the order of separate operations: several layers may add to one gradient.
+            for ((own, dy), grads) in used.into_iter().zip(grads.adapters).rev() {
+                for (i, (part, grads)) in own.iter().zip(grads).enumerate() {
+                    let group = row_groups.as_ref().map(|groups| groups.rows()[i]);
+                    part.add_grads(sweep, grads, [&input, dy], group)?;
+                }
+            }
+            Ok(())
+        })
+    }
+}
