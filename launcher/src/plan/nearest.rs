@@ -3,7 +3,8 @@
 use super::planner::{Planned, Planner};
 use crate::config::{Collectives, Device, Offload, PrecisionChoice, Recompute, RunConfig, Tier};
 use crate::exit::Failure;
-use crate::run::changed;
+use crate::run::{changed, rule};
+use optim::Optimizer as _;
 
 /// A flag with its value.
 pub(super) type Flags = Vec<(&'static str, String)>;
@@ -174,7 +175,8 @@ pub(super) fn nearest(
 /// Whether model states alone would fit: what needs no dry run.
 fn states_fit(planner: &Planner, config: &RunConfig) -> Result<bool, Failure> {
     let (_, plan) = crate::run::shapes(config)?;
-    let states = plan.memory();
+    let slots = rule(config).slots(plan.config().precision);
+    let states = plan.memory(slots);
     let (machine, ranks) = (planner.machine(), config.nproc as u64);
     let kinds = [states.parameters, states.gradients, states.optimizer];
     let device: u64 = kinds.iter().map(|kind| kind.device).sum();
