@@ -76,7 +76,7 @@ impl DryRun {
         let optimizer = OptimizerConfig { rule, groups };
         let (comm, tiers) = (
             Arc::new(window.clone()),
-            Tiers::counted_in(counters.clone()),
+            Tiers::in_dry_run(counters.clone()),
         );
         let mut run = Self {
             zero: Zero::new(plan, comm, backend, tiers, optimizer)?,
@@ -99,10 +99,10 @@ impl DryRun {
         }
     }
 
-    /// Whether passes run on a discrete device.
+    /// Whether the host could address the memory of the device that passes run on.
     #[must_use]
-    pub fn is_apart(&self) -> bool {
-        self.zero.backend().device().is_apart()
+    pub fn is_host_addressable(&self) -> bool {
+        !self.zero.backend().device().is_apart()
     }
 
     /// Bytes of spill files.

@@ -24,7 +24,7 @@ impl Times {
     }
 }
 
-/// Time of a device apart, by its own clock. Copies run beside its work, so that the parts may be more than the whole.
+/// Time of a discrete device, by its own clock. Copies run beside its work, so the parts may add up to more than the whole.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct DeviceTimes {
     /// Work of units' passes, without waits.

@@ -15,7 +15,7 @@ pub enum Lane {
     Communication,
     /// Copies between tiers, and waits for them.
     Offload,
-    /// Gradients on their way from a device apart to their sums.
+    /// Gradients on their way from a discrete device to their sums.
     Sums,
     /// Updates behind the pass.
     Update,
@@ -23,11 +23,11 @@ pub enum Lane {
     EarlyUpdate,
     /// Updates beside the next pass.
     LateUpdate,
-    /// Work of a device apart: from a unit's first to its last.
+    /// Work of a discrete device: from a unit's first to its last.
     Device,
     /// Waits of that work for what comes to the device.
     DeviceWait,
-    /// Copies to a device apart.
+    /// Copies to a discrete device.
     Inward,
     /// Copies from it.
     Outward,

@@ -1,8 +1,8 @@
-//! What backward starts from, kept off the device between forward and backward.
+//! Tensors that backward starts from, stored off the device between forward and backward.
 //!
-//! A device apart is never waited for by a save: the values leave it while it goes on, and the host has them when the
-//! next ones are saved. The place of what backward wants next is taken before the segment in front of it is queued, so
-//! that the values come back beside that segment's work.
+//! 1. A save never waits for a discrete device. The values leave it beside its work, and reach the host at the next save.
+//! 2. Memory for the next tensor that backward needs is reserved before the previous segment's work is queued.
+//! 3. Its values are therefore copied back beside that work.
 
 use super::spill::PendingRead;
 use super::tier::{Region, Tiers};
@@ -30,15 +30,15 @@ pub struct Activations {
     books: Pool,
     arena: Rc<RefCell<Arena>>,
     clock: RefCell<CopyClock>,
-    /// Whether tensors lie on a device apart.
-    apart: bool,
+    /// Whether tensors lie on a discrete device.
+    discrete: bool,
     /// What was saved last there.
     leaving: RefCell<Weak<RefCell<Kept>>>,
 }
 
 #[derive(Debug)]
 enum Kept {
-    /// Still on a device apart, on its way.
+    /// Still on a discrete device, on its way.
     Leaving(Fetch),
     /// A place without memory: on a device without values.
     Null {
@@ -144,7 +144,7 @@ pub struct Saved {
     shape: Shape,
     dtype: DType,
     kept: Rc<RefCell<Kept>>,
-    /// Places on a device apart that were taken for it, one for each segment that wants it.
+    /// Places on a discrete device that were taken for it, one for each segment that wants it.
     arrivals: RefCell<VecDeque<Arrival>>,
 }
 
@@ -169,15 +169,15 @@ impl Activations {
             tiers,
             arena: Rc::default(),
             clock: RefCell::default(),
-            apart: false,
+            discrete: false,
             leaving: RefCell::default(),
         })
     }
 
-    /// For tensors of `device`: those of one apart leave it beside its work.
+    /// For tensors of `device`: those of a discrete one leave it beside its work.
     #[must_use]
     pub fn of(mut self, device: &dyn Backend) -> Self {
-        self.apart = device.device().is_apart();
+        self.discrete = device.device().is_apart();
         self
     }
 
@@ -212,14 +212,13 @@ impl Activations {
         self.tiers.allocate_bytes(place, bytes, 0, Tag::Activations)
     }
 
-    /// Copies a tensor to the tier. On a device apart it stays where it is until the next call, when what saved it has
-    /// long been queued.
+    /// Copies a tensor to the tier. On a discrete device it stays in place until the next call.
     ///
     /// # Errors
     /// When the tier is full.
     pub fn save(&self, value: &Tensor) -> Result<Saved> {
         let save = || -> Result<Kept> {
-            if self.apart {
+            if self.discrete {
                 self.finish()?;
                 return Ok(Kept::Leaving(value.fetch()?));
             }
@@ -227,7 +226,7 @@ impl Activations {
         };
         let kept = self.clock.borrow_mut().time(self.tier, save)?;
         let kept = Rc::new(RefCell::new(kept));
-        if self.apart {
+        if self.discrete {
             *self.leaving.borrow_mut() = Rc::downgrade(&kept);
         }
         Ok(Saved {
@@ -287,8 +286,8 @@ impl Activations {
         Ok(kept)
     }
 
-    /// Prepares for a tensor that is needed soon: takes its place on a device apart, and starts to read it from a disk, as
-    /// far as buffers go.
+    /// Prepares for a tensor that is needed soon: reserves its memory on a discrete device, and starts to read it from a
+    /// disk as far as buffers go.
     ///
     /// # Errors
     /// When the device has no room or the disk fails.
@@ -297,7 +296,7 @@ impl Activations {
         if matches!(*kept, Kept::Leaving(_)) {
             return Ok(());
         }
-        if self.apart {
+        if self.discrete {
             let arrival = device.reserve_upload(saved.shape, saved.dtype, Tag::Activations)?;
             saved.arrivals.borrow_mut().push_back(arrival);
         }
@@ -340,7 +339,7 @@ impl Activations {
         if let Kept::Leaving(fetch) = &*kept {
             return Ok(fetch.tensor().clone());
         }
-        if self.apart {
+        if self.discrete {
             let arrival = match saved.arrivals.borrow_mut().pop_front() {
                 Some(arrival) => arrival,
                 None => device.reserve_upload(shape, dtype, Tag::Activations)?,

@@ -29,7 +29,7 @@ type Result<T, E = EngineError> = std::result::Result<T, E>;
 
 /// Elements of a window: a segment of f32.
 pub(crate) const WINDOW_ELEMS: usize = SEGMENT_BYTES / 4;
-/// Elements that are copied at once between a device apart and the host.
+/// Elements that are copied at once between a discrete device and the host.
 pub(crate) const COPY_ELEMS: usize = 1 << 22;
 /// Maps from this size on ask for huge pages.
 const HUGE_BYTES: usize = 4 << 20;
@@ -49,7 +49,7 @@ pub struct Tiers {
     pub host: Pool,
     spill: Option<Arc<Spill>>,
     /// The device that keeps states in its own memory, where the host cannot address it.
-    apart: Option<Arc<dyn Backend>>,
+    discrete: Option<Arc<dyn Backend>>,
     /// In a dry run: regions have no bytes, and are counted.
     counters: Option<Counters>,
     trace: Trace,
@@ -63,7 +63,7 @@ impl Tiers {
             device,
             host,
             spill: None,
-            apart: None,
+            discrete: None,
             counters: None,
             trace: Trace::default(),
         }
@@ -71,17 +71,17 @@ impl Tiers {
 
     /// The same for a rank that computes on `backend`.
     pub(crate) fn on(mut self, backend: &Arc<dyn Backend>) -> Self {
-        self.apart = backend.residents().map(|_| backend.clone());
+        self.discrete = backend.residents().map(|_| backend.clone());
         self
     }
 
     /// Whether states of the device's tier lie where the host cannot address them.
     pub(crate) fn are_resident(&self) -> bool {
-        self.apart.is_some()
+        self.discrete.is_some()
     }
 
     /// Those of a dry run.
-    pub(crate) fn counted_in(counters: Counters) -> Self {
+    pub(crate) fn in_dry_run(counters: Counters) -> Self {
         Self {
             counters: Some(counters.clone()),
             ..Self::new(counters.device, counters.host)
@@ -153,7 +153,7 @@ impl Tiers {
         dtype: DType,
         tag: Tag,
     ) -> Result<Region> {
-        if let (Tier::Device, Some(backend)) = (tier, &self.apart) {
+        if let (Tier::Device, Some(backend)) = (tier, &self.discrete) {
             return resident(backend, range.len(), dtype, tag);
         }
         let bytes = range.len() * dtype.size_bytes();
@@ -216,12 +216,12 @@ impl Tiers {
         }
     }
 
-    /// Takes a moment behind the last change of those that rest on a device apart.
+    /// Takes a moment behind the last change of those that rest on a discrete device.
     ///
     /// # Errors
     /// When the device fails.
     pub(crate) fn settle<'r>(&self, regions: impl Iterator<Item = &'r mut Region>) -> Result<()> {
-        let Some(backend) = &self.apart else {
+        let Some(backend) = &self.discrete else {
             return Ok(());
         };
         let mut states: Vec<&mut Resident> = regions.filter_map(Region::resident_mut).collect();
@@ -230,7 +230,7 @@ impl Tiers {
 
     /// Lends what lies on the device to whoever has it from here on ([`ResidentAccess::lend`]).
     pub(crate) fn lend<'r>(&self, regions: impl Iterator<Item = &'r mut Region>) -> Result<()> {
-        let Some(backend) = &self.apart else {
+        let Some(backend) = &self.discrete else {
             return Ok(());
         };
         let mut states: Vec<&mut Resident> = regions.filter_map(Region::resident_mut).collect();
@@ -242,7 +242,7 @@ impl Tiers {
         &self,
         regions: impl Iterator<Item = &'r mut Region>,
     ) -> Result<()> {
-        let Some(backend) = &self.apart else {
+        let Some(backend) = &self.discrete else {
             return Ok(());
         };
         let mut states: Vec<&mut Resident> = regions.filter_map(Region::resident_mut).collect();
@@ -261,7 +261,7 @@ impl Tiers {
     }
 }
 
-/// Zeros in the memory of a device apart.
+/// Zeros in the memory of a discrete device.
 fn resident(backend: &Arc<dyn Backend>, elems: usize, dtype: DType, tag: Tag) -> Result<Region> {
     Ok(Region::Resident {
         states: access(backend)?.zeros(elems, dtype, tag)?,
@@ -337,7 +337,7 @@ impl Spill {
 pub enum Region {
     /// A block of the device pool.
     Device(Block),
-    /// Memory of a device apart.
+    /// Memory of a discrete device.
     Resident {
         /// The elements.
         states: Resident,
@@ -425,7 +425,7 @@ impl Region {
         self.len() == 0
     }
 
-    /// The elements, where they rest on a device apart.
+    /// The elements, where they rest on a discrete device.
     #[must_use]
     pub fn resident(&self) -> Option<&Resident> {
         match self {
@@ -676,7 +676,7 @@ pub(crate) enum Access {
 pub(crate) enum Window<'r> {
     /// The region itself.
     Memory(&'r mut [u8]),
-    /// A copy of what a device apart has.
+    /// A copy of what a discrete device has.
     Copied(Copied<'r>),
     /// A copy.
     Segment {
@@ -720,7 +720,7 @@ thread_local! {
     static COPY: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Bytes of a device apart in host memory.
+/// Bytes of a discrete device in host memory.
 #[derive(Debug)]
 pub(crate) struct Copied<'r> {
     states: &'r mut Resident,

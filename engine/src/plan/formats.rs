@@ -1,6 +1,6 @@
 //! Which number format every kind of state has, and where it rests: the row of the table that a run prints.
 
-use super::{Plan, Tier};
+use super::{GroupKind, MASTER, Plan, Tier};
 use kernels::DType;
 use optim::StateSlot;
 use std::fmt;
@@ -26,10 +26,10 @@ impl Plan {
     pub fn formats(&self, slots: &[StateSlot]) -> Formats {
         let config = self.config();
         let master = config.precision.has_master();
-        let master = master.then_some(("master", DType::F32));
+        let master = master.then_some((MASTER, DType::F32));
         let slots = slots.iter().map(|slot| (slot.name, slot.dtype));
         Formats {
-            weights: (config.precision.weight_dtype(), config.offload.param),
+            weights: (self.dtype_of(GroupKind::Trainable), config.offload.param),
             reduced: DType::F32,
             accumulated: (config.grad_dtype(), config.offload.optimizer),
             optimizer: (

@@ -1,9 +1,8 @@
 //! Bytes of model states per rank, known before anything is allocated.
 
-use super::{DeviceTransport, GroupKind, Plan, Tier};
-use crate::spec::UnitId;
+use super::{DeviceTransport, GroupKind, Plan, Stored, Tier};
 use kernels::DType;
-use optim::{Precision, StateSlot};
+use optim::StateSlot;
 use serde::{Deserialize, Serialize};
 
 /// Bytes by tier.
@@ -67,11 +66,6 @@ impl Plan {
         self.config().offload.param != Tier::Device || self.gathers_parameters()
     }
 
-    /// Whether weights are read where they rest when they are sent to a device apart: a copy of them would only be a copy.
-    pub(crate) fn sends_from_rest(&self) -> bool {
-        self.config().offload.param == Tier::Host && !self.gathers_parameters()
-    }
-
     /// Whether a lease runs an all-gather.
     #[must_use]
     pub fn gathers_parameters(&self) -> bool {
@@ -87,7 +81,7 @@ impl Plan {
             && (self.gathers_parameters() || config.shards_gradients())
     }
 
-    /// Whether weights come to a device apart one unit ahead of their use.
+    /// Whether weights come to a discrete device one unit ahead of their use.
     #[must_use]
     pub fn uploads_ahead(&self) -> bool {
         let config = self.config();
@@ -98,22 +92,6 @@ impl Plan {
     #[must_use]
     pub(crate) fn gathers_ahead(&self) -> bool {
         self.uploads_ahead() && self.devices_talk() && self.gathers_parameters()
-    }
-
-    /// Whether a unit's gradients are collected before they are added to their sum: where they are reduced in between,
-    /// where the sum lies on a disk, or where there is no sum.
-    #[must_use]
-    pub fn buckets_gradients(&self, unit: UnitId) -> bool {
-        let config = self.config();
-        config.shards_gradients()
-            || config.offload.optimizer == Tier::Nvme
-            || self.consumes_gradients(unit)
-    }
-
-    /// Whether the gradients of `unit` are summed in the device's memory.
-    #[must_use]
-    pub fn sums_on_device(&self, unit: UnitId) -> bool {
-        self.config().offload.optimizer == Tier::Device && !self.consumes_gradients(unit)
     }
 
     /// Whether every rank keeps whole weights of which it updates a part.
@@ -130,85 +108,50 @@ impl Plan {
         self.config().offload.optimizer == Tier::Device && trains
     }
 
-    /// Whether a device whose states are its own adds the gradients of `unit` to their sums at once: where the sums lie
-    /// there, and are those of all ranks or are reduced behind the last micro-batch.
-    #[must_use]
-    pub fn adds_where_computed(&self, unit: UnitId) -> bool {
-        let reduced_at_once = self.world_size() > 1 && self.config().shards_gradients();
-        self.sums_on_device(unit) && !reduced_at_once
-    }
-
     /// Bytes of the training state in a checkpoint, of all ranks together: of every trained element its master weight
     /// (without one, its weight) and the optimizer's `slots`.
     #[must_use]
     pub fn checkpoint_bytes(&self, slots: &[StateSlot]) -> u64 {
-        let precision = self.config().precision;
-        let kept = if precision.has_master() {
-            DType::F32
-        } else {
-            precision.weight_dtype()
+        let kept = match self.config().precision.has_master() {
+            true => DType::F32,
+            false => self.dtype_of(GroupKind::Trainable),
         };
         let slots: usize = slots.iter().map(|slot| slot.dtype.size_bytes()).sum();
         let (_, trained) = self.spec().elems();
         trained as u64 * (kept.size_bytes() + slots) as u64
     }
 
-    /// Bytes of model states on each rank (shards are padded to equal size).
+    /// Bytes of model states on each rank (shards are padded to equal size), with the optimizer's `slots`.
     #[must_use]
-    pub fn memory(&self) -> MemoryReport {
-        let config = self.config();
-        let weight_bytes = config.precision.weight_dtype().size_bytes() as u64;
-        let state_bytes = match config.precision {
-            Precision::F32 => 8,
-            Precision::Bf16 | Precision::Fp16 => 12,
-            Precision::PureBf16 => 4,
-        };
+    pub fn memory(&self, slots: &[StateSlot]) -> MemoryReport {
         let mut report = MemoryReport::default();
-        let mut gathered_units = Vec::new();
-        let mut largest_bucket = 0;
-        for unit in self.units() {
-            let mut unit_bytes = 0;
-            for kind in GroupKind::ALL {
-                let group = unit.group(kind);
-                let (full, shard) = (group.padded_elems as u64, group.shard_elems as u64);
-                let part = |sharded: bool| if sharded { shard } else { full };
-                let weights = part(config.stage.shards_parameters()) * weight_bytes;
-                report.parameters.add(config.offload.param, weights);
-                unit_bytes += full * weight_bytes;
-                if kind == GroupKind::Trainable {
-                    let updated = self.updated_elems(unit) as u64;
-                    let mut copies = 1;
-                    if self.steps_early(unit.id) {
-                        copies = 2;
-                        report
-                            .parameters
-                            .add(config.offload.param, updated * weight_bytes);
-                    }
-                    let state = updated * state_bytes * copies;
-                    report.optimizer.add(config.offload.optimizer, state);
-                    if !self.consumes_gradients(unit.id) {
-                        let grad_bytes = config.grad_dtype().size_bytes() as u64;
-                        let grads = part(config.shards_gradients()) * grad_bytes;
-                        report.gradients.add(config.offload.optimizer, grads);
-                    }
-                    largest_bucket = largest_bucket.max(full * 4);
-                }
-            }
-            gathered_units.push(unit_bytes);
+        for row in self.inventory(0, slots) {
+            let part = match row.what {
+                Stored::Weights(_) => &mut report.parameters,
+                Stored::Gradients | Stored::Waiting => &mut report.gradients,
+                Stored::State(_) => &mut report.optimizer,
+            };
+            part.add(row.tier, row.bytes());
         }
+        let config = self.config();
         if self.leases_copy() {
-            let window = 1 + config.prefetch_units;
-            report.gathered = gathered_units
-                .windows(window.min(gathered_units.len()).max(1))
-                .map(|w| w.iter().sum())
+            let gathered = self.units().iter().map(|unit| {
+                let groups = GroupKind::ALL.into_iter();
+                let bytes = groups
+                    .map(|kind| unit.group(kind).padded_elems * self.dtype_of(kind).size_bytes());
+                bytes.sum::<usize>() as u64
+            });
+            let gathered: Vec<u64> = gathered.collect();
+            let at_once = 1 + config.prefetch_units;
+            report.gathered = gathered
+                .windows(at_once.min(gathered.len()).max(1))
+                .map(|units| units.iter().sum())
                 .max()
                 .unwrap_or(0);
         }
-        report.gradients.add(
-            Tier::Host,
-            4 * (self.waiting_buffers() * self.waiting_elems()) as u64,
-        );
-        report.communication = largest_bucket * (1 + config.buckets_in_flight as u64);
+        let buckets = self.units().iter().map(|unit| unit.trainable.padded_elems);
+        let largest = 4 * buckets.max().unwrap_or(0) as u64;
+        report.communication = largest * (1 + config.buckets_in_flight as u64);
         report
     }
 }

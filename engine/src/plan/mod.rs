@@ -3,6 +3,7 @@
 
 pub(crate) mod blocks;
 mod formats;
+mod inventory;
 mod layout;
 mod memory;
 mod optimizer_overlap;
@@ -11,6 +12,7 @@ mod schedule;
 mod spill;
 
 pub use formats::Formats;
+pub use inventory::{MASTER, Row, Stored};
 pub use layout::{ALIGN_ELEMS, GroupKind, GroupLayout, Slot, UnitPlan};
 pub use memory::{MemoryReport, TierBytes};
 pub use optimizer_overlap::EarlyStep;
@@ -193,13 +195,13 @@ pub struct ZeroConfig {
     pub shard_group: Option<usize>,
     /// Tiers.
     pub offload: Offload,
-    /// What carries weights and gradients between devices apart.
+    /// What carries weights and gradients between discrete devices.
     #[serde(default)]
     pub device_transport: DeviceTransport,
     /// Units gathered ahead of use.
     pub prefetch_units: usize,
-    /// On a device apart, weights that do not stay there come one unit ahead of their use, beside the work of the unit in
-    /// between: it holds one more unit's weights.
+    /// Whether weights that a discrete device does not store are copied to it one unit ahead of their use. The copy runs
+    /// beside the previous unit's work, and the device holds one more unit's weights.
     #[serde(default)]
     pub uploads_ahead: bool,
     /// Most gradient buckets in flight at once.

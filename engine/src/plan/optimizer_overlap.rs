@@ -84,16 +84,6 @@ impl Plan {
         self.steps_early(unit) && single && config.max_grad_norm.is_none()
     }
 
-    /// Elements of `unit` that one rank updates (shards are padded to equal size).
-    #[must_use]
-    pub(crate) fn updated_elems(&self, unit: &UnitPlan) -> usize {
-        if self.config().stage.shards_optimizer() {
-            unit.trainable.shard_elems
-        } else {
-            unit.trainable.padded_elems
-        }
-    }
-
     /// Most elements whose gradients wait to be consumed at once, for each of the buffers they wait in; 0 where none are.
     #[must_use]
     pub(crate) fn waiting_elems(&self) -> usize {
@@ -102,7 +92,7 @@ impl Plan {
             .iter()
             .filter(|u| self.consumes_gradients(u.id));
         consumed
-            .map(|unit| self.updated_elems(unit))
+            .map(|unit| self.updated_range(unit.id, 0).len())
             .max()
             .unwrap_or(0)
     }

@@ -7,7 +7,7 @@ use super::state::UnitState;
 use super::update::{Chunk, Rule, bytes};
 use crate::error::EngineError;
 use crate::offload::tier::{Region, access, upload};
-use crate::plan::Plan;
+use crate::plan::{GroupKind, Plan};
 use kernels::{AdamWArgs, Backend, DType, Form, Part, Resident, Scalars, Shape, Tag, Tensor};
 use std::sync::Arc;
 
@@ -94,7 +94,7 @@ impl DeviceStep {
                 upload(&*self.backend, values, shape, config.grad_dtype())?
             }
         };
-        let weight_dtype = config.precision.weight_dtype();
+        let weight_dtype = plan.dtype_of(GroupKind::Trainable);
         let state_start = state.range().start;
         let kept = state.kinds_mut().map(|(_, _, region)| {
             let states = region.resident_mut();

@@ -2,10 +2,10 @@
 
 use crate::error::EngineError;
 use crate::offload::parallel;
-use crate::offload::tier::{Access, COPY_ELEMS, Region, Tiers, access, upload, windows};
-use crate::plan::{GroupLayout, Plan, StateKind, Tier, UnitPlan};
+use crate::offload::tier::{Access, COPY_ELEMS, Region, access, upload, windows};
+use crate::plan::{GroupLayout, Plan, Row, Tier};
 use half::bf16;
-use kernels::{DType, Float, Part, Shape, Tag, Tensor};
+use kernels::{DType, Float, Part, Shape, Tensor};
 use optim::accumulate::{RoundingPlace, add_rounded};
 use optim::clip::{NORM_BLOCK_ELEMS, SquareSum};
 use optim::rng::RandomStream;
@@ -33,32 +33,15 @@ pub(crate) struct Accumulator {
 }
 
 impl Accumulator {
-    pub(crate) fn new(
-        unit: &UnitPlan,
-        plan: &Plan,
-        rank: usize,
-        tiers: &Tiers,
-    ) -> Result<Option<Self>> {
-        let group = &unit.trainable;
-        if group.is_empty() || plan.consumes_gradients(unit.id) {
-            return Ok(None);
-        }
-        let config = plan.config();
-        let range = if config.shards_gradients() {
-            group.shard(rank)
-        } else {
-            0..group.padded_elems
-        };
-        let dtype = config.grad_dtype();
-        let place = (StateKind::Optimizer, config.offload.optimizer);
-        let region = tiers.allocate(place, range.clone(), dtype, Tag::Gradients)?;
-        Ok(Some(Self {
+    /// An empty sum in the memory of `row`.
+    pub(crate) fn new(row: &Row, region: Region) -> Self {
+        Self {
             region,
-            dtype,
-            range,
+            dtype: row.dtype,
+            range: row.range.clone(),
             filled: false,
             squares: None,
-        }))
+        }
     }
 
     /// Forgets the sum.
@@ -228,7 +211,7 @@ impl Accumulator {
         Ok(())
     }
 
-    /// `range` of the group where it rests on a device apart.
+    /// `range` of the group where it rests on a discrete device.
     pub(crate) fn on_device(&self, range: Range<usize>) -> Result<Option<Tensor>> {
         let start = self.range.start;
         let states = self.region.resident();

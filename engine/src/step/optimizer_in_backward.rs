@@ -11,7 +11,7 @@ use super::update::{CHUNKS_AHEAD, Chunk, Rule, Scalars, chunks};
 use crate::error::EngineError;
 use crate::offload::tier::{Access, Region, Tiers};
 use crate::offload::worker::Worker;
-use crate::plan::{Plan, Tier};
+use crate::plan::{GroupKind, Plan, Tier};
 use crate::spec::UnitId;
 use crate::trace::Lane;
 use kernels::DType;
@@ -133,7 +133,7 @@ impl Job {
             let first = self.state.range().start;
             self.gradients
                 .chunk(chunk, first, reads, &mut consumed, |grads, ahead| {
-                    let dtype = config.precision.weight_dtype();
+                    let dtype = rule.plan.dtype_of(GroupKind::Trainable);
                     let from = (&**weights, *start);
                     let windows = self.state.early_windows(
                         &chunk.range,

@@ -2,80 +2,57 @@
 
 use crate::error::EngineError;
 use crate::offload::spill::PendingRead;
-use crate::offload::tier::{Access, Region, Tiers, Window};
-use crate::plan::{Plan, StateKind, UnitPlan};
-use kernels::{DType, Tag};
-use optim::{Optimizer, StateSlot};
+use crate::offload::tier::{Access, Region, Window};
+use crate::plan::{MASTER, Row, Stored};
+use kernels::DType;
 use std::ops::Range;
 
-/// State of the elements `start..` of a unit's trainable group.
+/// State of the elements `range` of a unit's trainable group.
 #[derive(Debug)]
 pub(crate) struct UnitState {
     range: Range<usize>,
-    master: Option<Region>,
-    slots: Vec<(&'static StateSlot, Region)>,
-    spare: Option<Spare>,
+    /// Master weights where the precision has any, then the optimizer's slots.
+    kinds: Vec<Kind>,
+    /// The weights that an update in backward writes.
+    spare_weights: Option<Region>,
 }
 
-/// What an early update writes: the state and the weights of the same elements once more.
+/// One state, and the second copy that an update in backward writes.
 #[derive(Debug)]
-struct Spare {
-    master: Option<Region>,
-    slots: Vec<Region>,
-    weights: Region,
+struct Kind {
+    name: &'static str,
+    dtype: DType,
+    region: Region,
+    spare: Option<Region>,
 }
 
 impl UnitState {
-    pub(crate) fn new(
-        unit: &UnitPlan,
-        plan: &Plan,
-        rule: &dyn Optimizer,
-        rank: usize,
-        tiers: &Tiers,
-    ) -> Result<Option<Self>, EngineError> {
-        let group = &unit.trainable;
-        if group.is_empty() {
-            return Ok(None);
-        }
-        let config = plan.config();
-        let range = if config.stage.shards_optimizer() {
-            group.shard(rank)
-        } else {
-            0..group.padded_elems
-        };
-        let place = (StateKind::Optimizer, config.offload.optimizer);
-        let allocate = |dtype| tiers.allocate(place, range.clone(), dtype, Tag::Optimizer);
-        let master = || {
-            let has = config.precision.has_master();
-            has.then(|| allocate(DType::F32)).transpose()
-        };
-        let slots = || {
-            let slots = rule.slots(config.precision).iter();
-            slots.map(|slot| Ok((slot, allocate(slot.dtype)?)))
-        };
-        let (master_now, slots_now) = (master()?, slots().collect::<Result<_, EngineError>>()?);
-        let spare = if plan.steps_early(unit.id) {
-            let (master, slots) = (master()?, slots().map(|slot| Ok(slot?.1)));
-            let slots = slots.collect::<Result<_, EngineError>>()?;
-            let (place, dtype) = (
-                (StateKind::Param, config.offload.param),
-                config.precision.weight_dtype(),
-            );
-            let weights = tiers.allocate(place, range.clone(), dtype, Tag::Parameters)?;
-            Some(Spare {
-                master,
-                slots,
-                weights,
-            })
-        } else {
-            None
-        };
-        Ok(Some(Self {
+    /// State of `range` without memory; [`UnitState::add`] brings it, row by row.
+    pub(crate) fn new(range: Range<usize>) -> Self {
+        Self {
             range,
-            master: master_now,
-            slots: slots_now,
-            spare,
-        }))
+            kinds: Vec::new(),
+            spare_weights: None,
+        }
+    }
+
+    /// Takes the memory of one row of the inventory.
+    pub(crate) fn add(&mut self, row: &Row, region: Region) {
+        match row.what {
+            Stored::State(name) if row.spare => {
+                let kind = self.kinds.iter_mut().find(|kind| kind.name == name);
+                if let Some(kind) = kind {
+                    kind.spare = Some(region);
+                }
+            }
+            Stored::State(name) => self.kinds.push(Kind {
+                name,
+                dtype: row.dtype,
+                region,
+                spare: None,
+            }),
+            _ => self.spare_weights = Some(region),
+        }
     }
 
     /// Copies the f32 values of `part` (elements of the group) that this rank keeps a master of.
@@ -84,7 +61,7 @@ impl UnitState {
         part: Range<usize>,
         values: &[f32],
     ) -> Result<(), EngineError> {
-        let Some(master) = &mut self.master else {
+        let Some(master) = self.kinds.iter_mut().find(|kind| kind.name == MASTER) else {
             return Ok(());
         };
         let kept = part.start.max(self.range.start)..part.end.min(self.range.end);
@@ -92,7 +69,10 @@ impl UnitState {
             return Ok(());
         }
         let values = &values[kept.start - part.start..kept.end - part.start];
-        master.write_rounded(DType::F32, self.range.start, kept, values)
+        let start = self.range.start;
+        master
+            .region
+            .write_rounded(master.dtype, start, kept, values)
     }
 
     /// Elements of the group that are kept here.
@@ -102,21 +82,19 @@ impl UnitState {
 
     /// Name, dtype and memory of the master weights and every slot.
     pub(crate) fn kinds(&self) -> impl Iterator<Item = (&'static str, DType, &Region)> {
-        let master = self.master.iter().map(|m| ("master", DType::F32, m));
-        let slots = self.slots.iter().map(|(s, r)| (s.name, s.dtype, r));
-        master.chain(slots)
+        let kinds = self.kinds.iter();
+        kinds.map(|kind| (kind.name, kind.dtype, &kind.region))
     }
 
     /// As [`UnitState::kinds`], writable.
     pub(crate) fn kinds_mut(&mut self) -> impl Iterator<Item = (&'static str, DType, &mut Region)> {
-        let master = self.master.iter_mut().map(|m| ("master", DType::F32, m));
-        let slots = self.slots.iter_mut().map(|(s, r)| (s.name, s.dtype, r));
-        master.chain(slots)
+        let kinds = self.kinds.iter_mut();
+        kinds.map(|kind| (kind.name, kind.dtype, &mut kind.region))
     }
 
-    /// Windows of an early update of the elements `range`: that of the weights, then of master and slots. They hold
-    /// what is kept, and what is written to them goes to the spare; `weights` begin at the group's element `start` and
-    /// are read only if `reads_weights`. `ahead` gives the reads under way, in this order.
+    /// Windows of an update in backward of the elements `range`: of the weights, then of master and slots. They hold the
+    /// stored values, and writes go to the spare. `weights` begin at the group's element `start`, and are read only if
+    /// `reads_weights`. `ahead` gives the reads under way, in this order.
     pub(crate) fn early_windows(
         &mut self,
         range: &Range<usize>,
@@ -130,60 +108,58 @@ impl UnitState {
             let size = dtype.size_bytes();
             (range.start - start) * size..(range.end - start) * size
         };
-        let Some(spare) = &mut self.spare else {
+        let Some(spare_weights) = &mut self.spare_weights else {
             return Ok(None);
         };
         let (own, of_weights) = (bytes(first, dtype), ahead());
         let weight_window = if reads_weights {
             let from = bytes(start, dtype);
-            spare.weights.window_from(own, weights, from, of_weights)?
+            spare_weights.window_from(own, weights, from, of_weights)?
         } else {
-            spare.weights.window(own, Access::Write, of_weights)?
+            spare_weights.window(own, Access::Write, of_weights)?
         };
-        let master = self.master.iter().zip(&mut spare.master);
-        let master = master.map(|(kept, spare)| (DType::F32, kept, spare));
-        let slots = self.slots.iter().zip(&mut spare.slots);
-        let slots = slots.map(|((slot, kept), spare)| (slot.dtype, kept, spare));
         let mut windows = Vec::new();
-        for (dtype, kept, spare) in master.chain(slots) {
-            let own = bytes(first, dtype);
-            windows.push((dtype, spare.window_from(own.clone(), kept, own, ahead())?));
+        for kind in &mut self.kinds {
+            if let Some(spare) = &mut kind.spare {
+                let own = bytes(first, kind.dtype);
+                let window = spare.window_from(own.clone(), &kind.region, own, ahead())?;
+                windows.push((kind.dtype, window));
+            }
         }
         Ok(Some((weight_window, windows)))
     }
 
-    /// What an early update writes.
+    /// What an update in backward writes.
     pub(crate) fn spare_mut(&mut self) -> impl Iterator<Item = &mut Region> {
-        let spare = self.spare.iter_mut();
-        spare.flat_map(|spare| {
-            let states = spare.master.iter_mut().chain(&mut spare.slots);
-            states.chain([&mut spare.weights])
-        })
+        let states = self.kinds.iter_mut().filter_map(|kind| kind.spare.as_mut());
+        states.chain(&mut self.spare_weights)
     }
 
-    /// Makes what an early update wrote the state, and `weights` (which begin at the group's element `start`) its weights.
+    /// Makes what an update in backward wrote the state, and `weights` (which begin at the group's element `start`) its
+    /// weights.
     pub(crate) fn commit(
         &mut self,
         weights: &mut Region,
         start: usize,
         dtype: DType,
     ) -> Result<(), EngineError> {
-        let Some(spare) = &mut self.spare else {
+        let Some(spare_weights) = &mut self.spare_weights else {
             return Ok(());
         };
-        std::mem::swap(&mut self.master, &mut spare.master);
-        for ((_, kept), spare) in self.slots.iter_mut().zip(&mut spare.slots) {
-            std::mem::swap(kept, spare);
+        for kind in &mut self.kinds {
+            if let Some(spare) = &mut kind.spare {
+                std::mem::swap(&mut kind.region, spare);
+            }
         }
-        if weights.len() == spare.weights.len() {
-            std::mem::swap(weights, &mut spare.weights);
+        if weights.len() == spare_weights.len() {
+            std::mem::swap(weights, spare_weights);
             return Ok(());
         }
         // Stages 1 and 2: this rank's part of weights that everybody keeps whole.
         let (first, range) = (self.range.start, self.range.clone());
         let size = dtype.size_bytes();
         let target = weights;
-        spare.weights.for_each_window::<u16>(
+        spare_weights.for_each_window::<u16>(
             first * size / 2,
             range.start * size / 2..range.end * size / 2,
             Access::Read,

@@ -7,8 +7,8 @@ use crate::comm::ReadBuffer;
 use crate::error::EngineError;
 use crate::offload::spill::PendingRead;
 use crate::offload::tier::{Access, Region, WINDOW_ELEMS, Window, windows};
-use crate::plan::Plan;
 use crate::plan::blocks::WINDOW_ALIGN;
+use crate::plan::{GroupKind, Plan};
 use crate::spec::UnitId;
 use kernels::DType;
 use optim::{GradWindow, Precision, StateWindow, StepArgs, WeightWindow};
@@ -90,7 +90,7 @@ impl Rule<'_> {
             }
             None => None,
         });
-        let dtype = self.plan.config().precision.weight_dtype();
+        let dtype = self.plan.dtype_of(GroupKind::Trainable);
         reads.push(if self.reads_weights() {
             weights.read_ahead(bytes(range, start, dtype))?
         } else {
@@ -194,7 +194,7 @@ impl Rule<'_> {
         gathered: Option<&ReadBuffer>,
         parts: Parts<'_>,
     ) -> Result<()> {
-        let (range, dtype) = (&chunk.range, self.plan.config().precision.weight_dtype());
+        let (range, dtype) = (&chunk.range, self.plan.dtype_of(GroupKind::Trainable));
         let Parts {
             gradients,
             weights: (weights, weights_start),

@@ -69,7 +69,10 @@ impl Store {
     /// Makes the spare of `unit` its state and weights.
     pub(crate) fn commit_early(&mut self, unit: UnitId) -> Result<()> {
         let start = self.resting(unit, GroupKind::Trainable).start;
-        let (name, dtype) = (self.unit_name(unit), self.weight_dtype());
+        let (name, dtype) = (
+            self.unit_name(unit),
+            self.plan.dtype_of(GroupKind::Trainable),
+        );
         self.weights_change();
         let parts = &mut self.units[unit.index()];
         parts.residency = Residency::Sharded;
@@ -85,7 +88,8 @@ impl Store {
 
     /// Hands a unit with its final sum to the thread, if it is stepped early and this is the update's last pass.
     pub(super) fn step_early(&mut self, unit: UnitId) -> Result<()> {
-        if self.early.is_none() || !self.plan.steps_early(unit) {
+        let route = self.gradient_route(unit);
+        if self.early.is_none() || route.is_none_or(|route| !route.updated_in_backward) {
             return Ok(());
         }
         self.wait_for_thread()?;

@@ -1,11 +1,12 @@
-//! How gradients leave the tape: deposited, collected in a unit's bucket, reduced, and taken to their sum.
+//! The way of gradients from the tape: deposited, collected in a unit's bucket, reduced, and added to their sum.
 //!
-//! Those on a device apart are fetched by a thread ([`Sums`](super::gradient_worker::Sums)). They are taken back in front of the work of
-//! the next unit but one, when its weights are on their way: so both directions of the bus are busy at once, and the device
-//! holds no more gradients than it computes meanwhile.
+//! A thread ([`Sums`](super::gradient_worker::Sums)) fetches those of a discrete device. The store takes them back before
+//! the work of the next unit but one, after that unit's weights were queued. Both directions of the bus are busy at once,
+//! and the device stores no more gradients than it computes meanwhile.
 
 use super::device_comm::Produced;
 use super::gradient_worker::{Destination, Job};
+use super::route::{GradientRoute, Gradients};
 use super::{Result, Store};
 use crate::comm::{Buffer, Collective, CollectiveKind, Tag as CommTag, Ticket};
 use crate::error::EngineError;
@@ -23,7 +24,7 @@ pub(super) struct Bucket {
     /// Where they are collected; nowhere when each is added to its sum at once.
     buffer: Option<(Buffer, Reservation)>,
     deposited: Vec<bool>,
-    /// Places of gradients on a device apart, and the gradients.
+    /// Places of gradients on a discrete device, and the gradients.
     fetches: Vec<(Range<usize>, Fetch)>,
     /// Gradients that the devices will add up, by slot, and a mark behind them.
     on_device: Vec<Option<Tensor>>,
@@ -78,14 +79,15 @@ impl Store {
         }
         let plan = self.plan.clone();
         let group = &plan.unit(unit).trainable;
-        let Some(index) = group.slots.iter().position(|s| s.param == id) else {
+        let index = group.slots.iter().position(|s| s.param == id);
+        let (Some(index), Some(gradients)) = (index, self.gradient_route(unit)) else {
             return refuse("the parameter is frozen");
         };
+        let route = gradients.route;
         if self.units[unit.index()].bucket.is_none() {
-            let buffer = if self.apart {
-                None
-            } else {
-                self.bucket_buffer(unit)?
+            let buffer = match route {
+                GradientRoute::Bucketed => Some(self.bucket_buffer(unit)?),
+                _ => None,
             };
             self.units[unit.index()].bucket = Some(Bucket {
                 buffer,
@@ -93,53 +95,45 @@ impl Store {
             });
         }
         let range = group.slots[index].range();
-        let adds_on_device = self.adds_on_device(unit);
-        if let Some(bucket) = &mut self.units[unit.index()].bucket {
-            if std::mem::replace(&mut bucket.deposited[index], true) {
-                return refuse("it was deposited already in this micro-batch");
-            }
-            if self.device.is_some() && plan.config().shards_gradients() {
+        let Some(bucket) = &mut self.units[unit.index()].bucket else {
+            return Ok(());
+        };
+        if std::mem::replace(&mut bucket.deposited[index], true) {
+            return refuse("it was deposited already in this micro-batch");
+        }
+        match (route, &mut bucket.buffer) {
+            (GradientRoute::ReducedOnDevice { .. }, _) => {
                 bucket.on_device[index] = Some(grad.clone());
-                return Ok(());
+                Ok(())
             }
-            if adds_on_device {
-                return self.accumulate(unit, |gradients, plan, moment| {
+            (GradientRoute::AddedOnDevice, _) => self
+                .accumulate(unit, |gradients, plan, moment| {
                     gradients.add_on_device(group, plan, moment, range, grad)
-                });
-            }
-            if self.apart {
+                }),
+            (GradientRoute::Fetched { .. }, _) => {
                 bucket.fetches.push((range, grad.fetch()?));
-                return Ok(());
+                Ok(())
             }
-            if let Some((buffer, _)) = &mut bucket.buffer {
+            (GradientRoute::Bucketed, Some((buffer, _))) => {
                 let values = self.tiers.values(grad)?;
                 parallel::copy(&values, buffer.part_mut(range));
-                return Ok(());
+                Ok(())
+            }
+            (GradientRoute::Bucketed | GradientRoute::Added, _) => {
+                let values = self.tiers.values(grad)?;
+                self.accumulate(unit, |gradients, plan, moment| {
+                    gradients.add_part(group, plan, moment, range, &values)
+                })
             }
         }
-        let values = self.tiers.values(grad)?;
-        self.accumulate(unit, |gradients, plan, moment| {
-            gradients.add_part(group, plan, moment, range, &values)
-        })
-    }
-
-    /// Whether gradients of `unit` are added where they are computed, because their sums rest there and nobody else has a
-    /// part of them yet.
-    fn adds_on_device(&self, unit: UnitId) -> bool {
-        self.tiers.are_resident() && self.plan.adds_where_computed(unit)
     }
 
     /// Where a micro-batch's gradients of `unit` are collected before they are reduced or added to their sum.
-    fn bucket_buffer(&self, unit: UnitId) -> Result<Option<(Buffer, Reservation)>> {
-        if !self.plan.buckets_gradients(unit) {
-            return Ok(None);
-        }
+    fn bucket_buffer(&self, unit: UnitId) -> Result<(Buffer, Reservation)> {
         let bytes = self.unit_plan(unit).trainable.padded_elems * 4;
-        let counted = self
-            .tiers
-            .device
-            .reserve(bytes as u64, Tag::Communication)?;
-        Ok(Some((self.comm.alloc(bytes)?, counted)))
+        let device = &self.tiers.device;
+        let counted = device.reserve(bytes as u64, Tag::Communication)?;
+        Ok((self.comm.alloc(bytes)?, counted))
     }
 
     /// Ends a unit's backward: what was not deposited is zero; the bucket is reduced (stages 2, 3)
@@ -147,9 +141,9 @@ impl Store {
     pub(super) fn close_bucket(&mut self, unit: UnitId) -> Result<()> {
         let plan = self.plan.clone();
         let group = &plan.unit(unit).trainable;
-        if group.is_empty() {
+        let Some(Gradients { route, .. }) = self.gradient_route(unit) else {
             return Ok(());
-        }
+        };
         self.take_sums()?;
         // Units whose weights a pass did not need may be at the thread still.
         self.await_update(unit)?;
@@ -158,14 +152,14 @@ impl Store {
             None => Bucket::new(group.slots.len()),
         };
         if let Some(device) = &mut self.device
-            && plan.config().shards_gradients()
+            && let GradientRoute::ReducedOnDevice { stays } = route
         {
             let produced = Produced {
                 slots: &bucket.on_device,
                 mark: bucket.produced,
             };
             let sums = device.reduce(unit, group, produced)?;
-            if self.tiers.are_resident() && plan.sums_on_device(unit) {
+            if stays {
                 self.accumulate(unit, |gradients, plan, moment| {
                     gradients.add_all_on_device(group, plan, moment, &sums)
                 })?;
@@ -188,17 +182,19 @@ impl Store {
             self.pending.push_back(PendingReduce { unit, sum });
             return Ok(());
         }
-        if bucket.buffer.is_none() && !self.adds_on_device(unit) {
-            bucket.buffer = self.bucket_buffer(unit)?;
+        if let GradientRoute::Bucketed | GradientRoute::Fetched { bucketed: true } = route
+            && bucket.buffer.is_none()
+        {
+            bucket.buffer = Some(self.bucket_buffer(unit)?);
         }
         let slots = group.slots.iter().zip(&bucket.deposited);
         let missing = slots.filter(|(_, deposited)| !**deposited);
         let missing = missing.map(|(slot, _)| slot.range()).chain(group.gaps());
         let missing: Vec<_> = missing.collect();
         // Also where nothing is to be fetched: ranks that differ in that reduce at the same place of the schedule.
-        if !self.apart || self.adds_on_device(unit) {
+        let GradientRoute::Fetched { .. } = route else {
             return self.end_bucket(unit, bucket.buffer, missing);
-        }
+        };
         let destination = match bucket.buffer {
             Some((buffer, counted)) => Destination::Bucket(buffer, counted),
             None => match self.units[unit.index()].gradients.take() {
@@ -224,7 +220,10 @@ impl Store {
         };
         let clear = |range: Range<usize>| buffer.part_mut::<f32>(range).fill(0.0);
         missing.into_iter().for_each(clear);
-        if !plan.config().shards_gradients() {
+        if self
+            .gradient_route(unit)
+            .is_some_and(|route| !route.reduced)
+        {
             let all = 0..buffer.len() / 4;
             return self.take_sum(unit, buffer.part(all));
         }
@@ -274,16 +273,11 @@ impl Store {
         Ok(())
     }
 
-    // ---- from a device apart ------------------------------------------------------------------
-
-    /// Whether devices add up the gradients that are fetched.
-    fn reduces_on_device(&self) -> bool {
-        self.device.is_some() && self.plan.config().shards_gradients()
-    }
+    // ---- from a discrete device ------------------------------------------------------------------
 
     /// Where the shard of a unit's gradients goes that the devices added up.
     fn destination(&mut self, unit: UnitId) -> Result<Destination> {
-        if self.plan.consumes_gradients(unit) {
+        if self.consumes(unit) {
             self.may_consume(unit)?;
             let region = self.waiting.pop().ok_or(EngineError::EarlyThread)?;
             return Ok(Destination::Waiting(region));
@@ -323,7 +317,8 @@ impl Store {
     /// Takes gradients back that were handed over and are not a reduction in flight: what comes next needs their place on
     /// the device.
     pub(crate) fn take_sums(&mut self) -> Result<()> {
-        while !self.reduces_on_device() && self.sums.as_ref().is_some_and(|sums| sums.open() > 0) {
+        while !self.flow.reduces_on_device && self.sums.as_ref().is_some_and(|sums| sums.open() > 0)
+        {
             self.take_brought()?;
         }
         Ok(())
@@ -382,9 +377,14 @@ impl Store {
         }
     }
 
+    fn consumes(&self, unit: UnitId) -> bool {
+        self.gradient_route(unit)
+            .is_some_and(|route| route.consumed)
+    }
+
     /// Takes a micro-batch's gradients of what this rank sums of `unit`.
     fn take_sum(&mut self, unit: UnitId, values: &[f32]) -> Result<()> {
-        if self.plan.consumes_gradients(unit) {
+        if self.consumes(unit) {
             return self.consume(unit, values);
         }
         self.accumulate(unit, |gradients, plan, moment| {

@@ -250,20 +250,20 @@ impl DeviceComm {
         Ok(group.join(&ids[0], rank, size, comm.deadline())?)
     }
 
-    /// The same without other ranks.
+    /// The device of a dry run, among ranks that do not exist.
     ///
     /// # Errors
     /// When the device has no collectives.
-    pub(crate) fn counted(backend: Arc<dyn Backend>, world: World, how: How) -> Result<Self> {
-        let counted = Self {
+    pub(crate) fn dry_run(backend: Arc<dyn Backend>, world: World, how: How) -> Result<Self> {
+        let joined = Self {
             grouped: how.transport == DeviceTransport::Nccl,
             ..Self::alone(backend, world, how)
         };
-        if counted.grouped {
+        if joined.grouped {
             let (rank, deadline) = (world.rank, Duration::ZERO);
-            counted.group()?.join(&[], rank, world.size, deadline)?;
+            joined.group()?.join(&[], rank, world.size, deadline)?;
         }
-        Ok(counted)
+        Ok(joined)
     }
 
     fn alone(backend: Arc<dyn Backend>, world: World, how: How) -> Self {

@@ -1,8 +1,7 @@
-//! Gradients on their way from a device apart to where their sums rest: a thread that fetches and adds them, so that the
-//! rank can send the next weights meanwhile.
+//! The thread that fetches gradients from a discrete device and adds them to their sums, while the rank sends weights.
 //!
-//! What a unit needs moves to the thread and back. The tensors stay until it is back, which is at a place of the schedule
-//! and never at a time: so equal passes get equal places of the device's memory. Only time depends on the thread.
+//! A unit's memory moves to the thread and back. The store takes it back at a place of the schedule, never at a time.
+//! Equal passes therefore get equal offsets of the device's memory, and only time depends on the thread.
 
 use crate::comm::Buffer;
 use crate::error::EngineError;

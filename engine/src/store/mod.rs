@@ -13,6 +13,7 @@ mod gradient_worker;
 mod prefetch_device;
 mod prefetch_disk;
 pub(crate) mod prefetch_upload;
+pub(crate) mod route;
 
 use buckets::{Bucket, PendingReduce};
 
@@ -20,9 +21,7 @@ use crate::access::{Lease, LeaseOwner};
 use crate::comm::{Collective, CollectiveKind, Communicator, ReadBuffer, Tag as CommTag, Ticket};
 use crate::error::EngineError;
 use crate::offload::tier::{Region, Tiers};
-use crate::plan::{
-    Entry, GroupKind, Pass, PassKind, Phase, Plan, StateKind, Tier, UnitPlan, Visit,
-};
+use crate::plan::{Entry, GroupKind, Pass, PassKind, Phase, Plan, Stored, Tier, UnitPlan, Visit};
 use crate::spec::{ParamId, UnitId};
 use crate::step::gradients::{Accumulator, Moment};
 use crate::step::optimizer_in_backward::EarlyRun;
@@ -32,9 +31,10 @@ use crate::timing::CopyClock;
 use crate::trace::Lane;
 use device_comm::{DeviceComm, Gathered, Own, OwnPart};
 use gradient_worker::Sums;
-use kernels::{DType, ForeignBytes, Reservation, Resident, Tag, Tensor};
+use kernels::{ForeignBytes, Reservation, Resident, Tag, Tensor};
 use optim::Optimizer;
 use prefetch_disk::WeightReads;
+use route::{Computes, Flow, Gradients, Route, WeightRoute};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -72,6 +72,8 @@ enum Residency {
 }
 
 struct Unit {
+    /// By group, in the order of [`GroupKind::ALL`].
+    routes: [Route; 2],
     weights: Vec<(GroupKind, Arc<Region>)>,
     residency: Residency,
     bucket: Option<Bucket>,
@@ -99,9 +101,8 @@ pub(crate) struct Store {
     tiers: Tiers,
     units: Vec<Unit>,
     pending: VecDeque<PendingReduce>,
-    /// Whether gradients come from a device apart. A unit's are then fetched behind the next unit's backward, so that the
-    /// device has that to do meanwhile.
-    apart: bool,
+    /// The routes that all units share.
+    flow: Flow,
     /// The unit whose gradients are still to be fetched.
     closing: Option<UnitId>,
     /// Whether a moment behind the last change of weights was taken.
@@ -114,7 +115,7 @@ pub(crate) struct Store {
     copies: CopyClock,
     early: Option<EarlyRun>,
     late: Option<LateRun>,
-    /// The thread that brings gradients from a device apart to their sums.
+    /// The thread that brings gradients from a discrete device to their sums.
     sums: Option<Sums>,
     /// Time of the threads of early and late updates so far.
     update_time: Duration,
@@ -128,52 +129,45 @@ impl Store {
         comm: Arc<dyn Communicator>,
         tiers: Tiers,
         rule: &dyn Optimizer,
-        (apart, device): (bool, Option<DeviceComm>),
+        (computes, device): (Computes, Option<DeviceComm>),
     ) -> Result<Self> {
-        let config = plan.config().clone();
-        let dtype = config.precision.weight_dtype();
-        let rank = plan.shard_of(comm.world().rank);
+        let rank = comm.world().rank;
         let moment = Moment {
             step: 0,
             micro_batch: 0,
         };
-        let mut units = Vec::new();
-        for unit in plan.units() {
-            let mut weights = Vec::new();
-            for kind in GroupKind::ALL {
-                let group = unit.group(kind);
-                if !group.is_empty() {
-                    let resting = if config.stage.shards_parameters() {
-                        group.shard(rank)
-                    } else {
-                        0..group.padded_elems
-                    };
-                    let place = (StateKind::Param, config.offload.param);
-                    let region = tiers.allocate(place, resting, dtype, Tag::Parameters)?;
-                    weights.push((kind, Arc::new(region)));
-                }
-            }
-            let gradients = Accumulator::new(unit, &plan, rank, &tiers)?;
-            units.push(Unit {
-                weights,
-                residency: Residency::Sharded,
-                bucket: None,
-                gradients,
-                state: None,
-                early: Early::default(),
-                updating: None,
-            });
-        }
-        for unit in plan.units() {
-            units[unit.id.index()].state = UnitState::new(unit, &plan, rule, rank, &tiers)?;
-        }
+        let units = plan.units().iter().map(|unit| Unit {
+            routes: GroupKind::ALL.map(|kind| Route::new(&plan, unit, kind, computes)),
+            weights: Vec::new(),
+            residency: Residency::Sharded,
+            bucket: None,
+            gradients: None,
+            state: (!unit.trainable.is_empty())
+                .then(|| UnitState::new(plan.updated_range(unit.id, rank))),
+            early: Early::default(),
+            updating: None,
+        });
+        let mut units: Vec<Unit> = units.collect();
         let mut waiting = Vec::new();
-        for _ in 0..plan.waiting_buffers() {
-            let place = (StateKind::Optimizer, Tier::Host);
-            let range = 0..plan.waiting_elems();
-            waiting.push(tiers.allocate(place, range, DType::F32, Tag::Gradients)?);
+        for row in plan.inventory(rank, rule.slots(plan.config().precision)) {
+            let place = (row.kind(), row.tier);
+            let region = tiers.allocate(place, row.range.clone(), row.dtype, row.tag())?;
+            let Some(unit) = row.unit else {
+                waiting.push(region);
+                continue;
+            };
+            let unit = &mut units[unit.index()];
+            match (row.what, &mut unit.state) {
+                (Stored::Weights(kind), _) if !row.spare => {
+                    unit.weights.push((kind, Arc::new(region)));
+                }
+                (Stored::Gradients, _) => unit.gradients = Some(Accumulator::new(&row, region)),
+                (_, Some(state)) => state.add(&row, region),
+                (_, None) => {}
+            }
         }
-        let sums = match apart {
+        let flow = Flow::new(&plan, computes);
+        let sums = match flow.defers_gradients {
             true => Some(Sums::start(plan.clone(), &tiers)?),
             false => None,
         };
@@ -183,7 +177,7 @@ impl Store {
             tiers,
             units,
             pending: VecDeque::new(),
-            apart,
+            flow,
             closing: None,
             settled: false,
             device,
@@ -207,25 +201,21 @@ impl Store {
         self.plan.spec().units[unit.index()].name.clone()
     }
 
-    fn weight_dtype(&self) -> DType {
-        self.plan.config().precision.weight_dtype()
+    /// What happens to the gradients of a unit that trains.
+    fn gradient_route(&self, unit: UnitId) -> Option<Gradients> {
+        self.units[unit.index()].routes[GroupKind::Trainable as usize].gradients
     }
 
     /// Elements of a group that rest on this rank.
     pub(crate) fn resting(&self, unit: UnitId, kind: GroupKind) -> std::ops::Range<usize> {
-        let group = self.unit_plan(unit).group(kind);
-        if self.plan.config().stage.shards_parameters() {
-            group.shard(self.plan.shard_of(self.comm.world().rank))
-        } else {
-            0..group.padded_elems
-        }
+        self.plan.stored_range(unit, kind, self.comm.world().rank)
     }
 
     /// Lets copies between devices wait for the change of weights that comes.
     fn weights_change(&mut self) {
         self.settled = false;
-        let there = self.tiers.are_resident() && self.plan.config().offload.param == Tier::Device;
-        if let Some(device) = self.device.as_mut().filter(|_| there) {
+        let on_device = self.flow.weights_on_device;
+        if let Some(device) = self.device.as_mut().filter(|_| on_device) {
             device.weights_change();
         }
     }
@@ -315,8 +305,8 @@ impl Store {
     /// Starts a pass, which reads the weights that `visits` names in host memory, and otherwise all where they are computed
     /// with.
     pub(crate) fn begin_pass(&mut self, kind: PassKind, visits: Option<Visit>) {
-        let gathers = self.device.is_some() && self.plan.gathers_parameters();
         let schedule = self.plan.schedule(kind);
+        let gathers = self.flow.gathers_on_device;
         self.pass = Some(Pass::new(schedule, self.plan.units(), visits, gathers));
     }
 
@@ -411,7 +401,7 @@ impl Store {
             }
             pass.started += 1;
             let unit = pass.schedule[at].unit;
-            if self.plan.gathers_parameters() && !pass.keeps(at, ahead) {
+            if self.flow.gathers && !pass.keeps(at, ahead) {
                 self.start_gather(unit)?;
             }
         }
@@ -419,15 +409,15 @@ impl Store {
 
     /// Starts to read the weights that rest on a disk and are needed soon, as far as buffers go.
     fn read_ahead(&mut self) -> Result<()> {
-        if self.plan.config().offload.param != Tier::Nvme {
+        if !self.flow.weights_on_disk {
             return Ok(());
         }
         let Some(pass) = &self.pass else {
             return Ok(());
         };
         let ahead = self.plan.config().prefetch_units;
-        let started = !pass.on_device || self.plan.gathers_ahead();
-        let first = if self.plan.gathers_parameters() && started {
+        let started = !pass.on_device || self.flow.gathers_ahead;
+        let first = if self.flow.gathers && started {
             pass.started
         } else {
             pass.position
@@ -453,7 +443,7 @@ impl Store {
     /// Takes a moment behind the last change of all weights that rest on a device, before the work of a pass is queued:
     /// gathers through the host then wait for no work.
     fn settle_weights(&mut self) -> Result<()> {
-        if std::mem::replace(&mut self.settled, true) || !self.tiers.are_resident() {
+        if std::mem::replace(&mut self.settled, true) || !self.flow.weights_on_device {
             return Ok(());
         }
         let regions = self.units.iter_mut().flat_map(|unit| &mut unit.weights);
@@ -465,13 +455,12 @@ impl Store {
         self.await_update(unit)?;
         self.settle_weights()?;
         let rank = self.plan.shard_of(self.comm.world().rank);
-        let dtype = self.weight_dtype();
         let mut tickets = Vec::new();
         for (kind, region) in &self.units[unit.index()].weights {
             if !self.reads(*kind) {
                 continue;
             }
-            let group = self.plan.unit(unit).group(*kind);
+            let (group, dtype) = (self.plan.unit(unit).group(*kind), self.plan.dtype_of(*kind));
             let bytes = group.padded_elems * dtype.size_bytes();
             let counted = self.tiers.device.reserve(bytes as u64, Tag::Gathered)?;
             let mut buffer = self.comm.alloc(bytes)?;
@@ -496,7 +485,6 @@ impl Store {
     /// Takes part in the devices' gather of `unit`.
     fn gather_on_device(&mut self, unit: UnitId, needed: bool) -> Result<()> {
         self.await_update(unit)?;
-        let dtype = self.weight_dtype();
         let Some(device) = &mut self.device else {
             return Ok(());
         };
@@ -527,11 +515,11 @@ impl Store {
             Ok(OwnPart {
                 weights,
                 group: unit_plan.group(*kind),
-                dtype,
+                dtype: self.plan.dtype_of(*kind),
             })
         });
         let parts = parts.collect::<Result<Vec<OwnPart<'_>>>>()?;
-        if self.plan.steps_late() {
+        if self.flow.updates_in_forward {
             let there = weights.iter().filter_map(|(_, region)| region.resident());
             device.see_updates(there)?;
         }
@@ -549,8 +537,6 @@ impl Store {
 
     fn make_resident(&mut self, unit: UnitId) -> Result<()> {
         self.await_update(unit)?;
-        let visits = self.pass.as_ref().and_then(|pass| pass.visits);
-        let in_place = !self.plan.leases_copy();
         self.gather_at_cursor()?;
         let state = &mut self.units[unit.index()];
         let resident = match std::mem::replace(&mut state.residency, Residency::Sharded) {
@@ -578,40 +564,53 @@ impl Store {
                 }
                 groups
             }
-            Residency::Sharded if in_place && self.tiers.are_resident() && visits.is_none() => {
-                let mut there = Gathered::new();
-                for (kind, region) in &state.weights {
-                    let states = region.resident().ok_or(EngineError::NotResident)?;
-                    for slot in &self.plan.unit(unit).group(*kind).slots {
-                        there.push((slot.param, states.part(slot.range())?));
-                    }
-                }
-                state.residency = Residency::OnDevice(there);
-                return Ok(());
-            }
             Residency::Sharded => {
-                let sent = self.apart && self.plan.sends_from_rest();
-                let copy = !sent && (!in_place || self.tiers.are_resident());
-                let mut groups: Vec<(GroupKind, ForeignBytes)> = Vec::new();
-                let read = |kind| visits.is_none_or(|visits| visits.reads(kind));
-                for (kind, region) in state.weights.iter().filter(|(kind, _)| read(*kind)) {
-                    let bytes: ForeignBytes = if copy {
-                        let mut copy = self.tiers.copy(region.len())?;
-                        let reads = &mut self.reads;
-                        self.copies.time(region.tier(), || {
-                            reads.fetch((unit, *kind), region, copy.in_memory_mut())
-                        })?;
-                        Arc::new(InPlace(Arc::new(copy)))
-                    } else {
-                        Arc::new(InPlace(region.clone()))
-                    };
-                    groups.push((*kind, bytes));
-                }
-                groups
+                let residency = self.read_stored(unit)?;
+                self.units[unit.index()].residency = residency;
+                return Ok(());
             }
         };
         state.residency = Residency::Resident(resident);
         Ok(())
+    }
+
+    /// Weights that nobody gathers: views of them where they are stored, or of a copy.
+    fn read_stored(&mut self, unit: UnitId) -> Result<Residency> {
+        let (mut on_device, mut groups) = (Gathered::new(), Vec::new());
+        let visits = self.pass.as_ref().and_then(|pass| pass.visits);
+        let parts = &self.units[unit.index()];
+        for (kind, region) in &parts.weights {
+            let route = parts.routes[*kind as usize];
+            let route = match visits {
+                Some(visits) if !visits.reads(*kind) => continue,
+                Some(_) => route.visited,
+                None => route.weights,
+            };
+            let region = match route {
+                WeightRoute::OnDevice => {
+                    let states = region.resident().ok_or(EngineError::NotResident)?;
+                    for slot in &self.plan.unit(unit).group(*kind).slots {
+                        on_device.push((slot.param, states.part(slot.range())?));
+                    }
+                    continue;
+                }
+                WeightRoute::InPlace => region.clone(),
+                WeightRoute::Copied | WeightRoute::Gathered | WeightRoute::GatheredOnDevice => {
+                    let mut copy = self.tiers.copy(region.len())?;
+                    let reads = &mut self.reads;
+                    self.copies.time(region.tier(), || {
+                        reads.fetch((unit, *kind), region, copy.in_memory_mut())
+                    })?;
+                    Arc::new(copy)
+                }
+            };
+            let bytes: ForeignBytes = Arc::new(InPlace(region));
+            groups.push((*kind, bytes));
+        }
+        Ok(match on_device.is_empty() {
+            true => Residency::Resident(groups),
+            false => Residency::OnDevice(on_device),
+        })
     }
 
     /// Moves the cursor to `entry`, taking part in everything before it.
@@ -655,7 +654,7 @@ impl Store {
     fn finish_entry(&mut self, entry: Entry) -> Result<()> {
         if entry.phase == Phase::Backward {
             self.mark_produced(entry.unit)?;
-            let closing = if self.apart {
+            let closing = if self.flow.defers_gradients {
                 self.closing.replace(entry.unit)
             } else {
                 Some(entry.unit)
@@ -697,9 +696,9 @@ impl Store {
         unit: UnitId,
         groups: &[(GroupKind, ForeignBytes)],
     ) -> Result<Vec<(ParamId, Tensor)>> {
-        let dtype = self.weight_dtype();
         let mut params = Vec::new();
         for (kind, bytes) in groups {
+            let dtype = self.plan.dtype_of(*kind);
             for slot in &self.unit_plan(unit).group(*kind).slots {
                 let shape = self.plan.spec().params[slot.param.index()].shape;
                 let tensor = match self.tiers.counters() {

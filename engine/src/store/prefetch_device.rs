@@ -7,7 +7,7 @@ use crate::spec::UnitId;
 impl Store {
     /// The unit whose weights are uploaded next, unless the batch passes over it.
     pub(crate) fn next_upload(&self) -> Option<UnitId> {
-        let ahead = |pass: &&Pass| self.plan.uploads_ahead() && !pass.on_device;
+        let ahead = |pass: &&Pass| self.flow.uploads_ahead && !pass.on_device;
         let pass = self.pass.as_ref().filter(ahead)?;
         Some(pass.schedule[pass.next_unit()?].unit)
     }
@@ -25,7 +25,7 @@ impl Store {
     /// How far a rank is depends on its place in the schedule only, so that all do the same.
     pub(super) fn gather_ahead(&mut self) -> Result<()> {
         let next = self.pass.as_ref().and_then(Pass::next_unit);
-        match next.filter(|_| self.plan.gathers_ahead()) {
+        match next.filter(|_| self.flow.gathers_ahead) {
             Some(next) => self.gather_up_to(next),
             None => Ok(()),
         }

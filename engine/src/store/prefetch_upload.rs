@@ -1,10 +1,12 @@
-//! Places on a device apart for the weights of the unit that a pass leases next. They are taken before the work of the
-//! unit in front of it is queued, so that the copy runs beside that work; a run and its dry run take the same ones.
+//! Reserved memory of a discrete device for the weights of the unit that a pass leases next.
+//!
+//! It is reserved before the previous unit's work is queued, so that the copy runs beside that work. A run and its dry run
+//! reserve the same.
 
 use crate::error::EngineError;
 use crate::plan::{GroupKind, Plan};
 use crate::spec::{ParamId, UnitId};
-use kernels::{Arrival, Backend, Tag};
+use kernels::{Arrival, Backend, DType, Tag};
 use std::collections::BTreeMap;
 
 /// The places, by parameter.
@@ -29,13 +31,14 @@ impl Ahead {
         let Some(unit) = next else {
             return Ok(());
         };
-        let dtype = plan.config().precision.weight_dtype();
-        let groups = GroupKind::ALL.into_iter();
-        let slots = groups.flat_map(|kind| &plan.unit(unit).group(kind).slots);
-        let mut ids: Vec<ParamId> = slots.map(|slot| slot.param).collect();
-        ids.sort_unstable();
+        let mut weights: Vec<(ParamId, DType)> = Vec::new();
+        for kind in GroupKind::ALL {
+            let slots = plan.unit(unit).group(kind).slots.iter();
+            weights.extend(slots.map(|slot| (slot.param, plan.dtype_of(kind))));
+        }
+        weights.sort_unstable_by_key(|(id, _)| *id);
         let mut places = Places::new();
-        for id in ids {
+        for (id, dtype) in weights {
             let shape = plan.spec().params[id.index()].shape;
             places.insert(id, backend.reserve_upload(shape, dtype, Tag::Gathered)?);
         }

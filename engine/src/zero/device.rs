@@ -1,4 +1,4 @@
-//! The time of a device apart: which unit it worked for, what it waited for, what crossed the bus.
+//! The time of a discrete device: which unit it worked for, what it waited for, what crossed the bus.
 
 use super::{Result, Zero};
 use crate::plan::Phase;
@@ -28,7 +28,7 @@ impl Zero {
     #[must_use]
     pub fn device_times(&self) -> DeviceTimes {
         let mut times = self.device_times;
-        if self.backend.device().is_apart() {
+        if self.discrete {
             times.updates = self.store.borrow().update_time();
         }
         times

@@ -20,6 +20,7 @@ use crate::step::OptimizerConfig;
 use crate::step::device_step::DeviceStep;
 use crate::store::device_comm::{DeviceComm, How};
 use crate::store::prefetch_upload::Ahead;
+use crate::store::route::Computes;
 use crate::store::{Store, lease_of};
 use crate::timing::{DeviceTimes, Times};
 use crate::trace::{Lane, Trace};
@@ -55,7 +56,7 @@ struct Totals {
     supervised: u64,
 }
 
-/// A unit's weights on a device apart.
+/// A unit's weights on a discrete device.
 type Uploaded = (UnitId, Vec<(ParamId, Tensor)>);
 
 /// Model states of one rank under ZeRO.
@@ -70,12 +71,16 @@ pub struct Zero {
     device_step: Option<DeviceStep>,
     /// Whether updates go on beside the next pass.
     steps_late: bool,
+    /// Whether the host cannot address the device's memory.
+    discrete: bool,
+    /// Whether a lease frees the previous unit's weights before it takes its own.
+    frees_first: bool,
     pub(crate) store: RefCell<Store>,
     pub(crate) step: u64,
     totals: Totals,
-    /// On a device apart, the weights leased last: the next ones come in while it still computes with these.
+    /// On a discrete device, the weights leased last: the next ones come in while it still computes with these.
     uploaded: RefCell<Option<Uploaded>>,
-    /// On a device apart, places for those that are leased next.
+    /// On a discrete device, places for those that are leased next.
     ahead: RefCell<Ahead>,
     /// The last unit leased in a pass that has not ended well.
     leased: Cell<Option<(UnitId, Phase)>>,
@@ -115,27 +120,34 @@ impl Zero {
         let device = if plan.devices_talk() {
             let (backend, how) = (backend.clone(), How::of(&plan));
             Some(match tiers.counters() {
-                Some(_) => DeviceComm::counted(backend, comm.world(), how)?,
+                Some(_) => DeviceComm::dry_run(backend, comm.world(), how)?,
                 None => DeviceComm::join(backend, comm.clone(), how)?,
             })
         } else {
             None
+        };
+        let computes = Computes {
+            discrete: backend.device().is_apart(),
+            stores: tiers.are_resident(),
+            collects: device.is_some(),
         };
         let store = Store::new(
             plan.clone(),
             comm.clone(),
             tiers.clone(),
             &*optimizer.rule,
-            (backend.device().is_apart(), device),
+            (computes, device),
         )?;
-        let device_step = if tiers.are_resident() && plan.steps_on_device() {
+        let device_step = if computes.stores && plan.steps_on_device() {
             Some(DeviceStep::new(&plan, backend.clone())?)
         } else {
             None
         };
         // A device steps in the order of its work.
-        let there = tiers.are_resident() && plan.config().offload.optimizer == Tier::Device;
+        let there = computes.stores && plan.config().offload.optimizer == Tier::Device;
         let steps_late = plan.steps_late() && !there;
+        // What is gathered ahead has its place already.
+        let frees_first = plan.config().prefetch_units == 0 || plan.gathers_ahead();
         let activations = Activations::new(plan.config().offload.activation, tiers.clone())
             .map(|keeper| keeper.of(&*backend));
         Ok(Self {
@@ -147,6 +159,8 @@ impl Zero {
             tiers,
             device_step,
             steps_late,
+            discrete: computes.discrete,
+            frees_first,
             store: RefCell::new(store),
             step: 0,
             totals: Totals::default(),
@@ -238,7 +252,7 @@ impl Zero {
                         source: source.into(),
                     })?;
                     let weights = self.store.get_mut().weights_mut(unit.id, kind)?;
-                    let dtype = plan.config().precision.weight_dtype();
+                    let dtype = plan.dtype_of(kind);
                     weights.write_rounded(dtype, resting.start, part.clone(), &chunk)?;
                     if let (GroupKind::Trainable, Some(state)) =
                         (kind, self.store.get_mut().state_mut(unit.id))
@@ -400,7 +414,7 @@ impl Zero {
     /// The pool of the device that computes.
     #[must_use]
     pub fn device_pool(&self) -> &Pool {
-        if self.backend.device().is_apart() {
+        if self.discrete {
             return self.backend.pool();
         }
         &self.tiers.device
@@ -418,7 +432,7 @@ impl Zero {
         self.tiers.spill().map(|spill| spill.pool())
     }
 
-    /// The weights of a unit on a device apart. Those of the unit before stay until they are there, so that they get
+    /// The weights of a unit on a discrete device. Those of the unit before stay until they are there, so that they get
     /// another place and need not wait for what the device still does with it.
     fn upload(
         &self,
@@ -486,14 +500,13 @@ impl ParamAccess for Zero {
 
     fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
         self.leased.set(Some((unit, phase)));
-        // What is gathered ahead has its place already.
-        if self.plan.config().prefetch_units == 0 || self.plan.gathers_ahead() {
+        if self.frees_first {
             self.uploaded
                 .borrow_mut()
                 .take_if(|(there, _)| *there != unit);
         }
         let mut params = self.store.borrow_mut().lease(unit, phase)?;
-        if self.backend.device().is_apart() {
+        if self.discrete {
             params = self.upload(unit, params)?;
         }
         self.label_device(Some((unit, phase)))?;

@@ -8,14 +8,13 @@ use super::Zero;
 use crate::checkpoint::{Checkpoint, Piece, PieceBytes, Writer};
 use crate::error::EngineError;
 use crate::offload::tier::{Access, Region, windows};
-use crate::plan::{GroupKind, Plan};
+use crate::plan::{GroupKind, MASTER, Plan};
 use kernels::DType;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// Elements, or bytes, on their way between a disk and a checkpoint at once.
 const CHUNK_ELEMS: usize = 1 << 22;
-const MASTER: &str = "master";
 const WEIGHT: &str = "weight";
 
 impl Zero {
@@ -27,7 +26,7 @@ impl Zero {
         self.finish_updates()?;
         let plan = self.plan().clone();
         let rank = self.shard();
-        let weight_dtype = plan.config().precision.weight_dtype();
+        let weight_dtype = plan.dtype_of(GroupKind::Trainable);
         let mut pieces = Vec::new();
         // The other groups hold the same.
         let writes = self.comm().world().rank < plan.shards();
@@ -91,7 +90,7 @@ impl Zero {
                 }
             }
             let resting = self.resting_range(unit.id);
-            let dtype = precision.weight_dtype();
+            let dtype = plan.dtype_of(GroupKind::Trainable);
             let mut scratch = Vec::new();
             for (slot, part) in unit.trainable.parts(resting.clone()) {
                 let name = &plan.spec().params[slot.param.index()].name;

@@ -98,12 +98,7 @@ impl Zero {
 
     /// Elements of a trainable group this rank updates.
     fn updated(&self, unit: UnitId) -> Range<usize> {
-        let group = &self.plan.unit(unit).trainable;
-        if self.plan.config().stage.shards_optimizer() {
-            group.shard(self.shard())
-        } else {
-            0..group.padded_elems
-        }
+        self.plan.updated_range(unit, self.comm.world().rank)
     }
 
     fn trainable_units(&self) -> Vec<UnitId> {
@@ -269,7 +264,7 @@ impl Zero {
             return Ok(());
         }
         let rank = self.shard();
-        let dtype = self.plan.config().precision.weight_dtype();
+        let dtype = self.plan.dtype_of(GroupKind::Trainable);
         let mut copies = CopyClock::default();
         for unit in self.trainable_units() {
             let shard = self.plan.unit(unit).trainable.shard(rank);

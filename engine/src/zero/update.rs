@@ -1,4 +1,4 @@
-//! The update after the pass: chunk by chunk over a store, reading the next while one is updated and the previous is written.
+//! The update after the pass, chunk by chunk over a store: the next chunk is read while one is updated and one written.
 
 use super::Result;
 use crate::comm::ReadBuffer;

@@ -5,7 +5,7 @@ use engine::{
     Phase, Plan, Precision, Stage, Tier, Tiers, UnitId, UnitSpec, Zero, ZeroConfig,
 };
 use kernels::{Backend, CpuBackend, Pool, PoolStats, Tag, Tensor};
-use optim::{AdamW, GroupOptions, Optimizer};
+use optim::{AdamW, Bf16Storage, GroupOptions, MomentDtype, Optimizer, PureBf16};
 use std::sync::Arc;
 
 /// Elements of the parameters of each unit; the second half of a unit is frozen where it is odd.
@@ -173,6 +173,43 @@ fn a_dry_run_counts_the_bytes_of_spill_files_and_their_buffers() {
     assert_eq!(counted, files.iter().sum::<u64>());
     let buffers = dry_run.host_pool().stats().tag(Tag::Workspace).in_use;
     assert_eq!(buffers, plan.spill_buffer_bytes());
+}
+
+#[test]
+fn the_plan_counts_what_the_store_allocates_whatever_the_optimizer_stores() {
+    for (weights, moments) in [
+        (Bf16Storage::Stochastic, MomentDtype::Bf16),
+        (Bf16Storage::Kahan, MomentDtype::Bf16),
+        (Bf16Storage::Kahan, MomentDtype::F32),
+    ] {
+        let early = EarlyStep {
+            most_elems: 100_000,
+            single_micro_batch: true,
+        };
+        for early_step in [None, Some(early)] {
+            let config = ZeroConfig {
+                precision: Precision::PureBf16,
+                offload: Offload::CPU,
+                early_step,
+                ..ZeroConfig::default()
+            };
+            let rule = AdamW {
+                pure_bf16: PureBf16 { weights, moments },
+                ..AdamW::default()
+            };
+            let plan = Arc::new(Plan::new(spec(), config, 2).unwrap());
+            let memory = plan.memory(rule.slots(Precision::PureBf16));
+            let dry_run = DryRun::new(plan, Arc::new(rule)).unwrap();
+            let counted = dry_run.host_pool().stats();
+            for (tag, planned) in [
+                (Tag::Parameters, memory.parameters),
+                (Tag::Gradients, memory.gradients),
+                (Tag::Optimizer, memory.optimizer),
+            ] {
+                assert_eq!(counted.tag(tag).in_use, planned.host, "{tag:?}");
+            }
+        }
+    }
 }
 
 /// The window of a rank that only saves, and what it saw.

@@ -242,7 +242,10 @@ fn frozen_units_own_no_training_state_and_do_not_move() {
         }
         let zero = run_world(2, |comm| {
             let zero = engine_for(&case, comm).unwrap();
-            let memory = zero.plan().memory();
+            let memory = zero.plan().memory(optim::Optimizer::slots(
+                &optim::AdamW::default(),
+                case.config.precision,
+            ));
             let trained = zero
                 .plan()
                 .units()
@@ -307,7 +310,7 @@ fn gathered_weights_never_exceed_the_plan() {
             load_initial(&mut zero);
             toy::train_step(&case, &mut zero, 0).unwrap();
             let peak = zero.device_pool().stats().tag(kernels::Tag::Gathered).peak;
-            assert_eq!(peak, zero.plan().memory().gathered);
+            assert_eq!(peak, zero.plan().memory(&[]).gathered);
             assert_eq!(
                 zero.device_pool()
                     .stats()

@@ -260,10 +260,10 @@ impl<'a> Run<'a> {
         let mut host = read(self.dry_run.host_pool());
         // The step's collectives and those of a pass are counted where they lie: in the window, which is host memory
         // beside a GPU.
-        let tier = if self.dry_run.is_apart() {
-            &mut host
-        } else {
+        let tier = if self.dry_run.is_host_addressable() {
             &mut device
+        } else {
+            &mut host
         };
         let gathered = tier.get(Tag::Gathered.name()).copied().unwrap_or(0);
         let sent = self.dry_run.take_window_peak().saturating_sub(gathered);
@@ -286,10 +286,10 @@ impl<'a> Run<'a> {
         let stats = self.dry_run.device_pool().stats();
         let window = self.dry_run.window();
         let footprint = Footprint {
-            touched: if self.dry_run.is_apart() {
-                0
-            } else {
+            touched: if self.dry_run.is_host_addressable() {
                 stats.touched
+            } else {
+                0
             },
             held: stats.held,
             host: self.dry_run.host_bytes(),

@@ -1,0 +1,188 @@
+//! What a rank stores between passes: every state, its elements, element type and tier.
+//!
+//! The rows are derived here alone. The store allocates them in their order, memory and spill files are sums of them, and
+//! a dry run counts them because it runs the store.
+
+use super::blocks::WINDOW_ALIGN;
+use super::{GroupKind, GroupLayout, Plan, StateKind, Tier, UnitPlan};
+use crate::spec::UnitId;
+use kernels::{DType, Tag};
+use optim::StateSlot;
+use std::ops::Range;
+
+/// Name of the f32 copy of weights in rows and checkpoints.
+pub const MASTER: &str = "master";
+
+/// What a row stores.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Stored {
+    /// Weights of a group.
+    Weights(GroupKind),
+    /// Gradients summed over micro-batches.
+    Gradients,
+    /// Optimizer state by its name in checkpoints: [`MASTER`] or a slot of the update rule.
+    State(&'static str),
+    /// Gradients of any one unit until an update in backward consumes them.
+    Waiting,
+}
+
+/// One state of one rank.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Row {
+    /// The unit; `None` for buffers that units share.
+    pub unit: Option<UnitId>,
+    /// What it stores.
+    pub what: Stored,
+    /// Whether this is the second copy, which an update in backward writes.
+    pub spare: bool,
+    /// Elements of the group.
+    pub range: Range<usize>,
+    /// Their type.
+    pub dtype: DType,
+    /// Where they are stored.
+    pub tier: Tier,
+}
+
+impl Row {
+    /// Bytes, without padding of a disk.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        (self.range.len() * self.dtype.size_bytes()) as u64
+    }
+
+    /// Bytes after a block boundary at which it begins on a disk.
+    pub(crate) fn phase(&self) -> u64 {
+        (self.range.start % WINDOW_ALIGN * self.dtype.size_bytes()) as u64
+    }
+
+    /// The kind of state, which has its own tier and spill file.
+    #[must_use]
+    pub fn kind(&self) -> StateKind {
+        match self.what {
+            Stored::Weights(_) => StateKind::Param,
+            Stored::Gradients | Stored::State(_) | Stored::Waiting => StateKind::Optimizer,
+        }
+    }
+
+    /// What a pool counts it as.
+    pub(crate) fn tag(&self) -> Tag {
+        match self.what {
+            Stored::Weights(_) => Tag::Parameters,
+            Stored::Gradients | Stored::Waiting => Tag::Gradients,
+            Stored::State(_) => Tag::Optimizer,
+        }
+    }
+}
+
+impl Plan {
+    /// Element type of the weights of a group.
+    #[must_use]
+    pub fn dtype_of(&self, group: GroupKind) -> DType {
+        match group {
+            GroupKind::Trainable | GroupKind::Frozen => self.config().precision.weight_dtype(),
+        }
+    }
+
+    /// Elements of a group whose weights `rank` stores.
+    pub(crate) fn stored_range(&self, unit: UnitId, group: GroupKind, rank: usize) -> Range<usize> {
+        let shards = self.config().stage.shards_parameters();
+        self.part(self.unit(unit).group(group), shards, rank)
+    }
+
+    /// Elements of a trainable group that `rank` updates.
+    pub(crate) fn updated_range(&self, unit: UnitId, rank: usize) -> Range<usize> {
+        let shards = self.config().stage.shards_optimizer();
+        self.part(&self.unit(unit).trainable, shards, rank)
+    }
+
+    fn part(&self, group: &GroupLayout, is_sharded: bool, rank: usize) -> Range<usize> {
+        match is_sharded {
+            true => group.shard(self.shard_of(rank)),
+            false => 0..group.padded_elems,
+        }
+    }
+
+    /// What `rank` stores between passes, in the order of allocation. `slots` are the optimizer's. Empty groups have no
+    /// rows; activations depend on the batch and have none either.
+    #[must_use]
+    pub fn inventory(&self, rank: usize, slots: &[StateSlot]) -> Vec<Row> {
+        let mut rows = Vec::new();
+        for unit in self.units() {
+            let groups = GroupKind::ALL.into_iter();
+            let groups = groups.filter(|kind| !unit.group(*kind).is_empty());
+            rows.extend(groups.map(|kind| self.weights_row(unit, kind, rank)));
+            if !unit.trainable.is_empty() && !self.consumes_gradients(unit.id) {
+                rows.push(Row {
+                    unit: Some(unit.id),
+                    what: Stored::Gradients,
+                    spare: false,
+                    range: self.part(&unit.trainable, self.config().shards_gradients(), rank),
+                    dtype: self.config().grad_dtype(),
+                    tier: self.config().offload.optimizer,
+                });
+            }
+        }
+        for unit in self
+            .units()
+            .iter()
+            .filter(|unit| !unit.trainable.is_empty())
+        {
+            rows.extend(self.state_rows(unit, rank, slots));
+            if self.steps_early(unit.id) {
+                let second = |row| Row { spare: true, ..row };
+                rows.extend(self.state_rows(unit, rank, slots).map(second));
+                let weights = self.weights_row(unit, GroupKind::Trainable, rank);
+                rows.push(Row {
+                    range: self.updated_range(unit.id, rank),
+                    ..second(weights)
+                });
+            }
+        }
+        let waiting = Row {
+            unit: None,
+            what: Stored::Waiting,
+            spare: false,
+            range: 0..self.waiting_elems(),
+            dtype: DType::F32,
+            tier: Tier::Host,
+        };
+        rows.extend(std::iter::repeat_n(waiting, self.waiting_buffers()));
+        rows
+    }
+
+    fn weights_row(&self, unit: &UnitPlan, kind: GroupKind, rank: usize) -> Row {
+        Row {
+            unit: Some(unit.id),
+            what: Stored::Weights(kind),
+            spare: false,
+            range: self.stored_range(unit.id, kind, rank),
+            dtype: self.dtype_of(kind),
+            tier: self.config().offload.param,
+        }
+    }
+
+    /// Master weights, where the precision has any, and every slot.
+    fn state_rows(
+        &self,
+        unit: &UnitPlan,
+        rank: usize,
+        slots: &[StateSlot],
+    ) -> impl Iterator<Item = Row> {
+        let (unit, range) = (unit.id, self.updated_range(unit.id, rank));
+        let tier = self.config().offload.optimizer;
+        let master = self.config().precision.has_master();
+        let master = master.then_some((MASTER, DType::F32));
+        let slots = slots.iter().map(|slot| (slot.name, slot.dtype));
+        master
+            .into_iter()
+            .chain(slots)
+            .map(move |(name, dtype)| Row {
+                unit: Some(unit),
+                what: Stored::State(name),
+                spare: false,
+                range: range.clone(),
+                dtype,
+                tier,
+            })
+    }
+}

@@ -1,0 +1,166 @@
+//! How weights and gradients of a group move, resolved once when the store is built.
+
+use crate::plan::{GroupKind, Plan, Tier, UnitPlan};
+
+/// The device that computes, as far as routes depend on it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Computes {
+    /// The host cannot address its memory.
+    pub(crate) discrete: bool,
+    /// States of the device tier are stored in that memory.
+    pub(crate) stores: bool,
+    /// Devices run collectives among themselves.
+    pub(crate) collects: bool,
+}
+
+/// How a lease makes weights readable.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum WeightRoute {
+    /// All-gathered by the communicator.
+    Gathered,
+    /// All-gathered by the devices.
+    GatheredOnDevice,
+    /// Views of a discrete device's memory, where they are stored.
+    OnDevice,
+    /// Views of memory that the host can address, where they are stored.
+    InPlace,
+    /// Views of a copy.
+    Copied,
+}
+
+/// How a deposited gradient reaches its sum.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum GradientRoute {
+    /// Added to the sum at each deposit.
+    Added,
+    /// Collected in a bucket.
+    Bucketed,
+    /// Added to the sum by the discrete device that stores it.
+    AddedOnDevice,
+    /// Reduce-scattered by the devices. The shard is fetched, or added on the device that stores the sum.
+    ReducedOnDevice { stays: bool },
+    /// Fetched from a discrete device, into a bucket or into the sum.
+    Fetched { bucketed: bool },
+}
+
+/// What happens to the gradients of a trainable group.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Gradients {
+    pub(crate) route: GradientRoute,
+    /// Whether the communicator or the devices reduce-scatter every micro-batch.
+    pub(crate) reduced: bool,
+    /// Whether an update in backward consumes them, so that there is no sum.
+    pub(crate) consumed: bool,
+    /// Whether the unit is updated in backward.
+    pub(crate) updated_in_backward: bool,
+}
+
+/// The routes of one group of one unit.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Route {
+    /// In a pass that computes.
+    pub(crate) weights: WeightRoute,
+    /// In a pass that reads weights in host memory, to save them.
+    pub(crate) visited: WeightRoute,
+    /// Of a trainable group.
+    pub(crate) gradients: Option<Gradients>,
+}
+
+impl Route {
+    pub(crate) fn new(plan: &Plan, unit: &UnitPlan, kind: GroupKind, device: Computes) -> Self {
+        let weights = weights(plan, device);
+        Self {
+            weights,
+            visited: match weights {
+                WeightRoute::GatheredOnDevice => WeightRoute::Gathered,
+                WeightRoute::OnDevice => WeightRoute::Copied,
+                other => other,
+            },
+            gradients: (kind == GroupKind::Trainable && !unit.trainable.is_empty())
+                .then(|| gradients(plan, unit, device)),
+        }
+    }
+}
+
+/// The routes that all units of a store share.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Flow {
+    /// Weights are all-gathered.
+    pub(crate) gathers: bool,
+    /// The devices gather them in passes that compute.
+    pub(crate) gathers_on_device: bool,
+    /// The devices gather them one unit ahead of their use.
+    pub(crate) gathers_ahead: bool,
+    /// They are copied to the device one unit ahead of their use.
+    pub(crate) uploads_ahead: bool,
+    /// They are stored on a disk.
+    pub(crate) weights_on_disk: bool,
+    /// They are stored in a discrete device's memory.
+    pub(crate) weights_on_device: bool,
+    /// The devices reduce-scatter gradients.
+    pub(crate) reduces_on_device: bool,
+    /// Gradients come from a discrete device. A unit's are fetched after the next unit's backward is queued, so that the
+    /// device is busy meanwhile.
+    pub(crate) defers_gradients: bool,
+    /// Updates may run during the next pass.
+    pub(crate) updates_in_forward: bool,
+}
+
+impl Flow {
+    pub(crate) fn new(plan: &Plan, device: Computes) -> Self {
+        let (gathers, param) = (plan.gathers_parameters(), plan.config().offload.param);
+        Self {
+            gathers,
+            gathers_on_device: gathers && device.collects,
+            gathers_ahead: plan.gathers_ahead(),
+            uploads_ahead: plan.uploads_ahead(),
+            weights_on_disk: param == Tier::Nvme,
+            weights_on_device: param == Tier::Device && device.stores,
+            reduces_on_device: plan.config().shards_gradients() && device.collects,
+            defers_gradients: device.discrete,
+            updates_in_forward: plan.steps_late(),
+        }
+    }
+}
+
+fn weights(plan: &Plan, device: Computes) -> WeightRoute {
+    if plan.gathers_parameters() {
+        return match device.collects {
+            true => WeightRoute::GatheredOnDevice,
+            false => WeightRoute::Gathered,
+        };
+    }
+    match plan.config().offload.param {
+        Tier::Device if device.stores => WeightRoute::OnDevice,
+        Tier::Device => WeightRoute::InPlace,
+        // They are sent to the device from where they are stored.
+        Tier::Host if device.discrete => WeightRoute::InPlace,
+        Tier::Host | Tier::Nvme => WeightRoute::Copied,
+    }
+}
+
+fn gradients(plan: &Plan, unit: &UnitPlan, device: Computes) -> Gradients {
+    let config = plan.config();
+    let consumed = plan.consumes_gradients(unit.id);
+    let reduced = config.shards_gradients();
+    let sum_stays = device.stores && config.offload.optimizer == Tier::Device && !consumed;
+    // Where gradients are reduced in between, where the sum is on a disk, or where there is none.
+    let bucketed = reduced || config.offload.optimizer == Tier::Nvme || consumed;
+    let route = if device.collects && reduced {
+        GradientRoute::ReducedOnDevice { stays: sum_stays }
+    } else if sum_stays && !(plan.world_size() > 1 && reduced) {
+        GradientRoute::AddedOnDevice
+    } else if device.discrete {
+        GradientRoute::Fetched { bucketed }
+    } else if bucketed {
+        GradientRoute::Bucketed
+    } else {
+        GradientRoute::Added
+    };
+    Gradients {
+        route,
+        reduced,
+        consumed,
+        updated_in_backward: plan.steps_early(unit.id),
+    }
+}
