@@ -11,3 +11,5 @@ pub mod world;
 
 #[cfg(test)]
 mod documents;
+#[cfg(test)]
+mod structure_launcher;
