@@ -23,28 +23,30 @@ use crate::ui::Event;
 
 pub use dataset::{HELD_OUT_SAMPLES, TRAIN_SAMPLES};
 
-/// Makes the demo's files unless they are there and whole; does nothing for other sources. Where
-/// the cache folder cannot be written, the folder for temporary files takes its place.
+/// Makes the demo's files unless they are there and whole; does nothing for other sources. Where the cache directory cannot
+/// be written, the directory for temporary files takes its place in the configuration that comes back.
 ///
 /// # Errors
-/// Neither folder can be written (exit 16 where the disk is full).
+/// Neither directory can be written (exit 16 where the disk is full).
 pub fn prepare(
-    config: &mut RunConfig,
+    config: RunConfig,
     env: &Env,
     show: &mut dyn FnMut(Event),
-) -> Result<(), Failure> {
-    let Source::Demo { folder } = &mut config.source else {
-        return Ok(());
+) -> Result<RunConfig, Failure> {
+    let Source::Demo { folder } = &config.source else {
+        return Ok(config);
     };
-    match cache::ensure(folder, show) {
-        Ok(()) => Ok(()),
-        Err(first) => {
-            // Distinct from the cache folder's own place, and private to the user by its name.
-            let user = rustix::process::getuid().as_raw();
-            *folder = folder_in(&env.temp_dir.join(format!("tessera-cache-{user}")));
-            cache::ensure(folder, show).map_err(|_| first)
-        }
-    }
+    let Err(first) = cache::ensure(folder, show) else {
+        return Ok(config);
+    };
+    // Distinct from the cache folder's own place, and private to the user by its name.
+    let user = rustix::process::getuid().as_raw();
+    let folder = folder_in(&env.temp_dir.join(format!("tessera-cache-{user}")));
+    cache::ensure(&folder, show).map_err(|_| first)?;
+    Ok(RunConfig {
+        source: Source::Demo { folder },
+        ..config
+    })
 }
 
 /// Makes the demo's files in `folder`, unless they are there and whole.
