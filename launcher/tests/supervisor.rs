@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
-use launcher::config::{RunConfig, Task};
+use launcher::config::{RunPlan, Task};
 use launcher::device::Devices;
 use launcher::error::{ErrorCode, Failure};
 use launcher::launch::rank::{RunSummary, StopFlag};
@@ -38,7 +38,7 @@ fn main() -> ExitCode {
 // ---- the fake rank ----
 
 fn fake_rank(
-    config: &RunConfig,
+    config: &RunPlan,
     rank: &RankEnv,
     stop: &StopFlag,
     _devices: &dyn Devices,
@@ -379,7 +379,7 @@ fn good_run(bench: &Bench) {
     let log = fs::read_to_string(bench.path("out/logs/rank-0001.log")).unwrap();
     assert!(log.contains("rank 1 is up"));
     assert!(bench.path("out/logs/rank-0002.jsonl").exists());
-    let config = RunConfig::load_from(&bench.path("out/config.resolved.json")).unwrap();
+    let config = RunPlan::load_from(&bench.path("out/config.resolved.json")).unwrap();
     assert_eq!((config.nproc, config.task), (3, Task::Train));
     assert!(!bench.path("out/errors").exists());
     let again = bench.run("ok");

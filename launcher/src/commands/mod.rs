@@ -16,7 +16,7 @@ mod watch;
 
 use crate::cli::file::{self};
 use crate::cli::{self, Command, Note, PlanArgs};
-use crate::config::RunConfig;
+use crate::config::RunPlan;
 use crate::device::{Devices, Nvidia};
 use crate::error::Failure;
 use crate::error::format::ErrorFormat;
@@ -30,13 +30,12 @@ use std::process::ExitCode;
 use train::{run_rank, run_supervisor, show_files};
 
 /// The work of one rank process, from its configuration to its summary.
-pub type RankMain =
-    fn(&RunConfig, &RankEnv, &StopFlag, &dyn Devices) -> Result<RunSummary, Failure>;
+pub type RankMain = fn(&RunPlan, &RankEnv, &StopFlag, &dyn Devices) -> Result<RunSummary, Failure>;
 
-/// Work of the supervisor before ranks start and before the run's folder is touched: check model
-/// and data, plan the memory. What it shows goes through the callback.
-/// It returns what it can say later about failures of ranks.
-pub type PrepareHook = fn(&mut RunConfig, &Env, &mut dyn FnMut(Event)) -> Result<Advice, Failure>;
+/// Work of the supervisor before ranks start and before the run's directory is touched: check model and data, plan the
+/// memory, decide what the draft leaves open. What it shows goes through the callback. It returns the decided run, and what
+/// it can say later about failures of ranks.
+pub type PrepareHook = fn(&RunPlan, &mut dyn FnMut(Event)) -> Result<(RunPlan, Advice), Failure>;
 
 /// What the program does besides supervising.
 #[derive(Debug, Clone, Copy)]
@@ -52,7 +51,7 @@ pub struct Hooks {
 /// Runs the program with nothing to prepare.
 pub fn run_with(rank_main: RankMain) -> ExitCode {
     run_hooks(Hooks {
-        prepare: |_, _, _| Ok(Box::new(|_| ())),
+        prepare: |draft, _| Ok((draft.clone(), Box::new(|_| ()))),
         rank_main,
         devices: &Nvidia,
     })

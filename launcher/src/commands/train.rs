@@ -1,9 +1,9 @@
 //! The two parts of the program: supervisor and rank.
 
-use super::Hooks;
+use super::{Hooks, demo};
 use crate::error::RECORD_TARGET;
 use crate::launch::spill_directories;
-use crate::plan::Advice;
+use crate::plan::{Advice, settle_one_by_one};
 use std::cell::RefCell;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -12,7 +12,7 @@ use crate::cli::file::Loaded;
 use crate::cli::resolve_on;
 use crate::cli::{self, Args, Note};
 use crate::config::{
-    CONFIG_FILE, Collectives, DEVICE, EarlyStep, Resume, RunConfig, Task, UploadAhead,
+    CONFIG_FILE, Collectives, DEVICE, EarlyStep, Resume, RunConfig, RunPlan, Task,
 };
 use crate::device::{self, Chosen, Devices};
 use crate::error::format::ErrorFormat;
@@ -58,7 +58,7 @@ pub(super) fn run_supervisor(
     let resolved = resolve_on(args, env, &chosen).map_err(|failure| loaded.place(failure))?;
     notes.extend(loaded.notes.iter().cloned());
     notes.extend(resolved.notes);
-    let mut config = resolved.config;
+    let asked = resolved.config;
     let mut screen = Screen::on_stderr(env.no_color);
     logging::init_supervisor(env.rust_log.as_deref())?;
     show_files(loaded, &mut screen);
@@ -74,33 +74,32 @@ pub(super) fn run_supervisor(
             text: format!("{}: {}", preset.script, preset.spelled()),
         });
     }
-    for event in chosen.events(&config) {
+    for event in chosen.events(&asked) {
         screen.show(&event);
     }
-    let share = share_of(&config, env);
+    let share = share_of(&asked, env);
+    let mut asked = asked;
     if share.is_some() {
-        if config.early_step == EarlyStep::Auto && config.updates_beside_gpus() {
+        if asked.early_step == EarlyStep::Auto && asked.updates_beside_gpus() {
             screen.show(&Event::Info {
                 label: "early".into(),
                 text: "--optimizer-in-backward auto keeps updates after the pass: spare host memory differs between machines; a number of bytes applies to all"
                     .into(),
             });
         }
-        one_by_one(&mut config)?;
+        asked = settle_one_by_one(&asked)?;
     }
     // The machine of rank 0 does for the folder what elsewhere nobody must do twice.
     let is_first = share.as_ref().is_none_or(|share| share.first_rank == 0);
     if is_first {
-        run_directory::check(&mut config)?;
+        asked = RunConfig {
+            output: run_directory::check(&asked)?,
+            ..asked
+        };
     }
-    crate::commands::demo::prepare(&mut config, env, &mut |event| screen.show(&event))?;
-    let unprepared = config.clone();
-    let mut plan = PlanFile::default();
-    let prepared = (hooks.prepare)(&mut config, env, &mut |event| {
-        plan.note(&event);
-        screen.show(&event);
-    });
-    let advice = match prepared {
+    let asked = demo::prepare(asked, env, &mut |event| screen.show(&event))?;
+    let prepared = prepare(hooks, &asked.draft(), &mut |event| screen.show(&event));
+    let Prepared { run, advice, plan } = match prepared {
         Err(failure) if is_finished(args, &failure) => {
             screen.show(&finished(&failure));
             return Ok(ExitCode::SUCCESS);
@@ -109,30 +108,27 @@ pub(super) fn run_supervisor(
     };
     let signals = SignalSource::new()?;
     let held = match is_first {
-        true => Some(run_directory::prepare(&config)?),
+        true => Some(run_directory::prepare(&run)?),
         false => {
-            run_directory::join(&config)?;
+            run_directory::join(&run)?;
             None
         }
     };
     if is_first {
-        plan.save(&config.output)?;
+        plan.save(&run.output)?;
     }
-    let planned = Planned {
-        config: &config,
-        unprepared: &unprepared,
-        advice: &*advice,
-    };
-    let ended = run_job(hooks, &planned, env, share, &signals, &mut screen);
+    let output = run.output.clone();
+    let job = Planned { asked, run, advice };
+    let ended = run_job(hooks, job, env, share, &signals, &mut screen);
     // Also of a run that failed: from what it left.
-    if is_first && let Err(failure) = report::write_pages(&config.output) {
+    if is_first && let Err(failure) = report::write_pages(&output) {
         let text = format!("{}: {}", failure.title, failure.cause);
         screen.show(&Event::Warning { text });
     }
     drop(held);
-    let summary = ended?;
+    let (run, summary) = ended?;
     screen.show(&Event::Done(done(
-        &config,
+        &run,
         &summary,
         &loaded.warnings,
         started.elapsed().as_secs_f64(),
@@ -165,60 +161,75 @@ fn share_of(config: &RunConfig, env: &Env) -> Option<Share> {
 }
 
 /// A run that is ready to begin.
-struct Planned<'a> {
-    config: &'a RunConfig,
-    /// The same before its plan settled anything.
-    unprepared: &'a RunConfig,
-    advice: &'a dyn Fn(&mut Failure),
+struct Planned {
+    /// What was asked for, before a plan decided anything.
+    asked: RunConfig,
+    run: RunPlan,
+    advice: Advice,
 }
 
-/// Trains, and in the demo shows that the result can be loaded.
+/// What a draft came to.
+struct Prepared {
+    run: RunPlan,
+    advice: Advice,
+    /// What the report says of the plan.
+    plan: PlanFile,
+}
+
+/// Checks a draft and decides what it leaves open.
+fn prepare(
+    hooks: &Hooks,
+    draft: &RunPlan,
+    show: &mut dyn FnMut(Event),
+) -> Result<Prepared, Failure> {
+    let mut plan = PlanFile::default();
+    let (run, advice) = (hooks.prepare)(draft, &mut |event| {
+        plan.note(&event);
+        show(event);
+    })?;
+    Ok(Prepared { run, advice, plan })
+}
+
+/// Trains, and in the demo shows that the result can be loaded. The run of the last attempt comes back.
 fn run_job(
     hooks: &Hooks,
-    planned: &Planned<'_>,
+    planned: Planned,
     env: &Env,
     share: Option<Share>,
     signals: &SignalSource,
     screen: &mut Screen,
-) -> Result<RunSummary, Failure> {
-    let config = planned.config;
+) -> Result<(RunPlan, RunSummary), Failure> {
     let is_first = share.as_ref().is_none_or(|share| share.first_rank == 0);
-    let mut attempts = Attempts::new(config, planned.unprepared);
+    let mut attempts = Attempts::new(planned.asked, planned.run);
     // That of the newest plan.
-    let advice: RefCell<Option<Advice>> = RefCell::new(None);
-    let mut prepare = |config: &mut RunConfig, screen: &mut Screen| {
-        let mut plan = PlanFile::default();
-        let newest = (hooks.prepare)(config, env, &mut |event| {
-            plan.note(&event);
-            screen.show(&event);
-        })?;
-        advice.replace(Some(newest));
-        plan.save(&config.output)
+    let advice = RefCell::new(planned.advice);
+    let mut again = |draft: &RunPlan, screen: &mut Screen| {
+        let newest = prepare(hooks, draft, &mut |event| screen.show(&event))?;
+        drop(advice.replace(newest.advice));
+        newest.plan.save(&newest.run.output)?;
+        Ok(newest.run)
     };
     let summary = loop {
-        let advise = |failure: &mut Failure| match &*advice.borrow() {
-            Some(newest) => newest(failure),
-            None => (planned.advice)(failure),
-        };
-        let config = attempts.config();
-        let ended = supervise(config, env, share.clone(), signals, screen, &advise);
+        let advise = |failure: &mut Failure| (advice.borrow())(failure);
+        let ended = supervise(attempts.run(), env, share.clone(), signals, screen, &advise);
         match ended {
             Ok(RunSummary {
                 ipc_refused: Some(why),
                 ..
-            }) => attempts.through_host(why, &mut prepare, screen)?,
+            }) => attempts.through_host(why, &mut again, screen)?,
             Ok(summary) => break summary,
-            Err(ended) => attempts.again(ended, &mut prepare, screen)?,
+            Err(ended) => attempts.again(ended, &mut again, screen)?,
         }
     };
-    if config.is_demo() && is_first && !summary.interrupted {
-        prove_resume(config, &summary, env, signals, screen)?;
+    let run = attempts.run();
+    if run.is_demo() && is_first && !summary.interrupted {
+        prove_resume(run, &summary, env, signals, screen)?;
     }
-    Ok(summary)
+    Ok((run.clone(), summary))
 }
 
 fn supervise(
-    config: &RunConfig,
+    config: &RunPlan,
     env: &Env,
     share: Option<Share>,
     signals: &SignalSource,
@@ -247,7 +258,7 @@ fn supervise(
 
 /// Loads the demo's last checkpoint in one rank and compares the evaluation loss bit for bit.
 fn prove_resume(
-    config: &RunConfig,
+    run: &RunPlan,
     trained: &RunSummary,
     env: &Env,
     signals: &SignalSource,
@@ -256,11 +267,13 @@ fn prove_resume(
     let (Some(checkpoint), Some(expected)) = (&trained.checkpoint, trained.eval_loss) else {
         return Ok(());
     };
-    let mut again = config.clone();
-    again.task = Task::Evaluate;
-    again.nproc = 1;
-    again.ranks_here = None;
-    again.resume = Resume::From(checkpoint.clone());
+    let again = run.with_config(RunConfig {
+        task: Task::Evaluate,
+        nproc: 1,
+        ranks_here: None,
+        resume: Resume::From(checkpoint.clone()),
+        ..run.config().clone()
+    });
     let summary = supervise(&again, env, None, signals, screen, &|_| ())?;
     let identical = summary.eval_loss.map(f64::to_bits) == Some(expected.to_bits());
     let name = checkpoint
@@ -322,7 +335,7 @@ pub(super) fn run_rank(
     format: ErrorFormat,
 ) -> Result<ExitCode, Failure> {
     // Under another launcher rank 0 does for the folder what otherwise the supervisor does.
-    let (config, alone) = match rank_config(hooks, env, rank, args) {
+    let (config, alone) = match rank_run(hooks, env, rank, args) {
         Err(failure) if is_finished(args, &failure) => {
             if rank.rank == 0 {
                 Screen::on_stderr(env.no_color).show(&finished(&failure));
@@ -374,38 +387,11 @@ pub(super) fn run_rank(
     status
 }
 
-/// What ranks that are started one by one, or on several machines, cannot find alike or do together.
-fn one_by_one(config: &mut RunConfig) -> Result<(), Failure> {
-    if config.early_step == EarlyStep::Auto {
-        // What a disk or host memory has free differs between ranks.
-        config.early_step = EarlyStep::Off;
-    }
-    if config.upload_ahead == UploadAhead::Auto {
-        // As does what a GPU has.
-        config.upload_ahead = UploadAhead::Off;
-    }
-    if config.max_restarts > 0 {
-        return Err(Failure::usage(
-            "--max-restarts is not available under another launcher or on several machines",
-            "a restart must start all ranks together",
-        )
-        .next("start with this program on one machine, or let the job's own launcher restart it with --resume auto"));
-    }
-    if !config.batch.find_batch {
-        return Ok(());
-    }
-    Err(Failure::usage(
-        "--find-batch is not available under another launcher or on several machines",
-        "free memory differs between ranks, so each rank would find another size",
-    )
-    .next("start with this program on one machine, or give --per-device-train-batch-size"))
-}
-
 /// What a rank has that plans for itself.
 struct Alone {
-    /// The configuration before its plan settled anything.
-    unprepared: RunConfig,
-    /// The run's folder, on rank 0.
+    /// What was asked for, before a plan decided anything.
+    asked: RunConfig,
+    /// The run's directory, on rank 0.
     held: Option<Held>,
 }
 
@@ -417,54 +403,46 @@ impl Alone {
         env: &Env,
         rank: &RankEnv,
         why: String,
-    ) -> Result<RunConfig, Failure> {
-        let mut config = self.unprepared.clone();
+    ) -> Result<RunPlan, Failure> {
         if rank.rank == 0 {
             Screen::on_stderr(env.no_color).show(&restart::refused(&why));
         }
-        config.ipc_refused = Some(why);
-        let mut plan = PlanFile::default();
-        drop((hooks.prepare)(&mut config, env, &mut |event| {
-            plan.note(&event);
-        })?);
+        let draft = RunPlan::draft(self.asked.clone(), Some(why));
+        let Prepared { run, plan, .. } = prepare(hooks, &draft, &mut |_| ())?;
         if rank.rank == 0 {
-            config.save_to(&config.output.join(CONFIG_FILE))?;
-            plan.save(&config.output)?;
+            run.save_to(&run.output.join(CONFIG_FILE))?;
+            plan.save(&run.output)?;
         }
-        Ok(config)
+        Ok(run)
     }
 }
 
-/// The configuration of a rank: the supervisor's, or under another launcher resolved from the
-/// same command line on every rank, of which rank 0 holds the folder.
-fn rank_config(
+/// The run of a rank: the supervisor's, or under another launcher decided from the same command line on every rank, of which
+/// rank 0 holds the directory.
+fn rank_run(
     hooks: &Hooks,
     env: &Env,
     rank: &RankEnv,
     args: &Args,
-) -> Result<(RunConfig, Option<Alone>), Failure> {
+) -> Result<(RunPlan, Option<Alone>), Failure> {
     if let Some(job_dir) = &rank.job_dir {
-        return Ok((RunConfig::load_from(&config_file(job_dir))?, None));
+        return Ok((RunPlan::load_from(&config_file(job_dir))?, None));
     }
-    let mut config = resolve_on(args, env, &choose(args, hooks.devices)?)?.config;
-    one_by_one(&mut config)?;
-    crate::commands::demo::prepare(&mut config, env, &mut |_| ())?;
+    let asked = resolve_on(args, env, &choose(args, hooks.devices)?)?.config;
+    let asked = settle_one_by_one(&asked)?;
+    let mut asked = demo::prepare(asked, env, &mut |_| ())?;
     if rank.rank == 0 {
-        run_directory::check(&mut config)?;
+        asked = RunConfig {
+            output: run_directory::check(&asked)?,
+            ..asked
+        };
     }
-    let unprepared = config.clone();
     // The same on every rank: order of the samples, batches of the evaluation.
-    let mut plan = PlanFile::default();
-    drop((hooks.prepare)(&mut config, env, &mut |event| {
-        plan.note(&event);
-    })?);
-    let mut alone = Alone {
-        unprepared,
-        held: None,
-    };
+    let Prepared { run, plan, .. } = prepare(hooks, &asked.draft(), &mut |_| ())?;
+    let mut held = None;
     if rank.rank == 0 {
-        alone.held = Some(run_directory::prepare(&config)?);
-        plan.save(&config.output)?;
+        held = Some(run_directory::prepare(&run)?);
+        plan.save(&run.output)?;
     }
-    Ok((config, Some(alone)))
+    Ok((run, Some(Alone { asked, held })))
 }

@@ -59,9 +59,6 @@ impl RunConfig {
         if self.ranks_here() < self.nproc {
             return Some("the ranks are on several machines".into());
         }
-        if self.ipc_refused.is_some() {
-            return Some("a rank was refused access to the memory of another GPU".into());
-        }
         let used = &self.gpus[..self.gpus.len().min(self.nproc)];
         for one in used {
             let others = used.iter().filter(|two| two.ordinal != one.ordinal);

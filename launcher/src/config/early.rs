@@ -3,7 +3,6 @@
 use std::fmt;
 use std::str::FromStr;
 
-use engine::Plan;
 use serde::{Deserialize, Serialize};
 
 use super::{Device, RunConfig, Tier};
@@ -77,20 +76,6 @@ impl RunConfig {
     pub(crate) fn updates_beside_gpus(&self) -> bool {
         let beside = self.device == Device::Cuda && self.offload.optimizer == Tier::Cpu;
         beside && self.offload.param == Tier::Cpu
-    }
-
-    /// Decides `auto` where the plan that tried it has early updates, from a disk. True where that plan `exceeds` the
-    /// disk: it is to be made again.
-    pub(crate) fn settle_early_step_on_disk(&mut self, plan: &Plan, exceeds: bool) -> bool {
-        if self.early_step != EarlyStep::Auto || !plan.any_steps_early() {
-            return false;
-        }
-        self.early_step = if exceeds {
-            EarlyStep::Off
-        } else {
-            EarlyStep::All
-        };
-        exceeds
     }
 
     /// The same without what `auto` would take because it is to spare: what has to fit.

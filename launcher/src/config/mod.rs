@@ -1,7 +1,8 @@
-//! The configuration of a run, resolved once: no value means "default", nothing is "auto".
+//! What a run is asked to do, and what came of it.
 //!
-//! Flag > file > default. The resolved configuration is saved as `config.resolved.json`; ranks read that
-//! file and resolve nothing themselves, and resolving what it says gives the same configuration.
+//! [`RunConfig`] is what was asked: flag > file > default, every value present, a choice may be `auto`. [`RunPlan`] is what
+//! came of it: no choice is left, and it has what the plan found. It is saved as `config.resolved.json`; ranks read that file
+//! and decide nothing themselves. Neither is ever changed outside this module.
 
 mod choices;
 mod collectives;
@@ -13,18 +14,16 @@ mod gpu;
 mod late;
 pub(crate) mod numbers;
 mod offload;
+mod run_plan;
 mod schedule;
 mod upload;
 pub(crate) mod words;
 
-use std::fs;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use models::Family;
 use serde::{Deserialize, Serialize};
-
-use crate::error::{ErrorCode, Failure};
 
 pub use choices::{
     Cadence, CudaGraph, DataFormatChoice, Device, DeviceChoice, InitChoice, LrScale,
@@ -40,6 +39,8 @@ pub use gpu::{Products, RunGpu};
 pub use late::LateStep;
 pub use numbers::{GradDtype, Numbers, PureBf16Moments, PureBf16Weights, check_family};
 pub use offload::{NvmeIo, Offload, Tier};
+pub(crate) use run_plan::Found;
+pub use run_plan::{CONFIG_FILE, RunPlan};
 pub use schedule::SchedulerKwargs;
 pub use upload::UploadAhead;
 
@@ -242,7 +243,7 @@ pub struct BatchConfig {
     pub find_batch: bool,
 }
 
-/// A resolved run.
+/// What was asked for.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunConfig {
@@ -266,9 +267,6 @@ pub struct RunConfig {
     /// What carries weights and gradients between GPUs, as asked for.
     #[serde(default)]
     pub collectives: Collectives,
-    /// What the ranks met where their GPUs should have read each other's memory: they go through host memory.
-    #[serde(default)]
-    pub ipc_refused: Option<String>,
     /// Tiers of optimizer states and parameters.
     pub offload: Offload,
     /// The way to spill files.
@@ -297,9 +295,6 @@ pub struct RunConfig {
     /// Whether weights that do not stay on a GPU come there one unit before they are used.
     #[serde(default)]
     pub upload_ahead: UploadAhead,
-    /// Bytes that each rank takes of its GPU when it starts, known from the plan; 0 on the CPU.
-    #[serde(default)]
-    pub arena_bytes: u64,
     /// Number format.
     pub precision: PrecisionChoice,
     /// What the number format leaves open.
@@ -338,10 +333,6 @@ pub struct RunConfig {
     pub report_to: ReportTo,
     /// Seed of data order, initial weights and stochastic rounding.
     pub seed: u64,
-    /// Samples that the first update takes, found when the data was checked.
-    pub first_samples: Vec<usize>,
-    /// Bytes of a rank's spill file that activations need at once, known from the plan.
-    pub spilled_activation_bytes: u64,
     /// Where to continue from.
     pub resume: Resume,
     /// How often the run is started again after a rank died.
@@ -354,9 +345,6 @@ pub struct RunConfig {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub inject: Vec<Fault>,
 }
-
-/// File name of the saved configuration.
-pub const CONFIG_FILE: &str = "config.resolved.json";
 
 /// Every layer keeps its input.
 const fn one() -> usize {
@@ -448,32 +436,8 @@ impl RunConfig {
         }
     }
 
-    /// Writes the configuration to `path`.
-    ///
-    /// # Errors
-    /// The file cannot be written.
-    pub fn save_to(&self, path: &Path) -> Result<(), Failure> {
-        let text = serde_json::to_string_pretty(self).map_err(|error| {
-            Failure::usage("the configuration cannot be saved", error.to_string())
-        })?;
-        fs::write(path, text + "\n")
-            .map_err(|error| Failure::io(ErrorCode::Disk, "write", path, &error))
-    }
-
-    /// Reads a saved configuration.
-    ///
-    /// # Errors
-    /// The file cannot be read, or names unknown or missing keys (exit 2).
-    pub fn load_from(path: &Path) -> Result<Self, Failure> {
-        let text = fs::read_to_string(path)
-            .map_err(|error| Failure::io(ErrorCode::Usage, "read", path, &error))?;
-        let mut reader = serde_json::Deserializer::from_str(&text);
-        serde_path_to_error::deserialize(&mut reader).map_err(|error| {
-            Failure::usage(
-                format!("{} is not a run configuration", path.display()),
-                error.inner().to_string(),
-            )
-            .evidence(format!("at {}", error.path()))
-        })
+    /// The draft of this run, with nothing found yet.
+    pub(crate) fn draft(&self) -> RunPlan {
+        RunPlan::draft(self.clone(), None)
     }
 }

@@ -1,7 +1,6 @@
 //! `--prefetch-weights`: weights that come to a GPU one unit before they are used.
 
 use clap::ValueEnum;
-use engine::Plan;
 use serde::{Deserialize, Serialize};
 
 use super::{Device, RunConfig};
@@ -24,20 +23,6 @@ impl RunConfig {
     /// Whether weights come ahead where any are uploaded; `auto` is tried first.
     pub(crate) fn uploads_ahead(&self) -> bool {
         self.device == Device::Cuda && self.upload_ahead != UploadAhead::Off
-    }
-
-    /// Decides `auto` by the plan that tried it. True where that plan `exceeds` the device: it is to be made again.
-    pub(crate) fn settle_upload_ahead(&mut self, plan: &Plan, exceeds: bool) -> bool {
-        if self.upload_ahead != UploadAhead::Auto {
-            return false;
-        }
-        let ahead = plan.uploads_ahead();
-        self.upload_ahead = if ahead && !exceeds {
-            UploadAhead::On
-        } else {
-            UploadAhead::Off
-        };
-        ahead && exceeds
     }
 
     /// Refuses what was asked for by name and cannot be.

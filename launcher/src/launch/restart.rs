@@ -6,7 +6,7 @@
 
 use engine::checkpoint;
 
-use crate::config::{CONFIG_FILE, FaultKind, Resume, RunConfig};
+use crate::config::{BatchConfig, CONFIG_FILE, Fault, FaultKind, Resume, RunConfig, RunPlan};
 use crate::error::Failure;
 use crate::error::file_name;
 use crate::launch::supervisor::RunFailure;
@@ -26,28 +26,29 @@ pub(crate) fn refused(why: &str) -> Event {
 /// The attempts at one run.
 #[derive(Debug)]
 pub(crate) struct Attempts {
-    config: RunConfig,
-    /// Before its plan settled anything.
-    unprepared: RunConfig,
+    /// What was asked for.
+    asked: RunConfig,
+    /// What the present attempt runs.
+    run: RunPlan,
     /// Attempts that have ended.
     ended: u32,
 }
 
-/// Checks and plans a configuration that differs from the one that was checked.
-type Prepare<'a> = dyn FnMut(&mut RunConfig, &mut Screen) -> Result<(), Failure> + 'a;
+/// Checks a draft that differs from the one that was checked, and decides what it leaves open.
+type Prepare<'a> = dyn FnMut(&RunPlan, &mut Screen) -> Result<RunPlan, Failure> + 'a;
 
 impl Attempts {
-    pub(crate) fn new(config: &RunConfig, unprepared: &RunConfig) -> Self {
+    pub(crate) fn new(asked: RunConfig, run: RunPlan) -> Self {
         Self {
-            config: config.clone(),
-            unprepared: unprepared.clone(),
+            asked,
+            run,
             ended: 0,
         }
     }
 
     /// What the present attempt runs.
-    pub(crate) fn config(&self) -> &RunConfig {
-        &self.config
+    pub(crate) fn run(&self) -> &RunPlan {
+        &self.run
     }
 
     /// Prepares another attempt after one that ended with `ended`; `prepare` is asked where the ranks become fewer.
@@ -62,7 +63,7 @@ impl Attempts {
     ) -> Result<(), Failure> {
         let RunFailure { failure, died } = ended;
         let mut failure = *failure;
-        let allowed = self.config.max_restarts;
+        let allowed = self.run.max_restarts;
         if allowed == 0 || !died {
             return Err(failure);
         }
@@ -73,44 +74,42 @@ impl Attempts {
             return Err(failure);
         }
         let lost = self.lost_ranks();
-        if lost > 0 && !self.config.elastic {
+        if lost > 0 && !self.run.elastic {
             failure = failure
                 .evidence("that rank is lost permanently and was not restarted")
                 .next("--elastic continues with the remaining ranks");
             return Err(failure);
         }
         self.ended += 1;
-        run_directory::set_errors_aside(&self.config.output, self.ended)?;
-        let from = self.newest(screen);
-        self.forget_past_faults();
+        run_directory::set_errors_aside(&self.run.output, self.ended)?;
+        let (resume, from) = self.newest(screen);
+        let mut config = RunConfig {
+            resume,
+            inject: self.faults_to_come(),
+            ..self.run.config().clone()
+        };
         if lost > 0 {
-            self.shrink(lost, &failure)?;
+            config = fewer_ranks(&config, lost).ok_or_else(|| failure.clone())?;
         }
         screen.show(&Event::Warning {
             text: format!(
                 "{} ({}); restart {} of {} on {} ranks: {}",
-                failure.title, failure.code, self.ended, allowed, self.config.nproc, from
+                failure.title, failure.code, self.ended, allowed, config.nproc, from
             ),
         });
-        if lost > 0 {
-            self.unsettle();
-            prepare(&mut self.config, screen)?;
-            self.config.save_to(&self.config.output.join(CONFIG_FILE))?;
+        if lost == 0 {
+            self.run = self.run.with_config(config);
+            return Ok(());
         }
-        Ok(())
-    }
-
-    /// Leaves to the next plan what the last one found room for.
-    fn unsettle(&mut self) {
-        self.config.early_step = self.unprepared.early_step;
-        self.config.upload_ahead = self.unprepared.upload_ahead;
+        let refused = self.run.found().ipc_refused.clone();
+        self.plan(config, refused, prepare, screen)
     }
 
     /// Plans the run for the way through host memory, after ranks whose GPUs could not read each other's memory and that
     /// have done nothing. What the plan settled is settled anew.
     ///
     /// # Errors
-    /// The run does not fit that way, or its folder cannot be written.
+    /// The run does not fit that way, or its directory cannot be written.
     pub(crate) fn through_host(
         &mut self,
         why: String,
@@ -118,23 +117,40 @@ impl Attempts {
         screen: &mut Screen,
     ) -> Result<(), Failure> {
         screen.show(&refused(&why));
-        if self.ended == 0 {
-            self.config = self.unprepared.clone();
-        }
-        self.unsettle();
-        self.config.ipc_refused = Some(why);
-        prepare(&mut self.config, screen)?;
-        self.config.save_to(&self.config.output.join(CONFIG_FILE))
+        let config = match self.ended {
+            0 => self.asked.clone(),
+            _ => self.run.config().clone(),
+        };
+        self.plan(config, Some(why), prepare, screen)
     }
 
-    /// Continues from the newest whole checkpoint of this run, or else where it first began. Says which.
-    fn newest(&mut self, screen: &mut Screen) -> String {
-        let output = &self.config.output;
+    /// Decides the run anew and saves it. What the last plan found room for is left to the next.
+    fn plan(
+        &mut self,
+        config: RunConfig,
+        ipc_refused: Option<String>,
+        prepare: &mut Prepare<'_>,
+        screen: &mut Screen,
+    ) -> Result<(), Failure> {
+        let config = RunConfig {
+            early_step: self.asked.early_step,
+            upload_ahead: self.asked.upload_ahead,
+            ..config
+        };
+        self.run = prepare(&RunPlan::draft(config, ipc_refused), screen)?;
+        self.run.save_to(&self.run.output.join(CONFIG_FILE))
+    }
+
+    /// The newest whole checkpoint of this run, or else where it first began, and how to say it.
+    fn newest(&self, screen: &mut Screen) -> (Resume, String) {
+        let output = &self.run.output;
         let Some(folder) = newest_intact(output, None) else {
-            return match &self.config.resume {
+            let resume = self.run.resume.clone();
+            let from = match &resume {
                 Resume::From(path) => format!("again from {}", path.display()),
                 _ => "from the beginning, because no checkpoint was saved".to_owned(),
             };
+            return (resume, from);
         };
         let all = checkpoint::list(output).unwrap_or_default();
         let newer = all.iter().rev().take_while(|(_, other)| *other != folder);
@@ -142,43 +158,48 @@ impl Attempts {
             let text = format!("{} is damaged and is skipped", file_name(damaged));
             screen.show(&Event::Warning { text });
         }
-        let name = file_name(&folder);
-        self.config.resume = Resume::From(folder);
-        format!("continuing from {name}")
+        let from = format!("continuing from {}", file_name(&folder));
+        (Resume::From(folder), from)
     }
 
     /// Ranks that are gone for good, as far as faults asked for that in this attempt.
     fn lost_ranks(&self) -> usize {
-        let faults = self.config.inject.iter();
+        let faults = self.run.inject.iter();
         let lost = faults.filter(|fault| fault.lost && fault.kind == FaultKind::Kill);
-        lost.count().min(self.config.nproc - 1)
+        lost.count().min(self.run.nproc - 1)
     }
 
-    /// Faults that were for the attempts behind do not happen again.
-    fn forget_past_faults(&mut self) {
-        for fault in &mut self.config.inject {
-            fault.times -= 1;
-        }
-        self.config.inject.retain(|fault| fault.times > 0);
+    /// Faults that were not for the attempts before.
+    fn faults_to_come(&self) -> Vec<Fault> {
+        let faults = self.run.inject.iter().map(|fault| Fault {
+            times: fault.times - 1,
+            ..fault.clone()
+        });
+        faults.filter(|fault| fault.times > 0).collect()
     }
+}
 
-    /// Fewer ranks with more micro-batches each: the global batch, and with it the order of the data, stays.
-    fn shrink(&mut self, lost: usize, failure: &Failure) -> Result<(), Failure> {
-        let config = &mut self.config;
-        let micro_batches = config.micro_batches();
-        let left = config.nproc - lost;
-        // One rank always divides them.
-        let nproc = (1..=left).rev().find(|n| micro_batches.is_multiple_of(*n));
-        let Some(nproc) = nproc else {
-            return Err(failure.clone());
-        };
-        config.nproc = nproc;
-        // The batch is what it is, however it was found.
-        config.batch.find_batch = false;
-        config.batch.accumulation_steps = micro_batches / nproc;
-        config.inject.retain(|fault| fault.rank < nproc);
-        Ok(())
-    }
+/// `lost` ranks less, with more micro-batches each: the global batch, and with it the order of the data, stays. `None` where
+/// no number of ranks divides it.
+fn fewer_ranks(config: &RunConfig, lost: usize) -> Option<RunConfig> {
+    let micro_batches = config.micro_batches();
+    let left = config.nproc - lost;
+    // One rank always divides them.
+    let nproc = (1..=left)
+        .rev()
+        .find(|n| micro_batches.is_multiple_of(*n))?;
+    let inject = config.inject.iter().filter(|fault| fault.rank < nproc);
+    Some(RunConfig {
+        nproc,
+        batch: BatchConfig {
+            // The batch is what it is, however it was found.
+            find_batch: false,
+            accumulation_steps: micro_batches / nproc,
+            ..config.batch
+        },
+        inject: inject.cloned().collect(),
+        ..config.clone()
+    })
 }
 
 #[cfg(test)]
@@ -201,7 +222,8 @@ mod tests {
         };
         edit(&mut args);
         let config = resolve(&args, &env).expect("resolves").config;
-        Attempts::new(&config, &config)
+        let run = config.draft();
+        Attempts::new(config, run)
     }
 
     fn ended(died: bool) -> RunFailure {
@@ -211,7 +233,7 @@ mod tests {
         }
     }
 
-    fn fault(text: &str) -> crate::config::Fault {
+    fn fault(text: &str) -> Fault {
         text.parse().expect("a fault")
     }
 
@@ -219,7 +241,10 @@ mod tests {
     fn only_deaths_of_ranks_are_restarted_and_at_most_max_restarts_times() {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut attempts = attempts(folder.path(), |_| ());
-        let (mut screen, prepare) = (Screen::on_stderr(true), &mut |_: &mut _, _: &mut _| Ok(()));
+        let (mut screen, prepare) = (
+            Screen::on_stderr(true),
+            &mut |draft: &RunPlan, _: &mut Screen| Ok(draft.clone()),
+        );
         attempts
             .again(ended(false), prepare, &mut screen)
             .expect_err("decided");
@@ -232,7 +257,7 @@ mod tests {
             .again(ended(true), prepare, &mut screen)
             .expect_err("over");
         assert!(failure.evidence[0].contains("2 times"), "{failure}");
-        assert_eq!(attempts.config().resume, Resume::No);
+        assert_eq!(attempts.run().resume, Resume::No);
     }
 
     #[test]
@@ -248,17 +273,17 @@ mod tests {
             .map(fault)
             .to_vec();
         });
-        let batch = attempts.config().global_batch();
+        let batch = attempts.run().global_batch();
         let mut asked = 0;
-        let mut prepare = |_: &mut RunConfig, _: &mut Screen| {
+        let mut prepare = |draft: &RunPlan, _: &mut Screen| {
             asked += 1;
-            Ok(())
+            Ok(draft.clone())
         };
         let mut screen = Screen::on_stderr(true);
         attempts
             .again(ended(true), &mut prepare, &mut screen)
             .expect("again");
-        let config = attempts.config();
+        let config = attempts.run();
         assert_eq!((config.nproc, config.batch.accumulation_steps), (3, 4));
         assert_eq!(config.global_batch(), batch);
         assert_eq!(config.inject, [fault("nan:rank=0")]);
@@ -266,8 +291,8 @@ mod tests {
         attempts
             .again(ended(true), &mut prepare, &mut screen)
             .expect("again");
-        assert_eq!((attempts.config().nproc, asked), (3, 1));
-        assert!(attempts.config().inject.is_empty());
+        assert_eq!((attempts.run().nproc, asked), (3, 1));
+        assert!(attempts.run().inject.is_empty());
     }
 
     #[test]
@@ -278,7 +303,7 @@ mod tests {
         });
         let mut screen = Screen::on_stderr(true);
         let failure = attempts
-            .again(ended(true), &mut |_, _| Ok(()), &mut screen)
+            .again(ended(true), &mut |draft, _| Ok(draft.clone()), &mut screen)
             .expect_err("gone");
         assert!(failure.next[0].contains("--elastic"), "{failure}");
     }

@@ -2,7 +2,8 @@
 
 use super::optimizer::rule;
 use crate::config::{
-    Collectives, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, Tier, check_family,
+    Collectives, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, RunPlan, Tier,
+    check_family,
 };
 use crate::data::{Sampler, SamplerSizes};
 use crate::error::Failure;
@@ -81,7 +82,7 @@ impl Setup {
         Ok(())
     }
 
-    pub(crate) fn plan(&self, config: &RunConfig) -> Result<Plan, Failure> {
+    pub(crate) fn plan(&self, config: &RunPlan) -> Result<Plan, Failure> {
         Plan::new(
             self.model.spec().clone(),
             zero_config(config, &*self.model)?,
@@ -92,7 +93,7 @@ impl Setup {
 }
 
 /// The model and the plan of `config`, from `config.json` alone.
-pub(crate) fn shapes(config: &RunConfig) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
+pub(crate) fn shapes(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
     let dir = config.model_dir();
     let family = Family::of(&dir).map_err(|e| unusable(&dir, &e))?;
     let opened = open_shapes(&dir, model_options(config, family)?);
@@ -120,7 +121,7 @@ fn model(config: &RunConfig) -> Result<Arc<dyn VisionLanguageModel>, Failure> {
 }
 
 /// The model and the plan of `config`; reads the folder's configuration only.
-pub(crate) fn replan(config: &RunConfig) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
+pub(crate) fn replan(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
     let model = model(config)?;
     let plan = Plan::new(
         model.spec().clone(),
@@ -168,7 +169,7 @@ fn model_options(config: &RunConfig, family: Family) -> Result<ModelOptions, Fai
     Ok(options)
 }
 
-fn zero_config(config: &RunConfig, model: &dyn VisionLanguageModel) -> Result<ZeroConfig, Failure> {
+fn zero_config(config: &RunPlan, model: &dyn VisionLanguageModel) -> Result<ZeroConfig, Failure> {
     let tier = |tier: &Tier| match tier {
         Tier::None => engine::Tier::Device,
         Tier::Cpu => engine::Tier::Host,
@@ -279,7 +280,7 @@ mod tests {
             };
             let env = Env::from_lookup(&|_| None).expect("an environment");
             let config = resolve(&args, &env).expect("resolves").config;
-            let (model, plan) = shapes(&config).expect("a plan");
+            let (model, plan) = shapes(&config.draft()).expect("a plan");
             let grouped = |tower: Tower| {
                 let groups = plan.config().recomputed.iter().filter(|group| {
                     let mut units = (*group).clone().map(UnitId);

@@ -1,14 +1,13 @@
 //! `--optimizer-in-backward auto` of runs on GPUs: second states in host memory that the plan without them leaves.
 
 use super::Fit;
-use crate::config::{EarlyStep, RunConfig};
+use super::settle::{Count, Counted};
+use crate::config::{EarlyStep, RunPlan};
 use crate::error::Failure;
-use crate::memory::RankMemory;
 use crate::model::setup::second_bytes_per_elem;
 use crate::ui::Event;
 use crate::units::bytes;
 use engine::Plan;
-use std::sync::Arc;
 
 /// Plans with second states. The second has less by what the first took too much beside them (whole pages, gradients on
 /// their way).
@@ -29,35 +28,28 @@ pub(crate) struct Spare {
     pub(crate) taken: Option<u64>,
 }
 
-/// A plan, and what it needs.
-type Replanned = (Arc<Plan>, RankMemory);
-
-/// Decides what is left of `auto` by the plan without early updates and its `fit`, for all ranks alike: units nearest to
-/// the loss, as many as have their states twice in host memory that is spare. A GPU computes then, and its processor has time; on the
-/// CPU both want the same cores. `again` plans a configuration; what it came to last is returned, where it was
-/// called.
+/// Decides what is left of `auto` in `run` by the plan without updates in backward, which `counted` has and `fit` judges,
+/// for all ranks alike: units nearest to the loss, as many as have their states twice in host memory that is spare. A GPU
+/// computes then, and its processor has time; on the CPU both want the same cores.
 ///
 /// # Errors
-/// Those of `again`.
-pub(crate) fn settle_early_step(
-    config: &mut RunConfig,
-    plan: &Plan,
+/// Those of `count`.
+pub(super) fn settle_early_step(
+    run: &RunPlan,
+    counted: Counted,
     fit: &Fit,
-    again: &mut dyn FnMut(&mut RunConfig) -> Result<Replanned, Failure>,
-) -> Result<(Option<Replanned>, Option<Spare>), Failure> {
-    if config.early_step != EarlyStep::Auto {
-        return Ok((None, None));
+    count: &mut Count<'_>,
+) -> Result<(RunPlan, Counted, Option<Spare>), Failure> {
+    let off = run.with_early_step(EarlyStep::Off);
+    let second = second_bytes_per_elem(run);
+    let all = counted.plan.most_early_elems() * second;
+    if !run.updates_beside_gpus() || all == 0 || !fit.fits() {
+        return Ok((off, counted, None));
     }
-    config.early_step = EarlyStep::Off;
-    let second = second_bytes_per_elem(config);
-    let all = plan.most_early_elems() * second;
-    if !config.updates_beside_gpus() || all == 0 || !fit.fits() {
-        return Ok((None, None));
-    }
-    let ranks = config.ranks_here() as u64;
+    let ranks = run.ranks_here() as u64;
     // Gradients that are consumed leave room for states.
-    let gradients = match config.consumes_gradients() {
-        true => plan.config().grad_dtype().size_bytes() as u64,
+    let gradients = match run.consumes_gradients() {
+        true => counted.plan.config().grad_dtype().size_bytes() as u64,
         false => 0,
     };
     let of_states = |host: u64| {
@@ -72,16 +64,14 @@ pub(crate) fn settle_early_step(
         short: offered < all,
         taken: None,
     };
-    let mut last = None;
     for _ in 0..TRIES {
-        config.early_step = bound(offered, all);
-        let (plan, memory) = again(config)?;
-        let tried = Fit::new(config, &memory, fit.machine);
-        let (early, over) = (plan.any_steps_early(), tried.host_overrun());
-        last = Some((plan, memory));
-        if early && over == 0 && tried.fits() {
-            spare.taken = Some(tried.need.host.saturating_sub(fit.need.host));
-            return Ok((last, Some(spare)));
+        let trial = run.with_early_step(bound(offered, all));
+        let tried = count(&trial)?;
+        let needs = Fit::new(&trial, &tried.memory, fit.machine);
+        let (early, over) = (tried.plan.any_steps_early(), needs.host_overrun());
+        if early && over == 0 && needs.fits() {
+            spare.taken = Some(needs.need.host.saturating_sub(fit.need.host));
+            return Ok((trial, tried, Some(spare)));
         }
         // Less of it helps only where host memory is what lacks.
         if !early || over == 0 {
@@ -91,11 +81,7 @@ pub(crate) fn settle_early_step(
         spare.short = true;
         offered = offered.min(all).saturating_sub(of_states(over + ranks));
     }
-    config.early_step = EarlyStep::Off;
-    if last.is_some() {
-        last = Some(again(config)?);
-    }
-    Ok((last, Some(spare)))
+    Ok((off, counted, Some(spare)))
 }
 
 /// Of the elements that a rank updates, the share that it updates while backward runs.

@@ -1,7 +1,7 @@
 //! The batch of a run: what an update takes, and the largest micro-batch that fits.
 
 use super::rank_memory;
-use crate::config::{Device, LrScale, RunConfig, UploadAhead};
+use crate::config::{BatchConfig, Device, LrScale, RunConfig, RunPlan, UploadAhead};
 use crate::data::SampleSet;
 use crate::error::Failure;
 use crate::model::setup::Setup;
@@ -37,14 +37,14 @@ pub(crate) fn line(config: &RunConfig) -> Event {
     }
 }
 
-/// Sets the largest micro-batch whose plan fits, and shows how memory grows on the way: doubled until it does not fit
+/// The run with the largest micro-batch whose plan fits. Shows how memory grows on the way: doubled until it does not fit
 /// or takes all samples, then the middle between the last two.
 pub(crate) fn find(
-    config: &mut RunConfig,
+    config: &RunPlan,
     setup: &Setup,
     train: &SampleSet,
     show: &mut dyn FnMut(Event),
-) -> Result<(), Failure> {
+) -> Result<RunPlan, Failure> {
     let most = train
         .samples
         .len()
@@ -53,11 +53,10 @@ pub(crate) fn find(
     let candidates: Vec<usize> = (1..=most).filter(|n| goes_in(config, *n)).collect();
     let mut tried: Vec<(usize, u64, bool)> = Vec::new();
     let mut probe = |at: usize| -> Result<Option<Failure>, Failure> {
-        let mut trial = config.clone();
-        set(&mut trial, candidates[at]);
+        let mut trial = sized(config, candidates[at]);
         // What is left decides whether weights come ahead.
         if trial.upload_ahead == UploadAhead::Auto {
-            trial.upload_ahead = UploadAhead::Off;
+            trial = trial.with_upload_ahead(UploadAhead::Off);
         }
         let plan = Arc::new(setup.plan(&trial)?);
         let (model, processor) = (&*setup.model, &*setup.processor);
@@ -103,8 +102,7 @@ pub(crate) fn find(
     }
     let found = candidates[good];
     show(curve(&mut tried, Some(found)));
-    set(config, found);
-    Ok(())
+    Ok(sized(config, found))
 }
 
 /// Whether micro-batches of `micro` make the global batch that was asked for.
@@ -113,11 +111,21 @@ fn goes_in(config: &RunConfig, micro: usize) -> bool {
     global.is_none_or(|global| global.is_multiple_of(micro * config.nproc))
 }
 
-fn set(config: &mut RunConfig, micro: usize) {
-    config.batch.micro_batch = micro;
-    if let Some(global) = config.batch.global_batch {
-        config.batch.accumulation_steps = global / (micro * config.nproc);
-    }
+/// The run with micro-batches of `micro` samples, and as many of them as make the global batch that was asked for.
+fn sized(run: &RunPlan, micro: usize) -> RunPlan {
+    let steps = |global: usize| global / (micro * run.nproc);
+    let batch = BatchConfig {
+        micro_batch: micro,
+        accumulation_steps: run
+            .batch
+            .global_batch
+            .map_or(run.batch.accumulation_steps, steps),
+        ..run.batch
+    };
+    run.with_config(RunConfig {
+        batch,
+        ..run.config().clone()
+    })
 }
 
 fn curve(tried: &mut [(usize, u64, bool)], found: Option<usize>) -> Event {

@@ -12,13 +12,15 @@ pub(crate) mod places;
 mod prepare;
 pub(crate) mod rank_memory;
 pub(crate) mod resume;
+mod settle;
 pub(crate) mod suggestion;
 
 pub(crate) use dry_run::{HeldOut, Work, dry_run, window_region};
-pub(crate) use early::{Spare, early_line, early_share, late_line, settle_early_step};
+pub(crate) use early::{Spare, early_line, early_share, late_line};
 pub(crate) use fixed::Fixed;
 pub(crate) use machine::Machine;
 pub(crate) use memory_check::Fit;
 pub(crate) use places::Places;
 pub(crate) use prepare::{check_data, prepare};
+pub(crate) use settle::{Counted, Settled, settle, settle_one_by_one};
 pub use suggestion::Advice;

@@ -1,12 +1,10 @@
 //! What is checked and planned before a rank starts and before the run's directory is touched.
 
-use super::Advice;
 use super::disk_check::{Room, saves};
-use super::rank_memory::{upload_line, whole_memory};
-use super::{
-    early_line, find_batch, late_line, rank_memory, resume, settle_early_step, suggestion,
-};
-use crate::config::{Device, RunConfig, check_faults, fault_lines};
+use super::rank_memory::{eval_line, upload_line, whole_memory};
+use super::{Advice, Counted, Machine, Settled};
+use super::{early_line, find_batch, late_line, rank_memory, resume, settle, suggestion};
+use crate::config::{Device, Found, RunConfig, RunPlan, check_faults, fault_lines};
 use crate::data::{SampleSet, check};
 use crate::error::Failure;
 use crate::error::failures::unusable;
@@ -14,97 +12,79 @@ use crate::launch::spill_directories;
 use crate::model::contents::CheckpointBytes;
 use crate::model::optimizer::{rule, trained_parts};
 use crate::model::setup::{Setup, sampler};
-use crate::rank_env::Env;
 use crate::ui::{DataEvent, Event};
 use models::Processor;
 use optim::Optimizer;
 use std::sync::Arc;
 
-/// Checks model, data and memory before a rank starts and before the run's folder is touched.
+/// Checks model, data and memory before a rank starts and before the run's directory is touched, and decides what `draft`
+/// leaves open. What it shows goes through `show`.
 ///
 /// # Errors
 /// Whatever would make the run fail later, as a report for people.
 pub(crate) fn prepare(
-    config: &mut RunConfig,
-    _env: &Env,
+    draft: &RunPlan,
     show: &mut dyn FnMut(Event),
-) -> Result<Advice, Failure> {
-    let setup = Setup::open(config)?;
+) -> Result<(RunPlan, Advice), Failure> {
+    let setup = Setup::open(draft)?;
     setup.check_weights(show)?;
-    let limit = config.batch.limit;
-    let train = check::check(config, &config.data_file(), limit, &*setup.processor)?;
-    let eval = match config.eval_file() {
-        Some(path) => Some(check::check(config, &path, None, &*setup.processor)?),
+    let limit = draft.batch.limit;
+    let train = check::check(draft, &draft.data_file(), limit, &*setup.processor)?;
+    let eval = match draft.eval_file() {
+        Some(path) => Some(check::check(draft, &path, None, &*setup.processor)?),
         None => None,
     };
     for set in std::iter::once(&train).chain(&eval) {
-        check::text_only(config, set)?;
+        check::text_only(draft, set)?;
     }
-    if config.batch.find_batch {
-        find_batch::find(config, &setup, &train, show)?;
+    let mut draft = draft.clone();
+    if draft.batch.find_batch {
+        draft = find_batch::find(&draft, &setup, &train, show)?;
     }
-    if config.batch.worst_first {
-        config.first_samples = train.by_size();
-        config.first_samples.truncate(config.global_batch());
+    if draft.batch.worst_first {
+        let mut first_samples = train.by_size();
+        first_samples.truncate(draft.global_batch());
+        draft = draft.with_found(Found {
+            first_samples,
+            ..draft.found().clone()
+        });
     }
-    let worst = check::largest(&train, config, &*setup.processor)?;
+    let worst = check::largest(&train, &draft, &*setup.processor)?;
     let (model, processor) = (&*setup.model, &*setup.processor);
-    let held_out = eval.as_ref();
-    let eval_batch = config.batch.eval_batch;
-    let mut said = Vec::new();
-    let mut plan = Arc::new(setup.plan(config)?);
-    let mut memory = whole_memory(
-        config,
-        model,
-        processor,
-        &plan,
-        &worst,
-        held_out,
-        &mut |event| said.push(event),
-    )?;
-    // As if the plan before had not been tried.
-    let again = |config: &mut RunConfig, said: &mut Vec<Event>| {
-        config.batch.eval_batch = eval_batch;
-        said.clear();
-        let plan = Arc::new(setup.plan(config)?);
-        let mut keep = |event| said.push(event);
-        let memory = whole_memory(config, model, processor, &plan, &worst, held_out, &mut keep)?;
-        Ok::<_, Failure>((plan, memory))
-    };
-    let exceeds_nvme = rank_memory::fit(config, &memory).exceeds_nvme();
-    if config.settle_early_step_on_disk(&plan, exceeds_nvme) {
-        (plan, memory) = again(config, &mut said)?;
-    }
-    let tried = rank_memory::fit(config, &memory);
-    let falls_back = config.settle_upload_ahead(&plan, tried.exceeds_device());
-    if falls_back {
-        (plan, memory) = again(config, &mut said)?;
-    }
-    // Last, since it takes what all else leaves.
-    let without = rank_memory::fit(config, &memory);
-    let (replanned, spare) = settle_early_step(config, &plan, &without, &mut |config| {
-        again(config, &mut said)
+    let Settled {
+        run,
+        plan,
+        memory,
+        fit,
+        spare,
+        prefetch,
+    } = settle(&draft, &Machine::here, &mut |run| {
+        let plan = Arc::new(setup.plan(run)?);
+        let (memory, eval_batch) =
+            whole_memory(run, model, processor, &plan, &worst, eval.as_ref())?;
+        Ok(Counted {
+            plan,
+            memory,
+            eval_batch,
+        })
     })?;
-    if let Some(replanned) = replanned {
-        (plan, memory) = replanned;
-    }
-    said.into_iter().for_each(&mut *show);
-    config.spilled_activation_bytes = rank_memory::spilled_activations(&memory);
+    let config = run.config();
+    eval_line(draft.batch.eval_batch, run.batch.eval_batch)
+        .into_iter()
+        .for_each(&mut *show);
     let total_steps = config.total_steps(train.samples.len());
     check_faults(config, total_steps)?;
     for text in fault_lines(config) {
         show(Event::Warning { text });
     }
     resume::check(config, &plan, train.samples.len(), total_steps)?;
-    let fit = rank_memory::fit(config, &memory);
     show(Event::Plan(rank_memory::plan_event(
         config, &plan, &memory, &fit,
     )));
     if config.device == Device::Cuda {
-        config.arena_bytes = fit.arena_bytes(&memory);
-        show(rank_memory::device_line(config, &memory, &fit));
+        show(rank_memory::device_line(&run, &memory, &fit));
     }
-    if let Some(line) = upload_line(&plan, falls_back.then_some(&tried)) {
+    if let Some(line) = upload_line(&plan, prefetch.as_ref()) {
         show(line);
     }
     let rule = rule(config);
@@ -136,7 +116,7 @@ pub(crate) fn prepare(
         let largest = |config: &RunConfig, count: usize| {
             check::encode_some(config, &train.by_size(), count, &*setup.processor)
         };
-        suggestion::add(&mut failure, config, &largest);
+        suggestion::add(&mut failure, &run, &largest);
         return Err(failure);
     }
     let checkpoint = CheckpointBytes::of(config, model, &plan, setup.weights.as_ref())?;
@@ -148,7 +128,8 @@ pub(crate) fn prepare(
     }
     spill_directories::sweep_folders(config, show)?;
     let taken = spare.and_then(|spare| spare.taken);
-    Ok(suggestion::later(config, train.by_size(), taken))
+    let advice = suggestion::later(&run, train.by_size(), taken);
+    Ok((run, advice))
 }
 
 /// Reads and checks the samples of a run that is only planned.

@@ -1,6 +1,6 @@
 //! Whether the run fits, decided before a weight is read.
 
-use crate::config::{Cadence, RunConfig};
+use crate::config::{Cadence, RunConfig, RunPlan};
 use crate::data::answers::Question;
 use crate::data::check::{self, encode_options};
 use crate::data::{self, SampleSet};
@@ -46,26 +46,25 @@ pub(crate) fn training_memory(
     dry_run(config, model, plan, &work)
 }
 
-/// Memory of a rank over the whole run. Answers come in batches that need no more than training: the batch of the
-/// evaluation is halved until they do.
+/// Memory of a rank over the whole run, and the samples per batch of answers. Answers come in batches that need no more
+/// than training: the batch of the evaluation is halved until they do.
 pub(crate) fn whole_memory(
-    config: &mut RunConfig,
+    config: &RunConfig,
     model: &dyn VisionLanguageModel,
     processor: &dyn Processor,
     plan: &Arc<Plan>,
     samples: &[EncodedSample],
     held_out: Option<&SampleSet>,
-    show: &mut dyn FnMut(Event),
-) -> Result<RankMemory, Failure> {
+) -> Result<(RankMemory, usize), Failure> {
+    let mut eval_batch = config.batch.eval_batch;
     let Some(set) = held_out.filter(|_| config.eval != Cadence::Never) else {
-        return training_memory(config, model, plan, samples);
+        return Ok((training_memory(config, model, plan, samples)?, eval_batch));
     };
     let options = encode_options(config);
     let order = set.by_size();
     let longest = data::encode_in_order(&set.samples, &set.images, processor, &options, &order, 1)?;
-    let asked = config.batch.eval_batch;
     loop {
-        let questions = order.iter().take(config.batch.eval_batch).map(|i| {
+        let questions = order.iter().take(eval_batch).map(|i| {
             let sample = &set.samples[*i];
             Question::new(processor, sample, &set.images, *i, &options)
         });
@@ -80,21 +79,21 @@ pub(crate) fn whole_memory(
         };
         let memory = dry_run(config, model, plan, &work)?;
         let training = memory.device_in(&[Phase::Forward, Phase::Backward, Phase::Step]);
-        if memory.device_in(&[Phase::Eval]) > training && config.batch.eval_batch > 1 {
-            config.batch.eval_batch /= 2;
-            continue;
+        if memory.device_in(&[Phase::Eval]) <= training || eval_batch <= 1 {
+            return Ok((memory, eval_batch));
         }
-        if config.batch.eval_batch < asked {
-            show(Event::Info {
-                label: "eval".into(),
-                text: format!(
-                    "answers are generated in batches of {}, not {asked}: larger batches need more memory than training",
-                    config.batch.eval_batch
-                ),
-            });
-        }
-        return Ok(memory);
+        eval_batch /= 2;
     }
+}
+
+/// That answers come in smaller batches than asked for.
+pub(crate) fn eval_line(asked: usize, eval_batch: usize) -> Option<Event> {
+    (eval_batch < asked).then(|| Event::Info {
+        label: "eval".into(),
+        text: format!(
+            "answers are generated in batches of {eval_batch}, not {asked}: larger batches need more memory than training"
+        ),
+    })
 }
 
 /// Memory of a rank that trains on the largest samples of `train`.
@@ -122,14 +121,14 @@ pub(crate) fn fit(config: &RunConfig, memory: &RankMemory) -> Fit {
 }
 
 /// What each rank takes of its GPU.
-pub(crate) fn device_line(config: &RunConfig, memory: &RankMemory, fit: &Fit) -> Event {
+pub(crate) fn device_line(run: &RunPlan, memory: &RankMemory, fit: &Fit) -> Event {
     let limit = fit.device_limit().map(bytes).unwrap_or_default();
     Event::Info {
         label: String::new(),
         text: format!(
             "GPU memory per rank: {} by the plan, {} reserved at the start, {} for CUDA itself, of {limit}",
             bytes(memory.peak.device),
-            bytes(config.arena_bytes),
+            bytes(run.found().arena_bytes),
             bytes(fit.machine.device_context_bytes()),
         ),
     }

@@ -3,7 +3,9 @@
 use super::rank_memory;
 use crate::cli::resolve;
 use crate::cli::{self, Command};
-use crate::config::{Device, EarlyStep, Offload, PrecisionChoice, Recompute, RunConfig, Tier};
+use crate::config::{
+    Device, EarlyStep, Offload, PrecisionChoice, Recompute, RunConfig, RunPlan, Tier,
+};
 use crate::data::check;
 use crate::error::{ErrorCode, Failure};
 use crate::model::setup;
@@ -116,17 +118,17 @@ pub(crate) fn changed(config: &RunConfig, flags: &[(&'static str, String)]) -> O
         return None;
     };
     let env = Env::from_lookup(&|_| None).ok()?;
-    let mut resolved = resolve(&args, &env).ok()?.config;
-    resolved.source = config.source.clone();
-    resolved.gpus.clone_from(&config.gpus);
-    resolved.ipc_refused.clone_from(&config.ipc_refused);
-    Some(resolved)
+    Some(RunConfig {
+        source: config.source.clone(),
+        gpus: config.gpus.clone(),
+        ..resolve(&args, &env).ok()?.config
+    })
 }
 
 /// Adds to `failure` the nearest neighbours of `config` that fit by their plans and need less
 /// memory of the kind that ran out than `config` itself.
-pub(crate) fn add(failure: &mut Failure, config: &RunConfig, largest: &Largest<'_>) {
-    let plan = |config: &RunConfig| -> Result<Fit, Failure> {
+pub(crate) fn add(failure: &mut Failure, config: &RunPlan, largest: &Largest<'_>) {
+    let plan = |config: &RunPlan| -> Result<Fit, Failure> {
         let (model, plan) = setup::replan(config)?;
         let worst = largest(config, config.batch.micro_batch)?;
         let memory = rank_memory::training_memory(config, &*model, &Arc::new(plan), &worst)?;
@@ -151,6 +153,7 @@ pub(crate) fn add(failure: &mut Failure, config: &RunConfig, largest: &Largest<'
         let Some(neighbour) = changed(config, &flags) else {
             continue;
         };
+        let neighbour = RunPlan::draft(neighbour, config.found().ipc_refused.clone());
         let Ok(fit) = plan(&neighbour) else {
             continue;
         };
@@ -185,12 +188,12 @@ pub(crate) fn add(failure: &mut Failure, config: &RunConfig, largest: &Largest<'
 
 /// What the supervisor keeps to advise on failures of ranks: the order of the samples by size, and the host memory that
 /// was taken for early updates because it was to spare.
-pub(crate) fn later(config: &RunConfig, order: Vec<usize>, spared: Option<u64>) -> Advice {
-    let mut config = config.clone();
-    if spared.is_some() {
-        // What must be there is compared: whatever runs instead decides anew.
-        config.early_step = EarlyStep::Off;
-    }
+pub(crate) fn later(config: &RunPlan, order: Vec<usize>, spared: Option<u64>) -> Advice {
+    // What must be there is compared: whatever runs instead decides anew.
+    let config = match spared {
+        Some(_) => config.with_early_step(EarlyStep::Off),
+        None => config.clone(),
+    };
     Box::new(move |failure| {
         // The plan is that of training; it has nothing to say about an evaluation.
         let planned = match failure.code {

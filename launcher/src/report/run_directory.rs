@@ -5,7 +5,7 @@ use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::config::{CONFIG_FILE, Resume, RunConfig};
+use crate::config::{CONFIG_FILE, Resume, RunConfig, RunPlan};
 use crate::error::{ErrorCode, Failure};
 
 /// Folder of per-rank logs.
@@ -15,12 +15,12 @@ pub const ERRORS: &str = "errors";
 /// Files that tell that a folder holds a run.
 const MARKS: [&str; 2] = ["trainer_log.jsonl", "trainer_state.json"];
 
-/// Checks the output folder and the checkpoint to resume from, touching nothing. A made-up output
-/// folder that exists gets another name.
+/// Checks the output directory and the checkpoint to resume from, touching nothing. The directory that comes back has another
+/// name than a made-up one that exists.
 ///
 /// # Errors
 /// The folder holds another run (exit 2), or the checkpoint does not exist (exit 9).
-pub fn check(config: &mut RunConfig) -> Result<(), Failure> {
+pub fn check(config: &RunConfig) -> Result<PathBuf, Failure> {
     if let Resume::From(path) = &config.resume
         && !path.is_dir()
     {
@@ -32,8 +32,7 @@ pub fn check(config: &mut RunConfig) -> Result<(), Failure> {
         .next("give a checkpoint-N directory, or use --resume auto"));
     }
     if !config.output_is_explicit {
-        config.output = unused(&config.output);
-        return Ok(());
+        return Ok(unused(&config.output));
     }
     if config.output.exists() && !config.output.is_dir() {
         return Err(Failure::usage(
@@ -48,10 +47,10 @@ pub fn check(config: &mut RunConfig) -> Result<(), Failure> {
         Resume::From(checkpoint) => lies_in(checkpoint, &config.output),
     };
     if continues {
-        return Ok(());
+        return Ok(config.output.clone());
     }
     match sign_of_a_run(&config.output) {
-        None => Ok(()),
+        None => Ok(config.output.clone()),
         Some(sign) => Err(Failure::usage(
             format!("--output {} contains another run", config.output.display()),
             "runs are never overwritten",
@@ -97,7 +96,7 @@ fn unused(folder: &Path) -> PathBuf {
 ///
 /// # Errors
 /// Another process works on the folder (exit 2), or it cannot be written (exit 16 where the disk is full).
-pub fn prepare(config: &RunConfig) -> Result<Held, Failure> {
+pub fn prepare(config: &RunPlan) -> Result<Held, Failure> {
     let logs = config.output.join(LOGS);
     fs::create_dir_all(&logs)
         .map_err(|error| Failure::io(ErrorCode::Disk, "make", &logs, &error))?;
@@ -233,43 +232,42 @@ mod tests {
     fn a_directory_with_a_run_is_refused_without_resume() {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut config = config(&folder.path().join("out"));
-        check(&mut config).expect("new");
-        drop(prepare(&config).expect("made"));
-        let failure = check(&mut config).expect_err("taken");
+        check(&config).expect("new");
+        drop(prepare(&config.draft()).expect("made"));
+        let failure = check(&config).expect_err("taken");
         assert_eq!(failure.code.status(), 2);
         config.resume = Resume::Latest;
-        check(&mut config).expect("continues");
+        check(&config).expect("continues");
         let checkpoint = folder.path().join("elsewhere/checkpoint-1");
         fs::create_dir_all(&checkpoint).expect("made");
         config.resume = Resume::From(checkpoint);
-        check(&mut config)
-            .expect_err("a checkpoint of one run does not open the folder of another");
+        check(&config).expect_err("a checkpoint of one run does not open the folder of another");
         config.resume = Resume::From(config.output.join("checkpoint-1"));
         fs::create_dir(config.output.join("checkpoint-1")).expect("made");
-        check(&mut config).expect("continues its own run");
+        check(&config).expect("continues its own run");
     }
 
     #[test]
     fn a_run_that_failed_before_its_first_step_does_not_block_its_directory() {
         let folder = tempfile::tempdir().expect("temp dir");
-        let mut config = config(&folder.path().join("out"));
-        drop(prepare(&config).expect("made"));
+        let config = config(&folder.path().join("out"));
+        drop(prepare(&config.draft()).expect("made"));
         Failure::usage("t", "c")
             .save(&config.output, 0)
             .expect("saved");
-        check(&mut config).expect("free");
+        check(&config).expect("free");
         fs::write(config.output.join("trainer_log.jsonl"), "{}").expect("written");
-        check(&mut config).expect_err("steps were taken");
+        check(&config).expect_err("steps were taken");
     }
 
     #[test]
     fn unrelated_files_are_ignored_and_checkpoints_are_not() {
         let folder = tempfile::tempdir().expect("temp dir");
         fs::write(folder.path().join("notes.txt"), "x").expect("written");
-        let mut config = config(folder.path());
-        check(&mut config).expect("free");
+        let config = config(folder.path());
+        check(&config).expect("free");
         fs::create_dir(folder.path().join("checkpoint-7")).expect("made");
-        assert!(check(&mut config).expect_err("taken").evidence[0].contains("checkpoint-7"));
+        assert!(check(&config).expect_err("taken").evidence[0].contains("checkpoint-7"));
     }
 
     #[test]
@@ -277,8 +275,8 @@ mod tests {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut config = config(folder.path());
         config.output_is_explicit = false;
-        check(&mut config).expect("renamed");
-        assert!(config.output.to_string_lossy().ends_with("-2"));
+        let output = check(&config).expect("renamed");
+        assert!(output.to_string_lossy().ends_with("-2"));
     }
 
     #[test]
@@ -286,12 +284,12 @@ mod tests {
         let folder = tempfile::tempdir().expect("temp dir");
         let config = config(folder.path());
         assert!(!is_held(folder.path()));
-        let held = prepare(&config).expect("prepared");
+        let held = prepare(&config.draft()).expect("prepared");
         assert!(is_held(folder.path()));
         Failure::usage("t", "c")
             .save(&config.output, 0)
             .expect("saved");
-        let refused = prepare(&config).expect_err("in use");
+        let refused = prepare(&config.draft()).expect_err("in use");
         assert_eq!(refused.code.status(), 2, "{refused}");
         assert!(
             config.output.join(ERRORS).exists(),
@@ -299,7 +297,7 @@ mod tests {
         );
         drop(held);
         assert!(!is_held(folder.path()));
-        prepare(&config).map(drop).expect("free again");
+        prepare(&config.draft()).map(drop).expect("free again");
     }
 
     #[test]
@@ -315,7 +313,7 @@ mod tests {
                     }
                 });
             }
-            let taken = (0..500).all(|_| prepare(&config).is_ok());
+            let taken = (0..500).all(|_| prepare(&config.draft()).is_ok());
             done.store(true, std::sync::atomic::Ordering::Relaxed);
             assert!(taken);
         });
@@ -326,7 +324,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut config = config(folder.path());
         config.resume = Resume::From(folder.path().join("checkpoint-9"));
-        assert_eq!(check(&mut config).expect_err("missing").code.status(), 9);
+        assert_eq!(check(&config).expect_err("missing").code.status(), 9);
     }
 
     #[test]

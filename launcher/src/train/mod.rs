@@ -13,7 +13,7 @@ mod tiers;
 mod trace;
 mod trainer;
 
-use crate::config::{RunConfig, Task};
+use crate::config::{RunPlan, Task};
 use crate::device::Devices;
 use crate::error::Failure;
 use crate::launch::rank::{RunSummary, StopFlag};
@@ -25,7 +25,7 @@ use session::{NotOpened, Session};
 /// # Errors
 /// Whatever ends the run early, as a report for people.
 pub(crate) fn rank_main(
-    config: &RunConfig,
+    config: &RunPlan,
     env: &RankEnv,
     stop: &StopFlag,
     devices: &dyn Devices,

@@ -6,7 +6,7 @@ use super::spill;
 use super::step_context::Place;
 use crate::config::RunGpu;
 use crate::config::fault_lines;
-use crate::config::{Collectives as ChosenCollectives, PrecisionChoice, RunConfig, Task};
+use crate::config::{Collectives as ChosenCollectives, PrecisionChoice, RunConfig, RunPlan, Task};
 use crate::data::check;
 use crate::data::{SampleSet, problems};
 use crate::device::{Devices, counting_of, gpu_of};
@@ -34,7 +34,7 @@ use std::time::{Duration, Instant};
 
 /// One rank's model, states, data and connections.
 pub(crate) struct Session<'a> {
-    pub(crate) config: &'a RunConfig,
+    pub(crate) config: &'a RunPlan,
     pub(crate) model: Arc<dyn VisionLanguageModel>,
     pub(crate) processor: Arc<dyn Processor>,
     pub(crate) weights: Option<WeightSource>,
@@ -80,7 +80,7 @@ impl From<Failure> for NotOpened {
 
 impl<'a> Session<'a> {
     pub(crate) fn open(
-        config: &'a RunConfig,
+        config: &'a RunPlan,
         env: &RankEnv,
         devices: &'a dyn Devices,
     ) -> Result<Self, NotOpened> {
@@ -160,7 +160,7 @@ impl<'a> Session<'a> {
             }
             error => failures::engine("allocate model states", &error).into(),
         })?;
-        zero.reserve_activations(config.spilled_activation_bytes)
+        zero.reserve_activations(config.found().spilled_activation_bytes)
             .map_err(|e| failures::engine("reserve spill space for activations", &e))?;
         let scaler = (config.precision == PrecisionChoice::Fp16)
             .then(|| LossScaler::new(config.numbers.loss_scale))
@@ -254,7 +254,7 @@ impl<'a> Session<'a> {
 
 /// What computes, and the pool of what the engine keeps beside it: of a GPU that is host memory.
 fn compute(
-    config: &RunConfig,
+    config: &RunPlan,
     env: &RankEnv,
     devices: &dyn Devices,
     host: &Pool,
@@ -263,7 +263,7 @@ fn compute(
         Some(gpu) => {
             let backend = devices.open(
                 gpu,
-                config.arena_bytes,
+                config.found().arena_bytes,
                 config.cuda_graph,
                 &Variables::read(),
             )?;
@@ -297,7 +297,7 @@ fn refused(refusals: &[(usize, String)]) -> String {
 }
 
 fn meet(
-    config: &RunConfig,
+    config: &RunPlan,
     env: &RankEnv,
     plan: &Arc<engine::Plan>,
     devices: &dyn Devices,

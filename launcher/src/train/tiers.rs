@@ -27,7 +27,7 @@ pub(crate) fn gpu_line(session: &Session<'_>) -> Option<String> {
     let mut text = format!(
         "rank 0 used {} of the {} it reserved on GPU {}",
         bytes(stats.touched),
-        bytes(session.config.arena_bytes),
+        bytes(session.config.found().arena_bytes),
         gpu.ordinal,
     );
     let times = session.zero.device_times();

@@ -84,7 +84,7 @@ pub(crate) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSum
     let sampler = sampler(
         session.config,
         session.train.samples.len(),
-        &session.config.first_samples,
+        &session.config.found().first_samples,
     );
     let total_steps = session.config.total_steps(session.train.samples.len());
     let mut progress = progress_from(session, total_steps)?;

@@ -106,7 +106,8 @@ fn after_warm_up_a_step_allocates_no_memory() {
 
 #[test]
 fn the_plan_of_every_family_comes_from_its_config_alone() {
-    let configs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../launcher/src/commands/synth/configs");
+    let configs =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../launcher/src/commands/synth/configs");
     for (name, billions) in [
         ("minicpm-v-2_6", 8.1),
         ("minicpm-o-2_6", 8.1),

@@ -2,7 +2,7 @@
 
 use crate::cli::resolve::*;
 use crate::cli::{Command, parse};
-use crate::config::{CONFIG_FILE, InitChoice, Scheduler};
+use crate::config::{CONFIG_FILE, InitChoice, RunPlan, Scheduler};
 use proptest::prelude::*;
 use std::time::Duration;
 
@@ -370,8 +370,8 @@ proptest! {
         prop_assert_eq!(&again(&config), &config);
         let folder = tempfile::tempdir().expect("temp dir");
         let path = folder.path().join(CONFIG_FILE);
-        config.save_to(&path).expect("saved");
-        prop_assert_eq!(RunConfig::load_from(&path).expect("loaded"), config);
+        config.draft().save_to(&path).expect("saved");
+        prop_assert_eq!(RunPlan::load_from(&path).expect("loaded"), config.draft());
     }
 }
 
@@ -379,9 +379,9 @@ proptest! {
 fn errors_of_a_saved_configuration_name_the_field() {
     let folder = tempfile::tempdir().expect("temp dir");
     let path = folder.path().join(CONFIG_FILE);
-    let text = serde_json::to_string(&config("")).expect("serialises");
+    let text = serde_json::to_string(&config("").draft()).expect("serialises");
     std::fs::write(&path, text.replace("\"micro_batch\":", "\"micro_bach\":")).expect("written");
-    let failure = RunConfig::load_from(&path).expect_err("refused");
+    let failure = RunPlan::load_from(&path).expect_err("refused");
     assert_eq!(failure.code.status(), 2);
     assert!(failure.evidence[0].contains("batch"), "{failure}");
 }

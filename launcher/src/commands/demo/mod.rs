@@ -23,18 +23,18 @@ use crate::ui::Event;
 
 pub use dataset::{HELD_OUT_SAMPLES, TRAIN_SAMPLES};
 
-/// Makes the demo's files unless they are there and whole; does nothing for other sources. Where
-/// the cache folder cannot be written, the folder for temporary files takes its place.
+/// Makes the demo's files unless they are there and whole; does nothing for other sources. Where the cache directory cannot
+/// be written, the directory for temporary files takes its place in the configuration that comes back.
 ///
 /// # Errors
 /// When neither directory can be written (exit 16 if the disk is full).
 pub fn prepare(
-    config: &mut RunConfig,
+    config: RunConfig,
     env: &Env,
     show: &mut dyn FnMut(Event),
-) -> Result<(), Failure> {
-    let Source::Demo { folder } = &mut config.source else {
-        return Ok(());
+) -> Result<RunConfig, Failure> {
+    let Source::Demo { folder } = &config.source else {
+        return Ok(config);
     };
     match cache::ensure(folder, show) {
         Ok(()) => Ok(()),

@@ -1,10 +1,11 @@
 //! Micro-batches other than the planned one, in an arena as large as the plan says: none runs out, whatever came before.
 
 use super::headline::{Case, cases};
-use super::planner::{Planned, made_up_sample};
+use super::planner::made_up_sample;
 use crate::device::counting_of;
 use crate::model::optimizer::rule;
 use crate::model::setup::shapes;
+use crate::plan::Settled;
 use crate::plan::dry_run::micro_batch;
 use crate::plan::places::{Places, margin};
 use engine::DryRun;
@@ -34,7 +35,7 @@ fn smaller() -> impl Strategy<Value = Smaller> {
 }
 
 struct Arena {
-    planned: Planned,
+    planned: Settled,
     model: Arc<dyn VisionLanguageModel>,
     /// A rank in exactly the planned memory.
     dry_run: DryRun,
@@ -45,7 +46,7 @@ impl Arena {
     fn new(case: &Case, folder: &std::path::Path) -> Self {
         let (planner, config) = case.planner(folder);
         let planned = planner.plan(&config).expect("a plan");
-        let (config, plan) = (&planned.config, &planned.plan);
+        let (config, plan) = (&planned.run, &planned.plan);
         let (model, _) = shapes(config).expect("shapes");
         let gpu = &config.gpus[0];
         let bytes = planned.memory.peak.device;
@@ -63,7 +64,7 @@ impl Arena {
     }
 
     fn sample(&self, (tokens, slices, picture, masked): Smaller) -> EncodedSample {
-        let (config, batch) = (&self.planned.config, &self.planned.config.batch);
+        let (config, batch) = (&self.planned.run, &self.planned.run.batch);
         let tokens = (batch.model_max_length * tokens / 100).max(8);
         let slices = slices.min(batch.max_slice_nums);
         let mut sample = largest_sample(&config.model_dir(), tokens, slices).expect("a sample");
@@ -85,7 +86,7 @@ impl Arena {
 
     /// Runs a micro-batch where its script says.
     fn run(&mut self, samples: &[EncodedSample]) -> Result<PoolStats, String> {
-        let config = &self.planned.config;
+        let config = &self.planned.run;
         let script = self.places.of(config, &*self.model, samples);
         let script = script.map_err(|e| e.to_string())?;
         let pool = self.dry_run.device_pool();
@@ -118,8 +119,8 @@ fn no_batch_exceeds_the_planned_memory() {
         let arena = std::cell::RefCell::new(Arena::new(&case, temp.path()));
         let most = {
             let arena = arena.borrow();
-            let sample = made_up_sample(&arena.planned.config).expect("a sample");
-            vec![sample; arena.planned.config.batch.micro_batch]
+            let sample = made_up_sample(&arena.planned.run).expect("a sample");
+            vec![sample; arena.planned.run.batch.micro_batch]
         };
         let batch = prop::collection::vec(smaller(), 1..=most.len());
         let order = prop::collection::vec(batch, BATCHES);
@@ -162,7 +163,7 @@ fn offsets_do_not_depend_on_earlier_batches() {
         for of in order {
             let sample = [arena.sample(*of)];
             arena.run(&sample).expect("fits");
-            let config = &arena.planned.config;
+            let config = &arena.planned.run;
             last = arena.places.of(config, &*arena.model, &sample).ok();
         }
         last.expect("a script")
@@ -180,7 +181,7 @@ fn a_memory_plan_is_little_larger_than_its_live_bytes() {
     let temp = tempfile::tempdir().expect("temp dir");
     for case in cases() {
         let mut arena = Arena::new(&case, temp.path());
-        let config = arena.planned.config.clone();
+        let config = arena.planned.run.clone();
         let most = vec![made_up_sample(&config).expect("a sample"); config.batch.micro_batch];
         let script = arena
             .places

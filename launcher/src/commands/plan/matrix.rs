@@ -1,9 +1,10 @@
 //! Every stage and offload of one run on one machine.
 
 use super::needs;
-use super::planner::{Planned, Planner};
+use super::planner::Planner;
 use crate::config::{Offload, RunConfig, Tier};
 use crate::error::Failure;
+use crate::plan::Settled;
 use crate::plan::suggestion::changed;
 use crate::units::bytes;
 use serde_json::{Value, json};
@@ -32,7 +33,7 @@ fn offloads(planner: &Planner, config: &RunConfig) -> Vec<Offload> {
 }
 
 /// The plans, in order of stage and offload.
-pub(super) fn rows(planner: &Planner, config: &RunConfig) -> Result<Vec<Planned>, Failure> {
+pub(super) fn rows(planner: &Planner, config: &RunConfig) -> Result<Vec<Settled>, Failure> {
     let mut rows = Vec::new();
     for stage in 0..=3u8 {
         for offload in offloads(planner, config) {
@@ -49,11 +50,11 @@ pub(super) fn rows(planner: &Planner, config: &RunConfig) -> Result<Vec<Planned>
 }
 
 /// One object per plan.
-pub(super) fn as_json(rows: &[Planned]) -> Value {
+pub(super) fn as_json(rows: &[Settled]) -> Value {
     let rows = rows.iter().map(|planned| {
         json!({
-            "stage": planned.config.zero,
-            "offload": planned.config.offload.to_string(),
+            "stage": planned.run.zero,
+            "offload": planned.run.offload.to_string(),
             "need_bytes": needs(planned),
             "peak_bytes_per_rank": planned.memory.peak,
             "fits": planned.fit.fits(),
@@ -63,7 +64,7 @@ pub(super) fn as_json(rows: &[Planned]) -> Value {
 }
 
 /// A table.
-pub(super) fn as_text(config: &RunConfig, rows: &[Planned]) -> String {
+pub(super) fn as_text(config: &RunConfig, rows: &[Settled]) -> String {
     let mut text = format!(
         "{} · {} ranks\nstage  offload                                  device/rank       host       nvme  fits\n",
         config.name(),
@@ -74,8 +75,8 @@ pub(super) fn as_text(config: &RunConfig, rows: &[Planned]) -> String {
         let verdict = if planned.fit.fits() { "yes" } else { "no" };
         text += &format!(
             "{:<7}{:<40}{:>12}{:>11}{:>11}  {verdict}\n",
-            planned.config.zero,
-            planned.config.offload.to_string(),
+            planned.run.zero,
+            planned.run.offload.to_string(),
             bytes(need.device),
             bytes(need.host),
             bytes(need.nvme),

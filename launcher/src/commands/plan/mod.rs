@@ -17,6 +17,7 @@ use crate::config::{Collectives, DEVICE, Device, DeviceChoice, RunConfig};
 use crate::config::{Products, RunGpu};
 use crate::device::{self, Chosen, Devices};
 use crate::error::Failure;
+use crate::plan::Settled;
 use crate::plan::disk_check::Room;
 use crate::plan::rank_memory::{plan_event, upload_line};
 use crate::plan::{early_line, early_share, late_line};
@@ -24,7 +25,7 @@ use crate::rank_env::{Env, Variables};
 use crate::ui::{Event, lines};
 use crate::units::bytes;
 use nearest::{Flags, nearest};
-use planner::{Planned, Planner, made_up_sample};
+use planner::{Planner, made_up_sample};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
@@ -47,8 +48,8 @@ pub(crate) fn run(
     devices: &dyn Devices,
 ) -> Result<ExitCode, Failure> {
     let has_data = args.run.model.is_none() || args.run.data.is_some();
-    let mut config = configuration(args, env, has_data, devices)?;
-    crate::commands::demo::prepare(&mut config, env, &mut |_| ())?;
+    let config = configuration(args, env, has_data, devices)?;
+    let config = crate::commands::demo::prepare(config, env, &mut |_| ())?;
     let planner = Planner::new(&config, args, has_data)?;
     let json = args.json == Some(true);
     if args.matrix == Some(true) {
@@ -82,9 +83,9 @@ pub(crate) fn run(
     }
     planned
         .fit
-        .check(&planned.config, &planned.memory)
+        .check(&planned.run, &planned.memory)
         .map_err(|failure| with_nearest(failure, typed, near.as_ref()))?;
-    room.check(&planned.config)?;
+    room.check(&planned.run)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -148,14 +149,14 @@ fn described(hardware: Hardware, linked: bool) -> Chosen {
 }
 
 fn as_json(
-    planned: &Planned,
+    planned: &Settled,
     room: &Room,
     planner: &Planner,
     typed: &[String],
-    near: Option<&(Flags, Planned)>,
+    near: Option<&(Flags, Settled)>,
 ) -> Value {
     let (total, trainable) = planned.plan.spec().elems();
-    let config = &planned.config;
+    let config = &planned.run;
     json!({
         "model": config.name(),
         "parameters_total": total,
@@ -197,7 +198,7 @@ fn as_json(
     })
 }
 
-fn needs(planned: &Planned) -> Value {
+fn needs(planned: &Settled) -> Value {
     let need = planned.fit.need;
     json!({
         "device_per_rank": need.device,
@@ -208,18 +209,19 @@ fn needs(planned: &Planned) -> Value {
 }
 
 fn as_text(
-    planned: &Planned,
+    planned: &Settled,
     room: &Room,
     planner: &Planner,
     notes: &[Note],
     args: &PlanArgs,
 ) -> Result<String, Failure> {
-    let Planned {
-        config,
+    let Settled {
+        run: config,
         plan,
         memory,
         fit,
         spare,
+        ..
     } = planned;
     let mut text = String::new();
     for note in notes {
@@ -306,7 +308,7 @@ fn shown(event: &Event, most: usize) -> String {
 fn with_nearest(
     mut failure: Failure,
     typed: &[String],
-    near: Option<&(Flags, Planned)>,
+    near: Option<&(Flags, Settled)>,
 ) -> Failure {
     match near {
         Some((flags, planned)) => {

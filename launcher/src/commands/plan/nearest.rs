@@ -1,8 +1,9 @@
 //! The configuration that fits and is nearest to the one that does not.
 
-use super::planner::{Planned, Planner};
+use super::planner::Planner;
 use crate::config::{Collectives, Device, Offload, PrecisionChoice, Recompute, RunConfig, Tier};
 use crate::error::Failure;
+use crate::plan::Settled;
 use crate::plan::suggestion::changed;
 
 /// A flag with its value.
@@ -155,7 +156,7 @@ fn candidates(planner: &Planner, config: &RunConfig) -> Vec<Flags> {
 pub(super) fn nearest(
     planner: &Planner,
     config: &RunConfig,
-) -> Result<Option<(Flags, Planned)>, Failure> {
+) -> Result<Option<(Flags, Settled)>, Failure> {
     for flags in candidates(planner, config) {
         let Some(neighbour) = changed(config, &flags).map(RunConfig::without_spare) else {
             continue;
@@ -173,7 +174,7 @@ pub(super) fn nearest(
 
 /// Whether model states alone would fit: what needs no dry run.
 fn states_fit(planner: &Planner, config: &RunConfig) -> Result<bool, Failure> {
-    let (_, plan) = crate::model::setup::shapes(config)?;
+    let (_, plan) = crate::model::setup::shapes(&config.draft())?;
     let states = plan.memory();
     let (machine, ranks) = (planner.machine(), config.nproc as u64);
     let kinds = [states.parameters, states.gradients, states.optimizer];

@@ -12,7 +12,7 @@ use crate::model::setup::shapes;
 use crate::plan::check_data;
 use crate::plan::disk_check::{Room, saves};
 use crate::plan::rank_memory::{fixed, whole_memory};
-use crate::plan::{Fit, HeldOut, Machine, Spare, Work, dry_run, settle_early_step};
+use crate::plan::{Counted, HeldOut, Machine, Settled, Work, dry_run, settle};
 use engine::Plan;
 use models::data::EncodedSample;
 use models::generate::Prompt;
@@ -22,17 +22,6 @@ use std::sync::Arc;
 
 /// Tokens of the answer to a sample that is made up.
 const ANSWER_TOKENS: usize = 128;
-
-/// One configuration, planned.
-#[derive(Debug)]
-pub(super) struct Planned {
-    pub(super) config: RunConfig,
-    pub(super) plan: Arc<Plan>,
-    pub(super) memory: RankMemory,
-    pub(super) fit: Fit,
-    /// What `--optimizer-in-backward auto` found in host memory, where that was asked for.
-    pub(super) spare: Option<Spare>,
-}
 
 /// Samples of the user.
 #[derive(Debug)]
@@ -102,54 +91,26 @@ impl Planner {
         self.machine
     }
 
-    /// The plan of the configuration `asked` for.
-    pub(super) fn plan(&self, asked: &RunConfig) -> Result<Planned, Failure> {
-        let mut config = asked.clone();
-        let (model, plan) = shapes(&config)?;
-        let plan = Arc::new(plan);
-        let memory = match &self.samples {
-            Some(samples) => self.of_samples(&mut config, &*model, &plan, samples)?,
-            None => self.made_up(&config, &*model, &plan)?,
-        };
-        let fit = Fit::new(&config, &memory, self.machine);
-        // As the check before a run decides.
-        if config.settle_early_step_on_disk(&plan, fit.exceeds_nvme()) {
-            return self.plan(&RunConfig {
-                early_step: config.early_step,
-                ..asked.clone()
-            });
-        }
-        // As there.
-        if config.settle_upload_ahead(&plan, fit.exceeds_device()) {
-            return self.plan(&RunConfig {
-                early_step: config.early_step,
-                upload_ahead: config.upload_ahead,
-                ..asked.clone()
-            });
-        }
-        let mut again = |config: &mut RunConfig| {
-            let planned = self.plan(&RunConfig {
-                early_step: config.early_step,
-                upload_ahead: config.upload_ahead,
-                ..asked.clone()
-            })?;
-            *config = planned.config;
-            Ok((planned.plan, planned.memory))
-        };
-        let (replanned, spare) = settle_early_step(&mut config, &plan, &fit, &mut again)?;
-        let (plan, memory) = replanned.unwrap_or((plan, memory));
-        Ok(Planned {
-            fit: Fit::new(&config, &memory, self.machine),
-            config,
-            plan,
-            memory,
-            spare,
+    /// What comes of the configuration `asked` for.
+    pub(super) fn plan(&self, asked: &RunConfig) -> Result<Settled, Failure> {
+        settle(&asked.draft(), &|| self.machine, &mut |run| {
+            let (model, plan) = shapes(run)?;
+            let plan = Arc::new(plan);
+            let (memory, eval_batch) = match &self.samples {
+                Some(samples) => Self::of_samples(run, &*model, &plan, samples)?,
+                None => (Self::made_up(run, &*model, &plan)?, run.batch.eval_batch),
+            };
+            Ok(Counted {
+                plan,
+                memory,
+                eval_batch,
+            })
         })
     }
 
     /// What the checkpoints of a planned run need of their disk.
-    pub(super) fn room(&self, planned: &Planned) -> Result<Room, Failure> {
-        let config = &planned.config;
+    pub(super) fn room(&self, planned: &Settled) -> Result<Room, Failure> {
+        let config = &planned.run;
         let (model, _) = shapes(config)?;
         let weights = self.weights.as_ref();
         let checkpoint = CheckpointBytes::of(config, &*model, &planned.plan, weights)?;
@@ -167,21 +128,19 @@ impl Planner {
     }
 
     fn of_samples(
-        &self,
-        config: &mut RunConfig,
+        config: &RunConfig,
         model: &dyn VisionLanguageModel,
         plan: &Arc<Plan>,
         samples: &Samples,
-    ) -> Result<RankMemory, Failure> {
+    ) -> Result<(RankMemory, usize), Failure> {
         let processor = &*samples.processor;
         let worst = largest(&samples.train, config, processor)?;
         let eval = samples.eval.as_ref();
-        whole_memory(config, model, processor, plan, &worst, eval, &mut |_| ())
+        whole_memory(config, model, processor, plan, &worst, eval)
     }
 
     /// One sample as long and with as large a picture as the settings allow, in every place.
     fn made_up(
-        &self,
         config: &RunConfig,
         model: &dyn VisionLanguageModel,
         plan: &Arc<Plan>,
@@ -214,7 +173,7 @@ pub(super) fn made_up_sample(config: &RunConfig) -> Result<EncodedSample, Failur
 }
 
 fn check_weights(config: &RunConfig) -> Result<WeightSource, Failure> {
-    let (model, _) = shapes(config)?;
+    let (model, _) = shapes(&config.draft())?;
     let dir = config.model_dir();
     let checked = WeightSource::open(&dir).and_then(|source| {
         source.check(model.spec())?;

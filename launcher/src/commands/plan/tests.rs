@@ -1,13 +1,14 @@
 //! Properties of plans over the grid of settings.
 
 use super::configuration;
-use super::planner::{Planned, Planner, made_up_sample};
+use super::planner::{Planner, made_up_sample};
 use crate::cli::resolve;
 use crate::cli::{self, Command};
 use crate::config::{EarlyStep, RunConfig, UploadAhead};
 use crate::device::Nvidia;
 use crate::memory::RankMemory;
 use crate::model::setup::shapes;
+use crate::plan::Settled;
 use crate::plan::rank_memory::fixed;
 use crate::plan::{Fit, HeldOut, Machine, Work, dry_run, window_region};
 use crate::rank_env::Env;
@@ -47,7 +48,7 @@ fn config(folder: &Path, flags: &str) -> RunConfig {
 }
 
 fn planned(config: &RunConfig) -> (RankMemory, Fit) {
-    let (model, plan) = shapes(config).expect("a model");
+    let (model, plan) = shapes(&config.draft()).expect("a model");
     let plan = Arc::new(plan);
     let sample = vec![made_up_sample(config).expect("a sample")];
     let prompt = Prompt {
@@ -205,7 +206,7 @@ fn limits_and_the_machine_decide_what_fits() {
 }
 
 /// The plan of `launcher plan` for GPUs of `device` bytes.
-fn planned_on(folder: &Path, device: u64, flags: &str) -> Planned {
+fn planned_on(folder: &Path, device: u64, flags: &str) -> Settled {
     planned_by(
         folder,
         &format!("--device cuda --hw 2x{device} --ram 1TiB {flags}"),
@@ -213,7 +214,7 @@ fn planned_on(folder: &Path, device: u64, flags: &str) -> Planned {
 }
 
 /// The plan of `launcher plan` with these flags.
-fn planned_by(folder: &Path, flags: &str) -> Planned {
+fn planned_by(folder: &Path, flags: &str) -> Settled {
     let model = folder.join("config.json");
     let line = format!(
         "plan --model {} --no-weights true --model-max-length 128 --max-slice-nums 2 --precision bf16 {flags}",
@@ -255,14 +256,14 @@ fn auto_prefetches_weights_where_the_plan_then_fits() {
             (on - 1, UploadAhead::Off),
         ] {
             let auto = of(device, "auto");
-            assert_eq!(auto.config.upload_ahead, want, "{flags}, {device}");
+            assert_eq!(auto.run.upload_ahead, want, "{flags}, {device}");
             assert_eq!(auto.plan.uploads_ahead(), want == UploadAhead::On);
             let need = if want == UploadAhead::On { on } else { off };
             assert_eq!(auto.fit.need.device, need, "{flags}, {device}");
             assert!(auto.fit.fits());
         }
         let tight = of(on - 1, "on");
-        let failure = tight.fit.check(&tight.config, &tight.memory);
+        let failure = tight.fit.check(&tight.run, &tight.memory);
         let failure = failure.expect_err("more than there is");
         assert!(
             failure.cause.contains("of device memory, the limit is"),
@@ -280,7 +281,7 @@ fn auto_prefetches_weights_where_the_plan_then_fits() {
     let off = needs(UNBOUNDED, &format!("{stays} --prefetch-weights off"));
     assert_eq!(on.fit.need.device, off);
     let auto = planned_on(folder.path(), UNBOUNDED, stays);
-    assert_eq!(auto.config.upload_ahead, UploadAhead::Off);
+    assert_eq!(auto.run.upload_ahead, UploadAhead::Off);
 }
 
 /// `auto` takes of host memory what the plan leaves but for a tenth, and nothing where that is too little for a unit.
@@ -291,7 +292,7 @@ fn auto_runs_the_optimizer_in_backward_within_spare_host_memory() {
     let run = |flags: &str| planned_on(folder.path(), UNBOUNDED, flags);
     let of = |flags: &str| run(&format!("--zero 2 --offload cpu {flags}"));
     let on = |ram: u64, flags: &str| of(&format!("--host-memory-limit {ram} {flags}"));
-    let early = |planned: &Planned| {
+    let early = |planned: &Settled| {
         let units = planned.plan.units().iter();
         units.filter(|u| planned.plan.steps_early(u.id)).count()
     };
@@ -299,7 +300,7 @@ fn auto_runs_the_optimizer_in_backward_within_spare_host_memory() {
         let off = of(&format!("{flags} --optimizer-in-backward off"));
         let all = of(&format!("{flags} --optimizer-in-backward all"));
         let auto = of(flags);
-        assert_eq!(auto.config.early_step, EarlyStep::All, "{flags}");
+        assert_eq!(auto.run.early_step, EarlyStep::All, "{flags}");
         assert_eq!(auto.fit.need, all.fit.need, "{flags}");
         assert!(early(&all) > 2 && early(&off) == 0, "{flags}");
         let (least, most) = (off.fit.need.host, all.fit.need.host);
@@ -309,8 +310,8 @@ fn auto_runs_the_optimizer_in_backward_within_spare_host_memory() {
         assert_eq!(early(&on(room(most), flags)), early(&all), "{flags}");
         let between = on(room(u64::midpoint(least, most)), flags);
         assert!((1..early(&all)).contains(&early(&between)), "{flags}");
-        let EarlyStep::Most(bound) = between.config.early_step else {
-            panic!("{:?}", between.config.early_step)
+        let EarlyStep::Most(bound) = between.run.early_step else {
+            panic!("{:?}", between.run.early_step)
         };
         assert_eq!(bound % (1 << 20), 0);
         assert_eq!(between.fit.host_overrun(), 0, "{flags}");
@@ -319,7 +320,7 @@ fn auto_runs_the_optimizer_in_backward_within_spare_host_memory() {
         assert_eq!(by_hand.memory, between.memory, "{flags}");
         for tight in [room(least), least] {
             let none = on(tight, flags);
-            assert_eq!(none.config.early_step, EarlyStep::Off, "{flags}");
+            assert_eq!(none.run.early_step, EarlyStep::Off, "{flags}");
             assert_eq!(none.memory, off.memory, "{flags}");
             assert!(none.fit.fits(), "{flags}");
         }
@@ -336,14 +337,14 @@ fn auto_runs_the_optimizer_in_backward_within_spare_host_memory() {
         "--zero 1 --offload cpu",
     ] {
         let auto = run(flags);
-        assert_eq!(auto.config.early_step, EarlyStep::Off, "{flags}");
+        assert_eq!(auto.run.early_step, EarlyStep::Off, "{flags}");
         assert_eq!(auto.spare, None, "{flags}");
     }
     let on_cpu = planned_by(
         folder.path(),
         "--hw 2x1TiB --ram 1TiB --device cpu --zero 2 --offload cpu",
     );
-    assert_eq!(on_cpu.config.early_step, EarlyStep::Off);
+    assert_eq!(on_cpu.run.early_step, EarlyStep::Off);
     // What is looked for is what must be there.
     let asked = config(folder.path(), "--device cuda --zero 2 --offload cpu");
     assert_eq!(asked.early_step, EarlyStep::Auto);
@@ -362,7 +363,7 @@ fn the_shared_memory_of_gpu_ranks_is_as_planned() {
             let flags =
                 format!("--zero {stage} --collectives {collectives} --save-strategy {save}");
             let planned = planned_on(folder.path(), UNBOUNDED, &flags);
-            let taken = window_region(&planned.config, &planned.plan).expect("a window");
+            let taken = window_region(&planned.run, &planned.plan).expect("a window");
             assert_eq!(taken, planned.memory.peak.window, "{flags}");
         }
     }

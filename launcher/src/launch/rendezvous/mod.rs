@@ -14,7 +14,7 @@ use engine::comm::shm::{self, ShmOptions};
 use engine::comm::tcp::{self, TcpOptions};
 use engine::comm::{CommError, Communicator, Tag, World, threads};
 
-use crate::config::RunConfig;
+use crate::config::RunPlan;
 use crate::device::Devices;
 use crate::error::failures::comm as comm_failure;
 use crate::error::{ErrorCode, Failure};
@@ -43,7 +43,7 @@ pub(crate) struct Met {
 /// # Errors
 /// Ranks are missing, do not know the job's token or differ (exit 13); the output folder is not shared (exit 16).
 pub(crate) fn join(
-    config: &RunConfig,
+    config: &RunPlan,
     env: &RankEnv,
     plan: &Plan,
     region: usize,
@@ -68,7 +68,7 @@ pub(crate) fn join(
 }
 
 fn connect(
-    config: &RunConfig,
+    config: &RunPlan,
     env: &RankEnv,
     plan: &Plan,
     region: usize,
@@ -121,7 +121,7 @@ fn job_token(env: &RankEnv, comm: &dyn Communicator) -> Result<String, Failure> 
 }
 
 /// What must be the same on all ranks.
-fn facts(config: &RunConfig, plan: &Plan) -> Vec<(String, String)> {
+fn facts(config: &RunPlan, plan: &Plan) -> Vec<(String, String)> {
     let build = format!(
         "{} {}{}",
         std::env::consts::ARCH,
@@ -146,15 +146,8 @@ fn facts(config: &RunConfig, plan: &Plan) -> Vec<(String, String)> {
 }
 
 /// A hash of all that makes the run what it is; memory may be bounded differently on every machine.
-fn configuration(config: &RunConfig) -> String {
-    let mut config = config.clone();
-    config.ranks_here = None;
-    config.host_memory_limit = None;
-    config.device_memory_limit = None;
-    config.gpus.clear();
-    config.arena_bytes = 0;
-    let text = serde_json::to_vec(&config).unwrap_or_default();
-    blake3::hash(&text).to_hex()[..16].to_string()
+fn configuration(config: &RunPlan) -> String {
+    blake3::hash(&config.common_part()).to_hex()[..16].to_string()
 }
 
 fn over_tcp(

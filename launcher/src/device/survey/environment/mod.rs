@@ -179,7 +179,12 @@ mod tests {
                 }
                 let text = std::fs::read_to_string(&path).expect("readable");
                 let reads = text.contains(concat!("env::", "var"));
-                assert_eq!(reads, path.ends_with("rank_env.rs"), "{}", path.display());
+                assert_eq!(
+                    reads,
+                    path.ends_with("rank_env/mod.rs"),
+                    "{}",
+                    path.display()
+                );
             }
         }
     }

@@ -1,0 +1,189 @@
+//! What came of a [`RunConfig`]: every choice made, and what the plan found.
+
+use super::{Collectives, EarlyStep, RunConfig, UploadAhead};
+use crate::error::{ErrorCode, Failure};
+use serde::ser::{Error, SerializeMap};
+use serde::{Deserialize, Serialize, Serializer};
+use serde_json::{Map, Value};
+use std::fs;
+use std::ops::Deref;
+use std::path::Path;
+
+/// File name of the saved plan of a run.
+pub const CONFIG_FILE: &str = "config.resolved.json";
+
+/// A run that is decided: the configuration with a value where it left a choice, and what the plan found. Ranks read it
+/// from the file that the supervisor saves, and decide nothing.
+///
+/// It is never changed. While choices are made, each makes a new draft.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RunPlan {
+    config: RunConfig,
+    found: Found,
+}
+
+/// What no flag asks for: found by ranks, by the check of the data, or by the plan.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub(crate) struct Found {
+    /// Why a rank was refused access to the memory of another GPU; the ranks exchange through host memory then.
+    #[serde(default)]
+    pub(crate) ipc_refused: Option<String>,
+    /// Bytes that each rank takes of its GPU when it starts; 0 on the CPU.
+    #[serde(default)]
+    pub(crate) arena_bytes: u64,
+    /// Samples that the first update takes.
+    pub(crate) first_samples: Vec<usize>,
+    /// Bytes of a rank's spill file that activations need at once.
+    pub(crate) spilled_activation_bytes: u64,
+}
+
+impl Deref for RunPlan {
+    type Target = RunConfig;
+
+    fn deref(&self) -> &RunConfig {
+        &self.config
+    }
+}
+
+impl RunPlan {
+    /// The draft of a run: as asked for, with nothing found but what the last attempt was refused.
+    pub(crate) fn draft(config: RunConfig, ipc_refused: Option<String>) -> Self {
+        let found = Found {
+            ipc_refused,
+            ..Found::default()
+        };
+        Self { config, found }
+    }
+
+    /// The configuration, with a value where it left a choice.
+    pub(crate) fn config(&self) -> &RunConfig {
+        &self.config
+    }
+
+    /// What was found.
+    pub(crate) fn found(&self) -> &Found {
+        &self.found
+    }
+
+    /// The same run with another configuration.
+    pub(crate) fn with_config(&self, config: RunConfig) -> Self {
+        let found = self.found.clone();
+        Self { config, found }
+    }
+
+    /// The same run with other findings.
+    pub(crate) fn with_found(&self, found: Found) -> Self {
+        let config = self.config.clone();
+        Self { config, found }
+    }
+
+    /// The same run with other updates in backward.
+    pub(crate) fn with_early_step(&self, early_step: EarlyStep) -> Self {
+        self.with_config(RunConfig {
+            early_step,
+            ..self.config.clone()
+        })
+    }
+
+    /// The same run with another prefetch of weights.
+    pub(crate) fn with_upload_ahead(&self, upload_ahead: UploadAhead) -> Self {
+        self.with_config(RunConfig {
+            upload_ahead,
+            ..self.config.clone()
+        })
+    }
+
+    /// What carries weights and gradients between GPUs: never `Auto`.
+    pub(crate) fn resolved_collectives(&self) -> Collectives {
+        match (self.config.collectives, &self.found.ipc_refused) {
+            (Collectives::Auto, Some(_)) => Collectives::Shm,
+            _ => self.config.resolved_collectives(),
+        }
+    }
+
+    /// What must be the same on all ranks, as text: all but the machine's own memory and GPUs.
+    pub(crate) fn common_part(&self) -> Vec<u8> {
+        let config = RunConfig {
+            ranks_here: None,
+            host_memory_limit: None,
+            device_memory_limit: None,
+            gpus: Vec::new(),
+            ..self.config.clone()
+        };
+        let found = Found {
+            arena_bytes: 0,
+            ..self.found.clone()
+        };
+        serde_json::to_vec(&Self { config, found }).unwrap_or_default()
+    }
+
+    /// Writes the plan to `path`.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn save_to(&self, path: &Path) -> Result<(), Failure> {
+        let text = serde_json::to_string_pretty(self).map_err(|error| {
+            Failure::usage("the configuration cannot be saved", error.to_string())
+        })?;
+        fs::write(path, text + "\n")
+            .map_err(|error| Failure::io(ErrorCode::Disk, "write", path, &error))
+    }
+
+    /// Reads a saved plan.
+    ///
+    /// # Errors
+    /// The file cannot be read, or names unknown or missing keys (exit 2).
+    pub fn load_from(path: &Path) -> Result<Self, Failure> {
+        let text = fs::read_to_string(path)
+            .map_err(|error| Failure::io(ErrorCode::Usage, "read", path, &error))?;
+        let refused = |cause: String| {
+            Failure::usage(
+                format!("{} is not a run configuration", path.display()),
+                cause,
+            )
+        };
+        let mut config: Map<String, Value> =
+            serde_json::from_str(&text).map_err(|error| refused(error.to_string()))?;
+        let mut found = Map::new();
+        for (_, key) in PLACES {
+            found.extend(
+                config
+                    .shift_remove(key)
+                    .map(|value| (key.to_owned(), value)),
+            );
+        }
+        let found = serde_json::from_value(Value::Object(found))
+            .map_err(|error| refused(error.to_string()))?;
+        let config = serde_path_to_error::deserialize(Value::Object(config)).map_err(|error| {
+            refused(error.inner().to_string()).evidence(format!("at {}", error.path()))
+        })?;
+        Ok(Self { config, found })
+    }
+}
+
+/// Where the file has what was found: after which key of the configuration, in this order.
+const PLACES: [(&str, &str); 4] = [
+    ("collectives", "ipc_refused"),
+    ("upload_ahead", "arena_bytes"),
+    ("seed", "first_samples"),
+    ("seed", "spilled_activation_bytes"),
+];
+
+impl Serialize for RunPlan {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let object = |value: Result<Value, serde_json::Error>| match value {
+            Ok(Value::Object(fields)) => Ok(fields),
+            Ok(_) => Err(S::Error::custom("not an object")),
+            Err(error) => Err(S::Error::custom(error)),
+        };
+        let found = object(serde_json::to_value(&self.found))?;
+        let mut map = serializer.serialize_map(None)?;
+        for (key, value) in &object(serde_json::to_value(&self.config))? {
+            map.serialize_entry(key, value)?;
+            for (_, own) in PLACES.iter().filter(|(before, _)| before == key) {
+                map.serialize_entry(own, &found[*own])?;
+            }
+        }
+        map.end()
+    }
+}
