@@ -1,5 +1,5 @@
-//! Everything that is checked and measured on a GPU, in one program that needs nothing but a driver beside it.
-//! `scripts/gpu-check.sh` runs its stages; each exits with 0 only when all of it passed.
+//! `gpu_check`: all checks and measurements on a GPU in one program, which needs only a driver. `scripts/gpu-check.sh`
+//! runs its stages. A stage exits with 0 only when all of it passed.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -130,7 +130,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// As the launcher reads it.
+/// The code variant, read as the launcher reads it.
 fn code() -> Result<Code, String> {
     match std::env::var("TESSERA_CUDA_ARCH").as_deref() {
         Err(_) | Ok("" | "native") => Ok(Code::Native),
