@@ -130,7 +130,7 @@ impl Unit {
 /// Compiles every tested module of every family into `folder`, for [`super::Emulator::prebuilt`].
 ///
 /// # Errors
-/// When a module does not compile or the folder cannot be written.
+/// When a module does not compile or the directory cannot be written.
 pub fn build_all(folder: &Path) -> Result<()> {
     let modules: Vec<Module> = Family::ALL.into_iter().flat_map(Family::modules).collect();
     build_modules(folder, &modules)
