@@ -198,7 +198,7 @@ fn dtype() -> impl Strategy<Value = DType> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
     #[test]
-    fn any_world_size_reads_what_another_wrote(
+    fn a_checkpoint_of_any_world_size_loads_at_any_other(
         shapes in proptest::collection::vec(
             (proptest::collection::vec(0usize..6, 0..4), dtype()), 1..6),
         writers in 1u32..6,
