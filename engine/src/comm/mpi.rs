@@ -150,7 +150,7 @@ fn failed(action: &'static str, source: io::Error) -> CommError {
     }
 }
 
-/// The thread that calls MPI, and the numbers of this process.
+/// The channel to the thread that calls MPI, and the number of this process.
 #[derive(Debug)]
 struct Hub {
     world: World,
@@ -163,7 +163,7 @@ enum Order {
     Open(u32, usize, Arc<Inbox>),
     /// Sends a message to a process.
     Send(i32, Vec<u8>),
-    /// Ends a rank of a world. The channel is dropped afterwards.
+    /// Ends a rank of a world, then drops `done`.
     Close {
         number: u32,
         rank: usize,
