@@ -102,7 +102,7 @@ fn any_element_type_can_be_gathered() {
 }
 
 #[test]
-fn rows_are_written_in_place_unless_somebody_else_holds_the_tensor() {
+fn rows_are_written_in_place_unless_the_tensor_is_shared() {
     let case = Case::new(0);
     let pool = common::pool(&case.cpu).clone();
     let ints = |shape: [usize; 2], values: &[i32]| {

@@ -1,4 +1,4 @@
-//! Everything that is wrong with a checkpoint, instead of the first thing.
+//! A check of a checkpoint that reports every problem, not only the first.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -8,34 +8,34 @@ use super::CheckpointError;
 use super::manifest::Manifest;
 use super::read::{check_file, compare, hash_file, open_state_file, read_manifest};
 
-/// What [`audit`] found.
+/// Result of [`audit`].
 #[derive(Debug)]
 pub struct Audit {
-    /// Files that the manifest lists.
+    /// Number of files in the manifest.
     pub files: usize,
     /// Their bytes, according to the manifest.
     pub bytes: u64,
-    /// Tensors that the manifest lists, each kind of a parameter counted.
+    /// Number of tensors in the manifest, where each kind of a parameter counts.
     pub tensors: usize,
     /// One error per bad file, in the manifest's order.
     pub problems: Vec<CheckpointError>,
-    /// Kind and name of every tensor that lies in a bad file, as a whole or in part.
+    /// Kind and name of every tensor with data in a bad file.
     pub lost: Vec<(String, String)>,
 }
 
 impl Audit {
-    /// Whether everything is as it was written.
+    /// Whether the checkpoint is intact.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         self.problems.is_empty()
     }
 }
 
-/// Compares every file of a checkpoint with its length and hash, and every tensor's pieces with the headers of the
-/// files that hold them. Unlike [`Checkpoint::open`](super::Checkpoint::open) it goes on behind the first bad file.
+/// Compares every file of a checkpoint with its length and hash, and every tensor's pieces with the headers of their
+/// files. Unlike [`Checkpoint::open`](super::Checkpoint::open) it continues after the first bad file.
 ///
 /// # Errors
-/// The manifest is missing, cannot be read or is damaged itself: nothing else can be told then.
+/// When the manifest is missing, unreadable or damaged, since nothing else can be checked then.
 pub fn audit(folder: &Path) -> Result<Audit, CheckpointError> {
     let manifest = read_manifest(folder)?;
     let root = fs::canonicalize(folder).map_err(CheckpointError::reading(folder))?;
@@ -68,7 +68,7 @@ pub fn audit(folder: &Path) -> Result<Audit, CheckpointError> {
     Ok(audit)
 }
 
-/// Files, not known to be bad, that do not hold their pieces as the manifest says.
+/// Files, not yet known as bad, whose pieces contradict the manifest.
 fn contradicting_files<'m>(
     folder: &Path,
     manifest: &'m Manifest,

@@ -1,22 +1,22 @@
-//! What can go wrong with a checkpoint.
+//! Errors of checkpoints.
 
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use super::write::ProducerError;
 
-/// A checkpoint could not be written, or what lies on disk is not a whole checkpoint.
+/// A checkpoint could not be written, or the files on disk are no intact checkpoint.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
     /// The operating system refused an operation.
     #[error("cannot {action} {}", path.display())]
     Io {
-        /// What was tried.
+        /// The attempted action.
         action: &'static str,
-        /// On which path.
+        /// The path.
         path: PathBuf,
-        /// Why it failed.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -37,7 +37,7 @@ pub enum CheckpointError {
         /// The file.
         path: PathBuf,
     },
-    /// A file is shorter or longer than when it was written.
+    /// A file's length differs from the written one.
     #[error("{} has {found} bytes, the manifest says {expected}", path.display())]
     WrongLength {
         /// The file.
@@ -47,7 +47,7 @@ pub enum CheckpointError {
         /// Bytes on disk.
         found: u64,
     },
-    /// The content of a file is not what was written.
+    /// A file's content differs from the written one.
     #[error("{} is damaged: its hash is {found}, expected {expected}", path.display())]
     HashMismatch {
         /// The file.
@@ -57,16 +57,16 @@ pub enum CheckpointError {
         /// BLAKE3 of the bytes on disk, in hex.
         found: String,
     },
-    /// A file is not JSON of the shape expected.
+    /// A file is not JSON of the expected structure.
     #[error("{} cannot be parsed", path.display())]
     Json {
         /// The file.
         path: PathBuf,
-        /// Where and why.
+        /// Position and cause.
         #[source]
         source: serde_json::Error,
     },
-    /// A file parses but contradicts itself or its neighbours.
+    /// A file parses but contradicts itself or other files.
     #[error("{} is not valid: {what}", path.display())]
     Malformed {
         /// The file.
@@ -74,7 +74,7 @@ pub enum CheckpointError {
         /// What is wrong.
         what: &'static str,
     },
-    /// The folder was written by another version of the format.
+    /// Another version of the format wrote the directory.
     #[error("{} has format version {found}, this program reads {supported}", path.display())]
     UnsupportedVersion {
         /// The manifest.
@@ -84,7 +84,7 @@ pub enum CheckpointError {
         /// The version of this program.
         supported: u32,
     },
-    /// A path inside a checkpoint must be relative, without `..`, and may not leave the folder through a link.
+    /// A path inside a checkpoint must be relative, without `..`, and may not leave the directory through a link.
     #[error("`{path}` is not a path inside the checkpoint")]
     UnsafePath {
         /// The path given.
@@ -97,14 +97,14 @@ pub enum CheckpointError {
         kind: String,
         /// Its name.
         name: String,
-        /// What is wrong there.
+        /// What is wrong.
         problem: &'static str,
-        /// First element concerned.
+        /// First affected element.
         element: u64,
         /// Elements of the tensor.
         elems: u64,
     },
-    /// A tensor's description cannot be used.
+    /// A tensor's description is invalid.
     #[error("{kind} of `{name}`: {what}")]
     BadTensor {
         /// Kind of the tensor.
@@ -114,7 +114,7 @@ pub enum CheckpointError {
         /// What is wrong.
         what: &'static str,
     },
-    /// The checkpoint holds no such tensor.
+    /// The checkpoint has no such tensor.
     #[error("the checkpoint holds no {kind} of `{name}`")]
     UnknownTensor {
         /// Kind asked for.
@@ -147,9 +147,9 @@ pub enum CheckpointError {
         path: PathBuf,
         /// The tensor written.
         got: String,
-        /// How many bytes of it.
+        /// Bytes of it.
         got_bytes: usize,
-        /// What the declaration says.
+        /// The declared tensor and length.
         expected: String,
     },
     /// The producer of a piece's bytes failed.
@@ -159,11 +159,11 @@ pub enum CheckpointError {
         kind: String,
         /// Its name.
         name: String,
-        /// The producer's error.
+        /// Error of the producer.
         #[source]
         source: ProducerError,
     },
-    /// A rank's index is missing from a save, or belongs to another one.
+    /// A rank's index is missing from a save, or belongs to another save.
     #[error("rank {rank} has not finished this checkpoint: {}", path.display())]
     RankIncomplete {
         /// The rank.
@@ -171,26 +171,26 @@ pub enum CheckpointError {
         /// Its index.
         path: PathBuf,
     },
-    /// A folder of the checkpoint's name exists that this program did not write.
+    /// A directory with the checkpoint's name exists that this program did not write.
     #[error("{} exists and is not a checkpoint of this program", path.display())]
     ForeignFolder {
-        /// The folder.
+        /// The directory.
         path: PathBuf,
     },
-    /// The writer was used out of turn.
+    /// A call of the writer was out of order.
     #[error("rank {rank} of {world_size} cannot {action} now")]
     OutOfTurn {
         /// The rank.
         rank: u32,
         /// Number of ranks.
         world_size: u32,
-        /// What was tried.
+        /// The attempted action.
         action: &'static str,
     },
 }
 
 impl CheckpointError {
-    /// Wraps an I/O error with the path, telling a full disk and a missing file from the rest.
+    /// Wraps an I/O error with the path. A full disk and a missing file have their own variants.
     pub(super) fn io(
         action: &'static str,
         path: &Path,
@@ -213,7 +213,7 @@ impl CheckpointError {
         }
     }
 
-    /// As [`CheckpointError::io`] for reading: a file that does not exist is its own variant.
+    /// As [`CheckpointError::io`] for reading: a missing file has its own variant.
     pub(super) fn reading(path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| match source.kind() {
             ErrorKind::NotFound => Self::MissingFile {

@@ -1,5 +1,5 @@
-//! The disk's faulty twin: it fails a chosen call. A save must survive each of these faults with the previous or the
-//! new checkpoint whole. Tests use it, and [`Writer::begin_faulty`](super::Writer::begin_faulty) for whole programs.
+//! A disk that fails at a chosen call. A save must survive each of these faults with the previous or the new checkpoint
+//! intact. Tests use it, and [`Writer::begin_faulty`](super::Writer::begin_faulty) for whole programs.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Write};
@@ -8,20 +8,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::fs::{Disk, FileHandle, FileSystem};
 
-/// What happens at a chosen call of a save, counted from 0 over all calls to the disk.
+/// Fault at a chosen call of a save. Calls to the disk are counted from 0.
 #[derive(Clone, Copy, Debug)]
 pub enum DiskFault {
-    /// Nothing.
+    /// No fault.
     None,
-    /// The process dies: a write gets half of its bytes out, and nothing works from then on.
+    /// The process dies: a write writes half of its bytes, and every later call fails.
     Kill,
     /// The machine dies: as `Kill`, and files that were not synced are empty afterwards.
     PowerLoss,
     /// The disk is full from then on.
     NoSpace,
-    /// One write takes half of its bytes; that is not an error.
+    /// One write takes half of its bytes, which is no error.
     ShortWrite,
-    /// This is called, for what a disk cannot do: it may end or suspend the process.
+    /// Calls a function for faults that a disk does not have. It may end or suspend the process.
     Act(fn()),
 }
 
@@ -63,14 +63,14 @@ impl FaultyDisk {
         }
     }
 
-    /// How often the disk was called.
+    /// Number of calls to the disk.
     #[cfg(test)]
     pub(super) fn calls(&self) -> u64 {
         self.state().calls
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // What a panic of another thread left is still a count.
+        // After a panic of another thread the value is still a valid count.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -84,7 +84,7 @@ impl FaultyDisk {
         }
         match state.fault {
             DiskFault::Act(act) if call == state.fail_at => {
-                // The lock is free meanwhile: the call may not return, or unwind.
+                // The lock is free meanwhile, since the call may not return or may unwind.
                 drop(state);
                 act();
                 Ok(Verdict::Proceed)

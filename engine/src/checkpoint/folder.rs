@@ -1,4 +1,4 @@
-//! The output folder: which checkpoints it holds, which is the latest, what a crash left behind.
+//! The output directory: its checkpoints, the latest one, and leftovers of a crash.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -14,9 +14,9 @@ use super::manifest::{MANIFEST, Manifest};
 
 /// Name of the file that names the latest checkpoint.
 pub(super) const LATEST: &str = "latest";
-/// More than a name in it has.
+/// Larger than any name in that file.
 const LATEST_BYTES: u64 = 256;
-/// Where `latest` is written before it is renamed.
+/// Temporary name of `latest` before the rename.
 pub(super) const LATEST_TMP: &str = "latest.tmp";
 
 const PREFIX: &str = "checkpoint-";
@@ -24,30 +24,30 @@ const TMP: &str = ".tmp";
 const ASIDE: &str = ".old";
 const DELETED: &str = ".deleted.tmp";
 
-/// Folder of a finished checkpoint.
+/// Directory of a finished checkpoint.
 pub(super) fn final_folder(output: &Path, step: u64) -> PathBuf {
     output.join(format!("{PREFIX}{step}"))
 }
 
-/// Folder of a checkpoint being written.
+/// Directory of a checkpoint being written.
 pub(super) fn tmp_folder(output: &Path, step: u64) -> PathBuf {
     output.join(format!("{PREFIX}{step}{TMP}"))
 }
 
-/// Where a checkpoint waits while one of the same step takes its place.
+/// Temporary directory of a checkpoint while a new one of the same step replaces it.
 pub(super) fn aside_folder(output: &Path, step: u64) -> PathBuf {
     output.join(format!("{PREFIX}{step}{ASIDE}"))
 }
 
-/// The step in the name of a finished checkpoint's folder.
+/// The step in the name of a finished checkpoint's directory.
 pub(super) fn parse_step(name: &str) -> Option<u64> {
     let digits = name.strip_prefix(PREFIX)?;
     let step: u64 = digits.parse().ok()?;
-    // Refuses `+5` and `005`, which name other folders.
+    // Refuses `+5` and `005`, which name other directories.
     (step.to_string() == digits).then_some(step)
 }
 
-/// Opens a file to read. A pipe or a device is refused at once; a plain open could wait for its writer for ever.
+/// Opens a file to read. It refuses a FIFO or a device at once, where a plain open could wait forever for a writer.
 pub(super) fn open_regular(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new()
         .read(true)
@@ -59,7 +59,7 @@ pub(super) fn open_regular(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Whether a folder holds a manifest of this program, whole or not.
+/// Whether a directory contains a manifest of this program, intact or not.
 pub(super) fn holds_manifest(folder: &Path) -> bool {
     let is_folder = fs::symlink_metadata(folder).is_ok_and(|metadata| metadata.is_dir());
     let mut head = Vec::new();
@@ -86,10 +86,10 @@ fn names(output: &Path) -> Result<Vec<String>, CheckpointError> {
         .collect())
 }
 
-/// All complete checkpoints of an output folder, by ascending step. Their content is not verified.
+/// All complete checkpoints of an output directory, by ascending step. Their content is not verified.
 ///
 /// # Errors
-/// [`CheckpointError::Io`] when the folder exists and cannot be listed.
+/// [`CheckpointError::Io`] when the directory exists and cannot be listed.
 pub fn list(output: &Path) -> Result<Vec<(u64, PathBuf)>, CheckpointError> {
     let mut found = BTreeMap::new();
     for name in names(output)? {
@@ -97,7 +97,7 @@ pub fn list(output: &Path) -> Result<Vec<(u64, PathBuf)>, CheckpointError> {
         let Some(step) = parse_step(plain) else {
             continue;
         };
-        // One that was moved aside counts as long as nothing has taken its place.
+        // A checkpoint that was moved aside counts until another one has its name.
         if plain == name || !holds_manifest(&output.join(plain)) {
             let folder = output.join(&name);
             if holds_manifest(&folder) {
@@ -108,10 +108,10 @@ pub fn list(output: &Path) -> Result<Vec<(u64, PathBuf)>, CheckpointError> {
     Ok(found.into_iter().collect())
 }
 
-/// The newest complete checkpoint: the one that `latest` names, or else the one of the highest step.
+/// The newest complete checkpoint: the one that `latest` names, otherwise the one with the highest step.
 ///
 /// # Errors
-/// [`CheckpointError::Io`] when the folder exists and cannot be listed.
+/// [`CheckpointError::Io`] when the directory exists and cannot be listed.
 pub fn find_latest(output: &Path) -> Result<Option<PathBuf>, CheckpointError> {
     let mut checkpoints = list(output)?;
     let named = open_regular(&output.join(LATEST))
@@ -125,8 +125,8 @@ pub fn find_latest(output: &Path) -> Result<Option<PathBuf>, CheckpointError> {
     })
 }
 
-/// Removes what interrupted saves left behind, and puts a checkpoint back that was moved aside for one that never
-/// came. Returns the paths removed. Not to be called while a save is running.
+/// Removes leftovers of interrupted saves. It also restores a checkpoint that was moved aside for one that was never
+/// published. Returns the removed paths. It must not run during a save.
 ///
 /// # Errors
 /// [`CheckpointError::Io`].
@@ -158,8 +158,8 @@ pub fn sweep(output: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     Ok(removed)
 }
 
-/// Removes the checkpoints of the lowest steps until `save_total_limit` are left (0: removes none). The latest one
-/// is never removed, nor is a folder that this program did not write. Returns the folders removed.
+/// Removes the checkpoints of the lowest steps until `save_total_limit` are left (0: removes none). It never removes
+/// the latest one or a directory that this program did not write. Returns the removed directories.
 ///
 /// # Errors
 /// [`CheckpointError::Io`].
@@ -183,7 +183,7 @@ pub(super) fn prune_on(
     let surplus = others.len().saturating_sub(save_total_limit - 1);
     let mut removed = Vec::new();
     for (step, folder) in others.into_iter().take(surplus) {
-        // Renamed first, so that a half-removed folder never looks like a checkpoint.
+        // Renamed first, so that a half-removed directory never looks like a checkpoint.
         let doomed = output.join(format!("{PREFIX}{step}{DELETED}"));
         remove_folder(fs, &doomed)?;
         fs.rename(&folder, &doomed)
@@ -194,7 +194,7 @@ pub(super) fn prune_on(
     Ok(removed)
 }
 
-/// Removes a folder if it exists.
+/// Removes a directory if it exists.
 pub(super) fn remove_folder(fs: &dyn FileSystem, folder: &Path) -> Result<(), CheckpointError> {
     if fs::symlink_metadata(folder).is_err() {
         return Ok(());

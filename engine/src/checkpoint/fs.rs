@@ -1,4 +1,4 @@
-//! The few file-system calls that a save consists of, behind a trait so that tests can fail any of them.
+//! The file-system calls of a save, as a trait so that tests can fail any of them.
 
 use std::fmt::Debug;
 use std::fs::{self, File, OpenOptions};
@@ -10,21 +10,21 @@ use rustix::fs::{CWD, FallocateFlags, OFlags, RenameFlags};
 
 /// Calls that change the disk.
 pub(super) trait FileSystem: Debug + Send + Sync {
-    /// Creates or truncates a file that will hold `bytes` bytes, reserving the space where the disk can.
+    /// Creates or truncates a file for `bytes` bytes and reserves the space if the disk can.
     fn create(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn FileHandle>>;
-    /// Creates a folder and its parents.
+    /// Creates a directory and its parents.
     fn create_dir_all(&self, path: &Path) -> io::Result<()>;
-    /// Renames over a file, or a folder to a free name.
+    /// Renames a file over another one, or a directory to a free name.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
-    /// Swaps two folders in one step; fails where the disk cannot.
+    /// Swaps two directories atomically; fails if the disk cannot.
     fn exchange(&self, a: &Path, b: &Path) -> io::Result<()>;
     /// Makes the content of a file written by others durable.
     fn sync_file(&self, path: &Path) -> io::Result<()>;
-    /// Makes the names in a folder durable.
+    /// Makes the names in a directory durable.
     fn sync_dir(&self, path: &Path) -> io::Result<()>;
     /// Removes a file.
     fn remove_file(&self, path: &Path) -> io::Result<()>;
-    /// Removes a folder with its content.
+    /// Removes a directory with its content.
     fn remove_dir_all(&self, path: &Path) -> io::Result<()>;
 }
 
@@ -40,7 +40,7 @@ pub(super) struct Disk;
 
 impl FileSystem for Disk {
     fn create(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn FileHandle>> {
-        // Weights and data are their owner's alone, and a name that leads elsewhere is not followed.
+        // Weights and data are private to their owner, and symbolic links are not followed.
         let file = OpenOptions::new()
             .create(true)
             .truncate(true)
@@ -49,7 +49,7 @@ impl FileSystem for Disk {
             .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
             .open(path)?;
         if bytes > 0 {
-            // A full disk is found before the first byte is written; disks that cannot reserve go on.
+            // A full disk is detected before the first byte is written. Disks that cannot reserve space continue.
             let reserved = rustix::fs::fallocate(&file, FallocateFlags::KEEP_SIZE, 0, bytes);
             if let Err(error @ (rustix::io::Errno::NOSPC | rustix::io::Errno::DQUOT)) = reserved {
                 return Err(error.into());

@@ -1,5 +1,5 @@
-//! The index of a checkpoint. Everything read here is taken for hostile: sizes are checked, sums cannot overflow,
-//! paths cannot leave the folder.
+//! The index of a checkpoint. Its content is treated as hostile: sizes are checked, sums cannot overflow, paths cannot
+//! leave the directory.
 
 use std::collections::BTreeSet;
 use std::path::{Component, Path};
@@ -14,46 +14,46 @@ use super::CheckpointError;
 pub(super) const MANIFEST: &str = "MANIFEST.json";
 /// Version of the format.
 pub(super) const VERSION: u32 = 1;
-/// Longest manifest that is read.
+/// Largest manifest that is read.
 pub(super) const MAX_MANIFEST_BYTES: u64 = 1 << 29;
 
 const FORMAT: &str = "tessera-checkpoint";
 const MAX_NAME_BYTES: usize = 1024;
 const MAX_DIMS: usize = 16;
-/// What a manifest begins with; the 64 hex digits that follow are the hash of the text with zeros in their place.
+/// Start of a manifest. The next 64 hex digits are the hash of the text with zeros in their place.
 const DIGEST_PREFIX: &str = "{\n  \"digest\": \"";
 const NO_DIGEST: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 
 /// One file of a checkpoint.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct FileEntry {
-    /// Path relative to the checkpoint folder.
+    /// Path relative to the checkpoint's directory.
     pub path: String,
-    /// Length.
+    /// Length in bytes.
     pub bytes: u64,
     /// BLAKE3 of the content, in hex.
     pub blake3: String,
 }
 
-/// Where a range of a tensor's elements lies.
+/// Location of a range of a tensor's elements.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct PieceEntry {
     /// First element of the range.
     pub start: u64,
-    /// Elements in the range.
+    /// Number of elements in the range.
     pub elems: u64,
-    /// The safetensors file, relative to the checkpoint folder.
+    /// The safetensors file, relative to the checkpoint's directory.
     pub file: String,
     /// Name of the piece in that file.
     pub key: String,
 }
 
-/// A tensor as the model sees it, whatever pieces it lies in.
+/// A tensor as the model sees it, independent of its pieces.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct LogicalTensor {
     /// Parameter name.
     pub name: String,
-    /// What it is of that parameter: `weight`, `master`, `exp_avg`, ….
+    /// Kind of the tensor: `weight`, `master`, `exp_avg`, ….
     pub kind: String,
     /// Element type.
     #[serde(with = "dtype_name")]
@@ -81,7 +81,7 @@ mod dtype_name {
 }
 
 impl LogicalTensor {
-    /// Elements of the whole tensor.
+    /// Number of elements of the whole tensor.
     ///
     /// # Errors
     /// [`CheckpointError::BadTensor`] when the shape's byte count does not fit the address space.
@@ -122,7 +122,7 @@ impl LogicalTensor {
         self.elems()
     }
 
-    /// Checks that the pieces, in the order given, cover every element exactly once.
+    /// Checks that the pieces cover every element exactly once, in the given order.
     pub(super) fn check_coverage(&self) -> Result<(), CheckpointError> {
         let elems = self.check_description()?;
         let problem = |problem, element| CheckpointError::Coverage {
@@ -170,7 +170,7 @@ pub(super) struct Manifest {
     pub(super) tensors: Vec<LogicalTensor>,
 }
 
-/// The part of [`Manifest`] that is read before anything else is trusted.
+/// The part of [`Manifest`] that is checked before the rest is trusted.
 #[derive(Deserialize)]
 struct Preamble {
     format: String,
@@ -178,10 +178,10 @@ struct Preamble {
 }
 
 impl Manifest {
-    /// How much of a file [`Manifest::is_head`] needs.
+    /// Number of bytes that [`Manifest::is_head`] needs.
     pub(super) const HEAD_BYTES: u64 = 256;
 
-    /// Whether a file that begins so is a manifest of this program.
+    /// Whether a file with this beginning is a manifest of this program.
     pub(super) fn is_head(head: &[u8]) -> bool {
         let format = format!("\"format\": \"{FORMAT}\"");
         head.windows(format.len())
@@ -294,14 +294,14 @@ impl Manifest {
     }
 }
 
-/// The text with a hash that fits it, so that a fuzzer comes behind the hash; none where there is no place for one.
+/// The text with a matching hash, so that a fuzzer gets past the hash; `None` if the text has no hash field.
 pub(super) fn signed(text: &str) -> Option<String> {
     let rest = text.strip_prefix(DIGEST_PREFIX)?.get(NO_DIGEST.len()..)?;
     let digest = blake3::hash([DIGEST_PREFIX, NO_DIGEST, rest].concat().as_bytes()).to_hex();
     Some([DIGEST_PREFIX, &digest, rest].concat())
 }
 
-/// Compares a manifest's text with the hash it carries.
+/// Compares a manifest's text with its hash.
 fn check_digest(text: &str, path: &Path) -> Result<(), CheckpointError> {
     let malformed = || CheckpointError::Malformed {
         path: path.to_owned(),

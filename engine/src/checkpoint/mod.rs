@@ -1,8 +1,8 @@
 //! Checkpoints: logical, atomic, hashed.
 //!
-//! *Logical*: a checkpoint holds named tensors of a kind (`weight`, `exp_avg`, …) as element ranges, so it loads at
+//! *Logical*: a checkpoint contains named tensors of a kind (`weight`, `exp_avg`, …) as element ranges, so it loads at
 //! any world size, ZeRO stage or tier. *Atomic*: everything is written into `checkpoint-<step>.tmp`, synced, and
-//! renamed; a kill at any instant leaves the previous or the new checkpoint whole. *Hashed*: the manifest holds the
+//! renamed. A kill at any instant leaves the previous or the new checkpoint intact. *Hashed*: the manifest has the
 //! length and BLAKE3 hash of every file, and its own.
 //!
 //! ```text
@@ -14,11 +14,11 @@
 //! ```
 //!
 //! Protocol of a save with several ranks: every rank calls [`Writer::begin`], [`Writer::write_pieces`] and
-//! [`Writer::finish_rank`]; then a barrier of the caller's; then rank 0 adds files and calls [`Writer::commit`].
-//! A rank that fails must not let the others pass the barrier; rank 0 then calls [`Writer::abandon`].
+//! [`Writer::finish_rank`]. A barrier of the caller follows. Then rank 0 adds files and calls [`Writer::commit`]. A
+//! rank that fails must prevent the others from passing the barrier. Rank 0 then calls [`Writer::abandon`].
 //!
-//! Files are read with positioned reads rather than memory maps: the bytes go straight into the destination, and a
-//! file that shrinks while it is read is an error instead of a signal.
+//! Files are read with positioned reads rather than memory maps. The bytes go straight into the destination, and a file
+//! that shrinks meanwhile is an error instead of a signal.
 
 mod audit;
 mod error;
@@ -41,7 +41,7 @@ pub use read::{Checkpoint, verify_file};
 pub use reshard::reshard;
 pub use sharded::ShardedTensorWriter;
 pub use tensor_file::{FileDigest, TensorFileWriter, TensorSpec};
-/// Reads the content of a manifest; one whose hash is wrong also as if it were right. For [`crate::fuzzing`].
+/// Parses a manifest, also as if its hash were correct. For [`crate::fuzzing`].
 pub(crate) fn read_manifest_bytes(bytes: &[u8]) -> Result<(), CheckpointError> {
     let path = std::path::Path::new(manifest::MANIFEST);
     match manifest::Manifest::from_bytes(bytes, path) {
@@ -55,7 +55,7 @@ pub(crate) fn read_manifest_bytes(bytes: &[u8]) -> Result<(), CheckpointError> {
     }
 }
 
-/// Reads the header of a safetensors file. For [`crate::fuzzing`].
+/// Parses the header of a safetensors file. For [`crate::fuzzing`].
 pub(crate) fn read_header_bytes(bytes: &[u8]) -> Result<(), CheckpointError> {
     read::state_header(bytes, std::path::Path::new("state.safetensors")).map(drop)
 }

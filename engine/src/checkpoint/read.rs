@@ -1,4 +1,4 @@
-//! Reading a checkpoint: any element range of any tensor, from whichever pieces hold it.
+//! Reading a checkpoint: any element range of any tensor, from any number of pieces.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -15,7 +15,7 @@ use super::folder::{open_regular, parse_step};
 use super::manifest::{FileEntry, LogicalTensor, MANIFEST, MAX_MANIFEST_BYTES, Manifest};
 use super::tensor_file::FileDigest;
 
-/// Longest safetensors header, the limit of the reference reader.
+/// Largest safetensors header, the limit of the reference reader.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 const HASH_BUFFER_BYTES: usize = 1 << 20;
 
@@ -25,9 +25,9 @@ pub struct Checkpoint {
     folder: PathBuf,
     manifest: Manifest,
     files: Vec<StateFile>,
-    /// Kind, then name, to position in the manifest.
+    /// Position in the manifest by kind and name.
     index: BTreeMap<String, BTreeMap<String, usize>>,
-    /// Per tensor, where its pieces lie.
+    /// Locations of each tensor's pieces.
     pieces: Vec<Vec<LocatedPiece>>,
 }
 
@@ -42,16 +42,16 @@ struct LocatedPiece {
     elems: Range<u64>,
     /// Index into [`Checkpoint::files`].
     file: usize,
-    /// Where the first element lies in it.
+    /// Offset of the first element in that file.
     offset_bytes: u64,
 }
 
 impl Checkpoint {
-    /// Opens a checkpoint folder: parses and checks the manifest, and checks that every file exists with its
-    /// length and that every piece lies where the manifest says. Contents are compared by [`Checkpoint::verify`].
+    /// Opens a checkpoint's directory. It parses and checks the manifest, and checks that every file has its length and
+    /// that every piece is where the manifest says. [`Checkpoint::verify`] compares contents.
     ///
     /// # Errors
-    /// One variant per way in which the folder may be broken, naming the file.
+    /// One variant per kind of damage, with the file's name.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
         let manifest = read_manifest(folder)?;
         let root = fs::canonicalize(folder).map_err(CheckpointError::reading(folder))?;
@@ -69,7 +69,7 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// The folder.
+    /// The directory.
     #[must_use]
     pub fn folder(&self) -> &Path {
         &self.folder
@@ -87,7 +87,7 @@ impl Checkpoint {
         self.manifest.world_size
     }
 
-    /// What the writer stored beside the tensors.
+    /// The data that the writer stored beside the tensors.
     #[must_use]
     pub fn meta(&self) -> &Value {
         &self.manifest.meta
@@ -99,7 +99,7 @@ impl Checkpoint {
         &self.manifest.tensors
     }
 
-    /// All files but the manifest.
+    /// All files except the manifest.
     #[must_use]
     pub fn files(&self) -> &[FileEntry] {
         &self.manifest.files
@@ -122,7 +122,7 @@ impl Checkpoint {
     /// As [`Checkpoint::verify`] for the files whose paths `chosen` accepts.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Checkpoint::verify`].
     pub fn verify_files(&self, chosen: impl Fn(&str) -> bool) -> Result<(), CheckpointError> {
         let files = self.manifest.files.iter();
         files
@@ -161,8 +161,8 @@ impl Checkpoint {
     /// Reads a range of a tensor's elements, in row-major order of the global shape, as little-endian bytes.
     ///
     /// # Errors
-    /// [`CheckpointError::UnknownTensor`]; [`CheckpointError::BadRange`] unless the range lies in the tensor and
-    /// `out` has exactly its length; disk errors.
+    /// [`CheckpointError::UnknownTensor`]; [`CheckpointError::BadRange`] unless the range is in the tensor and `out`
+    /// has exactly its length; disk errors.
     pub fn read(
         &self,
         kind: &str,
@@ -179,7 +179,7 @@ impl Checkpoint {
         let tensor = &self.manifest.tensors[position];
         let total = tensor.elems()?;
         let size_bytes = tensor.dtype.size_bytes() as u64;
-        // No overflow: the whole tensor's bytes were checked when the manifest was read.
+        // No overflow: the manifest's reader checked the bytes of the whole tensor.
         let fits = elems.start <= elems.end
             && elems.end <= total
             && (elems.end - elems.start) * size_bytes == out.len() as u64;
@@ -225,7 +225,7 @@ impl Checkpoint {
         self.index.get(kind)?.get(name).copied()
     }
 
-    /// Opens the files that hold pieces and finds every piece in them.
+    /// Opens the files with pieces and finds every piece in them.
     fn locate_pieces(&mut self) -> Result<(), CheckpointError> {
         let mut headers: BTreeMap<&str, (usize, Header)> = BTreeMap::new();
         for (position, tensor) in self.manifest.tensors.iter().enumerate() {
@@ -284,7 +284,7 @@ pub(super) fn read_manifest(folder: &Path) -> Result<Manifest, CheckpointError> 
     Ok(manifest)
 }
 
-/// Checks that a listed file is a regular file inside the folder, of the right length.
+/// Checks that a listed file is a regular file inside the directory, with the right length.
 pub(super) fn check_file(
     root: &Path,
     folder: &Path,
@@ -317,7 +317,7 @@ pub(super) struct Header {
 }
 
 impl Header {
-    /// Reads the text of a header; its file has `file_bytes` bytes.
+    /// Parses the text of a header in a file of `file_bytes` bytes.
     fn parse(text: &[u8], file_bytes: u64, path: &Path) -> Result<Self, CheckpointError> {
         let json = |source| CheckpointError::Json {
             path: path.to_owned(),
@@ -331,7 +331,7 @@ impl Header {
         })
     }
 
-    /// Where the data of a piece begins, if it is in the file as the manifest says.
+    /// Offset of a piece's data, if the file has the piece as the manifest says.
     pub(super) fn locate(&self, tensor: &LogicalTensor, key: &str, elems: u64) -> Option<u64> {
         let info = self.metadata.info(key)?;
         let (begin, end) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
@@ -368,7 +368,7 @@ pub(super) fn open_state_file(path: PathBuf) -> Result<(StateFile, Header), Chec
     Ok((StateFile { path, file }, header))
 }
 
-/// Length of the header of a file of `file_bytes` bytes that begins with `prefix`: no more than the file has.
+/// Length of the header in a file of `file_bytes` bytes that begins with `prefix`: at most the length of the file.
 fn header_bytes(prefix: [u8; 8], file_bytes: u64, path: &Path) -> Result<u64, CheckpointError> {
     let header_bytes = u64::from_le_bytes(prefix);
     if header_bytes > MAX_HEADER_BYTES.min(file_bytes.saturating_sub(8)) {
@@ -380,7 +380,7 @@ fn header_bytes(prefix: [u8; 8], file_bytes: u64, path: &Path) -> Result<u64, Ch
     Ok(header_bytes)
 }
 
-/// As [`open_state_file`] reads the header, of a file's bytes.
+/// Parses the header in a file's bytes as [`open_state_file`] does.
 pub(super) fn state_header(bytes: &[u8], path: &Path) -> Result<Header, CheckpointError> {
     let short = || CheckpointError::Malformed {
         path: path.to_owned(),
@@ -392,7 +392,7 @@ pub(super) fn state_header(bytes: &[u8], path: &Path) -> Result<Header, Checkpoi
     Header::parse(&rest[..length as usize], file_bytes, path)
 }
 
-/// Reads a file again and compares it with what was written.
+/// Reads a file again and compares it with the written content.
 ///
 /// # Errors
 /// [`CheckpointError::HashMismatch`], [`CheckpointError::WrongLength`], or the file cannot be read.

@@ -1,4 +1,4 @@
-//! The same state, cut for another number of ranks.
+//! Resharding: the same state, divided for another number of ranks.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,10 +18,12 @@ use crate::spec::ParamId;
 /// Bytes read and written at once.
 const CHUNK_BYTES: usize = 1 << 22;
 
-/// Writes the state of `source` as `checkpoint-<step>` in `output`, cut for `world_size` ranks, with every other file
-/// as it is and `meta` in the manifest. `units` names the parameters that share a flat buffer, in their order there; a
-/// run of that many ranks then divides them in the same places, and going back gives the first files again. Where it
-/// is empty each parameter is divided by itself. Streams: no more than 4 MiB of any tensor are in memory.
+/// Writes the state of `source` as `checkpoint-<step>` in `output`, divided for `world_size` ranks. Every other file is
+/// copied, and `meta` goes into the manifest.
+///
+/// `units` names the parameters that share a flat buffer, in their order in the buffer. A run of that many ranks then
+/// divides them at the same elements, and resharding back gives the first files again. If it is empty, each parameter
+/// is divided separately. At most 4 MiB of a tensor are in memory at once.
 ///
 /// # Errors
 /// [`CheckpointError::Malformed`] when `units` does not name every parameter once; as [`Checkpoint::read`] and
@@ -44,7 +46,7 @@ pub fn reshard(
         let mut writer = Writer::begin(output, source.step(), rank, world_size)?;
         writer.write_pieces(units.pieces(&layouts, rank as usize))?;
         writer.finish_rank()?;
-        // That of rank 0, the last, remains.
+        // Only the writer of rank 0 remains; it comes last.
         first = Ok(writer);
     }
     let mut writer = first?;
@@ -77,7 +79,7 @@ struct Kind<'a> {
 /// The kinds of parameters by the flat buffers they share.
 struct Units<'a> {
     source: &'a Checkpoint,
-    /// Per buffer, per parameter in it, its kinds in the manifest's order.
+    /// Per flat buffer and per parameter in it, the kinds in the manifest's order.
     units: Vec<Vec<Vec<Kind<'a>>>>,
 }
 
@@ -120,7 +122,7 @@ impl<'a> Units<'a> {
         let units = named
             .iter()
             .map(|unit| unit.iter().map(|name| kinds.remove(name)).collect());
-        // A parameter that is named twice is no longer there.
+        // A parameter that is named twice was already taken.
         let units = units.collect::<Option<Vec<Vec<_>>>>();
         match units {
             Some(units) if kinds.is_empty() => Ok(Self { source, units }),
@@ -130,7 +132,7 @@ impl<'a> Units<'a> {
         }
     }
 
-    /// Where each parameter lies in its buffer and how the buffer is divided: as the plan of a run does it.
+    /// Layout of each flat buffer: offsets of its parameters and division over ranks, as in the plan of a run.
     fn layouts(&self, world_size: usize) -> Vec<GroupLayout> {
         let layout = |unit: &Vec<Vec<Kind<'_>>>| {
             let params = unit.iter().enumerate();
@@ -140,7 +142,7 @@ impl<'a> Units<'a> {
         self.units.iter().map(layout).collect()
     }
 
-    /// What `rank` holds.
+    /// The pieces of `rank`.
     fn pieces(&self, layouts: &[GroupLayout], rank: usize) -> Vec<Piece<'_>> {
         let mut pieces = Vec::new();
         for (unit, layout) in self.units.iter().zip(layouts) {
@@ -149,7 +151,7 @@ impl<'a> Units<'a> {
                 let kinds = unit[slot.param.index()].iter();
                 pieces.extend(kinds.map(|kind| self.piece(kind, own.clone())));
             }
-            // What has no elements lies in no shard; rank 0 declares it.
+            // A tensor without elements is in no shard, so rank 0 declares it.
             let empty = unit.iter().flatten().filter(|kind| kind.elems == 0);
             pieces.extend(
                 empty

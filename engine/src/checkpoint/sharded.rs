@@ -16,8 +16,8 @@ struct Shard {
     tensors: Vec<TensorSpec>,
 }
 
-/// Writes `<stem>.safetensors`, or `<stem>-00001-of-0000N.safetensors`, … and `<stem>.safetensors.index.json` when
-/// the tensors exceed the shard size. Tensors are written in the declared order, in any number of parts.
+/// Writes `<stem>.safetensors`. If the tensors exceed the shard size it writes `<stem>-00001-of-0000N.safetensors`, …
+/// and `<stem>.safetensors.index.json`. Tensors are written in the declared order, each in any number of parts.
 #[derive(Debug)]
 pub struct ShardedTensorWriter {
     fs: Arc<dyn FileSystem>,
@@ -30,8 +30,8 @@ pub struct ShardedTensorWriter {
 }
 
 impl ShardedTensorWriter {
-    /// Splits the tensors in order, starting a new file where one would exceed `max_shard_bytes` (a single larger
-    /// tensor still gets a file of its own), and opens the first.
+    /// Splits the tensors in order and opens the first file. A new file starts where one would exceed
+    /// `max_shard_bytes`. A single larger tensor still gets a file of its own.
     ///
     /// # Errors
     /// As [`TensorFileWriter::create`].
@@ -79,7 +79,7 @@ impl ShardedTensorWriter {
             .write(name, bytes)
     }
 
-    /// Makes all files durable; returns their names, relative to the folder, with lengths and hashes.
+    /// Makes all files durable. Returns their names relative to the directory, with lengths and hashes.
     ///
     /// # Errors
     /// [`CheckpointError::WriteOrder`] when data is missing; disk errors.
@@ -97,7 +97,7 @@ impl ShardedTensorWriter {
         Ok(self.finished)
     }
 
-    /// Finishes the open shard and opens the one after it, if any.
+    /// Finishes the open shard and opens the next one, if any.
     fn next_shard(&mut self) -> Result<(), CheckpointError> {
         let done = self.finished.len();
         let current = self

@@ -1,5 +1,5 @@
-//! A safetensors file written front to back: the header from the declared shapes, then the data as it comes, hashed
-//! on the way. Nothing larger than what the caller passes is held in memory.
+//! A safetensors file written front to back: the header from the declared shapes, then the data, hashed on the way.
+//! Memory use is bounded by the parts that the caller passes.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -12,9 +12,9 @@ use serde_json::{Map, Value, json};
 use super::CheckpointError;
 use super::fs::{Disk, FileHandle, FileSystem};
 
-/// Name under which safetensors stores free text.
+/// Key under which safetensors stores free text.
 const METADATA_KEY: &str = "__metadata__";
-/// Headers are padded so that the data begins at a multiple of this.
+/// Alignment of the data. Headers are padded to it.
 const HEADER_ALIGNMENT_BYTES: usize = 8;
 
 /// A tensor to be written.
@@ -56,7 +56,7 @@ impl TensorSpec {
 /// Length and hash of a finished file.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct FileDigest {
-    /// Length.
+    /// Length in bytes.
     pub bytes: u64,
     /// BLAKE3 of the content, in hex.
     pub blake3: String,
@@ -125,22 +125,22 @@ pub(super) fn write_file(
     file.finish()
 }
 
-/// A safetensors file in the making: tensors are written in the declared order, each in any number of parts.
+/// Writer of a safetensors file. Tensors are written in the declared order, each in any number of parts.
 #[derive(Debug)]
 pub struct TensorFileWriter {
     file: HashedFile,
-    /// Name of each tensor and where its data ends.
+    /// Name of each tensor, and the end of its data.
     tensors: Vec<(String, u64)>,
     current: usize,
     data_bytes: u64,
 }
 
 impl TensorFileWriter {
-    /// Creates the file and writes its header. Readers of the Python world expect the metadata `format: pt`.
+    /// Creates the file and writes its header. Python readers expect the metadata `format: pt`.
     ///
     /// # Errors
-    /// [`CheckpointError::BadTensor`] for a repeated or reserved name or an absurd shape, [`CheckpointError::NoSpace`]
-    /// or [`CheckpointError::Io`] from the disk.
+    /// [`CheckpointError::BadTensor`] for a repeated or reserved name or an impossible shape,
+    /// [`CheckpointError::NoSpace`] or [`CheckpointError::Io`] from the disk.
     pub fn create(
         path: &Path,
         tensors: &[TensorSpec],
@@ -237,7 +237,7 @@ impl TensorFileWriter {
     }
 }
 
-/// The padded header, and per tensor its name and where its data ends.
+/// The padded header, and per tensor its name and the end of its data.
 fn header(
     tensors: &[TensorSpec],
     metadata: &[(&str, &str)],

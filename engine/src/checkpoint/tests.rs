@@ -1,4 +1,4 @@
-//! Behaviour of a whole save and load.
+//! Tests of whole saves and loads.
 
 use std::fs;
 use std::ops::Range;
@@ -27,7 +27,7 @@ impl Tensor {
         self.shape.iter().product::<usize>() as u64
     }
 
-    /// Bytes of an element range; they differ between generations of the model.
+    /// Bytes of an element range, different in each generation of the model.
     fn bytes(&self, generation: u64, elems: Range<u64>) -> Vec<u8> {
         let size_bytes = self.dtype.size_bytes() as u64;
         let salt = self.name.len() as u64 * 31 + self.kind.len() as u64 * 7 + generation * 101;
@@ -58,7 +58,7 @@ fn shard(elems: u64, rank: u32, world_size: u32) -> Range<u64> {
     edge(rank)..edge(rank + 1)
 }
 
-/// What a save consists of.
+/// Inputs of a save.
 #[derive(Clone, Copy)]
 struct Save<'a> {
     output: &'a Path,
@@ -172,7 +172,7 @@ fn a_checkpoint_on_the_real_disk_reads_back_and_verifies() {
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .collect();
     assert_eq!(names.len(), 2, "{names:?}");
-    // The same step again, over the existing folder.
+    // The same step again, over the existing directory.
     save_on(
         &disk,
         &model(),
@@ -198,7 +198,7 @@ fn dtype() -> impl Strategy<Value = DType> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
     #[test]
-    fn any_world_size_reads_what_another_wrote(
+    fn a_checkpoint_of_any_world_size_loads_at_any_other(
         shapes in proptest::collection::vec(
             (proptest::collection::vec(0usize..6, 0..4), dtype()), 1..6),
         writers in 1u32..6,
@@ -416,7 +416,7 @@ fn extra_files_stay_inside_the_checkpoint_and_off_reserved_names() {
         Err(CheckpointError::MissingFile { .. })
     ));
     fs::write(&model, b"weights").unwrap();
-    // A file that nobody adopts does not travel with the checkpoint.
+    // A file that nobody adopts is not part of the checkpoint.
     fs::write(main.folder().join("state/rank-0007.json"), b"stale").unwrap();
     main.adopt_file("model.safetensors").unwrap();
     for writer in [&mut main, &mut other] {
@@ -457,7 +457,7 @@ fn pruning_keeps_the_newest_checkpoints_and_foreign_directories() {
         },
     );
     assert_eq!(steps(), [30, 40, 50]);
-    // A run resumed from further back: its checkpoint is the newest although its step is not the highest.
+    // A run resumed from an earlier step: its checkpoint is the newest although its step is not the highest.
     let newest = save(
         &model(),
         Save {
@@ -503,7 +503,7 @@ fn without_latest_the_highest_step_is_found() {
     assert!(!tmp.exists());
 }
 
-/// The state before the faulty save, and the save that is going to fail.
+/// The state before the faulty save, and the save that will fail.
 struct Scenario {
     old_step: u64,
     new_step: u64,
@@ -515,7 +515,7 @@ const OLD: u64 = 1;
 const NEW: u64 = 2;
 
 impl Scenario {
-    /// Runs the save with one fault; returns the calls it made.
+    /// Runs the save with one fault and returns the number of its calls.
     fn run(&self, fault: DiskFault, fail_at: u64) -> u64 {
         let folder = tempfile::tempdir().unwrap();
         let output = folder.path();
@@ -555,7 +555,7 @@ impl Scenario {
             "sweeping: {context}"
         );
         if fail_at.is_multiple_of(4) {
-            // Nothing stands in the way of trying again.
+            // The save succeeds when it is repeated.
             save(&model(), new);
             assert_eq!(assert_whole(output, &context), NEW, "retry: {context}");
         }
@@ -563,7 +563,8 @@ impl Scenario {
     }
 }
 
-/// Whatever is listed opens, and the latest checkpoint verifies and is of one generation, which is returned.
+/// Checks that every listed checkpoint opens, and that the latest one verifies and belongs to one generation. Returns
+/// that generation.
 fn assert_whole(output: &Path, context: &str) -> u64 {
     for (_, folder) in list(output).unwrap() {
         Checkpoint::open(&folder).unwrap_or_else(|e| panic!("{e}: {context}"));

@@ -1,4 +1,4 @@
-//! Writing a checkpoint: every rank its pieces, rank 0 the rest.
+//! Writing a checkpoint: every rank writes its pieces, rank 0 the rest.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,18 +20,18 @@ use super::manifest::{
 };
 use super::tensor_file::{FileDigest, TensorFileWriter, TensorSpec, write_file};
 
-/// Folder of the ranks' pieces.
+/// Directory of the ranks' pieces.
 pub(super) const STATE: &str = "state";
 
 /// The error of a caller's code that produces bytes.
 pub type ProducerError = Box<dyn std::error::Error + Send + Sync>;
 
-/// A range of one tensor's elements, with its bytes or the means to produce them.
+/// A range of one tensor's elements, with its bytes or a producer of them.
 #[derive(Debug)]
 pub struct Piece<'a> {
     /// Parameter name.
     pub name: &'a str,
-    /// What it is of that parameter: `weight`, `master`, `exp_avg`, …; letters, digits and `_.-`.
+    /// Kind of the tensor: `weight`, `master`, `exp_avg`, …; letters, digits and `_.-`.
     pub kind: &'a str,
     /// Element type.
     pub dtype: DType,
@@ -39,17 +39,17 @@ pub struct Piece<'a> {
     pub shape: &'a [usize],
     /// First element of the range, in row-major order of the global shape.
     pub start: u64,
-    /// Elements in the range; a piece without elements only declares the tensor.
+    /// Number of elements in the range. A piece without elements only declares the tensor.
     pub elems: u64,
     /// Little-endian elements.
     pub bytes: PieceBytes<'a>,
 }
 
-/// Where the bytes of a [`Piece`] come from.
+/// Source of the bytes of a [`Piece`].
 pub enum PieceBytes<'a> {
-    /// Memory.
+    /// Bytes in memory.
     Slice(&'a [u8]),
-    /// A function that writes them part by part, called when their turn comes.
+    /// A function that writes them part by part, called in the order of the pieces.
     Produce(Box<dyn FnOnce(&mut PieceSink<'_>) -> Result<(), ProducerError> + 'a>),
 }
 
@@ -62,7 +62,7 @@ impl fmt::Debug for PieceBytes<'_> {
     }
 }
 
-/// Takes the bytes of one piece, in order.
+/// Receiver of the bytes of one piece, in order.
 #[derive(Debug)]
 pub struct PieceSink<'w> {
     file: &'w mut TensorFileWriter,
@@ -79,7 +79,7 @@ impl PieceSink<'_> {
     }
 }
 
-/// What a rank leaves behind for rank 0.
+/// Index that a rank leaves for rank 0.
 #[derive(Debug, Serialize, Deserialize)]
 struct RankIndex {
     version: u32,
@@ -90,7 +90,7 @@ struct RankIndex {
     tensors: Vec<LogicalTensor>,
 }
 
-/// One rank's part in writing one checkpoint; the protocol is described at the [module](super).
+/// One rank's part in writing one checkpoint. The [module](super) describes the protocol.
 #[derive(Debug)]
 pub struct Writer {
     fs: Arc<dyn FileSystem>,
@@ -105,10 +105,10 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Opens `checkpoint-<step>.tmp` in the output folder, creating both where needed.
+    /// Opens `checkpoint-<step>.tmp` in the output directory, and creates both if needed.
     ///
     /// # Errors
-    /// [`CheckpointError::ForeignFolder`] when a folder of the checkpoint's name is not a checkpoint;
+    /// [`CheckpointError::ForeignFolder`] when a directory with the checkpoint's name is not a checkpoint;
     /// [`CheckpointError::OutOfTurn`] for a rank outside the world; disk errors.
     pub fn begin(
         output: &Path,
@@ -119,10 +119,10 @@ impl Writer {
         Self::begin_on(Arc::new(Disk), output, step, rank, world_size)
     }
 
-    /// As [`Writer::begin`], on a disk to which `fault` happens at this rank's call number `at_call`.
+    /// As [`Writer::begin`], on a disk with `fault` at this rank's call number `at_call`.
     ///
     /// # Errors
-    /// As [`Writer::begin`], and the fault's.
+    /// As [`Writer::begin`], and that of the fault.
     pub fn begin_faulty(
         output: &Path,
         step: u64,
@@ -165,7 +165,7 @@ impl Writer {
             .fs
             .create_dir_all(&state)
             .map_err(CheckpointError::io("create", &state, 0))?;
-        // An index of an earlier attempt must not pass for this one.
+        // An index of an earlier attempt must not be taken for this one.
         let index = writer.folder.join(rank_path(rank, "json"));
         if index.exists() {
             writer
@@ -176,14 +176,14 @@ impl Writer {
         Ok(writer)
     }
 
-    /// The temporary folder, for callers that write files of their own (see [`Writer::adopt_file`]).
+    /// The temporary directory, for callers that write files of their own (see [`Writer::adopt_file`]).
     #[must_use]
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Streams this rank's pieces into its file and makes it durable. To be called at most once. Pieces are written
-    /// by descending element size (so that all data is aligned) and otherwise in the order given.
+    /// Streams this rank's pieces into its file and makes it durable. It may be called at most once. Pieces are written
+    /// by descending element size, so that all data is aligned, and otherwise in the given order.
     ///
     /// # Errors
     /// [`CheckpointError::BadTensor`] or [`CheckpointError::WriteOrder`] for a piece that contradicts its own
@@ -220,7 +220,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Leaves this rank's index for rank 0. The caller's barrier comes next.
+    /// Writes this rank's index for rank 0. The caller's barrier comes next.
     ///
     /// # Errors
     /// Disk errors.
@@ -260,9 +260,9 @@ impl Writer {
         self.adopt_digest(relative, digest)
     }
 
-    /// Takes over a file that the caller wrote in [`Writer::folder`], whose length and hash are known from
-    /// [`TensorFileWriter::finish`] or [`ShardedTensorWriter::finish`](super::ShardedTensorWriter::finish), which
-    /// made it durable. Rank 0 only.
+    /// Adopts a file that the caller wrote in [`Writer::folder`] and made durable. Its length and hash come from
+    /// [`TensorFileWriter::finish`] or [`ShardedTensorWriter::finish`](super::ShardedTensorWriter::finish). Rank 0
+    /// only.
     ///
     /// # Errors
     /// [`CheckpointError::UnsafePath`], [`CheckpointError::OutOfTurn`].
@@ -282,8 +282,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Takes over a file that the caller wrote in [`Writer::folder`] by other means: reads it once for its hash and
-    /// makes it durable. Rank 0 only.
+    /// Adopts a file that the caller wrote in [`Writer::folder`] by other means. It reads the file once for its hash
+    /// and makes it durable. Rank 0 only.
     ///
     /// # Errors
     /// [`CheckpointError::UnsafePath`], [`CheckpointError::MissingFile`], [`CheckpointError::OutOfTurn`], disk errors.
@@ -295,13 +295,15 @@ impl Writer {
         self.adopt_digest(relative, digest)
     }
 
-    /// Merges the ranks' indexes, checks that every tensor is covered exactly once, publishes the folder as
-    /// `checkpoint-<step>` (replacing one of the same step), flips `latest`, and removes old checkpoints beyond
-    /// `save_total_limit` (0: none). `meta` is stored as it is. Rank 0 only, after the barrier. Returns the folder.
+    /// Publishes the checkpoint as `checkpoint-<step>` and returns its directory. Rank 0 only, after the barrier.
+    ///
+    /// It merges the ranks' indexes and checks that every tensor is covered exactly once. The directory replaces one of
+    /// the same step, `latest` is updated, and old checkpoints beyond `save_total_limit` (0: none) are removed. `meta`
+    /// is stored unchanged.
     ///
     /// # Errors
     /// [`CheckpointError::RankIncomplete`], [`CheckpointError::Coverage`], [`CheckpointError::BadTensor`],
-    /// [`CheckpointError::NoSpace`] and other disk errors. Unless the error came from removing old folders, the
+    /// [`CheckpointError::NoSpace`] and other disk errors. Unless the error came from removing old directories, the
     /// previous checkpoint is still the latest.
     pub fn commit(
         mut self,
@@ -332,7 +334,7 @@ impl Writer {
         Ok(folder::final_folder(&self.output, self.step))
     }
 
-    /// Removes the temporary folder of a save that failed. One rank only, when no other writes any more.
+    /// Removes the temporary directory of a failed save. One rank only, after all others have stopped writing.
     ///
     /// # Errors
     /// Disk errors.
@@ -355,7 +357,7 @@ impl Writer {
         Ok(self.folder.join(relative))
     }
 
-    /// Adds what one rank wrote to the manifest in the making.
+    /// Adds one rank's files and pieces to the manifest under construction.
     fn merge_rank(
         &self,
         rank: u32,
@@ -433,7 +435,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Makes all names in the temporary folder durable.
+    /// Makes all names in the temporary directory durable.
     fn sync_folders(&self, manifest: &Manifest) -> Result<(), CheckpointError> {
         let mut folders = BTreeSet::from([PathBuf::new()]);
         for file in &manifest.files {
@@ -444,7 +446,7 @@ impl Writer {
                     .map(Path::to_owned),
             );
         }
-        // Inner folders sort behind the ones that hold them, and are synced first.
+        // Inner directories sort after their parents, so they are synced first.
         for relative in folders.into_iter().rev() {
             let path = self.folder.join(relative);
             self.fs
@@ -454,7 +456,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Gives the folder its final name. Returns where a replaced checkpoint of the same step lies now.
+    /// Gives the directory its final name. Returns the new path of a replaced checkpoint of the same step.
     fn publish(&self) -> Result<Option<PathBuf>, CheckpointError> {
         let target = folder::final_folder(&self.output, self.step);
         if !target.exists() {
@@ -467,7 +469,7 @@ impl Writer {
         }
         let replaced = match self.fs.exchange(&self.folder, &target) {
             Ok(()) => self.folder.clone(),
-            // A file system without an atomic swap: for a moment the old one is found under its other name.
+            // On a file system without an atomic swap the old one briefly has another name.
             Err(error)
                 if matches!(
                     error.kind(),
@@ -605,7 +607,7 @@ impl Merged {
         Ok(())
     }
 
-    /// Position of the tensor, which must be described as before.
+    /// Position of the tensor, whose description must not change.
     fn slot(&mut self, tensor: LogicalTensor) -> Result<usize, CheckpointError> {
         let name = (tensor.kind.clone(), tensor.name.clone());
         let slot = *self.index.entry(name).or_insert(self.tensors.len());

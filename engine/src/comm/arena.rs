@@ -1,19 +1,19 @@
-//! Allocator of one rank's part of the window: best fit, with a corner for small messages.
+//! Allocator of one rank's part of the window: best fit, with slots of their own for small messages.
 //!
-//! Where a region lies is a function of the requests alone, never of how far the peers are: a region
-//! that peers may still read counts as free here, and whoever receives it waits for them. So all
-//! ranks that run one program have one layout, which is known before the program starts.
+//! The offset of a region depends only on the sequence of requests, never on the progress of the peers. A region that
+//! peers may still read counts as free here, and its next owner waits for them. So all ranks that run one program have
+//! one layout, which is known before the program starts.
 
 use std::collections::{BTreeMap, VecDeque};
 
 /// Alignment of every region.
 pub(super) const ALIGN: usize = 64;
-/// Up to here requests are rounded up to powers of two and served from places of their own.
+/// Largest request that is rounded up to a power of two and served from a small slot.
 const SMALL: usize = 4096;
-/// Places of each small size: so many messages may be in flight before one waits for its readers.
+/// Slots of each small size: the number of messages in flight before one waits for its readers.
 const SMALL_PLACES: usize = 8;
 const SMALL_CLASSES: usize = (SMALL / ALIGN).ilog2() as usize + 1;
-/// Bytes of the small places, at the start of the region; whole pages.
+/// Bytes of the small slots at the start of the region, in whole pages.
 pub(super) const SMALL_BYTES: usize = (SMALL_PLACES * (2 * SMALL - ALIGN)).next_multiple_of(4096);
 
 /// A piece of a rank's part of the window.
@@ -40,24 +40,24 @@ impl Region {
 
 #[derive(Debug)]
 pub(super) struct Arena {
-    /// Bytes behind the small places.
+    /// Bytes after the small slots.
     capacity: usize,
-    /// No region in use reaches beyond.
+    /// End of the highest region in use.
     top: usize,
     peak: usize,
-    /// Free neighbours are one hole: bytes by offset, all below `top`.
+    /// Free ranges, bytes by offset, all below `top`. Adjacent free ranges are merged.
     holes: BTreeMap<usize, usize>,
-    /// Free places of each small size; the one that was freed longest ago is taken first.
+    /// Free slots of each small size. The one freed longest ago is taken first.
     small: [VecDeque<usize>; SMALL_CLASSES],
 }
 
-/// Which small size serves a request, if one does.
+/// Index of the small size that serves a request, if any.
 fn small_class(bytes: usize) -> Option<usize> {
     (bytes <= SMALL).then(|| bytes.div_ceil(ALIGN).next_power_of_two().ilog2() as usize)
 }
 
 impl Arena {
-    /// `capacity` bytes behind [`SMALL_BYTES`] for small places.
+    /// An arena of `capacity` bytes after [`SMALL_BYTES`] for small slots.
     pub(super) fn new(capacity: usize) -> Self {
         let mut start = 0;
         let small = std::array::from_fn(|class| {
@@ -79,12 +79,12 @@ impl Arena {
         self.capacity
     }
 
-    /// Most bytes behind the small places that were ever spanned.
+    /// Largest extent ever used, in bytes after the small slots.
     pub(super) fn peak(&self) -> usize {
         self.peak - SMALL_BYTES
     }
 
-    /// A region of at least `bytes` bytes; `None` if no hole is long enough.
+    /// A region of at least `bytes` bytes; `None` if no free range is long enough.
     pub(super) fn alloc(&mut self, bytes: usize) -> Option<Region> {
         if bytes == 0 {
             return Some(Region::EMPTY);
@@ -96,7 +96,7 @@ impl Arena {
             return Some(Region { offset, bytes });
         }
         let bytes = bytes.checked_next_multiple_of(ALIGN)?;
-        // Few holes exist at a time; of equal ones the first.
+        // There are few free ranges at a time. Of equal ones the first is taken.
         let long_enough = self.holes.iter().filter(|&(_, &len)| len >= bytes);
         let best = long_enough.min_by_key(|&(_, &len)| len);
         let Some((&offset, &len)) = best else {

@@ -1,14 +1,14 @@
-//! The event counter that all ranks of a window sleep on. Its argument is in `README.md`; `tests/loom` runs it in every
-//! order.
+//! The event counter on which all ranks of a window sleep. `README.md` has its correctness argument, and `tests/loom`
+//! runs it in every order of threads.
 
 use crate::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use crate::sync::futex;
 use std::time::{Duration, Instant};
 
-/// About what falling asleep and waking up costs, so that no wait costs twice the better choice.
+/// About the cost of falling asleep and waking up, so that no wait costs more than twice the better choice.
 const SPIN: Duration = Duration::from_micros(5);
 
-/// Sleepers wait for any change of the window. All zero in the beginning.
+/// Counter of changes of the window, with its sleepers. All zero is the initial state.
 #[repr(C, align(128))]
 pub(super) struct Bell {
     pub(super) events: AtomicU32,
@@ -21,7 +21,7 @@ impl Bell {
         self.events.load(SeqCst)
     }
 
-    /// Called after every change.
+    /// Rings the bell. Must be called after every change.
     pub(super) fn ring(&self) {
         self.events.fetch_add(1, SeqCst);
         if self.sleepers.load(SeqCst) > 0 {
@@ -29,7 +29,8 @@ impl Bell {
         }
     }
 
-    /// Calls `look` after every change until it gives a value, or the time after which it is called in any case.
+    /// Calls `look` after every change until it returns a value. An error is the time after which it is called in any
+    /// case.
     pub(super) fn until<T>(&self, spin: bool, mut look: impl FnMut() -> Result<T, Duration>) -> T {
         loop {
             let seen = self.events();

@@ -1,4 +1,4 @@
-//! Owned memory of a communicator.
+//! Memory of a communicator, owned by its user.
 #![expect(unsafe_code, reason = "a buffer is a slice of the window")]
 
 use super::arena::Region;
@@ -8,7 +8,7 @@ use super::{CollectiveKind, CommError};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Bytes of this rank's part of the window, 64-byte aligned; given back when dropped.
+/// Bytes of this rank's part of the window, 64-byte aligned; returned when dropped.
 #[derive(Debug)]
 pub struct Buffer {
     place: Place,
@@ -18,7 +18,7 @@ pub struct Buffer {
 #[derive(Debug)]
 enum Place {
     Window(InWindow),
-    /// In a dry run: slices of it are empty.
+    /// A buffer of a dry run, whose slices are empty.
     Nowhere(DryBuffer),
 }
 
@@ -26,7 +26,7 @@ enum Place {
 struct InWindow {
     endpoint: Arc<Endpoint>,
     region: Region,
-    /// Set while the buffer is in a ticket or a [`ReadBuffer`]: nobody can write it then.
+    /// Set while the buffer is in a ticket or a [`ReadBuffer`], when nobody can write it.
     readers: Option<Readers>,
 }
 
@@ -46,14 +46,14 @@ impl Buffer {
         Self { place, bytes }
     }
 
-    /// Counts a collective of a dry run.
+    /// Counts a collective in a dry run.
     pub(super) fn count(&self, kind: CollectiveKind) {
         if let Place::Nowhere(place) = &self.place {
             place.run(kind);
         }
     }
 
-    /// Where it begins in this rank's region, if that is a part of the window of `endpoint`.
+    /// Offset in this rank's region, if the buffer belongs to the window of `endpoint`.
     pub(super) fn offset_in(&self, endpoint: &Arc<Endpoint>) -> Option<usize> {
         match &self.place {
             Place::Window(place) if Arc::ptr_eq(&place.endpoint, endpoint) => {
@@ -88,8 +88,8 @@ impl Buffer {
             return &[];
         };
         let Endpoint { window, world, .. } = &*place.endpoint;
-        // SAFETY: the region is this buffer's alone (arena), and a buffer that is reachable by its
-        // user is in no collective that writes it (a ticket owns it until then); peers only read.
+        // SAFETY: the region belongs to this buffer alone (arena). A buffer that its user can reach is in no collective
+        // that writes it, since a ticket owns it until then. Peers only read.
         unsafe { window.bytes(world.rank, place.region.offset, 0..self.bytes) }
     }
 
@@ -104,8 +104,8 @@ impl Buffer {
             "a buffer with readers is not handed out for writing"
         );
         let Endpoint { window, world, .. } = &*place.endpoint;
-        // SAFETY: as in `as_bytes`; moreover a `Buffer` reaches its user only when no peer reads it
-        // any more, and `&mut self` excludes other access on this rank.
+        // SAFETY: as in `as_bytes`. A `Buffer` also reaches its user only after its last reader, and `&mut self`
+        // excludes other access on this rank.
         unsafe { window.bytes_mut(world.rank, place.region.offset, 0..self.bytes) }
     }
 
@@ -127,7 +127,7 @@ impl Buffer {
         bytemuck::cast_slice_mut(self.as_bytes_mut())
     }
 
-    /// Some of the elements; none in a dry run.
+    /// A range of the elements; empty in a dry run.
     pub(crate) fn part<T: bytemuck::Pod>(&self, elems: Range<usize>) -> &[T] {
         match self.place {
             Place::Window(_) => &self.as_slice()[elems],
@@ -156,9 +156,9 @@ impl AsRef<[u8]> for Buffer {
     }
 }
 
-/// The result of a collective that peers may still be reading, too: read-only.
+/// The read-only result of a collective that peers may still be reading.
 ///
-/// Dropping it never waits; its memory is reused when the last peer has finished.
+/// Dropping it never waits. Its memory is reused after the last peer has finished.
 #[derive(Debug)]
 pub struct ReadBuffer(Buffer);
 
@@ -194,7 +194,7 @@ impl ReadBuffer {
         self.0.as_slice()
     }
 
-    /// Some of the elements; none in a dry run.
+    /// A range of the elements; empty in a dry run.
     pub(crate) fn part<T: bytemuck::Pod>(&self, elems: Range<usize>) -> &[T] {
         self.0.part(elems)
     }

@@ -1,4 +1,4 @@
-//! What every transport must do, run over threads, over shared memory and over connections.
+//! Conformance cases of every transport, run over threads, shared memory and connections.
 
 use super::dry::DryWindow;
 use super::{
@@ -34,18 +34,18 @@ enum Transport {
     Tcp,
     #[cfg(feature = "mpi")]
     Mpi,
-    /// Ranks dealt to the processes that mpirun started.
+    /// Ranks distributed over the processes that mpirun started.
     #[cfg(feature = "mpi")]
     Processes,
 }
 
 impl Transport {
-    /// Whether ranks have a connection each instead of one memory: what comes over two of them has no order.
+    /// Whether ranks have connections instead of shared memory. Messages of two connections have no order.
     fn has_connections(self) -> bool {
         !matches!(self, Self::Threads | Self::Shm)
     }
 
-    /// How many ranks of a world of `size` this process has.
+    /// Number of ranks of a world of `size` in this process.
     fn ranks_here(self, size: usize) -> usize {
         match self {
             #[cfg(feature = "mpi")]
@@ -54,7 +54,7 @@ impl Transport {
         }
     }
 
-    /// Holds ranks 0 and 1 until both have come, without a collective of their own world.
+    /// A gate that holds ranks 0 and 1 until both have come, without a collective of their world.
     fn gate(self) -> impl Fn() + Sync {
         let threads = Barrier::new(2);
         #[cfg(feature = "mpi")]
@@ -69,7 +69,7 @@ impl Transport {
         }
     }
 
-    /// Runs `rank` on every rank of a world and returns the results in rank order, those of this process.
+    /// Runs `rank` on every rank of a world. Returns the results of this process's ranks in rank order.
     fn run<R: Send>(
         self,
         size: usize,
@@ -129,7 +129,7 @@ impl Transport {
             0,
             "the window file is gone"
         );
-        // What a rank returned may be its communicator, which the others still want to be there.
+        // A rank may have returned its communicator, which the others still need.
         #[cfg(feature = "mpi")]
         if matches!(self, Self::Processes) {
             processes::meet();
@@ -229,7 +229,7 @@ fn shard_groups_hold_copies_and_sum_over_all_ranks(transport: Transport) {
                 let reduce = op(CollectiveKind::ReduceScatter, DType::F32).in_groups(Some(group));
                 let ticket = start(&*comm, reduce, &operands(comm.world().rank, count));
                 if (round + comm.world().rank).is_multiple_of(5) {
-                    // The others need this rank's part of the sum all the same.
+                    // The others still need this rank's part of the sum.
                     drop(ticket);
                 } else {
                     let sum = ticket.wait().unwrap();
@@ -481,7 +481,7 @@ fn buffers_of_all_sizes_lie_where_a_dry_run_says(transport: Transport) {
                 assert!(part.iter().all(|&x| x == value(r)), "round {round}");
             }
             held.push_back((result, counted));
-            // Not first in, first out: what stays leaves holes between the others.
+            // Not in first-in, first-out order, so that remaining buffers leave free ranges between them.
             if held.len() > 3 {
                 held.remove(round % 3);
             }
@@ -532,7 +532,7 @@ fn different_collectives_are_an_error_on_every_rank(transport: Transport) {
             let errors = transport.run(size, 64 * KIB, PATIENCE, |comm| {
                 match comm.barrier(TAG) {
                     Ok(()) => {}
-                    // What one connection brings may overtake what another still carries.
+                    // A message of one connection may overtake that of another.
                     Err(error) if transport.has_connections() => return error,
                     Err(error) => panic!("{error}"),
                 }
@@ -573,7 +573,7 @@ fn a_missing_rank_is_a_timeout_with_the_table_of_ranks(transport: Transport) {
         let errors = transport.run(size, KIB, Duration::from_millis(100), |comm| {
             comm.barrier(Tag::new("first", 0)).unwrap();
             if comm.world().rank == size - 1 {
-                // It lives, and does not come.
+                // The rank is alive but does not start the collective.
                 return Err(comm);
             }
             Ok(comm.barrier(Tag::new("second", 3)).unwrap_err())
@@ -787,21 +787,21 @@ mod processes {
     use crate::comm::mpi;
     use std::sync::{Arc, Mutex, PoisonError};
 
-    /// A world of one rank per process, for what is not under test; MPI ends with it.
+    /// A world of one rank per process for setup and cleanup. MPI ends with it.
     static ALL: Mutex<Option<Arc<dyn Communicator>>> = Mutex::new(None);
 
     fn all() -> std::sync::MutexGuard<'static, Option<Arc<dyn Communicator>>> {
         ALL.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns when every process has called it.
+    /// Returns after every process has called it.
     pub(super) fn meet() {
         let all = all().clone();
         all.expect("under mpirun").barrier(TAG).unwrap();
     }
 
-    /// Not a test of its own, where mpirun did not start several processes. All cases in one test: processes must run
-    /// them in one order.
+    /// Returns at once unless mpirun started several processes. All cases are in one test, since processes must run
+    /// them in the same order.
     #[test]
     fn every_case() {
         let processes = std::env::var("OMPI_COMM_WORLD_SIZE").map_or(1, |n| n.parse().unwrap());

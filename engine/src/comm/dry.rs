@@ -1,7 +1,9 @@
-//! The communicator of a dry run: it counts the bytes one rank uses of its window, and the pages it touches of all windows.
+//! The communicator of a dry run. It counts the bytes that one rank uses of its window and the pages that it touches of
+//! all windows.
 //!
-//! The allocator is the real one, over a window without memory. All ranks issue the same collectives, so a buffer has the
-//! same offset in every rank's part. Small messages are not counted; every other rank is taken to send what this one sends.
+//! The allocator is the real one, over a window without memory. All ranks issue the same collectives, so a buffer has
+//! the same offset in every rank's part. Small messages are not counted. Every other rank is assumed to send what this
+//! one sends.
 
 use super::arena::{Arena, Region, SMALL_BYTES};
 use super::endpoint::lock;
@@ -15,10 +17,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 const PAGE: usize = 4096;
-/// Reading a page of a file maps its neighbours too, where they exist; all of a window's do.
+/// Granularity of reads: reading a page of a file also maps its neighbors. A window always has them.
 const READ_AROUND: usize = 16 * PAGE;
 
-/// Disjoint ranges: end by start.
+/// Disjoint ranges, as end by start.
 #[derive(Debug, Default, Clone)]
 struct Touched(BTreeMap<usize, usize>);
 
@@ -49,27 +51,27 @@ struct Inner {
     world: World,
     arena: Arena,
     own: Touched,
-    /// Ranks that hold one copy.
+    /// Number of ranks that hold one copy (a shard group).
     group: usize,
-    /// By rank, the places of what it finishes for the others of its group.
+    /// Per rank, the ranges that it gathers for the other ranks of its shard group.
     gathered: Vec<Touched>,
-    /// The same for those that hold the same shard, and for all ranks.
+    /// Per rank, the ranges that it sums for the ranks with the same shard, and for all ranks.
     replicated: Vec<Touched>,
     shared: Vec<Touched>,
-    /// Places of each rank's part of what is reduced: the rank reads it in every peer's region.
+    /// Per rank, the ranges that it sums. It reads them in every peer's region.
     reduced: Vec<Touched>,
     in_use: u64,
     peak: u64,
 }
 
-/// Bytes of a window.
+/// Sizes of a window.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct WindowBytes {
-    /// What a rank must ask for: the highest address used behind the places of small messages.
+    /// Bytes that a rank must request: the highest offset used after the slots for small messages.
     pub region: u64,
-    /// Pages of the own region that a rank touches.
+    /// Pages of its own region that a rank touches.
     pub own: u64,
-    /// Pages of the others' regions that each rank reads.
+    /// Pages of other ranks' regions that each rank reads.
     pub peers: Vec<u64>,
 }
 
@@ -78,7 +80,7 @@ pub struct WindowBytes {
 pub(crate) struct DryWindow(Arc<Mutex<Inner>>);
 
 impl DryWindow {
-    /// Of a world where `group` ranks hold one copy.
+    /// The window of a world in which `group` ranks hold one copy.
     pub(crate) fn new(world: World, group: usize) -> Self {
         Self(Arc::new(Mutex::new(Inner {
             world,
@@ -117,7 +119,7 @@ impl DryWindow {
         }
     }
 
-    /// Most bytes in use at once since the last call.
+    /// Peak of the bytes in use since the last call.
     pub(crate) fn take_peak(&self) -> u64 {
         let mut inner = lock(&self.0);
         let in_use = inner.in_use;
@@ -167,7 +169,7 @@ impl Communicator for DryWindow {
     }
 }
 
-/// A buffer without memory; dropping it gives its place back.
+/// A buffer without memory. Dropping it frees its region.
 #[derive(Debug)]
 pub(super) struct DryBuffer {
     window: DryWindow,
@@ -176,7 +178,7 @@ pub(super) struct DryBuffer {
 }
 
 impl DryBuffer {
-    /// Counts what the ranks read of each other's buffers in a collective.
+    /// Counts the ranges of each other's buffers that ranks read in a collective.
     pub(super) fn run(&self, kind: CollectiveKind) {
         let mut inner = lock(&self.window.0);
         let inner = &mut *inner;
@@ -245,7 +247,7 @@ impl Drop for DryBuffer {
     }
 }
 
-/// Bytes of a window of `ranks` ranks beside what the ranks asked for.
+/// Bytes of a window of `ranks` ranks in addition to those that the ranks requested.
 #[must_use]
 pub fn control_bytes(ranks: usize) -> u64 {
     (Layout::control_bytes() + ranks * SMALL_BYTES) as u64

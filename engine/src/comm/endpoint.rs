@@ -18,9 +18,9 @@ pub(super) struct Endpoint {
     pub(super) window: Arc<Window>,
     pub(super) world: World,
     deadline: Duration,
-    /// Spinning pays only where every rank has a core of its own.
+    /// Whether waits spin, which pays only if every rank has a core of its own.
     spin: bool,
-    /// Sequence of the next collective; held while one is published, so that they appear in order.
+    /// Sequence number of the next collective. Locked during a publication, so collectives appear in order.
     next: Mutex<u64>,
     local: Mutex<Local>,
     /// Nanoseconds spent in waits.
@@ -32,7 +32,7 @@ struct Local {
     arena: Arena,
     /// Free regions that peers may still be reading: none overlaps a region in use.
     deferred: Vec<Deferred>,
-    /// Collectives in which this rank still has something to read.
+    /// Collectives whose peers this rank still reads.
     pending: Vec<Arc<Op>>,
     in_use_bytes: usize,
 }
@@ -43,12 +43,12 @@ struct Deferred {
     readers: Readers,
 }
 
-/// The collective whose peers may still be reading a buffer.
+/// A collective whose peers may still be reading a buffer.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Readers {
     sequence: u64,
     print: Fingerprint,
-    /// Bit mask.
+    /// Bit mask of those peers.
     ranks: u64,
 }
 
@@ -66,7 +66,7 @@ impl Readers {
     }
 }
 
-/// Code under these locks leaves consistent state at every point where it could panic.
+/// Locks a mutex, ignoring poison: code under these locks leaves consistent state wherever it could panic.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -98,8 +98,8 @@ impl Endpoint {
             .map_or(Ok(()), |failure| Err(failure.error(&self.window)))
     }
 
-    /// Calls `ready` after every change of the window until it gives a value. Meanwhile the other
-    /// collectives of this rank advance, so that tickets may be waited for in any order.
+    /// Calls `ready` after every change of the window until it returns a value. Meanwhile the other collectives of this
+    /// rank progress, so tickets may be waited for in any order.
     fn block_on<T>(
         &self,
         wanted: Readers,
@@ -108,7 +108,7 @@ impl Endpoint {
         let started = Instant::now();
         let outcome = self.wait_until(started, wanted, ready);
         let spent = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        // A counter of its own: nothing is read on the strength of it.
+        // An independent counter: no other memory access depends on its value.
         self.spent.fetch_add(spent, Ordering::Relaxed);
         outcome
     }
@@ -120,7 +120,7 @@ impl Endpoint {
         mut ready: impl FnMut() -> Result<Option<T>, CommError>,
     ) -> Result<T, CommError> {
         let mut look = || {
-            // In this order: a failure of a later collective does not take back a finished one.
+            // In this order, a failure of a later collective does not revoke a finished one.
             if let Some(value) = ready()? {
                 return Ok(ControlFlow::Break(value));
             }
@@ -140,7 +140,7 @@ impl Endpoint {
         })
     }
 
-    /// An error when a rank has ended that never came to the collective `sequence`: nobody waits for it in vain.
+    /// An error if a rank has ended before the collective `sequence`, so that nobody waits for it.
     fn check_present(&self, sequence: u64) -> Result<(), CommError> {
         let gone = self.window.gone();
         let left = |peer: &usize| gone >> peer & 1 == 1 && self.window.started(*peer) <= sequence;
@@ -168,7 +168,7 @@ impl Endpoint {
     fn advance_pending(&self) -> Result<(), CommError> {
         let pending = lock(&self.local).pending.clone();
         for op in pending {
-            // A locked one is being advanced by another thread.
+            // Another thread advances a locked one.
             if let Ok(mut state) = op.state.try_lock() {
                 op.advance(self, &mut state)?;
             }
@@ -176,14 +176,14 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Tells the peers that this rank reads nothing of `op` any more.
+    /// Tells the peers that this rank has finished reading for `op`.
     pub(super) fn finish(&self, op: &Op, state: &mut State) {
         state.finished = true;
         self.reach(op, Phase::Done);
         self.forget(op);
     }
 
-    /// Tells the peers how far this rank is with `op`.
+    /// Tells the peers this rank's phase in `op`.
     pub(super) fn reach(&self, op: &Op, phase: Phase) {
         self.window.set_phase(self.world.rank, op.sequence, phase);
         if let Some(remote) = self.window.remote() {
@@ -197,19 +197,19 @@ impl Endpoint {
             .retain(|other| other.sequence != op.sequence);
     }
 
-    /// Advances without waiting; true once this rank is finished with `op`.
+    /// Progresses without waiting; true after this rank has finished `op`.
     pub(super) fn poll(&self, op: &Op) -> Result<bool, CommError> {
         op.advance(self, &mut lock(&op.state))
     }
 
-    /// Waits until this rank is finished with `op`.
+    /// Waits until this rank has finished `op`.
     pub(super) fn complete(&self, op: &Op) -> Result<(), CommError> {
         self.block_on(Readers::new(op, self.world), || {
             Ok(self.poll(op)?.then_some(()))
         })
     }
 
-    /// Waits until no peer reads buffers of that collective any more.
+    /// Waits until no peer reads buffers of that collective.
     pub(super) fn reclaim(&self, readers: Readers) -> Result<(), CommError> {
         self.block_on(readers, || Ok(self.peers_done(readers).then_some(())))
     }
@@ -218,7 +218,7 @@ impl Endpoint {
         self.window.all_done(readers.ranks, readers.sequence)
     }
 
-    /// Gives up the result of `op` without harm to the peers.
+    /// Gives up the result of `op` without effect on the peers.
     pub(super) fn abandon(&self, op: &Op) {
         let mut state = lock(&op.state);
         if state.finished {
@@ -250,12 +250,12 @@ impl Endpoint {
         self.window.fail(Failure::Abort { by_rank, reason });
     }
 
-    /// A region that nobody reads. Where it lies does not depend on how far the peers are.
+    /// A region that nobody reads. Its offset does not depend on the progress of the peers.
     fn alloc(&self, bytes: usize) -> Result<Region, CommError> {
         let region = self.place(bytes)?;
         while let Some(readers) = self.readers_of(region) {
             self.reclaim(readers).inspect_err(|_| {
-                // The peers may read on: the place stays among the deferred ones.
+                // The peers may continue reading, so the region stays among the deferred ones.
                 lock(&self.local).take_back(region);
             })?;
         }
@@ -275,7 +275,7 @@ impl Endpoint {
         Ok(region)
     }
 
-    /// A collective in which peers may still be reading from there.
+    /// A collective in which peers may still be reading a part of the region.
     fn readers_of(&self, region: Region) -> Option<Readers> {
         let mut local = lock(&self.local);
         local.deferred.retain(|d| !self.peers_done(d.readers));
@@ -284,7 +284,7 @@ impl Endpoint {
         Some(there.readers)
     }
 
-    /// Takes a region back; `readers` may still be reading it.
+    /// Frees a region that `readers` may still be reading.
     pub(super) fn release(&self, region: Region, readers: Option<Readers>) {
         let mut local = lock(&self.local);
         local.take_back(region);
@@ -315,7 +315,7 @@ impl Endpoint {
         let mut next = lock(&self.next);
         let sequence = *next;
         if let Some(reused) = sequence.checked_sub(RING) {
-            // The record of `reused` is free once every rank, this one included, is done with it.
+            // The record of `reused` is free after every rank, including this one, is done with it.
             self.block_on(
                 Readers {
                     sequence: reused,
@@ -340,7 +340,7 @@ impl Endpoint {
         });
         *next += 1;
         buffer.set_readers(Readers::of(&op, self.world));
-        // Locked until the comparison is done, so that no other thread finishes it before.
+        // Locked until the comparison is done, so that no other thread finishes the collective before it.
         let mut state = lock(&op.state);
         lock(&self.local).pending.push(op.clone());
         self.window
@@ -361,7 +361,7 @@ impl Endpoint {
         Ok(op)
     }
 
-    /// Compares with the peers that were here first; the others compare with this rank.
+    /// Compares with the peers that published earlier. The later ones compare with this rank.
     fn compare(&self, op: &Op) -> Result<(), CommError> {
         for peer in self.world.peers() {
             op.peer(&self.window, self.world, peer)?;

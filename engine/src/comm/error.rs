@@ -1,4 +1,4 @@
-//! What can go wrong in a collective, with the facts of every rank involved.
+//! Errors of collectives, with the facts of every rank involved.
 
 use super::{CollectiveKind, Tag};
 use kernels::DType;
@@ -47,7 +47,7 @@ pub enum CommError {
         /// Type of the elements.
         dtype: DType,
     },
-    /// The root of a broadcast lies outside the world.
+    /// The root of a broadcast is outside the world.
     #[error("{tag}: broadcast from rank {root} in a world of {size} ranks")]
     InvalidRoot {
         /// Tag of the broadcast.
@@ -57,14 +57,14 @@ pub enum CommError {
         /// World size.
         size: usize,
     },
-    /// Groups that do not divide the world, or of a collective that knows none.
+    /// The shard groups do not divide the world, or the collective does not support them.
     #[error("{tag}: {kind} in groups of {group} ranks in a world of {size}")]
     InvalidGroup {
         /// Kind of collective.
         kind: CollectiveKind,
         /// Its tag.
         tag: Tag,
-        /// Ranks of a group.
+        /// Ranks per shard group.
         group: usize,
         /// World size.
         size: usize,
@@ -81,7 +81,7 @@ pub enum CommError {
         /// Tag of the collective.
         tag: Tag,
     },
-    /// This rank's part of the window has no room.
+    /// This rank's part of the window has too little free memory.
     #[error(
         "no room for {asked_bytes} bytes in the communication window ({in_use_bytes} of {capacity_bytes} bytes in use)"
     )]
@@ -93,7 +93,7 @@ pub enum CommError {
         /// Size of this rank's part.
         capacity_bytes: usize,
     },
-    /// Two ranks issued different collectives at the same place of the sequence.
+    /// Two ranks issued different collectives at the same position of the sequence.
     #[error("collective #{sequence} differs: rank {} issued {}, rank {} issued {}", first.rank, first.op, second.rank, second.op)]
     Mismatch {
         /// Position in the sequence of collectives, from 0.
@@ -117,7 +117,7 @@ pub enum CommError {
         /// Last collective of every rank, in rank order.
         ranks: Vec<RankStatus>,
     },
-    /// A rank gave up.
+    /// A rank aborted.
     #[error("rank {by_rank} aborted: {reason}")]
     Aborted {
         /// The rank that called abort.
@@ -161,7 +161,7 @@ pub enum CommError {
         /// Name given.
         name: String,
     },
-    /// No directory has room for the window.
+    /// No directory has enough free space for the window.
     #[error(
         "no room for a communication window of {asked_bytes} bytes ({})",
         free_table(tried)
@@ -197,7 +197,7 @@ pub struct OpInfo {
     pub tag_name: String,
     /// Index of the tag.
     pub tag_index: u32,
-    /// Ranks that hold one copy, where not all do.
+    /// Ranks that hold one copy, if not all.
     pub group: Option<usize>,
 }
 
@@ -225,7 +225,7 @@ pub struct RankOp {
     pub op: OpInfo,
 }
 
-/// How far a rank has come.
+/// Progress of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankStatus {
     /// The rank.

@@ -16,8 +16,11 @@ const DTYPES: [DType; 6] = [
     DType::U8,
 ];
 
-/// Kind, root or group, element type, length and tag of one collective. Equal words mean equal collectives.
-/// Layout: kind | dtype << 8 | name length << 16 | (root, or ranks of a group) << 32, bytes, tag index, name.
+/// Kind, root or shard group, element type, length and tag of one collective. Equal words mean equal collectives.
+/// Layout: kind
+/// dtype << 8
+/// name length << 16
+/// (root, or ranks of a shard group) << 32, bytes, tag index, name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fingerprint(pub(super) [u64; WORDS]);
 

@@ -1,9 +1,9 @@
-//! A window whose ranks do not share memory: each keeps a copy of it, and frames keep the copies alike.
+//! A window for ranks without shared memory: each has a copy of it, and frames keep the copies equal.
 //!
-//! The protocol of the window stays as it is. What a rank writes for its peers, it writes into its own copy and sends:
-//! the bytes that a peer will read, then the record or phase that says so. Frames of one rank arrive in order, so that a
-//! peer that sees the record sees the bytes. A place is reused when all peers are done with it, which they say in frames
-//! too; so a frame never writes what somebody reads.
+//! The protocol of the window does not change. A rank writes data for its peers into its own copy and sends it: first
+//! the bytes that a peer will read, then the record or phase that announces them. Frames of one rank arrive in order,
+//! so a peer that sees the record sees the bytes. A region is reused after all peers are done with it, which they also
+//! announce in frames. So a frame never overwrites data that somebody reads.
 #![expect(
     unsafe_code,
     reason = "writes what peers sent into the window, under the protocol"
@@ -22,9 +22,9 @@ use std::ops::Range;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-/// Most bytes of data in one frame.
+/// Largest number of data bytes in one frame.
 const CHUNK: usize = 1 << 20;
-/// Most bytes of a frame, its length aside.
+/// Largest number of bytes of a frame, without its length.
 pub(super) const MAX_FRAME: usize = CHUNK + 256;
 
 const DATA: u8 = 1;
@@ -33,13 +33,13 @@ const PHASE: u8 = 3;
 const FAIL: u8 = 4;
 const BYE: u8 = 5;
 
-/// Carries frames between ranks: complete, and in order for every two of them.
+/// Transport of frames between ranks: complete, and in order for every two ranks.
 pub(super) trait Wire: Send + Sync + fmt::Debug {
-    /// Begins to hand what arrives to `inbox`.
+    /// Starts to pass arriving frames to `inbox`.
     fn open(&self, inbox: Arc<Inbox>) -> io::Result<()>;
-    /// Sends `frame` to `peer`, without waiting; the four bytes of its length come first.
+    /// Sends `frame` to `peer` without waiting. Its first four bytes are its length.
     fn send(&self, peer: usize, frame: Arc<Vec<u8>>);
-    /// Sends what is left and ends.
+    /// Sends the remaining frames and ends.
     fn close(&self, is_dead: bool);
 }
 
@@ -69,7 +69,7 @@ pub(super) fn member(
             window: Arc::downgrade(&window),
             world,
         });
-        // Before the first frame can arrive: what fails is told to all.
+        // Set before the first frame can arrive, so that every failure is sent to all peers.
         let remote = window.set_remote(remote);
         remote.wire.open(inbox)?;
     }
@@ -77,7 +77,7 @@ pub(super) fn member(
     Ok(Arc::new(Member(Arc::new(endpoint))))
 }
 
-/// A frame with its length in front.
+/// A frame after its length.
 fn framed(kind: u8, parts: &[&[u8]]) -> Arc<Vec<u8>> {
     let length = 1 + parts.iter().map(|part| part.len()).sum::<usize>();
     debug_assert!(length <= MAX_FRAME);
@@ -110,10 +110,10 @@ impl Remote {
         }
     }
 
-    /// The bytes `range` of the own buffer of `op`, in frames.
+    /// The bytes `range` of the own buffer of `op`, as frames.
     fn data(&self, window: &Window, op: &Op, range: Range<usize>) -> Vec<Arc<Vec<u8>>> {
-        // SAFETY: the caller owns the buffer, or has just reduced this part of it; until it says so to its peers,
-        // which happens after this, nobody writes these bytes.
+        // SAFETY: the caller owns the buffer or has just reduced this part of it. Nobody writes these bytes until the
+        // caller announces them to its peers, which happens later.
         let bytes = unsafe { window.bytes(self.world.rank, op.offset, range.clone()) };
         let chunks = bytes.chunks(CHUNK).enumerate();
         chunks
@@ -124,7 +124,7 @@ impl Remote {
             .collect()
     }
 
-    /// Sends what peers will read of `op`, and that it has been published.
+    /// Sends the data of `op` that peers will read, then its publication.
     pub(super) fn published(&self, window: &Window, op: &Op) {
         let World { rank, size } = self.world;
         match op.collective.kind {
@@ -152,9 +152,9 @@ impl Remote {
         self.to_all(&framed(PUBLISH, &record));
     }
 
-    /// Sends how far this rank is with `op`; with a finished sum, the sum.
+    /// Sends this rank's phase in `op`, and the sum if it has just finished it.
     pub(super) fn reached(&self, window: &Window, op: &Op, phase: Phase) {
-        // A rank that only contributes says nothing before it is done.
+        // A rank that only contributes sends no phase before it is done.
         let contributed = op.shares_sums(self.world)
             && op.collective.participation == Participation::ContributeOnly;
         if phase == Phase::Reduced || contributed {
@@ -166,7 +166,7 @@ impl Remote {
         ));
     }
 
-    /// Sends the own part to those who copy it.
+    /// Sends the own part to the peers that copy it.
     fn finished_part(&self, window: &Window, op: &Op) {
         let World { rank, size } = self.world;
         for frame in self.data(window, op, op.finished_part(rank, size)) {
@@ -181,8 +181,9 @@ impl Remote {
         self.to_all(&encode(failure));
     }
 
-    /// Says goodbye and waits until everything is sent. Of a dead world the cause goes first: who told this rank may not
-    /// have told all others yet, and they would take the goodbye for the cause.
+    /// Announces the end of this rank and waits until everything is sent. In a dead world it sends the cause first. The
+    /// rank that reported it may not have reached all others yet, and they would take the end of this rank for the
+    /// cause.
     pub(super) fn close(&self, failure: Option<&Failure>) {
         if let Some(failure) = failure {
             self.failed(failure);
@@ -193,10 +194,10 @@ impl Remote {
 }
 
 impl Inbox {
-    /// Takes a frame of `peer`, its length aside. False: nothing more is to be read.
+    /// Processes a frame of `peer` without its length. Returns false if nothing more is to be read.
     pub(super) fn take(&self, peer: usize, frame: &[u8]) -> bool {
         let Some(window) = self.window.upgrade() else {
-            // This rank has ended; its peers may still say so to it.
+            // This rank has ended. Its peers may still announce their end to it.
             return true;
         };
         let outcome = self.apply(&window, peer, frame);
@@ -210,7 +211,7 @@ impl Inbox {
         outcome.is_ok()
     }
 
-    /// Whether every peer has said that it ends, or the world is dead.
+    /// Whether every peer has announced its end, or the world is dead.
     #[cfg(feature = "mpi")]
     pub(super) fn all_gone(&self) -> bool {
         let mut peers = self.world.peers();
@@ -220,7 +221,7 @@ impl Inbox {
         })
     }
 
-    /// The connection with `peer` has ended.
+    /// Handles the end of the connection with `peer`.
     pub(super) fn lost(&self, peer: usize, why: &str) {
         let Some(window) = self.window.upgrade() else {
             return;
@@ -247,8 +248,8 @@ impl Inbox {
                 if end.is_none_or(|end| end > region_bytes) {
                     return Err("data outside of its region");
                 }
-                // SAFETY: the range is inside the region of `peer`, of which only this thread writes; `peer` sends data
-                // into a place only when this rank is done with what it read there before.
+                // SAFETY: the range is inside the region of `peer`, which only this thread writes. `peer` sends data
+                // into a range only after this rank has finished reading its previous content.
                 let place = unsafe { window.bytes_mut(peer, offset, 0..bytes.len()) };
                 place.copy_from_slice(bytes);
             }
@@ -266,7 +267,7 @@ impl Inbox {
                 {
                     return Err("a buffer outside of its region");
                 }
-                // Sums read it as numbers.
+                // Sums read the range as numbers.
                 if !offset.is_multiple_of(ALIGN) {
                     return Err("a buffer that is not aligned");
                 }
@@ -298,7 +299,7 @@ impl Inbox {
     }
 }
 
-/// The rest of a frame.
+/// The remaining bytes of a frame.
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {
@@ -325,7 +326,7 @@ impl Reader<'_> {
     }
 }
 
-/// Gives `feed` something that takes the frames of rank 1, beside collectives of rank 0. For [`crate::fuzzing`].
+/// Passes `feed` a consumer of rank 1's frames, beside collectives of rank 0. For [`crate::fuzzing`].
 pub(super) fn take_frames(
     world: World,
     feed: impl FnOnce(&mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<()>,
@@ -366,7 +367,7 @@ const TIMEOUT: u64 = 3;
 fn encode(failure: &Failure) -> Arc<Vec<u8>> {
     match failure {
         Failure::Abort { by_rank, reason } => {
-            // Longer than what the failure record keeps.
+            // Longer than the failure record allows.
             let reason = reason.as_bytes().get(..512).unwrap_or(reason.as_bytes());
             framed(FAIL, &[&words(&[ABORT, *by_rank as u64]), reason])
         }

@@ -1,18 +1,16 @@
 //! Communicators: collectives over owned buffers, fingerprinted and bounded by deadlines.
 //!
-//! A [`Communicator`] hands out its own memory ([`Buffer`]); [`Communicator::start`] takes a buffer
-//! and returns a [`Ticket`]; waiting for the ticket gives the buffer back. Nothing is borrowed while
-//! a collective is in flight, so several may overlap with computation without lifetimes or helper
-//! threads.
+//! A [`Communicator`] allocates its own memory ([`Buffer`]). [`Communicator::start`] takes a buffer and returns a
+//! [`Ticket`]. Waiting for the ticket returns the buffer. Nothing is borrowed while a collective is in flight, so
+//! several may overlap with computation without lifetimes or helper threads.
 //!
-//! Every rank of a world issues the same collectives in the same order. Each carries a fingerprint
-//! (sequence, kind, element type, length, tag); when two ranks disagree, every rank gets
-//! [`CommError::Mismatch`] instead of a hang. Sums run in rank order 0, 1, 2, …, so that their bits
-//! depend on neither timing nor transport.
+//! Every rank of a world issues the same collectives in the same order. Each has a fingerprint (sequence, kind, element
+//! type, length, tag). When two ranks disagree, every rank gets [`CommError::Mismatch`] instead of a hang. Sums run in
+//! rank order 0, 1, 2, …, so their bits depend on neither timing nor transport.
 //!
-//! All transports are one protocol over a byte window, described in `README.md` beside this file: [`threads`] (ranks of
-//! one process), [`shm`] (processes of one machine) and [`tcp`] (several machines, each rank with a copy of the window).
-//! A dry run has the communicator of `dry.rs`, which counts buffers without memory and sends nothing.
+//! All transports share one protocol over a byte window, which `README.md` in this directory describes: [`threads`]
+//! (ranks of one process), [`shm`] (processes of one machine) and [`tcp`] (several machines, each rank with a copy of
+//! the window). A dry run uses the communicator of `dry.rs`, which counts buffers without memory and sends nothing.
 
 mod arena;
 mod bell;
@@ -46,13 +44,13 @@ pub use ticket::Ticket;
 use kernels::DType;
 use std::time::Duration;
 
-/// How long one wait may take before it becomes [`CommError::Timeout`], unless stated otherwise.
+/// Default limit of one wait, after which it is [`CommError::Timeout`].
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(300);
 
 /// Most ranks of one window.
 pub const MAX_RANKS: usize = 64;
 
-/// A rank's place among its peers.
+/// Number of a rank and of all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct World {
     /// Index of this rank, `0..size`.
@@ -70,7 +68,7 @@ impl World {
         (0..self.size).filter(move |&rank| rank != self.rank)
     }
 
-    /// This rank's place among the shards of one copy, where `group` consecutive ranks hold one together; `None`: all do.
+    /// The world as one copy sees it, if `group` consecutive ranks hold one copy together. With `None` all ranks do.
     #[must_use]
     pub fn in_group(self, group: Option<usize>) -> Self {
         let size = group.unwrap_or(self.size);
@@ -90,12 +88,12 @@ impl World {
     }
 }
 
-/// Names a collective in fingerprints and error messages.
+/// Name of a collective in fingerprints and error messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tag {
-    /// What is communicated, at most [`Tag::MAX_NAME_BYTES`] bytes.
+    /// Name of the data, at most [`Tag::MAX_NAME_BYTES`] bytes.
     pub name: &'static str,
-    /// Which one of them: unit, bucket or step.
+    /// Number of the unit, bucket or step.
     pub index: u32,
 }
 
@@ -116,10 +114,10 @@ impl std::fmt::Display for Tag {
     }
 }
 
-/// What a collective does with the buffer of `bytes` bytes, in place, on `n` ranks.
+/// Effect of a collective on a buffer of `bytes` bytes, in place, on `n` ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CollectiveKind {
-    /// In: own part at `rank * bytes / n`. Out: every rank's part at its place.
+    /// In: own part at `rank * bytes / n`. Out: every rank's part at its offset.
     AllGather,
     /// In: `bytes` of `f32` or `f64`. Out: the own part holds the sum over ranks, in rank order;
     /// the other parts are unspecified.
@@ -131,12 +129,12 @@ pub enum CollectiveKind {
         /// The rank whose bytes are sent.
         root: usize,
     },
-    /// Every rank has arrived. The buffer is not touched.
+    /// Waits until every rank has arrived. The buffer is not touched.
     Barrier,
 }
 
 impl CollectiveKind {
-    /// Whether ranks add something up.
+    /// Whether the collective sums over ranks.
     fn sums(self) -> bool {
         matches!(self, Self::ReduceScatter | Self::AllReduce)
     }
@@ -154,21 +152,20 @@ impl std::fmt::Display for CollectiveKind {
     }
 }
 
-/// Whether this rank needs the result. Ranks of one collective may differ in it.
+/// Whether this rank needs the result. It may differ between the ranks of one collective.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Participation {
     /// Contributes and receives.
     #[default]
     Full,
-    /// Contributes only: nothing is copied into this rank's buffer, whose contents are unspecified
-    /// afterwards.
+    /// Contributes only: nothing is copied into this rank's buffer, whose contents are unspecified afterwards.
     ContributeOnly,
 }
 
 /// One collective, as every rank must issue it (`participation` excepted).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Collective {
-    /// What happens.
+    /// Kind of the collective.
     pub kind: CollectiveKind,
     /// Type of the elements.
     pub dtype: DType,
@@ -176,13 +173,14 @@ pub struct Collective {
     pub tag: Tag,
     /// Whether this rank needs the result.
     pub participation: Participation,
-    /// Consecutive ranks that hold one copy of what is gathered or scattered, as shards; `None`: all ranks do. With
-    /// `Some(k)` a buffer has `k` parts: a gather runs within each group, a sum over all ranks reaches each group whole.
+    /// Number of consecutive ranks that hold one copy of the data as shards; with `None` all ranks do. With `Some(k)` a
+    /// buffer has `k` parts. A gather runs within each shard group. A sum over all ranks reaches each shard group
+    /// whole.
     pub group: Option<usize>,
 }
 
 impl Collective {
-    /// A collective of which this rank needs the result.
+    /// A collective whose result this rank needs.
     #[must_use]
     pub const fn new(kind: CollectiveKind, dtype: DType, tag: Tag) -> Self {
         Self {
@@ -194,7 +192,7 @@ impl Collective {
         }
     }
 
-    /// The description of this collective of a buffer of `bytes` bytes.
+    /// The description of this collective for a buffer of `bytes` bytes.
     #[must_use]
     pub fn info(&self, bytes: usize) -> OpInfo {
         OpInfo {
@@ -207,14 +205,14 @@ impl Collective {
         }
     }
 
-    /// The same all-gather or reduce-scatter where `group` consecutive ranks hold one copy.
+    /// The same all-gather or reduce-scatter in which `group` consecutive ranks hold one copy.
     #[must_use]
     pub const fn in_groups(mut self, group: Option<usize>) -> Self {
         self.group = group;
         self
     }
 
-    /// The same collective without the need of a result on this rank.
+    /// The same collective, but this rank does not need the result.
     #[must_use]
     pub const fn contribute_only(mut self) -> Self {
         self.participation = Participation::ContributeOnly;
@@ -222,24 +220,23 @@ impl Collective {
     }
 }
 
-/// Bytes of a rank's part of the window.
+/// Memory use of a rank's part of the window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowUsage {
-    /// Held by buffers and tickets now.
+    /// Bytes in buffers and tickets now.
     pub in_use_bytes: usize,
-    /// High-water mark: bytes ever handed out at once, padding and gaps included. This much of the
-    /// window has been touched.
+    /// High-water mark: the largest number of bytes in use at once, with padding and gaps. This part of the window has
+    /// been touched.
     pub peak_bytes: usize,
     /// Size of this rank's part.
     pub capacity_bytes: usize,
 }
 
-/// Runs collectives for one group of ranks.
+/// Collectives of one process group.
 ///
-/// Every rank calls [`start`](Self::start) for the same collectives in the same order; tickets may
-/// be waited for in any order. After [`CommError::Mismatch`], [`CommError::Timeout`] or
-/// [`CommError::Aborted`] the communicator is dead on every rank: each later collective returns the
-/// same error.
+/// Every rank calls [`start`](Self::start) for the same collectives in the same order. Tickets may be waited for in any
+/// order. After [`CommError::Mismatch`], [`CommError::Timeout`] or [`CommError::Aborted`] the communicator is dead on
+/// every rank, and each later collective returns the same error.
 pub trait Communicator: Send + Sync + std::fmt::Debug {
     /// This rank and the number of ranks.
     fn world(&self) -> World;
@@ -259,27 +256,26 @@ pub trait Communicator: Send + Sync + std::fmt::Debug {
     /// long tag, buffer of another communicator) or the error of a dead communicator.
     fn start(&self, op: Collective, buffer: Buffer) -> Result<Ticket, CommError>;
 
-    /// Tells every rank that this one cannot continue: all waits end with [`CommError::Aborted`].
-    /// The first reason given wins; it is cut to 256 bytes.
+    /// Tells every rank that this one cannot continue. All waits end with [`CommError::Aborted`]. The first reason
+    /// given is reported, cut to 256 bytes.
     fn abort(&self, reason: &str);
 
-    /// Why this communicator is dead, with the last collective of every rank where a wait ran out;
-    /// `None` while it lives.
+    /// The reason why this communicator is dead, with the last collective of every rank after a timeout; `None` while
+    /// it works.
     fn failure(&self) -> Option<CommError>;
 
-    /// Bytes of this rank's part of the window.
+    /// Memory use of this rank's part of the window.
     fn memory(&self) -> WindowUsage;
 
-    /// Time this rank has spent inside collectives so far: waiting for peers, reading their data
-    /// and adding it up.
+    /// Time that this rank has spent inside collectives so far: waiting for peers, reading their data and summing it.
     fn time_spent(&self) -> Duration;
 
-    /// The longest that one wait may take.
+    /// Limit of one wait.
     fn deadline(&self) -> Duration {
         DEFAULT_DEADLINE
     }
 
-    /// Returns once every rank has called it with the same tag.
+    /// Returns after every rank has called it with the same tag.
     ///
     /// # Errors
     /// As [`Communicator::start`] and [`Ticket::wait`].
@@ -305,8 +301,8 @@ pub trait Communicator: Send + Sync + std::fmt::Debug {
             .collect())
     }
 
-    /// Every rank's bytes, in rank order. Lengths may differ; meant for small messages, since every
-    /// rank holds all of them padded to the longest.
+    /// Every rank's bytes, in rank order. Lengths may differ. It is meant for small messages, since every rank has all
+    /// of them padded to the longest.
     ///
     /// # Errors
     /// As [`Communicator::start`] and [`Ticket::wait`].

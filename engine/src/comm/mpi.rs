@@ -1,8 +1,8 @@
-//! Ranks that an MPI started: frames between copies of the window go as MPI messages.
+//! Ranks started by MPI: frames between copies of the window are MPI messages.
 //!
-//! One thread of the process makes every call of MPI, so that MPI needs to know of no other: it takes frames from a
-//! channel, looks for messages, and hands them to the inbox they are for. Sums are the window's own, in rank order; MPI
-//! only carries bytes.
+//! One thread of the process makes every call of MPI, so MPI needs no support for threads. It takes frames from a
+//! channel, polls for messages, and passes them to their inboxes. Sums are computed by the window in rank order; MPI
+//! only transfers bytes.
 #![expect(
     unsafe_code,
     reason = "sends that outlive a scope have no safe form in the binding"
@@ -24,21 +24,21 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// Tag of every message; those of one sender arrive in order.
+/// Tag of every message. Messages of one sender arrive in order.
 const TAG: i32 = 7;
-/// Bytes in front of a frame: world, sender, receiver.
+/// Bytes before a frame: world, sender, receiver.
 const HEAD: usize = 8;
-/// Pause of a thread that found nothing to do, soon after there was something and later.
+/// Pauses of an idle thread: the first soon after the last message, the second later.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_micros(500));
-/// How long after the last message the short pause holds.
+/// Time after the last message during which the short pause applies.
 const LIVELY: Duration = Duration::from_millis(5);
-/// How long the last words of a dead world may take.
+/// Longest time for sending the cause of a dead world.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// Number of the world of all processes.
 const PROCESSES: u32 = 0;
 
-/// How MPI numbers this process. Starts MPI at the first call.
+/// This process's rank and the number of processes in MPI. Starts MPI at the first call.
 ///
 /// # Errors
 /// MPI cannot be started.
@@ -50,13 +50,13 @@ pub fn world() -> Result<World, CommError> {
 #[must_use]
 pub fn library_version() -> String {
     let text = ::mpi::environment::library_version().unwrap_or_default();
-    // Behind these stand the package and the day of its build.
+    // The package and its build date follow.
     let first = text.split([',', '\n', '\0']).next().unwrap_or_default();
     first.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Joins the world of all processes that MPI started together: every rank has `region_bytes` bytes. Called once; when
-/// the communicator is dropped, MPI ends.
+/// Joins the world of all processes that MPI started together. Every rank has `region_bytes` bytes. It may be called
+/// once. MPI ends when the communicator is dropped.
 ///
 /// # Errors
 /// [`CommError::InvalidWorld`], a refused memory map, or MPI cannot be started.
@@ -73,7 +73,7 @@ pub fn join(region_bytes: usize, deadline: Duration) -> Result<Arc<dyn Communica
     member(wires, region_bytes)
 }
 
-/// A world of ranks in this one process, for the suite that every transport passes.
+/// A world of ranks in this process, for the conformance cases.
 #[cfg(test)]
 pub(super) fn worlds(
     size: usize,
@@ -94,7 +94,8 @@ pub(super) fn worlds(
         .collect()
 }
 
-/// A world of ranks that are dealt to the processes in turn; those of this one. Processes must make worlds in one order.
+/// The ranks of this process in a world distributed over the processes in turn. All processes must make worlds in the
+/// same order.
 #[cfg(test)]
 pub(super) fn dealt(
     size: usize,
@@ -149,7 +150,7 @@ fn failed(action: &'static str, source: io::Error) -> CommError {
     }
 }
 
-/// The thread that speaks to MPI, and what is known of this process.
+/// The channel to the thread that calls MPI, and the number of this process.
 #[derive(Debug)]
 struct Hub {
     world: World,
@@ -158,11 +159,11 @@ struct Hub {
 
 #[derive(Debug)]
 enum Order {
-    /// Frames for this rank of that world go there.
+    /// Registers the inbox of a rank of a world.
     Open(u32, usize, Arc<Inbox>),
-    /// A message for a process.
+    /// Sends a message to a process.
     Send(i32, Vec<u8>),
-    /// This rank of that world ends; the channel is dropped when that is done.
+    /// Ends a rank of a world, then drops `done`.
     Close {
         number: u32,
         rank: usize,
@@ -201,7 +202,7 @@ fn hub() -> Result<&'static Hub, CommError> {
         .map_err(|why| failed("start", io::Error::other(why.clone())))
 }
 
-/// One rank's way to its peers.
+/// One rank's connections to its peers.
 #[derive(Debug)]
 struct Wires {
     hub: &'static Hub,
@@ -214,7 +215,7 @@ struct Wires {
 
 impl Wires {
     fn order(&self, order: Order) {
-        // The thread ends when MPI has, and nothing is sent after that.
+        // The thread ends with MPI, and nothing is sent afterwards.
         self.hub.orders.send(order).unwrap_or(());
     }
 }
@@ -230,7 +231,7 @@ impl Wire for Wires {
         bytes.extend(self.number.to_le_bytes());
         bytes.extend((self.rank as u16).to_le_bytes());
         bytes.extend((peer as u16).to_le_bytes());
-        // MPI knows how long its messages are.
+        // MPI transfers the length of a message itself.
         bytes.extend(&frame[4..]);
         self.order(Order::Send(self.processes[peer], bytes));
     }
@@ -244,12 +245,12 @@ impl Wire for Wires {
             done,
         });
         let patience = if is_dead { LAST_WORDS } else { self.deadline };
-        // Nothing is ever sent: this returns when the order is done, or after the time.
+        // Nothing is ever sent on this channel. The call returns when the order is done, or after the time.
         ended.recv_timeout(patience).unwrap_or(());
     }
 }
 
-/// A message on its way: MPI reads the bytes until the request is complete.
+/// A message being sent. MPI reads its bytes until the request is complete.
 struct Sending {
     request: ffi::MPI_Request,
     _bytes: Vec<u8>,
@@ -261,7 +262,7 @@ struct Pump {
     world: SimpleCommunicator,
     sending: Vec<Sending>,
     inboxes: BTreeMap<(u32, usize), Arc<Inbox>>,
-    /// Frames for ranks of this process that have not opened yet: sender and frame.
+    /// Frames for ranks of this process that have not opened yet, as sender and frame.
     early: BTreeMap<(u32, usize), Vec<(usize, Vec<u8>)>>,
     ended: BTreeSet<(u32, usize)>,
     closing: Vec<(u32, usize, Sender<()>)>,
@@ -333,7 +334,7 @@ impl Pump {
                     self.ended.insert((number, rank));
                 }
                 if is_dead {
-                    // MPI is not ended: whoever started it ends the others.
+                    // MPI is not ended, so the program that started it ends the other processes.
                     return;
                 }
                 self.closing.push((number, rank, done));
@@ -341,7 +342,7 @@ impl Pump {
         }
     }
 
-    /// Takes every message that has arrived; false when there was none.
+    /// Receives every message that has arrived; false if there was none.
     fn receive(&mut self) -> bool {
         let mut any = false;
         while let Some((message, status)) = self.world.any_process().immediate_matched_probe() {
@@ -365,7 +366,7 @@ impl Pump {
         any
     }
 
-    /// Ends what can be ended; true when MPI has.
+    /// Closes the ranks that can end; true after MPI has ended.
     fn close(&mut self) -> bool {
         if !self.sending.is_empty() {
             return false;
@@ -375,7 +376,7 @@ impl Pump {
             .iter()
             .find(|(number, ..)| *number == PROCESSES);
         let ends = processes.is_some_and(|(number, rank, _)| {
-            // What peers still say must be heard before MPI ends.
+            // Frames that peers still send must be received before MPI ends.
             let inbox = self.inboxes.get(&(*number, *rank));
             inbox.is_none_or(|inbox| inbox.all_gone())
         });
@@ -397,8 +398,8 @@ impl Sending {
     fn start(world: &SimpleCommunicator, process: i32, bytes: Vec<u8>) -> Self {
         // SAFETY: an all-zero request is only written to.
         let mut request: ffi::MPI_Request = unsafe { std::mem::zeroed() };
-        // SAFETY: the bytes live on the heap, are not written, and stay until `is_complete` says that MPI is done with
-        // them; the count fits, since frames are far below 2 GiB.
+        // SAFETY: the bytes are on the heap, are not written, and stay until `is_complete` reports that MPI is done
+        // with them. The count fits, since frames are far below 2 GiB.
         unsafe {
             ffi::MPI_Isend(
                 bytes.as_ptr().cast(),

@@ -13,24 +13,24 @@ use kernels::DType;
 use std::ops::Range;
 use std::sync::Mutex;
 
-/// One collective of this rank, from its publication until this rank needs its peers no more.
+/// One collective of this rank, from its publication until this rank no longer needs its peers.
 #[derive(Debug)]
 pub(super) struct Op {
     pub(super) sequence: u64,
     pub(super) print: Fingerprint,
     pub(super) collective: Collective,
     pub(super) bytes: usize,
-    /// Of the buffer in this rank's region.
+    /// Offset of the buffer in this rank's region.
     pub(super) offset: usize,
     pub(super) state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct State {
-    /// Peers whose part has been copied, or who have been seen, as a bit mask.
+    /// Bit mask of the peers whose part has been copied, or that have arrived.
     seen: u64,
     reduced: bool,
-    /// Nothing of this collective is read or written by this rank any more.
+    /// Whether this rank has finished all reads and writes of this collective.
     pub(super) finished: bool,
 }
 
@@ -55,8 +55,8 @@ impl Op {
         }
     }
 
-    /// Whether a sum, once a rank has made its part of it, goes on to others: an all-reduce, and a reduce-scatter whose
-    /// shards several groups hold.
+    /// Whether other ranks need the part that a rank sums: in an all-reduce, and in a reduce-scatter whose shards
+    /// several shard groups hold.
     pub(super) fn shares_sums(&self, world: World) -> bool {
         match self.collective.kind {
             CollectiveKind::AllReduce => true,
@@ -65,8 +65,8 @@ impl Op {
         }
     }
 
-    /// The peers whose finished part this rank copies, and they its own: in a gather those of its group, in a
-    /// reduce-scatter those that hold the same shard.
+    /// The peers whose finished part this rank copies, and that copy its own. In a gather they are those of its shard
+    /// group. In a reduce-scatter they are those with the same shard.
     pub(super) fn partners(&self, world: World) -> impl Iterator<Item = usize> + use<> {
         let parts = self.parts(world.size);
         let kind = self.collective.kind;
@@ -86,7 +86,7 @@ impl Op {
         }
     }
 
-    /// The record of `peer`, once it has published; an error if it issued something else.
+    /// The record of `peer` after its publication; an error if the peer issued another collective.
     pub(super) fn peer(
         &self,
         window: &Window,
@@ -112,7 +112,7 @@ impl Op {
         }
     }
 
-    /// Does all that is possible without waiting; true when this rank is finished.
+    /// Progresses as far as possible without waiting; true after this rank has finished.
     pub(super) fn advance(
         &self,
         endpoint: &Endpoint,
@@ -168,12 +168,12 @@ impl Op {
                 continue;
             }
             let part = self.finished_part(peer, world.size);
-            // SAFETY: `peer` wrote its own part before it reached `phase` and leaves it alone until
-            // this rank is done.
+            // SAFETY: `peer` wrote its own part before it reached `phase`, and does not write it until this rank is
+            // done.
             let from = unsafe { window.bytes(peer, offset, part.clone()) };
-            // SAFETY: of this rank's buffer only the own part is read by peers from here on: an
-            // all-gather never reads others, and of a sum `peer`, the only reader of this
-            // part, has finished with it when it reached `Reduced`.
+            // SAFETY: from here on peers read only the own part of this rank's buffer. An all-gather never reads other
+            // parts. In a sum `peer` is the only reader of this part, and it had finished with it when it reached
+            // `Reduced`.
             let to = unsafe { window.bytes_mut(world.rank, self.offset, part) };
             to.copy_from_slice(from);
             state.seen |= 1 << peer;
@@ -186,7 +186,7 @@ impl Op {
         let Some(offset) = self.peer(window, *world, root)? else {
             return Ok(false);
         };
-        // SAFETY: the root wrote its buffer before publishing and leaves it alone until all are done.
+        // SAFETY: the root wrote its buffer before its publication and does not write it until all are done.
         let from = unsafe { window.bytes(root, offset, 0..self.bytes) };
         // SAFETY: nobody reads the buffer of a rank that is not the root.
         let to = unsafe { window.bytes_mut(world.rank, self.offset, 0..self.bytes) };
@@ -194,7 +194,7 @@ impl Op {
         Ok(true)
     }
 
-    /// Sums the own part once every peer has published; false before.
+    /// Sums the own part after every peer has published; false before.
     fn reduce(&self, endpoint: &Endpoint) -> Result<bool, CommError> {
         let Endpoint { world, window, .. } = endpoint;
         let mut offsets = [self.offset; super::MAX_RANKS];
@@ -206,11 +206,11 @@ impl Op {
         }
         let part = self.finished_part(world.rank, world.size);
         let source = |peer: usize| {
-            // SAFETY: `peer` wrote its buffer before publishing; until this rank has reduced its
-            // own part, `peer` writes only into other parts.
+            // SAFETY: `peer` wrote its buffer before its publication. Until this rank has reduced its own part, `peer`
+            // writes only other parts.
             unsafe { window.bytes(peer, offsets[peer], part.clone()) }
         };
-        // SAFETY: this rank's own part is read by no peer before this rank has reduced it.
+        // SAFETY: no peer reads this rank's own part before this rank has reduced it.
         let out = unsafe { window.bytes_mut(world.rank, self.offset, part.clone()) };
         let World { rank, size } = *world;
         if self.collective.dtype == DType::F64 {
@@ -237,12 +237,12 @@ impl Op {
         self.copy_parts(endpoint, state, Phase::Reduced)
     }
 
-    /// Parts of the buffer.
+    /// Number of parts of the buffer.
     fn parts(&self, ranks: usize) -> usize {
         self.collective.group.unwrap_or(ranks)
     }
 
-    /// What `rank` makes for others: its shard, or of a sum that several ranks take the part it adds up.
+    /// The part that `rank` finishes for others: its shard, or its share of a shard that several ranks hold.
     pub(super) fn finished_part(&self, rank: usize, ranks: usize) -> Range<usize> {
         let parts = self.parts(ranks);
         let shard = self.divided(0..self.bytes, rank % parts, parts);
@@ -252,7 +252,7 @@ impl Op {
         }
     }
 
-    /// Part `index` of `count` of these bytes: equal parts of whole elements, the last ones possibly shorter.
+    /// Part `index` of `count` of these bytes. Parts are equal and of whole elements; the last ones may be shorter.
     fn divided(&self, bytes: Range<usize>, index: usize, count: usize) -> Range<usize> {
         let elem_bytes = self.collective.dtype.size_bytes();
         let part_bytes = (bytes.len() / elem_bytes).div_ceil(count) * elem_bytes;

@@ -1,4 +1,4 @@
-//! Shared memory between real processes: this test binary runs itself again as the ranks.
+//! Tests of shared memory between real processes. This test binary runs itself again as the ranks.
 
 use super::{
     Collective, CollectiveKind, CommError, Communicator, DEFAULT_DEADLINE, Tag, World, shm,
@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// `case rank size dir` of a child.
+/// Environment variable with `case rank size dir` of a child.
 const ROLE: &str = "COMM_TEST_ROLE";
 const TAG: Tag = Tag::new("process", 0);
 const REGION_BYTES: usize = 1 << 20;
@@ -39,7 +39,7 @@ fn spawn(case: &str, size: usize, dir: &Path) -> Vec<Child> {
     (0..size).map(child).collect()
 }
 
-/// Not a test of its own: the body of a child, chosen by the environment.
+/// Body of a child process. It returns at once unless the environment names a case.
 #[test]
 fn child() {
     let Ok(role) = std::env::var(ROLE) else {
@@ -60,7 +60,7 @@ fn child() {
     };
     let mut options = options(world, &dir, deadline);
     if case == "kill" {
-        // Processes start slowly on a busy machine: join first, with time.
+        // Processes start slowly on a busy machine, so joining has the default deadline.
         options.deadline = DEFAULT_DEADLINE;
         let gate = shm::join(&shm::ShmOptions {
             name: "gate".to_owned(),
@@ -105,7 +105,7 @@ fn the_window_file_is_private_to_its_owner() {
             scope.spawn(move || shm::join(&options).unwrap())
         };
         let first = join(0);
-        // It has a name until the last rank has joined.
+        // The file has a name until the last rank has joined.
         let path = dir.path().join("processes");
         let mode = loop {
             match std::fs::metadata(&path) {
@@ -146,7 +146,7 @@ fn lose_a_rank(comm: &dyn Communicator) {
         rustix::process::kill_process(this, rustix::process::Signal::KILL).unwrap();
     }
     let op = Collective::new(CollectiveKind::AllGather, DType::U8, Tag::new("fatal", 1));
-    // The data of the dead rank was published before it died.
+    // The dead rank published its data before it died.
     comm.start(op, comm.alloc(3).unwrap())
         .unwrap()
         .wait_read()
@@ -251,7 +251,7 @@ fn foreign_files_and_ranks_are_refused() {
     let deadline = Duration::from_millis(50);
     let first = options(World { rank: 0, size: 2 }, dir.path(), deadline);
 
-    // A file that is no window stays untouched.
+    // A file that is no window stays unchanged.
     let path = dir.path().join("processes");
     std::fs::write(&path, "letters").unwrap();
     let error = shm::join(&first).unwrap_err();
@@ -268,7 +268,7 @@ fn foreign_files_and_ranks_are_refused() {
     assert_eq!(std::fs::read(&path).unwrap(), b"letters");
     std::fs::remove_file(&path).unwrap();
 
-    // Neither is a link followed.
+    // A symbolic link is not followed.
     let target = dir.path().join("target");
     std::fs::write(&target, "").unwrap();
     std::os::unix::fs::symlink(&target, &path).unwrap();
@@ -306,7 +306,7 @@ fn a_rank_that_joins_twice_is_refused() {
         Duration::from_secs(60),
     );
     std::thread::scope(|scope| {
-        // Two claim to be rank 0: one is refused, the other waits for rank 1.
+        // Two processes claim rank 0. One is refused, and the other waits for rank 1.
         let claims = [0, 1].map(|_| {
             let options = patient.clone();
             let dir = dir.path();

@@ -2,16 +2,16 @@
 
 use std::ops::AddAssign;
 
-/// Most operands that are read side by side: a processor follows so many streams ahead of time.
+/// Largest number of operands read at once: a processor prefetches about so many streams.
 const STREAMS: usize = 8;
 /// Elements added up in registers at a time.
 const LANES: usize = 32;
-/// Elements summed at a time where operands are read one after the other: the sum stays in the first-level cache.
+/// Elements summed at a time if operands are read one after another. The sum stays in the first-level cache.
 const BLOCK: usize = 2048;
 
 /// Replaces `out`, this rank's operand, by `operand 0 + operand 1 + …`, added in rank order.
 ///
-/// `source` gives the operand of every other rank; all have the length of `out`.
+/// `source` returns the operand of every other rank. All have the length of `out`.
 pub(super) fn sum_in_rank_order<'a, T>(
     ranks: usize,
     own: usize,
@@ -27,7 +27,7 @@ pub(super) fn sum_in_rank_order<'a, T>(
     }
 }
 
-/// Every element in one go: each operand is read once, the sum written once.
+/// Sums all operands at once: each operand is read once, and the sum is written once.
 fn side_by_side<'a, T>(ranks: usize, own: usize, source: impl Fn(usize) -> &'a [T], out: &mut [T])
 where
     T: Copy + Default + AddAssign + 'a,
@@ -64,7 +64,7 @@ where
     );
 }
 
-/// One operand after the other over blocks.
+/// Sums one operand after another, block by block.
 fn one_by_one<'a, T>(ranks: usize, own: usize, source: impl Fn(usize) -> &'a [T], out: &mut [T])
 where
     T: Copy + Default + AddAssign + 'a,
@@ -98,7 +98,7 @@ mod tests {
     #[test]
     fn every_rank_computes_the_ordered_sum() {
         let count = BLOCK + 17;
-        // Fewer operands than streams, and more.
+        // Both fewer and more operands than streams.
         let ranks = STREAMS + 3;
         let operands: Vec<Vec<f32>> = (0..ranks)
             .map(|r| {

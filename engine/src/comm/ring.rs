@@ -1,23 +1,23 @@
-//! What one rank tells its peers about its collectives: how many it has started, and how far it is with the last ones.
-//! Phases and memory ordering are argued in `README.md`; `tests/loom` runs them in every order.
+//! Progress of one rank's collectives, as its peers read it: the number started, and the phases of the last ones.
+//! `README.md` has the argument for phases and memory ordering, and `tests/loom` runs them in every order of threads.
 
 use crate::sync::atomic::{
     AtomicU64,
     Ordering::{Acquire, Relaxed, Release, SeqCst},
 };
 
-/// How far a rank is with one collective.
+/// Phase of a rank in one collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     Published = 0,
     /// All-reduce: the own part holds the sum.
     Reduced = 1,
-    /// This rank reads nobody's buffer any more.
+    /// This rank has finished reading other ranks' buffers.
     Done = 2,
 }
 
-/// A counter that grows with the sequence first and the phase second, so that a record that was
-/// reused for a later collective compares as done.
+/// A counter that grows with the sequence first and the phase second. So a record reused for a later collective
+/// compares as done.
 fn progress_word(sequence: u64, phase: Phase) -> u64 {
     (sequence + 1) << 2 | phase as u64
 }
@@ -30,7 +30,7 @@ pub(super) struct Record<const WORDS: usize> {
     pub(super) words: [AtomicU64; WORDS],
 }
 
-/// The last `RING` collectives of a rank. All zero in the beginning; written by that rank alone.
+/// The last `RING` collectives of a rank. All zero is the initial state. Only that rank writes them.
 #[repr(C, align(128))]
 pub(super) struct Ring<const RING: usize, const WORDS: usize> {
     pub(super) published: AtomicU64,
@@ -42,7 +42,7 @@ impl<const RING: usize, const WORDS: usize> Ring<RING, WORDS> {
         &self.records[(sequence % RING as u64) as usize]
     }
 
-    /// Makes a collective visible, and with it everything the rank wrote before.
+    /// Publishes a collective, and with it everything the rank wrote before.
     pub(super) fn publish(&self, sequence: u64, words: &[u64; WORDS], offset: u64) {
         let record = self.record(sequence);
         record.offset.store(offset, Relaxed);
@@ -53,8 +53,8 @@ impl<const RING: usize, const WORDS: usize> Ring<RING, WORDS> {
         self.published.store(sequence + 1, SeqCst);
     }
 
-    /// Fingerprint and buffer offset of a collective, once published. Meaningful while the caller has not marked that
-    /// collective as done.
+    /// Fingerprint and buffer offset of a collective after its publication. The values are valid until the caller marks
+    /// that collective as done.
     pub(super) fn published(&self, sequence: u64) -> Option<([u64; WORDS], u64)> {
         if self.started() <= sequence {
             return None;
@@ -63,7 +63,7 @@ impl<const RING: usize, const WORDS: usize> Ring<RING, WORDS> {
         Some((load_words(&record.words), record.offset.load(Relaxed)))
     }
 
-    /// Fingerprint in the record of a collective, whichever lies there now.
+    /// Fingerprint in the record of a collective, whichever collective the record has now.
     pub(super) fn words(&self, sequence: u64) -> [u64; WORDS] {
         load_words(&self.record(sequence).words)
     }
@@ -78,7 +78,7 @@ impl<const RING: usize, const WORDS: usize> Ring<RING, WORDS> {
         self.record(sequence).progress.load(Acquire) >= progress_word(sequence, phase)
     }
 
-    /// Collectives that were published.
+    /// Number of published collectives.
     pub(super) fn started(&self) -> u64 {
         self.published.load(SeqCst)
     }

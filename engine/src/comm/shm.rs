@@ -1,8 +1,7 @@
 //! Ranks that are processes of one machine, over a memory-mapped file.
 //!
-//! The file is unlinked by the last rank to join, or by a rank that gives up, so that nothing
-//! remains however the processes end afterwards. Only a job killed before all ranks had joined can
-//! leave a file, which [`remove`] deletes.
+//! The last rank to join unlinks the file, or a rank that gives up. So no file remains, however the processes end
+//! afterwards. Only a job killed before all ranks had joined can leave a file, which [`remove`] deletes.
 
 use super::endpoint::{Endpoint, Member};
 use super::window::{Failure, Layout, Window};
@@ -19,7 +18,7 @@ use std::time::{Duration, Instant};
 /// Pause between looks for the file that rank 0 creates.
 const POLL: Duration = Duration::from_millis(1);
 
-/// How to join a world of processes. Everything but the rank is the same on all ranks.
+/// Options for joining a world of processes. All but the rank are the same on every rank.
 #[derive(Clone, Debug)]
 pub struct ShmOptions {
     /// File name of the window, unique to the job: letters, digits, `-`, `_` and `.`.
@@ -28,9 +27,9 @@ pub struct ShmOptions {
     pub world: World,
     /// Bytes of each rank's part; reserved when joining.
     pub region_bytes: usize,
-    /// Longest time for joining, and later for any single wait.
+    /// Longest time for joining, and for any later wait.
     pub deadline: Duration,
-    /// Directories for the file; rank 0 takes the first with enough free space.
+    /// Candidate directories of the file. Rank 0 takes the first one with enough free space.
     pub dirs: Vec<PathBuf>,
 }
 
@@ -67,7 +66,7 @@ fn check_name(name: &str) -> Result<(), CommError> {
     })
 }
 
-/// Joins a world and returns when every rank has.
+/// Joins a world and returns after every rank has joined.
 ///
 /// # Errors
 /// [`CommError::Rendezvous`] when ranks are missing at the deadline, [`CommError::NoSpace`],
@@ -82,7 +81,7 @@ pub fn join(options: &ShmOptions) -> Result<Arc<dyn Communicator>, CommError> {
         Ok(window)
     });
     let window = window.inspect_err(|error| {
-        // A file in use by another job, or not of this job, is none of ours.
+        // A file that another job uses, or that belongs to another job, is not ours to delete.
         if !matches!(
             error,
             CommError::AlreadyJoined { .. } | CommError::WindowConflict { .. }
@@ -122,8 +121,8 @@ fn failed(action: &'static str, path: &Path, source: impl Into<io::Error>) -> Co
     }
 }
 
-/// Opens the file that all ranks share. With several candidate directories only rank 0 chooses,
-/// because free space changes while ranks look at it; the others look for its file.
+/// Opens the file that all ranks share. With several candidate directories only rank 0 chooses, since free space
+/// changes while ranks check it. The others look for its file.
 fn open(options: &ShmOptions, started: Instant) -> Result<(PathBuf, File), CommError> {
     let total_bytes = options.layout().total_bytes() as u64;
     let create = |dir: &Path| {
@@ -183,7 +182,7 @@ fn free_bytes(dir: &Path) -> u64 {
     rustix::fs::statvfs(dir).map_or(0, |fs| fs.f_bavail.saturating_mul(fs.f_frsize))
 }
 
-/// The first directory with `bytes` free.
+/// The first directory with `bytes` bytes free.
 fn first_with_room(dirs: &[PathBuf], bytes: u64) -> Result<&Path, CommError> {
     let tried: Vec<(PathBuf, u64)> = dirs
         .iter()
@@ -198,8 +197,8 @@ fn first_with_room(dirs: &[PathBuf], bytes: u64) -> Result<&Path, CommError> {
     }
 }
 
-/// Sizes, reserves and maps the file and checks that its header agrees. Under a file lock, so that
-/// ranks with different options cannot resize each other's map.
+/// Sizes, reserves and maps the file and checks that its header agrees. It holds a file lock, so that ranks with
+/// different options cannot resize each other's map.
 fn enter(options: &ShmOptions, path: &Path, file: &File) -> Result<Window, CommError> {
     let layout = options.layout();
     let total_bytes = layout.total_bytes() as u64;
@@ -244,7 +243,7 @@ fn enter(options: &ShmOptions, path: &Path, file: &File) -> Result<Window, CommE
     Ok(window)
 }
 
-/// Reserves pages now, so that a full file system is an error here and not a signal later.
+/// Reserves pages now, so a full file system is an error here and not a signal later.
 fn reserve(path: &Path, file: &File, start: usize, bytes: usize) -> Result<(), CommError> {
     if bytes == 0 {
         return Ok(());
@@ -265,7 +264,7 @@ fn reserve(path: &Path, file: &File, start: usize, bytes: usize) -> Result<(), C
     }
 }
 
-/// Announces this rank and waits for the others; the last one unlinks the file.
+/// Announces this rank and waits for the others. The last one unlinks the file.
 fn wait_for_all(
     options: &ShmOptions,
     path: &Path,

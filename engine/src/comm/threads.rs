@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// One communicator per rank, with [`DEFAULT_DEADLINE`]. Each rank has `region_bytes` bytes; memory
-/// that no buffer has used costs nothing.
+/// One communicator per rank, with [`DEFAULT_DEADLINE`]. Each rank has `region_bytes` bytes. Memory that no buffer has
+/// used costs nothing.
 ///
 /// # Errors
 /// [`CommError::InvalidWorld`] or a refused memory map.
@@ -17,7 +17,7 @@ pub fn world(size: usize, region_bytes: usize) -> Result<Vec<Arc<dyn Communicato
     world_with_deadline(size, region_bytes, DEFAULT_DEADLINE)
 }
 
-/// As [`world`], with the longest time that one wait may take.
+/// As [`world`], with a limit of one wait.
 ///
 /// # Errors
 /// As [`world`].

@@ -5,17 +5,17 @@ use super::op::Op;
 use super::{Buffer, CommError, ReadBuffer};
 use std::sync::Arc;
 
-/// A collective in flight, and the buffer it works in.
+/// A collective in flight, with its buffer.
 ///
-/// Peers can read this rank's data from the start on; this rank's own reading happens in the waits,
-/// in those of its other tickets too. A dropped ticket gives up the result without harm to the
-/// peers; only for an all-reduce does the drop wait, because the peers need this rank's sum.
+/// Peers can read this rank's data from the start on. This rank reads theirs during its waits, including those for its
+/// other tickets. Dropping a ticket gives up the result without effect on the peers. For an all-reduce the drop waits,
+/// since the peers need this rank's sum.
 #[derive(Debug)]
 #[must_use = "dropping a ticket gives up the result"]
 pub struct Ticket {
     /// `None` in a dry run.
     flight: Option<(Arc<Endpoint>, Arc<Op>)>,
-    /// `None` once handed out.
+    /// `None` after it was handed out.
     buffer: Option<Buffer>,
 }
 
@@ -27,7 +27,7 @@ impl Ticket {
         }
     }
 
-    /// Of a dry run, where nothing is waited for.
+    /// A ticket of a dry run, which never waits.
     pub(super) const fn done(buffer: Buffer) -> Self {
         Self {
             flight: None,
@@ -35,16 +35,16 @@ impl Ticket {
         }
     }
 
-    /// Whether [`Ticket::wait_read`] would return at once. Does the reading that is possible
-    /// without waiting; a dead communicator counts as done.
+    /// Whether [`Ticket::wait_read`] would return at once. It reads as far as possible without waiting. A dead
+    /// communicator counts as done.
     #[must_use]
     pub fn is_done(&self) -> bool {
         let flight = self.flight.as_ref();
         flight.is_none_or(|(endpoint, op)| endpoint.poll(op).unwrap_or(true))
     }
 
-    /// Waits for the result and until every peer has finished reading this rank's data: the buffer
-    /// may then be overwritten.
+    /// Waits for the result and until every peer has finished reading this rank's data. The buffer may be overwritten
+    /// afterwards.
     ///
     /// # Errors
     /// [`CommError::Timeout`], [`CommError::Mismatch`] or [`CommError::Aborted`].
@@ -52,8 +52,8 @@ impl Ticket {
         self.wait_read()?.reclaim()
     }
 
-    /// Waits for the result only. Slower peers may still be reading, so that the buffer is
-    /// read-only; this rank need not wait for them.
+    /// Waits for the result only. Slower peers may still be reading, so the buffer is read-only. This rank need not
+    /// wait for them.
     ///
     /// # Errors
     /// [`CommError::Timeout`], [`CommError::Mismatch`] or [`CommError::Aborted`].

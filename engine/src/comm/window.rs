@@ -1,7 +1,7 @@
 //! The shared byte window: a control block of atomics and one data region per rank.
 //!
-//! A zero-filled window is a valid initial state, so that a fresh file needs no initialisation.
-//! States and memory-ordering argument: `README.md`.
+//! A zero-filled window is a valid initial state, so a new file needs no initialization. `README.md` has the states and
+//! the argument for memory ordering.
 #![expect(
     unsafe_code,
     reason = "memory shared between processes has no safe representation"
@@ -22,7 +22,7 @@ use std::time::Duration;
 
 pub(super) use super::ring::Phase;
 
-/// Collectives of one rank whose records are kept: more may not be unfinished at once.
+/// Number of records per rank: the largest number of unfinished collectives.
 pub(super) const RING: u64 = 64;
 
 /// "TESSERA", layout version 1.
@@ -35,7 +35,7 @@ struct Header {
     magic: AtomicU64,
     world_size: AtomicU64,
     region_bytes: AtomicU64,
-    /// Bit per rank.
+    /// One bit per rank.
     arrived: AtomicU64,
 }
 
@@ -62,7 +62,7 @@ struct Control {
     ranks: [RankBlock; MAX_RANKS],
 }
 
-/// Why a world is dead.
+/// Cause of a dead world.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Failure {
     Abort {
@@ -95,7 +95,7 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Regions of `region_bytes` behind the places of small messages, rounded up to whole pages.
+    /// A layout with `region_bytes` per rank after the slots for small messages, rounded up to whole pages.
     pub(super) fn new(ranks: usize, region_bytes: usize) -> Self {
         let region_bytes = region_bytes
             .checked_add(SMALL_BYTES)
@@ -111,7 +111,7 @@ impl Layout {
         size_of::<Control>().next_multiple_of(PAGE)
     }
 
-    /// Saturates where no machine could map the window.
+    /// Saturates if no machine could map the window.
     pub(super) fn total_bytes(self) -> usize {
         self.ranks
             .saturating_mul(self.region_bytes)
@@ -128,9 +128,9 @@ impl Layout {
 pub(super) struct Window {
     map: MmapRaw,
     layout: Layout,
-    /// Where ranks do not share this memory: who tells the others.
+    /// Sender to ranks that do not share this memory.
     remote: OnceLock<Remote>,
-    /// Ranks that said goodbye, as a bit mask; only where they do not share this memory.
+    /// Bit mask of the ranks that have ended, if ranks do not share this memory.
     gone: AtomicU64,
 }
 
@@ -143,7 +143,7 @@ impl std::fmt::Debug for Window {
 }
 
 impl Window {
-    /// `map` is zero-filled or already in use as a window, and at least `layout.total_bytes()` long.
+    /// `map` must be zero-filled or already in use as a window, and at least `layout.total_bytes()` long.
     pub(super) fn new(map: MmapRaw, layout: Layout) -> Self {
         assert!(map.len() >= layout.total_bytes() && (1..=MAX_RANKS).contains(&layout.ranks));
         assert_eq!(
@@ -163,7 +163,7 @@ impl Window {
         self.layout
     }
 
-    /// This memory is one rank's copy from now on; set once, before the first collective.
+    /// Makes this memory one rank's copy. It is set once, before the first collective.
     pub(super) fn set_remote(&self, remote: Remote) -> &Remote {
         self.remote.get_or_init(|| remote)
     }
@@ -177,14 +177,13 @@ impl Window {
         reason = "maps are page-aligned, as `new` checks"
     )]
     fn control(&self) -> &Control {
-        // SAFETY: `new` checked length and alignment; `Control` consists of atomics only, for which
-        // every bit pattern is valid and concurrent access from other processes is defined; nothing
-        // ever forms a reference into the control block that is not to atomics.
+        // SAFETY: `new` checked length and alignment. `Control` consists of atomics only: every bit pattern is valid,
+        // and concurrent access from other processes is defined. All references into the control block are to atomics.
         unsafe { &*self.map.as_ptr().cast::<Control>() }
     }
 
-    /// Writes the header of a fresh window or compares that of an existing one; `Err` names the
-    /// field that differs, the value found and the one expected.
+    /// Writes the header of a new window, or compares that of an existing one. `Err` names the field that differs, the
+    /// value found and the expected one.
     pub(super) fn check_header(&self) -> Result<(), (&'static str, u64, u64)> {
         let header = &self.control().header;
         let fields = [
@@ -210,7 +209,7 @@ impl Window {
         self.control().header.arrived.load(SeqCst)
     }
 
-    /// Marks `rank` as arrived and returns the mask before.
+    /// Marks `rank` as arrived and returns the previous mask.
     pub(super) fn arrive(&self, rank: usize) -> u64 {
         let before = self.control().header.arrived.fetch_or(1 << rank, SeqCst);
         self.bell().ring();
@@ -225,14 +224,14 @@ impl Window {
         &self.control().ranks[rank]
     }
 
-    /// Makes a collective of `rank` visible, and with it everything the rank wrote before.
+    /// Publishes a collective of `rank`, and with it everything the rank wrote before.
     pub(super) fn publish(&self, rank: usize, sequence: u64, print: Fingerprint, offset: usize) {
         self.ring(rank).publish(sequence, &print.0, offset as u64);
         self.bell().ring();
     }
 
-    /// The fingerprint and buffer offset of `rank` at `sequence`, once published. Meaningful while
-    /// the caller has not marked that sequence as done.
+    /// The fingerprint and buffer offset of `rank` at `sequence` after its publication. The values are valid until the
+    /// caller marks that sequence as done.
     pub(super) fn published(&self, rank: usize, sequence: u64) -> Option<(Fingerprint, usize)> {
         let (words, offset) = self.ring(rank).published(sequence)?;
         Some((Fingerprint(words), offset as usize))
@@ -247,7 +246,7 @@ impl Window {
         self.ring(rank).reached(sequence, phase)
     }
 
-    /// `rank` has ended and publishes nothing more.
+    /// Marks that `rank` has ended and publishes nothing more.
     pub(super) fn set_gone(&self, rank: usize) {
         self.gone.fetch_or(1 << rank, SeqCst);
         self.bell().ring();
@@ -258,18 +257,18 @@ impl Window {
         self.gone.load(SeqCst)
     }
 
-    /// Collectives that `rank` has published.
+    /// Number of collectives that `rank` has published.
     pub(super) fn started(&self, rank: usize) -> u64 {
         self.ring(rank).started()
     }
 
-    /// Whether none of the ranks in the bit mask reads buffers of `sequence` any more.
+    /// Whether none of the ranks in the bit mask still reads buffers of `sequence`.
     pub(super) fn all_done(&self, ranks: u64, sequence: u64) -> bool {
         (0..self.layout.ranks)
             .all(|rank| ranks >> rank & 1 == 0 || self.reached(rank, sequence, Phase::Done))
     }
 
-    /// Last collective of every rank. May mix two collectives of a rank that is running.
+    /// Last collective of every rank. For a running rank it may mix two collectives.
     pub(super) fn statuses(&self) -> Vec<RankStatus> {
         let status = |rank: usize| {
             let started = self.started(rank);
@@ -285,7 +284,7 @@ impl Window {
         (0..self.layout.ranks).map(status).collect()
     }
 
-    /// Declares the world dead and returns the cause. The first one wins.
+    /// Declares the world dead and returns the cause. The first cause is stored.
     pub(super) fn fail(&self, failure: Failure) -> Failure {
         let winner = self.fail_silently(failure);
         if let Some(remote) = self.remote() {
@@ -294,7 +293,7 @@ impl Window {
         winner
     }
 
-    /// As [`Window::fail`], without telling ranks that do not share this memory.
+    /// As [`Window::fail`], without a message to ranks that do not share this memory.
     pub(super) fn fail_silently(&self, failure: Failure) -> Failure {
         let block = &self.control().failure;
         let is_first = block.state.compare_exchange(0, 1, SeqCst, SeqCst).is_ok();
@@ -303,7 +302,7 @@ impl Window {
             block.state.store(2, SeqCst);
         }
         self.bell().ring();
-        // Another rank may be writing its cause now; it may also have died there.
+        // Another rank may be writing its cause now, or may have died while writing it.
         let winner = (0..1000).find_map(|_| {
             std::thread::yield_now();
             self.failure()
@@ -311,7 +310,7 @@ impl Window {
         winner.unwrap_or(failure)
     }
 
-    /// Why the world is dead, if it is.
+    /// Cause of death, if the world is dead.
     pub(super) fn failure(&self) -> Option<Failure> {
         let block = &self.control().failure;
         (block.state.load(Acquire) == 2).then(|| block.read())
@@ -334,8 +333,8 @@ impl Window {
     /// Nobody writes these bytes while the slice lives.
     pub(super) unsafe fn bytes(&self, rank: usize, offset: usize, range: Range<usize>) -> &[u8] {
         let start = self.checked_offset(rank, offset, &range);
-        // SAFETY: the range lies inside the map, which is initialised (zero-filled) memory and lives
-        // as long as `self`; the caller excludes writers.
+        // SAFETY: the range is inside the map, which is initialized (zero-filled) memory and lives as long as `self`.
+        // The caller excludes writers.
         unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(start), range.len()) }
     }
 
@@ -354,7 +353,7 @@ impl Window {
         range: Range<usize>,
     ) -> &mut [u8] {
         let start = self.checked_offset(rank, offset, &range);
-        // SAFETY: as in `bytes`; the map is writable and the caller excludes every other access.
+        // SAFETY: as in `bytes`. The map is writable, and the caller excludes every other access.
         unsafe { std::slice::from_raw_parts_mut(self.map.as_mut_ptr().add(start), range.len()) }
     }
 }
@@ -461,7 +460,7 @@ impl FailureBlock {
 }
 
 impl Failure {
-    /// The error every rank reports.
+    /// The error that every rank reports.
     pub(super) fn error(&self, window: &Window) -> CommError {
         match self {
             Self::Abort { by_rank, reason } => CommError::Aborted {

@@ -1,4 +1,4 @@
-//! The optimizer of a foreign model: the engine's own step over a plan made from the bridge.
+//! The optimizer of another library's model: the engine's step over a plan made from the bridge.
 
 use super::bridge::{BridgeError, TensorBridge};
 use crate::access::ParamAccess;
@@ -15,9 +15,9 @@ use std::sync::Arc;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Optimizer of a foreign model, its state divided over ranks.
+/// Optimizer of another library's model, with its state divided over ranks.
 ///
-/// Every rank makes one over the same tensors with the same weights, and all ranks call the same methods in the same
+/// Every rank creates one over the same tensors with the same weights. All ranks call the same methods in the same
 /// order.
 ///
 /// ```
@@ -80,7 +80,7 @@ pub struct ShardedOptimizer {
 }
 
 impl ShardedOptimizer {
-    /// An optimizer with memory as the system gives it; see [`ShardedOptimizer::with_tiers`].
+    /// An optimizer with memory from the system; see [`ShardedOptimizer::with_tiers`].
     ///
     /// # Errors
     /// As [`ShardedOptimizer::with_tiers`].
@@ -94,8 +94,8 @@ impl ShardedOptimizer {
         Self::with_tiers(bridge, comm, rule, config, tiers)
     }
 
-    /// An optimizer that updates by `rule`, with state on the tiers that `config.offload` says. The weights are read
-    /// from the bridge.
+    /// An optimizer that updates by `rule`, with state on the tiers of `config.offload`. It reads the weights from the
+    /// bridge.
     ///
     /// # Errors
     /// When memory is short, two tensors share a name, ranks have different tensors or settings, or the bridge fails.
@@ -112,7 +112,7 @@ impl ShardedOptimizer {
         let backend = Arc::new(NullBackend::new(pool.clone()));
         let optimizer = OptimizerConfig { rule, groups };
         let mut zero = Zero::new(plan.clone(), comm, backend, tiers, optimizer)?;
-        // The engine asks for parts of a tensor in order; the bridge gives whole ones.
+        // The engine asks for parts of a tensor in order, and the bridge returns whole ones.
         let mut read: (Option<ParamId>, Vec<f32>) = (None, Vec::new());
         zero.load(|id, elements, out| -> Result<(), BridgeError> {
             if read.0 != Some(id) {
@@ -128,8 +128,8 @@ impl ShardedOptimizer {
     }
 
     /// Adds the gradients of one micro-batch: those of the mean loss `mean_loss` over `samples` samples (or tokens) of
-    /// this rank. Ranks and calls may differ in `samples`: each sample counts alike. A rank without any passes 0, and
-    /// its gradients are not looked at.
+    /// this rank. Ranks and calls may differ in `samples`, since each sample has the same weight. A rank without
+    /// samples passes 0, and its gradients are not read.
     ///
     /// # Errors
     /// When the bridge or communication fails.
@@ -171,9 +171,8 @@ impl ShardedOptimizer {
         self.zero.deposit(id, &gradient)
     }
 
-    /// Updates the weights by everything accumulated since the last step, clipped by `max_grad_norm` of the settings,
-    /// and writes them into the bridge. When a gradient or a loss is not finite nothing changes, and the report says
-    /// so.
+    /// Updates the weights by all gradients accumulated since the last step, clipped by `max_grad_norm`, and writes
+    /// them into the bridge. If a gradient or a loss is not finite, nothing changes and the report says so.
     ///
     /// # Errors
     /// When the bridge or communication fails.
@@ -185,7 +184,7 @@ impl ShardedOptimizer {
         Ok(report)
     }
 
-    /// Writes the engine's weights into the bridge, as after a checkpoint was loaded. All ranks must call it.
+    /// Writes the engine's weights into the bridge, for example after a checkpoint was loaded. All ranks must call it.
     ///
     /// # Errors
     /// When the bridge or communication fails.

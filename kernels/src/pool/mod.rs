@@ -550,7 +550,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_by_tag_and_remembers_the_peak() {
+    fn the_pool_counts_by_tag_and_remembers_the_peak() {
         let pool = Pool::new("device", None);
         let a = pool.take(1000, Tag::Activations).unwrap();
         let b = pool.reserve(500, Tag::Gathered).unwrap();
@@ -596,7 +596,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_to_exceed_the_capacity_and_names_the_users() {
+    fn the_pool_refuses_to_exceed_its_capacity_and_names_its_users() {
         let pool = Pool::new("device", Some(4096));
         let held = pool.take(4000, Tag::Optimizer).unwrap();
         let error = pool.take(4096, Tag::Workspace).unwrap_err().to_string();

@@ -149,7 +149,7 @@ fn auto_uses_gpus_where_available_and_says_why() {
 }
 
 #[test]
-fn cuda_without_a_gpu_says_what_was_tried_and_what_helps() {
+fn cuda_without_a_gpu_lists_attempts_and_suggestions() {
     let failure = chosen(DeviceChoice::Cuda, &without()).expect_err("refused");
     assert_eq!((failure.code.as_str(), failure.code.status()), ("E12", 13));
     let text = failure.to_string();

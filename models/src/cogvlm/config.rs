@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn published_sizes() {
+    fn published_configurations_have_their_published_sizes() {
         let vlm = parse(&real_config(Edition::CogVlm)).unwrap();
         assert_eq!((vlm.edition, vlm.features()), (Edition::CogVlm, 1225));
         assert_eq!((vlm.vision.head_dim, vlm.language.head_dim), (112, 128));
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn other_classes_are_named() {
+    fn unsupported_model_classes_are_named() {
         let error = with(
             Edition::CogVlm,
             "/architectures",

@@ -54,7 +54,7 @@ mod tests {
     }
 
     #[test]
-    fn text_counts_from_zero() {
+    fn text_positions_count_from_zero() {
         assert_eq!(position_ids(&[false; 4]), [0, 1, 2, 3]);
         assert!(position_ids(&[]).is_empty());
     }

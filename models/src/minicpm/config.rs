@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn published_sizes_and_class_defaults() {
+    fn published_configurations_have_their_sizes_and_class_defaults() {
         let config = parse(&base()).unwrap();
         assert_eq!(config.resampler_heads(), 28);
         assert_eq!(

@@ -1,6 +1,7 @@
-//! Every operation of a backend beside the CPU: with operands that are whole tensors, and with parts of larger ones.
-//! Bit for bit where the definition leaves no bit open; elsewhere as close as a wrong operand, extent or stride could
-//! not be: the exact bounds of kernels are checked in their own cases.
+//! Comparison of every backend operation with the CPU, on whole tensors and on parts of larger ones.
+//!
+//! Results are equal bit for bit where the definition fixes every bit. Elsewhere the tolerance is smaller than the
+//! effect of a wrong operand, extent or stride. The kernels' own cases check the exact bounds.
 
 use std::ops::Range;
 
@@ -18,9 +19,9 @@ use crate::tolerance;
 /// An operand of a check.
 #[derive(Clone, Debug)]
 enum Input {
-    /// Normal numbers.
+    /// Normally distributed numbers.
     Float(DType, Vec<usize>),
-    /// Row numbers, labels.
+    /// Row numbers or labels.
     Index(Vec<usize>, Vec<i32>),
 }
 
@@ -28,7 +29,7 @@ enum Input {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Compare {
     Bits,
-    /// Through sums in another order, on numbers rounded to this dtype on the way.
+    /// Sums in another order, on numbers rounded to this dtype.
     Close(DType),
 }
 
@@ -36,7 +37,7 @@ type Run = Box<dyn Fn(&dyn Backend, &[Tensor]) -> kernels::Result<Vec<Tensor>> +
 
 /// One operation with its operands.
 pub struct Check {
-    /// What is called, in which dtypes.
+    /// The operation and its dtypes.
     pub name: String,
     inputs: Vec<Input>,
     compare: Compare,
@@ -64,10 +65,10 @@ impl Check {
         }
     }
 
-    /// Runs it on the CPU and on `device`.
+    /// Runs the operation on the CPU and on `device`.
     ///
     /// # Errors
-    /// What differs, or what failed.
+    /// The first difference, or a failed operation.
     pub fn run(&self, device: &dyn Backend) -> Result<()> {
         for part in [false, true] {
             let what = || format!("{}{}", self.name, if part { ", parts" } else { "" });
@@ -88,7 +89,7 @@ impl Check {
         Ok(())
     }
 
-    /// The inputs; as parts they are the rows behind the first of a longer tensor.
+    /// The inputs. With `part` they are the rows after the first one of a longer tensor.
     fn operands(&self, backend: &dyn Backend, part: bool) -> Result<Vec<Tensor>> {
         let operand = |(i, input): (usize, &Input)| {
             let (dtype, dims, own) = match input {
@@ -334,7 +335,7 @@ fn products(operands: [DType; 2], bias: DType, out: DType) -> Vec<Check> {
 }
 
 /// Forward, input gradient and weight gradients of two layers; the first of the groups has `first` rows.
-fn grouped([dtype, weight]: [DType; 2], first: usize) -> Vec<Check> {
+fn routed([dtype, weight]: [DType; 2], first: usize) -> Vec<Check> {
     let (t, n, k) = (21, 24, 40);
     let rows: Vec<i32> = (0..t).map(|i| i * 8 % t).collect();
     let (language, vision) = rows.split_at(first);
@@ -379,7 +380,7 @@ fn grouped([dtype, weight]: [DType; 2], first: usize) -> Vec<Check> {
 
 /// Two layers over a partition of rows: all of one group too, unlike ranks and factors, one that is padded, no bias in one,
 /// no adapter in one.
-fn grouped_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
+fn routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
     let (t, n, k) = (21, 24, 36);
     let check = |(first, ranks, drops): (usize, [Option<usize>; 2], [f32; 2])| {
         let rows: Vec<i32> = (0..t).map(|i| i * 8 % t).collect();
@@ -442,7 +443,7 @@ fn grouped_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
         (9, [Some(5), None], [0.0; 2]),
         (9, [None, Some(16)], [0.0; 2]),
         (13, [None; 2], [0.0; 2]),
-        // Both drop, one drops, and one has no adapter or no rows.
+        // Both adapters drop inputs, one does, or one group has no adapter or no rows.
         (8, both(4, 20), [0.3; 2]),
         (13, both(16, 3), [0.0, 0.5]),
         (9, [Some(5), None], [0.3; 2]),
@@ -452,7 +453,7 @@ fn grouped_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
     .into()
 }
 
-/// The lists are read by the device, as the host's copies of them would not show.
+/// Partitions of rows. The results go through a gather, since the device reads the lists and not the host's copies.
 fn partitions() -> Vec<Check> {
     let check = |(n, every): (usize, usize)| {
         Check::new(
@@ -470,13 +471,13 @@ fn partitions() -> Vec<Check> {
     [(21, 2), (5000, 7), (40, 1), (40, 41)].map(check).into()
 }
 
-/// What tells rows apart.
+/// Pairs of integers that identify rows for dropout.
 fn names(t: usize) -> Input {
     let names = (0..2 * t as i32).map(|i| i / 2 * 5 - i % 2).collect();
     Input::Index(vec![t, 2], names)
 }
 
-/// Where `p` is not zero, what an adapter does not see.
+/// Dropout of an adapter's input, if `p` is not zero.
 fn dropped(rows: &Tensor, key: [u32; 2], p: f32) -> Option<AdapterDropout<'_>> {
     (p > 0.0).then_some(AdapterDropout { rows, key, p })
 }
@@ -529,8 +530,8 @@ fn adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
     [0.0, 0.4].map(check).into()
 }
 
-/// Three layers of one input: a rank of each way to the gradients, outputs of unlike widths, and lines that are no whole
-/// words. Factors that differ are not stacked.
+/// Three adapted layers of one input. The ranks cover every gradient kernel, outputs have different widths, and rows
+/// are not whole words. Adapters with different scales are not stacked.
 fn shared_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
     const RANKS: [usize; 3] = [4, 16, 40];
     const WIDTHS: [usize; 3] = [24, 20, 8];
@@ -590,10 +591,10 @@ fn shared_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
         (0..3, [0.5; 3], ALL),
         (0..2, [0.5; 3], ALL),
         (0..3, [0.5, 0.5, 0.25], ALL),
-        // Alone, with a rank that is padded and one that is not.
+        // A single layer, with a padded rank and without.
         (0..1, [0.5; 3], ALL),
         (1..2, [0.5; 3], ALL),
-        // One mask of all, a mask of each, and a layer that sees everything.
+        // One mask for all layers, one mask each, and a layer without dropout.
         (0..3, [0.5; 3], [(4, 0.3); 3]),
         (0..3, [0.5; 3], [(4, 0.3), (5, 0.3), (6, 0.5)]),
         (0..3, [0.5; 3], [(4, 0.3), (5, 0.0), (6, 0.3)]),
@@ -604,12 +605,12 @@ fn shared_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
     .into()
 }
 
-/// An adapter of the checks of several pairs of layers: rank, factor, key and share of what it drops.
+/// An adapter of several pairs of layers: rank, scale, key and share of the dropout.
 type Adapted = Option<(usize, f32, (u32, f32))>;
 
 /// Three pairs of layers of one input over one partition: a rank of each way to the gradients, outputs of unlike widths, one
 /// group without adapters or rows. Unlike factors, masks, and adapters of some layers alone are not stacked.
-fn shared_grouped_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
+fn shared_routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
     const WIDTHS: [usize; 3] = [24, 20, 8];
     let (t, k) = (21, 36);
     let check = |(layers, first, adapters): (usize, usize, [[Adapted; 2]; 3])| {
@@ -685,22 +686,22 @@ fn shared_grouped_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
         (2, 0, ranks(ALL)),
         (3, 21, ranks(ALL)),
         (1, 8, ranks(ALL)),
-        // Unlike ranks of a layer, also beyond one pass, and a factor of each group.
+        // Different ranks in a layer, also above one pass, and one scale per group.
         (
             3,
             13,
             [[4, 20], [72, 5], [16, 16]].map(|[a, b]| [with(a, ALL), Some((b, 0.25, ALL))]),
         ),
-        // Without adapters of a group, and without one of a layer.
+        // A group without adapters, and a layer without one.
         (3, 8, [4, 16, 20].map(|r| [None, with(r, ALL)])),
         (2, 8, [[None, with(5, ALL)], both(16, ALL), both(4, ALL)]),
-        // Factors that differ between layers.
+        // Scales that differ between layers.
         (
             2,
             8,
             [both(4, ALL), [Some((4, 0.25, ALL)); 2], both(4, ALL)],
         ),
-        // One mask of all, of one group, and of each layer.
+        // One mask for all, for one group, and for each layer.
         (3, 8, ranks(MASK)),
         (3, 8, [4, 16, 40].map(|r| [with(r, MASK), with(r, ALL)])),
         (2, 0, ranks(MASK)),
@@ -715,7 +716,7 @@ fn attention(dtype: DType) -> Vec<Check> {
     for (causal, d, q_starts, k_starts) in [
         (true, 16, vec![0, 5, 5, 12], vec![0, 9, 11, 20]),
         (false, 20, vec![0, 7, 12], vec![0, 13, 20]),
-        // No query, no key.
+        // No query, or no key.
         (false, 16, vec![0, 0], vec![0, 20]),
     ] {
         let t = q_starts[q_starts.len() - 1];
@@ -793,7 +794,7 @@ fn tables(dtype: DType) -> Vec<Check> {
             Compare::Bits,
             |b, x| {
                 let [table, rows, index] = [&x[0], &x[1], &x[2]];
-                // The copy is this call's only, the operand is the caller's too.
+                // Only this call uses the copy. The caller uses the operand too.
                 let own = b.add(table, table)?;
                 Ok(vec![
                     b.gather_rows(table, index)?,

@@ -1,28 +1,28 @@
-//! The emulator's clock: what a device with one queue and a bus in each direction would do when, if every work took as
-//! long as its size says. Nothing is measured, so that the same works always take the same time.
+//! The emulator's clock. It models a device with one queue and one bus per direction, on which every command takes a
+//! time given by its size. Nothing is measured, so the same commands always take the same time.
 
 use kernels::{DeviceLane, DeviceSpan};
 use std::time::{Duration, Instant};
 
-/// Of a launch, and for each of its blocks.
+/// Time of a launch, and of each of its blocks.
 const LAUNCH_NANOS: u64 = 2_000;
 const BLOCK_NANOS: u64 = 500;
-/// Bytes that a bus moves in a nanosecond.
+/// Bytes that a bus moves per nanosecond.
 const BUS_BYTES: u64 = 8;
 
 /// Nanoseconds since the machine was made.
 type Nanos = u64;
 
-/// What happens when.
+/// Start and end times of the queue and of both bus directions.
 #[derive(Debug)]
 pub(crate) struct Clock {
     origin: Instant,
     measures: bool,
-    /// When the queue, and each direction of the bus, is done with what it has.
+    /// Time at which the queue and each direction of the bus finish their work.
     queue: Nanos,
     inward: Nanos,
     outward: Nanos,
-    /// When each work of the queue is done.
+    /// Time at which each command of the queue finishes.
     done: Vec<Nanos>,
     open: Option<(u32, Nanos)>,
     spans: Vec<DeviceSpan>,
@@ -44,13 +44,13 @@ impl Default for Clock {
 }
 
 impl Clock {
-    /// A launch of so many blocks, or another work of the queue.
+    /// Adds a launch of `blocks` blocks, or another command of the queue.
     pub(crate) fn work(&mut self, blocks: u64) {
         self.queue += LAUNCH_NANOS + blocks * BLOCK_NANOS;
         self.done.push(self.queue);
     }
 
-    /// An upload behind the first `behind` works; what is queued from here on waits for it.
+    /// Adds an upload that starts after the first `behind` commands. Commands queued later wait for it.
     pub(crate) fn upload(&mut self, bytes: usize, behind: u64) {
         let start = self.inward.max(self.moment(behind));
         self.inward = start + bytes as u64 / BUS_BYTES;
@@ -61,14 +61,14 @@ impl Clock {
         }
     }
 
-    /// A fetch behind the first `behind` works.
+    /// Adds a fetch that starts after the first `behind` commands.
     pub(crate) fn fetch(&mut self, bytes: usize, behind: u64) {
         let start = self.outward.max(self.moment(behind));
         self.outward = start + bytes as u64 / BUS_BYTES;
         self.note((DeviceLane::Outward, bytes), 0, start, self.outward);
     }
 
-    /// When the first `works` works are done.
+    /// Time at which the first `works` commands are finished.
     fn moment(&self, works: u64) -> Nanos {
         let last = works.checked_sub(1).and_then(|n| self.done.get(n as usize));
         last.copied().unwrap_or(0)
@@ -97,7 +97,7 @@ impl Clock {
         self.measures = on;
     }
 
-    /// From here on the end of the queue so far is the present moment of the host's clock, which goes its own way.
+    /// Aligns the end of the queue with the present time of the host, whose clock runs independently.
     fn meet(&mut self) {
         let now = Instant::now();
         let passed = Duration::from_nanos(self.queue);

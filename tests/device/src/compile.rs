@@ -1,4 +1,4 @@
-//! Compiling every module without a GPU: the built-in PTX, and the table of what each kernel takes.
+//! Compilation of every module without a GPU: the built-in PTX, and the table of each kernel's resources.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write as _;
@@ -15,9 +15,9 @@ use crate::emulator::{Emulator, Order};
 use crate::recording::{Recording, Seen};
 use crate::stages::{Setting, show};
 
-/// What users have: A100, RTX 3090 and A6000, RTX 4090 and L40, H100 and H200.
+/// Architectures of supported GPUs: A100; RTX 3090 and A6000; RTX 4090 and L40; H100 and H200.
 pub const ARCHITECTURES: [&str; 4] = ["sm_80", "sm_86", "sm_89", "sm_90a"];
-/// Shared memory that a block may have on every one of them (sm_86 and sm_89: 99 KiB).
+/// Shared memory per block that each of them has (sm_86 and sm_89: 99 KiB).
 pub const SHARED_LIMIT: u32 = 99 << 10;
 
 /// Every listed module of every family.
@@ -29,7 +29,7 @@ pub fn modules() -> Vec<Module> {
         .collect()
 }
 
-/// Whether a module of this crate is none of those that it lists. Attention may be: for head dims of no supported model.
+/// Whether a module of this crate is unlisted. Attention may be, for head dims of no supported model.
 #[must_use]
 pub fn is_unlisted(module: &Module) -> bool {
     static LISTED: OnceLock<HashSet<Module>> = OnceLock::new();
@@ -40,7 +40,7 @@ pub fn is_unlisted(module: &Module) -> bool {
     closed && !listed.contains(module)
 }
 
-/// Compiles all modules to PTX and writes the bundle, not compressed.
+/// Compiles all modules to PTX and writes the uncompressed bundle.
 ///
 /// # Errors
 /// When NVRTC is missing or newer than the oldest driver, or a module does not compile.
@@ -63,14 +63,14 @@ pub fn build_ptx(setting: &Setting, file: &Path) -> Result<()> {
     std::fs::write(file, records).with_context(|| format!("write {}", file.display()))
 }
 
-/// What one kernel takes: registers per architecture, threads and shared memory of its launches.
+/// Resources of one kernel: registers per architecture, threads and shared memory of its launches.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limits {
-    /// Threads of a block.
+    /// Threads per block.
     pub threads: u32,
-    /// Most shared memory that a launch asks for.
+    /// Largest shared memory of a launch.
     pub shared_bytes: u32,
-    /// Registers of a thread, in the order of [`ARCHITECTURES`].
+    /// Registers per thread, in the order of [`ARCHITECTURES`].
     pub registers: [u32; 4],
 }
 
@@ -82,7 +82,7 @@ const HEADER: &str = "module,kernel,threads,shared_bytes,sm_80,sm_86,sm_89,sm_90
 /// Reads the table.
 ///
 /// # Errors
-/// Naming the line that is not as expected.
+/// The first malformed line.
 pub fn parse_table(text: &str) -> Result<Table> {
     let mut lines = text.lines();
     ensure!(lines.next() == Some(HEADER), "the header is not {HEADER}");
@@ -120,7 +120,7 @@ pub fn format_table(table: &Table) -> String {
         },
     ) in table
     {
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ok = writeln!(
             text,
             "{module},{kernel},{threads},{shared_bytes},{a},{b},{c},{d}"
@@ -129,10 +129,10 @@ pub fn format_table(table: &Table) -> String {
     text
 }
 
-/// Registers of every kernel of a module on these architectures (0 on others), after checking that nothing spills.
+/// Registers of every kernel of a module on these architectures (0 on others). Checks that nothing spills.
 ///
 /// # Errors
-/// When a module does not compile, spills, has a stack frame or makes the assembler complain.
+/// When a module does not compile, spills, has a stack frame or makes the assembler print a warning.
 pub fn registers(
     compiler: Compiler,
     module: &Module,
@@ -170,11 +170,11 @@ pub fn registers(
     Ok(all)
 }
 
-/// Compiles every module and runs every small case on the emulator, and writes the table of what was seen. With names of
-/// `families`, only of those: the other lines of the file stay.
+/// Compiles every module, runs every small case on the emulator, and writes the table. With names in `families`, only
+/// their lines change.
 ///
 /// # Errors
-/// When NVRTC is missing, a name is none of a family, or a module or a case fails.
+/// When NVRTC is missing, a name is no family, or a module or a case fails.
 pub fn build_table(setting: &Setting, file: &Path, families: &[String]) -> Result<()> {
     let compiler = Compiler::find(&setting.search)?;
     let known = |name: &String| Family::ALL.iter().any(|family| family.name() == name);
@@ -202,7 +202,7 @@ pub fn build_table(setting: &Setting, file: &Path, families: &[String]) -> Resul
     for (module, kernels) in modules.iter().zip(compiled?) {
         for (kernel, registers) in kernels {
             let key = (module.name(), kernel);
-            // Zeros: no small case launches it, a sibling with other dtypes is launched instead.
+            // Zeros: no small case launches this kernel, only a sibling with other dtypes.
             let (threads, shared_bytes) = seen.get(&key).copied().unwrap_or_default();
             let limits = Limits {
                 threads,

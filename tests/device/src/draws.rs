@@ -1,16 +1,16 @@
-//! Moments drawn from a seed.
+//! Random progress of an emulated device, drawn from a seed.
 
 use optim::rng::RandomStream;
 
-/// Devices make a stretch of their way after 2, 4, … 256 works.
+/// Number of paces: a device proceeds after 2, 4, … or 256 commands on average.
 const PACES: u64 = 8;
 
-/// How far a device is when the host does something: one that is quick, or far behind.
+/// Random numbers that decide how far a device is when the host acts. Some devices are fast, others far behind.
 #[derive(Debug)]
 pub(crate) struct Draws {
     stream: RandomStream,
     drawn: u64,
-    /// Works queued between two stretches of the device's way.
+    /// Commands queued between two advances of the device, on average.
     pace: u64,
 }
 
@@ -24,13 +24,13 @@ impl Draws {
         }
     }
 
-    /// A number of `from..=to`.
+    /// A random number in `from..=to`.
     pub(crate) fn between(&mut self, from: u64, to: u64) -> u64 {
         self.drawn += 1;
         from + self.stream.bits(0, self.drawn) % (to.saturating_sub(from) + 1)
     }
 
-    /// Whether the device makes a stretch of its way now.
+    /// Whether the device proceeds now.
     pub(crate) fn moves(&mut self) -> bool {
         self.between(1, self.pace) == 1
     }

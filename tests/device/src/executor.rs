@@ -1,9 +1,11 @@
-//! The emulator as what a [`CudaBackend`] works on.
+//! The emulator as the executor of a [`CudaBackend`].
 //!
-//! Work is executed as late as it may be: when somebody looks. So a copy beside the queue really runs before what was
-//! queued earlier and need not wait for it (ascending order), or behind all of that (every other order), and a fetch
-//! sees nothing that was queued after its moment. With [`Delays`] every one of these moments is drawn from a seed, within
-//! what events allow: what a device may do on any day must leave the same bits.
+//! Commands run as late as allowed: when somebody reads their result. So a copy beside the queue runs before earlier
+//! commands that it need not wait for (ascending order), or after all of them (other orders). A fetch sees no command
+//! queued after its event.
+//!
+//! With [`Delays`] a seed draws each of these times within the limits of the events. Any timing that a device may have
+//! must give the same bits.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -21,13 +23,13 @@ use crate::draws::Draws;
 use crate::emulator::{Emulator, Order};
 use crate::machine::{Buffer, Machine};
 
-/// Multiprocessors that launches are cut for: few, so that small work makes several rounds.
+/// Number of multiprocessors that launches are sized for. It is small, so small commands make several rounds.
 pub const MULTIPROCESSORS: u32 = 4;
 
 /// A backend on an emulated GPU with `bytes` of memory.
 ///
 /// # Errors
-/// When there is no such room.
+/// When the memory cannot be allocated.
 pub fn emulated_backend(bytes: u64, order: Order) -> kernels::Result<CudaBackend> {
     CudaBackend::new(Arc::new(EmulatedGpu::new(order)), bytes)
 }
@@ -35,7 +37,7 @@ pub fn emulated_backend(bytes: u64, order: Order) -> kernels::Result<CudaBackend
 /// As [`emulated_backend`], on a GPU with this library.
 ///
 /// # Errors
-/// When there is no such room.
+/// When the memory cannot be allocated.
 pub fn emulated_backend_with(
     bytes: u64,
     order: Order,
@@ -45,10 +47,10 @@ pub fn emulated_backend_with(
     CudaBackend::new(Arc::new(gpu), bytes)
 }
 
-/// A backend on `gpu` with `bytes` of memory, that queues graphs as `mode` says, and what tells how many it did.
+/// A backend on `gpu` with `bytes` of memory that queues graphs as `mode` says, and the counters of its graphs.
 ///
 /// # Errors
-/// When there is no such room.
+/// When the memory cannot be allocated.
 pub fn with_graphs(
     gpu: Arc<EmulatedGpu>,
     bytes: u64,
@@ -58,28 +60,28 @@ pub fn with_graphs(
     Ok((CudaBackend::new(replaying.clone(), bytes)?, replaying))
 }
 
-/// What an emulated GPU has for products.
+/// The library for products on an emulated GPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Library {
-    /// Nothing: our own kernels do all.
+    /// None: our own kernels compute all products.
     Absent,
-    /// A library that does every product that it is asked for.
+    /// A library that computes every product.
     Multiplies,
-    /// A library that has no algorithm for anything.
+    /// A library without an algorithm for any product.
     Refuses,
 }
 
-/// One machine whose buffers belong to one backend.
+/// A machine whose buffers belong to one backend.
 #[derive(Debug)]
 pub struct EmulatedGpu {
     state: Mutex<State>,
     library: Library,
     crossing: Option<Arc<Crossing>>,
-    /// Bytes that it gives at most at once.
+    /// Largest size of an allocation in bytes.
     room: u64,
 }
 
-/// Holds fetches and uploads until one of each is under way: whether two directions of the bus can be busy at once.
+/// Delays fetches and uploads until one of each is in flight. It shows whether both bus directions can be busy at once.
 #[derive(Debug, Default)]
 pub struct Crossing {
     meeting: Mutex<Meeting>,
@@ -88,9 +90,9 @@ pub struct Crossing {
 
 #[derive(Debug, Default)]
 struct Meeting {
-    /// The first fetch has come: uploads before it have nothing to meet.
+    /// Whether the first fetch has come. Uploads before it have no counterpart.
     fetches: bool,
-    /// What waits for the other direction.
+    /// The direction that waits for the other one.
     waiting: Option<Direction>,
     seen: bool,
     missed: usize,
@@ -103,9 +105,9 @@ enum Direction {
 }
 
 impl Crossing {
-    /// How long one waits for the other.
+    /// How long one direction waits for the other.
     const PATIENCE: Duration = Duration::from_secs(4);
-    /// Waits in vain after which nobody waits.
+    /// Number of failed waits after which no direction waits.
     const MOST_MISSED: usize = 6;
 
     fn lock(&self) -> MutexGuard<'_, Meeting> {
@@ -132,47 +134,47 @@ impl Crossing {
         meeting.missed += usize::from(!meeting.seen);
     }
 
-    /// Whether an upload and a fetch were under way at once.
+    /// Whether an upload and a fetch were in flight at once.
     pub fn was_seen(&self) -> bool {
         self.lock().seen
     }
 }
 
-/// When works are executed.
+/// Execution times of commands.
 #[derive(Debug)]
 enum Timing {
-    /// As late as they may be; uploads as early as they may.
+    /// Commands as late as allowed, uploads as early as allowed.
     EarlyUploads,
-    /// All as late as they may be.
+    /// All as late as allowed.
     LateUploads,
-    /// At moments that are drawn.
+    /// At random times.
     Drawn(Draws, Option<Lost>),
 }
 
-/// Moments that are drawn from a seed: how far the device is when the host does something, and where among the queued
-/// works a copy beside them runs.
+/// Random timing drawn from a seed: the device's progress when the host acts, and the position of a copy among the
+/// queued commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Delays {
-    /// Another seed is another day.
+    /// Each seed gives another timing.
     pub seed: u64,
-    /// An event that is not waited for, on purpose.
+    /// An event that nothing waits for, on purpose.
     pub lost: Option<Lost>,
 }
 
-/// What somebody forgot: other bits must be the result.
+/// A missing wait, which must change the bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lost {
-    /// Uploads do not wait for the moment behind the last use of their place.
+    /// Uploads do not wait for the event after the last use of their range.
     Uploads,
-    /// What is queued behind an upload does not wait for it.
+    /// Commands queued after an upload do not wait for it.
     Joins,
-    /// Fetches do not wait for their moment.
+    /// Fetches do not wait for their event.
     Fetches,
-    /// What is queued does not wait for what was delivered.
+    /// Commands do not wait for delivered data.
     Deliveries,
 }
 
-/// Works of the queue that a join that was lost is late by at most.
+/// Number of commands by which an upload without its wait may be late.
 const LATE: u64 = 16;
 
 #[derive(Debug)]
@@ -180,33 +182,33 @@ struct State {
     machine: Emulator,
     buffers: Vec<Buffer>,
     timing: Timing,
-    /// Ascending by number; an upload has that of the work it follows.
+    /// Commands ascending by number. An upload has the number of the command it follows.
     queue: VecDeque<(u64, Work)>,
-    /// Works queued so far, without uploads: the number of the last.
+    /// Commands queued so far, without uploads: the number of the last one.
     queued: u64,
-    /// Works that are done.
+    /// Number of finished commands.
     done: u64,
-    /// Works that were queued when the last labelled ones began: a unit's.
+    /// Number of commands queued when the last label (a unit) began.
     unit: u64,
     /// Number of the last upload.
     uploaded: u64,
-    /// What was delivered and waits until somebody wants it.
+    /// Delivered data that waits for its first reader.
     delivering: Vec<Work>,
     uploads: Beside,
     fetches: Beside,
-    /// Products by the library.
+    /// Products computed by the library.
     multiplied: u64,
     clock: Clock,
 }
 
-/// What was copied beside the queue in one direction.
+/// Copies beside the queue in one direction.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Beside {
     /// Bytes.
     pub bytes: u64,
-    /// Those that need not wait for the end of the queue: a device copies them while it computes.
+    /// Bytes that need not wait for the end of the queue: a device copies them while it computes.
     pub overlapping: u64,
-    /// Of uploads, those that need not wait for any work of the unit queued last.
+    /// Bytes of uploads that need not wait for any command of the unit queued last.
     pub early: u64,
 }
 
@@ -226,7 +228,7 @@ enum Work {
     Multiply(Box<Multiply>, Address, u64),
 }
 
-/// Works that wait at most: they hold copies of what they write.
+/// Largest number of waiting commands, since they own copies of the data they write.
 const QUEUE: usize = 512;
 
 impl State {
@@ -236,7 +238,7 @@ impl State {
             Work::Launch(launch) => launch.grid.iter().map(|n| u64::from(*n)).product(),
             Work::Write(..) | Work::Zero(..) | Work::Copy(..) | Work::Multiply(..) => 1,
         });
-        // Only an upload that nobody waits for may have a higher number.
+        // Only an upload without its wait may have a higher number.
         let place = self
             .queue
             .partition_point(|(other, _)| *other < self.queued);
@@ -253,7 +255,7 @@ impl State {
         Ok(())
     }
 
-    /// Executes all works up to this number.
+    /// Executes all commands up to this number.
     fn run_to(&mut self, last: u64) -> Result<(), Cause> {
         self.done = self.done.max(last.min(self.queued));
         while self
@@ -278,7 +280,7 @@ impl State {
         Ok(())
     }
 
-    /// Puts what comes from the host into the queue, behind what came before it.
+    /// Inserts an upload into the queue, after earlier uploads.
     fn insert(&mut self, number: u64, write: Work) {
         let number = number.max(self.uploaded);
         self.uploaded = number;
@@ -286,7 +288,7 @@ impl State {
         self.queue.insert(place, (number, write));
     }
 
-    /// Whether what is delivered comes before anybody waits for it.
+    /// Whether delivered data arrives before anybody waits for it.
     fn delivers_now(&mut self) -> bool {
         match &mut self.timing {
             Timing::EarlyUploads => true,
@@ -295,7 +297,7 @@ impl State {
         }
     }
 
-    /// Where an upload that may run from the moment `behind` on stands in the queue.
+    /// Queue position of an upload that may run after the first `behind` commands.
     fn upload_number(&mut self, behind: u64) -> u64 {
         let (done, queued) = (self.done, self.queued);
         match &mut self.timing {
@@ -309,7 +311,7 @@ impl State {
         }
     }
 
-    /// How far the device is when a fetch behind the moment `behind` reads.
+    /// Progress of the device when a fetch after the first `behind` commands reads.
     fn fetch_number(&mut self, behind: u64) -> u64 {
         let (done, queued) = (self.done, self.queued);
         match &mut self.timing {
@@ -321,7 +323,7 @@ impl State {
         }
     }
 
-    /// The buffer that holds a range, and where in it the range begins.
+    /// The buffer that contains a range, and the range's offset in it.
     fn place(&self, at: Address, bytes: usize) -> Result<(Buffer, usize), Cause> {
         let inside = |buffer: &&Buffer| {
             let end = buffer.address.0 + buffer.len as u64;
@@ -343,10 +345,10 @@ impl State {
     }
 }
 
-/// Bytes of a piece of what is fetched: small enough that tests have several.
+/// Bytes of a chunk of a fetch, small enough that tests have several.
 const PIECE_BYTES: usize = 12 << 10;
 
-/// Gives bytes as a ring of chunks does, each behind the other and from memory that is aligned to words.
+/// Passes bytes on as a ring of chunks does: one after another, from word-aligned memory.
 pub(crate) fn give_in_pieces(bytes: &[u8], take: &mut Take<'_>) {
     let mut words = [0u32; PIECE_BYTES / 4];
     for piece in bytes.chunks(PIECE_BYTES) {
@@ -367,7 +369,7 @@ impl EmulatedGpu {
         Self::timed(order, timing)
     }
 
-    /// The same, every access of whose kernels is looked at whether or not `TESSERA_WATCH=1` asks for it.
+    /// The same machine with all memory accesses checked, with and without `TESSERA_WATCH=1`.
     #[must_use]
     pub fn watched(order: Order) -> Self {
         let gpu = Self::new(order);
@@ -375,7 +377,7 @@ impl EmulatedGpu {
         gpu
     }
 
-    /// A machine without memory that does everything at some moment at which it may.
+    /// A machine without memory that executes commands at random allowed times.
     #[must_use]
     pub fn delayed(order: Order, delays: Delays) -> Self {
         Self::timed(
@@ -386,7 +388,7 @@ impl EmulatedGpu {
 
     fn timed(order: Order, timing: Timing) -> Self {
         let machine = match &timing {
-            // What comes too late leaves numbers of rows that lie anywhere, which only a watched kernel refuses.
+            // Late data leaves arbitrary row numbers, which only checked kernels refuse.
             Timing::Drawn(_, Some(_)) => Emulator::new(order),
             _ => Emulator::of_passes(order),
         };
@@ -427,24 +429,24 @@ impl EmulatedGpu {
         self
     }
 
-    /// The same with so many bytes left.
+    /// The same machine, which refuses allocations above `bytes`.
     #[must_use]
     pub fn with_room(mut self, bytes: u64) -> Self {
         self.room = bytes;
         self
     }
 
-    /// Products that went through the library so far.
+    /// Number of products computed by the library so far.
     pub fn multiplied(&self) -> u64 {
         self.lock().multiplied
     }
 
-    /// What was uploaded so far.
+    /// Uploads so far.
     pub fn uploads(&self) -> Beside {
         self.lock().uploads
     }
 
-    /// What was fetched so far.
+    /// Fetches so far.
     pub fn fetches(&self) -> Beside {
         self.lock().fetches
     }
@@ -454,7 +456,7 @@ impl EmulatedGpu {
     }
 }
 
-/// Works that are behind.
+/// Number of commands before an event.
 fn works(moment: &Moment) -> Result<u64, Cause> {
     let works = moment.downcast_ref::<u64>();
     works
@@ -462,7 +464,7 @@ fn works(moment: &Moment) -> Result<u64, Cause> {
         .ok_or_else(|| "a moment of another device".into())
 }
 
-// SAFETY: buffers live as long as the machine; works run in their order, an upload as the trait says.
+// SAFETY: buffers live as long as the machine. Commands run in order, an upload as the trait documents.
 unsafe impl Executor for EmulatedGpu {
     fn multiprocessors(&self) -> u32 {
         MULTIPROCESSORS
@@ -474,7 +476,7 @@ unsafe impl Executor for EmulatedGpu {
             return Err(format!("{call} failed: CUDA_ERROR_OUT_OF_MEMORY").into());
         }
         let mut state = self.lock();
-        // As a run promises: nothing that a step does takes memory of the device.
+        // The trait promises that no step allocates device memory.
         if !state.buffers.is_empty() {
             return Err("a device has one arena, which was taken".into());
         }
@@ -485,7 +487,7 @@ unsafe impl Executor for EmulatedGpu {
 
     fn free(&self, memory: Address) {
         let mut state = self.lock();
-        // What is left has no reader. The machine keeps its memory; nothing may use it any more.
+        // Remaining commands have no reader. The machine keeps its memory, and nothing may use it any more.
         state.queue.clear();
         state.buffers.retain(|b| b.address != memory);
     }
@@ -632,7 +634,7 @@ unsafe impl Executor for EmulatedGpu {
     }
 }
 
-// SAFETY: works of a graph are queued one by one, in their order.
+// SAFETY: commands of a graph are queued one by one, in order.
 unsafe impl Graphs for EmulatedGpu {
     type Graph = Vec<graphs::Work>;
 
@@ -641,7 +643,7 @@ unsafe impl Graphs for EmulatedGpu {
     }
 
     unsafe fn replay(&self, graph: &Self::Graph) -> Result<(), Cause> {
-        // SAFETY: the caller vouches for the works.
+        // SAFETY: the caller vouches for the commands.
         graph
             .iter()
             .try_for_each(|work| unsafe { graphs::queue_one(self, work) })

@@ -16,7 +16,7 @@ pub struct GpuMachine<'g> {
 }
 
 impl<'g> GpuMachine<'g> {
-    /// Works on this GPU.
+    /// A machine on this GPU.
     #[must_use]
     pub const fn new(gpu: &'g Gpu) -> Self {
         Self {
@@ -25,7 +25,7 @@ impl<'g> GpuMachine<'g> {
         }
     }
 
-    /// The allocation of a buffer and the place of its first byte there.
+    /// The allocation of a buffer and the offset of its first byte.
     fn find(&self, buffer: Buffer) -> Result<&Memory> {
         let mut known = self.allocations.iter();
         let found = known.find(|(known, _)| *known == buffer);
@@ -45,7 +45,7 @@ impl Machine for GpuMachine<'_> {
     }
 
     fn allocate(&mut self, len: usize) -> Result<Buffer> {
-        // The guard behind starts at the next aligned address after the buffer's last byte, without a gap.
+        // The rear guard starts at the next aligned address after the buffer's last byte, without a gap.
         let memory = self.gpu.allocate(len + 2 * GUARD_BYTES + GUARD_BYTES)?;
         self.gpu.fill(&memory, POISON)?;
         let first = memory.address().0 + GUARD_BYTES as u64;
@@ -74,8 +74,8 @@ impl Machine for GpuMachine<'_> {
     }
 
     fn launch(&mut self, launch: &Launch) -> Result<()> {
-        // SAFETY: cases pass addresses of buffers that live until the reset; that kernels keep inside them is what is
-        // tested, and the device's own memory protection bounds the damage to this process.
+        // SAFETY: cases pass addresses of buffers that live until the reset. Whether kernels stay inside them is under
+        // test; the device's memory protection limits the damage to this process.
         unsafe { self.gpu.launch(launch) }?;
         Ok(self.gpu.synchronize()?)
     }

@@ -1,5 +1,6 @@
-//! GPU kernels against references. A *machine* executes launches: a GPU, or the emulator that compiles the same
-//! source as C++ and runs it on a CPU. A *case* draws operands, launches, and compares; every case runs on both.
+//! GPU kernels compared with references. A *machine* executes launches. It is a GPU, or the emulator, which compiles
+//! the same source as C++ and runs it on a CPU. A *case* draws operands, launches, and compares. Every case runs on
+//! both.
 #![deny(unsafe_code)]
 
 pub mod backend_checks;

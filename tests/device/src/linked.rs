@@ -1,9 +1,9 @@
-//! Several emulated GPUs that read each other's memory, each with a lane that computes, one that brings bytes in from the
-//! host, and one that talks to the others.
+//! Several emulated GPUs that read each other's memory. Each has three lanes: compute, copies from the host, and
+//! communication with the other GPUs.
 //!
-//! What a driver leaves open is decided here: copies run as soon as they may (*early*), or only when somebody waits for
-//! them (*late*), and computing is always late; or every lane makes stretches of its way at moments that are drawn from a
-//! seed. So a wait that is missing reads what is not there yet, or what is there no more.
+//! Timing that a driver leaves open is decided here. Copies run as soon as they may (*early*) or only when somebody
+//! waits for them (*late*), and compute always runs late. Or every lane proceeds at random times drawn from a seed. So
+//! a missing wait reads data that is not yet written or already overwritten.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -21,7 +21,7 @@ use crate::executor::MULTIPROCESSORS;
 use crate::machine::{Buffer, Machine};
 use crate::network::{Door, Network};
 
-/// Works of computing that wait at most: they hold copies of what they write.
+/// Largest number of waiting compute commands, since they own copies of the data they write.
 const QUEUE: usize = 512;
 
 /// The lanes of a GPU.
@@ -45,53 +45,53 @@ impl From<Lane> for Stream {
     }
 }
 
-/// When copies run.
+/// Time at which copies run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Copies {
-    /// As soon as what they wait for is there.
+    /// As soon as their waits are satisfied.
     Early,
     /// When somebody waits for them.
     Late,
-    /// At some moment between the two, as the lanes' other works: another seed is another day.
+    /// At random times between the two, like the other commands of the lanes. Each seed gives another timing.
     Drawn(u64),
 }
 
-/// A wait of one lane for another that somebody forgot, on purpose: other bits must be the result.
+/// A missing wait of one lane for another, which must change the bits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Lost {
-    /// What comes in does not wait for the last use of its place.
+    /// Copies from the host do not wait for the last use of their range.
     Uses,
-    /// Communication does not wait for what comes from the host.
+    /// Communication does not wait for copies from the host.
     Puts,
-    /// Communication does not wait for what this GPU computes.
+    /// Communication does not wait for this GPU's compute.
     Own,
-    /// A lane does not wait for one of another GPU.
+    /// A lane does not wait for a lane of another GPU.
     Marks(Lane, Lane),
-    /// Computing does not wait for what comes from other GPUs.
+    /// Compute does not wait for data from other GPUs.
     Arrivals,
-    /// Communication does not wait for weights that were updated beside it.
+    /// Communication does not wait for weights updated at the same time.
     Deliveries,
 }
 
-/// What goes wrong where a GPU joins others.
+/// A failure when a GPU joins others.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Trouble {
     /// The driver does not open memory of other ranks.
     Refuses,
-    /// What it opens is other memory.
+    /// It opens other memory than the requested one.
     OpensOther,
-    /// It never joins a library's group.
+    /// It never joins the library's process group.
     StaysAway,
-    /// The library is of another version, [`OTHER_VERSION`].
+    /// Its library has another version, [`OTHER_VERSION`].
     OtherVersion,
 }
 
-/// Version of the library that GPUs make groups with, and of another one.
+/// Version of the library that forms process groups.
 pub const VERSION: &str = "2.27.5";
 /// See [`Trouble::OtherVersion`].
 pub const OTHER_VERSION: &str = "2.26.2";
 
-/// What a driver that refuses says.
+/// Error text of a driver that refuses.
 pub const REFUSAL: &str = "mapping GPU memory of another rank failed: CUDA_ERROR_MAP_FAILED";
 
 /// One of the GPUs.
@@ -102,7 +102,7 @@ pub struct LinkedGpu {
     copies: Copies,
     trouble: Option<Trouble>,
     lost: Option<Lost>,
-    /// Where the group's other GPUs are those of other processes.
+    /// The library, if the process group's other GPUs belong to other processes.
     library: Option<Mutex<NetworkLibrary>>,
 }
 
@@ -114,11 +114,11 @@ struct NetworkLibrary {
     group: Option<Network>,
 }
 
-/// What the GPUs of a node share.
+/// Shared state of the GPUs of a node.
 #[derive(Debug)]
 struct Node {
     devices: Mutex<Vec<Device>>,
-    /// Somebody came to a collective of the group.
+    /// Notified when a rank reaches a collective of the process group.
     came: Condvar,
 }
 
@@ -128,16 +128,16 @@ struct Device {
     buffers: Vec<Buffer>,
     shared: Option<Address>,
     lanes: [Queue; 3],
-    /// Where moments are drawn.
+    /// Source of random times.
     draws: Option<Draws>,
-    /// By rank, the place among the devices.
+    /// Device index of each rank.
     members: Vec<usize>,
     pulled_bytes: u64,
     put_bytes: u64,
-    /// Bytes pulled since computing last waited for them, and those that found work to run beside.
+    /// Bytes pulled since compute last waited for them, and bytes that overlapped with compute.
     coming_bytes: u64,
     beside_bytes: u64,
-    /// Of the group: what this GPU brings to each collective, and the works of its communication before and behind it.
+    /// For each collective: the memory of this GPU, and its communication commands before and after it.
     brought: Vec<Brought>,
 }
 
@@ -153,9 +153,9 @@ struct Queue {
     works: VecDeque<Work>,
     queued: u64,
     done: u64,
-    /// At a work that waits for another lane.
+    /// Whether it is at a command that waits for another lane.
     waiting: bool,
-    /// By number - 1: works before the mark.
+    /// Number of commands before each event, by event number - 1.
     marks: Vec<u64>,
 }
 
@@ -171,18 +171,18 @@ enum Work {
         to: Address,
         bytes: u64,
     },
-    /// The sum of f32 at offsets of devices' shared memory, in rank order.
+    /// The f32 sum over offsets of devices' shared memory, in rank order.
     Sum {
         from: Vec<(usize, u64)>,
         to: Address,
         elems: u64,
     },
-    /// Until a lane of a device has done so many works.
+    /// Wait until a lane of a device has finished so many commands.
     Await(usize, Stream, u64),
 }
 
 impl Device {
-    /// The buffer that holds a range, and where in it the range begins.
+    /// The buffer that contains a range, and the range's offset in it.
     fn place(&self, at: Address, bytes: usize) -> Result<(Buffer, usize), Cause> {
         let inside = |buffer: &&Buffer| {
             let end = buffer.address.0 + buffer.len as u64;
@@ -204,7 +204,7 @@ impl Device {
     }
 }
 
-/// Executes the works of a lane, and whatever they wait for, until `count` are done.
+/// Executes the commands of a lane, and those they wait for, until `count` are finished.
 fn run(devices: &mut [Device], at: usize, lane: Stream, count: u64) -> Result<(), Cause> {
     loop {
         let queue = &mut devices[at].lanes[lane as usize];
@@ -298,7 +298,7 @@ impl LinkedGpu {
         (0..count).map(gpu).collect()
     }
 
-    /// The same GPU with something wrong.
+    /// The same GPU with a failure.
     #[must_use]
     pub fn with_trouble(self, trouble: Trouble) -> Self {
         Self {
@@ -307,8 +307,8 @@ impl LinkedGpu {
         }
     }
 
-    /// The same GPU with a library of this version that reaches GPUs of other processes. Its collectives are done when they
-    /// are queued.
+    /// The same GPU with a library of this version that reaches GPUs of other processes. Its collectives are finished
+    /// when they are queued.
     #[must_use]
     pub fn with_network(self, version: &str) -> Self {
         let library = NetworkLibrary {
@@ -327,7 +327,8 @@ impl LinkedGpu {
         Some(library.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// What every process brings, after the communication that is queued here, and this rank; `None` without a network.
+    /// Finishes the queued communication, then exchanges bytes with all processes. Returns this rank and everybody's
+    /// bytes; `None` without a network.
     fn exchange(
         &self,
         what: &str,
@@ -347,8 +348,8 @@ impl LinkedGpu {
         Ok(Some((group.rank, all)))
     }
 
-    /// The same GPU, where this wait was forgotten. Every access of its kernels is looked at: what comes too late leaves
-    /// numbers of rows that lie anywhere.
+    /// The same GPU without this wait. All accesses of its kernels are checked, since late data leaves arbitrary row
+    /// numbers.
     #[must_use]
     pub fn without(self, lost: Lost) -> Self {
         self.lock()[self.index].machine = Emulator::new(Order::Ascending);
@@ -358,7 +359,7 @@ impl LinkedGpu {
         }
     }
 
-    /// Bytes that came from other GPUs, and from the host beside computing.
+    /// Bytes from other GPUs, and bytes from the host copied beside compute.
     #[must_use]
     pub fn traffic(&self) -> (u64, u64) {
         let devices = self.lock();
@@ -366,7 +367,7 @@ impl LinkedGpu {
         (own.pulled_bytes, own.put_bytes)
     }
 
-    /// Bytes that came from other GPUs before launches that were queued behind them and did not wait for them.
+    /// Bytes from other GPUs that arrived while launches queued after them did not wait for them.
     #[must_use]
     pub fn beside(&self) -> u64 {
         self.lock()[self.index].beside_bytes
@@ -427,14 +428,14 @@ impl LinkedGpu {
         )
     }
 
-    /// One lane goes on behind everything in another.
+    /// A lane waits for everything queued in another lane.
     fn follow(&self, lane: Stream, other: Stream) -> Result<(), Cause> {
         let mut devices = self.lock();
         let queued = devices[self.index].lanes[other as usize].queued;
         self.push(&mut devices, lane, Work::Await(self.index, other, queued))
     }
 
-    /// A lane goes on behind a mark of a rank.
+    /// A lane waits for an event of a rank.
     fn follow_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<(), Cause> {
         let mut devices = self.lock();
         let device = Self::device_of(&devices, self.index, peer)?;
@@ -454,8 +455,7 @@ impl LinkedGpu {
     }
 }
 
-/// Works that are behind.
-/// A lane, and how many works of it are done at that moment.
+/// The lane of an event, and the number of its commands before the event.
 fn point(moment: &Moment) -> Result<(Stream, u64), Cause> {
     let point = moment.downcast_ref::<(Stream, u64)>();
     point
@@ -463,7 +463,7 @@ fn point(moment: &Moment) -> Result<(Stream, u64), Cause> {
         .ok_or_else(|| "a moment of another device".into())
 }
 
-// SAFETY: works of a graph are queued one by one, in their order.
+// SAFETY: commands of a graph are queued one by one, in order.
 unsafe impl Graphs for LinkedGpu {
     type Graph = Vec<graphs::Work>;
 
@@ -473,12 +473,12 @@ unsafe impl Graphs for LinkedGpu {
 
     unsafe fn replay(&self, graph: &Self::Graph) -> Result<(), Cause> {
         let mut works = graph.iter();
-        // SAFETY: the caller vouches for the works.
+        // SAFETY: the caller vouches for the commands.
         works.try_for_each(|work| unsafe { graphs::queue_one(self, work) })
     }
 }
 
-// SAFETY: buffers live as long as the machines; works run in their order, an upload as the trait says.
+// SAFETY: buffers live as long as the machine. Commands run in order, an upload as the trait documents.
 unsafe impl Executor for LinkedGpu {
     fn multiprocessors(&self) -> u32 {
         MULTIPROCESSORS
@@ -494,7 +494,7 @@ unsafe impl Executor for LinkedGpu {
 
     fn free(&self, memory: Address) {
         let mut devices = self.lock();
-        // As a driver, behind the work on it; a failed work has failed its reader already.
+        // As a driver does, after the commands on it. A failed command has already failed its reader.
         for lane in Stream::ALL {
             let queued = devices[self.index].lanes[lane as usize].queued;
             run(&mut devices, self.index, lane, queued).ok();
@@ -683,7 +683,7 @@ impl LinkedGpu {
         rank.ok_or_else(|| "no rank has joined".into())
     }
 
-    /// Until somebody did something in the group; never for one that is gone.
+    /// Waits until a member acts in the process group. It is an error if a member has left.
     fn wait_for<'a>(
         &self,
         devices: MutexGuard<'a, Vec<Device>>,
@@ -697,9 +697,9 @@ impl LinkedGpu {
         Ok(devices.unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Brings memory to the next collective of the group and waits on the host until all have; the ranks' devices, with
-    /// where each one's memory begins. `queue` queues what this rank does with it. As the library's, a collective is done
-    /// when all have read what others brought.
+    /// Brings memory to the next collective of the process group and waits on the host until all ranks have done so.
+    /// `queue` queues this rank's commands; it gets the ranks' devices and the offset of each one's memory. A
+    /// collective is finished when all ranks have read the others' memory, as in the real library.
     fn collective(
         &self,
         at: Address,
@@ -777,7 +777,7 @@ impl GroupExecutor for LinkedGpu {
         if let Some(mut library) = self.network() {
             let door = library.door.take();
             library.group = Some(Network::join(door, id, rank, size, deadline)?);
-            // Marks of this rank are the only ones that anybody waits for.
+            // Nobody waits for any events except those of this rank.
             self.lock()[self.index].members = vec![self.index; size];
             return Ok(());
         }

@@ -1,13 +1,13 @@
-//! Something that executes launches, and the memory it works in.
+//! The trait of an executor of launches, with its memory.
 
 use anyhow::{Result, bail};
 use bytemuck::Pod;
 use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::matmul::Multiply;
 
-/// Bytes on either side of a buffer that no kernel may change: one row of the widest tile and more.
+/// Bytes on either side of a buffer that no kernel may change: more than one row of the widest tile.
 pub const GUARD_BYTES: usize = 1024;
-/// Fills fresh memory and guards: NaN in every float dtype, -1 in every integer.
+/// Fills new memory and guards: NaN in every float dtype, -1 in every integer type.
 pub const POISON: u8 = 0xff;
 
 /// Memory of a machine: `len` bytes between two guards.
@@ -19,18 +19,18 @@ pub struct Buffer {
     pub len: usize,
 }
 
-/// A device that executes launches one after the other.
+/// A device that executes launches in order.
 pub trait Machine {
-    /// For reports.
+    /// Name for reports.
     fn name(&self) -> String;
 
-    /// Shared memory a block may have, in bytes.
+    /// Shared memory that a block may have, in bytes.
     fn shared_limit(&self) -> u32;
 
-    /// Poisoned memory that lives as long as the machine or until [`Machine::reset`].
+    /// Allocates poisoned memory that lives as long as the machine or until [`Machine::reset`].
     ///
     /// # Errors
-    /// When the device has no room.
+    /// When the device lacks memory.
     fn allocate(&mut self, len: usize) -> Result<Buffer>;
 
     /// Copies bytes to the front of a buffer.
@@ -39,10 +39,10 @@ pub trait Machine {
     /// When the bytes do not fit or the device fails.
     fn write(&mut self, buffer: Buffer, bytes: &[u8]) -> Result<()>;
 
-    /// The bytes from `start` (may be negative: the guard) on.
+    /// Bytes from `start` on. A negative `start` reads the guard.
     ///
     /// # Errors
-    /// When the range lies outside the buffer and its guards, or the device fails.
+    /// When the range is outside the buffer and its guards, or the device fails.
     fn read(&mut self, buffer: Buffer, start: isize, len: usize) -> Result<Vec<u8>>;
 
     /// Executes a launch and waits for its end.
@@ -51,10 +51,10 @@ pub trait Machine {
     /// When the module does not compile or the device reports a fault.
     fn launch(&mut self, launch: &Launch) -> Result<()>;
 
-    /// Executes a product by a library and waits for its end; `false` where the library has no way to do it.
+    /// Executes a library product and waits for its end; `false` if the library has no algorithm for it.
     ///
     /// # Errors
-    /// When the machine has no library, or that reports a fault.
+    /// When the machine has no library, or the library reports a fault.
     fn multiply(
         &mut self,
         product: &Multiply,
@@ -64,7 +64,7 @@ pub trait Machine {
         bail!("{} has no library for {product:?}", self.name())
     }
 
-    /// Frees all buffers, after checking that every guard is intact.
+    /// Checks that every guard is intact, then frees all buffers.
     ///
     /// # Errors
     /// When a kernel wrote outside a buffer.
@@ -101,10 +101,10 @@ impl dyn Machine + '_ {
         Ok(bytemuck::pod_collect_to_vec(&bytes))
     }
 
-    /// Fails when a guard of the buffer was overwritten.
+    /// Fails if a guard of the buffer was overwritten.
     ///
     /// # Errors
-    /// Naming the first changed byte.
+    /// The first changed byte.
     pub fn check_guards(&mut self, buffer: Buffer) -> Result<()> {
         let sides = [
             (-(GUARD_BYTES as isize), "before"),

@@ -1,5 +1,5 @@
-//! What the emulated library of collectives sends: every process of a group gives its bytes to rank 0, which gives all of
-//! them to everybody. Ranks that are at different collectives, or do not come in time, are errors.
+//! Transport of the emulated collectives library. Every process of a group sends its bytes to rank 0, which sends all
+//! of them to everybody. Ranks at different collectives and ranks that do not come in time are errors.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kernels::cuda::backend::Cause;
 
-/// Where rank 0 of a group waits for the others, before they are there.
+/// Listener of rank 0, at which the others connect.
 #[derive(Debug)]
 pub(crate) struct Door(TcpListener);
 
@@ -17,30 +17,30 @@ impl Door {
         Ok(Self(TcpListener::bind("127.0.0.1:0")?))
     }
 
-    /// What the others need to come.
+    /// Address for the other ranks.
     pub(crate) fn name(&self) -> Result<Vec<u8>, Cause> {
         Ok(self.0.local_addr()?.to_string().into_bytes())
     }
 
     fn wait_at_most(&self, deadline: Duration) -> Result<(), Cause> {
-        // A deadline for reads bounds how long a listener waits, too, but only streams have a function for it.
+        // A read deadline also bounds `accept`, but only streams have a function to set it.
         let listener = TcpStream::from(OwnedFd::from(self.0.try_clone()?));
         Ok(listener.set_read_timeout(Some(deadline))?)
     }
 }
 
-/// A group that was joined.
+/// A joined process group.
 #[derive(Debug)]
 pub(crate) struct Network {
     pub(crate) rank: usize,
     pub(crate) size: usize,
-    /// Of rank 0 to every other, by rank; of others to rank 0.
+    /// Connections by rank on rank 0; the one to rank 0 on other ranks.
     lines: Vec<TcpStream>,
     sequence: u64,
 }
 
 impl Network {
-    /// Joins the group of `name` and returns when all have come.
+    /// Joins the process group `name` and returns when all ranks have come.
     pub(crate) fn join(
         door: Option<Door>,
         name: &[u8],
@@ -85,7 +85,7 @@ impl Network {
         Ok(joined)
     }
 
-    /// Every rank's bytes, in rank order.
+    /// Exchanges bytes; returns those of every rank in rank order.
     pub(crate) fn exchange(&mut self, what: &str, own: &[u8]) -> Result<Vec<Vec<u8>>, Cause> {
         self.sequence += 1;
         let head = format!("{} {what}", self.sequence);

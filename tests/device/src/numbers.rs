@@ -1,4 +1,4 @@
-//! Numbers as they lie in memory.
+//! Conversion of numbers to and from bytes.
 
 use half::{bf16, f16};
 use kernels::DType;
@@ -51,7 +51,7 @@ pub fn rounded(dtype: DType, x: f32) -> f32 {
     }
 }
 
-/// Where two sequences first differ in bits; any two NaN are the same.
+/// Index of the first difference in bits; any two NaN are equal.
 #[must_use]
 pub fn first_difference(got: &[f32], want: &[f32]) -> Option<usize> {
     let same = |(g, w): (&f32, &f32)| g.to_bits() == w.to_bits() || (g.is_nan() && w.is_nan());

@@ -1,4 +1,4 @@
-//! Two machines that execute the same launches: how far the emulator is from a GPU, bit for bit.
+//! Two machines that execute the same launches. It measures how far the emulator is from a GPU, bit for bit.
 
 use anyhow::{Result, bail};
 use kernels::cuda::launch::{Address, Arg, Launch};
@@ -6,7 +6,7 @@ use kernels::cuda::matmul::Multiply;
 
 use crate::machine::{Buffer, Machine};
 
-/// Executes everything twice. Callers see the first machine's buffers and results.
+/// Executes everything on both machines. Callers see the buffers and results of the first one.
 #[derive(Debug)]
 pub struct Paired<A, B> {
     first: A,
@@ -15,7 +15,7 @@ pub struct Paired<A, B> {
     compared: Comparison,
 }
 
-/// How the results that were read compare.
+/// Comparison of the results read.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Comparison {
     /// Bytes read.
@@ -52,7 +52,7 @@ impl<A: Machine, B: Machine> Paired<A, B> {
         }
     }
 
-    /// An argument of the first machine as one of the second.
+    /// An argument of the first machine translated for the second.
     fn translate(&self, arg: Arg) -> Arg {
         match arg {
             Arg::Address(address) => Arg::Address(self.elsewhere(address)),
@@ -60,7 +60,7 @@ impl<A: Machine, B: Machine> Paired<A, B> {
         }
     }
 
-    /// The same place in the second machine's memory.
+    /// The same offset in the second machine's memory.
     fn elsewhere(&self, place: Address) -> Address {
         let Address(address) = place;
         let inside = |(first, _): &&(Buffer, Buffer)| {

@@ -1,9 +1,9 @@
-//! Operands.
+//! Random operands.
 
 use optim::rng::RandomStream;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
-/// Named, counter-based random operands: the same on every machine.
+/// Named, counter-based random operands, the same on every machine.
 #[derive(Clone, Copy, Debug)]
 pub struct Operands {
     seed: u64,

@@ -1,4 +1,4 @@
-//! A machine that notes the threads and the shared memory of every launch, and what kernels left.
+//! A machine that records threads and shared memory of every launch, and a digest of the results.
 
 use std::collections::BTreeMap;
 
@@ -8,10 +8,10 @@ use kernels::cuda::matmul::Multiply;
 
 use crate::machine::{Buffer, Machine};
 
-/// Most threads and shared bytes of a kernel's launches, by module and kernel.
+/// Largest numbers of threads and shared bytes in a kernel's launches, by module and kernel.
 pub type Seen = BTreeMap<(String, String), (u32, u32)>;
 
-/// Passes everything on and takes notes.
+/// Forwards everything and records it.
 #[derive(Debug)]
 pub struct Recording<M> {
     machine: M,
@@ -20,7 +20,7 @@ pub struct Recording<M> {
 }
 
 impl<M: Machine> Recording<M> {
-    /// Notes what `machine` launches.
+    /// Records the launches of `machine`.
     #[must_use]
     pub fn new(machine: M) -> Self {
         Self {
@@ -30,13 +30,13 @@ impl<M: Machine> Recording<M> {
         }
     }
 
-    /// Of every byte that was read back.
+    /// Digest of all bytes read back.
     #[must_use]
     pub fn digest(&self) -> blake3::Hash {
         self.left.finalize()
     }
 
-    /// The notes.
+    /// The recorded launches.
     #[must_use]
     pub fn into_seen(self) -> Seen {
         self.seen

@@ -1,17 +1,17 @@
-//! How far a result may lie from the f64 reference, derived from the rounding errors made.
+//! Tolerances for the distance from the f64 reference, derived from rounding errors.
 //!
 //! `u` is the unit roundoff (half an ulp of 1): 2^-24 for f32, 2^-8 for bf16, 2^-11 for f16.
 
 use crate::numbers;
 use kernels::DType;
 
-/// Of `exp2_approx`, where the exact result is `want`: 2 units of the last place from the rounded result.
+/// Error of `exp2_approx` for the exact result `want`: 2 units in the last place of the rounded result.
 #[must_use]
 pub fn exp2_approx(want: f64) -> f64 {
     2.5 * f64::from(f32::EPSILON) * want
 }
 
-/// Of `log2_approx` at `x`: absolute 2^-22 between 1/2 and 2, relative 2^-22 elsewhere, and the rounding of the
+/// Error of `log2_approx` at `x`: absolute 2^-22 between 1/2 and 2, relative 2^-22 elsewhere, plus the rounding of the
 /// result.
 #[must_use]
 pub fn log2_approx(x: f64) -> f64 {
@@ -23,8 +23,8 @@ pub fn log2_approx(x: f64) -> f64 {
     }
 }
 
-/// Of a matrix product's sum over `k` exact products and a summand, whose magnitudes sum to `size`: tensor cores may
-/// truncate each of them to 24 bits of the largest, and truncate the sum.
+/// Error of a matrix product's sum over `k` exact products and a summand, whose magnitudes sum to `size`. Tensor cores
+/// may truncate each of them to 24 bits of the largest one, and truncate the sum.
 #[must_use]
 pub fn mma(k: usize, size: f64) -> f64 {
     (k + 2) as f64 * f64::from(f32::EPSILON) * size
@@ -33,8 +33,7 @@ pub fn mma(k: usize, size: f64) -> f64 {
 /// Unit roundoff of f32.
 pub const U32: f64 = 1.0 / (1u64 << 24) as f64;
 
-/// Error of one rounding to a dtype of a value within a small relative error of `want`: relative, plus half the
-/// smallest subnormal.
+/// Error of one rounding to a dtype of a value close to `want`: relative, plus half the smallest subnormal.
 #[must_use]
 pub fn store(dtype: DType, want: f64) -> f64 {
     let (unit, subnormal) = match dtype {
@@ -42,24 +41,24 @@ pub fn store(dtype: DType, want: f64) -> f64 {
         DType::F16 => (1.0 / 2048.0, 3.0e-8),
         _ => (U32, 1e-38),
     };
-    // The rounded value is not exactly `want`: 1 + 2^-10.
+    // The rounded value is not exactly `want`, hence the factor 1 + 2^-10.
     unit * want.abs() * 1.001 + subnormal
 }
 
-/// Bounds for one row of a normalisation of `c` elements, in which sums are made of chains of at most
-/// `max(32, c / 256 + 1)` additions in a thread, 5 in a warp and 16 over warps.
+/// Bounds for one row of a norm over `c` elements. Its sums are chains of at most `max(32, c / 256 + 1)` additions in a
+/// thread, 5 in a warp and 16 over warps.
 #[derive(Clone, Copy, Debug)]
 pub struct NormRow {
-    /// Relative error of such a sum of positive terms: its additions and a few roundings of each term.
+    /// Relative error of such a sum of positive terms: its additions, and a few roundings of each term.
     sum: f64,
-    /// Root mean square over standard deviation (0 for RMS norm, which subtracts no mean): the mean is off by `sum`
-    /// times the mean size of x, so a normalised element by `sum * cancel`.
+    /// Root mean square over standard deviation (0 for RMS norm, which subtracts no mean). The mean is off by `sum`
+    /// times the mean magnitude of x, so a normalized element is off by `sum * cancel`.
     cancel: f64,
     scale: f64,
 }
 
 impl NormRow {
-    /// For the factor `scale` that normalises the row.
+    /// Bounds of a row that the factor `scale` normalizes.
     #[must_use]
     pub fn new(c: usize, scale: f64, cancel: f64) -> Self {
         let additions = (c as f64 / 256.0 + 1.0).max(32.0) + 5.0 + 16.0;
@@ -70,14 +69,15 @@ impl NormRow {
         }
     }
 
-    /// A normalised element: half the relative error of the variance, whose terms carry the mean's error twice and to
-    /// second order; the roundings of root, quotient, difference and product.
+    /// Error of a normalized element. It is half the relative error of the variance, whose terms have the mean's error
+    /// twice and to second order. The roundings of root, quotient, difference and product are added.
     #[must_use]
     pub fn normal(self, normal: f64) -> f64 {
         (self.sum + 6.0 * U32) * normal.abs() + self.sum * self.cancel
     }
 
-    /// Centre and half width of what a normalised element can be after a rounding to `dtype`: mostly one number.
+    /// Center and half width of the possible values of a normalized element after a rounding to `dtype`. Mostly it is
+    /// one value.
     #[must_use]
     pub fn rounded(self, dtype: DType, normal: f64) -> [f64; 2] {
         let error = self.normal(normal);
@@ -86,7 +86,7 @@ impl NormRow {
         [f64::midpoint(low, high), (high - low) / 2.0]
     }
 
-    /// `y = normal * weight + bias` for a normalised element that is off by at most `error`.
+    /// Error of `y = normal * weight + bias` for a normalized element that is off by at most `error`.
     #[must_use]
     pub fn value(dtype: DType, [normal, error]: [f64; 2], weight: f64, bias: f64) -> f64 {
         let product = normal * weight;
@@ -95,8 +95,8 @@ impl NormRow {
             + 2.0 * U32 * (product.abs() + bias.abs())
     }
 
-    /// `dx = scale * (g - mean(g) - normal * mean(g * normal))` for means of the sizes of `g` and of `g * normal`;
-    /// `gx` is the mean of `g * normal`, whose terms carry the errors of normalised elements.
+    /// Error of `dx = scale * (g - mean(g) - normal * mean(g * normal))` for means of the magnitudes of `g` and of `g *
+    /// normal`. `gx` is the mean of `g * normal`, whose terms have the errors of normalized elements.
     #[must_use]
     pub fn input_gradient(
         self,
@@ -111,64 +111,64 @@ impl NormRow {
             + normal.abs() * gx_error
             + self.normal(normal) * gx.abs()
             + 6.0 * U32 * terms;
-        // The factor in front has the error of a normalised element without a mean.
+        // The leading factor has the error of a normalized element without a mean.
         store(dtype, want) + self.scale * (inner + (self.sum + 6.0 * U32) * terms)
     }
 }
 
-/// Sum over `rows` of terms whose sizes add up to `magnitude` and whose own errors to `terms`: at most
-/// `rows / 264 + 1` additions in a group, then at most 264 groups of up to 8 rows in 32 chains, then 32.
+/// Error of a sum over `rows` of terms whose magnitudes add up to `magnitude` and whose own errors to `terms`. It has
+/// at most `rows / 264 + 1` additions per row group, then at most 264 row groups of up to 8 rows in 32 chains, then 32.
 #[must_use]
 pub fn norm_parameter(rows: usize, magnitude: f64, terms: f64) -> f64 {
     let additions = rows as f64 / 264.0 + 1.0 + 264.0 * 8.0 / 32.0 + 32.0;
     terms + (additions + 1.0) * U32 * magnitude
 }
 
-/// A sum over `rows` terms whose sizes add up to `size`, stored in `to`: at most 32 additions in a warp's chain, 7 over
-/// warps, one for each group of 256 rows.
+/// Error of a sum over `rows` terms whose magnitudes add up to `size`, stored in `to`. It has at most 32 additions in a
+/// warp's chain, 7 over warps, and one for each 256 rows.
 #[must_use]
 pub fn column_sum(to: DType, rows: usize, want: f64, size: f64) -> f64 {
     let additions = 32.0 + 7.0 + (rows as f64 / 256.0).ceil();
     store(to, want) + additions * U32 * size
 }
 
-/// The same number, or the one next to it.
+/// Whether two numbers are equal or adjacent.
 #[must_use]
 pub fn neighbours(a: f32, b: f32) -> bool {
     a == b || a == b.next_up() || a == b.next_down()
 }
 
-/// Relative, between two sums of exponentials of one row that add other stretches in f32: 32 additions in a lane and 5
+/// Relative distance of two f32 sums of a row's exponentials that add other stretches: 32 additions in a lane and 5
 /// over lanes, in each.
 const STRETCHES: f64 = 2.0 * 37.0 * U32;
 
-/// Between two losses computed from such sums: the logarithm turns the relative error into an absolute one; the largest
-/// logit has the size `top`, and both results are rounded once.
+/// Distance of two losses computed from such sums. The logarithm turns the relative error into an absolute one. The
+/// largest logit has the magnitude `top`, and both results are rounded once.
 #[must_use]
 pub fn loss(want: f64, top: f64) -> f64 {
     STRETCHES + 2.0 * U32 * want.abs() + 1e-15 * top
 }
 
-/// Between two gradients `factor * (softmax - one at the label)` computed from such sums, each rounded to `out`; `share`
-/// bounds `factor * softmax`, and the rounded logarithm of a sum has the size `base`: its rounding is an error of the
-/// exponent.
+/// Distance of two gradients `factor * (softmax - one at the label)` computed from such sums, each rounded to `out`.
+/// `share` bounds `factor * softmax`. The rounded logarithm of a sum has the magnitude `base`, and its rounding is an
+/// error of the exponent.
 #[must_use]
 pub fn softmax_gradient(out: DType, want: f64, share: f64, base: f64) -> f64 {
     2.0 * store(out, want) + (STRETCHES + 2.0 * U32 * base + 4.0 * U32) * share
 }
 
-/// Between two backends that add in different orders, for results of at most `size` of small operations: a few roundings
-/// to `dtype` of values near the largest, and no more than a few hundred f32 roundings of terms of its size. A wrong
-/// operand, extent or stride is off by `size` itself.
+/// Distance of two backends with different orders of sums, for results of at most `size` from small operations. It
+/// allows a few roundings to `dtype` of values near the largest, and a few hundred f32 roundings of terms of that size.
+/// A wrong operand, extent or stride is off by `size` itself.
 #[must_use]
 pub fn wiring(dtype: DType, size: f64) -> f64 {
     6.0 * store(dtype, size) + 512.0 * U32 * size
 }
 
-/// Between two devices, of a loss or of the length of a tensor's gradient, of this size, behind some dozens of layers:
-/// in f32, sums of at most some thousands of terms in another order (2^-11 of the sum of their sizes at the very most,
-/// which seldom is a hundred times the sum); in 16 bits every layer rounds its results, and the gradients of the logits
-/// are rounded too.
+/// Distance of two devices for a loss, or for the norm of a tensor's gradient, of this size after some dozens of
+/// layers. In f32 it allows sums of at most some thousands of terms in another order: 2^-11 of the sum of their
+/// magnitudes, which is seldom a hundred times the sum. In 16 bits every layer rounds its results, and the gradients of
+/// the logits are rounded too.
 #[must_use]
 pub fn trained(dtype: DType, size: f64) -> f64 {
     let unit = match dtype {
@@ -179,10 +179,10 @@ pub fn trained(dtype: DType, size: f64) -> f64 {
     16.0 * unit * size
 }
 
-/// Between two devices, of the loss `want` behind so many updates of Adam. Each update adds as much as a pass is off by:
-/// Adam divides by the root of squares, so that a relative error of gradients is one of the update, and an update changes
-/// the loss by less than the loss. A pass in 16 bits is off by the roundings of some dozen layers as in [`trained`],
-/// but the mean over tokens of independent ones, which add up as the root of their squares: a quarter.
+/// Distance of two devices for the loss `want` after so many updates of Adam. Each update adds the error of one pass.
+/// Adam divides by the root of squares, so a relative error of gradients is one of the update, and an update changes
+/// the loss by less than the loss. A pass in 16 bits has the rounding errors of some dozen layers as in [`trained`].
+/// The mean over tokens reduces independent errors, which add up as the root of their squares, to a quarter.
 #[must_use]
 pub fn trajectory(dtype: DType, want: f64, updates: usize) -> f64 {
     let pass = match dtype {
@@ -192,31 +192,31 @@ pub fn trajectory(dtype: DType, want: f64, updates: usize) -> f64 {
     (updates + 1) as f64 * pass
 }
 
-/// Length of a gradient that would be zero without rounding (that of a key's bias: the softmax does not see it), beside
-/// the `largest` of the model: a small part of what the largest may be off by.
+/// Norm of a gradient that is zero without rounding, such as that of a key's bias, which the softmax cancels. It is a
+/// small part of the possible error of `largest`, the model's largest norm.
 #[must_use]
 pub fn trained_noise(dtype: DType, largest: f64) -> f64 {
     trained(dtype, largest) / 64.0
 }
 
-/// An f32 sum of `depth` products of 16-bit elements on tensor cores, with factor and bias; the magnitudes of all
-/// terms add up to `magnitude`. Products are exact. The hardware adds up to 8 of them to the sum after aligning all
-/// to the largest and cutting off below its last bit: 9 cuts below `2 U32 * magnitude` every 8 terms, 2.25 U32 a term.
-/// Some sums more join the parts of the K loop; factor and bias are one rounding.
+/// Error of an f32 sum of `depth` products of 16-bit elements on tensor cores, with factor and bias. The magnitudes of
+/// all terms add up to `magnitude`. Products are exact. The hardware adds up to 8 of them to the sum, aligns all to the
+/// largest and truncates below its last bit. That is 9 truncations below `2 U32 * magnitude` every 8 terms, 2.25 U32
+/// per term. A few further sums join the parts of the K loop. Factor and bias are one rounding.
 #[must_use]
 pub fn tensor_sum(depth: usize, magnitude: f64) -> f64 {
     (2.25 * depth as f64 + 32.0) * U32 * magnitude
 }
 
-/// The same, stored in `out`.
+/// Error of [`tensor_sum`] stored in `out`.
 #[must_use]
 pub fn tensor_product(out: DType, depth: usize, want: f64, magnitude: f64) -> f64 {
     store(out, want) + tensor_sum(depth, magnitude)
 }
 
-/// GELU in its tanh form of an `x` that is off by `error`, by a library that may take the processor's approximate tangent
-/// (2^-10.987 relative; half of `x` times that): the slope of GELU is at most 1.13. What it cancels (`1 + tanh` of large
-/// negative `x`) is off by as much.
+/// Error of GELU in its tanh form for an `x` that is off by `error`. A library may use the processor's approximate tanh
+/// (2^-10.987 relative, half of `x` times that). The slope of GELU is at most 1.13. The cancellation in `1 + tanh` for
+/// large negative `x` has the same error.
 #[must_use]
 pub fn library_gelu(out: DType, x: f64, want: f64, error: f64) -> f64 {
     store(out, want) + 1.13 * error + 0.5 * x.abs() * (1.0 / 2000.0 + 8.0 * U32)
@@ -225,17 +225,17 @@ pub fn library_gelu(out: DType, x: f64, want: f64, error: f64) -> f64 {
 /// The roundings of attention, each as a bound on an absolute error (`relative`: on a relative one).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Attention {
-    /// Of the tensors.
+    /// Dtype of the tensors.
     pub dtype: DType,
-    /// Weights and their gradients are rounded to `dtype` before they are multiplied.
+    /// Whether weights and their gradients are rounded to `dtype` before their products.
     pub narrow_weights: bool,
 }
 
 impl Attention {
     const U32: f64 = 1.0 / (1u64 << 24) as f64;
 
-    /// One rounding to `dtype`: relative, and half the smallest subnormal of f16. The rounded value lies within a
-    /// small relative error of `x`: 1 + 2^-10.
+    /// One rounding to `dtype`: relative, plus half the smallest subnormal of f16. The rounded value is close to `x`,
+    /// hence the factor 1 + 2^-10.
     #[must_use]
     pub fn store(self, x: f64) -> f64 {
         match self.dtype {
@@ -255,21 +255,21 @@ impl Attention {
         }
     }
 
-    /// An f32 sum of `n` products whose magnitudes add up to `magnitude`: tensor cores may cut off instead of
+    /// An f32 sum of `n` products whose magnitudes add up to `magnitude`. Tensor cores may truncate instead of
     /// rounding, which doubles the error of an addition.
     #[must_use]
     pub fn sum(self, n: usize, magnitude: f64) -> f64 {
         2.0 * (n + 2) as f64 * Self::U32 * magnitude
     }
 
-    /// A scaled score of `d` products: their sum; the rounded factor, and the product with it.
+    /// A scaled score of `d` products: their sum, the rounded factor, and the product with it.
     #[must_use]
     pub fn score(self, d: usize, score: f64, magnitude: f64) -> f64 {
         self.sum(d, magnitude) + 3.0 * Self::U32 * score.abs()
     }
 
-    /// Relative, of `exp(score - base)` from a score with an error and a base with an error: both in powers of two
-    /// (a rounding of the base), one rounding of the difference, and 2^-22 for the exponential.
+    /// Relative error of `exp(score - base)` from a score and a base with errors. Both are in powers of two (one
+    /// rounding of the base). One rounding of the difference and 2^-22 for the exponential are added.
     #[must_use]
     pub fn exponential(self, score: (f64, f64), base: (f64, f64)) -> f64 {
         let sizes = 3.0 * score.0.abs() + 3.0 * base.0.abs();
@@ -277,14 +277,14 @@ impl Attention {
         exponent.exp_m1() + 8.0 * Self::U32
     }
 
-    /// Relative, of a running sum of `keys` positive weights that are rescaled once a tile of 32 keys or less.
+    /// Relative error of a running sum of `keys` positive weights that are rescaled once per tile of at most 32 keys.
     #[must_use]
     pub fn running_sum(self, keys: usize) -> f64 {
         (keys as f64 + 8.0 * (keys as f64 / 32.0 + 2.0)) * Self::U32
     }
 
-    /// The log-sum-exp from a sum with a relative error: the largest score's error is part of it; the logarithm is
-    /// good to 2^-22 and a few roundings of the result and of the base follow.
+    /// Error of the log-sum-exp from a sum with a relative error, including the error of the largest score. The
+    /// logarithm is accurate to 2^-22, and a few roundings of the result and of the base follow.
     #[must_use]
     pub fn log_sum_exp(self, want: f64, sum_relative: f64, largest_score: f64) -> f64 {
         sum_relative + 8.0 * Self::U32 * (1.0 + want.abs() + largest_score.abs())

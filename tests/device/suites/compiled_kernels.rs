@@ -1,7 +1,9 @@
-//! Every module compiles for every architecture without spills, stack or warnings, within the checked-in table of
-//! registers. Needs NVRTC (Python package nvidia-cuda-nvrtc, found through TESSERA_CUDA_LIBS); without it this suite
-//! says that it was skipped, or fails where TESSERA_REQUIRE_NVRTC is set, as it is in CI. TESSERA_COMPILE_FOR names some
-//! of the architectures, with commas between them; every night all are compiled for.
+//! Compilation of every module for every architecture, without spills, stack frames or warnings, and within the
+//! checked-in table of registers.
+//!
+//! It needs NVRTC (Python package nvidia-cuda-nvrtc, found through TESSERA_CUDA_LIBS). Without NVRTC the suite reports
+//! that it was skipped, or fails if TESSERA_REQUIRE_NVRTC is set, as in CI. TESSERA_COMPILE_FOR names some of the
+//! architectures, separated by commas. The nightly run compiles for all.
 #![allow(clippy::print_stdout, reason = "the suite's own report")]
 
 use std::path::PathBuf;
@@ -119,7 +121,7 @@ fn check_module(
     Ok(found.len())
 }
 
-/// The check itself can fail: a kernel with more values alive than registers.
+/// Shows that the check can fail: a kernel with more live values than registers.
 fn a_spilling_kernel_is_reported(compiler: Compiler) -> Result<()> {
     let source = r#"extern "C" __global__ void __launch_bounds__(1024, 2) spilling(float* x) {
         float v[96];

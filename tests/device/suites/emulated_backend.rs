@@ -1,4 +1,4 @@
-//! The GPU's backend on the emulated device: every operation of the trait beside the CPU.
+//! The CUDA backend on the emulated device: every operation of the trait compared with the CPU.
 
 use device_tests::backend_checks;
 use device_tests::emulator::Order;
@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 const ARENA_BYTES: u64 = 64 << 20;
 
-/// The checks whose number leaves `part` when divided by `parts`, so that tests run beside each other.
+/// Runs the checks whose number modulo `parts` is `part`, so that tests run in parallel.
 fn run(part: usize, parts: usize) -> kernels::Result<()> {
     run_on(
         &emulated_backend(ARENA_BYTES, Order::Ascending)?,
@@ -34,7 +34,7 @@ fn run_on(device: &CudaBackend, part: usize, parts: usize) -> kernels::Result<()
         .map(|error| format!("{error:#}"))
         .collect();
     assert!(failures.is_empty(), "{}", failures.join("\n"));
-    // Nothing is left but the table of the last attention.
+    // Only the table of the last attention remains.
     let left = device.pool().stats().in_use;
     assert!(left < 4096, "{left} bytes are left");
     Ok(())
@@ -50,7 +50,8 @@ fn odd_numbered_operations_agree_with_the_cpu() -> kernels::Result<()> {
     run(1, 2)
 }
 
-/// Threads that share a back end queue works between each other's: what one has prepared and not queued stays.
+/// Threads that share a backend queue commands alternately. State that one thread has prepared and not yet queued must
+/// survive.
 #[test]
 fn operations_of_two_threads_agree_with_the_cpu() -> kernels::Result<()> {
     let device = &emulated_backend(ARENA_BYTES, Order::Ascending)?;
@@ -61,7 +62,7 @@ fn operations_of_two_threads_agree_with_the_cpu() -> kernels::Result<()> {
                 let attention = checks
                     .iter()
                     .filter(|check| check.name.starts_with("attention"));
-                // Never at the same one.
+                // The two threads never run the same check at once.
                 let order = attention.cycle().skip(part).step_by(2);
                 for check in order.take(40) {
                     check
@@ -74,7 +75,8 @@ fn operations_of_two_threads_agree_with_the_cpu() -> kernels::Result<()> {
     Ok(())
 }
 
-/// Pictures go beside the work, as weights do, and what is queued behind them has them; tables go with the work.
+/// Large uploads, such as images and weights, overlap with compute, and later commands see them. Small tables go
+/// through the queue.
 #[test]
 fn large_uploads_overlap_with_compute() -> kernels::Result<()> {
     let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
@@ -94,7 +96,7 @@ fn large_uploads_overlap_with_compute() -> kernels::Result<()> {
     Ok(())
 }
 
-/// Products that go through a library: all operations again, since most use one.
+/// All operations again, since most use a library product.
 #[test]
 fn operations_agree_with_the_cpu_through_a_library() -> kernels::Result<()> {
     let gpu = EmulatedGpu::new(Order::Ascending).with_library(Library::Multiplies);
@@ -104,7 +106,7 @@ fn operations_agree_with_the_cpu_through_a_library() -> kernels::Result<()> {
     Ok(())
 }
 
-/// A library that refuses leaves the bits of our own kernels, and scratch memory has room for them.
+/// If the library refuses, results have the bits of our own kernels, and the scratch memory is large enough for them.
 #[test]
 fn products_that_a_library_refuses_have_the_bits_of_our_kernels() -> kernels::Result<()> {
     let backends = [Library::Absent, Library::Refuses]
@@ -138,7 +140,7 @@ fn products_that_a_library_refuses_have_the_bits_of_our_kernels() -> kernels::Re
     Ok(())
 }
 
-/// Chunks of a loss add to the weight's gradient in the library's own sum.
+/// Chunks of a loss add to the weight's gradient inside the library's product.
 #[test]
 fn losses_in_chunks_agree_with_the_cpu_through_a_library() -> kernels::Result<()> {
     losses_in_small_pieces(Library::Multiplies)
@@ -175,7 +177,7 @@ fn losses_in_small_pieces(library: Library) -> kernels::Result<()> {
     Ok(())
 }
 
-/// Some works on a tensor of the shape; small ones, as of a model that waits for launches.
+/// Some small operations on a tensor, as in a model whose device waits for launches.
 fn works(device: &dyn Backend, rows: usize, first: f32) -> kernels::Result<Vec<u8>> {
     let values: Vec<f32> = (0..rows * 8).map(|i| i as f32 * 0.01 + first).collect();
     let shape = Shape::new(&[rows, 8]);
@@ -188,7 +190,7 @@ fn works(device: &dyn Backend, rows: usize, first: f32) -> kernels::Result<Vec<u
     y.to_bytes()
 }
 
-/// What was seen before is replayed, with the values of now; another shape is not.
+/// A repeated run is replayed with the new values. A run of another shape is not.
 #[test]
 fn a_repeated_run_is_replayed_as_a_graph() -> kernels::Result<()> {
     let alone = emulated_backend(1 << 20, Order::Ascending)?;
@@ -214,7 +216,7 @@ fn a_repeated_run_is_replayed_as_a_graph() -> kernels::Result<()> {
     Ok(())
 }
 
-/// All operations, twice, so that the second time is a replay of the first where places are the same.
+/// All operations twice. The second time is a replay of the first wherever offsets agree.
 #[test]
 fn operations_agree_with_the_cpu_in_graphs() -> kernels::Result<()> {
     let gpu = EmulatedGpu::new(Order::Descending).with_library(Library::Multiplies);
@@ -261,7 +263,7 @@ fn allocations_beyond_the_arena_are_errors() {
     assert!(matches!(error, KernelError::OutOfMemory { .. }), "{error}");
     let other = zeros(1 << 19).unwrap();
     drop(half);
-    // As large as what is free.
+    // As large as the free memory.
     let again = zeros(1 << 19).unwrap();
     assert!(again.to_bytes().unwrap().iter().all(|b| *b == 0));
     drop((other, again));

@@ -6,14 +6,15 @@ use device_tests::emulator::{Emulator, Order, build_modules};
 use device_tests::recording::Recording;
 use kernels::cuda::module::Family;
 
-/// Runs share `part` of `parts` of a family's cases; the largest families are divided, so that their tests run beside
-/// each other.
+/// Runs share number `part` of `parts` of a family's cases. The largest families are divided, so that their tests run
+/// in parallel.
 fn run(family: Family, part: usize, parts: usize) {
     let cases = cases::of(family, Effort::Emulated);
     let cases: Vec<_> = cases.iter().skip(part).step_by(parts).collect();
     assert!(!cases.is_empty(), "{family:?} has no cases");
     let mut failures = Vec::new();
-    // Every case in one order; every third in the other as well, which shows what depends on the order of warps.
+    // Every case in one order, and every third in the other order too, which reveals a dependence on the order of
+    // warps.
     for (order, every) in Order::BOTH.into_iter().zip([1, 3]) {
         let mut machine = Recording::new(Emulator::new(order));
         for case in cases.iter().step_by(every) {
@@ -31,7 +32,7 @@ fn run(family: Family, part: usize, parts: usize) {
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-/// Threads and shared memory of launches stay within the checked-in table; modules that no family lists (other head
+/// Compares threads and shared memory of launches with the checked-in table. Modules that no family lists (other head
 /// dims) are not in it.
 fn outside_the_table(
     (key, (threads, shared_bytes)): ((String, String), (u32, u32)),
@@ -47,7 +48,7 @@ fn outside_the_table(
     }
 }
 
-/// The table is made of launches that cases make: one without threads is of a kernel that none of them executes.
+/// The table records the launches of all cases. A kernel without threads was launched by none.
 #[test]
 fn every_kernel_of_the_table_has_a_case() {
     let table = parse_table(include_str!("../kernel_resources.csv")).expect("a table");
@@ -56,7 +57,7 @@ fn every_kernel_of_the_table_has_a_case() {
     assert!(idle.is_empty(), "no case launches {idle:?}");
 }
 
-/// A test for each family, and one that fails when a family is missing here.
+/// Defines a test for each part of a family, and one that fails if a family is missing here.
 macro_rules! families {
     ($($test:ident: $family:ident $part:literal of $parts:literal),* $(,)?) => {
         $(
@@ -73,7 +74,7 @@ macro_rules! families {
             tested.dedup();
             all.sort();
             assert_eq!(tested.as_slice(), all.as_slice());
-            // Every part of a divided family is there.
+            // Every part of a divided family is listed.
             let parts = [$((Family::$family, $part, $parts)),*];
             let whole = |(family, _, count): &(Family, usize, usize)| {
                 let own = parts.iter().filter(|(other, ..)| other == family);
@@ -107,7 +108,7 @@ families! {
     loss_matches_its_reference: Loss 0 of 1,
 }
 
-/// The emulator's own product, so that what a back end asks of a library is executed as cuBLASLt must execute it.
+/// Checks the emulator's own product, so that library products of a backend are executed as by cuBLASLt.
 #[test]
 fn emulated_library_products_match_their_reference() {
     let mut machine = Emulator::new(Order::Ascending);
@@ -120,7 +121,7 @@ fn emulated_library_products_match_their_reference() {
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-/// Passes of models are not looked at access by access; what kernels compute does not differ for it.
+/// Passes of models run without checks of memory accesses, which must not change the results of kernels.
 #[test]
 fn unchecked_kernels_leave_the_same_bits() {
     let families = [

@@ -1,6 +1,7 @@
-//! Whole runs of the launcher on emulated GPUs: supervisor, two ranks, saving, resuming and evaluating. This binary
-//! starts itself: as the program under test, whose ranks are this binary again, it offers GPUs that it emulates. The
-//! real launcher knows of no such GPUs.
+//! Runs of the whole launcher on emulated GPUs: supervisor, two ranks, saving, resuming and evaluating.
+//!
+//! This binary starts itself as the program under test, whose ranks are this binary again. The program under test
+//! offers emulated GPUs, which the real launcher does not know.
 
 #![allow(
     clippy::unwrap_used,
@@ -30,24 +31,24 @@ use launcher::rank_env::{RANK, Variables, WORLD_SIZE};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// How many GPUs to emulate; also tells the program under test from the driver.
+/// Number of GPUs to emulate. It also distinguishes the program under test from the driver.
 const GPUS: &str = "TESSERA_EMULATED_GPUS";
-/// Bytes that a rank gets instead of those it asks for.
+/// Bytes that a rank gets instead of its requested arena.
 const ARENA: &str = "TESSERA_EMULATED_ARENA";
-/// Versions of compiler and driver that a machine says it has.
+/// Versions of compiler and driver that a machine reports.
 const NVRTC: &str = "TESSERA_EMULATED_NVRTC";
 const DRIVER: &str = "TESSERA_EMULATED_DRIVER";
-/// Version of a library for products that a machine says it has.
+/// Version of a product library that a machine reports.
 const CUBLASLT: &str = "TESSERA_EMULATED_CUBLASLT";
-/// Says that GPUs share memory, and what goes wrong with it on the last rank.
+/// States that GPUs share memory, and the failure of it on the last rank.
 const IPC: &str = "TESSERA_EMULATED_IPC";
-/// Version of a library for collectives that a rank's GPU has.
+/// Version of a collectives library on a rank's GPU.
 const NCCL: &str = "TESSERA_EMULATED_NCCL";
-/// Bytes that another process takes of a GPU behind the plan, before a rank opens it.
+/// Bytes of a GPU that another process takes after the plan, before a rank opens the GPU.
 const TAKEN: &str = "TESSERA_EMULATED_TAKEN";
-/// As CUDA reads it.
+/// The variable that CUDA reads.
 const MASK: &str = "CUDA_VISIBLE_DEVICES";
-/// Memory of each.
+/// Memory of each GPU.
 const MEMORY_BYTES: u64 = 2 << 30;
 
 fn main() -> ExitCode {
@@ -59,14 +60,14 @@ fn main() -> ExitCode {
 
 // ---- the program under test ----
 
-/// GPUs of which every rank emulates its own.
+/// GPUs for a run. Every rank emulates its own.
 #[derive(Debug)]
 struct Emulated;
 
 impl Devices for Emulated {
     fn survey(&self, variables: &Variables) -> (Cuda, Vec<Gpu>) {
         let count = variables.get(GPUS).unwrap().to_string_lossy();
-        // The driver hides all from CUDA; the management library shows them.
+        // The driver hides all GPUs from CUDA, and NVML shows them.
         let text = |name| Some(variables.get(name)?.to_string_lossy().into_owned());
         let hidden = text(MASK).is_some_and(|mask| mask.is_empty());
         let gpu = |ordinal| Gpu {
@@ -130,7 +131,7 @@ impl Devices for Emulated {
         if let Some(trouble) = variables.get(IPC) {
             let rank: usize = text(variables, RANK).parse().unwrap();
             let size: usize = text(variables, WORLD_SIZE).parse().unwrap();
-            // Memory of another process is out of reach: ranks find their own in its place.
+            // Memory of another process is out of reach, so ranks find their own instead.
             let mut linked = LinkedGpu::node(1, Order::Ascending, Copies::Late).remove(0);
             if trouble == "refused" && rank + 1 == size {
                 linked = linked.with_trouble(Trouble::Refuses);
@@ -156,7 +157,7 @@ impl Devices for Emulated {
     }
 }
 
-/// As the launcher says it of a GPU of the machine.
+/// Describes a GPU as the launcher does for one of the machine.
 fn opened(
     device: kernels::Result<CudaBackend>,
     gpu: &RunGpu,
@@ -172,7 +173,7 @@ fn opened(
     Ok(Arc::new(device))
 }
 
-/// What another process has taken.
+/// Bytes that another process has taken.
 fn taken(variables: &Variables) -> u64 {
     let bytes = variables.get(TAKEN);
     bytes.map_or(0, |bytes| bytes.to_string_lossy().parse().unwrap())
@@ -184,7 +185,7 @@ fn text(variables: &Variables, name: &str) -> String {
 
 // ---- the driver ----
 
-/// A model folder, samples, and runs of it.
+/// A directory with a model, samples, and runs.
 struct Site(TempDir);
 
 impl Site {
@@ -227,7 +228,7 @@ impl Site {
         self.0.path().join(name)
     }
 
-    /// The launcher with `gpus` emulated GPUs; its exit status and its screen.
+    /// Runs the launcher with `gpus` emulated GPUs. Returns its exit status and its screen.
     fn run(&self, gpus: usize, line: &str) -> (Option<i32>, String) {
         self.run_with(gpus, &[], line)
     }
@@ -248,7 +249,7 @@ impl Site {
         (done.status.code(), text)
     }
 
-    /// Machine `number` of two with one GPU, and a variable of its own.
+    /// Starts machine `number` of two, with one GPU and its own value of a variable.
     fn machine(&self, number: usize, port: u16, own: (&str, &str), line: &str) -> Child {
         Command::new(std::env::current_exe().unwrap())
             .args(line.split_whitespace())
@@ -271,7 +272,7 @@ impl Site {
             .unwrap()
     }
 
-    /// Runs two machines that have unlike values of a variable; exit statuses and screens.
+    /// Runs two machines with different values of a variable. Returns exit statuses and screens.
     fn machines(&self, name: &str, values: [&str; 2], line: &str) -> [(Option<i32>, String); 2] {
         let port = free_port();
         let children = [0, 1].map(|i| self.machine(i, port, (name, values[i]), line));
@@ -282,7 +283,8 @@ impl Site {
         })
     }
 
-    /// Two ranks of one machine that another program started, with these variables; exit statuses and screens.
+    /// Runs two ranks of one machine, started by another program with these variables. Returns exit statuses and
+    /// screens.
     fn ranks_alone(&self, own: &[(&str, &str)], line: &str) -> [(Option<i32>, String); 2] {
         let torchrun = |rank| {
             let mut variables = vec![(RANK, rank), ("LOCAL_RANK", rank)];
@@ -294,7 +296,8 @@ impl Site {
         self.started(["0", "1"].map(torchrun), line)
     }
 
-    /// Two ranks with one GPU each, started by another program with the variables of each; exit statuses and screens.
+    /// Runs two ranks with one GPU each, started by another program with the variables of each. Returns exit statuses
+    /// and screens.
     fn started(&self, variables: [Vec<(&str, &str)>; 2], line: &str) -> [(Option<i32>, String); 2] {
         let children = variables.map(|variables| {
             Command::new(std::env::current_exe().unwrap())
@@ -318,7 +321,7 @@ impl Site {
         })
     }
 
-    /// A training run that must end well; its screen.
+    /// Runs a training run that must succeed, and returns its screen.
     fn train(&self, gpus: usize, line: &str) -> String {
         self.train_with(gpus, &[], line)
     }
@@ -354,7 +357,7 @@ impl Site {
     }
 }
 
-/// Of this machine, that nobody listens at.
+/// A port of this machine without a listener.
 fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.local_addr().unwrap().port()
@@ -364,7 +367,7 @@ const MODEL: &str = "--model model --data data.json --zero 3 --learning-rate 1e-
                      --lr-scheduler-type constant";
 const EVALUATES: &str = "--eval-data held_out.json";
 
-/// Losses of training, and of the held-out samples.
+/// Losses of training and of the held-out samples.
 fn losses(site: &Site, run: &str) -> Vec<f64> {
     let mut losses = site.logged(run, "loss");
     let eval = site.json(&format!("{run}/eval_results.json"));
@@ -372,8 +375,8 @@ fn losses(site: &Site, run: &str) -> Vec<f64> {
     losses
 }
 
-/// Two ranks on two GPUs, saved after two of three updates and continued from there: the losses of the CPU, and the
-/// bits of the unbroken run.
+/// Two ranks on two GPUs, saved after two of three updates and resumed. The losses are those of the CPU, and the bits
+/// those of an uninterrupted run.
 fn a_run_agrees_with_the_cpu_and_resumes_exactly(precision: &str, dtype: DType) {
     let site = Site::new();
     let line = format!("--precision {precision} --max-steps 3 {EVALUATES}");
@@ -407,7 +410,7 @@ fn a_run_agrees_with_the_cpu_and_resumes_exactly(precision: &str, dtype: DType) 
         "the GPU did nothing"
     );
 
-    // Where states rest changes no bit.
+    // The tier of the states changes no bit.
     for (output, offload, rest) in [
         ("again", "none", "states are in GPU memory"),
         ("moved", "cpu", "optimizer states are in host memory"),
@@ -431,7 +434,7 @@ fn a_run_agrees_with_the_cpu_and_resumes_exactly(precision: &str, dtype: DType) 
     tells_the_time_of_the_devices(&site, "whole", "cpu");
 }
 
-/// Rows and traces of a run on GPUs have the devices' own times; those of one on the CPU have none.
+/// Log rows and traces of a GPU run have the devices' own times. Those of a CPU run have none.
 fn tells_the_time_of_the_devices(site: &Site, run: &str, cpu: &str) {
     for row in site
         .rows(run)
@@ -461,7 +464,7 @@ fn tells_the_time_of_the_devices(site: &Site, run: &str, cpu: &str) {
     }
 }
 
-/// The most that was in use on the device is what the plan foresaw.
+/// The peak of device memory in use is the planned one.
 fn takes_what_the_plan_says(site: &Site, run: &str) {
     let planned = site.json(&format!("{run}/plan.json"));
     let phases = planned["plan"]["memory"]["phases"].as_object().unwrap();
@@ -478,8 +481,8 @@ fn takes_what_the_plan_says(site: &Site, run: &str) {
     assert_eq!(measured.max(), Some(planned));
 }
 
-/// GPUs that should read each other's memory and cannot: the run says so once, is planned again, and has the bits and the
-/// memory of one through host memory, also where another program starts the ranks. Who asks for `ipc` is refused.
+/// GPUs that cannot read each other's memory. The run reports it once and is planned again. It has the bits and the
+/// memory of a run through host memory, also when another program starts the ranks. An explicit `ipc` is refused.
 fn a_refused_ipc_falls_back_to_host_memory() {
     let site = Site::new();
     let line = "--precision bf16 --max-steps 2 --device cuda --nproc 2 --save-strategy steps --save-steps 2";
@@ -494,7 +497,7 @@ fn a_refused_ipc_falls_back_to_host_memory() {
         }
         goes_as(&site, output, "shm");
     }
-    // Ranks that plan for themselves leave out what an unlike GPU might have no room for.
+    // Ranks that plan for themselves leave out options for which another kind of GPU may lack memory.
     site.ranks_alone(&[], &format!("{line} --collectives shm --output shm_alone"));
     let alone = site.ranks_alone(&[(IPC, "refused")], &format!("{line} --output alone"));
     for (rank, (code, screen)) in alone.iter().enumerate() {
@@ -518,7 +521,7 @@ fn a_refused_ipc_falls_back_to_host_memory() {
     }
 }
 
-/// The run has weights, losses and planned memory of another, to which nothing was refused.
+/// Checks that the run has weights, losses and planned memory of another run without a refusal.
 fn goes_as(site: &Site, run: &str, like: &str) {
     takes_what_the_plan_says(site, run);
     let peak = |run: &str| site.json(&format!("{run}/plan.json"))["plan"]["memory"]["peak"].clone();
@@ -529,9 +532,9 @@ fn goes_as(site: &Site, run: &str, like: &str) {
     assert!(config["ipc_refused"].is_string(), "{config}");
 }
 
-/// Two nodes of one rank each, as torchrun, Slurm and mpirun start them, exchange through the library of collectives: the
-/// bits of ranks that share host memory, whose sums of two have one order. Another version on one node ends the run on
-/// both.
+/// Two nodes of one rank each, as torchrun, Slurm and mpirun start them, exchange through the collectives library. They
+/// have the bits of ranks that share host memory, since a sum of two has one order. Another version on one node ends
+/// the run on both.
 fn two_nodes_over_nccl_have_the_bits_of_one_node() {
     let site = Site::new();
     let line = "--precision bf16 --max-steps 2 --device cuda --save-strategy steps --save-steps 2 --eval-strategy no \
@@ -613,7 +616,7 @@ fn two_nodes_over_nccl_have_the_bits_of_one_node() {
     assert!(!site.path("unlike/checkpoint-2").exists());
 }
 
-/// These GPUs share no memory; who asks for that is told what does without.
+/// These GPUs share no memory. The refusal of `ipc` suggests a transport that works.
 fn ipc_without_shared_gpu_memory_is_refused_with_a_suggestion() {
     let site = Site::new();
     let line = "--model model --data data.json --device cuda --nproc 2 --max-steps 1 --model-max-length 96 --max-slice-nums 1";
@@ -628,7 +631,7 @@ fn ipc_without_shared_gpu_memory_is_refused_with_a_suggestion() {
     }
 }
 
-/// More ranks than GPUs, chosen by the program; what is in one rank is in two.
+/// More ranks than GPUs, chosen by the program. Two ranks have the results of one.
 fn two_ranks_on_one_gpu_have_the_results_of_one_rank() {
     let site = Site::new();
     let line = "--precision f32 --max-steps 1 --device auto --save-strategy no --eval-strategy no";
@@ -641,7 +644,7 @@ fn two_ranks_on_one_gpu_have_the_results_of_one_rank() {
     ] {
         assert!(screen.contains(words), "no {words:?} in\n{screen}");
     }
-    // One rank per GPU by default.
+    // By default each rank has one GPU.
     let screen = site.train(
         1,
         &format!("{line} --output one --gradient-accumulation-steps 2"),
@@ -654,8 +657,8 @@ fn two_ranks_on_one_gpu_have_the_results_of_one_rank() {
     assert_eq!(two, one);
 }
 
-/// Products through a library, chosen by the program: the plan has its scratch memory, and the losses are those of our
-/// own kernels up to the order of sums, which the variable brings back.
+/// Library products, chosen by the program. The plan includes their scratch memory. Losses are those of our own kernels
+/// up to the order of sums, and the variable restores our kernels.
 fn products_of_a_run_use_the_library() {
     let site = Site::new();
     let line = "--precision f32 --max-steps 2 --device cuda --save-strategy no --eval-strategy no";
@@ -690,7 +693,7 @@ fn products_of_a_run_use_the_library() {
     assert!(text.contains("cuBLASLt was not found"), "{text}");
 }
 
-/// Graphs change no digit of a run, nor its memory.
+/// Graphs change neither digits nor memory of a run.
 fn graphs_change_neither_results_nor_memory() {
     let site = Site::new();
     let line = "--precision bf16 --max-steps 3 --device cuda --save-strategy steps --save-steps 3 --eval-strategy no";
@@ -703,7 +706,7 @@ fn graphs_change_neither_results_nor_memory() {
     }
 }
 
-/// Weights come one unit ahead where the plan fits the GPU with them, with the same bits; by request it must fit.
+/// Weights are prefetched if the plan then fits the GPU, with the same bits. An explicit request must fit.
 fn weights_are_prefetched_where_they_fit() {
     let site = Site::new();
     let line = "--precision bf16 --max-steps 2 --device cuda --eval-data held_out.json";
@@ -743,7 +746,7 @@ fn weights_are_prefetched_where_they_fit() {
     assert!(text.contains(words), "{text}");
 }
 
-/// Updates begin while backward runs where host memory is to spare, with the same bits; the plan knows their states.
+/// The optimizer runs in backward where host memory is spare, with the same bits. The plan includes the second states.
 fn the_optimizer_runs_in_backward_where_host_memory_is_spare() {
     let site = Site::new();
     let plan_of = |run: &str| site.json(&format!("{run}/plan.json"));
@@ -775,7 +778,8 @@ fn the_optimizer_runs_in_backward_where_host_memory_is_spare() {
                 let seen = |lane| spans(&site, &run, rank, lane);
                 let (early, late) = (seen("early update"), seen("late update"));
                 assert_eq!(early > 0, begins, "{run}, rank {rank}: {early}");
-                // The rest is updated beside the next pass; where all were early, only what clipping takes back.
+                // The other units are updated in the next forward. If all were updated in backward, only rolled-back
+                // ones are.
                 assert!(begins || (late > 0) == (mode == "tight"), "{run}: {late}");
             }
             let rows = site.rows(&run);
@@ -800,12 +804,12 @@ fn the_optimizer_runs_in_backward_where_host_memory_is_spare() {
         check("auto", "", true);
         check("bound", "--optimizer-in-backward 1GiB", true);
         assert!(need(&run("off")) < need(&run("auto")), "{cell}");
-        // A tenth is kept: here nothing else is left.
+        // A tenth of the memory stays free, so nothing is left for second states.
         let limit = need(&run("off")) / 9 * 10;
         check("tight", &format!("--host-memory-limit {limit}"), false);
         assert_eq!(need(&run("tight")), need(&run("off")));
     }
-    // Second weights would lie on the GPU, whose memory nobody has to spare: only by request.
+    // Second weights would be on the GPU, which has no spare memory for them, so they need an explicit request.
     let line = "--device cuda --max-steps 3 --save-strategy steps --save-steps 3 --eval-strategy no --trace-steps 2..4 \
                 --precision bf16 --offload optimizer=cpu";
     for (mode, begins) in [("off", false), ("auto", false), ("1GiB", true)] {
@@ -821,7 +825,7 @@ fn the_optimizer_runs_in_backward_where_host_memory_is_spare() {
     }
 }
 
-/// Of every kind of state, the most in host memory is what the plan foresaw.
+/// The peak of host memory of every kind of state is the planned one.
 fn takes_the_planned_host_memory(site: &Site, run: &str) {
     let log = fs::read_to_string(site.path(run).join("memory.jsonl")).unwrap();
     let rows = log.lines().map(|row| serde_json::from_str(row).unwrap());
@@ -840,7 +844,7 @@ fn takes_the_planned_host_memory(site: &Site, run: &str) {
     }
 }
 
-/// Spans of one lane in a rank's trace.
+/// Number of spans of one lane in a rank's trace.
 fn spans(site: &Site, run: &str, rank: usize, lane: &str) -> usize {
     let trace = site.json(&format!("{run}/traces/rank-{rank:04}.json"));
     let events = trace["traceEvents"].as_array().unwrap();
@@ -853,7 +857,7 @@ fn spans(site: &Site, run: &str, rank: usize, lane: &str) -> usize {
     spans.filter(|event| &event["tid"] == lane).count()
 }
 
-/// What does not fit the GPU is refused before a weight is read.
+/// A plan that does not fit the GPU is refused before a weight is read.
 fn a_plan_that_does_not_fit_is_refused() {
     let site = Site::new();
     let line = "--model model --data data.json --device cuda --precision f32 --device-memory-limit 769MiB --output out";
@@ -864,13 +868,13 @@ fn a_plan_that_does_not_fit_is_refused() {
         "{text}"
     );
     assert!(!site.path("out").exists());
-    // Without the emulated GPUs there are none.
+    // Without the variable the program offers no emulated GPU.
     let (code, text) = site.run(0, "--device cuda --output out");
     assert_eq!(code, Some(13), "{text}");
     assert!(text.contains("error[E12]"), "{text}");
 }
 
-/// What the plan did not foresee ends the run with the code of device memory, and says who has it.
+/// Memory beyond the plan ends the run with the code of device memory and names its holders.
 fn an_arena_that_is_too_small_ends_the_run() {
     let site = Site::new();
     let line = "--model model --data data.json --device cuda --nproc 2 --offload cpu --precision f32 --max-steps 1 --output out";
@@ -887,7 +891,8 @@ fn an_arena_that_is_too_small_ends_the_run() {
     }
 }
 
-/// Another process takes memory of a GPU behind the plan: no rank has read a weight, and the end names the process.
+/// Another process takes GPU memory after the plan. The run ends before a rank has read a weight, and names the
+/// process.
 fn gpu_memory_taken_by_another_process_ends_the_run_and_names_it() {
     let site = Site::new();
     let line = "--model model --data data.json --device cuda --nproc 2 --offload cpu --precision f32 --max-steps 1 --output out";
@@ -909,7 +914,7 @@ fn gpu_memory_taken_by_another_process_ends_the_run_and_names_it() {
     assert!(rows.is_empty(), "{rows}");
 }
 
-/// An empty list of visible GPUs hides all of them: who asks for one is told which variable does it, others compute without.
+/// An empty list of visible GPUs hides all of them. A request for a GPU names that variable; other runs use the CPU.
 fn the_variable_that_hides_all_gpus_is_named() {
     let site = Site::new();
     let line = "--model model --data data.json --max-steps 1 --model-max-length 96 --max-slice-nums 1 --nproc 1";
@@ -932,7 +937,7 @@ fn the_variable_that_hides_all_gpus_is_named() {
     }
 }
 
-/// Another compiler of kernels on one machine ends the run on both before it begins; another driver is a warning.
+/// Another kernel compiler on one machine ends the run on both before it begins. Another driver is only a warning.
 fn machines_with_different_libraries_are_named() {
     let site = Site::new();
     let line = "--model model --data data.json --zero 3 --model-max-length 96 --max-slice-nums 1 --device cuda --precision f32 \

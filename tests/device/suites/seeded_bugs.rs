@@ -1,11 +1,11 @@
-//! Bugs put into correct kernels: the emulator reports each of them.
+//! Bugs inserted into correct kernels. The emulator must report each of them.
 
 use anyhow::Result;
 use device_tests::emulator::{Emulator, Order};
 use device_tests::machine::Machine as _;
 use device_tests::seeded::{GEMM, SUM, check_gemm, check_sum};
 
-/// Sizes with rests in every direction, and more steps than stages.
+/// Sizes with remainders in every direction, and with more steps than stages.
 const SHAPE: [usize; 3] = [70, 136, 200];
 
 #[test]
@@ -22,7 +22,7 @@ fn the_correct_gemm_passes_in_every_order() {
 fn a_fault_does_not_affect_the_next_launch() {
     let mut machine = Emulator::new(Order::Ascending);
     for _ in 0..3 {
-        // Rows of 120 bytes cannot be copied by 16, and the first row is in flight by then.
+        // Rows of 120 bytes cannot be copied in units of 16, and the first row is already in flight.
         let fault = check_gemm(&mut machine, GEMM, [64, 64, 60]).expect_err("not aligned");
         assert!(format!("{fault:#}").contains("aligned"), "{fault:#}");
         machine.reset().unwrap();
@@ -30,10 +30,10 @@ fn a_fault_does_not_affect_the_next_launch() {
     }
 }
 
-/// A correct text, and its check on a machine.
+/// A check of a kernel text on a machine.
 type Check = fn(&mut Emulator, &str) -> Result<()>;
 
-/// The text with each `from` replaced by `to` is reported in both orders, with these words.
+/// Replaces each `from` by `to` and expects a report with these words in both orders.
 fn reported(correct: &str, check: Check, replacements: &[(&str, &str)], words: &str) {
     let mut text = correct.to_owned();
     for (from, to) in replacements {
@@ -211,7 +211,7 @@ fn races_between_blocks_are_reported() {
         "arrived[0] = 0; partial[blockIdx.x] =",
         "",
     );
-    // What all blocks read may be overwritten by the last one, not by an earlier one.
+    // The last block may overwrite data that all blocks have read; an earlier block may not.
     let all_read = SUM.replace("total = 0.0f", "total = x[0] - x[0]");
     let overwrite = "((float*)x)[0] = 0.0f;";
     let late = all_read.replace("*y = all;", &format!("*y = all; {overwrite}"));
@@ -219,7 +219,7 @@ fn races_between_blocks_are_reported() {
     let early = format!("if (blockIdx.x == 2) {overwrite} device_fence();");
     let replacements = [("device_fence();", &*early)];
     reported(&all_read, check, &replacements, "which several blocks read");
-    // The last block in the grid need not be the last to run.
+    // The last block of the grid need not run last.
     let last_in_grid = "if (blockIdx.x != gridDim.x - 1) return;";
     caught(
         "if (atomic_increment(arrived) != gridDim.x - 1) return;",

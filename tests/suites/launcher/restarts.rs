@@ -62,7 +62,7 @@ fn a_restarted_run_ends_with_the_bits_of_an_undisturbed_one() {
         let loss =
             |run: &str| read_json(&site.path(run).join("eval_results.json"))["eval_loss"].clone();
         assert_eq!(loss("plain"), loss("out"), "{faults}");
-        // Each step is in the log once, and the failures of every attempt have their own files.
+        // Each step is in the log once, and the failures of earlier attempts have their own directories.
         let rows = log_rows(&site.path("out"));
         let steps = rows.iter().filter(|row| row.get("loss").is_some());
         let steps: Vec<u64> = steps

@@ -1,16 +1,16 @@
-//! Frames on a connection: four bytes of length, then so many bytes, never more than the reader allows.
+//! Frames on a connection: four bytes with the length, then the content, bounded by the reader.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-/// Most bytes of a frame while ranks meet.
+/// Largest number of bytes of a frame during the rendezvous.
 pub(super) const MAX_MEETING: usize = 64 << 10;
 
 /// Reads one frame into `into`, which never grows beyond `limit` bytes.
 ///
 /// # Errors
-/// [`io::ErrorKind::InvalidData`] for a longer frame; whatever the connection fails with.
+/// [`io::ErrorKind::InvalidData`] for a longer frame; errors of the connection.
 pub(in crate::comm) fn read(
     stream: &mut impl Read,
     limit: usize,
@@ -32,14 +32,14 @@ pub(in crate::comm) fn read(
 /// Writes one frame.
 pub(super) fn write(stream: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
     let length = u32::try_from(bytes.len()).map_err(io::Error::other)?;
-    // One call, so that small frames are one packet.
+    // One call, so a small frame is one packet.
     let mut whole = Vec::with_capacity(4 + bytes.len());
     whole.extend(length.to_le_bytes());
     whole.extend(bytes);
     stream.write_all(&whole)
 }
 
-/// A connection on which every wait ends at one time.
+/// A connection whose waits all end at the same time.
 #[derive(Debug)]
 pub(super) struct Timed<'a> {
     pub(super) stream: &'a TcpStream,

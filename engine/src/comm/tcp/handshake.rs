@@ -1,4 +1,4 @@
-//! Two ranks at the ends of one connection: they show each other the job's secret and say who they are.
+//! Handshake of two ranks over one connection: they prove the job's secret to each other and exchange their numbers.
 
 use super::MeetError;
 use super::frame::{self, MAX_MEETING, Timed};
@@ -9,10 +9,10 @@ use std::io;
 use std::net::TcpStream;
 use std::time::Instant;
 
-/// Begins every greeting: this protocol and its version.
+/// Start of every greeting: this protocol and its version.
 const MAGIC: &str = "tessera-ranks-1";
 
-/// Most bytes of a greeting: nobody has shown the secret yet.
+/// Largest number of bytes of a greeting, which arrives before any proof of the secret.
 const MAX_GREETING: usize = 512;
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -28,28 +28,28 @@ struct Proof {
     seal: [u8; 32],
 }
 
-/// A connection between two ranks that have shown each other the secret.
+/// A connection between two ranks that have proved the secret to each other.
 #[derive(Debug)]
 pub(super) struct Peer {
     pub(super) stream: TcpStream,
     pub(super) rank: usize,
-    /// How many ranks the other side counts.
+    /// World size according to the other rank.
     pub(super) size: usize,
     secret: Secret,
-    /// Frames sent and received: no seal fits twice.
+    /// Numbers of frames sent and received, so that no seal is valid twice.
     counts: [u64; 2],
     is_caller: bool,
 }
 
-/// Who a rank says it is.
+/// Rank and world size that a rank claims.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Claim {
     pub(super) rank: usize,
     pub(super) size: usize,
 }
 
-/// Meets the rank at the other end. The caller shows the secret first: who only listens in learns nothing from
-/// whoever answers.
+/// Runs the handshake with the rank at the other end. The caller proves the secret first, so a listener that does not
+/// know it gets no proof from others.
 pub(super) fn shake(
     stream: TcpStream,
     secret: &Secret,
@@ -94,7 +94,7 @@ pub(super) fn shake(
     };
     let check = |timed: &mut Timed<'_>, role: &[u8]| {
         let proof: Proof = receive(timed, MAX_GREETING).map_err(|e| match e.kind() {
-            // Whoever finds a wrong proof hangs up.
+            // A peer that finds a wrong proof closes the connection.
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
                 MeetError::Refused { from: from.clone() }
             }
@@ -127,7 +127,7 @@ pub(super) fn shake(
 }
 
 impl Peer {
-    /// Sends a message under the connection's seal.
+    /// Sends a message with the connection's seal.
     pub(super) fn send(
         &mut self,
         message: &impl Serialize,
@@ -145,7 +145,7 @@ impl Peer {
         frame::write(&mut timed, &whole).map_err(|e| self.broken(e))
     }
 
-    /// Receives a message that bears the connection's seal.
+    /// Receives a message and checks its seal.
     pub(super) fn receive<T: DeserializeOwned>(&mut self, until: Instant) -> Result<T, MeetError> {
         let mut whole = Vec::new();
         let mut timed = Timed {
@@ -186,7 +186,7 @@ fn receive<T: DeserializeOwned>(stream: &mut impl io::Read, limit: usize) -> io:
     Ok(serde_json::from_slice(&bytes)?)
 }
 
-/// What [`shake`] reads.
+/// Reads a greeting for [`shake`].
 pub(super) fn read_greeting(stream: &mut impl io::Read) -> io::Result<()> {
     receive::<Greeting>(stream, MAX_GREETING)?;
     receive::<Proof>(stream, MAX_GREETING).map(drop)
@@ -197,7 +197,7 @@ fn parts(whole: &[u8]) -> Option<(&[u8; 32], &[u8])> {
     whole.split_first_chunk()
 }
 
-/// What [`Peer::receive`] reads, whatever its seal.
+/// Parses a message for [`Peer::receive`], without a check of its seal.
 pub(super) fn read_message<T: DeserializeOwned>(whole: &[u8]) -> io::Result<T> {
     let (_, bytes) = parts(whole).ok_or(io::ErrorKind::InvalidData)?;
     Ok(serde_json::from_slice(bytes)?)

@@ -10,30 +10,30 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, T
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-/// Pause between looks for a new connection.
+/// Pause between polls for a new connection.
 const POLL: Duration = Duration::from_millis(2);
 /// First and longest pause between attempts to reach rank 0, which may start later.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
-/// Longest time for one attempt to connect.
+/// Longest time for one connection attempt.
 const ATTEMPT: Duration = Duration::from_secs(5);
-/// How long one connection may take to say who it is.
+/// Longest time for the greeting of one connection.
 const GREETING: Duration = Duration::from_secs(10);
-/// Connections that may be greeting at once; more are closed.
+/// Largest number of concurrent greetings. Further connections are closed.
 const MOST_GREETINGS: usize = 256;
 
-/// What a rank tells rank 0.
+/// Message of a rank to rank 0.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Report {
     host: String,
     facts: Vec<(String, String)>,
-    /// Where this rank listens for those above it.
+    /// Port at which this rank listens for higher ranks.
     port: u16,
 }
 
-/// What rank 0 answers.
+/// Answer of rank 0.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 enum Verdict {
-    /// Where each rank listens; none for those on the machine of rank 0.
+    /// Address and port of each rank; no address for ranks on the machine of rank 0.
     Go(Vec<(Option<IpAddr>, u16)>),
     /// The rendezvous is over.
     End(Reason),
@@ -51,7 +51,7 @@ enum Reason {
     Other(String),
 }
 
-/// A message of the rendezvous, whichever it is.
+/// Parses any message of the rendezvous.
 pub(super) fn read_message(whole: &[u8]) -> io::Result<()> {
     let report = handshake::read_message::<Report>(whole).map(drop);
     let verdict = handshake::read_message::<Verdict>(whole).map(drop);
@@ -74,7 +74,7 @@ pub(super) fn meet(
         _ => visit(options, until)?,
     };
     for peer in peers {
-        // Waits of the exchange have deadlines of their own.
+        // Later waits have deadlines of their own.
         let clear = peer.stream.set_read_timeout(None);
         clear.map_err(|source| MeetError::Broken {
             from: format!("rank {}", peer.rank),
@@ -98,7 +98,7 @@ fn resolve(options: &TcpOptions) -> Result<Vec<SocketAddr>, MeetError> {
     Ok(found)
 }
 
-/// Listens on all interfaces where ranks come from elsewhere, on the loopback where the address is that.
+/// Listens on the loopback interface if the address of rank 0 is there, otherwise on all interfaces.
 fn listen(loopback: bool, v6: bool, port: u16) -> io::Result<TcpListener> {
     let ip: IpAddr = match (loopback, v6) {
         (true, false) => Ipv4Addr::LOCALHOST.into(),
@@ -111,10 +111,11 @@ fn listen(loopback: bool, v6: bool, port: u16) -> io::Result<TcpListener> {
     Ok(listener)
 }
 
-/// Where rank 0 listens.
+/// Opens the listener of rank 0.
 fn open(options: &TcpOptions) -> Result<TcpListener, MeetError> {
     let loopback = ["localhost", "127.0.0.1", "::1"].contains(&&*options.addr);
-    // The name of this very machine may lead to an address that is not its own: a service, a translated one.
+    // The name of this machine may resolve to an address that it does not have, such as that of a service or a
+    // translated one.
     let v6 = resolve(options).is_ok_and(|found| found.iter().all(SocketAddr::is_ipv6));
     listen(loopback, v6, options.port).map_err(|source| match source.kind() {
         io::ErrorKind::AddrInUse => MeetError::PortInUse { port: options.port },
@@ -125,7 +126,7 @@ fn open(options: &TcpOptions) -> Result<TcpListener, MeetError> {
     })
 }
 
-/// Rank 0.
+/// Rendezvous on rank 0.
 fn host(
     options: &TcpOptions,
     listener: Option<TcpListener>,
@@ -167,7 +168,7 @@ fn host(
             difference(peer.rank, &report, &options.facts)
         };
         if let Some(problem) = problem {
-            // Whoever is gone needs no answer.
+            // A rank that has left needs no answer.
             peer.send(&Verdict::End(reason(&problem)), until).ok();
             return Err(problem);
         }
@@ -194,7 +195,7 @@ fn host(
         }),
         Err(problem) => Some(problem),
     };
-    // The answer gets a moment of its own: the deadline is over where ranks are missing.
+    // The answer gets additional time, since the deadline is over if ranks are missing.
     let until = until.max(Instant::now() + Duration::from_secs(2));
     if let Some(problem) = problem {
         let verdict = Verdict::End(reason(&problem));
@@ -264,7 +265,7 @@ fn reason(error: &MeetError) -> Reason {
     }
 }
 
-/// Greets whoever connects until `take` says that all are there; false when the time is over before.
+/// Greets connections until `take` reports that all ranks are there. Returns false if the time ends before.
 fn receive_guests<T: DeserializeOwned + Send + 'static>(
     listener: &TcpListener,
     options: &TcpOptions,
@@ -275,13 +276,13 @@ fn receive_guests<T: DeserializeOwned + Send + 'static>(
     let (sender, receiver) = mpsc::channel();
     let mut greeting = 0;
     loop {
-        // What one connection met on its way is its own affair; too many at once are closed.
+        // A failed connection does not affect the others. Excess connections are closed.
         if let Ok((stream, _)) = listener.accept()
             && greeting < MOST_GREETINGS
         {
             greeting += 1;
             let (sender, secret) = (sender.clone(), options.secret.clone());
-            // Nobody may keep the others waiting by saying nothing.
+            // A connection that sends nothing must not delay the others.
             let patience = until.min(Instant::now() + GREETING);
             std::thread::spawn(move || {
                 let guest = greet(stream, &secret, own, patience);
@@ -318,7 +319,7 @@ fn greet<T: DeserializeOwned>(
     Ok((peer, report))
 }
 
-/// Every rank but 0.
+/// Rendezvous on every rank but 0.
 fn visit(options: &TcpOptions, until: Instant) -> Result<Vec<Peer>, MeetError> {
     let rank = options.world.rank;
     let own = Claim {
@@ -346,7 +347,7 @@ fn visit(options: &TcpOptions, until: Instant) -> Result<Vec<Peer>, MeetError> {
         port,
     };
     first.send(&report, until)?;
-    // Rank 0 waits for the slowest until its own deadline, and answers a moment later.
+    // Rank 0 waits for the slowest rank until its own deadline, and answers shortly afterwards.
     let patience = until + options.deadline;
     let places = match first.receive(patience)? {
         Verdict::Go(places) if places.len() == own.size => places,
@@ -429,13 +430,13 @@ fn visit(options: &TcpOptions, until: Instant) -> Result<Vec<Peer>, MeetError> {
     Ok(peers)
 }
 
-/// A connection to rank 0, which may start later than this rank.
+/// Connects to rank 0, which may start later than this rank.
 fn reach(options: &TcpOptions, until: Instant) -> Result<(TcpStream, SocketAddr), MeetError> {
     let started = Instant::now();
     let (mut pause, longest) = PAUSES;
     let mut last: io::Error = io::ErrorKind::TimedOut.into();
     loop {
-        // Names of machines that are still starting may appear later.
+        // Names of machines that are still starting may resolve later.
         match resolve(options) {
             Ok(addresses) => {
                 for addr in addresses {

@@ -1,9 +1,9 @@
-//! Ranks on several machines: they meet at rank 0 over TCP and keep a connection between every two.
+//! Ranks on several machines. Their rendezvous is at rank 0 over TCP, and every two ranks keep a connection.
 //!
-//! Rank 0 listens at an address that all know. Every rank shows that it knows the job's secret ([`Secret`]), says
-//! what it is about to run ([`TcpOptions::facts`]), and learns where the others listen. What is exchanged afterwards
-//! is described in `README.md` beside the communicators. Data is neither sealed nor encrypted: this is for a network
-//! that belongs to the cluster.
+//! Rank 0 listens at an address that all ranks know. Every rank proves that it knows the job's secret ([`Secret`]),
+//! sends its facts about the run ([`TcpOptions::facts`]), and receives the addresses of the others. `README.md` of the
+//! communicators describes the later exchange. Data is neither sealed nor encrypted, so the network must belong to the
+//! cluster.
 
 mod frame;
 mod handshake;
@@ -23,35 +23,36 @@ use std::net::{IpAddr, TcpListener};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How to join a world of processes on several machines. Everything but the rank and the facts is the same on all.
+/// Options for joining a world of processes on several machines. All but the rank and the facts are the same on every
+/// rank.
 #[derive(Clone, Debug)]
 pub struct TcpOptions {
     /// This rank and the number of ranks.
     pub world: World,
     /// Bytes of each rank's part of the window.
     pub region_bytes: usize,
-    /// Longest time for the rendezvous, and later for any single wait.
+    /// Longest time for the rendezvous, and for any later wait.
     pub deadline: Duration,
     /// Name or address of the machine of rank 0.
     pub addr: String,
     /// Port of rank 0.
     pub port: u16,
-    /// What only ranks of this job know.
+    /// The secret of the job, known only to its ranks.
     pub secret: Secret,
-    /// What must be the same on all ranks, by name: versions, the plan, devices.
+    /// Facts that must be the same on all ranks, by name: versions, the plan, devices.
     pub facts: Vec<(String, String)>,
     /// Name of this machine, for messages.
     pub host: String,
 }
 
-/// What can go wrong while ranks meet.
+/// Errors of the rendezvous.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MeetError {
     /// Not every rank came in time.
     #[error("{} of {size} ranks came to {addr} within {:.1} s", arrived.len(), elapsed.as_secs_f64())]
     Missing {
-        /// Where rank 0 listens.
+        /// Address of rank 0.
         addr: String,
         /// Number of ranks.
         size: usize,
@@ -59,7 +60,7 @@ pub enum MeetError {
         arrived: Vec<(usize, String)>,
         /// Ranks that did not.
         missing: Vec<usize>,
-        /// Connections that were turned away: from where, and why.
+        /// Rejected connections: their address and the reason.
         turned_away: Vec<String>,
         /// How long rank 0 waited.
         elapsed: Duration,
@@ -69,19 +70,19 @@ pub enum MeetError {
     Unreachable {
         /// The rank that tried.
         rank: usize,
-        /// Where it tried.
+        /// Address that it tried.
         addr: String,
-        /// How long.
+        /// How long it tried.
         elapsed: Duration,
-        /// The last attempt's failure.
+        /// Failure of the last attempt.
         source: io::Error,
     },
-    /// The address means nothing here.
+    /// The address does not resolve on this machine.
     #[error("{addr} is no address")]
     Address {
-        /// As given.
+        /// The address given.
         addr: String,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// Another program listens at the port of rank 0.
@@ -90,7 +91,7 @@ pub enum MeetError {
         /// The port.
         port: u16,
     },
-    /// Rank 0 turned this rank away, since their secrets differ.
+    /// Rank 0 rejected this rank, since their secrets differ.
     #[error("{from} hung up: it has another secret")]
     Refused {
         /// The other side.
@@ -101,24 +102,24 @@ pub enum MeetError {
     Stranger {
         /// The other side.
         from: String,
-        /// What it did.
+        /// Its behavior.
         what: String,
     },
-    /// A rank is about to run something else.
+    /// A rank has another value of a fact.
     #[error("rank {rank} on {host} has {what} {theirs:?}, rank 0 has {ours:?}")]
     Differs {
         /// The differing rank.
         rank: usize,
         /// Its machine.
         host: String,
-        /// What differs.
+        /// Name of the fact.
         what: String,
         /// Its value.
         theirs: String,
-        /// That of rank 0.
+        /// Value of rank 0.
         ours: String,
     },
-    /// Two processes say that they are the same rank.
+    /// Two processes claim the same rank.
     #[error("two processes are rank {rank}: on {} and on {}", hosts[0], hosts[1])]
     Twice {
         /// The rank.
@@ -131,29 +132,29 @@ pub enum MeetError {
     Broken {
         /// The other side.
         from: String,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// Rank 0 ended the rendezvous for another rank's sake.
+    /// Rank 0 ended the rendezvous because of another rank.
     #[error("{reason}")]
     Ended {
-        /// What rank 0 found.
+        /// The reason that rank 0 reported.
         reason: String,
     },
-    /// The window cannot be made.
+    /// The window cannot be created.
     #[error(transparent)]
     Window(#[from] CommError),
 }
 
-/// Joins a world and returns when every rank has.
+/// Joins a world and returns after every rank has joined.
 ///
 /// # Errors
-/// As [`MeetError`] says; every wait ends at the deadline.
+/// [`MeetError`] lists them. Every wait ends at the deadline.
 pub fn join(options: &TcpOptions) -> Result<Arc<dyn Communicator>, MeetError> {
     join_at(options, None)
 }
 
-/// As [`join`]; rank 0 may listen already.
+/// As [`join`]. Rank 0 may already have a listener.
 pub(super) fn join_at(
     options: &TcpOptions,
     listener: Option<TcpListener>,
@@ -161,7 +162,7 @@ pub(super) fn join_at(
     join_with(options, listener, options.deadline)
 }
 
-/// As [`join`]; later waits take at most `deadline`.
+/// As [`join`], with `deadline` for later waits.
 fn join_with(
     options: &TcpOptions,
     listener: Option<TcpListener>,
@@ -183,7 +184,7 @@ fn join_with(
     })
 }
 
-/// Reads what a peer sends while ranks meet. For [`crate::fuzzing`].
+/// Reads a peer's message of the rendezvous. For [`crate::fuzzing`].
 pub(crate) fn read_rendezvous(bytes: &[u8]) -> io::Result<()> {
     let mut stream = bytes;
     handshake::read_greeting(&mut stream)?;
@@ -194,7 +195,7 @@ pub(crate) fn read_rendezvous(bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Takes what a peer sends afterwards. For [`crate::fuzzing`].
+/// Processes a peer's frames after the rendezvous. For [`crate::fuzzing`].
 pub(crate) fn take_frames(bytes: &[u8]) -> io::Result<()> {
     let world = World { rank: 0, size: 2 };
     super::mirror::take_frames(world, |take| {
@@ -207,7 +208,7 @@ pub(crate) fn take_frames(bytes: &[u8]) -> io::Result<()> {
     })
 }
 
-/// Whether an address means this machine alone.
+/// Whether an address belongs to the loopback interface.
 pub(super) fn is_loopback(addr: IpAddr) -> bool {
     match addr {
         IpAddr::V4(addr) => addr.is_loopback(),

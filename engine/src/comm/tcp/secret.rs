@@ -1,12 +1,12 @@
-//! What only the ranks of a job know, and how two of them show it without sending it.
+//! The shared secret of a job's ranks, and its proof between two of them.
 //!
-//! Both sides send a fresh number; each answers with a keyed hash of both numbers, its role and what it claims to be.
-//! Later frames of the rendezvous carry keyed hashes too. Nothing is encrypted.
+//! Both sides send a fresh number. Each answers with a keyed hash of both numbers, its role and its claim. Later frames
+//! of the rendezvous have keyed hashes too. Nothing is encrypted.
 
 use std::fmt;
 use std::io;
 
-/// Fewest bytes of a secret: a word can be tried out by whoever listens.
+/// Fewest bytes of a secret. A listener could try all words.
 pub const MIN_SECRET_BYTES: usize = 16;
 /// Bytes of a fresh number.
 pub(super) const NONCE_BYTES: usize = 32;
@@ -22,7 +22,7 @@ impl fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// The secret of a text that all ranks of the job were given; none where it is shorter than
+    /// The secret derived from a text that all ranks of the job have; `None` if the text is shorter than
     /// [`MIN_SECRET_BYTES`].
     #[must_use]
     pub fn new(text: &[u8]) -> Option<Self> {
@@ -30,7 +30,7 @@ impl Secret {
             .then(|| Self(blake3::derive_key("tessera 2026 ranks of one job", text)))
     }
 
-    /// The keyed hash of `parts`. Comparing two of them takes the same time wherever they differ.
+    /// The keyed hash of `parts`. The comparison of two hashes takes constant time.
     pub(super) fn seal(&self, parts: &[&[u8]]) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
         for part in parts {
@@ -46,7 +46,7 @@ impl Secret {
     }
 }
 
-/// A number that nobody has seen.
+/// A random number that was never used before.
 pub(super) fn nonce() -> io::Result<[u8; NONCE_BYTES]> {
     let mut bytes = [0; NONCE_BYTES];
     getrandom::fill(&mut bytes)?;

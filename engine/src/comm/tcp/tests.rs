@@ -1,4 +1,4 @@
-//! A rendezvous that succeeds, and each way in which one can fail.
+//! Tests of the rendezvous: success, and each kind of failure.
 
 use super::handshake::{Claim, shake};
 use super::{MeetError, Secret, TcpOptions, join, join_at};
@@ -14,7 +14,7 @@ fn secret(text: &str) -> Secret {
     Secret::new(format!("the secret of these tests {text}").as_bytes()).unwrap()
 }
 
-/// Where rank 0 listens already, so that no other test takes its port.
+/// A listener for rank 0, so that no other test takes its port.
 fn listener() -> (TcpListener, u16) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.set_nonblocking(true).unwrap();
@@ -37,7 +37,7 @@ fn options(rank: usize, size: usize, port: u16) -> TcpOptions {
 
 type Joined = Result<Arc<dyn Communicator>, MeetError>;
 
-/// Joins with the options that `change` makes of each rank's; ranks for which it gives none stay away.
+/// Joins with options that `change` edits for each rank. A rank for which it returns false does not join.
 fn meet(size: usize, change: impl Fn(&mut TcpOptions) -> bool) -> Vec<Option<Joined>> {
     let (listener, port) = listener();
     let mut listener = Some(listener);
@@ -57,7 +57,7 @@ fn meet(size: usize, change: impl Fn(&mut TcpOptions) -> bool) -> Vec<Option<Joi
     })
 }
 
-/// A world of ranks that are threads with connections, for the suite that every transport passes.
+/// A world of threads with connections, for the conformance cases.
 pub(in crate::comm) fn worlds(
     size: usize,
     region_bytes: usize,
@@ -70,7 +70,7 @@ pub(in crate::comm) fn worlds(
             .map(|rank| {
                 let mut options = options(rank, size, port);
                 options.region_bytes = region_bytes;
-                // The suite's own deadlines begin when all have met.
+                // The deadlines of the cases begin after the rendezvous.
                 options.deadline = PATIENCE;
                 let listener = listener.take().filter(|_| rank == 0);
                 scope.spawn(move || super::join_with(&options, listener, deadline).unwrap())
@@ -114,7 +114,7 @@ fn a_rank_that_leaves_is_not_waited_for() {
         .into_iter()
         .map(|joined| joined.unwrap().unwrap())
         .collect();
-    // A rank that hears of the end while it is in the first barrier would fail there.
+    // A rank that learned of the end during its first barrier would fail.
     let all_behind = Barrier::new(ranks.len());
     std::thread::scope(|scope| {
         for comm in ranks {
@@ -155,7 +155,7 @@ fn missing_ranks_are_named_with_those_that_came() {
     assert_eq!(missing, &[1, 3]);
     let came = [(0, "host0".to_owned()), (2, "host2".to_owned())];
     assert_eq!(arrived, &came);
-    // The others learn of it from rank 0.
+    // The others learn it from rank 0.
     let told = error(&joined[2]).to_string();
     assert!(told.contains("[1, 3] did not come"), "{told}");
 }
@@ -177,7 +177,7 @@ fn a_rank_with_a_different_fact_is_named_on_every_rank() {
             ours,
         } = error(joined)
         else {
-            // Rank 1 may come when the rendezvous is over already.
+            // Rank 1 may come after the end of the rendezvous.
             assert!(
                 matches!(
                     error(joined),
@@ -249,7 +249,7 @@ fn a_rank_with_another_secret_is_rejected_and_the_others_go_on() {
         stranger.secret = secret("b");
         let refused = join(&stranger).map(drop).unwrap_err();
         assert!(matches!(refused, MeetError::Refused { .. }), "{refused}");
-        // The real one still finds its place.
+        // The real rank 1 can still join.
         let second = join(&options(1, 2, port)).unwrap();
         let first = first.join().unwrap().unwrap();
         drop((first, second));
@@ -301,7 +301,7 @@ fn a_listener_that_does_not_know_the_secret_learns_nothing() {
         let error = join(&options(1, 2, port)).map(drop).unwrap_err();
         assert!(matches!(error, MeetError::Refused { .. }), "{error}");
     });
-    // Nor does one that repeats what it hears.
+    // A listener that repeats the messages it receives learns nothing either.
     let mirror = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = mirror.local_addr().unwrap().port();
     std::thread::scope(|scope| {

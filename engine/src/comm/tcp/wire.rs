@@ -1,4 +1,4 @@
-//! Frames between ranks over their connections: one thread writes and one reads for each peer.
+//! Frames between ranks over their connections, with one writing and one reading thread per peer.
 
 use super::frame;
 use crate::comm::mirror::{Inbox, MAX_FRAME, Wire};
@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How long the last words of a dead world may take.
+/// Longest time for sending the cause of a dead world.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// The connections of one rank.
@@ -23,13 +23,13 @@ pub(super) struct Wires {
 #[derive(Debug)]
 struct Lane {
     frames: Sender<Arc<Vec<u8>>>,
-    /// Closed when the writer has ended.
+    /// Closed after the writer has ended.
     ended: Receiver<()>,
     writer: JoinHandle<()>,
 }
 
 impl Wires {
-    /// Connections in rank order; a write that takes longer than `deadline` has failed.
+    /// Connections in rank order. A write that takes longer than `deadline` fails.
     pub(super) fn new(streams: Vec<Option<TcpStream>>, deadline: Duration) -> Self {
         let lanes = Mutex::new(streams.iter().map(|_| None).collect());
         Self {
@@ -89,13 +89,13 @@ impl Wire for Wires {
     fn send(&self, peer: usize, frame: Arc<Vec<u8>>) {
         let lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(lane) = &lanes[peer] {
-            // A writer that has ended has said why.
+            // A writer that ended has reported the cause.
             lane.frames.send(frame).ok();
         }
     }
 
     fn close(&self, is_dead: bool) {
-        // A writer that fails meanwhile tells the others through the lanes.
+        // A writer that fails meanwhile reports it to the others through the lanes.
         let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
         let taken: Vec<Option<Lane>> = lanes.iter_mut().map(Option::take).collect();
         drop(lanes);
@@ -110,10 +110,10 @@ impl Wire for Wires {
             };
             drop(frames);
             let patience = if is_dead { LAST_WORDS } else { self.deadline };
-            // Nothing is ever sent: this returns when the writer ends, or after the time.
+            // Nothing is ever sent on this channel. The call returns when the writer ends, or after the time.
             ended.recv_timeout(patience).ok();
             if let Some(stream) = &self.streams[peer] {
-                // A writer that still waits is torn off; what was written is delivered in any case.
+                // The connection of a writer that still waits is cut. Bytes already written are delivered.
                 if !writer.is_finished() {
                     stream.shutdown(Shutdown::Both).ok();
                 }

@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn the_workspace_has_room_for_the_partial_sums_of_every_plan() {
+    fn the_workspace_fits_the_partial_sums_of_every_plan() {
         for (rows, c) in [(1, 8), (100, 64), (5000, 100), (5000, 4096)] {
             let shape = shape(Kind::Layer, DType::BF16, rows, c);
             let bytes = |groups: u64| groups * 2 * u64::from(c) * 4;

@@ -296,7 +296,7 @@ mod tests {
         }
 
         #[test]
-        fn what_serde_writes_reads_the_same(keys in prop::collection::btree_map("\\PC{1,8}", any::<f64>(), 0..8)) {
+        fn json_written_by_serde_parses_to_the_same_value(keys in prop::collection::btree_map("\\PC{1,8}", any::<f64>(), 0..8)) {
             let finite = keys.values().all(|x| x.is_finite());
             let text = serde_json::to_string_pretty(&keys).expect("written");
             let value = parse(&text).expect("reads");

@@ -226,7 +226,7 @@ fn text_of_models_and_users_is_escaped() {
 }
 
 #[test]
-fn a_run_that_failed_early_has_a_page_that_says_why() {
+fn a_run_that_failed_at_the_start_has_a_page_with_the_reason() {
     let folder = tempfile::tempdir().expect("temp dir");
     let page = page_of(folder.path());
     assert_self_contained(&page);

@@ -1,5 +1,5 @@
-//! Everything that is checked and measured on a GPU, in one program that needs nothing but a driver beside it.
-//! `scripts/gpu-check.sh` runs its stages; each exits with 0 only when all of it passed.
+//! `gpu_check`: all checks and measurements on a GPU in one program, which needs only a driver. `scripts/gpu-check.sh`
+//! runs its stages. A stage exits with 0 only when all of it passed.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -21,22 +21,22 @@ use kernels::cuda::library::Search;
     about = "Checks and measures the GPU kernels, stage by stage"
 )]
 struct Arguments {
-    /// Folders with NVIDIA's libraries, before all others [default: those of TESSERA_CUDA_LIBS].
+    /// Directories with NVIDIA's libraries, searched before all others [default: those of TESSERA_CUDA_LIBS].
     #[arg(long, value_delimiter = ':', global = true)]
     libraries: Vec<PathBuf>,
-    /// Python's package folders (`nvidia/*/lib` in them).
+    /// Python's package directories (with `nvidia/*/lib` inside).
     #[arg(long, value_delimiter = ':', global = true)]
     python_packages: Vec<PathBuf>,
-    /// Where reports are written.
+    /// Directory of the reports.
     #[arg(long, default_value = "gpu-check", global = true)]
     out: PathBuf,
-    /// Emulated kernels compiled before, for the calibration.
+    /// Directory of precompiled emulated kernels, for the calibration.
     #[arg(long, global = true)]
     emulated: Option<PathBuf>,
-    /// The script that times the same work in PyTorch, for the table.
+    /// The script that times the same operations in PyTorch, for the table.
     #[arg(long, global = true)]
     peers: Option<PathBuf>,
-    /// Seconds after which a stage starts no more work.
+    /// Seconds after which a stage starts no more measurements.
     #[arg(long, default_value_t = 120, global = true)]
     seconds: u64,
     #[command(subcommand)]
@@ -49,34 +49,34 @@ enum Stage {
     Probe,
     /// Copies, matrix products and the bus, by NVIDIA's own code.
     Ceilings,
-    /// Weights in and gradients out beside work.
+    /// Weights in and gradients out during compute.
     Copies,
     /// Device memory of one process read by another.
     Ipc,
     /// Two NCCL ranks on one GPU.
     Nccl,
-    /// The emulator against the GPU.
+    /// The emulator compared with the GPU.
     Calibration,
-    /// Every kernel against its reference.
+    /// Every kernel compared with its reference.
     Conformance,
-    /// The same as machine code of this GPU.
+    /// The same with machine code for this GPU.
     Native,
-    /// Every operation of the backend beside the CPU.
+    /// Every backend operation compared with the CPU.
     Backend,
-    /// Small works queued one by one and as graphs.
+    /// Small operations queued one by one and as graphs.
     Graphs,
     /// The time of every kernel, with shares of ceilings and PyTorch's times.
     Table,
-    /// Products beside cuBLASLt, two layers beside one, adapted layers beside plain ones.
+    /// Products compared with cuBLASLt, two layers with one, adapted layers with plain ones.
     Products,
-    /// Compiles the PTX that is built in; give the folder of the NVRTC that is meant.
+    /// Compiles the built-in PTX; give the directory of the NVRTC to use.
     BuildPtx {
         /// The bundle to write.
         file: PathBuf,
     },
-    /// Compiles the emulator's form of every module, to be carried to a machine with a GPU.
+    /// Compiles the emulator's form of every module, to be copied to a machine with a GPU.
     BuildEmulated {
-        /// The folder to fill.
+        /// The directory to fill.
         folder: PathBuf,
     },
     /// Writes the table of registers, threads and shared memory of every kernel.
@@ -130,7 +130,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// As the launcher reads it.
+/// The code variant, read as the launcher reads it.
 fn code() -> Result<Code, String> {
     match std::env::var("TESSERA_CUDA_ARCH").as_deref() {
         Err(_) | Ok("" | "native") => Ok(Code::Native),

@@ -1,4 +1,4 @@
-//! Sums of gradients in `bf16`: bit-equal to `optim::accumulate`, several additions one behind the other.
+//! Gradient sums in `bf16`: bit-equal to `optim::accumulate` over several successive additions.
 
 use anyhow::{Result, ensure};
 use half::bf16;
@@ -13,12 +13,12 @@ use crate::machine::Machine;
 use crate::numbers::{bytes, first_difference, values};
 use crate::random::Operands;
 
-/// Elements behind the sums, which must not change.
+/// Elements after the sums, which must not change.
 const MARGIN: usize = 9;
-/// The last lies beyond 32 bits.
+/// Times in the rounding key. The last one exceeds 32 bits.
 const TIMES: [u64; 3] = [0, 1 << 20, (1 << 40) + 3];
 
-/// Sizes around the width of a thread, starts off the boundaries of vectors and pairs, a page that ends inside.
+/// Sizes around the width of a thread, starts off vector and pair boundaries, and a key page that ends inside.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let mut windows = vec![
@@ -42,7 +42,7 @@ pub fn cases(effort: Effort) -> Vec<Case> {
     windows.into_iter().map(case).collect()
 }
 
-/// `shifts`: elements in front of the sums and of the values.
+/// Checks one size. `shifts` are the elements before the sums and before the values.
 fn check(
     machine: &mut dyn Machine,
     n: usize,
@@ -53,13 +53,13 @@ fn check(
     let old = Operands::new(12).normal("sums", len, 1.0);
     let mut sums: Vec<bf16> = old.iter().map(|x| bf16::from_f32(*x)).collect();
     let own = shifts[0]..shifts[0] + n;
-    // What a sum that is new must not read.
+    // A new sum must not read these.
     sums[own.clone()].fill(bf16::NAN);
     let device = machine.upload(&sums)?;
     let stream = RandomStream::new(31, "accumulate");
     for (addition, time) in TIMES.into_iter().enumerate() {
         let mut added = Operands::new(40 + time).normal("values", shifts[1] + n, 0.7);
-        // Beyond what a carry may reach, and what is not finite.
+        // Values beyond the reach of a carry, and non-finite ones.
         let special = [f32::MAX, -f32::MAX, f32::INFINITY, f32::NAN, -0.0, 1e-40];
         let places = added.iter_mut().skip(shifts[1] + 5).step_by(31);
         places.zip(special).for_each(|(x, special)| *x = special);

@@ -1,4 +1,4 @@
-//! `AdamW`: bit-equal to the update rule of the CPU, several steps one behind the other.
+//! `AdamW`: bit-equal to the update rule of the CPU over several successive steps.
 
 use anyhow::{Result, ensure};
 use half::{bf16, f16};
@@ -17,25 +17,25 @@ const GRAD_DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 const SEED: u64 = 77;
 const LR: f32 = 1e-2;
 const WEIGHT_DECAY: f32 = 0.1;
-/// Elements behind a window, which must not change.
+/// Elements after a window, which must not change.
 const MARGIN: usize = 9;
-/// The last step lies beyond 32 bits, where the rounding stream's counter has a high word.
+/// Step numbers. The last one exceeds 32 bits, so the counter of the rounding stream has a high word.
 const STEPS: [u64; 3] = [1, 2, (1 << 33) + 5];
 
-/// Elements whose first moment is the largest bf16 number; a gradient of the largest f32 number draws it beyond, where
+/// Elements whose first moment is the largest bf16 number. A gradient of the largest f32 number moves it further, and
 /// rounding must not reach infinity.
 const LARGE: std::ops::Range<usize> = 100..190;
 
-/// Where a window lies in its buffers.
+/// Position of a window in its buffers.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     n: usize,
-    /// Elements in front of the window, of the gradient and of all else.
+    /// Elements before the window, in the gradient and in all other buffers.
     shifts: [usize; 2],
     first_element: u64,
 }
 
-/// All forms and gradients, windows around the width of a thread and off its boundaries.
+/// All forms and gradient dtypes, with windows around the width of a thread and off its boundaries.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let place = |n, shifts, first_element| Place {
@@ -49,7 +49,7 @@ pub fn cases(effort: Effort) -> Vec<Case> {
         place(29, [0, 0], 11),
         place(2051, [5, 5], 1000),
         place(300, [0, 1], 64),
-        // The keys of rounding change inside, at an element that no group of eight begins with.
+        // The rounding key changes inside the window, at an element that starts no group of eight.
         place(600, [0, 0], (1 << 33) - 299),
     ];
     places.push(match effort {
@@ -76,7 +76,7 @@ pub fn cases(effort: Effort) -> Vec<Case> {
     cases
 }
 
-/// Weights and state on the CPU, with what lies around the window.
+/// Weights and state on the CPU, with the elements around the window.
 struct Model {
     form: Form,
     place: Place,
@@ -95,7 +95,7 @@ impl Model {
         let squares = draw("exp_avg_sq", DType::F32, 0.1);
         let squares: Vec<f32> = squares.iter().map(|x| x * x).collect();
         let mut weight = draw("weight", form.weight(), 1.0);
-        // Beyond what a carry of the rounding may reach, and what never comes back to finite numbers.
+        // Values beyond the reach of a rounding carry, and values that never become finite again.
         let special = [f32::MAX, f32::MIN, f32::INFINITY, f32::NAN, -0.0, 1e-40];
         for (weight, special) in weight.iter_mut().skip(9).step_by(5).zip(special) {
             *weight = special;
@@ -122,7 +122,7 @@ impl Model {
         [self.form.weight(), self.form.moment(), self.form.moment()]
     }
 
-    /// One step of the window by the CPU's rule.
+    /// Steps the window with the CPU's rule.
     fn step(&mut self, rule: &AdamW, step: u64, grad_scale: f32, grad: &[f32]) -> Result<()> {
         let own = self.place.shifts[1]..self.place.shifts[1] + self.place.n;
         let [weight, m, v] = &mut self.kept;
@@ -185,7 +185,7 @@ impl Model {
     }
 }
 
-/// The same on the device.
+/// The same buffers on the device.
 struct Uploaded {
     kept: [Buffer; 3],
     copy: Option<(DType, Buffer)>,
@@ -248,7 +248,7 @@ impl Uploaded {
     }
 }
 
-/// Gradients with zeros, numbers whose squares are subnormal or infinite, and infinity.
+/// Gradients with zeros, with subnormal or infinite squares, and with infinity.
 fn gradient(dtype: DType, step: u64, len: usize) -> Vec<f32> {
     let mut grad = Operands::new(100 + step).normal("gradient", len, 0.2);
     let special = [0.0, 1e-22, -1e-30, 3e19, 1e38, f32::INFINITY];

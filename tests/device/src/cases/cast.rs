@@ -11,7 +11,7 @@ use crate::random::Operands;
 
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-/// All pairs, sizes around the width of a thread.
+/// All pairs of dtypes, with sizes around the width of a thread.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let sizes: &[usize] = match effort {

@@ -1,4 +1,4 @@
-//! The gradient norm: bit-equal to the definition of the CPU.
+//! The gradient norm: bit-equal to the CPU's definition.
 
 use anyhow::{Result, ensure};
 use kernels::DType;
@@ -13,13 +13,13 @@ use crate::random::Operands;
 
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-/// Sizes around runs and blocks, unaligned starts, numbers that are not finite; the clip factor.
+/// Sizes around runs and blocks, unaligned starts, non-finite numbers; the clip factor.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let mut windows = vec![(1, 0), (255, 0), (256, 1), (4096, 0), (9001, 0), (9001, 3)];
     windows.push(match effort {
         Effort::Emulated => (10 * NORM_BLOCK_ELEMS + 7, 8),
-        // More blocks than `total` has lanes, several times.
+        // More blocks than `total` has lanes, several times over.
         Effort::Gpu => (9_000 * NORM_BLOCK_ELEMS + 77, 8),
     });
     let mut cases = Vec::new();
@@ -46,7 +46,7 @@ pub fn cases(effort: Effort) -> Vec<Case> {
     cases
 }
 
-/// Two windows one after the other into one number.
+/// Adds two successive windows to one number.
 fn check_sum(machine: &mut dyn Machine, dtype: DType, n: usize, shift: usize) -> Result<()> {
     let sum = machine.output::<f64>(1)?;
     let mut want = 0.0;
@@ -97,8 +97,8 @@ fn check_not_finite(machine: &mut dyn Machine, dtype: DType) -> Result<()> {
     Ok(())
 }
 
-/// `total` alone, with more blocks than an emulated sum of squares could have: block sums are squares of block `b`'s
-/// only element that is not zero.
+/// Checks `total` alone, with more blocks than an emulated sum of squares can have. A block's sum is the square of its
+/// only non-zero element.
 fn check_total(machine: &mut dyn Machine, blocks: usize) -> Result<()> {
     let values = Operands::new(9).normal("blocks", blocks, 1.0);
     let squares: Vec<f64> = values.iter().map(|v| f64::from(*v).powi(2)).collect();

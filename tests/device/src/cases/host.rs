@@ -1,4 +1,4 @@
-//! The CPU as a reference: operations whose definition leaves no bit open.
+//! The CPU as reference for operations whose definition fixes every bit.
 
 use anyhow::{Result, ensure};
 use kernels::cuda::launch::Address;
@@ -14,7 +14,7 @@ pub(super) struct Twin {
 }
 
 impl Twin {
-    /// `numbers` rounded to `dtype`; on the machine they begin `offset` elements behind a 1024-byte boundary.
+    /// Rounds `numbers` to `dtype`. On the machine they begin `offset` elements after a 1024-byte boundary.
     pub(super) fn new(
         machine: &mut dyn Machine,
         dtype: DType,
@@ -23,14 +23,14 @@ impl Twin {
         offset: usize,
     ) -> Result<Self> {
         let own = match dtype {
-            // The lowest byte of the bits, which differs most.
+            // The lowest byte of the bits, which varies most.
             DType::U8 => numbers.iter().map(|x| x.to_bits() as u8).collect(),
             _ => bytes(dtype, numbers),
         };
         Self::of_bytes(machine, dtype, dims, &own, offset)
     }
 
-    /// Row numbers and the like.
+    /// Integers, such as row numbers.
     pub(super) fn integers(
         machine: &mut dyn Machine,
         dims: &[usize],
@@ -63,7 +63,7 @@ pub(super) fn cpu() -> CpuBackend {
     CpuBackend::unlimited()
 }
 
-/// Memory for a result of `n` elements that begins `offset` elements behind a boundary.
+/// Memory for a result of `n` elements that begins `offset` elements after a boundary.
 pub(super) fn result(
     machine: &mut dyn Machine,
     dtype: DType,
@@ -75,7 +75,7 @@ pub(super) fn result(
     Ok((buffer, Address(buffer.address.0 + lead as u64)))
 }
 
-/// What lies at the end of `buffer` is what the CPU computed, bit for bit (any NaN is NaN).
+/// Checks that the end of `buffer` equals the CPU's result bit for bit. Any NaN equals any NaN.
 pub(super) fn same(
     machine: &mut dyn Machine,
     what: &str,

@@ -1,4 +1,4 @@
-//! A linear layer with an adapter: on a machine, and as its reference with tolerances.
+//! A linear layer with an adapter on a machine, and its reference with tolerances.
 
 use anyhow::{Context, Result, ensure};
 use kernels::DType;
@@ -11,7 +11,7 @@ use crate::machine::Machine;
 use crate::reference::{Lora, absolute, matmul, transpose};
 use crate::tolerance;
 
-/// A layer to check.
+/// Shape of a layer to check.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shape {
     pub(super) dtype: DType,
@@ -21,17 +21,17 @@ pub(super) struct Shape {
     pub(super) r: usize,
     pub(super) bias: bool,
     pub(super) scale: f32,
-    /// The number that the choice of tiles starts from.
+    /// Number of multiprocessors for the choice of tiles.
     pub(super) multiprocessors: u32,
 }
 
-/// A layer on a machine, and the values of its operands.
+/// A layer on a machine, with the values of its operands.
 pub(super) struct Layer {
     pub(super) on_device: LoraLinear,
     pub(super) exact: Lora,
 }
 
-/// A layer with random operands.
+/// Draws a layer with random operands.
 pub(super) fn draw(machine: &mut dyn Machine, shape: Shape) -> Result<Layer> {
     let Shape {
         dtype, t, n, k, r, ..
@@ -69,7 +69,7 @@ pub(super) fn draw(machine: &mut dyn Machine, shape: Shape) -> Result<Layer> {
     })
 }
 
-/// The same with the magnitudes of all operands.
+/// The same layer with the magnitudes of all operands.
 pub(super) fn magnitudes(exact: &Lora) -> Lora {
     Lora {
         x: absolute(&exact.x),
@@ -81,7 +81,7 @@ pub(super) fn magnitudes(exact: &Lora) -> Lora {
     }
 }
 
-/// How far the 16-bit rows `scale * x y^T` may be off: `x [t, depth]`, `y [r, depth]`.
+/// Error bound of the 16-bit rows `scale * x y^T`, for `x [t, depth]` and `y [r, depth]`.
 pub(super) fn narrow_error(
     dtype: DType,
     scale: f64,
@@ -97,7 +97,7 @@ pub(super) fn narrow_error(
     rows.into_iter().zip(sizes).map(error).collect()
 }
 
-/// Compares with a tolerance for the product itself and one that its narrow operand brings along.
+/// Compares with the tolerance of the product plus that of its low-rank operand.
 pub(super) fn compare(
     name: &str,
     (dtype, bytes): (DType, &[u8]),
@@ -119,14 +119,14 @@ pub(super) fn compare(
     Ok(())
 }
 
-/// What rounding `s` may change in `y`.
+/// Possible change of `y` by the rounding of `s`.
 pub(super) fn forward_error(dtype: DType, exact: &Lora) -> Vec<f64> {
     let [t, n, k, r] = exact.sizes;
     let s = narrow_error(dtype, exact.scale, &exact.x, &exact.a, [t, r, k]);
     matmul(&s, &transpose(&absolute(&exact.b), n, r), t, n, r)
 }
 
-/// The launches of one product, with workspace of the size they ask for.
+/// Runs the launches of one product, with workspace of the size they need.
 pub(super) fn run_product(machine: &mut dyn Machine, product: &Product) -> Result<()> {
     let choice = product.choose(132);
     let space = machine.allocate(product.workspace_bytes(choice) as usize)?;

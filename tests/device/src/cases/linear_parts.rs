@@ -1,5 +1,5 @@
-//! The copies and sums around products: copies are bit-equal, sums too, as their order is fixed; rows of sums are put in
-//! order and where a list says.
+//! Copies and sums around products: bit-equal, since the order of the sums is fixed. Rows of sums are written in order
+//! or to the rows of a list.
 
 use anyhow::{Result, ensure};
 use half::bf16;
@@ -12,7 +12,7 @@ use super::{Case, Effort};
 use crate::machine::Machine;
 use crate::random::Operands;
 
-/// Lines shorter and longer than 16 bytes; sums of one part and of several.
+/// Rows shorter and longer than 16 bytes; sums of one part and of several.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let rows = match effort {
@@ -45,7 +45,7 @@ pub fn cases(effort: Effort) -> Vec<Case> {
     pads.chain(sums).collect()
 }
 
-/// Grid that leaves several rounds to each thread.
+/// A grid in which each thread makes several rounds.
 const GRID: [u32; 3] = [3, 1, 1];
 
 fn check_pad(machine: &mut dyn Machine, lines: usize, from: usize, to: usize) -> Result<()> {
@@ -88,7 +88,7 @@ fn check_sum(
     out: DType,
 ) -> Result<()> {
     let (n, line, scale) = (13, 15, 0.3f32);
-    // Backwards, every second row of a larger result.
+    // In reverse, every second row of a larger result.
     let lines = if named { 2 * m } else { m };
     let place = |row: usize| if named { 2 * (m - 1 - row) } else { row };
     let rows: Vec<i32> = (0..m).map(|row| place(row) as i32).collect();

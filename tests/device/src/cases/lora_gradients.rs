@@ -1,4 +1,5 @@
-//! `ds` and `dB` in one pass over `dy`, against f64; over named rows also bit for bit against the pass over these rows alone.
+//! `ds` and `dB` from one pass over `dy`, compared with f64. With a list of rows the bits are also compared with a pass
+//! over these rows alone.
 
 use std::collections::BTreeSet;
 
@@ -16,8 +17,8 @@ use crate::machine::{Machine, POISON};
 use crate::random::Operands;
 use crate::reference::{absolute, matmul, transpose};
 
-/// Every rank in both dtypes: one row, ragged tiles, several slices of columns and ranges of rows; rows behind each other and
-/// named ones.
+/// Every rank in both dtypes: one row, ragged tiles, several slices of columns and ranges of rows, consecutive and
+/// listed rows.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let (bf16, f16) = (DType::BF16, DType::F16);
@@ -49,7 +50,7 @@ pub fn cases(effort: Effort) -> Vec<Case> {
             Case::new(name, move |machine| check(machine, dtype, sizes, None))
         })
         .collect();
-    // All rows in another order, and some of more.
+    // All rows in another order, and a part of more rows.
     for (i, (dtype, sizes)) in shapes.into_iter().enumerate() {
         let [t, n, r] = sizes;
         let all = t + [0, 1, 29][i % 3];
@@ -61,16 +62,16 @@ pub fn cases(effort: Effort) -> Vec<Case> {
     cases
 }
 
-/// Values of a pass: operands, and where its rows lie.
+/// Operands of a pass, and the positions of its rows.
 struct Operation {
     dtype: DType,
-    /// Rows that are summed over, features, rank.
+    /// Summed rows, features, rank.
     sizes: [usize; 3],
-    /// Rows that there are.
+    /// Number of all rows.
     all: usize,
     /// Elements from row to row of `s` and `ds`.
     line: usize,
-    /// Of those that are meant.
+    /// List of the summed rows; null for consecutive ones.
     rows: Address,
     dy: Address,
     s: Address,
@@ -79,7 +80,7 @@ struct Operation {
 
 const SCALE: f32 = 0.5;
 
-/// The bytes of `ds` `[all, line]` and `dB`; that they are the same twice.
+/// Runs the pass twice, checks that the bytes agree, and returns those of `ds` `[all, line]` and `dB`.
 fn run(machine: &mut dyn Machine, operation: &Operation) -> Result<[Vec<u8>; 2]> {
     let Operation {
         dtype,
@@ -119,13 +120,13 @@ fn run(machine: &mut dyn Machine, operation: &Operation) -> Result<[Vec<u8>; 2]>
     Ok(both.swap_remove(0))
 }
 
-/// The first `c` of each of so many bytes from row to row, of these rows.
+/// The first `c` bytes of each listed row, where rows are `line` bytes apart.
 fn picked(bytes: &[u8], rows: &[i32], [c, line]: [usize; 2]) -> Vec<u8> {
     let rows = rows.iter().map(|row| &bytes[*row as usize * line..][..c]);
     rows.flatten().copied().collect()
 }
 
-/// `rows`: so many that there are, of which some are named; otherwise they lie behind each other.
+/// Checks a pass. With `rows` it sums a list out of so many rows, otherwise consecutive rows.
 fn check(
     machine: &mut dyn Machine,
     dtype: DType,
@@ -135,11 +136,11 @@ fn check(
     let [t, n, r] = sizes;
     let rank = r.next_multiple_of(16);
     let all = rows.unwrap_or(t);
-    // Beside columns of another layer.
+    // With a list, the columns of another layer follow.
     let line = rank + rows.map_or(0, |_| 16);
     let dy = Operand::draw(machine, dtype, "dy", all * n, 1.0)?;
     let lora_b = Operand::draw(machine, dtype, "lora_b", n * r, 0.5)?;
-    // Columns behind the rank are zeros.
+    // Columns after the rank are zeros.
     let mut s = Operands::new(12).normal("s", all * line, 1.0);
     for row in s.chunks_exact_mut(line) {
         row[r..rank].fill(0.0);
@@ -195,7 +196,7 @@ fn check(
         );
     }
 
-    // As wide as the rows of ds: zeros behind the rank.
+    // As wide as the rows of `ds`, with zeros after the rank.
     let wide: Vec<f64> = lora_b
         .values
         .chunks_exact(r)

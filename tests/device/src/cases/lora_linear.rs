@@ -1,4 +1,4 @@
-//! Linear layers with adapters, forward and backward, against f64.
+//! Linear layers with adapters, forward and backward, compared with f64.
 
 use anyhow::{Context, Result, ensure};
 use kernels::DType;
@@ -15,7 +15,7 @@ use super::{Case, Effort, product, routed};
 use crate::machine::Machine;
 use crate::reference::{Lora, absolute, matmul, transpose};
 
-/// Forward and backward of layers with odd sizes, all ranks; the tiles of products.
+/// Forward and backward of layers with odd sizes and all ranks; the tiles of products.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let mut cases = product::cases(&product_kernels::choosable());
@@ -52,7 +52,7 @@ pub(super) fn plain_layers(effort: Effort) -> Vec<Case> {
     }))
 }
 
-/// Forward and backward of each.
+/// Forward and backward of each layer.
 fn layers(shapes: impl IntoIterator<Item = Shape>) -> Vec<Case> {
     let both = |shape: Shape| {
         [
@@ -114,7 +114,7 @@ fn shapes(effort: Effort) -> Vec<Shape> {
     shapes
 }
 
-/// `y`, of two runs that must agree.
+/// `y` of two runs that must agree.
 fn run_forward(machine: &mut dyn Machine, layer: &LoraLinear, sms: u32) -> Result<Vec<u8>> {
     let mut count = Workspace::new(Address::NULL);
     layer
@@ -214,7 +214,7 @@ fn check_backward(machine: &mut dyn Machine, shape: Shape) -> Result<()> {
     )
 }
 
-/// Two adapters with their A stacked: one `s`, of which each layer takes its columns.
+/// Two adapters with stacked A: both layers read their columns of one `s`.
 fn check_stacked_adapters(machine: &mut dyn Machine) -> Result<()> {
     let shape = Shape {
         dtype: DType::BF16,
@@ -297,7 +297,7 @@ fn check_weight_gradient(machine: &mut dyn Machine) -> Result<()> {
     )
 }
 
-/// Some rows against the reference; all rows bit for bit against the smallest tile.
+/// Compares some rows with the reference, and all rows bit for bit with the smallest tile.
 fn check_large(machine: &mut dyn Machine, r: usize) -> Result<()> {
     let shape = Shape {
         dtype: DType::BF16,

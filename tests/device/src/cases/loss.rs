@@ -1,4 +1,5 @@
-//! Cross entropy: the CPU's bits, but for the last one of a loss where the device's logarithm rounds otherwise.
+//! Cross entropy: the CPU's bits, except for the last bit of a loss, where the device's logarithm may round
+//! differently.
 
 use anyhow::{Context, Result, ensure};
 use kernels::cuda::ops::loss::{self, RUNNING_BYTES, Tile};
@@ -11,7 +12,7 @@ use crate::numbers::{values, widened};
 use crate::random::Operands;
 use crate::tolerance;
 
-/// Vocabularies below, at and above a stretch, whole and in tiles.
+/// Vocabularies below, at and above one stretch, whole and in tiles.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let rows = match effort {
@@ -39,7 +40,7 @@ pub fn cases(effort: Effort) -> Vec<Case> {
 fn check(machine: &mut dyn Machine, rows: usize, [v, cols]: [usize; 2], out: DType) -> Result<()> {
     const FACTOR: f32 = 0.125;
     let mut logits = Operands::new(51).normal("logits", rows * v, 3.0);
-    // A row with one logit far above all, one with all equal.
+    // A row with one dominant logit, and one with equal logits.
     logits[v / 2] = 90.0;
     logits[v..2 * v].fill(-5.0);
     let labels: Vec<i32> = (0..rows).map(|r| ((r * 37 + v - 1) % v) as i32).collect();
@@ -66,7 +67,7 @@ fn check(machine: &mut dyn Machine, rows: usize, [v, cols]: [usize; 2], out: DTy
     for tile in &at {
         machine.launch(&loss::statistics(tile).expect("extents of a grid"))?;
     }
-    // Losses go to every second row; the others are not supervised.
+    // Losses go to every second row. The other rows are not supervised.
     let rows_of: Vec<i32> = (0..rows as i32).map(|r| 2 * r + 1).collect();
     let (rows_of, losses) = (
         machine.upload(&rows_of)?,
@@ -111,7 +112,7 @@ fn check(machine: &mut dyn Machine, rows: usize, [v, cols]: [usize; 2], out: DTy
             let share = f64::from(want.abs()) + if at_label { f64::from(FACTOR) } else { 0.0 };
             let allowed = tolerance::softmax_gradient(out, f64::from(want), share, 90.0);
             let error = f64::from((got - want).abs());
-            // On one tile the sums are the CPU's; on several the f64 sums are of other stretches.
+            // On one tile the sums are the CPU's. On several tiles the f64 sums cover other stretches.
             let fits = if whole {
                 got.to_bits() == want.to_bits()
             } else {
@@ -128,12 +129,12 @@ fn check(machine: &mut dyn Machine, rows: usize, [v, cols]: [usize; 2], out: DTy
 
 struct Reference {
     losses: Vec<f32>,
-    /// Of the logits, `[rows, v]`.
+    /// Gradients of the logits, `[rows, v]`.
     gradients: Vec<f32>,
 }
 
-/// The CPU with the identity as hidden states and the logits as weight: every product is exact, and the gradients of the
-/// weight are those of the logits.
+/// The loss on the CPU with the identity as hidden states and the logits as weight. Every product is then exact, and
+/// the weight gradients are those of the logits.
 fn reference(
     rows: usize,
     v: usize,

@@ -1,4 +1,4 @@
-//! Products and layers in f32, against f64.
+//! Products and layers in f32, compared with f64.
 
 use kernels::cuda::ops::matmul_plain;
 use kernels::cuda::ops::routed::plain_variants;

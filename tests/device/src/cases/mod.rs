@@ -1,4 +1,4 @@
-//! What is checked of every kernel family.
+//! The checks of every kernel family.
 
 use anyhow::{Context, Result};
 use kernels::cuda::module::Family;
@@ -26,10 +26,10 @@ mod product;
 mod routed;
 pub mod rows;
 
-/// How large operands may be.
+/// Size of the operands.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Effort {
-    /// Seconds on an emulated device.
+    /// Small enough for seconds on an emulated device.
     Emulated,
     /// Sizes of real models.
     Gpu,
@@ -37,7 +37,7 @@ pub enum Effort {
 
 /// One check: draws operands, launches, compares with a reference.
 pub struct Case {
-    /// What it checks, with the sizes.
+    /// Name of the check, with the sizes.
     pub name: String,
     run: Box<dyn Fn(&mut dyn Machine) -> Result<()> + Send + Sync>,
 }
@@ -49,7 +49,7 @@ impl std::fmt::Debug for Case {
 }
 
 impl Case {
-    /// A named check.
+    /// A check with a name.
     pub fn new(
         name: impl Into<String>,
         run: impl Fn(&mut dyn Machine) -> Result<()> + Send + Sync + 'static,
@@ -60,10 +60,10 @@ impl Case {
         }
     }
 
-    /// Runs it and checks that no kernel wrote outside its buffers.
+    /// Runs the check, and verifies that no kernel wrote outside its buffers.
     ///
     /// # Errors
-    /// What failed, with the case's name.
+    /// The failure, with the case's name.
     pub fn run(&self, machine: &mut dyn Machine) -> Result<()> {
         let result = (self.run)(machine);
         let guards = machine.reset();

@@ -1,5 +1,5 @@
-//! Products by a library, against sums in f64 and beside our own kernel: every dtype and orientation, longer lines,
-//! factors, sums added to what is there, and every epilogue.
+//! Library products, compared with f64 sums and with our own kernels. Cases: every dtype and orientation, row strides,
+//! factors, sums added to existing values, and every epilogue.
 
 use anyhow::{Context, Result, ensure};
 use kernels::cuda::launch::Address;
@@ -32,7 +32,7 @@ const DTYPES: [(DType, DType); 5] = [
     (DType::F32, DType::F32),
 ];
 
-/// What is multiplied.
+/// A product to check.
 #[derive(Clone, Copy, Debug)]
 struct Wanted {
     shape: Shape,
@@ -41,7 +41,7 @@ struct Wanted {
 }
 
 impl Wanted {
-    /// Sums without more.
+    /// A product without further terms.
     const fn new(
         (dtype, out): (DType, DType),
         [transpose_a, transpose_b]: [bool; 2],
@@ -68,7 +68,7 @@ impl Wanted {
     }
 }
 
-/// All of them; those that no back end asks for may be refused by a library, which the check then says.
+/// All products. A library may refuse those that no backend requests; the check then says so.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let mut all = Vec::new();
@@ -85,7 +85,7 @@ pub fn cases(effort: Effort) -> Vec<Case> {
         let mut added = Wanted::new(dtypes, [true, true], [16, 32, 200]);
         (added.beta, added.shape.y_line) = (1.0, 40);
         all.push(added);
-        // One row, and columns that make rows of no whole words.
+        // A single row, and columns whose rows are not whole words.
         all.push(Wanted::new(dtypes, [false, false], [1, 64, 48]));
         all.push(Wanted::new(dtypes, [false, false], [17, 13, 48]));
     }
@@ -114,7 +114,7 @@ pub fn cases(effort: Effort) -> Vec<Case> {
     all.into_iter().map(case).collect()
 }
 
-/// `lines` lines of `along` elements, `line` apart, on the machine and as a matrix.
+/// `lines` rows of `along` elements, `line` apart, on the machine and as a matrix.
 fn lines(
     machine: &mut dyn Machine,
     dtype: DType,
@@ -212,7 +212,7 @@ fn check(machine: &mut dyn Machine, wanted: Wanted) -> Result<()> {
             near("aux", entering[i], x, allowed)?;
         }
     }
-    // What lies between the rows is as it was.
+    // Elements between the rows are unchanged.
     let between = (0..got.len()).filter(|place| place % shape.y_line >= n);
     for place in between {
         ensure!(
@@ -225,7 +225,7 @@ fn check(machine: &mut dyn Machine, wanted: Wanted) -> Result<()> {
     Ok(())
 }
 
-/// The same by our own kernel, where it has such a product.
+/// The same product by our own kernel, if it has one.
 fn own_kernel(machine: &mut dyn Machine, multiply: &Multiply) -> Result<Option<Vec<f64>>> {
     let shape = multiply.shape;
     if shape.epilogue.has_gelu() || multiply.beta != 0.0 {

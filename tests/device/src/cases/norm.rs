@@ -1,4 +1,4 @@
-//! RMS norm and layer norm against f64.
+//! RMS norm and layer norm, compared with f64.
 
 use anyhow::{Result, ensure};
 use kernels::DType;
@@ -21,12 +21,12 @@ const DTYPES: [(DType, DType); 5] = [
 ];
 const EPS: f32 = 1e-6;
 
-/// Rows and columns around chunks and warps for all dtypes; what fills registers and what goes round blocks for two.
+/// Sizes around chunks and warps in all dtypes. Larger sizes in two dtypes fill the registers or loop over blocks.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let small = [(1, 8), (3, 1), (5, 72), (4, 100), (17, 264), (3, 1032)];
     let large: &[_] = match effort {
-        // The last two have more rows than the backward has groups.
+        // The last two have more rows than backward has row groups.
         Effort::Emulated => &[(2, 4104), (1, 8200), (2200, 8), (280, 9)],
         Effort::Gpu => &[
             (3000, 1152),
@@ -57,7 +57,7 @@ pub fn cases(effort: Effort) -> Vec<Case> {
                 add(dtype, weight_dtype, size, false);
                 add(dtype, weight_dtype, size, true);
             }
-            // Rows of 16-bit elements that have a kernel of their own in every module.
+            // Rows of 16-bit elements that have their own kernel in every module.
             add(dtype, weight_dtype, (1, 16384), dtype != DType::F32);
         }
         for &size in large {
@@ -72,13 +72,13 @@ pub fn cases(effort: Effort) -> Vec<Case> {
     cases
 }
 
-/// What is normalised, drawn with a mean and a scale of its own in every row.
+/// Inputs of a norm, with a different mean and scale in every row.
 struct Drawn {
     shape: Shape,
-    /// The residual stream, if any, and what is added to it; otherwise what is normalised.
+    /// The addend of the residual stream, or the input alone.
     x: Vec<f32>,
     residual: Option<Vec<f32>>,
-    /// What is normalised.
+    /// The input of the norm: `x`, or the rounded sum of `x` and `residual`.
     sum: Vec<f32>,
     weight: Vec<f32>,
     bias: Vec<f32>,
@@ -120,7 +120,7 @@ impl Drawn {
         self.shape.kind == Kind::Layer
     }
 
-    /// Bounds and normalised elements of every row.
+    /// Error bounds and normalized elements of every row.
     fn rows(&self) -> Vec<(NormRow, Vec<f64>)> {
         let c = self.shape.c as usize;
         let eps = f64::from(EPS);
@@ -205,7 +205,7 @@ fn check_forward(
         rows.iter()
             .flat_map(|(row, normal)| normal.iter().map(|n| (*row, *n)))
     };
-    // RMS norm rounds the normalised element.
+    // RMS norm rounds the normalized element.
     let normals: Vec<[f64; 2]> = match drawn.layer() {
         true => elements().map(|(row, n)| [n, row.normal(n)]).collect(),
         false => elements().map(|(row, n)| row.rounded(dtype, n)).collect(),
@@ -274,7 +274,7 @@ fn check_backward(
     if let Some(d_sum) = &drawn.d_sum {
         dx = reference::add(&dx, &wide(d_sum), 1.0);
     }
-    // Sizes of the means of a row, and the terms of the parameters' gradients over rows.
+    // Magnitudes of the row means, and terms of the parameter gradients over rows.
     let mut sizes = Vec::with_capacity(rows.len());
     if !drawn.layer() {
         dw.fill(0.0);
@@ -319,7 +319,8 @@ fn check_backward(
     Ok(())
 }
 
-/// Rows that do not start at a multiple of 16 bytes take the general kernels, with the same result up to sums.
+/// Rows that do not start at a multiple of 16 bytes use the general kernels, with the same result up to the order of
+/// sums.
 fn check_unaligned(machine: &mut dyn Machine, kind: Kind) -> Result<()> {
     let shape = Shape {
         kind,
@@ -352,7 +353,7 @@ fn check_unaligned(machine: &mut dyn Machine, kind: Kind) -> Result<()> {
     let bias = drawn.layer().then(|| wide(&drawn.bias));
     let (sum, weight) = (wide(&drawn.sum), wide(&drawn.weight));
     let want = reference::norm(&sum, &weight, bias.as_deref(), EPS.into());
-    // Two roundings to bf16, of the normalised element and of the result.
+    // Two roundings to bf16: of the normalized element and of the result.
     close("y", &got, &want, |i| {
         let product = want[i] - bias.as_ref().map_or(0.0, |b| b[i % 64]);
         1.01 * (tolerance::store(DType::BF16, want[i]) + tolerance::store(DType::BF16, product))

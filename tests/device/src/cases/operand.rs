@@ -1,4 +1,4 @@
-//! Operands in a dtype: on a machine, and as what their elements are worth.
+//! Operands in a dtype: bytes on a machine and values in f64.
 
 use anyhow::Result;
 use half::{bf16, f16};
@@ -16,7 +16,7 @@ pub(super) struct Operand {
 }
 
 impl Operand {
-    /// `n` normal numbers of this deviation; no memory for none.
+    /// `n` normally distributed numbers with this deviation; no memory for `n = 0`.
     pub(super) fn draw(
         machine: &mut dyn Machine,
         dtype: DType,
@@ -36,13 +36,13 @@ impl Operand {
         })
     }
 
-    /// Where it lies.
+    /// Its address.
     pub(super) fn address(&self) -> Address {
         self.buffer.map_or(Address::NULL, |buffer| buffer.address)
     }
 }
 
-/// Elements rounded to a dtype.
+/// Bytes of values rounded to a dtype.
 pub(super) fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
     let words = |narrow: fn(f32) -> u16| -> Vec<u8> {
         values
@@ -57,7 +57,7 @@ pub(super) fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
     }
 }
 
-/// The elements' values.
+/// Values of the elements.
 pub(super) fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     let words = |widen: fn(u16) -> f64| -> Vec<f64> {
         bytes
@@ -75,7 +75,7 @@ pub(super) fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     }
 }
 
-/// One launch after the other.
+/// Executes the launches in order.
 pub(super) fn launch_all(machine: &mut dyn Machine, launches: &[Launch]) -> Result<()> {
     launches
         .iter()

@@ -1,4 +1,4 @@
-//! Elements, dropout, rotary positions: bit-equal to the CPU.
+//! Elementwise operations, dropout and rotary positions: bit-equal to the CPU.
 
 use anyhow::Result;
 use kernels::cuda::launch::{Address, Launch};
@@ -13,7 +13,7 @@ use crate::random::Operands;
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 const KEY: [u32; 2] = [0x1234_5678, 0x9abc_def0];
 
-/// An operation on elements.
+/// An elementwise operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Op {
     Add,
@@ -35,7 +35,7 @@ const OPS: [Op; 8] = [
     Op::SwigluBackward,
 ];
 
-/// Every operation in every dtype: sizes around the width of a thread, aligned and not.
+/// Every operation in every dtype, with sizes around the width of a thread, aligned and unaligned.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let (sizes, rows): (&[usize], usize) = match effort {
@@ -86,7 +86,7 @@ pub fn cases(effort: Effort) -> Vec<Case> {
     cases
 }
 
-/// Normal numbers of deviation 4 among which lie the special ones.
+/// Normal numbers of deviation 4, mixed with the special ones.
 fn numbers(name: &str, n: usize) -> Vec<f32> {
     let special = [
         0.0,
@@ -102,7 +102,7 @@ fn numbers(name: &str, n: usize) -> Vec<f32> {
         60.0,
     ];
     let mut all = Operands::new(31).normal(name, n, 4.0);
-    // Other strides for other operands, so that special values meet.
+    // Operands have different strides, so special values meet.
     let stride = 2 + name.len();
     for (i, x) in all.iter_mut().step_by(stride).enumerate().take(400) {
         *x = special[(i / name.len()) % special.len()];
@@ -183,7 +183,7 @@ fn dropout(machine: &mut dyn Machine, dtype: DType, [t, k]: [usize; 2], p: f32) 
     same(machine, "dropout", buffer, &want)
 }
 
-/// Of every third row, added to what was there, as an adapter's part of a gradient is; the other rows stay.
+/// Dropout of every third row, added to the existing values as for an adapter's input gradient. The other rows stay.
 fn dropout_of_rows(
     machine: &mut dyn Machine,
     dtype: DType,
@@ -205,7 +205,7 @@ fn dropout_of_rows(
         p,
     };
     let all = [t as u64, k as u64];
-    // First a copy of the sum: the dropout of nothing; then in place.
+    // First a copy of the sum (dropout with `p = 0`), then in place.
     let whole = Dropped { p: 0.0, ..dropped };
     let operands = [sum.address, Address::NULL, y];
     run(machine, whole.launch(dtype, operands, Address::NULL, all))?;

@@ -1,4 +1,4 @@
-//! Products: every tile in every orientation, against sums in f64.
+//! Matrix products: every tile in every orientation, compared with f64 sums.
 
 use anyhow::{Context, Result, ensure};
 use kernels::DType;
@@ -13,7 +13,7 @@ use crate::machine::Machine;
 use crate::reference::{absolute, add, add_bias, matmul, transpose};
 use crate::tolerance;
 
-/// What is multiplied.
+/// Shape of a product.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     dtype: DType,
@@ -21,20 +21,20 @@ struct Shape {
     transpose: [bool; 2],
     m: usize,
     n: usize,
-    /// Columns that `b` has.
+    /// Number of columns that `b` has.
     b_rows: usize,
     k: [usize; 2],
     bias: bool,
 }
 
-/// Operands on a machine, and what must come out.
+/// Operands on a machine, and the expected result.
 struct Drawn {
     product: Product,
     want: Vec<f64>,
     magnitude: Vec<f64>,
 }
 
-/// Every variant, with sizes around its tile; sums in parts; equal bits by the tiles that promise them.
+/// Every variant with sizes around its tile; sums in parts; tiles that must give equal bits.
 pub(super) fn cases(variants: &[Variant]) -> Vec<Case> {
     let mut cases = Vec::new();
     for (i, &(dtype, out, transpose, tile)) in variants.iter().enumerate() {
@@ -76,7 +76,7 @@ pub(super) fn cases(variants: &[Variant]) -> Vec<Case> {
     cases
 }
 
-/// Sums cut into parts, with bias and factor applied after the parts are added.
+/// Sums cut into parts, with bias and factor applied after the addition of the parts.
 fn cut_sums(variants: &[Variant]) -> impl Iterator<Item = Case> {
     let wanted = |(_, out, _, tile): &&Variant| *out == DType::F32 && tile.m < 128;
     let variants = variants
@@ -99,7 +99,7 @@ fn cut_sums(variants: &[Variant]) -> impl Iterator<Item = Case> {
     })
 }
 
-/// Tiles that share the order of their sums give the same bits.
+/// Tiles with the same order of sums give the same bits.
 fn equal_tiles(dtype: DType, tiles: Vec<Tile>) -> Case {
     let shape = Shape {
         dtype,
@@ -193,7 +193,7 @@ fn draw(machine: &mut dyn Machine, shape: Shape) -> Result<Drawn> {
     })
 }
 
-/// The bytes of `y`, of two runs that must agree.
+/// The bytes of `y`, from two runs that must agree.
 fn run(
     machine: &mut dyn Machine,
     product: &mut Product,
@@ -215,7 +215,7 @@ fn run(
 
 fn check(machine: &mut dyn Machine, shape: Shape, tile: Tile, parts: u32) -> Result<()> {
     let mut drawn = draw(machine, shape)?;
-    // Few multiprocessors: tiles are walked in several groups.
+    // With few multiprocessors a block walks the tiles in several groups.
     let bytes = run(machine, &mut drawn.product, Choice { tile, parts }, 1)?;
     let depth = shape.k.iter().sum();
     for (i, got) in decode(shape.out, &bytes).into_iter().enumerate() {

@@ -1,4 +1,5 @@
-//! Two layers over a partition of rows: against f64, and bit for bit against one product of each group's gathered rows.
+//! Grouped products: two layers over two row groups. They are compared with f64, and bit for bit with one product of
+//! each group's gathered rows.
 
 use anyhow::{Context, Result, ensure};
 use kernels::DType;
@@ -15,24 +16,24 @@ use crate::random::Operands;
 use crate::reference::{absolute, add_bias, matmul, transpose};
 use crate::tolerance;
 
-/// What is computed.
+/// Shape of a grouped product.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     dtype: DType,
-    /// Rows of both groups.
+    /// Rows of both row groups.
     m: [usize; 2],
     n: usize,
     k: usize,
     bias: [bool; 2],
-    /// dx instead of y.
+    /// Whether it computes dx instead of y.
     backward: bool,
-    /// Ranks of the adapters whose terms enter the sums; 0 without.
+    /// Ranks of the adapters whose terms enter the sums; 0 without an adapter.
     r: [usize; 2],
-    /// Columns that b does not have, of each group: those of `y` are zeros.
+    /// Columns that `b` lacks, per row group. In `y` they are zeros.
     absent: [usize; 2],
 }
 
-/// Each variant with ragged tiles in both groups; groups without rows and of one row; sums over named rows.
+/// Each variant with ragged tiles in both row groups; row groups without rows and with one row; sums over listed rows.
 pub(super) fn cases(variants: &[Variant], effort: Effort) -> Vec<Case> {
     let mut cases = Vec::new();
     for (i, &(dtype, _, transpose, tile)) in variants.iter().enumerate() {
@@ -57,7 +58,7 @@ pub(super) fn cases(variants: &[Variant], effort: Effort) -> Vec<Case> {
             absent: [0; 2],
         };
         cases.push(routed_case(shape, tile));
-        // Ranks that are a step of the sum, parts of one, and no multiple of what is copied at once.
+        // Ranks of a whole step of the sum, of several parts, and ranks that are no multiple of a copy.
         let adapted = Shape {
             r: [[16, 16], [40, 5], [5, 0], [0, 12]][i % 4],
             absent: [3 * (i % 2), 5 * (i % 3)],
@@ -65,7 +66,7 @@ pub(super) fn cases(variants: &[Variant], effort: Effort) -> Vec<Case> {
         };
         cases.push(routed_case(adapted, tile));
     }
-    // The last of the forward variants is a small tile.
+    // The last forward variant has a small tile.
     let forward = |variant: &&Variant| variant.2 == [false, false];
     let of_rows = |variant: &&Variant| variant.2[0];
     let (Some(&(dtype, _, _, tile)), Some(&(sum_dtype, _, _, sum_tile))) = (
@@ -125,14 +126,14 @@ pub(super) fn scattered(t: usize) -> Vec<i32> {
     rows
 }
 
-/// Rows `rows` of a table with rows of `c` values.
+/// Rows `rows` of a table whose rows have `c` values.
 pub(super) fn gathered(table: &[f64], rows: &[i32], c: usize) -> Vec<f64> {
     rows.iter()
         .flat_map(|row| table[*row as usize * c..][..c].to_vec())
         .collect()
 }
 
-/// Each row of `low` values as one of `line`, zeros behind it.
+/// Each row of `low` values extended with zeros to `line` values.
 fn padded(rows: &[f32], low: usize, line: usize) -> Vec<f32> {
     let rows = rows.chunks_exact(low.max(1));
     let zeros = std::iter::repeat_n(0.0, line - low);
@@ -140,11 +141,11 @@ fn padded(rows: &[f32], low: usize, line: usize) -> Vec<f32> {
         .collect()
 }
 
-/// What the sums of a group with an adapter are multiplied by.
+/// Scales of the sums of a row group with an adapter.
 const FACTORS: [f32; 2] = [0.25, 0.5];
 
 impl Shape {
-    /// Of the sums of a group.
+    /// Scale of a row group's sums.
     fn scale(&self, group: usize) -> f32 {
         match self.r[group] {
             0 => 1.0,
@@ -153,8 +154,8 @@ impl Shape {
     }
 }
 
-/// `s [t, line]`: in each row as many numbers as its group has ranks, zeros up to the next multiple of 8, and numbers that
-/// nobody may read behind them, as in all of a row without adapter.
+/// `s [t, line]`. The first values of a row are as many as the rank of its row group, then zeros follow up to the next
+/// multiple of 8. Nobody may read the random numbers after them, nor a row without an adapter.
 fn low_rows(shape: Shape, rows: [&[i32]; 2], line: usize) -> Vec<u8> {
     let mut s = Operands::new(17).normal("s", (shape.m[0] + shape.m[1]) * line, 1.0);
     for (rows, r) in rows.into_iter().zip(shape.r) {
@@ -227,7 +228,7 @@ fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<(
         let mut count = Workspace::new(Address::NULL);
         routed.launches(tile, 1, &mut count).context("no kernel")?;
         let space = machine.allocate(count.bytes() as usize)?;
-        // Few multiprocessors: tiles are walked in several groups.
+        // With few multiprocessors a block walks the tiles in several groups.
         let launches = routed.launches(tile, 1, &mut Workspace::new(space.address));
         launch_all(machine, &launches.context("no kernel")?)?;
         runs.push(machine.download::<u8>(y)?);
@@ -239,7 +240,7 @@ fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<(
         let own = gathered(&a.values, rows, k);
         let low = gathered(&s, rows, line);
         let low = gathered_columns(&low, line, r);
-        // [k, n] with zeros behind the columns that there are.
+        // `[k, n]`, with zeros after the existing columns.
         let columns = |b: &[f64], k: usize| -> Vec<f64> {
             let columns = match shape.backward {
                 true => b.to_vec(),
@@ -283,7 +284,7 @@ fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<(
     Ok(())
 }
 
-/// The values of one product of a group's rows, which lie behind each other.
+/// The values of one product over a row group's rows, gathered to consecutive ones.
 fn product_alone(
     machine: &mut dyn Machine,
     (shape, group): (Shape, usize),
@@ -344,7 +345,7 @@ fn check_sum(
     parts: u32,
 ) -> Result<()> {
     let rows = &scattered(t)[..k];
-    // Rows of larger matrices where there are several parts: what adapters make is padded.
+    // With several parts, operands are rows of larger matrices, since adapter outputs are padded.
     let [a_line, b_line] = if parts > 1 { [m + 3, n + 8] } else { [m, n] };
     let a = Operand::draw(machine, dtype, "a", t * a_line, 1.0)?;
     let b = Operand::draw(machine, dtype, "b", t * b_line, 1.0)?;

@@ -1,4 +1,4 @@
-//! Rows gathered, replaced, transposed and added: bit-equal to the CPU; column sums within their bound.
+//! Rows gathered, replaced, transposed and added: bit-equal to the CPU. Column sums stay within their bound.
 
 use anyhow::{Context, Result, ensure};
 use kernels::cuda::launch::Address;
@@ -15,7 +15,8 @@ use crate::tolerance;
 
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-/// Gather, replace and transpose: rows that are made of every unit. Rows by group: fewer and more than are numbered at once.
+/// Gather, replace and transpose with rows of every copy unit. Partitions with fewer and with more rows than one pass
+/// numbers.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let (table, moved) = match effort {
@@ -59,7 +60,7 @@ pub fn cases(effort: Effort) -> Vec<Case> {
     cases
 }
 
-/// Rows that are added: targets named never, once and often; columns of few and many rows.
+/// Added rows: targets named never, once and often; sums over few and many rows.
 #[must_use]
 pub fn sum_cases(effort: Effort) -> Vec<Case> {
     let (sources, deep) = match effort {
@@ -111,7 +112,7 @@ fn gather(
     same(machine, "gathered", buffer, &want)
 }
 
-/// The base is put first, row by row, then what replaces it: rows of another table, and zeros.
+/// Writes the base row by row, then replaces rows by those of another table and by zeros.
 fn replace(
     machine: &mut dyn Machine,
     dtype: DType,
@@ -122,7 +123,7 @@ fn replace(
     let base = Twin::new(machine, dtype, &[rows, c], &draw("base", rows * c), 0)?;
     let other = draw("rows", moved * c);
     let other = Twin::new(machine, dtype, &[moved, c], &other, offset)?;
-    // No row twice: steps that share no factor with the number of rows.
+    // Each row occurs once: the step and the number of rows are coprime.
     let to: Vec<i32> = (0..moved).map(|i| (i * 7 % rows) as i32).collect();
     let all: Vec<i32> = (0..rows as i32).collect();
     let in_order = Twin::integers(machine, &[rows], &all)?;
@@ -142,7 +143,7 @@ fn replace(
 }
 
 fn partition(machine: &mut dyn Machine, n: usize, every: usize) -> Result<()> {
-    // Any byte but 0 is of the second; none is where `every` is more than there are.
+    // Any non-zero byte selects the second list. If `every` exceeds the number of rows, none is selected.
     let mask: Vec<u8> = (1..=n)
         .map(|i| if i % every == 0 { 1 + i as u8 % 255 } else { 0 })
         .collect();
@@ -178,7 +179,7 @@ fn scatter(
     let rows = sources;
     let x = Operands::new(45).normal("x", sources * c, 1.0);
     let x = Twin::new(machine, from, &[sources, c], &x, 0)?;
-    // Squares crowd at the front: some rows are named often, some never.
+    // Squares cluster at the front, so some rows are named often and others never.
     let index: Vec<i32> = indices("scatter", sources, rows)
         .into_iter()
         .map(|i| i * i / rows as i32)

@@ -1,4 +1,4 @@
-//! From a module to a shared library.
+//! Compilation of a module to a shared library.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -18,9 +18,9 @@ macro_rules! emulator_file {
     };
 }
 
-/// In front of every kernel.
+/// Headers before every kernel.
 const HEADERS: [(&str, &str); 2] = [emulator_file!("emulator.h"), emulator_file!("primitives.h")];
-/// The unit that executes launches, the same for all modules.
+/// The sources that execute launches, the same for all modules.
 const RUNTIME: [(&str, &str); 9] = [
     emulator_file!("emulator.h"),
     emulator_file!("runtime.h"),
@@ -43,12 +43,12 @@ const COMMON_FLAGS: &[&str] = &[
     "-fno-strict-aliasing",
     "-ffp-contract=off",
 ];
-/// What is checked while a kernel runs.
+/// The checks while a kernel runs.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) enum Watch {
     /// Every access and all arithmetic.
     Everything,
-    /// Barriers, collectives, and what primitives are called with: some times faster.
+    /// Barriers, collectives and arguments of primitives: several times faster.
     Primitives,
 }
 
@@ -60,7 +60,7 @@ impl Watch {
         }
     }
 
-    /// The hooks that these call are the runtime's own; no sanitizer library is linked.
+    /// Compiler flags. The hooks they call are in the runtime; no sanitizer library is linked.
     const fn kernel_flags(self) -> &'static [&'static str] {
         match self {
             Self::Everything => &[
@@ -76,7 +76,7 @@ impl Watch {
 const LINK_FLAGS: &[&str] = &["-shared", "-static-libgcc", "-static-libstdc++"];
 const LIBRARIES: &[&str] = &["-lm", "-ldl"];
 
-/// What is compiled for a module.
+/// The compilation unit of a module.
 pub(super) struct Unit {
     name: String,
     text: String,
@@ -99,13 +99,13 @@ impl Unit {
         Ok(Self { name, text, watch })
     }
 
-    /// Where the library of this very text, these flags and this compiler lies.
+    /// Path of the cached library for this text, these flags and this compiler.
     pub(super) fn cached_path(&self) -> Result<PathBuf> {
         let hash = hash(&self.text, self.watch, compiler_version()?);
         Ok(cache()?.join(format!("{hash}.so")))
     }
 
-    /// Where [`build_all`] puts it: any compiler may have made it, but from this very text.
+    /// Path of the library that [`build_all`] writes. Any compiler may have made it, but from this exact text.
     pub(super) fn prebuilt_path(&self, folder: &Path) -> PathBuf {
         let hash = hash(&self.text, self.watch, "");
         folder.join(format!("{}-{hash}.so", self.name))
@@ -122,7 +122,7 @@ impl Unit {
         link.args(LINK_FLAGS).arg("-o").arg(&library);
         link.arg(&object).arg(&runtime).args(LIBRARIES);
         execute(&mut link)?;
-        // Whoever comes second replaces the file by an equal one.
+        // A second process replaces the file by an equal one.
         fs::rename(&library, path).with_context(|| format!("rename to {}", path.display()))
     }
 }
@@ -130,13 +130,13 @@ impl Unit {
 /// Compiles every tested module of every family into `folder`, for [`super::Emulator::prebuilt`].
 ///
 /// # Errors
-/// When a module does not compile or the folder cannot be written.
+/// When a module does not compile or the directory cannot be written.
 pub fn build_all(folder: &Path) -> Result<()> {
     let modules: Vec<Module> = Family::ALL.into_iter().flat_map(Family::modules).collect();
     build_modules(folder, &modules)
 }
 
-/// Compiles some modules as [`build_all`] does all.
+/// Compiles some modules like [`build_all`].
 ///
 /// # Errors
 /// As [`build_all`].
@@ -167,7 +167,7 @@ fn joined(parts: &[(&str, &str)]) -> String {
     text
 }
 
-/// The first argument of the `KERNEL(...)` in front of a kernel's name.
+/// The first argument of the `KERNEL(...)` before a kernel's name.
 fn bound<'t>(text: &'t str, kernel: &str) -> Option<&'t str> {
     text.split("KERNEL(").skip(1).find_map(|rest| {
         let (arguments, rest) = rest.split_once(')')?;
@@ -192,7 +192,7 @@ fn compiler_version() -> Result<&'static str> {
     }
 }
 
-/// A fused multiply-add is one instruction where the processor has it, else a call.
+/// Flags for fused multiply-add: one instruction if the processor has it, else a call.
 fn processor_flags() -> &'static [&'static str] {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("fma") {
@@ -201,7 +201,7 @@ fn processor_flags() -> &'static [&'static str] {
     &[]
 }
 
-/// Names what a compiler makes of a text and the runtime.
+/// Hash of text, flags, compiler and runtime.
 fn hash(text: &str, watch: Watch, compiler: &str) -> String {
     let flags = [
         COMMON_FLAGS,
@@ -220,7 +220,7 @@ fn hash(text: &str, watch: Watch, compiler: &str) -> String {
     hasher.finalize().to_hex()[..16].to_owned()
 }
 
-/// The folder of compiled modules: in the target folder that the running test lies in.
+/// The directory of compiled modules, inside the target directory of the running test.
 fn cache() -> Result<PathBuf> {
     let program = env::current_exe()?;
     let target = program.ancestors().find(|path| path.ends_with("deps"));
@@ -244,7 +244,7 @@ fn runtime(watch: Watch) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// A folder for the files of one build, next to its result.
+/// A directory for the files of one build, next to its result.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -270,12 +270,12 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // A folder that stays behind does no harm.
+        // A leftover directory does no harm.
         drop(fs::remove_dir_all(&self.0));
     }
 }
 
-/// What the command printed.
+/// Runs the command and returns its output.
 fn execute(command: &mut Command) -> Result<String> {
     let output = command
         .output()

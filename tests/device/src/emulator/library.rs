@@ -1,4 +1,4 @@
-//! Compiled modules in this process.
+//! Compiled modules loaded into this process.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int};
@@ -37,7 +37,7 @@ pub(super) struct RawLaunch {
 
 type Run = unsafe extern "C" fn(*const RawLaunch, *mut c_char, u64) -> c_int;
 
-/// A loaded module. Never unloaded.
+/// A loaded module, never unloaded.
 pub(super) struct Loaded {
     library: Library,
     path: PathBuf,
@@ -50,11 +50,11 @@ impl Loaded {
     /// The launch's pointers are valid and its buffers are writable.
     pub(super) unsafe fn run(&self, kernel: &str, launch: &RawLaunch) -> Result<()> {
         let name = format!("emulator_run_{kernel}");
-        // SAFETY: every symbol of this name is written by EMULATOR_EXPORT, with this signature.
+        // SAFETY: EMULATOR_EXPORT writes every symbol of this name with this signature.
         let run = unsafe { self.library.get::<Run>(name.as_bytes()) };
         let run = run.with_context(|| format!("the module has no kernel {kernel}"))?;
         let mut message = [0_u8; MESSAGE_BYTES];
-        // SAFETY: as the caller promises; the message ends with zero.
+        // SAFETY: the caller guarantees the launch; the message ends with zero.
         let failed = unsafe { run(launch, message.as_mut_ptr().cast(), MESSAGE_BYTES as u64) };
         if failed != 0 {
             let message = CStr::from_bytes_until_nul(&message)?;
@@ -63,7 +63,7 @@ impl Loaded {
         Ok(())
     }
 
-    /// Puts a line of source in the place of an address in the library, when the tool for that is there.
+    /// Replaces an address in the message by its source line, if the tool for that is installed.
     fn with_line(&self, message: String) -> String {
         const MARK: &str = "library+";
         let line = || {
@@ -72,7 +72,7 @@ impl Loaded {
             let mut tool = Command::new("addr2line");
             tool.arg("-ise").arg(&self.path).arg(address);
             let output = String::from_utf8(tool.output().ok()?.stdout).ok()?;
-            // From the innermost function outwards; a remark may follow the line's number.
+            // From the innermost function outwards. A remark may follow the line number.
             let mut lines = output.lines();
             let line = lines.find(|line| !line.starts_with("primitives.h"))?;
             let line = line.split(' ').next()?;
@@ -84,7 +84,7 @@ impl Loaded {
 
 type Slot = Arc<Mutex<Option<Arc<Loaded>>>>;
 
-/// The module, compiled and loaded when this process has not yet done so.
+/// The module, compiled and loaded at its first use in this process.
 pub(super) fn of(module: &Module, watch: Watch, folder: Option<&Path>) -> Result<Arc<Loaded>> {
     static SLOTS: Mutex<Option<HashMap<PathBuf, Slot>>> = Mutex::new(None);
     let unit = compile::Unit::new(module, watch)?;
@@ -97,7 +97,7 @@ pub(super) fn of(module: &Module, watch: Watch, folder: Option<&Path>) -> Result
         let slots = slots.get_or_insert_default();
         Slot::clone(slots.entry(path.clone()).or_default())
     };
-    // Others that want the same module wait here.
+    // Other threads that want the same module wait here.
     let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(loaded) = slot.as_ref() {
         return Ok(Arc::clone(loaded));

@@ -1,5 +1,5 @@
-//! A CPU that executes launches: the kernel's source compiled as C++ with emulated primitives. What is modelled is
-//! described in `kernels/emulator/README.md`.
+//! A CPU machine that executes launches. Kernel sources are compiled as C++ with emulated primitives.
+//! `kernels/emulator/README.md` describes the model.
 #![expect(
     unsafe_code,
     reason = "loads compiled kernels and gives them raw memory"
@@ -25,26 +25,26 @@ use self::library::{RawBuffer, RawLaunch};
 use crate::compile::is_unlisted;
 use crate::machine::{Buffer, GUARD_BYTES, Machine, POISON};
 
-/// Shared memory of a block in bytes: what sm_86 and sm_89 have.
+/// Shared memory of a block in bytes, as sm_86 and sm_89 have it.
 const SHARED_LIMIT: u32 = 101_376;
 
-/// Nothing lies within this many bytes of a buffer, so that addresses near it are not taken for another one's.
-/// Never touched, so it costs address space only.
+/// Distance to the next buffer, so that an address slightly outside is in no other buffer. It is never touched, so it
+/// costs only address space.
 const GAP_BYTES: usize = 16 << 20;
 
-/// In which order blocks, warps and lanes run. Kernels must not depend on it.
+/// Execution order of blocks, warps and lanes. Kernels must not depend on it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Order {
     /// The first block, warp, lane first.
     Ascending,
     /// The last block, warp, lane first.
     Descending,
-    /// Blocks shuffled; warps and lanes take turns at random.
+    /// Blocks shuffled; warps and lanes alternate at random.
     Random(u64),
 }
 
 impl Order {
-    /// The two orders that together show a missing barrier.
+    /// The two orders that together reveal a missing barrier.
     pub const BOTH: [Self; 2] = [Self::Ascending, Self::Descending];
 }
 
@@ -53,7 +53,7 @@ impl Order {
 pub struct Emulator {
     order: Order,
     watch: Watch,
-    /// Where compiled modules lie; `None`: compile them.
+    /// Directory of compiled modules; `None` compiles them.
     folder: Option<PathBuf>,
     allocations: Vec<Allocation>,
 }
@@ -70,8 +70,8 @@ impl Emulator {
         }
     }
 
-    /// For passes of whole models: as [`Self::new`], but what kernels access is not looked at unless `TESSERA_WATCH=1`
-    /// asks for it, which takes some times as long. The suites of the kernels look at the same kernels always.
+    /// An emulator for passes of whole models. It does not check memory accesses unless `TESSERA_WATCH=1` asks for it,
+    /// which takes several times as long. The kernels' suites always check the same kernels.
     #[must_use]
     pub fn of_passes(order: Order) -> Self {
         static ASKED: LazyLock<bool> =
@@ -87,7 +87,7 @@ impl Emulator {
         }
     }
 
-    /// Takes modules from a folder that [`build_all`] has filled.
+    /// Takes modules from a directory that [`build_all`] filled.
     #[must_use]
     pub fn prebuilt(folder: &Path, order: Order) -> Self {
         Self {
@@ -96,7 +96,7 @@ impl Emulator {
         }
     }
 
-    /// Copies bytes to `start` bytes behind the front of a buffer.
+    /// Copies bytes into a buffer, from byte `start` on.
     ///
     /// # Errors
     /// When the bytes do not fit.
@@ -112,7 +112,7 @@ impl Emulator {
         Ok(())
     }
 
-    /// Bytes from `start` behind the front of a buffer, guards included.
+    /// Bytes of a buffer from `start` on, guards included.
     fn read_at(&self, buffer: Buffer, start: isize, len: usize) -> Result<Vec<u8>> {
         let allocation = self.allocation(buffer)?;
         let guard = GUARD_BYTES as isize;
@@ -120,7 +120,7 @@ impl Emulator {
         let inside = start >= -guard && end <= buffer.len as isize + guard;
         ensure!(inside, "outside the buffer and its guards");
         let mut bytes = vec![0; len];
-        // SAFETY: the range lies in the buffer and its guards, which were all written when they were made.
+        // SAFETY: the range is in the buffer and its guards, which were all written at allocation.
         unsafe {
             let from = allocation.start().offset(start);
             from.copy_to_nonoverlapping(bytes.as_mut_ptr(), len);
@@ -128,7 +128,7 @@ impl Emulator {
         Ok(bytes)
     }
 
-    /// The buffer that holds a range, and where in it the range begins.
+    /// The buffer that contains a range, and the range's offset in it.
     fn place(&self, at: Address, bytes: usize) -> Result<(Buffer, usize)> {
         let mut all = self.allocations.iter().map(Allocation::buffer);
         let inside = |buffer: &Buffer| {
@@ -199,7 +199,7 @@ impl Machine for Emulator {
             launch.kernel,
             launch.shared_bytes
         );
-        // Where no compiler is, a GPU has the listed modules alone.
+        // Without a compiler, a GPU has only the listed modules.
         ensure!(
             !is_unlisted(&launch.module),
             "no family lists {}",
@@ -226,8 +226,8 @@ impl Machine for Emulator {
             buffers: buffers.as_ptr(),
             buffer_count: buffers.len() as u64,
         };
-        // SAFETY: the pointers outlive the call; kernels stay in the buffers, which nobody else has a reference into:
-        // the emulator checks it here, or has checked it in the suites of kernels.
+        // SAFETY: the pointers outlive the call. Kernels stay in the buffers, which nobody else references: the
+        // emulator checks this here or has checked it in the kernels' suites.
         unsafe { library.run(launch.kernel, &raw) }
             .with_context(|| format!("module {}", launch.module.name()))
     }
@@ -242,7 +242,7 @@ impl Machine for Emulator {
     }
 }
 
-/// The letter that `KindOf` of `emulator.h` gives a parameter of this type.
+/// The letter of `KindOf` in `emulator.h` for a parameter of this type.
 const fn kind(arg: Arg) -> u8 {
     match arg {
         Arg::Address(_) => b'p',
@@ -253,7 +253,7 @@ const fn kind(arg: Arg) -> u8 {
     }
 }
 
-/// A buffer between its guards, and a gap.
+/// A buffer between its guards, followed by a gap.
 #[derive(Debug)]
 struct Allocation {
     base: NonNull<u8>,
@@ -281,7 +281,7 @@ impl Allocation {
 
     /// The first byte after the front guard.
     fn start(&self) -> *mut u8 {
-        // SAFETY: the guard lies in the allocation.
+        // SAFETY: the guard is in the allocation.
         unsafe { self.base.as_ptr().add(GUARD_BYTES) }
     }
 

@@ -1,4 +1,4 @@
-//! What a library does with a product: one chain of f32 sums for each element, rounded once.
+//! Library products on the emulator: one chain of f32 additions per element, rounded once.
 
 use anyhow::{Result, ensure};
 use kernels::cuda::launch::Address;
@@ -7,15 +7,15 @@ use kernels::cuda::matmul::{ALIGNMENT, Multiply, Shape, WORKSPACE_BYTES};
 use crate::machine::POISON;
 use crate::numbers::{bytes, values};
 
-/// Bytes at either end of the workspace that are overwritten, as a library may overwrite all of them.
+/// Bytes at either end of the workspace that are overwritten, since a library may overwrite all of it.
 const USED_BYTES: usize = 4096;
 
 /// The memory of the executing machine.
 pub(super) trait Memory {
-    /// The bytes of a range that must lie in one buffer.
+    /// The bytes of a range that must be in one buffer.
     fn load(&self, at: Address, bytes: usize) -> Result<Vec<u8>>;
 
-    /// Writes bytes to a range that must lie in one buffer.
+    /// Writes bytes to a range that must be in one buffer.
     fn store(&mut self, at: Address, bytes: &[u8]) -> Result<()>;
 }
 
@@ -50,7 +50,7 @@ pub(super) fn run(
     };
     let a = lines(product.a, shape.transpose_a, m, shape.a_line)?;
     let b = lines(product.b, shape.transpose_b, n, shape.b_line)?;
-    // Both with k in front, so that one element of a meets a whole row of b.
+    // Both with k first, so one element of `a` meets a whole row of `b`.
     let a = if shape.transpose_a {
         a
     } else {
@@ -95,7 +95,7 @@ pub(super) fn run(
     Ok(())
 }
 
-/// The elements of `lines` lines of `along` elements that are `line` elements apart.
+/// The elements of `lines` rows of `along` elements that are `line` elements apart.
 fn matrix(
     memory: &dyn Memory,
     dtype: kernels::DType,
@@ -104,7 +104,7 @@ fn matrix(
 ) -> Result<Vec<f32>> {
     ensure!(line >= along, "lines of {along} elements overlap at {line}");
     let size = dtype.size_bytes();
-    // The last line ends with its last element.
+    // The last row ends with its last element.
     let all = memory.load(at, ((lines - 1) * line + along) * size)?;
     let rows = all.chunks(line * size).take(lines);
     Ok(rows
@@ -112,7 +112,7 @@ fn matrix(
         .collect())
 }
 
-/// `[rows, columns]` as `[columns, rows]`.
+/// Transposes `[rows, columns]`.
 fn turned(x: &[f32], rows: usize, columns: usize) -> Vec<f32> {
     let at = |i: usize| x[i % rows * columns + i / rows];
     (0..rows * columns).map(at).collect()

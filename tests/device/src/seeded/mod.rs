@@ -1,4 +1,4 @@
-//! Small correct kernels and, by replaced text, wrong ones: what the emulator must catch.
+//! Small correct kernels, and faulty ones by replaced text, which the emulator must report.
 
 use anyhow::{Result, bail, ensure};
 use half::bf16;
@@ -10,17 +10,17 @@ use crate::random::Operands;
 
 /// The text of the kernel `gemm`.
 pub const GEMM: &str = include_str!("gemm.cu");
-/// Three stages of 64 rows of A and of B, 32 elements each.
+/// Bytes of three stages of 64 rows of A and of B, 32 elements each.
 const GEMM_SHARED_BYTES: u32 = 3 * 2 * 64 * 32 * 2;
 
 /// The text of the kernel `sum`.
 pub const SUM: &str = include_str!("sum.cu");
 
-/// The sum of `n` numbers by a text of [`SUM`] in several blocks. The numbers are small integers, so any order gives
-/// the same sum.
+/// Checks the sum of `n` numbers by a text of [`SUM`] in several blocks. The numbers are small integers, so any order
+/// gives the same sum.
 ///
 /// # Errors
-/// What the machine reports, or a wrong sum.
+/// A report of the machine, or a wrong sum.
 pub fn check_sum(machine: &mut dyn Machine, text: &str, n: usize) -> Result<()> {
     const BLOCKS: u32 = 5;
     let numbers = Operands::new(1).below("x", n, 100);
@@ -49,10 +49,10 @@ pub fn check_sum(machine: &mut dyn Machine, text: &str, n: usize) -> Result<()> 
     machine.reset()
 }
 
-/// `C[m,n] = A[m,k] B[n,k]^T` by a text of [`GEMM`], compared with an f64 product.
+/// Checks `C[m,n] = A[m,k] B[n,k]^T` by a text of [`GEMM`] against an f64 product.
 ///
 /// # Errors
-/// What the machine reports, or the first element that is wrong.
+/// A report of the machine, or the first wrong element.
 pub fn check_gemm(machine: &mut dyn Machine, text: &str, [m, n, k]: [usize; 3]) -> Result<()> {
     let draw = |name, len| -> Vec<bf16> {
         let values = Operands::new(1).normal(name, len, 1.0);

@@ -1,4 +1,4 @@
-//! Stage `ceilings`: what this machine can do at most, measured by NVIDIA's own code.
+//! Stage `ceilings`: peak rates of this machine, measured with NVIDIA's own code.
 
 use std::time::{Duration, Instant};
 
@@ -13,13 +13,13 @@ use optim::rng::RandomStream;
 use super::{Report, Setting, median_milliseconds, queue};
 
 const BUDGET: Duration = Duration::from_secs(2);
-/// Far above any second-level cache.
+/// Far above the size of any second-level cache.
 const COPY_BYTES: usize = 2 << 30;
 const BUS_BYTES: usize = 256 << 20;
 /// Rows, columns and depth of the matrix product.
 const SIDE: usize = 8192;
 
-/// Copies, matrix products, the bus.
+/// Measures copies, matrix products and the bus.
 #[must_use]
 pub fn run(setting: &Setting) -> Report {
     let mut report = Report::new("ceilings");
@@ -109,7 +109,7 @@ fn bus(gpu: &Gpu, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Random bytes over the whole memory: the pattern of 16 MiB repeated.
+/// Fills the memory with random bytes: a pattern of 16 MiB, repeated.
 fn fill_random(gpu: &Gpu, memory: &Memory) -> Result<()> {
     let stream = RandomStream::new(1, "bytes");
     let words: Vec<u64> = (0..2 << 20).map(|i| stream.bits(0, i)).collect();
@@ -121,7 +121,7 @@ fn fill_random(gpu: &Gpu, memory: &Memory) -> Result<()> {
     Ok(())
 }
 
-/// Standard normal bf16 values: 4 Mi of them, repeated, narrowed on the device.
+/// Fills the memory with standard normal bf16 values: 4 Mi of them, repeated, narrowed on the device.
 fn normal_bf16(gpu: &Gpu, memory: &Memory) -> Result<()> {
     const N: usize = 4 << 20;
     let stream = RandomStream::new(2, "normal");

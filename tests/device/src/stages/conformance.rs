@@ -1,6 +1,8 @@
-//! Stage `conformance`: every kernel on the GPU against its reference, and `native` again as machine code of that very
-//! GPU where `conformance` had the code of sm_80. Stage `calibration`: the emulator against the
-//! GPU, so that what the emulator proves in a test without a GPU holds.
+//! Stages `conformance`, `native`, `backend` and `calibration`.
+//!
+//! `conformance` compares every kernel on the GPU with its reference. `native` repeats that with machine code for this
+//! GPU, while `conformance` used the code of sm_80. `backend` compares every backend operation with the CPU.
+//! `calibration` compares the emulator with the GPU, so that its results also hold for tests without a GPU.
 
 use std::sync::Arc;
 
@@ -17,7 +19,7 @@ use crate::emulator::{Emulator, Order};
 use crate::gpu::GpuMachine;
 use crate::paired::Paired;
 
-/// All cases of all families, small and large.
+/// Runs all cases of all families, small and large.
 #[must_use]
 pub fn run(setting: &Setting, name: &'static str) -> Report {
     let mut report = Report::new(name);
@@ -49,7 +51,7 @@ pub fn run(setting: &Setting, name: &'static str) -> Report {
                     Ok(()) => passed += 1,
                     Err(error) => {
                         report.failure(format!("{}: {error:#}", family.name()));
-                        // An access outside memory ends the context: nothing runs in this process any more.
+                        // An access outside memory ends the context, and nothing more runs in this process.
                         if let Err(lost) = gpu.synchronize() {
                             report.failure(format!("nothing behind that was run: {lost}"));
                             return report;
@@ -68,7 +70,7 @@ pub fn run(setting: &Setting, name: &'static str) -> Report {
     report
 }
 
-/// Products by cuBLASLt, where it is found: every epilogue, and every product that the back end asks for.
+/// Checks products by cuBLASLt, if installed: every epilogue, and every product that the backend requests.
 fn library(setting: &Setting, report: &mut Report) -> Result<()> {
     let Some(gpu) = with_library(setting, report)? else {
         return Ok(());
@@ -87,7 +89,7 @@ fn library(setting: &Setting, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// The first GPU with cuBLASLt; `None` and a row where that is not installed.
+/// The first GPU with cuBLASLt; `None` and a row if it is not installed.
 fn with_library(setting: &Setting, report: &mut Report) -> Result<Option<Gpu>> {
     match setting.gpu()?.with_cublaslt(&setting.search) {
         Ok(gpu) => Ok(Some(gpu)),
@@ -99,10 +101,10 @@ fn with_library(setting: &Setting, report: &mut Report) -> Result<Option<Gpu>> {
     }
 }
 
-/// Every operation of the backend beside the CPU, on the memory and the stream of a real GPU.
+/// Compares every backend operation with the CPU, on the memory and the stream of a real GPU.
 #[must_use]
 pub fn backend(setting: &Setting) -> Report {
-    /// Room for the small tensors of the checks.
+    /// Memory for the small tensors of the checks.
     const ARENA_BYTES: u64 = 256 << 20;
     let mut report = Report::new("backend");
     report.part("our products", |report| {
@@ -140,7 +142,7 @@ fn operations(gpu: Gpu, arena_bytes: u64, what: &str, report: &mut Report) -> Re
     Ok(())
 }
 
-/// The small cases of every family on the GPU and on the emulator: both must pass, and equal bytes are counted.
+/// Runs the small cases of every family on the GPU and on the emulator. Both must pass, and equal bytes are counted.
 #[must_use]
 pub fn calibrate(setting: &Setting) -> Report {
     let mut report = Report::new("calibration");

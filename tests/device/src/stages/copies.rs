@@ -1,4 +1,5 @@
-//! Stage `copies`: weights in and gradients out beside work, as a run does it; their rates beside the bus's.
+//! Stage `copies`: weights in and gradients out during compute, as in a training run. Their rates are compared with
+//! those of the bus.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -9,18 +10,18 @@ use kernels::{Backend, DType, Fetch, Shape, Tag, Tensor};
 
 use super::{Report, Setting, Target, median_milliseconds, queue};
 
-/// Bytes of a unit: a layer of an 8 B model in bf16 is six times as long.
+/// Bytes of a unit. A layer of an 8 B model in bf16 has six times as many.
 const UNIT_BYTES: usize = 64 << 20;
 const UNITS: usize = 24;
-/// Room for two units' weights, their gradients and what works with them.
+/// Memory for two units' weights, their gradients and the compute on them.
 const ARENA_BYTES: u64 = 16 * UNIT_BYTES as u64;
 const BUDGET: Duration = Duration::from_secs(2);
-/// Share of the bus that copies are to reach.
+/// Share of the bus rate that copies must reach.
 const GOAL: Target = Target::AtLeast(0.85);
-/// Most times of the longest of three that all three together may take.
+/// Largest time of all three activities together, as a multiple of the longest one.
 const TOGETHER: Target = Target::AtMost(1.2);
 
-/// Rates of copies alone, and of copies beside work.
+/// Measures the rates of copies alone and during compute.
 #[must_use]
 pub fn run(setting: &Setting) -> Report {
     let mut report = Report::new("copies");
@@ -28,7 +29,7 @@ pub fn run(setting: &Setting) -> Report {
     report
 }
 
-/// A unit's weights on the host: f32 of a few bits, so that doubling is exact.
+/// A unit's weights on the host: f32 values of a few bits, so doubling is exact.
 fn weights(unit: usize) -> Vec<f32> {
     let value = |i: usize| ((i * 31 + unit * 17) % 1021) as f32;
     (0..UNIT_BYTES / 4).map(value).collect()
@@ -53,7 +54,7 @@ fn measure(setting: &Setting, report: &mut Report) -> Result<()> {
     let backend = CudaBackend::new(Arc::new(gpu), ARENA_BYTES)?;
     let units: Vec<Vec<f32>> = (0..2).map(weights).collect();
     let mut out = vec![0.0f32; UNIT_BYTES / 4];
-    // Once, for modules, rings and pages.
+    // One pass first, for modules, rings and pages.
     pass(&backend, &units, &mut out, 1, true)?;
 
     let up = alone(|| {
@@ -82,7 +83,7 @@ fn measure(setting: &Setting, report: &mut Report) -> Result<()> {
         );
         report.target(&format!("{name} beside the bus"), rate / bus, GOAL);
     }
-    // As much work as a copy takes.
+    // As much compute as a copy takes.
     let once = work_seconds(&backend, &resident, 1)?;
     let rounds = ((up.max(down) / UNITS as f64 / once).ceil() as usize).max(1);
     let work = UNITS as f64 * work_seconds(&backend, &resident, rounds)?;
@@ -119,7 +120,7 @@ fn upload(backend: &CudaBackend, values: &[f32]) -> Result<Tensor> {
     Ok(backend.upload(bytes, shape(), DType::F32, Tag::Gathered)?)
 }
 
-/// Waits for all that is queued.
+/// Waits for all queued commands.
 fn settle(backend: &CudaBackend) -> Result<()> {
     backend
         .zeros([1].into(), DType::F32, Tag::Workspace)?
@@ -127,7 +128,7 @@ fn settle(backend: &CudaBackend) -> Result<()> {
     Ok(())
 }
 
-/// Doubles and halves `rounds` times.
+/// Doubles and halves the weights `rounds` times.
 fn work(backend: &CudaBackend, weights: &Tensor, rounds: usize) -> Result<Tensor> {
     let mut result = backend.scale(weights, 2.0)?;
     for _ in 1..rounds {
@@ -144,8 +145,8 @@ fn work_seconds(backend: &CudaBackend, weights: &Tensor, rounds: usize) -> Resul
     Ok(begun.elapsed().as_secs_f64())
 }
 
-/// What a backward pass does: the next weights come in while the device works with these and a thread fetches the
-/// gradients of the unit before, which are gone when further work is queued.
+/// Works as a backward pass does. The next weights come in while the device computes with the current ones. A thread
+/// fetches the previous unit's gradients, which are freed while further commands are queued.
 fn pass(
     backend: &CudaBackend,
     units: &[Vec<f32>],
@@ -167,7 +168,7 @@ fn pass(
         scope.spawn(move || {
             for (unit, gradients) in queue {
                 let outcome = fetch(unit, &gradients);
-                // The tensor goes back with it, so that its place is given back by who takes places.
+                // The tensor returns with the outcome, so the thread that allocates memory also frees it.
                 if back.send((gradients, outcome)).is_err() {
                     return;
                 }

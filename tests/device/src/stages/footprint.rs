@@ -1,5 +1,6 @@
-//! What a process takes by using the GPU, beside what it asks for: host memory and memory of the GPU, which the launcher
-//! plans with guesses. Processes of their own are measured, step by step: once with no compiled kernels at hand, and again.
+//! Memory that a process takes by using the GPU, in addition to what it allocates. It is host memory and GPU memory,
+//! which the launcher plans with estimates. Two separate processes are measured step by step, the first without cached
+//! kernels.
 
 use std::path::Path;
 use std::process::Command;
@@ -18,22 +19,22 @@ use serde::{Deserialize, Serialize};
 use super::{Report, Setting};
 use crate::backend_checks;
 
-/// How far a plan's guess may be off before a case is misjudged by it, as a share of what was measured.
+/// Largest error of a plan's estimate, as a share of the measured bytes.
 const SHARE: f64 = 0.25;
-/// Room for the small tensors of the checks.
+/// Memory for the small tensors of the checks.
 const ARENA_BYTES: u64 = 256 << 20;
-/// What a process writes into the folder it is given.
+/// File that a process writes into its directory.
 const RESULT: &str = "footprint.json";
 
-/// Memory of a process, and what is free on the GPU, behind one step.
+/// Memory of a process and free memory of the GPU, after one step.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Moment {
     step: String,
     resident: u64,
     peak: u64,
-    /// What was asked for and is no footprint.
+    /// Allocated bytes, which are no footprint.
     arena: u64,
-    /// Unknown before the GPU is opened.
+    /// Free bytes of the GPU; unknown before it is opened.
     free: Option<u64>,
 }
 
@@ -56,14 +57,14 @@ impl Moment {
         })
     }
 
-    /// What is taken of the GPU beside the arena, of which `free` bytes were free before.
+    /// Bytes taken of the GPU outside the arena. `free` bytes were free before.
     fn of_gpu(&self, free: u64) -> u64 {
         let left = self.free.unwrap_or(free);
         free.saturating_sub(left).saturating_sub(self.arena)
     }
 }
 
-/// What a process took at most, of the host and of the GPU.
+/// Largest host and GPU memory of a process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Footprint {
     host: u64,
@@ -71,7 +72,8 @@ struct Footprint {
 }
 
 impl Footprint {
-    /// From the moments of a process, the first before it touched the GPU, of which `free` bytes were free then.
+    /// The footprint from the steps of a process. The first step is before its first use of the GPU, of which `free`
+    /// bytes were free then.
     fn of(moments: &[Moment], free: u64) -> Self {
         let before = moments.first().map_or(0, |first| first.resident);
         let host = moments.iter().skip(1).map(|moment| moment.peak);
@@ -87,7 +89,7 @@ fn mib(bytes: u64) -> String {
     format!("{:.0} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-/// Measures two processes and judges the plan's guesses by the one that took more.
+/// Measures two processes and judges the plan's estimates by the larger one.
 ///
 /// # Errors
 /// When a process fails.
@@ -106,7 +108,7 @@ pub(super) fn measure(setting: &Setting, gpu: &Gpu, report: &mut Report) -> Resu
     Ok(())
 }
 
-/// This program again, as [`in_process`].
+/// Runs this program again as [`in_process`].
 fn process(setting: &Setting, folder: &Path) -> Result<Vec<Moment>> {
     let mut command = Command::new(std::env::current_exe()?);
     command.arg("footprint-process").arg(folder);
@@ -126,7 +128,7 @@ fn process(setting: &Setting, folder: &Path) -> Result<Vec<Moment>> {
     Ok(serde_json::from_slice(&text)?)
 }
 
-/// One row for each step of a process.
+/// Adds one row for each step of a process.
 fn rows(report: &mut Report, which: &str, moments: &[Moment], free: u64) {
     for pair in moments.windows(2) {
         let [before, now] = [&pair[0], &pair[1]];
@@ -144,7 +146,7 @@ fn rows(report: &mut Report, which: &str, moments: &[Moment], free: u64) {
     }
 }
 
-/// Rows with both figures beside the plan's, and failures where one is far off.
+/// Adds rows with both figures and the plan's, and a failure for each estimate that is far off.
 fn judge(report: &mut Report, took: Footprint) {
     for (what, name, measured, planned) in [
         (
@@ -182,8 +184,8 @@ fn judge(report: &mut Report, took: Footprint) {
     }
 }
 
-/// Opens the GPU as a rank does, runs every operation of the back end twice, and writes what was taken behind each step.
-/// Compiled kernels are kept in `folder`.
+/// Opens the GPU as a rank does, runs every backend operation twice, and writes the memory after each step. Compiled
+/// kernels are cached in `folder`.
 ///
 /// # Errors
 /// When there is no GPU, or an operation fails.
@@ -191,7 +193,7 @@ pub fn in_process(setting: &Setting, folder: &Path) -> Result<()> {
     let checks = backend_checks::all();
     let values = vec![1u8; 16 << 20];
     let mut product = vec![1u8; 8 << 20];
-    // What the checks themselves take is there before.
+    // Memory of the checks themselves is allocated before.
     let host = CpuBackend::unlimited();
     checks.iter().try_for_each(|check| check.run(&host))?;
     let mut moments = vec![Moment::now("before", None, 0)?];
@@ -209,7 +211,7 @@ pub fn in_process(setting: &Setting, folder: &Path) -> Result<()> {
     let replaying = Replaying::new(Arc::clone(&gpu), Mode::Auto);
     let device = CudaBackend::new(Arc::new(replaying), ARENA_BYTES)?;
     moments.push(Moment::now("arena", Some(&gpu), ARENA_BYTES)?);
-    // Of a size at which the library takes a kernel of models.
+    // Of a size for which the library uses the kernels that models use.
     let matrix = device.upload(&values, [2048, 4096].into(), DType::BF16, Tag::Gathered)?;
     let square = device.matmul(MatmulArgs {
         a: &matrix,

@@ -1,5 +1,5 @@
-//! Stage `graphs`: small works, queued one by one and as graphs: equal bytes, and the time of a work where the device waits
-//! for its launches.
+//! Stage `graphs`: small operations queued one by one and as graphs. Bytes must be equal. It also measures the time per
+//! operation where the device waits for launches.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -17,11 +17,11 @@ use crate::random::Operands;
 const ARENA_BYTES: u64 = 256 << 20;
 const WIDTH: usize = 128;
 const ROWS: usize = 32;
-/// Layers of a round: each is five works and more.
+/// Layers per round. Each queues five commands or more.
 const LAYERS: usize = 24;
 const ROUNDS: usize = 200;
 
-/// Rounds through a small model, with and without graphs.
+/// Runs rounds through a small model, with and without graphs.
 #[must_use]
 pub fn run(setting: &Setting) -> Report {
     let mut report = Report::new("graphs");
@@ -37,7 +37,7 @@ pub fn run(setting: &Setting) -> Report {
             let shape = Shape::new(&[WIDTH, WIDTH]);
             let weight = bytes(DType::BF16, &weight);
             let weight = device.upload(&weight, shape, DType::BF16, Tag::Activations)?;
-            // Kernels are compiled and graphs made before.
+            // Compiles kernels and makes graphs before the measurement.
             for number in 0..4 {
                 results[place].push(round(device, &weight, number)?);
             }
@@ -74,7 +74,7 @@ pub fn run(setting: &Setting) -> Report {
     report
 }
 
-/// Layers from numbers of the round; the bytes that come out.
+/// Computes layers from the numbers of the round and returns the resulting bytes.
 fn round(device: &CudaBackend, weight: &Tensor, number: usize) -> Result<Vec<u8>> {
     let x = Operands::new(number as u64).normal("x", ROWS * WIDTH, 1.0);
     let shape = Shape::new(&[ROWS, WIDTH]);

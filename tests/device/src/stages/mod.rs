@@ -1,5 +1,5 @@
-//! What `gpu_check` does on a machine with a GPU, one stage after the other. A stage prints as it goes and leaves
-//! rows for a table; it passes when nothing it checks failed.
+//! The stages of `gpu_check` on a machine with a GPU, run one after another. A stage prints as it proceeds and leaves
+//! rows for a table. It passes if none of its checks failed.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -21,16 +21,16 @@ mod queue;
 pub mod survey;
 pub mod table;
 
-/// Where things are, and how long a stage may take.
+/// Paths and time limit of a stage.
 #[derive(Clone, Debug)]
 pub struct Setting {
-    /// Where NVIDIA's libraries are looked for.
+    /// Search paths of NVIDIA's libraries.
     pub search: Search,
     /// The machine code that runs.
     pub code: Code,
-    /// Results are written here.
+    /// Directory of the results.
     pub out: PathBuf,
-    /// Emulated kernels that were compiled before.
+    /// Directory of precompiled emulated kernels.
     pub emulated: Option<PathBuf>,
     /// The script that times the same work in PyTorch.
     pub peers: Option<PathBuf>,
@@ -42,7 +42,7 @@ impl Setting {
     /// The first GPU, with a cache of compiled kernels beside the results.
     ///
     /// # Errors
-    /// When there is none.
+    /// When the machine has no GPU.
     pub fn gpu(&self) -> Result<Gpu> {
         let cache = Cache::new(self.out.join("kernel-cache"));
         let gpu = Gpu::open(0, &self.search, Some(cache)).context("opening the first GPU")?;
@@ -59,22 +59,22 @@ impl Setting {
 /// One line of the table.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Row {
-    /// What was measured or checked.
+    /// The measured or checked property.
     pub what: String,
     /// The figure with its unit, or `passed`.
     pub figure: String,
-    /// Compared with what: share of a ceiling, a peer's time.
+    /// The comparison: share of a ceiling, or a peer's time.
     pub compared: String,
 }
 
-/// What a stage leaves.
+/// Results of a stage.
 #[derive(Clone, Default, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Report {
-    /// The stage.
+    /// Name of the stage.
     pub stage: String,
-    /// Its figures.
+    /// Its rows.
     pub rows: Vec<Row>,
-    /// What went wrong.
+    /// Its failures.
     pub failures: Vec<String>,
     /// Ceilings that later stages compare with: name and value in base units.
     pub ceilings: Vec<(String, f64)>,
@@ -83,14 +83,14 @@ pub struct Report {
 /// A bound of a measured ratio.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Target {
-    /// Of a speed.
+    /// Lower bound of a speed.
     AtLeast(f64),
-    /// Of a time.
+    /// Upper bound of a time.
     AtMost(f64),
 }
 
 impl Target {
-    /// Whether `ratio` keeps it; what is no number does not.
+    /// Whether `ratio` meets the target. NaN does not.
     #[must_use]
     pub fn is_met(self, ratio: f64) -> bool {
         match self {
@@ -119,7 +119,7 @@ impl Report {
         }
     }
 
-    /// Adds a row and shows it.
+    /// Adds a row and prints it.
     pub fn row(
         &mut self,
         what: impl Into<String>,
@@ -138,21 +138,21 @@ impl Report {
         self.rows.push(row);
     }
 
-    /// Notes a failure and shows it.
+    /// Adds a failure and prints it.
     pub fn failure(&mut self, problem: impl Into<String>) {
         let problem = problem.into();
         show(&format!("FAILED {problem}"));
         self.failures.push(problem);
     }
 
-    /// Judges a ratio of the row `what` that was measured and written: a target that is missed is a failure of the stage.
+    /// Judges a measured ratio of the row `what`. A missed target is a failure of the stage.
     pub fn target(&mut self, what: &str, ratio: f64, target: Target) {
         if !target.is_met(ratio) {
             self.failure(format!("{what}: {ratio:.2}x, the target is {target}"));
         }
     }
 
-    /// Runs a part; its error is a failure of the stage, not its end.
+    /// Runs a part of the stage. Its error is a failure of the stage but does not end it.
     pub fn part(&mut self, name: &str, part: impl FnOnce(&mut Self) -> Result<()>) {
         if let Err(error) = part(self) {
             self.failure(format!("{name}: {error:#}"));
@@ -162,7 +162,7 @@ impl Report {
     /// Writes the report as JSON and as a Markdown table.
     ///
     /// # Errors
-    /// When the folder cannot be written.
+    /// When the directory cannot be written.
     pub fn save(&self, out: &Path) -> Result<()> {
         std::fs::create_dir_all(out)?;
         let json = serde_json::to_string_pretty(self)?;
@@ -182,7 +182,7 @@ impl Report {
             compared,
         } in &self.rows
         {
-            // Writing to a string does not fail.
+            // Writing to a string cannot fail.
             let _ok = writeln!(text, "| {what} | {figure} | {compared} |");
         }
         for failure in &self.failures {
@@ -192,7 +192,7 @@ impl Report {
     }
 }
 
-/// The ceilings that an earlier stage of the same run measured.
+/// A ceiling that an earlier stage of the same run measured.
 #[must_use]
 pub fn measured_ceiling(out: &Path, name: &str) -> Option<f64> {
     let text = std::fs::read_to_string(out.join("ceilings.json")).ok()?;
@@ -204,16 +204,16 @@ pub fn measured_ceiling(out: &Path, name: &str) -> Option<f64> {
         .map(|(_, value)| value)
 }
 
-/// Prints a line at once, so that a stage that is stopped leaves its figures.
+/// Prints a line at once, so a stopped stage leaves its figures.
 #[expect(clippy::print_stdout, reason = "the program's output")]
 pub fn show(line: &str) {
     println!("{line}");
 }
 
-/// Median milliseconds of one run of `work`, timed on the device: repeated until about `budget` is used.
+/// Median milliseconds of one run of `work`, timed on the device and repeated for about `budget`.
 ///
 /// # Errors
-/// What the work or the driver reports.
+/// An error of the work or of the driver.
 pub fn median_milliseconds(
     gpu: &Gpu,
     budget: Duration,

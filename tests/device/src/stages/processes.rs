@@ -13,12 +13,12 @@ use super::{Report, Setting, queue};
 
 const WORLD: u32 = 2;
 const BYTES: usize = 64 << 20;
-/// For the other process.
+/// How long one process waits for the other.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Elements of each rank's part in the collectives.
 const PART: usize = 1 << 20;
 
-/// Device memory of one process read by the other.
+/// Checks that a process reads device memory of another one.
 #[must_use]
 pub fn ipc(setting: &Setting) -> Report {
     let mut report = Report::new("ipc");
@@ -34,8 +34,8 @@ pub fn ipc(setting: &Setting) -> Report {
     report
 }
 
-/// Two NCCL ranks on one GPU. NCCL refuses that unless each rank claims a host of its own; traffic then goes through
-/// sockets, so the figure says only that it works.
+/// Runs two NCCL ranks on one GPU. NCCL refuses that unless each rank claims a host of its own. Traffic then goes
+/// through sockets, so the figure only shows that it works.
 #[must_use]
 pub fn nccl(setting: &Setting) -> Report {
     let mut report = Report::new("nccl");
@@ -63,7 +63,7 @@ pub fn nccl(setting: &Setting) -> Report {
     report
 }
 
-/// Runs this program twice and returns what the ranks wrote as their result.
+/// Runs this program twice and returns the results that the ranks wrote.
 fn pair(setting: &Setting, verb: &str, prepare: impl Fn(u32, &mut Command)) -> Result<[String; 2]> {
     let meeting = tempfile::tempdir()?;
     let program = std::env::current_exe()?;
@@ -71,7 +71,7 @@ fn pair(setting: &Setting, verb: &str, prepare: impl Fn(u32, &mut Command)) -> R
     for rank in 0..WORLD {
         let mut command = Command::new(&program);
         command.arg(verb).arg(rank.to_string()).arg(meeting.path());
-        // Found where this process finds it.
+        // The children search where this process found the libraries.
         for (option, folders) in [
             ("--libraries", &setting.search.directories),
             ("--python-packages", &setting.search.python_packages),
@@ -101,18 +101,18 @@ fn pair(setting: &Setting, verb: &str, prepare: impl Fn(u32, &mut Command)) -> R
     Ok([result(0)?, result(1)?])
 }
 
-/// A child that does not outlive this process's interest in it.
+/// A child process, killed when it is dropped.
 struct Rank(Child);
 
 impl Drop for Rank {
     fn drop(&mut self) {
-        // It may have ended already; then there is nothing to stop.
+        // An ended child needs no kill.
         let _unused_outcome = self.0.kill();
         let _unused_outcome = self.0.wait();
     }
 }
 
-/// A file that appears whole.
+/// Writes a file that appears complete.
 fn publish(meeting: &Path, name: &str, content: &[u8]) -> Result<()> {
     let partial = meeting.join(format!("{name}.partial"));
     std::fs::write(&partial, content)?;
@@ -135,10 +135,10 @@ fn pattern(n: usize) -> Vec<u8> {
         .collect()
 }
 
-/// Rank 0 fills memory and names it; rank 1 maps it, copies and checks.
+/// Rank 0 fills memory and exports it. Rank 1 maps it, copies it and checks the bytes.
 ///
 /// # Errors
-/// What failed.
+/// A failed step.
 pub fn ipc_rank(setting: &Setting, rank: u32, meeting: &Path) -> Result<()> {
     let gpu = setting.gpu()?;
     let memory = gpu.allocate(BYTES)?;
@@ -170,7 +170,7 @@ pub fn ipc_rank(setting: &Setting, rank: u32, meeting: &Path) -> Result<()> {
 /// Every rank contributes `rank + 1` and its index; all three collectives are checked.
 ///
 /// # Errors
-/// What failed.
+/// A failed step.
 pub fn nccl_rank(setting: &Setting, rank: u32, meeting: &Path) -> Result<()> {
     let gpu = setting.gpu()?;
     let nccl = Arc::new(Nccl::open(&setting.search)?);
@@ -222,7 +222,7 @@ pub fn nccl_rank(setting: &Setting, rank: u32, meeting: &Path) -> Result<()> {
         "all-reduce differs"
     );
     let milliseconds = begun.elapsed().as_secs_f64() * 1e3;
-    // Of both ranks, with the arrays above, where the other one came before or has not left.
+    // Memory of both ranks with the arrays above, unless the other rank has already left or not yet come.
     let (after, _) = gpu.memory_info()?;
     let took = before.saturating_sub(after) >> 20;
     group.finish()?;

@@ -1,4 +1,4 @@
-//! The unsafe calls of the stages, each on buffers that its caller keeps until it has synchronised.
+//! Unsafe calls of the stages. Each works on buffers that its caller keeps until it has synchronized.
 #![expect(
     unsafe_code,
     reason = "queues device work on buffers that callers keep alive"
@@ -32,7 +32,7 @@ pub(crate) fn repeat(gpu: &Gpu, memory: &Memory, start: usize, n: usize) -> Resu
     Ok(unsafe { gpu.queue_copy(Address(from), Address(from + start as u64), n) }?)
 }
 
-/// `y [t, n] = x [t, k] w [n, k]^T` in one dtype, everything dense.
+/// `y [t, n] = x [t, k] w [n, k]^T` in one dtype, all operands dense.
 pub(crate) fn product_of(dtype: DType, [t, n, k]: [usize; 3], [x, w, y]: [Address; 3]) -> Multiply {
     Multiply {
         shape: Shape {
@@ -58,7 +58,7 @@ pub(crate) fn product_of(dtype: DType, [t, n, k]: [usize; 3], [x, w, y]: [Addres
     }
 }
 
-/// Queues [`product_of`] by the library.
+/// Queues [`product_of`] on the library.
 pub(crate) fn product(
     gpu: &Gpu,
     library: &CublasLt,
@@ -75,14 +75,14 @@ pub(crate) fn product(
     multiply(gpu, library, &product, scratch)
 }
 
-/// Queues a product by the library.
+/// Queues a product on the library.
 pub(crate) fn multiply(
     gpu: &Gpu,
     library: &CublasLt,
     product: &Multiply,
     (workspace, bytes): (Address, u64),
 ) -> Result<()> {
-    // SAFETY: callers made operands and scratch memory of the sizes that the product has; freeing waits for the device.
+    // SAFETY: callers allocated operands and scratch memory of the product's sizes; freeing waits for the device.
     let queued = unsafe { library.multiply(gpu, product, workspace, bytes) }?;
     ensure!(queued, "cuBLASLt has no algorithm for {product:?}");
     Ok(())
@@ -100,7 +100,7 @@ pub(crate) fn gather(
     n: usize,
     kind: Kind,
 ) -> Result<()> {
-    // SAFETY: callers made both for the whole group's elements; freeing waits for the device.
+    // SAFETY: callers allocated both for the elements of the whole process group; freeing waits for the device.
     Ok(unsafe { group.all_gather(from.address(), to.address(), n, kind) }?)
 }
 
@@ -111,7 +111,7 @@ pub(crate) fn scatter(
     n: usize,
     kind: Kind,
 ) -> Result<()> {
-    // SAFETY: callers made both for the whole group's elements; freeing waits for the device.
+    // SAFETY: callers allocated both for the elements of the whole process group; freeing waits for the device.
     Ok(unsafe { group.reduce_scatter(from.address(), to.address(), n, kind) }?)
 }
 
@@ -122,22 +122,21 @@ pub(crate) fn reduce(
     n: usize,
     kind: Kind,
 ) -> Result<()> {
-    // SAFETY: callers made both for `n` elements; freeing waits for the device.
+    // SAFETY: callers allocated both for `n` elements; freeing waits for the device.
     Ok(unsafe { group.all_reduce(from.address(), to.address(), n, kind) }?)
 }
 
 pub(crate) fn upload(gpu: &Gpu, from: &Pinned, to: &Memory) -> Result<()> {
-    // SAFETY: callers keep both and do not change the host bytes before they have synchronised.
+    // SAFETY: callers keep both and do not change the host bytes before they have synchronized.
     Ok(unsafe { gpu.queue_upload(from, to) }?)
 }
 
 pub(crate) fn download(gpu: &Gpu, from: &Memory, to: &mut Pinned) -> Result<()> {
-    // SAFETY: callers keep both and do not touch the host bytes before they have synchronised.
+    // SAFETY: callers keep both and do not touch the host bytes before they have synchronized.
     Ok(unsafe { gpu.queue_download(from, to) }?)
 }
 
 pub(crate) fn launch(gpu: &Gpu, launch: &Launch) -> Result<()> {
-    // SAFETY: callers made the arguments from buffers of the sizes that the operation documents; freeing waits
-    // for the device.
+    // SAFETY: callers made the arguments from buffers of the documented sizes; freeing waits for the device.
     Ok(unsafe { gpu.launch(launch) }?)
 }

@@ -1,11 +1,11 @@
-//! Stage `probe`: the driver, the libraries, the GPUs, and what a process takes by using one.
+//! Stage `probe`: the driver, the libraries, the GPUs, and the footprint of a process that uses one.
 
 use anyhow::ensure;
 use kernels::cuda::probe::probe;
 
 use super::{Report, Setting, footprint};
 
-/// Describes the machine; fails when there is no usable GPU.
+/// Describes the machine; fails without a usable GPU.
 #[must_use]
 pub fn run(setting: &Setting) -> Report {
     let mut report = Report::new("probe");

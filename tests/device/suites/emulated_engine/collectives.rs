@@ -1,7 +1,8 @@
-//! What every way must do by which devices of several ranks gather weights and add up gradients: through the host's
-//! window, by reading each other's memory, by a library's group. One statement for all, in the terms of the engine's
-//! passes, since a device has no collectives that anybody else could call. How the host's communicators carry is stated in
-//! `engine/src/comm/conformance.rs`; whole models are compared in `peers.rs`.
+//! Conformance of the transports by which devices of several ranks gather weights and sum gradients: through the host's
+//! window, by reading each other's memory, or by a library's process group.
+//!
+//! The cases use the engine's passes, since a device has no collectives that others could call.
+//! `engine/src/comm/conformance.rs` tests the host's communicators. `peers.rs` compares whole models.
 
 #![allow(
     clippy::unwrap_used,
@@ -28,19 +29,20 @@ use optim::GroupOptions;
 const ARENA_BYTES: u64 = 1 << 20;
 const WINDOW_BYTES: usize = 1 << 20;
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Ranks of a world are opened within it, and a rank that does not come is missed after it.
+/// Deadline for opening the ranks of a world, after which a missing rank is a timeout.
 const SHORT: Duration = Duration::from_secs(1);
 const WORLDS: std::ops::RangeInclusive<usize> = 1..=4;
 
-/// By unit: elements of each parameter, and whether it trains. Few enough that ranks have nothing but padding, and more
-/// than are added up at once; a unit that only passes gradients on; parameters that lie in two ranks' shards.
+/// Per unit: elements of each parameter, and whether it is trainable. Some units are so small that ranks have only
+/// padding. Others exceed the elements summed at once. One unit is frozen, and some parameters are in the shards of two
+/// ranks.
 const UNITS: [&[(usize, bool)]; 4] = [
     &[(1, true), (2, true)],
     &[(1000, true), (3, false), (2049, true)],
     &[(13, false)],
     &[(5, false), (4096, true), (7, true)],
 ];
-/// Of them, a quarter is added up at once.
+/// Sub-group size: a quarter of the elements that a device sums at once.
 const SUB_GROUP_ELEMS: usize = 100;
 
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -66,7 +68,8 @@ impl Carrier {
         }
     }
 
-    /// A gradient of a rank. Its f32 sums depend on the order of additions, unless the carrier chooses that.
+    /// A gradient element of a rank. Its f32 sum depends on the order of additions, except where the transport chooses
+    /// the order.
     fn operand(self, rank: usize, i: usize) -> f32 {
         let value = ((i * 31 + rank * 17) % 101) as f32;
         match self {
@@ -76,7 +79,7 @@ impl Carrier {
     }
 }
 
-/// What is told apart beside the carrier.
+/// Settings of a world other than the transport.
 #[derive(Clone, Copy)]
 struct Layout {
     size: usize,
@@ -122,7 +125,7 @@ impl Layout {
         self.run_on(carrier, gpus, |opened| rank(opened.unwrap()))
     }
 
-    /// Opens the ranks, of whose GPUs the last has something wrong; what each was told.
+    /// Opens the ranks, the last of which has a failing GPU. Returns the error of each rank.
     fn refused(self, carrier: Carrier, trouble: Trouble) -> Vec<EngineError> {
         let mut gpus = LinkedGpu::node(self.size, Order::Ascending, carrier.copies());
         let last = gpus.pop().unwrap().with_trouble(trouble);
@@ -189,7 +192,7 @@ fn spec() -> ModelSpec {
     spec
 }
 
-/// One of the ranks, its weights loaded.
+/// One rank with its loaded weights.
 struct Rank {
     zero: Zero,
     comm: Arc<dyn Communicator>,
@@ -242,7 +245,7 @@ impl Rank {
         params.filter(move |(_, param)| param.unit == unit)
     }
 
-    /// Leases a unit, and gives what each parameter is on the device to `see`.
+    /// Leases a unit and passes each parameter's device values to `see`.
     fn lease(&self, unit: UnitId, phase: Phase, see: impl Fn(ParamId, &[f32])) -> Result<()> {
         let lease = self.zero.lease(unit, phase)?;
         for (id, _) in self.of_unit(unit) {
@@ -253,13 +256,13 @@ impl Rank {
         lease.end()
     }
 
-    /// A forward pass of the units that are `used`.
+    /// A forward pass over the units that are `used`.
     fn forward(&self, used: impl Fn(UnitId) -> bool, see: impl Fn(ParamId, &[f32])) -> Result<()> {
         let mut units = units().filter(|unit| used(*unit));
         units.try_for_each(|unit| self.lease(unit, Phase::Forward, &see))
     }
 
-    /// Forward and backward, with the gradients that this rank has.
+    /// Forward and backward with the gradients of this rank.
     fn micro_batch(
         &mut self,
         gradient: impl Fn(ParamId, usize) -> Option<f32>,
@@ -290,7 +293,7 @@ fn units() -> impl DoubleEndedIterator<Item = UnitId> {
     (0..UNITS.len() as u32).map(UnitId)
 }
 
-/// Whole numbers that every element type holds.
+/// Integers that every element type represents exactly.
 fn weight(id: ParamId, i: usize) -> f32 {
     ((i * 31 + id.index() * 17) % 251) as f32
 }
@@ -304,7 +307,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
 }
 
-// ---- what every carrier must do ----
+// ---- cases for every transport ----
 
 fn every_rank_gathers_every_parameter_whole(carrier: Carrier) {
     for size in WORLDS {
@@ -331,7 +334,7 @@ fn every_rank_gathers_every_parameter_whole(carrier: Carrier) {
     }
 }
 
-/// Ranks leave out units, each another one: the others have its part all the same.
+/// Each rank skips another unit, and the others still gather its shard.
 fn a_rank_serves_units_that_it_does_not_use(carrier: Carrier) {
     for size in WORLDS {
         for ahead in [false, true] {
@@ -352,14 +355,14 @@ fn a_rank_serves_units_that_it_does_not_use(carrier: Carrier) {
     }
 }
 
-/// The sum over ranks in their order, of those that have the gradient, and over micro-batches in theirs.
+/// The sum over the ranks with a gradient, in rank order, and over micro-batches in theirs.
 fn sum(carrier: Carrier, size: usize, rounds: usize, id: ParamId, i: usize) -> f32 {
     let of = |rank, round| gradient(carrier, rank, round, id, i).unwrap_or(0.0);
     let reduced = |round| (1..size).fold(of(0, round), |sum, rank| sum + of(rank, round));
     (1..rounds).fold(reduced(0), |sum, round| sum + reduced(round))
 }
 
-/// A rank's gradient; in turn, one rank has none of a parameter.
+/// A gradient of a rank. Each parameter lacks the gradient of one rank in turn.
 fn gradient(carrier: Carrier, rank: usize, round: usize, id: ParamId, i: usize) -> Option<f32> {
     let misses = rank == (id.index() + round) % 5;
     (!misses).then(|| carrier.operand(rank, i + id.index() + 13 * round))
@@ -411,8 +414,8 @@ fn shard_groups_hold_copies_and_sum_over_all_ranks(carrier: Carrier) {
     }
 }
 
-/// With everything in flight that may be, each update's weights come to the devices as the host's communicator has them,
-/// they are those of the reference, and nothing is kept.
+/// With as many gathers in flight as allowed, the devices get each update's weights from the host's communicator. They
+/// equal the reference, and no device memory remains in use.
 fn updates_reach_every_rank_with_many_gathers_in_flight(carrier: Carrier) {
     for size in WORLDS {
         let layout = Layout {
@@ -452,7 +455,7 @@ fn updates_reach_every_rank_with_many_gathers_in_flight(carrier: Carrier) {
     }
 }
 
-/// A pass that ends in the middle leaves nothing to the next.
+/// A pass that ends in the middle does not affect the next one.
 fn an_abandoned_pass_leaves_no_trace_in_the_next(carrier: Carrier) {
     for size in WORLDS {
         let mut layout = Layout::of(size);
@@ -524,7 +527,7 @@ fn a_missing_rank_is_a_timeout_with_the_table_of_ranks(carrier: Carrier) {
         };
         let errors = layout.run(carrier, |rank| {
             if rank.world.rank == size - 1 {
-                // It lives, and does not come.
+                // The rank is alive but does not start the collective.
                 return Err(rank.comm);
             }
             rank.zero.begin_pass(PassKind::Infer);
@@ -542,9 +545,9 @@ fn a_missing_rank_is_a_timeout_with_the_table_of_ranks(carrier: Carrier) {
     }
 }
 
-// ---- what only some can do ----
+// ---- cases for some transports ----
 
-/// Every rank is told which ranks cannot reach which others, and why.
+/// Every rank learns which ranks cannot reach which others, and why.
 #[test]
 fn a_driver_that_refuses_is_named_on_every_rank() {
     for size in 2..=4 {
@@ -571,7 +574,7 @@ fn a_driver_that_refuses_is_named_on_every_rank() {
     }
 }
 
-/// Who waits in the library's group for a rank that does not come, waits no longer than for the host's collectives.
+/// A rank waits for a missing rank of the library's process group no longer than for the host's collectives.
 #[test]
 fn a_rank_that_does_not_join_the_nccl_group_is_a_timeout() {
     let layout = Layout {
@@ -586,7 +589,7 @@ fn a_rank_that_does_not_join_the_nccl_group_is_a_timeout() {
     }
 }
 
-/// No rank joins a group whose ranks have different versions of the library; each is told who differs from it.
+/// No rank joins a process group whose ranks have different library versions. Each rank learns who differs from it.
 #[test]
 fn ranks_with_different_nccl_versions_are_named_on_every_rank() {
     for size in 2..=4 {

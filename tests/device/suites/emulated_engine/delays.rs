@@ -1,5 +1,5 @@
-//! Copies beside the queue at every moment that events allow: whatever the device's day is like, a step leaves the same
-//! bits. And it does not where an event is lost.
+//! Copies beside the queue at every time that events allow. Any timing of the device must give the same bits. With a
+//! missing event it must not.
 
 use std::sync::Arc;
 
@@ -12,13 +12,13 @@ use kernels::cuda::CudaBackend;
 use crate::setup::{ARENA_BYTES, Updates, Weights, pack};
 use crate::training::{How, Left, train};
 
-/// Days per family.
+/// Timings per family.
 const SEEDS: u64 = 2;
-/// Days of the family that is slowest.
+/// Timings of the slowest family.
 const FEW_SEEDS: u64 = 1;
-/// Days of the family that is fastest to emulate.
+/// Timings of the family that is fastest to emulate.
 const MANY_SEEDS: u64 = 8;
-/// Days on which a lost event must have shown at least once.
+/// Timings of which at least one must reveal a missing event.
 const LOST_SEEDS: u64 = 6;
 
 fn on(
@@ -58,7 +58,7 @@ fn agree(family: &str, precision: Precision, activation: Tier, seeds: u64) -> Re
         activation,
         Updates::Behind,
     )?;
-    // Each day has updates beside another part of the step.
+    // Each timing updates units in another part of the step.
     let updates = [
         Updates::Late,
         Updates::Consumed,
@@ -72,7 +72,7 @@ fn agree(family: &str, precision: Precision, activation: Tier, seeds: u64) -> Re
     Ok(())
 }
 
-/// Weights that come one unit ahead, also for a unit that is passed over, against those that come when they are leased.
+/// Compares prefetched weights, including those of a skipped unit, with weights copied at their lease.
 fn agree_ahead(family: &str, precision: Precision, activation: Tier, seeds: u64) -> Result<()> {
     let mut how = How {
         activation,
@@ -87,7 +87,7 @@ fn agree_ahead(family: &str, precision: Precision, activation: Tier, seeds: u64)
     how.updates = Updates::Late;
     let got = trained(EmulatedGpu::new(Order::Descending), family, how)?;
     assert!(got.same_bits(&want), "{family}");
-    // An update that was made early and is skipped leaves nothing behind.
+    // A rolled-back update of a skipped step leaves no trace.
     let updates = [Updates::Early, Updates::Consumed, Updates::Late];
     for (seed, updates) in (0..seeds).zip(updates.into_iter().cycle()) {
         how.updates = updates;
@@ -97,8 +97,8 @@ fn agree_ahead(family: &str, precision: Precision, activation: Tier, seeds: u64)
     Ok(())
 }
 
-/// A step that clips makes early updates again, and one that does not keeps them: either has the bits of an update behind
-/// the pass.
+/// A step that clips redoes its updates in backward, and one that does not commits them. Both have the bits of an
+/// update after the pass.
 #[test]
 fn steps_that_clip_have_the_same_bits_under_any_delays() -> Result<()> {
     for (max_grad_norm, clips) in [(1e-3, true), (1e9, false)] {
@@ -123,7 +123,7 @@ fn steps_that_clip_have_the_same_bits_under_any_delays() -> Result<()> {
     Ok(())
 }
 
-/// Weights that stay on the device, updated beside its work on many days; one update is skipped.
+/// Weights resident on the device, updated during its compute under many timings. One update is skipped.
 #[test]
 fn resident_weights_have_the_same_bits_under_many_delays() -> Result<()> {
     let mut how = How {
@@ -140,7 +140,7 @@ fn resident_weights_have_the_same_bits_under_many_delays() -> Result<()> {
         let got = trained(day(seed, None), family, how)?;
         assert!(got.same_bits(&want), "seed {seed}, {updates:?}");
     }
-    // Computing that does not wait for what was delivered has old weights.
+    // Compute that does not wait for delivered weights uses old ones.
     how.updates = Updates::Late;
     let shows = |seed| -> Result<bool> {
         let lost = trained(day(seed, Some(Lost::Deliveries)), family, how);
@@ -211,7 +211,7 @@ fn glm_4v_has_the_same_bits_under_many_delays() -> Result<()> {
     agree("glm-4v-9b", Precision::F32, Tier::Host, MANY_SEEDS)
 }
 
-/// Each kind of event is needed, and the days above would show its loss.
+/// Each kind of event is necessary, and the timings above would reveal its absence.
 #[test]
 fn a_lost_event_changes_the_bits() -> Result<()> {
     let family = "glm-4v-9b";
@@ -224,7 +224,7 @@ fn a_lost_event_changes_the_bits() -> Result<()> {
         how.weights = weights;
         for lost in [Lost::Uploads, Lost::Joins, Lost::Fetches] {
             let shows = (0..LOST_SEEDS).any(|seed| {
-                // Memory that nobody wrote may end a launch of the emulator, too.
+                // Memory that nobody wrote may also end a launch of the emulator.
                 trained(day(seed, Some(lost)), family, how)
                     .map_or(true, |got| !got.same_bits(&want))
             });

@@ -1,5 +1,5 @@
-//! Ranks whose emulated GPUs read each other's memory: weights, losses and gradients have the bits of ranks that go
-//! through host memory, and the plan knows their memory.
+//! Ranks whose emulated GPUs read each other's memory. Weights, losses and gradients have the bits of ranks that
+//! exchange through host memory, and the plan knows their memory.
 
 use std::sync::Arc;
 
@@ -26,12 +26,12 @@ const TOKENS: usize = 12;
 const MOST_TOKENS: usize = 80;
 const WINDOW_BYTES: usize = 1 << 26;
 const LEARNING_RATE: f64 = 1e-3;
-/// Days that are drawn.
+/// Number of random timings.
 const DAYS: u64 = 3;
-/// Days on which a lost wait must have shown at least once.
+/// Timings of which at least one must reveal a missing wait.
 const LOST_DAYS: u64 = 8;
 
-/// What is told apart.
+/// Settings of a run.
 #[derive(Clone, Copy)]
 struct Case {
     family: &'static str,
@@ -40,17 +40,17 @@ struct Case {
     group: Option<usize>,
     precision: Precision,
     prefetch_units: usize,
-    /// Where weights, gradients and optimizer states rest.
+    /// Tier of weights, gradients and optimizer states.
     states: Tier,
-    /// Where weights rest, if elsewhere.
+    /// Tier of the weights, if another one.
     weights: Option<Tier>,
-    /// Whether updates go on beside the next pass also where hosts exchange.
+    /// Whether the optimizer runs in forward even when hosts exchange.
     late: bool,
-    /// Whether weights come one unit ahead.
+    /// Whether weights are prefetched one unit ahead.
     ahead: bool,
-    /// Whether the inputs of layers are computed again.
+    /// Whether layer inputs are recomputed.
     again: bool,
-    /// The fourth pass has no picture anywhere: what is gathered ahead then is used by nobody.
+    /// Number of passes. The fourth has no image on any rank, so nobody uses the vision units prefetched for it.
     passes: usize,
 }
 
@@ -69,7 +69,7 @@ const PLAIN: Case = Case {
     passes: 3,
 };
 
-/// Everything a rank has at the end.
+/// Results of a rank.
 #[derive(PartialEq)]
 struct Left {
     losses: Vec<f64>,
@@ -95,10 +95,10 @@ impl Case {
                 false => Vec::new(),
             },
             max_grad_norm: Some(1.0),
-            // Against updates behind the pass.
+            // The reference updates after the pass.
             late_step: (self.late || transport != DeviceTransport::Host)
                 && self.states == Tier::Host,
-            // Of a few chunks, the last of which is shorter.
+            // A few chunks, the last one shorter.
             sub_group_elems: 1000,
             ..ZeroConfig::default()
         };
@@ -110,13 +110,13 @@ impl Case {
         Ok(open_model(&pack(self.family), options)?)
     }
 
-    /// With the copies as said.
+    /// Runs the ranks on GPUs with these copies.
     fn train(&self, transport: DeviceTransport, copies: Copies) -> Result<Vec<Trained>> {
         let gpus = LinkedGpu::node(self.ranks, Order::Ascending, copies);
         self.train_on(transport, gpus)
     }
 
-    /// Every rank on a thread of its own; also what each GPU had from others and from the host.
+    /// Runs every rank on its own thread. Also returns the traffic of each GPU.
     fn train_on(&self, transport: DeviceTransport, gpus: Vec<LinkedGpu>) -> Result<Vec<Trained>> {
         let comms = threads::world(self.ranks, WINDOW_BYTES)?;
         let ranks = gpus.into_iter().zip(comms).map(|(gpu, comm)| {
@@ -134,8 +134,8 @@ impl Case {
         ranks.into_iter().map(join).collect()
     }
 
-    /// Two micro-batches and a step, and one or two after it. The last rank has no picture in the first, the first none in
-    /// the second, and nobody any in the last.
+    /// Runs two micro-batches and a step, then one or two more passes. The last rank has no image in the first
+    /// micro-batch, the first rank none in the second, and no rank any in the last.
     fn rank(
         &self,
         transport: DeviceTransport,
@@ -145,7 +145,7 @@ impl Case {
         let model = self.open()?;
         let plan = Arc::new(self.plan(&*model, transport)?);
         let gpu = Arc::new(gpu);
-        // Those that share memory replay runs of works, too.
+        // Ranks that share memory also replay runs of commands as graphs.
         let replays = transport == DeviceTransport::Peers;
         let executor: Arc<dyn Executor> = match replays {
             true => Arc::new(Replaying::new(gpu.clone(), Mode::On)),
@@ -186,7 +186,7 @@ impl Case {
         })
     }
 
-    /// The same passes of rank 0 without values.
+    /// The same passes of rank 0 as a dry run.
     fn planned(&self, transport: DeviceTransport) -> Result<PoolStats> {
         let model = self.open()?;
         let plan = Arc::new(self.plan(&*model, transport)?);
@@ -218,8 +218,8 @@ impl Case {
         Ok(device.pool().stats())
     }
 
-    /// With what is left where states rest in host memory and everything goes through it. The emulated library adds in
-    /// rank order, which the real one does not promise.
+    /// Compares with the results of states in host memory and exchange through the host. The emulated library adds in
+    /// rank order, which the real one does not guarantee.
     fn agrees(&self, how: &[(DeviceTransport, Copies)]) -> Result<()> {
         let plain = Self {
             ahead: false,
@@ -238,13 +238,13 @@ impl Case {
                     want.left.losses
                 );
                 ensure!(got.left == want.left, "rank {rank}: {copies:?} copies");
-                // A shard passes the bus, and the rest comes from the other GPUs.
+                // One shard crosses the bus, and the rest comes from the other GPUs.
                 let ((pulled, put), (_, all)) = (got.traffic, want.traffic);
                 if *transport == DeviceTransport::Host {
                     continue;
                 }
                 ensure!(pulled > 0, "rank {rank} read no other GPU");
-                // Gradients have nothing to run beside; among groups they are most of what is pulled.
+                // Gradients have no compute to overlap with. With shard groups they are most of the pulled bytes.
                 let beside = got.beside;
                 ensure!(
                     self.ahead == (beside > 0) && (!self.ahead || beside * 5 > pulled),
@@ -330,8 +330,7 @@ fn prefetched_gathers_have_the_bits_of_the_host_path() -> Result<()> {
     farther.agrees(&[(DeviceTransport::Peers, Copies::Late)])
 }
 
-/// Units are gathered once more for layers whose inputs are computed again, also by a rank that has no such layers in its
-/// batch.
+/// Units are gathered once more for recomputed layer inputs, also by a rank whose batch has no such layers.
 #[test]
 fn recomputed_layer_inputs_have_the_bits_of_the_host_path() -> Result<()> {
     let case = Case {
@@ -383,7 +382,7 @@ fn two_shard_groups_in_pure_bf16_have_the_bits_of_the_host_path() -> Result<()> 
     case.agrees(&[(DeviceTransport::Peers, Copies::Late)])
 }
 
-/// States that rest on the GPUs: gathered from there, added up there, stepped there.
+/// States located on the GPUs are gathered, summed and stepped on the GPUs.
 #[test]
 fn states_on_the_gpus_at_stage_3_have_the_bits_of_the_host_path() -> Result<()> {
     let case = Case {
@@ -413,7 +412,7 @@ fn states_on_the_gpus_in_two_shard_groups_have_the_bits_of_the_host_path() -> Re
     ])
 }
 
-/// In stage 0 sums in bf16 are divided, and gathered for the update.
+/// In stage 0 the bf16 sums are divided among ranks and gathered for the update.
 #[test]
 fn states_on_the_gpus_below_stage_3_have_the_bits_of_the_host_path() -> Result<()> {
     for (stage, precision, transport) in [
@@ -433,7 +432,7 @@ fn states_on_the_gpus_below_stage_3_have_the_bits_of_the_host_path() -> Result<(
     Ok(())
 }
 
-/// Weights that stay on the GPUs are updated in host memory beside the next pass, in which others read them.
+/// Weights located on the GPUs are updated in host memory during the next pass, in which other ranks read them.
 #[test]
 fn weights_on_the_gpus_are_updated_during_the_next_forward() -> Result<()> {
     let case = Case {
@@ -459,7 +458,7 @@ fn weights_on_the_gpus_are_updated_during_the_next_forward() -> Result<()> {
     Ok(())
 }
 
-/// Lanes of two GPUs at every moment that waits allow.
+/// Lanes of two GPUs at every time that waits allow.
 #[test]
 fn ranks_have_the_same_bits_under_any_delays() -> Result<()> {
     let days = |transport| (0..DAYS).map(move |seed| (transport, Copies::Drawn(seed)));
@@ -478,7 +477,7 @@ fn ranks_have_the_same_bits_under_any_delays() -> Result<()> {
     resident.agrees(&days)
 }
 
-/// Each kind of wait is needed, and the days above would show its loss.
+/// Each kind of wait is necessary, and the timings above would reveal its absence.
 #[test]
 fn a_lost_wait_changes_the_bits() -> Result<()> {
     let of_states = |states, weights| Case {
@@ -496,7 +495,7 @@ fn a_lost_wait_changes_the_bits() -> Result<()> {
         Lost::Marks(Lane::Compute, Lane::Communication),
         Lost::Arrivals,
     ];
-    // Where weights come from the host, the wait for a place's last use hides these.
+    // With weights from the host, the wait for a range's last use hides these two.
     let on_the_gpu = [Lost::Own, Lost::Marks(Lane::Communication, Lane::Compute)];
     for (states, weights, kinds) in [
         (Tier::Host, None, &in_host_memory[..]),
@@ -509,7 +508,7 @@ fn a_lost_wait_changes_the_bits() -> Result<()> {
             let shows = (0..LOST_DAYS).any(|seed| {
                 let gpus = LinkedGpu::node(case.ranks, Order::Ascending, Copies::Drawn(seed));
                 let gpus = gpus.into_iter().map(|gpu| gpu.without(*lost)).collect();
-                // Memory that nobody wrote may end a launch of the emulator, too.
+                // Memory that nobody wrote may also end a launch of the emulator.
                 let got = case.train_on(transport, gpus);
                 got.map_or(true, |got| {
                     got.iter()

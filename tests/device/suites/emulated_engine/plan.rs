@@ -1,4 +1,4 @@
-//! What a plan foresees of a GPU's memory, and what a run takes of it: the counting device beside the emulated one.
+//! Planned GPU memory compared with that of a run: the meta device beside the emulated one.
 
 use std::sync::Arc;
 
@@ -18,14 +18,14 @@ use crate::setup::{self, ARENA_BYTES, Weights, pack};
 
 const TOKENS: usize = 16;
 const MOST_TOKENS: usize = 100;
-/// A prefill, and two passes of one token.
+/// A prefill and two passes of one token.
 const ANSWER_TOKENS: usize = 3;
 
-/// A pass forward and backward over a sample, and one that only gives its loss.
+/// Passes over a sample: forward and backward twice, then one that only computes its loss.
 fn passes(engine: &Zero, model: &dyn VisionLanguageModel, sample: &EncodedSample) -> Result<()> {
     let backend = engine.backend().clone();
     let inputs = [SampleInput::from(sample)];
-    // Twice: the second finds what the first left.
+    // Twice: the second pass sees the memory of the first.
     for _ in 0..2 {
         engine.begin_pass(PassKind::Train);
         let batch = model.collate(&inputs, &*backend)?;
@@ -42,12 +42,12 @@ fn passes(engine: &Zero, model: &dyn VisionLanguageModel, sample: &EncodedSample
     Ok(engine.end_pass()?)
 }
 
-/// What stands beside precision and tiers.
+/// Settings other than precision and tiers.
 #[derive(Clone, Copy)]
 struct Also {
     library: Library,
     adapters: bool,
-    /// Whether the inputs of layers are computed again.
+    /// Whether layer inputs are recomputed.
     again: bool,
 }
 
@@ -124,13 +124,13 @@ fn agree_with(
     for (planned, measured) in planned.iter().zip(&measured) {
         same(planned, measured);
     }
-    // Weights, activations, gradients and scratch memory have all been there.
+    // Weights, activations, gradients and scratch memory were all in use.
     let used = planned[1].by_tag.iter().filter(|tag| tag.peak > 0);
     assert!(used.count() >= 4, "{:?}", planned[1]);
     Ok(())
 }
 
-/// A training pass; `begun` is called before its first tensor.
+/// A training pass that calls `begun` before its first tensor.
 fn train(
     engine: &Zero,
     model: &dyn VisionLanguageModel,
@@ -148,8 +148,8 @@ fn train(
     Ok(engine.end_pass()?)
 }
 
-/// A run's tensors lie where a dry run of the same batch packed them, whatever ran before: none strays, and every
-/// counter is that of the plan.
+/// The tensors of a run have the offsets of the memory plan for the same batch, whatever ran before. No tensor is
+/// outside the plan, and every counter equals the planned one.
 fn packed(family: &str, activation: Tier, weights: Weights, library: Library) -> Result<()> {
     let dir = pack(family);
     let precision = Precision::Bf16;
@@ -183,7 +183,7 @@ fn packed(family: &str, activation: Tier, weights: Weights, library: Library) ->
     let planned = dry_run.device_pool().stats();
     same(&planned, &device.pool().stats());
     assert_eq!(planned.strays, 0);
-    // What rests, the longest script, and no hole between them.
+    // Resident bytes plus the largest memory plan, with no hole between them.
     assert_eq!(planned.touched, planned.in_use + longest);
     Ok(())
 }
@@ -196,7 +196,7 @@ fn tensors_have_the_offsets_of_the_memory_plan() -> Result<()> {
     packed("cogvlm-chat-hf", device, Weights::Leased, Library::Absent)
 }
 
-/// Every counter, the places included: a tensor that one of the two takes and the other does not moves what comes behind.
+/// Compares every counter and offset. A tensor allocated in only one of the two would shift the later ones.
 fn same(planned: &PoolStats, measured: &PoolStats) {
     assert_eq!(
         planned.touched, measured.touched,
@@ -225,7 +225,7 @@ fn glm_4v_in_f32_with_activations_on_the_host_takes_the_planned_memory() -> Resu
     agree("glm-4v-9b", Precision::F32, Tier::Host, Weights::Kept)
 }
 
-/// Scratch memory of products by a library is planned, whether it does them or refuses.
+/// Scratch memory of library products is planned, whether the library computes them or refuses.
 #[test]
 fn glm_4v_with_library_products_takes_the_planned_memory() -> Result<()> {
     for library in [Library::Multiplies, Library::Refuses] {
@@ -240,7 +240,7 @@ fn glm_4v_with_library_products_takes_the_planned_memory() -> Result<()> {
     Ok(())
 }
 
-/// Adapters that share an input keep what they made of it until backward, and so do those of experts.
+/// Adapters that share an input store their low-rank activations until backward, and so do those of experts.
 #[test]
 fn adapters_of_shared_inputs_take_the_planned_memory() -> Result<()> {
     for family in ["minicpm-v-2_6", "glm-4v-9b", "cogvlm-chat-hf"] {
@@ -253,7 +253,7 @@ fn adapters_of_shared_inputs_take_the_planned_memory() -> Result<()> {
     Ok(())
 }
 
-/// Inputs of layers that are computed again, also those that come back from the host first.
+/// Recomputed layer inputs, including those loaded back from the host first.
 #[test]
 fn recomputed_layer_inputs_take_the_planned_memory() -> Result<()> {
     let also = Also {

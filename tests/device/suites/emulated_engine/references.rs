@@ -1,5 +1,5 @@
-//! Golden packs on the emulated GPU: in f32 at the tolerances of the CPU; in 16 bits beside what the pack stores, and beside
-//! the CPU in the same precision.
+//! Golden packs on the emulated GPU. In f32 the CPU's tolerances apply. In 16 bits results are compared with the pack
+//! and with the CPU in the same precision.
 
 use std::env;
 use std::sync::Arc;
@@ -18,19 +18,19 @@ use tests::{drift, tolerance};
 
 use crate::setup::ARENA_BYTES;
 
-/// All worlds of this process.
+/// Sets the emulator as the device of all worlds in this process.
 fn compute_on_the_emulator() -> Result<()> {
     let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
     compute_on(Arc::new(CudaBackend::new(gpu, ARENA_BYTES)?));
     Ok(())
 }
 
-/// Whether all packs and 200 steps are asked for.
+/// Whether `TESSERA_EVERY_PACK=1` asks for all packs and the 200 steps.
 fn every_pack() -> bool {
     env::var("TESSERA_EVERY_PACK").is_ok_and(|asked| asked == "1")
 }
 
-/// Every case, gradient and trajectory of one family; of all, and 200 steps, where `TESSERA_EVERY_PACK=1` asks for it.
+/// Every case, gradient and trajectory of one family. `TESSERA_EVERY_PACK=1` runs all families and the 200 steps.
 #[test]
 fn golden_packs_in_f32_stay_within_their_tolerances() -> Result<()> {
     compute_on_the_emulator()?;
@@ -54,7 +54,7 @@ fn golden_packs_in_f32_stay_within_their_tolerances() -> Result<()> {
     Ok(())
 }
 
-/// As the stage `train` does on a GPU. The case below stands for it where not all packs are asked for.
+/// The checks of the stage `train` on a GPU. Without all packs, the single case below takes their place.
 #[test]
 #[ignore = "some ten minutes: the nightly run asks for it"]
 fn golden_packs_in_16_bits_stay_within_their_tolerances() -> Result<()> {
@@ -71,7 +71,7 @@ fn golden_packs_in_16_bits_stay_within_their_tolerances() -> Result<()> {
     Ok(())
 }
 
-/// The 200 steps as the stage `train` takes them in 16 bits, on two ranks that share a GPU's queue.
+/// The 200 steps of the stage `train` in 16 bits, on two ranks that share a GPU's queue.
 #[test]
 #[ignore = "some ten minutes: the nightly run asks for it"]
 fn steps_in_16_bits_stay_within_their_tolerances() -> Result<()> {

@@ -1,5 +1,5 @@
-//! Model states that rest on the GPU: everything has the bits of a run whose states rest in host memory, the plan has
-//! every place, and nothing crosses the bus for an update.
+//! Model states located on the GPU. Everything has the bits of a run with states in host memory, the plan has every
+//! offset, and an update copies nothing over the bus.
 
 use std::sync::Arc;
 
@@ -24,10 +24,10 @@ const FAMILY: &str = "glm-4v-9b";
 const TOKENS: usize = 16;
 const MOST_TOKENS: usize = 100;
 const LEARNING_RATE: f64 = 1e-3;
-/// Small beside a unit, so that a unit's update is several chunks.
+/// Small compared with a unit, so a unit's update has several chunks.
 const SUB_GROUP_ELEMS: usize = 5000;
 
-/// The numbers of a run.
+/// Number formats of a run.
 #[derive(Clone, Copy)]
 struct Numbers {
     stage: Stage,
@@ -46,7 +46,7 @@ const PLAIN: Numbers = Numbers {
     },
 };
 
-/// Everything that a run leaves.
+/// Results of a run.
 #[derive(PartialEq)]
 struct Left {
     losses: Vec<u64>,
@@ -56,7 +56,7 @@ struct Left {
     states: Vec<u8>,
 }
 
-/// What a run took: places of the device, and bytes that crossed the bus inward while it trained.
+/// Resources of a run: device memory, and bytes copied to the device while it trained.
 struct Took {
     stats: PoolStats,
     inward: u64,
@@ -83,8 +83,8 @@ impl Numbers {
         Ok(Arc::new(Plan::new(model.spec().clone(), config, 1)?))
     }
 
-    /// Two updates of two micro-batches, and a micro-batch behind them. Every other parameter has a learning rate and a
-    /// decay of its own.
+    /// Two updates of two micro-batches each, then one more micro-batch. Every other parameter has its own learning
+    /// rate and weight decay.
     fn train(self, offload: Offload) -> Result<(Left, Took)> {
         let dir = pack(FAMILY);
         let model = open_model(&dir, ModelOptions::new(self.precision.weight_dtype()))?;
@@ -248,7 +248,7 @@ fn states_on_the_gpu_in_pure_bf16_with_f32_moments_have_the_bits_of_host_states(
     numbers.agrees(&[THERE])
 }
 
-/// A rule that the device's kernels do not know steps in host memory, and what it keeps goes there and back.
+/// An update rule without a GPU kernel steps in host memory, and its states are copied there and back.
 #[test]
 fn states_of_a_rule_without_gpu_kernel_are_stepped_on_the_host() -> Result<()> {
     let numbers = Numbers {
@@ -273,8 +273,8 @@ fn states_of_a_rule_without_gpu_kernel_are_stepped_on_the_host() -> Result<()> {
     Ok(())
 }
 
-/// Weights that rest on the GPUs and are gathered through the host leave beside the work: what is read of them waits for
-/// their last change, and for no work of the pass.
+/// Weights located on the GPUs and gathered through the host are fetched during compute. The fetch waits for their last
+/// update, not for the pass.
 #[test]
 fn shards_on_the_gpu_leave_while_the_gpu_computes() -> Result<()> {
     let rank = |comm: Arc<dyn Communicator>| -> Result<[u64; 2]> {

@@ -1,4 +1,4 @@
-//! A family's golden pack under the engine, on any device.
+//! Engine setup for a family's golden pack, on any device.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -24,27 +24,27 @@ pub fn pack(name: &str) -> PathBuf {
     golden.join(name)
 }
 
-/// When a unit's weights come to the device.
+/// Time at which a unit's weights are copied to the device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Weights {
-    /// When it is leased.
+    /// At its lease.
     Leased,
-    /// One unit ahead of that.
+    /// One unit before its lease.
     Ahead,
-    /// Once: they stay.
+    /// Once; they stay resident.
     Kept,
 }
 
-/// When units are updated.
+/// Time at which units are updated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Updates {
-    /// Behind the pass.
+    /// After the pass.
     Behind,
-    /// Beside backward, all of them.
+    /// In backward, all units.
     Early,
-    /// The same from gradients that are kept nowhere.
+    /// In backward, from gradients that are stored nowhere.
     Consumed,
-    /// Beside the next pass.
+    /// In the next forward.
     Late,
 }
 
@@ -54,7 +54,7 @@ impl Updates {
     }
 }
 
-/// All parameters train, or adapters on every linear layer of the language model.
+/// Model options: all parameters trainable, or adapters on every linear layer of the language model.
 pub fn options(precision: Precision, adapters: bool) -> ModelOptions {
     let mut options = ModelOptions::new(precision.weight_dtype());
     options.lora = adapters.then(|| LoraConfig {
@@ -70,17 +70,17 @@ pub fn options(precision: Precision, adapters: bool) -> ModelOptions {
     options
 }
 
-/// Every stack of layers as one group, of which only the first one's input is kept.
+/// Every stack of layers as one recompute group, which saves only the input of its first layer.
 pub fn stacks(spec: &ModelSpec) -> Vec<Range<u32>> {
     let mut spec = spec.clone();
-    // The last stack is one too where something follows.
+    // Units after the last stack, since only then it forms a recompute group too.
     for name in ["behind", "farther"] {
         spec.units.push(UnitSpec { name: name.into() });
     }
     spec.layer_groups(8, &|_| true)
 }
 
-/// ZeRO-3 of one rank with its optimizer states in host memory; `again` computes the inputs of layers again.
+/// Plan of one rank under ZeRO-3 with optimizer states in host memory. `again` recomputes layer inputs.
 pub fn plan(
     model: &dyn VisionLanguageModel,
     precision: Precision,
@@ -92,7 +92,7 @@ pub fn plan(
     plan_updating(model, precision, activation, weights, again, when)
 }
 
-/// As [`plan`], with units updated when `updates` says, and gradients clipped to a norm.
+/// As [`plan`], with the time of updates and the gradient norm for clipping.
 pub fn plan_updating(
     model: &dyn VisionLanguageModel,
     precision: Precision,
@@ -129,7 +129,7 @@ pub fn plan_updating(
     Ok(Arc::new(Plan::new(model.spec().clone(), config, 1)?))
 }
 
-/// The rank, with the pack's weights.
+/// A rank with the pack's weights.
 pub fn loaded(
     dir: &Path,
     model: &dyn VisionLanguageModel,
@@ -193,14 +193,15 @@ fn load(
     Ok(zero)
 }
 
-/// As long as the family's picture needs and `tokens` more, at most `most`; where pictures have any size, a small one.
+/// A sample as long as the family's image needs plus `tokens`, at most `most`. If images have any size, the image is
+/// small.
 pub fn sample(dir: &Path, tokens: usize, most: usize) -> Result<EncodedSample> {
     let of = |tokens| models::largest_sample(dir, tokens, 1).context("a sample");
     let end = of(4096)?.image_bounds.iter().map(|(_, end)| *end).max();
     of((end.unwrap_or(0) + tokens).min(most))
 }
 
-/// Tokens without a picture.
+/// A sample of tokens without an image.
 pub fn text_sample(dir: &Path, tokens: usize) -> Result<EncodedSample> {
     let mut sample = models::largest_sample(dir, tokens, 1).context("a sample")?;
     sample.image_bounds.clear();

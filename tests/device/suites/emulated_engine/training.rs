@@ -1,4 +1,4 @@
-//! Training on the emulated GPU: losses, gradients and weights after a step are those of the CPU, up to the order of
+//! Training on the emulated GPU. Losses, gradients and weights after a step are those of the CPU, up to the order of
 //! sums.
 
 use std::path::Path;
@@ -23,19 +23,19 @@ const TOKENS: usize = 24;
 const MOST_TOKENS: usize = 120;
 const LEARNING_RATE: f64 = 1e-3;
 
-/// Everything a step leaves.
+/// Results of the steps.
 pub struct Left {
     losses: Vec<f64>,
-    /// Of each step, whether it changed anything.
+    /// Per step, whether an update was applied.
     pub applied: Vec<bool>,
-    /// Of the gradients, before each update.
+    /// Gradient norms before each update.
     pub norms: Vec<f64>,
     gradients: Vec<(ParamId, Vec<f32>)>,
     weights: Vec<(ParamId, Vec<f32>)>,
 }
 
 impl Left {
-    /// Whether every loss, gradient and weight is the same to the last bit; gradients where both have any.
+    /// Whether every loss, gradient and weight has the same bits. Gradients count only where both have them.
     pub fn same_bits(&self, other: &Self) -> bool {
         let losses =
             |left: &Self| -> Vec<u64> { left.losses.iter().map(|l| l.to_bits()).collect() };
@@ -57,28 +57,28 @@ impl Left {
     }
 }
 
-/// How a family is trained.
+/// Settings of a training run.
 #[derive(Clone, Copy)]
 pub struct How {
     pub precision: Precision,
     pub activation: Tier,
     pub weights: Weights,
-    /// Whether the inputs of layers are computed again.
+    /// Whether layer inputs are recomputed.
     pub again: bool,
-    /// The pass whose sample has no picture.
+    /// The pass whose sample has no image.
     pub text_pass: Option<usize>,
-    /// Whether adapters train, instead of everything.
+    /// Whether only adapters are trainable.
     pub adapters: bool,
     pub library: Library,
-    /// Whether each segment's second run is compared with its first, for which the host waits.
+    /// Whether each segment's recompute is compared with its first run, for which the host waits.
     pub check: bool,
-    /// Whether runs of works are replayed as graphs.
+    /// Whether runs of commands are replayed as graphs.
     pub graphs: Option<Mode>,
     pub passes: usize,
     pub updates: Updates,
-    /// The pass whose gradients are not finite: no update follows.
+    /// The pass whose gradients are not finite, so no update follows.
     pub skipped: Option<usize>,
-    /// What gradients are clipped to.
+    /// Gradient norm for clipping.
     pub max_grad_norm: Option<f32>,
 }
 
@@ -102,8 +102,8 @@ impl How {
     }
 }
 
-/// Passes over a sample with a picture, or one without, and a step between each two. Without the check nothing waits for the device but
-/// what must.
+/// Passes over a sample with or without an image, with a step between each two. Without the check the host waits only
+/// where it must.
 pub fn train(
     dir: &Path,
     how: How,
@@ -171,13 +171,13 @@ fn agree(family: &str, precision: Precision, activation: Tier) -> Result<()> {
     let gpu = agree_how(family, how)?;
     assert_eq!(gpu.multiplied(), 0);
     let uploads = gpu.uploads();
-    // A few layers of each kind: of two layers alike, the second comes in while the device computes with the first. Large
-    // pictures, which are half as much again, come before all work.
+    // The model has a few layers of each kind. With two equal layers, the second one is copied during the first one's
+    // compute. Large images are half as many bytes again and come before all compute.
     assert!(uploads.overlapping * 13 > uploads.bytes, "{uploads:?}");
     Ok(())
 }
 
-/// The same where products go through a library.
+/// The same with library products.
 fn agree_through_a_library(family: &str, precision: Precision) -> Result<()> {
     let mut how = How::new(precision);
     how.library = Library::Multiplies;
@@ -186,7 +186,7 @@ fn agree_through_a_library(family: &str, precision: Precision) -> Result<()> {
     Ok(())
 }
 
-/// The same with adapters, of which those of one input share it.
+/// The same with adapters, where those of one input share it.
 fn agree_with_adapters(family: &str, precision: Precision) -> Result<()> {
     let mut how = How::new(precision);
     how.adapters = true;
@@ -223,18 +223,19 @@ fn agree_how(family: &str, how: How) -> Result<Arc<EmulatedGpu>> {
     }
     for ((id, got), (_, want)) in got.weights.iter().zip(&want.weights) {
         let far = got.iter().zip(want).find(|(g, w)| {
-            // The sign of a gradient near zero decides about a whole first step of Adam; both weights are rounded.
+            // The sign of a gradient near zero decides a full first step of Adam, and both weights are rounded.
             let rounded = [**g, **w].map(|x| tolerance::store(dtype, f64::from(x)));
             f64::from((*g - *w).abs()) > 2.001 * LEARNING_RATE + rounded[0] + rounded[1]
         });
         assert!(far.is_none(), "{}: {far:?}", name(id));
     }
-    // What is left on the device is the table of the last attention.
+    // Only the table of the last attention remains on the device.
     assert!(device.pool().stats().in_use < 4096, "{:?}", device.pool());
     Ok(gpu)
 }
 
-/// Passes are not looked at access by access; where they are, nothing is reported and every bit is the same.
+/// Passes usually run without checks of memory accesses. With these checks nothing is reported, and every bit is the
+/// same.
 #[test]
 fn checked_and_unchecked_passes_leave_the_same_bits() -> Result<()> {
     let of = |family: &str, how: How, order: Order| -> Result<()> {
@@ -257,7 +258,7 @@ fn checked_and_unchecked_passes_leave_the_same_bits() -> Result<()> {
     of("cogvlm2-llama3-chat-19B", how, Order::Ascending)
 }
 
-/// Everything that training on an emulated GPU leaves, as bits, and how many graphs were queued.
+/// Bits of all results of training on an emulated GPU, and the number of queued graphs.
 fn trained_bits(family: &str, how: How) -> Result<(Vec<u64>, u64)> {
     let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(how.library));
     let (device, replaying): (Arc<dyn Backend>, _) = match how.graphs {
@@ -277,7 +278,7 @@ fn trained_bits(family: &str, how: How) -> Result<(Vec<u64>, u64)> {
     Ok((losses.chain(floats).collect(), replays))
 }
 
-/// Losses, gradients and weights have the same bits with graphs and without.
+/// Losses, gradients and weights have the same bits with and without graphs.
 fn agree_with_graphs(family: &str, how: How) -> Result<()> {
     let mut how = how;
     how.passes = 4;
@@ -292,8 +293,7 @@ fn agree_with_graphs(family: &str, how: How) -> Result<()> {
     Ok(())
 }
 
-/// Layers whose inputs are computed again leave the bits of those that keep theirs, wherever these and the weights are, and
-/// also in graphs.
+/// Recomputed layer inputs give the bits of stored ones, on every tier of activations and weights, and also in graphs.
 fn agree_again(family: &str, how: How) -> Result<()> {
     let mut how = How {
         text_pass: Some(1),
@@ -316,7 +316,7 @@ fn minicpm_with_recomputed_layer_inputs_has_the_same_bits() -> Result<()> {
     agree_again("minicpm-v-2_6", How::new(Precision::Bf16))
 }
 
-/// The cross-attended features, which layers share, are kept elsewhere as well.
+/// The features for cross attention, which layers share, are offloaded too.
 #[test]
 fn cogagent_with_recomputed_layer_inputs_has_the_same_bits() -> Result<()> {
     let mut how = How::new(Precision::F32);
@@ -338,7 +338,7 @@ fn graphs_leave_the_same_bits_with_resident_weights_and_library_products() -> Re
     agree_with_graphs("glm-4v-9b", how)
 }
 
-/// All weights come once, and once more, with the gaps between them, when the step has changed them all.
+/// All weights are uploaded once, and once more with the gaps between them after the step changed them all.
 #[test]
 fn resident_weights_are_uploaded_once_per_change() -> Result<()> {
     let family = "glm-4v-9b";
@@ -355,8 +355,8 @@ fn resident_weights_are_uploaded_once_per_change() -> Result<()> {
     Ok(())
 }
 
-/// Weights that come one unit ahead wait for what was there before the unit in front of theirs, and not for that unit;
-/// but for those of the first unit of a pass, and of one that another was passed over for.
+/// Prefetched weights wait for commands before the previous unit, not for those of that unit. Exceptions are the first
+/// unit of a pass and a unit after a skipped one.
 #[test]
 fn prefetched_weights_are_copied_during_the_whole_previous_unit() -> Result<()> {
     let uploads = |weights| -> Result<Beside> {
@@ -377,7 +377,7 @@ fn prefetched_weights_are_copied_during_the_whole_previous_unit() -> Result<()> 
     Ok(())
 }
 
-/// Weights that come one unit ahead change no bit, also where a batch passes over the unit that they came for.
+/// Prefetched weights change no bit, also when a batch skips the unit they were copied for.
 fn agree_ahead(family: &str, how: How) -> Result<()> {
     let mut how = How {
         text_pass: Some(1),
@@ -412,8 +412,8 @@ fn glm_4v_has_the_same_bits_with_adapters_and_prefetch() -> Result<()> {
     agree_ahead("glm-4v-9b", how)
 }
 
-/// Saved activations leave beside the segments that follow, and come back beside those in front of theirs: but for the
-/// first of a pass, whose place is taken when it is wanted.
+/// Saved activations leave during the following segments and return during the previous ones of backward. The first one
+/// of a pass is an exception: its memory is allocated when it is needed.
 #[test]
 fn offloaded_activations_are_copied_during_compute() -> Result<()> {
     let copies = |activation| -> Result<[Beside; 2]> {
@@ -441,7 +441,7 @@ fn offloaded_activations_are_copied_during_compute() -> Result<()> {
     Ok(())
 }
 
-/// While gradients leave, the next weights come in: both directions of the bus are busy at once.
+/// The next weights come in while gradients leave, so both directions of the bus are busy at once.
 #[test]
 fn weights_and_gradients_are_copied_in_both_directions_at_once() -> Result<()> {
     for weights in [Weights::Leased, Weights::Ahead] {
@@ -460,8 +460,8 @@ fn weights_and_gradients_are_copied_in_both_directions_at_once() -> Result<()> {
     Ok(())
 }
 
-/// Weights that stay on the device are updated in host memory beside backward or the next pass, without waiting for work
-/// that does not use them, and without work that waits for them: the same bits.
+/// Weights resident on the device are updated in host memory during backward or the next pass. Updates and compute only
+/// wait for each other where they share data, and the bits are the same.
 #[test]
 fn resident_weights_are_updated_during_backward_or_the_next_forward() -> Result<()> {
     for (family, precision) in [
@@ -497,8 +497,8 @@ fn resident_weights_are_updated_during_backward_or_the_next_forward() -> Result<
     Ok(())
 }
 
-/// The trace and the times of a step are those of the device's own clock, not of the host that queues its work; copies run
-/// beside the work of other units.
+/// Trace and times of a step are those of the device's clock, not of the host that queues the commands. Copies overlap
+/// with compute of other units.
 #[test]
 fn times_and_trace_of_a_step_are_those_of_the_device_clock() -> Result<()> {
     let dir = pack("glm-4v-9b");
@@ -525,7 +525,7 @@ fn times_and_trace_of_a_step_are_those_of_the_device_clock() -> Result<()> {
     let of = |lane| -> Vec<&Span> { spans.iter().filter(|span| span.lane == lane).collect() };
     let [work, waits, inward, outward] =
         [Lane::Device, Lane::DeviceWait, Lane::Inward, Lane::Outward].map(of);
-    // Every unit forward and backward, but for the loss, whose backward begins with what its forward left.
+    // Every unit forward and backward, but the loss once, since its backward starts from its forward's results.
     let units = model.spec().units.len();
     for phase in ["forward", "backward"] {
         let named = work.iter().filter(|span| span.name.starts_with(phase));
@@ -545,11 +545,11 @@ fn times_and_trace_of_a_step_are_those_of_the_device_clock() -> Result<()> {
         };
         copies.iter().filter(|copy| overlaps(copy)).count()
     };
-    // Models of this size move little: most copies are over before the next work begins.
+    // Models of this size copy little, so most copies end before the next compute begins.
     for copies in [&inward, &outward] {
         assert!(beside(copies) > 0, "none of {}", copies.len());
     }
-    // Passes that do not train are not measured.
+    // Passes without training are not measured.
     zero.visit_weights(|_, _| Ok::<_, engine::EngineError>(()))?;
     assert_eq!(zero.device_times(), times);
     Ok(())

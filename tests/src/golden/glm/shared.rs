@@ -167,7 +167,7 @@ pub(super) fn tokenizer_cases(
     let texts: Vec<Text> = serde_json::from_value(texts.with_context(|| format!("no {list}"))?)?;
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for case in texts {
-        // Lengths between the texts distinguish them in one list.
+        // The number of ids before each text separates the texts in one list.
         let ids = encode(&case.text)?;
         ours.push(ids.len() as i64);
         ours.extend(wide(&ids));

@@ -1,4 +1,4 @@
-//! A call of the kernels: operands to the machine, results back.
+//! A call of the attention kernels: operands to the machine, results back.
 
 use anyhow::{Context, Result, ensure};
 use half::{bf16, f16};
@@ -12,19 +12,19 @@ use crate::random::Operands;
 use crate::reference::Attention;
 use crate::tolerance;
 
-/// Rows behind the last sequence, of NaN.
+/// Rows of NaN after the last sequence.
 const TAIL: usize = 2;
 
-/// A call but its values.
+/// A call without its values.
 #[derive(Clone, Debug)]
 pub(super) struct Call {
     pub(super) dtype: DType,
     pub(super) shape: Attention,
-    /// What the choice of tiles is told.
+    /// Number of multiprocessors for the choice of tiles.
     pub(super) multiprocessors: u32,
 }
 
-/// Elements of a dtype as bytes.
+/// Bytes of values in a dtype.
 fn encode(dtype: DType, values: &[f64]) -> Vec<u8> {
     let bytes = |value: &f64| match dtype {
         DType::BF16 => bf16::from_f32(*value as f32).to_le_bytes().to_vec(),
@@ -43,7 +43,7 @@ fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     bytes.chunks_exact(dtype.size_bytes()).map(value).collect()
 }
 
-/// What a call wrote, as bytes.
+/// Results of a call, as bytes.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Results {
     dtype: DType,
@@ -66,7 +66,7 @@ impl Results {
         [1, 2, 3].map(|i| decode(self.dtype, &self.tensors[i]))
     }
 
-    /// The part of one sequence.
+    /// The results of one sequence.
     pub(super) fn sequence(&self, shape: &Attention, index: usize) -> Self {
         let [q, k] = [(&shape.q_starts, shape.h), (&shape.k_starts, shape.g)];
         let cut = |bytes: &[u8], (starts, heads): (&Vec<usize>, usize), width: usize| {
@@ -87,7 +87,7 @@ impl Results {
         }
     }
 
-    /// Fails when a byte differs.
+    /// Fails if a byte differs.
     pub(super) fn ensure_equal(&self, other: &Self, what: &str) -> Result<()> {
         let names = ["out", "dq", "dk", "dv"]
             .into_iter()
@@ -128,7 +128,7 @@ impl Call {
         })
     }
 
-    /// Normal operands, rounded to the dtype.
+    /// Normally distributed operands, rounded to the dtype.
     pub(super) fn draw(&self, seed: u64) -> Values {
         let shape = &self.shape;
         let (q_len, k_len) = (

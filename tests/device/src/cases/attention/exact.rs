@@ -1,11 +1,11 @@
-//! Rows of attention and of its gradients in f64, and how far a result may lie from each element.
+//! Rows of attention and of its gradients in f64, with an error bound for each element.
 
 use std::ops::Range;
 
 use crate::reference::Attention;
 use crate::tolerance;
 
-/// Elements and their bounds.
+/// Elements and their error bounds.
 #[derive(Clone, Debug)]
 pub(super) struct Bounded {
     pub(super) want: Vec<f64>,
@@ -20,7 +20,7 @@ impl Bounded {
         }
     }
 
-    /// Adds `weight * row`, the weight with an error.
+    /// Adds `weight * row`, where the weight has an error.
     fn add(&mut self, (weight, error): (f64, f64), row: &[f64], magnitude: &mut [f64]) {
         for (i, x) in row.iter().enumerate() {
             self.want[i] += weight * x;
@@ -46,7 +46,7 @@ impl Bounded {
     }
 }
 
-/// Per query and head: what the backward starts from, with errors.
+/// Inputs of backward per query and head, with errors.
 #[derive(Clone, Debug)]
 pub(super) struct Statistics {
     /// Log-sum-exp.
@@ -72,7 +72,7 @@ pub(super) struct Exact<'a> {
     pub(super) rounding: tolerance::Attention,
 }
 
-/// Sum of products, and of their magnitudes.
+/// Sum of products, and sum of their magnitudes.
 fn dot(a: &[f64], b: &[f64]) -> (f64, f64) {
     let products = a.iter().zip(b).map(|(a, b)| a * b);
     products.fold((0.0, 0.0), |(sum, size), p| (sum + p, size + p.abs()))
@@ -87,13 +87,13 @@ impl Exact<'_> {
         self.head_of(x, row, head, self.shape.h)
     }
 
-    /// `head` is a query head.
+    /// A row of K. `head` is a query head.
     fn k_row<'x>(&self, x: &'x [f64], key: usize, head: usize) -> &'x [f64] {
         let group = self.shape.h / self.shape.g;
         self.head_of(x, key, head / group, self.shape.g)
     }
 
-    /// Query rows and key rows of the sequence that has `row`.
+    /// Index of the sequence that contains `row`.
     fn sequence(starts: &[usize], row: usize) -> usize {
         starts.partition_point(|start| *start <= row) - 1
     }
@@ -102,7 +102,7 @@ impl Exact<'_> {
         starts[sequence]..starts[sequence + 1]
     }
 
-    /// Keys that a query row sees.
+    /// Keys visible to a query row.
     fn keys(&self, row: usize) -> Range<usize> {
         let sequence = Self::sequence(&self.shape.q_starts, row);
         let q = Self::sequence_rows(&self.shape.q_starts, sequence);
@@ -163,7 +163,7 @@ impl Exact<'_> {
         )
     }
 
-    /// What the exact forward gives, with the errors a kernel's forward may have made.
+    /// Statistics of the exact forward, with the errors that a kernel's forward may make.
     pub(super) fn statistics(&self) -> Statistics {
         let rows = (0..self.shape.queries())
             .flat_map(|row| (0..self.shape.h).map(move |head| (row, head)));
@@ -178,7 +178,7 @@ impl Exact<'_> {
         Statistics { lse, delta }
     }
 
-    /// What a kernel's backward starts from when its forward gave these.
+    /// Statistics that a kernel's backward reads after a forward with these results.
     pub(super) fn statistics_of(&self, out: &[f64], lse: &[f64]) -> Statistics {
         let rows = out
             .chunks_exact(self.shape.d)
@@ -193,7 +193,7 @@ impl Exact<'_> {
         }
     }
 
-    /// The weight of a key and the gradient of its score (before `scale`), as they enter products.
+    /// The weight of a key and the gradient of its score (before `scale`), as the products use them.
     fn weights(&self, row: usize, head: usize, key: usize, from: &Statistics) -> [(f64, f64); 2] {
         let (d, rounding, at) = (self.shape.d, self.rounding, row * self.shape.h + head);
         let score = self.score(row, head, key);

@@ -1,4 +1,4 @@
-//! Attention, values and gradients, against f64.
+//! Attention and its gradients, compared with f64.
 
 mod call;
 mod exact;
@@ -12,7 +12,7 @@ use super::{Case, Effort};
 use crate::machine::Machine;
 use crate::reference::Attention;
 
-/// Few multiprocessors: tiles of 128 queries even for small calls; many: tiles of 64.
+/// Numbers of multiprocessors. Few give tiles of 128 queries even for small calls; many give tiles of 64.
 const FEW: u32 = 1;
 const MANY: u32 = 1 << 20;
 
@@ -24,7 +24,7 @@ fn starts(lengths: &[usize]) -> Vec<usize> {
     all
 }
 
-/// Sequences of (queries, keys).
+/// Shape of a call over sequences of (queries, keys).
 fn shape(lengths: &[(usize, usize)], (h, g): (usize, usize), d: usize, causal: bool) -> Attention {
     let (q, k): (Vec<_>, Vec<_>) = lengths.iter().copied().unzip();
     Attention {
@@ -34,7 +34,7 @@ fn shape(lengths: &[(usize, usize)], (h, g): (usize, usize), d: usize, causal: b
         g,
         d,
         causal,
-        // Exact in f32, so that kernels and reference have the same.
+        // Exact in f32, so kernels and reference use the same scale.
         scale: f64::from((1.0 / (d as f64).sqrt()) as f32),
     }
 }
@@ -43,8 +43,8 @@ fn mask_name(causal: bool) -> &'static str {
     if causal { "causal" } else { "full" }
 }
 
-/// Lengths around the sides of tiles, with as many keys as queries, and with other numbers: more keys (a cached
-/// prefix), fewer keys (the first queries see none), no keys, no queries.
+/// Sequence lengths around the tile sizes with equal numbers of queries and keys. The others have more keys (a cached
+/// prefix), fewer keys (the first queries see none), no keys, or no queries.
 const EQUAL: &[(usize, usize)] = &[(1, 1), (63, 63), (64, 64), (65, 65), (129, 129)];
 const UNEQUAL: &[(usize, usize)] = &[
     (5, 70),
@@ -56,7 +56,7 @@ const UNEQUAL: &[(usize, usize)] = &[
     (3, 1),
 ];
 
-/// The tensor-core family.
+/// Cases of the tensor-core kernels.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let mut cases = Vec::new();
@@ -83,7 +83,7 @@ pub fn cases(effort: Effort) -> Vec<Case> {
     cases
 }
 
-/// The plain family.
+/// Cases of the plain kernels.
 #[must_use]
 pub fn plain_cases(_effort: Effort) -> Vec<Case> {
     let mut cases = Vec::new();
@@ -128,7 +128,7 @@ fn small_cases(cases: &mut Vec<Case>, dtype: DType, d: usize, (h, g): (usize, us
     }
 }
 
-/// Groups of so many heads that their gradients come in parts, where the cases above have fewer.
+/// A case with so many query heads per key head that gradients come in parts.
 fn grouped_case(cases: &mut Vec<Case>, dtype: DType, d: usize) {
     let call = Call {
         dtype,
@@ -139,7 +139,7 @@ fn grouped_case(cases: &mut Vec<Case>, dtype: DType, d: usize) {
     cases.push(Case::new(name, move |machine| check_all(machine, &call)));
 }
 
-/// Every element, and the same bits in a second run.
+/// Checks every element, and the bits of a second run.
 fn check_all(machine: &mut dyn Machine, call: &Call) -> Result<()> {
     let values = call.draw(1);
     let got = call.run(machine, &values)?;
@@ -148,7 +148,7 @@ fn check_all(machine: &mut dyn Machine, call: &Call) -> Result<()> {
         .ensure_equal(&got, "a second run")
 }
 
-/// Compares with the reference and with the rows that the bounds come with.
+/// Compares with the reference and with the rows that have error bounds.
 fn check_values(call: &Call, values: &Values, got: &Results) -> Result<()> {
     let (shape, exact) = (
         &call.shape,
@@ -189,7 +189,7 @@ fn check_values(call: &Call, values: &Values, got: &Results) -> Result<()> {
     compare("dv", &got_dv, &dv, &dv_rows)
 }
 
-/// All rows, against the reference.
+/// Compares all rows with the reference.
 fn compare(name: &str, got: &[f64], want: &[f64], rows: &[Bounded]) -> Result<()> {
     let bounds = rows.iter().flat_map(|row| row.want.iter().zip(&row.bound));
     ensure!(got.len() == want.len(), "{name} has {} elements", got.len());
@@ -207,7 +207,8 @@ fn compare(name: &str, got: &[f64], want: &[f64], rows: &[Bounded]) -> Result<()
     Ok(())
 }
 
-/// The middle sequence has the same bits alone and between sequences of huge values, in tiles of either height.
+/// Checks that the middle sequence has the same bits alone and between sequences of huge values, in tiles of either
+/// height.
 fn check_neighbours(machine: &mut dyn Machine, call: &Call) -> Result<()> {
     const HUGE: f64 = 60_000.0;
     let shape = &call.shape;
@@ -249,7 +250,7 @@ fn check_neighbours(machine: &mut dyn Machine, call: &Call) -> Result<()> {
     Ok(())
 }
 
-/// Sizes of real models.
+/// Cases at sizes of real models.
 fn large_cases(cases: &mut Vec<Case>) {
     let sequence = |n: usize, count: usize| vec![(n, n); count];
     let all = [
@@ -278,7 +279,8 @@ fn large_cases(cases: &mut Vec<Case>) {
     }
 }
 
-/// Some rows of every head, and the same bits in a second run. The gradients are those of the forward that was seen.
+/// Checks some rows of every head, and the bits of a second run. Gradients are compared with those of the kernel's own
+/// forward.
 fn check_sampled(machine: &mut dyn Machine, call: &Call) -> Result<()> {
     let values = call.draw(3);
     let got = call.run(machine, &values)?;

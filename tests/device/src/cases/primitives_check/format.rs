@@ -1,4 +1,4 @@
-//! The 16-bit float formats, by their definition: a grid of numbers in f64.
+//! The 16-bit float formats by their definition: a grid of numbers in f64.
 
 /// A format of one sign bit, exponent bits and mantissa bits.
 #[derive(Clone, Copy)]
@@ -44,7 +44,7 @@ impl Format {
         if code >> 15 == 1 { -value } else { value }
     }
 
-    /// The code of the nearest number, of the even one of two; `None` for NaN, which has many codes.
+    /// The code of the nearest number, ties to even; `None` for NaN, which has many codes.
     pub(super) fn encode(self, x: f32) -> Option<u16> {
         if x.is_nan() {
             return None;
@@ -52,14 +52,14 @@ impl Format {
         let sign = u16::from(x.is_sign_negative()) << 15;
         let value = f64::from(x).abs();
         let smallest = 1 - self.bias();
-        // Where f64 keeps the exponent; every f32 is a normal f64 or zero.
+        // Position of the exponent in f64. Every f32 is zero or a normal f64.
         let exponent = (value.to_bits() >> 52) as i32 - 1023;
         let unit = power(exponent.max(smallest) - self.mantissa_bits as i32);
         let steps = (value / unit).round_ties_even();
         if value.is_infinite() || steps * unit >= power(self.bias() + 1) {
             return Some(sign | self.infinity());
         }
-        // Subnormal codes count units of the smallest exponent, and each exponent above continues the count.
+        // Subnormal codes count units of the smallest exponent, and each higher exponent continues the count.
         let per_exponent = power(self.mantissa_bits as i32);
         let exponents_above = f64::from(exponent.max(smallest) - smallest);
         Some(sign | (exponents_above * per_exponent + steps) as u16)

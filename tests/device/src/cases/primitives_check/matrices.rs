@@ -1,4 +1,4 @@
-//! Fragments of matrices: who holds which element.
+//! Matrix fragments: the lane and register of each element.
 
 use anyhow::{Result, ensure};
 
@@ -61,7 +61,7 @@ struct Product {
     c: Vec<f32>,
 }
 
-/// Row and column of element `i` of a lane's part of A (8 of them), B (4) and of C and D (4).
+/// Row and column of element `i` in a lane's part of A (8 elements), B (4), and C and D (4).
 fn place_a(lane: usize, i: usize) -> (usize, usize) {
     let row = if matches!(i, 0 | 1 | 4 | 5) {
         lane / 4
@@ -80,7 +80,7 @@ fn place_c(lane: usize, i: usize) -> (usize, usize) {
     (row, lane % 4 * 2 + (i & 1))
 }
 
-/// The elements in the order of lanes: `count` a lane.
+/// The elements in lane order, `count` per lane.
 fn by_lane<T: Copy>(
     matrix: &[T],
     columns: usize,
@@ -92,7 +92,7 @@ fn by_lane<T: Copy>(
         .collect()
 }
 
-/// Both formats with operands from `draw`: a code for the format, the matrix and the element.
+/// Products in both formats, with operands from `draw`, which takes the format, the matrix and the element.
 fn products(draw: impl Fn(Format, &str, usize) -> u16, c: &[f32]) -> [Product; 2] {
     [("bf16_products", BF16), ("f16_products", F16)].map(|(kernel, format)| Product {
         format,
@@ -104,7 +104,7 @@ fn products(draw: impl Fn(Format, &str, usize) -> u16, c: &[f32]) -> [Product; 2
 }
 
 impl Product {
-    /// Executes k = 16 and k = 8 and passes every element with the f64 sum and the sum of magnitudes.
+    /// Executes k = 16 and k = 8. Passes every element with the f64 sum and the sum of magnitudes.
     fn check(&self, machine: &mut dyn Machine, fine: impl Fn(f32, f64, f64) -> bool) -> Result<()> {
         let buffers = [
             machine.upload(&by_lane(&self.a, 16, 8, place_a))?,
@@ -145,7 +145,7 @@ fn code(format: Format, x: f32) -> u16 {
     format.encode(x).expect("a number")
 }
 
-/// Every sum is exact, in any order.
+/// Every sum is exact in any order.
 fn integers(machine: &mut dyn Machine) -> Result<()> {
     let draw = |name: &str, n| -> Vec<f32> {
         let draw = Operands::new(42).below(name, n, 33);
@@ -157,7 +157,7 @@ fn integers(machine: &mut dyn Machine) -> Result<()> {
     products.iter().try_for_each(|p| p.check(machine, exact))
 }
 
-/// One product an element: exact. Operands are of all sizes, subnormal ones too.
+/// One non-zero product per element: exact. Operands have all magnitudes, subnormal ones included.
 fn single_products(machine: &mut dyn Machine) -> Result<()> {
     for k in [0, 3, 7, 8, 15] {
         let draw = |format: Format, name: &str, i: usize| {
@@ -176,7 +176,7 @@ fn single_products(machine: &mut dyn Machine) -> Result<()> {
         };
         let products = products(draw, &[0.0; 128]);
         let normal = |got: f32, sum: f64, size: f64| {
-            // Below the normal numbers a machine may flush.
+            // A machine may flush results below the normal numbers.
             exact(got, sum, size)
                 || (sum.abs() < f64::from(f32::MIN_POSITIVE) && got.abs() < f32::MIN_POSITIVE)
         };
@@ -185,7 +185,7 @@ fn single_products(machine: &mut dyn Machine) -> Result<()> {
     Ok(())
 }
 
-/// Infinity times zero and the sum of opposite infinities are NaN; other sums with an infinity are infinite.
+/// Infinity times zero and the sum of opposite infinities are NaN. Other sums with an infinity are infinite.
 fn infinities(machine: &mut dyn Machine) -> Result<()> {
     let draw = |format: Format, name: &str, i: usize| match (name, i) {
         ("a", 0) => code(format, f32::INFINITY),

@@ -1,4 +1,4 @@
-//! Copies.
+//! Streaming loads and stores, and asynchronous copies.
 
 use anyhow::Result;
 
@@ -40,7 +40,7 @@ fn copies(machine: &mut dyn Machine) -> Result<()> {
         .collect();
     let valid = Operands::new(33).below("valid", N, 4);
     let valid: Vec<i32> = valid.iter().map(|valid| i32::from(*valid != 0)).collect();
-    // What is not valid is not read: it may lie outside.
+    // Invalid parts are not read, since they may be outside the buffer.
     for (from, _) in from
         .iter_mut()
         .zip(&valid)

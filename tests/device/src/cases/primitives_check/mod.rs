@@ -1,4 +1,4 @@
-//! Every primitive on its own, against the PTX ISA's definition written down once more in Rust. The cases run on the
+//! Every primitive on its own, compared with the definition of the PTX ISA, written again in Rust. The cases run on the
 //! emulator and on GPUs, so they calibrate the emulator.
 
 mod format;
@@ -14,7 +14,7 @@ use kernels::cuda::ops::primitives_check;
 use super::{Case, Effort};
 use crate::machine::{Buffer, Machine};
 
-/// All primitives; the sizes are the same for every machine.
+/// The cases of all primitives. Sizes are the same for every machine.
 #[must_use]
 pub fn cases(_effort: Effort) -> Vec<Case> {
     [
@@ -32,15 +32,15 @@ fn case(name: &str, check: fn(&mut dyn Machine) -> Result<()>) -> Case {
     Case::new(format!("primitives: {name}"), check)
 }
 
-/// Blocks, threads of a block, bytes of shared memory.
+/// Blocks, threads per block, bytes of shared memory.
 type Size = [u32; 3];
 
-/// Enough blocks of 256 threads for one thread an element.
+/// Enough blocks of 256 threads for one thread per element.
 fn elementwise(n: usize) -> Size {
     [n.div_ceil(256) as u32, 256, 0]
 }
 
-/// A launch with pointers first, then perhaps a number of elements.
+/// A launch with pointers first, then optionally a number of elements.
 fn launch(
     machine: &mut dyn Machine,
     kernel: &str,

@@ -1,4 +1,4 @@
-//! Conversions, approximations, single operations.
+//! Conversions, approximations and single operations.
 
 use anyhow::{Result, ensure};
 
@@ -24,7 +24,7 @@ fn words(name: &str, n: usize) -> Vec<u32> {
     words.into_iter().map(|word| word as u32).collect()
 }
 
-/// Floats of all magnitudes and kinds; NaN is the usual one.
+/// Floats of all magnitudes and kinds; NaN is the canonical one.
 fn floats(name: &str, n: usize) -> Vec<f32> {
     let special = [
         0.0,
@@ -48,7 +48,7 @@ fn floats(name: &str, n: usize) -> Vec<f32> {
 }
 
 fn narrowings(machine: &mut dyn Machine) -> Result<()> {
-    // Every upper half with lower halves at, just below and just above the ties of both formats.
+    // Every upper half, with lower halves at, just below and just above the ties of both formats.
     let lower = [
         0, 1, 0x0fff, 0x1000, 0x1001, 0x2fff, 0x3000, 0x3001, 0x7fff, 0x8000, 0x8001, 0xffff,
     ];
@@ -99,7 +99,7 @@ fn widenings(machine: &mut dyn Machine) -> Result<()> {
     check(F16, from_f16)
 }
 
-/// Zero with the sign when a number is subnormal.
+/// Zero with the same sign for a subnormal number.
 fn flushed(x: f32) -> f32 {
     if x.is_subnormal() {
         0.0_f32.copysign(x)
@@ -124,7 +124,7 @@ fn approximations(machine: &mut dyn Machine) -> Result<()> {
     let log2 = machine.download::<f32>(buffers[2])?;
     for (i, x) in x.iter().map(|x| f64::from(flushed(*x))).enumerate() {
         let (want, got) = (x.exp2(), exp2[i]);
-        // The border itself may be rounded to either side.
+        // The border itself may round to either side.
         let near_subnormal = want < f64::from(f32::MIN_POSITIVE) * (1.0 + 1e-6);
         let zero = near_subnormal && got == 0.0 && got.is_sign_positive();
         let close = (f64::from(got) - want).abs() <= tolerance::exp2_approx(want);
@@ -154,7 +154,7 @@ fn arithmetic(machine: &mut dyn Machine) -> Result<()> {
         ("max", |a, b, _| a.max(b)),
         ("min", |a, b, _| a.min(b)),
     ];
-    // Numbers of similar size, too: their sums round.
+    // Numbers of similar magnitude are included, so their sums round.
     let operands = [(&a, "a"), (&b, "bb"), (&c, "ccc")];
     let close = operands.map(|(_, name)| Operands::new(13).normal(name, N, 1.0));
     for [a, b, c] in [[a, b, c], close] {
@@ -170,7 +170,7 @@ fn arithmetic(machine: &mut dyn Machine) -> Result<()> {
         for (got, (name, operation)) in y.chunks(N).zip(operations) {
             for i in 0..N {
                 let (got, want) = (got[i], operation(a[i], b[i], c[i]));
-                // Which of two zeros is larger is open.
+                // Either of two zeros may be the larger one.
                 let zeros = matches!(name, "max" | "min") && got == 0.0 && want == 0.0;
                 let same = got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan());
                 let (a, b, c) = (a[i], b[i], c[i]);
@@ -215,7 +215,7 @@ fn double_arithmetic(machine: &mut dyn Machine) -> Result<()> {
     super::equal("doubles", &got[..2 * N], &want)?;
     for (got, a) in got[2 * N..].iter().zip(&a) {
         let want = a.abs().ln();
-        // One unit in the last place of each of the two logarithms.
+        // One unit in the last place for each of the two logarithms.
         let allowed = 2.0 * f64::EPSILON * want.abs();
         ensure!(
             (got - want).abs() <= allowed,

@@ -1,4 +1,4 @@
-//! What threads exchange.
+//! Exchange of values between threads.
 
 use anyhow::Result;
 
@@ -18,7 +18,7 @@ fn exchanges(machine: &mut dyn Machine) -> Result<()> {
     const N: usize = 128;
     let draw = |name, limit| Operands::new(21).below(name, N, limit);
     let mut x: Vec<u32> = draw("x", 1 << 30).iter().map(|x| *x as u32).collect();
-    // The first warp has no odd number, the second and the last have one.
+    // The first warp has no odd number; the second and the last have one.
     x[..64].iter_mut().for_each(|x| *x &= !1);
     x[96..].iter_mut().for_each(|x| *x &= !1);
     x[40] |= 1;

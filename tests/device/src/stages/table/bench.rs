@@ -1,5 +1,5 @@
-//! Where rows are prepared and timed: a GPU, or the emulated one of the tests, so that a row works the first time a GPU
-//! is there.
+//! Devices that prepare and time rows: a GPU, or the emulated one of the tests. The emulated one ensures that a row
+//! works at its first use on a GPU.
 
 use std::sync::OnceLock;
 
@@ -14,21 +14,21 @@ use optim::rng::RandomStream;
 use super::BUDGET;
 use crate::stages::{median_milliseconds, queue};
 
-/// What rows need of a device.
+/// Operations that rows need of a device.
 pub(super) trait Bench {
-    /// Multiprocessors that launches are cut for.
+    /// Number of multiprocessors that launches are sized for.
     fn multiprocessors(&self) -> u32;
 
-    /// Memory that holds `pattern`, again and again, up to [`Bench::clear`].
+    /// Memory filled with copies of `pattern`, valid until [`Bench::clear`].
     fn filled(&mut self, bytes: usize, pattern: &[u8]) -> Result<Address>;
 
-    /// Executes a launch that is not timed.
+    /// Executes a launch without timing it.
     fn launch(&mut self, launch: &Launch) -> Result<()>;
 
-    /// Milliseconds of one set of launches; the sets take turns.
+    /// Milliseconds of one set of launches. The sets alternate.
     fn time(&mut self, sets: &[Vec<Launch>]) -> Result<f64>;
 
-    /// Milliseconds of a product by the library, with its scratch memory.
+    /// Milliseconds of a library product with its scratch memory.
     fn time_product(&mut self, product: &Multiply, workspace: (Address, u64)) -> Result<f64>;
 
     /// Frees all memory.
@@ -38,7 +38,7 @@ pub(super) trait Bench {
 /// A GPU.
 pub(super) struct OnGpu<'g> {
     gpu: &'g Gpu,
-    /// Or why there is none.
+    /// The library, or the reason for its absence.
     library: Result<CublasLt, String>,
     memory: Vec<Memory>,
 }
@@ -104,17 +104,17 @@ impl Bench for OnGpu<'_> {
     }
 }
 
-/// How large operands are.
+/// Scale of the operands.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Scale {
-    /// Sizes of models are divided by this.
+    /// Divisor of the model sizes.
     pub(super) divisor: usize,
-    /// Elements of the optimizer's rows.
+    /// Elements in the rows of the optimizer.
     pub(super) params: u64,
 }
 
 impl Scale {
-    /// The size that stands for `n`: `n` itself, or a small multiple of 8.
+    /// The size used for `n`: `n` itself, or a small multiple of 8.
     pub(super) fn of(self, n: usize) -> usize {
         match self.divisor {
             1 => n,
@@ -150,7 +150,7 @@ impl<'b> Operands<'b> {
         self.bench.filled(bytes, pattern)
     }
 
-    /// `n` standard normal values times `scale` in a float dtype; a pattern of a million values repeats.
+    /// `n` standard normal values times `scale` in a float dtype. A pattern of a million values repeats.
     pub(super) fn normal(&mut self, dtype: DType, n: usize, scale: f32) -> Result<Address> {
         let values = &patterns()[..n.min(PATTERN)];
         let values = values.iter().map(|x| x * scale);
@@ -177,13 +177,13 @@ impl<'b> Operands<'b> {
         self.filled(bytes, &[0])
     }
 
-    /// These values.
+    /// Memory with these values.
     pub(super) fn values<T: bytemuck::Pod>(&mut self, values: &[T]) -> Result<Address> {
         let bytes: &[u8] = bytemuck::cast_slice(values);
         self.filled(bytes.len(), bytes)
     }
 
-    /// The launches of `build` for the GPU's multiprocessors, with scratch memory of the size that it asks for.
+    /// The launches of `build` for the GPU's multiprocessors, with scratch memory of the size they need.
     pub(super) fn with_scratch(
         &mut self,
         build: impl Fn(u32, &mut Workspace) -> Option<Vec<Launch>>,
@@ -196,10 +196,10 @@ impl<'b> Operands<'b> {
     }
 }
 
-/// Values of a pattern.
+/// Number of values in the pattern.
 const PATTERN: usize = 1 << 20;
 
-/// Standard normal values, drawn once: rows have hundreds of operands.
+/// Standard normal values, drawn once, since rows have hundreds of operands.
 fn patterns() -> &'static [f32] {
     static VALUES: OnceLock<Vec<f32>> = OnceLock::new();
     VALUES.get_or_init(|| {

@@ -1,4 +1,4 @@
-//! Linear layers with random operands: one with or without an adapter, two over a partition of rows.
+//! Linear layers with random operands: one with or without an adapter, or two over row groups.
 
 use anyhow::Result;
 use kernels::DType;
@@ -11,12 +11,12 @@ use kernels::cuda::ops::shared_routed_lora::{self, SharedRoutedLora};
 
 use super::bench::Operands;
 
-/// Tokens, features out and in, at the scale.
+/// Tokens, output features and input features at the scale.
 pub(super) fn sizes(on: &Operands<'_>, shape: [usize; 3]) -> [usize; 3] {
     shape.map(|n| on.of(n))
 }
 
-/// A layer with random operands of sizes that have the scale.
+/// A layer with random operands of scaled sizes.
 pub(super) fn layer(
     on: &mut Operands<'_>,
     dtype: DType,
@@ -39,13 +39,13 @@ pub(super) fn layer(
     })
 }
 
-/// `y`.
+/// The launches of `y`.
 pub(super) fn forward(on: &mut Operands<'_>, layer: &LoraLinear) -> Result<Vec<Launch>> {
     let y = on.output(layer.dtype.size_bytes() * layer.t * layer.n)?;
     on.with_scratch(|sms, space| layer.forward(y, sms, space))
 }
 
-/// `dx` and, with an adapter, its gradients.
+/// The launches of `dx` and, with an adapter, of its gradients.
 pub(super) fn backward(on: &mut Operands<'_>, layer: &LoraLinear) -> Result<Vec<Launch>> {
     let LoraLinear {
         dtype, t, n, k, r, ..
@@ -59,7 +59,7 @@ pub(super) fn backward(on: &mut Operands<'_>, layer: &LoraLinear) -> Result<Vec<
     on.with_scratch(|sms, space| layer.backward(dy, gradients, sms, space))
 }
 
-/// The gradient of the weight.
+/// The launches of the weight gradient.
 pub(super) fn weight_gradient(
     on: &mut Operands<'_>,
     layer: &LoraLinear,
@@ -70,18 +70,18 @@ pub(super) fn weight_gradient(
     on.with_scratch(|sms, space| product.launches(product.choose(sms), sms, space))
 }
 
-/// Two layers over a partition of rows.
+/// Two layers over two row groups.
 pub(super) struct TwoLayers {
-    /// The first one over all rows.
+    /// The first layer, taken over all rows.
     pub(super) first: LoraLinear,
     /// `[t, n]`.
     pub(super) dy: Address,
     groups: [Group; 2],
 }
 
-/// Rows of both groups, mixed as pictures and text are: in stretches.
+/// Rows of both row groups, in alternating stretches like images and text.
 fn stretches(t: usize, vision: usize) -> [Vec<i32>; 2] {
-    // Half of the text stands in front of the picture, half behind it.
+    // Half of the text comes before the image, half after it.
     let front = (t - vision) / 2;
     let picture = front..front + vision;
     let (inside, outside) = (0..t as i32).partition(|row| picture.contains(&(*row as usize)));
@@ -89,7 +89,7 @@ fn stretches(t: usize, vision: usize) -> [Vec<i32>; 2] {
 }
 
 impl TwoLayers {
-    /// Of which the second has `vision` rows.
+    /// Two layers, of which the second has `vision` rows.
     pub(super) fn new(
         on: &mut Operands<'_>,
         dtype: DType,
@@ -110,7 +110,7 @@ impl TwoLayers {
         Ok(Self { first, dy, groups })
     }
 
-    /// One launch for both layers: `y`, or `dx` when `backward`.
+    /// One launch for both layers: `y`, or `dx` with `backward`.
     pub(super) fn product(&self, on: &mut Operands<'_>, backward: bool) -> Result<Vec<Launch>> {
         let LoraLinear { dtype, t, .. } = self.first;
         let (a, n, k) = match backward {
@@ -133,7 +133,7 @@ impl TwoLayers {
         on.with_scratch(|sms, space| layers.launches(layers.choose(sms), sms, space))
     }
 
-    /// Both gradients of weights.
+    /// The launches of both weight gradients.
     pub(super) fn weight_gradients(&self, on: &mut Operands<'_>) -> Result<Vec<Launch>> {
         let LoraLinear { dtype, t, n, k, .. } = self.first;
         let mut launches = Vec::new();
@@ -159,17 +159,17 @@ impl TwoLayers {
     }
 }
 
-/// Two layers with adapters over a partition of rows, and where their results go.
+/// Two layers with adapters over two row groups, and the addresses of their results.
 pub(super) struct AdaptedLayers {
     layers: RoutedLora,
-    /// What adapters make of the input, kept by forward.
+    /// Low-rank activations of the adapters, stored by forward.
     s: Address,
     y: Address,
     gradients: routed_lora::Gradients,
 }
 
 impl AdaptedLayers {
-    /// Of which the first is `first`, and the second has `vision` rows.
+    /// Two layers like `first`, of which the second has `vision` rows.
     pub(super) fn new(on: &mut Operands<'_>, first: &LoraLinear, vision: usize) -> Result<Self> {
         let LoraLinear {
             dtype, t, n, k, r, ..
@@ -215,7 +215,7 @@ impl AdaptedLayers {
         })
     }
 
-    /// `y`, or all gradients for `dy`.
+    /// The launches of `y`, or of all gradients for `dy`.
     pub(super) fn launches(
         &self,
         on: &mut Operands<'_>,
@@ -229,19 +229,19 @@ impl AdaptedLayers {
     }
 }
 
-/// Three of these of one input, as queries, keys and values of experts, each for itself and with their adapters stacked.
+/// Three such pairs with one input, like queries, keys and values of experts: separately, and with stacked adapters.
 pub(super) struct SharedAdaptedLayers {
     pairs: Vec<AdaptedLayers>,
     layers: Vec<RoutedLora>,
     dy: Vec<Address>,
     s: Address,
-    /// Of each group.
+    /// Stacked adapters of each row group.
     stacked: [Address; 2],
     d_stacked: [Address; 2],
 }
 
 impl SharedAdaptedLayers {
-    /// Of layers as `first`, of which the second ones have `vision` rows.
+    /// Pairs of layers like `first`, of which the second ones have `vision` rows.
     pub(super) fn new(on: &mut Operands<'_>, first: &LoraLinear, vision: usize) -> Result<Self> {
         let LoraLinear {
             dtype, t, n, k, r, ..
@@ -273,7 +273,7 @@ impl SharedAdaptedLayers {
         })
     }
 
-    /// Every `y`, or all gradients, computed together.
+    /// The launches of every `y`, or of all gradients, computed together.
     pub(super) fn together(&self, on: &mut Operands<'_>, backward: bool) -> Result<Vec<Launch>> {
         let all = SharedRoutedLora {
             layers: &self.layers,
@@ -294,7 +294,7 @@ impl SharedAdaptedLayers {
         })
     }
 
-    /// The same of each pair for itself, with the sums of their dx.
+    /// The launches of each pair separately, with the sums of their dx.
     pub(super) fn apart(&self, on: &mut Operands<'_>, backward: bool) -> Result<Vec<Launch>> {
         let mut launches = Vec::new();
         let sum = self.pairs[0].gradients.dx;

@@ -1,6 +1,6 @@
-//! Stage `table`: the time of every kernel at sizes of models, as a share of the ceiling that the stage `ceilings`
-//! measured in the same run, and beside the time of PyTorch for the same work. Every row is written; a target that is
-//! missed, or that nothing can be compared for, is a failure of the stage.
+//! Stage `table`: the time of every kernel at model sizes, as a share of the ceiling that the stage `ceilings` measured
+//! in the same run, and beside PyTorch's time for the same operation. Every row is written. A missed target, or a
+//! missing comparison, is a failure of the stage.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
@@ -22,18 +22,18 @@ mod works;
 use bench::{Bench, OnGpu, Operands, Scale};
 use works::{Amount, Row, Targets};
 
-/// Time that a row is repeated for. About a hundred rows of the table take 20 s of it, their operands 10 s, modules that
-/// no earlier stage compiled 10 s, and PyTorch's rows with its start 35 s: 75 s, estimated. The stage is to stay below
-/// 100 s, and `gpu-check.sh` stops it at 180 s.
+/// Time for the repetitions of a row. A hundred rows take about 20 s, their operands 10 s, and modules that no earlier
+/// stage compiled 10 s. PyTorch's rows with its start take 35 s. Together that is 75 s, estimated. The stage should
+/// stay below 100 s, and `gpu-check.sh` stops it after 180 s.
 const BUDGET: Duration = Duration::from_millis(200);
-/// Seconds that PyTorch has for all of its rows.
+/// Seconds for all rows of PyTorch.
 const PEERS_SECONDS: u32 = 60;
-/// Its start, and a row that it has begun when they are over.
+/// Additional time for PyTorch's start and for a row that it has begun.
 const PEERS_PATIENCE: Duration = Duration::from_secs(30);
-/// Operands of more bytes than this are in no GPU's second-level cache: an H200 has 50 MB, an RTX 4090 72 MB.
+/// Bytes above which operands exceed the second-level cache of every GPU: an H200 has 50 MB, an RTX 4090 72 MB.
 const CACHE_BYTES: u64 = 80 << 20;
 
-/// Measures; PyTorch's times are added when `peers` runs.
+/// Measures the rows. PyTorch's times are added when `peers` runs.
 #[must_use]
 pub fn run(setting: &Setting) -> Report {
     let mut report = Report::new("table");
@@ -55,7 +55,7 @@ pub fn run(setting: &Setting) -> Report {
     let yardsticks = Yardsticks {
         copy: measured_ceiling(&setting.out, "copy"),
         product: measured_ceiling(&setting.out, "matmul"),
-        // One failure for all rows will do.
+        // One failure for all rows is enough.
         peers_asked: !peers.is_empty(),
         peers,
     };
@@ -72,15 +72,15 @@ pub fn run(setting: &Setting) -> Report {
     report
 }
 
-/// What rows are compared with.
+/// The figures that rows are compared with.
 struct Yardsticks {
-    /// Bytes a second of the copy.
+    /// Bytes per second of the copy.
     copy: Option<f64>,
-    /// Floating-point operations a second of the library's product.
+    /// Floating-point operations per second of the library's product.
     product: Option<f64>,
     /// Milliseconds of PyTorch's rows.
     peers: BTreeMap<String, f64>,
-    /// A row without its peer is a failure.
+    /// Whether a row without PyTorch's time is a failure.
     peers_asked: bool,
 }
 
@@ -96,7 +96,7 @@ fn measure(
         let milliseconds = on.bench.time(&sets)?;
         Ok((amount, on.held, milliseconds))
     });
-    // Also of a row that failed: the next one needs the room.
+    // Also after a failed row, since the next one needs the memory.
     let cleared = bench.clear();
     let (amount, held, milliseconds) = measured?;
     judge(row, amount, held, milliseconds, yardsticks, report);
@@ -157,7 +157,7 @@ fn judge(
     }
 }
 
-/// PyTorch's times by row, or none with the reason shown.
+/// PyTorch's times by row; none if it fails, with the reason printed.
 fn peers(setting: &Setting, stage: &str, params: u64) -> BTreeMap<String, f64> {
     let answer = ask_peers(setting, stage, params);
     answer.unwrap_or_else(|problem| {
@@ -182,8 +182,8 @@ fn ask_peers(setting: &Setting, stage: &str, params: u64) -> Result<BTreeMap<Str
     Ok(rows)
 }
 
-/// The rows that a program prints, one JSON object on each line, and what it says of itself. One that is not done in time
-/// is ended, and its rows so far count.
+/// The rows that a program prints, one JSON object per line, and its remarks. At the deadline it is killed, and its
+/// rows so far count.
 fn rows_until(mut command: Command, until: Instant) -> Result<(BTreeMap<String, f64>, String)> {
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().context("starting python3")?;
@@ -194,7 +194,7 @@ fn rows_until(mut command: Command, until: Instant) -> Result<(BTreeMap<String, 
         let lines_of = stdout
             .into_iter()
             .flat_map(|out| BufReader::new(out).lines());
-        // Nobody listens any more when the time is used up.
+        // After the deadline nobody receives the lines.
         let _unused_outcome = lines_of.flatten().try_for_each(|line| lines.send(line));
     });
     std::thread::spawn(move || {
@@ -215,7 +215,7 @@ fn rows_until(mut command: Command, until: Instant) -> Result<(BTreeMap<String, 
         child.kill().context("ending python3")?;
     }
     child.wait()?;
-    // What it started may still hold the other end.
+    // Its child processes may still hold the pipe.
     let mut remarks: String = said
         .recv_timeout(Duration::from_secs(1))
         .unwrap_or_default();

@@ -1,6 +1,6 @@
-//! Stage `products`: matrix products beside cuBLASLt's, two layers over a partition of rows beside one layer of all rows,
-//! and layers with adapters beside plain ones, each pair measured in the same run. Every row is written; a target that is
-//! missed, or that nothing can be compared for, is a failure of the stage.
+//! Stage `products`. It compares matrix products with cuBLASLt's, two layers over row groups with one layer over all
+//! rows, and layers with adapters with plain ones. Each pair is measured in the same run. Every row is written. A
+//! missed target, or a missing comparison, is a failure of the stage.
 
 use anyhow::{Result, anyhow};
 use kernels::DType;
@@ -16,31 +16,32 @@ use super::layers::{self, AdaptedLayers, SharedAdaptedLayers, TwoLayers};
 use super::peers;
 use crate::stages::{Report, Setting, Target};
 
-/// Tokens, features out and in: layers of 7 B models, and of their vision towers.
+/// Tokens, output features and input features: layers of 7 B models and of their vision towers.
 const SHAPES: [[usize; 3]; 4] = [
     [8192, 4096, 4096],
     [8192, 11008, 4096],
     [8192, 4096, 11008],
     [9808, 15360, 1792],
 ];
-/// Of the layers with adapters, and of two over a partition.
+/// Sizes of the layers with adapters, and of two layers over row groups.
 const LAYER: [usize; 3] = [8192, 4096, 4096];
-/// Of cuBLASLt's speed.
+/// Share of cuBLASLt's speed.
 const PRODUCT_TARGET: Target = Target::AtLeast(0.7);
-/// Of the speed of one product of all rows.
+/// Share of the speed of one product over all rows.
 const ROUTED_TARGET: Target = Target::AtLeast(0.9);
-/// Most time of a layer with an adapter, forward and backward, relative to the plain product (of `y`, of `dx`). Forward has `s`
-/// and the term of the rank beside it, `2 r / k` of the product's operations in one pass over `x`. Backward has the term, `ds`, `dB`
-/// and `dA`, `4 r / k` in a pass over `dy` and one over `x`: twice as much.
+/// Largest time of a layer with an adapter, forward and backward, relative to the plain product (of `y`, of `dx`).
+/// Forward adds `s` and the low-rank term: `2 r / k` of the product's operations in one pass over `x`. Backward adds
+/// the term, `ds`, `dB` and `dA`: `4 r / k` in one pass over `dy` and one over `x`, twice as much.
 const ADAPTED_TARGETS: [Target; 2] = [Target::AtMost(1.15), Target::AtMost(1.3)];
-/// Most time of two layers with adapters, relative to one plain product of all rows: what both of these allow.
+/// Largest time of two layers with adapters, relative to one plain product over all rows: the product of both
+/// allowances.
 const ROUTED_ADAPTED_TARGETS: [Target; 2] = [Target::AtMost(1.28), Target::AtMost(1.44)];
 
 const DTYPE: DType = DType::BF16;
 
 const PASSES: [(bool, &str); 2] = [(false, "forward"), (true, "backward")];
 
-/// What a plain product computes.
+/// Use of a plain product.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Use {
     Forward,
@@ -48,7 +49,7 @@ enum Use {
     WeightGradient,
 }
 
-/// Measures; PyTorch's times are added where it does the same.
+/// Measures the rows. PyTorch's times are added where it has the same operation.
 #[must_use]
 pub fn run(setting: &Setting) -> Report {
     let mut report = Report::new("products");
@@ -114,7 +115,7 @@ pub(super) fn all(bench: &mut dyn Bench, scale: Scale, report: &mut Report, torc
     }
 }
 
-/// Adds what PyTorch takes for a row of this name and time.
+/// Returns PyTorch's figure for a row of this name and time.
 type Torch<'t> = &'t dyn Fn(&str, f64) -> String;
 
 fn time(on: &mut Operands<'_>, launches: Vec<Launch>) -> Result<f64> {
@@ -129,7 +130,7 @@ fn teraflops(flops: f64, milliseconds: f64) -> String {
     format!("{:.0} TFLOP/s", flops / milliseconds * 1e-9)
 }
 
-/// Our product and cuBLASLt's.
+/// Adds the row of our product and cuBLASLt's.
 fn plain(
     on: &mut Operands<'_>,
     report: &mut Report,
@@ -179,7 +180,7 @@ fn plain(
     Ok(())
 }
 
-/// The library's time of a product, or why there is none.
+/// The library's time for a product, or the reason for its absence.
 fn library(on: &mut Operands<'_>, product: &Product) -> Result<f64> {
     let scratch = (on.output(WORKSPACE_BYTES as usize)?, WORKSPACE_BYTES);
     match Multiply::of(product) {
@@ -188,8 +189,8 @@ fn library(on: &mut Operands<'_>, product: &Product) -> Result<f64> {
     }
 }
 
-/// Work of ours beside the one product that a run without it would leave to the library, which is there only where it is
-/// installed: the rows of plain products are judged as missing without.
+/// Our operation compared with the single library product that a run without adapters or row groups would use. Without the
+/// library these rows are not judged, since the rows of plain products already count as missing.
 struct Library {
     time: Result<f64>,
     target: Target,
@@ -201,7 +202,7 @@ impl Library {
         Self { time, target }
     }
 
-    /// Our time as a multiple of the library's, or its speed as a share, as the target has it.
+    /// Our time as a multiple of the library's, or our speed as a share of it, as the target requires.
     fn ratio(&self, own: f64, theirs: f64) -> f64 {
         match self.target {
             Target::AtLeast(_) => theirs / own,
@@ -228,7 +229,7 @@ impl Library {
     }
 }
 
-/// One launch for two layers, forward, dx and both dW, and the same for one layer of all rows.
+/// One launch for two layers (forward, dx, both dW), and the same for one layer over all rows.
 fn routed(
     on: &mut Operands<'_>,
     report: &mut Report,
@@ -256,7 +257,7 @@ fn routed(
     compare(on, report, &name("dW"), (together, &all_rows), torch)
 }
 
-/// Launches of two layers beside one product of all rows, ours and the library's.
+/// Compares the launches of two layers with one product over all rows, ours and the library's.
 fn compare(
     on: &mut Operands<'_>,
     report: &mut Report,
@@ -284,8 +285,8 @@ fn compare(
 /// Rows of the second of two adapted layers.
 const VISION: usize = 6144;
 
-/// Two layers with adapters over a partition of rows, as experts have them, beside one layer of all rows with its adapter and
-/// beside the library's plain product.
+/// Two layers with adapters over row groups, as experts have them. They are compared with one adapted layer over all
+/// rows and with the library's plain product.
 fn routed_lora(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<()> {
     let sizes = layers::sizes(on, LAYER);
     let one = Stacked::new(on, 1, r)?;
@@ -321,7 +322,7 @@ fn routed_lora(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<(
     Ok(())
 }
 
-/// Queries, keys and values of experts with adapters: stacked, beside each pair for itself with the sums of their dx.
+/// Queries, keys and values of experts with adapters: stacked, and each pair separately with the sums of their dx.
 fn shared_routed_lora(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<()> {
     let sizes = layers::sizes(on, LAYER);
     let flops = 3.0 * flops(sizes);
@@ -339,7 +340,7 @@ fn shared_routed_lora(on: &mut Operands<'_>, report: &mut Report, r: usize) -> R
     Ok(())
 }
 
-/// The row of layers of one input, which has no target: milliseconds together, and of each for itself.
+/// The row of layers with one input, which has no target: milliseconds together, and separately.
 fn beside_each(report: &mut Report, name: String, flops: f64, [together, apart]: [f64; 2]) {
     report.row(
         name,
@@ -352,12 +353,12 @@ fn beside_each(report: &mut Report, name: String, flops: f64, [together, apart]:
     );
 }
 
-/// Layers of one input with their adapters stacked, as models run them, and where results go.
+/// Layers of one input with stacked adapters, as models run them, and the addresses of their results.
 struct Stacked {
     layers: Vec<LoraLinear>,
     a: Address,
     d_a: Address,
-    /// What adapters make of the input, kept by forward.
+    /// Low-rank activations of the adapters, stored by forward.
     s: Address,
     y: Vec<Address>,
     dy: Vec<Address>,
@@ -411,7 +412,7 @@ impl Stacked {
     }
 }
 
-/// Queries, keys and values with adapters: stacked, beside each for itself with the sums of their dx.
+/// Queries, keys and values with adapters: stacked, and each separately with the sums of their dx.
 fn shared(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<()> {
     let sizes @ [t, _, k] = layers::sizes(on, LAYER);
     let flops = 3.0 * flops(sizes);
@@ -446,7 +447,7 @@ fn shared(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<()> {
     Ok(())
 }
 
-/// Forward and backward of a layer with an adapter beside the plain product and its dx.
+/// Forward and backward of a layer with an adapter, compared with the plain product and its dx.
 fn adapted(on: &mut Operands<'_>, report: &mut Report, r: usize, torch: Torch<'_>) -> Result<()> {
     let with = Stacked::new(on, 1, r)?;
     let without = LoraLinear {

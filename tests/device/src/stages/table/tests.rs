@@ -1,4 +1,4 @@
-//! Rows without a GPU: executed at small sizes on the emulated one, and made at sizes of models where nothing executes.
+//! Rows without a GPU: executed at small sizes on the emulator, and prepared at model sizes without execution.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -26,7 +26,7 @@ const MODELS: Scale = Scale {
     params: 1 << 28,
 };
 
-/// Kernels, with their families.
+/// Kernels with their families.
 type Kernels = BTreeSet<(Family, &'static str)>;
 
 fn note(seen: &mut Kernels, launch: &Launch) {
@@ -34,7 +34,7 @@ fn note(seen: &mut Kernels, launch: &Launch) {
     seen.insert((family, launch.kernel));
 }
 
-/// Those that must have a row: all but the checks of single instructions.
+/// Kernels that must have a row: all but the checks of single instructions.
 fn every_kernel() -> Kernels {
     let families = Family::ALL.into_iter();
     families
@@ -46,7 +46,7 @@ fn every_kernel() -> Kernels {
         .collect()
 }
 
-/// The emulator; every launch takes a millisecond.
+/// The emulator as a bench. Every launch takes a millisecond.
 struct Emulated {
     machine: Emulator,
     seen: Kernels,
@@ -62,14 +62,14 @@ impl Emulated {
 }
 
 impl Bench for Emulated {
-    /// So many that small attention has both heights of tiles.
+    /// Large enough that small attention uses both tile heights.
     fn multiprocessors(&self) -> u32 {
         20
     }
 
     fn filled(&mut self, bytes: usize, pattern: &[u8]) -> Result<Address> {
         let buffer = self.machine.allocate(bytes)?;
-        // Memory begins as poison.
+        // Fresh memory already has the poison pattern.
         if pattern != [POISON] {
             let bytes: Vec<u8> = pattern.iter().copied().cycle().take(bytes).collect();
             self.machine.write(buffer, &bytes)?;
@@ -104,7 +104,7 @@ impl Bench for Emulated {
     }
 }
 
-/// Hands out addresses and notes launches.
+/// A bench that hands out addresses and records launches.
 #[derive(Default)]
 struct Noting {
     next: u64,
@@ -144,7 +144,7 @@ impl Bench for Noting {
     }
 }
 
-/// Nothing to compare with.
+/// Yardsticks without any figure.
 fn no_yardsticks() -> Yardsticks {
     Yardsticks {
         copy: None,
@@ -158,7 +158,7 @@ fn no_torch(_name: &str, _milliseconds: f64) -> String {
     String::new()
 }
 
-/// Kernels of rows where they lie, which the stage `products` executes.
+/// Kernels in the rows of the stage `products`.
 const ROUTED: [(Family, &str); 3] = [
     (Family::LoraLinear, "linear_of_rows"),
     (Family::LoraLinear, "linear_routed"),
@@ -178,7 +178,7 @@ fn every_row_of_the_table_runs_on_the_emulated_gpu() {
     }
     assert!(failures.is_empty(), "{}", failures.join("\n"));
     assert_eq!(report.rows.len(), rows.len());
-    // Those are in none of these rows.
+    // These kernels are in none of these rows.
     let missing: Vec<_> = every_kernel().difference(&bench.seen).copied().collect();
     assert_eq!(missing, ROUTED);
 }
@@ -188,7 +188,7 @@ fn every_row_of_products_runs_on_the_emulated_gpu() {
     let mut bench = Emulated::new();
     let mut report = Report::new("products");
     products::all(&mut bench, SMALL, &mut report, &no_torch);
-    // All take the same time, so that targets are kept.
+    // All rows take the same time, so targets are met.
     assert!(report.failures.is_empty(), "{:?}", report.failures);
     assert_eq!(report.rows.len(), 4 + 5 + 2 * 3 + 4 * 2 * 2);
     assert!(ROUTED.iter().all(|kernel| bench.seen.contains(kernel)));
@@ -230,7 +230,7 @@ fn the_table_stays_within_its_time_budget() {
     assert_eq!(names.len(), rows.len(), "a name is there twice");
 }
 
-/// Rows that PyTorch has nothing for.
+/// Rows without a PyTorch counterpart.
 const WITHOUT_PEER: [&str; 9] = [
     "adamw bf16 weights, f32 moments, bf16 gradient (22 B)",
     "adamw f32 master + bf16 copy, bf16 gradient (28 B)",
@@ -284,7 +284,7 @@ fn a_row_is_judged_by_the_copy_rate_and_by_pytorch() {
             .collect(),
         peers_asked,
     };
-    // A megabyte in a millisecond is the rate of that copy.
+    // A megabyte per millisecond is the rate of that copy.
     let judged = |row: &Row, megabytes: f64, yardsticks: &Yardsticks| {
         let mut report = Report::new("table");
         let amount = Amount::Bytes(megabytes * 1e6);
@@ -301,7 +301,7 @@ fn a_row_is_judged_by_the_copy_rate_and_by_pytorch() {
             "a row beside PyTorch: 0.90x, the target is at least 1x",
         ]
     );
-    // Nothing to compare with is a failure where something was asked for.
+    // A missing comparison is a failure if a target exists.
     assert_eq!(
         judged(&both, 0.9, &yardsticks(None, true)),
         ["a row: not judged, no time of PyTorch"]
@@ -340,7 +340,8 @@ fn rows_printed_before_a_timeout_count() {
     assert_eq!((all.len(), said.as_str()), (3, "remark\n"));
 }
 
-/// Whose own kernels take a millisecond, and the library's product so many; `None` where it is not installed.
+/// A bench whose own kernels take a millisecond and whose library product takes the given time; `None` without a
+/// library.
 struct Beside(Noting, Option<f64>);
 
 impl Bench for Beside {
@@ -369,8 +370,8 @@ impl Bench for Beside {
     }
 }
 
-/// Rows of two layers and of adapted ones are as good as ours beside our own product, and too slow beside a library that is
-/// faster; plain products may be so much slower.
+/// Judgments of grouped and adapted layers. They pass beside a library as fast as our own product and fail beside a faster
+/// one. Plain products may be slower than the library by a given share.
 #[test]
 fn layers_are_judged_by_the_library_where_installed() {
     let judged = |library: Option<f64>| {
@@ -380,7 +381,7 @@ fn layers_are_judged_by_the_library_where_installed() {
         report
     };
     assert_eq!(judged(Some(1.0)).failures, Vec::<String>::new());
-    // Beside its product of so many milliseconds: which rows miss their targets.
+    // For library products of so many milliseconds: the rows that miss their targets.
     for (library, backward) in [(0.75, 2), (0.8, 0)] {
         let report = judged(Some(library));
         let missed = |what: &str, target: &str| {
@@ -396,7 +397,7 @@ fn layers_are_judged_by_the_library_where_installed() {
             missed("adapted product", "at most 1.15x"),
             missed("two adapted layers", "at most 1.28x"),
         ];
-        // 1.25 of its time is beyond 1.15 and within 1.28 and 1.3; 1.33 is beyond all but 1.44.
+        // 1.25 of the library's time exceeds 1.15 and is within 1.28 and 1.3. 1.33 exceeds all but 1.44.
         assert_eq!(counts, [2 * 3, 2, backward], "{:?}", report.failures);
         let adapted = missed("adapted product", "at most 1.3x");
         assert_eq!(adapted, backward, "{:?}", report.failures);
@@ -406,7 +407,7 @@ fn layers_are_judged_by_the_library_where_installed() {
     let report = judged(Some(0.69));
     let slow = |failure: &&String| failure.ends_with("at most 1.44x");
     assert_eq!(report.failures.iter().filter(slow).count(), 2);
-    // Without it, what is judged by nothing else says so and fails; these rows have our own product.
+    // Without the library the rows of plain products fail. The others have our own product as a comparison.
     let report = judged(None);
     let plain =
         |failure: &String| failure.starts_with("product ") && failure.contains("no cuBLASLt");

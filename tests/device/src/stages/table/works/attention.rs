@@ -1,4 +1,4 @@
-//! Attention, with tensor cores and without.
+//! Attention rows, with tensor cores and without.
 
 use anyhow::{Context, Result};
 use kernels::DType;
@@ -8,7 +8,7 @@ use super::{Amount, DIRECTIONS, Prepared, Rows, Targets};
 use crate::stages::Target;
 use crate::stages::table::bench::Operands;
 
-/// One attention of the table.
+/// Shape of one attention row.
 #[derive(Clone, Copy)]
 struct Shape {
     dtype: DType,
@@ -44,7 +44,7 @@ const fn shape(
 const BF16: DType = DType::BF16;
 const F16: DType = DType::F16;
 
-/// Of language models and vision towers; one of few rows, which has smaller tiles; one without tensor cores.
+/// Shapes of language models and vision towers; one with few rows, which has smaller tiles; one without tensor cores.
 const SHAPES: [Shape; 10] = [
     shape(BF16, "d128 causal 4096 28:4", (2, 4096), (28, 4), 128, true),
     shape(
@@ -79,8 +79,8 @@ const SHAPES: [Shape; 10] = [
     ),
 ];
 
-/// PyTorch's flash back end has head dims of 64 and 128 and pads others: 72 and 80 to 96, 112 to 128. So ours must be
-/// ahead there, and may be a little behind at 128, which theirs is made for. Few rows and f32 are for no figure.
+/// Targets of a shape. PyTorch's flash backend has head dims of 64 and 128 and pads others: 72 and 80 to 96, 112 to
+/// 128. So ours must be faster there, and may be slightly slower at 128. Few rows and f32 have no target.
 fn targets(shape: Shape) -> Targets {
     let torch = match shape.head_dim {
         _ if shape.dtype == DType::F32 || shape.length < 1024 => None,
@@ -129,7 +129,7 @@ fn row(on: &mut Operands<'_>, shape: Shape, backward: bool) -> Result<Prepared> 
         lse: on.output(4 * tokens * shape.heads as usize)?,
     };
     let forward = plan.forward(inputs, outputs);
-    // Two products of 2 t s d each; half of the scores are masked where it is causal.
+    // Two products of 2 t s d operations each. With a causal mask half of the scores are masked.
     let (t, d) = (length as f64, f64::from(shape.head_dim));
     let masked = if shape.causal { 0.5 } else { 1.0 };
     let flops = 4.0 * t * t * d * f64::from(shape.heads) * shape.batch as f64 * masked;
@@ -140,7 +140,7 @@ fn row(on: &mut Operands<'_>, shape: Shape, backward: bool) -> Result<Prepared> 
     if !backward {
         return Ok((amount(flops), vec![forward]));
     }
-    // The backward reads what the forward wrote.
+    // Backward reads the results of forward.
     for launch in &forward {
         on.bench.launch(launch)?;
     }

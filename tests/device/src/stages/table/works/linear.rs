@@ -1,4 +1,4 @@
-//! Linear layers by our own kernels. The stage `products` has more of them, beside cuBLASLt's.
+//! Linear layers by our own kernels. The stage `products` compares others with cuBLASLt.
 
 use anyhow::Result;
 use kernels::DType;
@@ -7,12 +7,12 @@ use super::{Amount, DIRECTIONS, Prepared, Rows, Targets};
 use crate::stages::table::bench::Operands;
 use crate::stages::table::layers::{self, TwoLayers};
 
-/// Tokens, features out and in.
+/// Tokens, output features and input features.
 const SHAPE: [usize; 3] = [8192, 4096, 4096];
 /// Rows of the second of two layers.
 const VISION: usize = 2048;
 
-/// What is timed of two layers.
+/// The timed part of two layers.
 #[derive(Clone, Copy)]
 enum Of {
     Output,
@@ -26,7 +26,7 @@ pub(super) fn add(rows: &mut Rows) {
         (bf16, 0),
         (bf16, 16),
         (bf16, 64),
-        // Its lines are copied to ones of whole words first.
+        // Its rows are first copied to rows of whole words.
         (bf16, 12),
         (f16, 0),
         (f16, 16),
@@ -45,7 +45,7 @@ pub(super) fn add(rows: &mut Rows) {
         let name = format!("linear {dtype} 8192x4096x4096 dW");
         rows.add(name, Targets::NONE, move |on| weight_row(on, dtype));
     }
-    // In bf16 these are in the stage `products`.
+    // The stage `products` has these in bf16.
     for (of, which) in [
         (Of::Output, DIRECTIONS[0].1),
         (Of::Input, "dx"),
@@ -56,7 +56,7 @@ pub(super) fn add(rows: &mut Rows) {
     }
 }
 
-/// Floating-point operations with the dtype's kernels.
+/// Floating-point operations, by the kernels of the dtype.
 fn amount(dtype: DType, flops: f64) -> Amount {
     match dtype {
         DType::F32 => Amount::PlainFlops(flops),
@@ -68,7 +68,7 @@ fn row(on: &mut Operands<'_>, dtype: DType, r: usize, backward: bool) -> Result<
     let sizes @ [t, n, k] = layers::sizes(on, SHAPE);
     let layer = layers::layer(on, dtype, sizes, r)?;
     let (launches, adapter) = match backward {
-        // The inner activations again, their gradient, and that of A and of B.
+        // Recomputed low-rank activations, their gradient, and the gradients of A and B.
         true => (layers::backward(on, &layer)?, 3.0),
         false => (layers::forward(on, &layer)?, 1.0),
     };

@@ -1,4 +1,4 @@
-//! Cross entropy of a linear head: one chunk of supervised rows, as the back end cuts them.
+//! Cross entropy of a linear head: one chunk of supervised rows, as the backend cuts them.
 
 use anyhow::{Context, Result};
 use kernels::DType;
@@ -14,22 +14,23 @@ use crate::stages::table::bench::Operands;
 const DTYPE: DType = DType::BF16;
 const VOCABULARY: usize = 150_528;
 const WIDTH: usize = 4096;
-/// Tokens that the supervised rows are taken from.
+/// Tokens among which the supervised rows are.
 const TOKENS: usize = 8192;
 const FACTOR: f32 = 1.0;
 
-/// How far a chunk goes.
+/// The last step of a chunk.
 #[derive(Clone, Copy, PartialEq, PartialOrd)]
 enum Until {
     /// Losses.
     Losses,
-    /// Gradients of hidden states: the head is frozen.
+    /// Gradients of hidden states, with a frozen head.
     Hidden,
-    /// And of the head.
+    /// Gradients of the head too.
     Weight,
 }
 
-/// Nothing is judged: PyTorch has no one kernel for a chunk, and a chunk's time is that of its products.
+/// Adds the rows without targets. PyTorch has no single kernel for a chunk, and a chunk's time is mostly that of its
+/// products.
 pub(super) fn add(rows: &mut Rows) {
     let n = chunk();
     let name = format!("losses f32 {n}x{VOCABULARY}");
@@ -48,12 +49,12 @@ pub(super) fn add(rows: &mut Rows) {
     }
 }
 
-/// Rows of a chunk.
+/// Number of rows in a chunk.
 fn chunk() -> usize {
     LossCuts::default().logits / VOCABULARY
 }
 
-/// A chunk's logits, labels and statistics, and where its losses go.
+/// A chunk's logits, labels and statistics, and the address of its losses.
 struct Chunk {
     tile: Tile,
     numbers: Address,
@@ -63,7 +64,7 @@ struct Chunk {
 impl Chunk {
     fn new(on: &mut Operands<'_>) -> Result<Self> {
         let (n, v, t) = (on.of(chunk()), on.of(VOCABULARY), on.of(TOKENS));
-        // Every other token, from the middle on: the answer behind a question.
+        // Every other token from the middle on, like the answer after a question.
         let numbers: Vec<i32> = (0..n).map(|i| ((t / 2 + 2 * i) % t) as i32).collect();
         let labels: Vec<i32> = (0..n).map(|i| (i * 37 % v) as i32).collect();
         Ok(Self {
@@ -114,7 +115,8 @@ fn gradients_row(on: &mut Operands<'_>, dtype: DType) -> Result<Prepared> {
     Ok((Amount::Bytes(bytes as f64), vec![vec![launch]]))
 }
 
-/// As `CudaBackend` does a chunk: rows gathered, logits, losses, gradients of logits, and the products behind them.
+/// Launches of a chunk as in `CudaBackend`: gathered rows, logits, losses, gradients of logits, and the products after
+/// them.
 fn chunk_row(on: &mut Operands<'_>, until: Until) -> Result<Prepared> {
     let chunk = Chunk::new(on)?;
     let (c, t) = (on.of(WIDTH), on.of(TOKENS));
@@ -178,7 +180,7 @@ fn chunk_row(on: &mut Operands<'_>, until: Until) -> Result<Prepared> {
     Ok((Amount::Flops(flops), vec![launches]))
 }
 
-/// `y [m, n]` in f32.
+/// The launches of `y [m, n]` in f32.
 fn product(
     [m, n]: [usize; 2],
     [transpose_a, transpose_b]: [bool; 2],

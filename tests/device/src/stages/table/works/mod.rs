@@ -1,4 +1,4 @@
-//! The rows of the table. Names equal those of `scripts/gpu_peers.py`, where PyTorch does the same.
+//! The rows of the table. A row has the same name as PyTorch's in `scripts/gpu_peers.py`.
 
 use anyhow::Result;
 use kernels::cuda::gpu::Gpu;
@@ -15,62 +15,63 @@ mod optim;
 mod pointwise;
 mod rows;
 
-/// What a piece of work must do at least.
+/// Minimum amount of data or computation.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(super) enum Amount {
     /// Bytes read and written.
     Bytes(f64),
     /// Floating-point operations on tensor cores.
     Flops(f64),
-    /// Floating-point operations without them: no ceiling is measured.
+    /// Floating-point operations without tensor cores. No ceiling is measured for them.
     PlainFlops(f64),
 }
 
-/// What a row is made of: how much it does, and its launches on one or more sets of operands.
+/// A prepared row: its amount, and its launches on one or more sets of operands.
 pub(super) type Prepared = (Amount, Vec<Vec<Launch>>);
-/// Makes a row's operands.
+/// Prepares the operands of a row.
 type Prepare = Box<dyn Fn(&mut Operands<'_>) -> Result<Prepared>>;
 
-/// What a row is judged by.
+/// Targets of a row.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(super) struct Targets {
-    /// Of the rate of the measured copy.
+    /// Share of the measured copy rate.
     pub(super) copy: Option<Target>,
-    /// Of PyTorch's speed.
+    /// Share of PyTorch's speed.
     pub(super) torch: Option<Target>,
 }
 
-/// Of the measured copy's rate, where a kernel has less to compute than to move.
+/// Share of the measured copy rate for kernels that move more than they compute.
 const OF_COPY: Target = Target::AtLeast(0.85);
-/// Of PyTorch's speed, where PyTorch has one kernel for the same work.
+/// Share of PyTorch's speed if PyTorch has one kernel for the same operation.
 const AS_TORCH: Target = Target::AtLeast(1.0);
 
-/// What an A100, an H100 and an H200 execute of a thread's instructions while their copy moves a byte: 128 (64) a clock
-/// and multiprocessor, 30e12 (10e12) a second, against 2.6e12 to 4.2e12 (1.4e12) bytes. Consumer GPUs have ten times that.
+/// Thread instructions that an A100, an H100 and an H200 execute while their copy moves a byte. An H100 has 128 (A100:
+/// 64) per clock and multiprocessor, 30e12 (10e12) per second, against 2.6e12 to 4.2e12 (1.4e12) bytes. Consumer GPUs
+/// have ten times as many per byte.
 const INSTRUCTIONS_PER_BYTE: f64 = 7.0;
 
 impl Targets {
-    /// Nothing judges the row.
+    /// No target.
     const NONE: Self = Self {
         copy: None,
         torch: None,
     };
-    /// The row is bound by memory.
+    /// Target of a row bound by memory.
     const COPY: Self = Self {
         copy: Some(OF_COPY),
         torch: None,
     };
-    /// And PyTorch has a kernel for it.
+    /// Targets of a row bound by memory for which PyTorch has a kernel.
     const COPY_AND_TORCH: Self = Self {
         copy: Some(OF_COPY),
         torch: Some(AS_TORCH),
     };
 
-    /// So many bytes take so many instructions, by the kernel's PTX with ten for a division: where that is more than a GPU
-    /// executes while it moves them, instructions are the bound, and as much is asked of them as of memory.
+    /// Target of a kernel with so many instructions for so many bytes, counted in its PTX with ten for a division. If a
+    /// GPU executes fewer instructions while it moves the bytes, instructions are the bound, with the same share.
     fn computed(bytes: usize, instructions: usize) -> Self {
         let share = INSTRUCTIONS_PER_BYTE * bytes as f64 / instructions as f64;
-        // Shown with two digits.
+        // Printed with two digits.
         let least = (85.0 * share.min(1.0)).round() / 100.0;
         Self {
             copy: Some(Target::AtLeast(least)),
@@ -86,7 +87,7 @@ pub(super) struct Row {
     pub(super) prepare: Prepare,
 }
 
-/// Rows that are being listed.
+/// The list of rows under construction.
 #[derive(Default)]
 struct Rows(Vec<Row>);
 
@@ -108,7 +109,7 @@ impl Rows {
 /// Forward and backward, with the words for them.
 const DIRECTIONS: [(bool, &str); 2] = [(false, "forward"), (true, "backward")];
 
-/// Parameters of the optimizer's rows: 256 Mi where the memory allows.
+/// Parameters in the rows of the optimizer: 256 Mi if memory allows.
 pub(super) fn params(gpu: &Gpu) -> u64 {
     let free = gpu.memory_info().map_or(0, |(free, _)| free as u64);
     (free / 64).clamp(1 << 20, 1 << 28) & !0xfff

@@ -1,4 +1,4 @@
-//! RMS norm and layer norm.
+//! Rows of RMS norm and layer norm.
 
 use anyhow::{Context, Result};
 use kernels::DType;
@@ -8,15 +8,15 @@ use kernels::cuda::ops::norm::{self, Backward, Forward, Kind, Shape};
 use super::{Amount, DIRECTIONS, Prepared, Rows, Targets};
 use crate::stages::table::bench::Operands;
 
-/// What is normalised.
+/// Shape of a norm.
 #[derive(Clone, Copy)]
 struct Norm {
     kind: Kind,
     dtype: DType,
     rows: usize,
-    /// Elements of a row, of which the last few are beside the scale: they decide how rows are read.
+    /// Row length as a scaled part and an unscaled remainder, which decides how rows are read.
     c: [usize; 2],
-    /// A residual is added first; its gradient is added at the end.
+    /// Whether a residual is added first and its gradient at the end.
     residual: bool,
 }
 
@@ -47,7 +47,7 @@ pub(super) fn add(rows: &mut Rows) {
     }
     let bf16 = usual(Kind::Rms, DType::BF16, 4096);
     for (backward, which) in DIRECTIONS {
-        // PyTorch adds in a kernel of its own.
+        // PyTorch adds the residual in a separate kernel.
         let norm = Norm {
             residual: true,
             ..bf16
@@ -63,7 +63,7 @@ pub(super) fn add(rows: &mut Rows) {
         rows.add(name, Targets::COPY_AND_TORCH, move |on| {
             row(on, norm, backward)
         });
-        // Lines of no multiple of 16 bytes: right, and no model has them.
+        // Rows of no multiple of 16 bytes: supported, though no model has them.
         let norm = Norm {
             c: [4096, 4],
             ..bf16
@@ -81,7 +81,7 @@ fn row(on: &mut Operands<'_>, norm: Norm, backward: bool) -> Result<Prepared> {
         ..
     } = norm;
     let rows = on.of(norm.rows);
-    // The widest rows stay wide: they have a kernel of their own.
+    // The widest rows stay wide, since they have their own kernel.
     let c = match norm.c {
         [c, _] if c > 8192 => c,
         [c, rest] => on.of(c) + rest,

@@ -1,4 +1,4 @@
-//! What an update does: casts, sums and norms of gradients, steps of `AdamW`.
+//! Rows of an update: casts, sums and norms of gradients, steps of `AdamW`.
 
 use anyhow::{Context, Result};
 use kernels::DType;
@@ -17,7 +17,7 @@ pub(super) fn add(rows: &mut Rows) {
         let name = format!("cast {from} to {to}, 256 Mi");
         rows.add(name, Targets::COPY, move |on| cast_row(on, from, to));
     }
-    // PyTorch has no copy beside master weights, and no update of 16-bit weights by moments in f32.
+    // PyTorch has no copy of master weights, and no update of 16-bit weights with f32 moments.
     let forms = [
         (
             "adamw f32, f32 gradient",
@@ -62,7 +62,7 @@ pub(super) fn add(rows: &mut Rows) {
         let name = format!("gradient norm {dtype}");
         rows.add(name, Targets::COPY, move |on| norm_row(on, dtype));
     }
-    // A few sums: what a launch takes.
+    // A few sums: the time of a launch.
     rows.add("clip factor of 8 ranks", Targets::NONE, clip_row);
 }
 
@@ -84,7 +84,7 @@ fn adamw_row(on: &mut Operands<'_>, form: Form, grad_dtype: DType) -> Result<Pre
         None => Address::NULL,
     };
     let exp_avg = on.normal(form.moment(), n, 1e-4)?;
-    // A second moment is positive: the square of nothing is a valid start.
+    // Zero is a valid second moment.
     let exp_avg_sq = on.zeros(n * form.moment().size_bytes())?;
     let window = adamw::Window {
         form,

@@ -1,4 +1,4 @@
-//! Operations on single elements, dropout, rotary positions.
+//! Rows of elementwise operations, dropout and rotary positions.
 
 use anyhow::{Context, Result};
 use kernels::cuda::launch::{Address, Launch};
@@ -9,10 +9,11 @@ use super::{Amount, DIRECTIONS, Prepared, Rows, Targets};
 use crate::stages::table::bench::Operands;
 
 const DTYPE: DType = DType::BF16;
-/// Sets that take turns, so that none stays in the cache: of hundreds of megabytes together.
+/// Sets that alternate, so none stays in the cache. Together they have hundreds of megabytes.
 const SETS: usize = 4;
 
-/// An operation whose operands and results have the same elements: how many of each, and its launch on them.
+/// An operation whose operands and results have the same elements: number of operands and of results, and the launch on
+/// them.
 type Elements = (
     usize,
     usize,
@@ -20,8 +21,8 @@ type Elements = (
 );
 
 pub(super) fn add(rows: &mut Rows) {
-    // Every operation is rounded on its own, as on the CPU, so that nothing is contracted or approximated: an exponential
-    // and a division are more than the memory takes for an element of 16 bits.
+    // Every operation is rounded separately, as on the CPU, so nothing is contracted or approximated. An exponential
+    // and a division take longer than the memory needs for a 16-bit element.
     let elements: [(&str, [usize; 2], Targets, Elements); 8] = [
         (
             "swiglu bf16 8192x13696 forward",
@@ -77,7 +78,7 @@ pub(super) fn add(rows: &mut Rows) {
             elements_row(on, extents, operation)
         });
     }
-    // Ten rounds of the generator for four elements. PyTorch draws as many numbers, by the same generator.
+    // Ten rounds of the generator for four elements. PyTorch draws as many numbers with the same generator.
     let targets = Targets {
         torch: Targets::COPY_AND_TORCH.torch,
         ..Targets::computed(16, 170)
@@ -97,7 +98,7 @@ pub(super) fn add(rows: &mut Rows) {
             });
         }
     }
-    // The other half of each head passes through.
+    // The second half of each head is copied unchanged.
     let name = "rope pairs bf16 8192x32x128, half of a head, forward";
     rows.add(name, Targets::COPY, |on| {
         rope_row(on, RopeLayout::Interleaved, Direction::Forward, 32)
@@ -149,7 +150,7 @@ fn elements_row(
 fn dropout_row(on: &mut Operands<'_>) -> Result<Prepared> {
     let (t, k) = (on.of(8192), on.of(4096));
     let size = DTYPE.size_bytes();
-    // What tells rows apart.
+    // Integers that identify rows for dropout.
     let numbers: Vec<[i32; 2]> = (0..t as i32).map(|row| [row / 1024, row % 1024]).collect();
     let numbers = on.values(&numbers)?;
     let mut sets = Vec::new();

@@ -1,4 +1,4 @@
-//! Tables of rows: embeddings, the rows of a partition, transposed matrices, sums over rows.
+//! Rows for tables: embeddings, partitioned rows, transposed matrices, sums over rows.
 
 use anyhow::{Context, Result};
 use kernels::DType;
@@ -13,13 +13,13 @@ const DTYPE: DType = DType::BF16;
 const VOCABULARY: usize = 150_528;
 const TOKENS: usize = 8192;
 const WIDTH: usize = 4096;
-/// Rows of a partition, of those of all tokens.
+/// Rows of a partition among those of all tokens.
 const PART: usize = 6144;
-/// As of elements.
+/// As for elementwise operations.
 const SETS: usize = 4;
 
-/// Only the embedding is judged: it moves rows and does nothing else, once for all tokens. The rest is small beside the
-/// products around it.
+/// Adds the rows. Only the embedding has a target: it only moves rows, once for all tokens. The others are small beside
+/// the products around them.
 pub(super) fn add(rows: &mut Rows) {
     rows.add(
         "embedding bf16 8192 rows of 150528x4096",
@@ -61,7 +61,7 @@ fn numbers(set: usize, n: usize, limit: usize) -> Vec<i32> {
         .collect()
 }
 
-/// The rows of a part, as pictures stand between text.
+/// The rows of a part, placed like images between text.
 fn part(t: usize, part: usize) -> Vec<i32> {
     let first = (t - part) / 2;
     (first as i32..).take(part).collect()
