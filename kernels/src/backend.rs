@@ -70,8 +70,7 @@ pub struct MatmulArgs<'a> {
 pub struct DropoutArgs<'a> {
     /// `[t, k]`, any float dtype.
     pub x: &'a Tensor,
-    /// i32 `[t, 2]`: an identity per row, e.g. (sample, position). It must not depend on where or in which batch the
-    /// row is computed.
+    /// i32 `[t, 2]`: two words for each row, e.g. (sample, position); they do not depend on the batch.
     pub rows: &'a Tensor,
     /// Key of the random stream for one use, e.g. (seed, layer).
     pub key: [u32; 2],
@@ -79,62 +78,7 @@ pub struct DropoutArgs<'a> {
     pub p: f32,
 }
 
-/// Dropout of an adapter's input, as peft's `lora_dropout`. The base layer sees the input without dropout.
-#[derive(Clone, Copy, Debug)]
-pub struct AdapterDropout<'a> {
-    /// As in [`DropoutArgs`]: i32 `[t, 2]`.
-    pub rows: &'a Tensor,
-    /// Key of the random stream for one use, e.g. (seed, layer).
-    pub key: [u32; 2],
-    /// Probability that an element becomes zero, `0 <= p < 1`.
-    pub p: f32,
-}
-
-impl<'a> AdapterDropout<'a> {
-    /// Arguments of [`Backend::dropout`] for the input `x`.
-    #[must_use]
-    pub const fn of(&self, x: &'a Tensor) -> DropoutArgs<'a> {
-        DropoutArgs {
-            x,
-            rows: self.rows,
-            key: self.key,
-            p: self.p,
-        }
-    }
-}
-
-/// Operands of [`Backend::lora_linear`]: `x W^T + bias + scale * (dropout(x) A^T) B^T`.
-#[derive(Clone, Copy, Debug)]
-pub struct LoraArgs<'a> {
-    /// `[t, k]`.
-    pub x: &'a Tensor,
-    /// Base weight `[n, k]`.
-    pub weight: &'a Tensor,
-    /// `[n]`.
-    pub bias: Option<&'a Tensor>,
-    /// Adapter A `[r, k]`.
-    pub lora_a: &'a Tensor,
-    /// Adapter B `[n, r]`.
-    pub lora_b: &'a Tensor,
-    /// `alpha / r`.
-    pub scale: f32,
-    /// Dropout of the adapter's input, if any. Backward computes the same mask again.
-    pub dropout: Option<AdapterDropout<'a>>,
-}
-
-/// Gradients of [`LoraArgs`].
-#[derive(Debug)]
-pub struct LoraGrads {
-    /// `[t, k]` in the dtype of `x`, if requested. With dropout, the base's and the adapter's part are each rounded
-    /// and then added.
-    pub dx: Option<Tensor>,
-    /// `[r, k]` f32.
-    pub d_lora_a: Tensor,
-    /// `[n, r]` f32.
-    pub d_lora_b: Tensor,
-}
-
-/// Variant of the GELU activation.
+/// The nonlinearity of [`Backend::gelu`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Gelu {
     /// `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`.
@@ -161,8 +105,7 @@ pub enum Direction {
     Inverse,
 }
 
-/// Operands of [`Backend::attention`] over packed sequences of variable length, as FlashAttention's `varlen`
-/// functions.
+/// Attention over packed sequences, one after the other.
 ///
 /// Sequence `i` has the queries `q_starts[i]..q_starts[i + 1]` and the keys `k_starts[i]..k_starts[i + 1]`. Rows of
 /// different sequences do not attend to each other. Query head `j` uses key/value head `j / (h / g)` (grouped-query
@@ -191,7 +134,7 @@ pub struct AttentionArgs<'a> {
 pub struct AttentionOut {
     /// `[t, h, d]`.
     pub out: Tensor,
-    /// `[t, h]` f32: log-sum-exp of the scaled scores, saved for backward.
+    /// `[t, h]` f32: log of the sum of exponentials of the scaled scores, for backward.
     pub lse: Tensor,
 }
 
@@ -206,7 +149,7 @@ pub struct AttentionGrads {
     pub dv: Tensor,
 }
 
-/// Gradients of a normalization layer.
+/// Gradients of a normalization.
 #[derive(Debug)]
 pub struct NormGrads {
     /// In the dtype of `x`.
@@ -239,17 +182,17 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// The device's memory.
     fn pool(&self) -> &Pool;
 
-    /// Access to the memory of other ranks' devices, if the device supports it.
+    /// Access of other ranks' devices to this one's memory, if supported.
     fn peers(&self) -> Option<&dyn PeerAccess> {
         None
     }
 
-    /// Collectives of a library such as NCCL among the ranks' devices, if the device supports them.
+    /// Collectives of a library between this device and those of other ranks, if supported.
     fn group(&self) -> Option<&dyn GroupAccess> {
         None
     }
 
-    /// Storage of model states in the device's own memory. `None` where the host can address the memory anyway.
+    /// Model states in the memory of a discrete device.
     fn residents(&self) -> Option<&dyn ResidentAccess> {
         None
     }
@@ -345,8 +288,8 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When the pool is full.
     fn column_sum(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Splits row numbers into two ascending i32 lists: rows where `second` is false, and rows where it is true.
-    /// Nothing waits for the device, because the host knows the lengths.
+    /// Row numbers (i32) by group: rows that are not `second`, and those that are, each in order. The device computes
+    /// both lists; the host knows their lengths and does not wait.
     ///
     /// # Errors
     /// When there are more than 2^31 rows or the pool is full.
@@ -354,13 +297,13 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         grouped::partition_rows(self, second)
     }
 
-    /// Grouped product: two linear layers over a partition of the rows, `[t, n]` in the dtype of `a`. Each row is
-    /// that of [`Backend::matmul`] with its expert's weight, up to the order of sums (bit for bit on the CPU).
+    /// Grouped matrix product `[t, n]` in the dtype of `a`: two linear layers over a partition of rows. Every row is that
+    /// of [`Backend::matmul`] on its group's rows, up to the order of sums (on the CPU, bit for bit).
     ///
     /// # Errors
-    /// When shapes do not match, the two row lists are not a partition of the rows, or the pool is full.
-    fn grouped_matmul(&self, args: RoutedArgs<'_>) -> Result<Tensor> {
-        routed::matmul(self, &args)
+    /// When shapes do not fit, the groups are no partition of the rows, or the pool is full.
+    fn grouped_matmul(&self, args: GroupedMatmulArgs<'_>) -> Result<Tensor> {
+        grouped::matmul(self, &args)
     }
 
     /// `a[rows]^T @ b[rows]`, `[m, n]` f32, for `a [t, m]`, `b [t, n]` and i32 `rows`. It is the weight gradient of
@@ -381,92 +324,28 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         self.column_sum(&self.gather_rows(x, rows)?)
     }
 
-    /// Linear layer with a LoRA adapter, `[t, n]` in the dtype of `x`. See [`LoraArgs`] for the formula.
-    ///
-    /// # Errors
-    /// When shapes do not match or the pool is full.
-    fn lora_linear(&self, args: LoraArgs<'_>) -> Result<Tensor>;
-
-    /// Gradients of [`Backend::lora_linear`] for `dy [t, n]`. The base weight is frozen and gets none.
-    ///
-    /// # Errors
-    /// When shapes do not match or the pool is full.
-    fn lora_linear_backward(
-        &self,
-        args: LoraArgs<'_>,
-        dy: &Tensor,
-        need_dx: bool,
-    ) -> Result<LoraGrads>;
-
-    /// Whether [`Backend::routed_lora`] is faster than separate layers on gathered rows.
-    fn routes_adapters(&self) -> bool {
+    /// Whether [`Backend::adapted_linear`] over row groups is faster than one call per group on rows that the caller
+    /// gathers.
+    fn groups_adapters(&self) -> bool {
         false
     }
 
-    /// Grouped LoRA: two linear layers, each with an optional adapter, over a partition of the rows. Each row list
-    /// gets the result of [`Backend::lora_linear`], or of [`Backend::matmul`] without an adapter, up to the order of
-    /// sums.
+    /// Linear layers of one input with low-rank adapters, as many as `args` has projections. In each row group a
+    /// projection gives `x W^T + bias + scale * (dropout(x) A^T) B^T` of its layer, or [`Backend::matmul`] without an
+    /// adapter, up to the order of sums.
     ///
     /// # Errors
-    /// When shapes do not match, the two row lists are not a partition of the rows, or the pool is full.
-    fn routed_lora(&self, args: RoutedLoraArgs<'_>) -> Result<RoutedLora> {
-        routed_lora::forward(self, &args)
-    }
+    /// When there is no projection, shapes do not fit, the row groups are no partition of the rows, or the pool is full.
+    fn adapted_linear(&self, args: AdaptedLinearArgs<'_>) -> Result<AdaptedLinear>;
 
-    /// Gradients of [`Backend::routed_lora`] for `dy [t, n]`. The base weights are frozen. `inner` is the forward
-    /// call's [`RoutedLora::inner`] for the same layers, or `None`.
+    /// Its gradients for `dy [t, n]` of each projection; the base weights are frozen.
     ///
     /// # Errors
     /// As [`Backend::adapted_linear`]; when there is not one `dy` for each projection.
     fn adapted_linear_backward(
         &self,
-        args: RoutedLoraArgs<'_>,
-        dy: &Tensor,
-        inner: Option<&Tensor>,
-        need_dx: bool,
-    ) -> Result<RoutedLoraGrads> {
-        let _kept_by_devices_that_know_its_form = inner;
-        routed_lora::backward(self, &args, dy, need_dx)
-    }
-
-    /// LoRA layers that share one input, e.g. query, key and value projections. All `layers` must hold the same
-    /// tensor `x`. Each result is that of [`Backend::lora_linear`], up to the order of sums.
-    ///
-    /// # Errors
-    /// When `layers` is empty, shapes do not match, or the pool is full.
-    fn shared_lora(&self, layers: &[LoraArgs<'_>]) -> Result<SharedLora> {
-        shared_lora::forward(self, layers)
-    }
-
-    /// Gradients of [`Backend::shared_lora`]: those of [`Backend::lora_linear_backward`] for each layer, with the
-    /// inputs' gradients summed.
-    ///
-    /// # Errors
-    /// As [`Backend::shared_lora`], and when the number of `dy` is not the number of layers.
-    fn shared_lora_backward(&self, args: SharedLoraGradArgs<'_>) -> Result<SharedLoraGrads> {
-        shared_lora::backward(self, &args)
-    }
-
-    /// Grouped LoRA layers that share one input and one partition of rows. All `layers` must hold the same tensors.
-    /// Each result is that of [`Backend::routed_lora`], up to the order of sums.
-    ///
-    /// # Errors
-    /// When `layers` is empty, or as [`Backend::routed_lora`].
-    fn shared_routed_lora(&self, layers: &[RoutedLoraArgs<'_>]) -> Result<SharedRoutedLora> {
-        shared_routed_lora::forward(self, layers)
-    }
-
-    /// Gradients of [`Backend::shared_routed_lora`]: those of [`Backend::routed_lora_backward`] for each layer, with
-    /// the inputs' gradients summed.
-    ///
-    /// # Errors
-    /// As [`Backend::shared_routed_lora`], and when the number of `dy` is not the number of layers.
-    fn shared_routed_lora_backward(
-        &self,
-        args: SharedRoutedLoraGradArgs<'_>,
-    ) -> Result<SharedRoutedLoraGrads> {
-        shared_routed_lora::backward(self, &args)
-    }
+        args: AdaptedLinearGradArgs<'_>,
+    ) -> Result<AdaptedLinearGrads>;
 
     /// Layer norm over the last axis: `(x - mean) / sqrt(var + eps) * weight + bias`, with statistics in f32.
     ///
@@ -486,8 +365,8 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         eps: f32,
     ) -> Result<NormGrads>;
 
-    /// RMS norm over the last axis: `x / sqrt(mean(x^2) + eps) * weight`. The normalized value is rounded to the
-    /// dtype of `x` before it is multiplied with the weight, as in Llama and Qwen2.
+    /// `x / sqrt(mean(x^2) + eps) * weight` over the last axis. As in Llama and Qwen2 the
+    /// normalized value is rounded to the dtype of `x` before the multiplication.
     ///
     /// # Errors
     /// When shapes do not match or the pool is full.

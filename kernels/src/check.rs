@@ -144,9 +144,9 @@ pub(crate) fn matmul(args: &MatmulArgs<'_>) -> Result<Sizes> {
     Ok(Sizes { m, n, k })
 }
 
-/// Shape `[t, n]` of a grouped product.
-pub(crate) fn routed(args: &RoutedArgs<'_>) -> Result<Shape> {
-    const OP: &str = "routed_matmul";
+/// The shape `[t, n]` of two layers over a partition of rows.
+pub(crate) fn grouped(args: &GroupedMatmulArgs<'_>) -> Result<Shape> {
+    const OP: &str = "grouped_matmul";
     float(OP, args.a)?;
     groups(OP, args.a, args.groups.map(|group| group.rows))?;
     let [t, k] = [args.a.dim(0), args.a.dim(1)];
@@ -168,8 +168,10 @@ pub(crate) fn routed(args: &RoutedArgs<'_>) -> Result<Shape> {
     Ok(Shape::new(&[t, n]))
 }
 
-/// Checks that two lists of row numbers (i32) have `t` entries together.
-pub(crate) fn groups(op: &'static str, rows: [&Tensor; 2], t: usize) -> Result<()> {
+/// `x` is a matrix, and two lists (i32) have as many row numbers as it has rows.
+pub(crate) fn groups(op: &'static str, x: &Tensor, rows: [&Tensor; 2]) -> Result<()> {
+    rank(op, "the input", x, 2)?;
+    let t = x.dim(0);
     for rows in rows {
         index(op, rows)?;
     }

@@ -1,5 +1,5 @@
-//! Grouped product: two linear layers over a partition of the rows. These functions define the results, and serve
-//! devices without a kernel for them.
+//! Grouped matrix product: two layers over a partition of rows. Operands, and what the results are defined as; a device
+//! with no kernel for it computes it by that definition.
 
 use crate::backend::{MatmulArgs, Transpose};
 use crate::check;
@@ -7,35 +7,30 @@ use crate::error::{KernelError, Result, shape_error};
 use crate::pool::Tag;
 use crate::{Backend, DType, Tensor};
 
-/// Operands of [`Backend::routed_matmul`]: `y[row] = a[row] @ op(b) + bias`, with `b` and `bias` of the row's layer.
+/// `y[row] = a[row] @ op(b) + bias`, with `b` and `bias` of the row's group.
 #[derive(Clone, Copy, Debug)]
 pub struct GroupedMatmulArgs<'a> {
     /// `[t, k]`.
     pub a: &'a Tensor,
-    /// The two layers with their rows. Together they name every row once.
-    pub groups: [RoutedGroup<'a>; 2],
-    /// Whether each `b` is transposed.
+    /// The groups; together they name every row once.
+    pub groups: [MatmulGroup<'a>; 2],
+    /// How each `b` is used.
     pub transpose_b: Transpose,
 }
 
-/// One layer of a grouped product and its rows.
+/// One layer and its rows.
 #[derive(Clone, Copy, Debug)]
-pub struct RoutedGroup<'a> {
-    /// Row numbers, i32 `[m]`. May be empty.
+pub struct MatmulGroup<'a> {
+    /// i32 `[m]`; may be empty.
     pub rows: &'a Tensor,
     /// `[k, n]`, or `[n, k]` when transposed (the layout of a linear weight).
     pub b: &'a Tensor,
-    /// `[n]`, added to these rows.
+    /// `[n]`, added to the group's rows.
     pub bias: Option<&'a Tensor>,
 }
 
-/// Checks that every row below `t` is named exactly once. Meta tensors have no values and pass.
-pub(crate) fn partition(args: &RoutedArgs<'_>, t: usize) -> Result<()> {
-    partition_of("routed_matmul", args.groups.map(|group| group.rows), t)
-}
-
-/// [`partition`] for two lists of row numbers.
-pub(crate) fn partition_of(op: &'static str, rows: [&Tensor; 2], t: usize) -> Result<()> {
+/// Fails unless every row below `t` is named once, so that each is written once. Null tensors are not checked.
+pub(crate) fn partition(op: &'static str, rows: [&Tensor; 2], t: usize) -> Result<()> {
     let mut seen = vec![false; t];
     for rows in rows.iter().filter(|rows| !rows.is_null()) {
         for row in rows.to_bytes()?.chunks_exact(4) {
@@ -53,11 +48,11 @@ pub(crate) fn partition_of(op: &'static str, rows: [&Tensor; 2], t: usize) -> Re
             }
         }
     }
-    // The lists have `t` entries together, so no row is missing.
+    // `check::groups` has compared the number of row numbers with `t`.
     Ok(())
 }
 
-/// Row numbers where `second` is false, and where it is true, each ascending.
+/// Row numbers that are not `second`, and those that are, each in order.
 pub(crate) fn split(second: &[bool]) -> [Vec<i32>; 2] {
     let mut rows = [Vec::new(), Vec::new()];
     for (row, second) in second.iter().enumerate() {
@@ -66,7 +61,7 @@ pub(crate) fn split(second: &[bool]) -> [Vec<i32>; 2] {
     rows
 }
 
-/// [`Backend::partition_rows`] computed by the host.
+/// [`Backend::partition_rows`] by the host.
 pub(crate) fn partition_rows<B: Backend + ?Sized>(on: &B, second: &[bool]) -> Result<[Tensor; 2]> {
     let [first, second] = split(second);
     let place = |rows: &[i32]| {
@@ -76,10 +71,12 @@ pub(crate) fn partition_rows<B: Backend + ?Sized>(on: &B, second: &[bool]) -> Re
     Ok([place(&first)?, place(&second)?])
 }
 
-/// [`Backend::routed_matmul`] as one product per layer on gathered rows.
-pub(crate) fn matmul<B: Backend + ?Sized>(on: &B, args: &RoutedArgs<'_>) -> Result<Tensor> {
-    let (shape, dtype) = (check::routed(args)?, args.a.dtype());
-    partition(args, args.a.dim(0))?;
+const OP: &str = "grouped_matmul";
+
+/// [`Backend::grouped_matmul`] by a product per group on gathered rows.
+pub(crate) fn matmul<B: Backend + ?Sized>(on: &B, args: &GroupedMatmulArgs<'_>) -> Result<Tensor> {
+    let (shape, dtype) = (check::grouped(args)?, args.a.dtype());
+    partition(OP, args.groups.map(|group| group.rows), args.a.dim(0))?;
     let mut y = on.zeros(shape, dtype, Tag::Activations)?;
     for group in args.groups.iter().filter(|group| group.rows.elems() > 0) {
         let own = on.gather_rows(args.a, group.rows)?;
@@ -97,7 +94,7 @@ pub(crate) fn matmul<B: Backend + ?Sized>(on: &B, args: &RoutedArgs<'_>) -> Resu
     Ok(y)
 }
 
-/// [`Backend::matmul_of_rows`] as one product of gathered rows.
+/// [`Backend::matmul_of_rows`] by one product of gathered rows.
 pub(crate) fn matmul_of_rows<B: Backend + ?Sized>(
     on: &B,
     a: &Tensor,

@@ -185,25 +185,10 @@ impl Backend for NullBackend {
 
     fn adapted_linear_backward(
         &self,
-        args: LoraArgs<'_>,
-        dy: &Tensor,
-        need_dx: bool,
-    ) -> Result<LoraGrads> {
-        let sizes = check::lora_backward(&args, dy)?;
-        let grads = LoraGrads {
-            d_lora_a: self.gradient([sizes.r, sizes.k])?,
-            d_lora_b: self.gradient([sizes.n, sizes.r])?,
-            dx: if need_dx {
-                Some(self.like(args.x)?)
-            } else {
-                None
-            },
-        };
-        // The adapter's input after dropout is replaced by its gradient.
-        let seen = self.seen(&args)?;
-        self.touch(workspace::lora_backward(&args, need_dx, sizes))?;
-        drop(seen);
-        Ok(grads)
+        args: AdaptedLinearGradArgs<'_>,
+    ) -> Result<AdaptedLinearGrads> {
+        adapted::check_backward("adapted_linear_backward", &args)?;
+        adapted::backward(self, &args)
     }
 
     fn layer_norm(&self, x: &Tensor, weight: &Tensor, bias: &Tensor, _eps: f32) -> Result<Tensor> {

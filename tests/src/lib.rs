@@ -13,3 +13,5 @@ pub mod world;
 mod documents;
 #[cfg(test)]
 mod structure;
+#[cfg(test)]
+mod structure_launcher;

@@ -335,7 +335,7 @@ fn products(operands: [DType; 2], bias: DType, out: DType) -> Vec<Check> {
 }
 
 /// Forward, input gradient and weight gradients of two layers; the first of the groups has `first` rows.
-fn routed([dtype, weight]: [DType; 2], first: usize) -> Vec<Check> {
+fn grouped([dtype, weight]: [DType; 2], first: usize) -> Vec<Check> {
     let (t, n, k) = (21, 24, 40);
     let rows: Vec<i32> = (0..t).map(|i| i * 8 % t).collect();
     let (language, vision) = rows.split_at(first);
@@ -380,7 +380,7 @@ fn routed([dtype, weight]: [DType; 2], first: usize) -> Vec<Check> {
 
 /// Two layers over a partition of rows: all of one group too, unlike ranks and factors, one that is padded, no bias in one,
 /// no adapter in one.
-fn routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
+fn grouped_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
     let (t, n, k) = (21, 24, 36);
     let check = |(first, ranks, drops): (usize, [Option<usize>; 2], [f32; 2])| {
         let rows: Vec<i32> = (0..t).map(|i| i * 8 % t).collect();
@@ -610,7 +610,7 @@ type Adapted = Option<(usize, f32, (u32, f32))>;
 
 /// Three pairs of layers of one input over one partition: a rank of each way to the gradients, outputs of unlike widths, one
 /// group without adapters or rows. Unlike factors, masks, and adapters of some layers alone are not stacked.
-fn shared_routed_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
+fn shared_grouped_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
     const WIDTHS: [usize; 3] = [24, 20, 8];
     let (t, k) = (21, 36);
     let check = |(layers, first, adapters): (usize, usize, [[Adapted; 2]; 3])| {

@@ -1,4 +1,4 @@
-//! Grouped product: two linear layers over a partition of the rows, without copying rows.
+//! Grouped matrix products: rows are read and written in place, without gathered copies.
 
 use super::CudaBackend;
 use super::products::common;
@@ -22,7 +22,7 @@ impl CudaBackend {
         let mask = self.uninit([n], DType::U8, Tag::Workspace)?;
         let bytes: Vec<u8> = second.iter().map(|second| u8::from(*second)).collect();
         self.write(OP, &mask, &bytes)?;
-        // The host keeps the row numbers, for checks when rows are used as an index.
+        // The host stores its copy of the lists, for later checks of row numbers.
         let known = lists.concat();
         let place = OnDevice {
             memory: self.memory.clone(),

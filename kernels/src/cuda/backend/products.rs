@@ -1,4 +1,4 @@
-//! Matrix products and linear layers with LoRA adapters.
+//! Matrix products, and single linear layers with adapters.
 
 use super::CudaBackend;
 use crate::adapted::{AdapterDropout, LoraArgs, LoraGrads};
@@ -13,7 +13,7 @@ use crate::cuda::ops::workspace::Workspace;
 use crate::error::Result;
 use crate::{Backend, DType, Tensor};
 
-/// The 16-bit dtype that all operands share, else f32, to which every dtype converts exactly.
+/// The dtype of all operands if they share one, otherwise f32, to which every other is widened without loss.
 pub(super) fn common<'t>(operands: impl IntoIterator<Item = &'t Tensor>) -> DType {
     let mut operands = operands.into_iter();
     let first = operands.next().map_or(DType::F32, Tensor::dtype);
@@ -25,7 +25,7 @@ pub(super) fn common<'t>(operands: impl IntoIterator<Item = &'t Tensor>) -> DTyp
 }
 
 impl CudaBackend {
-    /// Runs one product, through the library if it supports the shape.
+    /// Runs one product, with the library if it supports the product.
     pub(super) fn product(&self, op: &'static str, product: &Product) -> Result<()> {
         self.product_or(op, product, |multiply| Some(*multiply))?;
         Ok(())
@@ -118,7 +118,7 @@ impl CudaBackend {
         self.cast(&y, args.out)
     }
 
-    /// Layer as the kernels take it, in one dtype, with the tensors that back its addresses.
+    /// The layer in one dtype, with the tensors of its addresses.
     pub(super) fn layer(
         &self,
         op: &'static str,
@@ -152,7 +152,7 @@ impl CudaBackend {
         Ok((layer, held))
     }
 
-    /// Dropout of an adapter's input, with addresses.
+    /// An adapter's dropout, by address.
     pub(super) fn dropped(
         &self,
         op: &'static str,

@@ -36,15 +36,17 @@ pub fn prepare(
     let Source::Demo { folder } = &config.source else {
         return Ok(config);
     };
-    match cache::ensure(folder, show) {
-        Ok(()) => Ok(()),
-        Err(first) => {
-            // Differs from the cache directory, and contains the user id in its name.
-            let user = rustix::process::getuid().as_raw();
-            *folder = folder_in(&env.temp_dir.join(format!("tessera-cache-{user}")));
-            cache::ensure(folder, show).map_err(|_| first)
-        }
-    }
+    let Err(first) = cache::ensure(folder, show) else {
+        return Ok(config);
+    };
+    // Differs from the cache directory, and contains the user id in its name.
+    let user = rustix::process::getuid().as_raw();
+    let folder = folder_in(&env.temp_dir.join(format!("tessera-cache-{user}")));
+    cache::ensure(&folder, show).map_err(|_| first)?;
+    Ok(RunConfig {
+        source: Source::Demo { folder },
+        ..config
+    })
 }
 
 /// Generates the demo's files in `folder`, unless they are complete.

@@ -3,8 +3,10 @@
 use super::planner::Planner;
 use crate::config::{Collectives, Device, Offload, PrecisionChoice, Recompute, RunConfig, Tier};
 use crate::error::Failure;
+use crate::model::optimizer::rule;
 use crate::plan::Settled;
 use crate::plan::suggestion::changed;
+use optim::Optimizer as _;
 
 /// A flag with its value.
 pub(super) type Flags = Vec<(&'static str, String)>;
@@ -175,7 +177,8 @@ pub(super) fn nearest(
 /// Whether model states alone would fit: what needs no dry run.
 fn states_fit(planner: &Planner, config: &RunConfig) -> Result<bool, Failure> {
     let (_, plan) = crate::model::setup::shapes(&config.draft())?;
-    let states = plan.memory();
+    let slots = rule(config).slots(plan.config().precision);
+    let states = plan.memory(slots);
     let (machine, ranks) = (planner.machine(), config.nproc as u64);
     let kinds = [states.parameters, states.gradients, states.optimizer];
     let device: u64 = kinds.iter().map(|kind| kind.device).sum();
