@@ -1,8 +1,8 @@
 //! A dry run counts what a rank really takes: the same pools, the same places, the same window.
 use engine::comm::{Communicator, threads};
 use engine::{
-    DryRun, EarlyStep, EngineError, ModelSpec, Offload, OptimizerConfig, ParamAccess, ParamSpec, PassKind,
-    Phase, Plan, Precision, Stage, Tier, Tiers, UnitId, UnitSpec, Zero, ZeroConfig,
+    DryRun, EarlyStep, EngineError, ModelSpec, Offload, OptimizerConfig, ParamAccess, ParamSpec,
+    PassKind, Phase, Plan, Precision, Stage, Tier, Tiers, UnitId, UnitSpec, Zero, ZeroConfig,
 };
 use kernels::{Backend, CpuBackend, Pool, PoolStats, Tag, Tensor};
 use optim::{AdamW, Bf16Storage, GroupOptions, MomentDtype, Optimizer, PureBf16};
