@@ -24,7 +24,7 @@ pub mod ui;
 pub mod units;
 
 pub use commands::{Hooks, PrepareHook, RankMain, run_hooks, run_with};
-pub use plan::Advice;
+pub use plan::Suggestions;
 
 /// Runs the program: checks, trains, evaluates, saves.
 pub fn run() -> std::process::ExitCode {

@@ -380,7 +380,7 @@ fn good_run(bench: &Bench) {
     assert!(log.contains("rank 1 is up"));
     assert!(bench.path("out/logs/rank-0002.jsonl").exists());
     let config = RunPlan::load_from(&bench.path("out/config.resolved.json")).unwrap();
-    assert_eq!((config.nproc, config.task), (3, Task::Train));
+    assert_eq!((config.world_size, config.task), (3, Task::Train));
     assert!(!bench.path("out/errors").exists());
     let again = bench.run("ok");
     assert_eq!(

@@ -22,7 +22,7 @@ use crate::error::Failure;
 use crate::error::format::ErrorFormat;
 use crate::launch::hostfile;
 use crate::launch::rank::{RunSummary, StopFlag};
-use crate::plan::Advice;
+use crate::plan::Suggestions;
 use crate::rank_env::{Env, RankEnv, Variables};
 use crate::ui::{Event, Screen};
 use std::io::Write;
@@ -35,7 +35,8 @@ pub type RankMain = fn(&RunPlan, &RankEnv, &StopFlag, &dyn Devices) -> Result<Ru
 /// Work of the supervisor before ranks start and before the run's directory is touched: check model and data, plan the
 /// memory, decide what the draft leaves open. What it shows goes through the callback. It returns the decided run, and what
 /// it can say later about failures of ranks.
-pub type PrepareHook = fn(&RunPlan, &mut dyn FnMut(Event)) -> Result<(RunPlan, Advice), Failure>;
+pub type PrepareHook =
+    fn(&RunPlan, &mut dyn FnMut(Event)) -> Result<(RunPlan, Suggestions), Failure>;
 
 /// What the program does besides supervising.
 #[derive(Debug, Clone, Copy)]

@@ -3,7 +3,7 @@
 use super::{Hooks, demo};
 use crate::error::RECORD_TARGET;
 use crate::launch::spill_directories;
-use crate::plan::{Advice, settle_one_by_one};
+use crate::plan::{Suggestions, settle_one_by_one};
 use std::cell::RefCell;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -99,7 +99,11 @@ pub(super) fn run_supervisor(
     }
     let asked = demo::prepare(asked, env, &mut |event| screen.show(&event))?;
     let prepared = prepare(hooks, &asked.draft(), &mut |event| screen.show(&event));
-    let Prepared { run, advice, plan } = match prepared {
+    let Prepared {
+        run,
+        suggestions,
+        plan,
+    } = match prepared {
         Err(failure) if is_finished(args, &failure) => {
             screen.show(&finished(&failure));
             return Ok(ExitCode::SUCCESS);
@@ -118,7 +122,11 @@ pub(super) fn run_supervisor(
         plan.save(&run.output)?;
     }
     let output = run.output.clone();
-    let job = Planned { asked, run, advice };
+    let job = Planned {
+        asked,
+        run,
+        suggestions,
+    };
     let ended = run_job(hooks, job, env, share, &signals, &mut screen);
     // Also of a run that failed: from what it left.
     if is_first && let Err(failure) = report::write_pages(&output) {
@@ -152,7 +160,7 @@ fn finished(failure: &Failure) -> Event {
 /// The ranks of this machine among those of others, where there are others.
 fn share_of(config: &RunConfig, env: &Env) -> Option<Share> {
     let node = env.node.as_ref().filter(|_| config.ranks_here.is_some())?;
-    let (first_rank, _, world_size) = node.share(config.nproc / node.nodes);
+    let (first_rank, _, world_size) = node.share(config.world_size / node.nodes);
     Some(Share {
         first_rank,
         world_size,
@@ -165,13 +173,13 @@ struct Planned {
     /// What was asked for, before a plan decided anything.
     asked: RunConfig,
     run: RunPlan,
-    advice: Advice,
+    suggestions: Suggestions,
 }
 
 /// What a draft came to.
 struct Prepared {
     run: RunPlan,
-    advice: Advice,
+    suggestions: Suggestions,
     /// What the report says of the plan.
     plan: PlanFile,
 }
@@ -183,11 +191,15 @@ fn prepare(
     show: &mut dyn FnMut(Event),
 ) -> Result<Prepared, Failure> {
     let mut plan = PlanFile::default();
-    let (run, advice) = (hooks.prepare)(draft, &mut |event| {
+    let (run, suggestions) = (hooks.prepare)(draft, &mut |event| {
         plan.note(&event);
         show(event);
     })?;
-    Ok(Prepared { run, advice, plan })
+    Ok(Prepared {
+        run,
+        suggestions,
+        plan,
+    })
 }
 
 /// Trains, and in the demo shows that the result can be loaded. The run of the last attempt comes back.
@@ -202,16 +214,23 @@ fn run_job(
     let is_first = share.as_ref().is_none_or(|share| share.first_rank == 0);
     let mut attempts = Attempts::new(planned.asked, planned.run);
     // That of the newest plan.
-    let advice = RefCell::new(planned.advice);
+    let suggestions = RefCell::new(planned.suggestions);
     let mut again = |draft: &RunPlan, screen: &mut Screen| {
         let newest = prepare(hooks, draft, &mut |event| screen.show(&event))?;
-        drop(advice.replace(newest.advice));
+        drop(suggestions.replace(newest.suggestions));
         newest.plan.save(&newest.run.output)?;
         Ok(newest.run)
     };
     let summary = loop {
-        let advise = |failure: &mut Failure| (advice.borrow())(failure);
-        let ended = supervise(attempts.run(), env, share.clone(), signals, screen, &advise);
+        let suggest = |failure: &mut Failure| (suggestions.borrow())(failure);
+        let ended = supervise(
+            attempts.run(),
+            env,
+            share.clone(),
+            signals,
+            screen,
+            &suggest,
+        );
         match ended {
             Ok(RunSummary {
                 ipc_refused: Some(why),
@@ -234,20 +253,20 @@ fn supervise(
     share: Option<Share>,
     signals: &SignalSource,
     screen: &mut Screen,
-    advice: &dyn Fn(&mut Failure),
+    suggestions: &dyn Fn(&mut Failure),
 ) -> Result<RunSummary, RunFailure> {
     let job = Job::new(&env.temp_dir)?;
     config.save_to(&job.config_file())?;
-    let spill = spill_directories::hold_folders(config, job.token())?;
+    let spill = spill_directories::hold(config, job.token())?;
     let program = own_program()?;
     let supervisor = Supervisor {
         program: &program,
-        nproc: config.ranks_here(),
+        processes: config.ranks_here(),
         share,
         output: &config.output,
         job: &job,
         claims_hosts: config.shares_gpus() && config.resolved_collectives() == Collectives::Nccl,
-        advice,
+        suggestions,
     };
     let ended = supervisor
         .run(signals, screen)
@@ -269,7 +288,7 @@ fn prove_resume(
     };
     let again = run.with_config(RunConfig {
         task: Task::Evaluate,
-        nproc: 1,
+        world_size: 1,
         ranks_here: None,
         resume: Resume::From(checkpoint.clone()),
         ..run.config().clone()

@@ -53,13 +53,13 @@ impl RunConfig {
 
     /// Why the GPUs of this run do not all read each other's memory; `None` where they do.
     pub(crate) fn apart(&self) -> Option<String> {
-        if self.nproc < 2 {
+        if self.world_size < 2 {
             return Some("there is one rank".into());
         }
-        if self.ranks_here() < self.nproc {
+        if self.ranks_here() < self.world_size {
             return Some("the ranks are on several machines".into());
         }
-        let used = &self.gpus[..self.gpus.len().min(self.nproc)];
+        let used = &self.gpus[..self.gpus.len().min(self.world_size)];
         for one in used {
             let others = used.iter().filter(|two| two.ordinal != one.ordinal);
             let mut apart = others.filter(|two| !one.peers.contains(&two.ordinal));
@@ -79,7 +79,7 @@ impl RunConfig {
         }
         let why = if self.device == Device::Cpu {
             Some("it needs GPUs, and this run computes on the CPU".to_owned())
-        } else if asked == Collectives::Ipc && self.nproc > 1 {
+        } else if asked == Collectives::Ipc && self.world_size > 1 {
             self.apart()
         } else if asked == Collectives::Nccl && self.shard_group.is_some() {
             Some("NCCL has one group of all ranks here and none for --shard-group".to_owned())

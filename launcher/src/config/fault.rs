@@ -318,8 +318,8 @@ pub(crate) fn check_faults(config: &RunConfig, total_steps: u64) -> Result<(), F
         Err(Failure::usage(format!("--inject {fault} would never happen"), cause).next(next))
     };
     for fault in &config.inject {
-        if fault.rank >= config.nproc {
-            let cause = format!("the run has ranks 0 to {}", config.nproc - 1);
+        if fault.rank >= config.world_size {
+            let cause = format!("the run has ranks 0 to {}", config.world_size - 1);
             return never(fault, cause, "choose one of them, or raise --nproc");
         }
         if fault.step > total_steps {

@@ -277,8 +277,9 @@ pub struct RunConfig {
     /// Updates that go on beside the next pass.
     #[serde(default)]
     pub late_step: LateStep,
-    /// Number of ranks.
-    pub nproc: usize,
+    /// Number of ranks over all machines.
+    #[serde(rename = "nproc")]
+    pub world_size: usize,
     /// How many of them are on this machine; `None` is all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ranks_here: Option<usize>,
@@ -355,23 +356,24 @@ impl RunConfig {
     /// Ranks that hold one copy of what is sharded. `None` where all do: also where a run goes on with other ranks than were
     /// asked for, which the groups do not divide.
     pub(crate) fn shard_groups(&self) -> Option<usize> {
-        let divide = |ranks: &usize| *ranks < self.nproc && self.nproc.is_multiple_of(*ranks);
+        let divide =
+            |ranks: &usize| *ranks < self.world_size && self.world_size.is_multiple_of(*ranks);
         self.shard_group.filter(divide)
     }
 
     /// Number of ranks on this machine.
     pub fn ranks_here(&self) -> usize {
-        self.ranks_here.unwrap_or(self.nproc)
+        self.ranks_here.unwrap_or(self.world_size)
     }
 
     /// Samples per optimizer update over all ranks.
     pub const fn global_batch(&self) -> usize {
-        self.batch.micro_batch * self.batch.accumulation_steps * self.nproc
+        self.batch.micro_batch * self.batch.accumulation_steps * self.world_size
     }
 
     /// Micro-batches per optimizer update over all ranks.
     pub const fn micro_batches(&self) -> usize {
-        self.batch.accumulation_steps * self.nproc
+        self.batch.accumulation_steps * self.world_size
     }
 
     /// What every learning rate is multiplied by.

@@ -135,7 +135,7 @@ impl Chosen {
                 let products = products.map(|by| format!(" · matrix products by {by}"));
                 lines.push(format!("cuda{parts}{}", products.unwrap_or_default()));
                 lines.extend(self.gpus.iter().enumerate().map(|(place, gpu)| {
-                    let ranks = ranks_on(place, self.gpus.len(), config.nproc);
+                    let ranks = ranks_on(place, self.gpus.len(), config.world_size);
                     format!(
                         "GPU {} {} · {}, {} free · {ranks}",
                         gpu.ordinal,
@@ -145,7 +145,7 @@ impl Chosen {
                     )
                 }));
                 lines.push(resting(&config.offload));
-                if config.nproc > 1 {
+                if config.world_size > 1 {
                     lines.push(carried(config));
                 }
                 if config.ranks_here() > self.gpus.len() {

@@ -126,7 +126,7 @@ fn auto_uses_gpus_where_available_and_says_why() {
     let two = chosen(DeviceChoice::Auto, &with(vec![gpu(0), gpu(1)])).expect("chosen");
     let run = config("", &two);
     assert_eq!(
-        (run.device, run.nproc, run.gpus.len()),
+        (run.device, run.world_size, run.gpus.len()),
         (Device::Cuda, 2, 2)
     );
     let text = shown(&two, &run);
@@ -140,7 +140,7 @@ fn auto_uses_gpus_where_available_and_says_why() {
     }
     let none = chosen(DeviceChoice::Auto, &without()).expect("chosen");
     let run = config("", &none);
-    assert_eq!((run.device, run.nproc), (Device::Cpu, 2));
+    assert_eq!((run.device, run.world_size), (Device::Cpu, 2));
     let text = shown(&none, &run);
     assert!(
         text.contains("cpu · auto: no NVIDIA GPU was found"),

@@ -94,7 +94,7 @@ impl Attempts {
         screen.show(&Event::Warning {
             text: format!(
                 "{} ({}); restart {} of {} on {} ranks: {}",
-                failure.title, failure.code, self.ended, allowed, config.nproc, from
+                failure.title, failure.code, self.ended, allowed, config.world_size, from
             ),
         });
         if lost == 0 {
@@ -166,7 +166,7 @@ impl Attempts {
     fn lost_ranks(&self) -> usize {
         let faults = self.run.inject.iter();
         let lost = faults.filter(|fault| fault.lost && fault.kind == FaultKind::Kill);
-        lost.count().min(self.run.nproc - 1)
+        lost.count().min(self.run.world_size - 1)
     }
 
     /// Faults that were not for the attempts before.
@@ -183,18 +183,18 @@ impl Attempts {
 /// no number of ranks divides it.
 fn fewer_ranks(config: &RunConfig, lost: usize) -> Option<RunConfig> {
     let micro_batches = config.micro_batches();
-    let left = config.nproc - lost;
+    let left = config.world_size - lost;
     // One rank always divides them.
-    let nproc = (1..=left)
+    let world_size = (1..=left)
         .rev()
         .find(|n| micro_batches.is_multiple_of(*n))?;
-    let inject = config.inject.iter().filter(|fault| fault.rank < nproc);
+    let inject = config.inject.iter().filter(|fault| fault.rank < world_size);
     Some(RunConfig {
-        nproc,
+        world_size,
         batch: BatchConfig {
             // The batch is what it is, however it was found.
             find_batch: false,
-            accumulation_steps: micro_batches / nproc,
+            accumulation_steps: micro_batches / world_size,
             ..config.batch
         },
         inject: inject.cloned().collect(),
@@ -284,14 +284,14 @@ mod tests {
             .again(ended(true), &mut prepare, &mut screen)
             .expect("again");
         let config = attempts.run();
-        assert_eq!((config.nproc, config.batch.accumulation_steps), (3, 4));
+        assert_eq!((config.world_size, config.batch.accumulation_steps), (3, 4));
         assert_eq!(config.global_batch(), batch);
         assert_eq!(config.inject, [fault("nan:rank=0")]);
         // Nothing more is lost: the same ranks, and nothing to plan.
         attempts
             .again(ended(true), &mut prepare, &mut screen)
             .expect("again");
-        assert_eq!((attempts.run().nproc, asked), (3, 1));
+        assert_eq!((attempts.run().world_size, asked), (3, 1));
         assert!(attempts.run().inject.is_empty());
     }
 

@@ -7,15 +7,12 @@ use engine::spill::{SpillError, SpillFolder};
 
 /// The folders of a job's spill files, held while it runs.
 #[derive(Debug)]
-pub(crate) struct HeldFolders {
-    _folders: Vec<SpillFolder>,
+pub(crate) struct HeldDirectories {
+    _directories: Vec<SpillFolder>,
 }
 
 /// Makes the folders of `--offload nvme:DIR` where they are missing, and sweeps what killed jobs left in them.
-pub(crate) fn sweep_folders(
-    config: &RunConfig,
-    show: &mut dyn FnMut(Event),
-) -> Result<(), Failure> {
+pub(crate) fn sweep(config: &RunConfig, show: &mut dyn FnMut(Event)) -> Result<(), Failure> {
     for parent in config.offload.folders() {
         let unusable = |e: std::io::Error| {
             Failure::io(ErrorCode::Disk, "create", parent, &e)
@@ -38,11 +35,11 @@ pub(crate) fn sweep_folders(
 }
 
 /// Holds a job's folders while it runs.
-pub(crate) fn hold_folders(config: &RunConfig, job: &str) -> Result<HeldFolders, Failure> {
+pub(crate) fn hold(config: &RunConfig, job: &str) -> Result<HeldDirectories, Failure> {
     let folders = config.offload.folders().into_iter();
     let held = folders.map(|parent| SpillFolder::join(parent, job));
     let held = held.collect::<Result<_, _>>().map_err(|e| failed(&e))?;
-    Ok(HeldFolders { _folders: held })
+    Ok(HeldDirectories { _directories: held })
 }
 
 fn failed(error: &SpillError) -> Failure {

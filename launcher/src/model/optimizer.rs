@@ -12,6 +12,7 @@ use models::VisionLanguageModel;
 use models::selection::Selection;
 use optim::AdamW;
 use optim::ParameterGroups;
+use optim::Schedule;
 use std::sync::Arc;
 
 /// What trains, by parts of the model's tree in the order of the forward pass.
@@ -124,4 +125,16 @@ pub(crate) fn optimizer(
         rule: Arc::new(rule(config)),
         groups,
     })
+}
+
+/// The course of the learning rate over `total_steps` steps.
+pub(crate) fn schedule(config: &RunConfig, total_steps: u64) -> Schedule {
+    let settings = &config.optimizer;
+    let kwargs = settings.scheduler_kwargs;
+    Schedule {
+        kind: kwargs.kind(settings.scheduler),
+        warmup_steps: settings.warmup.steps(total_steps),
+        total_steps: kwargs.total_num_steps.unwrap_or(total_steps),
+        base_lr: config.peak_lr(),
+    }
 }

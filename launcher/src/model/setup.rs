@@ -86,7 +86,7 @@ impl Setup {
         Plan::new(
             self.model.spec().clone(),
             zero_config(config, &*self.model)?,
-            config.nproc,
+            config.world_size,
         )
         .map_err(|e| failures::engine("plan the run", &e.into()))
     }
@@ -104,7 +104,7 @@ pub(crate) fn shapes(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, 
     let plan = Plan::new(
         model.spec().clone(),
         zero_config(config, &*model)?,
-        config.nproc,
+        config.world_size,
     )
     .map_err(|e| failures::engine("plan the run", &e.into()))?;
     Ok((model, plan))
@@ -126,7 +126,7 @@ pub(crate) fn replan(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, 
     let plan = Plan::new(
         model.spec().clone(),
         zero_config(config, &*model)?,
-        config.nproc,
+        config.world_size,
     )
     .map_err(|e| failures::engine("plan the run", &e.into()))?;
     Ok((model, plan))
@@ -222,7 +222,7 @@ pub(crate) fn second_bytes_per_elem(config: &RunConfig) -> u64 {
 pub(crate) fn sampler(config: &RunConfig, samples: usize, first: &[usize]) -> Sampler {
     let sizes = SamplerSizes {
         samples,
-        world_size: config.nproc,
+        world_size: config.world_size,
         micro_batch: config.batch.micro_batch,
         accumulation_steps: config.batch.accumulation_steps,
     };

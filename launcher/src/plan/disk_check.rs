@@ -1,4 +1,4 @@
-//! Whether the run's checkpoints find room on their disk, decided before a weight is read.
+//! Whether the run's checkpoints fit on their disk, decided before a weight is read.
 
 use crate::config::{Cadence, RunConfig};
 use crate::error::{ErrorCode, Failure};
@@ -10,7 +10,7 @@ use crate::units::bytes;
 
 /// What the checkpoints of a run need of the output folder's disk, and what it has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Room {
+pub(crate) struct DiskCheck {
     pub(crate) checkpoint: CheckpointBytes,
     /// Checkpoints that will lie there at once, beside those of earlier attempts, unless somebody removes some.
     pub(crate) most: u64,
@@ -22,7 +22,7 @@ pub(crate) struct Room {
     pub(crate) spilled: u64,
 }
 
-impl Room {
+impl DiskCheck {
     /// Of a run on this machine that saves `saves` times and spills `spilled` bytes over all ranks.
     pub(crate) fn of(
         config: &RunConfig,
@@ -174,8 +174,8 @@ mod tests {
     fn checkpoints_on_disk_at_once_follow_from_limit_saves_and_existing_ones() {
         let folder = tempfile::tempdir().expect("temp dir");
         let at_once = |limit, saves| {
-            let room = Room::of(&config(folder.path(), limit), EACH, saves, 0);
-            (room.certain, room.most)
+            let disk = DiskCheck::of(&config(folder.path(), limit), EACH, saves, 0);
+            (disk.certain, disk.most)
         };
         assert_eq!(at_once(None, 0), (0, 0));
         assert_eq!(at_once(None, 7), (1, 7));
@@ -192,36 +192,36 @@ mod tests {
         let folder = tempfile::tempdir().expect("temp dir");
         for (limit, certain) in [(None, 1), (Some(1), 2)] {
             let config = config(folder.path(), limit);
-            let mut room = Room::of(&config, EACH, 5, 0);
-            room.free = Some(certain * EACH.total());
-            room.check(&config).expect("enough");
-            room.free = Some(certain * EACH.total() - 1);
-            let failure = room.check(&config).expect_err("too little");
+            let mut disk = DiskCheck::of(&config, EACH, 5, 0);
+            disk.free = Some(certain * EACH.total());
+            disk.check(&config).expect("enough");
+            disk.free = Some(certain * EACH.total() - 1);
+            let failure = disk.check(&config).expect_err("too little");
             assert_eq!(failure.code.status(), 16, "{failure}");
         }
         let config = config(folder.path(), None);
-        let mut room = Room::of(&config, EACH, 5, 0);
-        room.free = Some(4 * EACH.total());
-        let Event::Warning { text } = room.event(&config) else {
+        let mut disk = DiskCheck::of(&config, EACH, 5, 0);
+        disk.free = Some(4 * EACH.total());
+        let Event::Warning { text } = disk.event(&config) else {
             panic!("four of five find room");
         };
         assert!(
             text.starts_with("the disk has space for only 4 of 5 checkpoints"),
             "{text}"
         );
-        room.free = Some(5 * EACH.total());
-        assert!(matches!(room.event(&config), Event::Info { .. }));
+        disk.free = Some(5 * EACH.total());
+        assert!(matches!(disk.event(&config), Event::Info { .. }));
     }
 
     #[test]
     fn spill_files_count_on_the_disk_of_the_checkpoints() {
         let folder = tempfile::tempdir().expect("temp dir");
         let mut config = config(&folder.path().join("out"), None);
-        assert_eq!(Room::of(&config, EACH, 1, 77).spilled, 0);
+        assert_eq!(DiskCheck::of(&config, EACH, 1, 77).spilled, 0);
         config.offload = format!("nvme:{}", folder.path().join("spill").display())
             .parse()
             .expect("an offload");
-        assert_eq!(Room::of(&config, EACH, 1, 77).spilled, 77);
+        assert_eq!(DiskCheck::of(&config, EACH, 1, 77).spilled, 77);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! `--optimizer-in-backward auto` of runs on GPUs: second states in host memory that the plan without them leaves.
 
-use super::Fit;
+use super::MemoryCheck;
 use super::settle::{Count, Counted};
 use crate::config::{EarlyStep, RunPlan};
 use crate::error::Failure;
@@ -37,7 +37,7 @@ pub(crate) struct Spare {
 pub(super) fn settle_early_step(
     run: &RunPlan,
     counted: Counted,
-    fit: &Fit,
+    fit: &MemoryCheck,
     count: &mut Count<'_>,
 ) -> Result<(RunPlan, Counted, Option<Spare>), Failure> {
     let off = run.with_early_step(EarlyStep::Off);
@@ -67,7 +67,7 @@ pub(super) fn settle_early_step(
     for _ in 0..TRIES {
         let trial = run.with_early_step(bound(offered, all));
         let tried = count(&trial)?;
-        let needs = Fit::new(&trial, &tried.memory, fit.machine);
+        let needs = MemoryCheck::new(&trial, &tried.memory, fit.machine);
         let (early, over) = (tried.plan.any_steps_early(), needs.host_overrun());
         if early && over == 0 && needs.fits() {
             spare.taken = Some(needs.need.host.saturating_sub(fit.need.host));

@@ -19,7 +19,7 @@ pub(crate) fn line(config: &RunConfig) -> Event {
         "{} per rank × {} accumulated × {} ranks = {} samples per update · learning rate {:.1e}",
         batch.micro_batch,
         batch.accumulation_steps,
-        config.nproc,
+        config.world_size,
         grouped(config.global_batch() as u64),
         config.peak_lr(),
     );
@@ -48,7 +48,7 @@ pub(crate) fn find(
     let most = train
         .samples
         .len()
-        .div_ceil(config.nproc)
+        .div_ceil(config.world_size)
         .min(MAX_MICRO_BATCH);
     let candidates: Vec<usize> = (1..=most).filter(|n| goes_in(config, *n)).collect();
     let mut tried: Vec<(usize, u64, bool)> = Vec::new();
@@ -75,7 +75,7 @@ pub(crate) fn find(
             format!(
                 "{} samples per update over {} ranks",
                 config.batch.global_batch.unwrap_or_default(),
-                config.nproc
+                config.world_size
             ),
         )
         .next("choose a multiple of the number of ranks"));
@@ -108,12 +108,12 @@ pub(crate) fn find(
 /// Whether micro-batches of `micro` make the global batch that was asked for.
 fn goes_in(config: &RunConfig, micro: usize) -> bool {
     let global = config.batch.global_batch;
-    global.is_none_or(|global| global.is_multiple_of(micro * config.nproc))
+    global.is_none_or(|global| global.is_multiple_of(micro * config.world_size))
 }
 
 /// The run with micro-batches of `micro` samples, and as many of them as make the global batch that was asked for.
 fn sized(run: &RunPlan, micro: usize) -> RunPlan {
-    let steps = |global: usize| global / (micro * run.nproc);
+    let steps = |global: usize| global / (micro * run.world_size);
     let batch = BatchConfig {
         micro_batch: micro,
         accumulation_steps: run

@@ -77,7 +77,7 @@ impl Machine {
         if self.device_bytes.is_none() {
             self.device_bytes = device::free_bytes(config);
         }
-        if config.nproc > 1 && config.resolved_collectives() == Collectives::Nccl {
+        if config.world_size > 1 && config.resolved_collectives() == Collectives::Nccl {
             self.library_bytes = footprint::NCCL_DEVICE_BYTES;
         }
         self

@@ -27,14 +27,14 @@ pub(crate) struct Need {
 
 /// A need, and what there is for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Fit {
+pub(crate) struct MemoryCheck {
     pub(crate) need: Need,
     pub(crate) machine: Machine,
     device_limit: Option<u64>,
     host_reserve: u64,
 }
 
-impl Fit {
+impl MemoryCheck {
     pub(crate) fn new(config: &RunConfig, memory: &RankMemory, machine: Machine) -> Self {
         let machine = machine.with_gpus(config);
         let ranks = config.ranks_here() as u64;
@@ -44,7 +44,7 @@ impl Fit {
         // Ranks of several machines have a copy of the window each, in memory of their own.
         let shares = ranks > 1 && config.ranks_here.is_none();
         let window = if meets_on_host && shares {
-            control_bytes(config.nproc) + ranks * peak.window
+            control_bytes(config.world_size) + ranks * peak.window
         } else {
             0
         };
@@ -199,7 +199,7 @@ impl Fit {
         .evidence(format!(
             "per rank: {}; {} ranks",
             evidence.join(" + "),
-            config.nproc
+            config.world_size
         ));
         if let Some(limit) = self.machine.cgroup_limit_bytes {
             failure = failure.evidence(format!("cgroup limit {}", format_bytes(limit)));

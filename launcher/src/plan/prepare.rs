@@ -1,8 +1,8 @@
 //! What is checked and planned before a rank starts and before the run's directory is touched.
 
-use super::disk_check::{Room, saves};
+use super::disk_check::{DiskCheck, saves};
 use super::rank_memory::{eval_line, upload_line, whole_memory};
-use super::{Advice, Counted, Machine, Settled};
+use super::{Counted, Machine, Settled, Suggestions};
 use super::{early_line, find_batch, late_line, rank_memory, resume, settle, suggestion};
 use crate::config::{Device, Found, RunConfig, RunPlan, check_faults, fault_lines};
 use crate::data::{SampleSet, check};
@@ -25,7 +25,7 @@ use std::sync::Arc;
 pub(crate) fn prepare(
     draft: &RunPlan,
     show: &mut dyn FnMut(Event),
-) -> Result<(RunPlan, Advice), Failure> {
+) -> Result<(RunPlan, Suggestions), Failure> {
     let setup = Setup::open(draft)?;
     setup.check_weights(show)?;
     let limit = draft.batch.limit;
@@ -121,15 +121,15 @@ pub(crate) fn prepare(
     }
     let checkpoint = CheckpointBytes::of(config, model, &plan, setup.weights.as_ref())?;
     let saves = saves(config, total_steps, train.samples.len());
-    let room = Room::of(config, checkpoint, saves, fit.need.nvme);
-    room.check(config)?;
-    if let warning @ Event::Warning { .. } = room.event(config) {
+    let disk = DiskCheck::of(config, checkpoint, saves, fit.need.nvme);
+    disk.check(config)?;
+    if let warning @ Event::Warning { .. } = disk.event(config) {
         show(warning);
     }
-    spill_directories::sweep_folders(config, show)?;
+    spill_directories::sweep(config, show)?;
     let taken = spare.and_then(|spare| spare.taken);
-    let advice = suggestion::later(&run, train.by_size(), taken);
-    Ok((run, advice))
+    let suggestions = suggestion::later(&run, train.by_size(), taken);
+    Ok((run, suggestions))
 }
 
 /// Reads and checks the samples of a run that is only planned.

@@ -7,7 +7,7 @@ use crate::data::{self, SampleSet};
 use crate::error::Failure;
 use crate::memory::Phase;
 use crate::memory::RankMemory;
-use crate::plan::{Fit, Fixed, HeldOut, Machine, Work, dry_run, early_share};
+use crate::plan::{Fixed, HeldOut, Machine, MemoryCheck, Work, dry_run, early_share};
 use crate::ui::{Event, PlanEvent, PlanPart};
 use crate::units::bytes;
 use engine::Plan;
@@ -116,12 +116,12 @@ pub(crate) fn spilled_activations(memory: &RankMemory) -> u64 {
 }
 
 /// Whether `memory` fits on this machine.
-pub(crate) fn fit(config: &RunConfig, memory: &RankMemory) -> Fit {
-    Fit::new(config, memory, Machine::here())
+pub(crate) fn fit(config: &RunConfig, memory: &RankMemory) -> MemoryCheck {
+    MemoryCheck::new(config, memory, Machine::here())
 }
 
 /// What each rank takes of its GPU.
-pub(crate) fn device_line(run: &RunPlan, memory: &RankMemory, fit: &Fit) -> Event {
+pub(crate) fn device_line(run: &RunPlan, memory: &RankMemory, fit: &MemoryCheck) -> Event {
     let limit = fit.device_limit().map(bytes).unwrap_or_default();
     Event::Info {
         label: String::new(),
@@ -135,7 +135,7 @@ pub(crate) fn device_line(run: &RunPlan, memory: &RankMemory, fit: &Fit) -> Even
 }
 
 /// When weights come to the GPUs, where they do not stay there; `tried` is what they had no room for.
-pub(crate) fn upload_line(plan: &Plan, tried: Option<&Fit>) -> Option<Event> {
+pub(crate) fn upload_line(plan: &Plan, tried: Option<&MemoryCheck>) -> Option<Event> {
     let text = match tried {
         Some(tried) => format!(
             "are copied when they are used; a prefetch of one unit needs {}",
@@ -157,7 +157,7 @@ pub(crate) fn plan_event(
     config: &RunConfig,
     plan: &Plan,
     memory: &RankMemory,
-    fit: &Fit,
+    fit: &MemoryCheck,
 ) -> PlanEvent {
     let (params, trainable) = plan.spec().elems();
     let part = |name: &str, kinds: &[&str]| {
@@ -179,7 +179,7 @@ pub(crate) fn plan_event(
         model: config.name(),
         params: params as u64,
         trainable: trainable as u64,
-        ranks: config.nproc,
+        ranks: config.world_size,
         device: config.device.name().into(),
         shard_group: config.shard_groups(),
         stage: config.zero,

@@ -5,7 +5,7 @@
 
 use super::early::settle_early_step;
 use super::rank_memory::spilled_activations;
-use super::{Fit, Machine, Spare};
+use super::{Machine, MemoryCheck, Spare};
 use crate::config::{BatchConfig, Device, EarlyStep, Found, RunConfig, RunPlan, UploadAhead};
 use crate::error::Failure;
 use crate::memory::RankMemory;
@@ -30,11 +30,11 @@ pub(crate) struct Settled {
     pub(crate) run: RunPlan,
     pub(crate) plan: Arc<Plan>,
     pub(crate) memory: RankMemory,
-    pub(crate) fit: Fit,
+    pub(crate) fit: MemoryCheck,
     /// What `--optimizer-in-backward auto` found in host memory, where that was asked for.
     pub(crate) spare: Option<Spare>,
     /// What a prefetch of weights would have needed, where it had no room.
-    pub(crate) prefetch: Option<Fit>,
+    pub(crate) prefetch: Option<MemoryCheck>,
 }
 
 /// Decides what `draft` leaves open.
@@ -46,7 +46,7 @@ pub(crate) fn settle(
     machine: &dyn Fn() -> Machine,
     count: &mut Count<'_>,
 ) -> Result<Settled, Failure> {
-    let fit = |run: &RunPlan, counted: &Counted| Fit::new(run, &counted.memory, machine());
+    let fit = |run: &RunPlan, counted: &Counted| MemoryCheck::new(run, &counted.memory, machine());
     let mut run = draft.clone();
     let mut counted = count(&run)?;
     // Updates in backward that only cost disk.

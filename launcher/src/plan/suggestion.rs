@@ -9,7 +9,7 @@ use crate::config::{
 use crate::data::check;
 use crate::error::{ErrorCode, Failure};
 use crate::model::setup;
-use crate::plan::Fit;
+use crate::plan::MemoryCheck;
 use crate::rank_env::Env;
 use crate::units::bytes;
 use models::data::EncodedSample;
@@ -19,7 +19,7 @@ use std::sync::Arc;
 pub(crate) const AT_STEP: &str = " at step ";
 
 /// Adds next steps to the failure of a rank that depend on model and data.
-pub type Advice = Box<dyn Fn(&mut Failure)>;
+pub type Suggestions = Box<dyn Fn(&mut Failure)>;
 
 /// Alternatives that a report names.
 const NAMED: usize = 3;
@@ -38,7 +38,7 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
         found.push(vec![zero()]);
     }
     if config.shard_group.is_some() {
-        found.push(vec![("shard-group", config.nproc.to_string())]);
+        found.push(vec![("shard-group", config.world_size.to_string())]);
     }
     if config.offload.is_none() {
         found.push(vec![offload()]);
@@ -75,8 +75,8 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
     if config.precision != PrecisionChoice::PureBf16 {
         found.push(precision("pure-bf16"));
     }
-    if config.nproc > 1 {
-        let accumulation = batch.accumulation_steps * config.nproc;
+    if config.world_size > 1 {
+        let accumulation = batch.accumulation_steps * config.world_size;
         found.push(vec![
             ("nproc", "1".to_owned()),
             ("gradient-accumulation-steps", accumulation.to_string()),
@@ -128,7 +128,7 @@ pub(crate) fn changed(config: &RunConfig, flags: &[(&'static str, String)]) -> O
 /// Adds to `failure` the nearest neighbours of `config` that fit by their plans and need less
 /// memory of the kind that ran out than `config` itself.
 pub(crate) fn add(failure: &mut Failure, config: &RunPlan, largest: &Largest<'_>) {
-    let plan = |config: &RunPlan| -> Result<Fit, Failure> {
+    let plan = |config: &RunPlan| -> Result<MemoryCheck, Failure> {
         let (model, plan) = setup::replan(config)?;
         let worst = largest(config, config.batch.micro_batch)?;
         let memory = rank_memory::training_memory(config, &*model, &Arc::new(plan), &worst)?;
@@ -186,9 +186,9 @@ pub(crate) fn add(failure: &mut Failure, config: &RunPlan, largest: &Largest<'_>
     failure.next = lines;
 }
 
-/// What the supervisor keeps to advise on failures of ranks: the order of the samples by size, and the host memory that
+/// What the supervisor keeps to suggest something where a rank fails: the order of the samples by size, and the host memory that
 /// was taken for early updates because it was to spare.
-pub(crate) fn later(config: &RunPlan, order: Vec<usize>, spared: Option<u64>) -> Advice {
+pub(crate) fn later(config: &RunPlan, order: Vec<usize>, spared: Option<u64>) -> Suggestions {
     // What must be there is compared: whatever runs instead decides anew.
     let config = match spared {
         Some(_) => config.with_early_step(EarlyStep::Off),

@@ -1,6 +1,7 @@
 //! Held-out samples: loss in index order, answers by greedy decoding in lock step.
 
-use super::session::Session;
+use super::replica::Replica;
+use crate::data::SampleSet;
 use crate::data::answers::{self, Question, sample_failure};
 use crate::data::check::encode_options;
 use crate::error::Failure;
@@ -19,45 +20,42 @@ const SHOWN_SAMPLES: usize = 12;
 
 /// Mean loss per supervised token over the held-out samples. Each sample is a pass of its own, and
 /// the sums are added in index order in f64: the result has the same bits for every world size.
-pub(crate) fn loss(session: &Session<'_>) -> Result<Option<f64>, Failure> {
-    let Some(set) = &session.eval else {
-        return Ok(None);
-    };
-    let world = session.comm.world();
-    let options = encode_options(session.config);
+pub(crate) fn loss(replica: &Replica<'_>, set: &SampleSet) -> Result<f64, Failure> {
+    let world = replica.comm.world();
+    let options = encode_options(replica.config);
     let mut own = vec![0f64; 2 * set.samples.len()];
     for first in (0..set.samples.len()).step_by(world.size) {
         let index = first + world.rank;
-        session.zero.begin_pass(PassKind::Infer);
+        replica.zero.begin_pass(PassKind::Infer);
         if let Some(sample) = set.samples.get(index) {
-            let encoded = session
+            let encoded = replica
                 .processor
                 .encode(sample, &set.images, &options)
                 .map_err(|e| sample_failure(index, &e))?;
-            let (sum, supervised) = forward(session, &[SampleInput::from(&encoded)])?;
+            let (sum, supervised) = forward(replica, &[SampleInput::from(&encoded)])?;
             own[2 * index] = sum;
             own[2 * index + 1] = supervised as f64;
         }
-        session
+        replica
             .zero
             .end_pass()
             .map_err(|e| failures::engine("evaluate", &e))?;
     }
-    let all = session
+    let all = replica
         .comm
         .all_gather_f64(&own, Tag::new("eval-loss", 0))
         .map_err(|e| failures::comm(&e))?;
     let of = |i: usize| all.iter().map(|r| r[i]).sum::<f64>();
     let sum: f64 = (0..set.samples.len()).map(|i| of(2 * i)).sum();
     let tokens: f64 = (0..set.samples.len()).map(|i| of(2 * i + 1)).sum();
-    Ok(Some(sum / tokens.max(1.0)))
+    Ok(sum / tokens.max(1.0))
 }
 
-fn forward(session: &Session<'_>, samples: &[SampleInput<'_>]) -> Result<(f64, usize), Failure> {
+fn forward(replica: &Replica<'_>, samples: &[SampleInput<'_>]) -> Result<(f64, usize), Failure> {
     let run = || -> Result<_, ModelError> {
-        let batch = session.model.collate(samples, &*session.backend)?;
-        let tape = Tape::inference(&session.zero);
-        let loss = session.model.forward(&tape, &batch)?;
+        let batch = replica.model.collate(samples, &*replica.backend)?;
+        let tape = Tape::inference(&replica.zero);
+        let loss = replica.model.forward(&tape, &batch)?;
         Ok((loss.sum()?, loss.supervised))
     };
     run().map_err(|e| failures::model("evaluate", &e))
@@ -65,15 +63,16 @@ fn forward(session: &Session<'_>, samples: &[SampleInput<'_>]) -> Result<(f64, u
 
 /// Share of held-out answers that are generated exactly; what the first samples were answered is
 /// left in the run's folder.
-pub(crate) fn exact_match(session: &Session<'_>, step: u64) -> Result<Option<f64>, Failure> {
-    let Some(set) = &session.eval else {
-        return Ok(None);
-    };
-    let world = session.comm.world();
-    let options = encode_options(session.config);
+pub(crate) fn exact_match(
+    replica: &Replica<'_>,
+    set: &SampleSet,
+    step: u64,
+) -> Result<f64, Failure> {
+    let world = replica.comm.world();
+    let options = encode_options(replica.config);
     let count = set.samples.len().min(GENERATED_SAMPLES);
     let own: Vec<usize> = (world.rank..count).step_by(world.size).collect();
-    let per_batch = session.config.batch.eval_batch.max(1);
+    let per_batch = replica.config.batch.eval_batch.max(1);
     let rounds = count.div_ceil(world.size).div_ceil(per_batch);
     let (mut right, mut asked) = (0f64, 0f64);
     let mut shown = Vec::new();
@@ -84,11 +83,11 @@ pub(crate) fn exact_match(session: &Session<'_>, step: u64) -> Result<Option<f64
             .iter()
             .map(|i| {
                 let sample = &set.samples[*i];
-                Question::new(&*session.processor, sample, &set.images, *i, &options)
+                Question::new(&*replica.processor, sample, &set.images, *i, &options)
             })
             .collect::<Result<Vec<_>, Failure>>()?;
-        for (question, tokens) in questions.iter().zip(decode(session, &questions)?) {
-            let answer = question.judge(&*session.processor, &tokens)?;
+        for (question, tokens) in questions.iter().zip(decode(replica, &questions)?) {
+            let answer = question.judge(&*replica.processor, &tokens)?;
             right += f64::from(answer.exact);
             asked += 1.0;
             if answer.index < SHOWN_SAMPLES {
@@ -96,29 +95,29 @@ pub(crate) fn exact_match(session: &Session<'_>, step: u64) -> Result<Option<f64
             }
         }
     }
-    let all = session
+    let all = replica
         .comm
         .all_gather_f64(&[right, asked], Tag::new("eval-match", 0))
         .map_err(|e| failures::comm(&e))?;
-    answers::keep(&*session.comm, &session.config.output, step, &shown)?;
+    answers::keep(&*replica.comm, &replica.config.output, step, &shown)?;
     let total: f64 = all.iter().map(|r| r[1]).sum();
-    Ok(Some(all.iter().map(|r| r[0]).sum::<f64>() / total.max(1.0)))
+    Ok(all.iter().map(|r| r[0]).sum::<f64>() / total.max(1.0))
 }
 
 /// Every rank runs the same number of passes, however soon its own answers end.
-fn decode(session: &Session<'_>, questions: &[Question]) -> Result<Vec<Vec<i32>>, Failure> {
+fn decode(replica: &Replica<'_>, questions: &[Question]) -> Result<Vec<Vec<i32>>, Failure> {
     let options = GenerateOptions {
         sampling: Sampling::GREEDY,
-        stop_ids: session.processor.stop_ids(),
+        stop_ids: replica.processor.stop_ids(),
     };
     let prompts: Vec<Prompt<'_>> = questions.iter().map(Question::prompt).collect();
     let open = Cell::new(false);
     let mut anyone_left = |left: bool| -> Result<bool, ModelError> {
         if open.replace(false) {
-            session.zero.end_pass()?;
+            replica.zero.end_pass()?;
         }
         let left = f64::from(left);
-        let all = session
+        let all = replica
             .comm
             .all_gather_f64(&[left], Tag::new("decoding", 0));
         let anyone = all
@@ -126,14 +125,14 @@ fn decode(session: &Session<'_>, questions: &[Question]) -> Result<Vec<Vec<i32>>
             .iter()
             .any(|r| r[0] > 0.0);
         if anyone {
-            session.zero.begin_pass(PassKind::Infer);
+            replica.zero.begin_pass(PassKind::Infer);
             open.set(true);
         }
         Ok(anyone)
     };
     generate(
-        &*session.model,
-        &session.zero,
+        &*replica.model,
+        &replica.zero,
         &prompts,
         &options,
         &mut anyone_left,

@@ -1,11 +1,12 @@
 //! What one rank does, from the resolved configuration to the last report.
 
+mod batches;
 mod collectives;
 mod evaluate;
 mod inject;
 mod numeric;
+mod replica;
 mod save;
-mod session;
 mod spill;
 mod stall;
 mod step_context;
@@ -18,7 +19,8 @@ use crate::device::Devices;
 use crate::error::Failure;
 use crate::launch::rank::{RunSummary, StopFlag};
 use crate::rank_env::RankEnv;
-use session::{NotOpened, Session};
+use replica::{NotOpened, Opened};
+use trainer::Trainer;
 
 /// The whole life of a rank.
 ///
@@ -30,8 +32,8 @@ pub(crate) fn rank_main(
     stop: &StopFlag,
     devices: &dyn Devices,
 ) -> Result<RunSummary, Failure> {
-    let mut session = match Session::open(config, env, devices) {
-        Ok(session) => session,
+    let opened = match Opened::open(config, env, devices) {
+        Ok(opened) => opened,
         Err(NotOpened::IpcRefused(why)) => {
             return Ok(RunSummary {
                 ipc_refused: Some(why),
@@ -40,13 +42,10 @@ pub(crate) fn rank_main(
         }
         Err(NotOpened::Failed(failure)) => return Err(*failure),
     };
+    let mut trainer = Trainer::new(opened);
     let result = match config.task {
-        Task::Train => trainer::train(&mut session, stop),
-        Task::Evaluate => trainer::verify_resume(&mut session),
+        Task::Train => trainer.train(stop),
+        Task::Evaluate => trainer.verify_resume(),
     };
-    result.map_err(|failure| {
-        let failure = step_context::complete(failure, &session);
-        session.comm.abort(&failure.title);
-        failure
-    })
+    result.map_err(|failure| trainer.abort(failure))
 }

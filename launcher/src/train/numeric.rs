@@ -4,9 +4,10 @@
 //! micro-batch with a non-finite loss (or its first one, so that the gathers stay the same) and
 //! watches every operation. What they find is exchanged, so that all ranks report the same.
 
-use super::session::Session;
-use super::step_context::Place;
-use crate::config::PrecisionChoice;
+use super::replica::Replica;
+use super::step_context::StepContext;
+use crate::config::{PrecisionChoice, RunConfig};
+use crate::data::SampleSet;
 use crate::data::check::encode_options;
 use crate::error::failures;
 use crate::error::file_name;
@@ -76,6 +77,14 @@ struct Sample {
     images: Vec<PathBuf>,
 }
 
+/// What the present step of this rank was made of.
+pub(crate) struct StepSamples<'a> {
+    pub(crate) replica: &'a Replica<'a>,
+    pub(crate) train: &'a SampleSet,
+    /// Its micro-batches, with their summed losses.
+    pub(crate) losses: &'a [(StepContext, f64)],
+}
+
 impl History {
     /// Takes note of a step.
     pub(crate) fn push(&mut self, step: &StepReport) {
@@ -95,19 +104,19 @@ impl History {
     /// The replay or the exchange fails.
     pub(crate) fn investigate(
         &mut self,
-        session: &Session<'_>,
+        made_of: &StepSamples<'_>,
         done: u64,
         step: &StepReport,
     ) -> Result<&Finding, Failure> {
         let finding = match self.finding.take() {
             Some(known) => known,
             None => {
-                let (origin, messages) = exchange(session)?;
+                let (origin, messages) = exchange(made_of)?;
                 Finding {
                     step: done,
                     loss: step.loss,
                     recent: self.recent.iter().copied().collect(),
-                    file: save_batch(session, done, &messages),
+                    file: save_batch(made_of.replica, done, &messages),
                     origin,
                 }
             }
@@ -117,24 +126,25 @@ impl History {
 }
 
 /// Each rank's findings, and the one that explains the others.
-fn exchange(session: &Session<'_>) -> Result<(Origin, Vec<Message>), Failure> {
-    let operation = replay(session)?;
-    let units = &session.zero.plan().spec().units;
-    let gradient = session.zero.non_finite_gradient().map(|name| {
+fn exchange(made_of: &StepSamples<'_>) -> Result<(Origin, Vec<Message>), Failure> {
+    let operation = replay(made_of)?;
+    let replica = made_of.replica;
+    let units = &replica.zero.plan().spec().units;
+    let gradient = replica.zero.non_finite_gradient().map(|name| {
         let index = units.iter().position(|unit| unit.name == name);
         (index.unwrap_or(0), name.to_owned())
     });
     let own = Message {
-        micro_batches: session
-            .step_losses
+        micro_batches: made_of
+            .losses
             .iter()
-            .map(|(place, loss)| micro_batch(session, place, *loss))
+            .map(|(place, loss)| micro_batch(made_of.train, place, *loss))
             .collect(),
         operation,
         gradient,
     };
     let bytes = serde_json::to_vec(&own).unwrap_or_default();
-    let all = session
+    let all = replica
         .comm
         .all_gather_bytes(&bytes, Tag::new("non-finite", 0))
         .map_err(|e| failures::comm(&e))?;
@@ -145,16 +155,16 @@ fn exchange(session: &Session<'_>) -> Result<(Origin, Vec<Message>), Failure> {
     Ok((origin(&all), all))
 }
 
-fn micro_batch(session: &Session<'_>, place: &Place, loss: f64) -> MicroBatch {
+fn micro_batch(train: &SampleSet, place: &StepContext, loss: f64) -> MicroBatch {
     let samples = place.samples.iter().zip(&place.tokens);
     MicroBatch {
         micro_batch: place.micro_batch,
         loss_is_finite: loss.is_finite(),
         samples: samples
             .map(|(index, tokens)| {
-                let raw = session.train.samples.get(*index);
+                let raw = train.samples.get(*index);
                 Sample {
-                    index: session.train.index_in_file(*index),
+                    index: train.index_in_file(*index),
                     id: raw.and_then(|raw| raw.id.clone()),
                     tokens: *tokens,
                     images: raw.map_or_else(Vec::new, |raw| {
@@ -214,18 +224,16 @@ fn names<'a>(samples: impl IntoIterator<Item = &'a Sample>) -> Vec<String> {
 }
 
 /// Runs a micro-batch forward again and names the first operation whose result is not finite.
-fn replay(session: &Session<'_>) -> Result<Option<String>, Failure> {
-    let first_bad = session.step_losses.iter().find(|(_, l)| !l.is_finite());
-    let place = first_bad.or(session.step_losses.first()).map(|(p, _)| p);
-    let options = encode_options(session.config);
+fn replay(made_of: &StepSamples<'_>) -> Result<Option<String>, Failure> {
+    let (replica, train) = (made_of.replica, made_of.train);
+    let first_bad = made_of.losses.iter().find(|(_, l)| !l.is_finite());
+    let place = first_bad.or(made_of.losses.first()).map(|(p, _)| p);
+    let options = encode_options(replica.config);
     let samples: Vec<_> = place
         .into_iter()
         .flat_map(|place| &place.samples)
-        .filter_map(|index| session.train.samples.get(*index))
-        .filter_map(|raw| {
-            let images = &session.train.images;
-            session.processor.encode(raw, images, &options).ok()
-        })
+        .filter_map(|index| train.samples.get(*index))
+        .filter_map(|raw| replica.processor.encode(raw, &train.images, &options).ok())
         .collect();
     let found = RefCell::new(None);
     let largest = Cell::new(None::<f32>);
@@ -240,20 +248,20 @@ fn replay(session: &Session<'_>) -> Result<Option<String>, Failure> {
             let most = values.iter().fold(0f32, |most, x| most.max(x.abs()));
             largest.set(Some(most));
         } else {
-            *found.borrow_mut() = Some(describe(session, op, params, value, largest.get()));
+            *found.borrow_mut() = Some(describe(replica, op, params, value, largest.get()));
         }
     };
-    session.zero.begin_pass(PassKind::Infer);
+    replica.zero.begin_pass(PassKind::Infer);
     if !samples.is_empty() {
         let inputs: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
         let run = || -> Result<(), ModelError> {
-            let batch = session.model.collate(&inputs, &*session.backend)?;
-            let tape = Tape::inference(&session.zero).with_op_observer(&watch);
-            session.model.forward(&tape, &batch).map(drop)
+            let batch = replica.model.collate(&inputs, &*replica.backend)?;
+            let tape = Tape::inference(&replica.zero).with_op_observer(&watch);
+            replica.model.forward(&tape, &batch).map(drop)
         };
         run().map_err(|e| failures::model("look for the first non-finite value", &e))?;
     }
-    session
+    replica
         .zero
         .end_pass()
         .map_err(|e| failures::engine("look for the first non-finite value", &e))?;
@@ -261,14 +269,14 @@ fn replay(session: &Session<'_>) -> Result<Option<String>, Failure> {
 }
 
 fn describe(
-    session: &Session<'_>,
+    replica: &Replica<'_>,
     op: &str,
     params: &[ParamId],
     value: &Tensor,
     largest: Option<f32>,
 ) -> String {
-    let spec = session.model.spec();
-    let unit = session.zero.position().map_or("", |(unit, _)| unit);
+    let spec = replica.model.spec();
+    let unit = replica.zero.position().map_or("", |(unit, _)| unit);
     let with = params.first().map_or_else(
         || format!("in {unit}"),
         |id| format!("with {}", spec.params[id.index()].name),
@@ -281,18 +289,18 @@ fn describe(
 }
 
 /// Rank 0 writes what the step was made of; `None` where there is nothing to point to.
-fn save_batch(session: &Session<'_>, step: u64, messages: &[Message]) -> Option<PathBuf> {
+fn save_batch(replica: &Replica<'_>, step: u64, messages: &[Message]) -> Option<PathBuf> {
     let name = format!("{}/batch-{step}.json", run_directory::ERRORS);
-    if session.comm.world().rank == 0 {
-        let path = session.config.output.join(&name);
+    if replica.comm.world().rank == 0 {
+        let path = replica.config.output.join(&name);
         let ranks: Vec<_> = messages
             .iter()
             .enumerate()
             .map(|(rank, message)| serde_json::json!({"rank": rank, "found": message}))
             .collect();
-        let data = session.config.data_file();
+        let data = replica.config.data_file();
         let content = serde_json::json!({"step": step, "data": data, "ranks": ranks});
-        let folder = session.config.output.join(run_directory::ERRORS);
+        let folder = replica.config.output.join(run_directory::ERRORS);
         let written = std::fs::create_dir_all(folder)
             .and_then(|()| std::fs::write(&path, format!("{content:#}\n")));
         if let Err(error) = written {
@@ -317,8 +325,7 @@ impl Finding {
     }
 
     /// The report that ends the run after `skipped` updates in a row.
-    pub(crate) fn failure(&self, session: &Session<'_>, skipped: u32) -> Failure {
-        let config = session.config;
+    pub(crate) fn failure(&self, config: &RunConfig, skipped: u32) -> Failure {
         let Origin {
             rank,
             micro_batch,
@@ -366,7 +373,7 @@ impl Finding {
         self.next_steps(failure, config)
     }
 
-    fn next_steps(&self, mut failure: Failure, config: &crate::config::RunConfig) -> Failure {
+    fn next_steps(&self, mut failure: Failure, config: &RunConfig) -> Failure {
         let rate = config.optimizer.learning_rate;
         let mut change = vec![format!("lower --learning-rate (now {rate:e})")];
         if config.optimizer.max_grad_norm.is_none() {

@@ -1,6 +1,7 @@
 //! A checkpoint: sharded training state of all ranks, and weights in the files people expect.
 
-use super::session::Session;
+use super::inject::Faults;
+use super::replica::Replica;
 use crate::error::failures;
 use crate::error::{ErrorCode, Failure};
 use crate::model::contents::{Contents, MODEL_STEM};
@@ -28,27 +29,28 @@ const CHUNK_ELEMS: usize = 1 << 20;
 
 /// Saves after `step` updates; all ranks take part. `meta` is what the training loop needs back.
 pub(crate) fn save(
-    session: &mut Session<'_>,
+    replica: &mut Replica<'_>,
+    weights: Option<&WeightSource>,
+    faults: &mut Faults,
     step: u64,
     meta: &Value,
     report: Option<&RunReport>,
 ) -> Result<SaveEvent, Failure> {
     let doing = "save a checkpoint";
-    let world = session.comm.world();
-    let output = session.config.output.clone();
-    let mut writer = session
-        .faults
+    let world = replica.comm.world();
+    let output = replica.config.output.clone();
+    let mut writer = faults
         .writer(&output, step, world)
         .map_err(|e| failures::checkpoint(doing, &e))?;
-    session
+    replica
         .zero
         .write_state(&mut writer)
         .map_err(|e| failures::engine(doing, &e))?;
     writer
         .finish_rank()
         .map_err(|e| failures::checkpoint(doing, &e))?;
-    let weight_bytes = export(session, &mut writer)?;
-    session
+    let weight_bytes = export(replica, weights, &mut writer)?;
+    replica
         .comm
         .barrier(Tag::new("saved", step as u32))
         .map_err(|e| failures::comm(&e))?;
@@ -60,26 +62,24 @@ pub(crate) fn save(
         files: 0,
     };
     if world.rank == 0 {
-        copy_model_files(&session.config.model_dir(), &mut writer)?;
+        copy_model_files(&replica.config.model_dir(), &mut writer)?;
         if let Some(report) = report {
             report.save_state(writer.folder())?;
             writer
                 .adopt_file("trainer_state.json")
                 .map_err(|e| failures::checkpoint(doing, &e))?;
         }
-        let keep = session.config.save_total_limit.unwrap_or(0);
+        let keep = replica.config.save_total_limit.unwrap_or(0);
         let folder = writer
             .commit(meta.clone(), keep)
             .map_err(|e| failures::checkpoint(doing, &e))?;
         (event.state_bytes, event.files) = measure(&folder);
     }
-    session
+    replica
         .comm
         .barrier(Tag::new("committed", step as u32))
         .map_err(|e| failures::comm(&e))?;
-    session
-        .faults
-        .saved(&output.join(&event.name), step, world)?;
+    faults.saved(&output.join(&event.name), step, world)?;
     Ok(event)
 }
 
@@ -97,12 +97,16 @@ pub(crate) fn units(plan: &Plan) -> Value {
 
 /// Writes weights: `model.safetensors` when all of the model trains; otherwise only what was
 /// trained, as adapter files or `trained.safetensors`, so that no folder looks complete that is not.
-fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
-    let lora = session.model.options().lora.is_some();
-    let contents = Contents::of(&*session.model, session.weights.as_ref());
+fn export(
+    replica: &Replica<'_>,
+    weights: Option<&WeightSource>,
+    writer: &mut Writer,
+) -> Result<u64, Failure> {
+    let lora = replica.model.options().lora.is_some();
+    let contents = Contents::of(&*replica.model, weights);
     let doing = "save weights";
     let mut files = BTreeMap::new();
-    if session.comm.world().rank == 0 {
+    if replica.comm.world().rank == 0 {
         for (stem, tensors) in &contents.files {
             let limit = max_shard_bytes(stem);
             let metadata = [("format", "pt")];
@@ -111,13 +115,13 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
             files.insert(*stem, file.map_err(|e| failures::checkpoint(doing, &e))?);
         }
     }
-    session
+    replica
         .zero
         .visit_trained_weights(|id, tensor| {
             if let Some((file, name, dtype)) = &contents.targets[id.index()]
                 && let Some(file) = files.get_mut(file)
             {
-                match split::joined(&*session.model, name, tensor)? {
+                match split::joined(&*replica.model, name, tensor)? {
                     Some(values) => file.write(name, &bytes_of(&values, *dtype))?,
                     None => in_chunks(tensor, *dtype, |bytes| Ok(file.write(name, bytes)?))?,
                 }
@@ -125,7 +129,7 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
             Ok::<_, EngineError>(())
         })
         .map_err(|e| failures::engine(doing, &e))?;
-    if let (Some(file), Some(weights)) = (files.get_mut(MODEL_STEM), &session.weights) {
+    if let (Some(file), Some(weights)) = (files.get_mut(MODEL_STEM), weights) {
         for tensor in &contents.others {
             let elems: usize = tensor.shape.iter().product();
             let mut bytes = Vec::new();
@@ -153,8 +157,8 @@ fn export(session: &Session<'_>, writer: &mut Writer) -> Result<u64, Failure> {
                 .map_err(|e| failures::checkpoint(doing, &e))?;
         }
     }
-    if lora && session.comm.world().rank == 0 {
-        let text = adapter_config(session).to_string();
+    if lora && replica.comm.world().rank == 0 {
+        let text = adapter_config(replica).to_string();
         writer
             .add_file(ADAPTER_CONFIG, text.as_bytes())
             .map_err(|e| failures::checkpoint(doing, &e))?;
@@ -216,19 +220,19 @@ fn in_chunks(
 }
 
 /// What peft needs to load the adapter.
-fn adapter_config(session: &Session<'_>) -> Value {
-    let Some(lora) = &session.model.options().lora else {
+fn adapter_config(replica: &Replica<'_>) -> Value {
+    let Some(lora) = &replica.model.options().lora else {
         return Value::Null;
     };
     // A list of names would also match modules of other towers; a path matches one module.
     let targets = match (&lora.targets, &lora.layers) {
         (LoraTargets::Pattern(pattern), None) => json!(pattern),
-        _ => json!(adapted_modules(session.model.spec())),
+        _ => json!(adapted_modules(replica.model.spec())),
     };
     json!({
         "peft_type": "LORA",
         "task_type": null,
-        "base_model_name_or_path": session.config.model_dir(),
+        "base_model_name_or_path": replica.config.model_dir(),
         "r": lora.lora_rank,
         "lora_alpha": lora.lora_alpha,
         "lora_dropout": lora.lora_dropout,
@@ -237,8 +241,8 @@ fn adapter_config(session: &Session<'_>) -> Value {
         "inference_mode": true,
         "target_modules": targets,
         "modules_to_save": lora.modules_to_save,
-        "rank_pattern": split::patterns(&*session.model, lora.lora_rank),
-        "alpha_pattern": split::patterns(&*session.model, lora.lora_alpha),
+        "rank_pattern": split::patterns(&*replica.model, lora.lora_rank),
+        "alpha_pattern": split::patterns(&*replica.model, lora.lora_alpha),
     })
 }
 

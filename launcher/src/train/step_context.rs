@@ -1,6 +1,7 @@
 //! What a rank was doing when it failed: the part of a report that only the loop knows.
 
-use super::session::Session;
+use super::collectives::Collectives;
+use super::replica::Replica;
 use super::stall;
 use crate::data::SampleSet;
 use crate::error::{ErrorCode, Failure};
@@ -13,7 +14,7 @@ const NAMED_SAMPLES: usize = 4;
 
 /// The micro-batch at hand.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct StepContext {
     /// Step, counted from 1.
     pub(crate) step: u64,
     /// Micro-batch of the step, counted from 1.
@@ -26,8 +27,8 @@ pub(crate) struct Place {
     pub(crate) patches: Vec<usize>,
 }
 
-impl Place {
-    /// The place of `batch`, the samples of `indices`; `step` and `micro_step` count from 0.
+impl StepContext {
+    /// The context of `batch`, the samples of `indices`; `step` and `micro_step` count from 0.
     pub(crate) fn new(
         step: u64,
         micro_step: u64,
@@ -82,21 +83,34 @@ impl Place {
     }
 }
 
+/// Where a rank stands when it fails.
+pub(crate) struct Failing<'a> {
+    pub(crate) replica: &'a Replica<'a>,
+    /// The micro-batch at hand, while there is one.
+    pub(crate) place: Option<&'a StepContext>,
+    pub(crate) train: &'a SampleSet,
+    /// Whether the run has held-out samples.
+    pub(crate) evaluates: bool,
+    /// What this rank exchanged with the others last.
+    pub(crate) collectives: &'a Collectives,
+}
+
 /// Adds to a failure of this rank where it stood: the unit and phase, the step, the samples; for a
 /// dead exchange the last collectives of all ranks.
-pub(crate) fn complete(failure: Failure, session: &Session<'_>) -> Failure {
-    let world = session.comm.world();
-    let dead = session.comm.failure();
+pub(crate) fn complete(failure: Failure, at: &Failing<'_>) -> Failure {
+    let (config, zero, comm) = (at.replica.config, &at.replica.zero, &at.replica.comm);
+    let world = comm.world();
+    let dead = comm.failure();
     let failure = match (&dead, failure.code) {
         (Some(error), ErrorCode::Collective) => {
-            stall::report(error, session.zero.plan()).unwrap_or(failure)
+            stall::report(error, zero.plan()).unwrap_or(failure)
         }
         _ => failure,
     };
     let mut failure = failure;
     if failure.code == ErrorCode::Collective && world.size > 1 {
-        let (plan, output) = (session.zero.plan(), &session.config.output);
-        match session.collectives.save(plan, output, world.rank) {
+        let (plan, output) = (zero.plan(), &config.output);
+        match at.collectives.save(plan, output, world.rank) {
             Ok(path) => {
                 let line = format!("its last collectives: {}", path.display());
                 failure = failure.evidence(line);
@@ -109,13 +123,13 @@ pub(crate) fn complete(failure: Failure, session: &Session<'_>) -> Failure {
         failure.code,
         ErrorCode::DeviceMemory | ErrorCode::HostMemory
     ) {
-        if let Some((unit, phase)) = session.zero.position() {
+        if let Some((unit, phase)) = zero.position() {
             failure.title += &format!(" in {} of {unit}", phase.name());
         }
-        if let Some(place) = &session.place {
+        if let Some(place) = at.place {
             failure.title += &format!("{AT_STEP}{}", place.step);
-        } else if session.eval.is_some() && session.config.batch.eval_batch > 1 {
-            let batch = session.config.batch.eval_batch;
+        } else if at.evaluates && config.batch.eval_batch > 1 {
+            let batch = config.batch.eval_batch;
             failure.next.insert(
                 0,
                 format!("--per-device-eval-batch-size {} (now {batch})", batch / 2),
@@ -126,8 +140,8 @@ pub(crate) fn complete(failure: Failure, session: &Session<'_>) -> Failure {
         failure.code,
         ErrorCode::DeviceMemory | ErrorCode::HostMemory | ErrorCode::Collective
     );
-    if let Some(place) = session.place.as_ref().filter(|_| wanted) {
-        let line = place.describe(&session.train);
+    if let Some(place) = at.place.filter(|_| wanted) {
+        let line = place.describe(at.train);
         failure = failure.evidence(if world.size > 1 {
             format!("rank {} worked on {line}", world.rank)
         } else {
@@ -159,7 +173,7 @@ mod tests {
             problems: Vec::new(),
             pictures: 0,
         };
-        let place = Place {
+        let place = StepContext {
             step: 7,
             micro_batch: 2,
             samples: vec![5, 0],
@@ -170,7 +184,7 @@ mod tests {
             place.describe(&set),
             "step 7, micro-batch 2: sample 6 (id f): 1 811 tokens, 1 024 patches; sample 0 (id a): 40 tokens, no image"
         );
-        let many = Place {
+        let many = StepContext {
             samples: (0..6).collect(),
             tokens: vec![10; 6],
             patches: vec![0; 6],

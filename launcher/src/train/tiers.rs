@@ -1,6 +1,6 @@
 //! Where the states of this rank lie, counted and not planned.
 
-use super::session::Session;
+use super::replica::OwnGpu;
 use crate::units::{bytes, seconds};
 use engine::Zero;
 use kernels::{Pool, Tag};
@@ -20,17 +20,17 @@ pub(crate) fn line(zero: &Zero) -> String {
     format!("rank 0 stores {}", tiers.join(" · "))
 }
 
-/// What rank 0 used of its GPU, by its own count and by the driver's; `None` on the CPU.
-pub(crate) fn gpu_line(session: &Session<'_>) -> Option<String> {
-    let (gpu, free_now) = session.gpu_now()?;
-    let stats = session.zero.device_pool().stats();
+/// What rank 0 used of its GPU, by its own count and by the driver's.
+pub(crate) fn gpu_line(zero: &Zero, arena_bytes: u64, own: &OwnGpu<'_>) -> String {
+    let gpu = own.gpu;
+    let stats = zero.device_pool().stats();
     let mut text = format!(
         "rank 0 used {} of the {} it reserved on GPU {}",
         bytes(stats.touched),
-        bytes(session.config.found().arena_bytes),
+        bytes(arena_bytes),
         gpu.ordinal,
     );
-    let times = session.zero.device_times();
+    let times = zero.device_times();
     text += &format!(
         " · compute {}, waits for copies {}, copies to the GPU {}, from the GPU {}, from other ranks {}, updates beside them {}",
         seconds(times.compute.as_secs_f64()),
@@ -46,11 +46,11 @@ pub(crate) fn gpu_line(session: &Session<'_>) -> Option<String> {
             stats.strays
         );
     }
-    if let Some(free) = free_now {
+    if let Some(free) = own.free_bytes() {
         let taken = gpu.free_bytes.saturating_sub(free);
         text += &format!(" · the driver counts {taken} bytes more in use than before the run");
     }
-    Some(text)
+    text
 }
 
 fn tier(name: &str, pool: &Pool) -> Option<String> {

@@ -1,48 +1,41 @@
-//! The training loop of one rank.
+//! The training loop of one rank, in the order of the walk in ARCHITECTURE.md: a step is its micro-batches, forward and
+//! backward, and the update; then logging, evaluation and checkpoints as they are due.
 
-use super::numeric::History;
-use super::session::Session;
-use super::step_context::Place;
+use super::batches::{MicroBatch, ended_early, start_loader};
+use super::collectives::Collectives;
+use super::inject::Faults;
+use super::numeric::{History, StepSamples};
+use super::replica::{Opened, OwnGpu, Replica};
+use super::step_context::{self, Failing, StepContext};
 use super::trace::StepTraces;
 use super::{evaluate, save, tiers};
-use crate::config::{Cadence, Workers};
-use crate::data::check::encode_options;
-use crate::data::{Loader, LoaderOptions, Sampler};
-use crate::error::failures;
-use crate::error::{ErrorCode, Failure};
+use crate::config::Cadence;
+use crate::data::{Loader, SampleSet, Sampler};
+use crate::error::{ErrorCode, Failure, failures};
 use crate::launch::rank::{RunSummary, StopFlag};
 use crate::memory::Phase;
-use crate::model::setup::dropout;
-use crate::model::setup::{keeps, sampler};
-use crate::plan::resume;
+use crate::model::optimizer::schedule;
+use crate::model::setup::{dropout, keeps, sampler};
+use crate::plan::{Places, resume};
 use crate::report::checkpoints::UNITS;
 use crate::report::monitor::Monitor;
 use crate::report::monitor::split::StepTimes;
 use crate::report::{EvalResults, RunReport, StepRecord};
-use crate::ui::DiskTraffic;
-use crate::ui::{EvalEvent, Event, ResumeEvent, StepEvent};
+use crate::ui::{DiskTraffic, EvalEvent, Event, Reporter, ResumeEvent, StepEvent};
 use engine::comm::Tag;
 use engine::spill::SpillStats;
-use engine::{PassKind, StepReport};
+use engine::{PassKind, StepReport, Zero};
 use models::autograd::Tape;
 use models::data::EncodedSample;
-use models::{ModelError, SampleInput};
-use optim::Schedule;
+use models::{ModelError, SampleInput, WeightSource};
 use optim::loss_scale::{LossScaler, Verdict};
-use serde_json::json;
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Updates in a row that may be skipped for non-finite values before the run ends.
 const MAX_SKIPPED_IN_A_ROW: u32 = 20;
-
-/// A micro-batch on its way from a loader thread.
-struct Prepared {
-    /// Indices of the samples.
-    indices: Vec<usize>,
-    samples: Vec<EncodedSample>,
-    /// Tells each visit to a sample from all others.
-    keys: Vec<u64>,
-}
 
 /// Sums since the last logged row.
 struct Window {
@@ -54,9 +47,9 @@ struct Window {
 }
 
 impl Window {
-    fn new(session: &Session<'_>) -> Self {
+    fn new(zero: &Zero) -> Self {
         Self {
-            disk: session.zero.spill_stats(),
+            disk: zero.spill_stats(),
             started: Instant::now(),
             loss: 0.0,
             updates: 0,
@@ -65,10 +58,30 @@ impl Window {
     }
 }
 
-/// The loop's own state, which a checkpoint carries.
-struct Progress {
+/// Trains one rank.
+pub(crate) struct Trainer<'a> {
+    replica: Replica<'a>,
+    /// The files that the weights came from.
+    weights: Option<WeightSource>,
+    train: Arc<SampleSet>,
+    eval: Option<SampleSet>,
+    gpu: Option<OwnGpu<'a>>,
+    /// Of a GPU: where the tensors of a micro-batch lie.
+    places: Option<Places>,
+    /// The loss scale of fp16.
+    scaler: Option<LossScaler>,
+    reporter: Reporter,
+    /// Bytes per second of this rank's share of the spill disks, where they were measured.
+    disk_ceiling: Option<f64>,
+    /// The checkpoint resumed from, and its metadata.
+    resumed: Option<(PathBuf, Value)>,
+    /// What this rank exchanged with the others last.
+    collectives: Arc<Collectives>,
+    /// What happens to this rank on purpose.
+    faults: Faults,
+
     total_steps: u64,
-    /// Steps of the schedule behind, skipped updates included.
+    /// Steps of the schedule that are done, skipped updates included.
     done: u64,
     /// The same when this run began.
     started_at: u64,
@@ -77,552 +90,533 @@ struct Progress {
     history: History,
     exact_match_before: Option<f64>,
     summary: RunSummary,
+    /// The micro-batch at hand, while there is one.
+    at: Option<StepContext>,
+    /// Micro-batches of the present step and their summed losses on this rank.
+    losses: Vec<(StepContext, f64)>,
+    monitor: Monitor,
+    window: Window,
+    /// What rank 0 writes for people and tools.
+    report: Option<RunReport>,
 }
 
-pub(crate) fn train(session: &mut Session<'_>, stop: &StopFlag) -> Result<RunSummary, Failure> {
-    resume_scale(session)?;
-    let sampler = sampler(
-        session.config,
-        session.train.samples.len(),
-        &session.config.found().first_samples,
-    );
-    let total_steps = session.config.total_steps(session.train.samples.len());
-    let mut progress = progress_from(session, total_steps)?;
-    let mut monitor = Monitor::new(&session.zero);
-    let epochs = sampler.epochs_after(total_steps);
-    let mut report = match session.comm.world().rank {
-        0 => Some(RunReport::open(
-            session.config,
-            total_steps,
-            epochs,
-            progress.done,
-        )?),
-        _ => None,
-    };
-    if session.resumed.is_none() && session.config.eval != Cadence::Never {
-        let before = evaluate::loss(session)?;
-        progress.exact_match_before = evaluate::exact_match(session, progress.done)?;
-        monitor.end(Phase::Eval, &session.zero);
-        if let Some(loss) = before {
-            show_eval(session, &progress, loss, None);
+impl<'a> Trainer<'a> {
+    pub(crate) fn new(opened: Opened<'a>) -> Self {
+        let Opened {
+            replica,
+            weights,
+            train,
+            eval,
+            gpu,
+            places,
+            scaler,
+            reporter,
+            disk_ceiling,
+            resumed,
+            collectives,
+            faults,
+        } = opened;
+        Self {
+            total_steps: replica.config.total_steps(train.samples.len()),
+            done: 0,
+            started_at: 0,
+            total_tokens: 0,
+            skipped_in_a_row: 0,
+            history: History::default(),
+            exact_match_before: None,
+            summary: RunSummary::default(),
+            at: None,
+            losses: Vec::new(),
+            monitor: Monitor::new(&replica.zero),
+            window: Window::new(&replica.zero),
+            report: None,
+            replica,
+            weights,
+            train,
+            eval,
+            gpu,
+            places,
+            scaler,
+            reporter,
+            disk_ceiling,
+            resumed,
+            collectives,
+            faults,
         }
     }
-    session.reporter.emit(&Event::TrainStart {
-        total: total_steps,
-        done: progress.done,
-    });
-    let mut loader = start_loader(session, sampler.clone(), progress.done..total_steps);
-    let schedule = schedule(session, total_steps);
-    let mut window = Window::new(session);
-    let mut traces = StepTraces::new(session.config.trace_steps.clone());
-    while progress.done < total_steps {
-        let lr = schedule.lr(progress.done);
-        traces.begin(progress.done + 1, session.zero.trace());
-        let step = one_step(session, &mut loader, lr, &mut window, &mut monitor)?;
-        progress.done += 1;
-        let ended = (progress.done, progress.done == total_steps);
-        let (output, rank) = (&session.config.output, session.comm.world().rank);
-        traces.end(ended, session.zero.trace(), output, rank)?;
-        if !rescale(session, &mut progress, &step, &mut window)? {
-            account(session, &mut progress, &step, &mut window)?;
+
+    /// Trains to the last step, or until the run is stopped.
+    pub(crate) fn train(&mut self, stop: &StopFlag) -> Result<RunSummary, Failure> {
+        let config = self.replica.config;
+        let first = &config.found().first_samples;
+        let sampler = sampler(config, self.train.samples.len(), first);
+        let schedule = schedule(config, self.total_steps);
+        let mut traces = StepTraces::new(config.trace_steps.clone());
+        self.resume()?;
+        self.begin(&sampler)?;
+        let steps = self.done..self.total_steps;
+        let train = self.train.clone();
+        let mut loader = start_loader(&self.replica, train, sampler.clone(), steps);
+        self.window = Window::new(&self.replica.zero);
+        while self.done < self.total_steps {
+            let lr = schedule.lr(self.done);
+            traces.begin(self.done + 1, self.replica.zero.trace());
+            let step = self.train_step(&mut loader, lr)?;
+            self.done += 1;
+            let is_last = self.done == self.total_steps;
+            let (trace, rank) = (self.replica.zero.trace(), self.replica.comm.world().rank);
+            traces.end((self.done, is_last), trace, &config.output, rank)?;
+            if !self.rescale(&step)? {
+                self.account(&step)?;
+            }
+            let epoch_ended = sampler.epoch_ended(self.done);
+            let (done, total) = (self.done, self.total_steps);
+            let due = |cadence: Cadence| cadence.is_due(done, total, epoch_ended);
+            if due(config.logging) || done == 1 {
+                self.log(&step, lr, sampler.epochs_after(done))?;
+            } else {
+                let (step, loss) = (done, Some(step.loss));
+                self.reporter.emit(&Event::Tick { step, total, loss });
+            }
+            let stopping = self.anyone(stop.is_set())?;
+            // Who stops a run may not wait for an evaluation: the state is saved first, and at once.
+            self.monitor.begin(&self.replica.zero);
+            if due(config.eval) && !(stopping && !is_last) {
+                self.evaluate(&sampler)?;
+                self.monitor.end(Phase::Eval, &self.replica.zero);
+            }
+            if due(config.save) || stopping {
+                self.save()?;
+                self.monitor.end(Phase::Save, &self.replica.zero);
+            }
+            if stopping && !is_last {
+                self.summary.interrupted = true;
+                break;
+            }
         }
-        let epoch_ended = sampler.epoch_ended(progress.done);
-        let done = progress.done;
-        let due = |cadence: Cadence| cadence.is_due(done, total_steps, epoch_ended);
-        if due(session.config.logging) || progress.done == 1 {
-            let epoch = sampler.epochs_after(progress.done);
-            log(
-                session,
-                report.as_mut(),
-                &mut progress,
-                &step,
-                lr,
-                epoch,
-                &mut window,
-                &mut monitor,
-            )?;
-        } else {
-            let total = total_steps;
-            let loss = Some(step.loss);
-            session.reporter.emit(&Event::Tick {
-                step: progress.done,
-                total,
-                loss,
+        self.finish()
+    }
+
+    /// Continues where the checkpoint stands, if there is one.
+    fn resume(&mut self) -> Result<(), Failure> {
+        let Some((folder, meta)) = &self.resumed else {
+            return Ok(());
+        };
+        if let Some(scaler) = &mut self.scaler {
+            let state = serde_json::from_value(meta["loss_scale"].clone()).map_err(|e| {
+                Failure::new(
+                    ErrorCode::Resume,
+                    format!("cannot {}", resume::doing(folder)),
+                    format!("its manifest has no loss scale: {e}"),
+                )
+            })?;
+            scaler.restore(state);
+        }
+        let (config, samples) = (self.replica.config, self.train.samples.len());
+        let position = resume::position(config, folder, meta, samples, self.total_steps)?;
+        self.done = position.done;
+        self.started_at = position.done;
+        self.total_tokens = position.total_tokens;
+        self.exact_match_before = position.exact_match_before;
+        self.reporter.emit(&Event::Resume(ResumeEvent {
+            name: folder
+                .file_name()
+                .map_or_else(String::new, |n| n.to_string_lossy().into_owned()),
+            ranks: self.replica.comm.world().size,
+            step: position.done,
+            loss_is_identical: None,
+        }));
+        Ok(())
+    }
+
+    /// Opens the report, and evaluates once where the run starts anew.
+    fn begin(&mut self, sampler: &Sampler) -> Result<(), Failure> {
+        let config = self.replica.config;
+        if self.replica.comm.world().rank == 0 {
+            let (total, epochs) = (self.total_steps, sampler.epochs_after(self.total_steps));
+            self.report = Some(RunReport::open(config, total, epochs, self.done)?);
+        }
+        if self.resumed.is_none() && config.eval != Cadence::Never {
+            let set = self.eval.as_ref();
+            let loss = set
+                .map(|set| evaluate::loss(&self.replica, set))
+                .transpose()?;
+            let exact = set.map(|set| evaluate::exact_match(&self.replica, set, self.done));
+            self.exact_match_before = exact.transpose()?;
+            self.monitor.end(Phase::Eval, &self.replica.zero);
+            if let Some(loss) = loss {
+                self.show_eval(loss, None);
+            }
+        }
+        self.reporter.emit(&Event::TrainStart {
+            total: self.total_steps,
+            done: self.done,
+        });
+        Ok(())
+    }
+
+    /// One optimizer step: its micro-batches, then the update of all ranks.
+    fn train_step(
+        &mut self,
+        loader: &mut Loader<MicroBatch, Failure>,
+        lr: f64,
+    ) -> Result<StepReport, Failure> {
+        self.monitor.begin(&self.replica.zero);
+        self.losses.clear();
+        let micro_batches = self.replica.config.batch.accumulation_steps;
+        for micro in 1..=micro_batches {
+            let loaded = loader.next().ok_or_else(ended_early)??;
+            self.monitor.end(Phase::Data, &self.replica.zero);
+            let batch = loaded.batch;
+            self.faults.begin_step(loaded.step + 1);
+            let indices = batch.indices.clone();
+            let at = StepContext::new(loaded.step, loaded.micro_step, indices, &batch.samples);
+            self.window.tokens += at.tokens.iter().sum::<usize>() as u64;
+            self.at = Some(at.clone());
+            if micro == micro_batches {
+                let tokens = batch.samples.iter().map(EncodedSample::supervised_tokens);
+                let (supervised, scale) = (tokens.sum::<usize>() as u64, self.loss_scale());
+                let announced = self.replica.zero.announce_update(lr, scale, supervised);
+                announced.map_err(|e| failures::engine("announce an update", &e))?;
+            }
+            let loss = self.forward_backward(&batch)?;
+            self.losses.push((at, loss));
+        }
+        let stepped = self.replica.zero.step_scaled(lr, self.loss_scale());
+        let report = stepped.map_err(|e| failures::engine("update weights", &e))?;
+        self.at = None;
+        self.monitor.end(Phase::Step, &self.replica.zero);
+        Ok(report)
+    }
+
+    /// Trains on one micro-batch; returns the sum of its token losses on this rank.
+    fn forward_backward(&mut self, batch: &MicroBatch) -> Result<f64, Failure> {
+        let scale = self.loss_scale();
+        let Replica {
+            config,
+            model,
+            backend,
+            zero,
+            ..
+        } = &mut self.replica;
+        let inputs: Vec<SampleInput<'_>> = batch.samples.iter().map(SampleInput::from).collect();
+        let script = self
+            .places
+            .as_mut()
+            .map(|places| places.of(config, &**model, &batch.samples));
+        let script = script.transpose();
+        let script = script.map_err(|e| failures::model("plan a micro-batch", &e))?;
+        zero.begin_pass(PassKind::Train);
+        backend.pool().follow(script);
+        self.faults.forward();
+        let factor = self.faults.loss_factor(scale as f32);
+        let mut run = || -> Result<(f64, usize), ModelError> {
+            let collated = model.collate(&inputs, &**backend)?;
+            let keep = |unit| keeps(config, &**model, unit);
+            let tape = Tape::training(&*zero).with_stored(&keep);
+            let mut tape = tape.with_loss_factor(factor);
+            if let Some(state) = dropout(config, &batch.keys, &inputs, &**backend)? {
+                tape = tape.with_dropout(state);
+            }
+            let loss = model.forward(&tape, &collated)?;
+            let fetch = loss.fetch()?;
+            self.monitor.end(Phase::Forward, zero);
+            tape.backward(&loss, factor)?;
+            Ok((fetch.sum()?, loss.supervised))
+        };
+        let (sum, supervised) = run().map_err(|e| failures::model("train", &e))?;
+        zero.end_micro_batch(sum, supervised as u64)
+            .map_err(|e| failures::engine("train", &e))?;
+        backend.pool().follow(None);
+        self.monitor.end(Phase::Backward, zero);
+        Ok(sum)
+    }
+
+    /// The factor on the losses: above 1 in fp16 only.
+    fn loss_scale(&self) -> f64 {
+        self.scaler.as_ref().map_or(1.0, LossScaler::scale)
+    }
+
+    /// Moves the loss scale of fp16. Whether the step overflowed, which is part of finding the scale.
+    fn rescale(&mut self, step: &StepReport) -> Result<bool, Failure> {
+        let Some(scaler) = &mut self.scaler else {
+            return Ok(false);
+        };
+        let done = self.done;
+        let before = scaler.scale();
+        let verdict = scaler.update(!step.applied).map_err(|e| {
+            Failure::new(
+                ErrorCode::Numeric,
+                format!("the gradients of step {done} exceed the range of fp16"),
+                e.to_string(),
+            )
+            .next("--precision bf16, which needs the same memory and has the range of f32")
+        })?;
+        if verdict == Verdict::Apply {
+            return Ok(false);
+        }
+        let after = scaler.scale();
+        self.note(step);
+        self.reporter.emit(&Event::Warning {
+            text: if after < before {
+                format!(
+                    "step {done}: gradients overflow fp16; the update was skipped, the loss scale is {after} (was {before})"
+                )
+            } else {
+                format!(
+                    "step {done}: gradients overflow fp16 at a loss scale of {before}; the update was skipped"
+                )
+            },
+        });
+        Ok(true)
+    }
+
+    /// Counts a step, and ends runs that have left the numbers.
+    fn account(&mut self, step: &StepReport) -> Result<(), Failure> {
+        self.note(step);
+        if step.applied {
+            self.skipped_in_a_row = 0;
+            return Ok(());
+        }
+        self.skipped_in_a_row += 1;
+        let made_of = StepSamples {
+            replica: &self.replica,
+            train: &self.train,
+            losses: &self.losses,
+        };
+        let finding = self.history.investigate(&made_of, self.done, step)?;
+        self.reporter.emit(&Event::Warning {
+            text: format!(
+                "step {}: loss {} or a gradient is not finite; the update was skipped on every rank{}",
+                self.done,
+                step.loss,
+                if self.skipped_in_a_row == 1 {
+                    format!("; {}", finding.hint())
+                } else {
+                    String::new()
+                }
+            ),
+        });
+        // What ends without a finite update is no trained model, however short it was.
+        let ends = self.done == self.total_steps;
+        let all = u64::from(self.skipped_in_a_row) == self.done - self.started_at;
+        let lost = ends && (all || self.skipped_in_a_row > 1);
+        if self.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW && !lost {
+            return Ok(());
+        }
+        Err(finding.failure(self.replica.config, self.skipped_in_a_row))
+    }
+
+    fn note(&mut self, step: &StepReport) {
+        self.window.loss += step.loss;
+        self.window.updates += 1;
+        self.history.push(step);
+    }
+
+    /// Sums over ranks what only they know, and writes the row.
+    fn log(&mut self, step: &StepReport, lr: f64, epoch: f64) -> Result<(), Failure> {
+        let (zero, comm) = (&self.replica.zero, &*self.replica.comm);
+        let gathered = self.monitor.gather(self.window.tokens, comm);
+        let gathered = gathered.map_err(|e| failures::comm(&e))?;
+        let tokens: f64 = gathered.tokens.iter().sum();
+        let seconds = self.window.started.elapsed().as_secs_f64().max(1e-9);
+        let window = std::mem::replace(&mut self.window, Window::new(zero));
+        let updates = window.updates.max(1) as f64;
+        let bytes = self.monitor.peaks();
+        let grad_norm = step.applied.then_some(step.grad_norm);
+        self.total_tokens += tokens as u64;
+        let record = StepRecord {
+            step: self.done,
+            epoch,
+            loss: window.loss / updates,
+            lr,
+            grad_norm,
+            tokens_per_second: tokens / seconds,
+            total_tokens: self.total_tokens,
+            bytes,
+            times: StepTimes::of(&gathered.splits, updates)
+                .with_devices(&gathered.devices, updates),
+            disk: disk_traffic(zero, window.disk, self.disk_ceiling),
+        };
+        let mut remaining_seconds = 0.0;
+        let mut notices = Vec::new();
+        let memory = self.monitor.take_memory(self.done, gathered.peaks);
+        if let Some(report) = &mut self.report {
+            notices = report.on_step(&record, memory)?;
+            remaining_seconds = report.remaining_seconds(self.done);
+        }
+        self.reporter.emit(&Event::Step(StepEvent {
+            step: self.done,
+            total: self.total_steps,
+            loss: record.loss,
+            lr,
+            grad_norm,
+            tokens_per_second: record.tokens_per_second,
+            step_seconds: record.times.step_seconds(),
+            data_wait: record.times.data_wait(),
+            device_peak_bytes: bytes.device,
+            host_bytes: bytes.host,
+            skipped: !step.applied,
+            remaining_seconds,
+            disk: record.disk,
+        }));
+        for notice in notices {
+            self.reporter.emit(&notice);
+        }
+        Ok(())
+    }
+
+    /// Evaluates on the held-out samples, where there are any.
+    fn evaluate(&mut self, sampler: &Sampler) -> Result<(), Failure> {
+        let Some(set) = &self.eval else {
+            return Ok(());
+        };
+        let started = Instant::now();
+        let eval_loss = evaluate::loss(&self.replica, set)?;
+        let exact_match = Some(evaluate::exact_match(&self.replica, set, self.done)?);
+        let samples = set.samples.len();
+        self.show_eval(eval_loss, exact_match);
+        self.summary.eval_loss = Some(eval_loss);
+        self.summary.exact_match = exact_match;
+        self.summary.exact_match_before = self.exact_match_before;
+        if let Some(report) = &mut self.report {
+            let seconds = started.elapsed().as_secs_f64();
+            report.on_eval(&EvalResults {
+                eval_loss,
+                exact_match,
+                exact_match_before: self.exact_match_before,
+                eval_samples: samples,
+                eval_runtime: seconds,
+                eval_samples_per_second: samples as f64 / seconds.max(1e-9),
+                step: self.done,
+                epoch: sampler.epochs_after(self.done),
+            })?;
+        }
+        Ok(())
+    }
+
+    fn show_eval(&self, loss: f64, exact_match: Option<f64>) {
+        self.reporter.emit(&Event::Eval(EvalEvent {
+            step: self.done,
+            loss,
+            exact_match: exact_match.or(self.exact_match_before.filter(|_| self.done == 0)),
+            exact_match_before: exact_match.and(self.exact_match_before),
+            samples: self.eval.as_ref().map_or(0, |e| e.samples.len()),
+        }));
+    }
+
+    /// Saves a checkpoint, with what this loop needs back.
+    fn save(&mut self) -> Result<(), Failure> {
+        let Replica {
+            config, comm, zero, ..
+        } = &self.replica;
+        let mut meta = json!({
+            "steps_done": self.done,
+            "updates": zero.step_count(),
+            "total_tokens": self.total_tokens,
+            "samples": self.train.samples.len(),
+            "global_batch": config.global_batch(),
+            "seed": config.seed,
+            "precision": zero.plan().config().precision.name(),
+            "loss_scale": self.scaler.as_ref().map(LossScaler::state),
+            "zero": config.zero,
+            "world_size": comm.world().size,
+            "exact_match_before": self.exact_match_before,
+            "worst_first": config.batch.worst_first,
+            "base_model": config.model_dir(),
+        });
+        meta[UNITS] = save::units(zero.plan());
+        let (weights, report) = (self.weights.as_ref(), self.report.as_ref());
+        let event = save::save(
+            &mut self.replica,
+            weights,
+            &mut self.faults,
+            self.done,
+            &meta,
+            report,
+        )?;
+        let output = &self.replica.config.output;
+        self.summary.checkpoint = Some(output.join(&event.name));
+        self.reporter.emit(&Event::Save(event));
+        Ok(())
+    }
+
+    /// Waits for updates that are still running, closes the report, and says what the run took.
+    fn finish(&mut self) -> Result<RunSummary, Failure> {
+        let updated = self.replica.zero.finish_updates();
+        updated.map_err(|e| failures::engine("update weights", &e))?;
+        if let Some(report) = &mut self.report {
+            report.finish(self.monitor.take_memory(self.done, Vec::new()))?;
+        }
+        self.reporter.emit(&Event::Info {
+            label: "tiers".into(),
+            text: tiers::line(&self.replica.zero),
+        });
+        if let Some(gpu) = &self.gpu {
+            let arena_bytes = self.replica.config.found().arena_bytes;
+            let text = tiers::gpu_line(&self.replica.zero, arena_bytes, gpu);
+            // What the driver counts is that of all ranks of a GPU: none leaves before it is read.
+            self.anyone(false)?;
+            self.reporter.emit(&Event::Info {
+                label: "gpu".into(),
+                text,
             });
         }
-        let stopping = anyone(session, stop.is_set())?;
-        // Who stops a run may not wait for an evaluation: the state is saved first, and at once.
-        monitor.begin(&session.zero);
-        if due(session.config.eval) && !(stopping && progress.done < total_steps) {
-            evaluate_now(session, report.as_mut(), &mut progress, &sampler)?;
-            monitor.end(Phase::Eval, &session.zero);
-        }
-        if due(session.config.save) || stopping {
-            save_now(session, report.as_ref(), &mut progress)?;
-            monitor.end(Phase::Save, &session.zero);
-        }
-        if stopping && progress.done < total_steps {
-            progress.summary.interrupted = true;
-            break;
-        }
+        self.summary.steps = self.done;
+        Ok(std::mem::take(&mut self.summary))
     }
-    let updated = session.zero.finish_updates();
-    updated.map_err(|e| failures::engine("update weights", &e))?;
-    if let Some(report) = &mut report {
-        report.finish(monitor.take_memory(progress.done, Vec::new()))?;
-    }
-    session.reporter.emit(&Event::Info {
-        label: "tiers".into(),
-        text: tiers::line(&session.zero),
-    });
-    if let Some(text) = tiers::gpu_line(session) {
-        // What the driver counts is that of all ranks of a GPU: none leaves before it is read.
-        anyone(session, false)?;
-        session.reporter.emit(&Event::Info {
-            label: "gpu".into(),
-            text,
-        });
-    }
-    progress.summary.steps = progress.done;
-    Ok(progress.summary)
-}
 
-/// Where the loop stands: at the start, or where the checkpoint left it.
-fn progress_from(session: &Session<'_>, total_steps: u64) -> Result<Progress, Failure> {
-    let mut progress = Progress {
-        total_steps,
-        done: 0,
-        started_at: 0,
-        total_tokens: 0,
-        skipped_in_a_row: 0,
-        history: History::default(),
-        exact_match_before: None,
-        summary: RunSummary::default(),
-    };
-    let Some((folder, meta)) = &session.resumed else {
-        return Ok(progress);
-    };
-    let samples = session.train.samples.len();
-    let position = resume::position(session.config, folder, meta, samples, total_steps)?;
-    progress.done = position.done;
-    progress.started_at = position.done;
-    progress.total_tokens = position.total_tokens;
-    progress.exact_match_before = position.exact_match_before;
-    session.reporter.emit(&Event::Resume(ResumeEvent {
-        name: folder
-            .file_name()
-            .map_or_else(String::new, |n| n.to_string_lossy().into_owned()),
-        ranks: session.comm.world().size,
-        step: position.done,
-        loss_is_identical: None,
-    }));
-    Ok(progress)
-}
-
-/// Continues with the loss scale of the checkpoint.
-fn resume_scale(session: &mut Session<'_>) -> Result<(), Failure> {
-    let (Some(scaler), Some((folder, meta))) = (&mut session.scaler, &session.resumed) else {
-        return Ok(());
-    };
-    let state = serde_json::from_value(meta["loss_scale"].clone()).map_err(|e| {
-        Failure::new(
-            ErrorCode::Resume,
-            format!("cannot {}", resume::doing(folder)),
-            format!("its manifest has no loss scale: {e}"),
-        )
-    })?;
-    scaler.restore(state);
-    Ok(())
-}
-
-fn schedule(session: &Session<'_>, total_steps: u64) -> Schedule {
-    let settings = &session.config.optimizer;
-    let kwargs = settings.scheduler_kwargs;
-    Schedule {
-        kind: kwargs.kind(settings.scheduler),
-        warmup_steps: settings.warmup.steps(total_steps),
-        total_steps: kwargs.total_num_steps.unwrap_or(total_steps),
-        base_lr: session.config.peak_lr(),
+    /// Whether any rank answers yes; the same answer on all.
+    fn anyone(&self, own: bool) -> Result<bool, Failure> {
+        let answers = self
+            .replica
+            .comm
+            .all_gather_f64(&[f64::from(own)], Tag::new("stop", 0));
+        let answers = answers.map_err(|e| failures::comm(&e))?;
+        Ok(answers.iter().any(|r| r[0] > 0.0))
     }
-}
 
-fn start_loader(
-    session: &Session<'_>,
-    sampler: Sampler,
-    steps: std::ops::Range<u64>,
-) -> Loader<Prepared, Failure> {
-    let (set, processor) = (session.train.clone(), session.processor.clone());
-    let options = encode_options(session.config);
-    let rank = session.comm.world().rank;
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let mut ahead = LoaderOptions::for_node(cores, session.config.ranks_here());
-    if let Workers::Count(threads) = session.config.batch.data_workers {
-        ahead = LoaderOptions {
-            threads,
-            ahead: 2 * threads,
-        };
-    }
-    let micro_steps = session.config.batch.accumulation_steps as u64;
-    Loader::new(ahead, steps, micro_steps, move |step, micro| {
-        let encode = |index: usize| {
-            processor
-                .encode(&set.samples[index], &set.images, &options)
-                .map_err(|e| {
-                    Failure::new(
-                        ErrorCode::DataFile,
-                        format!("sample {index} cannot be read in step {}", step + 1),
-                        failures::chain(&e),
-                    )
-                    .evidence("it was readable when the run started")
-                })
-        };
-        let indices = sampler.indices(step, micro, rank);
-        let samples = indices.iter().copied().map(encode);
-        Ok(Prepared {
-            samples: samples.collect::<Result<_, _>>()?,
-            keys: sampler.positions(step, micro, rank).collect(),
-            indices,
+    /// Evaluates a checkpoint without training: what proves that it holds what was saved.
+    pub(crate) fn verify_resume(&self) -> Result<RunSummary, Failure> {
+        let set = self.eval.as_ref();
+        let loss = set.map(|set| evaluate::loss(&self.replica, set));
+        Ok(RunSummary {
+            steps: self.replica.zero.step_count(),
+            eval_loss: loss.transpose()?,
+            ..RunSummary::default()
         })
-    })
-}
-
-fn one_step(
-    session: &mut Session<'_>,
-    loader: &mut Loader<Prepared, Failure>,
-    lr: f64,
-    window: &mut Window,
-    monitor: &mut Monitor,
-) -> Result<StepReport, Failure> {
-    monitor.begin(&session.zero);
-    session.step_losses.clear();
-    let micro_batches = session.config.batch.accumulation_steps;
-    for micro in 1..=micro_batches {
-        let prepared = loader.next().ok_or_else(|| {
-            Failure::new(
-                ErrorCode::Panic,
-                "the data ended early",
-                "the loader has no batch left",
-            )
-        })??;
-        monitor.end(Phase::Data, &session.zero);
-        let batch = prepared.batch;
-        session.faults.begin_step(prepared.step + 1);
-        let indices = batch.indices.clone();
-        let place = Place::new(prepared.step, prepared.micro_step, indices, &batch.samples);
-        window.tokens += place.tokens.iter().sum::<usize>() as u64;
-        session.place = Some(place.clone());
-        if micro == micro_batches {
-            let tokens = batch.samples.iter().map(EncodedSample::supervised_tokens);
-            let (supervised, loss_scale) = (tokens.sum::<usize>() as u64, loss_scale(session));
-            session
-                .zero
-                .announce_update(lr, loss_scale, supervised)
-                .map_err(|e| failures::engine("announce an update", &e))?;
-        }
-        let loss = micro_batch(session, &batch, monitor)?;
-        session.step_losses.push((place, loss));
     }
-    let loss_scale = loss_scale(session);
-    let report = session
-        .zero
-        .step_scaled(lr, loss_scale)
-        .map_err(|e| failures::engine("update weights", &e))?;
-    session.place = None;
-    monitor.end(Phase::Step, &session.zero);
-    Ok(report)
-}
 
-/// The factor on the losses: above 1 in fp16 only.
-fn loss_scale(session: &Session<'_>) -> f64 {
-    session.scaler.as_ref().map_or(1.0, LossScaler::scale)
-}
-
-/// Trains on one micro-batch; returns the sum of its token losses on this rank.
-fn micro_batch(
-    session: &mut Session<'_>,
-    prepared: &Prepared,
-    monitor: &mut Monitor,
-) -> Result<f64, Failure> {
-    let inputs: Vec<SampleInput<'_>> = prepared.samples.iter().map(SampleInput::from).collect();
-    let script = match &mut session.places {
-        Some(places) => {
-            let script = places.of(session.config, &*session.model, &prepared.samples);
-            Some(script.map_err(|e| failures::model("plan a micro-batch", &e))?)
-        }
-        None => None,
-    };
-    session.zero.begin_pass(PassKind::Train);
-    session.backend.pool().follow(script);
-    session.faults.forward();
-    let scale = loss_scale(session);
-    let factor = session.faults.loss_factor(scale as f32);
-    let mut run = || -> Result<(f64, usize), ModelError> {
-        let batch = session.model.collate(&inputs, &*session.backend)?;
-        let keep = |unit| keeps(session.config, &*session.model, unit);
-        let tape = Tape::training(&session.zero).with_stored(&keep);
-        let mut tape = tape.with_loss_factor(factor);
-        let state = dropout(session.config, &prepared.keys, &inputs, &*session.backend)?;
-        if let Some(state) = state {
-            tape = tape.with_dropout(state);
-        }
-        let loss = session.model.forward(&tape, &batch)?;
-        let fetch = loss.fetch()?;
-        monitor.end(Phase::Forward, &session.zero);
-        tape.backward(&loss, factor)?;
-        Ok((fetch.sum()?, loss.supervised))
-    };
-    let (sum, supervised) = run().map_err(|e| failures::model("train", &e))?;
-    session
-        .zero
-        .end_micro_batch(sum, supervised as u64)
-        .map_err(|e| failures::engine("train", &e))?;
-    session.backend.pool().follow(None);
-    monitor.end(Phase::Backward, &session.zero);
-    Ok(sum)
-}
-
-/// Moves the loss scale of fp16. Whether the step overflowed, which is part of finding the scale.
-fn rescale(
-    session: &mut Session<'_>,
-    progress: &mut Progress,
-    step: &StepReport,
-    window: &mut Window,
-) -> Result<bool, Failure> {
-    let Some(scaler) = &mut session.scaler else {
-        return Ok(false);
-    };
-    let before = scaler.scale();
-    let verdict = scaler.update(!step.applied).map_err(|e| {
-        Failure::new(
-            ErrorCode::Numeric,
-            format!(
-                "the gradients of step {} exceed the range of fp16",
-                progress.done
-            ),
-            e.to_string(),
-        )
-        .next("--precision bf16, which needs the same memory and has the range of f32")
-    })?;
-    if verdict == Verdict::Apply {
-        return Ok(false);
+    /// Ends the exchange of all ranks with the failure of this one, which comes back with where it stood.
+    pub(crate) fn abort(&self, failure: Failure) -> Failure {
+        let failure = step_context::complete(
+            failure,
+            &Failing {
+                replica: &self.replica,
+                place: self.at.as_ref(),
+                train: &self.train,
+                evaluates: self.eval.is_some(),
+                collectives: &self.collectives,
+            },
+        );
+        self.replica.comm.abort(&failure.title);
+        failure
     }
-    window.loss += step.loss;
-    window.updates += 1;
-    progress.history.push(step);
-    let after = scaler.scale();
-    session.reporter.emit(&Event::Warning {
-        text: if after < before {
-            format!(
-                "step {}: gradients overflow fp16; the update was skipped, the loss scale is {after} (was {before})",
-                progress.done
-            )
-        } else {
-            format!(
-                "step {}: gradients overflow fp16 at a loss scale of {before}; the update was skipped",
-                progress.done
-            )
-        },
-    });
-    Ok(true)
 }
 
-/// Sums over ranks what only this rank knows, and ends runs that have left the numbers.
-fn account(
-    session: &Session<'_>,
-    progress: &mut Progress,
-    step: &StepReport,
-    window: &mut Window,
-) -> Result<(), Failure> {
-    window.loss += step.loss;
-    window.updates += 1;
-    progress.history.push(step);
-    if step.applied {
-        progress.skipped_in_a_row = 0;
-        return Ok(());
-    }
-    progress.skipped_in_a_row += 1;
-    let finding = progress.history.investigate(session, progress.done, step)?;
-    session.reporter.emit(&Event::Warning {
-        text: format!(
-            "step {}: loss {} or a gradient is not finite; the update was skipped on every rank{}",
-            progress.done,
-            step.loss,
-            if progress.skipped_in_a_row == 1 {
-                format!("; {}", finding.hint())
-            } else {
-                String::new()
-            }
-        ),
-    });
-    // What ends without a finite update is no trained model, however short it was.
-    let ends = progress.done == progress.total_steps;
-    let all = u64::from(progress.skipped_in_a_row) == progress.done - progress.started_at;
-    let lost = ends && (all || progress.skipped_in_a_row > 1);
-    if progress.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW && !lost {
-        return Ok(());
-    }
-    Err(finding.failure(session, progress.skipped_in_a_row))
-}
-
-fn log(
-    session: &Session<'_>,
-    report: Option<&mut RunReport>,
-    progress: &mut Progress,
-    step: &StepReport,
-    lr: f64,
-    epoch: f64,
-    window: &mut Window,
-    monitor: &mut Monitor,
-) -> Result<(), Failure> {
-    let gathered = monitor
-        .gather(window.tokens, &*session.comm)
-        .map_err(|e| failures::comm(&e))?;
-    let tokens: f64 = gathered.tokens.iter().sum();
-    let seconds = window.started.elapsed().as_secs_f64().max(1e-9);
-    let done = std::mem::replace(window, Window::new(session));
-    let updates = done.updates.max(1) as f64;
-    let bytes = monitor.peaks();
-    let grad_norm = step.applied.then_some(step.grad_norm);
-    progress.total_tokens += tokens as u64;
-    let record = StepRecord {
-        step: progress.done,
-        epoch,
-        loss: done.loss / updates,
-        lr,
-        grad_norm,
-        tokens_per_second: tokens / seconds,
-        total_tokens: progress.total_tokens,
-        bytes,
-        times: StepTimes::of(&gathered.splits, updates).with_devices(&gathered.devices, updates),
-        disk: disk_traffic(session, done.disk),
-    };
-    let mut remaining_seconds = 0.0;
-    let mut notices = Vec::new();
-    let memory = monitor.take_memory(progress.done, gathered.peaks);
-    if let Some(report) = report {
-        notices = report.on_step(&record, memory)?;
-        remaining_seconds = report.remaining_seconds(progress.done);
-    }
-    session.reporter.emit(&Event::Step(StepEvent {
-        step: progress.done,
-        total: progress.total_steps,
-        loss: record.loss,
-        lr,
-        grad_norm,
-        tokens_per_second: record.tokens_per_second,
-        step_seconds: record.times.step_seconds(),
-        data_wait: record.times.data_wait(),
-        device_peak_bytes: bytes.device,
-        host_bytes: bytes.host,
-        skipped: !step.applied,
-        remaining_seconds,
-        disk: record.disk,
-    }));
-    for notice in notices {
-        session.reporter.emit(&notice);
-    }
-    Ok(())
-}
-
-/// What went to and from the spill files since `before`.
-fn disk_traffic(session: &Session<'_>, before: Option<SpillStats>) -> Option<DiskTraffic> {
-    let now = session.zero.spill_stats()?;
+/// What went to and from the spill files since `before`; `ceiling` is what the disks can do.
+fn disk_traffic(
+    zero: &Zero,
+    before: Option<SpillStats>,
+    ceiling: Option<f64>,
+) -> Option<DiskTraffic> {
+    let now = zero.spill_stats()?;
     let since = now.since(before.unwrap_or_default());
     let bytes_per_second = since.bytes_per_second();
     Some(DiskTraffic {
         read_bytes: since.read_bytes,
         written_bytes: since.written_bytes,
         bytes_per_second,
-        share: session
-            .disk_ceiling
-            .map_or(0.0, |ceiling| bytes_per_second / ceiling),
-    })
-}
-
-/// Whether any rank answers yes; the same answer on all.
-fn anyone(session: &Session<'_>, own: bool) -> Result<bool, Failure> {
-    let all = session
-        .comm
-        .all_gather_f64(&[f64::from(own)], Tag::new("stop", 0))
-        .map_err(|e| failures::comm(&e))?;
-    Ok(all.iter().any(|r| r[0] > 0.0))
-}
-
-fn show_eval(session: &Session<'_>, progress: &Progress, loss: f64, exact_match: Option<f64>) {
-    session.reporter.emit(&Event::Eval(EvalEvent {
-        step: progress.done,
-        loss,
-        exact_match: exact_match.or(progress.exact_match_before.filter(|_| progress.done == 0)),
-        exact_match_before: exact_match.and(progress.exact_match_before),
-        samples: session.eval.as_ref().map_or(0, |e| e.samples.len()),
-    }));
-}
-
-fn evaluate_now(
-    session: &Session<'_>,
-    report: Option<&mut RunReport>,
-    progress: &mut Progress,
-    sampler: &Sampler,
-) -> Result<(), Failure> {
-    let started = Instant::now();
-    let Some(eval_loss) = evaluate::loss(session)? else {
-        return Ok(());
-    };
-    let exact_match = evaluate::exact_match(session, progress.done)?;
-    show_eval(session, progress, eval_loss, exact_match);
-    progress.summary.eval_loss = Some(eval_loss);
-    progress.summary.exact_match = exact_match;
-    progress.summary.exact_match_before = progress.exact_match_before;
-    let samples = session.eval.as_ref().map_or(0, |e| e.samples.len());
-    if let Some(report) = report {
-        let seconds = started.elapsed().as_secs_f64();
-        report.on_eval(&EvalResults {
-            eval_loss,
-            exact_match,
-            exact_match_before: progress.exact_match_before,
-            eval_samples: samples,
-            eval_runtime: seconds,
-            eval_samples_per_second: samples as f64 / seconds.max(1e-9),
-            step: progress.done,
-            epoch: sampler.epochs_after(progress.done),
-        })?;
-    }
-    Ok(())
-}
-
-fn save_now(
-    session: &mut Session<'_>,
-    report: Option<&RunReport>,
-    progress: &mut Progress,
-) -> Result<(), Failure> {
-    let config = session.config;
-    let mut meta = json!({
-        "steps_done": progress.done,
-        "updates": session.zero.step_count(),
-        "total_tokens": progress.total_tokens,
-        "samples": session.train.samples.len(),
-        "global_batch": config.global_batch(),
-        "seed": config.seed,
-        "precision": session.zero.plan().config().precision.name(),
-        "loss_scale": session.scaler.as_ref().map(LossScaler::state),
-        "zero": config.zero,
-        "world_size": session.comm.world().size,
-        "exact_match_before": progress.exact_match_before,
-        "worst_first": config.batch.worst_first,
-        "base_model": config.model_dir(),
-    });
-    meta[UNITS] = save::units(session.zero.plan());
-    let event = save::save(session, progress.done, &meta, report)?;
-    progress.summary.checkpoint = Some(config.output.join(&event.name));
-    session.reporter.emit(&Event::Save(event));
-    Ok(())
-}
-
-/// Evaluates a checkpoint without training: what proves that it holds what was saved.
-pub(crate) fn verify_resume(session: &mut Session<'_>) -> Result<RunSummary, Failure> {
-    Ok(RunSummary {
-        steps: session.zero.step_count(),
-        eval_loss: evaluate::loss(session)?,
-        ..RunSummary::default()
+        share: ceiling.map_or(0.0, |ceiling| bytes_per_second / ceiling),
     })
 }

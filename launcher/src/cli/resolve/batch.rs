@@ -10,7 +10,7 @@ use crate::error::Failure;
 pub(super) fn resolve(
     args: &Args,
     defaults: &Defaults,
-    nproc: usize,
+    world_size: usize,
 ) -> Result<BatchConfig, Failure> {
     let given = [
         (
@@ -41,7 +41,7 @@ pub(super) fn resolve(
         )
         .next("keep one of them; --global-batch-size limits the result of the search"));
     }
-    let (micro_batch, accumulation_steps) = sizes(args, defaults, nproc)?;
+    let (micro_batch, accumulation_steps) = sizes(args, defaults, world_size)?;
     Ok(BatchConfig {
         micro_batch,
         accumulation_steps,
@@ -60,7 +60,7 @@ pub(super) fn resolve(
 }
 
 /// Micro-batch and accumulation.
-fn sizes(args: &Args, defaults: &Defaults, nproc: usize) -> Result<(usize, usize), Failure> {
+fn sizes(args: &Args, defaults: &Defaults, world_size: usize) -> Result<(usize, usize), Failure> {
     let (micro, accumulation) = (
         args.per_device_train_batch_size,
         args.gradient_accumulation_steps,
@@ -71,34 +71,34 @@ fn sizes(args: &Args, defaults: &Defaults, nproc: usize) -> Result<(usize, usize
         let default = defaults
             .global_batch
             .map_or(defaults.micro_batch, |global| {
-                global.div_ceil(nproc * accumulation).max(1)
+                global.div_ceil(world_size * accumulation).max(1)
             });
         return Ok((micro.unwrap_or(default), accumulation));
     };
     match (micro, accumulation) {
-        (Some(micro), Some(accumulation)) if micro * accumulation * nproc == global => {
+        (Some(micro), Some(accumulation)) if micro * accumulation * world_size == global => {
             Ok((micro, accumulation))
         }
         (Some(micro), Some(accumulation)) => Err(Failure::usage(
             "the batch sizes contradict each other",
             format!(
-                "{micro} per rank x {accumulation} accumulated x {nproc} ranks = {}, not --global-batch-size {global}",
-                micro * accumulation * nproc
+                "{micro} per rank x {accumulation} accumulated x {world_size} ranks = {}, not --global-batch-size {global}",
+                micro * accumulation * world_size
             ),
         )
         .next("give two of the three; the third is computed")),
         (None, Some(accumulation)) => Ok((
-            divided(global, accumulation * nproc, || {
-                format!("{accumulation} accumulated x {nproc} ranks")
+            divided(global, accumulation * world_size, || {
+                format!("{accumulation} accumulated x {world_size} ranks")
             })?,
             accumulation,
         )),
         (micro, None) => {
             // Without a batch size, the default where it divides, else one sample at a time.
-            let each = |micro: usize| global.is_multiple_of(micro * nproc).then_some(micro);
+            let each = |micro: usize| global.is_multiple_of(micro * world_size).then_some(micro);
             let micro = micro.unwrap_or_else(|| each(defaults.micro_batch).unwrap_or(1));
-            let steps = divided(global, micro * nproc, || {
-                format!("{micro} per rank x {nproc} ranks")
+            let steps = divided(global, micro * world_size, || {
+                format!("{micro} per rank x {world_size} ranks")
             })?;
             Ok((micro, steps))
         }

@@ -56,11 +56,11 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         &MODEL
     };
     let mut notes = Vec::new();
-    let nproc = nproc(args, env, &chosen.gpus)?;
-    if nproc > MAX_RANKS {
+    let world_size = world_size(args, env, &chosen.gpus)?;
+    if world_size > MAX_RANKS {
         let what = match args.nproc {
-            Some(asked) if asked == nproc => format!("--nproc {asked}"),
-            _ => format!("a world of {nproc} ranks"),
+            Some(asked) if asked == world_size => format!("--nproc {asked}"),
+            _ => format!("a world of {world_size} ranks"),
         };
         let why = format!("a run has at most {MAX_RANKS} ranks over all machines");
         return Err(out_of_range(&what, &why));
@@ -80,14 +80,14 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         },
         init: args.init.unwrap_or(defaults.init),
         zero: args.zero.unwrap_or(defaults::ZERO),
-        shard_group: shard_group(args, nproc)?,
+        shard_group: shard_group(args, world_size)?,
         collectives: args.collectives.unwrap_or_default(),
         nvme_io: args.nvme_io.unwrap_or_default(),
         early_step: early_step(args, on_gpu, &mut notes),
         late_step: args.late_step.unwrap_or_default(),
         offload,
-        nproc,
-        ranks_here: ranks_here(args, env, nproc),
+        world_size,
+        ranks_here: ranks_here(args, env, world_size),
         comm_timeout_seconds: args.comm_timeout.unwrap_or(defaults::COMM_TIMEOUT_SECONDS),
         device: chosen.device,
         gpus: chosen.gpus.clone(),
@@ -101,7 +101,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         length: length(args, defaults, &mut notes)?,
         checkpoint_activations: batch::recompute(args)?,
         checkpoint_num_layers: batch::num_layers(args)?,
-        batch: batch::resolve(args, defaults, nproc)?,
+        batch: batch::resolve(args, defaults, world_size)?,
         optimizer: optimizer(args, defaults, &mut notes)?,
         trainable: trainable::resolve(args, &mut notes)?,
         save: cadence(
@@ -144,16 +144,16 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
 }
 
 /// Groups of ranks that hold a copy each; one group of all is none.
-fn shard_group(args: &Args, nproc: usize) -> Result<Option<usize>, Failure> {
+fn shard_group(args: &Args, world_size: usize) -> Result<Option<usize>, Failure> {
     let Some(ranks) = args.shard_group else {
         return Ok(None);
     };
-    let why = if ranks == 0 || !nproc.is_multiple_of(ranks) {
-        format!("it must divide the number of ranks, which is {nproc}")
-    } else if args.zero == Some(0) && ranks < nproc {
+    let why = if ranks == 0 || !world_size.is_multiple_of(ranks) {
+        format!("it must divide the number of ranks, which is {world_size}")
+    } else if args.zero == Some(0) && ranks < world_size {
         "nothing is sharded at --zero 0".to_owned()
     } else {
-        return Ok((ranks < nproc).then_some(ranks));
+        return Ok((ranks < world_size).then_some(ranks));
     };
     Err(out_of_range(&format!("--shard-group {ranks}"), &why))
 }
@@ -242,7 +242,7 @@ fn offload(args: &Args, device: Device, notes: &mut Vec<Note>) -> Result<Offload
 }
 
 /// One rank on each GPU, where there are any and nothing else is said.
-fn nproc(args: &Args, env: &Env, gpus: &[RunGpu]) -> Result<usize, Failure> {
+fn world_size(args: &Args, env: &Env, gpus: &[RunGpu]) -> Result<usize, Failure> {
     let default = match gpus.len() {
         0 => defaults::NPROC,
         count => count,
@@ -275,13 +275,13 @@ fn nproc(args: &Args, env: &Env, gpus: &[RunGpu]) -> Result<usize, Failure> {
 }
 
 /// Ranks of this machine, where others have some too.
-fn ranks_here(args: &Args, env: &Env, nproc: usize) -> Option<usize> {
+fn ranks_here(args: &Args, env: &Env, world_size: usize) -> Option<usize> {
     let here = match (&env.rank, &env.node) {
         (Some(rank), _) => rank.local_world_size,
         (_, Some(node)) => node.share(args.nproc.unwrap_or(defaults::NPROC)).1,
-        _ => nproc,
+        _ => world_size,
     };
-    (here < nproc).then_some(here)
+    (here < world_size).then_some(here)
 }
 
 fn output(args: &Args, env: &Env, source: &Source) -> Result<(PathBuf, bool), Failure> {

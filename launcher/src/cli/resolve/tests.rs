@@ -31,7 +31,7 @@ fn refused(line: &str) -> Failure {
 #[test]
 fn defaults_of_a_model_are_those_of_its_scripts() {
     let config = config("--model m --data d.json");
-    assert_eq!((config.zero, config.nproc, config.seed), (3, 2, 42));
+    assert_eq!((config.zero, config.world_size, config.seed), (3, 2, 42));
     assert_eq!(config.precision, PrecisionChoice::Bf16);
     assert_eq!(config.init, InitChoice::Checkpoint);
     assert_eq!(config.length, Length::Epochs(3.0));
@@ -116,7 +116,7 @@ fn the_demo_has_its_own_defaults_and_keeps_its_global_batch() {
             activation: Tier::None,
         }
     );
-    assert_eq!((demo.nproc, demo.global_batch()), (2, 32));
+    assert_eq!((demo.world_size, demo.global_batch()), (2, 32));
     assert_eq!(config("--nproc 1").global_batch(), 32);
     assert_eq!(
         config("--nproc 4 --gradient-accumulation-steps 2")
@@ -292,7 +292,7 @@ fn shard_groups_divide_the_ranks_of_a_stage_that_shards() {
         .expect("resolves")
         .config;
     for (nproc, expected) in [(4, Some(2)), (6, Some(2)), (3, None), (2, None), (1, None)] {
-        config.nproc = nproc;
+        config.world_size = nproc;
         assert_eq!(config.shard_groups(), expected, "{nproc}");
     }
     for (nproc, zero, ranks) in [(4, 3, 0), (4, 3, 3), (4, 3, 8), (4, 0, 2)] {
@@ -318,7 +318,7 @@ fn an_external_launcher_fixes_the_world_size() {
         output: Some("o".into()),
         ..Args::default()
     };
-    assert_eq!(resolve(&args, &env).expect("resolves").config.nproc, 3);
+    assert_eq!(resolve(&args, &env).expect("resolves").config.world_size, 3);
     let args = Args {
         nproc: Some(2),
         ..args

@@ -18,7 +18,7 @@ use crate::units::seconds;
 pub(super) fn run(args: &CkptReshardArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let output = required(args.output.as_ref())?;
-    let Some(nproc) = args.nproc else {
+    let Some(world_size) = args.nproc else {
         return Err(Failure::usage(
             "--nproc is missing",
             "it sets the number of ranks of the new checkpoint",
@@ -30,7 +30,7 @@ pub(super) fn run(args: &CkptReshardArgs) -> Result<ExitCode, Failure> {
     let doing = format!("reshard {}", args.checkpoint.display());
     let mut meta = source.meta().clone();
     if let Some(world) = meta.get_mut("world_size") {
-        *world = nproc.into();
+        *world = world_size.into();
     }
     let units = units(&meta).map_err(|error| {
         Failure::new(
@@ -41,11 +41,11 @@ pub(super) fn run(args: &CkptReshardArgs) -> Result<ExitCode, Failure> {
         .evidence(format!("{UNITS} of its manifest cannot be read"))
         .next("give a checkpoint-N directory that this program saved")
     })?;
-    let written = checkpoint::reshard(&source, &units, nproc, folder.path(), meta)
+    let written = checkpoint::reshard(&source, &units, world_size, folder.path(), meta)
         .map_err(|e| failures::checkpoint(&doing, &e))?;
     folder.publish_inner(&written)?;
     print(&format!(
-        " reshard  {} ranks → {nproc} · {} · {}\n",
+        " reshard  {} ranks → {world_size} · {} · {}\n",
         source.world_size(),
         seconds(started.elapsed().as_secs_f64()),
         output.display()

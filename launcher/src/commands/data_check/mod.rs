@@ -263,7 +263,7 @@ fn duplicate_ids(samples: &[RawSample]) -> Vec<(String, usize)> {
 }
 
 fn balance_of(config: &RunConfig, measured: &[Measured]) -> statistics::Balance {
-    let (ranks, batch) = (config.nproc, &config.batch);
+    let (ranks, batch) = (config.world_size, &config.batch);
     let sizes = SamplerSizes {
         samples: measured.len(),
         world_size: ranks,

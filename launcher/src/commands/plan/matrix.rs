@@ -68,7 +68,7 @@ pub(super) fn as_text(config: &RunConfig, rows: &[Settled]) -> String {
     let mut text = format!(
         "{} · {} ranks\nstage  offload                                  device/rank       host       nvme  fits\n",
         config.name(),
-        config.nproc
+        config.world_size
     );
     for planned in rows {
         let need = planned.fit.need;

@@ -18,7 +18,7 @@ use crate::config::{Products, RunGpu};
 use crate::device::{self, Chosen, Devices};
 use crate::error::Failure;
 use crate::plan::Settled;
-use crate::plan::disk_check::Room;
+use crate::plan::disk_check::DiskCheck;
 use crate::plan::rank_memory::{plan_event, upload_line};
 use crate::plan::{early_line, early_share, late_line};
 use crate::rank_env::{Env, Variables};
@@ -63,7 +63,7 @@ pub(crate) fn run(
         return Ok(ExitCode::SUCCESS);
     }
     let planned = planner.plan(&config)?;
-    let room = planner.room(&planned)?;
+    let disk = planner.disk_check(&planned)?;
     let fits = planned.fit.fits();
     let near = if fits {
         None
@@ -73,19 +73,19 @@ pub(crate) fn run(
     if json {
         print(&pretty(&as_json(
             &planned,
-            &room,
+            &disk,
             &planner,
             typed,
             near.as_ref(),
         )));
     } else {
-        print(&as_text(&planned, &room, &planner, notes, args)?);
+        print(&as_text(&planned, &disk, &planner, notes, args)?);
     }
     planned
         .fit
         .check(&planned.run, &planned.memory)
         .map_err(|failure| with_nearest(failure, typed, near.as_ref()))?;
-    room.check(&planned.run)?;
+    disk.check(&planned.run)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -150,7 +150,7 @@ fn described(hardware: Hardware, linked: bool) -> Chosen {
 
 fn as_json(
     planned: &Settled,
-    room: &Room,
+    disk: &DiskCheck,
     planner: &Planner,
     typed: &[String],
     near: Option<&(Flags, Settled)>,
@@ -161,7 +161,7 @@ fn as_json(
         "model": config.name(),
         "parameters_total": total,
         "parameters_trainable": trainable,
-        "ranks": config.nproc,
+        "ranks": config.world_size,
         "stage": config.zero,
         "precision": planned.plan.config().precision.name(),
         "offload": config.offload.to_string(),
@@ -184,12 +184,12 @@ fn as_json(
             "window": planned.fit.machine.window_free_bytes,
         },
         "checkpoint_bytes": {
-            "state": room.checkpoint.state,
-            "weights": room.checkpoint.weights,
-            "at_once": room.most,
-            "free": room.free,
+            "state": disk.checkpoint.state,
+            "weights": disk.checkpoint.weights,
+            "at_once": disk.most,
+            "free": disk.free,
         },
-        "fits": planned.fit.fits() && room.check(config).is_ok(),
+        "fits": planned.fit.fits() && disk.check(config).is_ok(),
         "nearest": near.map(|(flags, planned)| json!({
             "flags": spelled(flags),
             "command": command(typed, flags),
@@ -210,7 +210,7 @@ fn needs(planned: &Settled) -> Value {
 
 fn as_text(
     planned: &Settled,
-    room: &Room,
+    disk: &DiskCheck,
     planner: &Planner,
     notes: &[Note],
     args: &PlanArgs,
@@ -294,7 +294,7 @@ fn as_text(
         );
     }
     text += &text::table(memory);
-    text += &shown(&room.event(config), usize::MAX);
+    text += &shown(&disk.event(config), usize::MAX);
     text += &text::verdict(fit);
     Ok(text)
 }

@@ -24,14 +24,14 @@ fn stages(config: &RunConfig) -> Choices {
         let cost = 2 + u32::from(3 - stage);
         (cost, vec![("zero", stage.to_string())])
     });
-    let alone = config.nproc == 1;
+    let alone = config.world_size == 1;
     std::iter::once((0, Vec::new()))
         .chain(more.filter(|_| !alone))
         .collect()
 }
 
 fn groups(config: &RunConfig) -> Choices {
-    let one = vec![("shard-group", config.nproc.to_string())];
+    let one = vec![("shard-group", config.world_size.to_string())];
     let one = config.shard_group.map(|_| (1, one));
     std::iter::once((0, Vec::new())).chain(one).collect()
 }
@@ -179,7 +179,7 @@ fn states_fit(planner: &Planner, config: &RunConfig) -> Result<bool, Failure> {
     let (_, plan) = crate::model::setup::shapes(&config.draft())?;
     let slots = rule(config).slots(plan.config().precision);
     let states = plan.memory(slots);
-    let (machine, ranks) = (planner.machine(), config.nproc as u64);
+    let (machine, ranks) = (planner.machine(), config.world_size as u64);
     let kinds = [states.parameters, states.gradients, states.optimizer];
     let device: u64 = kinds.iter().map(|kind| kind.device).sum();
     let host: u64 = kinds.iter().map(|kind| kind.host).sum();

@@ -10,7 +10,7 @@ use crate::memory::RankMemory;
 use crate::model::contents::CheckpointBytes;
 use crate::model::setup::shapes;
 use crate::plan::check_data;
-use crate::plan::disk_check::{Room, saves};
+use crate::plan::disk_check::{DiskCheck, saves};
 use crate::plan::rank_memory::{fixed, whole_memory};
 use crate::plan::{Counted, HeldOut, Machine, Settled, Work, dry_run, settle};
 use engine::Plan;
@@ -109,13 +109,13 @@ impl Planner {
     }
 
     /// What the checkpoints of a planned run need of their disk.
-    pub(super) fn room(&self, planned: &Settled) -> Result<Room, Failure> {
+    pub(super) fn disk_check(&self, planned: &Settled) -> Result<DiskCheck, Failure> {
         let config = &planned.run;
         let (model, _) = shapes(config)?;
         let weights = self.weights.as_ref();
         let checkpoint = CheckpointBytes::of(config, &*model, &planned.plan, weights)?;
         if !self.machine.is_here() {
-            return Ok(Room::elsewhere(checkpoint));
+            return Ok(DiskCheck::elsewhere(checkpoint));
         }
         let times = match &self.samples {
             Some(samples) => {
@@ -124,7 +124,12 @@ impl Planner {
             }
             None => 1,
         };
-        Ok(Room::of(config, checkpoint, times, planned.fit.need.nvme))
+        Ok(DiskCheck::of(
+            config,
+            checkpoint,
+            times,
+            planned.fit.need.nvme,
+        ))
     }
 
     fn of_samples(

@@ -10,7 +10,7 @@ use crate::memory::RankMemory;
 use crate::model::setup::shapes;
 use crate::plan::Settled;
 use crate::plan::rank_memory::fixed;
-use crate::plan::{Fit, HeldOut, Machine, Work, dry_run, window_region};
+use crate::plan::{HeldOut, Machine, MemoryCheck, Work, dry_run, window_region};
 use crate::rank_env::Env;
 use models::SampleInput;
 use models::generate::Prompt;
@@ -47,7 +47,7 @@ fn config(folder: &Path, flags: &str) -> RunConfig {
     resolve(&args, &env).expect("resolves").config
 }
 
-fn planned(config: &RunConfig) -> (RankMemory, Fit) {
+fn planned(config: &RunConfig) -> (RankMemory, MemoryCheck) {
     let (model, plan) = shapes(&config.draft()).expect("a model");
     let plan = Arc::new(plan);
     let sample = vec![made_up_sample(config).expect("a sample")];
@@ -66,7 +66,7 @@ fn planned(config: &RunConfig) -> (RankMemory, Fit) {
     };
     let memory = dry_run(config, &*model, &plan, &work).expect("runs");
     let machine = Machine::described(None, UNBOUNDED, None);
-    let fit = Fit::new(config, &memory, machine);
+    let fit = MemoryCheck::new(config, &memory, machine);
     (memory, fit)
 }
 
@@ -176,7 +176,7 @@ fn limits_and_the_machine_decide_what_fits() {
     let free = config(folder.path(), "--nproc 2 --offload nvme:/d");
     let (memory, fit) = planned(&free);
     let need = fit.need;
-    let on = |config: &RunConfig, machine: Machine| Fit::new(config, &memory, machine);
+    let on = |config: &RunConfig, machine: Machine| MemoryCheck::new(config, &memory, machine);
     let enough = Machine::described(None, need.host, Some(need.nvme));
     assert!(on(&free, enough).fits());
     let less = [

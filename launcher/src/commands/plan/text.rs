@@ -2,7 +2,7 @@
 
 use crate::memory::Kinds;
 use crate::memory::{PhaseBytes, RankMemory};
-use crate::plan::Fit;
+use crate::plan::MemoryCheck;
 use crate::units::bytes;
 use std::collections::BTreeMap;
 
@@ -59,7 +59,7 @@ fn kinds(memory: &RankMemory) -> BTreeMap<String, [u64; 3]> {
 }
 
 /// The last line.
-pub(super) fn verdict(fit: &Fit) -> String {
+pub(super) fn verdict(fit: &MemoryCheck) -> String {
     let verdict = if fit.fits() { "fits" } else { "DOES NOT FIT" };
     let window = match fit.need.window {
         0 => String::new(),

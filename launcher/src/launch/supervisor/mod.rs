@@ -113,7 +113,7 @@ pub struct Supervisor<'a> {
     /// The executable of the ranks.
     pub program: &'a Path,
     /// Number of ranks that it starts.
-    pub nproc: usize,
+    pub processes: usize,
     /// Their place among the ranks of other machines; none where there are no others.
     pub share: Option<Share>,
     /// Folder of the run: `logs/` and `errors/` lie in it.
@@ -123,7 +123,7 @@ pub struct Supervisor<'a> {
     /// Whether ranks of one GPU form an NCCL group, which takes them only from hosts apart.
     pub claims_hosts: bool,
     /// Adds to the failure of a rank what would help, before it is stored and shown.
-    pub advice: &'a dyn Fn(&mut Failure),
+    pub suggestions: &'a dyn Fn(&mut Failure),
 }
 
 /// The ranks of one machine among those of all.
@@ -141,7 +141,7 @@ impl std::fmt::Debug for Supervisor<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Supervisor")
             .field("program", &self.program)
-            .field("nproc", &self.nproc)
+            .field("processes", &self.processes)
             .field("output", &self.output)
             .finish_non_exhaustive()
     }
@@ -162,18 +162,18 @@ impl Supervisor<'_> {
         let mut watch = Watch {
             output: self.output,
             first_rank: self.first_rank(),
-            ranks: Vec::with_capacity(self.nproc),
+            ranks: Vec::with_capacity(self.processes),
             endings: Vec::new(),
-            undrained: 2 * self.nproc,
+            undrained: 2 * self.processes,
             phase: Phase::Running,
             asked_to_stop: false,
             oom_kills_before: OomKills::now(),
-            vitals: Vitals::new(self.nproc),
+            vitals: Vitals::new(self.processes),
             machine: None,
-            advice: self.advice,
+            suggestions: self.suggestions,
             screen,
         };
-        for rank in 0..self.nproc {
+        for rank in 0..self.processes {
             let mut env = environment.clone();
             let number = self.first_rank() + rank;
             env.push((rank_env::RANK, number.to_string().into()));
@@ -230,11 +230,14 @@ impl Supervisor<'_> {
                     .port
                     .unwrap_or(crate::launch::rendezvous::DEFAULT_PORT),
             ),
-            None => (self.nproc, "127.0.0.1".to_string(), port),
+            None => (self.processes, "127.0.0.1".to_string(), port),
         };
         Ok(vec![
             (rank_env::WORLD_SIZE, world.to_string().into()),
-            (rank_env::LOCAL_WORLD_SIZE, self.nproc.to_string().into()),
+            (
+                rank_env::LOCAL_WORLD_SIZE,
+                self.processes.to_string().into(),
+            ),
             (rank_env::MASTER_ADDR, addr.into()),
             (rank_env::MASTER_PORT, port.to_string().into()),
             (rank_env::RUN_TOKEN, self.job.token().into()),
@@ -274,7 +277,7 @@ struct Watch<'a> {
     oom_kills_before: OomKills,
     vitals: Vitals,
     machine: Option<Machine>,
-    advice: &'a dyn Fn(&mut Failure),
+    suggestions: &'a dyn Fn(&mut Failure),
     screen: &'a mut Screen,
 }
 
@@ -434,7 +437,12 @@ impl Watch<'_> {
                 None => self.seen(),
             };
             return Err(RunFailure {
-                failure: Box::new(report::explain(first, &machine, self.output, self.advice)),
+                failure: Box::new(report::explain(
+                    first,
+                    &machine,
+                    self.output,
+                    self.suggestions,
+                )),
                 died: !asked && first.died(),
             });
         }

@@ -50,7 +50,7 @@ pub(super) fn explain(
     ending: &Ending,
     machine: &Machine,
     output: &Path,
-    advice: &dyn Fn(&mut Failure),
+    suggestions: &dyn Fn(&mut Failure),
 ) -> Failure {
     let rank = ending.rank;
     let details = Failure::path(output, rank);
@@ -93,7 +93,7 @@ pub(super) fn explain(
             let others = machine.ranks.iter().filter(|seen| seen.rank != rank);
             failure.evidence.extend(others.filter_map(Seen::condition));
         }
-        advice(&mut failure);
+        suggestions(&mut failure);
         // The stored twin is complete; the printed one points to it.
         drop(failure.save(output, rank));
         failure = failure.details(details);
@@ -259,8 +259,13 @@ mod tests {
         let folder = tempfile::tempdir().expect("temp dir");
         let own = Failure::new(ErrorCode::Collective, "rank 1 waits for rank 0", "stopped");
         own.save(folder.path(), 1).expect("saved");
-        let advice = |failure: &mut Failure| failure.next.push("an idea".into());
-        let failure = explain(&ending(1, 14 << 8), &machine(0), folder.path(), &advice);
+        let suggestions = |failure: &mut Failure| failure.next.push("an idea".into());
+        let failure = explain(
+            &ending(1, 14 << 8),
+            &machine(0),
+            folder.path(),
+            &suggestions,
+        );
         assert!(failure.evidence[0].contains("process 7 is stopped by a signal"));
         assert_eq!(failure.next, ["an idea"]);
         let stored = Failure::load(folder.path(), 1).expect("stored");

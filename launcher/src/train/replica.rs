@@ -1,9 +1,8 @@
-//! Everything a rank holds while it works.
+//! One rank, opened: model and samples read, ranks met, states allocated and loaded.
 
 use super::collectives::Collectives;
 use super::inject::Faults;
 use super::spill;
-use super::step_context::Place;
 use crate::config::RunGpu;
 use crate::config::fault_lines;
 use crate::config::{Collectives as ChosenCollectives, PrecisionChoice, RunConfig, RunPlan, Task};
@@ -32,31 +31,45 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// One rank's model, states, data and connections.
-pub(crate) struct Session<'a> {
+/// The model of one rank: its code, its states, the device that computes, and the way to the other ranks.
+pub(crate) struct Replica<'a> {
     pub(crate) config: &'a RunPlan,
     pub(crate) model: Arc<dyn VisionLanguageModel>,
     pub(crate) processor: Arc<dyn Processor>,
-    pub(crate) weights: Option<WeightSource>,
     pub(crate) backend: Arc<dyn Backend>,
-    devices: &'a dyn Devices,
-    local_rank: usize,
     pub(crate) comm: Arc<dyn Communicator>,
     pub(crate) zero: Zero,
-    /// Of a GPU: where the tensors of a micro-batch lie.
-    pub(crate) places: Option<Places>,
+}
+
+/// The GPU of a rank.
+pub(crate) struct OwnGpu<'a> {
+    pub(crate) gpu: &'a RunGpu,
+    devices: &'a dyn Devices,
+}
+
+impl OwnGpu<'_> {
+    /// What nobody uses of it now, where the driver tells.
+    pub(crate) fn free_bytes(&self) -> Option<u64> {
+        self.devices.free_bytes(self.gpu)
+    }
+}
+
+/// A rank that is ready to train.
+pub(crate) struct Opened<'a> {
+    pub(crate) replica: Replica<'a>,
+    /// The files that the weights came from.
+    pub(crate) weights: Option<WeightSource>,
     pub(crate) train: Arc<SampleSet>,
     pub(crate) eval: Option<SampleSet>,
-    pub(crate) reporter: Reporter,
-    /// The micro-batch at hand, while there is one.
-    pub(crate) place: Option<Place>,
-    /// Micro-batches of the present step and their summed losses on this rank.
-    pub(crate) step_losses: Vec<(Place, f64)>,
+    pub(crate) gpu: Option<OwnGpu<'a>>,
+    /// Of a GPU: where the tensors of a micro-batch lie.
+    pub(crate) places: Option<Places>,
     /// The loss scale of fp16.
     pub(crate) scaler: Option<LossScaler>,
+    pub(crate) reporter: Reporter,
     /// Bytes per second of this rank's share of the spill disks, where they were measured.
     pub(crate) disk_ceiling: Option<f64>,
-    /// What the checkpoint resumed from has to say to the training loop.
+    /// The checkpoint resumed from, and its metadata.
     pub(crate) resumed: Option<(PathBuf, Value)>,
     /// What this rank exchanged with the others last.
     pub(crate) collectives: Arc<Collectives>,
@@ -64,7 +77,7 @@ pub(crate) struct Session<'a> {
     pub(crate) faults: Faults,
 }
 
-/// Why a rank has no session.
+/// Why a rank was not opened.
 pub(crate) enum NotOpened {
     /// GPUs should have read each other's memory, cannot, and need not: the run can be planned another way. The same on
     /// every rank.
@@ -78,7 +91,8 @@ impl From<Failure> for NotOpened {
     }
 }
 
-impl<'a> Session<'a> {
+impl<'a> Opened<'a> {
+    /// Reads model and samples, meets the other ranks, allocates the states and loads them.
     pub(crate) fn open(
         config: &'a RunPlan,
         env: &RankEnv,
@@ -166,42 +180,42 @@ impl<'a> Session<'a> {
             .then(|| LossScaler::new(config.numbers.loss_scale))
             .transpose()
             .map_err(|e| Failure::usage("the loss scale is out of range", e.to_string()))?;
-        let mut session = Self {
-            config,
-            model,
-            processor,
+        let gpu = gpu_of(config, env.local_rank);
+        let mut opened = Self {
+            replica: Replica {
+                config,
+                model,
+                processor,
+                backend,
+                comm,
+                zero,
+            },
             weights,
-            backend,
-            devices,
-            local_rank: env.local_rank,
-            comm,
-            zero,
-            places,
             train: Arc::new(train),
             eval,
-            reporter,
-            place: None,
-            step_losses: Vec::new(),
+            gpu: gpu.map(|gpu| OwnGpu { gpu, devices }),
+            places,
             scaler,
+            reporter,
             disk_ceiling,
             resumed: None,
             collectives,
             faults,
         };
-        session.load()?;
-        Ok(session)
-    }
-
-    /// This rank's GPU, and what nobody uses of it now.
-    pub(crate) fn gpu_now(&self) -> Option<(&RunGpu, Option<u64>)> {
-        let gpu = gpu_of(self.config, self.local_rank)?;
-        Some((gpu, self.devices.free_bytes(gpu)))
+        opened.load()?;
+        Ok(opened)
     }
 
     /// Base weights, then the checkpoint to resume from, if any.
     fn load(&mut self) -> Result<(), Failure> {
         let started = Instant::now();
-        let (model, weights, seed) = (&self.model, &self.weights, self.config.seed);
+        let Replica {
+            config,
+            model,
+            zero,
+            ..
+        } = &mut self.replica;
+        let (weights, seed) = (&self.weights, config.seed);
         let read = |id: ParamId, elements: Range<usize>, out: &mut [f32]| {
             let name = &model.spec().params[id.index()].name;
             match weights {
@@ -215,10 +229,9 @@ impl<'a> Session<'a> {
                 }
             }
         };
-        self.zero
-            .load(read)
+        zero.load(read)
             .map_err(|e| failures::engine("load weights", &e))?;
-        if let Some(source) = &self.weights {
+        if let Some(source) = weights {
             let sizes = source.files().filter_map(|f| std::fs::metadata(f).ok());
             self.reporter.emit(&Event::Load {
                 bytes: sizes.map(|m| m.len()).sum(),
@@ -226,26 +239,25 @@ impl<'a> Session<'a> {
                 seconds: started.elapsed().as_secs_f64(),
             });
         }
-        if let Some(checkpoint) = resume::open(self.config)? {
+        if let Some(checkpoint) = resume::open(config)? {
             let doing = resume::doing(checkpoint.folder());
             // Before training the supervisor has compared all hashes.
-            if self.config.task == Task::Evaluate {
+            if config.task == Task::Evaluate {
                 checkpoint
                     .verify()
                     .map_err(|e| failures::checkpoint(&doing, &e))?;
             }
             let updates = checkpoint.meta().get("updates").and_then(Value::as_u64);
             let updates = updates.unwrap_or_else(|| checkpoint.step());
-            self.zero
-                .restore(&checkpoint, updates)
+            zero.restore(&checkpoint, updates)
                 .map_err(|e| failures::engine(&doing, &e))?;
             let folder = checkpoint.folder().to_owned();
             self.resumed = Some((folder, checkpoint.meta().clone()));
-        } else if self.config.task == Task::Evaluate {
+        } else if config.task == Task::Evaluate {
             return Err(Failure::new(
                 ErrorCode::Resume,
                 "no checkpoint to evaluate was found",
-                format!("{} contains none", self.config.output.display()),
+                format!("{} contains none", config.output.display()),
             ));
         }
         Ok(())

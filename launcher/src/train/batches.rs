@@ -1,0 +1,70 @@
+//! The micro-batches of one rank, which threads encode ahead of the loop.
+
+use super::replica::Replica;
+use crate::config::Workers;
+use crate::data::check::encode_options;
+use crate::data::{Loader, LoaderOptions, SampleSet, Sampler};
+use crate::error::{ErrorCode, Failure, failures};
+use models::data::EncodedSample;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A micro-batch on its way from a loader thread.
+pub(crate) struct MicroBatch {
+    /// Indices of the samples.
+    pub(crate) indices: Vec<usize>,
+    pub(crate) samples: Vec<EncodedSample>,
+    /// Tells each visit to a sample from all others.
+    pub(crate) keys: Vec<u64>,
+}
+
+/// Starts to encode the micro-batches of `steps` in the order of `sampler`.
+pub(crate) fn start_loader(
+    replica: &Replica<'_>,
+    set: Arc<SampleSet>,
+    sampler: Sampler,
+    steps: Range<u64>,
+) -> Loader<MicroBatch, Failure> {
+    let (config, processor) = (replica.config, replica.processor.clone());
+    let options = encode_options(config);
+    let rank = replica.comm.world().rank;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut ahead = LoaderOptions::for_node(cores, config.ranks_here());
+    if let Workers::Count(threads) = config.batch.data_workers {
+        ahead = LoaderOptions {
+            threads,
+            ahead: 2 * threads,
+        };
+    }
+    let micro_steps = config.batch.accumulation_steps as u64;
+    Loader::new(ahead, steps, micro_steps, move |step, micro| {
+        let encode = |index: usize| {
+            processor
+                .encode(&set.samples[index], &set.images, &options)
+                .map_err(|e| {
+                    Failure::new(
+                        ErrorCode::DataFile,
+                        format!("sample {index} cannot be read in step {}", step + 1),
+                        failures::chain(&e),
+                    )
+                    .evidence("it was readable when the run started")
+                })
+        };
+        let indices = sampler.indices(step, micro, rank);
+        let samples = indices.iter().copied().map(encode);
+        Ok(MicroBatch {
+            samples: samples.collect::<Result<_, _>>()?,
+            keys: sampler.positions(step, micro, rank).collect(),
+            indices,
+        })
+    })
+}
+
+/// That the loader ended before the last step: a bug.
+pub(crate) fn ended_early() -> Failure {
+    Failure::new(
+        ErrorCode::Panic,
+        "the data ended early",
+        "the loader has no batch left",
+    )
+}
