@@ -1,13 +1,13 @@
-//! Reading `config.json`: what the families share.
+//! Errors and checks that the readers of `config.json` of all families share.
 
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
-/// Larger sizes are taken for damage: the product of two still fits 64 bits.
+/// Largest size that a field may have. The product of two still fits 64 bits; a larger value counts as damage.
 pub(crate) const MAX_SIZE: usize = 1 << 28;
 
-/// Bytes of the file `config.json` in the model folder `dir`, and its path.
+/// Bytes of `config.json` and its path. `dir` is the model directory, or the file itself.
 ///
 /// # Errors
 /// [`ConfigError::Read`].
@@ -43,13 +43,13 @@ pub enum ConfigError {
         /// Line, column and cause.
         source: serde_json::Error,
     },
-    /// Another model family.
+    /// The `model_type` is of no supported family.
     #[error("model type \"{found}\" is not supported, expected one of {}", crate::families::MODEL_TYPES.join(", "))]
     UnsupportedModel {
         /// The `model_type` of the file, empty if it has none.
         found: String,
     },
-    /// Another release of this family.
+    /// The release of this family is not supported.
     #[error("{model_type} version {found} is not supported, only version {expected}")]
     UnsupportedVersion {
         /// The `model_type` of the file.
@@ -59,7 +59,7 @@ pub enum ConfigError {
         /// What is supported.
         expected: &'static str,
     },
-    /// A field holds a value that this implementation does not compute.
+    /// A field has a value that this implementation does not support.
     #[error("{field} = {found} is not supported, expected {expected}")]
     Unsupported {
         /// The field.
@@ -81,7 +81,7 @@ pub enum ConfigError {
     },
 }
 
-/// The error of a value that is not computed.
+/// [`ConfigError::Unsupported`] of a field.
 pub(crate) fn unsupported(
     field: &'static str,
     found: String,
@@ -94,7 +94,7 @@ pub(crate) fn unsupported(
     }
 }
 
-/// Fails unless `found` is absent or `expected`.
+/// Checks that `found` is absent or equals `expected`.
 pub(crate) fn expect(
     field: &'static str,
     found: Option<&str>,
@@ -106,7 +106,7 @@ pub(crate) fn expect(
     }
 }
 
-/// Fails unless a dropout is zero.
+/// Checks that a dropout probability is zero.
 pub(crate) fn no_dropout(field: &'static str, found: f64) -> Result<(), ConfigError> {
     if found == 0.0 {
         Ok(())
@@ -115,7 +115,7 @@ pub(crate) fn no_dropout(field: &'static str, found: f64) -> Result<(), ConfigEr
     }
 }
 
-/// `found`, which must be a positive number.
+/// Returns `found` if it is a positive number.
 pub(crate) fn positive(field: &'static str, found: f64) -> Result<f64, ConfigError> {
     if found > 0.0 && found.is_finite() {
         return Ok(found);
@@ -123,7 +123,7 @@ pub(crate) fn positive(field: &'static str, found: f64) -> Result<f64, ConfigErr
     Err(unsupported(field, found.to_string(), "a positive number"))
 }
 
-/// `found`, which must be at least 1 and at most [`MAX_SIZE`].
+/// Returns `found` if it is between 1 and [`MAX_SIZE`].
 pub(crate) fn size(field: &'static str, found: usize) -> Result<usize, ConfigError> {
     if found == 0 {
         let reason = "it must be at least 1".to_owned();
@@ -136,7 +136,7 @@ pub(crate) fn size(field: &'static str, found: usize) -> Result<usize, ConfigErr
     at_most(field, found, MAX_SIZE)
 }
 
-/// `found`, which must be at most `limit`.
+/// Returns `found` if it is at most `limit`.
 pub(crate) fn at_most(
     field: &'static str,
     found: usize,
@@ -153,7 +153,7 @@ pub(crate) fn at_most(
     })
 }
 
-/// `found / divisor`, which must leave no rest.
+/// Returns `found / divisor` if the remainder is zero.
 pub(crate) fn divisible(
     field: &'static str,
     found: usize,
@@ -170,18 +170,18 @@ pub(crate) fn divisible(
     })
 }
 
-/// `eos_token_id`: one token or several.
+/// Value of `eos_token_id`: one id or a list.
 #[derive(Clone, Debug, serde::Deserialize)]
 #[serde(untagged, expecting = "expected a token id or a list of them")]
 pub(crate) enum EosIds {
-    /// One.
+    /// One id.
     One(i32),
-    /// Several.
+    /// Several ids.
     Several(Vec<i32>),
 }
 
 impl EosIds {
-    /// All of them.
+    /// The ids as a list.
     pub(crate) fn into_vec(self) -> Vec<i32> {
         match self {
             Self::One(id) => vec![id],

@@ -1,16 +1,16 @@
-//! What can go wrong while a model runs or is described.
+//! Errors of models, tapes and model descriptions.
 
 use engine::{EngineError, UnitId};
 use kernels::KernelError;
 
-/// Failures of a model, its tape and its description. Reading weights has [`crate::WeightError`].
+/// Failure of a model, its tape or its description. Reading weights fails with [`crate::WeightError`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
-    /// The device refused.
+    /// An operation of the device failed.
     #[error(transparent)]
     Kernel(#[from] KernelError),
-    /// The engine refused.
+    /// The engine failed.
     #[error(transparent)]
     Engine(#[from] EngineError),
     /// Weights could not be read.
@@ -22,7 +22,8 @@ pub enum ModelError {
         /// The operation.
         op: &'static str,
     },
-    /// Units must be used in the order in which the model declares them, each once per pass.
+    /// A unit was used out of order. A pass uses units in the order in which the model declares them, each at most
+    /// once.
     #[error("unit {unit:?} was requested after unit {after:?}")]
     UnitOrder {
         /// The unit.
@@ -30,30 +31,30 @@ pub enum ModelError {
         /// The last unit used before it.
         after: UnitId,
     },
-    /// A segment's second run gave other values than its first.
+    /// The recompute of a segment gave other values than its first run.
     #[error("output {output} of unit {unit:?} differs between forward and recompute")]
     ReplayDiffers {
         /// The segment's unit.
         unit: UnitId,
-        /// Which output.
+        /// Index of the output.
         output: usize,
     },
-    /// A segment's input was to be computed again by the segment in front, which cannot.
+    /// An input of a segment should be recomputed by the previous segment, which cannot do it.
     #[error("the input of unit {unit:?} was not stored, and no earlier unit recomputes it")]
     NotRecomputed {
         /// The segment's unit.
         unit: UnitId,
     },
-    /// The gradient of per-token losses must be the same for every token.
+    /// The gradient of the per-token losses is not the same for every token.
     #[error("{op}: the gradient of the losses must be one factor for all rows")]
     LossGradient {
         /// The operation.
         op: &'static str,
     },
-    /// A segment was asked for a gradient of a value that no gradient can reach.
+    /// Backward was asked for the gradient of a value that depends on no parameter or leaf with gradient.
     #[error("the value does not depend on any trainable parameter or leaf")]
     NoGradient,
-    /// A configuration field has a value this model cannot run with.
+    /// A setting has a value that this model does not support.
     #[error("model configuration: {field} is {value}: {reason}")]
     Config {
         /// The field.
@@ -63,7 +64,7 @@ pub enum ModelError {
         /// Why not.
         reason: &'static str,
     },
-    /// Words that should name parts of the model to train name none.
+    /// A word of a selection matches no parameter of the model, or is not a valid expression.
     #[error("{word:?} in a list of parts: {reason}")]
     Selection {
         /// The word or expression.
@@ -71,7 +72,7 @@ pub enum ModelError {
         /// What is wrong with it.
         reason: String,
     },
-    /// An adapter target matches no adaptable layer, or one that cannot take an adapter.
+    /// An adapter target matches no linear layer, or one that cannot take an adapter.
     #[error("adapter target {target:?}: {reason}")]
     AdapterTarget {
         /// The regular expression or projection name.
@@ -82,7 +83,7 @@ pub enum ModelError {
     /// A batch was packed by a model of another family.
     #[error("the images of the batch are not those of {expected}")]
     ForeignBatch {
-        /// Whose pictures were expected.
+        /// Name of the tower whose batch was expected.
         expected: &'static str,
     },
     /// An encoded sample does not fit the model.

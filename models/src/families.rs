@@ -1,4 +1,4 @@
-//! Which model a folder holds: family and every size come from its `config.json`.
+//! The model families, and how to open a model directory: family and sizes come from its `config.json`.
 
 use crate::cogvlm::config::Edition;
 use crate::cogvlm::{CogConfig, CogProcessor, CogVlm};
@@ -17,7 +17,7 @@ use serde::Deserialize;
 use std::path::Path;
 use std::sync::Arc;
 
-/// What `model_type`, or the first of `architectures`, may be.
+/// Supported values of `model_type`, or of the first of `architectures`.
 pub const MODEL_TYPES: [&str; 6] = [
     "minicpmv",
     "minicpmo",
@@ -27,7 +27,7 @@ pub const MODEL_TYPES: [&str; 6] = [
     "glm4v",
 ];
 
-/// A family of models that share code.
+/// Model family: one implementation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Family {
     /// MiniCPM-V 2.6 and MiniCPM-o 2.6.
@@ -44,11 +44,11 @@ pub enum Family {
     CogAgent,
 }
 
-/// Why a model folder yields no model.
+/// Why a model directory cannot be opened.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// Its files cannot be used.
+    /// A file of the directory cannot be used.
     #[error(transparent)]
     Files(#[from] ProcessorError),
     /// The settings do not fit the model.
@@ -81,7 +81,7 @@ impl Family {
         Self::of_bytes(&bytes, &path)
     }
 
-    /// As [`Family::of`], for the content of a `config.json`; `path` is named in errors.
+    /// As [`Family::of`], from the content of a `config.json`; `path` appears in errors.
     ///
     /// # Errors
     /// As [`Family::of`].
@@ -101,7 +101,7 @@ impl Family {
         let architecture = head.architectures.first().map_or("", String::as_str);
         match (&*head.model_type, architecture) {
             ("minicpmv" | "minicpmo", _) => Ok(Self::MiniCpm),
-            // The text models of the family have the same name.
+            // GLM-4 text models have the same name, but no vision configuration.
             ("chatglm", _) if head.vision_config.is_some() => Ok(Self::Glm4v),
             ("glm4v", _) => Ok(Self::Glm41v),
             (found, architecture) => Err(ConfigError::UnsupportedModel {
@@ -115,12 +115,12 @@ impl Family {
         }
     }
 
-    /// Layers that get adapters when nothing is said: those of the family's published recipe.
+    /// Default adapter targets: those of the family's published fine-tuning recipe.
     #[must_use]
     pub fn default_lora_targets(self) -> &'static str {
         match self {
             Self::MiniCpm => r"llm\..*layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj|o_proj)",
-            // The published list names layers that the checkpoint does not have; attention is what it means.
+            // The published recipe names layers that the checkpoint does not have. It means the attention.
             Self::Glm4v => "self_attention.query_key_value",
             Self::Glm41v => "q_proj,k_proj,v_proj,o_proj",
             Self::CogVlm | Self::CogAgent => {
@@ -130,7 +130,7 @@ impl Family {
         }
     }
 
-    /// Modules trained in full beside adapters when nothing is said.
+    /// Modules that are trained in full beside adapters by default.
     #[must_use]
     pub fn default_modules_to_save(self, tune_vision: bool) -> &'static str {
         match self {
@@ -142,10 +142,10 @@ impl Family {
     }
 }
 
-/// Opens the model of the folder `dir`: parameters and forward pass, without its weights.
+/// Opens the model of the directory `dir`: parameters and forward pass, without weights.
 ///
 /// # Errors
-/// [`OpenError`] if a file cannot be used or `options` does not fit.
+/// [`OpenError`] if a file cannot be used or `options` do not fit the model.
 pub fn open_model(
     dir: &Path,
     options: ModelOptions,
@@ -170,11 +170,11 @@ pub fn open_model(
     }
 }
 
-/// Opens the model that a `config.json`, or the folder it lies in, describes: its parameters, and passes on a device
-/// that computes nothing. Of the other files only what changes no size is missed.
+/// Opens a model from `config.json` alone, for its shapes and for dry runs on a meta device. `path` is the file or
+/// its directory. Values of other files that change no size, such as pixel normalization, are replaced by defaults.
 ///
 /// # Errors
-/// As [`open_model`], but for files other than `config.json`.
+/// As [`open_model`], for `config.json`.
 pub fn open_shapes(
     path: &Path,
     options: ModelOptions,
@@ -193,7 +193,7 @@ pub fn open_shapes(
     }
 }
 
-/// Opens the sample rules of the folder `dir`.
+/// Opens the processor of the model directory `dir`.
 ///
 /// # Errors
 /// [`ProcessorError`] naming the file that is missing, invalid or contradicts another.

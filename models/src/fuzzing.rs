@@ -1,4 +1,5 @@
-//! Readers of what others wrote, as functions of its bytes: for fuzzers and tests, no part of the interface.
+//! Entry points for fuzzers: parsers of untrusted files, as functions of their bytes. Not part of the public
+//! interface.
 
 use crate::cogvlm::CogConfig;
 use crate::config::ConfigError;
@@ -12,21 +13,21 @@ use crate::text::{Tokenizer, TokenizerError};
 use crate::weights::{self, WeightError};
 use std::path::Path;
 
-/// Reads the header of a safetensors file.
+/// Parses the header of a safetensors file.
 ///
 /// # Errors
-/// It cannot be used.
+/// When the header is invalid.
 pub fn weights(bytes: &[u8]) -> Result<(), WeightError> {
     weights::check_bytes(bytes, Path::new("model.safetensors"))
 }
 
-/// Reads a model's `config.json`, as its own family does and as all others do.
+/// Parses a `config.json` with the parser of every family.
 ///
 /// # Errors
-/// Its own family cannot use it, or it is of none.
+/// When no family matches, or the parser of the matching family fails.
 pub fn config(bytes: &[u8]) -> Result<(), ConfigError> {
     let path = Path::new("config.json");
-    // A file that is not meant for a family must not harm it either.
+    // Parsers of the other families must fail without a panic.
     let cog = CogConfig::parse(bytes, path).map(drop);
     let minicpm = MiniCpmConfig::parse(bytes, path).map(drop);
     let glm4v = Glm4vConfig::parse(bytes, path).map(drop);
@@ -39,27 +40,27 @@ pub fn config(bytes: &[u8]) -> Result<(), ConfigError> {
     }
 }
 
-/// Pixels by the header of a picture.
+/// Pixels that the header of an image states.
 #[must_use]
 pub fn pixels(bytes: &[u8]) -> Option<u64> {
     let (width, height) = decode::size_of(Path::new("picture"), bytes).ok()?;
     Some(u64::from(width) * u64::from(height))
 }
 
-/// Reads a picture.
+/// Decodes an image.
 ///
 /// # Errors
-/// It cannot be used.
+/// When the bytes are not a supported image.
 pub fn picture(bytes: &[u8]) -> Result<RgbImage, ImageError> {
     decode_bytes(Path::new("picture"), bytes)
 }
 
-/// Reads a file of a tokenizer, whichever it is, and encodes and decodes a text with it.
+/// Parses a tokenizer file of any kind, then encodes and decodes a text with it.
 ///
 /// # Errors
-/// It cannot be used.
+/// When the file is invalid.
 pub fn tokenizer(bytes: &[u8]) -> Result<(), TokenizerError> {
-    /// What a `tokenizer_config.json` adds to.
+    /// Small `tokenizer.json` that the `tokenizer_config.json` under test adds tokens to.
     const SMALL: &[u8] =
         br#"{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}}"#;
     let model = Path::new("tokenizer.model");

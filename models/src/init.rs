@@ -1,40 +1,39 @@
-//! Random start values.
+//! Random initial values of parameters.
 //!
-//! Every value is a function of seed, tensor name and element, so that no rank count, shard size
-//! or order of calls changes a model.
+//! Every value is a function of the seed, the tensor's name and the element's index. Ranks, shard sizes and the order
+//! of calls do not change a model.
 
 use crate::params::ADAPTER_PREFIX;
 use engine::ParamSpec;
 use optim::rng::RandomStream;
 use std::ops::Range;
 
-/// A distribution of start values.
+/// Distribution of initial values.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Init {
-    /// All alike.
+    /// One value for all elements.
     Constant(f32),
-    /// Standard deviation.
+    /// Normal with mean 0 and this standard deviation.
     Normal(f32),
-    /// Half width.
+    /// Uniform between minus and plus this value.
     Uniform(f32),
 }
 
 impl Init {
-    /// Xavier's uniform distribution.
+    /// Xavier (Glorot) uniform distribution: half width `sqrt(6 / (fan_in + fan_out))`.
     #[must_use]
     pub fn xavier(fan_in: usize, fan_out: usize) -> Self {
         Self::Uniform((6.0 / (fan_in + fan_out) as f32).sqrt())
     }
 }
 
-/// Inputs and outputs of a parameter taken as a matrix.
+/// Fan-in and fan-out of a parameter viewed as a matrix.
 pub(crate) fn fans(param: &ParamSpec) -> (usize, usize) {
     let fan_out = param.shape.dims().first().copied().unwrap_or(1);
     (param.shape.elems() / fan_out.max(1), fan_out)
 }
 
-/// Writes the start values of `elements` of a parameter (row-major) into `out`. Adapters, biases and
-/// vectors begin alike in all families; `matrix` is the family's rule for the rest.
+/// Writes initial values of `elements` (row-major) of a parameter into `out`. See [`rule`] for `matrix`.
 pub(crate) fn fill(
     param: &ParamSpec,
     matrix: Init,
@@ -54,12 +53,13 @@ pub(crate) fn fill(
     }
 }
 
-/// The distribution of a parameter; `matrix` is the family's rule for what has several axes.
+/// Distribution of a parameter. Adapters, biases and vectors follow the same rule in all families; `matrix` applies
+/// to every other tensor.
 #[must_use]
 pub fn rule(param: &ParamSpec, matrix: Init) -> Init {
     let name = param.name.as_str();
     if name.starts_with(ADAPTER_PREFIX) {
-        // Kaiming's uniform distribution with a = sqrt(5) for A; B begins at zero.
+        // As peft: Kaiming uniform with a = sqrt(5) for A, zeros for B.
         return match name.contains(".lora_A.") {
             true => Init::Uniform((1.0 / fans(param).0 as f32).sqrt()),
             false => Init::Constant(0.0),

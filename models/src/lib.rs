@@ -1,23 +1,23 @@
-//! Vision-language models written forward-only on a tape of replayed segments, with their image and text processing.
+//! Vision-language models whose authors write the forward pass only, with their image and text processing.
 //!
 //! | module | concept |
 //! |---|---|
-//! | [`autograd`] | the tape: segments leased, run, and run again in backward |
-//! | [`ops`] | differentiable operations, forward beside backward |
-//! | [`nn`] | blocks over parameter handles |
-//! | [`init`] | random start values |
-//! | [`params`], [`lora`], [`selection`] | declaring parameters for the engine; adapters; which parts train |
-//! | [`families`], [`options`] | which model a folder holds; how a run sets it up |
+//! | [`autograd`] | the tape: checkpointed segments, recomputed in backward |
+//! | [`ops`] | differentiable operations: forward and backward |
+//! | [`nn`] | layers and blocks over parameter ids |
+//! | [`init`] | random initial values |
+//! | [`params`], [`lora`], [`selection`] | declaring parameters for the engine; adapters; which parameters are trainable |
+//! | [`families`], [`options`] | which model a directory has; settings of a run |
 //! | [`batch`] | packed inputs of one pass |
-//! | [`generate`] | answers: the decoder's cache, sampling, ranks in lock step |
-//! | [`weights`], [`adapter`] | reading safetensors folders, and what a run saved beside its base |
+//! | [`generate`] | generation: KV cache, sampling, ranks in lockstep |
+//! | [`weights`], [`adapter`] | readers of safetensors directories, and of what a run saved beside its base |
 //! | [`seeded`] | random weights of any size without a file |
 //! | [`cogvlm`] | CogVLM, CogAgent and CogVLM2 |
-//! | [`eva`] | the vision tower of the Cogs and GLM-4V |
+//! | [`eva`] | the vision tower of CogVLM, CogAgent, CogVLM2 and GLM-4V |
 //! | [`glm4v`], [`glm41v`] | GLM-4V-9B; GLM-4.1V-9B-Thinking |
 //! | [`minicpm`] | MiniCPM-V 2.6 and MiniCPM-o 2.6 |
-//! | [`data`], [`processor`] | samples as users write them and as models take them; who turns one into the other |
-//! | [`config`], [`image`], [`text`] | reading `config.json`; pictures to pixels, conversations to tokens |
+//! | [`data`], [`processor`] | raw and encoded samples; the interface that encodes them |
+//! | [`config`], [`image`], [`text`] | `config.json`; image decoding; tokenizers and chat templates |
 #![forbid(unsafe_code)]
 
 pub mod adapter;
@@ -67,16 +67,16 @@ use nn::LmHead;
 use params::SplitAdapters;
 use std::ops::Range;
 
-/// One sample on its way into a [`Batch`].
+/// One encoded sample, before it is packed into a [`Batch`].
 #[derive(Clone, Copy, Debug)]
 pub struct SampleInput<'a> {
     /// Token ids.
     pub input_ids: &'a [i32],
     /// Labels, already shifted; empty when nothing is supervised.
     pub labels: &'a [i32],
-    /// Token ranges that features replace: range k belongs to slice k.
+    /// Token ranges `start..end` that features replace; range `k` belongs to slice `k`.
     pub image_bounds: &'a [(usize, usize)],
-    /// Slices; those without a range have no effect.
+    /// Image slices; a slice without a range has no effect.
     pub slices: &'a [Slice],
 }
 
@@ -102,34 +102,34 @@ impl<'a> From<&'a EncodedPrompt> for SampleInput<'a> {
     }
 }
 
-/// The parts of a model whose activations are kept or computed again.
+/// Part of a model, as the unit of choice for recompute and for what is trainable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Tower {
-    /// Pictures to features.
+    /// Vision tower: images to features.
     Vision,
-    /// Features to the width of the language model.
+    /// Resampler, projector or merger: features to the width of the language model.
     Resampler,
-    /// Tokens, decoder and loss.
+    /// Language model: embedding, decoder, head and loss.
     Language,
 }
 
-/// What training, evaluation and generation ask of a model.
+/// A vision-language model for training, evaluation and generation.
 pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
-    /// Units and parameters, in forward order.
+    /// Units and parameters in forward order.
     fn spec(&self) -> &ModelSpec;
 
     /// The run's settings.
     fn options(&self) -> &ModelOptions;
 
-    /// The part of the model that the unit or parameter called `name` belongs to.
+    /// Tower of the unit or parameter called `name`.
     fn tower_of(&self, name: &str) -> Tower;
 
-    /// The part of the model that a unit belongs to.
+    /// Tower of a unit.
     fn tower(&self, unit: UnitId) -> Tower {
         self.tower_of(&self.spec().units[unit.index()].name)
     }
 
-    /// Fused layers whose projections have adapters of their own.
+    /// Fused layers with one adapter per projection.
     fn split_adapters(&self) -> &SplitAdapters {
         static NONE: SplitAdapters = SplitAdapters::new();
         &NONE
@@ -146,7 +146,7 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
     /// When a sample does not fit the model or memory runs out.
     fn collate(&self, samples: &[SampleInput<'_>], backend: &dyn Backend) -> Result<Batch>;
 
-    /// Packs one token per sample, each at its position, to follow samples that lie in a cache.
+    /// Packs one token per sample, each at its position, for samples whose previous tokens are cached.
     ///
     /// # Errors
     /// When memory runs out.
@@ -157,20 +157,20 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
         backend: &dyn Backend,
     ) -> Result<Batch>;
 
-    /// What the decoder keeps of a token in a cache: memory of a generation is counted with it.
+    /// Sizes of the KV cache.
     fn cache_shape(&self) -> CacheShape;
 
-    /// The decoder's last norm and the product with the vocabulary.
+    /// The final norm and the output head.
     fn head(&self) -> &LmHead;
 
-    /// Hidden states of all tokens before the last norm, `[T, D]`. A batch without pictures does not run the vision
-    /// units; keys and values go through the batch's cache, if it has one.
+    /// Hidden states of all tokens before the final norm, `[T, D]`. A batch without images does not run the vision
+    /// units. Attention uses the batch's cache, if it has one.
     ///
     /// # Errors
     /// When the engine or the device fails.
     fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var>;
 
-    /// The forward pass with the loss.
+    /// Forward pass with the loss.
     ///
     /// # Errors
     /// When the engine or the device fails.
@@ -179,7 +179,7 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
         self.head().loss(tape, batch, &hidden)
     }
 
-    /// f32 logits `[samples, vocabulary]` behind the last token of each sample.
+    /// f32 logits `[samples, vocabulary]` after the last token of each sample.
     ///
     /// # Errors
     /// When the engine or the device fails.
@@ -188,7 +188,7 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
         self.head().logits(tape, &hidden, Some(&batch.last_rows))
     }
 
-    /// f32 logits of all rows, `[T, v]`. For comparisons on small models: training never makes them.
+    /// f32 logits `[T, vocabulary]` of all rows. For tests on small models; training does not materialize logits.
     ///
     /// # Errors
     /// When the engine or the device fails.
@@ -197,11 +197,11 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
         self.head().logits(tape, &hidden, None)
     }
 
-    /// Distribution of random start values of a parameter of the base with several axes.
+    /// Distribution of initial values of a base parameter with more than one axis.
     fn start_values(&self, param: &ParamSpec) -> Init;
 
-    /// Writes random start values of `elements` (row-major) of a parameter into `out`; a function
-    /// of seed, tensor name and element only.
+    /// Writes random initial values of `elements` (row-major) of a parameter into `out`. They depend on seed, tensor
+    /// name and element index only.
     fn init(&self, id: ParamId, seed: u64, elements: Range<usize>, out: &mut [f32]) {
         let param = &self.spec().params[id.index()];
         init::fill(param, self.start_values(param), seed, elements, out);

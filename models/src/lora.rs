@@ -1,4 +1,4 @@
-//! Which layers get a low-rank adapter, and what else an adapter run trains.
+//! LoRA settings of a run: target layers, ranks and scales, and modules trained in full.
 
 use crate::autograd::Rows;
 use crate::error::{ModelError, Result};
@@ -6,14 +6,14 @@ use regex::Regex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Where a family's decoder layers are and what they call their linear layers.
+/// Naming of a family's decoder layers and their linear layers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LanguageModules {
-    /// Begins the path of every module of the decoder layers.
+    /// Prefix of the path of every module of the decoder.
     pub prefix: &'static str,
-    /// Last part of the paths of attention's linear layers.
+    /// Last component of the paths of the attention's linear layers.
     pub attention: &'static [&'static str],
-    /// Of the feed-forward part's.
+    /// Last component of the paths of the MLP's linear layers.
     pub mlp: &'static [&'static str],
 }
 
@@ -23,16 +23,16 @@ pub enum LoraTargets {
     /// A regular expression that must match the whole module path, such as
     /// `llm.model.layers.0.self_attn.q_proj`.
     Pattern(String),
-    /// Ends of module paths (`q_proj`, `self_attention.dense`) of the language model, in every layer; `attn`, `mlp`
-    /// and `all` stand for the linear layers of a decoder layer.
+    /// Suffixes of module paths (`q_proj`, `self_attention.dense`) in every layer of the language model. `attn`,
+    /// `mlp` and `all` stand for the linear layers of a decoder layer.
     Projections(Vec<String>),
-    /// Exactly these modules by their whole paths, such as those of a saved adapter.
+    /// Exactly these modules, by whole path, as in a saved adapter.
     Modules(BTreeSet<String>),
 }
 
 impl LoraTargets {
-    /// Reads a flag's value: plain names separated by commas are projections (`attn`, `mlp` and `all` stand for
-    /// those of a decoder layer), anything else is a pattern.
+    /// Parses a flag's value. Plain names separated by commas are [`LoraTargets::Projections`]; anything else is a
+    /// [`LoraTargets::Pattern`].
     #[must_use]
     pub fn parse(text: &str) -> Self {
         let plain = |c: char| c.is_ascii_alphanumeric() || "_,. ".contains(c);
@@ -45,31 +45,32 @@ impl LoraTargets {
     }
 }
 
-/// An adapter run.
+/// LoRA settings of a run.
 #[derive(Clone, PartialEq, Debug)]
 pub struct LoraConfig {
-    /// Rows of A.
+    /// Default rank: rows of `lora_A`.
     pub lora_rank: usize,
-    /// The adapter's output is scaled by `lora_alpha / lora_rank`.
+    /// Default numerator of the scale: the adapter's output is multiplied by `lora_alpha / lora_rank`.
     pub lora_alpha: f32,
-    /// Share of the adapter's inputs that training sets to zero, 0 to 1; the rest is scaled up by `1 / (1 - p)`.
+    /// Dropout probability of the adapter's input, 0 to 1. Elements that are not dropped are multiplied by
+    /// `1 / (1 - p)`.
     pub lora_dropout: f32,
-    /// Rank and alpha of the modules, by path, that have others.
+    /// Rank and alpha of modules that differ from the defaults, by path.
     pub others: BTreeMap<String, (usize, f32)>,
-    /// Layers that get an adapter.
+    /// Target layers.
     pub targets: LoraTargets,
-    /// Layers of the language model that get adapters; all when absent.
+    /// Decoder layers of the language model that get adapters; all if absent.
     pub layers: Option<Range<usize>>,
-    /// Whether each projection of a fused layer (queries, keys and values in one weight) gets an adapter of its own, as
-    /// SwissArmyTransformer's adapters do, instead of one for the whole layer, as peft's.
+    /// Whether each projection of a fused layer (q, k and v in one weight) has its own adapter, as in
+    /// SwissArmyTransformer. Otherwise the layer has one adapter, as in peft.
     pub per_projection: bool,
-    /// Modules trained in full beside the adapters, by the last parts of their path, such as
-    /// `embed_tokens` or `resampler`.
+    /// Modules trained in full beside the adapters, by the last components of their path, such as `embed_tokens` or
+    /// `resampler`.
     pub modules_to_save: Vec<String>,
 }
 
 impl LoraConfig {
-    /// `alpha / rank`, where nothing else is said of a module.
+    /// Default scale: `alpha / rank`.
     #[must_use]
     pub fn scale(&self) -> f32 {
         self.lora_alpha / self.lora_rank as f32
@@ -84,7 +85,7 @@ impl LoraConfig {
         }
     }
 
-    /// Whether the parameter called `name` belongs to a module that trains in full.
+    /// Whether the parameter `name` belongs to one of `modules_to_save`.
     #[must_use]
     pub fn saves(&self, name: &str) -> bool {
         self.modules_to_save
@@ -93,19 +94,19 @@ impl LoraConfig {
     }
 }
 
-/// Whether a path of dotted parts lies inside a module whose path ends with `module`.
+/// Whether the dotted path `name` goes through a module whose path ends with `module`.
 fn in_module(name: &str, module: &str) -> bool {
     let dotted = format!(".{name}.");
     dotted.contains(&format!(".{module}."))
 }
 
-/// [`LoraTargets`] ready for use.
+/// Compiled [`LoraTargets`].
 #[derive(Debug)]
 pub(crate) struct TargetMatcher {
     targets: LoraTargets,
     pattern: Option<Regex>,
     layers: Option<Range<usize>>,
-    /// Ends of paths, `.` in front, that [`LoraTargets::Projections`] mean.
+    /// Path suffixes of [`LoraTargets::Projections`], each with a leading `.`.
     ends: Vec<String>,
     language: LanguageModules,
 }
@@ -140,7 +141,7 @@ impl TargetMatcher {
         self.in_layers(path) && self.is_target(path)
     }
 
-    /// Where layers were chosen, adapters stand in those of the language model only.
+    /// Whether `path` is in a chosen decoder layer; always true when no layers were chosen.
     fn in_layers(&self, path: &str) -> bool {
         let Some(layers) = &self.layers else {
             return true;
@@ -164,7 +165,7 @@ impl TargetMatcher {
         }
     }
 
-    /// What the rows of the module at `path` are.
+    /// Whether the module at `path` computes tokens or patches.
     pub(crate) fn rows(&self, path: &str) -> Rows {
         if path.starts_with(self.language.prefix) {
             Rows::Tokens
@@ -173,7 +174,7 @@ impl TargetMatcher {
         }
     }
 
-    /// The targets as the user wrote them.
+    /// The targets as text, for messages.
     pub(crate) fn text(&self) -> String {
         match &self.targets {
             LoraTargets::Pattern(text) => text.clone(),
@@ -183,7 +184,7 @@ impl TargetMatcher {
     }
 }
 
-/// The ends of paths that a list of projections means.
+/// Path suffixes of a list of projections.
 fn ends(targets: &LoraTargets, language: &LanguageModules) -> Vec<String> {
     let LoraTargets::Projections(words) = targets else {
         return Vec::new();

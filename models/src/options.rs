@@ -1,4 +1,4 @@
-//! How a model is set up for a run, whatever its family.
+//! Settings of a run that shape a model of any family.
 
 use crate::lora::LoraConfig;
 use crate::params::is_added;
@@ -7,13 +7,13 @@ use crate::{ModelError, Result, Tower};
 use engine::ModelSpec;
 use kernels::DType;
 
-/// Where angles of rotary positions are rounded.
+/// Rounding of the cosines and sines of rotary positions.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum RopePrecision {
-    /// Where the family's own code rounds: published checkpoints were trained that way.
+    /// Rounds where the family's reference code does; the published checkpoints were trained this way.
     #[default]
     Model,
-    /// Nowhere: f32 throughout.
+    /// No rounding: f32 throughout.
     F32,
 }
 
@@ -22,20 +22,20 @@ pub enum RopePrecision {
 pub struct ModelOptions {
     /// Dtype of weights and activations.
     pub dtype: DType,
-    /// Whether the vision tower trains. What joins it to the language model always does, except in a
-    /// run of adapters or prefixes that does not name it.
+    /// Whether the vision tower is trainable. The projector is always trainable in a full fine-tune, and frozen in a
+    /// run of adapters or p-tuning unless it is named.
     pub tune_vision: bool,
-    /// Whether the language model trains, embeddings and head included.
+    /// Whether the language model is trainable, embeddings and head included.
     pub tune_llm: bool,
-    /// Exactly what trains beside adapters, instead of the switches above.
+    /// The trainable base parameters, instead of `tune_vision` and `tune_llm`.
     pub train: Option<Selection>,
-    /// What stays frozen whatever else says that it trains, adapters excepted.
+    /// Base parameters that stay frozen; wins over every other setting. Adapters are not affected.
     pub freeze: Option<Selection>,
-    /// Adapters.
+    /// LoRA settings, if the run has adapters.
     pub lora: Option<LoraConfig>,
-    /// Where rotary angles are rounded.
+    /// Rounding of rotary positions.
     pub rope_precision: RopePrecision,
-    /// Learned keys and values per decoder layer (p-tuning v2); 0 for none. CogVLM and CogAgent only.
+    /// Learned tokens per decoder layer (p-tuning v2); 0 for none. CogVLM and CogAgent only.
     pub ptuning_tokens: usize,
 }
 
@@ -55,7 +55,7 @@ impl ModelOptions {
         }
     }
 
-    /// Whether the parameter `name` of the base in `tower` trains; adapters always do.
+    /// Whether the base parameter `name` in `tower` is trainable. Adapters always are.
     #[must_use]
     pub fn trains(&self, name: &str, tower: Tower) -> bool {
         let chosen = match (&self.train, tower) {
@@ -72,7 +72,7 @@ impl ModelOptions {
         (chosen || saved) && !frozen
     }
 
-    /// Dtype that rotary angles are rounded to by families whose own code rounds them.
+    /// Dtype of rotary angles for families whose reference code rounds them.
     #[must_use]
     pub fn rotary_dtype(&self) -> DType {
         match self.rope_precision {
@@ -81,7 +81,7 @@ impl ModelOptions {
         }
     }
 
-    /// Fails where learned keys and values are asked for: for families that have none.
+    /// Checks that p-tuning is off, for families that do not support it.
     ///
     /// # Errors
     /// [`ModelError::Config`].
@@ -96,10 +96,10 @@ impl ModelOptions {
         }
     }
 
-    /// Fails when a selection names nothing of the model.
+    /// Checks that every word of `train` and `freeze` matches a parameter of the model.
     ///
     /// # Errors
-    /// Names the word.
+    /// [`ModelError::Selection`], which names the word.
     pub fn check(&self, spec: &ModelSpec) -> Result<()> {
         let base = spec.params.iter().map(|param| &*param.name);
         let base = base.filter(|name| !is_added(name));

@@ -1,4 +1,4 @@
-//! Declaring a model's parameters: units in forward order, names as in the checkpoint.
+//! Builder of a model's description: units in forward order, parameters named as in the checkpoint.
 
 use crate::batch::starts_of;
 use crate::error::{ModelError, Result};
@@ -9,16 +9,16 @@ use engine::{ModelSpec, ParamId, ParamSpec, UnitId, UnitSpec};
 use kernels::Shape;
 use std::collections::BTreeMap;
 
-/// What stands before a module's path in the names of an adapter file (as peft writes them).
+/// Prefix of module paths in peft's adapter files.
 pub const ADAPTER_PREFIX: &str = "base_model.model.";
 
-/// Whether a parameter was added to the base, whose files do not have it: adapters and learned keys and values.
+/// Whether a parameter is not in the base model's files: adapters, and learned keys and values.
 #[must_use]
 pub fn is_added(name: &str) -> bool {
     name.starts_with(ADAPTER_PREFIX) || name.ends_with(".self_attn.prefix")
 }
 
-/// Collects a [`ModelSpec`].
+/// Builder of a [`ModelSpec`].
 pub struct ParamBuilder<'a> {
     spec: ModelSpec,
     trainable: &'a dyn Fn(&str) -> bool,
@@ -27,7 +27,7 @@ pub struct ParamBuilder<'a> {
     split: SplitAdapters,
 }
 
-/// Paths of the fused layers whose projections have adapters of their own, with the rows of each projection.
+/// Paths of the fused layers with one adapter per projection, with the rows of each projection.
 pub type SplitAdapters = BTreeMap<String, Vec<usize>>;
 
 impl std::fmt::Debug for ParamBuilder<'_> {
@@ -40,12 +40,11 @@ impl std::fmt::Debug for ParamBuilder<'_> {
 }
 
 impl<'a> ParamBuilder<'a> {
-    /// `trainable` decides by the name in the checkpoint, modules trained beside adapters included; adapter parameters
-    /// always train.
-    /// `language` says where the decoder's modules are.
+    /// A builder. `trainable` decides by a parameter's name in the checkpoint; adapter parameters are always
+    /// trainable. `language` names the decoder's modules.
     ///
     /// # Errors
-    /// When the adapter's targets are not a valid pattern or its rank is zero.
+    /// When the adapter targets are not a valid pattern, or the rank is zero.
     pub fn new(
         trainable: &'a dyn Fn(&str) -> bool,
         lora: Option<&'a LoraConfig>,
@@ -74,7 +73,7 @@ impl<'a> ParamBuilder<'a> {
         })
     }
 
-    /// Opens the next unit. Parameters declared through it are gathered and released together.
+    /// Opens the next unit. Its parameters are gathered and released together.
     pub fn unit(&mut self, name: &str) -> ParamScope<'_, 'a> {
         let unit = UnitId(self.spec.units.len() as u32);
         self.spec.units.push(UnitSpec { name: name.into() });
@@ -88,15 +87,15 @@ impl<'a> ParamBuilder<'a> {
     /// The finished description.
     ///
     /// # Errors
-    /// When adapters were asked for and no layer matched.
+    /// When the run asks for adapters and no layer matched.
     pub fn finish(self) -> Result<ModelSpec> {
         Ok(self.finish_with_split()?.0)
     }
 
-    /// As [`ParamBuilder::finish`], with the layers whose projections have adapters of their own.
+    /// As [`ParamBuilder::finish`], with the fused layers that have one adapter per projection.
     ///
     /// # Errors
-    /// As there.
+    /// As [`ParamBuilder::finish`].
     pub fn finish_with_split(self) -> Result<(ModelSpec, SplitAdapters)> {
         match &self.lora {
             Some((_, matcher)) if self.adapters == 0 => Err(ModelError::AdapterTarget {
@@ -108,7 +107,7 @@ impl<'a> ParamBuilder<'a> {
     }
 }
 
-/// Declares parameters of one unit below a dotted path.
+/// Declares parameters of one unit under a module path.
 #[derive(Debug)]
 pub struct ParamScope<'b, 'a> {
     builder: &'b mut ParamBuilder<'a>,
@@ -123,7 +122,7 @@ impl<'a> ParamScope<'_, 'a> {
         self.unit
     }
 
-    /// The same unit, deeper in the tree of modules.
+    /// The same unit, with `module` appended to the path.
     pub fn at(&mut self, module: &str) -> ParamScope<'_, 'a> {
         let path = self.join(module);
         ParamScope {
@@ -141,7 +140,7 @@ impl<'a> ParamScope<'_, 'a> {
         }
     }
 
-    /// Declares the parameter `name` below this path.
+    /// Declares the parameter `name` under this path.
     pub fn param(&mut self, name: &str, shape: impl Into<Shape>) -> ParamId {
         let name = self.join(name);
         let trainable = (self.builder.trainable)(&name);
@@ -159,7 +158,7 @@ impl<'a> ParamScope<'_, 'a> {
         id
     }
 
-    /// Declares the linear layer `module` (`[n, k]`), with an adapter when it is a target.
+    /// Declares the linear layer `module` with a weight `[n, k]`, and its adapter if it is a target.
     pub fn linear(&mut self, module: &str, [n, k]: [usize; 2], bias: bool) -> Linear {
         let mut inner = self.at(module);
         let weight = inner.param("weight", [n, k]);
@@ -171,8 +170,8 @@ impl<'a> ParamScope<'_, 'a> {
         }
     }
 
-    /// Declares the linear layer `module` that holds projections of `parts` rows each, one above the other. Adapters
-    /// are those of a whole layer, or one per projection: A `[parts * r, k]`, B `[n, r]`.
+    /// Declares the linear layer `module`, which concatenates projections of `parts` rows each. It gets one adapter,
+    /// or one per projection: A `[parts.len() * r, k]`, B `[n, r]`.
     pub fn fused_linear(
         &mut self,
         module: &str,
@@ -201,7 +200,7 @@ impl<'a> ParamScope<'_, 'a> {
         }
     }
 
-    /// `count` adapters, their A one above the other.
+    /// Parameters of `count` adapters; their A are concatenated along the rows.
     fn adapters(&mut self, [n, k]: [usize; 2], count: usize) -> Option<LoraParams> {
         let (config, matcher) = self.builder.lora.as_ref()?;
         if !matcher.matches(&self.path) {
@@ -222,10 +221,10 @@ impl<'a> ParamScope<'_, 'a> {
         })
     }
 
-    /// Fails when the module `name` is an adapter target although it cannot take one.
+    /// Checks that `module`, which cannot take an adapter, is not an adapter target.
     ///
     /// # Errors
-    /// Names the target.
+    /// [`ModelError::AdapterTarget`].
     pub fn refuse_adapter(&self, module: &str) -> Result<()> {
         let path = self.join(module);
         match &self.builder.lora {

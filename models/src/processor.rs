@@ -1,4 +1,4 @@
-//! What turns samples into model inputs: one implementation per family.
+//! Interface that turns samples into model inputs; each family implements it.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -13,12 +13,12 @@ use crate::data::{
 use crate::image::ImageSource;
 use crate::text::{TemplateError, Tokenizer, TokenizerError};
 
-/// A family's rules for prompts, labels and pictures, with a model folder's tokenizer and settings.
+/// Rules of a family for prompts, labels and images, with the tokenizer and settings of a model directory.
 pub trait Processor: Send + Sync + std::fmt::Debug {
-    /// Turns a sample into model inputs for training.
+    /// Encodes a sample for training.
     ///
     /// # Errors
-    /// [`SampleError`] for each way a sample can be unusable; nothing is repaired silently.
+    /// [`SampleError`] for every unusable sample; nothing is repaired silently.
     fn encode(
         &self,
         sample: &RawSample,
@@ -26,8 +26,8 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         options: &EncodeOptions,
     ) -> Result<EncodedSample, SampleError>;
 
-    /// Counts what [`Processor::encode`] would yield and checks all it checks, except the content of
-    /// picture files behind their headers.
+    /// Size of what [`Processor::encode`] would return. Makes the same checks, but reads only the headers of image
+    /// files.
     ///
     /// # Errors
     /// As [`Processor::encode`].
@@ -38,7 +38,7 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         options: &EncodeOptions,
     ) -> Result<SampleSize, SampleError>;
 
-    /// The tokens that [`Processor::encode`] would yield, from the headers of the pictures alone.
+    /// Tokens that [`Processor::encode`] would return, from the headers of the images alone.
     ///
     /// # Errors
     /// As [`Processor::measure`].
@@ -49,11 +49,11 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         options: &EncodeOptions,
     ) -> Result<SampleTokens, SampleError>;
 
-    /// Turns the conversation without its last answer into a prompt; nothing is truncated.
-    /// The style [`PlaceholderStyle::Training`] writes pictures exactly as [`Processor::encode`] does.
+    /// Encodes the conversation without its last answer as a prompt, without truncation.
+    /// [`PlaceholderStyle::Training`] writes images as [`Processor::encode`] does.
     ///
     /// # Errors
-    /// [`SampleError`] as for [`Processor::encode`], except for missing answers.
+    /// As [`Processor::encode`], except that an answer may be missing.
     fn encode_prompt(
         &self,
         sample: &RawSample,
@@ -73,10 +73,10 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         options: &EncodeOptions,
     ) -> Result<String, SampleError>;
 
-    /// What a picture of `size` (width, height) becomes.
+    /// Slices and tokens of an image of `size` (width, height).
     fn picture(&self, size: (usize, usize), options: &EncodeOptions) -> PicturePlan;
 
-    /// Token ranges of the pictures of a sample, markers included, each with its number of slices.
+    /// Token range of every image of a sample, markers included, with its number of slices.
     fn pictures(&self, tokens: &SampleTokens) -> Vec<(Range<usize>, usize)> {
         let bounds = tokens.image_bounds.iter();
         bounds.map(|(start, end)| (*start..*end, 1)).collect()
@@ -85,13 +85,13 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
     /// The tokenizer.
     fn tokenizer(&self) -> &Tokenizer;
 
-    /// Id of the token that training puts behind an answer.
+    /// Id of the token that follows an answer in training.
     fn turn_end(&self) -> i32;
 
     /// Ids of the tokens that end a generated answer.
     fn stop_ids(&self) -> Vec<i32>;
 
-    /// Text of `ids`, special tokens left out.
+    /// Text of `ids` without special tokens.
     ///
     /// # Errors
     /// [`TokenizerError::Decode`] for a negative id, or if the tokenizer fails.
@@ -100,7 +100,7 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
     }
 }
 
-/// Why a model folder yields no processor.
+/// Why a model directory cannot be used as a processor.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ProcessorError {
@@ -129,7 +129,7 @@ pub enum ProcessorError {
         /// Line, column and cause.
         source: serde_json::Error,
     },
-    /// The two configuration files disagree.
+    /// `config.json` and `preprocessor_config.json` disagree.
     #[error("{field} is {config} in config.json but {preprocessor} in preprocessor_config.json")]
     Disagree {
         /// The setting.
@@ -149,12 +149,12 @@ pub enum ProcessorError {
     },
 }
 
-/// Mean per channel of the pictures that CLIP's towers were trained on.
+/// Pixel mean per channel of CLIP's training images.
 pub(crate) const CLIP_MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
-/// Their standard deviation.
+/// Pixel standard deviation per channel of CLIP's training images.
 pub(crate) const CLIP_STD: [f32; 3] = [0.268_629_54, 0.261_302_6, 0.275_777_1];
 
-/// Turns bytes into the values the vision tower sees, in `f32`: `(v / 255 - mean) / std`.
+/// Maps pixel bytes to the f32 values that a vision tower reads: `(v / 255 - mean) / std`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Normalization {
     mean: [f32; 3],
@@ -162,7 +162,7 @@ pub struct Normalization {
 }
 
 impl Normalization {
-    /// Normalisation by `mean` and `std` per channel (red, green, blue).
+    /// Normalization by `mean` and `std` per channel (red, green, blue).
     ///
     /// # Errors
     /// [`ProcessorError::Normalization`] if a deviation is zero or any value is not finite.
@@ -174,7 +174,7 @@ impl Normalization {
         Ok(Self { mean, std })
     }
 
-    /// That of the towers trained beside CLIP.
+    /// Normalization of CLIP.
     #[must_use]
     pub fn clip() -> Self {
         Self {
@@ -188,8 +188,8 @@ impl Normalization {
         (f32::from(byte) / 255.0 - self.mean[channel]) / self.std[channel]
     }
 
-    /// Values of `patches` as laid out in [`Slice::patches`](crate::data::Slice::patches), each
-    /// patch of `3 * patch_size * patch_size` bytes.
+    /// Values of `patches`, which are laid out as in [`Slice::patches`](crate::data::Slice::patches):
+    /// `3 * patch_size * patch_size` bytes per patch.
     pub fn normalize_patches(&self, patches: &[u8], patch_size: usize) -> Vec<f32> {
         let table: [[f32; 256]; 3] =
             std::array::from_fn(|c| std::array::from_fn(|byte| self.normalize(c, byte as u8)));

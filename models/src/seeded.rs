@@ -1,12 +1,11 @@
-//! Random weights that are functions of seed, tensor name and element: a model of any size without a file, or the
-//! contents of its files.
+//! Random weights of any size without a file: a function of seed, tensor name and element index.
 //!
-//! A hash looks up the value of its quantile, a few nanoseconds each: 16 bits choose one of 65,536 equally likely values
-//! of the distribution, which is more than the number format tells apart, since a bf16 has 8 significant bits. One hash
-//! serves four elements. The same bytes on every machine, for any number of threads and any cut into ranges.
+//! A 64-bit hash serves four elements. 16 of its bits choose one of 65,536 equally likely quantiles of the
+//! distribution from a table. bf16 has 8 significant bits, so the table is finer than the format. Values are the same
+//! on every machine, for any number of threads and any division into ranges.
 //!
-//! A model folder that has [`FILE`] instead of weight files has these values; [`WeightSource`](crate::WeightSource)
-//! reads them as if they lay in files of bf16.
+//! A model directory with [`FILE`] instead of weight files has these values. [`WeightSource`](crate::WeightSource)
+//! reads them as if they were bf16 files.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -21,13 +20,13 @@ use serde::{Deserialize, Serialize};
 use crate::init::{Init, rule};
 use crate::{ModelOptions, OpenError, open_model};
 
-/// Name of the file that stands for all weights of a folder.
+/// Name of the file that replaces all weight files of a directory.
 pub const FILE: &str = "model.seeded.json";
-/// What [`FILE`] holds.
+/// Content of [`FILE`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Marker {
-    /// Which generator makes the values; another one is an error.
+    /// Name of the generator; any other name is an error.
     generator: Generator,
     /// Its seed.
     pub seed: u64,
@@ -40,7 +39,7 @@ enum Generator {
 }
 
 impl Marker {
-    /// The marker of weights under `seed`.
+    /// Marker of weights with `seed`.
     #[must_use]
     pub const fn new(seed: u64) -> Self {
         Self {
@@ -50,10 +49,10 @@ impl Marker {
     }
 }
 
-/// Parameters of the model that a folder's `config.json` describes, without adapters, with the distribution of each.
+/// Parameters of the model of a directory's `config.json`, without adapters, each with its distribution.
 ///
 /// # Errors
-/// The configuration is of no model.
+/// When `config.json` is of no supported model.
 pub fn tensors(dir: &Path) -> Result<Vec<(ParamSpec, Init)>, OpenError> {
     let model = open_model(dir, ModelOptions::new(kernels::DType::BF16))?;
     let params = model.spec().params.iter();
@@ -61,14 +60,14 @@ pub fn tensors(dir: &Path) -> Result<Vec<(ParamSpec, Init)>, OpenError> {
     Ok(params.map(of).collect())
 }
 
-/// The generators of a model's tensors, which share what they look values up in.
+/// Generators of a model's tensors; they share the tables of quantiles.
 #[derive(Debug, Default)]
 pub struct Generators {
     tables: BTreeMap<(u8, u32), Arc<[u16]>>,
 }
 
 impl Generators {
-    /// The values of the tensor `name` under `seed`, distributed as `init`.
+    /// Generator of the tensor `name` with `seed` and the distribution `init`.
     pub fn of(&mut self, seed: u64, name: &str, init: Init) -> Values {
         let key = match init {
             Init::Constant(value) => (0, value.to_bits()),
@@ -83,16 +82,16 @@ impl Generators {
     }
 }
 
-/// Equally likely values of a distribution.
+/// Quantiles in a table.
 const VALUES: usize = 1 << 16;
 /// Elements per hash.
 const LANES: usize = 4;
-/// Elements that one thread makes at once.
+/// Elements that one thread generates at a time.
 const PIECE: usize = 1 << 15;
-/// Step of the integral over the normal density.
+/// Step of the numeric integral over the normal density.
 const STEP: f64 = 1e-4;
 
-/// The generator of one tensor.
+/// Generator of one tensor.
 #[derive(Debug)]
 pub struct Values {
     key: u64,
@@ -100,12 +99,12 @@ pub struct Values {
 }
 
 impl Values {
-    /// Writes the elements from `first` on as bf16 bits.
+    /// Writes the elements from index `first` as bf16 bits.
     pub fn fill(&self, first: u64, out: &mut [u16]) {
         self.fill_as(first, out, |bits| bits);
     }
 
-    /// As [`Values::fill`], with each value's bits turned by `convert`.
+    /// As [`Values::fill`], with `convert` applied to the bits of each value.
     pub fn fill_as<T: Copy + Send>(
         &self,
         first: u64,
@@ -116,7 +115,7 @@ impl Values {
             out.fill(convert(value));
             return;
         }
-        // The rest of a block that began before.
+        // Rest of a hash block that starts before `first`.
         let head = (first.next_multiple_of(LANES as u64) - first) as usize;
         let (head, whole) = out.split_at_mut(head.min(out.len()));
         let begun = mix(self.key, first / LANES as u64);
@@ -138,11 +137,11 @@ impl Values {
     }
 }
 
-/// The values of a distribution by quantile, as bf16 bits.
+/// Table of quantiles of a distribution, as bf16 bits.
 fn table(init: Init) -> Arc<[u16]> {
     let bits = |value: f32| bf16::from_f32(value).to_bits();
     match init {
-        // A table of one value is what all hashes find.
+        // Every hash finds the only value.
         Init::Constant(value) => [bits(value)].into(),
         Init::Normal(std) => NORMAL.iter().map(|quantile| bits(std * quantile)).collect(),
         Init::Uniform(half) => (0..VALUES)
@@ -159,12 +158,12 @@ fn mix(key: u64, block: u64) -> u64 {
     value ^ (value >> 31)
 }
 
-/// Probability of the middle of the `k`-th of equally likely parts.
+/// Probability at the center of interval `k` of the equally likely intervals.
 fn middle(k: usize) -> f64 {
     (k as f64 + 0.5) / VALUES as f64
 }
 
-/// Quantiles of the standard normal distribution: its density summed up until each probability is reached.
+/// Quantiles of the standard normal distribution, from the numeric integral of its density.
 static NORMAL: LazyLock<Vec<f32>> = LazyLock::new(|| {
     let density = |z: f64| (-0.5 * z * z).exp() / std::f64::consts::TAU.sqrt();
     let mut upper = Vec::with_capacity(VALUES / 2);

@@ -1,10 +1,11 @@
-//! Which parameters a list of patterns means: `lm_head`, `llm,resampler`, `norm,bias`, `llm\.model\.layers\.[0-3]\..*`.
+//! Selection of parameters by a list of patterns: `lm_head`, `llm,resampler`, `norm,bias`,
+//! `llm\.model\.layers\.[0-3]\..*`.
 
 use regex::Regex;
 
 use crate::error::{ModelError, Result};
 
-/// A set of parameters by name.
+/// Set of parameters, given by patterns over their names.
 #[derive(Clone, Debug)]
 pub struct Selection {
     patterns: Vec<Pattern>,
@@ -24,26 +25,30 @@ struct Pattern {
 
 #[derive(Clone, Debug)]
 enum Meaning {
-    /// A module: this run of parts somewhere in the path.
+    /// A module: these components occur in sequence somewhere in the path.
     Module(String),
-    /// The pictures' side of any family.
+    /// The vision tower of any family.
     Vision,
-    /// Weights and biases of normalisation layers.
+    /// Weights and biases of normalization layers.
     Norm,
     /// Biases of all layers.
     Bias,
-    /// The whole name, or the whole path of a module above it.
+    /// Matches the whole name, or the whole path of a module that contains the parameter.
     Expression(Regex),
 }
 
 impl Selection {
-    /// Reads words separated by commas. A word of letters, digits, `_` and `.` names modules by parts of their path
-    /// (`lm_head`, `self_attn.q_proj`); `norm` and `bias` mean all of their kind, `vision` all that sees pictures, whatever the family calls it;
-    /// everything else is a regular expression over the whole path of a parameter or of a module above it. A comma inside brackets or
-    /// braces belongs to its expression.
+    /// Parses words separated by commas:
+    ///
+    /// - letters, digits, `_` and `.`: a module, by components of its path (`lm_head`, `self_attn.q_proj`);
+    /// - `norm`, `bias`: all normalization parameters, all biases;
+    /// - `vision`: the vision tower, under whichever name the family uses;
+    /// - anything else: a regular expression over the whole path of a parameter or of a module that contains it.
+    ///
+    /// A comma inside brackets or braces does not separate words.
     ///
     /// # Errors
-    /// When an expression does not parse.
+    /// [`ModelError::Selection`] when an expression does not parse, or the list is empty.
     pub fn parse(text: &str) -> Result<Self> {
         let words = split(text);
         let patterns = words.into_iter().map(|word| {
@@ -60,16 +65,16 @@ impl Selection {
         Ok(Self { patterns })
     }
 
-    /// Whether a parameter is meant.
+    /// Whether a pattern matches the parameter `name`.
     #[must_use]
     pub fn contains(&self, name: &str) -> bool {
         self.patterns.iter().any(|pattern| pattern.matches(name))
     }
 
-    /// Fails when a word means none of these parameters.
+    /// Checks that every word matches one of `names`.
     ///
     /// # Errors
-    /// Names the word.
+    /// [`ModelError::Selection`], which names the word.
     pub fn check<'n>(&self, names: impl Iterator<Item = &'n str> + Clone) -> Result<()> {
         let idle = |pattern: &&Pattern| !names.clone().any(|name| pattern.matches(name));
         match self.patterns.iter().find(idle) {
@@ -81,7 +86,7 @@ impl Selection {
         }
     }
 
-    /// The words, as given.
+    /// The words as given.
     pub fn words(&self) -> impl Iterator<Item = &str> {
         self.patterns.iter().map(|pattern| &*pattern.word)
     }
@@ -109,10 +114,10 @@ impl Pattern {
     }
 }
 
-/// What families call the pictures' side.
+/// Names of the vision tower's module in the families.
 const VISION: [&str; 3] = ["vpm", "vision", "visual"];
 
-/// Whether a path goes through a module, given as a run of its parts.
+/// Whether the components of `module` occur in sequence in the path `name`.
 fn in_module(name: &str, module: &str) -> bool {
     format!(".{name}.").contains(&format!(".{module}."))
 }
@@ -134,7 +139,7 @@ fn meaning(word: &str) -> Result<Meaning> {
     })
 }
 
-/// At commas outside of brackets.
+/// Splits at commas outside brackets and braces.
 fn split(text: &str) -> Vec<String> {
     let (mut words, mut word, mut depth) = (Vec::new(), String::new(), 0usize);
     for c in text.chars() {

@@ -1,21 +1,21 @@
-//! Which elements a training pass sets to zero: a function of seed, layer, sample, row and column, never of the batch a
-//! sample lies in, so that masks are the same for any world size and micro-batch and none is stored.
+//! Dropout masks as a function of seed, layer, sample, row and column. They do not depend on the batch, so they are
+//! the same for any world size and micro-batch size, and no mask is stored.
 
 use crate::SampleInput;
 use crate::error::Result;
 use kernels::random::philox4x32;
 use kernels::{Backend, DType, Shape, Tag, Tensor};
 
-/// What the rows of a value are.
+/// Kind of the rows of a value.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Rows {
     /// Tokens of the batch.
     Tokens,
-    /// Patches of its pictures.
+    /// Patches of the batch's images.
     Patches,
 }
 
-/// The random state of one training pass.
+/// Dropout state of one training pass.
 #[derive(Clone, Debug)]
 pub struct Dropout {
     seed: u64,
@@ -24,7 +24,7 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// `samples` are those of the batch in their order; `keys` tells them apart, also between epochs.
+    /// State for the `samples` of a batch. `keys` has one number per sample, unique across epochs.
     ///
     /// # Errors
     /// When memory runs out.

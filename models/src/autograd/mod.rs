@@ -1,10 +1,9 @@
-//! A define-by-run tape whose segments are run again in backward.
+//! A define-by-run tape of checkpointed segments, which backward recomputes.
 //!
-//! An author writes forward code only. Work happens in *segments*, one per unit of parameters:
-//! [`Tape::segment`] leases the unit, runs the body on a [`Scope`] and keeps nothing but the
-//! segment's inputs. [`Tape::backward`] walks the segments in reverse, leases each unit again,
-//! runs its body a second time with recording switched on, sweeps that inner record and hands the
-//! parameter gradients to the engine. `README.md` beside this file lists the invariants.
+//! Authors write forward code only. A *segment* is the forward code of one unit of parameters. [`Tape::segment`]
+//! leases the unit, runs the body on a [`Scope`] and stores only the segment's inputs. [`Tape::backward`] visits the
+//! segments in reverse. It leases each unit again, runs the body a second time while it records, sweeps that record,
+//! and hands the parameter gradients to the engine. `README.md` beside this file lists the invariants.
 
 mod dropout;
 mod resident;

@@ -1,4 +1,4 @@
-//! The simplest parameter access: the whole model in one memory.
+//! Parameter access of an unsharded model, all in one memory.
 
 use engine::{EngineError, Lease, LeaseOwner, ModelSpec, ParamAccess, ParamId, Phase, UnitId};
 use kernels::{Backend, KernelError, Tensor};
@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What a tape asked of [`ResidentParams`], in order.
+/// Event of [`ResidentParams`], for tests.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum AccessEvent {
     /// A lease began.
@@ -25,12 +25,12 @@ struct State {
     events: Vec<AccessEvent>,
 }
 
-/// All parameters of a model in one memory, nothing sharded: the reference for tests, and what
-/// measures a model's activations on the null device.
+/// All parameters of a model in one memory, unsharded: the reference for tests, and the access that measures a
+/// model's activations on a meta device.
 ///
-/// It holds its callers to the contract of [`ParamAccess`]: one lease at a time, deposits only
-/// under a backward lease of the parameter's unit, each parameter once per lease. Gradients of
-/// successive passes are summed until [`ResidentParams::clear_grads`].
+/// It checks the contract of [`ParamAccess`]: one lease at a time; deposits only under a backward lease of the
+/// parameter's unit; each parameter once per lease. Gradients of successive passes are summed until
+/// [`ResidentParams::clear_grads`].
 #[derive(Debug)]
 pub struct ResidentParams {
     backend: Arc<dyn Backend>,
@@ -71,7 +71,7 @@ impl ResidentParams {
         })
     }
 
-    /// With the inputs of these runs of units, but for the first of each, computed again in backward.
+    /// Recomputes the inputs of the units of each of `groups` in backward, except the input of a group's first unit.
     #[must_use]
     pub fn with_recomputed(mut self, groups: Vec<Range<u32>>) -> Self {
         self.recomputed = groups;
@@ -95,18 +95,18 @@ impl ResidentParams {
         self.weights.borrow_mut()[id.index()] = weight;
     }
 
-    /// The summed gradient of a parameter (f32), if any arrived.
+    /// Summed gradient of a parameter (f32); `None` before the first deposit.
     #[must_use]
     pub fn grad(&self, id: ParamId) -> Option<Tensor> {
         self.grads.borrow()[id.index()].clone()
     }
 
-    /// Forgets all gradients.
+    /// Drops all gradients.
     pub fn clear_grads(&self) {
         self.grads.borrow_mut().fill(None);
     }
 
-    /// Everything asked since the last call.
+    /// Events since the last call.
     pub fn take_events(&self) -> Vec<AccessEvent> {
         std::mem::take(&mut self.state.borrow_mut().events)
     }

@@ -1,4 +1,4 @@
-//! The inner recorder: differentiable operations under a lease.
+//! The scope: differentiable operations inside a segment, under its lease.
 
 use super::dropout::{Dropout, Rows};
 use super::sweep::{Grad, Node, Sweep};
@@ -10,19 +10,19 @@ use kernels::{Backend, Tensor};
 use std::cell::{Cell, RefCell};
 use std::fmt::Display;
 
-/// Whether operations are recorded.
+/// Whether and for how long operations are recorded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Mode {
-    /// Values only; nothing is kept.
+    /// First run of a segment that is recomputed: nothing is recorded.
     Forward,
-    /// Values and their backward, which outlives the lease.
+    /// First run of a segment that is stored: the record outlives the lease.
     Store,
-    /// The second run: values and their backward, swept under the same lease.
+    /// Recompute: the record is swept under the same lease.
     Replay,
 }
 
-/// What a segment's body computes with: every differentiable operation, and the only reader of
-/// weights. It exists only while the segment's unit is leased.
+/// Interface of a segment's body: all differentiable operations, and the only reader of weights. It exists only while
+/// the unit is leased.
 pub struct Scope<'s> {
     access: &'s dyn ParamAccess,
     lease: &'s Lease<'s>,
@@ -34,7 +34,7 @@ pub struct Scope<'s> {
     nodes: RefCell<Vec<Node>>,
     slots: Cell<usize>,
     elided: Cell<bool>,
-    /// Where [`Scope::with_rows`] is under way: the names of its rows.
+    /// Dropout keys of the rows inside [`Scope::with_rows`].
     row_names: RefCell<Option<Tensor>>,
 }
 
@@ -78,19 +78,19 @@ impl<'s> Scope<'s> {
         &**self.access.backend()
     }
 
-    /// The random state of a training pass.
+    /// The dropout state of a training pass.
     pub(crate) fn dropout_state(&self) -> Option<&'s Dropout> {
         self.dropout
     }
 
-    /// What tells the rows of a value apart for dropout, `[t, 2]`.
+    /// Dropout keys of the rows of a value, i32 `[t, 2]`.
     pub(crate) fn dropout_rows(&self, state: &Dropout, rows: Rows) -> Tensor {
         let names = self.row_names.borrow();
         names.as_ref().unwrap_or_else(|| state.rows(rows)).clone()
     }
 
-    /// Runs `body` on values whose rows are rows `index` (i32) of the batch's `rows`, so that the adapters inside drop
-    /// by what the rows stand for. A row may be named several times.
+    /// Runs `body` on values whose row `i` is row `index[i]` (i32) of the batch's `rows`. Adapters inside use the
+    /// dropout keys of those rows. An index may occur several times.
     ///
     /// # Errors
     /// When `body` fails or memory runs out.
@@ -116,14 +116,14 @@ impl<'s> Scope<'s> {
         Var::new(value, self.id, None, false)
     }
 
-    /// Shows a value inside the segment to the tape's observer, on the first run only.
+    /// Passes a value inside the segment to the tape's observer, on the first run only.
     pub fn observe(&self, name: impl Display, var: &Var) {
         if let Some(observer) = self.observers.values {
             observer(&name.to_string(), var.value());
         }
     }
 
-    /// A segment input: a slot of its own when a gradient for it is wanted.
+    /// A segment input; it gets a slot if it has a gradient.
     pub(super) fn enter(&self, value: Tensor, requires_grad: bool) -> Var {
         let slot = (requires_grad && self.mode != Mode::Forward).then(|| self.new_slot());
         Var::new(value, self.id, slot, requires_grad)
@@ -134,7 +134,7 @@ impl<'s> Scope<'s> {
         Ok(self.lease.param(id)?)
     }
 
-    /// A copy of a weight, where the weight itself would outlive its lease.
+    /// A weight as a value. It is a copy when the record outlives the lease.
     pub(crate) fn weight_value(&self, id: ParamId) -> Result<Tensor> {
         let weight = self.weight(id)?;
         Ok(match self.mode {
@@ -143,19 +143,19 @@ impl<'s> Scope<'s> {
         })
     }
 
-    /// Whether a gradient of the parameter is wanted.
+    /// Whether the parameter is trainable.
     pub(crate) fn trains(&self, id: ParamId) -> bool {
         self.access.is_trainable(id)
     }
 
-    /// Whether this is the second run, whose loss values nobody reads.
+    /// Whether this is a recompute, in which nobody reads the loss values.
     pub(crate) fn elide_value(&self) -> bool {
         let replay = self.mode == Mode::Replay;
         self.elided.set(self.elided.get() || replay);
         replay
     }
 
-    /// The factor that a loss will be asked the gradient of, when its gradient may be computed in this run already.
+    /// The loss factor of backward if this run may compute the loss gradient already.
     pub(crate) fn stored_loss_factor(&self) -> Option<f32> {
         (self.mode == Mode::Store).then_some(self.loss_factor)
     }
@@ -164,9 +164,9 @@ impl<'s> Scope<'s> {
         self.elided.get()
     }
 
-    /// Makes `value` a result of `inputs` and `params`. `backward` receives the value's gradient,
-    /// in the value's shape and dtype, and adds to the gradients of inputs and parameters; it is
-    /// kept only while recording and only when one of them wants a gradient.
+    /// Records `value` as the result of `inputs` and `params`. `backward` receives the gradient of `value` in its
+    /// shape and dtype, and adds to the gradients of inputs and parameters. It is kept only while recording, and only
+    /// if an input or parameter has a gradient.
     pub(crate) fn record(
         &self,
         op: &'static str,
@@ -182,7 +182,7 @@ impl<'s> Scope<'s> {
         })
     }
 
-    /// As [`Scope::record`], for an operation that treats a uniform gradient on its own.
+    /// As [`Scope::record`], for an operation that handles a uniform gradient itself.
     pub(crate) fn record_grad(
         &self,
         op: &'static str,
@@ -219,8 +219,8 @@ impl<'s> Scope<'s> {
         Ok(Var::new(value, self.id, Some(slot), true))
     }
 
-    /// As [`Scope::record`], of several results of one `input`, each with its parameters. `backward` receives the gradients
-    /// of those that have one, in their shapes and dtypes.
+    /// As [`Scope::record`], for several results of one `input`, each with its parameters. `backward` receives a
+    /// gradient, in shape and dtype of the result, or `None` for each result.
     pub(crate) fn record_all(
         &self,
         op: &'static str,
@@ -273,7 +273,7 @@ impl<'s> Scope<'s> {
         slot
     }
 
-    /// What was recorded.
+    /// Ends the scope and returns its record.
     pub(super) fn into_record(self) -> Record {
         Record {
             nodes: self.nodes.into_inner(),
@@ -286,15 +286,15 @@ impl<'s> Scope<'s> {
     }
 }
 
-/// The operations of one run of a segment.
+/// Recorded operations of one run of a segment.
 pub(super) struct Record {
     nodes: Vec<Node>,
     slots: usize,
 }
 
 impl Record {
-    /// Sweeps from `seeds` (slot, gradient) back and returns the gradients of the first `inputs` slots. Parameter
-    /// gradients are deposited on the way.
+    /// Sweeps back from `seeds` (slot, gradient), deposits parameter gradients, and returns the gradients of the
+    /// first `inputs` slots.
     pub(super) fn sweep(
         self,
         access: &dyn ParamAccess,

@@ -1,4 +1,4 @@
-//! The outer recorder: segments only.
+//! The tape: records segments, and runs backward over them.
 
 use super::dropout::Dropout;
 use super::scope::{Mode, Record, Scope};
@@ -13,14 +13,14 @@ use std::fmt::Display;
 use std::ops::Range;
 use std::rc::Rc;
 
-/// Receives named intermediate values of a forward pass.
+/// Callback for named intermediate values of a forward pass: name and value.
 pub type Observer<'o> = &'o dyn Fn(&str, &Tensor);
 
-/// Receives every operation of a forward pass inside a segment: its name, the parameters it reads
-/// and its result.
+/// Callback for every operation inside a segment of a forward pass: its name, the parameters it reads, and its
+/// result.
 pub type OpObserver<'o> = &'o dyn Fn(&'static str, &[ParamId], &Tensor);
 
-/// Who watches a forward pass.
+/// Callbacks of a forward pass.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Observers<'o> {
     pub(super) values: Option<Observer<'o>>,
@@ -32,32 +32,32 @@ type Body<'m> = Box<dyn Fn(&Scope<'_>, &[Var]) -> Result<Vec<Var>> + 'm>;
 /// Per-token losses of one pass.
 #[derive(Clone, Debug)]
 pub struct Loss {
-    /// f32 `[t]`: cross entropy of each row, zero where nothing is supervised.
+    /// f32 `[t]`: cross-entropy of each row, 0 where the row is not supervised.
     pub rows: Var,
     /// Number of supervised rows.
     pub supervised: usize,
 }
 
 impl Loss {
-    /// The sum over all rows, in f64 and in row order.
+    /// Sum over all rows, in f64 and in row order.
     ///
     /// # Errors
-    /// On the null device, which has no values.
+    /// On a meta device, which has no values.
     pub fn sum(&self) -> Result<f64> {
         let rows = self.rows.value().to_f32_vec()?;
         Ok(rows.iter().map(|x| f64::from(*x)).sum())
     }
 
-    /// Lets [`Loss::sum`] be taken later, so that the host need not wait for the forward pass before it queues backward.
+    /// Starts to copy the losses to the host, so that backward can be queued before the host waits for them.
     ///
     /// # Errors
-    /// A device that fails.
+    /// When the device fails.
     pub fn fetch(&self) -> Result<LossFetch> {
         Ok(LossFetch(self.rows.value().fetch()?))
     }
 }
 
-/// The losses of a pass, as they are taken to the host later. Their memory stays until then.
+/// Losses on their way to the host. It keeps their device memory until it is dropped.
 #[derive(Debug)]
 pub struct LossFetch(Fetch);
 
@@ -78,43 +78,43 @@ impl LossFetch {
     }
 }
 
-/// What backward needs of a segment: where its values go to, and how their gradients come about.
+/// A recorded segment: the gradient slots of its outputs, and how to compute gradients.
 struct Segment<'m> {
     unit: UnitId,
     outputs: Range<Slot>,
     work: Work<'m>,
 }
 
-/// An input of a segment that runs again.
+/// Input of a segment that is recomputed.
 enum Input {
-    /// It stays on the device.
+    /// Stored on the device.
     Here(Tensor),
-    /// It is kept elsewhere; segments that share it share the copy.
+    /// Stored by the engine's activation tier. Segments with the same input share the copy.
     Away(Rc<Saved>),
-    /// The segment in front computes it again: this output.
+    /// Recomputed by the previous segment; index of its output.
     Recomputed(usize),
 }
 
-/// How a segment's gradients come about.
+/// How backward computes the gradients of a segment.
 enum Work<'m> {
-    /// Its body runs again.
+    /// Recompute: the body runs again.
     Replay {
         body: Body<'m>,
         inputs: Vec<(Input, Option<Slot>)>,
-        /// Checksums of the outputs, where replay is checked.
+        /// Checksums of the outputs if recomputes are checked, otherwise empty.
         sums: Vec<u64>,
     },
-    /// Its first run was recorded.
+    /// The first run was recorded.
     Stored {
         record: Record,
-        /// Places of the inputs that want a gradient on the tape.
+        /// Tape slots of the inputs with gradient.
         inputs: Vec<Slot>,
-        /// Places of the outputs in the record.
+        /// Record slots of the outputs.
         outputs: Vec<Option<Slot>>,
     },
 }
 
-/// Records segments in execution order. It cannot read a weight:
+/// Recorder of segments in execution order. It cannot read a weight:
 ///
 /// ```compile_fail
 /// fn peek(tape: &models::autograd::Tape<'_, '_>, id: engine::ParamId) {
@@ -122,7 +122,7 @@ enum Work<'m> {
 /// }
 /// ```
 ///
-/// A body may run twice, so it cannot carry values out by itself:
+/// A body may run twice, so it cannot store values outside itself:
 ///
 /// ```compile_fail
 /// use models::autograd::{Tape, Var};
@@ -135,7 +135,7 @@ enum Work<'m> {
 /// }
 /// ```
 ///
-/// Nor can it keep what dies before the tape:
+/// A body cannot capture a value that is dropped before the tape:
 ///
 /// ```compile_fail
 /// use models::autograd::{Tape, Var};
@@ -169,13 +169,13 @@ impl std::fmt::Debug for Tape<'_, '_> {
 }
 
 impl<'e, 'm> Tape<'e, 'm> {
-    /// A tape that records, for one forward and backward pass.
+    /// A tape that records one forward pass and runs its backward pass.
     #[must_use]
     pub fn training(access: &'e dyn ParamAccess) -> Self {
         Self::new(access, true)
     }
 
-    /// A tape that keeps nothing: forward only.
+    /// A tape for a forward pass alone: it records nothing.
     #[must_use]
     pub fn inference(access: &'e dyn ParamAccess) -> Self {
         Self::new(access, false)
@@ -198,44 +198,45 @@ impl<'e, 'm> Tape<'e, 'm> {
         }
     }
 
-    /// Shows every observed value of the forward pass to `observer`.
+    /// Passes every observed value of the forward pass to `observer`.
     #[must_use]
     pub fn with_observer(mut self, observer: Observer<'e>) -> Self {
         self.observers.values = Some(observer);
         self
     }
 
-    /// Shows every operation inside the segments of the forward pass to `observer`.
+    /// Passes every operation inside the forward pass's segments to `observer`.
     #[must_use]
     pub fn with_op_observer(mut self, observer: OpObserver<'e>) -> Self {
         self.observers.ops = Some(observer);
         self
     }
 
-    /// Sets elements to zero where layers ask for it; without, and in inference, no layer does.
+    /// Enables dropout in the layers that have it. Without this call, and in inference, no layer drops elements.
     #[must_use]
     pub fn with_dropout(mut self, dropout: Dropout) -> Self {
         self.dropout = Some(dropout).filter(|_| self.recording);
         self
     }
 
-    /// Keeps the inner values of the segments of these units instead of computing them again in backward. The gradients
-    /// are the same bits.
+    /// Stores the inner values of the segments of these units instead of recomputing them. The gradients have the
+    /// same bits.
     #[must_use]
     pub fn with_stored(mut self, stored: &'e dyn Fn(UnitId) -> bool) -> Self {
         self.stored = Some(stored);
         self
     }
 
-    /// Whether backward compares each replayed output with the first one; on in debug builds.
+    /// Sets whether backward compares the outputs of each recompute with those of the first run. On by default in
+    /// debug builds.
     #[must_use]
     pub fn with_replay_check(mut self, check: bool) -> Self {
         self.check_replay = check;
         self
     }
 
-    /// The factor that [`Tape::backward`] will be called with, 1 unless told: the gradient of a loss in a
-    /// [`Tape::last_segment`] is computed for it in forward.
+    /// Sets the factor that [`Tape::backward`] will be called with; 1 by default. A [`Tape::last_segment`] computes
+    /// the gradient of its loss for this factor in forward.
     #[must_use]
     pub fn with_loss_factor(mut self, factor: f32) -> Self {
         self.loss_factor = factor;
@@ -261,14 +262,14 @@ impl<'e, 'm> Tape<'e, 'm> {
         Var::new(value, self.id, slot, self.recording)
     }
 
-    /// Shows `var` to the observer under `name`.
+    /// Passes `var` to the observer under `name`.
     pub fn observe(&self, name: impl Display, var: &Var) {
         if let Some(observer) = self.observers.values {
             observer(&name.to_string(), var.value());
         }
     }
 
-    /// Elements kept on the device for backward: the inputs of the segments that run again.
+    /// Elements stored on the device for backward: the inputs of the segments that are recomputed.
     #[must_use]
     pub fn saved_elems(&self) -> usize {
         let segments = self.segments.borrow();
@@ -283,14 +284,15 @@ impl<'e, 'm> Tape<'e, 'm> {
         here.sum()
     }
 
-    /// Runs `body` while the parameters of `unit` are readable, and keeps only `inputs`.
+    /// Runs `body` under a lease of `unit` and stores only `inputs` for backward.
     ///
-    /// `body` runs once here and, when a gradient passes through, once more in backward, or twice where the unit behind
-    /// keeps no input ([`ParamAccess::recomputes_input`]); all runs must compute the same. Values without gradient (masks, positions) are captured.
-    /// Units are used in the order of the model, each at most once per tape.
+    /// `body` runs once here. It runs again in backward if a gradient passes through it, and a third time if the next
+    /// unit does not store its input ([`ParamAccess::recomputes_input`]). All runs must compute the same values.
+    /// Values without gradient (masks, positions) are captured by the closure. Units are used in the order of the
+    /// model, each at most once per tape.
     ///
     /// # Errors
-    /// When the unit is out of order, an input belongs to another tape, or `body` or the engine
+    /// When the unit is out of order, an input belongs to another tape, or `body` or the engine fails.
     /// fails.
     pub fn segment<const I: usize, const O: usize>(
         &self,
@@ -302,8 +304,8 @@ impl<'e, 'm> Tape<'e, 'm> {
         self.segment_in(unit, inputs, body, stored)
     }
 
-    /// As [`Tape::segment`], for the one that backward begins with: it needs the inner values at once, so they are
-    /// kept instead of computed again.
+    /// As [`Tape::segment`], for the segment that backward begins with. Its inner values are stored, since backward
+    /// needs them at once.
     ///
     /// # Errors
     /// As [`Tape::segment`].
@@ -367,7 +369,7 @@ impl<'e, 'm> Tape<'e, 'm> {
         }))
     }
 
-    /// The inputs for the second run.
+    /// Inputs of a segment for its recompute.
     fn keep_all(&self, unit: UnitId, inputs: &[&Var]) -> Result<Vec<(Input, Option<Slot>)>> {
         let again = match self.segments.borrow().last() {
             Some(front) if self.access.recomputes_input(unit) => match front.work {
@@ -385,7 +387,7 @@ impl<'e, 'm> Tape<'e, 'm> {
         inputs.iter().map(input).collect()
     }
 
-    /// An input for the second run: values that carry a gradient go to the engine's tier for them.
+    /// An input for the recompute. If it has a gradient and the engine has an activation tier, it is stored there.
     fn keep(&self, input: &Var) -> Result<(Input, Option<Slot>)> {
         let (Some(tier), Some(slot)) = (self.access.activations(), input.slot()) else {
             return Ok((Input::Here(input.value().clone()), input.slot()));
@@ -454,11 +456,11 @@ impl<'e, 'm> Tape<'e, 'm> {
         outputs.iter().map(|v| checksum(v.value())).collect()
     }
 
-    /// Sends `factor * sum(loss.rows)` back through the tape. Parameter gradients go to the
-    /// engine, each once, in f32. Saved inputs die as the sweep passes.
+    /// Backpropagates `factor * sum(loss.rows)`. Each parameter's gradient goes to the engine once, in f32. Stored
+    /// inputs are freed as backward passes their segment.
     ///
     /// # Errors
-    /// When a segment differs from its first run, or the engine or the device fails.
+    /// When a recompute differs from its first run, or the engine or the device fails.
     pub fn backward(self, loss: &Loss, factor: f32) -> Result<()> {
         match loss.rows.slot() {
             Some(slot) => self.run(vec![(slot, Grad::Uniform(factor))]).map(drop),
@@ -466,11 +468,11 @@ impl<'e, 'm> Tape<'e, 'm> {
         }
     }
 
-    /// As [`Tape::backward`] from any values and their gradients (same shape and dtype);
-    /// returns the gradients of the leaves.
+    /// As [`Tape::backward`], from any values and their gradients (same shape and dtype). Returns the gradients of
+    /// the leaves.
     ///
     /// # Errors
-    /// As [`Tape::backward`], and when a value depends on nothing that wants a gradient.
+    /// As [`Tape::backward`], and when a value has no gradient to propagate.
     pub fn backward_from(self, seeds: &[(&Var, Tensor)]) -> Result<Gradients> {
         let seeds = seeds
             .iter()
@@ -505,7 +507,7 @@ impl<'e, 'm> Tape<'e, 'm> {
         for (slot, grad) in seeds {
             add(backend, &mut grads, slot, grad)?;
         }
-        // From here on a kept value lives as long as the last segment that wants it.
+        // From here on, only the segments that need a stored value keep it alive.
         drop(away);
         let mut segments = segments.into_inner();
         while let Some(mut segment) = segments.pop() {
@@ -523,7 +525,7 @@ impl<'e, 'm> Tape<'e, 'm> {
                     check_replay,
                 )?;
             }
-            // A group that is computed again begins with its first.
+            // Recomputing a group begins with its first segment, which has all its inputs.
             let next = segments.iter().rfind(|segment| !segment.lacks_input());
             if let Some(next) = next.filter(|_| !segment.lacks_input()) {
                 prefetch(access, next)?;
@@ -539,8 +541,8 @@ impl<'e, 'm> Tape<'e, 'm> {
     }
 }
 
-/// Leases the segment's unit, runs its body again where its first run was not recorded, sweeps; returns the gradients of its inputs by
-/// their slot on the tape.
+/// Backward of one segment: leases its unit, recomputes the body if the first run was not recorded, and sweeps the
+/// record. Returns the inputs' gradients by tape slot.
 fn replay(
     access: &dyn ParamAccess,
     segment: Segment<'_>,
@@ -563,7 +565,7 @@ fn replay(
         }
         Work::Replay { body, inputs, sums } => {
             let slots: Vec<Slot> = inputs.iter().filter_map(|(_, slot)| *slot).collect();
-            // In a replay the factor comes with the gradient.
+            // In a recompute the loss factor comes with the gradient.
             let mode = Mode::Replay;
             let scope = Scope::new(access, &lease, Observers::default(), dropout, mode, 1.0);
             let mut vars = Vec::with_capacity(inputs.len());
@@ -594,7 +596,7 @@ fn replay(
 }
 
 impl Segment<'_> {
-    /// Whether an input has to be computed first.
+    /// Whether an input must be recomputed by the previous segment.
     fn lacks_input(&self) -> bool {
         let Work::Replay { inputs, .. } = &self.work else {
             return false;
@@ -603,7 +605,7 @@ impl Segment<'_> {
         inputs.any(|(input, _)| matches!(input, Input::Recomputed(_)))
     }
 
-    /// Takes what it lacks from the outputs of the segment in front.
+    /// Fills in the inputs that the previous segment recomputed; `front` are its outputs.
     fn complete(&mut self, front: &[Tensor]) {
         if let Work::Replay { inputs, .. } = &mut self.work {
             for (input, _) in inputs {
@@ -615,8 +617,8 @@ impl Segment<'_> {
     }
 }
 
-/// Computes the inputs that a group did not keep: runs its segments in front of `last` forward again, and leaves every
-/// segment of the group its inputs. Those that were kept elsewhere come back once.
+/// Recomputes the inputs that a group of segments did not store. Runs the segments before `last` forward again, and
+/// gives every segment of the group its inputs. An input in the activation tier is read once.
 fn recompute(
     access: &dyn ParamAccess,
     segments: &mut [Segment<'_>],
@@ -673,7 +675,7 @@ fn recompute(
     Ok(())
 }
 
-/// Starts to bring back what a segment's second run begins with.
+/// Starts to prefetch the stored inputs of a segment from the activation tier.
 fn prefetch(access: &dyn ParamAccess, segment: &Segment<'_>) -> Result<()> {
     if let (Some(tier), Work::Replay { inputs, .. }) = (access.activations(), &segment.work) {
         for (input, _) in inputs {
@@ -691,7 +693,7 @@ fn load(access: &dyn ParamAccess, saved: &Saved) -> Result<Tensor> {
     Ok(tier.load(saved, &**access.backend())?)
 }
 
-/// The outputs' gradients by their slot in the inner record.
+/// Gradients of the outputs by slot of the inner record.
 fn inner_seeds(
     scope: &Scope<'_>,
     outputs: Vec<Var>,
@@ -728,8 +730,8 @@ fn add(backend: &dyn Backend, grads: &mut [Option<Grad>], slot: Slot, grad: Grad
     Ok(())
 }
 
-/// FNV-1a over the bytes; 0 where there are none: on the null device, and of a device that fails (its next operation
-/// says so).
+/// FNV-1a hash of the bytes. It is 0 on a meta device, and on a failed device, whose next operation returns the
+/// error.
 fn checksum(value: &Tensor) -> u64 {
     let hash = |bytes: &[u8]| {
         bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
@@ -747,7 +749,7 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// The gradient of a leaf; `None` when nothing flowed into it or it is not a leaf of the tape.
+    /// The gradient of a leaf; `None` when no gradient reached it or it is not a leaf of the tape.
     #[must_use]
     pub fn get(&self, leaf: &Var) -> Option<&Tensor> {
         match leaf.slot().filter(|_| leaf.recorder() == self.recorder) {

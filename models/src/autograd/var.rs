@@ -1,9 +1,9 @@
-//! Values that gradients flow through.
+//! Values of a tape or scope, with the slot of their gradient.
 
 use kernels::{DType, Shape, Tensor};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Identity of a tape or scope, so that a value of one is not used under another.
+/// Identity of a tape or scope. Values of one must not be used under another.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct RecorderId(u64);
 
@@ -14,7 +14,7 @@ impl RecorderId {
     }
 }
 
-/// Place of a gradient during the sweep.
+/// Index of a gradient during a sweep.
 pub(crate) type Slot = usize;
 
 /// A value on a tape or scope. Cloning shares the memory.
@@ -47,7 +47,7 @@ impl Var {
         &self.value
     }
 
-    /// Gives up the place on the tape, keeps the value.
+    /// The forward value, without its slot.
     #[must_use]
     pub fn into_value(self) -> Tensor {
         self.value
@@ -65,13 +65,13 @@ impl Var {
         self.value.dtype()
     }
 
-    /// Whether a trainable parameter or a leaf lies behind the value.
+    /// Whether the value depends on a trainable parameter or a leaf.
     #[must_use]
     pub fn requires_grad(&self) -> bool {
         self.requires_grad
     }
 
-    /// Where its gradient is collected; `None` when none is wanted or nothing is recorded.
+    /// Slot of its gradient; `None` when the value has no gradient or nothing is recorded.
     pub(crate) fn slot(&self) -> Option<Slot> {
         self.slot
     }
