@@ -1,8 +1,8 @@
-//! Keys and values of the tokens that a generation has seen, so that a new token costs one row.
+//! KV cache: keys and values of the tokens of a generation, so that a new token costs one row.
 //!
-//! Every prompt owns a range of rows, as long as its prompt and its longest answer: nothing moves
-//! while answers grow, and the bytes are known before the first pass. What a prompt does not use
-//! yet lies between the sequences of the attention as a sequence without queries.
+//! Every prompt owns a range of rows for its tokens and its longest answer. Rows never move while answers grow, and
+//! the size is known before the first pass. Unused rows of a prompt are a sequence without queries in the attention's
+//! tables.
 
 use crate::autograd::{Scope, Var};
 use crate::batch::CrossRows;
@@ -12,7 +12,7 @@ use kernels::{Backend, DType, Shape, Tag, Tensor};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// What a decoder keeps per token.
+/// Sizes of a decoder's KV cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CacheShape {
     /// Decoder layers.
@@ -23,18 +23,18 @@ pub struct CacheShape {
     pub head_dim: usize,
     /// Dtype of keys and values.
     pub dtype: DType,
-    /// Learned tokens before each prompt.
+    /// Learned tokens (p-tuning) before each prompt.
     pub prefix_tokens: usize,
-    /// Features of a picture that every layer reads by an attention of its own.
+    /// Sizes of the cross-attention's cache, if the decoder has cross-attention (CogAgent).
     pub cross: Option<CrossCacheShape>,
 }
 
-/// What a decoder keeps per layer of a prompt's picture.
+/// Cached features of an image, per layer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CrossCacheShape {
-    /// Features of a picture.
+    /// Features of an image.
     pub features: usize,
-    /// Elements of their keys, and of their values.
+    /// Width of their keys, and of their values.
     pub width: usize,
 }
 
@@ -46,7 +46,7 @@ impl CacheShape {
         (elems * self.dtype.size_bytes()) as u64
     }
 
-    /// Bytes that a prompt costs beside its tokens, with `pictures` pictures.
+    /// Bytes that a prompt with `pictures` images costs in addition to its tokens.
     #[must_use]
     pub fn bytes_per_prompt(&self, pictures: usize) -> u64 {
         let cross = self.cross.map_or(0, |cross| cross.features * cross.width);
@@ -56,26 +56,26 @@ impl CacheShape {
     }
 }
 
-/// Keys and values `[rows, g, d]` of one layer.
+/// Keys and values of one layer, each `[rows, g, d]`.
 type Pair = [Tensor; 2];
 
-/// The cache of one batch of prompts, in the device's pool under [`Tag::Cache`].
+/// KV cache of one batch of prompts, in the device's pool under [`Tag::Cache`].
 #[derive(Debug)]
 pub struct KvCache {
-    /// A layer's tensors; absent only while they are being written, or after that failed.
+    /// Tensors of each layer. `None` only during a write, or after a write failed.
     layers: Vec<Mutex<Option<Pair>>>,
-    /// Rows of each prompt.
+    /// Cache rows of each prompt.
     ranges: Vec<Range<usize>>,
-    /// Rows of each prompt that are learned.
+    /// Rows at the start of each prompt that are learned tokens.
     prefix: usize,
-    /// Features of each prompt, among all.
+    /// Range of each prompt's image features among those of the batch.
     features: Vec<Range<usize>>,
-    /// Keys and values of all features by layer, once the first pass has made them.
+    /// Keys and values of all image features by layer; the first pass sets them.
     cross: Vec<OnceLock<Pair>>,
 }
 
 impl KvCache {
-    /// Room for prompts that grow to `capacities` tokens.
+    /// Allocates a cache for prompts that grow to `capacities` tokens.
     ///
     /// # Errors
     /// When the pool is full.
@@ -105,14 +105,14 @@ impl KvCache {
         })
     }
 
-    /// Names the features of each prompt, among those of the first pass.
+    /// Sets the range of each prompt's image features among those of the first pass.
     #[must_use]
     pub fn with_features(mut self, features: Vec<Range<usize>>) -> Self {
         self.features = features;
         self
     }
 
-    /// What attends to features when the prompts `open`, ascending, get one token each.
+    /// Cross-attention tables when each of the prompts `open` (ascending) gets one token.
     ///
     /// # Errors
     /// When the pool is full.
@@ -135,14 +135,15 @@ impl KvCache {
         self.ranges.last().map_or(0, |range| range.end)
     }
 
-    /// Rows of tokens `tokens` of prompt `i`, learned ones included.
+    /// Cache rows of a range of tokens of prompt `i`; learned tokens count.
     fn place(&self, i: usize, tokens: Range<usize>) -> impl Iterator<Item = i32> {
         let start = self.ranges[i].start;
         debug_assert!(start + tokens.end <= self.ranges[i].end);
         tokens.map(move |t| (start + t) as i32)
     }
 
-    /// One query behind each of `lengths` (prompt, keys with its own), the prompts ascending.
+    /// Attention tables for one query per prompt. `lengths` are (prompt, keys including the query's own), prompts
+    /// ascending.
     fn one_query_each(&self, lengths: &[(usize, usize)]) -> Sequences {
         let (mut queries, mut q_starts) = (0, vec![0]);
         let mut k_starts = vec![0];
@@ -162,12 +163,12 @@ impl KvCache {
         Sequences {
             q_starts: q_starts.into(),
             k_starts: k_starts.into(),
-            // The one query is the last token and sees every key.
+            // A single query is the last token, so it sees every key without a mask.
             causal: false,
         }
     }
 
-    /// Writes the rows of a pass and returns all of the layer.
+    /// Writes the rows of a pass into the cache of a layer, and returns the whole cache of the layer.
     fn write(
         &self,
         layer: usize,
@@ -178,7 +179,7 @@ impl KvCache {
         let mut slot = self.layers[layer]
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        // Taken out, so that it is the only handle and is written in place.
+        // Taken out of the slot: a tensor with one owner is written in place.
         let [k, v] = slot.take().expect("a generation ends with its first error");
         let k = backend.write_rows(k, rows, new[0])?;
         let v = backend.write_rows(v, rows, new[1])?;
@@ -188,19 +189,19 @@ impl KvCache {
     }
 }
 
-/// What one pass writes into a cache and reads from it; travels in a [`Batch`](crate::Batch).
+/// Cache access of one pass; part of a [`Batch`](crate::Batch).
 #[derive(Clone, Debug)]
 pub struct CachePass {
     cache: Arc<KvCache>,
-    /// i32 `[T]`: the cache row of every token of the batch.
+    /// i32 `[T]`: cache row of every token of the batch.
     rows: Tensor,
-    /// The batch's queries against the cache's rows; absent in the first pass, whose tokens attend
-    /// to each other as in training.
+    /// Attention of the batch's queries to the cache's rows. Absent in the first pass, whose tokens attend to each
+    /// other as in training.
     sequences: Option<Sequences>,
 }
 
 impl CachePass {
-    /// The first pass: whole prompts of `lengths` (prompt, tokens), the prompts ascending.
+    /// First pass: whole prompts with `lengths` (prompt, tokens), prompts ascending.
     ///
     /// # Errors
     /// When the pool is full.
@@ -221,7 +222,7 @@ impl CachePass {
         })
     }
 
-    /// One more token for each of `cached` (prompt, tokens cached before), the prompts ascending.
+    /// Later pass: one more token for each of `cached` (prompt, tokens cached before), prompts ascending.
     ///
     /// # Errors
     /// When the pool is full.
@@ -244,7 +245,7 @@ impl CachePass {
         })
     }
 
-    /// The part of decoder layer `layer`.
+    /// The cache access of decoder layer `layer`.
     #[must_use]
     pub fn layer(&self, layer: usize) -> CachedLayer<'_> {
         CachedLayer { pass: self, layer }
@@ -261,7 +262,7 @@ fn upload(backend: &dyn Backend, rows: &[i32]) -> Result<Tensor> {
     )?)
 }
 
-/// One layer's part of a [`CachePass`].
+/// Cache access of one layer in one pass.
 #[derive(Clone, Copy, Debug)]
 pub struct CachedLayer<'a> {
     pass: &'a CachePass,
@@ -269,7 +270,7 @@ pub struct CachedLayer<'a> {
 }
 
 impl CachedLayer<'_> {
-    /// Keys and values of the prompts' features: `first` makes them in the first pass.
+    /// Keys and values of the prompts' image features; `first` computes them in the first pass.
     pub(crate) fn cross(
         &self,
         scope: &Scope<'_>,
@@ -286,8 +287,8 @@ impl CachedLayer<'_> {
 }
 
 impl Scope<'_> {
-    /// As [`Scope::attention`] over `sequences`; with a cache, `k` and `v` are kept in it, and later
-    /// passes attend to everything that it holds. Generation only: no gradient reaches the cache.
+    /// As [`Scope::attention`] over `sequences`. With a cache, stores `k` and `v` in it; passes after the first
+    /// attend to the whole cache. For generation only: no gradient reaches the cache.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

@@ -1,7 +1,7 @@
-//! Answers of any model with a decoder: a first pass over whole packed prompts, then passes of one
-//! token per prompt whose attention reads cached keys and values.
+//! Generation of answers, for any model with a decoder. The first pass computes whole packed prompts. Each later pass
+//! computes one token per prompt and reads cached keys and values.
 //!
-//! Ranks that share a model's parameters run in lock step: see [`generate`].
+//! Ranks that share a model's parameters run in lockstep; see [`generate`].
 
 mod cache;
 mod sampling;
@@ -17,36 +17,35 @@ use engine::ParamAccess;
 use kernels::Backend;
 use std::sync::Arc;
 
-/// A text to continue.
+/// A prompt to continue.
 #[derive(Clone, Copy, Debug)]
 pub struct Prompt<'a> {
-    /// Tokens and pictures; labels are not looked at.
+    /// Tokens and images; labels are ignored.
     pub input: SampleInput<'a>,
-    /// Number of the sample in its data set: random draws depend on it, and not on the batch.
+    /// Index of the sample in its data set, the key of its random draws.
     pub index: u64,
-    /// Most tokens of the answer.
+    /// Maximal number of new tokens.
     pub max_new_tokens: usize,
 }
 
 impl Prompt<'_> {
-    /// Tokens that a cache holds at most: the last one of an answer is never fed back.
+    /// Maximal number of tokens in the cache. The last token of an answer is never fed back.
     #[must_use]
     pub fn cached_tokens(&self) -> usize {
         (self.input.input_ids.len() + self.max_new_tokens).saturating_sub(1)
     }
 }
 
-/// How to continue, and where answers end.
+/// Sampling settings and stop tokens.
 #[derive(Clone, PartialEq, Debug)]
 pub struct GenerateOptions {
     /// How tokens are chosen.
     pub sampling: Sampling,
-    /// Tokens that end an answer; they are not part of it.
+    /// Tokens that end an answer; they are not part of the answer.
     pub stop_ids: Vec<i32>,
 }
 
-/// Bytes of the cache that [`generate`] holds while it continues `prompts`, up to the pool's
-/// rounding to size classes.
+/// Bytes of the cache that [`generate`] needs for `prompts`, before the pool rounds up to size classes.
 #[must_use]
 pub fn cache_bytes(shape: CacheShape, prompts: &[Prompt<'_>]) -> u64 {
     let of = |prompt: &Prompt<'_>| {
@@ -56,15 +55,15 @@ pub fn cache_bytes(shape: CacheShape, prompts: &[Prompt<'_>]) -> u64 {
     prompts.iter().map(of).sum()
 }
 
-/// Continues every prompt until a stop token or its own limit, and returns the new tokens.
+/// Continues every prompt up to a stop token or its own limit, and returns the new tokens.
 ///
-/// Ranks that share the model's parameters run the same number of passes: before each,
-/// `anyone_left` is told whether this rank still decodes and answers whether any rank does; the
-/// generation ends when it answers no. A rank that is done, or has no prompt, runs a pass of one
-/// token meanwhile. Lengths and contents of the answers may differ between ranks.
+/// Ranks that share the model's parameters must run the same number of passes. Before each pass, `anyone_left`
+/// receives whether this rank still decodes, and returns whether any rank does; `false` ends the generation. A rank
+/// that is done or has no prompt runs passes of one token until then. Answers may differ between ranks in length and
+/// content.
 ///
 /// # Errors
-/// When a prompt does not fit the model, the engine or the device fails, or `anyone_left` does.
+/// When a prompt does not fit the model, or the engine, the device or `anyone_left` fails.
 pub fn generate(
     model: &dyn VisionLanguageModel,
     access: &dyn ParamAccess,
@@ -80,10 +79,11 @@ pub fn generate(
     Ok(decoder.answers)
 }
 
-/// What [`generate`] takes, on a device without values: the first pass, and then a pass of one token
-/// per prompt. `begin` runs before each pass and `end` after it.
+/// Dry run of [`generate`] on a meta device: the first pass, and one pass of one token per prompt. `begin` runs
+/// before each pass and `end` after it.
 ///
 /// # Errors
+/// As [`generate`], except for sampling.
 /// As [`generate`], sampling aside.
 pub fn dry_run_answers(
     model: &dyn VisionLanguageModel,
@@ -107,19 +107,19 @@ pub fn dry_run_answers(
     Ok(())
 }
 
-/// One generation under way.
+/// State of one generation.
 struct Decoder<'a> {
     model: &'a dyn VisionLanguageModel,
     access: &'a dyn ParamAccess,
     prompts: &'a [Prompt<'a>],
     options: &'a GenerateOptions,
     answers: Vec<Vec<i32>>,
-    /// Prompts whose answers grow, ascending.
+    /// Prompts whose answers are not finished, ascending.
     open: Vec<usize>,
-    /// After the first pass.
+    /// Set by the first pass.
     cache: Option<Arc<KvCache>>,
-    /// Position of each prompt's last token, which is not always its length: pictures may count
-    /// otherwise.
+    /// Position id of each prompt's last token. It can differ from the number of tokens, since image tokens may share
+    /// positions.
     last_positions: Vec<i32>,
 }
 
@@ -147,7 +147,7 @@ impl<'a> Decoder<'a> {
         &**self.access.backend()
     }
 
-    /// One pass and one token more for every open prompt.
+    /// Runs one pass and adds one token to every open prompt.
     fn step(&mut self) -> Result<()> {
         let batch = self.batch()?;
         let tape = Tape::inference(self.access);
@@ -171,7 +171,7 @@ impl<'a> Decoder<'a> {
         Ok(())
     }
 
-    /// What the next pass computes on.
+    /// The input of the next pass.
     fn batch(&mut self) -> Result<Batch> {
         match &self.cache {
             _ if self.open.is_empty() => self.idle(),
@@ -180,7 +180,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// A pass for the other ranks' sake.
+    /// A pass of one token, which keeps this rank in lockstep with the others.
     fn idle(&self) -> Result<Batch> {
         let any = SampleInput {
             input_ids: &[0],
@@ -201,7 +201,7 @@ impl<'a> Decoder<'a> {
             })
             .collect();
         let mut batch = self.model.collate(&inputs, self.backend())?;
-        // A prompt that wants no token is not in the batch and owns no row.
+        // A prompt that wants no token is not in the batch and owns no cache row.
         let mut capacities = vec![0; self.prompts.len()];
         self.last_positions = vec![0; self.prompts.len()];
         for (n, i) in self.open.iter().enumerate() {

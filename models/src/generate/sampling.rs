@@ -1,28 +1,27 @@
-//! From logits to the next token.
+//! Sampling of the next token from logits.
 //!
-//! Random numbers are counted by (seed, sample, position): a draw does not depend on what else is
-//! in the batch, on ranks or on the order of calls.
+//! Random numbers are functions of (seed, sample, position). A draw does not depend on the rest of the batch, on
+//! ranks or on the order of calls.
 
 use crate::error::{ModelError, Result};
 use optim::rng::RandomStream;
 use std::cmp::Ordering;
 
-/// How the next token is chosen.
+/// Sampling settings.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Sampling {
-    /// 0 takes the most likely token (the lowest id of equals); otherwise logits are divided by it
-    /// and a token is drawn.
+    /// Divisor of the logits. 0 means greedy: the most likely token, the lowest id among equals.
     pub temperature: f32,
-    /// Only the likeliest tokens that together reach this probability are drawn; 1 for all.
+    /// Nucleus sampling: draws among the most likely tokens that together reach this probability; 1 for all.
     pub top_p: f32,
-    /// Only this many of the likeliest tokens are drawn; 0 for all.
+    /// Draws among this many most likely tokens; 0 for all.
     pub top_k: usize,
     /// Seed of the draws.
     pub seed: u64,
 }
 
 impl Sampling {
-    /// The most likely token.
+    /// Greedy decoding.
     pub const GREEDY: Self = Self {
         temperature: 0.0,
         top_p: 1.0,
@@ -30,10 +29,10 @@ impl Sampling {
         seed: 0,
     };
 
-    /// Checks the ranges.
+    /// Checks the ranges of the settings.
     ///
     /// # Errors
-    /// Names the setting that lies outside.
+    /// Names the setting that is out of range.
     pub fn check(&self) -> Result<()> {
         let refuse = |field, value: f32, reason| {
             Err(ModelError::Config {
@@ -51,7 +50,7 @@ impl Sampling {
         Ok(())
     }
 
-    /// The next token of `sample` after `position` generated ones, from its f32 logits by token id.
+    /// Draws the next token of `sample` after `position` generated tokens, from f32 logits `[vocabulary]`.
     #[must_use]
     pub fn next(&self, logits: &[f32], sample: u64, position: u64) -> i32 {
         if self.temperature == 0.0 || self.top_k == 1 {
@@ -59,7 +58,7 @@ impl Sampling {
         }
         let candidates = self.candidates(logits);
         let total: f64 = candidates.iter().map(|(_, p)| p).sum();
-        // 53 bits, so that 0 <= u < 1.
+        // 53 bits give 0 <= u < 1.
         let bits = RandomStream::new(self.seed, "next-token").bits(sample, position) >> 11;
         let mut left = bits as f64 / (1u64 << 53) as f64 * total;
         for (token, p) in &candidates {
@@ -68,14 +67,13 @@ impl Sampling {
             }
             left -= p;
         }
-        // Rounding, or logits that are no numbers.
+        // Reached by rounding, or if a logit is NaN.
         candidates
             .last()
             .map_or(argmax(logits), |(token, _)| *token) as i32
     }
 
-    /// Tokens that may be drawn with their unnormalised probabilities, the likeliest first and the
-    /// lowest id first among equals.
+    /// Tokens that may be drawn, with unnormalized probabilities: most likely first, lowest id first among equals.
     fn candidates(&self, logits: &[f32]) -> Vec<(usize, f64)> {
         let likelier =
             |a: &usize, b: &usize| -> Ordering { logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)) };
@@ -91,7 +89,7 @@ impl Sampling {
         if self.top_p < 1.0 {
             let enough = f64::from(self.top_p) * kept.iter().map(|(_, p)| p).sum::<f64>();
             let mut sum = 0.0;
-            // The token that reaches the bound stays.
+            // The token that reaches the bound is kept.
             let reach = kept.iter().position(|(_, p)| {
                 sum += p;
                 sum >= enough
@@ -102,7 +100,7 @@ impl Sampling {
     }
 }
 
-/// Index of the largest value, the first of equals.
+/// Index of the largest value, the first among equals.
 fn argmax(row: &[f32]) -> usize {
     let mut best = 0;
     for (i, value) in row.iter().enumerate() {

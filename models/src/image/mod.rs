@@ -1,10 +1,10 @@
-//! Picture decoding and the resize that equals Pillow byte for byte.
+//! Image decoding, and a resize that equals Pillow byte for byte.
 //!
 //! | module | does |
 //! |---|---|
-//! | [`mod@decode`] | a file to 8-bit RGB as Pillow's `convert("RGB")` gives it, or its size only |
-//! | [`mod@resize`] | anti-aliased bicubic in 8-bit fixed point |
-//! | [`mod@source`] | where pictures named by a data file may come from |
+//! | [`mod@decode`] | reads a file as 8-bit RGB, as Pillow's `convert("RGB")` does, or only its size |
+//! | [`mod@resize`] | anti-aliased bicubic resize in 8-bit fixed point |
+//! | [`mod@source`] | finds the image files that a data file names |
 
 pub mod decode;
 pub mod resize;
@@ -16,7 +16,7 @@ pub use source::{ImageFolder, ImageSource};
 
 use std::fmt;
 
-/// An 8-bit RGB picture: `height` rows of `width` pixels of 3 bytes.
+/// An 8-bit RGB image: `height` rows of `width` pixels of 3 bytes.
 #[derive(Clone, PartialEq, Eq)]
 pub struct RgbImage {
     width: usize,

@@ -20,11 +20,12 @@ pub struct SelfAttentionConfig {
     pub kv_heads: usize,
     /// `d`.
     pub head_dim: usize,
-    /// Name of the one weight that holds q, k and v in this order; without it they are `q_proj`, `k_proj` and `v_proj`.
+    /// Name of the weight that holds q, k and v in this order; absent when the checkpoint has `q_proj`, `k_proj` and
+    /// `v_proj`.
     pub fused: Option<&'static str>,
     /// Whether q, k and v have a bias.
     pub qkv_bias: bool,
-    /// Whether the output projection has one.
+    /// Whether the output projection has a bias.
     pub out_bias: bool,
     /// Name of the output projection.
     pub out_name: &'static str,
@@ -38,12 +39,12 @@ pub struct SelfAttention {
     config: SelfAttentionConfig,
 }
 
-/// Where queries, keys and values come from.
+/// Weights of q, k and v.
 #[derive(Clone, PartialEq, Debug)]
 enum Projections {
-    /// A weight each.
+    /// One weight each.
     Apart(Box<[Linear; 3]>),
-    /// One weight, in that order.
+    /// One weight: q, k, v.
     Fused(FusedLinear),
 }
 
@@ -72,8 +73,8 @@ impl SelfAttention {
         }
     }
 
-    /// `[t, c]` to `[t, c]`; queries and keys are rotated when `rotary` is given, keys and values
-    /// go through `cache` when it is.
+    /// `[t, c]` to `[t, c]`. Rotates queries and keys if `rotary` is given; keys and values go through `cache` if it
+    /// is given.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

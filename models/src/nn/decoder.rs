@@ -1,4 +1,4 @@
-//! A decoder over packed samples: token embedding with the splice, layers, and the head with the loss.
+//! A decoder over packed samples: token embedding with image features, layers, and head with loss.
 //!
 //! Shapes: `T` tokens of all samples, `D` width.
 
@@ -10,9 +10,9 @@ use crate::generate::CachedLayer;
 use crate::params::{ParamBuilder, ParamScope};
 use engine::UnitId;
 
-/// A layer of a decoder.
+/// One layer of a decoder.
 pub trait DecoderLayer: std::fmt::Debug {
-    /// `[T, D]` to `[T, D]`; keys and values go through `cache` when it is given.
+    /// `[T, D]` to `[T, D]`; keys and values go through `cache` if it is given.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
@@ -25,14 +25,14 @@ pub trait DecoderLayer: std::fmt::Debug {
     ) -> Result<Var>;
 }
 
-/// Layers of one kind, one unit each.
+/// Decoder layers of one type; each is a unit.
 #[derive(Debug)]
 pub struct DecoderLayers<L> {
     layers: Vec<(UnitId, L)>,
 }
 
 impl<L: DecoderLayer> DecoderLayers<L> {
-    /// Declares `count` layers by `layer`: numbered units called after `unit`, with parameters below `module`.
+    /// Declares `count` layers with `layer`. Units are called `unit.N`, and parameters are under `module.N`.
     pub fn new(
         params: &mut ParamBuilder<'_>,
         count: usize,
@@ -50,7 +50,7 @@ impl<L: DecoderLayer> DecoderLayers<L> {
     }
 }
 
-/// All of a decoder.
+/// A whole decoder.
 #[derive(Debug)]
 pub struct Decoder<L> {
     /// The first unit.
@@ -66,7 +66,7 @@ pub struct Decoder<L> {
 pub struct DecoderConfig {
     /// Unit and module of the token embedding.
     pub embed: [&'static str; 2],
-    /// Stem of the layers' units and of their modules; a layer's number follows.
+    /// Stems of the names of the layers' units and modules; `.N` follows.
     pub layers: [&'static str; 2],
     /// Number of layers.
     pub num_layers: usize,
@@ -74,7 +74,7 @@ pub struct DecoderConfig {
     pub norm: &'static str,
     /// Unit and module of the head.
     pub head: [&'static str; 2],
-    /// Rows of embedding and head.
+    /// Sizes of a layer.
     pub vocabulary: usize,
     /// The layers.
     pub block: DecoderBlockConfig,
@@ -111,7 +111,7 @@ impl Decoder<DecoderBlock> {
 }
 
 impl<L: DecoderLayer> Decoder<L> {
-    /// Embeds the tokens, splices `features` in and runs the layers: `[T, D]`, before the norm.
+    /// Embeds the tokens, replaces image rows by `features`, and runs the layers: `[T, D]`, before the final norm.
     ///
     /// # Errors
     /// When the engine or the device fails.

@@ -1,4 +1,4 @@
-//! Several linear layers of one input whose weights lie in one tensor.
+//! Several linear layers of one input with one weight tensor.
 
 use super::Layer;
 use crate::autograd::{Scope, Var};
@@ -6,22 +6,22 @@ use crate::error::Result;
 use crate::ops::{LinearParams, LoraParams};
 use std::ops::Range;
 
-/// Projections of one input that a checkpoint keeps one above the other, such as queries, keys and values. Each is
-/// computed as a product of its own, so that nothing has to be taken apart afterwards.
+/// Projections of one input whose weights the checkpoint concatenates along the rows, such as q, k and v. Each is
+/// computed by its own product, so the outputs are separate tensors.
 #[derive(Clone, PartialEq, Debug)]
 pub struct FusedLinear {
-    /// Weight and bias of all.
+    /// Concatenated weight and bias.
     pub base: LinearParams,
-    /// The adapter of all, or one per projection.
+    /// The adapter of the whole layer, or the concatenated adapters of the projections.
     pub adapter: Option<LoraParams>,
     /// Rows of each projection.
     pub parts: Vec<Range<usize>>,
-    /// Whether each projection has an adapter of its own.
+    /// Whether each projection has its own adapter.
     pub own_adapters: bool,
 }
 
 impl FusedLinear {
-    /// Each projection as a layer of its own, for operations over several layers.
+    /// The projections as separate layers, for operations over several layers.
     #[must_use]
     pub fn layers(&self) -> Vec<Layer> {
         let layer = |(i, rows): (usize, &Range<usize>)| {
@@ -42,7 +42,7 @@ impl FusedLinear {
         }
     }
 
-    /// Projection `i` and its adapter, where it has one.
+    /// Weight and adapter of projection `i`, if it has an adapter.
     fn adapted(&self, i: usize) -> Option<(LinearParams, LoraParams)> {
         let base = self.base.clone().with_rows(self.parts[i].clone());
         let adapter = match self.adapter? {

@@ -4,26 +4,27 @@ use crate::autograd::{Scope, Var};
 use crate::error::Result;
 use crate::ops::{LinearParams, LoraParams};
 
-/// Weight and bias of a layer, and its adapter where it has one.
+/// Weight and bias of a layer, and its adapter if it has one.
 pub type Layer = (LinearParams, Option<LoraParams>);
 
-/// `x W^T + bias`, plus a low-rank adapter where one was asked for.
+/// `x W^T + bias`, plus a low-rank adapter if the layer is a target.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Linear {
     /// Weight and bias.
     pub base: LinearParams,
-    /// The adapter.
+    /// The adapter, if any.
     pub adapter: Option<LoraParams>,
 }
 
 impl Linear {
-    /// Its parameters, for operations over several layers.
+    /// The layer's parameters, for operations over several layers.
     #[must_use]
     pub fn layer(&self) -> Layer {
         (self.base.clone(), self.adapter)
     }
 
-    /// Layers of one input, in order: `[t, k]` to `[t, n]` of each. Where all have adapters, these share what they read.
+    /// Layers of one input, in order: `[t, k]` to `[t, n]` for each. If all have adapters, they share the reads of
+    /// `x`.
     ///
     /// # Errors
     /// As [`Linear::forward`].

@@ -1,4 +1,4 @@
-//! Building blocks: handles of parameters and the forward pass over them. Blocks hold no weights.
+//! Layers and blocks of models. A block holds parameter ids and a forward pass, never weights.
 
 mod attention;
 mod decoder;

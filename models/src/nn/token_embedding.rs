@@ -1,4 +1,4 @@
-//! The first unit of a decoder.
+//! Token embedding, the first unit of a decoder.
 //!
 //! Shapes: `T` tokens of all samples, `D` width, `v` vocabulary.
 
@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::params::ParamBuilder;
 use engine::{ParamId, UnitId};
 
-/// The table of token embeddings, and the splice of picture features over the tokens that stand for them.
+/// Table of token embeddings. Image features replace the rows of the tokens that stand for them.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct TokenEmbedding {
     unit: UnitId,
@@ -34,7 +34,7 @@ impl TokenEmbedding {
         })
     }
 
-    /// Embeds the tokens and splices `features` in: `[T, D]`.
+    /// Embeds the tokens and replaces image rows by `features`: `[T, D]`.
     ///
     /// # Errors
     /// When the engine or the device fails.
@@ -64,7 +64,7 @@ impl TokenEmbedding {
         Ok(x)
     }
 
-    /// Embeddings of all tokens; those of padding in the text get no gradient.
+    /// Embeddings of all tokens. Padding in the text gets no gradient.
     fn tokens(&self, scope: &Scope<'_>, batch: &Batch) -> Result<Var> {
         let x = scope.embedding(self.table, &batch.input_ids)?;
         let Some(padding) = &batch.padding_rows else {

@@ -1,4 +1,4 @@
-//! The language model's loss, logits never materialised.
+//! The language model's loss, without materialized logits.
 
 use crate::autograd::{Grad, Scope, Var};
 use crate::error::{ModelError, Result};
@@ -8,16 +8,15 @@ use kernels::{Backend, DType, LossGrads, LossNeeds, Shape, Tag, Tensor};
 const OP: &str = "linear_cross_entropy";
 
 impl Scope<'_> {
-    /// Cross entropy of each row of `hidden [t, c]` through the head `weight [v, c]` against
-    /// `labels` (i32 `[t]`, already shifted): f32 `[t]`, zero where nothing is supervised.
+    /// Cross-entropy of each row of `hidden [t, c]` through the head `weight [v, c]` against `labels` (i32 `[t]`,
+    /// already shifted). Returns f32 `[t]`, 0 for rows that are not supervised.
     ///
-    /// Its gradient must be one factor for all rows, as [`crate::autograd::Tape::backward`] seeds.
-    /// In a segment whose first run is recorded, gradients are computed along with the values, for
-    /// the factor that the tape expects. In a replay the values are left out (zeros): only their
-    /// gradient is wanted.
+    /// Its gradient must be the same factor for all rows, as [`crate::autograd::Tape::backward`] seeds it. In a
+    /// segment whose first run is recorded, forward computes the gradients too, for the factor that the tape expects.
+    /// A recompute returns zeros instead of values, since only the gradient is needed.
     ///
     /// # Errors
-    /// When shapes do not fit, a label lies outside the vocabulary, or memory runs out.
+    /// When shapes do not fit, a label exceeds the vocabulary, or memory runs out.
     pub fn linear_cross_entropy(
         &self,
         hidden: &Var,

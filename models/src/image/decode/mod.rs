@@ -1,9 +1,8 @@
-//! Reads a picture file as 8-bit RGB, the way Pillow's `convert("RGB")` sees it.
+//! Image decoder: reads a file as 8-bit RGB, as Pillow's `convert("RGB")` does.
 //!
-//! What becomes of each kind of pixel stands in `pixels`. EXIF orientation is ignored: `convert` does
-//! not turn a picture, nor do the programs that these models were trained with. The format is found from the
-//! content, never from the file name. PNG, BMP and WebP equal Pillow byte for byte; a JPEG may differ by one
-//! level in places, since decoders round differently.
+//! The conversion of each pixel format is in `pixels`. EXIF orientation is ignored, as in `convert` and in the
+//! programs that trained these models. The format is detected from the content, never from the file name. PNG, BMP
+//! and WebP equal Pillow byte for byte. A JPEG may differ by one level in places, since decoders round differently.
 
 mod pixels;
 mod webp;
@@ -17,23 +16,23 @@ use thiserror::Error;
 
 use super::RgbImage;
 
-/// Most pixels a picture may have: beyond this Pillow refuses to open a file as well.
+/// Maximal number of pixels. Pillow refuses larger images, too.
 pub const MAX_PIXELS: u64 = 178_956_970;
-/// Largest picture file that is read, in bytes.
+/// Maximal size of an image file in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 30;
-/// Bytes a decoder may hold per pixel: 16-bit RGBA output and as much working space again.
+/// Bytes per pixel that a decoder may allocate: 16-bit RGBA output, and as much working memory.
 const BYTES_PER_PIXEL: u64 = 16;
-/// Bytes that a decoder may hold besides: colour profiles, texts, tables.
+/// Bytes that a decoder may allocate in addition: color profiles, texts, tables.
 const BESIDE_PIXELS: u64 = 16 << 20;
-/// Most pixels that a byte of a PNG stands for: deflate writes at most 1032 bytes for one, of eight pixels each.
+/// Maximal pixels per byte of a PNG. Deflate expands a byte to at most 1032 bytes, of at most eight pixels each.
 const PNG_PIXELS_PER_BYTE: u64 = 1032 * 8;
-/// Most pixels that a byte of a JPEG stands for: each block of 64 takes a bit at least, and where no component is whole
-/// (one sampled at every fourth column, another at every fourth row) two blocks are 256 pixels.
+/// Maximal pixels per byte of a JPEG. Each block of 64 samples takes at least one bit. With subsampling in every
+/// component (one to every fourth column, another to every fourth row), two blocks cover 256 pixels.
 const JPEG_PIXELS_PER_BYTE: u64 = 128 * 8;
-/// How far from the end of a JPEG its end marker is looked for, in bytes.
+/// Bytes at the end of a JPEG that are searched for its end marker.
 const JPEG_TAIL_BYTES: usize = 64 << 10;
 
-/// Why a picture could not be read. Every variant names the file.
+/// Why an image cannot be read. Every variant names the file.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ImageError {
@@ -43,7 +42,7 @@ pub enum ImageError {
         /// The file.
         path: PathBuf,
     },
-    /// The file exists but cannot be read (permissions, a folder, a device).
+    /// The file exists but cannot be read: permissions, a directory, a device.
     #[error("image file {} cannot be read: {reason}", path.display())]
     Unreadable {
         /// The file.
@@ -51,7 +50,7 @@ pub enum ImageError {
         /// What the operating system said.
         reason: String,
     },
-    /// The content is none of PNG, JPEG, WebP, BMP.
+    /// The content is not PNG, JPEG, WebP or BMP.
     #[error("image file {} is not a PNG, JPEG, WebP or BMP file", path.display())]
     UnknownFormat {
         /// The file.
@@ -65,7 +64,7 @@ pub enum ImageError {
         /// What the decoder found.
         reason: String,
     },
-    /// More pixels or bytes than a picture may have.
+    /// The image has too many pixels or bytes.
     #[error("image file {} is too large: {width} x {height} pixels, {file_bytes} bytes; at most {MAX_PIXELS} pixels are read", path.display())]
     TooLarge {
         /// The file.
@@ -77,7 +76,7 @@ pub enum ImageError {
         /// Size of the file in bytes.
         file_bytes: u64,
     },
-    /// A relative path that leads out of the folder of the data file.
+    /// A relative path leads out of the data file's directory.
     #[error("image file {} is outside the data directory {}", path.display(), root.display())]
     OutsideFolder {
         /// The path as the data file gives it.
@@ -87,11 +86,11 @@ pub enum ImageError {
     },
 }
 
-/// Width and height of the picture at `path`, from its header alone.
+/// Width and height of the image at `path`, from its header alone.
 ///
 /// # Errors
-/// [`ImageError`] if the file is missing, unreadable, no picture, or too large; damage behind the
-/// header goes unseen.
+/// [`ImageError`] if the file is missing, unreadable, not an image, or too large. Damage after the header is not
+/// found.
 pub fn dimensions(path: &Path) -> Result<(usize, usize), ImageError> {
     let (file, file_bytes) = open(path)?;
     let reader = guess(path, BufReader::new(file))?;
@@ -105,21 +104,21 @@ pub fn dimensions(path: &Path) -> Result<(usize, usize), ImageError> {
 /// Decodes the picture at `path`.
 ///
 /// # Errors
-/// [`ImageError`] if the file is missing, unreadable, no picture, damaged or too large.
+/// [`ImageError`] if the file is missing, unreadable, not an image, damaged or too large.
 pub fn decode(path: &Path) -> Result<RgbImage, ImageError> {
     let (file, _) = open(path)?;
     let mut bytes = Vec::new();
-    // `take` guards against a file that grows while it is read
+    // `take` bounds a file that grows while it is read.
     let read = file.take(MAX_FILE_BYTES).read_to_end(&mut bytes);
     read.map_err(|error| unreadable(path, &error))?;
     decode_bytes(path, &bytes)
 }
 
-/// As [`decode`], for the content of a file; `path` is named in errors. No memory is taken for pixels that the content
-/// cannot hold, as far as its format bounds them: a WebP, or a BMP of runs, may be one colour.
+/// As [`decode`], from the content of a file; `path` appears in errors. If a format bounds the pixels per byte, an
+/// image with more pixels is refused before memory is allocated. WebP and run-length BMP have no such bound.
 ///
 /// # Errors
-/// [`ImageError`] if it is no picture, damaged or too large.
+/// [`ImageError`] if it is not an image, damaged or too large.
 pub fn decode_bytes(path: &Path, bytes: &[u8]) -> Result<RgbImage, ImageError> {
     let (width, height) = size_of(path, bytes)?;
     let pixels = u64::from(width) * u64::from(height);
@@ -137,14 +136,14 @@ pub fn decode_bytes(path: &Path, bytes: &[u8]) -> Result<RgbImage, ImageError> {
     ))
 }
 
-/// Width and height by the header of a file's content, which could hold so many pixels.
+/// Width and height from the header of a file's content; refuses more pixels than the content can encode.
 pub(crate) fn size_of(path: &Path, bytes: &[u8]) -> Result<(u32, u32), ImageError> {
     let mut reader = guess(path, Cursor::new(bytes))?;
     let format = reader.format();
     if format == Some(ImageFormat::Jpeg) {
         check_jpeg_end(path, bytes)?;
     }
-    // How much more may be taken follows from the header.
+    // The limit for pixels is set after the header is read.
     reader.limits(limited(BESIDE_PIXELS));
     let (width, height) = reader
         .into_dimensions()
@@ -171,7 +170,7 @@ fn limited(bytes: u64) -> Limits {
 }
 
 fn open(path: &Path) -> Result<(File, u64), ImageError> {
-    // asked before opening: opening a pipe would block
+    // Checked before opening, since opening a pipe would block.
     let metadata = std::fs::metadata(path).map_err(|error| unreadable(path, &error))?;
     if !metadata.is_file() {
         let reason = "not a regular file".to_owned();
@@ -224,7 +223,7 @@ fn check_size(path: &Path, width: u32, height: u32, file_bytes: u64) -> Result<(
     Ok(())
 }
 
-/// Most pixels that the content of a file can hold; none where its format sets no bound.
+/// Maximal number of pixels that the content of a file can encode; `None` if its format has no bound.
 fn most_pixels(format: Option<ImageFormat>, bytes: &[u8]) -> Option<u64> {
     let file_bytes = bytes.len() as u64;
     match format {
@@ -242,7 +241,7 @@ fn most_pixels(format: Option<ImageFormat>, bytes: &[u8]) -> Option<u64> {
     }
 }
 
-/// The JPEG decoder fills missing data with grey instead of failing.
+/// Checks for the end marker, since the JPEG decoder fills missing data with gray instead of failing.
 fn check_jpeg_end(path: &Path, bytes: &[u8]) -> Result<(), ImageError> {
     let tail = &bytes[bytes.len().saturating_sub(JPEG_TAIL_BYTES)..];
     if tail.windows(2).any(|pair| pair == [0xff, 0xd9]) {
