@@ -1,40 +1,40 @@
-//! Samples as models take them: token ids, labels, places of pictures and patches.
+//! Encoded samples: token ids, labels, token ranges of images, and patches.
 
 use crate::cogvlm::config::TemplateVersion;
 
 /// Label of a position that is not supervised.
 pub const IGNORED: i32 = kernels::IGNORED_LABEL;
 
-/// Settings of a run that shape samples.
+/// Settings of a run that affect encoding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EncodeOptions {
-    /// Tokens a sample is cut to, those of pictures included.
+    /// Maximal number of tokens of a sample, image tokens included; longer samples are truncated.
     pub model_max_length: usize,
-    /// Most cells per picture, instead of the model folder's number; only MiniCPM cuts pictures into cells.
+    /// Maximal number of cells per image, in place of the model directory's. Only MiniCPM cuts images into cells.
     pub max_slice_nums: Option<usize>,
-    /// Whether GLM-4V also learns the role token that ends an answer. Its published recipe does not, so that a model
-    /// fine-tuned by it never learns to stop; the other families always learn their end token.
+    /// Whether GLM-4V supervises the role token that ends an answer. Its published recipe does not, so a model
+    /// fine-tuned that way never learns to stop. The other families always supervise their end token.
     pub train_on_turn_end: bool,
-    /// How prompts are written, instead of the model folder's way; only CogVLM, CogAgent and CogVLM2 have several.
+    /// Prompt style in place of the model directory's. Only CogVLM, CogAgent and CogVLM2 have several.
     pub prompt: Option<PromptStyle>,
 }
 
-/// How a prompt is written.
+/// Style of a prompt: template and code base.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PromptStyle {
     /// The template.
     pub template: TemplateVersion,
-    /// Whose form of it.
+    /// The code base whose form of the template is used.
     pub source: PromptSource,
 }
 
-/// Which of a family's two code bases a prompt follows.
+/// Code base that a prompt follows; the Cog families have two.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PromptSource {
-    /// The code beside the checkpoint.
+    /// The code published with the checkpoint on the Hugging Face Hub.
     #[default]
     Hub,
-    /// The training scripts on SwissArmyTransformer, with their rule for long samples.
+    /// The training scripts on SwissArmyTransformer, with their truncation of long samples.
     Sat,
 }
 
@@ -49,30 +49,30 @@ impl Default for EncodeOptions {
     }
 }
 
-/// When a picture gets a number in the prompt (if the model numbers pictures at all).
+/// When an image gets a number in the prompt, if the model numbers images at all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PlaceholderStyle {
-    /// As the fine-tuning script writes it: only pictures with cells are numbered and counted.
+    /// As in the fine-tuning script: only images with cells are numbered and counted.
     #[default]
     Training,
-    /// As the inference processor writes it: every picture is.
+    /// As in the inference processor: every image is numbered.
     Inference,
 }
 
-/// One input of a vision tower: a picture, or a part of one, as patches.
+/// One input of a vision tower: the patches of an image, or of a part of one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Slice {
-    /// Patches on top of each other.
+    /// Patches per column.
     pub rows: usize,
-    /// Patches side by side.
+    /// Patches per row.
     pub cols: usize,
-    /// `[rows * cols, 3 * patch * patch]` bytes: patches row-major, within a patch channel, pixel
-    /// row, pixel column, which is the order of the convolution's weight.
+    /// `[rows * cols, 3 * patch * patch]` bytes. Patches are row-major. Within a patch the order is channel, pixel
+    /// row, pixel column, as in a convolution's weight.
     pub patches: Vec<u8>,
 }
 
 impl Slice {
-    /// The `width` x `height` pixels of `image` from `corner` (x, y) on, in patches of `side` x `side` pixels.
+    /// Cuts the `width` x `height` pixels of `image` at `corner` (x, y) into patches of `side` x `side` pixels.
     pub fn cut(
         image: &crate::image::RgbImage,
         corner: (usize, usize),
@@ -99,31 +99,30 @@ impl Slice {
     }
 }
 
-/// A training sample as the model takes it.
+/// An encoded training sample.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EncodedSample {
     /// Token ids, `[tokens]`.
     pub input_ids: Vec<i32>,
-    /// What each position shall predict, [`IGNORED`] where it is not supervised, `[tokens]`: already
-    /// shifted.
+    /// Labels, `[tokens]`, already shifted: position `i` predicts `labels[i]`. [`IGNORED`] if it is not supervised.
     pub labels: Vec<i32>,
-    /// Token ranges `start..end` that features replace: range k belongs to slice k, or to picture k where
-    /// the model sees a picture more than once.
+    /// Token ranges `start..end` that features replace. Range `k` belongs to slice `k`, or to image `k` for models
+    /// that see an image in several slices with one range (CogAgent).
     pub image_bounds: Vec<(usize, usize)>,
-    /// Slices in the order of the text; truncation may leave more slices than ranges, the last ones
-    /// then have no effect.
+    /// Slices in the order of the text. Truncation may leave more slices than ranges; the last slices then have no
+    /// effect.
     pub slices: Vec<Slice>,
-    /// Tokens before truncation.
+    /// Number of tokens before truncation.
     pub untruncated_tokens: usize,
 }
 
 impl EncodedSample {
-    /// Positions that enter the loss.
+    /// Number of positions that enter the loss.
     pub fn supervised_tokens(&self) -> usize {
         self.labels.iter().filter(|&&l| l != IGNORED).count()
     }
 
-    /// Patches of all slices together.
+    /// Number of patches of all slices.
     pub fn patches(&self) -> usize {
         self.slices
             .iter()
@@ -132,7 +131,7 @@ impl EncodedSample {
     }
 }
 
-/// A prompt as the model takes it, up to where the assistant starts to write.
+/// An encoded prompt, up to the point where the assistant begins to write.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EncodedPrompt {
     /// Token ids, `[tokens]`.
@@ -143,43 +142,43 @@ pub struct EncodedPrompt {
     pub slices: Vec<Slice>,
 }
 
-/// What a sample will cost, without its pixels.
+/// Sizes of an encoded sample, known without its pixels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SampleSize {
-    /// Tokens after truncation.
+    /// Number of tokens after truncation.
     pub tokens: usize,
-    /// Tokens before truncation.
+    /// Number of tokens before truncation.
     pub untruncated_tokens: usize,
-    /// Of those, tokens that features of pictures replace.
+    /// Number of tokens, after truncation, that image features replace.
     pub picture_tokens: usize,
-    /// Positions that enter the loss.
+    /// Number of positions that enter the loss.
     pub supervised: usize,
-    /// Patches of all slices together.
+    /// Number of patches of all slices.
     pub patches: usize,
-    /// Slices.
+    /// Number of slices.
     pub slices: usize,
 }
 
-/// The tokens of a training sample, without its pixels; fields as in [`EncodedSample`].
+/// Tokens of a training sample without its pixels. Fields as in [`EncodedSample`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SampleTokens {
     /// Token ids, `[tokens]`.
     pub input_ids: Vec<i32>,
-    /// What each position shall predict, `[tokens]`.
+    /// Labels, `[tokens]`, already shifted.
     pub labels: Vec<i32>,
     /// Token ranges that features replace.
     pub image_bounds: Vec<(usize, usize)>,
-    /// Tokens before truncation.
+    /// Number of tokens before truncation.
     pub untruncated_tokens: usize,
-    /// Slices of all pictures.
+    /// Number of slices of all images.
     pub slices: usize,
 }
 
-/// What one picture becomes.
+/// Slices and tokens of one image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PicturePlan {
-    /// Slices.
+    /// Number of slices.
     pub slices: usize,
-    /// Tokens of each slice.
+    /// Number of tokens of each slice.
     pub tokens_per_slice: usize,
 }

@@ -1,4 +1,4 @@
-//! Fine-tuning data: samples as users write them, and as models take them.
+//! Fine-tuning data: raw samples as users write them, and encoded samples for the model.
 
 pub(crate) mod conversation;
 mod encoded;

@@ -1,5 +1,5 @@
-//! The chat template of a checkpoint, rendered as Hugging Face renders it: Jinja with `trim_blocks`
-//! and `lstrip_blocks`, Python string methods, `raise_exception` and a `tojson` that escapes nothing.
+//! Chat templates, rendered as Hugging Face renders them: Jinja with `trim_blocks` and `lstrip_blocks`, Python string
+//! methods, `raise_exception`, and a `tojson` without escapes.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ use thiserror::Error;
 
 use super::{Tokenizer, read_optional};
 
-/// Template used where a checkpoint has several.
+/// Name of the template to use if a checkpoint has several.
 const DEFAULT_NAME: &str = "default";
 
 /// Why a chat template cannot be used.
@@ -26,7 +26,7 @@ pub enum TemplateError {
         /// What the operating system said.
         source: std::io::Error,
     },
-    /// A file does not hold what it should.
+    /// The content of a file is invalid.
     #[error("{} is not valid: {reason}", path.display())]
     Invalid {
         /// The file.
@@ -34,7 +34,7 @@ pub enum TemplateError {
         /// What the parser found.
         reason: String,
     },
-    /// The model folder holds no template.
+    /// The model directory has no template.
     #[error("{} has no chat template", dir.display())]
     Missing {
         /// The model folder.
@@ -43,12 +43,12 @@ pub enum TemplateError {
     /// The template is not valid Jinja.
     #[error("the chat template does not parse")]
     Syntax(#[source] minijinja::Error),
-    /// The template failed on a conversation.
+    /// Rendering a conversation failed.
     #[error("the chat template fails on a conversation of {messages} messages")]
     Render {
-        /// Messages in the conversation.
+        /// Number of messages in the conversation.
         messages: usize,
-        /// Where and why.
+        /// Position and cause.
         source: minijinja::Error,
     },
 }
@@ -70,12 +70,12 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Finds the template of the model folder `dir`: `chat_template.jinja`, otherwise the field
-    /// `chat_template` of `tokenizer_config.json` (a text, or a list of which `default` is taken).
-    /// The named tokens of `tokenizer` are visible to it.
+    /// Loads the template of the model directory `dir`: `chat_template.jinja`, or else the field `chat_template` of
+    /// `tokenizer_config.json`, a text or a list with an entry `default`. The template can use the named tokens of
+    /// `tokenizer`.
     ///
     /// # Errors
-    /// [`TemplateError`] if there is none or it is not valid.
+    /// [`TemplateError`] if there is no template or it is not valid.
     pub fn load(dir: &Path, tokenizer: &Tokenizer) -> Result<Self, TemplateError> {
         let source = find(dir)?;
         let globals = tokenizer
@@ -84,7 +84,7 @@ impl ChatTemplate {
         Self::new(source, globals.collect())
     }
 
-    /// Compiles `source`; `globals` are variables it may use.
+    /// Compiles `source`; `globals` are variables that it may use.
     ///
     /// # Errors
     /// [`TemplateError::Syntax`] if it is not valid Jinja.
@@ -111,7 +111,7 @@ impl ChatTemplate {
         })
     }
 
-    /// Text of `messages`; with `add_generation_prompt` it ends where the assistant starts to write.
+    /// Renders `messages`. With `add_generation_prompt` the text ends where the assistant begins to write.
     ///
     /// # Errors
     /// [`TemplateError::Render`] if the template fails or rejects the conversation.
@@ -232,7 +232,7 @@ fn to_json(value: &Value, options: Kwargs) -> Result<Value, minijinja::Error> {
     ))
 }
 
-/// A space after every comma and colon.
+/// JSON formatter with a space after every comma and colon.
 struct Spaced;
 
 impl serde_json::ser::Formatter for Spaced {

@@ -1,4 +1,4 @@
-//! What can go wrong with tokenizer files and texts.
+//! Errors of tokenizers.
 
 use std::path::PathBuf;
 
@@ -25,7 +25,7 @@ pub enum TokenizerError {
         /// The model folder.
         dir: PathBuf,
     },
-    /// A JSON file does not hold what it should.
+    /// The content of a JSON file is invalid.
     #[error("{} is not valid: {reason}", path.display())]
     Invalid {
         /// The file.
@@ -33,7 +33,7 @@ pub enum TokenizerError {
         /// What the parser found.
         reason: String,
     },
-    /// A file of base64 tokens and ranks is not a vocabulary.
+    /// A file of base64 tokens and ranks is not a valid vocabulary.
     #[error("{} is not a valid list of tokens and ranks", path.display())]
     Ranks {
         /// The file.
@@ -55,16 +55,16 @@ pub enum TokenizerError {
         /// The token's text.
         token: String,
     },
-    /// A file states another id of a token than the vocabulary leads to.
+    /// The id of a token in a file differs from its id in the vocabulary.
     #[error("token {token:?} has id {found}, but {} states {stated}", path.display())]
     IdMismatch {
-        /// The file that states an id.
+        /// The file with the differing id.
         path: PathBuf,
         /// The token's text.
         token: String,
-        /// The stated id.
+        /// Id in that file.
         stated: u32,
-        /// The id by the vocabulary.
+        /// Id in the vocabulary.
         found: u32,
     },
     /// The tokenizer failed on a text.

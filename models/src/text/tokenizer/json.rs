@@ -1,8 +1,8 @@
-//! `tokenizer.json`, checked before the `tokenizers` crate builds it.
+//! Reader of `tokenizer.json`: checks the file before the `tokenizers` crate builds it.
 //!
-//! The crate trusts its input: a merge whose result is longer than every token, for example, or a decoder
-//! that strips more than there is, makes it panic. What passes here is byte-pair encoding whose merges are in
-//! the vocabulary, between parts that are known to be harmless.
+//! The crate trusts its input and can panic, for example on a merge whose result is longer than every token, or a
+//! decoder that strips more than it has. The checks accept byte-pair encoding whose merges are in the vocabulary, and
+//! a list of other parts that are known to be safe.
 
 use std::collections::{HashMap, HashSet};
 
@@ -18,10 +18,10 @@ use tokenizers::{AddedToken, Tokenizer};
 use super::limits::{MAX_ADDED_TOKENS, MAX_PART_DEPTH, MAX_TOKENS};
 use super::part::Part;
 
-/// Longest token in bytes of JSON text: byte-level spellings take two per byte, added tokens are longer.
+/// Maximal length of a token in bytes of JSON text. A byte-level token takes two per byte; added tokens are longer.
 const MAX_TEXT_BYTES: usize = 4096;
 
-/// Ids are below it, so that those of added tokens behind them can be counted.
+/// Upper bound of ids (exclusive), so that ids of added tokens after them cannot overflow.
 const MAX_ID: u32 = 1 << 30;
 
 const NORMALIZERS: &[&str] = &[
@@ -55,7 +55,7 @@ const DECODERS: &[&str] = &[
     "Strip",
 ];
 
-/// Builds the encoder of the file `content`, or says why not.
+/// Builds the encoder from the content of a file. The error is a message.
 pub(super) fn build(content: &[u8]) -> Result<Tokenizer, String> {
     let file: File = serde_json::from_slice(content).map_err(|error| error.to_string())?;
     file.check()?;
@@ -78,7 +78,7 @@ pub(super) fn build(content: &[u8]) -> Result<Tokenizer, String> {
     Ok(tokenizer)
 }
 
-/// What matters of the file. How to cut, fill and frame sequences is the caller's business and is not read.
+/// Fields of the file that are read. Truncation, padding and post-processing are up to the caller and ignored.
 #[derive(Deserialize)]
 struct File {
     version: Option<String>,
@@ -160,7 +160,7 @@ impl Merge {
 }
 
 impl File {
-    /// The encoder without added tokens, part by part: nothing else of the file reaches the crate.
+    /// Builds the encoder without added tokens, part by part, so that nothing else of the file reaches the crate.
     fn build(self) -> tokenizers::Result<Tokenizer> {
         let mut tokenizer = Tokenizer::new(self.model.build()?);
         let normalizer: Option<NormalizerWrapper> = read_part(self.normalizer)?;
@@ -260,7 +260,7 @@ impl Model {
 
     fn check_merges(&self) -> Result<(), String> {
         let merges = self.merges.len();
-        // a token may be merged from several pairs
+        // Several pairs may merge into one token.
         if merges > 8 * MAX_TOKENS {
             return Err(format!(
                 "{merges} merges, at most {} are supported",
@@ -286,7 +286,7 @@ impl Model {
     }
 }
 
-/// Whether a token is short enough.
+/// Checks the length of a token.
 pub(super) fn check_text(token: &str) -> Result<(), String> {
     let bytes = token.len();
     if bytes > MAX_TEXT_BYTES {
@@ -306,11 +306,11 @@ fn check_kind(role: &str, part: &Value, known: &[&str], depth: usize) -> Result<
     if !known.contains(&kind) {
         return Err(format!("a {role} of type {kind:?} is not supported"));
     }
-    // the crate would count below zero
+    // The crate's counter would underflow.
     if role == "decoder" && kind == "Strip" && part["stop"] != 0 {
         return Err("a decoder that strips the end is not supported".to_owned());
     }
-    // the crate loses count where nothing is replaced by something
+    // The crate miscounts if a pattern matches the empty text.
     let pattern = &part["pattern"];
     let (regex, text) = (pattern["Regex"].as_str(), pattern["String"].as_str());
     if role == "normalizer" && (regex.is_some_and(|regex| !takes_text(regex)) || text == Some("")) {
@@ -326,7 +326,7 @@ fn check_kind(role: &str, part: &Value, known: &[&str], depth: usize) -> Result<
     inner.try_for_each(|part| check_kind(role, part, known, depth + 1))
 }
 
-/// Whether every match of a pattern has a character at least; patterns that look around are not understood.
+/// Whether every match of a pattern has at least one character; `false` if unsure (lookaround).
 fn takes_text(pattern: &str) -> bool {
     let parsed = regex_syntax::parse(pattern).ok();
     parsed.is_some_and(|parsed| parsed.properties().minimum_len() != Some(0))

@@ -1,15 +1,15 @@
-//! What a tokenizer file may hold: several times the largest published vocabularies, and little enough that
-//! a file made to do harm costs seconds and megabytes only.
+//! Limits of tokenizer files: several times the largest published vocabularies, but small enough that a malicious
+//! file costs only seconds and megabytes.
 
-/// Largest file that is read, in bytes.
+/// Maximal file size in bytes.
 pub(in crate::text) const MAX_FILE_BYTES: u64 = 64 << 20;
-/// Most tokens of a vocabulary.
+/// Maximal number of tokens in a vocabulary.
 pub(super) const MAX_TOKENS: usize = 1 << 20;
-/// Longest token, in bytes; the work of deriving merges grows with the square.
+/// Maximal length of a token in bytes. The time to derive merges grows with its square.
 pub(super) const MAX_TOKEN_BYTES: usize = 512;
-/// Most tokens that are added to a vocabulary.
+/// Maximal number of added tokens.
 pub(super) const MAX_ADDED_TOKENS: usize = 1 << 16;
-/// Longest description of a normalizer, pre-tokenizer or decoder, in bytes of JSON.
+/// Maximal size of a normalizer, pre-tokenizer or decoder, in bytes of JSON.
 pub(super) const MAX_PART_BYTES: usize = 16 << 10;
-/// How deep sequences of such parts may stand in each other.
+/// Maximal nesting depth of sequences of such parts.
 pub(super) const MAX_PART_DEPTH: usize = 3;

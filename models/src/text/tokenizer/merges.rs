@@ -1,22 +1,21 @@
-//! From priorities to a merge table.
+//! Conversion of token priorities to a merge table.
 //!
-//! Rank files and sentencepiece models define encoding by priorities: join, again and again, the adjacent
-//! pair whose concatenation is the best token (leftmost among equals). The encoder of the `tokenizers` crate
-//! works on a table of pairs instead. Both give the same tokens if each token is listed with the one pair
-//! that joining arrives at *inside the token's own text*: a token is formed only where no join has crossed
-//! its borders, so the joins inside were those of the token alone, and these are deterministic. Pairs that
-//! concatenate to the same token but that joining never arrives at are left out, which also keeps the table
-//! small.
+//! Rank files and sentencepiece models define encoding by priorities: repeatedly join the adjacent pair whose
+//! concatenation is the best token, the leftmost among equals. The encoder of the `tokenizers` crate uses a table of
+//! pairs instead. Both give the same tokens if the table lists each token with the one pair that joining reaches
+//! *inside the token's own text*. Reason: a token is formed only if no join crossed its borders. The joins inside are
+//! then those of the token alone, which are deterministic. Other pairs that concatenate to the same token are left
+//! out, which also keeps the table small.
 
 use std::collections::HashMap;
 
-/// Priority of a pair that is no token.
+/// Priority of a pair that is not a token.
 const NONE: u32 = u32::MAX;
 
-/// The pairs of the tokens in `by_priority` (best first), best first. Symbols are characters: the bytes of a
-/// byte-level vocabulary must be written as one character each.
+/// Merge pairs of the tokens in `by_priority`, best first. Symbols are characters, so a byte-level vocabulary must
+/// map each byte to one character.
 ///
-/// A part may be a single character that is no token itself; longer parts always are.
+/// A single character in a pair need not be a token; longer parts always are.
 pub(super) fn merge_table<'a>(by_priority: &[&'a str]) -> Vec<(&'a str, &'a str)> {
     let tokens = by_priority.iter().zip(0u32..);
     let priority: HashMap<&str, u32> = tokens.map(|(&token, rank)| (token, rank)).collect();
@@ -26,8 +25,8 @@ pub(super) fn merge_table<'a>(by_priority: &[&'a str]) -> Vec<(&'a str, &'a str)
         .collect()
 }
 
-/// The two parts that joining the characters of `token` leaves in the end; `None` if it gets stuck with
-/// more, or if there is only one character.
+/// The last pair that joins the characters of `token`. `None` if joining ends with more than two parts, or `token` is
+/// one character.
 fn last_pair<'a>(token: &'a str, priority: &HashMap<&str, u32>) -> Option<(&'a str, &'a str)> {
     let mut cuts: Vec<usize> = token.char_indices().map(|(at, _)| at).collect();
     cuts.push(token.len());

@@ -1,13 +1,13 @@
-//! Text to token ids and back, from whichever files a model folder holds.
+//! Tokenizer: text to token ids and back, from the files of a model directory.
 //!
 //! | file | content |
 //! |---|---|
-//! | `tokenizer.json` | a whole tokenizer; wins where both lie there |
-//! | `tokenizer.model` | a sentencepiece model, or lines of `base64 rank` in tiktoken's form |
-//! | `tokenizer_config.json` | beside either: tokens that are added, and which one ends a sequence |
+//! | `tokenizer.json` | a whole tokenizer; preferred if both exist |
+//! | `tokenizer.model` | a sentencepiece model, or lines of `base64 rank` in tiktoken's format |
+//! | `tokenizer_config.json` | optional with either: added tokens, and the end-of-sequence token |
 //!
-//! All three lead to one encoder, that of the `tokenizers` crate. Files come from strangers: sizes are
-//! bounded (`limits`), every number is checked, and what the encoder would not reproduce exactly is refused.
+//! All lead to the encoder of the `tokenizers` crate. The files are untrusted: sizes are bounded (`limits`), every
+//! number is checked, and a file that the encoder would not reproduce exactly is refused.
 
 mod config;
 mod error;
@@ -34,7 +34,7 @@ use super::read_optional;
 use config::TokenizerConfig;
 use limits::MAX_ADDED_TOKENS;
 
-/// Text to token ids and back.
+/// A tokenizer.
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
@@ -42,7 +42,7 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads the vocabulary of the model folder `dir` and, if present, its `tokenizer_config.json`.
+    /// Loads the vocabulary of the model directory `dir` and its `tokenizer_config.json`, if it exists.
     ///
     /// # Errors
     /// [`TokenizerError`] if there is no vocabulary, if a file is invalid or too large, or if they disagree.
@@ -67,14 +67,14 @@ impl Tokenizer {
         Self::of_model(&bytes, &path)
     }
 
-    /// The tokenizer of a `tokenizer.json` with this content.
+    /// Tokenizer from the content of a `tokenizer.json`.
     pub(crate) fn of_json(bytes: &[u8], path: &Path) -> Result<Self, TokenizerError> {
         let inner = json::build(bytes).map_err(|reason| invalid(path, reason))?;
         let named = Vec::new();
         Ok(Self { inner, named })
     }
 
-    /// The tokenizer of a `tokenizer.model` with this content.
+    /// Tokenizer from the content of a `tokenizer.model`.
     pub(crate) fn of_model(bytes: &[u8], path: &Path) -> Result<Self, TokenizerError> {
         let path = path.to_owned();
         if ranks::is_rank_file(bytes) {
@@ -91,7 +91,7 @@ impl Tokenizer {
         })
     }
 
-    /// With what a `tokenizer_config.json` of this content says.
+    /// Applies the content of a `tokenizer_config.json`.
     pub(crate) fn with_config(mut self, bytes: &[u8], path: &Path) -> Result<Self, TokenizerError> {
         let config: TokenizerConfig =
             serde_json::from_slice(bytes).map_err(|error| invalid(path, error.to_string()))?;
@@ -103,7 +103,7 @@ impl Tokenizer {
         Ok(self)
     }
 
-    /// Registers tokens that only `tokenizer_config.json` lists, in the order of their ids.
+    /// Adds the tokens that only `tokenizer_config.json` lists, in the order of their ids.
     fn add_missing(&mut self, path: &Path, config: &TokenizerConfig) -> Result<(), TokenizerError> {
         let stated = &config.added_tokens_decoder;
         if stated.len() > MAX_ADDED_TOKENS {
@@ -142,7 +142,7 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// Id of the token spelt `token`.
+    /// Id of the token with the text `token`.
     ///
     /// # Errors
     /// [`TokenizerError::MissingToken`] if the vocabulary has none.
@@ -156,10 +156,10 @@ impl Tokenizer {
         })
     }
 
-    /// Id of the token that ends a sequence, by `tokenizer_config.json` or the sentencepiece model.
+    /// Id of the end-of-sequence token, from `tokenizer_config.json` or the sentencepiece model.
     ///
     /// # Errors
-    /// [`TokenizerError::MissingToken`] if none is named, or one outside the vocabulary.
+    /// [`TokenizerError::MissingToken`] if neither names one, or it is not in the vocabulary.
     pub fn eos_id(&self) -> Result<i32, TokenizerError> {
         let role = "eos_token";
         let mut named = self.named_tokens();
@@ -167,18 +167,17 @@ impl Tokenizer {
         self.id(eos.map_or(role, |(_, text)| text))
     }
 
-    /// The role tokens (`bos_token`, `eos_token`, ...) with their texts, as chat templates may refer to
-    /// them.
+    /// Role tokens (`bos_token`, `eos_token`, ...) and their texts, for chat templates.
     pub fn named_tokens(&self) -> impl Iterator<Item = (&'static str, &str)> {
         self.named.iter().map(|(name, text)| (*name, text.as_str()))
     }
 
-    /// Highest number of tokens: ids are below it unless the vocabulary has gaps.
+    /// Number of tokens. Ids are below it unless the vocabulary has gaps.
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
 
-    /// Token ids of `text` as it stands: nothing is added, special tokens in it are recognised.
+    /// Token ids of `text`. Adds no tokens; recognizes special tokens in the text.
     ///
     /// # Errors
     /// [`TokenizerError::Encode`] if the tokenizer fails.
@@ -186,8 +185,7 @@ impl Tokenizer {
         ids(text, self.inner.encode_fast(text, false))
     }
 
-    /// Token ids of `text` in which no special or added token is recognised: `<|user|>` is text like any
-    /// other.
+    /// Token ids of `text` without recognizing special or added tokens: `<|user|>` is ordinary text.
     ///
     /// # Errors
     /// [`TokenizerError::Encode`] if the tokenizer fails.
@@ -195,7 +193,7 @@ impl Tokenizer {
         ids(text, self.plain(text))
     }
 
-    /// The stages of the encoder without the one that looks for added tokens.
+    /// All stages of the encoder except the search for added tokens.
     fn plain(&self, text: &str) -> tokenizers::Result<Encoding> {
         let mut pieces = PreTokenizedString::from(text);
         if let Some(normalizer) = self.inner.get_normalizer() {
@@ -209,7 +207,7 @@ impl Tokenizer {
         pieces.into_encoding(None, 0, OffsetType::None)
     }
 
-    /// Text of `ids`, special tokens left out.
+    /// Text of `ids` without special tokens.
     ///
     /// # Errors
     /// [`TokenizerError::Decode`] for a negative id, or if the tokenizer fails.
@@ -217,7 +215,7 @@ impl Tokenizer {
         self.text_of(ids, true)
     }
 
-    /// Text of `ids` with special tokens written out.
+    /// Text of `ids` with special tokens.
     ///
     /// # Errors
     /// As [`Tokenizer::decode`].

@@ -1,5 +1,5 @@
-//! The JSON of a normalizer, pre-tokenizer or decoder, bounded while it is read: a value takes tens of times the
-//! memory of its text.
+//! JSON of a normalizer, pre-tokenizer or decoder. Its size is bounded while it is read, since a parsed value takes
+//! tens of times the memory of its text.
 
 use std::cell::Cell;
 use std::fmt;
@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use super::limits::MAX_PART_BYTES;
 
-/// A value of about [`MAX_PART_BYTES`] bytes of JSON at most.
+/// A JSON value of at most about [`MAX_PART_BYTES`] bytes of text.
 #[derive(Debug)]
 pub(super) struct Part(pub(super) Value);
 
@@ -21,7 +21,7 @@ impl<'de> Deserialize<'de> for Part {
     }
 }
 
-/// Reads a value while bytes are left.
+/// Reader of a value with a budget of bytes.
 #[derive(Clone, Copy)]
 struct Reader<'a>(&'a Cell<usize>);
 

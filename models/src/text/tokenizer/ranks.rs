@@ -1,8 +1,8 @@
-//! A vocabulary file in tiktoken's form, as GLM-4 ships it: one line per token, `base64(bytes) rank`.
+//! Reader of a vocabulary in tiktoken's format, which GLM-4 uses: one line `base64(bytes) rank` per token.
 //!
-//! The rank is the token's id and its priority; all 256 single bytes are tokens, so every text can be
-//! encoded. The file does not hold the pattern that cuts text into pieces: [`PATTERN`] is that of GLM-4.
-//! Special tokens stand in `tokenizer_config.json`.
+//! The rank is the token's id and its priority. All 256 single bytes are tokens, so every text can be encoded. The
+//! file does not have the pattern that splits text; [`PATTERN`] is that of GLM-4. Special tokens are in
+//! `tokenizer_config.json`.
 
 use std::collections::HashSet;
 
@@ -16,14 +16,14 @@ use tokenizers::{SplitDelimiterBehavior, Tokenizer};
 use super::limits::{MAX_TOKEN_BYTES, MAX_TOKENS};
 use super::merges::merge_table;
 
-/// How GLM-4 cuts text before its bytes are joined.
+/// Regular expression with which GLM-4 splits text before bytes are joined.
 const PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// Why a file of ranks cannot be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum RankError {
-    /// A line is not a token and its rank with one blank between them.
+    /// A line is not a token and its rank, separated by one space.
     #[error("line {line} is not a base64 token, a space and a rank")]
     Line {
         /// Line, from 1.
@@ -35,7 +35,7 @@ pub enum RankError {
         /// Line, from 1.
         line: usize,
     },
-    /// A token without bytes, or with more than a token may have.
+    /// A token has no bytes, or more than the limit.
     #[error(
         "the token of line {line} has {bytes} bytes, between 1 and {MAX_TOKEN_BYTES} are supported"
     )]
@@ -45,10 +45,10 @@ pub enum RankError {
         /// Its length.
         bytes: usize,
     },
-    /// More tokens than are read.
+    /// The file has more tokens than the limit.
     #[error("there are more than {MAX_TOKENS} tokens")]
     Count,
-    /// Two lines hold the same token.
+    /// Two lines have the same token.
     #[error("line {line} repeats a token")]
     Repeated {
         /// The later line, from 1.
@@ -57,12 +57,12 @@ pub enum RankError {
     /// The ranks of n tokens are not 0 to n - 1, each once.
     #[error("rank {expected} is missing, {found} is in its place")]
     Gap {
-        /// The first rank that is missing.
+        /// The missing rank.
         expected: usize,
-        /// The next rank of the file.
+        /// The next rank in the file.
         found: usize,
     },
-    /// A single byte is no token, so some texts could not be encoded.
+    /// A single byte is not a token, so some texts could not be encoded.
     #[error("the byte {byte:#04x} has no token")]
     MissingByte {
         /// The byte.
@@ -73,13 +73,13 @@ pub enum RankError {
     Build(tokenizers::Error),
 }
 
-/// Whether the first line of `content` looks like one of such a file.
+/// Whether the first line of `content` looks like a line of this format.
 pub(super) fn is_rank_file(content: &[u8]) -> bool {
     let line = lines(content).next();
     line.is_some_and(|(number, line)| split_line(number, line).is_ok())
 }
 
-/// Builds the encoder of the file `content`; it has no special tokens yet.
+/// Builds the encoder from the content of a file, without special tokens.
 pub(super) fn build(content: &[u8]) -> Result<Tokenizer, RankError> {
     let spelt = byte_chars();
     let spell = |token: &Vec<u8>| -> String {
@@ -142,7 +142,7 @@ fn read(content: &[u8]) -> Result<Vec<Vec<u8>>, RankError> {
     Ok(tokens.into_iter().map(|(_, token)| token).collect())
 }
 
-/// Lines that are not empty, with their numbers from 1.
+/// Non-empty lines with their numbers from 1.
 fn lines(content: &[u8]) -> impl Iterator<Item = (usize, &[u8])> {
     let lines = content.split(|&byte| byte == b'\n').zip(1..);
     lines
@@ -165,7 +165,7 @@ fn split_line(number: usize, line: &[u8]) -> Result<(&[u8], usize), RankError> {
     Ok((token, rank.parse().map_err(|_| wrong())?))
 }
 
-/// Standard base64 with padding; `None` unless `text` is exactly what an encoder writes.
+/// Decodes standard base64 with padding; `None` unless `text` is exactly what an encoder writes.
 fn from_base64(text: &[u8]) -> Option<Vec<u8>> {
     let (groups, []) = text.as_chunks::<4>() else {
         return None;
@@ -203,8 +203,8 @@ fn sextet(byte: u8) -> Option<u32> {
     Some(u32::from(value))
 }
 
-/// The character that stands for each byte in a byte-level vocabulary: itself where it is printable
-/// Latin-1, the characters from U+0100 on for the others.
+/// Character for each byte in a byte-level vocabulary, as in GPT-2: itself if it is printable Latin-1, otherwise a
+/// character from U+0100.
 fn byte_chars() -> [char; 256] {
     let mut others = (0x100u32..).filter_map(char::from_u32);
     std::array::from_fn(|index| match index as u8 {

@@ -1,8 +1,8 @@
-//! A sentencepiece model in the form of Llama's `tokenizer.model`: byte-pair encoding by scores, unknown
-//! characters as bytes, a blank in front of the text, no normalization, no blanks removed.
+//! Reader of a sentencepiece model in the form of Llama's `tokenizer.model`: byte-pair encoding by scores, byte
+//! fallback for unknown characters, a blank before the text, no normalization, no removal of blanks.
 //!
-//! Only what the encoder reproduces exactly is accepted; anything else of sentencepiece is refused by name.
-//! That digits are split is a property of the vocabulary (no token has two), not of the encoder.
+//! It accepts only what the encoder reproduces exactly, and refuses any other feature of sentencepiece by name.
+//! Splitting of digits is a property of the vocabulary (no token has two digits), not of the encoder.
 
 use std::collections::HashMap;
 
@@ -20,7 +20,7 @@ use super::limits::{MAX_TOKEN_BYTES, MAX_TOKENS};
 use super::merges::merge_table;
 use super::protobuf::{Fields, Value, WireError};
 
-/// Stands for a blank.
+/// Character that stands for a blank.
 const BLANK: &str = "\u{2581}";
 
 /// Why a sentencepiece model cannot be used.
@@ -30,7 +30,7 @@ pub enum SentencePieceError {
     /// The bytes are not a protobuf message.
     #[error(transparent)]
     Wire(#[from] WireError),
-    /// A field holds another kind of value than sentencepiece gives it.
+    /// A field has another type than in sentencepiece.
     #[error("field {number} of the {message} has another type")]
     Field {
         /// The message.
@@ -38,10 +38,10 @@ pub enum SentencePieceError {
         /// Its field.
         number: u32,
     },
-    /// The model has no piece.
+    /// The model has no pieces.
     #[error("the model has no pieces")]
     Empty,
-    /// More pieces than are read.
+    /// The model has more pieces than the limit.
     #[error("the model has more than {MAX_TOKENS} pieces")]
     Count,
     /// A text of the model is not UTF-8.
@@ -52,7 +52,7 @@ pub enum SentencePieceError {
         /// Its field.
         number: u32,
     },
-    /// A piece without text, or with more than a token may have.
+    /// A piece has no text, or more bytes than the limit.
     #[error("piece {id} has {bytes} bytes, between 1 and {MAX_TOKEN_BYTES} are supported")]
     Length {
         /// Its id.
@@ -65,9 +65,9 @@ pub enum SentencePieceError {
     Repeated {
         /// The text.
         text: String,
-        /// Id of the one.
+        /// Id of the first piece.
         first: u32,
-        /// Id of the other.
+        /// Id of the second piece.
         second: u32,
     },
     /// A score is infinite or not a number.
@@ -76,26 +76,25 @@ pub enum SentencePieceError {
         /// Id of the piece.
         id: u32,
     },
-    /// Two pieces that joining forms have the same score, so that their order depends on the text.
+    /// Two merged pieces have the same score, so their order would depend on the text.
     #[error(
         "pieces {first:?} and {second:?} have the same score, which this encoder does not support"
     )]
     Tie {
-        /// Text of the one.
+        /// Text of the first piece.
         first: String,
-        /// Text of the other.
+        /// Text of the second piece.
         second: String,
     },
-    /// A piece is joined from a character that is no piece.
+    /// A piece has a character that is not a piece.
     #[error("piece {piece:?} contains {character:?}, which is not a piece")]
     MissingCharacter {
         /// The piece.
         piece: String,
-        /// What it is joined from.
+        /// The character.
         character: String,
     },
-    /// Bytes stand for unknown characters, but not every byte has its piece; or bytes have pieces that
-    /// nothing uses.
+    /// Byte fallback is on but some byte has no piece, or it is off and bytes have pieces.
     #[error("{found} bytes have a piece, expected {expected}")]
     Bytes {
         /// Bytes with a piece.
@@ -103,16 +102,16 @@ pub enum SentencePieceError {
         /// Bytes that must have one.
         expected: usize,
     },
-    /// There is no piece for unknown characters, or there are several.
+    /// The number of pieces for unknown characters is not one.
     #[error("{found} pieces represent unknown characters, expected one")]
     Unknown {
         /// How many there are.
         found: usize,
     },
-    /// A property of sentencepiece models that this encoder does not reproduce.
+    /// A feature of sentencepiece that this encoder does not reproduce.
     #[error("{what} not supported")]
     Unsupported {
-        /// The property, as the beginning of a sentence.
+        /// The feature, as the beginning of a sentence.
         what: &'static str,
     },
     /// The encoder refused the vocabulary.
@@ -120,7 +119,7 @@ pub enum SentencePieceError {
     Build(tokenizers::Error),
 }
 
-/// What a model file leads to.
+/// Result of reading a model file.
 #[derive(Debug)]
 pub(super) struct Built {
     pub(super) tokenizer: Tokenizer,
@@ -128,8 +127,7 @@ pub(super) struct Built {
     pub(super) named: Vec<(&'static str, String)>,
 }
 
-/// Builds the encoder of the file `content`. Unknown, begin, end and other control pieces are its special
-/// tokens.
+/// Builds the encoder from the content of a file. Unknown, begin, end and other control pieces become special tokens.
 pub(super) fn build(content: &[u8]) -> Result<Built, SentencePieceError> {
     let model = Model::read(content)?;
     let vocab = model.check()?;
@@ -181,7 +179,7 @@ struct Piece {
     kind: Kind,
 }
 
-/// The fields of a model file that matter, defaults as sentencepiece has them.
+/// Fields of a model file that are read, with sentencepiece's defaults.
 #[derive(Debug)]
 struct Model {
     pieces: Vec<Piece>,
@@ -276,7 +274,7 @@ impl Model {
         Ok(())
     }
 
-    /// The ids of the texts, if the pieces are a vocabulary.
+    /// Checks the pieces, and returns the id of each text.
     fn check(&self) -> Result<Vocab, SentencePieceError> {
         if self.pieces.is_empty() {
             return Err(SentencePieceError::Empty);
@@ -316,14 +314,14 @@ impl Model {
         Ok(vocab)
     }
 
-    /// The merge table of the normal pieces.
+    /// Merge table of the normal pieces.
     fn merges(&self, vocab: &Vocab) -> Result<Vec<(String, String)>, SentencePieceError> {
         let normal = self
             .pieces
             .iter()
             .filter(|piece| piece.kind == Kind::Normal);
         let mut normal: Vec<&Piece> = normal.collect();
-        // stable: pieces of one score stay in the order of their ids
+        // Stable sort: pieces of equal score stay in the order of their ids.
         normal.sort_by(|a, b| b.score.total_cmp(&a.score));
         let by_score: Vec<&str> = normal.iter().map(|piece| piece.text.as_str()).collect();
         let score: HashMap<&str, f32> = normal
@@ -353,7 +351,7 @@ impl Model {
         Ok(merges)
     }
 
-    /// Gives `tokenizer` the ways into and out of the alphabet of the pieces.
+    /// Adds to `tokenizer` the conversion of text to the alphabet of the pieces, and back.
     fn wrap(&self, tokenizer: &mut Tokenizer) -> Result<(), tokenizers::Error> {
         let mut normalizers = Vec::<NormalizerWrapper>::new();
         let mut decoders: Vec<DecoderWrapper> = vec![
