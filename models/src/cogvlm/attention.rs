@@ -1,4 +1,5 @@
-//! Self-attention whose projections are chosen per token; all tokens attend to each other in one softmax.
+//! Self-attention of the Cog decoder: each token uses the projections of its expert, and all tokens share one
+//! softmax.
 
 use super::config::{Edition, LanguageConfig};
 use super::experts::Routed;
@@ -9,7 +10,7 @@ use crate::generate::CachedLayer;
 use crate::nn::{FusedLinear, Linear, Prefix};
 use crate::params::ParamScope;
 
-/// Routed projections around causal attention with rotary positions.
+/// Causal attention with rotary positions; projections are per expert (text or image).
 #[derive(Clone, PartialEq, Debug)]
 pub(super) struct ExpertAttention {
     qkv: Routed<FusedLinear>,
@@ -31,7 +32,7 @@ impl ExpertAttention {
         let (c, d) = (config.hidden_size, config.head_dim);
         let (heads, kv_heads) = (config.num_heads, config.num_kv_heads);
         let mut scope = params.at("self_attn");
-        // Only one family, and only one of its experts, has biases.
+        // Only CogVLM2 has biases, and only in its vision expert.
         let mut qkv = |expert: &str, bias: bool| {
             let name = format!("{expert}_expert_query_key_value");
             scope.fused_linear(&name, &[heads * d, kv_heads * d, kv_heads * d], c, bias)
@@ -59,7 +60,7 @@ impl ExpertAttention {
         }
     }
 
-    /// `[t, c]` to `[t, c]`; keys and values go through `cache` when it is given.
+    /// `[t, c]` to `[t, c]`; keys and values go through `cache` if it is given.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

@@ -1,4 +1,4 @@
-//! From samples to a batch: pictures, places of their features, experts, and rows that attend to features.
+//! Collation: images, token rows of their features, rows of each expert, and rows with cross-attention.
 
 use super::config::CogConfig;
 use super::cross_vision::CrossPictures;
@@ -19,7 +19,7 @@ use crate::{SampleInput, cogvlm::config::Edition};
 use kernels::{Backend, Tensor};
 use std::sync::Arc;
 
-/// A picture's slices, each with the number of patches before it in the batch.
+/// The slices of one image, or one slice of each image; each with the number of patches before it in the batch.
 type Picture<'a> = Vec<(&'a Slice, usize)>;
 
 impl CogVlm {
@@ -82,7 +82,7 @@ impl CogVlm {
             .transpose()
     }
 
-    /// Rows of padding that stand in the text; the places of features hold padding too.
+    /// Text rows whose token is padding. Placeholder tokens of features are padding too, but not text.
     fn padding_rows(
         &self,
         tokens: impl Iterator<Item = (i32, bool)>,
@@ -97,7 +97,7 @@ impl CogVlm {
             .transpose()
     }
 
-    /// The pictures of the batch; `None` when there is none.
+    /// The images of the batch; `None` without images.
     fn vision_batch(
         &self,
         samples: &[SampleInput<'_>],
@@ -146,7 +146,7 @@ impl CogVlm {
     }
 }
 
-/// The pictures that have a place in the text, with their slices.
+/// The images that have a token range, with their slices.
 fn pictures<'a>(config: &CogConfig, samples: &[SampleInput<'a>]) -> Vec<Picture<'a>> {
     let (per_picture, mut patches) = (config.slices_per_picture(), 0);
     let mut all = Vec::new();

@@ -1,4 +1,4 @@
-//! `config.json` of CogVLM, CogAgent and CogVLM2, checked once so that the model code need not.
+//! Reader of `config.json` of CogVLM, CogAgent and CogVLM2. It checks everything once, so the model code need not.
 //!
 //! The files carry no `model_type`: the class in `architectures` and the fields present tell the families apart.
 
@@ -7,36 +7,36 @@ use crate::eva::{EvaConfig, RawEva};
 use serde::Deserialize;
 use std::path::Path;
 
-/// Base of the rotary frequencies of CogVLM and CogAgent; constants of their code.
+/// Base of the rotary frequencies of CogVLM and CogAgent, a constant in their code.
 const THETA: f32 = 10_000.0;
-/// The same of CogVLM2.
+/// Base of the rotary frequencies of CogVLM2, a constant in its code.
 const THETA_2: f32 = 500_000.0;
 
-/// Which published family a checkpoint belongs to.
+/// Published family of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Edition {
     /// CogVLM.
     CogVlm,
-    /// CogAgent: a second tower of higher resolution, read by cross-attention.
+    /// CogAgent: a second vision tower of higher resolution, read by cross-attention.
     CogAgent,
-    /// CogVLM2: grouped keys and values, 2 x 2 patches per feature.
+    /// CogVLM2: grouped-query attention, and 2 x 2 patches per feature.
     CogVlm2,
 }
 
-/// The prompt that a checkpoint was trained with.
+/// Prompt template that a checkpoint was trained with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TemplateVersion {
     /// The question alone.
     Base,
-    /// A conversation.
+    /// A chat.
     Chat,
     /// A question with a short answer.
     Vqa,
-    /// CogAgent's earlier form of a conversation.
+    /// CogAgent's earlier chat template.
     ChatOld,
 }
 
-/// The whole model.
+/// Configuration of the whole model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CogConfig {
     /// The published family.
@@ -47,11 +47,11 @@ pub struct CogConfig {
     pub vision: EvaConfig,
     /// CogAgent's second tower.
     pub cross: Option<CrossConfig>,
-    /// The prompt where nothing else is asked for.
+    /// Default prompt template.
     pub template: TemplateVersion,
 }
 
-/// The decoder.
+/// Sizes of the decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LanguageConfig {
     /// Width of the residual stream.
@@ -74,32 +74,32 @@ pub struct LanguageConfig {
     pub rope_theta: f32,
     /// Standard deviation of random start values.
     pub initializer_range: f64,
-    /// Id before every sample.
+    /// Token id before every sample.
     pub bos: i32,
-    /// Id behind every answer.
+    /// Token id after every answer.
     pub eos: i32,
-    /// Id that holds the places of features; its embedding gets no gradient.
+    /// Placeholder and padding token id; its embedding gets no gradient.
     pub pad: i32,
 }
 
-/// CogAgent's second tower (EVA2-CLIP-L) and the cross-attention that reads it.
+/// Sizes of CogAgent's second tower (EVA2-CLIP-L) and of the cross-attention that reads it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CrossConfig {
-    /// Side of the square picture in pixels.
+    /// Side of the square image in pixels.
     pub image_size: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
     /// Width of the tower and of the cross-attention.
     pub width: usize,
-    /// Elements of a head of the tower.
+    /// Elements per head of the tower.
     pub head_dim: usize,
-    /// Blocks of the checkpoint; the last one is never computed.
+    /// Blocks in the checkpoint. The last one is never computed.
     pub layers: usize,
-    /// Width of the gated MLP.
+    /// Width of the gated MLP in the tower's blocks.
     pub inner: usize,
-    /// Rows of a head that is never computed.
+    /// Rows of the tower's head, which is in the checkpoint but never computed.
     pub embed_dim: usize,
-    /// Side of the grid to which rotary coordinates are scaled.
+    /// Side of the grid that rotary coordinates are scaled to.
     pub rope_side: usize,
 }
 
@@ -110,7 +110,7 @@ impl CrossConfig {
         self.image_size / self.patch_size
     }
 
-    /// Patches of a picture, which are the features that tokens read.
+    /// Patches of an image. Each is a feature that tokens read.
     #[must_use]
     pub fn patches(&self) -> usize {
         self.grid() * self.grid()
@@ -127,7 +127,7 @@ impl CogConfig {
         Self::parse(&bytes, &path)
     }
 
-    /// Parses the content of a `config.json`; `path` is named in errors.
+    /// Parses the content of a `config.json`; `path` appears in errors.
     ///
     /// # Errors
     /// As [`CogConfig::load`].
@@ -147,7 +147,7 @@ impl CogConfig {
         raw.resolve(edition)
     }
 
-    /// Features that stand for a picture in the prompt, without the learned rows around them.
+    /// Number of features of an image in the prompt, without the two learned rows around them.
     #[must_use]
     pub fn features(&self) -> usize {
         match self.edition {
@@ -156,7 +156,7 @@ impl CogConfig {
         }
     }
 
-    /// Slices that a picture becomes: one per tower.
+    /// Number of slices of an image: one per tower.
     #[must_use]
     pub fn slices_per_picture(&self) -> usize {
         1 + usize::from(self.cross.is_some())
@@ -171,7 +171,7 @@ struct Head {
 }
 
 impl Edition {
-    /// The family that a `config.json` describes; `None` for any other.
+    /// The family of a `config.json`; `None` for other models.
     ///
     /// # Errors
     /// When it is not JSON.
@@ -211,7 +211,7 @@ struct Raw {
     cross_vision_config: Option<RawCross>,
 }
 
-/// Sizes of the second tower. Published files leave them out; they are constants of the code then.
+/// Sizes of the second tower in the file. Published files omit them; they are constants in the published code.
 #[derive(Deserialize)]
 #[serde(default)]
 struct RawCross {
@@ -272,7 +272,7 @@ impl Raw {
         let kv_heads = self.num_multi_query_heads.unwrap_or(heads);
         divisible("num_attention_heads", heads, kv_heads)?;
         let head_dim = divisible("hidden_size", self.hidden_size, heads)?;
-        // Rotary positions rotate halves of a head.
+        // Rotary embedding pairs the two halves of a head.
         divisible("hidden_size / num_attention_heads", head_dim, 2)?;
         at_most("hidden_size / num_attention_heads", head_dim, 128)?;
         let vocab_size = size("vocab_size", self.vocab_size)?;
@@ -317,7 +317,7 @@ impl Raw {
             ("cross_hidden_size", self.cross_hidden_size),
             ("cross_compute_hidden_size", self.cross_compute_hidden_size),
         ] {
-            // The code splits heads of the one width after a projection to the other.
+            // The code splits a projection of one width into heads of the other width.
             let found = found.unwrap_or(width);
             if found != width {
                 return Err(ConfigError::Inconsistent {
@@ -330,7 +330,7 @@ impl Raw {
         divisible("cross_compute_hidden_size", width, heads)?;
         let head_dim = size("cross_vision_config.head_width", raw.head_width)?;
         at_most("cross_vision_config.head_width", head_dim, 128)?;
-        // Half of a head turns by the row, half by the column, in pairs.
+        // Half of a head rotates with the row, half with the column, in pairs.
         divisible("cross_vision_config.head_width", head_dim, 4)?;
         divisible("cross_vision_config.width", width, head_dim)?;
         let ratio = positive("cross_vision_config.mlp_ratio", raw.mlp_ratio)?;

@@ -1,4 +1,4 @@
-//! CogAgent's cross-attention: every token of a sample with a picture reads all features of the second tower.
+//! CogAgent's cross-attention: every token of a sample with an image reads all features of the second tower.
 
 use super::config::CrossConfig;
 use crate::autograd::{Rows, Scope, Var};
@@ -20,17 +20,17 @@ pub(super) struct CrossAttention {
     head_dim: usize,
 }
 
-/// Features of the second tower with what tells their rows apart.
+/// Features of the second tower, with the dropout identity of their rows.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Features<'a> {
     /// `[N * p, c]`.
     pub(super) value: &'a Var,
-    /// i32 `[N * p]`: their patches in the batch.
+    /// i32 `[N * p]`: index of each feature's patch in the batch, for dropout.
     pub(super) names: &'a Tensor,
 }
 
 impl CrossAttention {
-    /// Declares `cross_attn` and the norm before it; `width` is the decoder's.
+    /// Declares `cross_attn` and the norm before it; `width` is the decoder's width.
     pub(super) fn new(
         params: &mut ParamScope<'_, '_>,
         config: &CrossConfig,
@@ -49,8 +49,8 @@ impl CrossAttention {
         }
     }
 
-    /// `[t, c]` to `[t, c]`; samples without features stay as they are. Features are read in the first pass of a
-    /// generation, and their keys and values come from the cache later.
+    /// `[t, c]` to `[t, c]`. Samples without features are unchanged. In a generation, the first pass reads the
+    /// features; later passes take their keys and values from the cache.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

@@ -1,7 +1,7 @@
-//! CogAgent's second tower, EVA2-CLIP-L at high resolution: norms before the branches and inside them, and rotary
-//! positions in two dimensions.
+//! CogAgent's second vision tower, EVA2-CLIP-L at high resolution. It has norms before and inside the branches, and
+//! two-dimensional rotary positions.
 //!
-//! Shapes: `N` pictures, `p` patches of a picture, `c` width.
+//! Shapes: `N` images, `p` patches per image, `c` width.
 
 use super::config::CrossConfig;
 use crate::autograd::{Rows, Scope, Tape, Var};
@@ -21,23 +21,24 @@ const EPS: f32 = 1e-6;
 /// Base of the rotary frequencies.
 const THETA: f32 = 10_000.0;
 
-/// Pictures as the second tower takes them.
+/// Images of a batch for the second tower.
 #[derive(Clone, Debug)]
 pub struct CrossPictures {
     /// `[N * p, 3 * patch * patch]`.
     pub patches: Tensor,
-    /// The rows of a picture attend to each other.
+    /// Attention within each image.
     pub sequences: Sequences,
-    /// Places of class rows and patches, and their names.
+    /// Index tables of class rows and patches.
     pub tables: EvaTables,
-    /// i32 `[N * p]`: rows of the positions added behind the tower.
+    /// i32 `[N * p]`: rows of the positions added after the tower.
     pub position_ids: Tensor,
-    /// Angles of all rows; class rows do not turn.
+    /// Rotary angles of all rows; those of class rows are 0.
     pub rotary: Rotary,
 }
 
 impl CrossPictures {
-    /// Prepares `slices`, each with the number of patches before it in its batch; the second dtype is that of angles.
+    /// Prepares `slices`, each with the number of patches before it in its batch. `dtypes` are those of values and of
+    /// rotary angles.
     ///
     /// # Errors
     /// When memory runs out.
@@ -71,8 +72,8 @@ impl CrossPictures {
     }
 }
 
-/// Angles of a picture's rows, `[p + 1, head_dim / 2]`: one half of the pairs turns by the patch's row, the other by
-/// its column, both scaled to a grid of `rope_side`.
+/// Rotary angles of an image's rows, `[p + 1, head_dim / 2]`. Half of the pairs rotates with the patch's row, half
+/// with its column; both are scaled to a grid of `rope_side`.
 fn angles(config: &CrossConfig) -> Vec<f32> {
     let (grid, half) = (config.grid(), config.head_dim / 2);
     let frequencies: Vec<f32> = (0..half / 2)
@@ -88,7 +89,7 @@ fn angles(config: &CrossConfig) -> Vec<f32> {
     all
 }
 
-/// Patch embedding, the blocks that are computed, and the positions added behind them.
+/// The second tower: patch embedding, all blocks but the last, and positions added after them.
 #[derive(Debug)]
 pub(super) struct CrossVision {
     embed_unit: UnitId,
@@ -101,7 +102,8 @@ pub(super) struct CrossVision {
 }
 
 impl CrossVision {
-    /// Declares the tower, with the tensors that a checkpoint carries unused: the last block, norm and head.
+    /// Declares the tower, including tensors that the checkpoint has but the model never computes: the last block,
+    /// norm and head.
     pub(super) fn new(params: &mut ParamBuilder<'_>, config: &CrossConfig) -> Self {
         let (c, side, p) = (config.width, config.patch_size, config.patches());
         let vit = format!("{PREFIX}.vit.model");
@@ -141,7 +143,7 @@ impl CrossVision {
         }
     }
 
-    /// `[N * p, c]`.
+    /// Features of all images: `[N * p, c]`.
     ///
     /// # Errors
     /// When the engine or the device fails.
@@ -154,7 +156,7 @@ impl CrossVision {
         let [mut x] = tape.segment(self.embed_unit, [], move |scope, []| {
             let patches = scope.linear(&scope.constant(batch.patches.clone()), &self.patch)?;
             let c = patches.shape().last();
-            // Both tables carry an axis of one in front.
+            // Both tables have a leading axis of size 1.
             let rows = |id: ParamId, index: &Tensor| -> Result<Var> {
                 let table = scope.parameter(id)?;
                 let table = scope.reshape(&table, [table.value().elems() / c, c])?;
@@ -207,7 +209,7 @@ impl CrossBlock {
         let mut attention = params.at("attn");
         let mut project = |name: &str| attention.linear(name, [c, c], false);
         let (mut q, k, mut v) = (project("q_proj"), project("k_proj"), project("v_proj"));
-        // Stored beside the projections instead of in them; keys have none.
+        // The checkpoint stores these biases next to the projections; keys have none.
         q.base.bias = Some(attention.param("q_bias", [c]));
         v.base.bias = Some(attention.param("v_bias", [c]));
         let inner_norm = LayerNorm::new(&mut attention, "inner_attn_ln", c, EPS);

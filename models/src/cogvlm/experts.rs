@@ -1,5 +1,5 @@
-//! Two sets of weights in one layer: each row goes through the products of its own set, where it lies. Where a device has
-//! no operation for their adapters, these take the rows apart and put the results together again. No row is computed twice.
+//! Layers with two experts, one for text rows and one for image rows. Each row is computed once, by its expert: as a
+//! grouped GEMM, or gathered per expert and merged again if the device has no grouped operation for adapters.
 
 use crate::autograd::{Rows, Scope, Var};
 use crate::error::Result;
@@ -7,7 +7,7 @@ use crate::nn::{FusedLinear, GatedMlp, Layer, Linear};
 use crate::ops::RowGroups;
 use kernels::Tensor;
 
-/// A layer for text beside one for pictures.
+/// The two experts of a layer.
 #[derive(Clone, PartialEq, Debug)]
 pub(super) struct Routed<L> {
     pub(super) language: L,
@@ -15,8 +15,8 @@ pub(super) struct Routed<L> {
 }
 
 impl<L> Routed<L> {
-    /// `run` of the one layer on its rows of `x [t, c]` and of the other on the rest: `N` values `[t, ..]`. Without
-    /// `experts` all rows are text.
+    /// Gathers the rows of each expert, applies `run`, and merges the results: `N` values `[t, ..]` of `x [t, c]`.
+    /// Without `experts` all rows are text.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
@@ -47,7 +47,7 @@ impl<L> Routed<L> {
     }
 }
 
-/// Whether every one of these layers, each of language and of vision, can compute rows where they lie.
+/// Whether each of these layers (language, vision) can run as a grouped GEMM.
 fn route<'l>(scope: &Scope<'_>, layers: impl IntoIterator<Item = [&'l Layer; 2]>) -> bool {
     layers.into_iter().all(|layers| {
         let adapters = layers.map(|(_, adapter)| adapter.as_ref());
@@ -55,7 +55,7 @@ fn route<'l>(scope: &Scope<'_>, layers: impl IntoIterator<Item = [&'l Layer; 2]>
     })
 }
 
-/// `x [t, k]` through the layer of each row.
+/// Grouped GEMM: `x [t, k]` through the layer of each row.
 fn linear(scope: &Scope<'_>, x: &Var, layers: [&Layer; 2], rows: &RowGroups) -> Result<Var> {
     let rows = [&rows.0[0], &rows.0[1]];
     let [(language, own), (vision, other)] = layers;
@@ -65,8 +65,8 @@ fn linear(scope: &Scope<'_>, x: &Var, layers: [&Layer; 2], rows: &RowGroups) -> 
     }
 }
 
-/// As [`linear`], of several layers of one `x [t, k]`: their adapters are computed together where every layer has
-/// one of either expert.
+/// As [`linear`], for several layers of one `x [t, k]`. If every layer has an adapter, the adapters are computed
+/// together.
 fn linears<const N: usize>(
     scope: &Scope<'_>,
     x: &Var,
@@ -109,7 +109,7 @@ impl Routed<Linear> {
 }
 
 impl Routed<FusedLinear> {
-    /// The three projections of `x [t, k]`.
+    /// The three projections of `x [t, k]`: queries, keys, values.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

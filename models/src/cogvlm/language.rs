@@ -1,4 +1,4 @@
-//! The decoder over packed samples.
+//! The Cog decoder over packed samples.
 //!
 //! Shapes: `T` tokens of all samples, `c` width, `v` vocabulary.
 
@@ -13,7 +13,7 @@ use crate::nn::{LmHead, LmHeadConfig, TokenEmbedding};
 use crate::params::ParamBuilder;
 use engine::UnitId;
 
-/// Token embedding with the splice, decoder layers, and the head.
+/// Token embedding with image features, decoder layers, and head.
 #[derive(Debug)]
 pub(super) struct Language {
     embed: TokenEmbedding,
@@ -22,7 +22,7 @@ pub(super) struct Language {
 }
 
 impl Language {
-    /// Declares the decoder with `prefix` learned tokens per layer.
+    /// Declares the decoder, with `prefix` learned tokens per layer (p-tuning).
     ///
     /// # Errors
     /// When an adapter target is a layer that cannot take one.
@@ -58,8 +58,8 @@ impl Language {
         })
     }
 
-    /// Embeds the tokens, splices `features` in and runs the layers: `[T, c]`, before the norm. `cross` are the
-    /// features of the second tower.
+    /// Embeds the tokens, replaces image rows by `features`, and runs the layers: `[T, c]`, before the final norm.
+    /// `cross` are the features of the second tower.
     ///
     /// # Errors
     /// When the engine or the device fails.

@@ -1,13 +1,12 @@
-//! CogVLM, CogAgent and CogVLM2: a Llama-like decoder whose layers hold two sets of weights, one for text and one for
-//! pictures.
+//! CogVLM, CogAgent and CogVLM2: a Llama-like decoder whose layers have two sets of weights, for text and for images.
 //!
 //! | module | part |
 //! |---|---|
 //! | [`config`] | `config.json` |
-//! | `projector` | from the EVA tower to the decoder |
+//! | `projector` | EVA's features to the width of the decoder |
 //! | `experts`, `attention`, `layer`, `language` | the decoder |
-//! | `cross_vision`, `cross_attention` | CogAgent's second tower and what reads it |
-//! | [`positions`], `rope` | positions and their angles |
+//! | `cross_vision`, `cross_attention` | CogAgent's second tower, and the attention that reads it |
+//! | [`positions`], `rope` | positions and their rotary angles |
 //! | [`prompt`], [`processor`] | samples to tokens and pixels |
 
 mod attention;

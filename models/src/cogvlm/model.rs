@@ -1,4 +1,4 @@
-//! The whole model: its parameters and its forward pass.
+//! CogVLM, CogAgent and CogVLM2: parameters and forward pass.
 
 use super::config::{CogConfig, Edition};
 use super::cross_vision::CrossVision;
@@ -27,7 +27,7 @@ const ATTENTION: &[&str] = &[
     "vision_expert_dense",
 ];
 
-/// As `ATTENTION`, with those of cross-attention.
+/// As `ATTENTION`, plus the linear layers of cross-attention.
 const AGENT_ATTENTION: &[&str] = &[
     "language_expert_query_key_value",
     "language_expert_dense",
@@ -38,7 +38,7 @@ const AGENT_ATTENTION: &[&str] = &[
     "cross_attn.dense",
 ];
 
-/// Where the decoder's modules are.
+/// Names of the decoder's modules.
 fn language_modules(edition: Edition) -> LanguageModules {
     LanguageModules {
         prefix: "model.layers.",
@@ -50,7 +50,7 @@ fn language_modules(edition: Edition) -> LanguageModules {
     }
 }
 
-/// The part of the model that a unit or parameter called `name` belongs to.
+/// Tower of the unit or parameter called `name`.
 fn tower(name: &str) -> Tower {
     let tower = ["model.vision.transformer.", "model.vision.patch_embedding"];
     if tower.iter().any(|prefix| name.starts_with(prefix)) {
@@ -64,7 +64,7 @@ fn tower(name: &str) -> Tower {
     }
 }
 
-/// CogVLM, CogAgent or CogVLM2. Holds handles, not weights.
+/// CogVLM, CogAgent or CogVLM2. It holds parameter ids, not weights.
 #[derive(Debug)]
 pub struct CogVlm {
     config: CogConfig,
@@ -187,7 +187,7 @@ impl VisionLanguageModel for CogVlm {
         &self.language.head
     }
 
-    /// As the published code draws; rows around and positions behind a picture begin at zero.
+    /// As in the published code: zeros for learned rows around an image and class embeddings, normal for the rest.
     fn start_values(&self, param: &ParamSpec) -> Init {
         match param.name.rsplit('.').next() {
             Some("boi" | "eoi" | "cls_embedding" | "cls_token") => Init::Constant(0.0),

@@ -1,6 +1,6 @@
-//! Which tokens are pictures, where they stand, and which expert computes them: three masks that differ.
+//! Three properties of tokens that differ: image or not, position, and expert.
 
-/// Whether each of `tokens` tokens is replaced by a row of a picture's features.
+/// Whether each of `tokens` tokens is replaced by a row of an image (features and the two learned rows).
 #[must_use]
 pub fn token_types(tokens: usize, pictures: &[(usize, usize)]) -> Vec<bool> {
     let mut types = vec![false; tokens];
@@ -10,11 +10,11 @@ pub fn token_types(tokens: usize, pictures: &[(usize, usize)]) -> Vec<bool> {
     types
 }
 
-/// Positions of the tokens: the features of a picture, without the learned rows around them, share one.
+/// Position of each token. All features of an image share one; the learned rows around them do not.
 #[must_use]
 pub fn position_ids(types: &[bool]) -> Vec<i32> {
     let last = types.len().saturating_sub(1);
-    // A picture's outermost rows count like text.
+    // The first and last row of an image count like text.
     let inner: Vec<bool> = (0..types.len())
         .map(|i| types[i] && i > 0 && i < last && types[i - 1] && types[i + 1])
         .collect();
@@ -28,14 +28,14 @@ pub fn position_ids(types: &[bool]) -> Vec<i32> {
     steps.collect()
 }
 
-/// Whether the vision expert computes a token: those of a picture except its last row.
+/// Whether the vision expert computes a token: all rows of an image but the last.
 #[must_use]
 pub fn vision_mask(types: &[bool]) -> Vec<bool> {
     let next = |i: usize| types.get(i + 1).is_some_and(|t| *t);
     (0..types.len()).map(|i| types[i] && next(i)).collect()
 }
 
-/// [`vision_mask`] of all rows of samples with these token types.
+/// [`vision_mask`] of all samples, concatenated.
 pub(super) fn vision_rows(types: &[Vec<bool>]) -> Vec<bool> {
     types.iter().flat_map(|types| vision_mask(types)).collect()
 }

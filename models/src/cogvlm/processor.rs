@@ -1,7 +1,7 @@
-//! From a raw sample to token ids, labels and pixels.
+//! Processor of the Cog models: raw samples to token ids, labels and pixels.
 //!
-//! A row is the begin token, the places of a picture's features, the prompt, the answer and the end token; prompt and
-//! answer are tokenized apart. Only the last answer is supervised. Labels are **already shifted**.
+//! A sample is the begin token, the image's placeholders, the prompt, the answer and the end token. Prompt and answer
+//! are tokenized separately. Only the last answer is supervised. Labels are **already shifted**.
 
 use super::config::CogConfig;
 use super::prompt::Turns;
@@ -16,25 +16,26 @@ use crate::text::Tokenizer;
 use std::ops::Range;
 use std::path::Path;
 
-/// The training scripts keep this many tokens free behind the context.
+/// Tokens that the training scripts keep free after the context.
 const ANSWER_ROOM: usize = 10;
-/// And cut a row, features counted once, this much shorter than its limit, before the end token.
+/// Tokens by which the training scripts truncate below the limit, before they add the end token. An image counts as
+/// one token plus its features.
 const CUT_ROOM: usize = 5;
 
-/// Turns samples into model inputs.
+/// Processor of CogVLM, CogAgent and CogVLM2.
 #[derive(Clone, Debug)]
 pub struct CogProcessor {
     config: CogConfig,
     tokenizer: Tokenizer,
 }
 
-/// A sample's text.
+/// Text of a sample.
 struct Text {
     turns: Turns,
     answer: Option<String>,
 }
 
-/// A sample's tokens.
+/// Tokens of a sample.
 struct Tokens {
     input_ids: Vec<i32>,
     labels: Vec<i32>,
@@ -66,7 +67,7 @@ impl CogProcessor {
         })
     }
 
-    /// Rounds, question and answer; `asks` when the last answer, if any, is left out.
+    /// Turns and answer of a sample. With `asks` the last answer, if any, is left out.
     fn text(&self, sample: &RawSample, asks: bool) -> Result<Text, SampleError> {
         let turns = &sample.conversations;
         let needed = if asks { 1 } else { 2 };
@@ -115,7 +116,8 @@ impl CogProcessor {
         })
     }
 
-    /// A picture has one place whatever the text says, so markers may stand anywhere, but not without a picture.
+    /// Checks the markers of images. An image always has the same position, so a marker may be anywhere, but not in a
+    /// sample without an image.
     fn check_markers(&self, sample: &RawSample) -> Result<(), SampleError> {
         if sample.images.len() > 1 {
             return Err(SampleError::TooManyImages {
@@ -141,7 +143,7 @@ impl CogProcessor {
         Ok(())
     }
 
-    /// The begin token, the picture's places and the prompt.
+    /// The begin token, the image's placeholders and the prompt; and the token range of the image.
     fn context(
         &self,
         text: &Text,
@@ -159,7 +161,7 @@ impl CogProcessor {
         Ok((ids, bounds))
     }
 
-    /// Tokens that a picture takes.
+    /// Number of placeholder tokens of an image.
     fn places(&self) -> usize {
         self.config.features() + 2
     }
@@ -189,7 +191,8 @@ impl CogProcessor {
                         limit: room,
                     });
                 }
-                // The scripts count a picture as one token while they cut, and take its features off the limit.
+                // The scripts count an image as one token during truncation, and subtract its features from the
+                // limit.
                 let expanded = image_bounds.len();
                 let features = expanded * self.config.features();
                 let cut =
@@ -222,7 +225,7 @@ impl CogProcessor {
         Ok(ids)
     }
 
-    /// Decodes the sample's picture: one slice per tower.
+    /// Decodes the sample's image: one slice per tower.
     fn slices(
         &self,
         sample: &RawSample,
@@ -241,7 +244,7 @@ impl CogProcessor {
         Ok(slices)
     }
 
-    /// Side of the picture and of its patches in pixels, for each tower.
+    /// Sides of the image and of its patches in pixels, for each tower.
     fn sides(&self) -> impl Iterator<Item = (usize, usize)> {
         let (vision, cross) = (&self.config.vision, self.config.cross.as_ref());
         let cross = cross.map(|cross| (cross.image_size, cross.patch_size));
@@ -350,7 +353,7 @@ impl Processor for CogProcessor {
         let slices = self.config.slices_per_picture();
         PicturePlan {
             slices,
-            // One range of tokens, however many towers see the picture.
+            // One token range per image, even if two towers see it.
             tokens_per_slice: self.places().div_ceil(slices),
         }
     }
@@ -374,12 +377,12 @@ impl Processor for CogProcessor {
     }
 }
 
-/// The picture as a square, aspect ratio or not.
+/// The image resized to a square, without regard to its aspect ratio.
 fn scaled(image: &RgbImage, size: usize, patch: usize) -> Slice {
     Slice::cut(&resize(image, size, size), (0, 0), (size, size), patch)
 }
 
-/// Names that stand for pictures in the text.
+/// Markers of images in the text.
 fn markers(sample: &RawSample) -> Vec<&str> {
     let names = sample.images.iter().map(|(name, _)| name.as_str());
     let mut markers: Vec<&str> = names.chain([crate::data::SINGLE_IMAGE]).collect();
@@ -387,7 +390,7 @@ fn markers(sample: &RawSample) -> Vec<&str> {
     markers
 }
 
-/// `content` without the markers of pictures and the line break that sets one off.
+/// `content` without image markers and the line break next to them.
 fn plain(content: &str, sample: &RawSample) -> String {
     let mut text = content.to_owned();
     for marker in markers(sample) {

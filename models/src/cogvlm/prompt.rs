@@ -1,28 +1,28 @@
-//! Prompts as text, one rule per template and per code base.
+//! Prompt templates as text, one rule per template and code base.
 //!
-//! The published repositories write prompts in two ways: the code beside the checkpoints, and the training scripts on
-//! SwissArmyTransformer. They differ in templates and in what becomes of the marker `<EOI>`, which is plain text to
-//! the one and the place of the picture to the other.
+//! Two published code bases write prompts: the code of the checkpoints, and the training scripts on
+//! SwissArmyTransformer. Their templates differ. The marker `<EOI>` is plain text in the first and the image's
+//! position in the second.
 
 use super::config::{Edition, TemplateVersion};
 use crate::data::{PromptSource, PromptStyle};
 
-/// The marker of a picture's place in the scripts' strings.
+/// Marker of an image's position in the scripts' strings.
 const PLACE: &str = "<EOI>";
-/// What the scripts delete from a text without a marker of its own.
+/// Strings that the scripts delete from a text without such a marker.
 const DELETED: [&str; 4] = ["<pad>", "<s>", "</s>", PLACE];
 
-/// A question after the rounds before it (question, answer).
+/// A question, with the previous rounds (question, answer).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Turns {
-    /// Rounds before.
+    /// Previous rounds: question, answer.
     pub history: Vec<(String, String)>,
-    /// What is asked.
+    /// The question.
     pub query: String,
 }
 
 impl Turns {
-    /// The text behind the picture.
+    /// The prompt text that follows the image.
     #[must_use]
     pub fn render(&self, edition: Edition, style: PromptStyle) -> String {
         use TemplateVersion as V;
@@ -43,7 +43,7 @@ impl Turns {
         }
     }
 
-    /// `Question: .. Answer: ..`, one round per line.
+    /// `Question: .. Answer: ..`, one line per round.
     fn questions(&self, answer: &str, history: bool) -> String {
         let rounds = self.history.iter().filter(|_| history);
         let mut text: String = rounds
@@ -53,7 +53,7 @@ impl Turns {
         text
     }
 
-    /// `[INST] .. [/INST] ..` with a blank at both ends.
+    /// `[INST] .. [/INST] ..` with a space at both ends.
     fn instructions(&self) -> String {
         let rounds = self.history.iter();
         let rounds: String = rounds

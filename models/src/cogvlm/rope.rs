@@ -1,14 +1,14 @@
-//! Angles of the decoder's positions.
+//! Rotary angles of the Cog decoder.
 //!
-//! The published code keeps frequencies and positions in the dtype of the model and multiplies them there: in bf16,
-//! positions above 256 and all angles are rounded, and the checkpoints were trained so.
+//! The published code multiplies frequencies and positions in the model's dtype. In bf16 this rounds positions above
+//! 256 and all angles, and the checkpoints were trained with it.
 
 use crate::error::Result;
 use crate::nn::{Rotary, rope_frequencies, rotary_of, round};
 use kernels::{Backend, DType, RopeLayout};
 
-/// Angles of `positions` for heads of `head_dim` elements, every pair of which rotates, rounded to
-/// `dtype` wherever the published code rounds.
+/// Cosines and sines of `positions` for heads of `head_dim` elements that rotate entirely. Rounds to `dtype` wherever
+/// the published code does.
 ///
 /// # Errors
 /// When memory runs out.

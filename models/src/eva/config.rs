@@ -1,9 +1,9 @@
-//! Sizes of the tower: `vision_config` of `config.json`.
+//! Sizes of the EVA tower, from `vision_config` of `config.json`.
 
 use crate::config::{ConfigError, at_most, divisible, expect, no_dropout, positive, size};
 use serde::Deserialize;
 
-/// Sizes of the tower.
+/// Sizes of the EVA tower.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EvaConfig {
     /// Width of the residual stream.
@@ -18,7 +18,7 @@ pub struct EvaConfig {
     pub layers: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
-    /// Side of the square picture in pixels.
+    /// Side of the square image in pixels.
     pub image_size: usize,
     /// Epsilon of every norm of the blocks.
     pub eps: f64,
@@ -31,14 +31,14 @@ impl EvaConfig {
         self.image_size / self.patch_size
     }
 
-    /// Patches of a picture.
+    /// Patches per image.
     #[must_use]
     pub fn patches(&self) -> usize {
         self.grid() * self.grid()
     }
 }
 
-/// `vision_config` as it stands in the file.
+/// `vision_config` as in the file.
 #[derive(Deserialize)]
 pub(crate) struct RawEva {
     hidden_size: usize,
@@ -62,7 +62,7 @@ fn three() -> usize {
 
 impl RawEva {
     /// # Errors
-    /// [`ConfigError`] for what is not computed and for sizes that contradict each other.
+    /// [`ConfigError`] for unsupported values and for sizes that contradict each other.
     pub(crate) fn resolve(self) -> Result<EvaConfig, ConfigError> {
         const WIDTH: &str = "vision_config.hidden_size";
         expect(
@@ -74,7 +74,7 @@ impl RawEva {
         let channels = self.in_channels.to_string();
         expect("vision_config.in_channels", Some(&channels), "3")?;
         let patch_size = size("vision_config.patch_size", self.patch_size)?;
-        // A patch's values are one row of a product.
+        // The values of a patch are one row of a matrix.
         at_most("vision_config.patch_size", patch_size, 1 << 10)?;
         let image_size = size("vision_config.image_size", self.image_size)?;
         let grid = divisible("vision_config.image_size", image_size, patch_size)?;

@@ -1,7 +1,7 @@
-//! EVA2-CLIP-E, the vision tower that CogVLM, CogAgent, CogVLM2 and GLM-4V share, with what joins it to the language
-//! model: a convolution that folds 2 x 2 patches, a gated projector, and learned rows around each picture.
+//! EVA2-CLIP-E, the vision tower of CogVLM, CogAgent, CogVLM2 and GLM-4V, with its connection to the language model:
+//! a convolution that folds 2 x 2 patches, a gated projector, and learned rows around each image.
 //!
-//! Shapes: `N` pictures, `p` patches of a picture, `c` width of the tower, `d` width of the language model.
+//! Shapes: `N` images, `p` patches per image, `c` width of the tower, `d` width of the language model.
 
 mod config;
 mod projector;

@@ -1,4 +1,4 @@
-//! Index tables of a batch of pictures for the tower.
+//! Index tables of a batch of images for the EVA tower.
 
 use super::config::EvaConfig;
 use crate::batch::{VisionTables, pixel_values, starts_of, upload};
@@ -8,26 +8,26 @@ use crate::ops::Sequences;
 use crate::processor::Normalization;
 use kernels::{Backend, DType, Tensor};
 
-/// Tables of `N` pictures of `p` patches and `m` features, each i32.
+/// Index tables of `N` images with `p` patches and `m` features each. All are i32.
 #[derive(Clone, Debug)]
 pub struct EvaTables {
-    /// `[N * (p + 1)]`: row of the learned positions, 0 for the class row.
+    /// `[N * (p + 1)]`: row of the learned position table for each row of the tower; 0 for class rows.
     pub position_ids: Tensor,
-    /// `[N]`: the tower's rows of the classes.
+    /// `[N]`: rows of the class embeddings in the tower.
     pub class_rows: Tensor,
-    /// `[N * p]`: the tower's rows of the patches.
+    /// `[N * p]`: rows of the patches in the tower.
     pub patch_rows: Tensor,
-    /// `[N]` zeros: a row of its own for every picture from one learned row.
+    /// `[N]` zeros: repeats one learned row for every image.
     pub zeros: Tensor,
-    /// `[N * p]`: patches in the order in which 2 x 2 of them are folded; empty where nothing is.
+    /// `[N * p]`: patches in the order in which 2 x 2 of them are folded; empty without folding.
     pub fold_rows: Tensor,
-    /// `[N * m]`: rows of the features between the learned rows around them.
+    /// `[N * m]`: rows of the features among the projector's output rows.
     pub feature_rows: Tensor,
-    /// `[N]`: rows before the features.
+    /// `[N]`: rows of the learned row before the features.
     pub begin_rows: Tensor,
-    /// `[N]`: rows behind the features.
+    /// `[N]`: rows of the learned row after the features.
     pub end_rows: Tensor,
-    /// `[N * (p + 1)]`: the patch, among all of the batch, whose dropout each row of the tower shares.
+    /// `[N * (p + 1)]`: for each row of the tower, the index in the batch of the patch whose dropout key it uses.
     pub row_names: Tensor,
     /// `[N * m]`: the same for each feature.
     pub feature_names: Tensor,
@@ -39,18 +39,18 @@ impl VisionTables for EvaTables {
     }
 }
 
-/// Pictures as the tower takes them.
+/// Images of a batch for the EVA tower.
 #[derive(Clone, Debug)]
 pub(crate) struct EvaPictures {
     /// `[N * p, 3 * patch * patch]`.
     pub(crate) patches: Tensor,
-    /// The rows of a picture attend to each other.
+    /// Attention within each image.
     pub(crate) sequences: Sequences,
     /// Index tables.
     pub(crate) tables: EvaTables,
 }
 
-/// Prepares `pictures`, each with the number of patches before it in its batch; `fold` says whether 2 x 2 patches
+/// Prepares `pictures`, each with the number of patches before it in its batch. `fold` says whether 2 x 2 patches
 /// become one feature.
 ///
 /// # Errors
@@ -67,7 +67,8 @@ pub(crate) fn eva_pictures(
     self::pictures(grid, fold, pictures, normalization, dtype, backend)
 }
 
-/// As [`eva_pictures`], for any tower of square pictures with a class row: `grid` patches per side, of `side` pixels.
+/// As [`eva_pictures`], for any tower of square images with a class row. `grid` is patches per side, `side` is a
+/// patch's side in pixels.
 ///
 /// # Errors
 /// When memory runs out.
@@ -100,7 +101,7 @@ fn eva_tables(
         let values: Vec<i32> = values.into_iter().map(|v| v as i32).collect();
         upload(backend, &values, &[values.len()])
     };
-    // Rows `offset..offset + count` of each of the pictures, which have `stride` rows.
+    // Rows `offset..offset + count` of every image; an image has `stride` rows.
     let rows = |stride: usize, offset: usize, count: usize| {
         table(
             (0..n)
@@ -113,7 +114,7 @@ fn eva_tables(
         let each = |i| within.iter().map(move |w| i * p + w);
         (0..n).flat_map(each).collect()
     };
-    // A folded feature is called after its first patch, a class row after the picture's.
+    // A folded feature uses the dropout key of its first patch, a class row that of the image's first patch.
     let features: Vec<usize> = match fold {
         true => order.iter().copied().step_by(4).collect(),
         false => (0..p).collect(),
@@ -138,7 +139,8 @@ fn eva_tables(
     })
 }
 
-/// The patches of a picture by the cell of 2 x 2 they fall into: upper left, upper right, lower left, lower right.
+/// Patches of an image, grouped by the cell of 2 x 2 they belong to: upper left, upper right, lower left, lower
+/// right.
 fn folded(grid: usize) -> Vec<usize> {
     let half = grid / 2;
     let cell = |i: usize| (i / half * 2) * grid + i % half * 2;

@@ -1,6 +1,6 @@
-//! The tower itself.
+//! The EVA vision tower.
 //!
-//! Norms stand on the branches (`x += norm(f(x))`), and there is none before the first block or after the last.
+//! Norms apply to the branches (`x += norm(f(x))`). No norm precedes the first block or follows the last.
 
 use super::config::EvaConfig;
 use super::tables::EvaTables;
@@ -12,7 +12,7 @@ use crate::params::{ParamBuilder, ParamScope};
 use engine::{ParamId, UnitId};
 use kernels::{Gelu, Tensor};
 
-/// Patch embedding with a class row and learned positions, and the blocks.
+/// EVA tower: patch embedding with a class row and learned positions, then blocks.
 #[derive(Debug)]
 pub(crate) struct EvaTower {
     embed_unit: UnitId,
@@ -51,7 +51,7 @@ impl EvaTower {
         }
     }
 
-    /// `[N * (p + 1), c]`: each picture's class row, then its patches, after the last block.
+    /// `[N * (p + 1), c]` after the last block: for each image its class row, then its patches.
     ///
     /// # Errors
     /// When the engine or the device fails.
@@ -82,7 +82,7 @@ impl EvaTower {
     }
 }
 
-/// `x += norm(attention(x)); x += norm(mlp(x))`, bidirectional, all layers with biases.
+/// `x += norm(attention(x)); x += norm(mlp(x))`. Attention is bidirectional; all layers have biases.
 #[derive(Clone, PartialEq, Debug)]
 struct EvaBlock {
     qkv: FusedLinear,

@@ -1,4 +1,5 @@
-//! `config.json` of GLM-4.1V, in its nested and its flat layout, checked once so that the model code need not.
+//! Reader of GLM-4.1V's `config.json`, in its nested and its flat layout. It checks everything once, so the model
+//! code need not.
 
 use std::path::Path;
 
@@ -8,18 +9,18 @@ use crate::config::{
     self, ConfigError, EosIds, at_most, divisible, expect, no_dropout, positive, size, unsupported,
 };
 
-/// The whole model.
+/// Configuration of the whole model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Glm41vConfig {
-    /// The decoder.
+    /// Sizes of the decoder.
     pub language: LanguageConfig,
-    /// The vision tower.
+    /// Sizes of the vision tower.
     pub vision: VisionConfig,
     /// Tokens that end an answer.
     pub eos_ids: Vec<i32>,
 }
 
-/// The decoder.
+/// Sizes of the decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LanguageConfig {
     /// Width of the residual stream.
@@ -34,9 +35,9 @@ pub struct LanguageConfig {
     pub num_kv_heads: usize,
     /// Elements per head.
     pub head_dim: usize,
-    /// Elements at the front of a head that rotate.
+    /// Number of elements at the front of a head that rotate.
     pub rotary_dim: usize,
-    /// How many frequencies follow the time, row and column positions, in turn.
+    /// Number of frequencies that follow the time, row and column position, in this order.
     pub mrope_section: Vec<usize>,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
@@ -50,14 +51,14 @@ pub struct LanguageConfig {
     pub initializer_range: f64,
 }
 
-/// The vision tower and the merger.
+/// Sizes of the vision tower and the merger.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VisionConfig {
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the blocks' MLPs, and of the features: `out_hidden_size` in the file.
+    /// Width of the blocks' MLPs and of the features; `out_hidden_size` in the file.
     pub out_hidden_size: usize,
-    /// Width of the merger's MLP: `intermediate_size` in the file.
+    /// Width of the merger's MLP; `intermediate_size` in the file.
     pub merger_inner: usize,
     /// Blocks.
     pub num_layers: usize,
@@ -67,7 +68,7 @@ pub struct VisionConfig {
     pub head_dim: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
-    /// Frames under the patch embedding; a picture is repeated that often.
+    /// Frames per patch embedding. An image is repeated this many times.
     pub frames: usize,
     /// Learned positions per side.
     pub grid_side: usize,
@@ -75,7 +76,7 @@ pub struct VisionConfig {
     pub rms_norm_eps: f64,
 }
 
-/// Patches per side that become one feature.
+/// Side of the block of patches that becomes one feature.
 pub const MERGE: usize = 2;
 
 impl Glm41vConfig {
@@ -88,7 +89,7 @@ impl Glm41vConfig {
         Self::parse(&bytes, &path)
     }
 
-    /// Parses the content of a `config.json`; `path` is named in errors.
+    /// Parses the content of a `config.json`; `path` appears in errors.
     ///
     /// # Errors
     /// As [`Glm41vConfig::load`].
@@ -104,7 +105,7 @@ impl Glm41vConfig {
             });
         }
         let tied = head.tie_word_embeddings.unwrap_or(false);
-        // The flat layout has the fields of the language model beside `vision_config`.
+        // In the flat layout, fields of the language model are next to `vision_config`.
         let text: RawText = match head.text_config {
             Some(text) => serde_json::from_value(text).map_err(invalid)?,
             None => serde_json::from_slice(bytes).map_err(invalid)?,
@@ -150,7 +151,7 @@ impl Glm41vConfig {
             vision.out_hidden_size,
             language.hidden_size,
         )?;
-        // Rows and columns share the pairs of a head.
+        // Rows and columns share the rotated pairs of a head.
         divisible("vision_config.hidden_size / num_heads", vision.head_dim, 4)?;
         at_most(
             "vision_config.hidden_size / num_heads",
@@ -206,7 +207,7 @@ struct RawText {
     eos_token_id: Option<EosIds>,
 }
 
-/// Where angles come from: `rope_scaling` beside two plain fields, or all of it in `rope_parameters`.
+/// Rotary settings: `rope_scaling` with two separate fields, or all in `rope_parameters`.
 #[derive(Deserialize)]
 struct Rope {
     rope_type: Option<String>,
@@ -268,7 +269,7 @@ impl RawText {
             .and_then(|r| r.rope_type.as_deref().or(r.r#type.as_deref()));
         expect("rope_parameters.rope_type", kind, "default")?;
         let of_rope = |field: fn(&Rope) -> Option<f64>| rope.as_ref().and_then(field);
-        // Defaults are those of the class, used where a file has no value.
+        // Defaults of the reference class, for fields that a file omits.
         let theta = of_rope(|r| r.rope_theta).or(self.rope_theta).unwrap_or(1e4);
         let factor = of_rope(|r| r.partial_rotary_factor)
             .or(self.partial_rotary_factor)

@@ -1,4 +1,4 @@
-//! GLM-4.1V-9B-Thinking: pictures of any size, several per sample.
+//! GLM-4.1V-9B-Thinking: images of any size, several per sample.
 
 mod collate;
 pub mod config;

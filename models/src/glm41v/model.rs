@@ -1,4 +1,4 @@
-//! The whole model: its parameters and its forward pass.
+//! GLM-4.1V: parameters and forward pass.
 
 use super::config::Glm41vConfig;
 use super::language::decoder;
@@ -18,14 +18,14 @@ use crate::{SampleInput, Tower, VisionLanguageModel};
 use engine::{ModelSpec, ParamSpec};
 use kernels::Backend;
 
-/// Where the decoder's modules are.
+/// Names of the decoder's modules.
 const LANGUAGE: LanguageModules = LanguageModules {
     prefix: "model.language_model.layers.",
     attention: &["q_proj", "k_proj", "v_proj", "o_proj"],
     mlp: &["gate_up_proj", "down_proj"],
 };
 
-/// The part of the model that a unit or parameter called `name` belongs to.
+/// Tower of the unit or parameter called `name`.
 fn tower(name: &str) -> Tower {
     let Some(module) = name.strip_prefix("model.visual.") else {
         return Tower::Language;
@@ -36,7 +36,7 @@ fn tower(name: &str) -> Tower {
     }
 }
 
-/// GLM-4.1V. Holds handles, not weights.
+/// GLM-4.1V. It holds parameter ids, not weights.
 #[derive(Debug)]
 pub struct Glm41v {
     config: Glm41vConfig,
@@ -53,7 +53,7 @@ impl Glm41v {
     /// Declares the model.
     ///
     /// # Errors
-    /// When adapter targets or a selection do not fit, or learned keys and values are asked for.
+    /// When adapter targets or a selection do not fit, or the options ask for p-tuning.
     pub fn new(
         config: Glm41vConfig,
         normalization: Normalization,

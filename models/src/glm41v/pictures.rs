@@ -1,4 +1,4 @@
-//! Where the text of a conversation shows the pictures of its sample.
+//! Placement of a sample's images in the text of its conversation.
 
 use std::sync::LazyLock;
 
@@ -10,17 +10,17 @@ use crate::text::Message;
 static PLACES: LazyLock<Regex> =
     LazyLock::new(|| Regex::new(r"<image(_\d+)?>").expect("a constant pattern is valid"));
 
-/// A part of the user's text.
+/// Part of the user's text, or an image by index.
 pub(super) enum Part<'a> {
     Text(&'a str),
     Picture(usize),
 }
 
-/// The pictures of a sample while its text is written out.
+/// Images of a sample, while its text is written.
 pub(super) struct Pictures<'a> {
     sample: &'a RawSample,
     used: Vec<bool>,
-    /// The only picture, which the text never names, while it waits for the first turn of the user.
+    /// A single image that the text never names, until it is shown first in the user's first turn.
     front: Option<usize>,
 }
 
@@ -44,7 +44,7 @@ impl<'a> Pictures<'a> {
         })
     }
 
-    /// Splits the user's `text` at the places of pictures.
+    /// Splits the user's `text` at image placeholders.
     pub(super) fn parts<'t>(&mut self, text: &'t str) -> Result<Vec<Part<'t>>, SampleError> {
         let mut parts = Vec::new();
         if let Some(front) = self.front.take() {
@@ -61,7 +61,7 @@ impl<'a> Pictures<'a> {
         Ok(parts)
     }
 
-    /// The picture that `name` stands for: the one of that name, or the next one.
+    /// Index of the image that `name` stands for: the image with this name, or the next unused one for `<image>`.
     fn take(&mut self, name: &str) -> Result<usize, SampleError> {
         let images = &self.sample.images;
         let found = match name {

@@ -1,16 +1,16 @@
-//! Positions: of tokens in three coordinates, of patches on the learned grid.
+//! Positions: three coordinates per token, and patches on the learned grid.
 
-/// Time, row and column position of every token of a sample.
+/// Time, row and column position of every token (M-RoPE).
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct TokenPositions {
-    /// `[3][tokens]`; equal outside of pictures.
+    /// `[3][tokens]`; the three are equal outside images.
     pub rows: [Vec<i32>; 3],
 }
 
 impl TokenPositions {
-    /// Positions of `tokens` tokens whose ranges `pictures` (start, features per column, features per row) stand for
-    /// pictures. Text counts by one; a picture at `p` counts its features by row and column from `p`, and the text
-    /// behind it continues at `p` plus the longer side.
+    /// Positions of `tokens` tokens; `pictures` are (first token, [features per column, features per row]). Text
+    /// counts by one. An image at position `p` counts its features by row and column from `p`. The text after it
+    /// continues at `p` plus the longer side.
     #[must_use]
     pub fn new(tokens: usize, pictures: &[(usize, [usize; 2])]) -> Self {
         let mut positions = Self::default();
@@ -27,7 +27,7 @@ impl TokenPositions {
         positions
     }
 
-    /// Text up to token `end`, from position `next` on; the position behind it.
+    /// Counts text up to token `end` from position `next`. Returns the position after it.
     fn text(&mut self, next: i32, end: usize) -> i32 {
         let count = end.saturating_sub(self.rows[0].len()) as i32;
         (next..next + count).for_each(|p| self.push([p; 3]));
@@ -40,7 +40,7 @@ impl TokenPositions {
         }
     }
 
-    /// Tokens of another sample behind these.
+    /// Appends the tokens of another sample.
     pub fn append(&mut self, other: &Self) {
         for (row, more) in self.rows.iter_mut().zip(&other.rows) {
             row.extend(more);
@@ -48,8 +48,8 @@ impl TokenPositions {
     }
 }
 
-/// Angles of tokens: frequencies `theta^(-2i / rotary)` are cut into `sections`, and section `s` follows coordinate
-/// `s mod 3`. One row of `frequencies.len()` angles per token.
+/// Rotary angles of tokens, `frequencies.len()` per token. The frequencies `theta^(-2i / rotary)` are divided into
+/// `sections`; section `s` follows coordinate `s mod 3`.
 pub(super) fn mrope_angles<'a>(
     positions: &'a [Vec<i32>; 3],
     frequencies: &'a [f32],
@@ -70,8 +70,8 @@ pub(super) fn mrope_angles<'a>(
     })
 }
 
-/// Coordinates (row, column) of the patches of a grid in the order of the tower: blocks of 2 x 2 row by row, and row by
-/// row within a block.
+/// Coordinates (row, column) of a grid's patches in the tower's order: blocks of 2 x 2 row by row, and row by row
+/// within a block.
 pub(super) fn block_order([rows, cols]: [usize; 2]) -> impl Iterator<Item = [usize; 2]> + Clone {
     let across = cols / 2;
     (0..rows / 2 * across).flat_map(move |block| {
@@ -80,8 +80,8 @@ pub(super) fn block_order([rows, cols]: [usize; 2]) -> impl Iterator<Item = [usi
     })
 }
 
-/// Weights of the learned positions, `[rows * cols, side * side]`, that give the positions of a grid in the order of the
-/// tower: the learned `side` x `side` table under bicubic interpolation, its border repeated.
+/// Bicubic interpolation of the learned `side` x `side` position table to a grid, as weights
+/// `[rows * cols, side * side]`. Rows are in the tower's order; the border of the table is repeated.
 pub(super) fn position_weights([rows, cols]: [usize; 2], side: usize) -> Vec<f32> {
     let vertical: Vec<_> = (0..rows).map(|i| taps(i, rows, side)).collect();
     let horizontal: Vec<_> = (0..cols).map(|j| taps(j, cols, side)).collect();
@@ -99,7 +99,7 @@ pub(super) fn position_weights([rows, cols]: [usize; 2], side: usize) -> Vec<f32
     weights
 }
 
-/// The four stored positions that patch `i` of `count` on an axis lies among, with their weights.
+/// The four learned positions around patch `i` of `count` on one axis, with their weights.
 fn taps(i: usize, count: usize, side: usize) -> [(usize, f32); 4] {
     let at = (i as f32 + 0.5) / count as f32 * side as f32 - 0.5;
     let first = at.floor();
@@ -112,7 +112,7 @@ fn taps(i: usize, count: usize, side: usize) -> [(usize, f32); 4] {
     })
 }
 
-/// Keys' cubic kernel with `a = -0.75`, for a distance below 2.
+/// Keys' cubic convolution kernel with `a = -0.75`, for distances below 2.
 fn cubic(x: f32) -> f32 {
     const A: f32 = -0.75;
     if x <= 1.0 {

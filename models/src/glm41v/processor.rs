@@ -1,5 +1,4 @@
-//! Everything of a model folder that turns samples into model inputs: picture settings, tokenizer and the ids of the
-//! markers.
+//! Files of a model directory that the processor needs: image settings, tokenizer and ids of the markers.
 
 use std::path::Path;
 
@@ -11,14 +10,14 @@ use crate::config::{ConfigError, size};
 use crate::processor::{Normalization, ProcessorError};
 use crate::text::{Tokenizer, TokenizerError};
 
-/// Picture settings of a model folder.
+/// Image settings of a model directory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProcessorConfig {
-    /// What decides on the size of pictures.
+    /// Limits of image sizes.
     pub limits: PictureLimits,
     /// Side of a patch in pixels.
     pub patch_size: usize,
-    /// Bytes to values.
+    /// Conversion of pixel bytes to values.
     pub normalization: Normalization,
 }
 
@@ -91,7 +90,7 @@ struct RawProcessor {
     image_std: [f32; 3],
 }
 
-/// Pixels, although the file calls them edges.
+/// Limits in pixels, although the file names them edges.
 #[derive(Deserialize)]
 struct Size {
     shortest_edge: usize,
@@ -114,7 +113,7 @@ impl Default for RawProcessor {
     }
 }
 
-/// Ids of the tokens that the sample rules write or look for.
+/// Ids of the marker tokens.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MarkerIds {
     pub(super) end: i32,
@@ -123,7 +122,7 @@ pub(super) struct MarkerIds {
     pub(super) image_end: i32,
 }
 
-/// Texts of these tokens.
+/// Texts of the marker tokens.
 pub(super) mod marker {
     pub(in super::super) const PREFIX: &str = "[gMASK]<sop>";
     pub(in super::super) const END: &str = "<|endoftext|>";
@@ -144,7 +143,7 @@ impl MarkerIds {
     }
 }
 
-/// Turns samples into model inputs; the sample rules are in `sample.rs` beside this file.
+/// Processor of GLM-4.1V; the sample rules are in `sample.rs` beside this file.
 #[derive(Clone, Debug)]
 pub struct Glm41vProcessor {
     pub(super) config: ProcessorConfig,
@@ -186,7 +185,7 @@ impl Glm41vProcessor {
         })
     }
 
-    /// Picture settings.
+    /// Image settings.
     #[must_use]
     pub fn config(&self) -> &ProcessorConfig {
         &self.config

@@ -1,23 +1,23 @@
-//! The size a picture is resized to: whole blocks of patches, its area within limits.
+//! Size that an image is resized to: whole blocks of patches, with an area within limits.
 
-/// What decides on the size of pictures.
+/// Limits of image sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PictureLimits {
-    /// Side of a block of patches that becomes one feature, in pixels.
+    /// Side in pixels of the block of patches that becomes one feature.
     pub block: usize,
-    /// Frames that a picture stands for; they count towards its pixels.
+    /// Frames that an image stands for; all of them count as pixels.
     pub frames: usize,
-    /// Fewest pixels of all frames together.
+    /// Minimal number of pixels in all frames.
     pub min_pixels: usize,
-    /// Most pixels of all frames together.
+    /// Maximal number of pixels in all frames.
     pub max_pixels: usize,
 }
 
-/// Pictures longer than this, in widths, are refused.
+/// Maximal ratio of the longer to the shorter side of an image.
 pub const MAX_ASPECT_RATIO: f64 = 200.0;
 
-/// Size (width, height) of a picture of `width` x `height` pixels after resizing, in whole blocks; `None` if one side is
-/// more than [`MAX_ASPECT_RATIO`] times the other.
+/// Size (width, height) that an image of `width` x `height` pixels is resized to, in whole blocks. `None` if one side
+/// is more than [`MAX_ASPECT_RATIO`] times the other.
 #[must_use]
 pub fn smart_resize(
     (width, height): (usize, usize),

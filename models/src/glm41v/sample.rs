@@ -1,11 +1,12 @@
-//! From a raw sample to token ids, labels, places of pictures and patches.
+//! Sample rules of GLM-4.1V: a raw sample to token ids, labels, token ranges of images and patches.
 //!
-//! Text: `[gMASK]<sop>`, then `<|role|>`, a line break and the content of every turn; behind the last answer
-//! `<|endoftext|>`. A picture stands where the user's text says `<image>`: pictures without a name of their own in the
-//! order of the sample, named ones (`<image_01>`) by name, and a single one that the text never names before all else.
+//! Text: `[gMASK]<sop>`, then `<|role|>`, a line break and the content of every turn, then `<|endoftext|>` after the
+//! last answer. An image is shown where the user's text has a placeholder: `<image>` means the next image in the
+//! order of the sample, and `<image_01>` the image of this name. A single image that the text never names is shown
+//! first.
 //!
-//! Learnt are the line break and the text of every answer, and `<|endoftext|>` behind it: as a token at the end of the
-//! sample, as the label of the next role's token elsewhere.
+//! The loss covers the line break and the text of every answer, and `<|endoftext|>` after it. At the end of the
+//! sample this is a token; after earlier answers it is the label at the next role's token.
 
 use std::ops::Range;
 
@@ -25,10 +26,10 @@ use crate::image::{ImageSource, resize};
 use crate::processor::Processor;
 use crate::text::{Message, Tokenizer};
 
-/// Size in pixels (width, height) that a picture is resized to.
+/// Size in pixels (width, height) that an image is resized to.
 type Plan = (usize, usize);
 
-/// A stretch of the conversation.
+/// Part of a conversation with one kind of supervision.
 struct Piece {
     text: String,
     kind: Kind,
@@ -37,22 +38,22 @@ struct Piece {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Given,
-    /// Not learnt, but its first token stands where an answer's end is learnt.
+    /// Not supervised, except that its first token has the label `<|endoftext|>`.
     BehindAnswer,
     Learnt,
-    /// Features of the picture of this number.
+    /// Features of the image with this index.
     Picture(usize),
 }
 
-/// A conversation as tokens.
+/// Tokens of a conversation.
 #[derive(Default)]
 struct Tokens {
     input_ids: Vec<i32>,
-    /// What is learnt of each token itself.
+    /// Label of each token before the shift.
     own_labels: Vec<i32>,
-    /// Features of each picture, without markers.
+    /// Token range of each image's features, without markers.
     bounds: Vec<(usize, usize)>,
-    /// Pictures in the order of the text.
+    /// Image indices in the order of the text.
     order: Vec<usize>,
 }
 
@@ -190,7 +191,7 @@ impl Piece {
 }
 
 impl Glm41vProcessor {
-    /// Features of a picture of the size `plan`.
+    /// Number of features of an image of size `plan`.
     fn features(&self, (width, height): Plan) -> usize {
         let block = self.config.limits.block;
         (width / block) * (height / block)
@@ -204,7 +205,7 @@ impl Glm41vProcessor {
         })
     }
 
-    /// Plans every picture from the headers of the files.
+    /// Plans every image from the header of its file.
     fn plan_all(
         &self,
         sample: &RawSample,
@@ -219,7 +220,7 @@ impl Glm41vProcessor {
             .collect()
     }
 
-    /// Decodes and cuts every picture, one after the other so that one is in memory at a time.
+    /// Decodes and cuts the images one after the other, so that only one decoded image is in memory.
     fn cut(
         &self,
         sample: &RawSample,
@@ -251,7 +252,7 @@ impl Glm41vProcessor {
         let untruncated = tokens.input_ids.len();
         let answer_start = tokens.own_labels.iter().position(|label| *label != IGNORED);
         let kept = untruncated.min(options.model_max_length);
-        // Markers stand before and behind the features.
+        // Markers surround the features.
         let starts = tokens.bounds.iter().filter(|(s, _)| *s <= kept).count();
         let ends = tokens.bounds.iter().filter(|(_, e)| *e < kept).count();
         if starts != ends {
@@ -283,7 +284,7 @@ impl Glm41vProcessor {
         })
     }
 
-    /// Writes out `turns`, those of `sample` or the first of them.
+    /// Text parts of `turns`, which are the turns of `sample` or its first ones.
     fn pieces(
         &self,
         sample: &RawSample,

@@ -1,4 +1,4 @@
-//! `config.json` of GLM-4V, checked once so that the model code need not.
+//! Reader of GLM-4V's `config.json`. It checks everything once, so the model code need not.
 
 use std::path::Path;
 
@@ -9,25 +9,25 @@ use crate::config::{
 };
 use crate::eva::{EvaConfig, RawEva};
 
-/// The whole model.
+/// Configuration of the whole model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Glm4vConfig {
-    /// The decoder.
+    /// Sizes of the decoder.
     pub language: LanguageConfig,
-    /// The vision tower.
+    /// Sizes of the vision tower.
     pub vision: EvaConfig,
-    /// What everything that enters the language model from a picture is divided by.
+    /// Divisor of every row of an image that enters the language model.
     pub scaling_factor: f64,
     /// Tokens that end an answer.
     pub eos_ids: Vec<i32>,
 }
 
-/// The decoder.
+/// Sizes of the decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LanguageConfig {
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the gated MLPs, the projector's too.
+    /// Width of the gated MLPs, in the decoder and in the projector.
     pub intermediate_size: usize,
     /// Decoder blocks.
     pub num_layers: usize,
@@ -35,7 +35,7 @@ pub struct LanguageConfig {
     pub num_heads: usize,
     /// Key and value heads; divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Elements per head; heads together may be wider or narrower than the residual stream.
+    /// Elements per head. All heads together may be wider or narrower than the residual stream.
     pub head_dim: usize,
     /// Rows of the embedding and of the output head.
     pub vocab_size: usize,
@@ -48,7 +48,7 @@ pub struct LanguageConfig {
 }
 
 impl LanguageConfig {
-    /// Elements at the front of a head that rotate.
+    /// Number of elements at the front of a head that rotate.
     #[must_use]
     pub fn rotary_dim(&self) -> usize {
         self.head_dim / 2
@@ -65,7 +65,7 @@ impl Glm4vConfig {
         Self::parse(&bytes, &path)
     }
 
-    /// Parses the content of a `config.json`; `path` is named in errors.
+    /// Parses the content of a `config.json`; `path` appears in errors.
     ///
     /// # Errors
     /// As [`Glm4vConfig::load`].
@@ -90,13 +90,13 @@ impl Glm4vConfig {
             scaling_factor: positive("vision_config.scaling_factor", scaling.scaling_factor)?,
             eos_ids: eos_ids.map_or_else(Vec::new, EosIds::into_vec),
         };
-        // Two by two patches become one feature.
+        // 2 x 2 patches become one feature.
         let grid = config.vision.grid();
         divisible("vision_config.image_size / patch_size", grid, 2)?;
         Ok(config)
     }
 
-    /// Features of a picture, without the learned rows around them.
+    /// Number of features of an image, without the two learned rows around them.
     #[must_use]
     pub fn features(&self) -> usize {
         self.vision.patches() / 4
@@ -135,7 +135,7 @@ struct Raw {
     shape: Shape,
 }
 
-/// Switches of which only one position is computed.
+/// Switches for which only one value is supported.
 #[derive(Deserialize)]
 struct Shape {
     add_bias_linear: Option<bool>,

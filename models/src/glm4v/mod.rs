@@ -1,4 +1,4 @@
-//! GLM-4V-9B: one square picture per conversation, seen by EVA's tower.
+//! GLM-4V-9B: one square image per conversation, with the EVA tower.
 
 mod collate;
 pub mod config;

@@ -1,4 +1,4 @@
-//! The whole model: its parameters and its forward pass.
+//! GLM-4V: parameters and forward pass.
 
 use super::config::Glm4vConfig;
 use super::language::decoder;
@@ -17,17 +17,17 @@ use crate::{SampleInput, Tower, VisionLanguageModel};
 use engine::{ModelSpec, ParamSpec};
 use kernels::Backend;
 
-/// Where the decoder's modules are.
+/// Names of the decoder's modules.
 const LANGUAGE: LanguageModules = LanguageModules {
     prefix: "transformer.encoder.layers.",
     attention: &["query_key_value", "dense"],
     mlp: &["dense_h_to_4h", "dense_4h_to_h"],
 };
 
-/// Standard deviation of random start values; the configuration names none.
+/// Standard deviation of random initial values; the configuration has none.
 const INIT_RANGE: f32 = 0.02;
 
-/// The part of the model that a unit or parameter called `name` belongs to.
+/// Tower of the unit or parameter called `name`.
 fn tower(name: &str) -> Tower {
     let Some(module) = name.strip_prefix("transformer.vision.") else {
         return Tower::Language;
@@ -38,7 +38,7 @@ fn tower(name: &str) -> Tower {
     }
 }
 
-/// GLM-4V. Holds handles, not weights.
+/// GLM-4V. It holds parameter ids, not weights.
 #[derive(Debug)]
 pub struct Glm4v {
     config: Glm4vConfig,
@@ -54,7 +54,7 @@ impl Glm4v {
     /// Declares the model.
     ///
     /// # Errors
-    /// When adapter targets or a selection do not fit, or learned keys and values are asked for.
+    /// When adapter targets or a selection do not fit, or the options ask for p-tuning.
     pub fn new(config: Glm4vConfig, options: ModelOptions) -> Result<Self> {
         options.refuse_ptuning()?;
         let trains = |name: &str| options.trains(name, tower(name));

@@ -1,8 +1,8 @@
-//! Positions of tokens: all features of a picture share one.
+//! Positions of tokens. All features of an image share one.
 
-/// Positions of `tokens` tokens of which `pictures` (`start..end`) are a picture's features and the two learned rows
-/// around them. A picture takes three positions, as the three tokens that stand for it in the text: its first row, all
-/// features, its last row.
+/// Positions of `tokens` tokens. `pictures` (`start..end`) are the features of an image with the two learned rows
+/// around them. An image takes three positions, like the three tokens that stand for it in the text: first row, all
+/// features, last row.
 #[must_use]
 pub fn token_positions(tokens: usize, pictures: &[(usize, usize)]) -> Vec<i32> {
     let mut positions = Vec::with_capacity(tokens);

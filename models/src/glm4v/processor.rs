@@ -1,4 +1,4 @@
-//! Everything of a model folder that turns samples into model inputs: tokenizer, picture size, ids of the markers.
+//! Files of a model directory that the processor needs: tokenizer, image size, ids of the markers.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use super::config::Glm4vConfig;
 use crate::processor::ProcessorError;
 use crate::text::{Tokenizer, TokenizerError};
 
-/// Texts of the tokens that the sample rules write.
+/// Texts of the marker tokens.
 pub(super) mod marker {
     pub(in super::super) const PREFIX: [&str; 2] = ["[gMASK]", "<sop>"];
     pub(in super::super) const USER: &str = "<|user|>";
@@ -16,7 +16,7 @@ pub(super) mod marker {
     pub(in super::super) const IMAGE_END: &str = "<|end_of_image|>";
 }
 
-/// Their ids.
+/// Ids of the marker tokens.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MarkerIds {
     pub(super) prefix: [i32; 2],
@@ -41,17 +41,17 @@ impl MarkerIds {
     }
 }
 
-/// Turns samples into model inputs; the sample rules are in `sample.rs` beside this file.
+/// Processor of GLM-4V; the sample rules are in `sample.rs` beside this file.
 #[derive(Clone, Debug)]
 pub struct Glm4vProcessor {
     pub(super) tokenizer: Tokenizer,
     pub(super) ids: MarkerIds,
     pub(super) stop_ids: Vec<i32>,
     pub(super) vocab_size: usize,
-    /// Side of the square that pictures are resized to, in pixels.
+    /// Side of the square that images are resized to, in pixels.
     pub(super) image_size: usize,
     pub(super) patch_size: usize,
-    /// Features of a picture, without the rows around them.
+    /// Number of features of an image, without the rows around them.
     pub(super) features: usize,
 }
 

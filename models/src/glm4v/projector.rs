@@ -1,6 +1,7 @@
-//! From the tower's patches to rows of the language model.
+//! Projector of GLM-4V: from the tower's patches to rows of the language model.
 //!
-//! Shapes: `N` pictures, `p` patches and `m = p / 4` features of each, `c` width of the tower, `D` of the language model.
+//! Shapes: `N` images, with `p` patches and `m = p / 4` features each, `c` width of the tower, `D` width of the
+//! language model.
 
 use super::config::Glm4vConfig;
 use crate::autograd::{Tape, Var};
@@ -10,7 +11,7 @@ use crate::eva::{EvaTables, Fold, Frame, GluProjector};
 use crate::params::ParamBuilder;
 use engine::UnitId;
 
-/// The convolution over 2 x 2 patches, the gated projector and the learned rows around each picture, one unit.
+/// Convolution over 2 x 2 patches, gated projector, and learned rows around each image. One unit.
 #[derive(Debug)]
 pub(super) struct Projector {
     unit: UnitId,

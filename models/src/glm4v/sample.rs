@@ -1,11 +1,11 @@
-//! From a raw sample to token ids, labels, the place of the picture and its patches.
+//! Sample rules of GLM-4V: a raw sample to token ids, labels, token range of the image and its patches.
 //!
-//! Tokens: `[gMASK] <sop>`, then `<|role|>`, a line break and the content of every turn, at last one `<|user|>`. Content
-//! is text: a marker spelt out in it is no marker. The picture stands before the content of the first turn, whatever
-//! place an `<image>` in that content names (it is taken out); a sample without a picture shows a black one.
+//! Tokens: `[gMASK] <sop>`, then `<|role|>`, a line break and the content of every turn, and finally `<|user|>`.
+//! Markers in the content are ordinary text. The image precedes the content of the first turn; an `<image>` in that
+//! content is removed. A training sample without an image shows a black one.
 //!
-//! Learnt are all tokens of an answer, its role's token included. Whether the role's token behind an answer is learnt too
-//! is [`EncodeOptions::train_on_turn_end`].
+//! The loss covers every token of an answer, including its role token. [`EncodeOptions::train_on_turn_end`] says
+//! whether it also covers the role token that follows the answer.
 
 use std::borrow::Cow;
 use std::path::PathBuf;
@@ -23,13 +23,13 @@ use crate::image::{ImageSource, RgbImage, resize};
 use crate::processor::Processor;
 use crate::text::{Message, Tokenizer, TokenizerError};
 
-/// A conversation as tokens, the picture's rows included.
+/// Tokens of a conversation, image rows included.
 #[derive(Default)]
 struct Tokens {
     input_ids: Vec<i32>,
-    /// What is learnt of each token itself.
+    /// Label of each token before the shift.
     own_labels: Vec<i32>,
-    /// The picture's rows.
+    /// Token range of the image's rows.
     bounds: Vec<(usize, usize)>,
 }
 
@@ -123,7 +123,7 @@ impl Processor for Glm4vProcessor {
         })
     }
 
-    /// [`PlaceholderStyle::Inference`] shows no picture where the sample has none.
+    /// [`PlaceholderStyle::Inference`] shows no black image if the sample has no image.
     fn encode_prompt(
         &self,
         sample: &RawSample,
@@ -187,7 +187,7 @@ impl Processor for Glm4vProcessor {
         self.stop_ids.clone()
     }
 
-    /// An answer begins with the line break behind its role, which is not part of its text.
+    /// Text of an answer. The line break after its role is a generated token, but not part of the text.
     fn decode(&self, ids: &[i32]) -> Result<String, TokenizerError> {
         let text = self.tokenizer.decode(ids)?;
         Ok(match text.strip_prefix('\n') {
@@ -198,12 +198,12 @@ impl Processor for Glm4vProcessor {
 }
 
 impl Glm4vProcessor {
-    /// Patches per side of a picture.
+    /// Patches per side of an image.
     fn side(&self) -> usize {
         self.image_size / self.patch_size
     }
 
-    /// The picture of a sample, which has one at most.
+    /// The image of a sample; more than one is an error.
     fn only_picture<'s>(
         &self,
         sample: &'s RawSample,
@@ -218,7 +218,7 @@ impl Glm4vProcessor {
         }
     }
 
-    /// The picture as the tower takes it: a square, whatever shape it has; black without one.
+    /// The image resized to a square; black if the sample has none.
     fn slice(&self, sample: &RawSample, images: &dyn ImageSource) -> Result<Slice, SampleError> {
         let side = self.image_size;
         let image = match self.only_picture(sample)? {
@@ -232,7 +232,8 @@ impl Glm4vProcessor {
         Ok(Slice::cut(&image, (0, 0), (side, side), self.patch_size))
     }
 
-    /// Tokens of `turns`, those of `sample` or the first of them; `picture` says whether one is shown.
+    /// Tokens of `turns`, which are the turns of `sample` or its first ones. `picture` says whether an image is
+    /// shown.
     fn tokenize(
         &self,
         sample: &RawSample,
@@ -248,7 +249,7 @@ impl Glm4vProcessor {
             let answer = turn.role == "assistant";
             let role = if answer { ids.assistant } else { ids.user };
             tokens.push(&[role], answer || (answered && options.train_on_turn_end));
-            // Apart from the content, so that no token spans the line break.
+            // Tokenized separately from the content, so that no token spans the line break.
             tokens.push(&self.tokenizer.encode_plain("\n")?, answer);
             if i == 0 && picture {
                 let start = tokens.input_ids.len();
@@ -266,7 +267,7 @@ impl Glm4vProcessor {
     }
 }
 
-/// The content of turn `i`, without the place of the picture.
+/// Content of turn `i` without the image's placeholder.
 fn content<'t>(sample: &RawSample, i: usize, turn: &'t Message) -> Cow<'t, str> {
     let name = match &sample.images[..] {
         [(name, _)] if i == 0 => name,

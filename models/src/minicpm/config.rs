@@ -1,4 +1,4 @@
-//! `config.json` of MiniCPM-V 2.6 and MiniCPM-o 2.6, checked once so that the model code need not.
+//! Reader of `config.json` of MiniCPM-V 2.6 and MiniCPM-o 2.6. It checks everything once, so the model code need not.
 
 use std::path::Path;
 
@@ -9,46 +9,46 @@ use crate::config::{
     self, ConfigError, at_most, divisible, expect, no_dropout, positive, size, unsupported,
 };
 
-/// Head size of the resampler's attention: it has `hidden_size / 128` heads.
+/// Elements per head of the resampler's attention, which has `hidden_size / 128` heads.
 pub const RESAMPLER_HEAD_DIM: usize = 128;
-/// The only release of the family whose layout is implemented.
+/// The only supported release of the family.
 const SUPPORTED_VERSION: &str = "2.6";
-/// Picture area side of the published checkpoints, absent from their `config.json`.
+/// `scale_resolution` of the published checkpoints, whose `config.json` omits it.
 const DEFAULT_SCALE_RESOLUTION: usize = 448;
-/// Slices per picture of the published checkpoints.
+/// `max_slice_nums` of the published checkpoints.
 const DEFAULT_MAX_SLICES: usize = 9;
 
-/// Which published family a checkpoint belongs to.
+/// Published family of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
-    /// MiniCPM-V: `vpm`, `resampler`, `llm`.
+    /// MiniCPM-V: modules `vpm`, `resampler`, `llm`.
     Vision,
-    /// MiniCPM-o: the same three parts; its audio and speech tensors are ignored.
+    /// MiniCPM-o: the same three modules; its audio and speech tensors are ignored.
     Omni,
 }
 
-/// The whole model.
+/// Configuration of the whole model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MiniCpmConfig {
     /// MiniCPM-V or MiniCPM-o.
     pub family: Family,
-    /// The Qwen2 decoder.
+    /// Sizes of the Qwen2 decoder.
     pub language: LanguageConfig,
-    /// The SigLIP vision tower.
+    /// Sizes of the SigLIP vision tower.
     pub vision: VisionConfig,
     /// Image tokens per slice: queries of the resampler.
     pub query_num: usize,
     /// Whether the vision tower is built without its last layer.
     pub drop_vision_last_layer: bool,
-    /// Slices per chunk of the vision tower; no effect on the numbers.
+    /// Slices per chunk of the vision tower in the reference implementation; no effect on the values.
     pub vision_batch_size: usize,
-    /// Whether pictures are numbered in the prompt.
+    /// Whether images are numbered in the prompt.
     pub use_image_id: bool,
-    /// How pictures are cut.
+    /// Settings of image slicing.
     pub slicing: SlicingConfig,
 }
 
-/// The Qwen2 decoder.
+/// Sizes of the Qwen2 decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LanguageConfig {
     /// Width of the residual stream.
@@ -69,20 +69,20 @@ pub struct LanguageConfig {
     pub rms_norm_eps: f64,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
-    /// Whether the output head shares the embedding.
+    /// Whether the output head shares the weight of the embedding.
     pub tie_word_embeddings: bool,
     /// Standard deviation of random start values.
     pub initializer_range: f64,
 }
 
-/// The SigLIP vision tower.
+/// Sizes of the SigLIP vision tower.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VisionConfig {
     /// Width of the residual stream.
     pub hidden_size: usize,
     /// Width of the MLP.
     pub intermediate_size: usize,
-    /// Layers that are built: one fewer than the file says if the last is dropped.
+    /// Number of layers that are built: one less than in the file if the last is dropped.
     pub num_layers: usize,
     /// Attention heads.
     pub num_heads: usize,
@@ -90,18 +90,18 @@ pub struct VisionConfig {
     pub head_dim: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
-    /// Positions per side of the learned position grid.
+    /// Learned positions per side of the position grid.
     pub grid_side: usize,
     /// Epsilon of every LayerNorm.
     pub layer_norm_eps: f64,
 }
 
-/// How pictures are cut into slices.
+/// Settings of image slicing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlicingConfig {
-    /// Most cells a picture is cut into (the overview comes on top); 1 never cuts.
+    /// Maximal number of cells per image, in addition to the overview; 1 means no cells.
     pub max_slice_nums: usize,
-    /// Side of the square whose area one slice has about, in pixels.
+    /// Side in pixels of the square whose area a slice has approximately.
     pub scale_resolution: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
@@ -117,7 +117,7 @@ impl MiniCpmConfig {
         Self::parse(&bytes, &path)
     }
 
-    /// Parses the content of a `config.json`; `path` is named in errors.
+    /// Parses the content of a `config.json`; `path` appears in errors.
     ///
     /// # Errors
     /// As [`MiniCpmConfig::load`].
@@ -126,7 +126,7 @@ impl MiniCpmConfig {
             path: path.to_owned(),
             source,
         };
-        // the family first: a file of another family may lack any other field
+        // The family is checked first, since a file of another family may lack any other field.
         let head: Head = serde_json::from_slice(bytes).map_err(invalid)?;
         let family = head.family()?;
         let raw: Raw = serde_json::from_slice(bytes).map_err(invalid)?;
@@ -136,7 +136,7 @@ impl MiniCpmConfig {
         Ok(config)
     }
 
-    /// Heads of the resampler's attention.
+    /// Number of heads of the resampler's attention.
     pub fn resampler_heads(&self) -> usize {
         self.language.hidden_size / RESAMPLER_HEAD_DIM
     }
@@ -148,7 +148,7 @@ impl MiniCpmConfig {
             language.num_heads,
             language.num_kv_heads,
         )?;
-        // rotary positions rotate halves of a head
+        // Rotary embedding pairs the two halves of a head.
         divisible("hidden_size / num_attention_heads", language.head_dim, 2)?;
         divisible("hidden_size", language.hidden_size, RESAMPLER_HEAD_DIM)?;
         at_most("hidden_size / num_attention_heads", language.head_dim, 128)?;
@@ -191,7 +191,7 @@ impl Head {
         let found = match &self.version {
             Some(Value::String(text)) => text.clone(),
             Some(other) => other.to_string(),
-            // the first releases carried no version
+            // The first releases have no version field.
             None if self.hidden_size == Some(2304) && self.query_num == Some(64) => {
                 "2.0 (no version field)".to_owned()
             }
@@ -328,7 +328,7 @@ impl Raw {
             head_dim: divisible("hidden_size", self.hidden_size, self.num_attention_heads)?,
             vocab_size: size("vocab_size", self.vocab_size)?,
             rms_norm_eps: positive("rms_norm_eps", self.rms_norm_eps)?,
-            // the class default, used where a file has no value
+            // Default of the reference class, for files that omit it.
             rope_theta: positive("rope_theta", rope_theta.unwrap_or(1e4))?,
             tie_word_embeddings: self.tie_word_embeddings,
             initializer_range: positive(
@@ -362,7 +362,7 @@ impl RawVision {
         const HEADS: &str = "vision_config.num_attention_heads";
         let layers = size("vision_config.num_hidden_layers", self.num_hidden_layers)?;
         let patch_size = size("vision_config.patch_size", self.patch_size)?;
-        // a grid as wide as the picture in patches, a rest is cut off as a convolution does
+        // The grid is as wide as the image in patches; a remainder is cut off, as in a convolution.
         let grid_side = size(
             "vision_config.image_size / patch_size",
             self.image_size / patch_size,

@@ -1,16 +1,16 @@
-//! Which tokens of a conversation are learnt, and what each position shall predict.
+//! Supervised tokens of a conversation, and the labels of each position.
 
 use super::processor::MarkerIds;
 use crate::data::IGNORED;
 
-/// Flags every token of an answer, from behind the role's line to the end of the turn inclusive.
+/// Flags every token of an answer, from the token after the role's line break to the end of the turn, inclusive.
 pub(super) fn answer_spans(ids: &[i32], markers: &MarkerIds) -> Vec<bool> {
     let mut trainable = vec![false; ids.len()];
     for role in 1..ids.len() {
         if ids[role] != markers.assistant || ids[role - 1] != markers.turn_start {
             continue;
         }
-        // behind the role comes a line break; an end token right there does not end the span
+        // A line break follows the role. An end token at `start` does not end the span.
         let start = role + 2;
         let end = (start + 1..ids.len()).find(|&i| ids[i] == markers.turn_end);
         if let Some(end) = end {
@@ -20,7 +20,7 @@ pub(super) fn answer_spans(ids: &[i32], markers: &MarkerIds) -> Vec<bool> {
     trainable
 }
 
-/// What each position shall predict; behind the last token of an answer that is `eos`.
+/// Shifted labels. The label after the last token of an answer is `eos`.
 pub(super) fn shifted_labels(ids: &[i32], trainable: &[bool], eos: i32) -> Vec<i32> {
     let mut labels = vec![IGNORED; ids.len()];
     for i in 1..ids.len() {

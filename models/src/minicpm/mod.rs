@@ -1,4 +1,4 @@
-//! MiniCPM-V 2.6 and the vision + text path of MiniCPM-o 2.6.
+//! MiniCPM-V 2.6, and the vision and text path of MiniCPM-o 2.6.
 
 mod collate;
 pub mod config;

@@ -1,4 +1,4 @@
-//! The whole model: its parameters and its forward pass.
+//! MiniCPM-V and MiniCPM-o: parameters and forward pass.
 
 use super::config::MiniCpmConfig;
 use super::language::decoder;
@@ -18,14 +18,14 @@ use crate::{SampleInput, Tower, VisionLanguageModel};
 use engine::{ModelSpec, ParamSpec};
 use kernels::Backend;
 
-/// Where the decoder's modules are.
+/// Names of the decoder's modules.
 const LANGUAGE: LanguageModules = LanguageModules {
     prefix: "llm.",
     attention: &["q_proj", "k_proj", "v_proj", "o_proj"],
     mlp: &["gate_proj", "up_proj", "down_proj"],
 };
 
-/// The part of the model that a unit or parameter called `name` belongs to.
+/// Tower of the unit or parameter called `name`.
 fn tower(name: &str) -> Tower {
     match name.split('.').next() {
         Some("vpm") => Tower::Vision,
@@ -34,7 +34,7 @@ fn tower(name: &str) -> Tower {
     }
 }
 
-/// MiniCPM-V 2.6 or the vision + text path of MiniCPM-o 2.6. Holds handles, not weights.
+/// MiniCPM-V 2.6, or the vision and text path of MiniCPM-o 2.6. It holds parameter ids, not weights.
 #[derive(Debug)]
 pub struct MiniCpm {
     config: MiniCpmConfig,
@@ -142,7 +142,7 @@ impl VisionLanguageModel for MiniCpm {
         &self.language.head
     }
 
-    /// As the reference implementations draw.
+    /// Initial values as in the reference implementations.
     fn start_values(&self, param: &ParamSpec) -> Init {
         let (fan_in, fan_out) = init::fans(param);
         let xavier = Init::xavier(fan_in, fan_out);
@@ -152,7 +152,7 @@ impl VisionLanguageModel for MiniCpm {
             "vpm.embeddings.position_embedding.weight"
             | "vpm.embeddings.patch_embedding.weight" => Init::Normal((fan_in as f32).powf(-0.5)),
             name if name.starts_with("vpm.") => xavier,
-            // The resampler's own code writes 0.02, which is the default of the range.
+            // The resampler's code has a constant 0.02, the default of `initializer_range`.
             _ => Init::Normal(self.config.language.initializer_range as f32),
         }
     }

@@ -1,4 +1,4 @@
-//! Replaces the places of pictures in a conversation by markers and feature tokens.
+//! Replacement of image placeholders in a conversation by markers and feature tokens.
 
 use std::sync::LazyLock;
 
@@ -9,19 +9,19 @@ use super::slicing::{Cells, SlicePlan};
 use crate::data::{PlaceholderStyle, RawSample, SINGLE_IMAGE, SampleError};
 use crate::text::Message;
 
-/// A conversation with its pictures written out.
+/// A conversation with its images written as markers and feature tokens.
 #[derive(Debug)]
 pub(super) struct Substituted {
     pub(super) turns: Vec<Message>,
-    /// Pictures, by index into the sample's list, in the order in which the text shows them.
+    /// Image indices in the order in which the text shows them.
     pub(super) order: Vec<usize>,
 }
 
 static NAMED: LazyLock<Regex> =
     LazyLock::new(|| Regex::new(r"<image_\d+>").expect("a constant pattern is valid"));
 
-/// Writes out the pictures of `sample` in `turns` (its turns or the first of them); `plans` has one
-/// entry per picture.
+/// Writes the images of `sample` into `turns`, which are its turns or the first of them. `plans` has one entry per
+/// image.
 pub(super) fn substitute(
     sample: &RawSample,
     turns: &[Message],
@@ -43,7 +43,7 @@ pub(super) fn substitute(
     }
 }
 
-/// The text that stands for each picture.
+/// The text that stands for each image.
 fn placeholders(
     plans: &[SlicePlan],
     config: &ProcessorConfig,
@@ -78,7 +78,7 @@ fn substitute_single(turns: &[Message], text: &str) -> Result<Substituted, Sampl
     }
     let marked: usize = turns.iter().map(single_marks).sum();
     let in_first = single_marks(&turns[0]);
-    // without a mark in the first turn the picture is put in front of it
+    // If the first turn has no placeholder, the image is shown before its text.
     let placeholders = marked + usize::from(in_first == 0);
     if placeholders > 1 {
         return Err(SampleError::MorePlaceholdersThanImages {
@@ -121,7 +121,7 @@ fn substitute_named(
     let mut order = Vec::new();
     let mut written = Vec::with_capacity(turns.len());
     for turn in turns {
-        // text and names alternate; every piece gets a line of its own, empty ones too
+        // Texts and names alternate; every piece gets its own line, even an empty one.
         let mut pieces = Vec::new();
         let mut rest = 0;
         for name in NAMED.find_iter(&turn.content) {

@@ -1,16 +1,16 @@
 //! Position ids of patches on the learned position grid.
 //!
-//! A picture of `rows` x `cols` patches is laid over a square grid of learned positions: the
-//! fractional coordinate of each row and column is put into one of `grid_side` buckets. Both the
-//! coordinates and the bucket edges are `f32` ranges as PyTorch's CPU `arange` makes them, whose
-//! rounding differs from `i * step`; a plain floor gives other buckets for some sizes (25, 49, ...).
+//! An image of `rows` x `cols` patches is mapped to a square grid of learned positions: the fractional coordinate of
+//! each row and column falls into one of `grid_side` buckets. Coordinates and bucket edges are `f32` ranges as
+//! PyTorch's CPU `arange` makes them. Their rounding differs from `i * step`; a plain floor gives other buckets for
+//! some sizes (25, 49, ...).
 
-/// Elements that PyTorch's vectorised fill advances by from one base value.
+/// Elements by which PyTorch's vectorized fill advances from one base value.
 const LANES: usize = 8;
-/// Elements handled per iteration of that fill; what remains at the end is computed one by one.
+/// Elements per iteration of that fill; the rest is computed one by one.
 const BLOCK: usize = 2 * LANES;
 
-/// `arange(start, end, step)` in `f32`, bit for bit as PyTorch on a CPU.
+/// `arange(start, end, step)` in `f32`, bit for bit as PyTorch on the CPU.
 fn arange(start: f64, end: f64, step: f64) -> Vec<f32> {
     let count = ((end - start) / step).ceil() as usize;
     let vectorised = count / BLOCK * BLOCK;
@@ -26,7 +26,7 @@ fn arange(start: f64, end: f64, step: f64) -> Vec<f32> {
         .collect()
 }
 
-/// Bucket of each of `patches` patches of one axis on a grid of `grid_side` positions.
+/// Bucket of each of `patches` patches on one axis of a grid with `grid_side` positions.
 ///
 /// # Panics
 /// If either number is zero.
@@ -39,7 +39,7 @@ pub fn position_buckets(patches: usize, grid_side: usize) -> Vec<usize> {
     let coordinates = arange(0.0, 1.0 - 1e-6, f64::from(1.0 / patches as f32));
     let bucket = |coordinate| edges.partition_point(|&edge| edge <= coordinate);
     (0..patches)
-        // rounding of the step could make the range one short; its last element is then repeated
+        // Rounding of the step may make the range one short; its last element is then repeated.
         .map(|i| bucket(coordinates[i.min(coordinates.len() - 1)]).min(grid_side - 1))
         .collect()
 }

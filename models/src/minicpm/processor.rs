@@ -1,5 +1,5 @@
-//! Everything of a model folder that turns samples into model inputs: picture settings, tokenizer,
-//! chat template and the ids of the markers.
+//! Files of a model directory that the processor needs: image settings, tokenizer, chat template and ids of the
+//! markers.
 
 use std::path::Path;
 
@@ -9,35 +9,35 @@ use super::config::{MiniCpmConfig, SlicingConfig};
 use crate::processor::{Normalization, ProcessorError};
 use crate::text::{ChatTemplate, Tokenizer, TokenizerError};
 
-/// Texts of the markers that stand around picture features in a prompt.
+/// Texts of the markers around image features in a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Markers {
-    /// Before the overview, and before its features.
+    /// Before the features of the overview.
     pub image_start: String,
-    /// After the overview.
+    /// After the features of the overview.
     pub image_end: String,
     /// Before a cell.
     pub slice_start: String,
     /// After a cell.
     pub slice_end: String,
-    /// Before the number of a picture.
+    /// Before the number of an image.
     pub image_id_start: String,
-    /// After the number of a picture.
+    /// After the number of an image.
     pub image_id_end: String,
-    /// The token whose embedding is replaced by one feature.
+    /// The token that one feature replaces.
     pub feature: String,
 }
 
-/// Picture and prompt settings of a model folder.
+/// Image and prompt settings of a model directory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProcessorConfig {
-    /// How pictures are cut.
+    /// Settings of image slicing.
     pub slicing: SlicingConfig,
     /// Image tokens per slice.
     pub query_num: usize,
-    /// Whether pictures are numbered in the prompt.
+    /// Whether images are numbered in the prompt.
     pub use_image_id: bool,
-    /// Bytes to values.
+    /// Conversion of pixel bytes to values.
     pub normalization: Normalization,
     /// Marker texts.
     pub markers: Markers,
@@ -144,7 +144,7 @@ impl Default for RawProcessor {
     }
 }
 
-/// Token ids the sample rules look for.
+/// Ids of the marker tokens.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MarkerIds {
     pub(super) turn_start: i32,
@@ -172,7 +172,7 @@ impl MarkerIds {
     }
 }
 
-/// Turns samples into model inputs; the sample rules are in `sample.rs` beside this file.
+/// Processor of MiniCPM-V and MiniCPM-o; the sample rules are in `sample.rs` beside this file.
 #[derive(Clone, Debug)]
 pub struct MiniCpmProcessor {
     pub(super) config: ProcessorConfig,
@@ -194,7 +194,7 @@ impl MiniCpmProcessor {
         let tokenizer = Tokenizer::load(dir)?;
         let template = ChatTemplate::load(dir, &tokenizer)?;
         let ids = MarkerIds::find(&tokenizer, &config.markers)?;
-        // numbers and features are markers too, though no rule looks for their ids
+        // Markers of numbers and features are checked too, although no rule needs their ids.
         for text in [&config.markers.image_id_start, &config.markers.image_id_end] {
             tokenizer.id(text)?;
         }
@@ -209,7 +209,7 @@ impl MiniCpmProcessor {
         })
     }
 
-    /// Picture and prompt settings.
+    /// Image and prompt settings.
     pub fn config(&self) -> &ProcessorConfig {
         &self.config
     }

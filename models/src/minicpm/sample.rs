@@ -1,8 +1,8 @@
-//! From a raw sample to token ids, labels, places of pictures and patches, by the rules of the
-//! family's fine-tuning script.
+//! Sample rules of MiniCPM: a raw sample to token ids, labels, token ranges of images and patches, as in the family's
+//! fine-tuning script.
 //!
-//! Labels are **already shifted**: `labels[i]` is what position `i` shall predict. The position of a
-//! turn's end token is supervised once more with the end-of-sequence token.
+//! Labels are **already shifted**: position `i` predicts `labels[i]`. The position of a turn's end token is
+//! supervised too, with the end-of-sequence token.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -22,7 +22,7 @@ use crate::image::ImageSource;
 use crate::processor::Processor;
 use crate::text::Tokenizer;
 
-/// Most tokens between the start markers of two slices of one picture, features aside.
+/// Maximal number of tokens, other than features, between the start markers of two slices of one image.
 const GAP_TOKENS: usize = 4;
 
 /// Tokens of a sample whose slices are planned but not cut.
@@ -131,7 +131,7 @@ impl Processor for MiniCpmProcessor {
         }
     }
 
-    /// Slices follow each other closely; a start marker of pictures begins a new one.
+    /// Groups slices that are close together; a start marker of an image begins a new group.
     fn pictures(&self, tokens: &SampleTokens) -> Vec<(Range<usize>, usize)> {
         pictures(tokens, self.ids.image_start)
     }
@@ -154,7 +154,7 @@ impl Processor for MiniCpmProcessor {
 }
 
 impl MiniCpmProcessor {
-    /// Plans the slices of every picture from the headers of the files.
+    /// Plans the slices of every image from the header of its file.
     fn plan_all(
         &self,
         sample: &RawSample,
@@ -177,7 +177,7 @@ impl MiniCpmProcessor {
         SlicePlan::new(width, height, &slicing)
     }
 
-    /// Decodes and cuts every picture, one after the other so that one is in memory at a time.
+    /// Decodes and cuts the images one after the other, so that only one decoded image is in memory.
     fn cut(
         &self,
         sample: &RawSample,
@@ -234,7 +234,7 @@ impl MiniCpmProcessor {
         Ok(ids)
     }
 
-    /// Ranges between start and end markers; `tokens` is the length before truncation.
+    /// Token ranges between start and end markers; `tokens` is the length before truncation.
     fn image_bounds(
         &self,
         input_ids: &[i32],
@@ -291,7 +291,7 @@ impl MiniCpmProcessor {
     }
 }
 
-/// Ranges of tokens of each picture, markers included, and its slices.
+/// Token range of each image, markers included, and its number of slices.
 fn pictures(tokens: &SampleTokens, image_start: i32) -> Vec<(Range<usize>, usize)> {
     let mut found: Vec<(Range<usize>, usize)> = Vec::new();
     for (start, end) in &tokens.image_bounds {
