@@ -34,7 +34,7 @@ pub enum AdapterError {
     /// The directory has neither adapters nor trained tensors.
     #[error("{} contains neither adapter_model.safetensors nor trained.safetensors", dir.display())]
     Nothing {
-        /// The folder.
+        /// The directory.
         dir: PathBuf,
     },
     /// The settings cannot be read.
@@ -109,7 +109,7 @@ fn find<T: Copy>(patterns: &BTreeMap<String, T>, module: &str) -> Option<T> {
     found.map(|(_, value)| *value)
 }
 
-/// Adapters and trained tensors of one folder.
+/// Adapters and trained tensors of one directory.
 #[derive(Debug)]
 pub struct Adapter {
     dir: PathBuf,
@@ -207,7 +207,7 @@ impl Adapter {
         [LORA_A, LORA_B].map(|half| format!("{ADAPTER_PREFIX}{module}{half}"))
     }
 
-    /// The folder.
+    /// The directory.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir

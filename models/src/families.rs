@@ -72,7 +72,7 @@ struct Head {
 }
 
 impl Family {
-    /// The family of the model folder `dir`.
+    /// The family of the model directory `dir`.
     ///
     /// # Errors
     /// [`ConfigError`] if `config.json` cannot be read or is of no family that is implemented.

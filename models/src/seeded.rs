@@ -231,7 +231,7 @@ mod tests {
             let mean = values.iter().map(|&x| f64::from(x)).sum::<f64>() / n as f64;
             let power =
                 |p: i32| values.iter().map(|&x| f64::from(x).powi(p)).sum::<f64>() / n as f64;
-            // Neighbours must not follow each other.
+            // Neighbors must not follow each other.
             let pairs = values.windows(2).map(|w| f64::from(w[0]) * f64::from(w[1]));
             (mean, power(2), power(4), pairs.sum::<f64>() / n as f64)
         };

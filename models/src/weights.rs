@@ -30,7 +30,7 @@ pub enum WeightError {
     /// The directory has neither `model.safetensors` nor an index of weight files.
     #[error("{} contains neither model.safetensors nor model.safetensors.index.json", dir.display())]
     NoWeights {
-        /// The folder.
+        /// The directory.
         dir: PathBuf,
     },
     /// A file cannot be opened or read.
@@ -80,7 +80,7 @@ pub enum WeightError {
     MissingTensor {
         /// The tensor.
         name: String,
-        /// The folder.
+        /// The directory.
         dir: PathBuf,
     },
     /// A tensor does not have the shape that the configuration gives.
@@ -144,7 +144,7 @@ enum Place {
     Made(Values),
 }
 
-/// The tensors of one model folder or file.
+/// The tensors of one model directory or file.
 #[derive(Debug)]
 pub struct WeightSource {
     dir: PathBuf,
@@ -280,7 +280,7 @@ impl WeightSource {
         Ok(())
     }
 
-    /// The folder.
+    /// The directory.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir

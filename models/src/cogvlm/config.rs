@@ -118,7 +118,7 @@ impl CrossConfig {
 }
 
 impl CogConfig {
-    /// Reads `config.json` of the model folder `dir`.
+    /// Reads `config.json` of the model directory `dir`.
     ///
     /// # Errors
     /// [`ConfigError`] if the file is missing or invalid, or describes a model that is not supported.

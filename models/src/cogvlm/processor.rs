@@ -44,7 +44,7 @@ struct Tokens {
 }
 
 impl CogProcessor {
-    /// Reads `config.json` and the tokenizer files of the model folder `dir`.
+    /// Reads `config.json` and the tokenizer files of the model directory `dir`.
     ///
     /// # Errors
     /// [`ProcessorError`] naming the file that is missing or invalid.

@@ -77,7 +77,7 @@ pub enum SampleError {
         /// The image's name in the text.
         name: String,
     },
-    /// A picture cannot be read.
+    /// An image cannot be read.
     #[error("image {name}")]
     Image {
         /// Its name in the text.

@@ -39,13 +39,13 @@ pub enum DataError {
     /// The file or directory has no sample.
     #[error("{} contains no sample", path.display())]
     Empty {
-        /// The file or folder.
+        /// The file or directory.
         path: PathBuf,
     },
     /// The content matches none of the formats.
     #[error("the format of {} is unknown: {found}", path.display())]
     UnknownFormat {
-        /// The file or folder.
+        /// The file or directory.
         path: PathBuf,
         /// What was found instead.
         found: String,
@@ -53,7 +53,7 @@ pub enum DataError {
     /// The content matches several formats, or one format in several ways.
     #[error("the format of {} is ambiguous: {reason}", path.display())]
     AmbiguousFormat {
-        /// The file or folder.
+        /// The file or directory.
         path: PathBuf,
         /// The possible meanings, and how to choose one.
         reason: String,
@@ -69,7 +69,7 @@ pub enum DataError {
     /// An image has no label file.
     #[error("{} has no label in {}", picture.display(), labels.display())]
     NoLabel {
-        /// The picture.
+        /// The image.
         picture: PathBuf,
         /// The directory of labels.
         labels: PathBuf,

@@ -80,7 +80,7 @@ pub struct VisionConfig {
 pub const MERGE: usize = 2;
 
 impl Glm41vConfig {
-    /// Reads `config.json` of the model folder `dir`.
+    /// Reads `config.json` of the model directory `dir`.
     ///
     /// # Errors
     /// [`ConfigError`] if the file is missing or invalid, or describes a model that is not supported.

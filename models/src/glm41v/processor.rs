@@ -22,7 +22,7 @@ pub struct ProcessorConfig {
 }
 
 impl ProcessorConfig {
-    /// Combines `model` with `preprocessor_config.json` of the folder `dir`.
+    /// Combines `model` with `preprocessor_config.json` of the directory `dir`.
     ///
     /// # Errors
     /// [`ProcessorError`] if the file is missing or invalid, or contradicts `model`.
@@ -154,7 +154,7 @@ pub struct Glm41vProcessor {
 }
 
 impl Glm41vProcessor {
-    /// Reads `config.json`, `preprocessor_config.json` and the tokenizer files of the model folder `dir`.
+    /// Reads `config.json`, `preprocessor_config.json` and the tokenizer files of the model directory `dir`.
     ///
     /// # Errors
     /// [`ProcessorError`] naming the file that is missing, invalid or contradicts another.

@@ -56,7 +56,7 @@ impl LanguageConfig {
 }
 
 impl Glm4vConfig {
-    /// Reads `config.json` of the model folder `dir`.
+    /// Reads `config.json` of the model directory `dir`.
     ///
     /// # Errors
     /// [`ConfigError`] if the file is missing or invalid, or describes a model that is not supported.

@@ -56,7 +56,7 @@ pub struct Glm4vProcessor {
 }
 
 impl Glm4vProcessor {
-    /// Reads `config.json` and the tokenizer files of the model folder `dir`.
+    /// Reads `config.json` and the tokenizer files of the model directory `dir`.
     ///
     /// # Errors
     /// [`ProcessorError`] naming the file that is missing, invalid or contradicts another.

@@ -158,8 +158,8 @@ mod tests {
 
     #[test]
     fn doubling_matches_hand_computed_taps() {
-        // centre 0.75: inputs at distances 0.25 and 0.75 weigh 0.8671875 and 0.2265625, over their
-        // sum; at centre 0.25 the second input's weight is negative and the result is clipped
+        // center 0.75: inputs at distances 0.25 and 0.75 weigh 0.8671875 and 0.2265625, over their
+        // sum; at center 0.25 the second input's weight is negative and the result is clipped
         let image = RgbImage::new(2, 1, vec![0, 0, 0, 255, 255, 255]);
         let low = f64::round(255.0 * 0.226_562_5 / (0.867_187_5 + 0.226_562_5)) as u8;
         let columns: Vec<u8> = resize(&image, 4, 1)
@@ -190,7 +190,7 @@ mod tests {
             };
             let a = mirror(&resize(&image, ow, 1));
             let b = resize(&mirror(&image), ow, 1);
-            // window edges round differently on exact ties, one grey level at most on noise this small
+            // window edges round differently on exact ties, one gray level at most on noise this small
             let worst = a.pixels().iter().zip(b.pixels()).map(|(a, b)| a.abs_diff(*b)).max();
             prop_assert!(worst <= Some(1));
         }

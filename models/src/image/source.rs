@@ -6,13 +6,13 @@ use super::{ImageError, RgbImage, decode, dimensions};
 
 /// Source of images by the path that a sample gives.
 pub trait ImageSource: Send + Sync {
-    /// Width and height in pixels, without decoding the picture.
+    /// Width and height in pixels, without decoding the image.
     ///
     /// # Errors
     /// [`ImageError`] naming the file.
     fn dimensions(&self, path: &Path) -> Result<(usize, usize), ImageError>;
 
-    /// The decoded picture.
+    /// The decoded image.
     ///
     /// # Errors
     /// [`ImageError`] naming the file.

@@ -44,7 +44,7 @@ pub struct ProcessorConfig {
 }
 
 impl ProcessorConfig {
-    /// Combines `model` with `preprocessor_config.json` of the folder `dir`.
+    /// Combines `model` with `preprocessor_config.json` of the directory `dir`.
     ///
     /// # Errors
     /// [`ProcessorError`] if the file is missing or invalid, or contradicts `model`.
@@ -184,7 +184,7 @@ pub struct MiniCpmProcessor {
 
 impl MiniCpmProcessor {
     /// Reads `config.json`, `preprocessor_config.json`, the tokenizer files and the chat template of
-    /// the model folder `dir`.
+    /// the model directory `dir`.
     ///
     /// # Errors
     /// [`ProcessorError`] naming the file that is missing, invalid or contradicts another.

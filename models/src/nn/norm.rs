@@ -1,4 +1,4 @@
-//! Normalisation layers.
+//! Normalization layers.
 
 use crate::autograd::{Scope, Var};
 use crate::error::Result;

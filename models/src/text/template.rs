@@ -37,7 +37,7 @@ pub enum TemplateError {
     /// The model directory has no template.
     #[error("{} has no chat template", dir.display())]
     Missing {
-        /// The model folder.
+        /// The model directory.
         dir: PathBuf,
     },
     /// The template is not valid Jinja.

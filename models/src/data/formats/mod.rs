@@ -6,7 +6,7 @@
 //! | `glm4v` | JSON list or lines | `{messages: [{role, content, image?}]}` |
 //! | `sharegpt` | JSON list or lines | `{conversations: [{from: human\|gpt\|system, value}], images: [..]}` |
 //! | `messages` | JSON list or lines | `{messages: [{role, content}], images: [..]}` |
-//! | `cogvlm-sft` | folder | `images/NAME.jpg` and `labels_*/NAME.json` with `{conversations: [{role, content}]}` |
+//! | `cogvlm-sft` | directory | `images/NAME.jpg` and `labels_*/NAME.json` with `{conversations: [{role, content}]}` |
 //! | `cogvlm-sft` | directory | `images/NAME.jpg` and `labels_*/NAME.json` with `{conversations: [{role, content}]}` |
 //! | `captcha` | directory | images whose file names, up to the first dot, are the answers |
 //!

@@ -81,7 +81,7 @@ pub enum ImageError {
     OutsideFolder {
         /// The path as the data file gives it.
         path: PathBuf,
-        /// The folder of the data file.
+        /// The directory of the data file.
         root: PathBuf,
     },
 }
@@ -101,7 +101,7 @@ pub fn dimensions(path: &Path) -> Result<(usize, usize), ImageError> {
     Ok((width as usize, height as usize))
 }
 
-/// Decodes the picture at `path`.
+/// Decodes the image at `path`.
 ///
 /// # Errors
 /// [`ImageError`] if the file is missing, unreadable, not an image, damaged or too large.
