@@ -1,8 +1,11 @@
 //! Reader of a run's trained parameters: adapters in peft's files, and parts trained in full.
 //!
-//! A checkpoint folder of such a run holds `adapter_model.safetensors` with `adapter_config.json` (tensors called
-//! `base_model.model.<module>.lora_A.weight`, `…lora_B.weight`, and `base_model.model.<parameter>` for modules trained
-//! in full), or `trained.safetensors` (parameters under their own names), or both.
+//! The checkpoint directory of such a run has one or both of:
+//!
+//! - `adapter_model.safetensors` with `adapter_config.json`. Tensors are called
+//!   `base_model.model.<module>.lora_A.weight`, `…lora_B.weight`, and `base_model.model.<parameter>` for modules
+//!   trained in full.
+//! - `trained.safetensors`: parameters under their own names.
 
 use crate::lora::{LoraConfig, LoraTargets};
 use crate::params::{ADAPTER_PREFIX, is_added};
@@ -14,24 +17,24 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// File of the adapter's settings.
+/// File name of the adapter's settings.
 pub const ADAPTER_CONFIG: &str = "adapter_config.json";
-/// Name, without extension, of the file of adapters.
+/// Stem of the file of adapters; the extension is `.safetensors`.
 pub const ADAPTER_STEM: &str = "adapter_model";
-/// Name, without extension, of the file of other trained tensors.
+/// Stem of the file of other trained tensors; the extension is `.safetensors`.
 pub const TRAINED_STEM: &str = "trained";
 
 const LORA_A: &str = ".lora_A.weight";
 const LORA_B: &str = ".lora_B.weight";
 
-/// Why a folder of adapters cannot be used.
+/// Why a directory of adapters cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AdapterError {
-    /// The folder holds neither adapters nor trained tensors.
+    /// The directory has neither adapters nor trained tensors.
     #[error("{} contains neither adapter_model.safetensors nor trained.safetensors", dir.display())]
     Nothing {
-        /// The folder.
+        /// The directory.
         dir: PathBuf,
     },
     /// The settings cannot be read.
@@ -52,7 +55,7 @@ pub enum AdapterError {
         /// Its value.
         value: String,
     },
-    /// An adapter lacks a half, or its halves do not fit each other and the rank.
+    /// `lora_A` or `lora_B` of a module is missing, or their shapes contradict each other or the rank.
     #[error("the adapter of {module} is incomplete: {reason}")]
     Halves {
         /// Path of the module.
@@ -68,17 +71,17 @@ pub enum AdapterError {
 /// Settings of `adapter_config.json` that affect results.
 #[derive(Clone, PartialEq, Debug, Deserialize)]
 pub struct AdapterConfig {
-    /// Rank.
+    /// Default rank.
     pub r: usize,
-    /// The adapter's output is scaled by `lora_alpha / r`.
+    /// Default numerator of the scale: the adapter's output is multiplied by `lora_alpha / r`.
     pub lora_alpha: f64,
     /// Other ranks of some modules, by regular expressions for the ends of their paths.
     #[serde(default)]
     pub rank_pattern: BTreeMap<String, usize>,
-    /// Numerators of the scale of such modules.
+    /// Values of `lora_alpha` of the modules that differ. Keys as in `rank_pattern`.
     #[serde(default)]
     pub alpha_pattern: BTreeMap<String, f64>,
-    /// The base it was trained on.
+    /// Name or path of the base model.
     #[serde(default)]
     pub base_model_name_or_path: Option<String>,
     /// Modules trained in full.
@@ -87,7 +90,7 @@ pub struct AdapterConfig {
 }
 
 impl AdapterConfig {
-    /// Rank and scale of the adapter of a module.
+    /// Rank and scale (`alpha / rank`) of the adapter of `module`.
     #[must_use]
     pub fn of(&self, module: &str) -> (usize, f64) {
         let rank = find(&self.rank_pattern, module).unwrap_or(self.r);
@@ -96,7 +99,7 @@ impl AdapterConfig {
     }
 }
 
-/// The value of the pattern that the end of the path `module` matches, as peft looks it up.
+/// The value of the first pattern that matches the end of the path `module`, as peft looks it up.
 fn find<T: Copy>(patterns: &BTreeMap<String, T>, module: &str) -> Option<T> {
     let matches = |pattern: &str| {
         let whole = Regex::new(&format!(r"^(?:.*\.)?(?:{pattern})$"));
@@ -106,23 +109,24 @@ fn find<T: Copy>(patterns: &BTreeMap<String, T>, module: &str) -> Option<T> {
     found.map(|(_, value)| *value)
 }
 
-/// Adapters and trained tensors of one folder.
+/// Adapters and trained tensors of one directory.
 #[derive(Debug)]
 pub struct Adapter {
     dir: PathBuf,
     config: Option<AdapterConfig>,
     files: Vec<WeightSource>,
-    /// Parameter of the model (adapters by their full name) to file and name in it.
+    /// By parameter name (adapters with peft's prefix): index of the file, and the tensor's name in it.
     tensors: BTreeMap<String, (usize, String)>,
     /// Paths of the modules that have an adapter.
     modules: BTreeSet<String>,
 }
 
 impl Adapter {
-    /// Opens the folder `dir`.
+    /// Opens the checkpoint directory `dir`.
     ///
     /// # Errors
-    /// When it holds nothing to open, a file is damaged, an adapter is not whole, or a setting is not supported.
+    /// When the directory has no adapter and no trained tensor, a file is damaged, half of an adapter is missing, or
+    /// a setting of peft is not supported.
     pub fn open(dir: &Path) -> Result<Self, AdapterError> {
         let mut adapter = Self {
             dir: dir.to_owned(),
@@ -197,19 +201,19 @@ impl Adapter {
         Ok(())
     }
 
-    /// Full names of the two halves of a module's adapter: `[r, k]` and `[n, r]`.
+    /// Full names of `lora_A` `[r, k]` and `lora_B` `[n, r]` of a module.
     #[must_use]
     pub fn halves(&self, module: &str) -> [String; 2] {
         [LORA_A, LORA_B].map(|half| format!("{ADAPTER_PREFIX}{module}{half}"))
     }
 
-    /// The folder.
+    /// The directory.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// The settings, where there are adapters.
+    /// The adapter settings; `None` when the directory has no adapter file.
     #[must_use]
     pub fn config(&self) -> Option<&AdapterConfig> {
         self.config.as_ref()
@@ -220,7 +224,7 @@ impl Adapter {
         self.modules.iter().map(String::as_str)
     }
 
-    /// Names of all tensors: parameters of the model under their own names, adapters under their full names.
+    /// Names of all tensors: parameters of the model under their own names, adapters with peft's prefix.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
@@ -231,7 +235,7 @@ impl Adapter {
         self.tensors.contains_key(name)
     }
 
-    /// Extents of a tensor.
+    /// Shape of a tensor.
     #[must_use]
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         let (file, key) = self.tensors.get(name)?;
@@ -248,7 +252,7 @@ impl Adapter {
     /// Reads a range of a tensor; see [`WeightSource::read_range`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`WeightSource::read_range`].
     pub fn read_range(
         &self,
         name: &str,
@@ -282,7 +286,8 @@ impl Adapter {
         })
     }
 
-    /// Learned keys and values per decoder layer (p-tuning v2), `[2, heads, tokens, head dim]` each; 0 for none.
+    /// Learned tokens per decoder layer (p-tuning v2), 0 for none. Their keys and values are
+    /// `[2, heads, tokens, head dim]`.
     #[must_use]
     pub fn prefix_tokens(&self) -> usize {
         let prefix = self

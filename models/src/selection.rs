@@ -4,7 +4,7 @@ use regex::Regex;
 
 use crate::error::{ModelError, Result};
 
-/// A set of parameters by name.
+/// Set of parameters, given by patterns over their names.
 #[derive(Clone, Debug)]
 pub struct Selection {
     patterns: Vec<Pattern>,
@@ -26,24 +26,28 @@ struct Pattern {
 enum Meaning {
     /// A module: these consecutive parts anywhere in the path.
     Module(String),
-    /// The pictures' side of any family.
+    /// The vision tower of any family.
     Vision,
     /// Weights and biases of normalization layers.
     Norm,
     /// Biases of all layers.
     Bias,
-    /// The whole name, or the whole path of a module above it.
+    /// Matches the whole name, or the whole path of a module that contains the parameter.
     Expression(Regex),
 }
 
 impl Selection {
-    /// Reads words separated by commas. A word of letters, digits, `_` and `.` names modules by parts of their path
-    /// (`lm_head`, `self_attn.q_proj`); `norm` and `bias` mean all of their kind, `vision` all that sees pictures, whatever the family calls it;
-    /// everything else is a regular expression over the whole path of a parameter or of a module above it. A comma inside brackets or
-    /// braces belongs to its expression.
+    /// Parses words separated by commas:
+    ///
+    /// - letters, digits, `_` and `.`: a module, by components of its path (`lm_head`, `self_attn.q_proj`);
+    /// - `norm`, `bias`: all normalization parameters, all biases;
+    /// - `vision`: the vision tower, under whichever name the family uses;
+    /// - anything else: a regular expression over the whole path of a parameter or of a module that contains it.
+    ///
+    /// A comma inside brackets or braces does not separate words.
     ///
     /// # Errors
-    /// When an expression does not parse.
+    /// [`ModelError::Selection`] when an expression does not parse, or the list is empty.
     pub fn parse(text: &str) -> Result<Self> {
         let words = split(text);
         let patterns = words.into_iter().map(|word| {
@@ -69,7 +73,7 @@ impl Selection {
     /// Fails if a word selects none of these parameters.
     ///
     /// # Errors
-    /// Names the word.
+    /// [`ModelError::Selection`], which names the word.
     pub fn check<'n>(&self, names: impl Iterator<Item = &'n str> + Clone) -> Result<()> {
         let idle = |pattern: &&Pattern| !names.clone().any(|name| pattern.matches(name));
         match self.patterns.iter().find(idle) {
@@ -81,7 +85,7 @@ impl Selection {
         }
     }
 
-    /// The words, as given.
+    /// The words as given.
     pub fn words(&self) -> impl Iterator<Item = &str> {
         self.patterns.iter().map(|pattern| &*pattern.word)
     }
@@ -109,7 +113,7 @@ impl Pattern {
     }
 }
 
-/// What families call the pictures' side.
+/// Names of the vision tower's module in the families.
 const VISION: [&str; 3] = ["vpm", "vision", "visual"];
 
 /// Whether a path contains a module, given as consecutive parts.

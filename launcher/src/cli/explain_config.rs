@@ -31,7 +31,7 @@ impl ExplainConfigArgs {
         Self::from_arg_matches(&matches)
     }
 
-    /// The arguments of this subcommand alone, for the table of flags.
+    /// The arguments of this subcommand without the training flags, for the table of flags.
     pub(super) fn own_flags() -> clap::Command {
         let command = Self::command();
         let own = command.get_positionals().cloned();

@@ -1,4 +1,4 @@
-//! Flags of the Hugging Face trainers that have no counterpart here.
+//! Flags of the Hugging Face trainers that do not exist here.
 
 const COLUMNS: &str = "samples are read by --data-format, not by columns";
 const FAMILY: &str = "the family is read from config.json";
@@ -19,7 +19,7 @@ const SCREEN: &str = "the screen adapts to the terminal";
 const SAVED: &str = "checkpoints are safetensors with sharded state";
 const METRICS: &str = "always measured";
 
-/// Accepted and listed once as having no effect: (snake_case name, reason).
+/// Flags that are accepted and reported as having no effect: (snake_case name, reason).
 pub const IGNORED: &[(&str, &str)] = &[
     ("remove_unused_columns", COLUMNS),
     ("label_names", COLUMNS),
@@ -74,8 +74,8 @@ pub const IGNORED: &[(&str, &str)] = &[
     ("include_tokens_per_second", METRICS),
 ];
 
-/// A foreign flag of which only some values mean what happens here anyway. Any other value would
-/// change the training, so it is refused rather than ignored.
+/// A foreign flag that is accepted only with values that match what happens here. Any other value would change the
+/// training, so it is refused.
 #[derive(Debug, Clone, Copy)]
 pub struct Restricted {
     /// snake_case name.
@@ -88,7 +88,7 @@ pub struct Restricted {
     pub next: &'static str,
 }
 
-/// Foreign flags that are refused unless neutral.
+/// Foreign flags that are refused unless their value is neutral.
 pub const RESTRICTED: &[Restricted] = &[
     Restricted {
         name: "q_lora",

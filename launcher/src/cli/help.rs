@@ -1,6 +1,6 @@
-//! What the program says about its own command line: `--help`, `--help-all`, shell completions and the man page.
+//! Help texts, shell completions and the man page.
 //!
-//! All of it is generated from the clap definitions of the subcommands, so that each flag is described once.
+//! All are generated from the clap definitions of the subcommands, so each flag is described once.
 
 use std::collections::BTreeMap;
 
@@ -40,7 +40,7 @@ pub struct CompletionsArgs {
 )]
 pub struct ManArgs {}
 
-/// The flags most runs use, by group: what `--help` lists.
+/// Flags that `--help` lists, by group: those that most runs use.
 const OVERVIEW: [(&str, &[&str]); 5] = [
     (
         "Model and data",
@@ -94,7 +94,7 @@ const OVERVIEW: [(&str, &[&str]); 5] = [
     ),
 ];
 
-/// Command lines to start from.
+/// Example command lines.
 const EXAMPLES: &str = "\
 Examples
   launcher --zero 3 --offload cpu                                the demo: no model, no data
@@ -128,7 +128,7 @@ impl Verb {
         }
     }
 
-    /// This subcommand without the flags of training that it shares.
+    /// This subcommand without the training flags that it shares.
     pub(super) fn own_command(self) -> clap::Command {
         match self {
             Self::Plan => PlanArgs::own_flags(),
@@ -138,7 +138,7 @@ impl Verb {
     }
 }
 
-/// The help text that the words after `verb` ask for, if they do.
+/// The help text that the words after the subcommand `verb` ask for, if they do.
 pub(super) fn asked_for(verb: Verb, words: &[String]) -> Result<Option<String>, Failure> {
     let asked = |names: &[&str]| words.iter().any(|word| names.contains(&word.as_str()));
     if asked(&["--help-all"]) {
@@ -160,7 +160,7 @@ pub(super) fn asked_for(verb: Verb, words: &[String]) -> Result<Option<String>, 
     }
 }
 
-/// `launcher --help`: usage, the flags most runs use with their defaults, examples, subcommands.
+/// Text of `launcher --help`: usage, the most used flags with their defaults, examples, subcommands.
 fn overview() -> Result<String, Failure> {
     let command = Args::command();
     let defaults = defaults(true)?;
@@ -212,7 +212,7 @@ fn line(command: &clap::Command, flag: &str, defaults: &BTreeMap<&str, String>) 
     format!("  {:<36}{help}{default}\n", format!("--{flag} {value}"))
 }
 
-/// The program with all subcommands as one clap command.
+/// The program as one clap command with all subcommands.
 fn program() -> clap::Command {
     let mut program = Args::command()
         .name("launcher")
@@ -239,7 +239,7 @@ pub(super) fn completions(shell: Shell) -> String {
     String::from_utf8_lossy(&script).into_owned()
 }
 
-/// The man page, in roff: training first, then each subcommand with its own flags.
+/// The man page in roff: training first, then each subcommand with its own flags.
 pub(super) fn man_page() -> String {
     let mut page = Vec::new();
     clap_mangen::Man::new(Args::command().name("launcher"))
@@ -251,7 +251,7 @@ pub(super) fn man_page() -> String {
         let help = verb.own_command().render_help().to_string();
         let lines = help.replace('\\', "\\\\").replace('-', "\\-");
         page.push_str(&format!(".SS launcher {name}\n.nf\n"));
-        // A full stop or an apostrophe at the start of a line would be a request of roff.
+        // roff would read a period or an apostrophe at the start of a line as a request.
         for line in lines.lines() {
             page.push_str(&format!("\\&{line}\n"));
         }

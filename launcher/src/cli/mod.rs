@@ -1,8 +1,8 @@
-//! The command line, exactly as typed: every field optional, no I/O, no defaults.
+//! The command line as typed: every field is optional, without I/O and defaults.
 //!
-//! Flags are kebab-case; the snake_case spelling of each is accepted too, so that command lines of
-//! the Hugging Face trainers paste in. [`parse`] first rewrites the line onto the frozen set of
-//! flags (see `normalise.rs`) and then hands it to clap.
+//! Flags are kebab-case. The snake_case spelling of each is accepted too, so command lines of the Hugging Face
+//! trainers work. [`parse`] first rewrites the line to the frozen set of flags (see `normalise.rs`), then passes it
+//! to clap.
 
 mod bench;
 mod ckpt;
@@ -547,37 +547,37 @@ pub const ALIASES: [(&str, &str); 19] = [
     ("picture_side", "image-size"),
 ];
 
-/// What a command line asks for.
+/// A parsed command line.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Command {
-    /// Train with these arguments; the notes are to be shown once.
+    /// Train with these arguments; the notes are shown once.
     Train {
         /// The arguments.
         args: Box<Args>,
-        /// The flags as they were typed, each as `--name=value`.
+        /// The flags as typed, each as `--name=value`.
         typed: Vec<String>,
         /// Flags without effect here.
         notes: Vec<Note>,
     },
-    /// Show what a configuration file becomes.
+    /// Show the effect of a configuration file.
     ExplainConfig {
         /// The arguments.
         args: Box<ExplainConfigArgs>,
-        /// The flags as they were typed, each as `--name=value`; the file is not among them.
+        /// The flags as typed, each as `--name=value`, without the file.
         typed: Vec<String>,
     },
     /// Plan a run.
     Plan {
         /// The arguments.
         args: Box<PlanArgs>,
-        /// The flags as they were typed, each as `--name=value`.
+        /// The flags as typed, each as `--name=value`.
         typed: Vec<String>,
         /// Flags without effect here.
         notes: Vec<Note>,
     },
     /// Report on the machine.
     Doctor(DoctorArgs),
-    /// Show a run from its folder.
+    /// Show a run from its directory.
     Watch(WatchArgs),
     /// Explain an error code.
     Explain(ExplainArgs),
@@ -589,17 +589,17 @@ pub enum Command {
     Eval(Box<EvalArgs>),
     /// Write weights for other programs.
     Export(ExportArgs),
-    /// List, verify, cut or widen checkpoints.
+    /// List, verify, reshard or consolidate checkpoints.
     Ckpt(CkptCommand),
-    /// Write a model folder with random weights.
+    /// Write a model directory with random weights.
     Synth(SynthArgs),
     /// Measure a disk.
     BenchNvme(BenchNvmeArgs),
-    /// Print this text on stdout and end well: help or version.
+    /// Print this text on standard output and exit with 0: help or version.
     Print(String),
 }
 
-/// Parses a command line without the program's name.
+/// Parses the arguments of the program, without its name.
 ///
 /// # Errors
 /// A usage failure (exit 2): unknown subcommand or flag, a value out of range, contradicting spellings.
@@ -669,10 +669,10 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
     })
 }
 
-/// The arguments of a rewritten line of training, presets expanded.
+/// Training arguments of a rewritten line, with presets expanded.
 ///
 /// # Errors
-/// A value that its flag does not take (exit 2).
+/// A flag has an invalid value (exit 2).
 pub(crate) fn train_args(typed: &[String]) -> Result<Args, Failure> {
     Args::try_parse_from(expanded(typed)).map_err(|error| usage_from(&error))
 }
@@ -695,14 +695,14 @@ fn workers(text: &str) -> Result<Workers, String> {
     text.parse()
 }
 
-/// A rewritten line as clap takes it: the program's name comes first.
+/// A rewritten line in clap's form: the program's name is the first word.
 fn words(line: &normalise::Line) -> Vec<String> {
     let mut words = vec!["launcher".to_string()];
     words.extend(line.args.iter().cloned());
     words
 }
 
-/// clap's first paragraph says what is wrong; its usage text does not help here.
+/// Usage failure with the first paragraph of clap's message; its usage text does not help here.
 fn usage_from(error: &clap::Error) -> Failure {
     let text = error.render().to_string();
     let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());

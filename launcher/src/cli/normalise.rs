@@ -1,4 +1,4 @@
-//! Rewrites a command line onto the frozen flags: subcommand, snake_case, aliases, foreign flags.
+//! Rewriting of a command line to the frozen flags: subcommand, snake_case, aliases, foreign flags.
 
 use crate::config::words::nearest;
 use std::collections::BTreeMap;
@@ -11,10 +11,10 @@ use super::{ALIASES, Args};
 use crate::error::Failure;
 use crate::error::format::{self, ErrorFormat};
 
-/// A flag that was accepted and has no effect, to be listed once.
+/// Note on a flag that is accepted but has no effect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Note {
-    /// As typed.
+    /// The flag as typed.
     pub flag: String,
     /// Why it has no effect.
     pub reason: String,
@@ -44,7 +44,7 @@ pub(super) enum Verb {
 }
 
 impl Verb {
-    /// Every subcommand as it is typed; two words where the second names an action.
+    /// All subcommands as typed. A name of two words has an action as its second.
     pub(super) const ALL: [(Self, &'static str); 18] = [
         (Self::Train, "train"),
         (Self::Plan, "plan"),
@@ -71,7 +71,7 @@ impl Verb {
         found.map_or("train", |(_, name)| name)
     }
 
-    /// Where to read on.
+    /// Command line that shows the help of this subcommand.
     fn help(self) -> String {
         match self {
             Self::Train => "`launcher --help-all` lists every flag".to_string(),
@@ -86,7 +86,7 @@ pub(super) struct Line {
     pub(super) notes: Vec<Note>,
 }
 
-/// The verb, and what follows it.
+/// Splits the subcommand from the words that follow it.
 pub(super) fn split_verb(argv: &[String]) -> Result<(Verb, &[String]), Failure> {
     match argv.split_first() {
         Some((first, rest)) if !first.starts_with('-') => verb_of(first, rest),
@@ -94,7 +94,7 @@ pub(super) fn split_verb(argv: &[String]) -> Result<(Verb, &[String]), Failure> 
     }
 }
 
-/// Rewrites the flags that follow `verb` onto those of `command`.
+/// Rewrites the flags after the subcommand `verb` to those of `command`.
 pub(super) fn normalise(
     verb: Verb,
     argv: &[String],
@@ -155,7 +155,7 @@ pub(super) fn normalise(
             }
             Some((flag, Arity::Bool)) => {
                 if values.is_empty() {
-                    // Where words without a flag may come, only a literal belongs to this one.
+                    // If the subcommand takes positional words, only `true` or `false` is a value of this flag.
                     let literal = |word: &str| ["true", "false"].contains(&&*word.to_lowercase());
                     let next = rest.next_if(|word| {
                         !word.starts_with('-') && (positionals == 0 || literal(word))
@@ -171,7 +171,7 @@ pub(super) fn normalise(
                     value.to_ascii_lowercase(),
                 )?;
             }
-            // Taken from the raw line, so that mistakes on the line are printed in it too.
+            // This flag is read from the raw line, so that mistakes on the line are printed in its format, too.
             None if key == format::FLAG => {
                 let value = values.pop().or_else(|| rest.next().map(str::to_string));
                 if value.as_deref().and_then(ErrorFormat::named).is_none() {
@@ -182,7 +182,7 @@ pub(super) fn normalise(
                     .next(format!("{spelled} human, or {spelled} json")));
                 }
             }
-            // A line of another trainer is also planned as it stands.
+            // A command line of another trainer can also be planned as it is.
             None if !matches!(verb, Verb::Train | Verb::Plan | Verb::ExplainConfig) => {
                 return Err(unknown(&key, &spelled, &known));
             }
@@ -232,7 +232,7 @@ fn verb_of<'a>(first: &str, rest: &'a [String]) -> Result<(Verb, &'a [String]), 
     .next(format!("did you mean `launcher {nearest}`?")))
 }
 
-/// Takes a flag once; a second spelling must say the same.
+/// Adds a flag once; a second spelling must have the same value.
 fn push(
     line: &mut Line,
     seen: &mut BTreeMap<String, (String, String)>,
@@ -255,7 +255,7 @@ fn push(
     Ok(())
 }
 
-/// A flag of other trainers: listed, or refused where ignoring it would change the result.
+/// Handles a flag of other trainers: a note, or an error if ignoring it would change the result.
 fn foreign(key: &str, spelled: &str, values: &[String], known: &Known) -> Result<Note, Failure> {
     if let Some((_, reason)) = IGNORED.iter().find(|(name, _)| *name == key) {
         return Ok(Note {
@@ -283,20 +283,20 @@ fn foreign(key: &str, spelled: &str, values: &[String], known: &Known) -> Result
     Err(unknown(key, spelled, known))
 }
 
-/// What a key of a trainer's file is here.
+/// Meaning of a key in a trainer's file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum FileKey {
     /// This flag, in kebab-case.
     Flag(String),
-    /// A flag of other trainers without effect: why.
+    /// A flag of other trainers without effect, with the reason.
     Unused(&'static str),
-    /// One that is refused unless it has one of these values; why, and what to do instead.
+    /// A flag that is accepted with these values only; the texts are the reason and what to do instead.
     Only(&'static [&'static str], &'static str, &'static str),
-    /// Nothing; the nearest name where there is one.
+    /// An unknown key, with the nearest name if there is one.
     Unknown(Option<String>),
 }
 
-/// The meaning of `key`, in kebab-case or snake_case, in a file of flags of training.
+/// Meaning of `key` (kebab-case or snake_case) in a file of training flags.
 pub(crate) fn file_key(key: &str) -> FileKey {
     static KNOWN: LazyLock<Known> = LazyLock::new(|| Known::new(Verb::Train, &Args::command()));
     let (key, known) = (key.replace('-', "_"), &*KNOWN);
@@ -326,12 +326,12 @@ fn unknown(key: &str, spelled: &str, known: &Known) -> Failure {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Arity {
     Value,
-    /// A value each time the flag is given.
+    /// One value each time the flag is given.
     List,
     Bool,
 }
 
-/// Flags by snake_case spelling, taken from clap so that there is one list.
+/// Known flags by snake_case spelling, from the clap definitions.
 struct Known {
     verb: Verb,
     flags: BTreeMap<String, (String, Arity)>,

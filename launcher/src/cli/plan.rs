@@ -7,12 +7,12 @@ use clap::{CommandFactory, FromArgMatches, Parser};
 use super::Args;
 use crate::units::parse_bytes;
 
-/// Devices of a machine, as in `2x24GiB`.
+/// Devices of a machine, written as `2x24GiB`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hardware {
-    /// How many.
+    /// Number of devices.
     pub devices: usize,
-    /// Memory of each.
+    /// Memory of each device in bytes.
     pub device_bytes: u64,
 }
 
@@ -65,7 +65,7 @@ const ABOUT: &str = "Shows what a run needs and whether it fits: bytes per rank 
 Takes every flag of training";
 
 impl PlanArgs {
-    /// The subcommand's own command: what is flattened into it would bring its description along.
+    /// The command of this subcommand, with its own description instead of the flattened struct's.
     pub(super) fn described() -> clap::Command {
         Self::command().about(ABOUT).long_about(ABOUT)
     }
@@ -75,7 +75,7 @@ impl PlanArgs {
         Self::from_arg_matches(&matches)
     }
 
-    /// The flags of this subcommand alone, for the table of flags.
+    /// The flags of this subcommand without the training flags, for the table of flags.
     pub(super) fn own_flags() -> clap::Command {
         let of_training: Vec<String> = Args::command()
             .get_arguments()

@@ -1,27 +1,27 @@
-//! Published recipes as lists of plain flags.
+//! Presets: published recipes as lists of plain flags.
 //!
-//! A preset sets nothing that its list does not show, and every flag of the line comes before it.
+//! A preset sets only the flags in its list. Every flag on the command line overrides it.
 
-/// A recipe: the script it follows, and the flags that it is.
+/// A recipe: the script it follows, and its flags.
 #[derive(Clone, Copy, Debug)]
 pub struct Preset {
     /// Its name on the command line.
     pub name: &'static str,
-    /// The script whose settings these are.
+    /// The script whose settings it copies.
     pub script: &'static str,
-    /// What of the script is left out or otherwise here, if anything.
+    /// Settings of the script that are left out or differ, in words.
     pub differs: &'static str,
     /// Flags and values.
     pub flags: &'static [(&'static str, &'static str)],
 }
 
-/// Attention of CogVLM's language experts and of its vision tower.
+/// Linear layers of the attention of CogVLM's language expert and of its vision tower.
 const COG_ATTENTION: &str = r"model\.layers\.\d+\.self_attn\.language_expert_(query_key_value|dense)|model\.vision\.transformer\.layers\.\d+\.attention\.(query_key_value|dense)";
-/// The same with CogAgent's cross attention.
+/// The same, with CogAgent's cross-attention.
 const COGAGENT_ATTENTION: &str = r"model\.layers\.\d+\.self_attn\.language_expert_(query_key_value|dense)|model\.layers\.\d+\.cross_attn\.(query|key_value|dense)|model\.vision\.transformer\.layers\.\d+\.attention\.(query_key_value|dense)";
-/// What CogAgent's script trains in full: towers, projector, cross attention, vision experts.
+/// Parts that CogAgent's script trains in full: towers, projector, cross-attention, vision experts.
 const COGAGENT_PARTS: &str = r"cross_vision,cross_attn,post_cross_attention_layernorm,linear_proj,vision_mlp,vision_expert_query_key_value,vision_expert_dense,model\.vision\.(boi|eoi),model\.vision\.(patch_embedding|transformer)";
-/// Biases and norms by SwissArmyTransformer's rule: tensors that are called `bias`, not `q_bias`.
+/// Parameters without weight decay by SwissArmyTransformer's rule: norms, and tensors called `bias` (not `q_bias`).
 const SAT_NO_DECAY: &str = r"norm,.*\.bias";
 
 /// All presets.
@@ -210,7 +210,7 @@ pub const PRESETS: [Preset; 7] = [
 ];
 
 impl Preset {
-    /// The preset called `name`.
+    /// The preset with this name.
     #[must_use]
     pub fn named(name: &str) -> Option<&'static Self> {
         PRESETS.iter().find(|preset| preset.name == name)
@@ -230,7 +230,7 @@ impl Preset {
     }
 }
 
-/// Puts the flags of a `--preset` into a rewritten line (`--flag=value` each) where the line does not have them.
+/// Adds the flags of `--preset` to a rewritten line (`--flag=value` each), except those that the line has.
 pub(super) fn expand(args: &mut Vec<String>) {
     let chosen = args.iter().find_map(|arg| arg.strip_prefix("--preset="));
     let Some(preset) = chosen.and_then(Preset::named) else {
@@ -248,7 +248,7 @@ pub(super) fn expand(args: &mut Vec<String>) {
     args.extend(missing);
 }
 
-/// Flags that say the same in another way: who gives the second means it instead of a preset's first.
+/// Pairs of flags with the same effect: the second on the command line overrides the first in a preset.
 const INSTEAD: [(&str, &str); 4] = [
     ("precision", "bf16"),
     ("checkpoint-activations", "gradient-checkpointing"),

@@ -1,4 +1,4 @@
-//! The table of flags for the documentation, made from clap and from the defaults themselves.
+//! Table of flags for the documentation, generated from clap and the defaults.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -11,11 +11,11 @@ use crate::cli::resolve;
 use crate::error::Failure;
 use crate::rank_env::Env;
 
-/// Markdown: every flag with its default for models of the user, its default in the demo, and its
-/// meaning; then the other spellings and the flags of other trainers.
+/// Markdown table: every flag with its default for a model, its default in the demo, and its meaning; then other
+/// spellings, and flags of other trainers.
 ///
 /// # Errors
-/// The defaults cannot be resolved, which a test rules out.
+/// The defaults cannot be resolved; a test excludes this.
 pub fn flag_table() -> Result<String, Failure> {
     let (model, demo) = (defaults(true)?, defaults(false)?);
     let mut text = String::from(
@@ -108,7 +108,7 @@ pub fn flag_table() -> Result<String, Failure> {
     Ok(text)
 }
 
-/// The flags of a subcommand; defaults stand in the meaning.
+/// Section of a subcommand's flags; defaults are part of the meaning.
 fn verb_section(text: &mut String, verb: &str, command: &clap::Command) {
     let about = command.get_about().map(ToString::to_string);
     let words: String = command
@@ -136,7 +136,7 @@ fn verb_section(text: &mut String, verb: &str, command: &clap::Command) {
     }
 }
 
-/// Values of every flag that has one by default.
+/// Default values of all flags that have one.
 pub(super) fn defaults(of_a_model: bool) -> Result<BTreeMap<&'static str, String>, Failure> {
     let env = Env::from_lookup(&|_| None)?;
     let mut args = Args {
@@ -176,7 +176,7 @@ pub(super) fn defaults(of_a_model: bool) -> Result<BTreeMap<&'static str, String
     Ok(flags)
 }
 
-/// What stands for a flag without a default value.
+/// Text for a flag without a default value.
 fn unset(flag: &str) -> &'static str {
     match flag {
         "model" | "data" => "the demo's",
@@ -212,7 +212,7 @@ fn unset(flag: &str) -> &'static str {
     }
 }
 
-/// What a flag does, in full: clap keeps the first paragraph apart from the rest.
+/// Full description of a flag: clap separates the first paragraph from the rest.
 fn description(arg: &clap::Arg) -> String {
     let text = arg.get_long_help().or(arg.get_help());
     let text = text.map(ToString::to_string).unwrap_or_default();
@@ -222,7 +222,7 @@ fn description(arg: &clap::Arg) -> String {
 fn value_names(arg: &clap::Arg) -> Option<String> {
     let values = arg.get_possible_values();
     let names: Vec<&str> = values.iter().map(|value| value.get_name()).collect();
-    // Booleans and free values list nothing that the heading does not say.
+    // Values of Booleans are clear from the heading.
     (names.len() > 1 && names != ["true", "false"]).then(|| names.join(", "))
 }
 

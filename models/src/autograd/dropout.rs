@@ -11,11 +11,11 @@ use kernels::{Backend, DType, Shape, Tag, Tensor};
 pub enum Rows {
     /// Tokens of the batch.
     Tokens,
-    /// Patches of its pictures.
+    /// Patches of the batch's images.
     Patches,
 }
 
-/// The random state of one training pass.
+/// Dropout state of one training pass.
 #[derive(Clone, Debug)]
 pub struct Dropout {
     seed: u64,

@@ -25,12 +25,12 @@ pub(super) struct CrossAttention {
 pub(super) struct Features<'a> {
     /// `[N * p, c]`.
     pub(super) value: &'a Var,
-    /// i32 `[N * p]`: their patches in the batch.
+    /// i32 `[N * p]`: index of each feature's patch in the batch, for dropout.
     pub(super) names: &'a Tensor,
 }
 
 impl CrossAttention {
-    /// Declares `cross_attn` and the norm before it; `width` is the decoder's.
+    /// Declares `cross_attn` and the norm before it; `width` is the decoder's width.
     pub(super) fn new(
         params: &mut ParamScope<'_, '_>,
         config: &CrossConfig,

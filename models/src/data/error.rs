@@ -11,10 +11,10 @@ use crate::text::{TemplateError, TokenizerError};
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SampleError {
-    /// Fewer turns than a question and an answer.
+    /// The conversation has fewer turns than needed.
     #[error("the conversation has {turns} turns, at least {needed} are needed")]
     TooFewTurns {
-        /// Turns found.
+        /// Number of turns.
         turns: usize,
         /// Turns needed: 2 to train, 1 to generate.
         needed: usize,
@@ -25,7 +25,7 @@ pub enum SampleError {
         /// Role found.
         role: String,
     },
-    /// A role other than user and assistant.
+    /// A role is neither user nor assistant.
     #[error("turn {turn} has the unknown role {role:?}")]
     UnknownRole {
         /// Index of the turn, from 0.
@@ -41,7 +41,7 @@ pub enum SampleError {
         /// Role found.
         role: String,
     },
-    /// Too many tokens before the answer.
+    /// The tokens before the answer exceed the limit.
     #[error("{tokens} tokens before the answer leave no space for it, at most {limit} would")]
     ContextTooLong {
         /// Tokens found.
@@ -49,60 +49,60 @@ pub enum SampleError {
         /// Tokens allowed.
         limit: usize,
     },
-    /// The assistant never speaks.
+    /// No turn is the assistant's.
     #[error("none of the {turns} turns has role \"assistant\"")]
     NoAssistantTurn {
-        /// Turns found.
+        /// Number of turns.
         turns: usize,
     },
-    /// The text names a picture the sample does not have.
+    /// The text names an image that the sample does not have.
     #[error("the text names {name} but the images are {known:?}")]
     UnknownPlaceholder {
         /// The name in the text.
         name: String,
-        /// Names of the sample's pictures.
+        /// Names of the sample's images.
         known: Vec<String>,
     },
-    /// The text shows more pictures than the sample has.
+    /// The text has more image placeholders than the sample has images.
     #[error("{placeholders} image placeholders but {images} images")]
     MorePlaceholdersThanImages {
-        /// Places in the text.
+        /// Placeholders in the text.
         placeholders: usize,
-        /// Pictures, or slices where markers are counted.
+        /// Images, or slices when markers are counted.
         images: usize,
     },
-    /// The text never shows a picture of the sample.
+    /// The text never shows an image of the sample.
     #[error("the text does not mention image {name}")]
     UnusedImage {
-        /// Its name.
+        /// The image's name in the text.
         name: String,
     },
-    /// A picture cannot be read.
+    /// An image cannot be read.
     #[error("image {name}")]
     Image {
         /// Its name in the text.
         name: String,
-        /// The path as the sample gives it.
+        /// The path that the sample gives.
         path: PathBuf,
         /// What is wrong with the file.
         source: ImageError,
     },
-    /// More pictures than the family takes.
+    /// The sample has more images than the family supports.
     #[error("the sample has {images} images, the model takes at most {limit}")]
     TooManyImages {
-        /// Pictures found.
+        /// Number of images.
         images: usize,
-        /// Pictures allowed.
+        /// Maximal number of images.
         limit: usize,
     },
-    /// A picture so long that the model's resizing refuses it.
+    /// The aspect ratio of an image is too large for the model's resize.
     #[error("image {name} of {width} x {height} pixels has an aspect ratio that is too large")]
     AspectRatio {
         /// Its name in the text.
         name: String,
-        /// Pixels side by side.
+        /// Width in pixels.
         width: usize,
-        /// Pixels on top of each other.
+        /// Height in pixels.
         height: usize,
     },
     /// The chat template failed.
@@ -111,18 +111,17 @@ pub enum SampleError {
     /// The tokenizer failed.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
-    /// A token the model has no embedding for.
+    /// The model has no embedding for a token.
     #[error("token {id} at position {position} is beyond the model's vocabulary of {vocab_size}")]
     TokenOutOfRange {
-        /// The token.
+        /// The token's id.
         id: i32,
-        /// Its position.
+        /// Index of the token.
         position: usize,
         /// Rows of the embedding.
         vocab_size: usize,
     },
-    /// Start and end markers do not pair up, because truncation cut a picture in two or because the
-    /// text holds markers of its own.
+    /// Start and end markers of images do not pair up: truncation cut an image in two, or the text contains markers.
     #[error("{starts} image starts but {ends} image ends within {kept} of {tokens} tokens")]
     UnpairedImageMarkers {
         /// Start markers.
@@ -131,17 +130,17 @@ pub enum SampleError {
         ends: usize,
         /// Tokens of the whole sample.
         tokens: usize,
-        /// Tokens left by truncation.
+        /// Tokens after truncation.
         kept: usize,
     },
-    /// A pair of markers does not hold the features of one slice.
+    /// A pair of markers does not enclose the features of exactly one slice.
     #[error("image span {index} is {start}..{end}, expected {expected} tokens")]
     WrongImageSpan {
         /// Index of the span.
         index: usize,
         /// First token after the start marker.
         start: usize,
-        /// Position of the end marker.
+        /// Index of the end marker.
         end: usize,
         /// Features per slice.
         expected: usize,
@@ -151,9 +150,9 @@ pub enum SampleError {
     NoSupervisedToken {
         /// Tokens of the whole sample.
         tokens: usize,
-        /// Tokens left by truncation.
+        /// Tokens after truncation.
         kept: usize,
-        /// Where the first answer starts, if there is one.
+        /// Index of the first answer's first token, if there is one.
         answer_start: Option<usize>,
     },
 }

@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use crate::text::Message;
 
-/// Name of the picture of a sample that gives one path instead of named ones.
+/// Name of the image of a sample that gives one path instead of named images.
 pub const SINGLE_IMAGE: &str = "<image>";
 
 /// Why a data file cannot be used.
@@ -36,53 +36,53 @@ pub enum DataError {
         /// The error.
         reason: String,
     },
-    /// The file or folder holds no sample.
+    /// The file or directory has no sample.
     #[error("{} contains no sample", path.display())]
     Empty {
-        /// The file or folder.
+        /// The file or directory.
         path: PathBuf,
     },
-    /// The content is of none of the formats.
+    /// The content matches none of the formats.
     #[error("the format of {} is unknown: {found}", path.display())]
     UnknownFormat {
-        /// The file or folder.
+        /// The file or directory.
         path: PathBuf,
         /// Its actual content.
         found: String,
     },
-    /// The content could be of several formats, or of one in several ways.
+    /// The content matches several formats, or one format in several ways.
     #[error("the format of {} is ambiguous: {reason}", path.display())]
     AmbiguousFormat {
-        /// The file or folder.
+        /// The file or directory.
         path: PathBuf,
         /// The possible meanings, and the flag that selects one.
         reason: String,
     },
-    /// A label file without the picture it describes.
+    /// A label file has no image.
     #[error("{} describes no image of {}", label.display(), pictures.display())]
     NoPicture {
         /// The label file.
         label: PathBuf,
-        /// The folder of pictures.
+        /// The directory of images.
         pictures: PathBuf,
     },
-    /// A picture without its label file.
+    /// An image has no label file.
     #[error("{} has no label in {}", picture.display(), labels.display())]
     NoLabel {
-        /// The picture.
+        /// The image.
         picture: PathBuf,
-        /// The folder of labels.
+        /// The directory of labels.
         labels: PathBuf,
     },
 }
 
-/// One sample of a data file. Fields that are not listed here are ignored.
+/// One sample of a data file. Other fields are ignored.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub struct RawSample {
-    /// The sample's name, for messages only.
+    /// The sample's name; only messages use it.
     #[serde(default, deserialize_with = "text_or_number")]
     pub id: Option<String>,
-    /// Its pictures in the order of the file, each with the name that stands for it in the text.
+    /// Images in the order of the file: the name that stands for it in the text, and its path.
     #[serde(default, rename = "image", deserialize_with = "images")]
     pub images: Vec<(String, PathBuf)>,
     /// The turns.
@@ -99,7 +99,7 @@ impl RawSample {
         last.map(|turn| turn.content.as_str())
     }
 
-    /// Whether the sample gives one picture by its path alone.
+    /// Whether the sample gives one image by its path alone, without a name.
     pub fn has_single_image(&self) -> bool {
         matches!(self.images.as_slice(), [(name, _)] if name == SINGLE_IMAGE)
     }
@@ -113,13 +113,13 @@ pub fn read_samples(path: &Path) -> Result<Vec<RawSample>, DataError> {
     read_list(path)
 }
 
-/// Reads all samples of the file `path`, each as a `T`.
+/// Reads all samples of the file `path` as values of type `T`.
 pub(super) fn read_list<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>, DataError> {
     let bytes = std::fs::read(path).map_err(|source| DataError::Read {
         path: path.to_owned(),
         source,
     })?;
-    // some editors put a byte order mark in front
+    // Some editors write a byte order mark.
     let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
     let is_list = bytes.trim_ascii_start().first() == Some(&b'[');
     let samples = if is_list {
@@ -153,7 +153,7 @@ pub(super) fn invalid(path: &Path, lines_before: usize, error: &serde_json::Erro
     let reason = text.strip_suffix(&place).unwrap_or(&text).to_owned();
     DataError::Json {
         path: path.to_owned(),
-        // what a whole sample lacks has no place of its own
+        // An error about a whole sample, such as a missing field, has line 0.
         line: lines_before + line.max(1),
         column,
         reason,

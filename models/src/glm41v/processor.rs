@@ -92,7 +92,7 @@ impl Default for RawProcessor {
     }
 }
 
-/// Ids of the tokens that the sample rules write or look for.
+/// Ids of the marker tokens.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MarkerIds {
     pub(super) end: i32,
@@ -101,7 +101,7 @@ pub(super) struct MarkerIds {
     pub(super) image_end: i32,
 }
 
-/// Texts of these tokens.
+/// Texts of the marker tokens.
 pub(super) mod marker {
     pub(in super::super) const PREFIX: &str = "[gMASK]<sop>";
     pub(in super::super) const END: &str = "<|endoftext|>";
@@ -122,7 +122,7 @@ impl MarkerIds {
     }
 }
 
-/// Turns samples into model inputs; the sample rules are in `sample.rs` beside this file.
+/// Processor of GLM-4.1V; the sample rules are in `sample.rs` beside this file.
 #[derive(Clone, Debug)]
 pub struct Glm41vProcessor {
     pub(super) config: ProcessorConfig,

@@ -3,13 +3,13 @@
 /// Limits of the size of images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PictureLimits {
-    /// Side of a block of patches that becomes one feature, in pixels.
+    /// Side in pixels of the block of patches that becomes one feature.
     pub block: usize,
     /// Frames of an image; each counts towards its pixels.
     pub frames: usize,
-    /// Fewest pixels of all frames together.
+    /// Minimal number of pixels in all frames.
     pub min_pixels: usize,
-    /// Most pixels of all frames together.
+    /// Maximal number of pixels in all frames.
     pub max_pixels: usize,
 }
 

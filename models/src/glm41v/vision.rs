@@ -12,7 +12,7 @@ use crate::ops::{LinearParams, Sequences};
 use crate::params::{ParamBuilder, ParamScope};
 use engine::{ParamId, UnitId};
 
-/// Patch embedding, interpolated positions and transformer blocks, without the final norm.
+/// Vision tower: patch embedding, interpolated positions and transformer blocks, without the final norm.
 #[derive(Debug)]
 pub(super) struct VisionTower {
     embed_unit: UnitId,
@@ -80,7 +80,7 @@ impl VisionTower {
     }
 }
 
-/// `x += attention(norm(x)); x += mlp(norm(x))`, bidirectional, no biases, rotated by row and column.
+/// `x += attention(norm(x)); x += mlp(norm(x))`. Attention is bidirectional and rotated by row and column; no biases.
 #[derive(Clone, PartialEq, Debug)]
 struct Block {
     norm1: RmsNorm,

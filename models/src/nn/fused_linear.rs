@@ -10,13 +10,13 @@ use std::ops::Range;
 /// product of its own, so that no output has to be split.
 #[derive(Clone, PartialEq, Debug)]
 pub struct FusedLinear {
-    /// Weight and bias of all.
+    /// Concatenated weight and bias.
     pub base: LinearParams,
-    /// The adapter of all, or one per projection.
+    /// The adapter of the whole layer, or the concatenated adapters of the projections.
     pub adapter: Option<LoraParams>,
     /// Rows of each projection.
     pub parts: Vec<Range<usize>>,
-    /// Whether each projection has an adapter of its own.
+    /// Whether each projection has its own adapter.
     pub own_adapters: bool,
 }
 

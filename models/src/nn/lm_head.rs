@@ -1,4 +1,4 @@
-//! The end of a decoder: its last norm and the product with the vocabulary.
+//! The end of a decoder: the final norm and the output head.
 
 use super::RmsNorm;
 use crate::autograd::{Loss, Tape, Var};
@@ -9,31 +9,31 @@ use crate::params::ParamBuilder;
 use engine::{ParamId, UnitId};
 use kernels::{DType, Tensor};
 
-/// Names and sizes of a [`LmHead`].
+/// Names and sizes of an [`LmHead`].
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LmHeadConfig<'a> {
-    /// The unit.
+    /// Name of the unit.
     pub unit: &'a str,
     /// Path of the norm.
     pub norm: &'a str,
     /// Path of the head.
     pub head: &'a str,
-    /// `v`.
+    /// Rows of the head, `v`.
     pub vocabulary: usize,
-    /// `D`.
+    /// Width `D` of the hidden states.
     pub width: usize,
     /// Epsilon of the norm.
     pub eps: f32,
 }
 
-/// The last norm and the head, one unit.
+/// The final norm and the output head, one unit.
 #[derive(Debug)]
 pub struct LmHead {
     /// The unit.
     pub unit: UnitId,
-    /// Before the head.
+    /// The final norm.
     pub norm: RmsNorm,
-    /// `[v, c]`.
+    /// The head's weight, `[v, D]`.
     pub weight: ParamId,
 }
 
@@ -53,7 +53,7 @@ impl LmHead {
         })
     }
 
-    /// Losses of all rows of `hidden [t, c]`.
+    /// Cross-entropy losses of all rows of `hidden` `[T, D]`.
     ///
     /// # Errors
     /// When the engine or the device fails.
@@ -68,7 +68,7 @@ impl LmHead {
         })
     }
 
-    /// f32 logits of the rows `index`, or of all rows.
+    /// f32 logits of the rows `index`; of all rows without `index`.
     ///
     /// # Errors
     /// When the engine or the device fails.

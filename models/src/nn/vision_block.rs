@@ -1,4 +1,4 @@
-//! A block of a vision transformer.
+//! Block of a vision transformer.
 
 use super::{GeluMlp, LayerNorm, SelfAttention, SelfAttentionConfig};
 use crate::autograd::{Scope, Var};
@@ -20,11 +20,11 @@ pub struct VisionBlockConfig {
     pub inner: usize,
     /// Epsilon of the norms.
     pub eps: f32,
-    /// The MLP's nonlinearity.
+    /// Variant of GELU in the MLP.
     pub gelu: Gelu,
 }
 
-/// `x += attention(norm(x)); x += mlp(norm(x))`, bidirectional, all layers with biases.
+/// `x += attention(norm(x)); x += mlp(norm(x))`. Attention is bidirectional; all layers have biases.
 #[derive(Clone, PartialEq, Debug)]
 pub struct VisionBlock {
     norm1: LayerNorm,

@@ -1,4 +1,4 @@
-//! `launcher explain-config`: a file key by key.
+//! `launcher explain-config`: what each key of a configuration file does.
 
 use super::given::Given;
 use super::report::{Choice, Outcome, Report, Row};
@@ -12,22 +12,22 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Prints what becomes of every key of the file, beside the flags that follow it.
+/// Prints the effect of every key of the file, given the flags that follow it on the command line.
 ///
 /// # Errors
-/// The file cannot be read or honoured (exit 2); what could be said about its keys is printed first.
+/// The file cannot be read or honored (exit 2). Effects that are known are printed first.
 pub(crate) fn run(
     args: &ExplainConfigArgs,
     typed: &[String],
     env: &Env,
 ) -> Result<ExitCode, Failure> {
     let (text, verdict) = page(&args.file, typed, env)?;
-    // A closed pipe is no failure: the reader has seen enough.
+    // A closed pipe is not a failure: the reader has seen enough.
     drop(write!(std::io::stdout(), "{text}"));
     verdict.map(|()| ExitCode::SUCCESS)
 }
 
-/// The page, and whether the file can be used.
+/// The printed page, and whether the file can be used.
 pub(super) fn page(
     path: &Path,
     typed: &[String],
@@ -51,7 +51,7 @@ pub(super) fn page(
     Ok((text, verdict.and_then(|()| config.map(drop))))
 }
 
-/// The configuration of a line; a model that it does not name has the defaults of models.
+/// The configuration that the flags `words` give. A flag for a model that is missing gets the defaults of models.
 fn configuration(words: &[String], env: &Env) -> Result<RunConfig, Failure> {
     let mut args = train_args(words)?;
     if args.model.is_none() && args.data.is_none() {
@@ -104,7 +104,7 @@ fn table(part: &Part, config: Option<&RunConfig>) -> String {
     text + "\n"
 }
 
-/// What becomes of a key, in a few words.
+/// The effect of a key, in a few words.
 fn effect(row: &Row, report: &Report, config: Option<&RunConfig>) -> String {
     match &row.outcome {
         Outcome::Flag(_) => {
@@ -130,7 +130,7 @@ fn effect(row: &Row, report: &Report, config: Option<&RunConfig>) -> String {
     }
 }
 
-/// What `auto` is for sizes that the trainers derive from the model.
+/// Value of `auto` for sizes that the trainers derive from the model's hidden size.
 fn from_hidden_size(row: &Row, config: &RunConfig) -> Option<u64> {
     let name = row.path.strip_prefix("zero_optimization.")?;
     if row.value != "auto" {
@@ -145,7 +145,8 @@ fn from_hidden_size(row: &Row, config: &RunConfig) -> Option<u64> {
     }
 }
 
-/// As the trainers find it: `hidden_size`, the largest of `hidden_sizes`, or either of the text model.
+/// The hidden size, as the trainers find it: `hidden_size`, the largest of `hidden_sizes`, or either of the text
+/// model.
 fn hidden_size(config: &Path) -> Option<u64> {
     let text = std::fs::read_to_string(config).ok()?;
     let config: serde_json::Value = serde_json::from_str(&text).ok()?;
@@ -155,7 +156,7 @@ fn hidden_size(config: &Path) -> Option<u64> {
         config["hidden_size"].as_u64().or_else(largest)
     };
     let size = of(&config).or_else(|| of(&config["text_config"]))?;
-    // Larger ones are no model's, and their square would not fit.
+    // No model has a larger size, and its square would overflow.
     (size <= 1 << 20).then_some(size)
 }
 

@@ -1,19 +1,19 @@
-//! What the command line and a trainer's file say already.
+//! Flags that the command line and a trainer's file already give.
 
 use crate::config::{Offload, PrecisionChoice};
 
-/// A flag that is given.
+/// A given flag.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Word {
     /// The flag in kebab-case, without dashes.
     pub(crate) flag: String,
     /// Its value.
     pub(crate) value: String,
-    /// Where it stands; nothing for the command line.
+    /// The file and line it comes from; empty for the command line.
     pub(crate) place: String,
 }
 
-/// Flags of which one speaks for the others.
+/// Groups of flags that set the same thing.
 const GROUPS: [&[&str]; 5] = [
     &["precision", "bf16", "fp16"],
     &["checkpoint-activations", "gradient-checkpointing"],
@@ -30,14 +30,14 @@ pub(crate) fn exclude_each_other(one: &str, other: &str) -> bool {
             .any(|group| group.contains(&one) && group.contains(&other))
 }
 
-/// The flags that are given.
+/// All given flags.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Given {
     words: Vec<Word>,
 }
 
 impl Given {
-    /// The flags of a rewritten line, `--flag=value` each.
+    /// Flags of a rewritten line, `--flag=value` each.
     pub(crate) fn of_line(typed: &[String]) -> Self {
         let words = typed.iter().filter_map(|word| {
             let (flag, value) = word.strip_prefix("--")?.split_once('=')?;
@@ -52,7 +52,7 @@ impl Given {
         }
     }
 
-    /// Adds a flag of a file.
+    /// Adds a flag from a file.
     pub(crate) fn add(&mut self, flag: &str, value: &str, place: &str) {
         self.words.push(Word {
             flag: flag.to_owned(),
@@ -61,7 +61,7 @@ impl Given {
         });
     }
 
-    /// Takes a flag away.
+    /// Removes a flag.
     pub(crate) fn remove(&mut self, flag: &str) {
         self.words.retain(|word| word.flag != flag);
     }
@@ -71,17 +71,17 @@ impl Given {
         self.get(flag).is_some_and(|word| word.value == "true")
     }
 
-    /// All of them, in order.
+    /// All flags in order.
     pub(crate) fn words(&self) -> &[Word] {
         &self.words
     }
 
-    /// The flag where it is given.
+    /// The flag, if it is given.
     pub(crate) fn get(&self, flag: &str) -> Option<&Word> {
         self.words.iter().find(|word| word.flag == flag)
     }
 
-    /// The flag, or another that sets the same thing.
+    /// The flag, or another flag of its group, if one is given.
     pub(crate) fn set_by(&self, flag: &str) -> Option<&Word> {
         let own = self.get(flag);
         own.or_else(|| {
@@ -91,7 +91,7 @@ impl Given {
         })
     }
 
-    /// The value of a flag where it is given and is one.
+    /// The parsed value of a flag; `None` if it is not given or does not parse.
     pub(crate) fn parsed<T: std::str::FromStr>(&self, flag: &str) -> Option<T> {
         self.get(flag)?.value.parse().ok()
     }
@@ -100,7 +100,7 @@ impl Given {
         self.parsed("offload")
     }
 
-    /// The number format that is meant, and the flag that says so.
+    /// The number format that the flags ask for, and the flag that says so.
     pub(crate) fn precision(&self) -> Option<(PrecisionChoice, &Word)> {
         use PrecisionChoice as P;
         let is = |word: &Word, value: &str| word.value == value;

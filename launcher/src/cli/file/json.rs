@@ -1,10 +1,10 @@
-//! JSON, with what DeepSpeed's files have besides: comments, trailing commas, keys without quotes.
+//! JSON parser that also accepts what DeepSpeed's files use: comments, trailing commas, keys without quotes.
 //!
-//! The Hjson crates either stop at the first non-ASCII character or skip stray ones, and none knows lines of keys.
+//! Existing Hjson crates stop at the first non-ASCII character or skip stray ones, and none gives the lines of keys.
 
 use super::value::{Entry, Fault, MAX_DEPTH, Value, insert};
 
-/// Reads one value and nothing behind it.
+/// Parses one value; anything after it is an error.
 pub(super) fn parse(text: &str) -> Result<Value, Fault> {
     let mut reader = Reader {
         rest: text,
@@ -40,7 +40,7 @@ impl<'t> Reader<'t> {
         Some(c)
     }
 
-    /// Takes what stands before `end` of the rest, which is a character's place.
+    /// Takes the text before byte `end` of the rest; `end` must be a character boundary.
     fn take(&mut self, end: usize) -> &'t str {
         let (taken, rest) = self.rest.split_at(end);
         self.line += taken.matches('\n').count();
@@ -48,7 +48,7 @@ impl<'t> Reader<'t> {
         taken
     }
 
-    /// Skips space and comments; tells whether a line ended.
+    /// Skips blanks and comments. Returns whether a line ended.
     fn skip(&mut self) -> Result<bool, Fault> {
         let before = self.line;
         loop {
@@ -118,7 +118,7 @@ impl<'t> Reader<'t> {
         Ok(Value::List(items))
     }
 
-    /// Takes `end` where it stands here.
+    /// Takes `end` if it is the next character.
     fn ends(&mut self, end: char) -> Result<bool, Fault> {
         match self.peek() {
             None => Err(self.fault(format!("the file ends before '{end}'"))),
@@ -130,7 +130,7 @@ impl<'t> Reader<'t> {
         }
     }
 
-    /// A comma, the end of a line, or the end of the whole.
+    /// Takes a separator: a comma, the end of a line, or the end of the list or map.
     fn separator(&mut self, end: char) -> Result<(), Fault> {
         let line = self.line;
         let broken = self.skip()?;
@@ -145,7 +145,7 @@ impl<'t> Reader<'t> {
         }
     }
 
-    /// Letters, digits and signs up to anything that has a meaning.
+    /// Takes an unquoted word: characters up to one that has a meaning.
     fn bare(&mut self) -> Result<&'t str, Fault> {
         let ends = |c: char| c.is_whitespace() || "{}[]:,\"'#".contains(c);
         let end = self.rest.find(ends).unwrap_or(self.rest.len());
@@ -212,14 +212,14 @@ impl<'t> Reader<'t> {
                     }
                     code => code,
                 };
-                // A half of a pair stands for nothing.
+                // An unpaired surrogate.
                 char::from_u32(code).unwrap_or('\u{fffd}')
             }
             _ => return Err(self.fault("an unknown escape in a quoted text")),
         })
     }
 
-    /// Four hexadecimal digits.
+    /// Takes four hexadecimal digits: a UTF-16 code unit.
     fn unit(&mut self) -> Result<u32, Fault> {
         let digits = self
             .rest

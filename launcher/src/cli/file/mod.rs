@@ -1,7 +1,7 @@
 //! Configuration files: `--config` (flags) and `--deepspeed`.
 //!
-//! A file becomes flags that stand where the command line has none: flag > file > default. Files are read before the
-//! arguments are resolved, and nothing behind that knows of them.
+//! A file becomes flags that the command line does not have: flag > file > default. Files are read before the
+//! arguments are resolved, and later code does not know of them.
 
 mod deepspeed;
 mod explain;
@@ -27,21 +27,21 @@ pub(crate) use read::read as read_file;
 #[cfg(test)]
 pub(crate) use value::Value as FileValue;
 
-/// A line that its files are part of.
+/// A command line with the flags of its files.
 #[derive(Debug, Default)]
 pub(crate) struct Loaded {
-    /// The whole line, `--flag=value` each; it names no files any more.
+    /// The whole line as `--flag=value`, without the flags that name files.
     pub(crate) words: Vec<String>,
     /// Keys without effect.
     pub(crate) notes: Vec<Note>,
-    /// What deserves attention, one sentence each.
+    /// Warnings, one sentence each.
     pub(crate) warnings: Vec<String>,
-    /// The flags that each file gives, one line each.
+    /// The flags from each file, one line per file.
     pub(crate) gives: Vec<String>,
 }
 
 impl Loaded {
-    /// Adds to a failure of the resolution which flags that it names stand in a file.
+    /// Adds to a failure of the resolution which of its flags came from a file.
     pub(crate) fn place(&self, failure: Failure) -> Failure {
         let named = |line: &&String| {
             let text = failure.to_string();
@@ -53,7 +53,7 @@ impl Loaded {
     }
 }
 
-/// A file that was gone through.
+/// A file that was read, with its report.
 #[derive(Debug)]
 struct Part {
     path: PathBuf,
@@ -61,10 +61,10 @@ struct Part {
     report: Report,
 }
 
-/// Puts the files that a line names into it; `None` where it names none.
+/// Merges the files that a command line names into it; `None` if it names none.
 ///
 /// # Errors
-/// A file cannot be read, has mistakes, or contradicts the line (exit 2).
+/// A file cannot be read, has mistakes, or contradicts the command line (exit 2).
 pub(crate) fn load(typed: &[String]) -> Result<Option<Loaded>, Failure> {
     let mut given = Given::of_line(typed);
     let path = |given: &Given, flag: &str| given.get(flag).map(|word| PathBuf::from(&word.value));
@@ -83,7 +83,7 @@ pub(crate) fn load(typed: &[String]) -> Result<Option<Loaded>, Failure> {
     Ok(Some(loaded))
 }
 
-/// Goes through the files of `--config` and `--deepspeed` and adds what they give to what is `given`.
+/// Reads the files of `--config` and `--deepspeed` and adds their flags to `given`.
 fn go_through(config: Option<&Path>, given: &mut Given) -> Result<Vec<Part>, Failure> {
     let mut parts = Vec::new();
     if let Some(path) = config {
@@ -112,7 +112,8 @@ fn go_through(config: Option<&Path>, given: &mut Given) -> Result<Vec<Part>, Fai
     Ok(parts)
 }
 
-/// Goes through a file with this content and ending, as a line without other flags would. For [`crate::fuzzing`].
+/// Processes a file with this content and extension, as a command line without other flags would. For
+/// [`crate::fuzzing`].
 pub(crate) fn go_through_bytes(bytes: &[u8], ending: &str) -> Result<(), Failure> {
     let path = Path::new("config").with_extension(ending);
     let file = read::parse_named(bytes, &path)?;
@@ -124,7 +125,7 @@ pub(crate) fn go_through_bytes(bytes: &[u8], ending: &str) -> Result<(), Failure
     report.verdict(&path, true)
 }
 
-/// A path that a file names: as it stands, or beside the file where only that exists.
+/// A path in a file: as written, or relative to the file if only that path exists.
 fn beside(path: &Path, config: Option<&Path>) -> PathBuf {
     let folder = config.and_then(Path::parent);
     let other = folder.map(|folder| folder.join(path));
@@ -139,7 +140,7 @@ fn deepspeed_part(path: PathBuf, given: &mut Given) -> Result<Part, Failure> {
     let mut report = deepspeed::report(&file, &path, given);
     let place = path.display().to_string();
     for choice in &report.choices {
-        // The one key that comes before a flag, as in DeepSpeed.
+        // The only key that wins over its flag, as in DeepSpeed.
         if choice.flag == "lr-scheduler-type" {
             given.remove("lr-scheduler-type");
         }
@@ -174,7 +175,7 @@ fn check_is_deepspeed(file: &Value, path: &Path) -> Result<(), Failure> {
     Err(failure.next(format!("for a file of flags: --config {}", path.display())))
 }
 
-/// The line that `given` is, without the files it came from.
+/// Command line of the `given` flags, without the files they came from.
 fn line(given: &Given) -> Vec<String> {
     let files = ["config", "deepspeed", "strict-config"];
     let words = given.words().iter();
@@ -185,7 +186,7 @@ fn line(given: &Given) -> Vec<String> {
 }
 
 impl Part {
-    /// Refuses a file with mistakes.
+    /// An error if the file has mistakes; with `strict`, also if it has warnings.
     fn verdict(&self, strict: bool) -> Result<(), Failure> {
         self.report.verdict(&self.path, strict)
     }

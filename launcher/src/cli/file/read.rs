@@ -1,4 +1,4 @@
-//! From a path to a value.
+//! Reader of configuration files: from a path to a value.
 
 use super::value::{Fault, Value};
 use super::{json, toml, yaml};
@@ -7,13 +7,14 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// Files above this are no configuration.
+/// Maximal size of a configuration file in bytes.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// Reads a configuration: TOML and YAML by their endings, all else as JSON, or as YAML where it does not begin with a brace.
+/// Reads a configuration file. The extension selects TOML or YAML. Any other file is JSON if it begins with a brace,
+/// otherwise YAML.
 ///
 /// # Errors
-/// The file cannot be read, is too large, or holds something else (exit 2), with the line.
+/// The file cannot be read, is too large, or has a syntax error (exit 2, with the line).
 pub(crate) fn read(path: &Path) -> Result<Value, Failure> {
     let io = |error| Failure::io(ErrorCode::Usage, "read", path, &error);
     let mut bytes = Vec::new();
@@ -28,13 +29,13 @@ pub(crate) fn read(path: &Path) -> Result<Value, Failure> {
     parse_named(&bytes, path)
 }
 
-/// As [`read`], for the content of a file.
+/// As [`read`], from the content of a file.
 pub(super) fn parse_named(bytes: &[u8], path: &Path) -> Result<Value, Failure> {
     let ending = path.extension().and_then(|ending| ending.to_str());
     parse(bytes, ending.unwrap_or_default()).map_err(|fault| unreadable(path, &fault))
 }
 
-/// As [`read`], for the bytes of a file with this ending.
+/// As [`read`], from the content of a file with the extension `ending`.
 pub(super) fn parse(bytes: &[u8], ending: &str) -> Result<Value, Fault> {
     let text = std::str::from_utf8(bytes).map_err(|error| {
         let before = &bytes[..error.valid_up_to()];

@@ -1,39 +1,39 @@
-//! What a configuration file says: its keys one by one, the flags that it gives, its mistakes.
+//! Report on a configuration file: its keys, the flags that it gives, its mistakes.
 
 use super::value::Entry;
 use crate::error::Failure;
 use std::path::Path;
 
-/// What a file says.
+/// Report on a file.
 #[derive(Debug, Default)]
 pub(crate) struct Report {
-    /// Its keys in order, those of sections included, sections left out.
+    /// Keys in file order, with keys inside sections but without the sections themselves.
     pub(crate) rows: Vec<Row>,
     /// Flags that it gives.
     pub(crate) choices: Vec<Choice>,
-    /// What deserves attention: keys in the wrong place, unknown and old ones, flags that it overrides.
+    /// Warnings: keys in the wrong place, unknown and outdated keys, flags that the file overrides.
     pub(crate) warnings: Vec<Problem>,
-    /// What cannot be honoured.
+    /// Keys and values that cannot be honored.
     pub(crate) errors: Vec<Problem>,
-    /// Values that flags on the command line contradict, one sentence each.
+    /// Values that contradict flags on the command line, one sentence each.
     pub(crate) contradictions: Vec<String>,
 }
 
 /// A key of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Row {
-    /// Keys that lead to it, joined by dots.
+    /// Path of the key, joined by dots.
     pub(crate) path: String,
     /// Line of the file.
     pub(crate) line: usize,
     /// Its value, as written.
     pub(crate) value: String,
-    /// What becomes of it.
+    /// Effect of the key.
     pub(crate) outcome: Outcome,
 }
 
 impl Row {
-    /// The row of `entry` at `path`; what must stay secret is not shown.
+    /// Row of `entry` at `path`. Values that may be secret are hidden.
     pub(crate) fn new(path: String, entry: &Entry, outcome: Outcome) -> Self {
         let secret = ["api_key", "hub_token"].contains(&&*entry.key);
         let value = match secret {
@@ -49,26 +49,26 @@ impl Row {
     }
 }
 
-/// What becomes of a key.
+/// Effect of a key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// It becomes this flag, unless the choices say more.
+    /// It becomes this flag, unless the choices have more detail.
     Flag(String),
-    /// `auto`: it is what this flag says.
+    /// `auto`: it follows this flag.
     Auto(&'static str),
     /// No effect, for this reason.
     Unused(&'static str),
-    /// `auto`, which nothing decides: this default holds.
+    /// `auto`: nothing determines it, so this default applies.
     Default(&'static str),
-    /// It is so anyway.
+    /// It matches what always happens here.
     Here(&'static str),
-    /// A flag of the command line comes before it.
+    /// A flag on the command line overrides it.
     Overridden(String),
-    /// A key that begins with `_`.
+    /// A comment: the key begins with `_`.
     Comment,
-    /// No effect, and there is a warning.
+    /// No effect, with a warning.
     Warning(String),
-    /// Not possible.
+    /// It cannot be honored.
     Refused(String),
 }
 
@@ -79,17 +79,17 @@ pub(crate) struct Choice {
     pub(crate) flag: String,
     /// Its value.
     pub(crate) value: String,
-    /// Keys that it comes from; none for what holds where a key is absent.
+    /// Keys that it comes from; empty if it follows from the absence of a key.
     pub(crate) keys: Vec<String>,
 }
 
 impl Choice {
-    /// Whether the file says so itself.
+    /// Whether a key of the file gives it.
     pub(crate) fn is_written(&self) -> bool {
         !self.keys.is_empty()
     }
 
-    /// As it would be typed.
+    /// The flag as it would be typed.
     pub(crate) fn typed(&self) -> String {
         format!("--{} {}", self.flag, self.value)
     }
@@ -109,7 +109,7 @@ pub(crate) struct Problem {
 }
 
 impl Problem {
-    /// On one line.
+    /// The mistake on one line.
     pub(crate) fn sentence(&self, name: &Path) -> String {
         let Self {
             line,
@@ -142,13 +142,13 @@ impl Problem {
 }
 
 impl Report {
-    /// The flags that the file says itself, as they would be typed.
+    /// The flags that keys of the file give, as they would be typed.
     pub(crate) fn given(&self) -> String {
         let written = self.choices.iter().filter(|choice| choice.is_written());
         written.map(Choice::typed).collect::<Vec<_>>().join(" ")
     }
 
-    /// Keys without effect, those of one reason together.
+    /// Keys without effect, grouped by reason.
     pub(crate) fn unused(&self) -> Vec<(&'static str, Vec<&str>)> {
         let mut groups: Vec<(&'static str, Vec<&str>)> = Vec::new();
         for row in &self.rows {
@@ -165,7 +165,7 @@ impl Report {
         groups
     }
 
-    /// Refuses a file with mistakes; with `strict` also one that deserves a warning.
+    /// An error if the file has mistakes; with `strict`, also if it has warnings.
     pub(crate) fn verdict(&self, name: &Path, strict: bool) -> Result<(), Failure> {
         let warnings: &[Problem] = if strict { &self.warnings } else { &[] };
         let mut problems: Vec<&Problem> = self.errors.iter().chain(warnings).collect();

@@ -1,9 +1,9 @@
-//! TOML.
+//! TOML parser.
 
 use super::value::{Entry, Fault, MAX_DEPTH, Value, insert};
 use toml::de::{DeTable, DeValue};
 
-/// Reads a document.
+/// Parses a document.
 pub(super) fn parse(text: &str) -> Result<Value, Fault> {
     let ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
     let line_at = |offset: usize| 1 + ends.partition_point(|end| *end < offset);
@@ -14,7 +14,7 @@ pub(super) fn parse(text: &str) -> Result<Value, Fault> {
     map(table.get_ref(), &line_at, 0)
 }
 
-/// Entries in the order of the file: the table has them sorted.
+/// Entries in file order; the parsed table is sorted by key.
 fn map(
     table: &DeTable<'_>,
     line_at: &dyn Fn(usize) -> usize,

@@ -1,5 +1,5 @@
-//! Flags of training in a file: our TOML, the YAML of LLaMA-Factory and of the Hugging Face trainers, the form of
-//! GLM-4's scripts.
+//! Files with training flags: TOML for this program, YAML of LLaMA-Factory and of the Hugging Face trainers, and the
+//! files of GLM-4's scripts.
 
 use super::given::Given;
 use super::report::{Choice, Outcome, Problem, Report, Row};
@@ -18,11 +18,11 @@ const GENERATION: &str =
 const CACHE: &str = "samples are read when they are needed";
 const ADAPTER_KIND: &str = "adapters are low-rank matrices";
 
-/// Keys that are no flags.
+/// Meaning of a key that is not a flag here.
 enum Meaning {
-    /// This flag, whatever the value.
+    /// It becomes this flag with the same value.
     Flag(&'static str),
-    /// For each word the flag and the value that it stands for; other words are refused.
+    /// Words with the flag and value that each means; other words are refused.
     Words(&'static [(&'static str, &'static str, &'static str)]),
     /// No effect, for this reason.
     Unused(&'static str),
@@ -91,7 +91,7 @@ const LLAMA_FACTORY: &[(&str, Meaning)] = &[
     ("generation_max_length", Unused(GENERATION)),
 ];
 
-/// Keys of `data_config` in GLM-4's files, and of the top level beside it.
+/// Keys of `data_config` in GLM-4's files, and of the top level.
 const GLM_DATA: &[(&str, Meaning)] = &[
     ("train_file", Flag("data")),
     ("val_file", Flag("eval-data")),
@@ -128,14 +128,14 @@ const PEFT: &[(&str, Meaning)] = &[
     ("bias", Only(&["none"], "adapters do not train biases")),
 ];
 
-/// Sections, with the keys that are no flags in them and whether flags may stand there.
+/// Sections: name, keys that are not flags, and whether flags may be in the section.
 const SECTIONS: [(&str, &[(&str, Meaning)], bool); 3] = [
     ("training_args", LLAMA_FACTORY, true),
     ("data_config", GLM_DATA, false),
     ("peft_config", PEFT, false),
 ];
 
-/// What the flags in `file` are beside those that are `given`, which come before them.
+/// Report on the flags in `file`. The flags that are `given` override them.
 pub(super) fn report(file: &Value, given: &Given) -> Report {
     let mut report = Report::default();
     for entry in file.entries().unwrap_or_default() {
@@ -201,7 +201,7 @@ fn take(
     report.rows.push(Row::new(path, entry, outcome));
 }
 
-/// A key that should be a flag.
+/// Handles a key that should be a flag.
 fn flag(entry: &Entry, name: &str, path: &str, given: &Given, report: &mut Report) -> Outcome {
     match file_key(name) {
         FileKey::Flag(flag) if flag == "config" => refuse(
@@ -228,7 +228,7 @@ fn is_template(value: &Value) -> bool {
     TemplateChoice::from_str(text, true).is_ok()
 }
 
-/// A value as it would be typed; lists are joined by commas, sections are no values.
+/// A value as it would be typed: lists are joined by commas; `None` for sections.
 fn written(value: &Value) -> Option<String> {
     match value {
         Value::Null | Value::Map(_) => None,
@@ -241,7 +241,7 @@ fn written(value: &Value) -> Option<String> {
     }
 }
 
-/// Takes `flag` with `value` unless the command line comes before it.
+/// Chooses `flag` with `value`, unless the command line has the flag.
 fn choose(
     flag: &str,
     value: Option<String>,
@@ -269,7 +269,7 @@ fn choose(
         let why = format!("{} says {}", first.keys.join(", "), first.value);
         return refuse(entry, path, &why, Some("keep one of them"), report);
     }
-    // 3e3 steps are 3000.
+    // 3e3 steps are written as 3000.
     let whole = entry.value.as_u64().map(|whole| whole.to_string());
     let tried = [Some(value), whole].into_iter().flatten();
     let mut failure = None;
@@ -331,7 +331,7 @@ fn unknown(entry: &Entry, path: &str, near: Option<&str>, report: &mut Report) -
     Outcome::Refused(why.to_owned())
 }
 
-/// Who types a global batch means that the accumulation follows.
+/// Drops the file's accumulation if the command line gives a global batch, since accumulation follows from it.
 fn settle_batch(given: &Given, report: &mut Report) {
     let steps = "gradient-accumulation-steps";
     let Some(word) = given.get("global-batch-size") else {

@@ -1,26 +1,26 @@
-//! What a configuration file holds, whatever it is written in.
+//! Values of a configuration file, for every file format.
 
 use std::fmt;
 
-/// Deepest nesting of lists and maps.
+/// Maximal nesting depth of lists and maps.
 pub(super) const MAX_DEPTH: usize = 32;
-/// Most keys of one map: each is compared with all before it.
+/// Maximal number of keys in a map. Each key is compared with all previous ones.
 const MAX_KEYS: usize = 4096;
 
 /// A value of a configuration file.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Value {
-    /// `null`, or nothing behind a key.
+    /// `null`, or a key without a value.
     Null,
     /// `true` or `false`.
     Bool(bool),
-    /// A finite number, as it is written.
+    /// A finite number, as written.
     Number(String),
-    /// Words.
+    /// A text.
     Text(String),
     /// A list.
     List(Vec<Self>),
-    /// Keys with values, in the order of the file, each key once.
+    /// Keys with values in the order of the file; keys are unique.
     Map(Vec<Entry>),
 }
 
@@ -31,11 +31,11 @@ pub(crate) struct Entry {
     pub(crate) key: String,
     /// Line of the file, from 1.
     pub(crate) line: usize,
-    /// What it is set to.
+    /// Its value.
     pub(crate) value: Value,
 }
 
-/// A file that cannot be read: where, and why.
+/// Syntax error of a file: where, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Fault {
     /// Line of the file, from 1.
@@ -55,7 +55,7 @@ impl Fault {
     }
 }
 
-/// Adds an entry to a map that does not have its key yet.
+/// Adds an entry to a map; an error if the map has the key.
 pub(super) fn insert(map: &mut Vec<Entry>, entry: Entry) -> Result<(), Fault> {
     if map.len() == MAX_KEYS {
         return Err(Fault::new(entry.line, format!("more than {MAX_KEYS} keys")));
@@ -76,7 +76,7 @@ pub(super) fn insert(map: &mut Vec<Entry>, entry: Entry) -> Result<(), Fault> {
 }
 
 impl Value {
-    /// An unquoted word: what YAML and JSON mean by it.
+    /// Value of an unquoted word, by the rules of YAML and JSON.
     pub(super) fn plain(word: &str) -> Self {
         match word {
             "" | "~" | "null" | "Null" | "NULL" => Self::Null,
@@ -87,7 +87,7 @@ impl Value {
         }
     }
 
-    /// Whether it is the word `auto`.
+    /// Whether the value is the word `auto`.
     pub(crate) fn is_auto(&self) -> bool {
         matches!(self, Self::Text(text) if text == "auto")
     }
@@ -106,7 +106,7 @@ impl Value {
         Some(&entry.value)
     }
 
-    /// A truth value; words in Python's and YAML's spellings count.
+    /// A Boolean. The spellings of Python and YAML count, even as text.
     pub(crate) fn as_bool(&self) -> Option<bool> {
         match self {
             Self::Bool(value) => Some(*value),
@@ -127,7 +127,7 @@ impl Value {
         }
     }
 
-    /// A whole number of at least 0; `5e8` is one too.
+    /// A whole number of at least 0; a float such as `5e8` counts if it is whole.
     pub(crate) fn as_u64(&self) -> Option<u64> {
         let Self::Number(text) = self else {
             return None;
@@ -138,7 +138,7 @@ impl Value {
         text.parse().ok().or_else(float)
     }
 
-    /// Words.
+    /// The text, if it is one.
     pub(crate) fn as_text(&self) -> Option<&str> {
         match self {
             Self::Text(text) => Some(text),
@@ -147,7 +147,7 @@ impl Value {
     }
 }
 
-/// As it would be written on one line, cut where it is long.
+/// The value on one line, shortened if it is long.
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -172,10 +172,10 @@ impl fmt::Display for Value {
     }
 }
 
-/// A number as JSON writes it, a leading `+` and YAML's `.5` and `5.` included.
+/// Whether a word is a number in JSON, or in YAML with a leading `+`, `.5` or `5.`.
 fn is_number(word: &str) -> bool {
     let first = word.trim_start_matches(['+', '-', '.']).chars().next();
-    // `inf`, `nan` and `infinity` are numbers to Rust, not to these files.
+    // Rust also parses `inf`, `nan` and `infinity`; these files do not have them.
     first.is_some_and(|c| c.is_ascii_digit()) && word.parse().is_ok_and(|x: f64| x.is_finite())
 }
 

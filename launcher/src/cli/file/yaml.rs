@@ -1,9 +1,9 @@
-//! YAML of one document, without anchors, aliases and tags.
+//! YAML parser for one document without anchors, aliases and tags.
 
 use super::value::{Entry, Fault, MAX_DEPTH, Value, insert};
 use saphyr_parser::{Event, Parser, ScalarStyle, ScanError};
 
-/// Reads one document; an empty one is an empty map.
+/// Parses one document; an empty one is an empty map.
 pub(super) fn parse(text: &str) -> Result<Value, Fault> {
     let mut tree = Tree::default();
     for event in Parser::new_from_str(text) {
@@ -46,17 +46,17 @@ fn fault(error: &ScanError) -> Fault {
     Fault::new(error.marker().line(), error.info())
 }
 
-/// What is read so far.
+/// Document under construction.
 #[derive(Default)]
 struct Tree {
-    /// Lists and maps that did not end yet, with the lines where they began.
+    /// Open lists and maps, with the lines where they begin.
     open: Vec<(Open, usize)>,
     document: Option<Value>,
 }
 
 enum Open {
     List(Vec<Value>),
-    /// Entries, and a key that waits for its value.
+    /// Entries, and a key whose value is not read yet.
     Map(Vec<Entry>, Option<(String, usize)>),
 }
 
@@ -77,7 +77,7 @@ impl Tree {
         }
     }
 
-    /// Takes a whole value: an item, a key, the value of a key, or the document.
+    /// Adds a complete value: a list item, a key, the value of a key, or the document.
     fn add(&mut self, value: Value, line: usize) -> Result<(), Fault> {
         match self.open.last_mut() {
             None => self.document = Some(value),

@@ -1,4 +1,4 @@
-//! Batch sizes: two of micro-batch, accumulation and global batch give the third.
+//! Batch sizes: two of micro-batch, accumulation and global batch determine the third.
 
 use super::out_of_range;
 use crate::cli::Args;
@@ -6,7 +6,7 @@ use crate::config::defaults::{self, Defaults};
 use crate::config::{BatchConfig, Recompute};
 use crate::error::Failure;
 
-/// Resolves the flags of batches.
+/// Resolves the batch flags.
 pub(super) fn resolve(
     args: &Args,
     defaults: &Defaults,
@@ -67,7 +67,7 @@ fn sizes(args: &Args, defaults: &Defaults, world_size: usize) -> Result<(usize, 
     );
     let Some(global) = args.global_batch else {
         let accumulation = accumulation.unwrap_or(1);
-        // The demo keeps its global batch at any number of ranks.
+        // The demo keeps its global batch for any number of ranks.
         let default = defaults
             .global_batch
             .map_or(defaults.micro_batch, |global| {
@@ -122,13 +122,13 @@ fn divided(global: usize, by: usize, what: impl Fn() -> String) -> Result<usize,
     .next(format!("--global-batch-size {near}")))
 }
 
-/// Towers that recompute, from either spelling.
+/// Towers that are recomputed, from either of the two flags.
 pub(super) fn recompute(args: &Args) -> Result<Recompute, Failure> {
     let meant = args
         .gradient_checkpointing
         .map(|on| if on { Recompute::ALL } else { Recompute::NONE });
     match (args.checkpoint_activations, meant) {
-        // Some towers that recompute are a kind of gradient checkpointing.
+        // A choice of towers implies gradient checkpointing.
         (Some(asked), Some(meant)) if (asked == Recompute::NONE) != (meant == Recompute::NONE) => {
             Err(Failure::usage(
                 format!(
@@ -143,7 +143,7 @@ pub(super) fn recompute(args: &Args) -> Result<Recompute, Failure> {
     }
 }
 
-/// Layers that share one kept input.
+/// Layers per checkpointed segment.
 pub(super) fn num_layers(args: &Args) -> Result<usize, Failure> {
     let layers = args.checkpoint_num_layers.unwrap_or(1);
     if layers == 0 {

@@ -1,4 +1,4 @@
-//! The flags of number formats beside `--precision`.
+//! Flags of number formats other than `--precision`.
 
 use crate::cli::Args;
 use crate::config::words::value_name;
@@ -58,7 +58,7 @@ pub(super) fn resolve(args: &Args, precision: PrecisionChoice) -> Result<Numbers
     })
 }
 
-/// DeepSpeed's words: a scale of 0 is a dynamic one.
+/// Loss scale in DeepSpeed's terms: 0 means dynamic.
 fn loss_scale(args: &Args) -> Result<LossScale, Failure> {
     let bad = |flag: &str, why: &str| {
         Failure::usage(format!("{flag} is out of range"), why.to_owned())

@@ -1,4 +1,4 @@
-//! Which parts train: flags to the resolved choice.
+//! Trainable parts: from flags to the resolved choice.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use crate::error::Failure;
 
 /// Resolves the flags under "What is trained".
 pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, Failure> {
-    // Who names the modules beside the adapters means all of them.
+    // A list of modules replaces the default list.
     let named = args.modules_to_save.is_some() && args.use_lora != Some(false);
     let prefixes = args.ptuning_tokens.unwrap_or(0);
     let tune_vision = args.tune_vision.unwrap_or(!named && prefixes == 0);
@@ -49,7 +49,7 @@ fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
         ("--modules-to-save", args.modules_to_save.is_some()),
     ];
     let given = given.iter().filter(|(_, given)| *given);
-    // Asking for a rank is asking for adapters; only an explicit `false` says otherwise.
+    // A LoRA flag implies adapters, unless `--use-lora false` is given.
     let meant = args.use_lora.unwrap_or(given.clone().count() > 0);
     if !meant {
         notes.extend(given.map(|(flag, _)| note(flag, "--use-lora is false")));
@@ -75,7 +75,7 @@ fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
     }))
 }
 
-/// Those of the family's published recipe unless they are named; with `--train` the parts are named there.
+/// Modules trained in full: those of the flag, or of the family's recipe. With `--train`, only those that it names.
 fn modules_to_save(args: &Args) -> Option<Vec<String>> {
     match (&args.modules_to_save, &args.train) {
         (Some(names), _) if names == "none" => Some(Vec::new()),

@@ -1,10 +1,10 @@
-//! Goes through a file with the table of keys.
+//! Check of a file against the table of keys.
 
 use super::schema::{Fate, Key, Meant, Section};
 use crate::cli::file::report::{Outcome, Problem, Report, Row};
 use crate::cli::file::value::{Entry, Value};
 
-/// Every key of `file` with what becomes of it, as far as one key tells.
+/// Report with one row per key of `file`. It does not look at keys together.
 pub(super) fn check(file: &Value) -> Report {
     let mut report = Report::default();
     if let (Some(top), Some(entries)) = (Section::at(""), file.entries()) {
@@ -61,7 +61,7 @@ fn known(
         });
         Outcome::Refused(why)
     };
-    // A section may be absent, and that of ZeRO may be a switch.
+    // A section may be null, and `zero_optimization` may be a Boolean.
     let is_switch = path == "zero_optimization" && value.as_bool().is_some();
     if *value == Value::Null || is_switch {
         return match key.fate {
@@ -90,7 +90,7 @@ fn known(
         Fate::Unused(reason) => Outcome::Unused(reason),
         Fate::Only(neutral, reason, next) => {
             let shown = match value.as_f64() {
-                // 1.0 is 1.
+                // 1.0 equals 1.
                 Some(number) => number.to_string(),
                 None => value.to_string().to_ascii_lowercase(),
             };
@@ -120,12 +120,12 @@ fn known(
             });
             Outcome::Here("it is read under its new name")
         }
-        // A section that is no section was refused by its kind.
+        // A value that is not a section was already refused.
         Fate::Section => Outcome::Here("nothing is set"),
     }
 }
 
-/// Whether a section is switched on: by `enabled`, or by being there where that is not said.
+/// Whether a section is enabled: by its `enabled`, or by its presence.
 fn is_on(section: &Value) -> bool {
     match section.get("enabled") {
         Some(enabled) => enabled.as_bool() != Some(false),
@@ -176,7 +176,7 @@ fn unknown(section: &Section, entry: &Entry, report: &mut Report) -> Outcome {
     Outcome::Warning(sentence)
 }
 
-/// The flag that says what a misplaced section was to say.
+/// The flag that corresponds to a misplaced section.
 fn moved(entry: &Entry) -> Option<String> {
     let kind = entry.key.strip_prefix("offload_")?;
     let device = entry.value.get("device")?.as_text()?;

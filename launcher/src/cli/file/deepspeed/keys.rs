@@ -1,4 +1,4 @@
-//! Every key that DeepSpeed 0.19 knows, its default there, and what becomes of it here.
+//! Table of all keys of DeepSpeed 0.19, with DeepSpeed's default and the effect here.
 
 use super::schema::Fate::{Flag, Off, Old, Only, Unused};
 use super::schema::Kind::{Any, Bool, Map, Number, Pair, Text, Whole, Words};
@@ -41,7 +41,7 @@ const fn key(name: &'static str, kind: Kind, default: &'static str, fate: Fate) 
     }
 }
 
-/// A section with a table of its own.
+/// A key whose value is a section with its own table.
 const fn section(name: &'static str) -> Key {
     key(name, Map, "", Fate::Section)
 }
@@ -253,7 +253,7 @@ pub(super) const SECTIONS: &[Section] = &[
     },
     Section {
         path: "scheduler.params",
-        // They are arguments of a function.
+        // DeepSpeed passes them as arguments of a function.
         strict: true,
         keys: &[
             key("warmup_min_lr", Number, "0", Flag("lr-scheduler-kwargs")),

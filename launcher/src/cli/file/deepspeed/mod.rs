@@ -1,7 +1,6 @@
-//! Files of DeepSpeed: every key is honoured, refused, or said to have no effect.
+//! DeepSpeed configuration files: every key is honored, refused, or reported as having no effect.
 //!
-//! `keys.rs` is the table of all keys, `check.rs` goes through a file with it, `mapping.rs` turns what is honoured into
-//! flags.
+//! `keys.rs` is the table of all keys. `check.rs` checks a file against it. `mapping` turns keys into flags.
 
 mod check;
 mod keys;
@@ -31,7 +30,7 @@ pub(crate) fn is_deepspeed(file: &Value) -> bool {
     })
 }
 
-/// Reads `file`, called `name`, beside what is `given`.
+/// Checks and maps `file`, called `name`, in view of the flags that are already `given`.
 pub(crate) fn report(file: &Value, name: &Path, given: &Given) -> Report {
     let file = &with_one_name_for_bf16(file);
     let mut report = check::check(file);
@@ -39,7 +38,7 @@ pub(crate) fn report(file: &Value, name: &Path, given: &Given) -> Report {
     report
 }
 
-/// DeepSpeed also reads the section `bfloat16`.
+/// Renames the section `bfloat16`, which DeepSpeed also reads, to `bf16`.
 fn with_one_name_for_bf16(file: &Value) -> Value {
     let mut file = file.clone();
     let both = file.get("bf16").is_some();

@@ -1,4 +1,4 @@
-//! The form of the table of keys, and how it is searched.
+//! Form of the table of keys, and its search.
 
 use super::keys::SECTIONS;
 use crate::cli::file::value::Value;
@@ -7,9 +7,9 @@ use crate::config::words::nearest;
 /// A section of the file.
 #[derive(Debug)]
 pub(super) struct Section {
-    /// Keys that lead to it, joined by dots; nothing for the top level.
+    /// Path of keys to the section, joined by dots; empty for the top level.
     pub(super) path: &'static str,
-    /// Whether DeepSpeed refuses keys that it does not know here.
+    /// Whether DeepSpeed refuses unknown keys in this section.
     pub(super) strict: bool,
     /// Its keys.
     pub(super) keys: &'static [Key],
@@ -20,48 +20,49 @@ pub(super) struct Section {
 pub(super) struct Key {
     pub(super) name: &'static str,
     pub(super) kind: Kind,
-    /// What holds without it, as it would be written; empty where that is nothing.
+    /// Default as it would be written; empty if the default is nothing.
     pub(super) default: &'static str,
     pub(super) fate: Fate,
 }
 
-/// What a value must be.
+/// Type of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Bool,
-    /// A whole number of at least 0, written as a float or not.
+    /// A whole number of at least 0; a float counts if it is whole.
     Whole,
     /// A finite number.
     Number,
     Text,
-    /// One of these words, in any case.
+    /// One of these words, case-insensitive.
     Words(&'static [&'static str]),
     /// Two numbers.
     Pair,
     /// Anything.
     Any,
-    /// A section of its own.
+    /// A section.
     Map,
 }
 
-/// What becomes of a key.
+/// Effect of a key.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Fate {
-    /// It becomes this flag, by itself or with others.
+    /// It becomes this flag, alone or with other keys.
     Flag(&'static str),
     /// It has no effect, for this reason.
     Unused(&'static str),
-    /// These values say what happens here anyway; others are refused, for this reason; then what to do instead.
+    /// These values match what always happens here. Others are refused; the texts are the reason and what to do
+    /// instead.
     Only(&'static [&'static str], &'static str, &'static str),
-    /// A section that must not be switched on, for this reason.
+    /// A section that must not be enabled, for this reason.
     Off(&'static str),
-    /// An old name; the key that took its place.
+    /// An outdated name; the key that replaced it.
     Old(&'static str),
-    /// A section with keys of its own.
+    /// A section with its own keys.
     Section,
 }
 
-/// Names that are often written for others: section, name, what was meant.
+/// Common mistakes: section, name, and what was meant.
 const SLIPS: [(&str, &str, &str); 3] = [
     ("", "comms_config", "comms_logger"),
     (
@@ -81,7 +82,7 @@ impl Section {
         self.keys.iter().find(|key| key.name == name)
     }
 
-    /// Where a key of it stands.
+    /// Place of one of its keys, in words.
     pub(super) fn place(&self) -> String {
         match self.path {
             "" => "at the top level".to_owned(),
@@ -89,7 +90,7 @@ impl Section {
         }
     }
 
-    /// What was probably meant by a key that is not here.
+    /// What an unknown key of this section probably means.
     pub(super) fn meant(&self, name: &str) -> Meant {
         let slip = SLIPS
             .iter()
@@ -101,7 +102,7 @@ impl Section {
         let mut places = others.filter(|other| other.key(name).is_some());
         match (places.next(), places.next()) {
             (Some(place), None) => return Meant::Place(place),
-            // A key of one section, and of a section inside of it.
+            // The key exists in a section and in a section inside it.
             (Some(place), Some(inner)) if inner.path.starts_with(place.path) => {
                 return Meant::Place(place);
             }
@@ -114,19 +115,19 @@ impl Section {
     }
 }
 
-/// What an unknown key probably stands for.
+/// What an unknown key probably means.
 #[derive(Debug)]
 pub(super) enum Meant {
     /// The same key in another section.
     Place(&'static Section),
-    /// Another name.
+    /// A similar name.
     Name(String),
-    /// Nothing that is known.
+    /// No known key.
     Nothing,
 }
 
 impl Kind {
-    /// Why `value` is not of this kind.
+    /// Why `value` is not of this kind; `None` if it is.
     pub(super) fn refuse(self, value: &Value) -> Option<String> {
         let fits = match self {
             Self::Bool => value.as_bool().is_some(),

@@ -1,4 +1,4 @@
-//! From the keys that are honoured to flags.
+//! Mapping of DeepSpeed keys to flags.
 
 use crate::cli::file::given::{Given, Word};
 use crate::cli::file::report::{Choice, Outcome, Problem, Report};
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 mod numbers;
 mod schedule;
 
-/// Adds to `report` what keys mean together and beside what is `given`.
+/// Adds to `report` the flags that the keys give together, in view of the flags that are already `given`.
 pub(super) fn map(file: &Value, name: &Path, given: &Given, report: &mut Report) {
     let name = name.display().to_string();
     let mut mapper = Mapper {
@@ -28,7 +28,7 @@ pub(super) fn map(file: &Value, name: &Path, given: &Given, report: &mut Report)
     mapper.others();
 }
 
-/// A file, what is given beside it, and what has been found out.
+/// State of the mapping: the file, the given flags, and the report.
 struct Mapper<'a> {
     file: &'a Value,
     name: String,
@@ -36,7 +36,7 @@ struct Mapper<'a> {
     report: &'a mut Report,
 }
 
-/// A switch of the file.
+/// Value of a switch in the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Switch {
     On,
@@ -46,13 +46,13 @@ enum Switch {
 }
 
 impl<'a> Mapper<'a> {
-    /// The value at `path`, `auto` and `null` included.
+    /// The value at `path`, even if it is `auto` or `null`.
     fn raw(&self, path: &str) -> Option<&'a Value> {
         path.split('.')
             .try_fold(self.file, |value, key| value.get(key))
     }
 
-    /// The value at `path` where it says something itself.
+    /// The value at `path`, unless it is `auto` or `null`.
     fn value(&self, path: &str) -> Option<&'a Value> {
         self.raw(path)
             .filter(|value| **value != Value::Null && !value.is_auto())
@@ -95,7 +95,7 @@ impl<'a> Mapper<'a> {
         });
     }
 
-    /// A key without effect that deserves attention.
+    /// Reports a key without effect as a warning.
     fn warn(&mut self, path: &str, why: &str, next: &str) {
         let line = self.line(path);
         self.set(path, Outcome::Warning(why.to_owned()));
@@ -107,7 +107,7 @@ impl<'a> Mapper<'a> {
         });
     }
 
-    /// What holds where nothing else is said.
+    /// Chooses a flag that follows from DeepSpeed's default, not from a key.
     fn implied(&mut self, flag: &'static str, value: &str) {
         self.choose(flag, value, &[]);
     }
@@ -120,7 +120,7 @@ impl<'a> Mapper<'a> {
         });
     }
 
-    /// A flag that the file says itself; the flag on the command line must say the same.
+    /// Chooses a flag that a key gives. A different flag on the command line is a contradiction.
     fn written(&mut self, flag: &'static str, value: &str, key: &'static str) {
         let other = self.given.get(flag);
         if let Some(word) = other.filter(|word| !same(&word.value, value)) {
@@ -137,7 +137,7 @@ impl<'a> Mapper<'a> {
         self.report.contradictions.push(sentence);
     }
 
-    /// A key that becomes a flag as it stands; tells whether it is there.
+    /// Maps a key to a flag with the same value. Returns whether the file has the key.
     fn take(&mut self, path: &'static str, flag: &'static str) -> bool {
         match self.value(path) {
             Some(value) => {
@@ -152,7 +152,7 @@ impl<'a> Mapper<'a> {
         }
     }
 
-    /// As [`Mapper::take`]; a key that is absent, not `auto`, has `default`.
+    /// As [`Mapper::take`]; an absent key, unlike `auto`, means `default`.
     fn take_or(&mut self, path: &'static str, flag: &'static str, default: &str) {
         if !self.take(path, flag) && !self.is_auto(path) {
             self.implied(flag, default);
@@ -184,7 +184,7 @@ impl<'a> Mapper<'a> {
         }
     }
 
-    /// Tiers: what DeepSpeed offloads in `stage`.
+    /// Maps offloading in ZeRO `stage` to tiers.
     fn offload(&mut self, stage: u64) {
         let optimizer = self.tier(&OPTIMIZER, stage);
         let param = self.tier(&PARAM, stage);
@@ -219,12 +219,12 @@ impl<'a> Mapper<'a> {
         }
     }
 
-    /// The tier of a section, and the key that says so.
+    /// The tier that a section asks for, and the key that says so.
     fn tier(&mut self, part: &Offloaded, stage: u64) -> Option<(Tier, &'static str)> {
         let device = self.value(part.device).and_then(Value::as_text);
         let device = device.map(str::to_ascii_lowercase);
         if let Some(old) = self.value(part.old).and_then(Value::as_bool) {
-            // Both together were refused.
+            // Both keys together were already refused.
             if self.raw(part.section).is_some() {
                 return None;
             }
@@ -266,7 +266,7 @@ impl<'a> Mapper<'a> {
         }
     }
 
-    /// Offloading in a stage in which DeepSpeed does not look at it.
+    /// Warns of offloading in a stage in which DeepSpeed ignores it.
     fn in_stage(
         &mut self,
         part: &Offloaded,
@@ -349,7 +349,7 @@ impl<'a> Mapper<'a> {
     }
 }
 
-/// A kind of state that DeepSpeed offloads.
+/// A kind of state that DeepSpeed can offload.
 struct Offloaded {
     kind: &'static str,
     section: &'static str,
@@ -377,7 +377,7 @@ const PARAM: Offloaded = Offloaded {
     from_stage: 3,
 };
 
-/// Whether two spellings say the same.
+/// Whether two spellings have the same value.
 fn same(one: &str, other: &str) -> bool {
     match (one.parse::<f64>(), other.parse::<f64>()) {
         (Ok(one), Ok(other)) => one == other,

@@ -1,4 +1,4 @@
-//! Number formats and the loss scale.
+//! Mapping of number formats and the loss scale.
 
 use super::{Mapper, Switch};
 use crate::cli::file::report::Outcome;
@@ -10,7 +10,7 @@ const BF16: &str = "bf16.enabled";
 const PURE: &str = "bf16.bf16_master_weights_and_grads";
 const STATES: &str = "bf16.bf16_optimizer_states";
 
-/// Keys of the loss scale and their flags.
+/// Keys of the loss scale, with their flags.
 const SCALE: [(&str, &str); 5] = [
     ("fp16.loss_scale", "loss-scale"),
     ("fp16.initial_scale_power", "initial-scale-power"),
@@ -52,7 +52,7 @@ impl Mapper<'_> {
                 self.choose("precision", &value_name(precision), &[BF16]);
                 self.set(FP16, Outcome::Here("the number format is bf16"));
             }
-            // Without fp16, `auto` may still be bf16.
+            // `auto` without fp16 can still mean bf16.
             (_, Switch::Auto) | (Switch::Auto, Switch::Absent) => {
                 if fp16 == Switch::Off {
                     self.set(FP16, Outcome::Here("it is off"));
@@ -75,7 +75,7 @@ impl Mapper<'_> {
         self.loss_scale(fp16 == Switch::On || is_fp16);
     }
 
-    /// Mixed bf16, or pure bf16 where the file or the command line says so.
+    /// Mixed bf16, or pure bf16 if the file or the command line says so.
     fn kind_of_bf16(&mut self, asked: Option<Precision>) -> Precision {
         let (pure, states) = (self.switch(PURE), self.switch(STATES));
         match (pure, states) {
@@ -112,7 +112,7 @@ impl Mapper<'_> {
         }
     }
 
-    /// The numbers of the loss scale, which fp16 alone has.
+    /// Maps the loss scale, which only fp16 has.
     fn loss_scale(&mut self, is_fp16: bool) {
         for (path, flag) in SCALE {
             if is_fp16 {

@@ -1,4 +1,4 @@
-//! The optimizer and the course of its learning rate.
+//! Mapping of the optimizer and the learning-rate schedule.
 
 use super::Mapper;
 use crate::cli::file::report::{Outcome, Problem};
@@ -16,7 +16,7 @@ const SHAPE: &str = "scheduler.params.warmup_type";
 const MIN_RATIO: &str = "scheduler.params.warmup_min_ratio";
 const END_RATIO: &str = "scheduler.params.cos_min_ratio";
 
-/// A schedule of DeepSpeed: its name, our word, the arguments that it takes.
+/// Schedules of DeepSpeed: name, value of the flag here, and the arguments it takes.
 const SCHEDULES: [(&str, &str, &[&str]); 3] = [
     ("warmuplr", "warmup_lr", &[MIN_LR, MAX_LR, WARMUP, SHAPE]),
     (
@@ -83,7 +83,7 @@ impl Mapper<'_> {
         };
         self.refuse_other_arguments(name, arguments);
         self.choose("lr-scheduler-type", word, &[TYPE]);
-        // Where both are given the file wins in DeepSpeed, without a word.
+        // If both are given, DeepSpeed silently uses the file.
         let typed = self.given.get("lr-scheduler-type");
         if let Some(typed) = typed.filter(|typed| typed.value.replace('-', "_") != word) {
             let line = self.line(TYPE);
@@ -140,7 +140,7 @@ impl Mapper<'_> {
         }
     }
 
-    /// The peak is the scheduler's, whatever the optimizer's rate is.
+    /// Maps the peak learning rate: the scheduler's, not the optimizer's.
     fn peak(&mut self, word: &str) {
         let takes = self.value(MAX_LR).is_some();
         if !takes && (self.raw(MAX_LR).is_some() || word == "warmup_lr") {
@@ -190,7 +190,7 @@ impl Mapper<'_> {
         self.written("warmup-steps", &steps.to_string(), WARMUP);
     }
 
-    /// How long the schedule is, where it has a length.
+    /// Maps the length of the schedule, if it has one.
     fn total(&mut self, has_length: bool, name: &str) {
         if !has_length {
             return;
@@ -218,7 +218,7 @@ impl Mapper<'_> {
         }
     }
 
-    /// DeepSpeed looks at such a section only where it names a type.
+    /// Warns of a section without `type`, which DeepSpeed ignores.
     fn without_type(&mut self, section: &str) {
         let rows = self.report.rows.iter_mut();
         for row in rows.filter(|row| row.path.starts_with(section)) {
