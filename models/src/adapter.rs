@@ -1,11 +1,8 @@
 //! Reader of a run's trained parameters: adapters in peft's files, and parts trained in full.
 //!
-//! The checkpoint directory of such a run has one or both of:
-//!
-//! - `adapter_model.safetensors` with `adapter_config.json`. Tensors are called
-//!   `base_model.model.<module>.lora_A.weight`, `…lora_B.weight`, and `base_model.model.<parameter>` for modules
-//!   trained in full.
-//! - `trained.safetensors`: parameters under their own names.
+//! A checkpoint folder of such a run holds `adapter_model.safetensors` with `adapter_config.json` (tensors called
+//! `base_model.model.<module>.lora_A.weight`, `…lora_B.weight`, and `base_model.model.<parameter>` for modules trained
+//! in full), or `trained.safetensors` (parameters under their own names), or both.
 
 use crate::lora::{LoraConfig, LoraTargets};
 use crate::params::{ADAPTER_PREFIX, is_added};
@@ -17,24 +14,24 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// File name of the adapter's settings.
+/// File of the adapter's settings.
 pub const ADAPTER_CONFIG: &str = "adapter_config.json";
-/// Stem of the file of adapters; the extension is `.safetensors`.
+/// Name, without extension, of the file of adapters.
 pub const ADAPTER_STEM: &str = "adapter_model";
-/// Stem of the file of other trained tensors; the extension is `.safetensors`.
+/// Name, without extension, of the file of other trained tensors.
 pub const TRAINED_STEM: &str = "trained";
 
 const LORA_A: &str = ".lora_A.weight";
 const LORA_B: &str = ".lora_B.weight";
 
-/// Why a directory of adapters cannot be used.
+/// Why a folder of adapters cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AdapterError {
-    /// The directory has neither adapters nor trained tensors.
+    /// The folder holds neither adapters nor trained tensors.
     #[error("{} contains neither adapter_model.safetensors nor trained.safetensors", dir.display())]
     Nothing {
-        /// The directory.
+        /// The folder.
         dir: PathBuf,
     },
     /// The settings cannot be read.
@@ -55,7 +52,7 @@ pub enum AdapterError {
         /// Its value.
         value: String,
     },
-    /// `lora_A` or `lora_B` of a module is missing, or their shapes contradict each other or the rank.
+    /// An adapter lacks a half, or its halves do not fit each other and the rank.
     #[error("the adapter of {module} is incomplete: {reason}")]
     Halves {
         /// Path of the module.
@@ -71,17 +68,17 @@ pub enum AdapterError {
 /// Settings of `adapter_config.json` that affect results.
 #[derive(Clone, PartialEq, Debug, Deserialize)]
 pub struct AdapterConfig {
-    /// Default rank.
+    /// Rank.
     pub r: usize,
-    /// Default numerator of the scale: the adapter's output is multiplied by `lora_alpha / r`.
+    /// The adapter's output is scaled by `lora_alpha / r`.
     pub lora_alpha: f64,
     /// Other ranks of some modules, by regular expressions for the ends of their paths.
     #[serde(default)]
     pub rank_pattern: BTreeMap<String, usize>,
-    /// Values of `lora_alpha` of the modules that differ. Keys as in `rank_pattern`.
+    /// Numerators of the scale of such modules.
     #[serde(default)]
     pub alpha_pattern: BTreeMap<String, f64>,
-    /// Name or path of the base model.
+    /// The base it was trained on.
     #[serde(default)]
     pub base_model_name_or_path: Option<String>,
     /// Modules trained in full.
@@ -90,7 +87,7 @@ pub struct AdapterConfig {
 }
 
 impl AdapterConfig {
-    /// Rank and scale (`alpha / rank`) of the adapter of `module`.
+    /// Rank and scale of the adapter of a module.
     #[must_use]
     pub fn of(&self, module: &str) -> (usize, f64) {
         let rank = find(&self.rank_pattern, module).unwrap_or(self.r);
@@ -99,7 +96,7 @@ impl AdapterConfig {
     }
 }
 
-/// The value of the first pattern that matches the end of the path `module`, as peft looks it up.
+/// The value of the pattern that the end of the path `module` matches, as peft looks it up.
 fn find<T: Copy>(patterns: &BTreeMap<String, T>, module: &str) -> Option<T> {
     let matches = |pattern: &str| {
         let whole = Regex::new(&format!(r"^(?:.*\.)?(?:{pattern})$"));
@@ -109,24 +106,23 @@ fn find<T: Copy>(patterns: &BTreeMap<String, T>, module: &str) -> Option<T> {
     found.map(|(_, value)| *value)
 }
 
-/// Adapters and trained tensors of one directory.
+/// Adapters and trained tensors of one folder.
 #[derive(Debug)]
 pub struct Adapter {
     dir: PathBuf,
     config: Option<AdapterConfig>,
     files: Vec<WeightSource>,
-    /// By parameter name (adapters with peft's prefix): index of the file, and the tensor's name in it.
+    /// Parameter of the model (adapters by their full name) to file and name in it.
     tensors: BTreeMap<String, (usize, String)>,
     /// Paths of the modules that have an adapter.
     modules: BTreeSet<String>,
 }
 
 impl Adapter {
-    /// Opens the checkpoint directory `dir`.
+    /// Opens the folder `dir`.
     ///
     /// # Errors
-    /// When the directory has no adapter and no trained tensor, a file is damaged, half of an adapter is missing, or
-    /// a setting of peft is not supported.
+    /// When it holds nothing to open, a file is damaged, an adapter is not whole, or a setting is not supported.
     pub fn open(dir: &Path) -> Result<Self, AdapterError> {
         let mut adapter = Self {
             dir: dir.to_owned(),
@@ -201,19 +197,19 @@ impl Adapter {
         Ok(())
     }
 
-    /// Full names of `lora_A` `[r, k]` and `lora_B` `[n, r]` of a module.
+    /// Full names of the two halves of a module's adapter: `[r, k]` and `[n, r]`.
     #[must_use]
     pub fn halves(&self, module: &str) -> [String; 2] {
         [LORA_A, LORA_B].map(|half| format!("{ADAPTER_PREFIX}{module}{half}"))
     }
 
-    /// The directory.
+    /// The folder.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// The adapter settings; `None` when the directory has no adapter file.
+    /// The settings, where there are adapters.
     #[must_use]
     pub fn config(&self) -> Option<&AdapterConfig> {
         self.config.as_ref()
@@ -224,7 +220,7 @@ impl Adapter {
         self.modules.iter().map(String::as_str)
     }
 
-    /// Names of all tensors: parameters of the model under their own names, adapters with peft's prefix.
+    /// Names of all tensors: parameters of the model under their own names, adapters under their full names.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
@@ -235,7 +231,7 @@ impl Adapter {
         self.tensors.contains_key(name)
     }
 
-    /// Shape of a tensor.
+    /// Extents of a tensor.
     #[must_use]
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         let (file, key) = self.tensors.get(name)?;
@@ -252,7 +248,7 @@ impl Adapter {
     /// Reads a range of a tensor; see [`WeightSource::read_range`].
     ///
     /// # Errors
-    /// As [`WeightSource::read_range`].
+    /// As there.
     pub fn read_range(
         &self,
         name: &str,
@@ -286,8 +282,7 @@ impl Adapter {
         })
     }
 
-    /// Learned tokens per decoder layer (p-tuning v2), 0 for none. Their keys and values are
-    /// `[2, heads, tokens, head dim]`.
+    /// Learned keys and values per decoder layer (p-tuning v2), `[2, heads, tokens, head dim]` each; 0 for none.
     #[must_use]
     pub fn prefix_tokens(&self) -> usize {
         let prefix = self

@@ -1,7 +1,7 @@
 //! Inputs of one pass: packed samples, without padding.
 //!
-//! Shapes: `T` tokens of all samples, `P` patches of all slices, `N` slices, `Q` features per slice, `M` token rows
-//! that features replace.
+//! Shapes: `T` tokens of all samples, `P` patches of all slices, `N` slices, `Q` features per
+//! slice, `M` spliced rows.
 
 use crate::data::Slice;
 use crate::generate::CachePass;
@@ -14,17 +14,17 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Which feature replaces which token row.
+/// Token rows that image features replace.
 #[derive(Clone, Debug)]
 pub struct Splice {
     /// i32 `[M]`: token rows that features replace.
     pub rows: Tensor,
-    /// i32 `[M]`: the feature row that goes to each of `rows`.
+    /// i32 `[M]`: the features that replace them.
     pub sources: Tensor,
 }
 
 impl Splice {
-    /// Replaces the token rows `rows` by the features in the same order: feature `i` goes to `rows[i]`.
+    /// Features in the order of the token rows `rows` that they replace.
     ///
     /// # Errors
     /// When memory runs out.
@@ -37,7 +37,7 @@ impl Splice {
     }
 }
 
-/// Packed token rows of the features of all samples, ascending.
+/// Token rows of all images of `samples`, in order.
 pub(crate) fn image_rows(samples: &[SampleInput<'_>]) -> Vec<i32> {
     let starts = starts_of(samples.iter().map(|s| s.input_ids.len()));
     let bounds = samples.iter().zip(starts.iter());
@@ -46,24 +46,24 @@ pub(crate) fn image_rows(samples: &[SampleInput<'_>]) -> Vec<i32> {
     rows.map(|row| row as i32).collect()
 }
 
-/// Images of a batch: the slices of all samples in the order of the samples.
+/// Images of a batch: the slices of all samples, one after the other.
 #[derive(Clone, Debug)]
 pub struct VisionBatch {
-    /// `[P, 3 * patch * patch]` in the compute dtype; a row is ordered by channel, pixel row, pixel column.
+    /// `[P, 3 * patch * patch]` in the compute dtype: channel, pixel row, pixel column.
     pub patches: Tensor,
     /// Bidirectional attention within each slice.
     pub sequences: Sequences,
-    /// Which features replace which token rows.
+    /// Token rows of the features.
     pub splice: Splice,
     /// Index tables of the family's vision tower.
     pub tables: Arc<dyn VisionTables>,
 }
 
 impl VisionBatch {
-    /// The index tables, as the type `T` of one tower.
+    /// The tables of the tower that has tables `T`.
     ///
     /// # Errors
-    /// [`ModelError::ForeignBatch`] when the batch was packed for another tower.
+    /// [`ModelError::ForeignBatch`] for those of another tower.
     pub fn tables<T: VisionTables>(&self) -> Result<&T> {
         let tables: &dyn Any = &*self.tables;
         let expected = T::tower();
@@ -75,7 +75,7 @@ impl VisionBatch {
 
 /// Index tables that only one family's vision tower reads.
 pub trait VisionTables: Any + std::fmt::Debug + Send + Sync {
-    /// Name of the tower in error messages.
+    /// Name of the tower in errors.
     fn tower() -> &'static str
     where
         Self: Sized;
@@ -141,11 +141,11 @@ impl CrossRows {
 /// Inputs of one pass: the tokens of all samples, one sample after the other.
 #[derive(Clone, Debug)]
 pub struct Batch {
-    /// i32 `[T]`: token ids.
+    /// i32 `[T]`.
     pub input_ids: Tensor,
-    /// i32 `[T]`, already shifted: row `i` has the label of token `i + 1`.
+    /// i32 `[T]`, already shifted.
     pub labels: Tensor,
-    /// Number of supervised rows, whose label is not ignored.
+    /// Number of supervised rows.
     pub supervised: usize,
     /// Positions of the tokens within their samples.
     pub positions: Arc<[i32]>,
@@ -153,13 +153,13 @@ pub struct Batch {
     pub rotary: Rotary,
     /// Causal attention within each sample.
     pub sequences: Sequences,
-    /// i32 `[samples]`: last row of each sample.
+    /// i32, one per sample: its last row.
     pub last_rows: Tensor,
-    /// Text rows and image rows of a decoder with an expert for each kind; absent when all rows are text.
+    /// Text rows and image rows of a decoder with an expert for each; absent when all rows are text.
     pub experts: Option<RowGroups>,
-    /// i32: text rows that are padding; their embedding gets no gradient.
+    /// i32: rows of padding in the text, whose embedding gets no gradient.
     pub padding_rows: Option<Tensor>,
-    /// Learned keys and values before each sample (p-tuning v2).
+    /// Learned keys and values before those of each sample.
     pub prefix: Option<PrefixTables>,
     /// Rows that attend to image features, too.
     pub cross: Option<CrossRows>,
@@ -176,7 +176,7 @@ impl Batch {
         self.positions.len()
     }
 
-    /// Row offsets: sample `i` has the rows `starts[i]..starts[i + 1]`.
+    /// Rows of sample `i`: `starts[i]..starts[i + 1]`.
     #[must_use]
     pub fn starts(&self) -> &[usize] {
         &self.sequences.q_starts
@@ -192,7 +192,7 @@ impl Batch {
 /// Packs the inputs that all families share. `positions` has one entry per token of all samples.
 ///
 /// # Errors
-/// When a sample has no token, or labels of another number than tokens, or memory runs out.
+/// When a sample has no token or other numbers of tokens and labels, or memory runs out.
 pub(crate) fn pack(
     samples: &[SampleInput<'_>],
     positions: Vec<i32>,
@@ -266,17 +266,17 @@ fn check_lengths(samples: &[SampleInput<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// The labels of a sample; missing ones count as ignored.
+/// The labels of a sample, all ignored when it has none.
 fn labels<'a>(sample: &SampleInput<'a>) -> impl Iterator<Item = i32> + use<'a> {
     let missing = sample.input_ids.len() - sample.labels.len();
     let none = std::iter::repeat_n(IGNORED_LABEL, missing);
     sample.labels.iter().copied().chain(none)
 }
 
-/// Checks that a sample has one token range per slice, in order, each as long as `rows(slice)`.
+/// Fails unless each image of a sample is one slice, and has a token range of as many rows as `rows` says of the slice.
 ///
 /// # Errors
-/// [`ModelError::Sample`], which names the sample.
+/// Names the sample.
 pub(crate) fn check_images(
     index: usize,
     sample: &SampleInput<'_>,
@@ -309,10 +309,10 @@ pub(crate) fn check_images(
     Ok(())
 }
 
-/// Checks that each slice of a sample has the bytes of `rows * cols` patches of `side` x `side` pixels.
+/// Fails unless a sample's slices are whole, of patches of `side` x `side` pixels.
 ///
 /// # Errors
-/// [`ModelError::Sample`], which names the sample.
+/// Names the sample.
 pub(crate) fn check_slices(index: usize, sample: &SampleInput<'_>, side: usize) -> Result<()> {
     let whole =
         |s: &&Slice| s.rows * s.cols > 0 && s.patches.len() == s.rows * s.cols * 3 * side * side;
@@ -330,7 +330,7 @@ pub(crate) fn check_slices(index: usize, sample: &SampleInput<'_>, side: usize) 
     }
 }
 
-/// Normalized pixel values of the patches of all slices: `[P, 3 * side * side]` in `dtype`.
+/// The patches of all slices as pixel values `[P, 3 * side * side]` in `dtype`.
 ///
 /// # Errors
 /// When memory runs out.
@@ -348,7 +348,7 @@ pub(crate) fn pixel_values(
     upload_as(backend, &values, 3 * side * side, dtype)
 }
 
-/// Uploads `values` as a matrix with `inner` columns, in `dtype`.
+/// `values` as rows of `inner` numbers in `dtype`.
 ///
 /// # Errors
 /// When memory runs out.
@@ -375,7 +375,7 @@ pub(crate) fn starts_of(lengths: impl Iterator<Item = usize>) -> Arc<[usize]> {
     std::iter::once(0).chain(running).collect()
 }
 
-/// Uploads a small index table of a batch.
+/// A small table of a batch on the device.
 ///
 /// # Errors
 /// When memory runs out.

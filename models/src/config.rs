@@ -295,7 +295,7 @@ pub(crate) fn unsupported(
     }
 }
 
-/// Checks that `found` is absent or equals `expected`.
+/// Fails unless `found` is absent or `expected`.
 pub(crate) fn expect(
     field: &'static str,
     found: Option<&str>,
@@ -315,7 +315,7 @@ pub(crate) fn positive(field: &'static str, found: f64) -> Result<f64, ConfigErr
     Err(unsupported(field, found.to_string(), "a positive number"))
 }
 
-/// Returns `found` if it is between 1 and [`MAX_SIZE`].
+/// `found`, which must be at least 1 and at most [`MAX_SIZE`].
 pub(crate) fn size(field: &'static str, found: usize) -> Result<usize, ConfigError> {
     if found == 0 {
         let reason = "it must be at least 1".to_owned();
@@ -328,7 +328,7 @@ pub(crate) fn size(field: &'static str, found: usize) -> Result<usize, ConfigErr
     at_most(field, found, MAX_SIZE)
 }
 
-/// Returns `found` if it is at most `limit`.
+/// `found`, which must be at most `limit`.
 pub(crate) fn at_most(
     field: &'static str,
     found: usize,
@@ -345,7 +345,7 @@ pub(crate) fn at_most(
     })
 }
 
-/// Returns `found / divisor` if the remainder is zero.
+/// `found / divisor`, which must leave no rest.
 pub(crate) fn divisible(
     field: &'static str,
     found: usize,

@@ -3,7 +3,7 @@
 use engine::{EngineError, UnitId};
 use kernels::KernelError;
 
-/// Failure of a model, its tape or its description. Reading weights fails with [`crate::WeightError`].
+/// Failures of a model, its tape and its description. Reading weights has [`crate::WeightError`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
@@ -22,8 +22,7 @@ pub enum ModelError {
         /// The operation.
         op: &'static str,
     },
-    /// A unit was used out of order. A pass uses units in the order in which the model declares them, each at most
-    /// once.
+    /// Units must be used in the order in which the model declares them, each once per pass.
     #[error("unit {unit:?} was requested after unit {after:?}")]
     UnitOrder {
         /// The unit.
@@ -36,7 +35,7 @@ pub enum ModelError {
     ReplayDiffers {
         /// The segment's unit.
         unit: UnitId,
-        /// Index of the output.
+        /// Which output.
         output: usize,
     },
     /// A segment's input was not stored, and no earlier segment can recompute it.
@@ -45,7 +44,7 @@ pub enum ModelError {
         /// The segment's unit.
         unit: UnitId,
     },
-    /// The gradient of the per-token losses is not the same for every token.
+    /// The gradient of per-token losses must be the same for every token.
     #[error("{op}: the gradient of the losses must be one factor for all rows")]
     LossGradient {
         /// The operation.
@@ -54,7 +53,7 @@ pub enum ModelError {
     /// Backward began at a value that depends on nothing trainable.
     #[error("the value does not depend on any trainable parameter or leaf")]
     NoGradient,
-    /// A setting has a value that this model does not support.
+    /// A configuration field has a value this model cannot run with.
     #[error("model configuration: {field} is {value}: {reason}")]
     Config {
         /// The field.
@@ -72,7 +71,7 @@ pub enum ModelError {
         /// What is wrong with it.
         reason: String,
     },
-    /// An adapter target matches no linear layer, or one that cannot take an adapter.
+    /// An adapter target matches no adaptable layer, or one that cannot take an adapter.
     #[error("adapter target {target:?}: {reason}")]
     AdapterTarget {
         /// The regular expression or projection name.

@@ -26,7 +26,7 @@ pub const MODEL_TYPES: [&str; 6] = [
     "glm4v",
 ];
 
-/// Model family: one implementation.
+/// A family of models that share code.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Family {
     /// MiniCPM-V 2.6 and MiniCPM-o 2.6.
@@ -47,7 +47,7 @@ pub enum Family {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// A file of the directory cannot be used.
+    /// Its files cannot be used.
     #[error(transparent)]
     Files(#[from] ProcessorError),
     /// The settings do not fit the model.
@@ -70,7 +70,7 @@ impl Family {
         Self::read(ConfigFile::load(dir)?.fields())
     }
 
-    /// As [`Family::of`], from the content of a `config.json`; `path` appears in errors.
+    /// As [`Family::of`], for the content of a `config.json`; `path` is named in errors.
     ///
     /// # Errors
     /// As [`Family::of`].
@@ -107,7 +107,7 @@ impl Family {
     pub fn default_lora_targets(self) -> &'static str {
         match self {
             Self::MiniCpm => r"llm\..*layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj|o_proj)",
-            // The published recipe names layers that the checkpoint does not have. It means the attention.
+            // The published list names layers that the checkpoint does not have; attention is what it means.
             Self::Glm4v => "self_attention.query_key_value",
             Self::Glm41v => "q_proj,k_proj,v_proj,o_proj",
             Self::CogVlm | Self::CogAgent => {
@@ -132,7 +132,7 @@ impl Family {
 /// Opens the model of the directory `dir`: parameters and forward pass, without its weights.
 ///
 /// # Errors
-/// [`OpenError`] if a file cannot be used or `options` do not fit the model.
+/// [`OpenError`] if a file cannot be used or `options` does not fit.
 pub fn open_model(
     dir: &Path,
     options: ModelOptions,

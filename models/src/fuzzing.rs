@@ -12,10 +12,10 @@ use crate::text::{Tokenizer, TokenizerError};
 use crate::weights::{self, WeightError};
 use std::path::Path;
 
-/// Parses the header of a safetensors file.
+/// Reads the header of a safetensors file.
 ///
 /// # Errors
-/// When the header is invalid.
+/// It cannot be used.
 pub fn weights(bytes: &[u8]) -> Result<(), WeightError> {
     weights::check_bytes(bytes, Path::new("model.safetensors"))
 }
@@ -26,7 +26,7 @@ pub fn weights(bytes: &[u8]) -> Result<(), WeightError> {
 /// Its own family cannot use it, or its family is unknown.
 pub fn config(bytes: &[u8]) -> Result<(), ConfigError> {
     let path = Path::new("config.json");
-    // Parsers of the other families must fail without a panic.
+    // A file that is not meant for a family must not harm it either.
     let cog = CogConfig::parse(bytes, path).map(drop);
     let minicpm = MiniCpmConfig::parse(bytes, path).map(drop);
     let glm4v = Glm4vConfig::parse(bytes, path).map(drop);
@@ -49,7 +49,7 @@ pub fn pixels(bytes: &[u8]) -> Option<u64> {
 /// Reads an image.
 ///
 /// # Errors
-/// When the bytes are not a supported image.
+/// It cannot be used.
 pub fn picture(bytes: &[u8]) -> Result<RgbImage, ImageError> {
     decode_bytes(Path::new("picture"), bytes)
 }
@@ -57,7 +57,7 @@ pub fn picture(bytes: &[u8]) -> Result<RgbImage, ImageError> {
 /// Reads any file of a tokenizer, and encodes and decodes a text with it.
 ///
 /// # Errors
-/// When the file is invalid.
+/// It cannot be used.
 pub fn tokenizer(bytes: &[u8]) -> Result<(), TokenizerError> {
     /// Base tokenizer for a `tokenizer_config.json`.
     const SMALL: &[u8] =

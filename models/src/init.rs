@@ -1,14 +1,14 @@
-//! Random initial values of parameters.
+//! Random start values.
 //!
-//! Every value is a function of the seed, the tensor's name and the element's index. Ranks, shard sizes and the order
-//! of calls do not change a model.
+//! Every value is a function of seed, tensor name and element, so that no rank count, shard size
+//! or order of calls changes a model.
 
 use crate::params::ADAPTER_PREFIX;
 use engine::ParamSpec;
 use optim::rng::RandomStream;
 use std::ops::Range;
 
-/// Distribution of initial values.
+/// A distribution of start values.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Init {
     /// The same value for all elements.
@@ -20,7 +20,7 @@ pub enum Init {
 }
 
 impl Init {
-    /// Xavier (Glorot) uniform distribution: half width `sqrt(6 / (fan_in + fan_out))`.
+    /// Xavier's uniform distribution.
     #[must_use]
     pub fn xavier(fan_in: usize, fan_out: usize) -> Self {
         Self::Uniform((6.0 / (fan_in + fan_out) as f32).sqrt())
@@ -59,7 +59,7 @@ pub(crate) fn fill(
 pub fn rule(param: &ParamSpec, matrix: Init) -> Init {
     let name = param.name.as_str();
     if name.starts_with(ADAPTER_PREFIX) {
-        // As peft: Kaiming uniform with a = sqrt(5) for A, zeros for B.
+        // Kaiming's uniform distribution with a = sqrt(5) for A; B begins at zero.
         return match name.contains(".lora_A.") {
             true => Init::Uniform((1.0 / fans(param).0 as f32).sqrt()),
             false => Init::Constant(0.0),

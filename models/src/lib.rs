@@ -14,7 +14,7 @@
 //! | [`weights`], [`adapter`] | reading safetensors directories; reading saved adapters |
 //! | [`seeded`] | random weights of any size without a file |
 //! | [`cogvlm`] | CogVLM, CogAgent and CogVLM2 |
-//! | [`eva`] | the vision tower of CogVLM, CogAgent, CogVLM2 and GLM-4V |
+//! | [`eva`] | the vision tower of the Cogs and GLM-4V |
 //! | [`glm4v`], [`glm41v`] | GLM-4V-9B; GLM-4.1V-9B-Thinking |
 //! | [`minicpm`] | MiniCPM-V 2.6 and MiniCPM-o 2.6 |
 //! | [`data`], [`processor`] | samples in users' formats and as model inputs; the conversion |
@@ -75,9 +75,9 @@ pub struct SampleInput<'a> {
     pub input_ids: &'a [i32],
     /// Labels, already shifted; empty when nothing is supervised.
     pub labels: &'a [i32],
-    /// Token ranges `start..end` that features replace; range `k` belongs to slice `k`.
+    /// Token ranges that features replace: range k belongs to slice k.
     pub image_bounds: &'a [(usize, usize)],
-    /// Image slices; a slice without a range has no effect.
+    /// Slices; those without a range have no effect.
     pub slices: &'a [Slice],
 }
 
@@ -108,29 +108,29 @@ impl<'a> From<&'a EncodedPrompt> for SampleInput<'a> {
 pub enum Tower {
     /// Images to features.
     Vision,
-    /// Resampler, projector or merger: features to the width of the language model.
+    /// Features to the width of the language model.
     Resampler,
-    /// Language model: embedding, decoder, head and loss.
+    /// Tokens, decoder and loss.
     Language,
 }
 
 /// Interface of a model for training, evaluation and generation.
 pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
-    /// Units and parameters in forward order.
+    /// Units and parameters, in forward order.
     fn spec(&self) -> &ModelSpec;
 
     /// The run's settings.
     fn options(&self) -> &ModelOptions;
 
-    /// Tower of the unit or parameter called `name`.
+    /// The part of the model that the unit or parameter called `name` belongs to.
     fn tower_of(&self, name: &str) -> Tower;
 
-    /// Tower of a unit.
+    /// The part of the model that a unit belongs to.
     fn tower(&self, unit: UnitId) -> Tower {
         self.tower_of(&self.spec().units[unit.index()].name)
     }
 
-    /// Fused layers with one adapter per projection.
+    /// Fused layers whose projections have adapters of their own.
     fn split_adapters(&self) -> &SplitAdapters {
         static NONE: SplitAdapters = SplitAdapters::new();
         &NONE
@@ -161,7 +161,7 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
     /// Sizes of a token's keys and values in a cache.
     fn cache_shape(&self) -> CacheShape;
 
-    /// The final norm and the output head.
+    /// The decoder's last norm and the product with the vocabulary.
     fn head(&self) -> &LmHead;
 
     /// Hidden states of all tokens before the last norm, `[T, D]`. A batch without images does not run the vision
@@ -171,7 +171,7 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
     /// When the engine or the device fails.
     fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var>;
 
-    /// Forward pass with the loss.
+    /// The forward pass with the loss.
     ///
     /// # Errors
     /// When the engine or the device fails.
@@ -198,11 +198,11 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
         self.head().logits(tape, &hidden, None)
     }
 
-    /// Distribution of initial values of a base parameter with more than one axis.
+    /// Distribution of random start values of a parameter of the base with several axes.
     fn start_values(&self, param: &ParamSpec) -> Init;
 
-    /// Writes random initial values of `elements` (row-major) of a parameter into `out`. They depend on seed, tensor
-    /// name and element index only.
+    /// Writes random start values of `elements` (row-major) of a parameter into `out`; a function
+    /// of seed, tensor name and element only.
     fn init(&self, id: ParamId, seed: u64, elements: Range<usize>, out: &mut [f32]) {
         let param = &self.spec().params[id.index()];
         init::fill(param, self.start_values(param), seed, elements, out);

@@ -11,7 +11,7 @@ use std::ops::Range;
 pub struct LanguageModules {
     /// Prefix of the path of every module of the decoder layers.
     pub prefix: &'static str,
-    /// Last component of the paths of the attention's linear layers.
+    /// Last part of the paths of attention's linear layers.
     pub attention: &'static [&'static str],
     /// Last part of the paths of the MLP's linear layers.
     pub mlp: &'static [&'static str],
@@ -23,16 +23,16 @@ pub enum LoraTargets {
     /// A regular expression that must match the whole module path, such as
     /// `llm.model.layers.0.self_attn.q_proj`.
     Pattern(String),
-    /// Suffixes of module paths (`q_proj`, `self_attention.dense`) in every layer of the language model. `attn`,
-    /// `mlp` and `all` stand for the linear layers of a decoder layer.
+    /// Ends of module paths (`q_proj`, `self_attention.dense`) of the language model, in every layer; `attn`, `mlp`
+    /// and `all` stand for the linear layers of a decoder layer.
     Projections(Vec<String>),
-    /// Exactly these modules, by whole path, as in a saved adapter.
+    /// Exactly these modules by their whole paths, such as those of a saved adapter.
     Modules(BTreeSet<String>),
 }
 
 impl LoraTargets {
-    /// Parses a flag's value. Plain names separated by commas are [`LoraTargets::Projections`]; anything else is a
-    /// [`LoraTargets::Pattern`].
+    /// Reads a flag's value: plain names separated by commas are projections (`attn`, `mlp` and `all` stand for
+    /// those of a decoder layer), anything else is a pattern.
     #[must_use]
     pub fn parse(text: &str) -> Self {
         let plain = |c: char| c.is_ascii_alphanumeric() || "_,. ".contains(c);
@@ -48,20 +48,20 @@ impl LoraTargets {
 /// Settings of an adapter run.
 #[derive(Clone, PartialEq, Debug)]
 pub struct LoraConfig {
-    /// Default rank: rows of `lora_A`.
+    /// Rows of A.
     pub lora_rank: usize,
-    /// Default numerator of the scale: the adapter's output is multiplied by `lora_alpha / lora_rank`.
+    /// The adapter's output is scaled by `lora_alpha / lora_rank`.
     pub lora_alpha: f32,
     /// Dropout probability of the adapter's inputs, 0 to 1; the rest is scaled up by `1 / (1 - p)`.
     pub lora_dropout: f32,
     /// Rank and alpha of modules that differ from the default, by path.
     pub others: BTreeMap<String, (usize, f32)>,
-    /// Target layers.
+    /// Layers that get an adapter.
     pub targets: LoraTargets,
-    /// Decoder layers of the language model that get adapters; all if absent.
+    /// Layers of the language model that get adapters; all when absent.
     pub layers: Option<Range<usize>>,
-    /// Whether each projection of a fused layer (q, k and v in one weight) has its own adapter, as in
-    /// SwissArmyTransformer. Otherwise the layer has one adapter, as in peft.
+    /// Whether each projection of a fused layer (queries, keys and values in one weight) gets an adapter of its own, as
+    /// SwissArmyTransformer's adapters do, instead of one for the whole layer, as peft's.
     pub per_projection: bool,
     /// Modules trained in full in addition to adapters, by the last parts of their path, such as
     /// `embed_tokens` or `resampler`.
@@ -84,7 +84,7 @@ impl LoraConfig {
         }
     }
 
-    /// Whether the parameter `name` belongs to one of `modules_to_save`.
+    /// Whether the parameter called `name` belongs to a module that trains in full.
     #[must_use]
     pub fn saves(&self, name: &str) -> bool {
         self.modules_to_save
@@ -93,13 +93,13 @@ impl LoraConfig {
     }
 }
 
-/// Whether the dotted path `name` goes through a module whose path ends with `module`.
+/// Whether a path of dotted parts lies inside a module whose path ends with `module`.
 fn in_module(name: &str, module: &str) -> bool {
     let dotted = format!(".{name}.");
     dotted.contains(&format!(".{module}."))
 }
 
-/// Compiled [`LoraTargets`].
+/// [`LoraTargets`] ready for use.
 #[derive(Debug)]
 pub(crate) struct TargetMatcher {
     targets: LoraTargets,
@@ -173,7 +173,7 @@ impl TargetMatcher {
         }
     }
 
-    /// The targets as text, for messages.
+    /// The targets as the user wrote them.
     pub(crate) fn text(&self) -> String {
         match &self.targets {
             LoraTargets::Pattern(text) => text.clone(),

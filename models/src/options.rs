@@ -25,17 +25,17 @@ pub struct ModelOptions {
     /// Whether the vision tower trains. The projector always trains, except in a run of adapters or
     /// prefixes that does not name it.
     pub tune_vision: bool,
-    /// Whether the language model is trainable, embeddings and head included.
+    /// Whether the language model trains, embeddings and head included.
     pub tune_llm: bool,
     /// Parameters that train in addition to adapters; replaces the switches above.
     pub train: Option<Selection>,
     /// Parameters that stay frozen; overrides all other settings, except for adapters.
     pub freeze: Option<Selection>,
-    /// LoRA settings, if the run has adapters.
+    /// Adapters.
     pub lora: Option<LoraConfig>,
     /// Rounding of rotary angles.
     pub rope_precision: RopePrecision,
-    /// Learned tokens per decoder layer (p-tuning v2); 0 for none. CogVLM and CogAgent only.
+    /// Learned keys and values per decoder layer (p-tuning v2); 0 for none. CogVLM and CogAgent only.
     pub ptuning_tokens: usize,
 }
 
@@ -55,7 +55,7 @@ impl ModelOptions {
         }
     }
 
-    /// Whether the base parameter `name` in `tower` is trainable. Adapters always are.
+    /// Whether the parameter `name` of the base in `tower` trains; adapters always do.
     #[must_use]
     pub fn trains(&self, name: &str, tower: Tower) -> bool {
         let chosen = match (&self.train, tower) {
@@ -72,7 +72,7 @@ impl ModelOptions {
         (chosen || saved) && !frozen
     }
 
-    /// Dtype of rotary angles for families whose reference code rounds them.
+    /// Dtype that rotary angles are rounded to by families whose own code rounds them.
     #[must_use]
     pub fn rotary_dtype(&self) -> DType {
         match self.rope_precision {
@@ -96,10 +96,10 @@ impl ModelOptions {
         }
     }
 
-    /// Checks that every word of `train` and `freeze` matches a parameter of the model.
+    /// Fails when a selection names nothing of the model.
     ///
     /// # Errors
-    /// [`ModelError::Selection`], which names the word.
+    /// Names the word.
     pub fn check(&self, spec: &ModelSpec) -> Result<()> {
         let base = spec.params.iter().map(|param| &*param.name);
         let base = base.filter(|name| !is_added(name));

@@ -27,7 +27,7 @@ pub struct ParamBuilder<'a> {
     split: SplitAdapters,
 }
 
-/// Paths of the fused layers with one adapter per projection, with the rows of each projection.
+/// Paths of the fused layers whose projections have adapters of their own, with the rows of each projection.
 pub type SplitAdapters = BTreeMap<String, Vec<usize>>;
 
 impl std::fmt::Debug for ParamBuilder<'_> {
@@ -44,7 +44,7 @@ impl<'a> ParamBuilder<'a> {
     /// parameters always train. `language` names the decoder's modules.
     ///
     /// # Errors
-    /// When the adapter targets are not a valid pattern, or the rank is zero.
+    /// When the adapter's targets are not a valid pattern or its rank is zero.
     pub fn new(
         trainable: &'a dyn Fn(&str) -> bool,
         lora: Option<&'a LoraConfig>,
@@ -73,7 +73,7 @@ impl<'a> ParamBuilder<'a> {
         })
     }
 
-    /// Opens the next unit. Its parameters are gathered and released together.
+    /// Opens the next unit. Parameters declared through it are gathered and released together.
     pub fn unit(&mut self, name: &str) -> ParamScope<'_, 'a> {
         let unit = UnitId(self.spec.units.len() as u32);
         self.spec.units.push(UnitSpec { name: name.into() });
@@ -92,7 +92,7 @@ impl<'a> ParamBuilder<'a> {
         Ok(self.finish_with_split()?.0)
     }
 
-    /// As [`ParamBuilder::finish`], with the fused layers that have one adapter per projection.
+    /// As [`ParamBuilder::finish`], with the layers whose projections have adapters of their own.
     ///
     /// # Errors
     /// As [`ParamBuilder::finish`].
@@ -107,7 +107,7 @@ impl<'a> ParamBuilder<'a> {
     }
 }
 
-/// Declares parameters of one unit under a module path.
+/// Declares parameters of one unit below a dotted path.
 #[derive(Debug)]
 pub struct ParamScope<'b, 'a> {
     builder: &'b mut ParamBuilder<'a>,
@@ -122,7 +122,7 @@ impl<'a> ParamScope<'_, 'a> {
         self.unit
     }
 
-    /// The same unit, with `module` appended to the path.
+    /// The same unit, deeper in the tree of modules.
     pub fn at(&mut self, module: &str) -> ParamScope<'_, 'a> {
         let path = self.join(module);
         ParamScope {
@@ -140,7 +140,7 @@ impl<'a> ParamScope<'_, 'a> {
         }
     }
 
-    /// Declares the parameter `name` under this path.
+    /// Declares the parameter `name` below this path.
     pub fn param(&mut self, name: &str, shape: impl Into<Shape>) -> ParamId {
         let name = self.join(name);
         let trainable = (self.builder.trainable)(&name);
@@ -224,7 +224,7 @@ impl<'a> ParamScope<'_, 'a> {
     /// Fails if `module`, which cannot take an adapter, is a target.
     ///
     /// # Errors
-    /// [`ModelError::AdapterTarget`].
+    /// Names the target.
     pub fn refuse_adapter(&self, module: &str) -> Result<()> {
         let path = self.join(module);
         match &self.builder.lora {

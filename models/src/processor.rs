@@ -14,12 +14,12 @@ use crate::data::{
 use crate::image::ImageSource;
 use crate::text::{TemplateError, Tokenizer, TokenizerError};
 
-/// Rules of a family for prompts, labels and images, with the tokenizer and settings of a model directory.
+/// A family's rules for prompts, labels and pictures, with a model folder's tokenizer and settings.
 pub trait Processor: Send + Sync + std::fmt::Debug {
-    /// Encodes a sample for training.
+    /// Turns a sample into model inputs for training.
     ///
     /// # Errors
-    /// [`SampleError`] for every unusable sample; nothing is repaired silently.
+    /// [`SampleError`] for each way a sample can be unusable; nothing is repaired silently.
     fn encode(
         &self,
         sample: &RawSample,
@@ -39,7 +39,7 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         options: &EncodeOptions,
     ) -> Result<SampleSize, SampleError>;
 
-    /// Tokens that [`Processor::encode`] would return, from the headers of the images alone.
+    /// The tokens that [`Processor::encode`] would yield, from the headers of the pictures alone.
     ///
     /// # Errors
     /// As [`Processor::measure`].
@@ -50,11 +50,11 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         options: &EncodeOptions,
     ) -> Result<SampleTokens, SampleError>;
 
-    /// Encodes the conversation without its last answer as a prompt, without truncation.
-    /// [`PlaceholderStyle::Training`] writes images as [`Processor::encode`] does.
+    /// Turns the conversation without its last answer into a prompt; nothing is truncated.
+    /// The style [`PlaceholderStyle::Training`] writes pictures exactly as [`Processor::encode`] does.
     ///
     /// # Errors
-    /// As [`Processor::encode`], except that an answer may be missing.
+    /// [`SampleError`] as for [`Processor::encode`], except for missing answers.
     fn encode_prompt(
         &self,
         sample: &RawSample,
@@ -74,10 +74,10 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         options: &EncodeOptions,
     ) -> Result<String, SampleError>;
 
-    /// Slices and tokens of an image of `size` (width, height).
+    /// What a picture of `size` (width, height) becomes.
     fn picture(&self, size: (usize, usize), options: &EncodeOptions) -> PicturePlan;
 
-    /// Token range of every image of a sample, markers included, with its number of slices.
+    /// Token ranges of the pictures of a sample, markers included, each with its number of slices.
     fn pictures(&self, tokens: &SampleTokens) -> Vec<(Range<usize>, usize)> {
         let bounds = tokens.image_bounds.iter();
         bounds.map(|(start, end)| (*start..*end, 1)).collect()
@@ -101,7 +101,7 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
     }
 }
 
-/// Why a model directory cannot be used as a processor.
+/// Why a model folder yields no processor.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ProcessorError {
@@ -130,7 +130,7 @@ pub enum ProcessorError {
         /// Line, column and cause.
         source: serde_json::Error,
     },
-    /// `config.json` and `preprocessor_config.json` disagree.
+    /// The two configuration files disagree.
     #[error("{field} is {config} in config.json but {preprocessor} in preprocessor_config.json")]
     Disagree {
         /// The setting.
@@ -185,7 +185,7 @@ pub(crate) fn agree(
 
 /// Mean per channel of the pictures that CLIP's towers were trained on.
 pub(crate) const CLIP_MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
-/// Pixel standard deviation per channel of CLIP's training images.
+/// Their standard deviation.
 pub(crate) const CLIP_STD: [f32; 3] = [0.268_629_54, 0.261_302_6, 0.275_777_1];
 
 /// Normalization of bytes to inputs of the vision tower, in `f32`: `(v / 255 - mean) / std`.
@@ -222,8 +222,8 @@ impl Normalization {
         (f32::from(byte) / 255.0 - self.mean[channel]) / self.std[channel]
     }
 
-    /// Values of `patches`, which are laid out as in [`Slice::patches`](crate::data::Slice::patches):
-    /// `3 * patch_size * patch_size` bytes per patch.
+    /// Values of `patches` as laid out in [`Slice::patches`](crate::data::Slice::patches), each
+    /// patch of `3 * patch_size * patch_size` bytes.
     pub fn normalize_patches(&self, patches: &[u8], patch_size: usize) -> Vec<f32> {
         let table: [[f32; 256]; 3] =
             std::array::from_fn(|c| std::array::from_fn(|byte| self.normalize(c, byte as u8)));

@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use crate::init::{Init, rule};
 use crate::{ModelOptions, OpenError, open_model};
 
-/// Name of the file that replaces all weight files of a directory.
+/// Name of the file that stands for all weights of a folder.
 pub const FILE: &str = "model.seeded.json";
 /// Content of [`FILE`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,7 +40,7 @@ enum Generator {
 }
 
 impl Marker {
-    /// Marker of weights with `seed`.
+    /// The marker of weights under `seed`.
     #[must_use]
     pub const fn new(seed: u64) -> Self {
         Self {
@@ -50,7 +50,7 @@ impl Marker {
     }
 }
 
-/// Parameters of the model of a directory's `config.json`, without adapters, each with its distribution.
+/// Parameters of the model that a folder's `config.json` describes, without adapters, with the distribution of each.
 ///
 /// # Errors
 /// The configuration is of no supported model.
@@ -68,7 +68,7 @@ pub struct Generators {
 }
 
 impl Generators {
-    /// Generator of the tensor `name` with `seed` and the distribution `init`.
+    /// The values of the tensor `name` under `seed`, distributed as `init`.
     pub fn of(&mut self, seed: u64, name: &str, init: Init) -> Values {
         let key = match init {
             Init::Constant(value) => (0, value.to_bits()),
@@ -83,16 +83,16 @@ impl Generators {
     }
 }
 
-/// Quantiles in a table.
+/// Equally likely values of a distribution.
 const VALUES: usize = 1 << 16;
 /// Elements per hash.
 const LANES: usize = 4;
 /// Elements that one thread computes at once.
 const PIECE: usize = 1 << 15;
-/// Step of the numeric integral over the normal density.
+/// Step of the integral over the normal density.
 const STEP: f64 = 1e-4;
 
-/// Generator of one tensor.
+/// The generator of one tensor.
 #[derive(Debug)]
 pub struct Values {
     key: u64,
@@ -100,7 +100,7 @@ pub struct Values {
 }
 
 impl Values {
-    /// Writes the elements from index `first` as bf16 bits.
+    /// Writes the elements from `first` on as bf16 bits.
     pub fn fill(&self, first: u64, out: &mut [u16]) {
         self.fill_as(first, out, |bits| bits);
     }
@@ -116,7 +116,7 @@ impl Values {
             out.fill(convert(value));
             return;
         }
-        // Rest of a hash block that starts before `first`.
+        // The rest of a block that began before.
         let head = (first.next_multiple_of(LANES as u64) - first) as usize;
         let (head, whole) = out.split_at_mut(head.min(out.len()));
         let begun = mix(self.key, first / LANES as u64);
@@ -138,11 +138,11 @@ impl Values {
     }
 }
 
-/// Table of quantiles of a distribution, as bf16 bits.
+/// The values of a distribution by quantile, as bf16 bits.
 fn table(init: Init) -> Arc<[u16]> {
     let bits = |value: f32| bf16::from_f32(value).to_bits();
     match init {
-        // Every hash finds the only value.
+        // A table of one value is what all hashes find.
         Init::Constant(value) => [bits(value)].into(),
         Init::Normal(std) => NORMAL.iter().map(|quantile| bits(std * quantile)).collect(),
         Init::Uniform(half) => (0..VALUES)
@@ -159,12 +159,12 @@ fn mix(key: u64, block: u64) -> u64 {
     value ^ (value >> 31)
 }
 
-/// Probability at the center of interval `k` of the equally likely intervals.
+/// Probability of the middle of the `k`-th of equally likely parts.
 fn middle(k: usize) -> f64 {
     (k as f64 + 0.5) / VALUES as f64
 }
 
-/// Quantiles of the standard normal distribution, from the numeric integral of its density.
+/// Quantiles of the standard normal distribution: its density summed up until each probability is reached.
 static NORMAL: LazyLock<Vec<f32>> = LazyLock::new(|| {
     let density = |z: f64| (-0.5 * z * z).exp() / std::f64::consts::TAU.sqrt();
     let mut upper = Vec::with_capacity(VALUES / 2);
@@ -232,7 +232,7 @@ mod tests {
             let mean = values.iter().map(|&x| f64::from(x)).sum::<f64>() / n as f64;
             let power =
                 |p: i32| values.iter().map(|&x| f64::from(x).powi(p)).sum::<f64>() / n as f64;
-            // Neighbors must not follow each other.
+            // Neighbours must not follow each other.
             let pairs = values.windows(2).map(|w| f64::from(w[0]) * f64::from(w[1]));
             (mean, power(2), power(4), pairs.sum::<f64>() / n as f64)
         };

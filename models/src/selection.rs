@@ -4,7 +4,7 @@ use regex::Regex;
 
 use crate::error::{ModelError, Result};
 
-/// Set of parameters, given by patterns over their names.
+/// A set of parameters by name.
 #[derive(Clone, Debug)]
 pub struct Selection {
     patterns: Vec<Pattern>,
@@ -26,28 +26,24 @@ struct Pattern {
 enum Meaning {
     /// A module: these consecutive parts anywhere in the path.
     Module(String),
-    /// The vision tower of any family.
+    /// The pictures' side of any family.
     Vision,
     /// Weights and biases of normalization layers.
     Norm,
     /// Biases of all layers.
     Bias,
-    /// Matches the whole name, or the whole path of a module that contains the parameter.
+    /// The whole name, or the whole path of a module above it.
     Expression(Regex),
 }
 
 impl Selection {
-    /// Parses words separated by commas:
-    ///
-    /// - letters, digits, `_` and `.`: a module, by components of its path (`lm_head`, `self_attn.q_proj`);
-    /// - `norm`, `bias`: all normalization parameters, all biases;
-    /// - `vision`: the vision tower, under whichever name the family uses;
-    /// - anything else: a regular expression over the whole path of a parameter or of a module that contains it.
-    ///
-    /// A comma inside brackets or braces does not separate words.
+    /// Reads words separated by commas. A word of letters, digits, `_` and `.` names modules by parts of their path
+    /// (`lm_head`, `self_attn.q_proj`); `norm` and `bias` mean all of their kind, `vision` all that sees pictures, whatever the family calls it;
+    /// everything else is a regular expression over the whole path of a parameter or of a module above it. A comma inside brackets or
+    /// braces belongs to its expression.
     ///
     /// # Errors
-    /// [`ModelError::Selection`] when an expression does not parse, or the list is empty.
+    /// When an expression does not parse.
     pub fn parse(text: &str) -> Result<Self> {
         let words = split(text);
         let patterns = words.into_iter().map(|word| {
@@ -73,7 +69,7 @@ impl Selection {
     /// Fails if a word selects none of these parameters.
     ///
     /// # Errors
-    /// [`ModelError::Selection`], which names the word.
+    /// Names the word.
     pub fn check<'n>(&self, names: impl Iterator<Item = &'n str> + Clone) -> Result<()> {
         let idle = |pattern: &&Pattern| !names.clone().any(|name| pattern.matches(name));
         match self.patterns.iter().find(idle) {
@@ -85,7 +81,7 @@ impl Selection {
         }
     }
 
-    /// The words as given.
+    /// The words, as given.
     pub fn words(&self) -> impl Iterator<Item = &str> {
         self.patterns.iter().map(|pattern| &*pattern.word)
     }
@@ -113,7 +109,7 @@ impl Pattern {
     }
 }
 
-/// Names of the vision tower's module in the families.
+/// What families call the pictures' side.
 const VISION: [&str; 3] = ["vpm", "vision", "visual"];
 
 /// Whether a path contains a module, given as consecutive parts.

@@ -11,18 +11,18 @@ use std::path::Path;
 
 /// A token without meaning, in every vocabulary.
 const TOKEN: i32 = 5;
-/// Text tokens before the image.
+/// Tokens of text in front of a picture.
 const FRONT: usize = 4;
-/// Largest image size in pixels that the published files of GLM-4.1V allow.
+/// Pixels of the largest picture that the published files of GLM-4.1V allow.
 const GLM41V_MAX_PIXELS: usize = 9_633_792;
 /// Patches per side of one token of GLM-4.1V.
 const GLM41V_MERGE: usize = 2;
 
-/// A sample of `max_tokens` supervised tokens with one image of the family's largest size, or as much of it as fits
-/// into the tokens. MiniCPM cuts the image into at most `max_slices` cells.
+/// A sample of `max_tokens` tokens, all supervised, with one picture of the family's largest size,
+/// or as much of it as goes into the tokens; MiniCPM cuts it into at most `max_slices` cells.
 ///
 /// # Errors
-/// [`ConfigError`] if `config.json` of the directory `dir` cannot be read or is of no known family.
+/// [`ConfigError`] if `config.json` of the folder `dir` cannot be read or is of no known family.
 pub fn largest_sample(
     dir: &Path,
     max_tokens: usize,
@@ -40,9 +40,9 @@ pub fn largest_sample(
         Family::MiniCpm => {
             let config = MiniCpmConfig::load(dir)?;
             let side = config.slicing.scale_resolution / config.slicing.patch_size;
-            // The overview is one slice more than the cells.
+            // The overview comes on top of the cells.
             let slices = if max_slices > 1 { max_slices + 1 } else { 1 };
-            // Each slice has a start and an end marker.
+            // A marker stands at both ends of a slice's tokens.
             let step = config.query_num + 2;
             sample.slices = vec![slice(side, side, config.slicing.patch_size); slices];
             let bounds = (0..slices.min(room / step)).map(|k| FRONT + k * step);
@@ -85,7 +85,7 @@ fn slice(rows: usize, cols: usize, patch: usize) -> Slice {
     }
 }
 
-/// Adds an image of `tokens` tokens to the sample if it fits into `room`.
+/// Puts a picture of `tokens` tokens into the sample, if there is room.
 fn place(sample: &mut EncodedSample, room: usize, tokens: usize, slices: &[Slice]) {
     if tokens <= room {
         sample.image_bounds = vec![(FRONT, FRONT + tokens)];

@@ -1,6 +1,6 @@
-//! Reader of a model directory's safetensors files: any range of any tensor, converted while it is read.
+//! Reading a model folder's safetensors files, any range of any tensor, converted on the way.
 //!
-//! A directory with [`seeded::FILE`] instead of weight files is read as if it had files.
+//! A folder whose weights are only declared ([`seeded::FILE`]) is read as if it had files.
 //!
 //! Only the headers are in memory. Reads are positioned, so several threads may read through one
 //! source, and a rank reads only the bytes of its own slices.
@@ -18,7 +18,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// Elements converted at a time.
+/// Elements converted at once.
 const CHUNK_ELEMS: usize = 1 << 16;
 /// Larger headers count as damage, as in the reference implementation.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -27,10 +27,10 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WeightError {
-    /// The directory has neither `model.safetensors` nor an index of weight files.
+    /// The folder has neither `model.safetensors` nor an index of shards.
     #[error("{} contains neither model.safetensors nor model.safetensors.index.json", dir.display())]
     NoWeights {
-        /// The directory.
+        /// The folder.
         dir: PathBuf,
     },
     /// A file cannot be opened or read.
@@ -51,7 +51,7 @@ pub enum WeightError {
         /// Bytes found.
         got_bytes: u64,
     },
-    /// The header of a file, the index of weight files, or [`seeded::FILE`] is not valid.
+    /// The header of a file, the index of shards or the file that declares weights is not valid.
     #[error("{} is not a valid safetensors header, index or weight declaration", path.display())]
     Header {
         /// The file.
@@ -59,15 +59,15 @@ pub enum WeightError {
         /// The cause.
         source: serde_json::Error,
     },
-    /// [`seeded::FILE`] is present, but `config.json` describes no supported model.
+    /// Weights are declared for a model that `config.json` does not describe.
     #[error("{} declares the weights of a model that cannot be opened", path.display())]
     Declared {
         /// The file that declares them.
         path: PathBuf,
-        /// Why the model cannot be opened.
+        /// The cause.
         source: Box<OpenError>,
     },
-    /// The index names a file outside its directory.
+    /// The index names a file outside its folder.
     #[error("{} refers to {file:?}, which is not a plain file name", path.display())]
     ShardName {
         /// The index.
@@ -80,7 +80,7 @@ pub enum WeightError {
     MissingTensor {
         /// The tensor.
         name: String,
-        /// The directory.
+        /// The folder.
         dir: PathBuf,
     },
     /// A tensor's shape differs from the configuration.
@@ -103,7 +103,7 @@ pub enum WeightError {
         /// The requested dtype.
         wanted: DType,
     },
-    /// A range exceeds its tensor, or the buffer has the wrong length.
+    /// A range lies outside its tensor, or the buffer has another length.
     #[error("elements {}..{} of tensor {name} ({elems} elements) do not fit a buffer of {buffer_bytes} bytes", elements.start, elements.end)]
     Range {
         /// The tensor.
@@ -144,7 +144,7 @@ enum Place {
     Made(Values),
 }
 
-/// The tensors of one model directory or file.
+/// The tensors of one model folder or file.
 #[derive(Debug)]
 pub struct WeightSource {
     dir: PathBuf,
@@ -153,8 +153,8 @@ pub struct WeightSource {
 }
 
 impl WeightSource {
-    /// Opens the directory `dir`: `model.safetensors`, or the files of `model.safetensors.index.json`, or else
-    /// [`seeded::FILE`].
+    /// Opens the folder `dir`: `model.safetensors`, the shards of `model.safetensors.index.json`, or, where neither is
+    /// there, weights that [`seeded::FILE`] declares.
     ///
     /// # Errors
     /// When a file is missing, truncated or invalid.
@@ -200,7 +200,7 @@ impl WeightSource {
         })
     }
 
-    /// As [`WeightSource::open`] for `STEM.safetensors`, or the files of its index.
+    /// As [`WeightSource::open`] for files of another name: `STEM.safetensors`, or its shards.
     ///
     /// # Errors
     /// As [`WeightSource::open`].
@@ -280,13 +280,13 @@ impl WeightSource {
         Ok(())
     }
 
-    /// The directory.
+    /// The folder.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// The files in the order of their names.
+    /// The files, in the order of their names.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
         self.shards.iter().map(|s| s.path.as_path())
     }
@@ -302,7 +302,7 @@ impl WeightSource {
         Some(&self.shards[self.tensors.get(name)?.shard].path)
     }
 
-    /// Shape of a tensor.
+    /// Extents of a tensor.
     #[must_use]
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         Some(&self.tensors.get(name)?.shape)
@@ -346,12 +346,12 @@ impl WeightSource {
         }
     }
 
-    /// Reads `elements` of a tensor (row-major) into `dst` as `out`. Another stored dtype is converted, rounded to
-    /// nearest even.
+    /// Reads `elements` of a tensor (row-major) as `out` into `dst`, converting where the stored
+    /// dtype differs (to nearest even).
     ///
     /// # Errors
-    /// When the tensor is missing, the range or the buffer does not fit, a dtype is not F32, BF16 or F16, or reading
-    /// fails.
+    /// When the tensor is missing, the range or the buffer does not fit, a dtype is not one of
+    /// F32, BF16, F16, or reading fails.
     pub fn read_range(
         &self,
         name: &str,
@@ -429,7 +429,7 @@ impl Entry {
 
 /// Computes the elements from `first` on as `out`.
 fn make(values: &Values, first: u64, out: DType, dst: &mut [u8], convert: Convert) -> Result<()> {
-    // Fast path for f32, the dtype of loading: one pass over memory.
+    // What loading asks for needs no second pass over memory.
     if let (DType::F32, Ok(dst)) = (out, bytemuck::try_cast_slice_mut::<u8, f32>(dst)) {
         values.fill_as(first, dst, |bits| bf16::from_bits(bits).to_f32());
         return Ok(());
@@ -500,8 +500,7 @@ fn read_header(file: &File, path: &Path) -> Result<(Metadata, u64)> {
     Ok((metadata, 8 + header_bytes))
 }
 
-/// Length of the header of a file of `got_bytes` bytes, from its first 8 bytes. It is an error if it exceeds the
-/// file.
+/// Length of the header of a file of `got_bytes` bytes that begins with `length`: no more than the file has.
 fn header_bytes(length: [u8; 8], got_bytes: u64, path: &Path) -> Result<u64> {
     let header_bytes = u64::from_le_bytes(length);
     if header_bytes > MAX_HEADER_BYTES.min(got_bytes.saturating_sub(8)) {
@@ -514,13 +513,13 @@ fn header_bytes(length: [u8; 8], got_bytes: u64, path: &Path) -> Result<u64> {
     Ok(header_bytes)
 }
 
-/// Parses a header of a file of `got_bytes` bytes.
+/// The text of a header whose file has `got_bytes` bytes.
 fn parse_header(header: &[u8], got_bytes: u64, path: &Path) -> Result<Metadata> {
     let metadata: Metadata = serde_json::from_slice(header).map_err(|source| {
         let path = path.to_owned();
         WeightError::Header { path, source }
     })?;
-    // An invalid header may describe more bytes than a u64 counts.
+    // What a header describes may have more bytes than can be counted.
     let expected_bytes = (8 + header.len() as u64).saturating_add(metadata.data_len() as u64);
     if expected_bytes != got_bytes {
         return Err(WeightError::Truncated {
@@ -532,7 +531,7 @@ fn parse_header(header: &[u8], got_bytes: u64, path: &Path) -> Result<Metadata> 
     Ok(metadata)
 }
 
-/// Checks the header in the content of a file, as [`WeightSource::open_file`] does. For [`crate::fuzzing`].
+/// Reads the header of a file with this content, as [`WeightSource::open_file`] does. For [`crate::fuzzing`].
 pub(crate) fn check_bytes(bytes: &[u8], path: &Path) -> Result<()> {
     let got_bytes = bytes.len() as u64;
     let Some((length, rest)) = bytes.split_first_chunk::<8>() else {
@@ -550,7 +549,7 @@ pub(crate) fn check_bytes(bytes: &[u8], path: &Path) -> Result<()> {
 
 type Convert = fn(&[u8], &mut [u8]);
 
-/// The conversion between two dtypes; `None` when one of them is not F32, BF16 or F16.
+/// The conversion between two dtypes; `None` when one is not a storage float.
 fn converter(from: DType, to: DType) -> Option<Convert> {
     fn convert<A: Float, B: Float>(src: &[u8], dst: &mut [u8]) {
         let (a, b) = (size_of::<A>(), size_of::<B>());

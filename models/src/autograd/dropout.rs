@@ -11,11 +11,11 @@ use kernels::{Backend, DType, Shape, Tag, Tensor};
 pub enum Rows {
     /// Tokens of the batch.
     Tokens,
-    /// Patches of the batch's images.
+    /// Patches of its pictures.
     Patches,
 }
 
-/// Dropout state of one training pass.
+/// The random state of one training pass.
 #[derive(Clone, Debug)]
 pub struct Dropout {
     seed: u64,

@@ -1,4 +1,4 @@
-//! Test support: one-unit models, and gradients compared with central differences.
+//! Test support: one-unit models, and gradients against central differences.
 
 use super::{Dropout, Loss, ResidentParams, Scope, Tape, Var};
 use crate::error::Result;
@@ -6,12 +6,12 @@ use engine::{ModelSpec, ParamId, ParamSpec, UnitId, UnitSpec};
 use kernels::{Backend, CpuBackend, DType, Shape, Tag, Tensor};
 use std::sync::Arc;
 
-/// Step of the central differences: large enough for f32 rounding, small enough for curvature.
+/// Step of the differences: large enough for f32 rounding, small enough for curvature.
 const STEP: f32 = 1e-2;
 /// Tolerance as a share of the largest gradient: f32 rounding of the sums over `STEP`, plus its square.
 const TOLERANCE: f32 = 4e-3;
 
-/// Deterministic values between -1 and 1.
+/// Deterministic values in -1..1.
 pub(crate) fn values(seed: usize, count: usize) -> Vec<f32> {
     let stream = optim::rng::RandomStream::new(seed as u64, "test");
     (0..count as u64)
@@ -64,7 +64,7 @@ pub(crate) fn spec(params: &[(u32, &[usize], bool)]) -> ModelSpec {
     }
 }
 
-/// Random weights of `spec` on the CPU backend.
+/// Random weights of `spec` on the processor.
 pub(crate) fn resident(spec: &ModelSpec) -> ResidentParams {
     let backend = backend();
     let weights = spec
@@ -81,8 +81,8 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
     products.sum()
 }
 
-/// Compares the gradients of `sum(r * body(inputs))`, for a fixed random `r`, with central differences: for every
-/// input and parameter.
+/// The gradients of `sum(r * body(inputs))` for a fixed random `r`, of every input and parameter,
+/// against central differences.
 pub(crate) fn gradcheck<const I: usize>(
     inputs: [&[usize]; I],
     params: &[&[usize]],
@@ -117,7 +117,7 @@ fn check<const I: usize>(
         .map(|(i, shape)| values(i, shape.iter().product()))
         .collect();
     let run = |points: &[Vec<f32>]| -> Vec<f32> {
-        // Inference drops nothing.
+        // An inference drops nothing.
         let tape = match state {
             Some(state) => Tape::training(&access).with_dropout(state.clone()),
             None => Tape::inference(&access),
@@ -171,8 +171,9 @@ fn check<const I: usize>(
     }
 }
 
-/// Compares the gradients of `factor * sum(losses)`, for hidden states and head, with central differences. The hidden
-/// states are a parameter of their own unit, since a loss propagates one factor only.
+/// The gradients of `factor * sum(losses)` of the hidden states and of the head, against central
+/// differences. The hidden states are a parameter of a unit of their own, because only losses of
+/// one factor go back.
 pub(crate) fn gradcheck_loss(
     hidden: &[usize],
     head: &[usize],
@@ -204,7 +205,7 @@ fn run_on<'m>(
 ) -> Loss {
     let [x] = tape
         .segment(UnitId(0), [], |s, []| {
-            // Copied, because a weight must not leave its segment.
+            // A copy, so that no weight leaves its segment.
             Ok([s.scale(&s.parameter(ParamId(0))?, 1.0)?])
         })
         .unwrap();

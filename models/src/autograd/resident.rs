@@ -95,13 +95,13 @@ impl ResidentParams {
         self.weights.borrow_mut()[id.index()] = weight;
     }
 
-    /// Summed gradient of a parameter (f32); `None` before the first deposit.
+    /// The summed gradient of a parameter (f32), if any arrived.
     #[must_use]
     pub fn grad(&self, id: ParamId) -> Option<Tensor> {
         self.grads.borrow()[id.index()].clone()
     }
 
-    /// Drops all gradients.
+    /// Forgets all gradients.
     pub fn clear_grads(&self) {
         self.grads.borrow_mut().fill(None);
     }

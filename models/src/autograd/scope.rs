@@ -1,4 +1,4 @@
-//! The scope: differentiable operations inside a segment, under its lease.
+//! The inner recorder: differentiable operations under a lease.
 
 use super::dropout::{Dropout, Rows};
 use super::sweep::{Grad, Node, Sweep};
@@ -10,14 +10,14 @@ use kernels::{Backend, Tensor};
 use std::cell::{Cell, RefCell};
 use std::fmt::Display;
 
-/// Whether and for how long operations are recorded.
+/// Whether operations are recorded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Mode {
     /// Values only; nothing is stored.
     Forward,
-    /// First run of a segment that is stored: the record outlives the lease.
+    /// Values and their backward, which outlives the lease.
     Store,
-    /// Recompute: the record is swept under the same lease.
+    /// The second run: values and their backward, swept under the same lease.
     Replay,
 }
 
@@ -78,7 +78,7 @@ impl<'s> Scope<'s> {
         &**self.access.backend()
     }
 
-    /// The dropout state of a training pass.
+    /// The random state of a training pass.
     pub(crate) fn dropout_state(&self) -> Option<&'s Dropout> {
         self.dropout
     }
@@ -116,7 +116,7 @@ impl<'s> Scope<'s> {
         Var::new(value, self.id, None, false)
     }
 
-    /// Passes a value inside the segment to the tape's observer, on the first run only.
+    /// Shows a value inside the segment to the tape's observer, on the first run only.
     pub fn observe(&self, name: impl Display, var: &Var) {
         if let Some(observer) = self.observers.values {
             observer(&name.to_string(), var.value());
@@ -143,7 +143,7 @@ impl<'s> Scope<'s> {
         })
     }
 
-    /// Whether the parameter is trainable.
+    /// Whether a gradient of the parameter is wanted.
     pub(crate) fn trains(&self, id: ParamId) -> bool {
         self.access.is_trainable(id)
     }
@@ -164,9 +164,9 @@ impl<'s> Scope<'s> {
         self.elided.get()
     }
 
-    /// Records `value` as the result of `inputs` and `params`. `backward` receives the gradient of `value` in its
-    /// shape and dtype, and adds to the gradients of inputs and parameters. It is kept only while recording, and only
-    /// if an input or parameter has a gradient.
+    /// Makes `value` a result of `inputs` and `params`. `backward` receives the value's gradient,
+    /// in the value's shape and dtype, and adds to the gradients of inputs and parameters; it is
+    /// kept only while recording and only when one of them wants a gradient.
     pub(crate) fn record(
         &self,
         op: &'static str,
@@ -182,7 +182,7 @@ impl<'s> Scope<'s> {
         })
     }
 
-    /// As [`Scope::record`], for an operation that handles a uniform gradient itself.
+    /// As [`Scope::record`], for an operation that treats a uniform gradient on its own.
     pub(crate) fn record_grad(
         &self,
         op: &'static str,
@@ -219,8 +219,8 @@ impl<'s> Scope<'s> {
         Ok(Var::new(value, self.id, Some(slot), true))
     }
 
-    /// As [`Scope::record`], for several results of one `input`, each with its parameters. `backward` receives a
-    /// gradient, in shape and dtype of the result, or `None` for each result.
+    /// As [`Scope::record`], of several results of one `input`, each with its parameters. `backward` receives the gradients
+    /// of those that have one, in their shapes and dtypes.
     pub(crate) fn record_all(
         &self,
         op: &'static str,
@@ -286,15 +286,15 @@ impl<'s> Scope<'s> {
     }
 }
 
-/// Recorded operations of one run of a segment.
+/// The operations of one run of a segment.
 pub(super) struct Record {
     nodes: Vec<Node>,
     slots: usize,
 }
 
 impl Record {
-    /// Sweeps back from `seeds` (slot, gradient), deposits parameter gradients, and returns the gradients of the
-    /// first `inputs` slots.
+    /// Sweeps from `seeds` (slot, gradient) back and returns the gradients of the first `inputs` slots. Parameter
+    /// gradients are deposited on the way.
     pub(super) fn sweep(
         self,
         access: &dyn ParamAccess,

@@ -1,4 +1,4 @@
-//! The reverse sweep over the record of one segment.
+//! The reverse sweep over one segment's record.
 
 use super::var::Slot;
 use crate::error::Result;
@@ -7,10 +7,10 @@ use kernels::{Backend, DType, Shape, Tag, Tensor};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Gradient of a value.
+/// A gradient on its way back.
 #[derive(Clone, Debug)]
 pub(crate) enum Grad {
-    /// The same number for every element, as the seed of a loss.
+    /// One value for every element: what a loss seeds.
     Uniform(f32),
     /// One value per element.
     Tensor(Tensor),
@@ -19,7 +19,7 @@ pub(crate) enum Grad {
 /// Receives the gradient of each result; at least one is present.
 type Backward = Box<dyn FnOnce(&mut Sweep<'_>, Vec<Option<Grad>>) -> Result<()>>;
 
-/// One recorded operation. It refers to weights by id, never by value.
+/// One recorded operation. Weights are remembered by id, never by value.
 pub(crate) struct Node {
     pub(super) outs: Vec<Slot>,
     /// The trainable parameters it used.
@@ -27,7 +27,7 @@ pub(crate) struct Node {
     pub(super) backward: Backward,
 }
 
-/// Gradient of one parameter during a sweep: the uses that are left, and a sum per range of rows.
+/// Gradient of one parameter while its uses are swept: a sum per range of rows.
 #[derive(Default)]
 struct Pending {
     uses: usize,
@@ -71,7 +71,7 @@ impl<'s> Sweep<'s> {
         Ok(self.lease.param(id)?)
     }
 
-    /// Adds `grad` to the gradient of a value; ignored without a slot.
+    /// Adds to a value's gradient.
     pub(crate) fn add(&mut self, slot: Option<Slot>, grad: Tensor) -> Result<()> {
         match slot {
             Some(slot) => self.accumulate(slot, Grad::Tensor(grad)),
@@ -110,7 +110,7 @@ impl<'s> Sweep<'s> {
         Ok(())
     }
 
-    /// `grad` as a tensor of `shape` and `dtype`.
+    /// The gradient as a tensor of `shape` and `dtype`.
     pub(crate) fn dense(&self, grad: Grad, shape: Shape, dtype: DType) -> Result<Tensor> {
         dense(self.backend(), grad, shape, dtype)
     }
@@ -133,7 +133,7 @@ impl<'s> Sweep<'s> {
         Ok(())
     }
 
-    /// Counts one use of a parameter as swept. After the last use the gradient is complete and deposited.
+    /// One use of a parameter is done; after the last its gradient is complete.
     fn used(&mut self, id: ParamId) -> Result<()> {
         let Some(pending) = self.params.get_mut(&id) else {
             return Ok(());
@@ -148,7 +148,7 @@ impl<'s> Sweep<'s> {
         Ok(())
     }
 
-    /// Assembles the gradient of a parameter from the sums over its ranges of rows.
+    /// One gradient of the parameter's shape from the sums over its ranges of rows.
     fn assemble(&self, id: ParamId, parts: Vec<(Range<usize>, Tensor)>) -> Result<Option<Tensor>> {
         let shape = self.weight(id)?.shape();
         let (rows, backend) = (outer(shape), self.backend());
@@ -177,7 +177,7 @@ impl<'s> Sweep<'s> {
     }
 }
 
-/// `base` (zeros if absent) plus `part` in the rows `range`. `apart` says that no earlier part overlaps them.
+/// `base` (zeros when absent) with `part` put into its rows `range`, added where rows are taken.
 fn place(
     backend: &dyn Backend,
     base: Option<Tensor>,
@@ -209,7 +209,7 @@ fn place(
     })
 }
 
-/// Size of the outermost axis.
+/// Extent of the outermost axis.
 fn outer(shape: Shape) -> usize {
     shape.dims().first().copied().unwrap_or(1)
 }

@@ -1,4 +1,4 @@
-//! The tape: records segments, and runs backward over them.
+//! The outer recorder: segments only.
 
 use super::dropout::Dropout;
 use super::scope::{Mode, Record, Scope};
@@ -13,11 +13,11 @@ use std::fmt::Display;
 use std::ops::Range;
 use std::rc::Rc;
 
-/// Callback for named intermediate values of a forward pass: name and value.
+/// Receives named intermediate values of a forward pass.
 pub type Observer<'o> = &'o dyn Fn(&str, &Tensor);
 
-/// Callback for every operation inside a segment of a forward pass: its name, the parameters it reads, and its
-/// result.
+/// Receives every operation of a forward pass inside a segment: its name, the parameters it reads
+/// and its result.
 pub type OpObserver<'o> = &'o dyn Fn(&'static str, &[ParamId], &Tensor);
 
 /// Observers of a forward pass.
@@ -32,17 +32,17 @@ type Body<'m> = Box<dyn Fn(&Scope<'_>, &[Var]) -> Result<Vec<Var>> + 'm>;
 /// Per-token losses of one pass.
 #[derive(Clone, Debug)]
 pub struct Loss {
-    /// f32 `[t]`: cross-entropy of each row, 0 where the row is not supervised.
+    /// f32 `[t]`: cross entropy of each row, zero where nothing is supervised.
     pub rows: Var,
     /// Number of supervised rows.
     pub supervised: usize,
 }
 
 impl Loss {
-    /// Sum over all rows, in f64 and in row order.
+    /// The sum over all rows, in f64 and in row order.
     ///
     /// # Errors
-    /// On a meta device, which has no values.
+    /// On the null device, which has no values.
     pub fn sum(&self) -> Result<f64> {
         let rows = self.rows.value().to_f32_vec()?;
         Ok(rows.iter().map(|x| f64::from(*x)).sum())
@@ -51,7 +51,7 @@ impl Loss {
     /// Defers [`Loss::sum`], so that the host can queue backward before the forward pass has finished.
     ///
     /// # Errors
-    /// When the device fails.
+    /// A device that fails.
     pub fn fetch(&self) -> Result<LossFetch> {
         Ok(LossFetch(self.rows.value().fetch()?))
     }
@@ -107,14 +107,14 @@ enum Work<'m> {
     /// From the record of its first run.
     Stored {
         record: Record,
-        /// Tape slots of the inputs with gradient.
+        /// Places of the inputs that want a gradient on the tape.
         inputs: Vec<Slot>,
-        /// Record slots of the outputs.
+        /// Places of the outputs in the record.
         outputs: Vec<Option<Slot>>,
     },
 }
 
-/// Recorder of segments in execution order. It cannot read a weight:
+/// Records segments in execution order. It cannot read a weight:
 ///
 /// ```compile_fail
 /// fn peek(tape: &models::autograd::Tape<'_, '_>, id: engine::ParamId) {
@@ -122,7 +122,7 @@ enum Work<'m> {
 /// }
 /// ```
 ///
-/// A body may run twice, so it cannot store values outside itself:
+/// A body may run twice, so it cannot carry values out by itself:
 ///
 /// ```compile_fail
 /// use models::autograd::{Tape, Var};
@@ -135,7 +135,7 @@ enum Work<'m> {
 /// }
 /// ```
 ///
-/// A body cannot capture a value that is dropped before the tape:
+/// Nor can it keep what dies before the tape:
 ///
 /// ```compile_fail
 /// use models::autograd::{Tape, Var};
@@ -169,7 +169,7 @@ impl std::fmt::Debug for Tape<'_, '_> {
 }
 
 impl<'e, 'm> Tape<'e, 'm> {
-    /// A tape that records one forward pass and runs its backward pass.
+    /// A tape that records, for one forward and backward pass.
     #[must_use]
     pub fn training(access: &'e dyn ParamAccess) -> Self {
         Self::new(access, true)
@@ -198,14 +198,14 @@ impl<'e, 'm> Tape<'e, 'm> {
         }
     }
 
-    /// Passes every observed value of the forward pass to `observer`.
+    /// Shows every observed value of the forward pass to `observer`.
     #[must_use]
     pub fn with_observer(mut self, observer: Observer<'e>) -> Self {
         self.observers.values = Some(observer);
         self
     }
 
-    /// Passes every operation inside the forward pass's segments to `observer`.
+    /// Shows every operation inside the segments of the forward pass to `observer`.
     #[must_use]
     pub fn with_op_observer(mut self, observer: OpObserver<'e>) -> Self {
         self.observers.ops = Some(observer);
@@ -234,8 +234,8 @@ impl<'e, 'm> Tape<'e, 'm> {
         self
     }
 
-    /// Sets the factor that [`Tape::backward`] will be called with; 1 by default. A [`Tape::last_segment`] computes
-    /// the gradient of its loss for this factor in forward.
+    /// The factor that [`Tape::backward`] will be called with, 1 unless told: the gradient of a loss in a
+    /// [`Tape::last_segment`] is computed for it in forward.
     #[must_use]
     pub fn with_loss_factor(mut self, factor: f32) -> Self {
         self.loss_factor = factor;
@@ -261,14 +261,14 @@ impl<'e, 'm> Tape<'e, 'm> {
         Var::new(value, self.id, slot, self.recording)
     }
 
-    /// Passes `var` to the observer under `name`.
+    /// Shows `var` to the observer under `name`.
     pub fn observe(&self, name: impl Display, var: &Var) {
         if let Some(observer) = self.observers.values {
             observer(&name.to_string(), var.value());
         }
     }
 
-    /// Elements stored on the device for backward: the inputs of the segments that are recomputed.
+    /// Elements kept on the device for backward: the inputs of the segments that run again.
     #[must_use]
     pub fn saved_elems(&self) -> usize {
         let segments = self.segments.borrow();
@@ -291,7 +291,7 @@ impl<'e, 'm> Tape<'e, 'm> {
     /// Units are used in the order of the model, each at most once per tape.
     ///
     /// # Errors
-    /// When the unit is out of order, an input belongs to another tape, or `body` or the engine fails.
+    /// When the unit is out of order, an input belongs to another tape, or `body` or the engine
     /// fails.
     pub fn segment<const I: usize, const O: usize>(
         &self,
@@ -459,7 +459,7 @@ impl<'e, 'm> Tape<'e, 'm> {
     /// engine, each once, in f32. Stored inputs are dropped as the sweep passes.
     ///
     /// # Errors
-    /// When a recompute differs from its first run, or the engine or the device fails.
+    /// When a segment differs from its first run, or the engine or the device fails.
     pub fn backward(self, loss: &Loss, factor: f32) -> Result<()> {
         match loss.rows.slot() {
             Some(slot) => self.run(vec![(slot, Grad::Uniform(factor))]).map(drop),
@@ -467,11 +467,11 @@ impl<'e, 'm> Tape<'e, 'm> {
         }
     }
 
-    /// As [`Tape::backward`], from any values and their gradients (same shape and dtype). Returns the gradients of
-    /// the leaves.
+    /// As [`Tape::backward`] from any values and their gradients (same shape and dtype);
+    /// returns the gradients of the leaves.
     ///
     /// # Errors
-    /// As [`Tape::backward`], and when a value has no gradient to propagate.
+    /// As [`Tape::backward`], and when a value depends on nothing that wants a gradient.
     pub fn backward_from(self, seeds: &[(&Var, Tensor)]) -> Result<Gradients> {
         let seeds = seeds
             .iter()
@@ -506,7 +506,7 @@ impl<'e, 'm> Tape<'e, 'm> {
         for (slot, grad) in seeds {
             add(backend, &mut grads, slot, grad)?;
         }
-        // From here on, only the segments that need a stored value keep it alive.
+        // From here on a kept value lives as long as the last segment that wants it.
         drop(away);
         let mut segments = segments.into_inner();
         while let Some(mut segment) = segments.pop() {
@@ -524,7 +524,7 @@ impl<'e, 'm> Tape<'e, 'm> {
                     check_replay,
                 )?;
             }
-            // Recomputing a group begins with its first segment, which has all its inputs.
+            // A group that is computed again begins with its first.
             let next = segments.iter().rfind(|segment| !segment.lacks_input());
             if let Some(next) = next.filter(|_| !segment.lacks_input()) {
                 prefetch(access, next)?;
@@ -564,7 +564,7 @@ fn replay(
         }
         Work::Replay { body, inputs, sums } => {
             let slots: Vec<Slot> = inputs.iter().filter_map(|(_, slot)| *slot).collect();
-            // In a recompute the loss factor comes with the gradient.
+            // In a replay the factor comes with the gradient.
             let mode = Mode::Replay;
             let scope = Scope::new(access, &lease, Observers::default(), dropout, mode, 1.0);
             let mut vars = Vec::with_capacity(inputs.len());
@@ -692,7 +692,7 @@ fn load(access: &dyn ParamAccess, saved: &Saved) -> Result<Tensor> {
     Ok(tier.load(saved, &**access.backend())?)
 }
 
-/// Gradients of the outputs by slot of the inner record.
+/// The outputs' gradients by their slot in the inner record.
 fn inner_seeds(
     scope: &Scope<'_>,
     outputs: Vec<Var>,
@@ -748,7 +748,7 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// The gradient of a leaf; `None` when no gradient reached it or it is not a leaf of the tape.
+    /// The gradient of a leaf; `None` when nothing flowed into it or it is not a leaf of the tape.
     #[must_use]
     pub fn get(&self, leaf: &Var) -> Option<&Tensor> {
         match leaf.slot().filter(|_| leaf.recorder() == self.recorder) {

@@ -31,7 +31,7 @@ impl ExpertAttention {
         let (c, d) = (config.hidden_size, config.head_dim);
         let (heads, kv_heads) = (config.num_heads, config.num_kv_heads);
         let mut scope = params.at("self_attn");
-        // Only CogVLM2 has biases, and only in its vision expert.
+        // Only one family, and only one of its experts, has biases.
         let mut qkv = |expert: &str, bias: bool| {
             let name = format!("{expert}_expert_query_key_value");
             scope.fused_linear(&name, &[heads * d, kv_heads * d, kv_heads * d], c, bias)

@@ -22,7 +22,7 @@ const AGENT: &str = "cogagent-chat-hf";
 const VLM: &str = "cogvlm-chat-hf";
 const VLM2: &str = "cogvlm2-llama3-chat-19B";
 
-/// An image of one color for any path: that of the path's length.
+/// A picture of one colour for any path: that of the path's length.
 struct Plain;
 
 impl ImageSource for Plain {
@@ -140,7 +140,7 @@ fn close(a: &[f32], b: &[f32]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a - b).abs() <= bound)
 }
 
-/// With and without an image, of several lengths.
+/// With and without a picture, of several lengths.
 fn mixed(name: &str) -> Vec<EncodedSample> {
     let all = [
         ask(Value::Null, "Why?"),

@@ -16,9 +16,9 @@ const THETA_2: f32 = 500_000.0;
 pub enum Edition {
     /// CogVLM.
     CogVlm,
-    /// CogAgent: a second vision tower of higher resolution, read by cross-attention.
+    /// CogAgent: a second tower of higher resolution, read by cross-attention.
     CogAgent,
-    /// CogVLM2: grouped-query attention, and 2 x 2 patches per feature.
+    /// CogVLM2: grouped keys and values, 2 x 2 patches per feature.
     CogVlm2,
 }
 
@@ -27,15 +27,15 @@ pub enum Edition {
 pub enum TemplateVersion {
     /// The question alone.
     Base,
-    /// A chat.
+    /// A conversation.
     Chat,
     /// A question with a short answer.
     Vqa,
-    /// CogAgent's earlier chat template.
+    /// CogAgent's earlier form of a conversation.
     ChatOld,
 }
 
-/// Configuration of the whole model.
+/// The whole model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CogConfig {
     /// The published family.
@@ -50,7 +50,7 @@ pub struct CogConfig {
     pub template: TemplateVersion,
 }
 
-/// Sizes of the decoder.
+/// The decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LanguageConfig {
     /// Width of the residual stream.
@@ -81,7 +81,7 @@ pub struct LanguageConfig {
     pub pad: i32,
 }
 
-/// Sizes of CogAgent's second tower (EVA2-CLIP-L) and of the cross-attention that reads it.
+/// CogAgent's second tower (EVA2-CLIP-L) and the cross-attention that reads it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CrossConfig {
     /// Side of the square image in pixels.
@@ -90,15 +90,15 @@ pub struct CrossConfig {
     pub patch_size: usize,
     /// Width of the tower and of the cross-attention.
     pub width: usize,
-    /// Elements per head of the tower.
+    /// Elements of a head of the tower.
     pub head_dim: usize,
-    /// Blocks in the checkpoint. The last one is never computed.
+    /// Blocks of the checkpoint; the last one is never computed.
     pub layers: usize,
-    /// Width of the gated MLP in the tower's blocks.
+    /// Width of the gated MLP.
     pub inner: usize,
-    /// Rows of the tower's head, which is in the checkpoint but never computed.
+    /// Rows of a head that is never computed.
     pub embed_dim: usize,
-    /// Side of the grid that rotary coordinates are scaled to.
+    /// Side of the grid to which rotary coordinates are scaled.
     pub rope_side: usize,
 }
 
@@ -125,7 +125,7 @@ impl CogConfig {
         Self::read(ConfigFile::load(dir)?.fields())
     }
 
-    /// Parses the content of a `config.json`; `path` appears in errors.
+    /// Parses the content of a `config.json`; `path` is named in errors.
     ///
     /// # Errors
     /// As [`CogConfig::load`].

@@ -25,12 +25,12 @@ pub(super) struct CrossAttention {
 pub(super) struct Features<'a> {
     /// `[N * p, c]`.
     pub(super) value: &'a Var,
-    /// i32 `[N * p]`: index of each feature's patch in the batch, for dropout.
+    /// i32 `[N * p]`: their patches in the batch.
     pub(super) names: &'a Tensor,
 }
 
 impl CrossAttention {
-    /// Declares `cross_attn` and the norm before it; `width` is the decoder's width.
+    /// Declares `cross_attn` and the norm before it; `width` is the decoder's.
     pub(super) fn new(
         params: &mut ParamScope<'_, '_>,
         config: &CrossConfig,

@@ -1,5 +1,5 @@
-//! CogAgent's second vision tower, EVA2-CLIP-L at high resolution. It has norms before and inside the branches, and
-//! two-dimensional rotary positions.
+//! CogAgent's second tower, EVA2-CLIP-L at high resolution: norms before the branches and inside them, and rotary
+//! positions in two dimensions.
 //!
 //! Shapes: `N` images, `p` patches of an image, `c` width.
 
@@ -37,8 +37,7 @@ pub struct CrossPictures {
 }
 
 impl CrossPictures {
-    /// Prepares `slices`, each with the number of patches before it in its batch. `dtypes` are those of values and of
-    /// rotary angles.
+    /// Prepares `slices`, each with the number of patches before it in its batch; the second dtype is that of angles.
     ///
     /// # Errors
     /// When memory runs out.
@@ -142,7 +141,7 @@ impl CrossVision {
         }
     }
 
-    /// Features of all images: `[N * p, c]`.
+    /// `[N * p, c]`.
     ///
     /// # Errors
     /// When the engine or the device fails.
@@ -155,7 +154,7 @@ impl CrossVision {
         let [mut x] = tape.segment(self.embed_unit, [], move |scope, []| {
             let patches = scope.linear(&scope.constant(batch.patches.clone()), &self.patch)?;
             let c = patches.shape().last();
-            // Both tables have a leading axis of size 1.
+            // Both tables carry an axis of one in front.
             let rows = |id: ParamId, index: &Tensor| -> Result<Var> {
                 let table = scope.parameter(id)?;
                 let table = scope.reshape(&table, [table.value().elems() / c, c])?;
@@ -208,7 +207,7 @@ impl CrossBlock {
         let mut attention = params.at("attn");
         let mut project = |name: &str| attention.linear(name, [c, c], false);
         let (mut q, k, mut v) = (project("q_proj"), project("k_proj"), project("v_proj"));
-        // The checkpoint stores these biases next to the projections; keys have none.
+        // Stored beside the projections instead of in them; keys have none.
         q.base.bias = Some(attention.param("q_bias", [c]));
         v.base.bias = Some(attention.param("v_bias", [c]));
         let inner_norm = LayerNorm::new(&mut attention, "inner_attn_ln", c, EPS);

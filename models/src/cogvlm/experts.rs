@@ -64,7 +64,7 @@ impl<L> PerExpert<L> {
 }
 
 /// Whether neither layer has an adapter.
-fn linear(pair: &Pair) -> bool {
+fn is_plain(pair: &Pair) -> bool {
     pair.iter().all(|layer| layer.adapter.is_none())
 }
 

@@ -1,4 +1,4 @@
-//! The Cog decoder over packed samples.
+//! The decoder over packed samples.
 //!
 //! Shapes: `T` tokens of all samples, `c` width, `v` vocabulary.
 
@@ -22,7 +22,7 @@ pub(super) struct Language {
 }
 
 impl Language {
-    /// Declares the decoder, with `prefix` learned tokens per layer (p-tuning).
+    /// Declares the decoder with `prefix` learned tokens per layer.
     ///
     /// # Errors
     /// When embedding or head is an adapter target.
@@ -58,8 +58,8 @@ impl Language {
         })
     }
 
-    /// Embeds the tokens, replaces image rows by `features`, and runs the layers: `[T, c]`, before the final norm.
-    /// `cross` are the features of the second tower.
+    /// Embeds the tokens, splices `features` in and runs the layers: `[T, c]`, before the norm. `cross` are the
+    /// features of the second tower.
     ///
     /// # Errors
     /// When the engine or the device fails.

@@ -1,4 +1,4 @@
-//! A layer of the Cog decoder.
+//! A decoder layer.
 
 use super::attention::ExpertAttention;
 use super::config::CogConfig;
@@ -11,7 +11,7 @@ use crate::generate::CachedLayer;
 use crate::nn::{GatedMlp, RmsNorm};
 use crate::params::ParamScope;
 
-/// `x += attention(norm(x))`, then cross-attention (CogAgent only), then `x += mlp(norm(x))`.
+/// `x += attention(norm(x))`, CogAgent's cross-attention, `x += mlp(norm(x))`.
 #[derive(Clone, PartialEq, Debug)]
 pub(super) struct CogLayer {
     attention_norm: RmsNorm,
@@ -22,7 +22,7 @@ pub(super) struct CogLayer {
 }
 
 impl CogLayer {
-    /// Declares the layer, with `prefix` learned tokens.
+    /// Declares the layer with `prefix` learned tokens.
     pub(super) fn new(params: &mut ParamScope<'_, '_>, config: &CogConfig, prefix: usize) -> Self {
         let language = &config.language;
         let (c, inner) = (language.hidden_size, language.intermediate_size);

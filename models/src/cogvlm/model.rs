@@ -1,4 +1,4 @@
-//! CogVLM, CogAgent and CogVLM2: parameters and forward pass.
+//! The whole model: its parameters and its forward pass.
 
 use super::config::{CogConfig, Edition};
 use super::cross_vision::CrossVision;
@@ -27,7 +27,7 @@ const ATTENTION: &[&str] = &[
     "vision_expert_dense",
 ];
 
-/// As `ATTENTION`, plus the linear layers of cross-attention.
+/// As `ATTENTION`, with those of cross-attention.
 const AGENT_ATTENTION: &[&str] = &[
     "language_expert_query_key_value",
     "language_expert_dense",
@@ -50,7 +50,7 @@ fn language_modules(edition: Edition) -> LanguageModules {
     }
 }
 
-/// Tower of the unit or parameter called `name`.
+/// The part of the model that a unit or parameter called `name` belongs to.
 fn tower(name: &str) -> Tower {
     let tower = ["model.vision.transformer.", "model.vision.patch_embedding"];
     if tower.iter().any(|prefix| name.starts_with(prefix)) {

@@ -14,7 +14,7 @@ pub fn token_types(tokens: usize, pictures: &[(usize, usize)]) -> Vec<bool> {
 #[must_use]
 pub fn position_ids(types: &[bool]) -> Vec<i32> {
     let last = types.len().saturating_sub(1);
-    // The first and last row of an image count like text.
+    // A picture's outermost rows count like text.
     let inner: Vec<bool> = (0..types.len())
         .map(|i| types[i] && i > 0 && i < last && types[i - 1] && types[i + 1])
         .collect();
@@ -35,7 +35,7 @@ pub fn vision_mask(types: &[bool]) -> Vec<bool> {
     (0..types.len()).map(|i| types[i] && next(i)).collect()
 }
 
-/// [`vision_mask`] of all samples, concatenated.
+/// [`vision_mask`] of all rows of samples with these token types.
 pub(super) fn vision_rows(types: &[Vec<bool>]) -> Vec<bool> {
     types.iter().flat_map(|types| vision_mask(types)).collect()
 }

@@ -1,4 +1,4 @@
-//! Projector of the Cog models: from the tower's patches to the rows that replace an image's tokens.
+//! From the tower's patches to the rows that replace an image's tokens.
 
 use super::config::{CogConfig, Edition};
 use super::tables::{CogAgentTables, eva_tables};
@@ -9,8 +9,8 @@ use crate::eva::{Fold, Frame, GluProjector};
 use crate::params::ParamBuilder;
 use engine::{ParamId, UnitId};
 
-/// Folding of 2 x 2 patches (CogVLM2) or positions after the tower (CogAgent), gated MLP, and learned rows around
-/// each image. One unit.
+/// CogVLM2's folding of patches or CogAgent's second positions, the gated projector and the learned rows around each
+/// image, one unit.
 #[derive(Debug)]
 pub(super) struct Projector {
     unit: UnitId,

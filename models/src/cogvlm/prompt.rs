@@ -1,4 +1,4 @@
-//! Prompt templates as text, one rule per template and code base.
+//! Prompts as text, one rule per template and per code base.
 //!
 //! Two published code bases write prompts: the code of the checkpoints on the Hub, and the training scripts on
 //! SwissArmyTransformer. They differ in templates and in the marker `<EOI>`. The first treats it as plain text; the
@@ -43,7 +43,7 @@ impl Turns {
         }
     }
 
-    /// `Question: .. Answer: ..`, one line per round.
+    /// `Question: .. Answer: ..`, one round per line.
     fn questions(&self, answer: &str, history: bool) -> String {
         let rounds = self.history.iter().filter(|_| history);
         let mut text: String = rounds
@@ -53,7 +53,7 @@ impl Turns {
         text
     }
 
-    /// `[INST] .. [/INST] ..` with a space at both ends.
+    /// `[INST] .. [/INST] ..` with a blank at both ends.
     fn instructions(&self) -> String {
         let rounds = self.history.iter();
         let rounds: String = rounds

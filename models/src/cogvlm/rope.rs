@@ -7,8 +7,8 @@ use crate::error::Result;
 use crate::nn::{Rotary, rope_frequencies, rotary_of, round};
 use kernels::{Backend, DType, RopeLayout};
 
-/// Cosines and sines of `positions` for heads of `head_dim` elements that rotate entirely. Rounds to `dtype` wherever
-/// the published code does.
+/// Angles of `positions` for heads of `head_dim` elements, every pair of which rotates, rounded to
+/// `dtype` wherever the published code rounds.
 ///
 /// # Errors
 /// When memory runs out.

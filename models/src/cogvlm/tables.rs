@@ -1,4 +1,4 @@
-//! Index tables of CogAgent's two vision towers.
+//! Index tables of one or two vision towers.
 
 use super::cross_vision::CrossPictures;
 use crate::batch::{VisionBatch, VisionTables};
@@ -23,10 +23,10 @@ impl VisionTables for CogAgentTables {
     }
 }
 
-/// The tables of the EVA tower, which is the only tower or CogAgent's first.
+/// The tables of the EVA tower, which is CogAgent's first.
 ///
 /// # Errors
-/// [`ModelError::ForeignBatch`](crate::ModelError::ForeignBatch) when the batch was packed for another tower.
+/// [`ModelError::ForeignBatch`](crate::ModelError::ForeignBatch) for those of another tower.
 pub(super) fn eva_tables(batch: &VisionBatch) -> Result<&EvaTables> {
     match batch.tables::<CogAgentTables>() {
         Ok(tables) => Ok(&tables.eva),

@@ -6,7 +6,7 @@ use super::{IGNORED, RawSample, SampleError};
 use crate::image::ImageError;
 use crate::text::Message;
 
-/// Whether a conversation may begin with a system turn.
+/// Whether a conversation may open with a system turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SystemTurn {
     Allowed,
@@ -16,7 +16,7 @@ pub(crate) enum SystemTurn {
 /// Fails unless `turns` are a conversation to train on.
 ///
 /// # Errors
-/// As [`check_roles`], and when there is no assistant turn.
+/// As [`check_roles`], and when the assistant never speaks.
 pub(crate) fn check_turns(turns: &[Message], system: SystemTurn) -> Result<(), SampleError> {
     check_roles(turns, 2, system)?;
     if turns.iter().all(|turn| turn.role != "assistant") {
@@ -25,8 +25,7 @@ pub(crate) fn check_turns(turns: &[Message], system: SystemTurn) -> Result<(), S
     Ok(())
 }
 
-/// Checks that `turns` has at least `needed` turns, which alternate between user and assistant, the user first. A
-/// system turn does not count.
+/// Fails unless `turns` are at least `needed` of user and assistant, the user's first; a system turn does not count.
 ///
 /// # Errors
 /// [`SampleError`] for the first turn that does not fit.
@@ -65,7 +64,7 @@ pub(crate) fn question(sample: &RawSample) -> &[Message] {
     &sample.conversations[..sample.conversations.len() - answered]
 }
 
-/// Checks that every token has a row in an embedding of `vocab_size` rows.
+/// Fails if a token has no row in an embedding of `vocab_size` rows.
 ///
 /// # Errors
 /// [`SampleError::TokenOutOfRange`].
@@ -87,12 +86,12 @@ pub(crate) fn shifted(own: &[i32]) -> Vec<i32> {
     labels
 }
 
-/// Number of positions that enter the loss.
+/// Positions that enter the loss.
 pub(crate) fn supervised(labels: &[i32]) -> usize {
     labels.iter().filter(|&&label| label != IGNORED).count()
 }
 
-/// [`SampleError::Image`] of an image that cannot be read.
+/// A picture that cannot be read.
 pub(crate) fn image_error(name: &str, path: &Path, source: ImageError) -> SampleError {
     SampleError::Image {
         name: name.to_owned(),

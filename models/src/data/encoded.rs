@@ -10,12 +10,12 @@ pub const IGNORED: i32 = kernels::IGNORED_LABEL;
 pub struct EncodeOptions {
     /// Most tokens of a sample, including those of images; longer samples are cut.
     pub model_max_length: usize,
-    /// Maximal number of cells per image, in place of the model directory's. Only MiniCPM cuts images into cells.
+    /// Most cells per picture, instead of the model folder's number; only MiniCPM cuts pictures into cells.
     pub max_slice_nums: Option<usize>,
     /// Whether the loss of GLM-4V covers the role token after an answer. It does not in the published recipe, so its
     /// models never learn to stop. In the other families the loss always covers the end token.
     pub train_on_turn_end: bool,
-    /// Prompt style in place of the model directory's. Only CogVLM, CogAgent and CogVLM2 have several.
+    /// How prompts are written, instead of the model folder's way; only CogVLM, CogAgent and CogVLM2 have several.
     pub prompt: Option<PromptStyle>,
 }
 
@@ -34,7 +34,7 @@ pub enum PromptSource {
     /// The code of the checkpoint on the Hub.
     #[default]
     Hub,
-    /// The training scripts on SwissArmyTransformer, with their truncation of long samples.
+    /// The training scripts on SwissArmyTransformer, with their rule for long samples.
     Sat,
 }
 
@@ -49,30 +49,30 @@ impl Default for EncodeOptions {
     }
 }
 
-/// When an image gets a number in the prompt, if the model numbers images at all.
+/// When a picture gets a number in the prompt (if the model numbers pictures at all).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PlaceholderStyle {
-    /// As in the fine-tuning script: only images with cells are numbered and counted.
+    /// As the fine-tuning script writes it: only pictures with cells are numbered and counted.
     #[default]
     Training,
-    /// As in the inference processor: every image is numbered.
+    /// As the inference processor writes it: every picture is.
     Inference,
 }
 
-/// One input of a vision tower: the patches of an image, or of a part of one.
+/// One input of a vision tower: a picture, or a part of one, as patches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Slice {
-    /// Patches per column.
+    /// Patches on top of each other.
     pub rows: usize,
-    /// Patches per row.
+    /// Patches side by side.
     pub cols: usize,
-    /// `[rows * cols, 3 * patch * patch]` bytes. Patches are row-major. Within a patch the order is channel, pixel
-    /// row, pixel column, as in a convolution's weight.
+    /// `[rows * cols, 3 * patch * patch]` bytes: patches row-major, within a patch channel, pixel
+    /// row, pixel column, which is the order of the convolution's weight.
     pub patches: Vec<u8>,
 }
 
 impl Slice {
-    /// Cuts the `width` x `height` pixels of `image` at `corner` (x, y) into patches of `side` x `side` pixels.
+    /// The `width` x `height` pixels of `image` from `corner` (x, y) on, in patches of `side` x `side` pixels.
     pub fn cut(
         image: &crate::image::RgbImage,
         corner: (usize, usize),
@@ -106,23 +106,23 @@ pub struct EncodedSample {
     pub input_ids: Vec<i32>,
     /// Target of each position, [`IGNORED`] without supervision, `[tokens]`: already shifted.
     pub labels: Vec<i32>,
-    /// Token ranges `start..end` that features replace. Range `k` belongs to slice `k`, or to image `k` for models
-    /// that see an image in several slices with one range (CogAgent).
+    /// Token ranges `start..end` that features replace: range k belongs to slice k, or to picture k where
+    /// the model sees a picture more than once.
     pub image_bounds: Vec<(usize, usize)>,
-    /// Slices in the order of the text. Truncation may leave more slices than ranges; the last slices then have no
-    /// effect.
+    /// Slices in the order of the text; truncation may leave more slices than ranges, the last ones
+    /// then have no effect.
     pub slices: Vec<Slice>,
-    /// Number of tokens before truncation.
+    /// Tokens before truncation.
     pub untruncated_tokens: usize,
 }
 
 impl EncodedSample {
-    /// Number of positions that enter the loss.
+    /// Positions that enter the loss.
     pub fn supervised_tokens(&self) -> usize {
         self.labels.iter().filter(|&&l| l != IGNORED).count()
     }
 
-    /// Number of patches of all slices.
+    /// Patches of all slices together.
     pub fn patches(&self) -> usize {
         self.slices
             .iter()
@@ -145,21 +145,21 @@ pub struct EncodedPrompt {
 /// Size of a sample, without its pixels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SampleSize {
-    /// Number of tokens after truncation.
+    /// Tokens after truncation.
     pub tokens: usize,
-    /// Number of tokens before truncation.
+    /// Tokens before truncation.
     pub untruncated_tokens: usize,
-    /// Number of tokens, after truncation, that image features replace.
+    /// Of those, tokens that features of pictures replace.
     pub picture_tokens: usize,
-    /// Number of positions that enter the loss.
+    /// Positions that enter the loss.
     pub supervised: usize,
-    /// Number of patches of all slices.
+    /// Patches of all slices together.
     pub patches: usize,
-    /// Number of slices.
+    /// Slices.
     pub slices: usize,
 }
 
-/// Tokens of a training sample without its pixels. Fields as in [`EncodedSample`].
+/// The tokens of a training sample, without its pixels; fields as in [`EncodedSample`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SampleTokens {
     /// Token ids, `[tokens]`.
@@ -168,17 +168,17 @@ pub struct SampleTokens {
     pub labels: Vec<i32>,
     /// Token ranges that features replace.
     pub image_bounds: Vec<(usize, usize)>,
-    /// Number of tokens before truncation.
+    /// Tokens before truncation.
     pub untruncated_tokens: usize,
-    /// Number of slices of all images.
+    /// Slices of all pictures.
     pub slices: usize,
 }
 
-/// Slices and tokens of one image.
+/// What one picture becomes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PicturePlan {
-    /// Number of slices.
+    /// Slices.
     pub slices: usize,
-    /// Number of tokens of each slice.
+    /// Tokens of each slice.
     pub tokens_per_slice: usize,
 }

@@ -11,10 +11,10 @@ use crate::text::{TemplateError, TokenizerError};
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SampleError {
-    /// The conversation has fewer turns than needed.
+    /// Fewer turns than a question and an answer.
     #[error("the conversation has {turns} turns, at least {needed} are needed")]
     TooFewTurns {
-        /// Number of turns.
+        /// Turns found.
         turns: usize,
         /// Turns needed: 2 to train, 1 to generate.
         needed: usize,
@@ -25,7 +25,7 @@ pub enum SampleError {
         /// Role found.
         role: String,
     },
-    /// A role is neither user nor assistant.
+    /// A role other than user and assistant.
     #[error("turn {turn} has the unknown role {role:?}")]
     UnknownRole {
         /// Index of the turn, from 0.
@@ -41,7 +41,7 @@ pub enum SampleError {
         /// Role found.
         role: String,
     },
-    /// The tokens before the answer exceed the limit.
+    /// Too many tokens before the answer.
     #[error("{tokens} tokens before the answer leave no space for it, at most {limit} would")]
     ContextTooLong {
         /// Tokens found.
@@ -49,60 +49,60 @@ pub enum SampleError {
         /// Tokens allowed.
         limit: usize,
     },
-    /// No turn is the assistant's.
+    /// The assistant never speaks.
     #[error("none of the {turns} turns has role \"assistant\"")]
     NoAssistantTurn {
-        /// Number of turns.
+        /// Turns found.
         turns: usize,
     },
-    /// The text names an image that the sample does not have.
+    /// The text names a picture the sample does not have.
     #[error("the text names {name} but the images are {known:?}")]
     UnknownPlaceholder {
         /// The name in the text.
         name: String,
-        /// Names of the sample's images.
+        /// Names of the sample's pictures.
         known: Vec<String>,
     },
-    /// The text has more image placeholders than the sample has images.
+    /// The text shows more pictures than the sample has.
     #[error("{placeholders} image placeholders but {images} images")]
     MorePlaceholdersThanImages {
-        /// Placeholders in the text.
+        /// Places in the text.
         placeholders: usize,
-        /// Images, or slices when markers are counted.
+        /// Pictures, or slices where markers are counted.
         images: usize,
     },
-    /// The text never shows an image of the sample.
+    /// The text never shows a picture of the sample.
     #[error("the text does not mention image {name}")]
     UnusedImage {
-        /// The image's name in the text.
+        /// Its name.
         name: String,
     },
-    /// An image cannot be read.
+    /// A picture cannot be read.
     #[error("image {name}")]
     Image {
         /// Its name in the text.
         name: String,
-        /// The path that the sample gives.
+        /// The path as the sample gives it.
         path: PathBuf,
         /// What is wrong with the file.
         source: ImageError,
     },
-    /// The sample has more images than the family supports.
+    /// More pictures than the family takes.
     #[error("the sample has {images} images, the model takes at most {limit}")]
     TooManyImages {
-        /// Number of images.
+        /// Pictures found.
         images: usize,
-        /// Maximal number of images.
+        /// Pictures allowed.
         limit: usize,
     },
-    /// The aspect ratio of an image is too large for the model's resize.
+    /// A picture so long that the model's resizing refuses it.
     #[error("image {name} of {width} x {height} pixels has an aspect ratio that is too large")]
     AspectRatio {
         /// Its name in the text.
         name: String,
-        /// Width in pixels.
+        /// Pixels side by side.
         width: usize,
-        /// Height in pixels.
+        /// Pixels on top of each other.
         height: usize,
     },
     /// The chat template failed.
@@ -111,17 +111,18 @@ pub enum SampleError {
     /// The tokenizer failed.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
-    /// The model has no embedding for a token.
+    /// A token the model has no embedding for.
     #[error("token {id} at position {position} is beyond the model's vocabulary of {vocab_size}")]
     TokenOutOfRange {
-        /// The token's id.
+        /// The token.
         id: i32,
-        /// Index of the token.
+        /// Its position.
         position: usize,
         /// Rows of the embedding.
         vocab_size: usize,
     },
-    /// Start and end markers of images do not pair up: truncation cut an image in two, or the text contains markers.
+    /// Start and end markers do not pair up, because truncation cut a picture in two or because the
+    /// text holds markers of its own.
     #[error("{starts} image starts but {ends} image ends within {kept} of {tokens} tokens")]
     UnpairedImageMarkers {
         /// Start markers.
@@ -130,17 +131,17 @@ pub enum SampleError {
         ends: usize,
         /// Tokens of the whole sample.
         tokens: usize,
-        /// Tokens after truncation.
+        /// Tokens left by truncation.
         kept: usize,
     },
-    /// A pair of markers does not enclose the features of exactly one slice.
+    /// A pair of markers does not hold the features of one slice.
     #[error("image span {index} is {start}..{end}, expected {expected} tokens")]
     WrongImageSpan {
         /// Index of the span.
         index: usize,
         /// First token after the start marker.
         start: usize,
-        /// Index of the end marker.
+        /// Position of the end marker.
         end: usize,
         /// Features per slice.
         expected: usize,
@@ -150,9 +151,9 @@ pub enum SampleError {
     NoSupervisedToken {
         /// Tokens of the whole sample.
         tokens: usize,
-        /// Tokens after truncation.
+        /// Tokens left by truncation.
         kept: usize,
-        /// Index of the first answer's first token, if there is one.
+        /// Where the first answer starts, if there is one.
         answer_start: Option<usize>,
     },
 }

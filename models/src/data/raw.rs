@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use crate::text::Message;
 
-/// Name of the image of a sample that gives one path instead of named images.
+/// Name of the picture of a sample that gives one path instead of named ones.
 pub const SINGLE_IMAGE: &str = "<image>";
 
 /// Why a data file cannot be used.
@@ -36,53 +36,53 @@ pub enum DataError {
         /// The error.
         reason: String,
     },
-    /// The file or directory has no sample.
+    /// The file or folder holds no sample.
     #[error("{} contains no sample", path.display())]
     Empty {
-        /// The file or directory.
+        /// The file or folder.
         path: PathBuf,
     },
-    /// The content matches none of the formats.
+    /// The content is of none of the formats.
     #[error("the format of {} is unknown: {found}", path.display())]
     UnknownFormat {
-        /// The file or directory.
+        /// The file or folder.
         path: PathBuf,
         /// Its actual content.
         found: String,
     },
-    /// The content matches several formats, or one format in several ways.
+    /// The content could be of several formats, or of one in several ways.
     #[error("the format of {} is ambiguous: {reason}", path.display())]
     AmbiguousFormat {
-        /// The file or directory.
+        /// The file or folder.
         path: PathBuf,
         /// The possible meanings, and the flag that selects one.
         reason: String,
     },
-    /// A label file has no image.
+    /// A label file without the picture it describes.
     #[error("{} describes no image of {}", label.display(), pictures.display())]
     NoPicture {
         /// The label file.
         label: PathBuf,
-        /// The directory of images.
+        /// The folder of pictures.
         pictures: PathBuf,
     },
-    /// An image has no label file.
+    /// A picture without its label file.
     #[error("{} has no label in {}", picture.display(), labels.display())]
     NoLabel {
-        /// The image.
+        /// The picture.
         picture: PathBuf,
-        /// The directory of labels.
+        /// The folder of labels.
         labels: PathBuf,
     },
 }
 
-/// One sample of a data file. Other fields are ignored.
+/// One sample of a data file. Fields that are not listed here are ignored.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub struct RawSample {
-    /// The sample's name; only messages use it.
+    /// The sample's name, for messages only.
     #[serde(default, deserialize_with = "text_or_number")]
     pub id: Option<String>,
-    /// Images in the order of the file: the name that stands for it in the text, and its path.
+    /// Its pictures in the order of the file, each with the name that stands for it in the text.
     #[serde(default, rename = "image", deserialize_with = "images")]
     pub images: Vec<(String, PathBuf)>,
     /// The turns.
@@ -99,7 +99,7 @@ impl RawSample {
         last.map(|turn| turn.content.as_str())
     }
 
-    /// Whether the sample gives one image by its path alone, without a name.
+    /// Whether the sample gives one picture by its path alone.
     pub fn has_single_image(&self) -> bool {
         matches!(self.images.as_slice(), [(name, _)] if name == SINGLE_IMAGE)
     }
@@ -113,13 +113,13 @@ pub fn read_samples(path: &Path) -> Result<Vec<RawSample>, DataError> {
     read_list(path)
 }
 
-/// Reads all samples of the file `path` as values of type `T`.
+/// Reads all samples of the file `path`, each as a `T`.
 pub(super) fn read_list<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>, DataError> {
     let bytes = std::fs::read(path).map_err(|source| DataError::Read {
         path: path.to_owned(),
         source,
     })?;
-    // Some editors write a byte order mark.
+    // some editors put a byte order mark in front
     let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
     let is_list = bytes.trim_ascii_start().first() == Some(&b'[');
     let samples = if is_list {
@@ -153,7 +153,7 @@ pub(super) fn invalid(path: &Path, lines_before: usize, error: &serde_json::Erro
     let reason = text.strip_suffix(&place).unwrap_or(&text).to_owned();
     DataError::Json {
         path: path.to_owned(),
-        // An error about a whole sample, such as a missing field, has line 0.
+        // what a whole sample lacks has no place of its own
         line: lines_before + line.max(1),
         column,
         reason,

@@ -1,8 +1,8 @@
-//! Sizes of the EVA tower, from `vision_config` of `config.json`.
+//! Sizes of the tower: `vision_config` of `config.json`.
 
 use crate::config::{ConfigError, Fields, at_most, divisible};
 
-/// Sizes of the EVA tower.
+/// Sizes of the tower.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EvaConfig {
     /// Width of the residual stream.

@@ -9,17 +9,17 @@ use crate::params::ParamScope;
 use engine::ParamId;
 use kernels::Gelu;
 
-/// Epsilon of the projector's norm; it does not follow the tower's.
+/// Epsilon of the projector's norm, whatever the tower's is.
 const NORM_EPS: f32 = 1e-5;
 
-/// Convolution of kernel and stride 2, computed as a product over the four patches under the kernel.
+/// The convolution of kernel and stride 2, as a product over the four patches under the kernel.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Fold {
     kernel: LinearParams,
 }
 
 impl Fold {
-    /// Declares `conv`, from width `c` to `n`.
+    /// Declares `conv`: from width `c` to `n`.
     pub(crate) fn new(params: &mut ParamScope<'_, '_>, c: usize, n: usize) -> Self {
         let mut conv = params.at("conv");
         let kernel = conv.param("weight", [n, c, 2, 2]);
@@ -29,7 +29,7 @@ impl Fold {
         }
     }
 
-    /// `[N * p, c]` to `[N * p / 4, n]`; the cells are row-major, like the patches.
+    /// `[N * p, c]` to `[N * p / 4, n]`: cells row-major as the patches are.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
@@ -37,14 +37,14 @@ impl Fold {
         let (p, c) = (x.shape().rows(), x.shape().last());
         let cells = scope.gather_rows(x, &tables.fold_rows)?;
         let cells = scope.reshape(&cells, [p / 4, 4, c])?;
-        // The kernel's axes are (channel, row, column).
+        // The kernel's axes are channel, row, column.
         let cells = scope.transpose_each(&cells)?;
         let cells = scope.reshape(&cells, [p / 4, 4 * c])?;
         scope.linear(&cells, &self.kernel)
     }
 }
 
-/// Gated projector: `down(silu(gate(y)) * up(y))` of `y = gelu(norm(linear(x)))`, without biases.
+/// `down(silu(gate(y)) * up(y))` of `y = gelu(norm(linear(x)))`, without biases.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct GluProjector {
     linear: Linear,
@@ -55,7 +55,7 @@ pub(crate) struct GluProjector {
 }
 
 impl GluProjector {
-    /// Declares `linear_proj`, from width `c` to `d`, with a gated MLP of width `inner`.
+    /// Declares `linear_proj`: from width `c` to `d`, with `inner` gated elements.
     pub(crate) fn new(params: &mut ParamScope<'_, '_>, c: usize, d: usize, inner: usize) -> Self {
         let mut scope = params.at("linear_proj");
         Self {

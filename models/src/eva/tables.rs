@@ -11,7 +11,7 @@ use kernels::{Backend, DType, Tensor};
 /// Tables of `N` images of `p` patches and `m` features, each i32.
 #[derive(Clone, Debug)]
 pub struct EvaTables {
-    /// `[N * (p + 1)]`: row of the learned position table for each row of the tower; 0 for class rows.
+    /// `[N * (p + 1)]`: row of the learned positions, 0 for the class row.
     pub position_ids: Tensor,
     /// `[N]`: class rows of the tower's output.
     pub class_rows: Tensor,
@@ -23,7 +23,7 @@ pub struct EvaTables {
     pub fold_rows: Tensor,
     /// `[N * m]`: feature rows, between the learned rows around them.
     pub feature_rows: Tensor,
-    /// `[N]`: rows of the learned row before the features.
+    /// `[N]`: rows before the features.
     pub begin_rows: Tensor,
     /// `[N]`: rows after the features.
     pub end_rows: Tensor,
@@ -50,7 +50,7 @@ pub(crate) struct EvaPictures {
     pub(crate) tables: EvaTables,
 }
 
-/// Prepares `pictures`, each with the number of patches before it in its batch. `fold` says whether 2 x 2 patches
+/// Prepares `pictures`, each with the number of patches before it in its batch; `fold` says whether 2 x 2 patches
 /// become one feature.
 ///
 /// # Errors
@@ -100,7 +100,7 @@ fn eva_tables(
         let values: Vec<i32> = values.into_iter().map(|v| v as i32).collect();
         upload(backend, &values, &[values.len()])
     };
-    // Rows `offset..offset + count` of every image; an image has `stride` rows.
+    // Rows `offset..offset + count` of each of the pictures, which have `stride` rows.
     let rows = |stride: usize, offset: usize, count: usize| {
         table(
             (0..n)
@@ -113,7 +113,7 @@ fn eva_tables(
         let each = |i| within.iter().map(move |w| i * p + w);
         (0..n).flat_map(each).collect()
     };
-    // A folded feature uses the dropout key of its first patch, a class row that of the image's first patch.
+    // A folded feature is called after its first patch, a class row after the picture's.
     let features: Vec<usize> = match fold {
         true => order.iter().copied().step_by(4).collect(),
         false => (0..p).collect(),

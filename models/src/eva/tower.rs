@@ -12,7 +12,7 @@ use crate::params::{ParamBuilder, ParamScope};
 use engine::{ParamId, UnitId};
 use kernels::{Gelu, Tensor};
 
-/// EVA tower: patch embedding with a class row and learned positions, then blocks.
+/// Patch embedding with a class row and learned positions, and the blocks.
 #[derive(Debug)]
 pub(crate) struct EvaTower {
     embed_unit: UnitId,
@@ -82,7 +82,7 @@ impl EvaTower {
     }
 }
 
-/// `x += norm(attention(x)); x += norm(mlp(x))`. Attention is bidirectional; all layers have biases.
+/// `x += norm(attention(x)); x += norm(mlp(x))`, bidirectional, all layers with biases.
 #[derive(Clone, PartialEq, Debug)]
 struct EvaBlock {
     qkv: FusedLinear,

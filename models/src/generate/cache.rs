@@ -23,7 +23,7 @@ pub struct CacheShape {
     pub head_dim: usize,
     /// Dtype of keys and values.
     pub dtype: DType,
-    /// Learned tokens (p-tuning) before each prompt.
+    /// Learned tokens before each prompt.
     pub prefix_tokens: usize,
     /// Sizes of the image features that every layer reads by cross-attention, if any.
     pub cross: Option<CrossCacheShape>,
@@ -34,7 +34,7 @@ pub struct CacheShape {
 pub struct CrossCacheShape {
     /// Features of an image.
     pub features: usize,
-    /// Width of their keys, and of their values.
+    /// Elements of their keys, and of their values.
     pub width: usize,
 }
 
@@ -56,21 +56,21 @@ impl CacheShape {
     }
 }
 
-/// Keys and values of one layer, each `[rows, g, d]`.
+/// Keys and values `[rows, g, d]` of one layer.
 type Pair = [Tensor; 2];
 
-/// KV cache of one batch of prompts, in the device's pool under [`Tag::Cache`].
+/// The cache of one batch of prompts, in the device's pool under [`Tag::Cache`].
 #[derive(Debug)]
 pub struct KvCache {
     /// A layer's tensors; absent only during a write, or after a failed one.
     layers: Vec<Mutex<Option<Pair>>>,
-    /// Cache rows of each prompt.
+    /// Rows of each prompt.
     ranges: Vec<Range<usize>>,
     /// Learned rows of each prompt.
     prefix: usize,
-    /// Range of each prompt's image features among those of the batch.
+    /// Features of each prompt, among all.
     features: Vec<Range<usize>>,
-    /// Keys and values of all image features by layer; the first pass sets them.
+    /// Keys and values of all features by layer, once the first pass has made them.
     cross: Vec<OnceLock<Pair>>,
 }
 
@@ -135,7 +135,7 @@ impl KvCache {
         self.ranges.last().map_or(0, |range| range.end)
     }
 
-    /// Cache rows of a range of tokens of prompt `i`; learned tokens count.
+    /// Rows of tokens `tokens` of prompt `i`, learned ones included.
     fn place(&self, i: usize, tokens: Range<usize>) -> impl Iterator<Item = i32> {
         let start = self.ranges[i].start;
         debug_assert!(start + tokens.end <= self.ranges[i].end);
@@ -162,12 +162,12 @@ impl KvCache {
         Sequences {
             q_starts: q_starts.into(),
             k_starts: k_starts.into(),
-            // A single query is the last token, so it sees every key without a mask.
+            // The one query is the last token and sees every key.
             causal: false,
         }
     }
 
-    /// Writes the rows of a pass into the cache of a layer, and returns the whole cache of the layer.
+    /// Writes the rows of a pass and returns all of the layer.
     fn write(
         &self,
         layer: usize,
@@ -178,7 +178,7 @@ impl KvCache {
         let mut slot = self.layers[layer]
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        // Taken out of the slot: a tensor with one owner is written in place.
+        // Taken out, so that it is the only handle and is written in place.
         let [k, v] = slot.take().expect("a generation ends with its first error");
         let k = backend.write_rows(k, rows, new[0])?;
         let v = backend.write_rows(v, rows, new[1])?;
@@ -192,15 +192,15 @@ impl KvCache {
 #[derive(Clone, Debug)]
 pub struct CachePass {
     cache: Arc<KvCache>,
-    /// i32 `[T]`: cache row of every token of the batch.
+    /// i32 `[T]`: the cache row of every token of the batch.
     rows: Tensor,
-    /// Attention of the batch's queries to the cache's rows. Absent in the first pass, whose tokens attend to each
-    /// other as in training.
+    /// The batch's queries against the cache's rows; absent in the first pass, whose tokens attend
+    /// to each other as in training.
     sequences: Option<Sequences>,
 }
 
 impl CachePass {
-    /// First pass: whole prompts with `lengths` (prompt, tokens), prompts ascending.
+    /// The first pass: whole prompts of `lengths` (prompt, tokens), the prompts ascending.
     ///
     /// # Errors
     /// When the pool is full.
@@ -221,7 +221,7 @@ impl CachePass {
         })
     }
 
-    /// Later pass: one more token for each of `cached` (prompt, tokens cached before), prompts ascending.
+    /// One more token for each of `cached` (prompt, tokens cached before), the prompts ascending.
     ///
     /// # Errors
     /// When the pool is full.
@@ -244,7 +244,7 @@ impl CachePass {
         })
     }
 
-    /// The cache access of decoder layer `layer`.
+    /// The part of decoder layer `layer`.
     #[must_use]
     pub fn layer(&self, layer: usize) -> CachedLayer<'_> {
         CachedLayer { pass: self, layer }
@@ -261,7 +261,7 @@ fn upload(backend: &dyn Backend, rows: &[i32]) -> Result<Tensor> {
     )?)
 }
 
-/// Cache access of one layer in one pass.
+/// One layer's part of a [`CachePass`].
 #[derive(Clone, Copy, Debug)]
 pub struct CachedLayer<'a> {
     pass: &'a CachePass,
@@ -269,7 +269,7 @@ pub struct CachedLayer<'a> {
 }
 
 impl CachedLayer<'_> {
-    /// Keys and values of the prompts' image features; `first` computes them in the first pass.
+    /// Keys and values of the prompts' features: `first` makes them in the first pass.
     pub(crate) fn cross(
         &self,
         scope: &Scope<'_>,

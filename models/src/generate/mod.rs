@@ -1,7 +1,7 @@
-//! Generation of answers, for any model with a decoder. The first pass computes whole packed prompts. Each later pass
-//! computes one token per prompt and reads cached keys and values.
+//! Answers of any model with a decoder: a first pass over whole packed prompts, then passes of one
+//! token per prompt whose attention reads cached keys and values.
 //!
-//! Ranks that share a model's parameters run in lockstep; see [`generate`].
+//! Ranks that share a model's parameters run in lock step: see [`generate`].
 
 mod cache;
 mod sampling;
@@ -17,14 +17,14 @@ use engine::ParamAccess;
 use kernels::Backend;
 use std::sync::Arc;
 
-/// A prompt to continue.
+/// A text to continue.
 #[derive(Clone, Copy, Debug)]
 pub struct Prompt<'a> {
     /// Tokens and images; labels are ignored.
     pub input: SampleInput<'a>,
     /// Number of the sample in its data set. Random draws depend on it, not on the batch.
     pub index: u64,
-    /// Maximal number of new tokens.
+    /// Most tokens of the answer.
     pub max_new_tokens: usize,
 }
 
@@ -41,7 +41,7 @@ impl Prompt<'_> {
 pub struct GenerateOptions {
     /// How tokens are chosen.
     pub sampling: Sampling,
-    /// Tokens that end an answer; they are not part of the answer.
+    /// Tokens that end an answer; they are not part of it.
     pub stop_ids: Vec<i32>,
 }
 
@@ -55,15 +55,15 @@ pub fn cache_bytes(shape: CacheShape, prompts: &[Prompt<'_>]) -> u64 {
     prompts.iter().map(of).sum()
 }
 
-/// Continues every prompt up to a stop token or its own limit, and returns the new tokens.
+/// Continues every prompt until a stop token or its own limit, and returns the new tokens.
 ///
-/// Ranks that share the model's parameters must run the same number of passes. Before each pass, `anyone_left`
-/// receives whether this rank still decodes, and returns whether any rank does; `false` ends the generation. A rank
-/// that is done or has no prompt runs passes of one token until then. Answers may differ between ranks in length and
-/// content.
+/// Ranks that share the model's parameters run the same number of passes: before each,
+/// `anyone_left` is told whether this rank still decodes and answers whether any rank does; the
+/// generation ends when it answers no. A rank that is done, or has no prompt, runs a pass of one
+/// token meanwhile. Lengths and contents of the answers may differ between ranks.
 ///
 /// # Errors
-/// When a prompt does not fit the model, or the engine, the device or `anyone_left` fails.
+/// When a prompt does not fit the model, the engine or the device fails, or `anyone_left` does.
 pub fn generate(
     model: &dyn VisionLanguageModel,
     access: &dyn ParamAccess,
@@ -83,7 +83,6 @@ pub fn generate(
 /// per prompt. `begin` runs before each pass and `end` after it.
 ///
 /// # Errors
-/// As [`generate`], except for sampling.
 /// As [`generate`], sampling aside.
 pub fn dry_run_answers(
     model: &dyn VisionLanguageModel,
@@ -107,16 +106,16 @@ pub fn dry_run_answers(
     Ok(())
 }
 
-/// State of one generation.
+/// One generation under way.
 struct Decoder<'a> {
     model: &'a dyn VisionLanguageModel,
     access: &'a dyn ParamAccess,
     prompts: &'a [Prompt<'a>],
     options: &'a GenerateOptions,
     answers: Vec<Vec<i32>>,
-    /// Prompts whose answers are not finished, ascending.
+    /// Prompts whose answers grow, ascending.
     open: Vec<usize>,
-    /// Set by the first pass.
+    /// After the first pass.
     cache: Option<Arc<KvCache>>,
     /// Position of each prompt's last token. It may differ from the length, since an image may take fewer positions than
     /// tokens.
@@ -201,7 +200,7 @@ impl<'a> Decoder<'a> {
             })
             .collect();
         let mut batch = self.model.collate(&inputs, self.backend())?;
-        // A prompt that wants no token is not in the batch and owns no cache row.
+        // A prompt that wants no token is not in the batch and owns no row.
         let mut capacities = vec![0; self.prompts.len()];
         self.last_positions = vec![0; self.prompts.len()];
         for (n, i) in self.open.iter().enumerate() {

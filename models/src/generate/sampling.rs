@@ -21,7 +21,7 @@ pub struct Sampling {
 }
 
 impl Sampling {
-    /// Greedy decoding.
+    /// The most likely token.
     pub const GREEDY: Self = Self {
         temperature: 0.0,
         top_p: 1.0,
@@ -29,7 +29,7 @@ impl Sampling {
         seed: 0,
     };
 
-    /// Checks the ranges of the settings.
+    /// Checks the ranges.
     ///
     /// # Errors
     /// Names the setting out of range.
@@ -50,7 +50,7 @@ impl Sampling {
         Ok(())
     }
 
-    /// Draws the next token of `sample` after `position` generated tokens, from f32 logits `[vocabulary]`.
+    /// The next token of `sample` after `position` generated ones, from its f32 logits by token id.
     #[must_use]
     pub fn next(&self, logits: &[f32], sample: u64, position: u64) -> i32 {
         if self.temperature == 0.0 || self.top_k == 1 {
@@ -58,7 +58,7 @@ impl Sampling {
         }
         let candidates = self.candidates(logits);
         let total: f64 = candidates.iter().map(|(_, p)| p).sum();
-        // 53 bits give 0 <= u < 1.
+        // 53 bits, so that 0 <= u < 1.
         let bits = RandomStream::new(self.seed, "next-token").bits(sample, position) >> 11;
         let mut left = bits as f64 / (1u64 << 53) as f64 * total;
         for (token, p) in &candidates {
@@ -67,7 +67,7 @@ impl Sampling {
             }
             left -= p;
         }
-        // Reached by rounding, or if a logit is NaN.
+        // Rounding, or logits that are no numbers.
         candidates
             .last()
             .map_or(argmax(logits), |(token, _)| *token) as i32
@@ -90,7 +90,7 @@ impl Sampling {
         if self.top_p < 1.0 {
             let enough = f64::from(self.top_p) * kept.iter().map(|(_, p)| p).sum::<f64>();
             let mut sum = 0.0;
-            // The token that reaches the bound is kept.
+            // The token that reaches the bound stays.
             let reach = kept.iter().position(|(_, p)| {
                 sum += p;
                 sum >= enough
@@ -101,7 +101,7 @@ impl Sampling {
     }
 }
 
-/// Index of the largest value, the first among equals.
+/// Index of the largest value, the first of equals.
 fn argmax(row: &[f32]) -> usize {
     let mut best = 0;
     for (i, value) in row.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Collation: positions in three axes, rotary angles, and images with the token rows of their features.
+//! Samples to a batch: positions in three axes, rotary angles, and images with the token rows of their features.
 
 use super::config::MERGE;
 use super::model::Glm41v;
@@ -24,12 +24,12 @@ impl Glm41v {
         }
         let vision = self.vision_batch(samples, backend)?;
         let rotary = self.rotary(&all.rows, backend)?;
-        // A sample ends with text, whose three coordinates are equal.
+        // A sample ends with text, whose three coordinates are one.
         let [time, ..] = all.rows;
         pack(samples, time, rotary, vision, backend)
     }
 
-    /// Cosines and sines of token positions for the decoder's heads.
+    /// Angles of tokens for the decoder's heads.
     pub(super) fn rotary(
         &self,
         positions: &[Vec<i32>; 3],
@@ -43,7 +43,7 @@ impl Glm41v {
         rotary_of(angles, frequencies.len(), layout, dtype, backend)
     }
 
-    /// The images of the batch; `None` without images.
+    /// The images of the batch; `None` without any.
     fn vision_batch(
         &self,
         samples: &[SampleInput<'_>],
@@ -77,7 +77,7 @@ impl Glm41v {
     }
 }
 
-/// Positions of a sample whose images are already checked.
+/// Positions of a sample whose images were checked.
 fn positions(sample: &SampleInput<'_>) -> TokenPositions {
     let images: Vec<(usize, [usize; 2])> = sample
         .image_bounds

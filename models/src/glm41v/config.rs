@@ -5,18 +5,18 @@ use crate::config::{
 };
 use std::path::Path;
 
-/// Configuration of the whole model.
+/// The whole model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Glm41vConfig {
-    /// Sizes of the decoder.
+    /// The decoder.
     pub language: LanguageConfig,
-    /// Sizes of the vision tower.
+    /// The vision tower.
     pub vision: VisionConfig,
     /// Tokens that end an answer.
     pub eos_ids: Vec<i32>,
 }
 
-/// Sizes of the decoder.
+/// The decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LanguageConfig {
     /// Width of the residual stream.
@@ -31,7 +31,7 @@ pub struct LanguageConfig {
     pub num_kv_heads: usize,
     /// Elements per head.
     pub head_dim: usize,
-    /// Number of elements at the front of a head that rotate.
+    /// Elements at the front of a head that rotate.
     pub rotary_dim: usize,
     /// Numbers of frequencies that follow the time, row and column positions, in turn.
     pub mrope_section: Vec<usize>,
@@ -47,14 +47,14 @@ pub struct LanguageConfig {
     pub initializer_range: f64,
 }
 
-/// Sizes of the vision tower and the merger.
+/// The vision tower and the merger.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VisionConfig {
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the blocks' MLPs and of the features; `out_hidden_size` in the file.
+    /// Width of the blocks' MLPs, and of the features: `out_hidden_size` in the file.
     pub out_hidden_size: usize,
-    /// Width of the merger's MLP; `intermediate_size` in the file.
+    /// Width of the merger's MLP: `intermediate_size` in the file.
     pub merger_inner: usize,
     /// Blocks.
     pub num_layers: usize,
@@ -72,7 +72,7 @@ pub struct VisionConfig {
     pub rms_norm_eps: f64,
 }
 
-/// Side of the block of patches that becomes one feature.
+/// Patches per side that become one feature.
 pub const MERGE: usize = 2;
 
 impl Glm41vConfig {
@@ -84,7 +84,7 @@ impl Glm41vConfig {
         Self::read(ConfigFile::load(dir)?.fields())
     }
 
-    /// Parses the content of a `config.json`; `path` appears in errors.
+    /// Parses the content of a `config.json`; `path` is named in errors.
     ///
     /// # Errors
     /// As [`Glm41vConfig::load`].
@@ -140,7 +140,7 @@ impl Glm41vConfig {
             vision.out_hidden_size,
             language.hidden_size,
         )?;
-        // Rows and columns share the rotated pairs of a head.
+        // Rows and columns share the pairs of a head.
         divisible("vision_config.hidden_size / num_heads", vision.head_dim, 4)?;
         at_most(
             "vision_config.hidden_size / num_heads",
@@ -163,7 +163,7 @@ fn same(field: &'static str, found: usize, expected: usize) -> Result<(), Config
 }
 
 impl LanguageConfig {
-    fn resolve(fields: Fields<'_>) -> Result<Self, ConfigError> {
+    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
         fields.expect::<String>("hidden_act", "silu")?;
         fields.no_dropout("attention_dropout")?;
         // Angles: `rope_scaling` beside two plain fields, or all of it in `rope_parameters`.

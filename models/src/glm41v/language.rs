@@ -1,4 +1,4 @@
-//! The GLM-4.1V decoder and its head. The checkpoint fuses gate and up; norms precede and follow attention and MLP.
+//! The GLM-4.1V decoder and its head: gate and up in one weight, norms before and after attention and MLP.
 
 use super::config::LanguageConfig;
 use crate::nn::{BlockNames, DecoderBlockConfig, DecoderConfig};

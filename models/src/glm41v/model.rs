@@ -1,4 +1,4 @@
-//! GLM-4.1V: parameters and forward pass.
+//! The whole model: its parameters and its forward pass.
 
 use super::config::Glm41vConfig;
 use super::language::decoder;
@@ -25,7 +25,7 @@ const LANGUAGE: LanguageModules = LanguageModules {
     mlp: &["gate_up_proj", "down_proj"],
 };
 
-/// Tower of the unit or parameter called `name`.
+/// The part of the model that a unit or parameter called `name` belongs to.
 fn tower(name: &str) -> Tower {
     let Some(module) = name.strip_prefix("model.visual.") else {
         return Tower::Language;
@@ -53,7 +53,7 @@ impl Glm41v {
     /// Declares the model.
     ///
     /// # Errors
-    /// When adapter targets or a selection do not fit, or the options ask for p-tuning.
+    /// When adapter targets or a selection do not fit, or learned keys and values are asked for.
     pub fn new(
         config: Glm41vConfig,
         normalization: Normalization,

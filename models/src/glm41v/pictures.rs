@@ -10,7 +10,7 @@ use crate::text::Message;
 static PLACES: LazyLock<Regex> =
     LazyLock::new(|| Regex::new(r"<image(_\d+)?>").expect("a constant pattern is valid"));
 
-/// Part of the user's text, or an image by index.
+/// A part of the user's text.
 pub(super) enum Part<'a> {
     Text(&'a str),
     Picture(usize),

@@ -1,6 +1,6 @@
 //! Positions of tokens in three coordinates, and of patches on the learned grid.
 
-/// Time, row and column position of every token (M-RoPE).
+/// Time, row and column position of every token of a sample.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct TokenPositions {
     /// `[3][tokens]`; the three are equal outside of images.
@@ -48,8 +48,8 @@ impl TokenPositions {
     }
 }
 
-/// Rotary angles of tokens, `frequencies.len()` per token. The frequencies `theta^(-2i / rotary)` are divided into
-/// `sections`; section `s` follows coordinate `s mod 3`.
+/// Angles of tokens: frequencies `theta^(-2i / rotary)` are cut into `sections`, and section `s` follows coordinate
+/// `s mod 3`. One row of `frequencies.len()` angles per token.
 pub(super) fn mrope_angles<'a>(
     positions: &'a [Vec<i32>; 3],
     frequencies: &'a [f32],
@@ -70,8 +70,8 @@ pub(super) fn mrope_angles<'a>(
     })
 }
 
-/// Coordinates (row, column) of a grid's patches in the tower's order: blocks of 2 x 2 row by row, and row by row
-/// within a block.
+/// Coordinates (row, column) of the patches of a grid in the order of the tower: blocks of 2 x 2 row by row, and row by
+/// row within a block.
 pub(super) fn block_order([rows, cols]: [usize; 2]) -> impl Iterator<Item = [usize; 2]> + Clone {
     let across = cols / 2;
     (0..rows / 2 * across).flat_map(move |block| {
@@ -80,8 +80,8 @@ pub(super) fn block_order([rows, cols]: [usize; 2]) -> impl Iterator<Item = [usi
     })
 }
 
-/// Bicubic interpolation of the learned `side` x `side` position table to a grid, as weights
-/// `[rows * cols, side * side]`. Rows are in the tower's order; the border of the table is repeated.
+/// Weights of the learned positions, `[rows * cols, side * side]`, that give the positions of a grid in the order of the
+/// tower: the learned `side` x `side` table under bicubic interpolation, its border repeated.
 pub(super) fn position_weights([rows, cols]: [usize; 2], side: usize) -> Vec<f32> {
     let vertical: Vec<_> = (0..rows).map(|i| taps(i, rows, side)).collect();
     let horizontal: Vec<_> = (0..cols).map(|j| taps(j, cols, side)).collect();
@@ -112,7 +112,7 @@ fn taps(i: usize, count: usize, side: usize) -> [(usize, f32); 4] {
     })
 }
 
-/// Keys' cubic convolution kernel with `a = -0.75`, for distances below 2.
+/// Keys' cubic kernel with `a = -0.75`, for a distance below 2.
 fn cubic(x: f32) -> f32 {
     const A: f32 = -0.75;
     if x <= 1.0 {

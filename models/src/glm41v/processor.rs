@@ -92,7 +92,7 @@ impl Default for RawProcessor {
     }
 }
 
-/// Ids of the marker tokens.
+/// Ids of the tokens that the sample rules write or look for.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MarkerIds {
     pub(super) end: i32,
@@ -101,7 +101,7 @@ pub(super) struct MarkerIds {
     pub(super) image_end: i32,
 }
 
-/// Texts of the marker tokens.
+/// Texts of these tokens.
 pub(super) mod marker {
     pub(in super::super) const PREFIX: &str = "[gMASK]<sop>";
     pub(in super::super) const END: &str = "<|endoftext|>";
@@ -122,7 +122,7 @@ impl MarkerIds {
     }
 }
 
-/// Processor of GLM-4.1V; the sample rules are in `sample.rs` beside this file.
+/// Turns samples into model inputs; the sample rules are in `sample.rs` beside this file.
 #[derive(Clone, Debug)]
 pub struct Glm41vProcessor {
     pub(super) config: ProcessorConfig,

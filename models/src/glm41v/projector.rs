@@ -1,7 +1,6 @@
-//! The merger: from patches to features of the language model's width.
+//! From patches to features of the language model's width.
 //!
-//! Shapes: `P` patches in blocks of 2 x 2, `N = P / 4` features, `c` width of the tower, `D` width of the language
-//! model.
+//! Shapes: `P` patches in blocks of 2 x 2, `N = P / 4` features, `c` width of the tower, `D` of the language model.
 
 use super::config::VisionConfig;
 use super::tables::Glm41vTables;
@@ -14,10 +13,10 @@ use crate::params::ParamBuilder;
 use engine::UnitId;
 use kernels::Gelu;
 
-/// Epsilon of the merger's norm; it does not follow the tower's.
+/// Epsilon of the merger's norm, whatever the tower's is.
 const NORM_EPS: f32 = 1e-5;
 
-/// The tower's final norm, a convolution over 2 x 2 patches, and a gated MLP. One unit.
+/// The tower's final norm, the convolution over 2 x 2 patches and a gated MLP, one unit.
 #[derive(Debug)]
 pub(super) struct Merger {
     unit: UnitId,
@@ -65,7 +64,7 @@ impl Merger {
             scope.observe("vision.post_layernorm", &x);
             let x = self.downsample(scope, &x)?;
             scope.observe("vision.conv", &x);
-            // A feature uses the dropout key of its first patch.
+            // A feature is called after its first patch.
             let features = scope.with_rows(Rows::Patches, &tables.block_rows, || {
                 let x = self.proj.forward(scope, &x)?;
                 let x = scope.gelu(&self.norm.forward(scope, &x)?, Gelu::Erf)?;
@@ -77,11 +76,11 @@ impl Merger {
         Ok(features)
     }
 
-    /// Convolution of kernel and stride 2, computed as a product: `[P, c]` to `[N, D]`.
+    /// The convolution of kernel and stride 2 as a product: `[P, c]` to `[N, D]`.
     fn downsample(&self, scope: &Scope<'_>, x: &Var) -> Result<Var> {
         let (n, c) = (x.shape().rows() / 4, x.shape().last());
         let blocks = scope.reshape(x, [n, 4, c])?;
-        // The kernel's axes are (channel, row, column).
+        // The kernel's axes are channel, row, column.
         let blocks = scope.transpose_each(&blocks)?;
         scope.linear(&scope.reshape(&blocks, [n, 4 * c])?, &self.kernel)
     }

@@ -3,13 +3,13 @@
 /// Limits of the size of images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PictureLimits {
-    /// Side in pixels of the block of patches that becomes one feature.
+    /// Side of a block of patches that becomes one feature, in pixels.
     pub block: usize,
     /// Frames of an image; each counts towards its pixels.
     pub frames: usize,
-    /// Minimal number of pixels in all frames.
+    /// Fewest pixels of all frames together.
     pub min_pixels: usize,
-    /// Maximal number of pixels in all frames.
+    /// Most pixels of all frames together.
     pub max_pixels: usize,
 }
 

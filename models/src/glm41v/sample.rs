@@ -44,7 +44,7 @@ enum Kind {
     Picture(usize),
 }
 
-/// Tokens of a conversation.
+/// A conversation as tokens.
 #[derive(Default)]
 struct Tokens {
     input_ids: Vec<i32>,
@@ -251,7 +251,7 @@ impl Glm41vProcessor {
         let untruncated = tokens.input_ids.len();
         let answer_start = tokens.own_labels.iter().position(|label| *label != IGNORED);
         let kept = untruncated.min(options.model_max_length);
-        // Markers surround the features.
+        // Markers stand before and behind the features.
         let starts = tokens.bounds.iter().filter(|(s, _)| *s <= kept).count();
         let ends = tokens.bounds.iter().filter(|(_, e)| *e < kept).count();
         if starts != ends {

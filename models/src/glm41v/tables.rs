@@ -14,7 +14,7 @@ use kernels::{Backend, DType, RopeLayout, Tensor};
 pub struct Glm41vTables {
     /// f32 `[P, learned positions]`: weight of every learned position in each patch's position.
     pub position_weights: Tensor,
-    /// Rotary angles of the patches by row and column.
+    /// Angles of the patches by row and column.
     pub rotary: Rotary,
     /// i32 `[P / 4]`: the first patch of each block.
     pub block_rows: Tensor,
@@ -41,7 +41,7 @@ impl Glm41vTables {
             .iter()
             .flat_map(|grid| position_weights(*grid, side))
             .collect();
-        // Half of the rotated pairs of a head follow the row, half the column.
+        // Half of the pairs of a head turn with the row, half with the column.
         let frequencies = rope_frequencies(config.head_dim / 2, 1e4);
         let angles =
             grids
@@ -57,7 +57,7 @@ impl Glm41vTables {
         let blocks: Vec<i32> = (0..patches as i32).step_by(4).collect();
         Ok(Self {
             position_weights: upload(backend, &weights, &[patches, side * side])?,
-            // The reference keeps these angles in f32 for every dtype of weights.
+            // The reference keeps these angles in f32 whatever the weights are.
             rotary: rotary_of(
                 angles,
                 config.head_dim / 2,
@@ -70,7 +70,7 @@ impl Glm41vTables {
     }
 }
 
-/// `[P, 3 * frames * patch * patch]` in `dtype`: channel, frame, pixel row, pixel column. All frames are equal.
+/// `[P, 3 * frames * patch * patch]` in `dtype`: channel, frame, pixel row, pixel column, all frames the same.
 ///
 /// # Errors
 /// When memory runs out.

@@ -145,7 +145,7 @@ fn parts_of_the_model_are_found_by_name() {
     assert_eq!(resampler.count(), 1);
 }
 
-/// Images whose path is their size, as in `100x40`.
+/// Pictures whose path is their size, as in `100x40`.
 struct Sizes;
 
 impl ImageSource for Sizes {
@@ -156,7 +156,7 @@ impl ImageSource for Sizes {
 
     fn load(&self, path: &Path) -> Result<RgbImage, ImageError> {
         let (width, height) = self.dimensions(path)?;
-        // The byte tells images apart.
+        // The byte tells pictures apart.
         Ok(RgbImage::new(
             width,
             height,
@@ -227,7 +227,7 @@ fn image_tokens_replace_the_markers_of_the_text() {
     let widths: Vec<usize> = encoded.slices.iter().map(|s| s.cols).collect();
     assert_eq!(widths, [8, 6]);
 
-    // A single image that is not mentioned comes first.
+    // A single picture that is not mentioned comes first.
     let one = [(ONE, "84x84")];
     let marked = encode(&ask(&one, "<image>Why?")).unwrap();
     assert_eq!(encode(&ask(&one, "Why?")).unwrap(), marked);

@@ -12,7 +12,7 @@ use crate::ops::{LinearParams, Sequences};
 use crate::params::{ParamBuilder, ParamScope};
 use engine::{ParamId, UnitId};
 
-/// Vision tower: patch embedding, interpolated positions and transformer blocks, without the final norm.
+/// Patch embedding, interpolated positions and transformer blocks, without the final norm.
 #[derive(Debug)]
 pub(super) struct VisionTower {
     embed_unit: UnitId,
@@ -80,7 +80,7 @@ impl VisionTower {
     }
 }
 
-/// `x += attention(norm(x)); x += mlp(norm(x))`. Attention is bidirectional and rotated by row and column; no biases.
+/// `x += attention(norm(x)); x += mlp(norm(x))`, bidirectional, no biases, rotated by row and column.
 #[derive(Clone, PartialEq, Debug)]
 struct Block {
     norm1: RmsNorm,

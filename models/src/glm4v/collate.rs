@@ -1,4 +1,4 @@
-//! Collation: positions, rotary angles, and images with the token rows of their features.
+//! Samples to a batch: positions, rotary angles, and images with the token rows of their features.
 
 use super::model::Glm4v;
 use super::positions::token_positions;
@@ -25,7 +25,7 @@ impl Glm4v {
         pack(samples, positions, rotary, vision, backend)
     }
 
-    /// Cosines and sines of `positions` for the decoder's heads.
+    /// Angles of `positions` for the decoder's heads.
     pub(super) fn rotary(&self, positions: &[i32], backend: &dyn Backend) -> Result<Rotary> {
         let language = &self.config().language;
         let table = RotaryTable {
@@ -35,7 +35,7 @@ impl Glm4v {
         table.rotary(positions, self.options().rotary_dtype(), backend)
     }
 
-    /// The images of the batch; `None` without images.
+    /// The images of the batch; `None` without any.
     fn vision_batch(
         &self,
         samples: &[SampleInput<'_>],

@@ -7,9 +7,9 @@ use std::path::Path;
 /// The whole model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Glm4vConfig {
-    /// Sizes of the decoder.
+    /// The decoder.
     pub language: LanguageConfig,
-    /// Sizes of the vision tower.
+    /// The vision tower.
     pub vision: EvaConfig,
     /// Divisor of an image's rows before they enter the language model.
     pub scaling_factor: f64,
@@ -17,12 +17,12 @@ pub struct Glm4vConfig {
     pub eos_ids: Vec<i32>,
 }
 
-/// Sizes of the decoder.
+/// The decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LanguageConfig {
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the gated MLPs, in the decoder and in the projector.
+    /// Width of the gated MLPs, the projector's too.
     pub intermediate_size: usize,
     /// Decoder blocks.
     pub num_layers: usize,
@@ -30,7 +30,7 @@ pub struct LanguageConfig {
     pub num_heads: usize,
     /// Key and value heads; divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Elements per head. All heads together may be wider or narrower than the residual stream.
+    /// Elements per head; heads together may be wider or narrower than the residual stream.
     pub head_dim: usize,
     /// Rows of the embedding and of the output head.
     pub vocab_size: usize,
@@ -43,7 +43,7 @@ pub struct LanguageConfig {
 }
 
 impl LanguageConfig {
-    /// Number of elements at the front of a head that rotate.
+    /// Elements at the front of a head that rotate.
     #[must_use]
     pub fn rotary_dim(&self) -> usize {
         self.head_dim / 2
@@ -94,7 +94,7 @@ impl Glm4vConfig {
         Self::read(ConfigFile::load(dir)?.fields())
     }
 
-    /// Parses the content of a `config.json`; `path` appears in errors.
+    /// Parses the content of a `config.json`; `path` is named in errors.
     ///
     /// # Errors
     /// As [`Glm4vConfig::load`].
@@ -113,7 +113,7 @@ impl Glm4vConfig {
             scaling_factor: fields.positive_or("vision_config.scaling_factor", 1.0)?,
             eos_ids: fields.eos_ids()?.unwrap_or_default(),
         };
-        // 2 x 2 patches become one feature.
+        // Two by two patches become one feature.
         let grid = config.vision.grid();
         divisible("vision_config.image_size / patch_size", grid, 2)?;
         Ok(config)

@@ -1,4 +1,4 @@
-//! The GLM-4 decoder and its head. The checkpoint fuses q, k and v, and gate and up.
+//! The GLM-4 decoder and its head: q, k and v in one weight, gate and up in another.
 
 use super::config::LanguageConfig;
 use crate::nn::{BlockNames, DecoderBlockConfig, DecoderConfig};

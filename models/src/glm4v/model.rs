@@ -1,4 +1,4 @@
-//! GLM-4V: parameters and forward pass.
+//! The whole model: its parameters and its forward pass.
 
 use super::config::Glm4vConfig;
 use super::language::decoder;
@@ -27,7 +27,7 @@ const LANGUAGE: LanguageModules = LanguageModules {
 /// Standard deviation of random start values; `config.json` has none.
 const INIT_RANGE: f32 = 0.02;
 
-/// Tower of the unit or parameter called `name`.
+/// The part of the model that a unit or parameter called `name` belongs to.
 fn tower(name: &str) -> Tower {
     let Some(module) = name.strip_prefix("transformer.vision.") else {
         return Tower::Language;
@@ -54,7 +54,7 @@ impl Glm4v {
     /// Declares the model.
     ///
     /// # Errors
-    /// When adapter targets or a selection do not fit, or the options ask for p-tuning.
+    /// When adapter targets or a selection do not fit, or learned keys and values are asked for.
     pub fn new(config: Glm4vConfig, options: ModelOptions) -> Result<Self> {
         options.refuse_ptuning()?;
         let trains = |name: &str| options.trains(name, tower(name));

@@ -6,7 +6,7 @@ use super::config::Glm4vConfig;
 use crate::processor::ProcessorError;
 use crate::text::{Tokenizer, TokenizerError};
 
-/// Texts of the marker tokens.
+/// Texts of the tokens that the sample rules write.
 pub(super) mod marker {
     pub(in super::super) const PREFIX: [&str; 2] = ["[gMASK]", "<sop>"];
     pub(in super::super) const USER: &str = "<|user|>";
@@ -16,7 +16,7 @@ pub(super) mod marker {
     pub(in super::super) const IMAGE_END: &str = "<|end_of_image|>";
 }
 
-/// Ids of the marker tokens.
+/// Their ids.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MarkerIds {
     pub(super) prefix: [i32; 2],
@@ -41,7 +41,7 @@ impl MarkerIds {
     }
 }
 
-/// Processor of GLM-4V; the sample rules are in `sample.rs` beside this file.
+/// Turns samples into model inputs; the sample rules are in `sample.rs` beside this file.
 #[derive(Clone, Debug)]
 pub struct Glm4vProcessor {
     pub(super) tokenizer: Tokenizer,

@@ -248,7 +248,7 @@ impl Glm4vProcessor {
             let answer = turn.role == "assistant";
             let role = if answer { ids.assistant } else { ids.user };
             tokens.push(&[role], answer || (answered && options.train_on_turn_end));
-            // Tokenized separately from the content, so that no token spans the line break.
+            // Apart from the content, so that no token spans the line break.
             tokens.push(&self.tokenizer.encode_plain("\n")?, answer);
             if i == 0 && picture {
                 let start = tokens.input_ids.len();

@@ -185,7 +185,7 @@ fn special_tokens_in_the_text_are_plain_text() {
 fn the_image_marker_is_removed_from_the_text() {
     let marked = encode(&ask(&[PICTURE], "<image>\nWhy?")).unwrap();
     assert_eq!(encode(&ask(&[PICTURE], "Why?")).unwrap(), marked);
-    // Without an image of its own, a sample says what it says.
+    // Without a picture of its own, a sample says what it says.
     assert_ne!(
         encode(&ask(&[], "<image>Why?")).unwrap().input_ids,
         marked.input_ids

@@ -1,13 +1,13 @@
-//! Bicubic resize with anti-aliasing in 8-bit fixed point, equal to Pillow (up to version 12) byte for byte.
+//! Bicubic resize with anti-aliasing in 8-bit fixed point, equal to Pillow (up to 12) byte for byte.
 //!
 //! One pass per axis, horizontal first; the intermediate image is rounded to bytes. A pass whose
 //! size does not change is skipped, so resizing to the same size is a copy.
 
 use super::RgbImage;
 
-/// Fraction bits of an integer weight: 32 minus 8 for the byte minus 2 for sign and overshoot.
+/// Fraction bits of an integer tap: 32 minus 8 for the byte minus 2 for sign and overshoot.
 const PRECISION_BITS: u32 = 22;
-/// One half in fixed point, for rounding.
+/// Half of one output unit, for rounding.
 const HALF: i32 = 1 << (PRECISION_BITS - 1);
 /// Radius of the cubic kernel in input pixels, without shrinking.
 const CUBIC_SUPPORT: f64 = 2.0;
@@ -26,7 +26,7 @@ pub fn resize(image: &RgbImage, width: usize, height: usize) -> RgbImage {
     vertical_pass(source, height)
 }
 
-/// Integer weights of the input pixels `first..first + taps.len()` for one output pixel.
+/// Integer weights of the input pixels `first .. first + taps.len()` for one output pixel.
 struct Window {
     first: usize,
     taps: Vec<i32>,
@@ -52,7 +52,7 @@ fn windows(in_size: usize, out_size: usize) -> Vec<Window> {
     (0..out_size)
         .map(|out| {
             let center = (out as f64 + 0.5) * scale;
-            // Casts truncate toward zero and saturate at zero, like the reference's clamp.
+            // casts truncate toward zero and saturate at zero, as the reference clamps
             let first = (center - support + 0.5) as usize;
             let end = ((center + support + 0.5) as usize).min(in_size);
             let weights: Vec<f64> = (first..end)
@@ -65,7 +65,7 @@ fn windows(in_size: usize, out_size: usize) -> Vec<Window> {
         .collect()
 }
 
-/// `weight` with `PRECISION_BITS` fraction bits, rounded half away from zero.
+/// Rounds half away from zero to `PRECISION_BITS` fraction bits.
 fn fixed_point(weight: f64) -> i32 {
     let scaled = weight * f64::from(1u32 << PRECISION_BITS);
     if weight < 0.0 {
@@ -158,8 +158,8 @@ mod tests {
 
     #[test]
     fn doubling_matches_hand_computed_taps() {
-        // center 0.75: inputs at distances 0.25 and 0.75 weigh 0.8671875 and 0.2265625, over their
-        // sum; at center 0.25 the second input's weight is negative and the result is clipped
+        // centre 0.75: inputs at distances 0.25 and 0.75 weigh 0.8671875 and 0.2265625, over their
+        // sum; at centre 0.25 the second input's weight is negative and the result is clipped
         let image = RgbImage::new(2, 1, vec![0, 0, 0, 255, 255, 255]);
         let low = f64::round(255.0 * 0.226_562_5 / (0.867_187_5 + 0.226_562_5)) as u8;
         let columns: Vec<u8> = resize(&image, 4, 1)
@@ -190,7 +190,7 @@ mod tests {
             };
             let a = mirror(&resize(&image, ow, 1));
             let b = resize(&mirror(&image), ow, 1);
-            // window edges round differently on exact ties, one gray level at most on noise this small
+            // window edges round differently on exact ties, one grey level at most on noise this small
             let worst = a.pixels().iter().zip(b.pixels()).map(|(a, b)| a.abs_diff(*b)).max();
             prop_assert!(worst <= Some(1));
         }

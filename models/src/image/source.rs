@@ -6,20 +6,20 @@ use super::{ImageError, RgbImage, decode, dimensions};
 
 /// Lookup of images by the paths in samples.
 pub trait ImageSource: Send + Sync {
-    /// Width and height in pixels, without decoding the image.
+    /// Width and height in pixels, without decoding the picture.
     ///
     /// # Errors
     /// [`ImageError`] naming the file.
     fn dimensions(&self, path: &Path) -> Result<(usize, usize), ImageError>;
 
-    /// The decoded image.
+    /// The decoded picture.
     ///
     /// # Errors
     /// [`ImageError`] naming the file.
     fn load(&self, path: &Path) -> Result<RgbImage, ImageError>;
 }
 
-/// Images on disk. Absolute paths are free; relative paths must stay inside one directory.
+/// Pictures on disk: absolute paths, and relative ones that stay inside one folder.
 #[derive(Clone, Debug)]
 pub struct ImageFolder {
     root: PathBuf,
@@ -27,7 +27,7 @@ pub struct ImageFolder {
 }
 
 impl ImageFolder {
-    /// A source whose relative paths start at `root`. They may not leave it through `..` or a symbolic link.
+    /// Relative paths start at `root` and may not leave it through `..` or a symbolic link.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self {
             root: root.into(),
@@ -35,7 +35,7 @@ impl ImageFolder {
         }
     }
 
-    /// A source whose relative paths start at the directory of the data file `data`.
+    /// The folder that holds the data file `data`.
     pub fn beside(data: &Path) -> Self {
         let parent = data
             .parent()
@@ -43,24 +43,24 @@ impl ImageFolder {
         Self::new(parent.unwrap_or(Path::new(".")))
     }
 
-    /// Sets whether relative paths may leave the directory.
+    /// Lets relative paths leave the folder when `allow` is true.
     #[must_use]
     pub fn allow_outside(mut self, allow: bool) -> Self {
         self.allow_outside = allow;
         self
     }
 
-    /// The file that `path` means.
+    /// The file that `path` stands for.
     ///
     /// # Errors
-    /// [`ImageError::OutsideFolder`] for a relative path that leaves the directory, [`ImageError::Missing`] or
-    /// [`ImageError::Unreadable`] if the file cannot be found.
+    /// [`ImageError::OutsideFolder`] for a relative path that leaves the folder,
+    /// [`ImageError::Missing`] or [`ImageError::Unreadable`] if the file cannot be found.
     pub fn resolve(&self, path: &Path) -> Result<PathBuf, ImageError> {
         let joined = self.root.join(path);
         if path.is_absolute() || self.allow_outside {
             return Ok(joined);
         }
-        // Checked by spelling first, so that a missing file outside is not reported as missing.
+        // by its spelling first, so that a missing file outside is not reported as missing
         if !stays_inside(path) {
             return Err(self.outside(path));
         }

@@ -1,4 +1,4 @@
-//! Collation: positions, rotary angles, and image slices with the token rows of their features.
+//! Samples to a batch: positions, rotary angles, and image slices with the token rows of their features.
 
 use super::model::MiniCpm;
 use super::tables::MiniCpmTables;
@@ -24,7 +24,7 @@ impl MiniCpm {
         pack(samples, positions, rotary, vision, backend)
     }
 
-    /// Cosines and sines of `positions` for the decoder's heads.
+    /// Angles of `positions` for the decoder's heads.
     pub(super) fn rotary(&self, positions: &[i32], backend: &dyn Backend) -> Result<Rotary> {
         let language = &self.config().language;
         let table = RotaryTable {
@@ -34,7 +34,7 @@ impl MiniCpm {
         table.rotary(positions, self.options().dtype, backend)
     }
 
-    /// The images of the batch; `None` when features replace no token row.
+    /// The images of the batch; `None` when no token row is replaced.
     fn vision_batch(
         &self,
         samples: &[SampleInput<'_>],

@@ -4,9 +4,9 @@ use crate::config::{ConfigError, ConfigFile, Fields, at_most, divisible, size};
 use serde_json::Value;
 use std::path::Path;
 
-/// Elements per head of the resampler's attention, which has `hidden_size / 128` heads.
+/// Head size of the resampler's attention: it has `hidden_size / 128` heads.
 pub const RESAMPLER_HEAD_DIM: usize = 128;
-/// The only supported release of the family.
+/// The only release of the family whose layout is implemented.
 const SUPPORTED_VERSION: &str = "2.6";
 /// Side of a slice's area in the published checkpoints, absent from their `config.json`.
 const DEFAULT_SCALE_RESOLUTION: usize = 448;
@@ -16,20 +16,20 @@ const DEFAULT_MAX_SLICES: usize = 9;
 /// Published family of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
-    /// MiniCPM-V: modules `vpm`, `resampler`, `llm`.
+    /// MiniCPM-V: `vpm`, `resampler`, `llm`.
     Vision,
-    /// MiniCPM-o: the same three modules; its audio and speech tensors are ignored.
+    /// MiniCPM-o: the same three parts; its audio and speech tensors are ignored.
     Omni,
 }
 
-/// Configuration of the whole model.
+/// The whole model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MiniCpmConfig {
     /// MiniCPM-V or MiniCPM-o.
     pub family: Family,
-    /// Sizes of the Qwen2 decoder.
+    /// The Qwen2 decoder.
     pub language: LanguageConfig,
-    /// Sizes of the SigLIP vision tower.
+    /// The SigLIP vision tower.
     pub vision: VisionConfig,
     /// Image tokens per slice: queries of the resampler.
     pub query_num: usize,
@@ -43,7 +43,7 @@ pub struct MiniCpmConfig {
     pub slicing: SlicingConfig,
 }
 
-/// Sizes of the Qwen2 decoder.
+/// The Qwen2 decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LanguageConfig {
     /// Width of the residual stream.
@@ -64,13 +64,13 @@ pub struct LanguageConfig {
     pub rms_norm_eps: f64,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
-    /// Whether the output head shares the weight of the embedding.
+    /// Whether the output head shares the embedding.
     pub tie_word_embeddings: bool,
     /// Standard deviation of random start values.
     pub initializer_range: f64,
 }
 
-/// Sizes of the SigLIP vision tower.
+/// The SigLIP vision tower.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VisionConfig {
     /// Width of the residual stream.
@@ -85,7 +85,7 @@ pub struct VisionConfig {
     pub head_dim: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
-    /// Learned positions per side of the position grid.
+    /// Positions per side of the learned position grid.
     pub grid_side: usize,
     /// Epsilon of every LayerNorm.
     pub layer_norm_eps: f64,
@@ -111,7 +111,7 @@ impl MiniCpmConfig {
         Self::read(ConfigFile::load(dir)?.fields())
     }
 
-    /// Parses the content of a `config.json`; `path` appears in errors.
+    /// Parses the content of a `config.json`; `path` is named in errors.
     ///
     /// # Errors
     /// As [`MiniCpmConfig::load`].
@@ -140,7 +140,7 @@ impl MiniCpmConfig {
         Ok(config)
     }
 
-    /// Number of heads of the resampler's attention.
+    /// Heads of the resampler's attention.
     pub fn resampler_heads(&self) -> usize {
         self.language.hidden_size / RESAMPLER_HEAD_DIM
     }
@@ -152,7 +152,7 @@ impl MiniCpmConfig {
             language.num_heads,
             language.num_kv_heads,
         )?;
-        // Rotary embedding pairs the two halves of a head.
+        // rotary positions rotate halves of a head
         divisible("hidden_size / num_attention_heads", language.head_dim, 2)?;
         divisible("hidden_size", language.hidden_size, RESAMPLER_HEAD_DIM)?;
         at_most("hidden_size / num_attention_heads", language.head_dim, 128)?;
@@ -214,7 +214,7 @@ fn check_supported(fields: Fields<'_>) -> Result<(), ConfigError> {
 }
 
 impl LanguageConfig {
-    fn resolve(fields: Fields<'_>) -> Result<Self, ConfigError> {
+    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
         let hidden_size = fields.size("hidden_size")?;
         let num_heads = fields.size("num_attention_heads")?;
         // The class default, used where a file has no value.
@@ -236,7 +236,7 @@ impl LanguageConfig {
 }
 
 impl VisionConfig {
-    fn resolve(fields: Fields<'_>, drop_last: bool) -> Result<Self, ConfigError> {
+    fn read(fields: Fields<'_>, drop_last: bool) -> Result<Self, ConfigError> {
         const WIDTH: &str = "vision_config.hidden_size";
         let num_layers = fields.size("vision_config.num_hidden_layers")?;
         let patch_size = fields.size("vision_config.patch_size")?;

@@ -10,7 +10,7 @@ pub(super) fn answer_spans(ids: &[i32], markers: &MarkerIds) -> Vec<bool> {
         if ids[role] != markers.assistant || ids[role - 1] != markers.turn_start {
             continue;
         }
-        // A line break follows the role. An end token at `start` does not end the span.
+        // behind the role comes a line break; an end token right there does not end the span
         let start = role + 2;
         let end = (start + 1..ids.len()).find(|&i| ids[i] == markers.turn_end);
         if let Some(end) = end {

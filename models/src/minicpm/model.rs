@@ -1,4 +1,4 @@
-//! MiniCPM-V and MiniCPM-o: parameters and forward pass.
+//! The whole model: its parameters and its forward pass.
 
 use super::config::MiniCpmConfig;
 use super::language::decoder;
@@ -25,7 +25,7 @@ const LANGUAGE: LanguageModules = LanguageModules {
     mlp: &["gate_proj", "up_proj", "down_proj"],
 };
 
-/// Tower of the unit or parameter called `name`.
+/// The part of the model that a unit or parameter called `name` belongs to.
 fn tower(name: &str) -> Tower {
     match name.split('.').next() {
         Some("vpm") => Tower::Vision,
@@ -153,7 +153,7 @@ impl VisionLanguageModel for MiniCpm {
             "vpm.embeddings.position_embedding.weight"
             | "vpm.embeddings.patch_embedding.weight" => Init::Normal((fan_in as f32).powf(-0.5)),
             name if name.starts_with("vpm.") => xavier,
-            // The resampler's code has a constant 0.02, the default of `initializer_range`.
+            // The resampler's own code writes 0.02, which is the default of the range.
             _ => Init::Normal(self.config.language.initializer_range as f32),
         }
     }

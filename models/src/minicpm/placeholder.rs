@@ -78,7 +78,7 @@ fn substitute_single(turns: &[Message], text: &str) -> Result<Substituted, Sampl
     }
     let marked: usize = turns.iter().map(single_marks).sum();
     let in_first = single_marks(&turns[0]);
-    // If the first turn has no placeholder, the image is shown before its text.
+    // without a mark in the first turn the picture is put in front of it
     let placeholders = marked + usize::from(in_first == 0);
     if placeholders > 1 {
         return Err(SampleError::MorePlaceholdersThanImages {
@@ -121,7 +121,7 @@ fn substitute_named(
     let mut order = Vec::new();
     let mut written = Vec::with_capacity(turns.len());
     for turn in turns {
-        // Texts and names alternate; every piece gets its own line, even an empty one.
+        // text and names alternate; every piece gets a line of its own, empty ones too
         let mut pieces = Vec::new();
         let mut rest = 0;
         for name in NAMED.find_iter(&turn.content) {

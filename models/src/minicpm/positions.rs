@@ -10,7 +10,7 @@ const LANES: usize = 8;
 /// Elements per iteration of that fill; the remainder is computed one by one.
 const BLOCK: usize = 2 * LANES;
 
-/// `arange(start, end, step)` in `f32`, bit for bit as PyTorch on the CPU.
+/// `arange(start, end, step)` in `f32`, bit for bit as PyTorch on a CPU.
 fn arange(start: f64, end: f64, step: f64) -> Vec<f32> {
     let count = ((end - start) / step).ceil() as usize;
     let vectorized = count / BLOCK * BLOCK;
@@ -26,7 +26,7 @@ fn arange(start: f64, end: f64, step: f64) -> Vec<f32> {
         .collect()
 }
 
-/// Bucket of each of `patches` patches on one axis of a grid with `grid_side` positions.
+/// Bucket of each of `patches` patches of one axis on a grid of `grid_side` positions.
 ///
 /// # Panics
 /// If either number is zero.
@@ -39,7 +39,7 @@ pub fn position_buckets(patches: usize, grid_side: usize) -> Vec<usize> {
     let coordinates = arange(0.0, 1.0 - 1e-6, f64::from(1.0 / patches as f32));
     let bucket = |coordinate| edges.partition_point(|&edge| edge <= coordinate);
     (0..patches)
-        // Rounding of the step may make the range one short; its last element is then repeated.
+        // rounding of the step could make the range one short; its last element is then repeated
         .map(|i| bucket(coordinates[i.min(coordinates.len() - 1)]).min(grid_side - 1))
         .collect()
 }

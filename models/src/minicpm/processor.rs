@@ -12,9 +12,9 @@ use crate::text::{ChatTemplate, Tokenizer, TokenizerError};
 /// Texts of the markers around image features in a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Markers {
-    /// Before the features of the overview.
+    /// Before the overview, and before its features.
     pub image_start: String,
-    /// After the features of the overview.
+    /// After the overview.
     pub image_end: String,
     /// Before a cell.
     pub slice_start: String,
@@ -151,7 +151,7 @@ impl MarkerIds {
     }
 }
 
-/// Processor of MiniCPM-V and MiniCPM-o; the sample rules are in `sample.rs` beside this file.
+/// Turns samples into model inputs; the sample rules are in `sample.rs` beside this file.
 #[derive(Clone, Debug)]
 pub struct MiniCpmProcessor {
     pub(super) config: ProcessorConfig,
@@ -173,7 +173,7 @@ impl MiniCpmProcessor {
         let tokenizer = Tokenizer::load(dir)?;
         let template = ChatTemplate::load(dir, &tokenizer)?;
         let ids = MarkerIds::find(&tokenizer, &config.markers)?;
-        // Markers of numbers and features are checked too, although no rule needs their ids.
+        // numbers and features are markers too, though no rule looks for their ids
         for text in [&config.markers.image_id_start, &config.markers.image_id_end] {
             tokenizer.id(text)?;
         }

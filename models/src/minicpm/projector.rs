@@ -1,4 +1,4 @@
-//! The resampler: learned queries read the patches of each slice by one cross-attention.
+//! The resampler: learned queries read each slice's patches by one cross-attention.
 //!
 //! Shapes: `P` patches of all slices, `N` slices, `Q` queries, `D` width of the language model.
 
@@ -23,7 +23,7 @@ pub(super) struct Resampler {
     post_norm: LayerNorm,
     query: ParamId,
     kv_proj: LinearParams,
-    /// q, k and v: thirds of one fused projection.
+    /// Thirds of the packed q, k, v projection.
     q: LinearParams,
     k: LinearParams,
     v: LinearParams,
@@ -110,8 +110,9 @@ impl Resampler {
         scope.matmul(&out, self.proj)
     }
 
-    /// Two-dimensional sine and cosine positions of all patches, `[P, D]`: the half of the column first, then that of
-    /// the row. They are gathered from one table per axis, so that only small tables are computed.
+    /// Two-dimensional sine and cosine positions of all patches, `[P, D]`: the column's half
+    /// first, then the row's. Gathered from one table per axis, so that only small tables are
+    /// computed.
     fn positions(
         &self,
         backend: &dyn Backend,
@@ -126,12 +127,12 @@ impl Resampler {
             let table = backend.cast(&table, dtype)?;
             Ok(backend.gather_rows(&table, &batch.patch_coords[axis])?)
         };
-        // One summand is zero in each half, so the sum is exact in any dtype.
+        // Each half is zero where the other is not, so the sum is exact in any dtype.
         Ok(backend.add(&half(0)?, &half(1)?)?)
     }
 }
 
-/// Positions `[count, width]` of one axis (0 rows, 1 columns), zero in the half of the other axis:
+/// `[count, width]` of one axis (0 rows, 1 columns), zero in the other axis' half:
 /// `sin(i w), cos(i w)` with `w_j = 10000^(-j / (width / 4))`, in f32.
 fn axis_table(count: usize, width: usize, axis: usize) -> Vec<f32> {
     let quarter = width / 4;

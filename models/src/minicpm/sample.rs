@@ -234,7 +234,7 @@ impl MiniCpmProcessor {
         Ok(ids)
     }
 
-    /// Token ranges between start and end markers; `tokens` is the length before truncation.
+    /// Ranges between start and end markers; `tokens` is the length before truncation.
     fn image_bounds(
         &self,
         input_ids: &[i32],
@@ -323,7 +323,7 @@ mod tests {
     use serde_json::{Value, json};
     use std::path::Path;
 
-    /// Images whose path is their size, as in `100x40`.
+    /// Pictures whose path is their size, as in `100x40`.
     struct Sizes;
 
     impl ImageSource for Sizes {
@@ -339,7 +339,7 @@ mod tests {
 
         fn load(&self, path: &Path) -> Result<RgbImage, ImageError> {
             let (width, height) = self.dimensions(path)?;
-            // the byte tells images apart
+            // the byte tells pictures apart
             Ok(RgbImage::new(
                 width,
                 height,
@@ -583,7 +583,7 @@ mod tests {
             images: 0,
         };
         assert_eq!(error.to_string(), counts.to_string());
-        // as many ends as starts, but the end stands before the image that truncation cut
+        // as many ends as starts, but the end stands before the picture that truncation cut
         let turns = [
             ("user", "</slice>"),
             ("assistant", "b"),

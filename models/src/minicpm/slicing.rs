@@ -1,7 +1,7 @@
 //! Slicing of images: one overview, and for large images a grid of cells.
 //!
-//! Sizes are (width, height) in pixels; a [`Slice`] counts patches as (rows, cols). All arithmetic is `f64` in the
-//! reference's order, since its rounding decides sizes.
+//! Sizes here are (width, height) in pixels; a [`Slice`] counts patches as (rows, cols).
+//! All arithmetic is `f64` in the reference's order, since its roundings decide sizes.
 
 use super::config::SlicingConfig;
 use crate::data::Slice;
@@ -13,11 +13,11 @@ pub type PixelSize = (usize, usize);
 /// Cells of a large image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cells {
-    /// Cells per row.
+    /// Cells side by side.
     pub cols: usize,
-    /// Cells per column.
+    /// Cells on top of each other.
     pub rows: usize,
-    /// Size of a cell.
+    /// Size of each cell.
     pub cell: PixelSize,
 }
 
@@ -89,7 +89,7 @@ impl SlicePlan {
         1 + self.cells.map_or(0, |cells| cells.cols * cells.rows)
     }
 
-    /// Number of patches of all slices.
+    /// Patches of all slices together.
     pub fn patches(&self) -> usize {
         self.shapes().iter().map(|(rows, cols)| rows * cols).sum()
     }
@@ -118,13 +118,13 @@ impl SlicePlan {
     }
 }
 
-/// Multiple of `divisor` nearest to `value`: ties go to the even multiple, and the result is at least `divisor`.
+/// Multiple of `divisor` nearest to `value`, ties to the even multiple, at least one.
 fn nearest_multiple(value: f64, divisor: usize) -> usize {
     let multiples = (value / divisor as f64).round_ties_even() as usize;
     (multiples * divisor).max(divisor)
 }
 
-/// Size in whole patches with the aspect ratio of `size`. The area is that of `size` if it is small enough and
+/// Size in whole patches with the aspect ratio of `size`: its own if the area is small enough and
 /// `upscale` is false, otherwise about the area of one slice.
 fn fit(size: (f64, f64), upscale: bool, config: &SlicingConfig) -> PixelSize {
     let (mut width, mut height) = size;
@@ -132,7 +132,7 @@ fn fit(size: (f64, f64), upscale: bool, config: &SlicingConfig) -> PixelSize {
     if upscale || width * height > side * side {
         let ratio = width / height;
         height = (side / ratio.sqrt()).trunc();
-        // From the truncated height, as in the reference.
+        // from the truncated height, as the reference does
         width = (height * ratio).trunc();
     }
     (
@@ -141,7 +141,7 @@ fn fit(size: (f64, f64), upscale: bool, config: &SlicingConfig) -> PixelSize {
     )
 }
 
-/// Grid (cols, rows) of about `wanted` cells, at most `max`, whose aspect ratio is closest to that of `size`.
+/// Grid (cols, rows) of about `wanted` cells whose aspect ratio is nearest to that of `size`.
 fn best_grid(size: (f64, f64), wanted: usize, max: usize) -> PixelSize {
     let target = (size.0 / size.1).ln();
     let totals = [wanted - 1, wanted, wanted + 1];
@@ -157,7 +157,7 @@ fn best_grid(size: (f64, f64), wanted: usize, max: usize) -> PixelSize {
     let mut least = f64::INFINITY;
     for (cols, rows) in grids {
         let error = (target - (cols as f64 / rows as f64).ln()).abs();
-        // The first of equals wins.
+        // the first of equals wins
         if error < least {
             (best, least) = ((cols, rows), error);
         }

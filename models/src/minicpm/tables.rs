@@ -1,4 +1,4 @@
-//! Index tables of MiniCPM's vision tower and resampler.
+//! Index tables of vision tower and resampler.
 //!
 //! Shapes: `P` patches of all slices, `N` slices, `Q` queries of the resampler.
 
@@ -9,14 +9,14 @@ use crate::error::Result;
 use crate::ops::Sequences;
 use kernels::{Backend, Tensor};
 
-/// Index tables of MiniCPM's vision tower and resampler.
+/// Tables of MiniCPM's vision tower and resampler.
 #[derive(Clone, Debug)]
 pub struct MiniCpmTables {
     /// i32 `[P]`: row of the learned position table.
     pub position_ids: Tensor,
-    /// i32 `[P]` each: patch row and patch column inside the slice.
+    /// i32 `[P]`: patch row and patch column inside the slice.
     pub patch_coords: [Tensor; 2],
-    /// Number of rows and columns of the largest slices: largest coordinate plus one.
+    /// Largest patch row and column plus one.
     pub grid: [usize; 2],
     /// Attention of a slice's queries to its patches.
     pub resample: Sequences,
@@ -31,7 +31,7 @@ impl VisionTables for MiniCpmTables {
 }
 
 impl MiniCpmTables {
-    /// Tables of slices of `grids` (patches per column, patches per row).
+    /// Tables of slices of `grids` (patches per column, per row).
     ///
     /// # Errors
     /// When memory runs out.

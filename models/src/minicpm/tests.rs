@@ -129,7 +129,7 @@ struct Sample {
 }
 
 impl Sample {
-    /// A text with one place for each of the images of `grids` patches.
+    /// A text with one place for each of the pictures of `grids` patches.
     fn new(grids: &[(usize, usize)], tail: usize) -> Self {
         let mut ids = vec![1];
         let mut bounds = Vec::new();
@@ -730,7 +730,7 @@ fn dropout_masks_depend_on_samples_not_on_batches() {
         let keys: Vec<u64> = samples.iter().map(|(_, key)| *key).collect();
         let batch = model.collate(&inputs, &**access.backend()).unwrap();
         let state = Dropout::new(5, &keys, &inputs, &**access.backend()).unwrap();
-        // The check of recomputes sees a mask that changed its mind.
+        // The check of replays sees a mask that changed its mind.
         let tape = Tape::training(&access)
             .with_dropout(state)
             .with_replay_check(true);

@@ -13,7 +13,7 @@ use crate::params::ParamBuilder;
 use engine::{ParamId, UnitId};
 use kernels::Gelu;
 
-/// Vision tower: patch embedding, learned positions and transformer blocks, without the final norm.
+/// Patch embedding, learned positions and transformer blocks, without the final norm.
 #[derive(Debug)]
 pub(super) struct VisionTower {
     embed_unit: UnitId,

@@ -20,12 +20,11 @@ pub struct SelfAttentionConfig {
     pub kv_heads: usize,
     /// `d`.
     pub head_dim: usize,
-    /// Name of the weight that holds q, k and v in this order; absent when the checkpoint has `q_proj`, `k_proj` and
-    /// `v_proj`.
+    /// Name of the one weight that holds q, k and v in this order; without it they are `q_proj`, `k_proj` and `v_proj`.
     pub fused: Option<&'static str>,
     /// Whether q, k and v have a bias.
     pub qkv_bias: bool,
-    /// Whether the output projection has a bias.
+    /// Whether the output projection has one.
     pub out_bias: bool,
     /// Name of the output projection.
     pub out_name: &'static str,
@@ -42,9 +41,9 @@ pub struct SelfAttention {
 /// Weights of queries, keys and values.
 #[derive(Clone, PartialEq, Debug)]
 enum Projections {
-    /// One weight each.
+    /// A weight each.
     Apart(Box<[Linear; 3]>),
-    /// One weight: q, k, v.
+    /// One weight, in that order.
     Fused(FusedLinear),
 }
 

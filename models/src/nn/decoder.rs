@@ -1,4 +1,4 @@
-//! A decoder over packed samples: token embedding with image features, layers, and head with loss.
+//! A decoder over packed samples: token embedding with the splice, layers, and the head with the loss.
 //!
 //! Shapes: `T` tokens of all samples, `D` width.
 
@@ -10,7 +10,7 @@ use crate::generate::CachedLayer;
 use crate::params::{ParamBuilder, ParamScope};
 use engine::UnitId;
 
-/// One layer of a decoder.
+/// A layer of a decoder.
 pub trait DecoderLayer: std::fmt::Debug {
     /// `[T, D]` to `[T, D]`; with `cache`, keys and values go through it.
     ///
@@ -25,7 +25,7 @@ pub trait DecoderLayer: std::fmt::Debug {
     ) -> Result<Var>;
 }
 
-/// Decoder layers of one type; each is a unit.
+/// Layers of one kind, one unit each.
 #[derive(Debug)]
 pub struct DecoderLayers<L> {
     layers: Vec<(UnitId, L)>,
@@ -66,7 +66,7 @@ pub struct Decoder<L> {
 pub struct DecoderConfig {
     /// Unit and module of the token embedding.
     pub embed: [&'static str; 2],
-    /// Stems of the names of the layers' units and modules; `.N` follows.
+    /// Stem of the layers' units and of their modules; a layer's number follows.
     pub layers: [&'static str; 2],
     /// Number of layers.
     pub num_layers: usize,
@@ -74,7 +74,7 @@ pub struct DecoderConfig {
     pub norm: &'static str,
     /// Unit and module of the head.
     pub head: [&'static str; 2],
-    /// Sizes of a layer.
+    /// Rows of embedding and head.
     pub vocabulary: usize,
     /// The layers.
     pub block: DecoderBlockConfig,
@@ -111,7 +111,7 @@ impl Decoder<DecoderBlock> {
 }
 
 impl<L: DecoderLayer> Decoder<L> {
-    /// Embeds the tokens, replaces image rows by `features`, and runs the layers: `[T, D]`, before the final norm.
+    /// Embeds the tokens, splices `features` in and runs the layers: `[T, D]`, before the norm.
     ///
     /// # Errors
     /// When the engine or the device fails.

@@ -1,4 +1,4 @@
-//! Transformer block of a Llama-like decoder, for Qwen2, GLM-4 and GLM-4.1V.
+//! Transformer block of a Llama-like decoder: Qwen2, GLM-4 and GLM-4.1V.
 
 use super::{DecoderLayer, GatedMlp, RmsNorm, SelfAttention, SelfAttentionConfig};
 use crate::autograd::{Scope, Var};
@@ -33,20 +33,20 @@ pub struct DecoderBlockConfig {
 pub struct BlockNames {
     /// The attention.
     pub attention: &'static str,
-    /// Name of the weight of q, k and v; absent when the checkpoint has `q_proj`, `k_proj` and `v_proj`.
+    /// The weight of q, k and v; without it `q_proj`, `k_proj` and `v_proj`.
     pub fused_qkv: Option<&'static str>,
     /// The attention's output projection.
     pub out: &'static str,
-    /// Name of the weight of gate and up; absent when the checkpoint has `gate_proj` and `up_proj`.
+    /// The weight of gate and up; without it `gate_proj` and `up_proj`.
     pub fused_gate_up: Option<&'static str>,
     /// The MLP's output projection.
     pub down: &'static str,
-    /// Names of the norms of the outputs of attention and MLP, if the block has them.
+    /// Norms of the outputs of attention and MLP, where the block has them.
     pub output_norms: Option<[&'static str; 2]>,
 }
 
 impl BlockNames {
-    /// Names in Llama and Qwen2.
+    /// Those of Llama and Qwen2.
     pub const LLAMA: Self = Self {
         attention: "self_attn",
         fused_qkv: None,
@@ -57,7 +57,7 @@ impl BlockNames {
     };
 }
 
-/// `x += attention(norm(x)); x += mlp(norm(x))` with rotary positions. GLM-4.1V also norms both outputs.
+/// `x += attention(norm(x)); x += mlp(norm(x))` with rotary positions. Some families norm both outputs as well.
 #[derive(Clone, PartialEq, Debug)]
 pub struct DecoderBlock {
     norm1: RmsNorm,

@@ -10,13 +10,13 @@ use std::ops::Range;
 /// product of its own, so that no output has to be split.
 #[derive(Clone, PartialEq, Debug)]
 pub struct FusedLinear {
-    /// Concatenated weight and bias.
+    /// Weight and bias of all.
     pub base: LinearParams,
-    /// The adapter of the whole layer, or the concatenated adapters of the projections.
+    /// The adapter of all, or one per projection.
     pub adapter: Option<LoraParams>,
     /// Rows of each projection.
     pub parts: Vec<Range<usize>>,
-    /// Whether each projection has its own adapter.
+    /// Whether each projection has an adapter of its own.
     pub own_adapters: bool,
 }
 

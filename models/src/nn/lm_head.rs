@@ -1,4 +1,4 @@
-//! The end of a decoder: the final norm and the output head.
+//! The end of a decoder: its last norm and the product with the vocabulary.
 
 use super::RmsNorm;
 use crate::autograd::{Loss, Tape, Var};
@@ -9,31 +9,31 @@ use crate::params::ParamBuilder;
 use engine::{ParamId, UnitId};
 use kernels::{DType, Tensor};
 
-/// Names and sizes of an [`LmHead`].
+/// Names and sizes of a [`LmHead`].
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LmHeadConfig<'a> {
-    /// Name of the unit.
+    /// The unit.
     pub unit: &'a str,
     /// Path of the norm.
     pub norm: &'a str,
     /// Path of the head.
     pub head: &'a str,
-    /// Rows of the head, `v`.
+    /// `v`.
     pub vocabulary: usize,
-    /// Width `D` of the hidden states.
+    /// `D`.
     pub width: usize,
     /// Epsilon of the norm.
     pub eps: f32,
 }
 
-/// The final norm and the output head, one unit.
+/// The last norm and the head, one unit.
 #[derive(Debug)]
 pub struct LmHead {
     /// The unit.
     pub unit: UnitId,
-    /// The final norm.
+    /// Before the head.
     pub norm: RmsNorm,
-    /// The head's weight, `[v, D]`.
+    /// `[v, c]`.
     pub weight: ParamId,
 }
 
@@ -53,7 +53,7 @@ impl LmHead {
         })
     }
 
-    /// Cross-entropy losses of all rows of `hidden` `[T, D]`.
+    /// Losses of all rows of `hidden [t, c]`.
     ///
     /// # Errors
     /// When the engine or the device fails.
@@ -68,7 +68,7 @@ impl LmHead {
         })
     }
 
-    /// f32 logits of the rows `index`; of all rows without `index`.
+    /// f32 logits of the rows `index`, or of all rows.
     ///
     /// # Errors
     /// When the engine or the device fails.

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::params::ParamScope;
 use kernels::Gelu;
 
-/// `fc2(gelu(fc1(x)))` with biases, for vision towers.
+/// `fc2(gelu(fc1(x)))` with biases: vision towers.
 #[derive(Clone, PartialEq, Debug)]
 pub struct GeluMlp {
     fc1: Linear,
@@ -15,7 +15,7 @@ pub struct GeluMlp {
 }
 
 impl GeluMlp {
-    /// Declares `fc1` (`width` to `inner`) and `fc2` (back) under `name`.
+    /// Declares `fc1` and `fc2` below `name`; `width` to `inner` and back.
     pub fn new(
         params: &mut ParamScope<'_, '_>,
         name: &str,
@@ -42,7 +42,7 @@ impl GeluMlp {
     }
 }
 
-/// `down(silu(gate(x)) * up(x))` without biases, for Llama, Qwen2 and GLM.
+/// `down(silu(gate(x)) * up(x))` without biases: Llama, Qwen2 and GLM.
 #[derive(Clone, PartialEq, Debug)]
 pub struct GatedMlp {
     inputs: GateUp,
@@ -52,14 +52,14 @@ pub struct GatedMlp {
 /// Weights of gate and up.
 #[derive(Clone, PartialEq, Debug)]
 enum GateUp {
-    /// One weight each.
+    /// A weight each.
     Apart(Box<[Linear; 2]>),
-    /// One weight: gate, up.
+    /// One weight, the gate first.
     Fused(FusedLinear),
 }
 
 impl GatedMlp {
-    /// Declares `gate_proj`, `up_proj` and `down_proj` under `name`.
+    /// Declares `gate_proj`, `up_proj` and `down_proj` below `name`.
     pub fn new(params: &mut ParamScope<'_, '_>, name: &str, width: usize, inner: usize) -> Self {
         let mut scope = params.at(name);
         let inputs = ["gate_proj", "up_proj"].map(|name| scope.linear(name, [inner, width], false));
@@ -84,7 +84,7 @@ impl GatedMlp {
         }
     }
 
-    /// Gate, up and down as separate layers, for operations over several layers.
+    /// Gate, up and down, for operations over several layers.
     #[must_use]
     pub fn layers(&self) -> [Linear; 3] {
         let [gate, up] = match &self.inputs {

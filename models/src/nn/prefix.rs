@@ -1,4 +1,4 @@
-//! P-tuning v2: learned keys and values in every layer, visible to all queries.
+//! P-tuning v2: every layer has learned keys and values that all queries see.
 //!
 //! They precede the keys of each sample. Attention does not depend on the order of keys, and the causal mask is aligned
 //! to the last key, so every query sees all of them.
@@ -11,23 +11,23 @@ use crate::params::ParamScope;
 use engine::ParamId;
 use kernels::{Backend, Tensor};
 
-/// Index tables of a batch of `S` samples and `T` tokens, for `P` learned tokens of `g` heads. All are i32.
+/// Tables of a batch of `S` samples and `T` tokens, for `P` learned tokens of `g` heads; each i32.
 #[derive(Clone, Debug)]
 pub struct PrefixTables {
-    /// `[S * P * g]`: rows of the learned keys in the parameter `[2, g, P, d]`, viewed as `[2 * g * P, d]`.
+    /// `[S * P * g]`: heads of the keys, among all of `[2, g, P]`.
     keys: Tensor,
-    /// `[S * P * g]`: the same for the learned values.
+    /// `[S * P * g]`: heads of the values.
     values: Tensor,
-    /// `[S * P]`: rows of the learned tokens in the concatenation.
+    /// `[S * P]`: rows of the learned tokens.
     prefix_rows: Tensor,
-    /// `[T]`: rows of the batch's tokens in the concatenation.
+    /// `[T]`: rows of the batch's tokens.
     token_rows: Tensor,
     /// Attention of the batch's queries to all rows.
     pub(crate) sequences: Sequences,
 }
 
 impl PrefixTables {
-    /// Tables for samples with the row offsets `starts`.
+    /// For samples that begin at `starts` (and end where the next one does).
     ///
     /// # Errors
     /// When memory runs out.
@@ -64,14 +64,14 @@ impl PrefixTables {
     }
 }
 
-/// Learned keys and values of one layer: `[2, g, P, d]`.
+/// A layer's learned keys and values, `[2, g, P, d]`.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Prefix {
     param: ParamId,
 }
 
 impl Prefix {
-    /// Declares the parameter `prefix`.
+    /// Declares `prefix`.
     pub(crate) fn new(
         params: &mut ParamScope<'_, '_>,
         tokens: usize,
@@ -83,7 +83,7 @@ impl Prefix {
         }
     }
 
-    /// Inserts the learned keys and values before each sample of `k`, `v` `[T, g, d]`: `[S * P + T, g, d]`.
+    /// `k`, `v` `[T, g, d]` with the learned ones before those of each sample: `[S * P + T, g, d]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

@@ -1,21 +1,21 @@
-//! Rotary position embedding: frequencies, cosines and sines.
+//! Angles of rotary positions.
 
 use crate::batch::upload;
 use crate::error::Result;
 use kernels::{Backend, DType, Float, RopeLayout, Tensor};
 
-/// Cosines and sines of rotary positions, one row per token.
+/// Angles of rotary positions, one row per token.
 #[derive(Clone, Debug)]
 pub struct Rotary {
     /// f32 `[t, w]`.
     pub cos: Tensor,
     /// f32 `[t, w]`.
     pub sin: Tensor,
-    /// Which elements of a head form a rotated pair.
+    /// Which elements rotate together.
     pub layout: RopeLayout,
 }
 
-/// The frequencies `theta^(-2i / rotary)` for `i < rotary / 2`.
+/// `theta^(-2i / rotary)` for `i < rotary / 2`.
 #[must_use]
 pub fn rope_frequencies(rotary: usize, theta: f32) -> Vec<f32> {
     (0..rotary / 2)
@@ -26,14 +26,14 @@ pub fn rope_frequencies(rotary: usize, theta: f32) -> Vec<f32> {
 /// Frequencies of the rotating pairs, and the pairs' layout.
 #[derive(Clone, PartialEq, Debug)]
 pub struct RotaryTable {
-    /// One per rotated pair, `[w]`.
+    /// `[w]`.
     pub frequencies: Vec<f32>,
-    /// Which elements of a head form a rotated pair.
+    /// Which elements rotate together.
     pub layout: RopeLayout,
 }
 
 impl RotaryTable {
-    /// Cosines and sines of `position * frequency`, rounded to `dtype`.
+    /// Angles `position * frequency` of every position; cosines and sines as `dtype` represents them.
     ///
     /// # Errors
     /// When memory runs out.
@@ -45,7 +45,7 @@ impl RotaryTable {
     }
 }
 
-/// Cosines and sines of `angles` (rows of `width`), rounded to `dtype`.
+/// Cosines and sines of `angles` (rows of `width`), as `dtype` represents them.
 ///
 /// # Errors
 /// When memory runs out.
@@ -67,7 +67,7 @@ pub fn rotary_of(
     })
 }
 
-/// `x` rounded to `dtype`.
+/// `x` as `dtype` represents it.
 #[must_use]
 pub fn round(x: f32, dtype: DType) -> f32 {
     match dtype {

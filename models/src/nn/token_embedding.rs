@@ -64,7 +64,7 @@ impl TokenEmbedding {
         Ok(x)
     }
 
-    /// Embeddings of all tokens. Padding in the text gets no gradient.
+    /// Embeddings of all tokens; those of padding in the text get no gradient.
     fn tokens(&self, scope: &Scope<'_>, batch: &Batch) -> Result<Var> {
         let x = scope.embedding(self.table, &batch.input_ids)?;
         let Some(padding) = &batch.padding_rows else {

@@ -1,4 +1,4 @@
-//! Block of a vision transformer.
+//! A block of a vision transformer.
 
 use super::{GeluMlp, LayerNorm, SelfAttention, SelfAttentionConfig};
 use crate::autograd::{Scope, Var};
@@ -20,11 +20,11 @@ pub struct VisionBlockConfig {
     pub inner: usize,
     /// Epsilon of the norms.
     pub eps: f32,
-    /// Variant of GELU in the MLP.
+    /// The MLP's nonlinearity.
     pub gelu: Gelu,
 }
 
-/// `x += attention(norm(x)); x += mlp(norm(x))`. Attention is bidirectional; all layers have biases.
+/// `x += attention(norm(x)); x += mlp(norm(x))`, bidirectional, all layers with biases.
 #[derive(Clone, PartialEq, Debug)]
 pub struct VisionBlock {
     norm1: LayerNorm,

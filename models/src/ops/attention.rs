@@ -8,16 +8,16 @@ use std::sync::Arc;
 /// Packed sequences of an attention: one after the other, without padding.
 #[derive(Clone, Debug)]
 pub struct Sequences {
-    /// Offsets of the queries: sequence `i` has the rows `q_starts[i]..q_starts[i + 1]`.
+    /// Sequence `i` has the queries `q_starts[i]..q_starts[i + 1]`.
     pub q_starts: Arc<[usize]>,
     /// Sequence `i` has the keys `k_starts[i]..k_starts[i + 1]`.
     pub k_starts: Arc<[usize]>,
-    /// Whether a query sees no later keys. The last query is aligned to the last key.
+    /// Whether a query sees only the keys up to its own position.
     pub causal: bool,
 }
 
 impl Sequences {
-    /// Self-attention: the queries of each sequence are also its keys.
+    /// Sequences that attend to themselves.
     #[must_use]
     pub fn own(starts: Arc<[usize]>, causal: bool) -> Self {
         Self {
@@ -47,7 +47,7 @@ impl Sequences {
 }
 
 impl Scope<'_> {
-    /// Softmax attention of `q [t, h, d]` over `k`, `v` `[s, g, d]`: `[t, h, d]`. Scores are scaled by `d^-0.5`.
+    /// Softmax attention of `q [t, h, d]` over `k`, `v [s, g, d]`: `[t, h, d]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

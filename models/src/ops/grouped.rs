@@ -6,7 +6,7 @@ use crate::error::Result;
 use engine::ParamId;
 use kernels::{GroupedMatmulArgs, MatmulGroup, Tensor, Transpose};
 
-/// Row indices (i32) of two disjoint groups, e.g. one per expert, neither empty. Together they are all rows.
+/// A partition of token rows in two, e.g. by expert: i32 row numbers, neither list empty.
 #[derive(Clone, Debug)]
 pub struct RowGroups(pub [Tensor; 2]);
 
@@ -22,12 +22,12 @@ impl RowGroups {
 #[derive(Clone, Debug)]
 struct Group {
     params: LinearParams,
-    /// i32 row indices.
+    /// i32.
     rows: Tensor,
 }
 
 impl Group {
-    /// Adds the gradients of the bias and the weight.
+    /// Adds the gradients of bias and weight.
     fn add_grads(
         &self,
         sweep: &mut Sweep<'_>,
@@ -48,9 +48,9 @@ impl Group {
 }
 
 impl Scope<'_> {
-    /// Grouped GEMM: `x[row] W^T + bias` with weight and bias of the row's group. `[t, k]` to `[t, n]`, in the dtype
-    /// of `x`. The `rows` of the groups are i32, and together they name every row once. The results equal those of
-    /// [`Scope::linear`] on the rows of each group.
+    /// `x[row] W^T + bias` with weight and bias of the row's group: `[t, k]` to `[t, n]`, in the dtype of `x`. Each
+    /// group's `rows` are i32; together they name every row once. The results are those of [`Scope::linear`] on the
+    /// rows of each group.
     ///
     /// # Errors
     /// As [`Scope::linear`], or when the groups are no partition.
@@ -84,7 +84,7 @@ impl Scope<'_> {
             let bias = layer.bias.filter(|id| self.trains(*id));
             (self.trains(layer.weight), bias)
         });
-        // Only the weights' gradients need the input.
+        // The input is kept for the weights' gradients alone.
         let kept = trained.iter().any(|(weight, _)| *weight).then_some(input);
         let used: Vec<ParamId> = params
             .iter()

@@ -1,4 +1,4 @@
-//! Linear layers: products with weights.
+//! Products with weights.
 
 use crate::autograd::{Scope, Sweep, Var};
 use crate::error::Result;
@@ -9,11 +9,11 @@ use std::ops::Range;
 /// The parameters of a linear layer.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LinearParams {
-    /// `[n, ..]`; trailing axes (of a convolution kernel) are flattened into `k`.
+    /// `[n, ..]`; further axes (a convolution kernel) are folded into `k`.
     pub weight: ParamId,
-    /// `[n]`, if the layer has a bias.
+    /// `[n]`.
     pub bias: Option<ParamId>,
-    /// Rows of weight and bias to use, e.g. q of a fused q, k, v; all if absent.
+    /// Use only these rows of weight and bias, as for one third of a packed q, k, v.
     pub rows: Option<Range<usize>>,
 }
 
@@ -28,7 +28,7 @@ impl LinearParams {
         }
     }
 
-    /// Restricts the layer to `rows`.
+    /// Only `rows`.
     #[must_use]
     pub fn with_rows(mut self, rows: Range<usize>) -> Self {
         self.rows = Some(rows);
@@ -51,18 +51,18 @@ impl LinearParams {
     }
 }
 
-/// View of a weight as the matrix `[n, k]`.
+/// A weight as a matrix `[n, k]`.
 pub(super) fn matrix(weight: &Tensor) -> Result<Tensor> {
     let n = weight.shape().dims().first().copied().unwrap_or(1);
     Ok(weight.reshape([n, weight.elems() / n.max(1)])?)
 }
 
-/// View of `a` with all axes but the last flattened into rows.
+/// `a` with leading axes folded into rows.
 pub(super) fn rows(a: &Tensor) -> Result<Tensor> {
     Ok(a.reshape([a.shape().rows(), a.shape().last()])?)
 }
 
-/// `op(a) @ op(b)`, where `op` is the identity or the transpose.
+/// `op(a) @ op(b)`.
 pub(super) fn product(
     sweep: &Sweep<'_>,
     (a, transpose_a): (&Tensor, Transpose),
@@ -102,7 +102,7 @@ impl Scope<'_> {
         let (slot, shape, dtype) = (x.slot(), x.shape(), x.dtype());
         let weight_id = params.weight;
         let bias_id = params.bias.filter(|id| self.trains(*id));
-        // Only the weight's gradient needs the input.
+        // The input is kept for the weight's gradient alone.
         let kept = self.trains(weight_id).then_some(input);
         let used: Vec<ParamId> = [Some(weight_id), params.bias]
             .into_iter()
@@ -132,7 +132,7 @@ impl Scope<'_> {
         })
     }
 
-    /// `x @ W` with a parameter `W [k, n]`, without a transpose.
+    /// `x @ W` with a bare parameter `W [k, n]`, which is not transposed.
     ///
     /// # Errors
     /// As [`Scope::linear`].

@@ -8,8 +8,8 @@ use kernels::{Backend, DType, LossGrads, LossNeeds, Shape, Tag, Tensor};
 const OP: &str = "linear_cross_entropy";
 
 impl Scope<'_> {
-    /// Cross-entropy of each row of `hidden [t, c]` through the head `weight [v, c]` against `labels` (i32 `[t]`,
-    /// already shifted). Returns f32 `[t]`, 0 for rows that are not supervised.
+    /// Cross entropy of each row of `hidden [t, c]` through the head `weight [v, c]` against
+    /// `labels` (i32 `[t]`, already shifted): f32 `[t]`, zero where nothing is supervised.
     ///
     /// Its gradient must be one factor for all rows, as [`crate::autograd::Tape::backward`] seeds.
     /// In a segment whose first run is recorded, gradients are computed along with the values, for
@@ -17,7 +17,7 @@ impl Scope<'_> {
     /// gradient is used.
     ///
     /// # Errors
-    /// When shapes do not fit, a label exceeds the vocabulary, or memory runs out.
+    /// When shapes do not fit, a label lies outside the vocabulary, or memory runs out.
     pub fn linear_cross_entropy(
         &self,
         hidden: &Var,

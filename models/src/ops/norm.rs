@@ -5,7 +5,7 @@ use crate::error::Result;
 use engine::ParamId;
 
 impl Scope<'_> {
-    /// Layer norm: `(x - mean) / sqrt(var + eps) * weight + bias`.
+    /// `(x - mean) / sqrt(var + eps) * weight + bias`.
     ///
     /// # Errors
     /// When shapes do not fit, a parameter is not in the leased unit, or memory runs out.
@@ -34,7 +34,7 @@ impl Scope<'_> {
         )
     }
 
-    /// RMS norm: `x / sqrt(mean(x^2) + eps) * weight`.
+    /// `x / sqrt(mean(x^2) + eps) * weight`.
     ///
     /// # Errors
     /// As [`Scope::layer_norm`].

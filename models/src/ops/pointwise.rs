@@ -6,7 +6,7 @@ use engine::ParamId;
 use kernels::{DType, Direction, DropoutArgs, Gelu, RopeLayout, Shape, Tensor};
 
 impl Scope<'_> {
-    /// A parameter as a differentiable value.
+    /// A parameter as a value of its own.
     ///
     /// # Errors
     /// When it is not in the leased unit.
@@ -21,7 +21,7 @@ impl Scope<'_> {
         })
     }
 
-    /// `a + b`, of the same shape and dtype.
+    /// `a + b`, same shape and dtype.
     ///
     /// # Errors
     /// When shapes or dtypes differ, or memory runs out.
@@ -47,11 +47,11 @@ impl Scope<'_> {
         })
     }
 
-    /// Inverted dropout of `x [t, k]`: an element is zero with probability `p`, otherwise divided by `1 - p`. `rows`
-    /// are the dropout keys of the rows; see [`Backend::dropout`](kernels::Backend::dropout).
+    /// `x [t, k]` with elements set to zero with probability `p` and the others divided by `1 - p`; see
+    /// [`Backend::dropout`](kernels::Backend::dropout).
     ///
     /// # Errors
-    /// When `rows` and `x` differ in their number of rows, `p` is out of range, or memory runs out.
+    /// When `rows` has other rows than `x`, `p` is out of range, or memory runs out.
     pub fn dropout(&self, x: &Var, rows: &Tensor, key: [u32; 2], p: f32) -> Result<Var> {
         let value = self.backend().dropout(DropoutArgs {
             x: x.value(),
@@ -71,7 +71,7 @@ impl Scope<'_> {
         })
     }
 
-    /// `x` in another float dtype; `x` itself if it has this dtype.
+    /// `x` in another float dtype; unchanged when it is that already.
     ///
     /// # Errors
     /// When a dtype is not a float or memory runs out.
@@ -99,7 +99,7 @@ impl Scope<'_> {
         })
     }
 
-    /// GELU, exact or with tanh.
+    /// GELU.
     ///
     /// # Errors
     /// When memory runs out.
@@ -127,7 +127,7 @@ impl Scope<'_> {
         })
     }
 
-    /// Rotary embedding: rotates the heads of `x [t, h, d]` by the angles of `cos` and `sin` (f32 `[t, w]`).
+    /// Rotates the heads of `x [t, h, d]` by the angles of `cos` and `sin` (f32 `[t, w]`).
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

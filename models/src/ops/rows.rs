@@ -6,7 +6,7 @@ use engine::ParamId;
 use kernels::{DType, Shape, Tag, Tensor};
 
 impl Scope<'_> {
-    /// Embedding lookup: rows `index` (i32 `[t]`) of a table parameter `[v, c]`, as `[t, c]`.
+    /// Rows `index` (i32 `[t]`) of a table parameter `[v, c]`: `[t, c]`.
     ///
     /// # Errors
     /// When an index lies outside the table, the parameter is not in the leased unit, or memory
@@ -23,7 +23,7 @@ impl Scope<'_> {
         })
     }
 
-    /// Rows `index` (i32 `[m]`) of `x [t, c]`, as `[m, c]`. An index may occur several times.
+    /// Rows `index` (i32 `[m]`) of `x [t, c]`: `[m, c]`; a row may be taken several times.
     ///
     /// # Errors
     /// When an index lies outside or memory runs out.
@@ -37,8 +37,8 @@ impl Scope<'_> {
         })
     }
 
-    /// Scatters the rows of `parts` into `[t, c]`: row `index[i]` of the result is row `i` of its part. Together the
-    /// indices (i32) name every row once.
+    /// `[t, c]` whose row `index[i]` is row `i` of its part; together the indices (i32) name every one of the
+    /// `t` rows once.
     ///
     /// # Errors
     /// When widths or dtypes differ, an index lies outside, or memory runs out.
@@ -68,10 +68,10 @@ impl Scope<'_> {
         })
     }
 
-    /// Transposes each matrix of `x [n, a, b]`: `[n, b, a]`.
+    /// Each matrix of `x [n, a, b]` transposed: `[n, b, a]`.
     ///
     /// # Errors
-    /// When `x` does not have three axes, or memory runs out.
+    /// When `x` has not three axes or memory runs out.
     pub fn transpose_each(&self, x: &Var) -> Result<Var> {
         let value = self.backend().transpose_each(x.value())?;
         let slot = x.slot();
@@ -81,8 +81,8 @@ impl Scope<'_> {
         })
     }
 
-    /// `base [t, c]` with row `index[i]` replaced by `rows[i]`; indices must be unique. The gradient of a replaced
-    /// row of `base` is zero.
+    /// `base [t, c]` with row `index[i]` replaced by `rows[i]`; no index may occur twice.
+    /// The gradient of an overwritten row is zero.
     ///
     /// # Errors
     /// When an index lies outside or memory runs out.

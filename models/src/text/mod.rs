@@ -1,4 +1,4 @@
-//! Tokenizers and chat templates.
+//! Tokenizer and chat template.
 
 pub mod template;
 pub mod tokenizer;
@@ -12,10 +12,10 @@ use std::path::Path;
 
 use tokenizer::limits::MAX_FILE_BYTES;
 
-/// Reads a file of the model directory; `None` if it does not exist. A file of more than [`MAX_FILE_BYTES`] is an
-/// error of kind [`ErrorKind::FileTooLarge`].
+/// Reads a file of the model folder; `None` if there is no such file. A file of more than
+/// [`MAX_FILE_BYTES`] is an error of kind [`ErrorKind::FileTooLarge`].
 fn read_optional(path: &Path) -> Result<Option<Vec<u8>>> {
-    // Checked before opening, since opening a pipe would block.
+    // asked before opening: opening a pipe would block
     match std::fs::metadata(path) {
         Ok(metadata) if metadata.is_file() => {}
         Ok(_) => return Err(Error::new(ErrorKind::InvalidInput, "not a regular file")),

@@ -34,21 +34,21 @@ pub enum TemplateError {
         /// What the parser found.
         reason: String,
     },
-    /// The model directory has no template.
+    /// The model folder holds no template.
     #[error("{} has no chat template", dir.display())]
     Missing {
-        /// The model directory.
+        /// The model folder.
         dir: PathBuf,
     },
     /// The template is not valid Jinja.
     #[error("the chat template does not parse")]
     Syntax(#[source] minijinja::Error),
-    /// Rendering a conversation failed.
+    /// The template failed on a conversation.
     #[error("the chat template fails on a conversation of {messages} messages")]
     Render {
-        /// Number of messages in the conversation.
+        /// Messages in the conversation.
         messages: usize,
-        /// Position and cause.
+        /// Where and why.
         source: minijinja::Error,
     },
 }
@@ -70,12 +70,12 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Loads the template of the model directory `dir`: `chat_template.jinja`, or else the field `chat_template` of
-    /// `tokenizer_config.json`, a text or a list with an entry `default`. The template can use the named tokens of
-    /// `tokenizer`.
+    /// Finds the template of the model folder `dir`: `chat_template.jinja`, otherwise the field
+    /// `chat_template` of `tokenizer_config.json` (a text, or a list of which `default` is taken).
+    /// The named tokens of `tokenizer` are visible to it.
     ///
     /// # Errors
-    /// [`TemplateError`] if there is no template or it is not valid.
+    /// [`TemplateError`] if there is none or it is not valid.
     pub fn load(dir: &Path, tokenizer: &Tokenizer) -> Result<Self, TemplateError> {
         let source = find(dir)?;
         let globals = tokenizer
@@ -84,7 +84,7 @@ impl ChatTemplate {
         Self::new(source, globals.collect())
     }
 
-    /// Compiles `source`; `globals` are variables that it may use.
+    /// Compiles `source`; `globals` are variables it may use.
     ///
     /// # Errors
     /// [`TemplateError::Syntax`] if it is not valid Jinja.
@@ -232,7 +232,7 @@ fn to_json(value: &Value, options: Kwargs) -> Result<Value, minijinja::Error> {
     ))
 }
 
-/// JSON formatter with a space after every comma and colon.
+/// A space after every comma and colon.
 struct Spaced;
 
 impl serde_json::ser::Formatter for Spaced {

@@ -1,4 +1,4 @@
-//! Reader of samples in directories of images. The order is that of the names, whatever the file system returns.
+//! Samples that are folders of pictures. The order is that of the names, whatever the file system's.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -14,7 +14,7 @@ use crate::text::Message;
 
 /// Question of a captcha sample.
 const CAPTCHA_PROMPT: &str = "CAPTCHA:";
-/// Directory of the images, next to the directory of labels.
+/// Folder of the pictures beside those of the labels.
 const PICTURES: &str = "images";
 /// Prefix of the names of label directories.
 const LABELS: &str = "labels_";
@@ -41,8 +41,8 @@ pub(super) fn detect(folder: &Path) -> Result<DataFormat, DataError> {
     Ok(DataFormat::Captcha)
 }
 
-/// Reads `folder`: it has `images` and one directory of labels, or is a directory of labels next to `images`. Also
-/// returns the directory that has both.
+/// Reads `folder`, which holds `images` and one folder of labels, or is a folder of labels beside `images`.
+/// Also returns the folder that holds both.
 pub(super) fn read_sft(folder: &Path) -> Result<(PathBuf, Vec<RawSample>), DataError> {
     let (root, labels) = if is_labels(folder) {
         (folder_of(folder), folder.to_owned())
@@ -84,7 +84,7 @@ pub(super) fn read_sft(folder: &Path) -> Result<(PathBuf, Vec<RawSample>), DataE
     Ok((root.to_owned(), samples))
 }
 
-/// Reads the images in `folder` and its subdirectories.
+/// Reads the pictures below `folder`.
 pub(super) fn read_captcha(folder: &Path) -> Result<Vec<RawSample>, DataError> {
     let turn = |role: &str, content: String| Message {
         role: role.to_owned(),
@@ -176,8 +176,8 @@ fn only_labels(folder: &Path) -> Result<PathBuf, DataError> {
     }
 }
 
-/// Images in `folder` and its subdirectories, relative to it, in the order of their paths. Links to directories are
-/// not followed, since they may form cycles. Names that begin with a dot are skipped.
+/// The pictures in `folder` and the folders below it, relative to it, in the order of their paths. Links to
+/// folders are not followed, since they may lead in circles; names that begin with a dot are passed over.
 fn pictures_below(folder: &Path) -> Result<Vec<PathBuf>, DataError> {
     let mut pictures = Vec::new();
     let mut waiting = vec![PathBuf::new()];
@@ -199,7 +199,7 @@ fn pictures_below(folder: &Path) -> Result<Vec<PathBuf>, DataError> {
     Ok(pictures)
 }
 
-/// Entries of `folder` in the order of their names, without names that begin with a dot.
+/// The entries of `folder` in the order of their names, without those that begin with a dot.
 fn entries(folder: &Path) -> Result<Vec<DirEntry>, DataError> {
     let read = || -> std::io::Result<Vec<DirEntry>> { std::fs::read_dir(folder)?.collect() };
     let mut entries = read().map_err(|error| unreadable(folder, error))?;

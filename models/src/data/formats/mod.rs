@@ -6,13 +6,12 @@
 //! | `glm4v` | JSON list or lines | `{messages: [{role, content, image?}]}` |
 //! | `sharegpt` | JSON list or lines | `{conversations: [{from: human\|gpt\|system, value}], images: [..]}` |
 //! | `messages` | JSON list or lines | `{messages: [{role, content}], images: [..]}` |
-//! | `cogvlm-sft` | directory | `images/NAME.jpg` and `labels_*/NAME.json` with `{conversations: [{role, content}]}` |
-//! | `cogvlm-sft` | directory | `images/NAME.jpg` and `labels_*/NAME.json` with `{conversations: [{role, content}]}` |
-//! | `captcha` | directory | images whose file names, up to the first dot, are the answers |
+//! | `cogvlm-sft` | folder | `images/NAME.jpg` and `labels_*/NAME.json` with `{conversations: [{role, content}]}` |
+//! | `captcha` | folder | pictures whose file names, up to the first dot, are the answers |
 //!
-//! Several unnamed images of a sample get the names `<image_00>`, `<image_01>`, ... at their positions in the text. A
-//! single image keeps the name [`SINGLE_IMAGE`](super::SINGLE_IMAGE). It is shown where the text has this name, or
-//! first if the text does not have it.
+//! Where a sample has several pictures without names, they get the names `<image_00>`, `<image_01>`, ... at
+//! their places in the text. A single picture keeps the name [`SINGLE_IMAGE`](super::SINGLE_IMAGE): it stands
+//! where the text says so, otherwise in front.
 
 mod folders;
 mod turns;
@@ -27,17 +26,17 @@ use turns::{Glm4v, Messages, ShareGpt};
 /// A format of users' data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DataFormat {
-    /// MiniCPM-V's format: roles and contents, images by name.
+    /// MiniCPM-V's: roles and contents, pictures by name.
     Minicpm,
-    /// GLM-4V's format: messages, each with at most one image.
+    /// GLM-4V's: messages, each with at most one picture.
     Glm4v,
-    /// Conversations of `from` and `value`, with a list of images.
+    /// Conversations of `from` and `value`, with a list of pictures.
     ShareGpt,
-    /// Messages of `role` and `content`, with a list of images.
+    /// Messages of `role` and `content`, with a list of pictures.
     Messages,
-    /// A directory of images and a directory of conversations about them.
+    /// A folder of pictures and one of conversations about them.
     CogvlmSft,
-    /// A directory of images whose file names are the answers.
+    /// A folder of pictures that are named by what they show.
     Captcha,
 }
 
@@ -70,22 +69,22 @@ impl DataFormat {
     }
 }
 
-/// The samples of a data file or directory.
+/// The samples of a data file or folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Dataset {
-    /// Format of the samples.
+    /// Their format.
     pub format: DataFormat,
-    /// Directory at which relative image paths start.
+    /// The folder at which relative paths of pictures start.
     pub root: PathBuf,
-    /// The samples in the order of the file, or of the names in a directory.
+    /// The samples, in the order of the file, or of the names in a folder.
     pub samples: Vec<RawSample>,
 }
 
-/// Reads the samples at `path` in `format`; without a format, in the one that [`detect`] finds.
+/// Reads the samples at `path`; without a `format`, that of [`detect`].
 ///
 /// # Errors
-/// [`DataError`] if the format is not clear, a file cannot be read or does not match the format (with line and column
-/// for JSON), or there is no sample.
+/// [`DataError`] if the format is not clear, if something cannot be read or is not of the format (with line and
+/// column where it is JSON), or if there is no sample.
 pub fn read_samples_as(path: &Path, format: Option<DataFormat>) -> Result<Dataset, DataError> {
     let format = format.map_or_else(|| detect(path), Ok)?;
     let beside = || folder_of(path).to_owned();
@@ -104,7 +103,7 @@ pub fn read_samples_as(path: &Path, format: Option<DataFormat>) -> Result<Datase
     })
 }
 
-/// The directory of `path`.
+/// The folder that holds `path`.
 fn folder_of(path: &Path) -> &Path {
     let parent = path.parent();
     let parent = parent.filter(|parent| !parent.as_os_str().is_empty());
@@ -115,11 +114,11 @@ fn converted<T: Into<RawSample>>(samples: Vec<T>) -> Vec<RawSample> {
     samples.into_iter().map(T::into).collect()
 }
 
-/// Detects the format of `path`: of a directory by its contents, of a file by the fields of its first sample.
+/// Finds the format of the file or folder `path` by the shape of the folder or the fields of the first sample.
 ///
 /// # Errors
-/// [`DataError::UnknownFormat`] or [`DataError::AmbiguousFormat`] if it is not clear, and other [`DataError`]s if the
-/// content cannot be read.
+/// [`DataError::UnknownFormat`] or [`DataError::AmbiguousFormat`] if it is not clear, and other [`DataError`]s if
+/// the content cannot be read.
 pub fn detect(path: &Path) -> Result<DataFormat, DataError> {
     if path.is_dir() {
         return folders::detect(path);
@@ -175,7 +174,7 @@ fn of_messages(path: &Path, sample: &Value, messages: &Value) -> Result<DataForm
             reason: "the first sample has \"images\", and an \"image\" in a message".to_owned(),
         }),
         (false, true) => Ok(DataFormat::Glm4v),
-        // Without images both formats mean the same.
+        // without a picture both read the same
         (_, false) => Ok(DataFormat::Messages),
     }
 }

@@ -221,7 +221,7 @@ fn sample(
     })
 }
 
-/// Names the images `paths`: the markers `<image>` in the text stand for them in order.
+/// Names the pictures `paths`: the marks `<image>` of the text stand for them in order.
 fn place(paths: Vec<PathBuf>, turns: &mut [Message]) -> Result<Vec<(String, PathBuf)>, String> {
     let marks = turns
         .iter()
@@ -256,7 +256,7 @@ fn place(paths: Vec<PathBuf>, turns: &mut [Message]) -> Result<Vec<(String, Path
         .collect())
 }
 
-/// Name of image `index` of a sample.
+/// Name of the picture `index` of a sample.
 fn numbered(index: usize) -> String {
     format!("<image_{index:02}>")
 }

@@ -18,7 +18,7 @@ use super::RgbImage;
 
 /// Most pixels of an image; Pillow has the same limit.
 pub const MAX_PIXELS: u64 = 178_956_970;
-/// Maximal size of an image file in bytes.
+/// Largest picture file that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 30;
 /// Most bytes of a decoder per pixel: 16-bit RGBA output and as much working space.
 const BYTES_PER_PIXEL: u64 = 16;
@@ -32,7 +32,7 @@ const JPEG_PIXELS_PER_BYTE: u64 = 128 * 8;
 /// Bytes at the end of a JPEG that are searched for its end marker.
 const JPEG_TAIL_BYTES: usize = 64 << 10;
 
-/// Why an image cannot be read. Every variant names the file.
+/// Why a picture could not be read. Every variant names the file.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ImageError {
@@ -42,7 +42,7 @@ pub enum ImageError {
         /// The file.
         path: PathBuf,
     },
-    /// The file exists but cannot be read: permissions, a directory, a device.
+    /// The file exists but cannot be read (permissions, a folder, a device).
     #[error("image file {} cannot be read: {reason}", path.display())]
     Unreadable {
         /// The file.
@@ -50,7 +50,7 @@ pub enum ImageError {
         /// What the operating system said.
         reason: String,
     },
-    /// The content is not PNG, JPEG, WebP or BMP.
+    /// The content is none of PNG, JPEG, WebP, BMP.
     #[error("image file {} is not a PNG, JPEG, WebP or BMP file", path.display())]
     UnknownFormat {
         /// The file.
@@ -64,7 +64,7 @@ pub enum ImageError {
         /// What the decoder found.
         reason: String,
     },
-    /// The image has too many pixels or bytes.
+    /// More pixels or bytes than a picture may have.
     #[error("image file {} is too large: {width} x {height} pixels, {file_bytes} bytes; at most {MAX_PIXELS} pixels are read", path.display())]
     TooLarge {
         /// The file.
@@ -76,17 +76,17 @@ pub enum ImageError {
         /// Size of the file in bytes.
         file_bytes: u64,
     },
-    /// A relative path leads out of the data file's directory.
+    /// A relative path that leads out of the folder of the data file.
     #[error("image file {} is outside the data directory {}", path.display(), root.display())]
     OutsideFolder {
         /// The path as the data file gives it.
         path: PathBuf,
-        /// The directory of the data file.
+        /// The folder of the data file.
         root: PathBuf,
     },
 }
 
-/// Width and height of the image at `path`, from its header alone.
+/// Width and height of the picture at `path`, from its header alone.
 ///
 /// # Errors
 /// [`ImageError`] if the file is missing, unreadable, no picture, or too large; damage after the
@@ -101,14 +101,14 @@ pub fn dimensions(path: &Path) -> Result<(usize, usize), ImageError> {
     Ok((width as usize, height as usize))
 }
 
-/// Decodes the image at `path`.
+/// Decodes the picture at `path`.
 ///
 /// # Errors
-/// [`ImageError`] if the file is missing, unreadable, not an image, damaged or too large.
+/// [`ImageError`] if the file is missing, unreadable, no picture, damaged or too large.
 pub fn decode(path: &Path) -> Result<RgbImage, ImageError> {
     let (file, _) = open(path)?;
     let mut bytes = Vec::new();
-    // `take` bounds a file that grows while it is read.
+    // `take` guards against a file that grows while it is read
     let read = file.take(MAX_FILE_BYTES).read_to_end(&mut bytes);
     read.map_err(|error| unreadable(path, &error))?;
     decode_bytes(path, &bytes)
@@ -118,7 +118,7 @@ pub fn decode(path: &Path) -> Result<RgbImage, ImageError> {
 /// cannot hold, if its format bounds them: a WebP, or a BMP of runs, may be one color.
 ///
 /// # Errors
-/// [`ImageError`] if it is not an image, damaged or too large.
+/// [`ImageError`] if it is no picture, damaged or too large.
 pub fn decode_bytes(path: &Path, bytes: &[u8]) -> Result<RgbImage, ImageError> {
     let (width, height) = size_of(path, bytes)?;
     let pixels = u64::from(width) * u64::from(height);
@@ -143,7 +143,7 @@ pub(crate) fn size_of(path: &Path, bytes: &[u8]) -> Result<(u32, u32), ImageErro
     if format == Some(ImageFormat::Jpeg) {
         check_jpeg_end(path, bytes)?;
     }
-    // The limit for pixels is set after the header is read.
+    // How much more may be taken follows from the header.
     reader.limits(limited(BESIDE_PIXELS));
     let (width, height) = reader
         .into_dimensions()
@@ -170,7 +170,7 @@ fn limited(bytes: u64) -> Limits {
 }
 
 fn open(path: &Path) -> Result<(File, u64), ImageError> {
-    // Checked before opening, since opening a pipe would block.
+    // asked before opening: opening a pipe would block
     let metadata = std::fs::metadata(path).map_err(|error| unreadable(path, &error))?;
     if !metadata.is_file() {
         let reason = "not a regular file".to_owned();

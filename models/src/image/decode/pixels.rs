@@ -10,10 +10,10 @@
 
 use image::DynamicImage;
 
-/// Largest value of red, green and blue in a 16-bit BMP.
+/// Levels above zero of red, green and blue in a 16-bit BMP.
 type Levels = [u32; 3];
 
-/// RGB bytes of `picture`, decoded from the file content `file`.
+/// RGB bytes of `picture`, which was decoded from the file content `file`.
 pub(super) fn to_rgb8(picture: DynamicImage, file: &[u8]) -> Vec<u8> {
     match picture {
         DynamicImage::ImageRgb8(p) => {
@@ -27,7 +27,7 @@ pub(super) fn to_rgb8(picture: DynamicImage, file: &[u8]) -> Vec<u8> {
         DynamicImage::ImageLumaA8(p) => grey_of_pairs(p.as_raw(), |v| v),
         DynamicImage::ImageRgba8(p) => drop_alpha(p.as_raw(), |v| v),
         DynamicImage::ImageLuma16(p) => p.as_raw().iter().flat_map(|&v| [clip(v); 3]).collect(),
-        // The decoder turns a transparent gray value into an alpha channel.
+        // the decoder makes alpha of a transparent grey
         DynamicImage::ImageLumaA16(p) if is_png_grey16(file) => grey_of_pairs(p.as_raw(), clip),
         DynamicImage::ImageLumaA16(p) => grey_of_pairs(p.as_raw(), high_byte),
         DynamicImage::ImageRgb16(p) => p.as_raw().iter().map(|&v| high_byte(v)).collect(),
@@ -56,12 +56,12 @@ fn clip(v: u16) -> u8 {
     v.min(255) as u8
 }
 
-/// Whether the file is a PNG with 16-bit gray and no alpha, by its header.
+/// Whether the file is a PNG whose header says grey without alpha, 16 bits.
 fn is_png_grey16(file: &[u8]) -> bool {
     file.starts_with(b"\x89PNG") && file.get(24..26) == Some(&[16, 0])
 }
 
-/// The largest channel values of a BMP with 16 bits per pixel.
+/// The levels of a BMP with 16 bits per pixel.
 fn bmp_levels(file: &[u8]) -> Option<Levels> {
     const BIT_FIELDS: u32 = 3;
     const GREEN_OF_SIX: u32 = 0x7e0;
@@ -73,7 +73,7 @@ fn bmp_levels(file: &[u8]) -> Option<Levels> {
     Some([31, if six { 63 } else { 31 }, 31])
 }
 
-/// Scales again from the original levels, with truncation instead of the decoder's rounding.
+/// Replaces the rounding of the decoder by truncation.
 fn spread_again(rgb: &mut [u8], levels: Levels) {
     for pixel in rgb.as_chunks_mut::<3>().0 {
         for (byte, top) in pixel.iter_mut().zip(levels) {

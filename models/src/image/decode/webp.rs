@@ -1,16 +1,16 @@
-//! Sizes that the frames of a WebP state. The decoder allocates memory for a frame before it compares the frame with
-//! the canvas, so limits on the canvas do not suffice.
+//! The sizes that the frames of a WebP state for themselves. A decoder takes memory for a frame before it compares it with
+//! the canvas, which is all that limits look at.
 
-/// Pixels of the largest frame in a WebP; 0 without a frame.
+/// Most pixels of a frame in the content of a WebP; 0 where it has none.
 pub(super) fn most_frame_pixels(bytes: &[u8]) -> u64 {
-    /// Offset of the first chunk, after `RIFF`, the file length and `WEBP`.
+    /// Behind `RIFF`, the length of the file and `WEBP`.
     const FIRST: usize = 12;
     of_chunks(bytes.get(FIRST..).unwrap_or_default(), 0)
 }
 
-/// Pixels of the largest frame among chunks. A frame of an animation nests chunks, one level deep.
+/// A frame of an animation holds chunks, which hold no others.
 fn of_chunks(mut bytes: &[u8], depth: usize) -> u64 {
-    /// Bytes of a frame's position, size and duration, which precede its chunks.
+    /// Place, size and duration of a frame come before its chunks.
     const FRAME_HEADER: usize = 16;
     let mut most = 0;
     while let Some((name, rest)) = bytes.split_first_chunk::<4>() {
@@ -18,7 +18,7 @@ fn of_chunks(mut bytes: &[u8], depth: usize) -> u64 {
             break;
         };
         let length = u32::from_le_bytes(*length) as usize;
-        // A truncated chunk counts too, since the decoder reads it.
+        // A chunk that is cut short is looked at all the same: the decoder does, too.
         let content = &rest[..length.min(rest.len())];
         let pixels = match name {
             b"VP8 " => lossy(content),
@@ -34,7 +34,7 @@ fn of_chunks(mut bytes: &[u8], depth: usize) -> u64 {
     most
 }
 
-/// Pixels of a lossy frame: sides of 14 bits each, after three bytes of flags and three of a start code.
+/// Sides of 14 bits each behind three bytes of flags and three of a mark.
 fn lossy(content: &[u8]) -> u64 {
     let sides = content.get(6..).and_then(|rest| rest.first_chunk::<4>());
     sides.map_or(0, |&[a, b, c, d]| {
@@ -43,7 +43,7 @@ fn lossy(content: &[u8]) -> u64 {
     })
 }
 
-/// Pixels of a lossless frame: sides minus one, of 14 bits each, after a signature byte.
+/// Sides less one, of 14 bits each, behind a mark.
 fn lossless(content: &[u8]) -> u64 {
     let sides = content.get(1..).and_then(|rest| rest.first_chunk::<4>());
     sides.map_or(0, |sides| {

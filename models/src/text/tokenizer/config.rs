@@ -7,7 +7,7 @@ use tokenizers::AddedToken;
 
 #[derive(Deserialize, Default)]
 pub(super) struct TokenizerConfig {
-    /// Tokens that are not in the vocabulary file, by id.
+    /// Tokens outside the vocabulary file, by id.
     #[serde(default)]
     pub(super) added_tokens_decoder: BTreeMap<u32, Added>,
     bos_token: Option<TokenText>,
@@ -17,7 +17,7 @@ pub(super) struct TokenizerConfig {
 }
 
 impl TokenizerConfig {
-    /// Roles (`bos_token`, ...) and the texts of their tokens.
+    /// Roles and the texts of their tokens.
     pub(super) fn named(self) -> Vec<(&'static str, String)> {
         let tokens = [
             ("bos_token", self.bos_token),
@@ -50,7 +50,7 @@ impl TokenText {
     }
 }
 
-/// An added token in the form of the file.
+/// An added token as the configuration writes it.
 #[derive(Deserialize)]
 pub(super) struct Added {
     pub(super) content: String,

@@ -19,10 +19,10 @@ pub enum TokenizerError {
         /// What the operating system said.
         source: std::io::Error,
     },
-    /// The model directory has neither `tokenizer.json` nor `tokenizer.model`.
+    /// The model folder has neither `tokenizer.json` nor `tokenizer.model`.
     #[error("{} has neither tokenizer.json nor tokenizer.model", dir.display())]
     NoVocabulary {
-        /// The model directory.
+        /// The model folder.
         dir: PathBuf,
     },
     /// A JSON file has unexpected content.
@@ -33,7 +33,7 @@ pub enum TokenizerError {
         /// What the parser found.
         reason: String,
     },
-    /// A file of base64 tokens and ranks is not a valid vocabulary.
+    /// A file of base64 tokens and ranks is not a vocabulary.
     #[error("{} is not a valid list of tokens and ranks", path.display())]
     Ranks {
         /// The file.
@@ -58,13 +58,13 @@ pub enum TokenizerError {
     /// A file and the vocabulary have different ids for a token.
     #[error("token {token:?} has id {found}, but {} states {stated}", path.display())]
     IdMismatch {
-        /// The file with the differing id.
+        /// The file that states an id.
         path: PathBuf,
         /// The token's text.
         token: String,
-        /// Id in that file.
+        /// The stated id.
         stated: u32,
-        /// Id in the vocabulary.
+        /// The id by the vocabulary.
         found: u32,
     },
     /// The tokenizer failed on a text.

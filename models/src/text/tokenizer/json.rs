@@ -18,7 +18,7 @@ use tokenizers::{AddedToken, Tokenizer};
 use super::limits::{MAX_ADDED_TOKENS, MAX_PART_DEPTH, MAX_TOKENS};
 use super::part::Part;
 
-/// Maximal length of a token in bytes of JSON text. A byte-level token takes two per byte; added tokens are longer.
+/// Longest token in bytes of JSON text: byte-level spellings take two per byte, added tokens are longer.
 const MAX_TEXT_BYTES: usize = 4096;
 
 /// Upper limit of ids, so that ids of added tokens can follow them.
@@ -260,7 +260,7 @@ impl Model {
 
     fn check_merges(&self) -> Result<(), String> {
         let merges = self.merges.len();
-        // Several pairs may merge into one token.
+        // a token may be merged from several pairs
         if merges > 8 * MAX_TOKENS {
             return Err(format!(
                 "{merges} merges, at most {} are supported",
@@ -286,7 +286,7 @@ impl Model {
     }
 }
 
-/// Checks the length of a token.
+/// Whether a token is short enough.
 pub(super) fn check_text(token: &str) -> Result<(), String> {
     let bytes = token.len();
     if bytes > MAX_TEXT_BYTES {
@@ -306,11 +306,11 @@ fn check_kind(role: &str, part: &Value, known: &[&str], depth: usize) -> Result<
     if !known.contains(&kind) {
         return Err(format!("a {role} of type {kind:?} is not supported"));
     }
-    // The crate's counter would underflow.
+    // the crate would count below zero
     if role == "decoder" && kind == "Strip" && part["stop"] != 0 {
         return Err("a decoder that strips the end is not supported".to_owned());
     }
-    // The crate miscounts if a pattern matches the empty text.
+    // the crate loses count where nothing is replaced by something
     let pattern = &part["pattern"];
     let (regex, text) = (pattern["Regex"].as_str(), pattern["String"].as_str());
     if role == "normalizer" && (regex.is_some_and(|regex| !takes_text(regex)) || text == Some("")) {

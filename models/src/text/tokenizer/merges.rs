@@ -9,13 +9,13 @@
 
 use std::collections::HashMap;
 
-/// Priority of a pair that is not a token.
+/// Priority of a pair that is no token.
 const NONE: u32 = u32::MAX;
 
 /// The pairs of the tokens in `by_priority`, both from best to worst. Symbols are characters: a byte-level vocabulary
 /// must have one character per byte.
 ///
-/// A single character in a pair need not be a token; longer parts always are.
+/// A part may be a single character that is no token itself; longer parts always are.
 pub(super) fn merge_table<'a>(by_priority: &[&'a str]) -> Vec<(&'a str, &'a str)> {
     let tokens = by_priority.iter().zip(0u32..);
     let priority: HashMap<&str, u32> = tokens.map(|(&token, rank)| (token, rank)).collect();

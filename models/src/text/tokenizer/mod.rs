@@ -34,7 +34,7 @@ use super::read_optional;
 use config::TokenizerConfig;
 use limits::MAX_ADDED_TOKENS;
 
-/// A tokenizer.
+/// Text to token ids and back.
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
@@ -42,7 +42,7 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Loads the vocabulary of the model directory `dir` and its `tokenizer_config.json`, if it exists.
+    /// Reads the vocabulary of the model folder `dir` and, if present, its `tokenizer_config.json`.
     ///
     /// # Errors
     /// [`TokenizerError`] if there is no vocabulary, if a file is invalid or too large, or if they disagree.
@@ -67,14 +67,14 @@ impl Tokenizer {
         Self::of_model(&bytes, &path)
     }
 
-    /// Tokenizer from the content of a `tokenizer.json`.
+    /// The tokenizer of a `tokenizer.json` with this content.
     pub(crate) fn of_json(bytes: &[u8], path: &Path) -> Result<Self, TokenizerError> {
         let inner = json::build(bytes).map_err(|reason| invalid(path, reason))?;
         let named = Vec::new();
         Ok(Self { inner, named })
     }
 
-    /// Tokenizer from the content of a `tokenizer.model`.
+    /// The tokenizer of a `tokenizer.model` with this content.
     pub(crate) fn of_model(bytes: &[u8], path: &Path) -> Result<Self, TokenizerError> {
         let path = path.to_owned();
         if ranks::is_rank_file(bytes) {
@@ -103,7 +103,7 @@ impl Tokenizer {
         Ok(self)
     }
 
-    /// Adds the tokens that only `tokenizer_config.json` lists, in the order of their ids.
+    /// Registers tokens that only `tokenizer_config.json` lists, in the order of their ids.
     fn add_missing(&mut self, path: &Path, config: &TokenizerConfig) -> Result<(), TokenizerError> {
         let stated = &config.added_tokens_decoder;
         if stated.len() > MAX_ADDED_TOKENS {
@@ -156,10 +156,10 @@ impl Tokenizer {
         })
     }
 
-    /// Id of the end-of-sequence token, from `tokenizer_config.json` or the sentencepiece model.
+    /// Id of the token that ends a sequence, by `tokenizer_config.json` or the sentencepiece model.
     ///
     /// # Errors
-    /// [`TokenizerError::MissingToken`] if neither names one, or it is not in the vocabulary.
+    /// [`TokenizerError::MissingToken`] if none is named, or one outside the vocabulary.
     pub fn eos_id(&self) -> Result<i32, TokenizerError> {
         let role = "eos_token";
         let mut named = self.named_tokens();
@@ -167,12 +167,13 @@ impl Tokenizer {
         self.id(eos.map_or(role, |(_, text)| text))
     }
 
-    /// Role tokens (`bos_token`, `eos_token`, ...) and their texts, for chat templates.
+    /// The role tokens (`bos_token`, `eos_token`, ...) with their texts, as chat templates may refer to
+    /// them.
     pub fn named_tokens(&self) -> impl Iterator<Item = (&'static str, &str)> {
         self.named.iter().map(|(name, text)| (*name, text.as_str()))
     }
 
-    /// Number of tokens. Ids are below it unless the vocabulary has gaps.
+    /// Highest number of tokens: ids are below it unless the vocabulary has gaps.
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
     }

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use super::limits::MAX_PART_BYTES;
 
-/// A JSON value of at most about [`MAX_PART_BYTES`] bytes of text.
+/// A value of about [`MAX_PART_BYTES`] bytes of JSON at most.
 #[derive(Debug)]
 pub(super) struct Part(pub(super) Value);
 
@@ -21,7 +21,7 @@ impl<'de> Deserialize<'de> for Part {
     }
 }
 
-/// Reader of a value with a budget of bytes.
+/// Reads a value while bytes are left.
 #[derive(Clone, Copy)]
 struct Reader<'a>(&'a Cell<usize>);
 

@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-/// Maximal length of a varint in bytes.
+/// Most bytes of a varint.
 const MAX_VARINT_BYTES: usize = 10;
 
 /// Why bytes are not a protobuf message.
@@ -15,7 +15,7 @@ pub enum WireError {
         /// Offset of the field in its message.
         at: usize,
     },
-    /// A variable-length integer has more than ten bytes or 64 bits.
+    /// A variable-length integer has more than ten bytes, or a value of more than 64 bits.
     #[error("an integer of the field at byte {at} of its message is too long")]
     Varint {
         /// Offset of the field in its message.
@@ -38,7 +38,7 @@ pub(super) enum Value<'a> {
     Fixed32([u8; 4]),
 }
 
-/// Iterator over the fields of a message in file order: field number and content. It ends at the first error.
+/// The fields of a message in the order of the bytes: numbers and contents. Ends at the first error.
 #[derive(Clone, Debug)]
 pub(super) struct Fields<'a> {
     bytes: &'a [u8],

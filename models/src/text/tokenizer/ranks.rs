@@ -23,7 +23,7 @@ const PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum RankError {
-    /// A line is not a token and its rank, separated by one space.
+    /// A line is not a token and its rank with one blank between them.
     #[error("line {line} is not a base64 token, a space and a rank")]
     Line {
         /// Line, from 1.
@@ -57,12 +57,12 @@ pub enum RankError {
     /// The ranks of n tokens are not 0 to n - 1, each once.
     #[error("rank {expected} is missing, {found} is in its place")]
     Gap {
-        /// The missing rank.
+        /// The first rank that is missing.
         expected: usize,
-        /// The next rank in the file.
+        /// The next rank of the file.
         found: usize,
     },
-    /// A single byte is not a token, so some texts could not be encoded.
+    /// A single byte is no token, so some texts could not be encoded.
     #[error("the byte {byte:#04x} has no token")]
     MissingByte {
         /// The byte.
@@ -79,7 +79,7 @@ pub(super) fn is_rank_file(content: &[u8]) -> bool {
     line.is_some_and(|(number, line)| split_line(number, line).is_ok())
 }
 
-/// Builds the encoder from the content of a file, without special tokens.
+/// Builds the encoder of the file `content`; it has no special tokens yet.
 pub(super) fn build(content: &[u8]) -> Result<Tokenizer, RankError> {
     let spelt = byte_chars();
     let spell = |token: &Vec<u8>| -> String {
@@ -142,7 +142,7 @@ fn read(content: &[u8]) -> Result<Vec<Vec<u8>>, RankError> {
     Ok(tokens.into_iter().map(|(_, token)| token).collect())
 }
 
-/// Non-empty lines with their numbers from 1.
+/// Lines that are not empty, with their numbers from 1.
 fn lines(content: &[u8]) -> impl Iterator<Item = (usize, &[u8])> {
     let lines = content.split(|&byte| byte == b'\n').zip(1..);
     lines

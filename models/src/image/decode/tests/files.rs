@@ -1,4 +1,4 @@
-//! Image files made by hand, for what no encoder writes.
+//! Picture files made by hand, for what no encoder writes.
 
 use std::io::Cursor;
 
@@ -16,7 +16,7 @@ pub(super) struct Png<'a> {
     pub(super) width: u32,
     pub(super) height: u32,
     pub(super) bits: u8,
-    /// 0 gray, 2 RGB, 3 palette, 4 gray and alpha, 6 RGBA.
+    /// 0 grey, 2 RGB, 3 palette, 4 grey and alpha, 6 RGBA.
     pub(super) colour_type: u8,
     /// Content of the chunks `PLTE` and `tRNS`.
     pub(super) chunks: &'a [(&'a [u8; 4], &'a [u8])],
@@ -129,7 +129,7 @@ impl Bmp<'_> {
     }
 }
 
-/// A WebP whose extended header states `canvas` (width, height), around the lossless image `simple`.
+/// A WebP whose extended header states `canvas` (width, height), around the lossless picture `simple`.
 pub(super) fn extended_webp(canvas: (u32, u32), simple: &[u8]) -> Vec<u8> {
     let mut body = b"WEBPVP8X\x0a\0\0\0\0\0\0\0".to_vec();
     for side in [canvas.0, canvas.1] {

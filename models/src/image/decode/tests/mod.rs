@@ -17,7 +17,7 @@ fn decode_file(file: &[u8]) -> Result<RgbImage, ImageError> {
     picture
 }
 
-/// RGB bytes of the image in `file`.
+/// RGB bytes of the picture in `file`.
 fn decoded(file: &[u8]) -> Vec<u8> {
     decode_file(file).unwrap().pixels().to_vec()
 }

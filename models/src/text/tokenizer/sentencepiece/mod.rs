@@ -38,7 +38,7 @@ pub enum SentencePieceError {
         /// Its field.
         number: u32,
     },
-    /// The model has no pieces.
+    /// The model has no piece.
     #[error("the model has no pieces")]
     Empty,
     /// More pieces than the limit.
@@ -65,9 +65,9 @@ pub enum SentencePieceError {
     Repeated {
         /// The text.
         text: String,
-        /// Id of the first piece.
+        /// Id of the one.
         first: u32,
-        /// Id of the second piece.
+        /// Id of the other.
         second: u32,
     },
     /// A score is infinite or not a number.
@@ -81,9 +81,9 @@ pub enum SentencePieceError {
         "pieces {first:?} and {second:?} have the same score, which this encoder does not support"
     )]
     Tie {
-        /// Text of the first piece.
+        /// Text of the one.
         first: String,
-        /// Text of the second piece.
+        /// Text of the other.
         second: String,
     },
     /// A piece is merged from a character that is no piece.
@@ -108,10 +108,10 @@ pub enum SentencePieceError {
         /// Number of such pieces.
         found: usize,
     },
-    /// A feature of sentencepiece that this encoder does not reproduce.
+    /// A property of sentencepiece models that this encoder does not reproduce.
     #[error("{what} not supported")]
     Unsupported {
-        /// The feature, as the beginning of a sentence.
+        /// The property, as the beginning of a sentence.
         what: &'static str,
     },
     /// The encoder refused the vocabulary.
@@ -127,7 +127,8 @@ pub(super) struct Built {
     pub(super) named: Vec<(&'static str, String)>,
 }
 
-/// Builds the encoder from the content of a file. Unknown, begin, end and other control pieces become special tokens.
+/// Builds the encoder of the file `content`. Unknown, begin, end and other control pieces are its special
+/// tokens.
 pub(super) fn build(content: &[u8]) -> Result<Built, SentencePieceError> {
     let model = Model::read(content)?;
     let vocab = model.check()?;
@@ -274,7 +275,7 @@ impl Model {
         Ok(())
     }
 
-    /// Checks the pieces, and returns the id of each text.
+    /// The ids of the texts, if the pieces are a vocabulary.
     fn check(&self) -> Result<Vocab, SentencePieceError> {
         if self.pieces.is_empty() {
             return Err(SentencePieceError::Empty);
@@ -314,14 +315,14 @@ impl Model {
         Ok(vocab)
     }
 
-    /// Merge table of the normal pieces.
+    /// The merge table of the normal pieces.
     fn merges(&self, vocab: &Vocab) -> Result<Vec<(String, String)>, SentencePieceError> {
         let normal = self
             .pieces
             .iter()
             .filter(|piece| piece.kind == Kind::Normal);
         let mut normal: Vec<&Piece> = normal.collect();
-        // Stable sort: pieces of equal score stay in the order of their ids.
+        // stable: pieces of one score stay in the order of their ids
         normal.sort_by(|a, b| b.score.total_cmp(&a.score));
         let by_score: Vec<&str> = normal.iter().map(|piece| piece.text.as_str()).collect();
         let score: HashMap<&str, f32> = normal
