@@ -8,8 +8,8 @@ use crate::access::ParamAccess;
 use crate::comm::dry::DryWindow;
 use crate::comm::{WindowBytes, World};
 use crate::error::EngineError;
-use crate::offload::counters::Counters;
-use crate::offload::tier::{Region, Tiers};
+use crate::offload::counters::{Count, Counters};
+use crate::offload::tier::Tiers;
 use crate::plan::blocks::BLOCK_BYTES;
 use crate::plan::{Plan, StateKind, Tier, UnitPlan};
 use crate::step::OptimizerConfig;
@@ -28,7 +28,7 @@ pub struct DryRun {
     window: DryWindow,
     counters: Counters,
     /// I/O buffers and headers of spill files, allocated before the states.
-    _disk: Vec<Region>,
+    _disk: Vec<Count>,
 }
 
 impl DryRun {
@@ -164,8 +164,8 @@ impl Deref for DryRun {
 }
 
 /// Counts the I/O buffers and headers of spill files.
-fn opened_disk(plan: &Plan, counters: &Counters) -> Result<Vec<Region>> {
-    let take = |tier, bytes: u64| counters.region(tier, bytes as usize, 0, Tag::Workspace);
+fn opened_disk(plan: &Plan, counters: &Counters) -> Result<Vec<Count>> {
+    let take = |tier, bytes: u64| counters.count(tier, bytes as usize, 0, Tag::Workspace);
     let mut disk = Vec::new();
     let buffers = plan.spill_buffer_bytes();
     if buffers > 0 {

@@ -1,6 +1,5 @@
 //! Counters of a dry run: the bytes its states would take, by tier.
 
-use super::tier::Region;
 use crate::error::EngineError;
 use crate::plan::Tier;
 use crate::plan::blocks::extent_bytes;
@@ -37,10 +36,10 @@ impl Counters {
         }
     }
 
-    /// Counts a region of `len` bytes. On a disk its first byte is `phase` bytes after a block boundary.
-    pub(crate) fn region(&self, tier: Tier, len: usize, phase: u64, tag: Tag) -> Result<Region> {
+    /// Counts `len` bytes of a region. On a disk its first byte is `phase` bytes after a block boundary.
+    pub(crate) fn count(&self, tier: Tier, len: usize, phase: u64, tag: Tag) -> Result<Count> {
         let bytes = len as u64;
-        let count = match tier {
+        Ok(match tier {
             Tier::Device => Count::Placed(Tensor::null(&self.device, tag, [len], DType::U8)?),
             Tier::Host => {
                 let pages = bytes.next_multiple_of(PAGE);
@@ -51,8 +50,7 @@ impl Counters {
                 let extent = extent_bytes(bytes, phase);
                 Count::Reserved(self.nvme.reserve(extent, tag)?)
             }
-        };
-        Ok(Region::Counted { tier, len, count })
+        })
     }
 
     /// A leased weight.

@@ -173,7 +173,12 @@ impl Tiers {
         tag: Tag,
     ) -> Result<Region> {
         if let Some(counters) = &self.counters {
-            return counters.region(tier, bytes, phase, tag);
+            let count = counters.count(tier, bytes, phase, tag)?;
+            return Ok(Region::Counted {
+                tier,
+                len: bytes,
+                count,
+            });
         }
         Ok(match tier {
             Tier::Device => {
@@ -210,10 +215,15 @@ impl Tiers {
 
     /// Device memory for a copy of weights, with unspecified contents.
     pub(crate) fn copy(&self, bytes: usize) -> Result<Region> {
-        match &self.counters {
-            Some(counters) => counters.region(Tier::Device, bytes, 0, Tag::Gathered),
-            None => Ok(Region::Device(self.device.take(bytes, Tag::Gathered)?)),
-        }
+        let (tier, tag) = (Tier::Device, Tag::Gathered);
+        Ok(match &self.counters {
+            Some(counters) => Region::Counted {
+                tier,
+                len: bytes,
+                count: counters.count(tier, bytes, 0, tag)?,
+            },
+            None => Region::Device(self.device.take(bytes, tag)?),
+        })
     }
 
     /// Takes a moment behind the last change of those that rest on a discrete device.

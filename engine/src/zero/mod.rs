@@ -71,6 +71,7 @@ pub struct Zero {
     device_step: Option<DeviceStep>,
     /// Whether updates go on beside the next pass.
     steps_late: bool,
+    exchange: step::Exchange,
     /// Whether the host cannot address the device's memory.
     discrete: bool,
     /// Whether a lease frees the previous unit's weights before it takes its own.
@@ -150,6 +151,7 @@ impl Zero {
         let frees_first = plan.config().prefetch_units == 0 || plan.gathers_ahead();
         let activations = Activations::new(plan.config().offload.activation, tiers.clone())
             .map(|keeper| keeper.of(&*backend));
+        let exchange = step::Exchange::new(&plan);
         Ok(Self {
             plan,
             comm,
@@ -159,6 +161,7 @@ impl Zero {
             tiers,
             device_step,
             steps_late,
+            exchange,
             discrete: computes.discrete,
             frees_first,
             store: RefCell::new(store),

@@ -14,6 +14,28 @@ use kernels::DType;
 use optim::clip::GradientScale;
 use std::ops::Range;
 
+/// What ranks exchange in a step, resolved once.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Exchange {
+    /// Sums of one rank's gradients are reduced (stages 0 and 1).
+    reduces_sums: bool,
+    /// Sharded sums are gathered, because every rank updates everything (stage 0 in pure bf16).
+    gathers_sums: bool,
+    /// Every rank receives the weights that the others updated (stages 1 and 2).
+    shares_weights: bool,
+}
+
+impl Exchange {
+    pub(super) fn new(plan: &Plan) -> Self {
+        Self {
+            // One rank's sums are those of all ranks.
+            reduces_sums: !plan.config().shards_gradients() && plan.world_size() > 1,
+            gathers_sums: plan.gathers_gradients(),
+            shares_weights: plan.shares_updates(),
+        }
+    }
+}
+
 impl Zero {
     /// Says before the last pass of an update what the update will be: its learning rate, the factor on the losses (see
     /// [`Zero::step_scaled`]) and the number of supervised tokens of this rank in that pass. Units that the plan steps
@@ -113,8 +135,7 @@ impl Zero {
     /// Where gradients are not sharded (stages 0 and 1): reduces the local sums.
     fn reduce_accumulated(&mut self) -> Result<()> {
         let config = self.plan.config().clone();
-        // One rank's sums are those of all ranks.
-        if config.shards_gradients() || self.comm.world().size == 1 {
+        if !self.exchange.reduces_sums {
             return Ok(());
         }
         let own = self.shard();
@@ -236,7 +257,7 @@ impl Zero {
         }
         let ranges = units.into_iter().map(|unit| (unit, self.updated(unit)));
         let chunks = chunks(ranges, config.sub_group_elems, on_disk);
-        let comm = self.comm.clone();
+        let (comm, gathers) = (self.comm.clone(), self.exchange.gathers_sums);
         let rule = Rule {
             plan: &plan,
             optimizer: &self.optimizer,
@@ -252,15 +273,16 @@ impl Zero {
             device: self.device_step.as_ref().filter(|_| steps_there),
             trace: self.tiers.trace(),
         };
-        update.run(&chunks, &mut |store, unit| {
-            gathered_gradients(&plan, &*comm, store, unit)
+        update.run(&chunks, &mut |store, unit| match gathers {
+            true => gathered_gradients(&plan, &*comm, store, unit).map(Some),
+            false => Ok(None),
         })?;
         self.tiers.flush()
     }
 
     /// Stages 1 and 2: every rank receives the weights the others updated.
     fn share_updated_weights(&mut self) -> Result<()> {
-        if !self.plan.shares_updates() {
+        if !self.exchange.shares_weights {
             return Ok(());
         }
         let rank = self.shard();
@@ -336,10 +358,7 @@ fn gathered_gradients(
     comm: &dyn Communicator,
     store: &mut Store,
     unit: UnitId,
-) -> Result<Option<ReadBuffer>> {
-    if !plan.gathers_gradients() {
-        return Ok(None);
-    }
+) -> Result<ReadBuffer> {
     let config = plan.config();
     let dtype = config.grad_dtype();
     let group = &plan.unit(unit).trainable;
@@ -351,5 +370,5 @@ fn gathered_gradients(
     }
     let tag = CommTag::new("gather-grads", unit.0);
     let op = Collective::new(CollectiveKind::AllGather, dtype, tag);
-    Ok(Some(comm.start(op, buffer)?.wait_read()?))
+    Ok(comm.start(op, buffer)?.wait_read()?)
 }
