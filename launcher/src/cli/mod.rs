@@ -1,4 +1,5 @@
-//! The command line, exactly as typed: every field optional, no I/O, no defaults.
+//! The command line: flags exactly as typed, every field optional ([`Args`]); files that become flags (`file/`); and the
+//! configuration that both come to (`resolve/`).
 //!
 //! Flags are kebab-case; the snake_case spelling of each is accepted too, so that command lines of
 //! the Hugging Face trainers paste in. [`parse`] first rewrites the line onto the frozen set of

@@ -1,22 +1,19 @@
 //! The two parts of the program: supervisor and rank.
 
 use super::{Hooks, demo};
-use crate::error::RECORD_TARGET;
-use crate::launch::spill_directories;
-use crate::plan::{Suggestions, settle_one_by_one};
+use crate::error::{ErrorCode, Failure, RECORD_TARGET};
+use crate::plan::{Suggestions, settle_one_by_one, spill_directories};
 use std::cell::RefCell;
 use std::process::ExitCode;
 use std::time::Instant;
 
 use crate::cli::file::Loaded;
-use crate::cli::resolve_on;
-use crate::cli::{self, Args, Note};
+use crate::cli::{self, Args, Note, resolve_on};
 use crate::config::{
     CONFIG_FILE, Collectives, DEVICE, EarlyStep, Resume, RunConfig, RunPlan, Task,
 };
 use crate::device::{self, Chosen, Devices};
 use crate::error::format::ErrorFormat;
-use crate::error::{ErrorCode, Failure};
 use crate::launch::logging;
 use crate::launch::rank::{self, RunSummary};
 use crate::launch::restart::{self, Attempts};

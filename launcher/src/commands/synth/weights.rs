@@ -8,8 +8,7 @@ use models::VisionLanguageModel;
 use models::init::{Init, rule};
 use models::seeded::Generators;
 
-use crate::error::Failure;
-use crate::error::failures;
+use crate::error::{Failure, failures};
 
 /// Elements made while as many are written.
 const BLOCK_ELEMS: usize = 1 << 22;
