@@ -55,7 +55,7 @@ pub(super) fn run_supervisor(
     let resolved = resolve_on(args, env, &chosen).map_err(|failure| loaded.place(failure))?;
     notes.extend(loaded.notes.iter().cloned());
     notes.extend(resolved.notes);
-    let asked = resolved.config;
+    let mut asked = resolved.config;
     let mut screen = Screen::on_stderr(env.no_color);
     logging::init_supervisor(env.rust_log.as_deref())?;
     show_files(loaded, &mut screen);
@@ -75,7 +75,6 @@ pub(super) fn run_supervisor(
         screen.show(&event);
     }
     let share = share_of(&asked, env);
-    let mut asked = asked;
     if share.is_some() {
         if asked.early_step == EarlyStep::Auto && asked.updates_beside_gpus() {
             screen.show(&Event::Info {
