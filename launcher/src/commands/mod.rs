@@ -14,8 +14,7 @@ mod synth;
 mod train;
 mod watch;
 
-use crate::cli::file::{self};
-use crate::cli::{self, Command, Note, PlanArgs};
+use crate::cli::{self, Command, Note, PlanArgs, file};
 use crate::config::RunPlan;
 use crate::device::{Devices, Nvidia};
 use crate::error::Failure;

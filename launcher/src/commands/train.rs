@@ -1,22 +1,19 @@
 //! The two parts of the program: supervisor and rank.
 
 use super::{Hooks, demo};
-use crate::error::RECORD_TARGET;
-use crate::launch::spill_directories;
-use crate::plan::{Suggestions, settle_one_by_one};
+use crate::error::{ErrorCode, Failure, RECORD_TARGET};
+use crate::plan::{Suggestions, settle_one_by_one, spill_directories};
 use std::cell::RefCell;
 use std::process::ExitCode;
 use std::time::Instant;
 
 use crate::cli::file::Loaded;
-use crate::cli::resolve_on;
-use crate::cli::{self, Args, Note};
+use crate::cli::{self, Args, Note, resolve_on};
 use crate::config::{
     CONFIG_FILE, Collectives, DEVICE, EarlyStep, Resume, RunConfig, RunPlan, Task,
 };
 use crate::device::{self, Chosen, Devices};
 use crate::error::format::ErrorFormat;
-use crate::error::{ErrorCode, Failure};
 use crate::launch::logging;
 use crate::launch::rank::{self, RunSummary};
 use crate::launch::restart::{self, Attempts};
@@ -58,7 +55,7 @@ pub(super) fn run_supervisor(
     let resolved = resolve_on(args, env, &chosen).map_err(|failure| loaded.place(failure))?;
     notes.extend(loaded.notes.iter().cloned());
     notes.extend(resolved.notes);
-    let asked = resolved.config;
+    let mut asked = resolved.config;
     let mut screen = Screen::on_stderr(env.no_color);
     logging::init_supervisor(env.rust_log.as_deref())?;
     show_files(loaded, &mut screen);
@@ -78,7 +75,6 @@ pub(super) fn run_supervisor(
         screen.show(&event);
     }
     let share = share_of(&asked, env);
-    let mut asked = asked;
     if share.is_some() {
         if asked.early_step == EarlyStep::Auto && asked.updates_beside_gpus() {
             screen.show(&Event::Info {

@@ -187,3 +187,55 @@ impl Serialize for RunPlan {
         map.end()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::{Args, resolve};
+    use crate::rank_env::Env;
+
+    fn plan() -> RunPlan {
+        let env = Env::from_lookup(&|_| None).expect("reads");
+        let args = Args {
+            output: Some("/runs/a".into()),
+            ..Args::default()
+        };
+        let config = resolve(&args, &env).expect("resolves").config;
+        RunPlan::draft(config, Some("rank 1 was refused".to_owned())).with_found(Found {
+            ipc_refused: Some("rank 1 was refused".to_owned()),
+            arena_bytes: 7,
+            first_samples: vec![3, 1],
+            spilled_activation_bytes: 9,
+        })
+    }
+
+    #[test]
+    fn the_file_has_what_was_found_among_the_keys_of_the_configuration() {
+        let value = serde_json::to_value(plan()).expect("serializes");
+        let fields = value.as_object().expect("an object");
+        let keys: Vec<&str> = fields.keys().map(String::as_str).collect();
+        let all = keys.windows(3).collect::<Vec<_>>();
+        for found in [
+            ["collectives", "ipc_refused", "offload"],
+            ["upload_ahead", "arena_bytes", "precision"],
+            ["seed", "first_samples", "spilled_activation_bytes"],
+            ["first_samples", "spilled_activation_bytes", "resume"],
+        ] {
+            assert!(all.contains(&&found[..]), "{found:?} in {keys:?}");
+        }
+        assert_eq!(value["nproc"], 2);
+    }
+
+    #[test]
+    fn a_saved_plan_is_read_back() {
+        let folder = tempfile::tempdir().expect("temp dir");
+        let path = folder.path().join(CONFIG_FILE);
+        plan().save_to(&path).expect("saved");
+        assert_eq!(RunPlan::load_from(&path).expect("loaded"), plan());
+    }
+
+    #[test]
+    fn ranks_that_were_refused_exchange_through_host_memory() {
+        assert_eq!(plan().resolved_collectives(), Collectives::Shm);
+    }
+}

@@ -1,9 +1,8 @@
 //! Questions of held-out samples, the answers that a model gave, and the file that keeps the first
 //! of them at every evaluation of a run.
 
-use crate::error::chain;
 use crate::error::failures::comm as comm_failure;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, chain};
 use engine::comm::{Communicator, Tag};
 use models::Processor;
 use models::SampleInput;

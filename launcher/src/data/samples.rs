@@ -1,6 +1,6 @@
 //! Samples of a data file, read and checked one by one.
 
-use crate::error::chain;
+use crate::error::{ErrorCode, Failure, chain};
 use std::path::Path;
 
 use models::Processor;
@@ -11,7 +11,6 @@ use rayon::prelude::*;
 use super::lines;
 use super::problems::Problem;
 use crate::config::DataFormatChoice;
-use crate::error::{ErrorCode, Failure};
 
 /// Checked samples of one file, with the directory of their images.
 #[derive(Debug)]

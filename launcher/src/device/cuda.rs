@@ -5,8 +5,7 @@ use std::sync::Arc;
 use kernels::Backend;
 
 use super::Devices;
-use crate::config::CudaGraph;
-use crate::config::RunGpu;
+use crate::config::{CudaGraph, RunGpu};
 use crate::device::survey::facts::{Cuda, Gpu};
 use crate::device::survey::survey_gpus;
 use crate::error::Failure;

@@ -7,14 +7,14 @@ pub mod survey;
 #[cfg(test)]
 mod tests;
 
-use crate::config::Products;
-use crate::config::RunGpu;
+use crate::config::{
+    Collectives, CudaGraph, Device, DeviceChoice, Offload, Products, RunConfig, RunGpu, Tier,
+};
 use std::fmt;
 use std::sync::Arc;
 
 use kernels::Backend;
 
-use crate::config::{Collectives, CudaGraph, Device, DeviceChoice, Offload, RunConfig, Tier};
 use crate::error::{ErrorCode, Failure};
 use crate::rank_env::{GpuCode, MATMUL, Matmul, Variables};
 use crate::ui::Event;

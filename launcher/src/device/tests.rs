@@ -1,7 +1,5 @@
-use crate::cli::resolve_on;
-use crate::cli::{self, Command};
-use crate::config::Products;
-use crate::config::RunGpu;
+use crate::cli::{self, Command, resolve_on};
+use crate::config::{Products, RunGpu};
 use crate::device::survey::facts::{AttemptFacts, GpuProcess, LibraryFacts, LibraryKind};
 use crate::device::*;
 use crate::rank_env::Env;

@@ -2,8 +2,7 @@
 //! and tensors are missing, and whether a file is a pointer that was never downloaded.
 
 use super::chain;
-use crate::error::file_name;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, file_name};
 use crate::units::{bytes, grouped};
 use models::WeightError;
 use serde_json::Value;

@@ -5,5 +5,4 @@ pub mod logging;
 pub mod rank;
 pub(crate) mod rendezvous;
 pub(crate) mod restart;
-pub(crate) mod spill_directories;
 pub mod supervisor;

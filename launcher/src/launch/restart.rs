@@ -7,8 +7,7 @@
 use engine::checkpoint;
 
 use crate::config::{BatchConfig, CONFIG_FILE, Fault, FaultKind, Resume, RunConfig, RunPlan};
-use crate::error::Failure;
-use crate::error::file_name;
+use crate::error::{Failure, file_name};
 use crate::launch::supervisor::RunFailure;
 use crate::report::checkpoints::newest_intact;
 use crate::report::run_directory;
@@ -205,8 +204,7 @@ fn fewer_ranks(config: &RunConfig, lost: usize) -> Option<RunConfig> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::Args;
-    use crate::cli::resolve;
+    use crate::cli::{Args, resolve};
     use crate::error::ErrorCode;
     use crate::rank_env::Env;
     use std::path::Path;

@@ -1,4 +1,5 @@
-//! What this machine and this process have: memory, cgroup limits, disk space.
+//! What this machine and this process have: memory, cgroup limits, disk space; and what a rank takes of it, phase by
+//! phase.
 //!
 //! Parsers are pure functions over the text of `/proc` and `/sys/fs/cgroup`, so that they are
 //! tested without a machine.

@@ -1,7 +1,6 @@
 //! What one rank will occupy: by phase, tier and kind, and what the operating system will see.
 
-use crate::memory::Kinds;
-use crate::memory::Phase;
+use crate::memory::{Kinds, Phase};
 use engine::comm::WindowBytes;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;

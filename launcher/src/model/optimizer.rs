@@ -2,10 +2,8 @@
 
 use super::setup;
 use crate::config::RunConfig;
-use crate::error::Failure;
-use crate::error::failures;
-use crate::error::parts::base_name;
-use crate::error::parts::part;
+use crate::error::parts::{base_name, part};
+use crate::error::{Failure, failures};
 use crate::ui::TrainRow;
 use engine::OptimizerConfig;
 use models::VisionLanguageModel;

@@ -6,9 +6,8 @@ use crate::config::{
     check_family,
 };
 use crate::data::{Sampler, SamplerSizes};
-use crate::error::Failure;
-use crate::error::failures;
 use crate::error::failures::unusable;
+use crate::error::{Failure, failures};
 use crate::ui::Event;
 use engine::{DeviceTransport, EarlyStep, Offload, Plan, Precision, Stage, UnitId, ZeroConfig};
 use kernels::Backend;
@@ -83,12 +82,7 @@ impl Setup {
     }
 
     pub(crate) fn plan(&self, config: &RunPlan) -> Result<Plan, Failure> {
-        Plan::new(
-            self.model.spec().clone(),
-            zero_config(config, &*self.model)?,
-            config.world_size,
-        )
-        .map_err(|e| failures::engine("plan the run", &e.into()))
+        plan_of(config, &*self.model)
     }
 }
 
@@ -101,12 +95,7 @@ pub(crate) fn shapes(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, 
         OpenError::Model(e) => failures::model("set up the model", e),
         _ => unusable(&dir, &error),
     })?;
-    let plan = Plan::new(
-        model.spec().clone(),
-        zero_config(config, &*model)?,
-        config.world_size,
-    )
-    .map_err(|e| failures::engine("plan the run", &e.into()))?;
+    let plan = plan_of(config, &*model)?;
     Ok((model, plan))
 }
 
@@ -123,13 +112,14 @@ fn model(config: &RunConfig) -> Result<Arc<dyn VisionLanguageModel>, Failure> {
 /// The model and the plan of `config`; reads the folder's configuration only.
 pub(crate) fn replan(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
     let model = model(config)?;
-    let plan = Plan::new(
-        model.spec().clone(),
-        zero_config(config, &*model)?,
-        config.world_size,
-    )
-    .map_err(|e| failures::engine("plan the run", &e.into()))?;
+    let plan = plan_of(config, &*model)?;
     Ok((model, plan))
+}
+
+fn plan_of(config: &RunPlan, model: &dyn VisionLanguageModel) -> Result<Plan, Failure> {
+    let zero = zero_config(config, model)?;
+    Plan::new(model.spec().clone(), zero, config.world_size)
+        .map_err(|e| failures::engine("plan the run", &e.into()))
 }
 
 pub(crate) fn precision(config: &RunConfig) -> Precision {
@@ -256,8 +246,7 @@ pub(crate) fn dropout(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::resolve;
-    use crate::cli::{self, Command};
+    use crate::cli::{self, Command, resolve};
     use crate::rank_env::Env;
     use serde_json::{Value, json};
     use std::path::Path;

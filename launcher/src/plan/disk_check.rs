@@ -149,8 +149,7 @@ pub(crate) fn saves(config: &RunConfig, total: u64, samples: usize) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::Args;
-    use crate::cli::resolve;
+    use crate::cli::{Args, resolve};
     use crate::rank_env::Env;
     use std::path::Path;
 

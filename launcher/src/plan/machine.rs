@@ -1,9 +1,8 @@
 //! What there is: this machine, or one that the command line describes.
 
 use crate::config::{Collectives, RunConfig};
-use crate::device;
-use crate::memory;
 use crate::units::bytes as format_bytes;
+use crate::{device, memory};
 use kernels::footprint;
 use std::path::Path;
 

@@ -13,6 +13,7 @@ mod prepare;
 pub(crate) mod rank_memory;
 pub(crate) mod resume;
 mod settle;
+pub(crate) mod spill_directories;
 pub(crate) mod suggestion;
 
 pub(crate) use dry_run::{HeldOut, Work, dry_run, window_region};

@@ -1,19 +1,20 @@
 //! What is checked and planned before a rank starts and before the run's directory is touched.
 
 use super::disk_check::{DiskCheck, saves};
-use super::rank_memory::{eval_line, upload_line, whole_memory};
-use super::{Counted, Machine, Settled, Suggestions};
-use super::{early_line, find_batch, late_line, rank_memory, resume, settle, suggestion};
+use super::rank_memory::{device_line, eval_line, plan_event, upload_line, whole_memory};
+use super::{
+    Counted, Machine, Settled, Suggestions, early_line, find_batch, late_line, resume, settle,
+    spill_directories, suggestion,
+};
 use crate::config::{Device, Found, RunConfig, RunPlan, check_faults, fault_lines};
 use crate::data::{SampleSet, check};
 use crate::error::Failure;
 use crate::error::failures::unusable;
-use crate::launch::spill_directories;
 use crate::model::contents::CheckpointBytes;
 use crate::model::optimizer::{rule, trained_parts};
 use crate::model::setup::{Setup, sampler};
 use crate::ui::{DataEvent, Event};
-use models::Processor;
+use models::{Processor, VisionLanguageModel};
 use optim::Optimizer;
 use std::sync::Arc;
 
@@ -51,14 +52,7 @@ pub(crate) fn prepare(
     }
     let worst = check::largest(&train, &draft, &*setup.processor)?;
     let (model, processor) = (&*setup.model, &*setup.processor);
-    let Settled {
-        run,
-        plan,
-        memory,
-        fit,
-        spare,
-        prefetch,
-    } = settle(&draft, &Machine::here, &mut |run| {
+    let settled = settle(&draft, &Machine::here, &mut |run| {
         let plan = Arc::new(setup.plan(run)?);
         let (memory, eval_batch) =
             whole_memory(run, model, processor, &plan, &worst, eval.as_ref())?;
@@ -68,8 +62,8 @@ pub(crate) fn prepare(
             eval_batch,
         })
     })?;
-    let config = run.config();
-    eval_line(draft.batch.eval_batch, run.batch.eval_batch)
+    let config = settled.run.config();
+    eval_line(draft.batch.eval_batch, config.batch.eval_batch)
         .into_iter()
         .for_each(&mut *show);
     let total_steps = config.total_steps(train.samples.len());
@@ -77,49 +71,18 @@ pub(crate) fn prepare(
     for text in fault_lines(config) {
         show(Event::Warning { text });
     }
-    resume::check(config, &plan, train.samples.len(), total_steps)?;
-    show(Event::Plan(rank_memory::plan_event(
-        config, &plan, &memory, &fit,
-    )));
-    if config.device == Device::Cuda {
-        show(rank_memory::device_line(&run, &memory, &fit));
-    }
-    if let Some(line) = upload_line(&plan, prefetch.as_ref()) {
-        show(line);
-    }
-    let rule = rule(config);
-    show(Event::Info {
-        label: "formats".into(),
-        text: plan
-            .formats(rule.slots(plan.config().precision))
-            .to_string(),
-    });
-    for line in [early_line(&plan, spare.as_ref()), late_line(&plan)]
-        .into_iter()
-        .flatten()
-    {
-        show(line);
-    }
-    show(Event::Trains(trained_parts(config, &*setup.model)?));
-    show(find_batch::line(config));
-    let order = sampler(config, train.samples.len(), &[]);
-    show(Event::Data(DataEvent {
-        samples: train.samples.len(),
-        eval_samples: eval.as_ref().map_or(0, |e| e.samples.len()),
-        longest_tokens: train.sizes.iter().map(|s| s.tokens).max().unwrap_or(0),
-        images: train.pictures + eval.as_ref().map_or(0, |e| e.pictures),
-        supervised_min_tokens: train.sizes.iter().map(|s| s.supervised).min().unwrap_or(0),
-        skipped: train.problems.len() + eval.as_ref().map_or(0, |e| e.problems.len()),
-        wraps_around_global_batch: order.wraps_around(),
-    }));
-    if let Err(mut failure) = fit.check(config, &memory) {
+    resume::check(config, &settled.plan, train.samples.len(), total_steps)?;
+    show_plan(&settled, model, show)?;
+    show(data_event(config, &train, eval.as_ref()));
+    let fit = &settled.fit;
+    if let Err(mut failure) = fit.check(config, &settled.memory) {
         let largest = |config: &RunConfig, count: usize| {
             check::encode_some(config, &train.by_size(), count, &*setup.processor)
         };
-        suggestion::add(&mut failure, &run, &largest);
+        suggestion::add(&mut failure, &settled.run, &largest);
         return Err(failure);
     }
-    let checkpoint = CheckpointBytes::of(config, model, &plan, setup.weights.as_ref())?;
+    let checkpoint = CheckpointBytes::of(config, model, &settled.plan, setup.weights.as_ref())?;
     let saves = saves(config, total_steps, train.samples.len());
     let disk = DiskCheck::of(config, checkpoint, saves, fit.need.nvme);
     disk.check(config)?;
@@ -127,9 +90,56 @@ pub(crate) fn prepare(
         show(warning);
     }
     spill_directories::sweep(config, show)?;
-    let taken = spare.and_then(|spare| spare.taken);
-    let suggestions = suggestion::later(&run, train.by_size(), taken);
-    Ok((run, suggestions))
+    let taken = settled.spare.and_then(|spare| spare.taken);
+    let suggestions = suggestion::later(&settled.run, train.by_size(), taken);
+    Ok((settled.run, suggestions))
+}
+
+/// Shows what the run comes to: its memory, formats, updates, parameters and batch.
+fn show_plan(
+    settled: &Settled,
+    model: &dyn VisionLanguageModel,
+    show: &mut dyn FnMut(Event),
+) -> Result<(), Failure> {
+    let Settled {
+        run,
+        plan,
+        memory,
+        fit,
+        spare,
+        prefetch,
+    } = settled;
+    show(Event::Plan(plan_event(run, plan, memory, fit)));
+    let device = (run.device == Device::Cuda).then(|| device_line(run, memory, fit));
+    let formats = plan.formats(rule(run).slots(plan.config().precision));
+    let formats = Event::Info {
+        label: "formats".into(),
+        text: formats.to_string(),
+    };
+    let lines = [
+        device,
+        upload_line(plan, prefetch.as_ref()),
+        Some(formats),
+        early_line(plan, spare.as_ref()),
+        late_line(plan),
+    ];
+    lines.into_iter().flatten().for_each(&mut *show);
+    show(Event::Trains(trained_parts(run, model)?));
+    show(find_batch::line(run));
+    Ok(())
+}
+
+/// What the data is made of.
+fn data_event(config: &RunConfig, train: &SampleSet, eval: Option<&SampleSet>) -> Event {
+    Event::Data(DataEvent {
+        samples: train.samples.len(),
+        eval_samples: eval.map_or(0, |e| e.samples.len()),
+        longest_tokens: train.sizes.iter().map(|s| s.tokens).max().unwrap_or(0),
+        images: train.pictures + eval.map_or(0, |e| e.pictures),
+        supervised_min_tokens: train.sizes.iter().map(|s| s.supervised).min().unwrap_or(0),
+        skipped: train.problems.len() + eval.map_or(0, |e| e.problems.len()),
+        wraps_around_global_batch: sampler(config, train.samples.len(), &[]).wraps_around(),
+    })
 }
 
 /// Reads and checks the samples of a run that is only planned.

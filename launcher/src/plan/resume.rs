@@ -2,8 +2,7 @@
 //! nothing.
 
 use crate::config::{Resume, RunConfig};
-use crate::error::failures;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, failures};
 use crate::model::setup::precision;
 use crate::report::checkpoints::advise_intact;
 use engine::Plan;

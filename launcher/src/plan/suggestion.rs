@@ -1,8 +1,7 @@
 //! What would fit instead: neighbours of a configuration, each with its own plan.
 
 use super::rank_memory;
-use crate::cli::resolve;
-use crate::cli::{self, Command};
+use crate::cli::{self, Command, resolve};
 use crate::config::{
     Device, EarlyStep, Offload, PrecisionChoice, Recompute, RunConfig, RunPlan, Tier,
 };

@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 
 use super::chart::{Chart, Layer, Line, Look, WIDTH, colour, legend, open, push};
 use super::{PlanFile, RunFiles};
-use crate::memory::Kinds;
-use crate::memory::Phase;
+use crate::memory::{Kinds, Phase};
 use crate::report::monitor::memory::{MemoryRow, PhasePeak, PoolPeak};
 
 /// Kinds of bytes, from the bottom of the stack up. The index is the color.

@@ -17,7 +17,7 @@ mod state;
 mod tensorboard;
 mod trainer_log;
 
-use crate::ui::DiskTraffic;
+use crate::ui::{DiskTraffic, Event};
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -30,7 +30,6 @@ use crate::error::{ErrorCode, Failure};
 use crate::report::monitor::growth::GrowthDetector;
 use crate::report::monitor::memory::MemoryRow;
 use crate::report::monitor::split::{SlowRankNotice, StepSplit, StepTimes};
-use crate::ui::Event;
 use jsonl::JsonLines;
 
 pub use comparison::{Panel, Series, comparison};
@@ -321,8 +320,7 @@ fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::Args;
-    use crate::cli::resolve;
+    use crate::cli::{Args, resolve};
     use crate::rank_env::Env;
 
     fn config(output: &Path) -> RunConfig {

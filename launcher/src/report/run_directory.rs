@@ -1,12 +1,11 @@
 //! The folder of a run: what may be in it before, and where its files are.
 
-use crate::error::file_name;
+use crate::error::{ErrorCode, Failure, file_name};
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::config::{CONFIG_FILE, Resume, RunConfig, RunPlan};
-use crate::error::{ErrorCode, Failure};
 
 /// Folder of per-rank logs.
 pub const LOGS: &str = "logs";
@@ -215,8 +214,7 @@ pub fn checkpoint_to_resume(config: &RunConfig) -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::Args;
-    use crate::cli::resolve;
+    use crate::cli::{Args, resolve};
     use crate::rank_env::Env;
 
     fn config(output: &Path) -> RunConfig {

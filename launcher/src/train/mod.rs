@@ -1,4 +1,4 @@
-//! What one rank does, from the resolved configuration to the last report.
+//! What one rank does, from the plan of its run to the last report.
 
 mod batches;
 mod collectives;

@@ -3,19 +3,17 @@
 use super::collectives::Collectives;
 use super::inject::Faults;
 use super::spill;
-use crate::config::RunGpu;
-use crate::config::fault_lines;
-use crate::config::{Collectives as ChosenCollectives, PrecisionChoice, RunConfig, RunPlan, Task};
-use crate::data::check;
-use crate::data::{SampleSet, problems};
+use crate::config::{
+    Collectives as ChosenCollectives, PrecisionChoice, RunConfig, RunGpu, RunPlan, Task,
+    fault_lines,
+};
+use crate::data::{SampleSet, check, problems};
 use crate::device::{Devices, counting_of, gpu_of};
-use crate::error::failures;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, failures};
 use crate::launch::rendezvous;
 use crate::model::optimizer::optimizer;
 use crate::model::setup::Setup;
-use crate::plan::Places;
-use crate::plan::resume;
+use crate::plan::{Places, resume};
 use crate::rank_env::{RankEnv, Variables};
 use crate::ui::{Event, Reporter};
 use engine::comm::Communicator;

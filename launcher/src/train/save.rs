@@ -2,12 +2,10 @@
 
 use super::inject::Faults;
 use super::replica::Replica;
-use crate::error::failures;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, failures};
 use crate::model::contents::{Contents, MODEL_STEM};
-use crate::model::files;
-use crate::model::split;
 use crate::model::stored::{bytes_of, max_shard_bytes};
+use crate::model::{files, split};
 use crate::report::RunReport;
 use crate::ui::SaveEvent;
 use engine::checkpoint::{

@@ -1,8 +1,7 @@
 //! A rank's spill files: which way to the disk, how fast it is, and the files.
 
 use crate::config::{NvmeIo, RunConfig};
-use crate::error::Failure;
-use crate::error::failures;
+use crate::error::{Failure, failures};
 use crate::rank_env::RankEnv;
 use crate::ui::{Event, Reporter};
 use engine::comm::{Communicator, Tag};

@@ -181,7 +181,7 @@ impl<'a> Trainer<'a> {
             let stopping = self.anyone(stop.is_set())?;
             // Who stops a run may not wait for an evaluation: the state is saved first, and at once.
             self.monitor.begin(&self.replica.zero);
-            if due(config.eval) && !(stopping && !is_last) {
+            if due(config.eval) && (is_last || !stopping) {
                 self.evaluate(&sampler)?;
                 self.monitor.end(Phase::Eval, &self.replica.zero);
             }

@@ -3,8 +3,7 @@
 use super::given::Given;
 use super::report::{Choice, Outcome, Report, Row};
 use super::{Part, deepspeed, go_through, line, read};
-use crate::cli::resolve;
-use crate::cli::{ExplainConfigArgs, train_args};
+use crate::cli::{ExplainConfigArgs, resolve, train_args};
 use crate::config::RunConfig;
 use crate::error::Failure;
 use crate::rank_env::Env;

@@ -7,17 +7,15 @@ mod trainable;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use crate::config::SampleRules;
 use crate::config::defaults::{self, DEMO, Defaults, MODEL};
 use crate::config::{
     Cadence, Device, DeviceChoice, EarlyStep, Length, LrScale, Offload, OptimizerConfig,
-    PrecisionChoice, PureBf16Weights, ReportTo, Resume, RunConfig, Source, Strategy, Task, Tier,
-    Warmup,
+    PrecisionChoice, PureBf16Weights, ReportTo, Resume, RunConfig, RunGpu, SampleRules, Source,
+    Strategy, Task, Tier, Warmup,
 };
 use engine::comm::MAX_RANKS;
 
 use crate::cli::{Args, Note};
-use crate::config::RunGpu;
 use crate::config::words::value_name;
 use crate::device::Chosen;
 use crate::error::Failure;

@@ -4,9 +4,8 @@ use std::ops::Range;
 
 use super::{note, out_of_range, positive, within};
 use crate::cli::{Args, Note};
-use crate::config::defaults;
 use crate::config::words::words;
-use crate::config::{Lora, Trainable};
+use crate::config::{Lora, Trainable, defaults};
 use crate::error::Failure;
 
 /// Resolves the flags under "What is trained".

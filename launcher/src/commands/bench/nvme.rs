@@ -11,8 +11,7 @@ use serde_json::{Value, json};
 
 use super::fio;
 use crate::cli::BenchNvmeArgs;
-use crate::error::failures;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, failures};
 use crate::memory::disk_free_bytes;
 use crate::units::bytes;
 

@@ -11,9 +11,7 @@ use serde_json::{Value, json};
 
 use super::{missing, print};
 use crate::cli::CkptLsArgs;
-use crate::error::chain;
-use crate::error::file_name;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, chain, file_name};
 use crate::units::bytes;
 
 const PREFIX: &str = "checkpoint-";

@@ -15,8 +15,7 @@ use std::process::ExitCode;
 use engine::checkpoint::Checkpoint;
 
 use crate::cli::CkptCommand;
-use crate::error::failures;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, failures};
 
 /// Runs the verb.
 ///

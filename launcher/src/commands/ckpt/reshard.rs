@@ -9,8 +9,7 @@ use serde_json::Value;
 use super::{open, print, required};
 use crate::cli::CkptReshardArgs;
 use crate::commands::new_directory::NewFolder;
-use crate::error::failures;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, failures};
 use crate::report::checkpoints::UNITS;
 use crate::units::seconds;
 

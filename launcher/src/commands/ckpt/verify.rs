@@ -10,8 +10,7 @@ use models::{WeightError, WeightSource};
 
 use super::{missing, print};
 use crate::cli::CkptVerifyArgs;
-use crate::error::{ErrorCode, Failure};
-use crate::error::{chain, failures};
+use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::report::checkpoints::advise_intact;
 use crate::units::{bytes, grouped, seconds};
 

@@ -14,8 +14,7 @@ use models::data::{EncodeOptions, IGNORED, RawSample, SampleTokens};
 use models::image::{ImageFolder, ImageSource};
 use rayon::prelude::*;
 
-use crate::cli::resolve;
-use crate::cli::{Args, DataCheckArgs};
+use crate::cli::{Args, DataCheckArgs, resolve};
 use crate::config::RunConfig;
 use crate::data::check::encode_options;
 use crate::data::problems::{self, Context, Kind, Problem};

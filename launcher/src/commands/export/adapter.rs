@@ -1,8 +1,7 @@
 //! Adapters alone, as peft reads them.
 
 use super::{BLOCK_ELEMS, Summary, copy, read};
-use crate::error::failures;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, failures};
 use crate::model::stored::max_shard_bytes;
 use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec};
 use kernels::DType;

@@ -6,8 +6,7 @@ mod model;
 
 use crate::cli::{ExportArgs, ExportDtype};
 use crate::commands::new_directory::NewFolder;
-use crate::error::{ErrorCode, Failure};
-use crate::error::{chain, failures};
+use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::model::files;
 use crate::model::stored::MAX_SHARD_BYTES;
 use crate::units::{bytes, grouped, seconds};

@@ -1,8 +1,7 @@
 //! Whole models, with adapters and trained parts merged into them.
 
 use super::{BLOCK_ELEMS, read};
-use crate::error::failures;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, failures};
 use crate::model::stored::bytes_of;
 use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec};
 use kernels::{Backend, CpuBackend, DType, MatmulArgs, Shape, Tag, Transpose};

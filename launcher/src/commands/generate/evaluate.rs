@@ -3,12 +3,9 @@
 use super::model::{LoadedModel, OpenModel, path_text, positive, required};
 use super::{note, print};
 use crate::cli::EvalArgs;
-use crate::data::Reading;
-use crate::data::SampleSet;
 use crate::data::answers::{Answer, Question, sample_failure};
-use crate::data::check;
-use crate::error::failures;
-use crate::error::{ErrorCode, Failure};
+use crate::data::{Reading, SampleSet, check};
+use crate::error::{ErrorCode, Failure, failures};
 use crate::units::seconds as format_seconds;
 use models::autograd::Tape;
 use models::data::EncodeOptions;

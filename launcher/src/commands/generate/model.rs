@@ -3,8 +3,7 @@
 
 use crate::config::PrecisionChoice;
 use crate::error::failures::unusable;
-use crate::error::{ErrorCode, Failure};
-use crate::error::{chain, failures};
+use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::memory;
 use crate::units::{bytes as format_bytes, seconds as format_seconds};
 use engine::{EngineError, Lease, LeaseOwner, ParamAccess, ParamId, ParamSpec, Phase, UnitId};

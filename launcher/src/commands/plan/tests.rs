@@ -2,15 +2,13 @@
 
 use super::configuration;
 use super::planner::{Planner, made_up_sample};
-use crate::cli::resolve;
-use crate::cli::{self, Command};
+use crate::cli::{self, Command, resolve};
 use crate::config::{EarlyStep, RunConfig, UploadAhead};
 use crate::device::Nvidia;
 use crate::memory::RankMemory;
 use crate::model::setup::shapes;
-use crate::plan::Settled;
 use crate::plan::rank_memory::fixed;
-use crate::plan::{HeldOut, Machine, MemoryCheck, Work, dry_run, window_region};
+use crate::plan::{HeldOut, Machine, MemoryCheck, Settled, Work, dry_run, window_region};
 use crate::rank_env::Env;
 use models::SampleInput;
 use models::generate::Prompt;

@@ -1,7 +1,6 @@
 //! A plan for people.
 
-use crate::memory::Kinds;
-use crate::memory::{PhaseBytes, RankMemory};
+use crate::memory::{Kinds, PhaseBytes, RankMemory};
 use crate::plan::MemoryCheck;
 use crate::units::bytes;
 use std::collections::BTreeMap;

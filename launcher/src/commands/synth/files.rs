@@ -15,8 +15,7 @@ use serde_json::{Value, json};
 use super::config::Config;
 use super::tokenizer::Vocabulary;
 use crate::commands::demo::model_files::{TEMPLATE, preprocessor_config};
-use crate::error::chain;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, chain};
 
 /// Special tokens of MiniCPM-V in id order, except `<unk>`, which is at another id.
 const MINICPM: [&str; 23] = [

@@ -23,8 +23,7 @@ use models::{ModelOptions, open_model};
 
 use crate::cli::{SynthArgs, SynthWeights};
 use crate::commands::new_directory::NewFolder;
-use crate::error::chain;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, chain};
 use crate::memory::disk_free_bytes;
 use crate::units::{bytes, grouped, seconds};
 use weights::Layout;

@@ -9,8 +9,7 @@ use models::{Family, open_processor};
 use serde_json::{Value, json};
 
 use crate::commands::demo::png;
-use crate::error::chain;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, chain};
 
 /// File name of the samples.
 pub(super) const FILE: &str = "samples.json";

@@ -8,8 +8,7 @@ use models::VisionLanguageModel;
 use models::init::{Init, rule};
 use models::seeded::Generators;
 
-use crate::error::Failure;
-use crate::error::failures;
+use crate::error::{Failure, failures};
 
 /// Elements per block: one block is generated while the previous one is written.
 const BLOCK_ELEMS: usize = 1 << 22;

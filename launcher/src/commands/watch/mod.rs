@@ -15,8 +15,7 @@ use std::time::{Duration, SystemTime};
 use crate::cli::WatchArgs;
 use crate::config::CONFIG_FILE;
 use crate::error::{ErrorCode, Failure};
-use crate::report::run_directory;
-use crate::report::{RunFiles, TRAINER_LOG};
+use crate::report::{RunFiles, TRAINER_LOG, run_directory};
 use view::{Presence, View};
 
 /// Interval between two readings of the files.

@@ -3,9 +3,8 @@
 use engine::comm::tcp::{MeetError, TcpOptions};
 
 use super::port;
-use crate::error::chain;
 use crate::error::failures::comm as comm_failure;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, chain};
 use crate::launch::hostfile::host_name;
 use crate::rank_env::RankEnv;
 

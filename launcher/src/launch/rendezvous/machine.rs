@@ -9,8 +9,7 @@ use std::hint::black_box;
 use engine::comm::{CommError, Communicator, Tag};
 use serde::{Deserialize, Serialize};
 
-use crate::config::Products;
-use crate::config::{Device, RunConfig};
+use crate::config::{Device, Products, RunConfig};
 use crate::device::survey::facts::{Cuda, Gpu, LibraryKind};
 use crate::device::survey::{instruction_sets, libc};
 use crate::device::{Devices, gpu_of};

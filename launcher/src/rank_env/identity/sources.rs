@@ -1,9 +1,8 @@
 //! What each source calls its numbers.
 
-use super::nodelist;
 use super::{
     Identity, Master, NodePlace, RankIs, RankPlace, Reading, Source, TaskNumbers, Vars, conflict,
-    not_a_number, refused,
+    nodelist, not_a_number, refused,
 };
 use crate::error::Failure;
 use crate::rank_env::{LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE};

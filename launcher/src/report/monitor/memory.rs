@@ -1,13 +1,11 @@
 //! Peak memory of one rank by phase, and its composition.
 
-use crate::memory::Kinds;
+use crate::memory::{self, Kinds, Phase};
 use std::collections::BTreeMap;
 
 use kernels::{Pool, PoolStats, Tag};
 use serde::{Deserialize, Serialize};
 
-use crate::memory;
-use crate::memory::Phase;
 use crate::report::TierBytes;
 
 /// The highest use of one pool.
