@@ -30,20 +30,20 @@ impl TierBytes {
 /// Bytes one rank needs for model states.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct MemoryReport {
-    /// Weights this rank keeps.
+    /// Weights that this rank stores.
     pub parameters: TierBytes,
     /// Accumulated gradients.
     pub gradients: TierBytes,
     /// Master weights and moments.
     pub optimizer: TierBytes,
-    /// Most weights gathered at once (device).
+    /// Maximal bytes of weights gathered at once (device).
     pub gathered: u64,
-    /// Most gradient buckets and other collectives in flight at once (device).
+    /// Maximal bytes of gradient buckets and other collectives in flight at once (device).
     pub communication: u64,
 }
 
 impl MemoryReport {
-    /// Everything on the device.
+    /// Total on the device.
     #[must_use]
     pub fn device_bytes(&self) -> u64 {
         self.parameters.device
@@ -53,7 +53,7 @@ impl MemoryReport {
             + self.communication
     }
 
-    /// Everything in host memory.
+    /// Total in host memory.
     #[must_use]
     pub fn host_bytes(&self) -> u64 {
         self.parameters.host + self.gradients.host + self.optimizer.host
@@ -61,13 +61,13 @@ impl MemoryReport {
 }
 
 impl Plan {
-    /// Whether a lease needs a buffer of its own instead of reading the weights where they are.
+    /// Whether a lease needs a buffer, because it cannot read the weights in their tier.
     #[must_use]
     pub fn leases_copy(&self) -> bool {
         self.config().offload.param != Tier::Device || self.gathers_parameters()
     }
 
-    /// Whether weights are read where they rest when they are sent to a device apart: a copy of them would only be a copy.
+    /// Whether weights are copied to a discrete device directly from their host tier, without an intermediate buffer.
     pub(crate) fn sends_from_rest(&self) -> bool {
         self.config().offload.param == Tier::Host && !self.gathers_parameters()
     }
@@ -78,7 +78,7 @@ impl Plan {
         self.config().stage.shards_parameters() && self.shards() > 1
     }
 
-    /// Whether devices gather weights and add up gradients among themselves.
+    /// Whether devices gather weights and reduce gradients among themselves.
     #[must_use]
     pub fn devices_talk(&self) -> bool {
         let config = self.config();
@@ -87,21 +87,21 @@ impl Plan {
             && (self.gathers_parameters() || config.shards_gradients())
     }
 
-    /// Whether weights come to a device apart one unit ahead of their use.
+    /// Whether weights are copied to a discrete device one unit before their use.
     #[must_use]
     pub fn uploads_ahead(&self) -> bool {
         let config = self.config();
         config.uploads_ahead && config.prefetch_units > 0 && self.leases_copy()
     }
 
-    /// Whether the devices gather them so.
+    /// Whether devices gather weights one unit before their use.
     #[must_use]
     pub(crate) fn gathers_ahead(&self) -> bool {
         self.uploads_ahead() && self.devices_talk() && self.gathers_parameters()
     }
 
-    /// Whether a unit's gradients are collected before they are added to their sum: where they are reduced in between,
-    /// where the sum lies on a disk, or where there is no sum.
+    /// Whether the gradients of a unit are collected in a bucket before they are added to their sum: they are reduced
+    /// between ranks, the sum is on disk, or they are consumed without a sum.
     #[must_use]
     pub fn buckets_gradients(&self, unit: UnitId) -> bool {
         let config = self.config();
@@ -110,36 +110,37 @@ impl Plan {
             || self.consumes_gradients(unit)
     }
 
-    /// Whether the gradients of `unit` are summed in the device's memory.
+    /// Whether the gradients of `unit` are summed in device memory.
     #[must_use]
     pub fn sums_on_device(&self, unit: UnitId) -> bool {
         self.config().offload.optimizer == Tier::Device && !self.consumes_gradients(unit)
     }
 
-    /// Whether every rank keeps whole weights of which it updates a part.
+    /// Whether ranks exchange updated weights: every rank has whole weights but updates only its part.
     #[must_use]
     pub fn shares_updates(&self) -> bool {
         let stage = self.config().stage;
         stage.shards_optimizer() && !stage.shards_parameters() && self.shards() > 1
     }
 
-    /// Whether a device whose states are its own keeps what an update changes.
+    /// Whether a device with resident states stores everything that an optimizer step changes.
     #[must_use]
     pub fn steps_on_device(&self) -> bool {
         let trains = self.units().iter().any(|unit| !unit.trainable.is_empty());
         self.config().offload.optimizer == Tier::Device && trains
     }
 
-    /// Whether a device whose states are its own adds the gradients of `unit` to their sums at once: where the sums lie
-    /// there, and are those of all ranks or are reduced behind the last micro-batch.
+    /// Whether a device with resident states adds the gradients of `unit` to their sums immediately. The sums must be
+    /// on the device. Also, either there is nothing to reduce between ranks, or the reduction follows the last
+    /// micro-batch.
     #[must_use]
     pub fn adds_where_computed(&self, unit: UnitId) -> bool {
         let reduced_at_once = self.world_size() > 1 && self.config().shards_gradients();
         self.sums_on_device(unit) && !reduced_at_once
     }
 
-    /// Bytes of the training state in a checkpoint, of all ranks together: of every trained element its master weight
-    /// (without one, its weight) and the optimizer's `slots`.
+    /// Bytes of the training state in a checkpoint, over all ranks: for every trainable element its master weight (or
+    /// its weight if there is no master) and the optimizer's states `slots`.
     #[must_use]
     pub fn checkpoint_bytes(&self, slots: &[StateSlot]) -> u64 {
         let precision = self.config().precision;

@@ -1,23 +1,23 @@
-//! What the optimizer asks of tensors it knows nothing about.
+//! Interface to tensors of another library.
 
 use optim::GroupOptions;
 
-/// A failure of the library that owns the tensors.
+/// Error of the library that owns the tensors.
 pub type BridgeError = Box<dyn std::error::Error + Send + Sync>;
 
-/// A tensor that is trained.
+/// A trainable tensor.
 #[derive(Clone, PartialEq, Debug)]
 pub struct TensorInfo {
-    /// Its name, in messages and checkpoints; no two are alike.
+    /// Its unique name, for messages and checkpoints.
     pub name: String,
-    /// Its elements.
+    /// Its number of elements.
     pub elems: usize,
-    /// Weight decay, and the factor on the learning rate.
+    /// Weight decay, and factor on the learning rate.
     pub options: GroupOptions,
 }
 
 impl TensorInfo {
-    /// A tensor with this weight decay and the plain learning rate.
+    /// A tensor with this weight decay and a learning-rate factor of 1.
     #[must_use]
     pub fn new(name: impl Into<String>, elems: usize, weight_decay: f32) -> Self {
         Self {
@@ -31,8 +31,8 @@ impl TensorInfo {
     }
 }
 
-/// Tensors whose gradients are reduced together: a layer, for example. A group is the unit of communication, so neither
-/// a single bias nor the whole model makes a good one.
+/// Tensors whose gradients are reduced together, such as a layer. A tensor group is the unit of communication, so a
+/// single bias is too small and the whole model too large.
 #[derive(Clone, PartialEq, Debug)]
 pub struct TensorGroup {
     /// Its name, in messages.
@@ -41,27 +41,27 @@ pub struct TensorGroup {
     pub tensors: Vec<TensorInfo>,
 }
 
-/// Trained tensors of a foreign model. Tensors are numbered through all groups, from 0; values are row-major f32,
-/// whatever the library stores.
+/// Trainable tensors of a foreign model. Tensors are numbered from 0 through all tensor groups. Values are row-major
+/// f32, whatever the library stores.
 pub trait TensorBridge {
-    /// All trained tensors, equal on every rank and at every call.
+    /// All trainable tensors. The result must be equal on every rank and in every call.
     fn groups(&self) -> Vec<TensorGroup>;
 
-    /// Copies the weights of a tensor into `out`, which has its elements.
+    /// Copies the weights of a tensor to `out`, which has its number of elements.
     ///
     /// # Errors
-    /// Whatever keeps the library from it.
+    /// When the library fails.
     fn read_weight(&self, tensor: usize, out: &mut [f32]) -> Result<(), BridgeError>;
 
-    /// Copies the gradient of a tensor into `out`, which is zero before; a tensor without a gradient leaves it so.
+    /// Copies the gradient of a tensor to `out`. `out` is zero before; a tensor without a gradient leaves it so.
     ///
     /// # Errors
-    /// Whatever keeps the library from it.
+    /// When the library fails.
     fn read_gradient(&self, tensor: usize, out: &mut [f32]) -> Result<(), BridgeError>;
 
     /// Replaces the weights of a tensor.
     ///
     /// # Errors
-    /// Whatever keeps the library from it.
+    /// When the library fails.
     fn write_weight(&mut self, tensor: usize, values: &[f32]) -> Result<(), BridgeError>;
 }

@@ -1,4 +1,4 @@
-//! The optimizer of a foreign model: the engine's own step over a plan made from the bridge.
+//! Optimizer of a foreign model: the engine's step, with a plan made from the bridge's tensors.
 
 use super::bridge::{BridgeError, TensorBridge};
 use crate::access::ParamAccess;
@@ -15,10 +15,11 @@ use std::sync::Arc;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Optimizer of a foreign model, its state divided over ranks.
+/// Sharded optimizer of a foreign model.
 ///
-/// Every rank makes one over the same tensors with the same weights, and all ranks call the same methods in the same
+/// Every rank creates one for the same tensors with the same weights. All ranks call the same methods in the same
 /// order.
+///
 ///
 /// ```
 /// use engine::comm::threads;
@@ -80,7 +81,7 @@ pub struct ShardedOptimizer {
 }
 
 impl ShardedOptimizer {
-    /// An optimizer with memory as the system gives it; see [`ShardedOptimizer::with_tiers`].
+    /// An optimizer with unbounded device and host memory and no disk; see [`ShardedOptimizer::with_tiers`].
     ///
     /// # Errors
     /// As [`ShardedOptimizer::with_tiers`].
@@ -94,7 +95,7 @@ impl ShardedOptimizer {
         Self::with_tiers(bridge, comm, rule, config, tiers)
     }
 
-    /// An optimizer that updates by `rule`, with state on the tiers that `config.offload` says. The weights are read
+    /// An optimizer that updates by `rule`, with states on the tiers of `config.offload`. Reads the initial weights
     /// from the bridge.
     ///
     /// # Errors
@@ -112,7 +113,7 @@ impl ShardedOptimizer {
         let backend = Arc::new(NullBackend::new(pool.clone()));
         let optimizer = OptimizerConfig { rule, groups };
         let mut zero = Zero::new(plan.clone(), comm, backend, tiers, optimizer)?;
-        // The engine asks for parts of a tensor in order; the bridge gives whole ones.
+        // The engine reads parts of a tensor in order; the bridge returns whole tensors.
         let mut read: (Option<ParamId>, Vec<f32>) = (None, Vec::new());
         zero.load(|id, elements, out| -> Result<(), BridgeError> {
             if read.0 != Some(id) {
@@ -127,9 +128,9 @@ impl ShardedOptimizer {
         Ok(Self { zero, pool })
     }
 
-    /// Adds the gradients of one micro-batch: those of the mean loss `mean_loss` over `samples` samples (or tokens) of
-    /// this rank. Ranks and calls may differ in `samples`: each sample counts alike. A rank without any passes 0, and
-    /// its gradients are not looked at.
+    /// Adds the gradients of one micro-batch. They are those of the mean loss `mean_loss` over `samples` samples (or
+    /// tokens) of this rank. `samples` may differ between ranks and calls: each sample has the same weight. A rank
+    /// without samples passes 0, and its gradients are not read.
     ///
     /// # Errors
     /// When the bridge or communication fails.
@@ -163,7 +164,7 @@ impl ShardedOptimizer {
             tensor: param.name.clone(),
             source,
         })?;
-        // The engine divides by all samples in the step.
+        // The step divides by the number of all samples.
         for value in &mut gradient {
             *value *= samples as f32;
         }
@@ -171,9 +172,9 @@ impl ShardedOptimizer {
         self.zero.deposit(id, &gradient)
     }
 
-    /// Updates the weights by everything accumulated since the last step, clipped by `max_grad_norm` of the settings,
-    /// and writes them into the bridge. When a gradient or a loss is not finite nothing changes, and the report says
-    /// so.
+    /// Updates the weights with all gradients accumulated since the last step, clipped to `max_grad_norm` of the
+    /// settings, and writes them to the bridge. If a gradient or a loss is not finite, nothing changes and the report
+    /// says so.
     ///
     /// # Errors
     /// When the bridge or communication fails.
@@ -185,7 +186,7 @@ impl ShardedOptimizer {
         Ok(report)
     }
 
-    /// Writes the engine's weights into the bridge, as after a checkpoint was loaded. All ranks must call it.
+    /// Writes the engine's weights to the bridge, e.g. after a checkpoint was loaded. All ranks must call it.
     ///
     /// # Errors
     /// When the bridge or communication fails.
@@ -201,7 +202,7 @@ impl ShardedOptimizer {
         })
     }
 
-    /// The engine's states, for checkpoints, sizes and times.
+    /// The engine, for checkpoints, sizes and times.
     #[must_use]
     pub fn zero(&self) -> &Zero {
         &self.zero
@@ -213,7 +214,7 @@ impl ShardedOptimizer {
     }
 }
 
-/// One unit per group, one flat parameter per tensor.
+/// Model description with one unit per tensor group and one flat parameter per tensor.
 fn spec(bridge: &dyn TensorBridge) -> (ModelSpec, Vec<optim::GroupOptions>) {
     let mut spec = ModelSpec::default();
     let mut options = Vec::new();
