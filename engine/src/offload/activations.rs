@@ -1,8 +1,11 @@
-//! What backward starts from, kept off the device between forward and backward.
+//! Storage of saved activations on the host or on disk, between forward and backward.
 //!
-//! A device apart is never waited for by a save: the values leave it while it goes on, and the host has them when the
-//! next ones are saved. The place of what backward wants next is taken before the segment in front of it is queued, so
-//! that the values come back beside that segment's work.
+//! Rules on a discrete device:
+//!
+//! 1. A save starts a copy to the host and never waits for the device.
+//! 2. The next save waits for that copy and moves the values to their tier.
+//! 3. Before a segment is queued, memory is reserved for the values that backward needs next. Their copy to the
+//!    device then overlaps with the segment's work.
 
 use super::spill::PendingRead;
 use super::tier::{Region, Tiers};
@@ -20,27 +23,27 @@ use std::time::Duration;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Keeps tensors on the host or on a disk. Memory of released tensors is used again, so that a step like the one
-/// before takes nothing from the system.
+/// Store for saved activations on one tier. Memory of released tensors is reused, so a step like the previous one
+/// allocates nothing.
 #[derive(Debug)]
 pub struct Activations {
     tier: Tier,
     tiers: Tiers,
-    /// Where tensors without values are counted.
+    /// Pool that counts tensors of a dry run.
     books: Pool,
     arena: Rc<RefCell<Arena>>,
     clock: RefCell<CopyClock>,
-    /// Whether tensors lie on a device apart.
+    /// Whether the tensors are on a discrete device.
     apart: bool,
-    /// What was saved last there.
+    /// The last saved tensor on a discrete device.
     leaving: RefCell<Weak<RefCell<Kept>>>,
 }
 
 #[derive(Debug)]
 enum Kept {
-    /// Still on a device apart, on its way.
+    /// On a discrete device, with a copy to the host under way.
     Leaving(Fetch),
-    /// A place without memory: on a device without values.
+    /// Counted without values (dry run).
     Null {
         _placed: Tensor,
     },
@@ -52,7 +55,7 @@ enum Kept {
     },
 }
 
-/// Where the values of a tensor are read from.
+/// Source of a tensor's values.
 enum Source<'a> {
     Here(&'a Tensor),
     Leaving(&'a Fetch),
@@ -79,11 +82,11 @@ impl Source<'_> {
     }
 }
 
-/// Regions of a disk, each with the bytes that nobody uses, in order.
+/// Regions of a disk, each with its free ranges in order.
 #[derive(Debug, Default)]
 struct Arena(Vec<(Region, Vec<Range<usize>>)>);
 
-/// Bytes of a region of the arena.
+/// Range of bytes in a region of the arena.
 #[derive(Clone, Debug)]
 struct Place {
     region: usize,
@@ -100,7 +103,7 @@ impl Arena {
         self.0.iter().map(|(region, _)| region.len()).sum()
     }
 
-    /// The first place that is large enough.
+    /// Takes the first free range that is large enough.
     fn take(&mut self, bytes: usize) -> Option<Place> {
         for (region, (_, free)) in self.0.iter_mut().enumerate() {
             let Some(at) = free.iter().position(|range| range.len() >= bytes) else {
@@ -123,7 +126,7 @@ impl Arena {
         let free = &mut self.0[place.region].1;
         let at = free.partition_point(|range| range.start < place.bytes.start);
         free.insert(at, place.bytes.clone());
-        // With its neighbours it is one.
+        // Merges adjacent free ranges.
         free.dedup_by(|next, range| {
             let touches = range.end == next.start;
             if touches {
@@ -138,13 +141,13 @@ impl Arena {
     }
 }
 
-/// A tensor that is kept elsewhere.
+/// Handle to a tensor stored on the tier.
 #[derive(Debug)]
 pub struct Saved {
     shape: Shape,
     dtype: DType,
     kept: Rc<RefCell<Kept>>,
-    /// Places on a device apart that were taken for it, one for each segment that wants it.
+    /// Memory reserved for it on a discrete device, one for each segment that needs it.
     arrivals: RefCell<VecDeque<Arrival>>,
 }
 
@@ -157,7 +160,7 @@ impl Drop for Kept {
 }
 
 impl Activations {
-    /// A keeper on `tier`; `None` where tensors simply stay on the device.
+    /// A store on `tier`; `None` if activations stay on the device.
     #[must_use]
     pub fn new(tier: Tier, tiers: Tiers) -> Option<Self> {
         (tier != Tier::Device).then(|| Self {
@@ -174,14 +177,14 @@ impl Activations {
         })
     }
 
-    /// For tensors of `device`: those of one apart leave it beside its work.
+    /// Sets the device of the tensors. Copies from a discrete device overlap with its work.
     #[must_use]
     pub fn of(mut self, device: &dyn Backend) -> Self {
         self.apart = device.device().is_apart();
         self
     }
 
-    /// Where tensors are counted: the host pool, or the disk's.
+    /// Pool that counts the tensors: the host pool, or the disk's.
     #[must_use]
     pub fn books(&self) -> &Pool {
         &self.books
@@ -192,10 +195,11 @@ impl Activations {
         self.clock.borrow().total()
     }
 
-    /// Sets aside `bytes` of the disk, so that one that is too small is found now; nothing on other tiers. Tensors that
-    /// need more find more as long as the disk has it.
+    /// Reserves `bytes` on disk, so that a disk that is too small is detected now; no effect on other tiers. Tensors
+    /// beyond the reservation still get space if the disk has it.
     ///
     /// # Errors
+    /// When the disk is full.
     /// When the disk is full.
     pub fn reserve(&self, bytes: u64) -> Result<()> {
         let held = self.arena.borrow().bytes();
@@ -212,8 +216,8 @@ impl Activations {
         self.tiers.allocate_bytes(place, bytes, 0, Tag::Activations)
     }
 
-    /// Copies a tensor to the tier. On a device apart it stays where it is until the next call, when what saved it has
-    /// long been queued.
+    /// Copies a tensor to the tier. On a discrete device it stays there until the next call; by then the device has
+    /// passed the work that made it.
     ///
     /// # Errors
     /// When the tier is full.
@@ -238,7 +242,7 @@ impl Activations {
         })
     }
 
-    /// Brings what was saved last to its tier, if anybody still wants it.
+    /// Moves the last saved tensor to its tier, unless it was released.
     fn finish(&self) -> Result<()> {
         let Some(last) = self.leaving.take().upgrade() else {
             return Ok(());
@@ -251,7 +255,7 @@ impl Activations {
         Ok(())
     }
 
-    /// A place on the tier with the values of `value`, which come from `source`.
+    /// Stores the values of `value` on the tier; `source` provides them.
     fn keep(&self, value: &Tensor, source: &Source<'_>) -> Result<Kept> {
         let bytes = value.size_bytes();
         if value.is_null() {
@@ -276,7 +280,7 @@ impl Activations {
             place = arena.take(bytes);
         }
         let place = place.expect("room in a region made for it");
-        // From here on the place goes back when the tensor goes, also when the write fails.
+        // From here on, dropping `kept` frees the range, even if the write fails.
         let kept = Kept::Spilled {
             place: place.clone(),
             arena: self.arena.clone(),
@@ -287,11 +291,11 @@ impl Activations {
         Ok(kept)
     }
 
-    /// Prepares for a tensor that is needed soon: takes its place on a device apart, and starts to read it from a disk, as
-    /// far as buffers go.
+    /// Prepares for a tensor that is needed soon: reserves memory on a discrete device, and starts to read it from a
+    /// disk while buffers are free.
     ///
     /// # Errors
-    /// When the device has no room or the disk fails.
+    /// When the device has no memory or the disk fails.
     pub fn prefetch(&self, saved: &Saved, device: &dyn Backend) -> Result<()> {
         let kept = saved.kept.borrow();
         if matches!(*kept, Kept::Leaving(_)) {
@@ -325,10 +329,10 @@ impl Activations {
         Ok(())
     }
 
-    /// The tensor, on the device again; what never left is still there.
+    /// The tensor, on the device. A tensor that has not left the device is returned as it is.
     ///
     /// # Errors
-    /// When the device or the disk refuses.
+    /// When the device or the disk fails.
     pub fn load(&self, saved: &Saved, device: &dyn Backend) -> Result<Tensor> {
         let load = || self.bring_back(saved, device);
         self.clock.borrow_mut().time(self.tier, load)
@@ -365,7 +369,7 @@ impl Activations {
 }
 
 impl Kept {
-    /// Copies the bytes from where they are; none of the null device's.
+    /// Copies the stored bytes to `out`; no effect in a dry run.
     fn read(&self, out: &mut [u8]) -> Result<()> {
         match self {
             Self::Null { .. } => {}
@@ -392,7 +396,7 @@ impl Kept {
     }
 }
 
-/// The tensor that an upload fills: in a dry run, the memory reserved for it.
+/// The tensor that a copy to the device will fill. In a dry run it is the reserved memory.
 pub(crate) fn placed(
     device: &dyn Backend,
     place: Option<Arrival>,
@@ -406,7 +410,7 @@ pub(crate) fn placed(
     })
 }
 
-/// Whole blocks: neighbours must not share one.
+/// `bytes` rounded up to whole blocks, since neighbors must not share a block.
 fn disk_bytes(bytes: usize) -> usize {
     extent_bytes(bytes as u64, 0) as usize
 }
@@ -462,7 +466,7 @@ mod tests {
                     keeper.prefetch(&kept[0], &cpu).unwrap();
                 }
                 for (saved, len) in kept.iter().zip([700_000, 10]) {
-                    // More than one segment may want the same value.
+                    // Several segments may need the same value.
                     for _ in 0..2 {
                         let back = keeper
                             .load(saved, &CpuBackend::new(device.clone()))
@@ -515,7 +519,7 @@ mod tests {
             let tensor = Tensor::from_slice(&device, Tag::Activations, [len], &values[..len]);
             (len, keeper.save(&tensor.unwrap()).unwrap())
         };
-        // Each list fills the blocks set aside; regions of one cannot serve the next without being joined.
+        // Each list fills the reserved blocks. Free ranges must be merged before the next list fits.
         for lens in [vec![1000; 5], vec![2048, 3000], vec![5000], vec![1, 4000]] {
             let mut kept: Vec<_> = lens.into_iter().map(save).collect();
             kept.reverse();
@@ -527,7 +531,7 @@ mod tests {
             }
             assert_eq!(file_bytes(), reserved);
         }
-        // More than that is found elsewhere on the disk; what is there already is not set aside twice.
+        // Tensors beyond the reservation get more space, and existing space is not reserved twice.
         let more = [save(5000), save(5000)];
         assert!(file_bytes() > reserved);
         let grown = file_bytes();

@@ -1,4 +1,4 @@
-//! Counters of a dry run: the bytes its states would take, by tier.
+//! Counters of a dry run: bytes that states would take, by tier.
 
 use super::tier::Region;
 use crate::error::EngineError;
@@ -19,7 +19,7 @@ pub(crate) struct Counters {
     pub(crate) host: Pool,
     /// Spill files.
     pub(crate) nvme: Pool,
-    /// Leased weights; the buffers they are views of are counted already.
+    /// Leased weights, without bytes: the buffers that they are views of are counted already.
     leased: Pool,
     /// Bytes of memory maps, in whole pages.
     mapped: Arc<AtomicU64>,
@@ -37,7 +37,7 @@ impl Counters {
         }
     }
 
-    /// Counts a region of `len` bytes. On a disk its first byte is `phase` bytes after a block boundary.
+    /// Counts a region of `len` bytes. On disk its first byte is `phase` bytes after a block boundary.
     pub(crate) fn region(&self, tier: Tier, len: usize, phase: u64, tag: Tag) -> Result<Region> {
         let bytes = len as u64;
         let count = match tier {
@@ -55,7 +55,7 @@ impl Counters {
         Ok(Region::Counted { tier, len, count })
     }
 
-    /// A leased weight.
+    /// Counts a leased weight.
     pub(crate) fn leased(&self, shape: Shape, dtype: DType) -> Result<Tensor> {
         Ok(Tensor::null(&self.leased, Tag::Gathered, shape, dtype)?)
     }
@@ -66,11 +66,11 @@ impl Counters {
     }
 }
 
-/// What a counted region takes.
+/// Share of the counters that a region takes.
 #[derive(Debug)]
 pub enum Count {
     /// A block of the device pool.
     Placed(Tensor),
-    /// Bytes of a memory map or of a file.
+    /// Bytes of a memory map or a file.
     Reserved(Reservation),
 }

@@ -1,8 +1,9 @@
-//! Passes over long gradients, spread over the rayon pool: one thread does not use all of the memory's bandwidth.
+//! Element-wise operations on long slices, spread over the rayon pool: one thread cannot use the full memory
+//! bandwidth.
 
 use rayon::prelude::*;
 
-/// Elements of a task.
+/// Elements per task.
 const TASK_ELEMS: usize = 1 << 17;
 
 /// `out = values`.

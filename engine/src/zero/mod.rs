@@ -483,7 +483,7 @@ impl ParamAccess for Zero {
 
     fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
         self.leased.set(Some((unit, phase)));
-        // Weights that devices gather ahead already have memory.
+        // Weights that devices prefetch already have memory.
         if self.plan.config().prefetch_units == 0 || self.plan.gathers_ahead() {
             self.uploaded
                 .borrow_mut()
