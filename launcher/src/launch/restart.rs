@@ -1,8 +1,8 @@
-//! `--max-restarts`: a run that goes on after one of its ranks died.
+//! `--max-restarts`: restarts of a run after one of its ranks died.
 //!
-//! Started again is what may go well another time: a process that was killed, crashed, panicked or stood still. What
-//! would come again, or was decided, ends the run at once: mistakes in flags and data, plans that do not fit, a full
-//! disk, numbers that are not finite, a user's signal.
+//! A restart happens if another attempt may succeed: a process was killed, crashed, panicked or hung. Failures that
+//! would recur end the run: mistakes in flags and data, plans that do not fit, a full disk, values that are not
+//! finite. A user's signal ends it, too.
 
 use engine::checkpoint;
 
@@ -14,7 +14,7 @@ use crate::report::checkpoints::newest_intact;
 use crate::report::run_directory;
 use crate::ui::{Event, Screen};
 
-/// What is said when `--collectives auto` goes through host memory after all.
+/// Warning that `--collectives auto` uses host memory after all.
 pub(crate) fn refused(why: &str) -> Event {
     Event::Warning {
         text: format!(
@@ -23,17 +23,17 @@ pub(crate) fn refused(why: &str) -> Event {
     }
 }
 
-/// The attempts at one run.
+/// Attempts at one run.
 #[derive(Debug)]
 pub(crate) struct Attempts {
     config: RunConfig,
-    /// Before its plan settled anything.
+    /// The configuration before its plan filled in values.
     unprepared: RunConfig,
-    /// Attempts that have ended.
+    /// Number of attempts that have ended.
     ended: u32,
 }
 
-/// Checks and plans a configuration that differs from the one that was checked.
+/// Function that checks and plans a changed configuration.
 type Prepare<'a> = dyn FnMut(&mut RunConfig, &mut Screen) -> Result<(), Failure> + 'a;
 
 impl Attempts {
@@ -45,15 +45,15 @@ impl Attempts {
         }
     }
 
-    /// What the present attempt runs.
+    /// Configuration of the current attempt.
     pub(crate) fn config(&self) -> &RunConfig {
         &self.config
     }
 
-    /// Prepares another attempt after one that ended with `ended`; `prepare` is asked where the ranks become fewer.
+    /// Prepares another attempt after one that ended with `ended`. Calls `prepare` if the number of ranks shrinks.
     ///
     /// # Errors
-    /// The failure, where the run is over.
+    /// The failure, if the run is over.
     pub(crate) fn again(
         &mut self,
         ended: RunFailure,
@@ -100,17 +100,17 @@ impl Attempts {
         Ok(())
     }
 
-    /// Leaves to the next plan what the last one found room for.
+    /// Resets what the last plan decided because it fit, so that the next plan decides again.
     fn unsettle(&mut self) {
         self.config.early_step = self.unprepared.early_step;
         self.config.upload_ahead = self.unprepared.upload_ahead;
     }
 
-    /// Plans the run for the way through host memory, after ranks whose GPUs could not read each other's memory and that
-    /// have done nothing. What the plan settled is settled anew.
+    /// Plans the run with collectives through host memory, after ranks whose GPUs could not read each other's memory
+    /// ended without a step. The plan decides again.
     ///
     /// # Errors
-    /// The run does not fit that way, or its folder cannot be written.
+    /// The run does not fit that way, or its directory cannot be written.
     pub(crate) fn through_host(
         &mut self,
         why: String,
@@ -127,7 +127,7 @@ impl Attempts {
         self.config.save_to(&self.config.output.join(CONFIG_FILE))
     }
 
-    /// Continues from the newest whole checkpoint of this run, or else where it first began. Says which.
+    /// Selects the newest intact checkpoint of this run, or else its original start. Returns a text that says which.
     fn newest(&mut self, screen: &mut Screen) -> String {
         let output = &self.config.output;
         let Some(folder) = newest_intact(output, None) else {
@@ -147,14 +147,14 @@ impl Attempts {
         format!("continuing from {name}")
     }
 
-    /// Ranks that are gone for good, as far as faults asked for that in this attempt.
+    /// Number of ranks that injected faults of this attempt declare lost.
     fn lost_ranks(&self) -> usize {
         let faults = self.config.inject.iter();
         let lost = faults.filter(|fault| fault.lost && fault.kind == FaultKind::Kill);
         lost.count().min(self.config.nproc - 1)
     }
 
-    /// Faults that were for the attempts behind do not happen again.
+    /// Removes injected faults that past attempts have used up.
     fn forget_past_faults(&mut self) {
         for fault in &mut self.config.inject {
             fault.times -= 1;
@@ -162,18 +162,19 @@ impl Attempts {
         self.config.inject.retain(|fault| fault.times > 0);
     }
 
-    /// Fewer ranks with more micro-batches each: the global batch, and with it the order of the data, stays.
+    /// Reduces the ranks and gives each more micro-batches. The global batch, and so the order of the data, stays the
+    /// same.
     fn shrink(&mut self, lost: usize, failure: &Failure) -> Result<(), Failure> {
         let config = &mut self.config;
         let micro_batches = config.micro_batches();
         let left = config.nproc - lost;
-        // One rank always divides them.
+        // One rank always divides the micro-batches.
         let nproc = (1..=left).rev().find(|n| micro_batches.is_multiple_of(*n));
         let Some(nproc) = nproc else {
             return Err(failure.clone());
         };
         config.nproc = nproc;
-        // The batch is what it is, however it was found.
+        // The batch size stays, even if it was found automatically.
         config.batch.find_batch = false;
         config.batch.accumulation_steps = micro_batches / nproc;
         config.inject.retain(|fault| fault.rank < nproc);

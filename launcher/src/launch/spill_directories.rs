@@ -1,17 +1,17 @@
-//! Directories of spill files: made, swept of what killed jobs left, held while a job runs.
+//! Directories of spill files: creation, removal of files that killed jobs left, and locks while a job runs.
 
 use crate::config::RunConfig;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::ui::Event;
 use engine::spill::{SpillError, SpillFolder};
 
-/// The folders of a job's spill files, held while it runs.
+/// Locks on a job's spill directories.
 #[derive(Debug)]
 pub(crate) struct HeldFolders {
     _folders: Vec<SpillFolder>,
 }
 
-/// Makes the folders of `--offload nvme:DIR` where they are missing, and sweeps what killed jobs left in them.
+/// Creates the directories of `--offload nvme:DIR` if they are missing, and removes what killed jobs left in them.
 pub(crate) fn sweep_folders(
     config: &RunConfig,
     show: &mut dyn FnMut(Event),
@@ -37,7 +37,7 @@ pub(crate) fn sweep_folders(
     Ok(())
 }
 
-/// Holds a job's folders while it runs.
+/// Locks a job's spill directories until the result is dropped.
 pub(crate) fn hold_folders(config: &RunConfig, job: &str) -> Result<HeldFolders, Failure> {
     let folders = config.offload.folders().into_iter();
     let held = folders.map(|parent| SpillFolder::join(parent, job));
