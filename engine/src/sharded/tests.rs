@@ -1,4 +1,4 @@
-//! A linear model of plain vectors: every stage and world size equals the unsharded rule.
+//! Tests with a linear model of plain vectors: every stage and world size equals the unsharded optimizer.
 
 use super::*;
 use crate::comm::{Communicator, threads};
@@ -9,7 +9,7 @@ use std::sync::Arc;
 const SIZES: [usize; 3] = [7, 3, 40];
 const DECAY: [f32; 3] = [0.1, 0.0, 0.2];
 const STEPS: usize = 20;
-/// Samples of a step, over all ranks and micro-batches.
+/// Samples per step, over all ranks and micro-batches.
 const SAMPLES: usize = 12;
 const LR: f64 = 1e-2;
 
@@ -33,7 +33,7 @@ impl Plain {
         }
     }
 
-    /// Gradients of the mean of `(w - target)^2` over samples; returns the mean loss.
+    /// Computes the gradients of the mean of `(w - target)^2` over samples; returns the mean loss.
     fn backward(&mut self, step: usize, samples: std::ops::Range<usize>) -> f64 {
         let target = |t: usize, i: usize, s: usize| {
             ((t * 7 + i * 13 + s * 29 + step * 5) % 23) as f32 / 23.0
@@ -82,7 +82,7 @@ impl TensorBridge for Plain {
     }
 }
 
-/// The rule itself on whole tensors and whole batches.
+/// Weights after the same steps without sharding, on whole batches.
 fn unsharded() -> Vec<Vec<f32>> {
     let mut model = Plain::new();
     let mut moments: Vec<[Vec<f32>; 2]> = SIZES
@@ -115,8 +115,8 @@ fn sharded(comm: Arc<dyn Communicator>, config: ZeroConfig) -> Vec<Vec<f32>> {
     let rule = Arc::new(AdamW::default());
     let mut optimizer = ShardedOptimizer::new(&model, comm, rule, config).unwrap();
     for step in 0..STEPS {
-        // Ranks differ in samples: rank 0 takes what the others leave, in two micro-batches; with four ranks one of
-        // them has none.
+        // Ranks have different numbers of samples. Rank 0 takes what the others leave, in two micro-batches. With
+        // four ranks, one of them has none.
         let share = SAMPLES / 3;
         let own = if world.rank == 0 {
             0..SAMPLES.saturating_sub(share * (world.size - 1))

@@ -1,4 +1,4 @@
-//! Rules that no golden pack shows, on the packs' tiny models.
+//! Tests of rules that no golden pack covers, on the packs' tiny models.
 
 use super::config::TemplateVersion;
 use super::processor::CogProcessor;
@@ -22,7 +22,7 @@ const AGENT: &str = "cogagent-chat-hf";
 const VLM: &str = "cogvlm-chat-hf";
 const VLM2: &str = "cogvlm2-llama3-chat-19B";
 
-/// An image of one color for any path: that of the path's length.
+/// Source of images of one color, which depends on the length of the path.
 struct Plain;
 
 impl ImageSource for Plain {
@@ -87,7 +87,7 @@ impl Setup {
             let mut values = vec![0.0f32; p.shape.elems()];
             if is_added(&p.name) {
                 model.init(ParamId(i as u32), 1, 0..values.len(), &mut values);
-                // The second halves of adapters begin at zero, which would hide the first.
+                // B of each adapter begins at zero, which would hide errors in A.
                 values
                     .iter_mut()
                     .enumerate()
@@ -106,7 +106,7 @@ impl Setup {
         Self { model, access }
     }
 
-    /// Losses of all rows; gradients are summed in the access.
+    /// Losses of all rows. Gradients are summed in the parameter access.
     fn run(&self, samples: &[&EncodedSample], dropout: Option<&[u64]>) -> Vec<f32> {
         let backend = &**self.access.backend();
         let inputs: Vec<SampleInput<'_>> = samples.iter().map(|s| SampleInput::from(*s)).collect();
@@ -121,7 +121,7 @@ impl Setup {
         rows
     }
 
-    /// All gradients since the last call, by name; absent where none arrived.
+    /// All gradients since the last call, by name; `None` if none was deposited.
     fn grads(&self) -> Vec<(String, Option<Vec<f32>>)> {
         let params = self.model.spec().params.iter().enumerate();
         let grads = params.map(|(i, p)| {
@@ -140,7 +140,7 @@ fn close(a: &[f32], b: &[f32]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a - b).abs() <= bound)
 }
 
-/// With and without an image, of several lengths.
+/// Samples with and without an image, of several lengths.
 fn mixed(name: &str) -> Vec<EncodedSample> {
     let all = [
         ask(Value::Null, "Why?"),
@@ -150,7 +150,7 @@ fn mixed(name: &str) -> Vec<EncodedSample> {
     all.iter().map(|s| encode(name, s).unwrap()).collect()
 }
 
-/// Losses and gradients of a batch are those of its samples one by one.
+/// Checks that losses and gradients of a batch equal those of its samples one by one.
 fn check_apart(setup: &Setup, samples: &[EncodedSample], dropout: Option<&[u64]>) {
     let all: Vec<&EncodedSample> = samples.iter().collect();
     let together = setup.run(&all, dropout);
@@ -190,7 +190,7 @@ fn adapter_dropout_depends_on_samples_not_on_batches() {
         lora_alpha: 2.0,
         lora_dropout: 0.3,
         others: Default::default(),
-        // Rows of experts, of both towers, of the projector, and of features read by the decoder.
+        // Adapters on rows of experts, of both towers, of the projector, and of features read by the decoder.
         targets: LoraTargets::parse(r"model\..*(query_key_value|dense.*|_proj|w1|key_value|query)"),
         layers: None,
         per_projection: false,

@@ -1,4 +1,4 @@
-//! Real sizes on the meta device, and rules that no golden pack shows.
+//! Tests of the published sizes on a meta device, and of rules that no golden pack covers.
 
 use super::config::{CogConfig, Edition};
 use super::model::CogVlm;
@@ -50,13 +50,13 @@ fn real(edition: Edition, options: ModelOptions) -> CogVlm {
     CogVlm::new(config, options).unwrap()
 }
 
-/// Elements of the parameters whose name the rule takes.
+/// Number of elements of the parameters whose name `rule` accepts.
 fn count(model: &CogVlm, rule: impl Fn(&str) -> bool) -> usize {
     let params = model.spec().params.iter().filter(|p| rule(&p.name));
     params.map(|p| p.shape.elems()).sum()
 }
 
-/// Whole, language part of the layers, vision experts, ViT, projector.
+/// Elements of the whole model, the language part of the layers, vision experts, ViT, projector.
 fn sizes(edition: Edition) -> [usize; 5] {
     let model = real(edition, ModelOptions::new(DType::BF16));
     let vit = |n: &str| {

@@ -1,4 +1,4 @@
-//! What the golden packs do not cover.
+//! Tests of what no golden pack covers.
 
 use super::config::Glm41vConfig;
 use super::{Glm41v, Glm41vProcessor};
@@ -145,7 +145,7 @@ fn parts_of_the_model_are_found_by_name() {
     assert_eq!(resampler.count(), 1);
 }
 
-/// Images whose path is their size, as in `100x40`.
+/// Source of images whose path gives their size, as in `100x40`.
 struct Sizes;
 
 impl ImageSource for Sizes {
@@ -156,7 +156,7 @@ impl ImageSource for Sizes {
 
     fn load(&self, path: &Path) -> Result<RgbImage, ImageError> {
         let (width, height) = self.dimensions(path)?;
-        // The byte tells images apart.
+        // The byte identifies the image.
         Ok(RgbImage::new(
             width,
             height,
@@ -227,7 +227,7 @@ fn image_tokens_replace_the_markers_of_the_text() {
     let widths: Vec<usize> = encoded.slices.iter().map(|s| s.cols).collect();
     assert_eq!(widths, [8, 6]);
 
-    // A single image that is not mentioned comes first.
+    // A single image without a placeholder is shown first.
     let one = [(ONE, "84x84")];
     let marked = encode(&ask(&one, "<image>Why?")).unwrap();
     assert_eq!(encode(&ask(&one, "Why?")).unwrap(), marked);
@@ -265,7 +265,7 @@ fn truncation_keeps_an_image_whole_or_drops_it() {
     let two = sample(&[(ONE, "84x84"), (ONE, "112x84")], &turns);
     let whole = encode(&two).unwrap();
     let (start, end) = whole.image_bounds[1];
-    // The marker before it is cut, too.
+    // The marker before the image is cut off, too.
     let dropped = encode_up_to(&two, start - 1).unwrap();
     assert_eq!((dropped.slices.len(), dropped.image_bounds.len()), (1, 1));
     for limit in start..=end {

@@ -1,4 +1,4 @@
-//! What the golden packs do not cover.
+//! Tests of what no golden pack covers.
 
 use super::config::Glm4vConfig;
 use super::{Glm4v, Glm4vProcessor};
@@ -185,7 +185,7 @@ fn special_tokens_in_the_text_are_plain_text() {
 fn the_image_marker_is_removed_from_the_text() {
     let marked = encode(&ask(&[PICTURE], "<image>\nWhy?")).unwrap();
     assert_eq!(encode(&ask(&[PICTURE], "Why?")).unwrap(), marked);
-    // Without an image of its own, a sample says what it says.
+    // In a sample without an image, `<image>` stays in the text.
     assert_ne!(
         encode(&ask(&[], "<image>Why?")).unwrap().input_ids,
         marked.input_ids

@@ -1,4 +1,4 @@
-//! What the golden packs do not cover, on a tiny model with random start values.
+//! Tests of what no golden pack covers, on a tiny model with random initial values.
 
 use super::MiniCpm;
 use super::config::{Family, LanguageConfig, MiniCpmConfig, SlicingConfig, VisionConfig};
@@ -31,7 +31,7 @@ fn config() -> MiniCpmConfig {
             rms_norm_eps: 1e-6,
             rope_theta: 1e6,
             tie_word_embeddings: false,
-            // Larger than usual, so that a tiny model's logits differ.
+            // Larger than usual, so that the logits of a tiny model differ.
             initializer_range: 0.2,
         },
         vision: VisionConfig {
@@ -106,7 +106,7 @@ fn lora(targets: &str) -> LoraConfig {
     }
 }
 
-/// The model with start values of seed 1 in `dtype`.
+/// The model in `dtype` with initial values of seed 1.
 fn resident(model: &MiniCpm) -> ResidentParams {
     let backend: Arc<dyn Backend> = Arc::new(CpuBackend::unlimited());
     let params = model.spec().params.iter().enumerate();
@@ -129,7 +129,7 @@ struct Sample {
 }
 
 impl Sample {
-    /// A text with one place for each of the images of `grids` patches.
+    /// A text with one placeholder for each of the images of `grids` patches.
     fn new(grids: &[(usize, usize)], tail: usize) -> Self {
         let mut ids = vec![1];
         let mut bounds = Vec::new();
@@ -182,7 +182,7 @@ fn losses(model: &MiniCpm, access: &ResidentParams, samples: &[&Sample]) -> Vec<
     loss.rows.value().to_f32_vec().unwrap()
 }
 
-/// Forward and backward of one batch; the events of the access.
+/// Runs forward and backward of one batch; returns the events of the parameter access.
 fn step(model: &MiniCpm, access: &ResidentParams, samples: &[&Sample]) -> Vec<AccessEvent> {
     pass(model, access, samples);
     access.take_events()
@@ -197,7 +197,7 @@ fn pass(model: &MiniCpm, access: &dyn ParamAccess, samples: &[&Sample]) {
         .unwrap();
 }
 
-/// Takes gradients and drops them, as an engine does once they are reduced.
+/// Parameter access that drops gradients, as an engine does after their reduction.
 struct Forgetful(ResidentParams);
 
 impl ParamAccess for Forgetful {
@@ -403,7 +403,7 @@ fn half_precision_stays_near_f32_and_deposits_f32() {
         losses(&model, &access, &[&sample]).iter().sum::<f32>()
     };
     let (wide, half) = (run(DType::F32), run(DType::BF16));
-    // Two layers of eight-bit mantissas.
+    // Two layers in bf16, whose mantissa has eight bits.
     assert!((wide - half).abs() < 0.02 * wide, "{wide} {half}");
     assert_ne!(wide, half);
 }
@@ -425,7 +425,7 @@ fn new_adapters_do_not_change_outputs_and_alone_are_trainable() {
         .iter()
         .filter(|e| matches!(e, AccessEvent::Deposit(_)));
     assert_eq!(deposits.count(), 8);
-    // The embedding comes before everything that trains.
+    // The embedding precedes every trainable parameter.
     assert_eq!(
         leased(&model, &events, Phase::Backward),
         ["llm.head", "llm.layers.1", "llm.layers.0"]
@@ -518,7 +518,7 @@ fn greedy_decoding_follows_the_largest_logit_until_the_end_token() {
     let mut rounds = 0;
     let free = run(-1, &mut rounds);
     assert_eq!((free[0].len(), free[1].len(), rounds), (5, 5, 5));
-    // The first token by hand.
+    // Computes the first token without `generate`.
     let batch = model
         .collate(&[asked[0].input], &**access.backend())
         .unwrap();
@@ -531,7 +531,7 @@ fn greedy_decoding_follows_the_largest_logit_until_the_end_token() {
     let row = &logits[logits.len() - 19..];
     let best = (0..19).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap();
     assert_eq!(free[0][0], best as i32);
-    // Ending at a token that occurs cuts the answer before it.
+    // A stop token that occurs in the answer cuts it off there.
     let stopped = run(free[0][0], &mut 0);
     assert!(stopped[0].is_empty());
 }
@@ -591,7 +591,7 @@ fn a_generation_allocates_the_announced_cache_and_no_more() {
         "{taken} {announced}"
     );
     assert_eq!(pool.stats().tag(Tag::Cache).in_use, 0);
-    // Before the first pass, after it, and after passes of one token, in which no cache is copied.
+    // Before the first pass, after it, and after passes of one token, which copy no cache.
     let (first, later) = (activations[1], &activations[2..]);
     let most = *later.iter().max().unwrap();
     assert!(most * 8 < first, "{most} {first}");
@@ -622,11 +622,11 @@ fn a_published_model_runs_on_the_meta_device_in_bounded_memory() {
     pass(&model, &Forgetful(access), &[&sample]);
     let stats = pool.stats();
     let gib = |tag: Tag| stats.tag(tag).peak as f64 / f64::from(1 << 30);
-    // Blocks are rounded up to classes, by an eighth at most.
+    // Pool blocks are rounded up to size classes, by at most one eighth.
     let weights = 2.0 * model.spec().elems().0 as f64 / f64::from(1 << 30);
     assert!((weights..weights * 1.125).contains(&gib(Tag::Parameters)));
-    // 28 x 2048 x 3584 and 27 x 10240 x 1152 segment inputs in bf16 (1 GiB), one block's inner
-    // values, and while the head is swept its gradient in f32 (2 GiB).
+    // Segment inputs of 28 x 2048 x 3584 and 27 x 10240 x 1152 elements in bf16 (1 GiB), the inner values of one
+    // block, and the head's gradient in f32 (2 GiB) while the head is swept.
     let peak = stats.peak as f64 / f64::from(1 << 30) - gib(Tag::Parameters);
     assert!(peak < 5.0, "{peak}: {stats:?}");
 }
@@ -730,7 +730,7 @@ fn dropout_masks_depend_on_samples_not_on_batches() {
         let keys: Vec<u64> = samples.iter().map(|(_, key)| *key).collect();
         let batch = model.collate(&inputs, &**access.backend()).unwrap();
         let state = Dropout::new(5, &keys, &inputs, &**access.backend()).unwrap();
-        // The check of recomputes sees a mask that changed its mind.
+        // The check of recomputes detects a mask that changed.
         let tape = Tape::training(&access)
             .with_dropout(state)
             .with_replay_check(true);

@@ -1,4 +1,4 @@
-//! Image files made by hand, for what no encoder writes.
+//! Image files written by hand, for variants that no encoder writes.
 
 use std::io::Cursor;
 
@@ -11,16 +11,16 @@ pub(super) fn encode(picture: &DynamicImage, format: ImageFormat) -> Vec<u8> {
     out.into_inner()
 }
 
-/// A PNG whose rows lie uncompressed in it.
+/// A PNG with uncompressed rows.
 pub(super) struct Png<'a> {
     pub(super) width: u32,
     pub(super) height: u32,
     pub(super) bits: u8,
-    /// 0 gray, 2 RGB, 3 palette, 4 gray and alpha, 6 RGBA.
+    /// Color type: 0 gray, 2 RGB, 3 palette, 4 gray and alpha, 6 RGBA.
     pub(super) colour_type: u8,
     /// Content of the chunks `PLTE` and `tRNS`.
     pub(super) chunks: &'a [(&'a [u8; 4], &'a [u8])],
-    /// Rows, each with as many whole bytes as it needs.
+    /// Rows, each padded to whole bytes.
     pub(super) rows: &'a [u8],
 }
 
@@ -49,7 +49,7 @@ impl Png<'_> {
     }
 }
 
-/// Two pixels of a palette, indices 1 and 0, one bit each.
+/// A PNG of two pixels with palette indices 1 and 0, one bit each.
 pub(super) fn palette_png(chunks: &[(&[u8; 4], &[u8])]) -> Vec<u8> {
     let palette: &[u8] = &[10, 20, 30, 40, 50, 60];
     let png = Png {
@@ -71,7 +71,7 @@ fn chunk(kind: &[u8; 4], data: &[u8]) -> Vec<u8> {
     out
 }
 
-/// One stored block.
+/// A zlib stream of one stored block.
 fn zlib(raw: &[u8]) -> Vec<u8> {
     let len = u16::try_from(raw.len()).unwrap();
     let mut out = vec![0x78, 0x01, 0x01];
@@ -94,12 +94,12 @@ fn crc32(bytes: &[u8]) -> u32 {
     })
 }
 
-/// A BMP; `rows` lie bottom up and are padded to four bytes each by the caller.
+/// A BMP. The caller orders `rows` bottom up and pads them to four bytes.
 pub(super) struct Bmp<'a> {
     pub(super) width: u32,
     pub(super) height: u32,
     pub(super) bits: u16,
-    /// Bits of red, green and blue in a pixel, where they are not the usual ones.
+    /// Bit masks of red, green and blue in a pixel; empty for the default.
     pub(super) masks: &'a [u32],
     pub(super) rows: &'a [u8],
 }

@@ -59,7 +59,7 @@ fn a_truncated_or_bit_flipped_file_is_corrupt() {
     assert!(matches!(result, Err(ImageError::Corrupt { .. })));
 }
 
-/// Small files whose headers state many pixels.
+/// Small files whose headers state a large number of pixels.
 fn bombs() -> Vec<(&'static str, Vec<u8>)> {
     let (width, height) = (60_000, 60_000);
     let png = Png {
@@ -89,7 +89,7 @@ fn bombs() -> Vec<(&'static str, Vec<u8>)> {
     let mut webp = encode(&noise(8), ImageFormat::WebP);
     assert_eq!((&webp[12..16], webp[20]), (&b"VP8L"[..], 0x2f));
     let extended = extended_webp((width, height), &webp);
-    // the largest sides of the format, less one each, in 14 bits
+    // The largest sides of the format: 16383 pixels, stored less one in 14 bits each.
     let sides = 16_382u32 | 16_382 << 14;
     let flags = u32::from(webp[24] & 0xf0) << 24;
     webp[21..25].copy_from_slice(&(sides | flags).to_le_bytes());
@@ -152,7 +152,7 @@ fn sizes_beyond_the_file_are_refused_before_allocation() {
             "{result:?}"
         );
     }
-    // What deflate makes the smallest is still read.
+    // The strongest compression that deflate reaches is still accepted.
     let even = DynamicImage::ImageLuma8(image::GrayImage::new(3000, 3000));
     assert!(decode_file(&encode(&even, ImageFormat::Png)).is_ok());
 }
@@ -212,7 +212,7 @@ proptest! {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("picture");
         std::fs::write(&path, &file).unwrap();
-        // images that are large but allowed would only make the test slow
+        // Large images that are allowed would only make the test slow.
         if let Ok((width, height)) = dimensions(&path) && width * height <= 1 << 18 {
             let _picture = decode(&path);
         }
