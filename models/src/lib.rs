@@ -102,7 +102,7 @@ impl<'a> From<&'a EncodedPrompt> for SampleInput<'a> {
     }
 }
 
-/// Part of a model, as the unit of choice for recompute and for what is trainable.
+/// Part of a model. Recompute, and whether parameters are trainable, are chosen per tower.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Tower {
     /// Vision tower: images to features.

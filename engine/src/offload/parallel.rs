@@ -6,12 +6,12 @@ use rayon::prelude::*;
 /// Elements per task.
 const TASK_ELEMS: usize = 1 << 17;
 
-/// `out = values`.
+/// Copies: `out = values`.
 pub(crate) fn copy<T: Copy + Send + Sync>(values: &[T], out: &mut [T]) {
     for_each(values, out, |values, out| out.copy_from_slice(values));
 }
 
-/// `out += values`.
+/// Adds: `out += values`.
 pub(crate) fn add(values: &[f32], out: &mut [f32]) {
     for_each(values, out, |values, out| {
         for (sum, v) in out.iter_mut().zip(values) {

@@ -340,9 +340,9 @@ pub enum Region {
     Device(Block),
     /// Memory of a discrete device.
     Resident {
-        /// The elements.
+        /// Handle to the elements in device memory.
         states: Resident,
-        /// The device.
+        /// Backend of the device.
         backend: Arc<dyn Backend>,
     },
     /// A memory map.

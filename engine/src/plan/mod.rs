@@ -307,7 +307,7 @@ pub enum PlanError {
     /// Two parameters share a name.
     #[error("two parameters are called {name}")]
     DuplicateName {
-        /// The name.
+        /// The duplicate name.
         name: String,
     },
 }

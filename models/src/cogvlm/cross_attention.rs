@@ -23,7 +23,7 @@ pub(super) struct CrossAttention {
 /// Features of the second tower, with the dropout identity of their rows.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Features<'a> {
-    /// `[N * p, c]`.
+    /// Features of all images, `[N * p, c]`.
     pub(super) value: &'a Var,
     /// i32 `[N * p]`: index of each feature's patch in the batch, for dropout.
     pub(super) names: &'a Tensor,

@@ -42,7 +42,7 @@ impl VisionTables for EvaTables {
 /// Images of a batch for the EVA tower.
 #[derive(Clone, Debug)]
 pub(crate) struct EvaPictures {
-    /// `[N * p, 3 * patch * patch]`.
+    /// Pixel values, `[N * p, 3 * patch * patch]`.
     pub(crate) patches: Tensor,
     /// Attention within each image.
     pub(crate) sequences: Sequences,

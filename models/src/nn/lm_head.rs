@@ -29,7 +29,7 @@ pub struct LmHeadConfig<'a> {
 /// The final norm and the output head, one unit.
 #[derive(Debug)]
 pub struct LmHead {
-    /// The unit.
+    /// Unit of norm and head.
     pub unit: UnitId,
     /// The final norm.
     pub norm: RmsNorm,
