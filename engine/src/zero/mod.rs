@@ -416,7 +416,7 @@ impl Zero {
     }
 
     /// Copies a unit's weights to a discrete device. The previous unit keeps its weights until the copy is queued, so
-    /// the two buffers never alias, and the copy need not wait for work that still reads the previous weights.
+    /// the two buffers never alias. The copy therefore need not wait for work that still reads the previous weights.
     fn upload(
         &self,
         unit: UnitId,

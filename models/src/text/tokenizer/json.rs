@@ -1,6 +1,6 @@
 //! Reader of `tokenizer.json`: checks the file before the `tokenizers` crate builds it.
 //!
-//! The crate trusts its input and can panic, for example on a merge whose result is longer than every token, or a
+//! The crate trusts its input and can panic. Examples are a merge whose result is longer than every token, and a
 //! decoder that strips more than it has. The checks accept byte-pair encoding whose merges are in the vocabulary, and
 //! a list of other parts that are known to be safe.
 
