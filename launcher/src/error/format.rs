@@ -13,7 +13,7 @@ pub(crate) const FLAG: &str = "error_format";
 /// Format of a failure on standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum ErrorFormat {
-    /// A block of title, cause, evidence and next steps.
+    /// The block of title, cause, evidence and next steps.
     #[default]
     Human,
     /// One JSON object on the last line.
