@@ -20,13 +20,13 @@ use std::time::Duration;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Keeps tensors on the host or on a disk. Memory of released tensors is used again, so that a step like the one
-/// before takes nothing from the system.
+/// Store for saved activations on one tier. Memory of released tensors is reused, so a step like the previous one
+/// allocates nothing.
 #[derive(Debug)]
 pub struct Activations {
     tier: Tier,
     tiers: Tiers,
-    /// Where tensors without values are counted.
+    /// Pool that counts tensors of a dry run.
     books: Pool,
     arena: Rc<RefCell<Arena>>,
     clock: RefCell<CopyClock>,
@@ -40,7 +40,7 @@ pub struct Activations {
 enum Kept {
     /// Still on a discrete device, on its way.
     Leaving(Fetch),
-    /// A place without memory: on a device without values.
+    /// Counted without values (dry run).
     Null {
         _placed: Tensor,
     },
@@ -52,7 +52,7 @@ enum Kept {
     },
 }
 
-/// Where the values of a tensor are read from.
+/// Source of a tensor's values.
 enum Source<'a> {
     Here(&'a Tensor),
     Leaving(&'a Fetch),
@@ -79,11 +79,11 @@ impl Source<'_> {
     }
 }
 
-/// Regions of a disk, each with the bytes that nobody uses, in order.
+/// Regions of a disk, each with its free ranges in order.
 #[derive(Debug, Default)]
 struct Arena(Vec<(Region, Vec<Range<usize>>)>);
 
-/// Bytes of a region of the arena.
+/// Range of bytes in a region of the arena.
 #[derive(Clone, Debug)]
 struct Place {
     region: usize,
@@ -100,7 +100,7 @@ impl Arena {
         self.0.iter().map(|(region, _)| region.len()).sum()
     }
 
-    /// The first place that is large enough.
+    /// Takes the first free range that is large enough.
     fn take(&mut self, bytes: usize) -> Option<Place> {
         for (region, (_, free)) in self.0.iter_mut().enumerate() {
             let Some(at) = free.iter().position(|range| range.len() >= bytes) else {
@@ -123,7 +123,7 @@ impl Arena {
         let free = &mut self.0[place.region].1;
         let at = free.partition_point(|range| range.start < place.bytes.start);
         free.insert(at, place.bytes.clone());
-        // With its neighbours it is one.
+        // Merges adjacent free ranges.
         free.dedup_by(|next, range| {
             let touches = range.end == next.start;
             if touches {
@@ -138,7 +138,7 @@ impl Arena {
     }
 }
 
-/// A tensor that is kept elsewhere.
+/// Handle to a tensor stored on the tier.
 #[derive(Debug)]
 pub struct Saved {
     shape: Shape,
@@ -157,7 +157,7 @@ impl Drop for Kept {
 }
 
 impl Activations {
-    /// A keeper on `tier`; `None` where tensors simply stay on the device.
+    /// A store on `tier`; `None` if activations stay on the device.
     #[must_use]
     pub fn new(tier: Tier, tiers: Tiers) -> Option<Self> {
         (tier != Tier::Device).then(|| Self {
@@ -181,7 +181,7 @@ impl Activations {
         self
     }
 
-    /// Where tensors are counted: the host pool, or the disk's.
+    /// Pool that counts the tensors: the host pool, or the disk's.
     #[must_use]
     pub fn books(&self) -> &Pool {
         &self.books
@@ -192,10 +192,11 @@ impl Activations {
         self.clock.borrow().total()
     }
 
-    /// Sets aside `bytes` of the disk, so that one that is too small is found now; nothing on other tiers. Tensors that
-    /// need more find more as long as the disk has it.
+    /// Reserves `bytes` on disk, so that a disk that is too small is detected now; no effect on other tiers. Tensors
+    /// beyond the reservation still get space if the disk has it.
     ///
     /// # Errors
+    /// When the disk is full.
     /// When the disk is full.
     pub fn reserve(&self, bytes: u64) -> Result<()> {
         let held = self.arena.borrow().bytes();
@@ -237,7 +238,7 @@ impl Activations {
         })
     }
 
-    /// Brings what was saved last to its tier, if anybody still wants it.
+    /// Moves the last saved tensor to its tier, unless it was released.
     fn finish(&self) -> Result<()> {
         let Some(last) = self.leaving.take().upgrade() else {
             return Ok(());
@@ -250,7 +251,7 @@ impl Activations {
         Ok(())
     }
 
-    /// A place on the tier with the values of `value`, which come from `source`.
+    /// Stores the values of `value` on the tier; `source` provides them.
     fn keep(&self, value: &Tensor, source: &Source<'_>) -> Result<Kept> {
         let bytes = value.size_bytes();
         if value.is_null() {
@@ -275,7 +276,7 @@ impl Activations {
             place = arena.take(bytes);
         }
         let place = place.expect("room in a region made for it");
-        // From here on the place goes back when the tensor goes, also when the write fails.
+        // From here on, dropping `kept` frees the range, even if the write fails.
         let kept = Kept::Spilled {
             place: place.clone(),
             arena: self.arena.clone(),
@@ -290,7 +291,7 @@ impl Activations {
     /// disk as far as buffers go.
     ///
     /// # Errors
-    /// When the device has no room or the disk fails.
+    /// When the device has no memory or the disk fails.
     pub fn prefetch(&self, saved: &Saved, device: &dyn Backend) -> Result<()> {
         let kept = saved.kept.borrow();
         if matches!(*kept, Kept::Leaving(_)) {
@@ -324,10 +325,10 @@ impl Activations {
         Ok(())
     }
 
-    /// The tensor, on the device again; what never left is still there.
+    /// The tensor, on the device. A tensor that has not left the device is returned as it is.
     ///
     /// # Errors
-    /// When the device or the disk refuses.
+    /// When the device or the disk fails.
     pub fn load(&self, saved: &Saved, device: &dyn Backend) -> Result<Tensor> {
         let load = || self.bring_back(saved, device);
         self.clock.borrow_mut().time(self.tier, load)
@@ -364,7 +365,7 @@ impl Activations {
 }
 
 impl Kept {
-    /// Copies the bytes from where they are; none of the null device's.
+    /// Copies the stored bytes to `out`; no effect in a dry run.
     fn read(&self, out: &mut [u8]) -> Result<()> {
         match self {
             Self::Null { .. } => {}
@@ -391,7 +392,7 @@ impl Kept {
     }
 }
 
-/// The tensor that an upload fills: in a dry run, the memory reserved for it.
+/// The tensor that a copy to the device will fill. In a dry run it is the reserved memory.
 pub(crate) fn placed(
     device: &dyn Backend,
     place: Option<Arrival>,
@@ -405,7 +406,7 @@ pub(crate) fn placed(
     })
 }
 
-/// Whole blocks: neighbours must not share one.
+/// `bytes` rounded up to whole blocks, since neighbors must not share a block.
 fn disk_bytes(bytes: usize) -> usize {
     extent_bytes(bytes as u64, 0) as usize
 }
@@ -461,7 +462,7 @@ mod tests {
                     keeper.prefetch(&kept[0], &cpu).unwrap();
                 }
                 for (saved, len) in kept.iter().zip([700_000, 10]) {
-                    // More than one segment may want the same value.
+                    // Several segments may need the same value.
                     for _ in 0..2 {
                         let back = keeper
                             .load(saved, &CpuBackend::new(device.clone()))
@@ -514,7 +515,7 @@ mod tests {
             let tensor = Tensor::from_slice(&device, Tag::Activations, [len], &values[..len]);
             (len, keeper.save(&tensor.unwrap()).unwrap())
         };
-        // Each list fills the blocks set aside; regions of one cannot serve the next without being joined.
+        // Each list fills the reserved blocks. Free ranges must be merged before the next list fits.
         for lens in [vec![1000; 5], vec![2048, 3000], vec![5000], vec![1, 4000]] {
             let mut kept: Vec<_> = lens.into_iter().map(save).collect();
             kept.reverse();
@@ -526,7 +527,7 @@ mod tests {
             }
             assert_eq!(file_bytes(), reserved);
         }
-        // More than that is found elsewhere on the disk; what is there already is not set aside twice.
+        // Tensors beyond the reservation get more space, and existing space is not reserved twice.
         let more = [save(5000), save(5000)];
         assert!(file_bytes() > reserved);
         let grown = file_bytes();

@@ -1,4 +1,4 @@
-//! Memory outside a pass: tiers and their regions, activations saved for backward, spill files, and the worker thread.
+//! Storage outside a pass: tiers with their regions, saved activations, spill files, and the worker thread.
 
 pub(crate) mod activations;
 pub(crate) mod counters;

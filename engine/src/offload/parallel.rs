@@ -1,16 +1,17 @@
-//! Passes over long gradients, spread over the rayon pool: one thread does not use all of the memory's bandwidth.
+//! Element-wise operations on long slices, spread over the rayon pool: one thread cannot use the full memory
+//! bandwidth.
 
 use rayon::prelude::*;
 
-/// Elements of a task.
+/// Elements per task.
 const TASK_ELEMS: usize = 1 << 17;
 
-/// `out = values`.
+/// Copies: `out = values`.
 pub(crate) fn copy<T: Copy + Send + Sync>(values: &[T], out: &mut [T]) {
     for_each(values, out, |values, out| out.copy_from_slice(values));
 }
 
-/// `out += values`.
+/// Adds: `out += values`.
 pub(crate) fn add(values: &[f32], out: &mut [f32]) {
     for_each(values, out, |values, out| {
         for (sum, v) in out.iter_mut().zip(values) {

@@ -1,8 +1,9 @@
-//! Memory that outlives a pass, on the tier the plan puts it.
+//! Storage that outlives a pass, on the tier that the plan chose.
 //!
-//! Device memory comes from the device's pool, or is resident memory of a device that the host cannot address: that is read
-//! and written through copies, and computed with where it lies. Host memory is a private anonymous memory map, counted against the host
-//! pool. Spilled memory is an extent of a file, reached through windows that are read ahead and written behind.
+//! - Device memory is a block of the device's pool. On a discrete device it is resident memory: the host reads and
+//!   writes copies, and the device computes with it in place.
+//! - Host memory is a private anonymous memory map, counted in the host pool.
+//! - Spilled memory is an extent of a file, accessed in chunks that are prefetched and written asynchronously.
 
 use super::counters::{Count, Counters};
 use super::parallel;
@@ -27,11 +28,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Elements of a window: a segment of f32.
+/// Elements of a chunk: one segment of f32.
 pub(crate) const WINDOW_ELEMS: usize = SEGMENT_BYTES / 4;
 /// Elements that are copied at once between a discrete device and the host.
 pub(crate) const COPY_ELEMS: usize = 1 << 22;
-/// Maps from this size on ask for huge pages.
+/// Minimal size of maps that ask for huge pages.
 const HUGE_BYTES: usize = 4 << 20;
 
 impl From<Gone> for EngineError {
@@ -40,7 +41,7 @@ impl From<Gone> for EngineError {
     }
 }
 
-/// The pools of one rank, and its disk.
+/// The storage tiers of one rank: pools and disk.
 #[derive(Clone, Debug)]
 pub struct Tiers {
     /// Device memory.
@@ -56,7 +57,7 @@ pub struct Tiers {
 }
 
 impl Tiers {
-    /// Device and host memory; no disk.
+    /// Device and host memory without a disk.
     #[must_use]
     pub fn new(device: Pool, host: Pool) -> Self {
         Self {
@@ -69,13 +70,13 @@ impl Tiers {
         }
     }
 
-    /// The same for a rank that computes on `backend`.
+    /// The tiers of a rank that computes on `backend`.
     pub(crate) fn on(mut self, backend: &Arc<dyn Backend>) -> Self {
         self.discrete = backend.residents().map(|_| backend.clone());
         self
     }
 
-    /// Whether states of the device's tier lie where the host cannot address them.
+    /// Whether states on the device tier are in memory that the host cannot address.
     pub(crate) fn are_resident(&self) -> bool {
         self.discrete.is_some()
     }
@@ -105,7 +106,7 @@ impl Tiers {
         }
     }
 
-    /// The values of a gradient that the host can read; none in a dry run.
+    /// The values of a gradient in memory that the host can read; empty in a dry run.
     pub(crate) fn values<'g>(&self, gradient: &'g Tensor) -> Result<Cow<'g, [f32]>> {
         match self.counters {
             Some(_) => Ok(Cow::default()),
@@ -121,13 +122,13 @@ impl Tiers {
         self
     }
 
-    /// The disk, where there is one.
+    /// The disk, if there is one.
     #[must_use]
     pub fn spill(&self) -> Option<&Arc<Spill>> {
         self.spill.as_ref()
     }
 
-    /// Where the disk is counted.
+    /// Pool that counts the disk.
     pub(crate) fn disk_pool(&self) -> Pool {
         match (&self.spill, &self.counters) {
             (Some(spill), _) => spill.pool.clone(),
@@ -136,13 +137,13 @@ impl Tiers {
         }
     }
 
-    /// The recorder of the rank that these are of.
+    /// Trace recorder of the rank.
     #[must_use]
     pub fn trace(&self) -> &Trace {
         &self.trace
     }
 
-    /// Allocates zeroed memory for `elems` elements of a group, from its element `start` on.
+    /// Allocates zeroed memory for `elems` elements of a parameter group, beginning with its element `start`.
     ///
     /// # Errors
     /// When the tier's pool or disk is full, or the system refuses the map.
@@ -161,7 +162,7 @@ impl Tiers {
         self.allocate_bytes((kind, tier), bytes, phase, tag)
     }
 
-    /// Allocates zeroed bytes; on a disk, the first lies `phase` bytes behind a block boundary.
+    /// Allocates zeroed bytes. On disk, the first one is `phase` bytes after a block boundary.
     ///
     /// # Errors
     /// As [`Tiers::allocate`].
@@ -191,7 +192,7 @@ impl Tiers {
                 let map = MmapMut::map_anon(bytes.max(1))
                     .map_err(|source| EngineError::Map { bytes, source })?;
                 if bytes >= HUGE_BYTES {
-                    // A wish: where there are no huge pages the map works without.
+                    // Only a hint: the map also works without huge pages.
                     map.advise(Advice::HugePage).ok();
                 }
                 Region::Mapped {
@@ -213,7 +214,7 @@ impl Tiers {
         })
     }
 
-    /// Device memory for a copy of weights, with unspecified contents.
+    /// Device memory for a copy of weights; its contents are undefined.
     pub(crate) fn copy(&self, bytes: usize) -> Result<Region> {
         let (tier, tag) = (Tier::Device, Tag::Gathered);
         Ok(match &self.counters {
@@ -238,7 +239,7 @@ impl Tiers {
         Ok(access(backend)?.settle(&mut states)?)
     }
 
-    /// Lends what lies on the device to whoever has it from here on ([`ResidentAccess::lend`]).
+    /// Lets another thread borrow the regions on a discrete device ([`ResidentAccess::lend`]).
     pub(crate) fn lend<'r>(&self, regions: impl Iterator<Item = &'r mut Region>) -> Result<()> {
         let Some(backend) = &self.discrete else {
             return Ok(());
@@ -247,7 +248,7 @@ impl Tiers {
         Ok(access(backend)?.lend(&mut states)?)
     }
 
-    /// Takes what was lent back.
+    /// Takes borrowed regions back.
     pub(crate) fn take_back<'r>(
         &self,
         regions: impl Iterator<Item = &'r mut Region>,
@@ -259,7 +260,7 @@ impl Tiers {
         Ok(access(backend)?.give_back(&mut states)?)
     }
 
-    /// Waits until the disk has everything.
+    /// Waits until all writes are on disk.
     ///
     /// # Errors
     /// When a write failed.
@@ -279,7 +280,7 @@ fn resident(backend: &Arc<dyn Backend>, elems: usize, dtype: DType, tag: Tag) ->
     })
 }
 
-/// How the device keeps states.
+/// The device's interface to resident states.
 pub(crate) fn access(backend: &Arc<dyn Backend>) -> Result<&dyn ResidentAccess> {
     let missing = || KernelError::Device {
         op: "keep states",
@@ -297,7 +298,7 @@ pub struct Spill {
 }
 
 impl Spill {
-    /// Files for some kinds of state, behind one queue.
+    /// Files for some kinds of state, with a common queue.
     #[must_use]
     pub fn new(io: SpillIo, files: impl IntoIterator<Item = (StateKind, SpillFile)>) -> Self {
         Self {
@@ -313,13 +314,13 @@ impl Spill {
         self.io.stats()
     }
 
-    /// What the files hold, by tag.
+    /// Pool that counts the contents of the files, by tag.
     #[must_use]
     pub fn pool(&self) -> &Pool {
         &self.pool
     }
 
-    /// Bytes of all files.
+    /// Total bytes of all files.
     #[must_use]
     pub fn file_bytes(&self) -> u64 {
         let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
@@ -349,9 +350,9 @@ pub enum Region {
     Device(Block),
     /// Memory of a discrete device.
     Resident {
-        /// The elements.
+        /// Handle to the elements in device memory.
         states: Resident,
-        /// The device.
+        /// Backend of the device.
         backend: Arc<dyn Backend>,
     },
     /// A memory map.
@@ -360,16 +361,16 @@ pub enum Region {
         map: MmapMut,
         /// Bytes in use.
         len: usize,
-        /// Its place in the host pool's counters.
+        /// Its reservation in the host pool.
         counted: Reservation,
     },
     /// Part of a spill file.
     Spilled {
-        /// Where.
+        /// The extent.
         extent: Extent,
         /// The file's queue.
         spill: Arc<Spill>,
-        /// Its place in the counters.
+        /// Its reservation in the disk's pool.
         counted: Reservation,
     },
     /// A region of a dry run: it has no bytes. Reads and writes do nothing, and its chunks are empty.
@@ -378,12 +379,12 @@ pub enum Region {
         tier: Tier,
         /// Number of bytes.
         len: usize,
-        /// What it takes of the counters.
+        /// Its share of the counters.
         count: Count,
     },
 }
 
-/// Values in device memory, or the block they would take in a dry run.
+/// Uploads values to device memory; in a dry run, takes a block of the same size.
 pub(crate) fn upload(
     device: &dyn Backend,
     values: &[u8],
@@ -398,7 +399,7 @@ pub(crate) fn upload(
 }
 
 impl Region {
-    /// Where the bytes are.
+    /// Tier of the bytes.
     #[must_use]
     pub fn tier(&self) -> Tier {
         match self {
@@ -409,7 +410,7 @@ impl Region {
         }
     }
 
-    /// Whether the values exist; false in a dry run.
+    /// Whether the bytes exist; false in a dry run.
     pub(crate) fn has_values(&self) -> bool {
         match self {
             Self::Counted { .. } => false,
@@ -418,7 +419,7 @@ impl Region {
         }
     }
 
-    /// Bytes in use.
+    /// Number of bytes in use.
     #[must_use]
     pub fn len(&self) -> usize {
         match self {
@@ -429,7 +430,7 @@ impl Region {
         }
     }
 
-    /// Whether it holds nothing.
+    /// Whether it has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -444,7 +445,7 @@ impl Region {
         }
     }
 
-    /// As [`Region::resident`], to be changed there.
+    /// The elements, if they are on a discrete device, for changes on the device.
     #[must_use]
     pub fn resident_mut(&mut self) -> Option<&mut Resident> {
         match self {
@@ -453,7 +454,7 @@ impl Region {
         }
     }
 
-    /// The bytes, where they are in memory that the host can address.
+    /// The bytes, if the host can address them.
     #[must_use]
     pub fn in_memory(&self) -> Option<&[u8]> {
         match self {
@@ -463,7 +464,7 @@ impl Region {
         }
     }
 
-    /// As [`Region::in_memory`], writable; nothing elsewhere.
+    /// As [`Region::in_memory`], writable; empty on other tiers.
     pub(crate) fn in_memory_mut(&mut self) -> &mut [u8] {
         match self {
             Self::Device(block) => block.as_bytes_mut(),
@@ -491,7 +492,7 @@ impl Region {
         }
     }
 
-    /// Writes `bytes` from `offset` on.
+    /// Writes `bytes` at `offset`.
     ///
     /// # Errors
     /// When the disk or the device fails.
@@ -512,7 +513,7 @@ impl Region {
         }
     }
 
-    /// Starts to read the bytes of a window, if they are on a disk and a buffer is free.
+    /// Starts to read a chunk, if it is on disk and a buffer is free.
     pub(crate) fn read_ahead(&self, bytes: Range<usize>) -> Result<Option<PendingRead>> {
         match self {
             Self::Spilled { extent, spill, .. } => Ok(spill.io.read_ahead(extent, wide(&bytes))?),
@@ -520,7 +521,7 @@ impl Region {
         }
     }
 
-    /// The bytes of a window, from `ahead` where they were read before their turn.
+    /// Opens a chunk. `ahead` is its prefetched contents, if any.
     pub(crate) fn window(
         &mut self,
         bytes: Range<usize>,
@@ -561,7 +562,8 @@ impl Region {
         })
     }
 
-    /// A window to be filled with the bytes `from` of `source`, which lies on the same tier, changed and written here.
+    /// Opens a chunk that is filled with the bytes `from` of `source` and then changed. `source` must be on the same
+    /// tier.
     pub(crate) fn window_from(
         &mut self,
         bytes: Range<usize>,
@@ -598,8 +600,8 @@ impl Region {
         Ok(Window::Memory(target))
     }
 
-    /// Runs `body` over the elements `range` of a region that begins at the group's element `start`, window by window
-    /// and in order; one window where they are in memory.
+    /// Calls `body` for the elements `range`, chunk by chunk in order; bytes in host memory are one chunk. The region
+    /// begins at element `start` of the parameter group.
     pub(crate) fn for_each_window<T: Pod>(
         &mut self,
         start: usize,
@@ -633,8 +635,8 @@ impl Region {
         Ok(())
     }
 
-    /// Stores `values` as elements `target` of type `dtype`, rounded to nearest even; the region begins at the group's
-    /// element `start`.
+    /// Stores `values` as elements `target` of type `dtype`, rounded to nearest even. The region begins at element
+    /// `start` of the parameter group.
     pub(crate) fn write_rounded(
         &mut self,
         dtype: DType,
@@ -670,25 +672,25 @@ fn wide(bytes: &Range<usize>) -> Range<u64> {
     bytes.start as u64..bytes.end as u64
 }
 
-/// What a window is for.
+/// Purpose of opening a chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Access {
-    /// Its contents are wanted.
+    /// Its contents are read.
     Read,
-    /// All of it is overwritten that matters: on a disk the rest becomes zero.
+    /// It is overwritten. It begins as zeros on disk and on discrete devices, and with the old bytes elsewhere.
     Write,
-    /// Both.
+    /// It is read and written.
     Update,
 }
 
-/// Bytes of a region, in memory while the window is open.
+/// An open chunk: bytes of a region in memory.
 #[derive(Debug)]
 pub(crate) enum Window<'r> {
     /// The region itself.
     Memory(&'r mut [u8]),
     /// A copy of what a discrete device has.
     Copied(Copied<'r>),
-    /// A copy.
+    /// A buffer with bytes from a disk.
     Segment {
         segment: Segment,
         extent: &'r Extent,
@@ -710,7 +712,7 @@ impl Window<'_> {
         bytemuck::cast_slice_mut(self.as_mut_bytes())
     }
 
-    /// Ends the window; what was changed goes to the region.
+    /// Closes the chunk. Changes are written to the region.
     pub(crate) fn commit(self) -> Result<()> {
         match self {
             Self::Segment {
@@ -726,7 +728,7 @@ impl Window<'_> {
 }
 
 thread_local! {
-    /// Memory of the last copy, for the next: a fresh one is cleared, or its pages are, which takes longer than the bus.
+    /// Memory of the last host copy, for reuse. Clearing fresh memory would take longer than the copy over the bus.
     static COPY: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -736,7 +738,7 @@ pub(crate) struct Copied<'r> {
     states: &'r mut Resident,
     backend: &'r Arc<dyn Backend>,
     at: usize,
-    /// In words, so that elements of every type are aligned.
+    /// As 4-byte words, so that elements of every type are aligned.
     words: Vec<u32>,
     len: usize,
     written: bool,
@@ -782,7 +784,8 @@ impl Drop for Copied<'_> {
     }
 }
 
-/// `range` in pieces of at most `most` elements that end at multiples of `most`, which is one of [`WINDOW_ALIGN`].
+/// Divides `range` into chunks of at most `most` elements that end at multiples of `most`. `most` is a multiple of
+/// [`WINDOW_ALIGN`].
 pub(crate) fn windows(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
     let mut start = range.start;
     std::iter::from_fn(move || {
@@ -836,7 +839,7 @@ mod tests {
     #[test]
     fn every_tier_reads_back_what_chunks_of_any_start_wrote() {
         let (_parent, tiers) = on_disk(IoPath::Mapped);
-        // Three windows, the first and the last not whole, and a start in the middle of a block.
+        // Three chunks; the first and the last are partial, and the start is inside a block.
         let range = 4_128..2 * WINDOW_ELEMS + 9_600;
         let values: Vec<f32> = range.clone().map(|i| i as f32).collect();
         for tier in [Tier::Device, Tier::Host, Tier::Nvme] {

@@ -1,14 +1,14 @@
-//! A thread that is lent things: they move there and back, so that nothing is shared. `tests/loom` runs it in every
-//! order.
+//! Worker thread that borrows data by move, so that nothing is shared between threads. `tests/loom` checks all
+//! interleavings.
 
 use crate::sync::channel::{Receiver, Sender, unbounded};
 use crate::sync::thread::{Builder, JoinHandle};
 
-/// The thread has ended, or could not begin.
+/// Error: the thread has ended or could not start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Gone;
 
-/// A thread that works on each `J`, in the order in which they come, with a `B` that it does not keep.
+/// A thread that processes jobs `J` in order, each with a borrowed value `B` that it does not keep.
 #[derive(Debug)]
 pub(crate) struct Worker<J, B> {
     jobs: Option<Jobs<J, B>>,
@@ -17,7 +17,7 @@ pub(crate) struct Worker<J, B> {
     open: usize,
 }
 
-/// What runs the jobs.
+/// Where jobs are sent.
 #[derive(Debug)]
 enum Jobs<J, B> {
     ToThread(Sender<(J, B)>),
@@ -26,8 +26,8 @@ enum Jobs<J, B> {
 }
 
 impl<J: Send + 'static, B: Send + 'static> Worker<J, B> {
-    /// Starts the thread. `work` gives up what it only borrows before the answer is sent: whoever has the answer owns
-    /// everything again.
+    /// Starts the thread. `work` must release what it borrows before the job is returned: the receiver of the job
+    /// owns everything again.
     pub(crate) fn start(
         name: &str,
         mut work: impl FnMut(&mut J, B) + Send + 'static,
@@ -37,7 +37,7 @@ impl<J: Send + 'static, B: Send + 'static> Worker<J, B> {
         let run = move || {
             while let Ok((mut job, borrowed)) = queue.recv() {
                 work(&mut job, borrowed);
-                // Who does not wait for the answer has given up.
+                // The receiver is gone.
                 if reply.send(job).is_err() {
                     return;
                 }
@@ -53,7 +53,7 @@ impl<J: Send + 'static, B: Send + 'static> Worker<J, B> {
         })
     }
 
-    /// Without a thread: every job comes back as it is.
+    /// A worker without a thread: every job is returned unchanged.
     pub(crate) fn idle() -> Self {
         let (reply, done) = unbounded();
         Self {
@@ -64,12 +64,12 @@ impl<J: Send + 'static, B: Send + 'static> Worker<J, B> {
         }
     }
 
-    /// How many are at the thread.
+    /// Number of jobs that were sent and not received.
     pub(crate) fn open(&self) -> usize {
         self.open
     }
 
-    /// Hands one over.
+    /// Sends a job.
     pub(crate) fn send(&mut self, job: J, borrowed: B) -> Result<(), Gone> {
         match self.jobs.as_ref().ok_or(Gone)? {
             Jobs::ToThread(jobs) => jobs.send((job, borrowed)).map_err(|_| Gone)?,
@@ -79,7 +79,7 @@ impl<J: Send + 'static, B: Send + 'static> Worker<J, B> {
         Ok(())
     }
 
-    /// Waits for the one that was handed over first of those still there.
+    /// Waits for the oldest job that was sent and not received.
     pub(crate) fn receive(&mut self) -> Result<J, Gone> {
         let job = self.done.recv().map_err(|_| Gone)?;
         self.open -= 1;
@@ -91,7 +91,7 @@ impl<J, B> Drop for Worker<J, B> {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
-            // A panic there has shown as a missing answer.
+            // A panic of the thread was already reported as a missing answer.
             thread.join().ok();
         }
     }

@@ -1,4 +1,4 @@
-//! Which number format every kind of state has, and where it rests: the row of the table that a run prints.
+//! Number format and tier of every kind of state: the row of the table that a run prints.
 
 use super::{GroupKind, MASTER, Plan, Tier};
 use kernels::DType;
@@ -14,14 +14,14 @@ pub struct Formats {
     pub reduced: DType,
     /// Gradients summed over micro-batches.
     pub accumulated: (DType, Tier),
-    /// `f32` copy of the weights, and what the optimizer keeps per element.
+    /// f32 master weights and the optimizer's states per element, with their names.
     pub optimizer: (Vec<(&'static str, DType)>, Tier),
-    /// Inputs of what runs again in backward.
+    /// Stored inputs of checkpointed segments.
     pub activation: Tier,
 }
 
 impl Plan {
-    /// Element types and tiers, for an optimizer that keeps `slots`.
+    /// Number formats and tiers, for an optimizer with the states `slots`.
     #[must_use]
     pub fn formats(&self, slots: &[StateSlot]) -> Formats {
         let config = self.config();

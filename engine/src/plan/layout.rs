@@ -1,55 +1,55 @@
-//! Position of every parameter inside its unit, and the division of units among ranks.
+//! Layout: the offset of every parameter in its unit, and the division of units among ranks.
 //!
-//! A unit has two groups, trainable and frozen, each one flat buffer. A group is padded so that
-//! it divides into equal shards; every parameter and every shard starts on a 128-byte boundary.
+//! A unit has two parameter groups, trainable and frozen, each one flat buffer. A buffer is padded to divide into
+//! equal shards. Every parameter and every shard starts at a 128-byte boundary in f32.
 
 use crate::spec::{ModelSpec, ParamId, UnitId};
 use std::ops::Range;
 
-/// Parameters and shards start at multiples of this many elements.
+/// Alignment of parameters and shards in elements.
 pub const ALIGN_ELEMS: usize = 32;
 
-/// The two groups of a unit.
+/// Parameter group of a unit.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum GroupKind {
     /// Updated by the optimizer.
     Trainable,
-    /// Only read.
+    /// Never updated.
     Frozen,
 }
 
 impl GroupKind {
-    /// Both.
+    /// Both groups.
     pub const ALL: [Self; 2] = [Self::Trainable, Self::Frozen];
 }
 
-/// Place of a parameter in its group.
+/// Location of a parameter in its parameter group.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Slot {
     /// The parameter.
     pub param: ParamId,
-    /// First element in the group.
+    /// First element in the parameter group.
     pub offset: usize,
-    /// Elements, without padding.
+    /// Number of elements without padding.
     pub len: usize,
 }
 
 impl Slot {
-    /// Elements of the group it occupies.
+    /// Range of the parameter's elements in the parameter group.
     #[must_use]
     pub fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.len
     }
 }
 
-/// One flat buffer of parameters.
+/// Layout of one parameter group: a flat buffer of parameters.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct GroupLayout {
-    /// Ascending by offset.
+    /// Parameters, ascending by offset.
     pub slots: Vec<Slot>,
-    /// Elements of one rank's shard.
+    /// Number of elements of one rank's shard.
     pub shard_elems: usize,
-    /// Elements of the whole group, padding included.
+    /// Number of elements of the whole parameter group, padding included.
     pub padded_elems: usize,
 }
 
@@ -72,19 +72,19 @@ impl GroupLayout {
         }
     }
 
-    /// Whether the group has no parameter.
+    /// Whether the parameter group has no parameter.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.slots.is_empty()
     }
 
-    /// Elements that `rank` owns.
+    /// Range of the elements that `rank` owns.
     #[must_use]
     pub fn shard(&self, rank: usize) -> Range<usize> {
         rank * self.shard_elems..(rank + 1) * self.shard_elems
     }
 
-    /// The parts of parameters inside `range`, in order: `(slot, part of the group)`.
+    /// Parts of parameters inside `range`, in order: `(slot, range of elements in the parameter group)`.
     pub fn parts(&self, range: Range<usize>) -> impl Iterator<Item = (&Slot, Range<usize>)> {
         self.slots.iter().filter_map(move |slot| {
             let start = slot.offset.max(range.start);
@@ -93,7 +93,7 @@ impl GroupLayout {
         })
     }
 
-    /// Elements that belong to no parameter.
+    /// Ranges of padding: elements that belong to no parameter.
     pub fn gaps(&self) -> impl Iterator<Item = Range<usize>> {
         let ends = self.slots.iter().map(|s| s.offset + s.len);
         let starts = self
@@ -108,21 +108,21 @@ impl GroupLayout {
     }
 }
 
-/// One unit.
+/// Layout of one unit.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UnitPlan {
     /// Its id.
     pub id: UnitId,
-    /// Updated parameters.
+    /// Trainable parameters.
     pub trainable: GroupLayout,
-    /// Read-only parameters.
+    /// Frozen parameters.
     pub frozen: GroupLayout,
-    /// Whether backward visits it: it trains, or a unit before it does.
+    /// Whether backward visits the unit: it has trainable parameters, or a previous unit does.
     pub needs_backward: bool,
 }
 
 impl UnitPlan {
-    /// One of the groups.
+    /// The parameter group of this kind.
     #[must_use]
     pub fn group(&self, kind: GroupKind) -> &GroupLayout {
         match kind {

@@ -1,19 +1,19 @@
-//! Groups of layers of which only the first one's input is kept for backward (Chen et al., "Training Deep Nets with
-//! Sublinear Memory Cost", 2016, in the form that runs a group's forward pass once more, layer by layer, so that never
-//! more than one layer's inner values exist).
+//! Groups of layers that store only the input of their first layer for backward (Chen et al., "Training Deep Nets
+//! with Sublinear Memory Cost", 2016). Backward runs a group forward once more, layer by layer, so the inner values
+//! of at most one layer exist at a time.
 
 use super::{PlanError, UnitPlan};
 use crate::spec::{ModelSpec, UnitId};
 use std::ops::Range;
 
-/// The unit's name without its number, and the number, where it is one of several layers.
+/// Stack and number of a layer unit, from a name such as `stack.7`; `None` for other units.
 fn layer(spec: &ModelSpec, unit: usize) -> Option<(&str, usize)> {
     let (stack, number) = spec.units[unit].name.rsplit_once('.')?;
     Some((stack, number.parse().ok()?))
 }
 
-/// The stacks of layers that backward visits and `again` names, as ranges of units: those whose names differ only in the
-/// number at their end, which grows by one.
+/// Stacks of layers that backward visits and `again` accepts, as ranges of units. The names of a stack differ only in
+/// the number at the end, which grows by one.
 fn stacks(spec: &ModelSpec, again: &dyn Fn(UnitId) -> bool) -> Vec<Range<usize>> {
     let trained = spec.params.iter().filter(|param| param.trainable);
     let Some(first) = trained.map(|param| param.unit.index()).min() else {
@@ -38,10 +38,10 @@ fn stacks(spec: &ModelSpec, again: &dyn Fn(UnitId) -> bool) -> Vec<Range<usize>>
 }
 
 impl ModelSpec {
-    /// The groups of `num_layers` layers of [`ZeroConfig::recomputed`](super::ZeroConfig::recomputed), for a model whose
-    /// units `again` names run again in backward, and whose layers are units called alike but for a number at the end.
+    /// Groups of `num_layers` layers for [`ZeroConfig::recomputed`](super::ZeroConfig::recomputed). `again` says
+    /// which units are recomputed in backward. Layers are units whose names differ only in the number at the end.
     ///
-    /// A group that backward begins with keeps its inputs: it would be computed again at once.
+    /// The group that backward begins with stores all its inputs, since it would be recomputed at once.
     #[must_use]
     pub fn layer_groups(
         &self,
@@ -54,7 +54,7 @@ impl ModelSpec {
             let mut of_stack: Vec<Range<usize>> = starts
                 .map(|start| start..stack.end.min(start + num_layers))
                 .collect();
-            // Behind the last layer comes the head, which keeps what it computes.
+            // The head follows the last layer and stores its inner values.
             if stack.end + 1 >= self.units.len() {
                 of_stack.pop();
             }
@@ -68,7 +68,7 @@ impl ModelSpec {
     }
 }
 
-/// Fails unless `groups` ascend, lie apart and consist of units that backward visits.
+/// Checks that `groups` ascend, do not overlap, and consist of units that backward visits.
 pub(super) fn check(groups: &[Range<u32>], units: &[UnitPlan]) -> Result<(), PlanError> {
     let mut last = 0;
     for group in groups {
@@ -96,7 +96,7 @@ mod tests {
     use crate::spec::{ParamId, ParamSpec, UnitSpec};
     use kernels::Shape;
 
-    /// One parameter per unit, which is trained from unit `trained` on.
+    /// A model of one parameter per unit; those from unit `trained` on are trainable.
     fn model(names: &[&str], trained: usize) -> ModelSpec {
         let mut spec = ModelSpec::default();
         for (i, name) in names.iter().enumerate() {
@@ -135,7 +135,7 @@ mod tests {
         let all = |_: UnitId| true;
         let spec = model(&NAMES, 0);
         assert_eq!(spec.layer_groups(2, &all), [1..3, 3..5, 7..9, 9..11]);
-        // The last two of the language model keep their inputs, as a group of their own.
+        // The last two layers of the language model are their own group and store their inputs.
         assert_eq!(spec.layer_groups(3, &all), [1..4, 7..10]);
         assert_eq!(spec.layer_groups(8, &all), [1..5]);
         assert!(spec.layer_groups(1, &all).is_empty());
@@ -149,7 +149,7 @@ mod tests {
         let llm = |unit: UnitId| unit.0 >= 6;
         assert_eq!(model(&NAMES, 0).layer_groups(2, &llm), [7..9, 9..11]);
         assert!(model(&NAMES, 13).layer_groups(2, &all).is_empty());
-        // Another number begins another stack.
+        // A number that does not follow the previous one begins another stack.
         let spec = model(&["a.0", "a.1", "a.0", "a.1", "b", "c"], 0);
         assert_eq!(spec.layer_groups(4, &all), [0..2, 2..4]);
     }

@@ -1,22 +1,22 @@
-//! The order in which units are needed during a pass.
+//! The order in which a pass uses units.
 
 use super::{GroupKind, UnitPlan};
 use crate::spec::UnitId;
 use std::ops::Range;
 
-/// Which half of a pass a lease serves.
+/// Part of a pass that a lease belongs to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Phase {
-    /// Computing outputs.
+    /// Forward: computes outputs.
     Forward,
-    /// Computing outputs again, from which a unit behind begins its backward.
+    /// Recompute: computes the inputs that a later unit's backward starts from.
     Recompute,
-    /// Replaying and sweeping back. Ending the lease closes the unit's gradients.
+    /// Backward: recomputes and backpropagates. When the lease ends, the unit's gradients are complete.
     Backward,
 }
 
 impl Phase {
-    /// A word for it.
+    /// Lower-case name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -27,7 +27,7 @@ impl Phase {
     }
 }
 
-/// What a pass does.
+/// Kind of a pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PassKind {
     /// Forward and backward of one micro-batch.
@@ -36,49 +36,50 @@ pub enum PassKind {
     Infer,
 }
 
-/// One use of one unit.
+/// One use of a unit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Entry {
     /// The unit.
     pub unit: UnitId,
-    /// The half of the pass.
+    /// Part of the pass.
     pub phase: Phase,
 }
 
-/// What is read of all weights, to be saved.
+/// Weights that a pass reads into host memory to save them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Visit {
-    /// Everything.
+    /// All weights.
     All,
-    /// What trains; the rest is left where it is.
+    /// Trainable weights only.
     Trained,
 }
 
 impl Visit {
-    /// Whether weights of this kind are read.
+    /// Whether this parameter group is read.
     pub(crate) fn reads(self, kind: GroupKind) -> bool {
         self == Self::All || kind == GroupKind::Trainable
     }
 }
 
-/// A walk through the uses of one pass: the same in a run and in its dry run.
+/// Progress of a pass through its schedule. A run and its dry run use the same code.
 #[derive(Default)]
 pub(crate) struct Pass {
     pub(crate) schedule: Vec<Entry>,
-    /// Entries that are behind.
+    /// Number of entries that are done.
     pub(crate) position: usize,
-    /// Entries whose gathers have begun.
+    /// Number of entries whose gathers have started.
     pub(crate) started: usize,
-    /// Whether the devices gather, and not the communicator.
+    /// Whether devices gather, instead of the communicator.
     pub(crate) on_device: bool,
-    /// The weights that are read, where that is in host memory.
+    /// The weights to read into host memory; `None` for a pass that computes.
     pub(crate) visits: Option<Visit>,
-    /// The entry that is leased next, as far as that is known: this rank passes over those in front of it.
+    /// The next entry that this rank is known to lease; it skips the entries before it.
     pub(crate) wanted: usize,
 }
 
 impl Pass {
-    /// Through the whole `schedule`, in host memory as far as `visits` says; the devices gather if `gathers`, where they read.
+    /// A pass through `schedule`. With `visits` it reads weights into host memory. Devices gather if `gathers`,
+    /// except with `visits`.
     pub(crate) fn new(
         mut schedule: Vec<Entry>,
         units: &[UnitPlan],
@@ -96,12 +97,13 @@ impl Pass {
         }
     }
 
-    /// Whether weights of this kind are read.
+    /// Whether this parameter group is read.
     pub(crate) fn reads(&self, kind: GroupKind) -> bool {
         self.visits.is_none_or(|visits| visits.reads(kind))
     }
 
-    /// Whether the unit of entry `at` is still readable from an entry just before it.
+    /// Whether the weights of entry `at` are still readable, because one of the `ahead` entries before it has the
+    /// same unit.
     pub(crate) fn keeps(&self, at: usize, ahead: usize) -> bool {
         let unit = self.schedule[at].unit;
         self.schedule[at.saturating_sub(ahead.max(1))..at]
@@ -109,14 +111,14 @@ impl Pass {
             .any(|before| before.unit == unit)
     }
 
-    /// The first entry behind the cursor's whose unit is another one.
+    /// The first entry after the current one with another unit.
     pub(crate) fn next_unit(&self) -> Option<usize> {
         let unit = self.schedule.get(self.position)?.unit;
         let mut behind = self.position + 1..self.schedule.len();
         behind.find(|at| self.schedule[*at].unit != unit)
     }
 
-    /// Passes on to the next entry up to `last` that the devices gather: its unit, and whether this rank needs it.
+    /// Advances to the next entry up to `last` that devices gather. Returns its unit, and whether this rank needs it.
     pub(crate) fn next_gather(&mut self, last: usize, ahead: usize) -> Option<(UnitId, bool)> {
         while self.on_device && self.started <= last && self.started < self.schedule.len() {
             let at = self.started;
@@ -128,13 +130,13 @@ impl Pass {
         None
     }
 
-    /// Passes over everything in front of `entry`, or over all that is left.
+    /// Skips the entries before `entry`, or all remaining ones.
     pub(crate) fn want(&mut self, entry: Option<usize>) {
         self.wanted = entry.unwrap_or(self.schedule.len());
     }
 }
 
-/// Forward, then backward; in front of a group of `recomputed`, its units but the last again.
+/// Forward, then backward. Before the backward of a recompute group, all its units but the last run forward again.
 pub(super) fn schedule(
     units: &[UnitPlan],
     recomputed: &[Range<u32>],

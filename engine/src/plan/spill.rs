@@ -1,15 +1,15 @@
-//! Bytes of spill files and of the buffers in front of them, known before anything is allocated.
+//! Bytes of spill files and of their buffers, known before anything is allocated.
 
 use super::blocks::{BLOCK_BYTES, SEGMENT_BYTES, buffer_segments, extent_bytes};
 use super::{GroupKind, Plan, StateKind, Tier};
 use optim::StateSlot;
 
-/// Most bytes of buffers that hold weights read ahead.
+/// Maximal bytes of buffers for prefetched weights.
 const READ_AHEAD_BYTES: u64 = 256 << 20;
 
 impl Plan {
-    /// Bytes of `rank`'s spill file for one kind of model state, its header included; 0 where the kind is elsewhere.
-    /// `slots` are the optimizer's. Activations depend on the batch and are not counted.
+    /// Bytes of `rank`'s spill file for one kind of model state, header included; 0 if the kind is not on disk.
+    /// `slots` are the optimizer's states. Activations depend on the batch and are not counted.
     #[must_use]
     pub fn spill_file_bytes(&self, rank: usize, kind: StateKind, slots: &[StateSlot]) -> u64 {
         if self.config().offload.tier(kind) != Tier::Nvme {
@@ -21,8 +21,8 @@ impl Plan {
         BLOCK_BYTES + extents.sum::<u64>()
     }
 
-    /// Host memory for the buffers of a rank's spill files: room for the next unit's weights, within bounds; 0 without
-    /// spill files.
+    /// Bytes of host memory for the buffers of a rank's spill files: the weights of one unit, within bounds; 0
+    /// without spill files.
     #[must_use]
     pub fn spill_buffer_bytes(&self) -> u64 {
         let offload = self.config().offload;

@@ -1,4 +1,4 @@
-//! The facade: one rank's model states under ZeRO, as the tape and the training loop use them.
+//! The engine's facade: one rank's model states under ZeRO, for the tape and the training loop.
 
 mod device;
 mod snapshot;
@@ -32,21 +32,21 @@ use std::time::{Duration, Instant};
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Elements of a weight read at once while loading.
+/// Elements of a weight that are read at once while loading.
 const LOAD_CHUNK_ELEMS: usize = 1 << 20;
 
-/// What one optimizer step did.
+/// Result of one optimizer step.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct StepReport {
-    /// Updates applied so far, this one included when it was applied.
+    /// Number of updates applied so far, including this step if it was applied.
     pub step: u64,
-    /// Mean loss per supervised token over all ranks and micro-batches.
+    /// Mean loss per supervised token, over all ranks and micro-batches.
     pub loss: f64,
-    /// Supervised tokens over all ranks and micro-batches.
+    /// Number of supervised tokens over all ranks and micro-batches.
     pub supervised_tokens: u64,
     /// Global norm of the mean gradient, before clipping.
     pub grad_norm: f64,
-    /// False when a gradient or the loss was not finite: nothing changed.
+    /// Whether the update was applied. `false` if a gradient or the loss was not finite; then nothing changed.
     pub applied: bool,
 }
 
@@ -67,9 +67,9 @@ pub struct Zero {
     optimizer: Arc<OptimizerConfig>,
     tiers: Tiers,
     activations: Option<Activations>,
-    /// Where a device steps what it keeps.
+    /// Optimizer step on the device, if the device stores the states.
     device_step: Option<DeviceStep>,
-    /// Whether updates go on beside the next pass.
+    /// Whether updates overlap with the next forward pass (optimizer in forward).
     steps_late: bool,
     exchange: step::Exchange,
     /// Whether the host cannot address the device's memory.
@@ -83,13 +83,13 @@ pub struct Zero {
     uploaded: RefCell<Option<Uploaded>>,
     /// On a discrete device, places for those that are leased next.
     ahead: RefCell<Ahead>,
-    /// The last unit leased in a pass that has not ended well.
+    /// The last unit leased in the current pass, or in a pass that failed.
     leased: Cell<Option<(UnitId, Phase)>>,
-    /// When it was leased, if that is recorded.
+    /// Time of that lease, if traces are recorded.
     leased_at: Cell<Option<Instant>>,
     non_finite: Option<UnitId>,
     device_times: DeviceTimes,
-    /// Whether the present pass trains.
+    /// Whether the current pass trains.
     trains: Cell<bool>,
 }
 
@@ -104,11 +104,10 @@ impl std::fmt::Debug for Zero {
 }
 
 impl Zero {
-    /// Allocates this rank's states, all zero; [`Zero::load`] fills them. Compares the plan with
-    /// the other ranks'.
+    /// Allocates this rank's states as zeros; [`Zero::load`] fills them. Checks that all ranks have the same plan.
     ///
     /// # Errors
-    /// When memory is short or the ranks' plans differ.
+    /// When memory is short or the plans of ranks differ.
     pub fn new(
         plan: Arc<Plan>,
         comm: Arc<dyn Communicator>,
@@ -177,7 +176,7 @@ impl Zero {
         })
     }
 
-    /// Sets aside the part of the disk that activations will need at once, where they go to a disk.
+    /// Reserves `bytes` on disk for activations, if they are stored on a disk.
     ///
     /// # Errors
     /// When the disk is full.
@@ -200,30 +199,28 @@ impl Zero {
         &self.comm
     }
 
-    /// Updates applied so far.
+    /// Number of updates applied so far.
     #[must_use]
     pub fn step_count(&self) -> u64 {
         self.step
     }
 
-    /// Where the present pass is, or where it ended early: the unit leased last and what for.
-    /// `None` between passes.
+    /// The unit leased last and its phase, in the current pass or in one that failed. `None` between passes.
     #[must_use]
     pub fn position(&self) -> Option<(&str, Phase)> {
         let (unit, phase) = self.leased.get()?;
         Some((self.unit_name(unit), phase))
     }
 
-    /// The unit nearest to the loss whose gradients, as far as this rank holds them, were not finite
-    /// in the last [`Zero::step`].
+    /// The unit closest to the loss whose gradients on this rank were not finite in the last [`Zero::step`].
     #[must_use]
     pub fn non_finite_gradient(&self) -> Option<&str> {
         let unit = self.non_finite?;
         Some(self.unit_name(unit))
     }
 
-    /// Fills weights (and master weights). `read` is asked for ranges of a parameter's elements as
-    /// f32, only for what rests on this rank, at most a mebi-element at a time.
+    /// Loads weights (and master weights). `read` returns ranges of a parameter's elements as f32. It is called only
+    /// for elements that this rank stores, at most 2^20 at a time.
     ///
     /// # Errors
     /// When `read` fails.
@@ -270,17 +267,17 @@ impl Zero {
 
     // ---- passes -------------------------------------------------------------------------------
 
-    /// Starts a pass; every rank starts the same kind.
+    /// Starts a pass. Every rank must start the same kind.
     pub fn begin_pass(&self, kind: PassKind) {
         self.leased.set(None);
         self.trains.set(kind == PassKind::Train);
-        // What a pass that failed has left.
+        // Drops what a failed pass left.
         self.uploaded.take();
         self.ahead.borrow_mut().clear();
         self.store.borrow_mut().begin_pass(kind, None);
     }
 
-    /// Ends a pass: takes part in what is left of it and waits for its reductions.
+    /// Ends a pass: takes part in its remaining collectives and waits for its reductions.
     ///
     /// # Errors
     /// When communication fails.
@@ -292,8 +289,7 @@ impl Zero {
         Ok(())
     }
 
-    /// Ends the training pass of one micro-batch whose token losses sum to `loss_sum` over
-    /// `supervised` tokens.
+    /// Ends the training pass of a micro-batch with `supervised` tokens whose losses sum to `loss_sum`.
     ///
     /// # Errors
     /// When communication fails.
@@ -309,7 +305,8 @@ impl Zero {
         Ok(())
     }
 
-    /// Waits for updates that go on beside the next pass, where any do; whatever reads or writes states does so itself.
+    /// Waits for updates that overlap with the forward pass, if any. Code that reads or writes states calls it
+    /// itself.
     ///
     /// # Errors
     /// When an update failed.
@@ -317,7 +314,7 @@ impl Zero {
         self.store.get_mut().finish_updates()
     }
 
-    /// Runs `visit` with the weights of every unit in host memory, in forward order; all ranks must call it.
+    /// Calls `visit` with the weights of every unit in host memory, in forward order. All ranks must call it.
     ///
     /// # Errors
     /// When communication or `visit` fails.
@@ -328,10 +325,10 @@ impl Zero {
         self.visit(Visit::All, visit)
     }
 
-    /// As [`Zero::visit_weights`], with those that train only: nothing else is gathered or copied.
+    /// As [`Zero::visit_weights`], for trainable weights only; nothing else is gathered or copied.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Zero::visit_weights`].
     pub fn visit_trained_weights<E: From<EngineError>>(
         &self,
         visit: impl FnMut(ParamId, &Tensor) -> Result<(), E>,
@@ -367,8 +364,7 @@ impl Zero {
         Ok(())
     }
 
-    /// Bytes of master weights and optimizer state on this rank, one kind behind the other: what
-    /// must not change when a step is skipped.
+    /// Bytes of master weights and optimizer states on this rank, concatenated: what a skipped step must not change.
     ///
     /// # Errors
     /// When the disk fails.
@@ -385,7 +381,7 @@ impl Zero {
         Ok(all)
     }
 
-    /// The recorder of this rank.
+    /// Trace recorder of this rank.
     #[must_use]
     pub fn trace(&self) -> &Trace {
         self.tiers.trace()
@@ -395,7 +391,7 @@ impl Zero {
         &self.plan.spec().units[unit.index()].name
     }
 
-    /// Where this rank's time went so far, beside computing.
+    /// Time that this rank spent so far on anything other than computing.
     #[must_use]
     pub fn times(&self) -> Times {
         Times {
@@ -408,13 +404,13 @@ impl Zero {
         }
     }
 
-    /// Traffic of this rank's spill files; `None` where there are none.
+    /// Traffic of this rank's spill files; `None` without spill files.
     #[must_use]
     pub fn spill_stats(&self) -> Option<SpillStats> {
         self.tiers.spill().map(|spill| spill.stats())
     }
 
-    /// The pool of the device that computes.
+    /// Pool of the computing device.
     #[must_use]
     pub fn device_pool(&self) -> &Pool {
         if self.discrete {
@@ -423,13 +419,13 @@ impl Zero {
         &self.tiers.device
     }
 
-    /// The host pool.
+    /// Pool of host memory.
     #[must_use]
     pub fn host_pool(&self) -> &Pool {
         &self.tiers.host
     }
 
-    /// What this rank's spill files hold; `None` where there are none.
+    /// Pool that counts the contents of this rank's spill files; `None` without spill files.
     #[must_use]
     pub fn spill_pool(&self) -> Option<&Pool> {
         self.tiers.spill().map(|spill| spill.pool())
@@ -469,8 +465,8 @@ impl Zero {
         Ok(there)
     }
 
-    /// Before the work of the unit leased now is queued: takes back gradients that left the device meanwhile, and takes
-    /// places for the weights that the pass uploads next.
+    /// Prepares memory before the work of the leased unit is queued: collects gradients that have left the device,
+    /// and reserves memory for the weights that are copied next.
     fn make_room(&self) -> Result<()> {
         self.store.borrow_mut().take_sums()?;
         let next = self.store.borrow().next_upload();
@@ -478,14 +474,14 @@ impl Zero {
         ahead.reserve(next, &self.plan, &*self.backend)
     }
 
-    /// A lease whose weights stay where the store has them.
+    /// A lease whose weights stay in the store's memory.
     fn lease_on_host(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
         self.leased.set(Some((unit, phase)));
         let params = self.store.borrow_mut().lease(unit, phase)?;
         Ok(lease_of(self, unit, phase, params))
     }
 
-    /// Elements of the trainable group whose weights rest on this rank.
+    /// Elements of the trainable parameter group whose weights are stored on this rank.
     pub(crate) fn resting_range(&self, unit: UnitId) -> Range<usize> {
         self.store.borrow().resting(unit, GroupKind::Trainable)
     }

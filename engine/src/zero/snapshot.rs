@@ -1,8 +1,7 @@
-//! A rank's training state going into a checkpoint and coming back, at any world size and stage.
+//! Writes a rank's training state to a checkpoint and restores it, at any world size and stage.
 //!
-//! Only trained tensors are written: `master` or (where there is none) `weight`, and every
-//! optimizer slot, each as the element ranges that this rank owns. Frozen weights belong to the
-//! model folder the run started from.
+//! Only trainable tensors are written: `master` (or `weight` if there is no master) and every optimizer state, each
+//! as the element ranges that this rank owns. Frozen weights are in the model directory that the run started from.
 
 use super::Zero;
 use crate::checkpoint::{Checkpoint, Piece, PieceBytes, Writer};
@@ -13,12 +12,12 @@ use kernels::DType;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// Elements, or bytes, on their way between a disk and a checkpoint at once.
+/// Elements, or bytes, that are copied between a disk and a checkpoint at once.
 const CHUNK_ELEMS: usize = 1 << 22;
 const WEIGHT: &str = "weight";
 
 impl Zero {
-    /// Writes this rank's pieces.
+    /// Writes this rank's ranges of all tensors.
     ///
     /// # Errors
     /// When the disk fails.
@@ -28,7 +27,7 @@ impl Zero {
         let rank = self.shard();
         let weight_dtype = plan.dtype_of(GroupKind::Trainable);
         let mut pieces = Vec::new();
-        // The other groups hold the same.
+        // Other shard groups hold the same values.
         let writes = self.comm().world().rank < plan.shards();
         let store = &*self.store.get_mut();
         for unit in plan.units() {
@@ -65,12 +64,12 @@ impl Zero {
         Ok(())
     }
 
-    /// Fills trained weights and all optimizer state from a checkpoint saved after `updates`
-    /// applied updates; frozen weights must have been loaded before.
+    /// Restores trainable weights and all optimizer states from a checkpoint that was saved after `updates` applied
+    /// updates. Frozen weights must be loaded before.
     ///
     /// # Errors
-    /// When the checkpoint holds other tensors than this run trains, or cannot be read. The state
-    /// is then incomplete and the run must end.
+    /// When the checkpoint has other tensors than this run trains, or cannot be read. The state is then incomplete
+    /// and the run must end.
     pub fn restore(&mut self, checkpoint: &Checkpoint, updates: u64) -> Result<(), EngineError> {
         check_trained(self.plan(), checkpoint)?;
         self.finish_updates()?;
@@ -118,7 +117,7 @@ impl Zero {
     }
 }
 
-/// The bytes `own` of a region, from memory or, chunk by chunk, from its disk.
+/// The bytes `own` of a region, from memory, or chunk by chunk from its disk.
 fn piece_bytes(region: &Region, own: Range<usize>) -> PieceBytes<'_> {
     if let Some(bytes) = region.in_memory() {
         return PieceBytes::Slice(&bytes[own]);
@@ -134,7 +133,7 @@ fn piece_bytes(region: &Region, own: Range<usize>) -> PieceBytes<'_> {
     }))
 }
 
-/// Fills the elements `part` of a region that begins at the group's element `start`.
+/// Fills the elements `part` of a region; the region begins at element `start` of the parameter group.
 fn fill(
     region: &mut Region,
     dtype: DType,
@@ -152,10 +151,10 @@ fn fill(
     }
 }
 
-/// Compares the tensors that a run of `plan` trains with those that `checkpoint` was trained on.
+/// Checks that a run of `plan` trains the tensors that `checkpoint` has.
 ///
 /// # Errors
-/// [`EngineError::CheckpointMismatch`] when they are not the same.
+/// [`EngineError::CheckpointMismatch`] if they differ.
 pub fn check_trained(plan: &Plan, checkpoint: &Checkpoint) -> Result<(), EngineError> {
     let slot = if plan.config().precision.has_master() {
         MASTER
@@ -182,7 +181,7 @@ pub fn check_trained(plan: &Plan, checkpoint: &Checkpoint) -> Result<(), EngineE
     Err(EngineError::CheckpointMismatch { missing, extra })
 }
 
-/// Elements of the parameter behind a part of its group.
+/// Range in the parameter, from a range in its parameter group.
 fn logical(part: &Range<usize>, offset: usize) -> Range<u64> {
     (part.start - offset) as u64..(part.end - offset) as u64
 }

@@ -11,7 +11,7 @@ use crate::device::survey::survey_gpus;
 use crate::error::Failure;
 use crate::rank_env::Variables;
 
-/// NVIDIA's GPUs, through the driver that is found at run time.
+/// NVIDIA GPUs, through the driver that is loaded at run time.
 #[derive(Debug, Clone, Copy)]
 pub struct Nvidia;
 
@@ -75,7 +75,7 @@ mod driver {
     use kernels::cuda::image::{Cache, Code};
     use kernels::cuda::nvml;
 
-    /// Compiled kernels, in the folder of files that may be made again at any time.
+    /// Directory of compiled kernels, inside the cache directory.
     const KERNELS: &str = "kernels";
 
     pub(super) fn open(
@@ -91,7 +91,8 @@ mod driver {
             GpuCode::Sm80 => Code::Sm80,
         };
         let opened = Gpu::open(gpu.ordinal, &search, Some(cache)).map(|gpu| gpu.with_code(code));
-        // The plan has scratch memory for what was chosen, so that nothing else is taken where it is missing now.
+        // The plan contains scratch memory for the chosen library, so a missing library is an error, not a reason for
+        // another.
         let opened = match gpu.products {
             Products::CublasLt => opened.and_then(|opened| opened.with_cublaslt(&search)),
             Products::Own => opened,
@@ -116,7 +117,7 @@ mod driver {
         Ok(Arc::new(backend))
     }
 
-    /// The GPU in the management library, which has numbers of its own.
+    /// The GPU in NVML, which has its own indices.
     fn managed(gpu: &RunGpu) -> Option<nvml::NvmlGpu> {
         let own = gpu.uuid.as_ref()?.to_ascii_lowercase();
         let gpus = nvml::read(&[]).gpus.ok()?;
@@ -130,7 +131,7 @@ mod driver {
         Some(managed(gpu)?.memory.ok()?.free_bytes)
     }
 
-    /// Processes on the GPU with what they hold.
+    /// Processes on the GPU, with the memory that each uses.
     fn others(gpu: &RunGpu) -> Option<String> {
         let processes = managed(gpu)?.processes.ok()?;
         let own = std::process::id();

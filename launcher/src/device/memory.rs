@@ -1,4 +1,4 @@
-//! Memory of the GPUs of a run: what counts it, what there is, and what a rank takes of it.
+//! Memory of a run's GPUs: meta devices for dry runs, free memory, and the arena of a rank.
 
 use std::sync::Arc;
 
@@ -9,13 +9,13 @@ use super::ranks_per_gpu;
 use crate::config::Products;
 use crate::config::RunConfig;
 
-/// Where there is room, an arena has this share more than its plan, and this much at least: evaluation places its
-/// tensors as they come.
+/// An arena is larger than its plan by this share (one part in 16), and by at least `SLACK_BYTES`, if the memory is
+/// free. Evaluation allocates without a plan.
 const SLACK_SHARE: u64 = 16;
 const SLACK_BYTES: u64 = 16 << 20;
 
-/// The devices that stand for the GPUs of `config` in its plan: one for each number of multiprocessors and each way to
-/// multiply. None on the CPU.
+/// Meta devices that stand for the GPUs of `config` in a dry run: one per number of multiprocessors and library for
+/// matrix products. Empty on the CPU.
 #[cfg(feature = "cuda")]
 pub(crate) fn counting(config: &RunConfig) -> Vec<Arc<dyn Backend>> {
     let kind =
@@ -25,7 +25,7 @@ pub(crate) fn counting(config: &RunConfig) -> Vec<Arc<dyn Backend>> {
     kinds.into_values().filter_map(counting_of).collect()
 }
 
-/// A device that stands for `gpu`.
+/// Meta device that stands for `gpu`.
 #[cfg(feature = "cuda")]
 pub(crate) fn counting_of(gpu: &crate::config::RunGpu) -> Option<Arc<dyn Backend>> {
     let multiplies = gpu.products == Products::CublasLt;
@@ -33,25 +33,25 @@ pub(crate) fn counting_of(gpu: &crate::config::RunGpu) -> Option<Arc<dyn Backend
     Some(Arc::new(counting(gpu.multiprocessors, multiplies)))
 }
 
-/// Without CUDA nothing stands for a GPU.
+/// A build without CUDA has no meta device for GPUs.
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn counting_of(_gpu: &crate::config::RunGpu) -> Option<Arc<dyn Backend>> {
     None
 }
 
-/// Without CUDA no run has GPUs.
+/// A build without CUDA has no runs on GPUs.
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn counting(_config: &RunConfig) -> Vec<Arc<dyn Backend>> {
     Vec::new()
 }
 
-/// Bytes of the GPU with the least that each rank on it may take; `None` on the CPU.
+/// Bytes that each rank may use on the GPU with the least free memory; `None` on the CPU.
 pub(crate) fn free_bytes(config: &RunConfig) -> Option<u64> {
     let least = config.gpus.iter().map(|gpu| gpu.free_bytes).min()?;
     Some(least / ranks_per_gpu(config) as u64)
 }
 
-/// The arena of a rank whose plan needs `planned` bytes where `most` can be had.
+/// Bytes of the arena of a rank whose plan needs `planned` bytes, when at most `most` are free.
 pub(crate) fn arena_bytes(planned: u64, most: Option<u64>) -> u64 {
     let wanted = planned + (planned / SLACK_SHARE).max(SLACK_BYTES);
     wanted.min(most.unwrap_or(u64::MAX)).max(planned)

@@ -1,5 +1,5 @@
-//! Where the ranks compute: the choice between the CPU and GPUs, made once before anything else is resolved, and how a
-//! rank opens the GPU that it was given.
+//! Device of a run: the choice between the CPU and GPUs, made once before anything else is resolved; and how a rank
+//! opens its GPU.
 
 mod cuda;
 mod memory;
@@ -26,20 +26,21 @@ use survey::findings::{Finding, Severity};
 pub use cuda::Nvidia;
 pub(crate) use memory::{arena_bytes, counting, counting_of, free_bytes};
 
-/// The variable that names the GPUs a process may use; CUDA reads it.
+/// Variable with the GPUs that a process may use; CUDA reads it.
 const MASK: &str = "CUDA_VISIBLE_DEVICES";
-/// What the findings of `launcher doctor` end with where CUDA shows nothing.
+/// End of `launcher doctor`'s findings if CUDA shows no GPU; runs cut it off.
 const INSTEAD: &str = ": runs use the CPU";
 
-/// GPUs and how they are opened: those of the machine, or what a test puts in their place.
+/// Source of GPUs: those of the machine, or emulated ones in tests.
 pub trait Devices: Sync + fmt::Debug {
-    /// What there is; never fails. CUDA numbers the GPUs that this process may use.
+    /// Facts about driver and GPUs; never fails. Ordinals are CUDA's for this process.
     fn survey(&self, variables: &Variables) -> (Cuda, Vec<Gpu>);
 
-    /// One of these GPUs with `arena_bytes` of memory for everything a rank does on it, which queues graphs as said.
+    /// Opens a GPU with an arena of `arena_bytes` for all work of a rank. `graphs` says whether kernels are launched
+    /// as CUDA graphs.
     ///
     /// # Errors
-    /// The GPU cannot be opened (exit 13) or has no such room (exit 11).
+    /// The GPU cannot be opened (exit 13) or does not have the memory (exit 11).
     fn open(
         &self,
         gpu: &RunGpu,
@@ -48,12 +49,12 @@ pub trait Devices: Sync + fmt::Debug {
         variables: &Variables,
     ) -> Result<Arc<dyn Backend>, Failure>;
 
-    /// Bytes of a GPU that nobody uses now, where somebody tells.
+    /// Free bytes of a GPU, if they can be read.
     fn free_bytes(&self, gpu: &RunGpu) -> Option<u64>;
 }
 
-/// The end of a run whose GPU does not have the arena that was planned: `free` bytes of it are left now, and `others` says who
-/// holds the rest, where somebody tells.
+/// Failure of a rank whose GPU lacks memory for the planned arena: `free` bytes are left, and `others` names the
+/// processes that use the rest, if known.
 #[must_use]
 pub fn no_room(
     gpu: &RunGpu,
@@ -87,20 +88,20 @@ pub fn no_room(
     ))
 }
 
-/// The device of a run.
+/// The chosen device of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Chosen {
     pub(crate) device: Device,
     pub(crate) gpus: Vec<RunGpu>,
-    /// Why, where the choice was left to the program.
+    /// Reason, if the choice was left to the program.
     reason: Option<String>,
     driver: Option<String>,
-    /// What else to know of GPUs and driver.
+    /// Findings about GPUs and driver that the run reports.
     findings: Vec<Finding>,
 }
 
 impl Chosen {
-    /// The CPU, as the user said or left it.
+    /// The CPU, chosen by the user or by default.
     pub(crate) const fn cpu() -> Self {
         Self {
             device: Device::Cpu,
@@ -111,7 +112,7 @@ impl Chosen {
         }
     }
 
-    /// These GPUs, which need not be here.
+    /// GPUs that are described and need not exist on this machine.
     pub(crate) fn described(gpus: Vec<RunGpu>) -> Self {
         Self {
             device: Device::Cuda,
@@ -120,7 +121,7 @@ impl Chosen {
         }
     }
 
-    /// What to show when the run starts.
+    /// Events to show when the run starts.
     pub(crate) fn events(&self, config: &RunConfig) -> Vec<Event> {
         let mut lines = Vec::new();
         match self.device {
@@ -181,7 +182,7 @@ impl Chosen {
     }
 }
 
-/// Which model states rest on the GPU.
+/// Names of the model states stored on the GPU.
 fn resting(offload: &Offload) -> String {
     let states = [
         ("weights", &offload.param),
@@ -205,7 +206,7 @@ fn resting(offload: &Offload) -> String {
     }
 }
 
-/// The first GPU of this machine that can be used, opened with `arena_bytes` of memory, and its name.
+/// Name and device of the first usable GPU of this machine, opened with `arena_bytes` of memory.
 ///
 /// # Errors
 /// As a run with `--device cuda`.
@@ -219,13 +220,13 @@ pub fn first_gpu(arena_bytes: u64) -> Result<(String, Arc<dyn Backend>), Failure
     ))
 }
 
-/// The GPU of a rank: in turn, as many ranks on each as there are.
+/// The GPU of a rank. Ranks take GPUs in turn, so each GPU has about the same number of ranks.
 pub(crate) fn gpu_of(config: &RunConfig, local_rank: usize) -> Option<&RunGpu> {
     let count = config.gpus.len();
     (count > 0).then(|| &config.gpus[local_rank % count])
 }
 
-/// Ranks that share the busiest GPU.
+/// Maximal number of ranks on one GPU.
 pub(crate) fn ranks_per_gpu(config: &RunConfig) -> usize {
     config.ranks_here().div_ceil(config.gpus.len().max(1))
 }
@@ -242,7 +243,7 @@ fn ranks_on(place: usize, gpus: usize, ranks: usize) -> String {
     }
 }
 
-/// What carries weights and gradients between the GPUs, and why.
+/// Transport of weights and gradients between the GPUs, with the reason, in words.
 fn carried(config: &RunConfig) -> String {
     let why = config.apart();
     match (config.resolved_collectives(), why) {
@@ -265,10 +266,10 @@ fn counted(gpus: usize) -> String {
     }
 }
 
-/// Decides where a run computes. Looks for GPUs only where they may be used.
+/// Chooses the device of a run. It looks for GPUs only if they may be used.
 ///
 /// # Errors
-/// `cuda` without a GPU that can be used (exit 13); the same without cuBLASLt where it was asked for.
+/// `cuda` without a usable GPU, or without cuBLASLt if the environment asks for it (exit 13).
 pub(crate) fn choose(
     choice: DeviceChoice,
     devices: &dyn Devices,
@@ -325,12 +326,12 @@ pub(crate) fn choose(
     })
 }
 
-/// Whether a finding is one of those that a run names at its start: what makes it fail, slow, or share.
+/// Whether a run reports the finding at its start: failures, slow or shared GPUs.
 fn is_of_shown(finding: &Finding) -> bool {
     finding.severity != Severity::Note || finding.id == "some-gpus-hidden"
 }
 
-/// What multiplies matrices: cuBLASLt where it is found, unless the environment says otherwise.
+/// Library for matrix products: cuBLASLt if it is found, unless the environment says otherwise.
 fn products(cuda: &Cuda, variables: &Variables) -> Result<Products, Failure> {
     let library = cuda
         .libraries
@@ -372,7 +373,7 @@ fn run_gpu(gpu: &Gpu, products: Products) -> Option<RunGpu> {
     })
 }
 
-/// Why there is no GPU to use, in words.
+/// Why no GPU is usable, in words.
 fn missing(cuda: &Cuda, findings: &[Finding]) -> String {
     let about = |finding: &&Finding| finding.id != "some-gpus-hidden";
     let first = findings.iter().find(about);
@@ -382,7 +383,7 @@ fn missing(cuda: &Cuda, findings: &[Finding]) -> String {
         .unwrap_or_else(|| "CUDA reports no GPU".to_owned())
 }
 
-/// `--device cuda` where that cannot be: too old a GPU (E11), or no working CUDA (E12).
+/// Failure of `--device cuda`: a GPU that is too old (E11), or no working CUDA (E12).
 fn refusal(cuda: &Cuda, gpus: &[Gpu], findings: &[Finding], variables: &Variables) -> Failure {
     let too_old = findings.iter().any(|finding| finding.id == "gpu-too-old");
     let mut failure = Failure::new(

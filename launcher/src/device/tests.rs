@@ -6,7 +6,7 @@ use crate::rank_env::Env;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// A machine that is made up.
+/// An emulated machine.
 #[derive(Debug, Clone, Default)]
 struct Machine {
     cuda: Cuda,
@@ -105,7 +105,7 @@ fn config(line: &str, chosen: &Chosen) -> RunConfig {
     resolve_on(&args, &env, chosen).expect("resolves").config
 }
 
-/// Everything that is shown at the start.
+/// Text of all events at the start.
 fn shown(chosen: &Chosen, config: &RunConfig) -> String {
     let events = chosen.events(config);
     let lines = events.iter().flat_map(crate::ui::lines);
@@ -206,7 +206,7 @@ fn memory_of_other_processes_and_unequal_gpus_are_reported() {
     ] {
         assert!(text.contains(words), "no {words:?} in\n{text}");
     }
-    // The smaller of the two bounds every rank; two ranks on each have half of it.
+    // The GPU with less memory bounds every rank; each of its two ranks gets half.
     assert_eq!(free_bytes(&config("", &run)), Some(18 << 30));
     assert_eq!(free_bytes(&config("--nproc 4", &run)), Some(9 << 30));
 }
@@ -286,7 +286,8 @@ fn more_ranks_than_gpus_take_turns() {
     );
 }
 
-/// States rest where the configuration says, but for those whose update a GPU does not know.
+/// States are located where the configuration says. Exception: states for which a GPU has no update kernel are on the
+/// host.
 #[test]
 fn states_are_located_on_gpus_that_can_update_them() {
     let run = chosen(DeviceChoice::Cuda, &with(vec![gpu(0)])).expect("chosen");
@@ -322,11 +323,11 @@ fn an_arena_is_larger_than_its_plan_where_memory_allows() {
     assert_eq!(arena_bytes(1 << 20, None), (1 << 20) + (16 << 20));
     assert_eq!(arena_bytes(16 << 30, None), 17 << 30);
     assert_eq!(arena_bytes(16 << 30, Some(33 << 29)), 33 << 29);
-    // A plan that does not fit is refused elsewhere.
+    // A plan that does not fit is refused by another check.
     assert_eq!(arena_bytes(100, Some(50)), 100);
 }
 
-/// Two GPUs of which each reads the other's memory, or one that does not.
+/// Two GPUs with peer access to each other, or in one direction only.
 fn linked(both: bool) -> Chosen {
     let mut gpus = vec![gpu(0), gpu(1)];
     gpus[0].peers = Some(vec![1]);

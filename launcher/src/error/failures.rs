@@ -1,4 +1,4 @@
-//! From typed errors of the libraries to reports for people: cause, evidence, next step.
+//! Conversion of typed library errors to failures: cause, evidence, next steps.
 
 use crate::error::parts::part_of;
 use crate::error::{ErrorCode, Failure};
@@ -14,9 +14,9 @@ use std::path::Path;
 
 pub(crate) use crate::error::chain;
 
-/// What ranks do with NCCL before they wait for each other.
+/// Operations of NCCL before ranks wait for each other.
 const ASKING: [&str; 2] = ["ask NCCL for its version", "name an NCCL group"];
-/// Where they wait.
+/// Operation of NCCL in which ranks wait for each other.
 const JOINING: &str = "join the NCCL group";
 
 pub(crate) fn engine(doing: &str, error: &EngineError) -> Failure {
@@ -59,7 +59,7 @@ pub(crate) fn engine(doing: &str, error: &EngineError) -> Failure {
     }
 }
 
-/// A spill disk that is full, slow to answer or not there.
+/// Failure of a spill disk: full, slow, or missing.
 pub(crate) fn spill(doing: &str, error: &SpillError) -> Failure {
     let failure = Failure::new(ErrorCode::Disk, format!("cannot {doing}"), chain(error));
     match error {
@@ -72,14 +72,14 @@ pub(crate) fn spill(doing: &str, error: &SpillError) -> Failure {
     }
 }
 
-/// A list of parts that names nothing.
+/// Failure of a list of parts that matches nothing.
 pub(crate) fn selection(flag: &str, error: &ModelError) -> Failure {
     Failure::new(ErrorCode::Usage, format!("{flag} names no part of this model"), chain(error)).next(
         "select modules by parts of their path (llm, vpm, resampler, lm_head, embed_tokens, layers), by norm or bias, or by a regular expression over whole paths",
     )
 }
 
-/// A model directory that cannot be used.
+/// Failure of a model directory that cannot be used.
 pub(crate) fn unusable(dir: &Path, error: &dyn Error) -> Failure {
     let title = format!("cannot use the model directory {}", dir.display());
     Failure::new(ErrorCode::ModelFiles, title, chain(error)).next(
@@ -183,7 +183,7 @@ pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
     }
 }
 
-/// `in use 44.8G = parameters 25.9G + activations 18.7G`, the largest first.
+/// Memory by kind, the largest first: `in use 44.8G = parameters 25.9G + activations 18.7G`.
 fn in_use(total: u64, breakdown: &[(Tag, u64)]) -> String {
     let mut parts = breakdown.to_vec();
     parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
@@ -203,7 +203,7 @@ fn host_memory(doing: &str, evidence: String) -> Failure {
     .evidence(evidence)
 }
 
-/// The checkpoint was trained on other parts than this run trains.
+/// Failure of a checkpoint whose trained parts differ from this run's.
 fn mismatch(doing: &str, missing: &[String], extra: &[String]) -> Failure {
     let (missing_parts, extra_parts) = (parts(missing), parts(extra));
     let mut failure = Failure::new(
@@ -242,7 +242,7 @@ fn mismatch(doing: &str, missing: &[String], extra: &[String]) -> Failure {
         .next("the flags are --train, --freeze, --tune-vision, --tune-llm, --use-lora and the LoRA flags; config.resolved.json of that run has their values")
 }
 
-/// Names by the parts of the model they belong to, with counts, in the order of the names.
+/// Parts of the model with the number of `names` in each, in the order of the names.
 fn parts(names: &[String]) -> Vec<(String, usize)> {
     let mut found: Vec<(String, usize)> = Vec::new();
     for name in names {

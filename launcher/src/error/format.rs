@@ -1,4 +1,4 @@
-//! How a failure is printed: as a block for people, or as one line of JSON for programs.
+//! Printing of a failure: as a block for people, or as one line of JSON for programs.
 
 use std::io::Write;
 
@@ -7,10 +7,10 @@ use serde::Serialize;
 
 use crate::error::Failure;
 
-/// Name of the flag in snake_case; every verb takes it.
+/// Name of the flag in snake_case; every subcommand takes it.
 pub(crate) const FLAG: &str = "error_format";
 
-/// What a failure looks like on standard error.
+/// Format of a failure on standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum ErrorFormat {
     /// The block of title, cause, evidence and next steps.
@@ -20,7 +20,7 @@ pub enum ErrorFormat {
     Json,
 }
 
-/// A failure as programs read it: the fields of `errors/rank-0000.json` and the exit status.
+/// A failure as JSON: the fields of `errors/rank-0000.json`, and the exit code.
 #[derive(Serialize)]
 struct Printed<'a> {
     #[serde(flatten)]
@@ -29,7 +29,7 @@ struct Printed<'a> {
 }
 
 impl ErrorFormat {
-    /// The format that a command line asks for, whatever else is wrong with it.
+    /// The format that a command line asks for, even if the line has other mistakes.
     pub fn of_line(argv: &[String]) -> Self {
         let mut asked = Self::default();
         let mut words = argv.iter().peekable();
@@ -54,7 +54,7 @@ impl ErrorFormat {
         Self::from_str(name, true).ok()
     }
 
-    /// The text of a failure, without the line's end.
+    /// The text of a failure without the final line break.
     pub fn render(self, failure: &Failure) -> String {
         let status = failure.code.status();
         let json = match self {
@@ -66,7 +66,7 @@ impl ErrorFormat {
 
     /// Prints a failure on standard error.
     pub fn print(self, failure: &Failure) {
-        // Nobody is left to tell where standard error is closed.
+        // If standard error is closed, nobody can be told.
         drop(writeln!(std::io::stderr(), "{}", self.render(failure)));
     }
 }

@@ -1,7 +1,7 @@
-//! How a run ends: error codes, process exit statuses and the four-part failure block.
+//! Failures: error codes, exit codes of the process, and the printed block.
 //!
-//! A failure says what happened, why, on which evidence, and what to do next. Ranks write theirs
-//! to `errors/rank-0000.json`; the supervisor prints exactly one, that of the first failing rank.
+//! A failure says what happened, why, on which evidence, and what to do next. A rank writes its failure to
+//! `errors/rank-0000.json`. The supervisor prints exactly one: that of the first rank that failed.
 
 pub(crate) mod failures;
 pub mod format;
@@ -17,10 +17,10 @@ use std::process::ExitCode;
 
 use serde::{Deserialize, Serialize};
 
-/// Target of the log record with which a failing rank ends.
+/// Target of the log record that a failing rank ends with.
 pub(crate) const RECORD_TARGET: &str = "tessera_report";
 
-/// Stable error codes. Each belongs to one process exit status.
+/// Stable error code. Each has one exit code of the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ErrorCode {
@@ -30,19 +30,19 @@ pub enum ErrorCode {
     /// Host memory ran out, or the operating system killed a rank.
     #[serde(rename = "E02")]
     HostMemory,
-    /// The ranks did not find each other.
+    /// The ranks could not join a rendezvous.
     #[serde(rename = "E03")]
     Rendezvous,
-    /// A collective timed out or its ranks disagree.
+    /// A collective timed out, or the ranks disagree.
     #[serde(rename = "E04")]
     Collective,
     /// A loss, gradient or weight is not finite.
     #[serde(rename = "E05")]
     Numeric,
-    /// Samples that cannot be trained on: no supervised token, too long.
+    /// Samples cannot be used for training: no supervised token, too long.
     #[serde(rename = "E06")]
     Samples,
-    /// Placeholders and pictures of a sample disagree.
+    /// Placeholders and images of a sample disagree.
     #[serde(rename = "E07")]
     Placeholders,
     /// A checkpoint does not fit the run, or is damaged.
@@ -51,19 +51,19 @@ pub enum ErrorCode {
     /// Flags or configuration: unknown, contradicting, out of range, not available.
     #[serde(rename = "E09")]
     Usage,
-    /// A model folder is incomplete, damaged or of an unsupported family.
+    /// A model directory is incomplete, damaged or of an unsupported family.
     #[serde(rename = "E10")]
     ModelFiles,
-    /// A GPU is too old for what it is asked to do.
+    /// A GPU is too old for the requested operation.
     #[serde(rename = "E11")]
     DeviceTooOld,
-    /// CUDA cannot be used: no driver or one that is too old, no GPU, or one that fails.
+    /// CUDA cannot be used: no driver or an old one, no GPU, or a GPU that fails.
     #[serde(rename = "E12")]
     Cuda,
     /// The disk is full or a file cannot be written.
     #[serde(rename = "E13")]
     Disk,
-    /// The port where ranks meet is in use.
+    /// The port of the rendezvous is in use.
     #[serde(rename = "E14")]
     PortInUse,
     /// Shared memory is too small for the exchange between ranks.
@@ -72,19 +72,19 @@ pub enum ErrorCode {
     /// A resumed run has nothing left to do.
     #[serde(rename = "E16")]
     NothingToDo,
-    /// The plan needs more memory than there is.
+    /// The plan needs more memory than is available.
     #[serde(rename = "E17")]
     Plan,
-    /// A data file or a picture cannot be read.
+    /// A data file or an image cannot be read.
     #[serde(rename = "E18")]
     DataFile,
     /// A rank panicked: a bug of this program.
     #[serde(rename = "E19")]
     Panic,
-    /// A rank ended in an unexpected way: a signal, an unknown exit code.
+    /// A rank ended unexpectedly: a signal, or an unknown exit code.
     #[serde(rename = "E20")]
     RankDied,
-    /// Stopped by a signal; the state was saved where that was possible.
+    /// Stopped by a signal. The state was saved if possible.
     #[serde(rename = "E21")]
     Interrupted,
 }
@@ -142,7 +142,7 @@ impl ErrorCode {
         }
     }
 
-    /// The process exit status.
+    /// Exit code of the process.
     pub const fn status(self) -> u8 {
         match self {
             Self::Usage => 2,
@@ -165,7 +165,7 @@ impl ErrorCode {
         }
     }
 
-    /// The most likely code behind an exit status of a rank that left no failure of its own.
+    /// The most likely error code for the exit code of a rank that left no failure.
     pub fn from_status(status: i32) -> Option<Self> {
         Some(match status {
             2 => Self::Usage,
@@ -185,8 +185,8 @@ impl ErrorCode {
         })
     }
 
-    /// Whether this failure usually follows from another rank's: peers of a rank that died see
-    /// a broken collective.
+    /// Whether this failure usually follows from that of another rank: if a rank dies, its peers see a broken
+    /// collective.
     pub const fn is_consequence(self) -> bool {
         matches!(
             self,
@@ -201,10 +201,10 @@ impl fmt::Display for ErrorCode {
     }
 }
 
-/// One failure, as it is printed and stored.
+/// A failure, as printed and stored.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
-    /// Which kind.
+    /// Its kind.
     pub code: ErrorCode,
     /// What happened, one line.
     pub title: String,
@@ -214,7 +214,7 @@ pub struct Failure {
     pub evidence: Vec<String>,
     /// What to do, one line each.
     pub next: Vec<String>,
-    /// Where more stands, if anywhere.
+    /// File with details, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub details: Option<Box<Path>>,
 }
@@ -237,7 +237,7 @@ impl Failure {
         Self::new(ErrorCode::Usage, title, cause)
     }
 
-    /// A failed file operation: a full disk keeps its own code, all else takes `code`.
+    /// A failed file operation. A full disk has its own code; any other error gets `code`.
     pub fn io(code: ErrorCode, doing: &str, path: &Path, error: &io::Error) -> Self {
         let full = matches!(
             error.kind(),
@@ -280,7 +280,7 @@ impl Failure {
         self
     }
 
-    /// Says where more stands.
+    /// Sets the file with details.
     #[must_use]
     pub fn details(mut self, path: impl Into<PathBuf>) -> Self {
         self.details = Some(path.into().into_boxed_path());
@@ -292,15 +292,15 @@ impl Failure {
         ExitCode::from(self.code.status())
     }
 
-    /// Where rank `rank` of the run in `output` leaves its failure.
+    /// File in which rank `rank` of the run in `output` leaves its failure.
     pub fn path(output: &Path, rank: usize) -> PathBuf {
         output.join("errors").join(format!("rank-{rank:04}.json"))
     }
 
-    /// Writes the failure of `rank` where the supervisor looks for it.
+    /// Writes the failure of `rank` to [`Failure::path`].
     ///
     /// # Errors
-    /// The folder or the file cannot be written.
+    /// The directory or the file cannot be written.
     pub fn save(&self, output: &Path, rank: usize) -> io::Result<()> {
         let path = Self::path(output, rank);
         if let Some(folder) = path.parent() {
@@ -309,7 +309,7 @@ impl Failure {
         std::fs::write(path, serde_json::to_vec_pretty(self)?)
     }
 
-    /// Reads what `rank` left, if it left anything readable.
+    /// Reads the failure that `rank` left; `None` if it is missing or unreadable.
     pub fn load(output: &Path, rank: usize) -> Option<Self> {
         let bytes = std::fs::read(Self::path(output, rank)).ok()?;
         serde_json::from_slice(&bytes).ok()
@@ -340,12 +340,12 @@ fn write_part(f: &mut fmt::Formatter<'_>, label: &str, lines: &[String]) -> fmt:
     Ok(())
 }
 
-/// Continuation lines stand under the first one.
+/// Indents continuation lines under the first line.
 fn indent(text: &str) -> String {
     text.trim_end().replace('\n', "\n            ")
 }
 
-/// An error with all its sources in one line.
+/// An error and its sources, in one line.
 pub(crate) fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
@@ -360,7 +360,7 @@ pub(crate) fn chain(error: &dyn Error) -> String {
     text
 }
 
-/// The last part of a path, for people.
+/// Last component of a path, for messages.
 pub(crate) fn file_name(path: &Path) -> String {
     path.file_name()
         .map_or_else(String::new, |name| name.to_string_lossy().into_owned())

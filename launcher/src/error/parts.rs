@@ -1,19 +1,18 @@
-//! Parts of a model, as reports and tables name them: the modules that a tensor belongs to.
+//! Names of a model's parts in reports and tables: the modules that tensors belong to.
 
 use models::params::ADAPTER_PREFIX;
 
-/// The path that a user writes: of the module, also for its adapter.
+/// Name of a tensor without peft's prefix, as a user writes it.
 pub(crate) fn base_name(name: &str) -> &str {
     name.strip_prefix(ADAPTER_PREFIX).unwrap_or(name)
 }
 
-/// The part of the model that the tensor `name` belongs to, as in the table of what trains.
+/// Part of the model that the tensor `name` belongs to, as in the table of trainable parts.
 pub(crate) fn part_of(name: &str) -> String {
     part(base_name(name))
 }
 
-/// The first modules of the path down to numbered ones: MiniCPM's tower and resampler whole, everything else by its
-/// parts.
+/// Up to three first modules of the path, before a numbered one. MiniCPM's tower and resampler are one part each.
 pub(crate) fn part(name: &str) -> String {
     let parts: Vec<&str> = name.split('.').collect();
     let modules = parts.split_last().map_or(&[][..], |(_, modules)| modules);

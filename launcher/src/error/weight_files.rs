@@ -1,5 +1,5 @@
-//! What is wrong with the weight files of a model folder, beyond the first error: how many bytes
-//! and tensors are missing, and whether a file is a pointer that was never downloaded.
+//! Diagnosis of a model directory's weight files, beyond the first error: how many bytes and tensors are missing, and
+//! whether a file is a git-lfs pointer that was never downloaded.
 
 use super::chain;
 use crate::error::{ErrorCode, Failure, file_name};
@@ -11,15 +11,15 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// Beginning of the text that git-lfs keeps in place of a large file.
+/// Beginning of a git-lfs pointer, the text file in place of a large file.
 const LFS_MARK: &str = "version https://git-lfs";
-/// No pointer is longer.
+/// Maximal size of a pointer in bytes.
 const LFS_BYTES: u64 = 1024;
-/// Headers beyond this are damage.
+/// Maximal size of a header in bytes; a larger one counts as damage.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 const INDEX: &str = "model.safetensors.index.json";
 
-/// The report of `error` met in the folder of a model.
+/// The report of `error`, which occurred in a model directory.
 pub(crate) fn report(error: &WeightError) -> Failure {
     match error {
         WeightError::Truncated { path, .. } | WeightError::Header { path, .. } => {
@@ -60,7 +60,7 @@ fn folder(path: &Path) -> &Path {
     path.parent().unwrap_or(Path::new("."))
 }
 
-/// Size and hash of the file that the pointer `path` stands for, if it is one.
+/// Size and hash of the file that `path` is a pointer to; `None` if it is not a pointer.
 fn pointer(path: &Path) -> Option<(u64, String)> {
     let mut text = String::new();
     File::open(path)
@@ -90,7 +90,7 @@ fn pointer_report(path: &Path, size: u64, hash: &str) -> Failure {
     .next("run `git lfs pull` in that directory, or download the file again")
 }
 
-/// A file that ends early, or whose header makes no sense.
+/// Report of a file that ends early, or whose header is invalid.
 fn damaged(path: &Path, error: &WeightError) -> Failure {
     let name = file_name(path);
     let got = path.metadata().map_or(0, |metadata| metadata.len());
@@ -126,7 +126,7 @@ fn damaged(path: &Path, error: &WeightError) -> Failure {
         .next("download the file again")
 }
 
-/// Tensors that the header of `path` places beyond its `got` bytes.
+/// Tensors in the header of `path` that exceed its `got` bytes.
 fn cut_off(path: &Path, got: u64) -> Option<String> {
     let mut file = File::open(path).ok()?;
     let mut length = [0; 8];
@@ -152,7 +152,7 @@ fn cut_off(path: &Path, got: u64) -> Option<String> {
     ))
 }
 
-/// What the index of shards expects in the file `path`.
+/// Tensors that the index expects in the file `path`.
 fn expected_tensors(path: &Path) -> Option<String> {
     let index = std::fs::read(folder(path).join(INDEX)).ok()?;
     let index: Value = serde_json::from_slice(&index).ok()?;

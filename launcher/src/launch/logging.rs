@@ -1,4 +1,4 @@
-//! Where log records go: human lines on rank 0's standard error, JSON lines per rank in the run.
+//! Log subscribers: readable lines on rank 0's standard error, JSON lines per rank in the run directory.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -12,11 +12,11 @@ use tracing_subscriber::{Layer, fmt};
 
 use crate::error::{ErrorCode, Failure};
 
-/// Sets the process-wide subscriber of one rank. `filter` is `RUST_LOG`: without it the file takes
-/// records from info on and the screen from warn on. A second call in one process has no effect.
+/// Sets the process-wide subscriber of a rank. `filter` is `RUST_LOG`. Without it, the file takes records from level
+/// info, the screen from level warn. A second call in a process has no effect.
 ///
 /// # Errors
-/// The log file cannot be opened, or the filter cannot be read (exit 2).
+/// The log file cannot be opened, or the filter is invalid (exit 2).
 pub fn init(logs: &Path, rank: usize, filter: Option<&str>) -> Result<(), Failure> {
     let file = open(logs, rank)?;
     let json = fmt::layer()
@@ -32,7 +32,7 @@ pub fn init(logs: &Path, rank: usize, filter: Option<&str>) -> Result<(), Failur
                 .with_filter(filter_or(filter, LevelFilter::WARN)?.add_directive(reports_off())))
         })
         .transpose()?;
-    // Fails only where a subscriber is set already, as in tests.
+    // Fails only if a subscriber is already set, as in tests.
     drop(
         tracing_subscriber::registry()
             .with(json)
@@ -42,22 +42,22 @@ pub fn init(logs: &Path, rank: usize, filter: Option<&str>) -> Result<(), Failur
     Ok(())
 }
 
-/// Sets the process-wide subscriber of the supervisor: human lines only.
+/// Sets the process-wide subscriber of the supervisor: readable lines only.
 ///
 /// # Errors
-/// The filter cannot be read (exit 2).
+/// The filter is invalid (exit 2).
 pub fn init_supervisor(filter: Option<&str>) -> Result<(), Failure> {
     let human = fmt::layer()
         .without_time()
         .with_ansi(false)
         .with_writer(io::stderr)
         .with_filter(filter_or(filter, LevelFilter::WARN)?);
-    // Fails only where a subscriber is set already, as in tests.
+    // Fails only if a subscriber is already set, as in tests.
     drop(tracing_subscriber::registry().with(human).try_init());
     Ok(())
 }
 
-/// The end of a rank is printed as a report, once; only the file repeats it.
+/// Filter without the final report of a rank. The report is printed separately; only the log file repeats it.
 fn reports_off() -> Directive {
     format!("{}=off", crate::error::RECORD_TARGET)
         .parse()

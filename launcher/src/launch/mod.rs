@@ -1,4 +1,4 @@
-//! How ranks start, find each other, are watched and start again.
+//! Launch of a run: how ranks start, find each other, are watched and restart.
 
 pub mod hostfile;
 pub mod logging;

@@ -1,4 +1,4 @@
-//! The rank side of a job: stop flag, watch over the parent, panic report.
+//! A job's rank process: stop flag, watch on the parent, panic report.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -12,8 +12,8 @@ use crate::error::{ErrorCode, Failure};
 use crate::launch::supervisor::job;
 use crate::rank_env::RankEnv;
 
-/// Set by a signal: finish the step, save, and return. Ranks learn of it one by one, so the
-/// training loop must agree on it (all-reduce) before it acts.
+/// Flag set by a signal: finish the step, save, and return. Ranks see it at different times, so the training loop
+/// must agree on it by an all-reduce before it acts.
 #[derive(Debug, Clone, Default)]
 pub struct StopFlag(Arc<AtomicBool>);
 
@@ -23,36 +23,36 @@ impl StopFlag {
         Self::default()
     }
 
-    /// Whether somebody asked to stop.
+    /// Whether a stop was requested.
     pub fn is_set(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// Asks to stop.
+    /// Requests a stop.
     pub fn set(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
 }
 
-/// What a rank hands back; that of rank 0 counts.
+/// Result of a rank. The supervisor uses that of rank 0.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct RunSummary {
-    /// Steps done.
+    /// Number of steps done.
     pub steps: u64,
     /// Loss of the last logged step.
     pub train_loss: Option<f64>,
     /// Loss of the held-out samples at the end.
     pub eval_loss: Option<f64>,
-    /// Share of exactly right answers at the end.
+    /// Share of exactly correct answers at the end.
     pub exact_match: Option<f64>,
-    /// The same before training.
+    /// Share of exactly correct answers before training.
     pub exact_match_before: Option<f64>,
-    /// Last checkpoint.
+    /// The last checkpoint.
     pub checkpoint: Option<PathBuf>,
     /// Whether a signal ended the run early; the process then exits with 130.
     pub interrupted: bool,
-    /// Nothing was done: what the ranks met where `--collectives auto` has their GPUs read each other's memory. The same on
-    /// every rank.
+    /// Why `--collectives auto` could not use peer access between GPUs; nothing was trained then. The same on every
+    /// rank.
     #[serde(default)]
     pub ipc_refused: Option<String>,
 }
@@ -62,10 +62,10 @@ impl RunSummary {
         job_dir.join(format!("summary-{rank:04}.json"))
     }
 
-    /// Leaves the summary for the supervisor.
+    /// Writes the summary for the supervisor.
     ///
     /// # Errors
-    /// The job's folder cannot be written.
+    /// The job's directory cannot be written.
     pub fn save(&self, job_dir: &Path, rank: usize) -> Result<(), Failure> {
         let path = Self::path(job_dir, rank);
         serde_json::to_vec(self)
@@ -74,14 +74,13 @@ impl RunSummary {
             .map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))
     }
 
-    /// Reads what `rank` left.
+    /// Reads the summary of `rank`; `None` if it left none.
     pub fn load(job_dir: &Path, rank: usize) -> Option<Self> {
         serde_json::from_slice(&std::fs::read(Self::path(job_dir, rank)).ok()?).ok()
     }
 }
 
-/// Prepares this process to be a rank: signals set the returned flag, the parent's death and any
-/// panic end the process.
+/// Makes this process a rank: signals set the returned flag; the parent's death and any panic end the process.
 ///
 /// # Errors
 /// A signal handler cannot be installed (exit 13).
@@ -103,20 +102,20 @@ pub fn enter(env: &RankEnv, output: &Path, temp_dir: &Path) -> Result<StopFlag, 
     Ok(stop)
 }
 
-/// Standard input is a pipe whose other end the supervisor holds: it closes when the supervisor
-/// dies in whatever way, or when it wants this rank gone at once.
+/// Watches standard input, a pipe from the supervisor. It closes when the supervisor dies for any reason, or wants
+/// this rank to end at once.
 fn watch_parent(token: String, temp_dir: PathBuf) {
     std::thread::spawn(move || {
         let mut byte = [0u8; 1];
         let mut pipe = std::io::stdin().lock();
         while matches!(pipe.read(&mut byte), Ok(1)) {}
-        // Nobody else may be left to remove the job's files.
+        // Possibly no other process is left to remove the job's files.
         job::sweep(&token, &temp_dir);
         end_process(ErrorCode::Interrupted);
     });
 }
 
-/// Any panic ends the rank: a rank that lost a thread would keep its peers waiting.
+/// Ends the rank on any panic: a rank that lost a thread would keep its peers waiting.
 fn install_panic_hook(rank: usize, output: PathBuf) {
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {

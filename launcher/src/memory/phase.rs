@@ -3,10 +3,10 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Bytes of a pool by kind; kinds without bytes are left out.
+/// Bytes by kind; kinds without bytes are absent.
 pub type Kinds = BTreeMap<String, u64>;
 
-/// A part of a run.
+/// Phase of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Phase {
@@ -27,7 +27,7 @@ pub enum Phase {
 }
 
 impl Phase {
-    /// Every phase, in the order in which a run meets them.
+    /// Every phase, in the order of a run.
     pub const ALL: [Self; 7] = [
         Self::Load,
         Self::Data,

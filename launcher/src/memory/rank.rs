@@ -1,11 +1,11 @@
-//! What one rank will occupy: by phase, tier and kind, and what the operating system will see.
+//! Memory of one rank: by phase, tier and kind, and as the operating system counts it.
 
 use crate::memory::{Kinds, Phase};
 use engine::comm::WindowBytes;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Bytes by kind on each tier, at the moment of a phase when each tier holds most.
+/// Bytes by kind on each tier, at the time in a phase when the tier uses most.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PhaseBytes {
     /// Device memory.
@@ -17,13 +17,13 @@ pub struct PhaseBytes {
 }
 
 impl PhaseBytes {
-    /// All kinds of a tier together.
+    /// Sum over all kinds of a tier.
     #[must_use]
     pub fn total(kinds: &Kinds) -> u64 {
         kinds.values().sum()
     }
 
-    /// Keeps the higher of two moments, tier by tier.
+    /// Takes the larger of the two totals, tier by tier.
     pub(crate) fn raise(&mut self, other: Self) {
         for (own, other) in [
             (&mut self.device, other.device),
@@ -37,55 +37,55 @@ impl PhaseBytes {
     }
 }
 
-/// The highest of each.
+/// Peak of each kind of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct RankPeak {
-    /// Device memory that exists at once: what a device must have.
+    /// Peak of device memory: what a device must have.
     pub device: u64,
-    /// Host memory beside that of the device: states, the process itself, samples, buffers.
+    /// Peak of host memory that is not the device's: states, the process itself, samples, buffers.
     pub host: u64,
     /// Spill files.
     pub nvme: u64,
-    /// Pages of the communicator's window that belong to this rank.
+    /// Pages of this rank's part of the communicator's window.
     pub window: u64,
-    /// What the kernel calls the process's high-water mark: of the rank with most.
+    /// High-water mark of the process's resident set (`VmHWM`), of the rank with the largest.
     pub resident: u64,
-    /// Of that, pages of the window: those of the rank and those it reads of the others.
+    /// Part of `resident` in the window: pages of this rank, and pages of others that it reads.
     pub resident_window: u64,
 }
 
-/// The memory of one rank, equal on all but for what rank 0 does alone.
+/// Memory of one rank. It is equal on all ranks except for what rank 0 alone does.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct RankMemory {
-    /// By phase.
+    /// Peak of each phase.
     pub phases: BTreeMap<Phase, PhaseBytes>,
-    /// Over the whole run.
+    /// Peak of the whole run.
     pub peak: RankPeak,
     /// [`RankPeak::resident`] of every rank.
     pub resident_by_rank: Vec<u64>,
 }
 
-/// What a dry run has touched, from which the peaks follow.
+/// Memory that a dry run touched, from which the peaks are computed.
 #[derive(Debug, Clone)]
 pub(crate) struct Footprint {
-    /// Bytes that blocks of the device pool occupy in host memory: none of a GPU.
+    /// Host bytes that the device pool's blocks touched; 0 on a GPU.
     pub(crate) touched: u64,
-    /// Device memory: those blocks, with what is reserved beside them.
+    /// Device memory: the pool's blocks, and what is reserved in addition.
     pub(crate) held: u64,
-    /// Host tier: maps in whole pages, and blocks.
+    /// Host tier: memory maps in whole pages, and blocks.
     pub(crate) host: u64,
     /// Spill files.
     pub(crate) nvme: u64,
-    /// Host memory beside the tier, at its highest.
+    /// Peak of host memory outside the tier.
     pub(crate) beside: u64,
     /// The window.
     pub(crate) window: WindowBytes,
-    /// Bytes of a rank's region of the window.
+    /// Bytes of a rank's part of the window.
     pub(crate) region: u64,
 }
 
 impl RankMemory {
-    /// From the phases and what they touched.
+    /// Memory of a rank from its phases and its footprint.
     pub(crate) fn new(phases: BTreeMap<Phase, PhaseBytes>, footprint: Footprint) -> Self {
         let Footprint {
             touched,
@@ -113,13 +113,13 @@ impl RankMemory {
         }
     }
 
-    /// Pages of the window in the process's high-water mark.
+    /// Bytes of the window in the process's high-water mark.
     #[must_use]
     pub fn mapped_window(&self) -> u64 {
         self.peak.resident_window
     }
 
-    /// Most bytes of a kind on the device and on the host.
+    /// Peak bytes of some kinds on the device and on the host.
     #[must_use]
     pub fn most(&self, kinds: &[&str]) -> (u64, u64) {
         let most = |tier: fn(&PhaseBytes) -> &Kinds| {
@@ -132,7 +132,7 @@ impl RankMemory {
         (most(|p| &p.device), most(|p| &p.host))
     }
 
-    /// Bytes of the device in the phases `phases`.
+    /// Peak bytes of the device in some phases.
     #[must_use]
     pub fn device_in(&self, phases: &[Phase]) -> u64 {
         let of = |phase: &Phase| self.phases.get(phase).map(|p| PhaseBytes::total(&p.device));

@@ -1,4 +1,4 @@
-//! What a checkpoint contains: which weights lie in which file, and how many bytes that makes.
+//! Contents of a checkpoint: which file has which weights, and how many bytes they take.
 
 use super::split;
 use crate::config::RunConfig;
@@ -13,23 +13,23 @@ use models::{VisionLanguageModel, WeightSource};
 use optim::Optimizer;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Name, without extension, of the files of whole models.
+/// Stem of the weight files of whole models.
 pub(crate) const MODEL_STEM: &str = "model";
 
 /// The weights of a checkpoint.
 #[derive(Debug)]
 pub(crate) struct Contents {
-    /// Tensors of each file, by its name without extension.
+    /// Tensors of each file, by the file's stem.
     pub(crate) files: BTreeMap<&'static str, Vec<TensorSpec>>,
-    /// For every parameter of the model: file, name there, dtype.
+    /// For every parameter of the model: file, name in the file, dtype. `None` for parameters that are not saved.
     pub(crate) targets: Vec<Option<(&'static str, String, DType)>>,
-    /// Tensors that are copied from the folder the model came from.
+    /// Tensors that are copied from the base model's directory.
     pub(crate) others: Vec<TensorSpec>,
 }
 
 impl Contents {
-    /// Of a run that trains `model`, whose weights came from `weights`: a whole model when all of it trains;
-    /// otherwise only what was trained.
+    /// Contents for a run that trains `model` with base weights from `weights`: the whole model if all parameters are
+    /// trainable, otherwise the trained parameters.
     pub(crate) fn of(model: &dyn VisionLanguageModel, weights: Option<&WeightSource>) -> Self {
         let mut files: BTreeMap<&'static str, Vec<TensorSpec>> = BTreeMap::new();
         let mut targets = Vec::with_capacity(model.spec().params.len());
@@ -37,7 +37,7 @@ impl Contents {
         for param in &model.spec().params {
             let target = destination(model, whole, &param.name, param.trainable);
             targets.push(target.map(|(file, name)| {
-                // That of the file it came from; f32 for what began here.
+                // The dtype of the base model's file; f32 for parameters that the run added.
                 let stored = weights.and_then(|w| w.dtype(&param.name));
                 let dtype = stored.unwrap_or(DType::F32);
                 files.entry(file).or_default().push(TensorSpec {
@@ -60,27 +60,27 @@ impl Contents {
         }
     }
 
-    /// Bytes of all tensors.
+    /// Total bytes of the tensors.
     pub(crate) fn bytes(&self) -> u64 {
         let tensors = self.files.values().flatten();
         tensors.filter_map(|tensor| tensor.bytes().ok()).sum()
     }
 }
 
-/// Bytes of one checkpoint.
+/// Size of one checkpoint in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CheckpointBytes {
     /// Master weights and optimizer state of all ranks.
     pub(crate) state: u64,
-    /// Weights in the files people expect, and the small files beside them.
+    /// Weights in the usual files, with the small files of the model.
     pub(crate) weights: u64,
 }
 
 impl CheckpointBytes {
-    /// Of a run that trains `model`; `weights` are the files it came from.
+    /// Size for a run that trains `model` with base weights from `weights`.
     ///
     /// # Errors
-    /// The model's folder cannot be listed.
+    /// The model directory cannot be listed.
     pub(crate) fn of(
         config: &RunConfig,
         model: &dyn VisionLanguageModel,
@@ -101,14 +101,14 @@ impl CheckpointBytes {
         })
     }
 
-    /// All of it.
+    /// Total size.
     pub(crate) const fn total(self) -> u64 {
         self.state + self.weights
     }
 }
 
-/// Which file a parameter goes to, and under which name; `None` for what stays as it came. `whole` models train all
-/// they have.
+/// File of a parameter, and its name there; `None` if it is not saved. `whole` says that all parameters are
+/// trainable.
 fn destination(
     model: &dyn VisionLanguageModel,
     whole: bool,
@@ -126,7 +126,7 @@ fn destination(
     }
 }
 
-/// Tensors of the model's files that the model built here does not have, such as its ears.
+/// Tensors of the base model's files that this model does not have, such as audio parts of MiniCPM-o.
 fn other_tensors(weights: &WeightSource, spec: &ModelSpec) -> Vec<TensorSpec> {
     let known: BTreeSet<&str> = spec.params.iter().map(|p| p.name.as_str()).collect();
     let others = weights.names().filter(|name| !known.contains(name));

@@ -1,12 +1,12 @@
-//! The small files of a model folder: configuration, tokenizer, processor, code.
+//! The small files of a model directory: configuration, tokenizer, processor, code.
 
 use std::path::{Path, PathBuf};
 
 use crate::error::{ErrorCode, Failure};
 
-/// Endings of files that are copied beside weights.
+/// Extensions of files that are copied next to weights.
 const ENDINGS: [&str; 5] = [".json", ".py", ".jinja", ".model", ".txt"];
-/// Files of checkpoints, adapters and synthetic folders that are none of the model's.
+/// Files of checkpoints, adapters and synthetic models that do not belong to a model.
 const FOREIGN: [&str; 5] = [
     "trainer_state.json",
     "adapter_config.json",
@@ -18,7 +18,7 @@ const FOREIGN: [&str; 5] = [
 /// Names and paths of the small files in `folder`, sorted.
 ///
 /// # Errors
-/// The folder cannot be listed (exit 10).
+/// The directory cannot be listed (exit 10).
 pub(crate) fn small(folder: &Path) -> Result<Vec<(String, PathBuf)>, Failure> {
     let listing = std::fs::read_dir(folder)
         .map_err(|error| Failure::io(ErrorCode::ModelFiles, "list", folder, &error))?;

@@ -1,4 +1,4 @@
-//! The update rule of a run, its parameter groups, and the table of what trains.
+//! The optimizer of a run, its parameter groups, and the table of trainable parts.
 
 use super::setup;
 use crate::config::RunConfig;
@@ -13,7 +13,7 @@ use optim::ParameterGroups;
 use optim::Schedule;
 use std::sync::Arc;
 
-/// What trains, by parts of the model's tree in the order of the forward pass.
+/// Trainable parts of the model, in the order of the forward pass.
 pub(crate) fn trained_parts(
     config: &RunConfig,
     model: &dyn VisionLanguageModel,
@@ -49,7 +49,7 @@ pub(crate) fn trained_parts(
     Ok(rows)
 }
 
-/// Learning rates of parts: as written, parsed, the rate.
+/// Learning rates of parts: the text, its selection, the rate.
 pub(crate) fn learning_rates(config: &RunConfig) -> Result<Vec<(&str, Selection, f64)>, Failure> {
     let rates = config.trainable.learning_rates.iter();
     let parsed = rates.map(|(part, rate)| {
@@ -59,7 +59,7 @@ pub(crate) fn learning_rates(config: &RunConfig) -> Result<Vec<(&str, Selection,
     parsed.collect()
 }
 
-/// The update rule.
+/// The optimizer's rule.
 pub(crate) fn rule(config: &RunConfig) -> AdamW {
     let settings = &config.optimizer;
     AdamW {

@@ -1,8 +1,8 @@
-//! Adapters of single projections of a fused layer, written as peft knows them.
+//! Conversion of per-projection adapters of a fused layer to peft's format.
 //!
-//! Training holds, for `p` projections of `n_i` rows, A `[p r, k]` and B `[n, r]`: the rows of B that belong to
-//! projection `i` see rows `i r..(i + 1) r` of A only. That is one adapter of rank `p r` whose B `[n, p r]` is zero
-//! outside of these blocks, and that is what peft can load.
+//! For `p` projections with `n_i` rows, training has A `[p r, k]` and B `[n, r]`. The rows of B of projection `i`
+//! multiply rows `i r..(i + 1) r` of A only. This equals one adapter of rank `p r` with a block-diagonal B
+//! `[n, p r]`, which peft can load.
 
 use engine::EngineError;
 use kernels::Tensor;
@@ -11,7 +11,7 @@ use models::params::ADAPTER_PREFIX;
 use std::collections::BTreeMap;
 use std::ops::Mul;
 
-/// Rows of the projections of the layer whose B is called `name`.
+/// Rows of the projections of the layer whose B is `name`; `None` for other tensors.
 fn parts<'m>(model: &'m dyn VisionLanguageModel, name: &str) -> Option<&'m [usize]> {
     let path = name.strip_prefix(ADAPTER_PREFIX)?;
     let parts = model
@@ -20,7 +20,7 @@ fn parts<'m>(model: &'m dyn VisionLanguageModel, name: &str) -> Option<&'m [usiz
     Some(parts)
 }
 
-/// Extents under which the tensor `name` with extents `dims` is written.
+/// Shape in which the tensor `name` of shape `dims` is written.
 pub(crate) fn shape(model: &dyn VisionLanguageModel, name: &str, dims: &[usize]) -> Vec<usize> {
     match (parts(model, name), dims) {
         (Some(parts), &[n, r]) => vec![n, parts.len() * r],
@@ -28,7 +28,7 @@ pub(crate) fn shape(model: &dyn VisionLanguageModel, name: &str, dims: &[usize])
     }
 }
 
-/// The values to write where they are not the tensor's own.
+/// Values to write, if they differ from the tensor's.
 pub(crate) fn joined(
     model: &dyn VisionLanguageModel,
     name: &str,
@@ -40,7 +40,7 @@ pub(crate) fn joined(
     }
 }
 
-/// `[n, r]` as `[n, p r]`, each row in the columns of its projection.
+/// Block-diagonal `[n, p r]` of B `[n, r]`: each row is in the columns of its projection.
 fn block_diagonal(b: &[f32], parts: &[usize]) -> Vec<f32> {
     let n: usize = parts.iter().sum();
     let (r, p) = (b.len() / n.max(1), parts.len());
@@ -56,8 +56,8 @@ fn block_diagonal(b: &[f32], parts: &[usize]) -> Vec<f32> {
     joined
 }
 
-/// `one` times the number of projections, by the last part of the layers' paths: ranks and alphas grow alike, so that
-/// the scale stays.
+/// `one` times the number of projections, by the last component of the layers' paths. Ranks and alphas grow alike, so
+/// the scale stays the same.
 pub(crate) fn patterns<T: Mul<Output = T> + Copy + FromCount>(
     model: &dyn VisionLanguageModel,
     one: T,
@@ -71,7 +71,7 @@ pub(crate) fn patterns<T: Mul<Output = T> + Copy + FromCount>(
         .collect()
 }
 
-/// A number that a count can be.
+/// Conversion from a count.
 pub(crate) trait FromCount {
     /// `count` as this number.
     fn from_count(count: usize) -> Self;

@@ -1,12 +1,12 @@
-//! Weights as they are stored: how files are cut, and values in the dtype of the file.
+//! Stored weights: how files are divided, and conversion of values to the file's dtype.
 
 use kernels::{DType, Float};
 use models::adapter::ADAPTER_STEM;
 
-/// Largest file of weights, as Hugging Face cuts them.
+/// Maximal size of a weight file in bytes, as in Hugging Face.
 pub(crate) const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 
-/// Largest file of the weights called `stem`: peft reads adapters from one file only.
+/// Maximal size of a weight file with this stem. Adapters have one file only, since peft reads no more.
 pub(crate) fn max_shard_bytes(stem: &str) -> u64 {
     if stem == ADAPTER_STEM {
         u64::MAX
@@ -15,7 +15,7 @@ pub(crate) fn max_shard_bytes(stem: &str) -> u64 {
     }
 }
 
-/// The bytes of `values` in `dtype`, rounded to nearest even; anything but 16-bit floats is f32.
+/// The bytes of `values` in `dtype`, rounded to nearest even. Anything but a 16-bit float is written as f32.
 pub(crate) fn bytes_of(values: &[f32], dtype: DType) -> Vec<u8> {
     match dtype {
         DType::BF16 => rounded::<half::bf16>(values),

@@ -1,7 +1,7 @@
-//! The only reader of the environment. Everything else receives values.
+//! The only reader of environment variables. All other code receives values.
 //!
-//! What started this process may have numbered it ([`crate::rank_env::identity`]): then it is a rank and never spawns, or it
-//! spawns the ranks of its machine. Where nothing did, it spawns all.
+//! The program that started this process may have numbered it ([`crate::rank_env::identity`]). Then this process is a
+//! rank and starts none, or it starts the ranks of its machine. Otherwise it starts all ranks.
 
 pub mod identity;
 
@@ -17,47 +17,47 @@ use identity::{Identity, Master, NodePlace, RankIs, Source};
 pub const RANK: &str = "RANK";
 /// Rank number on this node.
 pub const LOCAL_RANK: &str = "LOCAL_RANK";
-/// The host that a rank claims to be on, to NCCL.
+/// Host that a rank claims to be on, for NCCL.
 pub const NCCL_HOSTID: &str = "NCCL_HOSTID";
 /// Number of ranks.
 pub const WORLD_SIZE: &str = "WORLD_SIZE";
 /// Number of ranks on this node.
 pub const LOCAL_WORLD_SIZE: &str = "LOCAL_WORLD_SIZE";
-/// Where rank 0 listens.
+/// Address of rank 0.
 pub const MASTER_ADDR: &str = "MASTER_ADDR";
-/// Which port rank 0 listens on.
+/// Port of rank 0.
 pub const MASTER_PORT: &str = "MASTER_PORT";
-/// Token in the names of all shared files of one job; set by our supervisor only.
+/// Token in the names of all shared files of a job; set only by this program's supervisor.
 pub const RUN_TOKEN: &str = "TESSERA_RUN_TOKEN";
-/// Folder of the job's private files; set by our supervisor only.
+/// Directory of the job's private files; set only by this program's supervisor.
 pub const JOB_DIR: &str = "TESSERA_JOB_DIR";
-/// What only the ranks of a job on several machines know.
+/// Secret of the ranks of a job on several machines.
 pub const TOKEN: &str = "TESSERA_JOB_TOKEN";
-/// A file that holds it instead.
+/// File with that secret.
 pub const TOKEN_FILE: &str = "TESSERA_JOB_TOKEN_FILE";
-/// Folders with CUDA's libraries, separated by colons; looked at before all others.
+/// Directories of CUDA's libraries, separated by colons; they are searched first.
 pub const CUDA_LIBS: &str = "TESSERA_CUDA_LIBS";
-/// What multiplies matrices on GPUs; see [`Matmul`].
+/// Matrix products on GPUs; see [`Matmul`].
 pub const MATMUL: &str = "TESSERA_MATMUL";
 
-/// Which machine code of our kernels runs on GPUs; see [`GpuCode`].
+/// Machine code of the GPU kernels; see [`GpuCode`].
 pub const GPU_CODE: &str = "TESSERA_CUDA_ARCH";
 
-/// The values of [`GPU_CODE`].
+/// Values of [`GPU_CODE`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum GpuCode {
-    /// `native`: that of the GPU.
+    /// `native`: code for the GPU's own architecture.
     #[default]
     Native,
-    /// `sm_80`: that of the sm_80 family on every GPU, to see on a newer one what an A100 or a 3090 runs.
+    /// `sm_80`: code for sm_80 on every GPU, to reproduce on a newer GPU what an A100 or RTX 3090 runs.
     Sm80,
 }
 
 impl GpuCode {
-    /// Reads an environment through `lookup`; [`GpuCode::Native`] where the variable is not set.
+    /// Reads the variable through `lookup`; [`GpuCode::Native`] if it is not set.
     ///
     /// # Errors
-    /// It has another value (exit 2).
+    /// The variable has an invalid value (exit 2).
     pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Self, Failure> {
         let values = [("native", Self::Native), ("sm_80", Self::Sm80)];
         let unset = "kernels are compiled for the GPU";
@@ -65,23 +65,23 @@ impl GpuCode {
     }
 }
 
-/// The values of [`MATMUL`].
+/// Values of [`MATMUL`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Matmul {
-    /// `auto`: cuBLASLt where it is found, else our own kernels.
+    /// `auto`: cuBLASLt if it is found, otherwise this program's kernels.
     #[default]
     Auto,
     /// `cublaslt`: cuBLASLt, or an error.
     CublasLt,
-    /// `own`: our own kernels.
+    /// `own`: this program's kernels.
     Own,
 }
 
 impl Matmul {
-    /// Reads an environment through `lookup`; [`Matmul::Auto`] where the variable is not set.
+    /// Reads the variable through `lookup`; [`Matmul::Auto`] if it is not set.
     ///
     /// # Errors
-    /// It has another value (exit 2).
+    /// The variable has an invalid value (exit 2).
     pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Self, Failure> {
         let values = [
             ("auto", Self::Auto),
@@ -93,7 +93,8 @@ impl Matmul {
     }
 }
 
-/// The choice that variable `name` makes among `values`; `None` where it is not set. `unset` says what that means.
+/// Value of the variable `name` among `values`; `None` if it is not set. `unset` is the meaning of that, for
+/// messages.
 fn choice<T: Copy>(
     lookup: &dyn Fn(&str) -> Option<OsString>,
     name: &str,
@@ -115,12 +116,12 @@ fn choice<T: Copy>(
     Err(failure.next(format!("unset {name}: {unset}")))
 }
 
-/// The token of a job, or where it lies; never printed.
+/// A job's secret token, or the file that has it. It is never printed.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Token {
     /// The token itself.
     pub text: Option<String>,
-    /// A file that holds it.
+    /// File with the token.
     pub file: Option<PathBuf>,
 }
 
@@ -144,22 +145,22 @@ pub struct RankEnv {
     pub world_size: usize,
     /// Number of ranks on this node.
     pub local_world_size: usize,
-    /// Where the ranks of several machines meet, as far as the variables say.
+    /// Address of the rendezvous over several machines, as far as variables give it.
     pub master: Master,
-    /// Who numbered this rank.
+    /// Program that numbered this rank.
     pub source: Source,
-    /// What only the ranks of this job know, where they are on several machines.
+    /// Secret of the job's ranks, on several machines.
     pub token: Token,
-    /// Goes into the names of shared-memory and temporary files, so that they can be swept.
+    /// Token in the names of shared-memory and temporary files, so that they can be removed.
     pub run_token: String,
-    /// Private folder of the job, where our supervisor started this rank.
+    /// Private directory of the job, if this program's supervisor started this rank.
     pub job_dir: Option<PathBuf>,
     /// Whether `NO_COLOR` asks for plain text.
     pub no_color: bool,
 }
 
 impl RankEnv {
-    /// Whether our own supervisor started this rank, watches it and draws its screen.
+    /// Whether this program's supervisor started this rank, watches it and draws its screen.
     pub fn is_supervised(&self) -> bool {
         self.job_dir.is_some()
     }
@@ -170,33 +171,33 @@ impl RankEnv {
         matches!(self.source, Source::OpenMpi | Source::Pmi | Source::Mvapich)
     }
 
-    /// Whether some ranks are on other machines.
+    /// Whether there are ranks on other machines.
     pub fn has_peers_elsewhere(&self) -> bool {
         self.local_world_size < self.world_size
     }
 }
 
-/// What the environment says, read once at start.
+/// Values of the environment, read once at start.
 #[derive(Debug, Clone)]
 pub struct Env {
-    /// Rank identity; absent in the supervisor.
+    /// Identity of a rank; absent in the supervisor.
     pub rank: Option<RankEnv>,
-    /// The place of this machine among others, in a supervisor that was told one.
+    /// Place of this machine among several, in a supervisor.
     pub node: Option<NodePlace>,
-    /// Folder for temporary files.
+    /// Directory for temporary files.
     pub temp_dir: PathBuf,
-    /// Folder for files that may be drawn again at any time.
+    /// Directory for files that can be regenerated at any time.
     pub cache_dir: PathBuf,
     /// Whether `NO_COLOR` asks for plain text.
     pub no_color: bool,
     /// Log filter of `RUST_LOG`.
     pub rust_log: Option<String>,
-    /// Start of this process, for names of run folders.
+    /// Start time of this process, for names of run directories.
     pub now: SystemTime,
 }
 
 impl Env {
-    /// Reads the process environment. `rank_is` tells what `RANK` counts where the environment does not.
+    /// Reads the environment of this process. `rank_is` says what `RANK` counts if the variables do not.
     ///
     /// # Errors
     /// Rank variables are incomplete or contradict each other (exit 13).
@@ -204,7 +205,7 @@ impl Env {
         Self::from_lookup_as(&|name| std::env::var_os(name), rank_is)
     }
 
-    /// Reads the process environment of a program that starts no ranks: nobody numbers it.
+    /// Reads the environment for a program that starts no ranks; identity variables are ignored.
     pub fn read_alone() -> Self {
         Self::of(&|name| std::env::var_os(name), Identity::Alone)
     }
@@ -217,7 +218,7 @@ impl Env {
         Self::from_lookup_as(lookup, None)
     }
 
-    /// As [`Env::from_lookup`], told what `RANK` counts.
+    /// As [`Env::from_lookup`], with `rank_is` as in [`Env::read`].
     ///
     /// # Errors
     /// As [`Env::read`].
@@ -268,12 +269,12 @@ impl Env {
     }
 }
 
-/// Every variable of the process, for the report of `launcher doctor`.
+/// All variables of the process, for the report of `launcher doctor`.
 #[derive(Debug, Clone, Default)]
 pub struct Variables(BTreeMap<String, OsString>);
 
 impl Variables {
-    /// Reads the process environment; names that are no text are left out.
+    /// Reads the environment of this process, without names that are not UTF-8.
     pub fn read() -> Self {
         std::env::vars_os()
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value)))
@@ -285,23 +286,23 @@ impl Variables {
         self.0.get(name).map(OsString::as_os_str)
     }
 
-    /// The value of [`MATMUL`], as [`Matmul::from_lookup`].
+    /// Value of [`MATMUL`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Matmul::from_lookup`].
     pub fn matmul(&self) -> Result<Matmul, Failure> {
         Matmul::from_lookup(&|name| self.get(name).map(ToOwned::to_owned))
     }
 
-    /// The value of [`GPU_CODE`], as [`GpuCode::from_lookup`].
+    /// Value of [`GPU_CODE`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`GpuCode::from_lookup`].
     pub fn gpu_code(&self) -> Result<GpuCode, Failure> {
         GpuCode::from_lookup(&|name| self.get(name).map(ToOwned::to_owned))
     }
 
-    /// Folder for files that may be made again at any time, as [`Env::cache_dir`].
+    /// Directory for files that can be regenerated at any time, as [`Env::cache_dir`].
     pub fn cache_dir(&self) -> PathBuf {
         cache_dir(&|name| {
             let value = self.get(name).filter(|value| !value.is_empty());
@@ -309,7 +310,7 @@ impl Variables {
         })
     }
 
-    /// The names of all that are set, sorted.
+    /// Names of all variables that are set, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.0.keys().map(String::as_str)
     }
@@ -321,16 +322,16 @@ impl FromIterator<(String, OsString)> for Variables {
     }
 }
 
-/// Where the environment says that CUDA's libraries may lie.
+/// Locations of CUDA's libraries, from the environment.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CudaPlaces {
-    /// Folders of [`CUDA_LIBS`].
+    /// Directories of [`CUDA_LIBS`].
     pub directories: Vec<PathBuf>,
-    /// An installed toolkit: `CUDA_HOME`, or `CUDA_PATH`.
+    /// Installed toolkit: `CUDA_HOME` or `CUDA_PATH`.
     pub cuda_home: Option<PathBuf>,
-    /// Python environments: `VIRTUAL_ENV`, `CONDA_PREFIX`, and the user's own under `HOME`.
+    /// Python environments: `VIRTUAL_ENV`, `CONDA_PREFIX`, and the user's packages under `HOME`.
     pub python_environments: Vec<PathBuf>,
-    /// Folders of `PYTHONPATH`.
+    /// Directories of `PYTHONPATH`.
     pub python_path: Vec<PathBuf>,
 }
 

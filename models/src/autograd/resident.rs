@@ -84,7 +84,7 @@ impl ResidentParams {
         &self.spec
     }
 
-    /// A weight.
+    /// The weight of a parameter.
     #[must_use]
     pub fn weight(&self, id: ParamId) -> Tensor {
         self.weights.borrow()[id.index()].clone()

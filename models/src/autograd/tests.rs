@@ -1,4 +1,4 @@
-//! The invariants of `README.md`, each by its number.
+//! Tests of the invariants in `README.md`, each by its number.
 
 use super::gradcheck::{backend, index, resident, spec, tensor, values};
 use super::{AccessEvent, Loss, ResidentParams, Scope, Tape, Var};
@@ -10,7 +10,7 @@ use proptest::prelude::{ProptestConfig, prop_assert_eq, proptest};
 use std::cell::Cell;
 use std::sync::Arc;
 
-/// `depth` blocks `x + gelu(x W^T)` of one width.
+/// A block `x + gelu(x W^T)`.
 fn block(scope: &Scope<'_>, x: &Var, weight: usize) -> Result<Var> {
     let weight = LinearParams::new(ParamId(weight as u32), None);
     let h = scope.linear(x, &weight)?;
@@ -25,7 +25,7 @@ fn blocks(depth: usize, width: usize, segmented: bool) -> ModelSpec {
     spec(&params)
 }
 
-/// One segment per block, or all blocks in one segment.
+/// Runs `depth` blocks, as one segment each or all in one segment.
 fn run<'m>(tape: &Tape<'_, 'm>, x: &Var, depth: usize, segmented: bool) -> Var {
     let step = if segmented { 1 } else { depth };
     let mut x = x.clone();
@@ -104,13 +104,13 @@ fn only_segment_inputs_are_kept() {
     assert_eq!(tape.saved_elems(), 4 * 15);
     let pool = tape.backend().pool();
     drop(x);
-    // The last output is gone; what is left of activations are the inputs of the segments.
+    // The last output was dropped. What remains of activations are the segments' inputs.
     let inputs = 4 * 15u64.next_multiple_of(16) * 4;
     let weights = 4 * 9u64.next_multiple_of(16) * 4;
     assert_eq!(pool.stats().tag(Tag::Activations).in_use, inputs + weights);
 }
 
-/// Layers in groups of `num_layers`, but for the last group, as the engine makes them.
+/// Groups of `num_layers` layers, with a smaller last group, as the engine makes them.
 fn groups(depth: usize, num_layers: usize) -> Vec<std::ops::Range<u32>> {
     let starts = (0..depth as u32).step_by(num_layers);
     let groups = starts.map(|start| start..(depth as u32).min(start + num_layers as u32));
@@ -148,7 +148,7 @@ fn a_recompute_group_saves_its_first_input_and_reruns_before_its_backward() {
     let tape = Tape::training(&access).with_replay_check(true);
     let x = tape.leaf(tensor(tape.backend(), &[2, 3], &values(1, 6)));
     let y = run(&tape, &x, 6, true);
-    // Of units 0, 3 and 5.
+    // The inputs of units 0, 3 and 5.
     assert_eq!(tape.saved_elems(), 3 * 6);
     let seed = tensor(tape.backend(), &[2, 3], &values(2, 6));
     access.take_events();
@@ -175,7 +175,7 @@ fn a_recompute_group_saves_its_first_input_and_reruns_before_its_backward() {
     assert_eq!(leases, expected);
 }
 
-/// An input that several segments share stays the one tensor, and a value that skips a segment is kept.
+/// An input that several segments share is stored once. A value that skips a segment is stored, not recomputed.
 #[test]
 fn only_inputs_from_the_previous_unit_are_recomputed() {
     let outcome = |recomputed: Vec<std::ops::Range<u32>>| {
@@ -305,7 +305,7 @@ fn values_of_another_recorder_are_refused() {
     let body = |s: &Scope<'_>, [x]: [&Var; 1]| Ok([s.scale(x, 1.0)?]);
     let foreign = tape.segment(UnitId(0), [&x], body).unwrap_err();
     assert!(matches!(foreign, ModelError::ForeignVar { .. }));
-    // Smuggled in through the closure instead of the inputs.
+    // Captured by the closure instead of passed as an input.
     let smuggled = tape.segment(UnitId(1), [], |s, []| Ok([s.scale(&x, 1.0)?]));
     assert!(matches!(
         smuggled.unwrap_err(),
@@ -429,7 +429,7 @@ fn an_observer_sees_each_value_once() {
     assert_eq!(names, ["inner", "block.0"]);
 }
 
-/// Gathers a unit's weights for each lease into memory of their own, as a sharded store does.
+/// Parameter access that copies a unit's weights for each lease, as a sharded store does.
 #[derive(Debug)]
 struct Gathering {
     inner: ResidentParams,
@@ -480,7 +480,7 @@ impl LeaseOwner for Gathering {
     }
 }
 
-/// Bytes of gathered weights now and at most.
+/// Current and peak bytes of gathered weights.
 fn gathered(backend: &dyn Backend) -> (u64, u64) {
     let bytes = backend.pool().stats().tag(Tag::Gathered);
     (bytes.in_use, bytes.peak)

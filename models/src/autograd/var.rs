@@ -53,7 +53,7 @@ impl Var {
         self.value
     }
 
-    /// Extents.
+    /// Shape.
     #[must_use]
     pub fn shape(&self) -> Shape {
         self.value.shape()

@@ -71,7 +71,7 @@ pub struct LanguageConfig {
     pub rms_norm_eps: f64,
     /// Base of the rotary frequencies.
     pub rope_theta: f32,
-    /// Standard deviation of random start values.
+    /// Standard deviation of random initial values.
     pub initializer_range: f64,
     /// Id of the token before every sample.
     pub bos: i32,

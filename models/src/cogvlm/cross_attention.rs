@@ -23,7 +23,7 @@ pub(super) struct CrossAttention {
 /// Features of the second tower with the patch numbers of their rows.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Features<'a> {
-    /// `[N * p, c]`.
+    /// Features of all images, `[N * p, c]`.
     pub(super) value: &'a Var,
     /// i32 `[N * p]`: their patches in the batch.
     pub(super) names: &'a Tensor,

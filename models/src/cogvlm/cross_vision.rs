@@ -24,7 +24,7 @@ const THETA: f32 = 10_000.0;
 /// Images as inputs of the second tower.
 #[derive(Clone, Debug)]
 pub struct CrossPictures {
-    /// `[N * p, 3 * patch * patch]`.
+    /// Pixel values, `[N * p, 3 * patch * patch]`.
     pub patches: Tensor,
     /// Attention among the rows of each image.
     pub sequences: Sequences,

@@ -36,7 +36,8 @@ impl Projector {
         }
     }
 
-    /// `[N * (p + 1), c]` of `N` images with `p` patches, class rows included, to `[N * (m + 2), d]` with `m` features.
+    /// `[N * (p + 1), c]` of `N` images with `p` patches, class rows included, to `[N * (m + 2), d]` with `m` features
+    /// per image.
     ///
     /// # Errors
     /// When the engine or the device fails.

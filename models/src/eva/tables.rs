@@ -42,7 +42,7 @@ impl VisionTables for EvaTables {
 /// Images as inputs of the tower.
 #[derive(Clone, Debug)]
 pub(crate) struct EvaPictures {
-    /// `[N * p, 3 * patch * patch]`.
+    /// Pixel values, `[N * p, 3 * patch * patch]`.
     pub(crate) patches: Tensor,
     /// Attention among the rows of each image.
     pub(crate) sequences: Sequences,

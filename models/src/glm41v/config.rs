@@ -43,7 +43,7 @@ pub struct LanguageConfig {
     pub vocab_size: usize,
     /// Epsilon of every norm.
     pub rms_norm_eps: f64,
-    /// Standard deviation of random start values.
+    /// Standard deviation of random initial values.
     pub initializer_range: f64,
 }
 

@@ -66,7 +66,7 @@ pub struct LanguageConfig {
     pub rope_theta: f64,
     /// Whether the output head shares the embedding.
     pub tie_word_embeddings: bool,
-    /// Standard deviation of random start values.
+    /// Standard deviation of random initial values.
     pub initializer_range: f64,
 }
 

@@ -12,13 +12,13 @@ use crate::params::ParamScope;
 /// Sizes of a self-attention layer.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SelfAttentionConfig {
-    /// `c`.
+    /// Width `c` of the residual stream.
     pub width: usize,
-    /// `h`.
+    /// Number of query heads, `h`.
     pub heads: usize,
-    /// `g`.
+    /// Number of key/value heads, `g`.
     pub kv_heads: usize,
-    /// `d`.
+    /// Elements per head, `d`.
     pub head_dim: usize,
     /// Name of the one weight that holds q, k and v in this order; without it they are `q_proj`, `k_proj` and `v_proj`.
     pub fused: Option<&'static str>,

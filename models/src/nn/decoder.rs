@@ -55,7 +55,7 @@ impl<L: DecoderLayer> DecoderLayers<L> {
 pub struct Decoder<L> {
     /// The first unit.
     pub embed: TokenEmbedding,
-    /// The layers.
+    /// The decoder layers.
     pub layers: DecoderLayers<L>,
     /// The last unit.
     pub head: LmHead,

@@ -31,7 +31,7 @@ pub struct DecoderBlockConfig {
 /// Names of a block's modules, and which of them the checkpoint fuses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BlockNames {
-    /// The attention.
+    /// Name of the attention's module.
     pub attention: &'static str,
     /// The weight of q, k and v; without it `q_proj`, `k_proj` and `v_proj`.
     pub fused_qkv: Option<&'static str>,

@@ -29,7 +29,7 @@ pub struct LmHeadConfig<'a> {
 /// The last norm and the head, one unit.
 #[derive(Debug)]
 pub struct LmHead {
-    /// The unit.
+    /// Unit of norm and head.
     pub unit: UnitId,
     /// Before the head.
     pub norm: RmsNorm,

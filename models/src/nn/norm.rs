@@ -8,9 +8,9 @@ use engine::ParamId;
 /// Layer norm with weight and bias.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LayerNorm {
-    /// `[c]`.
+    /// Scale, `[c]`.
     pub weight: ParamId,
-    /// `[c]`.
+    /// Shift, `[c]`.
     pub bias: ParamId,
     /// Added to the variance.
     pub eps: f32,
@@ -39,7 +39,7 @@ impl LayerNorm {
 /// Root-mean-square norm.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct RmsNorm {
-    /// `[c]`.
+    /// Scale, `[c]`.
     pub weight: ParamId,
     /// Added to the mean square.
     pub eps: f32,

@@ -7,9 +7,9 @@ use kernels::{Backend, DType, Float, RopeLayout, Tensor};
 /// Angles of rotary positions, one row per token.
 #[derive(Clone, Debug)]
 pub struct Rotary {
-    /// f32 `[t, w]`.
+    /// Cosines, f32 `[t, w]`.
     pub cos: Tensor,
-    /// f32 `[t, w]`.
+    /// Sines, f32 `[t, w]`.
     pub sin: Tensor,
     /// Which elements rotate together.
     pub layout: RopeLayout,

@@ -19,22 +19,22 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 
-/// Most that the kernel maps around one fault.
+/// Maximal range that the kernel maps around one page fault.
 const FAULT_BYTES: usize = 64 << 10;
 const MAGIC: &[u8; 8] = b"TESSPILL";
 
-/// The way to the disk.
+/// I/O path to the disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum IoPath {
-    /// `O_DIRECT`: past the page cache, one copy less.
+    /// Direct I/O (`O_DIRECT`): bypasses the page cache and saves a copy.
     Direct,
-    /// A shared memory map of the file: through the page cache.
+    /// Shared memory map of the file, through the page cache.
     Mapped,
 }
 
 impl IoPath {
-    /// The word for it.
+    /// Name of the path.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -44,7 +44,7 @@ impl IoPath {
     }
 }
 
-/// What the first block of a spill file says.
+/// Content of a spill file's first block.
 #[derive(Serialize)]
 struct Header<'a> {
     version: u32,
@@ -59,11 +59,11 @@ struct Backing {
     path: PathBuf,
     file: File,
     io: IoPath,
-    /// Keeps the folder locked.
+    /// Keeps the directory locked.
     _folder: Arc<SpillFolder>,
 }
 
-/// One file of spilled state: a header, then extents one behind the other.
+/// Spill file: a header, followed by extents.
 #[derive(Debug)]
 pub struct SpillFile {
     backing: Arc<Backing>,
@@ -71,11 +71,12 @@ pub struct SpillFile {
 }
 
 impl SpillFile {
-    /// Makes the file of `rank` for one kind of state. A file that exists is never opened: a living job may hold it.
+    /// Creates the file of `rank` for one kind of state. An existing file is never opened, since a living job may use
+    /// it.
     ///
     /// # Errors
-    /// [`SpillError::Taken`] when the name exists; when the file system refuses: direct I/O is not possible everywhere
-    /// (tmpfs, some network file systems).
+    /// [`SpillError::Taken`] if the name exists. Other errors if the file system refuses, e.g. direct I/O on tmpfs
+    /// and some network file systems.
     pub fn create(folder: &Arc<SpillFolder>, rank: usize, kind: &str, io: IoPath) -> Result<Self> {
         let path = folder.path().join(format!("rank-{rank}.{kind}"));
         let mut options = OpenOptions::new();
@@ -83,7 +84,7 @@ impl SpillFile {
         options
             .mode(0o600)
             .custom_flags(OFlags::NOFOLLOW.bits().cast_signed());
-        // The header is written through the page cache, before anything bypasses it.
+        // The header is written through the page cache, before direct I/O begins.
         let plain = options.open(&path).map_err(|e| match e.kind() {
             ErrorKind::AlreadyExists => SpillError::Taken { path: path.clone() },
             _ => SpillError::io("create", &path)(e),
@@ -96,7 +97,7 @@ impl SpillFile {
             process: std::process::id(),
         };
         let file = begin(plain, &path, &header, io).inspect_err(|_| {
-            // The name must be free for a second try, such as the other way to the disk.
+            // Frees the name for a second attempt, e.g. with the other I/O path.
             std::fs::remove_file(&path).ok();
         })?;
         Ok(Self {
@@ -110,8 +111,8 @@ impl SpillFile {
         })
     }
 
-    /// Sets aside `len` bytes, all zero. Byte 0 lies `phase` bytes behind a block boundary, so that callers can line
-    /// up extents of different element sizes.
+    /// Allocates an extent of `len` zeroed bytes. Byte 0 is `phase` bytes after a block boundary, so that callers can
+    /// align extents of different element sizes.
     ///
     /// # Errors
     /// [`SpillError::NoSpace`] when the disk is too small.
@@ -126,7 +127,7 @@ impl SpillFile {
             IoPath::Mapped => {
                 let mut options = MmapOptions::new();
                 let options = options.offset(offset).len(bytes as usize);
-                // SAFETY: the file belongs to this job's locked folder and nobody shortens it.
+                // SAFETY: the file belongs to this job's locked directory and nobody shortens it.
                 let map = unsafe { options.map_mut(&self.backing.file) }
                     .map_err(SpillError::io("map", &self.backing.path))?;
                 Some(RwLock::new(map))
@@ -146,7 +147,7 @@ impl SpillFile {
         let Backing { path, file, .. } = &*self.backing;
         match rustix::fs::fallocate(file, FallocateFlags::empty(), offset, bytes) {
             Ok(()) => Ok(()),
-            // Not every file system can set blocks aside; then its free space has to do.
+            // Without support for preallocation, enough free space must suffice.
             Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS)
                 if free_bytes(path) >= bytes =>
             {
@@ -167,7 +168,7 @@ impl SpillFile {
         }
     }
 
-    /// Waits until the disk has everything written so far.
+    /// Waits until all writes so far are on disk.
     ///
     /// # Errors
     /// When the disk fails.
@@ -176,21 +177,21 @@ impl SpillFile {
         file.sync_data().map_err(SpillError::io("sync", path))
     }
 
-    /// Drops the page cache of the file, so that a read comes from the disk.
+    /// Drops the file's page cache, so that reads come from the disk.
     pub(super) fn forget_cache(&self) -> Result<()> {
         let Backing { path, file, .. } = &*self.backing;
         rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed)
             .map_err(|e| SpillError::io("advise on", path)(e.into()))
     }
 
-    /// Bytes of the file.
+    /// Size of the file in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.end
     }
 }
 
-/// Writes the header of a new file and opens it the way `io`.
+/// Writes the header of a new file and opens it with the I/O path `io`.
 fn begin(plain: File, path: &Path, header: &Header<'_>, io: IoPath) -> Result<File> {
     let mut block = vec![0; BLOCK_BYTES as usize];
     let text = serde_json::to_vec(header).unwrap_or_default();
@@ -214,7 +215,7 @@ fn begin(plain: File, path: &Path, header: &Header<'_>, io: IoPath) -> Result<Fi
 
 impl Drop for SpillFile {
     fn drop(&mut self) {
-        // The folder goes with the job; a file that is gone already is as good.
+        // The directory is removed with the job. It does not matter if the file is already gone.
         std::fs::remove_file(&self.backing.path).ok();
     }
 }
@@ -227,39 +228,39 @@ fn free_bytes(path: &Path) -> u64 {
 #[derive(Debug)]
 struct ExtentInner {
     backing: Arc<Backing>,
-    /// Where the extent begins in the file.
+    /// Offset of the extent in the file.
     offset: u64,
-    /// Bytes before byte 0.
+    /// Bytes before byte 0, in its first block.
     lead: u64,
     len: u64,
     map: Option<RwLock<MmapMut>>,
     writes: Writes,
 }
 
-/// A region of a spill file; clones are the same region.
+/// Extent: a region of a spill file. Clones refer to the same region.
 #[derive(Clone, Debug)]
 pub struct Extent(Arc<ExtentInner>);
 
 impl Extent {
-    /// Bytes in use.
+    /// Number of bytes in use.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.0.len
     }
 
-    /// Whether it holds nothing.
+    /// Whether it has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.len == 0
     }
 
-    /// The way to the disk.
+    /// I/O path of its file.
     #[must_use]
     pub fn io(&self) -> IoPath {
         self.0.backing.io
     }
 
-    /// The blocks that hold `range`, in bytes from the extent's beginning, and how far into them it starts.
+    /// The blocks of `range`, as a range of bytes from the extent's first block, and the offset of `range` in them.
     pub(super) fn blocks(&self, range: &Range<u64>) -> (Range<u64>, usize) {
         let (start, end) = (range.start + self.0.lead, range.end + self.0.lead);
         let first = start / BLOCK_BYTES * BLOCK_BYTES;
@@ -269,7 +270,7 @@ impl Extent {
         )
     }
 
-    /// Whether blocks of `range` hold bytes of the extent outside of it.
+    /// Whether the blocks of `range` also hold other bytes of the extent.
     pub(super) fn shares_blocks(&self, range: &Range<u64>) -> bool {
         let aligned = |at: u64| (at + self.0.lead).is_multiple_of(BLOCK_BYTES);
         let start = range.start == 0 || aligned(range.start);
@@ -277,14 +278,14 @@ impl Extent {
         !(start && end)
     }
 
-    /// The end of the longest range from `start` that fits `most` bytes of blocks and stops at a block boundary or at
-    /// the extent's end.
+    /// End of the longest range from `start` whose blocks fit in `most` bytes, and that ends at a block boundary or
+    /// at `end`.
     pub(super) fn piece_end(&self, start: u64, end: u64, most: u64) -> u64 {
         let first = (start + self.0.lead) / BLOCK_BYTES * BLOCK_BYTES;
         (first + most - self.0.lead).min(end)
     }
 
-    /// The order of its writes.
+    /// Order of its writes.
     pub(super) fn writes(&self) -> &Writes {
         &self.0.writes
     }
@@ -324,13 +325,13 @@ impl Extent {
     }
 }
 
-/// Takes the pages of a shared map out of this process; the page cache keeps them as long as it likes. Without it
-/// everything ever touched would count as this process's memory.
+/// Unmaps pages of a shared map from this process; the page cache may keep them. Otherwise all pages ever touched
+/// would count as the process's resident memory.
 fn forget(map: &MmapMut, blocks: &Range<u64>) {
-    // A fault brings in its neighbours too, also beyond the blocks. Whoever is using those gets them again.
+    // A page fault also maps neighbors, even beyond the blocks. Other users of those pages get them mapped again.
     let start = (blocks.start as usize).saturating_sub(FAULT_BYTES);
     let end = (blocks.end as usize + FAULT_BYTES).min(map.len());
-    // SAFETY: the map is shared with a file, so its pages come back with their contents. A refusal costs memory only.
+    // SAFETY: the map is shared with a file, so its pages return with their contents. A failure costs only memory.
     unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start) }.ok();
 }
 

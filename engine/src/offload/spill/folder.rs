@@ -1,4 +1,4 @@
-//! The folder of one job under the folder a user named.
+//! Directory of one job's spill files, inside a directory that the user named.
 
 use super::Result;
 use crate::error::SpillError;
@@ -10,13 +10,13 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Folders of jobs begin with this.
+/// Prefix of the names of job directories.
 pub const FOLDER_PREFIX: &str = "tessera-spill-";
 const LOCK: &str = "lock";
-/// A link is not followed, and a pipe or a device is not waited for.
+/// Flags for opening a lock file: symbolic links are not followed, and opening a pipe or device does not block.
 const LOCK_FLAGS: OFlags = OFlags::NOFOLLOW.union(OFlags::NONBLOCK);
 
-/// A job's folder. While one process of the job holds it, it is locked; the last one to let go removes it.
+/// Directory of a job. Every process of the job holds a lock on it; the last one to release it removes the directory.
 #[derive(Debug)]
 pub struct SpillFolder {
     path: PathBuf,
@@ -24,16 +24,16 @@ pub struct SpillFolder {
 }
 
 impl SpillFolder {
-    /// Joins the folder of `job` under `parent`; the first to come makes it.
+    /// Joins the directory of `job` in `parent`. The first process creates it.
     ///
     /// # Errors
-    /// When the folder cannot be made or locked.
+    /// When the directory cannot be created or locked.
     pub fn join(parent: &Path, job: &str) -> Result<Self> {
         let path = parent.join(format!("{FOLDER_PREFIX}{job}"));
         loop {
             match make(&path) {
                 Ok(()) => {}
-                // Swept after it was found there, and before it was looked at.
+                // It was swept after `make` found it and before it was examined.
                 Err(e) if e.kind() == ErrorKind::AlreadyExists && !is_file(&path) => continue,
                 Err(e) => return Err(SpillError::io("create", &path)(e)),
             }
@@ -49,7 +49,7 @@ impl SpillFolder {
             let lock = match opened {
                 Ok(lock) if lock.metadata().is_ok_and(|meta| meta.is_file()) => lock,
                 Ok(_) => return Err(SpillError::io("lock", &name)(irregular())),
-                // Swept before it had a lock.
+                // It was swept before it had a lock file.
                 Err(e) if e.kind() == ErrorKind::NotFound => continue,
                 Err(_) if is_irregular(&name) => {
                     return Err(SpillError::io("lock", &name)(irregular()));
@@ -57,7 +57,7 @@ impl SpillFolder {
                 Err(e) => return Err(SpillError::io("create", &name)(e)),
             };
             lock.lock_shared().map_err(SpillError::io("lock", &name))?;
-            // Somebody who saw it without a living job may have removed it meanwhile.
+            // Another process may have removed it before it was locked.
             let held = lock.metadata().map_err(SpillError::io("read", &name))?;
             if fs::metadata(&name).is_ok_and(|there| there.ino() == held.ino()) {
                 return Ok(Self {
@@ -68,13 +68,13 @@ impl SpillFolder {
         }
     }
 
-    /// The folder.
+    /// Path of the directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Removes the folders of jobs under `parent` of which no process lives; returns what they held, in bytes.
+    /// Removes directories of jobs in `parent` without a living process. Returns their paths and sizes in bytes.
     ///
     /// # Errors
     /// When `parent` cannot be read.
@@ -101,13 +101,14 @@ impl SpillFolder {
 
 impl Drop for SpillFolder {
     fn drop(&mut self) {
-        // The lock goes first: the folder stays while another process holds it.
+        // Releases the lock first. The directory stays while another process holds the lock.
         self.lock = None;
         remove_if_dead(&self.path);
     }
 }
 
-/// Makes the folder, for its owner alone. One that is there must be this user's, and no link.
+/// Creates the directory with access for its owner only. An existing one must belong to this user and must not be a
+/// link.
 fn make(path: &Path) -> io::Result<()> {
     if let Some(parent) = path.parent() {
         fs::create_dir_all(parent)?;
@@ -116,7 +117,7 @@ fn make(path: &Path) -> io::Result<()> {
         Err(e) if e.kind() == ErrorKind::AlreadyExists && !is_file(path) => {}
         other => return other,
     }
-    // Swept since it was found there: the caller comes again, as where its maker is slower.
+    // It was swept after it was found. The caller tries again, as if another process were slower to create it.
     let found = fs::symlink_metadata(path).map_err(|e| match e.kind() {
         ErrorKind::NotFound => io::Error::from(ErrorKind::AlreadyExists),
         _ => e,
@@ -130,17 +131,17 @@ fn make(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether something that is not a folder has the name.
+/// Whether the path is something other than a directory.
 fn is_file(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|meta| !meta.is_dir())
 }
 
-/// Whether something that is not a regular file has the name.
+/// Whether the path is something other than a regular file.
 fn is_irregular(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|meta| !meta.is_file())
 }
 
-/// Bytes of the files in a folder.
+/// Total bytes of the files in a directory.
 fn size(path: &Path) -> u64 {
     let entries = fs::read_dir(path).into_iter().flatten().flatten();
     entries
@@ -149,14 +150,15 @@ fn size(path: &Path) -> u64 {
         .sum()
 }
 
-/// Removes a job's folder unless a process holds it.
+/// Removes a job's directory unless a process holds its lock.
 fn remove_if_dead(path: &Path) -> bool {
     let opened = OpenOptions::new()
         .read(true)
         .custom_flags(LOCK_FLAGS.bits().cast_signed())
         .open(path.join(LOCK));
     let Ok(lock) = opened else {
-        // Between making a folder and its lock: only an empty one can go, and its maker makes it again.
+        // Another process has created the directory but not its lock. Only an empty one is removed; its creator tries
+        // again.
         return fs::remove_dir(path).is_ok();
     };
     if !lock.metadata().is_ok_and(|meta| meta.is_file()) {
@@ -164,7 +166,7 @@ fn remove_if_dead(path: &Path) -> bool {
     }
     match lock.try_lock() {
         Ok(()) => {
-            // Under another name first: who joins meanwhile makes a new folder and loses nothing in it.
+            // Renamed first, so that a process that joins now creates a new directory and loses nothing in it.
             let grave = grave_of(path);
             let moved = match fs::metadata(path.join(LOCK)).and_then(|m| Ok((m, lock.metadata()?)))
             {
@@ -177,7 +179,7 @@ fn remove_if_dead(path: &Path) -> bool {
     }
 }
 
-/// A name that nobody else uses, of the kind that [`SpillFolder::sweep`] looks for.
+/// An unused name with the prefix that [`SpillFolder::sweep`] looks for.
 fn grave_of(path: &Path) -> PathBuf {
     static GRAVES: AtomicU64 = AtomicU64::new(0);
     let number = GRAVES.fetch_add(1, Ordering::Relaxed);
@@ -229,7 +231,7 @@ mod tests {
         let file = SpillFile::create(&own, 0, "param", IoPath::Mapped).unwrap();
         let path = own.path().join("rank-0.param");
         let before = fs::read(&path).unwrap();
-        // Another job of the same name.
+        // A second process of the same job.
         let other = Arc::new(SpillFolder::join(parent.path(), "a").unwrap());
         let error = SpillFile::create(&other, 0, "param", IoPath::Mapped).unwrap_err();
         let text = error.to_string();

@@ -1,4 +1,4 @@
-//! Threads that read ahead and write behind.
+//! Disk queue of a rank: threads that prefetch and write asynchronously.
 
 use super::Result;
 use super::file::Extent;
@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
-/// Requests under way at once: disks reach their rate at a depth of 16.
+/// Requests under way at once. Disks reach their full rate at a queue depth of 16.
 const THREADS: usize = 16;
 
 #[derive(Debug)]
@@ -37,7 +37,7 @@ enum Job {
     },
 }
 
-/// A segment that is being read.
+/// A read under way.
 #[derive(Debug)]
 pub struct PendingRead(Receiver<Result<Segment>>);
 
@@ -61,10 +61,10 @@ pub struct SpillIo {
 }
 
 impl SpillIo {
-    /// A queue with about `buffer_bytes` of buffers (at least 32 segments), counted in the host pool.
+    /// A queue with about `buffer_bytes` of buffers (at least 32 segments), which the host pool counts.
     ///
     /// # Errors
-    /// When the host pool or the system has no room.
+    /// When the host pool or the system has no memory.
     pub fn new(buffer_bytes: u64, host: &Pool) -> Result<Self, crate::error::EngineError> {
         let segments = SegmentPool::new(buffer_segments(buffer_bytes), host)?;
         let (jobs, queue) = Requests::<Job>::new();
@@ -96,12 +96,12 @@ impl SpillIo {
         self.shared.book.stats()
     }
 
-    /// Records requests to `trace` from now on; the first one stays.
+    /// Records requests to `trace` from now on. Later calls have no effect.
     pub(crate) fn record(&self, trace: &Trace) {
         self.shared.trace.get_or_init(|| trace.clone());
     }
 
-    /// Submits the request that `numbered` makes, within which it takes its place in the order of writes.
+    /// Submits the request that `numbered` makes. `numbered` assigns its place in the order of writes.
     fn submit(&self, writes: usize, numbered: impl FnOnce() -> Job) -> Result<()> {
         self.shared.book.begin(writes);
         match self.jobs.submit(numbered) {
@@ -110,7 +110,7 @@ impl SpillIo {
         }
     }
 
-    /// Starts to read `range`, which lies in [`SEGMENT_BYTES`] of blocks. Waits for a free buffer.
+    /// Starts to read `range`, whose blocks must fit in [`SEGMENT_BYTES`]. Waits for a free buffer.
     ///
     /// # Errors
     /// When an earlier write failed.
@@ -119,7 +119,7 @@ impl SpillIo {
         self.read_into(self.segments.take(), extent, range)
     }
 
-    /// As [`SpillIo::read`], but ahead of need: `None` when buffers are short.
+    /// As [`SpillIo::read`], for a prefetch: `None` when buffers are short.
     ///
     /// # Errors
     /// When an earlier write failed.
@@ -148,7 +148,8 @@ impl SpillIo {
         Ok(PendingRead(result))
     }
 
-    /// A buffer for all of `range`, to be filled and written. Where its first or last block holds other bytes too, it is read.
+    /// A buffer to fill and write `range` with. If its blocks also hold other bytes of the extent, they are read
+    /// first.
     ///
     /// # Errors
     /// When an earlier write failed.
@@ -159,7 +160,7 @@ impl SpillIo {
         self.check()?;
         let mut segment = self.segments.take();
         place(&mut segment, extent, &range);
-        // What surrounds the range in its blocks belongs to nobody.
+        // The rest of the blocks belongs to no range.
         if segment.is_partial() {
             let (start, len) = (segment.start, segment.len);
             let blocks = segment.blocks_mut();
@@ -169,7 +170,8 @@ impl SpillIo {
         Ok(segment)
     }
 
-    /// Lets a segment stand for `range` of another extent; copied only where its bytes lie otherwise in their blocks.
+    /// Assigns the bytes of a segment to `range` of another extent. They are copied only if their offset in the block
+    /// differs, or blocks are shared.
     ///
     /// # Errors
     /// When an earlier write failed.
@@ -188,7 +190,7 @@ impl SpillIo {
         Ok(fresh)
     }
 
-    /// Writes a segment of `extent` behind the caller's back. An error shows in a later call.
+    /// Starts to write a segment of `extent`. A failure of the write is returned by a later call.
     ///
     /// # Errors
     /// When an earlier write failed.
@@ -201,7 +203,7 @@ impl SpillIo {
         })
     }
 
-    /// Fills `out` with the bytes from `offset`.
+    /// Fills `out` with the bytes at `offset`.
     ///
     /// # Errors
     /// When the disk fails.
@@ -233,7 +235,7 @@ impl SpillIo {
         Ok(())
     }
 
-    /// Writes `bytes` from `offset` on, behind the caller's back.
+    /// Starts to write `bytes` at `offset`.
     ///
     /// # Errors
     /// When the disk fails.
@@ -256,7 +258,7 @@ impl SpillIo {
         self.check()
     }
 
-    /// The first failure of a write, once.
+    /// Returns the first failure of a write, once.
     fn check(&self) -> Result<()> {
         match self.shared.book.take_failure() {
             Some(failure) => Err(failure),
@@ -269,7 +271,7 @@ impl Drop for SpillIo {
     fn drop(&mut self) {
         self.jobs.close();
         for thread in self.threads.drain(..) {
-            // A thread that panicked has dropped its request; waiting callers learned of it.
+            // A thread that panicked dropped its request, which its caller has noticed.
             thread.join().ok();
         }
     }
@@ -283,7 +285,7 @@ fn place(segment: &mut Segment, extent: &Extent, range: &Range<u64>) {
     segment.blocks = blocks;
 }
 
-/// `len` bytes from `offset` in ranges that fit a segment.
+/// Divides `len` bytes at `offset` into ranges that fit a segment.
 fn pieces(extent: &Extent, offset: u64, len: usize) -> Vec<Range<u64>> {
     let end = offset + len as u64;
     let mut pieces = Vec::new();
@@ -314,7 +316,7 @@ fn run(job: Job, shared: &Shared, thread: u16) {
                 trace.end(started, lane, || "read".into());
             }
             shared.book.end(blocks.end - blocks.start, 0, None);
-            // The caller may have lost interest.
+            // The caller may be gone.
             reply.send(result.map(|()| segment)).ok();
         }
         Job::Write {
@@ -352,7 +354,7 @@ mod tests {
     }
 
     fn world() -> (tempfile::TempDir, Arc<SpillFolder>, SpillIo) {
-        // The build folder: /tmp may have no direct I/O.
+        // The build directory: /tmp may have no direct I/O.
         let exe = std::env::current_exe().unwrap();
         let parent = tempfile::tempdir_in(exe.parent().unwrap()).unwrap();
         let folder = Arc::new(SpillFolder::join(parent.path(), "io").unwrap());
@@ -370,7 +372,7 @@ mod tests {
         ) {
             let (_parent, folder, io) = world();
             for mut file in files(&folder) {
-                // Neighbours that must not change.
+                // Neighbors that must not change.
                 let before = file.allocate(5000, 0).unwrap();
                 let extent = file.allocate(len, phase).unwrap();
                 let after = file.allocate(5000, 100).unwrap();

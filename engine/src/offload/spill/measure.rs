@@ -1,4 +1,4 @@
-//! How fast a disk is, in both ways to it.
+//! Measurement of a disk's rates with each I/O path.
 
 use super::file::{IoPath, SpillFile};
 use super::folder::SpillFolder;
@@ -11,19 +11,19 @@ use std::time::Instant;
 
 use crate::plan::blocks::SEGMENT_BYTES;
 
-/// Rates of one way to the disk, in bytes per second.
+/// Measured rates of one I/O path.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Measured {
-    /// The way.
+    /// The I/O path.
     pub io: IoPath,
     /// Bytes read per second.
     pub read: f64,
-    /// Bytes written per second; for the mapped way, until the disk has them.
+    /// Bytes written per second; with a memory map, until they are on disk.
     pub write: f64,
 }
 
-/// Writes `bytes` in `folder` and reads them back the way `io`, as the engine would. `None` where the file system does
-/// not offer it.
+/// Writes `bytes` in `folder` and reads them back with the I/O path `io`, as the engine would. `None` if the file
+/// system does not support it.
 ///
 /// # Errors
 /// When the disk fails or is full.
@@ -41,8 +41,8 @@ pub fn measure(
     let bytes = bytes.next_multiple_of(segment);
     let extent = file.allocate(bytes, 0)?;
     let ranges = || (0..bytes / segment).map(|i| i * segment..(i + 1) * segment);
-    // The first pass turns reserved blocks into written ones; states are written over and over. It also fills the
-    // buffers: what comes up with the bytes is not the disk's work.
+    // The first pass turns reserved blocks into written ones, since states are overwritten many times. It also fills
+    // the buffers, whose cost is not the disk's.
     let mut write = 0.0;
     for pass in 0..2 {
         let started = Instant::now();
@@ -54,7 +54,7 @@ pub fn measure(
             queue.write(&extent, piece)?;
         }
         queue.flush()?;
-        // What went past the page cache is on the disk as far as a disk tells.
+        // Direct I/O reaches the disk without a sync.
         if io == IoPath::Mapped {
             file.sync()?;
         }
@@ -75,7 +75,7 @@ pub fn measure(
         }
         match ahead.pop_front() {
             Some(read) => drop(read.wait()?),
-            // Somebody else holds the buffers: one at a time then.
+            // Other users hold the buffers, so only one range is read at a time.
             None => {
                 if let Some(range) = next.take() {
                     drop(queue.read(&extent, range)?.wait()?);

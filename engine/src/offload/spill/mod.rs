@@ -1,13 +1,13 @@
-//! State on a disk.
+//! State on disk (spill files).
 //!
-//! A job has one folder, locked while one of its processes lives; each rank has one file per kind of state in it, each
-//! region of state one *extent* of a file. Files are sized when the states are allocated, so that a disk that is too
-//! small is found before training. Nothing in them outlives the job: they are removed at its end, and folders of jobs
-//! that were killed are swept by the next one.
+//! A job has one directory, locked while one of its processes lives. In it each rank has one file per kind of state.
+//! Each region of state is one *extent* of a file. Files get their size when states are allocated, so a disk that is
+//! too small is detected before training. Files never outlive the job: they are removed at its end, and the next job
+//! sweeps directories of killed ones.
 //!
-//! All traffic goes through [`SpillIo`]: a bounded pool of page-aligned [`Segment`]s and threads that read ahead and
-//! write behind. A read that overlaps a write submitted before it waits for that write, so callers see their own
-//! writes. There are two ways to the disk ([`IoPath`]): direct I/O past the page cache, and a memory map.
+//! All traffic goes through [`SpillIo`]: a bounded pool of page-aligned [`Segment`]s, and threads that prefetch and
+//! write asynchronously. A read that overlaps an earlier submitted write waits for it, so callers see their own
+//! writes. The two I/O paths ([`IoPath`]) are direct I/O, which bypasses the page cache, and a memory map.
 
 mod file;
 mod folder;

@@ -1,12 +1,12 @@
-//! The states that callers and threads of a disk queue share: buffers, the order of writes, and what became of
-//! requests. `tests/loom` runs them in every order.
+//! State that callers and threads of a disk queue share: free buffers, the order of writes, and counts of requests.
+//! `tests/loom` checks all interleavings.
 
 use crate::sync::channel::{Receiver, Sender, unbounded};
 use crate::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-/// A panic elsewhere leaves lists and counts that stay usable.
+/// Locks even after a panic of another thread, since lists and counts stay valid.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -17,7 +17,7 @@ fn wait<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, 
         .unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Numbers of buffers that nobody holds; the one used last is taken first.
+/// Indices of free buffers; the one used last is taken first.
 #[derive(Debug)]
 pub(super) struct Free {
     numbers: Mutex<Vec<usize>>,
@@ -25,7 +25,7 @@ pub(super) struct Free {
 }
 
 impl Free {
-    /// So many buffers, all free.
+    /// `buffers` buffers, all free.
     pub(super) fn new(buffers: usize) -> Self {
         Self {
             numbers: Mutex::new((0..buffers).rev().collect()),
@@ -33,7 +33,7 @@ impl Free {
         }
     }
 
-    /// Waits for a free one.
+    /// Waits for a free buffer.
     pub(super) fn take(&self) -> usize {
         let mut numbers = lock(&self.numbers);
         loop {
@@ -44,7 +44,7 @@ impl Free {
         }
     }
 
-    /// One, if more than `reserve` are free.
+    /// Takes a buffer if more than `reserve` are free.
     pub(super) fn try_take(&self, reserve: usize) -> Option<usize> {
         let mut numbers = lock(&self.numbers);
         if numbers.len() <= reserve {
@@ -59,7 +59,7 @@ impl Free {
     }
 }
 
-/// Requests on their way to the threads that serve them.
+/// Queue of requests to the threads that serve them.
 pub(super) struct Requests<J>(Mutex<Option<Sender<J>>>);
 
 impl<J> std::fmt::Debug for Requests<J> {
@@ -69,15 +69,14 @@ impl<J> std::fmt::Debug for Requests<J> {
 }
 
 impl<J> Requests<J> {
-    /// The two ends.
+    /// Sender and receiver.
     pub(super) fn new() -> (Self, Receiver<J>) {
         let (jobs, queue) = unbounded();
         (Self(Mutex::new(Some(jobs))), queue)
     }
 
-    /// Submits what `numbered` makes; false once closed. Requests take their places in the order of writes within it and
-    /// lie in the queue as they were numbered: a thread that waits for an earlier write knows another one at it, and
-    /// never one that still lies behind.
+    /// Submits the request that `numbered` makes; false after [`Requests::close`]. Numbering and queueing are one
+    /// atomic step. A thread that waits for an earlier write therefore knows that another thread already serves it.
     pub(super) fn submit(&self, numbered: impl FnOnce() -> J) -> bool {
         match &*lock(&self.0) {
             Some(jobs) => jobs.send(numbered()).is_ok(),
@@ -85,13 +84,13 @@ impl<J> Requests<J> {
         }
     }
 
-    /// Lets the threads end when they have served what was submitted.
+    /// Closes the queue: the threads end after they have served all submitted requests.
     pub(super) fn close(&self) {
         drop(lock(&self.0).take());
     }
 }
 
-/// Writes of an extent that have been submitted and have not ended, by the order of submission.
+/// Writes of an extent that are submitted and not finished, in the order of submission.
 #[derive(Debug)]
 pub(super) struct Writes {
     open: Mutex<(u64, Vec<(u64, Range<u64>)>)>,
@@ -106,7 +105,7 @@ impl Writes {
         }
     }
 
-    /// Notes a write of `blocks`; returns its place in the order.
+    /// Adds a write of `blocks`; returns its number in the order.
     pub(super) fn note(&self, blocks: Range<u64>) -> u64 {
         let mut open = lock(&self.open);
         open.0 += 1;
@@ -115,12 +114,12 @@ impl Writes {
         id
     }
 
-    /// The place that a read submitted now has in the order.
+    /// Number in the order for a read that is submitted now.
     pub(super) fn order(&self) -> u64 {
         lock(&self.open).0 + 1
     }
 
-    /// Waits for the writes before `order` that touch `blocks`.
+    /// Waits for writes before `order` that overlap `blocks`.
     pub(super) fn wait_for(&self, order: u64, blocks: &Range<u64>) {
         let mut open = lock(&self.open);
         let overlaps = |(id, other): &(u64, Range<u64>)| {
@@ -137,7 +136,7 @@ impl Writes {
     }
 }
 
-/// Traffic of a rank's spill files. Only ever grows: take differences.
+/// Traffic of a rank's spill files since the start. Take differences with [`SpillStats::since`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct SpillStats {
     /// Bytes read.
@@ -149,7 +148,7 @@ pub struct SpillStats {
 }
 
 impl SpillStats {
-    /// What was added since `earlier`.
+    /// Difference to `earlier`.
     #[must_use]
     pub fn since(self, earlier: Self) -> Self {
         Self {
@@ -180,7 +179,7 @@ struct Entries<E> {
     failure: Option<E>,
 }
 
-/// What is under way, what has been, and the first failure of a write.
+/// Counts of requests, and the first failure of a write.
 #[derive(Debug)]
 pub(super) struct Book<E> {
     entries: Mutex<Entries<E>>,
@@ -201,7 +200,7 @@ impl<E> Book<E> {
         }
     }
 
-    /// A request begins; `writes` is 1 for a write.
+    /// Counts a request that begins; `writes` is 1 for a write, otherwise 0.
     pub(super) fn begin(&self, writes: usize) {
         let mut book = lock(&self.entries);
         book.under_way += 1;
@@ -211,7 +210,7 @@ impl<E> Book<E> {
         }
     }
 
-    /// A request ends that read or wrote so many bytes.
+    /// Counts a request that ends, with the bytes it read or wrote.
     pub(super) fn end(&self, read: u64, written: u64, failure: Option<E>) {
         let mut book = lock(&self.entries);
         book.stats.read_bytes += read;
@@ -250,7 +249,7 @@ impl<E> Book<E> {
         }
     }
 
-    /// The first failure of a write, once.
+    /// Returns the first failure of a write, once.
     pub(super) fn take_failure(&self) -> Option<E> {
         lock(&self.entries).failure.take()
     }

@@ -1,8 +1,8 @@
-//! Page-aligned buffers of one size, a bounded number of them.
+//! Segments: a bounded number of page-aligned buffers of one size.
 //!
-//! They are pieces of one map that asks for huge pages. A request to the disk is a list of stretches of physical
-//! memory, and a virtual disk's queue holds a few hundred stretches: of 4 KiB pages one request of 1 MiB fills it, of
-//! huge pages sixteen requests fit.
+//! They are parts of one memory map that asks for huge pages. A request to the disk is a list of physically
+//! contiguous ranges, and the queue of a virtual disk holds a few hundred ranges. With 4 KiB pages one request of 1
+//! MiB fills the queue; with huge pages sixteen requests fit.
 #![expect(unsafe_code, reason = "buffers handed out from one memory map")]
 
 use super::Result;
@@ -13,14 +13,14 @@ use kernels::{Pool, Reservation, Tag};
 use memmap2::{Advice, MmapOptions, MmapRaw};
 use std::sync::Arc;
 
-/// Huge pages begin at multiples of this.
+/// Alignment of huge pages.
 const HUGE_BYTES: usize = 2 << 20;
 
-/// The segments of one rank.
+/// The pool of segments of one rank.
 #[derive(Debug)]
 pub(super) struct SegmentPool {
     map: MmapRaw,
-    /// Where the first segment begins in the map.
+    /// Offset of the first segment in the map.
     first: usize,
     free: Free,
     _counted: Reservation,
@@ -40,7 +40,7 @@ impl SegmentPool {
             .map(MmapRaw::from)
             .map_err(SpillError::io("map buffers for", "spill files"))?;
         let first = map.as_ptr().align_offset(HUGE_BYTES);
-        // A wish: without huge pages everything works, slower.
+        // Only a hint: it also works without huge pages, slower.
         map.advise_range(Advice::HugePage, first, bytes).ok();
         Ok(Arc::new(Self {
             map,
@@ -55,13 +55,13 @@ impl SegmentPool {
         self.segment(self.free.take())
     }
 
-    /// A segment, if more than `reserve` are free.
+    /// Takes a segment if more than `reserve` are free.
     pub(super) fn try_take(self: &Arc<Self>, reserve: usize) -> Option<Segment> {
         let index = self.free.try_take(reserve)?;
         Some(self.segment(index))
     }
 
-    /// `index` has been taken from the list.
+    /// The segment of `index`, which was taken from the list of free ones.
     fn segment(self: &Arc<Self>, index: usize) -> Segment {
         Segment {
             index,
@@ -73,16 +73,16 @@ impl SegmentPool {
     }
 }
 
-/// Bytes of an extent on their way from or to the disk, with the rest of the blocks they lie in.
+/// Buffer with bytes of an extent on their way to or from the disk, extended to whole blocks.
 #[derive(Debug)]
 pub struct Segment {
-    /// Its place in the pool, which nobody else has while this lives.
+    /// Its index in the pool, exclusive while it lives.
     index: usize,
-    /// Where the bytes asked for begin in the buffer.
+    /// Offset of the requested bytes in the buffer.
     pub(super) start: usize,
-    /// How many there are.
+    /// Number of requested bytes.
     pub(super) len: usize,
-    /// The blocks of the extent that the buffer stands for, in bytes.
+    /// The blocks in the buffer, as a range of bytes in the extent.
     pub(super) blocks: std::ops::Range<u64>,
     pool: Arc<SegmentPool>,
 }
@@ -94,36 +94,36 @@ impl Segment {
     }
 
     fn buffer(&self) -> &[u8] {
-        // SAFETY: the map holds all segments of the pool, which this one keeps; no other segment has this index, and
-        // the bytes are borrowed as this is.
+        // SAFETY: the map lives as long as the pool, which this segment keeps alive. No other segment has this index,
+        // and the bytes are borrowed from `self`.
         unsafe { std::slice::from_raw_parts(self.at(), SEGMENT_BYTES) }
     }
 
     fn buffer_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, borrowed exclusively.
+        // SAFETY: as above, with an exclusive borrow.
         unsafe { std::slice::from_raw_parts_mut(self.at(), SEGMENT_BYTES) }
     }
 
-    /// The bytes asked for.
+    /// The requested bytes.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.buffer()[self.start..self.start + self.len]
     }
 
-    /// The bytes asked for, writable.
+    /// The requested bytes, writable.
     #[must_use]
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         let own = self.start..self.start + self.len;
         &mut self.buffer_mut()[own]
     }
 
-    /// The elements asked for.
+    /// The requested elements.
     #[must_use]
     pub fn as_slice<T: bytemuck::Pod>(&self) -> &[T] {
         bytemuck::cast_slice(self.as_bytes())
     }
 
-    /// The elements asked for, writable.
+    /// The requested elements, writable.
     #[must_use]
     pub fn as_mut_slice<T: bytemuck::Pod>(&mut self) -> &mut [T] {
         bytemuck::cast_slice_mut(self.as_bytes_mut())
@@ -133,7 +133,7 @@ impl Segment {
         (self.blocks.end - self.blocks.start) as usize
     }
 
-    /// Whole blocks, as they are on the disk.
+    /// The whole blocks, as on the disk.
     pub(super) fn blocks_mut(&mut self) -> &mut [u8] {
         let len = self.block_len();
         &mut self.buffer_mut()[..len]
@@ -143,7 +143,7 @@ impl Segment {
         &self.buffer()[..self.block_len()]
     }
 
-    /// Whether bytes of its blocks lie outside of what was asked for.
+    /// Whether its blocks have bytes outside the request.
     pub(super) fn is_partial(&self) -> bool {
         self.len != self.block_len()
     }
@@ -165,7 +165,7 @@ mod tests {
         let pool = SegmentPool::new(2, &host).unwrap();
         assert_eq!(host.stats().in_use, 2 * SEGMENT_BYTES as u64);
         let first = pool.take();
-        // One is left, and it is reserved.
+        // One segment is left, and it is reserved.
         assert!(pool.try_take(1).is_none());
         let second = pool.try_take(0).expect("one is left");
         assert!(pool.try_take(0).is_none());

@@ -331,7 +331,7 @@ fn unknown(entry: &Entry, path: &str, near: Option<&str>, report: &mut Report) -
     Outcome::Refused(why.to_owned())
 }
 
-/// Drops the file's accumulation if the command line gives a global batch, since accumulation follows from it.
+/// Drops the file's accumulation if the global batch and the micro-batch are given, since it follows from them.
 fn settle_batch(given: &Given, report: &mut Report) {
     let steps = "gradient-accumulation-steps";
     let Some(word) = given.get("global-batch-size") else {

@@ -1,4 +1,4 @@
-//! What flags become.
+//! Tests of the resolution of flags.
 
 use crate::cli::resolve::*;
 use crate::cli::{Command, parse};
@@ -72,12 +72,12 @@ fn auto_runs_the_optimizer_in_forward_with_states_in_host_memory() {
     assert!(!late(
         "--device cuda --zero 3 --offload cpu --optimizer-in-forward off"
     ));
-    // Cores that compute have no time for updates, unless that is asked for.
+    // CPU cores that compute have no time for updates in forward, unless the flag asks for them.
     assert!(!late("--device cpu --zero 3 --offload cpu"));
     assert!(late(
         "--device cpu --zero 3 --offload cpu --optimizer-in-forward on"
     ));
-    // Ranks of stages 1 and 2 share what they updated before a pass.
+    // In stages 1 and 2, ranks exchange updated weights before the next pass.
     for (line, can) in [
         ("--zero 2 --nproc 1", true),
         ("--zero 2 --nproc 2", false),
@@ -287,7 +287,7 @@ fn shard_groups_divide_the_ranks_of_a_stage_that_shards() {
     assert_eq!(groups(4, 3, 2).expect("resolves"), Some(2));
     assert_eq!(groups(4, 1, 1).expect("resolves"), Some(1));
     assert_eq!(groups(4, 0, 4).expect("resolves"), None);
-    // The check of a resumed checkpoint, and a run that lost a rank, have other numbers of ranks.
+    // Checks of resumed checkpoints, and runs that lost a rank, have another number of ranks.
     let mut config = try_config("--nproc 4 --shard-group 2")
         .expect("resolves")
         .config;

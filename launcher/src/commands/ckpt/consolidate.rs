@@ -1,8 +1,8 @@
-//! `launcher ckpt consolidate`: a checkpoint as safetensors in f32, what other trainers call zero_to_fp32.
+//! `launcher ckpt consolidate`: a checkpoint as safetensors in f32, like DeepSpeed's `zero_to_fp32`.
 //!
-//! Files and names are those of the checkpoint (`model`, `adapter_model`, `trained`). A value comes from the training
-//! state where that holds the tensor in the same shape (master weights, or the weights themselves where there is no
-//! master) and else from the checkpoint's own file, widened.
+//! Files and tensor names are those of the checkpoint (`model`, `adapter_model`, `trained`). Values come from the
+//! training state if it has the tensor in the same shape: from master weights, or from weights if there is no master.
+//! Otherwise they come from the checkpoint's weight file and are widened.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -28,12 +28,12 @@ use crate::model::files;
 use crate::model::stored::max_shard_bytes;
 use crate::units::{bytes, grouped, seconds};
 
-/// Elements read, widened and written at once.
+/// Elements that are read, widened and written at once.
 const CHUNK_ELEMS: usize = 1 << 20;
 const MODEL_STEM: &str = "model";
 const OPTIMIZER_STEM: &str = "optimizer";
 
-/// Where one tensor of the result comes from.
+/// Source of one tensor of the result.
 struct Entry<'a> {
     name: String,
     shape: Vec<usize>,
@@ -46,7 +46,7 @@ enum From<'a> {
     File(&'a WeightSource),
 }
 
-/// Widens and writes.
+/// Runs the subcommand.
 pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let output = required(args.output.as_ref())?;
@@ -72,7 +72,7 @@ pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
         write(stem, &entries)?;
     }
     if files.is_empty() {
-        // Saved by a program that keeps its weights elsewhere.
+        // The checkpoint has no weight files: its program stores weights elsewhere.
         write(
             MODEL_STEM,
             &of_kinds(&source, is_weight, |t| t.name.clone()),
@@ -120,7 +120,7 @@ pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The files of weights that the checkpoint holds, by their names without extension.
+/// The weight files of the checkpoint, by stem.
 fn weight_files(folder: &Path) -> Result<Vec<(&'static str, WeightSource)>, Failure> {
     let mut files = Vec::new();
     for stem in [MODEL_STEM, ADAPTER_STEM, TRAINED_STEM] {
@@ -133,10 +133,10 @@ fn weight_files(folder: &Path) -> Result<Vec<(&'static str, WeightSource)>, Fail
     Ok(files)
 }
 
-/// The tensors of a file, each from the training state where that has it.
+/// The tensors of a file, each from the training state if that has it.
 fn entries<'a>(checkpoint: &'a Checkpoint, file: &'a WeightSource) -> Vec<Entry<'a>> {
     let state = |name: &str, shape: &[usize]| {
-        // Modules that train in full beside adapters are called as peft calls them.
+        // Modules trained in full beside adapters have names with peft's prefix.
         let bare = name.strip_prefix(ADAPTER_PREFIX).unwrap_or(name);
         let found = [name, bare].into_iter().find_map(|name| {
             let kinds = ["master", "weight"].into_iter();
@@ -162,7 +162,7 @@ fn entries<'a>(checkpoint: &'a Checkpoint, file: &'a WeightSource) -> Vec<Entry<
         .collect()
 }
 
-/// Tensors of the training state.
+/// Tensors of some kinds of training state.
 fn of_kinds(
     checkpoint: &Checkpoint,
     wanted: impl Fn(&LogicalTensor) -> bool,
@@ -178,7 +178,7 @@ fn of_kinds(
         .collect()
 }
 
-/// Writes one file, or the shards of one; returns its bytes.
+/// Writes one file, or several if it is too large; returns the bytes.
 fn write_file(
     folder: &Path,
     stem: &str,
@@ -226,7 +226,7 @@ fn write_file(
     Ok(finished.iter().map(|(_, digest)| digest.bytes).sum())
 }
 
-/// The values as little-endian f32; `None` for a number format that is none.
+/// The values as little-endian f32; `None` if the dtype is not a float.
 fn widened(raw: Vec<u8>, dtype: DType) -> Option<Vec<u8>> {
     let halves = |wide: fn([u8; 2]) -> f32| -> Vec<u8> {
         let halves = raw.chunks_exact(2);

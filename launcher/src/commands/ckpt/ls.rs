@@ -1,4 +1,4 @@
-//! `launcher ckpt ls`: what the checkpoints of a run hold, from their manifests.
+//! `launcher ckpt ls`: contents of a run's checkpoints, from their manifests.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -15,19 +15,19 @@ use crate::error::{ErrorCode, Failure, chain, file_name};
 use crate::units::bytes;
 
 const PREFIX: &str = "checkpoint-";
-/// Files of weights by their names without extension, and what to call them.
+/// Stems of weight files, with their names in the list.
 const HOLDS: [(&str, &str); 3] = [
     ("model", "model"),
     ("adapter_model", "adapters"),
     ("trained", "trained parts"),
 ];
 
-/// One line of the list.
+/// One row of the list.
 struct Row {
     name: String,
     latest: bool,
     bytes: u64,
-    /// What the manifest says, or why it says nothing.
+    /// Contents of the manifest, or why it cannot be read.
     found: Result<Contents, String>,
 }
 
@@ -35,14 +35,14 @@ struct Contents {
     step: u64,
     world_size: u32,
     holds: Vec<&'static str>,
-    /// Kinds of training state, with tensors and bytes.
+    /// Kinds of training state, with their numbers of tensors and bytes.
     kinds: BTreeMap<String, (usize, u64)>,
     state_bytes: u64,
     files: usize,
     meta: Value,
 }
 
-/// Looks and prints.
+/// Runs the subcommand.
 pub(super) fn run(args: &CkptLsArgs) -> Result<ExitCode, Failure> {
     let run = &args.run;
     let doing = format!("list {}", run.display());
@@ -85,7 +85,7 @@ pub(super) fn run(args: &CkptLsArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Folders that are called checkpoints, by their steps; unfinished ones among them.
+/// Names of checkpoint directories by step, including unfinished ones.
 fn names(run: &Path) -> Vec<String> {
     let entries = fs::read_dir(run).into_iter().flatten().flatten();
     let folders = entries.filter(|entry| entry.path().is_dir());
@@ -182,7 +182,7 @@ impl Contents {
     }
 }
 
-/// Bytes of all files in a folder, links not followed.
+/// Total bytes of all files in a directory, without following links.
 fn on_disk(folder: &Path) -> u64 {
     let mut bytes = 0;
     let mut folders = vec![folder.to_owned()];
@@ -263,7 +263,7 @@ fn kinds(contents: &Contents) -> String {
     text
 }
 
-/// A value of the manifest for people; a dash where it is absent.
+/// A value of the manifest as text; a dash if it is absent.
 fn word(value: &Value) -> String {
     match value {
         Value::Null => "–".to_owned(),

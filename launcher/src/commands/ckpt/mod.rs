@@ -1,7 +1,7 @@
-//! `launcher ckpt`: checkpoints as they lie on a disk: listed, verified, cut for other ranks, made one file.
+//! `launcher ckpt`: lists, verifies, reshards and consolidates checkpoints.
 //!
-//! Nothing of the run is needed but its folder, and nothing in it is changed. What is written begins under a temporary
-//! name, in parts of a few MiB, and takes its own when it is whole.
+//! The subcommands need only the directory of a run, and change nothing in it. Output is written in parts of a few
+//! MiB to a temporary name, and renamed when it is complete.
 
 mod consolidate;
 mod ls;
@@ -17,7 +17,7 @@ use engine::checkpoint::Checkpoint;
 use crate::cli::CkptCommand;
 use crate::error::{ErrorCode, Failure, failures};
 
-/// Runs the verb.
+/// Runs the subcommand.
 ///
 /// # Errors
 /// The checkpoint is missing, damaged or cannot be read (exit 9), the output is taken (exit 2) or cannot be written
@@ -31,7 +31,7 @@ pub(crate) fn run(command: &CkptCommand) -> Result<ExitCode, Failure> {
     }
 }
 
-/// Opens a checkpoint and compares all of it with its hashes.
+/// Opens a checkpoint and compares all its bytes with its hashes.
 fn open(folder: &Path, doing: &str) -> Result<Checkpoint, Failure> {
     let doing = format!("{doing} {}", folder.display());
     if !folder.is_dir() {
@@ -55,7 +55,7 @@ fn missing(folder: &Path, doing: &str) -> Failure {
         .next("give a checkpoint-N directory of a run; `launcher ckpt ls RUN` lists them")
 }
 
-/// What every verb that writes asks for.
+/// The output directory, required by every subcommand that writes.
 fn required(output: Option<&PathBuf>) -> Result<&PathBuf, Failure> {
     output.ok_or_else(|| {
         Failure::usage("--output is missing", "the result needs a directory")
@@ -63,7 +63,7 @@ fn required(output: Option<&PathBuf>) -> Result<&PathBuf, Failure> {
     })
 }
 
-/// Prints on standard output. A closed pipe is no failure: the reader has seen enough.
+/// Prints on standard output. A closed pipe is not a failure: the reader has seen enough.
 fn print(text: &str) {
     drop(std::io::stdout().write_all(text.as_bytes()));
 }

@@ -1,4 +1,4 @@
-//! `launcher ckpt reshard`: the same state for another number of ranks.
+//! `launcher ckpt reshard`: the same training state for another number of ranks.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -13,7 +13,7 @@ use crate::error::{ErrorCode, Failure, failures};
 use crate::report::checkpoints::UNITS;
 use crate::units::seconds;
 
-/// Cuts and writes.
+/// Runs the subcommand.
 pub(super) fn run(args: &CkptReshardArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let output = required(args.output.as_ref())?;
@@ -52,7 +52,7 @@ pub(super) fn run(args: &CkptReshardArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Parameters by the buffers that the run divided; none where the checkpoint does not say.
+/// Parameters by the buffers that the run sharded; empty if the checkpoint does not say.
 fn units(meta: &Value) -> Result<Vec<Vec<String>>, serde_json::Error> {
     meta.get(UNITS).map_or_else(
         || Ok(Vec::new()),

@@ -1,4 +1,4 @@
-//! `launcher ckpt verify`: every byte and every tensor of one checkpoint.
+//! `launcher ckpt verify`: check of every byte and every tensor of one checkpoint.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -14,10 +14,10 @@ use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::report::checkpoints::advise_intact;
 use crate::units::{bytes, grouped, seconds};
 
-/// Problems that are printed; the rest is counted.
+/// Maximal number of problems that are printed; the rest is counted.
 const SHOWN: usize = 20;
 
-/// Compares and prints.
+/// Runs the subcommand.
 pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let folder = &args.checkpoint;
@@ -64,7 +64,7 @@ pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
     Err(advise_intact(failure, folder))
 }
 
-/// What is wrong with the files of weights: each trained tensor must be there with its shape.
+/// Problems of the weight files: every trained tensor must be there with its shape.
 fn weights(folder: &Path) -> Result<Vec<String>, Failure> {
     let doing = format!("verify {}", folder.display());
     let checkpoint = Checkpoint::open(folder).map_err(|e| failures::checkpoint(&doing, &e))?;
@@ -79,7 +79,7 @@ fn weights(folder: &Path) -> Result<Vec<String>, Failure> {
         Err(error) => return Ok(vec![chain(&error)]),
     };
     if model.is_none() && adapter.is_none() {
-        // Saved by a program that keeps its weights elsewhere.
+        // The checkpoint has no weight files: its program stores weights elsewhere.
         return Ok(Vec::new());
     }
     let shape = |name: &str| {
@@ -99,12 +99,12 @@ fn weights(folder: &Path) -> Result<Vec<String>, Failure> {
         .collect())
 }
 
-/// Whether a tensor of the training state is a parameter and not the optimizer's.
+/// Whether a tensor of the training state is a parameter, not an optimizer state.
 pub(super) fn is_weight(tensor: &LogicalTensor) -> bool {
     matches!(&*tensor.kind, "master" | "weight")
 }
 
-/// Adapters of single projections are written with a column block per projection.
+/// Whether a stored shape matches. Adapters of single projections are written with one column block per projection.
 fn fits(tensor: &LogicalTensor, found: &[usize]) -> bool {
     let same = tensor
         .shape

@@ -1,4 +1,4 @@
-//! `docs/errors.md`: the exit codes and all pages, in English.
+//! Generator of `docs/errors.md`: exit codes and all pages, in English.
 
 use crate::cli::Lang;
 use crate::error::ErrorCode;
@@ -59,7 +59,7 @@ const EXIT_CODES: [(u8, &str, &str); 14] = [
     ),
 ];
 
-/// The page of exit codes and error codes of the documentation, as Markdown.
+/// Markdown page of exit codes and error codes for the documentation.
 pub fn errors_page() -> String {
     let mut text = String::from(
         "# Errors\n\n\
@@ -144,7 +144,7 @@ fn english(text: &Both) -> String {
 fn stripped(word: &str) -> (&str, &str, &str) {
     let bare = word.trim_start_matches('(');
     let before = &word[..word.len() - bare.len()];
-    // Dots that stand for the rest of an identity.
+    // Dots that replace the rest of an id.
     if bare.ends_with("....") {
         return (before, bare, "");
     }

@@ -11,7 +11,7 @@ use crate::error::{ErrorCode, Failure};
 
 pub use errors::errors_page;
 
-/// Columns of a page's text.
+/// Width of a page's text in columns.
 const WIDTH: usize = 96;
 
 /// Prints the page that `args` asks for, or the list of codes, on standard output.
@@ -24,12 +24,12 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<ExitCode, Failure> {
         None => list(lang),
         Some(word) => render(find(word)?, lang),
     };
-    // A closed pipe is no failure: the reader has seen enough.
+    // A closed pipe is not a failure: the reader has seen enough.
     drop(write!(std::io::stdout(), "{text}"));
     Ok(ExitCode::SUCCESS)
 }
 
-/// The code that `word` names: `E05`, `e5`, `5`, `error[E05]`.
+/// The error code that `word` means: `E05`, `e5`, `5`, `error[E05]`.
 fn find(word: &str) -> Result<ErrorCode, Failure> {
     let bare = word.trim().to_ascii_uppercase();
     let bare = bare.trim_start_matches("ERROR").trim_matches(['[', ']']);
@@ -109,8 +109,8 @@ fn render(code: ErrorCode, lang: Lang) -> String {
     text
 }
 
-/// `text` in lines of at most [`WIDTH`] columns; the first begins with `first`, the others with
-/// `rest`. Chinese characters take two columns and lines may break behind each.
+/// Wraps `text` to lines of at most [`WIDTH`] columns. The first line begins with `first`, the others with `rest`. A
+/// Chinese character takes two columns, and a line may break after each.
 fn wrapped(text: &str, first: &str, rest: &str) -> String {
     let columns = |letter: char| if is_wide(letter) { 2 } else { 1 };
     let mut out = first.to_string();
@@ -129,7 +129,7 @@ fn wrapped(text: &str, first: &str, rest: &str) -> String {
     out + "\n"
 }
 
-/// Where a line may break: behind spaces, and behind wide characters that no punctuation follows.
+/// Pieces between which a line may break: after spaces, and after wide characters without following punctuation.
 fn pieces(text: &str) -> Vec<&str> {
     let mut found = Vec::new();
     let mut start = 0;

@@ -1,4 +1,4 @@
-//! Adapters alone, as peft reads them.
+//! Export of adapters in peft's format.
 
 use super::{BLOCK_ELEMS, Summary, copy, read};
 use crate::error::{ErrorCode, Failure, failures};
@@ -10,7 +10,7 @@ use models::params::ADAPTER_PREFIX;
 use models::{WeightError, WeightSource};
 use std::path::Path;
 
-/// The adapter's files as peft reads them, and what else was trained.
+/// Writes the adapter's files in peft's format, and the other trained tensors.
 pub(super) fn write(
     adapter: &Adapter,
     dtype: Option<DType>,
@@ -66,7 +66,7 @@ pub(super) fn write(
     Ok(summary)
 }
 
-/// What model hubs show about an adapter.
+/// The model card of an adapter, which model hubs show.
 fn model_card(adapter: &Adapter) -> String {
     let base = adapter
         .config()

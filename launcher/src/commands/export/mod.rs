@@ -1,5 +1,5 @@
-//! `launcher export`: the weights of a checkpoint as a folder that transformers or peft load. Tensor by tensor, on the
-//! CPU, into a folder that takes its name only when it is whole.
+//! `launcher export`: the weights of a checkpoint as a directory for transformers or peft. It works tensor by tensor
+//! on the CPU. The directory gets its final name when it is complete.
 
 mod adapter;
 mod model;
@@ -22,10 +22,10 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// Elements read, merged and written at once.
+/// Elements that are read, merged and written at once.
 const BLOCK_ELEMS: usize = 1 << 24;
 
-/// Runs the verb.
+/// Runs the subcommand.
 ///
 /// # Errors
 /// The checkpoint or its base is missing or damaged, a trained tensor would be lost, or the output cannot be written.
@@ -72,7 +72,7 @@ fn missing(checkpoint: &Path) -> Failure {
     .next("give a checkpoint-N directory of a run")
 }
 
-/// The manifest, where the folder is a checkpoint of a run; its weights are compared with their hashes.
+/// The manifest, if the directory is a checkpoint of a run; weights are compared with their hashes.
 fn manifest(folder: &Path) -> Result<Option<Checkpoint>, Failure> {
     if !folder.join("MANIFEST.json").is_file() {
         return Ok(None);
@@ -85,10 +85,10 @@ fn manifest(folder: &Path) -> Result<Option<Checkpoint>, Failure> {
     Ok(Some(checkpoint))
 }
 
-/// Where the exported tensors come from.
+/// Sources of the exported tensors.
 struct Sources {
     folder: PathBuf,
-    /// The whole model: the checkpoint's own weights, or the base that parts are merged into.
+    /// The whole model: the checkpoint's own weights, or the base that changes are merged into.
     model: Option<WeightSource>,
     adapter: Option<Adapter>,
 }
@@ -142,7 +142,7 @@ impl Sources {
         })
     }
 
-    /// Refuses an export that would lose something that was trained.
+    /// Refuses an export that would lose trained tensors.
     fn check(&self, manifest: Option<&Checkpoint>) -> Result<(), Failure> {
         let lost: Vec<String> = match (&self.model, &self.adapter) {
             (Some(model), Some(adapter)) => adapter.strangers(model).map(str::to_owned).collect(),
@@ -211,7 +211,7 @@ fn adapter_failure(folder: &Path, error: &AdapterError) -> Failure {
     .next("give a checkpoint-N directory of a run, or a directory with adapter_model.safetensors")
 }
 
-/// A small file; the dtype that `config.json` names follows the weights.
+/// Copies a small file. In `config.json`, the dtype is set to that of the weights.
 pub(crate) fn copy(from: &Path, to: &Path, dtype: Option<DType>) -> Result<(), Failure> {
     let read = std::fs::read(from)
         .map_err(|error| Failure::io(ErrorCode::ModelFiles, "read", from, &error))?;

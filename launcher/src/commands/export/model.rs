@@ -1,4 +1,4 @@
-//! Whole models, with adapters and trained parts merged into them.
+//! Export of whole models, with adapters and trained parts merged.
 
 use super::{BLOCK_ELEMS, read};
 use crate::error::{ErrorCode, Failure, failures};
@@ -10,7 +10,7 @@ use models::adapter::Adapter;
 use std::ops::Range;
 use std::path::Path;
 
-/// All tensors of `model` with what `adapter` changes; returns their number and bytes.
+/// Writes all tensors of `model` with the changes of `adapter`; returns their number and bytes.
 pub(super) fn write(
     model: &WeightSource,
     adapter: Option<&Adapter>,
@@ -50,7 +50,7 @@ pub(super) fn write(
         let low_rank = adapter.and_then(|a| Some((a, adapted(a, &tensor.name)?)));
         for start in (0..elems).step_by(rows_at_once) {
             let range = start..(start + rows_at_once).min(elems);
-            // A weight may be trained in full and carry an adapter besides.
+            // A weight can be trained in full and have an adapter as well.
             let base = |range: Range<usize>, dtype: DType| {
                 read(range, dtype, |r, d, out| match own {
                     Some(own) => own.read_range(&tensor.name, r, d, out),
@@ -85,7 +85,7 @@ pub(super) fn write(
     Ok((tensors.len(), bytes))
 }
 
-/// The module of a weight that has an adapter.
+/// The module of `weight`, if it has an adapter.
 fn adapted<'n>(adapter: &Adapter, weight: &'n str) -> Option<&'n str> {
     let module = weight.strip_suffix(".weight")?;
     let [a, _] = adapter.halves(module);

@@ -23,10 +23,10 @@ const DEFAULT_PROMPT_TOKENS: usize = 8192;
 const DEFAULT_SLICES: usize = 9;
 const DEFAULT_SEED: u64 = 42;
 
-/// Answers the prompt of `args` on standard output; times go to standard error.
+/// Prints the answer to the prompt of `args` on standard output, and times on standard error.
 ///
 /// # Errors
-/// Bad flags, a model, adapter or picture that cannot be used, a prompt that is too long.
+/// Invalid flags; a model, adapter or image that cannot be used; a prompt that is too long.
 pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let dir = required(args.model.as_ref(), "generate", "--model")?;
     let prompt = required(args.prompt.as_deref(), "generate", "--prompt")?;
@@ -77,7 +77,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     print(&format!("{}\n", answer.text))
 }
 
-/// One turn of the user: pictures stand before the text unless it places them itself.
+/// Sample with one turn of the user. Images precede the text unless the text places them.
 fn question(prompt: &str, images: &[PathBuf]) -> RawSample {
     let single = images.len() == 1 && !prompt.contains("<image_0");
     let name = |i: usize| match single {
@@ -105,7 +105,7 @@ fn encode(
     sample: &RawSample,
     options: &EncodeOptions,
 ) -> Result<EncodedPrompt, Failure> {
-    // Whoever types a path may name any file.
+    // A path on the command line may name any file.
     let images = ImageFolder::new(".").allow_outside(true);
     let style = PlaceholderStyle::Training;
     let encoded = open
@@ -135,7 +135,7 @@ fn refuse(error: &SampleError) -> Failure {
 struct Answered {
     text: String,
     tokens: usize,
-    /// Passes of one token behind the prompt's, the last of which may have ended the answer.
+    /// Number of passes of one token after the prompt's pass. The last one may have ended the answer.
     passes: usize,
     prefill_seconds: f64,
     decode_seconds: f64,
@@ -169,7 +169,7 @@ fn answer(
         stop_ids: loaded.processor.stop_ids(),
     };
     let started = Instant::now();
-    // Asked before every pass: the second time the prompt's pass is over.
+    // Called before every pass: at the second call the prompt's pass is done.
     let mut asked = Vec::new();
     let mut anyone_left = |left: bool| {
         asked.push(started.elapsed().as_secs_f64());

@@ -23,7 +23,7 @@ const DEFAULT_SLICES: usize = 9;
 /// Time between lines of progress.
 const PROGRESS: Duration = Duration::from_secs(10);
 
-/// One sample of the file that `--output` names.
+/// Result of one sample, in the file of `--output`.
 #[derive(Serialize)]
 struct Row {
     #[serde(flatten)]
@@ -36,7 +36,7 @@ struct Row {
 /// Evaluates the samples of `args` and prints the result as JSON.
 ///
 /// # Errors
-/// Bad flags; a model, adapter, sample or picture that cannot be used; no room for the result.
+/// Invalid flags; a model, adapter, sample or image that cannot be used; an output file that cannot be written.
 pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
     let dir = required(args.model.as_ref(), "eval", "--model")?;
     let data = required(args.data.as_ref(), "eval", "--data")?;
@@ -106,7 +106,7 @@ fn summary(rows: &[Row], seconds: f64) -> Value {
     })
 }
 
-/// Whether a file can come to `path`, asked before the work and not after it.
+/// Checks that a file can be written to `path`, before the work begins.
 fn check_place(path: &Path) -> Result<(), Failure> {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
     if path.is_dir() || folder.is_some_and(|folder| !folder.is_dir()) {
@@ -136,7 +136,7 @@ struct Evaluation<'a> {
 }
 
 impl Evaluation<'_> {
-    /// Loss and answer of every sample, in the order of the file.
+    /// Loss and answer of every sample, in file order.
     fn rows(&self) -> Result<Vec<Row>, Failure> {
         let total = self.set.samples.len();
         let mut rows: Vec<Row> = Vec::with_capacity(total);
@@ -163,8 +163,8 @@ impl Evaluation<'_> {
         Ok(rows)
     }
 
-    /// Sum of the losses and number of the supervised tokens of a sample. It is a pass of its own,
-    /// as during training, so that the mean has the same bits.
+    /// Sum of the losses and number of supervised tokens of a sample. As during training, each sample is a pass of
+    /// its own, so that the mean has the same bits.
     fn loss(&self, index: usize) -> Result<(f64, usize), Failure> {
         let LoadedModel {
             model,
@@ -210,7 +210,7 @@ impl Evaluation<'_> {
             .collect()
     }
 
-    /// Refuses a batch whose cache cannot be held, before the operating system ends the process.
+    /// Refuses a batch whose cache does not fit into memory, before the operating system kills the process.
     fn check_room(&self, cache: u64) -> Result<(), Failure> {
         let free = crate::memory::host().free_bytes;
         if cache <= free {

@@ -1,4 +1,4 @@
-//! Answers of a model: those of held-out samples, and the verbs `generate` and `eval`.
+//! Answers of a model: for held-out samples during training, and for the subcommands `generate` and `eval`.
 
 pub(crate) mod ask;
 pub(crate) mod evaluate;
@@ -8,7 +8,7 @@ use crate::error::{ErrorCode, Failure};
 use std::io::{self, Write};
 use std::process::ExitCode;
 
-/// The result on standard output. A reader that has seen enough is no error.
+/// Prints the result on standard output. A closed pipe is not a failure: the reader has seen enough.
 fn print(text: &str) -> Result<ExitCode, Failure> {
     let mut stdout = io::stdout().lock();
     match stdout
@@ -25,8 +25,8 @@ fn print(text: &str) -> Result<ExitCode, Failure> {
     }
 }
 
-/// A line for people, beside the result.
+/// Prints a note on standard error.
 fn note(line: &str) {
-    // Nobody reads it where standard error is closed.
+    // If standard error is closed, nobody reads it.
     drop(writeln!(io::stderr(), " {line}"));
 }

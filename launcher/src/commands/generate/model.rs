@@ -1,5 +1,5 @@
-//! A model folder, with an adapter where one is named, ready to answer in one process: every weight
-//! once, in the pool of the CPU, and nothing else of a training run.
+//! A model directory, with an optional adapter, loaded for generation in one process. Every weight is stored once, in
+//! the CPU's pool.
 
 use crate::config::PrecisionChoice;
 use crate::error::failures::unusable;
@@ -20,10 +20,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Names listed of an adapter that does not fit; the rest is counted.
+/// Maximal number of tensor names listed for an adapter that does not fit; the rest is counted.
 const LISTED: usize = 3;
 
-/// A model whose files are open and checked, and not read.
+/// A model whose files are opened and checked but not read.
 #[derive(Debug)]
 pub(super) struct OpenModel {
     pub(super) model: Arc<dyn VisionLanguageModel>,
@@ -33,8 +33,8 @@ pub(super) struct OpenModel {
 }
 
 impl OpenModel {
-    /// Opens the folder `dir` and the adapter's. Without a precision, f32 files are used as they
-    /// are and all others in bf16.
+    /// Opens the model directory `dir` and the adapter. Without a precision, f32 files are computed in f32 and all
+    /// others in bf16.
     pub(super) fn open(
         dir: &Path,
         adapter: Option<&Path>,
@@ -73,14 +73,13 @@ impl OpenModel {
         })
     }
 
-    /// Bytes of all weights.
+    /// Total bytes of the weights.
     pub(super) fn weight_bytes(&self) -> u64 {
         let elems = self.model.spec().elems().0;
         (elems * self.model.dtype().size_bytes()) as u64
     }
 
-    /// Reads the weights. `cache_bytes` are wanted beside them; what does not fit is refused before
-    /// anything is read.
+    /// Reads the weights. Refuses before reading if they do not fit into memory together with `cache_bytes`.
     pub(super) fn load(self, cache_bytes: u64) -> Result<LoadedModel, Failure> {
         let need = self.weight_bytes() + cache_bytes;
         let free = memory::host().free_bytes;
@@ -152,7 +151,7 @@ impl OpenModel {
     }
 }
 
-/// The dtype that computes with weights as they are stored.
+/// The dtype to compute with, from the dtypes of the stored weights.
 fn stored_dtype(weights: &WeightSource) -> DType {
     let wide = weights
         .names()
@@ -190,7 +189,7 @@ fn open_adapter(dir: &Path, base: &WeightSource) -> Result<Adapter, Failure> {
         )
         .next("give --adapter a checkpoint-N directory with adapter_model.safetensors or trained.safetensors")
     })?;
-    // Learned prefixes have no weight of the base beside them; the model is built with them.
+    // p-tuning prefixes have no base weight; they are part of the model as built.
     let lost = adapter
         .strangers(base)
         .filter(|name| !is_added(name) || name.starts_with(ADAPTER_PREFIX));
@@ -205,7 +204,7 @@ fn no_place(name: &str) -> String {
     format!("the model has no tensor {name}")
 }
 
-/// Adapters and trained tensors are parameters of the model and have their extents: none is lost.
+/// Checks that every tensor of the adapter is a parameter of the model with the same shape.
 fn check_shapes(adapter: &Adapter, params: &[ParamSpec]) -> Result<(), Failure> {
     let known: BTreeSet<&str> = params.iter().map(|param| &*param.name).collect();
     let lost = adapter.names().filter(|name| !known.contains(name));
@@ -256,20 +255,20 @@ fn stranger(adapter: &Adapter, reasons: &[String]) -> Failure {
     }
 }
 
-/// A model that can answer.
+/// A model that can generate.
 #[derive(Debug)]
 pub(super) struct LoadedModel {
     pub(super) model: Arc<dyn VisionLanguageModel>,
     pub(super) processor: Arc<dyn Processor>,
     pub(super) access: LoadedWeights,
-    /// What was loaded, in one line.
+    /// Description of what was loaded, in one line.
     pub(super) summary: String,
 }
 
-/// Every weight of a model in one memory; nothing trains.
+/// Every weight of a model in one memory; nothing is trainable.
 pub(super) struct LoadedWeights {
     backend: Arc<dyn Backend>,
-    /// Weights of each unit, ascending.
+    /// Weights of each unit, ascending by parameter.
     units: Vec<Vec<(ParamId, Tensor)>>,
 }
 
@@ -319,7 +318,7 @@ impl LeaseOwner for LoadedWeights {
     }
 }
 
-/// A flag that must be there.
+/// The value of a required flag.
 pub(super) fn required<T>(value: Option<T>, verb: &str, flag: &str) -> Result<T, Failure> {
     value.ok_or_else(|| {
         Failure::usage(
@@ -341,7 +340,7 @@ pub(super) fn positive(value: usize, flag: &str) -> Result<usize, Failure> {
     )
 }
 
-/// A path that means the same wherever the result is read.
+/// An absolute path, which means the same wherever the result is read.
 pub(super) fn path_text(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }

@@ -6,7 +6,7 @@ use serde::{Serialize, Serializer};
 
 use super::environment::Variable;
 
-/// All facts, without judgement.
+/// All facts, without findings.
 #[derive(Debug, Clone, Serialize)]
 pub struct Facts {
     /// This program.
@@ -321,7 +321,7 @@ fn dotted<S: Serializer>(version: &Option<(u32, u32)>, serializer: S) -> Result<
 }
 
 impl Gpu {
-    /// How people tell it from others: CUDA's number, or the bus number where CUDA hides it.
+    /// Label for people: CUDA's ordinal, or the bus id of a GPU that is hidden from CUDA.
     pub(crate) fn label(&self) -> String {
         match (self.ordinal, self.index) {
             (Some(ordinal), _) => format!("GPU {ordinal}"),

@@ -1,6 +1,7 @@
-//! Facts about this machine, and what they mean for a run.
+//! Facts about this machine, and findings on what they mean for a run.
 //!
-//! [`gather`] collects facts, [`findings`] judges them. Nothing here fails: what cannot be read is absent, or a finding.
+//! [`gather`] collects facts, [`findings`] judges them. Neither fails: a value that cannot be read is absent, or a
+//! finding.
 
 mod cuda;
 pub mod environment;
@@ -15,18 +16,18 @@ use findings::Finding;
 
 pub(crate) use host::{instruction_sets, libc};
 
-/// Collects everything about this machine and this environment.
+/// Collects all facts about this machine and its environment.
 pub fn gather(variables: &Variables) -> Facts {
     let (cuda, gpus) = survey_gpus(variables);
     facts(variables, cuda, gpus)
 }
 
-/// Driver, libraries and GPUs alone.
+/// Collects facts about driver, libraries and GPUs only.
 pub(crate) fn survey_gpus(variables: &Variables) -> (facts::Cuda, Vec<facts::Gpu>) {
     cuda::gather(&places(variables))
 }
 
-/// Where CUDA's libraries are looked for.
+/// Search path for CUDA's libraries.
 #[cfg(feature = "cuda")]
 pub(crate) fn search(variables: &Variables) -> kernels::cuda::library::Search {
     cuda::search(&places(variables))
@@ -37,7 +38,7 @@ fn places(variables: &Variables) -> CudaPlaces {
     CudaPlaces::from_lookup(&lookup)
 }
 
-/// What these GPUs and this driver mean for a run, the most important first.
+/// Findings about these GPUs and this driver, the most important first.
 pub(crate) fn gpu_findings(
     cuda: &facts::Cuda,
     gpus: &[facts::Gpu],

@@ -1,4 +1,4 @@
-//! Samples, and what training makes of them.
+//! Pages about samples and training values.
 
 use super::{Page, both};
 

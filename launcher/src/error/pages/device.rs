@@ -1,4 +1,4 @@
-//! GPUs that cannot be used.
+//! Pages about unusable GPUs.
 
 use super::{Page, both};
 

@@ -1,4 +1,4 @@
-//! Flags, model directories, checkpoints and disks.
+//! Pages about flags, model directories, checkpoints and disks.
 
 use super::{Page, both};
 

@@ -1,4 +1,4 @@
-//! Memory of devices, of the host, and shared memory.
+//! Pages about device memory, host memory and shared memory.
 
 use super::{Page, both};
 

@@ -1,4 +1,4 @@
-//! The pages themselves, each sentence beside its translation.
+//! Pages of `launcher explain`; each sentence is next to its translation.
 
 mod data;
 mod device;
@@ -8,14 +8,14 @@ mod ranks;
 
 use crate::error::ErrorCode;
 
-/// A text in both languages.
+/// A text in English and Chinese.
 #[derive(Debug)]
 pub(crate) struct Both {
     pub(crate) en: &'static str,
     pub(crate) zh: &'static str,
 }
 
-/// What `launcher explain` says about one code.
+/// Page of `launcher explain` about one code.
 #[derive(Debug)]
 pub(crate) struct Page {
     pub(crate) title: Both,
@@ -23,7 +23,7 @@ pub(crate) struct Page {
     pub(crate) causes: &'static [Both],
     pub(crate) look_at: &'static [Both],
     pub(crate) what_to_do: &'static [Both],
-    /// A report of this program, as printed.
+    /// A report of this program as an example.
     pub(crate) example: &'static str,
 }
 

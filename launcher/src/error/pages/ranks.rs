@@ -1,4 +1,4 @@
-//! Rank processes and what they say to each other.
+//! Pages about rank processes and their communication.
 
 use super::{Page, both};
 

@@ -1,9 +1,9 @@
-//! `--include` and `--exclude`: machines and slots, as `host1@host2:0,2`.
+//! `--include` and `--exclude`: selection of machines and slots, written as `host1@host2:0,2`.
 
 use super::Host;
 use crate::error::Failure;
 
-/// The machines of `hosts` that the two flags leave, in the order of the file.
+/// The machines of `hosts` that the two flags select, in file order.
 pub(super) fn choose(
     mut hosts: Vec<Host>,
     include: Option<&str>,
@@ -46,7 +46,7 @@ pub(super) fn choose(
     Ok(hosts)
 }
 
-/// `host:0,1@host2`: each machine with its slots, all of them where none is named.
+/// Parses `host:0,1@host2`: machines with their slots; all slots if none is given.
 fn read(
     flag: &str,
     text: &str,
@@ -61,7 +61,7 @@ fn read(
     let mut parts: Vec<(String, Option<Vec<usize>>)> = Vec::new();
     for part in text.split('@') {
         let known = |name: &str| hosts.iter().find(|host| host.name == name);
-        // Addresses of the sixth version have colons of their own.
+        // IPv6 addresses contain colons.
         let (host, slots) = match known(part) {
             Some(host) => (host, None),
             None => match part.rsplit_once(':') {

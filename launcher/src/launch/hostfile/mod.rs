@@ -1,7 +1,7 @@
-//! Hostfiles, as mpirun and DeepSpeed read them: one machine per line, `host slots=N`, comments behind `#`.
+//! Hostfiles in the format of mpirun and DeepSpeed: one machine per line, `host slots=N`, comments after `#`.
 //!
-//! Nothing is started on other machines: the same command line runs on each of them, finds its own line in the
-//! file and starts the ranks of that machine. What to run where is printed.
+//! Nothing is started on other machines. The same command line runs on each of them, finds its own line in the file,
+//! and starts the ranks of that machine. The program prints what to run where.
 
 mod choose;
 #[cfg(test)]
@@ -19,13 +19,13 @@ use crate::rank_env::Env;
 use crate::rank_env::identity::{Master, NodePlace};
 use crate::ui::Event;
 
-/// Where hostfiles lie by convention: DeepSpeed's, and that of Kubeflow's MPIJob.
+/// Conventional paths of hostfiles: DeepSpeed's, and that of Kubeflow's MPIJob.
 pub const PLACES: [&str; 2] = ["/job/hostfile", "/etc/mpi/hostfile"];
-/// Most bytes of a hostfile.
+/// Maximal size of a hostfile in bytes.
 const MAX_BYTES: u64 = 1 << 20;
-/// Most slots of one line.
+/// Maximal number of slots in one line.
 const MAX_SLOTS: usize = 4096;
-/// Most slots of all machines: each is kept, and a line of a few bytes has thousands.
+/// Maximal number of slots of all machines. Each takes memory, and a short line can declare thousands.
 const MAX_ALL_SLOTS: usize = 1 << 16;
 
 /// One machine of a hostfile.
@@ -33,16 +33,16 @@ const MAX_ALL_SLOTS: usize = 1 << 16;
 pub struct Host {
     /// Its name or address.
     pub name: String,
-    /// Numbers of its slots that are used; each gets a rank.
+    /// Indices of its slots in use; each gets a rank.
     pub slots: Vec<usize>,
     /// Line of the file, from 1.
     pub line: usize,
 }
 
-/// Reads the content of a hostfile; `path` is for messages.
+/// Parses the content of a hostfile; `path` appears in messages.
 ///
 /// # Errors
-/// As [`parse`], and it is no text or too long (exit 2).
+/// As [`parse`], and if it is not text or too long (exit 2).
 pub fn parse_bytes(bytes: &[u8], path: &Path) -> Result<Vec<Host>, Failure> {
     if bytes.len() as u64 > MAX_BYTES {
         return Err(Failure::usage(
@@ -59,11 +59,11 @@ pub fn parse_bytes(bytes: &[u8], path: &Path) -> Result<Vec<Host>, Failure> {
     parse(text, path)
 }
 
-/// Reads the text of a hostfile; `path` is for messages.
+/// Parses the text of a hostfile; `path` appears in messages.
 ///
 /// # Errors
-/// A line is not of the form `host slots=N`, a host stands twice, there are too many slots, or no host (exit 2). The
-/// line is named.
+/// A line is not of the form `host slots=N`, a host occurs twice, there are too many slots, or no host (exit 2). The
+/// message names the line.
 pub fn parse(text: &str, path: &Path) -> Result<Vec<Host>, Failure> {
     let mut hosts: Vec<Host> = Vec::new();
     let mut lines: HashMap<&str, usize> = HashMap::new();
@@ -85,7 +85,7 @@ pub fn parse(text: &str, path: &Path) -> Result<Vec<Host>, Failure> {
         for word in words {
             let count = match word.split_once('=') {
                 Some(("slots", count)) => count,
-                // A bound of mpirun on what it may start beside the slots.
+                // A limit of mpirun beyond the slots; ignored.
                 Some(("max_slots" | "max-slots", _)) => continue,
                 _ => return Err(bad(format!("'{word}' is not understood"))),
             };
@@ -130,12 +130,12 @@ pub fn parse(text: &str, path: &Path) -> Result<Vec<Host>, Failure> {
 
 const FORM: &str = "a hostfile has one machine on each line, for example: gpu01 slots=4";
 
-/// The place of this machine in the hostfile of the line, or in one at the usual places where the line chooses
-/// machines. What there is to say goes through `show`.
+/// The place of this machine in the hostfile of the command line, or in one at a conventional path if the command
+/// line selects machines. Messages go to `show`.
 ///
 /// # Errors
-/// The file cannot be read or understood, chooses nothing, has too few slots, does not name this machine, or
-/// contradicts the environment (exit 2).
+/// The file cannot be read or parsed, the selection is empty, there are too few slots, this machine is not in the
+/// file, or the environment contradicts it (exit 2).
 pub fn place(
     args: &Args,
     argv: &[String],
@@ -200,7 +200,7 @@ pub fn place(
     }))
 }
 
-/// The file's path and content; none where there is nothing to read.
+/// Path and content of the hostfile; `None` if there is none.
 fn find(
     given: Option<&Path>,
     chooses: bool,
@@ -209,7 +209,7 @@ fn find(
     let usual = || PLACES.iter().map(PathBuf::from).find(|path| path.exists());
     let path = match given {
         Some(path) if path.exists() => path.to_path_buf(),
-        // Scripts of DeepSpeed name a file that one machine does not have.
+        // Scripts of DeepSpeed name a hostfile that a single machine does not have.
         Some(path) if !chooses => {
             show(Event::Warning {
                 text: format!(
@@ -236,7 +236,7 @@ fn find(
         None => usual().ok_or_else(|| no_file(&PLACES.join(" or ")))?,
     };
     let mut bytes = Vec::new();
-    // One byte more than is read tells that it is too long, also of what has no length.
+    // One byte more than the limit shows that the file is too long, even for a pipe.
     File::open(&path)
         .and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes))
         .map_err(|error| Failure::io(ErrorCode::Usage, "read", &path, &error))?;
@@ -251,7 +251,7 @@ fn no_file(places: &str) -> Failure {
     .next("--hostfile FILE")
 }
 
-/// How many ranks a machine gets.
+/// Number of ranks of a machine.
 fn ranks_of(host: &Host, asked: Option<usize>, path: &Path) -> Result<usize, Failure> {
     match asked {
         Some(asked) if asked > host.slots.len() => Err(Failure::usage(
@@ -272,7 +272,7 @@ fn ranks_of(host: &Host, asked: Option<usize>, path: &Path) -> Result<usize, Fai
     }
 }
 
-/// Which of the machines this is.
+/// Index of this machine.
 fn own_place(hosts: &[Host], env: &Env, path: &Path, argv: &[String]) -> Result<usize, Failure> {
     if let Some(node) = env.node.as_ref().filter(|node| node.nodes > 1) {
         if node.nodes != hosts.len() {
@@ -293,7 +293,7 @@ fn own_place(hosts: &[Host], env: &Env, path: &Path, argv: &[String]) -> Result<
     if let Some(own) = hosts.iter().position(|host| same_name(&host.name, &name)) {
         return Ok(own);
     }
-    // An address can be listened on where it is one of this machine's.
+    // This machine can listen on its own addresses only.
     let is_here = |host: &Host| TcpListener::bind((&*host.name, 0)).is_ok();
     hosts.iter().position(is_here).ok_or_else(|| {
         let mut failure = Failure::usage(
@@ -308,7 +308,7 @@ fn own_place(hosts: &[Host], env: &Env, path: &Path, argv: &[String]) -> Result<
     })
 }
 
-/// Whether two names are one machine's; either may lack its domain.
+/// Whether two names mean the same machine; either may lack its domain.
 fn same_name(a: &str, b: &str) -> bool {
     let (a, b) = (a.to_ascii_lowercase(), b.to_ascii_lowercase());
     let first = |name: &str| name.split('.').next().unwrap_or_default().to_string();
@@ -329,7 +329,7 @@ pub fn host_name() -> String {
     }
 }
 
-/// The command line again, for a shell.
+/// The command line, quoted for a shell.
 fn command(argv: &[String]) -> String {
     let quoted = |word: &String| {
         let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,@+%".contains(c);

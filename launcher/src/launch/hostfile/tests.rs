@@ -154,7 +154,7 @@ fn this_machine_finds_its_line_and_prints_the_commands_of_the_others() {
             "on 192.0.2.9: launcher --hostfile hosts --model 'a b'"
         ]
     );
-    // A number from outside where names tell nothing.
+    // The machine's number comes from the environment if names do not match.
     let vars = [("NNODES", "2"), ("NODE_RANK", "0"), ("MASTER_PORT", "4000")];
     let (place, _) = placed(text, &Args::default(), &vars);
     let place = place.expect("places").expect("a place");

@@ -1,4 +1,4 @@
-//! From a failed rendezvous to reports for people.
+//! Conversion of a failed rendezvous to failures.
 
 use engine::comm::tcp::{MeetError, TcpOptions};
 
@@ -99,7 +99,7 @@ fn differs(rank: usize, what: &str, theirs: &str, ours: &str) -> Failure {
     .next(SAME_START)
 }
 
-/// The first rank that differs from rank 0.
+/// Failure that names the first rank that differs from rank 0.
 pub(super) fn first_difference(all: &[Vec<(String, String)>]) -> Failure {
     let value = |rank: usize, name: &str| {
         let found = all[rank].iter().find(|(known, _)| known == name);

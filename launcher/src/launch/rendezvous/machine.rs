@@ -1,7 +1,7 @@
-//! What a rank computes with: libraries and device. They are compared when the ranks have met, on every transport.
+//! Libraries and device of a rank. Ranks compare them after the rendezvous, on every transport.
 //!
-//! Two kinds of facts. Where those of [`Concern::Results`] differ, ranks would give other bits for the same samples, or
-//! not understand each other, and the run ends. Others are named once in a warning.
+//! A difference in facts of [`Concern::Results`] ends the run: ranks would compute different bits for the same
+//! samples, or could not communicate. Other differences are reported once in a warning.
 
 use std::collections::BTreeMap;
 use std::hint::black_box;
@@ -29,16 +29,16 @@ const COMPUTE_CAPABILITY: &str = "compute capability";
 #[cfg(feature = "mpi")]
 const MPI: &str = "MPI library";
 
-/// What a difference means.
+/// Consequence of a difference.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 enum Concern {
-    /// Other bits, or ranks that do not understand each other.
+    /// Different bits, or ranks that cannot communicate.
     Results,
-    /// Speed, or nothing.
+    /// Speed at most.
     Speed,
 }
 
-/// One thing that a rank computes with.
+/// One property of a rank's libraries or device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Fact {
     name: String,
@@ -46,7 +46,7 @@ struct Fact {
     concern: Concern,
 }
 
-/// What one rank computes with, and where.
+/// Properties of one rank, and its host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Machine {
     host: String,
@@ -54,8 +54,8 @@ pub(super) struct Machine {
 }
 
 impl Machine {
-    /// Of this rank. CUDA's libraries count where the run uses a GPU, cuBLASLt where it multiplies on it; NCCL does not:
-    /// the group that is made of it compares its version.
+    /// Properties of this rank. CUDA's libraries count if the run uses a GPU, and cuBLASLt if it multiplies matrices
+    /// on it. NCCL does not count, since its process group compares the version itself.
     pub(super) fn of(config: &RunConfig, env: &RankEnv, devices: &dyn Devices) -> Self {
         let mut machine = Self {
             host: host_name(),
@@ -94,7 +94,7 @@ impl Machine {
         let nvrtc = library(LibraryKind::Nvrtc).filter(|library| library.path.is_some());
         let nvrtc = nvrtc.map(|library| or_unknown(library.version.clone()));
         let nvrtc = nvrtc.unwrap_or_else(|| "none: built-in PTX".to_owned());
-        // Which products and sums become one operation is the compiler's choice.
+        // The compiler decides which products and sums are fused into one operation.
         self.add(NVRTC, nvrtc, Concern::Results);
         let driver = cuda.driver.clone().or_else(|| {
             let (major, minor) = cuda.cuda_version?;
@@ -105,8 +105,8 @@ impl Machine {
         self.add(GPU, or_unknown(name), Concern::Speed);
         let capability = gpu.and_then(|gpu| gpu.compute_capability);
         let capability = capability.map(|(major, minor)| format!("{major}.{minor}"));
-        // Tensor cores add in an order of their generation. One machine may have unlike GPUs: the run says so when it
-        // starts, and gives the same bits again there.
+        // Tensor cores add in an order that depends on their generation. On one machine GPUs may differ: the run says
+        // so when it starts, and gives the same bits when it is repeated there.
         let concern = match is_among_machines {
             true => Concern::Results,
             false => Concern::Speed,
@@ -114,7 +114,7 @@ impl Machine {
         self.add(COMPUTE_CAPABILITY, or_unknown(capability), concern);
     }
 
-    /// Libraries of other versions add in another order.
+    /// Adds cuBLASLt's version, since versions may sum in different orders.
     fn add_products(&mut self, cuda: &Cuda, products: Products) {
         let mut by = products.to_string();
         if products == Products::CublasLt {
@@ -136,8 +136,8 @@ fn or_unknown(text: Option<String>) -> String {
     text.unwrap_or_else(|| "unknown".to_owned())
 }
 
-/// A hash of what logarithms, powers and cosines give here. The run calls them for losses, schedules and positions;
-/// their last bits depend on version and, inside the C library, on the processor.
+/// Hash of some logarithms, powers and cosines on this machine. Losses, schedules and positions use these functions.
+/// Their last bits depend on the C library's version and, inside it, on the CPU.
 fn mathematics() -> String {
     let mut hash = blake3::Hasher::new();
     for i in 1..=4096_u32 {
@@ -153,10 +153,10 @@ fn mathematics() -> String {
     hash.finalize().to_hex()[..16].to_owned()
 }
 
-/// Compares what the ranks compute with. Of ranks that agree only a hash goes round. Returns what to warn of.
+/// Compares the properties of all ranks. If all agree, only a hash is exchanged. Returns warnings.
 ///
 /// # Errors
-/// Results would differ (exit 13); every rank names the same ranks.
+/// Results would differ (exit 13). Every rank names the same ranks.
 pub(super) fn compare(own: &Machine, comm: &dyn Communicator) -> Result<Vec<String>, Failure> {
     let failed = |error: CommError| comm_failure(&error);
     let facts = serde_json::to_vec(&own.facts).unwrap_or_default();
@@ -182,11 +182,11 @@ pub(super) fn compare(own: &Machine, comm: &dyn Communicator) -> Result<Vec<Stri
     judge(&all)
 }
 
-/// What ranks have instead of the most common value.
+/// A property in which ranks differ.
 struct Difference<'a> {
     name: &'a str,
     concern: Concern,
-    /// Values with the ranks that have them, the most common first.
+    /// Values with their ranks, the most common value first.
     values: Vec<(&'a str, Vec<usize>)>,
 }
 
@@ -207,7 +207,7 @@ fn differences(all: &[Machine]) -> Vec<Difference<'_>> {
                 .push(rank);
         }
         let mut values: Vec<_> = ranks.into_iter().collect();
-        // Where as many have one as the other, rank 0 is right.
+        // Between equally common values, that of rank 0 counts as the most common.
         values.sort_by_key(|(_, ranks)| (std::cmp::Reverse(ranks.len()), ranks[0]));
         found.push(Difference {
             name: &fact.name,
@@ -274,7 +274,7 @@ fn remedy(name: &str) -> &'static str {
 }
 
 impl Difference<'_> {
-    /// The ranks that do not have the most common value.
+    /// Ranks that do not have the most common value.
     fn odd(&self) -> Vec<usize> {
         let others = self.values.iter().skip(1);
         let mut odd: Vec<usize> = others.flat_map(|(_, ranks)| ranks).copied().collect();
@@ -282,7 +282,7 @@ impl Difference<'_> {
         odd
     }
 
-    /// One line per value: which ranks have it, and where.
+    /// One line per value: its ranks and their hosts.
     fn lines<'a>(&'a self, all: &'a [Machine]) -> impl Iterator<Item = String> + 'a {
         self.values.iter().map(move |(value, ranks)| {
             let mut hosts: Vec<&str> = ranks.iter().map(|rank| &*all[*rank].host).collect();
@@ -315,7 +315,7 @@ fn numbers(ranks: &[usize]) -> String {
     shortened(&ranks, ", ")
 }
 
-/// The first eight, and how many more there are.
+/// The first eight words, and how many more there are.
 fn shortened(words: &[&str], separator: &str) -> String {
     const SHOWN: usize = 8;
     let shown = words[..words.len().min(SHOWN)].join(separator);

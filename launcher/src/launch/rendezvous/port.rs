@@ -1,11 +1,11 @@
-//! Which process listens at a port, as far as this user may see.
+//! Finds the process that listens on a port, as far as this user may see.
 
 use std::fs;
 
-/// State of a listening socket in the kernel's tables.
+/// State of a listening socket in `/proc/net/tcp`.
 const LISTEN: &str = "0A";
 
-/// The process that listens at `port` of this machine: its number and name.
+/// Id and name of the process that listens on `port` of this machine.
 pub(super) fn owner(port: u16) -> Option<(u32, String)> {
     let inodes: Vec<String> = ["/proc/net/tcp", "/proc/net/tcp6"]
         .iter()
@@ -42,7 +42,7 @@ pub(super) fn owner(port: u16) -> Option<(u32, String)> {
     None
 }
 
-/// The sockets that listen at `port` in a table of the kernel.
+/// Inodes of the sockets that listen on `port`, from a table in `/proc/net`.
 fn listening(table: &str, port: u16) -> Vec<String> {
     let row = |line: &str| {
         let fields: Vec<&str> = line.split_whitespace().collect();

@@ -1,4 +1,4 @@
-//! What only the ranks of a job know.
+//! The job's token, a secret of its ranks.
 
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
@@ -9,10 +9,10 @@ use engine::comm::tcp::{MIN_SECRET_BYTES, Secret};
 use crate::error::{ErrorCode, Failure};
 use crate::rank_env::{TOKEN, TOKEN_FILE, Token};
 
-/// Most bytes of a token.
+/// Maximal length of a token in bytes.
 const MAX_BYTES: u64 = 4096;
 
-/// The secret of the token that the environment holds or names.
+/// The secret from the token in the environment, or in the file that it names.
 pub(super) fn secret(token: &Token) -> Result<Secret, Failure> {
     let (text, from) = match (&token.text, &token.file) {
         (Some(_), Some(file)) => {

@@ -1,4 +1,4 @@
-//! One rank process: how it is started, watched, heard and ended.
+//! One rank process: start, watch, output and end.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -15,17 +15,17 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use crate::error::{ErrorCode, Failure};
 use crate::ui::{self, Event};
 
-/// Lines of a rank's log that a report may quote.
+/// Lines at the end of a rank's log that a report may quote.
 const TAIL_LINES: usize = 40;
 
-/// What the threads of a rank tell the supervisor.
+/// Message of a rank's threads to the supervisor.
 #[derive(Debug)]
 pub(super) enum Message {
-    /// The process ended and waits to be reaped.
+    /// The process ended and can be reaped.
     Exited(usize),
     /// One of its two streams is closed.
     Drained,
-    /// Rank 0 has something to show.
+    /// Rank 0 sent an event for the screen.
     Event(Event),
     /// Rank 0 wrote a line.
     Line(String),
@@ -61,7 +61,7 @@ impl RankChild {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
-            // A group of its own: Ctrl-C reaches the supervisor only, which decides.
+            // In its own process group: Ctrl-C reaches the supervisor only, which decides.
             .process_group(0)
             .spawn()
             .map_err(|error| Failure::io(ErrorCode::Rendezvous, "start", launch.program, &error))?;
@@ -87,7 +87,7 @@ impl RankChild {
         }
         let (pid, messages) = (Pid::from_child(&child), messages.clone());
         std::thread::spawn(move || {
-            // Not reaped here: until the supervisor does, the number cannot name another process.
+            // Not reaped here: until the supervisor reaps it, no other process can have its id.
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
             while matches!(
                 waitid(WaitId::Pid(pid), options),
@@ -111,7 +111,7 @@ impl RankChild {
         self.child.id()
     }
 
-    /// Takes the exit status of an ended process.
+    /// Reaps an ended process and returns its exit status.
     pub(super) fn reap(&mut self) -> Option<ExitStatus> {
         if self.status.is_none() {
             self.status = self.child.wait().ok();
@@ -121,12 +121,12 @@ impl RankChild {
 
     pub(super) fn signal(&self, signal: Signal) {
         if self.is_running() {
-            // Already gone is as good.
+            // An error means that the process is already gone.
             kill_process(Pid::from_child(&self.child), signal).ok();
         }
     }
 
-    /// Tells the rank to end at once, through the pipe it watches.
+    /// Tells the rank to end at once, by closing the pipe that it watches.
     pub(super) fn close_pipe(&mut self) {
         self.stdin = None;
     }
@@ -147,7 +147,7 @@ impl Drop for RankChild {
     }
 }
 
-/// Copies one stream of a rank into its log, and rank 0's to the screen.
+/// Copies one output stream of a rank to its log, and rank 0's also to the screen.
 struct Listener {
     rank: usize,
     log: Arc<Mutex<File>>,
@@ -183,7 +183,7 @@ impl Listener {
 
     fn write(&self, line: &str) {
         if let Ok(mut log) = self.log.lock() {
-            // A full disk must not end the listening: the rank would block on a full pipe.
+            // If the disk is full, reading must continue: the rank would block on a full pipe.
             drop(writeln!(log, "{line}"));
         }
         if let Ok(mut tail) = self.tail.lock() {

@@ -1,4 +1,4 @@
-//! Private files of one job and their removal.
+//! Private files of a job, and their removal.
 
 use std::fs;
 use std::os::unix::fs::DirBuilderExt;
@@ -7,11 +7,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::error::{ErrorCode, Failure};
 
-/// Where shared-memory files of ranks live.
+/// Directory of the ranks' shared-memory files.
 const SHARED_MEMORY: &str = "/dev/shm";
 
-/// The name of a job and its private folder. Every shared-memory or temporary file of the job has
-/// [`Job::token`] in its name; dropping the job removes them all, whoever made them.
+/// Name and private directory of a job. Every shared-memory or temporary file of the job has [`Job::token`] in its
+/// name. Dropping the job removes all of them, whichever process created them.
 #[derive(Debug)]
 pub struct Job {
     token: String,
@@ -20,10 +20,10 @@ pub struct Job {
 }
 
 impl Job {
-    /// Makes a job with a fresh token and an empty folder in `temp_dir`.
+    /// Creates a job with a new token and an empty directory in `temp_dir`.
     ///
     /// # Errors
-    /// The folder cannot be made.
+    /// The directory cannot be created.
     pub fn new(temp_dir: &Path) -> Result<Self, Failure> {
         let token = fresh_token();
         let folder = temp_dir.join(format!("tessera-{token}"));
@@ -38,17 +38,17 @@ impl Job {
         })
     }
 
-    /// Part of every shared file's name.
+    /// The token, part of every shared file's name.
     pub fn token(&self) -> &str {
         &self.token
     }
 
-    /// The private folder.
+    /// The private directory.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// The configuration the ranks read.
+    /// File of the configuration that the ranks read.
     pub fn config_file(&self) -> PathBuf {
         config_file(&self.folder)
     }
@@ -60,14 +60,14 @@ impl Drop for Job {
     }
 }
 
-/// The configuration in a job's folder.
+/// File of the configuration in a job's directory.
 pub fn config_file(job_dir: &Path) -> PathBuf {
     job_dir.join("config.json")
 }
 
-/// Removes everything of the job named `token` from shared memory and `temp_dir`.
+/// Removes all files of the job with this token from shared memory and `temp_dir`.
 pub fn sweep(token: &str, temp_dir: &Path) {
-    // A short token could match files of others.
+    // A short token could match files of other jobs.
     if token.len() < 16 {
         return;
     }
@@ -89,10 +89,10 @@ pub fn sweep(token: &str, temp_dir: &Path) {
     }
 }
 
-/// 96 bits in hexadecimal that no other job has.
+/// A unique token of 96 bits in hexadecimal.
 pub(crate) fn fresh_token() -> String {
     let mut seed = [0u8; 32];
-    // Without a random source the clock and the process number tell jobs apart.
+    // Without a random source, the time and the process id make it unique.
     let random = getrandom::fill(&mut seed);
     let mut hasher = blake3::Hasher::new();
     hasher.update(&seed);

@@ -1,10 +1,15 @@
-//! The parent of the rank processes: starts them, listens, and ends them together.
+//! The supervisor, parent of the rank processes: starts them, reads their output, and ends them together.
 //!
-//! States: *running* → *stopping* (a signal came: ranks were asked to save and stop, no deadline)
-//! → done; or, from both, → *aborting* (a rank failed, or a second signal came: pipes closed and
-//! SIGTERM sent, SIGKILL after a grace of 4 s) → done. One thread per rank waits
-//! for its end, two read its streams, and the main loop blocks on their channel, the next deadline
-//! and a clock by which it notes how much memory each rank has, for the report of a killed one.
+//! States:
+//!
+//! - *running*;
+//! - *stopping*: a signal came. Ranks were asked to save and stop, without a deadline.
+//! - *aborting*: a rank failed, or a second signal came. Pipes are closed and SIGTERM is sent; SIGKILL follows after
+//!   4 s.
+//! - done.
+//!
+//! One thread per rank waits for its end, and two read its streams. The main loop blocks on their channel, on the
+//! next deadline, and on a timer that records each rank's memory for the report of a killed rank.
 
 mod child;
 pub mod job;
@@ -34,16 +39,16 @@ use job::Job;
 use report::Ending;
 use vitals::{Machine, OomKills, Vitals};
 
-/// From the request to end until SIGKILL.
+/// Time from the request to end until SIGKILL.
 const GRACE: Duration = Duration::from_secs(4);
-/// How long a failure that looks like a consequence waits for its cause to show.
+/// Time that a failure which looks like a consequence waits for its cause.
 const CAUSE_WINDOW: Duration = Duration::from_millis(500);
-/// Time between two looks at the memory of the ranks.
+/// Time between two observations of the ranks' memory.
 const VITALS: Duration = Duration::from_secs(1);
-/// How long the last lines of ended ranks may take to arrive.
+/// Time for the last lines of ended ranks to arrive.
 const DRAIN: Duration = Duration::from_secs(1);
 
-/// Signals sent to this process, from now on, as numbers.
+/// Source of the signals sent to this process, as numbers.
 #[derive(Debug)]
 pub struct SignalSource {
     receiver: Receiver<i32>,
@@ -51,7 +56,7 @@ pub struct SignalSource {
 }
 
 impl SignalSource {
-    /// Takes SIGINT, SIGTERM, SIGHUP and SIGUSR1 over.
+    /// Installs handlers for SIGINT, SIGTERM, SIGHUP and SIGUSR1.
     ///
     /// # Errors
     /// A handler cannot be installed.
@@ -85,15 +90,15 @@ impl Drop for SignalSource {
 /// Why a run ended early.
 #[derive(Debug)]
 pub struct RunFailure {
-    /// What is reported.
+    /// The reported failure.
     pub failure: Box<Failure>,
-    /// Whether a process ended or stood still that did not decide to: a signal, a panic, an exchange that broke. The same
-    /// run may go well another time.
+    /// Whether a process ended or hung without deciding to: a signal, a panic, a broken collective. Another attempt
+    /// may succeed.
     pub died: bool,
 }
 
 impl From<Failure> for RunFailure {
-    /// A failure that would come again.
+    /// A failure that would recur.
     fn from(failure: Failure) -> Self {
         Self {
             failure: Box::new(failure),
@@ -108,7 +113,7 @@ impl From<RunFailure> for Failure {
     }
 }
 
-/// What to start.
+/// What the supervisor starts.
 pub struct Supervisor<'a> {
     /// The executable of the ranks.
     pub program: &'a Path,
@@ -116,24 +121,24 @@ pub struct Supervisor<'a> {
     pub processes: usize,
     /// Their place among the ranks of other machines; none where there are no others.
     pub share: Option<Share>,
-    /// Folder of the run: `logs/` and `errors/` lie in it.
+    /// Directory of the run, with `logs/` and `errors/`.
     pub output: &'a Path,
-    /// Names and holds the job's private files; its configuration is written.
+    /// The job, with its private files. Its configuration must be written.
     pub job: &'a Job,
-    /// Whether ranks of one GPU form an NCCL group, which takes them only from hosts apart.
+    /// Whether each rank claims its own host id. NCCL accepts several ranks on one GPU only from different hosts.
     pub claims_hosts: bool,
     /// Adds to the failure of a rank what would help, before it is stored and shown.
     pub suggestions: &'a dyn Fn(&mut Failure),
 }
 
-/// The ranks of one machine among those of all.
+/// Ranks of one machine in a run over several machines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Share {
-    /// Its first rank.
+    /// The machine's first rank.
     pub first_rank: usize,
     /// Number of all ranks.
     pub world_size: usize,
-    /// Where they meet.
+    /// Address of the rendezvous.
     pub master: Master,
 }
 
@@ -148,10 +153,10 @@ impl std::fmt::Debug for Supervisor<'_> {
 }
 
 impl Supervisor<'_> {
-    /// Runs the ranks to their common end. Afterwards no rank process is left.
+    /// Runs the ranks to their common end. No rank process is left afterwards.
     ///
     /// # Errors
-    /// The failure of the first failing rank, or what kept the ranks from being started.
+    /// The failure of the first rank that failed, or of starting the ranks.
     pub fn run(
         &self,
         signals: &SignalSource,
@@ -197,8 +202,8 @@ impl Supervisor<'_> {
         drop(sender);
         watch.until_all_ended(&receiver, &signals.receiver);
         watch.drain(&receiver);
-        // What a save left unfinished, gigabytes perhaps on a disk that it filled. Whether that works out is not what
-        // the user is to hear about first. Elsewhere rank 0 may be at work still.
+        // Removes unfinished saves, which may be gigabytes on a disk that they filled. A failure of the removal is
+        // not the first thing to report. On other machines rank 0 may still be at work.
         if self.first_rank() == 0 {
             engine::checkpoint::sweep(self.output).ok();
         }
@@ -210,7 +215,7 @@ impl Supervisor<'_> {
     }
 
     fn common_environment(&self) -> Result<Vec<(&'static str, OsString)>, Failure> {
-        // Released again at once: the number only has to differ from that of other jobs.
+        // Released at once: the port only has to differ from those of other jobs.
         let port = TcpListener::bind(("127.0.0.1", 0))
             .and_then(|listener| listener.local_addr())
             .map_err(|error| {
@@ -252,13 +257,13 @@ impl Supervisor<'_> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Running,
-    /// A signal asked for save-and-stop.
+    /// A signal asked the ranks to save and stop.
     Stopping,
-    /// A failure that may be a consequence: abort at this time unless its cause shows before.
+    /// A failure that may be a consequence: aborts at this time unless its cause arrives before.
     Doubting {
         until: Instant,
     },
-    /// Everything ends: SIGKILL at this time.
+    /// All ranks are ending; SIGKILL at this time.
     Aborting {
         kill_at: Instant,
     },
@@ -293,7 +298,7 @@ impl Watch<'_> {
             select! {
                 recv(messages) -> message => match message {
                     Ok(message) => self.take(message),
-                    // Every thread of every rank is gone, so every rank is.
+                    // All threads have ended, so all ranks have.
                     Err(_) => break,
                 },
                 recv(signals) -> signal => if let Ok(signal) = signal { self.signalled(signal) },
@@ -316,7 +321,7 @@ impl Watch<'_> {
         let Some(status) = self.ranks[rank].reap() else {
             return;
         };
-        // A rank that was asked to stop before it could listen ends by that very signal.
+        // A rank that was asked to stop before it installed its handler ends by that signal.
         let was_stopped = self.asked_to_stop && status.signal() == Some(SIGTERM);
         let was_aborted =
             was_stopped || matches!(self.phase, Phase::Aborting { .. } | Phase::Killed);
@@ -329,7 +334,7 @@ impl Watch<'_> {
         let failed = !ending.is_good() && !was_aborted;
         self.endings.push(ending);
         if was_stopped && !matches!(self.phase, Phase::Aborting { .. } | Phase::Killed) {
-            // The others would wait for it.
+            // The other ranks would wait for it.
             self.abort();
         }
         if !failed {
@@ -351,7 +356,7 @@ impl Watch<'_> {
         }
     }
 
-    /// What the machine tells, by the numbers that ranks have among those of all machines.
+    /// Observations of the machine, with rank numbers over all machines.
     fn seen(&self) -> Machine {
         let mut machine = self.vitals.machine(self.oom_kills_before);
         for seen in &mut machine.ranks {
@@ -376,7 +381,7 @@ impl Watch<'_> {
                     rank.signal(Signal::TERM);
                 }
             }
-            // An impatient scheduler repeats SIGUSR1 and SIGTERM; only people mean "now".
+            // Schedulers repeat SIGUSR1 and SIGTERM; only people mean "now".
             Phase::Stopping | Phase::Doubting { .. } if matches!(signal, SIGINT | SIGHUP) => {
                 let text = format!("{name} again: stopping at once, nothing more is saved");
                 self.screen.show(&Event::Info {
@@ -412,7 +417,7 @@ impl Watch<'_> {
         }
     }
 
-    /// Shows what ended ranks still had in their pipes.
+    /// Shows what is left in the pipes of ended ranks.
     fn drain(&mut self, messages: &Receiver<Message>) {
         let until = Instant::now() + DRAIN;
         while self.undrained > 0 {
@@ -429,7 +434,7 @@ impl Watch<'_> {
     fn outcome(self, job_dir: &Path) -> Result<RunSummary, RunFailure> {
         self.screen.finish_bar();
         let first = report::first_failure(&self.endings, self.output);
-        // After a second signal ranks end as they may; that is no failure of theirs.
+        // After a second signal, the way in which ranks end is not a failure.
         let asked = self.asked_to_stop;
         if let Some(first) = first.filter(|first| !(asked && first.was_aborted)) {
             let machine = match &self.machine {
@@ -457,7 +462,7 @@ impl Watch<'_> {
             )
         };
         let summary = RunSummary::load(job_dir, self.first_rank).ok_or_else(missing)?;
-        // What would be tried another way was told to stop.
+        // The ranks asked for another attempt, but they were told to stop.
         if asked && summary.ipc_refused.is_some() {
             return Err(stopped_at_once(self.output).into());
         }
@@ -465,7 +470,7 @@ impl Watch<'_> {
     }
 }
 
-/// Ranks that have not ended, with their processes.
+/// Ranks that have not ended, with their process ids.
 fn alive(ranks: &[RankChild]) -> impl Iterator<Item = (usize, u32)> {
     let running = ranks
         .iter()
@@ -486,10 +491,10 @@ fn stopped_at_once(output: &Path) -> Failure {
     ))
 }
 
-/// The executable that ranks are started from: this one.
+/// The executable of the ranks: this one.
 ///
 /// # Errors
-/// The system does not tell.
+/// The operating system does not know its path.
 pub fn own_program() -> Result<PathBuf, Failure> {
     std::env::current_exe().map_err(|error| {
         Failure::new(

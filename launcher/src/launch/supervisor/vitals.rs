@@ -1,10 +1,10 @@
-//! What the supervisor sees of its ranks from outside: memory, state, and kills by the kernel.
+//! Observations of ranks from outside: memory, process state, and kills by the kernel.
 
 use std::time::Instant;
 
 use crate::memory::{self, HostMemory, ProcessMemory};
 
-/// One look at a rank process.
+/// One observation of a rank process.
 #[derive(Debug, Clone, Copy)]
 struct Look {
     at: Instant,
@@ -13,13 +13,13 @@ struct Look {
     state: Option<char>,
 }
 
-/// The last look at every rank.
+/// The last observation of every rank.
 #[derive(Debug)]
 pub(super) struct Vitals {
     last: Vec<Option<Look>>,
 }
 
-/// Kills for lack of memory, by the account of this process's cgroup and of the machine.
+/// Number of kills for lack of memory, in this process's cgroup and on the machine.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct OomKills {
     pub(super) cgroup: u64,
@@ -42,23 +42,23 @@ impl OomKills {
     }
 }
 
-/// What was seen of one rank, and how long before the first failure.
+/// Last observation of one rank, and its age at the first failure.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Seen {
     pub(super) rank: usize,
     pub(super) process: u32,
     pub(super) rss_bytes: u64,
     pub(super) seconds_before: f64,
-    /// As [`memory::process_state`] tells.
+    /// Process state, see [`memory::process_state`].
     pub(super) state: Option<char>,
 }
 
-/// What was seen of the machine when the first rank failed.
+/// Observations of the machine at the first failure.
 #[derive(Debug, Clone)]
 pub(super) struct Machine {
     pub(super) memory: HostMemory,
     pub(super) oom_kills: OomKills,
-    /// Ranks that were seen at all.
+    /// Ranks that were observed at least once.
     pub(super) ranks: Vec<Seen>,
 }
 
@@ -69,7 +69,7 @@ impl Vitals {
         }
     }
 
-    /// Looks at the ranks that are alive; of the others the last look stays.
+    /// Observes the living ranks; the last observation of others stays.
     pub(super) fn look(&mut self, alive: impl Iterator<Item = (usize, u32)>) {
         for (rank, process) in alive {
             let seen = memory::process_of(process).filter(|memory| memory.rss_bytes > 0);
@@ -106,7 +106,7 @@ impl Vitals {
 }
 
 impl Seen {
-    /// What the state of the process means for its peers, where that is worth a line.
+    /// Meaning of the process state for the other ranks, if it deserves a line.
     pub(super) fn condition(&self) -> Option<String> {
         let what = match self.state? {
             'T' => "is stopped by a signal (state T; `kill -CONT` lets it go on)",

@@ -1,9 +1,9 @@
-//! Sources that are set at the same time must say the same.
+//! Check that sources which are set at the same time agree.
 
 use super::{Source, TaskNumbers, Vars, conflict};
 use crate::error::Failure;
 
-/// Compares the source that decides with every other.
+/// Compares the deciding source with every other.
 pub(super) fn agree(vars: &Vars<'_>, tasks: &[TaskNumbers]) -> Result<(), Failure> {
     let Some((first, others)) = tasks.split_first() else {
         return Ok(());
@@ -12,7 +12,7 @@ pub(super) fn agree(vars: &Vars<'_>, tasks: &[TaskNumbers]) -> Result<(), Failur
         return Ok(());
     }
     for other in others {
-        // One task starts the others. MPI's helpers are Slurm's tasks, not its ranks.
+        // One program starts the tasks of the other. MPI's helpers are Slurm's tasks but not its ranks.
         let starts_them =
             other.size.value == 1 || other.source == Source::Slurm && first.source != Source::Torch;
         if starts_them {
@@ -31,11 +31,11 @@ pub(super) fn agree(vars: &Vars<'_>, tasks: &[TaskNumbers]) -> Result<(), Failur
     machines(vars, first)
 }
 
-/// Numbers of machines must give the number of ranks.
+/// Checks that number of machines times ranks per machine is the number of ranks.
 fn machines(vars: &Vars<'_>, first: &TaskNumbers) -> Result<(), Failure> {
     let nodes = vars.same(&["NNODES", "PET_NNODES"]);
     let each = vars.same(&["NPROC_PER_NODE", "PET_NPROC_PER_NODE"]);
-    // Ranges of machines and words such as `gpu` are torchrun's; they bind nobody else.
+    // Ranges of machines and words such as `gpu` are valid for torchrun only; they cannot be compared.
     let (Ok(Some(nodes)), Ok(Some(each))) = (nodes, each) else {
         return Ok(());
     };

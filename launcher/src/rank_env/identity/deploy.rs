@@ -1,4 +1,4 @@
-//! The files of `deploy/` against what is read: options, environment, command lines.
+//! Test of the files in `deploy/`: their options, environment and command lines against what the program reads.
 
 use super::{Identity, RankPlace, Source, find};
 use crate::cli::file::{FileValue as Value, read_file};
@@ -36,7 +36,7 @@ fn variables(pairs: &[(&str, String)]) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// The arguments behind the word `launcher` of a script, up to the end of its line.
+/// The arguments after the word `launcher` of a script, up to the end of its line.
 fn launched(script: &str) -> Args {
     let joined = script.replace("\\\n", " ");
     let line = joined
@@ -60,7 +60,7 @@ fn parsed<'a>(words: impl Iterator<Item = &'a str>) -> Args {
     }
 }
 
-/// Ranks that are started one by one need a folder that all know.
+/// Ranks that are started one by one need a directory that all know.
 fn names_its_folder(args: &Args) {
     assert!(args.output.is_some() && args.model.is_some() && args.data.is_some());
     assert!(

@@ -1,10 +1,10 @@
-//! Which rank this process is, from the variables of whatever started it.
+//! Identity: which rank this process is, from the variables of the program that started it.
 //!
-//! Sources are asked in a fixed order: `RANK`, `LOCAL_RANK` and `WORLD_SIZE` (torchrun, DeepSpeed, scripts, our own
-//! supervisor), OpenMPI, Intel MPI and MPICH, MVAPICH, Slurm. The first that is set decides. A later one that is set
-//! too must say the same, unless one is known to start the other: what torchrun or this program starts inherits the
-//! variables of its own task, and MPI starts its helpers through Slurm. Where only machines are numbered (Kubeflow's
-//! PyTorchJob, PAI-DLC, `NNODES`), this process starts the ranks of its machine.
+//! Sources have a fixed order: `RANK`, `LOCAL_RANK` and `WORLD_SIZE` (torchrun, DeepSpeed, scripts, this program's
+//! supervisor), OpenMPI, Intel MPI and MPICH, MVAPICH, Slurm. The first source that is set decides. Later ones must
+//! agree, unless one source is known to start the other. For example, processes of torchrun and of this program
+//! inherit the variables of their own task, and MPI starts its helpers through Slurm. If only machines are numbered
+//! (Kubeflow's PyTorchJob, PAI-DLC, `NNODES`), this process starts the ranks of its machine.
 
 mod compare;
 #[cfg(test)]
@@ -21,7 +21,7 @@ use clap::ValueEnum;
 
 use crate::error::{ErrorCode, Failure};
 
-/// What `RANK` counts where nothing else tells.
+/// What `RANK` counts if no other variable tells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum RankIs {
     /// Machines: this process starts the ranks of its machine.
@@ -30,7 +30,7 @@ pub enum RankIs {
     Process,
 }
 
-/// Who set the variables.
+/// Program that set the variables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
     /// `RANK`, `LOCAL_RANK`, `WORLD_SIZE`: torchrun, DeepSpeed, a script.
@@ -43,7 +43,7 @@ pub enum Source {
     Mvapich,
     /// Slurm's srun.
     Slurm,
-    /// `RANK` and `WORLD_SIZE` of machines, `NNODES` and its kind.
+    /// `RANK` and `WORLD_SIZE` of machines, `NNODES` and similar.
     Nodes,
 }
 
@@ -60,10 +60,10 @@ impl fmt::Display for Source {
     }
 }
 
-/// What the variables say.
+/// Identity of this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Identity {
-    /// Nothing: this process starts all ranks.
+    /// No variable is set: this process starts all ranks.
     Alone,
     /// This process is a rank.
     Rank(RankPlace),
@@ -71,44 +71,45 @@ pub enum Identity {
     Node(NodePlace),
 }
 
-/// The place of a rank.
+/// Place of a rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankPlace {
     /// Rank over all machines.
     pub rank: usize,
-    /// Rank on this machine.
+    /// Rank on this machine (local rank).
     pub local_rank: usize,
-    /// Number of ranks.
+    /// Number of all ranks.
     pub world_size: usize,
-    /// Number of ranks on this machine.
+    /// Number of ranks on this machine (local world size).
     pub local_world_size: usize,
-    /// Where ranks meet, as far as the variables say.
+    /// Address of the rendezvous, as far as variables give it.
     pub master: Master,
-    /// Who said so.
+    /// Program that set the variables.
     pub source: Source,
-    /// Names this start of the job: the same on all ranks, no secret.
+    /// Name of this start of the job: the same on all ranks, not secret.
     pub job: String,
 }
 
-/// The place of a machine.
+/// Place of a machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodePlace {
     /// Number of this machine.
     pub node_rank: usize,
     /// Number of machines.
     pub nodes: usize,
-    /// Ranks on each machine, and the variable that says so.
+    /// Ranks per machine, and the variable that gives it.
     pub ranks: Option<(String, usize)>,
-    /// Ranks of every machine, where a hostfile says so.
+    /// Ranks of every machine, if a hostfile gives them.
     pub counts: Option<Vec<usize>>,
-    /// Where ranks meet, as far as the variables say.
+    /// Address of the rendezvous, as far as variables give it.
     pub master: Master,
-    /// Names this start of the job: the same on all machines, no secret.
+    /// Name of this start of the job: the same on all machines, not secret.
     pub job: String,
 }
 
 impl NodePlace {
-    /// The first rank of this machine, the number of its ranks, and that of all; `each` where nothing else tells.
+    /// First rank of this machine, number of its ranks, and number of all ranks. `each` is the number per machine if
+    /// no variable or hostfile gives it.
     pub fn share(&self, each: usize) -> (usize, usize, usize) {
         match &self.counts {
             Some(counts) => (
@@ -124,19 +125,19 @@ impl NodePlace {
     }
 }
 
-/// Where the ranks of several machines meet.
+/// Address of the rendezvous over several machines.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Master {
-    /// Name or address of the machine of rank 0.
+    /// Name or address of rank 0's machine.
     pub addr: Option<String>,
-    /// Port there.
+    /// Port of rank 0.
     pub port: Option<u16>,
 }
 
-/// Reads who this process is.
+/// Determines the identity of this process.
 ///
 /// # Errors
-/// Variables are incomplete, are no numbers, contradict each other, or do not tell what they count (exit 13).
+/// Variables are incomplete, not numbers, contradictory, or ambiguous in what they count (exit 13).
 pub fn find(
     lookup: &dyn Fn(&str) -> Option<OsString>,
     rank_is: Option<RankIs>,
@@ -163,7 +164,7 @@ pub fn find(
     sources::without_local_rank(&vars, rank_is)
 }
 
-/// A variable that was set to a number.
+/// Variable with a number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Reading {
     name: String,
@@ -176,7 +177,7 @@ impl fmt::Display for Reading {
     }
 }
 
-/// A process that one source numbers.
+/// Numbers of this process from one source.
 #[derive(Debug, Clone)]
 struct TaskNumbers {
     source: Source,
@@ -189,7 +190,7 @@ struct TaskNumbers {
 struct Vars<'a>(&'a dyn Fn(&str) -> Option<OsString>);
 
 impl Vars<'_> {
-    /// The text of a variable that is set to something.
+    /// Text of a variable that is set and not empty.
     fn text(&self, name: &str) -> Option<String> {
         let value = (self.0)(name)?.to_string_lossy().trim().to_string();
         (!value.is_empty()).then_some(value)
@@ -200,7 +201,7 @@ impl Vars<'_> {
             return Ok(None);
         };
         let text = value.to_string_lossy();
-        // Far above every machine, and far below where products could overflow.
+        // Far above any cluster, and far below where products overflow.
         let parsed = text.trim().parse().ok().filter(|n: &usize| *n <= 1 << 24);
         match parsed {
             Some(value) => Ok(Some(Reading {
@@ -211,7 +212,7 @@ impl Vars<'_> {
         }
     }
 
-    /// The number of the first of `names` that is set; the others must not differ.
+    /// Number of the first of `names` that is set. Others that are set must be equal.
     fn same(&self, names: &[&str]) -> Result<Option<Reading>, Failure> {
         let mut first: Option<Reading> = None;
         for name in names {
@@ -229,7 +230,7 @@ impl Vars<'_> {
         Ok(first)
     }
 
-    /// Whether torchrun, or this program, started this process inside of a task that others numbered.
+    /// Whether torchrun, or this program, started this process inside a task that another program numbered.
     fn is_nested(&self) -> bool {
         ["TORCHELASTIC_RUN_ID", crate::rank_env::JOB_DIR]
             .iter()
@@ -244,7 +245,7 @@ fn not_a_number(name: &str, value: &str) -> Failure {
     )
 }
 
-/// Two sources that say different things.
+/// Failure of two sources that contradict each other.
 fn conflict(first: &str, second: &str) -> Failure {
     refused(
         format!("{first} and {second} contradict each other"),

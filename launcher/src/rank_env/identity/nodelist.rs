@@ -1,22 +1,22 @@
-//! Slurm's short forms: lists of hosts such as `gpu[01-04,07],b1`, and lists of counts such as `2(x3),1`.
+//! Parser of Slurm's short forms: lists of hosts such as `gpu[01-04,07],b1`, and lists of counts such as `2(x3),1`.
 
 use std::fmt;
 
-/// Most hosts of one list. A job has at most [`engine::comm::MAX_RANKS`] ranks; a cluster has more hosts.
+/// Maximal number of hosts in a list. A job has at most [`engine::comm::MAX_RANKS`] ranks; a cluster has more hosts.
 pub const MAX_HOSTS: usize = 65_536;
-/// Longest name of a host, as the domain name system has it.
+/// Maximal length of a host name, as in the domain name system.
 const MAX_NAME_BYTES: usize = 255;
-/// Most bracketed parts of one name, as in `rack[1-4]node[01-16]`.
+/// Maximal number of bracketed parts in a name, as in `rack[1-4]node[01-16]`.
 const MAX_BRACKETS: usize = 4;
 
-/// Why a list cannot be read.
+/// Why a list cannot be parsed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ListError {
-    /// At this byte of the text something else is needed.
+    /// Syntax error at a byte of the text.
     Syntax {
-        /// Where, counted from 0.
+        /// Offset in bytes.
         at: usize,
-        /// What is needed there.
+        /// What is expected at this offset.
         needed: &'static str,
     },
     /// The list has more than [`MAX_HOSTS`] entries.
@@ -34,10 +34,10 @@ impl fmt::Display for ListError {
 
 impl std::error::Error for ListError {}
 
-/// The hosts of a list, in its order: `gpu[01-02],b1` is gpu01, gpu02, b1.
+/// The hosts of a list in order: `gpu[01-02],b1` is gpu01, gpu02, b1.
 ///
 /// # Errors
-/// The text is no such list, or it has more than [`MAX_HOSTS`] hosts.
+/// The text is not a list of hosts, or has more than [`MAX_HOSTS`].
 pub fn expand(text: &str) -> Result<Vec<String>, ListError> {
     let mut reader = Reader { text, at: 0 };
     let mut hosts = Vec::new();
@@ -50,10 +50,10 @@ pub fn expand(text: &str) -> Result<Vec<String>, ListError> {
     }
 }
 
-/// The count of entry `index` of a list such as `2(x3),1`; none where the list is shorter.
+/// Count of entry `index` of a list such as `2(x3),1`; `None` if the list is shorter.
 ///
 /// # Errors
-/// The text is no such list.
+/// The text is not a list of counts.
 pub fn count_at(text: &str, index: usize) -> Result<Option<usize>, ListError> {
     let mut reader = Reader { text, at: 0 };
     let mut seen = 0usize;
@@ -104,7 +104,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// One name with its brackets; every combination is added to `hosts`.
+    /// Parses one name with its brackets, and adds every combination to `hosts`.
     fn host(&mut self, hosts: &mut Vec<String>) -> Result<(), ListError> {
         let begin = self.at;
         let mut names = vec![String::new()];
@@ -150,7 +150,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// `01-04,07]`, behind the opening bracket.
+    /// Parses `01-04,07]`, the text after an opening bracket.
     fn ranges(&mut self) -> Result<Vec<String>, ListError> {
         let mut found = Vec::new();
         loop {
@@ -180,7 +180,7 @@ impl Reader<'_> {
         }
     }
 
-    /// At most nine digits.
+    /// Parses a number of at most nine digits.
     fn number(&mut self) -> Result<usize, ListError> {
         let rest = &self.text.as_bytes()[self.at..];
         let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();

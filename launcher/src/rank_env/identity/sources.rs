@@ -1,4 +1,4 @@
-//! What each source calls its numbers.
+//! Variables of each source, and how their numbers are read.
 
 use super::{
     Identity, Master, NodePlace, RankIs, RankPlace, Reading, Source, TaskNumbers, Vars, conflict,
@@ -7,7 +7,7 @@ use super::{
 use crate::error::Failure;
 use crate::rank_env::{LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE};
 
-/// Names of rank, size, rank on the machine, size on the machine.
+/// Names of the variables for rank, world size, local rank, local world size.
 type Names = (Source, [&'static str; 4]);
 
 const MPI: [Names; 3] = [
@@ -35,10 +35,10 @@ const MPI: [Names; 3] = [
     ),
 ];
 
-/// Ports that follow from a job: from here, so many.
+/// Ports derived from a job's name: the first one, and how many.
 const JOB_PORTS: (u64, u64) = (15_000, 20_000);
 
-/// Every source that numbers this process, the first one decides.
+/// Every source that numbers this process. The first one decides.
 pub(super) fn tasks(vars: &Vars<'_>) -> Result<Vec<TaskNumbers>, Failure> {
     let mut found = Vec::new();
     found.extend(torch(vars)?);
@@ -79,7 +79,7 @@ fn mpi(
     };
     let size = vars.number(size)?.ok_or_else(|| incomplete(&rank, size))?;
     let Some(local_rank) = vars.number(local_rank)? else {
-        // srun tells its tasks these two as well, and the rest under its own names.
+        // srun also sets these two variables for its tasks; its other numbers have its own names.
         if source == Source::Pmi && vars.text("SLURM_STEP_ID").is_some() {
             return Ok(None);
         }
@@ -94,7 +94,7 @@ fn mpi(
     }))
 }
 
-/// A task of srun. A batch script has some of these variables too, but no step; a step of one task is a shell, or
+/// Task of srun. A batch script has some of these variables, too, but no step. A step of one task is a shell, or
 /// starts its ranks itself.
 fn slurm(vars: &Vars<'_>) -> Result<Option<TaskNumbers>, Failure> {
     if vars.text("SLURM_STEP_ID").is_none() {
@@ -103,7 +103,7 @@ fn slurm(vars: &Vars<'_>) -> Result<Option<TaskNumbers>, Failure> {
     let Some(rank) = vars.number("SLURM_PROCID")? else {
         return Ok(None);
     };
-    // The job's count may be that of all its steps.
+    // The job's number of tasks may be that of all its steps.
     let size = match vars.number("SLURM_STEP_NUM_TASKS")? {
         Some(size) => size,
         None => vars
@@ -172,7 +172,7 @@ pub(super) fn place(vars: &Vars<'_>, task: &TaskNumbers) -> Result<RankPlace, Fa
     let mut master = master(vars, task.source)?;
     let job = job(vars, &master);
     if vars.text("TORCHELASTIC_RUN_ID").is_some() {
-        // torchrun's own agent listens at MASTER_PORT.
+        // The agent of torchrun listens on MASTER_PORT itself.
         master.port = Some(port_of(&job));
     }
     Ok(RankPlace {
@@ -186,7 +186,7 @@ pub(super) fn place(vars: &Vars<'_>, task: &TaskNumbers) -> Result<RankPlace, Fa
     })
 }
 
-/// A task of an MPI or of Slurm that stands for its machine.
+/// The place of a machine, from the task of an MPI or of Slurm that was started on it.
 pub(super) fn one_task_per_node(vars: &Vars<'_>, task: &TaskNumbers) -> Result<NodePlace, Failure> {
     if let Some(several) = task.local_size.as_ref().filter(|read| read.value != 1) {
         return Err(refused(
@@ -206,7 +206,8 @@ pub(super) fn one_task_per_node(vars: &Vars<'_>, task: &TaskNumbers) -> Result<N
     })
 }
 
-/// Without a rank on the machine: a number of machines, or `RANK` and `WORLD_SIZE`, which may count either.
+/// Identity without a local rank: from a number of machines, or from `RANK` and `WORLD_SIZE`, which may count
+/// machines or processes.
 pub(super) fn without_local_rank(
     vars: &Vars<'_>,
     rank_is: Option<RankIs>,
@@ -284,7 +285,8 @@ pub(super) fn without_local_rank(
     }))
 }
 
-/// One rank by `RANK` and `WORLD_SIZE` alone: of so many per machine, of all on this one, or the only one here.
+/// Rank with `RANK` and `WORLD_SIZE` alone: it belongs to a known number per machine, or all ranks are on this
+/// machine, or it is the only one here.
 fn bare_process(
     vars: &Vars<'_>,
     rank: &Reading,
@@ -313,7 +315,7 @@ fn bare_process(
     place(vars, &task).map(Identity::Rank)
 }
 
-/// How many machines; `2:4` of an elastic job is no number.
+/// Number of machines; the range `2:4` of an elastic job does not count.
 fn nodes(vars: &Vars<'_>) -> Result<Option<Reading>, Failure> {
     if let Some(range) = vars.text("PET_NNODES").filter(|text| text.contains(':')) {
         let (fewest, most) = range.split_once(':').unwrap_or((&range, &range));
@@ -334,7 +336,7 @@ fn nodes(vars: &Vars<'_>) -> Result<Option<Reading>, Failure> {
     vars.same(&["NNODES", "PET_NNODES"])
 }
 
-/// How many ranks each machine has; words that leave it to the machine say nothing.
+/// Number of ranks per machine; words that leave the number to the machine do not count.
 fn per_node(vars: &Vars<'_>) -> Result<Option<(String, usize)>, Failure> {
     let mut found: Option<Reading> = None;
     for name in ["NPROC_PER_NODE", "PET_NPROC_PER_NODE"] {
@@ -366,9 +368,10 @@ fn named(reading: &Option<Reading>, name: &str) -> String {
     }
 }
 
-/// Where ranks meet: `MASTER_ADDR` and `MASTER_PORT`; under Slurm the first machine and a port of the job's number.
+/// Address of the rendezvous: `MASTER_ADDR` and `MASTER_PORT`. Under Slurm, the first machine and a port derived from
+/// the job.
 fn master(vars: &Vars<'_>, source: Source) -> Result<Master, Failure> {
-    // Whoever starts ranks inside of a pod says anew where they meet.
+    // A launcher inside a pod sets its own address.
     let from_pod = !vars.is_nested();
     let ports = [MASTER_PORT, "PET_MASTER_PORT"];
     let port = match vars.same(if from_pod { &ports } else { &ports[..1] })? {
@@ -422,7 +425,7 @@ fn master(vars: &Vars<'_>, source: Source) -> Result<Master, Failure> {
     Ok(master)
 }
 
-/// A port that every rank finds from the name of the job alone.
+/// Port that every rank derives from the name of the job.
 fn port_of(job: &str) -> u16 {
     let (from, count) = JOB_PORTS;
     let number = job
@@ -431,7 +434,7 @@ fn port_of(job: &str) -> u16 {
     u16::try_from(from + number).unwrap_or(u16::MAX)
 }
 
-/// What all ranks of this start know alike, and other jobs do not have.
+/// Name of this start of the job: equal on all its ranks, different from other jobs.
 fn job(vars: &Vars<'_>, master: &Master) -> String {
     let mut parts = vec![
         master.addr.clone().unwrap_or_default(),

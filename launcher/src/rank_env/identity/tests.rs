@@ -1,10 +1,10 @@
-//! Every source and every conflict, as tables.
+//! Tests of every source and every conflict, as tables.
 
 use super::{Identity, NodePlace, RankIs, RankPlace, Source, find};
 use crate::error::{ErrorCode, Failure};
 use std::ffi::OsString;
 
-/// `A=1 B=2`; values have no spaces.
+/// Reads an environment written as `A=1 B=2`; values have no spaces.
 fn read_as(line: &str, rank_is: Option<RankIs>) -> Result<Identity, Failure> {
     let vars: Vec<(&str, &str)> = line
         .split_whitespace()
@@ -81,7 +81,7 @@ fn slurm_gives_its_first_host_and_a_port_of_the_job() {
     let found = rank(&format!("{SLURM} MASTER_ADDR=b1 MASTER_PORT=4000"));
     assert_eq!(found.master.addr.as_deref(), Some("b1"));
     assert_eq!(found.master.port, Some(4000));
-    // srun's own list of a step on some of the machines comes first.
+    // The host list of a step on some of the machines has priority.
     let found = rank(&format!("{SLURM} SLURM_STEP_NODELIST=gpu08"));
     assert_eq!(found.master.addr.as_deref(), Some("gpu08"));
     for bad in [
@@ -123,7 +123,7 @@ fn ranks_of_one_start_share_a_job_name_and_other_starts_do_not() {
     assert_ne!(job(TORCHRUN), job(&TORCHRUN.replace("COUNT=0", "COUNT=1")));
     assert_ne!(job(SLURM), job(&SLURM.replace("70001", "70002")));
     assert_eq!(job(TORCHRUN).len(), 24);
-    // torchrun itself listens at MASTER_PORT.
+    // torchrun's agent listens on MASTER_PORT itself.
     let port = rank(TORCHRUN).master.port;
     assert!(port.is_some_and(|port| port != 29_400 && (15_000..35_000).contains(&port)));
     assert_eq!(port, rank(&other).master.port);
@@ -138,7 +138,7 @@ fn sources_that_disagree_are_refused_with_both_values() {
             .replace("TASKS=8", "TASKS=6")
     };
     for (line, words) in [
-        // By hand against each launcher.
+        // Variables set by hand contradict each launcher.
         (
             both(BY_HAND, &size(OPENMPI)),
             ["WORLD_SIZE=8", "OMPI_COMM_WORLD_SIZE=6"],
@@ -164,7 +164,7 @@ fn sources_that_disagree_are_refused_with_both_values() {
             both(BY_HAND, &PMI.replace("RANKID=1", "RANKID=0")),
             ["LOCAL_RANK=1", "MPI_LOCALRANKID=0"],
         ),
-        // Launchers against each other.
+        // Launchers contradict each other.
         (
             both(OPENMPI, &size(PMI)),
             ["OMPI_COMM_WORLD_SIZE=8", "PMI_SIZE=6"],
@@ -177,7 +177,7 @@ fn sources_that_disagree_are_refused_with_both_values() {
             both(PMI, &MVAPICH.replace("WORLD_RANK=5", "WORLD_RANK=3")),
             ["PMI_RANK=5", "MV2_COMM_WORLD_RANK=3"],
         ),
-        // Two names for one thing.
+        // Two variables for one number contradict each other.
         (
             both(BY_HAND, "LOCAL_SIZE=2"),
             ["LOCAL_WORLD_SIZE=4", "LOCAL_SIZE=2"],
@@ -232,7 +232,7 @@ fn sources_that_disagree_are_refused_with_both_values() {
 #[test]
 fn a_scheduler_task_that_starts_ranks_does_not_contradict_them() {
     for line in [
-        // torchrun, or this program, in tasks of others.
+        // torchrun, or this program, runs inside tasks of other launchers.
         format!(
             "{TORCHRUN} {}",
             SLURM
@@ -244,9 +244,9 @@ fn a_scheduler_task_that_starts_ranks_does_not_contradict_them() {
             "{BY_HAND} TESSERA_JOB_DIR=/job {}",
             PMI.replace("SIZE=8", "SIZE=2")
         ),
-        // A pod's own address is that of its ranks no more.
+        // The pod's own address no longer applies to its ranks.
         format!("{TORCHRUN} PET_MASTER_ADDR=pod PET_MASTER_PORT=1"),
-        // One task has no ranks.
+        // A single task is not a rank.
         format!(
             "{BY_HAND} {}",
             OPENMPI
@@ -260,7 +260,7 @@ fn a_scheduler_task_that_starts_ranks_does_not_contradict_them() {
                 .replace("PROCID=5", "PROCID=1")
                 .replace("TASKS=8", "TASKS=2")
         ),
-        // Two sources that say the same.
+        // Two sources agree.
         format!("{BY_HAND} {OPENMPI} {PMI} {SLURM}"),
     ] {
         assert_eq!((rank(&line).rank, rank(&line).world_size), (5, 8), "{line}");

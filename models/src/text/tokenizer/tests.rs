@@ -146,7 +146,7 @@ fn the_content_of_a_vocabulary_file_decides_what_it_is() {
 fn a_file_that_is_too_large_or_no_file_is_not_read() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tokenizer.json");
-    // a hole: nothing is written
+    // A sparse file.
     let file = std::fs::File::create(&path).unwrap();
     file.set_len(limits::MAX_FILE_BYTES + 1).unwrap();
     let error = Tokenizer::load(dir.path()).unwrap_err();

@@ -176,7 +176,7 @@ fn unknown(section: &Section, entry: &Entry, report: &mut Report) -> Outcome {
     Outcome::Warning(sentence)
 }
 
-/// The flag that corresponds to a misplaced section.
+/// The `--offload` flag that corresponds to a misplaced section `offload_*`.
 fn moved(entry: &Entry) -> Option<String> {
     let kind = entry.key.strip_prefix("offload_")?;
     let device = entry.value.get("device")?.as_text()?;

@@ -1,4 +1,4 @@
-//! Published files, recreated with their keys and values, and the page that each becomes.
+//! Tests with published files, recreated with their keys and values, and the page that each becomes.
 
 use crate::cli::file::explain::page;
 use crate::cli::file::{Loaded, load};
@@ -16,7 +16,7 @@ fn env() -> Env {
     Env::from_lookup(&|_| None).expect("an environment")
 }
 
-/// The page of a file with the folder's path taken out, and the failure behind it.
+/// The printed page of a file without the directory's path, followed by the failure, if any.
 fn shown(path: &Path) -> String {
     let (page, verdict) = page(path, &["--nproc=2".to_owned()], &env()).expect("is read");
     let mut text = page;
@@ -62,7 +62,7 @@ fn two_published_files_are_refused_with_a_reason() {
     assert!(optimizer.contains("the optimizer is AdamW"), "{optimizer}");
 }
 
-/// A file with this text beside a line.
+/// Loads a file with this text next to a command line.
 fn with(text: &str, line: &str) -> Result<Loaded, Failure> {
     let folder = tempfile::tempdir().expect("temp dir");
     let path = folder.path().join("ds.json");
@@ -72,7 +72,7 @@ fn with(text: &str, line: &str) -> Result<Loaded, Failure> {
     load(&words).map(|loaded| loaded.expect("a file is named"))
 }
 
-/// The words that a file gives beside a line, in order.
+/// The flags of a file with this text next to a command line, in order.
 fn words(text: &str, line: &str) -> String {
     let loaded = with(text, line).unwrap_or_else(|failure| panic!("{text} {line}\n{failure}"));
     loaded.words.join(" ")
@@ -154,7 +154,7 @@ fn contradictions_are_listed_together_and_auto_contradicts_nothing() {
     let agrees = "--zero=3 --offload=optimizer=cpu --max-grad-norm=0.50 --precision=pure-bf16 --learning-rate=0.00001";
     let words = words(text, agrees);
     assert!(words.starts_with(agrees), "{words}");
-    // What only DeepSpeed's defaults say gives way.
+    // Flags that follow from DeepSpeed's defaults alone give way to the command line.
     assert!(
         words.ends_with(" --adam-epsilon=1e-8 --weight-decay=0"),
         "{words}"
@@ -424,7 +424,7 @@ fn secrets_are_not_shown() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// A published file with a hole and something else in it is used or refused.
+    /// A published file in which a part is replaced is accepted or refused, without a panic.
     #[test]
     fn damaged_deepspeed_files_are_read_or_refused(
         file in 0usize..100, at in 0usize..1000, cut in 0usize..9, put in "[\\PC\n]{0,4}",
@@ -450,7 +450,7 @@ proptest! {
         }
     }
 
-    /// Values of any kind at any known key, and unknown keys, never end the program.
+    /// Values of any type at any known key, and unknown keys, cause no panic.
     #[test]
     fn any_deepspeed_values_are_applied_or_refused(picks in prop::collection::vec((0usize..400, 0usize..12), 0..6)) {
         let values = [

@@ -4,7 +4,7 @@ mod files;
 mod pixels;
 mod refusals;
 
-/// Decodes `file` through the disk, as users do.
+/// Decodes `file` from disk, as users do.
 fn decode_file(file: &[u8]) -> Result<RgbImage, ImageError> {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("picture");

@@ -13,7 +13,7 @@ const UNKNOWN: u64 = 2;
 const CONTROL: u64 = 3;
 const BYTE: u64 = 6;
 
-/// Field `number` that holds an integer below 128.
+/// Protobuf field `number` with an integer below 128.
 fn small(number: u8, value: u8) -> Vec<u8> {
     let mut out = tag(number, 0);
     out.push(value);
@@ -38,7 +38,7 @@ fn message(number: u8, content: &[u8]) -> Vec<u8> {
 }
 
 impl File {
-    /// Specials, all bytes, then `normal` with falling scores.
+    /// A model with the special pieces, all bytes, and then `normal` with decreasing scores.
     fn new(normal: &[&str]) -> Self {
         let mut pieces = vec![("<unk>".to_owned(), 0.0, UNKNOWN)];
         pieces.extend(["<s>", "</s>"].map(|text| (text.to_owned(), 0.0, CONTROL)));
@@ -243,7 +243,7 @@ fn malformed_sentencepiece_files_are_refused() {
 }
 
 proptest! {
-    /// The definition: the adjacent pair of the best score, leftmost among equals.
+    /// The result equals the definition: merge the adjacent pair with the best score, leftmost among equals.
     #[test]
     fn encoding_merges_by_score(
         longer in proptest::collection::hash_set("[ab▁]{2,4}", 0..12),

@@ -218,7 +218,7 @@ impl Mapper<'_> {
         }
     }
 
-    /// Warns of a section without `type`, which DeepSpeed ignores.
+    /// Marks the keys of a section without `type` as unused, since DeepSpeed ignores such a section.
     fn without_type(&mut self, section: &str) {
         let rows = self.report.rows.iter_mut();
         for row in rows.filter(|row| row.path.starts_with(section)) {
