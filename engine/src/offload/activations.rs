@@ -20,13 +20,13 @@ use std::time::Duration;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Store for saved activations on one tier. Memory of released tensors is reused, so a step like the previous one
-/// allocates nothing.
+/// Keeps tensors on the host or on a disk. Memory of released tensors is used again, so that a step like the one
+/// before takes nothing from the system.
 #[derive(Debug)]
 pub struct Activations {
     tier: Tier,
     tiers: Tiers,
-    /// Pool that counts tensors of a dry run.
+    /// Where tensors without values are counted.
     books: Pool,
     arena: Rc<RefCell<Arena>>,
     clock: RefCell<CopyClock>,
@@ -40,7 +40,7 @@ pub struct Activations {
 enum Kept {
     /// Still on a discrete device, on its way.
     Leaving(Fetch),
-    /// Counted without values (dry run).
+    /// A place without memory: on a device without values.
     Null {
         _placed: Tensor,
     },
@@ -52,7 +52,7 @@ enum Kept {
     },
 }
 
-/// Source of a tensor's values.
+/// Where the values of a tensor are read from.
 enum Source<'a> {
     Here(&'a Tensor),
     Leaving(&'a Fetch),
@@ -79,11 +79,11 @@ impl Source<'_> {
     }
 }
 
-/// Regions of a disk, each with its free ranges in order.
+/// Regions of a disk, each with the bytes that nobody uses, in order.
 #[derive(Debug, Default)]
 struct Arena(Vec<(Region, Vec<Range<usize>>)>);
 
-/// Range of bytes in a region of the arena.
+/// Bytes of a region of the arena.
 #[derive(Clone, Debug)]
 struct Place {
     region: usize,
@@ -100,7 +100,7 @@ impl Arena {
         self.0.iter().map(|(region, _)| region.len()).sum()
     }
 
-    /// Takes the first free range that is large enough.
+    /// The first place that is large enough.
     fn take(&mut self, bytes: usize) -> Option<Place> {
         for (region, (_, free)) in self.0.iter_mut().enumerate() {
             let Some(at) = free.iter().position(|range| range.len() >= bytes) else {
@@ -123,7 +123,7 @@ impl Arena {
         let free = &mut self.0[place.region].1;
         let at = free.partition_point(|range| range.start < place.bytes.start);
         free.insert(at, place.bytes.clone());
-        // Merges adjacent free ranges.
+        // With its neighbours it is one.
         free.dedup_by(|next, range| {
             let touches = range.end == next.start;
             if touches {
@@ -138,7 +138,7 @@ impl Arena {
     }
 }
 
-/// Handle to a tensor stored on the tier.
+/// A tensor that is kept elsewhere.
 #[derive(Debug)]
 pub struct Saved {
     shape: Shape,
@@ -157,7 +157,7 @@ impl Drop for Kept {
 }
 
 impl Activations {
-    /// A store on `tier`; `None` if activations stay on the device.
+    /// A keeper on `tier`; `None` where tensors simply stay on the device.
     #[must_use]
     pub fn new(tier: Tier, tiers: Tiers) -> Option<Self> {
         (tier != Tier::Device).then(|| Self {
@@ -181,7 +181,7 @@ impl Activations {
         self
     }
 
-    /// Pool that counts the tensors: the host pool, or the disk's.
+    /// Where tensors are counted: the host pool, or the disk's.
     #[must_use]
     pub fn books(&self) -> &Pool {
         &self.books
@@ -192,11 +192,10 @@ impl Activations {
         self.clock.borrow().total()
     }
 
-    /// Reserves `bytes` on disk, so that a disk that is too small is detected now; no effect on other tiers. Tensors
-    /// beyond the reservation still get space if the disk has it.
+    /// Sets aside `bytes` of the disk, so that one that is too small is found now; nothing on other tiers. Tensors that
+    /// need more find more as long as the disk has it.
     ///
     /// # Errors
-    /// When the disk is full.
     /// When the disk is full.
     pub fn reserve(&self, bytes: u64) -> Result<()> {
         let held = self.arena.borrow().bytes();
@@ -238,7 +237,7 @@ impl Activations {
         })
     }
 
-    /// Moves the last saved tensor to its tier, unless it was released.
+    /// Brings what was saved last to its tier, if anybody still wants it.
     fn finish(&self) -> Result<()> {
         let Some(last) = self.leaving.take().upgrade() else {
             return Ok(());
@@ -251,7 +250,7 @@ impl Activations {
         Ok(())
     }
 
-    /// Stores the values of `value` on the tier; `source` provides them.
+    /// A place on the tier with the values of `value`, which come from `source`.
     fn keep(&self, value: &Tensor, source: &Source<'_>) -> Result<Kept> {
         let bytes = value.size_bytes();
         if value.is_null() {
@@ -276,7 +275,7 @@ impl Activations {
             place = arena.take(bytes);
         }
         let place = place.expect("room in a region made for it");
-        // From here on, dropping `kept` frees the range, even if the write fails.
+        // From here on the place goes back when the tensor goes, also when the write fails.
         let kept = Kept::Spilled {
             place: place.clone(),
             arena: self.arena.clone(),
@@ -291,7 +290,7 @@ impl Activations {
     /// disk as far as buffers go.
     ///
     /// # Errors
-    /// When the device has no memory or the disk fails.
+    /// When the device has no room or the disk fails.
     pub fn prefetch(&self, saved: &Saved, device: &dyn Backend) -> Result<()> {
         let kept = saved.kept.borrow();
         if matches!(*kept, Kept::Leaving(_)) {
@@ -325,10 +324,10 @@ impl Activations {
         Ok(())
     }
 
-    /// The tensor, on the device. A tensor that has not left the device is returned as it is.
+    /// The tensor, on the device again; what never left is still there.
     ///
     /// # Errors
-    /// When the device or the disk fails.
+    /// When the device or the disk refuses.
     pub fn load(&self, saved: &Saved, device: &dyn Backend) -> Result<Tensor> {
         let load = || self.bring_back(saved, device);
         self.clock.borrow_mut().time(self.tier, load)
@@ -365,7 +364,7 @@ impl Activations {
 }
 
 impl Kept {
-    /// Copies the stored bytes to `out`; no effect in a dry run.
+    /// Copies the bytes from where they are; none of the null device's.
     fn read(&self, out: &mut [u8]) -> Result<()> {
         match self {
             Self::Null { .. } => {}
@@ -392,7 +391,7 @@ impl Kept {
     }
 }
 
-/// The tensor that a copy to the device will fill. In a dry run it is the reserved memory.
+/// The tensor that an upload fills: in a dry run, the memory reserved for it.
 pub(crate) fn placed(
     device: &dyn Backend,
     place: Option<Arrival>,
@@ -406,7 +405,7 @@ pub(crate) fn placed(
     })
 }
 
-/// `bytes` rounded up to whole blocks, since neighbors must not share a block.
+/// Whole blocks: neighbours must not share one.
 fn disk_bytes(bytes: usize) -> usize {
     extent_bytes(bytes as u64, 0) as usize
 }
@@ -462,7 +461,7 @@ mod tests {
                     keeper.prefetch(&kept[0], &cpu).unwrap();
                 }
                 for (saved, len) in kept.iter().zip([700_000, 10]) {
-                    // Several segments may need the same value.
+                    // More than one segment may want the same value.
                     for _ in 0..2 {
                         let back = keeper
                             .load(saved, &CpuBackend::new(device.clone()))
@@ -515,7 +514,7 @@ mod tests {
             let tensor = Tensor::from_slice(&device, Tag::Activations, [len], &values[..len]);
             (len, keeper.save(&tensor.unwrap()).unwrap())
         };
-        // Each list fills the reserved blocks. Free ranges must be merged before the next list fits.
+        // Each list fills the blocks set aside; regions of one cannot serve the next without being joined.
         for lens in [vec![1000; 5], vec![2048, 3000], vec![5000], vec![1, 4000]] {
             let mut kept: Vec<_> = lens.into_iter().map(save).collect();
             kept.reverse();
@@ -527,7 +526,7 @@ mod tests {
             }
             assert_eq!(file_bytes(), reserved);
         }
-        // Tensors beyond the reservation get more space, and existing space is not reserved twice.
+        // More than that is found elsewhere on the disk; what is there already is not set aside twice.
         let more = [save(5000), save(5000)];
         assert!(file_bytes() > reserved);
         let grown = file_bytes();

@@ -1,4 +1,4 @@
-//! Counters of a dry run: bytes that states would take, by tier.
+//! Counters of a dry run: the bytes its states would take, by tier.
 
 use crate::error::EngineError;
 use crate::plan::Tier;
@@ -18,7 +18,7 @@ pub(crate) struct Counters {
     pub(crate) host: Pool,
     /// Spill files.
     pub(crate) nvme: Pool,
-    /// Leased weights, without bytes: the buffers that they are views of are counted already.
+    /// Leased weights; the buffers they are views of are counted already.
     leased: Pool,
     /// Bytes of memory maps, in whole pages.
     mapped: Arc<AtomicU64>,
@@ -53,7 +53,7 @@ impl Counters {
         })
     }
 
-    /// Counts a leased weight.
+    /// A leased weight.
     pub(crate) fn leased(&self, shape: Shape, dtype: DType) -> Result<Tensor> {
         Ok(Tensor::null(&self.leased, Tag::Gathered, shape, dtype)?)
     }
@@ -64,11 +64,11 @@ impl Counters {
     }
 }
 
-/// Share of the counters that a region takes.
+/// What a counted region takes.
 #[derive(Debug)]
 pub enum Count {
     /// A block of the device pool.
     Placed(Tensor),
-    /// Bytes of a memory map or a file.
+    /// Bytes of a memory map or of a file.
     Reserved(Reservation),
 }

@@ -1,9 +1,8 @@
-//! Storage that outlives a pass, on the tier that the plan chose.
+//! Memory that outlives a pass, on the tier the plan puts it.
 //!
-//! - Device memory is a block of the device's pool. On a discrete device it is resident memory: the host reads and
-//!   writes copies, and the device computes with it in place.
-//! - Host memory is a private anonymous memory map, counted in the host pool.
-//! - Spilled memory is an extent of a file, accessed in chunks that are prefetched and written asynchronously.
+//! Device memory comes from the device's pool, or is resident memory of a device that the host cannot address: that is read
+//! and written through copies, and computed with where it lies. Host memory is a private anonymous memory map, counted against the host
+//! pool. Spilled memory is an extent of a file, reached through windows that are read ahead and written behind.
 
 use super::counters::{Count, Counters};
 use super::parallel;
@@ -28,11 +27,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Elements of a chunk: one segment of f32.
+/// Elements of a window: a segment of f32.
 pub(crate) const WINDOW_ELEMS: usize = SEGMENT_BYTES / 4;
 /// Elements that are copied at once between a discrete device and the host.
 pub(crate) const COPY_ELEMS: usize = 1 << 22;
-/// Minimal size of maps that ask for huge pages.
+/// Maps from this size on ask for huge pages.
 const HUGE_BYTES: usize = 4 << 20;
 
 impl From<Gone> for EngineError {
@@ -41,7 +40,7 @@ impl From<Gone> for EngineError {
     }
 }
 
-/// The storage tiers of one rank: pools and disk.
+/// The pools of one rank, and its disk.
 #[derive(Clone, Debug)]
 pub struct Tiers {
     /// Device memory.
@@ -57,7 +56,7 @@ pub struct Tiers {
 }
 
 impl Tiers {
-    /// Device and host memory without a disk.
+    /// Device and host memory; no disk.
     #[must_use]
     pub fn new(device: Pool, host: Pool) -> Self {
         Self {
@@ -70,13 +69,13 @@ impl Tiers {
         }
     }
 
-    /// The tiers of a rank that computes on `backend`.
+    /// The same for a rank that computes on `backend`.
     pub(crate) fn on(mut self, backend: &Arc<dyn Backend>) -> Self {
         self.discrete = backend.residents().map(|_| backend.clone());
         self
     }
 
-    /// Whether states on the device tier are in memory that the host cannot address.
+    /// Whether states of the device's tier lie where the host cannot address them.
     pub(crate) fn are_resident(&self) -> bool {
         self.discrete.is_some()
     }
@@ -106,7 +105,7 @@ impl Tiers {
         }
     }
 
-    /// The values of a gradient in memory that the host can read; empty in a dry run.
+    /// The values of a gradient that the host can read; none in a dry run.
     pub(crate) fn values<'g>(&self, gradient: &'g Tensor) -> Result<Cow<'g, [f32]>> {
         match self.counters {
             Some(_) => Ok(Cow::default()),
@@ -122,13 +121,13 @@ impl Tiers {
         self
     }
 
-    /// The disk, if there is one.
+    /// The disk, where there is one.
     #[must_use]
     pub fn spill(&self) -> Option<&Arc<Spill>> {
         self.spill.as_ref()
     }
 
-    /// Pool that counts the disk.
+    /// Where the disk is counted.
     pub(crate) fn disk_pool(&self) -> Pool {
         match (&self.spill, &self.counters) {
             (Some(spill), _) => spill.pool.clone(),
@@ -137,13 +136,13 @@ impl Tiers {
         }
     }
 
-    /// Trace recorder of the rank.
+    /// The recorder of the rank that these are of.
     #[must_use]
     pub fn trace(&self) -> &Trace {
         &self.trace
     }
 
-    /// Allocates zeroed memory for `elems` elements of a parameter group, beginning with its element `start`.
+    /// Allocates zeroed memory for `elems` elements of a group, from its element `start` on.
     ///
     /// # Errors
     /// When the tier's pool or disk is full, or the system refuses the map.
@@ -162,7 +161,7 @@ impl Tiers {
         self.allocate_bytes((kind, tier), bytes, phase, tag)
     }
 
-    /// Allocates zeroed bytes. On disk, the first one is `phase` bytes after a block boundary.
+    /// Allocates zeroed bytes; on a disk, the first lies `phase` bytes behind a block boundary.
     ///
     /// # Errors
     /// As [`Tiers::allocate`].
@@ -192,7 +191,7 @@ impl Tiers {
                 let map = MmapMut::map_anon(bytes.max(1))
                     .map_err(|source| EngineError::Map { bytes, source })?;
                 if bytes >= HUGE_BYTES {
-                    // Only a hint: the map also works without huge pages.
+                    // A wish: where there are no huge pages the map works without.
                     map.advise(Advice::HugePage).ok();
                 }
                 Region::Mapped {
@@ -214,7 +213,7 @@ impl Tiers {
         })
     }
 
-    /// Device memory for a copy of weights; its contents are undefined.
+    /// Device memory for a copy of weights, with unspecified contents.
     pub(crate) fn copy(&self, bytes: usize) -> Result<Region> {
         let (tier, tag) = (Tier::Device, Tag::Gathered);
         Ok(match &self.counters {
@@ -239,7 +238,7 @@ impl Tiers {
         Ok(access(backend)?.settle(&mut states)?)
     }
 
-    /// Lets another thread borrow the regions on a discrete device ([`ResidentAccess::lend`]).
+    /// Lends what lies on the device to whoever has it from here on ([`ResidentAccess::lend`]).
     pub(crate) fn lend<'r>(&self, regions: impl Iterator<Item = &'r mut Region>) -> Result<()> {
         let Some(backend) = &self.discrete else {
             return Ok(());
@@ -248,7 +247,7 @@ impl Tiers {
         Ok(access(backend)?.lend(&mut states)?)
     }
 
-    /// Takes borrowed regions back.
+    /// Takes what was lent back.
     pub(crate) fn take_back<'r>(
         &self,
         regions: impl Iterator<Item = &'r mut Region>,
@@ -260,7 +259,7 @@ impl Tiers {
         Ok(access(backend)?.give_back(&mut states)?)
     }
 
-    /// Waits until all writes are on disk.
+    /// Waits until the disk has everything.
     ///
     /// # Errors
     /// When a write failed.
@@ -280,7 +279,7 @@ fn resident(backend: &Arc<dyn Backend>, elems: usize, dtype: DType, tag: Tag) ->
     })
 }
 
-/// The device's interface to resident states.
+/// How the device keeps states.
 pub(crate) fn access(backend: &Arc<dyn Backend>) -> Result<&dyn ResidentAccess> {
     let missing = || KernelError::Device {
         op: "keep states",
@@ -298,7 +297,7 @@ pub struct Spill {
 }
 
 impl Spill {
-    /// Files for some kinds of state, with a common queue.
+    /// Files for some kinds of state, behind one queue.
     #[must_use]
     pub fn new(io: SpillIo, files: impl IntoIterator<Item = (StateKind, SpillFile)>) -> Self {
         Self {
@@ -314,13 +313,13 @@ impl Spill {
         self.io.stats()
     }
 
-    /// Pool that counts the contents of the files, by tag.
+    /// What the files hold, by tag.
     #[must_use]
     pub fn pool(&self) -> &Pool {
         &self.pool
     }
 
-    /// Total bytes of all files.
+    /// Bytes of all files.
     #[must_use]
     pub fn file_bytes(&self) -> u64 {
         let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
@@ -350,9 +349,9 @@ pub enum Region {
     Device(Block),
     /// Memory of a discrete device.
     Resident {
-        /// Handle to the elements in device memory.
+        /// The elements.
         states: Resident,
-        /// Backend of the device.
+        /// The device.
         backend: Arc<dyn Backend>,
     },
     /// A memory map.
@@ -361,16 +360,16 @@ pub enum Region {
         map: MmapMut,
         /// Bytes in use.
         len: usize,
-        /// Its reservation in the host pool.
+        /// Its place in the host pool's counters.
         counted: Reservation,
     },
     /// Part of a spill file.
     Spilled {
-        /// The extent.
+        /// Where.
         extent: Extent,
         /// The file's queue.
         spill: Arc<Spill>,
-        /// Its reservation in the disk's pool.
+        /// Its place in the counters.
         counted: Reservation,
     },
     /// A region of a dry run: it has no bytes. Reads and writes do nothing, and its chunks are empty.
@@ -379,12 +378,12 @@ pub enum Region {
         tier: Tier,
         /// Number of bytes.
         len: usize,
-        /// Its share of the counters.
+        /// What it takes of the counters.
         count: Count,
     },
 }
 
-/// Uploads values to device memory; in a dry run, takes a block of the same size.
+/// Values in device memory, or the block they would take in a dry run.
 pub(crate) fn upload(
     device: &dyn Backend,
     values: &[u8],
@@ -399,7 +398,7 @@ pub(crate) fn upload(
 }
 
 impl Region {
-    /// Tier of the bytes.
+    /// Where the bytes are.
     #[must_use]
     pub fn tier(&self) -> Tier {
         match self {
@@ -410,7 +409,7 @@ impl Region {
         }
     }
 
-    /// Whether the bytes exist; false in a dry run.
+    /// Whether the values exist; false in a dry run.
     pub(crate) fn has_values(&self) -> bool {
         match self {
             Self::Counted { .. } => false,
@@ -419,7 +418,7 @@ impl Region {
         }
     }
 
-    /// Number of bytes in use.
+    /// Bytes in use.
     #[must_use]
     pub fn len(&self) -> usize {
         match self {
@@ -430,7 +429,7 @@ impl Region {
         }
     }
 
-    /// Whether it has no bytes.
+    /// Whether it holds nothing.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -445,7 +444,7 @@ impl Region {
         }
     }
 
-    /// The elements, if they are on a discrete device, for changes on the device.
+    /// As [`Region::resident`], to be changed there.
     #[must_use]
     pub fn resident_mut(&mut self) -> Option<&mut Resident> {
         match self {
@@ -454,7 +453,7 @@ impl Region {
         }
     }
 
-    /// The bytes, if the host can address them.
+    /// The bytes, where they are in memory that the host can address.
     #[must_use]
     pub fn in_memory(&self) -> Option<&[u8]> {
         match self {
@@ -464,7 +463,7 @@ impl Region {
         }
     }
 
-    /// As [`Region::in_memory`], writable; empty on other tiers.
+    /// As [`Region::in_memory`], writable; nothing elsewhere.
     pub(crate) fn in_memory_mut(&mut self) -> &mut [u8] {
         match self {
             Self::Device(block) => block.as_bytes_mut(),
@@ -492,7 +491,7 @@ impl Region {
         }
     }
 
-    /// Writes `bytes` at `offset`.
+    /// Writes `bytes` from `offset` on.
     ///
     /// # Errors
     /// When the disk or the device fails.
@@ -513,7 +512,7 @@ impl Region {
         }
     }
 
-    /// Starts to read a chunk, if it is on disk and a buffer is free.
+    /// Starts to read the bytes of a window, if they are on a disk and a buffer is free.
     pub(crate) fn read_ahead(&self, bytes: Range<usize>) -> Result<Option<PendingRead>> {
         match self {
             Self::Spilled { extent, spill, .. } => Ok(spill.io.read_ahead(extent, wide(&bytes))?),
@@ -521,7 +520,7 @@ impl Region {
         }
     }
 
-    /// Opens a chunk. `ahead` is its prefetched contents, if any.
+    /// The bytes of a window, from `ahead` where they were read before their turn.
     pub(crate) fn window(
         &mut self,
         bytes: Range<usize>,
@@ -562,8 +561,7 @@ impl Region {
         })
     }
 
-    /// Opens a chunk that is filled with the bytes `from` of `source` and then changed. `source` must be on the same
-    /// tier.
+    /// A window to be filled with the bytes `from` of `source`, which lies on the same tier, changed and written here.
     pub(crate) fn window_from(
         &mut self,
         bytes: Range<usize>,
@@ -600,8 +598,8 @@ impl Region {
         Ok(Window::Memory(target))
     }
 
-    /// Calls `body` for the elements `range`, chunk by chunk in order; bytes in host memory are one chunk. The region
-    /// begins at element `start` of the parameter group.
+    /// Runs `body` over the elements `range` of a region that begins at the group's element `start`, window by window
+    /// and in order; one window where they are in memory.
     pub(crate) fn for_each_window<T: Pod>(
         &mut self,
         start: usize,
@@ -635,8 +633,8 @@ impl Region {
         Ok(())
     }
 
-    /// Stores `values` as elements `target` of type `dtype`, rounded to nearest even. The region begins at element
-    /// `start` of the parameter group.
+    /// Stores `values` as elements `target` of type `dtype`, rounded to nearest even; the region begins at the group's
+    /// element `start`.
     pub(crate) fn write_rounded(
         &mut self,
         dtype: DType,
@@ -672,25 +670,25 @@ fn wide(bytes: &Range<usize>) -> Range<u64> {
     bytes.start as u64..bytes.end as u64
 }
 
-/// Purpose of opening a chunk.
+/// What a window is for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Access {
-    /// Its contents are read.
+    /// Its contents are wanted.
     Read,
-    /// It is overwritten. It begins as zeros on disk and on discrete devices, and with the old bytes elsewhere.
+    /// All of it is overwritten that matters: on a disk the rest becomes zero.
     Write,
-    /// It is read and written.
+    /// Both.
     Update,
 }
 
-/// An open chunk: bytes of a region in memory.
+/// Bytes of a region, in memory while the window is open.
 #[derive(Debug)]
 pub(crate) enum Window<'r> {
     /// The region itself.
     Memory(&'r mut [u8]),
     /// A copy of what a discrete device has.
     Copied(Copied<'r>),
-    /// A buffer with bytes from a disk.
+    /// A copy.
     Segment {
         segment: Segment,
         extent: &'r Extent,
@@ -712,7 +710,7 @@ impl Window<'_> {
         bytemuck::cast_slice_mut(self.as_mut_bytes())
     }
 
-    /// Closes the chunk. Changes are written to the region.
+    /// Ends the window; what was changed goes to the region.
     pub(crate) fn commit(self) -> Result<()> {
         match self {
             Self::Segment {
@@ -728,7 +726,7 @@ impl Window<'_> {
 }
 
 thread_local! {
-    /// Memory of the last host copy, for reuse. Clearing fresh memory would take longer than the copy over the bus.
+    /// Memory of the last copy, for the next: a fresh one is cleared, or its pages are, which takes longer than the bus.
     static COPY: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -738,7 +736,7 @@ pub(crate) struct Copied<'r> {
     states: &'r mut Resident,
     backend: &'r Arc<dyn Backend>,
     at: usize,
-    /// As 4-byte words, so that elements of every type are aligned.
+    /// In words, so that elements of every type are aligned.
     words: Vec<u32>,
     len: usize,
     written: bool,
@@ -784,8 +782,7 @@ impl Drop for Copied<'_> {
     }
 }
 
-/// Divides `range` into chunks of at most `most` elements that end at multiples of `most`. `most` is a multiple of
-/// [`WINDOW_ALIGN`].
+/// `range` in pieces of at most `most` elements that end at multiples of `most`, which is one of [`WINDOW_ALIGN`].
 pub(crate) fn windows(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
     let mut start = range.start;
     std::iter::from_fn(move || {
@@ -839,7 +836,7 @@ mod tests {
     #[test]
     fn every_tier_reads_back_what_chunks_of_any_start_wrote() {
         let (_parent, tiers) = on_disk(IoPath::Mapped);
-        // Three chunks; the first and the last are partial, and the start is inside a block.
+        // Three windows, the first and the last not whole, and a start in the middle of a block.
         let range = 4_128..2 * WINDOW_ELEMS + 9_600;
         let values: Vec<f32> = range.clone().map(|i| i as f32).collect();
         for tier in [Tier::Device, Tier::Host, Tier::Nvme] {

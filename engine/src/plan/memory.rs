@@ -29,20 +29,20 @@ impl TierBytes {
 /// Bytes one rank needs for model states.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct MemoryReport {
-    /// Weights that this rank stores.
+    /// Weights this rank keeps.
     pub parameters: TierBytes,
     /// Accumulated gradients.
     pub gradients: TierBytes,
     /// Master weights and moments.
     pub optimizer: TierBytes,
-    /// Maximal bytes of weights gathered at once (device).
+    /// Most weights gathered at once (device).
     pub gathered: u64,
-    /// Maximal bytes of gradient buckets and other collectives in flight at once (device).
+    /// Most gradient buckets and other collectives in flight at once (device).
     pub communication: u64,
 }
 
 impl MemoryReport {
-    /// Total on the device.
+    /// Everything on the device.
     #[must_use]
     pub fn device_bytes(&self) -> u64 {
         self.parameters.device
@@ -52,7 +52,7 @@ impl MemoryReport {
             + self.communication
     }
 
-    /// Total in host memory.
+    /// Everything in host memory.
     #[must_use]
     pub fn host_bytes(&self) -> u64 {
         self.parameters.host + self.gradients.host + self.optimizer.host
@@ -60,7 +60,7 @@ impl MemoryReport {
 }
 
 impl Plan {
-    /// Whether a lease needs a buffer, because it cannot read the weights in their tier.
+    /// Whether a lease needs a buffer of its own instead of reading the weights where they are.
     #[must_use]
     pub fn leases_copy(&self) -> bool {
         self.config().offload.param != Tier::Device || self.gathers_parameters()
@@ -72,7 +72,7 @@ impl Plan {
         self.config().stage.shards_parameters() && self.shards() > 1
     }
 
-    /// Whether devices gather weights and reduce gradients among themselves.
+    /// Whether devices gather weights and add up gradients among themselves.
     #[must_use]
     pub fn devices_talk(&self) -> bool {
         let config = self.config();
@@ -88,7 +88,7 @@ impl Plan {
         config.uploads_ahead && config.prefetch_units > 0 && self.leases_copy()
     }
 
-    /// Whether devices gather weights one unit before their use.
+    /// Whether the devices gather them so.
     #[must_use]
     pub(crate) fn gathers_ahead(&self) -> bool {
         self.uploads_ahead() && self.devices_talk() && self.gathers_parameters()
@@ -101,7 +101,7 @@ impl Plan {
         stage.shards_optimizer() && !stage.shards_parameters() && self.shards() > 1
     }
 
-    /// Whether a device with resident states stores everything that an optimizer step changes.
+    /// Whether a device whose states are its own keeps what an update changes.
     #[must_use]
     pub fn steps_on_device(&self) -> bool {
         let trains = self.units().iter().any(|unit| !unit.trainable.is_empty());

@@ -1,5 +1,5 @@
-//! The plan: who owns which bytes, when each unit is gathered, and how many bytes that takes. It is a pure function
-//! of the model, the configuration and the world size, and equal on every rank.
+//! Who owns which bytes, when each unit is gathered, and how many bytes that takes: a pure
+//! function of the model, the configuration and the world size, equal on every rank.
 
 pub(crate) mod blocks;
 mod formats;
@@ -27,17 +27,17 @@ use optim::Precision;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// ZeRO stage, numbered as in DeepSpeed.
+/// What ZeRO shards, in DeepSpeed's numbers.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(try_from = "u8", into = "u8")]
 pub enum Stage {
-    /// Shards nothing: plain data parallelism.
+    /// Nothing: plain data parallelism.
     Zero0,
-    /// Shards optimizer state.
+    /// Optimizer state.
     Zero1,
-    /// Shards optimizer state and gradients.
+    /// Optimizer state and gradients.
     Zero2,
-    /// Shards optimizer state, gradients and parameters.
+    /// Optimizer state, gradients and parameters.
     Zero3,
 }
 
@@ -80,7 +80,7 @@ impl From<Stage> for u8 {
     }
 }
 
-/// Storage tier of a kind of state.
+/// Where a kind of state lives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, Default)]
 #[serde(rename_all = "kebab-case")]
 pub enum Tier {
@@ -93,7 +93,7 @@ pub enum Tier {
     Nvme,
 }
 
-/// Kinds of state with their own tier.
+/// The kinds of state that have a tier of their own.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum StateKind {
@@ -101,7 +101,7 @@ pub enum StateKind {
     Param,
     /// Master weights, moments and accumulated gradients.
     Optimizer,
-    /// Stored inputs of checkpointed segments.
+    /// Inputs of segments that run again in backward.
     Activation,
 }
 
@@ -109,7 +109,7 @@ impl StateKind {
     /// All kinds.
     pub const ALL: [Self; 3] = [Self::Param, Self::Optimizer, Self::Activation];
 
-    /// Name on the command line and in file names.
+    /// The word on the command line and in file names.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -120,14 +120,14 @@ impl StateKind {
     }
 }
 
-/// Tier of each kind of state.
+/// Which state is moved off the device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, Default)]
 pub struct Offload {
     /// Weights.
     pub param: Tier,
-    /// Master weights, moments and accumulated gradients.
+    /// Master weights, moments and the gradients they are fed from.
     pub optimizer: Tier,
-    /// Stored inputs of checkpointed segments.
+    /// Inputs of segments that run again in backward.
     #[serde(default)]
     pub activation: Tier,
 }
@@ -167,58 +167,57 @@ pub enum GradDtype {
     Bf16,
 }
 
-/// Transport of weights and gradients between ranks on discrete devices.
+/// What carries weights and gradients between ranks whose devices the host cannot address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, Default)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceTransport {
-    /// Host memory: data passes through the communicator's window on its way from and to the devices.
+    /// Host memory: the communicator's window, before they go to a device and after they come from it.
     #[default]
     Host,
-    /// Peer access: devices read each other's memory. Only a rank's own part crosses its bus to the host.
+    /// Devices read each other's memory: only a rank's own part passes its bus.
     Peers,
-    /// NCCL, also between machines. It sums in its own order.
+    /// NCCL: the same, also between machines. It adds in an order of its own.
     Nccl,
 }
 
-/// Resolved settings of the engine.
+/// The resolved settings of the engine.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct ZeroConfig {
-    /// ZeRO stage.
+    /// What is sharded.
     pub stage: Stage,
     /// Dtypes of weights and state.
     pub precision: Precision,
-    /// Element type of accumulated gradients; `None` means that of the precision.
+    /// Element type of accumulated gradients; `None` is the precision's own.
     #[serde(default)]
     pub grad_dtype: Option<GradDtype>,
-    /// Hybrid sharding: number of consecutive ranks that hold one copy of the sharded states. `None` means all ranks.
+    /// Hybrid sharding: consecutive ranks that hold one copy of what is sharded; `None`: all ranks do.
     #[serde(default)]
     pub shard_group: Option<usize>,
-    /// Tier of each kind of state.
+    /// Tiers.
     pub offload: Offload,
     /// What carries weights and gradients between discrete devices.
     #[serde(default)]
     pub device_transport: DeviceTransport,
-    /// Number of units whose gather starts before their use.
+    /// Units gathered ahead of use.
     pub prefetch_units: usize,
     /// Whether weights that a discrete device does not store are copied to it one unit ahead of their use. The copy runs
     /// beside the previous unit's work, and the device holds one more unit's weights.
     #[serde(default)]
     pub uploads_ahead: bool,
-    /// Maximal number of gradient buckets in flight at once.
+    /// Most gradient buckets in flight at once.
     pub buckets_in_flight: usize,
-    /// Groups of units, by index, that store only the input of their first unit for backward. The other inputs are
-    /// recomputed before the group's backward ([`ModelSpec::layer_groups`]).
+    /// Runs of units, by index, of which only the first one's input is kept for backward: the others' are computed again
+    /// from it, before the run's backward ([`ModelSpec::layer_groups`]).
     #[serde(default)]
     pub recomputed: Vec<Range<u32>>,
-    /// Elements of a shard that are updated at once.
+    /// Elements of a shard updated at once.
     pub sub_group_elems: usize,
-    /// Maximal global gradient norm; `None` disables clipping.
+    /// Clip gradients to this global norm.
     pub max_grad_norm: Option<f32>,
-    /// Optimizer in backward; `None` updates after backward.
+    /// Updates that begin while backward runs; `None` begins them all behind it.
     #[serde(default)]
     pub early_step: Option<EarlyStep>,
-    /// Optimizer in forward: whether updates of states in host memory may overlap with the next forward pass
-    /// ([`Plan::steps_late`]). Each unit is updated before its use.
+    /// Whether updates of states in host memory may go on beside the next pass, unit by unit in front of it ([`Plan::steps_late`]).
     #[serde(default)]
     pub late_step: bool,
     /// Seed of stochastic rounding.
@@ -226,7 +225,8 @@ pub struct ZeroConfig {
 }
 
 impl ZeroConfig {
-    /// Element type of accumulated gradients: as configured, otherwise bf16 in pure bf16 and f32 in other precisions.
+    /// Dtype of accumulated gradients: f32, except in pure bf16, whose promise of memory they keep;
+    /// or as the configuration says.
     #[must_use]
     pub fn grad_dtype(&self) -> DType {
         match (self.grad_dtype, self.precision) {
@@ -236,9 +236,9 @@ impl ZeroConfig {
         }
     }
 
-    /// Whether each rank accumulates only its part of the gradients. In bf16 this holds in every stage: rounding must
-    /// follow the reduction for all stages to agree. The sum is therefore reduced per micro-batch, and parts of other
-    /// ranks would be of no use.
+    /// Whether each rank accumulates only its part of the gradients. Sums in bf16 are sharded in
+    /// every stage: rounding must follow the reduction for stages to agree, so the sum is reduced
+    /// per micro-batch anyway and the other ranks' parts would be dead weight.
     #[must_use]
     pub fn shards_gradients(&self) -> bool {
         self.stage.shards_gradients() || self.grad_dtype() == DType::BF16
@@ -267,27 +267,27 @@ impl Default for ZeroConfig {
     }
 }
 
-/// Why a plan cannot be made.
+/// Why no plan exists.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// The world size is zero.
+    /// The world is empty.
     #[error("the world size is 0")]
     EmptyWorld,
-    /// The size of shard groups does not divide the world size, or the stage shards nothing.
+    /// Groups that do not divide the world, or where nothing is sharded.
     #[error("{world_size} ranks at stage {} cannot be divided into shard groups of {group}", *stage as u8)]
     ShardGroup {
-        /// Ranks per shard group.
+        /// Ranks of a group.
         group: usize,
         /// Number of ranks.
         world_size: usize,
         /// The stage.
         stage: Stage,
     },
-    /// The NCCL transport does not support shard groups.
+    /// NCCL has one group of all ranks.
     #[error("collectives by NCCL run among all {world_size} ranks, not in shard groups of {group}")]
     GroupsInNccl {
-        /// Ranks per shard group.
+        /// Ranks of a group.
         group: usize,
         /// Number of ranks.
         world_size: usize,
@@ -300,7 +300,7 @@ pub enum PlanError {
         /// Its unit.
         unit: u32,
     },
-    /// Units that cannot be recomputed as a group.
+    /// Units whose inputs cannot be computed again together.
     #[error("recompute group {}..{} is not a run of consecutive units after the previous group", group.start, group.end)]
     Recomputed {
         /// Their indices.
@@ -309,7 +309,7 @@ pub enum PlanError {
     /// Two parameters share a name.
     #[error("two parameters are called {name}")]
     DuplicateName {
-        /// The duplicate name.
+        /// The name.
         name: String,
     },
 }
@@ -322,7 +322,7 @@ pub struct Plan {
     world_size: usize,
     units: Vec<UnitPlan>,
     first_element: Vec<u64>,
-    /// For each unit, whether it is updated during backward.
+    /// By unit: whether its update begins while backward runs.
     early: Vec<bool>,
 }
 
@@ -330,7 +330,7 @@ impl Plan {
     /// Lays out `spec` for `world_size` ranks.
     ///
     /// # Errors
-    /// When the declaration or the settings are inconsistent.
+    /// When the declaration is inconsistent.
     pub fn new(spec: ModelSpec, config: ZeroConfig, world_size: usize) -> Result<Self, PlanError> {
         if world_size == 0 {
             return Err(PlanError::EmptyWorld);
@@ -388,7 +388,7 @@ impl Plan {
         })
     }
 
-    /// The model's description.
+    /// The model.
     #[must_use]
     pub fn spec(&self) -> &ModelSpec {
         &self.spec
@@ -406,13 +406,13 @@ impl Plan {
         self.world_size
     }
 
-    /// Number of shards that sharded data is divided into.
+    /// Number of parts into which sharded data is cut.
     #[must_use]
     pub fn shards(&self) -> usize {
         self.config.shard_group.unwrap_or(self.world_size)
     }
 
-    /// Index of the shard that `rank` holds.
+    /// The shard that `rank` holds.
     #[must_use]
     pub fn shard_of(&self, rank: usize) -> usize {
         rank % self.shards()
@@ -430,20 +430,20 @@ impl Plan {
         &self.units[id.index()]
     }
 
-    /// Index of the parameter's first element when all parameters are concatenated without padding. It is the key of
-    /// stochastic rounding and does not depend on the world size.
+    /// Index of the parameter's first element when all parameters are laid one behind the other
+    /// without padding: the key of stochastic rounding, independent of the world size.
     #[must_use]
     pub fn first_element(&self, id: ParamId) -> u64 {
         self.first_element[id.index()]
     }
 
-    /// Uses of units in one pass, in order.
+    /// The gathers of one pass, in order.
     #[must_use]
     pub fn schedule(&self, kind: PassKind) -> Vec<Entry> {
         schedule::schedule(&self.units, &self.config.recomputed, kind)
     }
 
-    /// Whether the input of `unit` is recomputed instead of stored for backward.
+    /// Whether the input of `unit` is computed again instead of being kept for backward.
     #[must_use]
     pub fn recomputes_input(&self, unit: UnitId) -> bool {
         let groups = &self.config.recomputed;
@@ -451,7 +451,7 @@ impl Plan {
         groups.iter().any(inner)
     }
 
-    /// Hash of everything that must be equal on all ranks.
+    /// Fingerprint of everything that must agree between ranks.
     #[must_use]
     pub fn hash(&self) -> String {
         let mut hasher = blake3::Hasher::new();

@@ -1,29 +1,27 @@
-//! Choice of the units that are updated during backward (optimizer in backward), and of what happens to their
-//! gradients.
+//! Which units are updated while backward still runs, and what becomes of their gradients.
 //!
-//! Such a unit has its optimizer state and its part of the weights twice. The update reads one copy and writes the
-//! other. The copies swap when the global norm is known and no rank clips or skips. A step that clips or skips has
-//! therefore lost nothing, and every result has the same bits as an update after backward.
+//! Such a unit keeps its optimizer state and its part of the weights twice. The update reads one copy and writes the
+//! other; they change places when the global norm is known and nothing contradicts, so that a step that clips or skips
+//! has lost nothing, and every result has the bits of an update behind the pass.
 
 use super::{DeviceTransport, Plan, Tier, UnitPlan, ZeroConfig};
 use crate::spec::UnitId;
 use serde::{Deserialize, Serialize};
 
-/// Units that the update thread holds at a time: one is updated, one waits.
+/// Units at the thread of updates in backward: one is updated, one waits.
 pub(crate) const JOBS: usize = 2;
 
-/// Settings of the optimizer in backward.
+/// Updates that begin while backward runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct EarlyStep {
-    /// Maximal number of elements per rank to update during backward. Units closest to the loss are chosen first,
-    /// since their gradients are complete first.
+    /// Most elements of a rank that are updated early. Units nearest to the loss, whose gradients come first, are
+    /// chosen first.
     pub most_elems: u64,
-    /// Whether every optimizer step has exactly one micro-batch.
+    /// Whether every update has one micro-batch.
     pub single_micro_batch: bool,
 }
 
-/// For each unit, whether it is updated during backward. None is if a rank lacks final gradient sums before backward
-/// ends.
+/// By unit, whether it is updated early: where a rank has the final sum of what it updates before the pass ends.
 pub(super) fn chosen(config: &ZeroConfig, world_size: usize, units: &[UnitPlan]) -> Vec<bool> {
     let mut chosen = vec![false; units.len()];
     let Some(early) = config.early_step else {
@@ -47,14 +45,13 @@ pub(super) fn chosen(config: &ZeroConfig, world_size: usize, units: &[UnitPlan])
     chosen
 }
 
-/// Whether a rank has the final gradient sums of the elements that it updates before backward ends.
+/// Whether a rank has the final sums of what it updates before a pass ends.
 fn sums_in_the_pass(config: &ZeroConfig, world_size: usize) -> bool {
     world_size == 1 || config.shards_gradients() && config.stage.shards_optimizer()
 }
 
 impl Plan {
-    /// Elements per rank that could be updated during backward without the limit [`EarlyStep::most_elems`]; 0 if none
-    /// can.
+    /// Elements of a rank that are updated early where [`EarlyStep::most_elems`] bounds nothing; 0 where none can be.
     #[must_use]
     pub fn most_early_elems(&self) -> u64 {
         if !sums_in_the_pass(self.config(), self.world_size()) {
@@ -64,20 +61,20 @@ impl Plan {
         units.map(|unit| unit.trainable.shard_elems as u64).sum()
     }
 
-    /// Whether `unit` is updated during backward, in the last micro-batch of an optimizer step.
+    /// Whether `unit` is updated while backward runs, in the last micro-batch of an update.
     #[must_use]
     pub fn steps_early(&self, unit: UnitId) -> bool {
         self.early[unit.index()]
     }
 
-    /// Whether any unit is updated during backward.
+    /// Whether any unit is.
     #[must_use]
     pub fn any_steps_early(&self) -> bool {
         self.early.contains(&true)
     }
 
-    /// Whether the gradients of `unit` go straight into its update and are never stored. This needs one micro-batch,
-    /// so that there is nothing to add, and no clipping, so that the factor is known in advance.
+    /// Whether the gradients of `unit` go into its update as they come and are kept nowhere: with one micro-batch there
+    /// is nothing to add, and without clipping nothing can ask for another factor.
     #[must_use]
     pub fn consumes_gradients(&self, unit: UnitId) -> bool {
         let config = self.config();
@@ -100,8 +97,8 @@ impl Plan {
             .unwrap_or(0)
     }
 
-    /// Number of buffers for gradients that wait to be consumed: one per unit at the update thread, and one per unit
-    /// on its way from devices that reduced its gradients.
+    /// Buffers in which gradients wait to be consumed: for each unit at the thread that does so, and for each on its way
+    /// from the devices that added them up.
     #[must_use]
     pub(crate) fn waiting_buffers(&self) -> usize {
         let config = self.config();
@@ -113,8 +110,8 @@ impl Plan {
         }
     }
 
-    /// Whether updates may overlap with the next forward pass (optimizer in forward). They may not if states are on
-    /// disk, which has its own queue, or if ranks exchange updated weights, which happens after the update.
+    /// Whether updates may go on beside the next pass. A disk has its own queue, and ranks that share what they updated
+    /// do so behind the update.
     #[must_use]
     pub fn steps_late(&self) -> bool {
         let config = self.config();
@@ -122,7 +119,7 @@ impl Plan {
         config.late_step && !on_disk && !self.shares_updates() && !self.gathers_gradients()
     }
 
-    /// Whether gradient sums are sharded although every rank updates everything (stage 0 in pure bf16).
+    /// Whether every rank updates everything with sums that are sharded (stage 0 in pure bf16).
     pub(crate) fn gathers_gradients(&self) -> bool {
         let config = self.config();
         config.shards_gradients() && !config.stage.shards_optimizer()

@@ -2,7 +2,7 @@
 
 use optim::GroupOptions;
 
-/// Error of the library that owns the tensors.
+/// A failure of the library that owns the tensors.
 pub type BridgeError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A trainable tensor.
@@ -12,7 +12,7 @@ pub struct TensorInfo {
     pub name: String,
     /// Number of its elements.
     pub elems: usize,
-    /// Weight decay, and factor on the learning rate.
+    /// Weight decay, and the factor on the learning rate.
     pub options: GroupOptions,
 }
 

@@ -1,11 +1,11 @@
 //! ZeRO for another library's model. The model keeps its tensors, its autograd and its training loop, and passes
 //! gradients to a [`ShardedOptimizer`] through a [`TensorBridge`].
 //!
-//! | step | what happens | communication and memory |
+//! | step | who | bytes |
 //! |---|---|---|
-//! | forward, backward | in the other library | its own |
+//! | forward, backward | the other library | its own |
 //! | [`ShardedOptimizer::accumulate`] | reads gradients, sums them over ranks and calls | reduce-scatter from stage 2 on |
-//! | [`ShardedOptimizer::step`] | clips, updates this rank's part, writes weights back | states: 1 / ranks |
+//! | [`ShardedOptimizer::step`] | clips, updates this rank's part, writes weights back | state: 1 / ranks |
 //!
 //! Optimizer state, and from stage 2 on the summed gradients, is divided by the number of ranks and may be located on
 //! another tier. The engine also stores its own weights, in the dtype of the precision, on the tier `offload.param`.

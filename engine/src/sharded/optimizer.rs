@@ -20,7 +20,6 @@ type Result<T, E = EngineError> = std::result::Result<T, E>;
 /// Every rank creates one over the same tensors with the same weights. All ranks call the same methods in the same
 /// order.
 ///
-///
 /// ```
 /// use engine::comm::threads;
 /// use engine::sharded::{BridgeError, ShardedOptimizer, TensorBridge, TensorGroup, TensorInfo};
@@ -164,7 +163,7 @@ impl ShardedOptimizer {
             tensor: param.name.clone(),
             source,
         })?;
-        // The step divides by the number of all samples.
+        // The engine divides by all samples in the step.
         for value in &mut gradient {
             *value *= samples as f32;
         }
@@ -201,7 +200,7 @@ impl ShardedOptimizer {
         })
     }
 
-    /// The engine, for checkpoints, sizes and times.
+    /// The engine's states, for checkpoints, sizes and times.
     #[must_use]
     pub fn zero(&self) -> &Zero {
         &self.zero
@@ -213,7 +212,7 @@ impl ShardedOptimizer {
     }
 }
 
-/// Model description with one unit per tensor group and one flat parameter per tensor.
+/// One unit per group, one flat parameter per tensor.
 fn spec(bridge: &dyn TensorBridge) -> (ModelSpec, Vec<optim::GroupOptions>) {
     let mut spec = ModelSpec::default();
     let mut options = Vec::new();

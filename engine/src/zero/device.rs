@@ -7,24 +7,24 @@ use crate::timing::DeviceTimes;
 use crate::trace::Lane;
 use kernels::DeviceLane;
 
-/// Phases by their number in a label.
+/// The phases by the number that they have in a label.
 const PHASES: [Phase; 3] = [Phase::Forward, Phase::Recompute, Phase::Backward];
 
-/// Label of work on the device: the unit and the phase.
+/// What work on the device is labelled with: the unit, and which of its passes.
 fn label(unit: UnitId, phase: Phase) -> u32 {
     let number = PHASES.iter().position(|known| *known == phase);
     (PHASES.len() * unit.index() + number.unwrap_or(0)) as u32
 }
 
-/// The unit and the phase of a label.
+/// The unit and the pass that a label names.
 fn labelled(label: u32) -> (UnitId, Phase) {
     let count = PHASES.len() as u32;
     (UnitId(label / count), PHASES[(label % count) as usize])
 }
 
 impl Zero {
-    /// Time of this rank's device, by its own clock, in training passes that were followed by a step; and time of
-    /// concurrent updates on the CPU. Zero if the host computes.
+    /// What this rank's device did so far, by its own clock, in training passes that were followed by a step, and what the
+    /// processor updated beside it; zero where the host computes.
     #[must_use]
     pub fn device_times(&self) -> DeviceTimes {
         let mut times = self.device_times;
@@ -34,15 +34,15 @@ impl Zero {
         times
     }
 
-    /// Labels the work that is queued next with a unit. Only training passes are measured: a step reads and resets
-    /// the measurements.
+    /// What is queued from here on is work of a unit. Only passes that train are measured: a step reads what was
+    /// measured, and forgets it.
     pub(super) fn label_device(&self, work: Option<(UnitId, Phase)>) -> Result<()> {
         self.backend.measure(self.trains.get())?;
         let label = work.map(|(unit, phase)| label(unit, phase));
         Ok(self.backend.label(label)?)
     }
 
-    /// Adds up the device's work since the last call, and records it if a trace is active.
+    /// Adds up what the device did since the last call, and records it where a recording runs.
     pub(super) fn read_device(&mut self) -> Result<()> {
         let spans = self.backend.measured()?;
         self.device_times.add(&spans);

@@ -1,4 +1,4 @@
-//! The engine's facade: one rank's model states under ZeRO, for the tape and the training loop.
+//! The facade: one rank's model states under ZeRO, as the tape and the training loop use them.
 
 mod device;
 mod snapshot;
@@ -32,21 +32,21 @@ use std::time::{Duration, Instant};
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Elements of a weight that are read at once while loading.
+/// Elements of a weight read at once while loading.
 const LOAD_CHUNK_ELEMS: usize = 1 << 20;
 
-/// Result of one optimizer step.
+/// What one optimizer step did.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct StepReport {
-    /// Number of updates applied so far, including this step if it was applied.
+    /// Updates applied so far, this one included when it was applied.
     pub step: u64,
-    /// Mean loss per supervised token, over all ranks and micro-batches.
+    /// Mean loss per supervised token over all ranks and micro-batches.
     pub loss: f64,
-    /// Number of supervised tokens over all ranks and micro-batches.
+    /// Supervised tokens over all ranks and micro-batches.
     pub supervised_tokens: u64,
     /// Global norm of the mean gradient, before clipping.
     pub grad_norm: f64,
-    /// Whether the update was applied. `false` if a gradient or the loss was not finite; then nothing changed.
+    /// False when a gradient or the loss was not finite: nothing changed.
     pub applied: bool,
 }
 
@@ -67,9 +67,9 @@ pub struct Zero {
     optimizer: Arc<OptimizerConfig>,
     tiers: Tiers,
     activations: Option<Activations>,
-    /// Optimizer step on the device, if the device stores the states.
+    /// Where a device steps what it keeps.
     device_step: Option<DeviceStep>,
-    /// Whether updates overlap with the next forward pass (optimizer in forward).
+    /// Whether updates go on beside the next pass.
     steps_late: bool,
     exchange: step::Exchange,
     /// Whether the host cannot address the device's memory.
@@ -83,13 +83,13 @@ pub struct Zero {
     uploaded: RefCell<Option<Uploaded>>,
     /// On a discrete device, places for those that are leased next.
     ahead: RefCell<Ahead>,
-    /// The last unit leased in the current pass, or in a pass that failed.
+    /// The last unit leased in a pass that has not ended well.
     leased: Cell<Option<(UnitId, Phase)>>,
-    /// Time of that lease, if traces are recorded.
+    /// When it was leased, if that is recorded.
     leased_at: Cell<Option<Instant>>,
     non_finite: Option<UnitId>,
     device_times: DeviceTimes,
-    /// Whether the current pass trains.
+    /// Whether the present pass trains.
     trains: Cell<bool>,
 }
 
@@ -104,10 +104,11 @@ impl std::fmt::Debug for Zero {
 }
 
 impl Zero {
-    /// Allocates this rank's states as zeros; [`Zero::load`] fills them. Checks that all ranks have the same plan.
+    /// Allocates this rank's states, all zero; [`Zero::load`] fills them. Compares the plan with
+    /// the other ranks'.
     ///
     /// # Errors
-    /// When memory is short or the plans of ranks differ.
+    /// When memory is short or the ranks' plans differ.
     pub fn new(
         plan: Arc<Plan>,
         comm: Arc<dyn Communicator>,
@@ -176,7 +177,7 @@ impl Zero {
         })
     }
 
-    /// Reserves `bytes` on disk for activations, if they are stored on a disk.
+    /// Sets aside the part of the disk that activations will need at once, where they go to a disk.
     ///
     /// # Errors
     /// When the disk is full.
@@ -199,28 +200,30 @@ impl Zero {
         &self.comm
     }
 
-    /// Number of updates applied so far.
+    /// Updates applied so far.
     #[must_use]
     pub fn step_count(&self) -> u64 {
         self.step
     }
 
-    /// The unit leased last and its phase, in the current pass or in one that failed. `None` between passes.
+    /// Where the present pass is, or where it ended early: the unit leased last and what for.
+    /// `None` between passes.
     #[must_use]
     pub fn position(&self) -> Option<(&str, Phase)> {
         let (unit, phase) = self.leased.get()?;
         Some((self.unit_name(unit), phase))
     }
 
-    /// The unit closest to the loss whose gradients on this rank were not finite in the last [`Zero::step`].
+    /// The unit nearest to the loss whose gradients, as far as this rank holds them, were not finite
+    /// in the last [`Zero::step`].
     #[must_use]
     pub fn non_finite_gradient(&self) -> Option<&str> {
         let unit = self.non_finite?;
         Some(self.unit_name(unit))
     }
 
-    /// Loads weights (and master weights). `read` returns ranges of a parameter's elements as f32. It is called only
-    /// for elements that this rank stores, at most 2^20 at a time.
+    /// Fills weights (and master weights). `read` is asked for ranges of a parameter's elements as
+    /// f32, only for what rests on this rank, at most a mebi-element at a time.
     ///
     /// # Errors
     /// When `read` fails.
@@ -267,17 +270,17 @@ impl Zero {
 
     // ---- passes -------------------------------------------------------------------------------
 
-    /// Starts a pass. Every rank must start the same kind.
+    /// Starts a pass; every rank starts the same kind.
     pub fn begin_pass(&self, kind: PassKind) {
         self.leased.set(None);
         self.trains.set(kind == PassKind::Train);
-        // Drops what a failed pass left.
+        // What a pass that failed has left.
         self.uploaded.take();
         self.ahead.borrow_mut().clear();
         self.store.borrow_mut().begin_pass(kind, None);
     }
 
-    /// Ends a pass: takes part in its remaining collectives and waits for its reductions.
+    /// Ends a pass: takes part in what is left of it and waits for its reductions.
     ///
     /// # Errors
     /// When communication fails.
@@ -289,7 +292,8 @@ impl Zero {
         Ok(())
     }
 
-    /// Ends the training pass of a micro-batch with `supervised` tokens whose losses sum to `loss_sum`.
+    /// Ends the training pass of one micro-batch whose token losses sum to `loss_sum` over
+    /// `supervised` tokens.
     ///
     /// # Errors
     /// When communication fails.
@@ -305,8 +309,7 @@ impl Zero {
         Ok(())
     }
 
-    /// Waits for updates that overlap with the forward pass, if any. Code that reads or writes states calls it
-    /// itself.
+    /// Waits for updates that go on beside the next pass, where any do; whatever reads or writes states does so itself.
     ///
     /// # Errors
     /// When an update failed.
@@ -314,7 +317,7 @@ impl Zero {
         self.store.get_mut().finish_updates()
     }
 
-    /// Calls `visit` with the weights of every unit in host memory, in forward order. All ranks must call it.
+    /// Runs `visit` with the weights of every unit in host memory, in forward order; all ranks must call it.
     ///
     /// # Errors
     /// When communication or `visit` fails.
@@ -325,10 +328,10 @@ impl Zero {
         self.visit(Visit::All, visit)
     }
 
-    /// As [`Zero::visit_weights`], for trainable weights only; nothing else is gathered or copied.
+    /// As [`Zero::visit_weights`], with those that train only: nothing else is gathered or copied.
     ///
     /// # Errors
-    /// As [`Zero::visit_weights`].
+    /// As there.
     pub fn visit_trained_weights<E: From<EngineError>>(
         &self,
         visit: impl FnMut(ParamId, &Tensor) -> Result<(), E>,
@@ -364,7 +367,8 @@ impl Zero {
         Ok(())
     }
 
-    /// Bytes of master weights and optimizer states on this rank, concatenated: what a skipped step must not change.
+    /// Bytes of master weights and optimizer state on this rank, one kind behind the other: what
+    /// must not change when a step is skipped.
     ///
     /// # Errors
     /// When the disk fails.
@@ -381,7 +385,7 @@ impl Zero {
         Ok(all)
     }
 
-    /// Trace recorder of this rank.
+    /// The recorder of this rank.
     #[must_use]
     pub fn trace(&self) -> &Trace {
         self.tiers.trace()
@@ -391,7 +395,7 @@ impl Zero {
         &self.plan.spec().units[unit.index()].name
     }
 
-    /// Time that this rank spent so far on anything other than computing.
+    /// Where this rank's time went so far, beside computing.
     #[must_use]
     pub fn times(&self) -> Times {
         Times {
@@ -404,13 +408,13 @@ impl Zero {
         }
     }
 
-    /// Traffic of this rank's spill files; `None` without spill files.
+    /// Traffic of this rank's spill files; `None` where there are none.
     #[must_use]
     pub fn spill_stats(&self) -> Option<SpillStats> {
         self.tiers.spill().map(|spill| spill.stats())
     }
 
-    /// Pool of the computing device.
+    /// The pool of the device that computes.
     #[must_use]
     pub fn device_pool(&self) -> &Pool {
         if self.discrete {
@@ -419,13 +423,13 @@ impl Zero {
         &self.tiers.device
     }
 
-    /// Pool of host memory.
+    /// The host pool.
     #[must_use]
     pub fn host_pool(&self) -> &Pool {
         &self.tiers.host
     }
 
-    /// Pool that counts the contents of this rank's spill files; `None` without spill files.
+    /// What this rank's spill files hold; `None` where there are none.
     #[must_use]
     pub fn spill_pool(&self) -> Option<&Pool> {
         self.tiers.spill().map(|spill| spill.pool())
@@ -465,8 +469,8 @@ impl Zero {
         Ok(there)
     }
 
-    /// Prepares memory before the work of the leased unit is queued: collects gradients that have left the device,
-    /// and reserves memory for the weights that are copied next.
+    /// Before the work of the unit leased now is queued: takes back gradients that left the device meanwhile, and takes
+    /// places for the weights that the pass uploads next.
     fn make_room(&self) -> Result<()> {
         self.store.borrow_mut().take_sums()?;
         let next = self.store.borrow().next_upload();
@@ -474,14 +478,14 @@ impl Zero {
         ahead.reserve(next, &self.plan, &*self.backend)
     }
 
-    /// A lease whose weights stay in the store's memory.
+    /// A lease whose weights stay where the store has them.
     fn lease_on_host(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
         self.leased.set(Some((unit, phase)));
         let params = self.store.borrow_mut().lease(unit, phase)?;
         Ok(lease_of(self, unit, phase, params))
     }
 
-    /// Elements of the trainable parameter group whose weights are stored on this rank.
+    /// Elements of the trainable group whose weights rest on this rank.
     pub(crate) fn resting_range(&self, unit: UnitId) -> Range<usize> {
         self.store.borrow().resting(unit, GroupKind::Trainable)
     }

@@ -1,4 +1,4 @@
-//! The optimizer step over all deposited gradients.
+//! The optimizer step over everything deposited.
 
 use super::update::Update;
 use super::{Result, StepReport, Totals, Zero};
@@ -37,14 +37,14 @@ impl Exchange {
 }
 
 impl Zero {
-    /// Announces the update before the last pass of an optimizer step: its learning rate, the factor on the losses
-    /// (see [`Zero::step_scaled`]), and this rank's number of supervised tokens in that pass. With optimizer in
-    /// backward, units are then updated while backward runs. [`Zero::step_scaled`] keeps these updates unless the
-    /// step clips or a value is not finite. Results have the same bits with and without the announcement. All ranks
-    /// must call it. It has no effect if the plan updates no unit in backward.
+    /// Says before the last pass of an update what the update will be: its learning rate, the factor on the losses (see
+    /// [`Zero::step_scaled`]) and the number of supervised tokens of this rank in that pass. Units that the plan steps
+    /// early are then updated while backward runs, and [`Zero::step_scaled`] keeps the outcome unless clipping or a value
+    /// that is not finite contradicts it; every result has the bits of an update without announcement. All ranks must
+    /// call it. Does nothing where the plan steps nothing early.
     ///
     /// # Errors
-    /// When communication fails or a thread cannot be started.
+    /// When communication fails or no thread can be started.
     pub fn announce_update(&mut self, lr: f64, loss_scale: f64, supervised: u64) -> Result<()> {
         if !self.plan.any_steps_early() {
             return Ok(());
@@ -64,9 +64,9 @@ impl Zero {
         self.store.get_mut().begin_early(optimizer, scalars)
     }
 
-    /// The optimizer step over all gradients deposited since the last one. Gradients are divided by the number of
-    /// supervised tokens of all ranks and micro-batches, clipped to the global norm, and applied. If a gradient or
-    /// the loss is not finite, the gradients are dropped and all states stay unchanged.
+    /// The optimizer step over everything deposited since the last one: gradients are divided by
+    /// the number of supervised tokens of all ranks and micro-batches, clipped by the global norm
+    /// and applied; or, when anything is not finite, dropped with all states untouched.
     ///
     /// # Errors
     /// When communication fails.
@@ -74,13 +74,13 @@ impl Zero {
         self.step_scaled(lr, 1.0)
     }
 
-    /// As [`Zero::step`], for losses that were multiplied by `loss_scale` before backward. The report's numbers are
-    /// without this factor.
+    /// As [`Zero::step`] when the losses were multiplied by `loss_scale` before their gradients were
+    /// taken: all numbers of the report are those without it.
     ///
     /// # Errors
     /// When communication fails.
     pub fn step_scaled(&mut self, lr: f64, loss_scale: f64) -> Result<StepReport> {
-        // Updates of units that the pass did not use.
+        // Units that the pass had no use for.
         self.finish_updates()?;
         self.read_device()?;
         let announced = self.store.get_mut().end_early()?;
@@ -113,12 +113,12 @@ impl Zero {
         Ok(report)
     }
 
-    /// Index of the shard that this rank holds.
+    /// The shard this rank holds.
     pub(crate) fn shard(&self) -> usize {
         self.plan.shard_of(self.comm.world().rank)
     }
 
-    /// Elements of a trainable parameter group that this rank updates.
+    /// Elements of a trainable group this rank updates.
     fn updated(&self, unit: UnitId) -> Range<usize> {
         self.plan.updated_range(unit, self.comm.world().rank)
     }
@@ -132,7 +132,7 @@ impl Zero {
             .collect()
     }
 
-    /// Reduces the local gradient sums between ranks, in stages that do not shard them (0 and 1).
+    /// Where gradients are not sharded (stages 0 and 1): reduces the local sums.
     fn reduce_accumulated(&mut self) -> Result<()> {
         let config = self.plan.config().clone();
         if !self.exchange.reduces_sums {
@@ -171,8 +171,8 @@ impl Zero {
         })
     }
 
-    /// Sum of squares of the summed gradients, in f64: over fixed blocks of each unit's shard, then over units and
-    /// ranks in order. It has the same bits in every stage, tier and bucket order.
+    /// Squares of the summed gradients: f64 over fixed blocks of each unit's shard, then over units
+    /// and ranks in order. The same in every stage, tier and bucket order.
     fn sum_of_squares(&mut self) -> Result<f64> {
         let rank = self.shard();
         let mut all = Vec::new();
@@ -195,7 +195,7 @@ impl Zero {
             };
             all.push((unit, squares));
         }
-        // All units of a device together, so that the host waits for the device once.
+        // All of a device's at once: it is waited for once.
         if !there.is_empty() {
             let (places, sums): (Vec<usize>, Vec<_>) = there.into_iter().unzip();
             let squares = access(&self.backend)?.square_sums(&sums)?;
@@ -212,13 +212,13 @@ impl Zero {
             own += squares;
         }
         let all = self.comm.all_gather_f64(&[own], CommTag::new("norm", 0))?;
-        // Other shard groups hold the same sums.
+        // The other groups hold the same sums.
         let shards = all.iter().take(self.plan.shards());
         Ok(shards.map(|r| r[0]).sum())
     }
 
-    /// Keeps the updates made during backward if they are `rightly` made, i.e. with the final numbers of the step.
-    /// Returns the units that are done. All others are unchanged since before the update.
+    /// Keeps what was updated early if it was updated `rightly`: with the numbers that the step has come to. Returns those
+    /// units; all others are still as before the update.
     fn keep_early(&mut self, rightly: bool) -> Result<Vec<UnitId>> {
         let units = self.trainable_units();
         if !rightly {
@@ -244,7 +244,7 @@ impl Zero {
         Ok(stepped)
     }
 
-    /// Updates every unit except those that are `done`.
+    /// Updates every unit but those that are `done`.
     fn update(&mut self, scalars: Scalars, done: &[UnitId]) -> Result<()> {
         let plan = self.plan.clone();
         let config = plan.config();
@@ -280,7 +280,7 @@ impl Zero {
         self.tiers.flush()
     }
 
-    /// Gives every rank the weights that other ranks updated (stages 1 and 2).
+    /// Stages 1 and 2: every rank receives the weights the others updated.
     fn share_updated_weights(&mut self) -> Result<()> {
         if !self.exchange.shares_weights {
             return Ok(());
@@ -312,8 +312,9 @@ impl Zero {
         Ok(())
     }
 
-    /// Summed gradients of every trainable parameter over all ranks and micro-batches, before the division by tokens:
-    /// for tests and inspection. All ranks must call it, before [`Zero::step`].
+    /// The summed gradients of every trainable parameter over all ranks and micro-batches (not yet
+    /// divided by tokens), for tests and inspection. All ranks must call it; call it before
+    /// [`Zero::step`].
     ///
     /// # Errors
     /// When communication fails.
@@ -351,8 +352,7 @@ impl Zero {
     }
 }
 
-/// All gradient sums of a unit, gathered from all ranks: in stage 0 with pure bf16, sums are sharded but every rank
-/// updates everything.
+/// Stage 0 in pure bf16, where sums are sharded but every rank updates everything: all sums of a unit.
 fn gathered_gradients(
     plan: &Plan,
     comm: &dyn Communicator,

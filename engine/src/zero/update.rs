@@ -11,11 +11,11 @@ use crate::store::Store;
 use crate::trace::{Lane, Trace};
 use std::collections::VecDeque;
 
-/// What one rank updates after backward: its store, with the optimizer's rule.
+/// What one rank steps behind the pass: its store, with the rule.
 pub(crate) struct Update<'a> {
     pub(crate) rule: Rule<'a>,
     pub(crate) store: &'a mut Store,
-    /// Optimizer step on the device, if the device stores the states.
+    /// Where a device steps.
     pub(crate) device: Option<&'a DeviceStep>,
     pub(crate) trace: &'a Trace,
 }
@@ -33,8 +33,8 @@ impl Update<'_> {
             .read_ahead(range, gradients, (weights, start), state)
     }
 
-    /// Updates all chunks in order. `gathered` returns the gradients of a unit's whole parameter group, if they are
-    /// not the ones accumulated on this rank.
+    /// Steps all chunks in order. `gathered` returns the gradients of a unit's whole group where they are not the ones
+    /// accumulated here.
     pub(crate) fn run(
         mut self,
         chunks: &[Chunk],

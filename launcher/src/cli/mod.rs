@@ -1,4 +1,5 @@
-//! The command line as typed: every field is optional, without I/O and defaults.
+//! The command line: flags as typed, every field optional ([`Args`]); files that become flags (`file/`); and the
+//! configuration that both lead to (`resolve/`).
 //!
 //! Flags are kebab-case. The snake_case spelling of each is accepted too, so command lines of the Hugging Face
 //! trainers work. [`parse`] first rewrites the line to the frozen set of flags (see `normalise.rs`), then passes it

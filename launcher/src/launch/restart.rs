@@ -1,8 +1,8 @@
-//! `--max-restarts`: restarts of a run after one of its ranks died.
+//! `--max-restarts`: a run that goes on after one of its ranks died.
 //!
-//! A restart happens if another attempt may succeed: a process was killed, crashed, panicked or hung. Failures that
-//! would recur end the run: mistakes in flags and data, plans that do not fit, a full disk, values that are not
-//! finite. A user's signal ends it, too.
+//! Started again is what may go well another time: a process that was killed, crashed, panicked or stood still. What
+//! would come again, or was decided, ends the run at once: mistakes in flags and data, plans that do not fit, a full
+//! disk, numbers that are not finite, a user's signal.
 
 use engine::checkpoint;
 
@@ -13,7 +13,7 @@ use crate::report::checkpoints::newest_intact;
 use crate::report::run_directory;
 use crate::ui::{Event, Screen};
 
-/// Warning that `--collectives auto` uses host memory after all.
+/// What is said when `--collectives auto` goes through host memory after all.
 pub(crate) fn refused(why: &str) -> Event {
     Event::Warning {
         text: format!(
@@ -22,7 +22,7 @@ pub(crate) fn refused(why: &str) -> Event {
     }
 }
 
-/// Attempts at one run.
+/// The attempts at one run.
 #[derive(Debug)]
 pub(crate) struct Attempts {
     /// What was asked for.
@@ -50,10 +50,10 @@ impl Attempts {
         &self.run
     }
 
-    /// Prepares another attempt after one that ended with `ended`. Calls `prepare` if the number of ranks shrinks.
+    /// Prepares another attempt after one that ended with `ended`; `prepare` is asked where the ranks become fewer.
     ///
     /// # Errors
-    /// The failure, if the run is over.
+    /// The failure, where the run is over.
     pub(crate) fn again(
         &mut self,
         ended: RunFailure,
@@ -104,8 +104,8 @@ impl Attempts {
         self.plan(config, refused, prepare, screen)
     }
 
-    /// Plans the run with collectives through host memory, after ranks whose GPUs could not read each other's memory
-    /// ended without a step. The plan decides again.
+    /// Plans the run for the way through host memory, after ranks whose GPUs could not read each other's memory and that
+    /// have done nothing. What the plan settled is settled anew.
     ///
     /// # Errors
     /// The run does not fit that way, or its directory cannot be written.
@@ -161,7 +161,7 @@ impl Attempts {
         (Resume::From(folder), from)
     }
 
-    /// Number of ranks that injected faults of this attempt declare lost.
+    /// Ranks that are gone for good, as far as faults asked for that in this attempt.
     fn lost_ranks(&self) -> usize {
         let faults = self.run.inject.iter();
         let lost = faults.filter(|fault| fault.lost && fault.kind == FaultKind::Kill);
@@ -169,7 +169,7 @@ impl Attempts {
     }
 
     /// Faults that were not for the attempts before.
-    fn forget_past_faults(&self) -> Vec<Fault> {
+    fn faults_to_come(&self) -> Vec<Fault> {
         let faults = self.run.inject.iter().map(|fault| Fault {
             times: fault.times - 1,
             ..fault.clone()
@@ -180,7 +180,7 @@ impl Attempts {
 
 /// `lost` ranks less, with more micro-batches each: the global batch, and with it the order of the data, stays. `None` where
 /// no number of ranks divides it.
-fn shrink(config: &RunConfig, lost: usize) -> Option<RunConfig> {
+fn fewer_ranks(config: &RunConfig, lost: usize) -> Option<RunConfig> {
     let micro_batches = config.micro_batches();
     let left = config.world_size - lost;
     // One rank always divides them.

@@ -1,7 +1,8 @@
 //! What this machine and this process have: memory, cgroup limits, disk space; and what a rank takes of it, phase by
 //! phase.
 //!
-//! Parsers are pure functions of the text of `/proc` and `/sys/fs/cgroup`, so tests do not depend on the machine.
+//! Parsers are pure functions over the text of `/proc` and `/sys/fs/cgroup`, so that they are
+//! tested without a machine.
 
 mod phase;
 mod rank;
@@ -17,11 +18,11 @@ pub use rank::{PhaseBytes, RankMemory, RankPeak};
 /// Host memory a run may use, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostMemory {
-    /// Memory of the machine, or the smallest cgroup limit of this process if that is less.
+    /// The machine's memory, or the smallest cgroup limit above this process.
     pub total_bytes: u64,
-    /// Bytes that can be allocated now without swapping and without a kill.
+    /// What can be taken now without swapping and without being killed.
     pub free_bytes: u64,
-    /// Smallest cgroup limit, if there is one.
+    /// The smallest cgroup limit, where there is one.
     pub cgroup_limit_bytes: Option<u64>,
 }
 
@@ -47,18 +48,18 @@ pub fn host() -> HostMemory {
     }
 }
 
-/// The memory cgroup with the tightest limit on this process.
+/// The memory cgroup that bounds this process most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CgroupMemory {
-    /// Cgroup version, 1 or 2.
+    /// 1 or 2.
     pub version: u32,
-    /// Its limit, if it has one.
+    /// Its limit, where it has one.
     pub limit_bytes: Option<u64>,
-    /// Bytes that its processes use, without reclaimable page cache.
+    /// What its processes use, without page cache that can be had back.
     pub used_bytes: u64,
 }
 
-/// Reads the cgroup with the smallest limit; without any limit, the innermost one.
+/// Reads the cgroup with the smallest limit; without any limit the innermost one.
 pub fn cgroup() -> Option<CgroupMemory> {
     tightest(&cgroups())
 }
@@ -78,12 +79,12 @@ fn tightest(groups: &[Cgroup]) -> Option<CgroupMemory> {
         })
 }
 
-/// Bytes that this process may lock in memory (`ulimit -l`); `None` without a limit.
+/// What a process may lock in memory (`ulimit -l`); `None` without a limit.
 pub fn lockable_bytes() -> Option<u64> {
     rustix::process::getrlimit(rustix::process::Resource::Memlock).current
 }
 
-/// Number of processes of this cgroup that the kernel killed for lack of memory.
+/// How often the kernel killed a process of this cgroup for lack of memory.
 pub fn oom_kills() -> u64 {
     cgroups()
         .iter()
@@ -95,20 +96,20 @@ pub fn oom_kills() -> u64 {
         .unwrap_or(0)
 }
 
-/// Number of processes of this machine that the kernel killed for lack of memory since boot.
+/// How often the kernel killed any process of this machine for lack of memory, since it started.
 pub fn machine_oom_kills() -> u64 {
     field_in(Path::new("/proc/vmstat"), "oom_kill ").unwrap_or(0)
 }
 
-/// State of process `pid`: `R` running, `S` sleeping, `D` waiting for a device, `T` stopped by a signal, `t` stopped
-/// by a debugger, `Z` ended. `None` if the process is gone.
+/// What the kernel says process `pid` does: `R` runs, `S` waits, `D` waits for a device, `T` is
+/// stopped by a signal, `t` by a debugger, `Z` has ended. `None` once it is gone.
 pub fn process_state(pid: u32) -> Option<char> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The process name before it is in brackets and may contain anything.
+    // The name before it is in brackets and may hold anything.
     stat.rsplit_once(") ")?.1.chars().next()
 }
 
-/// Resident set of this process: current and peak.
+/// Resident set of this process: now and at its peak.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ProcessMemory {
     /// Resident bytes now.
@@ -122,14 +123,14 @@ pub fn process() -> ProcessMemory {
     process_from(&fs::read_to_string("/proc/self/status").unwrap_or_default())
 }
 
-/// Reads the resident set of process `pid`; `None` if the process is gone.
+/// Reads the resident set of process `pid`; `None` once it is gone.
 pub fn process_of(pid: u32) -> Option<ProcessMemory> {
     fs::read_to_string(format!("/proc/{pid}/status"))
         .ok()
         .map(|status| process_from(&status))
 }
 
-/// Resident bytes of this process, from the file that is cheapest to read; 0 without `/proc`.
+/// Resident bytes of this process now, from the cheapest file that tells; 0 without `/proc`.
 pub fn resident_bytes() -> u64 {
     let text = fs::read_to_string("/proc/self/statm").unwrap_or_default();
     let pages = text
@@ -146,17 +147,17 @@ fn process_from(status: &str) -> ProcessMemory {
     }
 }
 
-/// Bytes that an unprivileged process may still write in the file system of `path`. If `path` does not exist, its
-/// nearest existing ancestor counts.
+/// Bytes an unprivileged process may still write in the file system of `path`, which need not
+/// exist yet: its nearest existing ancestor counts.
 ///
 /// # Errors
-/// The file system cannot be queried.
+/// The file system cannot be asked.
 pub fn disk_free_bytes(path: &Path) -> std::io::Result<u64> {
     let stat = rustix::fs::statvfs(existing(path))?;
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// Whether two directories, which need not exist, are on one file system; false if unknown.
+/// Whether two folders, which need not exist yet, lie on one file system; false where nobody can tell.
 pub fn on_one_disk(one: &Path, other: &Path) -> bool {
     let device = |path| existing(path).metadata().map(|meta| meta.dev());
     match (device(one), device(other)) {
@@ -165,7 +166,7 @@ pub fn on_one_disk(one: &Path, other: &Path) -> bool {
     }
 }
 
-/// The directory, or its nearest existing ancestor.
+/// The folder, or its nearest ancestor that exists.
 fn existing(path: &Path) -> &Path {
     let mut folder = path;
     while !folder.exists() {
@@ -198,7 +199,7 @@ impl Cgroup {
         limit_from(&fs::read_to_string(self.folder.join(file)).ok()?)
     }
 
-    /// Bytes in use, page cache included; `None` if the cgroup does not count them.
+    /// Bytes in use with all page cache; `None` where the group keeps no such account.
     fn usage(&self) -> Option<u64> {
         let file = match self.version {
             Version::One => "memory.usage_in_bytes",
@@ -208,7 +209,7 @@ impl Cgroup {
         text.trim().parse().ok()
     }
 
-    /// Bytes in use without reclaimable page cache.
+    /// Bytes that cannot be had back: page cache that nobody uses is not counted.
     fn used_bytes(&self) -> u64 {
         let cache = match self.version {
             Version::One => "total_inactive_file ",
@@ -240,8 +241,8 @@ fn cgroups_from(own: &str, mount: &Path) -> Vec<Cgroup> {
         } else {
             continue;
         };
-        // Inside a container the path may be a directory of the host. The mount point then is the container's own
-        // cgroup.
+        // Inside a container the path may name a folder of the host; the mount point then holds
+        // the container's own group.
         let mut folder = root.join(path.trim_start_matches('/'));
         loop {
             found.push(Cgroup {
@@ -256,7 +257,7 @@ fn cgroups_from(own: &str, mount: &Path) -> Vec<Cgroup> {
     found
 }
 
-/// Parses a cgroup limit; `None` for "max" and for version 1's huge number.
+/// A cgroup limit; "max" and version 1's huge number mean none.
 fn limit_from(text: &str) -> Option<u64> {
     text.trim()
         .parse::<u64>()

@@ -1,4 +1,4 @@
-//! Setup of a run's model, processor and plan, the same in supervisor and ranks.
+//! The model of a run, its processor and its plan: what supervisor and ranks build alike.
 
 use super::optimizer::rule;
 use crate::config::{
@@ -50,7 +50,7 @@ impl Setup {
         })
     }
 
-    /// Checks that every tensor exists with its shape. Shows which tensors of the files are not used.
+    /// Every tensor is there with the right shape; tensors of other parts are named.
     pub(crate) fn check_weights(&self, show: &mut dyn FnMut(Event)) -> Result<(), Failure> {
         let Some(weights) = &self.weights else {
             return Ok(());
@@ -201,14 +201,14 @@ fn zero_config(config: &RunPlan, model: &dyn VisionLanguageModel) -> Result<Zero
     })
 }
 
-/// Bytes per element of the second copy that optimizer in backward needs: weight, master and moments.
+/// What an element of a unit that is updated early keeps once more: its weight, master and moments.
 pub(crate) fn second_bytes_per_elem(config: &RunConfig) -> u64 {
     let precision = precision(config);
     let states = rule(config).state_bytes_per_elem(precision);
     (precision.weight_dtype().size_bytes() + states) as u64
 }
 
-/// The sampler for `samples` samples. The first update takes the samples `first`.
+/// The order of `samples` samples; the first update takes `first`.
 pub(crate) fn sampler(config: &RunConfig, samples: usize, first: &[usize]) -> Sampler {
     let sizes = SamplerSizes {
         samples,
@@ -219,7 +219,7 @@ pub(crate) fn sampler(config: &RunConfig, samples: usize, first: &[usize]) -> Sa
     Sampler::new(sizes, config.seed).beginning_with(first)
 }
 
-/// Whether the activations of a unit are stored instead of recomputed in backward.
+/// Whether the activations of a unit are kept rather than computed again in backward.
 pub(crate) fn keeps(config: &RunConfig, model: &dyn VisionLanguageModel, unit: UnitId) -> bool {
     let again = config.checkpoint_activations;
     !match model.tower(unit) {
@@ -229,7 +229,7 @@ pub(crate) fn keeps(config: &RunConfig, model: &dyn VisionLanguageModel, unit: U
     }
 }
 
-/// Dropout state of a micro-batch; `None` without dropout.
+/// The random state of a micro-batch, where adapters drop inputs.
 pub(crate) fn dropout(
     config: &RunConfig,
     keys: &[u64],
@@ -251,7 +251,7 @@ mod tests {
     use serde_json::{Value, json};
     use std::path::Path;
 
-    /// Names of units identify the layers of every family, in the language model and in every vision tower.
+    /// The layers of every family are found by the names of their units, in the language model and in every vision tower.
     #[test]
     fn layers_of_every_family_form_recompute_groups() {
         let configs = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/commands/synth/configs");
@@ -280,7 +280,7 @@ mod tests {
             let (llm, vision) = (grouped(Tower::Language), grouped(Tower::Vision));
             let units = plan.units().iter();
             let of_vision = units.filter(|unit| model.tower(unit.id) == Tower::Vision);
-            // All except the first and last units, and the remainder of groups of four.
+            // All but the first and last units, and what a group of four leaves.
             let name = published.display();
             assert!(llm >= 24, "{name}: {llm} layers");
             assert!(vision + 6 >= of_vision.count(), "{name}: {vision} layers");

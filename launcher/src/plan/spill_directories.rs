@@ -1,11 +1,11 @@
-//! Directories of spill files: creation, removal of files that killed jobs left, and locks while a job runs.
+//! Directories of spill files: made, swept of what killed jobs left, held while a job runs.
 
 use crate::config::RunConfig;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::ui::Event;
 use engine::spill::{SpillError, SpillFolder};
 
-/// Locks on a job's spill directories.
+/// The folders of a job's spill files, held while it runs.
 #[derive(Debug)]
 pub(crate) struct HeldDirectories {
     _directories: Vec<SpillFolder>,

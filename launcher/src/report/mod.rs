@@ -1,4 +1,4 @@
-//! Reports of a run for people and tools, written by rank 0.
+//! Directory of a run, and the files in it for people and tools. Rank 0 writes them.
 
 mod axis;
 mod chart;

@@ -1,4 +1,4 @@
-//! Batch sizes: two of micro-batch, accumulation and global batch determine the third.
+//! Batch sizes: two of micro-batch, accumulation and global batch give the third.
 
 use super::out_of_range;
 use crate::cli::Args;
@@ -6,7 +6,7 @@ use crate::config::defaults::{self, Defaults};
 use crate::config::{BatchConfig, Recompute};
 use crate::error::Failure;
 
-/// Resolves the batch flags.
+/// Resolves the flags of batches.
 pub(super) fn resolve(
     args: &Args,
     defaults: &Defaults,
@@ -67,7 +67,7 @@ fn sizes(args: &Args, defaults: &Defaults, world_size: usize) -> Result<(usize, 
     );
     let Some(global) = args.global_batch else {
         let accumulation = accumulation.unwrap_or(1);
-        // The demo keeps its global batch for any number of ranks.
+        // The demo keeps its global batch at any number of ranks.
         let default = defaults
             .global_batch
             .map_or(defaults.micro_batch, |global| {
@@ -122,13 +122,13 @@ fn divided(global: usize, by: usize, what: impl Fn() -> String) -> Result<usize,
     .next(format!("--global-batch-size {near}")))
 }
 
-/// Towers that are recomputed, from either of the two flags.
+/// Towers that recompute, from either spelling.
 pub(super) fn recompute(args: &Args) -> Result<Recompute, Failure> {
     let meant = args
         .gradient_checkpointing
         .map(|on| if on { Recompute::ALL } else { Recompute::NONE });
     match (args.checkpoint_activations, meant) {
-        // A choice of towers implies gradient checkpointing.
+        // Some towers that recompute are a kind of gradient checkpointing.
         (Some(asked), Some(meant)) if (asked == Recompute::NONE) != (meant == Recompute::NONE) => {
             Err(Failure::usage(
                 format!(
@@ -143,7 +143,7 @@ pub(super) fn recompute(args: &Args) -> Result<Recompute, Failure> {
     }
 }
 
-/// Layers per checkpointed segment.
+/// Layers that share one kept input.
 pub(super) fn num_layers(args: &Args) -> Result<usize, Failure> {
     let layers = args.checkpoint_num_layers.unwrap_or(1);
     if layers == 0 {
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn two_batch_sizes_determine_the_third() {
+    fn two_give_the_third() {
         for (micro, accumulation, global, sizes) in [
             (Some(3), Some(4), None, (3, 4)),
             (Some(3), None, Some(24), (3, 4)),
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn contradicting_batch_sizes_are_all_named() {
+    fn contradictions_name_all_numbers() {
         for (sizes, parts) in [
             (
                 (Some(3), Some(4), Some(25)),
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn both_flags_of_recomputation_must_agree() {
+    fn both_spellings_of_recomputation_must_agree() {
         let of = |towers: Option<&str>, switch| {
             recompute(&Args {
                 checkpoint_activations: towers.map(|t| t.parse().expect("towers")),
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_share_a_saved_input_only_with_recomputation() {
+    fn layers_share_an_input_only_where_something_is_computed_again() {
         let of = |layers, again: &str| {
             num_layers(&Args {
                 checkpoint_num_layers: layers,

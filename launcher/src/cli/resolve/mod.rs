@@ -1,4 +1,4 @@
-//! Resolution of arguments to a configuration.
+//! From arguments to a configuration.
 
 mod batch;
 mod numbers;
@@ -21,7 +21,7 @@ use crate::device::Chosen;
 use crate::error::Failure;
 use crate::rank_env::Env;
 
-/// A configuration, with notes for the user.
+/// A configuration, with what the user should be told about it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Resolved {
     /// The configuration.
@@ -30,10 +30,10 @@ pub struct Resolved {
     pub notes: Vec<Note>,
 }
 
-/// Resolves arguments. It reads no file: whether paths exist is checked when they are opened.
+/// Resolves arguments. Reads no file: whether paths exist is found out when they are opened.
 ///
 /// # Errors
-/// A usage failure that names the flags that contradict each other or are out of range (exit 2).
+/// A usage failure naming the flags that contradict each other or are out of range (exit 2).
 pub fn resolve(args: &Args, env: &Env) -> Result<Resolved, Failure> {
     let chosen = match args.device {
         Some(DeviceChoice::Cuda) => Chosen::described(Vec::new()),
@@ -42,7 +42,7 @@ pub fn resolve(args: &Args, env: &Env) -> Result<Resolved, Failure> {
     resolve_on(args, env, &chosen)
 }
 
-/// As [`resolve`], for a device that is already chosen.
+/// As [`resolve`], on a device that was chosen before.
 ///
 /// # Errors
 /// As [`resolve`].
@@ -214,7 +214,7 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
     }
 }
 
-/// Resolves the optimizer in backward. States in GPU memory are updated there, after the pass, so it is off for them.
+/// An early step runs on the processor: states on a GPU are updated there, faster than they would come and go.
 fn early_step(args: &Args, on_gpu: bool, notes: &mut Vec<Note>) -> EarlyStep {
     let asked = args.early_step.unwrap_or_default();
     if !on_gpu || matches!(asked, EarlyStep::Auto | EarlyStep::Off) {
@@ -225,7 +225,7 @@ fn early_step(args: &Args, on_gpu: bool, notes: &mut Vec<Note>) -> EarlyStep {
     EarlyStep::Off
 }
 
-/// Tiers of model states. Optimizer states for which a GPU has no update kernel are stored in host memory.
+/// States in the tiers that were asked for. Those of an update that a GPU has no kernel for lie in host memory instead.
 fn offload(args: &Args, device: Device, notes: &mut Vec<Note>) -> Result<Offload, Failure> {
     let asked = args.offload.clone().unwrap_or_default();
     let mut offload = asked.resolved(absolute)?;
@@ -240,7 +240,7 @@ fn offload(args: &Args, device: Device, notes: &mut Vec<Note>) -> Result<Offload
 }
 
 /// One rank on each GPU, where there are any and nothing else is said.
-fn nproc(args: &Args, env: &Env, gpus: &[RunGpu]) -> Result<usize, Failure> {
+fn world_size(args: &Args, env: &Env, gpus: &[RunGpu]) -> Result<usize, Failure> {
     let default = match gpus.len() {
         0 => defaults::NPROC,
         count => count,
@@ -286,7 +286,7 @@ fn output(args: &Args, env: &Env, source: &Source) -> Result<(PathBuf, bool), Fa
     if let Some(folder) = &args.output {
         return Ok((absolute(folder)?, true));
     }
-    // To continue a checkpoint is to continue its run.
+    // Continuing a checkpoint continues its run.
     if let Some(folder) = args
         .resume
         .as_deref()
@@ -330,12 +330,12 @@ fn precision(args: &Args, defaults: &Defaults) -> Result<PrecisionChoice, Failur
         (Some(true), _) => Some(("--bf16 true", P::Bf16)),
         (_, Some(true)) => Some(("--fp16 true", P::Fp16)),
         (Some(false), _) => Some(("--bf16 false", P::F32)),
-        // `--fp16 false` leaves the choice to the default.
+        // Without fp16 any other format is meant.
         (None, Some(false) | None) => None,
     };
     match (args.precision, meant) {
         (Some(asked), Some((flag, meant))) => {
-            // Pure bf16 is a kind of bf16, and `--bf16 false` says nothing about fp16.
+            // Pure bf16 is a kind of bf16, and --bf16 false says nothing about fp16.
             let agree = asked == meant
                 || (asked == P::PureBf16 && meant == P::Bf16)
                 || (asked == P::Fp16 && args.bf16 == Some(false));
@@ -430,7 +430,7 @@ fn optimizer(
     Ok(optimizer)
 }
 
-/// Warmup as in Hugging Face: steps above zero override the ratio.
+/// Hugging Face: steps above zero come before the ratio.
 fn warmup(args: &Args, defaults: &Defaults, notes: &mut Vec<Note>) -> Warmup {
     match (args.warmup_steps, args.warmup_ratio) {
         (Some(steps), Some(_)) if steps > 0 => {
@@ -490,7 +490,7 @@ fn cadence(
         (Some(Strategy::Epoch), _) => Cadence::Epoch,
         (Some(Strategy::Steps), None) => match default {
             Cadence::Steps(every) => Cadence::Steps(every),
-            // As Hugging Face: 500 if only the strategy is given.
+            // As Hugging Face: 500 where only the strategy is named.
             _ => Cadence::Steps(500),
         },
         (_, Some(every)) => Cadence::Steps(every),
@@ -554,7 +554,7 @@ fn absolute(path: &Path) -> Result<PathBuf, Failure> {
     })
 }
 
-/// The time as `YYYYmmdd-HHMMSS` in UTC.
+/// `YYYYmmdd-HHMMSS` in UTC.
 fn timestamp(now: SystemTime) -> String {
     let seconds = now
         .duration_since(UNIX_EPOCH)
@@ -564,8 +564,7 @@ fn timestamp(now: SystemTime) -> String {
     format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
 }
 
-/// Gregorian date (year, month, day) of a day since 1970-01-01. Years are counted from March, so the leap day is
-/// last.
+/// Gregorian date of a day since 1970-01-01, counting years from March so that the leap day is last.
 fn civil_from_days(days: u64) -> (u64, u64, u64) {
     let shifted = days + 719_468;
     let era = shifted / 146_097;
@@ -584,8 +583,8 @@ fn civil_from_days(days: u64) -> (u64, u64, u64) {
 }
 
 impl RunConfig {
-    /// The configuration as a full command line: (flag, value) of every flag with a value. Resolving it gives this
-    /// configuration again.
+    /// The configuration as a full command line: (flag, value), every flag that has a value.
+    /// Resolving it gives this configuration again.
     pub fn to_flags(&self) -> Vec<(&'static str, String)> {
         let mut flags: Vec<(&'static str, String)> = Vec::new();
         if let Source::Files {
@@ -743,7 +742,7 @@ impl RunConfig {
                 Cadence::Never => flags.push((strategy, "no".to_string())),
                 Cadence::Epoch => flags.push((strategy, "epoch".to_string())),
                 Cadence::Steps(every) => flags.push((steps, every.to_string())),
-                // Default of saving and evaluating.
+                // The default of saving and evaluating.
                 Cadence::End => {}
             }
         }

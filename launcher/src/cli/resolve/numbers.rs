@@ -1,4 +1,4 @@
-//! Flags of number formats other than `--precision`.
+//! The flags of number formats beside `--precision`.
 
 use crate::cli::Args;
 use crate::config::words::value_name;
@@ -58,7 +58,7 @@ pub(super) fn resolve(args: &Args, precision: PrecisionChoice) -> Result<Numbers
     })
 }
 
-/// Loss scale in DeepSpeed's terms: 0 means dynamic.
+/// DeepSpeed's words: a scale of 0 is a dynamic one.
 fn loss_scale(args: &Args) -> Result<LossScale, Failure> {
     let bad = |flag: &str, why: &str| {
         Failure::usage(format!("{flag} is out of range"), why.to_owned())

@@ -1,4 +1,4 @@
-//! Tests of the resolution of flags.
+//! What flags become.
 
 use crate::cli::resolve::*;
 use crate::cli::{Command, parse};
@@ -54,7 +54,7 @@ fn defaults_of_a_model_are_those_of_its_scripts() {
 }
 
 #[test]
-fn weights_are_prefetched_on_gpus_only() {
+fn weights_come_ahead_on_gpus_only() {
     let auto = config("--device cuda");
     assert!(auto.uploads_ahead());
     assert!(!config("--device cuda --prefetch-weights off").uploads_ahead());
@@ -64,7 +64,7 @@ fn weights_are_prefetched_on_gpus_only() {
 }
 
 #[test]
-fn auto_runs_the_optimizer_in_forward_with_states_in_host_memory() {
+fn updates_go_on_beside_the_next_pass_where_the_optimizer_is_in_host_memory() {
     let late = |line: &str| config(line).steps_late();
     assert!(late("--device cuda --zero 3 --offload cpu"));
     assert!(late("--device cuda --zero 3 --offload optimizer=cpu"));
@@ -72,12 +72,12 @@ fn auto_runs_the_optimizer_in_forward_with_states_in_host_memory() {
     assert!(!late(
         "--device cuda --zero 3 --offload cpu --optimizer-in-forward off"
     ));
-    // CPU cores that compute have no time for updates in forward, unless the flag asks for them.
+    // Cores that compute have no time for updates, unless that is asked for.
     assert!(!late("--device cpu --zero 3 --offload cpu"));
     assert!(late(
         "--device cpu --zero 3 --offload cpu --optimizer-in-forward on"
     ));
-    // In stages 1 and 2, ranks exchange updated weights before the next pass.
+    // Ranks of stages 1 and 2 share what they updated before a pass.
     for (line, can) in [
         ("--zero 2 --nproc 1", true),
         ("--zero 2 --nproc 2", false),
@@ -194,7 +194,7 @@ fn values_out_of_range_are_refused() {
 }
 
 #[test]
-fn the_bf16_flag_selects_a_precision() {
+fn bf16_stands_for_a_precision() {
     assert_eq!(config("--bf16 true").precision, PrecisionChoice::Bf16);
     assert_eq!(config("--bf16 false").precision, PrecisionChoice::F32);
     assert_eq!(
@@ -231,7 +231,7 @@ fn length_and_warmup_follow_hugging_face() {
 }
 
 #[test]
-fn save_and_eval_strategies_decide_cadences() {
+fn strategies_decide_cadences() {
     let of = |line: &str| config(line).save;
     assert_eq!(of(""), Cadence::End);
     assert_eq!(of("--save_strategy no --save_steps 5"), Cadence::Never);
@@ -259,7 +259,7 @@ fn resuming_a_checkpoint_continues_its_run() {
 }
 
 #[test]
-fn run_directories_are_named_by_model_and_time() {
+fn run_folders_are_named_by_model_and_time() {
     assert_eq!(
         timestamp(UNIX_EPOCH + Duration::from_secs(951_827_696)),
         "20000229-123456"
@@ -287,7 +287,7 @@ fn shard_groups_divide_the_ranks_of_a_stage_that_shards() {
     assert_eq!(groups(4, 3, 2).expect("resolves"), Some(2));
     assert_eq!(groups(4, 1, 1).expect("resolves"), Some(1));
     assert_eq!(groups(4, 0, 4).expect("resolves"), None);
-    // Checks of resumed checkpoints, and runs that lost a rank, have another number of ranks.
+    // The check of a resumed checkpoint, and a run that lost a rank, have other numbers of ranks.
     let mut config = try_config("--nproc 4 --shard-group 2")
         .expect("resolves")
         .config;
@@ -304,7 +304,7 @@ fn shard_groups_divide_the_ranks_of_a_stage_that_shards() {
 }
 
 #[test]
-fn an_external_launcher_fixes_the_world_size() {
+fn a_foreign_launcher_fixes_the_world() {
     let vars = |name: &str| {
         let value = match name {
             "RANK" | "LOCAL_RANK" => "1",
@@ -376,7 +376,7 @@ proptest! {
 }
 
 #[test]
-fn errors_of_a_saved_configuration_name_the_field() {
+fn a_damaged_configuration_names_the_place() {
     let folder = tempfile::tempdir().expect("temp dir");
     let path = folder.path().join(CONFIG_FILE);
     let text = serde_json::to_string(&config("").draft()).expect("serialises");

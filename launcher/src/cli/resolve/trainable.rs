@@ -1,4 +1,4 @@
-//! Trainable parts: from flags to the resolved choice.
+//! Which parts train: flags to the resolved choice.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use crate::error::Failure;
 
 /// Resolves the flags under "What is trained".
 pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, Failure> {
-    // A list of modules replaces the default list.
+    // Who names the modules beside the adapters means all of them.
     let named = args.modules_to_save.is_some() && args.use_lora != Some(false);
     let prefixes = args.ptuning_tokens.unwrap_or(0);
     let tune_vision = args.tune_vision.unwrap_or(!named && prefixes == 0);
@@ -48,7 +48,7 @@ fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
         ("--modules-to-save", args.modules_to_save.is_some()),
     ];
     let given = given.iter().filter(|(_, given)| *given);
-    // A LoRA flag implies adapters, unless `--use-lora false` is given.
+    // Asking for a rank is asking for adapters; only an explicit `false` says otherwise.
     let meant = args.use_lora.unwrap_or(given.clone().count() > 0);
     if !meant {
         notes.extend(given.map(|(flag, _)| note(flag, "--use-lora is false")));
@@ -74,7 +74,7 @@ fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
     }))
 }
 
-/// Modules trained in full: those of the flag, or of the family's recipe. With `--train`, only those that it names.
+/// Those of the family's published recipe unless they are named; with `--train` the parts are named there.
 fn modules_to_save(args: &Args) -> Option<Vec<String>> {
     match (&args.modules_to_save, &args.train) {
         (Some(names), _) if names == "none" => Some(Vec::new()),
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn adapters_and_a_trainable_language_model_combine() {
+    fn adapters_and_a_language_model_that_trains_go_together() {
         let (both, _) = resolved(|args| (args.use_lora, args.tune_llm) = (Some(true), Some(true)));
         let both = both.expect("resolves");
         assert!(both.tune_llm && both.lora.is_some());
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn malformed_rates_and_layer_ranges_are_refused() {
+    fn rates_and_layers_out_of_form_are_refused() {
         let (rates, _) = resolved(|args| args.lr = Some("resampler=1e-5, vpm=0".into()));
         let rates = rates.expect("resolves").learning_rates;
         assert_eq!(

@@ -1,4 +1,4 @@
-//! Rendezvous of a run's ranks: through shared memory on one machine, over TCP or MPI on several.
+//! How the ranks of a run come together: through shared memory on one machine, over TCP on several.
 
 mod failures;
 mod machine;
@@ -23,26 +23,25 @@ use crate::launch::supervisor::job::fresh_token;
 use crate::rank_env::RankEnv;
 use machine::Machine;
 
-/// Default port of rank 0.
+/// Where rank 0 listens unless the environment says otherwise.
 pub(crate) const DEFAULT_PORT: u16 = 29_500;
 
-/// Result of the rendezvous.
+/// Ranks that have met.
 pub(crate) struct Met {
     pub(crate) comm: Arc<dyn Communicator>,
-    /// Unique token of the job, part of the names of its files.
+    /// Part of the names of the job's files; no other job has it.
     pub(crate) token: String,
-    /// Name of the transport.
+    /// How they exchange.
     pub(crate) transport: &'static str,
-    /// Harmless differences between ranks; the same on every rank.
+    /// In what they differ without harm; the same on every rank.
     pub(crate) warnings: Vec<String>,
 }
 
-/// Joins the world of `env`; every rank has `region` bytes of the communicator's window. All ranks must have the same
-/// run, and libraries and devices with the same results. `noted` receives the communicator before its first
-/// collective.
+/// Joins the world of `env`: every rank with `region` bytes of its window. All ranks must be about to run the same,
+/// with libraries and devices that give the same results. `noted` sees the communicator before its first collective.
 ///
 /// # Errors
-/// Ranks are missing, do not know the job's token, or differ (exit 13); the output directory is not shared (exit 16).
+/// Ranks are missing, do not know the job's token or differ (exit 13); the output folder is not shared (exit 16).
 pub(crate) fn join(
     config: &RunPlan,
     env: &RankEnv,
@@ -103,8 +102,8 @@ fn connect(
     Ok((comm, "shared memory"))
 }
 
-/// Unique token of the job's files. Rank 0 draws it and sends it to all ranks. Ranks of this program's supervisor use
-/// the supervisor's token, for which it holds directories.
+/// A name for the job's files that no other job has: rank 0 draws it, all learn it here. Ranks of our own supervisor keep
+/// the supervisor's, which it drew and holds directories of.
 fn job_token(env: &RankEnv, comm: &dyn Communicator) -> Result<String, Failure> {
     let own = match (env.is_supervised(), env.rank) {
         (true, _) => env.run_token.clone(),
@@ -180,7 +179,7 @@ fn over_tcp(
     tcp::join(&options).map_err(|error| failures::rendezvous(&error, env, &options))
 }
 
-/// Rendezvous through the MPI that started this rank. Its rank number must match the environment's.
+/// Through the MPI that started this rank, and that must number it as its variables do.
 #[cfg(feature = "mpi")]
 fn over_mpi(
     env: &RankEnv,
@@ -206,7 +205,7 @@ fn over_mpi(
     engine::comm::mpi::join(region_bytes, deadline).map_err(|e| comm_failure(&e))
 }
 
-/// Compares the facts of all ranks. If all agree, only a hash is exchanged.
+/// Compares what the ranks are about to run. Of ranks that agree only a hash goes round.
 fn compare(facts: &[(String, String)], comm: &dyn Communicator) -> Result<(), Failure> {
     let own = encode(facts);
     let tag = Tag::new("facts", 0);
@@ -231,8 +230,7 @@ fn decode(bytes: &[u8]) -> Vec<(String, String)> {
     serde_json::from_slice(bytes).unwrap_or_default()
 }
 
-/// Checks that all ranks share the output directory, since they write checkpoints there: rank 0 writes a marker that
-/// all must see.
+/// Checkpoints are written by all ranks into one folder: rank 0 leaves a mark there that all must see.
 fn shared_folder(output: &Path, comm: &dyn Communicator, token: &str) -> Result<(), Failure> {
     let World { rank, .. } = comm.world();
     let mark = |token: &str| output.join(format!(".rendezvous-{token}"));
@@ -244,7 +242,7 @@ fn shared_folder(output: &Path, comm: &dyn Communicator, token: &str) -> Result<
             .and_then(|()| std::fs::write(&mark, token))
             .map_err(|error| Failure::io(ErrorCode::Disk, "write", &mark, &error));
     }
-    // The marker has rank 0's token: supervisors of other machines draw their own. It exists after this gather.
+    // Ranks of other machines have tokens of their own; whoever has that of rank 0 comes after its mark.
     let tokens = comm
         .all_gather_bytes(token.as_bytes(), Tag::new("shared folder", 0))
         .map_err(failed)?;

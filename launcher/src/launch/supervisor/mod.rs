@@ -1,15 +1,10 @@
-//! The supervisor, parent of the rank processes: starts them, reads their output, and ends them together.
+//! The parent of the rank processes: starts them, listens, and ends them together.
 //!
-//! States:
-//!
-//! - *running*;
-//! - *stopping*: a signal came. Ranks were asked to save and stop, without a deadline.
-//! - *aborting*: a rank failed, or a second signal came. Pipes are closed and SIGTERM is sent; SIGKILL follows after
-//!   4 s.
-//! - done.
-//!
-//! One thread per rank waits for its end, and two read its streams. The main loop blocks on their channel, on the
-//! next deadline, and on a timer that records each rank's memory for the report of a killed rank.
+//! States: *running* → *stopping* (a signal came: ranks were asked to save and stop, no deadline)
+//! → done; or, from both, → *aborting* (a rank failed, or a second signal came: pipes closed and
+//! SIGTERM sent, SIGKILL after a grace of 4 s) → done. One thread per rank waits
+//! for its end, two read its streams, and the main loop blocks on their channel, the next deadline
+//! and a clock by which it notes how much memory each rank has, for the report of a killed one.
 
 mod child;
 pub mod job;
@@ -39,16 +34,16 @@ use job::Job;
 use report::Ending;
 use vitals::{Machine, OomKills, Vitals};
 
-/// Time from the request to end until SIGKILL.
+/// From the request to end until SIGKILL.
 const GRACE: Duration = Duration::from_secs(4);
-/// Time that a failure which looks like a consequence waits for its cause.
+/// How long a failure that looks like a consequence waits for its cause to show.
 const CAUSE_WINDOW: Duration = Duration::from_millis(500);
-/// Time between two observations of the ranks' memory.
+/// Time between two looks at the memory of the ranks.
 const VITALS: Duration = Duration::from_secs(1);
-/// Time for the last lines of ended ranks to arrive.
+/// How long the last lines of ended ranks may take to arrive.
 const DRAIN: Duration = Duration::from_secs(1);
 
-/// Source of the signals sent to this process, as numbers.
+/// Signals sent to this process, from now on, as numbers.
 #[derive(Debug)]
 pub struct SignalSource {
     receiver: Receiver<i32>,
@@ -56,7 +51,7 @@ pub struct SignalSource {
 }
 
 impl SignalSource {
-    /// Installs handlers for SIGINT, SIGTERM, SIGHUP and SIGUSR1.
+    /// Takes SIGINT, SIGTERM, SIGHUP and SIGUSR1 over.
     ///
     /// # Errors
     /// A handler cannot be installed.
@@ -90,15 +85,15 @@ impl Drop for SignalSource {
 /// Why a run ended early.
 #[derive(Debug)]
 pub struct RunFailure {
-    /// The reported failure.
+    /// What is reported.
     pub failure: Box<Failure>,
-    /// Whether a process ended or hung without deciding to: a signal, a panic, a broken collective. Another attempt
-    /// may succeed.
+    /// Whether a process ended or stood still that did not decide to: a signal, a panic, an exchange that broke. The same
+    /// run may go well another time.
     pub died: bool,
 }
 
 impl From<Failure> for RunFailure {
-    /// A failure that would recur.
+    /// A failure that would come again.
     fn from(failure: Failure) -> Self {
         Self {
             failure: Box::new(failure),
@@ -113,7 +108,7 @@ impl From<RunFailure> for Failure {
     }
 }
 
-/// What the supervisor starts.
+/// What to start.
 pub struct Supervisor<'a> {
     /// The executable of the ranks.
     pub program: &'a Path,
@@ -121,24 +116,24 @@ pub struct Supervisor<'a> {
     pub processes: usize,
     /// Their place among the ranks of other machines; none where there are no others.
     pub share: Option<Share>,
-    /// Directory of the run, with `logs/` and `errors/`.
+    /// Folder of the run: `logs/` and `errors/` lie in it.
     pub output: &'a Path,
-    /// The job, with its private files. Its configuration must be written.
+    /// Names and holds the job's private files; its configuration is written.
     pub job: &'a Job,
-    /// Whether each rank claims its own host id. NCCL accepts several ranks on one GPU only from different hosts.
+    /// Whether ranks of one GPU form an NCCL group, which takes them only from hosts apart.
     pub claims_hosts: bool,
     /// Adds to the failure of a rank what would help, before it is stored and shown.
     pub suggestions: &'a dyn Fn(&mut Failure),
 }
 
-/// Ranks of one machine in a run over several machines.
+/// The ranks of one machine among those of all.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Share {
-    /// The machine's first rank.
+    /// Its first rank.
     pub first_rank: usize,
     /// Number of all ranks.
     pub world_size: usize,
-    /// Address of the rendezvous.
+    /// Where they meet.
     pub master: Master,
 }
 
@@ -153,10 +148,10 @@ impl std::fmt::Debug for Supervisor<'_> {
 }
 
 impl Supervisor<'_> {
-    /// Runs the ranks to their common end. No rank process is left afterwards.
+    /// Runs the ranks to their common end. Afterwards no rank process is left.
     ///
     /// # Errors
-    /// The failure of the first rank that failed, or of starting the ranks.
+    /// The failure of the first failing rank, or what kept the ranks from being started.
     pub fn run(
         &self,
         signals: &SignalSource,
@@ -202,8 +197,8 @@ impl Supervisor<'_> {
         drop(sender);
         watch.until_all_ended(&receiver, &signals.receiver);
         watch.drain(&receiver);
-        // Removes unfinished saves, which may be gigabytes on a disk that they filled. A failure of the removal is
-        // not the first thing to report. On other machines rank 0 may still be at work.
+        // What a save left unfinished, gigabytes perhaps on a disk that it filled. Whether that works out is not what
+        // the user is to hear about first. Elsewhere rank 0 may be at work still.
         if self.first_rank() == 0 {
             engine::checkpoint::sweep(self.output).ok();
         }
@@ -215,7 +210,7 @@ impl Supervisor<'_> {
     }
 
     fn common_environment(&self) -> Result<Vec<(&'static str, OsString)>, Failure> {
-        // Released at once: the port only has to differ from those of other jobs.
+        // Released again at once: the number only has to differ from that of other jobs.
         let port = TcpListener::bind(("127.0.0.1", 0))
             .and_then(|listener| listener.local_addr())
             .map_err(|error| {
@@ -257,13 +252,13 @@ impl Supervisor<'_> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Running,
-    /// A signal asked the ranks to save and stop.
+    /// A signal asked for save-and-stop.
     Stopping,
-    /// A failure that may be a consequence: aborts at this time unless its cause arrives before.
+    /// A failure that may be a consequence: abort at this time unless its cause shows before.
     Doubting {
         until: Instant,
     },
-    /// All ranks are ending; SIGKILL at this time.
+    /// Everything ends: SIGKILL at this time.
     Aborting {
         kill_at: Instant,
     },
@@ -298,7 +293,7 @@ impl Watch<'_> {
             select! {
                 recv(messages) -> message => match message {
                     Ok(message) => self.take(message),
-                    // All threads have ended, so all ranks have.
+                    // Every thread of every rank is gone, so every rank is.
                     Err(_) => break,
                 },
                 recv(signals) -> signal => if let Ok(signal) = signal { self.signalled(signal) },
@@ -321,7 +316,7 @@ impl Watch<'_> {
         let Some(status) = self.ranks[rank].reap() else {
             return;
         };
-        // A rank that was asked to stop before it installed its handler ends by that signal.
+        // A rank that was asked to stop before it could listen ends by that very signal.
         let was_stopped = self.asked_to_stop && status.signal() == Some(SIGTERM);
         let was_aborted =
             was_stopped || matches!(self.phase, Phase::Aborting { .. } | Phase::Killed);
@@ -334,7 +329,7 @@ impl Watch<'_> {
         let failed = !ending.is_good() && !was_aborted;
         self.endings.push(ending);
         if was_stopped && !matches!(self.phase, Phase::Aborting { .. } | Phase::Killed) {
-            // The other ranks would wait for it.
+            // The others would wait for it.
             self.abort();
         }
         if !failed {
@@ -356,7 +351,7 @@ impl Watch<'_> {
         }
     }
 
-    /// Observations of the machine, with rank numbers over all machines.
+    /// What the machine tells, by the numbers that ranks have among those of all machines.
     fn seen(&self) -> Machine {
         let mut machine = self.vitals.machine(self.oom_kills_before);
         for seen in &mut machine.ranks {
@@ -381,7 +376,7 @@ impl Watch<'_> {
                     rank.signal(Signal::TERM);
                 }
             }
-            // Schedulers repeat SIGUSR1 and SIGTERM; only people mean "now".
+            // An impatient scheduler repeats SIGUSR1 and SIGTERM; only people mean "now".
             Phase::Stopping | Phase::Doubting { .. } if matches!(signal, SIGINT | SIGHUP) => {
                 let text = format!("{name} again: stopping at once, nothing more is saved");
                 self.screen.show(&Event::Info {
@@ -417,7 +412,7 @@ impl Watch<'_> {
         }
     }
 
-    /// Shows what is left in the pipes of ended ranks.
+    /// Shows what ended ranks still had in their pipes.
     fn drain(&mut self, messages: &Receiver<Message>) {
         let until = Instant::now() + DRAIN;
         while self.undrained > 0 {
@@ -434,7 +429,7 @@ impl Watch<'_> {
     fn outcome(self, job_dir: &Path) -> Result<RunSummary, RunFailure> {
         self.screen.finish_bar();
         let first = report::first_failure(&self.endings, self.output);
-        // After a second signal, the way in which ranks end is not a failure.
+        // After a second signal ranks end as they may; that is no failure of theirs.
         let asked = self.asked_to_stop;
         if let Some(first) = first.filter(|first| !(asked && first.was_aborted)) {
             let machine = match &self.machine {
@@ -462,7 +457,7 @@ impl Watch<'_> {
             )
         };
         let summary = RunSummary::load(job_dir, self.first_rank).ok_or_else(missing)?;
-        // The ranks asked for another attempt, but they were told to stop.
+        // What would be tried another way was told to stop.
         if asked && summary.ipc_refused.is_some() {
             return Err(stopped_at_once(self.output).into());
         }
@@ -470,7 +465,7 @@ impl Watch<'_> {
     }
 }
 
-/// Ranks that have not ended, with their process ids.
+/// Ranks that have not ended, with their processes.
 fn alive(ranks: &[RankChild]) -> impl Iterator<Item = (usize, u32)> {
     let running = ranks
         .iter()
@@ -491,10 +486,10 @@ fn stopped_at_once(output: &Path) -> Failure {
     ))
 }
 
-/// The executable of the ranks: this one.
+/// The executable that ranks are started from: this one.
 ///
 /// # Errors
-/// The operating system does not know its path.
+/// The system does not tell.
 pub fn own_program() -> Result<PathBuf, Failure> {
     std::env::current_exe().map_err(|error| {
         Failure::new(

@@ -1,4 +1,4 @@
-//! Choice of the one failure that explains how the ranks ended.
+//! From ended rank processes to the one failure that explains them.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -9,10 +9,10 @@ use crate::units::bytes;
 
 use super::vitals::{Machine, OomKills, Seen};
 
-/// Lines of a log to quote for a rank that left no failure.
+/// Lines of a log that are quoted where a rank left nothing better.
 const QUOTED_LINES: usize = 8;
 
-/// How one rank ended. Endings are in their order in time.
+/// How one rank ended, in the order in which they did.
 #[derive(Debug, Clone)]
 pub(super) struct Ending {
     pub(super) rank: usize,
@@ -23,15 +23,15 @@ pub(super) struct Ending {
 }
 
 impl Ending {
-    /// Whether the rank ended with success, or saved and stopped as asked.
+    /// Whether this rank did what it should: ended well, or saved and stopped.
     pub(super) fn is_good(&self) -> bool {
         self.status.success() || self.is_interrupted()
     }
 
-    /// Whether the process ended without deciding to: a signal, a panic, a broken collective.
+    /// Whether the process ended without having decided to: a signal, a panic, an exchange that broke.
     pub(super) fn died(&self) -> bool {
         match self.status.code().map(ErrorCode::from_status) {
-            // A signal, or an exit code that this program does not use.
+            // A signal, or a status that this program does not give.
             None | Some(None) => true,
             Some(Some(code)) => matches!(
                 code,
@@ -45,7 +45,7 @@ impl Ending {
     }
 }
 
-/// The failure of one rank: the one it left, or one derived from how it ended.
+/// The failure of one rank: its own words where it left any, else what its end tells.
 pub(super) fn explain(
     ending: &Ending,
     machine: &Machine,
@@ -57,7 +57,7 @@ pub(super) fn explain(
     let own = Failure::load(output, rank);
     let quoted = own.is_none() || ending.status.signal().is_some();
     let mut failure = match (own, ending.status.signal(), ending.status.code()) {
-        // Its own failure explains the end of a process only if no signal ended it.
+        // Only a rank that had the chance to write ended by itself.
         (Some(own), None, _) => own,
         (_, Some(9), _) => killed(rank, machine),
         (_, Some(signal), _) => Failure::new(
@@ -153,8 +153,8 @@ fn killed(rank: usize, machine: &Machine) -> Failure {
     )
 }
 
-/// The ending that explains the others: the first failure that is not a consequence, among those before the
-/// supervisor intervened.
+/// Which ending explains the others: the first failure that is not a consequence of another
+/// rank's, among those that ended before the supervisor stepped in.
 pub(super) fn first_failure<'a>(endings: &'a [Ending], output: &Path) -> Option<&'a Ending> {
     let consequence = |ending: &Ending| {
         ending.was_aborted
