@@ -1,16 +1,22 @@
 //! From what was asked to what comes of it, for a run and for `launcher plan` alike.
 //!
-//! A draft leaves choices to the plan. Each choice is first taken at its best; where the plan then does not fit, it is made
-//! again without. Choices follow each other, so that a later one sees what an earlier one leaves.
+//! A draft leaves choices to the plan. Each is tried, and taken back where the plan does not fit with it. They follow each
+//! other, so a later choice sees what an earlier one leaves.
 
-use super::early::settle_early_step;
 use super::rank_memory::spilled_activations;
 use super::{Machine, MemoryCheck, Spare};
 use crate::config::{BatchConfig, Device, EarlyStep, Found, RunConfig, RunPlan, UploadAhead};
 use crate::error::Failure;
 use crate::memory::RankMemory;
+use crate::model::setup::second_bytes_per_elem;
 use engine::Plan;
 use std::sync::Arc;
+
+/// Plans that are tried with second states. The second offers less, by what the first needed too much (whole pages, gradients
+/// in flight).
+const TRIES: usize = 2;
+/// Bounds are whole MiB, and whole GiB from here on, so that they are the same where little else changed.
+const IN_GIB_FROM: u64 = 8 << 30;
 
 /// What a draft needs.
 #[derive(Debug)]
@@ -111,6 +117,75 @@ pub(crate) fn settle(
         spare,
         prefetch,
     })
+}
+
+/// Decides what is left of `auto` in `run` by the plan without updates in backward, which `counted` has and `fit` judges,
+/// for all ranks alike: units nearest to the loss, as many as have their states twice in host memory that is spare. A GPU
+/// computes then, and its processor has time; on the CPU both want the same cores.
+///
+/// # Errors
+/// Those of `count`.
+fn settle_early_step(
+    run: &RunPlan,
+    counted: Counted,
+    fit: &MemoryCheck,
+    count: &mut Count<'_>,
+) -> Result<(RunPlan, Counted, Option<Spare>), Failure> {
+    let off = run.with_early_step(EarlyStep::Off);
+    let second = second_bytes_per_elem(run);
+    let all = counted.plan.most_early_elems() * second;
+    if !run.updates_beside_gpus() || all == 0 || !fit.fits() {
+        return Ok((off, counted, None));
+    }
+    let ranks = run.ranks_here() as u64;
+    // Gradients that are consumed leave room for states.
+    let gradients = match run.consumes_gradients() {
+        true => counted.plan.config().grad_dtype().size_bytes() as u64,
+        false => 0,
+    };
+    let of_states = |host: u64| {
+        let (host, second) = (u128::from(host / ranks), u128::from(second));
+        let states = host * second / (second - u128::from(gradients)).max(1);
+        u64::try_from(states).unwrap_or(u64::MAX)
+    };
+    let mut offered = of_states(fit.spare_host());
+    let mut spare = Spare {
+        offered,
+        all,
+        short: offered < all,
+        taken: None,
+    };
+    for _ in 0..TRIES {
+        let trial = run.with_early_step(bound(offered, all));
+        let tried = count(&trial)?;
+        let needs = MemoryCheck::new(&trial, &tried.memory, fit.machine);
+        let (early, over) = (tried.plan.any_steps_early(), needs.host_overrun());
+        if early && over == 0 && needs.fits() {
+            spare.taken = Some(needs.need.host.saturating_sub(fit.need.host));
+            return Ok((trial, tried, Some(spare)));
+        }
+        // Less of it helps only where host memory is what lacks.
+        if !early || over == 0 {
+            spare.short = !early;
+            break;
+        }
+        spare.short = true;
+        offered = offered.min(all).saturating_sub(of_states(over + ranks));
+    }
+    Ok((off, counted, Some(spare)))
+}
+
+/// Second states of at most `offered` bytes, where all units have `all`.
+fn bound(offered: u64, all: u64) -> EarlyStep {
+    if offered >= all {
+        return EarlyStep::All;
+    }
+    let unit = if offered < IN_GIB_FROM {
+        1 << 20
+    } else {
+        1 << 30
+    };
+    EarlyStep::Most(offered / unit * unit)
 }
 
 /// What ranks that are started one by one, or on several machines, decide without the plan: what a machine has free differs
