@@ -361,3 +361,34 @@ pub(crate) fn divisible(
         reason,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reason(error: ConfigError) -> String {
+        let ConfigError::Json { source, .. } = error else {
+            panic!("{error}");
+        };
+        source.to_string()
+    }
+
+    #[test]
+    fn errors_name_a_field_by_its_path() {
+        let bytes = br#"{"a": {"b": 3, "c": "x", "d": null}, "e": [1]}"#;
+        let file = ConfigFile::parse(bytes, Path::new("config.json")).unwrap();
+        let fields = file.fields();
+        assert_eq!(fields.size("a.b").unwrap(), 3);
+        assert_eq!(fields.or("a.d", 7).unwrap(), 7, "null counts as absent");
+        assert_eq!(fields.or("f.b", 7).unwrap(), 7);
+        assert_eq!(
+            reason(fields.size("a.x").unwrap_err()),
+            "missing field `a.x`"
+        );
+        assert!(reason(fields.size("a.c").unwrap_err()).starts_with("a.c: invalid type"));
+        assert!(reason(fields.or("e.b", 7).unwrap_err()).contains("e.b"));
+        assert!(fields.section("a.b").is_err());
+        let inside = fields.section("a").unwrap().unwrap();
+        assert_eq!(inside.size("b").unwrap(), 3);
+    }
+}
