@@ -27,6 +27,8 @@ pub const LOCAL_WORLD_SIZE: &str = "LOCAL_WORLD_SIZE";
 pub const MASTER_ADDR: &str = "MASTER_ADDR";
 /// Port of rank 0.
 pub const MASTER_PORT: &str = "MASTER_PORT";
+/// Port on which rank 0 listens if MASTER_PORT is not set; torchrun's default.
+pub(crate) const DEFAULT_PORT: u16 = 29_500;
 /// Token in the names of all shared files of a job; set only by this program's supervisor.
 pub const RUN_TOKEN: &str = "TESSERA_RUN_TOKEN";
 /// Directory of the job's private files; set only by this program's supervisor.

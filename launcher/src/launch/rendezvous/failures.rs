@@ -134,7 +134,7 @@ fn port_in_use(port: u16) -> Failure {
     )
     .next(format!(
         "set MASTER_PORT to another port on every machine, such as {}",
-        port.checked_add(1).unwrap_or(super::DEFAULT_PORT)
+        port.checked_add(1).unwrap_or(crate::rank_env::DEFAULT_PORT)
     ))
 }
 

@@ -20,11 +20,8 @@ use crate::error::failures::comm as comm_failure;
 use crate::error::{ErrorCode, Failure};
 use crate::launch::hostfile::host_name;
 use crate::launch::supervisor::job::fresh_token;
-use crate::rank_env::RankEnv;
+use crate::rank_env::{DEFAULT_PORT, RankEnv};
 use machine::Machine;
-
-/// Where rank 0 listens unless the environment says otherwise.
-pub(crate) const DEFAULT_PORT: u16 = 29_500;
 
 /// Ranks that have met.
 pub(crate) struct Met {

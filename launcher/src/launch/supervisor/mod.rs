@@ -225,10 +225,7 @@ impl Supervisor<'_> {
             Some(share) => (
                 share.world_size,
                 share.master.addr.clone().unwrap_or_default(),
-                share
-                    .master
-                    .port
-                    .unwrap_or(crate::launch::rendezvous::DEFAULT_PORT),
+                share.master.port.unwrap_or(rank_env::DEFAULT_PORT),
             ),
             None => (self.processes, "127.0.0.1".to_string(), port),
         };
