@@ -4,7 +4,7 @@
 use half::bf16;
 use memmap2::{Advice, MmapMut};
 use optim::{
-    AdamW, Bf16Storage, GradWindow, Optimizer, PureBf16, StateWindow, StepArgs, WeightWindow,
+    AdamW, Bf16Storage, GradChunk, Optimizer, PureBf16, StateChunk, StepArgs, WeightChunk,
 };
 use rayon::prelude::*;
 use std::marker::PhantomData;
@@ -165,37 +165,37 @@ impl Buffers {
             let grad = self
                 .narrow_grad
                 .get_or_insert_with(|| Array::new(n, bf16::from_f32(1e-2)));
-            GradWindow::Bf16(grad.get())
+            GradChunk::Bf16(grad.get())
         } else {
             let grad = self.wide_grad.get_or_insert_with(|| Array::new(n, 1e-2));
-            GradWindow::F32(grad.get())
+            GradChunk::F32(grad.get())
         };
         let (weight, state) = match variant.form {
             Form::F32 | Form::ReadModifyWrite => (
-                WeightWindow::F32(slice(c)),
-                vec![StateWindow::F32(slice(a)), StateWindow::F32(slice(b))],
+                WeightChunk::F32(slice(c)),
+                vec![StateChunk::F32(slice(a)), StateChunk::F32(slice(b))],
             ),
             Form::Master => {
                 let (master, weight) = (slice(c), slice(weight));
                 (
-                    WeightWindow::Mixed { master, weight },
-                    vec![StateWindow::F32(slice(a)), StateWindow::F32(slice(b))],
+                    WeightChunk::Mixed { master, weight },
+                    vec![StateChunk::F32(slice(a)), StateChunk::F32(slice(b))],
                 )
             }
             Form::Moments => (
-                WeightWindow::PureBf16(slice(weight)),
-                vec![StateWindow::F32(slice(a)), StateWindow::F32(slice(b))],
+                WeightChunk::PureBf16(slice(weight)),
+                vec![StateChunk::F32(slice(a)), StateChunk::F32(slice(b))],
             ),
             Form::Pure => (
-                WeightWindow::PureBf16(slice(weight)),
-                vec![StateWindow::Bf16(slice(m)), StateWindow::Bf16(slice(v))],
+                WeightChunk::PureBf16(slice(weight)),
+                vec![StateChunk::Bf16(slice(m)), StateChunk::Bf16(slice(v))],
             ),
             Form::Kahan => (
-                WeightWindow::PureBf16(slice(weight)),
+                WeightChunk::PureBf16(slice(weight)),
                 vec![
-                    StateWindow::Bf16(slice(m)),
-                    StateWindow::Bf16(slice(v)),
-                    StateWindow::Bf16(slice(error)),
+                    StateChunk::Bf16(slice(m)),
+                    StateChunk::Bf16(slice(v)),
+                    StateChunk::Bf16(slice(error)),
                 ],
             ),
         };

@@ -18,7 +18,7 @@ use engine::{
     EngineError, ModelSpec, OptimizerConfig, ParamAccess, ParamId, ParamSpec, PassKind, Phase,
     Plan, Stage, Tiers, UnitId, UnitSpec, Zero, ZeroConfig,
 };
-use kernels::{NullBackend, Pool, Tag, Tensor};
+use kernels::{MetaBackend, Pool, Tag, Tensor};
 use mlp::{LAYERS, LR, Rows, SAMPLES, SIZES, STEPS, WEIGHT_DECAY};
 use optim::GroupOptions;
 use std::error::Error;
@@ -99,7 +99,7 @@ fn train(comm: Arc<dyn Communicator>) -> Result<Rows, Box<dyn Error>> {
     };
     let plan = Arc::new(Plan::new(spec(), config, RANKS)?);
     let device = Pool::new("device", None);
-    let backend = Arc::new(NullBackend::new(device.clone()));
+    let backend = Arc::new(MetaBackend::new(device.clone()));
     let tiers = Tiers::new(device, Pool::new("host", None));
     let group = GroupOptions {
         weight_decay: WEIGHT_DECAY,

@@ -1,4 +1,4 @@
-//! A dry run of one rank: [`Zero`] itself, over memory without bytes and a communicator that counts.
+//! A dry run of one rank: [`Zero`] itself, over empty regions and a communicator that counts.
 //!
 //! A model's forward and backward pass run on it as in training. The pools then hold the bytes a run needs by tag, and
 //! the offsets they allocated say which pages it touches. No parameter is updated: a dry run starts no worker thread,
@@ -14,7 +14,7 @@ use crate::plan::blocks::BLOCK_BYTES;
 use crate::plan::{Plan, StateKind, Tier, UnitPlan};
 use crate::step::OptimizerConfig;
 use crate::zero::Zero;
-use kernels::{Backend, NullBackend, Pool, Tag};
+use kernels::{Backend, MetaBackend, Pool, Tag};
 use optim::{GroupOptions, Optimizer};
 use std::ops::Deref;
 use std::sync::Arc;
@@ -38,11 +38,11 @@ impl DryRun {
     /// The plan is not valid for the rule. Counting itself has no limit.
     pub fn new(plan: Arc<Plan>, rule: Arc<dyn Optimizer>) -> Result<Self> {
         let [device, host] = ["device", "host"].map(|name| Pool::new(name, None));
-        let backend = Arc::new(NullBackend::new(device.clone()));
+        let backend = Arc::new(MetaBackend::new(device.clone()));
         Self::over(Counters::new(device, host), plan, rule, backend)
     }
 
-    /// As [`DryRun::new`], with passes on `backend`, a discrete device that only counts. It stores the states of the
+    /// As [`DryRun::new`], with passes on `backend`, which stands for a discrete device and only counts. It stores the states of the
     /// device tier; buffers of the communicator are in host memory.
     ///
     /// # Errors
@@ -102,7 +102,7 @@ impl DryRun {
     /// Whether the host could address the memory of the device that passes run on.
     #[must_use]
     pub fn is_host_addressable(&self) -> bool {
-        !self.zero.backend().device().is_apart()
+        self.zero.backend().device().is_host_addressable()
     }
 
     /// Bytes of spill files.

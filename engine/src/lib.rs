@@ -93,8 +93,8 @@ pub use offload::{Activations, Region, Saved, Spill, Tiers, spill};
 pub use optim::Precision;
 pub use optim::clip::{NORM_BLOCK_ELEMS, sum_of_squares};
 pub use plan::{
-    DeviceTransport, EarlyStep, GradDtype, Offload, PassKind, Plan, Stage, StateKind, Tier,
-    ZeroConfig,
+    DeviceTransport, GradDtype, Offload, OptimizerInBackward, PassKind, Plan, Stage, StateKind,
+    Tier, ZeroConfig,
 };
 pub use spec::{ModelSpec, ParamId, ParamSpec, UnitId, UnitSpec};
 pub use step::OptimizerConfig;

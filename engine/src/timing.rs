@@ -37,7 +37,7 @@ pub struct DeviceTimes {
     pub outward: Duration,
     /// What comes to it from devices of other ranks.
     pub communication: Duration,
-    /// Updates that the processor makes meanwhile, by its clock: a late update counts when its unit is back.
+    /// Updates that the processor makes meanwhile, by its clock: a optimizer in forward counts when its unit is back.
     pub updates: Duration,
     /// Bytes that were copied to the device.
     pub inward_bytes: u64,

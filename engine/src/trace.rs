@@ -16,13 +16,13 @@ pub enum Lane {
     /// Copies between tiers, and waits for them.
     Offload,
     /// Gradients on their way from a discrete device to their sums.
-    Sums,
+    GradientAccumulator,
     /// Updates behind the pass.
     Update,
     /// Updates beside backward.
-    EarlyUpdate,
+    UpdateInBackward,
     /// Updates beside the next pass.
-    LateUpdate,
+    UpdateInForward,
     /// Work of a discrete device: from a unit's first to its last.
     Device,
     /// Waits of that work for what comes to the device.
@@ -45,10 +45,10 @@ impl Lane {
             Self::Compute => "compute".into(),
             Self::Communication => "communication".into(),
             Self::Offload => "offload".into(),
-            Self::Sums => "gradients".into(),
+            Self::GradientAccumulator => "gradients".into(),
             Self::Update => "update".into(),
-            Self::EarlyUpdate => "early update".into(),
-            Self::LateUpdate => "late update".into(),
+            Self::UpdateInBackward => "early update".into(),
+            Self::UpdateInForward => "late update".into(),
             Self::Device => "device".into(),
             Self::DeviceWait => "device waits".into(),
             Self::Inward => "to the device".into(),
@@ -65,10 +65,10 @@ impl Lane {
             Self::Compute => 0,
             Self::Communication => 1,
             Self::Offload => 2,
-            Self::Sums => 3,
+            Self::GradientAccumulator => 3,
             Self::Update => 4,
-            Self::EarlyUpdate => 5,
-            Self::LateUpdate => 6,
+            Self::UpdateInBackward => 5,
+            Self::UpdateInForward => 6,
             Self::Device => 7,
             Self::DeviceWait => 8,
             Self::Inward => 9,

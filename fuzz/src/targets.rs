@@ -85,7 +85,7 @@ pub const TARGETS: [Target; 7] = [
     // with 48 bytes each.
     Target {
         name: "picture",
-        read: picture,
+        read: image,
         fixed: 32 * MIB,
         per_byte: 8256 * 24,
     },
@@ -93,12 +93,12 @@ pub const TARGETS: [Target; 7] = [
 
 /// Images. Large run-length-encoded WebP and BMP files of one color are skipped, because decoding them takes long and
 /// tests nothing.
-fn picture(bytes: &[u8]) -> bool {
+fn image(bytes: &[u8]) -> bool {
     let unbounded = bytes.starts_with(b"RIFF") || bytes.starts_with(b"BM");
     if unbounded && models::fuzzing::pixels(bytes).is_some_and(|pixels| pixels > 1 << 20) {
         return false;
     }
-    models::fuzzing::picture(bytes).is_ok()
+    models::fuzzing::image(bytes).is_ok()
 }
 
 /// Kind of input with this name.

@@ -10,11 +10,11 @@
 //! * Results depend on shapes and values only, never on the number of threads.
 
 use crate::adapted::{AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads};
-use crate::arrival::Arrival;
 use crate::error::Result;
 use crate::grouped::{self, GroupedMatmulArgs};
 use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
+use crate::reserved_upload::ReservedUpload;
 use crate::resident::ResidentAccess;
 use crate::timeline::DeviceSpan;
 use crate::{DType, Shape, Tensor};
@@ -25,17 +25,17 @@ pub enum Device {
     /// The host's processor and memory.
     Cpu,
     /// The meta device: shapes and bytes only, nothing is computed.
-    Null,
+    Meta,
     /// An NVIDIA GPU and its memory.
     Cuda,
 }
 
 impl Device {
-    /// Whether the device is discrete: the host cannot address its memory. Tensors are then copied in with
-    /// [`Backend::upload`] and out with [`Tensor::to_bytes`].
+    /// Whether the host can address its memory. A discrete device needs copies: in with [`Backend::upload`], out with
+    /// [`Tensor::to_bytes`].
     #[must_use]
-    pub const fn is_apart(self) -> bool {
-        matches!(self, Self::Cuda)
+    pub const fn is_host_addressable(self) -> bool {
+        !matches!(self, Self::Cuda)
     }
 }
 
@@ -208,15 +208,15 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// When the pool is full.
-    fn reserve_upload(&self, shape: Shape, dtype: DType, tag: Tag) -> Result<Arrival> {
-        Ok(Arrival::later(shape, dtype, tag))
+    fn reserve_upload(&self, shape: Shape, dtype: DType, tag: Tag) -> Result<ReservedUpload> {
+        Ok(ReservedUpload::later(shape, dtype, tag))
     }
 
     /// Copies host bytes into a reservation of [`Backend::reserve_upload`] on the same device.
     ///
     /// # Errors
     /// As [`Backend::upload`].
-    fn upload_into(&self, place: Arrival, bytes: &[u8]) -> Result<Tensor> {
+    fn upload_into(&self, place: ReservedUpload, bytes: &[u8]) -> Result<Tensor> {
         self.upload(bytes, place.shape, place.dtype, place.tag)
     }
 

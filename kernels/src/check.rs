@@ -438,7 +438,7 @@ pub(crate) fn loss(hidden: &Tensor, weight: &Tensor, labels: &Tensor) -> Result<
 pub(crate) fn values(op: &'static str, operands: &[&Tensor]) -> Result<()> {
     for x in operands {
         let shape = x.shape();
-        if x.is_null() {
+        if x.is_meta() {
             return Err(KernelError::NoValues { op, shape });
         }
         if x.is_on_device() {

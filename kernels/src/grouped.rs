@@ -32,7 +32,7 @@ pub struct MatmulGroup<'a> {
 /// Fails unless every row below `t` is named once, so that each is written once. Null tensors are not checked.
 pub(crate) fn partition(op: &'static str, rows: [&Tensor; 2], t: usize) -> Result<()> {
     let mut seen = vec![false; t];
-    for rows in rows.iter().filter(|rows| !rows.is_null()) {
+    for rows in rows.iter().filter(|rows| !rows.is_meta()) {
         for row in rows.to_bytes()?.chunks_exact(4) {
             let row = i32::from_le_bytes([row[0], row[1], row[2], row[3]]);
             let place = usize::try_from(row).ok().and_then(|row| seen.get_mut(row));

@@ -2,7 +2,7 @@
 //!
 //! A [`Backend`] is a device. Its operations are coarse, and each comes with its backward: matrix product with bias,
 //! norm, attention over packed sequences, loss over a vocabulary. Every byte they return is counted in the device's
-//! [`Pool`], under a [`Tag`] and against a limit. The [`NullBackend`] is the meta device: it takes the same calls,
+//! [`Pool`], under a [`Tag`] and against a limit. The [`MetaBackend`] is the meta device: it takes the same calls,
 //! checks shapes and counts bytes without computing. So a program's memory need is known before it runs.
 //!
 //! ```
@@ -46,13 +46,12 @@
 //! | memory with counters and a limit | [`Pool`], [`Tag`] |
 //! | counter-based random numbers | [`random`] |
 //! | immutable value | [`Tensor`], built through [`TensorMut`] |
-//! | operations of a device | [`Backend`]: [`CpuBackend`], [`NullBackend`]; GPUs with the feature `cuda` |
+//! | operations of a device | [`Backend`]: [`CpuBackend`], [`MetaBackend`]; GPUs with the feature `cuda` |
 //!
 //! Results depend on neither the number of threads nor their timing.
 #![deny(unsafe_code)]
 
 mod adapted;
-mod arrival;
 mod backend;
 mod check;
 mod cpu;
@@ -62,10 +61,11 @@ mod dtype;
 mod error;
 pub mod footprint;
 mod grouped;
-mod null;
+mod meta;
 mod peers;
 mod pool;
 pub mod random;
+mod reserved_upload;
 mod resident;
 mod shape;
 mod tensor;
@@ -75,7 +75,6 @@ pub use adapted::{
     AdaptedLayer, AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads,
     AdapterArgs, AdapterDropout, AdapterGrads,
 };
-pub use arrival::Arrival;
 pub use backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
     IGNORED_LABEL, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout, Transpose,
@@ -84,10 +83,11 @@ pub use cpu::CpuBackend;
 pub use dtype::{DType, Element, Float};
 pub use error::{KernelError, Result};
 pub use grouped::{GroupedMatmulArgs, MatmulGroup};
-pub use null::NullBackend;
+pub use meta::MetaBackend;
 pub use peers::{GroupAccess, Lane, PeerAccess};
-pub use pool::{Block, Pool, PoolEvent, PoolStats, Reservation, Script, Tag, TagBytes};
-pub use resident::{AdamWArgs, Form, Part, Place, Resident, ResidentAccess, Scalars};
+pub use pool::{Block, MemoryPlan, Pool, PoolEvent, PoolStats, Reservation, Tag, TagBytes};
+pub use reserved_upload::ReservedUpload;
+pub use resident::{AdamWArgs, Form, Part, Resident, ResidentAccess, RoundingCounter, Scalars};
 pub use shape::{MAX_RANK, Shape};
 pub use tensor::{Fetch, ForeignBytes, Tensor, TensorMut};
 pub use timeline::{DeviceLane, DeviceSpan};

@@ -69,12 +69,12 @@ pub trait PeerAccess: Send + Sync + std::fmt::Debug {
     /// When the range is out of bounds or the device fails.
     fn pull(&self, peer: usize, offset: u64, to: &Tensor, range: Range<usize>) -> Result<()>;
 
-    /// Makes communication wait for the last change of a state, if [`crate::ResidentAccess::settle`] recorded an
+    /// Makes communication wait for the last change of a state, if [`crate::ResidentAccess::record_write`] recorded an
     /// event for it.
     ///
     /// # Errors
     /// When the device fails.
-    fn await_settled(&self, of: &Resident) -> Result<()>;
+    fn await_written(&self, of: &Resident) -> Result<()>;
 
     /// Makes computation wait for all communication queued so far.
     ///

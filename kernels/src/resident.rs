@@ -21,9 +21,9 @@ use std::sync::Arc;
 pub struct Resident {
     all: Tensor,
     /// Event recorded after the last change, if any. Reads wait for it only.
-    settled: Option<Arc<dyn Any + Send + Sync>>,
+    written: Option<Arc<dyn Any + Send + Sync>>,
     /// Event recorded after the last use, while the state is borrowed.
-    lent: Option<Arc<dyn Any + Send + Sync>>,
+    borrowed: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Resident {
@@ -32,51 +32,51 @@ impl Resident {
     pub(crate) const fn new(all: Tensor) -> Self {
         Self {
             all,
-            settled: None,
-            lent: None,
+            written: None,
+            borrowed: None,
         }
     }
 
-    /// Event recorded after the last change by [`ResidentAccess::settle`], if any.
+    /// Event recorded after the last change by [`ResidentAccess::record_write`], if any.
     #[cfg(feature = "cuda")]
-    pub(crate) const fn settled(&self) -> Option<&Arc<dyn Any + Send + Sync>> {
-        self.settled.as_ref()
+    pub(crate) const fn written(&self) -> Option<&Arc<dyn Any + Send + Sync>> {
+        self.written.as_ref()
     }
 
     #[cfg(feature = "cuda")]
-    pub(crate) fn settle(&mut self, behind: &Arc<dyn Any + Send + Sync>) {
+    pub(crate) fn record_write(&mut self, behind: &Arc<dyn Any + Send + Sync>) {
         // An earlier event is equally correct and waits for less work.
-        self.settled.get_or_insert_with(|| behind.clone());
+        self.written.get_or_insert_with(|| behind.clone());
     }
 
     /// Event recorded after the last use, while the state is borrowed.
     #[cfg(feature = "cuda")]
-    pub(crate) const fn lent(&self) -> Option<&Arc<dyn Any + Send + Sync>> {
-        self.lent.as_ref()
+    pub(crate) const fn borrowed(&self) -> Option<&Arc<dyn Any + Send + Sync>> {
+        self.borrowed.as_ref()
     }
 
     #[cfg(feature = "cuda")]
     pub(crate) fn lend(&mut self, behind: &Arc<dyn Any + Send + Sync>) {
-        (self.settled, self.lent) = (None, Some(behind.clone()));
+        (self.written, self.borrowed) = (None, Some(behind.clone()));
     }
 
     #[cfg(feature = "cuda")]
     pub(crate) fn give_back(&mut self, behind: &Arc<dyn Any + Send + Sync>) {
-        (self.settled, self.lent) = (Some(behind.clone()), None);
+        (self.written, self.borrowed) = (Some(behind.clone()), None);
     }
 
     /// Prepares for a change by the device: checks that the state is neither borrowed nor shared, and drops its
     /// event.
     #[cfg(feature = "cuda")]
     pub(crate) fn changes(&mut self, op: &'static str) -> Result<()> {
-        if self.is_shared() || self.lent.is_some() {
-            let cause = match self.lent {
+        if self.is_shared() || self.borrowed.is_some() {
+            let cause = match self.borrowed {
                 Some(_) => "the states are lent".into(),
                 None => "a tensor of the states is still held".into(),
             };
             return Err(KernelError::Device { op, cause });
         }
-        self.settled = None;
+        self.written = None;
         Ok(())
     }
 
@@ -100,8 +100,8 @@ impl Resident {
 
     /// Whether the state has no values, as on the meta device.
     #[must_use]
-    pub fn is_null(&self) -> bool {
-        self.all.is_null()
+    pub fn is_meta(&self) -> bool {
+        self.all.is_meta()
     }
 
     /// Flat tensor of the elements `range`, sharing the state's memory.
@@ -119,10 +119,10 @@ impl Resident {
     }
 }
 
-/// Position of gradient sums in the random stream that rounds them: `optim::accumulate::RoundingPlace` for a device's
+/// Position of gradient sums in the random stream that rounds them: `optim::accumulate::RoundingPosition` for a device's
 /// kernels.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Place {
+pub struct RoundingCounter {
     /// Key of the random stream.
     pub key: [u32; 2],
     /// Number of the addition. No two additions to one element may share it.
@@ -205,7 +205,7 @@ impl Form {
 
     /// Dtype of the moments.
     #[must_use]
-    pub const fn moment(self) -> DType {
+    pub const fn moment_dtype(self) -> DType {
         match self {
             Self::PureBf16 => DType::BF16,
             _ => DType::F32,
@@ -218,7 +218,7 @@ impl Form {
         let written = self.copy().map_or(0, DType::size_bytes);
         grad.size_bytes()
             + 2 * self.weight().size_bytes()
-            + 4 * self.moment().size_bytes()
+            + 4 * self.moment_dtype().size_bytes()
             + written
     }
 }
@@ -269,7 +269,7 @@ pub trait ResidentAccess: Send + Sync + std::fmt::Debug {
     /// When the pool is full or the device fails.
     fn zeros(&self, elems: usize, dtype: DType, tag: Tag) -> Result<Resident>;
 
-    /// Copies bytes from byte `at` on to the host. Waits for the state's last change if [`ResidentAccess::settle`]
+    /// Copies bytes from byte `at` on to the host. Waits for the state's last change if [`ResidentAccess::record_write`]
     /// recorded an event, else for everything queued so far.
     ///
     /// # Errors
@@ -294,15 +294,20 @@ pub trait ResidentAccess: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// When dtypes or sizes do not match, a tensor of the sums exists, or the device fails.
-    fn add(&self, sums: Part<'_>, values: &Tensor, place: Option<Place>, fresh: bool)
-    -> Result<()>;
+    fn add(
+        &self,
+        sums: Part<'_>,
+        values: &Tensor,
+        place: Option<RoundingCounter>,
+        fresh: bool,
+    ) -> Result<()>;
 
     /// Records an event after the last change of each state. Later reads wait for this event only, not for work
     /// queued after it.
     ///
     /// # Errors
     /// When the device fails.
-    fn settle(&self, states: &mut [&mut Resident]) -> Result<()>;
+    fn record_write(&self, states: &mut [&mut Resident]) -> Result<()>;
 
     /// Lets another user borrow states, possibly on another thread, until [`ResidentAccess::give_back`]. Meanwhile
     /// reads and writes wait for the work queued before this call only, and queued work does not wait for them. Bytes

@@ -1,9 +1,9 @@
 //! Immutable contiguous tensors.
 
 #[cfg(feature = "cuda")]
-use crate::cuda::backend::{Moment, Take, filling};
+use crate::cuda::backend::{Event, Take, filling};
 use crate::error::{KernelError, Result, shape_error};
-use crate::pool::{Block, Placed, Pool, Reservation, Tag};
+use crate::pool::{Allocated, Block, Pool, Reservation, Tag};
 use crate::{DType, Element, Shape};
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -25,10 +25,10 @@ pub(crate) trait DeviceMemory: Send + Sync + std::fmt::Debug {
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<()>;
 
     /// Records an event after everything queued so far.
-    fn moment(&self) -> Result<Moment>;
+    fn record_event(&self) -> Result<Event>;
 
     /// Waits for the event `behind` only. Passes `bytes` bytes from `offset` on to `take`, in pieces and in order.
-    fn fetch(&self, offset: u64, bytes: u64, behind: &Moment, take: &mut Take<'_>) -> Result<()>;
+    fn fetch(&self, offset: u64, bytes: u64, behind: &Event, take: &mut Take<'_>) -> Result<()>;
 
     /// Frees a range whose uses are all queued.
     fn release(&self, offset: u64, bytes: u64);
@@ -48,7 +48,7 @@ impl Drop for OnDevice {
 pub struct Fetch {
     tensor: Tensor,
     #[cfg(feature = "cuda")]
-    behind: Option<Moment>,
+    behind: Option<Event>,
 }
 
 impl Fetch {
@@ -158,7 +158,7 @@ impl Fetch {
 #[cfg(feature = "cuda")]
 pub(crate) struct OnDevice {
     pub(crate) memory: Arc<dyn DeviceMemory>,
-    pub(crate) placed: Placed,
+    pub(crate) placed: Allocated,
     /// Copy of the values on the host, where the host knew them anyway (row numbers and labels).
     pub(crate) known: Option<Box<[u8]>>,
 }
@@ -171,8 +171,8 @@ enum Storage {
         bytes: ForeignBytes,
         _counted: Option<Reservation>,
     },
-    Null {
-        _placed: Placed,
+    Meta {
+        _placed: Allocated,
     },
 }
 
@@ -253,7 +253,7 @@ impl Tensor {
     pub fn null(pool: &Pool, tag: Tag, shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
         let shape = shape.into();
         let placed = pool.place(shape.elems() * dtype.size_bytes(), tag)?;
-        let storage = Arc::new(Storage::Null { _placed: placed });
+        let storage = Arc::new(Storage::Meta { _placed: placed });
         Ok(Self {
             storage,
             start_elems: 0,
@@ -315,7 +315,7 @@ impl Tensor {
             #[cfg(feature = "cuda")]
             behind: match &*self.storage {
                 Storage::Device(place) if place.known.is_none() && place.memory.has_values() => {
-                    Some(place.memory.moment()?)
+                    Some(place.memory.record_event()?)
                 }
                 _ => None,
             },
@@ -328,7 +328,7 @@ impl Tensor {
     /// [`KernelError::NoValues`] on the meta device, and errors of the device.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         match &*self.storage {
-            Storage::Null { .. } => Err(KernelError::NoValues {
+            Storage::Meta { .. } => Err(KernelError::NoValues {
                 op: "to_bytes",
                 shape: self.shape,
             }),
@@ -386,9 +386,9 @@ impl Tensor {
 
     /// Whether the tensor has no values, as on the meta device.
     #[must_use]
-    pub fn is_null(&self) -> bool {
+    pub fn is_meta(&self) -> bool {
         match &*self.storage {
-            Storage::Null { .. } => true,
+            Storage::Meta { .. } => true,
             #[cfg(feature = "cuda")]
             Storage::Device(place) => !place.memory.has_values(),
             Storage::Block(_) | Storage::Foreign { .. } => false,
@@ -488,7 +488,7 @@ impl Tensor {
             Storage::Foreign { bytes, .. } => (**bytes).as_ref(),
             #[cfg(feature = "cuda")]
             Storage::Device(_) => panic!("a tensor on a device is read with to_bytes"),
-            Storage::Null { .. } => panic!("a tensor of the null device has no values"),
+            Storage::Meta { .. } => panic!("a tensor of the null device has no values"),
         };
         let size = self.dtype.size_bytes();
         &all[self.start_elems * size..(self.start_elems + self.elems()) * size]
@@ -499,7 +499,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::to_bytes`].
     pub fn host_bytes(&self) -> Result<Cow<'_, [u8]>> {
-        if self.is_null() || self.is_on_device() {
+        if self.is_meta() || self.is_on_device() {
             return self.to_bytes().map(Cow::Owned);
         }
         Ok(Cow::Borrowed(self.as_bytes()))
@@ -514,7 +514,7 @@ impl Tensor {
     /// When the dtype is not f32.
     pub fn host_f32(&self) -> Result<Cow<'_, [f32]>> {
         assert_eq!(self.dtype, DType::F32, "tensor is {}", self.dtype);
-        if self.is_null() || self.is_on_device() {
+        if self.is_meta() || self.is_on_device() {
             return self.to_f32_vec().map(Cow::Owned);
         }
         Ok(Cow::Borrowed(self.as_slice()))
@@ -525,7 +525,7 @@ impl Tensor {
     /// # Errors
     /// [`KernelError::NoValues`] on the meta device, [`KernelError::DType`] for integers, and errors of the device.
     pub fn to_f32_vec(&self) -> Result<Vec<f32>> {
-        if self.is_null() {
+        if self.is_meta() {
             return Err(KernelError::NoValues {
                 op: "to_f32_vec",
                 shape: self.shape,

@@ -8,7 +8,7 @@ use common::{Case, config, dtypes};
 use kernels::{
     AdaptedLayer, AdaptedLinearArgs, AdaptedLinearGradArgs, AdapterArgs, AdapterDropout,
     AttentionArgs, AttentionOut, Backend, CpuBackend, DType, Direction, Gelu, GroupedMatmulArgs,
-    KernelError, LossNeeds, MatmulArgs, MatmulGroup, NullBackend, Pool, Result, RopeLayout, Shape,
+    KernelError, LossNeeds, MatmulArgs, MatmulGroup, MetaBackend, Pool, Result, RopeLayout, Shape,
     Tag, Tensor, Transpose,
 };
 use proptest::prelude::*;
@@ -355,7 +355,7 @@ proptest! {
     fn the_meta_device_counts_the_memory_of_the_cpu(s in sizes(), seed: u64) {
         let o = Operands::new(s, seed);
         for (name, run) in calls(s) {
-            let (cpu, null) = (CpuBackend::unlimited(), NullBackend::unlimited());
+            let (cpu, null) = (CpuBackend::unlimited(), MetaBackend::unlimited());
             let real = run(&cpu, &o).unwrap();
             let counted = run(&null, &o).unwrap();
             let kinds = |all: &[Tensor]| -> Vec<(Shape, DType)> {
@@ -363,7 +363,7 @@ proptest! {
             };
             prop_assert_eq!(kinds(&real), kinds(&counted), "{}", name);
             // A cast to the same dtype returns the operand itself.
-            prop_assert!(name == "cast" || counted.iter().all(Tensor::is_null), "{}", name);
+            prop_assert!(name == "cast" || counted.iter().all(Tensor::is_meta), "{}", name);
             let peaks = |b: &dyn Backend| b.pool().stats().by_tag.map(|t| t.peak);
             prop_assert_eq!(peaks(&cpu), peaks(&null), "{}", name);
         }
@@ -407,7 +407,7 @@ fn results_have_the_same_bits_for_any_number_of_threads() {
 
 #[test]
 fn the_meta_device_counts_a_full_size_layer_without_computing() {
-    let null = NullBackend::unlimited();
+    let null = MetaBackend::unlimited();
     let (t, c, wide, v) = (16_384, 3584, 18_944, 151_666);
     let bf16 = |shape: &[usize]| {
         null.zeros(shape.into(), DType::BF16, Tag::Parameters)
@@ -452,7 +452,7 @@ fn the_meta_device_counts_a_full_size_layer_without_computing() {
 
 #[test]
 fn tensors_of_the_meta_device_are_errors_on_the_cpu() {
-    let null = NullBackend::unlimited();
+    let null = MetaBackend::unlimited();
     let x = null
         .zeros([2, 2].into(), DType::F32, Tag::Activations)
         .unwrap();
@@ -469,7 +469,7 @@ fn wrong_shapes_and_dtypes_are_errors_on_every_device() {
     let of = |shape: &[usize], dtype| cpu.zeros(shape.into(), dtype, Tag::Activations).unwrap();
     let (a, b) = (of(&[2, 3], DType::F32), of(&[3, 2], DType::F32));
     let (half, ints) = (of(&[2, 3], DType::BF16), of(&[2], DType::I32));
-    let null = NullBackend::unlimited();
+    let null = MetaBackend::unlimited();
     for backend in [&cpu as &dyn Backend, &null] {
         let matmul = |a, b| {
             let (transpose_a, transpose_b) = (Transpose::No, Transpose::No);

@@ -1,8 +1,8 @@
-//! Draws the held-out pictures of the demo into `launcher/demo/heldout/`.
+//! Draws the held-out images of the demo into `launcher/demo/heldout/`.
 
 use std::path::Path;
 
 fn main() -> std::io::Result<()> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/heldout");
-    launcher::commands::demo::draw_held_out(&folder)
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/heldout");
+    launcher::commands::demo::draw_held_out(&directory)
 }

@@ -15,7 +15,7 @@ const FLAGS: &str =
     "--zero 3 --offload cpu --max-steps 4 --logging-steps 1 --eval-strategy no --comm-timeout 120";
 
 struct Bench {
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
     port: u16,
 }
 
@@ -23,13 +23,13 @@ impl Bench {
     fn new() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         Self {
-            folder: tempfile::tempdir().unwrap(),
+            directory: tempfile::tempdir().unwrap(),
             port: listener.local_addr().unwrap().port(),
         }
     }
 
     fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.directory.path().join(name)
     }
 
     /// The program with an environment of its own.
@@ -40,7 +40,7 @@ impl Bench {
             .arg("--output")
             .arg(self.path(output))
             .env_clear()
-            .env("HOME", self.folder.path())
+            .env("HOME", self.directory.path())
             .env("TMPDIR", std::env::temp_dir())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
@@ -166,12 +166,12 @@ fn causes_of_a_failed_rendezvous_are_named() {
     );
     drop(taken);
     // The token is nowhere in what a run leaves.
-    let mut folders = vec![bench.path("run")];
-    while let Some(folder) = folders.pop() {
-        for entry in std::fs::read_dir(folder).unwrap() {
+    let mut directories = vec![bench.path("run")];
+    while let Some(directory) = directories.pop() {
+        for entry in std::fs::read_dir(directory).unwrap() {
             let path = entry.unwrap().path();
             match path.is_dir() {
-                true => folders.push(path),
+                true => directories.push(path),
                 false => {
                     let text = String::from_utf8_lossy(&std::fs::read(&path).unwrap()).into_owned();
                     assert!(!text.contains(TOKEN), "{}", path.display());
@@ -252,7 +252,7 @@ fn lone_rank(bench: &Bench, output: &str, flags: &str) -> Command {
         .arg("--output")
         .arg(bench.path(output))
         .env_clear()
-        .env("HOME", bench.folder.path())
+        .env("HOME", bench.directory.path())
         .env("TMPDIR", std::env::temp_dir())
         .envs(["RANK", "LOCAL_RANK"].map(|name| (name, "0")))
         .envs(["WORLD_SIZE", "LOCAL_WORLD_SIZE"].map(|name| (name, "1")))

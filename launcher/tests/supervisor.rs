@@ -25,7 +25,7 @@ use rustix::process::{Pid, Signal, getpid, kill_process, test_kill_process};
 
 /// What the fake ranks do; also tells the program under test from the driver.
 const BEHAVIOUR: &str = "TESSERA_FAKE_BEHAVIOUR";
-/// Folder where fake ranks leave marks.
+/// Directory where fake ranks leave marks.
 const MARKS: &str = "TESSERA_FAKE_MARKS";
 
 fn main() -> ExitCode {
@@ -192,7 +192,7 @@ fn drive() -> ExitCode {
 /// A private place for one run of the program.
 struct Bench {
     cache: PathBuf,
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
 }
 
 struct Outcome {
@@ -203,27 +203,27 @@ struct Outcome {
 
 impl Bench {
     fn new(cache: &Path) -> Self {
-        let folder = tempfile::Builder::new()
+        let directory = tempfile::Builder::new()
             .prefix("tessera-test-")
             .tempdir()
             .unwrap();
         for name in ["tmp", "marks"] {
-            fs::create_dir(folder.path().join(name)).unwrap();
+            fs::create_dir(directory.path().join(name)).unwrap();
         }
         Self {
             cache: cache.to_path_buf(),
-            folder,
+            directory,
         }
     }
 
     fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.directory.path().join(name)
     }
 
     /// A name that no other test's shared-memory files have.
     fn marks(&self) -> PathBuf {
         let name = self
-            .folder
+            .directory
             .path()
             .file_name()
             .unwrap()

@@ -1,6 +1,6 @@
 //! Reader of a run's trained parameters: adapters in peft's files, and parts trained in full.
 //!
-//! A checkpoint folder of such a run holds `adapter_model.safetensors` with `adapter_config.json` (tensors called
+//! A checkpoint directory of such a run holds `adapter_model.safetensors` with `adapter_config.json` (tensors called
 //! `base_model.model.<module>.lora_A.weight`, `…lora_B.weight`, and `base_model.model.<parameter>` for modules trained
 //! in full), or `trained.safetensors` (parameters under their own names), or both.
 
@@ -24,14 +24,14 @@ pub const TRAINED_STEM: &str = "trained";
 const LORA_A: &str = ".lora_A.weight";
 const LORA_B: &str = ".lora_B.weight";
 
-/// Why a folder of adapters cannot be used.
+/// Why a directory of adapters cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AdapterError {
-    /// The folder holds neither adapters nor trained tensors.
+    /// The directory holds neither adapters nor trained tensors.
     #[error("{} contains neither adapter_model.safetensors nor trained.safetensors", dir.display())]
     Nothing {
-        /// The folder.
+        /// The directory.
         dir: PathBuf,
     },
     /// The settings cannot be read.
@@ -106,7 +106,7 @@ fn find<T: Copy>(patterns: &BTreeMap<String, T>, module: &str) -> Option<T> {
     found.map(|(_, value)| *value)
 }
 
-/// Adapters and trained tensors of one folder.
+/// Adapters and trained tensors of one directory.
 #[derive(Debug)]
 pub struct Adapter {
     dir: PathBuf,
@@ -119,7 +119,7 @@ pub struct Adapter {
 }
 
 impl Adapter {
-    /// Opens the folder `dir`.
+    /// Opens the directory `dir`.
     ///
     /// # Errors
     /// When it holds nothing to open, a file is damaged, an adapter is not whole, or a setting is not supported.
@@ -203,7 +203,7 @@ impl Adapter {
         [LORA_A, LORA_B].map(|half| format!("{ADAPTER_PREFIX}{module}{half}"))
     }
 
-    /// The folder.
+    /// The directory.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir

@@ -32,7 +32,7 @@ pub enum ModelError {
     },
     /// A segment's recompute gave other values than its first run.
     #[error("output {output} of unit {unit:?} differs between forward and recompute")]
-    ReplayDiffers {
+    RecomputeDiffers {
         /// The segment's unit.
         unit: UnitId,
         /// Which output.

@@ -50,7 +50,7 @@ pub fn pixels(bytes: &[u8]) -> Option<u64> {
 ///
 /// # Errors
 /// It cannot be used.
-pub fn picture(bytes: &[u8]) -> Result<RgbImage, ImageError> {
+pub fn image(bytes: &[u8]) -> Result<RgbImage, ImageError> {
     decode_bytes(Path::new("picture"), bytes)
 }
 

@@ -8,13 +8,13 @@ use thiserror::Error;
 
 use crate::config::ConfigError;
 use crate::data::{
-    EncodeOptions, EncodedPrompt, EncodedSample, PicturePlan, PlaceholderStyle, RawSample,
+    EncodeOptions, EncodedPrompt, EncodedSample, ImagePlan, PlaceholderStyle, RawSample,
     SampleError, SampleSize, SampleTokens,
 };
 use crate::image::ImageSource;
 use crate::text::{TemplateError, Tokenizer, TokenizerError};
 
-/// A family's rules for prompts, labels and pictures, with a model folder's tokenizer and settings.
+/// A family's rules for prompts, labels and images, with a model directory's tokenizer and settings.
 pub trait Processor: Send + Sync + std::fmt::Debug {
     /// Turns a sample into model inputs for training.
     ///
@@ -39,7 +39,7 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         options: &EncodeOptions,
     ) -> Result<SampleSize, SampleError>;
 
-    /// The tokens that [`Processor::encode`] would yield, from the headers of the pictures alone.
+    /// The tokens that [`Processor::encode`] would yield, from the headers of the images alone.
     ///
     /// # Errors
     /// As [`Processor::measure`].
@@ -51,7 +51,7 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
     ) -> Result<SampleTokens, SampleError>;
 
     /// Turns the conversation without its last answer into a prompt; nothing is truncated.
-    /// The style [`PlaceholderStyle::Training`] writes pictures exactly as [`Processor::encode`] does.
+    /// The style [`PlaceholderStyle::Training`] writes images exactly as [`Processor::encode`] does.
     ///
     /// # Errors
     /// [`SampleError`] as for [`Processor::encode`], except for missing answers.
@@ -74,11 +74,11 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         options: &EncodeOptions,
     ) -> Result<String, SampleError>;
 
-    /// What a picture of `size` (width, height) becomes.
-    fn picture(&self, size: (usize, usize), options: &EncodeOptions) -> PicturePlan;
+    /// What an image of `size` (width, height) becomes.
+    fn image(&self, size: (usize, usize), options: &EncodeOptions) -> ImagePlan;
 
-    /// Token ranges of the pictures of a sample, markers included, each with its number of slices.
-    fn pictures(&self, tokens: &SampleTokens) -> Vec<(Range<usize>, usize)> {
+    /// Token ranges of the images of a sample, markers included, each with its number of slices.
+    fn images(&self, tokens: &SampleTokens) -> Vec<(Range<usize>, usize)> {
         let bounds = tokens.image_bounds.iter();
         bounds.map(|(start, end)| (*start..*end, 1)).collect()
     }
@@ -101,7 +101,7 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
     }
 }
 
-/// Why a model folder yields no processor.
+/// Why a model directory yields no processor.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ProcessorError {
@@ -183,7 +183,7 @@ pub(crate) fn agree(
     }
 }
 
-/// Mean per channel of the pictures that CLIP's towers were trained on.
+/// Mean per channel of the images that CLIP's towers were trained on.
 pub(crate) const CLIP_MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
 /// Their standard deviation.
 pub(crate) const CLIP_STD: [f32; 3] = [0.268_629_54, 0.261_302_6, 0.275_777_1];

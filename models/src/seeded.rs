@@ -5,7 +5,7 @@
 //! A bf16 has 8 significant bits, fewer than that. One hash serves four elements. The bytes are the same on every
 //! machine, for any number of threads and any split into ranges.
 //!
-//! A model folder that has [`FILE`] instead of weight files has these values; [`WeightSource`](crate::WeightSource)
+//! A model directory that has [`FILE`] instead of weight files has these values; [`WeightSource`](crate::WeightSource)
 //! reads them like files of bf16.
 
 use std::collections::BTreeMap;
@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use crate::init::{Init, rule};
 use crate::{ModelOptions, OpenError, open_model};
 
-/// Name of the file that stands for all weights of a folder.
+/// Name of the file that stands for all weights of a directory.
 pub const FILE: &str = "model.seeded.json";
 /// Content of [`FILE`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,7 +50,7 @@ impl Marker {
     }
 }
 
-/// Parameters of the model that a folder's `config.json` describes, without adapters, with the distribution of each.
+/// Parameters of the model that a directory's `config.json` describes, without adapters, with the distribution of each.
 ///
 /// # Errors
 /// The configuration is of no supported model.

@@ -26,7 +26,7 @@ struct Pattern {
 enum Meaning {
     /// A module: these consecutive parts anywhere in the path.
     Module(String),
-    /// The pictures' side of any family.
+    /// The images' side of any family.
     Vision,
     /// Weights and biases of normalization layers.
     Norm,
@@ -38,7 +38,7 @@ enum Meaning {
 
 impl Selection {
     /// Reads words separated by commas. A word of letters, digits, `_` and `.` names modules by parts of their path
-    /// (`lm_head`, `self_attn.q_proj`); `norm` and `bias` mean all of their kind, `vision` all that sees pictures, whatever the family calls it;
+    /// (`lm_head`, `self_attn.q_proj`); `norm` and `bias` mean all of their kind, `vision` all that sees images, whatever the family calls it;
     /// everything else is a regular expression over the whole path of a parameter or of a module above it. A comma inside brackets or
     /// braces belongs to its expression.
     ///
@@ -109,7 +109,7 @@ impl Pattern {
     }
 }
 
-/// What families call the pictures' side.
+/// What families call the images' side.
 const VISION: [&str; 3] = ["vpm", "vision", "visual"];
 
 /// Whether a path contains a module, given as consecutive parts.

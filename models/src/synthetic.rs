@@ -11,18 +11,18 @@ use std::path::Path;
 
 /// A token without meaning, in every vocabulary.
 const TOKEN: i32 = 5;
-/// Tokens of text in front of a picture.
+/// Tokens of text in front of an image.
 const FRONT: usize = 4;
-/// Pixels of the largest picture that the published files of GLM-4.1V allow.
+/// Pixels of the largest image that the published files of GLM-4.1V allow.
 const GLM41V_MAX_PIXELS: usize = 9_633_792;
 /// Patches per side of one token of GLM-4.1V.
 const GLM41V_MERGE: usize = 2;
 
-/// A sample of `max_tokens` tokens, all supervised, with one picture of the family's largest size,
+/// A sample of `max_tokens` tokens, all supervised, with one image of the family's largest size,
 /// or as much of it as goes into the tokens; MiniCPM cuts it into at most `max_slices` cells.
 ///
 /// # Errors
-/// [`ConfigError`] if `config.json` of the folder `dir` cannot be read or is of no known family.
+/// [`ConfigError`] if `config.json` of the directory `dir` cannot be read or is of no known family.
 pub fn largest_sample(
     dir: &Path,
     max_tokens: usize,
@@ -85,7 +85,7 @@ fn slice(rows: usize, cols: usize, patch: usize) -> Slice {
     }
 }
 
-/// Puts a picture of `tokens` tokens into the sample, if there is room.
+/// Puts an image of `tokens` tokens into the sample, if there is room.
 fn place(sample: &mut EncodedSample, room: usize, tokens: usize, slices: &[Slice]) {
     if tokens <= room {
         sample.image_bounds = vec![(FRONT, FRONT + tokens)];

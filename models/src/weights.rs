@@ -1,6 +1,6 @@
-//! Reading a model folder's safetensors files, any range of any tensor, converted on the way.
+//! Reading a model directory's safetensors files, any range of any tensor, converted on the way.
 //!
-//! A folder whose weights are only declared ([`seeded::FILE`]) is read as if it had files.
+//! A directory whose weights are only declared ([`seeded::FILE`]) is read as if it had files.
 //!
 //! Only the headers are in memory. Reads are positioned, so several threads may read through one
 //! source, and a rank reads only the bytes of its own slices.
@@ -27,10 +27,10 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WeightError {
-    /// The folder has neither `model.safetensors` nor an index of shards.
+    /// The directory has neither `model.safetensors` nor an index of shards.
     #[error("{} contains neither model.safetensors nor model.safetensors.index.json", dir.display())]
     NoWeights {
-        /// The folder.
+        /// The directory.
         dir: PathBuf,
     },
     /// A file cannot be opened or read.
@@ -67,7 +67,7 @@ pub enum WeightError {
         /// The cause.
         source: Box<OpenError>,
     },
-    /// The index names a file outside its folder.
+    /// The index names a file outside its directory.
     #[error("{} refers to {file:?}, which is not a plain file name", path.display())]
     ShardName {
         /// The index.
@@ -80,7 +80,7 @@ pub enum WeightError {
     MissingTensor {
         /// The tensor.
         name: String,
-        /// The folder.
+        /// The directory.
         dir: PathBuf,
     },
     /// A tensor's shape differs from the configuration.
@@ -129,7 +129,7 @@ struct Shard {
 #[derive(Debug)]
 struct Entry {
     shard: usize,
-    place: Place,
+    place: Location,
     shape: Vec<usize>,
     /// `None` for an unsupported dtype; its name is in `dtype_name`.
     dtype: Option<DType>,
@@ -137,14 +137,14 @@ struct Entry {
 }
 
 #[derive(Debug)]
-enum Place {
+enum Location {
     /// In the file, from this byte on.
     At(u64),
     /// Computed on each read, as bf16.
     Made(Values),
 }
 
-/// The tensors of one model folder or file.
+/// The tensors of one model directory or file.
 #[derive(Debug)]
 pub struct WeightSource {
     dir: PathBuf,
@@ -153,7 +153,7 @@ pub struct WeightSource {
 }
 
 impl WeightSource {
-    /// Opens the folder `dir`: `model.safetensors`, the shards of `model.safetensors.index.json`, or, where neither is
+    /// Opens the directory `dir`: `model.safetensors`, the shards of `model.safetensors.index.json`, or, where neither is
     /// there, weights that [`seeded::FILE`] declares.
     ///
     /// # Errors
@@ -183,7 +183,7 @@ impl WeightSource {
         let entry = |(param, init): (ParamSpec, _)| {
             let entry = Entry {
                 shard: 0,
-                place: Place::Made(generators.of(marker.seed, &param.name, init)),
+                place: Location::Made(generators.of(marker.seed, &param.name, init)),
                 shape: param.shape.dims().to_vec(),
                 dtype: Some(DType::BF16),
                 dtype_name: "BF16".to_owned(),
@@ -280,7 +280,7 @@ impl WeightSource {
         Ok(())
     }
 
-    /// The folder.
+    /// The directory.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
@@ -375,8 +375,10 @@ impl WeightSource {
         let shard = &self.shards[entry.shard];
         let size = stored.size_bytes();
         let start = match &entry.place {
-            Place::At(offset_bytes) => offset_bytes + (elements.start * size) as u64,
-            Place::Made(values) => return make(values, elements.start as u64, out, dst, convert),
+            Location::At(offset_bytes) => offset_bytes + (elements.start * size) as u64,
+            Location::Made(values) => {
+                return make(values, elements.start as u64, out, dst, convert);
+            }
         };
         let read = |buffer: &mut [u8], at: u64| {
             let result = shard.file.read_exact_at(buffer, at);
@@ -469,7 +471,7 @@ fn entries(
         let dtype_name = format!("{:?}", info.dtype);
         let entry = Entry {
             shard,
-            place: Place::At(data_start + info.data_offsets.0 as u64),
+            place: Location::At(data_start + info.data_offsets.0 as u64),
             shape: info.shape.clone(),
             dtype: DType::from_name(&dtype_name)
                 .filter(|d| matches!(d, DType::F32 | DType::BF16 | DType::F16)),

@@ -1,7 +1,7 @@
 //! Gradient accumulation in `bf16` with stochastic rounding.
 
 use half::bf16;
-use kernels::Place;
+use kernels::RoundingCounter;
 
 use crate::adamw::windows::{LARGE, Mode, Number};
 use crate::lanes::{Lanes, Loop, Simd};
@@ -11,7 +11,7 @@ use crate::rounding::PageKey;
 /// Position of a gradient sum in the random stream that rounds it. Rounding uses word 0 of each pair, see
 /// [`crate::rounding`].
 #[derive(Clone, Copy, Debug)]
-pub struct RoundingPlace {
+pub struct RoundingPosition {
     /// Random stream that the keys come from.
     pub stream: RandomStream,
     /// Number of the addition. No two additions to one element may share it.
@@ -20,11 +20,11 @@ pub struct RoundingPlace {
     pub first_element: u64,
 }
 
-impl RoundingPlace {
+impl RoundingPosition {
     /// Converts the position for a device's kernels.
     #[must_use]
-    pub fn on_device(self) -> Place {
-        Place {
+    pub fn on_device(self) -> RoundingCounter {
+        RoundingCounter {
             key: self.stream.key(),
             time: self.time,
             first_element: self.first_element,
@@ -37,11 +37,11 @@ impl RoundingPlace {
 ///
 /// # Panics
 /// When the lengths differ.
-pub fn add_rounded(place: RoundingPlace, sums: &mut [bf16], values: &[f32]) {
+pub fn add_rounded(place: RoundingPosition, sums: &mut [bf16], values: &[f32]) {
     add_with(Simd::detect(), place, sums, values);
 }
 
-fn add_with(simd: Simd, place: RoundingPlace, sums: &mut [bf16], values: &[f32]) {
+fn add_with(simd: Simd, place: RoundingPosition, sums: &mut [bf16], values: &[f32]) {
     assert_eq!(sums.len(), values.len(), "a value for every sum");
     let page = PageKey::elems_left(place.first_element);
     let mid = usize::try_from(page).map_or(sums.len(), |page| page.min(sums.len()));
@@ -54,7 +54,7 @@ fn add_with(simd: Simd, place: RoundingPlace, sums: &mut [bf16], values: &[f32])
     });
     if !rest.is_empty() {
         let first_element = place.first_element + page;
-        let place = RoundingPlace {
+        let place = RoundingPosition {
             first_element,
             ..place
         };
@@ -64,7 +64,7 @@ fn add_with(simd: Simd, place: RoundingPlace, sums: &mut [bf16], values: &[f32])
 
 /// One addition within one page of keys.
 struct Add<'a> {
-    place: RoundingPlace,
+    place: RoundingPosition,
     sums: &'a mut [bf16],
     values: &'a [f32],
 }
@@ -82,7 +82,7 @@ impl Add<'_> {
 impl Loop for Add<'_> {
     #[inline(always)]
     fn run<L: Lanes>(mut self, l: L) {
-        let RoundingPlace {
+        let RoundingPosition {
             stream,
             time,
             first_element,
@@ -132,7 +132,7 @@ mod tests {
             .map(|i| bf16::from_f32(stream.normal(n + i)))
             .collect();
         for first_element in [0, 13, (1 << 33) - 401] {
-            let place = RoundingPlace {
+            let place = RoundingPosition {
                 stream,
                 time: 3,
                 first_element,

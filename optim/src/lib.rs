@@ -36,8 +36,8 @@
 //! # }
 //! ```
 //!
-//! The variants of the chunk types select the precision: [`WeightWindow::Mixed`] is an `f32` master copy plus `bf16`
-//! weights, [`WeightWindow::PureBf16`] is `bf16` alone.
+//! The variants of the chunk types select the precision: [`WeightChunk::Mixed`] is an `f32` master copy plus `bf16`
+//! weights, [`WeightChunk::PureBf16`] is `bf16` alone.
 //!
 //! | module | concept |
 //! |---|---|
@@ -70,7 +70,7 @@ pub use error::OptimError;
 pub use groups::{GroupOptions, ParameterGroups};
 pub use loss_scale::{LossScale, LossScaler};
 pub use optimizer::{
-    GradWindow, Optimizer, Precision, StateSlot, StateWindow, StepArgs, WeightWindow,
+    GradChunk, Optimizer, Precision, StateChunk, StateSlot, StepArgs, WeightChunk,
 };
 pub use schedule::{Schedule, ScheduleKind};
 pub use warmup::{WarmupOptions, WarmupShape};

@@ -77,14 +77,14 @@ pub struct StateSlot {
 
 /// Gradient of a chunk.
 #[derive(Clone, Copy, Debug)]
-pub enum GradWindow<'a> {
+pub enum GradChunk<'a> {
     /// In `f32`.
     F32(&'a [f32]),
     /// In `bf16`.
     Bf16(&'a [bf16]),
 }
 
-impl GradWindow<'_> {
+impl GradChunk<'_> {
     /// Length in elements.
     #[must_use]
     pub const fn len(&self) -> usize {
@@ -103,7 +103,7 @@ impl GradWindow<'_> {
 
 /// Weights of a chunk, with the 16-bit copy that the step writes where the precision has one.
 #[derive(Debug)]
-pub enum WeightWindow<'a> {
+pub enum WeightChunk<'a> {
     /// `f32` weights.
     F32(&'a mut [f32]),
     /// `f32` master weights and their `bf16` copy. The step writes the copy in the same pass and never reads it.
@@ -124,7 +124,7 @@ pub enum WeightWindow<'a> {
     PureBf16(&'a mut [bf16]),
 }
 
-impl WeightWindow<'_> {
+impl WeightChunk<'_> {
     /// The precision that stores weights this way.
     pub(crate) const fn precision(&self) -> Precision {
         match self {
@@ -147,7 +147,7 @@ impl WeightWindow<'_> {
 
 /// Chunk of one state slot.
 #[derive(Debug)]
-pub enum StateWindow<'a> {
+pub enum StateChunk<'a> {
     /// In `f32`.
     F32(&'a mut [f32]),
     /// In `bf16`.
@@ -171,11 +171,11 @@ pub struct StepArgs<'a> {
     /// stochastic rounding.
     pub first_element: u64,
     /// Gradient before `grad_scale` is applied.
-    pub grad: GradWindow<'a>,
+    pub grad: GradChunk<'a>,
     /// Weights, updated in place.
-    pub weight: WeightWindow<'a>,
+    pub weight: WeightChunk<'a>,
     /// One chunk per state slot, in the order of [`Optimizer::slots`], updated in place.
-    pub state: Vec<StateWindow<'a>>,
+    pub state: Vec<StateChunk<'a>>,
 }
 
 /// An update rule over flat chunks. An element's result depends on its own inputs and global index only, so any split

@@ -114,8 +114,8 @@ fn the_index_links_to_every_page_of_docs() {
         };
         let own_index = inside.components().count() > 1;
         let listed = if own_index {
-            let folder = inside.parent().expect("a directory").join("README.md");
-            index.contains(&*folder.to_string_lossy())
+            let directory = inside.parent().expect("a directory").join("README.md");
+            index.contains(&*directory.to_string_lossy())
         } else {
             inside == Path::new("README.md") || index.contains(&*inside.to_string_lossy())
         };

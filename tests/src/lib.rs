@@ -12,6 +12,6 @@ pub mod world;
 #[cfg(test)]
 mod documents;
 #[cfg(test)]
-mod structure;
+mod glossary;
 #[cfg(test)]
-mod structure_launcher;
+mod structure;

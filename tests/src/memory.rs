@@ -39,18 +39,18 @@ pub struct Measured {
 ///
 /// # Errors
 /// A file cannot be read or written.
-pub fn model_folder(pack: &Path, folder: &Path, sizes: &Value) -> Result<()> {
-    fs::create_dir_all(folder)?;
+pub fn model_directory(pack: &Path, directory: &Path, sizes: &Value) -> Result<()> {
+    fs::create_dir_all(directory)?;
     for name in [
         "preprocessor_config.json",
         "tokenizer.json",
         "tokenizer_config.json",
     ] {
-        fs::copy(pack.join(name), folder.join(name)).with_context(|| name.to_owned())?;
+        fs::copy(pack.join(name), directory.join(name)).with_context(|| name.to_owned())?;
     }
     let mut config: Value = serde_json::from_slice(&fs::read(pack.join("config.json"))?)?;
     merge(&mut config, sizes);
-    fs::write(folder.join("config.json"), config.to_string())?;
+    fs::write(directory.join("config.json"), config.to_string())?;
     Ok(())
 }
 
@@ -131,8 +131,8 @@ pub fn measure(
             }
             measured.window = measured.window.max(window_bytes(rank));
         }
-        if let Some(folder) = spill {
-            measured.spilled = measured.spilled.max(spill_bytes(folder));
+        if let Some(directory) = spill {
+            measured.spilled = measured.spilled.max(spill_bytes(directory));
         }
     }
     let status = child.wait()?;
@@ -184,17 +184,17 @@ fn window_bytes(pid: u32) -> u64 {
     own.filter_map(size).sum()
 }
 
-/// Bytes of the spill files of ranks below `folder`.
-fn spill_bytes(folder: &Path) -> u64 {
+/// Bytes of the spill files of ranks below `directory`.
+fn spill_bytes(directory: &Path) -> u64 {
     let mut bytes = 0;
-    let mut folders: Vec<PathBuf> = vec![folder.to_owned()];
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+    let mut directories: Vec<PathBuf> = vec![directory.to_owned()];
+    while let Some(directory) = directories.pop() {
+        for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
             let Ok(metadata) = entry.metadata() else {
                 continue;
             };
             if metadata.is_dir() {
-                folders.push(entry.path());
+                directories.push(entry.path());
             } else if entry.file_name().to_string_lossy().starts_with("rank-") {
                 bytes += metadata.len();
             }

@@ -97,14 +97,14 @@ impl Subject {
         })
     }
 
-    /// The demo's model with random weights and its training images, written to `folder`.
+    /// The demo's model with random weights and its training images, written to `directory`.
     ///
     /// # Errors
     /// When the directory cannot be written.
-    pub fn demo(folder: &Path) -> Result<Self> {
-        launcher::commands::demo::make(folder).map_err(|failure| anyhow!("{failure}"))?;
-        let dir = folder.join(launcher::config::demo::MODEL_DIR);
-        let file = folder.join(launcher::config::demo::TRAIN_FILE);
+    pub fn demo(directory: &Path) -> Result<Self> {
+        launcher::commands::demo::make(directory).map_err(|failure| anyhow!("{failure}"))?;
+        let dir = directory.join(launcher::config::demo::MODEL_DIR);
+        let file = directory.join(launcher::config::demo::TRAIN_FILE);
         let images = ImageFolder::beside(&file);
         let processor = open_processor(&dir)?;
         let samples = read_samples(&file)?.into_iter().take(800);

@@ -34,6 +34,26 @@ const ENGINE: &[Row] = &[
     ("fuzzing", "checkpoint comm"),
 ];
 
+#[rustfmt::skip] // One line for each module.
+const LAUNCHER: &[Row] = &[
+    ("units", ""),
+    ("memory", ""),
+    ("error", "memory units"),
+    ("rank_env", "error"),
+    ("config", "error units"),
+    ("ui", "memory rank_env units"),
+    ("device", "config error memory rank_env ui units"),
+    ("data", "config error units"),
+    ("model", "config data error ui"),
+    ("report", "config error memory ui units"),
+    ("cli", "config device error rank_env units"),
+    ("launch", "cli config device error memory rank_env report ui units"),
+    ("fuzzing", "cli error launch"),
+    ("plan", "cli config data device error memory model rank_env report ui units"),
+    ("train", "config data device error launch memory model plan rank_env report ui units"),
+    ("commands", "cli config data device error launch memory model plan rank_env report ui units"),
+];
+
 /// A module by its names from the root of its crate on.
 type Module = Vec<String>;
 
@@ -268,6 +288,11 @@ fn two_way(code: &Code) -> Vec<String> {
 #[test]
 fn modules_of_the_engine_import_what_the_table_says() {
     check("engine", ENGINE);
+}
+
+#[test]
+fn modules_of_the_launcher_import_what_the_table_says() {
+    check("launcher", LAUNCHER);
 }
 
 #[test]

@@ -159,6 +159,6 @@ fn cache_bytes_include_image_features_and_learned_tokens() {
     let text = (questions[0].0.input_ids.len() + 8) as u64 * 2 * 2 * 48 * 4;
     assert_eq!(bytes(0, &all[..1]), text);
     assert_eq!(bytes(3, &all[..1]), text + 3 * 2 * 2 * 48 * 4);
-    let picture = (questions[1].0.input_ids.len() + 11) as u64 * 2 * 2 * 48 * 4;
-    assert_eq!(bytes(0, &all[1..2]), picture + 64 * 32 * 2 * 2 * 4);
+    let image = (questions[1].0.input_ids.len() + 11) as u64 * 2 * 2 * 48 * 4;
+    assert_eq!(bytes(0, &all[1..2]), image + 64 * 32 * 2 * 2 * 4);
 }

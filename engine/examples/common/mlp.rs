@@ -1,6 +1,6 @@
 //! A perceptron of two layers on plain vectors, and its training by an optimizer that nobody divides.
 
-use optim::{AdamW, GradWindow, Optimizer, StateWindow, StepArgs, WeightWindow};
+use optim::{AdamW, GradChunk, Optimizer, StateChunk, StepArgs, WeightChunk};
 use std::error::Error;
 
 /// Inputs, hidden values, outputs.
@@ -138,11 +138,11 @@ pub(crate) fn undivided() -> Result<Rows, Box<dyn Error>> {
                 grad_scale: 1.0 / SAMPLES as f32,
                 seed: 0,
                 first_element: 0,
-                grad: GradWindow::F32(&gradients[t]),
-                weight: WeightWindow::F32(weight),
+                grad: GradChunk::F32(&gradients[t]),
+                weight: WeightChunk::F32(weight),
                 state: vec![
-                    StateWindow::F32(&mut first[t]),
-                    StateWindow::F32(&mut second[t]),
+                    StateChunk::F32(&mut first[t]),
+                    StateChunk::F32(&mut second[t]),
                 ],
             })?;
         }

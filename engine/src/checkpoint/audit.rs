@@ -36,9 +36,9 @@ impl Audit {
 ///
 /// # Errors
 /// When the manifest is missing, unreadable or damaged, since nothing else can be checked then.
-pub fn audit(folder: &Path) -> Result<Audit, CheckpointError> {
-    let manifest = read_manifest(folder)?;
-    let root = fs::canonicalize(folder).map_err(CheckpointError::reading(folder))?;
+pub fn audit(directory: &Path) -> Result<Audit, CheckpointError> {
+    let manifest = read_manifest(directory)?;
+    let root = fs::canonicalize(directory).map_err(CheckpointError::reading(directory))?;
     let mut audit = Audit {
         files: manifest.files.len(),
         bytes: manifest.files.iter().map(|file| file.bytes).sum(),
@@ -48,8 +48,8 @@ pub fn audit(folder: &Path) -> Result<Audit, CheckpointError> {
     };
     let mut bad = BTreeSet::new();
     for file in &manifest.files {
-        let path = folder.join(&file.path);
-        let found = check_file(&root, folder, file)
+        let path = directory.join(&file.path);
+        let found = check_file(&root, directory, file)
             .and_then(|()| hash_file(&path))
             .and_then(|digest| compare(&path, file, &digest));
         if let Err(problem) = found {
@@ -57,7 +57,7 @@ pub fn audit(folder: &Path) -> Result<Audit, CheckpointError> {
             bad.insert(file.path.as_str());
         }
     }
-    let contradicting = contradicting_files(folder, &manifest, &bad, &mut audit.problems);
+    let contradicting = contradicting_files(directory, &manifest, &bad, &mut audit.problems);
     bad.extend(contradicting);
     for tensor in &manifest.tensors {
         let mut pieces = tensor.pieces.iter();
@@ -70,7 +70,7 @@ pub fn audit(folder: &Path) -> Result<Audit, CheckpointError> {
 
 /// Files, not yet known as bad, whose pieces contradict the manifest.
 fn contradicting_files<'m>(
-    folder: &Path,
+    directory: &Path,
     manifest: &'m Manifest,
     bad: &BTreeSet<&str>,
     problems: &mut Vec<CheckpointError>,
@@ -88,14 +88,14 @@ fn contradicting_files<'m>(
         }
         let header = headers
             .entry(file)
-            .or_insert_with(|| open_state_file(folder.join(file)).map(|(_, header)| header));
+            .or_insert_with(|| open_state_file(directory.join(file)).map(|(_, header)| header));
         let located = header
             .as_ref()
             .is_ok_and(|header| header.locate(tensor, &piece.key, piece.elems).is_some());
         if !located {
             found.insert(file);
             problems.push(CheckpointError::Malformed {
-                path: folder.join(file),
+                path: directory.join(file),
                 what: "its header contradicts the manifest",
             });
         }

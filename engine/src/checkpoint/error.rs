@@ -173,7 +173,7 @@ pub enum CheckpointError {
     },
     /// A directory with the checkpoint's name exists that this program did not write.
     #[error("{} exists and is not a checkpoint of this program", path.display())]
-    ForeignFolder {
+    ForeignDirectory {
         /// The directory.
         path: PathBuf,
     },

@@ -109,19 +109,19 @@ mod tests {
 
     #[test]
     fn files_and_directories_are_private_to_their_owner_and_links_are_not_followed() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-        let inner = folder.path().join("a/b");
+        let inner = directory.path().join("a/b");
         Disk.create_dir_all(&inner).unwrap();
         assert_eq!(
-            (mode(&folder.path().join("a")), mode(&inner)),
+            (mode(&directory.path().join("a")), mode(&inner)),
             (0o700, 0o700)
         );
         let file = inner.join("file");
         Disk.create(&file, 10).unwrap().write_all(b"x").unwrap();
         assert_eq!(mode(&file), 0o600);
 
-        let target = folder.path().join("target");
+        let target = directory.path().join("target");
         fs::write(&target, "precious").unwrap();
         let link = inner.join("link");
         symlink(&target, &link).unwrap();

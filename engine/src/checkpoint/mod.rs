@@ -21,9 +21,9 @@
 //! that shrinks meanwhile is an error instead of a signal.
 
 mod audit;
+mod directory;
 mod error;
 mod faulty;
-mod folder;
 mod fs;
 mod manifest;
 mod read;
@@ -33,9 +33,9 @@ mod tensor_file;
 mod write;
 
 pub use audit::{Audit, audit};
+pub use directory::{find_latest, list, prune, sweep};
 pub use error::CheckpointError;
 pub use faulty::DiskFault;
-pub use folder::{find_latest, list, prune, sweep};
 pub use manifest::{FileEntry, LogicalTensor, PieceEntry};
 pub use read::{Checkpoint, verify_file};
 pub use reshard::reshard;

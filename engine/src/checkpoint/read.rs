@@ -11,7 +11,7 @@ use safetensors::tensor::Metadata;
 use serde_json::Value;
 
 use super::CheckpointError;
-use super::folder::{open_regular, parse_step};
+use super::directory::{open_regular, parse_step};
 use super::manifest::{FileEntry, LogicalTensor, MANIFEST, MAX_MANIFEST_BYTES, Manifest};
 use super::tensor_file::FileDigest;
 
@@ -22,7 +22,7 @@ const HASH_BUFFER_BYTES: usize = 1 << 20;
 /// A checkpoint on disk, open for reading from any thread.
 #[derive(Debug)]
 pub struct Checkpoint {
-    folder: PathBuf,
+    directory: PathBuf,
     manifest: Manifest,
     files: Vec<StateFile>,
     /// Position in the manifest by kind and name.
@@ -52,14 +52,14 @@ impl Checkpoint {
     ///
     /// # Errors
     /// One variant per kind of damage, with the file's name.
-    pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
-        let manifest = read_manifest(folder)?;
-        let root = fs::canonicalize(folder).map_err(CheckpointError::reading(folder))?;
+    pub fn open(directory: &Path) -> Result<Self, CheckpointError> {
+        let manifest = read_manifest(directory)?;
+        let root = fs::canonicalize(directory).map_err(CheckpointError::reading(directory))?;
         for file in &manifest.files {
-            check_file(&root, folder, file)?;
+            check_file(&root, directory, file)?;
         }
         let mut checkpoint = Self {
-            folder: folder.to_owned(),
+            directory: directory.to_owned(),
             files: Vec::new(),
             index: BTreeMap::new(),
             pieces: Vec::with_capacity(manifest.tensors.len()),
@@ -71,8 +71,8 @@ impl Checkpoint {
 
     /// The directory.
     #[must_use]
-    pub fn folder(&self) -> &Path {
-        &self.folder
+    pub fn directory(&self) -> &Path {
+        &self.directory
     }
 
     /// The step after which it was saved.
@@ -128,7 +128,7 @@ impl Checkpoint {
         files
             .filter(|file| chosen(&file.path))
             .try_for_each(|file| {
-                let path = self.folder.join(&file.path);
+                let path = self.directory.join(&file.path);
                 compare(&path, file, &hash_file(&path)?)
             })
     }
@@ -138,7 +138,7 @@ impl Checkpoint {
     /// # Errors
     /// [`CheckpointError::MissingFile`] when the manifest does not list it; as [`Checkpoint::verify`].
     pub fn read_file(&self, relative: &str) -> Result<Vec<u8>, CheckpointError> {
-        let path = self.folder.join(relative);
+        let path = self.directory.join(relative);
         let entry = self
             .manifest
             .files
@@ -233,7 +233,7 @@ impl Checkpoint {
             for piece in &tensor.pieces {
                 let file = piece.file.as_str();
                 if !headers.contains_key(file) {
-                    let path = self.folder.join(file);
+                    let path = self.directory.join(file);
                     let (state_file, header) = open_state_file(path)?;
                     headers.insert(file, (self.files.len(), header));
                     self.files.push(state_file);
@@ -261,8 +261,8 @@ impl Checkpoint {
     }
 }
 
-pub(super) fn read_manifest(folder: &Path) -> Result<Manifest, CheckpointError> {
-    let path = folder.join(MANIFEST);
+pub(super) fn read_manifest(directory: &Path) -> Result<Manifest, CheckpointError> {
+    let path = directory.join(MANIFEST);
     let malformed = |what| CheckpointError::Malformed {
         path: path.clone(),
         what,
@@ -276,7 +276,7 @@ pub(super) fn read_manifest(folder: &Path) -> Result<Manifest, CheckpointError> 
         return Err(malformed("it is too long"));
     }
     let manifest = Manifest::from_bytes(&bytes, &path)?;
-    let named = folder.file_name().and_then(|name| name.to_str());
+    let named = directory.file_name().and_then(|name| name.to_str());
     let named = named.and_then(parse_step);
     if named.is_some_and(|step| step != manifest.step) {
         return Err(malformed("its step is not the one in the folder's name"));
@@ -287,10 +287,10 @@ pub(super) fn read_manifest(folder: &Path) -> Result<Manifest, CheckpointError> 
 /// Checks that a listed file is a regular file inside the directory, with the right length.
 pub(super) fn check_file(
     root: &Path,
-    folder: &Path,
+    directory: &Path,
     file: &FileEntry,
 ) -> Result<(), CheckpointError> {
-    let path = folder.join(&file.path);
+    let path = directory.join(&file.path);
     let metadata = fs::symlink_metadata(&path).map_err(CheckpointError::reading(&path))?;
     let real = fs::canonicalize(&path).map_err(CheckpointError::reading(&path))?;
     if !metadata.is_file() || !real.starts_with(root) {

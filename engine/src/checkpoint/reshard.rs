@@ -53,8 +53,8 @@ pub fn reshard(
     let others = source.files().iter();
     for file in others.filter(|file| file.path.split('/').next() != Some(STATE)) {
         let (from, to) = (
-            source.folder().join(&file.path),
-            writer.folder().join(&file.path),
+            source.directory().join(&file.path),
+            writer.directory().join(&file.path),
         );
         let parent = to.parent().unwrap_or(&to);
         fs::create_dir_all(parent).map_err(CheckpointError::io("create", parent, 0))?;
@@ -86,7 +86,7 @@ struct Units<'a> {
 impl<'a> Units<'a> {
     fn of(source: &'a Checkpoint, units: &[Vec<String>]) -> Result<Self, CheckpointError> {
         let malformed = |what| CheckpointError::Malformed {
-            path: source.folder().join(MANIFEST),
+            path: source.directory().join(MANIFEST),
             what,
         };
         let mut kinds: BTreeMap<&str, Vec<Kind<'_>>> = BTreeMap::new();

@@ -21,7 +21,7 @@ struct Shard {
 #[derive(Debug)]
 pub struct ShardedTensorWriter {
     fs: Arc<dyn FileSystem>,
-    folder: PathBuf,
+    directory: PathBuf,
     stem: String,
     metadata: Vec<(String, String)>,
     shards: Vec<Shard>,
@@ -36,7 +36,7 @@ impl ShardedTensorWriter {
     /// # Errors
     /// As [`TensorFileWriter::create`].
     pub fn create(
-        folder: &Path,
+        directory: &Path,
         stem: &str,
         tensors: &[TensorSpec],
         metadata: &[(&str, &str)],
@@ -44,7 +44,7 @@ impl ShardedTensorWriter {
     ) -> Result<Self, CheckpointError> {
         let mut writer = Self {
             fs: Arc::new(Disk),
-            folder: folder.to_owned(),
+            directory: directory.to_owned(),
             stem: stem.to_owned(),
             metadata: metadata
                 .iter()
@@ -91,7 +91,11 @@ impl ShardedTensorWriter {
             let name = format!("{}.safetensors.index.json", self.stem);
             let mut text = index(&self.shards)?.to_string();
             text.push('\n');
-            let digest = write_file(self.fs.as_ref(), &self.folder.join(&name), text.as_bytes())?;
+            let digest = write_file(
+                self.fs.as_ref(),
+                &self.directory.join(&name),
+                text.as_bytes(),
+            )?;
             self.finished.push((name, digest));
         }
         Ok(self.finished)
@@ -119,7 +123,7 @@ impl ShardedTensorWriter {
             .iter()
             .map(|(k, v)| (k.as_str(), v.as_str()))
             .collect();
-        TensorFileWriter::create_on(&self.fs, &self.folder.join(file), tensors, &metadata)
+        TensorFileWriter::create_on(&self.fs, &self.directory.join(file), tensors, &metadata)
     }
 }
 
@@ -185,11 +189,11 @@ mod tests {
             .to_vec()
     }
 
-    fn write(folder: &Path, max_shard_bytes: u64) -> Vec<(String, FileDigest)> {
+    fn write(directory: &Path, max_shard_bytes: u64) -> Vec<(String, FileDigest)> {
         let specs = specs();
         let metadata = [("format", "pt")];
         let mut writer =
-            ShardedTensorWriter::create(folder, "model", &specs, &metadata, max_shard_bytes)
+            ShardedTensorWriter::create(directory, "model", &specs, &metadata, max_shard_bytes)
                 .unwrap();
         for (i, spec) in specs.iter().enumerate() {
             let bytes = vec![i as u8; spec.shape[0]];
@@ -202,16 +206,16 @@ mod tests {
 
     #[test]
     fn a_small_model_is_one_file_without_index() {
-        let folder = tempfile::tempdir().unwrap();
-        let files = write(folder.path(), 1000);
+        let directory = tempfile::tempdir().unwrap();
+        let files = write(directory.path(), 1000);
         assert_eq!(files.len(), 1);
         assert_eq!(files[0].0, "model.safetensors");
     }
 
     #[test]
     fn shards_read_back_through_the_index() {
-        let folder = tempfile::tempdir().unwrap();
-        let files = write(folder.path(), 12);
+        let directory = tempfile::tempdir().unwrap();
+        let files = write(directory.path(), 12);
         let names: Vec<&str> = files.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(
             names,
@@ -222,7 +226,7 @@ mod tests {
                 "model.safetensors.index.json"
             ]
         );
-        let read = |name: &str| std::fs::read(folder.path().join(name)).unwrap();
+        let read = |name: &str| std::fs::read(directory.path().join(name)).unwrap();
         for (name, digest) in &files {
             assert_eq!(digest.blake3, blake3::hash(&read(name)).to_hex().as_str());
         }
@@ -240,9 +244,9 @@ mod tests {
 
     #[test]
     fn finishing_with_missing_data_is_an_error() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let mut writer =
-            ShardedTensorWriter::create(folder.path(), "model", &specs(), &[], 12).unwrap();
+            ShardedTensorWriter::create(directory.path(), "model", &specs(), &[], 12).unwrap();
         writer.write("a", &[0; 6]).unwrap();
         assert!(matches!(
             writer.finish(),

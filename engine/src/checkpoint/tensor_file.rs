@@ -289,8 +289,8 @@ mod tests {
 
     #[test]
     fn the_reference_reader_reads_what_was_written_in_parts() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("model.safetensors");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("model.safetensors");
         let specs = [
             spec("a.weight", DType::BF16, &[2, 3]),
             spec("empty", DType::F32, &[0, 4]),
@@ -320,8 +320,8 @@ mod tests {
 
     #[test]
     fn tensors_must_be_written_in_order_and_in_full() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("t.safetensors");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("t.safetensors");
         let specs = [spec("a", DType::U8, &[2]), spec("b", DType::U8, &[1])];
         let create = || TensorFileWriter::create(&path, &specs, &[]).unwrap();
         assert!(create().write("b", &[1]).is_err());
@@ -339,8 +339,8 @@ mod tests {
 
     #[test]
     fn duplicate_reserved_and_oversized_tensors_are_refused() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("t.safetensors");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("t.safetensors");
         let twice = [spec("a", DType::U8, &[1]), spec("a", DType::U8, &[1])];
         assert!(TensorFileWriter::create(&path, &twice, &[]).is_err());
         let reserved = [spec("__metadata__", DType::U8, &[1])];

@@ -154,8 +154,8 @@ fn assert_holds(checkpoint: &Checkpoint, tensors: &[Tensor], generation: u64, wo
 
 #[test]
 fn a_checkpoint_on_the_real_disk_reads_back_and_verifies() {
-    let folder = tempfile::tempdir().unwrap();
-    let output = folder.path().join("runs/a");
+    let directory = tempfile::tempdir().unwrap();
+    let output = directory.path().join("runs/a");
     let disk: Arc<dyn FileSystem> = Arc::new(Disk);
     let path = save_on(&disk, &model(), simple(&output, 3, 2)).unwrap();
     assert_eq!(find_latest(&output).unwrap(), Some(path.clone()));
@@ -209,8 +209,8 @@ proptest! {
             .enumerate()
             .map(|(i, (shape, dtype))| Tensor { name: format!("t{i}"), kind: "weight", dtype, shape })
             .collect();
-        let folder = tempfile::tempdir().unwrap();
-        let path = save(&tensors, simple(folder.path(), 1, writers));
+        let directory = tempfile::tempdir().unwrap();
+        let path = save(&tensors, simple(directory.path(), 1, writers));
         let checkpoint = Checkpoint::open(&path).unwrap();
         checkpoint.verify().unwrap();
         assert_holds(&checkpoint, &tensors, 1, readers);
@@ -219,8 +219,8 @@ proptest! {
 
 #[test]
 fn ranges_and_names_are_checked_on_reading() {
-    let folder = tempfile::tempdir().unwrap();
-    let checkpoint = Checkpoint::open(&save(&model(), simple(folder.path(), 1, 2))).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let checkpoint = Checkpoint::open(&save(&model(), simple(directory.path(), 1, 2))).unwrap();
     let read = |name: &str, range, bytes| {
         checkpoint
             .read("weight", name, range, &mut vec![0; bytes])
@@ -239,9 +239,9 @@ fn ranges_and_names_are_checked_on_reading() {
     assert!(checkpoint.read_file("../latest").is_err());
 }
 
-fn all_files(folder: &Path) -> Vec<PathBuf> {
+fn all_files(directory: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
-    for entry in fs::read_dir(folder).unwrap() {
+    for entry in fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
             files.extend(all_files(&path));
@@ -254,8 +254,8 @@ fn all_files(folder: &Path) -> Vec<PathBuf> {
 
 #[test]
 fn a_missing_truncated_or_longer_file_is_refused_by_name() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = save(&model(), simple(folder.path(), 1, 2));
+    let directory = tempfile::tempdir().unwrap();
+    let path = save(&model(), simple(directory.path(), 1, 2));
     for file in all_files(&path) {
         let bytes = fs::read(&file).unwrap();
         fs::remove_file(&file).unwrap();
@@ -274,8 +274,8 @@ fn a_missing_truncated_or_longer_file_is_refused_by_name() {
 
 #[test]
 fn a_flipped_byte_anywhere_is_found_by_name() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = save(&model(), simple(folder.path(), 1, 2));
+    let directory = tempfile::tempdir().unwrap();
+    let path = save(&model(), simple(directory.path(), 1, 2));
     for file in all_files(&path) {
         let bytes = fs::read(&file).unwrap();
         for i in (0..bytes.len()).step_by(1 + bytes.len() / 50) {
@@ -293,8 +293,8 @@ fn a_flipped_byte_anywhere_is_found_by_name() {
 
 #[test]
 fn exchanged_rank_files_and_links_are_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = save(&model(), simple(folder.path(), 1, 2));
+    let directory = tempfile::tempdir().unwrap();
+    let path = save(&model(), simple(directory.path(), 1, 2));
     let state = |rank: u32| path.join(format!("state/rank-{rank:04}.safetensors"));
     fs::rename(state(0), path.join("x")).unwrap();
     fs::rename(state(1), state(0)).unwrap();
@@ -305,8 +305,8 @@ fn exchanged_rank_files_and_links_are_refused() {
             .is_err()
     );
 
-    let path = save(&model(), simple(folder.path(), 2, 1));
-    let outside = folder.path().join("outside.json");
+    let path = save(&model(), simple(directory.path(), 2, 1));
+    let outside = directory.path().join("outside.json");
     let file = path.join("trainer_state.json");
     fs::rename(&file, &outside).unwrap();
     std::os::unix::fs::symlink(&outside, &file).unwrap();
@@ -318,11 +318,11 @@ fn exchanged_rank_files_and_links_are_refused() {
 
 #[test]
 fn gaps_overlaps_and_absent_ranks_are_found_before_anything_is_published() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let attempt = |ranges: &[(u64, u64)], finish: bool| {
         let world_size = ranges.len() as u32;
         let mut writers: Vec<Writer> = (0..world_size)
-            .map(|rank| Writer::begin(folder.path(), 1, rank, world_size).unwrap())
+            .map(|rank| Writer::begin(directory.path(), 1, rank, world_size).unwrap())
             .collect();
         for (rank, writer) in writers.iter_mut().enumerate() {
             let (start, elems) = ranges[rank];
@@ -354,15 +354,15 @@ fn gaps_overlaps_and_absent_ranks_are_found_before_anything_is_published() {
         incomplete,
         Err(CheckpointError::RankIncomplete { rank: 1, .. })
     ));
-    assert_eq!(find_latest(folder.path()).unwrap(), None);
+    assert_eq!(find_latest(directory.path()).unwrap(), None);
     attempt(&[(0, 5), (5, 5)], true).unwrap();
 }
 
 #[test]
 fn pieces_that_contradict_themselves_are_refused() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let attempt = |name, kind, start, elems, bytes: PieceBytes<'_>| {
-        let mut writer = Writer::begin(folder.path(), 1, 0, 1).unwrap();
+        let mut writer = Writer::begin(directory.path(), 1, 0, 1).unwrap();
         let piece = Piece {
             name,
             kind,
@@ -400,24 +400,24 @@ fn pieces_that_contradict_themselves_are_refused() {
 
 #[test]
 fn extra_files_stay_inside_the_checkpoint_and_off_reserved_names() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut other = Writer::begin(folder.path(), 1, 1, 2).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let mut other = Writer::begin(directory.path(), 1, 1, 2).unwrap();
     assert!(matches!(
         other.add_file("a", b""),
         Err(CheckpointError::OutOfTurn { .. })
     ));
-    let mut main = Writer::begin(folder.path(), 1, 0, 2).unwrap();
+    let mut main = Writer::begin(directory.path(), 1, 0, 2).unwrap();
     for path in ["../a", "/a", "MANIFEST.json", "state/rank-0000.json", ""] {
         assert!(main.add_file(path, b"").is_err(), "{path}");
     }
-    let model = main.folder().join("model.safetensors");
+    let model = main.directory().join("model.safetensors");
     assert!(matches!(
         main.adopt_file("model.safetensors"),
         Err(CheckpointError::MissingFile { .. })
     ));
     fs::write(&model, b"weights").unwrap();
     // A file that nobody adopts is not part of the checkpoint.
-    fs::write(main.folder().join("state/rank-0007.json"), b"stale").unwrap();
+    fs::write(main.directory().join("state/rank-0007.json"), b"stale").unwrap();
     main.adopt_file("model.safetensors").unwrap();
     for writer in [&mut main, &mut other] {
         writer.finish_rank().unwrap();
@@ -433,8 +433,8 @@ fn extra_files_stay_inside_the_checkpoint_and_off_reserved_names() {
 
 #[test]
 fn pruning_keeps_the_newest_checkpoints_and_foreign_directories() {
-    let folder = tempfile::tempdir().unwrap();
-    let output = folder.path();
+    let directory = tempfile::tempdir().unwrap();
+    let output = directory.path();
     for foreign in ["checkpoint-1", "checkpoint-2x", "notes"] {
         fs::create_dir(output.join(foreign)).unwrap();
     }
@@ -470,14 +470,14 @@ fn pruning_keeps_the_newest_checkpoints_and_foreign_directories() {
     assert!(output.join("checkpoint-1").exists() && output.join("notes").exists());
     assert!(matches!(
         Writer::begin(output, 1, 0, 1),
-        Err(CheckpointError::ForeignFolder { .. })
+        Err(CheckpointError::ForeignDirectory { .. })
     ));
 }
 
 #[test]
 fn without_latest_the_highest_step_is_found() {
-    let folder = tempfile::tempdir().unwrap();
-    let output = folder.path();
+    let directory = tempfile::tempdir().unwrap();
+    let output = directory.path();
     for step in [9, 10] {
         save(&model(), simple(output, step, 1));
     }
@@ -495,10 +495,10 @@ fn without_latest_the_highest_step_is_found() {
         Some(output.join("checkpoint-9"))
     );
     let writer = Writer::begin(output, 11, 0, 1).unwrap();
-    assert_eq!(sweep(output).unwrap(), [writer.folder().to_owned()]);
+    assert_eq!(sweep(output).unwrap(), [writer.directory().to_owned()]);
     assert_eq!(list(output).unwrap().len(), 2);
     let writer = Writer::begin(output, 11, 0, 1).unwrap();
-    let tmp = writer.folder().to_owned();
+    let tmp = writer.directory().to_owned();
     writer.abandon().unwrap();
     assert!(!tmp.exists());
 }
@@ -517,8 +517,8 @@ const NEW: u64 = 2;
 impl Scenario {
     /// Runs the save with one fault and returns the number of its calls.
     fn run(&self, fault: DiskFault, fail_at: u64) -> u64 {
-        let folder = tempfile::tempdir().unwrap();
-        let output = folder.path();
+        let directory = tempfile::tempdir().unwrap();
+        let output = directory.path();
         let old = Save {
             generation: OLD,
             ..simple(output, self.old_step, 1)
@@ -566,8 +566,8 @@ impl Scenario {
 /// Checks that every listed checkpoint opens, and that the latest one verifies and belongs to one generation. Returns
 /// that generation.
 fn assert_whole(output: &Path, context: &str) -> u64 {
-    for (_, folder) in list(output).unwrap() {
-        Checkpoint::open(&folder).unwrap_or_else(|e| panic!("{e}: {context}"));
+    for (_, directory) in list(output).unwrap() {
+        Checkpoint::open(&directory).unwrap_or_else(|e| panic!("{e}: {context}"));
     }
     let latest = find_latest(output)
         .unwrap()

@@ -12,8 +12,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::CheckpointError;
+use super::directory::{self, LATEST, LATEST_TMP, holds_manifest, remove_directory};
 use super::faulty::{DiskFault, FaultyDisk};
-use super::folder::{self, LATEST, LATEST_TMP, holds_manifest, remove_folder};
 use super::fs::{Disk, FileSystem};
 use super::manifest::{
     FileEntry, LogicalTensor, MANIFEST, Manifest, PieceEntry, VERSION, check_relative,
@@ -95,7 +95,7 @@ struct RankIndex {
 pub struct Writer {
     fs: Arc<dyn FileSystem>,
     output: PathBuf,
-    folder: PathBuf,
+    directory: PathBuf,
     step: u64,
     rank: u32,
     world_size: u32,
@@ -108,7 +108,7 @@ impl Writer {
     /// Opens `checkpoint-<step>.tmp` in the output directory, and creates both if needed.
     ///
     /// # Errors
-    /// [`CheckpointError::ForeignFolder`] when a directory with the checkpoint's name is not a checkpoint;
+    /// [`CheckpointError::ForeignDirectory`] when a directory with the checkpoint's name is not a checkpoint;
     /// [`CheckpointError::OutOfTurn`] for a rank outside the world; disk errors.
     pub fn begin(
         output: &Path,
@@ -145,7 +145,7 @@ impl Writer {
         let writer = Self {
             fs,
             output: output.to_owned(),
-            folder: folder::tmp_folder(output, step),
+            directory: directory::tmp_directory(output, step),
             step,
             rank,
             world_size,
@@ -156,17 +156,17 @@ impl Writer {
         if rank >= world_size {
             return Err(writer.out_of_turn("begin a checkpoint"));
         }
-        let target = folder::final_folder(output, step);
+        let target = directory::final_directory(output, step);
         if target.exists() && !holds_manifest(&target) {
-            return Err(CheckpointError::ForeignFolder { path: target });
+            return Err(CheckpointError::ForeignDirectory { path: target });
         }
-        let state = writer.folder.join(STATE);
+        let state = writer.directory.join(STATE);
         writer
             .fs
             .create_dir_all(&state)
             .map_err(CheckpointError::io("create", &state, 0))?;
         // An index of an earlier attempt must not be taken for this one.
-        let index = writer.folder.join(rank_path(rank, "json"));
+        let index = writer.directory.join(rank_path(rank, "json"));
         if index.exists() {
             writer
                 .fs
@@ -178,8 +178,8 @@ impl Writer {
 
     /// The temporary directory, for callers that write files of their own (see [`Writer::adopt_file`]).
     #[must_use]
-    pub fn folder(&self) -> &Path {
-        &self.folder
+    pub fn directory(&self) -> &Path {
+        &self.directory
     }
 
     /// Streams this rank's pieces into its file and makes it durable. It may be called at most once. Pieces are written
@@ -205,7 +205,7 @@ impl Writer {
         }
         pieces.retain(|piece| piece.elems > 0);
 
-        let path = self.folder.join(&relative);
+        let path = self.directory.join(&relative);
         let mut file = TensorFileWriter::create_on(&self.fs, &path, &specs, &[("format", "pt")])?;
         for (piece, spec) in pieces.into_iter().zip(&specs) {
             write_piece(&mut file, piece, &spec.name)?;
@@ -225,7 +225,7 @@ impl Writer {
     /// # Errors
     /// Disk errors.
     pub fn finish_rank(&mut self) -> Result<(), CheckpointError> {
-        let path = self.folder.join(rank_path(self.rank, "json"));
+        let path = self.directory.join(rank_path(self.rank, "json"));
         let index = RankIndex {
             version: VERSION,
             step: self.step,
@@ -240,7 +240,7 @@ impl Writer {
         };
         let text = serde_json::to_vec(&index).map_err(json)?;
         write_file(self.fs.as_ref(), &path, &text)?;
-        let state = self.folder.join(STATE);
+        let state = self.directory.join(STATE);
         self.fs
             .sync_dir(&state)
             .map_err(CheckpointError::io("sync", &state, 0))
@@ -252,7 +252,7 @@ impl Writer {
     /// [`CheckpointError::UnsafePath`], [`CheckpointError::OutOfTurn`], disk errors.
     pub fn add_file(&mut self, relative: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
         let path = self.extra_path(relative)?;
-        let parent = path.parent().unwrap_or(&self.folder);
+        let parent = path.parent().unwrap_or(&self.directory);
         self.fs
             .create_dir_all(parent)
             .map_err(CheckpointError::io("create", parent, 0))?;
@@ -260,7 +260,7 @@ impl Writer {
         self.adopt_digest(relative, digest)
     }
 
-    /// Adopts a file that the caller wrote in [`Writer::folder`] and made durable. Its length and hash come from
+    /// Adopts a file that the caller wrote in [`Writer::directory`] and made durable. Its length and hash come from
     /// [`TensorFileWriter::finish`] or [`ShardedTensorWriter::finish`](super::ShardedTensorWriter::finish). Rank 0
     /// only.
     ///
@@ -282,7 +282,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Adopts a file that the caller wrote in [`Writer::folder`] by other means. It reads the file once for its hash
+    /// Adopts a file that the caller wrote in [`Writer::directory`] by other means. It reads the file once for its hash
     /// and makes it durable. Rank 0 only.
     ///
     /// # Errors
@@ -320,18 +320,18 @@ impl Writer {
         }
         merged.sort_pieces();
         let manifest = Manifest::new(self.step, self.world_size, meta, files, merged.tensors);
-        let path = self.folder.join(MANIFEST);
+        let path = self.directory.join(MANIFEST);
         manifest.check(&path)?;
         self.remove_strays(&manifest)?;
         write_file(self.fs.as_ref(), &path, manifest.to_text(&path)?.as_bytes())?;
-        self.sync_folders(&manifest)?;
+        self.sync_directories(&manifest)?;
         let replaced = self.publish()?;
         self.flip_latest()?;
         if let Some(replaced) = replaced {
-            remove_folder(self.fs.as_ref(), &replaced)?;
+            remove_directory(self.fs.as_ref(), &replaced)?;
         }
-        folder::prune_on(self.fs.as_ref(), &self.output, save_total_limit)?;
-        Ok(folder::final_folder(&self.output, self.step))
+        directory::prune_on(self.fs.as_ref(), &self.output, save_total_limit)?;
+        Ok(directory::final_directory(&self.output, self.step))
     }
 
     /// Removes the temporary directory of a failed save. One rank only, after all others have stopped writing.
@@ -339,7 +339,7 @@ impl Writer {
     /// # Errors
     /// Disk errors.
     pub fn abandon(self) -> Result<(), CheckpointError> {
-        remove_folder(self.fs.as_ref(), &self.folder)
+        remove_directory(self.fs.as_ref(), &self.directory)
     }
 
     /// Path of a file that is neither the manifest nor a rank's.
@@ -354,7 +354,7 @@ impl Writer {
                 path: relative.to_owned(),
             });
         }
-        Ok(self.folder.join(relative))
+        Ok(self.directory.join(relative))
     }
 
     /// Adds one rank's files and pieces to the manifest under construction.
@@ -365,7 +365,7 @@ impl Writer {
         files: &mut Vec<FileEntry>,
     ) -> Result<(), CheckpointError> {
         let relative = rank_path(rank, "json");
-        let path = self.folder.join(&relative);
+        let path = self.directory.join(&relative);
         let incomplete = || CheckpointError::RankIncomplete {
             rank,
             path: path.clone(),
@@ -385,11 +385,11 @@ impl Writer {
             return Err(incomplete());
         }
         if let Some(file) = index.file {
-            let found = std::fs::metadata(self.folder.join(&file.path))
-                .map_err(CheckpointError::reading(&self.folder.join(&file.path)))?
+            let found = std::fs::metadata(self.directory.join(&file.path))
+                .map_err(CheckpointError::reading(&self.directory.join(&file.path)))?
                 .len();
             if found != file.bytes {
-                let path = self.folder.join(&file.path);
+                let path = self.directory.join(&file.path);
                 return Err(CheckpointError::WrongLength {
                     path,
                     expected: file.bytes,
@@ -415,16 +415,17 @@ impl Writer {
         let listed: BTreeSet<PathBuf> = manifest
             .files
             .iter()
-            .map(|file| self.folder.join(&file.path))
+            .map(|file| self.directory.join(&file.path))
             .collect();
-        let mut folders = vec![self.folder.clone()];
-        while let Some(folder) = folders.pop() {
-            let entries = std::fs::read_dir(&folder).map_err(CheckpointError::reading(&folder))?;
+        let mut directories = vec![self.directory.clone()];
+        while let Some(directory) = directories.pop() {
+            let entries =
+                std::fs::read_dir(&directory).map_err(CheckpointError::reading(&directory))?;
             for entry in entries {
-                let entry = entry.map_err(CheckpointError::reading(&folder))?;
+                let entry = entry.map_err(CheckpointError::reading(&directory))?;
                 let path = entry.path();
                 if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-                    folders.push(path);
+                    directories.push(path);
                 } else if !listed.contains(&path) {
                     self.fs
                         .remove_file(&path)
@@ -436,10 +437,10 @@ impl Writer {
     }
 
     /// Makes all names in the temporary directory durable.
-    fn sync_folders(&self, manifest: &Manifest) -> Result<(), CheckpointError> {
-        let mut folders = BTreeSet::from([PathBuf::new()]);
+    fn sync_directories(&self, manifest: &Manifest) -> Result<(), CheckpointError> {
+        let mut directories = BTreeSet::from([PathBuf::new()]);
         for file in &manifest.files {
-            folders.extend(
+            directories.extend(
                 Path::new(&file.path)
                     .ancestors()
                     .skip(1)
@@ -447,8 +448,8 @@ impl Writer {
             );
         }
         // Inner directories sort after their parents, so they are synced first.
-        for relative in folders.into_iter().rev() {
-            let path = self.folder.join(relative);
+        for relative in directories.into_iter().rev() {
+            let path = self.directory.join(relative);
             self.fs
                 .sync_dir(&path)
                 .map_err(CheckpointError::io("sync", &path, 0))?;
@@ -458,17 +459,17 @@ impl Writer {
 
     /// Gives the directory its final name. Returns the new path of a replaced checkpoint of the same step.
     fn publish(&self) -> Result<Option<PathBuf>, CheckpointError> {
-        let target = folder::final_folder(&self.output, self.step);
+        let target = directory::final_directory(&self.output, self.step);
         if !target.exists() {
-            self.rename(&self.folder, &target)?;
+            self.rename(&self.directory, &target)?;
             self.sync_output()?;
             return Ok(None);
         }
         if !holds_manifest(&target) {
-            return Err(CheckpointError::ForeignFolder { path: target });
+            return Err(CheckpointError::ForeignDirectory { path: target });
         }
-        let replaced = match self.fs.exchange(&self.folder, &target) {
-            Ok(()) => self.folder.clone(),
+        let replaced = match self.fs.exchange(&self.directory, &target) {
+            Ok(()) => self.directory.clone(),
             // On a file system without an atomic swap the old one briefly has another name.
             Err(error)
                 if matches!(
@@ -476,10 +477,10 @@ impl Writer {
                     ErrorKind::Unsupported | ErrorKind::InvalidInput
                 ) =>
             {
-                let aside = folder::aside_folder(&self.output, self.step);
-                remove_folder(self.fs.as_ref(), &aside)?;
+                let aside = directory::aside_directory(&self.output, self.step);
+                remove_directory(self.fs.as_ref(), &aside)?;
                 self.rename(&target, &aside)?;
-                self.rename(&self.folder, &target)?;
+                self.rename(&self.directory, &target)?;
                 aside
             }
             Err(error) => return Err(CheckpointError::io("replace", &target, 0)(error)),

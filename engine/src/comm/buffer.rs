@@ -11,12 +11,12 @@ use std::sync::Arc;
 /// Bytes of this rank's part of the window, 64-byte aligned; returned when dropped.
 #[derive(Debug)]
 pub struct Buffer {
-    place: Place,
+    place: Backing,
     bytes: usize,
 }
 
 #[derive(Debug)]
-enum Place {
+enum Backing {
     Window(InWindow),
     /// A buffer of a dry run, whose slices are empty.
     Nowhere(DryBuffer),
@@ -33,7 +33,7 @@ struct InWindow {
 impl Buffer {
     pub(super) fn new(endpoint: Arc<Endpoint>, region: Region, bytes: usize) -> Self {
         let readers = None;
-        let place = Place::Window(InWindow {
+        let place = Backing::Window(InWindow {
             endpoint,
             region,
             readers,
@@ -42,13 +42,13 @@ impl Buffer {
     }
 
     pub(super) fn counted(place: DryBuffer, bytes: usize) -> Self {
-        let place = Place::Nowhere(place);
+        let place = Backing::Nowhere(place);
         Self { place, bytes }
     }
 
     /// Counts a collective in a dry run.
     pub(super) fn count(&self, kind: CollectiveKind) {
-        if let Place::Nowhere(place) = &self.place {
+        if let Backing::Nowhere(place) = &self.place {
             place.run(kind);
         }
     }
@@ -56,7 +56,7 @@ impl Buffer {
     /// Offset in this rank's region, if the buffer belongs to the window of `endpoint`.
     pub(super) fn offset_in(&self, endpoint: &Arc<Endpoint>) -> Option<usize> {
         match &self.place {
-            Place::Window(place) if Arc::ptr_eq(&place.endpoint, endpoint) => {
+            Backing::Window(place) if Arc::ptr_eq(&place.endpoint, endpoint) => {
                 Some(place.region.offset)
             }
             _ => None,
@@ -64,7 +64,7 @@ impl Buffer {
     }
 
     pub(super) fn set_readers(&mut self, of: Option<Readers>) {
-        if let Place::Window(InWindow { readers, .. }) = &mut self.place {
+        if let Backing::Window(InWindow { readers, .. }) = &mut self.place {
             *readers = of;
         }
     }
@@ -84,7 +84,7 @@ impl Buffer {
     /// The bytes; none in a dry run.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
-        let Place::Window(place) = &self.place else {
+        let Backing::Window(place) = &self.place else {
             return &[];
         };
         let Endpoint { window, world, .. } = &*place.endpoint;
@@ -96,7 +96,7 @@ impl Buffer {
     /// The bytes, for writing.
     #[must_use]
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
-        let Place::Window(place) = &self.place else {
+        let Backing::Window(place) = &self.place else {
             return &mut [];
         };
         debug_assert!(
@@ -130,16 +130,16 @@ impl Buffer {
     /// A range of the elements; empty in a dry run.
     pub(crate) fn part<T: bytemuck::Pod>(&self, elems: Range<usize>) -> &[T] {
         match self.place {
-            Place::Window(_) => &self.as_slice()[elems],
-            Place::Nowhere(_) => &[],
+            Backing::Window(_) => &self.as_slice()[elems],
+            Backing::Nowhere(_) => &[],
         }
     }
 
     /// As [`Buffer::part`], for writing.
     pub(crate) fn part_mut<T: bytemuck::Pod>(&mut self, elems: Range<usize>) -> &mut [T] {
         match self.place {
-            Place::Window(_) => &mut self.as_mut_slice()[elems],
-            Place::Nowhere(_) => &mut [],
+            Backing::Window(_) => &mut self.as_mut_slice()[elems],
+            Backing::Nowhere(_) => &mut [],
         }
     }
 }
@@ -205,7 +205,7 @@ impl ReadBuffer {
     /// [`CommError::Timeout`], [`CommError::Mismatch`] or [`CommError::Aborted`].
     pub fn reclaim(self) -> Result<Buffer, CommError> {
         let mut buffer = self.0;
-        if let Place::Window(place) = &mut buffer.place
+        if let Backing::Window(place) = &mut buffer.place
             && let Some(readers) = place.readers
         {
             place.endpoint.reclaim(readers)?;

@@ -3,7 +3,7 @@
 use super::arena::{Arena, Region, SMALL_BYTES};
 use super::fingerprint::Fingerprint;
 use super::op::{Op, State};
-use super::window::{Failure, Phase, RING, Window};
+use super::window::{Failure, RING, RingPhase, Window};
 use super::{
     Buffer, Collective, CollectiveKind, CommError, Communicator, Ticket, WindowUsage, World,
 };
@@ -179,12 +179,12 @@ impl Endpoint {
     /// Tells the peers that this rank has finished reading for `op`.
     pub(super) fn finish(&self, op: &Op, state: &mut State) {
         state.finished = true;
-        self.reach(op, Phase::Done);
+        self.reach(op, RingPhase::Done);
         self.forget(op);
     }
 
     /// Tells the peers this rank's phase in `op`.
-    pub(super) fn reach(&self, op: &Op, phase: Phase) {
+    pub(super) fn reach(&self, op: &Op, phase: RingPhase) {
         self.window.set_phase(self.world.rank, op.sequence, phase);
         if let Some(remote) = self.window.remote() {
             remote.reached(&self.window, op, phase);
@@ -323,8 +323,8 @@ impl Endpoint {
                     ranks: u64::MAX,
                 },
                 || {
-                    let all =
-                        (0..self.world.size).all(|r| self.window.reached(r, reused, Phase::Done));
+                    let all = (0..self.world.size)
+                        .all(|r| self.window.reached(r, reused, RingPhase::Done));
                     Ok(all.then_some(()))
                 },
             )?;

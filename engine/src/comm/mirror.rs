@@ -13,7 +13,7 @@ use super::arena::ALIGN;
 use super::endpoint::{Endpoint, Member};
 use super::fingerprint::{Fingerprint, WORDS};
 use super::op::Op;
-use super::window::{Failure, Phase, RING, Window};
+use super::window::{Failure, RING, RingPhase, Window};
 use super::{Collective, CollectiveKind, CommError, Communicator, Participation, Tag, World};
 use kernels::DType;
 use std::fmt;
@@ -153,11 +153,11 @@ impl Remote {
     }
 
     /// Sends this rank's phase in `op`, and the sum if it has just finished it.
-    pub(super) fn reached(&self, window: &Window, op: &Op, phase: Phase) {
+    pub(super) fn reached(&self, window: &Window, op: &Op, phase: RingPhase) {
         // A rank that only contributes sends no phase before it is done.
         let contributed = op.shares_sums(self.world)
             && op.collective.participation == Participation::ContributeOnly;
-        if phase == Phase::Reduced || contributed {
+        if phase == RingPhase::Reduced || contributed {
             self.finished_part(window, op);
         }
         self.to_all(&framed(
@@ -280,8 +280,8 @@ impl Inbox {
                     return Err("a phase of no collective in flight");
                 }
                 let phase = match reader.0 {
-                    [1] => Phase::Reduced,
-                    [2] => Phase::Done,
+                    [1] => RingPhase::Reduced,
+                    [2] => RingPhase::Done,
                     _ => return Err("an unknown phase"),
                 };
                 window.set_phase(peer, sequence, phase);

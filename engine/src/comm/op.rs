@@ -7,7 +7,7 @@
 use super::endpoint::Endpoint;
 use super::fingerprint::Fingerprint;
 use super::reduce::sum_in_rank_order;
-use super::window::{Failure, Phase, Window};
+use super::window::{Failure, RingPhase, Window};
 use super::{Collective, CollectiveKind, CommError, Participation, World};
 use kernels::DType;
 use std::ops::Range;
@@ -123,7 +123,7 @@ impl Op {
         }
         let complete = match self.collective.kind {
             CollectiveKind::Barrier => self.see_peers(endpoint, state)?,
-            CollectiveKind::AllGather => self.copy_parts(endpoint, state, Phase::Published)?,
+            CollectiveKind::AllGather => self.copy_parts(endpoint, state, RingPhase::Published)?,
             CollectiveKind::Broadcast { root } => self.copy_from_root(endpoint, root)?,
             CollectiveKind::ReduceScatter if !self.shares_sums(endpoint.world) => {
                 self.reduce(endpoint)?
@@ -153,7 +153,7 @@ impl Op {
         &self,
         endpoint: &Endpoint,
         state: &mut State,
-        phase: Phase,
+        phase: RingPhase,
     ) -> Result<bool, CommError> {
         let Endpoint { world, window, .. } = endpoint;
         for peer in self
@@ -232,9 +232,9 @@ impl Op {
             if self.collective.participation == Participation::ContributeOnly {
                 return Ok(true);
             }
-            endpoint.reach(self, Phase::Reduced);
+            endpoint.reach(self, RingPhase::Reduced);
         }
-        self.copy_parts(endpoint, state, Phase::Reduced)
+        self.copy_parts(endpoint, state, RingPhase::Reduced)
     }
 
     /// Number of parts of the buffer.

@@ -8,7 +8,7 @@ use crate::sync::atomic::{
 
 /// Phase of a rank in one collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Phase {
+pub(super) enum RingPhase {
     Published = 0,
     /// All-reduce: the own part holds the sum.
     Reduced = 1,
@@ -18,7 +18,7 @@ pub(super) enum Phase {
 
 /// A counter that grows with the sequence first and the phase second. So a record reused for a later collective
 /// compares as done.
-fn progress_word(sequence: u64, phase: Phase) -> u64 {
+fn progress_word(sequence: u64, phase: RingPhase) -> u64 {
     (sequence + 1) << 2 | phase as u64
 }
 
@@ -49,7 +49,7 @@ impl<const RING: usize, const WORDS: usize> Ring<RING, WORDS> {
         store_words(&record.words, words);
         record
             .progress
-            .store(progress_word(sequence, Phase::Published), Release);
+            .store(progress_word(sequence, RingPhase::Published), Release);
         self.published.store(sequence + 1, SeqCst);
     }
 
@@ -68,13 +68,13 @@ impl<const RING: usize, const WORDS: usize> Ring<RING, WORDS> {
         load_words(&self.record(sequence).words)
     }
 
-    pub(super) fn set_phase(&self, sequence: u64, phase: Phase) {
+    pub(super) fn set_phase(&self, sequence: u64, phase: RingPhase) {
         self.record(sequence)
             .progress
             .store(progress_word(sequence, phase), Release);
     }
 
-    pub(super) fn reached(&self, sequence: u64, phase: Phase) -> bool {
+    pub(super) fn reached(&self, sequence: u64, phase: RingPhase) -> bool {
         self.record(sequence).progress.load(Acquire) >= progress_word(sequence, phase)
     }
 

@@ -20,7 +20,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::time::Duration;
 
-pub(super) use super::ring::Phase;
+pub(super) use super::ring::RingPhase;
 
 /// Number of records per rank: the largest number of unfinished collectives.
 pub(super) const RING: u64 = 64;
@@ -237,12 +237,12 @@ impl Window {
         Some((Fingerprint(words), offset as usize))
     }
 
-    pub(super) fn set_phase(&self, rank: usize, sequence: u64, phase: Phase) {
+    pub(super) fn set_phase(&self, rank: usize, sequence: u64, phase: RingPhase) {
         self.ring(rank).set_phase(sequence, phase);
         self.bell().ring();
     }
 
-    pub(super) fn reached(&self, rank: usize, sequence: u64, phase: Phase) -> bool {
+    pub(super) fn reached(&self, rank: usize, sequence: u64, phase: RingPhase) -> bool {
         self.ring(rank).reached(sequence, phase)
     }
 
@@ -265,7 +265,7 @@ impl Window {
     /// Whether none of the ranks in the bit mask still reads buffers of `sequence`.
     pub(super) fn all_done(&self, ranks: u64, sequence: u64) -> bool {
         (0..self.layout.ranks)
-            .all(|rank| ranks >> rank & 1 == 0 || self.reached(rank, sequence, Phase::Done))
+            .all(|rank| ranks >> rank & 1 == 0 || self.reached(rank, sequence, RingPhase::Done))
     }
 
     /// Last collective of every rank. For a running rank it may mix two collectives.
@@ -543,12 +543,12 @@ mod tests {
     fn a_reused_record_counts_as_done_for_the_earlier_collective() {
         let window = window(1);
         window.publish(0, 5, print(1), 0);
-        assert!(!window.reached(0, 5, Phase::Done));
-        window.set_phase(0, 5, Phase::Done);
-        assert!(window.reached(0, 5, Phase::Done));
+        assert!(!window.reached(0, 5, RingPhase::Done));
+        window.set_phase(0, 5, RingPhase::Done);
+        assert!(window.reached(0, 5, RingPhase::Done));
         window.publish(0, 5 + RING, print(2), 0);
-        assert!(window.reached(0, 5, Phase::Done));
-        assert!(!window.reached(0, 5 + RING, Phase::Reduced));
+        assert!(window.reached(0, 5, RingPhase::Done));
+        assert!(!window.reached(0, 5 + RING, RingPhase::Reduced));
     }
 
     #[test]

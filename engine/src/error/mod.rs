@@ -29,9 +29,9 @@ pub enum EngineError {
     /// A spill file failed.
     #[error(transparent)]
     Spill(#[from] SpillError),
-    /// State belongs on a disk and no folder was given.
+    /// State belongs on a disk and no directory was given.
     #[error("state is planned on the nvme tier, and this rank has no spill directory for {kind}")]
-    NoSpillFolder {
+    NoSpillDirectory {
         /// The kind of state.
         kind: &'static str,
     },
@@ -87,7 +87,7 @@ pub enum EngineError {
     NotResident,
     /// A thread that updates beside a pass ended early.
     #[error("the thread of updates ended before its work")]
-    EarlyThread,
+    BackwardThread,
     /// Gradients came to a unit whose sums an update still has.
     #[error("the gradient sums of unit {unit} are missing")]
     SumsAway {
@@ -146,7 +146,7 @@ pub enum EngineError {
         "the devices of the ranks do not read each other's memory: {}",
         refused(refusals)
     )]
-    DevicesApart {
+    NoPeerAccess {
         /// Ranks and what each could not do, in rank order.
         refusals: Vec<(usize, String)>,
     },

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-/// Failures of spill files and folders.
+/// Failures of spill files and directories.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SpillError {

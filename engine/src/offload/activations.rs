@@ -10,7 +10,7 @@ use crate::error::EngineError;
 use crate::plan::blocks::{SEGMENT_BYTES, extent_bytes};
 use crate::plan::{StateKind, Tier};
 use crate::timing::CopyClock;
-use kernels::{Arrival, Backend, Block, DType, Fetch, Pool, Shape, Tag, Tensor, TensorMut};
+use kernels::{Backend, Block, DType, Fetch, Pool, ReservedUpload, Shape, Tag, Tensor, TensorMut};
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -33,11 +33,11 @@ pub struct Activations {
     /// Whether tensors lie on a discrete device.
     discrete: bool,
     /// What was saved last there.
-    leaving: RefCell<Weak<RefCell<Kept>>>,
+    leaving: RefCell<Weak<RefCell<Stored>>>,
 }
 
 #[derive(Debug)]
-enum Kept {
+enum Stored {
     /// Still on a discrete device, on its way.
     Leaving(Fetch),
     /// A place without memory: on a device without values.
@@ -46,7 +46,7 @@ enum Kept {
     },
     Host(Block),
     Spilled {
-        place: Place,
+        place: DiskRange,
         arena: Rc<RefCell<Arena>>,
         ahead: RefCell<VecDeque<PendingRead>>,
     },
@@ -85,7 +85,7 @@ struct Arena(Vec<(Region, Vec<Range<usize>>)>);
 
 /// Bytes of a region of the arena.
 #[derive(Clone, Debug)]
-struct Place {
+struct DiskRange {
     region: usize,
     bytes: Range<usize>,
 }
@@ -101,7 +101,7 @@ impl Arena {
     }
 
     /// The first place that is large enough.
-    fn take(&mut self, bytes: usize) -> Option<Place> {
+    fn take(&mut self, bytes: usize) -> Option<DiskRange> {
         for (region, (_, free)) in self.0.iter_mut().enumerate() {
             let Some(at) = free.iter().position(|range| range.len() >= bytes) else {
                 continue;
@@ -111,7 +111,7 @@ impl Arena {
             if free[at].is_empty() {
                 free.remove(at);
             }
-            return Some(Place {
+            return Some(DiskRange {
                 region,
                 bytes: start..start + bytes,
             });
@@ -119,7 +119,7 @@ impl Arena {
         None
     }
 
-    fn give_back(&mut self, place: &Place) {
+    fn give_back(&mut self, place: &DiskRange) {
         let free = &mut self.0[place.region].1;
         let at = free.partition_point(|range| range.start < place.bytes.start);
         free.insert(at, place.bytes.clone());
@@ -133,7 +133,7 @@ impl Arena {
         });
     }
 
-    fn region(&self, place: &Place) -> &Region {
+    fn region(&self, place: &DiskRange) -> &Region {
         &self.0[place.region].0
     }
 }
@@ -143,12 +143,12 @@ impl Arena {
 pub struct Saved {
     shape: Shape,
     dtype: DType,
-    kept: Rc<RefCell<Kept>>,
+    kept: Rc<RefCell<Stored>>,
     /// Places on a discrete device that were taken for it, one for each segment that wants it.
-    arrivals: RefCell<VecDeque<Arrival>>,
+    reserved_uploads: RefCell<VecDeque<ReservedUpload>>,
 }
 
-impl Drop for Kept {
+impl Drop for Stored {
     fn drop(&mut self) {
         if let Self::Spilled { place, arena, .. } = self {
             arena.borrow_mut().give_back(place);
@@ -177,7 +177,7 @@ impl Activations {
     /// For tensors of `device`: those of a discrete one leave it beside its work.
     #[must_use]
     pub fn of(mut self, device: &dyn Backend) -> Self {
-        self.discrete = device.device().is_apart();
+        self.discrete = !device.device().is_host_addressable();
         self
     }
 
@@ -217,10 +217,10 @@ impl Activations {
     /// # Errors
     /// When the tier is full.
     pub fn save(&self, value: &Tensor) -> Result<Saved> {
-        let save = || -> Result<Kept> {
+        let save = || -> Result<Stored> {
             if self.discrete {
                 self.finish()?;
-                return Ok(Kept::Leaving(value.fetch()?));
+                return Ok(Stored::Leaving(value.fetch()?));
             }
             self.keep(value, &Source::Here(value))
         };
@@ -233,7 +233,7 @@ impl Activations {
             shape: value.shape(),
             dtype: value.dtype(),
             kept,
-            arrivals: RefCell::default(),
+            reserved_uploads: RefCell::default(),
         })
     }
 
@@ -243,7 +243,7 @@ impl Activations {
             return Ok(());
         };
         let mut kept = last.borrow_mut();
-        if let Kept::Leaving(fetch) = &*kept {
+        if let Stored::Leaving(fetch) = &*kept {
             let arrived = self.keep(fetch.tensor(), &Source::Leaving(fetch))?;
             *kept = arrived;
         }
@@ -251,20 +251,20 @@ impl Activations {
     }
 
     /// A place on the tier with the values of `value`, which come from `source`.
-    fn keep(&self, value: &Tensor, source: &Source<'_>) -> Result<Kept> {
+    fn keep(&self, value: &Tensor, source: &Source<'_>) -> Result<Stored> {
         let bytes = value.size_bytes();
-        if value.is_null() {
+        if value.is_meta() {
             let taken = match self.tier {
                 Tier::Nvme => disk_bytes(bytes),
                 Tier::Device | Tier::Host => bytes,
             };
             let placed = Tensor::null(&self.books, Tag::Activations, [taken], DType::U8)?;
-            return Ok(Kept::Null { _placed: placed });
+            return Ok(Stored::Null { _placed: placed });
         }
         if self.tier == Tier::Host {
             let mut block = self.tiers.host.take(bytes, Tag::Activations)?;
             source.copy_into(block.as_bytes_mut())?;
-            return Ok(Kept::Host(block));
+            return Ok(Stored::Host(block));
         }
         let bytes = disk_bytes(bytes);
         let mut place = self.arena.borrow_mut().take(bytes);
@@ -276,7 +276,7 @@ impl Activations {
         }
         let place = place.expect("room in a region made for it");
         // From here on the place goes back when the tensor goes, also when the write fails.
-        let kept = Kept::Spilled {
+        let kept = Stored::Spilled {
             place: place.clone(),
             arena: self.arena.clone(),
             ahead: RefCell::default(),
@@ -293,14 +293,14 @@ impl Activations {
     /// When the device has no room or the disk fails.
     pub fn prefetch(&self, saved: &Saved, device: &dyn Backend) -> Result<()> {
         let kept = saved.kept.borrow();
-        if matches!(*kept, Kept::Leaving(_)) {
+        if matches!(*kept, Stored::Leaving(_)) {
             return Ok(());
         }
         if self.discrete {
             let arrival = device.reserve_upload(saved.shape, saved.dtype, Tag::Activations)?;
-            saved.arrivals.borrow_mut().push_back(arrival);
+            saved.reserved_uploads.borrow_mut().push_back(arrival);
         }
-        let Kept::Spilled {
+        let Stored::Spilled {
             place,
             arena,
             ahead,
@@ -336,25 +336,27 @@ impl Activations {
     fn bring_back(&self, saved: &Saved, device: &dyn Backend) -> Result<Tensor> {
         let (shape, dtype) = (saved.shape, saved.dtype);
         let kept = saved.kept.borrow();
-        if let Kept::Leaving(fetch) = &*kept {
+        if let Stored::Leaving(fetch) = &*kept {
             return Ok(fetch.tensor().clone());
         }
         if self.discrete {
-            let arrival = match saved.arrivals.borrow_mut().pop_front() {
+            let arrival = match saved.reserved_uploads.borrow_mut().pop_front() {
                 Some(arrival) => arrival,
                 None => device.reserve_upload(shape, dtype, Tag::Activations)?,
             };
             return match &*kept {
-                Kept::Null { .. } => placed(device, Some(arrival), shape, dtype, Tag::Activations),
-                Kept::Host(block) => Ok(device.upload_into(arrival, block.as_bytes())?),
-                Kept::Leaving(_) | Kept::Spilled { .. } => {
+                Stored::Null { .. } => {
+                    placed(device, Some(arrival), shape, dtype, Tag::Activations)
+                }
+                Stored::Host(block) => Ok(device.upload_into(arrival, block.as_bytes())?),
+                Stored::Leaving(_) | Stored::Spilled { .. } => {
                     let mut bytes = vec![0; saved.size_bytes()];
                     kept.read(&mut bytes)?;
                     Ok(device.upload_into(arrival, &bytes)?)
                 }
             };
         }
-        if let Kept::Null { .. } = *kept {
+        if let Stored::Null { .. } = *kept {
             return Ok(device.zeros(shape, dtype, Tag::Activations)?);
         }
         let mut value = TensorMut::new(device.pool(), Tag::Activations, shape, dtype)?;
@@ -363,8 +365,8 @@ impl Activations {
     }
 }
 
-impl Kept {
-    /// Copies the bytes from where they are; none of the null device's.
+impl Stored {
+    /// Copies the bytes from where they are; none of the meta device's.
     fn read(&self, out: &mut [u8]) -> Result<()> {
         match self {
             Self::Null { .. } => {}
@@ -377,8 +379,8 @@ impl Kept {
             } => {
                 let mut at = 0;
                 for read in ahead.borrow_mut().drain(..) {
-                    let segment = read.wait()?;
-                    let bytes = segment.as_bytes();
+                    let io_buffer = read.wait()?;
+                    let bytes = io_buffer.as_bytes();
                     out[at..at + bytes.len()].copy_from_slice(bytes);
                     at += bytes.len();
                 }
@@ -394,12 +396,12 @@ impl Kept {
 /// The tensor that an upload fills: in a dry run, the memory reserved for it.
 pub(crate) fn placed(
     device: &dyn Backend,
-    place: Option<Arrival>,
+    place: Option<ReservedUpload>,
     shape: Shape,
     dtype: DType,
     tag: Tag,
 ) -> Result<Tensor> {
-    Ok(match place.and_then(Arrival::into_tensor) {
+    Ok(match place.and_then(ReservedUpload::into_tensor) {
         Some(place) => place,
         None => device.zeros(shape, dtype, tag)?,
     })
@@ -419,17 +421,17 @@ impl Saved {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::offload::spill::{IoPath, SpillFile, SpillFolder, SpillIo};
+    use crate::offload::spill::{IoPath, SpillDirectory, SpillFile, SpillIo};
     use crate::offload::tier::Spill;
-    use kernels::{CpuBackend, NullBackend};
+    use kernels::{CpuBackend, MetaBackend};
     use std::sync::Arc;
 
     fn keepers() -> (tempfile::TempDir, Vec<Activations>) {
         let exe = std::env::current_exe().unwrap();
         let parent = tempfile::tempdir_in(exe.parent().unwrap()).unwrap();
-        let folder = Arc::new(SpillFolder::join(parent.path(), "kept").unwrap());
+        let directory = Arc::new(SpillDirectory::join(parent.path(), "kept").unwrap());
         let host = Pool::new("host", None);
-        let file = SpillFile::create(&folder, 0, "activation", IoPath::Mapped).unwrap();
+        let file = SpillFile::create(&directory, 0, "activation", IoPath::Mapped).unwrap();
         let spill = Spill::new(
             SpillIo::new(0, &host).unwrap(),
             [(StateKind::Activation, file)],
@@ -492,9 +494,9 @@ mod tests {
             };
             assert_eq!(keeper.books().stats().in_use - before, bytes);
             let back = keeper
-                .load(&saved, &NullBackend::new(device.clone()))
+                .load(&saved, &MetaBackend::new(device.clone()))
                 .unwrap();
-            assert!(back.is_null());
+            assert!(back.is_meta());
             drop(saved);
             assert_eq!(keeper.books().stats().in_use, before);
         }

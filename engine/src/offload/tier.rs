@@ -6,7 +6,7 @@
 
 use super::counters::{Count, Counters};
 use super::parallel;
-use super::spill::{Extent, PendingRead, Segment, SpillFile, SpillIo, SpillStats};
+use super::spill::{Extent, IoBuffer, PendingRead, SpillFile, SpillIo, SpillStats};
 use super::worker::{Gone, Worker};
 use crate::error::EngineError;
 use crate::plan::blocks::{SEGMENT_BYTES, WINDOW_ALIGN, extent_bytes};
@@ -28,7 +28,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
 /// Elements of a window: a segment of f32.
-pub(crate) const WINDOW_ELEMS: usize = SEGMENT_BYTES / 4;
+pub(crate) const REGION_CHUNK_ELEMS: usize = SEGMENT_BYTES / 4;
 /// Elements that are copied at once between a discrete device and the host.
 pub(crate) const COPY_ELEMS: usize = 1 << 22;
 /// Maps from this size on ask for huge pages.
@@ -36,7 +36,7 @@ const HUGE_BYTES: usize = 4 << 20;
 
 impl From<Gone> for EngineError {
     fn from(_: Gone) -> Self {
-        Self::EarlyThread
+        Self::BackwardThread
     }
 }
 
@@ -201,7 +201,7 @@ impl Tiers {
                 }
             }
             Tier::Nvme => {
-                let missing = EngineError::NoSpillFolder { kind: kind.name() };
+                let missing = EngineError::NoSpillDirectory { kind: kind.name() };
                 let spill = self.spill.as_ref().ok_or(missing)?;
                 let (extent, counted) = spill.allocate(kind, bytes, phase, tag)?;
                 Region::Spilled {
@@ -226,16 +226,19 @@ impl Tiers {
         })
     }
 
-    /// Takes a moment behind the last change of those that rest on a discrete device.
+    /// Records an event after the last write to the regions on a discrete device.
     ///
     /// # Errors
     /// When the device fails.
-    pub(crate) fn settle<'r>(&self, regions: impl Iterator<Item = &'r mut Region>) -> Result<()> {
+    pub(crate) fn record_write<'r>(
+        &self,
+        regions: impl Iterator<Item = &'r mut Region>,
+    ) -> Result<()> {
         let Some(backend) = &self.discrete else {
             return Ok(());
         };
         let mut states: Vec<&mut Resident> = regions.filter_map(Region::resident_mut).collect();
-        Ok(access(backend)?.settle(&mut states)?)
+        Ok(access(backend)?.record_write(&mut states)?)
     }
 
     /// Lends what lies on the device to whoever has it from here on ([`ResidentAccess::lend`]).
@@ -334,7 +337,7 @@ impl Spill {
         tag: Tag,
     ) -> Result<(Extent, Reservation)> {
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-        let missing = EngineError::NoSpillFolder { kind: kind.name() };
+        let missing = EngineError::NoSpillDirectory { kind: kind.name() };
         let file = files.get_mut(&kind).ok_or(missing)?;
         let extent = file.allocate(bytes as u64, phase)?;
         let taken = extent_bytes(bytes as u64, phase);
@@ -413,7 +416,7 @@ impl Region {
     pub(crate) fn has_values(&self) -> bool {
         match self {
             Self::Counted { .. } => false,
-            Self::Resident { states, .. } => !states.is_null(),
+            Self::Resident { states, .. } => !states.is_meta(),
             Self::Device(_) | Self::Mapped { .. } | Self::Spilled { .. } => true,
         }
     }
@@ -526,12 +529,12 @@ impl Region {
         bytes: Range<usize>,
         access: Access,
         ahead: Option<PendingRead>,
-    ) -> Result<Window<'_>> {
+    ) -> Result<RegionChunk<'_>> {
         Ok(match self {
             Self::Device(_) | Self::Mapped { .. } => {
-                Window::Memory(&mut self.in_memory_mut()[bytes])
+                RegionChunk::Memory(&mut self.in_memory_mut()[bytes])
             }
-            Self::Counted { .. } => Window::Memory(&mut []),
+            Self::Counted { .. } => RegionChunk::Memory(&mut []),
             Self::Resident { states, backend } => {
                 let mut copy = Copied::of(states, backend, bytes);
                 match access {
@@ -539,20 +542,20 @@ impl Region {
                     _ => copy.fetch()?,
                 }
                 copy.written = access != Access::Read;
-                Window::Copied(copy)
+                RegionChunk::Copied(copy)
             }
             Self::Spilled { extent, spill, .. } => {
-                let segment = match (access, ahead) {
+                let io_buffer = match (access, ahead) {
                     (_, Some(ahead)) => ahead.wait()?,
                     (Access::Write, None) => {
-                        let mut segment = spill.io.fresh(extent, wide(&bytes))?;
-                        segment.as_bytes_mut().fill(0);
-                        segment
+                        let mut io_buffer = spill.io.fresh(extent, wide(&bytes))?;
+                        io_buffer.as_bytes_mut().fill(0);
+                        io_buffer
                     }
                     (_, None) => spill.io.read(extent, wide(&bytes))?.wait()?,
                 };
-                Window::Segment {
-                    segment,
+                RegionChunk::IoBuffer {
+                    io_buffer,
                     extent,
                     io: &spill.io,
                     written: access != Access::Read,
@@ -562,13 +565,13 @@ impl Region {
     }
 
     /// A window to be filled with the bytes `from` of `source`, which lies on the same tier, changed and written here.
-    pub(crate) fn window_from(
+    pub(crate) fn chunk_from(
         &mut self,
         bytes: Range<usize>,
         source: &Self,
         from: Range<usize>,
         ahead: Option<PendingRead>,
-    ) -> Result<Window<'_>> {
+    ) -> Result<RegionChunk<'_>> {
         let target = match self {
             Self::Spilled { extent, spill, .. } => {
                 let read = match (ahead, source) {
@@ -576,8 +579,8 @@ impl Region {
                     (None, Self::Spilled { extent, .. }) => spill.io.read(extent, wide(&from))?,
                     (None, _) => return Err(EngineError::TiersDiffer),
                 };
-                return Ok(Window::Segment {
-                    segment: spill.io.moved(read.wait()?, extent, wide(&bytes))?,
+                return Ok(RegionChunk::IoBuffer {
+                    io_buffer: spill.io.moved(read.wait()?, extent, wide(&bytes))?,
                     extent,
                     io: &spill.io,
                     written: true,
@@ -587,20 +590,20 @@ impl Region {
                 let mut copy = Copied::of(states, backend, bytes);
                 source.read(from.start, copy.as_bytes_mut())?;
                 copy.written = true;
-                return Ok(Window::Copied(copy));
+                return Ok(RegionChunk::Copied(copy));
             }
-            Self::Counted { .. } => return Ok(Window::Memory(&mut [])),
+            Self::Counted { .. } => return Ok(RegionChunk::Memory(&mut [])),
             Self::Device(_) | Self::Mapped { .. } => self.in_memory_mut(),
         };
         let source = source.in_memory().ok_or(EngineError::TiersDiffer)?;
         let target = &mut target[bytes];
         parallel::copy(&source[from], target);
-        Ok(Window::Memory(target))
+        Ok(RegionChunk::Memory(target))
     }
 
     /// Runs `body` over the elements `range` of a region that begins at the group's element `start`, window by window
     /// and in order; one window where they are in memory.
-    pub(crate) fn for_each_window<T: Pod>(
+    pub(crate) fn for_each_chunk<T: Pod>(
         &mut self,
         start: usize,
         range: Range<usize>,
@@ -613,11 +616,11 @@ impl Region {
         let size = size_of::<T>();
         let bytes = |part: &Range<usize>| (part.start - start) * size..(part.end - start) * size;
         let most = match self {
-            Self::Spilled { .. } => WINDOW_ELEMS,
+            Self::Spilled { .. } => REGION_CHUNK_ELEMS,
             Self::Resident { .. } => COPY_ELEMS,
             _ => usize::MAX,
         };
-        let parts: Vec<_> = windows(range, most).collect();
+        let parts: Vec<_> = region_chunks(range, most).collect();
         let mut reads = VecDeque::new();
         for (i, part) in parts.iter().enumerate() {
             while access != Access::Write && i + reads.len() < parts.len() {
@@ -644,15 +647,15 @@ impl Region {
     ) -> Result<()> {
         let first = target.start;
         match dtype {
-            DType::F32 => self.for_each_window(start, target, Access::Write, |part, out| {
+            DType::F32 => self.for_each_chunk(start, target, Access::Write, |part, out| {
                 out.copy_from_slice(&values[part.start - first..part.end - first]);
                 Ok(())
             }),
-            DType::F16 => self.for_each_window(start, target, Access::Write, |part, out| {
+            DType::F16 => self.for_each_chunk(start, target, Access::Write, |part, out| {
                 round::<f16>(out, &values[part.start - first..part.end - first]);
                 Ok(())
             }),
-            _ => self.for_each_window(start, target, Access::Write, |part, out| {
+            _ => self.for_each_chunk(start, target, Access::Write, |part, out| {
                 round::<bf16>(out, &values[part.start - first..part.end - first]);
                 Ok(())
             }),
@@ -683,26 +686,26 @@ pub(crate) enum Access {
 
 /// Bytes of a region, in memory while the window is open.
 #[derive(Debug)]
-pub(crate) enum Window<'r> {
+pub(crate) enum RegionChunk<'r> {
     /// The region itself.
     Memory(&'r mut [u8]),
     /// A copy of what a discrete device has.
     Copied(Copied<'r>),
     /// A copy.
-    Segment {
-        segment: Segment,
+    IoBuffer {
+        io_buffer: IoBuffer,
         extent: &'r Extent,
         io: &'r SpillIo,
         written: bool,
     },
 }
 
-impl Window<'_> {
+impl RegionChunk<'_> {
     pub(crate) fn as_mut_bytes(&mut self) -> &mut [u8] {
         match self {
             Self::Memory(bytes) => bytes,
             Self::Copied(copy) => copy.as_bytes_mut(),
-            Self::Segment { segment, .. } => segment.as_bytes_mut(),
+            Self::IoBuffer { io_buffer, .. } => io_buffer.as_bytes_mut(),
         }
     }
 
@@ -713,14 +716,14 @@ impl Window<'_> {
     /// Ends the window; what was changed goes to the region.
     pub(crate) fn commit(self) -> Result<()> {
         match self {
-            Self::Segment {
-                segment,
+            Self::IoBuffer {
+                io_buffer,
                 extent,
                 io,
                 written: true,
-            } => Ok(io.write(extent, segment)?),
+            } => Ok(io.write(extent, io_buffer)?),
             Self::Copied(copy) => copy.commit(),
-            Self::Memory(_) | Self::Segment { .. } => Ok(()),
+            Self::Memory(_) | Self::IoBuffer { .. } => Ok(()),
         }
     }
 }
@@ -783,7 +786,10 @@ impl Drop for Copied<'_> {
 }
 
 /// `range` in pieces of at most `most` elements that end at multiples of `most`, which is one of [`WINDOW_ALIGN`].
-pub(crate) fn windows(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
+pub(crate) fn region_chunks(
+    range: Range<usize>,
+    most: usize,
+) -> impl Iterator<Item = Range<usize>> {
     let mut start = range.start;
     std::iter::from_fn(move || {
         if start >= range.end {
@@ -802,14 +808,14 @@ pub(crate) fn windows(range: Range<usize>, most: usize) -> impl Iterator<Item = 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::offload::spill::{IoPath, SpillFolder};
+    use crate::offload::spill::{IoPath, SpillDirectory};
 
     pub(crate) fn on_disk(io: IoPath) -> (tempfile::TempDir, Tiers) {
         let exe = std::env::current_exe().unwrap();
         let parent = tempfile::tempdir_in(exe.parent().unwrap()).unwrap();
-        let folder = Arc::new(SpillFolder::join(parent.path(), "tier").unwrap());
+        let directory = Arc::new(SpillDirectory::join(parent.path(), "tier").unwrap());
         let host = Pool::new("host", None);
-        let file = SpillFile::create(&folder, 0, "optimizer", io).unwrap();
+        let file = SpillFile::create(&directory, 0, "optimizer", io).unwrap();
         let spill = Spill::new(
             SpillIo::new(0, &host).unwrap(),
             [(StateKind::Optimizer, file)],
@@ -823,7 +829,7 @@ mod tests {
     #[test]
     fn chunks_cover_a_range_once_and_end_at_block_boundaries() {
         for (range, most) in [(5..5, 8), (3..100, 8), (8..16, 8), (1..9, usize::MAX)] {
-            let pieces: Vec<_> = windows(range.clone(), most).collect();
+            let pieces: Vec<_> = region_chunks(range.clone(), most).collect();
             let covered: usize = pieces.iter().map(ExactSizeIterator::len).sum();
             assert_eq!(covered, range.len());
             for pair in pieces.windows(2) {
@@ -837,7 +843,7 @@ mod tests {
     fn every_tier_reads_back_what_chunks_of_any_start_wrote() {
         let (_parent, tiers) = on_disk(IoPath::Mapped);
         // Three windows, the first and the last not whole, and a start in the middle of a block.
-        let range = 4_128..2 * WINDOW_ELEMS + 9_600;
+        let range = 4_128..2 * REGION_CHUNK_ELEMS + 9_600;
         let values: Vec<f32> = range.clone().map(|i| i as f32).collect();
         for tier in [Tier::Device, Tier::Host, Tier::Nvme] {
             let place = (StateKind::Optimizer, tier);
@@ -853,7 +859,7 @@ mod tests {
                     .unwrap();
             }
             let inner = range.start + 10..range.end - 32;
-            wide.for_each_window::<f32>(range.start, inner.clone(), Access::Update, |part, out| {
+            wide.for_each_chunk::<f32>(range.start, inner.clone(), Access::Update, |part, out| {
                 assert!(out.iter().zip(part).all(|(v, i)| *v == i as f32));
                 out.iter_mut().for_each(|v| *v += 1.0);
                 Ok(())

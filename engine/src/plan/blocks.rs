@@ -16,7 +16,7 @@ pub(crate) const fn extent_bytes(len: u64, phase: u64) -> u64 {
 }
 
 /// Number of segments of a disk queue with `bytes` of buffers, at least 32.
-pub(crate) const fn buffer_segments(bytes: u64) -> usize {
+pub(crate) const fn io_buffers(bytes: u64) -> usize {
     let wanted = bytes.div_ceil(SEGMENT_BYTES as u64) as usize;
     if wanted < 2 * RESERVED_SEGMENTS {
         2 * RESERVED_SEGMENTS

@@ -128,7 +128,7 @@ impl Plan {
             .filter(|unit| !unit.trainable.is_empty())
         {
             rows.extend(self.state_rows(unit, rank, slots));
-            if self.steps_early(unit.id) {
+            if self.updates_in_backward(unit.id) {
                 let second = |row| Row { spare: true, ..row };
                 rows.extend(self.state_rows(unit, rank, slots).map(second));
                 let weights = self.weights_row(unit, GroupKind::Trainable, rank);

@@ -83,15 +83,15 @@ impl Plan {
 
     /// Whether weights come to a discrete device one unit ahead of their use.
     #[must_use]
-    pub fn uploads_ahead(&self) -> bool {
+    pub fn prefetch_weights(&self) -> bool {
         let config = self.config();
-        config.uploads_ahead && config.prefetch_units > 0 && self.leases_copy()
+        config.prefetch_weights && config.prefetch_units > 0 && self.leases_copy()
     }
 
     /// Whether the devices gather them so.
     #[must_use]
-    pub(crate) fn gathers_ahead(&self) -> bool {
-        self.uploads_ahead() && self.devices_talk() && self.gathers_parameters()
+    pub(crate) fn prefetches_gathers(&self) -> bool {
+        self.prefetch_weights() && self.devices_talk() && self.gathers_parameters()
     }
 
     /// Whether every rank keeps whole weights of which it updates a part.

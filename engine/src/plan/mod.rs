@@ -15,8 +15,8 @@ pub use formats::Formats;
 pub use inventory::{MASTER, Row, Stored};
 pub use layout::{ALIGN_ELEMS, GroupKind, GroupLayout, Slot, UnitPlan};
 pub use memory::{MemoryReport, TierBytes};
-pub use optimizer_overlap::EarlyStep;
 pub(crate) use optimizer_overlap::JOBS;
+pub use optimizer_overlap::OptimizerInBackward;
 pub use schedule::{Entry, PassKind, Phase};
 pub(crate) use schedule::{Pass, Visit};
 
@@ -203,7 +203,8 @@ pub struct ZeroConfig {
     /// Whether weights that a discrete device does not store are copied to it one unit ahead of their use. The copy runs
     /// beside the previous unit's work, and the device holds one more unit's weights.
     #[serde(default)]
-    pub uploads_ahead: bool,
+    #[serde(rename = "uploads_ahead")]
+    pub prefetch_weights: bool,
     /// Most gradient buckets in flight at once.
     pub buckets_in_flight: usize,
     /// Runs of units, by index, of which only the first one's input is kept for backward: the others' are computed again
@@ -216,10 +217,12 @@ pub struct ZeroConfig {
     pub max_grad_norm: Option<f32>,
     /// Updates that begin while backward runs; `None` begins them all behind it.
     #[serde(default)]
-    pub early_step: Option<EarlyStep>,
-    /// Whether updates of states in host memory may go on beside the next pass, unit by unit in front of it ([`Plan::steps_late`]).
+    #[serde(rename = "early_step")]
+    pub optimizer_in_backward: Option<OptimizerInBackward>,
+    /// Whether updates of states in host memory may go on beside the next pass, unit by unit in front of it ([`Plan::updates_in_forward`]).
     #[serde(default)]
-    pub late_step: bool,
+    #[serde(rename = "late_step")]
+    pub optimizer_in_forward: bool,
     /// Seed of stochastic rounding.
     pub seed: u64,
 }
@@ -255,13 +258,13 @@ impl Default for ZeroConfig {
             offload: Offload::default(),
             device_transport: DeviceTransport::Host,
             prefetch_units: 1,
-            uploads_ahead: false,
+            prefetch_weights: false,
             buckets_in_flight: 1,
             recomputed: Vec::new(),
             sub_group_elems: 1 << 24,
             max_grad_norm: None,
-            early_step: None,
-            late_step: false,
+            optimizer_in_backward: None,
+            optimizer_in_forward: false,
             seed: 0,
         }
     }

@@ -13,7 +13,7 @@ pub(crate) const JOBS: usize = 2;
 
 /// Updates that begin while backward runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct EarlyStep {
+pub struct OptimizerInBackward {
     /// Most elements of a rank that are updated early. Units nearest to the loss, whose gradients come first, are
     /// chosen first.
     pub most_elems: u64,
@@ -24,7 +24,7 @@ pub struct EarlyStep {
 /// By unit, whether it is updated early: where a rank has the final sum of what it updates before the pass ends.
 pub(super) fn chosen(config: &ZeroConfig, world_size: usize, units: &[UnitPlan]) -> Vec<bool> {
     let mut chosen = vec![false; units.len()];
-    let Some(early) = config.early_step else {
+    let Some(early) = config.optimizer_in_backward else {
         return chosen;
     };
     if !sums_in_the_pass(config, world_size) {
@@ -51,9 +51,9 @@ fn sums_in_the_pass(config: &ZeroConfig, world_size: usize) -> bool {
 }
 
 impl Plan {
-    /// Elements of a rank that are updated early where [`EarlyStep::most_elems`] bounds nothing; 0 where none can be.
+    /// Elements of a rank that are updated early where [`OptimizerInBackward::most_elems`] bounds nothing; 0 where none can be.
     #[must_use]
-    pub fn most_early_elems(&self) -> u64 {
+    pub fn most_elems_in_backward(&self) -> u64 {
         if !sums_in_the_pass(self.config(), self.world_size()) {
             return 0;
         }
@@ -63,13 +63,13 @@ impl Plan {
 
     /// Whether `unit` is updated while backward runs, in the last micro-batch of an update.
     #[must_use]
-    pub fn steps_early(&self, unit: UnitId) -> bool {
+    pub fn updates_in_backward(&self, unit: UnitId) -> bool {
         self.early[unit.index()]
     }
 
     /// Whether any unit is.
     #[must_use]
-    pub fn any_steps_early(&self) -> bool {
+    pub fn any_updates_in_backward(&self) -> bool {
         self.early.contains(&true)
     }
 
@@ -79,9 +79,9 @@ impl Plan {
     pub fn consumes_gradients(&self, unit: UnitId) -> bool {
         let config = self.config();
         let single = config
-            .early_step
+            .optimizer_in_backward
             .is_some_and(|early| early.single_micro_batch);
-        self.steps_early(unit) && single && config.max_grad_norm.is_none()
+        self.updates_in_backward(unit) && single && config.max_grad_norm.is_none()
     }
 
     /// Most elements whose gradients wait to be consumed at once, for each of the buffers they wait in; 0 where none are.
@@ -113,10 +113,13 @@ impl Plan {
     /// Whether updates may go on beside the next pass. A disk has its own queue, and ranks that share what they updated
     /// do so behind the update.
     #[must_use]
-    pub fn steps_late(&self) -> bool {
+    pub fn updates_in_forward(&self) -> bool {
         let config = self.config();
         let on_disk = [config.offload.param, config.offload.optimizer].contains(&Tier::Nvme);
-        config.late_step && !on_disk && !self.shares_updates() && !self.gathers_gradients()
+        config.optimizer_in_forward
+            && !on_disk
+            && !self.shares_updates()
+            && !self.gathers_gradients()
     }
 
     /// Whether every rank updates everything with sums that are sharded (stage 0 in pure bf16).

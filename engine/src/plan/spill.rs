@@ -1,6 +1,6 @@
 //! Bytes of spill files and of their buffers, known before anything is allocated.
 
-use super::blocks::{BLOCK_BYTES, SEGMENT_BYTES, buffer_segments, extent_bytes};
+use super::blocks::{BLOCK_BYTES, SEGMENT_BYTES, extent_bytes, io_buffers};
 use super::{GroupKind, Plan, StateKind, Tier};
 use optim::StateSlot;
 
@@ -42,6 +42,6 @@ impl Plan {
             Tier::Nvme => weights.max().unwrap_or(0).min(READ_AHEAD_BYTES),
             Tier::Device | Tier::Host => 0,
         };
-        (buffer_segments(ahead + 16 * SEGMENT_BYTES as u64) * SEGMENT_BYTES) as u64
+        (io_buffers(ahead + 16 * SEGMENT_BYTES as u64) * SEGMENT_BYTES) as u64
     }
 }

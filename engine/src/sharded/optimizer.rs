@@ -9,7 +9,7 @@ use crate::plan::{PassKind, Phase, Plan, ZeroConfig};
 use crate::spec::{ModelSpec, ParamId, ParamSpec, UnitId, UnitSpec};
 use crate::step::OptimizerConfig;
 use crate::zero::{StepReport, Zero};
-use kernels::{NullBackend, Pool, Shape, Tag, Tensor};
+use kernels::{MetaBackend, Pool, Shape, Tag, Tensor};
 use optim::Optimizer;
 use std::sync::Arc;
 
@@ -109,7 +109,7 @@ impl ShardedOptimizer {
         let (spec, groups) = spec(bridge);
         let plan = Arc::new(Plan::new(spec, config, comm.world().size)?);
         let pool = tiers.device.clone();
-        let backend = Arc::new(NullBackend::new(pool.clone()));
+        let backend = Arc::new(MetaBackend::new(pool.clone()));
         let optimizer = OptimizerConfig { rule, groups };
         let mut zero = Zero::new(plan.clone(), comm, backend, tiers, optimizer)?;
         // The engine asks for parts of a tensor in order, and the bridge returns whole ones.

@@ -3,7 +3,7 @@
 use super::*;
 use crate::comm::{Communicator, threads};
 use crate::{EngineError, Offload, Precision, Stage, ZeroConfig};
-use optim::{AdamW, GradWindow, Optimizer, StateWindow, StepArgs, WeightWindow};
+use optim::{AdamW, GradChunk, Optimizer, StateChunk, StepArgs, WeightChunk};
 use std::sync::Arc;
 
 const SIZES: [usize; 3] = [7, 3, 40];
@@ -99,9 +99,9 @@ fn unsharded() -> Vec<Vec<f32>> {
                 grad_scale: 1.0,
                 seed: 0,
                 first_element: 0,
-                grad: GradWindow::F32(&model.gradients[t]),
-                weight: WeightWindow::F32(&mut model.weights[t]),
-                state: vec![StateWindow::F32(m), StateWindow::F32(v)],
+                grad: GradChunk::F32(&model.gradients[t]),
+                weight: WeightChunk::F32(&mut model.weights[t]),
+                state: vec![StateChunk::F32(m), StateChunk::F32(v)],
             };
             AdamW::default().step(args).unwrap();
         }

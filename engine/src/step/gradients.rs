@@ -2,11 +2,11 @@
 
 use crate::error::EngineError;
 use crate::offload::parallel;
-use crate::offload::tier::{Access, COPY_ELEMS, Region, access, upload, windows};
+use crate::offload::tier::{Access, COPY_ELEMS, Region, access, region_chunks, upload};
 use crate::plan::{GroupLayout, Plan, Row, Tier};
 use half::bf16;
 use kernels::{DType, Float, Part, Shape, Tensor};
-use optim::accumulate::{RoundingPlace, add_rounded};
+use optim::accumulate::{RoundingPosition, add_rounded};
 use optim::clip::{NORM_BLOCK_ELEMS, SquareSum};
 use optim::rng::RandomStream;
 use std::ops::Range;
@@ -15,7 +15,7 @@ type Result<T, E = EngineError> = std::result::Result<T, E>;
 
 /// Key of the rounding of one accumulation: update, micro-batch.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Moment {
+pub(crate) struct RoundingKey {
     pub(crate) step: u64,
     pub(crate) micro_batch: u32,
 }
@@ -51,7 +51,7 @@ impl Accumulator {
     }
 
     /// Makes a sum without contributions zero.
-    pub(crate) fn settle(&mut self) -> Result<()> {
+    pub(crate) fn record_write(&mut self) -> Result<()> {
         self.complete(std::iter::once(self.range.clone()))
     }
 
@@ -78,7 +78,7 @@ impl Accumulator {
                 Ok(())
             };
             self.region
-                .for_each_window(first * halves, range, Access::Write, zero)?;
+                .for_each_chunk(first * halves, range, Access::Write, zero)?;
         }
         Ok(())
     }
@@ -88,7 +88,7 @@ impl Accumulator {
         &mut self,
         group: &GroupLayout,
         plan: &Plan,
-        at: Moment,
+        at: RoundingKey,
         values: &[f32],
     ) -> Result<()> {
         self.add_part(group, plan, at, self.range.clone(), values)?;
@@ -101,7 +101,7 @@ impl Accumulator {
         &mut self,
         group: &GroupLayout,
         plan: &Plan,
-        at: Moment,
+        at: RoundingKey,
         range: Range<usize>,
         values: &[f32],
     ) -> Result<()> {
@@ -110,7 +110,7 @@ impl Accumulator {
         let filled = self.filled;
         if let Region::Resident { backend, .. } = &self.region {
             let backend = backend.clone();
-            for part in windows(range, COPY_ELEMS) {
+            for part in region_chunks(range, COPY_ELEMS) {
                 let values = match values {
                     [] => values,
                     _ => &values[own(&part)],
@@ -133,7 +133,7 @@ impl Accumulator {
             let rounding = Rounding::new(plan, at);
             let mut wide = Vec::new();
             self.region
-                .for_each_window::<bf16>(start, range, access, |part, sums| {
+                .for_each_chunk::<bf16>(start, range, access, |part, sums| {
                     if !filled {
                         sums.fill(bf16::ZERO);
                     }
@@ -146,7 +146,7 @@ impl Accumulator {
                 })?;
         } else {
             self.region
-                .for_each_window::<f32>(start, range, access, |part, sums| {
+                .for_each_chunk::<f32>(start, range, access, |part, sums| {
                     let values = &values[own(&part)];
                     if filled {
                         parallel::add(values, sums);
@@ -168,7 +168,7 @@ impl Accumulator {
         &mut self,
         group: &GroupLayout,
         plan: &Plan,
-        at: Moment,
+        at: RoundingKey,
         range: Range<usize>,
         values: &Tensor,
     ) -> Result<()> {
@@ -198,7 +198,7 @@ impl Accumulator {
         &mut self,
         group: &GroupLayout,
         plan: &Plan,
-        at: Moment,
+        at: RoundingKey,
         parts: &[Tensor],
     ) -> Result<()> {
         let mut start = self.range.start;
@@ -226,13 +226,13 @@ impl Accumulator {
         if self.dtype == DType::F32 {
             return self
                 .region
-                .for_each_window::<f32>(start, range, Access::Read, |part, sums| {
+                .for_each_chunk::<f32>(start, range, Access::Read, |part, sums| {
                     out[own(&part)].copy_from_slice(sums);
                     Ok(())
                 });
         }
         self.region
-            .for_each_window::<bf16>(start, range, Access::Read, |part, sums| {
+            .for_each_chunk::<bf16>(start, range, Access::Read, |part, sums| {
                 for (o, sum) in out[own(&part)].iter_mut().zip(sums) {
                     *o = Float::to_f32(*sum);
                 }
@@ -281,14 +281,14 @@ impl Accumulator {
         let mut squares = Squares::default();
         if self.dtype == DType::F32 {
             self.region
-                .for_each_window::<f32>(start, range, Access::Read, |_, sums| {
+                .for_each_chunk::<f32>(start, range, Access::Read, |_, sums| {
                     squares.push(sums);
                     Ok(())
                 })?;
         } else {
             let mut wide = Vec::new();
             self.region
-                .for_each_window::<bf16>(start, range, Access::Read, |_, sums| {
+                .for_each_chunk::<bf16>(start, range, Access::Read, |_, sums| {
                     for block in sums.chunks(NORM_BLOCK_ELEMS) {
                         squares.push(widen(block, &mut wide));
                     }
@@ -310,7 +310,7 @@ pub(crate) struct Consumed<'a> {
 }
 
 impl<'a> Consumed<'a> {
-    pub(crate) fn new(group: &'a GroupLayout, plan: &'a Plan, at: Moment) -> Self {
+    pub(crate) fn new(group: &'a GroupLayout, plan: &'a Plan, at: RoundingKey) -> Self {
         let rounds = plan.config().grad_dtype() == DType::BF16;
         Self {
             group,
@@ -349,7 +349,7 @@ struct Rounding {
 }
 
 impl Rounding {
-    fn new(plan: &Plan, at: Moment) -> Self {
+    fn new(plan: &Plan, at: RoundingKey) -> Self {
         Self {
             stream: RandomStream::new(plan.config().seed, "gradient-accumulation"),
             time: (at.step << 20) | u64::from(at.micro_batch),
@@ -357,8 +357,8 @@ impl Rounding {
     }
 
     /// Where element `element` of a parameter whose first is `first_element` of the run stands.
-    fn place(&self, first_element: u64, element: usize) -> RoundingPlace {
-        RoundingPlace {
+    fn place(&self, first_element: u64, element: usize) -> RoundingPosition {
+        RoundingPosition {
             stream: self.stream,
             time: self.time,
             first_element: first_element + element as u64,

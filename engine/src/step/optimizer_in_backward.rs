@@ -5,7 +5,7 @@
 //! Only time depends on the thread: every element has one update, of the same numbers as behind the pass.
 
 use super::OptimizerConfig;
-use super::gradients::{Accumulator, Consumed, Moment};
+use super::gradients::{Accumulator, Consumed, RoundingKey};
 use super::state::UnitState;
 use super::update::{CHUNKS_AHEAD, Chunk, Rule, Scalars, chunks};
 use crate::error::EngineError;
@@ -31,12 +31,12 @@ pub(crate) enum Gradients {
     /// Their sum, which stays.
     Summed(Accumulator),
     /// The only micro-batch's, f32, for the elements of the unit's state.
-    Coming(Region, Moment),
+    Coming(Region, RoundingKey),
 }
 
 /// A unit on its way to the thread and back.
 #[derive(Debug)]
-pub(crate) struct Job {
+pub(crate) struct BackwardJob {
     pub(crate) unit: UnitId,
     pub(crate) gradients: Gradients,
     pub(crate) state: UnitState,
@@ -52,12 +52,12 @@ pub(crate) type Weights = (Arc<Region>, usize);
 
 /// The thread of one update.
 #[derive(Debug)]
-pub(crate) struct EarlyRun {
+pub(crate) struct BackwardUpdates {
     scalars: Scalars,
-    thread: Worker<Job, Option<Weights>>,
+    thread: Worker<BackwardJob, Option<Weights>>,
 }
 
-impl EarlyRun {
+impl BackwardUpdates {
     /// Starts the thread of the update with `scalars`.
     pub(crate) fn start(
         plan: Arc<Plan>,
@@ -66,7 +66,7 @@ impl EarlyRun {
         tiers: &Tiers,
     ) -> Result<Self> {
         let trace = tiers.trace().clone();
-        let work = move |job: &mut Job, weights: Option<Weights>| {
+        let work = move |job: &mut BackwardJob, weights: Option<Weights>| {
             let rule = Rule {
                 plan: &plan,
                 optimizer: &optimizer,
@@ -75,7 +75,7 @@ impl EarlyRun {
             let (started, begun) = (trace.now(), Instant::now());
             job.outcome = job.step(rule, weights.as_ref());
             job.took = begun.elapsed();
-            trace.end(started, Lane::EarlyUpdate, || {
+            trace.end(started, Lane::UpdateInBackward, || {
                 plan.spec().units[job.unit.index()].name.clone()
             });
         };
@@ -94,17 +94,17 @@ impl EarlyRun {
     }
 
     /// Hands a unit over, and lets the thread read its weights.
-    pub(crate) fn send(&mut self, job: Job, weights: Option<Weights>) -> Result<()> {
+    pub(crate) fn send(&mut self, job: BackwardJob, weights: Option<Weights>) -> Result<()> {
         Ok(self.thread.send(job, weights)?)
     }
 
     /// Waits for the unit that was handed over first of those still there.
-    pub(crate) fn receive(&mut self) -> Result<Job> {
+    pub(crate) fn receive(&mut self) -> Result<BackwardJob> {
         Ok(self.thread.receive()?)
     }
 }
 
-impl Job {
+impl BackwardJob {
     fn step(&mut self, rule: Rule<'_>, weights: Option<&Weights>) -> Result<()> {
         let config = rule.plan.config();
         let on_disk = [config.offload.param, config.offload.optimizer].contains(&Tier::Nvme);
@@ -116,33 +116,40 @@ impl Job {
             return Ok(());
         };
         let mut consumed = match &self.gradients {
-            Gradients::Coming(_, moment) => Some(Consumed::new(group, rule.plan, *moment)),
+            Gradients::Coming(_, rounding_key) => {
+                Some(Consumed::new(group, rule.plan, *rounding_key))
+            }
             Gradients::Summed(_) => None,
         };
-        let mut ahead = VecDeque::new();
+        let mut prefetched = VecDeque::new();
         for (i, chunk) in chunks.iter().enumerate() {
-            while ahead.len() <= CHUNKS_AHEAD && i + ahead.len() < chunks.len() {
+            while prefetched.len() <= CHUNKS_AHEAD && i + prefetched.len() < chunks.len() {
                 let summed = match &self.gradients {
                     Gradients::Summed(sum) => Some(sum),
                     Gradients::Coming(..) => None,
                 };
-                let range = &chunks[i + ahead.len()].range;
-                ahead.push_back(rule.read_ahead(range, summed, (weights, *start), &self.state)?);
+                let range = &chunks[i + prefetched.len()].range;
+                prefetched.push_back(rule.read_ahead(
+                    range,
+                    summed,
+                    (weights, *start),
+                    &self.state,
+                )?);
             }
-            let reads = ahead.pop_front().unwrap_or_default();
+            let reads = prefetched.pop_front().unwrap_or_default();
             let first = self.state.range().start;
             self.gradients
-                .chunk(chunk, first, reads, &mut consumed, |grads, ahead| {
+                .chunk(chunk, first, reads, &mut consumed, |grads, prefetched| {
                     let dtype = rule.plan.dtype_of(GroupKind::Trainable);
                     let from = (&**weights, *start);
-                    let windows = self.state.early_windows(
+                    let region_chunks = self.state.backward_chunks(
                         &chunk.range,
                         dtype,
                         from,
                         rule.reads_weights(),
-                        ahead,
+                        prefetched,
                     )?;
-                    match windows {
+                    match region_chunks {
                         Some((weight, states)) => rule.apply(chunk, grads, weight, states),
                         None => Ok(()),
                     }
@@ -168,7 +175,7 @@ impl Gradients {
     ) -> Result<()> {
         let mut reads = reads.into_iter();
         let of_gradients = reads.next().flatten();
-        let mut ahead = || reads.next().flatten();
+        let mut prefetched = || reads.next().flatten();
         let bytes = |range: &Range<usize>, start: usize, dtype: DType| {
             let size = dtype.size_bytes();
             (range.start - start) * size..(range.end - start) * size
@@ -178,14 +185,14 @@ impl Gradients {
                 let bytes = bytes(&chunk.range, sum.range().start, sum.dtype());
                 let region = sum.region_read();
                 let mut window = region.window(bytes, Access::Read, of_gradients)?;
-                step(window.as_mut_bytes(), &mut ahead)
+                step(window.as_mut_bytes(), &mut prefetched)
             }
             (Self::Coming(values, _), Some(consumed)) => {
                 let bytes = bytes(&chunk.range, first, DType::F32);
                 let mut window = values.window(bytes, Access::Read, None)?;
                 step(
                     consumed.take(chunk.range.clone(), window.as_mut_slice()),
-                    &mut ahead,
+                    &mut prefetched,
                 )
             }
             (Self::Coming(..), None) => Ok(()),

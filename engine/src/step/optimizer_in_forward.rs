@@ -23,7 +23,7 @@ type Result<T, E = EngineError> = std::result::Result<T, E>;
 
 /// A unit on its way to the thread and back.
 #[derive(Debug)]
-pub(crate) struct Job {
+pub(crate) struct ForwardJob {
     pub(crate) unit: UnitId,
     pub(crate) gradients: Accumulator,
     pub(crate) weights: Arc<Region>,
@@ -37,13 +37,13 @@ pub(crate) struct Job {
 
 /// The thread of one update.
 #[derive(Debug)]
-pub(crate) struct LateRun {
-    thread: Worker<Job, ()>,
+pub(crate) struct ForwardUpdates {
+    thread: Worker<ForwardJob, ()>,
     /// Nobody wants what is left: a rank that failed ends at once.
     given_up: Arc<AtomicBool>,
 }
 
-impl LateRun {
+impl ForwardUpdates {
     /// Starts the thread of the update with `scalars`.
     pub(crate) fn start(
         plan: Arc<Plan>,
@@ -54,7 +54,7 @@ impl LateRun {
         let trace = tiers.trace().clone();
         let given_up = Arc::new(AtomicBool::new(false));
         let stop = given_up.clone();
-        let work = move |job: &mut Job, (): ()| {
+        let work = move |job: &mut ForwardJob, (): ()| {
             let rule = Rule {
                 plan: &plan,
                 optimizer: &optimizer,
@@ -63,7 +63,7 @@ impl LateRun {
             let (started, begun) = (trace.now(), Instant::now());
             job.outcome = job.step(rule, &stop);
             job.took = begun.elapsed();
-            trace.end(started, Lane::LateUpdate, || {
+            trace.end(started, Lane::UpdateInForward, || {
                 plan.spec().units[job.unit.index()].name.clone()
             });
         };
@@ -77,24 +77,24 @@ impl LateRun {
     }
 
     /// Hands a unit over.
-    pub(crate) fn send(&mut self, job: Job) -> Result<()> {
+    pub(crate) fn send(&mut self, job: ForwardJob) -> Result<()> {
         Ok(self.thread.send(job, ())?)
     }
 
     /// Waits for the unit that was handed over first of those still there.
-    pub(crate) fn receive(&mut self) -> Result<Job> {
+    pub(crate) fn receive(&mut self) -> Result<ForwardJob> {
         Ok(self.thread.receive()?)
     }
 }
 
-impl Drop for LateRun {
+impl Drop for ForwardUpdates {
     fn drop(&mut self) {
         // The thread is waited for behind this.
         self.given_up.store(true, Ordering::Relaxed);
     }
 }
 
-impl Job {
+impl ForwardJob {
     fn step(&mut self, rule: Rule<'_>, given_up: &AtomicBool) -> Result<()> {
         let unit = self.unit;
         let weights = Arc::get_mut(&mut self.weights);
@@ -110,7 +110,7 @@ impl Job {
         let most = rule.plan.config().sub_group_elems.min(most);
         for chunk in chunks(of_unit.into_iter(), most, false) {
             if given_up.load(Ordering::Relaxed) {
-                return Err(EngineError::EarlyThread);
+                return Err(EngineError::BackwardThread);
             }
             let parts = Parts {
                 gradients: &mut self.gradients,

@@ -2,7 +2,7 @@
 
 use crate::error::EngineError;
 use crate::offload::spill::PendingRead;
-use crate::offload::tier::{Access, Region, Window};
+use crate::offload::tier::{Access, Region, RegionChunk};
 use crate::plan::{MASTER, Row, Stored};
 use kernels::DType;
 use std::ops::Range;
@@ -94,15 +94,15 @@ impl UnitState {
 
     /// Windows of an update in backward of the elements `range`: of the weights, then of master and slots. They hold the
     /// stored values, and writes go to the spare. `weights` begin at the group's element `start`, and are read only if
-    /// `reads_weights`. `ahead` gives the reads under way, in this order.
-    pub(crate) fn early_windows(
+    /// `reads_weights`. `prefetched` gives the reads under way, in this order.
+    pub(crate) fn backward_chunks(
         &mut self,
         range: &Range<usize>,
         dtype: DType,
         (weights, start): (&Region, usize),
         reads_weights: bool,
-        ahead: &mut dyn FnMut() -> Option<PendingRead>,
-    ) -> Result<Option<(Window<'_>, Vec<(DType, Window<'_>)>)>, EngineError> {
+        prefetched: &mut dyn FnMut() -> Option<PendingRead>,
+    ) -> Result<Option<(RegionChunk<'_>, Vec<(DType, RegionChunk<'_>)>)>, EngineError> {
         let first = self.range.start;
         let bytes = |start: usize, dtype: DType| {
             let size = dtype.size_bytes();
@@ -111,22 +111,22 @@ impl UnitState {
         let Some(spare_weights) = &mut self.spare_weights else {
             return Ok(None);
         };
-        let (own, of_weights) = (bytes(first, dtype), ahead());
-        let weight_window = if reads_weights {
+        let (own, of_weights) = (bytes(first, dtype), prefetched());
+        let weight_chunk = if reads_weights {
             let from = bytes(start, dtype);
-            spare_weights.window_from(own, weights, from, of_weights)?
+            spare_weights.chunk_from(own, weights, from, of_weights)?
         } else {
             spare_weights.window(own, Access::Write, of_weights)?
         };
-        let mut windows = Vec::new();
+        let mut region_chunks = Vec::new();
         for kind in &mut self.kinds {
             if let Some(spare) = &mut kind.spare {
                 let own = bytes(first, kind.dtype);
-                let window = spare.window_from(own.clone(), &kind.region, own, ahead())?;
-                windows.push((kind.dtype, window));
+                let window = spare.chunk_from(own.clone(), &kind.region, own, prefetched())?;
+                region_chunks.push((kind.dtype, window));
             }
         }
-        Ok(Some((weight_window, windows)))
+        Ok(Some((weight_chunk, region_chunks)))
     }
 
     /// What an update in backward writes.
@@ -159,7 +159,7 @@ impl UnitState {
         let (first, range) = (self.range.start, self.range.clone());
         let size = dtype.size_bytes();
         let target = weights;
-        spare_weights.for_each_window::<u16>(
+        spare_weights.for_each_chunk::<u16>(
             first * size / 2,
             range.start * size / 2..range.end * size / 2,
             Access::Read,

@@ -6,12 +6,12 @@ use super::state::UnitState;
 use crate::comm::ReadBuffer;
 use crate::error::EngineError;
 use crate::offload::spill::PendingRead;
-use crate::offload::tier::{Access, Region, WINDOW_ELEMS, Window, windows};
+use crate::offload::tier::{Access, REGION_CHUNK_ELEMS, Region, RegionChunk, region_chunks};
 use crate::plan::blocks::WINDOW_ALIGN;
 use crate::plan::{GroupKind, Plan};
 use crate::spec::UnitId;
 use kernels::DType;
-use optim::{GradWindow, Precision, StateWindow, StepArgs, WeightWindow};
+use optim::{GradChunk, Precision, StateChunk, StepArgs, WeightChunk};
 use std::ops::Range;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
@@ -42,12 +42,14 @@ pub(crate) fn chunks(
 ) -> Vec<Chunk> {
     let most = sub_group_elems.max(1).next_multiple_of(WINDOW_ALIGN);
     let most = if on_disk {
-        most.min(WINDOW_ELEMS)
+        most.min(REGION_CHUNK_ELEMS)
     } else {
         most
     };
     ranges
-        .flat_map(|(unit, range)| windows(range, most).map(move |range| Chunk { unit, range }))
+        .flat_map(|(unit, range)| {
+            region_chunks(range, most).map(move |range| Chunk { unit, range })
+        })
         .collect()
 }
 
@@ -108,8 +110,8 @@ impl Rule<'_> {
         &self,
         chunk: &Chunk,
         grads: &[u8],
-        mut weight_window: Window<'_>,
-        mut state_windows: Vec<(DType, Window<'_>)>,
+        mut weight_chunk: RegionChunk<'_>,
+        mut state_chunks: Vec<(DType, RegionChunk<'_>)>,
     ) -> Result<()> {
         let Chunk { unit, range } = chunk;
         let config = self.plan.config();
@@ -122,27 +124,27 @@ impl Rule<'_> {
                 lr,
                 grad_scale,
             } = self.scalars;
-            let mut slots = state_windows.iter_mut();
+            let mut slots = state_chunks.iter_mut();
             let grad = match config.grad_dtype() {
-                DType::BF16 => GradWindow::Bf16(&bytemuck::cast_slice(grads)[own.clone()]),
-                _ => GradWindow::F32(&bytemuck::cast_slice(grads)[own.clone()]),
+                DType::BF16 => GradChunk::Bf16(&bytemuck::cast_slice(grads)[own.clone()]),
+                _ => GradChunk::F32(&bytemuck::cast_slice(grads)[own.clone()]),
             };
-            let weight = weight_window.as_mut_bytes();
+            let weight = weight_chunk.as_mut_bytes();
             let weight = match precision {
-                Precision::F32 => WeightWindow::F32(&mut elements(weight)[own.clone()]),
-                Precision::PureBf16 => WeightWindow::PureBf16(&mut elements(weight)[own.clone()]),
+                Precision::F32 => WeightChunk::F32(&mut elements(weight)[own.clone()]),
+                Precision::PureBf16 => WeightChunk::PureBf16(&mut elements(weight)[own.clone()]),
                 Precision::Bf16 | Precision::Fp16 => {
                     let Some((_, master)) = slots.next() else {
                         return Ok(());
                     };
                     let master = &mut master.as_mut_slice()[own.clone()];
                     if precision == Precision::Bf16 {
-                        WeightWindow::Mixed {
+                        WeightChunk::Mixed {
                             master,
                             weight: &mut elements(weight)[own.clone()],
                         }
                     } else {
-                        WeightWindow::MixedF16 {
+                        WeightChunk::MixedF16 {
                             master,
                             weight: &mut elements(weight)[own.clone()],
                         }
@@ -151,8 +153,8 @@ impl Rule<'_> {
             };
             let state = slots
                 .map(|(dtype, window)| match dtype {
-                    DType::BF16 => StateWindow::Bf16(&mut window.as_mut_slice()[own.clone()]),
-                    _ => StateWindow::F32(&mut window.as_mut_slice()[own.clone()]),
+                    DType::BF16 => StateChunk::Bf16(&mut window.as_mut_slice()[own.clone()]),
+                    _ => StateChunk::F32(&mut window.as_mut_slice()[own.clone()]),
                 })
                 .collect();
             self.optimizer.rule.step(StepArgs {
@@ -168,8 +170,8 @@ impl Rule<'_> {
                 state,
             })?;
         }
-        weight_window.commit()?;
-        for (_, window) in state_windows {
+        weight_chunk.commit()?;
+        for (_, window) in state_chunks {
             window.commit()?;
         }
         Ok(())
@@ -206,11 +208,11 @@ impl Rule<'_> {
             Access::Write
         };
         let mut reads = reads.into_iter();
-        let mut ahead = || reads.next().flatten();
+        let mut prefetched = || reads.next().flatten();
 
         let (grads_start, grad_dtype) = (gradients.range().start, gradients.dtype());
-        let of_gradients = ahead();
-        let mut grad_window = match gathered {
+        let of_gradients = prefetched();
+        let mut grad_chunk = match gathered {
             Some(_) => None,
             None => {
                 let bytes = bytes(range, grads_start, grad_dtype);
@@ -218,22 +220,22 @@ impl Rule<'_> {
                 Some(region.window(bytes, Access::Read, of_gradients)?)
             }
         };
-        let grads: &[u8] = match (gathered, &mut grad_window) {
+        let grads: &[u8] = match (gathered, &mut grad_chunk) {
             (Some(all), _) => all.part(bytes(range, 0, grad_dtype)),
             (None, Some(window)) => window.as_mut_bytes(),
             (None, None) => &[],
         };
 
         let weight_bytes = bytes(range, weights_start, dtype);
-        let weight_window = weights.window(weight_bytes, weight_access, ahead())?;
+        let weight_chunk = weights.window(weight_bytes, weight_access, prefetched())?;
         let state_start = state.range().start;
-        let mut state_windows: Vec<(DType, Window<'_>)> = Vec::new();
+        let mut state_chunks: Vec<(DType, RegionChunk<'_>)> = Vec::new();
         for (_, dtype, region) in state.kinds_mut() {
             let bytes = bytes(range, state_start, dtype);
-            let window = region.window(bytes, Access::Update, ahead())?;
-            state_windows.push((dtype, window));
+            let window = region.window(bytes, Access::Update, prefetched())?;
+            state_chunks.push((dtype, window));
         }
-        self.apply(chunk, grads, weight_window, state_windows)
+        self.apply(chunk, grads, weight_chunk, state_chunks)
     }
 }
 
@@ -256,7 +258,7 @@ mod tests {
         assert_eq!(of(0), [32..2_048, 2_048..4_096, 4_096..5_000]);
         assert_eq!(of(3), [0..2_048, 2_048..4_096]);
         let large = |on_disk| chunks([(UnitId(0), 0..1 << 20)].into_iter(), 1 << 24, on_disk);
-        let windows = (1 << 20) / WINDOW_ELEMS;
-        assert_eq!((large(false).len(), large(true).len()), (1, windows));
+        let region_chunks = (1 << 20) / REGION_CHUNK_ELEMS;
+        assert_eq!((large(false).len(), large(true).len()), (1, region_chunks));
     }
 }

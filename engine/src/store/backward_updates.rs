@@ -1,14 +1,14 @@
-//! What a store hands to the thread of early updates, and what it takes back.
+//! What a store hands to the thread of optimizer in backward, and what it takes back.
 
-use super::{Early, Residency, Result, Store};
+use super::{BackwardUpdate, Residency, Result, Store};
 use crate::error::EngineError;
 use crate::offload::tier::Region;
 use crate::plan::JOBS;
 use crate::plan::{GroupKind, Tier};
 use crate::spec::UnitId;
 use crate::step::OptimizerConfig;
-use crate::step::gradients::Moment;
-use crate::step::optimizer_in_backward::{EarlyRun, Gradients, Job};
+use crate::step::gradients::RoundingKey;
+use crate::step::optimizer_in_backward::{BackwardJob, BackwardUpdates, Gradients};
 use crate::step::state::UnitState;
 use crate::step::update::Scalars;
 use crate::trace::Lane;
@@ -17,29 +17,30 @@ use std::time::{Duration, Instant};
 
 impl Store {
     /// The coming pass is the last of its update, whose numbers are `scalars`.
-    pub(crate) fn begin_early(
+    pub(crate) fn begin_in_backward(
         &mut self,
         optimizer: &Arc<OptimizerConfig>,
         scalars: Scalars,
     ) -> Result<()> {
         // What an update came to that never was made is nothing.
-        self.end_early()?;
+        self.end_in_backward()?;
         self.units
             .iter_mut()
-            .for_each(|unit| unit.early = Early::default());
+            .for_each(|unit| unit.in_backward = BackwardUpdate::default());
         // Weights on a device are read, and spares written, beside what this pass queues.
-        self.settle_weights()?;
+        self.record_weight_writes()?;
         let states = self.units.iter_mut().filter_map(|unit| unit.state.as_mut());
         self.tiers.lend(states.flat_map(UnitState::spare_mut))?;
-        let run = EarlyRun::start(self.plan.clone(), optimizer.clone(), scalars, &self.tiers)?;
-        self.early = Some(run);
+        let run =
+            BackwardUpdates::start(self.plan.clone(), optimizer.clone(), scalars, &self.tiers)?;
+        self.in_backward = Some(run);
         Ok(())
     }
 
     /// Takes everything back from the thread.
     pub(super) fn collect(&mut self) -> Result<()> {
         let mut outcome = Ok(());
-        while let Some(run) = &mut self.early
+        while let Some(run) = &mut self.in_backward
             && run.open() > 0
         {
             // All come back, also behind a failure: their memory belongs here.
@@ -50,24 +51,24 @@ impl Store {
     }
 
     /// Ends the thread; the numbers that units were stepped with, if any were announced.
-    pub(crate) fn end_early(&mut self) -> Result<Option<Scalars>> {
+    pub(crate) fn end_in_backward(&mut self) -> Result<Option<Scalars>> {
         let outcome = self.collect();
-        let scalars = self.early.take().map(|run| run.scalars());
+        let scalars = self.in_backward.take().map(|run| run.scalars());
         outcome.map(|()| scalars)
     }
 
     /// Whether the spare of `unit` holds it after the update.
-    pub(crate) fn stepped_early(&self, unit: UnitId) -> bool {
-        self.units[unit.index()].early.stepped
+    pub(crate) fn stepped_in_backward(&self, unit: UnitId) -> bool {
+        self.units[unit.index()].in_backward.stepped
     }
 
     /// Sum of squares of the gradients of `unit`, where they are gone.
     pub(crate) fn consumed_squares(&self, unit: UnitId) -> Option<f64> {
-        self.units[unit.index()].early.squares
+        self.units[unit.index()].in_backward.squares
     }
 
     /// Makes the spare of `unit` its state and weights.
-    pub(crate) fn commit_early(&mut self, unit: UnitId) -> Result<()> {
+    pub(crate) fn commit_in_backward(&mut self, unit: UnitId) -> Result<()> {
         let start = self.resting(unit, GroupKind::Trainable).start;
         let (name, dtype) = (
             self.unit_name(unit),
@@ -87,9 +88,9 @@ impl Store {
     }
 
     /// Hands a unit with its final sum to the thread, if it is stepped early and this is the update's last pass.
-    pub(super) fn step_early(&mut self, unit: UnitId) -> Result<()> {
+    pub(super) fn step_in_backward(&mut self, unit: UnitId) -> Result<()> {
         let route = self.gradient_route(unit);
-        if self.early.is_none() || route.is_none_or(|route| !route.updated_in_backward) {
+        if self.in_backward.is_none() || route.is_none_or(|route| !route.updated_in_backward) {
             return Ok(());
         }
         self.wait_for_thread()?;
@@ -107,10 +108,10 @@ impl Store {
                 reason,
             })
         };
-        if self.early.is_none() {
+        if self.in_backward.is_none() {
             return refuse("the update was not announced before the pass");
         }
-        if self.moment.micro_batch > 0 {
+        if self.rounding_key.micro_batch > 0 {
             return refuse("this is not the update's first micro-batch");
         }
         Ok(())
@@ -120,11 +121,11 @@ impl Store {
     pub(super) fn consume(&mut self, unit: UnitId, values: &[f32]) -> Result<()> {
         self.may_consume(unit)?;
         self.wait_for_thread()?;
-        let mut region = self.waiting.pop().ok_or(EngineError::EarlyThread)?;
+        let mut region = self.waiting.pop().ok_or(EngineError::BackwardThread)?;
         let write = || region.write(0, bytemuck::cast_slice(values));
         let copied = self.copies.time(Tier::Host, write);
         match copied {
-            Ok(()) => self.consume_region(unit, region, self.moment),
+            Ok(()) => self.consume_region(unit, region, self.rounding_key),
             Err(error) => {
                 self.waiting.push(region);
                 Err(error)
@@ -137,7 +138,7 @@ impl Store {
         &mut self,
         unit: UnitId,
         region: Region,
-        at: Moment,
+        at: RoundingKey,
     ) -> Result<()> {
         self.hand_over(unit, Gradients::Coming(region, at))
     }
@@ -150,10 +151,10 @@ impl Store {
             .iter()
             .find(|(kind, _)| *kind == GroupKind::Trainable);
         let weights = weights.map(|(_, region)| (region.clone(), start));
-        let (Some(run), Some(state)) = (&mut self.early, parts.state.take()) else {
+        let (Some(run), Some(state)) = (&mut self.in_backward, parts.state.take()) else {
             return Ok(());
         };
-        let job = Job {
+        let job = BackwardJob {
             unit,
             gradients,
             state,
@@ -166,7 +167,7 @@ impl Store {
 
     /// Waits until the thread has room for one more unit.
     pub(super) fn wait_for_thread(&mut self) -> Result<()> {
-        while let Some(run) = &mut self.early
+        while let Some(run) = &mut self.in_backward
             && run.open() >= JOBS
         {
             let started = Instant::now();
@@ -180,7 +181,7 @@ impl Store {
         Ok(())
     }
 
-    fn take_back(&mut self, job: Job) -> Result<()> {
+    fn take_back(&mut self, job: BackwardJob) -> Result<()> {
         self.update_time += job.took;
         let parts = &mut self.units[job.unit.index()];
         let state = parts.state.insert(job.state);
@@ -190,7 +191,7 @@ impl Store {
             Gradients::Coming(region, _) => self.waiting.push(region),
         }
         job.outcome.and(back)?;
-        parts.early = Early {
+        parts.in_backward = BackwardUpdate {
             stepped: true,
             squares: job.squares,
         };

@@ -1,11 +1,11 @@
 //! The way of gradients from the tape: deposited, collected in a unit's bucket, reduced, and added to their sum.
 //!
-//! A thread ([`Sums`](super::gradient_worker::Sums)) fetches those of a discrete device. The store takes them back before
+//! A thread ([`GradientAccumulator`](super::gradient_worker::Sums)) fetches those of a discrete device. The store takes them back before
 //! the work of the next unit but one, after that unit's weights were queued. Both directions of the bus are busy at once,
 //! and the device stores no more gradients than it computes meanwhile.
 
 use super::device_comm::Produced;
-use super::gradient_worker::{Destination, Job};
+use super::gradient_worker::{AccumulateJob, Destination};
 use super::route::{GradientRoute, Gradients};
 use super::{Result, Store};
 use crate::comm::{Buffer, Collective, CollectiveKind, Tag as CommTag, Ticket};
@@ -13,7 +13,7 @@ use crate::error::EngineError;
 use crate::offload::parallel;
 use crate::plan::{Entry, Phase, Plan, Tier};
 use crate::spec::{ParamId, UnitId};
-use crate::step::gradients::{Accumulator, Moment};
+use crate::step::gradients::{Accumulator, RoundingKey};
 use crate::trace::Lane;
 use kernels::{DType, Fetch, Reservation, Tag, Tensor};
 use std::ops::Range;
@@ -106,10 +106,11 @@ impl Store {
                 bucket.on_device[index] = Some(grad.clone());
                 Ok(())
             }
-            (GradientRoute::AddedOnDevice, _) => self
-                .accumulate(unit, |gradients, plan, moment| {
-                    gradients.add_on_device(group, plan, moment, range, grad)
-                }),
+            (GradientRoute::AddedOnDevice, _) => {
+                self.accumulate(unit, |gradients, plan, rounding_key| {
+                    gradients.add_on_device(group, plan, rounding_key, range, grad)
+                })
+            }
             (GradientRoute::Fetched { .. }, _) => {
                 bucket.fetches.push((range, grad.fetch()?));
                 Ok(())
@@ -121,8 +122,8 @@ impl Store {
             }
             (GradientRoute::Bucketed | GradientRoute::Added, _) => {
                 let values = self.tiers.values(grad)?;
-                self.accumulate(unit, |gradients, plan, moment| {
-                    gradients.add_part(group, plan, moment, range, &values)
+                self.accumulate(unit, |gradients, plan, rounding_key| {
+                    gradients.add_part(group, plan, rounding_key, range, &values)
                 })
             }
         }
@@ -160,10 +161,10 @@ impl Store {
             };
             let sums = device.reduce(unit, group, produced)?;
             if stays {
-                self.accumulate(unit, |gradients, plan, moment| {
-                    gradients.add_all_on_device(group, plan, moment, &sums)
+                self.accumulate(unit, |gradients, plan, rounding_key| {
+                    gradients.add_all_on_device(group, plan, rounding_key, &sums)
                 })?;
-                return self.step_early(unit);
+                return self.step_in_backward(unit);
             }
             let mut end = group
                 .shard(self.plan.shard_of(self.comm.world().rank))
@@ -216,7 +217,7 @@ impl Store {
         let Some((mut buffer, counted)) = buffer else {
             let missing = missing.into_iter();
             self.accumulate(unit, |gradients, _, _| gradients.complete(missing))?;
-            return self.step_early(unit);
+            return self.step_in_backward(unit);
         };
         let clear = |range: Range<usize>| buffer.part_mut::<f32>(range).fill(0.0);
         missing.into_iter().for_each(clear);
@@ -279,7 +280,7 @@ impl Store {
     fn destination(&mut self, unit: UnitId) -> Result<Destination> {
         if self.consumes(unit) {
             self.may_consume(unit)?;
-            let region = self.waiting.pop().ok_or(EngineError::EarlyThread)?;
+            let region = self.waiting.pop().ok_or(EngineError::BackwardThread)?;
             return Ok(Destination::Waiting(region));
         }
         let elems = match self.tiers.counters() {
@@ -303,13 +304,13 @@ impl Store {
         missing: Vec<Range<usize>>,
         destination: Destination,
     ) -> Result<()> {
-        let sums = self.sums.as_mut().ok_or(EngineError::EarlyThread)?;
-        sums.send(Job {
+        let sums = self.sums.as_mut().ok_or(EngineError::BackwardThread)?;
+        sums.send(AccumulateJob {
             unit,
             fetches,
             destination,
             missing,
-            at: self.moment,
+            at: self.rounding_key,
             outcome: Ok(()),
         })
     }
@@ -327,7 +328,7 @@ impl Store {
     /// Waits for the gradients that were handed over first of those still at the thread.
     fn take_brought(&mut self) -> Result<()> {
         let started = Instant::now();
-        let sums = self.sums.as_mut().ok_or(EngineError::EarlyThread)?;
+        let sums = self.sums.as_mut().ok_or(EngineError::BackwardThread)?;
         let job = sums.receive()?;
         self.copies.count(started.elapsed());
         let trace = self.tiers.trace();
@@ -387,23 +388,23 @@ impl Store {
         if self.consumes(unit) {
             return self.consume(unit, values);
         }
-        self.accumulate(unit, |gradients, plan, moment| {
-            gradients.add(&plan.unit(unit).trainable, plan, moment, values)
+        self.accumulate(unit, |gradients, plan, rounding_key| {
+            gradients.add(&plan.unit(unit).trainable, plan, rounding_key, values)
         })?;
-        self.step_early(unit)
+        self.step_in_backward(unit)
     }
 
     fn accumulate(
         &mut self,
         unit: UnitId,
-        add: impl FnOnce(&mut Accumulator, &Plan, Moment) -> Result<()>,
+        add: impl FnOnce(&mut Accumulator, &Plan, RoundingKey) -> Result<()>,
     ) -> Result<()> {
         let name = || self.plan.spec().units[unit.index()].name.clone();
         let Some(gradients) = &mut self.units[unit.index()].gradients else {
             return Err(EngineError::SumsAway { unit: name() });
         };
-        let (plan, moment) = (&self.plan, self.moment);
+        let (plan, rounding_key) = (&self.plan, self.rounding_key);
         self.copies
-            .time(gradients.tier(), || add(gradients, plan, moment))
+            .time(gradients.tier(), || add(gradients, plan, rounding_key))
     }
 }

@@ -9,7 +9,7 @@
 //! with the communicator's fingerprint and deadline, so that ranks that do not agree, or are gone, are named by the host and
 //! do not hang a device.
 //!
-//! A dry run runs the same code on a device that only counts, with messages that nobody sends.
+//! A dry run runs the same code on the meta device, with messages that nobody sends.
 
 use crate::comm::{Collective, CollectiveKind, Communicator, Tag as CommTag, World};
 use crate::error::EngineError;
@@ -130,7 +130,7 @@ fn agree(comm: &dyn Communicator, step: u32, own: Result<Vec<u8>>) -> Result<Vec
         .collect();
     match refusals.is_empty() {
         true => Ok(all.into_iter().map(|said| said[1..].to_vec()).collect()),
-        false => Err(EngineError::DevicesApart { refusals }),
+        false => Err(EngineError::NoPeerAccess { refusals }),
     }
 }
 
@@ -146,7 +146,7 @@ pub(crate) struct DeviceComm {
     /// `None` in a dry run.
     comm: Option<Arc<dyn Communicator>>,
     /// What peers may read until the next message.
-    lent: Vec<Tensor>,
+    borrowed: Vec<Tensor>,
     /// The mark of communication behind the last pulls; 0 before the first.
     pulled: u64,
     /// By rank: the mark of its pulls that this device waits for already.
@@ -163,7 +163,7 @@ impl DeviceComm {
     /// Opens the devices of all ranks.
     ///
     /// # Errors
-    /// [`EngineError::DevicesApart`] on every rank when one shares no memory, or cannot reach another's; what fails when the
+    /// [`EngineError::NoPeerAccess`] on every rank when one shares no memory, or cannot reach another's; what fails when the
     /// ranks join a library's group.
     pub(crate) fn join(
         backend: Arc<dyn Backend>,
@@ -274,7 +274,7 @@ impl DeviceComm {
             world,
             shards: how.shards,
             comm: None,
-            lent: Vec::new(),
+            borrowed: Vec::new(),
             pulled: 0,
             awaited: vec![0; world.size],
             changed: true,
@@ -318,7 +318,7 @@ impl DeviceComm {
     pub(crate) fn see_updates<'r>(&self, of: impl Iterator<Item = &'r Resident>) -> Result<()> {
         let peers = self.peers()?;
         for states in of {
-            peers.await_settled(states)?;
+            peers.await_written(states)?;
         }
         Ok(())
     }
@@ -355,7 +355,7 @@ impl DeviceComm {
                 self.awaited[peer] = words[0];
             }
         }
-        self.lent.clear();
+        self.borrowed.clear();
         Ok(all.into_iter().map(|words| words[1..].to_vec()).collect())
     }
 
@@ -374,7 +374,7 @@ impl DeviceComm {
         }
         let (rank, shards) = (self.world.rank, self.shards);
         let peers = self.peers()?;
-        let (mut gathered, mut lent, mut words) = (Gathered::new(), Vec::new(), Vec::new());
+        let (mut gathered, mut borrowed, mut words) = (Gathered::new(), Vec::new(), Vec::new());
         for part in own {
             let (group, size) = (part.group, part.dtype.size_bytes());
             let shard = group.shard(rank % shards);
@@ -393,7 +393,7 @@ impl DeviceComm {
                         .wrapping_add(behind)
                         .wrapping_sub((shard.start * size) as u64)
                 }));
-                lent.push(whole);
+                borrowed.push(whole);
                 continue;
             }
             for slot in &group.slots {
@@ -406,7 +406,7 @@ impl DeviceComm {
                     let own = of(kept.start)..of(kept.end);
                     part.weights.put(peers, own, &tensor, at)?;
                 }
-                lent.push(tensor.clone());
+                borrowed.push(tensor.clone());
                 gathered.push((slot.param, tensor));
             }
         }
@@ -414,11 +414,11 @@ impl DeviceComm {
         let all = self.exchange(CommTag::new("gather", unit.0), &words)?;
         self.arriving = true;
         if !needed {
-            self.unused.extend(lent.iter().cloned());
-            self.lent.extend(lent);
+            self.unused.extend(borrowed.iter().cloned());
+            self.borrowed.extend(borrowed);
             return Ok(Gathered::new());
         }
-        self.lent.extend(lent);
+        self.borrowed.extend(borrowed);
         let peers = self.peers()?;
         let first = rank / shards * shards;
         for peer in (first..first + shards).filter(|peer| *peer != rank) {
@@ -480,7 +480,8 @@ impl DeviceComm {
             });
         }
         let all = self.exchange(CommTag::new("reduce", unit.0), &words)?;
-        self.lent.extend(produced.slots.iter().flatten().cloned());
+        self.borrowed
+            .extend(produced.slots.iter().flatten().cloned());
         let shard = group.shard(self.world.rank % self.shards);
         let mut sums = Vec::new();
         let mut start = shard.start;
@@ -611,7 +612,7 @@ impl DeviceComm {
     }
 
     /// Ends a pass: nothing is lent any more.
-    pub(crate) fn settle(&mut self) -> Result<()> {
+    pub(crate) fn record_write(&mut self) -> Result<()> {
         // Also what nobody pulled has its place until it is there.
         self.arrive()?;
         self.exchange(CommTag::new("settle", 0), &[]).map(drop)

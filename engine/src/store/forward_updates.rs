@@ -1,11 +1,11 @@
-//! What a store hands to the thread of late updates, and what it takes back.
+//! What a store hands to the thread of optimizer in forward, and what it takes back.
 
 use super::{Residency, Result, Store};
 use crate::error::EngineError;
 use crate::plan::GroupKind;
 use crate::spec::UnitId;
 use crate::step::OptimizerConfig;
-use crate::step::optimizer_in_forward::{Job, LateRun};
+use crate::step::optimizer_in_forward::{ForwardJob, ForwardUpdates};
 use crate::step::update::Scalars;
 use crate::trace::Lane;
 use std::sync::Arc;
@@ -13,19 +13,20 @@ use std::time::{Duration, Instant};
 
 impl Store {
     /// Hands `units` to a thread that steps them in this order.
-    pub(crate) fn step_late(
+    pub(crate) fn step_in_forward(
         &mut self,
         units: impl Iterator<Item = UnitId>,
         optimizer: &Arc<OptimizerConfig>,
         scalars: Scalars,
     ) -> Result<()> {
-        let run = LateRun::start(self.plan.clone(), optimizer.clone(), scalars, &self.tiers)?;
+        let run =
+            ForwardUpdates::start(self.plan.clone(), optimizer.clone(), scalars, &self.tiers)?;
         let units = units.map(|unit| {
             let start = self.resting(unit, GroupKind::Trainable).start;
             (unit, start, self.unit_name(unit))
         });
         let units: Vec<_> = units.collect();
-        let run = self.late.insert(run);
+        let run = self.in_forward.insert(run);
         for (unit, start, name) in units {
             let parts = &mut self.units[unit.index()];
             parts.residency = Residency::Sharded;
@@ -40,7 +41,7 @@ impl Store {
             if let (Some(gradients), Some(state)) = (gradients.take(), state.take()) {
                 let (_, weights) = parts.weights.remove(place);
                 parts.updating = Some(place);
-                run.send(Job {
+                run.send(ForwardJob {
                     unit,
                     gradients,
                     weights,
@@ -63,7 +64,7 @@ impl Store {
     pub(crate) fn finish_updates(&mut self) -> Result<()> {
         self.take_updated(|store| {
             let back = store.units.iter().all(|unit| unit.updating.is_none());
-            back && store.late.is_none()
+            back && store.in_forward.is_none()
         })
     }
 
@@ -75,21 +76,21 @@ impl Store {
         let started = Instant::now();
         let mut outcome = Ok(());
         while !enough(self) {
-            let Some(run) = self.late.as_mut().filter(|run| run.open() > 0) else {
-                self.late = None;
+            let Some(run) = self.in_forward.as_mut().filter(|run| run.open() > 0) else {
+                self.in_forward = None;
                 break;
             };
             match run.receive() {
                 Ok(job) => outcome = outcome.and(self.take_back_updated(job)),
                 Err(gone) => {
-                    self.late = None;
+                    self.in_forward = None;
                     return Err(gone);
                 }
             }
         }
         if !enough(self) {
             // A thread that is gone keeps what it had.
-            return Err(EngineError::EarlyThread);
+            return Err(EngineError::BackwardThread);
         }
         self.copies.count(started.elapsed());
         let trace = self.tiers.trace();
@@ -98,7 +99,7 @@ impl Store {
         outcome
     }
 
-    fn take_back_updated(&mut self, job: Job) -> Result<()> {
+    fn take_back_updated(&mut self, job: ForwardJob) -> Result<()> {
         self.update_time += job.took;
         let parts = &mut self.units[job.unit.index()];
         let mut gradients = job.gradients;
@@ -106,7 +107,7 @@ impl Store {
         parts.gradients = Some(gradients);
         let state = parts.state.insert(job.state);
         // Its update may be announced already.
-        let lent = match self.early {
+        let borrowed = match self.in_backward {
             Some(_) => self.tiers.lend(state.spare_mut()),
             None => Ok(()),
         };
@@ -115,6 +116,6 @@ impl Store {
         if let Some(place) = parts.updating.take() {
             parts.weights.insert(place, (GroupKind::Trainable, weights));
         }
-        job.outcome.and(back).and(lent)
+        job.outcome.and(back).and(borrowed)
     }
 }

@@ -10,7 +10,7 @@ use crate::offload::tier::{Access, Region, Tiers};
 use crate::offload::worker::Worker;
 use crate::plan::Plan;
 use crate::spec::UnitId;
-use crate::step::gradients::{Accumulator, Moment};
+use crate::step::gradients::{Accumulator, RoundingKey};
 use crate::trace::Lane;
 use kernels::{Fetch, Reservation};
 use std::ops::Range;
@@ -33,28 +33,28 @@ pub(crate) enum Destination {
 
 /// A unit's gradients of one micro-batch.
 #[derive(Debug)]
-pub(crate) struct Job {
+pub(crate) struct AccumulateJob {
     pub(crate) unit: UnitId,
     /// With their elements of the group, ascending.
     pub(crate) fetches: Vec<(Range<usize>, Fetch)>,
     pub(crate) destination: Destination,
     /// Elements of the group for which nothing came.
     pub(crate) missing: Vec<Range<usize>>,
-    pub(crate) at: Moment,
+    pub(crate) at: RoundingKey,
     pub(crate) outcome: Result<()>,
 }
 
 /// The thread.
 #[derive(Debug)]
-pub(crate) struct Sums(Worker<Job, ()>);
+pub(crate) struct GradientAccumulator(Worker<AccumulateJob, ()>);
 
-impl Sums {
+impl GradientAccumulator {
     pub(crate) fn start(plan: Arc<Plan>, tiers: &Tiers) -> Result<Self> {
         let trace = tiers.trace().clone();
-        let work = move |job: &mut Job, (): ()| {
+        let work = move |job: &mut AccumulateJob, (): ()| {
             let started = trace.now();
             job.outcome = job.take(&plan);
-            trace.end(started, Lane::Sums, || {
+            trace.end(started, Lane::GradientAccumulator, || {
                 plan.spec().units[job.unit.index()].name.clone()
             });
         };
@@ -67,17 +67,17 @@ impl Sums {
     }
 
     /// Hands a unit's gradients over.
-    pub(crate) fn send(&mut self, job: Job) -> Result<()> {
+    pub(crate) fn send(&mut self, job: AccumulateJob) -> Result<()> {
         Ok(self.0.send(job, ())?)
     }
 
     /// Waits for those that were handed over first of those still there.
-    pub(crate) fn receive(&mut self) -> Result<Job> {
+    pub(crate) fn receive(&mut self) -> Result<AccumulateJob> {
         Ok(self.0.receive()?)
     }
 }
 
-impl Job {
+impl AccumulateJob {
     fn take(&mut self, plan: &Plan) -> Result<()> {
         let group = &plan.unit(self.unit).trainable;
         // Elements in front of a piece, within its fetch.

@@ -23,14 +23,14 @@ use crate::error::EngineError;
 use crate::offload::tier::{Region, Tiers};
 use crate::plan::{Entry, GroupKind, Pass, PassKind, Phase, Plan, Stored, Tier, UnitPlan, Visit};
 use crate::spec::{ParamId, UnitId};
-use crate::step::gradients::{Accumulator, Moment};
-use crate::step::optimizer_in_backward::EarlyRun;
-use crate::step::optimizer_in_forward::LateRun;
+use crate::step::gradients::{Accumulator, RoundingKey};
+use crate::step::optimizer_in_backward::BackwardUpdates;
+use crate::step::optimizer_in_forward::ForwardUpdates;
 use crate::step::state::UnitState;
 use crate::timing::CopyClock;
 use crate::trace::Lane;
 use device_comm::{DeviceComm, Gathered, Own, OwnPart};
-use gradient_worker::Sums;
+use gradient_worker::GradientAccumulator;
 use kernels::{ForeignBytes, Reservation, Resident, Tag, Tensor};
 use optim::Optimizer;
 use prefetch_disk::WeightReads;
@@ -77,17 +77,17 @@ struct Unit {
     weights: Vec<(GroupKind, Arc<Region>)>,
     residency: Residency,
     bucket: Option<Bucket>,
-    /// At the thread of early updates while it steps the unit, as the state.
+    /// At the thread of optimizer in backward while it steps the unit, as the state.
     gradients: Option<Accumulator>,
     state: Option<UnitState>,
-    early: Early,
-    /// At the thread of late updates, with gradients, state and the weights that belong at this place.
+    in_backward: BackwardUpdate,
+    /// At the thread of optimizer in forward, with gradients, state and the weights that belong at this place.
     updating: Option<usize>,
 }
 
-/// What an early update of a unit has come to since the gradients were cleared.
+/// What an optimizer in backward of a unit has come to since the gradients were cleared.
 #[derive(Clone, Copy, Default)]
-struct Early {
+struct BackwardUpdate {
     /// The spare holds the unit after the update.
     stepped: bool,
     /// Sum of squares of gradients that are gone.
@@ -105,19 +105,19 @@ pub(crate) struct Store {
     flow: Flow,
     /// The unit whose gradients are still to be fetched.
     closing: Option<UnitId>,
-    /// Whether a moment behind the last change of weights was taken.
-    settled: bool,
+    /// Whether an event was recorded after the last write to the weights.
+    writes_recorded: bool,
     /// Collectives between devices, where these do them.
     device: Option<DeviceComm>,
     pass: Option<Pass>,
     reads: WeightReads,
-    moment: Moment,
+    rounding_key: RoundingKey,
     copies: CopyClock,
-    early: Option<EarlyRun>,
-    late: Option<LateRun>,
+    in_backward: Option<BackwardUpdates>,
+    in_forward: Option<ForwardUpdates>,
     /// The thread that brings gradients from a discrete device to their sums.
-    sums: Option<Sums>,
-    /// Time of the threads of early and late updates so far.
+    sums: Option<GradientAccumulator>,
+    /// Time of the threads of early and optimizer in forward so far.
     update_time: Duration,
     /// Where gradients wait that are consumed as they come.
     waiting: Vec<Region>,
@@ -132,7 +132,7 @@ impl Store {
         (computes, device): (Computes, Option<DeviceComm>),
     ) -> Result<Self> {
         let rank = comm.world().rank;
-        let moment = Moment {
+        let rounding_key = RoundingKey {
             step: 0,
             micro_batch: 0,
         };
@@ -144,7 +144,7 @@ impl Store {
             gradients: None,
             state: (!unit.trainable.is_empty())
                 .then(|| UnitState::new(plan.updated_range(unit.id, rank))),
-            early: Early::default(),
+            in_backward: BackwardUpdate::default(),
             updating: None,
         });
         let mut units: Vec<Unit> = units.collect();
@@ -168,7 +168,7 @@ impl Store {
         }
         let flow = Flow::new(&plan, computes);
         let sums = match flow.defers_gradients {
-            true => Some(Sums::start(plan.clone(), &tiers)?),
+            true => Some(GradientAccumulator::start(plan.clone(), &tiers)?),
             false => None,
         };
         Ok(Self {
@@ -179,14 +179,14 @@ impl Store {
             pending: VecDeque::new(),
             flow,
             closing: None,
-            settled: false,
+            writes_recorded: false,
             device,
             pass: None,
             reads: WeightReads::default(),
-            moment,
+            rounding_key,
             copies: CopyClock::default(),
-            early: None,
-            late: None,
+            in_backward: None,
+            in_forward: None,
             sums,
             update_time: Duration::ZERO,
             waiting,
@@ -213,7 +213,7 @@ impl Store {
 
     /// Lets copies between devices wait for the change of weights that comes.
     fn weights_change(&mut self) {
-        self.settled = false;
+        self.writes_recorded = false;
         let on_device = self.flow.weights_on_device;
         if let Some(device) = self.device.as_mut().filter(|_| on_device) {
             device.weights_change();
@@ -277,7 +277,7 @@ impl Store {
         let Some(gradients) = &mut self.units[unit.index()].gradients else {
             return Ok(None);
         };
-        gradients.settle()?;
+        gradients.record_write()?;
         Ok(Some(gradients))
     }
 
@@ -288,7 +288,7 @@ impl Store {
 
     /// Forgets all gradients: the next micro-batch is the first of update `step + 1`.
     pub(crate) fn clear_gradients(&mut self, step: u64) {
-        self.moment = Moment {
+        self.rounding_key = RoundingKey {
             step,
             micro_batch: 0,
         };
@@ -296,7 +296,7 @@ impl Store {
             if let Some(gradients) = &mut unit.gradients {
                 gradients.clear();
             }
-            unit.early = Early::default();
+            unit.in_backward = BackwardUpdate::default();
         }
     }
 
@@ -333,7 +333,7 @@ impl Store {
         self.pass = None;
         self.reads.clear();
         if let Some(device) = &mut self.device {
-            device.settle()?;
+            device.record_write()?;
         }
         self.drain(0)?;
         self.collect()
@@ -341,7 +341,7 @@ impl Store {
 
     /// Counts a micro-batch of the present update.
     pub(crate) fn count_micro_batch(&mut self) {
-        self.moment.micro_batch += 1;
+        self.rounding_key.micro_batch += 1;
     }
 
     /// Drops a pass that failed half way: nothing of its gradients is kept.
@@ -352,7 +352,7 @@ impl Store {
         self.abandon_sums();
         self.pending.clear();
         // The pass has failed already: what the thread says can only come of that.
-        self.end_early().ok();
+        self.end_in_backward().ok();
         if let Some(device) = &mut self.device {
             device.arrive().ok();
         }
@@ -372,7 +372,7 @@ impl Store {
         self.copies.total()
     }
 
-    /// Time of the threads of early and late updates so far.
+    /// Time of the threads of early and optimizer in forward so far.
     pub(crate) fn update_time(&self) -> Duration {
         self.update_time
     }
@@ -390,18 +390,18 @@ impl Store {
         if self.on_device() {
             return Ok(());
         }
-        let ahead = self.plan.config().prefetch_units;
+        let prefetched = self.plan.config().prefetch_units;
         loop {
             let Some(pass) = &mut self.pass else {
                 return Ok(());
             };
             let at = pass.started;
-            if at > pass.position + ahead || at >= pass.schedule.len() {
+            if at > pass.position + prefetched || at >= pass.schedule.len() {
                 return Ok(());
             }
             pass.started += 1;
             let unit = pass.schedule[at].unit;
-            if self.flow.gathers && !pass.keeps(at, ahead) {
+            if self.flow.gathers && !pass.keeps(at, prefetched) {
                 self.start_gather(unit)?;
             }
         }
@@ -415,20 +415,20 @@ impl Store {
         let Some(pass) = &self.pass else {
             return Ok(());
         };
-        let ahead = self.plan.config().prefetch_units;
-        let started = !pass.on_device || self.flow.gathers_ahead;
+        let prefetched = self.plan.config().prefetch_units;
+        let started = !pass.on_device || self.flow.prefetches_gathers;
         let first = if self.flow.gathers && started {
             pass.started
         } else {
             pass.position
         };
-        for at in first..(first + 1 + ahead).min(pass.schedule.len()) {
+        for at in first..(first + 1 + prefetched).min(pass.schedule.len()) {
             let unit = pass.schedule[at].unit;
             let resident = matches!(
                 self.units[unit.index()].residency,
                 Residency::Resident(_) | Residency::InFlight(_) | Residency::OnDevice(_)
             );
-            if resident || pass.keeps(at, ahead) {
+            if resident || pass.keeps(at, prefetched) {
                 continue;
             }
             for (kind, region) in &self.units[unit.index()].weights {
@@ -440,20 +440,20 @@ impl Store {
         Ok(())
     }
 
-    /// Takes a moment behind the last change of all weights that rest on a device, before the work of a pass is queued:
+    /// Records an event after the last write to all weights stored on a device, before the work of a pass is queued:
     /// gathers through the host then wait for no work.
-    fn settle_weights(&mut self) -> Result<()> {
-        if std::mem::replace(&mut self.settled, true) || !self.flow.weights_on_device {
+    fn record_weight_writes(&mut self) -> Result<()> {
+        if std::mem::replace(&mut self.writes_recorded, true) || !self.flow.weights_on_device {
             return Ok(());
         }
         let regions = self.units.iter_mut().flat_map(|unit| &mut unit.weights);
         let regions = regions.filter_map(|(_, region)| Arc::get_mut(region));
-        self.tiers.settle(regions)
+        self.tiers.record_write(regions)
     }
 
     fn start_gather(&mut self, unit: UnitId) -> Result<()> {
         self.await_update(unit)?;
-        self.settle_weights()?;
+        self.record_weight_writes()?;
         let rank = self.plan.shard_of(self.comm.world().rank);
         let mut tickets = Vec::new();
         for (kind, region) in &self.units[unit.index()].weights {
@@ -646,7 +646,7 @@ impl Store {
         self.start_gathers()?;
         self.gather_at_cursor()?;
         self.drop_gathered(entry.unit);
-        self.gather_ahead()?;
+        self.prefetch_gather()?;
         self.take_sums()?;
         self.finish_entry(entry)
     }
@@ -667,8 +667,8 @@ impl Store {
             return Ok(());
         };
         pass.position += 1;
-        let ahead = self.plan.config().prefetch_units.max(1);
-        let next = pass.schedule.iter().skip(pass.position).take(ahead);
+        let prefetched = self.plan.config().prefetch_units.max(1);
+        let next = pass.schedule.iter().skip(pass.position).take(prefetched);
         if !next.into_iter().any(|next| next.unit == entry.unit) {
             self.units[entry.unit.index()].residency = Residency::Sharded;
         }
@@ -683,7 +683,7 @@ impl Store {
     pub(crate) fn lease(&mut self, unit: UnitId, phase: Phase) -> Result<Vec<(ParamId, Tensor)>> {
         self.advance_to(Entry { unit, phase })?;
         self.make_resident(unit)?;
-        self.gather_ahead()?;
+        self.prefetch_gather()?;
         match &self.units[unit.index()].residency {
             Residency::Resident(groups) => self.tensors(unit, groups),
             Residency::OnDevice(gathered) => shaped(&self.plan, gathered),

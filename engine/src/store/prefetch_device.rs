@@ -7,8 +7,8 @@ use crate::spec::UnitId;
 impl Store {
     /// The unit whose weights are uploaded next, unless the batch passes over it.
     pub(crate) fn next_upload(&self) -> Option<UnitId> {
-        let ahead = |pass: &&Pass| self.flow.uploads_ahead && !pass.on_device;
-        let pass = self.pass.as_ref().filter(ahead)?;
+        let prefetched = |pass: &&Pass| self.flow.prefetch_weights && !pass.on_device;
+        let pass = self.pass.as_ref().filter(prefetched)?;
         Some(pass.schedule[pass.next_unit()?].unit)
     }
 
@@ -23,18 +23,18 @@ impl Store {
 
     /// Takes part in the devices' gathers up to the next unit, so that they run beside the work of the unit at the cursor.
     /// How far a rank is depends on its place in the schedule only, so that all do the same.
-    pub(super) fn gather_ahead(&mut self) -> Result<()> {
+    pub(super) fn prefetch_gather(&mut self) -> Result<()> {
         let next = self.pass.as_ref().and_then(Pass::next_unit);
-        match next.filter(|_| self.flow.gathers_ahead) {
+        match next.filter(|_| self.flow.prefetches_gathers) {
             Some(next) => self.gather_up_to(next),
             None => Ok(()),
         }
     }
 
     fn gather_up_to(&mut self, last: usize) -> Result<()> {
-        let ahead = self.plan.config().prefetch_units;
+        let prefetched = self.plan.config().prefetch_units;
         while let Some(pass) = &mut self.pass
-            && let Some((unit, needed)) = pass.next_gather(last, ahead)
+            && let Some((unit, needed)) = pass.next_gather(last, prefetched)
         {
             self.gather_on_device(unit, needed)?;
         }

@@ -6,17 +6,17 @@
 use crate::error::EngineError;
 use crate::plan::{GroupKind, Plan};
 use crate::spec::{ParamId, UnitId};
-use kernels::{Arrival, Backend, DType, Tag};
+use kernels::{Backend, DType, ReservedUpload, Tag};
 use std::collections::BTreeMap;
 
 /// The places, by parameter.
-pub(crate) type Places = BTreeMap<ParamId, Arrival>;
+pub(crate) type Reserved = BTreeMap<ParamId, ReservedUpload>;
 
 /// Places for one unit at most.
 #[derive(Default)]
-pub(crate) struct Ahead(Option<(UnitId, Places)>);
+pub(crate) struct Prefetched(Option<(UnitId, Reserved)>);
 
-impl Ahead {
+impl Prefetched {
     /// Has places for `next` from here on, in the order of its parameters; those of another unit are given back first.
     pub(crate) fn reserve(
         &mut self,
@@ -37,19 +37,19 @@ impl Ahead {
             weights.extend(slots.map(|slot| (slot.param, plan.dtype_of(kind))));
         }
         weights.sort_unstable_by_key(|(id, _)| *id);
-        let mut places = Places::new();
+        let mut reserved = Reserved::new();
         for (id, dtype) in weights {
             let shape = plan.spec().params[id.index()].shape;
-            places.insert(id, backend.reserve_upload(shape, dtype, Tag::Gathered)?);
+            reserved.insert(id, backend.reserve_upload(shape, dtype, Tag::Gathered)?);
         }
-        self.0 = Some((unit, places));
+        self.0 = Some((unit, reserved));
         Ok(())
     }
 
     /// The places that were taken for `unit`. Those of another one, which a batch passes over, are given back.
-    pub(crate) fn take(&mut self, unit: UnitId) -> Places {
+    pub(crate) fn take(&mut self, unit: UnitId) -> Reserved {
         let taken = self.0.take().filter(|(other, _)| *other == unit);
-        taken.map(|(_, places)| places).unwrap_or_default()
+        taken.map(|(_, reserved)| reserved).unwrap_or_default()
     }
 
     /// Gives all places back.

@@ -90,9 +90,9 @@ pub(crate) struct Flow {
     /// The devices gather them in passes that compute.
     pub(crate) gathers_on_device: bool,
     /// The devices gather them one unit ahead of their use.
-    pub(crate) gathers_ahead: bool,
+    pub(crate) prefetches_gathers: bool,
     /// They are copied to the device one unit ahead of their use.
-    pub(crate) uploads_ahead: bool,
+    pub(crate) prefetch_weights: bool,
     /// They are stored on a disk.
     pub(crate) weights_on_disk: bool,
     /// They are stored in a discrete device's memory.
@@ -112,13 +112,13 @@ impl Flow {
         Self {
             gathers,
             gathers_on_device: gathers && device.collects,
-            gathers_ahead: plan.gathers_ahead(),
-            uploads_ahead: plan.uploads_ahead(),
+            prefetches_gathers: plan.prefetches_gathers(),
+            prefetch_weights: plan.prefetch_weights(),
             weights_on_disk: param == Tier::Nvme,
             weights_on_device: param == Tier::Device && device.stores,
             reduces_on_device: plan.config().shards_gradients() && device.collects,
             defers_gradients: device.discrete,
-            updates_in_forward: plan.steps_late(),
+            updates_in_forward: plan.updates_in_forward(),
         }
     }
 }
@@ -161,6 +161,6 @@ fn gradients(plan: &Plan, unit: &UnitPlan, device: Computes) -> Gradients {
         route,
         reduced,
         consumed,
-        updated_in_backward: plan.steps_early(unit.id),
+        updated_in_backward: plan.updates_in_backward(unit.id),
     }
 }

@@ -13,13 +13,13 @@ use crate::error::EngineError;
 use crate::offload::activations::Activations;
 use crate::offload::activations::placed;
 use crate::offload::spill::SpillStats;
-use crate::offload::tier::{Tiers, windows};
+use crate::offload::tier::{Tiers, region_chunks};
 use crate::plan::{GroupKind, PassKind, Phase, Plan, Tier, UnitPlan, Visit};
 use crate::spec::{ParamId, UnitId};
 use crate::step::OptimizerConfig;
 use crate::step::device_step::DeviceStep;
 use crate::store::device_comm::{DeviceComm, How};
-use crate::store::prefetch_upload::Ahead;
+use crate::store::prefetch_upload::Prefetched;
 use crate::store::route::Computes;
 use crate::store::{Store, lease_of};
 use crate::timing::{DeviceTimes, Times};
@@ -70,7 +70,7 @@ pub struct Zero {
     /// Where a device steps what it keeps.
     device_step: Option<DeviceStep>,
     /// Whether updates go on beside the next pass.
-    steps_late: bool,
+    updates_in_forward: bool,
     exchange: step::Exchange,
     /// Whether the host cannot address the device's memory.
     discrete: bool,
@@ -82,7 +82,7 @@ pub struct Zero {
     /// On a discrete device, the weights leased last: the next ones come in while it still computes with these.
     uploaded: RefCell<Option<Uploaded>>,
     /// On a discrete device, places for those that are leased next.
-    ahead: RefCell<Ahead>,
+    prefetched: RefCell<Prefetched>,
     /// The last unit leased in a pass that has not ended well.
     leased: Cell<Option<(UnitId, Phase)>>,
     /// When it was leased, if that is recorded.
@@ -128,7 +128,7 @@ impl Zero {
             None
         };
         let computes = Computes {
-            discrete: backend.device().is_apart(),
+            discrete: !backend.device().is_host_addressable(),
             stores: tiers.are_resident(),
             collects: device.is_some(),
         };
@@ -146,9 +146,9 @@ impl Zero {
         };
         // A device steps in the order of its work.
         let there = computes.stores && plan.config().offload.optimizer == Tier::Device;
-        let steps_late = plan.steps_late() && !there;
+        let updates_in_forward = plan.updates_in_forward() && !there;
         // What is gathered ahead has its place already.
-        let frees_first = plan.config().prefetch_units == 0 || plan.gathers_ahead();
+        let frees_first = plan.config().prefetch_units == 0 || plan.prefetches_gathers();
         let activations = Activations::new(plan.config().offload.activation, tiers.clone())
             .map(|keeper| keeper.of(&*backend));
         let exchange = step::Exchange::new(&plan);
@@ -160,7 +160,7 @@ impl Zero {
             activations,
             tiers,
             device_step,
-            steps_late,
+            updates_in_forward,
             exchange,
             discrete: computes.discrete,
             frees_first,
@@ -168,7 +168,7 @@ impl Zero {
             step: 0,
             totals: Totals::default(),
             uploaded: RefCell::new(None),
-            ahead: RefCell::default(),
+            prefetched: RefCell::default(),
             leased: Cell::new(None),
             leased_at: Cell::new(None),
             non_finite: None,
@@ -244,7 +244,7 @@ impl Zero {
                     .group(kind)
                     .parts(resting.clone())
                     .flat_map(|(slot, part)| {
-                        windows(part, LOAD_CHUNK_ELEMS).map(|p| (slot.param, slot.offset, p))
+                        region_chunks(part, LOAD_CHUNK_ELEMS).map(|p| (slot.param, slot.offset, p))
                     })
                     .collect();
                 for (param, offset, part) in pieces {
@@ -276,7 +276,7 @@ impl Zero {
         self.trains.set(kind == PassKind::Train);
         // What a pass that failed has left.
         self.uploaded.take();
-        self.ahead.borrow_mut().clear();
+        self.prefetched.borrow_mut().clear();
         self.store.borrow_mut().begin_pass(kind, None);
     }
 
@@ -286,7 +286,7 @@ impl Zero {
     /// When communication fails.
     pub fn end_pass(&self) -> Result<()> {
         self.uploaded.take();
-        self.ahead.take();
+        self.prefetched.take();
         self.store.borrow_mut().end_pass()?;
         self.leased.set(None);
         Ok(())
@@ -299,7 +299,7 @@ impl Zero {
     /// When communication fails.
     pub fn end_micro_batch(&mut self, loss_sum: f64, supervised: u64) -> Result<()> {
         self.uploaded.take();
-        self.ahead.take();
+        self.prefetched.take();
         let store = self.store.get_mut();
         store.end_pass()?;
         store.count_micro_batch();
@@ -448,7 +448,7 @@ impl Zero {
             self.make_room()?;
             return Ok(there);
         }
-        let mut places = self.ahead.borrow_mut().take(unit);
+        let mut places = self.prefetched.borrow_mut().take(unit);
         let mut there = Vec::with_capacity(params.len());
         for (id, weight) in params {
             if weight.is_on_device() {
@@ -458,7 +458,7 @@ impl Zero {
             let (shape, dtype, place) = (weight.shape(), weight.dtype(), places.remove(&id));
             let backend = &*self.backend;
             let weight = match place {
-                _ if weight.is_null() => placed(backend, place, shape, dtype, Tag::Gathered)?,
+                _ if weight.is_meta() => placed(backend, place, shape, dtype, Tag::Gathered)?,
                 Some(place) => backend.upload_into(place, &weight.host_bytes()?)?,
                 None => backend.upload(&weight.host_bytes()?, shape, dtype, Tag::Gathered)?,
             };
@@ -474,8 +474,8 @@ impl Zero {
     fn make_room(&self) -> Result<()> {
         self.store.borrow_mut().take_sums()?;
         let next = self.store.borrow().next_upload();
-        let mut ahead = self.ahead.borrow_mut();
-        ahead.reserve(next, &self.plan, &*self.backend)
+        let mut prefetched = self.prefetched.borrow_mut();
+        prefetched.reserve(next, &self.plan, &*self.backend)
     }
 
     /// A lease whose weights stay where the store has them.
@@ -550,7 +550,7 @@ impl LeaseOwner for Zero {
         } else {
             store.abandon_pass();
             self.uploaded.take();
-            self.ahead.take();
+            self.prefetched.take();
             Ok(())
         }
     }

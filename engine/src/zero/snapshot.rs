@@ -6,7 +6,7 @@
 use super::Zero;
 use crate::checkpoint::{Checkpoint, Piece, PieceBytes, Writer};
 use crate::error::EngineError;
-use crate::offload::tier::{Access, Region, windows};
+use crate::offload::tier::{Access, Region, region_chunks};
 use crate::plan::{GroupKind, MASTER, Plan};
 use kernels::DType;
 use std::collections::BTreeSet;
@@ -103,7 +103,7 @@ impl Zero {
                     })?;
                     continue;
                 }
-                for part in windows(part, CHUNK_ELEMS) {
+                for part in region_chunks(part, CHUNK_ELEMS) {
                     scratch.resize(part.len(), 0f32);
                     let bytes = bytemuck::cast_slice_mut(&mut scratch);
                     let elements = logical(&part, slot.offset);
@@ -142,10 +142,10 @@ fn fill(
     mut read: impl FnMut(Range<usize>, &mut [u8]) -> Result<(), EngineError>,
 ) -> Result<(), EngineError> {
     match dtype.size_bytes() {
-        2 => region.for_each_window::<u16>(start, part, Access::Write, |part, out| {
+        2 => region.for_each_chunk::<u16>(start, part, Access::Write, |part, out| {
             read(part, bytemuck::cast_slice_mut(out))
         }),
-        _ => region.for_each_window::<u32>(start, part, Access::Write, |part, out| {
+        _ => region.for_each_chunk::<u32>(start, part, Access::Write, |part, out| {
             read(part, bytemuck::cast_slice_mut(out))
         }),
     }

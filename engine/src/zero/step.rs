@@ -46,7 +46,7 @@ impl Zero {
     /// # Errors
     /// When communication fails or no thread can be started.
     pub fn announce_update(&mut self, lr: f64, loss_scale: f64, supervised: u64) -> Result<()> {
-        if !self.plan.any_steps_early() {
+        if !self.plan.any_updates_in_backward() {
             return Ok(());
         }
         let own = [(self.totals.supervised + supervised) as f64];
@@ -61,7 +61,7 @@ impl Zero {
             grad_scale: GradientScale::new(0.0, divisor, None).factor,
         };
         let optimizer = &self.optimizer;
-        self.store.get_mut().begin_early(optimizer, scalars)
+        self.store.get_mut().begin_in_backward(optimizer, scalars)
     }
 
     /// The optimizer step over everything deposited since the last one: gradients are divided by
@@ -83,7 +83,7 @@ impl Zero {
         // Units that the pass had no use for.
         self.finish_updates()?;
         self.read_device()?;
-        let announced = self.store.get_mut().end_early()?;
+        let announced = self.store.get_mut().end_in_backward()?;
         self.reduce_accumulated()?;
         let totals = self.sum_totals()?;
         let tokens = totals.supervised.max(1) as f64;
@@ -102,7 +102,7 @@ impl Zero {
                 lr,
                 grad_scale: scale.factor,
             };
-            let kept = self.keep_early(announced == Some(scalars))?;
+            let kept = self.keep_in_backward(announced == Some(scalars))?;
             self.step += 1;
             report.step = self.step;
             self.update(scalars, &kept)?;
@@ -219,7 +219,7 @@ impl Zero {
 
     /// Keeps what was updated early if it was updated `rightly`: with the numbers that the step has come to. Returns those
     /// units; all others are still as before the update.
-    fn keep_early(&mut self, rightly: bool) -> Result<Vec<UnitId>> {
+    fn keep_in_backward(&mut self, rightly: bool) -> Result<Vec<UnitId>> {
         let units = self.trainable_units();
         if !rightly {
             let lost = units
@@ -236,10 +236,10 @@ impl Zero {
         let store = self.store.get_mut();
         let stepped: Vec<_> = units
             .into_iter()
-            .filter(|u| store.stepped_early(*u))
+            .filter(|u| store.stepped_in_backward(*u))
             .collect();
         for unit in &stepped {
-            store.commit_early(*unit)?;
+            store.commit_in_backward(*unit)?;
         }
         Ok(stepped)
     }
@@ -251,9 +251,9 @@ impl Zero {
         let on_disk = [config.offload.param, config.offload.optimizer].contains(&Tier::Nvme);
         let mut units = self.trainable_units();
         units.retain(|unit| !done.contains(unit));
-        if self.steps_late {
+        if self.updates_in_forward {
             let store = self.store.get_mut();
-            return store.step_late(units.into_iter(), &self.optimizer, scalars);
+            return store.step_in_forward(units.into_iter(), &self.optimizer, scalars);
         }
         let ranges = units.into_iter().map(|unit| (unit, self.updated(unit)));
         let chunks = chunks(ranges, config.sub_group_elems, on_disk);

@@ -40,18 +40,18 @@ impl Update<'_> {
         chunks: &[Chunk],
         gathered: &mut dyn FnMut(&mut Store, UnitId) -> Result<Option<ReadBuffer>>,
     ) -> Result<()> {
-        let mut ahead: VecDeque<Reads> = VecDeque::new();
+        let mut prefetched: VecDeque<Reads> = VecDeque::new();
         let mut of_unit: Option<(UnitId, Option<ReadBuffer>)> = None;
         for (i, chunk) in chunks.iter().enumerate() {
             if of_unit.as_ref().is_none_or(|(unit, _)| *unit != chunk.unit) {
                 of_unit = Some((chunk.unit, gathered(self.store, chunk.unit)?));
             }
             let all = of_unit.as_ref().and_then(|(_, all)| all.as_ref());
-            while ahead.len() <= CHUNKS_AHEAD && i + ahead.len() < chunks.len() {
-                let next = self.read_ahead(&chunks[i + ahead.len()], all.is_none())?;
-                ahead.push_back(next);
+            while prefetched.len() <= CHUNKS_AHEAD && i + prefetched.len() < chunks.len() {
+                let next = self.read_ahead(&chunks[i + prefetched.len()], all.is_none())?;
+                prefetched.push_back(next);
             }
-            let reads = ahead.pop_front().unwrap_or_default();
+            let reads = prefetched.pop_front().unwrap_or_default();
             let (trace, units) = (self.trace, &self.rule.plan.spec().units);
             let name = || units[chunk.unit.index()].name.clone();
             trace.span(Lane::Update, name, || self.step(chunk, reads, all))?;

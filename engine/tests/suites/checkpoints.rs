@@ -36,8 +36,8 @@ fn resume(case: &Case, output: &Path, until: usize) -> Vec<Vec<u32>> {
     run_world(case.world, |comm| {
         let mut zero = engine_for(case, comm).unwrap();
         load_initial(&mut zero);
-        let folder = find_latest(output).unwrap().unwrap();
-        let checkpoint = Checkpoint::open(&folder).unwrap();
+        let directory = find_latest(output).unwrap().unwrap();
+        let checkpoint = Checkpoint::open(&directory).unwrap();
         checkpoint.verify().unwrap();
         zero.restore(&checkpoint, checkpoint.step()).unwrap();
         let done = zero.step_count() as usize;
@@ -119,8 +119,8 @@ fn a_checkpoint_loads_unchanged_at_every_world_size() {
             let again = tempfile::tempdir().unwrap();
             run_world(to, |comm| {
                 let mut zero = engine_for(&Case::new(to, stage), comm).unwrap();
-                let folder = find_latest(dir.path()).unwrap().unwrap();
-                let checkpoint = Checkpoint::open(&folder).unwrap();
+                let directory = find_latest(dir.path()).unwrap().unwrap();
+                let checkpoint = Checkpoint::open(&directory).unwrap();
                 zero.restore(&checkpoint, checkpoint.step()).unwrap();
                 save(&mut zero, again.path());
             });

@@ -17,7 +17,7 @@ mod check_02_sizes_that_do_not_divide {
     use super::run_world;
     use engine::sharded::{BridgeError, ShardedOptimizer, TensorBridge, TensorGroup, TensorInfo};
     use engine::{Stage, ZeroConfig};
-    use optim::{AdamW, GradWindow, Optimizer, StateWindow, StepArgs, WeightWindow};
+    use optim::{AdamW, GradChunk, Optimizer, StateChunk, StepArgs, WeightChunk};
     use std::sync::Arc;
 
     /// A scalar, fewer elements than ranks, around the alignment of 32, and none at all, alone in a group too.
@@ -91,9 +91,9 @@ mod check_02_sizes_that_do_not_divide {
                     grad_scale: 1.0,
                     seed: 0,
                     first_element: 0,
-                    grad: GradWindow::F32(&gradient),
-                    weight: WeightWindow::F32(&mut model.weights[t]),
-                    state: vec![StateWindow::F32(m), StateWindow::F32(v)],
+                    grad: GradChunk::F32(&gradient),
+                    weight: WeightChunk::F32(&mut model.weights[t]),
+                    state: vec![StateChunk::F32(m), StateChunk::F32(v)],
                 };
                 AdamW::default().step(args).unwrap();
             }
@@ -307,7 +307,7 @@ mod check_15_gathered_weights {
     }
 }
 
-/// Pictures on one rank and none on the other, in turns.
+/// Images on one rank and none on the other, in turns.
 mod check_16_branches_that_depend_on_data {
     use super::{
         Case, distance, engine_for, load_initial, micro_batch, other_order, run_world, toy,
@@ -316,12 +316,12 @@ mod check_16_branches_that_depend_on_data {
 
     const STEPS: usize = 50;
 
-    /// What rank `rank` of two trains on in `step`: only one of them sees pictures.
+    /// What rank `rank` of two trains on in `step`: only one of them sees images.
     fn batch(step: usize, rank: usize) -> Vec<toy::Sample> {
         let mut samples = toy::samples(2 * step + rank, 3);
         for sample in &mut samples {
             sample.supervised = true;
-            sample.picture = (step % 2 == rank).then_some(sample.target);
+            sample.image = (step % 2 == rank).then_some(sample.target);
         }
         samples
     }
@@ -389,7 +389,7 @@ mod check_20_resharding {
 
     /// The ranks' files.
     fn state(checkpoint: &Checkpoint) -> BTreeMap<PathBuf, Vec<u8>> {
-        let entries = fs::read_dir(checkpoint.folder().join("state")).unwrap();
+        let entries = fs::read_dir(checkpoint.directory().join("state")).unwrap();
         entries
             .map(|entry| {
                 let path = entry.unwrap().path();

@@ -1,8 +1,9 @@
 //! A dry run counts what a rank really takes: the same pools, the same places, the same window.
 use engine::comm::{Communicator, threads};
 use engine::{
-    DryRun, EarlyStep, EngineError, ModelSpec, Offload, OptimizerConfig, ParamAccess, ParamSpec,
-    PassKind, Phase, Plan, Precision, Stage, Tier, Tiers, UnitId, UnitSpec, Zero, ZeroConfig,
+    DryRun, EngineError, ModelSpec, Offload, OptimizerConfig, OptimizerInBackward, ParamAccess,
+    ParamSpec, PassKind, Phase, Plan, Precision, Stage, Tier, Tiers, UnitId, UnitSpec, Zero,
+    ZeroConfig,
 };
 use kernels::{Backend, CpuBackend, Pool, PoolStats, Tag, Tensor};
 use optim::{AdamW, Bf16Storage, GroupOptions, MomentDtype, Optimizer, PureBf16};
@@ -182,15 +183,15 @@ fn the_plan_counts_what_the_store_allocates_whatever_the_optimizer_stores() {
         (Bf16Storage::Kahan, MomentDtype::Bf16),
         (Bf16Storage::Kahan, MomentDtype::F32),
     ] {
-        let early = EarlyStep {
+        let early = OptimizerInBackward {
             most_elems: 100_000,
             single_micro_batch: true,
         };
-        for early_step in [None, Some(early)] {
+        for optimizer_in_backward in [None, Some(early)] {
             let config = ZeroConfig {
                 precision: Precision::PureBf16,
                 offload: Offload::CPU,
-                early_step,
+                optimizer_in_backward,
                 ..ZeroConfig::default()
             };
             let rule = AdamW {

@@ -18,17 +18,17 @@ fn checkpoint(output: &Path) -> PathBuf {
     static FILES: OnceLock<Vec<(PathBuf, Vec<u8>)>> = OnceLock::new();
     let files = FILES.get_or_init(|| {
         let dir = tempfile::tempdir().unwrap();
-        let folder = saved(dir.path());
+        let directory = saved(dir.path());
         let names = ["MANIFEST.json", STATE, "state/rank-0000.json"].map(PathBuf::from);
-        let read = |name: PathBuf| (name.clone(), fs::read(folder.join(name)).unwrap());
+        let read = |name: PathBuf| (name.clone(), fs::read(directory.join(name)).unwrap());
         names.into_iter().map(read).collect()
     });
-    let folder = output.join("checkpoint-3");
-    fs::create_dir_all(folder.join("state")).unwrap();
+    let directory = output.join("checkpoint-3");
+    fs::create_dir_all(directory.join("state")).unwrap();
     for (name, bytes) in files {
-        fs::write(folder.join(name), bytes).unwrap();
+        fs::write(directory.join(name), bytes).unwrap();
     }
-    folder
+    directory
 }
 
 fn saved(output: &Path) -> PathBuf {
@@ -51,9 +51,9 @@ fn saved(output: &Path) -> PathBuf {
 }
 
 /// Looks at all of a checkpoint. Whatever comes of it is fine.
-fn look(folder: &Path) -> bool {
-    let whole = audit(folder).is_ok_and(|found| found.is_whole());
-    let Ok(checkpoint) = Checkpoint::open(folder) else {
+fn look(directory: &Path) -> bool {
+    let whole = audit(directory).is_ok_and(|found| found.is_whole());
+    let Ok(checkpoint) = Checkpoint::open(directory) else {
         assert!(!whole, "what cannot be opened is not whole");
         return false;
     };
@@ -74,7 +74,7 @@ fn look(folder: &Path) -> bool {
 }
 
 /// Writes the manifest with a hash that fits it.
-fn sign(folder: &Path, manifest: &Value) {
+fn sign(directory: &Path, manifest: &Value) {
     let mut text = serde_json::to_string_pretty(manifest).unwrap();
     // The digest comes first, whatever a map makes of the order.
     let rest = text.split_off(1);
@@ -83,11 +83,11 @@ fn sign(folder: &Path, manifest: &Value) {
     assert_eq!(&text[DIGEST], "0".repeat(64));
     let digest = blake3::hash(text.as_bytes()).to_hex();
     text.replace_range(DIGEST, &digest);
-    fs::write(folder.join("MANIFEST.json"), text).unwrap();
+    fs::write(directory.join("MANIFEST.json"), text).unwrap();
 }
 
-fn manifest(folder: &Path) -> Value {
-    let text = fs::read(folder.join("MANIFEST.json")).unwrap();
+fn manifest(directory: &Path) -> Value {
+    let text = fs::read(directory.join("MANIFEST.json")).unwrap();
     let mut manifest: Value = serde_json::from_slice(&text).unwrap();
     manifest["digest"] = json!("");
     manifest
@@ -135,11 +135,11 @@ fn odd() -> impl Strategy<Value = Value> {
 #[test]
 fn a_manifest_with_a_recomputed_hash_is_read() {
     let dir = tempfile::tempdir().unwrap();
-    let folder = checkpoint(dir.path());
-    let own = manifest(&folder);
-    sign(&folder, &own);
+    let directory = checkpoint(dir.path());
+    let own = manifest(&directory);
+    sign(&directory, &own);
     // Otherwise the tests below would only ever see a wrong hash.
-    assert!(look(&folder));
+    assert!(look(&directory));
 }
 
 proptest! {
@@ -148,8 +148,8 @@ proptest! {
     #[test]
     fn any_manifest_content_is_read_or_refused(edits in prop::collection::vec((any::<prop::sample::Index>(), odd()), 1..4)) {
         let dir = tempfile::tempdir().unwrap();
-        let folder = checkpoint(dir.path());
-        let mut changed = manifest(&folder);
+        let directory = checkpoint(dir.path());
+        let mut changed = manifest(&directory);
         for (index, value) in edits {
             let mut found = Vec::new();
             places(&changed, String::new(), &mut found);
@@ -159,16 +159,16 @@ proptest! {
             }
             *changed.pointer_mut(&place).unwrap() = value;
         }
-        sign(&folder, &changed);
-        look(&folder);
+        sign(&directory, &changed);
+        look(&directory);
     }
 
     #[test]
     fn any_manifest_bytes_are_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
         let dir = tempfile::tempdir().unwrap();
-        let folder = checkpoint(dir.path());
-        fs::write(folder.join("MANIFEST.json"), bytes).unwrap();
-        prop_assert!(!look(&folder));
+        let directory = checkpoint(dir.path());
+        fs::write(directory.join("MANIFEST.json"), bytes).unwrap();
+        prop_assert!(!look(&directory));
     }
 
     #[test]
@@ -177,8 +177,8 @@ proptest! {
         length in prop_oneof![Just(None), any::<u64>().prop_map(Some), (0u64..400).prop_map(Some)],
     ) {
         let dir = tempfile::tempdir().unwrap();
-        let folder = checkpoint(dir.path());
-        let path = folder.join(STATE);
+        let directory = checkpoint(dir.path());
+        let path = directory.join(STATE);
         let mut bytes = fs::read(&path).unwrap();
         // Its length stays, so that it is read at all.
         let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
@@ -189,14 +189,14 @@ proptest! {
             bytes[..8].copy_from_slice(&length.to_le_bytes());
         }
         fs::write(&path, bytes).unwrap();
-        look(&folder);
+        look(&directory);
     }
 
     #[test]
     fn any_header_offsets_are_read_or_refused(begin in any::<u64>(), end in any::<u64>(), key in 0usize..3) {
         let dir = tempfile::tempdir().unwrap();
-        let folder = checkpoint(dir.path());
-        let path = folder.join(STATE);
+        let directory = checkpoint(dir.path());
+        let path = directory.join(STATE);
         let bytes = fs::read(&path).unwrap();
         let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
         let mut parsed: Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
@@ -208,14 +208,14 @@ proptest! {
         changed.extend(&bytes[8 + header..]);
         fs::write(&path, &changed).unwrap();
         // The manifest says so, too: only the header itself is left to be doubted.
-        let mut own = manifest(&folder);
+        let mut own = manifest(&directory);
         for file in own["files"].as_array_mut().unwrap() {
             if file["path"] == json!(STATE) {
                 file["bytes"] = json!(changed.len());
                 file["blake3"] = json!(blake3::hash(&changed).to_hex().as_str());
             }
         }
-        sign(&folder, &own);
-        look(&folder);
+        sign(&directory, &own);
+        look(&directory);
     }
 }

@@ -10,8 +10,8 @@
 mod checkpoints;
 mod checks;
 mod dry_run;
-mod early_step;
 mod hostile;
 mod invariants;
-mod late_step;
+mod optimizer_in_backward;
+mod optimizer_in_forward;
 mod toy;

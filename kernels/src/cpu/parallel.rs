@@ -61,7 +61,7 @@ pub(crate) fn run_tasks(
 }
 
 /// Progress of one phase: the next task to begin, and the number of ended tasks.
-struct Phase {
+struct Round {
     tasks: usize,
     next: AtomicUsize,
     ended: AtomicUsize,
@@ -92,8 +92,8 @@ pub(crate) fn run_phases(
         }
         return;
     }
-    let phases: Vec<Phase> = (0..phases)
-        .map(|phase| Phase {
+    let phases: Vec<Round> = (0..phases)
+        .map(|phase| Round {
             tasks: tasks(phase),
             next: AtomicUsize::new(0),
             ended: AtomicUsize::new(0),

@@ -98,7 +98,7 @@ struct Chunk {
 impl Chunk {
     fn wait(&mut self, gpu: &Gpu) -> Result<()> {
         match self.busy.take() {
-            Some(event) => gpu.group_state().wait(&event),
+            Some(cuda_event) => gpu.group_state().wait(&cuda_event),
             None => Ok(()),
         }
     }

@@ -49,14 +49,14 @@ pub enum Code {
 /// Directory of compiled modules. Several processes may use it at the same time, because files appear atomically.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Cache {
-    folder: PathBuf,
+    directory: PathBuf,
 }
 
 impl Cache {
     /// Cache in a directory, which is created with the first file.
-    pub fn new(folder: impl Into<PathBuf>) -> Self {
+    pub fn new(directory: impl Into<PathBuf>) -> Self {
         Self {
-            folder: folder.into(),
+            directory: directory.into(),
         }
     }
 
@@ -67,7 +67,7 @@ impl Cache {
             hash.update(part.as_bytes());
         }
         let hash = hash.finalize().to_hex();
-        self.folder
+        self.directory
             .join(format!("{}-{arch}-{}.cubin", module.name(), &hash[..16]))
     }
 
@@ -80,7 +80,7 @@ impl Cache {
 
     fn write(&self, path: &Path, content: &[u8]) -> Result<()> {
         let write = || {
-            fs::create_dir_all(&self.folder)?;
+            fs::create_dir_all(&self.directory)?;
             let partial = path.with_extension(format!("{}.partial", std::process::id()));
             let mut file = fs::File::create(&partial)?;
             file.write_all(blake3::hash(content).as_bytes())?;
@@ -225,8 +225,8 @@ mod tests {
 
     #[test]
     fn the_cache_returns_what_was_written_and_ignores_damaged_files() {
-        let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::new(folder.path().join("deep/cache"));
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Cache::new(directory.path().join("deep/cache"));
         let module = &Family::Cast.modules()[0];
         let path = cache.path(module, "sm_86", "nvrtc 13.0");
         assert_ne!(path, cache.path(module, "sm_80", "nvrtc 13.0"));

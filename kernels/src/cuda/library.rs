@@ -129,42 +129,47 @@ pub fn find(library: Library, search: &Search) -> Found {
 
 /// Places to try, in order. A bare file name is for the dynamic linker.
 fn candidates(library: Library, search: &Search) -> Vec<PathBuf> {
-    let mut folders: Vec<PathBuf> = search.directories.clone();
-    folders.push(PathBuf::new());
+    let mut directories: Vec<PathBuf> = search.directories.clone();
+    directories.push(PathBuf::new());
     if library == Library::Driver {
         // Containers and WSL put the driver's library outside the linker's directories.
-        folders.extend(["/usr/lib/wsl/lib", "/usr/local/nvidia/lib64"].map(PathBuf::from));
+        directories.extend(["/usr/lib/wsl/lib", "/usr/local/nvidia/lib64"].map(PathBuf::from));
     } else {
-        folders.extend(search.cuda_home.iter().map(|home| home.join("lib64")));
-        folders.push("/usr/local/cuda/lib64".into());
+        directories.extend(search.cuda_home.iter().map(|home| home.join("lib64")));
+        directories.push("/usr/local/cuda/lib64".into());
         for site in &search.python_packages {
-            folders.extend(package_folders(&site.join("nvidia")));
+            directories.extend(package_directories(&site.join("nvidia")));
         }
     }
     let files = library.files().iter();
-    folders
+    directories
         .iter()
-        .flat_map(|folder| files.clone().map(move |file| folder.join(file)))
+        .flat_map(|directory| files.clone().map(move |file| directory.join(file)))
         .collect()
 }
 
 /// `nvidia/*/lib` directories in name order; newer layouts (`cu13`) come first.
-fn package_folders(nvidia: &Path) -> Vec<PathBuf> {
+fn package_directories(nvidia: &Path) -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(nvidia) else {
         return Vec::new();
     };
-    let mut folders: Vec<PathBuf> = entries
+    let mut directories: Vec<PathBuf> = entries
         .filter_map(|entry| Some(entry.ok()?.path().join("lib")))
-        .filter(|folder| folder.is_dir())
+        .filter(|directory| directory.is_dir())
         .collect();
-    folders.sort_by_key(|folder| (!folder.to_string_lossy().contains("/cu1"), folder.clone()));
-    folders
+    directories.sort_by_key(|directory| {
+        (
+            !directory.to_string_lossy().contains("/cu1"),
+            directory.clone(),
+        )
+    });
+    directories
 }
 
 fn attempt(library: Library, place: &Path, attempts: &mut Vec<Attempt>) -> Option<PathBuf> {
     let is_file = place
         .parent()
-        .is_some_and(|folder| !folder.as_os_str().is_empty());
+        .is_some_and(|directory| !directory.as_os_str().is_empty());
     let outcome = if is_file && !place.exists() {
         Err("no such file".to_owned())
     } else {
@@ -184,8 +189,8 @@ fn attempt(library: Library, place: &Path, attempts: &mut Vec<Attempt>) -> Optio
 
 fn open(library: Library, place: &Path) -> Result<(), String> {
     let prefix = library.companions();
-    if let (false, Some(folder)) = (prefix.is_empty(), place.parent()) {
-        for companion in files_with_prefix(folder, prefix) {
+    if let (false, Some(directory)) = (prefix.is_empty(), place.parent()) {
+        for companion in files_with_prefix(directory, prefix) {
             // A companion that does not open causes an error when the library is used. Not every version needs it.
             let _unused_outcome = keep_open(&companion);
         }
@@ -210,8 +215,8 @@ fn reason(error: &libloading::Error) -> String {
     }
 }
 
-fn files_with_prefix(folder: &Path, prefix: &str) -> Vec<PathBuf> {
-    let Ok(entries) = std::fs::read_dir(folder) else {
+fn files_with_prefix(directory: &Path, prefix: &str) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(directory) else {
         return Vec::new();
     };
     let names = entries.filter_map(|entry| Some(entry.ok()?.path()));
@@ -278,11 +283,11 @@ mod tests {
 
     #[test]
     fn an_absent_or_broken_library_lists_every_path_tried() {
-        let folder = tempfile::tempdir().unwrap();
-        let broken = folder.path().join("libnccl.so.2");
+        let directory = tempfile::tempdir().unwrap();
+        let broken = directory.path().join("libnccl.so.2");
         std::fs::write(&broken, "not a library").unwrap();
         let search = Search {
-            directories: vec!["/nowhere".into(), folder.path().to_owned()],
+            directories: vec!["/nowhere".into(), directory.path().to_owned()],
             ..Search::default()
         };
         let found = find(Library::Nccl, &search);

@@ -243,16 +243,16 @@ impl Nccl {
         let status =
             unsafe { (self.init_rank)(&raw mut raw, world as c_int, UniqueId(id), rank as c_int) };
         self.check("joining the ranks", status)?;
-        let place = Arc::new(Place {
+        let membership = Arc::new(Membership {
             nccl: self,
             raw,
             state: Mutex::default(),
             changed: Condvar::new(),
         });
-        // If this fails, dropping `place` leaves the communicator.
-        let watch = Watch::over(place.clone(), deadline)?;
+        // If this fails, dropping `membership` leaves the communicator.
+        let watch = Watch::over(membership.clone(), deadline)?;
         Ok(Member {
-            place,
+            membership,
             rank,
             _watch: watch,
         })
@@ -261,15 +261,15 @@ impl Nccl {
 
 /// Communicator handle that is destroyed exactly once.
 #[derive(Debug)]
-struct Place {
+struct Membership {
     nccl: Arc<Nccl>,
     raw: RawCommunicator,
-    state: Mutex<PlaceState>,
+    state: Mutex<MembershipState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct PlaceState {
+struct MembershipState {
     /// Start of the call that has not returned yet.
     called: Option<Instant>,
     /// Whether the communicator is destroyed and must not be used.
@@ -280,16 +280,16 @@ struct PlaceState {
 
 // SAFETY: NCCL allows one call at a time, which the single owner of a place ensures. Only `abort` may run on another
 // thread at the same time.
-unsafe impl Send for Place {}
+unsafe impl Send for Membership {}
 // SAFETY: as above.
-unsafe impl Sync for Place {}
+unsafe impl Sync for Membership {}
 
-impl Place {
-    fn lock(&self) -> MutexGuard<'_, PlaceState> {
+impl Membership {
+    fn lock(&self) -> MutexGuard<'_, MembershipState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn abort(&self, state: &mut PlaceState) {
+    fn abort(&self, state: &mut MembershipState) {
         if !std::mem::replace(&mut state.left, true) {
             // SAFETY: the communicator is alive and not used again; abort does not wait for other ranks.
             let _unused_outcome = unsafe { (self.nccl.abort)(self.raw) };
@@ -321,13 +321,13 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for Membership {
     fn drop(&mut self) {
         let state = self.state.get_mut();
         let left = state.unwrap_or_else(PoisonError::into_inner).left;
-        self.abort(&mut PlaceState {
+        self.abort(&mut MembershipState {
             left,
-            ..PlaceState::default()
+            ..MembershipState::default()
         });
     }
 }
@@ -335,13 +335,13 @@ impl Drop for Place {
 /// Watchdog thread: aborts the communicator if a call takes too long, so that the call returns.
 #[derive(Debug)]
 struct Watch {
-    place: Arc<Place>,
+    membership: Arc<Membership>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Watch {
-    fn over(place: Arc<Place>, deadline: Duration) -> Result<Self> {
-        let watched = place.clone();
+    fn over(membership: Arc<Membership>, deadline: Duration) -> Result<Self> {
+        let watched = membership.clone();
         let watch = move || {
             let mut state = watched.lock();
             while !state.closed {
@@ -371,7 +371,7 @@ impl Watch {
             code: e.to_string(),
         })?;
         Ok(Self {
-            place,
+            membership,
             thread: Some(thread),
         })
     }
@@ -379,8 +379,8 @@ impl Watch {
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        self.place.lock().closed = true;
-        self.place.changed.notify_all();
+        self.membership.lock().closed = true;
+        self.membership.changed.notify_all();
         if let Some(thread) = self.thread.take() {
             // The thread runs nothing that panics.
             drop(thread.join());
@@ -391,7 +391,7 @@ impl Drop for Watch {
 /// Membership of one rank in a communicator. Dropping it leaves the communicator.
 #[derive(Debug)]
 pub struct Member {
-    place: Arc<Place>,
+    membership: Arc<Membership>,
     rank: u32,
     _watch: Watch,
 }
@@ -412,10 +412,10 @@ impl Member {
         stream: *mut c_void,
     ) -> Result<()> {
         let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
-        let call = self.place.nccl.all_gather;
+        let call = self.membership.nccl.all_gather;
         // SAFETY: the caller vouches for the memory and the stream.
         let run = |raw| unsafe { call(from, to, n, kind as c_int, raw, stream) };
-        self.place.call("all-gather", run)
+        self.membership.call("all-gather", run)
     }
 
     unsafe fn reduce_scatter(
@@ -426,10 +426,10 @@ impl Member {
         stream: *mut c_void,
     ) -> Result<()> {
         let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
-        let call = self.place.nccl.reduce_scatter;
+        let call = self.membership.nccl.reduce_scatter;
         // SAFETY: the caller vouches for the memory and the stream.
         let run = |raw| unsafe { call(from, to, n, kind as c_int, SUM, raw, stream) };
-        self.place.call("reduce-scatter", run)
+        self.membership.call("reduce-scatter", run)
     }
 
     unsafe fn all_reduce(
@@ -440,27 +440,29 @@ impl Member {
         stream: *mut c_void,
     ) -> Result<()> {
         let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
-        let call = self.place.nccl.all_reduce;
+        let call = self.membership.nccl.all_reduce;
         // SAFETY: the caller vouches for the memory and the stream.
         let run = |raw| unsafe { call(from, to, n, kind as c_int, SUM, raw, stream) };
-        self.place.call("all-reduce", run)
+        self.membership.call("all-reduce", run)
     }
 
     fn check(&self) -> Result<()> {
         let mut status = 0;
-        let call = self.place.nccl.async_error;
+        let call = self.membership.nccl.async_error;
         // SAFETY: the communicator is alive.
         let run = |raw| unsafe { call(raw, &raw mut status) };
-        self.place.call("asking for errors", run)?;
-        self.place.nccl.check("an operation of the group", status)
+        self.membership.call("asking for errors", run)?;
+        self.membership
+            .nccl
+            .check("an operation of the group", status)
     }
 
     fn finish(self) -> Result<()> {
-        let call = self.place.nccl.destroy;
+        let call = self.membership.nccl.destroy;
         // SAFETY: the communicator is alive and not used again.
         let run = |raw| unsafe { call(raw) };
-        self.place.call("leaving the group", run)?;
-        self.place.lock().left = true;
+        self.membership.call("leaving the group", run)?;
+        self.membership.lock().left = true;
         Ok(())
     }
 }

@@ -8,8 +8,8 @@ use std::time::Duration;
 use cudarc::driver::sys::{self, CUevent_flags, CUipcMem_flags_enum};
 use cudarc::driver::{CudaContext, result};
 
-use super::backend::gpu::{event, moment, order};
-use super::backend::{Cause, Moment, PeerExecutor};
+use super::backend::gpu::{cuda_event, event, order};
+use super::backend::{Cause, Event, PeerExecutor};
 use super::error::{DriverResult, Result};
 use super::gpu::Gpu;
 use super::launch::Address;
@@ -25,17 +25,17 @@ const SHARED: u32 =
 
 /// Event created by this process or opened from another one.
 #[derive(Debug)]
-struct Event {
+struct IpcEvent {
     context: Arc<CudaContext>,
     raw: sys::CUevent,
 }
 
 // SAFETY: an event is a plain identifier that any thread may use.
-unsafe impl Send for Event {}
+unsafe impl Send for IpcEvent {}
 // SAFETY: as above; the driver orders calls on it.
-unsafe impl Sync for Event {}
+unsafe impl Sync for IpcEvent {}
 
-impl Event {
+impl IpcEvent {
     fn create(context: &Arc<CudaContext>) -> Result<Self> {
         let mut raw = std::ptr::null_mut();
         // SAFETY: the handle is written before success is reported.
@@ -71,7 +71,7 @@ impl Event {
     }
 }
 
-impl Drop for Event {
+impl Drop for IpcEvent {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
             // SAFETY: created above, destroyed once. A failing driver leaves nothing to do.
@@ -81,7 +81,7 @@ impl Drop for Event {
 }
 
 /// Events of one queue, used in turn.
-type Marks = Vec<Event>;
+type Marks = Vec<IpcEvent>;
 
 /// Events that this process shares, and other ranks' GPUs that it opened.
 #[derive(Debug)]
@@ -117,7 +117,7 @@ impl Drop for Mapped {
 
 impl Peers {
     pub(super) fn new(context: &Arc<CudaContext>) -> Result<Self> {
-        let lane = || -> Result<Marks> { (0..MARKS).map(|_| Event::create(context)).collect() };
+        let lane = || -> Result<Marks> { (0..MARKS).map(|_| IpcEvent::create(context)).collect() };
         Ok(Self {
             marks: [lane()?, lane()?],
             counts: Default::default(),
@@ -145,10 +145,10 @@ impl Gpu {
         })
     }
 
-    fn wait_for(&self, lane: Lane, event: &Event) -> Result<(), Cause> {
+    fn wait_for(&self, lane: Lane, cuda_event: &IpcEvent) -> Result<(), Cause> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: the event is alive, and the stream this GPU's.
-        unsafe { result::stream::wait_event(self.lane(lane)?, event.raw, flags) }
+        unsafe { result::stream::wait_event(self.lane(lane)?, cuda_event.raw, flags) }
             .during("ordering queues of GPUs")?;
         Ok(())
     }
@@ -186,7 +186,7 @@ impl Gpu {
             start,
         };
         let mut marks = || -> Result<Marks, Cause> {
-            let open = |_| Ok(Event::open(context, &next()?)?);
+            let open = |_| Ok(IpcEvent::open(context, &next()?)?);
             (0..MARKS).map(open).collect()
         };
         let marks = [marks()?, marks()?];
@@ -205,8 +205,8 @@ impl PeerExecutor for Gpu {
             .result()
             .during("naming GPU memory for another process")?;
         let mut name = handle.reserved.map(i8::cast_unsigned).to_vec();
-        for event in self.peers()?.marks.iter().flatten() {
-            name.extend(event.handle()?);
+        for cuda_event in self.peers()?.marks.iter().flatten() {
+            name.extend(cuda_event.handle()?);
         }
         Ok(name)
     }
@@ -225,9 +225,9 @@ impl PeerExecutor for Gpu {
         Ok(())
     }
 
-    fn incoming_behind(&self, moment: &Moment) -> Result<(), Cause> {
+    fn incoming_behind(&self, event: &Event) -> Result<(), Cause> {
         let copies = self.copies()?;
-        let behind = event(moment)?;
+        let behind = cuda_event(event)?;
         order(&copies.inward, behind)?;
         order(&copies.communication, behind)
     }
@@ -236,7 +236,7 @@ impl PeerExecutor for Gpu {
         // SAFETY: the caller vouches for the range.
         unsafe { self.copy_in(to, bytes) }?;
         let copies = self.copies()?;
-        order(&copies.communication, &moment(&copies.inward)?)
+        order(&copies.communication, &event(&copies.inward)?)
     }
 
     unsafe fn clear(&self, at: Address, bytes: u64) -> Result<(), Cause> {
@@ -271,9 +271,10 @@ impl PeerExecutor for Gpu {
     fn mark(&self, lane: Lane) -> Result<u64, Cause> {
         let peers = self.peers()?;
         let number = peers.counts[lane as usize].fetch_add(1, Ordering::Relaxed) + 1;
-        let event = &peers.marks[lane as usize][place(number)];
+        let cuda_event = &peers.marks[lane as usize][place(number)];
         // SAFETY: event and stream belong to this GPU's context and are alive.
-        unsafe { result::event::record(event.raw, self.lane(lane)?) }.during("marking a moment")?;
+        unsafe { result::event::record(cuda_event.raw, self.lane(lane)?) }
+            .during("marking a moment")?;
         Ok(number)
     }
 

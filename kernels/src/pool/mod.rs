@@ -4,15 +4,15 @@
 //! two to four times an Adam step on the same bytes.) The address of a block depends only on the order in which blocks
 //! come and go. So a pool of the meta device gets the same addresses as a pool with memory.
 
-mod places;
-mod script;
+mod allocator;
+mod memory_plan;
 mod segment;
 
 use crate::error::{KernelError, Result};
-use places::{Place, Places};
-use script::Recorder;
-pub use script::Script;
-use segment::{LINE_BYTES, Segment};
+use allocator::{Allocation, Allocator};
+pub use memory_plan::MemoryPlan;
+use memory_plan::Recorder;
+use segment::{LINE_BYTES, Mapping};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -143,11 +143,11 @@ const EVENT_LOG: usize = 4096;
 #[derive(Default)]
 struct Inner {
     stats: PoolStats,
-    places: Places,
+    allocator: Allocator,
     /// Bytes of the pool's own blocks; the rest of `in_use` is reserved elsewhere.
     placed: u64,
     /// Mapped memory per segment. Empty on the meta device.
-    memory: Vec<Option<Arc<Segment>>>,
+    memory: Vec<Option<Arc<Mapping>>>,
     events: VecDeque<PoolEvent>,
     recorder: Option<Recorder>,
     following: Option<Following>,
@@ -155,7 +155,7 @@ struct Inner {
 
 /// Memory plan that the pool is following.
 struct Following {
-    script: Arc<Script>,
+    memory_plan: Arc<MemoryPlan>,
     base: usize,
     next: usize,
 }
@@ -165,12 +165,12 @@ impl Inner {
     /// the plan; later blocks are placed by best fit.
     fn scripted(&mut self, lines: usize) -> Option<usize> {
         let following = self.following.as_mut()?;
-        let next = following.script.block(following.next);
+        let next = following.memory_plan.block(following.next);
         following.next += 1;
         let start = next
             .filter(|(planned, _)| *planned == lines)
             .map(|(_, start)| following.base + start)
-            .filter(|start| self.places.is_free(*start, lines));
+            .filter(|start| self.allocator.is_free(*start, lines));
         if start.is_none() {
             self.following = None;
             self.stats.strays += 1;
@@ -226,7 +226,7 @@ impl Pool {
             capacity: Some(bytes),
             arena: true,
             inner: Mutex::new(Inner {
-                places: Places::within(lines),
+                allocator: Allocator::within(lines),
                 ..Inner::default()
             }),
         }))
@@ -287,21 +287,21 @@ impl Pool {
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`] when the capacity would be exceeded.
-    pub(crate) fn place(&self, bytes: usize, tag: Tag) -> Result<Placed> {
+    pub(crate) fn place(&self, bytes: usize, tag: Tag) -> Result<Allocated> {
         let mut inner = self.lock();
         let lines = bytes.div_ceil(LINE_BYTES).max(1);
         let counted = (lines * LINE_BYTES) as u64;
         let scripted = inner.scripted(lines);
         let growth = match scripted {
-            Some(start) => Some(inner.places.growth_from(start, lines)),
-            None => inner.places.growth(lines),
+            Some(start) => Some(inner.allocator.growth_from(start, lines)),
+            None => inner.allocator.growth(lines),
         };
         // No free range that is long enough counts as exceeding the capacity.
         let growth = growth.map_or(u64::MAX, |lines| (lines * LINE_BYTES) as u64);
         self.check(&inner, counted, growth, tag)?;
         let place = match scripted {
-            Some(start) => inner.places.take_at(start, lines),
-            None => inner.places.take(lines),
+            Some(start) => inner.allocator.take_at(start, lines),
+            None => inner.allocator.take(lines),
         };
         if let Some(recorder) = &mut inner.recorder {
             recorder.took(place.start, lines);
@@ -315,25 +315,25 @@ impl Pool {
     /// # Errors
     /// [`KernelError::OutOfMemory`] when the capacity would be exceeded.
     #[cfg(feature = "cuda")]
-    pub(crate) fn place_apart(&self, bytes: usize, tag: Tag) -> Result<Placed> {
+    pub(crate) fn place_apart(&self, bytes: usize, tag: Tag) -> Result<Allocated> {
         let mut inner = self.lock();
         let lines = bytes.div_ceil(LINE_BYTES).max(1);
-        let growth = inner.places.upper_growth(lines);
+        let growth = inner.allocator.upper_growth(lines);
         let growth = growth.map_or(u64::MAX, |lines| (lines * LINE_BYTES) as u64);
         self.check(&inner, (lines * LINE_BYTES) as u64, growth, tag)?;
-        let place = inner.places.take_upper(lines);
+        let place = inner.allocator.take_upper(lines);
         Ok(self.placed(inner, place, tag))
     }
 
-    fn placed(&self, mut inner: MutexGuard<'_, Inner>, place: Place, tag: Tag) -> Placed {
+    fn placed(&self, mut inner: MutexGuard<'_, Inner>, place: Allocation, tag: Tag) -> Allocated {
         let counted = (place.lines * LINE_BYTES) as u64;
-        inner.stats.touched = (inner.places.touched() * LINE_BYTES) as u64;
+        inner.stats.touched = (inner.allocator.touched() * LINE_BYTES) as u64;
         inner.placed += counted;
         inner.stats.add(tag, counted);
         inner.stats.held = inner.stats.held.max(inner.held());
         log(&mut inner, tag, counted as i64);
         drop(inner);
-        Placed {
+        Allocated {
             place,
             counted: Reservation {
                 pool: self.clone(),
@@ -346,26 +346,26 @@ impl Pool {
     /// Starts recording which blocks come and go, until [`Pool::recorded`]. Pools of host memory do not record.
     pub fn record(&self) {
         let mut inner = self.lock();
-        let base = inner.places.end();
+        let base = inner.allocator.end();
         inner.recorder = self.0.arena.then(|| Recorder::new(base));
     }
 
     /// Static memory plan for the recorded blocks, packed by their lifetimes. Empty without a preceding
     /// [`Pool::record`].
-    pub fn recorded(&self) -> Script {
+    pub fn recorded(&self) -> MemoryPlan {
         let recorder = self.lock().recorder.take();
-        recorder.map(Recorder::script).unwrap_or_default()
+        recorder.map(Recorder::memory_plan).unwrap_or_default()
     }
 
-    /// Places the next blocks at the offsets of the memory plan `script`, counted from the current end of the used
+    /// Places the next blocks at the offsets of the memory plan `memory_plan`, counted from the current end of the used
     /// range. `None` returns to best fit. A block that differs from the plan ends it (see [`PoolStats::strays`]);
     /// that block and later ones are placed by best fit.
-    pub fn follow(&self, script: Option<Arc<Script>>) {
+    pub fn follow(&self, memory_plan: Option<Arc<MemoryPlan>>) {
         let mut inner = self.lock();
-        let base = inner.places.end();
-        let script = script.filter(|_| self.0.arena);
-        inner.following = script.map(|script| Following {
-            script,
+        let base = inner.allocator.end();
+        let memory_plan = memory_plan.filter(|_| self.0.arena);
+        inner.following = memory_plan.map(|memory_plan| Following {
+            memory_plan,
             base,
             next: 0,
         });
@@ -393,7 +393,7 @@ impl Pool {
     }
 
     /// Memory of a segment, mapped on first use.
-    fn memory(&self, segment: usize, asked: &Reservation) -> Result<Arc<Segment>> {
+    fn memory(&self, segment: usize, asked: &Reservation) -> Result<Arc<Mapping>> {
         let mut inner = self.lock();
         if inner.memory.len() <= segment {
             inner.memory.resize(segment + 1, None);
@@ -401,8 +401,8 @@ impl Pool {
         if let Some(memory) = &inner.memory[segment] {
             return Ok(memory.clone());
         }
-        let lines = inner.places.segment_lines(segment);
-        let Ok(memory) = Segment::map(lines) else {
+        let lines = inner.allocator.segment_lines(segment);
+        let Ok(memory) = Mapping::map(lines) else {
             return Err(KernelError::OutOfMemory {
                 pool: self.0.name,
                 tag: asked.tag,
@@ -482,13 +482,13 @@ impl Drop for Reservation {
 
 /// Allocated range of a pool. Dropping it frees the range.
 #[derive(Debug)]
-pub(crate) struct Placed {
-    place: Place,
+pub(crate) struct Allocated {
+    place: Allocation,
     counted: Reservation,
 }
 
 #[cfg(feature = "cuda")]
-impl Placed {
+impl Allocated {
     /// Byte offset in the arena.
     pub(crate) fn offset(&self) -> u64 {
         (self.place.start * LINE_BYTES) as u64
@@ -500,23 +500,23 @@ impl Placed {
     }
 }
 
-impl Drop for Placed {
+impl Drop for Allocated {
     fn drop(&mut self) {
         let mut inner = self.counted.pool.lock();
         inner.placed -= self.counted.bytes;
         if let Some(recorder) = &mut inner.recorder {
             recorder.gave_back(self.place.start);
         }
-        inner.places.give_back(self.place);
+        inner.allocator.give_back(self.place);
     }
 }
 
 /// Owned memory of a pool, aligned to 64 bytes.
 #[derive(Debug)]
 pub struct Block {
-    memory: Arc<Segment>,
+    memory: Arc<Mapping>,
     len: usize,
-    placed: Placed,
+    placed: Allocated,
 }
 
 #[expect(
@@ -651,7 +651,7 @@ mod tests {
 
     #[cfg(feature = "cuda")]
     fn run(pool: &Pool, sizes: &[(usize, usize)]) -> Result<Vec<usize>> {
-        let mut live: Vec<(usize, Placed)> = Vec::new();
+        let mut live: Vec<(usize, Allocated)> = Vec::new();
         let mut starts = Vec::new();
         for (now, (bytes, later)) in sizes.iter().enumerate() {
             let placed = pool.place(*bytes, Tag::Activations)?;
@@ -669,12 +669,12 @@ mod tests {
         let rests = pool.place(1000, Tag::Parameters).unwrap();
         pool.record();
         run(&pool, &RUN).unwrap();
-        let script = Arc::new(pool.recorded());
+        let memory_plan = Arc::new(pool.recorded());
         drop(rests);
-        let exact = Pool::arena("GPU", 1024 + script.bytes());
+        let exact = Pool::arena("GPU", 1024 + memory_plan.bytes());
         let _rests = exact.place(1000, Tag::Parameters).unwrap();
         let follow = || {
-            exact.follow(Some(script.clone()));
+            exact.follow(Some(memory_plan.clone()));
             let starts = run(&exact, &RUN);
             exact.follow(None);
             starts.unwrap()
@@ -684,7 +684,10 @@ mod tests {
         run(&exact, &RUN[..4]).unwrap();
         assert_eq!(follow(), first);
         let stats = exact.stats();
-        assert_eq!((stats.touched, stats.strays), (1024 + script.bytes(), 0));
+        assert_eq!(
+            (stats.touched, stats.strays),
+            (1024 + memory_plan.bytes(), 0)
+        );
     }
 
     #[cfg(feature = "cuda")]
@@ -693,14 +696,14 @@ mod tests {
         let pool = Pool::arena("GPU", 1 << 20);
         pool.record();
         run(&pool, &RUN).unwrap();
-        let script = Arc::new(pool.recorded());
-        pool.follow(Some(script.clone()));
+        let memory_plan = Arc::new(pool.recorded());
+        pool.follow(Some(memory_plan.clone()));
         let mut other = RUN;
         other[2].0 += 64;
         run(&pool, &other).unwrap();
         assert_eq!(pool.stats().strays, 1);
         // A memory plan starts after the blocks that exist. Blocks after its end are placed without one.
-        pool.follow(Some(script));
+        pool.follow(Some(memory_plan));
         run(&pool, &RUN).unwrap();
         assert_eq!(pool.stats().strays, 1);
         run(&pool, &RUN[..1]).unwrap();

@@ -21,19 +21,19 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(50);
 
 fn library() -> (TempDir, Arc<Nccl>) {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let status = Command::new("cc")
         .args(["-shared", "-fPIC", "-pthread", "-w", "-o"])
-        .arg(folder.path().join("libnccl.so.2"))
+        .arg(directory.path().join("libnccl.so.2"))
         .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/nccl/library.c"))
         .status();
     assert!(status.unwrap().success());
     let search = Search {
-        directories: vec![folder.path().into()],
+        directories: vec![directory.path().into()],
         ..Search::default()
     };
     let nccl = Arc::new(Nccl::open(&search).unwrap());
-    (folder, nccl)
+    (directory, nccl)
 }
 
 /// Id of a communicator. Its first byte tells the substitute library how the ranks behave.
@@ -50,7 +50,7 @@ fn meet(nccl: &Arc<Nccl>, how: u8, deadline: Duration) -> kernels::cuda::Result<
 /// One test for all cases, because the library counts for the whole process.
 #[test]
 fn ranks_join_are_refused_or_time_out() {
-    let (folder, nccl) = library();
+    let (directory, nccl) = library();
     assert_eq!(nccl.version().unwrap(), "2.28.9");
     let refused = meet(&nccl, b'r', PATIENCE).unwrap_err().to_string();
     assert_eq!(
@@ -76,7 +76,8 @@ fn ranks_join_are_refused_or_time_out() {
     assert!(matches!(late, CudaError::NotJoined { waited: SHORT, .. }));
     drop(meet(&nccl, b'n', PATIENCE).unwrap());
     // SAFETY: the file was opened before, so its initializers have run.
-    let library = unsafe { libloading::Library::new(folder.path().join("libnccl.so.2")) }.unwrap();
+    let library =
+        unsafe { libloading::Library::new(directory.path().join("libnccl.so.2")) }.unwrap();
     // SAFETY: this is its signature.
     let await_aborts: libloading::Symbol<'_, unsafe extern "C" fn(i32) -> i32> =
         unsafe { library.get(b"await_aborts") }.unwrap();

@@ -14,27 +14,27 @@ use kernels::cuda::nvml::{
 use tempfile::TempDir;
 
 /// Directory with the substitute library, built with these definitions.
-fn folder(defines: &[&str]) -> TempDir {
-    let folder = tempfile::tempdir().unwrap();
+fn directory(defines: &[&str]) -> TempDir {
+    let directory = tempfile::tempdir().unwrap();
     let status = Command::new("cc")
         .args(["-shared", "-fPIC", "-w", "-o"])
-        .arg(folder.path().join(FILE_NAME))
+        .arg(directory.path().join(FILE_NAME))
         .args(defines.iter().map(|define| format!("-D{define}")))
         .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/nvml/library.c"))
         .status();
     assert!(status.unwrap().success());
-    folder
+    directory
 }
 
-fn read_from(folder: &TempDir) -> NvmlReport {
-    read(&["/no/such/folder".into(), folder.path().into()])
+fn read_from(directory: &TempDir) -> NvmlReport {
+    read(&["/no/such/folder".into(), directory.path().into()])
 }
 
 #[test]
 fn every_property_of_a_gpu_is_read() {
-    let folder = folder(&[]);
-    let report = read_from(&folder);
-    assert_eq!(report.path, Some(folder.path().join(FILE_NAME)));
+    let directory = directory(&[]);
+    let report = read_from(&directory);
+    assert_eq!(report.path, Some(directory.path().join(FILE_NAME)));
     let outcomes: Vec<_> = report.attempts.iter().map(|a| a.outcome.as_str()).collect();
     assert_eq!(outcomes, ["no such file", "opened"]);
     assert_eq!(report.driver_version.unwrap(), "580.65.06");
@@ -75,7 +75,7 @@ fn every_property_of_a_gpu_is_read() {
 
 #[test]
 fn a_long_list_of_processes_is_read_completely() {
-    let report = read_from(&folder(&["PROCESSES=500", "GPUS=1"]));
+    let report = read_from(&directory(&["PROCESSES=500", "GPUS=1"]));
     let gpus = report.gpus.unwrap();
     assert_eq!(gpus.len(), 1);
     assert_eq!(gpus[0].processes.as_ref().unwrap().len(), 500);
@@ -83,7 +83,7 @@ fn a_long_list_of_processes_is_read_completely() {
 
 #[test]
 fn an_older_library_lacks_only_the_newer_figures() {
-    let report = read_from(&folder(&["OLD", "UNLINKED"]));
+    let report = read_from(&directory(&["OLD", "UNLINKED"]));
     let gpus = report.gpus.unwrap();
     let missing = |function| Err(NvmlError::Missing { function });
     assert_eq!(
@@ -105,7 +105,7 @@ fn an_older_library_lacks_only_the_newer_figures() {
 
 #[test]
 fn a_lost_gpu_is_an_error_in_each_of_its_figures() {
-    let report = read_from(&folder(&["BROKEN"]));
+    let report = read_from(&directory(&["BROKEN"]));
     let gpu = &report.gpus.unwrap()[0];
     let error = gpu.memory.as_ref().unwrap_err();
     assert_eq!(
@@ -120,11 +120,11 @@ fn a_lost_gpu_is_an_error_in_each_of_its_figures() {
 
 #[test]
 fn a_library_that_does_not_start_says_why() {
-    let report = read_from(&folder(&["INIT=18"]));
+    let report = read_from(&directory(&["INIT=18"]));
     let error = report.gpus.unwrap_err();
     assert!(error.is_version_mismatch(), "{error}");
     assert_eq!(report.driver_version.unwrap_err(), error);
-    let report = read_from(&folder(&["INIT=999"]));
+    let report = read_from(&directory(&["INIT=999"]));
     let error = report.gpus.unwrap_err();
     assert_eq!(
         error.to_string(),
@@ -134,9 +134,9 @@ fn a_library_that_does_not_start_says_why() {
 
 #[test]
 fn files_that_are_not_the_library_are_skipped_or_reported() {
-    let folder = tempfile::tempdir().unwrap();
-    std::fs::write(folder.path().join(FILE_NAME), "no library").unwrap();
-    let report = read_from(&folder);
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join(FILE_NAME), "no library").unwrap();
+    let report = read_from(&directory);
     let outcome = &report.attempts[1].outcome;
     assert!(
         outcome != "opened" && outcome != "no such file",
@@ -145,14 +145,14 @@ fn files_that_are_not_the_library_are_skipped_or_reported() {
     // The search continued with the next place.
     assert!(report.attempts[2].place.contains("dynamic linker"));
 
-    let source = folder.path().join("other.c");
+    let source = directory.path().join("other.c");
     std::fs::write(&source, "int other(void) { return 1; }").unwrap();
     let status = Command::new("cc")
         .args(["-shared", "-fPIC", "-o"])
-        .arg(folder.path().join(FILE_NAME))
+        .arg(directory.path().join(FILE_NAME))
         .arg(&source)
         .status();
     assert!(status.unwrap().success());
-    let error = read_from(&folder).gpus.unwrap_err();
+    let error = read_from(&directory).gpus.unwrap_err();
     assert_eq!(error.to_string(), "nvmlInit_v2 is not in this library");
 }

@@ -15,7 +15,7 @@ use clap::Parser;
 pub struct BenchNvmeArgs {
     /// Directory on the disk to measure
     #[arg(value_name = "DIR")]
-    pub folder: PathBuf,
+    pub directory: PathBuf,
     /// Bytes written and read per round; 1 GiB by default
     #[arg(long, value_name = "BYTES", value_parser = crate::units::parse_bytes)]
     pub size: Option<u64>,

@@ -7,7 +7,7 @@ const RECOMPUTE: &str =
     "activations are recomputed block by block; --checkpoint-activations says where";
 const EVAL_PRECISION: &str = "evaluation uses the precision of the run";
 const GENERATED: &str = "evaluation generates answers, at every stage";
-const RUN_FOLDER: &str = "all files of a run are in --output";
+const RUN_DIRECTORY: &str = "all files of a run are in --output";
 const NEVER_OVERWRITTEN: &str = "a directory that holds another run is never overwritten";
 const LOADER: &str = "the program chooses loader threads and prefetch";
 const RANKS: &str = "the program starts and connects ranks";
@@ -36,9 +36,9 @@ pub const IGNORED: &[(&str, &str)] = &[
     ("fp16_full_eval", EVAL_PRECISION),
     ("eval_accumulation_steps", EVAL_PRECISION),
     ("predict_with_generate", GENERATED),
-    ("logging_dir", RUN_FOLDER),
-    ("run_name", RUN_FOLDER),
-    ("cache_dir", RUN_FOLDER),
+    ("logging_dir", RUN_DIRECTORY),
+    ("run_name", RUN_DIRECTORY),
+    ("cache_dir", RUN_DIRECTORY),
     ("overwrite_output_dir", NEVER_OVERWRITTEN),
     ("dataloader_pin_memory", LOADER),
     ("dataloader_persistent_workers", LOADER),

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use clap::{CommandFactory, Parser};
 use clap_complete::Shell;
 
-use super::normalise::Verb;
+use super::normalise::Subcommand;
 use super::table::defaults;
 use super::{
     Args, BenchNvmeArgs, CkptConsolidateArgs, CkptLsArgs, CkptReshardArgs, CkptVerifyArgs,
@@ -103,7 +103,7 @@ Examples
   launcher --resume auto --output runs/x …                       continue a run
 ";
 
-impl Verb {
+impl Subcommand {
     /// The clap definition of this subcommand.
     pub(super) fn command(self) -> clap::Command {
         match self {
@@ -138,20 +138,23 @@ impl Verb {
     }
 }
 
-/// The help text that the words after the subcommand `verb` ask for, if they do.
-pub(super) fn asked_for(verb: Verb, words: &[String]) -> Result<Option<String>, Failure> {
+/// The help text that the words after the subcommand `subcommand` ask for, if they do.
+pub(super) fn asked_for(
+    subcommand: Subcommand,
+    words: &[String],
+) -> Result<Option<String>, Failure> {
     let asked = |names: &[&str]| words.iter().any(|word| names.contains(&word.as_str()));
     if asked(&["--help-all"]) {
-        return Ok(Some(verb.command().render_long_help().to_string()));
+        return Ok(Some(subcommand.command().render_long_help().to_string()));
     }
     if !asked(&["-h", "--help"]) {
         return Ok(None);
     }
-    match verb {
-        Verb::Train => overview().map(Some),
+    match subcommand {
+        Subcommand::Train => overview().map(Some),
         _ => {
-            let shared = matches!(verb, Verb::Plan | Verb::ExplainConfig);
-            let mut command = verb.own_command();
+            let shared = matches!(subcommand, Subcommand::Plan | Subcommand::ExplainConfig);
+            let mut command = subcommand.own_command();
             if shared {
                 command = command.after_help("Flags of training: `launcher --help-all`");
             }
@@ -184,8 +187,8 @@ fn overview() -> Result<String, Failure> {
     );
     text.push_str(EXAMPLES);
     text.push_str("\nSubcommands, each with its own --help\n");
-    for (verb, name) in Verb::ALL.into_iter().skip(1) {
-        let about = verb.command().get_about().map(ToString::to_string);
+    for (subcommand, name) in Subcommand::ALL.into_iter().skip(1) {
+        let about = subcommand.command().get_about().map(ToString::to_string);
         let about = about.unwrap_or_default();
         let short = about.split([':', ',', ';']).next().unwrap_or_default();
         text.push_str(&format!("  {name:<18}{short}\n"));
@@ -218,14 +221,14 @@ fn program() -> clap::Command {
         .name("launcher")
         .disable_help_subcommand(true);
     let mut nouns: BTreeMap<&str, clap::Command> = BTreeMap::new();
-    for (verb, name) in Verb::ALL.into_iter().skip(1) {
+    for (subcommand, name) in Subcommand::ALL.into_iter().skip(1) {
         match name.split_once(' ') {
-            None => program = program.subcommand(verb.command().name(name)),
+            None => program = program.subcommand(subcommand.command().name(name)),
             Some((noun, action)) => {
                 let parent = nouns
                     .remove(noun)
                     .unwrap_or_else(|| clap::Command::new(noun));
-                nouns.insert(noun, parent.subcommand(verb.command().name(action)));
+                nouns.insert(noun, parent.subcommand(subcommand.command().name(action)));
             }
         }
     }
@@ -247,8 +250,8 @@ pub(super) fn man_page() -> String {
         .expect("writing into a vector cannot fail");
     let mut page = String::from_utf8_lossy(&page).into_owned();
     page.push_str(".SH SUBCOMMANDS\n");
-    for (verb, name) in Verb::ALL.into_iter().skip(1) {
-        let help = verb.own_command().render_help().to_string();
+    for (subcommand, name) in Subcommand::ALL.into_iter().skip(1) {
+        let help = subcommand.own_command().render_help().to_string();
         let lines = help.replace('\\', "\\\\").replace('-', "\\-");
         page.push_str(&format!(".SS launcher {name}\n.nf\n"));
         // roff would read a period or an apostrophe at the start of a line as a request.
@@ -298,7 +301,7 @@ mod tests {
 
     #[test]
     fn every_subcommand_has_help_of_its_own() {
-        for (_, name) in Verb::ALL.into_iter().skip(1) {
+        for (_, name) in Subcommand::ALL.into_iter().skip(1) {
             let text = printed(&format!("{name} --help"));
             assert!(text.contains("Usage"), "{name}: {text}");
             assert!(

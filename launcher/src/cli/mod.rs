@@ -28,10 +28,10 @@ use std::path::PathBuf;
 use clap::Parser;
 
 use crate::config::{
-    Collectives, CudaGraph, DataFormatChoice, DeviceChoice, EarlyStep, Fault, GradDtype,
-    InitChoice, LateStep, LrScale, NvmeIo, Offload, PrecisionChoice, PureBf16Moments,
-    PureBf16Weights, Recompute, ReportTo, RopeChoice, Scheduler, SchedulerKwargs, Strategy,
-    TemplateChoice, UploadAhead, Workers,
+    Collectives, CudaGraph, DataFormatChoice, DeviceChoice, Fault, GradDtype, InitChoice, LrScale,
+    NvmeIo, Offload, OptimizerInBackward, OptimizerInForward, PrecisionChoice, PrefetchWeights,
+    PureBf16Moments, PureBf16Weights, Recompute, ReportTo, RopeChoice, Scheduler, SchedulerKwargs,
+    Strategy, TemplateChoice, Workers,
 };
 use crate::error::Failure;
 use crate::error::format::ErrorFormat;
@@ -48,7 +48,7 @@ pub use foreign::{IGNORED, RESTRICTED};
 pub use generate::{EvalArgs, GenerateArgs};
 pub use help::{CompletionsArgs, ManArgs};
 pub use normalise::Note;
-use normalise::Verb;
+use normalise::Subcommand;
 pub(crate) use normalise::{FileKey, file_key};
 pub use plan::{Hardware, PlanArgs};
 pub use presets::{PRESETS, Preset};
@@ -185,7 +185,7 @@ pub struct Args {
         value_name = "auto|off|all|BYTES",
         help_heading = "Memory and ranks"
     )]
-    pub early_step: Option<EarlyStep>,
+    pub optimizer_in_backward: Option<OptimizerInBackward>,
     /// Update parameters during the next forward pass (optimizer in forward)
     ///
     /// Each unit is updated before its first use; results are the same bits. auto uses it on GPUs with the optimizer in host memory.
@@ -194,7 +194,7 @@ pub struct Args {
         value_enum,
         help_heading = "Memory and ranks"
     )]
-    pub late_step: Option<LateStep>,
+    pub optimizer_in_forward: Option<OptimizerInForward>,
     /// Seconds a rank waits for another before the job ends
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Memory and ranks")]
     pub comm_timeout: Option<u64>,
@@ -236,7 +236,7 @@ pub struct Args {
         value_enum,
         help_heading = "Memory and ranks"
     )]
-    pub upload_ahead: Option<UploadAhead>,
+    pub prefetch_weights: Option<PrefetchWeights>,
     /// Number format of weights and activations
     #[arg(long, value_enum, help_heading = "Memory and ranks")]
     pub precision: Option<PrecisionChoice>,
@@ -605,61 +605,63 @@ pub enum Command {
 /// # Errors
 /// A usage failure (exit 2): unknown subcommand or flag, a value out of range, contradicting spellings.
 pub fn parse(argv: &[String]) -> Result<Command, Failure> {
-    let (verb, rest) = normalise::split_verb(argv)?;
-    if let Some(text) = help::asked_for(verb, rest)? {
+    let (subcommand, rest) = normalise::split_subcommand(argv)?;
+    if let Some(text) = help::asked_for(subcommand, rest)? {
         return Ok(Command::Print(text));
     }
-    let mut line = normalise::normalise(verb, rest, &verb.command())?;
+    let mut line = normalise::normalise(subcommand, rest, &subcommand.command())?;
     let typed = line.args.clone();
-    if matches!(verb, Verb::Train | Verb::Plan) {
+    if matches!(subcommand, Subcommand::Train | Subcommand::Plan) {
         presets::expand(&mut line.args);
     }
     let words = words(&line);
     let notes = line.notes;
-    let parsed = match verb {
-        Verb::Train => Args::try_parse_from(words).map(|args| Command::Train {
+    let parsed = match subcommand {
+        Subcommand::Train => Args::try_parse_from(words).map(|args| Command::Train {
             args: Box::new(args),
             typed,
             notes,
         }),
-        Verb::Plan => PlanArgs::parse_words(&words).map(|args| Command::Plan {
+        Subcommand::Plan => PlanArgs::parse_words(&words).map(|args| Command::Plan {
             args: Box::new(args),
             typed,
             notes,
         }),
-        Verb::ExplainConfig => {
+        Subcommand::ExplainConfig => {
             ExplainConfigArgs::parse_words(&words).map(|args| Command::ExplainConfig {
                 args: Box::new(args),
                 typed: typed.into_iter().filter(|w| w.starts_with("--")).collect(),
             })
         }
-        Verb::Doctor => DoctorArgs::try_parse_from(words).map(Command::Doctor),
-        Verb::Watch => WatchArgs::try_parse_from(words).map(Command::Watch),
-        Verb::Explain => ExplainArgs::try_parse_from(words).map(Command::Explain),
-        Verb::DataCheck => {
+        Subcommand::Doctor => DoctorArgs::try_parse_from(words).map(Command::Doctor),
+        Subcommand::Watch => WatchArgs::try_parse_from(words).map(Command::Watch),
+        Subcommand::Explain => ExplainArgs::try_parse_from(words).map(Command::Explain),
+        Subcommand::DataCheck => {
             DataCheckArgs::try_parse_from(words).map(|args| Command::DataCheck(Box::new(args)))
         }
-        Verb::Generate => {
+        Subcommand::Generate => {
             GenerateArgs::try_parse_from(words).map(|args| Command::Generate(Box::new(args)))
         }
-        Verb::Eval => EvalArgs::try_parse_from(words).map(|args| Command::Eval(Box::new(args))),
-        Verb::Export => ExportArgs::try_parse_from(words).map(Command::Export),
-        Verb::CkptLs => {
+        Subcommand::Eval => {
+            EvalArgs::try_parse_from(words).map(|args| Command::Eval(Box::new(args)))
+        }
+        Subcommand::Export => ExportArgs::try_parse_from(words).map(Command::Export),
+        Subcommand::CkptLs => {
             CkptLsArgs::try_parse_from(words).map(|a| Command::Ckpt(CkptCommand::Ls(a)))
         }
-        Verb::CkptVerify => {
+        Subcommand::CkptVerify => {
             CkptVerifyArgs::try_parse_from(words).map(|a| Command::Ckpt(CkptCommand::Verify(a)))
         }
-        Verb::CkptReshard => {
+        Subcommand::CkptReshard => {
             CkptReshardArgs::try_parse_from(words).map(|a| Command::Ckpt(CkptCommand::Reshard(a)))
         }
-        Verb::CkptConsolidate => CkptConsolidateArgs::try_parse_from(words)
+        Subcommand::CkptConsolidate => CkptConsolidateArgs::try_parse_from(words)
             .map(|a| Command::Ckpt(CkptCommand::Consolidate(a))),
-        Verb::BenchNvme => BenchNvmeArgs::try_parse_from(words).map(Command::BenchNvme),
-        Verb::Synth => SynthArgs::try_parse_from(words).map(Command::Synth),
-        Verb::Completions => CompletionsArgs::try_parse_from(words)
+        Subcommand::BenchNvme => BenchNvmeArgs::try_parse_from(words).map(Command::BenchNvme),
+        Subcommand::Synth => SynthArgs::try_parse_from(words).map(Command::Synth),
+        Subcommand::Completions => CompletionsArgs::try_parse_from(words)
             .map(|args| Command::Print(help::completions(args.shell))),
-        Verb::Man => ManArgs::try_parse_from(words).map(|_| Command::Print(help::man_page())),
+        Subcommand::Man => ManArgs::try_parse_from(words).map(|_| Command::Print(help::man_page())),
     };
     parsed.or_else(|error| {
         if error.use_stderr() {

@@ -22,7 +22,7 @@ pub struct Note {
 
 /// A subcommand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Verb {
+pub(super) enum Subcommand {
     Train,
     Plan,
     Doctor,
@@ -43,7 +43,7 @@ pub(super) enum Verb {
     Man,
 }
 
-impl Verb {
+impl Subcommand {
     /// All subcommands as typed. A name of two words has an action as its second.
     pub(super) const ALL: [(Self, &'static str); 18] = [
         (Self::Train, "train"),
@@ -67,7 +67,7 @@ impl Verb {
     ];
 
     pub(super) fn name(self) -> &'static str {
-        let found = Self::ALL.iter().find(|(verb, _)| *verb == self);
+        let found = Self::ALL.iter().find(|(subcommand, _)| *subcommand == self);
         found.map_or("train", |(_, name)| name)
     }
 
@@ -87,21 +87,21 @@ pub(super) struct Line {
 }
 
 /// Splits the subcommand from the words that follow it.
-pub(super) fn split_verb(argv: &[String]) -> Result<(Verb, &[String]), Failure> {
+pub(super) fn split_subcommand(argv: &[String]) -> Result<(Subcommand, &[String]), Failure> {
     match argv.split_first() {
-        Some((first, rest)) if !first.starts_with('-') => verb_of(first, rest),
-        _ => Ok((Verb::Train, argv)),
+        Some((first, rest)) if !first.starts_with('-') => subcommand_of(first, rest),
+        _ => Ok((Subcommand::Train, argv)),
     }
 }
 
-/// Rewrites the flags after the subcommand `verb` to those of `command`.
+/// Rewrites the flags after the subcommand `subcommand` to those of `command`.
 pub(super) fn normalise(
-    verb: Verb,
+    subcommand: Subcommand,
     argv: &[String],
     command: &clap::Command,
 ) -> Result<Line, Failure> {
     let mut rest = argv.iter().map(String::as_str).peekable();
-    let known = Known::new(verb, command);
+    let known = Known::new(subcommand, command);
     let mut positionals = command.get_positionals().count();
     let mut line = Line {
         args: Vec::new(),
@@ -123,7 +123,7 @@ pub(super) fn normalise(
                 format!("unexpected argument '{word}'"),
                 "only flags follow here",
             )
-            .next(verb.help()));
+            .next(subcommand.help()));
         };
         let (name, inline) = match body.split_once('=') {
             Some((name, value)) => (name, Some(value.to_string())),
@@ -145,7 +145,7 @@ pub(super) fn normalise(
                         format!("{spelled} needs a value"),
                         "none follows it",
                     )
-                    .next(verb.help()));
+                    .next(subcommand.help()));
                 };
                 if arity == Arity::List {
                     line.args.push(format!("--{flag}={value}"));
@@ -183,7 +183,11 @@ pub(super) fn normalise(
                 }
             }
             // A command line of another trainer can also be planned as it is.
-            None if !matches!(verb, Verb::Train | Verb::Plan | Verb::ExplainConfig) => {
+            None if !matches!(
+                subcommand,
+                Subcommand::Train | Subcommand::Plan | Subcommand::ExplainConfig
+            ) =>
+            {
                 return Err(unknown(&key, &spelled, &known));
             }
             None => {
@@ -199,30 +203,33 @@ pub(super) fn normalise(
 
 /// The first word of every subcommand.
 fn first_words() -> impl Iterator<Item = &'static str> {
-    Verb::ALL
+    Subcommand::ALL
         .iter()
         .map(|(_, name)| name.split(' ').next().unwrap_or(name))
 }
 
-fn verb_of<'a>(first: &str, rest: &'a [String]) -> Result<(Verb, &'a [String]), Failure> {
+fn subcommand_of<'a>(
+    first: &str,
+    rest: &'a [String],
+) -> Result<(Subcommand, &'a [String]), Failure> {
     let mut actions = Vec::new();
-    for (verb, name) in Verb::ALL {
+    for (subcommand, name) in Subcommand::ALL {
         match name.split_once(' ') {
-            None if name == first => return Ok((verb, rest)),
+            None if name == first => return Ok((subcommand, rest)),
             Some((noun, action)) if noun == first => match rest.split_first() {
-                Some((second, rest)) if second == action => return Ok((verb, rest)),
-                _ => actions.push((verb, action)),
+                Some((second, rest)) if second == action => return Ok((subcommand, rest)),
+                _ => actions.push((subcommand, action)),
             },
             _ => {}
         }
     }
-    if let Some((verb, _)) = actions.first() {
+    if let Some((subcommand, _)) = actions.first() {
         let actions: Vec<String> = actions.iter().map(|(_, a)| format!("`{a}`")).collect();
         return Err(Failure::usage(
             format!("`launcher {first}` needs to know what to do"),
             format!("after `{first}` comes {}", actions.join(", ")),
         )
-        .next(verb.help()));
+        .next(subcommand.help()));
     }
     let nearest = nearest(first, first_words()).unwrap_or("train");
     Err(Failure::usage(
@@ -298,7 +305,8 @@ pub(crate) enum FileKey {
 
 /// Meaning of `key` (kebab-case or snake_case) in a file of training flags.
 pub(crate) fn file_key(key: &str) -> FileKey {
-    static KNOWN: LazyLock<Known> = LazyLock::new(|| Known::new(Verb::Train, &Args::command()));
+    static KNOWN: LazyLock<Known> =
+        LazyLock::new(|| Known::new(Subcommand::Train, &Args::command()));
     let (key, known) = (key.replace('-', "_"), &*KNOWN);
     if let Some((flag, _)) = known.kind(&key) {
         return FileKey::Flag(flag.to_owned());
@@ -319,7 +327,7 @@ fn unknown(key: &str, spelled: &str, known: &Known) -> Failure {
             failure.next(format!("did you mean --{}?", name.replace('_', "-")))
         }
         Some(name) => failure.next(format!("did you mean --{name}?")),
-        None => failure.next(known.verb.help()),
+        None => failure.next(known.subcommand.help()),
     }
 }
 
@@ -333,12 +341,12 @@ enum Arity {
 
 /// Known flags by snake_case spelling, from the clap definitions.
 struct Known {
-    verb: Verb,
+    subcommand: Subcommand,
     flags: BTreeMap<String, (String, Arity)>,
 }
 
 impl Known {
-    fn new(verb: Verb, command: &clap::Command) -> Self {
+    fn new(subcommand: Subcommand, command: &clap::Command) -> Self {
         let mut flags = BTreeMap::new();
         for arg in command.get_arguments() {
             let Some(long) = arg.get_long() else { continue };
@@ -357,7 +365,7 @@ impl Known {
                 flags.insert(alias.to_string(), target);
             }
         }
-        Self { verb, flags }
+        Self { subcommand, flags }
     }
 
     fn kind(&self, key: &str) -> Option<(&str, Arity)> {

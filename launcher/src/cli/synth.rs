@@ -40,7 +40,7 @@ pub struct SynthArgs {
     pub sample_tokens: Option<usize>,
     /// Side of their square images in pixels; by default one slice or the tower's size
     #[arg(long = "image-size", value_name = "N")]
-    pub picture_side: Option<usize>,
+    pub image_side: Option<usize>,
 }
 
 /// Where the weights of a synthetic model are.

@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use clap::CommandFactory;
 
-use super::normalise::Verb;
+use super::normalise::Subcommand;
 use super::{ALIASES, Args, IGNORED, RESTRICTED};
 use crate::cli::resolve;
 use crate::error::Failure;
@@ -63,8 +63,8 @@ pub fn flag_table() -> Result<String, Failure> {
             ),
         );
     }
-    for (verb, name) in Verb::ALL.into_iter().skip(1) {
-        verb_section(&mut text, name, &verb.own_command());
+    for (subcommand, name) in Subcommand::ALL.into_iter().skip(1) {
+        subcommand_section(&mut text, name, &subcommand.own_command());
     }
     push(
         &mut text,
@@ -109,7 +109,7 @@ pub fn flag_table() -> Result<String, Failure> {
 }
 
 /// Section of a subcommand's flags; defaults are part of the meaning.
-fn verb_section(text: &mut String, verb: &str, command: &clap::Command) {
+fn subcommand_section(text: &mut String, subcommand: &str, command: &clap::Command) {
     let about = command.get_about().map(ToString::to_string);
     let words: String = command
         .get_positionals()
@@ -118,7 +118,7 @@ fn verb_section(text: &mut String, verb: &str, command: &clap::Command) {
     push(
         text,
         format_args!(
-            "\n## `launcher {verb}{words}`\n\n{}.\n\n| flag | meaning |\n|---|---|\n",
+            "\n## `launcher {subcommand}{words}`\n\n{}.\n\n| flag | meaning |\n|---|---|\n",
             about.unwrap_or_default()
         ),
     );

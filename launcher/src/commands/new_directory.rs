@@ -1,22 +1,22 @@
-//! A folder of results that takes its name only when it is whole, and never overwrites anything.
+//! A directory of results that takes its name only when it is whole, and never overwrites anything.
 
 use std::path::{Path, PathBuf};
 
 use crate::error::{ErrorCode, Failure};
 
-/// A folder in the making, beside the place it will take. Dropped before [`NewFolder::publish`], it is removed.
+/// A directory in the making, beside the place it will take. Dropped before [`NewDirectory::publish`], it is removed.
 #[derive(Debug)]
-pub(crate) struct NewFolder {
+pub(crate) struct NewDirectory {
     output: PathBuf,
     staging: PathBuf,
 }
 
-impl NewFolder {
-    /// Checks that `output` is free and begins an empty folder for it; `what` begins the sentence that says that
+impl NewDirectory {
+    /// Checks that `output` is free and begins an empty directory for it; `what` begins the sentence that says that
     /// nothing is overwritten (`an export`).
     ///
     /// # Errors
-    /// Something is there (exit 2), or the folder cannot be made (exit 16).
+    /// Something is there (exit 2), or the directory cannot be made (exit 16).
     pub(crate) fn begin(output: &Path, what: &str) -> Result<Self, Failure> {
         check(output, what)?;
         let mut name = output.file_name().unwrap_or_default().to_os_string();
@@ -37,7 +37,7 @@ impl NewFolder {
         &self.staging
     }
 
-    /// Gives the folder its name.
+    /// Gives the directory its name.
     ///
     /// # Errors
     /// Something has taken the name in the meantime.
@@ -46,11 +46,11 @@ impl NewFolder {
     }
 }
 
-impl NewFolder {
-    /// Gives its name to the folder `inner` in [`NewFolder::path`]; what else lies there goes.
+impl NewDirectory {
+    /// Gives its name to the directory `inner` in [`NewDirectory::path`]; what else lies there goes.
     ///
     /// # Errors
-    /// As [`NewFolder::publish`].
+    /// As [`NewDirectory::publish`].
     pub(crate) fn publish_inner(self, inner: &Path) -> Result<(), Failure> {
         rename(inner, &self.output)
     }
@@ -66,7 +66,7 @@ fn rename(from: &Path, output: &Path) -> Result<(), Failure> {
     rename().map_err(|error| Failure::io(ErrorCode::Disk, "write", output, &error))
 }
 
-impl Drop for NewFolder {
+impl Drop for NewDirectory {
     fn drop(&mut self) {
         // What was begun is of no use; after a rename there is nothing.
         drop(std::fs::remove_dir_all(&self.staging));
@@ -97,18 +97,18 @@ mod tests {
         let temp = tempfile::tempdir().expect("temp dir");
         let output = temp.path().join("new");
         let entries = || std::fs::read_dir(temp.path()).expect("listed").count();
-        let begun = NewFolder::begin(&output, "a test").expect("free");
+        let begun = NewDirectory::begin(&output, "a test").expect("free");
         std::fs::write(begun.path().join("file"), "x").expect("written");
         assert!(!output.exists());
         drop(begun);
         assert_eq!(entries(), 0);
         std::fs::create_dir(&output).expect("an empty folder is as good as none");
-        let begun = NewFolder::begin(&output, "a test").expect("free");
+        let begun = NewDirectory::begin(&output, "a test").expect("free");
         std::fs::write(begun.path().join("file"), "x").expect("written");
         begun.publish().expect("published");
         assert!(output.join("file").is_file());
         assert_eq!(entries(), 1);
-        let failure = NewFolder::begin(&output, "a test").expect_err("taken");
+        let failure = NewDirectory::begin(&output, "a test").expect_err("taken");
         assert_eq!(failure.code.status(), 2);
         assert_eq!(entries(), 1);
     }

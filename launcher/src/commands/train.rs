@@ -10,7 +10,7 @@ use std::time::Instant;
 use crate::cli::file::Loaded;
 use crate::cli::{self, Args, Note, resolve_on};
 use crate::config::{
-    CONFIG_FILE, Collectives, DEVICE, EarlyStep, Resume, RunConfig, RunPlan, Task,
+    CONFIG_FILE, Collectives, DEVICE, OptimizerInBackward, Resume, RunConfig, RunPlan, Task,
 };
 use crate::device::{self, Chosen, Devices};
 use crate::error::format::ErrorFormat;
@@ -76,7 +76,7 @@ pub(super) fn run_supervisor(
     }
     let share = share_of(&asked, env);
     if share.is_some() {
-        if asked.early_step == EarlyStep::Auto && asked.updates_beside_gpus() {
+        if asked.optimizer_in_backward == OptimizerInBackward::Auto && asked.updates_beside_gpus() {
             screen.show(&Event::Info {
                 label: "early".into(),
                 text: "--optimizer-in-backward auto keeps updates after the pass: spare host memory differs between machines; a number of bytes applies to all"
@@ -85,7 +85,7 @@ pub(super) fn run_supervisor(
         }
         asked = settle_one_by_one(&asked)?;
     }
-    // The machine of rank 0 does for the folder what elsewhere nobody must do twice.
+    // The machine of rank 0 does for the directory what elsewhere nobody must do twice.
     let is_first = share.as_ref().is_none_or(|share| share.first_rank == 0);
     if is_first {
         asked = RunConfig {
@@ -349,7 +349,7 @@ pub(super) fn run_rank(
     args: &Args,
     format: ErrorFormat,
 ) -> Result<ExitCode, Failure> {
-    // Under another launcher rank 0 does for the folder what otherwise the supervisor does.
+    // Under another launcher rank 0 does for the directory what otherwise the supervisor does.
     let (config, alone) = match rank_run(hooks, env, rank, args) {
         Err(failure) if is_finished(args, &failure) => {
             if rank.rank == 0 {

@@ -73,7 +73,7 @@ pub enum PrecisionChoice {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DataFormatChoice {
-    /// Whichever the file or folder has.
+    /// Whichever the file or directory has.
     #[default]
     Auto,
     /// `{id, image, conversations: [{role, content}]}`.
@@ -84,9 +84,9 @@ pub enum DataFormatChoice {
     Messages,
     /// `{conversations: [{from, value}], images}`.
     Sharegpt,
-    /// A folder with `images/` and `labels_*/`.
+    /// A directory with `images/` and `labels_*/`.
     CogvlmSft,
-    /// A folder of pictures named by their labels.
+    /// A directory of images named by their labels.
     Captcha,
 }
 
@@ -110,7 +110,7 @@ impl DataFormatChoice {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TemplateChoice {
-    /// That of the model folder.
+    /// That of the model directory.
     #[default]
     Auto,
     /// The question alone.
@@ -132,7 +132,7 @@ pub enum TemplateChoice {
 }
 
 impl TemplateChoice {
-    /// As sample rules take it; `None` is the model folder's.
+    /// As sample rules take it; `None` is the model directory's.
     #[must_use]
     pub fn style(self) -> Option<PromptStyle> {
         use {PromptSource as S, TemplateVersion as V};
@@ -166,7 +166,7 @@ pub enum RopeChoice {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum InitChoice {
-    /// The safetensors files of the model folder.
+    /// The safetensors files of the model directory.
     Checkpoint,
     /// Random weights from the seed.
     Random,
@@ -253,7 +253,7 @@ impl Cadence {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ReportTo {
-    /// Files of the run folder only.
+    /// Files of the run directory only.
     None,
     /// TensorBoard event files besides.
     Tensorboard,

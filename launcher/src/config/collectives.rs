@@ -38,7 +38,9 @@ impl RunConfig {
     /// What `--collectives` comes to: never `Auto`.
     pub(crate) fn resolved_collectives(&self) -> Collectives {
         match self.collectives {
-            Collectives::Auto if self.device == Device::Cuda && self.apart().is_none() => {
+            Collectives::Auto
+                if self.device == Device::Cuda && self.missing_peer_access().is_none() =>
+            {
                 Collectives::Ipc
             }
             Collectives::Auto => Collectives::Shm,
@@ -52,7 +54,7 @@ impl RunConfig {
     }
 
     /// Why the GPUs of this run do not all read each other's memory; `None` where they do.
-    pub(crate) fn apart(&self) -> Option<String> {
+    pub(crate) fn missing_peer_access(&self) -> Option<String> {
         if self.world_size < 2 {
             return Some("there is one rank".into());
         }
@@ -62,8 +64,8 @@ impl RunConfig {
         let used = &self.gpus[..self.gpus.len().min(self.world_size)];
         for one in used {
             let others = used.iter().filter(|two| two.ordinal != one.ordinal);
-            let mut apart = others.filter(|two| !one.peers.contains(&two.ordinal));
-            if let Some(two) = apart.next() {
+            let mut missing_peer_access = others.filter(|two| !one.peers.contains(&two.ordinal));
+            if let Some(two) = missing_peer_access.next() {
                 let (one, two) = (one.ordinal, two.ordinal);
                 return Some(format!("GPU {one} has no peer access to GPU {two}"));
             }
@@ -80,7 +82,7 @@ impl RunConfig {
         let why = if self.device == Device::Cpu {
             Some("it needs GPUs, and this run computes on the CPU".to_owned())
         } else if asked == Collectives::Ipc && self.world_size > 1 {
-            self.apart()
+            self.missing_peer_access()
         } else if asked == Collectives::Nccl && self.shard_group.is_some() {
             Some("NCCL has one group of all ranks here and none for --shard-group".to_owned())
         } else {

@@ -53,7 +53,7 @@ pub const MODEL: Defaults = Defaults {
     worst_first: true,
 };
 
-/// The built-in demo: small, from random weights, learnt within a minute on two cores.
+/// The built-in demo: small, from random weights, supervised within a minute on two cores.
 pub const DEMO: Defaults = Defaults {
     init: InitChoice::Random,
     precision: PrecisionChoice::F32,

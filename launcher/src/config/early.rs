@@ -11,7 +11,7 @@ use crate::units::parse_bytes;
 /// Which units are updated while backward runs. They keep their states twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum EarlyStep {
+pub enum OptimizerInBackward {
     /// All, where that costs only disk and saves traffic: the optimizer is on nvme, every update has one micro-batch and
     /// nothing is clipped. On GPUs with weights and optimizer in host memory, as many as have room in what the plan leaves of
     /// it. The check before a run decides: without room none are.
@@ -25,7 +25,7 @@ pub enum EarlyStep {
     Most(u64),
 }
 
-impl FromStr for EarlyStep {
+impl FromStr for OptimizerInBackward {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -40,7 +40,7 @@ impl FromStr for EarlyStep {
     }
 }
 
-impl fmt::Display for EarlyStep {
+impl fmt::Display for OptimizerInBackward {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Auto => f.write_str("auto"),
@@ -54,12 +54,12 @@ impl fmt::Display for EarlyStep {
 impl RunConfig {
     /// Most bytes of second states of each rank; `None` where no update is early. `auto` is tried first where it is for
     /// the disk; what it takes of host memory is what a plan without it leaves.
-    pub(crate) fn early_step_bytes(&self) -> Option<u64> {
-        match self.early_step {
-            EarlyStep::Off => None,
-            EarlyStep::All => Some(u64::MAX),
-            EarlyStep::Most(bytes) => Some(bytes),
-            EarlyStep::Auto => {
+    pub(crate) fn optimizer_in_backward_bytes(&self) -> Option<u64> {
+        match self.optimizer_in_backward {
+            OptimizerInBackward::Off => None,
+            OptimizerInBackward::All => Some(u64::MAX),
+            OptimizerInBackward::Most(bytes) => Some(bytes),
+            OptimizerInBackward::Auto => {
                 let on_disk = matches!(self.offload.optimizer, Tier::Nvme(_));
                 (on_disk && self.consumes_gradients()).then_some(u64::MAX)
             }
@@ -80,8 +80,10 @@ impl RunConfig {
 
     /// The same without what `auto` would take because it is to spare: what has to fit.
     pub(crate) fn without_spare(mut self) -> Self {
-        if self.early_step == EarlyStep::Auto && self.early_step_bytes().is_none() {
-            self.early_step = EarlyStep::Off;
+        if self.optimizer_in_backward == OptimizerInBackward::Auto
+            && self.optimizer_in_backward_bytes().is_none()
+        {
+            self.optimizer_in_backward = OptimizerInBackward::Off;
         }
         self
     }
@@ -94,15 +96,15 @@ mod tests {
     #[test]
     fn words_and_byte_counts_parse_what_they_print() {
         for (text, expected) in [
-            ("auto", EarlyStep::Auto),
-            ("OFF", EarlyStep::Off),
-            ("all", EarlyStep::All),
-            ("512MiB", EarlyStep::Most(512 << 20)),
+            ("auto", OptimizerInBackward::Auto),
+            ("OFF", OptimizerInBackward::Off),
+            ("all", OptimizerInBackward::All),
+            ("512MiB", OptimizerInBackward::Most(512 << 20)),
         ] {
-            let read: EarlyStep = text.parse().unwrap();
+            let read: OptimizerInBackward = text.parse().unwrap();
             assert_eq!(read, expected);
             assert_eq!(read.to_string().parse(), Ok(expected));
         }
-        assert!("sometimes".parse::<EarlyStep>().is_err());
+        assert!("sometimes".parse::<OptimizerInBackward>().is_err());
     }
 }

@@ -9,7 +9,7 @@ use crate::error::Failure;
 /// Whether units are updated while the next pass begins, each before it is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum LateStep {
+pub enum OptimizerInForward {
     /// On GPUs with the optimizer in host memory: a GPU computes while the processor updates. On the CPU both want the same
     /// cores.
     #[default]
@@ -22,16 +22,18 @@ pub enum LateStep {
 
 impl RunConfig {
     /// Whether updates go on beside the next pass.
-    pub(crate) fn steps_late(&self) -> bool {
-        match self.late_step {
-            LateStep::Auto => self.device == Device::Cuda && self.not_late().is_none(),
-            LateStep::On => true,
-            LateStep::Off => false,
+    pub(crate) fn updates_in_forward(&self) -> bool {
+        match self.optimizer_in_forward {
+            OptimizerInForward::Auto => {
+                self.device == Device::Cuda && self.not_in_forward().is_none()
+            }
+            OptimizerInForward::On => true,
+            OptimizerInForward::Off => false,
         }
     }
 
     /// Why no update can go on beside the next pass.
-    fn not_late(&self) -> Option<&'static str> {
+    fn not_in_forward(&self) -> Option<&'static str> {
         let (param, optimizer) = (&self.offload.param, &self.offload.optimizer);
         if [param, optimizer]
             .iter()
@@ -51,9 +53,9 @@ impl RunConfig {
     }
 
     /// Refuses what was asked for by name and cannot be.
-    pub(crate) fn check_late_step(&self) -> Result<(), Failure> {
-        match (self.late_step, self.not_late()) {
-            (LateStep::On, Some(why)) => Err(Failure::usage(
+    pub(crate) fn check_optimizer_in_forward(&self) -> Result<(), Failure> {
+        match (self.optimizer_in_forward, self.not_in_forward()) {
+            (OptimizerInForward::On, Some(why)) => Err(Failure::usage(
                 "--optimizer-in-forward on cannot be used",
                 why,
             )

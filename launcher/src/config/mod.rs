@@ -32,30 +32,31 @@ pub use choices::{
 pub use collectives::Collectives;
 pub(crate) use defaults::DEVICE;
 pub use defaults::{DEMO, Defaults, MODEL};
-pub use early::EarlyStep;
+pub use early::OptimizerInBackward;
 pub use fault::{Fault, FaultKind, FaultPhase, NotFinite};
 pub(crate) use fault::{check_faults, fault_lines};
 pub use gpu::{Products, RunGpu};
-pub use late::LateStep;
+pub use late::OptimizerInForward;
 pub use numbers::{GradDtype, Numbers, PureBf16Moments, PureBf16Weights, check_family};
 pub use offload::{NvmeIo, Offload, Tier};
 pub(crate) use run_plan::Found;
 pub use run_plan::{CONFIG_FILE, RunPlan};
 pub use schedule::SchedulerKwargs;
-pub use upload::UploadAhead;
+pub use upload::PrefetchWeights;
 
 /// Where the model, its tokenizer and the samples come from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Source {
-    /// The built-in demo; the files are drawn into a cache folder before the ranks start.
+    /// The built-in demo; the files are drawn into a cache directory before the ranks start.
     Demo {
-        /// The folder, once it is drawn.
-        folder: PathBuf,
+        /// The directory, once it is drawn.
+        #[serde(rename = "folder")]
+        directory: PathBuf,
     },
-    /// Folders and files of the user.
+    /// Directories and files of the user.
     Files {
-        /// Model folder.
+        /// Model directory.
         model: PathBuf,
         /// Training samples.
         data: PathBuf,
@@ -110,9 +111,9 @@ impl Warmup {
 pub enum Resume {
     /// Start anew.
     No,
-    /// The latest checkpoint of the output folder, or anew where there is none.
+    /// The latest checkpoint of the output directory, or anew where there is none.
     Latest,
-    /// This checkpoint folder.
+    /// This checkpoint directory.
     From(PathBuf),
 }
 
@@ -162,7 +163,7 @@ pub struct SampleRules {
     pub template: TemplateChoice,
     /// Whether GLM-4V learns the token behind an answer.
     pub train_on_turn_end: bool,
-    /// Whether CogAgent takes samples without a picture.
+    /// Whether CogAgent takes samples without an image.
     pub text_without_cross: bool,
 }
 
@@ -227,7 +228,7 @@ pub struct BatchConfig {
     pub eval_batch: usize,
     /// Samples are cut to this many tokens.
     pub model_max_length: usize,
-    /// Most slices of one picture.
+    /// Most slices of one image.
     pub max_slice_nums: usize,
     /// Whether unusable samples are left out instead of refused.
     pub skip_bad_samples: bool,
@@ -251,7 +252,7 @@ pub struct RunConfig {
     pub task: Task,
     /// Model and data.
     pub source: Source,
-    /// Folder of the run, absolute.
+    /// Directory of the run, absolute.
     pub output: PathBuf,
     /// Whether `output` was named by the user rather than made up.
     pub output_is_explicit: bool,
@@ -273,10 +274,12 @@ pub struct RunConfig {
     pub nvme_io: NvmeIo,
     /// Updates that begin while backward runs.
     #[serde(default)]
-    pub early_step: EarlyStep,
+    #[serde(rename = "early_step")]
+    pub optimizer_in_backward: OptimizerInBackward,
     /// Updates that go on beside the next pass.
     #[serde(default)]
-    pub late_step: LateStep,
+    #[serde(rename = "late_step")]
+    pub optimizer_in_forward: OptimizerInForward,
     /// Number of ranks over all machines.
     #[serde(rename = "nproc")]
     pub world_size: usize,
@@ -295,7 +298,8 @@ pub struct RunConfig {
     pub cuda_graph: CudaGraph,
     /// Whether weights that do not stay on a GPU come there one unit before they are used.
     #[serde(default)]
-    pub upload_ahead: UploadAhead,
+    #[serde(rename = "upload_ahead")]
+    pub prefetch_weights: PrefetchWeights,
     /// Number format.
     pub precision: PrecisionChoice,
     /// What the number format leaves open.
@@ -403,10 +407,10 @@ impl RunConfig {
         matches!(self.source, Source::Demo { .. })
     }
 
-    /// The model folder.
+    /// The model directory.
     pub fn model_dir(&self) -> PathBuf {
         match &self.source {
-            Source::Demo { folder } => folder.join(demo::MODEL_DIR),
+            Source::Demo { directory } => directory.join(demo::MODEL_DIR),
             Source::Files { model, .. } => model.clone(),
         }
     }
@@ -414,7 +418,7 @@ impl RunConfig {
     /// The file of training samples.
     pub fn data_file(&self) -> PathBuf {
         match &self.source {
-            Source::Demo { folder } => folder.join(demo::TRAIN_FILE),
+            Source::Demo { directory } => directory.join(demo::TRAIN_FILE),
             Source::Files { data, .. } => data.clone(),
         }
     }
@@ -422,12 +426,12 @@ impl RunConfig {
     /// The file of held-out samples.
     pub fn eval_file(&self) -> Option<PathBuf> {
         match &self.source {
-            Source::Demo { folder } => Some(folder.join(demo::HELD_OUT_FILE)),
+            Source::Demo { directory } => Some(directory.join(demo::HELD_OUT_FILE)),
             Source::Files { eval_data, .. } => eval_data.clone(),
         }
     }
 
-    /// A name for people: the model folder's, or "demo".
+    /// A name for people: the model directory's, or "demo".
     pub fn name(&self) -> String {
         match &self.source {
             Source::Demo { .. } => "demo".to_string(),

@@ -16,16 +16,16 @@ pub enum Tier {
     None,
     /// In host memory.
     Cpu,
-    /// In spill files under a folder.
+    /// In spill files under a directory.
     Nvme(PathBuf),
 }
 
 impl Tier {
-    /// The folder of spill files.
+    /// The directory of spill files.
     #[must_use]
-    pub fn folder(&self) -> Option<&Path> {
+    pub fn directory(&self) -> Option<&Path> {
         match self {
-            Self::Nvme(folder) => Some(folder),
+            Self::Nvme(directory) => Some(directory),
             Self::None | Self::Cpu => None,
         }
     }
@@ -36,7 +36,7 @@ impl fmt::Display for Tier {
         match self {
             Self::None => f.write_str("none"),
             Self::Cpu => f.write_str("cpu"),
-            Self::Nvme(folder) => write!(f, "nvme:{}", folder.display()),
+            Self::Nvme(directory) => write!(f, "nvme:{}", directory.display()),
         }
     }
 }
@@ -50,7 +50,7 @@ impl FromStr for Tier {
             "cpu" => Ok(Self::Cpu),
             "nvme" | "nvme:" => Err("nvme needs a directory: nvme:DIR".to_owned()),
             other => match other.strip_prefix("nvme:") {
-                Some(folder) => Ok(Self::Nvme(folder.into())),
+                Some(directory) => Ok(Self::Nvme(directory.into())),
                 None => Err(format!("'{other}' is not none, cpu or nvme:DIR")),
             },
         }
@@ -100,21 +100,21 @@ impl Offload {
         ]
     }
 
-    /// Folders of spill files, each once.
+    /// Directories of spill files, each once.
     #[must_use]
-    pub fn folders(&self) -> Vec<&Path> {
-        let mut folders: Vec<&Path> = Vec::new();
+    pub fn directories(&self) -> Vec<&Path> {
+        let mut directories: Vec<&Path> = Vec::new();
         for (_, tier) in self.tiers() {
-            if let Some(folder) = tier.folder()
-                && !folders.contains(&folder)
+            if let Some(directory) = tier.directory()
+                && !directories.contains(&directory)
             {
-                folders.push(folder);
+                directories.push(directory);
             }
         }
-        folders
+        directories
     }
 
-    /// The same with folders made absolute by `absolute`.
+    /// The same with directories made absolute by `absolute`.
     ///
     /// # Errors
     /// What `absolute` returns.
@@ -123,8 +123,8 @@ impl Offload {
         absolute: impl Fn(&Path) -> Result<PathBuf, E>,
     ) -> Result<Self, E> {
         for tier in [&mut self.optimizer, &mut self.param, &mut self.activation] {
-            if let Tier::Nvme(folder) = tier {
-                *folder = absolute(folder)?;
+            if let Tier::Nvme(directory) = tier {
+                *directory = absolute(directory)?;
             }
         }
         Ok(self)
@@ -220,7 +220,7 @@ mod tests {
             "param=nvme:/fast/disk,optimizer=cpu,activation=cpu".parse(),
             Ok(mixed.clone())
         );
-        assert_eq!(mixed.folders(), [Path::new("/fast/disk")]);
+        assert_eq!(mixed.directories(), [Path::new("/fast/disk")]);
         let activation = of(Tier::None, Tier::None, Tier::Cpu);
         for offload in [
             both,

@@ -1,6 +1,6 @@
 //! What came of a [`RunConfig`]: every choice made, and what the plan found.
 
-use super::{Collectives, EarlyStep, RunConfig, UploadAhead};
+use super::{Collectives, OptimizerInBackward, PrefetchWeights, RunConfig};
 use crate::error::{ErrorCode, Failure};
 use serde::ser::{Error, SerializeMap};
 use serde::{Deserialize, Serialize, Serializer};
@@ -78,17 +78,17 @@ impl RunPlan {
     }
 
     /// The same run with other updates in backward.
-    pub(crate) fn with_early_step(&self, early_step: EarlyStep) -> Self {
+    pub(crate) fn with_early_step(&self, optimizer_in_backward: OptimizerInBackward) -> Self {
         self.with_config(RunConfig {
-            early_step,
+            optimizer_in_backward,
             ..self.config.clone()
         })
     }
 
     /// The same run with another prefetch of weights.
-    pub(crate) fn with_upload_ahead(&self, upload_ahead: UploadAhead) -> Self {
+    pub(crate) fn with_upload_ahead(&self, prefetch_weights: PrefetchWeights) -> Self {
         self.with_config(RunConfig {
-            upload_ahead,
+            prefetch_weights,
             ..self.config.clone()
         })
     }
@@ -228,8 +228,8 @@ mod tests {
 
     #[test]
     fn a_saved_plan_is_read_back() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let path = folder.path().join(CONFIG_FILE);
+        let directory = tempfile::tempdir().expect("temp dir");
+        let path = directory.path().join(CONFIG_FILE);
         plan().save_to(&path).expect("saved");
         assert_eq!(RunPlan::load_from(&path).expect("loaded"), plan());
     }

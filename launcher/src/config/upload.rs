@@ -9,7 +9,7 @@ use crate::error::Failure;
 /// Whether weights that do not stay on a GPU come there one unit ahead. It holds one more unit's weights then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum UploadAhead {
+pub enum PrefetchWeights {
     /// Where the plan then fits the GPU. The check before a run decides.
     #[default]
     Auto,
@@ -21,13 +21,13 @@ pub enum UploadAhead {
 
 impl RunConfig {
     /// Whether weights come ahead where any are uploaded; `auto` is tried first.
-    pub(crate) fn uploads_ahead(&self) -> bool {
-        self.device == Device::Cuda && self.upload_ahead != UploadAhead::Off
+    pub(crate) fn prefetch_weights(&self) -> bool {
+        self.device == Device::Cuda && self.prefetch_weights != PrefetchWeights::Off
     }
 
     /// Refuses what was asked for by name and cannot be.
-    pub(crate) fn check_upload_ahead(&self) -> Result<(), Failure> {
-        if self.upload_ahead != UploadAhead::On || self.device == Device::Cuda {
+    pub(crate) fn check_prefetch_weights(&self) -> Result<(), Failure> {
+        if self.prefetch_weights != PrefetchWeights::On || self.device == Device::Cuda {
             return Ok(());
         }
         Err(Failure::usage(

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 /// Longest generated answer beyond the reference answer's own length, in tokens.
 const EXTRA_ANSWER_TOKENS: usize = 8;
-/// Folder in a run's folder.
+/// Directory in a run's directory.
 const SAMPLES: &str = "samples";
 
 /// A sample, what was asked and what came back.
@@ -24,7 +24,7 @@ pub(crate) struct Answer {
     pub(crate) index: usize,
     /// Name in the data file.
     pub(crate) id: Option<String>,
-    /// Its pictures.
+    /// Its images.
     pub(crate) images: Vec<PathBuf>,
     /// The conversation before the answer.
     pub(crate) prompt: String,
@@ -45,7 +45,7 @@ pub(crate) struct Question {
 }
 
 impl Question {
-    /// Writes sample `index` of a file out as a prompt, with pictures as in training. The answer may
+    /// Writes sample `index` of a file out as a prompt, with images as in training. The answer may
     /// be a few tokens longer than the reference.
     pub(crate) fn new(
         processor: &dyn Processor,
@@ -135,7 +135,7 @@ pub(crate) fn sample_failure(index: usize, error: &SampleError) -> Failure {
 }
 
 /// Gathers every rank's answers and writes them, in the order of the samples, to
-/// `samples/step-NNNNNN.json` in the run's folder `output`. All ranks take part.
+/// `samples/step-NNNNNN.json` in the run's directory `output`. All ranks take part.
 ///
 /// # Errors
 /// The exchange fails or the file cannot be written.
@@ -145,9 +145,9 @@ pub(crate) fn keep(
     step: u64,
     own: &[Answer],
 ) -> Result<(), Failure> {
-    let folder = output.join(SAMPLES);
+    let directory = output.join(SAMPLES);
     let unreadable =
-        |error: serde_json::Error| Failure::io(ErrorCode::Disk, "write", &folder, &error.into());
+        |error: serde_json::Error| Failure::io(ErrorCode::Disk, "write", &directory, &error.into());
     let message = serde_json::to_vec(own).map_err(unreadable)?;
     let all = comm
         .all_gather_bytes(&message, Tag::new("eval-answers", 0))
@@ -160,9 +160,9 @@ pub(crate) fn keep(
         answers.extend(serde_json::from_slice::<Vec<Answer>>(part).map_err(unreadable)?);
     }
     answers.sort_by_key(|answer| answer.index);
-    let path = folder.join(format!("step-{step:06}.json"));
+    let path = directory.join(format!("step-{step:06}.json"));
     let text = serde_json::to_vec_pretty(&answers).map_err(unreadable)?;
-    std::fs::create_dir_all(&folder)
+    std::fs::create_dir_all(&directory)
         .and_then(|()| std::fs::write(&path, text))
         .map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))
 }
@@ -186,11 +186,11 @@ mod tests {
 
     #[test]
     fn answers_of_all_ranks_are_merged_into_one_ordered_file() {
-        let folder = tempfile::tempdir().expect("temp dir");
+        let directory = tempfile::tempdir().expect("temp dir");
         let world = threads::world(2, 1 << 20).expect("a world");
         std::thread::scope(|scope| {
             for comm in world {
-                let output = folder.path();
+                let output = directory.path();
                 scope.spawn(move || {
                     let own = match comm.world().rank {
                         0 => vec![answer(0), answer(2)],
@@ -200,7 +200,7 @@ mod tests {
                 });
             }
         });
-        let text = std::fs::read_to_string(folder.path().join("samples/step-000200.json"));
+        let text = std::fs::read_to_string(directory.path().join("samples/step-000200.json"));
         let rows: serde_json::Value = serde_json::from_str(&text.expect("read")).expect("JSON");
         let first = serde_json::json!({
             "index": 0, "id": null, "images": ["a.png"], "prompt": "<image>\nWhich?",

@@ -70,14 +70,14 @@ pub(crate) fn check_samples(
         .evidence_lines(bad.iter().take(1).map(Problem::describe))
         .next("fix the samples, or omit --skip-bad-samples to see the problems"));
     }
-    let pictures = samples.iter().map(|s| s.images.len()).sum();
+    let image_count = samples.iter().map(|s| s.images.len()).sum();
     Ok(SampleSet {
         samples,
         kept,
         images,
         sizes,
         problems: bad,
-        pictures,
+        image_count,
     })
 }
 
@@ -103,11 +103,11 @@ pub(crate) fn load(
         images,
         sizes: Vec::new(),
         problems: Vec::new(),
-        pictures: 0,
+        image_count: 0,
     })
 }
 
-/// CogAgent sees every picture twice, the second time through cross attention; what a sample without a picture should do
+/// CogAgent sees every image twice, the second time through cross attention; what a sample without an image should do
 /// there is for the user to say.
 pub(crate) fn text_only(config: &RunConfig, set: &SampleSet) -> Result<(), Failure> {
     let agent = Family::of(&config.model_dir()).is_ok_and(|family| family == Family::CogAgent);

@@ -32,7 +32,8 @@ pub(crate) enum Kind {
     /// The placeholders in the text do not match the list of images.
     Placeholders,
     /// An image is missing or cannot be read.
-    Picture,
+    #[serde(rename = "picture")]
+    Image,
     /// Any other problem.
     Other,
 }
@@ -47,7 +48,7 @@ impl Kind {
             Self::NoAnswer => "no answer of the assistant".to_owned(),
             Self::Roles => "the turns or roles do not form a conversation".to_owned(),
             Self::Placeholders => "the text and the list of images disagree".to_owned(),
-            Self::Picture => "an image is missing or cannot be read".to_owned(),
+            Self::Image => "an image is missing or cannot be read".to_owned(),
             Self::Other => "other reasons".to_owned(),
         }
     }
@@ -78,8 +79,8 @@ impl Problem {
         let (code, kind) = classify(error);
         let mut problem = crate::error::chain(error);
         if kind == Kind::Placeholders {
-            let names_pictures = matches!(error, SampleError::UnknownPlaceholder { .. });
-            problem += &excerpt(sample, !names_pictures);
+            let names_images = matches!(error, SampleError::UnknownPlaceholder { .. });
+            problem += &excerpt(sample, !names_images);
         }
         Self {
             index,
@@ -93,13 +94,13 @@ impl Problem {
     }
 
     /// Problem of an image with a readable header but damaged content.
-    pub(crate) fn picture(index: usize, sample: &RawSample, problem: String) -> Self {
+    pub(crate) fn image(index: usize, sample: &RawSample, problem: String) -> Self {
         Self {
             index,
             line: None,
             id: sample.id.clone(),
             code: ErrorCode::DataFile,
-            kind: Kind::Picture,
+            kind: Kind::Image,
             problem,
             tokens: None,
         }
@@ -123,8 +124,8 @@ impl Problem {
         if let Ok(size) = processor.measure(sample, images, &whole) {
             let tokens = size.untruncated_tokens;
             self.tokens = Some(tokens);
-            let features = size.picture_tokens / size.slices.max(1);
-            let text = tokens.saturating_sub(size.picture_tokens);
+            let features = size.image_tokens / size.slices.max(1);
+            let text = tokens.saturating_sub(size.image_tokens);
             self.problem = format!(
                 "{} tokens, images {} x {features} + text {}; {}",
                 grouped(tokens as u64),
@@ -154,7 +155,7 @@ pub(crate) fn classify(error: &SampleError) -> (ErrorCode, Kind) {
         | SampleError::UnusedImage { .. }
         | SampleError::TooManyImages { .. } => (ErrorCode::Placeholders, Kind::Placeholders),
         SampleError::Image { .. } | SampleError::AspectRatio { .. } => {
-            (ErrorCode::DataFile, Kind::Picture)
+            (ErrorCode::DataFile, Kind::Image)
         }
         SampleError::NoSupervisedToken {
             tokens,
@@ -302,12 +303,12 @@ pub(crate) fn remedies(context: &Context<'_>, problems: &[Problem]) -> Vec<Strin
     lines
 }
 
-/// Writes one row per problem to `data_problems.jsonl` in `folder`.
+/// Writes one row per problem to `data_problems.jsonl` in `directory`.
 ///
 /// # Errors
 /// When the file cannot be written (exit 16).
-pub(crate) fn write(folder: &Path, problems: &[Problem]) -> Result<(), Failure> {
-    let path = folder.join(PROBLEMS_FILE);
+pub(crate) fn write(directory: &Path, problems: &[Problem]) -> Result<(), Failure> {
+    let path = directory.join(PROBLEMS_FILE);
     let write = || -> std::io::Result<()> {
         let mut file = std::io::BufWriter::new(std::fs::File::create(&path)?);
         for problem in problems {

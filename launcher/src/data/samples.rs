@@ -26,7 +26,7 @@ pub(crate) struct SampleSet {
     /// Problems of the samples left out.
     pub(crate) problems: Vec<Problem>,
     /// Number of images of all samples.
-    pub(crate) pictures: usize,
+    pub(crate) image_count: usize,
 }
 
 impl SampleSet {
@@ -36,7 +36,7 @@ impl SampleSet {
     }
 }
 
-/// A data file or folder, and how much of it to read.
+/// A data file or directory, and how much of it to read.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Reading<'a> {
     /// Path of the file or directory.
@@ -109,10 +109,10 @@ fn verdict(
         .map_err(|error| {
             Problem::new(index, sample, &error).measured(sample, images, processor, options)
         })?;
-    for (_, picture) in &sample.images {
+    for (_, image) in &sample.images {
         images
-            .load(picture)
-            .map_err(|error| Problem::picture(index, sample, chain(&error)))?;
+            .load(image)
+            .map_err(|error| Problem::image(index, sample, chain(&error)))?;
     }
     Ok(size)
 }

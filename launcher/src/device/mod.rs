@@ -245,7 +245,7 @@ fn ranks_on(place: usize, gpus: usize, ranks: usize) -> String {
 
 /// Transport of weights and gradients between the GPUs, with the reason, in words.
 fn carried(config: &RunConfig) -> String {
-    let why = config.apart();
+    let why = config.missing_peer_access();
     match (config.resolved_collectives(), why) {
         (Collectives::Ipc, _) => "between ranks: ipc, GPUs read each other's memory".into(),
         (Collectives::Nccl, _) if config.shares_gpus() => {

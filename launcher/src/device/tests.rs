@@ -310,7 +310,11 @@ fn states_are_located_on_gpus_that_can_update_them() {
         ("--optimizer-in-backward all --offload cpu", "all"),
         ("", "auto"),
     ] {
-        assert_eq!(config(line, &run).early_step.to_string(), early, "{line}");
+        assert_eq!(
+            config(line, &run).optimizer_in_backward.to_string(),
+            early,
+            "{line}"
+        );
     }
     let config = config("--offload optimizer=cpu", &run);
     let text = shown(&run, &config);

@@ -41,7 +41,7 @@ pub(crate) fn engine(doing: &str, error: &EngineError) -> Failure {
             chain(error),
         )
         .next("install one version on all machines, or omit --collectives nccl"),
-        EngineError::DevicesApart { refusals } => Failure::new(
+        EngineError::NoPeerAccess { refusals } => Failure::new(
             ErrorCode::Cuda,
             "the GPUs of the ranks cannot read each other's memory, which --collectives ipc needs",
             "the driver or the container of a rank refuses it",

@@ -303,8 +303,8 @@ impl Failure {
     /// The directory or the file cannot be written.
     pub fn save(&self, output: &Path, rank: usize) -> io::Result<()> {
         let path = Self::path(output, rank);
-        if let Some(folder) = path.parent() {
-            std::fs::create_dir_all(folder)?;
+        if let Some(directory) = path.parent() {
+            std::fs::create_dir_all(directory)?;
         }
         std::fs::write(path, serde_json::to_vec_pretty(self)?)
     }
@@ -401,11 +401,11 @@ mod tests {
 
     #[test]
     fn a_saved_failure_loads_unchanged() {
-        let folder = tempfile::tempdir().expect("temp dir");
+        let directory = tempfile::tempdir().expect("temp dir");
         let failure = Failure::usage("t", "c").evidence("e").next("n");
-        failure.save(folder.path(), 3).expect("saved");
-        assert_eq!(Failure::load(folder.path(), 3), Some(failure));
-        assert_eq!(Failure::load(folder.path(), 4), None);
+        failure.save(directory.path(), 3).expect("saved");
+        assert_eq!(Failure::load(directory.path(), 3), Some(failure));
+        assert_eq!(Failure::load(directory.path(), 4), None);
     }
 
     #[test]

@@ -56,7 +56,7 @@ fn incomplete(dir: &Path, cause: impl Into<String>) -> Failure {
     Failure::new(ErrorCode::ModelFiles, title, cause)
 }
 
-fn folder(path: &Path) -> &Path {
+fn directory(path: &Path) -> &Path {
     path.parent().unwrap_or(Path::new("."))
 }
 
@@ -78,7 +78,7 @@ fn pointer(path: &Path) -> Option<(u64, String)> {
 
 fn pointer_report(path: &Path, size: u64, hash: &str) -> Failure {
     incomplete(
-        folder(path),
+        directory(path),
         format!(
             "{} is a git-lfs pointer, not the {} file it stands for",
             file_name(path),
@@ -103,7 +103,7 @@ fn damaged(path: &Path, error: &WeightError) -> Failure {
             },
             lost,
         ) if expected_bytes > got_bytes => incomplete(
-            folder(path),
+            directory(path),
             format!(
                 "{name} is {} of {} (an interrupted download)",
                 bytes(*got_bytes),
@@ -116,7 +116,7 @@ fn damaged(path: &Path, error: &WeightError) -> Failure {
             grouped(*expected_bytes)
         ))
         .evidence_lines(lost),
-        _ => incomplete(folder(path), chain(error)).evidence(format!(
+        _ => incomplete(directory(path), chain(error)).evidence(format!(
             "the file has {} bytes and does not begin with a safetensors header",
             grouped(got)
         )),
@@ -154,7 +154,7 @@ fn cut_off(path: &Path, got: u64) -> Option<String> {
 
 /// Tensors that the index expects in the file `path`.
 fn expected_tensors(path: &Path) -> Option<String> {
-    let index = std::fs::read(folder(path).join(INDEX)).ok()?;
+    let index = std::fs::read(directory(path).join(INDEX)).ok()?;
     let index: Value = serde_json::from_slice(&index).ok()?;
     let map = index.get("weight_map")?.as_object()?;
     let name = file_name(path);
@@ -173,7 +173,7 @@ fn expected_tensors(path: &Path) -> Option<String> {
 }
 
 fn missing_shard(path: &Path, error: &WeightError) -> Failure {
-    incomplete(folder(path), format!("{} is missing", path.display()))
+    incomplete(directory(path), format!("{} is missing", path.display()))
         .evidence(chain(error))
         .evidence_lines(expected_tensors(path))
         .next("download the file, or take the index and all of its files from one source")

@@ -86,17 +86,18 @@ mod tests {
 
     #[test]
     fn records_reach_the_ranks_file_and_bad_filters_are_refused() {
-        let folder = tempfile::tempdir().expect("temp dir");
+        let directory = tempfile::tempdir().expect("temp dir");
         assert_eq!(
-            init(folder.path(), 1, Some("a=b=c"))
+            init(directory.path(), 1, Some("a=b=c"))
                 .expect_err("refused")
                 .code
                 .status(),
             2
         );
-        init(folder.path(), 1, None).expect("set");
+        init(directory.path(), 1, None).expect("set");
         tracing::info!(step = 3, "hello");
-        let text = std::fs::read_to_string(folder.path().join("rank-0001.jsonl")).expect("written");
+        let text =
+            std::fs::read_to_string(directory.path().join("rank-0001.jsonl")).expect("written");
         let record: serde_json::Value =
             serde_json::from_str(text.lines().next().expect("a line")).expect("JSON");
         assert_eq!(record["fields"]["step"], 3);

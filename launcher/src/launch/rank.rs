@@ -157,19 +157,19 @@ mod tests {
 
     #[test]
     fn summaries_keep_every_bit_of_a_loss() {
-        let folder = tempfile::tempdir().expect("temp dir");
+        let directory = tempfile::tempdir().expect("temp dir");
         let summary = RunSummary {
             eval_loss: Some(0.1 + 0.2),
             steps: 4,
             ..RunSummary::default()
         };
-        summary.save(folder.path(), 0).expect("saved");
-        let loaded = RunSummary::load(folder.path(), 0).expect("loaded");
+        summary.save(directory.path(), 0).expect("saved");
+        let loaded = RunSummary::load(directory.path(), 0).expect("loaded");
         assert_eq!(
             loaded.eval_loss.map(f64::to_bits),
             summary.eval_loss.map(f64::to_bits)
         );
-        assert_eq!(RunSummary::load(folder.path(), 1), None);
+        assert_eq!(RunSummary::load(directory.path(), 1), None);
     }
 
     #[test]

@@ -132,8 +132,8 @@ impl Attempts {
         screen: &mut Screen,
     ) -> Result<(), Failure> {
         let config = RunConfig {
-            early_step: self.asked.early_step,
-            upload_ahead: self.asked.upload_ahead,
+            optimizer_in_backward: self.asked.optimizer_in_backward,
+            prefetch_weights: self.asked.prefetch_weights,
             ..config
         };
         self.run = prepare(&RunPlan::draft(config, ipc_refused), screen)?;
@@ -143,7 +143,7 @@ impl Attempts {
     /// The newest whole checkpoint of this run, or else where it first began, and how to say it.
     fn newest(&self, screen: &mut Screen) -> (Resume, String) {
         let output = &self.run.output;
-        let Some(folder) = newest_intact(output, None) else {
+        let Some(directory) = newest_intact(output, None) else {
             let resume = self.run.resume.clone();
             let from = match &resume {
                 Resume::From(path) => format!("again from {}", path.display()),
@@ -152,13 +152,16 @@ impl Attempts {
             return (resume, from);
         };
         let all = checkpoint::list(output).unwrap_or_default();
-        let newer = all.iter().rev().take_while(|(_, other)| *other != folder);
+        let newer = all
+            .iter()
+            .rev()
+            .take_while(|(_, other)| *other != directory);
         for (_, damaged) in newer {
             let text = format!("{} is damaged and is skipped", file_name(damaged));
             screen.show(&Event::Warning { text });
         }
-        let from = format!("continuing from {}", file_name(&folder));
-        (Resume::From(folder), from)
+        let from = format!("continuing from {}", file_name(&directory));
+        (Resume::From(directory), from)
     }
 
     /// Ranks that are gone for good, as far as faults asked for that in this attempt.
@@ -237,8 +240,8 @@ mod tests {
 
     #[test]
     fn only_deaths_of_ranks_are_restarted_and_at_most_max_restarts_times() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let mut attempts = attempts(folder.path(), |_| ());
+        let directory = tempfile::tempdir().expect("temp dir");
+        let mut attempts = attempts(directory.path(), |_| ());
         let (mut screen, prepare) = (
             Screen::on_stderr(true),
             &mut |draft: &RunPlan, _: &mut Screen| Ok(draft.clone()),
@@ -260,8 +263,8 @@ mod tests {
 
     #[test]
     fn fewer_ranks_keep_the_global_batch() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let mut attempts = attempts(folder.path(), |args| {
+        let directory = tempfile::tempdir().expect("temp dir");
+        let mut attempts = attempts(directory.path(), |args| {
             args.elastic = Some(true);
             args.inject = [
                 "kill:rank=1,lost=true",
@@ -295,8 +298,8 @@ mod tests {
 
     #[test]
     fn a_lost_rank_without_elastic_ends_the_run() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let mut attempts = attempts(folder.path(), |args| {
+        let directory = tempfile::tempdir().expect("temp dir");
+        let mut attempts = attempts(directory.path(), |args| {
             args.inject = vec![fault("kill:rank=1,lost=true")];
         });
         let mut screen = Screen::on_stderr(true);

@@ -89,8 +89,8 @@ pub fn oom_kills() -> u64 {
     cgroups()
         .iter()
         .filter_map(|group| match group.version {
-            Version::One => field_in(&group.folder.join("memory.oom_control"), "oom_kill "),
-            Version::Two => field_in(&group.folder.join("memory.events"), "oom_kill "),
+            Version::One => field_in(&group.directory.join("memory.oom_control"), "oom_kill "),
+            Version::Two => field_in(&group.directory.join("memory.events"), "oom_kill "),
         })
         .max()
         .unwrap_or(0)
@@ -157,7 +157,7 @@ pub fn disk_free_bytes(path: &Path) -> std::io::Result<u64> {
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// Whether two folders, which need not exist yet, lie on one file system; false where nobody can tell.
+/// Whether two directories, which need not exist yet, lie on one file system; false where nobody can tell.
 pub fn on_one_disk(one: &Path, other: &Path) -> bool {
     let device = |path| existing(path).metadata().map(|meta| meta.dev());
     match (device(one), device(other)) {
@@ -166,16 +166,16 @@ pub fn on_one_disk(one: &Path, other: &Path) -> bool {
     }
 }
 
-/// The folder, or its nearest ancestor that exists.
+/// The directory, or its nearest ancestor that exists.
 fn existing(path: &Path) -> &Path {
-    let mut folder = path;
-    while !folder.exists() {
-        folder = match folder.parent() {
+    let mut directory = path;
+    while !directory.exists() {
+        directory = match directory.parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
             _ => Path::new("."),
         };
     }
-    folder
+    directory
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -186,7 +186,7 @@ enum Version {
 
 #[derive(Debug, PartialEq, Eq)]
 struct Cgroup {
-    folder: PathBuf,
+    directory: PathBuf,
     version: Version,
 }
 
@@ -196,7 +196,7 @@ impl Cgroup {
             Version::One => "memory.limit_in_bytes",
             Version::Two => "memory.max",
         };
-        limit_from(&fs::read_to_string(self.folder.join(file)).ok()?)
+        limit_from(&fs::read_to_string(self.directory.join(file)).ok()?)
     }
 
     /// Bytes in use with all page cache; `None` where the group keeps no such account.
@@ -205,7 +205,7 @@ impl Cgroup {
             Version::One => "memory.usage_in_bytes",
             Version::Two => "memory.current",
         };
-        let text = fs::read_to_string(self.folder.join(file)).ok()?;
+        let text = fs::read_to_string(self.directory.join(file)).ok()?;
         text.trim().parse().ok()
     }
 
@@ -215,7 +215,7 @@ impl Cgroup {
             Version::One => "total_inactive_file ",
             Version::Two => "inactive_file ",
         };
-        let cache = field_in(&self.folder.join("memory.stat"), cache).unwrap_or(0);
+        let cache = field_in(&self.directory.join("memory.stat"), cache).unwrap_or(0);
         self.usage().unwrap_or(0).saturating_sub(cache)
     }
 }
@@ -241,15 +241,15 @@ fn cgroups_from(own: &str, mount: &Path) -> Vec<Cgroup> {
         } else {
             continue;
         };
-        // Inside a container the path may name a folder of the host; the mount point then holds
+        // Inside a container the path may name a directory of the host; the mount point then holds
         // the container's own group.
-        let mut folder = root.join(path.trim_start_matches('/'));
+        let mut directory = root.join(path.trim_start_matches('/'));
         loop {
             found.push(Cgroup {
-                folder: folder.clone(),
+                directory: directory.clone(),
                 version,
             });
-            if folder == root || !folder.pop() || !folder.starts_with(&root) {
+            if directory == root || !directory.pop() || !directory.starts_with(&root) {
                 break;
             }
         }
@@ -307,14 +307,14 @@ mod tests {
     #[test]
     fn cgroup_paths_include_every_parent_up_to_the_mount() {
         let groups = cgroups_from("0::/a/b\n", Path::new("/m"));
-        let folders: Vec<_> = groups.iter().map(|group| group.folder.clone()).collect();
-        assert_eq!(folders, ["/m/a/b", "/m/a", "/m/"].map(PathBuf::from));
+        let directories: Vec<_> = groups.iter().map(|group| group.directory.clone()).collect();
+        assert_eq!(directories, ["/m/a/b", "/m/a", "/m/"].map(PathBuf::from));
         let groups = cgroups_from("5:cpu,memory:/x\n1:name=systemd:/y\n", Path::new("/m"));
         assert_eq!(groups.len(), 2);
         assert_eq!(
             groups[0],
             Cgroup {
-                folder: "/m/memory/x".into(),
+                directory: "/m/memory/x".into(),
                 version: Version::One
             }
         );
@@ -353,12 +353,13 @@ mod tests {
     #[test]
     fn the_smallest_limit_of_all_parent_cgroups_counts() {
         let mount = tempfile::tempdir().expect("temp dir");
-        for (folder, limit, used) in [("", "max", "50"), ("a", "1000", "40"), ("a/b", "max", "30")]
+        for (directory, limit, used) in
+            [("", "max", "50"), ("a", "1000", "40"), ("a/b", "max", "30")]
         {
-            let folder = mount.path().join(folder);
-            fs::create_dir_all(&folder).expect("made");
-            fs::write(folder.join("memory.max"), limit).expect("written");
-            fs::write(folder.join("memory.current"), used).expect("written");
+            let directory = mount.path().join(directory);
+            fs::create_dir_all(&directory).expect("made");
+            fs::write(directory.join("memory.max"), limit).expect("written");
+            fs::write(directory.join("memory.current"), used).expect("written");
         }
         let group = |own| tightest(&cgroups_from(own, mount.path())).expect("a group");
         assert_eq!(

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Bytes by kind; kinds without bytes are absent.
+/// Bytes by kind; kinds with zero bytes are absent.
 pub type Kinds = BTreeMap<String, u64>;
 
 /// Phase of a run.

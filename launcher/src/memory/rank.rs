@@ -115,7 +115,7 @@ impl RankMemory {
 
     /// Bytes of the window in the process's high-water mark.
     #[must_use]
-    pub fn mapped_window(&self) -> u64 {
+    pub fn mapped_chunk(&self) -> u64 {
         self.peak.resident_window
     }
 

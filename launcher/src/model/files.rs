@@ -15,13 +15,13 @@ const FOREIGN: [&str; 5] = [
     models::seeded::FILE,
 ];
 
-/// Names and paths of the small files in `folder`, sorted.
+/// Names and paths of the small files in `directory`, sorted.
 ///
 /// # Errors
 /// The directory cannot be listed (exit 10).
-pub(crate) fn small(folder: &Path) -> Result<Vec<(String, PathBuf)>, Failure> {
-    let listing = std::fs::read_dir(folder)
-        .map_err(|error| Failure::io(ErrorCode::ModelFiles, "list", folder, &error))?;
+pub(crate) fn small(directory: &Path) -> Result<Vec<(String, PathBuf)>, Failure> {
+    let listing = std::fs::read_dir(directory)
+        .map_err(|error| Failure::io(ErrorCode::ModelFiles, "list", directory, &error))?;
     let mut found: Vec<(String, PathBuf)> = listing
         .filter_map(|entry| {
             let path = entry.ok()?.path();
@@ -42,7 +42,7 @@ mod tests {
 
     #[test]
     fn only_small_files_of_the_model_are_listed() {
-        let folder = tempfile::tempdir().expect("temp dir");
+        let directory = tempfile::tempdir().expect("temp dir");
         for name in [
             "config.json",
             "modeling_minicpmv.py",
@@ -55,10 +55,10 @@ mod tests {
             "model.seeded.json",
             "notes.md",
         ] {
-            std::fs::write(folder.path().join(name), "x").expect("written");
+            std::fs::write(directory.path().join(name), "x").expect("written");
         }
-        std::fs::create_dir(folder.path().join("folder.json")).expect("made");
-        let names: Vec<String> = small(folder.path())
+        std::fs::create_dir(directory.path().join("folder.json")).expect("made");
+        let names: Vec<String> = small(directory.path())
             .expect("listed")
             .into_iter()
             .map(|(name, _)| name)
@@ -67,6 +67,6 @@ mod tests {
             names,
             ["config.json", "modeling_minicpmv.py", "tokenizer.model"]
         );
-        assert!(small(&folder.path().join("absent")).is_err());
+        assert!(small(&directory.path().join("absent")).is_err());
     }
 }

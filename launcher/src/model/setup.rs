@@ -9,7 +9,9 @@ use crate::data::{Sampler, SamplerSizes};
 use crate::error::failures::unusable;
 use crate::error::{Failure, failures};
 use crate::ui::Event;
-use engine::{DeviceTransport, EarlyStep, Offload, Plan, Precision, Stage, UnitId, ZeroConfig};
+use engine::{
+    DeviceTransport, Offload, OptimizerInBackward, Plan, Precision, Stage, UnitId, ZeroConfig,
+};
 use kernels::Backend;
 use models::ModelError;
 use models::SampleInput;
@@ -109,7 +111,7 @@ fn model(config: &RunConfig) -> Result<Arc<dyn VisionLanguageModel>, Failure> {
     })
 }
 
-/// The model and the plan of `config`; reads the folder's configuration only.
+/// The model and the plan of `config`; reads the directory's configuration only.
 pub(crate) fn replan(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
     let model = model(config)?;
     let plan = plan_of(config, &*model)?;
@@ -179,7 +181,7 @@ fn zero_config(config: &RunPlan, model: &dyn VisionLanguageModel) -> Result<Zero
             optimizer: tier(&config.offload.optimizer),
             activation: tier(&config.offload.activation),
         },
-        uploads_ahead: config.uploads_ahead(),
+        prefetch_weights: config.prefetch_weights(),
         recomputed: model
             .spec()
             .layer_groups(config.checkpoint_num_layers, &|unit| {
@@ -191,11 +193,13 @@ fn zero_config(config: &RunPlan, model: &dyn VisionLanguageModel) -> Result<Zero
             Collectives::Auto | Collectives::Shm => DeviceTransport::Host,
         },
         max_grad_norm: config.optimizer.max_grad_norm.map(|norm| norm as f32),
-        early_step: config.early_step_bytes().map(|bytes| EarlyStep {
-            most_elems: bytes / second_bytes_per_elem(config),
-            single_micro_batch: config.batch.accumulation_steps == 1,
+        optimizer_in_backward: config.optimizer_in_backward_bytes().map(|bytes| {
+            OptimizerInBackward {
+                most_elems: bytes / second_bytes_per_elem(config),
+                single_micro_batch: config.batch.accumulation_steps == 1,
+            }
         }),
-        late_step: config.steps_late(),
+        optimizer_in_forward: config.updates_in_forward(),
         seed: config.seed,
         ..ZeroConfig::default()
     })
@@ -256,10 +260,10 @@ mod tests {
     fn layers_of_every_family_form_recompute_groups() {
         let configs = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/commands/synth/configs");
         for entry in std::fs::read_dir(configs).expect("the configurations") {
-            let folder = tempfile::tempdir().expect("temp dir");
+            let directory = tempfile::tempdir().expect("temp dir");
             let published = entry.expect("an entry").path();
-            std::fs::copy(&published, folder.path().join("config.json")).expect("copied");
-            let dir = folder.path().display();
+            std::fs::copy(&published, directory.path().join("config.json")).expect("copied");
+            let dir = directory.path().display();
             let line = format!(
                 "--model {dir} --data d --output o --zero 3 --precision bf16 --checkpoint-num-layers 4"
             );
@@ -332,10 +336,10 @@ mod tests {
 
     /// Trainable parameters of a preset on a model of the published sizes.
     fn trainable(preset: &str, family: Family) -> usize {
-        let folder = tempfile::tempdir().expect("temp dir");
+        let directory = tempfile::tempdir().expect("temp dir");
         let text = published(family).to_string();
-        std::fs::write(folder.path().join("config.json"), text).expect("written");
-        let dir = folder.path().display();
+        std::fs::write(directory.path().join("config.json"), text).expect("written");
+        let dir = directory.path().display();
         let line = format!("--preset {preset} --model {dir} --data {dir} --output {dir}");
         let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
         let Command::Train { args, .. } = cli::parse(&words).expect("parses") else {

@@ -8,7 +8,7 @@ use crate::report::run_directory;
 use crate::ui::Event;
 use crate::units::bytes;
 
-/// What the checkpoints of a run need of the output folder's disk, and what it has.
+/// What the checkpoints of a run need of the output directory's disk, and what it has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DiskCheck {
     pub(crate) checkpoint: CheckpointBytes,
@@ -30,8 +30,10 @@ impl DiskCheck {
         saves: u64,
         spilled: u64,
     ) -> Self {
-        let folders = config.offload.folders();
-        let spills_here = folders.iter().any(|dir| on_one_disk(dir, &config.output));
+        let directories = config.offload.directories();
+        let spills_here = directories
+            .iter()
+            .any(|dir| on_one_disk(dir, &config.output));
         let spilled = if spills_here { spilled } else { 0 };
         let free = disk_free_bytes(&config.output).ok();
         let there = run_directory::checkpoints(&config.output).len() as u64;
@@ -171,9 +173,9 @@ mod tests {
 
     #[test]
     fn checkpoints_on_disk_at_once_follow_from_limit_saves_and_existing_ones() {
-        let folder = tempfile::tempdir().expect("temp dir");
+        let directory = tempfile::tempdir().expect("temp dir");
         let at_once = |limit, saves| {
-            let disk = DiskCheck::of(&config(folder.path(), limit), EACH, saves, 0);
+            let disk = DiskCheck::of(&config(directory.path(), limit), EACH, saves, 0);
             (disk.certain, disk.most)
         };
         assert_eq!(at_once(None, 0), (0, 0));
@@ -181,16 +183,16 @@ mod tests {
         assert_eq!(at_once(Some(2), 7), (3, 3));
         assert_eq!(at_once(Some(2), 1), (1, 1));
         for step in [1, 2, 3] {
-            std::fs::create_dir(folder.path().join(format!("checkpoint-{step}"))).expect("made");
+            std::fs::create_dir(directory.path().join(format!("checkpoint-{step}"))).expect("made");
         }
         assert_eq!(at_once(Some(2), 7), (1, 1), "one goes for each that comes");
     }
 
     #[test]
     fn a_disk_that_lacks_one_byte_is_refused() {
-        let folder = tempfile::tempdir().expect("temp dir");
+        let directory = tempfile::tempdir().expect("temp dir");
         for (limit, certain) in [(None, 1), (Some(1), 2)] {
-            let config = config(folder.path(), limit);
+            let config = config(directory.path(), limit);
             let mut disk = DiskCheck::of(&config, EACH, 5, 0);
             disk.free = Some(certain * EACH.total());
             disk.check(&config).expect("enough");
@@ -198,7 +200,7 @@ mod tests {
             let failure = disk.check(&config).expect_err("too little");
             assert_eq!(failure.code.status(), 16, "{failure}");
         }
-        let config = config(folder.path(), None);
+        let config = config(directory.path(), None);
         let mut disk = DiskCheck::of(&config, EACH, 5, 0);
         disk.free = Some(4 * EACH.total());
         let Event::Warning { text } = disk.event(&config) else {
@@ -214,10 +216,10 @@ mod tests {
 
     #[test]
     fn spill_files_count_on_the_disk_of_the_checkpoints() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let mut config = config(&folder.path().join("out"), None);
+        let directory = tempfile::tempdir().expect("temp dir");
+        let mut config = config(&directory.path().join("out"), None);
         assert_eq!(DiskCheck::of(&config, EACH, 1, 77).spilled, 0);
-        config.offload = format!("nvme:{}", folder.path().join("spill").display())
+        config.offload = format!("nvme:{}", directory.path().join("spill").display())
             .parse()
             .expect("an offload");
         assert_eq!(DiskCheck::of(&config, EACH, 1, 77).spilled, 77);
@@ -225,8 +227,8 @@ mod tests {
 
     #[test]
     fn planned_saves_are_those_of_the_training_loop() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let mut config = config(folder.path(), None);
+        let directory = tempfile::tempdir().expect("temp dir");
+        let mut config = config(directory.path(), None);
         let by_loop = |config: &RunConfig, total: u64, epoch: u64| {
             let due = |step: &u64| config.save.is_due(*step, total, step.is_multiple_of(epoch));
             (1..=total).filter(due).count() as u64

@@ -1,7 +1,7 @@
-//! A run without values: its passes on a device that only counts, in the order of the real one.
+//! A run without values: its passes on the meta device, in the order of the real one.
 
 use super::fixed::{self, Fixed};
-use super::places::{self, Places};
+use super::memory_plans::{self, MemoryPlans};
 use crate::config::RunConfig;
 use crate::device;
 use crate::error::{Failure, failures};
@@ -10,7 +10,7 @@ use crate::model::optimizer::rule;
 use crate::model::setup::{dropout, keeps};
 use engine::comm::WindowBytes;
 use engine::{DryRun, EngineError, ParamAccess, PassKind, Plan};
-use kernels::{Backend, PoolStats, Script, Tag};
+use kernels::{Backend, MemoryPlan, PoolStats, Tag};
 use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::generate::{Prompt, dry_run_answers};
@@ -140,7 +140,7 @@ struct Run<'a> {
     work: &'a Work<'a>,
     dry_run: DryRun,
     /// Of a GPU's tensors.
-    script: Option<Arc<Script>>,
+    memory_plan: Option<Arc<MemoryPlan>>,
     phases: BTreeMap<Phase, PhaseBytes>,
     /// Most host memory beside the pools.
     beside: Cell<u64>,
@@ -155,17 +155,17 @@ impl<'a> Run<'a> {
         devices: Option<[Arc<dyn Backend>; 2]>,
     ) -> Result<Self, ModelError> {
         let rule = Arc::new(rule(config));
-        let mut script = None;
+        let mut memory_plan = None;
         let dry_run = match devices {
             Some([device, other]) => {
-                let mut places = Places::new(config, plan, other)?;
-                script = Some(places.of(config, model, work.train)?);
+                let mut memory_plans = MemoryPlans::new(config, plan, other)?;
+                memory_plan = Some(memory_plans.of(config, model, work.train)?);
                 DryRun::on_discrete_device(plan.clone(), rule, device)
             }
             None => DryRun::new(plan.clone(), rule),
         };
         Ok(Self {
-            script,
+            memory_plan,
             config,
             model,
             work,
@@ -195,7 +195,7 @@ impl<'a> Run<'a> {
 
     fn micro_batch(&mut self) -> Result<(), ModelError> {
         let pool = self.dry_run.device_pool();
-        let margin = self.script.as_deref().map_or(0, places::margin);
+        let margin = self.memory_plan.as_deref().map_or(0, memory_plans::margin);
         let margin = pool.reserve(margin, Tag::Margin)?;
         let forward = Cell::new(None);
         micro_batch(
@@ -203,7 +203,7 @@ impl<'a> Run<'a> {
             self.model,
             &self.dry_run,
             self.work.train,
-            &mut || pool.follow(self.script.clone()),
+            &mut || pool.follow(self.memory_plan.clone()),
             &mut || forward.set(Some(self.moment(Phase::Forward))),
         )?;
         pool.follow(None);

@@ -18,10 +18,10 @@ pub(crate) struct Spare {
 }
 
 /// Of the elements that a rank updates, the share that it updates while backward runs.
-pub(crate) fn early_share(plan: &Plan) -> f64 {
+pub(crate) fn backward_share(plan: &Plan) -> f64 {
     let elems = |early: bool| -> usize {
         let units = plan.units().iter();
-        let units = units.filter(|unit| !early || plan.steps_early(unit.id));
+        let units = units.filter(|unit| !early || plan.updates_in_backward(unit.id));
         units.map(|unit| unit.trainable.shard_elems).sum()
     };
     match elems(false) {
@@ -31,11 +31,13 @@ pub(crate) fn early_share(plan: &Plan) -> f64 {
 }
 
 /// What is updated while backward runs, or what `auto` has no room for.
-pub(crate) fn early_line(plan: &Plan, spare: Option<&Spare>) -> Option<Event> {
+pub(crate) fn backward_line(plan: &Plan, spare: Option<&Spare>) -> Option<Event> {
     let units = plan.units().iter();
     let trained = units.filter(|unit| !unit.trainable.is_empty());
     let all = trained.clone().count();
-    let early: Vec<_> = trained.filter(|unit| plan.steps_early(unit.id)).collect();
+    let early: Vec<_> = trained
+        .filter(|unit| plan.updates_in_backward(unit.id))
+        .collect();
     let text = if early.is_empty() {
         let spare = spare?;
         let why = if spare.short {
@@ -70,8 +72,8 @@ pub(crate) fn early_line(plan: &Plan, spare: Option<&Spare>) -> Option<Event> {
 }
 
 /// What is updated while the next pass runs.
-pub(crate) fn late_line(plan: &Plan) -> Option<Event> {
-    plan.steps_late().then(|| Event::Info {
+pub(crate) fn forward_line(plan: &Plan) -> Option<Event> {
+    plan.updates_in_forward().then(|| Event::Info {
         label: "late".into(),
         text: "each unit that backward does not update is updated beside the next pass, before its use"
             .into(),

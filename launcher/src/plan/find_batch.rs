@@ -1,7 +1,7 @@
 //! The batch of a run: what an update takes, and the largest micro-batch that fits.
 
 use super::rank_memory;
-use crate::config::{BatchConfig, Device, LrScale, RunConfig, RunPlan, UploadAhead};
+use crate::config::{BatchConfig, Device, LrScale, PrefetchWeights, RunConfig, RunPlan};
 use crate::data::SampleSet;
 use crate::error::Failure;
 use crate::model::setup::Setup;
@@ -55,8 +55,8 @@ pub(crate) fn find(
     let mut probe = |at: usize| -> Result<Option<Failure>, Failure> {
         let mut trial = sized(config, candidates[at]);
         // What is left decides whether weights come ahead.
-        if trial.upload_ahead == UploadAhead::Auto {
-            trial = trial.with_upload_ahead(UploadAhead::Off);
+        if trial.prefetch_weights == PrefetchWeights::Auto {
+            trial = trial.with_upload_ahead(PrefetchWeights::Off);
         }
         let plan = Arc::new(setup.plan(&trial)?);
         let (model, processor) = (&*setup.model, &*setup.processor);

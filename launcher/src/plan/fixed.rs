@@ -19,8 +19,8 @@ const TOKENIZER_BYTES_PER_TOKEN: u64 = 48;
 const SAMPLES_FACTOR: u64 = 3;
 /// Elements of a weight that are read or written at once, in f32 and in the dtype of the file.
 const CHUNK_BYTES: u64 = (1 << 20) * (4 + 2);
-/// A picture while it is cut: as it was decoded, as it was scaled, and the patches.
-const PICTURE_COPIES: u64 = 3;
+/// An image while it is cut: as it was decoded, as it was scaled, and the patches.
+const IMAGE_COPIES: u64 = 3;
 
 /// Bytes of a rank's process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -32,7 +32,7 @@ pub(crate) struct Fixed {
 }
 
 impl Fixed {
-    /// For the model folder `dir` and the data files `data`.
+    /// For the model directory `dir` and the data files `data`.
     pub(crate) fn of(dir: &Path, vocabulary: u64, data: &[&Path]) -> Self {
         let size = |path: &Path| std::fs::metadata(path).map_or(0, |m| m.len());
         let files = ["tokenizer.json", "tokenizer.model"].map(|name| size(&dir.join(name)));
@@ -63,7 +63,7 @@ impl Fixed {
             Phase::Eval => {
                 let held_out = work.held_out.as_ref();
                 let longest = held_out.map_or(0, |h| sample_bytes(h.longest));
-                parts.push(("loader", longest * (1 + PICTURE_COPIES)));
+                parts.push(("loader", longest * (1 + IMAGE_COPIES)));
             }
         }
         if phase != Phase::Load {
@@ -73,7 +73,7 @@ impl Fixed {
     }
 }
 
-/// Encoded samples of the batches that loader threads prepare ahead, and pictures in their hands.
+/// Encoded samples of the batches that loader threads prepare ahead, and images in their hands.
 fn loader_bytes(config: &RunConfig, micro_batch: &[EncodedSample]) -> u64 {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let options = match config.batch.data_workers {
@@ -88,14 +88,14 @@ fn loader_bytes(config: &RunConfig, micro_batch: &[EncodedSample]) -> u64 {
     let largest = micro_batch
         .iter()
         .map(|s| sample_bytes(std::slice::from_ref(s)));
-    let in_hand = largest.max().unwrap_or(0) * PICTURE_COPIES * options.threads.max(1) as u64;
+    let in_hand = largest.max().unwrap_or(0) * IMAGE_COPIES * options.threads.max(1) as u64;
     batches * sample_bytes(micro_batch) + in_hand
 }
 
 fn sample_bytes(samples: &[EncodedSample]) -> u64 {
     let of = |sample: &EncodedSample| {
-        let pictures: usize = sample.slices.iter().map(|slice| slice.patches.len()).sum();
-        (pictures + 8 * sample.input_ids.len()) as u64
+        let image_count: usize = sample.slices.iter().map(|slice| slice.patches.len()).sum();
+        (image_count + 8 * sample.input_ids.len()) as u64
     };
     samples.iter().map(of).sum()
 }

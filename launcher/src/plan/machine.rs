@@ -9,7 +9,7 @@ use std::path::Path;
 /// Where the window of ranks that share a machine may lie.
 const WINDOW_DIRS: [&str; 2] = ["/dev/shm", "/tmp"];
 
-/// The folders that a window may lie in, each with its room.
+/// The directories that a window may lie in, each with its room.
 pub(super) fn window_rooms() -> Vec<String> {
     let room = |dir: &&str| memory::disk_free_bytes(Path::new(dir)).unwrap_or(0);
     let line = |dir: &&str| format!("{dir}: {} free", format_bytes(room(dir)));
@@ -30,7 +30,7 @@ pub(crate) struct Machine {
     pub(crate) cgroup_limit_bytes: Option<u64>,
     /// Room for spill files; `None` where nobody knows.
     pub(crate) nvme_free_bytes: Option<u64>,
-    /// The most room that a folder for the window has.
+    /// The most room that a directory for the window has.
     pub(crate) window_free_bytes: Option<u64>,
     /// What a library of collectives takes of each device.
     pub(crate) library_bytes: u64,
@@ -88,8 +88,8 @@ impl Machine {
             self.host_free_bytes = self.host_free_bytes.min(limit);
         }
         if self.nvme_free_bytes.is_none() && self.is_here() {
-            let free = |folder: &&Path| memory::disk_free_bytes(folder).ok();
-            self.nvme_free_bytes = config.offload.folders().iter().filter_map(free).min();
+            let free = |directory: &&Path| memory::disk_free_bytes(directory).ok();
+            self.nvme_free_bytes = config.offload.directories().iter().filter_map(free).min();
         }
         self
     }

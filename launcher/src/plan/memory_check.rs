@@ -51,7 +51,7 @@ impl MemoryCheck {
         let host = if meets_on_host {
             // Ranks map each other's part of the window, which exists once.
             let (own, all) = if shares {
-                (peak.resident - memory.mapped_window(), window)
+                (peak.resident - memory.mapped_chunk(), window)
             } else {
                 (peak.resident, 0)
             };
@@ -211,13 +211,13 @@ impl MemoryCheck {
     }
 
     fn cause(&self) -> Option<String> {
-        let text = |what: &str, need: u64, verb: &str, free: u64| {
+        let text = |what: &str, need: u64, subcommand: &str, free: u64| {
             let (need, free) = (format_bytes(need), format_bytes(free));
-            Some(format!("{what} {need} {verb} {free}"))
+            Some(format!("{what} {need} {subcommand} {free}"))
         };
         if let Some(limit) = self.device_limit.filter(|_| self.exceeds_device()) {
-            let verb = "of device memory, the limit is";
-            return text("each rank needs", self.need.device, verb, limit);
+            let subcommand = "of device memory, the limit is";
+            return text("each rank needs", self.need.device, subcommand, limit);
         }
         if self.exceeds_host() {
             return Some(format!(
@@ -237,11 +237,11 @@ impl MemoryCheck {
         }
         if self.exceeds_window() {
             let free = self.machine.window_free_bytes.unwrap_or(0);
-            let verb = "of shared memory, /dev/shm and /tmp have at most";
+            let subcommand = "of shared memory, /dev/shm and /tmp have at most";
             return text(
                 "the shared segment of the ranks needs",
                 self.need.window,
-                verb,
+                subcommand,
                 free,
             );
         }

@@ -3,8 +3,8 @@
 use super::disk_check::{DiskCheck, saves};
 use super::rank_memory::{device_line, eval_line, plan_event, upload_line, whole_memory};
 use super::{
-    Counted, Machine, Settled, Suggestions, early_line, find_batch, late_line, resume, settle,
-    spill_directories, suggestion,
+    Counted, Machine, Settled, Suggestions, backward_line, find_batch, forward_line, resume,
+    settle, spill_directories, suggestion,
 };
 use crate::config::{Device, Found, RunConfig, RunPlan, check_faults, fault_lines};
 use crate::data::{SampleSet, check};
@@ -120,8 +120,8 @@ fn show_plan(
         device,
         upload_line(plan, prefetch.as_ref()),
         Some(formats),
-        early_line(plan, spare.as_ref()),
-        late_line(plan),
+        backward_line(plan, spare.as_ref()),
+        forward_line(plan),
     ];
     lines.into_iter().flatten().for_each(&mut *show);
     show(Event::Trains(trained_parts(run, model)?));
@@ -135,7 +135,7 @@ fn data_event(config: &RunConfig, train: &SampleSet, eval: Option<&SampleSet>) -
         samples: train.samples.len(),
         eval_samples: eval.map_or(0, |e| e.samples.len()),
         longest_tokens: train.sizes.iter().map(|s| s.tokens).max().unwrap_or(0),
-        images: train.pictures + eval.map_or(0, |e| e.pictures),
+        images: train.image_count + eval.map_or(0, |e| e.image_count),
         supervised_min_tokens: train.sizes.iter().map(|s| s.supervised).min().unwrap_or(0),
         skipped: train.problems.len() + eval.map_or(0, |e| e.problems.len()),
         wraps_around_global_batch: sampler(config, train.samples.len(), &[]).wraps_around(),

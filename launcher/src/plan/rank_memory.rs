@@ -6,7 +6,7 @@ use crate::data::check::{self, encode_options};
 use crate::data::{self, SampleSet};
 use crate::error::Failure;
 use crate::memory::{Phase, RankMemory};
-use crate::plan::{Fixed, HeldOut, Machine, MemoryCheck, Work, dry_run, early_share};
+use crate::plan::{Fixed, HeldOut, Machine, MemoryCheck, Work, backward_share, dry_run};
 use crate::ui::{Event, PlanEvent, PlanPart};
 use crate::units::bytes;
 use engine::Plan;
@@ -140,7 +140,7 @@ pub(crate) fn upload_line(plan: &Plan, tried: Option<&MemoryCheck>) -> Option<Ev
             "are copied when they are used; a prefetch of one unit needs {}",
             tried.needs()
         ),
-        None if plan.uploads_ahead() => {
+        None if plan.prefetch_weights() => {
             "are prefetched one unit ahead, while the previous unit computes".to_owned()
         }
         None => return None,
@@ -194,7 +194,7 @@ pub(crate) fn plan_event(
         host_total_bytes: fit.machine.host_total_bytes,
         host_free_bytes: fit.machine.host_free_bytes,
         host_need_bytes: fit.need.host,
-        early_share: early_share(plan),
+        backward_share: backward_share(plan),
         memory: Some(Box::new(memory.clone())),
     }
 }

@@ -21,23 +21,24 @@ pub(crate) struct Position {
 
 /// Opens the checkpoint that the configuration names, if it names one and there is one.
 pub(crate) fn open(config: &RunConfig) -> Result<Option<Checkpoint>, Failure> {
-    let folder = match &config.resume {
+    let directory = match &config.resume {
         Resume::No => None,
         Resume::Latest => checkpoint::find_latest(&config.output)
             .map_err(|e| failures::checkpoint("resume", &e))?,
         Resume::From(path) => Some(path.clone()),
     };
-    folder
-        .map(|folder| {
-            Checkpoint::open(&folder)
-                .map_err(|e| advise_intact(failures::checkpoint(&doing(&folder), &e), &folder))
+    directory
+        .map(|directory| {
+            Checkpoint::open(&directory).map_err(|e| {
+                advise_intact(failures::checkpoint(&doing(&directory), &e), &directory)
+            })
         })
         .transpose()
 }
 
-/// What a failure to resume from `folder` calls itself.
-pub(crate) fn doing(folder: &Path) -> String {
-    format!("resume {}", folder.display())
+/// What a failure to resume from `directory` calls itself.
+pub(crate) fn doing(directory: &Path) -> String {
+    format!("resume {}", directory.display())
 }
 
 /// Compares every byte of the checkpoint with its hash, and what it holds with what this run needs.
@@ -50,11 +51,11 @@ pub(crate) fn check(
     let Some(checkpoint) = open(config)? else {
         return Ok(());
     };
-    let folder = checkpoint.folder();
-    let doing = doing(folder);
+    let directory = checkpoint.directory();
+    let doing = doing(directory);
     checkpoint
         .verify()
-        .map_err(|e| advise_intact(failures::checkpoint(&doing, &e), folder))?;
+        .map_err(|e| advise_intact(failures::checkpoint(&doing, &e), directory))?;
     let saved = checkpoint.meta().get("precision").and_then(Value::as_str);
     let asked = precision(config).name();
     if let Some(saved) = saved.filter(|saved| *saved != asked) {
@@ -67,13 +68,13 @@ pub(crate) fn check(
         .next(format!("--precision {saved}")));
     }
     engine::check_trained(plan, &checkpoint).map_err(|e| failures::engine(&doing, &e))?;
-    position(config, folder, checkpoint.meta(), samples, total_steps).map(drop)
+    position(config, directory, checkpoint.meta(), samples, total_steps).map(drop)
 }
 
 /// Reads where the loop stood and refuses what would change the order of the data.
 pub(crate) fn position(
     config: &RunConfig,
-    folder: &Path,
+    directory: &Path,
     meta: &Value,
     samples: usize,
     total_steps: u64,
@@ -88,7 +89,7 @@ pub(crate) fn position(
     ) else {
         return Err(Failure::new(
             ErrorCode::Resume,
-            format!("cannot {}", doing(folder)),
+            format!("cannot {}", doing(directory)),
             "its manifest lacks the state of the training loop",
         )
         .next("give a checkpoint-N directory that this program saved"));
@@ -97,7 +98,7 @@ pub(crate) fn position(
     if (saved_samples, saved_batch, saved_seed) != (samples as u64, batch as u64, seed) {
         return Err(Failure::new(
             ErrorCode::Resume,
-            format!("cannot {}: the order of the data would change", doing(folder)),
+            format!("cannot {}: the order of the data would change", doing(directory)),
             "the position in the data depends on the samples, the global batch and the seed",
         )
         .evidence(format!(
@@ -115,7 +116,7 @@ pub(crate) fn position(
             ErrorCode::Resume,
             format!(
                 "cannot {}: the order of the data would change",
-                doing(folder)
+                doing(directory)
             ),
             "--longest-first changes the order of the first epoch",
         )
@@ -129,7 +130,7 @@ pub(crate) fn position(
             ErrorCode::NothingToDo,
             format!(
                 "{} has already completed all {total_steps} steps",
-                folder.display()
+                directory.display()
             ),
             "no step is left to train",
         )

@@ -5,7 +5,9 @@
 
 use super::rank_memory::spilled_activations;
 use super::{Machine, MemoryCheck, Spare};
-use crate::config::{BatchConfig, Device, EarlyStep, Found, RunConfig, RunPlan, UploadAhead};
+use crate::config::{
+    BatchConfig, Device, Found, OptimizerInBackward, PrefetchWeights, RunConfig, RunPlan,
+};
 use crate::error::Failure;
 use crate::memory::RankMemory;
 use crate::model::setup::second_bytes_per_elem;
@@ -56,26 +58,28 @@ pub(crate) fn settle(
     let mut run = draft.clone();
     let mut counted = count(&run)?;
     // Updates in backward that only cost disk.
-    if run.early_step == EarlyStep::Auto && counted.plan.any_steps_early() {
+    if run.optimizer_in_backward == OptimizerInBackward::Auto
+        && counted.plan.any_updates_in_backward()
+    {
         let has_room = !fit(&run, &counted).exceeds_nvme();
         run = run.with_early_step(if has_room {
-            EarlyStep::All
+            OptimizerInBackward::All
         } else {
-            EarlyStep::Off
+            OptimizerInBackward::Off
         });
         if !has_room {
             counted = count(&run)?;
         }
     }
     let mut prefetch = None;
-    if run.upload_ahead == UploadAhead::Auto {
+    if run.prefetch_weights == PrefetchWeights::Auto {
         let tried = fit(&run, &counted);
-        let ahead = counted.plan.uploads_ahead();
+        let ahead = counted.plan.prefetch_weights();
         let has_room = !tried.exceeds_device();
         run = run.with_upload_ahead(if ahead && has_room {
-            UploadAhead::On
+            PrefetchWeights::On
         } else {
-            UploadAhead::Off
+            PrefetchWeights::Off
         });
         if ahead && !has_room {
             counted = count(&run)?;
@@ -84,9 +88,9 @@ pub(crate) fn settle(
     }
     // Last, since it takes what all else leaves.
     let mut spare = None;
-    if run.early_step == EarlyStep::Auto {
+    if run.optimizer_in_backward == OptimizerInBackward::Auto {
         let without = fit(&run, &counted);
-        (run, counted, spare) = settle_early_step(&run, counted, &without, count)?;
+        (run, counted, spare) = resolve_optimizer_in_backward(&run, counted, &without, count)?;
     }
     let fit = fit(&run, &counted);
     let Counted {
@@ -125,15 +129,15 @@ pub(crate) fn settle(
 ///
 /// # Errors
 /// Those of `count`.
-fn settle_early_step(
+fn resolve_optimizer_in_backward(
     run: &RunPlan,
     counted: Counted,
     fit: &MemoryCheck,
     count: &mut Count<'_>,
 ) -> Result<(RunPlan, Counted, Option<Spare>), Failure> {
-    let off = run.with_early_step(EarlyStep::Off);
+    let off = run.with_early_step(OptimizerInBackward::Off);
     let second = second_bytes_per_elem(run);
-    let all = counted.plan.most_early_elems() * second;
+    let all = counted.plan.most_elems_in_backward() * second;
     if !run.updates_beside_gpus() || all == 0 || !fit.fits() {
         return Ok((off, counted, None));
     }
@@ -159,7 +163,7 @@ fn settle_early_step(
         let trial = run.with_early_step(bound(offered, all));
         let tried = count(&trial)?;
         let needs = MemoryCheck::new(&trial, &tried.memory, fit.machine);
-        let (early, over) = (tried.plan.any_steps_early(), needs.host_overrun());
+        let (early, over) = (tried.plan.any_updates_in_backward(), needs.host_overrun());
         if early && over == 0 && needs.fits() {
             spare.taken = Some(needs.need.host.saturating_sub(fit.need.host));
             return Ok((trial, tried, Some(spare)));
@@ -176,16 +180,16 @@ fn settle_early_step(
 }
 
 /// Second states of at most `offered` bytes, where all units have `all`.
-fn bound(offered: u64, all: u64) -> EarlyStep {
+fn bound(offered: u64, all: u64) -> OptimizerInBackward {
     if offered >= all {
-        return EarlyStep::All;
+        return OptimizerInBackward::All;
     }
     let unit = if offered < IN_GIB_FROM {
         1 << 20
     } else {
         1 << 30
     };
-    EarlyStep::Most(offered / unit * unit)
+    OptimizerInBackward::Most(offered / unit * unit)
 }
 
 /// What ranks that are started one by one, or on several machines, decide without the plan: what a machine has free differs
@@ -209,12 +213,12 @@ pub(crate) fn settle_one_by_one(config: &RunConfig) -> Result<RunConfig, Failure
         .next("start with this program on one machine, or give --per-device-train-batch-size"));
     }
     Ok(RunConfig {
-        early_step: match config.early_step {
-            EarlyStep::Auto => EarlyStep::Off,
+        optimizer_in_backward: match config.optimizer_in_backward {
+            OptimizerInBackward::Auto => OptimizerInBackward::Off,
             asked => asked,
         },
-        upload_ahead: match config.upload_ahead {
-            UploadAhead::Auto => UploadAhead::Off,
+        prefetch_weights: match config.prefetch_weights {
+            PrefetchWeights::Auto => PrefetchWeights::Off,
             asked => asked,
         },
         ..config.clone()

@@ -3,23 +3,23 @@
 use crate::config::RunConfig;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::ui::Event;
-use engine::spill::{SpillError, SpillFolder};
+use engine::spill::{SpillDirectory, SpillError};
 
-/// The folders of a job's spill files, held while it runs.
+/// The directories of a job's spill files, held while it runs.
 #[derive(Debug)]
 pub(crate) struct HeldDirectories {
-    _directories: Vec<SpillFolder>,
+    _directories: Vec<SpillDirectory>,
 }
 
-/// Makes the folders of `--offload nvme:DIR` where they are missing, and sweeps what killed jobs left in them.
+/// Makes the directories of `--offload nvme:DIR` where they are missing, and sweeps what killed jobs left in them.
 pub(crate) fn sweep(config: &RunConfig, show: &mut dyn FnMut(Event)) -> Result<(), Failure> {
-    for parent in config.offload.folders() {
+    for parent in config.offload.directories() {
         let unusable = |e: std::io::Error| {
             Failure::io(ErrorCode::Disk, "create", parent, &e)
                 .next("use a writable directory on a local disk for --offload nvme:DIR")
         };
         std::fs::create_dir_all(parent).map_err(unusable)?;
-        let swept = SpillFolder::sweep(parent).map_err(|e| failed(&e))?;
+        let swept = SpillDirectory::sweep(parent).map_err(|e| failed(&e))?;
         for (path, bytes) in swept {
             show(Event::Info {
                 label: "nvme".into(),
@@ -34,10 +34,10 @@ pub(crate) fn sweep(config: &RunConfig, show: &mut dyn FnMut(Event)) -> Result<(
     Ok(())
 }
 
-/// Holds a job's folders while it runs.
+/// Holds a job's directories while it runs.
 pub(crate) fn hold(config: &RunConfig, job: &str) -> Result<HeldDirectories, Failure> {
-    let folders = config.offload.folders().into_iter();
-    let held = folders.map(|parent| SpillFolder::join(parent, job));
+    let directories = config.offload.directories().into_iter();
+    let held = directories.map(|parent| SpillDirectory::join(parent, job));
     let held = held.collect::<Result<_, _>>().map_err(|e| failed(&e))?;
     Ok(HeldDirectories { _directories: held })
 }

@@ -3,7 +3,7 @@
 use super::rank_memory;
 use crate::cli::{self, Command, resolve};
 use crate::config::{
-    Device, EarlyStep, Offload, PrecisionChoice, Recompute, RunConfig, RunPlan, Tier,
+    Device, Offload, OptimizerInBackward, PrecisionChoice, Recompute, RunConfig, RunPlan, Tier,
 };
 use crate::data::check;
 use crate::error::{ErrorCode, Failure};
@@ -186,11 +186,11 @@ pub(crate) fn add(failure: &mut Failure, config: &RunPlan, largest: &Largest<'_>
 }
 
 /// What the supervisor keeps to suggest something where a rank fails: the order of the samples by size, and the host memory that
-/// was taken for early updates because it was to spare.
+/// was taken for optimizer in backward because it was to spare.
 pub(crate) fn later(config: &RunPlan, order: Vec<usize>, spared: Option<u64>) -> Suggestions {
     // What must be there is compared: whatever runs instead decides anew.
     let config = match spared {
-        Some(_) => config.with_early_step(EarlyStep::Off),
+        Some(_) => config.with_early_step(OptimizerInBackward::Off),
         None => config.clone(),
     };
     Box::new(move |failure| {

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::time::SystemTime;
 
 use crate::error::Failure;
-use identity::{Identity, Master, NodePlace, RankIs, Source};
+use identity::{Identity, Master, NodeAssignment, RankIs, Source};
 
 /// Rank number over all nodes.
 pub const RANK: &str = "RANK";
@@ -185,7 +185,7 @@ pub struct Env {
     /// Identity of a rank; absent in the supervisor.
     pub rank: Option<RankEnv>,
     /// Place of this machine among several, in a supervisor.
-    pub node: Option<NodePlace>,
+    pub node: Option<NodeAssignment>,
     /// Directory for temporary files.
     pub temp_dir: PathBuf,
     /// Directory for files that can be regenerated at any time.
@@ -326,7 +326,7 @@ impl FromIterator<(String, OsString)> for Variables {
 
 /// Locations of CUDA's libraries, from the environment.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct CudaPlaces {
+pub struct CudaSearchPaths {
     /// Directories of [`CUDA_LIBS`].
     pub directories: Vec<PathBuf>,
     /// Installed toolkit: `CUDA_HOME` or `CUDA_PATH`.
@@ -337,7 +337,7 @@ pub struct CudaPlaces {
     pub python_path: Vec<PathBuf>,
 }
 
-impl CudaPlaces {
+impl CudaSearchPaths {
     /// Reads an environment through `lookup`.
     pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Self {
         let path = |name: &str| {
@@ -348,7 +348,7 @@ impl CudaPlaces {
         let list = |name: &str| -> Vec<PathBuf> {
             let value = lookup(name).unwrap_or_default();
             std::env::split_paths(&value)
-                .filter(|folder| !folder.as_os_str().is_empty())
+                .filter(|directory| !directory.as_os_str().is_empty())
                 .collect()
         };
         Self {
@@ -373,7 +373,7 @@ fn temp_dir(path: &dyn Fn(&str) -> Option<PathBuf>) -> PathBuf {
 
 fn cache_dir(path: &dyn Fn(&str) -> Option<PathBuf>) -> PathBuf {
     path("XDG_CACHE_HOME")
-        .filter(|folder| folder.is_absolute())
+        .filter(|directory| directory.is_absolute())
         .or_else(|| path("HOME").map(|home| home.join(".cache")))
         .unwrap_or_else(|| temp_dir(path))
         .join("tessera")
@@ -425,7 +425,7 @@ mod tests {
             ("HOME", "/home/u"),
             ("PYTHONPATH", ":/p"),
         ];
-        let places = CudaPlaces::from_lookup(&|name| {
+        let places = CudaSearchPaths::from_lookup(&|name| {
             let found = vars.iter().find(|(key, _)| *key == name);
             found.map(|(_, value)| OsString::from(value))
         });
@@ -437,7 +437,10 @@ mod tests {
             paths(&["/conda", "/home/u/.local"])
         );
         assert_eq!(places.python_path, paths(&["/p"]));
-        assert_eq!(CudaPlaces::from_lookup(&|_| None), CudaPlaces::default());
+        assert_eq!(
+            CudaSearchPaths::from_lookup(&|_| None),
+            CudaSearchPaths::default()
+        );
     }
 
     #[test]

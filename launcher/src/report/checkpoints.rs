@@ -11,19 +11,19 @@ pub(crate) const UNITS: &str = "units";
 pub(crate) fn newest_intact(output: &Path, except: Option<&Path>) -> Option<PathBuf> {
     let mut all = checkpoint::list(output).ok()?;
     let except = except.and_then(|path| path.canonicalize().ok());
-    all.retain(|(_, folder)| folder.canonicalize().ok() != except || except.is_none());
-    let mut newest_first = all.into_iter().rev().map(|(_, folder)| folder);
-    newest_first.find(|folder| checkpoint::audit(folder).is_ok_and(|found| found.is_whole()))
+    all.retain(|(_, directory)| directory.canonicalize().ok() != except || except.is_none());
+    let mut newest_first = all.into_iter().rev().map(|(_, directory)| directory);
+    newest_first.find(|directory| checkpoint::audit(directory).is_ok_and(|found| found.is_whole()))
 }
 
 /// The next step where a checkpoint cannot be used: the newest of its run that can.
 pub(crate) fn advise_intact(failure: Failure, checkpoint: &Path) -> Failure {
     let parent = checkpoint.parent().filter(|p| !p.as_os_str().is_empty());
     match newest_intact(parent.unwrap_or(Path::new(".")), Some(checkpoint)) {
-        Some(folder) => failure.next(format!(
+        Some(directory) => failure.next(format!(
             "{} is the newest intact checkpoint of this run: --resume {}",
-            file_name(&folder),
-            folder.display()
+            file_name(&directory),
+            directory.display()
         )),
         None => {
             failure.next("no other checkpoint of this run is intact: start again without --resume")

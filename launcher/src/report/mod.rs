@@ -6,7 +6,7 @@ pub(crate) mod checkpoints;
 mod comparison;
 mod crc32c;
 mod curve;
-mod folder;
+mod directory;
 mod jsonl;
 mod memory_chart;
 pub mod monitor;
@@ -34,8 +34,8 @@ use jsonl::JsonLines;
 
 pub use comparison::{Panel, Series, comparison};
 pub use curve::{Point, loss_curve};
-pub(crate) use folder::number;
-pub use folder::{Answer, RunFiles};
+pub(crate) use directory::number;
+pub use directory::{Answer, RunFiles};
 pub use page::{REPORT, write_pages};
 pub use plan_file::PlanFile;
 pub use state::{TrainerState, TrainerStateConfig};
@@ -251,8 +251,8 @@ impl RunReport {
     ///
     /// # Errors
     /// When the file cannot be written (exit 16).
-    pub fn save_state(&self, folder: &Path) -> Result<(), Failure> {
-        self.state.save(folder)
+    pub fn save_state(&self, directory: &Path) -> Result<(), Failure> {
+        self.state.save(directory)
     }
 
     /// Writes the trainer state, the loss curve, and the memory since the last row.
@@ -372,8 +372,8 @@ mod tests {
         }
     }
 
-    fn rows(folder: &Path) -> Vec<serde_json::Value> {
-        let text = fs::read_to_string(folder.join("trainer_log.jsonl")).expect("written");
+    fn rows(directory: &Path) -> Vec<serde_json::Value> {
+        let text = fs::read_to_string(directory.join("trainer_log.jsonl")).expect("written");
         text.lines()
             .map(|line| serde_json::from_str(line).expect("JSON"))
             .collect()
@@ -381,8 +381,8 @@ mod tests {
 
     #[test]
     fn a_run_leaves_every_file() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let mut report = RunReport::open(&config(folder.path()), 4, 1.0, 0).expect("opened");
+        let directory = tempfile::tempdir().expect("temp dir");
+        let mut report = RunReport::open(&config(directory.path()), 4, 1.0, 0).expect("opened");
         for step in 1..=4 {
             report
                 .on_step(&record(step), memory(step))
@@ -397,10 +397,10 @@ mod tests {
             LOSS_CURVE,
             MEMORY_LOG,
         ] {
-            assert!(folder.path().join(name).is_file(), "{name}");
+            assert!(directory.path().join(name).is_file(), "{name}");
         }
-        assert!(folder.path().join("runs").is_dir());
-        let rows = rows(folder.path());
+        assert!(directory.path().join("runs").is_dir());
+        let rows = rows(directory.path());
         assert_eq!(rows.len(), 5);
         assert_eq!(
             (
@@ -410,12 +410,12 @@ mod tests {
             (Some(2), Some(50.0))
         );
         let state: serde_json::Value = serde_json::from_slice(
-            &fs::read(folder.path().join("trainer_state.json")).expect("read"),
+            &fs::read(directory.path().join("trainer_state.json")).expect("read"),
         )
         .expect("JSON");
         assert_eq!(state["global_step"], 4);
         assert_eq!(state["log_history"].as_array().map(Vec::len), Some(5));
-        let left = fs::read_dir(folder.path()).expect("listed").flatten();
+        let left = fs::read_dir(directory.path()).expect("listed").flatten();
         assert!(
             left.into_iter()
                 .all(|entry| !entry.file_name().to_string_lossy().ends_with(".tmp"))
@@ -424,33 +424,33 @@ mod tests {
 
     #[test]
     fn a_resumed_run_replaces_the_rows_after_its_checkpoint() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let mut report = RunReport::open(&config(folder.path()), 4, 1.0, 0).expect("opened");
+        let directory = tempfile::tempdir().expect("temp dir");
+        let mut report = RunReport::open(&config(directory.path()), 4, 1.0, 0).expect("opened");
         for step in 1..=3 {
             report
                 .on_step(&record(step), memory(step))
                 .expect("written");
         }
         report.finish(None).expect("written");
-        let mut report = RunReport::open(&config(folder.path()), 4, 1.0, 2).expect("opened");
+        let mut report = RunReport::open(&config(directory.path()), 4, 1.0, 2).expect("opened");
         for step in 3..=4 {
             report
                 .on_step(&record(step), memory(step))
                 .expect("written");
         }
         report.finish(None).expect("written");
-        let steps: Vec<_> = rows(folder.path())
+        let steps: Vec<_> = rows(directory.path())
             .iter()
             .map(|row| row["current_steps"].as_u64())
             .collect();
         assert_eq!(steps, [1, 2, 3, 4].map(Some));
         assert_eq!(report.curve.len(), 4);
-        let steps: Vec<_> = jsonl::read(&folder.path().join(MEMORY_LOG))
+        let steps: Vec<_> = jsonl::read(&directory.path().join(MEMORY_LOG))
             .iter()
             .map(|row| row["step"].as_u64())
             .collect();
         assert_eq!(steps, [1, 2, 3, 4].map(Some));
-        let text = fs::read_to_string(folder.path().join("trainer_state.json")).expect("read");
+        let text = fs::read_to_string(directory.path().join("trainer_state.json")).expect("read");
         let state: serde_json::Value = serde_json::from_str(&text).expect("JSON");
         let history = state["log_history"].as_array().expect("rows");
         let steps: Vec<_> = history.iter().map(|row| row["step"].as_u64()).collect();

@@ -1,4 +1,4 @@
-//! The folder of a run: what may be in it before, and where its files are.
+//! The directory of a run: what may be in it before, and where its files are.
 
 use crate::error::{ErrorCode, Failure, file_name};
 use std::fs::{self, File, TryLockError};
@@ -7,18 +7,18 @@ use std::path::{Path, PathBuf};
 
 use crate::config::{CONFIG_FILE, Resume, RunConfig, RunPlan};
 
-/// Folder of per-rank logs.
+/// Directory of per-rank logs.
 pub const LOGS: &str = "logs";
-/// Folder of per-rank failures.
+/// Directory of per-rank failures.
 pub const ERRORS: &str = "errors";
-/// Files that tell that a folder holds a run.
+/// Files that tell that a directory holds a run.
 const MARKS: [&str; 2] = ["trainer_log.jsonl", "trainer_state.json"];
 
 /// Checks the output directory and the checkpoint to resume from, touching nothing. The directory that comes back has another
 /// name than a made-up one that exists.
 ///
 /// # Errors
-/// The folder holds another run (exit 2), or the checkpoint does not exist (exit 9).
+/// The directory holds another run (exit 2), or the checkpoint does not exist (exit 9).
 pub fn check(config: &RunConfig) -> Result<PathBuf, Failure> {
     if let Resume::From(path) = &config.resume
         && !path.is_dir()
@@ -67,34 +67,34 @@ fn lies_in(checkpoint: &Path, output: &Path) -> bool {
     }
 }
 
-fn sign_of_a_run(folder: &Path) -> Option<String> {
-    if let Some(mark) = MARKS.iter().find(|name| folder.join(name).exists()) {
+fn sign_of_a_run(directory: &Path) -> Option<String> {
+    if let Some(mark) = MARKS.iter().find(|name| directory.join(name).exists()) {
         return Some((*mark).to_string());
     }
-    if let Some((_, path)) = checkpoints(folder).pop() {
+    if let Some((_, path)) = checkpoints(directory).pop() {
         return Some(file_name(&path));
     }
     // A run that failed before its first step left its errors and nothing to lose.
-    let started = folder.join(CONFIG_FILE).exists() && !folder.join(ERRORS).exists();
+    let started = directory.join(CONFIG_FILE).exists() && !directory.join(ERRORS).exists();
     started.then(|| CONFIG_FILE.to_string())
 }
 
-fn unused(folder: &Path) -> PathBuf {
-    let name = file_name(folder);
-    let mut candidate = folder.to_path_buf();
+fn unused(directory: &Path) -> PathBuf {
+    let name = file_name(directory);
+    let mut candidate = directory.to_path_buf();
     let mut number = 2;
     while candidate.exists() {
-        candidate = folder.with_file_name(format!("{name}-{number}"));
+        candidate = directory.with_file_name(format!("{name}-{number}"));
         number += 1;
     }
     candidate
 }
 
-/// Takes the folder for this process, makes its subfolders, saves the configuration in it and removes the failures of
+/// Takes the directory for this process, makes its subdirectories, saves the configuration in it and removes the failures of
 /// an earlier attempt.
 ///
 /// # Errors
-/// Another process works on the folder (exit 2), or it cannot be written (exit 16 where the disk is full).
+/// Another process works on the directory (exit 2), or it cannot be written (exit 16 where the disk is full).
 pub fn prepare(config: &RunPlan) -> Result<Held, Failure> {
     let logs = config.output.join(LOGS);
     fs::create_dir_all(&logs)
@@ -105,7 +105,7 @@ pub fn prepare(config: &RunPlan) -> Result<Held, Failure> {
     Ok(held)
 }
 
-/// Makes the subfolders that ranks write to, where another machine holds the folder.
+/// Makes the subdirectories that ranks write to, where another machine holds the directory.
 ///
 /// # Errors
 /// They cannot be made (exit 16).
@@ -114,22 +114,22 @@ pub fn join(config: &RunConfig) -> Result<(), Failure> {
     fs::create_dir_all(&logs).map_err(|error| Failure::io(ErrorCode::Disk, "make", &logs, &error))
 }
 
-/// Keeps other processes away from the folder of a run. The system lets go of it when the process ends, however it does.
+/// Keeps other processes away from the directory of a run. The system lets go of it when the process ends, however it does.
 #[derive(Debug)]
 #[must_use = "the folder is free again when this is dropped"]
 pub struct Held {
-    /// The locked folder; `None` on file systems without locks.
+    /// The locked directory; `None` on file systems without locks.
     _lock: Option<File>,
 }
 
-fn hold(folder: &Path) -> Result<Held, Failure> {
-    let open = |error: io::Error| Failure::io(ErrorCode::Disk, "open", folder, &error);
-    let lock = File::open(folder).map_err(open)?;
+fn hold(directory: &Path) -> Result<Held, Failure> {
+    let open = |error: io::Error| Failure::io(ErrorCode::Disk, "open", directory, &error);
+    let lock = File::open(directory).map_err(open)?;
     loop {
         match lock.try_lock() {
             Ok(()) => return Ok(Held { _lock: Some(lock) }),
             Err(TryLockError::Error(_)) => return Ok(Held { _lock: None }),
-            // Who only asks whether the folder is held shares its lock, for a moment.
+            // Who only asks whether the directory is held shares its lock, for a moment.
             Err(TryLockError::WouldBlock) if lock.try_lock_shared().is_ok() => {
                 std::thread::yield_now();
             }
@@ -137,17 +137,17 @@ fn hold(folder: &Path) -> Result<Held, Failure> {
         }
     }
     Err(Failure::usage(
-        format!("--output {} is in use", folder.display()),
+        format!("--output {} is in use", directory.display()),
         "another run is using it now",
     )
     .next("choose another directory, or wait until that run has ended")
-    .next(format!("launcher watch {} shows it", folder.display())))
+    .next(format!("launcher watch {} shows it", directory.display())))
 }
 
-/// Whether a process works on a run's folder.
-pub fn is_held(folder: &Path) -> bool {
-    File::open(folder)
-        .is_ok_and(|folder| matches!(folder.try_lock_shared(), Err(TryLockError::WouldBlock)))
+/// Whether a process works on a run's directory.
+pub fn is_held(directory: &Path) -> bool {
+    File::open(directory)
+        .is_ok_and(|directory| matches!(directory.try_lock_shared(), Err(TryLockError::WouldBlock)))
 }
 
 /// Removes the failures of an earlier attempt.
@@ -161,10 +161,10 @@ fn forget_errors(config: &RunConfig) -> Result<(), Failure> {
     }
 }
 
-/// Moves the failures of attempt number `attempt`, from 1, into a folder of their own, so that the next begins without.
+/// Moves the failures of attempt number `attempt`, from 1, into a directory of their own, so that the next begins without.
 ///
 /// # Errors
-/// The folder cannot be written.
+/// The directory cannot be written.
 pub fn set_errors_aside(output: &Path, attempt: u32) -> Result<(), Failure> {
     let errors = output.join(ERRORS);
     let aside = errors.join(format!("attempt-{attempt}"));
@@ -181,9 +181,9 @@ pub fn set_errors_aside(output: &Path, attempt: u32) -> Result<(), Failure> {
     moved().map_err(|error| Failure::io(ErrorCode::Disk, "write", &aside, &error))
 }
 
-/// Checkpoints of a run folder as (step, path), by step. Unfinished ones have other names.
-pub fn checkpoints(folder: &Path) -> Vec<(u64, PathBuf)> {
-    let Ok(entries) = fs::read_dir(folder) else {
+/// Checkpoints of a run directory as (step, path), by step. Unfinished ones have other names.
+pub fn checkpoints(directory: &Path) -> Vec<(u64, PathBuf)> {
+    let Ok(entries) = fs::read_dir(directory) else {
         return Vec::new();
     };
     let mut found: Vec<(u64, PathBuf)> = entries
@@ -228,15 +228,15 @@ mod tests {
 
     #[test]
     fn a_directory_with_a_run_is_refused_without_resume() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let mut config = config(&folder.path().join("out"));
+        let directory = tempfile::tempdir().expect("temp dir");
+        let mut config = config(&directory.path().join("out"));
         check(&config).expect("new");
         drop(prepare(&config.draft()).expect("made"));
         let failure = check(&config).expect_err("taken");
         assert_eq!(failure.code.status(), 2);
         config.resume = Resume::Latest;
         check(&config).expect("continues");
-        let checkpoint = folder.path().join("elsewhere/checkpoint-1");
+        let checkpoint = directory.path().join("elsewhere/checkpoint-1");
         fs::create_dir_all(&checkpoint).expect("made");
         config.resume = Resume::From(checkpoint);
         check(&config).expect_err("a checkpoint of one run does not open the folder of another");
@@ -247,8 +247,8 @@ mod tests {
 
     #[test]
     fn a_run_that_failed_before_its_first_step_does_not_block_its_directory() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let config = config(&folder.path().join("out"));
+        let directory = tempfile::tempdir().expect("temp dir");
+        let config = config(&directory.path().join("out"));
         drop(prepare(&config.draft()).expect("made"));
         Failure::usage("t", "c")
             .save(&config.output, 0)
@@ -260,18 +260,18 @@ mod tests {
 
     #[test]
     fn unrelated_files_are_ignored_and_checkpoints_are_not() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        fs::write(folder.path().join("notes.txt"), "x").expect("written");
-        let config = config(folder.path());
+        let directory = tempfile::tempdir().expect("temp dir");
+        fs::write(directory.path().join("notes.txt"), "x").expect("written");
+        let config = config(directory.path());
         check(&config).expect("free");
-        fs::create_dir(folder.path().join("checkpoint-7")).expect("made");
+        fs::create_dir(directory.path().join("checkpoint-7")).expect("made");
         assert!(check(&config).expect_err("taken").evidence[0].contains("checkpoint-7"));
     }
 
     #[test]
     fn a_default_directory_that_exists_gets_a_suffix() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let mut config = config(folder.path());
+        let directory = tempfile::tempdir().expect("temp dir");
+        let mut config = config(directory.path());
         config.output_is_explicit = false;
         let output = check(&config).expect("renamed");
         assert!(output.to_string_lossy().ends_with("-2"));
@@ -279,11 +279,11 @@ mod tests {
 
     #[test]
     fn a_run_directory_is_locked_by_one_process() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let config = config(folder.path());
-        assert!(!is_held(folder.path()));
+        let directory = tempfile::tempdir().expect("temp dir");
+        let config = config(directory.path());
+        assert!(!is_held(directory.path()));
         let held = prepare(&config.draft()).expect("prepared");
-        assert!(is_held(folder.path()));
+        assert!(is_held(directory.path()));
         Failure::usage("t", "c")
             .save(&config.output, 0)
             .expect("saved");
@@ -294,20 +294,20 @@ mod tests {
             "a stranger's files stay"
         );
         drop(held);
-        assert!(!is_held(folder.path()));
+        assert!(!is_held(directory.path()));
         prepare(&config.draft()).map(drop).expect("free again");
     }
 
     #[test]
     fn asking_whether_a_directory_is_locked_does_not_block_a_run() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let config = config(folder.path());
+        let directory = tempfile::tempdir().expect("temp dir");
+        let config = config(directory.path());
         let done = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
             for _ in 0..2 {
                 scope.spawn(|| {
                     while !done.load(std::sync::atomic::Ordering::Relaxed) {
-                        is_held(folder.path());
+                        is_held(directory.path());
                     }
                 });
             }
@@ -319,15 +319,15 @@ mod tests {
 
     #[test]
     fn a_missing_checkpoint_is_a_resume_failure() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let mut config = config(folder.path());
-        config.resume = Resume::From(folder.path().join("checkpoint-9"));
+        let directory = tempfile::tempdir().expect("temp dir");
+        let mut config = config(directory.path());
+        config.resume = Resume::From(directory.path().join("checkpoint-9"));
         assert_eq!(check(&config).expect_err("missing").code.status(), 9);
     }
 
     #[test]
     fn checkpoints_are_sorted_by_number_and_unfinished_ones_left_out() {
-        let folder = tempfile::tempdir().expect("temp dir");
+        let directory = tempfile::tempdir().expect("temp dir");
         for name in [
             "checkpoint-9",
             "checkpoint-10",
@@ -335,15 +335,15 @@ mod tests {
             "checkpoint-",
             "checkpoint-x1",
         ] {
-            fs::create_dir(folder.path().join(name)).expect("made");
+            fs::create_dir(directory.path().join(name)).expect("made");
         }
-        fs::write(folder.path().join("checkpoint-12"), "a file").expect("written");
-        let steps: Vec<u64> = checkpoints(folder.path())
+        fs::write(directory.path().join("checkpoint-12"), "a file").expect("written");
+        let steps: Vec<u64> = checkpoints(directory.path())
             .into_iter()
             .map(|(step, _)| step)
             .collect();
         assert_eq!(steps, [9, 10]);
-        let mut config = config(folder.path());
+        let mut config = config(directory.path());
         config.resume = Resume::Latest;
         assert!(
             checkpoint_to_resume(&config)

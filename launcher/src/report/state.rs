@@ -108,7 +108,7 @@ impl TrainerState {
         }
     }
 
-    pub(super) fn save(&self, folder: &Path) -> Result<(), Failure> {
+    pub(super) fn save(&self, directory: &Path) -> Result<(), Failure> {
         let config = &self.config;
         let state = json!({
             "best_global_step": self.best.map(|(_, step)| step),
@@ -132,6 +132,6 @@ impl TrainerState {
             "trial_name": null,
             "trial_params": null,
         });
-        write_json(&folder.join(FILE), &state)
+        write_json(&directory.join(FILE), &state)
     }
 }

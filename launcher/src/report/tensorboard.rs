@@ -16,11 +16,11 @@ pub struct EventWriter {
 }
 
 impl EventWriter {
-    /// Creates a new event file in `folder`, and the directory if necessary.
+    /// Creates a new event file in `directory`, and the directory if necessary.
     ///
     /// # Errors
     /// When the file cannot be written (exit 16).
-    pub fn create(folder: &Path) -> Result<Self, Failure> {
+    pub fn create(directory: &Path) -> Result<Self, Failure> {
         let now = wall_time();
         let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
         let host = if host.trim().is_empty() {
@@ -33,8 +33,8 @@ impl EventWriter {
             now as u64,
             std::process::id()
         );
-        let path = folder.join(name);
-        let file = fs::create_dir_all(folder)
+        let path = directory.join(name);
+        let file = fs::create_dir_all(directory)
             .and_then(|()| File::create(&path))
             .map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))?;
         let mut writer = Self { path, file };
@@ -135,8 +135,8 @@ mod tests {
 
     #[test]
     fn records_are_framed_and_hold_tags_and_values() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let mut writer = EventWriter::create(folder.path()).expect("made");
+        let directory = tempfile::tempdir().expect("temp dir");
+        let mut writer = EventWriter::create(directory.path()).expect("made");
         writer
             .scalars(300, &[("train/loss", 1.5), ("train/grad_norm", f64::NAN)])
             .expect("written");

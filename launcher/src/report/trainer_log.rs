@@ -251,11 +251,11 @@ mod tests {
 
     #[test]
     fn a_torn_last_row_is_dropped() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let path = folder.path().join(TRAINER_LOG);
+        let directory = tempfile::tempdir().expect("temp dir");
+        let path = directory.path().join(TRAINER_LOG);
         std::fs::write(&path, "{\"current_steps\":1,\"loss\":2.0}\n{\"current_st")
             .expect("written");
-        let mut log = TrainerLog::open(folder.path(), 9).expect("opened");
+        let mut log = TrainerLog::open(directory.path(), 9).expect("opened");
         log.append(&LogRow {
             current_steps: 2,
             ..LogRow::default()

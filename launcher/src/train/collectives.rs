@@ -74,7 +74,7 @@ impl Collectives {
     /// Leaves the list of rank `rank` among the failures of the run in `output`; returns its path there.
     ///
     /// # Errors
-    /// The folder cannot be written.
+    /// The directory cannot be written.
     pub(crate) fn save(&self, plan: &Plan, output: &Path, rank: usize) -> std::io::Result<PathBuf> {
         let name = PathBuf::from(format!("{ERRORS}/collectives-{rank:04}.txt"));
         std::fs::create_dir_all(output.join(ERRORS))?;

@@ -61,7 +61,7 @@ fn forward(replica: &Replica<'_>, samples: &[SampleInput<'_>]) -> Result<(f64, u
 }
 
 /// Share of held-out answers that are generated exactly; what the first samples were answered is
-/// left in the run's folder.
+/// left in the run's directory.
 pub(crate) fn exact_match(
     replica: &Replica<'_>,
     set: &SampleSet,

@@ -93,13 +93,18 @@ impl Faults {
     }
 
     /// A checkpoint was published: flips bits in it where that is asked for.
-    pub(crate) fn saved(&mut self, folder: &Path, step: u64, world: World) -> Result<(), Failure> {
+    pub(crate) fn saved(
+        &mut self,
+        directory: &Path,
+        step: u64,
+        world: World,
+    ) -> Result<(), Failure> {
         let flips = self
             .own
             .iter()
             .filter(|fault| fault.kind == FaultKind::FlipBit);
         for fault in flips.filter(|fault| self.meets(fault, step)) {
-            let path = folder.join(format!("state/rank-{:04}.safetensors", world.rank));
+            let path = directory.join(format!("state/rank-{:04}.safetensors", world.rank));
             let flip = || -> std::io::Result<u64> {
                 let mut bytes = std::fs::read(&path)?;
                 let bit = fault.draw(self.seed, 8 * bytes.len() as u64);

@@ -298,8 +298,8 @@ fn save_batch(replica: &Replica<'_>, step: u64, messages: &[Message]) -> Option<
             .collect();
         let data = replica.config.data_file();
         let content = serde_json::json!({"step": step, "data": data, "ranks": ranks});
-        let folder = replica.config.output.join(run_directory::ERRORS);
-        let written = std::fs::create_dir_all(folder)
+        let directory = replica.config.output.join(run_directory::ERRORS);
+        let written = std::fs::create_dir_all(directory)
             .and_then(|()| std::fs::write(&path, format!("{content:#}\n")));
         if let Err(error) = written {
             // The run goes on or ends for its own reason.

@@ -13,7 +13,7 @@ use crate::error::{ErrorCode, Failure, failures};
 use crate::launch::rendezvous;
 use crate::model::optimizer::optimizer;
 use crate::model::setup::Setup;
-use crate::plan::{Places, resume};
+use crate::plan::{MemoryPlans, resume};
 use crate::rank_env::{RankEnv, Variables};
 use crate::ui::{Event, Reporter};
 use engine::comm::Communicator;
@@ -61,7 +61,7 @@ pub(crate) struct Opened<'a> {
     pub(crate) eval: Option<SampleSet>,
     pub(crate) gpu: Option<OwnGpu<'a>>,
     /// Of a GPU: where the tensors of a micro-batch lie.
-    pub(crate) places: Option<Places>,
+    pub(crate) memory_plans: Option<MemoryPlans>,
     /// The loss scale of fp16.
     pub(crate) scaler: Option<LossScaler>,
     pub(crate) reporter: Reporter,
@@ -155,10 +155,10 @@ impl<'a> Opened<'a> {
             tiers = tiers.with_spill(disk.spill);
         }
         let counting = gpu_of(config, env.local_rank).and_then(counting_of);
-        let places = counting.map(|device| Places::new(config, &plan, device));
-        let places = places.transpose();
-        let places =
-            places.map_err(|e| failures::engine("plan the memory of a micro-batch", &e))?;
+        let memory_plans = counting.map(|device| MemoryPlans::new(config, &plan, device));
+        let memory_plans = memory_plans.transpose();
+        let memory_plans =
+            memory_plans.map_err(|e| failures::engine("plan the memory of a micro-batch", &e))?;
         let zero = Zero::new(
             plan,
             comm.clone(),
@@ -167,7 +167,7 @@ impl<'a> Opened<'a> {
             optimizer(config, &*model)?,
         )
         .map_err(|error| match error {
-            EngineError::DevicesApart { refusals } if goes_another_way(config, env) => {
+            EngineError::NoPeerAccess { refusals } if goes_another_way(config, env) => {
                 NotOpened::IpcRefused(refused(&refusals))
             }
             error => failures::engine("allocate model states", &error).into(),
@@ -192,7 +192,7 @@ impl<'a> Opened<'a> {
             train: Arc::new(train),
             eval,
             gpu: gpu.map(|gpu| OwnGpu { gpu, devices }),
-            places,
+            memory_plans,
             scaler,
             reporter,
             disk_ceiling,
@@ -238,7 +238,7 @@ impl<'a> Opened<'a> {
             });
         }
         if let Some(checkpoint) = resume::open(config)? {
-            let doing = resume::doing(checkpoint.folder());
+            let doing = resume::doing(checkpoint.directory());
             // Before training the supervisor has compared all hashes.
             if config.task == Task::Evaluate {
                 checkpoint
@@ -249,8 +249,8 @@ impl<'a> Opened<'a> {
             let updates = updates.unwrap_or_else(|| checkpoint.step());
             zero.restore(&checkpoint, updates)
                 .map_err(|e| failures::engine(&doing, &e))?;
-            let folder = checkpoint.folder().to_owned();
-            self.resumed = Some((folder, checkpoint.meta().clone()));
+            let directory = checkpoint.directory().to_owned();
+            self.resumed = Some((directory, checkpoint.meta().clone()));
         } else if config.task == Task::Evaluate {
             return Err(Failure::new(
                 ErrorCode::Resume,

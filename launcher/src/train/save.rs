@@ -62,16 +62,16 @@ pub(crate) fn save(
     if world.rank == 0 {
         copy_model_files(&replica.config.model_dir(), &mut writer)?;
         if let Some(report) = report {
-            report.save_state(writer.folder())?;
+            report.save_state(writer.directory())?;
             writer
                 .adopt_file("trainer_state.json")
                 .map_err(|e| failures::checkpoint(doing, &e))?;
         }
         let keep = replica.config.save_total_limit.unwrap_or(0);
-        let folder = writer
+        let directory = writer
             .commit(meta.clone(), keep)
             .map_err(|e| failures::checkpoint(doing, &e))?;
-        (event.state_bytes, event.files) = measure(&folder);
+        (event.state_bytes, event.files) = measure(&directory);
     }
     replica
         .comm
@@ -94,7 +94,7 @@ pub(crate) fn units(plan: &Plan) -> Value {
 }
 
 /// Writes weights: `model.safetensors` when all of the model trains; otherwise only what was
-/// trained, as adapter files or `trained.safetensors`, so that no folder looks complete that is not.
+/// trained, as adapter files or `trained.safetensors`, so that no directory looks complete that is not.
 fn export(
     replica: &Replica<'_>,
     weights: Option<&WeightSource>,
@@ -109,7 +109,7 @@ fn export(
             let limit = max_shard_bytes(stem);
             let metadata = [("format", "pt")];
             let file =
-                ShardedTensorWriter::create(writer.folder(), stem, tensors, &metadata, limit);
+                ShardedTensorWriter::create(writer.directory(), stem, tensors, &metadata, limit);
             files.insert(*stem, file.map_err(|e| failures::checkpoint(doing, &e))?);
         }
     }
@@ -146,7 +146,7 @@ fn export(
     for (stem, file) in files {
         let finished = file.finish().map_err(|e| failures::checkpoint(doing, &e))?;
         if stem != MODEL_STEM {
-            check_written(writer.folder(), stem, &contents.files[stem], &finished)?;
+            check_written(writer.directory(), stem, &contents.files[stem], &finished)?;
         }
         for (name, digest) in finished {
             bytes += digest.bytes;
@@ -166,16 +166,16 @@ fn export(
 
 /// Reads what was written again: every byte, and every tensor that was to be there, no other.
 fn check_written(
-    folder: &Path,
+    directory: &Path,
     stem: &str,
     expected: &[TensorSpec],
     finished: &[(String, FileDigest)],
 ) -> Result<(), Failure> {
     let doing = "save weights";
     for (name, digest) in finished {
-        verify_file(&folder.join(name), digest).map_err(|e| failures::checkpoint(doing, &e))?;
+        verify_file(&directory.join(name), digest).map_err(|e| failures::checkpoint(doing, &e))?;
     }
-    let source = WeightSource::open_stem(folder, stem).map_err(|e| failures::weights(&e))?;
+    let source = WeightSource::open_stem(directory, stem).map_err(|e| failures::weights(&e))?;
     let matches = |tensor: &TensorSpec| {
         source.shape(&tensor.name) == Some(&tensor.shape[..])
             && source.dtype(&tensor.name) == Some(tensor.dtype)
@@ -268,7 +268,7 @@ fn copy_model_files(model: &Path, writer: &mut Writer) -> Result<(), Failure> {
 }
 
 /// Bytes of the sharded state, and the number of files.
-fn measure(folder: &Path) -> (u64, usize) {
+fn measure(directory: &Path) -> (u64, usize) {
     let sizes = |dir: &Path| -> Vec<u64> {
         let entries = std::fs::read_dir(dir)
             .into_iter()
@@ -280,6 +280,6 @@ fn measure(folder: &Path) -> (u64, usize) {
             .map(|m| m.len())
             .collect()
     };
-    let state = sizes(&folder.join("state"));
-    (state.iter().sum(), state.len() + sizes(folder).len())
+    let state = sizes(&directory.join("state"));
+    (state.iter().sum(), state.len() + sizes(directory).len())
 }

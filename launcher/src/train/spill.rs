@@ -5,7 +5,7 @@ use crate::error::{Failure, failures};
 use crate::rank_env::RankEnv;
 use crate::ui::{Event, Reporter};
 use engine::comm::{Communicator, Tag};
-use engine::spill::{IoPath, Measured, SpillError, SpillFile, SpillFolder, SpillIo, measure};
+use engine::spill::{IoPath, Measured, SpillDirectory, SpillError, SpillFile, SpillIo, measure};
 use engine::{Plan, Spill, StateKind};
 use kernels::Pool;
 use std::collections::BTreeMap;
@@ -19,7 +19,7 @@ const MEASURE_BYTES: u64 = 96 << 20;
 #[derive(Debug)]
 pub(crate) struct Disk {
     pub(crate) spill: Spill,
-    /// Bytes per second of the folders together, reading and writing half each; `None` where nothing was measured.
+    /// Bytes per second of the directories together, reading and writing half each; `None` where nothing was measured.
     pub(crate) ceiling: Option<f64>,
 }
 
@@ -32,18 +32,18 @@ pub(crate) fn open(
     comm: &dyn Communicator,
     reporter: &Reporter,
 ) -> Result<Option<Disk>, Failure> {
-    if config.offload.folders().is_empty() {
+    if config.offload.directories().is_empty() {
         return Ok(None);
     }
     let io = SpillIo::new(plan.spill_buffer_bytes(), host)
         .map_err(|e| failures::engine("set up spill files", &e))?;
-    let mut ways: BTreeMap<PathBuf, (Arc<SpillFolder>, IoPath)> = BTreeMap::new();
+    let mut ways: BTreeMap<PathBuf, (Arc<SpillDirectory>, IoPath)> = BTreeMap::new();
     let mut ceilings = Vec::new();
-    for parent in config.offload.folders() {
-        let folder = SpillFolder::join(parent, &env.run_token).map_err(|e| failed(&e))?;
-        let folder = Arc::new(folder);
+    for parent in config.offload.directories() {
+        let directory = SpillDirectory::join(parent, &env.run_token).map_err(|e| failed(&e))?;
+        let directory = Arc::new(directory);
         let measured = if env.rank == 0 {
-            measured(config.nvme_io, &folder, &io)?
+            measured(config.nvme_io, &directory, &io)?
         } else {
             Vec::new()
         };
@@ -58,7 +58,7 @@ pub(crate) fn open(
         if let Some(own) = measured.iter().find(|m| m.io == way) {
             ceilings.push(balanced(own));
         }
-        ways.insert(parent.to_owned(), (folder, way));
+        ways.insert(parent.to_owned(), (directory, way));
     }
     let kinds = [
         (StateKind::Param, &config.offload.param),
@@ -67,10 +67,10 @@ pub(crate) fn open(
     ];
     let mut files = Vec::new();
     for (kind, tier) in kinds {
-        let Some((folder, way)) = tier.folder().and_then(|parent| ways.get(parent)) else {
+        let Some((directory, way)) = tier.directory().and_then(|parent| ways.get(parent)) else {
             continue;
         };
-        let file = SpillFile::create(folder, env.rank, kind.name(), *way);
+        let file = SpillFile::create(directory, env.rank, kind.name(), *way);
         files.push((kind, file.map_err(|e| failed(&e))?));
     }
     Ok(Some(Disk {
@@ -82,7 +82,7 @@ pub(crate) fn open(
 
 fn measured(
     asked: NvmeIo,
-    folder: &Arc<SpillFolder>,
+    directory: &Arc<SpillDirectory>,
     io: &SpillIo,
 ) -> Result<Vec<Measured>, Failure> {
     let ways: &[IoPath] = match asked {
@@ -92,7 +92,7 @@ fn measured(
     };
     let mut found = Vec::new();
     for way in ways {
-        let result = measure(folder, *way, MEASURE_BYTES, io);
+        let result = measure(directory, *way, MEASURE_BYTES, io);
         found.extend(result.map_err(|e| failures::engine("measure the spill disk", &e))?);
     }
     Ok(found)

@@ -171,7 +171,7 @@ mod tests {
             images: ImageFolder::new("."),
             sizes: Vec::new(),
             problems: Vec::new(),
-            pictures: 0,
+            image_count: 0,
         };
         let place = StepContext {
             step: 7,

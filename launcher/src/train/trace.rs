@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::error::{ErrorCode, Failure};
 
-/// Folder of the files.
+/// Directory of the files.
 const TRACES: &str = "traces";
 
 /// Records the steps `wanted`, from 1.
@@ -55,10 +55,10 @@ impl StepTraces {
             return Ok(());
         }
         self.running = false;
-        let folder = output.join(TRACES);
-        let path = folder.join(format!("rank-{rank:04}.json"));
+        let directory = output.join(TRACES);
+        let path = directory.join(format!("rank-{rank:04}.json"));
         let text = document(rank, &trace.stop()).to_string();
-        let written = fs::create_dir_all(&folder).and_then(|()| fs::write(&path, text));
+        let written = fs::create_dir_all(&directory).and_then(|()| fs::write(&path, text));
         written.map_err(|error| {
             Failure::new(
                 ErrorCode::Disk,

@@ -16,7 +16,7 @@ use crate::launch::rank::{RunSummary, StopFlag};
 use crate::memory::Phase;
 use crate::model::optimizer::schedule;
 use crate::model::setup::{dropout, keeps, sampler};
-use crate::plan::{Places, resume};
+use crate::plan::{MemoryPlans, resume};
 use crate::report::checkpoints::UNITS;
 use crate::report::monitor::Monitor;
 use crate::report::monitor::split::StepTimes;
@@ -38,7 +38,7 @@ use std::time::Instant;
 const MAX_SKIPPED_IN_A_ROW: u32 = 20;
 
 /// Sums since the last logged row.
-struct Window {
+struct LogWindow {
     started: Instant,
     loss: f64,
     updates: u64,
@@ -46,7 +46,7 @@ struct Window {
     disk: Option<SpillStats>,
 }
 
-impl Window {
+impl LogWindow {
     fn new(zero: &Zero) -> Self {
         Self {
             disk: zero.spill_stats(),
@@ -67,7 +67,7 @@ pub(crate) struct Trainer<'a> {
     eval: Option<SampleSet>,
     gpu: Option<OwnGpu<'a>>,
     /// Of a GPU: where the tensors of a micro-batch lie.
-    places: Option<Places>,
+    memory_plans: Option<MemoryPlans>,
     /// The loss scale of fp16.
     scaler: Option<LossScaler>,
     reporter: Reporter,
@@ -95,7 +95,7 @@ pub(crate) struct Trainer<'a> {
     /// Micro-batches of the present step and their summed losses on this rank.
     losses: Vec<(StepContext, f64)>,
     monitor: Monitor,
-    window: Window,
+    window: LogWindow,
     /// What rank 0 writes for people and tools.
     report: Option<RunReport>,
 }
@@ -108,7 +108,7 @@ impl<'a> Trainer<'a> {
             train,
             eval,
             gpu,
-            places,
+            memory_plans,
             scaler,
             reporter,
             disk_ceiling,
@@ -128,14 +128,14 @@ impl<'a> Trainer<'a> {
             at: None,
             losses: Vec::new(),
             monitor: Monitor::new(&replica.zero),
-            window: Window::new(&replica.zero),
+            window: LogWindow::new(&replica.zero),
             report: None,
             replica,
             weights,
             train,
             eval,
             gpu,
-            places,
+            memory_plans,
             scaler,
             reporter,
             disk_ceiling,
@@ -157,7 +157,7 @@ impl<'a> Trainer<'a> {
         let steps = self.done..self.total_steps;
         let train = self.train.clone();
         let mut loader = start_loader(&self.replica, train, sampler.clone(), steps);
-        self.window = Window::new(&self.replica.zero);
+        self.window = LogWindow::new(&self.replica.zero);
         while self.done < self.total_steps {
             let lr = schedule.lr(self.done);
             traces.begin(self.done + 1, self.replica.zero.trace());
@@ -199,27 +199,27 @@ impl<'a> Trainer<'a> {
 
     /// Continues where the checkpoint stands, if there is one.
     fn resume(&mut self) -> Result<(), Failure> {
-        let Some((folder, meta)) = &self.resumed else {
+        let Some((directory, meta)) = &self.resumed else {
             return Ok(());
         };
         if let Some(scaler) = &mut self.scaler {
             let state = serde_json::from_value(meta["loss_scale"].clone()).map_err(|e| {
                 Failure::new(
                     ErrorCode::Resume,
-                    format!("cannot {}", resume::doing(folder)),
+                    format!("cannot {}", resume::doing(directory)),
                     format!("its manifest has no loss scale: {e}"),
                 )
             })?;
             scaler.restore(state);
         }
         let (config, samples) = (self.replica.config, self.train.samples.len());
-        let position = resume::position(config, folder, meta, samples, self.total_steps)?;
+        let position = resume::position(config, directory, meta, samples, self.total_steps)?;
         self.done = position.done;
         self.started_at = position.done;
         self.total_tokens = position.total_tokens;
         self.exact_match_before = position.exact_match_before;
         self.reporter.emit(&Event::Resume(ResumeEvent {
-            name: folder
+            name: directory
                 .file_name()
                 .map_or_else(String::new, |n| n.to_string_lossy().into_owned()),
             ranks: self.replica.comm.world().size,
@@ -300,14 +300,14 @@ impl<'a> Trainer<'a> {
             ..
         } = &mut self.replica;
         let inputs: Vec<SampleInput<'_>> = batch.samples.iter().map(SampleInput::from).collect();
-        let script = self
-            .places
+        let memory_plan = self
+            .memory_plans
             .as_mut()
-            .map(|places| places.of(config, &**model, &batch.samples));
-        let script = script.transpose();
-        let script = script.map_err(|e| failures::model("plan a micro-batch", &e))?;
+            .map(|memory_plans| memory_plans.of(config, &**model, &batch.samples));
+        let memory_plan = memory_plan.transpose();
+        let memory_plan = memory_plan.map_err(|e| failures::model("plan a micro-batch", &e))?;
         zero.begin_pass(PassKind::Train);
-        backend.pool().follow(script);
+        backend.pool().follow(memory_plan);
         self.faults.forward();
         let factor = self.faults.loss_factor(scale as f32);
         let mut run = || -> Result<(f64, usize), ModelError> {
@@ -420,7 +420,7 @@ impl<'a> Trainer<'a> {
         let gathered = gathered.map_err(|e| failures::comm(&e))?;
         let tokens: f64 = gathered.tokens.iter().sum();
         let seconds = self.window.started.elapsed().as_secs_f64().max(1e-9);
-        let window = std::mem::replace(&mut self.window, Window::new(zero));
+        let window = std::mem::replace(&mut self.window, LogWindow::new(zero));
         let updates = window.updates.max(1) as f64;
         let bytes = self.monitor.peaks();
         let grad_norm = step.applied.then_some(step.grad_norm);

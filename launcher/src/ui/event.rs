@@ -132,7 +132,8 @@ pub struct PlanEvent {
     pub host_need_bytes: u64,
     /// Share of a rank's elements that it updates during backward (optimizer in backward).
     #[serde(default, deserialize_with = "or_nan")]
-    pub early_share: f64,
+    #[serde(rename = "early_share")]
+    pub backward_share: f64,
     /// Planned memory of one rank by phase, tier and kind.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<Box<RankMemory>>,

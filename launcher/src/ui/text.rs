@@ -314,7 +314,7 @@ mod tests {
             host_total_bytes: 64 << 30,
             host_free_bytes: 41 << 30,
             host_need_bytes: 1 << 28,
-            early_share: 0.0,
+            backward_share: 0.0,
             memory: None,
         };
         assert_eq!(

@@ -11,7 +11,7 @@ use kernels::{Backend, DType, Shape, Tag, Tensor};
 pub enum Rows {
     /// Tokens of the batch.
     Tokens,
-    /// Patches of its pictures.
+    /// Patches of its images.
     Patches,
 }
 

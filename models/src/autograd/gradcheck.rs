@@ -131,7 +131,7 @@ fn check<const I: usize>(
         y.value().to_f32_vec().unwrap()
     };
     let (leaf_grads, r) = {
-        let mut tape = Tape::training(&access).with_replay_check(true);
+        let mut tape = Tape::training(&access).with_recompute_check(true);
         if let Some(state) = state {
             tape = tape.with_dropout(state.clone());
         }

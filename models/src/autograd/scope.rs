@@ -18,7 +18,7 @@ pub(super) enum Mode {
     /// Values and their backward, which outlives the lease.
     Store,
     /// The second run: values and their backward, swept under the same lease.
-    Replay,
+    Recompute,
 }
 
 /// Recorder inside a segment: it has every differentiable operation, and is the only reader of
@@ -139,7 +139,7 @@ impl<'s> Scope<'s> {
         let weight = self.weight(id)?;
         Ok(match self.mode {
             Mode::Store => self.backend().scale(weight, 1.0)?,
-            Mode::Forward | Mode::Replay => weight.clone(),
+            Mode::Forward | Mode::Recompute => weight.clone(),
         })
     }
 
@@ -150,9 +150,9 @@ impl<'s> Scope<'s> {
 
     /// Whether this is the recompute, whose loss values are not read.
     pub(crate) fn elide_value(&self) -> bool {
-        let replay = self.mode == Mode::Replay;
-        self.elided.set(self.elided.get() || replay);
-        replay
+        let recompute = self.mode == Mode::Recompute;
+        self.elided.set(self.elided.get() || recompute);
+        recompute
     }
 
     /// Factor of the loss in backward, if this run may already compute the gradient.

@@ -42,7 +42,7 @@ impl Loss {
     /// The sum over all rows, in f64 and in row order.
     ///
     /// # Errors
-    /// On the null device, which has no values.
+    /// On the meta device, which has no values.
     pub fn sum(&self) -> Result<f64> {
         let rows = self.rows.value().to_f32_vec()?;
         Ok(rows.iter().map(|x| f64::from(*x)).sum())
@@ -79,7 +79,7 @@ impl LossFetch {
 }
 
 /// Record of a segment for backward: its slots, and how to compute their gradients.
-struct Segment<'m> {
+struct CheckpointedSegment<'m> {
     unit: UnitId,
     outputs: Range<Slot>,
     work: Work<'m>,
@@ -98,7 +98,7 @@ enum Input {
 /// How backward computes a segment's gradients.
 enum Work<'m> {
     /// By recomputing its body.
-    Replay {
+    Recompute {
         body: Body<'m>,
         inputs: Vec<(Input, Option<Slot>)>,
         /// Checksums of the outputs, if recomputes are checked.
@@ -150,12 +150,12 @@ pub struct Tape<'e, 'm> {
     dropout: Option<Dropout>,
     stored: Option<&'e dyn Fn(UnitId) -> bool>,
     recording: bool,
-    check_replay: bool,
+    check_recompute: bool,
     loss_factor: f32,
     id: RecorderId,
     slots: Cell<usize>,
     last_unit: Cell<Option<UnitId>>,
-    segments: RefCell<Vec<Segment<'m>>>,
+    segments: RefCell<Vec<CheckpointedSegment<'m>>>,
     away: RefCell<HashMap<Slot, Rc<Saved>>>,
 }
 
@@ -188,7 +188,7 @@ impl<'e, 'm> Tape<'e, 'm> {
             dropout: None,
             stored: None,
             recording,
-            check_replay: cfg!(debug_assertions),
+            check_recompute: cfg!(debug_assertions),
             loss_factor: 1.0,
             id: RecorderId::fresh(),
             slots: Cell::new(0),
@@ -229,8 +229,8 @@ impl<'e, 'm> Tape<'e, 'm> {
 
     /// Whether backward compares each recomputed output with the first one; on in debug builds.
     #[must_use]
-    pub fn with_replay_check(mut self, check: bool) -> Self {
-        self.check_replay = check;
+    pub fn with_recompute_check(mut self, check: bool) -> Self {
+        self.check_recompute = check;
         self
     }
 
@@ -273,7 +273,7 @@ impl<'e, 'm> Tape<'e, 'm> {
     pub fn saved_elems(&self) -> usize {
         let segments = self.segments.borrow();
         let inputs = segments.iter().flat_map(|segment| match &segment.work {
-            Work::Replay { inputs, .. } => &inputs[..],
+            Work::Recompute { inputs, .. } => &inputs[..],
             Work::Stored { .. } => &[],
         });
         let here = inputs.map(|(input, _)| match input {
@@ -342,14 +342,14 @@ impl<'e, 'm> Tape<'e, 'm> {
                     inputs: inputs.iter().filter_map(|v| v.slot()).collect(),
                     outputs: outputs.iter().map(Var::slot).collect(),
                 },
-                _ => Work::Replay {
+                _ => Work::Recompute {
                     body,
                     inputs: self.keep_all(unit, &inputs)?,
                     sums: self.sums(&outputs),
                 },
             };
             let outputs = self.new_slots(O);
-            self.segments.borrow_mut().push(Segment {
+            self.segments.borrow_mut().push(CheckpointedSegment {
                 unit,
                 outputs,
                 work,
@@ -372,7 +372,7 @@ impl<'e, 'm> Tape<'e, 'm> {
     fn keep_all(&self, unit: UnitId, inputs: &[&Var]) -> Result<Vec<(Input, Option<Slot>)>> {
         let again = match self.segments.borrow().last() {
             Some(front) if self.access.recomputes_input(unit) => match front.work {
-                Work::Replay { .. } => front.outputs.clone(),
+                Work::Recompute { .. } => front.outputs.clone(),
                 Work::Stored { .. } => 0..0,
             },
             _ => 0..0,
@@ -449,7 +449,7 @@ impl<'e, 'm> Tape<'e, 'm> {
     }
 
     fn sums(&self, outputs: &[Var]) -> Vec<u64> {
-        if !self.check_replay {
+        if !self.check_recompute {
             return Vec::new();
         }
         outputs.iter().map(|v| checksum(v.value())).collect()
@@ -496,7 +496,7 @@ impl<'e, 'm> Tape<'e, 'm> {
             access,
             segments,
             slots,
-            check_replay,
+            check_recompute,
             dropout,
             away,
             ..
@@ -521,7 +521,7 @@ impl<'e, 'm> Tape<'e, 'm> {
                     &mut segments,
                     &mut segment,
                     dropout.as_ref(),
-                    check_replay,
+                    check_recompute,
                 )?;
             }
             // A group that is computed again begins with its first.
@@ -532,7 +532,9 @@ impl<'e, 'm> Tape<'e, 'm> {
             if !wanted {
                 continue;
             }
-            for (slot, grad) in replay(access, segment, seeds, dropout.as_ref(), check_replay)? {
+            for (slot, grad) in
+                sweep_segment(access, segment, seeds, dropout.as_ref(), check_recompute)?
+            {
                 add(backend, &mut grads, slot, grad)?;
             }
         }
@@ -542,9 +544,9 @@ impl<'e, 'm> Tape<'e, 'm> {
 
 /// Leases the segment's unit, recomputes its body unless the first run was recorded, and sweeps. Returns the gradients of
 /// its inputs by their slot on the tape.
-fn replay(
+fn sweep_segment(
     access: &dyn ParamAccess,
-    segment: Segment<'_>,
+    segment: CheckpointedSegment<'_>,
     seeds: Vec<Option<Grad>>,
     dropout: Option<&Dropout>,
     check: bool,
@@ -562,10 +564,10 @@ fn replay(
             let grads = record.sweep(access, &lease, inner.collect(), inputs.len())?;
             (inputs, grads)
         }
-        Work::Replay { body, inputs, sums } => {
+        Work::Recompute { body, inputs, sums } => {
             let slots: Vec<Slot> = inputs.iter().filter_map(|(_, slot)| *slot).collect();
             // In a replay the factor comes with the gradient.
-            let mode = Mode::Replay;
+            let mode = Mode::Recompute;
             let scope = Scope::new(access, &lease, Observers::default(), dropout, mode, 1.0);
             let mut vars = Vec::with_capacity(inputs.len());
             for (input, slot) in inputs {
@@ -594,10 +596,10 @@ fn replay(
         .collect())
 }
 
-impl Segment<'_> {
+impl CheckpointedSegment<'_> {
     /// Whether an input has to be recomputed first.
     fn lacks_input(&self) -> bool {
-        let Work::Replay { inputs, .. } = &self.work else {
+        let Work::Recompute { inputs, .. } = &self.work else {
             return false;
         };
         let mut inputs = inputs.iter();
@@ -606,7 +608,7 @@ impl Segment<'_> {
 
     /// Takes missing inputs from the outputs of the previous segment.
     fn complete(&mut self, front: &[Tensor]) {
-        if let Work::Replay { inputs, .. } = &mut self.work {
+        if let Work::Recompute { inputs, .. } = &mut self.work {
             for (input, _) in inputs {
                 if let Input::Recomputed(output) = *input {
                     *input = Input::Here(front[output].clone());
@@ -620,8 +622,8 @@ impl Segment<'_> {
 /// the group its inputs. Inputs on another tier are fetched once.
 fn recompute(
     access: &dyn ParamAccess,
-    segments: &mut [Segment<'_>],
-    last: &mut Segment<'_>,
+    segments: &mut [CheckpointedSegment<'_>],
+    last: &mut CheckpointedSegment<'_>,
     dropout: Option<&Dropout>,
     check: bool,
 ) -> Result<()> {
@@ -633,7 +635,7 @@ fn recompute(
     for segment in group {
         segment.complete(&front);
         let unit = segment.unit;
-        let Work::Replay { body, inputs, sums } = &mut segment.work else {
+        let Work::Recompute { body, inputs, sums } = &mut segment.work else {
             return Err(ModelError::NotRecomputed { unit });
         };
         let lease = access.lease(unit, Phase::Recompute)?;
@@ -675,8 +677,8 @@ fn recompute(
 }
 
 /// Starts to fetch the inputs of a segment's recompute from another tier.
-fn prefetch(access: &dyn ParamAccess, segment: &Segment<'_>) -> Result<()> {
-    if let (Some(tier), Work::Replay { inputs, .. }) = (access.activations(), &segment.work) {
+fn prefetch(access: &dyn ParamAccess, segment: &CheckpointedSegment<'_>) -> Result<()> {
+    if let (Some(tier), Work::Recompute { inputs, .. }) = (access.activations(), &segment.work) {
         for (input, _) in inputs {
             if let Input::Away(saved) = input {
                 tier.prefetch(saved, &**access.backend())?;
@@ -716,7 +718,7 @@ fn compare(unit: UnitId, outputs: &[Var], sums: &[u64]) -> Result<()> {
         .zip(sums)
         .position(|(out, sum)| checksum(out.value()) != *sum)
     {
-        Some(output) => Err(ModelError::ReplayDiffers { unit, output }),
+        Some(output) => Err(ModelError::RecomputeDiffers { unit, output }),
         None => Ok(()),
     }
 }
@@ -729,7 +731,7 @@ fn add(backend: &dyn Backend, grads: &mut [Option<Grad>], slot: Slot, grad: Grad
     Ok(())
 }
 
-/// FNV-1a over the bytes; 0 without bytes: on the meta device, and if the device fails, which its next operation
+/// FNV-1a over the bytes; 0 if there are none: on the meta device, and if the device fails, which its next operation
 /// reports.
 fn checksum(value: &Tensor) -> u64 {
     let hash = |bytes: &[u8]| {

@@ -55,7 +55,7 @@ proptest! {
     fn a_segment_equals_inline_operations(depth in 1usize..5, width in 1usize..7, rows in 1usize..6) {
         let outcome = |segmented: bool| {
             let access = resident(&blocks(depth, width, segmented));
-            let tape = Tape::training(&access).with_replay_check(true);
+            let tape = Tape::training(&access).with_recompute_check(true);
             let x = tape.leaf(tensor(tape.backend(), &[rows, width], &values(1, rows * width)));
             let y = run(&tape, &x, depth, segmented);
             let seed = tensor(tape.backend(), &[rows, width], &values(2, rows * width));
@@ -128,7 +128,7 @@ proptest! {
         let stored = |unit: UnitId| unit.index() == kept;
         let outcome = |recomputed: Vec<std::ops::Range<u32>>| {
             let access = resident(&blocks(depth, 3, true)).with_recomputed(recomputed);
-            let tape = Tape::training(&access).with_replay_check(true).with_stored(&stored);
+            let tape = Tape::training(&access).with_recompute_check(true).with_stored(&stored);
             let x = tape.leaf(tensor(tape.backend(), &[rows, 3], &values(1, rows * 3)));
             let y = run(&tape, &x, depth, true);
             let seed = tensor(tape.backend(), &[rows, 3], &values(2, rows * 3));
@@ -145,7 +145,7 @@ proptest! {
 #[test]
 fn a_recompute_group_saves_its_first_input_and_reruns_before_its_backward() {
     let access = resident(&blocks(6, 3, true)).with_recomputed(vec![0..3, 3..5]);
-    let tape = Tape::training(&access).with_replay_check(true);
+    let tape = Tape::training(&access).with_recompute_check(true);
     let x = tape.leaf(tensor(tape.backend(), &[2, 3], &values(1, 6)));
     let y = run(&tape, &x, 6, true);
     // The inputs of units 0, 3 and 5.
@@ -180,7 +180,7 @@ fn a_recompute_group_saves_its_first_input_and_reruns_before_its_backward() {
 fn only_inputs_from_the_previous_unit_are_recomputed() {
     let outcome = |recomputed: Vec<std::ops::Range<u32>>| {
         let access = resident(&blocks(4, 3, true)).with_recomputed(recomputed);
-        let tape = Tape::training(&access).with_replay_check(true);
+        let tape = Tape::training(&access).with_recompute_check(true);
         let x = tape.leaf(tensor(tape.backend(), &[2, 3], &values(1, 6)));
         let shared = tape.leaf(tensor(tape.backend(), &[2, 3], &values(3, 6)));
         let mut before: [Var; 2] = [x.clone(), x.clone()];
@@ -322,7 +322,7 @@ fn values_of_another_recorder_are_refused() {
 fn a_segment_that_recomputes_other_values_is_an_error() {
     let access = resident(&blocks(1, 3, true));
     let runs = Cell::new(0.0f32);
-    let tape = Tape::training(&access).with_replay_check(true);
+    let tape = Tape::training(&access).with_recompute_check(true);
     let x = tape.input(tensor(tape.backend(), &[2, 3], &values(1, 6)));
     let [y] = tape
         .segment(UnitId(0), [&x], |s, [x]| {
@@ -332,7 +332,7 @@ fn a_segment_that_recomputes_other_values_is_an_error() {
         .unwrap();
     let seed = tensor(tape.backend(), &[2, 3], &values(2, 6));
     let error = tape.backward_from(&[(&y, seed)]).unwrap_err();
-    assert!(matches!(error, ModelError::ReplayDiffers { .. }));
+    assert!(matches!(error, ModelError::RecomputeDiffers { .. }));
     let last = access.take_events().pop();
     assert_eq!(
         last,
@@ -355,7 +355,7 @@ fn a_gradient_is_taken_once_and_only_under_its_lease() {
 #[test]
 fn the_recomputed_loss_skips_its_value_and_keeps_its_gradient() {
     let access = resident(&spec(&[(0, &[4, 3], true)]));
-    let tape = Tape::training(&access).with_replay_check(true);
+    let tape = Tape::training(&access).with_recompute_check(true);
     let x = tape.input(tensor(tape.backend(), &[2, 3], &values(1, 6)));
     let labels = index(tape.backend(), &[1, 3]);
     let [rows] = tape
@@ -401,9 +401,13 @@ fn a_loss_in_the_last_segment_has_the_bits_of_a_recomputed_one() {
         let grads = [0, 1].map(|i| access.grad(ParamId(i)).unwrap().to_f32_vec().unwrap());
         (sum.to_bits(), grads)
     };
-    let replayed = run(false, 1.0, 0.5);
-    assert_eq!(run(true, 0.5, 0.5), replayed);
-    assert_eq!(run(true, 1.0, 0.5), replayed, "not what the tape expected");
+    let recomputed = run(false, 1.0, 0.5);
+    assert_eq!(run(true, 0.5, 0.5), recomputed);
+    assert_eq!(
+        run(true, 1.0, 0.5),
+        recomputed,
+        "not what the tape expected"
+    );
 }
 
 #[test]

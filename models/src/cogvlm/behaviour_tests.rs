@@ -22,7 +22,7 @@ const AGENT: &str = "cogagent-chat-hf";
 const VLM: &str = "cogvlm-chat-hf";
 const VLM2: &str = "cogvlm2-llama3-chat-19B";
 
-/// A picture of one colour for any path: that of the path's length.
+/// An image of one colour for any path: that of the path's length.
 struct Plain;
 
 impl ImageSource for Plain {
@@ -111,7 +111,7 @@ impl Setup {
         let backend = &**self.access.backend();
         let inputs: Vec<SampleInput<'_>> = samples.iter().map(|s| SampleInput::from(*s)).collect();
         let batch = self.model.collate(&inputs, backend).unwrap();
-        let mut tape = Tape::training(&self.access).with_replay_check(true);
+        let mut tape = Tape::training(&self.access).with_recompute_check(true);
         if let Some(keys) = dropout {
             tape = tape.with_dropout(Dropout::new(5, keys, &inputs, backend).unwrap());
         }
@@ -140,7 +140,7 @@ fn close(a: &[f32], b: &[f32]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a - b).abs() <= bound)
 }
 
-/// With and without a picture, of several lengths.
+/// With and without an image, of several lengths.
 fn mixed(name: &str) -> Vec<EncodedSample> {
     let all = [
         ask(Value::Null, "Why?"),
@@ -225,8 +225,8 @@ fn text_alone_gives_image_parts_no_gradient() {
         let text = encode(name, &ask(Value::Null, "Why?")).unwrap();
         setup.run(&[&text], None);
         for (name, grad) in setup.grads() {
-            let pictures = name.contains("vision") || name.contains("cross_att");
-            assert_eq!(grad.is_some(), !pictures, "{name}");
+            let images = name.contains("vision") || name.contains("cross_att");
+            assert_eq!(grad.is_some(), !images, "{name}");
         }
     }
 }

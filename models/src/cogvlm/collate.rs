@@ -2,7 +2,7 @@
 //! features.
 
 use super::config::CogConfig;
-use super::cross_vision::CrossPictures;
+use super::cross_vision::CrossImages;
 use super::model::CogVlm;
 use super::positions::{position_ids, token_types, vision_rows};
 use super::rope::rotary;
@@ -13,7 +13,7 @@ use crate::batch::{
 };
 use crate::data::Slice;
 use crate::error::{ModelError, Result};
-use crate::eva::{EvaPictures, eva_pictures};
+use crate::eva::{EvaImages, eva_images};
 use crate::nn::{PrefixTables, Rotary};
 use crate::ops::RowGroups;
 use crate::{SampleInput, cogvlm::config::Edition};
@@ -21,13 +21,13 @@ use kernels::{Backend, Tensor};
 use std::sync::Arc;
 
 /// An image's slices, each with the number of patches before it in the batch.
-type Picture<'a> = Vec<(&'a Slice, usize)>;
+type Image<'a> = Vec<(&'a Slice, usize)>;
 
 impl CogVlm {
     pub(super) fn pack(&self, samples: &[SampleInput<'_>], backend: &dyn Backend) -> Result<Batch> {
         let config = self.config();
         for (i, sample) in samples.iter().enumerate() {
-            check_pictures(config, i, sample)?;
+            check_images(config, i, sample)?;
         }
         let types: Vec<Vec<bool>> = samples
             .iter()
@@ -42,7 +42,7 @@ impl CogVlm {
             batch.experts = Some(RowGroups(backend.partition_rows(&vision)?));
         }
         let tokens = samples.iter().flat_map(|s| s.input_ids);
-        let text = types.iter().flatten().map(|picture| !picture);
+        let text = types.iter().flatten().map(|image| !image);
         batch.padding_rows = self.padding_rows(tokens.copied().zip(text), backend)?;
         batch.prefix = self.prefix_tables(&batch, backend)?;
         if let Some(cross) = &config.cross {
@@ -105,17 +105,17 @@ impl CogVlm {
         backend: &dyn Backend,
     ) -> Result<Option<VisionBatch>> {
         let config = self.config();
-        let pictures = pictures(config, samples);
-        if pictures.is_empty() {
+        let images = images(config, samples);
+        if images.is_empty() {
             return Ok(None);
         }
         let options = self.model_options();
-        let first: Picture<'_> = pictures.iter().map(|p| p[0]).collect();
-        let EvaPictures {
+        let first: Image<'_> = images.iter().map(|p| p[0]).collect();
+        let EvaImages {
             patches,
             sequences,
             tables,
-        } = eva_pictures(
+        } = eva_images(
             &config.vision,
             config.edition == Edition::CogVlm2,
             &first,
@@ -126,7 +126,7 @@ impl CogVlm {
         let tables: Arc<dyn VisionTables> = match &config.cross {
             None => Arc::new(tables),
             Some(cross) => {
-                let second: Picture<'_> = pictures.iter().map(|p| p[1]).collect();
+                let second: Image<'_> = images.iter().map(|p| p[1]).collect();
                 let dtypes = (options.dtype, options.rotary_dtype());
                 let norm = &self.normalization;
                 let patches = 0..config.vision.patches() as i32;
@@ -134,7 +134,7 @@ impl CogVlm {
                 Arc::new(CogAgentTables {
                     eva: tables,
                     position_ids: upload(backend, &ids, &[ids.len()])?,
-                    cross: CrossPictures::new(cross, &second, norm, dtypes, backend)?,
+                    cross: CrossImages::new(cross, &second, norm, dtypes, backend)?,
                 })
             }
         };
@@ -148,22 +148,22 @@ impl CogVlm {
 }
 
 /// Slices of each image that has a place in the text.
-fn pictures<'a>(config: &CogConfig, samples: &[SampleInput<'a>]) -> Vec<Picture<'a>> {
-    let (per_picture, mut patches) = (config.slices_per_picture(), 0);
+fn images<'a>(config: &CogConfig, samples: &[SampleInput<'a>]) -> Vec<Image<'a>> {
+    let (per_image, mut patches) = (config.slices_per_image(), 0);
     let mut all = Vec::new();
     for sample in samples {
-        let mut slices: Picture<'a> = Vec::with_capacity(sample.slices.len());
+        let mut slices: Image<'a> = Vec::with_capacity(sample.slices.len());
         for slice in sample.slices {
             slices.push((slice, patches));
             patches += slice.rows * slice.cols;
         }
-        let shown = slices.chunks(per_picture).take(sample.image_bounds.len());
+        let shown = slices.chunks(per_image).take(sample.image_bounds.len());
         all.extend(shown.map(<[_]>::to_vec));
     }
     all
 }
 
-fn check_pictures(config: &CogConfig, index: usize, sample: &SampleInput<'_>) -> Result<()> {
+fn check_images(config: &CogConfig, index: usize, sample: &SampleInput<'_>) -> Result<()> {
     let fail = |reason: String| {
         Err(ModelError::Sample {
             sample: index,
@@ -172,8 +172,8 @@ fn check_pictures(config: &CogConfig, index: usize, sample: &SampleInput<'_>) ->
     };
     let (tokens, rows) = (sample.input_ids.len(), config.features() + 2);
     let (places, slices) = (sample.image_bounds.len(), sample.slices.len());
-    let per_picture = config.slices_per_picture();
-    if places * per_picture > slices {
+    let per_image = config.slices_per_image();
+    if places * per_image > slices {
         return fail(format!("{places} image positions, {slices} slices"));
     }
     let mut end_before = 0;
@@ -189,7 +189,7 @@ fn check_pictures(config: &CogConfig, index: usize, sample: &SampleInput<'_>) ->
     let towers = std::iter::once((vision.grid(), vision.patch_size))
         .chain(config.cross.iter().map(|c| (c.grid(), c.patch_size)));
     for (tower, (grid, side)) in towers.enumerate() {
-        let own = sample.slices.iter().skip(tower).step_by(per_picture);
+        let own = sample.slices.iter().skip(tower).step_by(per_image);
         if let Some(slice) = own.clone().find(|s| (s.rows, s.cols) != (grid, grid)) {
             let (rows, cols) = (slice.rows, slice.cols);
             return fail(format!(

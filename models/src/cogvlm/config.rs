@@ -172,7 +172,7 @@ impl CogConfig {
 
     /// Slices of an image: one per tower.
     #[must_use]
-    pub fn slices_per_picture(&self) -> usize {
+    pub fn slices_per_image(&self) -> usize {
         1 + usize::from(self.cross.is_some())
     }
 }
@@ -329,7 +329,7 @@ mod tests {
             (8, 500_000.0)
         );
         let agent = parse(&real_config(Edition::CogAgent)).unwrap();
-        assert_eq!((agent.features(), agent.slices_per_picture()), (256, 2));
+        assert_eq!((agent.features(), agent.slices_per_image()), (256, 2));
         let cross = agent.cross.unwrap();
         assert_eq!(
             (cross.patches(), cross.inner, cross.layers),

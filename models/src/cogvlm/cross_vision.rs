@@ -8,7 +8,7 @@ use crate::autograd::{Rows, Scope, Tape, Var};
 use crate::batch::upload;
 use crate::data::Slice;
 use crate::error::Result;
-use crate::eva::{EvaPictures, EvaTables, pictures};
+use crate::eva::{EvaImages, EvaTables, images};
 use crate::nn::{LayerNorm, Linear, Rotary, rotary_of};
 use crate::ops::{LinearParams, Sequences};
 use crate::params::{ParamBuilder, ParamScope};
@@ -23,7 +23,7 @@ const THETA: f32 = 10_000.0;
 
 /// Images as inputs of the second tower.
 #[derive(Clone, Debug)]
-pub struct CrossPictures {
+pub struct CrossImages {
     /// Pixel values, `[N * p, 3 * patch * patch]`.
     pub patches: Tensor,
     /// Attention among the rows of each image.
@@ -36,7 +36,7 @@ pub struct CrossPictures {
     pub rotary: Rotary,
 }
 
-impl CrossPictures {
+impl CrossImages {
     /// Prepares `slices`, each with the number of patches before it in its batch; the second dtype is that of angles.
     ///
     /// # Errors
@@ -49,11 +49,11 @@ impl CrossPictures {
         backend: &dyn Backend,
     ) -> Result<Self> {
         let (grid, side) = (config.grid(), config.patch_size);
-        let EvaPictures {
+        let EvaImages {
             patches,
             sequences,
             tables,
-        } = pictures((grid, side), false, slices, normalization, dtype, backend)?;
+        } = images((grid, side), false, slices, normalization, dtype, backend)?;
         let one = angles(config);
         let all = (0..slices.len()).flat_map(|_| one.iter().copied());
         let width = config.head_dim / 2;
@@ -148,7 +148,7 @@ impl CrossVision {
     pub(super) fn forward<'m>(
         &'m self,
         tape: &Tape<'_, 'm>,
-        batch: &'m CrossPictures,
+        batch: &'m CrossImages,
     ) -> Result<Var> {
         let tables = &batch.tables;
         let [mut x] = tape.segment(self.embed_unit, [], move |scope, []| {

@@ -35,7 +35,7 @@ mod behaviour_tests;
 mod tests;
 
 pub use config::CogConfig;
-pub use cross_vision::CrossPictures;
+pub use cross_vision::CrossImages;
 pub use model::CogVlm;
 pub use processor::CogProcessor;
 pub use rope::rotary;

@@ -2,9 +2,9 @@
 
 /// Whether image features replace each of `tokens` tokens.
 #[must_use]
-pub fn token_types(tokens: usize, pictures: &[(usize, usize)]) -> Vec<bool> {
+pub fn token_types(tokens: usize, images: &[(usize, usize)]) -> Vec<bool> {
     let mut types = vec![false; tokens];
-    for (start, end) in pictures {
+    for (start, end) in images {
         types[*start..*end].fill(true);
     }
     types
@@ -14,7 +14,7 @@ pub fn token_types(tokens: usize, pictures: &[(usize, usize)]) -> Vec<bool> {
 #[must_use]
 pub fn position_ids(types: &[bool]) -> Vec<i32> {
     let last = types.len().saturating_sub(1);
-    // A picture's outermost rows count like text.
+    // An image's outermost rows count like text.
     let inner: Vec<bool> = (0..types.len())
         .map(|i| types[i] && i > 0 && i < last && types[i - 1] && types[i + 1])
         .collect();

@@ -7,7 +7,7 @@ use super::processor::CogProcessor;
 use super::prompt::Turns;
 use crate::data::conversation::{check_vocabulary, image_error, question, shifted, supervised};
 use crate::data::{
-    EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, PicturePlan, PlaceholderStyle,
+    EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, ImagePlan, PlaceholderStyle,
     PromptSource, PromptStyle, RawSample, SampleError, SampleSize, SampleTokens, Slice,
 };
 use crate::image::{ImageSource, RgbImage, resize};
@@ -121,13 +121,13 @@ impl CogProcessor {
     fn context(
         &self,
         text: &Text,
-        pictures: usize,
+        images: usize,
         style: PromptStyle,
     ) -> Result<(Vec<i32>, Vec<(usize, usize)>), SampleError> {
         let language = &self.config.language;
         let mut ids = vec![language.bos];
         let mut bounds = Vec::new();
-        if pictures > 0 {
+        if images > 0 {
             ids.resize(1 + self.places(), language.pad);
             bounds.push((1, ids.len()));
         }
@@ -165,7 +165,7 @@ impl CogProcessor {
                         limit: room,
                     });
                 }
-                // The scripts count a picture as one token while they cut, and take its features off the limit.
+                // The scripts count an image as one token while they cut, and take its features off the limit.
                 let expanded = image_bounds.len();
                 let features = expanded * self.config.features();
                 let cut =
@@ -264,14 +264,14 @@ impl Processor for CogProcessor {
         let tokens = self.training_tokens(sample, options)?;
         self.check_headers(sample, images)?;
         let patches = self.sides().map(|(size, patch)| (size / patch).pow(2));
-        let pictures = tokens.image_bounds.len();
+        let images = tokens.image_bounds.len();
         Ok(SampleSize {
             tokens: tokens.input_ids.len(),
             untruncated_tokens: tokens.untruncated,
             supervised: supervised(&tokens.labels),
-            picture_tokens: pictures * self.places(),
-            patches: pictures * patches.sum::<usize>(),
-            slices: pictures * self.config.slices_per_picture(),
+            image_tokens: images * self.places(),
+            patches: images * patches.sum::<usize>(),
+            slices: images * self.config.slices_per_image(),
         })
     }
 
@@ -284,7 +284,7 @@ impl Processor for CogProcessor {
         let tokens = self.training_tokens(sample, options)?;
         self.check_headers(sample, images)?;
         Ok(SampleTokens {
-            slices: tokens.image_bounds.len() * self.config.slices_per_picture(),
+            slices: tokens.image_bounds.len() * self.config.slices_per_image(),
             input_ids: tokens.input_ids,
             labels: tokens.labels,
             image_bounds: tokens.image_bounds,
@@ -300,8 +300,8 @@ impl Processor for CogProcessor {
         _: PlaceholderStyle,
     ) -> Result<EncodedPrompt, SampleError> {
         let text = self.text(sample, true)?;
-        let pictures = sample.images.len();
-        let (input_ids, image_bounds) = self.context(&text, pictures, self.style(options))?;
+        let count = sample.images.len();
+        let (input_ids, image_bounds) = self.context(&text, count, self.style(options))?;
         Ok(EncodedPrompt {
             input_ids,
             image_bounds,
@@ -322,17 +322,17 @@ impl Processor for CogProcessor {
         Ok(rendered)
     }
 
-    fn picture(&self, _: (usize, usize), _: &EncodeOptions) -> PicturePlan {
-        let slices = self.config.slices_per_picture();
-        PicturePlan {
+    fn image(&self, _: (usize, usize), _: &EncodeOptions) -> ImagePlan {
+        let slices = self.config.slices_per_image();
+        ImagePlan {
             slices,
-            // One range of tokens, however many towers see the picture.
+            // One range of tokens, however many towers see the image.
             tokens_per_slice: self.places().div_ceil(slices),
         }
     }
 
-    fn pictures(&self, tokens: &SampleTokens) -> Vec<(Range<usize>, usize)> {
-        let slices = self.config.slices_per_picture();
+    fn images(&self, tokens: &SampleTokens) -> Vec<(Range<usize>, usize)> {
+        let slices = self.config.slices_per_image();
         let bounds = tokens.image_bounds.iter();
         bounds.map(|(start, end)| (*start..*end, slices)).collect()
     }

@@ -1,6 +1,6 @@
 //! Index tables of one or two vision towers.
 
-use super::cross_vision::CrossPictures;
+use super::cross_vision::CrossImages;
 use crate::batch::{VisionBatch, VisionTables};
 use crate::error::Result;
 use crate::eva::EvaTables;
@@ -14,7 +14,7 @@ pub struct CogAgentTables {
     /// i32 `[N * p]`: rows of the positions added after the first tower.
     pub position_ids: Tensor,
     /// The same images for the second tower.
-    pub cross: CrossPictures,
+    pub cross: CrossImages,
 }
 
 impl VisionTables for CogAgentTables {

@@ -1,4 +1,4 @@
-//! Real sizes on the null device, and rules that no golden pack shows.
+//! Real sizes on the meta device, and rules that no golden pack shows.
 
 use super::config::{CogConfig, Edition};
 use super::model::CogVlm;

@@ -91,7 +91,7 @@ pub(crate) fn supervised(labels: &[i32]) -> usize {
     labels.iter().filter(|&&label| label != IGNORED).count()
 }
 
-/// A picture that cannot be read.
+/// An image that cannot be read.
 pub(crate) fn image_error(name: &str, path: &Path, source: ImageError) -> SampleError {
     SampleError::Image {
         name: name.to_owned(),

@@ -10,12 +10,12 @@ pub const IGNORED: i32 = kernels::IGNORED_LABEL;
 pub struct EncodeOptions {
     /// Most tokens of a sample, including those of images; longer samples are cut.
     pub model_max_length: usize,
-    /// Most cells per picture, instead of the model folder's number; only MiniCPM cuts pictures into cells.
+    /// Most cells per image, instead of the model directory's number; only MiniCPM cuts images into cells.
     pub max_slice_nums: Option<usize>,
     /// Whether the loss of GLM-4V covers the role token after an answer. It does not in the published recipe, so its
     /// models never learn to stop. In the other families the loss always covers the end token.
     pub train_on_turn_end: bool,
-    /// How prompts are written, instead of the model folder's way; only CogVLM, CogAgent and CogVLM2 have several.
+    /// How prompts are written, instead of the model directory's way; only CogVLM, CogAgent and CogVLM2 have several.
     pub prompt: Option<PromptStyle>,
 }
 
@@ -49,17 +49,17 @@ impl Default for EncodeOptions {
     }
 }
 
-/// When a picture gets a number in the prompt (if the model numbers pictures at all).
+/// When an image gets a number in the prompt (if the model numbers images at all).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PlaceholderStyle {
-    /// As the fine-tuning script writes it: only pictures with cells are numbered and counted.
+    /// As the fine-tuning script writes it: only images with cells are numbered and counted.
     #[default]
     Training,
-    /// As the inference processor writes it: every picture is.
+    /// As the inference processor writes it: every image is.
     Inference,
 }
 
-/// One input of a vision tower: a picture, or a part of one, as patches.
+/// One input of a vision tower: an image, or a part of one, as patches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Slice {
     /// Patches on top of each other.
@@ -106,8 +106,8 @@ pub struct EncodedSample {
     pub input_ids: Vec<i32>,
     /// Target of each position, [`IGNORED`] without supervision, `[tokens]`: already shifted.
     pub labels: Vec<i32>,
-    /// Token ranges `start..end` that features replace: range k belongs to slice k, or to picture k where
-    /// the model sees a picture more than once.
+    /// Token ranges `start..end` that features replace: range k belongs to slice k, or to image k where
+    /// the model sees an image more than once.
     pub image_bounds: Vec<(usize, usize)>,
     /// Slices in the order of the text; truncation may leave more slices than ranges, the last ones
     /// then have no effect.
@@ -149,8 +149,8 @@ pub struct SampleSize {
     pub tokens: usize,
     /// Tokens before truncation.
     pub untruncated_tokens: usize,
-    /// Of those, tokens that features of pictures replace.
-    pub picture_tokens: usize,
+    /// Of those, tokens that features of images replace.
+    pub image_tokens: usize,
     /// Positions that enter the loss.
     pub supervised: usize,
     /// Patches of all slices together.
@@ -170,13 +170,13 @@ pub struct SampleTokens {
     pub image_bounds: Vec<(usize, usize)>,
     /// Tokens before truncation.
     pub untruncated_tokens: usize,
-    /// Slices of all pictures.
+    /// Slices of all images.
     pub slices: usize,
 }
 
-/// What one picture becomes.
+/// What one image becomes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PicturePlan {
+pub struct ImagePlan {
     /// Slices.
     pub slices: usize,
     /// Tokens of each slice.

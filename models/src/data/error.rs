@@ -55,29 +55,29 @@ pub enum SampleError {
         /// Turns found.
         turns: usize,
     },
-    /// The text names a picture the sample does not have.
+    /// The text names an image the sample does not have.
     #[error("the text names {name} but the images are {known:?}")]
     UnknownPlaceholder {
         /// The name in the text.
         name: String,
-        /// Names of the sample's pictures.
+        /// Names of the sample's images.
         known: Vec<String>,
     },
-    /// The text shows more pictures than the sample has.
+    /// The text shows more images than the sample has.
     #[error("{placeholders} image placeholders but {images} images")]
     MorePlaceholdersThanImages {
         /// Places in the text.
         placeholders: usize,
-        /// Pictures, or slices where markers are counted.
+        /// Images, or slices where markers are counted.
         images: usize,
     },
-    /// The text never shows a picture of the sample.
+    /// The text never shows an image of the sample.
     #[error("the text does not mention image {name}")]
     UnusedImage {
         /// Its name.
         name: String,
     },
-    /// A picture cannot be read.
+    /// An image cannot be read.
     #[error("image {name}")]
     Image {
         /// Its name in the text.
@@ -87,15 +87,15 @@ pub enum SampleError {
         /// What is wrong with the file.
         source: ImageError,
     },
-    /// More pictures than the family takes.
+    /// More images than the family takes.
     #[error("the sample has {images} images, the model takes at most {limit}")]
     TooManyImages {
-        /// Pictures found.
+        /// Images found.
         images: usize,
-        /// Pictures allowed.
+        /// Images allowed.
         limit: usize,
     },
-    /// A picture so long that the model's resizing refuses it.
+    /// An image so long that the model's resizing refuses it.
     #[error("image {name} of {width} x {height} pixels has an aspect ratio that is too large")]
     AspectRatio {
         /// Its name in the text.
@@ -121,7 +121,7 @@ pub enum SampleError {
         /// Rows of the embedding.
         vocab_size: usize,
     },
-    /// Start and end markers do not pair up, because truncation cut a picture in two or because the
+    /// Start and end markers do not pair up, because truncation cut an image in two or because the
     /// text holds markers of its own.
     #[error("{starts} image starts but {ends} image ends within {kept} of {tokens} tokens")]
     UnpairedImageMarkers {

@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use crate::text::Message;
 
-/// Name of the picture of a sample that gives one path instead of named ones.
+/// Name of the image of a sample that gives one path instead of named ones.
 pub const SINGLE_IMAGE: &str = "<image>";
 
 /// Why a data file cannot be used.
@@ -36,16 +36,16 @@ pub enum DataError {
         /// The error.
         reason: String,
     },
-    /// The file or folder holds no sample.
+    /// The file or directory holds no sample.
     #[error("{} contains no sample", path.display())]
     Empty {
-        /// The file or folder.
+        /// The file or directory.
         path: PathBuf,
     },
     /// The content is of none of the formats.
     #[error("the format of {} is unknown: {found}", path.display())]
     UnknownFormat {
-        /// The file or folder.
+        /// The file or directory.
         path: PathBuf,
         /// Its actual content.
         found: String,
@@ -53,25 +53,25 @@ pub enum DataError {
     /// The content could be of several formats, or of one in several ways.
     #[error("the format of {} is ambiguous: {reason}", path.display())]
     AmbiguousFormat {
-        /// The file or folder.
+        /// The file or directory.
         path: PathBuf,
         /// The possible meanings, and the flag that selects one.
         reason: String,
     },
-    /// A label file without the picture it describes.
-    #[error("{} describes no image of {}", label.display(), pictures.display())]
-    NoPicture {
+    /// A label file without the image it describes.
+    #[error("{} describes no image of {}", label.display(), images.display())]
+    NoImage {
         /// The label file.
         label: PathBuf,
-        /// The folder of pictures.
-        pictures: PathBuf,
+        /// The directory of images.
+        images: PathBuf,
     },
-    /// A picture without its label file.
-    #[error("{} has no label in {}", picture.display(), labels.display())]
+    /// An image without its label file.
+    #[error("{} has no label in {}", image.display(), labels.display())]
     NoLabel {
-        /// The picture.
-        picture: PathBuf,
-        /// The folder of labels.
+        /// The image.
+        image: PathBuf,
+        /// The directory of labels.
         labels: PathBuf,
     },
 }
@@ -82,7 +82,7 @@ pub struct RawSample {
     /// The sample's name, for messages only.
     #[serde(default, deserialize_with = "text_or_number")]
     pub id: Option<String>,
-    /// Its pictures in the order of the file, each with the name that stands for it in the text.
+    /// Its images in the order of the file, each with the name that stands for it in the text.
     #[serde(default, rename = "image", deserialize_with = "images")]
     pub images: Vec<(String, PathBuf)>,
     /// The turns.
@@ -99,7 +99,7 @@ impl RawSample {
         last.map(|turn| turn.content.as_str())
     }
 
-    /// Whether the sample gives one picture by its path alone.
+    /// Whether the sample gives one image by its path alone.
     pub fn has_single_image(&self) -> bool {
         matches!(self.images.as_slice(), [(name, _)] if name == SINGLE_IMAGE)
     }

@@ -11,5 +11,5 @@ mod tower;
 pub use config::EvaConfig;
 pub(crate) use projector::{Fold, Frame, GluProjector};
 pub use tables::EvaTables;
-pub(crate) use tables::{EvaPictures, eva_pictures, pictures};
+pub(crate) use tables::{EvaImages, eva_images, images};
 pub(crate) use tower::EvaTower;

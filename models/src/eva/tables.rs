@@ -41,7 +41,7 @@ impl VisionTables for EvaTables {
 
 /// Images as inputs of the tower.
 #[derive(Clone, Debug)]
-pub(crate) struct EvaPictures {
+pub(crate) struct EvaImages {
     /// Pixel values, `[N * p, 3 * patch * patch]`.
     pub(crate) patches: Tensor,
     /// Attention among the rows of each image.
@@ -50,41 +50,41 @@ pub(crate) struct EvaPictures {
     pub(crate) tables: EvaTables,
 }
 
-/// Prepares `pictures`, each with the number of patches before it in its batch; `fold` says whether 2 x 2 patches
+/// Prepares `images`, each with the number of patches before it in its batch; `fold` says whether 2 x 2 patches
 /// become one feature.
 ///
 /// # Errors
 /// When memory runs out.
-pub(crate) fn eva_pictures(
+pub(crate) fn eva_images(
     config: &EvaConfig,
     fold: bool,
-    pictures: &[(&Slice, usize)],
+    images: &[(&Slice, usize)],
     normalization: &Normalization,
     dtype: DType,
     backend: &dyn Backend,
-) -> Result<EvaPictures> {
+) -> Result<EvaImages> {
     let grid = (config.grid(), config.patch_size);
-    self::pictures(grid, fold, pictures, normalization, dtype, backend)
+    self::images(grid, fold, images, normalization, dtype, backend)
 }
 
-/// As [`eva_pictures`], for any tower of square images with a class row: `grid` patches per side, of `side` pixels.
+/// As [`eva_images`], for any tower of square images with a class row: `grid` patches per side, of `side` pixels.
 ///
 /// # Errors
 /// When memory runs out.
-pub(crate) fn pictures(
+pub(crate) fn images(
     (grid, side): (usize, usize),
     fold: bool,
-    pictures: &[(&Slice, usize)],
+    images: &[(&Slice, usize)],
     normalization: &Normalization,
     dtype: DType,
     backend: &dyn Backend,
-) -> Result<EvaPictures> {
-    let slices: Vec<&Slice> = pictures.iter().map(|(slice, _)| *slice).collect();
-    let before: Vec<usize> = pictures.iter().map(|(_, before)| *before).collect();
+) -> Result<EvaImages> {
+    let slices: Vec<&Slice> = images.iter().map(|(slice, _)| *slice).collect();
+    let before: Vec<usize> = images.iter().map(|(_, before)| *before).collect();
     let rows = grid * grid + 1;
-    Ok(EvaPictures {
+    Ok(EvaImages {
         patches: pixel_values(&slices, side, normalization, dtype, backend)?,
-        sequences: Sequences::own(starts_of(pictures.iter().map(|_| rows)), false),
+        sequences: Sequences::own(starts_of(images.iter().map(|_| rows)), false),
         tables: eva_tables(grid, fold, &before, backend)?,
     })
 }
@@ -100,7 +100,7 @@ fn eva_tables(
         let values: Vec<i32> = values.into_iter().map(|v| v as i32).collect();
         upload(backend, &values, &[values.len()])
     };
-    // Rows `offset..offset + count` of each of the pictures, which have `stride` rows.
+    // Rows `offset..offset + count` of each of the images, which have `stride` rows.
     let rows = |stride: usize, offset: usize, count: usize| {
         table(
             (0..n)
@@ -113,7 +113,7 @@ fn eva_tables(
         let each = |i| within.iter().map(move |w| i * p + w);
         (0..n).flat_map(each).collect()
     };
-    // A folded feature is called after its first patch, a class row after the picture's.
+    // A folded feature is called after its first patch, a class row after the image's.
     let features: Vec<usize> = match fold {
         true => order.iter().copied().step_by(4).collect(),
         false => (0..p).collect(),

@@ -46,11 +46,11 @@ impl CacheShape {
         (elems * self.dtype.size_bytes()) as u64
     }
 
-    /// Bytes of a prompt with `pictures` images in addition to its tokens.
+    /// Bytes of a prompt with `images` images in addition to its tokens.
     #[must_use]
-    pub fn bytes_per_prompt(&self, pictures: usize) -> u64 {
+    pub fn bytes_per_prompt(&self, images: usize) -> u64 {
         let cross = self.cross.map_or(0, |cross| cross.features * cross.width);
-        let elems = 2 * self.layers * pictures * cross;
+        let elems = 2 * self.layers * images * cross;
         let prefix = self.prefix_tokens as u64 * self.bytes_per_token();
         (elems * self.dtype.size_bytes()) as u64 + prefix
     }
@@ -316,7 +316,7 @@ impl Scope<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kernels::NullBackend;
+    use kernels::MetaBackend;
 
     const SHAPE: CacheShape = CacheShape {
         layers: 3,
@@ -330,7 +330,7 @@ mod tests {
     #[test]
     fn a_cache_allocates_the_announced_bytes() {
         assert_eq!(SHAPE.bytes_per_token(), 2 * 3 * 2 * 32 * 2);
-        let backend = NullBackend::unlimited();
+        let backend = MetaBackend::unlimited();
         let cache = KvCache::new(&backend, SHAPE, &[40, 24]).unwrap();
         let counted = backend.pool().stats().tag(Tag::Cache).in_use;
         assert_eq!(counted, 64 * SHAPE.bytes_per_token());
@@ -340,7 +340,7 @@ mod tests {
 
     #[test]
     fn unused_cache_rows_form_sequences_without_queries() {
-        let backend = NullBackend::unlimited();
+        let backend = MetaBackend::unlimited();
         let cache = KvCache::new(&backend, SHAPE, &[5, 3, 4]).unwrap();
         let all = cache.one_query_each(&[(0, 5), (1, 2), (2, 3)]);
         assert_eq!(*all.q_starts, [0, 1, 2, 2, 3, 3]);

@@ -9,13 +9,13 @@
 //! | `projector` | patch features to rows of the decoder |
 //! | `language` | the decoder |
 //! | [`positions`] | positions of tokens |
-//! | [`processor`], `sample`, `pictures`, [`resize`] | raw samples to model inputs |
+//! | [`processor`], `sample`, `images`, [`resize`] | raw samples to model inputs |
 
 mod collate;
 pub mod config;
+mod images;
 mod language;
 mod model;
-mod pictures;
 pub mod positions;
 pub mod processor;
 mod projector;

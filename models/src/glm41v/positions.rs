@@ -8,14 +8,14 @@ pub struct TokenPositions {
 }
 
 impl TokenPositions {
-    /// Positions of `tokens` tokens with images `pictures` (start, features per column, features per row). Text counts by
+    /// Positions of `tokens` tokens with images `images` (start, features per column, features per row). Text counts by
     /// one. An image at `p` counts its features by row and column from `p`, and the text after it continues at `p` plus the
     /// longer side.
     #[must_use]
-    pub fn new(tokens: usize, pictures: &[(usize, [usize; 2])]) -> Self {
+    pub fn new(tokens: usize, images: &[(usize, [usize; 2])]) -> Self {
         let mut positions = Self::default();
         let mut next = 0;
-        for (start, [rows, cols]) in pictures {
+        for (start, [rows, cols]) in images {
             next = positions.text(next, *start);
             for i in 0..rows * cols {
                 let (row, col) = ((i / cols) as i32, (i % cols) as i32);

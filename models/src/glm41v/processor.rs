@@ -5,7 +5,7 @@ use std::path::Path;
 use serde::Deserialize;
 
 use super::config::{Glm41vConfig, MERGE};
-use super::resize::PictureLimits;
+use super::resize::ImageLimits;
 use crate::config::{ConfigError, size};
 use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor};
 use crate::text::{Tokenizer, TokenizerError};
@@ -14,7 +14,7 @@ use crate::text::{Tokenizer, TokenizerError};
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProcessorConfig {
     /// Limits of the size of images.
-    pub limits: PictureLimits,
+    pub limits: ImageLimits,
     /// Side of a patch in pixels.
     pub patch_size: usize,
     /// Normalization of bytes to values.
@@ -46,7 +46,7 @@ impl ProcessorConfig {
             }));
         }
         Ok(Self {
-            limits: PictureLimits {
+            limits: ImageLimits {
                 block: MERGE * vision.patch_size,
                 frames: vision.frames,
                 min_pixels,

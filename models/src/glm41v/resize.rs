@@ -2,7 +2,7 @@
 
 /// Limits of the size of images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PictureLimits {
+pub struct ImageLimits {
     /// Side of a block of patches that becomes one feature, in pixels.
     pub block: usize,
     /// Frames of an image; each counts towards its pixels.
@@ -21,7 +21,7 @@ pub const MAX_ASPECT_RATIO: f64 = 200.0;
 #[must_use]
 pub fn smart_resize(
     (width, height): (usize, usize),
-    limits: &PictureLimits,
+    limits: &ImageLimits,
 ) -> Option<(usize, usize)> {
     let block = limits.block as f64;
     let (mut w, mut h) = (width as f64, height as f64);
@@ -53,7 +53,7 @@ pub fn smart_resize(
 mod tests {
     use super::*;
 
-    const LIMITS: PictureLimits = PictureLimits {
+    const LIMITS: ImageLimits = ImageLimits {
         block: 28,
         frames: 2,
         min_pixels: 12544,

@@ -10,7 +10,7 @@
 use std::ops::Range;
 
 use super::config::MERGE;
-use super::pictures::{Part, Pictures};
+use super::images::{Images, Part};
 use super::processor::{Glm41vProcessor, marker};
 use super::resize::smart_resize;
 use crate::data::conversation::{
@@ -18,7 +18,7 @@ use crate::data::conversation::{
     supervised,
 };
 use crate::data::{
-    EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, PicturePlan, PlaceholderStyle, RawSample,
+    EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, ImagePlan, PlaceholderStyle, RawSample,
     SampleError, SampleSize, SampleTokens, Slice,
 };
 use crate::image::{ImageSource, resize};
@@ -39,9 +39,9 @@ enum Kind {
     Given,
     /// Not supervised, but the label of its first token is an answer's end.
     BehindAnswer,
-    Learnt,
+    Supervised,
     /// Features of the image with this number.
-    Picture(usize),
+    Image(usize),
 }
 
 /// A conversation as tokens.
@@ -93,13 +93,13 @@ impl Processor for Glm41vProcessor {
         check_turns(&sample.conversations, SystemTurn::Allowed)?;
         let plans = self.plan_all(sample, images)?;
         let tokens = self.training(sample, &plans, options)?;
-        let picture_tokens = tokens.bounds.iter().map(|(start, end)| end - start).sum();
+        let image_tokens = tokens.bounds.iter().map(|(start, end)| end - start).sum();
         Ok(SampleSize {
             tokens: tokens.input_ids.len(),
             untruncated_tokens: tokens.untruncated,
-            picture_tokens,
+            image_tokens,
             supervised: supervised(&tokens.labels),
-            patches: picture_tokens * MERGE * MERGE,
+            patches: image_tokens * MERGE * MERGE,
             slices: tokens.bounds.len(),
         })
     }
@@ -154,15 +154,15 @@ impl Processor for Glm41vProcessor {
         Ok(pieces.into_iter().map(|piece| piece.text).collect())
     }
 
-    fn picture(&self, size: (usize, usize), _: &EncodeOptions) -> PicturePlan {
+    fn image(&self, size: (usize, usize), _: &EncodeOptions) -> ImagePlan {
         let plan = smart_resize(size, &self.config.limits);
-        PicturePlan {
+        ImagePlan {
             slices: 1,
             tokens_per_slice: plan.map_or(0, |plan| self.features(plan)),
         }
     }
 
-    fn pictures(&self, tokens: &SampleTokens) -> Vec<(Range<usize>, usize)> {
+    fn images(&self, tokens: &SampleTokens) -> Vec<(Range<usize>, usize)> {
         let bounds = tokens.image_bounds.iter();
         bounds.map(|(start, end)| (start - 1..end + 1, 1)).collect()
     }
@@ -210,8 +210,8 @@ impl Glm41vProcessor {
         sample: &RawSample,
         images: &dyn ImageSource,
     ) -> Result<Vec<Plan>, SampleError> {
-        let pictures = sample.images.iter();
-        pictures
+        let named = sample.images.iter();
+        named
             .map(|(name, path)| {
                 let size = images.dimensions(path);
                 self.plan(name, size.map_err(|error| image_error(name, path, error))?)
@@ -225,8 +225,8 @@ impl Glm41vProcessor {
         sample: &RawSample,
         images: &dyn ImageSource,
     ) -> Result<(Vec<Plan>, Vec<Slice>), SampleError> {
-        let pictures = sample.images.iter();
-        pictures
+        let named = sample.images.iter();
+        named
             .map(|(name, path)| {
                 let image = images.load(path);
                 let image = image.map_err(|error| image_error(name, path, error))?;
@@ -290,7 +290,7 @@ impl Glm41vProcessor {
         turns: &[Message],
         plans: &[Plan],
     ) -> Result<Vec<Piece>, SampleError> {
-        let mut pictures = Pictures::new(sample, turns)?;
+        let mut images = Images::new(sample, turns)?;
         let mut pieces = vec![Piece::given(marker::PREFIX)];
         let mut answered = false;
         for turn in turns {
@@ -306,32 +306,32 @@ impl Glm41vProcessor {
                 pieces.push(Piece {
                     text: format!("\n{}", turn.content),
                     kind: match answered {
-                        true => Kind::Learnt,
+                        true => Kind::Supervised,
                         false => Kind::Given,
                     },
                 });
                 continue;
             }
             let mut text = "\n".to_owned();
-            for part in pictures.parts(&turn.content)? {
+            for part in images.parts(&turn.content)? {
                 match part {
                     Part::Text(part) => text.push_str(part),
-                    Part::Picture(i) => {
+                    Part::Image(i) => {
                         pieces.push(Piece::given(std::mem::take(&mut text)));
                         pieces.push(Piece {
-                            text: picture_text(self.features(plans[i])),
-                            kind: Kind::Picture(i),
+                            text: image_text(self.features(plans[i])),
+                            kind: Kind::Image(i),
                         });
                     }
                 }
             }
             pieces.push(Piece::given(text));
         }
-        pictures.finish()?;
+        images.finish()?;
         if answered {
             pieces.push(Piece {
                 text: marker::END.to_owned(),
-                kind: Kind::Learnt,
+                kind: Kind::Supervised,
             });
         }
         Ok(pieces)
@@ -343,7 +343,7 @@ impl Glm41vProcessor {
         for piece in pieces {
             let start = tokens.input_ids.len();
             let ids = match piece.kind {
-                Kind::Picture(i) => {
+                Kind::Image(i) => {
                     let features = self.features(plans[i]);
                     tokens.bounds.push((start + 1, start + 1 + features));
                     tokens.order.push(i);
@@ -360,7 +360,7 @@ impl Glm41vProcessor {
             };
             let own = tokens.own_labels.len();
             match piece.kind {
-                Kind::Learnt => tokens.own_labels.extend(&ids),
+                Kind::Supervised => tokens.own_labels.extend(&ids),
                 _ => tokens.own_labels.resize(own + ids.len(), IGNORED),
             }
             if let (Kind::BehindAnswer, Some(label)) = (piece.kind, tokens.own_labels.get_mut(own))
@@ -380,7 +380,7 @@ impl Glm41vProcessor {
     }
 }
 
-fn picture_text(features: usize) -> String {
+fn image_text(features: usize) -> String {
     let (start, end) = (marker::IMAGE_START, marker::IMAGE_END);
     format!("{start}{}{end}", marker::IMAGE.repeat(features))
 }

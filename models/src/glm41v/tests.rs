@@ -145,7 +145,7 @@ fn parts_of_the_model_are_found_by_name() {
     assert_eq!(resampler.count(), 1);
 }
 
-/// Pictures whose path is their size, as in `100x40`.
+/// Images whose path is their size, as in `100x40`.
 struct Sizes;
 
 impl ImageSource for Sizes {
@@ -156,7 +156,7 @@ impl ImageSource for Sizes {
 
     fn load(&self, path: &Path) -> Result<RgbImage, ImageError> {
         let (width, height) = self.dimensions(path)?;
-        // The byte tells pictures apart.
+        // The byte tells images apart.
         Ok(RgbImage::new(
             width,
             height,
@@ -227,7 +227,7 @@ fn image_tokens_replace_the_markers_of_the_text() {
     let widths: Vec<usize> = encoded.slices.iter().map(|s| s.cols).collect();
     assert_eq!(widths, [8, 6]);
 
-    // A single picture that is not mentioned comes first.
+    // A single image that is not mentioned comes first.
     let one = [(ONE, "84x84")];
     let marked = encode(&ask(&one, "<image>Why?")).unwrap();
     assert_eq!(encode(&ask(&one, "Why?")).unwrap(), marked);
@@ -294,13 +294,13 @@ fn the_end_token_after_every_answer_is_supervised() {
     ];
     let encoded = encode(&sample(&[], &turns)).unwrap();
     let end = processor().turn_end();
-    let learnt: Vec<usize> = (0..encoded.labels.len())
+    let supervised: Vec<usize> = (0..encoded.labels.len())
         .filter(|&i| encoded.labels[i] == end)
         .collect();
     let user = processor().tokenizer().id("<|user|>").unwrap();
-    assert_eq!(encoded.input_ids[learnt[0] + 1], user);
-    assert_eq!(encoded.input_ids[learnt[1] + 1], end);
-    assert_eq!(learnt.len(), 2);
+    assert_eq!(encoded.input_ids[supervised[0] + 1], user);
+    assert_eq!(encoded.input_ids[supervised[1] + 1], end);
+    assert_eq!(supervised.len(), 2);
     assert_eq!(encoded.labels.last(), Some(&IGNORED));
 }
 

@@ -5,7 +5,7 @@ use super::positions::token_positions;
 use crate::batch::{Batch, Splice, VisionBatch, check_images, check_slices, image_rows, pack};
 use crate::data::Slice;
 use crate::error::Result;
-use crate::eva::eva_pictures;
+use crate::eva::eva_images;
 use crate::nn::{Rotary, RotaryTable, rope_frequencies};
 use crate::processor::Normalization;
 use crate::{SampleInput, VisionLanguageModel};
@@ -51,7 +51,7 @@ impl Glm4v {
             .map(|(i, slice)| (slice, i * config.patches()))
             .collect();
         let normalization = Normalization::clip();
-        let eva = eva_pictures(config, true, &images, &normalization, dtype, backend)?;
+        let eva = eva_images(config, true, &images, &normalization, dtype, backend)?;
         Ok(Some(VisionBatch {
             patches: eva.patches,
             sequences: eva.sequences,

@@ -1,12 +1,12 @@
 //! Positions of tokens. All features of an image share one.
 
-/// Positions of `tokens` tokens. Each of `pictures` (`start..end`) is an image's features with the two learned rows around
+/// Positions of `tokens` tokens. Each of `images` (`start..end`) is an image's features with the two learned rows around
 /// them. An image takes three positions, like its three tokens in the text: its first row, all features, its last row.
 #[must_use]
-pub fn token_positions(tokens: usize, pictures: &[(usize, usize)]) -> Vec<i32> {
+pub fn token_positions(tokens: usize, images: &[(usize, usize)]) -> Vec<i32> {
     let mut positions = Vec::with_capacity(tokens);
     let mut next = 0;
-    for (start, end) in pictures {
+    for (start, end) in images {
         let text = start.saturating_sub(positions.len()) as i32;
         positions.extend(next..next + text);
         next += text;

@@ -16,7 +16,7 @@ use crate::data::conversation::{
     supervised,
 };
 use crate::data::{
-    EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, PicturePlan, PlaceholderStyle, RawSample,
+    EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, ImagePlan, PlaceholderStyle, RawSample,
     SINGLE_IMAGE, SampleError, SampleSize, SampleTokens, Slice,
 };
 use crate::image::{ImageSource, RgbImage, resize};
@@ -34,9 +34,9 @@ struct Tokens {
 }
 
 impl Tokens {
-    fn push(&mut self, ids: &[i32], learnt: bool) {
+    fn push(&mut self, ids: &[i32], supervised: bool) {
         self.input_ids.extend(ids);
-        match learnt {
+        match supervised {
             true => self.own_labels.extend(ids),
             false => self.own_labels.resize(self.input_ids.len(), IGNORED),
         }
@@ -70,7 +70,7 @@ impl Processor for Glm4vProcessor {
         Ok(SampleSize {
             tokens: tokens.input_ids.len(),
             untruncated_tokens: tokens.untruncated_tokens,
-            picture_tokens: self.features + 2,
+            image_tokens: self.features + 2,
             supervised: supervised(&tokens.labels),
             patches: self.side() * self.side(),
             slices: 1,
@@ -84,7 +84,7 @@ impl Processor for Glm4vProcessor {
         options: &EncodeOptions,
     ) -> Result<SampleTokens, SampleError> {
         check_turns(&sample.conversations, SystemTurn::Refused)?;
-        if let Some((name, path)) = self.only_picture(sample)? {
+        if let Some((name, path)) = self.only_image(sample)? {
             let size = images.dimensions(path);
             size.map_err(|error| image_error(name, path, error))?;
         }
@@ -133,11 +133,11 @@ impl Processor for Glm4vProcessor {
     ) -> Result<EncodedPrompt, SampleError> {
         let turns = question(sample);
         check_roles(turns, 1, SystemTurn::Refused)?;
-        let own = self.only_picture(sample)?.is_some();
-        let picture = own || style == PlaceholderStyle::Training;
-        let mut tokens = self.tokenize(sample, turns, picture, options)?;
+        let own = self.only_image(sample)?.is_some();
+        let image = own || style == PlaceholderStyle::Training;
+        let mut tokens = self.tokenize(sample, turns, image, options)?;
         tokens.push(&[self.ids.assistant], false);
-        let slices = match picture {
+        let slices = match image {
             true => vec![self.slice(sample, images)?],
             false => Vec::new(),
         };
@@ -155,7 +155,7 @@ impl Processor for Glm4vProcessor {
         _: &EncodeOptions,
     ) -> Result<String, SampleError> {
         check_turns(&sample.conversations, SystemTurn::Refused)?;
-        self.only_picture(sample)?;
+        self.only_image(sample)?;
         let mut text = marker::PREFIX.concat();
         for (i, turn) in sample.conversations.iter().enumerate() {
             text.push_str(&format!("<|{}|>\n", turn.role));
@@ -168,8 +168,8 @@ impl Processor for Glm4vProcessor {
         Ok(text)
     }
 
-    fn picture(&self, _: (usize, usize), _: &EncodeOptions) -> PicturePlan {
-        PicturePlan {
+    fn image(&self, _: (usize, usize), _: &EncodeOptions) -> ImagePlan {
+        ImagePlan {
             slices: 1,
             tokens_per_slice: self.features + 2,
         }
@@ -204,7 +204,7 @@ impl Glm4vProcessor {
     }
 
     /// The image of a sample, which has one at most.
-    fn only_picture<'s>(
+    fn only_image<'s>(
         &self,
         sample: &'s RawSample,
     ) -> Result<Option<&'s (String, PathBuf)>, SampleError> {
@@ -221,7 +221,7 @@ impl Glm4vProcessor {
     /// The image resized to a square; black without one.
     fn slice(&self, sample: &RawSample, images: &dyn ImageSource) -> Result<Slice, SampleError> {
         let side = self.image_size;
-        let image = match self.only_picture(sample)? {
+        let image = match self.only_image(sample)? {
             Some((name, path)) => {
                 let image = images.load(path);
                 let image = image.map_err(|error| image_error(name, path, error))?;
@@ -232,12 +232,12 @@ impl Glm4vProcessor {
         Ok(Slice::cut(&image, (0, 0), (side, side), self.patch_size))
     }
 
-    /// Tokens of `turns`, which are all or the first turns of `sample`; `picture` includes the image.
+    /// Tokens of `turns`, which are all or the first turns of `sample`; `image` includes the image.
     fn tokenize(
         &self,
         sample: &RawSample,
         turns: &[Message],
-        picture: bool,
+        image: bool,
         options: &EncodeOptions,
     ) -> Result<Tokens, SampleError> {
         let ids = &self.ids;
@@ -250,7 +250,7 @@ impl Glm4vProcessor {
             tokens.push(&[role], answer || (answered && options.train_on_turn_end));
             // Apart from the content, so that no token spans the line break.
             tokens.push(&self.tokenizer.encode_plain("\n")?, answer);
-            if i == 0 && picture {
+            if i == 0 && image {
                 let start = tokens.input_ids.len();
                 tokens.push(&[ids.image_start], false);
                 tokens.push(&vec![ids.image; self.features], false);

@@ -145,7 +145,7 @@ fn sample(images: &[&str], turns: &[(&str, &str)]) -> RawSample {
     }
 }
 
-const PICTURE: &str = "cases/square_single/image_0.png";
+const IMAGE: &str = "cases/square_single/image_0.png";
 
 fn ask(images: &[&str], question: &str) -> RawSample {
     sample(images, &[("user", question), ("assistant", "Yes.")])
@@ -183,9 +183,9 @@ fn special_tokens_in_the_text_are_plain_text() {
 
 #[test]
 fn the_image_marker_is_removed_from_the_text() {
-    let marked = encode(&ask(&[PICTURE], "<image>\nWhy?")).unwrap();
-    assert_eq!(encode(&ask(&[PICTURE], "Why?")).unwrap(), marked);
-    // Without a picture of its own, a sample says what it says.
+    let marked = encode(&ask(&[IMAGE], "<image>\nWhy?")).unwrap();
+    assert_eq!(encode(&ask(&[IMAGE], "Why?")).unwrap(), marked);
+    // Without an image of its own, a sample says what it says.
     assert_ne!(
         encode(&ask(&[], "<image>Why?")).unwrap().input_ids,
         marked.input_ids
@@ -194,7 +194,7 @@ fn the_image_marker_is_removed_from_the_text() {
 
 #[test]
 fn a_sample_has_one_image_at_most() {
-    let error = encode(&ask(&[PICTURE, PICTURE], "Why?")).unwrap_err();
+    let error = encode(&ask(&[IMAGE, IMAGE], "Why?")).unwrap_err();
     assert!(matches!(
         error,
         SampleError::TooManyImages { images: 2, .. }
@@ -233,7 +233,7 @@ fn the_end_of_an_answer_is_supervised_on_request() {
 
 #[test]
 fn truncation_inside_an_image_is_refused() {
-    let raw = ask(&[PICTURE], "Why?");
+    let raw = ask(&[IMAGE], "Why?");
     let (_, end) = encode(&raw).unwrap().image_bounds[0];
     let cut = |model_max_length| {
         let options = EncodeOptions {

@@ -16,7 +16,7 @@ pub use source::{ImageFolder, ImageSource};
 
 use std::fmt;
 
-/// An 8-bit RGB picture: `height` rows of `width` pixels of 3 bytes.
+/// An 8-bit RGB image: `height` rows of `width` pixels of 3 bytes.
 #[derive(Clone, PartialEq, Eq)]
 pub struct RgbImage {
     width: usize,

@@ -27,7 +27,7 @@ pub fn resize(image: &RgbImage, width: usize, height: usize) -> RgbImage {
 }
 
 /// Integer weights of the input pixels `first .. first + taps.len()` for one output pixel.
-struct Window {
+struct FilterWindow {
     first: usize,
     taps: Vec<i32>,
 }
@@ -44,7 +44,7 @@ fn cubic(x: f64) -> f64 {
     }
 }
 
-fn windows(in_size: usize, out_size: usize) -> Vec<Window> {
+fn windows(in_size: usize, out_size: usize) -> Vec<FilterWindow> {
     let scale = in_size as f64 / out_size as f64;
     let filter_scale = scale.max(1.0);
     let support = CUBIC_SUPPORT * filter_scale;
@@ -60,7 +60,7 @@ fn windows(in_size: usize, out_size: usize) -> Vec<Window> {
                 .collect();
             let sum: f64 = weights.iter().sum();
             let taps = weights.iter().map(|&w| fixed_point(w / sum)).collect();
-            Window { first, taps }
+            FilterWindow { first, taps }
         })
         .collect()
 }

@@ -6,20 +6,20 @@ use super::{ImageError, RgbImage, decode, dimensions};
 
 /// Lookup of images by the paths in samples.
 pub trait ImageSource: Send + Sync {
-    /// Width and height in pixels, without decoding the picture.
+    /// Width and height in pixels, without decoding the image.
     ///
     /// # Errors
     /// [`ImageError`] naming the file.
     fn dimensions(&self, path: &Path) -> Result<(usize, usize), ImageError>;
 
-    /// The decoded picture.
+    /// The decoded image.
     ///
     /// # Errors
     /// [`ImageError`] naming the file.
     fn load(&self, path: &Path) -> Result<RgbImage, ImageError>;
 }
 
-/// Pictures on disk: absolute paths, and relative ones that stay inside one folder.
+/// Images on disk: absolute paths, and relative ones that stay inside one directory.
 #[derive(Clone, Debug)]
 pub struct ImageFolder {
     root: PathBuf,
@@ -35,7 +35,7 @@ impl ImageFolder {
         }
     }
 
-    /// The folder that holds the data file `data`.
+    /// The directory that holds the data file `data`.
     pub fn beside(data: &Path) -> Self {
         let parent = data
             .parent()
@@ -43,7 +43,7 @@ impl ImageFolder {
         Self::new(parent.unwrap_or(Path::new(".")))
     }
 
-    /// Lets relative paths leave the folder when `allow` is true.
+    /// Lets relative paths leave the directory when `allow` is true.
     #[must_use]
     pub fn allow_outside(mut self, allow: bool) -> Self {
         self.allow_outside = allow;
@@ -53,7 +53,7 @@ impl ImageFolder {
     /// The file that `path` stands for.
     ///
     /// # Errors
-    /// [`ImageError::OutsideFolder`] for a relative path that leaves the folder,
+    /// [`ImageError::OutsideDirectory`] for a relative path that leaves the directory,
     /// [`ImageError::Missing`] or [`ImageError::Unreadable`] if the file cannot be found.
     pub fn resolve(&self, path: &Path) -> Result<PathBuf, ImageError> {
         let joined = self.root.join(path);
@@ -73,7 +73,7 @@ impl ImageFolder {
     }
 
     fn outside(&self, path: &Path) -> ImageError {
-        ImageError::OutsideFolder {
+        ImageError::OutsideDirectory {
             path: path.to_owned(),
             root: self.root.clone(),
         }
@@ -125,7 +125,7 @@ fn canonical(path: &Path) -> Result<PathBuf, ImageError> {
 mod tests {
     use super::*;
 
-    fn folder() -> (tempfile::TempDir, ImageFolder) {
+    fn directory() -> (tempfile::TempDir, ImageFolder) {
         let dir = tempfile::tempdir().unwrap();
         let data = dir.path().join("data");
         std::fs::create_dir_all(data.join("sub")).unwrap();
@@ -138,7 +138,7 @@ mod tests {
 
     #[test]
     fn paths_inside_the_directory_and_absolute_paths_are_found() {
-        let (dir, source) = folder();
+        let (dir, source) = directory();
         for path in ["a.png", "./sub/b.png", "sub/../a.png"] {
             assert!(source.resolve(Path::new(path)).unwrap().is_file(), "{path}");
         }
@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn paths_outside_the_directory_are_refused_unless_allowed() {
-        let (dir, source) = folder();
+        let (dir, source) = directory();
         std::os::unix::fs::symlink("../secret.png", dir.path().join("data/link.png")).unwrap();
         for path in [
             "../secret.png",
@@ -162,7 +162,7 @@ mod tests {
         ] {
             let result = source.resolve(Path::new(path));
             assert!(
-                matches!(result, Err(ImageError::OutsideFolder { .. })),
+                matches!(result, Err(ImageError::OutsideDirectory { .. })),
                 "{path}: {result:?}"
             );
         }
@@ -172,7 +172,7 @@ mod tests {
 
     #[test]
     fn a_missing_file_is_named() {
-        let (_dir, source) = folder();
+        let (_dir, source) = directory();
         let error = source.dimensions(Path::new("none.png")).unwrap_err();
         assert!(matches!(&error, ImageError::Missing { path } if path.ends_with("none.png")));
     }

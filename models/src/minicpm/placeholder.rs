@@ -78,7 +78,7 @@ fn substitute_single(turns: &[Message], text: &str) -> Result<Substituted, Sampl
     }
     let marked: usize = turns.iter().map(single_marks).sum();
     let in_first = single_marks(&turns[0]);
-    // without a mark in the first turn the picture is put in front of it
+    // without a mark in the first turn the image is put in front of it
     let placeholders = marked + usize::from(in_first == 0);
     if placeholders > 1 {
         return Err(SampleError::MorePlaceholdersThanImages {

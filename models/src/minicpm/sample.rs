@@ -15,7 +15,7 @@ use crate::data::conversation::{
     SystemTurn, check_roles, check_turns, check_vocabulary, image_error, question, supervised,
 };
 use crate::data::{
-    EncodeOptions, EncodedPrompt, EncodedSample, PicturePlan, PlaceholderStyle, RawSample,
+    EncodeOptions, EncodedPrompt, EncodedSample, ImagePlan, PlaceholderStyle, RawSample,
     SampleError, SampleSize, SampleTokens, Slice,
 };
 use crate::image::ImageSource;
@@ -66,7 +66,7 @@ impl Processor for MiniCpmProcessor {
             tokens: tokens.input_ids.len(),
             untruncated_tokens: tokens.untruncated,
             supervised: supervised(&tokens.labels),
-            picture_tokens: tokens.image_bounds.len() * self.config.query_num,
+            image_tokens: tokens.image_bounds.len() * self.config.query_num,
             patches: plans.iter().map(SlicePlan::patches).sum(),
             slices: plans.iter().map(SlicePlan::slices).sum(),
         })
@@ -124,16 +124,16 @@ impl Processor for MiniCpmProcessor {
         Ok(self.template.render(&written.turns, false)?)
     }
 
-    fn picture(&self, size: (usize, usize), options: &EncodeOptions) -> PicturePlan {
-        PicturePlan {
+    fn image(&self, size: (usize, usize), options: &EncodeOptions) -> ImagePlan {
+        ImagePlan {
             slices: self.plan(size, options).slices(),
             tokens_per_slice: self.config.query_num,
         }
     }
 
     /// Slices of an image follow each other closely; a start marker of images begins a new image.
-    fn pictures(&self, tokens: &SampleTokens) -> Vec<(Range<usize>, usize)> {
-        pictures(tokens, self.ids.image_start)
+    fn images(&self, tokens: &SampleTokens) -> Vec<(Range<usize>, usize)> {
+        images(tokens, self.ids.image_start)
     }
 
     fn tokenizer(&self) -> &Tokenizer {
@@ -292,7 +292,7 @@ impl MiniCpmProcessor {
 }
 
 /// Token ranges of each image, including markers, and its number of slices.
-fn pictures(tokens: &SampleTokens, image_start: i32) -> Vec<(Range<usize>, usize)> {
+fn images(tokens: &SampleTokens, image_start: i32) -> Vec<(Range<usize>, usize)> {
     let mut found: Vec<(Range<usize>, usize)> = Vec::new();
     for (start, end) in &tokens.image_bounds {
         let marker = start.saturating_sub(1);
@@ -323,7 +323,7 @@ mod tests {
     use serde_json::{Value, json};
     use std::path::Path;
 
-    /// Pictures whose path is their size, as in `100x40`.
+    /// Images whose path is their size, as in `100x40`.
     struct Sizes;
 
     impl ImageSource for Sizes {
@@ -339,7 +339,7 @@ mod tests {
 
         fn load(&self, path: &Path) -> Result<RgbImage, ImageError> {
             let (width, height) = self.dimensions(path)?;
-            // the byte tells pictures apart
+            // the byte tells images apart
             Ok(RgbImage::new(
                 width,
                 height,
@@ -583,7 +583,7 @@ mod tests {
             images: 0,
         };
         assert_eq!(error.to_string(), counts.to_string());
-        // as many ends as starts, but the end stands before the picture that truncation cut
+        // as many ends as starts, but the end stands before the image that truncation cut
         let turns = [
             ("user", "</slice>"),
             ("assistant", "b"),

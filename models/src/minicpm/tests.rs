@@ -12,7 +12,7 @@ use crate::processor::Normalization;
 use crate::selection::Selection;
 use crate::{SampleInput, Tower, VisionLanguageModel};
 use engine::{EngineError, Lease, ParamAccess, ParamId, Phase, UnitId};
-use kernels::{Backend, CpuBackend, DType, IGNORED_LABEL, NullBackend, Pool, Tag, Tensor};
+use kernels::{Backend, CpuBackend, DType, IGNORED_LABEL, MetaBackend, Pool, Tag, Tensor};
 use std::sync::Arc;
 
 const QUERIES: usize = 2;
@@ -129,7 +129,7 @@ struct Sample {
 }
 
 impl Sample {
-    /// A text with one place for each of the pictures of `grids` patches.
+    /// A text with one place for each of the images of `grids` patches.
     fn new(grids: &[(usize, usize)], tail: usize) -> Self {
         let mut ids = vec![1];
         let mut bounds = Vec::new();
@@ -191,7 +191,7 @@ fn step(model: &MiniCpm, access: &ResidentParams, samples: &[&Sample]) -> Vec<Ac
 fn pass(model: &MiniCpm, access: &dyn ParamAccess, samples: &[&Sample]) {
     let inputs: Vec<SampleInput<'_>> = samples.iter().map(|s| s.input()).collect();
     let batch = model.collate(&inputs, &**access.backend()).unwrap();
-    let tape = Tape::training(access).with_replay_check(true);
+    let tape = Tape::training(access).with_recompute_check(true);
     let loss = model.forward(&tape, &batch).unwrap();
     tape.backward(&loss, 1.0 / loss.supervised.max(1) as f32)
         .unwrap();
@@ -602,7 +602,7 @@ fn a_generation_allocates_the_announced_cache_and_no_more() {
 fn a_published_model_runs_on_the_meta_device_in_bounded_memory() {
     let model = build_model(published(151_666), options(DType::BF16)).unwrap();
     let pool = Pool::new("null", None);
-    let backend: Arc<dyn Backend> = Arc::new(NullBackend::new(pool.clone()));
+    let backend: Arc<dyn Backend> = Arc::new(MetaBackend::new(pool.clone()));
     let weights = model
         .spec()
         .params
@@ -639,7 +639,7 @@ fn the_meta_device_predicts_the_memory_of_the_cpu() {
     access.backend().pool().reset_peaks();
     step(&model, &access, &[&sample]);
     let pool = Pool::new("null", None);
-    let backend: Arc<dyn Backend> = Arc::new(NullBackend::new(pool.clone()));
+    let backend: Arc<dyn Backend> = Arc::new(MetaBackend::new(pool.clone()));
     let weights = model
         .spec()
         .params
@@ -733,7 +733,7 @@ fn dropout_masks_depend_on_samples_not_on_batches() {
         // The check of replays sees a mask that changed its mind.
         let tape = Tape::training(&access)
             .with_dropout(state)
-            .with_replay_check(true);
+            .with_recompute_check(true);
         let loss = model.forward(&tape, &batch).unwrap();
         let rows = loss.rows.value().to_f32_vec().unwrap();
         tape.backward(&loss, 1.0).unwrap();
@@ -771,7 +771,7 @@ fn saved_activations_give_the_gradients_of_recomputed_ones() {
             let tape = Tape::training(&access)
                 .with_dropout(state)
                 .with_stored(&keep)
-                .with_replay_check(true);
+                .with_recompute_check(true);
             let loss = model.forward(&tape, &batch).unwrap();
             let kept = tape.saved_elems();
             tape.backward(&loss, 0.5).unwrap();

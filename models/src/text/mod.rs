@@ -12,7 +12,7 @@ use std::path::Path;
 
 use tokenizer::limits::MAX_FILE_BYTES;
 
-/// Reads a file of the model folder; `None` if there is no such file. A file of more than
+/// Reads a file of the model directory; `None` if there is no such file. A file of more than
 /// [`MAX_FILE_BYTES`] is an error of kind [`ErrorKind::FileTooLarge`].
 fn read_optional(path: &Path) -> Result<Option<Vec<u8>>> {
     // asked before opening: opening a pipe would block

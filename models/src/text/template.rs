@@ -34,10 +34,10 @@ pub enum TemplateError {
         /// What the parser found.
         reason: String,
     },
-    /// The model folder holds no template.
+    /// The model directory holds no template.
     #[error("{} has no chat template", dir.display())]
     Missing {
-        /// The model folder.
+        /// The model directory.
         dir: PathBuf,
     },
     /// The template is not valid Jinja.
@@ -70,7 +70,7 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Finds the template of the model folder `dir`: `chat_template.jinja`, otherwise the field
+    /// Finds the template of the model directory `dir`: `chat_template.jinja`, otherwise the field
     /// `chat_template` of `tokenizer_config.json` (a text, or a list of which `default` is taken).
     /// The named tokens of `tokenizer` are visible to it.
     ///

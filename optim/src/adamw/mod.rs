@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 use crate::OptimError;
 use crate::lanes::Simd;
 use crate::optimizer::{
-    GradWindow, Optimizer, Precision, StateSlot, StateWindow, StepArgs, WeightWindow,
+    GradChunk, Optimizer, Precision, StateChunk, StateSlot, StepArgs, WeightChunk,
 };
 use crate::rng::RandomStream;
 use update::{Rounding, Update};
@@ -192,8 +192,8 @@ impl AdamW {
             rounding,
         };
         let fits = match args.grad {
-            GradWindow::F32(grad) => self.weights(work, grad, args.weight, &mut args.state),
-            GradWindow::Bf16(grad) => self.weights(work, grad, args.weight, &mut args.state),
+            GradChunk::F32(grad) => self.weights(work, grad, args.weight, &mut args.state),
+            GradChunk::Bf16(grad) => self.weights(work, grad, args.weight, &mut args.state),
         };
         fits.map_err(|weight| OptimError::UnsupportedWindows {
             optimizer: self.name(),
@@ -208,41 +208,41 @@ impl AdamW {
         &self,
         work: Work,
         grad: &[G],
-        weight: WeightWindow<'_>,
-        state: &mut [StateWindow<'_>],
+        weight: WeightChunk<'_>,
+        state: &mut [StateChunk<'_>],
     ) -> Result<(), &'static str> {
         let kind = weight.kind();
         let done = match (weight, self.pure_bf16.weights, state) {
-            (WeightWindow::F32(weight), _, [StateWindow::F32(m), StateWindow::F32(v)]) => {
+            (WeightChunk::F32(weight), _, [StateChunk::F32(m), StateChunk::F32(v)]) => {
                 work.run(grad, weight, m, v);
                 true
             }
             (
-                WeightWindow::Mixed { master, weight },
+                WeightChunk::Mixed { master, weight },
                 _,
-                [StateWindow::F32(m), StateWindow::F32(v)],
+                [StateChunk::F32(m), StateChunk::F32(v)],
             ) => {
                 work.run(grad, Master { master, weight }, m, v);
                 true
             }
             (
-                WeightWindow::MixedF16 { master, weight },
+                WeightChunk::MixedF16 { master, weight },
                 _,
-                [StateWindow::F32(m), StateWindow::F32(v)],
+                [StateChunk::F32(m), StateChunk::F32(v)],
             ) => {
                 work.run_f16(grad, master, weight, m, v);
                 true
             }
-            (WeightWindow::PureBf16(weight), Bf16Storage::Stochastic, [m, v]) => {
+            (WeightChunk::PureBf16(weight), Bf16Storage::Stochastic, [m, v]) => {
                 work.moments(grad, Narrow::<false>(weight), m, v)
             }
-            (WeightWindow::PureBf16(weight), Bf16Storage::Nearest, [m, v]) => {
+            (WeightChunk::PureBf16(weight), Bf16Storage::Nearest, [m, v]) => {
                 work.moments(grad, Narrow::<true>(weight), m, v)
             }
             (
-                WeightWindow::PureBf16(weight),
+                WeightChunk::PureBf16(weight),
                 Bf16Storage::Kahan,
-                [m, v, StateWindow::Bf16(error)],
+                [m, v, StateChunk::Bf16(error)],
             ) => work.moments(grad, Compensated { weight, error }, m, v),
             _ => false,
         };
@@ -263,21 +263,21 @@ impl AdamW {
             }
         };
         match &args.weight {
-            WeightWindow::F32(weight) => check("weight", weight.len())?,
-            WeightWindow::PureBf16(weight) => check("weight", weight.len())?,
-            WeightWindow::Mixed { master, weight } => {
+            WeightChunk::F32(weight) => check("weight", weight.len())?,
+            WeightChunk::PureBf16(weight) => check("weight", weight.len())?,
+            WeightChunk::Mixed { master, weight } => {
                 check("master", master.len())?;
                 check("weight", weight.len())?;
             }
-            WeightWindow::MixedF16 { master, weight } => {
+            WeightChunk::MixedF16 { master, weight } => {
                 check("master", master.len())?;
                 check("weight", weight.len())?;
             }
         }
         for (slot, window) in self.slots(args.weight.precision()).iter().zip(&args.state) {
             let got = match window {
-                StateWindow::F32(values) => values.len(),
-                StateWindow::Bf16(values) => values.len(),
+                StateChunk::F32(values) => values.len(),
+                StateChunk::Bf16(values) => values.len(),
             };
             check(slot.name, got)?;
         }
@@ -343,12 +343,12 @@ impl Work {
         self,
         grad: &[G],
         weights: W,
-        m: &mut StateWindow<'_>,
-        v: &mut StateWindow<'_>,
+        m: &mut StateChunk<'_>,
+        v: &mut StateChunk<'_>,
     ) -> bool {
         match (m, v) {
-            (StateWindow::F32(m), StateWindow::F32(v)) => self.run(grad, weights, m, v),
-            (StateWindow::Bf16(m), StateWindow::Bf16(v)) => self.run(grad, weights, m, v),
+            (StateChunk::F32(m), StateChunk::F32(v)) => self.run(grad, weights, m, v),
+            (StateChunk::Bf16(m), StateChunk::Bf16(v)) => self.run(grad, weights, m, v),
             _ => return false,
         }
         true

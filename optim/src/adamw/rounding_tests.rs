@@ -23,22 +23,22 @@ fn pure_bf16_follows_f32_in_expectation_where_plain_rounding_stalls() {
             grad_scale: 1.0,
             seed: 3,
             first_element: 0,
-            grad: GradWindow::F32(grad),
+            grad: GradChunk::F32(grad),
             weight,
             state,
         };
-        let state = [StateWindow::Bf16(&mut m), StateWindow::Bf16(&mut v)];
+        let state = [StateChunk::Bf16(&mut m), StateChunk::Bf16(&mut v)];
         let grads = vec![grad; n];
         adamw
             .step(args(
                 &grads,
-                WeightWindow::PureBf16(&mut weight),
+                WeightChunk::PureBf16(&mut weight),
                 state.into(),
             ))
             .unwrap();
-        let state = [StateWindow::F32(&mut m32), StateWindow::F32(&mut v32)];
+        let state = [StateChunk::F32(&mut m32), StateChunk::F32(&mut v32)];
         adamw
-            .step(args(&[grad], WeightWindow::F32(&mut w32), state.into()))
+            .step(args(&[grad], WeightChunk::F32(&mut w32), state.into()))
             .unwrap();
     }
     let mean = |values: &[bf16]| values.iter().map(|x| f64::from(x.to_f32())).sum::<f64>();
@@ -58,7 +58,7 @@ fn rounding_depends_on_seed_step_and_element() {
     let run = |seed, step, first_element| {
         let mut weight = vec![<bf16 as Float>::from_f32(1.0); 256];
         let (mut m, mut v) = (vec![bf16::ZERO; 256], vec![bf16::ZERO; 256]);
-        let state = [StateWindow::Bf16(&mut m), StateWindow::Bf16(&mut v)];
+        let state = [StateChunk::Bf16(&mut m), StateChunk::Bf16(&mut v)];
         let args = StepArgs {
             step,
             lr: 1e-3,
@@ -66,8 +66,8 @@ fn rounding_depends_on_seed_step_and_element() {
             grad_scale: 1.0,
             seed,
             first_element,
-            grad: GradWindow::F32(&[1.0; 256]),
-            weight: WeightWindow::PureBf16(&mut weight),
+            grad: GradChunk::F32(&[1.0; 256]),
+            weight: WeightChunk::PureBf16(&mut weight),
             state: state.into(),
         };
         AdamW::default().step(args).unwrap();
@@ -85,7 +85,7 @@ fn rounding_depends_on_seed_step_and_element() {
 fn rounding_uses_the_documented_half_words() {
     const STEP: u64 = 3;
     const FIRST: u64 = 1001;
-    fn step(grad: &[f32], weight: WeightWindow<'_>, state: [StateWindow<'_>; 2]) {
+    fn step(grad: &[f32], weight: WeightChunk<'_>, state: [StateChunk<'_>; 2]) {
         let args = StepArgs {
             step: STEP,
             lr: LR,
@@ -93,7 +93,7 @@ fn rounding_uses_the_documented_half_words() {
             grad_scale: GRAD_SCALE,
             seed: 5,
             first_element: FIRST,
-            grad: GradWindow::F32(grad),
+            grad: GradChunk::F32(grad),
             weight,
             state: state.into(),
         };
@@ -114,20 +114,20 @@ fn rounding_uses_the_documented_half_words() {
         .collect::<Vec<_>>();
     let mut wide: Vec<f32> = old.iter().map(|w| w.to_f32()).collect();
     let (mut m, mut v) = (vec![0f32; n], vec![0f32; n]);
-    let state = [StateWindow::F32(&mut m), StateWindow::F32(&mut v)];
-    step(&grad, WeightWindow::F32(&mut wide), state);
+    let state = [StateChunk::F32(&mut m), StateChunk::F32(&mut v)];
+    step(&grad, WeightChunk::F32(&mut wide), state);
 
     let mut weight = old.clone();
     let (mut m32, mut v32) = (vec![0f32; n], vec![0f32; n]);
-    let state = [StateWindow::F32(&mut m32), StateWindow::F32(&mut v32)];
-    step(&grad, WeightWindow::PureBf16(&mut weight), state);
+    let state = [StateChunk::F32(&mut m32), StateChunk::F32(&mut v32)];
+    step(&grad, WeightChunk::PureBf16(&mut weight), state);
     assert_eq!(weight, rounded(&wide, 0));
     assert_eq!([&m32, &v32], [&m, &v]);
 
     let mut weight = old;
     let (mut m16, mut v16) = (vec![bf16::ZERO; n], vec![bf16::ZERO; n]);
-    let state = [StateWindow::Bf16(&mut m16), StateWindow::Bf16(&mut v16)];
-    step(&grad, WeightWindow::PureBf16(&mut weight), state);
+    let state = [StateChunk::Bf16(&mut m16), StateChunk::Bf16(&mut v16)];
+    step(&grad, WeightChunk::PureBf16(&mut weight), state);
     let expected = [rounded(&wide, 0), rounded(&m, 1), rounded(&v, 2)];
     assert_eq!([weight, m16, v16], expected);
 }
@@ -152,7 +152,7 @@ fn walk(pure_bf16: PureBf16) -> (f64, f64) {
             grad_scale: 1.0,
             seed: 3,
             first_element: 0,
-            grad: GradWindow::F32(grad),
+            grad: GradChunk::F32(grad),
             weight,
             state,
         };
@@ -160,15 +160,15 @@ fn walk(pure_bf16: PureBf16) -> (f64, f64) {
         let (mut wide, mut narrow) = (wide.iter_mut(), narrow.iter_mut());
         let state = slots
             .map(|slot| match slot.dtype {
-                kernels::DType::F32 => StateWindow::F32(wide.next().unwrap()),
-                _ => StateWindow::Bf16(narrow.next().unwrap()),
+                kernels::DType::F32 => StateChunk::F32(wide.next().unwrap()),
+                _ => StateChunk::Bf16(narrow.next().unwrap()),
             })
             .collect();
-        let weight = WeightWindow::PureBf16(&mut weight);
+        let weight = WeightChunk::PureBf16(&mut weight);
         let grads = vec![grad; n];
         rule.step(args(&grads, weight, state)).unwrap();
-        let state = vec![StateWindow::F32(&mut m32), StateWindow::F32(&mut v32)];
-        rule.step(args(&[grad], WeightWindow::F32(&mut w32), state))
+        let state = vec![StateChunk::F32(&mut m32), StateChunk::F32(&mut v32)];
+        rule.step(args(&[grad], WeightChunk::F32(&mut w32), state))
             .unwrap();
     }
     let mean = weight.iter().map(|x| f64::from(x.to_f32())).sum::<f64>() / n as f64;

@@ -112,30 +112,30 @@ impl Model {
         let master = &mut self.master[range.clone()];
         let own = range.clone();
         let weight = match form {
-            Form::F32 => WeightWindow::F32(master),
-            Form::Mixed => WeightWindow::Mixed {
+            Form::F32 => WeightChunk::F32(master),
+            Form::Mixed => WeightChunk::Mixed {
                 master,
                 weight: &mut self.weight[own.clone()],
             },
-            Form::MixedF16 => WeightWindow::MixedF16 {
+            Form::MixedF16 => WeightChunk::MixedF16 {
                 master,
                 weight: &mut self.weight_f16[own.clone()],
             },
-            _ => WeightWindow::PureBf16(&mut self.weight[own.clone()]),
+            _ => WeightChunk::PureBf16(&mut self.weight[own.clone()]),
         };
         let mut state = if form.narrow_moments() {
             vec![
-                StateWindow::Bf16(&mut m16[own.clone()]),
-                StateWindow::Bf16(&mut v16[own.clone()]),
+                StateChunk::Bf16(&mut m16[own.clone()]),
+                StateChunk::Bf16(&mut v16[own.clone()]),
             ]
         } else {
             vec![
-                StateWindow::F32(&mut m[own.clone()]),
-                StateWindow::F32(&mut v[own.clone()]),
+                StateChunk::F32(&mut m[own.clone()]),
+                StateChunk::F32(&mut v[own.clone()]),
             ]
         };
         if form.storage() == Bf16Storage::Kahan {
-            state.push(StateWindow::Bf16(&mut self.compensation[own]));
+            state.push(StateChunk::Bf16(&mut self.compensation[own]));
         }
         let mut rule = AdamW::default();
         rule.pure_bf16.weights = form.storage();
@@ -209,10 +209,10 @@ impl Grad {
         }
     }
 
-    fn window(&self, range: std::ops::Range<usize>) -> GradWindow<'_> {
+    fn window(&self, range: std::ops::Range<usize>) -> GradChunk<'_> {
         match self {
-            Self::F32(values) => GradWindow::F32(&values[range]),
-            Self::Bf16(values) => GradWindow::Bf16(&values[range]),
+            Self::F32(values) => GradChunk::F32(&values[range]),
+            Self::Bf16(values) => GradChunk::Bf16(&values[range]),
         }
     }
 }
@@ -351,7 +351,7 @@ proptest! {
 #[test]
 fn invalid_step_arguments_are_refused_and_change_nothing() {
     let mut weight = vec![1.0f32; 4];
-    let mut refused = |step, m: StateWindow<'_>, v: StateWindow<'_>| {
+    let mut refused = |step, m: StateChunk<'_>, v: StateChunk<'_>| {
         let args = StepArgs {
             step,
             lr: 1.0,
@@ -359,14 +359,14 @@ fn invalid_step_arguments_are_refused_and_change_nothing() {
             grad_scale: 1.0,
             seed: 0,
             first_element: 0,
-            grad: GradWindow::F32(&[1.0; 4]),
-            weight: WeightWindow::F32(&mut weight),
+            grad: GradChunk::F32(&[1.0; 4]),
+            weight: WeightChunk::F32(&mut weight),
             state: vec![m, v],
         };
         AdamW::default().step(args).unwrap_err()
     };
     let (m, v) = (&mut [0.0f32; 4], &mut [0.0f32; 4]);
-    let short = refused(1, StateWindow::F32(m), StateWindow::F32(&mut v[..3]));
+    let short = refused(1, StateChunk::F32(m), StateChunk::F32(&mut v[..3]));
     assert!(matches!(
         short,
         OptimError::LengthMismatch {
@@ -377,15 +377,15 @@ fn invalid_step_arguments_are_refused_and_change_nothing() {
     ));
     let mixed = refused(
         1,
-        StateWindow::F32(m),
-        StateWindow::Bf16(&mut [bf16::ZERO; 4]),
+        StateChunk::F32(m),
+        StateChunk::Bf16(&mut [bf16::ZERO; 4]),
     );
     assert!(matches!(
         mixed,
         OptimError::UnsupportedWindows { weight: "f32", .. }
     ));
     assert!(matches!(
-        refused(0, StateWindow::F32(m), StateWindow::F32(v)),
+        refused(0, StateChunk::F32(m), StateChunk::F32(v)),
         OptimError::StepZero
     ));
     assert_eq!(weight, [1.0; 4]);

@@ -45,14 +45,14 @@ impl Default for Clock {
 
 impl Clock {
     /// Adds a launch of `blocks` blocks, or another command of the queue.
-    pub(crate) fn work(&mut self, blocks: u64) {
+    pub(crate) fn command(&mut self, blocks: u64) {
         self.queue += LAUNCH_NANOS + blocks * BLOCK_NANOS;
         self.done.push(self.queue);
     }
 
     /// Adds an upload that starts after the first `behind` commands. Commands queued later wait for it.
     pub(crate) fn upload(&mut self, bytes: usize, behind: u64) {
-        let start = self.inward.max(self.moment(behind));
+        let start = self.inward.max(self.event(behind));
         self.inward = start + bytes as u64 / BUS_BYTES;
         self.note((DeviceLane::Inward, bytes), 0, start, self.inward);
         if self.inward > self.queue {
@@ -63,14 +63,16 @@ impl Clock {
 
     /// Adds a fetch that starts after the first `behind` commands.
     pub(crate) fn fetch(&mut self, bytes: usize, behind: u64) {
-        let start = self.outward.max(self.moment(behind));
+        let start = self.outward.max(self.event(behind));
         self.outward = start + bytes as u64 / BUS_BYTES;
         self.note((DeviceLane::Outward, bytes), 0, start, self.outward);
     }
 
-    /// Time at which the first `works` commands are finished.
-    fn moment(&self, works: u64) -> Nanos {
-        let last = works.checked_sub(1).and_then(|n| self.done.get(n as usize));
+    /// Time at which the first `commands` commands are finished.
+    fn event(&self, commands: u64) -> Nanos {
+        let last = commands
+            .checked_sub(1)
+            .and_then(|n| self.done.get(n as usize));
         last.copied().unwrap_or(0)
     }
 

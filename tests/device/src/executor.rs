@@ -14,7 +14,7 @@ use std::time::Duration;
 use kernels::DeviceSpan;
 use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::graphs::{self, Graphs, Mode, Replaying};
-use kernels::cuda::backend::{Cause, Executor, Moment, Take};
+use kernels::cuda::backend::{Cause, Event, Executor, Take};
 use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::matmul::Multiply;
 
@@ -84,12 +84,12 @@ pub struct EmulatedGpu {
 /// Delays fetches and uploads until one of each is in flight. It shows whether both bus directions can be busy at once.
 #[derive(Debug, Default)]
 pub struct Crossing {
-    meeting: Mutex<Meeting>,
+    rendezvous: Mutex<Rendezvous>,
     came: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Meeting {
+struct Rendezvous {
     /// Whether the first fetch has come. Uploads before it have no counterpart.
     fetches: bool,
     /// The direction that waits for the other one.
@@ -110,28 +110,36 @@ impl Crossing {
     /// Number of failed waits after which no direction waits.
     const MOST_MISSED: usize = 6;
 
-    fn lock(&self) -> MutexGuard<'_, Meeting> {
-        self.meeting.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Rendezvous> {
+        self.rendezvous
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     fn begins(&self, direction: Direction) {
-        let mut meeting = self.lock();
-        let first = direction == Direction::Fetch && !meeting.fetches;
-        meeting.fetches |= first;
-        if first || !meeting.fetches || meeting.seen || meeting.missed == Self::MOST_MISSED {
+        let mut rendezvous = self.lock();
+        let first = direction == Direction::Fetch && !rendezvous.fetches;
+        rendezvous.fetches |= first;
+        if first || !rendezvous.fetches || rendezvous.seen || rendezvous.missed == Self::MOST_MISSED
+        {
             return;
         }
-        if meeting.waiting.is_some_and(|waiting| waiting != direction) {
-            meeting.seen = true;
+        if rendezvous
+            .waiting
+            .is_some_and(|waiting| waiting != direction)
+        {
+            rendezvous.seen = true;
             self.came.notify_all();
             return;
         }
-        meeting.waiting = Some(direction);
-        let alone = |meeting: &mut Meeting| !meeting.seen;
-        let waited = self.came.wait_timeout_while(meeting, Self::PATIENCE, alone);
-        let (mut meeting, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        meeting.waiting = None;
-        meeting.missed += usize::from(!meeting.seen);
+        rendezvous.waiting = Some(direction);
+        let alone = |rendezvous: &mut Rendezvous| !rendezvous.seen;
+        let waited = self
+            .came
+            .wait_timeout_while(rendezvous, Self::PATIENCE, alone);
+        let (mut rendezvous, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        rendezvous.waiting = None;
+        rendezvous.missed += usize::from(!rendezvous.seen);
     }
 
     /// Whether an upload and a fetch were in flight at once.
@@ -144,9 +152,9 @@ impl Crossing {
 #[derive(Debug)]
 enum Timing {
     /// Commands as late as allowed, uploads as early as allowed.
-    EarlyUploads,
+    BackwardUploads,
     /// All as late as allowed.
-    LateUploads,
+    ForwardUploads,
     /// At random times.
     Drawn(Draws, Option<Lost>),
 }
@@ -183,7 +191,7 @@ struct State {
     buffers: Vec<Buffer>,
     timing: Timing,
     /// Commands ascending by number. An upload has the number of the command it follows.
-    queue: VecDeque<(u64, Work)>,
+    queue: VecDeque<(u64, Command)>,
     /// Commands queued so far, without uploads: the number of the last one.
     queued: u64,
     /// Number of finished commands.
@@ -193,7 +201,7 @@ struct State {
     /// Number of the last upload.
     uploaded: u64,
     /// Delivered data that waits for its first reader.
-    delivering: Vec<Work>,
+    delivering: Vec<Command>,
     uploads: Beside,
     fetches: Beside,
     /// Products computed by the library.
@@ -220,7 +228,7 @@ impl Beside {
 }
 
 #[derive(Debug)]
-enum Work {
+enum Command {
     Launch(Box<Launch>),
     Write(Address, Vec<u8>),
     Zero(Address, u64),
@@ -232,17 +240,17 @@ enum Work {
 const QUEUE: usize = 512;
 
 impl State {
-    fn push(&mut self, work: Work) -> Result<(), Cause> {
+    fn push(&mut self, command: Command) -> Result<(), Cause> {
         self.queued += 1;
-        self.clock.work(match &work {
-            Work::Launch(launch) => launch.grid.iter().map(|n| u64::from(*n)).product(),
-            Work::Write(..) | Work::Zero(..) | Work::Copy(..) | Work::Multiply(..) => 1,
+        self.clock.command(match &command {
+            Command::Launch(launch) => launch.grid.iter().map(|n| u64::from(*n)).product(),
+            Command::Write(..) | Command::Zero(..) | Command::Copy(..) | Command::Multiply(..) => 1,
         });
         // Only an upload without its wait may have a higher number.
         let place = self
             .queue
             .partition_point(|(other, _)| *other < self.queued);
-        self.queue.insert(place, (self.queued, work));
+        self.queue.insert(place, (self.queued, command));
         if let Timing::Drawn(draws, _) = &mut self.timing
             && draws.moves()
         {
@@ -262,17 +270,17 @@ impl State {
             .queue
             .front()
             .is_some_and(|(number, _)| *number <= last)
-            && let Some((_, work)) = self.queue.pop_front()
+            && let Some((_, command)) = self.queue.pop_front()
         {
-            match work {
-                Work::Launch(launch) => self.machine.launch(&launch)?,
-                Work::Write(to, bytes) => self.write(to, &bytes)?,
-                Work::Zero(at, bytes) => self.write(at, &vec![0; bytes as usize])?,
-                Work::Copy(from, to, bytes) => {
+            match command {
+                Command::Launch(launch) => self.machine.launch(&launch)?,
+                Command::Write(to, bytes) => self.write(to, &bytes)?,
+                Command::Zero(at, bytes) => self.write(at, &vec![0; bytes as usize])?,
+                Command::Copy(from, to, bytes) => {
                     let bytes = self.read(from, bytes as usize)?;
                     self.write(to, &bytes)?;
                 }
-                Work::Multiply(product, workspace, bytes) => {
+                Command::Multiply(product, workspace, bytes) => {
                     self.machine.multiply(&product, workspace, bytes)?;
                 }
             }
@@ -281,7 +289,7 @@ impl State {
     }
 
     /// Inserts an upload into the queue, after earlier uploads.
-    fn insert(&mut self, number: u64, write: Work) {
+    fn insert(&mut self, number: u64, write: Command) {
         let number = number.max(self.uploaded);
         self.uploaded = number;
         let place = self.queue.partition_point(|(other, _)| *other <= number);
@@ -291,8 +299,8 @@ impl State {
     /// Whether delivered data arrives before anybody waits for it.
     fn delivers_now(&mut self) -> bool {
         match &mut self.timing {
-            Timing::EarlyUploads => true,
-            Timing::LateUploads => false,
+            Timing::BackwardUploads => true,
+            Timing::ForwardUploads => false,
             Timing::Drawn(draws, _) => draws.between(0, 1) == 1,
         }
     }
@@ -301,8 +309,8 @@ impl State {
     fn upload_number(&mut self, behind: u64) -> u64 {
         let (done, queued) = (self.done, self.queued);
         match &mut self.timing {
-            Timing::EarlyUploads => behind,
-            Timing::LateUploads => queued,
+            Timing::BackwardUploads => behind,
+            Timing::ForwardUploads => queued,
             Timing::Drawn(draws, lost) => match lost {
                 Some(Lost::Uploads) => draws.between(done, queued),
                 Some(Lost::Joins) => draws.between(behind.max(done), queued + LATE),
@@ -315,7 +323,7 @@ impl State {
     fn fetch_number(&mut self, behind: u64) -> u64 {
         let (done, queued) = (self.done, self.queued);
         match &mut self.timing {
-            Timing::EarlyUploads | Timing::LateUploads => behind,
+            Timing::BackwardUploads | Timing::ForwardUploads => behind,
             Timing::Drawn(draws, lost) => match lost {
                 Some(Lost::Fetches) => draws.between(done, queued),
                 _ => draws.between(behind.max(done), queued.max(behind)),
@@ -363,8 +371,8 @@ impl EmulatedGpu {
     #[must_use]
     pub fn new(order: Order) -> Self {
         let timing = match order {
-            Order::Ascending => Timing::EarlyUploads,
-            _ => Timing::LateUploads,
+            Order::Ascending => Timing::BackwardUploads,
+            _ => Timing::ForwardUploads,
         };
         Self::timed(order, timing)
     }
@@ -457,9 +465,9 @@ impl EmulatedGpu {
 }
 
 /// Number of commands before an event.
-fn works(moment: &Moment) -> Result<u64, Cause> {
-    let works = moment.downcast_ref::<u64>();
-    works
+fn commands(event: &Event) -> Result<u64, Cause> {
+    let commands = event.downcast_ref::<u64>();
+    commands
         .copied()
         .ok_or_else(|| "a moment of another device".into())
 }
@@ -493,7 +501,7 @@ unsafe impl Executor for EmulatedGpu {
     }
 
     unsafe fn write(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
-        self.lock().push(Work::Write(to, bytes.to_vec()))
+        self.lock().push(Command::Write(to, bytes.to_vec()))
     }
 
     unsafe fn read(&self, from: Address, bytes: &mut [u8]) -> Result<(), Cause> {
@@ -504,14 +512,14 @@ unsafe impl Executor for EmulatedGpu {
     }
 
     unsafe fn zero(&self, at: Address, bytes: u64) -> Result<(), Cause> {
-        self.lock().push(Work::Zero(at, bytes))
+        self.lock().push(Command::Zero(at, bytes))
     }
 
     unsafe fn copy(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause> {
-        self.lock().push(Work::Copy(from, to, bytes))
+        self.lock().push(Command::Copy(from, to, bytes))
     }
 
-    fn moment(&self) -> Result<Moment, Cause> {
+    fn record_event(&self) -> Result<Event, Cause> {
         Ok(Arc::new(self.lock().queued))
     }
 
@@ -519,30 +527,30 @@ unsafe impl Executor for EmulatedGpu {
         &self,
         to: Address,
         bytes: &[u8],
-        behind: Option<&Moment>,
+        behind: Option<&Event>,
     ) -> Result<(), Cause> {
         if let Some(crossing) = &self.crossing {
             crossing.begins(Direction::Upload);
         }
         let mut state = self.lock();
-        let behind = behind.map(works).transpose()?.unwrap_or(0);
+        let behind = behind.map(commands).transpose()?.unwrap_or(0);
         let overlaps = behind < state.queued;
         state.uploads.count(bytes.len(), overlaps);
         let early = overlaps && behind <= state.unit;
         state.uploads.early += u64::from(early) * bytes.len() as u64;
         state.clock.upload(bytes.len(), behind);
         let number = state.upload_number(behind);
-        state.insert(number, Work::Write(to, bytes.to_vec()));
+        state.insert(number, Command::Write(to, bytes.to_vec()));
         Ok(())
     }
 
-    unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Moment) -> Result<(), Cause> {
+    unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Event) -> Result<(), Cause> {
         let mut state = self.lock();
-        let behind = works(behind)?;
+        let behind = commands(behind)?;
         let overlaps = behind < state.queued;
         state.uploads.count(bytes.len(), overlaps);
         state.clock.upload(bytes.len(), behind);
-        let write = Work::Write(to, bytes.to_vec());
+        let write = Command::Write(to, bytes.to_vec());
         if state.delivers_now() {
             let number = state.upload_number(behind);
             state.insert(number, write);
@@ -552,7 +560,7 @@ unsafe impl Executor for EmulatedGpu {
         Ok(())
     }
 
-    fn delivered(&self) -> Result<Moment, Cause> {
+    fn delivered(&self) -> Result<Event, Cause> {
         let mut state = self.lock();
         let queued = state.queued;
         for write in std::mem::take(&mut state.delivering) {
@@ -568,14 +576,14 @@ unsafe impl Executor for EmulatedGpu {
         &self,
         from: Address,
         bytes: u64,
-        behind: &Moment,
+        behind: &Event,
         take: &mut Take<'_>,
     ) -> Result<(), Cause> {
         if let Some(crossing) = &self.crossing {
             crossing.begins(Direction::Fetch);
         }
         let mut state = self.lock();
-        let until = works(behind)?;
+        let until = commands(behind)?;
         let overlaps = until < state.queued;
         let bytes = bytes as usize;
         state.fetches.count(bytes, overlaps);
@@ -607,7 +615,7 @@ unsafe impl Executor for EmulatedGpu {
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {
-        self.lock().push(Work::Launch(Box::new(launch.clone())))
+        self.lock().push(Command::Launch(Box::new(launch.clone())))
     }
 
     fn multiplies(&self) -> bool {
@@ -625,7 +633,7 @@ unsafe impl Executor for EmulatedGpu {
         }
         let mut state = self.lock();
         state.multiplied += 1;
-        state.push(Work::Multiply(
+        state.push(Command::Multiply(
             Box::new(*product),
             workspace,
             workspace_bytes,
@@ -636,16 +644,16 @@ unsafe impl Executor for EmulatedGpu {
 
 // SAFETY: commands of a graph are queued one by one, in order.
 unsafe impl Graphs for EmulatedGpu {
-    type Graph = Vec<graphs::Work>;
+    type Graph = Vec<graphs::Command>;
 
-    unsafe fn keep(&self, works: &[graphs::Work]) -> Result<Self::Graph, Cause> {
-        Ok(works.to_vec())
+    unsafe fn keep(&self, commands: &[graphs::Command]) -> Result<Self::Graph, Cause> {
+        Ok(commands.to_vec())
     }
 
     unsafe fn replay(&self, graph: &Self::Graph) -> Result<(), Cause> {
         // SAFETY: the caller vouches for the commands.
         graph
             .iter()
-            .try_for_each(|work| unsafe { graphs::queue_one(self, work) })
+            .try_for_each(|command| unsafe { graphs::queue_one(self, command) })
     }
 }

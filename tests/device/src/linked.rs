@@ -12,7 +12,7 @@ use std::time::Duration;
 use crate::executor::give_in_pieces;
 use kernels::Lane;
 use kernels::cuda::backend::graphs::{self, Graphs};
-use kernels::cuda::backend::{Cause, Executor, GroupExecutor, Moment, PeerExecutor, Take, filling};
+use kernels::cuda::backend::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, filling};
 use kernels::cuda::launch::{Address, Launch};
 
 use crate::draws::Draws;
@@ -68,7 +68,7 @@ pub enum Lost {
     /// A lane does not wait for a lane of another GPU.
     Marks(Lane, Lane),
     /// Compute does not wait for data from other GPUs.
-    Arrivals,
+    ReservedUploads,
     /// Communication does not wait for weights updated at the same time.
     Deliveries,
 }
@@ -150,7 +150,7 @@ struct Brought {
 
 #[derive(Debug, Default)]
 struct Queue {
-    works: VecDeque<Work>,
+    commands: VecDeque<Command>,
     queued: u64,
     done: u64,
     /// Whether it is at a command that waits for another lane.
@@ -160,7 +160,7 @@ struct Queue {
 }
 
 #[derive(Debug)]
-enum Work {
+enum Command {
     Launch(Box<Launch>),
     Write(Address, Vec<u8>),
     Zero(Address, u64),
@@ -214,19 +214,19 @@ fn run(devices: &mut [Device], at: usize, lane: Stream, count: u64) -> Result<()
         if queue.waiting {
             return Err(format!("{lane:?} of GPU {at} waits for itself").into());
         }
-        let Some(work) = queue.works.pop_front() else {
+        let Some(command) = queue.commands.pop_front() else {
             return Err(format!("{lane:?} of GPU {at} waits for work that nobody queued").into());
         };
         let device = &mut devices[at];
-        match work {
-            Work::Launch(launch) => device.machine.launch(&launch)?,
-            Work::Write(to, bytes) => device.write(to, &bytes)?,
-            Work::Zero(at, bytes) => device.write(at, &vec![0; bytes as usize])?,
-            Work::Copy(from, to, bytes) => {
+        match command {
+            Command::Launch(launch) => device.machine.launch(&launch)?,
+            Command::Write(to, bytes) => device.write(to, &bytes)?,
+            Command::Zero(at, bytes) => device.write(at, &vec![0; bytes as usize])?,
+            Command::Copy(from, to, bytes) => {
                 let bytes = device.read(from, bytes as usize)?;
                 device.write(to, &bytes)?;
             }
-            Work::Pull {
+            Command::Pull {
                 device: peer,
                 offset,
                 to,
@@ -237,7 +237,7 @@ fn run(devices: &mut [Device], at: usize, lane: Stream, count: u64) -> Result<()
                 let bytes = devices[peer].read(from, bytes as usize)?;
                 devices[at].write(to, &bytes)?;
             }
-            Work::Sum { from, to, elems } => {
+            Command::Sum { from, to, elems } => {
                 let mut sum: Vec<f32> = Vec::new();
                 for (peer, offset) in from {
                     let start = devices[peer].shared.ok_or("a GPU that shares nothing")?;
@@ -252,9 +252,9 @@ fn run(devices: &mut [Device], at: usize, lane: Stream, count: u64) -> Result<()
                 }
                 devices[at].write(to, bytemuck::cast_slice(&sum))?;
             }
-            Work::Await(other, of, works) => {
+            Command::Await(other, of, commands) => {
                 devices[at].lanes[lane as usize].waiting = true;
-                run(devices, other, of, works)?;
+                run(devices, other, of, commands)?;
                 devices[at].lanes[lane as usize].waiting = false;
             }
         }
@@ -378,16 +378,16 @@ impl LinkedGpu {
         devices.unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn push(&self, devices: &mut [Device], lane: Stream, work: Work) -> Result<(), Cause> {
+    fn push(&self, devices: &mut [Device], lane: Stream, command: Command) -> Result<(), Cause> {
         let own = &mut devices[self.index];
-        match &work {
-            Work::Pull { bytes, .. } => own.coming_bytes += bytes,
-            Work::Launch(_) => own.beside_bytes += std::mem::take(&mut own.coming_bytes),
+        match &command {
+            Command::Pull { bytes, .. } => own.coming_bytes += bytes,
+            Command::Launch(_) => own.beside_bytes += std::mem::take(&mut own.coming_bytes),
             _ => {}
         }
         let queue = &mut devices[self.index].lanes[lane as usize];
         queue.queued += 1;
-        queue.works.push_back(work);
+        queue.commands.push_back(command);
         let queued = queue.queued;
         let own = &mut devices[self.index];
         if let Some(draws) = &mut own.draws
@@ -399,32 +399,32 @@ impl LinkedGpu {
             run(devices, self.index, lane, until)?;
         }
         let Queue {
-            done, ref works, ..
+            done, ref commands, ..
         } = devices[self.index].lanes[lane as usize];
         match lane {
-            Stream::Compute if works.len() > QUEUE => run(devices, self.index, lane, done + 1),
+            Stream::Compute if commands.len() > QUEUE => run(devices, self.index, lane, done + 1),
             Stream::Compute => Ok(()),
             _ if self.copies == Copies::Early => run(devices, self.index, lane, queued),
             _ => Ok(()),
         }
     }
 
-    fn queue(&self, lane: Stream, work: Work) -> Result<(), Cause> {
-        self.push(&mut self.lock(), lane, work)
+    fn queue(&self, lane: Stream, command: Command) -> Result<(), Cause> {
+        self.push(&mut self.lock(), lane, command)
     }
 
-    fn inward(&self, to: Address, bytes: &[u8], behind: Option<&Moment>) -> Result<(), Cause> {
+    fn inward(&self, to: Address, bytes: &[u8], behind: Option<&Event>) -> Result<(), Cause> {
         let mut devices = self.lock();
         if let Some(behind) = behind {
             let (lane, count) = point(behind)?;
-            let wait = Work::Await(self.index, lane, count);
+            let wait = Command::Await(self.index, lane, count);
             self.push(&mut devices, Stream::Inward, wait)?;
         }
         devices[self.index].put_bytes += bytes.len() as u64;
         self.push(
             &mut devices,
             Stream::Inward,
-            Work::Write(to, bytes.to_vec()),
+            Command::Write(to, bytes.to_vec()),
         )
     }
 
@@ -432,7 +432,11 @@ impl LinkedGpu {
     fn follow(&self, lane: Stream, other: Stream) -> Result<(), Cause> {
         let mut devices = self.lock();
         let queued = devices[self.index].lanes[other as usize].queued;
-        self.push(&mut devices, lane, Work::Await(self.index, other, queued))
+        self.push(
+            &mut devices,
+            lane,
+            Command::Await(self.index, other, queued),
+        )
     }
 
     /// A lane waits for an event of a rank.
@@ -446,7 +450,7 @@ impl LinkedGpu {
             0 => 0,
             number => *marks.get(number as usize - 1).unwrap_or(&0),
         };
-        self.push(&mut devices, lane, Work::Await(device, of, count))
+        self.push(&mut devices, lane, Command::Await(device, of, count))
     }
 
     fn device_of(devices: &[Device], index: usize, peer: usize) -> Result<usize, Cause> {
@@ -456,8 +460,8 @@ impl LinkedGpu {
 }
 
 /// The lane of an event, and the number of its commands before the event.
-fn point(moment: &Moment) -> Result<(Stream, u64), Cause> {
-    let point = moment.downcast_ref::<(Stream, u64)>();
+fn point(event: &Event) -> Result<(Stream, u64), Cause> {
+    let point = event.downcast_ref::<(Stream, u64)>();
     point
         .copied()
         .ok_or_else(|| "a moment of another device".into())
@@ -465,16 +469,16 @@ fn point(moment: &Moment) -> Result<(Stream, u64), Cause> {
 
 // SAFETY: commands of a graph are queued one by one, in order.
 unsafe impl Graphs for LinkedGpu {
-    type Graph = Vec<graphs::Work>;
+    type Graph = Vec<graphs::Command>;
 
-    unsafe fn keep(&self, works: &[graphs::Work]) -> Result<Self::Graph, Cause> {
-        Ok(works.to_vec())
+    unsafe fn keep(&self, commands: &[graphs::Command]) -> Result<Self::Graph, Cause> {
+        Ok(commands.to_vec())
     }
 
     unsafe fn replay(&self, graph: &Self::Graph) -> Result<(), Cause> {
-        let mut works = graph.iter();
+        let mut commands = graph.iter();
         // SAFETY: the caller vouches for the commands.
-        works.try_for_each(|work| unsafe { graphs::queue_one(self, work) })
+        commands.try_for_each(|command| unsafe { graphs::queue_one(self, command) })
     }
 }
 
@@ -504,24 +508,24 @@ unsafe impl Executor for LinkedGpu {
     }
 
     unsafe fn write(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
-        self.queue(Stream::Compute, Work::Write(to, bytes.to_vec()))
+        self.queue(Stream::Compute, Command::Write(to, bytes.to_vec()))
     }
 
     unsafe fn read(&self, from: Address, bytes: &mut [u8]) -> Result<(), Cause> {
-        let behind = self.moment()?;
+        let behind = self.record_event()?;
         // SAFETY: the caller vouches for the range.
         unsafe { self.fetch(from, bytes.len() as u64, &behind, &mut filling(bytes)) }
     }
 
     unsafe fn zero(&self, at: Address, bytes: u64) -> Result<(), Cause> {
-        self.queue(Stream::Compute, Work::Zero(at, bytes))
+        self.queue(Stream::Compute, Command::Zero(at, bytes))
     }
 
     unsafe fn copy(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause> {
-        self.queue(Stream::Compute, Work::Copy(from, to, bytes))
+        self.queue(Stream::Compute, Command::Copy(from, to, bytes))
     }
 
-    fn moment(&self) -> Result<Moment, Cause> {
+    fn record_event(&self) -> Result<Event, Cause> {
         let devices = self.lock();
         let queued = devices[self.index].lanes[Stream::Compute as usize].queued;
         Ok(Arc::new((Stream::Compute, queued)))
@@ -531,17 +535,17 @@ unsafe impl Executor for LinkedGpu {
         &self,
         to: Address,
         bytes: &[u8],
-        behind: Option<&Moment>,
+        behind: Option<&Event>,
     ) -> Result<(), Cause> {
         self.inward(to, bytes, behind)?;
         self.follow(Stream::Compute, Stream::Inward)
     }
 
-    unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Moment) -> Result<(), Cause> {
+    unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Event) -> Result<(), Cause> {
         self.inward(to, bytes, Some(behind))
     }
 
-    fn delivered(&self) -> Result<Moment, Cause> {
+    fn delivered(&self) -> Result<Event, Cause> {
         let queued = self.lock()[self.index].lanes[Stream::Inward as usize].queued;
         self.follow(Stream::Compute, Stream::Inward)?;
         Ok(Arc::new((Stream::Inward, queued)))
@@ -551,7 +555,7 @@ unsafe impl Executor for LinkedGpu {
         &self,
         from: Address,
         bytes: u64,
-        behind: &Moment,
+        behind: &Event,
         take: &mut Take<'_>,
     ) -> Result<(), Cause> {
         let mut devices = self.lock();
@@ -564,7 +568,7 @@ unsafe impl Executor for LinkedGpu {
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {
-        self.queue(Stream::Compute, Work::Launch(Box::new(launch.clone())))
+        self.queue(Stream::Compute, Command::Launch(Box::new(launch.clone())))
     }
 
     fn peers(&self) -> Option<&dyn PeerExecutor> {
@@ -597,12 +601,12 @@ impl PeerExecutor for LinkedGpu {
         Ok(())
     }
 
-    fn incoming_behind(&self, moment: &Moment) -> Result<(), Cause> {
+    fn incoming_behind(&self, event: &Event) -> Result<(), Cause> {
         if self.lost == Some(Lost::Uses) {
             return Ok(());
         }
-        let (lane, behind) = point(moment)?;
-        let wait = || Work::Await(self.index, lane, behind);
+        let (lane, behind) = point(event)?;
+        let wait = || Command::Await(self.index, lane, behind);
         if lane == Stream::Inward {
             if self.lost == Some(Lost::Deliveries) {
                 return Ok(());
@@ -622,11 +626,11 @@ impl PeerExecutor for LinkedGpu {
     }
 
     unsafe fn clear(&self, at: Address, bytes: u64) -> Result<(), Cause> {
-        self.queue(Stream::Communication, Work::Zero(at, bytes))
+        self.queue(Stream::Communication, Command::Zero(at, bytes))
     }
 
     unsafe fn take(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause> {
-        self.queue(Stream::Communication, Work::Copy(from, to, bytes))
+        self.queue(Stream::Communication, Command::Copy(from, to, bytes))
     }
 
     unsafe fn pull(&self, peer: usize, offset: u64, to: Address, bytes: u64) -> Result<(), Cause> {
@@ -635,7 +639,7 @@ impl PeerExecutor for LinkedGpu {
         if device != self.index {
             devices[self.index].pulled_bytes += bytes;
         }
-        let pull = Work::Pull {
+        let pull = Command::Pull {
             device,
             offset,
             to,
@@ -647,7 +651,7 @@ impl PeerExecutor for LinkedGpu {
     fn arrive(&self) -> Result<(), Cause> {
         self.lock()[self.index].coming_bytes = 0;
         match self.lost {
-            Some(Lost::Arrivals) => Ok(()),
+            Some(Lost::ReservedUploads) => Ok(()),
             _ => self.follow(Stream::Compute, Stream::Communication),
         }
     }
@@ -730,7 +734,7 @@ impl LinkedGpu {
             self.push(
                 &mut devices,
                 Stream::Communication,
-                Work::Await(*member, Stream::Communication, before),
+                Command::Await(*member, Stream::Communication, before),
             )?;
         }
         queue(self, &mut devices, &places)?;
@@ -746,7 +750,7 @@ impl LinkedGpu {
                 self.push(
                     &mut devices,
                     Stream::Communication,
-                    Work::Await(member, Stream::Communication, behind),
+                    Command::Await(member, Stream::Communication, behind),
                 )?;
             }
         }
@@ -819,7 +823,7 @@ impl GroupExecutor for LinkedGpu {
                 .enumerate()
                 .filter(|(peer, _)| *peer != rank)
             {
-                self.queue(Stream::Communication, Work::Write(place(peer), bytes))?;
+                self.queue(Stream::Communication, Command::Write(place(peer), bytes))?;
             }
             return Ok(());
         }
@@ -828,7 +832,7 @@ impl GroupExecutor for LinkedGpu {
                 let at = rank as u64 * part;
                 if *device != own.index {
                     devices[own.index].pulled_bytes += part;
-                    let pull = Work::Pull {
+                    let pull = Command::Pull {
                         device: *device,
                         offset: offset + at,
                         to: Address(whole.0 + at),
@@ -853,7 +857,7 @@ impl GroupExecutor for LinkedGpu {
                 sum
             });
             let sum = bytemuck::cast_slice(&sum.unwrap_or_default()).to_vec();
-            return self.queue(Stream::Communication, Work::Write(to, sum));
+            return self.queue(Stream::Communication, Command::Write(to, sum));
         }
         let rank = self.rank()? as u64;
         self.collective(from, |own, devices, places| {
@@ -864,7 +868,7 @@ impl GroupExecutor for LinkedGpu {
             own.push(
                 devices,
                 Stream::Communication,
-                Work::Sum { from, to, elems },
+                Command::Sum { from, to, elems },
             )
         })
     }

@@ -19,7 +19,7 @@ use kernels::cuda::nvrtc::Compiler;
 
 fn main() -> ExitCode {
     let directories = std::env::var_os("TESSERA_CUDA_LIBS");
-    let directories = directories.map(|folders| std::env::split_paths(&folders).collect());
+    let directories = directories.map(|directories| std::env::split_paths(&directories).collect());
     let search = Search {
         directories: directories.unwrap_or_default(),
         cuda_home: std::env::var_os("CUDA_HOME").map(PathBuf::from),

@@ -11,7 +11,7 @@ use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::LossCuts;
 use kernels::cuda::backend::graphs::Mode;
 use kernels::{
-    Backend, CpuBackend, DType, KernelError, MatmulArgs, NullBackend, Shape, Tag, Transpose,
+    Backend, CpuBackend, DType, KernelError, MatmulArgs, MetaBackend, Shape, Tag, Transpose,
 };
 use std::sync::Arc;
 
@@ -178,7 +178,7 @@ fn losses_in_small_pieces(library: Library) -> kernels::Result<()> {
 }
 
 /// Some small operations on a tensor, as in a model whose device waits for launches.
-fn works(device: &dyn Backend, rows: usize, first: f32) -> kernels::Result<Vec<u8>> {
+fn commands(device: &dyn Backend, rows: usize, first: f32) -> kernels::Result<Vec<u8>> {
     let values: Vec<f32> = (0..rows * 8).map(|i| i as f32 * 0.01 + first).collect();
     let shape = Shape::new(&[rows, 8]);
     let bytes = bytemuck::cast_slice(&values);
@@ -197,7 +197,10 @@ fn a_repeated_run_is_replayed_as_a_graph() -> kernels::Result<()> {
     let gpu = Arc::new(EmulatedGpu::new(Order::Ascending));
     let (device, graphs) = with_graphs(gpu, 1 << 20, Mode::Auto)?;
     let same = |rows, first| -> kernels::Result<()> {
-        let (got, want) = (works(&device, rows, first)?, works(&alone, rows, first)?);
+        let (got, want) = (
+            commands(&device, rows, first)?,
+            commands(&alone, rows, first)?,
+        );
         assert!(got == want, "{rows} rows from {first}");
         Ok(())
     };
@@ -210,7 +213,7 @@ fn a_repeated_run_is_replayed_as_a_graph() -> kernels::Result<()> {
     same(4, 3.0)?;
     let counts = graphs.counts();
     assert_eq!(
-        (counts.graphs, counts.replays, counts.works),
+        (counts.graphs, counts.replays, counts.commands),
         (1, 2, 4 * 13)
     );
     Ok(())
@@ -247,7 +250,7 @@ fn operands_of_other_devices_are_refused() {
         );
     }
     let error = device
-        .add(&own, &upload(&NullBackend::unlimited()))
+        .add(&own, &upload(&MetaBackend::unlimited()))
         .unwrap_err();
     assert!(matches!(error, KernelError::NoValues { .. }), "{error}");
     let error = CpuBackend::unlimited().add(&own, &own).unwrap_err();

@@ -146,10 +146,10 @@ fn unchecked_kernels_leave_the_same_bits() {
 
 #[test]
 fn prebuilt_modules_run_without_a_compiler() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let modules = Family::Cast.modules();
-    build_modules(folder.path(), &modules[1..]).unwrap();
-    let mut machine = Emulator::prebuilt(folder.path(), Order::Ascending);
+    build_modules(directory.path(), &modules[1..]).unwrap();
+    let mut machine = Emulator::prebuilt(directory.path(), Order::Ascending);
     let cases = cases::of(Family::Cast, Effort::Emulated);
     let results: Vec<_> = cases.iter().map(|case| case.run(&mut machine)).collect();
     let missing = |error: &anyhow::Error| format!("{error:#}").contains("there is no");

@@ -202,12 +202,12 @@ impl Site {
         ] {
             fs::copy(golden.join(name), site.path("model").join(name)).unwrap();
         }
-        let picture = golden.join("cases/square_no_slice");
-        let picture = fs::read_dir(picture)
+        let image = golden.join("cases/square_no_slice");
+        let image = fs::read_dir(image)
             .unwrap()
             .map(|entry| entry.unwrap().path())
             .find(|path| path.extension().is_some_and(|e| e == "png"));
-        fs::copy(picture.unwrap(), site.path("a.png")).unwrap();
+        fs::copy(image.unwrap(), site.path("a.png")).unwrap();
         let sample = |i: usize| {
             let mut sample = json!({"id": i.to_string(), "conversations": [
                 {"role": "user", "content": format!("What is {i}?")},

@@ -6,7 +6,7 @@
 
 use crate::bell::Bell;
 use crate::guarded::Guarded;
-use crate::ring::{Phase, Record, Ring};
+use crate::ring::{Record, Ring, RingPhase};
 use crate::sync::atomic::{AtomicU32, AtomicU64};
 use loom::sync::Arc;
 use std::time::Duration;
@@ -57,7 +57,7 @@ impl Window {
         self.bell.ring();
     }
 
-    fn reach(&self, rank: usize, sequence: u64, phase: Phase) {
+    fn reach(&self, rank: usize, sequence: u64, phase: RingPhase) {
         self.rings[rank].set_phase(sequence, phase);
         self.bell.ring();
     }
@@ -74,7 +74,7 @@ impl Window {
             self.wait(|| {
                 self.rings
                     .iter()
-                    .all(|ring| ring.reached(reused, Phase::Done))
+                    .all(|ring| ring.reached(reused, RingPhase::Done))
             });
         }
     }
@@ -103,9 +103,9 @@ fn gathers_read_published_data_and_overwrite_only_data_nobody_reads() {
                 let (words, offset) = window.rings[peer].published(sequence).expect("published");
                 assert_eq!((words, offset), ([sequence], peer as u64));
                 assert_eq!(window.read(peer, peer), 10 * sequence + peer as u64);
-                window.reach(rank, sequence, Phase::Done);
+                window.reach(rank, sequence, RingPhase::Done);
                 // The buffer may be reused now.
-                window.wait(|| window.rings[peer].reached(sequence, Phase::Done));
+                window.wait(|| window.rings[peer].reached(sequence, RingPhase::Done));
             }
         });
     });
@@ -126,12 +126,12 @@ fn sums_are_copied_only_when_complete() {
                 window.wait(|| window.rings[peer].published(sequence).is_some());
                 let sum = window.read(rank, rank) + window.read(peer, rank);
                 window.write(rank, rank, sum);
-                window.reach(rank, sequence, Phase::Reduced);
-                window.wait(|| window.rings[peer].reached(sequence, Phase::Reduced));
+                window.reach(rank, sequence, RingPhase::Reduced);
+                window.wait(|| window.rings[peer].reached(sequence, RingPhase::Reduced));
                 // The peer was the only reader of that part of this rank's buffer.
                 window.write(rank, peer, window.read(peer, peer));
-                window.reach(rank, sequence, Phase::Done);
-                window.wait(|| window.rings[peer].reached(sequence, Phase::Done));
+                window.reach(rank, sequence, RingPhase::Done);
+                window.wait(|| window.rings[peer].reached(sequence, RingPhase::Done));
                 for part in 0..RANKS {
                     assert_eq!(window.read(rank, part), 3 + 2 * sequence);
                 }
@@ -167,11 +167,11 @@ fn no_wake_up_of_the_bell_is_lost() {
         let window = Window::new();
         let there = window.clone();
         let other = loom::thread::spawn(move || {
-            there.reach(1, 0, Phase::Published);
-            there.reach(1, 0, Phase::Done);
+            there.reach(1, 0, RingPhase::Published);
+            there.reach(1, 0, RingPhase::Done);
         });
-        window.wait(|| window.rings[1].reached(0, Phase::Published));
-        window.wait(|| window.rings[1].reached(0, Phase::Done));
+        window.wait(|| window.rings[1].reached(0, RingPhase::Published));
+        window.wait(|| window.rings[1].reached(0, RingPhase::Done));
         other.join().expect("no rank panics");
     });
 }

@@ -8,7 +8,7 @@ use loom::sync::Arc;
 use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::thread::JoinHandle;
 
-enum Job {
+enum DiskRequest {
     Read {
         order: u64,
         buffer: usize,
@@ -28,7 +28,7 @@ struct Disk {
     free: Free,
     writes: Writes,
     book: Book<&'static str>,
-    requests: Requests<Job>,
+    requests: Requests<DiskRequest>,
     served: AtomicUsize,
 }
 
@@ -47,7 +47,7 @@ impl Disk {
             served: AtomicUsize::new(0),
         });
         let threads = (0..threads).map(|_| {
-            let (disk, queue): (_, Receiver<Job>) = (disk.clone(), queue.clone());
+            let (disk, queue): (_, Receiver<DiskRequest>) = (disk.clone(), queue.clone());
             loom::thread::spawn(move || {
                 while let Ok(job) = queue.recv() {
                     disk.run(job);
@@ -70,7 +70,7 @@ impl Disk {
         let buffer = self.buffer(value);
         self.book.begin(1);
         let id = || self.writes.note(BLOCK);
-        let submitted = self.requests.submit(|| Job::Write {
+        let submitted = self.requests.submit(|| DiskRequest::Write {
             id: id(),
             buffer,
             fails,
@@ -83,7 +83,7 @@ impl Disk {
         let buffer = self.buffer(0);
         let (reply, result) = unbounded();
         self.book.begin(0);
-        let submitted = self.requests.submit(|| Job::Read {
+        let submitted = self.requests.submit(|| DiskRequest::Read {
             order: self.writes.order(),
             buffer,
             reply,
@@ -93,9 +93,9 @@ impl Disk {
     }
 
     /// As `run` in `engine/src/spill/io.rs`.
-    fn run(&self, job: Job) {
+    fn run(&self, job: DiskRequest) {
         match job {
-            Job::Read {
+            DiskRequest::Read {
                 order,
                 buffer,
                 reply,
@@ -106,7 +106,7 @@ impl Disk {
                 self.free.give_back(buffer);
                 reply.send(value).ok();
             }
-            Job::Write { id, buffer, fails } => {
+            DiskRequest::Write { id, buffer, fails } => {
                 self.writes.wait_for(id, &BLOCK);
                 let value = self.buffers[buffer].get();
                 if fails.is_none() {

@@ -25,18 +25,18 @@ impl State {
     }
 }
 
-struct Job {
+struct WorkerJob {
     unit: usize,
     state: State,
     /// Sequence number of the thread's answer.
     outcome: Option<usize>,
 }
 
-type Thread = Worker<Job, Arc<Guarded>>;
+type Thread = Worker<WorkerJob, Arc<Guarded>>;
 
 fn start() -> Thread {
     let mut answers = 0;
-    let work = move |job: &mut Job, weights: Arc<Guarded>| {
+    let work = move |job: &mut WorkerJob, weights: Arc<Guarded>| {
         // One update adds one to the state and to the weights.
         assert_eq!(job.state.kept.get(), weights.get());
         job.state.spare.set(job.state.kept.get() + 1);
@@ -49,7 +49,7 @@ fn start() -> Thread {
 /// Two units. Clipping in the second update discards the thread's results.
 ///
 /// Fails with: an answer that is sent before the thread gave up the weights (`Worker::start`), a state that is read
-/// while it is away (`Job.state` behind an `Arc`), a commit that is not followed by the weights.
+/// while it is away (`WorkerJob.state` behind an `Arc`), a commit that is not followed by the weights.
 #[test]
 fn an_update_in_backward_is_committed_or_redone_after_the_pass() {
     crate::check(3, || {
@@ -59,7 +59,7 @@ fn an_update_in_backward_is_committed_or_redone_after_the_pass() {
             let mut thread = start();
             for unit in 0..2 {
                 let state = states[unit].take().expect("it is here");
-                let job = Job {
+                let job = WorkerJob {
                     unit,
                     state,
                     outcome: None,
@@ -81,7 +81,7 @@ fn an_update_in_backward_is_committed_or_redone_after_the_pass() {
                     true => state.commit(),
                     false => state.kept.set(state.kept.get() + 1),
                 }
-                // As `Store::commit_early`: neither a lease nor the thread may still hold the weights.
+                // As `Store::commit_in_backward`: neither a lease nor the thread may still hold the weights.
                 let weights = Arc::get_mut(weights).expect("nobody else has the weights");
                 weights.set(state.kept.get());
                 assert_eq!(state.kept.get(), update + 1);
@@ -97,7 +97,7 @@ fn an_abandoned_pass_leaves_no_running_update() {
         let mut weights = Arc::new(Guarded::new(0));
         let mut thread = start();
         for unit in 0..2 {
-            let job = Job {
+            let job = WorkerJob {
                 unit,
                 state: State::new(),
                 outcome: None,

@@ -11,7 +11,7 @@ use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use tests::memory::{measure, middle_sizes, model_folder, small_sizes};
+use tests::memory::{measure, middle_sizes, model_directory, small_sizes};
 use tests::tolerance;
 
 /// Flags of every run: every stage with every kind of offload, with the other settings spread over them.
@@ -82,15 +82,15 @@ fn main() -> Result<ExitCode> {
     let mut words = std::env::args().skip(1);
     let usage = "memory_truth LAUNCHER FOLDER [FILTER]";
     let launcher = fs::canonicalize(words.next().context(usage)?)?;
-    let folder = PathBuf::from(words.next().context(usage)?);
+    let directory = PathBuf::from(words.next().context(usage)?);
     let filter = words.next().unwrap_or_default();
-    fs::create_dir_all(&folder)?;
-    let folder = fs::canonicalize(folder)?;
+    fs::create_dir_all(&directory)?;
+    let directory = fs::canonicalize(directory)?;
     let pack = Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/minicpm-v-2_6");
     for (name, sizes) in [("middle", middle_sizes()), ("small", small_sizes())] {
-        model_folder(&pack, &folder.join(name), &sizes)?;
+        model_directory(&pack, &directory.join(name), &sizes)?;
     }
-    write_samples(&pack, &folder)?;
+    write_samples(&pack, &directory)?;
     let mut out = std::io::stdout();
     writeln!(
         out,
@@ -99,7 +99,7 @@ fn main() -> Result<ExitCode> {
     writeln!(out, "|---|---|---|---|---|---|---|")?;
     let mut all_true = true;
     for (model, flags) in CELLS.iter().filter(|(_, flags)| flags.contains(&filter)) {
-        let (output, spill) = (folder.join("run"), folder.join("spill"));
+        let (output, spill) = (directory.join("run"), directory.join("spill"));
         for old in [&output, &spill] {
             fs::remove_dir_all(old).or_else(|e| match e.kind() {
                 std::io::ErrorKind::NotFound => Ok(()),
@@ -110,9 +110,9 @@ fn main() -> Result<ExitCode> {
         let line = format!(
             "--model {} --data {} --eval-data {} --output {} --init random --max-steps 3 --model-max-length 512 \
              --logging-steps 1 --save-steps 2 --eval-steps 2 --eval-strategy steps --save-total-limit 1 {}",
-            folder.join(model).display(),
-            folder.join("samples.json").display(),
-            folder.join("samples.json").display(),
+            directory.join(model).display(),
+            directory.join("samples.json").display(),
+            directory.join("samples.json").display(),
             output.display(),
             flags.replace("SPILL", &spill.display().to_string()),
         );
@@ -147,8 +147,8 @@ fn main() -> Result<ExitCode> {
 }
 
 /// Writes samples of different lengths, with and without images.
-fn write_samples(pack: &Path, folder: &Path) -> Result<()> {
-    let picture = pack.join("cases/wide_two_turns/image_wide.png");
+fn write_samples(pack: &Path, directory: &Path) -> Result<()> {
+    let image = pack.join("cases/wide_two_turns/image_wide.png");
     let samples: Vec<_> = (0..12)
         .map(|i| {
             let question = "what stands here and what does it mean? ".repeat(1 + i % 5);
@@ -160,11 +160,14 @@ fn write_samples(pack: &Path, folder: &Path) -> Result<()> {
                 ],
             });
             if i % 3 != 0 {
-                sample["image"] = picture.display().to_string().into();
+                sample["image"] = image.display().to_string().into();
             }
             sample
         })
         .collect();
-    fs::write(folder.join("samples.json"), serde_json::to_vec(&samples)?)?;
+    fs::write(
+        directory.join("samples.json"),
+        serde_json::to_vec(&samples)?,
+    )?;
     Ok(())
 }

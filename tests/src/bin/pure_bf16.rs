@@ -13,11 +13,11 @@ fn main() -> Result<()> {
     let mut args = std::env::args().skip(1);
     let out = args.next().context("usage: pure_bf16 OUT.svg [RATE]")?;
     let rate: Option<f64> = args.next().map(|rate| rate.parse()).transpose()?;
-    let folder = tempfile::tempdir()?;
+    let directory = tempfile::tempdir()?;
     let mut panels = Vec::new();
     let mut kept = true;
     for mut subject in [
-        Subject::demo(&folder.path().join("demo"))?,
+        Subject::demo(&directory.path().join("demo"))?,
         Subject::pack()?,
     ] {
         subject.lr = rate.unwrap_or(subject.lr);

@@ -111,7 +111,7 @@ struct Options {
 }
 
 /// Directories of a case's samples: its own, or those of the cases in its `batch.json`.
-fn folders(case: &Case) -> Result<Vec<PathBuf>> {
+fn directories(case: &Case) -> Result<Vec<PathBuf>> {
     let batch = case.dir.join("batch.json");
     if !batch.is_file() {
         return Ok(vec![case.dir.clone()]);
@@ -133,7 +133,7 @@ pub fn encode(case: &Case, processor: &dyn Processor) -> Result<Vec<EncodedSampl
             .encode(&raw, &images, &options)
             .with_context(|| format!("encoding {}", dir.display()))
     };
-    folders(case)?.into_iter().map(encode).collect()
+    directories(case)?.into_iter().map(encode).collect()
 }
 
 /// The sample's text before tokenization: ours and the stored one.

@@ -136,15 +136,15 @@ impl Pack {
     /// # Errors
     /// When a file is missing or broken.
     pub fn read(dir: &Path) -> Result<Self> {
-        let folder = dir.join("cases");
-        let entries =
-            std::fs::read_dir(&folder).with_context(|| format!("listing {}", folder.display()))?;
+        let directory = dir.join("cases");
+        let entries = std::fs::read_dir(&directory)
+            .with_context(|| format!("listing {}", directory.display()))?;
         let mut dirs = entries
             .map(|entry| Ok(entry?.path()))
             .collect::<Result<Vec<_>>>()?;
         dirs.retain(|path| path.is_dir());
         dirs.sort();
-        ensure!(!dirs.is_empty(), "{} holds no case", folder.display());
+        ensure!(!dirs.is_empty(), "{} holds no case", directory.display());
         let case = |dir: PathBuf| -> Result<Case> {
             let name = dir.file_name().unwrap_or_default().to_string_lossy();
             Ok(Case {

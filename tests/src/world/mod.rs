@@ -123,7 +123,7 @@ impl Rank {
         self.zero.begin_pass(PassKind::Train);
         let batch = self.model.collate(&inputs, &*self.backend)?;
         let scale = self.loss_scale() as f32;
-        let tape = Tape::training(&self.zero).with_replay_check(true);
+        let tape = Tape::training(&self.zero).with_recompute_check(true);
         let tape = tape.with_loss_factor(scale);
         let loss = self.model.forward(&tape, &batch)?;
         let fetch = loss.fetch()?;

@@ -19,10 +19,10 @@ static COUNTING: memory::Counting = memory::Counting;
 
 /// The files of a target's corpus, by name.
 fn corpus(name: &str) -> Vec<(String, Vec<u8>)> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../fuzz/corpus")
         .join(name);
-    let files = std::fs::read_dir(&folder).expect("a corpus");
+    let files = std::fs::read_dir(&directory).expect("a corpus");
     let mut files: Vec<_> = files
         .map(|file| {
             let path = file.expect("a file").path();
@@ -46,9 +46,9 @@ fn corpora() -> &'static [Vec<(String, Vec<u8>)>] {
 
 #[test]
 fn every_file_of_the_corpus_is_read_or_refused_within_its_memory() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus");
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus");
     assert_eq!(
-        std::fs::read_dir(folder).expect("corpora").count(),
+        std::fs::read_dir(directory).expect("corpora").count(),
         TARGETS.len()
     );
     for (target, files) in TARGETS.iter().zip(corpora()) {
@@ -375,5 +375,5 @@ twins! {
     damaged_hostfiles_are_read_or_refused: 3,
     damaged_frames_are_read_or_refused: 4,
     damaged_tokenizers_are_read_or_refused: 5,
-    damaged_pictures_are_read_or_refused: 6,
+    damaged_images_are_read_or_refused: 6,
 }

@@ -153,10 +153,10 @@ fn unusable_samples_are_refused() {
     let missing = one(&|s| s["image"] = json!("none.png"));
     refuse_samples(&site, &missing, "E18", &["sample 0 (id 0)", "none.png"]);
 
-    let picture = fs::read(site.path("data/image_wide.png")).unwrap();
+    let image = fs::read(site.path("data/image_wide.png")).unwrap();
     for (name, bytes) in [
-        ("half.png", &picture[..picture.len() / 2]),
-        ("head.png", &picture[..20]),
+        ("half.png", &image[..image.len() / 2]),
+        ("head.png", &image[..20]),
         ("text.png", b"no picture at all"),
         ("empty.png", b""),
     ] {
@@ -164,8 +164,8 @@ fn unusable_samples_are_refused() {
         let corrupt = one(&|s| s["image"] = json!(name));
         refuse_samples(&site, &corrupt, "E18", &["sample 0 (id 0)", name]);
     }
-    let folder = one(&|s| s["image"] = json!("."));
-    refuse_samples(&site, &folder, "E18", &["sample 0 (id 0)"]);
+    let directory = one(&|s| s["image"] = json!("."));
+    refuse_samples(&site, &directory, "E18", &["sample 0 (id 0)"]);
 
     let outside = one(&|s| s["image"] = json!("../model/config.json"));
     refuse_samples(&site, &outside, "E18", &["outside the data directory"]);

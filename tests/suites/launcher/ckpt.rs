@@ -50,16 +50,16 @@ fn refused(site: &Site, line: &str, status: i32, words: &[&str]) {
 }
 
 /// Every file below a directory with its bytes.
-fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+fn files(directory: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
-    let mut folders = vec![folder.to_owned()];
-    while let Some(inner) = folders.pop() {
+    let mut directories = vec![directory.to_owned()];
+    while let Some(inner) = directories.pop() {
         for entry in fs::read_dir(inner).unwrap() {
             let path = entry.unwrap().path();
             if path.is_dir() {
-                folders.push(path);
+                directories.push(path);
             } else {
-                let relative = path.strip_prefix(folder).unwrap().to_owned();
+                let relative = path.strip_prefix(directory).unwrap().to_owned();
                 found.insert(relative, fs::read(path).unwrap());
             }
         }
@@ -67,9 +67,9 @@ fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     found
 }
 
-fn write_all(folder: &Path, files: &BTreeMap<PathBuf, Vec<u8>>) {
+fn write_all(directory: &Path, files: &BTreeMap<PathBuf, Vec<u8>>) {
     for (relative, bytes) in files {
-        let path = folder.join(relative);
+        let path = directory.join(relative);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(path, bytes).unwrap();
     }
@@ -92,14 +92,14 @@ fn a_run_is_listed_with_the_contents_of_its_checkpoints() {
         for (key, value) in expected.as_object().unwrap() {
             assert_eq!(&row[key], value, "{key} of {row}");
         }
-        let folder = site.path(&format!("out/checkpoint-{step}"));
-        let bytes: usize = files(&folder).values().map(Vec::len).sum();
+        let directory = site.path(&format!("out/checkpoint-{step}"));
+        let bytes: usize = files(&directory).values().map(Vec::len).sum();
         assert_eq!(row["bytes"], json!(bytes));
         let state = &row["state"];
         let kinds: Vec<&String> = state.as_object().unwrap().keys().collect();
         assert_eq!(kinds, ["exp_avg", "exp_avg_sq", "master"]);
-        let of = |folder: &Path, stem| WeightSource::open_stem(folder, stem).unwrap();
-        let trained = of(&folder, "model").names().count();
+        let of = |directory: &Path, stem| WeightSource::open_stem(directory, stem).unwrap();
+        let trained = of(&directory, "model").names().count();
         assert_eq!(state["master"]["tensors"], json!(trained));
     }
     assert_eq!(rows[2]["whole"], json!(false));
@@ -150,21 +150,21 @@ fn damages() -> Vec<(&'static str, Damage, &'static [&'static str])> {
     vec![
         (
             "a flipped bit",
-            |folder| flip(&folder.join("state/rank-0001.safetensors")),
+            |directory| flip(&directory.join("state/rank-0001.safetensors")),
             &["rank-0001.safetensors is damaged"],
         ),
         (
             "two bad files",
-            |folder| {
-                flip(&folder.join("state/rank-0000.safetensors"));
-                flip(&folder.join("config.json"));
+            |directory| {
+                flip(&directory.join("state/rank-0000.safetensors"));
+                flip(&directory.join("config.json"));
             },
             &["config.json is damaged", "rank-0000.safetensors is damaged"],
         ),
         (
             "a truncated shard",
-            |folder| {
-                let path = folder.join("state/rank-0000.safetensors");
+            |directory| {
+                let path = directory.join("state/rank-0000.safetensors");
                 let bytes = fs::read(&path).unwrap();
                 fs::write(path, &bytes[..bytes.len() / 3]).unwrap();
             },
@@ -172,14 +172,14 @@ fn damages() -> Vec<(&'static str, Damage, &'static [&'static str])> {
         ),
         (
             "a deleted shard",
-            |folder| fs::remove_file(folder.join("state/rank-0001.safetensors")).unwrap(),
+            |directory| fs::remove_file(directory.join("state/rank-0001.safetensors")).unwrap(),
             &["rank-0001.safetensors is missing"],
         ),
         (
             "exchanged shards",
-            |folder| {
+            |directory| {
                 let [a, b, c] = ["0000", "0001", "swap"]
-                    .map(|n| folder.join(format!("state/rank-{n}.safetensors")));
+                    .map(|n| directory.join(format!("state/rank-{n}.safetensors")));
                 fs::rename(&a, &c).unwrap();
                 fs::rename(&b, &a).unwrap();
                 fs::rename(&c, &b).unwrap();
@@ -188,17 +188,17 @@ fn damages() -> Vec<(&'static str, Damage, &'static [&'static str])> {
         ),
         (
             "a deleted model",
-            |folder| fs::remove_file(folder.join("model.safetensors")).unwrap(),
+            |directory| fs::remove_file(directory.join("model.safetensors")).unwrap(),
             &["model.safetensors is missing"],
         ),
         (
             "a deleted manifest",
-            |folder| fs::remove_file(folder.join("MANIFEST.json")).unwrap(),
+            |directory| fs::remove_file(directory.join("MANIFEST.json")).unwrap(),
             &["MANIFEST.json is missing"],
         ),
         (
             "a changed manifest",
-            |folder| flip(&folder.join("MANIFEST.json")),
+            |directory| flip(&directory.join("MANIFEST.json")),
             &["MANIFEST.json"],
         ),
     ]
@@ -222,8 +222,8 @@ fn every_kind_of_damage_is_named_and_refused_everywhere() {
         ];
         words.extend(named);
         refused(&site, "verify out/checkpoint-2", 9, &words);
-        for verb in ["reshard --nproc 3", "consolidate"] {
-            let line = format!("{verb} --output made out/checkpoint-2");
+        for subcommand in ["reshard --nproc 3", "consolidate"] {
+            let line = format!("{subcommand} --output made out/checkpoint-2");
             // The first damaged file is enough for a refusal.
             let answer = ckpt(&site, &line);
             assert_eq!(answer.code, Some(9), "{line}\n{}", answer.stderr);
@@ -335,8 +335,8 @@ fn consolidated_weights_are_the_master_weights() {
         &["in f32", "weights from the training state"],
     );
     let checkpoint = Checkpoint::open(&site.path("out/checkpoint-2")).unwrap();
-    let [own, wide] =
-        ["out/checkpoint-2", "wide"].map(|folder| WeightSource::open(&site.path(folder)).unwrap());
+    let [own, wide] = ["out/checkpoint-2", "wide"]
+        .map(|directory| WeightSource::open(&site.path(directory)).unwrap());
     assert!(own.names().eq(wide.names()));
     assert!(
         wide.files().count() > 1,
@@ -412,7 +412,8 @@ fn consolidated_adapters_and_parts_keep_their_files() {
             &site,
             &format!("consolidate {run}/checkpoint-2 --output {run}-wide"),
         );
-        let open = |folder: String| WeightSource::open_stem(&site.path(&folder), stem).unwrap();
+        let open =
+            |directory: String| WeightSource::open_stem(&site.path(&directory), stem).unwrap();
         let (own, wide) = (
             open(format!("{run}/checkpoint-2")),
             open(format!("{run}-wide")),

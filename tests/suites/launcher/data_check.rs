@@ -64,9 +64,9 @@ fn data_check_gives_the_figures_of_training() {
         ],
     );
     let pieces = all["rendered"]["pieces"].as_array().unwrap();
-    let learnt = |piece: &&Value| piece["supervised"] == json!(true);
+    let supervised = |piece: &&Value| piece["supervised"] == json!(true);
     let answer = site.samples()[0]["conversations"][1]["content"].clone();
-    let first = pieces.iter().find(learnt).unwrap()["text"]
+    let first = pieces.iter().find(supervised).unwrap()["text"]
         .as_str()
         .unwrap();
     assert_eq!(first, format!("{}<|im_end|>", answer.as_str().unwrap()));

@@ -149,12 +149,12 @@ fn missing_directories_are_reported() {
 
 #[test]
 fn doctor_leaves_no_files() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().to_str().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().to_str().unwrap();
     let mut command = command("", &[("TMPDIR", path), ("HOME", path)]);
-    command.current_dir(folder.path());
+    command.current_dir(directory.path());
     printed(command);
-    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
 }
 
 #[test]
@@ -205,15 +205,15 @@ fn flags_of_other_subcommands_are_refused() {
 
 /// A directory with a stand-in for NVML that reports two GPUs with known values.
 fn management_library() -> TempDir {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let source = "../kernels/tests/nvml/library.c";
     let status = Command::new("cc")
         .args(["-shared", "-fPIC", "-w", "-o"])
-        .arg(folder.path().join("libnvidia-ml.so.1"))
+        .arg(directory.path().join("libnvidia-ml.so.1"))
         .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join(source))
         .status();
     assert!(status.unwrap().success());
-    folder
+    directory
 }
 
 #[test]
@@ -256,14 +256,14 @@ fn gpus_that_only_nvml_sees_are_shown() {
 
 #[test]
 fn python_package_directories_are_found() {
-    let folder = tempfile::tempdir().unwrap();
-    let site = folder.path().join("site");
+    let directory = tempfile::tempdir().unwrap();
+    let site = directory.path().join("site");
     fs::create_dir_all(site.join("nvidia/cuda_nvrtc/lib")).unwrap();
-    let python = folder.path().join("python3");
+    let python = directory.path().join("python3");
     let script = format!("#!/bin/sh\necho\necho '{}'\n", site.display());
     fs::write(&python, script).unwrap();
     fs::set_permissions(&python, fs::Permissions::from_mode(0o755)).unwrap();
-    let report = report(&[NO_GPUS, ("PATH", folder.path().to_str().unwrap())]);
+    let report = report(&[NO_GPUS, ("PATH", directory.path().to_str().unwrap())]);
     let packages = report["cuda"]["search"]["python_packages"].to_string();
     assert!(packages.contains("/site\""), "{packages}");
 }

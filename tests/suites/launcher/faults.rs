@@ -126,8 +126,8 @@ fn check_08_a_step_that_is_not_finite_changes_no_state() {
             .unwrap();
         assert!(warning.contains("skipped on every rank"), "{warning}");
         let state = |step: u64| {
-            let folder = site.path(&format!("out/checkpoint-{step}"));
-            let checkpoint = Checkpoint::open(&folder).unwrap();
+            let directory = site.path(&format!("out/checkpoint-{step}"));
+            let checkpoint = Checkpoint::open(&directory).unwrap();
             let files = checkpoint.files().iter();
             let files = files.filter(|file| file.path.ends_with(".safetensors"));
             let updates = checkpoint.meta()["updates"].clone();

@@ -64,9 +64,9 @@ fn refuse(site: &Site, line: &str, status: i32, code: &str, words: &[&str]) {
 #[test]
 fn a_prompt_is_answered_on_standard_output() {
     let site = Site::new();
-    let picture = "--image data/image_wide.png --max-new-tokens 6";
+    let image = "--image data/image_wide.png --max-new-tokens 6";
     let ask = |more: &str| {
-        let line = format!("generate --model model {picture} {more}");
+        let line = format!("generate --model model {image} {more}");
         let mut words: Vec<&str> = line.split_whitespace().collect();
         words.extend(["--prompt", "What is to be seen?"]);
         let said = say(&site, &words);
@@ -124,8 +124,12 @@ fn assert_evaluates_alike(site: &Site, line: &str) -> Value {
     let result = said.json();
     let left = read_json(&site.path("out/eval_results.json"));
     for key in ["eval_loss", "exact_match"] {
-        let (verb, run) = (result[key].as_f64().unwrap(), left[key].as_f64().unwrap());
-        assert_eq!(verb.to_bits(), run.to_bits(), "{key}: {verb} {run}");
+        let (subcommand, run) = (result[key].as_f64().unwrap(), left[key].as_f64().unwrap());
+        assert_eq!(
+            subcommand.to_bits(),
+            run.to_bits(),
+            "{key}: {subcommand} {run}"
+        );
     }
     for key in ["eval_samples", "eval_runtime", "eval_samples_per_second"] {
         assert!(result[key].is_number(), "no {key} in {result}");
@@ -232,11 +236,11 @@ fn adapters_and_trained_parts_are_applied_to_their_base() {
 }
 
 /// Writes a directory with one trained tensor.
-fn write_trained(site: &Site, folder: &str, tensor: &str) {
+fn write_trained(site: &Site, directory: &str, tensor: &str) {
     let view = TensorView::new(Dtype::F32, vec![1], &[0; 4]).unwrap();
     let bytes = safetensors::serialize([(tensor, view)], None).unwrap();
-    fs::create_dir(site.path(folder)).unwrap();
-    fs::write(site.path(folder).join("trained.safetensors"), bytes).unwrap();
+    fs::create_dir(site.path(directory)).unwrap();
+    fs::write(site.path(directory).join("trained.safetensors"), bytes).unwrap();
 }
 
 #[test]

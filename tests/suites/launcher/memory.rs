@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
-use tests::memory::{Measured, high_water_mark, measure, model_folder, small_sizes};
+use tests::memory::{Measured, high_water_mark, measure, model_directory, small_sizes};
 use tests::tolerance;
 
 fn launcher() -> &'static Path {
@@ -30,7 +30,7 @@ fn plan_json(line: &str) -> (Option<i32>, Value) {
 fn measured(site: &Site, flags: &str) -> Measured {
     let model = site.path("small");
     if !model.is_dir() {
-        model_folder(&golden("minicpm-v-2_6"), &model, &small_sizes()).unwrap();
+        model_directory(&golden("minicpm-v-2_6"), &model, &small_sizes()).unwrap();
     }
     let (output, spill) = (site.path("out"), site.path("spill"));
     fs::remove_dir_all(&output).ok();
@@ -144,9 +144,9 @@ fn the_plan_of_every_family_comes_from_its_config_alone() {
 
 #[test]
 fn a_plan_that_does_not_fit_is_refused_with_the_nearest_that_does() {
-    let folder = tempfile::tempdir().unwrap();
-    let model = folder.path().join("small");
-    model_folder(&golden("minicpm-v-2_6"), &model, &small_sizes()).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let model = directory.path().join("small");
+    model_directory(&golden("minicpm-v-2_6"), &model, &small_sizes()).unwrap();
     let line = format!(
         "--model {} --no-weights --zero 0 --per-device-train-batch-size 4",
         model.display()
@@ -176,9 +176,9 @@ fn a_plan_that_does_not_fit_is_refused_with_the_nearest_that_does() {
 
 #[test]
 fn the_matrix_has_every_stage_and_offload() {
-    let folder = tempfile::tempdir().unwrap();
-    let model = folder.path().join("small");
-    model_folder(&golden("minicpm-v-2_6"), &model, &small_sizes()).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let model = directory.path().join("small");
+    model_directory(&golden("minicpm-v-2_6"), &model, &small_sizes()).unwrap();
     let line = format!("--model {} --no-weights --matrix", model.display());
     let (code, rows) = plan_json(&format!("{line} --hw 2x2GiB --ram 4GiB --nvme 10GiB"));
     assert_eq!(code, Some(0));
@@ -216,8 +216,8 @@ fn plan_reads_weight_files_unless_told_not_to() {
 }
 
 /// Bytes of the files below a directory that `counts` accepts.
-fn file_bytes(folder: &Path, counts: &dyn Fn(&str) -> bool) -> u64 {
-    let entries = fs::read_dir(folder).unwrap().map(Result::unwrap);
+fn file_bytes(directory: &Path, counts: &dyn Fn(&str) -> bool) -> u64 {
+    let entries = fs::read_dir(directory).unwrap().map(Result::unwrap);
     let sizes = entries.map(|entry| {
         let meta = entry.metadata().unwrap();
         if meta.is_dir() {
@@ -248,12 +248,12 @@ fn a_plan_knows_the_bytes_of_a_checkpoint() {
         assert_eq!(code, Some(0), "{flags}: {plan:#}");
         fs::remove_dir_all(site.path("out")).ok();
         let outcome = site.train(&format!("--max-steps 1 {flags}"));
-        let folder = site.path("out/checkpoint-1");
-        let in_state = file_bytes(&folder.join("state"), &|_| true);
-        let state = file_bytes(&folder.join("state"), &|name| {
+        let directory = site.path("out/checkpoint-1");
+        let in_state = file_bytes(&directory.join("state"), &|_| true);
+        let state = file_bytes(&directory.join("state"), &|name| {
             name.ends_with(".safetensors")
         });
-        let weights = file_bytes(&folder, &|_| true) - in_state;
+        let weights = file_bytes(&directory, &|_| true) - in_state;
         for (part, saved) in [("state", state), ("weights", weights)] {
             let planned = plan["checkpoint_bytes"][part].as_u64().unwrap();
             assert!(
@@ -271,7 +271,7 @@ fn check_25_an_export_does_not_load_the_whole_model() {
     const MOST: u64 = 40 << 20;
     let site = Site::new();
     let sizes = json!({"num_hidden_layers": 12, "intermediate_size": 16 << 10});
-    model_folder(&golden("minicpm-v-2_6"), &site.path("sizes"), &sizes).unwrap();
+    model_directory(&golden("minicpm-v-2_6"), &site.path("sizes"), &sizes).unwrap();
     let mut synth = Command::new(launcher());
     synth
         .current_dir(site.path("."))

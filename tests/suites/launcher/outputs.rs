@@ -71,18 +71,18 @@ fn assert_complete(site: &Site, steps: u64, nproc: usize) {
     assert_checkpoint(site, &out.join(format!("checkpoint-{steps}")), nproc);
 }
 
-fn assert_checkpoint(site: &Site, folder: &Path, nproc: usize) {
-    let checkpoint = Checkpoint::open(folder).unwrap();
+fn assert_checkpoint(site: &Site, directory: &Path, nproc: usize) {
+    let checkpoint = Checkpoint::open(directory).unwrap();
     checkpoint.verify().unwrap();
     assert_eq!(checkpoint.world_size() as usize, nproc);
-    assert_eq!(listing(&folder.join("state")).len(), 2 * nproc);
+    assert_eq!(listing(&directory.join("state")).len(), 2 * nproc);
     for name in COPIED {
         let original = fs::read(site.path("model").join(name)).unwrap();
-        assert_eq!(fs::read(folder.join(name)).unwrap(), original, "{name}");
+        assert_eq!(fs::read(directory.join(name)).unwrap(), original, "{name}");
     }
     // Every file is in the manifest, so damage of any file is detected.
     let listed: BTreeSet<&str> = checkpoint.files().iter().map(|f| f.path.as_str()).collect();
-    for name in listing(folder) {
+    for name in listing(directory) {
         let covered = name == "MANIFEST.json" || name == "state" || listed.contains(&*name);
         assert!(covered, "{name} is not in the manifest");
     }
@@ -183,9 +183,9 @@ fn one_rank_with_two_samples_trains_as_two_ranks_with_one() {
 fn adapters_are_saved_as_peft_names_them_and_the_base_is_not() {
     let site = Site::new();
     site.train("--use-lora true --lora-rank 4 --lora-alpha 8 --tune-vision false");
-    let folder = site.path("out/checkpoint-2");
-    assert!(!folder.join("model.safetensors").exists());
-    let saved = tensors(&folder.join("adapter_model.safetensors"));
+    let directory = site.path("out/checkpoint-2");
+    assert!(!directory.join("model.safetensors").exists());
+    let saved = tensors(&directory.join("adapter_model.safetensors"));
     let mut wanted = tensors(&golden(
         "minicpm-v-2_6/adapter_init/adapter_model.safetensors",
     ));
@@ -196,29 +196,29 @@ fn adapters_are_saved_as_peft_names_them_and_the_base_is_not() {
         }
     }
     assert_eq!(saved, wanted);
-    assert!(!folder.join("trained.safetensors").exists());
-    let config = read_json(&folder.join("adapter_config.json"));
+    assert!(!directory.join("trained.safetensors").exists());
+    let config = read_json(&directory.join("adapter_config.json"));
     let reference = read_json(&golden("minicpm-v-2_6/adapter_init/adapter_config.json"));
     assert_eq!(config["lora_alpha"].as_f64(), Some(8.0));
     for key in ["peft_type", "r", "lora_dropout", "bias", "target_modules"] {
         assert_eq!(config[key], reference[key], "{key}");
     }
-    assert_checkpoint(&site, &folder, 2);
+    assert_checkpoint(&site, &directory, 2);
 }
 
 #[test]
 fn a_frozen_language_model_is_left_out_of_checkpoints() {
     let site = Site::new();
     site.train("--tune-llm false");
-    let folder = site.path("out/checkpoint-2");
-    assert!(!folder.join("model.safetensors").exists());
-    assert!(!folder.join("adapter_model.safetensors").exists());
-    let saved = tensors(&folder.join("trained.safetensors"));
+    let directory = site.path("out/checkpoint-2");
+    assert!(!directory.join("model.safetensors").exists());
+    assert!(!directory.join("adapter_model.safetensors").exists());
+    let saved = tensors(&directory.join("trained.safetensors"));
     let mut wanted = tensors(&site.path("model/model.safetensors"));
     wanted.retain(|name, _| !name.starts_with("llm."));
     assert!(!wanted.is_empty());
     assert_eq!(saved, wanted);
-    let states = Checkpoint::open(&folder).unwrap();
+    let states = Checkpoint::open(&directory).unwrap();
     assert!(states.tensors().iter().all(|t| !t.name.starts_with("llm.")));
 }
 

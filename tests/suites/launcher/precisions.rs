@@ -54,8 +54,8 @@ fn every_tier_of_every_stage_has_the_same_bits() {
             );
         }
     }
-    for folder in ["spill", "other"] {
-        assert_eq!(listing(&site.path(folder)), Vec::<String>::new());
+    for directory in ["spill", "other"] {
+        assert_eq!(listing(&site.path(directory)), Vec::<String>::new());
     }
 }
 
@@ -186,10 +186,10 @@ fn jobs_in_one_directory_use_their_own_files_and_remove_those_of_dead_jobs() {
     let long = LONG.replace("--offload cpu", "--offload nvme:spill");
     let mut run = site.start(&long);
     run.wait_for_step();
-    let [folder] = &listing(&site.path("spill"))[..] else {
+    let [directory] = &listing(&site.path("spill"))[..] else {
         panic!("{:?}", listing(&site.path("spill")));
     };
-    let files = listing(&site.path("spill").join(folder));
+    let files = listing(&site.path("spill").join(directory));
     assert_eq!(
         files,
         [
@@ -204,7 +204,7 @@ fn jobs_in_one_directory_use_their_own_files_and_remove_those_of_dead_jobs() {
     let outcome = site.start(other).finish();
     assert_eq!(outcome.code, Some(0), "{}", outcome.screen);
     assert_eq!(
-        listing(&site.path("spill").join(folder)),
+        listing(&site.path("spill").join(directory)),
         files,
         "the other job's files"
     );

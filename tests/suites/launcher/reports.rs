@@ -226,9 +226,9 @@ fn plans_that_do_not_fit_suggest_one_that_does() {
         &["device memory", "8.0M", "(plan: device ", ", fits)"],
     );
     let (_, rest) = screen.split_once("  next      ").unwrap();
-    let (advice, _) = rest.split_once("   (plan").unwrap();
+    let (suggestion, _) = rest.split_once("   (plan").unwrap();
     let mut line = line.to_owned();
-    for flag in advice
+    for flag in suggestion
         .split_whitespace()
         .filter(|word| word.starts_with("--"))
     {
@@ -238,7 +238,7 @@ fn plans_that_do_not_fit_suggest_one_that_does() {
             line = format!("{before}{rest}");
         }
     }
-    site.train(&format!("{line} {advice}"));
+    site.train(&format!("{line} {suggestion}"));
 }
 
 #[test]

@@ -24,7 +24,7 @@ const DEFAULTS: [(&str, &str); 6] = [
     ("--learning-rate", "1e-3"),
     ("--max-steps", "2"),
 ];
-const FOLDERS: [&str; 4] = ["home", "tmp", "model", "data"];
+const DIRECTORIES: [&str; 4] = ["home", "tmp", "model", "data"];
 
 pub(crate) fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -47,8 +47,8 @@ impl Site {
         let site = Self {
             root: tempfile::tempdir().unwrap(),
         };
-        for folder in FOLDERS {
-            fs::create_dir(site.path(folder)).unwrap();
+        for directory in DIRECTORIES {
+            fs::create_dir(site.path(directory)).unwrap();
         }
         let pack = golden(pack);
         for name in [
@@ -88,8 +88,8 @@ impl Site {
         let site = Self {
             root: tempfile::tempdir().unwrap(),
         };
-        for folder in FOLDERS {
-            fs::create_dir(site.path(folder)).unwrap();
+        for directory in DIRECTORIES {
+            fs::create_dir(site.path(directory)).unwrap();
         }
         let pack = golden(pack);
         let has_model_file = pack.join("tokenizer.model").is_file();
@@ -108,8 +108,8 @@ impl Site {
                 fs::copy(source, site.path("model").join(name)).unwrap();
             }
         }
-        let picture = golden("minicpm-v-2_6").join("cases/wide_two_turns/image_wide.png");
-        fs::copy(picture, site.path("data/image_wide.png")).unwrap();
+        let image = golden("minicpm-v-2_6").join("cases/wide_two_turns/image_wide.png");
+        fs::copy(image, site.path("data/image_wide.png")).unwrap();
         let sample = |i: usize| {
             let mut sample = text_only(i);
             if i.is_multiple_of(2) {
@@ -223,13 +223,13 @@ impl Site {
     /// Every file of the site with its bytes, and every directory.
     fn everything(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         let mut found = BTreeMap::new();
-        let mut folders = vec![self.root.path().to_path_buf()];
-        while let Some(folder) = folders.pop() {
-            for entry in fs::read_dir(&folder).unwrap() {
+        let mut directories = vec![self.root.path().to_path_buf()];
+        while let Some(directory) = directories.pop() {
+            for entry in fs::read_dir(&directory).unwrap() {
                 let path = entry.unwrap().path();
                 if path.is_dir() && !path.is_symlink() {
                     found.insert(path.clone(), Vec::new());
-                    folders.push(path);
+                    directories.push(path);
                 } else {
                     found.insert(path.clone(), fs::read(&path).unwrap_or_default());
                 }
@@ -383,8 +383,8 @@ pub(crate) fn wait_for_end(pid: u32, limit: Duration) {
 }
 
 /// Sorted names in a directory; none if it does not exist.
-pub(crate) fn listing(folder: &Path) -> Vec<String> {
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+pub(crate) fn listing(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries
         .map(|entry| entry.file_name().into_string().unwrap())
         .collect();

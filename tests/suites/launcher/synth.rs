@@ -9,13 +9,13 @@ fn config() -> String {
 }
 
 /// Every file of a directory except its images, by name.
-fn contents(folder: &Path) -> Vec<(String, Vec<u8>)> {
-    let names = listing(folder)
+fn contents(directory: &Path) -> Vec<(String, Vec<u8>)> {
+    let names = listing(directory)
         .into_iter()
         .filter(|name| name != "pictures");
     names
         .map(|name| {
-            let bytes = fs::read(folder.join(&name)).unwrap();
+            let bytes = fs::read(directory.join(&name)).unwrap();
             (name, bytes)
         })
         .collect()

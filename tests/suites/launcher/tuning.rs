@@ -289,8 +289,8 @@ fn an_export_keeps_unknown_tensors_and_splits_files() {
         )
         .finish(),
     );
-    let names = |folder: &str| -> Vec<String> {
-        let source = WeightSource::open(&site.path(folder)).unwrap();
+    let names = |directory: &str| -> Vec<String> {
+        let source = WeightSource::open(&site.path(directory)).unwrap();
         source.names().map(str::to_owned).collect()
     };
     assert_eq!(names("merged"), names("model"));

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 /// Largest number of bytes of a frame during the rendezvous.
-pub(super) const MAX_MEETING: usize = 64 << 10;
+pub(super) const MAX_RENDEZVOUS: usize = 64 << 10;
 
 /// Reads one frame into `into`, which never grows beyond `limit` bytes.
 ///

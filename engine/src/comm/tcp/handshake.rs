@@ -1,7 +1,7 @@
 //! Handshake of two ranks over one connection: they prove the job's secret to each other and exchange their numbers.
 
 use super::MeetError;
-use super::frame::{self, MAX_MEETING, Timed};
+use super::frame::{self, MAX_RENDEZVOUS, Timed};
 use super::secret::{NONCE_BYTES, Secret, nonce};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -152,7 +152,7 @@ impl Peer {
             stream: &self.stream,
             until,
         };
-        frame::read(&mut timed, MAX_MEETING, &mut whole).map_err(|e| self.broken(e))?;
+        frame::read(&mut timed, MAX_RENDEZVOUS, &mut whole).map_err(|e| self.broken(e))?;
         let stranger = || MeetError::Stranger {
             from: address(&self.stream),
             what: "sent a message without the seal of its connection".to_owned(),

@@ -190,7 +190,7 @@ pub(crate) fn read_rendezvous(bytes: &[u8]) -> io::Result<()> {
     handshake::read_greeting(&mut stream)?;
     let mut message = Vec::new();
     loop {
-        frame::read(&mut stream, frame::MAX_MEETING, &mut message)?;
+        frame::read(&mut stream, frame::MAX_RENDEZVOUS, &mut message)?;
         meet::read_message(&message)?;
     }
 }

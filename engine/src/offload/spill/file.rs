@@ -5,7 +5,7 @@
 )]
 
 use super::Result;
-use super::folder::SpillFolder;
+use super::directory::SpillDirectory;
 use super::queue::Writes;
 use crate::error::SpillError;
 use crate::plan::blocks::{BLOCK_BYTES, extent_bytes};
@@ -60,7 +60,7 @@ struct Backing {
     file: File,
     io: IoPath,
     /// Keeps the directory locked.
-    _folder: Arc<SpillFolder>,
+    _directory: Arc<SpillDirectory>,
 }
 
 /// Spill file: a header, followed by extents.
@@ -77,8 +77,13 @@ impl SpillFile {
     /// # Errors
     /// [`SpillError::Taken`] if the name exists. Other errors if the file system refuses, e.g. direct I/O on tmpfs
     /// and some network file systems.
-    pub fn create(folder: &Arc<SpillFolder>, rank: usize, kind: &str, io: IoPath) -> Result<Self> {
-        let path = folder.path().join(format!("rank-{rank}.{kind}"));
+    pub fn create(
+        directory: &Arc<SpillDirectory>,
+        rank: usize,
+        kind: &str,
+        io: IoPath,
+    ) -> Result<Self> {
+        let path = directory.path().join(format!("rank-{rank}.{kind}"));
         let mut options = OpenOptions::new();
         options.create_new(true).read(true).write(true);
         options
@@ -91,7 +96,7 @@ impl SpillFile {
         })?;
         let header = Header {
             version: 1,
-            job: folder.path(),
+            job: directory.path(),
             rank,
             kind,
             process: std::process::id(),
@@ -105,7 +110,7 @@ impl SpillFile {
                 path,
                 file,
                 io,
-                _folder: folder.clone(),
+                _directory: directory.clone(),
             }),
             end: BLOCK_BYTES,
         })
@@ -366,9 +371,9 @@ mod tests {
     fn pages_of_a_mapped_file_do_not_stay_in_the_process() {
         let exe = std::env::current_exe().unwrap();
         let parent = tempfile::tempdir_in(exe.parent().unwrap()).unwrap();
-        let folder = Arc::new(SpillFolder::join(parent.path(), "resident").unwrap());
+        let directory = Arc::new(SpillDirectory::join(parent.path(), "resident").unwrap());
         let io = SpillIo::new(0, &Pool::new("host", None)).unwrap();
-        let mut file = SpillFile::create(&folder, 0, "resident", IoPath::Mapped).unwrap();
+        let mut file = SpillFile::create(&directory, 0, "resident", IoPath::Mapped).unwrap();
         let extent = file.allocate(24 << 20, 4096).unwrap();
         let path = file.backing.path.clone();
         let mut bytes = vec![5; 24 << 20];

@@ -2,10 +2,10 @@
 
 use super::Result;
 use super::file::Extent;
+use super::io_buffer::{IoBuffer, IoBufferPool};
 use super::queue::{Book, Requests, SpillStats};
-use super::segment::{Segment, SegmentPool};
 use crate::error::SpillError;
-use crate::plan::blocks::{RESERVED_SEGMENTS, SEGMENT_BYTES, buffer_segments};
+use crate::plan::blocks::{RESERVED_SEGMENTS, SEGMENT_BYTES, io_buffers};
 use crate::trace::{Lane, Trace};
 use crossbeam::channel::{Receiver, Sender, bounded};
 use kernels::Pool;
@@ -23,30 +23,30 @@ struct Shared {
     trace: OnceLock<Trace>,
 }
 
-enum Job {
+enum DiskRequest {
     Read {
         extent: Extent,
         order: u64,
-        segment: Segment,
-        reply: Sender<Result<Segment>>,
+        io_buffer: IoBuffer,
+        reply: Sender<Result<IoBuffer>>,
     },
     Write {
         extent: Extent,
         id: u64,
-        segment: Segment,
+        io_buffer: IoBuffer,
     },
 }
 
 /// A read under way.
 #[derive(Debug)]
-pub struct PendingRead(Receiver<Result<Segment>>);
+pub struct PendingRead(Receiver<Result<IoBuffer>>);
 
 impl PendingRead {
     /// Waits for the bytes.
     ///
     /// # Errors
     /// When the disk fails.
-    pub fn wait(self) -> Result<Segment> {
+    pub fn wait(self) -> Result<IoBuffer> {
         self.0.recv().map_err(|_| SpillError::Closed)?
     }
 }
@@ -54,8 +54,8 @@ impl PendingRead {
 /// The disk queue of one rank.
 #[derive(Debug)]
 pub struct SpillIo {
-    segments: Arc<SegmentPool>,
-    jobs: Requests<Job>,
+    io_buffers: Arc<IoBufferPool>,
+    jobs: Requests<DiskRequest>,
     threads: Vec<JoinHandle<()>>,
     shared: Arc<Shared>,
 }
@@ -66,8 +66,8 @@ impl SpillIo {
     /// # Errors
     /// When the host pool or the system has no memory.
     pub fn new(buffer_bytes: u64, host: &Pool) -> Result<Self, crate::error::EngineError> {
-        let segments = SegmentPool::new(buffer_segments(buffer_bytes), host)?;
-        let (jobs, queue) = Requests::<Job>::new();
+        let io_buffers = IoBufferPool::new(io_buffers(buffer_bytes), host)?;
+        let (jobs, queue) = Requests::<DiskRequest>::new();
         let shared = Arc::new(Shared {
             book: Book::new(),
             trace: OnceLock::new(),
@@ -83,7 +83,7 @@ impl SpillIo {
             threads.push(thread);
         }
         Ok(Self {
-            segments,
+            io_buffers,
             jobs,
             threads,
             shared,
@@ -102,7 +102,7 @@ impl SpillIo {
     }
 
     /// Submits the request that `numbered` makes. `numbered` assigns its place in the order of writes.
-    fn submit(&self, writes: usize, numbered: impl FnOnce() -> Job) -> Result<()> {
+    fn submit(&self, writes: usize, numbered: impl FnOnce() -> DiskRequest) -> Result<()> {
         self.shared.book.begin(writes);
         match self.jobs.submit(numbered) {
             true => Ok(()),
@@ -116,7 +116,7 @@ impl SpillIo {
     /// When an earlier write failed.
     pub fn read(&self, extent: &Extent, range: Range<u64>) -> Result<PendingRead> {
         self.check()?;
-        self.read_into(self.segments.take(), extent, range)
+        self.read_into(self.io_buffers.take(), extent, range)
     }
 
     /// As [`SpillIo::read`], for a prefetch: `None` when buffers are short.
@@ -125,24 +125,24 @@ impl SpillIo {
     /// When an earlier write failed.
     pub fn read_ahead(&self, extent: &Extent, range: Range<u64>) -> Result<Option<PendingRead>> {
         self.check()?;
-        match self.segments.try_take(RESERVED_SEGMENTS) {
-            Some(segment) => self.read_into(segment, extent, range).map(Some),
+        match self.io_buffers.try_take(RESERVED_SEGMENTS) {
+            Some(io_buffer) => self.read_into(io_buffer, extent, range).map(Some),
             None => Ok(None),
         }
     }
 
     fn read_into(
         &self,
-        mut segment: Segment,
+        mut io_buffer: IoBuffer,
         extent: &Extent,
         range: Range<u64>,
     ) -> Result<PendingRead> {
         let (reply, result) = bounded(1);
-        place(&mut segment, extent, &range);
-        self.submit(0, || Job::Read {
+        place(&mut io_buffer, extent, &range);
+        self.submit(0, || DiskRequest::Read {
             extent: extent.clone(),
             order: extent.writes().order(),
-            segment,
+            io_buffer,
             reply,
         })?;
         Ok(PendingRead(result))
@@ -153,21 +153,21 @@ impl SpillIo {
     ///
     /// # Errors
     /// When an earlier write failed.
-    pub fn fresh(&self, extent: &Extent, range: Range<u64>) -> Result<Segment> {
+    pub fn fresh(&self, extent: &Extent, range: Range<u64>) -> Result<IoBuffer> {
         if extent.shares_blocks(&range) {
             return self.read(extent, range)?.wait();
         }
         self.check()?;
-        let mut segment = self.segments.take();
-        place(&mut segment, extent, &range);
+        let mut io_buffer = self.io_buffers.take();
+        place(&mut io_buffer, extent, &range);
         // The rest of the blocks belongs to no range.
-        if segment.is_partial() {
-            let (start, len) = (segment.start, segment.len);
-            let blocks = segment.blocks_mut();
+        if io_buffer.is_partial() {
+            let (start, len) = (io_buffer.start, io_buffer.len);
+            let blocks = io_buffer.blocks_mut();
             blocks[..start].fill(0);
             blocks[start + len..].fill(0);
         }
-        Ok(segment)
+        Ok(io_buffer)
     }
 
     /// Assigns the bytes of a segment to `range` of another extent. They are copied only if their offset in the block
@@ -177,16 +177,16 @@ impl SpillIo {
     /// When an earlier write failed.
     pub fn moved(
         &self,
-        mut segment: Segment,
+        mut io_buffer: IoBuffer,
         extent: &Extent,
         range: Range<u64>,
-    ) -> Result<Segment> {
-        if extent.blocks(&range).1 == segment.start && !extent.shares_blocks(&range) {
-            place(&mut segment, extent, &range);
-            return Ok(segment);
+    ) -> Result<IoBuffer> {
+        if extent.blocks(&range).1 == io_buffer.start && !extent.shares_blocks(&range) {
+            place(&mut io_buffer, extent, &range);
+            return Ok(io_buffer);
         }
         let mut fresh = self.fresh(extent, range)?;
-        fresh.as_bytes_mut().copy_from_slice(segment.as_bytes());
+        fresh.as_bytes_mut().copy_from_slice(io_buffer.as_bytes());
         Ok(fresh)
     }
 
@@ -194,12 +194,12 @@ impl SpillIo {
     ///
     /// # Errors
     /// When an earlier write failed.
-    pub fn write(&self, extent: &Extent, segment: Segment) -> Result<()> {
+    pub fn write(&self, extent: &Extent, io_buffer: IoBuffer) -> Result<()> {
         self.check()?;
-        self.submit(1, || Job::Write {
+        self.submit(1, || DiskRequest::Write {
             extent: extent.clone(),
-            id: extent.writes().note(segment.blocks.clone()),
-            segment,
+            id: extent.writes().note(io_buffer.blocks.clone()),
+            io_buffer,
         })
     }
 
@@ -226,8 +226,8 @@ impl SpillIo {
                 first = pieces.next();
             }
             if let Some(read) = ahead.pop_front() {
-                let segment = read.wait()?;
-                let bytes = segment.as_bytes();
+                let io_buffer = read.wait()?;
+                let bytes = io_buffer.as_bytes();
                 out[at..at + bytes.len()].copy_from_slice(bytes);
                 at += bytes.len();
             }
@@ -241,10 +241,10 @@ impl SpillIo {
     /// When the disk fails.
     pub fn copy_in(&self, extent: &Extent, offset: u64, bytes: &[u8]) -> Result<()> {
         for piece in pieces(extent, offset, bytes.len()) {
-            let mut segment = self.fresh(extent, piece.clone())?;
+            let mut io_buffer = self.fresh(extent, piece.clone())?;
             let own = (piece.start - offset) as usize..(piece.end - offset) as usize;
-            segment.as_bytes_mut().copy_from_slice(&bytes[own]);
-            self.write(extent, segment)?;
+            io_buffer.as_bytes_mut().copy_from_slice(&bytes[own]);
+            self.write(extent, io_buffer)?;
         }
         Ok(())
     }
@@ -277,12 +277,12 @@ impl Drop for SpillIo {
     }
 }
 
-fn place(segment: &mut Segment, extent: &Extent, range: &Range<u64>) {
+fn place(io_buffer: &mut IoBuffer, extent: &Extent, range: &Range<u64>) {
     let (blocks, start) = extent.blocks(range);
     debug_assert!(blocks.end - blocks.start <= SEGMENT_BYTES as u64);
-    segment.start = start;
-    segment.len = (range.end - range.start) as usize;
-    segment.blocks = blocks;
+    io_buffer.start = start;
+    io_buffer.len = (range.end - range.start) as usize;
+    io_buffer.blocks = blocks;
 }
 
 /// Divides `len` bytes at `offset` into ranges that fit a segment.
@@ -298,40 +298,40 @@ fn pieces(extent: &Extent, offset: u64, len: usize) -> Vec<Range<u64>> {
     pieces
 }
 
-fn run(job: Job, shared: &Shared, thread: u16) {
+fn run(job: DiskRequest, shared: &Shared, thread: u16) {
     let trace = shared.trace.get();
     let lane = Lane::Disk(thread);
     match job {
-        Job::Read {
+        DiskRequest::Read {
             extent,
             order,
-            mut segment,
+            mut io_buffer,
             reply,
         } => {
-            let blocks = segment.blocks.clone();
+            let blocks = io_buffer.blocks.clone();
             extent.writes().wait_for(order, &blocks);
             let started = trace.and_then(Trace::now);
-            let result = extent.read_blocks(&blocks, segment.blocks_mut());
+            let result = extent.read_blocks(&blocks, io_buffer.blocks_mut());
             if let Some(trace) = trace {
                 trace.end(started, lane, || "read".into());
             }
             shared.book.end(blocks.end - blocks.start, 0, None);
             // The caller may be gone.
-            reply.send(result.map(|()| segment)).ok();
+            reply.send(result.map(|()| io_buffer)).ok();
         }
-        Job::Write {
+        DiskRequest::Write {
             extent,
             id,
-            segment,
+            io_buffer,
         } => {
-            let blocks = segment.blocks.clone();
+            let blocks = io_buffer.blocks.clone();
             extent.writes().wait_for(id, &blocks);
             let started = trace.and_then(Trace::now);
-            let result = extent.write_blocks(&blocks, segment.block_bytes());
+            let result = extent.write_blocks(&blocks, io_buffer.block_bytes());
             if let Some(trace) = trace {
                 trace.end(started, lane, || "write".into());
             }
-            drop(segment);
+            drop(io_buffer);
             extent.writes().end(id);
             shared.book.end(0, blocks.end - blocks.start, result.err());
         }
@@ -340,26 +340,26 @@ fn run(job: Job, shared: &Shared, thread: u16) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{IoPath, SpillFile, SpillFolder};
+    use super::super::{IoPath, SpillDirectory, SpillFile};
     use super::*;
     use proptest::prelude::*;
     use std::time::Duration;
 
     /// Files of this machine's disk in both ways; direct I/O is left out where the file system has none.
-    fn files(folder: &Arc<SpillFolder>) -> Vec<SpillFile> {
+    fn files(directory: &Arc<SpillDirectory>) -> Vec<SpillFile> {
         [IoPath::Mapped, IoPath::Direct]
             .into_iter()
-            .filter_map(|io| SpillFile::create(folder, 0, io.name(), io).ok())
+            .filter_map(|io| SpillFile::create(directory, 0, io.name(), io).ok())
             .collect()
     }
 
-    fn world() -> (tempfile::TempDir, Arc<SpillFolder>, SpillIo) {
+    fn world() -> (tempfile::TempDir, Arc<SpillDirectory>, SpillIo) {
         // The build directory: /tmp may have no direct I/O.
         let exe = std::env::current_exe().unwrap();
         let parent = tempfile::tempdir_in(exe.parent().unwrap()).unwrap();
-        let folder = Arc::new(SpillFolder::join(parent.path(), "io").unwrap());
+        let directory = Arc::new(SpillDirectory::join(parent.path(), "io").unwrap());
         let io = SpillIo::new(0, &Pool::new("host", None)).unwrap();
-        (parent, folder, io)
+        (parent, directory, io)
     }
 
     proptest! {
@@ -370,8 +370,8 @@ mod tests {
             phase in 0u64..4096,
             ops in proptest::collection::vec((any::<bool>(), 0.0..1.0f64, 0.0..1.0f64, any::<u8>()), 1..40),
         ) {
-            let (_parent, folder, io) = world();
-            for mut file in files(&folder) {
+            let (_parent, directory, io) = world();
+            for mut file in files(&directory) {
                 // Neighbors that must not change.
                 let before = file.allocate(5000, 0).unwrap();
                 let extent = file.allocate(len, phase).unwrap();
@@ -403,7 +403,7 @@ mod tests {
                     io.copy_out(neighbour, 0, &mut bytes).unwrap();
                     prop_assert_eq!(bytes, [7; 5000]);
                 }
-                let size = std::fs::metadata(folder.path().join(format!("rank-0.{}", extent.io().name())));
+                let size = std::fs::metadata(directory.path().join(format!("rank-0.{}", extent.io().name())));
                 prop_assert_eq!(size.unwrap().len(), file.bytes());
             }
         }
@@ -411,8 +411,8 @@ mod tests {
 
     #[test]
     fn a_new_extent_is_zero_and_traffic_is_counted() {
-        let (_parent, folder, io) = world();
-        for mut file in files(&folder) {
+        let (_parent, directory, io) = world();
+        for mut file in files(&directory) {
             let extent = file.allocate(10_000, 0).unwrap();
             let mut out = vec![1; 10_000];
             let earlier = io.stats();
@@ -428,8 +428,8 @@ mod tests {
 
     #[test]
     fn an_extent_larger_than_the_disk_is_refused_at_once() {
-        let (_parent, folder, _io) = world();
-        let mut file = SpillFile::create(&folder, 0, "big", IoPath::Mapped).unwrap();
+        let (_parent, directory, _io) = world();
+        let mut file = SpillFile::create(&directory, 0, "big", IoPath::Mapped).unwrap();
         let error = file.allocate(1 << 50, 0).unwrap_err();
         assert!(
             matches!(error, SpillError::NoSpace { asked_bytes, .. } if asked_bytes == 1 << 50)
@@ -446,8 +446,8 @@ mod tests {
 
     #[test]
     fn read_ahead_leaves_buffers_for_other_requests() {
-        let (_parent, folder, io) = world();
-        let mut file = SpillFile::create(&folder, 0, "ahead", IoPath::Mapped).unwrap();
+        let (_parent, directory, io) = world();
+        let mut file = SpillFile::create(&directory, 0, "ahead", IoPath::Mapped).unwrap();
         let extent = file.allocate(1 << 20, 0).unwrap();
         let mut held = Vec::new();
         while let Some(read) = io.read_ahead(&extent, 0..4096).unwrap() {

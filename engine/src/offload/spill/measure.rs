@@ -1,7 +1,7 @@
 //! Measurement of a disk's rates with each I/O path.
 
+use super::directory::SpillDirectory;
 use super::file::{IoPath, SpillFile};
-use super::folder::SpillFolder;
 use super::io::SpillIo;
 use crate::error::EngineError;
 use serde::{Deserialize, Serialize};
@@ -22,25 +22,25 @@ pub struct Measured {
     pub write: f64,
 }
 
-/// Writes `bytes` in `folder` and reads them back with the I/O path `io`, as the engine would. `None` if the file
+/// Writes `bytes` in `directory` and reads them back with the I/O path `io`, as the engine would. `None` if the file
 /// system does not support it.
 ///
 /// # Errors
 /// When the disk fails or is full.
 pub fn measure(
-    folder: &Arc<SpillFolder>,
+    directory: &Arc<SpillDirectory>,
     io: IoPath,
     bytes: u64,
     queue: &SpillIo,
 ) -> Result<Option<Measured>, EngineError> {
     let name = format!("measure-{}", std::process::id());
-    let Ok(mut file) = SpillFile::create(folder, 0, &name, io) else {
+    let Ok(mut file) = SpillFile::create(directory, 0, &name, io) else {
         return Ok(None);
     };
-    let segment = SEGMENT_BYTES as u64;
-    let bytes = bytes.next_multiple_of(segment);
+    let io_buffer = SEGMENT_BYTES as u64;
+    let bytes = bytes.next_multiple_of(io_buffer);
     let extent = file.allocate(bytes, 0)?;
-    let ranges = || (0..bytes / segment).map(|i| i * segment..(i + 1) * segment);
+    let ranges = || (0..bytes / io_buffer).map(|i| i * io_buffer..(i + 1) * io_buffer);
     // The first pass turns reserved blocks into written ones, since states are overwritten many times. It also fills
     // the buffers, whose cost is not the disk's.
     let mut write = 0.0;

@@ -21,7 +21,7 @@ fn wait<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, 
 #[derive(Debug)]
 pub(super) struct Free {
     numbers: Mutex<Vec<usize>>,
-    given_back: Condvar,
+    returned: Condvar,
 }
 
 impl Free {
@@ -29,7 +29,7 @@ impl Free {
     pub(super) fn new(buffers: usize) -> Self {
         Self {
             numbers: Mutex::new((0..buffers).rev().collect()),
-            given_back: Condvar::new(),
+            returned: Condvar::new(),
         }
     }
 
@@ -40,7 +40,7 @@ impl Free {
             if let Some(number) = numbers.pop() {
                 return number;
             }
-            numbers = wait(&self.given_back, numbers);
+            numbers = wait(&self.returned, numbers);
         }
     }
 
@@ -55,7 +55,7 @@ impl Free {
 
     pub(super) fn give_back(&self, number: usize) {
         lock(&self.numbers).push(number);
-        self.given_back.notify_one();
+        self.returned.notify_one();
     }
 }
 

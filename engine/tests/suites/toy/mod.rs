@@ -2,13 +2,13 @@
 //! worlds of threads that train it: the smallest thing that exercises every path of the engine.
 
 use engine::comm::{Communicator, World, threads};
-use engine::spill::{IoPath, SpillFile, SpillFolder, SpillIo};
+use engine::spill::{IoPath, SpillDirectory, SpillFile, SpillIo};
 use engine::{
     EngineError, ModelSpec, Offload, OptimizerConfig, ParamAccess, ParamId, ParamSpec, PassKind,
     Phase, Plan, Precision, Spill, Stage, StateKind, StepReport, Tier, Tiers, UnitId, UnitSpec,
     Zero, ZeroConfig,
 };
-use kernels::{Backend, NullBackend, Pool, Tag, Tensor};
+use kernels::{Backend, MetaBackend, Pool, Tag, Tensor};
 use optim::{AdamW, GroupOptions};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -19,16 +19,16 @@ pub const RATE: f64 = 1e-2;
 pub const VISION_UNITS: usize = 2;
 pub const UNITS: usize = 5;
 
-/// One training sample of the toy: an input, a target, perhaps a picture, perhaps no supervision.
+/// One training sample of the toy: an input, a target, perhaps an image, perhaps no supervision.
 #[derive(Clone, Debug)]
 pub struct Sample {
     pub x: [f32; WIDTH],
     pub target: [f32; WIDTH],
-    pub picture: Option<[f32; WIDTH]>,
+    pub image: Option<[f32; WIDTH]>,
     pub supervised: bool,
 }
 
-/// Deterministic samples; every third has no picture, every fourth no supervised token.
+/// Deterministic samples; every third has no image, every fourth no supervised token.
 pub fn samples(step: usize, count: usize) -> Vec<Sample> {
     let value = |a: usize, b: usize| ((a * 7919 + b * 104_729 + 13) % 1009) as f32 / 504.5 - 1.0;
     (0..count)
@@ -38,14 +38,14 @@ pub fn samples(step: usize, count: usize) -> Vec<Sample> {
             Sample {
                 x: row(0),
                 target: row(1),
-                picture: (i % 3 != 2).then(|| row(2)),
+                image: (i % 3 != 2).then(|| row(2)),
                 supervised: i % 4 != 3,
             }
         })
         .collect()
 }
 
-/// Units `0..VISION_UNITS` see the picture, the rest the sum of its features and the input. Each
+/// Units `0..VISION_UNITS` see the image, the rest the sum of its features and the input. Each
 /// unit has a matrix and a bias; odd sizes so that nothing divides evenly.
 pub fn spec(trainable: impl Fn(usize, &str) -> bool) -> ModelSpec {
     let mut spec = ModelSpec::default();
@@ -105,13 +105,13 @@ impl Case {
     }
 }
 
-/// Spill files beside the test binary, whose disk has direct I/O more often than the system's temporary folder.
+/// Spill files beside the test binary, whose disk has direct I/O more often than the system's temporary directory.
 fn spill(rank: usize) -> Result<Spill, EngineError> {
     static JOBS: AtomicUsize = AtomicUsize::new(0);
     let exe = std::env::current_exe().unwrap();
     let job = JOBS.fetch_add(1, Ordering::Relaxed);
     let job = format!("{}-{job}", std::process::id());
-    let folder = Arc::new(SpillFolder::join(exe.parent().unwrap(), &job)?);
+    let directory = Arc::new(SpillDirectory::join(exe.parent().unwrap(), &job)?);
     let io = SpillIo::new(0, &Pool::new("buffers", None))?;
     let way = if rank.is_multiple_of(2) {
         IoPath::Mapped
@@ -119,8 +119,8 @@ fn spill(rank: usize) -> Result<Spill, EngineError> {
         IoPath::Direct
     };
     let files = [StateKind::Param, StateKind::Optimizer].map(|kind| {
-        let file = SpillFile::create(&folder, rank, kind.name(), way)
-            .or_else(|_| SpillFile::create(&folder, rank, kind.name(), IoPath::Mapped));
+        let file = SpillFile::create(&directory, rank, kind.name(), way)
+            .or_else(|_| SpillFile::create(&directory, rank, kind.name(), IoPath::Mapped));
         (kind, file.unwrap())
     });
     Ok(Spill::new(io, files))
@@ -138,7 +138,7 @@ pub fn engine_for(case: &Case, comm: Arc<dyn Communicator>) -> Result<Zero, Engi
         .collect();
     let plan = Plan::new(spec, case.config.clone(), case.world)?;
     let pool = Pool::new("device", None);
-    let backend: Arc<dyn Backend> = Arc::new(NullBackend::new(pool.clone()));
+    let backend: Arc<dyn Backend> = Arc::new(MetaBackend::new(pool.clone()));
     let mut tiers = Tiers::new(pool, Pool::new("host", None));
     let offload = case.config.offload;
     if [offload.param, offload.optimizer].contains(&Tier::Nvme) {
@@ -246,7 +246,7 @@ fn backward_unit(
 }
 
 /// One micro-batch: returns the loss sum and the number of supervised samples. A batch without
-/// pictures never touches the vision units.
+/// images never touches the vision units.
 pub fn micro_batch(
     zero: &mut Zero,
     batch: &[Sample],
@@ -254,13 +254,11 @@ pub fn micro_batch(
 ) -> Result<(f64, u64), EngineError> {
     let pool = Pool::new("toy", None);
     zero.begin_pass(PassKind::Train);
-    let with_picture: Vec<usize> = (0..batch.len())
-        .filter(|i| batch[*i].picture.is_some())
+    let with_image: Vec<usize> = (0..batch.len())
+        .filter(|i| batch[*i].image.is_some())
         .collect();
-    let mut features: Vec<[f32; WIDTH]> = with_picture
-        .iter()
-        .filter_map(|i| batch[*i].picture)
-        .collect();
+    let mut features: Vec<[f32; WIDTH]> =
+        with_image.iter().filter_map(|i| batch[*i].image).collect();
     let mut saved = Vec::new();
     for u in 0..VISION_UNITS {
         saved.push(features.clone());
@@ -269,7 +267,7 @@ pub fn micro_batch(
         }
     }
     let mut xs: Vec<[f32; WIDTH]> = batch.iter().map(|s| s.x).collect();
-    for (f, i) in features.iter().zip(&with_picture) {
+    for (f, i) in features.iter().zip(&with_image) {
         xs[*i] = std::array::from_fn(|j| xs[*i][j] + f[j]);
     }
     for u in VISION_UNITS..UNITS {
@@ -289,7 +287,7 @@ pub fn micro_batch(
     for u in (VISION_UNITS..UNITS).rev() {
         backward_unit(zero, &pool, u, &saved[u], &mut gs)?;
     }
-    let mut feature_gs: Vec<[f32; WIDTH]> = with_picture.iter().map(|i| gs[*i]).collect();
+    let mut feature_gs: Vec<[f32; WIDTH]> = with_image.iter().map(|i| gs[*i]).collect();
     for u in (0..VISION_UNITS).rev() {
         if !feature_gs.is_empty() {
             backward_unit(zero, &pool, u, &saved[u], &mut feature_gs)?;

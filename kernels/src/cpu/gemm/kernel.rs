@@ -21,14 +21,14 @@ static ZEROS: [f32; COL_STEP] = [0.0; COL_STEP];
 
 /// Source and destination of a tile of sums: f32 rows, each with a stride.
 #[derive(Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct TileIo {
     pub(super) from: *const f32,
     pub(super) from_stride: usize,
     pub(super) to: *mut f32,
     pub(super) to_stride: usize,
 }
 
-impl Place {
+impl TileIo {
     /// Tile at `to`, whose first column is column `col` of the output. `first` says that no product was added to it
     /// yet.
     pub(super) fn new(
@@ -69,7 +69,7 @@ impl Place {
 
 /// Kernel function `to = from + factor * a @ b` of one tile. Arguments: rows and columns (at most those of a panel),
 /// depth, panel of `a`, panel of `b`, factor, place.
-type Tile = unsafe fn(usize, usize, usize, *const f32, *const f32, f32, Place);
+type Tile = unsafe fn(usize, usize, usize, *const f32, *const f32, f32, TileIo);
 
 /// Kernel of one instruction set.
 #[derive(Clone, Copy)]
@@ -120,7 +120,7 @@ impl Kernel {
         a: *const f32,
         b: *const f32,
         factor: f32,
-        place: Place,
+        place: TileIo,
     ) {
         for row in (0..rows).step_by(self.rows) {
             let height = self.rows.min(rows - row);

@@ -1,6 +1,6 @@
 //! Kernel in plain Rust, for processors without AVX2 and FMA.
 
-use super::kernel::Place;
+use super::kernel::TileIo;
 
 pub(super) const ROWS: usize = 4;
 pub(super) const COLS: usize = 16;
@@ -14,7 +14,7 @@ pub(super) unsafe fn tile(
     a: *const f32,
     b: *const f32,
     factor: f32,
-    place: Place,
+    place: TileIo,
 ) {
     // SAFETY: by the contract the panels have depth `depth`.
     let (a, b) = unsafe {

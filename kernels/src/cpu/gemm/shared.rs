@@ -3,7 +3,7 @@
 //! The output is cut into parts and `k` into runs of stretches, so a packed part of each operand has bounded size.
 //! Each run has two phases: packing, and multiplication of blocks of the output whose operands fit in the L2 cache.
 
-use super::kernel::{COL_STEP, Kernel, Place, ROW_STEP, Start};
+use super::kernel::{COL_STEP, Kernel, ROW_STEP, Start, TileIo};
 use super::pack::pack;
 use super::{Product, even, stretch, whole_lines};
 use crate::cpu::matrix::narrow;
@@ -168,7 +168,7 @@ fn runs(cuts: &Cuts, products: &[Product<'_>], out: DType) -> Vec<Run> {
 }
 
 /// Data that the tasks of all phases share.
-struct Job<'a, T> {
+struct GemmJob<'a, T> {
     kernel: Kernel,
     products: &'a [Product<'a>],
     start: Start<'a>,
@@ -191,7 +191,7 @@ pub(super) fn run<T: Float>(
     let cuts = Cuts::new(m, n, &depths, T::DTYPE);
     let (left, rest) = space.split_at_mut(cuts.left);
     let (right, rest) = rest.split_at_mut(cuts.right);
-    let job = Job {
+    let job = GemmJob {
         kernel: Kernel::of(level),
         products,
         start,
@@ -231,7 +231,7 @@ struct Packing {
     lanes: Range,
 }
 
-impl<T: Float> Job<'_, T> {
+impl<T: Float> GemmJob<'_, T> {
     fn stretches(&self, run: &Run) -> impl Iterator<Item = Range> + Clone + use<T> {
         let (step, len) = (stretch(self.products[run.summand].a.cols), run.k.len);
         ranges(len, step)
@@ -318,7 +318,7 @@ impl<T: Float> Job<'_, T> {
                 let wide = self.kernel.cols.min(cols - j);
                 // SAFETY: column `j` of the block, which is inside the output or the sums.
                 let to = unsafe { to.add(j) };
-                let place = Place::new(to, stride, self.start, run.first && i == 0, at_col + j);
+                let place = TileIo::new(to, stride, self.start, run.first && i == 0, at_col + j);
                 // SAFETY: packing ended before this phase began, panels of `b` have depth `depth`, and blocks of
                 // different tasks are disjoint.
                 unsafe {

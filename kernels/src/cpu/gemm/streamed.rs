@@ -1,6 +1,6 @@
 //! Products of few rows: `a` is packed as a whole, `b` one panel and stretch at a time.
 
-use super::kernel::{COL_STEP, Kernel, Place, ROW_STEP, Start};
+use super::kernel::{COL_STEP, Kernel, ROW_STEP, Start, TileIo};
 use super::pack::pack;
 use super::{Product, STRETCH, stretches, whole_lines};
 use crate::cpu::matrix::narrow;
@@ -79,7 +79,7 @@ unsafe fn column(
         for (at, depth) in stretches(k) {
             let part = p.b.part(at, col, depth, cols).transposed();
             pack(kernel.level, kernel.cols, part, space);
-            let place = Place::new(to, stride, start, first, col);
+            let place = TileIo::new(to, stride, start, first, col);
             let a = left[at * height..].as_ptr();
             // SAFETY: both operands are packed for this depth; the caller's promise.
             unsafe { kernel.column((m, cols, depth), a, space.as_ptr(), p.factor, place) };

@@ -9,10 +9,10 @@ use crate::adapted::{
 };
 use crate::check;
 use crate::cuda::launch::{Address, Launch};
+use crate::cuda::ops::grouped_lora::{self, AdaptedGroup, Adapter, GroupedLora};
 use crate::cuda::ops::lora_linear::LoraLinear;
-use crate::cuda::ops::routed_lora::{self, AdaptedGroup, Adapter, RoutedLora};
+use crate::cuda::ops::shared_grouped_lora::{self, SharedGroupedLora};
 use crate::cuda::ops::shared_lora::{self, SharedLora};
-use crate::cuda::ops::shared_routed_lora::{self, SharedRoutedLora};
 use crate::cuda::ops::workspace::Workspace;
 use crate::error::{Result, shape_error};
 use crate::pool::Tag;
@@ -23,7 +23,7 @@ enum Layers {
     /// One layer each.
     Whole(Vec<LoraLinear>),
     /// A layer for each row group.
-    Grouped(Vec<RoutedLora>),
+    Grouped(Vec<GroupedLora>),
 }
 
 /// Projections whose adapters are stacked.
@@ -104,7 +104,7 @@ impl Stacked {
             }
             Layers::Grouped(layers) => {
                 let stacked = self.adapters;
-                SharedRoutedLora { layers, stacked }.forward(s, y, multiprocessors, space)
+                SharedGroupedLora { layers, stacked }.forward(s, y, multiprocessors, space)
             }
         }
     }
@@ -130,12 +130,12 @@ impl Stacked {
             }
             Layers::Grouped(layers) => {
                 let stacked = self.adapters;
-                let to = shared_routed_lora::Gradients {
+                let to = shared_grouped_lora::Gradients {
                     dx: to.dx,
                     d_stacked: to.d_lora_a,
                     d_lora_b: to.d_lora_b,
                 };
-                SharedRoutedLora { layers, stacked }.backward(dy, s, to, multiprocessors, space)
+                SharedGroupedLora { layers, stacked }.backward(dy, s, to, multiprocessors, space)
             }
         }
     }
@@ -220,7 +220,7 @@ impl CudaBackend {
             layers.push(layer);
             held.extend(tensors);
         }
-        if !shared_routed_lora::share(&layers) {
+        if !shared_grouped_lora::share(&layers) {
             return Ok(None);
         }
         let (k, dtype) = (layers[0].k, layers[0].dtype);
@@ -238,7 +238,7 @@ impl CudaBackend {
             }
         }
         Ok(Some(Stacked {
-            line: shared_routed_lora::line(&layers),
+            line: shared_grouped_lora::line(&layers),
             layers: Layers::Grouped(layers),
             adapters,
             held,
@@ -276,7 +276,7 @@ impl CudaBackend {
         &self,
         op: &'static str,
         args: &GroupedLayers<'_>,
-    ) -> Result<Option<(RoutedLora, Vec<Tensor>)>> {
+    ) -> Result<Option<(GroupedLora, Vec<Tensor>)>> {
         let (x, layers) = (args.x, &args.layers);
         let rank = |layer: &AdaptedLayer<'_>| layer.adapter.map(|adapter| adapter.lora_a.dim(0));
         let ranks = layers.each_ref().map(rank);
@@ -317,7 +317,7 @@ impl CudaBackend {
                 adapter,
             })
         };
-        let layers = RoutedLora {
+        let layers = GroupedLora {
             dtype,
             t: x.dim(0),
             n: layers[0].weight.dim(0),
@@ -501,7 +501,7 @@ impl AdaptedRows for CudaBackend {
                 *to = Some(halves);
             }
         }
-        let gradients = routed_lora::Gradients {
+        let gradients = grouped_lora::Gradients {
             dx: match &dx {
                 Some(dx) => self.address(OP, dx)?,
                 None => Address::NULL,

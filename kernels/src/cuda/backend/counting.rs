@@ -3,7 +3,7 @@
 //! The same code allocates outputs and scratch memory, so a plan gets the offsets of the later run, whatever an
 //! operation needs.
 
-use super::{Cause, CudaBackend, Executor, GroupExecutor, Moment, PeerExecutor, Take};
+use super::{Cause, CudaBackend, Event, Executor, GroupExecutor, PeerExecutor, Take};
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::Multiply;
 use crate::peers::Lane;
@@ -80,7 +80,7 @@ unsafe impl Executor for Nowhere {
         Ok(())
     }
 
-    fn moment(&self) -> Result<Moment, Cause> {
+    fn record_event(&self) -> Result<Event, Cause> {
         Ok(Arc::new(()))
     }
 
@@ -88,16 +88,16 @@ unsafe impl Executor for Nowhere {
         &self,
         _to: Address,
         _bytes: &[u8],
-        _behind: Option<&Moment>,
+        _behind: Option<&Event>,
     ) -> Result<(), Cause> {
         Ok(())
     }
 
-    unsafe fn deliver(&self, _to: Address, _bytes: &[u8], _behind: &Moment) -> Result<(), Cause> {
+    unsafe fn deliver(&self, _to: Address, _bytes: &[u8], _behind: &Event) -> Result<(), Cause> {
         Ok(())
     }
 
-    fn delivered(&self) -> Result<Moment, Cause> {
+    fn delivered(&self) -> Result<Event, Cause> {
         Ok(Arc::new(()))
     }
 
@@ -105,7 +105,7 @@ unsafe impl Executor for Nowhere {
         &self,
         _from: Address,
         _bytes: u64,
-        _behind: &Moment,
+        _behind: &Event,
         _take: &mut Take<'_>,
     ) -> Result<(), Cause> {
         Err("a device that only counts has no values".into())
@@ -146,7 +146,7 @@ impl PeerExecutor for Nowhere {
         Ok(())
     }
 
-    fn incoming_behind(&self, _moment: &Moment) -> Result<(), Cause> {
+    fn incoming_behind(&self, _moment: &Event) -> Result<(), Cause> {
         Ok(())
     }
 

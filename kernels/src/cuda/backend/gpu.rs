@@ -1,8 +1,8 @@
 //! A GPU as an executor: driver calls on one stream for computation, one each for copies in and out, and one for
 //! communication.
 
-use super::graphs::{Graphs, Work, queue_one};
-use super::{Cause, Executor, GroupExecutor, Moment, PeerExecutor, Take, filling};
+use super::graphs::{Command, Graphs, queue_one};
+use super::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, filling};
 use crate::cuda::error::DriverResult;
 use crate::cuda::gpu::Gpu;
 use crate::cuda::graph::Graph;
@@ -13,9 +13,9 @@ use cudarc::driver::{CudaEvent, CudaStream, result};
 use std::sync::Arc;
 
 /// Downcasts an event to this driver's type.
-pub(in crate::cuda) fn event(moment: &Moment) -> Result<&CudaEvent, Cause> {
-    let event = moment.downcast_ref::<CudaEvent>();
-    event.ok_or_else(|| "a moment of another device".into())
+pub(in crate::cuda) fn cuda_event(event: &Event) -> Result<&CudaEvent, Cause> {
+    let cuda_event = event.downcast_ref::<CudaEvent>();
+    cuda_event.ok_or_else(|| "a moment of another device".into())
 }
 
 // SAFETY: memory stays until `free`, which waits for the device. Work goes to one stream, in the order of calls, and
@@ -37,7 +37,7 @@ unsafe impl Executor for Gpu {
 
     fn free(&self, memory: Address) {
         let passed = |stream: &CudaStream| {
-            moment(stream).is_ok_and(|done| self.group_state().wait(&done).is_ok())
+            event(stream).is_ok_and(|done| self.group_state().wait(&done).is_ok())
         };
         // The driver would wait forever for work that depends on a dead rank. The process group's own wait ends and
         // ends the communicator. Memory that is still in use then is left to the end of the process.
@@ -58,7 +58,7 @@ unsafe impl Executor for Gpu {
     }
 
     unsafe fn read(&self, from: Address, bytes: &mut [u8]) -> Result<(), Cause> {
-        let behind = self.moment()?;
+        let behind = self.record_event()?;
         // SAFETY: the caller vouches for the range; the event follows everything queued.
         unsafe { self.fetch(from, bytes.len() as u64, &behind, &mut filling(bytes)) }
     }
@@ -81,35 +81,35 @@ unsafe impl Executor for Gpu {
         Ok(())
     }
 
-    fn moment(&self) -> Result<Moment, Cause> {
-        let moment = self.stream().record_event(None);
-        Ok(Arc::new(moment.during("marking a moment")?))
+    fn record_event(&self) -> Result<Event, Cause> {
+        let event = self.stream().record_event(None);
+        Ok(Arc::new(event.during("marking a moment")?))
     }
 
     unsafe fn upload(
         &self,
         to: Address,
         bytes: &[u8],
-        behind: Option<&Moment>,
+        behind: Option<&Event>,
     ) -> Result<(), Cause> {
         let inward = &self.copies()?.inward;
         if let Some(behind) = behind {
-            order(inward, event(behind)?)?;
+            order(inward, cuda_event(behind)?)?;
         }
         // SAFETY: the caller vouches for the range and for the event.
         unsafe { self.copy_in(to, bytes) }?;
         self.work_behind(inward)
     }
 
-    unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Moment) -> Result<(), Cause> {
-        order(&self.copies()?.inward, event(behind)?)?;
+    unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Event) -> Result<(), Cause> {
+        order(&self.copies()?.inward, cuda_event(behind)?)?;
         // SAFETY: the caller vouches for the range and for the event.
         unsafe { self.copy_in(to, bytes) }
     }
 
-    fn delivered(&self) -> Result<Moment, Cause> {
+    fn delivered(&self) -> Result<Event, Cause> {
         let inward = &self.copies()?.inward;
-        let done = moment(inward)?;
+        let done = event(inward)?;
         self.work_behind(inward)?;
         Ok(Arc::new(done))
     }
@@ -118,12 +118,12 @@ unsafe impl Executor for Gpu {
         &self,
         from: Address,
         bytes: u64,
-        behind: &Moment,
+        behind: &Event,
         take: &mut Take<'_>,
     ) -> Result<(), Cause> {
         self.bind()?;
         let copies = self.copies()?;
-        let (stream, behind) = (&copies.outward, event(behind)?);
+        let (stream, behind) = (&copies.outward, cuda_event(behind)?);
         let mut began = None;
         let begin = || {
             let wait = stream.wait(behind);
@@ -185,13 +185,15 @@ unsafe impl Executor for Gpu {
     }
 }
 
-/// Makes `stream` wait for `event`.
-pub(in crate::cuda) fn order(stream: &CudaStream, event: &CudaEvent) -> Result<(), Cause> {
-    Ok(stream.wait(event).during("ordering streams of the GPU")?)
+/// Makes `stream` wait for `cuda_event`.
+pub(in crate::cuda) fn order(stream: &CudaStream, cuda_event: &CudaEvent) -> Result<(), Cause> {
+    Ok(stream
+        .wait(cuda_event)
+        .during("ordering streams of the GPU")?)
 }
 
 /// Records an event after everything queued on `stream`.
-pub(in crate::cuda) fn moment(stream: &CudaStream) -> Result<CudaEvent, Cause> {
+pub(in crate::cuda) fn event(stream: &CudaStream) -> Result<CudaEvent, Cause> {
     Ok(stream.record_event(None).during("marking a moment")?)
 }
 
@@ -212,7 +214,7 @@ impl Gpu {
 
     /// Makes computation wait for everything queued on `stream`.
     pub(in crate::cuda) fn work_behind(&self, stream: &CudaStream) -> Result<(), Cause> {
-        let done = moment(stream)?;
+        let done = event(stream)?;
         let waits = self.timeline.stamp(self.stream())?;
         order(self.stream(), &done)?;
         let lane = DeviceLane::Wait;
@@ -224,12 +226,12 @@ impl Gpu {
 unsafe impl Graphs for Gpu {
     type Graph = Graph;
 
-    unsafe fn keep(&self, works: &[Work]) -> Result<Graph, Cause> {
+    unsafe fn keep(&self, commands: &[Command]) -> Result<Graph, Cause> {
         self.capture(|| {
             // SAFETY: the caller vouches for the commands.
-            works
+            commands
                 .iter()
-                .try_for_each(|work| unsafe { queue_one(self, work) })
+                .try_for_each(|command| unsafe { queue_one(self, command) })
         })
     }
 

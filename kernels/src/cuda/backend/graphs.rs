@@ -6,7 +6,7 @@
 //! from shapes alone, so equal batches give equal sequences. Commands run in their order with their own arguments, in
 //! a graph or not. So results have the same bits.
 
-use super::{Cause, Executor, GroupExecutor, Moment, PeerExecutor, Take, filling};
+use super::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, filling};
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::{Multiply, Shape};
 use crate::peers::Lane;
@@ -30,7 +30,7 @@ const PRODUCTS: usize = 4096;
 
 /// One command in an executor's queue.
 #[derive(Clone, PartialEq, Debug)]
-pub enum Work {
+pub enum Command {
     /// Kernel launch.
     Launch(Launch),
     /// Sets a number of bytes to zero.
@@ -41,7 +41,7 @@ pub enum Work {
     Multiply(Multiply, Address, u64),
 }
 
-impl Work {
+impl Command {
     /// Hashes a command. Equal commands have equal hashes.
     fn hash(&self, hasher: &mut DefaultHasher) {
         match self {
@@ -76,7 +76,7 @@ pub unsafe trait Graphs: Executor {
     ///
     /// # Errors
     /// When the device cannot capture them.
-    unsafe fn keep(&self, works: &[Work]) -> Result<Self::Graph, Cause>;
+    unsafe fn keep(&self, commands: &[Command]) -> Result<Self::Graph, Cause>;
 
     /// Launches a graph of this executor.
     ///
@@ -111,7 +111,7 @@ impl Mode {
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Counts {
     /// Commands, inside and outside graphs.
-    pub works: u64,
+    pub commands: u64,
     /// Graphs captured.
     pub graphs: u64,
     /// Graph launches.
@@ -133,7 +133,7 @@ pub struct Replaying<E: Graphs> {
 #[derive(Debug)]
 struct State<G> {
     /// Commands collected but not yet queued.
-    pending: Vec<Work>,
+    pending: Vec<Command>,
     /// Sequences seen, by hash.
     seen: HashMap<u64, Seen<G>>,
     /// Whether the library supports a product of this shape.
@@ -148,7 +148,7 @@ struct State<G> {
 /// Sequence that was queued at least once.
 #[derive(Debug)]
 struct Seen<G> {
-    works: Vec<Work>,
+    commands: Vec<Command>,
     graph: Option<G>,
     last: u64,
 }
@@ -182,9 +182,9 @@ impl<E: Graphs> Replaying<E> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn collect(&self, work: Work) -> Result<(), Cause> {
+    fn collect(&self, command: Command) -> Result<(), Cause> {
         let mut state = self.lock();
-        state.pending.push(work);
+        state.pending.push(command);
         match state.pending.len() < LONGEST {
             true => Ok(()),
             false => self.queue(&mut state),
@@ -200,22 +200,35 @@ impl<E: Graphs> Replaying<E> {
 
     /// Queues the collected commands, as a graph if the same sequence was queued before.
     fn queue(&self, state: &mut State<E::Graph>) -> Result<(), Cause> {
-        let works = std::mem::take(&mut state.pending);
-        state.counts.works += works.len() as u64;
-        if works.is_empty() || works.len() < self.mode.shortest() || state.refused {
-            return self.queue_each(&works);
+        let commands = std::mem::take(&mut state.pending);
+        state.counts.commands += commands.len() as u64;
+        if commands.is_empty() || commands.len() < self.mode.shortest() || state.refused {
+            return self.queue_each(&commands);
         }
         let mut hasher = DefaultHasher::new();
-        works.iter().for_each(|work| work.hash(&mut hasher));
+        commands
+            .iter()
+            .for_each(|command| command.hash(&mut hasher));
         let key = hasher.finish();
         state.runs += 1;
         let now = state.runs;
-        if !state.seen.get(&key).is_some_and(|seen| seen.works == works) {
-            self.queue_each(&works)?;
+        if !state
+            .seen
+            .get(&key)
+            .is_some_and(|seen| seen.commands == commands)
+        {
+            self.queue_each(&commands)?;
             state.make_room(REMEMBERED, |_| true);
             let graph = None;
             let last = now;
-            state.seen.insert(key, Seen { works, graph, last });
+            state.seen.insert(
+                key,
+                Seen {
+                    commands,
+                    graph,
+                    last,
+                },
+            );
             return Ok(());
         }
         if state
@@ -226,7 +239,7 @@ impl<E: Graphs> Replaying<E> {
             state.make_room(GRAPHS, |seen| seen.graph.is_some());
             // SAFETY: callers vouched for the commands. Their memory is the arena's, which is freed when this is
             // dropped.
-            match unsafe { self.inner.keep(&works) } {
+            match unsafe { self.inner.keep(&commands) } {
                 Ok(graph) => {
                     state.counts.graphs += 1;
                     if let Some(seen) = state.seen.get_mut(&key) {
@@ -236,7 +249,7 @@ impl<E: Graphs> Replaying<E> {
                 Err(cause) if self.mode == Mode::On => return Err(cause),
                 Err(_) => {
                     state.refused = true;
-                    return self.queue_each(&works);
+                    return self.queue_each(&commands);
                 }
             }
         }
@@ -246,20 +259,20 @@ impl<E: Graphs> Replaying<E> {
             ..
         }) = state.seen.get_mut(&key)
         else {
-            return self.queue_each(&works);
+            return self.queue_each(&commands);
         };
         *last = now;
         state.counts.replays += 1;
-        state.counts.replayed += works.len() as u64;
+        state.counts.replayed += commands.len() as u64;
         // SAFETY: callers vouched for the equal commands of this sequence.
         unsafe { self.inner.replay(graph) }
     }
 
-    fn queue_each(&self, works: &[Work]) -> Result<(), Cause> {
-        for work in works {
+    fn queue_each(&self, commands: &[Command]) -> Result<(), Cause> {
+        for command in commands {
             // SAFETY: callers vouched for each command when they passed it. Their memory is the arena's. A range
             // freed since then is used only by later commands, or by copies that first queue everything collected.
-            unsafe { queue_one(&*self.inner, work) }?;
+            unsafe { queue_one(&*self.inner, command) }?;
         }
         Ok(())
     }
@@ -272,15 +285,15 @@ impl<E: Graphs> Replaying<E> {
 ///
 /// # Errors
 /// As of the command, and when a product is refused that the library supported before.
-pub unsafe fn queue_one(on: &(impl Executor + ?Sized), work: &Work) -> Result<(), Cause> {
-    match work {
+pub unsafe fn queue_one(on: &(impl Executor + ?Sized), command: &Command) -> Result<(), Cause> {
+    match command {
         // SAFETY: the caller vouches for the command.
-        Work::Launch(launch) => unsafe { on.launch(launch) },
+        Command::Launch(launch) => unsafe { on.launch(launch) },
         // SAFETY: as above.
-        Work::Zero(at, bytes) => unsafe { on.zero(*at, *bytes) },
+        Command::Zero(at, bytes) => unsafe { on.zero(*at, *bytes) },
         // SAFETY: as above.
-        Work::Copy(from, to, bytes) => unsafe { on.copy(*from, *to, *bytes) },
-        Work::Multiply(product, workspace, bytes) => {
+        Command::Copy(from, to, bytes) => unsafe { on.copy(*from, *to, *bytes) },
+        Command::Multiply(product, workspace, bytes) => {
             // SAFETY: as above.
             match unsafe { on.multiply(product, *workspace, *bytes) }? {
                 true => Ok(()),
@@ -334,7 +347,7 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
     }
 
     unsafe fn read(&self, from: Address, bytes: &mut [u8]) -> Result<(), Cause> {
-        let behind = self.moment()?;
+        let behind = self.record_event()?;
         // SAFETY: the caller vouches for the range; the event follows everything queued.
         unsafe {
             self.inner
@@ -343,36 +356,36 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
     }
 
     unsafe fn zero(&self, at: Address, bytes: u64) -> Result<(), Cause> {
-        self.collect(Work::Zero(at, bytes))
+        self.collect(Command::Zero(at, bytes))
     }
 
     unsafe fn copy(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause> {
-        self.collect(Work::Copy(from, to, bytes))
+        self.collect(Command::Copy(from, to, bytes))
     }
 
-    fn moment(&self) -> Result<Moment, Cause> {
+    fn record_event(&self) -> Result<Event, Cause> {
         let _queued = self.queued()?;
-        self.inner.moment()
+        self.inner.record_event()
     }
 
     unsafe fn upload(
         &self,
         to: Address,
         bytes: &[u8],
-        behind: Option<&Moment>,
+        behind: Option<&Event>,
     ) -> Result<(), Cause> {
         let _queued = self.queued()?;
         // SAFETY: the caller vouches for the range and the event.
         unsafe { self.inner.upload(to, bytes, behind) }
     }
 
-    unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Moment) -> Result<(), Cause> {
+    unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Event) -> Result<(), Cause> {
         // No collected command uses the range. The sequence continues, so its end depends on no other thread's timing.
         // SAFETY: the caller vouches for the range and the event.
         unsafe { self.inner.deliver(to, bytes, behind) }
     }
 
-    fn delivered(&self) -> Result<Moment, Cause> {
+    fn delivered(&self) -> Result<Event, Cause> {
         let _queued = self.queued()?;
         self.inner.delivered()
     }
@@ -381,7 +394,7 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
         &self,
         from: Address,
         bytes: u64,
-        behind: &Moment,
+        behind: &Event,
         take: &mut Take<'_>,
     ) -> Result<(), Cause> {
         // An event follows everything collected before it. The lock is not held, so other threads may queue meanwhile.
@@ -390,7 +403,7 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {
-        self.collect(Work::Launch(launch.clone()))
+        self.collect(Command::Launch(launch.clone()))
     }
 
     fn multiplies(&self) -> bool {
@@ -406,7 +419,7 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
         let known = self.lock().products.get(&product.shape).copied();
         if let Some(taken) = known {
             if taken {
-                self.collect(Work::Multiply(*product, workspace, workspace_bytes))?;
+                self.collect(Command::Multiply(*product, workspace, workspace_bytes))?;
             }
             return Ok(taken);
         }
@@ -414,7 +427,7 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
         let mut state = self.queued()?;
         // SAFETY: the caller vouches for the addresses.
         let taken = unsafe { self.inner.multiply(product, workspace, workspace_bytes) }?;
-        state.counts.works += u64::from(taken);
+        state.counts.commands += u64::from(taken);
         if state.products.len() >= PRODUCTS {
             state.products.clear();
         }
@@ -468,9 +481,9 @@ impl<E: Graphs> PeerExecutor for Replaying<E> {
         self.inner_peers()?.join(rank, names, deadline)
     }
 
-    fn incoming_behind(&self, moment: &Moment) -> Result<(), Cause> {
+    fn incoming_behind(&self, event: &Event) -> Result<(), Cause> {
         // An event follows everything collected before it.
-        self.inner_peers()?.incoming_behind(moment)
+        self.inner_peers()?.incoming_behind(event)
     }
 
     unsafe fn put(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {

@@ -6,7 +6,7 @@ use super::rows::numbers;
 use crate::backend::Transpose;
 use crate::check::Sizes;
 use crate::cuda::launch::Address;
-use crate::cuda::ops::routed::{Group, OfRows, Routed};
+use crate::cuda::ops::grouped::{Group, Grouped, OfRows};
 use crate::cuda::ops::rows;
 use crate::error::Result;
 use crate::grouped::{GroupedMatmulArgs, partition, split};
@@ -66,7 +66,7 @@ impl CudaBackend {
                 ..Group::EMPTY
             };
         }
-        let routed = Routed {
+        let grouped = Grouped {
             dtype,
             transpose_b: args.transpose_b == Transpose::No,
             t,
@@ -80,8 +80,8 @@ impl CudaBackend {
             y_line: n,
         };
         let multiprocessors = self.executor.multiprocessors();
-        let tile = routed.choose(multiprocessors);
-        self.run_in_workspace(OP, |space| routed.launches(tile, multiprocessors, space))?;
+        let tile = grouped.choose(multiprocessors);
+        self.run_in_workspace(OP, |space| grouped.launches(tile, multiprocessors, space))?;
         drop(held);
         self.cast(&y, args.a.dtype())
     }

@@ -17,7 +17,6 @@
 )]
 
 mod adapted;
-mod arrivals;
 mod counting;
 pub(super) mod gpu;
 pub mod graphs;
@@ -25,6 +24,7 @@ mod grouped;
 mod loss;
 mod peers;
 mod products;
+mod reserved_uploads;
 mod residents;
 mod rows;
 mod uses;
@@ -39,7 +39,6 @@ use super::ops::norm::{self, Kind};
 use super::ops::pointwise::{self, RopeShape};
 use super::ops::{attention, cast, workspace::Workspace};
 use crate::adapted::{AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads};
-use crate::arrival::Arrival;
 use crate::backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
     LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
@@ -49,6 +48,7 @@ use crate::error::{KernelError, Result};
 use crate::grouped::GroupedMatmulArgs;
 use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
+use crate::reserved_upload::ReservedUpload;
 use crate::resident::ResidentAccess;
 use crate::tensor::{DeviceMemory, OnDevice};
 use crate::timeline::DeviceSpan;
@@ -62,7 +62,7 @@ use uses::Uses;
 pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 
 /// Event: a point in the queue of an [`Executor`], of a type private to it.
-pub type Moment = Arc<dyn Any + Send + Sync>;
+pub type Event = Arc<dyn Any + Send + Sync>;
 
 /// Callback that receives bytes as they arrive at the host.
 pub type Take<'a> = dyn FnMut(&[u8]) + 'a;
@@ -145,7 +145,7 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// When the device fails.
-    fn moment(&self) -> Result<Moment, Cause>;
+    fn record_event(&self) -> Result<Event, Cause>;
 
     /// Copies host bytes to the device beside the queue, after the event `behind`. Work queued later waits for the
     /// copy.
@@ -155,12 +155,8 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// When the device fails.
-    unsafe fn upload(
-        &self,
-        to: Address,
-        bytes: &[u8],
-        behind: Option<&Moment>,
-    ) -> Result<(), Cause>;
+    unsafe fn upload(&self, to: Address, bytes: &[u8], behind: Option<&Event>)
+    -> Result<(), Cause>;
 
     /// As [`Executor::upload`], but queued work does not wait for the copy before [`Executor::delivered`]. Any thread
     /// may call this while others queue work.
@@ -171,14 +167,14 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// When the device fails.
-    unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Moment) -> Result<(), Cause>;
+    unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Event) -> Result<(), Cause>;
 
     /// Makes work queued from here on wait for everything delivered. The returned event follows the deliveries, but
     /// no other work.
     ///
     /// # Errors
     /// When the device fails.
-    fn delivered(&self) -> Result<Moment, Cause>;
+    fn delivered(&self) -> Result<Event, Cause>;
 
     /// Waits for the event `behind` only. Then passes bytes to `take` in pieces, in order, each aligned to four
     /// bytes. Any thread may call this while others queue work.
@@ -192,7 +188,7 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
         &self,
         from: Address,
         bytes: u64,
-        behind: &Moment,
+        behind: &Event,
         take: &mut Take<'_>,
     ) -> Result<(), Cause>;
 
@@ -287,15 +283,15 @@ impl DeviceMemory for Arena {
         read.map_err(|cause| KernelError::Device { op: "read", cause })
     }
 
-    fn moment(&self) -> Result<Moment> {
-        let moment = self.executor.moment();
-        moment.map_err(|cause| KernelError::Device {
+    fn record_event(&self) -> Result<Event> {
+        let event = self.executor.record_event();
+        event.map_err(|cause| KernelError::Device {
             op: "moment",
             cause,
         })
     }
 
-    fn fetch(&self, offset: u64, bytes: u64, behind: &Moment, take: &mut Take<'_>) -> Result<()> {
+    fn fetch(&self, offset: u64, bytes: u64, behind: &Event, take: &mut Take<'_>) -> Result<()> {
         let from = Address(self.start.0 + offset);
         // SAFETY: as in `read`. A tensor is written before anything holds it, and a state does not change while a
         // tensor of it exists.
@@ -416,7 +412,7 @@ impl CudaBackend {
         let shape = x.shape();
         match x.address_in(&self.memory) {
             Some(address) => Ok(Address(address)),
-            None if x.is_null() => Err(KernelError::NoValues { op, shape }),
+            None if x.is_meta() => Err(KernelError::NoValues { op, shape }),
             None => Err(KernelError::Elsewhere { op, shape }),
         }
     }
@@ -491,8 +487,8 @@ impl CudaBackend {
     }
 
     /// Event after the last use of a range of the arena, if it was ever used.
-    fn last_use(&self, op: &'static str, place: Range<u64>) -> Result<Option<Moment>> {
-        let now = || self.executor.moment();
+    fn last_use(&self, op: &'static str, place: Range<u64>) -> Result<Option<Event>> {
+        let now = || self.executor.record_event();
         // Records an event now, so that a later copy into a range freed before need not wait for work queued from
         // here on.
         let marked = self.uses.mark(now);
@@ -748,11 +744,11 @@ impl Backend for CudaBackend {
         Ok(out)
     }
 
-    fn reserve_upload(&self, shape: Shape, dtype: DType, tag: Tag) -> Result<Arrival> {
+    fn reserve_upload(&self, shape: Shape, dtype: DType, tag: Tag) -> Result<ReservedUpload> {
         self.reserve_upload_op(shape, dtype, tag)
     }
 
-    fn upload_into(&self, place: Arrival, bytes: &[u8]) -> Result<Tensor> {
+    fn upload_into(&self, place: ReservedUpload, bytes: &[u8]) -> Result<Tensor> {
         match place.tensor {
             Some(tensor) => self.upload_into_op(tensor, place.behind.as_ref(), bytes),
             None => self.upload(bytes, place.shape, place.dtype, place.tag),

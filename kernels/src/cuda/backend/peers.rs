@@ -1,6 +1,6 @@
 //! One device's side of collectives between devices: tensors that communication fills from other ranks' memory.
 
-use super::{Cause, CudaBackend, Moment};
+use super::{Cause, CudaBackend, Event};
 use crate::cuda::launch::Address;
 use crate::error::{KernelError, Result};
 use crate::peers::{GroupAccess, Lane, PeerAccess};
@@ -31,7 +31,7 @@ pub trait PeerExecutor: Send + Sync {
     ///
     /// # Errors
     /// When the device fails.
-    fn incoming_behind(&self, moment: &Moment) -> Result<(), Cause>;
+    fn incoming_behind(&self, event: &Event) -> Result<(), Cause>;
 
     /// Copies host bytes to the device. Communication queued later waits for the copy.
     ///
@@ -222,8 +222,8 @@ impl PeerAccess for CudaBackend {
         unsafe { self.peer_executor()?.pull(peer, offset, to, bytes) }.map_err(failed(OP))
     }
 
-    fn await_settled(&self, of: &Resident) -> Result<()> {
-        let Some(behind) = of.settled() else {
+    fn await_written(&self, of: &Resident) -> Result<()> {
+        let Some(behind) = of.written() else {
             return Ok(());
         };
         let ordered = self.peer_executor()?.incoming_behind(behind);

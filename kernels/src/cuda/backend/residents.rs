@@ -5,7 +5,7 @@ use crate::cuda::launch::{Address, Launch};
 use crate::cuda::ops::{accumulate, adamw, grad_norm, pointwise};
 use crate::error::{KernelError, Result, shape_error};
 use crate::pool::Tag;
-use crate::resident::{AdamWArgs, Part, Place, Resident, ResidentAccess, Scalars, fits};
+use crate::resident::{AdamWArgs, Part, Resident, ResidentAccess, RoundingCounter, Scalars, fits};
 use crate::{DType, Tensor};
 use std::ops::Range;
 use std::sync::PoisonError;
@@ -16,7 +16,7 @@ impl CudaBackend {
     fn run_rounding(
         &self,
         op: &'static str,
-        place: Place,
+        place: RoundingCounter,
         launch: impl FnOnce(Address) -> Launch,
     ) -> Result<()> {
         let mut rounding = self.rounding.lock().unwrap_or_else(PoisonError::into_inner);
@@ -62,11 +62,14 @@ impl ResidentAccess for CudaBackend {
         if out.is_empty() {
             return Ok(());
         }
-        let settled = from.lent().or(from.settled()).cloned();
+        let written = from.borrowed().or(from.written()).cloned();
         let from = self.bytes_of(OP, from, at, out.len())?;
-        let behind = match settled {
+        let behind = match written {
             Some(behind) => behind,
-            None => self.executor.moment().map_err(Self::device_error(OP))?,
+            None => self
+                .executor
+                .record_event()
+                .map_err(Self::device_error(OP))?,
         };
         // SAFETY: the range is that of the state, which is borrowed. A change drops the event of the change before.
         let fetched = unsafe {
@@ -81,7 +84,7 @@ impl ResidentAccess for CudaBackend {
         if bytes.is_empty() {
             return Ok(());
         }
-        if let Some(behind) = to.lent().cloned() {
+        if let Some(behind) = to.borrowed().cloned() {
             let to = self.bytes_of(OP, to, at, bytes.len())?;
             // SAFETY: the range is that of the state, which nothing else uses while it is borrowed from the device.
             let delivered = unsafe { self.executor.deliver(to, bytes, &behind) };
@@ -89,7 +92,10 @@ impl ResidentAccess for CudaBackend {
         }
         to.changes(OP)?;
         let to = self.bytes_of(OP, to, at, bytes.len())?;
-        let behind = self.executor.moment().map_err(Self::device_error(OP))?;
+        let behind = self
+            .executor
+            .record_event()
+            .map_err(Self::device_error(OP))?;
         // SAFETY: the range is that of the state, which this call borrows mutably. So nothing queued between the
         // event and this call uses it.
         let uploaded = unsafe { self.executor.upload(to, bytes, Some(&behind)) };
@@ -109,7 +115,7 @@ impl ResidentAccess for CudaBackend {
         &self,
         sums: Part<'_>,
         values: &Tensor,
-        place: Option<Place>,
+        place: Option<RoundingCounter>,
         fresh: bool,
     ) -> Result<()> {
         const OP: &str = "add to sums";
@@ -138,10 +144,12 @@ impl ResidentAccess for CudaBackend {
         }
     }
 
-    fn settle(&self, states: &mut [&mut Resident]) -> Result<()> {
-        let now = self.executor.moment();
+    fn record_write(&self, states: &mut [&mut Resident]) -> Result<()> {
+        let now = self.executor.record_event();
         let now = now.map_err(Self::device_error("settle states"))?;
-        states.iter_mut().for_each(|states| states.settle(&now));
+        states
+            .iter_mut()
+            .for_each(|states| states.record_write(&now));
         Ok(())
     }
 
@@ -150,10 +158,13 @@ impl ResidentAccess for CudaBackend {
         if states.is_empty() {
             return Ok(());
         }
-        let now = self.executor.moment().map_err(Self::device_error(OP))?;
+        let now = self
+            .executor
+            .record_event()
+            .map_err(Self::device_error(OP))?;
         for states in states {
             // If a state is borrowed a second time, nothing was read in between.
-            if states.lent().is_none() {
+            if states.borrowed().is_none() {
                 states.changes(OP)?;
             }
             states.lend(&now);
@@ -215,14 +226,14 @@ impl ResidentAccess for CudaBackend {
             (None, None) => Address::NULL,
             _ => return shape_error(OP, format!("{form:?} with the copy {:?}", args.copy)),
         };
-        let window = adamw::Window {
+        let window = adamw::AdamWChunk {
             form,
             grad_dtype: args.grad.dtype(),
             grad: self.address(OP, args.grad)?,
             weight: address(&args.weight.tensor(n)?, form.weight())?,
             copy,
-            exp_avg: address(&args.exp_avg.tensor(n)?, form.moment())?,
-            exp_avg_sq: address(&args.exp_avg_sq.tensor(n)?, form.moment())?,
+            exp_avg: address(&args.exp_avg.tensor(n)?, form.moment_dtype())?,
+            exp_avg_sq: address(&args.exp_avg_sq.tensor(n)?, form.moment_dtype())?,
             n: n as u64,
             first_element: args.first_element,
         };

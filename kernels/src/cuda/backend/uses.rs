@@ -4,7 +4,7 @@
 //! work after the previous owner's. A copy beside that queue must itself wait for the last use. Uses are only
 //! counted. An event is recorded when a copy needs one; a later event is equally correct, only less early.
 
-use super::{Cause, Moment};
+use super::{Cause, Event};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,7 +23,7 @@ struct Inner {
     /// Freed ranges by start: their end, and the number of commands queued when they were freed.
     released: BTreeMap<u64, (u64, u64)>,
     /// Events with the number of commands queued before each, ascending.
-    moments: VecDeque<(u64, Moment)>,
+    events: VecDeque<(u64, Event)>,
 }
 
 impl Uses {
@@ -64,39 +64,39 @@ impl Uses {
     pub(super) fn behind(
         &self,
         place: Range<u64>,
-        now: impl Fn() -> Result<Moment, Cause>,
-    ) -> Result<Option<Moment>, Cause> {
+        now: impl Fn() -> Result<Event, Cause>,
+    ) -> Result<Option<Event>, Cause> {
         let mut inner = self.lock();
         let before = inner.released.range(..place.end);
         let uses = before.filter(|(_, (end, _))| *end > place.start);
         let Some(last) = uses.map(|(_, (_, queued))| *queued).max() else {
             return Ok(None);
         };
-        if let Some((_, moment)) = inner.moments.iter().find(|(queued, _)| *queued >= last) {
-            return Ok(Some(moment.clone()));
+        if let Some((_, event)) = inner.events.iter().find(|(queued, _)| *queued >= last) {
+            return Ok(Some(event.clone()));
         }
         inner.mark(now).map(Some)
     }
 
     /// Records an event after everything queued so far. Later copies then need not wait for work queued after it.
-    pub(super) fn mark(&self, now: impl Fn() -> Result<Moment, Cause>) -> Result<(), Cause> {
+    pub(super) fn mark(&self, now: impl Fn() -> Result<Event, Cause>) -> Result<(), Cause> {
         self.lock().mark(now).map(drop)
     }
 }
 
 impl Inner {
-    fn mark(&mut self, now: impl Fn() -> Result<Moment, Cause>) -> Result<Moment, Cause> {
-        if let Some((queued, moment)) = self.moments.back()
+    fn mark(&mut self, now: impl Fn() -> Result<Event, Cause>) -> Result<Event, Cause> {
+        if let Some((queued, event)) = self.events.back()
             && *queued == self.queued
         {
-            return Ok(moment.clone());
+            return Ok(event.clone());
         }
-        let moment = now()?;
-        self.moments.push_back((self.queued, moment.clone()));
-        if self.moments.len() > MOMENTS {
-            self.moments.pop_front();
+        let event = now()?;
+        self.events.push_back((self.queued, event.clone()));
+        if self.events.len() > MOMENTS {
+            self.events.pop_front();
         }
-        Ok(moment)
+        Ok(event)
     }
 }
 
@@ -110,10 +110,10 @@ mod tests {
     fn a_copy_waits_for_the_last_use_of_its_range_and_no_later_one() {
         let (uses, marks) = (Uses::default(), AtomicU64::new(0));
         let now =
-            || -> Result<Moment, Cause> { Ok(Arc::new(marks.fetch_add(1, Ordering::Relaxed))) };
+            || -> Result<Event, Cause> { Ok(Arc::new(marks.fetch_add(1, Ordering::Relaxed))) };
         let behind = |place| {
-            let moment = uses.behind(place, now).unwrap();
-            moment.map(|moment| *moment.downcast_ref::<u64>().unwrap())
+            let event = uses.behind(place, now).unwrap();
+            event.map(|event| *event.downcast_ref::<u64>().unwrap())
         };
         assert_eq!(behind(0..64), None);
         uses.count();

@@ -146,7 +146,7 @@ pub fn read(directories: &[PathBuf]) -> NvmlReport {
     let mut attempts = Vec::new();
     let places = directories
         .iter()
-        .map(|folder| folder.join(FILE_NAME))
+        .map(|directory| directory.join(FILE_NAME))
         .chain([PathBuf::from(FILE_NAME), PathBuf::from(WSL).join(FILE_NAME)])
         .chain([PathBuf::from(CONTAINER).join(FILE_NAME)]);
     for path in places {

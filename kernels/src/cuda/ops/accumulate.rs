@@ -5,7 +5,7 @@ use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module};
 
-pub use crate::resident::Place;
+pub use crate::resident::RoundingCounter;
 
 /// Maximum blocks of the grid: enough for several waves on any GPU.
 const MAX_BLOCKS: u64 = 132 * 16;
@@ -22,8 +22,8 @@ pub fn modules() -> Vec<Module> {
 
 /// Key and time of a rounding position, as the kernel reads them from device memory.
 #[must_use]
-pub const fn when(place: Place) -> [u32; 4] {
-    let Place { key, time, .. } = place;
+pub const fn when(place: RoundingCounter) -> [u32; 4] {
+    let RoundingCounter { key, time, .. } = place;
     [key[0], key[1], time as u32, (time >> 32) as u32]
 }
 

@@ -12,7 +12,7 @@ const MAX_BLOCKS: u64 = 132 * 12;
 
 /// Operands of a step: arrays of `n` elements, each aligned to its elements.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Window {
+pub struct AdamWChunk {
     /// Storage of weights and moments.
     pub form: Form,
     /// Dtype of the gradient.
@@ -33,15 +33,15 @@ pub struct Window {
     pub first_element: u64,
 }
 
-impl Window {
+impl AdamWChunk {
     /// Number of elements before the first index at which all arrays are aligned to vectors. All elements if no such
     /// index exists.
     fn head(&self) -> u64 {
         let mut windows = vec![
             (self.grad, self.grad_dtype),
             (self.weight, self.form.weight()),
-            (self.exp_avg, self.form.moment()),
-            (self.exp_avg_sq, self.form.moment()),
+            (self.exp_avg, self.form.moment_dtype()),
+            (self.exp_avg_sq, self.form.moment_dtype()),
         ];
         windows.extend(self.form.copy().map(|dtype| (self.copy, dtype)));
         head(&windows, self.n)
@@ -69,7 +69,7 @@ pub fn modules() -> Vec<Module> {
 /// and writes nothing if the clip block says to skip. Moves [`Form::bytes`] per element. `None` when the gradient is
 /// not a float.
 #[must_use]
-pub fn launch(window: &Window, scalars: Address, clip: Address) -> Option<Launch> {
+pub fn launch(window: &AdamWChunk, scalars: Address, clip: Address) -> Option<Launch> {
     let head = window.head();
     Some(Launch {
         module: module(window.form, window.grad_dtype)?,
@@ -96,9 +96,9 @@ pub fn launch(window: &Window, scalars: Address, clip: Address) -> Option<Launch
 mod tests {
     use super::*;
 
-    fn window(offsets: [u64; 4]) -> Window {
+    fn window(offsets: [u64; 4]) -> AdamWChunk {
         let [grad, weight, copy, moments] = offsets.map(|offset| Address(4096 + offset));
-        Window {
+        AdamWChunk {
             form: Form::MasterBf16,
             grad_dtype: DType::BF16,
             grad,

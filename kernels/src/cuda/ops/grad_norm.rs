@@ -34,7 +34,7 @@ pub struct Clip {
 /// One rank's summands of [`clip`], in device memory.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Debug, Pod, Zeroable)]
-pub struct Sums {
+pub struct SquareSums {
     /// Sum of squares of the rank's gradients.
     pub squares: f64,
     /// Sum of the rank's losses.
@@ -105,7 +105,7 @@ pub fn square_sum(
     Some([block_sums, total])
 }
 
-/// Adds [`Sums`] `[ranks]` in rank order and writes [`Clip`]: `optim::clip::GradientScale` on the device. `max_norm`
+/// Adds [`SquareSums`] `[ranks]` in rank order and writes [`Clip`]: `optim::clip::GradientScale` on the device. `max_norm`
 /// of `None` does not clip. `None` when the number of ranks exceeds `int`.
 #[must_use]
 pub fn clip(sums: Address, ranks: usize, max_norm: Option<f32>, out: Address) -> Option<Launch> {

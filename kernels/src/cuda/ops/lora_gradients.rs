@@ -54,14 +54,14 @@ pub struct LoraGradients {
     pub d_lora_b: Address,
 }
 
-fn module(dtype: DType, rank: usize, routed: bool) -> Option<Module> {
+fn module(dtype: DType, rank: usize, grouped: bool) -> Option<Module> {
     let element = element_type(dtype).filter(|_| dtype != DType::F32)?;
     let mut defines = vec![("TYPE", element), ("RANK", rank as u32)];
-    let kernels: &[&str] = match routed {
+    let kernels: &[&str] = match grouped {
         false => &["lora_gradients"],
         true => &["lora_gradients_routed"],
     };
-    if routed {
+    if grouped {
         defines.push(("ROUTED", 1));
     }
     Some(Module::new(Family::LoraGradients, defines, kernels))
@@ -72,8 +72,8 @@ fn module(dtype: DType, rank: usize, routed: bool) -> Option<Module> {
 pub fn modules() -> Vec<Module> {
     let mut all = Vec::new();
     for dtype in [DType::BF16, DType::F16] {
-        for routed in [false, true] {
-            all.extend(RANKS.map(|rank| module(dtype, rank, routed)));
+        for grouped in [false, true] {
+            all.extend(RANKS.map(|rank| module(dtype, rank, grouped)));
         }
     }
     all.into_iter().flatten().collect()
@@ -119,8 +119,8 @@ impl LoraGradients {
         let made_for = self.module_rank()?;
         let stages = if made_for < 64 { 4 } else { 3 };
         let shared = stages * ROWS * (SLICE + made_for) * 2 + WARPS * ROWS * (made_for + 8) * 4;
-        let routed = self.rows != Address::NULL;
-        let module = module(self.dtype, made_for, routed)?;
+        let grouped = self.rows != Address::NULL;
+        let module = module(self.dtype, made_for, grouped)?;
         let mut pass = Launch {
             kernel: module.kernels()[0],
             module,
@@ -141,7 +141,7 @@ impl LoraGradients {
                 int(range_rows)?,
             ],
         };
-        if routed {
+        if grouped {
             pass.args.push(Arg::Address(self.rows));
         }
         let sum = |[m, n, y_line]: [usize; 3], out: DType, scale: f32, y: Address| Product {

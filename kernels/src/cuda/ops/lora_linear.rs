@@ -26,10 +26,10 @@
 //! `s` and `ds` are rounded once to the 16-bit type. This is the only rounding that separate operations in f32 would
 //! not make. Lines that are not multiples of 8 elements (`r`, rarely `k` or `n`) are first copied to aligned lines.
 
+use super::grouped;
 use super::lora_gradients::LoraGradients;
 use super::pointwise::Dropped;
 use super::product::{Product, Term, choosable, module, parts_module};
-use super::routed;
 use super::workspace::Workspace;
 use crate::DType;
 use crate::cuda::launch::{Address, Launch};
@@ -40,7 +40,7 @@ use crate::cuda::module::Module;
 pub fn modules() -> Vec<Module> {
     let all = choosable().into_iter();
     all.filter_map(|(dtype, out, transpose, tile)| module(dtype, out, transpose, tile))
-        .chain(routed::modules())
+        .chain(grouped::modules())
         .collect()
 }
 

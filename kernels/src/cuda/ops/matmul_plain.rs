@@ -1,7 +1,7 @@
 //! Matrix products of f32 operands: a [`Product`](super::product::Product) without tensor cores, in full f32.
 
+use super::grouped;
 use super::product::Variant;
-use super::routed;
 use super::tile::Tile;
 use crate::DType;
 use crate::cuda::module::{Family, Module};
@@ -59,7 +59,7 @@ pub fn variants() -> Vec<Variant> {
 pub fn modules() -> Vec<Module> {
     let all = variants().into_iter();
     all.map(|(_, _, transpose, tile)| module(transpose, tile))
-        .chain(routed::plain_modules())
+        .chain(grouped::plain_modules())
         .collect()
 }
 

@@ -185,10 +185,10 @@ mod tests {
 
     #[test]
     fn auto_bucket_sizes_are_those_of_hugging_face() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let file = folder.path().join("config.json");
+        let directory = tempfile::tempdir().expect("temp dir");
+        let file = directory.path().join("config.json");
         let args = train_args(&[
-            format!("--model={}", folder.path().display()),
+            format!("--model={}", directory.path().display()),
             "--data=d".to_owned(),
         ]);
         let env = Env::from_lookup(&|_| None).expect("an environment");

@@ -127,8 +127,8 @@ pub(crate) fn go_through_bytes(bytes: &[u8], ending: &str) -> Result<(), Failure
 
 /// A path in a file: as written, or relative to the file if only that path exists.
 fn beside(path: &Path, config: Option<&Path>) -> PathBuf {
-    let folder = config.and_then(Path::parent);
-    let other = folder.map(|folder| folder.join(path));
+    let directory = config.and_then(Path::parent);
+    let other = directory.map(|directory| directory.join(path));
     other
         .filter(|other| !path.exists() && other.exists())
         .unwrap_or_else(|| path.to_owned())

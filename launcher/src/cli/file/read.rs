@@ -95,12 +95,12 @@ mod tests {
 
     #[test]
     fn large_files_are_not_read() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let path = folder.path().join("large.json");
+        let directory = tempfile::tempdir().expect("temp dir");
+        let path = directory.path().join("large.json");
         std::fs::write(&path, vec![b' '; 2 << 20]).expect("written");
         let failure = read(&path).expect_err("refused");
         assert!(failure.cause.contains("larger than 1024 KiB"), "{failure}");
-        let missing = read(&folder.path().join("none.json")).expect_err("refused");
+        let missing = read(&directory.path().join("none.json")).expect_err("refused");
         assert_eq!(missing.code.status(), 2);
     }
 }

@@ -11,7 +11,7 @@ use clap::ValueEnum;
 const OTHER_DATA: &str = "--data and --eval-data give the files";
 const MAX_LENGTH: &str =
     "--model-max-length counts all tokens of the decoder, including those of images";
-const PICTURES: &str = "--max-slice-nums limits the size of images";
+const IMAGES: &str = "--max-slice-nums limits the size of images";
 const NO_TORCH: &str = "this program does not use PyTorch";
 const GENERATION: &str =
     "it concerns generation; `launcher generate` and `launcher eval` have flags for it";
@@ -71,9 +71,9 @@ const LLAMA_FACTORY: &[(&str, Meaning)] = &[
     ("flash_attn", Unused("attention is always tiled")),
     ("enable_liger_kernel", Unused(NO_TORCH)),
     ("use_unsloth", Unused(NO_TORCH)),
-    ("image_max_pixels", Unused(PICTURES)),
-    ("image_min_pixels", Unused(PICTURES)),
-    ("video_max_pixels", Unused(PICTURES)),
+    ("image_max_pixels", Unused(IMAGES)),
+    ("image_min_pixels", Unused(IMAGES)),
+    ("video_max_pixels", Unused(IMAGES)),
     (
         "val_size",
         Only(&["0", "0.0"], "--eval-data gives the held-out samples"),

@@ -9,7 +9,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::config::defaults::{self, DEMO, Defaults, MODEL};
 use crate::config::{
-    Cadence, Device, DeviceChoice, EarlyStep, Length, LrScale, Offload, OptimizerConfig,
+    Cadence, Device, DeviceChoice, Length, LrScale, Offload, OptimizerConfig, OptimizerInBackward,
     PrecisionChoice, PureBf16Weights, ReportTo, Resume, RunConfig, RunGpu, SampleRules, Source,
     Strategy, Task, Tier, Warmup,
 };
@@ -81,8 +81,8 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         shard_group: shard_group(args, world_size)?,
         collectives: args.collectives.unwrap_or_default(),
         nvme_io: args.nvme_io.unwrap_or_default(),
-        early_step: early_step(args, on_gpu, &mut notes),
-        late_step: args.late_step.unwrap_or_default(),
+        optimizer_in_backward: optimizer_in_backward(args, on_gpu, &mut notes),
+        optimizer_in_forward: args.optimizer_in_forward.unwrap_or_default(),
         offload,
         world_size,
         ranks_here: ranks_here(args, env, world_size),
@@ -90,7 +90,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         device: chosen.device,
         gpus: chosen.gpus.clone(),
         cuda_graph: args.cuda_graph.unwrap_or_default(),
-        upload_ahead: args.upload_ahead.unwrap_or_default(),
+        prefetch_weights: args.prefetch_weights.unwrap_or_default(),
         numbers: numbers::resolve(args, precision(args, defaults)?)?,
         precision: precision(args, defaults)?,
         rope_precision: args.rope_precision.unwrap_or_default(),
@@ -136,8 +136,8 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         source,
     };
     config.check_collectives()?;
-    config.check_upload_ahead()?;
-    config.check_late_step()?;
+    config.check_prefetch_weights()?;
+    config.check_optimizer_in_forward()?;
     Ok(Resolved { config, notes })
 }
 
@@ -209,20 +209,20 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
             "the demo has its own images",
         )),
         (None, None) => Ok(Source::Demo {
-            folder: crate::config::demo::folder_in(&env.cache_dir),
+            directory: crate::config::demo::directory_in(&env.cache_dir),
         }),
     }
 }
 
-/// An early step runs on the processor: states on a GPU are updated there, faster than they would come and go.
-fn early_step(args: &Args, on_gpu: bool, notes: &mut Vec<Note>) -> EarlyStep {
-    let asked = args.early_step.unwrap_or_default();
-    if !on_gpu || matches!(asked, EarlyStep::Auto | EarlyStep::Off) {
+/// An optimizer in backward runs on the processor: states on a GPU are updated there, faster than they would come and go.
+fn optimizer_in_backward(args: &Args, on_gpu: bool, notes: &mut Vec<Note>) -> OptimizerInBackward {
+    let asked = args.optimizer_in_backward.unwrap_or_default();
+    if !on_gpu || matches!(asked, OptimizerInBackward::Auto | OptimizerInBackward::Off) {
         return asked;
     }
     let reason = "states in GPU memory are updated there, after the pass";
     notes.push(note("--optimizer-in-backward", reason));
-    EarlyStep::Off
+    OptimizerInBackward::Off
 }
 
 /// States in the tiers that were asked for. Those of an update that a GPU has no kernel for lie in host memory instead.
@@ -283,16 +283,16 @@ fn ranks_here(args: &Args, env: &Env, world_size: usize) -> Option<usize> {
 }
 
 fn output(args: &Args, env: &Env, source: &Source) -> Result<(PathBuf, bool), Failure> {
-    if let Some(folder) = &args.output {
-        return Ok((absolute(folder)?, true));
+    if let Some(directory) = &args.output {
+        return Ok((absolute(directory)?, true));
     }
     // Continuing a checkpoint continues its run.
-    if let Some(folder) = args
+    if let Some(directory) = args
         .resume
         .as_deref()
         .filter(|text| !matches!(*text, "auto" | "true" | "false"))
     {
-        let checkpoint = absolute(Path::new(folder))?;
+        let checkpoint = absolute(Path::new(directory))?;
         if let Some(run) = checkpoint.parent() {
             return Ok((run.to_path_buf(), true));
         }
@@ -310,8 +310,8 @@ fn output(args: &Args, env: &Env, source: &Source) -> Result<(PathBuf, bool), Fa
             .file_name()
             .map_or_else(|| "model".into(), |name| name.to_string_lossy()),
     };
-    let folder = Path::new("runs").join(format!("{name}-{}", timestamp(env.now)));
-    Ok((absolute(&folder)?, false))
+    let directory = Path::new("runs").join(format!("{name}-{}", timestamp(env.now)));
+    Ok((absolute(&directory)?, false))
 }
 
 fn precision(args: &Args, defaults: &Defaults) -> Result<PrecisionChoice, Failure> {
@@ -610,13 +610,19 @@ impl RunConfig {
         );
         flags.push(("offload", self.offload.to_string()));
         flags.push(("nvme-io", value_name(self.nvme_io)));
-        flags.push(("optimizer-in-backward", self.early_step.to_string()));
-        flags.push(("optimizer-in-forward", value_name(self.late_step)));
+        flags.push((
+            "optimizer-in-backward",
+            self.optimizer_in_backward.to_string(),
+        ));
+        flags.push((
+            "optimizer-in-forward",
+            value_name(self.optimizer_in_forward),
+        ));
         flags.push(("nproc", self.ranks_here().to_string()));
         flags.push(("comm-timeout", self.comm_timeout_seconds.to_string()));
         flags.push(("device", self.device.name().to_string()));
         flags.push(("cuda-graph", value_name(self.cuda_graph)));
-        flags.push(("prefetch-weights", value_name(self.upload_ahead)));
+        flags.push(("prefetch-weights", value_name(self.prefetch_weights)));
         flags.push(("collectives", value_name(self.collectives)));
         flags.push(("precision", value_name(self.precision)));
         flags.extend(self.numbers.flags(self.precision));

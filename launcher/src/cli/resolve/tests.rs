@@ -56,16 +56,16 @@ fn defaults_of_a_model_are_those_of_its_scripts() {
 #[test]
 fn weights_come_ahead_on_gpus_only() {
     let auto = config("--device cuda");
-    assert!(auto.uploads_ahead());
-    assert!(!config("--device cuda --prefetch-weights off").uploads_ahead());
-    assert!(!config("--device cpu").uploads_ahead());
+    assert!(auto.prefetch_weights());
+    assert!(!config("--device cuda --prefetch-weights off").prefetch_weights());
+    assert!(!config("--device cpu").prefetch_weights());
     let failure = refused("--device cpu --prefetch-weights on");
     assert!(failure.cause.contains("it needs GPUs"), "{failure:?}");
 }
 
 #[test]
 fn updates_go_on_beside_the_next_pass_where_the_optimizer_is_in_host_memory() {
-    let late = |line: &str| config(line).steps_late();
+    let late = |line: &str| config(line).updates_in_forward();
     assert!(late("--device cuda --zero 3 --offload cpu"));
     assert!(late("--device cuda --zero 3 --offload optimizer=cpu"));
     assert!(!late("--device cuda --zero 3 --offload param=cpu"));
@@ -259,7 +259,7 @@ fn resuming_a_checkpoint_continues_its_run() {
 }
 
 #[test]
-fn run_folders_are_named_by_model_and_time() {
+fn run_directories_are_named_by_model_and_time() {
     assert_eq!(
         timestamp(UNIX_EPOCH + Duration::from_secs(951_827_696)),
         "20000229-123456"
@@ -368,8 +368,8 @@ proptest! {
         }
         let config = config(&line);
         prop_assert_eq!(&again(&config), &config);
-        let folder = tempfile::tempdir().expect("temp dir");
-        let path = folder.path().join(CONFIG_FILE);
+        let directory = tempfile::tempdir().expect("temp dir");
+        let path = directory.path().join(CONFIG_FILE);
         config.draft().save_to(&path).expect("saved");
         prop_assert_eq!(RunPlan::load_from(&path).expect("loaded"), config.draft());
     }
@@ -377,8 +377,8 @@ proptest! {
 
 #[test]
 fn a_damaged_configuration_names_the_place() {
-    let folder = tempfile::tempdir().expect("temp dir");
-    let path = folder.path().join(CONFIG_FILE);
+    let directory = tempfile::tempdir().expect("temp dir");
+    let path = directory.path().join(CONFIG_FILE);
     let text = serde_json::to_string(&config("").draft()).expect("serialises");
     std::fs::write(&path, text.replace("\"micro_batch\":", "\"micro_bach\":")).expect("written");
     let failure = RunPlan::load_from(&path).expect_err("refused");

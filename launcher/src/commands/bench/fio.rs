@@ -17,9 +17,9 @@ pub(super) fn is_installed() -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-/// Writes and reads `bytes` bytes in `folder`. Returns the rates of reading and writing in bytes per second.
-pub(super) fn run(folder: &Path, bytes: u64) -> Result<(f64, f64), Failure> {
-    let file = folder.join("fio");
+/// Writes and reads `bytes` bytes in `directory`. Returns the rates of reading and writing in bytes per second.
+pub(super) fn run(directory: &Path, bytes: u64) -> Result<(f64, f64), Failure> {
+    let file = directory.join("fio");
     let pass = |kind: &str| -> Result<f64, Failure> {
         let output = Command::new("fio")
             .arg("--name=bench")
@@ -29,7 +29,7 @@ pub(super) fn run(folder: &Path, bytes: u64) -> Result<(f64, f64), Failure> {
             .args(["--bs=1m", "--direct=1", "--ioengine=libaio", "--iodepth=16"])
             .arg("--output-format=json")
             .output()
-            .map_err(|e| Failure::io(ErrorCode::Disk, "run fio in", folder, &e))?;
+            .map_err(|e| Failure::io(ErrorCode::Disk, "run fio in", directory, &e))?;
         rate(&output.stdout, kind).ok_or_else(|| {
             let text = String::from_utf8_lossy(&output.stderr);
             let why = text.lines().next().unwrap_or("its output has no rate");

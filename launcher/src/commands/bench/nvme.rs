@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use engine::spill::{IoPath, SpillFolder, SpillIo, measure};
+use engine::spill::{IoPath, SpillDirectory, SpillIo, measure};
 use kernels::Pool;
 use serde_json::{Value, json};
 
@@ -49,20 +49,20 @@ impl Rates {
 pub fn run(args: &BenchNvmeArgs) -> Result<ExitCode, Failure> {
     let size = args.size.unwrap_or(SIZE_BYTES).max(1 << 20);
     let rounds = args.rounds.unwrap_or(ROUNDS).max(1);
-    check_room(&args.folder, size)?;
-    let rates = rounds_of(&args.folder, size, rounds)?;
+    check_disk_space(&args.directory, size)?;
+    let rates = rounds_of(&args.directory, size, rounds)?;
     let text = if args.json == Some(true) {
-        format!("{}\n", as_json(&args.folder, size, &rates))
+        format!("{}\n", as_json(&args.directory, size, &rates))
     } else {
-        as_text(&args.folder, size, &rates)
+        as_text(&args.directory, size, &rates)
     };
     drop(write!(std::io::stdout(), "{text}"));
     Ok(ExitCode::SUCCESS)
 }
 
-fn check_room(folder: &Path, size: u64) -> Result<(), Failure> {
-    let free = disk_free_bytes(folder)
-        .map_err(|e| Failure::io(ErrorCode::Disk, "query the file system of", folder, &e))?;
+fn check_disk_space(directory: &Path, size: u64) -> Result<(), Failure> {
+    let free = disk_free_bytes(directory)
+        .map_err(|e| Failure::io(ErrorCode::Disk, "query the file system of", directory, &e))?;
     if free >= size {
         return Ok(());
     }
@@ -70,7 +70,7 @@ fn check_room(folder: &Path, size: u64) -> Result<(), Failure> {
         ErrorCode::Disk,
         format!(
             "{} has too little free space for the measurement",
-            folder.display()
+            directory.display()
         ),
         format!("{} are needed, {} are free", bytes(size), bytes(free)),
     )
@@ -78,10 +78,10 @@ fn check_room(folder: &Path, size: u64) -> Result<(), Failure> {
 }
 
 /// Measures every path in every round, so that other activity on the machine affects all of them.
-fn rounds_of(folder: &Path, size: u64, rounds: usize) -> Result<Vec<Rates>, Failure> {
+fn rounds_of(directory: &Path, size: u64, rounds: usize) -> Result<Vec<Rates>, Failure> {
     let failed = |e: &engine::EngineError| failures::engine("measure the disk", e);
     let job = format!("bench-{}", std::process::id());
-    let held = SpillFolder::join(folder, &job).map_err(|e| failed(&e.into()))?;
+    let held = SpillDirectory::join(directory, &job).map_err(|e| failed(&e.into()))?;
     let held = Arc::new(held);
     let host = Pool::new("host", None);
     let queue = SpillIo::new(BUFFER_BYTES, &host).map_err(|e| failed(&e))?;
@@ -132,7 +132,7 @@ fn shares(rates: &[Rates], way: &Rates) -> Option<(f64, f64)> {
     ))
 }
 
-fn as_json(folder: &Path, size: u64, rates: &[Rates]) -> Value {
+fn as_json(directory: &Path, size: u64, rates: &[Rates]) -> Value {
     let ways = rates.iter().map(|r| {
         let shares = shares(rates, r);
         json!({
@@ -146,16 +146,16 @@ fn as_json(folder: &Path, size: u64, rates: &[Rates]) -> Value {
         })
     });
     json!({
-        "folder": folder,
+        "folder": directory,
         "bytes": size,
         "ways": ways.collect::<Vec<_>>(),
     })
 }
 
-fn as_text(folder: &Path, size: u64, rates: &[Rates]) -> String {
+fn as_text(directory: &Path, size: u64, rates: &[Rates]) -> String {
     let mut text = format!(
         "{} · {} per round\n\nGB/s      read    best   write    best   of fio: read   write\n",
-        folder.display(),
+        directory.display(),
         bytes(size)
     );
     let cell = |rate: Option<f64>| rate.map_or("-".to_owned(), |r| format!("{:.2}", r / 1e9));
@@ -217,12 +217,15 @@ mod tests {
 
     #[test]
     fn a_directory_is_measured_and_left_as_it_was() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let rates = rounds_of(folder.path(), 2 << 20, 1).expect("measured");
+        let directory = tempfile::tempdir().expect("temp dir");
+        let rates = rounds_of(directory.path(), 2 << 20, 1).expect("measured");
         let mapped = &rates[1];
         assert!(mapped.read[0] > 0.0 && mapped.write[0] > 0.0);
-        assert_eq!(std::fs::read_dir(folder.path()).expect("read").count(), 0);
-        let failure = check_room(folder.path(), 1 << 60).expect_err("too large");
+        assert_eq!(
+            std::fs::read_dir(directory.path()).expect("read").count(),
+            0
+        );
+        let failure = check_disk_space(directory.path(), 1 << 60).expect_err("too large");
         assert_eq!(failure.code, ErrorCode::Disk);
     }
 }

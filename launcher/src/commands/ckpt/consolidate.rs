@@ -22,7 +22,7 @@ use super::verify::is_weight;
 use super::{open, print, required};
 use crate::cli::CkptConsolidateArgs;
 use crate::commands::export::copy;
-use crate::commands::new_directory::NewFolder;
+use crate::commands::new_directory::NewDirectory;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::model::files;
 use crate::model::stored::max_shard_bytes;
@@ -50,7 +50,7 @@ enum From<'a> {
 pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let output = required(args.output.as_ref())?;
-    let folder = NewFolder::begin(output, "a consolidated checkpoint")?;
+    let directory = NewDirectory::begin(output, "a consolidated checkpoint")?;
     let source = open(&args.checkpoint, "consolidate")?;
     let (mut tensors, mut written, mut from_state) = (0, 0, BTreeSet::new());
     let mut write = |stem: &str, entries: &[Entry<'_>]| {
@@ -59,7 +59,7 @@ pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
             Some(limit) if stem != ADAPTER_STEM => limit,
             _ => max_shard_bytes(stem),
         };
-        written += write_file(folder.path(), stem, entries, &source, limit)?;
+        written += write_file(directory.path(), stem, entries, &source, limit)?;
         Ok::<_, Failure>(())
     };
     let files = weight_files(&args.checkpoint)?;
@@ -95,13 +95,13 @@ pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
         write(OPTIMIZER_STEM, &entries)?;
     }
     for (name, path) in files::small(&args.checkpoint)? {
-        copy(&path, &folder.path().join(name), Some(DType::F32))?;
+        copy(&path, &directory.path().join(name), Some(DType::F32))?;
     }
     let adapter = args.checkpoint.join(ADAPTER_CONFIG);
     if adapter.is_file() {
-        copy(&adapter, &folder.path().join(ADAPTER_CONFIG), None)?;
+        copy(&adapter, &directory.path().join(ADAPTER_CONFIG), None)?;
     }
-    folder.publish()?;
+    directory.publish()?;
     let stems: Vec<&str> = files.iter().map(|(stem, _)| *stem).collect();
     print(&format!(
         " consolidate  step {} · {} · {} tensors in f32, {} weights from the training state · {} · {} · {}\n",
@@ -121,10 +121,10 @@ pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
 }
 
 /// The weight files of the checkpoint, by stem.
-fn weight_files(folder: &Path) -> Result<Vec<(&'static str, WeightSource)>, Failure> {
+fn weight_files(directory: &Path) -> Result<Vec<(&'static str, WeightSource)>, Failure> {
     let mut files = Vec::new();
     for stem in [MODEL_STEM, ADAPTER_STEM, TRAINED_STEM] {
-        match WeightSource::open_stem(folder, stem) {
+        match WeightSource::open_stem(directory, stem) {
             Ok(source) => files.push((stem, source)),
             Err(WeightError::NoWeights { .. }) => {}
             Err(error) => return Err(failures::weights(&error)),
@@ -180,7 +180,7 @@ fn of_kinds(
 
 /// Writes one file, or several if it is too large; returns the bytes.
 fn write_file(
-    folder: &Path,
+    directory: &Path,
     stem: &str,
     entries: &[Entry<'_>],
     checkpoint: &Checkpoint,
@@ -196,8 +196,9 @@ fn write_file(
         })
         .collect();
     let metadata = [("format", "pt")];
-    let mut file = ShardedTensorWriter::create(folder, stem, &tensors, &metadata, max_shard_bytes)
-        .map_err(failed)?;
+    let mut file =
+        ShardedTensorWriter::create(directory, stem, &tensors, &metadata, max_shard_bytes)
+            .map_err(failed)?;
     let mut wide = Vec::new();
     for entry in entries {
         let elems: usize = entry.shape.iter().product();

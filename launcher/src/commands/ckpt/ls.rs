@@ -56,7 +56,7 @@ pub(super) fn run(args: &CkptLsArgs) -> Result<ExitCode, Failure> {
         let latest = checkpoint::find_latest(run)
             .ok()
             .flatten()
-            .map(|folder| file_name(&folder));
+            .map(|directory| file_name(&directory));
         let rows = names(run)
             .into_iter()
             .map(|name| Row::of(&run.join(&name), latest.as_ref() == Some(&name)));
@@ -88,8 +88,8 @@ pub(super) fn run(args: &CkptLsArgs) -> Result<ExitCode, Failure> {
 /// Names of checkpoint directories by step, including unfinished ones.
 fn names(run: &Path) -> Vec<String> {
     let entries = fs::read_dir(run).into_iter().flatten().flatten();
-    let folders = entries.filter(|entry| entry.path().is_dir());
-    let mut names: Vec<String> = folders
+    let directories = entries.filter(|entry| entry.path().is_dir());
+    let mut names: Vec<String> = directories
         .filter_map(|entry| entry.file_name().into_string().ok())
         .filter(|name| name.starts_with(PREFIX))
         .collect();
@@ -101,18 +101,18 @@ fn names(run: &Path) -> Vec<String> {
 }
 
 impl Row {
-    fn of(folder: &Path, latest: bool) -> Self {
-        let found = match Checkpoint::open(folder) {
+    fn of(directory: &Path, latest: bool) -> Self {
+        let found = match Checkpoint::open(directory) {
             Ok(checkpoint) => Ok(Contents::of(&checkpoint)),
-            Err(_) if file_name(folder).contains('.') => {
+            Err(_) if file_name(directory).contains('.') => {
                 Err("left by an unfinished save".to_owned())
             }
             Err(error) => Err(chain(&error)),
         };
         Self {
-            name: file_name(folder),
+            name: file_name(directory),
             latest,
-            bytes: on_disk(folder),
+            bytes: on_disk(directory),
             found,
         }
     }
@@ -183,13 +183,13 @@ impl Contents {
 }
 
 /// Total bytes of all files in a directory, without following links.
-fn on_disk(folder: &Path) -> u64 {
+fn on_disk(directory: &Path) -> u64 {
     let mut bytes = 0;
-    let mut folders = vec![folder.to_owned()];
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+    let mut directories = vec![directory.to_owned()];
+    while let Some(directory) = directories.pop() {
+        for entry in fs::read_dir(&directory).into_iter().flatten().flatten() {
             match entry.metadata() {
-                Ok(metadata) if metadata.is_dir() => folders.push(entry.path()),
+                Ok(metadata) if metadata.is_dir() => directories.push(entry.path()),
                 Ok(metadata) => bytes += metadata.len(),
                 Err(_) => {}
             }

@@ -32,21 +32,21 @@ pub(crate) fn run(command: &CkptCommand) -> Result<ExitCode, Failure> {
 }
 
 /// Opens a checkpoint and compares all its bytes with its hashes.
-fn open(folder: &Path, doing: &str) -> Result<Checkpoint, Failure> {
-    let doing = format!("{doing} {}", folder.display());
-    if !folder.is_dir() {
-        return Err(missing(folder, &doing));
+fn open(directory: &Path, doing: &str) -> Result<Checkpoint, Failure> {
+    let doing = format!("{doing} {}", directory.display());
+    if !directory.is_dir() {
+        return Err(missing(directory, &doing));
     }
     let open = || {
-        let checkpoint = Checkpoint::open(folder)?;
+        let checkpoint = Checkpoint::open(directory)?;
         checkpoint.verify()?;
         Ok(checkpoint)
     };
     open().map_err(|e| failures::checkpoint(&doing, &e))
 }
 
-fn missing(folder: &Path, doing: &str) -> Failure {
-    let cause = if folder.exists() {
+fn missing(directory: &Path, doing: &str) -> Failure {
+    let cause = if directory.exists() {
         "it is not a directory"
     } else {
         "the directory does not exist"

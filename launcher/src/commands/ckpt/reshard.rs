@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::{open, print, required};
 use crate::cli::CkptReshardArgs;
-use crate::commands::new_directory::NewFolder;
+use crate::commands::new_directory::NewDirectory;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::report::checkpoints::UNITS;
 use crate::units::seconds;
@@ -24,7 +24,7 @@ pub(super) fn run(args: &CkptReshardArgs) -> Result<ExitCode, Failure> {
         )
         .next("add --nproc N"));
     };
-    let folder = NewFolder::begin(output, "a resharded checkpoint")?;
+    let directory = NewDirectory::begin(output, "a resharded checkpoint")?;
     let source = open(&args.checkpoint, "reshard")?;
     let doing = format!("reshard {}", args.checkpoint.display());
     let mut meta = source.meta().clone();
@@ -40,9 +40,9 @@ pub(super) fn run(args: &CkptReshardArgs) -> Result<ExitCode, Failure> {
         .evidence(format!("{UNITS} of its manifest cannot be read"))
         .next("give a checkpoint-N directory that this program saved")
     })?;
-    let written = checkpoint::reshard(&source, &units, world_size, folder.path(), meta)
+    let written = checkpoint::reshard(&source, &units, world_size, directory.path(), meta)
         .map_err(|e| failures::checkpoint(&doing, &e))?;
-    folder.publish_inner(&written)?;
+    directory.publish_inner(&written)?;
     print(&format!(
         " reshard  {} ranks → {world_size} · {} · {}\n",
         source.world_size(),

@@ -20,20 +20,20 @@ const SHOWN: usize = 20;
 /// Runs the subcommand.
 pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
-    let folder = &args.checkpoint;
-    let doing = format!("verify {}", folder.display());
-    if !folder.is_dir() {
-        return Err(missing(folder, &doing));
+    let directory = &args.checkpoint;
+    let doing = format!("verify {}", directory.display());
+    if !directory.is_dir() {
+        return Err(missing(directory, &doing));
     }
     let found =
-        audit(folder).map_err(|e| advise_intact(failures::checkpoint(&doing, &e), folder))?;
+        audit(directory).map_err(|e| advise_intact(failures::checkpoint(&doing, &e), directory))?;
     let mut problems: Vec<String> = found.problems.iter().map(|e| chain(e)).collect();
     let bad_files = problems.len();
     if bad_files == 0 {
-        problems.extend(weights(folder)?);
+        problems.extend(weights(directory)?);
     }
     if problems.is_empty() {
-        let name = crate::error::file_name(folder);
+        let name = crate::error::file_name(directory);
         print(&format!(
             " verify  {name} is intact · {} files · {} · {} tensors of training state · {}\n",
             found.files,
@@ -45,7 +45,7 @@ pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
     }
     let mut failure = Failure::new(
         ErrorCode::Resume,
-        format!("{} is damaged", folder.display()),
+        format!("{} is damaged", directory.display()),
         match bad_files {
             0 => "its files have the hashes of the manifest, but they do not contain all trained tensors".to_owned(),
             n => format!(
@@ -61,19 +61,19 @@ pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
     if more > 0 {
         failure = failure.evidence(format!("and {more} more"));
     }
-    Err(advise_intact(failure, folder))
+    Err(advise_intact(failure, directory))
 }
 
 /// Problems of the weight files: every trained tensor must be there with its shape.
-fn weights(folder: &Path) -> Result<Vec<String>, Failure> {
-    let doing = format!("verify {}", folder.display());
-    let checkpoint = Checkpoint::open(folder).map_err(|e| failures::checkpoint(&doing, &e))?;
-    let model = match WeightSource::open(folder) {
+fn weights(directory: &Path) -> Result<Vec<String>, Failure> {
+    let doing = format!("verify {}", directory.display());
+    let checkpoint = Checkpoint::open(directory).map_err(|e| failures::checkpoint(&doing, &e))?;
+    let model = match WeightSource::open(directory) {
         Ok(model) => Some(model),
         Err(WeightError::NoWeights { .. }) => None,
         Err(error) => return Ok(vec![chain(&error)]),
     };
-    let adapter = match Adapter::open(folder) {
+    let adapter = match Adapter::open(directory) {
         Ok(adapter) => Some(adapter),
         Err(AdapterError::Nothing { .. }) => None,
         Err(error) => return Ok(vec![chain(&error)]),

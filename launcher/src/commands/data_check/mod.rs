@@ -22,7 +22,7 @@ use crate::data::{Reading, Sampler, SamplerSizes, lines, read, verdicts};
 use crate::error::failures::unusable;
 use crate::error::{ErrorCode, Failure};
 use crate::rank_env::{Env, Variables};
-use report::{Answers, Length, Pictures, Rendered, Report, Sized};
+use report::{Answers, Images, Length, Rendered, Report, Sized};
 use statistics::{Spread, balance};
 
 /// Number of longest samples listed.
@@ -44,11 +44,11 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
         limit: args.limit,
     })?;
     let mut report = check(&config, &file, &samples, &images, &*processor);
-    if let Some(folder) = &args.output {
-        std::fs::create_dir_all(folder)
-            .map_err(|error| Failure::io(ErrorCode::Disk, "make", folder, &error))?;
-        problems::write(folder, &report.problems)?;
-        report.written_to = Some(folder.clone());
+    if let Some(directory) = &args.output {
+        std::fs::create_dir_all(directory)
+            .map_err(|error| Failure::io(ErrorCode::Disk, "make", directory, &error))?;
+        problems::write(directory, &report.problems)?;
+        report.written_to = Some(directory.clone());
     }
     print(&report, args.json == Some(true), variables)?;
     Ok(match report.problems.is_empty() {
@@ -118,7 +118,7 @@ fn print(report: &Report, as_json: bool, variables: &Variables) -> Result<(), Fa
 struct Measured {
     index: usize,
     tokens: usize,
-    picture_tokens: usize,
+    image_tokens: usize,
     supervised: usize,
     cut: bool,
     answers: Answers,
@@ -156,18 +156,18 @@ fn check(
         processor,
         options: &options,
     };
-    let with_pictures = samples.iter().filter(|s| !s.images.is_empty()).count();
+    let with_images = samples.iter().filter(|s| !s.images.is_empty()).count();
     Report {
         file: file.to_owned(),
         samples: samples.len(),
         usable: usable.len(),
         turns: samples.iter().map(|s| s.conversations.len()).sum(),
-        with_pictures,
-        without_pictures: samples.len() - with_pictures,
-        pictures: pictures(samples, images, processor, &options),
+        with_images,
+        without_images: samples.len() - with_images,
+        images: image_sizes(samples, images, processor, &options),
         tokens: Spread::of(measured.iter().map(|m| m.tokens)),
-        text_tokens: Spread::of(measured.iter().map(|m| m.tokens - m.picture_tokens)),
-        picture_tokens: Spread::of(measured.iter().map(|m| m.picture_tokens)),
+        text_tokens: Spread::of(measured.iter().map(|m| m.tokens - m.image_tokens)),
+        image_tokens: Spread::of(measured.iter().map(|m| m.image_tokens)),
         supervised_tokens: Spread::of(measured.iter().map(|m| m.supervised)),
         answers: Answers {
             count: measured.iter().map(|m| m.answers.count).sum(),
@@ -195,7 +195,7 @@ fn measure(index: usize, sample: &RawSample, tokens: &SampleTokens, turn_end: i3
     Measured {
         index,
         tokens: tokens.input_ids.len(),
-        picture_tokens: tokens.image_bounds.iter().map(|(a, b)| b - a).sum(),
+        image_tokens: tokens.image_bounds.iter().map(|(a, b)| b - a).sum(),
         supervised: tokens.labels.iter().filter(|l| **l != IGNORED).count(),
         cut: tokens.untruncated_tokens > tokens.input_ids.len(),
         answers: Answers {
@@ -205,12 +205,12 @@ fn measure(index: usize, sample: &RawSample, tokens: &SampleTokens, turn_end: i3
     }
 }
 
-fn pictures(
+fn image_sizes(
     samples: &[RawSample],
     images: &ImageFolder,
     processor: &dyn Processor,
     options: &EncodeOptions,
-) -> Pictures {
+) -> Images {
     let paths: Vec<&PathBuf> = samples
         .iter()
         .flat_map(|sample| sample.images.iter().map(|(_, path)| path))
@@ -222,11 +222,11 @@ fn pictures(
     let mut by_slices = BTreeMap::new();
     let mut tokens = BTreeSet::new();
     for size in &sizes {
-        let plan = processor.picture(*size, options);
+        let plan = processor.image(*size, options);
         *by_slices.entry(plan.slices).or_insert(0) += 1;
         tokens.insert(plan.tokens_per_slice);
     }
-    Pictures {
+    Images {
         count: sizes.len(),
         widths: Spread::of(sizes.iter().map(|(width, _)| *width)),
         heights: Spread::of(sizes.iter().map(|(_, height)| *height)),
@@ -247,7 +247,7 @@ fn longest(file: &Path, samples: &[RawSample], measured: &[Measured]) -> Vec<Siz
             line: lines.get(m.index).copied(),
             id: samples[m.index].id.clone(),
             tokens: m.tokens,
-            picture_tokens: m.picture_tokens,
+            image_tokens: m.image_tokens,
         })
         .collect()
 }
@@ -282,8 +282,8 @@ fn rendered(
     options: &EncodeOptions,
     usable: &[usize],
 ) -> Option<Rendered> {
-    let with_picture = usable.iter().find(|i| !samples[**i].images.is_empty());
-    let index = *with_picture.or(usable.first())?;
+    let with_image = usable.iter().find(|i| !samples[**i].images.is_empty());
+    let index = *with_image.or(usable.first())?;
     let tokens = processor.tokens(&samples[index], images, options).ok()?;
     Some(Rendered {
         index,

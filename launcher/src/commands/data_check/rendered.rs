@@ -17,33 +17,33 @@ pub(super) struct Piece {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Role {
     Read,
-    Learnt,
-    Picture(usize),
+    Supervised,
+    Image(usize),
 }
 
 /// Pieces of a sample, in order.
 pub(super) fn pieces(processor: &dyn Processor, tokens: &SampleTokens) -> Vec<Piece> {
-    let pictures = processor.pictures(tokens);
-    let roles = roles(tokens, &pictures);
+    let images = processor.images(tokens);
+    let roles = roles(tokens, &images);
     let mut found = Vec::new();
     let mut from = 0;
     while let Some(role) = roles.get(from) {
         let until = roles[from..].iter().position(|other| other != role);
         let until = until.map_or(roles.len(), |count| from + count);
         let text = match role {
-            Role::Picture(index) => {
-                let (range, slices) = &pictures[*index];
+            Role::Image(index) => {
+                let (range, slices) = &images[*index];
                 let features = features(tokens, range);
                 format!("<image {}x{slices}>", features / slices)
             }
-            Role::Read | Role::Learnt => processor
+            Role::Read | Role::Supervised => processor
                 .tokenizer()
                 .decode_verbatim(&tokens.input_ids[from..until])
                 .unwrap_or_else(|error| format!("<{error}>")),
         };
         found.push(Piece {
             text,
-            supervised: *role == Role::Learnt,
+            supervised: *role == Role::Supervised,
         });
         from = until;
     }
@@ -67,16 +67,22 @@ fn features(tokens: &SampleTokens, range: &Range<usize>) -> usize {
     bounds.map(|(start, end)| end - start).sum()
 }
 
-fn roles(tokens: &SampleTokens, pictures: &[(Range<usize>, usize)]) -> Vec<Role> {
+fn roles(tokens: &SampleTokens, images: &[(Range<usize>, usize)]) -> Vec<Role> {
     let ids = &tokens.input_ids;
     // A label is stored one position before the token that it predicts.
-    let learnt = |at: usize| at > 0 && tokens.labels[at - 1] == ids[at];
+    let supervised = |at: usize| at > 0 && tokens.labels[at - 1] == ids[at];
     let mut roles: Vec<Role> = (0..ids.len())
-        .map(|at| if learnt(at) { Role::Learnt } else { Role::Read })
+        .map(|at| {
+            if supervised(at) {
+                Role::Supervised
+            } else {
+                Role::Read
+            }
+        })
         .collect();
-    for (index, (tokens, _)) in pictures.iter().enumerate() {
+    for (index, (tokens, _)) in images.iter().enumerate() {
         let end = tokens.end.min(roles.len());
-        roles[tokens.start.min(end)..end].fill(Role::Picture(index));
+        roles[tokens.start.min(end)..end].fill(Role::Image(index));
     }
     roles
 }
@@ -103,12 +109,15 @@ mod tests {
     #[test]
     fn an_image_is_one_piece_however_many_slices_it_has() {
         let sample = sample();
-        let pictures = [(1..9, 2), (9..13, 1)];
-        let roles = roles(&sample, &pictures);
+        let images = [(1..9, 2), (9..13, 1)];
+        let roles = roles(&sample, &images);
         assert_eq!(roles[0], Role::Read);
-        assert_eq!(roles[8], Role::Picture(0));
-        assert_eq!(roles[9], Role::Picture(1));
-        assert_eq!(roles[13..], [Role::Read, Role::Learnt, Role::Learnt]);
+        assert_eq!(roles[8], Role::Image(0));
+        assert_eq!(roles[9], Role::Image(1));
+        assert_eq!(
+            roles[13..],
+            [Role::Read, Role::Supervised, Role::Supervised]
+        );
         assert_eq!(features(&sample, &(1..9)), 4);
     }
 

@@ -18,14 +18,18 @@ pub(super) struct Report {
     pub(super) samples: usize,
     pub(super) usable: usize,
     pub(super) turns: usize,
-    pub(super) with_pictures: usize,
-    pub(super) without_pictures: usize,
-    pub(super) pictures: Pictures,
+    #[serde(rename = "with_pictures")]
+    pub(super) with_images: usize,
+    #[serde(rename = "without_pictures")]
+    pub(super) without_images: usize,
+    #[serde(rename = "pictures")]
+    pub(super) images: Images,
     /// Tokens of usable samples, after truncation.
     pub(super) tokens: Spread,
     /// Text tokens, including the markers of images.
     pub(super) text_tokens: Spread,
-    pub(super) picture_tokens: Spread,
+    #[serde(rename = "picture_tokens")]
+    pub(super) image_tokens: Spread,
     /// Positions that the loss covers.
     pub(super) supervised_tokens: Spread,
     pub(super) answers: Answers,
@@ -44,7 +48,7 @@ pub(super) struct Report {
 
 /// Images of samples whose files can be read.
 #[derive(Debug, Clone, Default, Serialize)]
-pub(super) struct Pictures {
+pub(super) struct Images {
     pub(super) count: usize,
     pub(super) widths: Spread,
     pub(super) heights: Spread,
@@ -79,7 +83,8 @@ pub(super) struct Sized {
     pub(super) line: Option<usize>,
     pub(super) id: Option<String>,
     pub(super) tokens: usize,
-    pub(super) picture_tokens: usize,
+    #[serde(rename = "picture_tokens")]
+    pub(super) image_tokens: usize,
 }
 
 /// One sample as the model sees it.
@@ -103,15 +108,15 @@ impl Report {
                 number(self.samples),
                 self.file.display(),
                 number(self.turns),
-                number(self.with_pictures),
-                number(self.without_pictures)
+                number(self.with_images),
+                number(self.without_images)
             ),
         );
         add("tokens", spread(&self.tokens));
         add("", format!("text     {}", spread(&self.text_tokens)));
-        add("", format!("images   {}", spread(&self.picture_tokens)));
-        if self.pictures.count > 0 {
-            self.add_pictures(&mut add);
+        add("", format!("images   {}", spread(&self.image_tokens)));
+        if self.images.count > 0 {
+            self.add_images(&mut add);
         }
         add(
             "answers",
@@ -149,7 +154,7 @@ impl Report {
                 "{line}sample {} (id {id}): {} tokens, {} of images",
                 sample.index,
                 number(sample.tokens),
-                number(sample.picture_tokens)
+                number(sample.image_tokens)
             );
             add(if i == 0 { "longest" } else { "" }, text);
         }
@@ -202,14 +207,14 @@ impl Report {
             .collect()
     }
 
-    fn add_pictures(&self, add: &mut impl FnMut(&str, String)) {
-        let Pictures {
+    fn add_images(&self, add: &mut impl FnMut(&str, String)) {
+        let Images {
             count,
             widths,
             heights,
             by_slices,
             tokens_per_slice,
-        } = &self.pictures;
+        } = &self.images;
         add(
             "images",
             format!(
@@ -249,10 +254,10 @@ impl Report {
         if self.problems.len() > SHOWN {
             add("", format!("and {} more", self.problems.len() - SHOWN));
         }
-        if let Some(folder) = &self.written_to {
+        if let Some(directory) = &self.written_to {
             add(
                 "",
-                format!("all in {}", folder.join(PROBLEMS_FILE).display()),
+                format!("all in {}", directory.join(PROBLEMS_FILE).display()),
             );
         }
         let bad = self.problems.len();

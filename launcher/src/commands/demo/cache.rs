@@ -21,22 +21,22 @@ const HELD_OUT_DIR: &str = "heldout";
 /// Map from path in the directory to BLAKE3 hash of the contents.
 type Manifest = BTreeMap<String, String>;
 
-/// Makes sure that `folder` contains the complete demo. If it does not, generates the demo in a temporary directory
+/// Makes sure that `directory` contains the complete demo. If it does not, generates the demo in a temporary directory
 /// and renames it.
 ///
 /// # Errors
 /// When the directory cannot be written.
-pub(super) fn ensure(folder: &Path, show: &mut dyn FnMut(Event)) -> Result<(), Failure> {
-    if is_whole(folder) {
+pub(super) fn ensure(directory: &Path, show: &mut dyn FnMut(Event)) -> Result<(), Failure> {
+    if is_whole(directory) {
         return Ok(());
     }
     let started = Instant::now();
     let fail =
-        |error: io::Error| Failure::io(ErrorCode::Disk, "draw the demo into", folder, &error);
-    let work = beside(folder, "drawing");
-    remove_abandoned(folder);
+        |error: io::Error| Failure::io(ErrorCode::Disk, "draw the demo into", directory, &error);
+    let work = beside(directory, "drawing");
+    remove_abandoned(directory);
     fs::create_dir_all(&work).map_err(fail)?;
-    let drawn = draw(&work).and_then(|()| put_in_place(&work, folder));
+    let drawn = draw(&work).and_then(|()| put_in_place(&work, directory));
     // After a failure this removes all files. After a rename the directory no longer exists.
     drop(fs::remove_dir_all(&work));
     drawn.map_err(fail)?;
@@ -45,33 +45,36 @@ pub(super) fn ensure(folder: &Path, show: &mut dyn FnMut(Event)) -> Result<(), F
         text: format!(
             "drew {} training images into {} in {}",
             grouped(TRAIN_SAMPLES as u64),
-            folder.display(),
+            directory.display(),
             seconds(started.elapsed().as_secs_f64())
         ),
     });
     Ok(())
 }
 
-fn put_in_place(work: &Path, folder: &Path) -> io::Result<()> {
+fn put_in_place(work: &Path, directory: &Path) -> io::Result<()> {
     // Two attempts: an incomplete directory is moved aside, and another process may do the same at the same time.
     for _ in 0..2 {
-        match fs::rename(work, folder) {
+        match fs::rename(work, directory) {
             Ok(()) => return Ok(()),
-            Err(_) if is_whole(folder) => return Ok(()),
-            Err(error) if folder.exists() => {
-                let aside = beside(folder, "old");
-                fs::rename(folder, &aside).map_err(|_| error)?;
+            Err(_) if is_whole(directory) => return Ok(()),
+            Err(error) if directory.exists() => {
+                let aside = beside(directory, "old");
+                fs::rename(directory, &aside).map_err(|_| error)?;
                 drop(fs::remove_dir_all(&aside));
             }
             Err(error) => return Err(error),
         }
     }
-    fs::rename(work, folder)
+    fs::rename(work, directory)
 }
 
 /// Removes what processes left that were killed while generating the demo.
-fn remove_abandoned(folder: &Path) {
-    let Some(entries) = folder.parent().and_then(|parent| fs::read_dir(parent).ok()) else {
+fn remove_abandoned(directory: &Path) {
+    let Some(entries) = directory
+        .parent()
+        .and_then(|parent| fs::read_dir(parent).ok())
+    else {
         return;
     };
     for entry in entries.flatten() {
@@ -86,21 +89,21 @@ fn remove_abandoned(folder: &Path) {
     }
 }
 
-/// Path next to `folder` that only this process uses.
-fn beside(folder: &Path, what: &str) -> PathBuf {
-    let name = folder.file_name().unwrap_or_default().to_string_lossy();
-    folder.with_file_name(format!(".{name}.{what}.{}", std::process::id()))
+/// Path next to `directory` that only this process uses.
+fn beside(directory: &Path, what: &str) -> PathBuf {
+    let name = directory.file_name().unwrap_or_default().to_string_lossy();
+    directory.with_file_name(format!(".{name}.{what}.{}", std::process::id()))
 }
 
-fn draw(folder: &Path) -> io::Result<()> {
+fn draw(directory: &Path) -> io::Result<()> {
     let mut manifest = Manifest::new();
     let mut write = |name: String, bytes: &[u8]| {
-        fs::write(folder.join(&name), bytes)?;
+        fs::write(directory.join(&name), bytes)?;
         manifest.insert(name, blake3::hash(bytes).to_string());
         io::Result::Ok(())
     };
     for name in [MODEL_DIR, TRAIN_DIR, HELD_OUT_DIR] {
-        fs::create_dir_all(folder.join(name))?;
+        fs::create_dir_all(directory.join(name))?;
     }
     for (name, contents) in model_files::files() {
         write(
@@ -111,7 +114,7 @@ fn draw(folder: &Path) -> io::Result<()> {
     for sample in dataset::train() {
         write(format!("{TRAIN_DIR}/{}", sample.file_name()), &sample.png())?;
     }
-    for (name, bytes) in held_out::PICTURES {
+    for (name, bytes) in held_out::IMAGES {
         write(format!("{HELD_OUT_DIR}/{name}"), bytes)?;
     }
     let train: Vec<Value> = dataset::train()
@@ -125,12 +128,15 @@ fn draw(folder: &Path) -> io::Result<()> {
         HELD_OUT_FILE.to_string(),
         &serde_json::to_vec_pretty(&held_out)?,
     )?;
-    fs::write(folder.join(MANIFEST), serde_json::to_vec_pretty(&manifest)?)
+    fs::write(
+        directory.join(MANIFEST),
+        serde_json::to_vec_pretty(&manifest)?,
+    )
 }
 
 /// Whether every file of the manifest exists unchanged, and the manifest is of this version.
-fn is_whole(folder: &Path) -> bool {
-    let manifest: Option<Manifest> = fs::read(folder.join(MANIFEST))
+fn is_whole(directory: &Path) -> bool {
+    let manifest: Option<Manifest> = fs::read(directory.join(MANIFEST))
         .ok()
         .and_then(|bytes| serde_json::from_slice(&bytes).ok());
     let Some(manifest) = manifest else {
@@ -146,7 +152,8 @@ fn is_whole(folder: &Path) -> bool {
     current
         && manifest.len() > TRAIN_SAMPLES
         && manifest.iter().all(|(name, hash)| {
-            fs::read(folder.join(name)).is_ok_and(|bytes| blake3::hash(&bytes).to_string() == *hash)
+            fs::read(directory.join(name))
+                .is_ok_and(|bytes| blake3::hash(&bytes).to_string() == *hash)
         })
 }
 
@@ -154,29 +161,29 @@ fn is_whole(folder: &Path) -> bool {
 mod tests {
     use super::*;
 
-    fn ensure_quietly(folder: &Path) -> usize {
+    fn ensure_quietly(directory: &Path) -> usize {
         let mut shown = 0;
-        ensure(folder, &mut |_| shown += 1).expect("drawn");
+        ensure(directory, &mut |_| shown += 1).expect("drawn");
         shown
     }
 
     #[test]
     fn demo_files_are_made_once_and_repaired_when_damaged() {
         let temp = tempfile::tempdir().expect("temp dir");
-        let folder = temp.path().join("cache/demo-1");
+        let directory = temp.path().join("cache/demo-1");
         fs::create_dir_all(temp.path().join("cache/.demo-1.drawing.4194999")).expect("made");
-        assert_eq!(ensure_quietly(&folder), 1);
-        assert_eq!(ensure_quietly(&folder), 0);
-        let picture = folder.join("train/0007.png");
-        let good = fs::read(&picture).expect("read");
+        assert_eq!(ensure_quietly(&directory), 1);
+        assert_eq!(ensure_quietly(&directory), 0);
+        let image = directory.join("train/0007.png");
+        let good = fs::read(&image).expect("read");
         for damage in ["change", "remove"] {
             if damage == "change" {
-                fs::write(&picture, "x").expect("written");
+                fs::write(&image, "x").expect("written");
             } else {
-                fs::remove_file(&picture).expect("removed");
+                fs::remove_file(&image).expect("removed");
             }
-            assert_eq!(ensure_quietly(&folder), 1, "{damage}");
-            assert_eq!(fs::read(&picture).expect("read"), good);
+            assert_eq!(ensure_quietly(&directory), 1, "{damage}");
+            assert_eq!(fs::read(&image).expect("read"), good);
         }
         let left: Vec<_> = fs::read_dir(temp.path().join("cache"))
             .expect("listed")

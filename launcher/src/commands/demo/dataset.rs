@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::picture::{self, COLOURS};
+use super::image::{self, COLOURS};
 use super::rng::Rng;
 
 /// Number of training samples.
@@ -54,14 +54,14 @@ impl Sample {
     }
 
     pub(super) fn png(&self) -> Vec<u8> {
-        picture::draw(self.colour, &mut Rng::new(self.seed, self.index as u64))
+        image::draw(self.colour, &mut Rng::new(self.seed, self.index as u64))
     }
 
-    /// The sample in MiniCPM's format, with its image in `folder`.
-    pub(super) fn to_json(self, folder: &str) -> Value {
+    /// The sample in MiniCPM's format, with its image in `directory`.
+    pub(super) fn to_json(self, directory: &str) -> Value {
         json!({
             "id": self.index.to_string(),
-            "image": format!("{folder}/{}", self.file_name()),
+            "image": format!("{directory}/{}", self.file_name()),
             "conversations": [
                 { "role": "user", "content": format!("<image>\n{}", QUESTIONS[self.question]) },
                 { "role": "assistant", "content": COLOURS[self.colour].0 },

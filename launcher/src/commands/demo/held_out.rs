@@ -1,6 +1,6 @@
 //! Held-out images of the repository, embedded in the executable.
 
-macro_rules! pictures {
+macro_rules! images {
     ($($name:literal)*) => {
         [$((concat!($name, ".png"), include_bytes!(concat!("../../../demo/heldout/", $name, ".png")).as_slice())),*]
     };
@@ -8,7 +8,7 @@ macro_rules! pictures {
 
 /// File name and contents of every held-out image.
 #[rustfmt::skip]
-pub(super) const PICTURES: [(&str, &[u8]); super::HELD_OUT_SAMPLES] = pictures! {
+pub(super) const IMAGES: [(&str, &[u8]); super::HELD_OUT_SAMPLES] = images! {
     "0000" "0001" "0002" "0003" "0004" "0005" "0006" "0007" "0008" "0009" "0010" "0011"
     "0012" "0013" "0014" "0015" "0016" "0017" "0018" "0019" "0020" "0021" "0022" "0023"
     "0024" "0025" "0026" "0027" "0028" "0029" "0030" "0031" "0032" "0033" "0034" "0035"
@@ -27,7 +27,7 @@ mod tests {
     /// To generate them again: `cargo run -p launcher --example draw_heldout`.
     #[test]
     fn the_committed_images_are_those_of_the_generator() {
-        for (sample, (name, bytes)) in dataset::held_out().zip(PICTURES) {
+        for (sample, (name, bytes)) in dataset::held_out().zip(IMAGES) {
             assert_eq!(sample.file_name(), name);
             assert!(
                 sample.png() == bytes,

@@ -7,13 +7,13 @@
 mod cache;
 mod dataset;
 mod held_out;
+mod image;
 pub(crate) mod model_files;
-mod picture;
 pub(crate) mod png;
 mod rng;
 pub(crate) mod tokenizer;
 
-use crate::config::demo::folder_in;
+use crate::config::demo::directory_in;
 use std::path::Path;
 
 use crate::config::{RunConfig, Source};
@@ -33,38 +33,38 @@ pub fn prepare(
     env: &Env,
     show: &mut dyn FnMut(Event),
 ) -> Result<RunConfig, Failure> {
-    let Source::Demo { folder } = &config.source else {
+    let Source::Demo { directory } = &config.source else {
         return Ok(config);
     };
-    let Err(first) = cache::ensure(folder, show) else {
+    let Err(first) = cache::ensure(directory, show) else {
         return Ok(config);
     };
     // Differs from the cache directory, and contains the user id in its name.
     let user = rustix::process::getuid().as_raw();
-    let folder = folder_in(&env.temp_dir.join(format!("tessera-cache-{user}")));
-    cache::ensure(&folder, show).map_err(|_| first)?;
+    let directory = directory_in(&env.temp_dir.join(format!("tessera-cache-{user}")));
+    cache::ensure(&directory, show).map_err(|_| first)?;
     Ok(RunConfig {
-        source: Source::Demo { folder },
+        source: Source::Demo { directory },
         ..config
     })
 }
 
-/// Generates the demo's files in `folder`, unless they are complete.
+/// Generates the demo's files in `directory`, unless they are complete.
 ///
 /// # Errors
 /// When the directory cannot be written (exit 16).
-pub fn make(folder: &Path) -> Result<(), Failure> {
-    cache::ensure(folder, &mut |_| ())
+pub fn make(directory: &Path) -> Result<(), Failure> {
+    cache::ensure(directory, &mut |_| ())
 }
 
-/// Generates the held-out images in `folder`: the files that the repository contains.
+/// Generates the held-out images in `directory`: the files that the repository contains.
 ///
 /// # Errors
 /// When a file cannot be written.
-pub fn draw_held_out(folder: &Path) -> std::io::Result<()> {
-    std::fs::create_dir_all(folder)?;
+pub fn draw_held_out(directory: &Path) -> std::io::Result<()> {
+    std::fs::create_dir_all(directory)?;
     for sample in dataset::held_out() {
-        std::fs::write(folder.join(sample.file_name()), sample.png())?;
+        std::fs::write(directory.join(sample.file_name()), sample.png())?;
     }
     Ok(())
 }

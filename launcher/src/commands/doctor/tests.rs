@@ -34,7 +34,7 @@ fn library(kind: LibraryKind, name: &str) -> LibraryFacts {
     }
 }
 
-fn folder(role: Role, path: &str) -> Storage {
+fn directory(role: Role, path: &str) -> Storage {
     Storage {
         role,
         path: path.into(),
@@ -114,9 +114,9 @@ fn workstation() -> Facts {
             },
         },
         storage: vec![
-            folder(Role::SharedMemory, "/dev/shm"),
-            folder(Role::Runs, "/home/somebody/work"),
-            folder(Role::Temporary, "/tmp"),
+            directory(Role::SharedMemory, "/dev/shm"),
+            directory(Role::Runs, "/home/somebody/work"),
+            directory(Role::Temporary, "/tmp"),
         ],
         launch: Launch::default(),
         cuda: Cuda {
@@ -356,10 +356,10 @@ fn missing_libraries_are_findings_only_with_a_gpu() {
         let text = Report::new(facts.clone()).to_text();
         assert!(text.contains(package), "{text}");
     }
-    let no_folder = found(|facts| {
+    let no_directory = found(|facts| {
         facts.cuda.search.directories = vec!["/no/such/folder".into()];
     });
-    assert_eq!(no_folder, [(Warning, "library-folder-missing")]);
+    assert_eq!(no_directory, [(Warning, "library-folder-missing")]);
 }
 
 #[test]

@@ -22,8 +22,8 @@ pub(super) fn render(report: &Report) -> String {
     let facts = &report.facts;
     let mut page = Page::default();
     machine(facts, &mut page);
-    for (place, folder) in facts.storage.iter().enumerate() {
-        page.line(if place == 0 { "storage" } else { "" }, &storage(folder));
+    for (place, directory) in facts.storage.iter().enumerate() {
+        page.line(if place == 0 { "storage" } else { "" }, &storage(directory));
     }
     driver(&facts.cuda, &mut page);
     for library in &facts.cuda.libraries {
@@ -177,20 +177,26 @@ fn limit(limit: Limit, text: fn(u64) -> String) -> String {
     }
 }
 
-fn storage(folder: &Storage) -> String {
+fn storage(directory: &Storage) -> String {
     // The current directory often contains a person's name, so reports leave it out.
-    let (path, what) = match folder.role {
+    let (path, what) = match directory.role {
         Role::Runs => (".".to_string(), "runs, unless --output is given"),
-        Role::Temporary => (folder.path.display().to_string(), "private files of jobs"),
-        Role::SharedMemory => (folder.path.display().to_string(), "exchange between ranks"),
+        Role::Temporary => (
+            directory.path.display().to_string(),
+            "private files of jobs",
+        ),
+        Role::SharedMemory => (
+            directory.path.display().to_string(),
+            "exchange between ranks",
+        ),
     };
-    let kind = folder.file_system.as_deref().unwrap_or("unknown");
-    let room = match (folder.free_bytes, folder.total_bytes) {
+    let kind = directory.file_system.as_deref().unwrap_or("unknown");
+    let room = match (directory.free_bytes, directory.total_bytes) {
         (Some(free), Some(total)) => format!("{} of {} free", bytes(free), bytes(total)),
         _ => "missing".to_string(),
     };
     let mut line = format!("{path:<10} {kind:<8} {room:<22} {what}");
-    if !folder.is_writable {
+    if !directory.is_writable {
         line += " · not writable";
     }
     line
@@ -233,12 +239,12 @@ fn libraries(library: &LibraryFacts, page: &mut Page) {
                 .iter_mut()
                 .find(|(text, _)| *text == attempt.outcome);
             match known {
-                Some((_, places)) => places.push(attempt.place.clone()),
+                Some((_, memory_plans)) => memory_plans.push(attempt.place.clone()),
                 None => outcomes.push((&attempt.outcome, vec![attempt.place.clone()])),
             }
         }
-        for (outcome, places) in outcomes {
-            page.list("", 2, &places);
+        for (outcome, memory_plans) in outcomes {
+            page.list("", 2, &memory_plans);
             page.line("", &format!("    {}", outcome.replace('\n', " ")));
         }
         return;

@@ -14,7 +14,7 @@ use std::path::Path;
 pub(super) fn write(
     adapter: &Adapter,
     dtype: Option<DType>,
-    folder: &Path,
+    directory: &Path,
 ) -> Result<Summary, Failure> {
     let mut summary = Summary {
         what: "adapter",
@@ -22,7 +22,7 @@ pub(super) fn write(
         bytes: 0,
     };
     let config = adapter.dir().join(ADAPTER_CONFIG);
-    copy(&config, &folder.join(ADAPTER_CONFIG), None)?;
+    copy(&config, &directory.join(ADAPTER_CONFIG), None)?;
     for stem in [ADAPTER_STEM, TRAINED_STEM] {
         let source = match WeightSource::open_stem(adapter.dir(), stem) {
             Ok(source) => source,
@@ -40,7 +40,7 @@ pub(super) fn write(
         let failed = |e: CheckpointError| failures::checkpoint("export weights", &e);
         let limit = max_shard_bytes(stem);
         let mut file =
-            ShardedTensorWriter::create(folder, stem, &tensors, &[("format", "pt")], limit)
+            ShardedTensorWriter::create(directory, stem, &tensors, &[("format", "pt")], limit)
                 .map_err(failed)?;
         for tensor in &tensors {
             let elems: usize = tensor.shape.iter().product();
@@ -60,7 +60,7 @@ pub(super) fn write(
         }
     }
     let card = model_card(adapter);
-    let path = folder.join("README.md");
+    let path = directory.join("README.md");
     std::fs::write(&path, card)
         .map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))?;
     Ok(summary)

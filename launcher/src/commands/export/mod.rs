@@ -5,7 +5,7 @@ mod adapter;
 mod model;
 
 use crate::cli::{ExportArgs, ExportDtype};
-use crate::commands::new_directory::NewFolder;
+use crate::commands::new_directory::NewDirectory;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::model::files;
 use crate::model::stored::MAX_SHARD_BYTES;
@@ -39,12 +39,12 @@ pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     if !checkpoint.is_dir() {
         return Err(missing(checkpoint));
     }
-    let folder = NewFolder::begin(&output, "an export")?;
+    let directory = NewDirectory::begin(&output, "an export")?;
     let manifest = manifest(checkpoint)?;
     let sources = Sources::open(args, manifest.as_ref())?;
     sources.check(manifest.as_ref())?;
-    let summary = sources.write(args, folder.path())?;
-    folder.publish()?;
+    let summary = sources.write(args, directory.path())?;
+    directory.publish()?;
     let text = format!(
         " export  {} · {} tensors · {} · {} · {}\n",
         summary.what,
@@ -73,12 +73,12 @@ fn missing(checkpoint: &Path) -> Failure {
 }
 
 /// The manifest, if the directory is a checkpoint of a run; weights are compared with their hashes.
-fn manifest(folder: &Path) -> Result<Option<Checkpoint>, Failure> {
-    if !folder.join("MANIFEST.json").is_file() {
+fn manifest(directory: &Path) -> Result<Option<Checkpoint>, Failure> {
+    if !directory.join("MANIFEST.json").is_file() {
         return Ok(None);
     }
-    let doing = format!("export {}", folder.display());
-    let checkpoint = Checkpoint::open(folder).map_err(|e| failures::checkpoint(&doing, &e))?;
+    let doing = format!("export {}", directory.display());
+    let checkpoint = Checkpoint::open(directory).map_err(|e| failures::checkpoint(&doing, &e))?;
     checkpoint
         .verify_files(|path| !path.starts_with("state"))
         .map_err(|e| failures::checkpoint(&doing, &e))?;
@@ -87,7 +87,7 @@ fn manifest(folder: &Path) -> Result<Option<Checkpoint>, Failure> {
 
 /// Sources of the exported tensors.
 struct Sources {
-    folder: PathBuf,
+    directory: PathBuf,
     /// The whole model: the checkpoint's own weights, or the base that changes are merged into.
     model: Option<WeightSource>,
     adapter: Option<Adapter>,
@@ -95,11 +95,11 @@ struct Sources {
 
 impl Sources {
     fn open(args: &ExportArgs, manifest: Option<&Checkpoint>) -> Result<Self, Failure> {
-        let folder = args.checkpoint.clone();
-        match WeightSource::open(&folder) {
+        let directory = args.checkpoint.clone();
+        match WeightSource::open(&directory) {
             Ok(model) => {
                 return Ok(Self {
-                    folder,
+                    directory,
                     model: Some(model),
                     adapter: None,
                 });
@@ -107,17 +107,17 @@ impl Sources {
             Err(WeightError::NoWeights { .. }) => {}
             Err(error) => return Err(failures::weights(&error)),
         }
-        let adapter = Adapter::open(&folder).map_err(|e| adapter_failure(&folder, &e))?;
+        let adapter = Adapter::open(&directory).map_err(|e| adapter_failure(&directory, &e))?;
         if args.merge != Some(true) {
             if adapter.config().is_none() {
                 return Err(Failure::usage(
-                    format!("{} contains only parts of a model", folder.display()),
+                    format!("{} contains only parts of a model", directory.display()),
                     "other programs cannot load trained.safetensors by itself",
                 )
                 .next("--merge writes the whole model including these parts"));
             }
             return Ok(Self {
-                folder,
+                directory,
                 model: None,
                 adapter: Some(adapter),
             });
@@ -136,7 +136,7 @@ impl Sources {
             failures::weights(&e).next("give --model DIR if the base model has moved")
         })?;
         Ok(Self {
-            folder: base,
+            directory: base,
             model: Some(model),
             adapter: Some(adapter),
         })
@@ -173,7 +173,7 @@ impl Sources {
         .next("give --model the model that the run started from"))
     }
 
-    fn write(&self, args: &ExportArgs, folder: &Path) -> Result<Summary, Failure> {
+    fn write(&self, args: &ExportArgs, directory: &Path) -> Result<Summary, Failure> {
         let dtype = args.dtype.map(|dtype| match dtype {
             ExportDtype::F32 => DType::F32,
             ExportDtype::Bf16 => DType::BF16,
@@ -181,11 +181,12 @@ impl Sources {
         });
         match (&self.model, &self.adapter) {
             (Some(model), adapter) => {
-                for (name, path) in files::small(&self.folder)? {
-                    copy(&path, &folder.join(name), dtype)?;
+                for (name, path) in files::small(&self.directory)? {
+                    copy(&path, &directory.join(name), dtype)?;
                 }
                 let limit = args.max_shard_size.unwrap_or(MAX_SHARD_BYTES);
-                let (tensors, bytes) = model::write(model, adapter.as_ref(), dtype, limit, folder)?;
+                let (tensors, bytes) =
+                    model::write(model, adapter.as_ref(), dtype, limit, directory)?;
                 Ok(Summary {
                     what: if adapter.is_some() {
                         "merged model"
@@ -196,16 +197,16 @@ impl Sources {
                     bytes,
                 })
             }
-            (None, Some(adapter)) => adapter::write(adapter, dtype, folder),
-            (None, None) => Err(missing(&self.folder)),
+            (None, Some(adapter)) => adapter::write(adapter, dtype, directory),
+            (None, None) => Err(missing(&self.directory)),
         }
     }
 }
 
-fn adapter_failure(folder: &Path, error: &AdapterError) -> Failure {
+fn adapter_failure(directory: &Path, error: &AdapterError) -> Failure {
     Failure::new(
         ErrorCode::ModelFiles,
-        format!("cannot export {}", folder.display()),
+        format!("cannot export {}", directory.display()),
         chain(error),
     )
     .next("give a checkpoint-N directory of a run, or a directory with adapter_model.safetensors")

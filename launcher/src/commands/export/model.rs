@@ -16,7 +16,7 @@ pub(super) fn write(
     adapter: Option<&Adapter>,
     dtype: Option<DType>,
     max_shard_bytes: u64,
-    folder: &Path,
+    directory: &Path,
 ) -> Result<(usize, u64), Failure> {
     let mut tensors = Vec::new();
     for name in model.names() {
@@ -38,7 +38,7 @@ pub(super) fn write(
     let failed = |e: CheckpointError| failures::checkpoint(doing, &e);
     let metadata = [("format", "pt")];
     let mut file =
-        ShardedTensorWriter::create(folder, "model", &tensors, &metadata, max_shard_bytes)
+        ShardedTensorWriter::create(directory, "model", &tensors, &metadata, max_shard_bytes)
             .map_err(failed)?;
     let backend = CpuBackend::unlimited();
     let mut bytes = 0u64;
@@ -70,7 +70,7 @@ pub(super) fn write(
         }
     }
     file.finish().map_err(failed)?;
-    let written = WeightSource::open(folder).map_err(|e| failures::weights(&e))?;
+    let written = WeightSource::open(directory).map_err(|e| failures::weights(&e))?;
     let missing = tensors
         .iter()
         .find(|tensor| written.shape(&tensor.name) != Some(&tensor.shape));

@@ -108,8 +108,8 @@ fn summary(rows: &[Row], seconds: f64) -> Value {
 
 /// Checks that a file can be written to `path`, before the work begins.
 fn check_place(path: &Path) -> Result<(), Failure> {
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
-    if path.is_dir() || folder.is_some_and(|folder| !folder.is_dir()) {
+    let directory = path.parent().filter(|p| !p.as_os_str().is_empty());
+    if path.is_dir() || directory.is_some_and(|directory| !directory.is_dir()) {
         return Err(Failure::new(
             ErrorCode::Disk,
             format!("cannot write {}", path.display()),
@@ -197,7 +197,7 @@ impl Evaluation<'_> {
         };
         let questions = indices.map(ask).collect::<Result<Vec<_>, _>>()?;
         let prompts: Vec<Prompt<'_>> = questions.iter().map(Question::prompt).collect();
-        self.check_room(cache_bytes(model.cache_shape(), &prompts))?;
+        self.check_disk_space(cache_bytes(model.cache_shape(), &prompts))?;
         let options = GenerateOptions {
             sampling: Sampling::GREEDY,
             stop_ids: processor.stop_ids(),
@@ -211,7 +211,7 @@ impl Evaluation<'_> {
     }
 
     /// Refuses a batch whose cache does not fit into memory, before the operating system kills the process.
-    fn check_room(&self, cache: u64) -> Result<(), Failure> {
+    fn check_disk_space(&self, cache: u64) -> Result<(), Failure> {
         let free = crate::memory::host().free_bytes;
         if cache <= free {
             return Ok(());

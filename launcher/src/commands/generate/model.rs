@@ -319,13 +319,13 @@ impl LeaseOwner for LoadedWeights {
 }
 
 /// The value of a required flag.
-pub(super) fn required<T>(value: Option<T>, verb: &str, flag: &str) -> Result<T, Failure> {
+pub(super) fn required<T>(value: Option<T>, subcommand: &str, flag: &str) -> Result<T, Failure> {
     value.ok_or_else(|| {
         Failure::usage(
-            format!("`launcher {verb}` needs {flag}"),
+            format!("`launcher {subcommand}` needs {flag}"),
             "it has no default",
         )
-        .next(format!("`launcher {verb} --help` lists every flag"))
+        .next(format!("`launcher {subcommand} --help` lists every flag"))
     })
 }
 

@@ -7,7 +7,7 @@ use crate::model::optimizer::rule;
 use crate::model::setup::shapes;
 use crate::plan::Settled;
 use crate::plan::dry_run::micro_batch;
-use crate::plan::places::{Places, margin};
+use crate::plan::memory_plans::{MemoryPlans, margin};
 use engine::DryRun;
 use kernels::PoolStats;
 use kernels::cuda::CudaBackend;
@@ -20,7 +20,7 @@ use std::sync::Arc;
 /// Batches of a case that are tried one after the other.
 const BATCHES: usize = 10;
 
-/// A sample beside the largest one: percent of its tokens, slices, whether there is a picture, whether half the tokens
+/// A sample beside the largest one: percent of its tokens, slices, whether there is an image, whether half the tokens
 /// enter no loss.
 type Smaller = (usize, usize, bool, bool);
 
@@ -39,12 +39,12 @@ struct Arena {
     model: Arc<dyn VisionLanguageModel>,
     /// A rank in exactly the planned memory.
     dry_run: DryRun,
-    places: Places,
+    memory_plans: MemoryPlans,
 }
 
 impl Arena {
-    fn new(case: &Case, folder: &std::path::Path) -> Self {
-        let (planner, config) = case.planner(folder);
+    fn new(case: &Case, directory: &std::path::Path) -> Self {
+        let (planner, config) = case.planner(directory);
         let planned = planner.plan(&config).expect("a plan");
         let (config, plan) = (&planned.run, &planned.plan);
         let (model, _) = shapes(config).expect("shapes");
@@ -54,21 +54,21 @@ impl Arena {
         let rule = Arc::new(rule(config));
         let dry_run = DryRun::on_discrete_device(plan.clone(), rule, Arc::new(device));
         let counting = counting_of(gpu).expect("CUDA");
-        let places = Places::new(config, plan, counting);
+        let memory_plans = MemoryPlans::new(config, plan, counting);
         Self {
             dry_run: dry_run.expect("room for the states"),
-            places: places.expect("counts"),
+            memory_plans: memory_plans.expect("counts"),
             model,
             planned,
         }
     }
 
-    fn sample(&self, (tokens, slices, picture, masked): Smaller) -> EncodedSample {
+    fn sample(&self, (tokens, slices, image, masked): Smaller) -> EncodedSample {
         let (config, batch) = (&self.planned.run, &self.planned.run.batch);
         let tokens = (batch.model_max_length * tokens / 100).max(8);
         let slices = slices.min(batch.max_slice_nums);
         let mut sample = largest_sample(&config.model_dir(), tokens, slices).expect("a sample");
-        if !picture {
+        if !image {
             sample.image_bounds.clear();
             sample.slices.clear();
         }
@@ -87,7 +87,7 @@ impl Arena {
     /// Runs a micro-batch where its script says.
     fn run(&mut self, samples: &[EncodedSample]) -> Result<PoolStats, String> {
         let config = &self.planned.run;
-        let script = self.places.of(config, &*self.model, samples);
+        let script = self.memory_plans.of(config, &*self.model, samples);
         let script = script.map_err(|e| e.to_string())?;
         let pool = self.dry_run.device_pool();
         let follow = &mut || pool.follow(Some(script.clone()));
@@ -164,7 +164,7 @@ fn offsets_do_not_depend_on_earlier_batches() {
             let sample = [arena.sample(*of)];
             arena.run(&sample).expect("fits");
             let config = &arena.planned.run;
-            last = arena.places.of(config, &*arena.model, &sample).ok();
+            last = arena.memory_plans.of(config, &*arena.model, &sample).ok();
         }
         last.expect("a script")
     };
@@ -184,7 +184,7 @@ fn a_memory_plan_is_little_larger_than_its_live_bytes() {
         let config = arena.planned.run.clone();
         let most = vec![made_up_sample(&config).expect("a sample"); config.batch.micro_batch];
         let script = arena
-            .places
+            .memory_plans
             .of(&config, &*arena.model, &most)
             .expect("a script");
         let rests = arena.dry_run.device_pool().stats().in_use;

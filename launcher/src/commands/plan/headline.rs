@@ -7,7 +7,7 @@ use super::planner::Planner;
 use crate::cli::{self, Command};
 use crate::config::RunConfig;
 use crate::device::Nvidia;
-use crate::plan::early_share;
+use crate::plan::backward_share;
 use crate::rank_env::Env;
 use crate::units::parse_bytes;
 use serde::Deserialize;
@@ -48,8 +48,8 @@ struct Layers {
 }
 
 impl Case {
-    /// The configuration of the case, written into `folder`.
-    fn config(&self, folder: &Path) -> PathBuf {
+    /// The configuration of the case, written into `directory`.
+    fn config(&self, directory: &Path) -> PathBuf {
         let published = Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("src/commands/synth/configs")
             .join(format!("{}.json", self.model));
@@ -58,7 +58,7 @@ impl Case {
         for (field, value) in &self.model_config {
             config[field] = value.clone();
         }
-        let path = folder.join("config.json");
+        let path = directory.join("config.json");
         std::fs::write(&path, config.to_string()).expect("written");
         path
     }
@@ -72,8 +72,8 @@ pub(super) fn cases() -> Vec<Case> {
 
 impl Case {
     /// The run that is planned, on a described machine of the case's caps.
-    pub(super) fn planner(&self, folder: &Path) -> (Planner, RunConfig) {
-        let config = self.config(folder);
+    pub(super) fn planner(&self, directory: &Path) -> (Planner, RunConfig) {
+        let config = self.config(directory);
         let mut words = vec!["plan".to_owned(), "--model".to_owned()];
         words.push(config.display().to_string());
         let hw = format!("{}x{}", self.ranks, self.device_cap);
@@ -181,7 +181,7 @@ fn fewer_layers_leave_memory_for_the_optimizer_in_backward() {
             case.model_config.insert(field, layers.into());
             let (planner, config) = case.planner(temp.path());
             let planned = planner.plan(&config).expect("a plan");
-            let share = early_share(&planned.plan);
+            let share = backward_share(&planned.plan);
             (planned.fit.fits() && share >= early, share, planned.fit)
         };
         let choices: Vec<u64> = (layers.least..=layers.all).collect();

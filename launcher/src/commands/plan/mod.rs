@@ -17,7 +17,7 @@ use crate::device::{self, Chosen, Devices};
 use crate::error::Failure;
 use crate::plan::disk_check::DiskCheck;
 use crate::plan::rank_memory::{plan_event, upload_line};
-use crate::plan::{Settled, early_line, early_share, late_line};
+use crate::plan::{Settled, backward_line, backward_share, forward_line};
 use crate::rank_env::{Env, Variables};
 use crate::ui::{Event, lines};
 use crate::units::bytes;
@@ -164,10 +164,10 @@ fn as_json(
         "offload": config.offload.to_string(),
         "micro_batch": config.batch.micro_batch,
         "accumulation_steps": config.batch.accumulation_steps,
-        "uploads_ahead": planned.plan.uploads_ahead(),
-        "early_step": config.early_step.to_string(),
-        "early_share": early_share(&planned.plan),
-        "late_step": planned.plan.steps_late(),
+        "uploads_ahead": planned.plan.prefetch_weights(),
+        "early_step": config.optimizer_in_backward.to_string(),
+        "early_share": backward_share(&planned.plan),
+        "late_step": planned.plan.updates_in_forward(),
         "checkpoint_activations": config.checkpoint_activations.to_string(),
         "checkpoint_num_layers": config.checkpoint_num_layers,
         "sample": if planner.makes_up_samples() { "made-up" } else { "data" },
@@ -243,12 +243,12 @@ fn as_text(
     if args.hw.is_some() && config.device == Device::Cpu {
         event.device = "devices".into();
     }
-    // The last of its lines is the trainer's verdict; this verb has one of its own.
+    // The last of its lines is the trainer's verdict; this subcommand has its own.
     text += &shown(&Event::Plan(event), 2);
     if let Some(line) = upload_line(plan, None) {
         text += &shown(&line, usize::MAX);
     }
-    for line in [early_line(plan, spare.as_ref()), late_line(plan)]
+    for line in [backward_line(plan, spare.as_ref()), forward_line(plan)]
         .into_iter()
         .flatten()
     {

@@ -59,11 +59,11 @@ fn offloads(planner: &Planner, config: &RunConfig) -> Choices {
         steps.extend([(cost, optimizer), (cost + 4, both)]);
     };
     // Nothing comes back from a disk that was put there by hand.
-    if now.folders().is_empty() {
+    if now.directories().is_empty() {
         add(8, &Tier::Cpu);
     }
-    if let Some(folder) = planner.disk(config) {
-        add(16, &Tier::Nvme(folder));
+    if let Some(directory) = planner.disk(config) {
+        add(16, &Tier::Nvme(directory));
     }
     // What a GPU saves for backward leaves it beside its work.
     if config.device == Device::Cuda && now.activation == Tier::None {

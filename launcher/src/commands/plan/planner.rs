@@ -74,13 +74,13 @@ impl Planner {
         self.samples.is_none()
     }
 
-    /// A folder for spill files: the run's, or a name for the user's where there is room for any.
+    /// A directory for spill files: the run's, or a name for the user's where there is room for any.
     pub(super) fn disk(&self, config: &RunConfig) -> Option<PathBuf> {
         let own = config
             .offload
-            .folders()
+            .directories()
             .first()
-            .map(|folder| (*folder).to_owned());
+            .map(|directory| (*directory).to_owned());
         let described = self.machine.nvme_free_bytes.map(|_| PathBuf::from("/DIR"));
         own.or(described)
     }
@@ -143,7 +143,7 @@ impl Planner {
         whole_memory(config, model, processor, plan, &worst, eval)
     }
 
-    /// One sample as long and with as large a picture as the settings allow, in every place.
+    /// One sample as long and with as large an image as the settings allow, in every place.
     fn made_up(
         config: &RunConfig,
         model: &dyn VisionLanguageModel,

@@ -3,7 +3,7 @@
 use super::configuration;
 use super::planner::{Planner, made_up_sample};
 use crate::cli::{self, Command, resolve};
-use crate::config::{EarlyStep, RunConfig, UploadAhead};
+use crate::config::{OptimizerInBackward, PrefetchWeights, RunConfig};
 use crate::device::Nvidia;
 use crate::memory::RankMemory;
 use crate::model::setup::shapes;
@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 const UNBOUNDED: u64 = 1 << 50;
 
-fn write_config(folder: &Path) {
+fn write_config(directory: &Path) {
     let config = json!({
         "version": 2.6, "model_type": "minicpmv", "hidden_size": 256, "intermediate_size": 512,
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
@@ -29,11 +29,11 @@ fn write_config(folder: &Path) {
             "num_hidden_layers": 2, "patch_size": 14,
         },
     });
-    std::fs::write(folder.join("config.json"), config.to_string()).expect("written");
+    std::fs::write(directory.join("config.json"), config.to_string()).expect("written");
 }
 
-fn config(folder: &Path, flags: &str) -> RunConfig {
-    let dir = folder.display();
+fn config(directory: &Path, flags: &str) -> RunConfig {
+    let dir = directory.display();
     let line = format!(
         "--model {dir} --data d --output {dir} --model-max-length 128 --max-slice-nums 2 {flags}"
     );
@@ -93,11 +93,11 @@ fn grid() -> impl Iterator<Item = String> {
 
 #[test]
 fn a_frozen_base_never_costs_more_than_full_tuning() {
-    let folder = tempfile::tempdir().expect("temp dir");
-    write_config(folder.path());
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
     for cell in grid() {
         let of = |more: &str| {
-            planned(&config(folder.path(), &format!("{cell} {more}")))
+            planned(&config(directory.path(), &format!("{cell} {more}")))
                 .1
                 .need
         };
@@ -120,10 +120,10 @@ fn a_frozen_base_never_costs_more_than_full_tuning() {
 
 #[test]
 fn every_tier_and_phase_is_counted_as_configured() {
-    let folder = tempfile::tempdir().expect("temp dir");
-    write_config(folder.path());
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
     for cell in grid() {
-        let (memory, fit) = planned(&config(folder.path(), &cell));
+        let (memory, fit) = planned(&config(directory.path(), &cell));
         assert!(fit.fits(), "{cell}");
         let backward = &memory.phases[&crate::memory::Phase::Backward];
         let (device, host, nvme) = (&backward.device, &backward.host, &backward.nvme);
@@ -149,9 +149,9 @@ fn every_tier_and_phase_is_counted_as_configured() {
 
 #[test]
 fn more_ranks_and_more_sharding_never_need_more_device_memory() {
-    let folder = tempfile::tempdir().expect("temp dir");
-    write_config(folder.path());
-    let of = |flags: &str| planned(&config(folder.path(), flags)).0.peak.device;
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let of = |flags: &str| planned(&config(directory.path(), flags)).0.peak.device;
     for precision in ["f32", "bf16"] {
         let line = |stage: u8| format!("--nproc 4 --precision {precision} --zero {stage}");
         let stages: Vec<u64> = [0, 1, 2].map(|stage| of(&line(stage))).to_vec();
@@ -169,9 +169,9 @@ fn more_ranks_and_more_sharding_never_need_more_device_memory() {
 
 #[test]
 fn limits_and_the_machine_decide_what_fits() {
-    let folder = tempfile::tempdir().expect("temp dir");
-    write_config(folder.path());
-    let free = config(folder.path(), "--nproc 2 --offload nvme:/d");
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let free = config(directory.path(), "--nproc 2 --offload nvme:/d");
     let (memory, fit) = planned(&free);
     let need = fit.need;
     let on = |config: &RunConfig, machine: Machine| MemoryCheck::new(config, &memory, machine);
@@ -196,7 +196,7 @@ fn limits_and_the_machine_decide_what_fits() {
     assert_eq!(failure.code.as_str(), "E15", "{failure}");
     for flag in ["--host-memory-limit", "--device-memory-limit"] {
         let limited = config(
-            folder.path(),
+            directory.path(),
             &format!("--nproc 2 --offload nvme:/d {flag} 1MiB"),
         );
         assert!(!on(&limited, enough).fits(), "{flag}");
@@ -204,16 +204,16 @@ fn limits_and_the_machine_decide_what_fits() {
 }
 
 /// The plan of `launcher plan` for GPUs of `device` bytes.
-fn planned_on(folder: &Path, device: u64, flags: &str) -> Settled {
+fn planned_on(directory: &Path, device: u64, flags: &str) -> Settled {
     planned_by(
-        folder,
+        directory,
         &format!("--device cuda --hw 2x{device} --ram 1TiB {flags}"),
     )
 }
 
 /// The plan of `launcher plan` with these flags.
-fn planned_by(folder: &Path, flags: &str) -> Settled {
-    let model = folder.join("config.json");
+fn planned_by(directory: &Path, flags: &str) -> Settled {
+    let model = directory.join("config.json");
     let line = format!(
         "plan --model {} --no-weights true --model-max-length 128 --max-slice-nums 2 --precision bf16 {flags}",
         model.display()
@@ -230,9 +230,9 @@ fn planned_by(folder: &Path, flags: &str) -> Settled {
 
 #[test]
 fn auto_prefetches_weights_where_the_plan_then_fits() {
-    let folder = tempfile::tempdir().expect("temp dir");
-    write_config(folder.path());
-    let needs = |device, flags: &str| planned_on(folder.path(), device, flags).fit.need.device;
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let needs = |device, flags: &str| planned_on(directory.path(), device, flags).fit.need.device;
     for flags in [
         "--zero 3 --collectives shm",
         "--zero 3 --collectives ipc",
@@ -240,7 +240,7 @@ fn auto_prefetches_weights_where_the_plan_then_fits() {
     ] {
         let of = |device, mode: &str| {
             planned_on(
-                folder.path(),
+                directory.path(),
                 device,
                 &format!("{flags} --prefetch-weights {mode}"),
             )
@@ -249,14 +249,14 @@ fn auto_prefetches_weights_where_the_plan_then_fits() {
             .map(|mode| needs(UNBOUNDED, &format!("{flags} --prefetch-weights {mode}")));
         assert!(off < on, "{flags}: {off} {on}");
         for (device, want) in [
-            (UNBOUNDED, UploadAhead::On),
-            (on, UploadAhead::On),
-            (on - 1, UploadAhead::Off),
+            (UNBOUNDED, PrefetchWeights::On),
+            (on, PrefetchWeights::On),
+            (on - 1, PrefetchWeights::Off),
         ] {
             let auto = of(device, "auto");
-            assert_eq!(auto.run.upload_ahead, want, "{flags}, {device}");
-            assert_eq!(auto.plan.uploads_ahead(), want == UploadAhead::On);
-            let need = if want == UploadAhead::On { on } else { off };
+            assert_eq!(auto.run.prefetch_weights, want, "{flags}, {device}");
+            assert_eq!(auto.plan.prefetch_weights(), want == PrefetchWeights::On);
+            let need = if want == PrefetchWeights::On { on } else { off };
             assert_eq!(auto.fit.need.device, need, "{flags}, {device}");
             assert!(auto.fit.fits());
         }
@@ -271,34 +271,40 @@ fn auto_prefetches_weights_where_the_plan_then_fits() {
     // Where weights stay there is nothing to upload.
     let stays = "--zero 2 --offload optimizer=cpu";
     let on = planned_on(
-        folder.path(),
+        directory.path(),
         UNBOUNDED,
         &format!("{stays} --prefetch-weights on"),
     );
-    assert!(!on.plan.uploads_ahead());
+    assert!(!on.plan.prefetch_weights());
     let off = needs(UNBOUNDED, &format!("{stays} --prefetch-weights off"));
     assert_eq!(on.fit.need.device, off);
-    let auto = planned_on(folder.path(), UNBOUNDED, stays);
-    assert_eq!(auto.run.upload_ahead, UploadAhead::Off);
+    let auto = planned_on(directory.path(), UNBOUNDED, stays);
+    assert_eq!(auto.run.prefetch_weights, PrefetchWeights::Off);
 }
 
 /// `auto` takes of host memory what the plan leaves but for a tenth, and nothing where that is too little for a unit.
 #[test]
 fn auto_runs_the_optimizer_in_backward_within_spare_host_memory() {
-    let folder = tempfile::tempdir().expect("temp dir");
-    write_config(folder.path());
-    let run = |flags: &str| planned_on(folder.path(), UNBOUNDED, flags);
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let run = |flags: &str| planned_on(directory.path(), UNBOUNDED, flags);
     let of = |flags: &str| run(&format!("--zero 2 --offload cpu {flags}"));
     let on = |ram: u64, flags: &str| of(&format!("--host-memory-limit {ram} {flags}"));
     let early = |planned: &Settled| {
         let units = planned.plan.units().iter();
-        units.filter(|u| planned.plan.steps_early(u.id)).count()
+        units
+            .filter(|u| planned.plan.updates_in_backward(u.id))
+            .count()
     };
     for flags in ["", "--max-grad-norm 0", "--prefetch-weights off"] {
         let off = of(&format!("{flags} --optimizer-in-backward off"));
         let all = of(&format!("{flags} --optimizer-in-backward all"));
         let auto = of(flags);
-        assert_eq!(auto.run.early_step, EarlyStep::All, "{flags}");
+        assert_eq!(
+            auto.run.optimizer_in_backward,
+            OptimizerInBackward::All,
+            "{flags}"
+        );
         assert_eq!(auto.fit.need, all.fit.need, "{flags}");
         assert!(early(&all) > 2 && early(&off) == 0, "{flags}");
         let (least, most) = (off.fit.need.host, all.fit.need.host);
@@ -308,8 +314,8 @@ fn auto_runs_the_optimizer_in_backward_within_spare_host_memory() {
         assert_eq!(early(&on(room(most), flags)), early(&all), "{flags}");
         let between = on(room(u64::midpoint(least, most)), flags);
         assert!((1..early(&all)).contains(&early(&between)), "{flags}");
-        let EarlyStep::Most(bound) = between.run.early_step else {
-            panic!("{:?}", between.run.early_step)
+        let OptimizerInBackward::Most(bound) = between.run.optimizer_in_backward else {
+            panic!("{:?}", between.run.optimizer_in_backward)
         };
         assert_eq!(bound % (1 << 20), 0);
         assert_eq!(between.fit.host_overrun(), 0, "{flags}");
@@ -318,7 +324,11 @@ fn auto_runs_the_optimizer_in_backward_within_spare_host_memory() {
         assert_eq!(by_hand.memory, between.memory, "{flags}");
         for tight in [room(least), least] {
             let none = on(tight, flags);
-            assert_eq!(none.run.early_step, EarlyStep::Off, "{flags}");
+            assert_eq!(
+                none.run.optimizer_in_backward,
+                OptimizerInBackward::Off,
+                "{flags}"
+            );
             assert_eq!(none.memory, off.memory, "{flags}");
             assert!(none.fit.fits(), "{flags}");
         }
@@ -335,32 +345,42 @@ fn auto_runs_the_optimizer_in_backward_within_spare_host_memory() {
         "--zero 1 --offload cpu",
     ] {
         let auto = run(flags);
-        assert_eq!(auto.run.early_step, EarlyStep::Off, "{flags}");
+        assert_eq!(
+            auto.run.optimizer_in_backward,
+            OptimizerInBackward::Off,
+            "{flags}"
+        );
         assert_eq!(auto.spare, None, "{flags}");
     }
     let on_cpu = planned_by(
-        folder.path(),
+        directory.path(),
         "--hw 2x1TiB --ram 1TiB --device cpu --zero 2 --offload cpu",
     );
-    assert_eq!(on_cpu.run.early_step, EarlyStep::Off);
+    assert_eq!(on_cpu.run.optimizer_in_backward, OptimizerInBackward::Off);
     // What is looked for is what must be there.
-    let asked = config(folder.path(), "--device cuda --zero 2 --offload cpu");
-    assert_eq!(asked.early_step, EarlyStep::Auto);
-    assert_eq!(asked.without_spare().early_step, EarlyStep::Off);
-    let on_disk = config(folder.path(), "--offload nvme:/d --max-grad-norm 0");
-    assert_eq!(on_disk.without_spare().early_step, EarlyStep::Auto);
+    let asked = config(directory.path(), "--device cuda --zero 2 --offload cpu");
+    assert_eq!(asked.optimizer_in_backward, OptimizerInBackward::Auto);
+    assert_eq!(
+        asked.without_spare().optimizer_in_backward,
+        OptimizerInBackward::Off
+    );
+    let on_disk = config(directory.path(), "--offload nvme:/d --max-grad-norm 0");
+    assert_eq!(
+        on_disk.without_spare().optimizer_in_backward,
+        OptimizerInBackward::Auto
+    );
 }
 
 /// What ranks take of shared memory when they meet is what the plan said, however GPUs exchange weights and gradients.
 #[test]
 fn the_shared_memory_of_gpu_ranks_is_as_planned() {
-    let folder = tempfile::tempdir().expect("temp dir");
-    write_config(folder.path());
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
     for collectives in ["shm", "ipc", "nccl"] {
         for (stage, save) in [(3, "steps"), (3, "no"), (2, "steps")] {
             let flags =
                 format!("--zero {stage} --collectives {collectives} --save-strategy {save}");
-            let planned = planned_on(folder.path(), UNBOUNDED, &flags);
+            let planned = planned_on(directory.path(), UNBOUNDED, &flags);
             let taken = window_region(&planned.run, &planned.plan).expect("a window");
             assert_eq!(taken, planned.memory.peak.window, "{flags}");
         }

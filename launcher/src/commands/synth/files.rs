@@ -76,13 +76,13 @@ struct Small {
     preprocessor: Option<Value>,
 }
 
-/// Writes the small files of `config` into `folder`.
+/// Writes the small files of `config` into `directory`.
 ///
 /// # Errors
 /// When no supported model has this configuration or its vocabulary is too small (exit 10), and for disk errors.
-pub(super) fn write(config: &Config, folder: &Path) -> Result<(), Failure> {
-    put(folder, "config.json", &config.bytes)?;
-    let small = small(folder).map_err(|cause| config.unusable(&cause))?;
+pub(super) fn write(config: &Config, directory: &Path) -> Result<(), Failure> {
+    put(directory, "config.json", &config.bytes)?;
+    let small = small(directory).map_err(|cause| config.unusable(&cause))?;
     let tokenizer = small.vocabulary.to_json();
     let tokenizer = tokenizer.map_err(|cause| config.unusable(&cause))?;
     let mut files = vec![
@@ -95,7 +95,7 @@ pub(super) fn write(config: &Config, folder: &Path) -> Result<(), Failure> {
             .map(|value| ("preprocessor_config.json", value)),
     );
     for (name, value) in files {
-        put(folder, name, format!("{value:#}\n").as_bytes())?;
+        put(directory, name, format!("{value:#}\n").as_bytes())?;
     }
     Ok(())
 }
@@ -104,25 +104,27 @@ pub(super) fn write(config: &Config, folder: &Path) -> Result<(), Failure> {
 ///
 /// # Errors
 /// When the disk fails.
-pub(super) fn declare(seed: u64, folder: &Path) -> Result<(), Failure> {
+pub(super) fn declare(seed: u64, directory: &Path) -> Result<(), Failure> {
     let marker = json!(seeded::Marker::new(seed));
-    put(folder, seeded::FILE, format!("{marker:#}\n").as_bytes())
+    put(directory, seeded::FILE, format!("{marker:#}\n").as_bytes())
 }
 
-fn put(folder: &Path, name: &str, bytes: &[u8]) -> Result<(), Failure> {
-    let path = folder.join(name);
+fn put(directory: &Path, name: &str, bytes: &[u8]) -> Result<(), Failure> {
+    let path = directory.join(name);
     fs::write(&path, bytes).map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))
 }
 
-fn small(folder: &Path) -> Result<Small, String> {
-    let family = Family::of(folder).map_err(|error| chain(&error))?;
-    let bytes = fs::read(folder.join("config.json")).map_err(|error| error.to_string())?;
+fn small(directory: &Path) -> Result<Small, String> {
+    let family = Family::of(directory).map_err(|error| chain(&error))?;
+    let bytes = fs::read(directory.join("config.json")).map_err(|error| error.to_string())?;
     let raw: Value = serde_json::from_slice(&bytes).map_err(|error| error.to_string())?;
     Ok(match family {
-        Family::MiniCpm => minicpm(&load(MiniCpmConfig::load(folder))?, &raw),
-        Family::Glm4v => glm4v(&load(Glm4vConfig::load(folder))?),
-        Family::Glm41v => glm41v(&load(Glm41vConfig::load(folder))?, &raw),
-        Family::CogVlm | Family::CogVlm2 | Family::CogAgent => cog(&load(CogConfig::load(folder))?),
+        Family::MiniCpm => minicpm(&load(MiniCpmConfig::load(directory))?, &raw),
+        Family::Glm4v => glm4v(&load(Glm4vConfig::load(directory))?),
+        Family::Glm41v => glm41v(&load(Glm41vConfig::load(directory))?, &raw),
+        Family::CogVlm | Family::CogVlm2 | Family::CogAgent => {
+            cog(&load(CogConfig::load(directory))?)
+        }
     })
 }
 

@@ -22,7 +22,7 @@ use kernels::DType;
 use models::{ModelOptions, open_model};
 
 use crate::cli::{SynthArgs, SynthWeights};
-use crate::commands::new_directory::NewFolder;
+use crate::commands::new_directory::NewDirectory;
 use crate::error::{ErrorCode, Failure, chain};
 use crate::memory::disk_free_bytes;
 use crate::units::{bytes, grouped, seconds};
@@ -60,9 +60,9 @@ pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
         .next("omit --shards for 4 files"));
     }
     let config = config::find(args.model_config.as_deref())?;
-    let folder = NewFolder::begin(&output, "synth")?;
-    files::write(&config, folder.path())?;
-    let model = open_model(folder.path(), ModelOptions::new(DType::BF16))
+    let directory = NewDirectory::begin(&output, "synth")?;
+    files::write(&config, directory.path())?;
+    let model = open_model(directory.path(), ModelOptions::new(DType::BF16))
         .map_err(|error| config.unusable(&chain(&error)))?;
     let layout = Layout::new(&*model, shards)?;
     let sampled = match args.samples.unwrap_or(0) {
@@ -71,9 +71,9 @@ pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
             let tokens = args.sample_tokens.unwrap_or(SAMPLE_TOKENS);
             let size = samples::Size {
                 tokens,
-                picture_side: args.picture_side,
+                image_side: args.image_side,
             };
-            Some(samples::write(folder.path(), count, size)?)
+            Some(samples::write(directory.path(), count, size)?)
         }
     };
     let stored_bytes = if seeded { 0 } else { layout.total_bytes() };
@@ -87,15 +87,15 @@ pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
     ));
     let seed = args.seed.unwrap_or(0);
     if seeded {
-        files::declare(seed, folder.path())?;
-        folder.publish()?;
+        files::declare(seed, directory.path())?;
+        directory.publish()?;
         say(&format!(
             " done    {} contains seed {seed} instead of weights\n",
             models::seeded::FILE
         ));
     } else {
-        let written = layout.write(seed, folder.path())?;
-        folder.publish()?;
+        let written = layout.write(seed, directory.path())?;
+        directory.publish()?;
         let took = started.elapsed().as_secs_f64();
         say(&format!(
             " done    {written} files of weights · {} · {}/s\n",
@@ -108,7 +108,7 @@ pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
             " samples {} of {} tokens, {} of them for the image: launcher --model {out} --data {out}/{}\n",
             grouped(sampled.count as u64),
             grouped(sampled.tokens as u64),
-            grouped(sampled.picture_tokens as u64),
+            grouped(sampled.image_tokens as u64),
             samples::FILE,
             out = output.display(),
         ));

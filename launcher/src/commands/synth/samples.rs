@@ -13,7 +13,7 @@ use crate::error::{ErrorCode, Failure, chain};
 
 /// File name of the samples.
 pub(super) const FILE: &str = "samples.json";
-const PICTURES: &str = "pictures";
+const IMAGES: &str = "pictures";
 /// Default side of an image in pixels if the configuration has none, and the largest default.
 const LARGEST_SIDE: usize = 448;
 /// Allowed sides of an image in pixels.
@@ -30,7 +30,7 @@ pub(super) struct Samples {
     /// Tokens per sample.
     pub(super) tokens: usize,
     /// Image tokens per sample.
-    pub(super) picture_tokens: usize,
+    pub(super) image_tokens: usize,
 }
 
 /// Requested size of samples.
@@ -39,16 +39,16 @@ pub(super) struct Size {
     /// Length in tokens, including the image's.
     pub(super) tokens: usize,
     /// Side of the image in pixels. The default is one slice, or the vision tower's own size.
-    pub(super) picture_side: Option<usize>,
+    pub(super) image_side: Option<usize>,
 }
 
-/// Writes `count` samples of about `size` into the model directory `folder`. A sample is longer than requested if its
+/// Writes `count` samples of about `size` into the model directory `directory`. A sample is longer than requested if its
 /// image alone takes more tokens.
 ///
 /// # Errors
 /// When the image size is not allowed, or the disk fails.
-pub(super) fn write(folder: &Path, count: usize, size: Size) -> Result<Samples, Failure> {
-    if let Some(side) = size.picture_side
+pub(super) fn write(directory: &Path, count: usize, size: Size) -> Result<Samples, Failure> {
+    if let Some(side) = size.image_side
         && !SIDES.contains(&side)
     {
         return Err(Failure::usage(
@@ -62,24 +62,24 @@ pub(super) fn write(folder: &Path, count: usize, size: Size) -> Result<Samples, 
         let path = path.to_owned();
         move |error| Failure::io(ErrorCode::Disk, "write", &path, &error)
     };
-    let pictures = folder.join(PICTURES);
-    fs::create_dir(&pictures).map_err(disk(&pictures))?;
-    let side = size.picture_side.unwrap_or_else(|| picture_side(folder));
+    let images = directory.join(IMAGES);
+    fs::create_dir(&images).map_err(disk(&images))?;
+    let side = size.image_side.unwrap_or_else(|| image_side(directory));
     for index in 0..count {
-        let path = pictures.join(picture_name(index));
-        fs::write(&path, picture(index, side)).map_err(disk(&path))?;
+        let path = images.join(image_name(index));
+        fs::write(&path, image(index, side)).map_err(disk(&path))?;
     }
-    let shortest = measure(folder, &sample(0, 0))?;
+    let shortest = measure(directory, &sample(0, 0))?;
     let filler = tokens.saturating_sub(shortest.tokens);
-    let measured = measure(folder, &sample(0, filler))?;
+    let measured = measure(directory, &sample(0, filler))?;
     let samples: Vec<Value> = (0..count).map(|index| sample(index, filler)).collect();
-    let path = folder.join(FILE);
+    let path = directory.join(FILE);
     let text = format!("{:#}\n", Value::from(samples));
     fs::write(&path, text).map_err(disk(&path))?;
     Ok(Samples { count, ..measured })
 }
 
-fn picture_name(index: usize) -> String {
+fn image_name(index: usize) -> String {
     format!("{index:04}.png")
 }
 
@@ -88,7 +88,7 @@ fn sample(index: usize, filler: usize) -> Value {
     let answered = filler / 4;
     json!({
         "id": index.to_string(),
-        "image": format!("{PICTURES}/{}", picture_name(index)),
+        "image": format!("{IMAGES}/{}", image_name(index)),
         "conversations": [
             { "role": "user", "content": format!("<image>\n{}?", text(index, filler - answered)) },
             { "role": "assistant", "content": format!("{}.", text(index + 7, answered)) },
@@ -111,7 +111,7 @@ fn text(index: usize, length: usize) -> String {
 }
 
 /// Image of a bar whose position and width differ between images.
-fn picture(index: usize, side: usize) -> Vec<u8> {
+fn image(index: usize, side: usize) -> Vec<u8> {
     let start = (index * 37 + side / 4) % side;
     let width = side / 8 + index % 7;
     let pixels: Vec<bool> = (0..side * side)
@@ -121,12 +121,12 @@ fn picture(index: usize, side: usize) -> Vec<u8> {
 }
 
 /// Side of one slice for MiniCPM, and the vision tower's own side for other families.
-fn picture_side(folder: &Path) -> usize {
-    let config: Value = fs::read(folder.join("config.json"))
+fn image_side(directory: &Path) -> usize {
+    let config: Value = fs::read(directory.join("config.json"))
         .ok()
         .and_then(|bytes| serde_json::from_slice(&bytes).ok())
         .unwrap_or_default();
-    let side = match Family::of(folder) {
+    let side = match Family::of(directory) {
         Ok(Family::MiniCpm) => &config["slice_config"]["scale_resolution"],
         _ => &config["vision_config"]["image_size"],
     };
@@ -134,22 +134,22 @@ fn picture_side(folder: &Path) -> usize {
     side.unwrap_or(LARGEST_SIDE).clamp(28, LARGEST_SIDE)
 }
 
-fn measure(folder: &Path, sample: &Value) -> Result<Samples, Failure> {
+fn measure(directory: &Path, sample: &Value) -> Result<Samples, Failure> {
     // The program made these files itself, so a failure here is a bug.
     let failed = |cause: String| Failure::new(ErrorCode::Panic, "cannot make samples", cause);
-    let processor = open_processor(folder).map_err(|error| failed(chain(&error)))?;
+    let processor = open_processor(directory).map_err(|error| failed(chain(&error)))?;
     let sample: RawSample =
         serde_json::from_value(sample.clone()).map_err(|error| failed(chain(&error)))?;
     let options = EncodeOptions {
         model_max_length: NO_LIMIT,
         ..EncodeOptions::default()
     };
-    let images = ImageFolder::new(folder);
+    let images = ImageFolder::new(directory);
     let size = processor.measure(&sample, &images, &options);
     let size = size.map_err(|error| failed(chain(&error)))?;
     Ok(Samples {
         count: 1,
         tokens: size.tokens,
-        picture_tokens: size.picture_tokens,
+        image_tokens: size.image_tokens,
     })
 }

@@ -67,7 +67,7 @@ fn weights_made_in_memory_equal_those_of_the_files() {
         run(&args(&files, SynthWeights::Files)).expect(pack);
         run(&args(&seeded, SynthWeights::Seeded)).expect(pack);
         let [files, made] =
-            [&files, &seeded].map(|folder| WeightSource::open(folder).expect("weights"));
+            [&files, &seeded].map(|directory| WeightSource::open(directory).expect("weights"));
         assert_eq!(
             made.files().collect::<Vec<_>>(),
             [seeded.join(models::seeded::FILE)]
@@ -112,7 +112,7 @@ fn synthetic_images_of_any_size_make_the_expected_slices() {
     let temp = tempfile::tempdir().expect("temp dir");
     let output = temp.path().join("out");
     let large = SynthArgs {
-        picture_side: Some(1344),
+        image_side: Some(1344),
         sample_tokens: Some(900),
         weights: Some(SynthWeights::Seeded),
         ..args(Path::new("minicpm-v-2_6"), &output)
@@ -130,7 +130,7 @@ fn synthetic_images_of_any_size_make_the_expected_slices() {
     for side in [0, 5000] {
         let other = SynthArgs {
             output: Some(temp.path().join("other")),
-            picture_side: Some(side),
+            image_side: Some(side),
             ..large.clone()
         };
         assert_eq!(run(&other).expect_err("refused").code.status(), 2);
@@ -144,8 +144,8 @@ fn synthetic_images_of_any_size_make_the_expected_slices() {
 }
 
 /// Checks that every sample has the requested length, or the length that its image requires.
-fn check_samples(folder: &Path, processor: &dyn Processor) {
-    let file = folder.join(samples::FILE);
+fn check_samples(directory: &Path, processor: &dyn Processor) {
+    let file = directory.join(samples::FILE);
     let read = models::data::read_samples(&file).expect("a data file");
     assert_eq!(read.len(), 2);
     let images = models::image::ImageFolder::beside(&file);
@@ -155,7 +155,7 @@ fn check_samples(folder: &Path, processor: &dyn Processor) {
             let encoded = processor
                 .encode(sample, &images, &models::data::EncodeOptions::default())
                 .expect("encodes");
-            assert_eq!(encoded.input_ids.len(), 200, "{}", folder.display());
+            assert_eq!(encoded.input_ids.len(), 200, "{}", directory.display());
             assert!(encoded.supervised_tokens() > 20);
             encoded.slices
         })
@@ -176,12 +176,12 @@ fn published_configurations_have_their_published_sizes() {
     ];
     let temp = tempfile::tempdir().expect("temp dir");
     for ((name, _), expected) in config::PUBLISHED.iter().zip(expected) {
-        let folder = temp.path().join(name);
-        std::fs::create_dir(&folder).expect("made");
+        let directory = temp.path().join(name);
+        std::fs::create_dir(&directory).expect("made");
         let found = config::find(Some(Path::new(name))).expect(name);
-        files::write(&found, &folder).expect(name);
-        let model = open_model(&folder, ModelOptions::new(DType::BF16)).expect(name);
-        open_processor(&folder).expect(name);
+        files::write(&found, &directory).expect(name);
+        let model = open_model(&directory, ModelOptions::new(DType::BF16)).expect(name);
+        open_processor(&directory).expect(name);
         let layout = Layout::new(&*model, SHARDS).expect(name);
         assert_eq!(layout.parameters(), expected, "{name}");
     }

@@ -63,15 +63,15 @@ impl Layout {
         self.total_bytes
     }
 
-    /// Writes the files into `folder`. Returns the number of weight files.
+    /// Writes the files into `directory`. Returns the number of weight files.
     ///
     /// # Errors
     /// When the disk is full or fails.
-    pub(super) fn write(&self, seed: u64, folder: &Path) -> Result<usize, Failure> {
+    pub(super) fn write(&self, seed: u64, directory: &Path) -> Result<usize, Failure> {
         let failed = |e: CheckpointError| failures::checkpoint(DOING, &e);
         let metadata = [("format", "pt")];
         let mut file = ShardedTensorWriter::create(
-            folder,
+            directory,
             "model",
             &self.tensors,
             &metadata,

@@ -48,18 +48,18 @@ pub(crate) fn run(args: &WatchArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn check(folder: &Path) -> Result<(), Failure> {
+fn check(directory: &Path) -> Result<(), Failure> {
     let refuse = |cause: &str| {
-        Failure::usage(format!("cannot watch {}", folder.display()), cause).next(
+        Failure::usage(format!("cannot watch {}", directory.display()), cause).next(
             "give the directory of a run: the value of its --output, or a directory below runs/",
         )
     };
-    if !folder.is_dir() {
+    if !directory.is_dir() {
         return Err(refuse("the directory does not exist"));
     }
     let is_run = [CONFIG_FILE, TRAINER_LOG]
         .iter()
-        .any(|name| folder.join(name).is_file());
+        .any(|name| directory.join(name).is_file());
     if is_run {
         Ok(())
     } else {
@@ -68,7 +68,7 @@ fn check(folder: &Path) -> Result<(), Failure> {
     }
 }
 
-fn look(folder: &Path) -> View {
+fn look(directory: &Path) -> View {
     let names = [
         CONFIG_FILE,
         TRAINER_LOG,
@@ -77,17 +77,17 @@ fn look(folder: &Path) -> View {
         "errors",
     ];
     let changes = names.iter().filter_map(|name| {
-        fs::metadata(folder.join(name))
+        fs::metadata(directory.join(name))
             .and_then(|file| file.modified())
             .ok()
     });
     let news = changes.max().unwrap_or(SystemTime::UNIX_EPOCH);
     let age = SystemTime::now().duration_since(news).unwrap_or_default();
     let presence = Presence {
-        is_held: run_directory::is_held(folder),
+        is_held: run_directory::is_held(directory),
         seconds_since_news: age.as_secs_f64(),
     };
-    View::new(&RunFiles::read(folder), presence)
+    View::new(&RunFiles::read(directory), presence)
 }
 
 /// Writes a view. Returns false if the output is closed.

@@ -179,7 +179,7 @@ mod tests {
             "slowest_rank": 1, "slowest_part": "backward", "imbalance": 0.31,
         });
         let files = RunFiles {
-            folder: "runs/demo".into(),
+            directory: "runs/demo".into(),
             rows: vec![row],
             ..RunFiles::default()
         };

@@ -136,7 +136,7 @@ impl View {
         let remaining = time("remaining_time").map(|left| (left - age).max(0.0));
         Self {
             schema: SCHEMA,
-            run: files.folder.display().to_string(),
+            run: files.directory.display().to_string(),
             state,
             seconds_since_news: (1e3 * age).round() / 1e3,
             step,

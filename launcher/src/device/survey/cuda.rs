@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use super::facts::{Cuda, Gpu, SearchFacts};
-use crate::rank_env::CudaPlaces;
+use crate::rank_env::CudaSearchPaths;
 
 /// NVIDIA's vendor id on the PCI bus.
 const VENDOR: &str = "0x10de";
@@ -12,8 +12,8 @@ const VENDOR: &str = "0x10de";
 const CLASSES: [&str; 2] = ["0x0300", "0x0302"];
 
 /// Gathers facts from the kernel and, if CUDA support is built in, from driver and libraries.
-pub(super) fn gather(places: &CudaPlaces) -> (Cuda, Vec<Gpu>) {
-    let (mut cuda, gpus) = ask(folders(places));
+pub(super) fn gather(memory_plans: &CudaSearchPaths) -> (Cuda, Vec<Gpu>) {
+    let (mut cuda, gpus) = ask(directories(memory_plans));
     cuda.pci_devices = pci_devices(Path::new("/sys/bus/pci/devices"));
     cuda.kernel_module = fs::read_to_string("/proc/driver/nvidia/version")
         .ok()
@@ -21,23 +21,23 @@ pub(super) fn gather(places: &CudaPlaces) -> (Cuda, Vec<Gpu>) {
     (cuda, gpus)
 }
 
-fn folders(places: &CudaPlaces) -> SearchFacts {
+fn directories(memory_plans: &CudaSearchPaths) -> SearchFacts {
     let python_packages = if cfg!(feature = "cuda") {
-        super::python::packages(places)
+        super::python::packages(memory_plans)
     } else {
         Vec::new()
     };
     SearchFacts {
-        directories: places.directories.clone(),
-        cuda_home: places.cuda_home.clone(),
+        directories: memory_plans.directories.clone(),
+        cuda_home: memory_plans.cuda_home.clone(),
         python_packages,
     }
 }
 
 /// Search path for libraries in these places.
 #[cfg(feature = "cuda")]
-pub(super) fn search(places: &CudaPlaces) -> kernels::cuda::library::Search {
-    built_in::search(&folders(places))
+pub(super) fn search(memory_plans: &CudaSearchPaths) -> kernels::cuda::library::Search {
+    built_in::search(&directories(memory_plans))
 }
 
 /// Number of NVIDIA graphics devices on the PCI bus.
@@ -165,11 +165,11 @@ mod built_in {
         AttemptFacts, Gpu, GpuProcess, LibraryFacts, LibraryKind, Pcie, SearchFacts,
     };
 
-    pub(super) fn search(folders: &SearchFacts) -> Search {
+    pub(super) fn search(directories: &SearchFacts) -> Search {
         Search {
-            directories: folders.directories.clone(),
-            cuda_home: folders.cuda_home.clone(),
-            python_packages: folders.python_packages.clone(),
+            directories: directories.directories.clone(),
+            cuda_home: directories.cuda_home.clone(),
+            python_packages: directories.python_packages.clone(),
         }
     }
 

@@ -185,11 +185,11 @@ pub(super) fn storage(variables: &Variables) -> Vec<Storage> {
         (Role::Temporary, temporary),
     ]
     .into_iter()
-    .map(|(role, path)| folder(role, path, &mounts))
+    .map(|(role, path)| directory(role, path, &mounts))
     .collect()
 }
 
-fn folder(role: Role, path: PathBuf, mounts: &str) -> Storage {
+fn directory(role: Role, path: PathBuf, mounts: &str) -> Storage {
     // A current directory that was removed still looks like a directory, but has no path.
     let absolute = path.canonicalize().ok();
     let stat = rustix::fs::statvfs(&path).ok();
@@ -346,10 +346,10 @@ mod tests {
 
     #[test]
     fn missing_directories_are_not_writable() {
-        let missing = folder(Role::Temporary, "/no/such/folder".into(), "");
+        let missing = directory(Role::Temporary, "/no/such/folder".into(), "");
         assert!(!missing.is_writable && missing.free_bytes.is_none());
         let here = tempfile::tempdir().expect("temp dir");
-        let here = folder(Role::Runs, here.path().into(), "none / ext4 rw 0 0\n");
+        let here = directory(Role::Runs, here.path().into(), "none / ext4 rw 0 0\n");
         assert!(here.is_writable && here.free_bytes <= here.total_bytes);
         assert_eq!(here.file_system.as_deref(), Some("ext4"));
     }

@@ -10,7 +10,7 @@ pub mod findings;
 mod host;
 mod python;
 
-use crate::rank_env::{CudaPlaces, Variables};
+use crate::rank_env::{CudaSearchPaths, Variables};
 use facts::Facts;
 use findings::Finding;
 
@@ -24,18 +24,18 @@ pub fn gather(variables: &Variables) -> Facts {
 
 /// Collects facts about driver, libraries and GPUs only.
 pub(crate) fn survey_gpus(variables: &Variables) -> (facts::Cuda, Vec<facts::Gpu>) {
-    cuda::gather(&places(variables))
+    cuda::gather(&memory_plans(variables))
 }
 
 /// Search path for CUDA's libraries.
 #[cfg(feature = "cuda")]
 pub(crate) fn search(variables: &Variables) -> kernels::cuda::library::Search {
-    cuda::search(&places(variables))
+    cuda::search(&memory_plans(variables))
 }
 
-fn places(variables: &Variables) -> CudaPlaces {
+fn memory_plans(variables: &Variables) -> CudaSearchPaths {
     let lookup = |name: &str| variables.get(name).map(ToOwned::to_owned);
-    CudaPlaces::from_lookup(&lookup)
+    CudaSearchPaths::from_lookup(&lookup)
 }
 
 /// Findings about these GPUs and this driver, the most important first.

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use crate::rank_env::CudaPlaces;
+use crate::rank_env::CudaSearchPaths;
 
 /// Time limit of the interpreter, which is started only to print its directories.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -17,25 +17,28 @@ const SYSTEM: [&str; 2] = ["/usr/local", "/usr"];
 
 /// Directories that contain an `nvidia` directory, each once: those of the environment, those of the system, and
 /// those that `python3` prints.
-pub(super) fn packages(places: &CudaPlaces) -> Vec<PathBuf> {
-    let mut folders = places.python_path.clone();
-    let roots = places.python_environments.iter().map(PathBuf::as_path);
+pub(super) fn packages(memory_plans: &CudaSearchPaths) -> Vec<PathBuf> {
+    let mut directories = memory_plans.python_path.clone();
+    let roots = memory_plans
+        .python_environments
+        .iter()
+        .map(PathBuf::as_path);
     for root in roots.chain(SYSTEM.map(Path::new)) {
-        folders.extend(folders_in(root));
+        directories.extend(directories_in(root));
     }
-    folders.extend(ask("python3", LIMIT));
+    directories.extend(ask("python3", LIMIT));
     let mut found: Vec<PathBuf> = Vec::new();
-    for folder in folders {
-        let folder = folder.canonicalize().unwrap_or(folder);
-        if folder.join("nvidia").is_dir() && !found.contains(&folder) {
-            found.push(folder);
+    for directory in directories {
+        let directory = directory.canonicalize().unwrap_or(directory);
+        if directory.join("nvidia").is_dir() && !found.contains(&directory) {
+            found.push(directory);
         }
     }
     found
 }
 
 /// `lib/python3*/site-packages` and `dist-packages` below `root`, sorted.
-fn folders_in(root: &Path) -> Vec<PathBuf> {
+fn directories_in(root: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(root.join("lib")).into_iter().flatten();
     let mut versions: Vec<PathBuf> = entries
         .flatten()
@@ -77,7 +80,7 @@ fn ask(program: &str, limit: Duration) -> Vec<PathBuf> {
     child.wait().ok();
     text.lines()
         .map(PathBuf::from)
-        .filter(|folder| folder.is_absolute())
+        .filter(|directory| directory.is_absolute())
         .collect()
 }
 
@@ -88,8 +91,8 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
     use std::time::Instant;
 
-    fn script(folder: &Path, text: &str) -> String {
-        let path = folder.join("python3");
+    fn memory_plan(directory: &Path, text: &str) -> String {
+        let path = directory.join("python3");
         fs::write(&path, format!("#!/bin/sh\n{text}\n")).expect("written");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("made executable");
         path.to_string_lossy().into_owned()
@@ -97,18 +100,18 @@ mod tests {
 
     #[test]
     fn only_absolute_paths_of_a_successful_interpreter_are_used() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let program = script(folder.path(), "printf '\\n/a\\nrelative\\n/b c\\n'");
+        let directory = tempfile::tempdir().expect("temp dir");
+        let program = memory_plan(directory.path(), "printf '\\n/a\\nrelative\\n/b c\\n'");
         let paths = ["/a", "/b c"].map(PathBuf::from);
         assert_eq!(ask(&program, LIMIT), paths);
-        assert!(ask(&script(folder.path(), "exit 3"), LIMIT).is_empty());
+        assert!(ask(&memory_plan(directory.path(), "exit 3"), LIMIT).is_empty());
         assert!(ask("/no/such/interpreter", LIMIT).is_empty());
     }
 
     #[test]
     fn a_hanging_interpreter_is_killed_with_its_children() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let program = script(folder.path(), "echo /a\nsleep 600 &\nsleep 600");
+        let directory = tempfile::tempdir().expect("temp dir");
+        let program = memory_plan(directory.path(), "echo /a\nsleep 600 &\nsleep 600");
         let started = Instant::now();
         assert!(ask(&program, Duration::from_millis(50)).is_empty());
         assert!(started.elapsed() < Duration::from_secs(60));
@@ -120,18 +123,21 @@ mod tests {
         let site = root.path().join("lib/python3.12/site-packages");
         fs::create_dir_all(site.join("nvidia/cuda_nvrtc/lib")).expect("made");
         fs::create_dir_all(root.path().join("lib/python3.11/site-packages")).expect("made");
-        let places = CudaPlaces {
+        let memory_plans = CudaSearchPaths {
             python_environments: vec![root.path().into(), root.path().into()],
             python_path: vec!["/no/such".into()],
-            ..CudaPlaces::default()
+            ..CudaSearchPaths::default()
         };
         let site = site.canonicalize().expect("exists");
-        let found = packages(&places);
-        assert_eq!(found.iter().filter(|folder| **folder == site).count(), 1);
+        let found = packages(&memory_plans);
+        assert_eq!(
+            found.iter().filter(|directory| **directory == site).count(),
+            1
+        );
         assert!(
             !found
                 .iter()
-                .any(|folder| folder.ends_with("python3.11/site-packages"))
+                .any(|directory| directory.ends_with("python3.11/site-packages"))
         );
     }
 }

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use crate::cli::Args;
 use crate::error::{ErrorCode, Failure};
 use crate::rank_env::Env;
-use crate::rank_env::identity::{Master, NodePlace};
+use crate::rank_env::identity::{Master, NodeAssignment};
 use crate::ui::Event;
 
 /// Conventional paths of hostfiles: DeepSpeed's, and that of Kubeflow's MPIJob.
@@ -141,7 +141,7 @@ pub fn place(
     argv: &[String],
     env: &Env,
     show: &mut dyn FnMut(Event),
-) -> Result<Option<NodePlace>, Failure> {
+) -> Result<Option<NodeAssignment>, Failure> {
     let chooses = args.include.is_some() || args.exclude.is_some();
     let is_numbered = env.rank.is_some() || env.node.is_some();
     if is_numbered && !chooses && args.hostfile.is_none() {
@@ -187,7 +187,7 @@ pub fn place(
         }
     }
     let named = format!("{}\n{}", hosts[0].name, ranks.len());
-    Ok(Some(NodePlace {
+    Ok(Some(NodeAssignment {
         node_rank: own,
         nodes: hosts.len(),
         ranks: None,

@@ -2,7 +2,7 @@ use super::{Host, choose::choose, parse, parse_bytes, place, same_name};
 use crate::cli::Args;
 use crate::error::Failure;
 use crate::rank_env::Env;
-use crate::rank_env::identity::NodePlace;
+use crate::rank_env::identity::NodeAssignment;
 use crate::ui::Event;
 use proptest::prelude::*;
 use std::ffi::OsString;
@@ -112,9 +112,9 @@ fn placed(
     text: &str,
     args: &Args,
     vars: &[(&str, &str)],
-) -> (Result<Option<NodePlace>, Failure>, Vec<Event>) {
-    let folder = tempfile::tempdir().expect("temp dir");
-    let path = folder.path().join("hosts");
+) -> (Result<Option<NodeAssignment>, Failure>, Vec<Event>) {
+    let directory = tempfile::tempdir().expect("temp dir");
+    let path = directory.path().join("hosts");
     std::fs::write(&path, text).expect("written");
     let args = Args {
         hostfile: Some(path),

@@ -38,7 +38,7 @@ pub(crate) struct Met {
 /// with libraries and devices that give the same results. `noted` sees the communicator before its first collective.
 ///
 /// # Errors
-/// Ranks are missing, do not know the job's token or differ (exit 13); the output folder is not shared (exit 16).
+/// Ranks are missing, do not know the job's token or differ (exit 13); the output directory is not shared (exit 16).
 pub(crate) fn join(
     config: &RunPlan,
     env: &RankEnv,
@@ -54,7 +54,7 @@ pub(crate) fn join(
     };
     let token = job_token(env, &*comm)?;
     if env.has_peers_elsewhere() {
-        shared_folder(&config.output, &*comm, &token)?;
+        shared_directory(&config.output, &*comm, &token)?;
     }
     Ok(Met {
         comm,
@@ -227,8 +227,8 @@ fn decode(bytes: &[u8]) -> Vec<(String, String)> {
     serde_json::from_slice(bytes).unwrap_or_default()
 }
 
-/// Checkpoints are written by all ranks into one folder: rank 0 leaves a mark there that all must see.
-fn shared_folder(output: &Path, comm: &dyn Communicator, token: &str) -> Result<(), Failure> {
+/// Checkpoints are written by all ranks into one directory: rank 0 leaves a mark there that all must see.
+fn shared_directory(output: &Path, comm: &dyn Communicator, token: &str) -> Result<(), Failure> {
     let World { rank, .. } = comm.world();
     let mark = |token: &str| output.join(format!(".rendezvous-{token}"));
     let failed = |e: CommError| comm_failure(&e);
@@ -355,12 +355,14 @@ mod tests {
         let shared = tempfile::tempdir().expect("temp dir");
         let other = tempfile::tempdir().expect("temp dir");
         let token = |comm: &dyn Communicator| format!("token{}", comm.world().rank);
-        let seen = on_ranks(2, |comm| shared_folder(shared.path(), comm, &token(comm)));
+        let seen = on_ranks(2, |comm| {
+            shared_directory(shared.path(), comm, &token(comm))
+        });
         assert!(seen.iter().all(Result::is_ok), "{seen:?}");
         assert_eq!(std::fs::read_dir(shared.path()).expect("listed").count(), 0);
         let seen = on_ranks(2, |comm| {
-            let folders = [&shared, &other];
-            shared_folder(folders[comm.world().rank].path(), comm, &token(comm))
+            let directories = [&shared, &other];
+            shared_directory(directories[comm.world().rank].path(), comm, &token(comm))
         });
         for result in seen {
             let failure = result.expect_err("not shared");

@@ -76,8 +76,8 @@ mod tests {
 
     #[test]
     fn tokens_are_long_and_files_are_private() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let file = folder.path().join("token");
+        let directory = tempfile::tempdir().expect("temp dir");
+        let file = directory.path().join("token");
         let with = |text: Option<&str>, file: Option<&Path>| {
             secret(&Token {
                 text: text.map(str::to_owned),

@@ -15,7 +15,7 @@ const SHARED_MEMORY: &str = "/dev/shm";
 #[derive(Debug)]
 pub struct Job {
     token: String,
-    folder: PathBuf,
+    directory: PathBuf,
     temp_dir: PathBuf,
 }
 
@@ -26,14 +26,14 @@ impl Job {
     /// The directory cannot be created.
     pub fn new(temp_dir: &Path) -> Result<Self, Failure> {
         let token = fresh_token();
-        let folder = temp_dir.join(format!("tessera-{token}"));
+        let directory = temp_dir.join(format!("tessera-{token}"));
         fs::DirBuilder::new()
             .mode(0o700)
-            .create(&folder)
-            .map_err(|error| Failure::io(ErrorCode::Disk, "make", &folder, &error))?;
+            .create(&directory)
+            .map_err(|error| Failure::io(ErrorCode::Disk, "make", &directory, &error))?;
         Ok(Self {
             token,
-            folder,
+            directory,
             temp_dir: temp_dir.to_path_buf(),
         })
     }
@@ -44,13 +44,13 @@ impl Job {
     }
 
     /// The private directory.
-    pub fn folder(&self) -> &Path {
-        &self.folder
+    pub fn directory(&self) -> &Path {
+        &self.directory
     }
 
     /// File of the configuration that the ranks read.
     pub fn config_file(&self) -> PathBuf {
-        config_file(&self.folder)
+        config_file(&self.directory)
     }
 }
 
@@ -71,8 +71,8 @@ pub fn sweep(token: &str, temp_dir: &Path) {
     if token.len() < 16 {
         return;
     }
-    for folder in [Path::new(SHARED_MEMORY), temp_dir] {
-        let Ok(entries) = fs::read_dir(folder) else {
+    for directory in [Path::new(SHARED_MEMORY), temp_dir] {
+        let Ok(entries) = fs::read_dir(directory) else {
             continue;
         };
         for entry in entries.flatten() {
@@ -114,7 +114,7 @@ mod tests {
     fn a_dropped_job_leaves_no_files() {
         let temp = tempfile::tempdir().expect("temp dir");
         let job = Job::new(temp.path()).expect("made");
-        fs::write(job.folder().join("x"), "x").expect("written");
+        fs::write(job.directory().join("x"), "x").expect("written");
         fs::write(temp.path().join(format!("spill-{}-0", job.token())), "x").expect("written");
         fs::write(temp.path().join("other"), "x").expect("written");
         drop(job);

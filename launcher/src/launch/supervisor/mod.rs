@@ -116,7 +116,7 @@ pub struct Supervisor<'a> {
     pub processes: usize,
     /// Their place among the ranks of other machines; none where there are no others.
     pub share: Option<Share>,
-    /// Folder of the run: `logs/` and `errors/` lie in it.
+    /// Directory of the run: `logs/` and `errors/` lie in it.
     pub output: &'a Path,
     /// Names and holds the job's private files; its configuration is written.
     pub job: &'a Job,
@@ -165,7 +165,7 @@ impl Supervisor<'_> {
             ranks: Vec::with_capacity(self.processes),
             endings: Vec::new(),
             undrained: 2 * self.processes,
-            phase: Phase::Running,
+            phase: SupervisorPhase::Running,
             asked_to_stop: false,
             oom_kills_before: OomKills::now(),
             vitals: Vitals::new(self.processes),
@@ -202,7 +202,7 @@ impl Supervisor<'_> {
         if self.first_rank() == 0 {
             engine::checkpoint::sweep(self.output).ok();
         }
-        watch.outcome(self.job.folder())
+        watch.outcome(self.job.directory())
     }
 
     fn first_rank(&self) -> usize {
@@ -240,14 +240,14 @@ impl Supervisor<'_> {
             (rank_env::RUN_TOKEN, self.job.token().into()),
             (
                 rank_env::JOB_DIR,
-                self.job.folder().as_os_str().to_os_string(),
+                self.job.directory().as_os_str().to_os_string(),
             ),
         ])
     }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Phase {
+enum SupervisorPhase {
     Running,
     /// A signal asked for save-and-stop.
     Stopping,
@@ -269,7 +269,7 @@ struct Watch<'a> {
     ranks: Vec<RankChild>,
     endings: Vec<Ending>,
     undrained: usize,
-    phase: Phase,
+    phase: SupervisorPhase,
     asked_to_stop: bool,
     oom_kills_before: OomKills,
     vitals: Vitals,
@@ -283,9 +283,11 @@ impl Watch<'_> {
         let clock = tick(VITALS);
         while self.ranks.iter().any(RankChild::is_running) {
             let timer = match self.phase {
-                Phase::Doubting { until } => at(until),
-                Phase::Aborting { kill_at } => at(kill_at),
-                Phase::Running | Phase::Stopping | Phase::Killed => never(),
+                SupervisorPhase::Doubting { until } => at(until),
+                SupervisorPhase::Aborting { kill_at } => at(kill_at),
+                SupervisorPhase::Running | SupervisorPhase::Stopping | SupervisorPhase::Killed => {
+                    never()
+                }
             };
             select! {
                 recv(messages) -> message => match message {
@@ -315,8 +317,11 @@ impl Watch<'_> {
         };
         // A rank that was asked to stop before it could listen ends by that very signal.
         let was_stopped = self.asked_to_stop && status.signal() == Some(SIGTERM);
-        let was_aborted =
-            was_stopped || matches!(self.phase, Phase::Aborting { .. } | Phase::Killed);
+        let was_aborted = was_stopped
+            || matches!(
+                self.phase,
+                SupervisorPhase::Aborting { .. } | SupervisorPhase::Killed
+            );
         let ending = Ending {
             rank: self.first_rank + rank,
             status,
@@ -325,7 +330,12 @@ impl Watch<'_> {
         };
         let failed = !ending.is_good() && !was_aborted;
         self.endings.push(ending);
-        if was_stopped && !matches!(self.phase, Phase::Aborting { .. } | Phase::Killed) {
+        if was_stopped
+            && !matches!(
+                self.phase,
+                SupervisorPhase::Aborting { .. } | SupervisorPhase::Killed
+            )
+        {
             // The others would wait for it.
             self.abort();
         }
@@ -339,8 +349,10 @@ impl Watch<'_> {
         let own = Failure::load(self.output, self.first_rank + rank).map(|own| own.code);
         let code = own.or_else(|| status.code().and_then(ErrorCode::from_status));
         match self.phase {
-            Phase::Running | Phase::Stopping if code.is_some_and(ErrorCode::is_consequence) => {
-                self.phase = Phase::Doubting {
+            SupervisorPhase::Running | SupervisorPhase::Stopping
+                if code.is_some_and(ErrorCode::is_consequence) =>
+            {
+                self.phase = SupervisorPhase::Doubting {
                     until: Instant::now() + CAUSE_WINDOW,
                 };
             }
@@ -360,8 +372,8 @@ impl Watch<'_> {
     fn signalled(&mut self, signal: i32) {
         let name = report::signal_name(signal);
         match self.phase {
-            Phase::Running => {
-                self.phase = Phase::Stopping;
+            SupervisorPhase::Running => {
+                self.phase = SupervisorPhase::Stopping;
                 self.asked_to_stop = true;
                 let text =
                     format!("{name}: saving and stopping; another SIGINT (Ctrl-C) stops at once");
@@ -374,7 +386,9 @@ impl Watch<'_> {
                 }
             }
             // An impatient scheduler repeats SIGUSR1 and SIGTERM; only people mean "now".
-            Phase::Stopping | Phase::Doubting { .. } if matches!(signal, SIGINT | SIGHUP) => {
+            SupervisorPhase::Stopping | SupervisorPhase::Doubting { .. }
+                if matches!(signal, SIGINT | SIGHUP) =>
+            {
                 let text = format!("{name} again: stopping at once, nothing more is saved");
                 self.screen.show(&Event::Info {
                     label: "stop".to_string(),
@@ -388,19 +402,19 @@ impl Watch<'_> {
 
     fn deadline(&mut self) {
         match self.phase {
-            Phase::Doubting { .. } => self.abort(),
-            Phase::Aborting { .. } => {
-                self.phase = Phase::Killed;
+            SupervisorPhase::Doubting { .. } => self.abort(),
+            SupervisorPhase::Aborting { .. } => {
+                self.phase = SupervisorPhase::Killed;
                 for rank in &self.ranks {
                     rank.signal(Signal::KILL);
                 }
             }
-            Phase::Running | Phase::Stopping | Phase::Killed => {}
+            SupervisorPhase::Running | SupervisorPhase::Stopping | SupervisorPhase::Killed => {}
         }
     }
 
     fn abort(&mut self) {
-        self.phase = Phase::Aborting {
+        self.phase = SupervisorPhase::Aborting {
             kill_at: Instant::now() + GRACE,
         };
         for rank in &mut self.ranks {

@@ -217,8 +217,8 @@ mod tests {
 
     #[test]
     fn a_sigkill_is_reported_as_exhausted_host_memory() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let failure = explain(&ending(1, 9), &machine(1), folder.path(), &|_| ());
+        let directory = tempfile::tempdir().expect("temp dir");
+        let failure = explain(&ending(1, 9), &machine(1), directory.path(), &|_| ());
         assert_eq!(failure.code.status(), 12);
         assert!(failure.cause.starts_with("host memory ran out"));
         let text = failure.to_string();
@@ -228,25 +228,25 @@ mod tests {
                 && text.contains("| last words"),
             "{text}"
         );
-        assert!(Failure::load(folder.path(), 1).is_some());
+        assert!(Failure::load(directory.path(), 1).is_some());
     }
 
     #[test]
     fn other_signals_and_codes_are_named() {
-        let folder = tempfile::tempdir().expect("temp dir");
-        let failure = explain(&ending(0, 11), &machine(0), folder.path(), &|_| ());
+        let directory = tempfile::tempdir().expect("temp dir");
+        let failure = explain(&ending(0, 11), &machine(0), directory.path(), &|_| ());
         assert!(failure.title.contains("SIGSEGV"), "{failure}");
-        let failure = explain(&ending(2, 77 << 8), &machine(0), folder.path(), &|_| ());
+        let failure = explain(&ending(2, 77 << 8), &machine(0), directory.path(), &|_| ());
         assert!(failure.title.contains("exit code 77") && failure.code == ErrorCode::RankDied);
     }
 
     #[test]
     fn the_failure_saved_by_a_rank_takes_precedence() {
-        let folder = tempfile::tempdir().expect("temp dir");
+        let directory = tempfile::tempdir().expect("temp dir");
         let own = Failure::new(ErrorCode::Numeric, "loss is NaN at step 3", "overflow")
             .evidence("norm 97");
-        own.save(folder.path(), 1).expect("saved");
-        let failure = explain(&ending(1, 15 << 8), &machine(0), folder.path(), &|_| ());
+        own.save(directory.path(), 1).expect("saved");
+        let failure = explain(&ending(1, 15 << 8), &machine(0), directory.path(), &|_| ());
         assert_eq!(failure.title, "rank 1: loss is NaN at step 3");
         assert_eq!(
             (failure.code, failure.evidence.len()),
@@ -256,19 +256,19 @@ mod tests {
 
     #[test]
     fn a_stall_shows_the_states_of_the_others_and_adds_suggestions() {
-        let folder = tempfile::tempdir().expect("temp dir");
+        let directory = tempfile::tempdir().expect("temp dir");
         let own = Failure::new(ErrorCode::Collective, "rank 1 waits for rank 0", "stopped");
-        own.save(folder.path(), 1).expect("saved");
+        own.save(directory.path(), 1).expect("saved");
         let suggestions = |failure: &mut Failure| failure.next.push("an idea".into());
         let failure = explain(
             &ending(1, 14 << 8),
             &machine(0),
-            folder.path(),
+            directory.path(),
             &suggestions,
         );
         assert!(failure.evidence[0].contains("process 7 is stopped by a signal"));
         assert_eq!(failure.next, ["an idea"]);
-        let stored = Failure::load(folder.path(), 1).expect("stored");
+        let stored = Failure::load(directory.path(), 1).expect("stored");
         assert_eq!(
             (stored.evidence, stored.next),
             (failure.evidence, failure.next)
@@ -277,26 +277,26 @@ mod tests {
 
     #[test]
     fn consequences_do_not_hide_the_cause() {
-        let folder = tempfile::tempdir().expect("temp dir");
+        let directory = tempfile::tempdir().expect("temp dir");
         let mut endings = vec![ending(0, 14 << 8), ending(2, 130 << 8), ending(1, 15 << 8)];
         assert_eq!(
-            first_failure(&endings, folder.path()).map(|ending| ending.rank),
+            first_failure(&endings, directory.path()).map(|ending| ending.rank),
             Some(1)
         );
         endings.pop();
         assert_eq!(
-            first_failure(&endings, folder.path()).map(|ending| ending.rank),
+            first_failure(&endings, directory.path()).map(|ending| ending.rank),
             Some(0)
         );
         assert!(
-            first_failure(&endings[1..], folder.path()).is_none(),
+            first_failure(&endings[1..], directory.path()).is_none(),
             "saved and stopped is no failure"
         );
         let mut late = ending(3, 15);
         late.was_aborted = true;
         let endings = [late, ending(0, 14 << 8)];
         assert_eq!(
-            first_failure(&endings, folder.path()).map(|ending| ending.rank),
+            first_failure(&endings, directory.path()).map(|ending| ending.rank),
             Some(3)
         );
     }

@@ -1,6 +1,6 @@
 //! Test of the files in `deploy/`: their options, environment and command lines against what the program reads.
 
-use super::{Identity, RankPlace, Source, find};
+use super::{Identity, RankAssignment, Source, find};
 use crate::cli::file::{FileValue as Value, read_file};
 use crate::cli::{self, Args, Command};
 use std::collections::BTreeMap;
@@ -22,7 +22,7 @@ fn identity(vars: &BTreeMap<String, String>) -> Identity {
     find(&lookup, None).expect("an identity")
 }
 
-fn rank(vars: &BTreeMap<String, String>) -> RankPlace {
+fn rank(vars: &BTreeMap<String, String>) -> RankAssignment {
     match identity(vars) {
         Identity::Rank(place) => place,
         other => panic!("{vars:?}: {other:?}"),
@@ -61,7 +61,7 @@ fn parsed<'a>(words: impl Iterator<Item = &'a str>) -> Args {
 }
 
 /// Ranks that are started one by one need a directory that all know.
-fn names_its_folder(args: &Args) {
+fn names_its_directory(args: &Args) {
     assert!(args.output.is_some() && args.model.is_some() && args.data.is_some());
     assert!(
         args.nproc.is_none(),
@@ -94,7 +94,7 @@ fn every_task_of_the_batch_file_is_its_rank() {
     assert!(options["signal"].starts_with("USR1@"));
     let number = |option: &str| -> usize { options[option].parse().expect("a number") };
     let (nodes, each) = (number("nodes"), number("ntasks-per-node"));
-    names_its_folder(&launched(&script));
+    names_its_directory(&launched(&script));
     assert!(script.contains("\nexport TESSERA_JOB_TOKEN\n") && script.contains("\nsrun "));
 
     let job = [
@@ -144,7 +144,7 @@ fn the_mpirun_line_exports_the_variables_of_several_machines() {
             assert!(script.contains(&format!("-x {name} ")), "{script}");
         }
         assert!(script.contains(" --hostfile "));
-        names_its_folder(&launched(&script));
+        names_its_directory(&launched(&script));
     }
     let token = at(launcher, "env/0");
     assert_eq!(word(at(token, "name")), "TESSERA_JOB_TOKEN");
@@ -192,7 +192,7 @@ fn numbered_pods_start_their_ranks() {
             panic!("args are a list")
         };
         let words: Vec<String> = words.iter().map(word).collect();
-        names_its_folder(&parsed(words.iter().map(String::as_str)));
+        names_its_directory(&parsed(words.iter().map(String::as_str)));
         lines.push(words);
         assert_eq!(
             word(at(container, "env/0/name")),

@@ -66,14 +66,14 @@ pub enum Identity {
     /// No variable is set: this process starts all ranks.
     Alone,
     /// This process is a rank.
-    Rank(RankPlace),
+    Rank(RankAssignment),
     /// This process starts the ranks of its machine.
-    Node(NodePlace),
+    Node(NodeAssignment),
 }
 
 /// Place of a rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RankPlace {
+pub struct RankAssignment {
     /// Rank over all machines.
     pub rank: usize,
     /// Rank on this machine (local rank).
@@ -92,7 +92,7 @@ pub struct RankPlace {
 
 /// Place of a machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct NodePlace {
+pub struct NodeAssignment {
     /// Number of this machine.
     pub node_rank: usize,
     /// Number of machines.
@@ -107,7 +107,7 @@ pub struct NodePlace {
     pub job: String,
 }
 
-impl NodePlace {
+impl NodeAssignment {
     /// First rank of this machine, number of its ranks, and number of all ranks. `each` is the number per machine if
     /// no variable or hostfile gives it.
     pub fn share(&self, each: usize) -> (usize, usize, usize) {

@@ -1,8 +1,8 @@
 //! Variables of each source, and how their numbers are read.
 
 use super::{
-    Identity, Master, NodePlace, RankIs, RankPlace, Reading, Source, TaskNumbers, Vars, conflict,
-    nodelist, not_a_number, refused,
+    Identity, Master, NodeAssignment, RankAssignment, RankIs, Reading, Source, TaskNumbers, Vars,
+    conflict, nodelist, not_a_number, refused,
 };
 use crate::error::Failure;
 use crate::rank_env::{LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE};
@@ -152,7 +152,7 @@ fn incomplete(known: &Reading, missing: &str) -> Failure {
 }
 
 /// The place of the rank that `task` numbers.
-pub(super) fn place(vars: &Vars<'_>, task: &TaskNumbers) -> Result<RankPlace, Failure> {
+pub(super) fn place(vars: &Vars<'_>, task: &TaskNumbers) -> Result<RankAssignment, Failure> {
     let (rank, size, local) = (task.rank.value, task.size.value, task.local_rank.value);
     let local_size = task.local_size.as_ref().map_or(size, |read| read.value);
     if rank >= size || local >= local_size || local_size > size || local > rank {
@@ -175,7 +175,7 @@ pub(super) fn place(vars: &Vars<'_>, task: &TaskNumbers) -> Result<RankPlace, Fa
         // The agent of torchrun listens on MASTER_PORT itself.
         master.port = Some(port_of(&job));
     }
-    Ok(RankPlace {
+    Ok(RankAssignment {
         rank,
         local_rank: local,
         world_size: size,
@@ -187,7 +187,10 @@ pub(super) fn place(vars: &Vars<'_>, task: &TaskNumbers) -> Result<RankPlace, Fa
 }
 
 /// The place of a machine, from the task of an MPI or of Slurm that was started on it.
-pub(super) fn one_task_per_node(vars: &Vars<'_>, task: &TaskNumbers) -> Result<NodePlace, Failure> {
+pub(super) fn one_task_per_node(
+    vars: &Vars<'_>,
+    task: &TaskNumbers,
+) -> Result<NodeAssignment, Failure> {
     if let Some(several) = task.local_size.as_ref().filter(|read| read.value != 1) {
         return Err(refused(
             format!("--rank-is node and {several} contradict each other"),
@@ -196,7 +199,7 @@ pub(super) fn one_task_per_node(vars: &Vars<'_>, task: &TaskNumbers) -> Result<N
         .next("one task per machine, such as srun --ntasks-per-node=1, or omit --rank-is"));
     }
     let master = master(vars, task.source)?;
-    Ok(NodePlace {
+    Ok(NodeAssignment {
         node_rank: task.rank.value,
         nodes: task.size.value,
         ranks: per_node(vars)?,
@@ -275,7 +278,7 @@ pub(super) fn without_local_rank(
         ));
     }
     let master = master(vars, Source::Nodes)?;
-    Ok(Identity::Node(NodePlace {
+    Ok(Identity::Node(NodeAssignment {
         node_rank: number,
         nodes: count,
         ranks: each,

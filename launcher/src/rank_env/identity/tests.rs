@@ -1,6 +1,6 @@
 //! Tests of every source and every conflict, as tables.
 
-use super::{Identity, NodePlace, RankIs, RankPlace, Source, find};
+use super::{Identity, NodeAssignment, RankAssignment, RankIs, Source, find};
 use crate::error::{ErrorCode, Failure};
 use std::ffi::OsString;
 
@@ -21,14 +21,14 @@ fn read(line: &str) -> Result<Identity, Failure> {
     read_as(line, None)
 }
 
-fn rank(line: &str) -> RankPlace {
+fn rank(line: &str) -> RankAssignment {
     match read(line) {
         Ok(Identity::Rank(place)) => place,
         other => panic!("{line}: {other:?}"),
     }
 }
 
-fn node_as(line: &str, rank_is: Option<RankIs>) -> NodePlace {
+fn node_as(line: &str, rank_is: Option<RankIs>) -> NodeAssignment {
     match read_as(line, rank_is) {
         Ok(Identity::Node(place)) => place,
         other => panic!("{line}: {other:?}"),
@@ -379,7 +379,7 @@ fn one_scheduler_task_per_machine_can_start_its_ranks() {
     assert_eq!(found.ranks, Some(("NPROC_PER_NODE".to_string(), 4)));
     assert_eq!(found.share(9), (20, 4, 32));
     assert_eq!(found.master.addr.as_deref(), Some("gpu07"));
-    let uneven = NodePlace {
+    let uneven = NodeAssignment {
         node_rank: 2,
         counts: Some(vec![3, 1, 2, 5]),
         ..found

@@ -12,7 +12,7 @@ use crate::report::{Answer, RunFiles};
 /// Maximum samples shown.
 const MOST_SAMPLES: usize = 24;
 /// Maximum images shown per sample.
-const MOST_PICTURES: usize = 4;
+const MOST_IMAGES: usize = 4;
 /// Longest side of a thumbnail in pixels.
 const SIDE: u32 = 192;
 const QUALITY: u8 = 85;
@@ -56,7 +56,7 @@ pub(super) fn section(files: &RunFiles) -> Option<String> {
 
 fn card(files: &RunFiles, answer: &Answer, before: Option<&Answer>) -> String {
     let mut out = String::from("<div class=\"card\">\n");
-    for path in answer.images.iter().take(MOST_PICTURES) {
+    for path in answer.images.iter().take(MOST_IMAGES) {
         out += &match thumbnail(files, path) {
             Some(data) => format!("<img alt=\"image of the sample\" src=\"{data}\" />\n"),
             None => {
@@ -92,12 +92,12 @@ fn thumbnail(files: &RunFiles, path: &Path) -> Option<String> {
     let path = places(files, path)
         .into_iter()
         .find(|path| path.is_file())?;
-    let picture = image::ImageReader::open(path).ok()?;
-    let picture = picture.with_guessed_format().ok()?.decode().ok()?;
-    let small = if picture.width().max(picture.height()) > SIDE {
-        picture.thumbnail(SIDE, SIDE)
+    let image = image::ImageReader::open(path).ok()?;
+    let image = image.with_guessed_format().ok()?.decode().ok()?;
+    let small = if image.width().max(image.height()) > SIDE {
+        image.thumbnail(SIDE, SIDE)
     } else {
-        picture
+        image
     };
     let mut bytes = Vec::new();
     JpegEncoder::new_with_quality(&mut bytes, QUALITY)
@@ -108,13 +108,13 @@ fn thumbnail(files: &RunFiles, path: &Path) -> Option<String> {
 
 /// Possible paths of an image: relative to the run directory, or to the data file.
 fn places(files: &RunFiles, path: &Path) -> Vec<PathBuf> {
-    let mut places = vec![files.folder.join(path)];
+    let mut places = vec![files.directory.join(path)];
     let Some(source) = files.config.as_ref().map(|config| &config["source"]) else {
         return places;
     };
     let named = |kind: &str, name: &str| source[kind][name].as_str().map(Path::new);
     let data = ["eval_data", "data"].map(|name| named("files", name).and_then(Path::parent));
-    let folders = data.into_iter().chain([named("demo", "folder")]);
-    places.extend(folders.flatten().map(|folder| folder.join(path)));
+    let directories = data.into_iter().chain([named("demo", "folder")]);
+    places.extend(directories.flatten().map(|directory| directory.join(path)));
     places
 }

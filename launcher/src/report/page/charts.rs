@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::html::escape;
 use crate::report::chart::{Chart, Layer, Line, Look};
 use crate::report::curve::{Point, smoothed};
-use crate::report::folder::number;
+use crate::report::directory::number;
 use crate::report::monitor::split::StepSplit;
 use crate::report::{RunFiles, memory_chart};
 

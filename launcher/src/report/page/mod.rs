@@ -12,7 +12,7 @@ mod tests;
 
 use std::path::Path;
 
-use super::folder::number;
+use super::directory::number;
 use super::{MEMORY_CHART, RunFiles, memory_chart, write_whole};
 use crate::error::Failure;
 use crate::units::{bytes, count, seconds};
@@ -25,18 +25,21 @@ pub const REPORT: &str = "report.html";
 ///
 /// # Errors
 /// When a file cannot be written (exit 16).
-pub fn write_pages(folder: &Path) -> Result<(), Failure> {
-    let files = RunFiles::read(folder);
+pub fn write_pages(directory: &Path) -> Result<(), Failure> {
+    let files = RunFiles::read(directory);
     if !files.memory.is_empty() {
         let chart = memory_chart::document(&files);
-        write_whole(&folder.join(MEMORY_CHART), chart.as_bytes())?;
+        write_whole(&directory.join(MEMORY_CHART), chart.as_bytes())?;
     }
-    write_whole(&folder.join(REPORT), page(&files).as_bytes())
+    write_whole(&directory.join(REPORT), page(&files).as_bytes())
 }
 
 /// HTML of the whole page.
 fn page(files: &RunFiles) -> String {
-    let name = files.folder.file_name().unwrap_or(files.folder.as_os_str());
+    let name = files
+        .directory
+        .file_name()
+        .unwrap_or(files.directory.as_os_str());
     let name = escape(&name.to_string_lossy());
     let mut out = format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\" />\n\

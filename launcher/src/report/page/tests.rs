@@ -44,15 +44,15 @@ fn attributes(page: &str) -> Vec<(String, String)> {
     found
 }
 
-fn write(folder: &Path, name: &str, value: &Value) {
-    let path = folder.join(name);
+fn write(directory: &Path, name: &str, value: &Value) {
+    let path = directory.join(name);
     fs::create_dir_all(path.parent().expect("a parent")).expect("made");
     fs::write(path, value.to_string()).expect("written");
 }
 
-fn lines(folder: &Path, name: &str, rows: &[Value]) {
+fn lines(directory: &Path, name: &str, rows: &[Value]) {
     let text: String = rows.iter().map(|row| format!("{row}\n")).collect();
-    fs::write(folder.join(name), text).expect("written");
+    fs::write(directory.join(name), text).expect("written");
 }
 
 fn answer(index: usize, text: &str, exact: bool) -> Value {
@@ -63,7 +63,7 @@ fn answer(index: usize, text: &str, exact: bool) -> Value {
 }
 
 /// Run directory with every kind of file.
-fn complete(folder: &Path) {
+fn complete(directory: &Path) {
     let step = |step: u64| {
         json!({
             "current_steps": step, "total_steps": 40, "loss": 4.0 / step as f64, "lr": 1e-3,
@@ -76,7 +76,7 @@ fn complete(folder: &Path) {
     };
     let mut rows: Vec<Value> = [1, 10, 20, 30, 40].map(step).to_vec();
     rows.push(json!({"current_steps": 40, "total_steps": 40, "eval_loss": 0.2, "elapsed_time": "0:00:42"}));
-    lines(folder, "trainer_log.jsonl", &rows);
+    lines(directory, "trainer_log.jsonl", &rows);
     let pool = |bytes: u64| json!({"bytes": bytes << 20, "at_peak": {"activations": bytes << 20}, "by_kind": {"activations": bytes << 20}});
     let peak = |bytes: u64| json!({"device": pool(bytes), "host": pool(2), "rss": 90 << 20});
     let memory = |step: u64| {
@@ -85,9 +85,9 @@ fn complete(folder: &Path) {
             "ranks": [{"device": 14 << 20, "host": 2 << 20, "rss": 90 << 20}],
         })
     };
-    lines(folder, "memory.jsonl", &[memory(1), memory(40)]);
+    lines(directory, "memory.jsonl", &[memory(1), memory(40)]);
     write(
-        folder,
+        directory,
         "plan.json",
         &json!({
             "plan": {
@@ -101,18 +101,18 @@ fn complete(folder: &Path) {
         }),
     );
     write(
-        folder,
+        directory,
         "config.resolved.json",
         &json!({"zero": 3, "offload": {"param": "cpu"}}),
     );
     write(
-        folder,
+        directory,
         "eval_results.json",
         &json!({"eval_loss": 0.2, "exact_match": 0.9, "exact_match_before": 0.0}),
     );
     let script = "<script>alert(1)</script>";
     write(
-        folder,
+        directory,
         "samples/step-000000.json",
         &json!([
             answer(0, "no idea", false),
@@ -120,19 +120,19 @@ fn complete(folder: &Path) {
         ]),
     );
     write(
-        folder,
+        directory,
         "samples/step-000040.json",
         &json!([answer(0, "a red square", true), answer(1, script, false)]),
     );
-    fs::create_dir(folder.join("pictures")).expect("made");
+    fs::create_dir(directory.join("pictures")).expect("made");
     image::RgbImage::from_pixel(300, 200, image::Rgb([200, 30, 30]))
-        .save(folder.join("pictures/red.png"))
+        .save(directory.join("pictures/red.png"))
         .expect("saved");
 }
 
-fn page_of(folder: &Path) -> String {
-    write_pages(folder).expect("written");
-    fs::read_to_string(folder.join(REPORT)).expect("read")
+fn page_of(directory: &Path) -> String {
+    write_pages(directory).expect("written");
+    fs::read_to_string(directory.join(REPORT)).expect("read")
 }
 
 fn assert_self_contained(page: &str) {
@@ -154,9 +154,9 @@ fn assert_self_contained(page: &str) {
 
 #[test]
 fn a_complete_run_has_every_section_on_one_page() {
-    let folder = tempfile::tempdir().expect("temp dir");
-    complete(folder.path());
-    let page = page_of(folder.path());
+    let directory = tempfile::tempdir().expect("temp dir");
+    complete(directory.path());
+    let page = page_of(directory.path());
     assert_self_contained(&page);
     let ids = [
         "training",
@@ -194,10 +194,10 @@ fn a_complete_run_has_every_section_on_one_page() {
         assert!(page.contains(text), "no {text:?}");
     }
     assert_eq!(page.matches("<img ").count(), 2);
-    let chart = fs::read_to_string(folder.path().join("memory.svg")).expect("read");
+    let chart = fs::read_to_string(directory.path().join("memory.svg")).expect("read");
     attributes(&chart);
     assert_eq!(
-        page_of(folder.path()),
+        page_of(directory.path()),
         page,
         "the same folder, the same page"
     );
@@ -205,43 +205,43 @@ fn a_complete_run_has_every_section_on_one_page() {
 
 #[test]
 fn text_of_models_and_users_is_escaped() {
-    let folder = tempfile::tempdir().expect("temp dir");
-    complete(folder.path());
-    let page = page_of(folder.path());
+    let directory = tempfile::tempdir().expect("temp dir");
+    complete(directory.path());
+    let page = page_of(directory.path());
     assert!(page.contains("&lt;script&gt;alert(1)&lt;/script&gt;"));
     assert!(page.contains("&quot; onload=&quot;alert(1)"));
     write(
-        folder.path(),
+        directory.path(),
         "config.resolved.json",
         &json!({"<b>x</b>": "</code><script>", "data": "a\"b'c&"}),
     );
     Failure::new(ErrorCode::Numeric, "</h3><script>", "<i>")
         .evidence("</dl>")
         .next("<a href=x>")
-        .save(folder.path(), 0)
+        .save(directory.path(), 0)
         .expect("saved");
-    let page = page_of(folder.path());
+    let page = page_of(directory.path());
     assert_self_contained(&page);
     assert!(page.contains("error[E05] &lt;/h3&gt;&lt;script&gt;"));
 }
 
 #[test]
 fn a_run_that_failed_at_the_start_has_a_page_with_the_reason() {
-    let folder = tempfile::tempdir().expect("temp dir");
-    let page = page_of(folder.path());
+    let directory = tempfile::tempdir().expect("temp dir");
+    let page = page_of(directory.path());
     assert_self_contained(&page);
     assert!(page.contains("stopped after step 0 of 0") && page.contains("nothing yet"));
     assert!(!page.contains("id=\"answers\"") && !page.contains("id=\"time\""));
-    assert!(!folder.path().join("memory.svg").exists());
+    assert!(!directory.path().join("memory.svg").exists());
     Failure::new(
         ErrorCode::HostMemory,
         "rank 1 was killed",
         "host memory ran out",
     )
     .evidence("oom_kill +1")
-    .save(folder.path(), 1)
+    .save(directory.path(), 1)
     .expect("saved");
-    let page = page_of(folder.path());
+    let page = page_of(directory.path());
     for text in [
         "failed after",
         "error[E02] rank 1 was killed",
@@ -253,19 +253,19 @@ fn a_run_that_failed_at_the_start_has_a_page_with_the_reason() {
 
 #[test]
 fn unreadable_files_only_omit_their_section() {
-    let folder = tempfile::tempdir().expect("temp dir");
-    complete(folder.path());
+    let directory = tempfile::tempdir().expect("temp dir");
+    complete(directory.path());
     for name in [
         "plan.json",
         "samples/step-000040.json",
         "config.resolved.json",
     ] {
-        fs::write(folder.path().join(name), "{ broken").expect("written");
+        fs::write(directory.path().join(name), "{ broken").expect("written");
     }
-    let log = folder.path().join("trainer_log.jsonl");
+    let log = directory.path().join("trainer_log.jsonl");
     let text = fs::read_to_string(&log).expect("read");
     fs::write(&log, text + "{\"current_steps\": 4").expect("written");
-    let page = page_of(folder.path());
+    let page = page_of(directory.path());
     assert_self_contained(&page);
     assert!(page.contains("finished, 40 steps") && !page.contains("id=\"trains\""));
     assert!(

@@ -6,14 +6,14 @@
 //! | `glm4v` | JSON list or lines | `{messages: [{role, content, image?}]}` |
 //! | `sharegpt` | JSON list or lines | `{conversations: [{from: human\|gpt\|system, value}], images: [..]}` |
 //! | `messages` | JSON list or lines | `{messages: [{role, content}], images: [..]}` |
-//! | `cogvlm-sft` | folder | `images/NAME.jpg` and `labels_*/NAME.json` with `{conversations: [{role, content}]}` |
-//! | `captcha` | folder | pictures whose file names, up to the first dot, are the answers |
+//! | `cogvlm-sft` | directory | `images/NAME.jpg` and `labels_*/NAME.json` with `{conversations: [{role, content}]}` |
+//! | `captcha` | directory | images whose file names, up to the first dot, are the answers |
 //!
-//! Where a sample has several pictures without names, they get the names `<image_00>`, `<image_01>`, ... at
-//! their places in the text. A single picture keeps the name [`SINGLE_IMAGE`](super::SINGLE_IMAGE): it stands
+//! Where a sample has several images without names, they get the names `<image_00>`, `<image_01>`, ... at
+//! their places in the text. A single image keeps the name [`SINGLE_IMAGE`](super::SINGLE_IMAGE): it stands
 //! where the text says so, otherwise in front.
 
-mod folders;
+mod directories;
 mod turns;
 
 use std::path::{Path, PathBuf};
@@ -26,17 +26,17 @@ use turns::{Glm4v, Messages, ShareGpt};
 /// A format of users' data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DataFormat {
-    /// MiniCPM-V's: roles and contents, pictures by name.
+    /// MiniCPM-V's: roles and contents, images by name.
     Minicpm,
-    /// GLM-4V's: messages, each with at most one picture.
+    /// GLM-4V's: messages, each with at most one image.
     Glm4v,
-    /// Conversations of `from` and `value`, with a list of pictures.
+    /// Conversations of `from` and `value`, with a list of images.
     ShareGpt,
-    /// Messages of `role` and `content`, with a list of pictures.
+    /// Messages of `role` and `content`, with a list of images.
     Messages,
-    /// A folder of pictures and one of conversations about them.
+    /// A directory of images and one of conversations about them.
     CogvlmSft,
-    /// A folder of pictures that are named by what they show.
+    /// A directory of images that are named by what they show.
     Captcha,
 }
 
@@ -69,14 +69,14 @@ impl DataFormat {
     }
 }
 
-/// The samples of a data file or folder.
+/// The samples of a data file or directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Dataset {
     /// Their format.
     pub format: DataFormat,
-    /// The folder at which relative paths of pictures start.
+    /// The directory at which relative paths of images start.
     pub root: PathBuf,
-    /// The samples, in the order of the file, or of the names in a folder.
+    /// The samples, in the order of the file, or of the names in a directory.
     pub samples: Vec<RawSample>,
 }
 
@@ -87,14 +87,14 @@ pub struct Dataset {
 /// column where it is JSON), or if there is no sample.
 pub fn read_samples_as(path: &Path, format: Option<DataFormat>) -> Result<Dataset, DataError> {
     let format = format.map_or_else(|| detect(path), Ok)?;
-    let beside = || folder_of(path).to_owned();
+    let beside = || directory_of(path).to_owned();
     let (root, samples) = match format {
         DataFormat::Minicpm => (beside(), read_samples(path)?),
         DataFormat::Glm4v => (beside(), converted(read_list::<Glm4v>(path)?)),
         DataFormat::ShareGpt => (beside(), converted(read_list::<ShareGpt>(path)?)),
         DataFormat::Messages => (beside(), converted(read_list::<Messages>(path)?)),
-        DataFormat::CogvlmSft => folders::read_sft(path)?,
-        DataFormat::Captcha => (path.to_owned(), folders::read_captcha(path)?),
+        DataFormat::CogvlmSft => directories::read_sft(path)?,
+        DataFormat::Captcha => (path.to_owned(), directories::read_captcha(path)?),
     };
     Ok(Dataset {
         format,
@@ -103,8 +103,8 @@ pub fn read_samples_as(path: &Path, format: Option<DataFormat>) -> Result<Datase
     })
 }
 
-/// The folder that holds `path`.
-fn folder_of(path: &Path) -> &Path {
+/// The directory that holds `path`.
+fn directory_of(path: &Path) -> &Path {
     let parent = path.parent();
     let parent = parent.filter(|parent| !parent.as_os_str().is_empty());
     parent.unwrap_or(Path::new("."))
@@ -114,14 +114,14 @@ fn converted<T: Into<RawSample>>(samples: Vec<T>) -> Vec<RawSample> {
     samples.into_iter().map(T::into).collect()
 }
 
-/// Finds the format of the file or folder `path` by the shape of the folder or the fields of the first sample.
+/// Finds the format of the file or directory `path` by the shape of the directory or the fields of the first sample.
 ///
 /// # Errors
 /// [`DataError::UnknownFormat`] or [`DataError::AmbiguousFormat`] if it is not clear, and other [`DataError`]s if
 /// the content cannot be read.
 pub fn detect(path: &Path) -> Result<DataFormat, DataError> {
     if path.is_dir() {
-        return folders::detect(path);
+        return directories::detect(path);
     }
     let samples = read_list::<Value>(path)?;
     let sample = &samples[0];
@@ -174,7 +174,7 @@ fn of_messages(path: &Path, sample: &Value, messages: &Value) -> Result<DataForm
             reason: "the first sample has \"images\", and an \"image\" in a message".to_owned(),
         }),
         (false, true) => Ok(DataFormat::Glm4v),
-        // without a picture both read the same
+        // without an image both read the same
         (_, false) => Ok(DataFormat::Messages),
     }
 }

@@ -24,7 +24,7 @@ fn turns(sample: &RawSample) -> Vec<(&str, &str)> {
         .collect()
 }
 
-fn pictures(sample: &RawSample) -> Vec<(&str, &str)> {
+fn images(sample: &RawSample) -> Vec<(&str, &str)> {
     let images = sample.images.iter();
     images
         .map(|(name, path)| (name.as_str(), path.to_str().unwrap()))
@@ -125,9 +125,9 @@ fn glm_4v_messages_carry_their_images() {
     };
     assert_eq!(one.id.as_deref(), Some("4"));
     assert_eq!(turns(one), [("user", "q"), ("assistant", "a")]);
-    assert_eq!(pictures(one), [(SINGLE_IMAGE, "a.png")]);
-    assert_eq!(pictures(none), []);
-    assert_eq!(pictures(later), [("<image_00>", "b.png")]);
+    assert_eq!(images(one), [(SINGLE_IMAGE, "a.png")]);
+    assert_eq!(images(none), []);
+    assert_eq!(images(later), [("<image_00>", "b.png")]);
     assert_eq!(turns(later)[2], ("user", "<image_00>r"));
 }
 
@@ -152,13 +152,13 @@ fn markers_of_an_image_list_become_named_markers() {
         ("<image_01>", "1.png"),
         ("<image_02>", "2.png"),
     ];
-    assert_eq!(pictures(&samples[0]), named);
+    assert_eq!(images(&samples[0]), named);
     assert_eq!(turns(&samples[1]), [("user", "A <image>")]);
-    assert_eq!(pictures(&samples[1]), [(SINGLE_IMAGE, "0.png")]);
+    assert_eq!(images(&samples[1]), [(SINGLE_IMAGE, "0.png")]);
     assert_eq!(turns(&samples[2]), [("system", "be brief"), ("user", "A")]);
-    assert_eq!(pictures(&samples[2]), [(SINGLE_IMAGE, "0.png")]);
+    assert_eq!(images(&samples[2]), [(SINGLE_IMAGE, "0.png")]);
     assert_eq!(
-        (turns(&samples[3]), pictures(&samples[3])),
+        (turns(&samples[3]), images(&samples[3])),
         (vec![("user", "A")], vec![])
     );
 }
@@ -172,8 +172,8 @@ fn sharegpt_speakers_become_roles() {
         turns(&samples[0]),
         [("system", "s"), ("user", "<image>q"), ("assistant", "a")]
     );
-    assert_eq!(pictures(&samples[0]), [(SINGLE_IMAGE, "0.png")]);
-    assert_eq!(pictures(&samples[1]), [(SINGLE_IMAGE, "1.png")]);
+    assert_eq!(images(&samples[0]), [(SINGLE_IMAGE, "0.png")]);
+    assert_eq!(images(&samples[1]), [(SINGLE_IMAGE, "1.png")]);
 }
 
 #[test]
@@ -256,7 +256,7 @@ fn errors_in_a_sample_are_located() {
     }
 }
 
-fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
+fn directory(files: &[(&str, &str)]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for (name, content) in files {
         let path = dir.path().join(name);
@@ -270,7 +270,7 @@ const LABEL: &str = r#"{"conversations": [{"role": "user", "content": "q"}, {"ro
 
 #[test]
 fn a_directory_of_images_and_labels_is_read_in_name_order() {
-    let dir = folder(&[
+    let dir = directory(&[
         ("images/b.jpg", ""),
         ("images/a.PNG", ""),
         ("images/notes.txt", ""),
@@ -284,7 +284,7 @@ fn a_directory_of_images_and_labels_is_read_in_name_order() {
             (dataset.format, dataset.root.as_path()),
             (DataFormat::CogvlmSft, dir.path())
         );
-        let found: Vec<_> = dataset.samples.iter().flat_map(pictures).collect();
+        let found: Vec<_> = dataset.samples.iter().flat_map(images).collect();
         assert_eq!(
             found,
             [
@@ -303,15 +303,15 @@ fn a_directory_of_images_and_labels_is_read_in_name_order() {
 #[test]
 fn labels_and_images_must_match() {
     let read = |files: &[(&str, &str)]| {
-        read_samples_as(folder(files).path(), Some(DataFormat::CogvlmSft)).unwrap_err()
+        read_samples_as(directory(files).path(), Some(DataFormat::CogvlmSft)).unwrap_err()
     };
     let (a, b) = (("images/a.jpg", ""), ("images/b.jpg", ""));
     let (of_a, of_b) = (("labels_en/a.json", LABEL), ("labels_en/b.json", LABEL));
     assert!(
-        matches!(read(&[a, b, of_a]), DataError::NoLabel { picture, .. } if picture.ends_with("images/b.jpg"))
+        matches!(read(&[a, b, of_a]), DataError::NoLabel { image, .. } if image.ends_with("images/b.jpg"))
     );
     assert!(
-        matches!(read(&[a, of_a, of_b]), DataError::NoPicture { label, .. } if label.ends_with("labels_en/b.json"))
+        matches!(read(&[a, of_a, of_b]), DataError::NoImage { label, .. } if label.ends_with("labels_en/b.json"))
     );
     let error = read(&[a, of_a, ("labels_zh/a.json", LABEL)]);
     assert!(matches!(error, DataError::AmbiguousFormat { .. }));
@@ -331,7 +331,7 @@ fn labels_and_images_must_match() {
 
 #[test]
 fn captcha_images_are_named_after_their_answers() {
-    let dir = folder(&[
+    let dir = directory(&[
         ("train/kQ7xZ.png", ""),
         ("train/2024.a.jpg", ""),
         ("test/Ab.JPEG", ""),
@@ -347,7 +347,7 @@ fn captcha_images_are_named_after_their_answers() {
     let found: Vec<_> = dataset
         .samples
         .iter()
-        .flat_map(pictures)
+        .flat_map(images)
         .map(|(_, path)| path)
         .collect();
     assert_eq!(
@@ -365,14 +365,14 @@ fn captcha_images_are_named_after_their_answers() {
 
 #[test]
 fn a_directory_of_unknown_layout_is_refused_with_a_reason() {
-    let dir = folder(&[("notes.txt", "")]);
+    let dir = directory(&[("notes.txt", "")]);
     assert!(matches!(
         detect(dir.path()),
         Err(DataError::UnknownFormat { .. })
     ));
     let captcha = read_samples_as(dir.path(), Some(DataFormat::Captcha));
     assert!(matches!(captcha, Err(DataError::Empty { .. })));
-    let dir = folder(&[("images/a.jpg", "")]);
+    let dir = directory(&[("images/a.jpg", "")]);
     assert!(matches!(
         detect(dir.path()),
         Err(DataError::AmbiguousFormat { .. })
@@ -386,7 +386,7 @@ fn every_round_of_a_conversation_is_a_sample() {
         .map(|i| format!(r#"{{"role": "user", "content": "q{i}"}}, {{"role": "assistant", "content": "a{i}"}}"#))
         .collect();
     let label = format!(r#"{{"conversations": [{}]}}"#, rounds.join(", "));
-    let dir = folder(&[("images/x.jpg", ""), ("labels_en/x.json", &label)]);
+    let dir = directory(&[("images/x.jpg", ""), ("labels_en/x.json", &label)]);
     let samples = read_samples_as(dir.path(), None).unwrap().samples;
     let answers: Vec<_> = samples.iter().filter_map(RawSample::answer).collect();
     assert_eq!((answers.len(), answers[7]), (20, "a7"));

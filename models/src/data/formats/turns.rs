@@ -221,20 +221,20 @@ fn sample(
     })
 }
 
-/// Names the pictures `paths`: the marks `<image>` of the text stand for them in order.
+/// Names the images `paths`: the marks `<image>` of the text stand for them in order.
 fn place(paths: Vec<PathBuf>, turns: &mut [Message]) -> Result<Vec<(String, PathBuf)>, String> {
     let marks = turns
         .iter()
         .map(|turn| turn.content.matches(SINGLE_IMAGE).count());
     let marks: usize = marks.sum();
-    let pictures = paths.len();
-    let in_front = pictures == 1 && marks == 0;
-    if marks != pictures && !in_front {
+    let images = paths.len();
+    let in_front = images == 1 && marks == 0;
+    if marks != images && !in_front {
         return Err(format!(
-            "{marks} times {SINGLE_IMAGE} in the text, but {pictures} images"
+            "{marks} times {SINGLE_IMAGE} in the text, but {images} images"
         ));
     }
-    if pictures == 1 {
+    if images == 1 {
         let name = SINGLE_IMAGE.to_owned();
         return Ok(paths.into_iter().map(|path| (name.clone(), path)).collect());
     }
@@ -256,7 +256,7 @@ fn place(paths: Vec<PathBuf>, turns: &mut [Message]) -> Result<Vec<(String, Path
         .collect())
 }
 
-/// Name of the picture `index` of a sample.
+/// Name of the image `index` of a sample.
 fn numbered(index: usize) -> String {
     format!("<image_{index:02}>")
 }

@@ -18,7 +18,7 @@ use super::RgbImage;
 
 /// Most pixels of an image; Pillow has the same limit.
 pub const MAX_PIXELS: u64 = 178_956_970;
-/// Largest picture file that is read, in bytes.
+/// Largest image file that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 30;
 /// Most bytes of a decoder per pixel: 16-bit RGBA output and as much working space.
 const BYTES_PER_PIXEL: u64 = 16;
@@ -32,7 +32,7 @@ const JPEG_PIXELS_PER_BYTE: u64 = 128 * 8;
 /// Bytes at the end of a JPEG that are searched for its end marker.
 const JPEG_TAIL_BYTES: usize = 64 << 10;
 
-/// Why a picture could not be read. Every variant names the file.
+/// Why an image could not be read. Every variant names the file.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ImageError {
@@ -42,7 +42,7 @@ pub enum ImageError {
         /// The file.
         path: PathBuf,
     },
-    /// The file exists but cannot be read (permissions, a folder, a device).
+    /// The file exists but cannot be read (permissions, a directory, a device).
     #[error("image file {} cannot be read: {reason}", path.display())]
     Unreadable {
         /// The file.
@@ -64,7 +64,7 @@ pub enum ImageError {
         /// What the decoder found.
         reason: String,
     },
-    /// More pixels or bytes than a picture may have.
+    /// More pixels or bytes than an image may have.
     #[error("image file {} is too large: {width} x {height} pixels, {file_bytes} bytes; at most {MAX_PIXELS} pixels are read", path.display())]
     TooLarge {
         /// The file.
@@ -76,20 +76,20 @@ pub enum ImageError {
         /// Size of the file in bytes.
         file_bytes: u64,
     },
-    /// A relative path that leads out of the folder of the data file.
+    /// A relative path that leads out of the directory of the data file.
     #[error("image file {} is outside the data directory {}", path.display(), root.display())]
-    OutsideFolder {
+    OutsideDirectory {
         /// The path as the data file gives it.
         path: PathBuf,
-        /// The folder of the data file.
+        /// The directory of the data file.
         root: PathBuf,
     },
 }
 
-/// Width and height of the picture at `path`, from its header alone.
+/// Width and height of the image at `path`, from its header alone.
 ///
 /// # Errors
-/// [`ImageError`] if the file is missing, unreadable, no picture, or too large; damage after the
+/// [`ImageError`] if the file is missing, unreadable, no image, or too large; damage after the
 /// header is not detected.
 pub fn dimensions(path: &Path) -> Result<(usize, usize), ImageError> {
     let (file, file_bytes) = open(path)?;
@@ -101,10 +101,10 @@ pub fn dimensions(path: &Path) -> Result<(usize, usize), ImageError> {
     Ok((width as usize, height as usize))
 }
 
-/// Decodes the picture at `path`.
+/// Decodes the image at `path`.
 ///
 /// # Errors
-/// [`ImageError`] if the file is missing, unreadable, no picture, damaged or too large.
+/// [`ImageError`] if the file is missing, unreadable, no image, damaged or too large.
 pub fn decode(path: &Path) -> Result<RgbImage, ImageError> {
     let (file, _) = open(path)?;
     let mut bytes = Vec::new();
@@ -118,7 +118,7 @@ pub fn decode(path: &Path) -> Result<RgbImage, ImageError> {
 /// cannot hold, if its format bounds them: a WebP, or a BMP of runs, may be one color.
 ///
 /// # Errors
-/// [`ImageError`] if it is no picture, damaged or too large.
+/// [`ImageError`] if it is no image, damaged or too large.
 pub fn decode_bytes(path: &Path, bytes: &[u8]) -> Result<RgbImage, ImageError> {
     let (width, height) = size_of(path, bytes)?;
     let pixels = u64::from(width) * u64::from(height);
@@ -127,12 +127,12 @@ pub fn decode_bytes(path: &Path, bytes: &[u8]) -> Result<RgbImage, ImageError> {
     let decoder = reader
         .into_decoder()
         .map_err(|error| corrupt(path, &error.to_string()))?;
-    let picture =
+    let image =
         DynamicImage::from_decoder(decoder).map_err(|error| corrupt(path, &error.to_string()))?;
     Ok(RgbImage::new(
         width as usize,
         height as usize,
-        pixels::to_rgb8(picture, bytes),
+        pixels::to_rgb8(image, bytes),
     ))
 }
 

@@ -13,9 +13,9 @@ use image::DynamicImage;
 /// Levels above zero of red, green and blue in a 16-bit BMP.
 type Levels = [u32; 3];
 
-/// RGB bytes of `picture`, which was decoded from the file content `file`.
-pub(super) fn to_rgb8(picture: DynamicImage, file: &[u8]) -> Vec<u8> {
-    match picture {
+/// RGB bytes of `image`, which was decoded from the file content `file`.
+pub(super) fn to_rgb8(image: DynamicImage, file: &[u8]) -> Vec<u8> {
+    match image {
         DynamicImage::ImageRgb8(p) => {
             let mut bytes = p.into_raw();
             if let Some(levels) = bmp_levels(file) {

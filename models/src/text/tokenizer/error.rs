@@ -19,10 +19,10 @@ pub enum TokenizerError {
         /// What the operating system said.
         source: std::io::Error,
     },
-    /// The model folder has neither `tokenizer.json` nor `tokenizer.model`.
+    /// The model directory has neither `tokenizer.json` nor `tokenizer.model`.
     #[error("{} has neither tokenizer.json nor tokenizer.model", dir.display())]
     NoVocabulary {
-        /// The model folder.
+        /// The model directory.
         dir: PathBuf,
     },
     /// A JSON file has unexpected content.

@@ -42,7 +42,7 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads the vocabulary of the model folder `dir` and, if present, its `tokenizer_config.json`.
+    /// Reads the vocabulary of the model directory `dir` and, if present, its `tokenizer_config.json`.
     ///
     /// # Errors
     /// [`TokenizerError`] if there is no vocabulary, if a file is invalid or too large, or if they disagree.

@@ -35,7 +35,7 @@ pub enum RankError {
         /// Line, from 1.
         line: usize,
     },
-    /// A token without bytes, or with more than the limit.
+    /// An empty token, or with more than the limit.
     #[error(
         "the token of line {line} has {bytes} bytes, between 1 and {MAX_TOKEN_BYTES} are supported"
     )]

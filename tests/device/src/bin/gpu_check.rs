@@ -77,7 +77,7 @@ enum Stage {
     /// Compiles the emulator's form of every module, to be copied to a machine with a GPU.
     BuildEmulated {
         /// The directory to fill.
-        folder: PathBuf,
+        directory: PathBuf,
     },
     /// Writes the table of registers, threads and shared memory of every kernel.
     BuildTable {
@@ -89,13 +89,13 @@ enum Stage {
     },
     /// One process whose memory the stage `probe` measures.
     #[command(hide = true)]
-    FootprintProcess { folder: PathBuf },
+    FootprintProcess { directory: PathBuf },
     /// One process of the stage `ipc`.
     #[command(hide = true)]
-    IpcRank { rank: u32, meeting: PathBuf },
+    IpcRank { rank: u32, rendezvous: PathBuf },
     /// One process of the stage `nccl`.
     #[command(hide = true)]
-    NcclRank { rank: u32, meeting: PathBuf },
+    NcclRank { rank: u32, rendezvous: PathBuf },
 }
 
 fn main() -> ExitCode {
@@ -140,8 +140,8 @@ fn code() -> Result<Code, String> {
 }
 
 fn with_environment(mut libraries: Vec<PathBuf>) -> Vec<PathBuf> {
-    if let Some(folders) = std::env::var_os("TESSERA_CUDA_LIBS") {
-        libraries.extend(std::env::split_paths(&folders));
+    if let Some(directories) = std::env::var_os("TESSERA_CUDA_LIBS") {
+        libraries.extend(std::env::split_paths(&directories));
     }
     libraries
 }
@@ -173,14 +173,18 @@ fn run(stage: &Stage, setting: &Setting) -> Result<bool> {
         Stage::BuildTable { file, families } => {
             compile::build_table(setting, file, families).map(|()| true)
         }
-        Stage::BuildEmulated { folder } => device_tests::emulator::build_all(folder).map(|()| true),
-        Stage::BuildPtx { file } => compile::build_ptx(setting, file).map(|()| true),
-        Stage::FootprintProcess { folder } => footprint::in_process(setting, folder).map(|()| true),
-        Stage::IpcRank { rank, meeting } => {
-            processes::ipc_rank(setting, *rank, meeting).map(|()| true)
+        Stage::BuildEmulated { directory } => {
+            device_tests::emulator::build_all(directory).map(|()| true)
         }
-        Stage::NcclRank { rank, meeting } => {
-            processes::nccl_rank(setting, *rank, meeting).map(|()| true)
+        Stage::BuildPtx { file } => compile::build_ptx(setting, file).map(|()| true),
+        Stage::FootprintProcess { directory } => {
+            footprint::in_process(setting, directory).map(|()| true)
+        }
+        Stage::IpcRank { rank, rendezvous } => {
+            processes::ipc_rank(setting, *rank, rendezvous).map(|()| true)
+        }
+        Stage::NcclRank { rank, rendezvous } => {
+            processes::nccl_rank(setting, *rank, rendezvous).map(|()| true)
         }
     }
 }

@@ -5,7 +5,7 @@ use half::bf16;
 use kernels::DType;
 use kernels::cuda::launch::Address;
 use kernels::cuda::ops::accumulate;
-use optim::accumulate::{RoundingPlace, add_rounded};
+use optim::accumulate::{RoundingPosition, add_rounded};
 use optim::rng::RandomStream;
 
 use super::{Case, Effort};
@@ -65,7 +65,7 @@ fn check(
         places.zip(special).for_each(|(x, special)| *x = special);
         let uploaded = machine.upload(&bytes(DType::F32, &added))?;
         let at = |start: Address, elems: usize, size| Address(start.0 + (elems * size) as u64);
-        let place = RoundingPlace {
+        let place = RoundingPosition {
             stream,
             time,
             first_element,

@@ -4,9 +4,9 @@ use anyhow::{Result, ensure};
 use half::{bf16, f16};
 use kernels::DType;
 use kernels::cuda::launch::Address;
-use kernels::cuda::ops::adamw::{self, Form, Window};
+use kernels::cuda::ops::adamw::{self, AdamWChunk, Form};
 use kernels::cuda::ops::grad_norm::Clip;
-use optim::{AdamW, GradWindow, Optimizer, StateWindow, StepArgs, WeightWindow};
+use optim::{AdamW, GradChunk, Optimizer, StateChunk, StepArgs, WeightChunk};
 
 use super::{Case, Effort};
 use crate::machine::{Buffer, Machine};
@@ -28,7 +28,7 @@ const LARGE: std::ops::Range<usize> = 100..190;
 
 /// Position of a window in its buffers.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct Span {
     n: usize,
     /// Elements before the window, in the gradient and in all other buffers.
     shifts: [usize; 2],
@@ -38,7 +38,7 @@ struct Place {
 /// All forms and gradient dtypes, with windows around the width of a thread and off its boundaries.
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
-    let place = |n, shifts, first_element| Place {
+    let place = |n, shifts, first_element| Span {
         n,
         shifts,
         first_element,
@@ -60,7 +60,7 @@ pub fn cases(effort: Effort) -> Vec<Case> {
     for form in Form::ALL {
         for grad in GRAD_DTYPES {
             for &place in &places {
-                let Place { n, shifts, .. } = place;
+                let Span { n, shifts, .. } = place;
                 let name = format!(
                     "adamw {form:?}, {grad} gradient, {n} elements from {} at {shifts:?}",
                     place.first_element
@@ -79,14 +79,14 @@ pub fn cases(effort: Effort) -> Vec<Case> {
 /// Weights and state on the CPU, with the elements around the window.
 struct Model {
     form: Form,
-    place: Place,
+    place: Span,
     /// Weights or master weights, first and second moment, in f32 or rounded to their dtype.
     kept: [Vec<f32>; 3],
     copy: Vec<f32>,
 }
 
 impl Model {
-    fn new(form: Form, place: Place) -> Self {
+    fn new(form: Form, place: Span) -> Self {
         let len = place.shifts[1] + place.n + MARGIN;
         let draw = |name, dtype, scale| {
             let values = Operands::new(5).normal(name, len, scale);
@@ -100,7 +100,7 @@ impl Model {
         for (weight, special) in weight.iter_mut().skip(9).step_by(5).zip(special) {
             *weight = special;
         }
-        let mut exp_avg = draw("exp_avg", form.moment(), 0.1);
+        let mut exp_avg = draw("exp_avg", form.moment_dtype(), 0.1);
         exp_avg
             .iter_mut()
             .skip(LARGE.start)
@@ -112,14 +112,18 @@ impl Model {
             kept: [
                 widened(form.weight(), &weight),
                 exp_avg,
-                widened(form.moment(), &squares),
+                widened(form.moment_dtype(), &squares),
             ],
             copy: vec![1.0; len],
         }
     }
 
     fn dtypes(&self) -> [DType; 3] {
-        [self.form.weight(), self.form.moment(), self.form.moment()]
+        [
+            self.form.weight(),
+            self.form.moment_dtype(),
+            self.form.moment_dtype(),
+        ]
     }
 
     /// Steps the window with the CPU's rule.
@@ -137,20 +141,20 @@ impl Model {
         let mut copy16 = vec![bf16::ZERO; self.place.n];
         let mut copy_f16 = vec![f16::ZERO; self.place.n];
         let weight = match self.form {
-            Form::F32 => WeightWindow::F32(weight),
-            Form::MasterBf16 => WeightWindow::Mixed {
+            Form::F32 => WeightChunk::F32(weight),
+            Form::MasterBf16 => WeightChunk::Mixed {
                 master: weight,
                 weight: &mut copy16,
             },
-            Form::MasterF16 => WeightWindow::MixedF16 {
+            Form::MasterF16 => WeightChunk::MixedF16 {
                 master: weight,
                 weight: &mut copy_f16,
             },
-            Form::Bf16 | Form::PureBf16 => WeightWindow::PureBf16(&mut weight16),
+            Form::Bf16 | Form::PureBf16 => WeightChunk::PureBf16(&mut weight16),
         };
         let state = match self.form {
-            Form::PureBf16 => vec![StateWindow::Bf16(&mut m16), StateWindow::Bf16(&mut v16)],
-            _ => vec![StateWindow::F32(m), StateWindow::F32(v)],
+            Form::PureBf16 => vec![StateChunk::Bf16(&mut m16), StateChunk::Bf16(&mut v16)],
+            _ => vec![StateChunk::F32(m), StateChunk::F32(v)],
         };
         rule.step(StepArgs {
             step,
@@ -159,7 +163,7 @@ impl Model {
             grad_scale,
             seed: SEED,
             first_element: self.place.first_element,
-            grad: GradWindow::F32(grad),
+            grad: GradChunk::F32(grad),
             weight,
             state,
         })?;
@@ -169,7 +173,7 @@ impl Model {
         if self.form.weight() == DType::BF16 {
             put(&mut self.kept[0][own.clone()], &weight16);
         }
-        if self.form.moment() == DType::BF16 {
+        if self.form.moment_dtype() == DType::BF16 {
             put(&mut self.kept[1][own.clone()], &m16);
             put(&mut self.kept[2][own.clone()], &v16);
         }
@@ -204,13 +208,13 @@ impl Uploaded {
         Ok(Self { kept, copy })
     }
 
-    fn window(&self, model: &Model, (grad_dtype, grad): (DType, Buffer)) -> Window {
+    fn window(&self, model: &Model, (grad_dtype, grad): (DType, Buffer)) -> AdamWChunk {
         let [grad_shift, shift] = model.place.shifts;
         let at = |buffer: Buffer, dtype: DType, shift: usize| {
             Address(buffer.address.0 + (shift * dtype.size_bytes()) as u64)
         };
-        let [weight, moment, _] = model.dtypes();
-        Window {
+        let [weight, moment_dtype, _] = model.dtypes();
+        AdamWChunk {
             form: model.form,
             grad_dtype,
             grad: at(grad, grad_dtype, grad_shift),
@@ -218,8 +222,8 @@ impl Uploaded {
             copy: self
                 .copy
                 .map_or(Address::NULL, |(dtype, buffer)| at(buffer, dtype, shift)),
-            exp_avg: at(self.kept[1], moment, shift),
-            exp_avg_sq: at(self.kept[2], moment, shift),
+            exp_avg: at(self.kept[1], moment_dtype, shift),
+            exp_avg_sq: at(self.kept[2], moment_dtype, shift),
             n: model.place.n as u64,
             first_element: model.place.first_element,
         }
@@ -262,7 +266,7 @@ fn gradient(dtype: DType, step: u64, len: usize) -> Vec<f32> {
     widened(dtype, &grad)
 }
 
-fn check(machine: &mut dyn Machine, form: Form, grad_dtype: DType, place: Place) -> Result<()> {
+fn check(machine: &mut dyn Machine, form: Form, grad_dtype: DType, place: Span) -> Result<()> {
     let mut model = Model::new(form, place);
     let device = Uploaded::new(machine, &model)?;
     let rule = AdamW::default();
@@ -288,7 +292,7 @@ fn check(machine: &mut dyn Machine, form: Form, grad_dtype: DType, place: Place)
 }
 
 fn check_skip(machine: &mut dyn Machine, form: Form) -> Result<()> {
-    let place = Place {
+    let place = Span {
         n: 100,
         shifts: [0, 0],
         first_element: 0,

@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use kernels::DType;
 use kernels::cuda::launch::Address;
-use kernels::cuda::ops::grad_norm::{self, Clip, Sums};
+use kernels::cuda::ops::grad_norm::{self, Clip, SquareSums};
 use optim::clip::{GradientScale, NORM_BLOCK_ELEMS, sum_of_squares};
 
 use super::{Case, Effort};
@@ -128,7 +128,7 @@ fn check_total(machine: &mut dyn Machine, blocks: usize) -> Result<()> {
 }
 
 fn check_clip(machine: &mut dyn Machine) -> Result<()> {
-    let row = |squares, loss, tokens| Sums {
+    let row = |squares, loss, tokens| SquareSums {
         squares,
         loss,
         tokens,
@@ -139,7 +139,7 @@ fn check_clip(machine: &mut dyn Machine) -> Result<()> {
         row(1e-9, 0.25, 100.0),
         row(77.7, 9.0, 13.0),
     ];
-    let tables: [&[Sums]; 5] = [
+    let tables: [&[SquareSums]; 5] = [
         &uneven,
         &uneven[..1],
         &[row(4.0, 1.0, 0.0)],
@@ -153,7 +153,7 @@ fn check_clip(machine: &mut dyn Machine) -> Result<()> {
             let launch = grad_norm::clip(sums.address, table.len(), max_norm, out.address);
             machine.launch(&launch.expect("few ranks"))?;
             let got = machine.download::<Clip>(out)?[0];
-            let total = |of: fn(&Sums) -> f64| table.iter().map(of).fold(0.0, |a, b| a + b);
+            let total = |of: fn(&SquareSums) -> f64| table.iter().map(of).fold(0.0, |a, b| a + b);
             let tokens = total(|r| r.tokens).max(1.0);
             let scale = GradientScale::new(total(|r| r.squares), tokens, max_norm);
             let loss = total(|r| r.loss) / tokens;

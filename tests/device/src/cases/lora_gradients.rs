@@ -9,9 +9,9 @@ use kernels::cuda::launch::Address;
 use kernels::cuda::ops::lora_gradients::LoraGradients;
 use kernels::cuda::ops::workspace::Workspace;
 
+use super::grouped::{gathered, scattered};
 use super::layer::compare;
 use super::operand::{Operand, decode, encode, launch_all};
-use super::routed::{gathered, scattered};
 use super::{Case, Effort};
 use crate::machine::{Machine, POISON};
 use crate::random::Operands;

@@ -3,15 +3,15 @@
 use anyhow::{Context, Result, ensure};
 use kernels::DType;
 use kernels::cuda::launch::Address;
+use kernels::cuda::ops::grouped as grouped_kernels;
 use kernels::cuda::ops::lora_linear::{Gradients, LoraLinear};
 use kernels::cuda::ops::product::{self as product_kernels, Choice};
-use kernels::cuda::ops::routed as routed_kernels;
 use kernels::cuda::ops::tile::Tile;
 use kernels::cuda::ops::workspace::Workspace;
 
 use super::layer::{Shape, compare, draw, forward_error, magnitudes, narrow_error, run_product};
 use super::operand::{Operand, launch_all};
-use super::{Case, Effort, product, routed};
+use super::{Case, Effort, grouped, product};
 use crate::machine::Machine;
 use crate::reference::{Lora, absolute, matmul, transpose};
 
@@ -19,7 +19,7 @@ use crate::reference::{Lora, absolute, matmul, transpose};
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let mut cases = product::cases(&product_kernels::choosable());
-    cases.extend(routed::cases(&routed_kernels::choosable(), effort));
+    cases.extend(grouped::cases(&grouped_kernels::choosable(), effort));
     cases.extend(layers(shapes(effort)));
     cases.push(Case::new("adapters that share s", check_stacked_adapters));
     cases.push(Case::new("gradient of a weight", check_weight_gradient));

@@ -10,6 +10,7 @@ pub mod adamw;
 pub mod attention;
 pub mod cast;
 pub mod grad_norm;
+mod grouped;
 mod host;
 mod layer;
 pub mod linear_parts;
@@ -23,7 +24,6 @@ mod operand;
 pub mod pointwise;
 pub mod primitives_check;
 mod product;
-mod routed;
 pub mod rows;
 
 /// Size of the operands.

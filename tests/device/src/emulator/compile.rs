@@ -106,9 +106,9 @@ impl Unit {
     }
 
     /// Path of the library that [`build_all`] writes. Any compiler may have made it, but from this exact text.
-    pub(super) fn prebuilt_path(&self, folder: &Path) -> PathBuf {
+    pub(super) fn prebuilt_path(&self, directory: &Path) -> PathBuf {
         let hash = hash(&self.text, self.watch, "");
-        folder.join(format!("{}-{hash}.so", self.name))
+        directory.join(format!("{}-{hash}.so", self.name))
     }
 
     /// Compiles and links to `path`.
@@ -127,28 +127,28 @@ impl Unit {
     }
 }
 
-/// Compiles every tested module of every family into `folder`, for [`super::Emulator::prebuilt`].
+/// Compiles every tested module of every family into `directory`, for [`super::Emulator::prebuilt`].
 ///
 /// # Errors
 /// When a module does not compile or the directory cannot be written.
-pub fn build_all(folder: &Path) -> Result<()> {
+pub fn build_all(directory: &Path) -> Result<()> {
     let modules: Vec<Module> = Family::ALL.into_iter().flat_map(Family::modules).collect();
-    build_modules(folder, &modules)
+    build_modules(directory, &modules)
 }
 
 /// Compiles some modules like [`build_all`].
 ///
 /// # Errors
 /// As [`build_all`].
-pub fn build_modules(folder: &Path, modules: &[Module]) -> Result<()> {
-    fs::create_dir_all(folder).with_context(|| format!("create {}", folder.display()))?;
+pub fn build_modules(directory: &Path, modules: &[Module]) -> Result<()> {
+    fs::create_dir_all(directory).with_context(|| format!("create {}", directory.display()))?;
     for module in modules {
         let unit = Unit::new(module, Watch::Everything)?;
         let cached = unit.cached_path()?;
         if !cached.exists() {
             unit.build(&cached)?;
         }
-        let path = unit.prebuilt_path(folder);
+        let path = unit.prebuilt_path(directory);
         fs::copy(&cached, &path).with_context(|| format!("copy to {}", path.display()))?;
     }
     Ok(())
@@ -225,10 +225,10 @@ fn cache() -> Result<PathBuf> {
     let program = env::current_exe()?;
     let target = program.ancestors().find(|path| path.ends_with("deps"));
     let target = target.and_then(Path::parent).and_then(Path::parent);
-    let folder = target.map_or_else(env::temp_dir, Path::to_owned);
-    let folder = folder.join("emulator-cache");
-    fs::create_dir_all(&folder).with_context(|| format!("create {}", folder.display()))?;
-    Ok(folder)
+    let directory = target.map_or_else(env::temp_dir, Path::to_owned);
+    let directory = directory.join("emulator-cache");
+    fs::create_dir_all(&directory).with_context(|| format!("create {}", directory.display()))?;
+    Ok(directory)
 }
 
 /// The object file of the runtime.
@@ -251,9 +251,10 @@ impl Scratch {
     fn new(path: &Path) -> Result<Self> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        let folder = path.with_extension(format!("build-{}-{count}", process::id()));
-        fs::create_dir_all(&folder).with_context(|| format!("create {}", folder.display()))?;
-        Ok(Self(folder))
+        let directory = path.with_extension(format!("build-{}-{count}", process::id()));
+        fs::create_dir_all(&directory)
+            .with_context(|| format!("create {}", directory.display()))?;
+        Ok(Self(directory))
     }
 
     fn compile(&self, name: &str, text: &str, flags: &[&str]) -> Result<PathBuf> {

@@ -85,11 +85,11 @@ impl Loaded {
 type Slot = Arc<Mutex<Option<Arc<Loaded>>>>;
 
 /// The module, compiled and loaded at its first use in this process.
-pub(super) fn of(module: &Module, watch: Watch, folder: Option<&Path>) -> Result<Arc<Loaded>> {
+pub(super) fn of(module: &Module, watch: Watch, directory: Option<&Path>) -> Result<Arc<Loaded>> {
     static SLOTS: Mutex<Option<HashMap<PathBuf, Slot>>> = Mutex::new(None);
     let unit = compile::Unit::new(module, watch)?;
-    let path = match folder {
-        Some(folder) => unit.prebuilt_path(folder),
+    let path = match directory {
+        Some(directory) => unit.prebuilt_path(directory),
         None => unit.cached_path()?,
     };
     let slot = {
@@ -103,7 +103,7 @@ pub(super) fn of(module: &Module, watch: Watch, folder: Option<&Path>) -> Result
         return Ok(Arc::clone(loaded));
     }
     if !path.exists() {
-        let prebuilt = folder.is_some();
+        let prebuilt = directory.is_some();
         ensure!(!prebuilt, "there is no {}", path.display());
         unit.build(&path)?;
     }

@@ -54,7 +54,7 @@ pub struct Emulator {
     order: Order,
     watch: Watch,
     /// Directory of compiled modules; `None` compiles them.
-    folder: Option<PathBuf>,
+    directory: Option<PathBuf>,
     allocations: Vec<Allocation>,
 }
 
@@ -65,7 +65,7 @@ impl Emulator {
         Self {
             order,
             watch: Watch::Everything,
-            folder: None,
+            directory: None,
             allocations: Vec::new(),
         }
     }
@@ -89,9 +89,9 @@ impl Emulator {
 
     /// Takes modules from a directory that [`build_all`] filled.
     #[must_use]
-    pub fn prebuilt(folder: &Path, order: Order) -> Self {
+    pub fn prebuilt(directory: &Path, order: Order) -> Self {
         Self {
-            folder: Some(folder.to_owned()),
+            directory: Some(directory.to_owned()),
             ..Self::new(order)
         }
     }
@@ -205,7 +205,7 @@ impl Machine for Emulator {
             "no family lists {}",
             launch.module.name()
         );
-        let library = library::of(&launch.module, self.watch, self.folder.as_deref())?;
+        let library = library::of(&launch.module, self.watch, self.directory.as_deref())?;
         let words: Vec<u64> = launch.args.iter().map(|arg| arg.word()).collect();
         let mut kinds: Vec<u8> = launch.args.iter().map(|arg| kind(*arg)).collect();
         kinds.push(0);

@@ -147,10 +147,11 @@ fn operations(gpu: Gpu, arena_bytes: u64, what: &str, report: &mut Report) -> Re
 pub fn calibrate(setting: &Setting) -> Report {
     let mut report = Report::new("calibration");
     report.part("emulator against GPU", |report| {
-        let folder = setting.emulated.as_deref();
-        let folder = folder.context("--emulated names the folder of the compiled emulator")?;
+        let directory = setting.emulated.as_deref();
+        let directory =
+            directory.context("--emulated names the folder of the compiled emulator")?;
         let gpu = setting.gpu()?;
-        let emulator = Emulator::prebuilt(folder, Order::Ascending);
+        let emulator = Emulator::prebuilt(directory, Order::Ascending);
         let mut machine = Paired::new(GpuMachine::new(&gpu), emulator);
         for family in Family::ALL {
             for case in cases::of(family, Effort::Emulated) {

@@ -62,7 +62,7 @@ fn measure(setting: &Setting, report: &mut Report) -> Result<()> {
         for unit in 0..UNITS {
             held = Some(upload(&backend, &units[unit % 2])?);
         }
-        settle(&backend)?;
+        record_write(&backend)?;
         drop(held);
         Ok(())
     })?;
@@ -121,7 +121,7 @@ fn upload(backend: &CudaBackend, values: &[f32]) -> Result<Tensor> {
 }
 
 /// Waits for all queued commands.
-fn settle(backend: &CudaBackend) -> Result<()> {
+fn record_write(backend: &CudaBackend) -> Result<()> {
     backend
         .zeros([1].into(), DType::F32, Tag::Workspace)?
         .to_bytes()?;
@@ -138,10 +138,10 @@ fn work(backend: &CudaBackend, weights: &Tensor, rounds: usize) -> Result<Tensor
 }
 
 fn work_seconds(backend: &CudaBackend, weights: &Tensor, rounds: usize) -> Result<f64> {
-    settle(backend)?;
+    record_write(backend)?;
     let begun = Instant::now();
     drop(work(backend, weights, rounds)?);
-    settle(backend)?;
+    record_write(backend)?;
     Ok(begun.elapsed().as_secs_f64())
 }
 

@@ -28,7 +28,7 @@ const RESULT: &str = "footprint.json";
 
 /// Memory of a process and free memory of the GPU, after one step.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Moment {
+struct Reading {
     step: String,
     resident: u64,
     peak: u64,
@@ -38,7 +38,7 @@ struct Moment {
     free: Option<u64>,
 }
 
-impl Moment {
+impl Reading {
     fn now(step: &str, gpu: Option<&Gpu>, arena: u64) -> Result<Self> {
         let status = std::fs::read_to_string("/proc/self/status")?;
         let field = |name: &str| -> Result<u64> {
@@ -74,10 +74,10 @@ struct Footprint {
 impl Footprint {
     /// The footprint from the steps of a process. The first step is before its first use of the GPU, of which `free`
     /// bytes were free then.
-    fn of(moments: &[Moment], free: u64) -> Self {
-        let before = moments.first().map_or(0, |first| first.resident);
-        let host = moments.iter().skip(1).map(|moment| moment.peak);
-        let device = moments.iter().map(|moment| moment.of_gpu(free));
+    fn of(readings: &[Reading], free: u64) -> Self {
+        let before = readings.first().map_or(0, |first| first.resident);
+        let host = readings.iter().skip(1).map(|reading| reading.peak);
+        let device = readings.iter().map(|reading| reading.of_gpu(free));
         Self {
             host: host.max().unwrap_or(before).saturating_sub(before),
             device: device.max().unwrap_or(0),
@@ -94,13 +94,13 @@ fn mib(bytes: u64) -> String {
 /// # Errors
 /// When a process fails.
 pub(super) fn measure(setting: &Setting, gpu: &Gpu, report: &mut Report) -> Result<()> {
-    let folder = tempfile::tempdir()?;
+    let directory = tempfile::tempdir()?;
     let mut most = Footprint::default();
     for which in ["kernels compiled or translated", "kernels at hand"] {
         let (free, _) = gpu.memory_info()?;
-        let moments = process(setting, folder.path())?;
-        rows(report, which, &moments, free as u64);
-        let took = Footprint::of(&moments, free as u64);
+        let readings = process(setting, directory.path())?;
+        rows(report, which, &readings, free as u64);
+        let took = Footprint::of(&readings, free as u64);
         most.host = most.host.max(took.host);
         most.device = most.device.max(took.device);
     }
@@ -109,28 +109,28 @@ pub(super) fn measure(setting: &Setting, gpu: &Gpu, report: &mut Report) -> Resu
 }
 
 /// Runs this program again as [`in_process`].
-fn process(setting: &Setting, folder: &Path) -> Result<Vec<Moment>> {
+fn process(setting: &Setting, directory: &Path) -> Result<Vec<Reading>> {
     let mut command = Command::new(std::env::current_exe()?);
-    command.arg("footprint-process").arg(folder);
-    for (option, folders) in [
+    command.arg("footprint-process").arg(directory);
+    for (option, directories) in [
         ("--libraries", &setting.search.directories),
         ("--python-packages", &setting.search.python_packages),
     ] {
-        for folder in folders {
-            command.arg(option).arg(folder);
+        for directory in directories {
+            command.arg(option).arg(directory);
         }
     }
     let left = setting.deadline.saturating_duration_since(Instant::now());
     command.arg("--seconds").arg(left.as_secs().to_string());
     let status = command.status().context("starting a process")?;
     ensure!(status.success(), "the process ended with {status}");
-    let text = std::fs::read(folder.join(RESULT))?;
+    let text = std::fs::read(directory.join(RESULT))?;
     Ok(serde_json::from_slice(&text)?)
 }
 
 /// Adds one row for each step of a process.
-fn rows(report: &mut Report, which: &str, moments: &[Moment], free: u64) {
-    for pair in moments.windows(2) {
+fn rows(report: &mut Report, which: &str, readings: &[Reading], free: u64) {
+    for pair in readings.windows(2) {
         let [before, now] = [&pair[0], &pair[1]];
         let device = now.of_gpu(free).saturating_sub(before.of_gpu(free));
         report.row(
@@ -185,32 +185,32 @@ fn judge(report: &mut Report, took: Footprint) {
 }
 
 /// Opens the GPU as a rank does, runs every backend operation twice, and writes the memory after each step. Compiled
-/// kernels are cached in `folder`.
+/// kernels are cached in `directory`.
 ///
 /// # Errors
 /// When there is no GPU, or an operation fails.
-pub fn in_process(setting: &Setting, folder: &Path) -> Result<()> {
+pub fn in_process(setting: &Setting, directory: &Path) -> Result<()> {
     let checks = backend_checks::all();
     let values = vec![1u8; 16 << 20];
     let mut product = vec![1u8; 8 << 20];
     // Memory of the checks themselves is allocated before.
     let host = CpuBackend::unlimited();
     checks.iter().try_for_each(|check| check.run(&host))?;
-    let mut moments = vec![Moment::now("before", None, 0)?];
-    let cache = Cache::new(folder.join("kernels"));
+    let mut readings = vec![Reading::now("before", None, 0)?];
+    let cache = Cache::new(directory.join("kernels"));
     let gpu = Gpu::open(0, &setting.search, Some(cache)).context("opening the first GPU")?;
     let gpu = gpu.with_code(setting.code);
-    moments.push(Moment::now("driver and context", Some(&gpu), 0)?);
+    readings.push(Reading::now("driver and context", Some(&gpu), 0)?);
     let gpu = match gpu.with_cublaslt(&setting.search) {
         Ok(gpu) => gpu,
         Err(CudaError::LibraryMissing { .. }) => setting.gpu()?,
         Err(error) => return Err(error.into()),
     };
-    moments.push(Moment::now("cuBLASLt", Some(&gpu), 0)?);
+    readings.push(Reading::now("cuBLASLt", Some(&gpu), 0)?);
     let gpu = Arc::new(gpu);
     let replaying = Replaying::new(Arc::clone(&gpu), Mode::Auto);
     let device = CudaBackend::new(Arc::new(replaying), ARENA_BYTES)?;
-    moments.push(Moment::now("arena", Some(&gpu), ARENA_BYTES)?);
+    readings.push(Reading::now("arena", Some(&gpu), ARENA_BYTES)?);
     // Of a size for which the library uses the kernels that models use.
     let matrix = device.upload(&values, [2048, 4096].into(), DType::BF16, Tag::Gathered)?;
     let square = device.matmul(MatmulArgs {
@@ -223,13 +223,13 @@ pub fn in_process(setting: &Setting, folder: &Path) -> Result<()> {
     })?;
     square.fetch()?.bytes_into(&mut product)?;
     drop((matrix, square));
-    moments.push(Moment::now("a large product", Some(&gpu), ARENA_BYTES)?);
+    readings.push(Reading::now("a large product", Some(&gpu), ARENA_BYTES)?);
     for step in ["operations and pinned chunks", "graphs"] {
         checks.iter().try_for_each(|check| check.run(&device))?;
-        moments.push(Moment::now(step, Some(&gpu), ARENA_BYTES)?);
+        readings.push(Reading::now(step, Some(&gpu), ARENA_BYTES)?);
     }
-    let text = serde_json::to_vec(&moments)?;
-    Ok(std::fs::write(folder.join(RESULT), text)?)
+    let text = serde_json::to_vec(&readings)?;
+    Ok(std::fs::write(directory.join(RESULT), text)?)
 }
 
 #[cfg(test)]
@@ -238,8 +238,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn moment(step: &str, [resident, peak, arena]: [u64; 3], free: Option<u64>) -> Moment {
-        Moment {
+    fn reading(step: &str, [resident, peak, arena]: [u64; 3], free: Option<u64>) -> Reading {
+        Reading {
             step: step.into(),
             resident: resident * MIB,
             peak: peak * MIB,
@@ -248,25 +248,25 @@ mod tests {
         }
     }
 
-    fn moments(driver: u64, context: u64) -> Vec<Moment> {
+    fn readings(driver: u64, context: u64) -> Vec<Reading> {
         let opened = [40 + driver / 2, 40 + driver / 2, 0];
         vec![
-            moment("before", [40, 90, 0], None),
-            moment("driver", opened, Some(10_000 - context / 2)),
-            moment("work", [60, 40 + driver, 256], Some(9_744 - context)),
+            reading("before", [40, 90, 0], None),
+            reading("driver", opened, Some(10_000 - context / 2)),
+            reading("work", [60, 40 + driver, 256], Some(9_744 - context)),
         ]
     }
 
-    fn judged(moments: &[Moment]) -> Report {
+    fn judged(readings: &[Reading]) -> Report {
         let mut report = Report::new("probe");
-        rows(&mut report, "kernels at hand", moments, 10_000 * MIB);
-        judge(&mut report, Footprint::of(moments, 10_000 * MIB));
+        rows(&mut report, "kernels at hand", readings, 10_000 * MIB);
+        judge(&mut report, Footprint::of(readings, 10_000 * MIB));
         report
     }
 
     #[test]
     fn guesses_near_the_measurement_pass_and_are_stored_for_other_stages() {
-        let report = judged(&moments(500, 700));
+        let report = judged(&readings(500, 700));
         assert_eq!(report.failures, Vec::<String>::new());
         let bytes = |mib: u64| (mib * MIB) as f64;
         let want = [("driver bytes", 500), ("context bytes", 700)];
@@ -287,7 +287,7 @@ mod tests {
             (500, 300, "memory of the GPU"),
             (500, 1100, "memory of the GPU"),
         ] {
-            let report = judged(&moments(driver, context));
+            let report = judged(&readings(driver, context));
             assert_eq!(report.failures.len(), 1, "{report:?}");
             assert!(report.failures[0].starts_with(what), "{report:?}");
         }
@@ -295,7 +295,7 @@ mod tests {
 
     #[test]
     fn memory_of_this_process_is_read() {
-        let now = Moment::now("now", None, 0).unwrap();
+        let now = Reading::now("now", None, 0).unwrap();
         assert!(now.peak >= now.resident && now.resident > MIB, "{now:?}");
     }
 }

@@ -54,8 +54,8 @@ pub fn run(setting: &Setting) -> Report {
         ensure!(results[0] == results[1], "graphs have other bits");
         ensure!(counts.replays >= ROUNDS as u64, "{counts:?}");
         let per_work = |seconds: f64| {
-            let works = counts.works as f64 / (ROUNDS + 4) as f64;
-            seconds * 1e6 / ROUNDS as f64 / works
+            let commands = counts.commands as f64 / (ROUNDS + 4) as f64;
+            seconds * 1e6 / ROUNDS as f64 / commands
         };
         let [alone, graphs] = seconds.map(per_work);
         report.row("a small work, queued alone", format!("{alone:.2} us"), "");

@@ -241,7 +241,7 @@ mod tests {
 
     #[test]
     fn a_report_stores_figures_and_failures_of_its_parts() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let mut report = Report::new("ceilings");
         report.part("good", |report| {
             report.row("copy", "4.3 TB/s", "");
@@ -249,10 +249,10 @@ mod tests {
             Ok(())
         });
         report.part("bad", |_| anyhow::bail!("no such thing"));
-        report.save(folder.path()).unwrap();
-        assert_eq!(measured_ceiling(folder.path(), "copy"), Some(4.3e12));
-        assert_eq!(measured_ceiling(folder.path(), "gemm"), None);
-        let table = std::fs::read_to_string(folder.path().join("ceilings.md")).unwrap();
+        report.save(directory.path()).unwrap();
+        assert_eq!(measured_ceiling(directory.path(), "copy"), Some(4.3e12));
+        assert_eq!(measured_ceiling(directory.path(), "gemm"), None);
+        let table = std::fs::read_to_string(directory.path().join("ceilings.md")).unwrap();
         assert!(
             table.contains("| copy | 4.3 TB/s |") && table.contains("FAILED: bad: no such thing")
         );

@@ -64,20 +64,27 @@ pub fn nccl(setting: &Setting) -> Report {
 }
 
 /// Runs this program twice and returns the results that the ranks wrote.
-fn pair(setting: &Setting, verb: &str, prepare: impl Fn(u32, &mut Command)) -> Result<[String; 2]> {
-    let meeting = tempfile::tempdir()?;
+fn pair(
+    setting: &Setting,
+    subcommand: &str,
+    prepare: impl Fn(u32, &mut Command),
+) -> Result<[String; 2]> {
+    let rendezvous = tempfile::tempdir()?;
     let program = std::env::current_exe()?;
     let mut children = Vec::new();
     for rank in 0..WORLD {
         let mut command = Command::new(&program);
-        command.arg(verb).arg(rank.to_string()).arg(meeting.path());
+        command
+            .arg(subcommand)
+            .arg(rank.to_string())
+            .arg(rendezvous.path());
         // The children search where this process found the libraries.
-        for (option, folders) in [
+        for (option, directories) in [
             ("--libraries", &setting.search.directories),
             ("--python-packages", &setting.search.python_packages),
         ] {
-            for folder in folders {
-                command.arg(option).arg(folder);
+            for directory in directories {
+                command.arg(option).arg(directory);
             }
         }
         let left = setting.deadline.saturating_duration_since(Instant::now());
@@ -97,7 +104,8 @@ fn pair(setting: &Setting, verb: &str, prepare: impl Fn(u32, &mut Command)) -> R
         ensure!(!setting.expired(), "the ranks did not end in time");
         std::thread::park_timeout(Duration::from_millis(5));
     }
-    let result = |rank: u32| std::fs::read_to_string(meeting.path().join(format!("result{rank}")));
+    let result =
+        |rank: u32| std::fs::read_to_string(rendezvous.path().join(format!("result{rank}")));
     Ok([result(0)?, result(1)?])
 }
 
@@ -113,10 +121,10 @@ impl Drop for Rank {
 }
 
 /// Writes a file that appears complete.
-fn publish(meeting: &Path, name: &str, content: &[u8]) -> Result<()> {
-    let partial = meeting.join(format!("{name}.partial"));
+fn publish(rendezvous: &Path, name: &str, content: &[u8]) -> Result<()> {
+    let partial = rendezvous.join(format!("{name}.partial"));
     std::fs::write(&partial, content)?;
-    Ok(std::fs::rename(partial, meeting.join(name))?)
+    Ok(std::fs::rename(partial, rendezvous.join(name))?)
 }
 
 fn await_file(setting: &Setting, path: &Path) -> Result<Vec<u8>> {
@@ -139,16 +147,16 @@ fn pattern(n: usize) -> Vec<u8> {
 ///
 /// # Errors
 /// A failed step.
-pub fn ipc_rank(setting: &Setting, rank: u32, meeting: &Path) -> Result<()> {
+pub fn ipc_rank(setting: &Setting, rank: u32, rendezvous: &Path) -> Result<()> {
     let gpu = setting.gpu()?;
     let memory = gpu.allocate(BYTES)?;
     if rank == 0 {
         gpu.write(&memory, 0, &pattern(BYTES))?;
-        publish(meeting, "handle", &gpu.export(&memory)?)?;
-        await_file(setting, &meeting.join("done"))?;
-        return publish(meeting, "result0", b"");
+        publish(rendezvous, "handle", &gpu.export(&memory)?)?;
+        await_file(setting, &rendezvous.join("done"))?;
+        return publish(rendezvous, "result0", b"");
     }
-    let handle = await_file(setting, &meeting.join("handle"))?;
+    let handle = await_file(setting, &rendezvous.join("handle"))?;
     let handle = <[u8; 64]>::try_from(&*handle).map_err(|_| anyhow::anyhow!("a short handle"))?;
     let mapped = gpu.map(handle)?;
     let before = gpu.mark()?;
@@ -158,25 +166,25 @@ pub fn ipc_rank(setting: &Setting, rank: u32, meeting: &Path) -> Result<()> {
     let mut got = vec![0; BYTES];
     gpu.read(&memory, 0, &mut got)?;
     drop(mapped);
-    publish(meeting, "done", b"")?;
+    publish(rendezvous, "done", b"")?;
     ensure!(
         got == pattern(BYTES),
         "the copy differs from what the other process wrote"
     );
     let rate = BYTES as f64 / milliseconds / 1e6;
-    publish(meeting, "result1", format!("{rate:.0}").as_bytes())
+    publish(rendezvous, "result1", format!("{rate:.0}").as_bytes())
 }
 
 /// Every rank contributes `rank + 1` and its index; all three collectives are checked.
 ///
 /// # Errors
 /// A failed step.
-pub fn nccl_rank(setting: &Setting, rank: u32, meeting: &Path) -> Result<()> {
+pub fn nccl_rank(setting: &Setting, rank: u32, rendezvous: &Path) -> Result<()> {
     let gpu = setting.gpu()?;
     let nccl = Arc::new(Nccl::open(&setting.search)?);
-    let name = meeting.join("id");
+    let name = rendezvous.join("id");
     if rank == 0 {
-        publish(meeting, "id", &nccl.unique_id()?)?;
+        publish(rendezvous, "id", &nccl.unique_id()?)?;
     }
     let id = await_file(setting, &name)?;
     let id = <[u8; 128]>::try_from(&*id).map_err(|_| anyhow::anyhow!("a short name"))?;
@@ -228,7 +236,7 @@ pub fn nccl_rank(setting: &Setting, rank: u32, meeting: &Path) -> Result<()> {
     group.finish()?;
     let version = nccl.version()?;
     publish(
-        meeting,
+        rendezvous,
         &format!("result{rank}"),
         format!("NCCL {version}, {milliseconds:.0} ms, {took} MiB of the GPU").as_bytes(),
     )

@@ -112,7 +112,7 @@ impl Layout {
             offload: Offload::states(self.states),
             device_transport: carrier.transport(),
             prefetch_units: self.prefetch_units,
-            uploads_ahead: self.ahead,
+            prefetch_weights: self.ahead,
             sub_group_elems: SUB_GROUP_ELEMS,
             ..ZeroConfig::default()
         };
@@ -565,7 +565,7 @@ fn a_driver_that_refuses_is_named_on_every_rank() {
             let errors = Layout::of(size).refused(Carrier::Ipc(Copies::Late), trouble);
             assert_eq!(errors.len(), size);
             for error in errors {
-                let EngineError::DevicesApart { refusals } = error else {
+                let EngineError::NoPeerAccess { refusals } = error else {
                     panic!("{error}")
                 };
                 assert_eq!(refusals, [(size - 1, cannot.clone())]);

@@ -83,7 +83,7 @@ fn agree_ahead(family: &str, precision: Precision, activation: Tier, seeds: u64)
     };
     let want = trained(EmulatedGpu::new(Order::Ascending), family, how)?;
     assert_eq!(want.applied, [true, true, false]);
-    how.weights = Weights::Ahead;
+    how.weights = Weights::Prefetched;
     how.updates = Updates::Late;
     let got = trained(EmulatedGpu::new(Order::Descending), family, how)?;
     assert!(got.same_bits(&want), "{family}");
@@ -220,7 +220,7 @@ fn a_lost_event_changes_the_bits() -> Result<()> {
         ..How::new(Precision::F32)
     };
     let want = trained(EmulatedGpu::new(Order::Ascending), family, how)?;
-    for weights in [Weights::Leased, Weights::Ahead] {
+    for weights in [Weights::Leased, Weights::Prefetched] {
         how.weights = weights;
         for lost in [Lost::Uploads, Lost::Joins, Lost::Fetches] {
             let shows = (0..LOST_SEEDS).any(|seed| {

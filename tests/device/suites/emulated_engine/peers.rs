@@ -89,14 +89,14 @@ impl Case {
             },
             device_transport: transport,
             prefetch_units: self.prefetch_units,
-            uploads_ahead: self.ahead,
+            prefetch_weights: self.ahead,
             recomputed: match self.again {
                 true => setup::stacks(model.spec()),
                 false => Vec::new(),
             },
             max_grad_norm: Some(1.0),
             // The reference updates after the pass.
-            late_step: (self.late || transport != DeviceTransport::Host)
+            optimizer_in_forward: (self.late || transport != DeviceTransport::Host)
                 && self.states == Tier::Host,
             // A few chunks, the last one shorter.
             sub_group_elems: 1000,
@@ -161,11 +161,11 @@ impl Case {
             gradients: Vec::new(),
             weights: Vec::new(),
         };
-        let with_picture = setup::sample(&dir, TOKENS + rank, MOST_TOKENS + rank)?;
+        let with_image = setup::sample(&dir, TOKENS + rank, MOST_TOKENS + rank)?;
         let without = setup::text_sample(&dir, TOKENS)?;
         for pass in 0..self.passes {
             let text = pass == 3 || [self.ranks - 1, 0].get(pass) == Some(&rank);
-            let sample = if text { &without } else { &with_picture };
+            let sample = if text { &without } else { &with_image };
             left.losses
                 .push(micro_batch(&mut zero, &*model, sample, &backend)?);
             if pass == 1 {
@@ -195,14 +195,14 @@ impl Case {
         let mut dry_run = DryRun::on_discrete_device(plan, rule, Arc::new(device.clone()))?;
         let backend: Arc<dyn Backend> = Arc::new(device.clone());
         let dir = pack(self.family);
-        let with_picture = setup::sample(&dir, TOKENS, MOST_TOKENS)?;
+        let with_image = setup::sample(&dir, TOKENS, MOST_TOKENS)?;
         let without = setup::text_sample(&dir, TOKENS)?;
         for pass in 0..self.passes {
             dry_run.begin_pass(PassKind::Train);
             let sample = if pass == 1 || pass == 3 {
                 &without
             } else {
-                &with_picture
+                &with_image
             };
             let batch = model.collate(&[SampleInput::from(sample)], &*backend)?;
             let tape = Tape::training(&*dry_run);
@@ -493,7 +493,7 @@ fn a_lost_wait_changes_the_bits() -> Result<()> {
         Lost::Puts,
         Lost::Marks(Lane::Communication, Lane::Communication),
         Lost::Marks(Lane::Compute, Lane::Communication),
-        Lost::Arrivals,
+        Lost::ReservedUploads,
     ];
     // With weights from the host, the wait for a range's last use hides these two.
     let on_the_gpu = [Lost::Own, Lost::Marks(Lane::Communication, Lane::Compute)];

@@ -191,7 +191,12 @@ fn packed(family: &str, activation: Tier, weights: Weights, library: Library) ->
 #[test]
 fn tensors_have_the_offsets_of_the_memory_plan() -> Result<()> {
     let (device, host) = (Tier::Device, Tier::Host);
-    packed("minicpm-v-2_6", device, Weights::Ahead, Library::Absent)?;
+    packed(
+        "minicpm-v-2_6",
+        device,
+        Weights::Prefetched,
+        Library::Absent,
+    )?;
     packed("glm-4v-9b", host, Weights::Kept, Library::Multiplies)?;
     packed("cogvlm-chat-hf", device, Weights::Leased, Library::Absent)
 }
@@ -268,7 +273,13 @@ fn recomputed_layer_inputs_take_the_planned_memory() -> Result<()> {
         Weights::Leased,
         also,
     )?;
-    agree_with("glm-4v-9b", Precision::Bf16, host, Weights::Ahead, also)?;
+    agree_with(
+        "glm-4v-9b",
+        Precision::Bf16,
+        host,
+        Weights::Prefetched,
+        also,
+    )?;
     agree_with(
         "cogagent-chat-hf",
         Precision::F32,
@@ -289,16 +300,21 @@ fn minicpm_with_prefetch_takes_the_planned_memory() -> Result<()> {
         "minicpm-v-2_6",
         Precision::Bf16,
         Tier::Device,
-        Weights::Ahead,
+        Weights::Prefetched,
     )
 }
 
 #[test]
 fn cogvlm_with_prefetch_takes_the_planned_memory() -> Result<()> {
-    agree("cogvlm-chat-hf", Precision::F32, Tier::Host, Weights::Ahead)
+    agree(
+        "cogvlm-chat-hf",
+        Precision::F32,
+        Tier::Host,
+        Weights::Prefetched,
+    )
 }
 
 #[test]
 fn glm_4v_with_prefetch_and_activations_on_the_host_takes_the_planned_memory() -> Result<()> {
-    agree("glm-4v-9b", Precision::F32, Tier::Host, Weights::Ahead)
+    agree("glm-4v-9b", Precision::F32, Tier::Host, Weights::Prefetched)
 }

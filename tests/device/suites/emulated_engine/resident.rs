@@ -114,7 +114,7 @@ impl Numbers {
         for micro_batch in 0..5 {
             zero.begin_pass(PassKind::Train);
             let batch = model.collate(&[SampleInput::from(&sample)], &*backend)?;
-            let tape = Tape::training(&zero).with_replay_check(false);
+            let tape = Tape::training(&zero).with_recompute_check(false);
             let loss = model.forward(&tape, &batch)?;
             let fetch = loss.fetch()?;
             tape.backward(&loss, 1.0)?;

@@ -8,8 +8,8 @@ use anyhow::{Context, Result};
 use device_tests::random::Operands;
 use engine::comm::{Communicator, threads};
 use engine::{
-    EarlyStep, ModelSpec, Offload, OptimizerConfig, Plan, Precision, Stage, Tier, Tiers, UnitSpec,
-    Zero, ZeroConfig,
+    ModelSpec, Offload, OptimizerConfig, OptimizerInBackward, Plan, Precision, Stage, Tier, Tiers,
+    UnitSpec, Zero, ZeroConfig,
 };
 use kernels::{Backend, DType, Pool};
 use models::data::EncodedSample;
@@ -30,7 +30,7 @@ pub enum Weights {
     /// At its lease.
     Leased,
     /// One unit before its lease.
-    Ahead,
+    Prefetched,
     /// Once; they stay resident.
     Kept,
 }
@@ -49,7 +49,7 @@ pub enum Updates {
 }
 
 impl Updates {
-    pub fn are_early(self) -> bool {
+    pub fn are_in_backward(self) -> bool {
         matches!(self, Self::Early | Self::Consumed)
     }
 }
@@ -116,13 +116,13 @@ pub fn plan_updating(
             },
             optimizer: Tier::Host,
         },
-        uploads_ahead: weights == Weights::Ahead,
+        prefetch_weights: weights == Weights::Prefetched,
         recomputed,
-        early_step: updates.are_early().then_some(EarlyStep {
+        optimizer_in_backward: updates.are_in_backward().then_some(OptimizerInBackward {
             most_elems: u64::MAX,
             single_micro_batch: updates == Updates::Consumed,
         }),
-        late_step: updates == Updates::Late,
+        optimizer_in_forward: updates == Updates::Late,
         max_grad_norm,
         ..ZeroConfig::default()
     };

@@ -118,10 +118,13 @@ pub fn train(
         how.again,
         (how.updates, how.max_grad_norm),
     )?;
-    assert_eq!(plan.any_steps_early(), how.updates.are_early());
-    assert_eq!(plan.steps_late(), how.updates == Updates::Late);
+    assert_eq!(
+        plan.any_updates_in_backward(),
+        how.updates.are_in_backward()
+    );
+    assert_eq!(plan.updates_in_forward(), how.updates == Updates::Late);
     let mut zero = setup::loaded(dir, &*model, plan, backend.clone())?;
-    let with_picture = setup::sample(dir, TOKENS, MOST_TOKENS)?;
+    let with_image = setup::sample(dir, TOKENS, MOST_TOKENS)?;
     let without = setup::text_sample(dir, TOKENS)?;
     let mut left = Left {
         losses: Vec::new(),
@@ -133,14 +136,14 @@ pub fn train(
     for pass in 0..how.passes {
         let sample = match how.text_pass {
             Some(text) if text == pass => &without,
-            _ => &with_picture,
+            _ => &with_image,
         };
-        if how.updates.are_early() {
+        if how.updates.are_in_backward() {
             zero.announce_update(LEARNING_RATE, 1.0, sample.supervised_tokens() as u64)?;
         }
         zero.begin_pass(PassKind::Train);
         let batch = model.collate(&[SampleInput::from(sample)], &*backend)?;
-        let tape = Tape::training(&zero).with_replay_check(how.check);
+        let tape = Tape::training(&zero).with_recompute_check(how.check);
         let loss = model.forward(&tape, &batch)?;
         let fetch = loss.fetch()?;
         let skipped = how.skipped == Some(pass);
@@ -320,7 +323,7 @@ fn minicpm_with_recomputed_layer_inputs_has_the_same_bits() -> Result<()> {
 #[test]
 fn cogagent_with_recomputed_layer_inputs_has_the_same_bits() -> Result<()> {
     let mut how = How::new(Precision::F32);
-    (how.activation, how.weights) = (Tier::Host, Weights::Ahead);
+    (how.activation, how.weights) = (Tier::Host, Weights::Prefetched);
     agree_again("cogagent-chat-hf", how)
 }
 
@@ -370,7 +373,7 @@ fn prefetched_weights_are_copied_during_the_whole_previous_unit() -> Result<()> 
         train(&pack("glm-4v-9b"), how, Arc::new(device))?;
         Ok(gpu.uploads())
     };
-    let [leased, ahead] = [uploads(Weights::Leased)?, uploads(Weights::Ahead)?];
+    let [leased, ahead] = [uploads(Weights::Leased)?, uploads(Weights::Prefetched)?];
     assert_eq!(leased.bytes, ahead.bytes);
     assert!(leased.early * 2 < leased.bytes, "{leased:?}");
     assert!(ahead.early * 10 > ahead.bytes * 9, "{ahead:?}");
@@ -385,7 +388,7 @@ fn agree_ahead(family: &str, how: How) -> Result<()> {
         ..how
     };
     let (want, _) = trained_bits(family, how)?;
-    how.weights = Weights::Ahead;
+    how.weights = Weights::Prefetched;
     let (got, _) = trained_bits(family, how)?;
     assert!(got == want, "other bits");
     how.graphs = Some(Mode::On);
@@ -444,7 +447,7 @@ fn offloaded_activations_are_copied_during_compute() -> Result<()> {
 /// The next weights come in while gradients leave, so both directions of the bus are busy at once.
 #[test]
 fn weights_and_gradients_are_copied_in_both_directions_at_once() -> Result<()> {
-    for weights in [Weights::Leased, Weights::Ahead] {
+    for weights in [Weights::Leased, Weights::Prefetched] {
         let crossing = Arc::new(Crossing::default());
         let gpu = EmulatedGpu::new(Order::Ascending).with_crossing(crossing.clone());
         let device = CudaBackend::new(Arc::new(gpu), ARENA_BYTES)?;

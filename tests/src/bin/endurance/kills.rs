@@ -30,8 +30,8 @@ impl Numbers {
 /// Kills a run `count` times, then compares its last checkpoint with that of an undisturbed run.
 pub(crate) fn run(count: u64, seed: u64) -> Result<()> {
     println!("kills: {count} with seed {seed}");
-    let folder = tempfile::tempdir()?;
-    let samples = crate::samples(folder.path())?;
+    let directory = tempfile::tempdir()?;
+    let samples = crate::samples(directory.path())?;
     let flags = |output: &Path, steps: u64, resume: bool| -> Vec<String> {
         let mut flags = vec![
             format!("--model={}", crate::model().display()),
@@ -51,11 +51,11 @@ pub(crate) fn run(count: u64, seed: u64) -> Result<()> {
         flags
     };
     let mut numbers = Numbers(seed);
-    let output = folder.path().join("killed");
+    let output = directory.path().join("killed");
     let (mut newest, mut unfinished, mut supervisors) = (0, 0, 0);
     for trial in 0..count {
         let endless = flags(&output, 1_000_000, trial > 0);
-        let mut launcher = Launcher::start(folder.path(), &endless)?;
+        let mut launcher = Launcher::start(directory.path(), &endless)?;
         let until = newest + 1 + numbers.below(SAVES);
         wait_for_save(&output, until, &mut launcher)?;
         let delay = numbers.below(SPREAD.as_micros() as u64);
@@ -92,9 +92,9 @@ pub(crate) fn run(count: u64, seed: u64) -> Result<()> {
         newest = last;
     }
     // The run resumes without any cleanup and ends with the bits of an undisturbed run.
-    let (end, plain) = (newest + 2, folder.path().join("plain"));
-    Launcher::start(folder.path(), &flags(&output, end, true))?.finish()?;
-    Launcher::start(folder.path(), &flags(&plain, end, false))?.finish()?;
+    let (end, plain) = (newest + 2, directory.path().join("plain"));
+    Launcher::start(directory.path(), &flags(&output, end, true))?.finish()?;
+    Launcher::start(directory.path(), &flags(&plain, end, false))?.finish()?;
     for file in [
         "model.safetensors",
         "state/rank-0000.safetensors",

@@ -40,13 +40,13 @@ fn model() -> PathBuf {
 }
 
 /// Writes eight samples without images and returns the file.
-fn samples(folder: &Path) -> Result<PathBuf> {
+fn samples(directory: &Path) -> Result<PathBuf> {
     let sample = |n: u32| {
         serde_json::json!({"id": n.to_string(), "conversations": [
             {"role": "user", "content": format!("What is {n} and {n}?")},
             {"role": "assistant", "content": format!("It is {}.", 2 * n)}]})
     };
-    let path = folder.join("samples.json");
+    let path = directory.join("samples.json");
     let samples: Vec<_> = (0..8).map(sample).collect();
     std::fs::write(&path, serde_json::to_vec(&samples)?)?;
     Ok(path)

@@ -20,14 +20,14 @@ pub(crate) struct Launcher {
 
 impl Launcher {
     /// Starts the launcher that was built beside this program.
-    pub(crate) fn start(folder: &Path, flags: &[String]) -> Result<Self> {
+    pub(crate) fn start(directory: &Path, flags: &[String]) -> Result<Self> {
         let own = std::env::current_exe()?;
         let program = own.with_file_name("tessera_test_launcher");
         ensure!(program.is_file(), "{} is not built", program.display());
-        let log = folder.join("screen.log");
+        let log = directory.join("screen.log");
         let child = Command::new(program)
             .args(flags)
-            .env("TMPDIR", folder)
+            .env("TMPDIR", directory)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(fs::File::create(&log)?)
@@ -126,13 +126,13 @@ pub(crate) fn descriptors(pid: u32) -> Option<u64> {
 }
 
 /// Bytes of all files below a directory. Files that vanish meanwhile are skipped.
-pub(crate) fn disk_bytes(folder: &Path) -> u64 {
+pub(crate) fn disk_bytes(directory: &Path) -> u64 {
     let mut bytes = 0;
-    let mut folders = vec![folder.to_owned()];
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+    let mut directories = vec![directory.to_owned()];
+    while let Some(directory) = directories.pop() {
+        for entry in fs::read_dir(&directory).into_iter().flatten().flatten() {
             match entry.metadata() {
-                Ok(metadata) if metadata.is_dir() => folders.push(entry.path()),
+                Ok(metadata) if metadata.is_dir() => directories.push(entry.path()),
                 Ok(metadata) => bytes += metadata.len(),
                 Err(_) => {}
             }

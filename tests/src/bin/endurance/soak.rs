@@ -55,9 +55,9 @@ impl Look {
 /// Trains `steps` steps with optimizer states on disk and compares the last third of the run with the second.
 pub(crate) fn run(steps: u64) -> Result<()> {
     ensure!(steps >= 6 * SAVE_STEPS, "at least {} steps", 6 * SAVE_STEPS);
-    let folder = tempfile::tempdir()?;
-    let samples = crate::samples(folder.path())?;
-    let (output, disk) = (folder.path().join("out"), folder.path().join("disk"));
+    let directory = tempfile::tempdir()?;
+    let samples = crate::samples(directory.path())?;
+    let (output, disk) = (directory.path().join("out"), directory.path().join("disk"));
     fs::create_dir(&disk)?;
     let mut flags = vec![
         format!("--model={}", crate::model().display()),
@@ -71,7 +71,7 @@ pub(crate) fn run(steps: u64) -> Result<()> {
     let others =
         "--zero=3 --precision=bf16 --save-total-limit=2 --learning-rate=1e-4 --logging-steps=1";
     flags.extend(others.split_whitespace().map(str::to_owned));
-    let mut launcher = Launcher::start(folder.path(), &flags)?;
+    let mut launcher = Launcher::start(directory.path(), &flags)?;
     let mut looks = Vec::new();
     while launcher.child.try_wait()?.is_none() {
         looks.extend(look(&launcher, &output, &disk));

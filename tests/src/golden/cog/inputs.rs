@@ -192,24 +192,24 @@ fn pixels(
         (Some(cross), 1) => cross.patch_size,
         _ => config.vision.patch_size,
     };
-    let step = config.slices_per_picture();
+    let step = config.slices_per_image();
     let normalization = Normalization::clip();
     let slices = samples
         .iter()
         .flat_map(|s| s.slices.iter().skip(tower).step_by(step));
-    let picture = |slice: &Slice| {
+    let image = |slice: &Slice| {
         let values = normalization.normalize_patches(&slice.patches, side);
         let width = slice.cols * side;
-        let mut picture = vec![0.0; values.len()];
+        let mut image = vec![0.0; values.len()];
         for (i, value) in values.into_iter().enumerate() {
             let (patch, within) = (i / (3 * side * side), i % (3 * side * side));
             let (c, y, x) = (within / (side * side), within / side % side, within % side);
             let row = patch / slice.cols * side + y;
             let col = patch % slice.cols * side + x;
-            picture[(c * slice.rows * side + row) * width + col] = value;
+            image[(c * slice.rows * side + row) * width + col] = value;
         }
-        picture
+        image
     };
-    let got: Vec<f32> = slices.flat_map(picture).collect();
+    let got: Vec<f32> = slices.flat_map(image).collect();
     Ok(compare_floats(name, &got, stored.floats()?, 0.0))
 }

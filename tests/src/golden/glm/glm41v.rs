@@ -1,7 +1,7 @@
 //! Packs of GLM-4.1V.
 
 use super::shared::{
-    compare_common, encode, own_labels, picture_bytes, special_tokens, tokenizer_cases, wide,
+    compare_common, encode, image_bytes, own_labels, special_tokens, tokenizer_cases, wide,
 };
 use super::trajectories::trajectories;
 use crate::golden::{
@@ -14,7 +14,7 @@ use kernels::{CpuBackend, DType};
 use models::data::{EncodeOptions, EncodedSample};
 use models::glm41v::config::Glm41vConfig;
 use models::glm41v::positions::TokenPositions;
-use models::glm41v::resize::{PictureLimits, smart_resize};
+use models::glm41v::resize::{ImageLimits, smart_resize};
 use models::{ModelOptions, Processor, SampleInput, open_model};
 use serde::Deserialize;
 
@@ -59,7 +59,7 @@ impl PackFamily for Glm41vPacks {
                 "image_grid_thw" => grids(sample),
                 "resized_u8" => {
                     let k: usize = rest.parse().context("resized_u8 without a number")?;
-                    picture_bytes(sample, k, patch).unwrap_or_default()
+                    image_bytes(sample, k, patch).unwrap_or_default()
                 }
                 "pixel_values" => {
                     let ours = pixels(pack, sample)?;
@@ -119,11 +119,11 @@ impl PackFamily for Glm41vPacks {
 
 /// Positions of a sample as the model computes them.
 fn positions(sample: &EncodedSample) -> TokenPositions {
-    let pictures = sample.image_bounds.iter().zip(&sample.slices);
-    let pictures: Vec<_> = pictures
+    let images = sample.image_bounds.iter().zip(&sample.slices);
+    let images: Vec<_> = images
         .map(|((start, _), slice)| (*start, [slice.rows / 2, slice.cols / 2]))
         .collect();
-    TokenPositions::new(sample.input_ids.len(), &pictures)
+    TokenPositions::new(sample.input_ids.len(), &images)
 }
 
 /// 1 for image tokens, 0 for text.
@@ -161,7 +161,7 @@ fn sizes(pack: &Pack) -> Result<Comparison> {
     }
     let rows: Vec<Row> = read_json(&pack.dir.join("smart_resize_cases.json"))?;
     let ours = rows.iter().flat_map(|row| {
-        let limits = PictureLimits {
+        let limits = ImageLimits {
             block: 28,
             frames: 2,
             min_pixels: row.min_pixels,

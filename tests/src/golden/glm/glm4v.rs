@@ -2,7 +2,7 @@
 
 use super::greedy::greedy;
 use super::shared::{
-    compare_common, encode, own_labels, picture_bytes, special_tokens, tokenizer_cases, wide,
+    compare_common, encode, image_bytes, own_labels, special_tokens, tokenizer_cases, wide,
 };
 use super::trajectories::trajectories;
 use crate::golden::{
@@ -70,7 +70,7 @@ impl PackFamily for Glm4vPacks {
                 "expanded_attention_mask" => rows(0, &ones),
                 "expanded_labels" => rows(ignored, &own_labels),
                 "image_span" => spans(samples),
-                "resized_u8" => picture_bytes(&samples[0], 0, patch).unwrap_or_default(),
+                "resized_u8" => image_bytes(&samples[0], 0, patch).unwrap_or_default(),
                 "n_loss_tokens_train_eos" => {
                     let counts = ended.iter().map(EncodedSample::supervised_tokens);
                     vec![counts.sum::<usize>() as i64]

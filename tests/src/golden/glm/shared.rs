@@ -35,7 +35,7 @@ struct Batch {
 }
 
 /// Directories of a case's samples: its own, or those of the cases in its batch.
-pub(super) fn folders(case: &Case) -> Result<Vec<PathBuf>> {
+pub(super) fn directories(case: &Case) -> Result<Vec<PathBuf>> {
     let batch: Batch = read_json(&case.dir.join("conversation.json"))?;
     if batch.batch_of.is_empty() {
         return Ok(vec![case.dir.clone()]);
@@ -73,7 +73,7 @@ pub(super) fn encode(
         let sample = processor.encode(&raw, &images, options);
         sample.with_context(|| format!("encoding {}", dir.display()))
     };
-    folders(case)?.into_iter().map(encode).collect()
+    directories(case)?.into_iter().map(encode).collect()
 }
 
 /// Labels before the shift by one, as the packs store them.
@@ -91,7 +91,7 @@ pub(super) fn wide(ids: &[i32]) -> Vec<i64> {
 }
 
 /// Pixels of image `k` of a sample, `[height, width, 3]`.
-pub(super) fn picture_bytes(sample: &EncodedSample, k: usize, patch: usize) -> Option<Vec<i64>> {
+pub(super) fn image_bytes(sample: &EncodedSample, k: usize, patch: usize) -> Option<Vec<i64>> {
     let slice = sample.slices.get(k)?;
     let plane = patch * patch;
     let byte = |y: usize, x: usize, c: usize| {

@@ -6,7 +6,7 @@
 )]
 use std::arch::x86_64::*;
 
-use crate::cpu::gemm::kernel::Place;
+use crate::cpu::gemm::kernel::TileIo;
 
 pub(in crate::cpu::gemm) const ROWS: usize = 6;
 pub(in crate::cpu::gemm) const COLS: usize = 16;
@@ -22,7 +22,7 @@ pub(in crate::cpu::gemm) unsafe fn tile(
     a: *const f32,
     b: *const f32,
     factor: f32,
-    place: Place,
+    place: TileIo,
 ) {
     // SAFETY: the caller's promises.
     unsafe {
@@ -48,7 +48,7 @@ unsafe fn high<const R: usize>(
     mut a: *const f32,
     mut b: *const f32,
     factor: f32,
-    place: Place,
+    place: TileIo,
 ) {
     // SAFETY: by the contract the panels have depth `depth` and the rows `cols` elements. Masked lanes are neither
     // read nor written.

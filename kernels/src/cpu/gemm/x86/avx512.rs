@@ -8,7 +8,7 @@
 )]
 use std::arch::x86_64::*;
 
-use crate::cpu::gemm::kernel::Place;
+use crate::cpu::gemm::kernel::TileIo;
 use crate::cpu::simd::prefetch;
 
 pub(in crate::cpu::gemm) const ROWS: usize = 8;
@@ -28,7 +28,7 @@ pub(in crate::cpu::gemm) unsafe fn tile(
     a: *const f32,
     b: *const f32,
     factor: f32,
-    place: Place,
+    place: TileIo,
 ) {
     // SAFETY: the caller's promises.
     unsafe {
@@ -51,7 +51,7 @@ unsafe fn wide<const V: usize>(
     a: *const f32,
     b: *const f32,
     factor: f32,
-    place: Place,
+    place: TileIo,
 ) {
     // SAFETY: the caller's promises.
     unsafe {
@@ -79,7 +79,7 @@ unsafe fn of<const R: usize, const V: usize>(
     mut a: *const f32,
     mut b: *const f32,
     factor: f32,
-    place: Place,
+    place: TileIo,
 ) {
     // SAFETY: by the contract the panels have depth `depth` and the rows `cols` elements. Masked lanes are neither
     // read nor written.

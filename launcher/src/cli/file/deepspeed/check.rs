@@ -140,7 +140,7 @@ fn unknown(section: &Section, entry: &Entry, report: &mut Report) -> Outcome {
     }
     let at = section.place();
     let problem = match section.meant(name) {
-        Meant::Place(place) => {
+        Meant::Nested(place) => {
             let silently = if section.strict {
                 ""
             } else {
@@ -181,7 +181,7 @@ fn moved(entry: &Entry) -> Option<String> {
     let kind = entry.key.strip_prefix("offload_")?;
     let device = entry.value.get("device")?.as_text()?;
     let tier = match entry.value.get("nvme_path").and_then(Value::as_text) {
-        Some(folder) if device == "nvme" => format!("nvme:{folder}"),
+        Some(directory) if device == "nvme" => format!("nvme:{directory}"),
         _ => device.to_owned(),
     };
     Some(format!("--offload {kind}={tier}"))

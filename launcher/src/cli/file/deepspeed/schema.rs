@@ -101,10 +101,10 @@ impl Section {
         let others = SECTIONS.iter().filter(|other| other.path != self.path);
         let mut places = others.filter(|other| other.key(name).is_some());
         match (places.next(), places.next()) {
-            (Some(place), None) => return Meant::Place(place),
+            (Some(place), None) => return Meant::Nested(place),
             // The key exists in a section and in a section inside it.
             (Some(place), Some(inner)) if inner.path.starts_with(place.path) => {
-                return Meant::Place(place);
+                return Meant::Nested(place);
             }
             _ => {}
         }
@@ -119,7 +119,7 @@ impl Section {
 #[derive(Debug)]
 pub(super) enum Meant {
     /// The same key in another section.
-    Place(&'static Section),
+    Nested(&'static Section),
     /// A similar name.
     Name(String),
     /// No known key.
@@ -190,11 +190,11 @@ mod tests {
         let top = Section::at("").expect("the top level");
         let zero = Section::at("zero_optimization").expect("a section");
         assert!(
-            matches!(top.meant("offload_optimizer"), Meant::Place(s) if s.path == "zero_optimization")
+            matches!(top.meant("offload_optimizer"), Meant::Nested(s) if s.path == "zero_optimization")
         );
         assert!(matches!(top.meant("comms_config"), Meant::Name(n) if n == "comms_logger"));
         assert!(matches!(zero.meant("overlap_com"), Meant::Name(n) if n == "overlap_comm"));
-        assert!(matches!(zero.meant("gradient_clipping"), Meant::Place(s) if s.path.is_empty()));
+        assert!(matches!(zero.meant("gradient_clipping"), Meant::Nested(s) if s.path.is_empty()));
         assert!(matches!(top.meant("quite_another_thing"), Meant::Nothing));
     }
 }

@@ -64,8 +64,8 @@ fn two_published_files_are_refused_with_a_reason() {
 
 /// Loads a file with this text next to a command line.
 fn with(text: &str, line: &str) -> Result<Loaded, Failure> {
-    let folder = tempfile::tempdir().expect("temp dir");
-    let path = folder.path().join("ds.json");
+    let directory = tempfile::tempdir().expect("temp dir");
+    let path = directory.path().join("ds.json");
     fs::write(&path, text).expect("written");
     let mut words = vec![format!("--deepspeed={}", path.display())];
     words.extend(line.split_whitespace().map(str::to_owned));
@@ -380,8 +380,8 @@ fn command_line_flags_override_those_of_a_file() {
 
 #[test]
 fn unknown_keys_of_a_flag_file_are_named() {
-    let folder = tempfile::tempdir().expect("temp dir");
-    let path = folder.path().join("run.yaml");
+    let directory = tempfile::tempdir().expect("temp dir");
+    let path = directory.path().join("run.yaml");
     for (text, part) in [
         ("learning_rat: 1e-5", "did you mean learning_rate?"),
         ("zero: 7", "zero 7"),
@@ -406,7 +406,7 @@ fn unknown_keys_of_a_flag_file_are_named() {
 
 #[test]
 fn secrets_are_not_shown() {
-    let folder = tempfile::tempdir().expect("temp dir");
+    let directory = tempfile::tempdir().expect("temp dir");
     for (name, text) in [
         (
             "ds.json",
@@ -414,7 +414,7 @@ fn secrets_are_not_shown() {
         ),
         ("run.yaml", "hub_token: hunter2".to_owned()),
     ] {
-        let path = folder.path().join(name);
+        let path = directory.path().join(name);
         fs::write(&path, text).expect("written");
         let page = shown(&path);
         assert!(page.contains("…") && !page.contains("hunter2"), "{page}");
@@ -437,8 +437,8 @@ proptest! {
         let text = fs::read(path).expect("is read");
         let from = at * text.len() / 1000;
         let to = (from + cut).min(text.len());
-        let folder = tempfile::tempdir().expect("temp dir");
-        let damaged = folder.path().join(path.file_name().expect("a name"));
+        let directory = tempfile::tempdir().expect("temp dir");
+        let damaged = directory.path().join(path.file_name().expect("a name"));
         fs::write(&damaged, [&text[..from], put.as_bytes(), &text[to..]].concat()).expect("written");
         match page(&damaged, &[], &env()) {
             Ok((text, verdict)) => {

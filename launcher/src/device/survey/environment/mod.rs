@@ -104,7 +104,7 @@ fn printable(value: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rank_env::{CudaPlaces, Env, GpuCode, Matmul};
+    use crate::rank_env::{CudaSearchPaths, Env, GpuCode, Matmul};
     use std::cell::RefCell;
     use std::collections::BTreeSet;
     use std::ffi::OsString;
@@ -157,7 +157,7 @@ mod tests {
                 found.map(|(_, value)| OsString::from(value))
             };
             Env::from_lookup(&lookup).expect("a good environment");
-            CudaPlaces::from_lookup(&lookup);
+            CudaSearchPaths::from_lookup(&lookup);
             Matmul::from_lookup(&lookup).expect("a good environment");
             GpuCode::from_lookup(&lookup).expect("a good environment");
         }
@@ -169,12 +169,12 @@ mod tests {
 
     #[test]
     fn only_one_file_reads_the_environment() {
-        let mut folders = vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("src")];
-        while let Some(folder) = folders.pop() {
-            for entry in std::fs::read_dir(folder).expect("readable") {
+        let mut directories = vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("src")];
+        while let Some(directory) = directories.pop() {
+            for entry in std::fs::read_dir(directory).expect("readable") {
                 let path = entry.expect("an entry").path();
                 if path.is_dir() {
-                    folders.push(path);
+                    directories.push(path);
                     continue;
                 }
                 let text = std::fs::read_to_string(&path).expect("readable");

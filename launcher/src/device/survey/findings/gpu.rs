@@ -10,7 +10,7 @@ const UNSEEN_BYTES: u64 = 2 << 30;
 const INSTALL: &str = "install NVIDIA's driver; the CUDA toolkit is not needed";
 const CONTAINER: &str =
     "in a container: start it with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility";
-const NAME_FOLDER: &str = "or give its directory: TESSERA_CUDA_LIBS=/path/to/directory";
+const NAME_DIRECTORY: &str = "or give its directory: TESSERA_CUDA_LIBS=/path/to/directory";
 const CHOOSE: &str = "or choose GPUs with CUDA_VISIBLE_DEVICES";
 
 /// Findings on why CUDA shows no GPU, and on the driver.
@@ -59,7 +59,7 @@ pub(super) fn driver(facts: &Facts, findings: &mut Findings) {
         findings.problem(
             "driver-library-missing",
             "an NVIDIA GPU is present, but the CUDA driver library is missing: runs use the CPU",
-            &[INSTALL, CONTAINER, NAME_FOLDER],
+            &[INSTALL, CONTAINER, NAME_DIRECTORY],
         );
     } else if let (Some(mask), false) = (mask, facts.gpus.is_empty()) {
         findings.warning(
@@ -256,13 +256,13 @@ pub(super) fn together(facts: &Facts, findings: &mut Findings) {
 pub(super) fn libraries(facts: &Facts, findings: &mut Findings) {
     let shown = facts.gpus.iter().filter(|gpu| gpu.ordinal.is_some());
     let shown = shown.count();
-    for folder in &facts.cuda.search.directories {
-        if !folder.is_dir() {
+    for directory in &facts.cuda.search.directories {
+        if !directory.is_dir() {
             findings.warning(
                 "library-folder-missing",
                 format!(
                     "TESSERA_CUDA_LIBS names {}, which is not a directory",
-                    folder.display()
+                    directory.display()
                 ),
                 &["give directories that contain libraries, separated by colons"],
             );
@@ -281,21 +281,21 @@ pub(super) fn libraries(facts: &Facts, findings: &mut Findings) {
         findings.warning(
             "nvrtc-missing",
             "NVRTC was not found: runs use the built-in PTX kernels and none compiled for this GPU",
-            &[&install("nvidia-cuda-nvrtc"), NAME_FOLDER],
+            &[&install("nvidia-cuda-nvrtc"), NAME_DIRECTORY],
         );
     }
     if !is_found(facts, LibraryKind::CublasLt) {
         findings.note(
             "cublaslt-missing",
             "cuBLASLt was not found: matrix products use this program's kernels",
-            &[&install("nvidia-cublas"), NAME_FOLDER],
+            &[&install("nvidia-cublas"), NAME_DIRECTORY],
         );
     }
     if shown > 1 && !is_found(facts, LibraryKind::Nccl) {
         findings.note(
             "nccl-missing",
             "NCCL was not found: ranks exchange through shared memory",
-            &[&install("nvidia-nccl"), NAME_FOLDER],
+            &[&install("nvidia-nccl"), NAME_DIRECTORY],
         );
     }
     if let Some(problem) = &facts.cuda.management_problem {

@@ -113,11 +113,11 @@ pub(super) fn memory(facts: &Facts, findings: &mut Findings) {
 
 /// Findings on directories that runs write to.
 pub(super) fn storage(facts: &Facts, findings: &mut Findings) {
-    for folder in &facts.storage {
-        let path = folder.path.display();
-        let free = folder.free_bytes.unwrap_or(0);
-        match folder.role {
-            Role::SharedMemory if !folder.is_writable => findings.warning(
+    for directory in &facts.storage {
+        let path = directory.path.display();
+        let free = directory.free_bytes.unwrap_or(0);
+        match directory.role {
+            Role::SharedMemory if !directory.is_writable => findings.warning(
                 "shared-memory-missing",
                 format!("{path} is not writable: ranks exchange through files in /tmp"),
                 &["mount a tmpfs at this path"],
@@ -133,7 +133,7 @@ pub(super) fn storage(facts: &Facts, findings: &mut Findings) {
                     "data that does not fit goes to /tmp, which is slower on a disk",
                 ],
             ),
-            Role::Runs if !folder.is_writable => findings.warning(
+            Role::Runs if !directory.is_writable => findings.warning(
                 "runs-not-writable",
                 "the current directory is not writable; runs are stored in it by default",
                 &["choose another directory with --output"],
@@ -146,7 +146,7 @@ pub(super) fn storage(facts: &Facts, findings: &mut Findings) {
                 ),
                 &["a checkpoint takes about 14 bytes for each trained parameter; --output DIR"],
             ),
-            Role::Temporary if !folder.is_writable => findings.problem(
+            Role::Temporary if !directory.is_writable => findings.problem(
                 "temporary-not-writable",
                 format!("{path} is not writable: no run can start"),
                 &["set TMPDIR to a writable directory"],

@@ -1,13 +1,13 @@
-//! Picture files made by hand, for what no encoder writes.
+//! Image files made by hand, for what no encoder writes.
 
 use std::io::Cursor;
 
 use image::{DynamicImage, ImageFormat};
 
-/// `picture` as a file of `format`.
-pub(super) fn encode(picture: &DynamicImage, format: ImageFormat) -> Vec<u8> {
+/// `image` as a file of `format`.
+pub(super) fn encode(image: &DynamicImage, format: ImageFormat) -> Vec<u8> {
     let mut out = Cursor::new(Vec::new());
-    picture.write_to(&mut out, format).unwrap();
+    image.write_to(&mut out, format).unwrap();
     out.into_inner()
 }
 
@@ -129,7 +129,7 @@ impl Bmp<'_> {
     }
 }
 
-/// A WebP whose extended header states `canvas` (width, height), around the lossless picture `simple`.
+/// A WebP whose extended header states `canvas` (width, height), around the lossless image `simple`.
 pub(super) fn extended_webp(canvas: (u32, u32), simple: &[u8]) -> Vec<u8> {
     let mut body = b"WEBPVP8X\x0a\0\0\0\0\0\0\0".to_vec();
     for side in [canvas.0, canvas.1] {

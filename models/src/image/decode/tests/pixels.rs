@@ -39,8 +39,8 @@ fn alpha_is_dropped_not_blended() {
     let rgba = [1, 2, 3, 0, 200, 100, 50, 128];
     assert_eq!(png(8, 6, 2, &rgba), [1, 2, 3, 200, 100, 50]);
     assert_eq!(png(8, 4, 2, &[9, 0, 7, 255]), grey([9, 7]));
-    let picture = ImageBuffer::from_raw(2, 1, rgba.to_vec()).map(DynamicImage::ImageRgba8);
-    let webp = encode(&picture.unwrap(), ImageFormat::WebP);
+    let image = ImageBuffer::from_raw(2, 1, rgba.to_vec()).map(DynamicImage::ImageRgba8);
+    let webp = encode(&image.unwrap(), ImageFormat::WebP);
     assert_eq!(decoded(&webp), [1, 2, 3, 200, 100, 50]);
 }
 
@@ -141,10 +141,10 @@ fn every_level_of_a_sixteen_bit_bmp_is_truncated() {
 
 #[test]
 fn exif_orientation_does_not_rotate_an_image() {
-    let picture = image::RgbImage::from_fn(16, 8, |x, y| {
+    let image = image::RgbImage::from_fn(16, 8, |x, y| {
         image::Rgb([(x * 16) as u8, (y * 30) as u8, 90])
     });
-    let jpeg = encode(&DynamicImage::ImageRgb8(picture), ImageFormat::Jpeg);
+    let jpeg = encode(&DynamicImage::ImageRgb8(image), ImageFormat::Jpeg);
     let upright = decode_file(&jpeg).unwrap();
     assert_eq!((upright.width(), upright.height()), (16, 8));
     for orientation in 1..=8 {
@@ -158,10 +158,10 @@ fn exif_orientation_does_not_rotate_an_image() {
 #[test]
 fn jpeg_webp_and_bmp_are_recognized_by_content() {
     let dir = tempfile::tempdir().unwrap();
-    let picture = image::RgbImage::from_pixel(9, 5, image::Rgb([120, 120, 120]));
+    let image = image::RgbImage::from_pixel(9, 5, image::Rgb([120, 120, 120]));
     for format in [ImageFormat::Jpeg, ImageFormat::WebP, ImageFormat::Bmp] {
         let path = dir.path().join("picture.png");
-        picture.save_with_format(&path, format).unwrap();
+        image.save_with_format(&path, format).unwrap();
         assert_eq!(dimensions(&path).unwrap(), (9, 5));
         let read = decode(&path).unwrap();
         assert!(

@@ -12,7 +12,7 @@ const FORMATS: [ImageFormat; 4] = [
     ImageFormat::Bmp,
 ];
 
-/// A picture that compresses badly.
+/// An image that compresses badly.
 fn noise(side: u32) -> DynamicImage {
     let mut state = 1u32;
     DynamicImage::ImageRgb8(image::RgbImage::from_fn(side, side, |_, _| {
@@ -34,7 +34,7 @@ fn each_kind_of_damage_has_its_error() {
         decode(dir.path()),
         Err(ImageError::Unreadable { .. })
     ));
-    // a GIF is a picture, but not one of these
+    // a GIF is an image, but not one of these
     for content in [&b"no picture"[..], b"", b"GIF89a\x01\0\x01\0\0\0\0;"] {
         let result = decode_file(content);
         assert!(matches!(result, Err(ImageError::UnknownFormat { .. })));
@@ -212,9 +212,9 @@ proptest! {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("picture");
         std::fs::write(&path, &file).unwrap();
-        // pictures that are large but allowed would only make the test slow
+        // images that are large but allowed would only make the test slow
         if let Ok((width, height)) = dimensions(&path) && width * height <= 1 << 18 {
-            let _picture = decode(&path);
+            let _image = decode(&path);
         }
     }
 }

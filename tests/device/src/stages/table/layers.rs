@@ -3,11 +3,11 @@
 use anyhow::Result;
 use kernels::DType;
 use kernels::cuda::launch::{Address, Launch};
+use kernels::cuda::ops::grouped::{Group, Grouped, OfRows};
+use kernels::cuda::ops::grouped_lora::{self, AdaptedGroup, Adapter, GroupedLora};
 use kernels::cuda::ops::lora_linear::{Gradients, LoraLinear};
 use kernels::cuda::ops::pointwise;
-use kernels::cuda::ops::routed::{Group, OfRows, Routed};
-use kernels::cuda::ops::routed_lora::{self, AdaptedGroup, Adapter, RoutedLora};
-use kernels::cuda::ops::shared_routed_lora::{self, SharedRoutedLora};
+use kernels::cuda::ops::shared_grouped_lora::{self, SharedGroupedLora};
 
 use super::bench::Operands;
 
@@ -83,8 +83,8 @@ pub(super) struct TwoLayers {
 fn stretches(t: usize, vision: usize) -> [Vec<i32>; 2] {
     // Half of the text comes before the image, half after it.
     let front = (t - vision) / 2;
-    let picture = front..front + vision;
-    let (inside, outside) = (0..t as i32).partition(|row| picture.contains(&(*row as usize)));
+    let image = front..front + vision;
+    let (inside, outside) = (0..t as i32).partition(|row| image.contains(&(*row as usize)));
     [outside, inside]
 }
 
@@ -117,7 +117,7 @@ impl TwoLayers {
             true => (self.dy, self.first.k, self.first.n),
             false => (self.first.x, self.first.n, self.first.k),
         };
-        let layers = Routed {
+        let layers = Grouped {
             dtype,
             transpose_b: backward,
             t,
@@ -161,11 +161,11 @@ impl TwoLayers {
 
 /// Two layers with adapters over two row groups, and the addresses of their results.
 pub(super) struct AdaptedLayers {
-    layers: RoutedLora,
+    layers: GroupedLora,
     /// Low-rank activations of the adapters, stored by forward.
     s: Address,
     y: Address,
-    gradients: routed_lora::Gradients,
+    gradients: grouped_lora::Gradients,
 }
 
 impl AdaptedLayers {
@@ -192,7 +192,7 @@ impl AdaptedLayers {
             })
         };
         let groups = [group(first, &rows[0])?, group(&second, &rows[1])?];
-        let layers = RoutedLora {
+        let layers = GroupedLora {
             dtype,
             t,
             n,
@@ -207,7 +207,7 @@ impl AdaptedLayers {
         Ok(Self {
             s: on.output(bytes * t * layers.line())?,
             y: on.output(bytes * t * n)?,
-            gradients: routed_lora::Gradients {
+            gradients: grouped_lora::Gradients {
                 dx: on.output(bytes * t * k)?,
                 adapters,
             },
@@ -232,7 +232,7 @@ impl AdaptedLayers {
 /// Three such pairs with one input, like queries, keys and values of experts: separately, and with stacked adapters.
 pub(super) struct SharedAdaptedLayers {
     pairs: Vec<AdaptedLayers>,
-    layers: Vec<RoutedLora>,
+    layers: Vec<GroupedLora>,
     dy: Vec<Address>,
     s: Address,
     /// Stacked adapters of each row group.
@@ -257,8 +257,8 @@ impl SharedAdaptedLayers {
             }
             pairs.push(pair);
         }
-        let layers: Vec<RoutedLora> = pairs.iter().map(|pair| pair.layers).collect();
-        let line = shared_routed_lora::line(&layers);
+        let layers: Vec<GroupedLora> = pairs.iter().map(|pair| pair.layers).collect();
+        let line = shared_grouped_lora::line(&layers);
         let dy = pairs.iter().map(|_| on.normal(dtype, t * n, 1.0));
         Ok(Self {
             dy: dy.collect::<Result<_>>()?,
@@ -275,7 +275,7 @@ impl SharedAdaptedLayers {
 
     /// The launches of every `y`, or of all gradients, computed together.
     pub(super) fn together(&self, on: &mut Operands<'_>, backward: bool) -> Result<Vec<Launch>> {
-        let all = SharedRoutedLora {
+        let all = SharedGroupedLora {
             layers: &self.layers,
             stacked: self.stacked,
         };
@@ -283,7 +283,7 @@ impl SharedAdaptedLayers {
         let d_lora_b = self.pairs.iter();
         let d_lora_b = d_lora_b.map(|pair| pair.gradients.adapters.map(|[_, b]| b));
         let d_lora_b: Vec<[Address; 2]> = d_lora_b.collect();
-        let gradients = shared_routed_lora::Gradients {
+        let gradients = shared_grouped_lora::Gradients {
             dx: self.pairs[0].gradients.dx,
             d_stacked: self.d_stacked,
             d_lora_b: &d_lora_b,
@@ -301,7 +301,7 @@ impl SharedAdaptedLayers {
         for (i, (pair, dy)) in self.pairs.iter().zip(&self.dy).enumerate() {
             launches.extend(pair.launches(on, *dy, backward)?);
             if backward && i > 0 {
-                let RoutedLora { dtype, t, k, .. } = pair.layers;
+                let GroupedLora { dtype, t, k, .. } = pair.layers;
                 let (own, elems) = (pair.gradients.dx, (t * k) as u64);
                 launches.extend(pointwise::add(dtype, sum, own, sum, elems));
             }

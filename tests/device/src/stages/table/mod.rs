@@ -14,13 +14,13 @@ use super::{Report, Setting, measured_ceiling, show};
 
 mod bench;
 mod layers;
+mod operations;
 pub mod products;
 #[cfg(test)]
 mod tests;
-mod works;
 
 use bench::{Bench, OnGpu, Operands, Scale};
-use works::{Amount, Row, Targets};
+use operations::{Amount, Row, Targets};
 
 /// Time for the repetitions of a row. A hundred rows take about 20 s, their operands 10 s, and modules that no earlier
 /// stage compiled 10 s. PyTorch's rows with its start take 35 s. Together that is 75 s, estimated. The stage should
@@ -46,7 +46,7 @@ pub fn run(setting: &Setting) -> Report {
     };
     let scale = Scale {
         divisor: 1,
-        params: works::params(&gpu),
+        params: operations::params(&gpu),
     };
     let peers = peers(setting, "table", scale.params);
     if peers.is_empty() && setting.peers.is_some() {
@@ -60,7 +60,7 @@ pub fn run(setting: &Setting) -> Report {
         peers,
     };
     let mut bench = OnGpu::new(&gpu, Err("no row needs it".into()));
-    for row in works::all() {
+    for row in operations::all() {
         if setting.expired() {
             report.failure(format!("the time was used up before {}", row.name));
             break;

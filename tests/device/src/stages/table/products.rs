@@ -28,14 +28,14 @@ const LAYER: [usize; 3] = [8192, 4096, 4096];
 /// Share of cuBLASLt's speed.
 const PRODUCT_TARGET: Target = Target::AtLeast(0.7);
 /// Share of the speed of one product over all rows.
-const ROUTED_TARGET: Target = Target::AtLeast(0.9);
+const GROUPED_TARGET: Target = Target::AtLeast(0.9);
 /// Largest time of a layer with an adapter, forward and backward, relative to the plain product (of `y`, of `dx`).
 /// Forward adds `s` and the low-rank term: `2 r / k` of the product's operations in one pass over `x`. Backward adds
 /// the term, `ds`, `dB` and `dA`: `4 r / k` in one pass over `dy` and one over `x`, twice as much.
 const ADAPTED_TARGETS: [Target; 2] = [Target::AtMost(1.15), Target::AtMost(1.3)];
 /// Largest time of two layers with adapters, relative to one plain product over all rows: the product of both
 /// allowances.
-const ROUTED_ADAPTED_TARGETS: [Target; 2] = [Target::AtMost(1.28), Target::AtMost(1.44)];
+const GROUPED_ADAPTED_TARGETS: [Target; 2] = [Target::AtMost(1.28), Target::AtMost(1.44)];
 
 const DTYPE: DType = DType::BF16;
 
@@ -100,17 +100,17 @@ pub(super) fn all(bench: &mut dyn Bench, scale: Scale, report: &mut Report, torc
     }
     for vision in [2048, 6144] {
         part("two layers", &|on, report| {
-            routed(on, report, vision, torch)
+            grouped(on, report, vision, torch)
         });
     }
     for r in [16, 64] {
         part("adapted layer", &|on, report| adapted(on, report, r, torch));
         part("adapted layers", &|on, report| shared(on, report, r));
         part("two adapted layers", &|on, report| {
-            routed_lora(on, report, r)
+            grouped_lora(on, report, r)
         });
         part("two adapted layers of one input", &|on, report| {
-            shared_routed_lora(on, report, r)
+            shared_grouped_lora(on, report, r)
         });
     }
 }
@@ -230,7 +230,7 @@ impl Library {
 }
 
 /// One launch for two layers (forward, dx, both dW), and the same for one layer over all rows.
-fn routed(
+fn grouped(
     on: &mut Operands<'_>,
     report: &mut Report,
     vision: usize,
@@ -268,16 +268,16 @@ fn compare(
     let flops = flops(layers::sizes(on, LAYER));
     let one = on.with_scratch(|sms, space| all_rows.launches(all_rows.choose(sms), sms, space))?;
     let (two, one) = (time(on, two)?, time(on, one)?);
-    let library = Library::of(on, all_rows, ROUTED_TARGET);
+    let library = Library::of(on, all_rows, GROUPED_TARGET);
     let compared = format!(
-        "{}, one product {one:.3} ms: {:.2}x (target {ROUTED_TARGET}){}{}",
+        "{}, one product {one:.3} ms: {:.2}x (target {GROUPED_TARGET}){}{}",
         teraflops(flops, two),
         one / two,
         library.words(two),
         torch(name, two)
     );
     report.row(name, format!("{two:.3} ms"), compared);
-    report.target(name, one / two, ROUTED_TARGET);
+    report.target(name, one / two, GROUPED_TARGET);
     library.judge(name, two, report);
     Ok(())
 }
@@ -287,7 +287,7 @@ const VISION: usize = 6144;
 
 /// Two layers with adapters over row groups, as experts have them. They are compared with one adapted layer over all
 /// rows and with the library's plain product.
-fn routed_lora(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<()> {
+fn grouped_lora(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<()> {
     let sizes = layers::sizes(on, LAYER);
     let one = Stacked::new(on, 1, r)?;
     let rows = on.of(VISION);
@@ -304,26 +304,26 @@ fn routed_lora(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<(
             true => plain.input_gradient(one.dy[0], Address::NULL, one.dx),
         };
         let (together, single) = (time(on, together)?, time(on, single)?);
-        let target = ROUTED_ADAPTED_TARGETS[usize::from(backward)];
+        let target = GROUPED_ADAPTED_TARGETS[usize::from(backward)];
         let library = Library::of(on, &product, target);
         let name = format!(
             "two adapted layers bf16 8192x4096x4096 rank {r}, {VISION} rows of the second, {which}"
         );
         let compared = format!(
-            "{}, one adapted layer {single:.3} ms: {:.2}x (target {ROUTED_TARGET}){}",
+            "{}, one adapted layer {single:.3} ms: {:.2}x (target {GROUPED_TARGET}){}",
             teraflops(flops(sizes), together),
             single / together,
             library.words(together)
         );
         report.row(&name, format!("{together:.3} ms"), compared);
-        report.target(&name, single / together, ROUTED_TARGET);
+        report.target(&name, single / together, GROUPED_TARGET);
         library.judge(&name, together, report);
     }
     Ok(())
 }
 
 /// Queries, keys and values of experts with adapters: stacked, and each pair separately with the sums of their dx.
-fn shared_routed_lora(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<()> {
+fn shared_grouped_lora(on: &mut Operands<'_>, report: &mut Report, r: usize) -> Result<()> {
     let sizes = layers::sizes(on, LAYER);
     let flops = 3.0 * flops(sizes);
     let first = layers::layer(on, DTYPE, sizes, r)?;

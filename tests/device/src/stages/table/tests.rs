@@ -11,7 +11,7 @@ use kernels::cuda::matmul::Multiply;
 use kernels::cuda::module::Family;
 
 use super::bench::{Bench, Operands, Scale};
-use super::works::{self, Amount, Row, Targets};
+use super::operations::{self, Amount, Row, Targets};
 use super::{BUDGET, CACHE_BYTES, Yardsticks, judge, measure, products, rows_until};
 use crate::emulator::{Emulator, Order};
 use crate::machine::{Machine as _, POISON};
@@ -159,7 +159,7 @@ fn no_torch(_name: &str, _milliseconds: f64) -> String {
 }
 
 /// Kernels in the rows of the stage `products`.
-const ROUTED: [(Family, &str); 3] = [
+const GROUPED: [(Family, &str); 3] = [
     (Family::LoraLinear, "linear_of_rows"),
     (Family::LoraLinear, "linear_routed"),
     (Family::LoraGradients, "lora_gradients_routed"),
@@ -169,7 +169,7 @@ const ROUTED: [(Family, &str); 3] = [
 fn every_row_of_the_table_runs_on_the_emulated_gpu() {
     let mut bench = Emulated::new();
     let mut report = Report::new("table");
-    let rows = works::all();
+    let rows = operations::all();
     let mut failures = Vec::new();
     for row in &rows {
         if let Err(error) = measure(&mut bench, SMALL, row, &no_yardsticks(), &mut report) {
@@ -180,7 +180,7 @@ fn every_row_of_the_table_runs_on_the_emulated_gpu() {
     assert_eq!(report.rows.len(), rows.len());
     // These kernels are in none of these rows.
     let missing: Vec<_> = every_kernel().difference(&bench.seen).copied().collect();
-    assert_eq!(missing, ROUTED);
+    assert_eq!(missing, GROUPED);
 }
 
 #[test]
@@ -191,14 +191,14 @@ fn every_row_of_products_runs_on_the_emulated_gpu() {
     // All rows take the same time, so targets are met.
     assert!(report.failures.is_empty(), "{:?}", report.failures);
     assert_eq!(report.rows.len(), 4 + 5 + 2 * 3 + 4 * 2 * 2);
-    assert!(ROUTED.iter().all(|kernel| bench.seen.contains(kernel)));
+    assert!(GROUPED.iter().all(|kernel| bench.seen.contains(kernel)));
 }
 
 #[test]
 fn every_kernel_has_a_row_at_model_sizes() {
     let mut bench = Noting::default();
     let mut report = Report::new("table");
-    for row in works::all() {
+    for row in operations::all() {
         measure(&mut bench, MODELS, &row, &no_yardsticks(), &mut report).unwrap();
     }
     products::all(&mut bench, MODELS, &mut report, &no_torch);
@@ -209,7 +209,7 @@ fn every_kernel_has_a_row_at_model_sizes() {
 
 #[test]
 fn rows_fit_a_gpu_and_memory_bound_rows_exceed_its_cache() {
-    for row in works::all() {
+    for row in operations::all() {
         let mut bench = Noting::default();
         let mut on = Operands::new(&mut bench, MODELS);
         (row.prepare)(&mut on).unwrap();
@@ -224,7 +224,7 @@ fn rows_fit_a_gpu_and_memory_bound_rows_exceed_its_cache() {
 
 #[test]
 fn the_table_stays_within_its_time_budget() {
-    let rows = works::all();
+    let rows = operations::all();
     assert!(BUDGET * rows.len() as u32 <= Duration::from_secs(25));
     let names: BTreeSet<_> = rows.iter().map(|row| &row.name).collect();
     assert_eq!(names.len(), rows.len(), "a name is there twice");
@@ -250,7 +250,7 @@ fn rows_have_the_names_of_their_pytorch_peers() {
     let mut report = Report::new("products");
     products::all(&mut bench, MODELS, &mut report, &no_torch);
     let products: BTreeSet<String> = report.rows.into_iter().map(|row| row.what).collect();
-    let table = works::all().into_iter().map(|row| row.name).collect();
+    let table = operations::all().into_iter().map(|row| row.name).collect();
     for (stage, rows) in [("table", table), ("products", products)] {
         let mut command = Command::new("python3");
         command.arg(&script).args(["--stage", stage, "--names"]);

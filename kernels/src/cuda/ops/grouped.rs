@@ -60,7 +60,7 @@ impl Group {
 /// Operands of `y[row] = scale_g * (a[row] b_g^T + s[row] low_b_g^T) + bias_g` for the rows of both experts.
 /// Addresses are aligned to 16 bytes. All operands but `s` and `y` are dense.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub struct Routed {
+pub struct Grouped {
     /// Dtype of all operands and the result.
     pub dtype: DType,
     /// Whether the lines of `b` run along n, as for `dx` of a layer.
@@ -153,7 +153,7 @@ pub fn plain_modules() -> Vec<Module> {
 #[must_use]
 pub fn module((dtype, out, transpose, tile): Variant) -> Option<Module> {
     let sum_of_rows = transpose == WEIGHT_GRADIENT;
-    let routed = ("ROUTED", 1 + u32::from(sum_of_rows));
+    let grouped = ("ROUTED", 1 + u32::from(sum_of_rows));
     let (family, mut defines, kernels): (_, _, [&'static [&'static str]; 2]) =
         if dtype == DType::F32 {
             let defines = matmul_plain::defines(transpose, tile);
@@ -164,7 +164,7 @@ pub fn module((dtype, out, transpose, tile): Variant) -> Option<Module> {
             let kernels: [&'static [&'static str]; 2] = [&["linear_routed"], &["linear_of_rows"]];
             (Family::LoraLinear, defines, kernels)
         };
-    defines.push(routed);
+    defines.push(grouped);
     Some(Module::new(
         family,
         defines,
@@ -192,7 +192,7 @@ fn reachable(t: usize, line: usize) -> bool {
         .is_some_and(|elements| elements < 1 << 35)
 }
 
-impl Routed {
+impl Grouped {
     /// Number of row tiles of both experts.
     fn tile_rows(&self, tile: Tile) -> usize {
         let tiles = self.groups.map(|group| group.m.div_ceil(tile.m as usize));

@@ -1,6 +1,6 @@
 //! Updates that go on beside the next pass have the bits of updates before it (I6).
 
-use crate::early_step::{ALL, OFFLOADS, early, left, run};
+use crate::optimizer_in_backward::{ALL, OFFLOADS, early, left, run};
 use crate::toy;
 use crate::toy::{Case, engine_for, load_initial, micro_batch, run_world, train_step};
 use engine::trace::Lane;
@@ -8,7 +8,7 @@ use engine::{GradDtype, Offload, Precision};
 
 fn late(case: &Case) -> Case {
     let mut case = case.clone();
-    case.config.late_step = true;
+    case.config.optimizer_in_forward = true;
     case
 }
 
@@ -59,13 +59,13 @@ fn every_unit_is_updated_in_forward_where_the_plan_says_so() {
         let lanes = run_world(world, |comm| {
             let mut zero = engine_for(&case, comm).unwrap();
             load_initial(&mut zero);
-            assert_eq!(zero.plan().steps_late(), expected, "{case:?}");
+            assert_eq!(zero.plan().updates_in_forward(), expected, "{case:?}");
             zero.trace().start();
             train_step(&case, &mut zero, 0).unwrap();
             zero.finish_updates().unwrap();
             let spans = zero.trace().stop();
             let count = |lane| spans.iter().filter(|span| span.lane == lane).count();
-            [count(Lane::LateUpdate), count(Lane::Update)]
+            [count(Lane::UpdateInForward), count(Lane::Update)]
         });
         for [behind, before] in lanes {
             assert_eq!(behind, if expected { toy::UNITS } else { 0 }, "{case:?}");
@@ -75,7 +75,7 @@ fn every_unit_is_updated_in_forward_where_the_plan_says_so() {
     let on_disk = late(&Case::new(1, 3).offload(OFFLOADS[2]));
     run_world(1, |comm| {
         let zero = engine_for(&on_disk, comm).unwrap();
-        assert!(!zero.plan().steps_late());
+        assert!(!zero.plan().updates_in_forward());
     });
 }
 

@@ -1,4 +1,4 @@
-//! Places for the tensors of a micro-batch, found before it runs: its passes on a device that only counts tell which
+//! Places for the tensors of a micro-batch, found before it runs: its passes on the meta device tell which
 //! blocks come and how long they live, and with both known they are packed.
 //!
 //! The plan does so for the largest micro-batch, and every rank for each micro-batch of another shape. So what a
@@ -8,7 +8,7 @@ use super::dry_run::micro_batch;
 use crate::config::RunConfig;
 use crate::model::optimizer::rule;
 use engine::{DryRun, EngineError, Plan};
-use kernels::{Backend, Script};
+use kernels::{Backend, MemoryPlan};
 use models::data::EncodedSample;
 use models::{ModelError, VisionLanguageModel};
 use std::collections::HashMap;
@@ -22,17 +22,17 @@ const KEPT: usize = 32;
 const MARGIN_SHARE: u64 = 32;
 
 /// What is planned beside a script for micro-batches that pack less well.
-pub(crate) fn margin(script: &Script) -> u64 {
-    script.bytes() / MARGIN_SHARE
+pub(crate) fn margin(memory_plan: &MemoryPlan) -> u64 {
+    memory_plan.bytes() / MARGIN_SHARE
 }
 
 /// Finds places of micro-batches.
-pub(crate) struct Places {
+pub(crate) struct MemoryPlans {
     dry_run: DryRun,
-    known: HashMap<u64, Arc<Script>>,
+    known: HashMap<u64, Arc<MemoryPlan>>,
 }
 
-impl std::fmt::Debug for Places {
+impl std::fmt::Debug for MemoryPlans {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Places")
             .field("known", &self.known.len())
@@ -40,7 +40,7 @@ impl std::fmt::Debug for Places {
     }
 }
 
-impl Places {
+impl MemoryPlans {
     /// For a rank of `plan` on the GPU that `counting` stands for, which nobody else uses.
     ///
     /// # Errors
@@ -65,10 +65,10 @@ impl Places {
         config: &RunConfig,
         model: &dyn VisionLanguageModel,
         samples: &[EncodedSample],
-    ) -> Result<Arc<Script>, ModelError> {
+    ) -> Result<Arc<MemoryPlan>, ModelError> {
         let shape = shape(samples);
-        if let Some(script) = self.known.get(&shape) {
-            return Ok(script.clone());
+        if let Some(memory_plan) = self.known.get(&shape) {
+            return Ok(memory_plan.clone());
         }
         let pool = self.dry_run.device_pool();
         micro_batch(
@@ -79,12 +79,12 @@ impl Places {
             &mut || pool.record(),
             &mut || (),
         )?;
-        let script = Arc::new(pool.recorded());
+        let memory_plan = Arc::new(pool.recorded());
         if self.known.len() == KEPT {
             self.known.clear();
         }
-        self.known.insert(shape, script.clone());
-        Ok(script)
+        self.known.insert(shape, memory_plan.clone());
+        Ok(memory_plan)
     }
 }
 

@@ -1,4 +1,4 @@
-//! Pictures of the golden packs: decoded and resized bytes have the hashes of the reference.
+//! Images of the golden packs: decoded and resized bytes have the hashes of the reference.
 
 #![allow(clippy::unwrap_used, reason = "helpers of a test binary")]
 
@@ -22,8 +22,8 @@ fn hash(image: &RgbImage) -> String {
     })
 }
 
-/// The picture of a case; a sample without one gets a black picture of 224 x 224 pixels.
-fn picture(case: &Path) -> RgbImage {
+/// The image of a case; a sample without one gets a black image of 224 x 224 pixels.
+fn image(case: &Path) -> RgbImage {
     let path = case.join("image_0.png");
     if path.exists() {
         decode(&path).unwrap()
@@ -40,7 +40,7 @@ fn decoded_and_resized_images_have_the_hashes_of_the_reference() {
     let cases = hashes.as_object().unwrap();
     assert_eq!(cases.len(), 4);
     for (case, expected) in cases {
-        let image = picture(&pack.join("cases").join(case));
+        let image = image(&pack.join("cases").join(case));
         assert_eq!(
             expected["size"],
             serde_json::json!([image.width(), image.height()])
@@ -77,7 +77,7 @@ fn images_resized_for_the_model_equal_those_of_the_golden_cases() {
                     panic!("{case:?}: {:?}", expected.shape())
                 };
                 let image = if file == "image_0.png" {
-                    picture(&case)
+                    image(&case)
                 } else {
                     decode(&case.join(file)).unwrap()
                 };

@@ -18,11 +18,11 @@ use crate::{DType, Shape, Tensor};
 /// would take. Workspace counts too, for the number of threads of the caller's rayon pool. Values are unknown:
 /// indices are not checked, and every row of a loss counts as supervised.
 #[derive(Clone, Debug)]
-pub struct NullBackend {
+pub struct MetaBackend {
     pool: Pool,
 }
 
-impl NullBackend {
+impl MetaBackend {
     /// Meta device that counts in `pool`.
     #[must_use]
     pub fn new(pool: Pool) -> Self {
@@ -88,7 +88,7 @@ impl NullBackend {
     }
 }
 
-impl AdaptedRows for NullBackend {
+impl AdaptedRows for MetaBackend {
     fn layer(&self, args: &LoraArgs<'_>) -> Result<Tensor> {
         let sizes = check::lora(args)?;
         let out = self.output([sizes.t, sizes.n], args.x.dtype())?;
@@ -122,9 +122,9 @@ impl AdaptedRows for NullBackend {
     }
 }
 
-impl Backend for NullBackend {
+impl Backend for MetaBackend {
     fn device(&self) -> Device {
-        Device::Null
+        Device::Meta
     }
 
     fn pool(&self) -> &Pool {

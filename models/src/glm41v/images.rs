@@ -13,18 +13,18 @@ static PLACES: LazyLock<Regex> =
 /// A part of the user's text.
 pub(super) enum Part<'a> {
     Text(&'a str),
-    Picture(usize),
+    Image(usize),
 }
 
 /// Images of a sample, and which of them the text has used.
-pub(super) struct Pictures<'a> {
+pub(super) struct Images<'a> {
     sample: &'a RawSample,
     used: Vec<bool>,
     /// The only image if the text never names it, until the first turn of the user.
     front: Option<usize>,
 }
 
-impl<'a> Pictures<'a> {
+impl<'a> Images<'a> {
     pub(super) fn new(sample: &'a RawSample, turns: &[Message]) -> Result<Self, SampleError> {
         let of_user = turns.iter().filter(|turn| turn.role == "user");
         let places: usize = of_user
@@ -49,12 +49,12 @@ impl<'a> Pictures<'a> {
         let mut parts = Vec::new();
         if let Some(front) = self.front.take() {
             self.used[front] = true;
-            parts.push(Part::Picture(front));
+            parts.push(Part::Image(front));
         }
         let mut rest = 0;
         for place in PLACES.find_iter(text) {
             parts.push(Part::Text(&text[rest..place.start()]));
-            parts.push(Part::Picture(self.take(place.as_str())?));
+            parts.push(Part::Image(self.take(place.as_str())?));
             rest = place.end();
         }
         parts.push(Part::Text(&text[rest..]));

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use kernels::DType;
 use kernels::cuda::launch::Address;
 use kernels::cuda::ops::adamw::{self, Form};
-use kernels::cuda::ops::grad_norm::{self, Clip, Sums};
+use kernels::cuda::ops::grad_norm::{self, Clip, SquareSums};
 use kernels::cuda::ops::{accumulate, cast};
 use optim::AdamW;
 
@@ -83,10 +83,10 @@ fn adamw_row(on: &mut Operands<'_>, form: Form, grad_dtype: DType) -> Result<Pre
         Some(dtype) => on.output(n * dtype.size_bytes())?,
         None => Address::NULL,
     };
-    let exp_avg = on.normal(form.moment(), n, 1e-4)?;
+    let exp_avg = on.normal(form.moment_dtype(), n, 1e-4)?;
     // Zero is a valid second moment.
-    let exp_avg_sq = on.zeros(n * form.moment().size_bytes())?;
-    let window = adamw::Window {
+    let exp_avg_sq = on.zeros(n * form.moment_dtype().size_bytes())?;
+    let window = adamw::AdamWChunk {
         form,
         grad_dtype,
         grad,
@@ -108,7 +108,7 @@ fn accumulate_row(on: &mut Operands<'_>) -> Result<Prepared> {
     let n = on.scale.params;
     let values = on.normal(DType::F32, n as usize, 1e-3)?;
     let sums = on.normal(DType::BF16, n as usize, 1e-3)?;
-    let place = accumulate::Place {
+    let place = accumulate::RoundingCounter {
         key: [1, 2],
         time: 3,
         first_element: 0,
@@ -130,7 +130,7 @@ fn norm_row(on: &mut Operands<'_>, dtype: DType) -> Result<Prepared> {
 
 fn clip_row(on: &mut Operands<'_>) -> Result<Prepared> {
     const RANKS: usize = 8;
-    let sums = Sums {
+    let sums = SquareSums {
         squares: 4.0,
         loss: 100.0,
         tokens: 50.0,
@@ -138,6 +138,6 @@ fn clip_row(on: &mut Operands<'_>) -> Result<Prepared> {
     let sums = on.values(&[sums; RANKS])?;
     let out = on.output(size_of::<Clip>())?;
     let launch = grad_norm::clip(sums, RANKS, Some(1.0), out).context("a few ranks")?;
-    let bytes = RANKS * size_of::<Sums>() + size_of::<Clip>();
+    let bytes = RANKS * size_of::<SquareSums>() + size_of::<Clip>();
     Ok((Amount::Bytes(bytes as f64), vec![vec![launch]]))
 }

@@ -21,9 +21,9 @@
 //! Forward saves `s`. Gathering the rows and scattering the results would read and write `x`, `y`, `dy` and `dx` once
 //! more. Each expert's separate product would also fill the GPU less well.
 
+use super::grouped::{Group, Grouped, OfRows};
 use super::lora_gradients::LoraGradients;
 use super::pointwise::Dropped;
-use super::routed::{Group, OfRows, Routed};
 use super::workspace::Workspace;
 use crate::DType;
 use crate::cuda::launch::{Address, Launch};
@@ -60,7 +60,7 @@ pub struct AdaptedGroup {
 
 /// Two layers of one shape.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub struct RoutedLora {
+pub struct GroupedLora {
     /// Dtype of all operands and results.
     pub dtype: DType,
     /// Number of rows of both experts.
@@ -84,7 +84,7 @@ pub struct Gradients {
     pub adapters: [[Address; 2]; 2],
 }
 
-impl RoutedLora {
+impl GroupedLora {
     /// Elements per row of `s` and `ds`: the larger rank padded with zeros to a multiple of 16.
     #[must_use]
     pub fn line(&self) -> usize {
@@ -94,8 +94,8 @@ impl RoutedLora {
     }
 
     /// Grouped product without bias: `[t, n]` with sums over `k`.
-    fn product(&self, [n, k]: [usize; 2], a: Address, groups: [Group; 2]) -> Routed {
-        Routed {
+    fn product(&self, [n, k]: [usize; 2], a: Address, groups: [Group; 2]) -> Grouped {
+        Grouped {
             dtype: self.dtype,
             transpose_b: false,
             t: self.t,
@@ -202,7 +202,7 @@ impl RoutedLora {
                 ..Group::EMPTY
             })
         });
-        let product = Routed {
+        let product = Grouped {
             transpose_b: true,
             s: ds,
             y: own,
@@ -215,8 +215,8 @@ impl RoutedLora {
     }
 
     /// Product `s [t, line]` of the adapters' input `x`.
-    fn down(&self, x: Address, s: Address) -> Routed {
-        Routed {
+    fn down(&self, x: Address, s: Address) -> Grouped {
+        Grouped {
             y: s,
             ..self.product(
                 [self.line(), self.k],
@@ -243,12 +243,12 @@ impl RoutedLora {
     }
 
     /// Product of `y [t, n]` alone. `s` comes with the distance between its rows in elements.
-    pub(super) fn output(&self, (s, s_line): (Address, usize), y: Address) -> Routed {
+    pub(super) fn output(&self, (s, s_line): (Address, usize), y: Address) -> Grouped {
         let mut groups = self.weights(self.n, |adapter| adapter.lora_b);
         for (to, group) in groups.iter_mut().zip(self.groups) {
             to.bias = group.bias;
         }
-        Routed {
+        Grouped {
             s,
             s_line,
             y,
@@ -256,7 +256,7 @@ impl RoutedLora {
         }
     }
 
-    /// Launches of `s [t, line]` alone, as [`RoutedLora::forward`] writes it.
+    /// Launches of `s [t, line]` alone, as [`GroupedLora::forward`] writes it.
     #[must_use]
     pub fn inner(
         &self,
@@ -323,7 +323,7 @@ impl RoutedLora {
     }
 
     /// Launches of `ds` and the gradients of B. `s` and `ds` come with the distance between their rows in elements.
-    /// In the rows that have an adapter, [`RoutedLora::line`] columns of `ds` are written.
+    /// In the rows that have an adapter, [`GroupedLora::line`] columns of `ds` are written.
     pub(super) fn low_gradients(
         &self,
         dy: Address,
@@ -336,7 +336,7 @@ impl RoutedLora {
         let passes = groups.map(|(group, to)| self.pass(group, dy, (low, line), to));
         let passes: Vec<Option<LoraGradients>> = passes.collect();
         // Rows of `ds` that no single pass writes.
-        let mut down = Routed {
+        let mut down = Grouped {
             transpose_b: true,
             y: ds,
             y_line: line,
@@ -391,12 +391,12 @@ impl RoutedLora {
         dy: Address,
         (ds, s_line): (Address, usize),
         dx: Address,
-    ) -> Routed {
+    ) -> Grouped {
         let mut groups = self.weights(self.k, |adapter| adapter.lora_a);
         if self.dropped() != [None; 2] {
             groups.iter_mut().for_each(|group| group.r = 0);
         }
-        Routed {
+        Grouped {
             transpose_b: true,
             s: ds,
             s_line,
@@ -439,7 +439,7 @@ impl RoutedLora {
 
 /// Launches of several products, one after the other.
 pub(super) fn run(
-    products: impl IntoIterator<Item = Routed>,
+    products: impl IntoIterator<Item = Grouped>,
     multiprocessors: u32,
     workspace: &mut Workspace,
 ) -> Option<Vec<Launch>> {

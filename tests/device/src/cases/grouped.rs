@@ -4,8 +4,8 @@
 use anyhow::{Context, Result, ensure};
 use kernels::DType;
 use kernels::cuda::launch::Address;
+use kernels::cuda::ops::grouped::{Group, Grouped, OfRows};
 use kernels::cuda::ops::product::{Choice, Product, Term, Variant};
-use kernels::cuda::ops::routed::{Group, OfRows, Routed};
 use kernels::cuda::ops::tile::Tile;
 use kernels::cuda::ops::workspace::Workspace;
 
@@ -57,14 +57,14 @@ pub(super) fn cases(variants: &[Variant], effort: Effort) -> Vec<Case> {
             r: [0; 2],
             absent: [0; 2],
         };
-        cases.push(routed_case(shape, tile));
+        cases.push(grouped_case(shape, tile));
         // Ranks of a whole step of the sum, of several parts, and ranks that are no multiple of a copy.
         let adapted = Shape {
             r: [[16, 16], [40, 5], [5, 0], [0, 12]][i % 4],
             absent: [3 * (i % 2), 5 * (i % 3)],
             ..shape
         };
-        cases.push(routed_case(adapted, tile));
+        cases.push(grouped_case(adapted, tile));
     }
     // The last forward variant has a small tile.
     let forward = |variant: &&Variant| variant.2 == [false, false];
@@ -87,7 +87,7 @@ pub(super) fn cases(variants: &[Variant], effort: Effort) -> Vec<Case> {
             r: [4; 2],
             absent: [0; 2],
         };
-        cases.push(routed_case(shape, tile));
+        cases.push(grouped_case(shape, tile));
     }
     let sizes = [40, 24];
     cases.push(Case::new(
@@ -107,15 +107,15 @@ pub(super) fn cases(variants: &[Variant], effort: Effort) -> Vec<Case> {
         };
         cases.extend(variants.iter().filter(forward).map(|variant| {
             let dtype = variant.0;
-            routed_case(Shape { dtype, ..shape }, variant.3)
+            grouped_case(Shape { dtype, ..shape }, variant.3)
         }));
     }
     cases
 }
 
-fn routed_case(shape: Shape, tile: Tile) -> Case {
+fn grouped_case(shape: Shape, tile: Tile) -> Case {
     Case::new(format!("routed {shape:?}, {tile:?}"), move |machine| {
-        check_routed(machine, shape, tile)
+        check_grouped(machine, shape, tile)
     })
 }
 
@@ -172,7 +172,7 @@ fn gathered_columns(table: &[f64], line: usize, r: usize) -> Vec<f64> {
     rows.flat_map(|row| row[..r].to_vec()).collect()
 }
 
-fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<()> {
+fn check_grouped(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<()> {
     let Shape { dtype, n, k, .. } = shape;
     let t = shape.m[0] + shape.m[1];
     let all = scattered(t);
@@ -212,7 +212,7 @@ fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<(
     let mut runs = Vec::new();
     for _ in 0..2 {
         let y = machine.output::<u8>(t * n * dtype.size_bytes())?;
-        let routed = Routed {
+        let grouped = Grouped {
             dtype,
             transpose_b: shape.backward,
             t,
@@ -226,10 +226,10 @@ fn check_routed(machine: &mut dyn Machine, shape: Shape, tile: Tile) -> Result<(
             y_line: n,
         };
         let mut count = Workspace::new(Address::NULL);
-        routed.launches(tile, 1, &mut count).context("no kernel")?;
+        grouped.launches(tile, 1, &mut count).context("no kernel")?;
         let space = machine.allocate(count.bytes() as usize)?;
         // With few multiprocessors a block walks the tiles in several groups.
-        let launches = routed.launches(tile, 1, &mut Workspace::new(space.address));
+        let launches = grouped.launches(tile, 1, &mut Workspace::new(space.address));
         launch_all(machine, &launches.context("no kernel")?)?;
         runs.push(machine.download::<u8>(y)?);
     }

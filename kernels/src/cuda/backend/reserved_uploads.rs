@@ -1,10 +1,10 @@
 //! Uploads into reserved memory: the copy overlaps with work queued between reservation and upload.
 
 use super::CudaBackend;
-use crate::arrival::Arrival;
 use crate::check;
 use crate::error::Result;
 use crate::pool::Tag;
+use crate::reserved_upload::ReservedUpload;
 use crate::tensor::OnDevice;
 use crate::{DType, Shape, Tensor};
 
@@ -16,10 +16,10 @@ impl CudaBackend {
         shape: Shape,
         dtype: DType,
         tag: Tag,
-    ) -> Result<Arrival> {
+    ) -> Result<ReservedUpload> {
         // The host keeps a copy of integers, which it gets together with the bytes. So integers are allocated then.
         if dtype == DType::I32 {
-            return Ok(Arrival::later(shape, dtype, tag));
+            return Ok(ReservedUpload::later(shape, dtype, tag));
         }
         let bytes = shape.elems() * dtype.size_bytes();
         let place = OnDevice {
@@ -29,9 +29,9 @@ impl CudaBackend {
         };
         let start = place.placed.offset();
         let tensor = Tensor::on_device(place, shape, dtype);
-        let now = || self.executor.moment();
+        let now = || self.executor.record_event();
         let behind = self.uses.behind(start..start + bytes as u64, now);
-        Ok(Arrival {
+        Ok(ReservedUpload {
             behind: behind.map_err(Self::device_error(OP))?,
             tensor: Some(tensor),
             shape,
@@ -44,7 +44,7 @@ impl CudaBackend {
     pub(super) fn upload_into_op(
         &self,
         tensor: Tensor,
-        behind: Option<&super::Moment>,
+        behind: Option<&super::Event>,
         bytes: &[u8],
     ) -> Result<Tensor> {
         check::upload(bytes, tensor.shape(), tensor.dtype())?;

@@ -25,17 +25,17 @@ const ASIDE: &str = ".old";
 const DELETED: &str = ".deleted.tmp";
 
 /// Directory of a finished checkpoint.
-pub(super) fn final_folder(output: &Path, step: u64) -> PathBuf {
+pub(super) fn final_directory(output: &Path, step: u64) -> PathBuf {
     output.join(format!("{PREFIX}{step}"))
 }
 
 /// Directory of a checkpoint being written.
-pub(super) fn tmp_folder(output: &Path, step: u64) -> PathBuf {
+pub(super) fn tmp_directory(output: &Path, step: u64) -> PathBuf {
     output.join(format!("{PREFIX}{step}{TMP}"))
 }
 
 /// Temporary directory of a checkpoint while a new one of the same step replaces it.
-pub(super) fn aside_folder(output: &Path, step: u64) -> PathBuf {
+pub(super) fn aside_directory(output: &Path, step: u64) -> PathBuf {
     output.join(format!("{PREFIX}{step}{ASIDE}"))
 }
 
@@ -60,11 +60,11 @@ pub(super) fn open_regular(path: &Path) -> io::Result<File> {
 }
 
 /// Whether a directory contains a manifest of this program, intact or not.
-pub(super) fn holds_manifest(folder: &Path) -> bool {
-    let is_folder = fs::symlink_metadata(folder).is_ok_and(|metadata| metadata.is_dir());
+pub(super) fn holds_manifest(directory: &Path) -> bool {
+    let is_directory = fs::symlink_metadata(directory).is_ok_and(|metadata| metadata.is_dir());
     let mut head = Vec::new();
-    is_folder
-        && open_regular(&folder.join(MANIFEST))
+    is_directory
+        && open_regular(&directory.join(MANIFEST))
             .and_then(|file| file.take(Manifest::HEAD_BYTES).read_to_end(&mut head))
             .is_ok()
         && Manifest::is_head(&head)
@@ -99,9 +99,9 @@ pub fn list(output: &Path) -> Result<Vec<(u64, PathBuf)>, CheckpointError> {
         };
         // A checkpoint that was moved aside counts until another one has its name.
         if plain == name || !holds_manifest(&output.join(plain)) {
-            let folder = output.join(&name);
-            if holds_manifest(&folder) {
-                found.insert(step, folder);
+            let directory = output.join(&name);
+            if holds_manifest(&directory) {
+                found.insert(step, directory);
             }
         }
     }
@@ -121,7 +121,7 @@ pub fn find_latest(output: &Path) -> Result<Option<PathBuf>, CheckpointError> {
         .and_then(|step| checkpoints.iter().position(|(other, _)| *other == step));
     Ok(match named {
         Some(i) => Some(checkpoints.swap_remove(i).1),
-        None => checkpoints.pop().map(|(_, folder)| folder),
+        None => checkpoints.pop().map(|(_, directory)| directory),
     })
 }
 
@@ -142,7 +142,7 @@ pub fn sweep(output: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
             Disk.remove_dir_all(&path)
                 .map_err(CheckpointError::io("remove", &path, 0))?;
         } else if let Some(step) = stem(ASIDE) {
-            let target = final_folder(output, step);
+            let target = final_directory(output, step);
             if !target.exists() && holds_manifest(&path) {
                 Disk.rename(&path, &target)
                     .map_err(CheckpointError::io("rename", &path, 0))?;
@@ -178,29 +178,32 @@ pub(super) fn prune_on(
     }
     let others: Vec<(u64, PathBuf)> = list(output)?
         .into_iter()
-        .filter(|(_, folder)| Some(folder) != latest.as_ref())
+        .filter(|(_, directory)| Some(directory) != latest.as_ref())
         .collect();
     let surplus = others.len().saturating_sub(save_total_limit - 1);
     let mut removed = Vec::new();
-    for (step, folder) in others.into_iter().take(surplus) {
+    for (step, directory) in others.into_iter().take(surplus) {
         // Renamed first, so that a half-removed directory never looks like a checkpoint.
         let doomed = output.join(format!("{PREFIX}{step}{DELETED}"));
-        remove_folder(fs, &doomed)?;
-        fs.rename(&folder, &doomed)
-            .map_err(CheckpointError::io("rename", &folder, 0))?;
-        remove_folder(fs, &doomed)?;
-        removed.push(folder);
+        remove_directory(fs, &doomed)?;
+        fs.rename(&directory, &doomed)
+            .map_err(CheckpointError::io("rename", &directory, 0))?;
+        remove_directory(fs, &doomed)?;
+        removed.push(directory);
     }
     Ok(removed)
 }
 
 /// Removes a directory if it exists.
-pub(super) fn remove_folder(fs: &dyn FileSystem, folder: &Path) -> Result<(), CheckpointError> {
-    if fs::symlink_metadata(folder).is_err() {
+pub(super) fn remove_directory(
+    fs: &dyn FileSystem,
+    directory: &Path,
+) -> Result<(), CheckpointError> {
+    if fs::symlink_metadata(directory).is_err() {
         return Ok(());
     }
-    fs.remove_dir_all(folder)
-        .map_err(CheckpointError::io("remove", folder, 0))
+    fs.remove_dir_all(directory)
+        .map_err(CheckpointError::io("remove", directory, 0))
 }
 
 #[cfg(test)]
@@ -210,17 +213,17 @@ mod tests {
     #[test]
     fn a_fifo_named_as_the_manifest_is_no_checkpoint_and_does_not_block() {
         let output = tempfile::tempdir().unwrap();
-        let folder = output.path().join("checkpoint-4");
-        fs::create_dir(&folder).unwrap();
+        let directory = output.path().join("checkpoint-4");
+        fs::create_dir(&directory).unwrap();
         let made = std::process::Command::new("mkfifo")
-            .arg(folder.join(MANIFEST))
+            .arg(directory.join(MANIFEST))
             .status();
         assert!(made.unwrap().success());
         let (sender, receiver) = std::sync::mpsc::channel();
         let path = output.path().to_owned();
         std::thread::spawn(move || {
             let listed = list(&path).unwrap();
-            let error = super::super::read::read_manifest(&folder).unwrap_err();
+            let error = super::super::read::read_manifest(&directory).unwrap_err();
             sender.send((listed, error.to_string())).unwrap();
         });
         let wait = std::time::Duration::from_secs(20);
@@ -245,8 +248,8 @@ mod tests {
 
     #[test]
     fn a_missing_output_directory_has_no_checkpoints() {
-        let folder = tempfile::tempdir().unwrap();
-        let output = folder.path().join("none");
+        let directory = tempfile::tempdir().unwrap();
+        let output = directory.path().join("none");
         assert!(find_latest(&output).unwrap().is_none());
         assert!(sweep(&output).unwrap().is_empty());
         assert!(prune(&output, 1).unwrap().is_empty());

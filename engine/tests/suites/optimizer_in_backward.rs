@@ -1,9 +1,11 @@
 //! Updates that begin while backward runs have the bits of updates behind it: when they are kept, when clipping asks for
-//! other numbers, and when nothing may change (I6; "exact early step").
+//! other numbers, and when nothing may change (I6; "exact optimizer in backward").
 
 use crate::toy;
 use crate::toy::{Case, announce, engine_for, load_initial, micro_batch, run_world, train_step};
-use engine::{EarlyStep, EngineError, GradDtype, Offload, Precision, StepReport, Tier, Zero};
+use engine::{
+    EngineError, GradDtype, Offload, OptimizerInBackward, Precision, StepReport, Tier, Zero,
+};
 
 pub(crate) const ALL: u64 = u64::MAX;
 pub(crate) const OFFLOADS: [Offload; 4] = [
@@ -47,7 +49,7 @@ pub(crate) fn run(case: &Case) -> Vec<Left> {
 
 pub(crate) fn early(case: &Case, most_elems: u64) -> Case {
     let mut case = case.clone();
-    case.config.early_step = Some(EarlyStep {
+    case.config.optimizer_in_backward = Some(OptimizerInBackward {
         most_elems,
         single_micro_batch: case.accumulation == 1,
     });
@@ -57,7 +59,7 @@ pub(crate) fn early(case: &Case, most_elems: u64) -> Case {
 fn check(case: &Case, most_elems: u64) {
     let case = &early(case, most_elems);
     let mut plain = case.clone();
-    plain.config.early_step = None;
+    plain.config.optimizer_in_backward = None;
     assert_eq!(run(case), run(&plain), "{case:?}");
 }
 
@@ -113,7 +115,9 @@ fn a_bound_on_spare_memory_chooses_units_in_backward_order() {
         run_world(1, |comm| {
             let zero = engine_for(&case, comm).unwrap();
             let chosen = zero.plan().units().iter().rev();
-            let chosen: Vec<bool> = chosen.map(|u| zero.plan().steps_early(u.id)).collect();
+            let chosen: Vec<bool> = chosen
+                .map(|u| zero.plan().updates_in_backward(u.id))
+                .collect();
             let expected: Vec<bool> = (0..toy::UNITS as u64).map(|u| u < units).collect();
             assert_eq!(chosen, expected);
         });
@@ -159,7 +163,7 @@ fn a_non_finite_gradient_rolls_back_every_update_in_backward() {
                     left(&zero, Vec::new()).weights
                 });
                 let mut clean = case.clone();
-                (clean.config.early_step, clean.steps) = (None, 2);
+                (clean.config.optimizer_in_backward, clean.steps) = (None, 2);
                 assert_eq!(poisoned[0], run(&clean)[0].weights, "{case:?}");
             }
         }
@@ -206,7 +210,7 @@ fn an_update_with_other_arguments_than_announced_is_redone_or_refused() {
 fn a_failed_pass_rolls_back_its_updates() {
     let case = early(&Case::new(1, 3).offload(Offload::CPU), ALL);
     let mut plain = case.clone();
-    plain.config.early_step = None;
+    plain.config.optimizer_in_backward = None;
     let failed = run_world(1, |comm| {
         let mut zero = engine_for(&case, comm).unwrap();
         load_initial(&mut zero);

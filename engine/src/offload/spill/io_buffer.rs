@@ -18,7 +18,7 @@ const HUGE_BYTES: usize = 2 << 20;
 
 /// The pool of segments of one rank.
 #[derive(Debug)]
-pub(super) struct SegmentPool {
+pub(super) struct IoBufferPool {
     map: MmapRaw,
     /// Offset of the first segment in the map.
     first: usize,
@@ -26,13 +26,13 @@ pub(super) struct SegmentPool {
     _counted: Reservation,
 }
 
-impl SegmentPool {
-    /// A pool of `segments` segments, counted as host memory.
+impl IoBufferPool {
+    /// A pool of `io_buffers` segments, counted as host memory.
     pub(super) fn new(
-        segments: usize,
+        io_buffers: usize,
         host: &Pool,
     ) -> Result<Arc<Self>, crate::error::EngineError> {
-        let bytes = segments * SEGMENT_BYTES;
+        let bytes = io_buffers * SEGMENT_BYTES;
         let counted = host.reserve(bytes as u64, Tag::Workspace)?;
         let map = MmapOptions::new()
             .len(bytes + HUGE_BYTES)
@@ -45,25 +45,25 @@ impl SegmentPool {
         Ok(Arc::new(Self {
             map,
             first,
-            free: Free::new(segments),
+            free: Free::new(io_buffers),
             _counted: counted,
         }))
     }
 
     /// Waits for a free segment.
-    pub(super) fn take(self: &Arc<Self>) -> Segment {
-        self.segment(self.free.take())
+    pub(super) fn take(self: &Arc<Self>) -> IoBuffer {
+        self.io_buffer(self.free.take())
     }
 
     /// Takes a segment if more than `reserve` are free.
-    pub(super) fn try_take(self: &Arc<Self>, reserve: usize) -> Option<Segment> {
+    pub(super) fn try_take(self: &Arc<Self>, reserve: usize) -> Option<IoBuffer> {
         let index = self.free.try_take(reserve)?;
-        Some(self.segment(index))
+        Some(self.io_buffer(index))
     }
 
     /// The segment of `index`, which was taken from the list of free ones.
-    fn segment(self: &Arc<Self>, index: usize) -> Segment {
-        Segment {
+    fn io_buffer(self: &Arc<Self>, index: usize) -> IoBuffer {
+        IoBuffer {
             index,
             start: 0,
             len: 0,
@@ -75,7 +75,7 @@ impl SegmentPool {
 
 /// Buffer with bytes of an extent on their way to or from the disk, extended to whole blocks.
 #[derive(Debug)]
-pub struct Segment {
+pub struct IoBuffer {
     /// Its index in the pool, exclusive while it lives.
     index: usize,
     /// Offset of the requested bytes in the buffer.
@@ -84,10 +84,10 @@ pub struct Segment {
     pub(super) len: usize,
     /// The blocks in the buffer, as a range of bytes in the extent.
     pub(super) blocks: std::ops::Range<u64>,
-    pool: Arc<SegmentPool>,
+    pool: Arc<IoBufferPool>,
 }
 
-impl Segment {
+impl IoBuffer {
     fn at(&self) -> *mut u8 {
         let offset = self.pool.first + self.index * SEGMENT_BYTES;
         self.pool.map.as_mut_ptr().wrapping_add(offset)
@@ -149,7 +149,7 @@ impl Segment {
     }
 }
 
-impl Drop for Segment {
+impl Drop for IoBuffer {
     fn drop(&mut self) {
         self.pool.free.give_back(self.index);
     }
@@ -162,7 +162,7 @@ mod tests {
     #[test]
     fn the_pool_is_bounded_counted_and_reused() {
         let host = Pool::new("host", None);
-        let pool = SegmentPool::new(2, &host).unwrap();
+        let pool = IoBufferPool::new(2, &host).unwrap();
         assert_eq!(host.stats().in_use, 2 * SEGMENT_BYTES as u64);
         let first = pool.take();
         // One segment is left, and it is reserved.
@@ -180,15 +180,15 @@ mod tests {
 
     #[test]
     fn segments_do_not_overlap_and_start_at_a_huge_page() {
-        let pool = SegmentPool::new(5, &Pool::new("host", None)).unwrap();
+        let pool = IoBufferPool::new(5, &Pool::new("host", None)).unwrap();
         let mut all: Vec<_> = (0..5).map(|_| pool.take()).collect();
         assert!(all[0].at().addr().is_multiple_of(HUGE_BYTES));
-        for (i, segment) in all.iter_mut().enumerate() {
-            assert_eq!(segment.at().addr() % SEGMENT_BYTES, 0);
-            segment.buffer_mut().fill(i as u8 + 1);
+        for (i, io_buffer) in all.iter_mut().enumerate() {
+            assert_eq!(io_buffer.at().addr() % SEGMENT_BYTES, 0);
+            io_buffer.buffer_mut().fill(i as u8 + 1);
         }
-        for (i, segment) in all.iter().enumerate() {
-            assert!(segment.buffer().iter().all(|b| *b == i as u8 + 1));
+        for (i, io_buffer) in all.iter().enumerate() {
+            assert!(io_buffer.buffer().iter().all(|b| *b == i as u8 + 1));
         }
     }
 }

@@ -19,7 +19,7 @@ struct Lived {
 
 /// Static memory plan: size and offset of each block, in allocation order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Script {
+pub struct MemoryPlan {
     /// Lines and start of each block. Starts count from the end of the blocks that exist before the pass.
     blocks: Vec<(usize, usize)>,
     lines: usize,
@@ -27,7 +27,7 @@ pub struct Script {
     live: usize,
 }
 
-impl Script {
+impl MemoryPlan {
     /// Length of the plan in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
@@ -93,7 +93,7 @@ impl Recorder {
     }
 
     /// The shortest of two packings and of the offsets that the blocks had while they were recorded.
-    pub(super) fn script(self) -> Script {
+    pub(super) fn memory_plan(self) -> MemoryPlan {
         let blocks = self.blocks;
         let as_seen: Vec<usize> = blocks.iter().map(|block| block.start).collect();
         let end = |starts: &[usize]| {
@@ -108,7 +108,7 @@ impl Recorder {
         let by_area = packed(&blocks, |block| Reverse(block.lines as u128 * lived(block)));
         let mut best = by_size;
         for other in [by_area, as_seen] {
-            if end(&other) < end(&best) && is_apart(&blocks, &other) {
+            if end(&other) < end(&best) && is_disjoint(&blocks, &other) {
                 best = other;
             }
         }
@@ -123,7 +123,7 @@ impl Recorder {
             now += change;
             live = live.max(now);
         }
-        Script {
+        MemoryPlan {
             lines: end(&best),
             live: live.unsigned_abs(),
             blocks: blocks.iter().map(|block| block.lines).zip(best).collect(),
@@ -158,7 +158,7 @@ fn packed<K: Ord>(blocks: &[Lived], key: impl Fn(&Lived) -> K) -> Vec<usize> {
 }
 
 /// Whether blocks with overlapping lifetimes never share a line.
-fn is_apart(blocks: &[Lived], starts: &[usize]) -> bool {
+fn is_disjoint(blocks: &[Lived], starts: &[usize]) -> bool {
     let mut order: Vec<usize> = (0..blocks.len()).collect();
     order.sort_by_key(|at| starts[*at]);
     order.iter().enumerate().all(|(k, at)| {
@@ -192,9 +192,9 @@ mod tests {
                 }
             }
             let blocks = recorder.blocks.clone();
-            let script = recorder.script();
-            let starts: Vec<usize> = script.blocks.iter().map(|(_, start)| *start).collect();
-            prop_assert!(is_apart(&blocks, &starts));
+            let memory_plan = recorder.memory_plan();
+            let starts: Vec<usize> = memory_plan.blocks.iter().map(|(_, start)| *start).collect();
+            prop_assert!(is_disjoint(&blocks, &starts));
             for (i, one) in blocks.iter().enumerate() {
                 for (j, other) in blocks.iter().enumerate().skip(i + 1) {
                     let together = one.born < other.died && other.born < one.died;
@@ -202,7 +202,7 @@ mod tests {
                     prop_assert!(!(together && shared), "{one:?} {other:?}");
                 }
             }
-            prop_assert!(script.live <= script.lines && script.lines <= next);
+            prop_assert!(memory_plan.live <= memory_plan.lines && memory_plan.lines <= next);
         }
     }
 
@@ -215,8 +215,8 @@ mod tests {
         recorder.took(17, 100);
         recorder.gave_back(7);
         recorder.took(117, 50);
-        let script = recorder.script();
-        assert_eq!((script.lines, script.live), (150, 150));
-        assert_eq!(script.blocks(), 3);
+        let memory_plan = recorder.memory_plan();
+        assert_eq!((memory_plan.lines, memory_plan.live), (150, 150));
+        assert_eq!(memory_plan.blocks(), 3);
     }
 }

@@ -1,4 +1,4 @@
-//! Samples that are folders of pictures. The order is that of the names, whatever the file system's.
+//! Samples that are directories of images. The order is that of the names, whatever the file system's.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -8,52 +8,52 @@ use std::path::{Path, PathBuf};
 use optim::rng::RandomStream;
 use serde::Deserialize;
 
-use super::{DataFormat, folder_of};
+use super::{DataFormat, directory_of};
 use crate::data::raw::{DataError, RawSample, SINGLE_IMAGE, invalid};
 use crate::text::Message;
 
 /// Question of a captcha sample.
 const CAPTCHA_PROMPT: &str = "CAPTCHA:";
-/// Folder of the pictures beside those of the labels.
-const PICTURES: &str = "images";
+/// Directory of the images beside those of the labels.
+const IMAGES: &str = "images";
 /// Prefix of the names of label directories.
 const LABELS: &str = "labels_";
 /// Extensions of image files.
 const ENDINGS: [&str; 5] = ["jpg", "jpeg", "png", "webp", "bmp"];
 
-pub(super) fn detect(folder: &Path) -> Result<DataFormat, DataError> {
-    let pictures = folder.join(PICTURES).is_dir();
-    if is_labels(folder) || (pictures && !label_folders(folder)?.is_empty()) {
+pub(super) fn detect(directory: &Path) -> Result<DataFormat, DataError> {
+    let images = directory.join(IMAGES).is_dir();
+    if is_labels(directory) || (images && !label_directories(directory)?.is_empty()) {
         return Ok(DataFormat::CogvlmSft);
     }
-    let path = folder.to_owned();
-    if pictures {
+    let path = directory.to_owned();
+    if images {
         let reason = "it has images/ but no labels_*/; only the format captcha takes answers from image names";
         return Err(DataError::AmbiguousFormat {
             path,
             reason: reason.to_owned(),
         });
     }
-    if pictures_below(folder)?.is_empty() {
+    if images_below(directory)?.is_empty() {
         let found = "a folder without pictures".to_owned();
         return Err(DataError::UnknownFormat { path, found });
     }
     Ok(DataFormat::Captcha)
 }
 
-/// Reads `folder`, which holds `images` and one folder of labels, or is a folder of labels beside `images`.
-/// Also returns the folder that holds both.
-pub(super) fn read_sft(folder: &Path) -> Result<(PathBuf, Vec<RawSample>), DataError> {
-    let (root, labels) = if is_labels(folder) {
-        (folder_of(folder), folder.to_owned())
+/// Reads `directory`, which holds `images` and one directory of labels, or is a directory of labels beside `images`.
+/// Also returns the directory that holds both.
+pub(super) fn read_sft(directory: &Path) -> Result<(PathBuf, Vec<RawSample>), DataError> {
+    let (root, labels) = if is_labels(directory) {
+        (directory_of(directory), directory.to_owned())
     } else {
-        (folder, only_labels(folder)?)
+        (directory, only_labels(directory)?)
     };
-    let pictures = root.join(PICTURES);
+    let images = root.join(IMAGES);
     let mut by_stem = BTreeMap::new();
-    for entry in entries(&pictures)? {
+    for entry in entries(&images)? {
         let name = PathBuf::from(entry.file_name());
-        if is_picture(&name) {
+        if is_image(&name) {
             by_stem.insert(stem(&name), name);
         }
     }
@@ -64,28 +64,24 @@ pub(super) fn read_sft(folder: &Path) -> Result<(PathBuf, Vec<RawSample>), DataE
             continue;
         }
         let Some(name) = by_stem.remove(&stem(&label)) else {
-            return Err(DataError::NoPicture { label, pictures });
+            return Err(DataError::NoImage { label, images });
         };
         let turns = read_label(&label)?;
-        samples.extend(rounds(
-            &stem(&label),
-            &Path::new(PICTURES).join(name),
-            &turns,
-        ));
+        samples.extend(rounds(&stem(&label), &Path::new(IMAGES).join(name), &turns));
     }
     if let Some((_, name)) = by_stem.pop_first() {
-        let picture = pictures.join(name);
-        return Err(DataError::NoLabel { picture, labels });
+        let image = images.join(name);
+        return Err(DataError::NoLabel { image, labels });
     }
     if samples.is_empty() {
-        let path = folder.to_owned();
+        let path = directory.to_owned();
         return Err(DataError::Empty { path });
     }
     Ok((root.to_owned(), samples))
 }
 
-/// Reads the pictures below `folder`.
-pub(super) fn read_captcha(folder: &Path) -> Result<Vec<RawSample>, DataError> {
+/// Reads the images below `directory`.
+pub(super) fn read_captcha(directory: &Path) -> Result<Vec<RawSample>, DataError> {
     let turn = |role: &str, content: String| Message {
         role: role.to_owned(),
         content,
@@ -102,9 +98,9 @@ pub(super) fn read_captcha(folder: &Path) -> Result<Vec<RawSample>, DataError> {
             images: vec![(SINGLE_IMAGE.to_owned(), path)],
         }
     };
-    let samples: Vec<RawSample> = pictures_below(folder)?.into_iter().map(sample).collect();
+    let samples: Vec<RawSample> = images_below(directory)?.into_iter().map(sample).collect();
     if samples.is_empty() {
-        let path = folder.to_owned();
+        let path = directory.to_owned();
         return Err(DataError::Empty { path });
     }
     Ok(samples)
@@ -114,7 +110,7 @@ pub(super) fn read_captcha(folder: &Path) -> Result<Vec<RawSample>, DataError> {
 /// previous round as history. The published script draws one round per image and epoch instead.
 fn rounds<'a>(
     name: &'a str,
-    picture: &'a Path,
+    image: &'a Path,
     turns: &'a [Message],
 ) -> impl Iterator<Item = RawSample> + 'a {
     let ends = (2..=turns.len()).step_by(2).enumerate();
@@ -123,7 +119,7 @@ fn rounds<'a>(
         let with_past = round > 0 && RandomStream::new(0, &id).uniform(0) < 0.5;
         let start = end - if with_past { 4 } else { 2 };
         RawSample {
-            images: vec![(SINGLE_IMAGE.to_owned(), picture.to_owned())],
+            images: vec![(SINGLE_IMAGE.to_owned(), image.to_owned())],
             conversations: turns[start..end].to_vec(),
             id: Some(id),
         }
@@ -142,24 +138,24 @@ fn read_label(path: &Path) -> Result<Vec<Message>, DataError> {
     Ok(label.conversations)
 }
 
-fn is_labels(folder: &Path) -> bool {
-    let name = folder.file_name().unwrap_or_default().to_string_lossy();
-    let beside = folder_of(folder).join(PICTURES);
+fn is_labels(directory: &Path) -> bool {
+    let name = directory.file_name().unwrap_or_default().to_string_lossy();
+    let beside = directory_of(directory).join(IMAGES);
     name.starts_with(LABELS) && beside.is_dir()
 }
 
-fn label_folders(folder: &Path) -> Result<Vec<PathBuf>, DataError> {
-    let entries = entries(folder)?.into_iter().filter(|entry| {
+fn label_directories(directory: &Path) -> Result<Vec<PathBuf>, DataError> {
+    let entries = entries(directory)?.into_iter().filter(|entry| {
         let name = entry.file_name();
         name.to_string_lossy().starts_with(LABELS) && entry.path().is_dir()
     });
     Ok(entries.map(|entry| entry.path()).collect())
 }
 
-fn only_labels(folder: &Path) -> Result<PathBuf, DataError> {
-    let mut folders = label_folders(folder)?;
-    let path = folder.to_owned();
-    match (folders.pop(), folders.pop()) {
+fn only_labels(directory: &Path) -> Result<PathBuf, DataError> {
+    let mut directories = label_directories(directory)?;
+    let path = directory.to_owned();
+    match (directories.pop(), directories.pop()) {
         (Some(labels), None) => Ok(labels),
         (None, _) => Err(DataError::UnknownFormat {
             path,
@@ -176,13 +172,13 @@ fn only_labels(folder: &Path) -> Result<PathBuf, DataError> {
     }
 }
 
-/// The pictures in `folder` and the folders below it, relative to it, in the order of their paths. Links to
-/// folders are not followed, since they may lead in circles; names that begin with a dot are passed over.
-fn pictures_below(folder: &Path) -> Result<Vec<PathBuf>, DataError> {
-    let mut pictures = Vec::new();
+/// The images in `directory` and the directories below it, relative to it, in the order of their paths. Links to
+/// directories are not followed, since they may lead in circles; names that begin with a dot are passed over.
+fn images_below(directory: &Path) -> Result<Vec<PathBuf>, DataError> {
+    let mut images = Vec::new();
     let mut waiting = vec![PathBuf::new()];
     while let Some(below) = waiting.pop() {
-        for entry in entries(&folder.join(&below))? {
+        for entry in entries(&directory.join(&below))? {
             let path = below.join(entry.file_name());
             let kind = entry.file_type();
             if kind
@@ -190,25 +186,25 @@ fn pictures_below(folder: &Path) -> Result<Vec<PathBuf>, DataError> {
                 .is_dir()
             {
                 waiting.push(path);
-            } else if is_picture(&path) && entry.path().is_file() {
-                pictures.push(path);
+            } else if is_image(&path) && entry.path().is_file() {
+                images.push(path);
             }
         }
     }
-    pictures.sort_unstable();
-    Ok(pictures)
+    images.sort_unstable();
+    Ok(images)
 }
 
-/// The entries of `folder` in the order of their names, without those that begin with a dot.
-fn entries(folder: &Path) -> Result<Vec<DirEntry>, DataError> {
-    let read = || -> std::io::Result<Vec<DirEntry>> { std::fs::read_dir(folder)?.collect() };
-    let mut entries = read().map_err(|error| unreadable(folder, error))?;
+/// The entries of `directory` in the order of their names, without those that begin with a dot.
+fn entries(directory: &Path) -> Result<Vec<DirEntry>, DataError> {
+    let read = || -> std::io::Result<Vec<DirEntry>> { std::fs::read_dir(directory)?.collect() };
+    let mut entries = read().map_err(|error| unreadable(directory, error))?;
     entries.retain(|entry| !entry.file_name().as_encoded_bytes().starts_with(b"."));
     entries.sort_unstable_by_key(DirEntry::file_name);
     Ok(entries)
 }
 
-fn is_picture(path: &Path) -> bool {
+fn is_image(path: &Path) -> bool {
     let ending = path.extension().unwrap_or_default();
     ENDINGS
         .iter()

@@ -1,5 +1,5 @@
 //! Grouped LoRA layers that share one input and one partition of rows, such as query, key and value projections of
-//! experts. It extends [`super::routed_lora`] as [`super::shared_lora`] extends [`super::lora_linear`]. Each expert's
+//! experts. It extends [`super::grouped_lora`] as [`super::shared_lora`] extends [`super::lora_linear`]. Each expert's
 //! A matrices are stacked:
 //!
 //! | result | passes over `x` | instead of |
@@ -9,23 +9,23 @@
 //!
 //! Everything else is as for one pair of layers: each `y` and each layer's own `dx` is written by one product, and
 //! `ds` and `dB` take one pass over each `dy`. The own `dx` are added in `dtype`, the last layer's first, as
-//! [`crate::SharedRoutedLoraGrads::dx`] is defined.
+//! [`crate::SharedGroupedLoraGrads::dx`] is defined.
 //!
 //! Within each expert, all layers must have an adapter or none, with equal scale and dropout. So the adapters' input
 //! is one dropout of `x`, and so is its gradient.
 
+use super::grouped_lora::{AdaptedGroup, Adapter, GroupedLora, run};
 use super::pointwise;
-use super::routed_lora::{AdaptedGroup, Adapter, RoutedLora, run};
 use super::workspace::Workspace;
 use crate::cuda::launch::{Address, Launch};
 
 /// Pairs of layers that [`share`], and their stacked A.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub struct SharedRoutedLora<'a> {
+pub struct SharedGroupedLora<'a> {
     /// The pairs of layers.
-    pub layers: &'a [RoutedLora],
+    pub layers: &'a [GroupedLora],
     /// `[line, k]` for each expert that has adapters: A of each layer, followed by zero rows up to its
-    /// [`RoutedLora::line`].
+    /// [`GroupedLora::line`].
     pub stacked: [Address; 2],
 }
 
@@ -42,14 +42,14 @@ pub struct Gradients<'a> {
 
 /// Elements per row of `s` and `ds` of all layers, and rows of a stacked A.
 #[must_use]
-pub fn line(layers: &[RoutedLora]) -> usize {
-    layers.iter().map(RoutedLora::line).sum()
+pub fn line(layers: &[GroupedLora]) -> usize {
+    layers.iter().map(GroupedLora::line).sum()
 }
 
 /// Whether adapters of these layers can be stacked: same input, same partition, and equal adapter options within each
 /// expert.
 #[must_use]
-pub fn share(layers: &[RoutedLora]) -> bool {
+pub fn share(layers: &[GroupedLora]) -> bool {
     let alike = |(one, other): (&AdaptedGroup, &AdaptedGroup)| {
         let of = |group: &AdaptedGroup| {
             let adapter = group.adapter;
@@ -64,11 +64,11 @@ pub fn share(layers: &[RoutedLora]) -> bool {
     })
 }
 
-impl SharedRoutedLora<'_> {
+impl SharedGroupedLora<'_> {
     /// All adapters of each expert as one adapter, of layers without outputs. `None` without layers.
-    fn all(&self) -> Option<RoutedLora> {
+    fn all(&self) -> Option<GroupedLora> {
         let first = self.layers.first()?;
-        let mut all = RoutedLora { n: 0, ..*first };
+        let mut all = GroupedLora { n: 0, ..*first };
         for (group, stacked) in all.groups.iter_mut().zip(self.stacked) {
             group.adapter = group.adapter.map(|adapter| Adapter {
                 r: line(self.layers),
@@ -80,7 +80,7 @@ impl SharedRoutedLora<'_> {
     }
 
     /// Layers, each with the address of its columns in a matrix `[t, line]` of the layers' dtype.
-    fn columns(&self, matrix: Address) -> Vec<(&RoutedLora, Address)> {
+    fn columns(&self, matrix: Address) -> Vec<(&GroupedLora, Address)> {
         let mut at = matrix.0;
         let places = self.layers.iter().map(|layer| {
             let own = Address(at);
@@ -165,7 +165,7 @@ mod tests {
     const X: Address = Address(1 << 40);
 
     /// Pair of layers with 600 and 424 rows, at addresses that nothing reads.
-    fn pair(i: u64, r: [usize; 2]) -> RoutedLora {
+    fn pair(i: u64, r: [usize; 2]) -> GroupedLora {
         let group = |g: usize| AdaptedGroup {
             rows: Address((2 + g as u64) << 40),
             m: [600, 424][g],
@@ -179,7 +179,7 @@ mod tests {
                 dropped: None,
             }),
         };
-        RoutedLora {
+        GroupedLora {
             dtype: DType::BF16,
             t: 1024,
             n: 1536,
@@ -201,7 +201,7 @@ mod tests {
     fn the_input_and_each_gradient_are_read_once_for_all_adapters() {
         let layers = [0, 1, 2].map(|i| pair(i, [16, 64]));
         assert!(share(&layers) && line(&layers) == 3 * 64);
-        let all = SharedRoutedLora {
+        let all = SharedGroupedLora {
             layers: &layers,
             stacked: [Address(40 << 40), Address(41 << 40)],
         };
@@ -229,7 +229,7 @@ mod tests {
     fn only_adapters_with_equal_inputs_and_groups_share_launches() {
         let layers = [pair(0, [4, 8]), pair(1, [16, 5])];
         assert!(share(&layers) && share(&layers[..1]) && share(&[]));
-        let changed = |change: fn(&mut RoutedLora)| {
+        let changed = |change: fn(&mut GroupedLora)| {
             let mut layers = layers;
             change(&mut layers[1]);
             share(&layers)

@@ -41,7 +41,7 @@ pub struct Answer {
 #[derive(Debug, Clone, Default)]
 pub struct RunFiles {
     /// The run directory.
-    pub folder: PathBuf,
+    pub directory: PathBuf,
     /// Rows of `trainer_log.jsonl`.
     pub rows: Vec<Value>,
     /// Rows of `memory.jsonl`.
@@ -64,22 +64,22 @@ pub struct RunFiles {
 
 impl RunFiles {
     /// Reads a run directory.
-    pub fn read(folder: &Path) -> Self {
-        let memory = jsonl::read(&folder.join(MEMORY_LOG));
+    pub fn read(directory: &Path) -> Self {
+        let memory = jsonl::read(&directory.join(MEMORY_LOG));
         let memory = memory
             .into_iter()
             .filter_map(|row| serde_json::from_value(row).ok());
         Self {
-            folder: folder.to_path_buf(),
-            rows: jsonl::read(&folder.join(TRAINER_LOG)),
+            directory: directory.to_path_buf(),
+            rows: jsonl::read(&directory.join(TRAINER_LOG)),
             memory: memory.collect(),
-            plan: PlanFile::load(folder),
-            config: json(&folder.join(CONFIG_FILE)),
-            results: json(&folder.join(EVAL_RESULTS)),
-            state: json(&folder.join("trainer_state.json")),
-            failures: failures(folder),
-            answers: answers(&folder.join(SAMPLES)),
-            checkpoints: run_directory::checkpoints(folder),
+            plan: PlanFile::load(directory),
+            config: json(&directory.join(CONFIG_FILE)),
+            results: json(&directory.join(EVAL_RESULTS)),
+            state: json(&directory.join("trainer_state.json")),
+            failures: failures(directory),
+            answers: answers(&directory.join(SAMPLES)),
+            checkpoints: run_directory::checkpoints(directory),
         }
     }
 
@@ -128,8 +128,8 @@ fn json(path: &Path) -> Option<Value> {
 }
 
 /// Files in a directory with a number in their name (`rank-0001.json`, `step-000200.json`), sorted by that number.
-fn numbered(folder: &Path, prefix: &str) -> Vec<(u64, PathBuf)> {
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+fn numbered(directory: &Path, prefix: &str) -> Vec<(u64, PathBuf)> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let mut found: Vec<(u64, PathBuf)> = entries
         .filter_map(|entry| {
             let path = entry.path();
@@ -142,16 +142,16 @@ fn numbered(folder: &Path, prefix: &str) -> Vec<(u64, PathBuf)> {
     found
 }
 
-fn failures(folder: &Path) -> Vec<(usize, Failure)> {
-    let files = numbered(&folder.join(run_directory::ERRORS), "rank-");
+fn failures(directory: &Path) -> Vec<(usize, Failure)> {
+    let files = numbered(&directory.join(run_directory::ERRORS), "rank-");
     files
         .into_iter()
-        .filter_map(|(rank, _)| Some((rank as usize, Failure::load(folder, rank as usize)?)))
+        .filter_map(|(rank, _)| Some((rank as usize, Failure::load(directory, rank as usize)?)))
         .collect()
 }
 
-fn answers(folder: &Path) -> Vec<(u64, Vec<Answer>)> {
-    let files = numbered(folder, "step-");
+fn answers(directory: &Path) -> Vec<(u64, Vec<Answer>)> {
+    let files = numbered(directory, "step-");
     files
         .into_iter()
         .filter_map(|(step, path)| {

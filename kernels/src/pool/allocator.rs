@@ -11,7 +11,7 @@ const SEGMENT_LINES: usize = (64 << 20) / 64;
 
 /// Allocated range of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct Allocation {
     pub(super) segment: usize,
     pub(super) start: usize,
     pub(super) lines: usize,
@@ -19,7 +19,7 @@ pub(super) struct Place {
 
 /// One contiguous range of addresses.
 #[derive(Debug)]
-struct Segment {
+struct AddressRange {
     lines: usize,
     /// End of the used range. All lines from here on are free.
     end: usize,
@@ -31,8 +31,8 @@ struct Segment {
 
 /// Allocated and free ranges of all blocks of a pool.
 #[derive(Debug, Default)]
-pub(super) struct Places {
-    segments: Vec<Segment>,
+pub(super) struct Allocator {
+    segments: Vec<AddressRange>,
     /// All holes as (length, segment, start).
     by_size: BTreeSet<(usize, usize, usize)>,
     touched: usize,
@@ -44,11 +44,11 @@ pub(super) struct Places {
     upper_reached: usize,
 }
 
-impl Places {
+impl Allocator {
     /// Allocator of an arena of `lines` lines.
     #[cfg(any(test, feature = "cuda"))]
     pub(super) fn within(lines: usize) -> Self {
-        let whole = Segment {
+        let whole = AddressRange {
             lines,
             end: 0,
             reached: 0,
@@ -73,7 +73,7 @@ impl Places {
 
     /// The range that a block of `lines` lines would get. It depends only on the blocks in use, not on earlier ones.
     /// So a step that begins like the previous one gets the same offsets.
-    fn find(&self, lines: usize) -> Place {
+    fn find(&self, lines: usize) -> Allocation {
         let hole = self.by_size.range((lines, 0, 0)..).next();
         let (segment, start) = match hole {
             Some(&(_, segment, start)) => (segment, start),
@@ -86,16 +86,19 @@ impl Places {
                 fits.map_or((self.segments.len(), 0), |i| (i, self.segments[i].end))
             }
         };
-        Place {
+        Allocation {
             segment,
             start,
             lines,
         }
     }
 
-    fn growth_at(&self, place: Place) -> usize {
-        let reached = self.segments.get(place.segment).map_or(0, |s| s.reached);
-        (place.start + place.lines).saturating_sub(reached)
+    fn growth_at(&self, allocation: Allocation) -> usize {
+        let reached = self
+            .segments
+            .get(allocation.segment)
+            .map_or(0, |s| s.reached);
+        (allocation.start + allocation.lines).saturating_sub(reached)
     }
 
     /// Lines from the lowest block at the upper end to the end of the arena, holes included.
@@ -124,7 +127,7 @@ impl Places {
 
     /// Lines by which the pool would grow if a block were placed at `start` in an arena.
     pub(super) fn growth_from(&self, start: usize, lines: usize) -> usize {
-        self.growth_at(Place {
+        self.growth_at(Allocation {
             segment: 0,
             start,
             lines,
@@ -132,13 +135,13 @@ impl Places {
     }
 
     /// Allocates the free range from `start` on in an arena.
-    pub(super) fn take_at(&mut self, start: usize, lines: usize) -> Place {
-        let place = Place {
+    pub(super) fn take_at(&mut self, start: usize, lines: usize) -> Allocation {
+        let allocation = Allocation {
             segment: 0,
             start,
             lines,
         };
-        self.touched += self.growth_at(place);
+        self.touched += self.growth_at(allocation);
         let segment = &mut self.segments[0];
         let end = start + lines;
         if start >= segment.end {
@@ -149,7 +152,7 @@ impl Places {
             }
             segment.end = end;
             segment.reached = segment.reached.max(end);
-            return place;
+            return allocation;
         }
         let hole = segment.holes.range(..=start).next_back();
         if let Some((&at, &len)) = hole {
@@ -162,7 +165,7 @@ impl Places {
                 }
             }
         }
-        place
+        allocation
     }
 
     /// Lines by which the pool would grow for a block at the upper end of an arena. `None` if it does not fit.
@@ -174,13 +177,13 @@ impl Places {
     }
 
     /// Allocates a range at the upper end of an arena, which must have enough free lines.
-    pub(super) fn take_upper(&mut self, lines: usize) -> Place {
+    pub(super) fn take_upper(&mut self, lines: usize) -> Allocation {
         let upper = self.upper() + lines;
         let start = self.segments[0].lines - upper;
         self.upper.insert(start, lines);
         self.touched += upper.saturating_sub(self.upper_reached);
         self.upper_reached = self.upper_reached.max(upper);
-        Place {
+        Allocation {
             segment: 0,
             start,
             lines,
@@ -189,46 +192,47 @@ impl Places {
 
     /// Lines by which the pool would grow for a block of `lines` lines. `None` if no free range is long enough.
     pub(super) fn growth(&self, lines: usize) -> Option<usize> {
-        let place = self.find(lines);
-        let there = place.segment < self.segments.len() || !self.fixed;
-        there.then(|| self.growth_at(place))
+        let allocation = self.find(lines);
+        let there = allocation.segment < self.segments.len() || !self.fixed;
+        there.then(|| self.growth_at(allocation))
     }
 
     /// Allocates `lines` lines, at least 1.
-    pub(super) fn take(&mut self, lines: usize) -> Place {
-        let place = self.find(lines);
-        self.touched += self.growth_at(place);
-        if place.segment == self.segments.len() {
+    pub(super) fn take(&mut self, lines: usize) -> Allocation {
+        let allocation = self.find(lines);
+        self.touched += self.growth_at(allocation);
+        if allocation.segment == self.segments.len() {
             let quarter = self.segments.iter().map(|s| s.lines).sum::<usize>() / 4;
             let wanted = lines.max(SEGMENT_LINES).max(quarter);
-            self.segments.push(Segment {
+            self.segments.push(AddressRange {
                 lines: wanted.next_multiple_of(SEGMENT_LINES),
                 end: 0,
                 reached: 0,
                 holes: BTreeMap::new(),
             });
         }
-        let segment = &mut self.segments[place.segment];
-        let end = place.start + lines;
-        if let Some(hole) = segment.holes.remove(&place.start) {
-            self.by_size.remove(&(hole, place.segment, place.start));
+        let segment = &mut self.segments[allocation.segment];
+        let end = allocation.start + lines;
+        if let Some(hole) = segment.holes.remove(&allocation.start) {
+            self.by_size
+                .remove(&(hole, allocation.segment, allocation.start));
             if hole > lines {
                 segment.holes.insert(end, hole - lines);
-                self.by_size.insert((hole - lines, place.segment, end));
+                self.by_size.insert((hole - lines, allocation.segment, end));
             }
         }
         segment.end = segment.end.max(end);
         segment.reached = segment.reached.max(end);
-        place
+        allocation
     }
 
     /// Frees a range.
-    pub(super) fn give_back(&mut self, place: Place) {
-        let Place {
+    pub(super) fn give_back(&mut self, allocation: Allocation) {
+        let Allocation {
             segment: index,
             mut start,
             mut lines,
-        } = place;
+        } = allocation;
         if self.upper.remove(&start).is_some() {
             return;
         }
@@ -261,81 +265,89 @@ mod tests {
 
     #[test]
     fn adjacent_freed_blocks_serve_a_longer_block() {
-        let mut places = Places::default();
-        let a = places.take(10);
-        let b = places.take(20);
-        let c = places.take(5);
-        places.give_back(a);
-        places.give_back(b);
-        assert_eq!((places.growth(30), places.growth(31)), (Some(0), Some(31)));
-        assert_eq!(places.take(28).start, 0);
-        places.give_back(c);
+        let mut allocator = Allocator::default();
+        let a = allocator.take(10);
+        let b = allocator.take(20);
+        let c = allocator.take(5);
+        allocator.give_back(a);
+        allocator.give_back(b);
+        assert_eq!(
+            (allocator.growth(30), allocator.growth(31)),
+            (Some(0), Some(31))
+        );
+        assert_eq!(allocator.take(28).start, 0);
+        allocator.give_back(c);
         // The hole at the end is extended.
-        assert_eq!(places.growth(8), Some(1));
-        assert_eq!(places.take(8).start, 28);
-        assert_eq!(places.touched(), 36);
+        assert_eq!(allocator.growth(8), Some(1));
+        assert_eq!(allocator.take(8).start, 28);
+        assert_eq!(allocator.touched(), 36);
     }
 
     #[test]
     fn a_block_too_long_for_the_segment_gets_its_own() {
-        let mut places = Places::default();
-        places.take(SEGMENT_LINES - 1);
-        let long = places.take(3 * SEGMENT_LINES);
+        let mut allocator = Allocator::default();
+        allocator.take(SEGMENT_LINES - 1);
+        let long = allocator.take(3 * SEGMENT_LINES);
         assert_eq!((long.segment, long.start), (1, 0));
-        assert_eq!(places.take(1).segment, 0);
-        assert_eq!(places.touched(), 4 * SEGMENT_LINES);
+        assert_eq!(allocator.take(1).segment, 0);
+        assert_eq!(allocator.touched(), 4 * SEGMENT_LINES);
     }
 
     #[test]
     fn a_fixed_range_does_not_grow() {
-        let mut places = Places::within(10);
-        let a = places.take(4);
-        let b = places.take(4);
-        assert_eq!((places.growth(2), places.growth(3)), (Some(2), None));
-        places.give_back(a);
+        let mut allocator = Allocator::within(10);
+        let a = allocator.take(4);
+        let b = allocator.take(4);
+        assert_eq!((allocator.growth(2), allocator.growth(3)), (Some(2), None));
+        allocator.give_back(a);
         // Four free lines at the front and two at the back do not fit a block of six.
-        assert_eq!((places.growth(4), places.growth(6)), (Some(0), None));
-        places.give_back(b);
-        assert_eq!(places.growth(10), Some(2));
+        assert_eq!((allocator.growth(4), allocator.growth(6)), (Some(0), None));
+        allocator.give_back(b);
+        assert_eq!(allocator.growth(10), Some(2));
     }
 
     #[test]
     fn blocks_at_the_upper_end_do_not_move_those_below() {
-        let mut places = Places::within(100);
-        let table = places.take_upper(10);
-        assert_eq!((table.start, places.touched()), (90, 10));
-        let low = places.take(60);
-        assert_eq!((low.start, places.touched()), (0, 70));
-        assert_eq!((places.growth(30), places.growth(31)), (Some(30), None));
+        let mut allocator = Allocator::within(100);
+        let table = allocator.take_upper(10);
+        assert_eq!((table.start, allocator.touched()), (90, 10));
+        let low = allocator.take(60);
+        assert_eq!((low.start, allocator.touched()), (0, 70));
         assert_eq!(
-            (places.upper_growth(30), places.upper_growth(31)),
+            (allocator.growth(30), allocator.growth(31)),
+            (Some(30), None)
+        );
+        assert_eq!(
+            (allocator.upper_growth(30), allocator.upper_growth(31)),
             (Some(30), None)
         );
         // A longer block in place of the old one grows the pool by the difference.
-        places.give_back(table);
-        assert_eq!(places.upper_growth(25), Some(15));
-        assert_eq!(places.take_upper(25).start, 75);
-        assert_eq!(places.touched(), 85);
-        assert!(places.is_free(60, 15) && !places.is_free(60, 16) && !places.is_free(59, 2));
+        allocator.give_back(table);
+        assert_eq!(allocator.upper_growth(25), Some(15));
+        assert_eq!(allocator.take_upper(25).start, 75);
+        assert_eq!(allocator.touched(), 85);
+        assert!(
+            allocator.is_free(60, 15) && !allocator.is_free(60, 16) && !allocator.is_free(59, 2)
+        );
     }
 
     #[test]
     fn a_block_at_a_requested_offset_leaves_the_ranges_around_it_free() {
-        let mut places = Places::within(100);
-        let first = places.take_at(20, 10);
-        assert_eq!((places.touched(), places.end()), (30, 30));
-        assert!(places.is_free(0, 20) && !places.is_free(0, 21));
-        let second = places.take_at(5, 10);
-        assert!(places.is_free(0, 5) && places.is_free(15, 5) && !places.is_free(14, 2));
+        let mut allocator = Allocator::within(100);
+        let first = allocator.take_at(20, 10);
+        assert_eq!((allocator.touched(), allocator.end()), (30, 30));
+        assert!(allocator.is_free(0, 20) && !allocator.is_free(0, 21));
+        let second = allocator.take_at(5, 10);
+        assert!(allocator.is_free(0, 5) && allocator.is_free(15, 5) && !allocator.is_free(14, 2));
         assert_eq!(
-            (places.growth_from(15, 5), places.growth_from(30, 5)),
+            (allocator.growth_from(15, 5), allocator.growth_from(30, 5)),
             (0, 5)
         );
-        places.give_back(first);
+        allocator.give_back(first);
         // Free lines after the last block are not a hole.
-        assert_eq!((places.end(), places.take(80).start), (15, 15));
-        places.give_back(second);
-        assert_eq!(places.take(15).start, 0);
+        assert_eq!((allocator.end(), allocator.take(80).start), (15, 15));
+        allocator.give_back(second);
+        assert_eq!(allocator.take(15).start, 0);
     }
 
     proptest! {
@@ -343,27 +355,27 @@ mod tests {
         fn live_blocks_never_overlap_and_repeated_runs_touch_nothing_new(
             steps in prop::collection::vec((1usize..5000, any::<prop::sample::Index>(), any::<bool>()), 1..200)
         ) {
-            let mut places = Places::default();
+            let mut allocator = Allocator::default();
             let mut touched = Vec::new();
             for _ in 0..3 {
-                let mut live: Vec<Place> = Vec::new();
+                let mut live: Vec<Allocation> = Vec::new();
                 for (lines, which, release) in &steps {
                     if *release && !live.is_empty() {
-                        places.give_back(live.swap_remove(which.index(live.len())));
+                        allocator.give_back(live.swap_remove(which.index(live.len())));
                         continue;
                     }
-                    let grown = places.touched() + places.growth(*lines).unwrap();
-                    let place = places.take(*lines);
-                    prop_assert_eq!(places.touched(), grown);
-                    for other in live.iter().filter(|o| o.segment == place.segment) {
-                        let apart = place.start + place.lines <= other.start
-                            || other.start + other.lines <= place.start;
-                        prop_assert!(apart, "{place:?} {other:?}");
+                    let grown = allocator.touched() + allocator.growth(*lines).unwrap();
+                    let allocation = allocator.take(*lines);
+                    prop_assert_eq!(allocator.touched(), grown);
+                    for other in live.iter().filter(|o| o.segment == allocation.segment) {
+                        let apart = allocation.start + allocation.lines <= other.start
+                            || other.start + other.lines <= allocation.start;
+                        prop_assert!(apart, "{allocation:?} {other:?}");
                     }
-                    live.push(place);
+                    live.push(allocation);
                 }
-                live.into_iter().for_each(|place| places.give_back(place));
-                touched.push(places.touched());
+                live.into_iter().for_each(|allocation| allocator.give_back(allocation));
+                touched.push(allocator.touched());
             }
             prop_assert_eq!(touched[0], touched[1]);
             prop_assert_eq!(touched[1], touched[2]);

@@ -11,25 +11,25 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Prefix of the names of job directories.
-pub const FOLDER_PREFIX: &str = "tessera-spill-";
+pub const DIRECTORY_PREFIX: &str = "tessera-spill-";
 const LOCK: &str = "lock";
 /// Flags for opening a lock file: symbolic links are not followed, and opening a pipe or device does not block.
 const LOCK_FLAGS: OFlags = OFlags::NOFOLLOW.union(OFlags::NONBLOCK);
 
 /// Directory of a job. Every process of the job holds a lock on it; the last one to release it removes the directory.
 #[derive(Debug)]
-pub struct SpillFolder {
+pub struct SpillDirectory {
     path: PathBuf,
     lock: Option<File>,
 }
 
-impl SpillFolder {
+impl SpillDirectory {
     /// Joins the directory of `job` in `parent`. The first process creates it.
     ///
     /// # Errors
     /// When the directory cannot be created or locked.
     pub fn join(parent: &Path, job: &str) -> Result<Self> {
-        let path = parent.join(format!("{FOLDER_PREFIX}{job}"));
+        let path = parent.join(format!("{DIRECTORY_PREFIX}{job}"));
         loop {
             match make(&path) {
                 Ok(()) => {}
@@ -87,7 +87,10 @@ impl SpillFolder {
         let mut swept = Vec::new();
         for entry in entries.flatten() {
             let name = entry.file_name();
-            if name.to_str().is_some_and(|n| n.starts_with(FOLDER_PREFIX)) {
+            if name
+                .to_str()
+                .is_some_and(|n| n.starts_with(DIRECTORY_PREFIX))
+            {
                 let path = entry.path();
                 let bytes = size(&path);
                 if remove_if_dead(&path) {
@@ -99,7 +102,7 @@ impl SpillFolder {
     }
 }
 
-impl Drop for SpillFolder {
+impl Drop for SpillDirectory {
     fn drop(&mut self) {
         // Releases the lock first. The directory stays while another process holds the lock.
         self.lock = None;
@@ -179,7 +182,7 @@ fn remove_if_dead(path: &Path) -> bool {
     }
 }
 
-/// An unused name with the prefix that [`SpillFolder::sweep`] looks for.
+/// An unused name with the prefix that [`SpillDirectory::sweep`] looks for.
 fn grave_of(path: &Path) -> PathBuf {
     static GRAVES: AtomicU64 = AtomicU64::new(0);
     let number = GRAVES.fetch_add(1, Ordering::Relaxed);
@@ -199,40 +202,44 @@ mod tests {
         use std::os::unix::fs::{PermissionsExt, symlink};
         let parent = tempfile::tempdir().unwrap();
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-        let folder = Arc::new(SpillFolder::join(parent.path(), "a").unwrap());
-        let file = SpillFile::create(&folder, 0, "param", IoPath::Mapped).unwrap();
-        assert_eq!(mode(folder.path()), 0o700);
-        assert_eq!(mode(&folder.path().join(LOCK)), 0o600);
-        assert_eq!(mode(&folder.path().join("rank-0.param")), 0o600);
+        let directory = Arc::new(SpillDirectory::join(parent.path(), "a").unwrap());
+        let file = SpillFile::create(&directory, 0, "param", IoPath::Mapped).unwrap();
+        assert_eq!(mode(directory.path()), 0o700);
+        assert_eq!(mode(&directory.path().join(LOCK)), 0o600);
+        assert_eq!(mode(&directory.path().join("rank-0.param")), 0o600);
         drop(file);
 
         let target = parent.path().join("target");
         fs::write(&target, "precious").unwrap();
-        symlink(&target, folder.path().join("rank-1.param")).unwrap();
-        SpillFile::create(&folder, 1, "param", IoPath::Mapped).unwrap_err();
+        symlink(&target, directory.path().join("rank-1.param")).unwrap();
+        SpillFile::create(&directory, 1, "param", IoPath::Mapped).unwrap_err();
         assert_eq!(fs::read(&target).unwrap(), b"precious");
-        fs::remove_file(folder.path().join("rank-1.param")).unwrap();
+        fs::remove_file(directory.path().join("rank-1.param")).unwrap();
 
         let elsewhere = parent.path().join("elsewhere");
         fs::create_dir(&elsewhere).unwrap();
-        symlink(&elsewhere, parent.path().join(format!("{FOLDER_PREFIX}b"))).unwrap();
-        SpillFolder::join(parent.path(), "b").unwrap_err();
-        let locked = parent.path().join(format!("{FOLDER_PREFIX}c"));
+        symlink(
+            &elsewhere,
+            parent.path().join(format!("{DIRECTORY_PREFIX}b")),
+        )
+        .unwrap();
+        SpillDirectory::join(parent.path(), "b").unwrap_err();
+        let locked = parent.path().join(format!("{DIRECTORY_PREFIX}c"));
         fs::create_dir(&locked).unwrap();
         symlink(&target, locked.join(LOCK)).unwrap();
-        SpillFolder::join(parent.path(), "c").unwrap_err();
+        SpillDirectory::join(parent.path(), "c").unwrap_err();
         assert_eq!(fs::read_dir(&elsewhere).unwrap().count(), 0);
     }
 
     #[test]
     fn an_existing_spill_file_is_refused_and_keeps_its_bytes() {
         let parent = tempfile::tempdir().unwrap();
-        let own = Arc::new(SpillFolder::join(parent.path(), "a").unwrap());
+        let own = Arc::new(SpillDirectory::join(parent.path(), "a").unwrap());
         let file = SpillFile::create(&own, 0, "param", IoPath::Mapped).unwrap();
         let path = own.path().join("rank-0.param");
         let before = fs::read(&path).unwrap();
         // A second process of the same job.
-        let other = Arc::new(SpillFolder::join(parent.path(), "a").unwrap());
+        let other = Arc::new(SpillDirectory::join(parent.path(), "a").unwrap());
         let error = SpillFile::create(&other, 0, "param", IoPath::Mapped).unwrap_err();
         let text = error.to_string();
         assert!(
@@ -247,33 +254,33 @@ mod tests {
     #[test]
     fn a_fifo_named_as_the_lock_is_refused_at_once() {
         let parent = tempfile::tempdir().unwrap();
-        let folder = parent.path().join(format!("{FOLDER_PREFIX}a"));
-        fs::create_dir(&folder).unwrap();
+        let directory = parent.path().join(format!("{DIRECTORY_PREFIX}a"));
+        fs::create_dir(&directory).unwrap();
         let made = std::process::Command::new("mkfifo")
-            .arg(folder.join(LOCK))
+            .arg(directory.join(LOCK))
             .status();
         assert!(made.unwrap().success());
         let (sender, receiver) = std::sync::mpsc::channel();
         let path = parent.path().to_owned();
         std::thread::spawn(move || {
-            let swept = SpillFolder::sweep(&path).unwrap();
-            let error = SpillFolder::join(&path, "a").unwrap_err();
+            let swept = SpillDirectory::sweep(&path).unwrap();
+            let error = SpillDirectory::join(&path, "a").unwrap_err();
             sender.send((swept, error.to_string())).unwrap();
         });
         let wait = std::time::Duration::from_secs(20);
         let (swept, error) = receiver.recv_timeout(wait).expect("it does not hang");
-        assert!(swept.is_empty() && folder.exists());
+        assert!(swept.is_empty() && directory.exists());
         assert!(error.contains("lock"), "{error}");
     }
 
     #[test]
     fn two_jobs_in_one_directory_leave_each_others_files_alone() {
         let parent = tempfile::tempdir().unwrap();
-        let first = SpillFolder::join(parent.path(), "a").unwrap();
-        let other_rank = SpillFolder::join(parent.path(), "a").unwrap();
+        let first = SpillDirectory::join(parent.path(), "a").unwrap();
+        let other_rank = SpillDirectory::join(parent.path(), "a").unwrap();
         fs::write(first.path().join("rank-0"), [1; 100]).unwrap();
-        assert!(SpillFolder::sweep(parent.path()).unwrap().is_empty());
-        let second = SpillFolder::join(parent.path(), "b").unwrap();
+        assert!(SpillDirectory::sweep(parent.path()).unwrap().is_empty());
+        let second = SpillDirectory::join(parent.path(), "b").unwrap();
         let (kept, gone) = (first.path().to_owned(), second.path().to_owned());
         drop(second);
         assert!(!gone.exists() && kept.exists());
@@ -286,17 +293,17 @@ mod tests {
     #[test]
     fn directories_of_killed_jobs_are_swept_and_foreign_ones_are_not() {
         let parent = tempfile::tempdir().unwrap();
-        let dead = parent.path().join(format!("{FOLDER_PREFIX}dead"));
+        let dead = parent.path().join(format!("{DIRECTORY_PREFIX}dead"));
         fs::create_dir(&dead).unwrap();
         fs::write(dead.join(LOCK), "").unwrap();
         fs::write(dead.join("rank-0"), [1; 100]).unwrap();
         let foreign = parent.path().join("pictures");
         fs::create_dir(&foreign).unwrap();
-        let swept = SpillFolder::sweep(parent.path()).unwrap();
+        let swept = SpillDirectory::sweep(parent.path()).unwrap();
         assert_eq!(swept, [(dead.clone(), 100)]);
         assert!(!dead.exists() && foreign.exists());
         assert!(
-            SpillFolder::sweep(&parent.path().join("nowhere"))
+            SpillDirectory::sweep(&parent.path().join("nowhere"))
                 .unwrap()
                 .is_empty()
         );
@@ -305,8 +312,8 @@ mod tests {
     #[test]
     fn a_file_named_as_the_spill_directory_is_an_error() {
         let parent = tempfile::tempdir().unwrap();
-        fs::write(parent.path().join(format!("{FOLDER_PREFIX}x")), "").unwrap();
-        let error = SpillFolder::join(parent.path(), "x").unwrap_err();
+        fs::write(parent.path().join(format!("{DIRECTORY_PREFIX}x")), "").unwrap();
+        let error = SpillDirectory::join(parent.path(), "x").unwrap_err();
         assert!(error.to_string().contains("create"), "{error}");
     }
 
@@ -316,13 +323,13 @@ mod tests {
         let path = parent.path();
         std::thread::scope(|s| {
             for _ in 0..2 {
-                s.spawn(|| (0..200).for_each(|_| drop(SpillFolder::sweep(path).unwrap())));
+                s.spawn(|| (0..200).for_each(|_| drop(SpillDirectory::sweep(path).unwrap())));
             }
             for _ in 0..2 {
                 s.spawn(|| {
                     for _ in 0..100 {
-                        let folder = SpillFolder::join(path, "x").unwrap();
-                        fs::write(folder.path().join("file"), "x").unwrap();
+                        let directory = SpillDirectory::join(path, "x").unwrap();
+                        fs::write(directory.path().join("file"), "x").unwrap();
                     }
                 });
             }

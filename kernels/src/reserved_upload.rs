@@ -8,7 +8,7 @@ use std::sync::Arc;
 /// Device memory reserved for a host-to-device copy. It is reserved before the work that should overlap with the copy
 /// is queued. The copy then waits only for work that was queued before the reservation. Dropping it frees the memory.
 #[derive(Debug)]
-pub struct Arrival {
+pub struct ReservedUpload {
     pub(crate) shape: Shape,
     pub(crate) dtype: DType,
     pub(crate) tag: Tag,
@@ -19,7 +19,7 @@ pub struct Arrival {
     pub(crate) behind: Option<Arc<dyn Any + Send + Sync>>,
 }
 
-impl Arrival {
+impl ReservedUpload {
     /// Reservation without memory; the device allocates on upload.
     pub(crate) const fn later(shape: Shape, dtype: DType, tag: Tag) -> Self {
         Self {
