@@ -5,14 +5,14 @@
 //! come and go. So a pool of the meta device gets the same addresses as a pool with memory.
 
 mod allocator;
+mod mapping;
 mod memory_plan;
-mod segment;
 
 use crate::error::{KernelError, Result};
 use allocator::{Allocation, Allocator};
+use mapping::{LINE_BYTES, Mapping};
 pub use memory_plan::MemoryPlan;
 use memory_plan::Recorder;
-use segment::{LINE_BYTES, Mapping};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
