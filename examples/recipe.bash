@@ -1,6 +1,6 @@
 # Shared by the scripts of this directory: reads their arguments, then trains or plans. Not run by itself.
 #
-# A script sets `published` (a file of launcher/src/synth/configs, without .json) and `hardware` (what `launcher plan`
+# A script sets `published` (a file of launcher/src/commands/synth/configs, without .json) and `hardware` (what `launcher plan`
 # plans for), then calls `recipe FLAG... -- "$@"` with the training flags in front of the user's words.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -47,7 +47,7 @@ recipe() { # FLAG VALUE FLAG VALUE ... -- WORD...
     esac
   done
   if [ "$plan" = 1 ]; then
-    own=(--model "$root/launcher/src/synth/configs/$published.json" "${hardware[@]}" "${own[@]}")
+    own=(--model "$root/launcher/src/commands/synth/configs/$published.json" "${hardware[@]}" "${own[@]}")
     flags=(plan --no-weights)
   else
     for name in MODEL DATA OUTPUT; do

@@ -92,7 +92,7 @@ impl Disk {
         result
     }
 
-    /// As `run` in `engine/src/spill/io.rs`.
+    /// As `run` in `engine/src/offload/spill/io.rs`.
     fn run(&self, job: DiskRequest) {
         match job {
             DiskRequest::Read {
