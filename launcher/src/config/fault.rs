@@ -311,7 +311,8 @@ impl From<Fault> for String {
 
 /// Refuses faults that cannot happen in a run of `total_steps` steps.
 ///
-/// # Errors A usage failure (exit 2) that names the fault.
+/// # Errors
+/// A usage failure (exit 2) that names the fault.
 pub(crate) fn check_faults(config: &RunConfig, total_steps: u64) -> Result<(), Failure> {
     let never = |fault: &Fault, cause: String, next: &str| {
         Err(Failure::usage(format!("--inject {fault} would never happen"), cause).next(next))

@@ -86,7 +86,8 @@ impl Numbers {
 
 /// Refuses a precision that `family` cannot be trained in.
 ///
-/// # Errors For fp16 and the GLM-4 families, whose activations exceed the range of fp16 (exit 2).
+/// # Errors
+/// For fp16 and the GLM-4 families, whose activations exceed the range of fp16 (exit 2).
 pub fn check_family(config: &RunConfig, family: Family) -> Result<(), Failure> {
     let overflows = matches!(family, Family::Glm4v | Family::Glm41v);
     if config.precision != PrecisionChoice::Fp16 || !overflows {

@@ -116,7 +116,8 @@ impl Offload {
 
     /// The same tiers with every directory passed through `absolute`.
     ///
-    /// # Errors Those of `absolute`.
+    /// # Errors
+    /// Those of `absolute`.
     pub fn resolved<E>(
         mut self,
         absolute: impl Fn(&Path) -> Result<PathBuf, E>,

@@ -131,7 +131,8 @@ impl RunPlan {
 
     /// Reads a saved plan.
     ///
-    /// # Errors The file cannot be read, or has unknown or missing keys (exit 2).
+    /// # Errors
+    /// The file cannot be read, or has unknown or missing keys (exit 2).
     pub fn load_from(path: &Path) -> Result<Self, Failure> {
         let text = fs::read_to_string(path)
             .map_err(|error| Failure::io(ErrorCode::Usage, "read", path, &error))?;
