@@ -1,11 +1,11 @@
-//! Directories of spill files: created, cleaned of files of killed jobs, and held while a job runs.
+//! Directories of spill files: creation, removal of those of killed jobs, and locks while a job runs.
 
 use crate::config::RunConfig;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::ui::Event;
 use engine::spill::{SpillDirectory, SpillError};
 
-/// Directories of a job's spill files, removed when dropped.
+/// Locks on the directories of a job's spill files. The last process to release a lock removes the directory.
 #[derive(Debug)]
 pub(crate) struct HeldDirectories {
     _directories: Vec<SpillDirectory>,
@@ -34,7 +34,7 @@ pub(crate) fn sweep(config: &RunConfig, show: &mut dyn FnMut(Event)) -> Result<(
     Ok(())
 }
 
-/// Creates and holds a job's own directories under those of `--offload`.
+/// Creates and locks the job's own directories under those of `--offload`.
 pub(crate) fn hold(config: &RunConfig, job: &str) -> Result<HeldDirectories, Failure> {
     let directories = config.offload.directories().into_iter();
     let held = directories.map(|parent| SpillDirectory::join(parent, job));

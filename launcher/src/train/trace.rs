@@ -1,7 +1,6 @@
-//! `--trace-steps`: what each rank did when, as a file that trace viewers open.
 //!
-//! One file per rank in the format that Chrome's `about:tracing` and Perfetto read: complete events with a process per
-//! rank and a thread per lane.
+//! Each rank writes one file in the JSON format of Chrome's `about:tracing` and Perfetto. It contains complete events
+//! (`"ph": "X"`) with one process per rank and one thread per lane.
 
 use std::fs;
 use std::ops::Range;
@@ -13,10 +12,10 @@ use serde_json::{Value, json};
 
 use crate::error::{ErrorCode, Failure};
 
-/// Directory of the files.
+/// Directory of the files inside the run's directory.
 const TRACES: &str = "traces";
 
-/// Records the steps `wanted`, from 1.
+/// Recorder of the steps `wanted`, which count from 1.
 #[derive(Debug)]
 pub(crate) struct StepTraces {
     wanted: Option<Range<u64>>,
@@ -31,7 +30,7 @@ impl StepTraces {
         }
     }
 
-    /// Step `step` begins.
+    /// Starts recording if step `step` is wanted.
     pub(crate) fn begin(&mut self, step: u64, trace: &Trace) {
         if !self.running && self.wanted.as_ref().is_some_and(|w| w.contains(&step)) {
             trace.start();
@@ -39,7 +38,6 @@ impl StepTraces {
         }
     }
 
-    /// Step `step` has ended; `last` if no other follows. Writes the file of `rank` behind the last step that is wanted.
     ///
     /// # Errors
     /// The file cannot be written.
