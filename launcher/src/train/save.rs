@@ -81,8 +81,8 @@ pub(crate) fn save(
     Ok(event)
 }
 
-/// Names of the trainable parameters, one list per unit, in the order of the unit's flat buffer. `launcher` needs
-/// them to reshard the state for another number of ranks.
+/// Names of the trainable parameters, one list per unit, in the order of the unit's flat buffer. `launcher ckpt
+/// reshard` needs them to divide the state among another number of ranks.
 pub(crate) fn units(plan: &Plan) -> Value {
     let params = &plan.spec().params;
     let units = plan.units().iter().map(|unit| &unit.trainable.slots);
