@@ -1,3 +1,4 @@
+//! Launcher of training runs: command line, rank supervisor, data loading, training loop and reports.
 //!
 //! Data flows one way: `argv` → [`cli::Args`] → [`config::RunConfig`] → ranks → reports. The same executable runs as
 //! supervisor or as rank, depending on the environment ([`rank_env`]). The supervisor resolves the configuration,

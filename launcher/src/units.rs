@@ -1,6 +1,8 @@
 //! Parsing and formatting of quantities: bytes, counts, durations.
 
+/// Parses a number of bytes, such as `64G`, `512MiB`, `1.5 GiB` or `5e8`.
 ///
+/// K, M, G, T and KiB, MiB, … are powers of 1024. KB, MB, GB and TB are powers of 1000.
 ///
 /// # Errors
 /// The text is no number, has an unknown unit, or is negative or too large.

@@ -31,6 +31,7 @@ use train::{run_rank, run_supervisor, show_files};
 /// Main function of a rank process. Returns its summary.
 pub type RankMain = fn(&RunPlan, &RankEnv, &StopFlag, &dyn Devices) -> Result<RunSummary, Failure>;
 
+/// Function that the supervisor runs before ranks start and before the run's directory is touched.
 ///
 /// It checks model and data, plans the memory, and resolves the draft. Its output goes to the callback. It returns
 /// the plan, and suggestions for later failures of ranks.

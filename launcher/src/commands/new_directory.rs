@@ -12,6 +12,8 @@ pub(crate) struct NewDirectory {
 }
 
 impl NewDirectory {
+    /// Checks that `output` is free and creates an empty directory next to it. `what` is the subject of the error
+    /// message about overwriting, e.g. `an export`.
     ///
     /// # Errors
     /// `output` exists and is not empty (exit 2), or the directory cannot be created (exit 16).
@@ -35,6 +37,7 @@ impl NewDirectory {
         &self.staging
     }
 
+    /// Renames the directory to its final path.
     ///
     /// # Errors
     /// The path was taken in the meantime, or renaming fails (exit 16).
@@ -44,6 +47,7 @@ impl NewDirectory {
 }
 
 impl NewDirectory {
+    /// Renames the directory `inner` inside [`NewDirectory::path`] to the final path. Everything else is removed.
     ///
     /// # Errors
     /// As [`NewDirectory::publish`].

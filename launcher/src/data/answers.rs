@@ -134,6 +134,8 @@ pub(crate) fn sample_failure(index: usize, error: &SampleError) -> Failure {
     )
 }
 
+/// Gathers the answers of all ranks. Rank 0 writes them, in sample order, to `samples/step-NNNNNN.json` in the run's
+/// directory `output`. All ranks take part.
 ///
 /// # Errors
 /// The exchange fails or the file cannot be written.

@@ -8,6 +8,7 @@ use models::data::{EncodeOptions, EncodedSample, RawSample, SampleSize};
 use models::{Family, Processor};
 use std::path::Path;
 
+/// Reads and checks the first `limit` samples of `path`. With `--skip-bad-samples`, unusable samples are left out.
 ///
 /// # Errors
 /// The file cannot be read, or a sample is unusable. The failure lists such samples.
@@ -108,6 +109,7 @@ pub(crate) fn load(
     })
 }
 
+/// Refuses samples without an image for CogAgent, unless `--text-without-cross` allows them.
 ///
 /// # Errors
 /// A sample without an image exists (exit 3). CogAgent's cross attention needs an image in every layer.

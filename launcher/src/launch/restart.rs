@@ -1,3 +1,4 @@
+//! `--max-restarts`: restart of a run after one of its ranks died.
 //!
 //! A restart follows failures that may not repeat: a process that was killed, crashed, panicked or hung. Failures
 //! that would repeat end the run at once, for example wrong flags or data, a plan that does not fit, a full disk, or
@@ -49,6 +50,7 @@ impl Attempts {
         &self.run
     }
 
+    /// Prepares another attempt after one that ended with `ended`. Calls `prepare` only if fewer ranks remain.
     ///
     /// # Errors
     /// The failure of the attempt, if the run must not restart.
@@ -102,6 +104,8 @@ impl Attempts {
         self.plan(config, refused, prepare, screen)
     }
 
+    /// Plans the run again with exchange through host memory. Used after ranks found that their GPUs have no peer
+    /// access, before any training. All choices of the previous plan are made again.
     ///
     /// # Errors
     /// The run does not fit that way, or its directory cannot be written.

@@ -1,3 +1,5 @@
+//! Memory and disk space of this machine and process: `/proc`, cgroup limits, free disk space. Also the memory of a
+//! rank by phase.
 //!
 //! Parsers are pure functions over the text of `/proc` and `/sys/fs/cgroup`, so they are tested without a particular
 //! machine.

@@ -71,6 +71,8 @@ impl Collectives {
         text
     }
 
+    /// Writes the log of rank `rank` to the errors directory of the run in `output`. Returns the path relative to
+    /// `output`.
     ///
     /// # Errors
     /// The directory cannot be written.

@@ -22,6 +22,7 @@ use crate::rank_env::RankEnv;
 use replica::{NotOpened, Opened};
 use trainer::Trainer;
 
+/// Main function of a rank.
 ///
 /// # Errors
 /// Any failure that ends the run early.

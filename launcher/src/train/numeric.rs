@@ -1,3 +1,4 @@
+//! Search for the origin of a non-finite loss or gradient.
 //!
 //! When an update is skipped, every rank runs one more forward pass and observes each operation. It repeats its first
 //! micro-batch with a non-finite loss, or else its first micro-batch, so that all ranks make the same gathers. The
@@ -95,6 +96,8 @@ impl History {
         }
     }
 
+    /// Origin of the current series of skipped updates. The first call of a series searches for it. All ranks call
+    /// this in the same steps.
     ///
     /// # Errors
     /// The forward pass or the exchange fails.

@@ -1,3 +1,4 @@
+//! `--trace-steps`: timelines of the ranks in files for trace viewers.
 //!
 //! Each rank writes one file in the JSON format of Chrome's `about:tracing` and Perfetto. It contains complete events
 //! (`"ph": "X"`) with one process per rank and one thread per lane.
@@ -38,6 +39,7 @@ impl StepTraces {
         }
     }
 
+    /// Ends step `step`; `last` if no step follows. After the last wanted step, writes the file of `rank`.
     ///
     /// # Errors
     /// The file cannot be written.

@@ -1,4 +1,4 @@
-//! The language model's loss, without materialized logits.
+//! Loss of the language model. The logits never exist as a whole.
 
 use crate::autograd::{Grad, Scope, Var};
 use crate::error::{ModelError, Result};

@@ -33,6 +33,7 @@ const DESCRIBED_MULTIPROCESSORS: u32 = 132;
 /// Placeholder path of the data if the command line names none.
 const NO_DATA: &str = "made-up-sample";
 
+/// Plans the run of `args` and prints the result.
 ///
 /// # Errors
 /// Flags or files that training would also refuse; a run that does not fit (exit 5, 13 or 16).
@@ -85,6 +86,7 @@ pub(crate) fn run(
     Ok(ExitCode::SUCCESS)
 }
 
+/// Configuration of `args`, on the machine that they describe.
 ///
 /// # Errors
 /// As training with the same flags.

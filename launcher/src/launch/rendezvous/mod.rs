@@ -34,6 +34,9 @@ pub(crate) struct Met {
     pub(crate) warnings: Vec<String>,
 }
 
+/// Joins the other ranks of `env`. Each rank contributes `region` bytes of the window. All ranks must run the same
+/// plan, with libraries and devices that give the same results. `noted` wraps the communicator before its first
+/// collective.
 ///
 /// # Errors
 /// Ranks are missing, do not know the job's token, or differ (exit 13). The output directory is not shared (exit 16).

@@ -1,4 +1,10 @@
+//! Supervisor: the parent process that starts the ranks, watches them, and ends them together.
 //!
+//! States of a run:
+//! - Running.
+//! - Stopping: a signal came. Ranks save and stop; there is no deadline.
+//! - Aborting: a rank failed, or a second signal came. The supervisor closes the pipes, sends SIGTERM, and sends
+//!   SIGKILL after a grace of 4 s.
 //!
 //! One thread per rank waits for its exit, and two read its output streams. The main loop waits on their channel, on
 //! the next deadline, and on a timer. At each tick of the timer it records the memory of each rank, for the report
@@ -49,6 +55,7 @@ pub struct SignalSource {
 }
 
 impl SignalSource {
+    /// Installs handlers for SIGINT, SIGTERM, SIGHUP and SIGUSR1.
     ///
     /// # Errors
     /// A handler cannot be installed.
@@ -145,6 +152,7 @@ impl std::fmt::Debug for Supervisor<'_> {
 }
 
 impl Supervisor<'_> {
+    /// Runs the ranks until all have ended. No rank process remains afterwards.
     ///
     /// # Errors
     /// The failure of the first failing rank, or the reason why ranks could not be started.
@@ -494,6 +502,7 @@ fn stopped_at_once(output: &Path) -> Failure {
     ))
 }
 
+/// Path of this executable, from which ranks are started.
 ///
 /// # Errors
 /// The operating system does not report it.
