@@ -36,11 +36,11 @@ impl<'a> AdapterDropout<'a> {
 /// A low-rank adapter of a layer `[n, k]`.
 #[derive(Clone, Copy, Debug)]
 pub struct AdapterArgs<'a> {
-    /// `[r, k]`; any rank.
+    /// Matrix A, `[r, k]`. Adapters of one call may differ in `r`.
     pub lora_a: &'a Tensor,
-    /// `[n, r]`.
+    /// Matrix B, `[n, r]`.
     pub lora_b: &'a Tensor,
-    /// `alpha / r`.
+    /// Factor on the adapter's output, `alpha / r`.
     pub scale: f32,
     /// Dropout of the adapter's input, recomputed in backward.
     pub dropout: Option<AdapterDropout<'a>>,
@@ -49,9 +49,9 @@ pub struct AdapterArgs<'a> {
 /// `x W^T + bias + scale * (dropout(x) A^T) B^T`, the last term only with an adapter.
 #[derive(Clone, Copy, Debug)]
 pub struct AdaptedLayer<'a> {
-    /// `[n, k]`.
+    /// Weight of the base layer, `[n, k]`.
     pub weight: &'a Tensor,
-    /// `[n]`.
+    /// Bias, `[n]`.
     pub bias: Option<&'a Tensor>,
     /// Low-rank adapter, if any.
     pub adapter: Option<AdapterArgs<'a>>,
@@ -61,7 +61,7 @@ pub struct AdaptedLayer<'a> {
 /// has one layer, or one layer per row group, e.g. per expert.
 #[derive(Clone, Copy, Debug)]
 pub struct AdaptedLinearArgs<'a> {
-    /// `[t, k]`.
+    /// Input, `[t, k]`.
     pub x: &'a Tensor,
     /// Two row groups, each i32 `[m]`, possibly empty. Together they name every row once. `None`: all rows form one
     /// group.
@@ -110,17 +110,17 @@ pub struct AdaptedLinearGrads {
 /// Operands of one layer with an adapter.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LoraArgs<'a> {
-    /// `[t, k]`.
+    /// Input, `[t, k]`.
     pub(crate) x: &'a Tensor,
-    /// `[n, k]`.
+    /// Weight of the base layer, `[n, k]`.
     pub(crate) weight: &'a Tensor,
-    /// `[n]`.
+    /// Bias, `[n]`.
     pub(crate) bias: Option<&'a Tensor>,
-    /// `[r, k]`.
+    /// Matrix A, `[r, k]`.
     pub(crate) lora_a: &'a Tensor,
-    /// `[n, r]`.
+    /// Matrix B, `[n, r]`.
     pub(crate) lora_b: &'a Tensor,
-    /// `alpha / r`.
+    /// Factor on the adapter's output, `alpha / r`.
     pub(crate) scale: f32,
     /// Dropout of the adapter's input.
     pub(crate) dropout: Option<AdapterDropout<'a>>,
@@ -129,11 +129,11 @@ pub(crate) struct LoraArgs<'a> {
 /// Gradients of [`LoraArgs`].
 #[derive(Debug)]
 pub(crate) struct LoraGrads {
-    /// `[t, k]` in the dtype of `x`, if requested.
+    /// Gradient of `x`, `[t, k]` in its dtype, if requested.
     pub(crate) dx: Option<Tensor>,
-    /// `[r, k]` f32.
+    /// Gradient of A, `[r, k]` f32.
     pub(crate) d_lora_a: Tensor,
-    /// `[n, r]` f32.
+    /// Gradient of B, `[n, r]` f32.
     pub(crate) d_lora_b: Tensor,
 }
 

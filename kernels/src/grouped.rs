@@ -10,7 +10,7 @@ use crate::{Backend, DType, Tensor};
 /// `y[row] = a[row] @ op(b) + bias`, with `b` and `bias` of the row's group.
 #[derive(Clone, Copy, Debug)]
 pub struct GroupedMatmulArgs<'a> {
-    /// `[t, k]`.
+    /// Left operand, `[t, k]`.
     pub a: &'a Tensor,
     /// The two row groups. Together they name every row once.
     pub groups: [MatmulGroup<'a>; 2],
@@ -23,9 +23,9 @@ pub struct GroupedMatmulArgs<'a> {
 pub struct MatmulGroup<'a> {
     /// Row numbers, i32 `[m]`, possibly empty.
     pub rows: &'a Tensor,
-    /// `[k, n]`, or `[n, k]` when transposed (the layout of a linear weight).
+    /// Right operand, `[k, n]`, or `[n, k]` when transposed (the layout of a linear weight).
     pub b: &'a Tensor,
-    /// `[n]`, added to the group's rows.
+    /// Bias, `[n]`, added to the group's rows.
     pub bias: Option<&'a Tensor>,
 }
 

@@ -53,7 +53,7 @@ impl Device {
     }
 }
 
-/// `--precision`.
+/// `--precision`: dtypes of weights, activations and optimizer states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PrecisionChoice {
@@ -69,7 +69,7 @@ pub enum PrecisionChoice {
     PureBf16,
 }
 
-/// `--data-format`.
+/// `--data-format`: format of the samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DataFormatChoice {
@@ -106,7 +106,7 @@ impl DataFormatChoice {
     }
 }
 
-/// `--template`.
+/// `--template`: prompt template.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TemplateChoice {

@@ -2,7 +2,7 @@
 
 use super::{DeviceChoice, InitChoice, PrecisionChoice, Scheduler, Warmup};
 
-/// Defaults that differ between the demo and the user's models.
+/// Defaults that differ between the demo and the user's models. Each field is the default of the named flag.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Defaults {
     /// `--init`

@@ -57,8 +57,8 @@ pub(crate) fn dry_run(
     };
     // Scratch memory depends on the number of multiprocessors. The kind of GPU that needs most counts.
     let mut most: Option<RankMemory> = None;
-    // Two meta devices per kind of GPU: the first records the blocks of a micro-batch, the second gives them the
-    // planned offsets.
+    // Two meta devices per kind of GPU. One records the blocks of a micro-batch, the other gives them the planned
+    // offsets.
     for devices in device::counting(config)
         .into_iter()
         .zip(device::counting(config))

@@ -15,7 +15,7 @@ use rustix::process::{Signal, getpid, kill_process};
 use crate::config::{Fault, FaultKind, FaultPhase, RunConfig};
 use crate::error::{ErrorCode, Failure};
 
-/// Upper bound of a randomly drawn file-system call. Even the smallest save makes more calls.
+/// Bound of a randomly drawn file-system call, exclusive. Even the smallest save makes more calls.
 const CALLS: u64 = 16;
 
 /// Faults of one rank.

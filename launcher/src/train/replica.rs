@@ -286,8 +286,8 @@ fn compute(
     }
 }
 
-/// Whether this run may be planned again with exchange through host memory. Not under MPI, where processes can join
-/// only once.
+/// Whether this run may be planned again with exchange through host memory: with `--collectives auto` on one machine.
+/// Under MPI it may not, because processes can join only once.
 fn goes_another_way(config: &RunConfig, env: &RankEnv) -> bool {
     #[cfg(feature = "mpi")]
     if env.is_under_mpi() {

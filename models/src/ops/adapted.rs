@@ -14,11 +14,11 @@ use kernels::{
 /// Parameters of a low-rank adapter.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LoraParams {
-    /// `[r, k]`.
+    /// Matrix A, `[r, k]`.
     pub lora_a: ParamId,
-    /// `[n, r]`.
+    /// Matrix B, `[n, r]`.
     pub lora_b: ParamId,
-    /// `alpha / r`.
+    /// Factor on the adapter's output, `alpha / r`.
     pub scale: f32,
     /// Dropout probability of the adapter's input while training.
     pub dropout: f32,

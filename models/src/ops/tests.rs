@@ -100,7 +100,7 @@ fn adapted_layers_with_dropout_pass_gradcheck() {
         let y = alone(s, x, &layer(&base[0], dropping(adapter(P3, P4))))?;
         s.add(&y, &s.linear(x, &base[1])?)
     });
-    // Three cases: two layers with dropout, one of them next to a layer without, and a shared input.
+    // Dropout in both adapters, in the first, and in the second.
     let (first, second) = (adapter(P3, P4), adapter(P5, P6));
     for adapters in [
         [dropping(first), dropping(second)],

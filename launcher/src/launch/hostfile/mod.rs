@@ -130,12 +130,12 @@ pub fn parse(text: &str, path: &Path) -> Result<Vec<Host>, Failure> {
 
 const FORM: &str = "a hostfile has one machine on each line, for example: gpu01 slots=4";
 
-/// The place of this machine in the hostfile of the command line, or in one at a conventional path if the command
-/// line selects machines. Messages go to `show`.
+/// Position of this machine among those of the hostfile: the one on the command line, or one at a conventional path
+/// if the command line selects machines. `None` if no hostfile applies. Messages go to `show`.
 ///
 /// # Errors
-/// The file cannot be read or parsed, the selection is empty, there are too few slots, this machine is not in the
-/// file, or the environment contradicts it (exit 2).
+/// The file cannot be read or parsed, the selection is empty, or there are too few slots (exit 2). So is a file
+/// without this machine, or one that contradicts the environment.
 pub fn place(
     args: &Args,
     argv: &[String],
@@ -209,7 +209,7 @@ fn find(
     let usual = || PLACES.iter().map(PathBuf::from).find(|path| path.exists());
     let path = match given {
         Some(path) if path.exists() => path.to_path_buf(),
-        // Scripts of DeepSpeed name a hostfile that a single machine does not have.
+        // DeepSpeed scripts name a hostfile that does not exist on a single machine.
         Some(path) if !chooses => {
             show(Event::Warning {
                 text: format!(
