@@ -23,7 +23,7 @@ pub enum FaultKind {
     Panic,
     /// The rank's gradients become non-finite.
     Nan,
-    /// A write of the rank's part of a checkpoint fails because the disk is full.
+    /// The disk is full from one call of a save on, so the rank's part of the checkpoint cannot be written.
     DiskFull,
     /// One write takes only half of its bytes. POSIX allows that, so it is no error.
     ShortWrite,

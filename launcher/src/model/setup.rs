@@ -111,7 +111,7 @@ fn model(config: &RunConfig) -> Result<Arc<dyn VisionLanguageModel>, Failure> {
     })
 }
 
-/// The model and the plan of `config`; reads the directory's configuration only.
+/// Model and plan of `config` for another attempt to fit. Reads only the configuration in the model directory.
 pub(crate) fn replan(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
     let model = model(config)?;
     let plan = plan_of(config, &*model)?;

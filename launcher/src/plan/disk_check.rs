@@ -14,8 +14,9 @@ pub(crate) struct DiskCheck {
     pub(crate) checkpoint: CheckpointBytes,
     /// Maximum number of this run's checkpoints that exist at the same time.
     pub(crate) most: u64,
-    /// Checkpoints that must exist at the same time: the one being written and those that `--save-total-limit` keeps.
-    /// Without a limit this is at most one, because a user can remove older ones.
+    /// New checkpoints that must exist at the same time: the one being written and those that `--save-total-limit`
+    /// keeps, less the checkpoints already on disk. Without a limit at most one, because a user can remove older
+    /// ones.
     pub(crate) certain: u64,
     /// Free bytes, after the run's own spill files. `None` if unknown.
     pub(crate) free: Option<u64>,

@@ -31,9 +31,9 @@ const MAX_ALL_SLOTS: usize = 1 << 16;
 /// One machine of a hostfile.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host {
-    /// Its name or address.
+    /// Host name or address.
     pub name: String,
-    /// Indices of its slots in use; each gets a rank.
+    /// Indices of its slots in use. One rank runs in each.
     pub slots: Vec<usize>,
     /// Line of the file, from 1.
     pub line: usize,
@@ -272,7 +272,7 @@ fn ranks_of(host: &Host, asked: Option<usize>, path: &Path) -> Result<usize, Fai
     }
 }
 
-/// Index of this machine.
+/// Index of this machine in `hosts`.
 fn own_place(hosts: &[Host], env: &Env, path: &Path, argv: &[String]) -> Result<usize, Failure> {
     if let Some(node) = env.node.as_ref().filter(|node| node.nodes > 1) {
         if node.nodes != hosts.len() {
