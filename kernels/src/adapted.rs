@@ -1,5 +1,6 @@
-//! Linear layers of one input with low-rank adapters: operands, results, and what the results are defined as. A device
-//! with no kernel for several layers computes them by that definition, one layer after the other.
+//! Linear layers of one input with low-rank adapters (LoRA, Hu et al. 2021): operands, results, and a reference
+//! implementation. The reference computes one layer after the other. It defines the results, and serves devices
+//! without a kernel for several layers.
 
 use crate::backend::{DropoutArgs, MatmulArgs, Transpose};
 use crate::check;
@@ -8,10 +9,10 @@ use crate::grouped::partition;
 use crate::pool::Tag;
 use crate::{Backend, Shape, Tensor};
 
-/// Dropout of an adapter's input: [`Backend::dropout`] on the rows of `x`.
+/// Dropout of an adapter's input: [`Backend::dropout`] applied to `x`.
 #[derive(Clone, Copy, Debug)]
 pub struct AdapterDropout<'a> {
-    /// As in [`DropoutArgs`]: i32 `[t, 2]`, for the rows of all groups.
+    /// Row words as in [`DropoutArgs`]: i32 `[t, 2]`, for the rows of all groups.
     pub rows: &'a Tensor,
     /// Key of the random stream for one use, e.g. (seed, layer).
     pub key: [u32; 2],
@@ -20,7 +21,7 @@ pub struct AdapterDropout<'a> {
 }
 
 impl<'a> AdapterDropout<'a> {
-    /// The dropout of `x`.
+    /// Dropout operands for the input `x`.
     #[must_use]
     pub const fn of(&self, x: &'a Tensor) -> DropoutArgs<'a> {
         DropoutArgs {
@@ -35,46 +36,47 @@ impl<'a> AdapterDropout<'a> {
 /// A low-rank adapter of a layer `[n, k]`.
 #[derive(Clone, Copy, Debug)]
 pub struct AdapterArgs<'a> {
-    /// `[r, k]`; any rank.
+    /// Matrix A, `[r, k]`. Adapters of one call may differ in `r`.
     pub lora_a: &'a Tensor,
-    /// `[n, r]`.
+    /// Matrix B, `[n, r]`.
     pub lora_b: &'a Tensor,
-    /// `alpha / r`.
+    /// Factor on the adapter's output, `alpha / r`.
     pub scale: f32,
-    /// Dropout of its input, drawn again in backward.
+    /// Dropout of the adapter's input, recomputed in backward.
     pub dropout: Option<AdapterDropout<'a>>,
 }
 
 /// `x W^T + bias + scale * (dropout(x) A^T) B^T`, the last term only with an adapter.
 #[derive(Clone, Copy, Debug)]
 pub struct AdaptedLayer<'a> {
-    /// `[n, k]`.
+    /// Weight of the base layer, `[n, k]`.
     pub weight: &'a Tensor,
-    /// `[n]`.
+    /// Bias, `[n]`.
     pub bias: Option<&'a Tensor>,
-    /// The adapter, if any.
+    /// Low-rank adapter, if any.
     pub adapter: Option<AdapterArgs<'a>>,
 }
 
-/// Operands of [`Backend::adapted_linear`]: projections of one input, such as queries, keys and values. Each projection
-/// has one layer, or one for each row group, such as the experts of a decoder layer.
+/// Operands of [`Backend::adapted_linear`]: projections of one input, such as queries, keys and values. A projection
+/// has one layer, or one layer per row group, e.g. per expert.
 #[derive(Clone, Copy, Debug)]
 pub struct AdaptedLinearArgs<'a> {
-    /// `[t, k]`.
+    /// Input, `[t, k]`.
     pub x: &'a Tensor,
-    /// i32 `[m]` each, which may be empty; together they name every row once. Without them all rows are one group.
+    /// Two row groups, each i32 `[m]`, possibly empty. Together they name every row once. `None`: all rows form one
+    /// group.
     pub row_groups: Option<[&'a Tensor; 2]>,
-    /// The layers of each projection, one a group. Layers of one projection have the same shape.
+    /// Layers by projection: one per row group. The layers of a projection have equal shapes.
     pub projections: &'a [Vec<AdaptedLayer<'a>>],
 }
 
 /// Results of [`Backend::adapted_linear`].
 #[derive(Debug)]
 pub struct AdaptedLinear {
-    /// `[t, n]` of each projection.
+    /// Outputs, `[t, n]` per projection.
     pub y: Vec<Tensor>,
-    /// Outputs of the adapters' A, for [`AdaptedLinearGradArgs::inner`]. Their form is the device's own; empty where the
-    /// device stores none.
+    /// Outputs of the adapters' A matrices, for [`AdaptedLinearGradArgs::inner`]. Each device has its own layout.
+    /// Empty if the device stores none.
     pub inner: Vec<Tensor>,
 }
 
@@ -83,9 +85,9 @@ pub struct AdaptedLinear {
 pub struct AdaptedLinearGradArgs<'a> {
     /// Operands of the forward call.
     pub forward: AdaptedLinearArgs<'a>,
-    /// `[t, n]` of each projection.
+    /// Gradients of the outputs, `[t, n]` per projection.
     pub dy: &'a [&'a Tensor],
-    /// [`AdaptedLinear::inner`] of the same projections, or nothing.
+    /// [`AdaptedLinear::inner`] of the same projections, or empty.
     pub inner: &'a [Tensor],
     /// Whether to compute the input's gradient.
     pub need_dx: bool,
@@ -94,30 +96,31 @@ pub struct AdaptedLinearGradArgs<'a> {
 /// Gradients of an adapter: `[r, k]` and `[n, r]`, f32.
 pub type AdapterGrads = [Tensor; 2];
 
-/// Gradients of [`AdaptedLinearGradArgs`].
+/// Results of [`Backend::adapted_linear_backward`].
 #[derive(Debug)]
 pub struct AdaptedLinearGrads {
-    /// `[t, k]` in the dtype of the input, if requested: the projections' gradients, each rounded, summed from the last
-    /// to the first with a rounding each time. With dropout the base's and the adapter's part are rounded each, too.
+    /// Gradient of the input, `[t, k]` in its dtype, if requested. The gradients of the projections are rounded, then
+    /// added from the last projection to the first, with rounding after each addition. With dropout, the parts of
+    /// base layer and adapter are also rounded before they are added.
     pub dx: Option<Tensor>,
-    /// Of each projection and row group.
+    /// Gradients of the adapters by projection and row group; `None` without an adapter.
     pub adapters: Vec<Vec<Option<AdapterGrads>>>,
 }
 
-/// One adapted layer on rows `x`.
+/// Operands of one layer with an adapter.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LoraArgs<'a> {
-    /// `[t, k]`.
+    /// Input, `[t, k]`.
     pub(crate) x: &'a Tensor,
-    /// `[n, k]`.
+    /// Weight of the base layer, `[n, k]`.
     pub(crate) weight: &'a Tensor,
-    /// `[n]`.
+    /// Bias, `[n]`.
     pub(crate) bias: Option<&'a Tensor>,
-    /// `[r, k]`.
+    /// Matrix A, `[r, k]`.
     pub(crate) lora_a: &'a Tensor,
-    /// `[n, r]`.
+    /// Matrix B, `[n, r]`.
     pub(crate) lora_b: &'a Tensor,
-    /// `alpha / r`.
+    /// Factor on the adapter's output, `alpha / r`.
     pub(crate) scale: f32,
     /// Dropout of the adapter's input.
     pub(crate) dropout: Option<AdapterDropout<'a>>,
@@ -126,16 +129,16 @@ pub(crate) struct LoraArgs<'a> {
 /// Gradients of [`LoraArgs`].
 #[derive(Debug)]
 pub(crate) struct LoraGrads {
-    /// `[t, k]` in the dtype of `x`, if requested.
+    /// Gradient of `x`, `[t, k]` in its dtype, if requested.
     pub(crate) dx: Option<Tensor>,
-    /// `[r, k]` f32.
+    /// Gradient of A, `[r, k]` f32.
     pub(crate) d_lora_a: Tensor,
-    /// `[n, r]` f32.
+    /// Gradient of B, `[n, r]` f32.
     pub(crate) d_lora_b: Tensor,
 }
 
 impl<'a> AdaptedLayer<'a> {
-    /// The layer on rows `x`, if it has an adapter.
+    /// Operands of the layer on rows `x`. `None` without an adapter.
     pub(crate) fn adapted<'o>(&self, x: &'o Tensor) -> Option<LoraArgs<'o>>
     where
         'a: 'o,
@@ -151,7 +154,7 @@ impl<'a> AdaptedLayer<'a> {
         })
     }
 
-    /// The product of rows `x` with the weight, without the adapter.
+    /// Operands of the base layer's product on rows `x`, without the adapter.
     pub(crate) fn base<'o>(&self, x: &'o Tensor) -> MatmulArgs<'o>
     where
         'a: 'o,
@@ -166,13 +169,13 @@ impl<'a> AdaptedLayer<'a> {
         }
     }
 
-    /// The layer without its bias, which has no part in the gradients.
+    /// The layer without its bias, which the gradients do not depend on.
     pub(crate) fn unbiased(self) -> Self {
         Self { bias: None, ..self }
     }
 }
 
-/// One projection over row groups.
+/// One projection with two row groups.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GroupedLayers<'a> {
     pub(crate) x: &'a Tensor,
@@ -181,12 +184,12 @@ pub(crate) struct GroupedLayers<'a> {
 }
 
 impl<'a> AdaptedLinearArgs<'a> {
-    /// Layers of a projection.
+    /// Number of layers per projection.
     fn groups(&self) -> usize {
         self.row_groups.map_or(1, |rows| rows.len())
     }
 
-    /// The layers `layers` of a projection with their rows; `None` if all rows are one group.
+    /// The projection `layers` with its row groups. `None` if all rows form one group.
     pub(crate) fn grouped(&self, layers: &[AdaptedLayer<'a>]) -> Option<GroupedLayers<'a>> {
         let (rows, &[first, second]) = (self.row_groups?, layers) else {
             return None;
@@ -199,7 +202,7 @@ impl<'a> AdaptedLinearArgs<'a> {
     }
 }
 
-/// Outputs of the layers of each projection: that the operands fit.
+/// Checks that the operands fit. Returns the output width `n` of each projection.
 pub(crate) fn check(op: &'static str, args: &AdaptedLinearArgs<'_>) -> Result<Vec<usize>> {
     let (x, groups) = (args.x, args.groups());
     if args.projections.is_empty() {
@@ -221,7 +224,7 @@ pub(crate) fn check(op: &'static str, args: &AdaptedLinearArgs<'_>) -> Result<Ve
     args.projections.iter().map(width).collect()
 }
 
-/// As [`check`], with the gradients.
+/// Checks the operands and gradients of the backward call.
 pub(crate) fn check_backward(op: &'static str, args: &AdaptedLinearGradArgs<'_>) -> Result<()> {
     let widths = check(op, &args.forward)?;
     let (t, layers, dy) = (args.forward.x.shape().rows(), widths.len(), args.dy.len());
@@ -237,20 +240,21 @@ pub(crate) fn check_backward(op: &'static str, args: &AdaptedLinearGradArgs<'_>)
     Ok(())
 }
 
-/// The parts of the operation that each device computes in its own way.
+/// Parts of the operation that each device implements.
 pub(crate) trait AdaptedRows: Backend {
-    /// An adapted layer.
+    /// Forward of one layer with an adapter: `[t, n]`.
     fn layer(&self, args: &LoraArgs<'_>) -> Result<Tensor>;
 
-    /// Its gradients for `dy [t, n]`; the base weight is frozen.
+    /// Gradients of [`AdaptedRows::layer`] for `dy [t, n]`. The base weight is frozen.
     fn layer_backward(&self, args: &LoraArgs<'_>, dy: &Tensor, need_dx: bool) -> Result<LoraGrads>;
 
-    /// A projection over row groups, and the adapters' inner outputs if the device stores them.
+    /// Forward of a projection with row groups: `[t, n]`, and the outputs of the adapters' A if the device stores
+    /// them.
     fn grouped(&self, args: &GroupedLayers<'_>) -> Result<(Tensor, Option<Tensor>)> {
         Ok((gathered(self, args)?, None))
     }
 
-    /// Its gradients for `dy [t, n]`: of the input, if requested, and of the adapters.
+    /// Gradients of [`AdaptedRows::grouped`] for `dy [t, n]`: of the input, if requested, and of the adapters.
     fn grouped_backward(
         &self,
         args: &GroupedLayers<'_>,
@@ -262,7 +266,7 @@ pub(crate) trait AdaptedRows: Backend {
     }
 }
 
-/// [`Backend::adapted_linear`] by one projection after the other.
+/// [`Backend::adapted_linear`], one projection after the other.
 pub(crate) fn forward<B: AdaptedRows + ?Sized>(
     on: &B,
     args: &AdaptedLinearArgs<'_>,
@@ -281,14 +285,14 @@ pub(crate) fn forward<B: AdaptedRows + ?Sized>(
             None => rows(on, &layers[0], args.x, None)?,
         });
     }
-    // The backward call could not tell which projections a part of them belongs to.
+    // An incomplete list is useless, since backward could not assign its entries to projections.
     if all.inner.len() != all.y.len() {
         all.inner.clear();
     }
     Ok(all)
 }
 
-/// [`Backend::adapted_linear_backward`] by one projection after the other, the last first.
+/// [`Backend::adapted_linear_backward`], one projection after the other from the last to the first.
 pub(crate) fn backward<B: AdaptedRows + ?Sized>(
     on: &B,
     args: &AdaptedLinearGradArgs<'_>,
@@ -319,7 +323,7 @@ pub(crate) fn backward<B: AdaptedRows + ?Sized>(
     Ok(AdaptedLinearGrads { dx, adapters })
 }
 
-/// A layer on rows `x`, whose dropout has these row words if they are not those of all rows.
+/// Forward of a layer on rows `x`. `words` are their row words for dropout, if `x` is a subset of the rows.
 fn rows<B: AdaptedRows + ?Sized>(
     on: &B,
     layer: &AdaptedLayer<'_>,
@@ -332,7 +336,7 @@ fn rows<B: AdaptedRows + ?Sized>(
     }
 }
 
-/// The gradients of [`rows`] for rows `x` and `dy`.
+/// Gradients of [`rows`], of the input `x` if requested, and of the adapter if there is one.
 fn rows_backward<B: AdaptedRows + ?Sized>(
     on: &B,
     layer: &AdaptedLayer<'_>,
@@ -367,7 +371,7 @@ fn with_words<'o>(
     Some(LoraArgs { dropout, ..adapted })
 }
 
-/// Row words of the rows `rows` of an adapter's dropout, if it has one.
+/// Row words for dropout of the rows `rows`. `None` without dropout.
 fn own_words<B: Backend + ?Sized>(
     on: &B,
     layer: &AdaptedLayer<'_>,
@@ -379,7 +383,7 @@ fn own_words<B: Backend + ?Sized>(
         .transpose()
 }
 
-/// A projection over row groups, by a layer for each group on gathered rows.
+/// Forward of a projection with row groups, one layer per group on gathered rows.
 pub(crate) fn gathered<B: AdaptedRows + ?Sized>(
     on: &B,
     args: &GroupedLayers<'_>,
@@ -396,7 +400,7 @@ pub(crate) fn gathered<B: AdaptedRows + ?Sized>(
     Ok(y)
 }
 
-/// The gradients of [`gathered`].
+/// Gradients of [`gathered`].
 pub(crate) fn gathered_backward<B: AdaptedRows + ?Sized>(
     on: &B,
     args: &GroupedLayers<'_>,

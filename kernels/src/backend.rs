@@ -1,13 +1,13 @@
-//! The operations of a device. They are coarse, and each comes with its backward.
+//! Operations of a device. Each operation is coarse and has a matching backward.
 //!
 //! Symbols in shapes: `t` tokens (rows), `s` key tokens, `h` query heads, `g` key/value heads, `d` head dim, `c`
 //! channels, `m n k` matrix sizes, `r` adapter rank, `v` vocabulary.
 //!
 //! Rules for every backend:
-//! * 16-bit tensors are computed in f32 and rounded once, to nearest even, on store.
-//! * Gradients of parameters are f32, whatever the dtype of the weight. Gradients of activations have the dtype of
-//!   the activation.
-//! * Results depend on shapes and values only, never on the number of threads.
+//! - 16-bit tensors are computed in f32 and rounded once, to nearest even, on store.
+//! - Gradients of parameters are f32, whatever the dtype of the weight.
+//! - Gradients of activations have the dtype of the activation.
+//! - Results depend on shapes and values only, never on the number of threads.
 
 use crate::adapted::{AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads};
 use crate::error::Result;
@@ -42,24 +42,24 @@ impl Device {
 /// Whether a matrix operand is used as stored or transposed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Transpose {
-    /// As stored.
+    /// Use the operand as stored.
     No,
-    /// Rows and columns swapped.
+    /// Swap rows and columns.
     Yes,
 }
 
 /// Operands of [`Backend::matmul`]: `op(a) @ op(b) + bias`.
 #[derive(Clone, Copy, Debug)]
 pub struct MatmulArgs<'a> {
-    /// `[m, k]`, or `[k, m]` when transposed. Leading axes are folded into rows.
+    /// Left operand, `[m, k]`, or `[k, m]` when transposed. Leading axes are folded into rows.
     pub a: &'a Tensor,
     /// Whether `a` is transposed.
     pub transpose_a: Transpose,
-    /// `[k, n]`, or `[n, k]` when transposed (the layout of a linear weight).
+    /// Right operand, `[k, n]`, or `[n, k]` when transposed (the layout of a linear weight).
     pub b: &'a Tensor,
     /// Whether `b` is transposed.
     pub transpose_b: Transpose,
-    /// `[n]`, added to every row.
+    /// Bias, `[n]`, added to every row.
     pub bias: Option<&'a Tensor>,
     /// Dtype of the result.
     pub out: DType,
@@ -68,9 +68,9 @@ pub struct MatmulArgs<'a> {
 /// Operands of [`Backend::dropout`].
 #[derive(Clone, Copy, Debug)]
 pub struct DropoutArgs<'a> {
-    /// `[t, k]`, any float dtype.
+    /// Input, `[t, k]`, any float dtype.
     pub x: &'a Tensor,
-    /// i32 `[t, 2]`: two words for each row, e.g. (sample, position); they do not depend on the batch.
+    /// Row words, i32 `[t, 2]`: an identity for each row, e.g. (sample, position). It does not depend on the batch.
     pub rows: &'a Tensor,
     /// Key of the random stream for one use, e.g. (seed, layer).
     pub key: [u32; 2],
@@ -99,9 +99,9 @@ pub enum RopeLayout {
 /// Direction of a rotation. The inverse is the backward of the rotation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Direction {
-    /// By the angles of the positions.
+    /// Rotation by the angles of the positions.
     Forward,
-    /// By the negative angles.
+    /// Rotation by the negative angles.
     Inverse,
 }
 
@@ -112,11 +112,11 @@ pub enum Direction {
 /// attention).
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionArgs<'a> {
-    /// `[t, h, d]`.
+    /// Queries, `[t, h, d]`.
     pub q: &'a Tensor,
-    /// `[s, g, d]`.
+    /// Keys, `[s, g, d]`.
     pub k: &'a Tensor,
-    /// `[s, g, d]`.
+    /// Values, `[s, g, d]`.
     pub v: &'a Tensor,
     /// Ascending offsets, first 0, last `t`.
     pub q_starts: &'a [usize],
@@ -132,42 +132,42 @@ pub struct AttentionArgs<'a> {
 /// Result of [`Backend::attention`].
 #[derive(Debug)]
 pub struct AttentionOut {
-    /// `[t, h, d]`.
+    /// Output, `[t, h, d]`.
     pub out: Tensor,
-    /// `[t, h]` f32: log of the sum of exponentials of the scaled scores, for backward.
+    /// Log-sum-exp of the scaled scores, `[t, h]` f32, for backward.
     pub lse: Tensor,
 }
 
 /// Gradients of [`AttentionArgs`].
 #[derive(Debug)]
 pub struct AttentionGrads {
-    /// `[t, h, d]`.
+    /// Gradient of the queries, `[t, h, d]`.
     pub dq: Tensor,
-    /// `[s, g, d]`.
+    /// Gradient of the keys, `[s, g, d]`.
     pub dk: Tensor,
-    /// `[s, g, d]`.
+    /// Gradient of the values, `[s, g, d]`.
     pub dv: Tensor,
 }
 
 /// Gradients of a normalization.
 #[derive(Debug)]
 pub struct NormGrads {
-    /// In the dtype of `x`.
+    /// Gradient of `x`, in its dtype.
     pub dx: Tensor,
-    /// `[c]` f32.
+    /// Gradient of the weight, `[c]` f32.
     pub d_weight: Tensor,
-    /// `[c]` f32, for layer norm.
+    /// Gradient of the bias, `[c]` f32; layer norm only.
     pub d_bias: Option<Tensor>,
 }
 
 /// Losses and gradients of [`Backend::linear_cross_entropy`].
 #[derive(Debug)]
 pub struct LossGrads {
-    /// f32 `[t]`: loss per token, as [`Backend::linear_cross_entropy`] returns it.
+    /// Loss per token, f32 `[t]`, as [`Backend::linear_cross_entropy`] returns it.
     pub losses: Tensor,
-    /// `[t, c]` in the dtype of the hidden states, if requested. Rows with an ignored label are zero.
+    /// Gradient of the hidden states, `[t, c]` in their dtype, if requested. Rows with an ignored label are zero.
     pub d_hidden: Option<Tensor>,
-    /// `[v, c]` f32, if requested.
+    /// Gradient of the weight, `[v, c]` f32, if requested.
     pub d_weight: Option<Tensor>,
 }
 
@@ -338,10 +338,10 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When there is no projection, shapes do not fit, the row groups are no partition of the rows, or the pool is full.
     fn adapted_linear(&self, args: AdaptedLinearArgs<'_>) -> Result<AdaptedLinear>;
 
-    /// Its gradients for `dy [t, n]` of each projection; the base weights are frozen.
+    /// Gradients of [`Backend::adapted_linear`] for `dy [t, n]` of each projection. The base weights are frozen.
     ///
     /// # Errors
-    /// As [`Backend::adapted_linear`]; when there is not one `dy` for each projection.
+    /// As [`Backend::adapted_linear`], or when there is not one `dy` for each projection.
     fn adapted_linear_backward(
         &self,
         args: AdaptedLinearGradArgs<'_>,

@@ -1,5 +1,5 @@
-//! Grouped matrix product: two layers over a partition of rows. Operands, and what the results are defined as; a device
-//! with no kernel for it computes it by that definition.
+//! Grouped matrix product (grouped GEMM): two layers over a partition of rows. Contains the operands and a reference
+//! implementation, which defines the results and serves devices without a kernel.
 
 use crate::backend::{MatmulArgs, Transpose};
 use crate::check;
@@ -10,26 +10,26 @@ use crate::{Backend, DType, Tensor};
 /// `y[row] = a[row] @ op(b) + bias`, with `b` and `bias` of the row's group.
 #[derive(Clone, Copy, Debug)]
 pub struct GroupedMatmulArgs<'a> {
-    /// `[t, k]`.
+    /// Left operand, `[t, k]`.
     pub a: &'a Tensor,
-    /// The groups; together they name every row once.
+    /// The two row groups. Together they name every row once.
     pub groups: [MatmulGroup<'a>; 2],
-    /// How each `b` is used.
+    /// Whether each `b` is transposed.
     pub transpose_b: Transpose,
 }
 
-/// One layer and its rows.
+/// One row group and its layer.
 #[derive(Clone, Copy, Debug)]
 pub struct MatmulGroup<'a> {
-    /// i32 `[m]`; may be empty.
+    /// Row numbers, i32 `[m]`, possibly empty.
     pub rows: &'a Tensor,
-    /// `[k, n]`, or `[n, k]` when transposed (the layout of a linear weight).
+    /// Right operand, `[k, n]`, or `[n, k]` when transposed (the layout of a linear weight).
     pub b: &'a Tensor,
-    /// `[n]`, added to the group's rows.
+    /// Bias, `[n]`, added to the group's rows.
     pub bias: Option<&'a Tensor>,
 }
 
-/// Fails unless every row below `t` is named once, so that each is written once. Null tensors are not checked.
+/// Fails unless the groups name every row below `t` exactly once. Meta tensors are not checked.
 pub(crate) fn partition(op: &'static str, rows: [&Tensor; 2], t: usize) -> Result<()> {
     let mut seen = vec![false; t];
     for rows in rows.iter().filter(|rows| !rows.is_meta()) {
@@ -48,11 +48,11 @@ pub(crate) fn partition(op: &'static str, rows: [&Tensor; 2], t: usize) -> Resul
             }
         }
     }
-    // `check::groups` has compared the number of row numbers with `t`.
+    // `check::groups` has compared the number of rows with `t`, so no row is missing.
     Ok(())
 }
 
-/// Row numbers that are not `second`, and those that are, each in order.
+/// Row numbers where `second` is false, and where it is true, each in ascending order.
 pub(crate) fn split(second: &[bool]) -> [Vec<i32>; 2] {
     let mut rows = [Vec::new(), Vec::new()];
     for (row, second) in second.iter().enumerate() {
@@ -61,7 +61,7 @@ pub(crate) fn split(second: &[bool]) -> [Vec<i32>; 2] {
     rows
 }
 
-/// [`Backend::partition_rows`] by the host.
+/// [`Backend::partition_rows`], computed on the host.
 pub(crate) fn partition_rows<B: Backend + ?Sized>(on: &B, second: &[bool]) -> Result<[Tensor; 2]> {
     let [first, second] = split(second);
     let place = |rows: &[i32]| {
@@ -73,7 +73,7 @@ pub(crate) fn partition_rows<B: Backend + ?Sized>(on: &B, second: &[bool]) -> Re
 
 const OP: &str = "grouped_matmul";
 
-/// [`Backend::grouped_matmul`] by a product per group on gathered rows.
+/// [`Backend::grouped_matmul`], one product per group on gathered rows.
 pub(crate) fn matmul<B: Backend + ?Sized>(on: &B, args: &GroupedMatmulArgs<'_>) -> Result<Tensor> {
     let (shape, dtype) = (check::grouped(args)?, args.a.dtype());
     partition(OP, args.groups.map(|group| group.rows), args.a.dim(0))?;
@@ -94,7 +94,7 @@ pub(crate) fn matmul<B: Backend + ?Sized>(on: &B, args: &GroupedMatmulArgs<'_>) 
     Ok(y)
 }
 
-/// [`Backend::matmul_of_rows`] by one product of gathered rows.
+/// [`Backend::matmul_of_rows`], one product on gathered rows.
 pub(crate) fn matmul_of_rows<B: Backend + ?Sized>(
     on: &B,
     a: &Tensor,

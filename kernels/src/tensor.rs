@@ -354,7 +354,7 @@ impl Tensor {
         }
     }
 
-    /// Extents.
+    /// Shape: extent of each axis.
     #[must_use]
     pub fn shape(&self) -> Shape {
         self.shape
@@ -591,7 +591,7 @@ impl TensorMut {
         Ok(out)
     }
 
-    /// Extents.
+    /// Shape: extent of each axis.
     #[must_use]
     pub fn shape(&self) -> Shape {
         self.shape

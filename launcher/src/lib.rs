@@ -1,8 +1,8 @@
-//! Command line, rank supervisor, data loading, training loop and reports.
+//! Launcher of training runs: command line, rank supervisor, data loading, training loop and reports.
 //!
-//! Data flows one way: `argv` → [`cli::Args`] → [`config::RunConfig`] → ranks → reports. One
-//! executable plays two parts, told apart by the environment ([`rank_env`]): the supervisor
-//! resolves the configuration, starts the ranks and owns the terminal; a rank trains.
+//! Data flows one way: `argv` → [`cli::Args`] → [`config::RunConfig`] → ranks → reports. The same executable runs as
+//! supervisor or as rank, depending on the environment ([`rank_env`]). The supervisor resolves the configuration,
+//! starts the ranks and owns the terminal. A rank trains.
 #![forbid(unsafe_code)]
 
 pub mod cli;
@@ -26,12 +26,12 @@ pub mod units;
 pub use commands::{Hooks, PrepareHook, RankMain, run_hooks, run_with};
 pub use plan::Suggestions;
 
-/// Runs the program: checks, trains, evaluates, saves.
+/// Runs the program on this machine's GPUs or CPU.
 pub fn run() -> std::process::ExitCode {
     run_on(&device::Nvidia)
 }
 
-/// Runs the program with these GPUs in the place of the machine's.
+/// Runs the program with `devices` instead of this machine's GPUs, for tests.
 pub fn run_on(devices: &'static dyn device::Devices) -> std::process::ExitCode {
     run_hooks(Hooks {
         prepare: plan::prepare,

@@ -1,7 +1,8 @@
-//! Quantities in text: bytes, counts, durations.
+//! Parsing and formatting of quantities: bytes, counts, durations.
 
-/// Parses bytes: `64G`, `512MiB`, `1.5 GiB`, `5e8`. K, M, G, T and KiB… are powers of 1024, KB, MB,
-/// GB, TB powers of 1000, a bare number is bytes.
+/// Parses a number of bytes, such as `64G`, `512MiB`, `1.5 GiB` or `5e8`.
+///
+/// K, M, G, T and KiB, MiB, … are powers of 1024. KB, MB, GB and TB are powers of 1000.
 ///
 /// # Errors
 /// The text is no number, has an unknown unit, or is negative or too large.
@@ -59,7 +60,7 @@ pub fn count(value: u64) -> String {
 fn scaled(value: u64, base: f64, units: &[&str]) -> String {
     let mut number = value as f64;
     let mut unit = 0;
-    // 999.95 would print as 1000.0: move on as soon as rounding gets there.
+    // 999.95 would print as 1000.0, so the next unit starts where rounding would reach 1000.
     while number >= base - 0.5 && unit + 1 < units.len() {
         number /= base;
         unit += 1;
@@ -71,7 +72,7 @@ fn scaled(value: u64, base: f64, units: &[&str]) -> String {
     }
 }
 
-/// A number with thousands marks: `10 000`.
+/// Number with spaces between groups of three digits: `10 000`.
 pub fn grouped(value: u64) -> String {
     let digits = value.to_string();
     let mut text = String::new();
@@ -90,7 +91,7 @@ pub fn clock(seconds: f64) -> String {
     format!("{}:{:02}:{:02}", total / 3600, total / 60 % 60, total % 60)
 }
 
-/// Seconds for people: `0.04 s`, `19.4 s`, `12 min 05 s`.
+/// Duration for output: `0.04 s`, `19.4 s`, `12 min 05 s`.
 pub fn seconds(value: f64) -> String {
     if value < 0.995 {
         format!("{value:.2} s")

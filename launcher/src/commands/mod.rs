@@ -1,4 +1,4 @@
-//! One module for each subcommand, and what the program does with its command line.
+//! Subcommands, one module each, and the dispatch of the command line to them.
 
 pub mod bench;
 mod ckpt;
@@ -28,27 +28,28 @@ use std::io::Write;
 use std::process::ExitCode;
 use train::{run_rank, run_supervisor, show_files};
 
-/// The work of one rank process, from its configuration to its summary.
+/// Main function of a rank process. Returns its summary.
 pub type RankMain = fn(&RunPlan, &RankEnv, &StopFlag, &dyn Devices) -> Result<RunSummary, Failure>;
 
-/// Work of the supervisor before ranks start and before the run's directory is touched: check model and data, plan the
-/// memory, decide what the draft leaves open. What it shows goes through the callback. It returns the decided run, and what
-/// it can say later about failures of ranks.
+/// Function that the supervisor runs before ranks start and before the run's directory is touched.
+///
+/// It checks model and data, plans the memory, and resolves the draft. Its output goes to the callback. It returns
+/// the plan, and suggestions for later failures of ranks.
 pub type PrepareHook =
     fn(&RunPlan, &mut dyn FnMut(Event)) -> Result<(RunPlan, Suggestions), Failure>;
 
-/// What the program does besides supervising.
+/// Functions of the program besides supervision.
 #[derive(Debug, Clone, Copy)]
 pub struct Hooks {
-    /// Runs once, in the supervisor.
+    /// Called in the supervisor before ranks start.
     pub prepare: PrepareHook,
-    /// Runs in every rank.
+    /// Called in every rank.
     pub rank_main: RankMain,
-    /// GPUs.
+    /// GPUs of the machine.
     pub devices: &'static dyn Devices,
 }
 
-/// Runs the program with nothing to prepare.
+/// Runs the program with `rank_main` and without checks or planning.
 pub fn run_with(rank_main: RankMain) -> ExitCode {
     run_hooks(Hooks {
         prepare: |draft, _| Ok((draft.clone(), Box::new(|_| ()))),
@@ -57,7 +58,7 @@ pub fn run_with(rank_main: RankMain) -> ExitCode {
     })
 }
 
-/// Runs the program: this process becomes the supervisor or a rank, as the environment says.
+/// Runs the program. The environment decides whether this process is the supervisor or a rank.
 pub fn run_hooks(hooks: Hooks) -> ExitCode {
     let argv: Vec<String> = std::env::args_os()
         .skip(1)
@@ -79,7 +80,7 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
                 true => args,
                 false => Box::new(cli::train_args(&loaded.words)?),
             };
-            // Ranks that our own supervisor started have its configuration instead of a line.
+            // Ranks of the supervisor read its configuration instead of the command line.
             if !env.rank.as_ref().is_some_and(RankEnv::is_supervised) {
                 let mut screen = Screen::on_stderr(env.no_color);
                 let place = hostfile::place(&args, argv, &env, &mut |event| screen.show(&event))?;
@@ -87,7 +88,7 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
             }
             match env.rank.clone() {
                 Some(rank) => {
-                    // Under another launcher no supervisor has said it.
+                    // Under another launcher no supervisor prints this.
                     if rank.rank == 0 {
                         show_files(&loaded, &mut Screen::on_stderr(env.no_color));
                     }
@@ -98,7 +99,7 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
         }
         Command::Plan { args, typed, notes } => plan_with_files(hooks, &args, typed, notes),
         Command::ExplainConfig { args, typed } => file::explain(&args, &typed, &Env::read_alone()),
-        // Reports also on an environment that training refuses.
+        // The report must also work in an environment that training refuses.
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
         Command::Explain(options) => explain::run(&options),
         Command::DataCheck(options) => data_check::run(&options, &Variables::read()),
@@ -116,7 +117,7 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
     }
 }
 
-/// Plans a line that its files are part of.
+/// Runs `launcher plan` with a command line that may name configuration files.
 fn plan_with_files(
     hooks: &Hooks,
     args: &PlanArgs,

@@ -1,10 +1,10 @@
-//! A directory of results that takes its name only when it is whole, and never overwrites anything.
+//! Output directory that gets its name only when it is complete. Existing files are never overwritten.
 
 use std::path::{Path, PathBuf};
 
 use crate::error::{ErrorCode, Failure};
 
-/// A directory in the making, beside the place it will take. Dropped before [`NewDirectory::publish`], it is removed.
+/// Directory under construction, next to its final path. Dropping it before [`NewDirectory::publish`] removes it.
 #[derive(Debug)]
 pub(crate) struct NewDirectory {
     output: PathBuf,
@@ -12,17 +12,17 @@ pub(crate) struct NewDirectory {
 }
 
 impl NewDirectory {
-    /// Checks that `output` is free and begins an empty directory for it; `what` begins the sentence that says that
-    /// nothing is overwritten (`an export`).
+    /// Checks that `output` is free and creates an empty directory next to it. `what` is the subject of the error
+    /// message about overwriting, e.g. `an export`.
     ///
     /// # Errors
-    /// Something is there (exit 2), or the directory cannot be made (exit 16).
+    /// `output` exists and is not empty (exit 2), or the directory cannot be created (exit 16).
     pub(crate) fn begin(output: &Path, what: &str) -> Result<Self, Failure> {
         check(output, what)?;
         let mut name = output.file_name().unwrap_or_default().to_os_string();
         name.push(".tmp");
         let staging = output.with_file_name(name);
-        // Left by a run that was ended.
+        // A killed run may have left this directory.
         drop(std::fs::remove_dir_all(&staging));
         std::fs::create_dir_all(&staging)
             .map_err(|error| Failure::io(ErrorCode::Disk, "make", &staging, &error))?;
@@ -32,22 +32,22 @@ impl NewDirectory {
         })
     }
 
-    /// Where to write.
+    /// Directory to write into.
     pub(crate) fn path(&self) -> &Path {
         &self.staging
     }
 
-    /// Gives the directory its name.
+    /// Renames the directory to its final path.
     ///
     /// # Errors
-    /// Something has taken the name in the meantime.
+    /// The path was taken in the meantime, or renaming fails (exit 16).
     pub(crate) fn publish(self) -> Result<(), Failure> {
         rename(&self.staging, &self.output)
     }
 }
 
 impl NewDirectory {
-    /// Gives its name to the directory `inner` in [`NewDirectory::path`]; what else lies there goes.
+    /// Renames the directory `inner` inside [`NewDirectory::path`] to the final path. Everything else is removed.
     ///
     /// # Errors
     /// As [`NewDirectory::publish`].
@@ -68,7 +68,7 @@ fn rename(from: &Path, output: &Path) -> Result<(), Failure> {
 
 impl Drop for NewDirectory {
     fn drop(&mut self) {
-        // What was begun is of no use; after a rename there is nothing.
+        // An unfinished directory is useless. After a rename it does not exist, and the error is ignored.
         drop(std::fs::remove_dir_all(&self.staging));
     }
 }

@@ -1,4 +1,4 @@
-//! The two parts of the program: supervisor and rank.
+//! Training: the supervisor process and the rank process.
 
 use super::{Hooks, demo};
 use crate::error::{ErrorCode, Failure, RECORD_TARGET};
@@ -24,13 +24,13 @@ use crate::report::run_directory::{self, Held};
 use crate::report::{self, PlanFile};
 use crate::ui::{DoneEvent, Event, ResumeEvent, Screen};
 
-/// Where the run of a line computes.
+/// Devices of the run that `args` describe.
 fn choose(args: &Args, devices: &dyn Devices) -> Result<Chosen, Failure> {
     let choice = args.device.unwrap_or(DEVICE);
     device::choose(choice, devices, &Variables::read())
 }
 
-/// What the files of a line give, and what in them deserves attention.
+/// Shows which settings come from configuration files, and warnings about them.
 pub(super) fn show_files(loaded: &Loaded, screen: &mut Screen) {
     for text in &loaded.gives {
         screen.show(&Event::Info {
@@ -85,7 +85,7 @@ pub(super) fn run_supervisor(
         }
         asked = settle_one_by_one(&asked)?;
     }
-    // The machine of rank 0 does for the directory what elsewhere nobody must do twice.
+    // The machine of rank 0 prepares the run's directory. The other machines share it.
     let is_first = share.as_ref().is_none_or(|share| share.first_rank == 0);
     if is_first {
         asked = RunConfig {
@@ -124,7 +124,7 @@ pub(super) fn run_supervisor(
         suggestions,
     };
     let ended = run_job(hooks, job, env, share, &signals, &mut screen);
-    // Also of a run that failed: from what it left.
+    // A failed run also gets pages, from the files it left.
     if is_first && let Err(failure) = report::write_pages(&output) {
         let text = format!("{}: {}", failure.title, failure.cause);
         screen.show(&Event::Warning { text });
@@ -140,12 +140,12 @@ pub(super) fn run_supervisor(
     Ok(status_of(&summary))
 }
 
-/// Whether `--resume auto` found a run with no step left: a job that is queued again after its end has done its work.
+/// Whether `--resume auto` found a completed run. A job that is queued again after its end has nothing to do.
 fn is_finished(args: &Args, failure: &Failure) -> bool {
     failure.code == ErrorCode::NothingToDo && args.resume.as_deref() == Some("auto")
 }
 
-/// What is said of such a run.
+/// Line about a completed run.
 fn finished(failure: &Failure) -> Event {
     Event::Info {
         label: "resume".into(),
@@ -153,7 +153,7 @@ fn finished(failure: &Failure) -> Event {
     }
 }
 
-/// The ranks of this machine among those of others, where there are others.
+/// Position of this machine's ranks among those of all machines. `None` on a single machine.
 fn share_of(config: &RunConfig, env: &Env) -> Option<Share> {
     let node = env.node.as_ref().filter(|_| config.ranks_here.is_some())?;
     let (first_rank, _, world_size) = node.share(config.world_size / node.nodes);
@@ -164,23 +164,23 @@ fn share_of(config: &RunConfig, env: &Env) -> Option<Share> {
     })
 }
 
-/// A run that is ready to begin.
+/// Run that is ready to start.
 struct Planned {
-    /// What was asked for, before a plan decided anything.
+    /// Configuration as requested.
     asked: RunConfig,
     run: RunPlan,
     suggestions: Suggestions,
 }
 
-/// What a draft came to.
+/// Result of planning a draft.
 struct Prepared {
     run: RunPlan,
     suggestions: Suggestions,
-    /// What the report says of the plan.
+    /// Numbers of the plan for the report.
     plan: PlanFile,
 }
 
-/// Checks a draft and decides what it leaves open.
+/// Checks and resolves a draft.
 fn prepare(
     hooks: &Hooks,
     draft: &RunPlan,
@@ -198,7 +198,8 @@ fn prepare(
     })
 }
 
-/// Trains, and in the demo shows that the result can be loaded. The run of the last attempt comes back.
+/// Trains, with restarts. For the demo, then proves that the result can be loaded. Returns the plan of the last
+/// attempt.
 fn run_job(
     hooks: &Hooks,
     planned: Planned,
@@ -209,7 +210,7 @@ fn run_job(
 ) -> Result<(RunPlan, RunSummary), Failure> {
     let is_first = share.as_ref().is_none_or(|share| share.first_rank == 0);
     let mut attempts = Attempts::new(planned.asked, planned.run);
-    // That of the newest plan.
+    // Suggestions of the newest plan.
     let suggestions = RefCell::new(planned.suggestions);
     let mut again = |draft: &RunPlan, screen: &mut Screen| {
         let newest = prepare(hooks, draft, &mut |event| screen.show(&event))?;
@@ -271,7 +272,7 @@ fn supervise(
     ended
 }
 
-/// Loads the demo's last checkpoint in one rank and compares the evaluation loss bit for bit.
+/// Loads the demo's last checkpoint on one rank and compares the evaluation loss bit for bit.
 fn prove_resume(
     run: &RunPlan,
     trained: &RunSummary,
@@ -349,7 +350,7 @@ pub(super) fn run_rank(
     args: &Args,
     format: ErrorFormat,
 ) -> Result<ExitCode, Failure> {
-    // Under another launcher rank 0 does for the directory what otherwise the supervisor does.
+    // Under another launcher, rank 0 prepares the run's directory.
     let (config, alone) = match rank_run(hooks, env, rank, args) {
         Err(failure) if is_finished(args, &failure) => {
             if rank.rank == 0 {
@@ -402,16 +403,16 @@ pub(super) fn run_rank(
     status
 }
 
-/// What a rank has that plans for itself.
+/// State of a rank under another launcher, which plans the run itself.
 struct Alone {
-    /// What was asked for, before a plan decided anything.
+    /// Configuration as requested.
     asked: RunConfig,
-    /// The run's directory, on rank 0.
+    /// Lock on the run's directory; rank 0 only.
     held: Option<Held>,
 }
 
 impl Alone {
-    /// Plans the run again for the way through host memory, as every rank does.
+    /// Plans the run again with exchange through host memory. Every rank does the same.
     fn through_host(
         &self,
         hooks: &Hooks,
@@ -432,8 +433,8 @@ impl Alone {
     }
 }
 
-/// The run of a rank: the supervisor's, or under another launcher decided from the same command line on every rank, of which
-/// rank 0 holds the directory.
+/// Plan of a rank. Under the supervisor it is read from a file. Under another launcher every rank resolves the same
+/// command line, and rank 0 locks the run's directory.
 fn rank_run(
     hooks: &Hooks,
     env: &Env,
@@ -452,7 +453,7 @@ fn rank_run(
             ..asked
         };
     }
-    // The same on every rank: order of the samples, batches of the evaluation.
+    // Every rank plans, because all need the sample order and the evaluation batch size.
     let Prepared { run, plan, .. } = prepare(hooks, &asked.draft(), &mut |_| ())?;
     let mut held = None;
     if rank.rank == 0 {

@@ -1,4 +1,4 @@
-//! The closed sets of values a configuration takes.
+//! Enums and closed sets of values in a configuration.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,7 +8,7 @@ use models::cogvlm::config::TemplateVersion;
 use models::data::{DataFormat, PromptSource, PromptStyle};
 use serde::{Deserialize, Serialize};
 
-/// `--device` as typed.
+/// `--device` as given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum DeviceChoice {
     /// GPUs where there is one that can be used, else the CPU.
@@ -19,7 +19,7 @@ pub enum DeviceChoice {
     Cuda,
 }
 
-/// `--cuda-graph`: whether runs of works on a GPU are queued as one when they come again.
+/// `--cuda-graph`: whether repeated sequences of GPU commands are replayed as CUDA graphs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CudaGraph {
@@ -32,7 +32,7 @@ pub enum CudaGraph {
     Off,
 }
 
-/// A device after resolution.
+/// Device of a run after resolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Device {
@@ -43,7 +43,7 @@ pub enum Device {
 }
 
 impl Device {
-    /// As on the command line.
+    /// Name on the command line.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -53,7 +53,7 @@ impl Device {
     }
 }
 
-/// `--precision`.
+/// `--precision`: dtypes of weights, activations and optimizer states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PrecisionChoice {
@@ -69,7 +69,7 @@ pub enum PrecisionChoice {
     PureBf16,
 }
 
-/// `--data-format`.
+/// `--data-format`: format of the samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DataFormatChoice {
@@ -91,7 +91,7 @@ pub enum DataFormatChoice {
 }
 
 impl DataFormatChoice {
-    /// As the reader takes it; `None` detects.
+    /// Format for the reader; `None` means detection.
     #[must_use]
     pub fn format(self) -> Option<DataFormat> {
         match self {
@@ -106,7 +106,7 @@ impl DataFormatChoice {
     }
 }
 
-/// `--template`.
+/// `--template`: prompt template.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TemplateChoice {
@@ -132,7 +132,7 @@ pub enum TemplateChoice {
 }
 
 impl TemplateChoice {
-    /// As sample rules take it; `None` is the model directory's.
+    /// Prompt style; `None` means that of the model directory.
     #[must_use]
     pub fn style(self) -> Option<PromptStyle> {
         use {PromptSource as S, TemplateVersion as V};
@@ -151,7 +151,7 @@ impl TemplateChoice {
     }
 }
 
-/// `--rope-precision`.
+/// `--rope-precision`: where rotary embedding angles are rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RopeChoice {
@@ -162,7 +162,7 @@ pub enum RopeChoice {
     F32,
 }
 
-/// `--init`.
+/// `--init`: source of the initial weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum InitChoice {
@@ -172,7 +172,7 @@ pub enum InitChoice {
     Random,
 }
 
-/// `--lr-scheduler-type`, as Hugging Face names them, and DeepSpeed's.
+/// `--lr-scheduler-type`: schedules under the names of Hugging Face and DeepSpeed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scheduler {
@@ -200,7 +200,7 @@ pub enum Scheduler {
 }
 
 impl Scheduler {
-    /// Whether it is one of DeepSpeed's, which take arguments.
+    /// Whether the schedule takes arguments, as those of DeepSpeed do.
     #[must_use]
     pub const fn takes_arguments(self) -> bool {
         matches!(
@@ -210,7 +210,7 @@ impl Scheduler {
     }
 }
 
-/// `--save-strategy` and its like.
+/// `--save-strategy`, `--eval-strategy` and the like.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Strategy {
     /// Never.
@@ -221,23 +221,22 @@ pub enum Strategy {
     Epoch,
 }
 
-/// How often something happens.
+/// Cadence of an action in the training loop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Cadence {
-    /// Not at all.
+    /// Never.
     Never,
     /// Once, after the last step.
     End,
-    /// Every so many steps, and after the last step.
+    /// Every given number of steps, and after the last step.
     Steps(u64),
     /// After every epoch, and after the last step.
     Epoch,
 }
 
 impl Cadence {
-    /// Whether it is due after `step` updates of `total`, where `epoch_ended` tells whether this
-    /// step completed an epoch.
+    /// Whether the action is due after step `step` of `total`. `epoch_ended`: whether this step completed an epoch.
     pub const fn is_due(self, step: u64, total: u64, epoch_ended: bool) -> bool {
         let last = step == total;
         match self {
@@ -249,7 +248,7 @@ impl Cadence {
     }
 }
 
-/// `--report-to`.
+/// `--report-to`: report format besides the files of the run directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ReportTo {
@@ -259,7 +258,7 @@ pub enum ReportTo {
     Tensorboard,
 }
 
-/// `--lr-scale`: what the learning rate is multiplied by for `n` micro-batches per update (ranks × accumulation).
+/// `--lr-scale`: factor on the learning rate for `n` micro-batches per update (ranks × accumulation).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LrScale {
@@ -282,14 +281,14 @@ impl LrScale {
     }
 }
 
-/// `--data-workers`.
+/// `--data-workers`: number of loader threads per rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Workers {
-    /// As many as the rank's share of the cores allows.
+    /// As many threads as the rank's share of the cores allows.
     #[default]
     Auto,
-    /// So many; 0 reads samples in the thread that trains.
+    /// Number of threads. With 0 the training thread reads the samples itself.
     Count(usize),
 }
 
@@ -316,7 +315,7 @@ impl fmt::Display for Workers {
     }
 }
 
-/// `--checkpoint-activations`: towers whose activations are computed again in backward.
+/// `--checkpoint-activations`: towers whose activations are recomputed in backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Recompute {

@@ -1,4 +1,4 @@
-//! What carries weights and gradients between the GPUs of a run.
+//! Transport of collectives between the GPUs of a run.
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::{Device, RunConfig};
 use crate::error::Failure;
 
-/// `--collectives`.
+/// `--collectives`: transport for weights and gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Collectives {
@@ -22,7 +22,7 @@ pub enum Collectives {
 }
 
 impl Collectives {
-    /// As on the command line.
+    /// Name on the command line.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -35,7 +35,7 @@ impl Collectives {
 }
 
 impl RunConfig {
-    /// What `--collectives` comes to: never `Auto`.
+    /// Transport after resolution; never `Auto`.
     pub(crate) fn resolved_collectives(&self) -> Collectives {
         match self.collectives {
             Collectives::Auto
@@ -48,12 +48,12 @@ impl RunConfig {
         }
     }
 
-    /// Whether ranks of this machine share a GPU.
+    /// Whether several ranks of this machine use the same GPU.
     pub(crate) fn shares_gpus(&self) -> bool {
         self.device == Device::Cuda && self.gpus.len() < self.ranks_here()
     }
 
-    /// Why the GPUs of this run do not all read each other's memory; `None` where they do.
+    /// Why the GPUs of this run cannot all access each other's memory. `None` if they can.
     pub(crate) fn missing_peer_access(&self) -> Option<String> {
         if self.world_size < 2 {
             return Some("there is one rank".into());
@@ -73,7 +73,7 @@ impl RunConfig {
         None
     }
 
-    /// Refuses what was asked for by name and cannot be.
+    /// Refuses an explicit `--collectives` that this run cannot use (exit 2).
     pub(crate) fn check_collectives(&self) -> Result<(), Failure> {
         let asked = self.collectives;
         if matches!(asked, Collectives::Auto | Collectives::Shm) {

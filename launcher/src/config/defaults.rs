@@ -1,19 +1,19 @@
-//! Every default, in two rows: models of the user, and the built-in demo.
+//! Defaults of all flags. Some differ between the user's models and the built-in demo.
 
 use super::{DeviceChoice, InitChoice, PrecisionChoice, Scheduler, Warmup};
 
-/// Defaults that differ between the demo and the user's models.
+/// Defaults that differ between the demo and the user's models. Each field is the default of the named flag.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Defaults {
     /// `--init`
     pub init: InitChoice,
     /// `--precision`
     pub precision: PrecisionChoice,
-    /// `--max-steps`, where the length is not given in epochs.
+    /// `--max-steps`, if the length is not given in epochs.
     pub max_steps: Option<u64>,
     /// `--num-train-epochs`
     pub num_train_epochs: f64,
-    /// Samples per update over all ranks, from which the demo derives the micro-batch.
+    /// Samples per update over all ranks. The demo derives its micro-batch from them.
     pub global_batch: Option<usize>,
     /// `--per-device-train-batch-size`
     pub micro_batch: usize,
@@ -35,7 +35,7 @@ pub struct Defaults {
     pub worst_first: bool,
 }
 
-/// Models of the user: what OpenBMB's fine-tuning scripts use.
+/// Defaults for the user's models: those of OpenBMB's fine-tuning scripts.
 pub const MODEL: Defaults = Defaults {
     init: InitChoice::Checkpoint,
     precision: PrecisionChoice::Bf16,
@@ -53,7 +53,7 @@ pub const MODEL: Defaults = Defaults {
     worst_first: true,
 };
 
-/// The built-in demo: small, from random weights, supervised within a minute on two cores.
+/// Defaults of the built-in demo: a small model that trains from random weights within a minute on two cores.
 pub const DEMO: Defaults = Defaults {
     init: InitChoice::Random,
     precision: PrecisionChoice::F32,
@@ -68,15 +68,15 @@ pub const DEMO: Defaults = Defaults {
     weight_decay: 0.05,
     logging_steps: 10,
     model_max_length: 256,
-    // Its samples are all alike, and the order that it was tuned with learns best.
+    // The samples of the demo have similar sizes, and its settings are tuned for the shuffled order.
     worst_first: false,
 };
 
 /// `--zero`
 pub(crate) const ZERO: u8 = 3;
-/// `--device`: the CPU until training on GPUs has been measured on hardware.
+/// `--device`: the CPU, until training on GPUs has been measured on hardware.
 pub(crate) const DEVICE: DeviceChoice = DeviceChoice::Cpu;
-/// `--nproc` where no GPU is visible.
+/// `--nproc` if no GPU is visible.
 pub(crate) const NPROC: usize = 2;
 /// `--comm-timeout`, in seconds.
 pub(crate) const COMM_TIMEOUT_SECONDS: u64 = 300;

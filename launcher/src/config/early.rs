@@ -1,4 +1,4 @@
-//! `--optimizer-in-backward`: updates that begin while backward runs.
+//! `--optimizer-in-backward`: updates that run during the backward pass.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,20 +8,20 @@ use serde::{Deserialize, Serialize};
 use super::{Device, RunConfig, Tier};
 use crate::units::parse_bytes;
 
-/// Which units are updated while backward runs. They keep their states twice.
+/// Units whose update runs during the backward pass. Such units hold two copies of their states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OptimizerInBackward {
-    /// All, where that costs only disk and saves traffic: the optimizer is on nvme, every update has one micro-batch and
-    /// nothing is clipped. On GPUs with weights and optimizer in host memory, as many as have room in what the plan leaves of
-    /// it. The check before a run decides: without room none are.
+    /// Chosen by the memory check before a run. With the optimizer on nvme, one micro-batch per update and no
+    /// clipping: all units if the disk has space. With weights and optimizer in host memory and compute on GPUs: as
+    /// many units as spare host memory allows. Otherwise none.
     #[default]
     Auto,
-    /// None: updates run behind the pass.
+    /// No units: all updates run after the backward pass.
     Off,
-    /// All.
+    /// All units.
     All,
-    /// Units nearest to the loss, as long as their second states take at most so many bytes of each rank.
+    /// Units nearest to the loss, as long as the second copies of their states take at most this many bytes per rank.
     Most(u64),
 }
 
@@ -52,8 +52,8 @@ impl fmt::Display for OptimizerInBackward {
 }
 
 impl RunConfig {
-    /// Most bytes of second states of each rank; `None` where no update is early. `auto` is tried first where it is for
-    /// the disk; what it takes of host memory is what a plan without it leaves.
+    /// Maximum bytes per rank for second copies of states. `None`: no unit is updated in backward. `auto` resolves to
+    /// all units here if the states are on nvme and gradients are consumed; planning decides the rest.
     pub(crate) fn optimizer_in_backward_bytes(&self) -> Option<u64> {
         match self.optimizer_in_backward {
             OptimizerInBackward::Off => None,
@@ -66,19 +66,21 @@ impl RunConfig {
         }
     }
 
-    /// Whether gradients of units that are updated early are kept nowhere.
+    /// Whether a unit updated in backward consumes its gradients at once, so that none are stored. This needs no
+    /// clipping and one micro-batch per update.
     pub(crate) fn consumes_gradients(&self) -> bool {
         self.optimizer.max_grad_norm.is_none() && self.batch.accumulation_steps == 1
     }
 
-    /// Whether a processor that has time during backward updates states in host memory, the weights among them: second
-    /// weights would take memory that is scarce on a GPU, and a disk's unasked.
+    /// Whether host memory holds both weights and optimizer states of a GPU run. Then the otherwise idle CPU can
+    /// update units during backward. Elsewhere second copies of weights would take GPU memory or disk space that
+    /// nobody asked for.
     pub(crate) fn updates_beside_gpus(&self) -> bool {
         let beside = self.device == Device::Cuda && self.offload.optimizer == Tier::Cpu;
         beside && self.offload.param == Tier::Cpu
     }
 
-    /// The same without what `auto` would take because it is to spare: what has to fit.
+    /// The configuration without the updates that `auto` adds only if host memory is spare. Its need is the minimum.
     pub(crate) fn without_spare(mut self) -> Self {
         if self.optimizer_in_backward == OptimizerInBackward::Auto
             && self.optimizer_in_backward_bytes().is_none()

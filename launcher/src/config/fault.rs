@@ -1,7 +1,7 @@
-//! `--inject`: faults that happen on purpose, at a known place, so that what they lead to can be tested.
+//! `--inject`: faults injected on purpose at a known point of a run, to test its reaction.
 //!
-//! `KIND:KEY=VALUE,…`, as in `kill:rank=1,step=3`. Nothing is random but where a bit is flipped and in which call of a
-//! save something happens, unless `call` says it; both follow from `seed`, by default the run's.
+//! The syntax is `KIND:KEY=VALUE,…`, for example `kill:rank=1,step=3`. Two things are random: the flipped bit, and
+//! the call within a save if `call` is absent. Both are functions of `seed`, which defaults to the run's seed.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,26 +12,26 @@ use super::words::nearest;
 use super::{Cadence, RunConfig};
 use crate::error::Failure;
 
-/// What happens.
+/// Kind of a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultKind {
-    /// The rank ends by SIGKILL.
+    /// SIGKILL ends the rank.
     Kill,
-    /// The rank is suspended by SIGSTOP.
+    /// SIGSTOP suspends the rank.
     Stop,
     /// The rank panics.
     Panic,
-    /// The gradients of the rank are not finite.
+    /// The rank's gradients become non-finite.
     Nan,
-    /// The disk is full for the rank's training state.
+    /// The disk is full from one call of a save on, so the rank's part of the checkpoint cannot be written.
     DiskFull,
-    /// The disk takes half of one write, which is no error.
+    /// One write takes only half of its bytes. POSIX allows that, so it is no error.
     ShortWrite,
-    /// A bit of the rank's file changes after a checkpoint was published.
+    /// One bit of the rank's state file flips after the checkpoint was published.
     FlipBit,
-    /// Each collective of the rank begins late.
+    /// Each collective of the rank starts late.
     SlowLink,
-    /// The rank's collectives reach nobody.
+    /// The rank's collectives reach no other rank.
     CutLink,
 }
 
@@ -48,13 +48,13 @@ impl FaultKind {
         (Self::CutLink, "cut-link"),
     ];
 
-    /// The word on the command line.
+    /// Name on the command line.
     pub fn name(self) -> &'static str {
         let found = Self::ALL.iter().find(|(kind, _)| *kind == self);
         found.map_or("", |(_, name)| name)
     }
 
-    /// Keys that mean something for it.
+    /// Keys that this kind accepts.
     const fn keys(self) -> &'static [&'static str] {
         match self {
             Self::Kill => &["rank", "step", "times", "phase", "call", "seed", "lost"],
@@ -68,15 +68,15 @@ impl FaultKind {
     }
 }
 
-/// In which part of a step a process ends or stops.
+/// Part of a step in which a process ends or stops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FaultPhase {
-    /// As its first forward pass begins.
+    /// At the start of the step's first forward pass.
     #[default]
     Forward,
-    /// In its first collective, when its data can be read by others and it has read nothing.
+    /// In the step's first collective, after it has started and before the rank reads a result.
     Collective,
-    /// In a call to the disk of the first save at or behind the step.
+    /// In a file-system call of the first save at or after the step.
     Save,
 }
 
@@ -93,15 +93,15 @@ impl FaultPhase {
     }
 }
 
-/// What gradients become.
+/// Non-finite value that gradients are multiplied by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum NotFinite {
-    /// No number.
+    /// NaN.
     #[default]
     Nan,
-    /// Above every number, where they are positive.
+    /// Positive infinity.
     Inf,
-    /// Below every number, where they are positive.
+    /// Negative infinity.
     MinusInf,
 }
 
@@ -117,7 +117,7 @@ impl NotFinite {
         found.map_or("", |(_, name)| name)
     }
 
-    /// The number.
+    /// The value as f32.
     pub const fn value(self) -> f32 {
         match self {
             Self::Nan => f32::NAN,
@@ -127,35 +127,35 @@ impl NotFinite {
     }
 }
 
-/// One fault.
+/// One fault to inject.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Fault {
-    /// What happens.
+    /// Kind of the fault.
     pub kind: FaultKind,
-    /// To which rank.
+    /// Rank that it hits.
     pub rank: usize,
-    /// In which step, from 1; a slow link is slow from there on.
+    /// Step that it hits, counted from 1. A slow or cut link stays so in later steps.
     pub step: u64,
-    /// In how many attempts of the run, from the first: a run that is restarted meets it again only where this is
-    /// more than 1.
+    /// Number of attempts of the run that it hits, counted from the first. A restarted run meets the fault again only
+    /// if this is above 1.
     pub times: u32,
-    /// In which part of the step.
+    /// Part of the step.
     pub phase: FaultPhase,
-    /// In which call of the save, from 0; drawn where it is absent.
+    /// File-system call within the save, counted from 0. `None`: drawn from the seed.
     pub call: Option<u64>,
-    /// What is drawn follows from it; the run's where it is absent.
+    /// Seed of random choices. `None`: the run's seed.
     pub seed: Option<u64>,
-    /// Milliseconds by which collectives begin late.
+    /// Delay of each collective in milliseconds.
     pub ms: u64,
-    /// What gradients are multiplied by.
+    /// Factor on the gradients.
     pub value: NotFinite,
-    /// Whether the device or slot of the rank is gone for good.
+    /// Whether the rank's device or slot is lost for all later attempts.
     pub lost: bool,
 }
 
 impl Fault {
-    /// Whether it happens while a checkpoint is saved or after.
+    /// Whether the fault happens during or after a save.
     pub fn needs_a_save(&self) -> bool {
         self.phase == FaultPhase::Save
             || matches!(
@@ -164,7 +164,7 @@ impl Fault {
             )
     }
 
-    /// A number below `limit` that depends on seed, rank and step only.
+    /// Pseudo-random number below `limit`, a function of seed, rank and step.
     pub fn draw(&self, run_seed: u64, limit: u64) -> u64 {
         let mut hasher = blake3::Hasher::new();
         for number in [self.seed.unwrap_or(run_seed), self.rank as u64, self.step] {
@@ -177,7 +177,7 @@ impl Fault {
     }
 }
 
-/// The spelling that gives the same fault again.
+/// Writes the fault in the syntax that parses to the same fault.
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
@@ -309,10 +309,10 @@ impl From<Fault> for String {
     }
 }
 
-/// Refuses faults that could not happen in a run of `total_steps` steps.
+/// Refuses faults that cannot happen in a run of `total_steps` steps.
 ///
 /// # Errors
-/// A usage failure (exit 2) naming the fault.
+/// A usage failure (exit 2) that names the fault.
 pub(crate) fn check_faults(config: &RunConfig, total_steps: u64) -> Result<(), Failure> {
     let never = |fault: &Fault, cause: String, next: &str| {
         Err(Failure::usage(format!("--inject {fault} would never happen"), cause).next(next))
@@ -334,7 +334,7 @@ pub(crate) fn check_faults(config: &RunConfig, total_steps: u64) -> Result<(), F
     Ok(())
 }
 
-/// What is shown of them before a run starts.
+/// Warnings about injected faults, shown before a run starts.
 pub(crate) fn fault_lines(config: &RunConfig) -> impl Iterator<Item = String> {
     config.inject.iter().map(|fault| {
         let seed = fault.seed.unwrap_or(config.seed);

@@ -3,38 +3,38 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A GPU of a run, as it was when the run was resolved.
+/// GPU of a run, as found when the configuration was resolved.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunGpu {
-    /// CUDA's number among those that are visible.
+    /// CUDA device ordinal among the visible GPUs.
     pub ordinal: u32,
-    /// Its name.
+    /// Product name.
     pub name: String,
-    /// Its identity, where the driver tells.
+    /// UUID, if the driver reports one.
     pub uuid: Option<String>,
-    /// Streaming multiprocessors: work is cut for them.
+    /// Number of streaming multiprocessors. Kernels split their work accordingly.
     pub multiprocessors: u32,
-    /// All of its memory.
+    /// Total memory in bytes.
     pub memory_bytes: u64,
-    /// What nobody used.
+    /// Free memory in bytes.
     pub free_bytes: u64,
-    /// CUDA's numbers of the GPUs whose memory it reads directly.
+    /// CUDA ordinals of the GPUs whose memory it can access directly (peer access).
     #[serde(default)]
     pub peers: Vec<u32>,
-    /// What multiplies matrices on it.
+    /// Implementation of matrix products on this GPU.
     #[serde(default)]
     pub products: Products,
 }
 
-/// What multiplies matrices on a GPU.
+/// Implementation of matrix products on a GPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Products {
-    /// Our own kernels.
+    /// The kernels of this project.
     #[default]
     Own,
-    /// NVIDIA's library, except for what it does not take.
+    /// cuBLASLt. Products that it does not support use the own kernels.
     CublasLt,
 }
 

@@ -1,4 +1,4 @@
-//! `--optimizer-in-forward`: updates that go on beside the next pass.
+//! `--optimizer-in-forward`: updates that run during the next forward pass.
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::{Device, RunConfig, Tier};
 use crate::error::Failure;
 
-/// Whether units are updated while the next pass begins, each before it is used.
+/// Whether a unit's update may run during the next pass, before that pass uses the unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OptimizerInForward {
@@ -21,7 +21,7 @@ pub enum OptimizerInForward {
 }
 
 impl RunConfig {
-    /// Whether updates go on beside the next pass.
+    /// Whether updates run during the next pass.
     pub(crate) fn updates_in_forward(&self) -> bool {
         match self.optimizer_in_forward {
             OptimizerInForward::Auto => {
@@ -32,7 +32,7 @@ impl RunConfig {
         }
     }
 
-    /// Why no update can go on beside the next pass.
+    /// Why no update can run during the next pass. `None` if one can.
     fn not_in_forward(&self) -> Option<&'static str> {
         let (param, optimizer) = (&self.offload.param, &self.offload.optimizer);
         if [param, optimizer]
@@ -52,7 +52,7 @@ impl RunConfig {
         }
     }
 
-    /// Refuses what was asked for by name and cannot be.
+    /// Refuses an explicit `on` that this run cannot use (exit 2).
     pub(crate) fn check_optimizer_in_forward(&self) -> Result<(), Failure> {
         match (self.optimizer_in_forward, self.not_in_forward()) {
             (OptimizerInForward::On, Some(why)) => Err(Failure::usage(

@@ -1,8 +1,9 @@
-//! What a run is asked to do, and what came of it.
+//! Configuration of a run ([`RunConfig`]) and the plan resolved from it ([`RunPlan`]).
 //!
-//! [`RunConfig`] is what was asked: flag > file > default, every value present, a choice may be `auto`. [`RunPlan`] is what
-//! came of it: no choice is left, and it has what the plan found. It is saved as `config.resolved.json`; ranks read that file
-//! and decide nothing themselves. Neither is ever changed outside this module.
+//! [`RunConfig`] holds a value for every setting. A flag wins over a file, a file over a default. Some values may
+//! still be `auto`. [`RunPlan`] holds the configuration with every `auto` resolved, and the results of planning. The
+//! supervisor saves it as `config.resolved.json`. Ranks read that file and make no choices. Only this module changes
+//! either of them.
 
 mod choices;
 mod collectives;
@@ -44,13 +45,13 @@ pub use run_plan::{CONFIG_FILE, RunPlan};
 pub use schedule::SchedulerKwargs;
 pub use upload::PrefetchWeights;
 
-/// Where the model, its tokenizer and the samples come from.
+/// Source of the model, its tokenizer and the samples.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Source {
-    /// The built-in demo; the files are drawn into a cache directory before the ranks start.
+    /// The built-in demo. Its files are generated into a cache directory before the ranks start.
     Demo {
-        /// The directory, once it is drawn.
+        /// Directory with the generated files.
         #[serde(rename = "folder")]
         directory: PathBuf,
     },
@@ -65,23 +66,23 @@ pub enum Source {
     },
 }
 
-/// What the ranks are to do.
+/// Task of the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Task {
     /// Train from the start or from a checkpoint.
     Train,
-    /// Load the checkpoint of `resume`, evaluate once, change nothing on the disk.
+    /// Load the checkpoint of `resume` and evaluate once. Writes no checkpoint.
     Evaluate,
 }
 
-/// How long training goes on.
+/// Length of training.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Length {
-    /// So many optimizer updates.
+    /// Number of optimizer updates.
     Steps(u64),
-    /// So many passes over the data.
+    /// Number of passes over the data.
     Epochs(f64),
 }
 
@@ -89,14 +90,14 @@ pub enum Length {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Warmup {
-    /// So many updates.
+    /// Number of updates.
     Steps(u64),
-    /// This share of all updates, rounded up.
+    /// Fraction of all updates, rounded up.
     Ratio(f64),
 }
 
 impl Warmup {
-    /// Warmup updates of a run of `total` updates.
+    /// Number of warmup updates in a run of `total` updates.
     pub fn steps(self, total: u64) -> u64 {
         match self {
             Self::Steps(steps) => steps,
@@ -105,47 +106,48 @@ impl Warmup {
     }
 }
 
-/// Where to continue from.
+/// Checkpoint from which a run continues.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Resume {
-    /// Start anew.
+    /// Start without a checkpoint.
     No,
-    /// The latest checkpoint of the output directory, or anew where there is none.
+    /// The newest checkpoint of the output directory. Starts without one if the directory has none.
     Latest,
     /// This checkpoint directory.
     From(PathBuf),
 }
 
-/// Low-rank adapters.
+/// Low-rank adapters (LoRA, Hu et al. 2021).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Lora {
     /// Adapter rank `r`.
     pub lora_rank: usize,
-    /// Scale is `alpha ÷ r`.
+    /// `alpha`; the adapter's output is scaled by `alpha / r`.
     pub lora_alpha: f64,
-    /// Share of the adapters' inputs that training sets to zero.
+    /// Dropout probability of the adapters' inputs during training.
     pub lora_dropout: f64,
-    /// Names of projections, or a regular expression over whole module paths; those of the model's family when absent.
+    /// Names of projections, or a regular expression over whole module paths. `None`: the default of the model's
+    /// family.
     pub target_modules: Option<String>,
     /// Whether each projection of a fused layer has an adapter of its own.
     pub per_projection: bool,
-    /// Decoder layers with adapters; all when absent.
+    /// Decoder layers with adapters; `None` means all.
     pub layers: Option<Range<usize>>,
-    /// Modules that train in full beside the adapters; those of the model's family when absent.
+    /// Modules trained in full next to the adapters, as in peft. `None`: the default of the model's family.
     pub modules_to_save: Option<Vec<String>>,
 }
 
 impl Lora {
-    /// Layers with adapters in a model of `family`.
+    /// Modules with adapters in a model of `family`.
     #[must_use]
     pub fn target_modules(&self, family: Family) -> &str {
         let own = self.target_modules.as_deref();
         own.unwrap_or(family.default_lora_targets())
     }
 
-    /// Modules that train in full beside the adapters in a model of `family`.
+    /// Modules trained in full next to the adapters in a model of `family`.
     #[must_use]
     pub fn modules_to_save(&self, family: Family, tune_vision: bool) -> Vec<String> {
         let published = || words::words(family.default_modules_to_save(tune_vision));
@@ -153,70 +155,70 @@ impl Lora {
     }
 }
 
-/// What samples look like, and how they are written for the model.
+/// Format of the samples and the prompt format of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SampleRules {
-    /// Form of the data.
+    /// Format of the data file or directory.
     pub data_format: DataFormatChoice,
-    /// How prompts are written.
+    /// Prompt template.
     pub template: TemplateChoice,
-    /// Whether GLM-4V learns the token behind an answer.
+    /// For GLM-4V: whether the loss covers the token after an answer.
     pub train_on_turn_end: bool,
-    /// Whether CogAgent takes samples without an image.
+    /// For CogAgent: whether samples without an image are accepted.
     pub text_without_cross: bool,
 }
 
-/// Which parts of the model are trained; the resampler is unless `train` or `freeze` say otherwise.
+/// Parts of the model to train. The resampler trains unless `train` or `freeze` exclude it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Trainable {
-    /// The vision tower.
+    /// Whether the vision tower trains.
     pub tune_vision: bool,
-    /// The language model, embeddings and head included.
+    /// Whether the language model trains, embeddings and head included.
     pub tune_llm: bool,
-    /// Exactly these parts instead, as on the command line.
+    /// Selection of trained parts that replaces the other settings, in the syntax of `--train`.
     pub train: Option<String>,
-    /// Parts that stay frozen, as on the command line.
+    /// Selection of frozen parts, in the syntax of `--freeze`.
     pub freeze: Option<String>,
-    /// Learning rates of parts, in the order they were given: the first that matches a name decides.
+    /// Learning rates of parts, in command-line order. The first entry that matches a parameter name applies.
     pub learning_rates: Vec<(String, f64)>,
-    /// Adapters on the language model.
+    /// LoRA adapters on the language model, if any.
     pub lora: Option<Lora>,
-    /// Learned keys and values per decoder layer.
+    /// P-tuning: number of trained key/value tokens per decoder layer; 0 means none.
     pub ptuning_tokens: usize,
 }
 
-/// AdamW and its schedule.
+/// Settings of AdamW and of the learning-rate schedule.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OptimizerConfig {
-    /// Peak learning rate, before it is scaled.
+    /// Peak learning rate before `lr_scale` applies.
     pub learning_rate: f64,
-    /// How it is scaled.
+    /// Scaling of the learning rate with the batch size.
     pub lr_scale: LrScale,
-    /// Its course.
+    /// Learning-rate schedule.
     pub scheduler: Scheduler,
-    /// What the course takes besides.
+    /// Further arguments of the schedule.
     #[serde(default)]
     pub scheduler_kwargs: SchedulerKwargs,
-    /// Its warmup.
+    /// Warmup of the schedule.
     pub warmup: Warmup,
-    /// Decoupled weight decay, on weights that are neither biases nor norms.
+    /// Decoupled weight decay. Biases and norm weights do not decay.
     pub weight_decay: f64,
-    /// Parts that do not decay instead, as on the command line.
+    /// Selection of parts without weight decay. `None` means biases and norm weights.
     pub no_decay: Option<String>,
-    /// Decay of the first moment.
+    /// AdamW `beta1`: decay of the first moment.
     pub adam_beta1: f64,
-    /// Decay of the second moment.
+    /// AdamW `beta2`: decay of the second moment.
     pub adam_beta2: f64,
-    /// Added to the root of the second moment.
+    /// AdamW `eps`: added to the square root of the second moment.
     pub adam_epsilon: f64,
-    /// Largest global gradient norm; `None` does not clip.
+    /// Maximum global gradient norm. `None` disables clipping.
     pub max_grad_norm: Option<f64>,
 }
 
-/// How samples become batches.
+/// Batch sizes and the reading of samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BatchConfig {
@@ -224,141 +226,141 @@ pub struct BatchConfig {
     pub micro_batch: usize,
     /// Micro-batches per update.
     pub accumulation_steps: usize,
-    /// Samples per rank and batch of the evaluation.
+    /// Samples per rank and evaluation batch.
     pub eval_batch: usize,
-    /// Samples are cut to this many tokens.
+    /// Maximum tokens per sample; longer samples are truncated.
     pub model_max_length: usize,
-    /// Most slices of one image.
+    /// Maximum slices per image.
     pub max_slice_nums: usize,
-    /// Whether unusable samples are left out instead of refused.
+    /// Whether unusable samples are skipped instead of failing the run.
     pub skip_bad_samples: bool,
-    /// Use only so many of the first training samples.
+    /// Maximum number of training samples; the first ones of the file are used.
     pub limit: Option<usize>,
-    /// Threads that read samples ahead.
+    /// Threads that encode samples ahead of the training loop.
     pub data_workers: Workers,
-    /// Whether the first update takes the longest samples.
+    /// Whether the first update takes the largest samples, so that a lack of memory shows at once.
     pub worst_first: bool,
-    /// Samples per update that the batch size must keep; `None` where it follows from the others.
+    /// Samples per update that the run must keep. `None`: computed from micro-batch, accumulation and ranks.
     pub global_batch: Option<usize>,
-    /// Whether the plan chooses the batch size.
+    /// Whether planning chooses the micro-batch size.
     pub find_batch: bool,
 }
 
-/// What was asked for.
+/// Configuration of a run, as requested.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunConfig {
-    /// What the ranks do.
+    /// Task of the ranks.
     pub task: Task,
     /// Model and data.
     pub source: Source,
     /// Directory of the run, absolute.
     pub output: PathBuf,
-    /// Whether `output` was named by the user rather than made up.
+    /// Whether the user named `output`.
     pub output_is_explicit: bool,
-    /// What samples look like.
+    /// Format of the samples.
     pub samples: SampleRules,
-    /// Where the weights come from.
+    /// Initial weights.
     pub init: InitChoice,
     /// ZeRO stage, 0 to 3.
     pub zero: u8,
-    /// Ranks that hold one copy of what is sharded; `None`: all.
+    /// Ranks per shard group; each group holds one copy of the sharded states. `None`: one group of all ranks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shard_group: Option<usize>,
-    /// What carries weights and gradients between GPUs, as asked for.
+    /// Transport of the collectives between GPUs, as requested.
     #[serde(default)]
     pub collectives: Collectives,
-    /// Tiers of optimizer states and parameters.
+    /// Offload tiers of optimizer states, parameters and activations.
     pub offload: Offload,
-    /// The way to spill files.
+    /// I/O method for spill files.
     pub nvme_io: NvmeIo,
-    /// Updates that begin while backward runs.
+    /// Optimizer in backward: updates that run during the backward pass.
     #[serde(default)]
     #[serde(rename = "early_step")]
     pub optimizer_in_backward: OptimizerInBackward,
-    /// Updates that go on beside the next pass.
+    /// Optimizer in forward: updates that run during the next forward pass.
     #[serde(default)]
     #[serde(rename = "late_step")]
     pub optimizer_in_forward: OptimizerInForward,
     /// Number of ranks over all machines.
     #[serde(rename = "nproc")]
     pub world_size: usize,
-    /// How many of them are on this machine; `None` is all.
+    /// Number of ranks on this machine; `None` means all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ranks_here: Option<usize>,
-    /// Longest wait of a rank for another, seconds.
+    /// Maximum wait of a rank for another rank, in seconds.
     pub comm_timeout_seconds: u64,
-    /// Where they compute.
+    /// Device of the ranks.
     pub device: Device,
-    /// The GPUs of a run on GPUs, which ranks take in turn.
+    /// GPUs of the run, assigned to ranks round robin. Empty on the CPU.
     #[serde(default)]
     pub gpus: Vec<RunGpu>,
-    /// Whether runs of works on them are queued as one when they come again.
+    /// Whether repeated sequences of GPU commands are replayed as CUDA graphs.
     #[serde(default)]
     pub cuda_graph: CudaGraph,
-    /// Whether weights that do not stay on a GPU come there one unit before they are used.
+    /// Whether offloaded weights are copied to the GPU one unit before their use.
     #[serde(default)]
     #[serde(rename = "upload_ahead")]
     pub prefetch_weights: PrefetchWeights,
-    /// Number format.
+    /// Precision of weights, activations and optimizer states.
     pub precision: PrecisionChoice,
-    /// What the number format leaves open.
+    /// Numeric settings that `precision` leaves open.
     pub numbers: Numbers,
-    /// Where rotary angles are rounded.
+    /// Rounding of rotary embedding angles.
     pub rope_precision: RopeChoice,
-    /// Host memory the run may use over all ranks, bytes; `None` is what the machine has.
+    /// Host memory that all ranks together may use, in bytes. `None`: the memory of the machine.
     pub host_memory_limit: Option<u64>,
-    /// Device memory of each rank, bytes; `None` is what the device has.
+    /// Device memory that each rank may use, in bytes. `None`: the memory of the device.
     pub device_memory_limit: Option<u64>,
-    /// Towers whose activations are computed again in backward.
+    /// Towers with activation checkpointing.
     pub checkpoint_activations: Recompute,
-    /// Layers of these that share one kept input.
+    /// Layers per checkpointed segment; a segment stores one input.
     #[serde(default = "one")]
     pub checkpoint_num_layers: usize,
-    /// Length of the run.
+    /// Length of training.
     pub length: Length,
-    /// Batches.
+    /// Batch sizes.
     pub batch: BatchConfig,
-    /// Optimizer.
+    /// Optimizer settings.
     pub optimizer: OptimizerConfig,
-    /// What is trained.
+    /// Trained parts.
     pub trainable: Trainable,
-    /// When checkpoints are written.
+    /// Cadence of checkpoints.
     pub save: Cadence,
-    /// How many checkpoints stay; `None` keeps all.
+    /// Maximum number of stored checkpoints; `None` keeps all.
     pub save_total_limit: Option<usize>,
-    /// When the held-out samples are evaluated.
+    /// Cadence of evaluation on the held-out samples.
     pub eval: Cadence,
-    /// When a log row is written.
+    /// Cadence of log rows.
     pub logging: Cadence,
-    /// Steps that are traced, from 1.
+    /// Steps to trace, counted from 1.
     #[serde(default)]
     pub trace_steps: Option<Range<u64>>,
-    /// Further reports.
+    /// Additional report format.
     pub report_to: ReportTo,
     /// Seed of data order, initial weights and stochastic rounding.
     pub seed: u64,
-    /// Where to continue from.
+    /// Checkpoint to continue from.
     pub resume: Resume,
-    /// How often the run is started again after a rank died.
+    /// Maximum number of restarts after a rank died.
     #[serde(default)]
     pub max_restarts: u32,
-    /// Whether it may then go on with fewer ranks.
+    /// Whether a restart may continue with fewer ranks.
     #[serde(default)]
     pub elastic: bool,
-    /// Faults that happen on purpose.
+    /// Faults to inject.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub inject: Vec<Fault>,
 }
 
-/// Every layer keeps its input.
+/// Default of `checkpoint_num_layers`: every layer stores its input.
 const fn one() -> usize {
     1
 }
 
 impl RunConfig {
-    /// Ranks that hold one copy of what is sharded. `None` where all do: also where a run goes on with other ranks than were
-    /// asked for, which the groups do not divide.
+    /// Ranks per shard group. `None` if all ranks form one group. A run that continues with a number of ranks that
+    /// the group size does not divide also has one group.
     pub(crate) fn shard_groups(&self) -> Option<usize> {
         let divide =
             |ranks: &usize| *ranks < self.world_size && self.world_size.is_multiple_of(*ranks);
@@ -380,7 +382,7 @@ impl RunConfig {
         self.batch.accumulation_steps * self.world_size
     }
 
-    /// What every learning rate is multiplied by.
+    /// Factor on every learning rate, from `lr_scale`.
     pub fn lr_factor(&self) -> f64 {
         self.optimizer.lr_scale.factor(self.micro_batches())
     }
@@ -396,13 +398,14 @@ impl RunConfig {
             Length::Steps(steps) => steps,
             Length::Epochs(epochs) => {
                 let exact = epochs * samples as f64 / self.global_batch() as f64;
-                // 3 epochs of 100 samples must not become one step more through rounding.
+                // The subtraction absorbs floating-point error: 3 epochs of 100 samples must not become one step
+                // more.
                 (exact - 1e-9).ceil().max(1.0) as u64
             }
         }
     }
 
-    /// Whether this is the built-in demo.
+    /// Whether the run is the built-in demo.
     pub const fn is_demo(&self) -> bool {
         matches!(self.source, Source::Demo { .. })
     }
@@ -431,7 +434,7 @@ impl RunConfig {
         }
     }
 
-    /// A name for people: the model directory's, or "demo".
+    /// Name for messages: that of the model directory, or "demo".
     pub fn name(&self) -> String {
         match &self.source {
             Source::Demo { .. } => "demo".to_string(),
@@ -442,7 +445,7 @@ impl RunConfig {
         }
     }
 
-    /// The draft of this run, with nothing found yet.
+    /// A draft of this run, without results of planning.
     pub(crate) fn draft(&self) -> RunPlan {
         RunPlan::draft(self.clone(), None)
     }

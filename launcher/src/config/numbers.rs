@@ -1,4 +1,4 @@
-//! Number formats beside `--precision`: gradients, pure bf16, the loss scale of fp16.
+//! Numeric settings besides `--precision`: gradient dtype, pure bf16, loss scale of fp16.
 
 use clap::ValueEnum;
 use models::Family;
@@ -10,7 +10,7 @@ use super::{PrecisionChoice, RunConfig};
 use crate::config::words::value_name;
 use crate::error::Failure;
 
-/// `--grad-dtype`.
+/// `--grad-dtype`: dtype of accumulated gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GradDtype {
@@ -21,7 +21,7 @@ pub enum GradDtype {
     Bf16,
 }
 
-/// `--pure-bf16-weights`.
+/// `--pure-bf16-weights`: rounding of updated bf16 weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum PureBf16Weights {
     /// Rounded up or down at random, in the mean to the exact value.
@@ -33,7 +33,7 @@ pub enum PureBf16Weights {
     Nearest,
 }
 
-/// `--pure-bf16-moments`.
+/// `--pure-bf16-moments`: dtype of Adam's moments in pure bf16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum PureBf16Moments {
     /// bf16.
@@ -43,20 +43,20 @@ pub enum PureBf16Moments {
     F32,
 }
 
-/// What `--precision` leaves open.
+/// Numeric settings that `--precision` leaves open.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Numbers {
-    /// Format of accumulated gradients; `None` is the precision's own.
+    /// Dtype of accumulated gradients. `None`: the default of the precision.
     pub grad_dtype: Option<GradDtype>,
-    /// Weights and moments of pure bf16.
+    /// Settings of pure bf16 for weights and moments.
     pub pure_bf16: PureBf16,
-    /// The loss scale of fp16.
+    /// Loss scaling of fp16.
     pub loss_scale: LossScale,
 }
 
 impl Numbers {
-    /// The flags that give these numbers in `precision`.
+    /// Flags that reproduce these settings in `precision`, as (name, value).
     pub(crate) fn flags(&self, precision: PrecisionChoice) -> Vec<(&'static str, String)> {
         let mut flags = Vec::new();
         flags.extend(
@@ -84,10 +84,10 @@ impl Numbers {
     }
 }
 
-/// Refuses what a family cannot be trained in.
+/// Refuses a precision that `family` cannot be trained in.
 ///
 /// # Errors
-/// fp16 for the families whose activations leave its range.
+/// For fp16 and the GLM-4 families, whose activations exceed the range of fp16 (exit 2).
 pub fn check_family(config: &RunConfig, family: Family) -> Result<(), Failure> {
     let overflows = matches!(family, Family::Glm4v | Family::Glm41v);
     if config.precision != PrecisionChoice::Fp16 || !overflows {

@@ -1,4 +1,4 @@
-//! `--offload`: where states rest that are not in use.
+//! `--offload`: tiers that store states while they are not in use.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -7,21 +7,21 @@ use std::str::FromStr;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// Where bytes live while they are not in use.
+/// Tier that stores a kind of state while it is not in use.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Tier {
-    /// On the device.
+    /// Device memory.
     #[default]
     None,
-    /// In host memory.
+    /// Host memory.
     Cpu,
-    /// In spill files under a directory.
+    /// Spill files under this directory.
     Nvme(PathBuf),
 }
 
 impl Tier {
-    /// The directory of spill files.
+    /// Directory of the spill files, if the tier has any.
     #[must_use]
     pub fn directory(&self) -> Option<&Path> {
         match self {
@@ -71,15 +71,15 @@ impl From<Tier> for String {
     }
 }
 
-/// Tiers of the kinds of state.
+/// Tier of each kind of state.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Offload {
-    /// Master weights, moments, and the gradients they are updated from.
+    /// Master weights, Adam's moments, and the gradients they are updated from.
     pub optimizer: Tier,
     /// Weights.
     pub param: Tier,
-    /// What backward starts from: the inputs of the blocks that run again.
+    /// Inputs of checkpointed segments, from which backward recomputes.
     #[serde(default)]
     pub activation: Tier,
 }
@@ -91,7 +91,7 @@ impl Offload {
         *self == Self::default()
     }
 
-    /// The tiers, in the order they are written.
+    /// Names and tiers, in output order.
     fn tiers(&self) -> [(&'static str, &Tier); 3] {
         [
             ("optimizer", &self.optimizer),
@@ -100,7 +100,7 @@ impl Offload {
         ]
     }
 
-    /// Directories of spill files, each once.
+    /// Directories of spill files, without duplicates.
     #[must_use]
     pub fn directories(&self) -> Vec<&Path> {
         let mut directories: Vec<&Path> = Vec::new();
@@ -114,10 +114,10 @@ impl Offload {
         directories
     }
 
-    /// The same with directories made absolute by `absolute`.
+    /// The same tiers with every directory passed through `absolute`.
     ///
     /// # Errors
-    /// What `absolute` returns.
+    /// Those of `absolute`.
     pub fn resolved<E>(
         mut self,
         absolute: impl Fn(&Path) -> Result<PathBuf, E>,
@@ -183,7 +183,7 @@ impl fmt::Display for Offload {
     }
 }
 
-/// `--nvme-io`: the way to spill files.
+/// `--nvme-io`: I/O method for spill files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NvmeIo {

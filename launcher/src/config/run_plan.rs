@@ -1,4 +1,4 @@
-//! What came of a [`RunConfig`]: every choice made, and what the plan found.
+//! Resolved plan of a run: a [`RunConfig`] without `auto`, and the results of planning.
 
 use super::{Collectives, OptimizerInBackward, PrefetchWeights, RunConfig};
 use crate::error::{ErrorCode, Failure};
@@ -9,31 +9,31 @@ use std::fs;
 use std::ops::Deref;
 use std::path::Path;
 
-/// File name of the saved plan of a run.
+/// File name of a run's saved plan.
 pub const CONFIG_FILE: &str = "config.resolved.json";
 
-/// A run that is decided: the configuration with a value where it left a choice, and what the plan found. Ranks read it
-/// from the file that the supervisor saves, and decide nothing.
+/// Resolved plan of a run: the configuration with every choice made, and the results of planning. The supervisor
+/// saves it; ranks read it and make no choices.
 ///
-/// It is never changed. While choices are made, each makes a new draft.
+/// A plan is immutable. While choices are made, each choice creates a new draft.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunPlan {
     config: RunConfig,
     found: Found,
 }
 
-/// What no flag asks for: found by ranks, by the check of the data, or by the plan.
+/// Results without a flag of their own, from the ranks, the data check or planning.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(crate) struct Found {
-    /// Why a rank was refused access to the memory of another GPU; the ranks exchange through host memory then.
+    /// Why a rank was refused access to another GPU's memory. If set, the ranks exchange through host memory.
     #[serde(default)]
     pub(crate) ipc_refused: Option<String>,
-    /// Bytes that each rank takes of its GPU when it starts; 0 on the CPU.
+    /// Bytes of the arena that each rank allocates on its GPU at the start; 0 on the CPU.
     #[serde(default)]
     pub(crate) arena_bytes: u64,
-    /// Samples that the first update takes.
+    /// Indices of the samples of the first update. Empty: the shuffled order.
     pub(crate) first_samples: Vec<usize>,
-    /// Bytes of a rank's spill file that activations need at once.
+    /// Peak bytes of activations in a rank's spill file.
     pub(crate) spilled_activation_bytes: u64,
 }
 
@@ -46,7 +46,7 @@ impl Deref for RunPlan {
 }
 
 impl RunPlan {
-    /// The draft of a run: as asked for, with nothing found but what the last attempt was refused.
+    /// Draft of a run without results of planning. `ipc_refused` comes from the previous attempt.
     pub(crate) fn draft(config: RunConfig, ipc_refused: Option<String>) -> Self {
         let found = Found {
             ipc_refused,
@@ -55,29 +55,29 @@ impl RunPlan {
         Self { config, found }
     }
 
-    /// The configuration, with a value where it left a choice.
+    /// The configuration.
     pub(crate) fn config(&self) -> &RunConfig {
         &self.config
     }
 
-    /// What was found.
+    /// Results of planning.
     pub(crate) fn found(&self) -> &Found {
         &self.found
     }
 
-    /// The same run with another configuration.
+    /// The same results with another configuration.
     pub(crate) fn with_config(&self, config: RunConfig) -> Self {
         let found = self.found.clone();
         Self { config, found }
     }
 
-    /// The same run with other findings.
+    /// The same configuration with other results.
     pub(crate) fn with_found(&self, found: Found) -> Self {
         let config = self.config.clone();
         Self { config, found }
     }
 
-    /// The same run with other updates in backward.
+    /// The same plan with another setting of the optimizer in backward.
     pub(crate) fn with_early_step(&self, optimizer_in_backward: OptimizerInBackward) -> Self {
         self.with_config(RunConfig {
             optimizer_in_backward,
@@ -85,7 +85,7 @@ impl RunPlan {
         })
     }
 
-    /// The same run with another prefetch of weights.
+    /// The same plan with another setting of the weight prefetch.
     pub(crate) fn with_upload_ahead(&self, prefetch_weights: PrefetchWeights) -> Self {
         self.with_config(RunConfig {
             prefetch_weights,
@@ -93,7 +93,7 @@ impl RunPlan {
         })
     }
 
-    /// What carries weights and gradients between GPUs: never `Auto`.
+    /// Transport of collectives between GPUs; never `Auto`.
     pub(crate) fn resolved_collectives(&self) -> Collectives {
         match (self.config.collectives, &self.found.ipc_refused) {
             (Collectives::Auto, Some(_)) => Collectives::Shm,
@@ -101,7 +101,7 @@ impl RunPlan {
         }
     }
 
-    /// What must be the same on all ranks, as text: all but the machine's own memory and GPUs.
+    /// JSON of all settings that must be equal on all ranks. Memory limits and GPUs of the machine are left out.
     pub(crate) fn common_part(&self) -> Vec<u8> {
         let config = RunConfig {
             ranks_here: None,
@@ -132,7 +132,7 @@ impl RunPlan {
     /// Reads a saved plan.
     ///
     /// # Errors
-    /// The file cannot be read, or names unknown or missing keys (exit 2).
+    /// The file cannot be read, or has unknown or missing keys (exit 2).
     pub fn load_from(path: &Path) -> Result<Self, Failure> {
         let text = fs::read_to_string(path)
             .map_err(|error| Failure::io(ErrorCode::Usage, "read", path, &error))?;
@@ -161,7 +161,7 @@ impl RunPlan {
     }
 }
 
-/// Where the file has what was found: after which key of the configuration, in this order.
+/// Position of the fields of [`Found`] in the file, as (preceding key of the configuration, field), in file order.
 const PLACES: [(&str, &str); 4] = [
     ("collectives", "ipc_refused"),
     ("upload_ahead", "arena_bytes"),

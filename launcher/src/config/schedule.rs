@@ -1,4 +1,4 @@
-//! What DeepSpeed's schedules take besides steps and the peak.
+//! Arguments of DeepSpeed's learning-rate schedules.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,13 +12,13 @@ use super::Scheduler;
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SchedulerKwargs {
-    /// Form and ends of the curve.
+    /// Shape and end points of the curve.
     pub warmup: WarmupOptions,
-    /// Steps after which the curve has fallen; `None` is the length of the run.
+    /// Steps until the end of the decay; `None` means the length of the run.
     pub total_num_steps: Option<u64>,
 }
 
-/// The names, in the order they are written.
+/// Names of the arguments, in output order.
 const NAMES: [&str; 5] = [
     "warmup_type",
     "warmup_min_lr",
@@ -28,7 +28,7 @@ const NAMES: [&str; 5] = [
 ];
 
 impl SchedulerKwargs {
-    /// The curve that `scheduler` is with these arguments.
+    /// Schedule of type `scheduler` with these arguments.
     #[must_use]
     pub fn kind(&self, scheduler: Scheduler) -> ScheduleKind {
         match scheduler {

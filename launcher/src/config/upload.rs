@@ -1,4 +1,4 @@
-//! `--prefetch-weights`: weights that come to a GPU one unit before they are used.
+//! `--prefetch-weights`: host-to-device copies of weights one unit before their use.
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::{Device, RunConfig};
 use crate::error::Failure;
 
-/// Whether weights that do not stay on a GPU come there one unit ahead. It holds one more unit's weights then.
+/// Whether offloaded weights are copied to the GPU one unit ahead. The GPU then holds the weights of one more unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PrefetchWeights {
@@ -20,12 +20,12 @@ pub enum PrefetchWeights {
 }
 
 impl RunConfig {
-    /// Whether weights come ahead where any are uploaded; `auto` is tried first.
+    /// Whether offloaded weights are prefetched. `auto` counts as on here; planning turns it off if memory lacks.
     pub(crate) fn prefetch_weights(&self) -> bool {
         self.device == Device::Cuda && self.prefetch_weights != PrefetchWeights::Off
     }
 
-    /// Refuses what was asked for by name and cannot be.
+    /// Refuses an explicit `on` that this run cannot use (exit 2).
     pub(crate) fn check_prefetch_weights(&self) -> Result<(), Failure> {
         if self.prefetch_weights != PrefetchWeights::On || self.device == Device::Cuda {
             return Ok(());

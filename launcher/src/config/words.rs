@@ -1,21 +1,21 @@
-//! Words of a command line: lists, names of values, and the name that a slip meant.
+//! Helpers for command-line words: lists, names of values, and suggestions for typos.
 
 use clap::ValueEnum;
 
-/// The words of a list separated by commas.
+/// Words of a comma-separated list, without blanks and empty words.
 pub(crate) fn words(list: &str) -> Vec<String> {
     let words = list.split(',').map(str::trim);
     words.filter(|w| !w.is_empty()).map(str::to_owned).collect()
 }
 
-/// The name of a closed value, as on the command line.
+/// Name of an enum value on the command line.
 pub(crate) fn value_name<T: ValueEnum>(value: T) -> String {
     value
         .to_possible_value()
         .map_or_else(String::new, |value| value.get_name().to_string())
 }
 
-/// The candidate with the fewest edits, where these are few enough to be a slip.
+/// Candidate with the smallest edit distance to `word`, if small enough to be a typo.
 pub(crate) fn nearest<'a>(
     word: &str,
     candidates: impl Iterator<Item = &'a str>,

@@ -1,5 +1,5 @@
-//! Questions of held-out samples, the answers that a model gave, and the file that keeps the first
-//! of them at every evaluation of a run.
+//! Questions of held-out samples, the generated answers, and the files that store the first of them at each
+//! evaluation.
 
 use crate::error::failures::comm as comm_failure;
 use crate::error::{ErrorCode, Failure, chain};
@@ -12,31 +12,31 @@ use models::image::ImageFolder;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// Longest generated answer beyond the reference answer's own length, in tokens.
+/// Tokens that a generated answer may exceed the reference answer by.
 const EXTRA_ANSWER_TOKENS: usize = 8;
-/// Directory in a run's directory.
+/// Directory of the answer files inside a run's directory.
 const SAMPLES: &str = "samples";
 
-/// A sample, what was asked and what came back.
+/// Held-out sample with its prompt, reference answer and generated answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Answer {
-    /// Number among the samples of the data file that are used.
+    /// Index among the usable samples of the data file.
     pub(crate) index: usize,
-    /// Name in the data file.
+    /// The sample's own id in the data file.
     pub(crate) id: Option<String>,
-    /// Its images.
+    /// Paths of its images.
     pub(crate) images: Vec<PathBuf>,
-    /// The conversation before the answer.
+    /// Text of the conversation before the answer.
     pub(crate) prompt: String,
-    /// What should come.
+    /// Reference answer.
     pub(crate) reference: String,
-    /// What came.
+    /// Generated answer.
     pub(crate) answer: String,
-    /// Whether the two are equal, white space at the ends aside.
+    /// Whether both answers are equal after trimming white space.
     pub(crate) exact: bool,
 }
 
-/// A held-out sample ready to be asked.
+/// Held-out sample, encoded as a prompt.
 #[derive(Debug)]
 pub(crate) struct Question {
     encoded: EncodedPrompt,
@@ -45,8 +45,8 @@ pub(crate) struct Question {
 }
 
 impl Question {
-    /// Writes sample `index` of a file out as a prompt, with images as in training. The answer may
-    /// be a few tokens longer than the reference.
+    /// Encodes sample `index` of a file as a prompt, with images as in training. The answer may be
+    /// [`EXTRA_ANSWER_TOKENS`] longer than the reference.
     pub(crate) fn new(
         processor: &dyn Processor,
         sample: &RawSample,
@@ -79,7 +79,7 @@ impl Question {
         })
     }
 
-    /// With another bound of the answer.
+    /// Replaces the maximum number of answer tokens.
     pub(crate) fn with_limit(self, max_new_tokens: usize) -> Self {
         Self {
             max_new_tokens,
@@ -95,7 +95,7 @@ impl Question {
         }
     }
 
-    /// The answer from its tokens.
+    /// Decodes an answer's tokens and compares the text with the reference.
     pub(crate) fn judge(
         &self,
         processor: &dyn Processor,
@@ -113,7 +113,7 @@ impl Question {
     }
 }
 
-/// The turns before the answer; who speaks stands before them where there are several.
+/// Text of the turns before the answer. If there are several turns, each starts with its role.
 fn asked(sample: &RawSample) -> String {
     let answered = usize::from(sample.answer().is_some());
     let turns = &sample.conversations[..sample.conversations.len() - answered];
@@ -134,8 +134,8 @@ pub(crate) fn sample_failure(index: usize, error: &SampleError) -> Failure {
     )
 }
 
-/// Gathers every rank's answers and writes them, in the order of the samples, to
-/// `samples/step-NNNNNN.json` in the run's directory `output`. All ranks take part.
+/// Gathers the answers of all ranks. Rank 0 writes them, in sample order, to `samples/step-NNNNNN.json` in the run's
+/// directory `output`. All ranks take part.
 ///
 /// # Errors
 /// The exchange fails or the file cannot be written.

@@ -1,4 +1,4 @@
-//! Every sample is checked before training.
+//! Check of every sample before training.
 
 use crate::config::RunConfig;
 use crate::data::problems::{self, Context, Problem};
@@ -8,8 +8,10 @@ use models::data::{EncodeOptions, EncodedSample, RawSample, SampleSize};
 use models::{Family, Processor};
 use std::path::Path;
 
-/// Reads and checks the first `limit` samples of `path`. Unusable samples are an error listing them, or left out when the
-/// configuration says so.
+/// Reads and checks the first `limit` samples of `path`. With `--skip-bad-samples`, unusable samples are left out.
+///
+/// # Errors
+/// The file cannot be read, or a sample is unusable. The failure lists such samples.
 pub(crate) fn check(
     config: &RunConfig,
     path: &Path,
@@ -27,7 +29,7 @@ pub(crate) fn check(
     check_samples(reading, &model, processor, &options, skip_bad)
 }
 
-/// As [`check`] with settings of its own.
+/// As [`check`], with explicit settings.
 pub(crate) fn check_samples(
     reading: Reading<'_>,
     model: &Path,
@@ -81,8 +83,8 @@ pub(crate) fn check_samples(
     })
 }
 
-/// The samples of a rank: those the supervisor has checked. Only when bad ones are to be left out
-/// the check runs again, to find the same ones.
+/// Samples of a rank, which the supervisor has already checked. With `--skip-bad-samples` the check runs again, to
+/// skip the same samples.
 pub(crate) fn load(
     config: &RunConfig,
     path: &Path,
@@ -107,8 +109,10 @@ pub(crate) fn load(
     })
 }
 
-/// CogAgent sees every image twice, the second time through cross attention; what a sample without an image should do
-/// there is for the user to say.
+/// Refuses samples without an image for CogAgent, unless `--text-without-cross` allows them.
+///
+/// # Errors
+/// A sample without an image exists (exit 3). CogAgent's cross attention needs an image in every layer.
 pub(crate) fn text_only(config: &RunConfig, set: &SampleSet) -> Result<(), Failure> {
     let agent = Family::of(&config.model_dir()).is_ok_and(|family| family == Family::CogAgent);
     let without = set.samples.iter().position(|s| s.images.is_empty());
@@ -124,7 +128,7 @@ pub(crate) fn text_only(config: &RunConfig, set: &SampleSet) -> Result<(), Failu
     .next("use --text-without-cross true to skip the cross attention for them, or give each sample an image"))
 }
 
-/// The samples that a worst micro-batch would hold: the longest by tokens and patches.
+/// Largest possible micro-batch: the samples with the most tokens plus patches, encoded.
 pub(crate) fn largest(
     set: &SampleSet,
     config: &RunConfig,
@@ -142,7 +146,7 @@ pub(crate) fn largest(
     )
 }
 
-/// As [`largest`], with samples that were checked before; `order` holds indices of usable samples.
+/// As [`largest`] for `count` samples that were already checked. `order` lists the usable samples by size.
 pub(crate) fn encode_some(
     config: &RunConfig,
     order: &[usize],
@@ -154,7 +158,7 @@ pub(crate) fn encode_some(
     data::encode_in_order(&set.samples, &set.images, processor, &options, order, count)
 }
 
-/// How samples are written for the model.
+/// Encoding options of the configuration.
 pub(crate) fn encode_options(config: &RunConfig) -> EncodeOptions {
     EncodeOptions {
         model_max_length: config.batch.model_max_length,

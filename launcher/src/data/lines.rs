@@ -1,7 +1,7 @@
 //! Line numbers of samples in a data file.
 
-/// Lines, from 1, on which the samples of `text` begin: the elements of a JSON list, or the lines that are not blank.
-/// `text` must be valid, i.e. have been read as samples before.
+/// Lines, counted from 1, on which the samples of `text` begin. Samples are the elements of a JSON list, or the lines
+/// that are not blank. `text` must be valid, since it was parsed before.
 pub(crate) fn of_samples(text: &[u8]) -> Vec<usize> {
     let text = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(text);
     if text.trim_ascii_start().first() == Some(&b'[') {

@@ -1,8 +1,8 @@
-//! `--max-restarts`: a run that goes on after one of its ranks died.
+//! `--max-restarts`: restart of a run after one of its ranks died.
 //!
-//! Started again is what may go well another time: a process that was killed, crashed, panicked or stood still. What
-//! would come again, or was decided, ends the run at once: mistakes in flags and data, plans that do not fit, a full
-//! disk, numbers that are not finite, a user's signal.
+//! A restart follows failures that may not repeat: a process that was killed, crashed, panicked or hung. Failures
+//! that would repeat end the run at once, for example wrong flags or data, a plan that does not fit, a full disk, or
+//! non-finite values. So does a user's signal.
 
 use engine::checkpoint;
 
@@ -13,7 +13,7 @@ use crate::report::checkpoints::newest_intact;
 use crate::report::run_directory;
 use crate::ui::{Event, Screen};
 
-/// What is said when `--collectives auto` goes through host memory after all.
+/// Warning that `--collectives auto` falls back to host memory.
 pub(crate) fn refused(why: &str) -> Event {
     Event::Warning {
         text: format!(
@@ -22,18 +22,18 @@ pub(crate) fn refused(why: &str) -> Event {
     }
 }
 
-/// The attempts at one run.
+/// Attempts of one run.
 #[derive(Debug)]
 pub(crate) struct Attempts {
-    /// What was asked for.
+    /// Configuration as requested.
     asked: RunConfig,
-    /// What the present attempt runs.
+    /// Plan of the current attempt.
     run: RunPlan,
-    /// Attempts that have ended.
+    /// Number of restarts so far.
     ended: u32,
 }
 
-/// Checks a draft that differs from the one that was checked, and decides what it leaves open.
+/// Function that checks a changed draft and resolves it.
 type Prepare<'a> = dyn FnMut(&RunPlan, &mut Screen) -> Result<RunPlan, Failure> + 'a;
 
 impl Attempts {
@@ -45,15 +45,15 @@ impl Attempts {
         }
     }
 
-    /// What the present attempt runs.
+    /// Plan of the current attempt.
     pub(crate) fn run(&self) -> &RunPlan {
         &self.run
     }
 
-    /// Prepares another attempt after one that ended with `ended`; `prepare` is asked where the ranks become fewer.
+    /// Prepares another attempt after one that ended with `ended`. Calls `prepare` only if fewer ranks remain.
     ///
     /// # Errors
-    /// The failure, where the run is over.
+    /// The failure of the attempt, if the run must not restart.
     pub(crate) fn again(
         &mut self,
         ended: RunFailure,
@@ -104,8 +104,8 @@ impl Attempts {
         self.plan(config, refused, prepare, screen)
     }
 
-    /// Plans the run for the way through host memory, after ranks whose GPUs could not read each other's memory and that
-    /// have done nothing. What the plan settled is settled anew.
+    /// Plans the run again with exchange through host memory. Used after ranks found that their GPUs have no peer
+    /// access, before any training. All choices of the previous plan are made again.
     ///
     /// # Errors
     /// The run does not fit that way, or its directory cannot be written.
@@ -123,7 +123,7 @@ impl Attempts {
         self.plan(config, Some(why), prepare, screen)
     }
 
-    /// Decides the run anew and saves it. What the last plan found room for is left to the next.
+    /// Resolves the run again and saves it. Choices that depend on spare memory return to the requested setting.
     fn plan(
         &mut self,
         config: RunConfig,
@@ -140,7 +140,7 @@ impl Attempts {
         self.run.save_to(&self.run.output.join(CONFIG_FILE))
     }
 
-    /// The newest whole checkpoint of this run, or else where it first began, and how to say it.
+    /// Newest intact checkpoint of this run, or else the original starting point, with its description.
     fn newest(&self, screen: &mut Screen) -> (Resume, String) {
         let output = &self.run.output;
         let Some(directory) = newest_intact(output, None) else {
@@ -164,14 +164,14 @@ impl Attempts {
         (Resume::From(directory), from)
     }
 
-    /// Ranks that are gone for good, as far as faults asked for that in this attempt.
+    /// Number of ranks that injected faults remove for good in this attempt.
     fn lost_ranks(&self) -> usize {
         let faults = self.run.inject.iter();
         let lost = faults.filter(|fault| fault.lost && fault.kind == FaultKind::Kill);
         lost.count().min(self.run.world_size - 1)
     }
 
-    /// Faults that were not for the attempts before.
+    /// Injected faults that still apply to the next attempt.
     fn faults_to_come(&self) -> Vec<Fault> {
         let faults = self.run.inject.iter().map(|fault| Fault {
             times: fault.times - 1,
@@ -181,12 +181,12 @@ impl Attempts {
     }
 }
 
-/// `lost` ranks less, with more micro-batches each: the global batch, and with it the order of the data, stays. `None` where
-/// no number of ranks divides it.
+/// Configuration with at least `lost` fewer ranks and more micro-batches for each. The global batch and thus the
+/// order of the data stay the same. `None` if that is impossible.
 fn fewer_ranks(config: &RunConfig, lost: usize) -> Option<RunConfig> {
     let micro_batches = config.micro_batches();
     let left = config.world_size - lost;
-    // One rank always divides them.
+    // One rank always works, since 1 divides every number.
     let world_size = (1..=left)
         .rev()
         .find(|n| micro_batches.is_multiple_of(*n))?;
@@ -194,7 +194,7 @@ fn fewer_ranks(config: &RunConfig, lost: usize) -> Option<RunConfig> {
     Some(RunConfig {
         world_size,
         batch: BatchConfig {
-            // The batch is what it is, however it was found.
+            // The batch size is already found and must not change.
             find_batch: false,
             accumulation_steps: micro_batches / world_size,
             ..config.batch

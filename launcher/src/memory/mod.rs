@@ -1,8 +1,8 @@
-//! What this machine and this process have: memory, cgroup limits, disk space; and what a rank takes of it, phase by
-//! phase.
+//! Memory and disk space of this machine and process: `/proc`, cgroup limits, free disk space. Also the memory of a
+//! rank by phase.
 //!
-//! Parsers are pure functions over the text of `/proc` and `/sys/fs/cgroup`, so that they are
-//! tested without a machine.
+//! Parsers are pure functions over the text of `/proc` and `/sys/fs/cgroup`, so they are tested without a particular
+//! machine.
 
 mod phase;
 mod rank;
@@ -20,7 +20,7 @@ pub use rank::{PhaseBytes, RankMemory, RankPeak};
 pub struct HostMemory {
     /// The machine's memory, or the smallest cgroup limit above this process.
     pub total_bytes: u64,
-    /// What can be taken now without swapping and without being killed.
+    /// Memory that can be allocated now without swapping or an OOM kill.
     pub free_bytes: u64,
     /// The smallest cgroup limit, where there is one.
     pub cgroup_limit_bytes: Option<u64>,
@@ -48,18 +48,18 @@ pub fn host() -> HostMemory {
     }
 }
 
-/// The memory cgroup that bounds this process most.
+/// Memory cgroup with the smallest limit for this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CgroupMemory {
-    /// 1 or 2.
+    /// cgroup version, 1 or 2.
     pub version: u32,
-    /// Its limit, where it has one.
+    /// Limit in bytes, if any.
     pub limit_bytes: Option<u64>,
-    /// What its processes use, without page cache that can be had back.
+    /// Bytes in use by its processes, without reclaimable page cache.
     pub used_bytes: u64,
 }
 
-/// Reads the cgroup with the smallest limit; without any limit the innermost one.
+/// Reads the cgroup with the smallest limit. Without any limit, the innermost one.
 pub fn cgroup() -> Option<CgroupMemory> {
     tightest(&cgroups())
 }
@@ -79,12 +79,12 @@ fn tightest(groups: &[Cgroup]) -> Option<CgroupMemory> {
         })
 }
 
-/// What a process may lock in memory (`ulimit -l`); `None` without a limit.
+/// Bytes that a process may lock in memory (`ulimit -l`). `None` without a limit.
 pub fn lockable_bytes() -> Option<u64> {
     rustix::process::getrlimit(rustix::process::Resource::Memlock).current
 }
 
-/// How often the kernel killed a process of this cgroup for lack of memory.
+/// Number of OOM kills in this process's cgroup.
 pub fn oom_kills() -> u64 {
     cgroups()
         .iter()
@@ -96,16 +96,16 @@ pub fn oom_kills() -> u64 {
         .unwrap_or(0)
 }
 
-/// How often the kernel killed any process of this machine for lack of memory, since it started.
+/// Number of OOM kills on this machine since it booted.
 pub fn machine_oom_kills() -> u64 {
     field_in(Path::new("/proc/vmstat"), "oom_kill ").unwrap_or(0)
 }
 
-/// What the kernel says process `pid` does: `R` runs, `S` waits, `D` waits for a device, `T` is
-/// stopped by a signal, `t` by a debugger, `Z` has ended. `None` once it is gone.
+/// State letter of process `pid` in `/proc`: `R` running, `S` sleeping, `D` waiting for a device, `T` stopped by a
+/// signal, `t` by a debugger, `Z` ended. `None` once it is gone.
 pub fn process_state(pid: u32) -> Option<char> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name before it is in brackets and may hold anything.
+    // The process name precedes the state in brackets and may contain any character.
     stat.rsplit_once(") ")?.1.chars().next()
 }
 
@@ -130,7 +130,7 @@ pub fn process_of(pid: u32) -> Option<ProcessMemory> {
         .map(|status| process_from(&status))
 }
 
-/// Resident bytes of this process now, from the cheapest file that tells; 0 without `/proc`.
+/// Resident bytes of this process now, read from `/proc/self/statm`; 0 without `/proc`.
 pub fn resident_bytes() -> u64 {
     let text = fs::read_to_string("/proc/self/statm").unwrap_or_default();
     let pages = text
@@ -157,7 +157,7 @@ pub fn disk_free_bytes(path: &Path) -> std::io::Result<u64> {
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// Whether two directories, which need not exist yet, lie on one file system; false where nobody can tell.
+/// Whether two directories are on the same file system. They need not exist yet. False if that is unknown.
 pub fn on_one_disk(one: &Path, other: &Path) -> bool {
     let device = |path| existing(path).metadata().map(|meta| meta.dev());
     match (device(one), device(other)) {
@@ -199,7 +199,7 @@ impl Cgroup {
         limit_from(&fs::read_to_string(self.directory.join(file)).ok()?)
     }
 
-    /// Bytes in use with all page cache; `None` where the group keeps no such account.
+    /// Bytes in use, page cache included. `None` if the cgroup has no such counter.
     fn usage(&self) -> Option<u64> {
         let file = match self.version {
             Version::One => "memory.usage_in_bytes",
@@ -209,7 +209,7 @@ impl Cgroup {
         text.trim().parse().ok()
     }
 
-    /// Bytes that cannot be had back: page cache that nobody uses is not counted.
+    /// Bytes in use that cannot be reclaimed. Inactive page cache does not count.
     fn used_bytes(&self) -> u64 {
         let cache = match self.version {
             Version::One => "total_inactive_file ",
@@ -241,8 +241,8 @@ fn cgroups_from(own: &str, mount: &Path) -> Vec<Cgroup> {
         } else {
             continue;
         };
-        // Inside a container the path may name a directory of the host; the mount point then holds
-        // the container's own group.
+        // Inside a container the path may name a directory of the host. The mount point then has the container's own
+        // group.
         let mut directory = root.join(path.trim_start_matches('/'));
         loop {
             found.push(Cgroup {
@@ -257,7 +257,7 @@ fn cgroups_from(own: &str, mount: &Path) -> Vec<Cgroup> {
     found
 }
 
-/// A cgroup limit; "max" and version 1's huge number mean none.
+/// Parses a cgroup limit. "max" and the huge default of version 1 mean no limit.
 fn limit_from(text: &str) -> Option<u64> {
     text.trim()
         .parse::<u64>()

@@ -78,7 +78,7 @@ pub(crate) struct Footprint {
     pub(crate) nvme: u64,
     /// Peak of host memory outside the tier.
     pub(crate) beside: u64,
-    /// The window.
+    /// Bytes of the communicator's window.
     pub(crate) window: WindowBytes,
     /// Bytes of a rank's part of the window.
     pub(crate) region: u64,

@@ -1,4 +1,4 @@
-//! The model of a run: opened, laid out in a plan, with its optimizer and the contents of its checkpoints.
+//! Model of a run, with its plan, its optimizer and the contents of its checkpoints.
 
 pub(crate) mod contents;
 pub(crate) mod files;

@@ -49,7 +49,7 @@ pub(crate) fn trained_parts(
     Ok(rows)
 }
 
-/// Learning rates of parts: the text, its selection, the rate.
+/// Learning rates of parts: text of the selection, the selection, and the rate.
 pub(crate) fn learning_rates(config: &RunConfig) -> Result<Vec<(&str, Selection, f64)>, Failure> {
     let rates = config.trainable.learning_rates.iter();
     let parsed = rates.map(|(part, rate)| {
@@ -59,7 +59,7 @@ pub(crate) fn learning_rates(config: &RunConfig) -> Result<Vec<(&str, Selection,
     parsed.collect()
 }
 
-/// The optimizer's rule.
+/// AdamW with the settings of the run.
 pub(crate) fn rule(config: &RunConfig) -> AdamW {
     let settings = &config.optimizer;
     AdamW {
@@ -125,7 +125,7 @@ pub(crate) fn optimizer(
     })
 }
 
-/// The course of the learning rate over `total_steps` steps.
+/// Learning-rate schedule over `total_steps` steps.
 pub(crate) fn schedule(config: &RunConfig, total_steps: u64) -> Schedule {
     let settings = &config.optimizer;
     let kwargs = settings.scheduler_kwargs;

@@ -1,4 +1,4 @@
-//! The model of a run, its processor and its plan: what supervisor and ranks build alike.
+//! Model, processor and plan of a run, built equally by supervisor and ranks.
 
 use super::optimizer::rule;
 use crate::config::{
@@ -52,7 +52,7 @@ impl Setup {
         })
     }
 
-    /// Every tensor is there with the right shape; tensors of other parts are named.
+    /// Checks that the weight files have every tensor in the right shape. Shows which other tensors are skipped.
     pub(crate) fn check_weights(&self, show: &mut dyn FnMut(Event)) -> Result<(), Failure> {
         let Some(weights) = &self.weights else {
             return Ok(());
@@ -88,7 +88,7 @@ impl Setup {
     }
 }
 
-/// The model and the plan of `config`, from `config.json` alone.
+/// Model and plan of `config`, from `config.json` alone. No other file of the model is needed.
 pub(crate) fn shapes(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
     let dir = config.model_dir();
     let family = Family::of(&dir).map_err(|e| unusable(&dir, &e))?;
@@ -111,7 +111,7 @@ fn model(config: &RunConfig) -> Result<Arc<dyn VisionLanguageModel>, Failure> {
     })
 }
 
-/// The model and the plan of `config`; reads the directory's configuration only.
+/// Model and plan of `config` for another attempt to fit. Reads only the configuration in the model directory.
 pub(crate) fn replan(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
     let model = model(config)?;
     let plan = plan_of(config, &*model)?;
@@ -205,14 +205,14 @@ fn zero_config(config: &RunPlan, model: &dyn VisionLanguageModel) -> Result<Zero
     })
 }
 
-/// What an element of a unit that is updated early keeps once more: its weight, master and moments.
+/// Bytes per element of the second copy of states in a unit updated in backward: weight, master weight and moments.
 pub(crate) fn second_bytes_per_elem(config: &RunConfig) -> u64 {
     let precision = precision(config);
     let states = rule(config).state_bytes_per_elem(precision);
     (precision.weight_dtype().size_bytes() + states) as u64
 }
 
-/// The order of `samples` samples; the first update takes `first`.
+/// Sampler for `samples` samples. The first update takes the samples `first`.
 pub(crate) fn sampler(config: &RunConfig, samples: usize, first: &[usize]) -> Sampler {
     let sizes = SamplerSizes {
         samples,
@@ -223,7 +223,7 @@ pub(crate) fn sampler(config: &RunConfig, samples: usize, first: &[usize]) -> Sa
     Sampler::new(sizes, config.seed).beginning_with(first)
 }
 
-/// Whether the activations of a unit are kept rather than computed again in backward.
+/// Whether a unit's activations are stored instead of being recomputed in backward.
 pub(crate) fn keeps(config: &RunConfig, model: &dyn VisionLanguageModel, unit: UnitId) -> bool {
     let again = config.checkpoint_activations;
     !match model.tower(unit) {
@@ -233,7 +233,8 @@ pub(crate) fn keeps(config: &RunConfig, model: &dyn VisionLanguageModel, unit: U
     }
 }
 
-/// The random state of a micro-batch, where adapters drop inputs.
+/// Random state of dropout for a micro-batch. `None` if adapters have no dropout. `keys` are the samples' positions
+/// in the data stream.
 pub(crate) fn dropout(
     config: &RunConfig,
     keys: &[u64],

@@ -1,4 +1,4 @@
-//! Whether the run's checkpoints fit on their disk, decided before a weight is read.
+//! Check that the checkpoints of a run fit on its disk, made before a weight is read.
 
 use crate::config::{Cadence, RunConfig};
 use crate::error::{ErrorCode, Failure};
@@ -8,22 +8,24 @@ use crate::report::run_directory;
 use crate::ui::Event;
 use crate::units::bytes;
 
-/// What the checkpoints of a run need of the output directory's disk, and what it has.
+/// Bytes that a run's checkpoints need on the disk of the output directory, and the free space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DiskCheck {
     pub(crate) checkpoint: CheckpointBytes,
-    /// Checkpoints that will lie there at once, beside those of earlier attempts, unless somebody removes some.
+    /// Maximum number of this run's checkpoints that exist at the same time.
     pub(crate) most: u64,
-    /// Of these, those that nobody can remove in time: the one that is written, and what `--save-total-limit` keeps.
+    /// New checkpoints that must exist at the same time: the one being written and those that `--save-total-limit`
+    /// keeps, less the checkpoints already on disk. Without a limit at most one, because a user can remove older
+    /// ones.
     pub(crate) certain: u64,
-    /// Free bytes, without those that the run's own spill files will take; `None` where nobody knows.
+    /// Free bytes, after the run's own spill files. `None` if unknown.
     pub(crate) free: Option<u64>,
-    /// Bytes of spill files on the same disk.
+    /// Bytes of the run's spill files on the same disk.
     pub(crate) spilled: u64,
 }
 
 impl DiskCheck {
-    /// Of a run on this machine that saves `saves` times and spills `spilled` bytes over all ranks.
+    /// Check for a run on this machine that saves `saves` times. All ranks together spill `spilled` bytes.
     pub(crate) fn of(
         config: &RunConfig,
         checkpoint: CheckpointBytes,
@@ -37,7 +39,7 @@ impl DiskCheck {
         let spilled = if spills_here { spilled } else { 0 };
         let free = disk_free_bytes(&config.output).ok();
         let there = run_directory::checkpoints(&config.output).len() as u64;
-        // The oldest goes when the newest is complete.
+        // The oldest checkpoint is removed after the newest one is complete.
         let kept = config.save_total_limit.map(|limit| {
             let at_once = limit as u64 + 1;
             saves.min(at_once.saturating_sub(there).max(1))
@@ -51,7 +53,7 @@ impl DiskCheck {
         }
     }
 
-    /// Of a machine that nobody can ask, saving once.
+    /// Check for a described machine, whose disks are unknown. The run saves once.
     pub(crate) const fn elsewhere(checkpoint: CheckpointBytes) -> Self {
         Self {
             checkpoint,
@@ -62,7 +64,7 @@ impl DiskCheck {
         }
     }
 
-    /// The line of the run.
+    /// Line of output for this check: a warning if not all checkpoints fit.
     pub(crate) fn event(&self, config: &RunConfig) -> Event {
         let mut text = format!(
             "a checkpoint takes {} (state {}, weights {})",
@@ -89,10 +91,10 @@ impl DiskCheck {
         }
     }
 
-    /// Refuses a run whose checkpoints cannot all be written.
+    /// Refuses a run whose checkpoints certainly do not fit.
     ///
     /// # Errors
-    /// The disk is too small for them (exit 16).
+    /// The disk is too small for [`DiskCheck::certain`] checkpoints (exit 16).
     pub(crate) fn check(&self, config: &RunConfig) -> Result<(), Failure> {
         if self.holds(self.certain) {
             return Ok(());
@@ -135,7 +137,7 @@ impl DiskCheck {
     }
 }
 
-/// How often a run of `total` updates over `samples` saves.
+/// Number of saves in a run of `total` updates over `samples` samples.
 pub(crate) fn saves(config: &RunConfig, total: u64, samples: usize) -> u64 {
     match config.save {
         Cadence::Never => 0,

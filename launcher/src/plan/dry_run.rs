@@ -1,4 +1,4 @@
-//! A run without values: its passes on the meta device, in the order of the real one.
+//! Dry run: the passes of a run on the meta device, in the order of the training loop. It measures memory.
 
 use super::fixed::{self, Fixed};
 use super::memory_plans::{self, MemoryPlans};
@@ -19,27 +19,27 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What a rank works on: the worst of each kind.
+/// Work of one rank: the largest batch of each kind.
 #[derive(Debug)]
 pub(crate) struct Work<'a> {
-    /// A micro-batch.
+    /// Samples of the largest micro-batch.
     pub(crate) train: &'a [EncodedSample],
-    /// Held-out samples, where the run evaluates.
+    /// Held-out samples, if the run evaluates.
     pub(crate) held_out: Option<HeldOut<'a>>,
-    /// What the process occupies whatever it does.
+    /// Memory that the process needs in any case.
     pub(crate) fixed: Fixed,
 }
 
-/// What an evaluation works on.
+/// Work of an evaluation.
 #[derive(Debug)]
 pub(crate) struct HeldOut<'a> {
-    /// The longest sample.
+    /// The longest sample, as a batch of one.
     pub(crate) longest: &'a [EncodedSample],
-    /// The longest questions of one batch.
+    /// The longest questions, as one batch.
     pub(crate) prompts: Vec<Prompt<'a>>,
 }
 
-/// The memory of a rank of `plan`.
+/// Memory that one rank of `plan` needs.
 ///
 /// # Errors
 /// A sample does not fit the model.
@@ -55,9 +55,10 @@ pub(crate) fn dry_run(
         run.all().map_err(failed)?;
         Ok(run.memory())
     };
-    // Scratch memory depends on how many multiprocessors a GPU has: the kind that needs most counts.
+    // Scratch memory depends on the number of multiprocessors. The kind of GPU that needs most counts.
     let mut most: Option<RankMemory> = None;
-    // Two of each kind: one to see which blocks come, one where they lie as in the run.
+    // Two meta devices per kind of GPU. One records the blocks of a micro-batch, the other gives them the planned
+    // offsets.
     for devices in device::counting(config)
         .into_iter()
         .zip(device::counting(config))
@@ -73,14 +74,14 @@ pub(crate) fn dry_run(
     most.map_or_else(|| count(None), Ok)
 }
 
-/// Bytes of a rank's region of the communicator's window. In stage 3, GPUs that gather among themselves need it only for
-/// weights that are saved.
+/// Bytes of one rank's region of the communicator's window. In stage 3, ranks whose GPUs exchange directly use it
+/// only to save weights.
 ///
 /// # Errors
-/// Never today; counting has no limit.
+/// None in practice: the dry run has no memory limit.
 pub(crate) fn window_region(config: &RunConfig, plan: &Arc<Plan>) -> Result<u64, Failure> {
     let count = || -> Result<WindowBytes, EngineError> {
-        // The window is the same on every kind of GPU.
+        // The window has the same size on every kind of GPU.
         let mut dry_run = match device::counting(config).pop() {
             Some(device) => {
                 DryRun::on_discrete_device(plan.clone(), Arc::new(rule(config)), device)
@@ -103,8 +104,8 @@ fn allocate(error: &EngineError) -> Failure {
     failures::engine("plan memory", error)
 }
 
-/// One micro-batch as the trainer runs it. `begun` is called before its first tensor, `turn` between forward and
-/// backward.
+/// One micro-batch as the trainer runs it, forward and backward. `begun` is called before the first tensor exists,
+/// `turn` between forward and backward.
 ///
 /// # Errors
 /// A sample does not fit the model.
@@ -139,10 +140,10 @@ struct Run<'a> {
     model: &'a dyn VisionLanguageModel,
     work: &'a Work<'a>,
     dry_run: DryRun,
-    /// Of a GPU's tensors.
+    /// Memory plan of a micro-batch; GPUs only.
     memory_plan: Option<Arc<MemoryPlan>>,
     phases: BTreeMap<Phase, PhaseBytes>,
-    /// Most host memory beside the pools.
+    /// Peak host bytes outside the pools.
     beside: Cell<u64>,
 }
 
@@ -175,7 +176,7 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// In the order of the training loop. Twice, since the second step finds what the first left.
+    /// Runs all passes in the order of the training loop. Two steps, because the first leaves state for the second.
     fn all(&mut self) -> Result<(), ModelError> {
         self.mark(Phase::Load);
         self.evaluate()?;
@@ -187,7 +188,7 @@ impl<'a> Run<'a> {
             self.mark(Phase::Step);
         }
         self.evaluate()?;
-        // A run that is stopped is saved, whatever its cadence.
+        // A stopped run saves even if checkpoints are off.
         self.dry_run.save_trained()?;
         self.mark(Phase::Save);
         Ok(())
@@ -245,7 +246,7 @@ impl<'a> Run<'a> {
         self.phases.entry(phase).or_default().raise(moment);
     }
 
-    /// What was highest since the last call, and what a phase takes beside the pools.
+    /// Peak bytes by kind since the last call, plus the memory of the phase outside the pools.
     fn moment(&self, phase: Phase) -> PhaseBytes {
         let read = |pool: &kernels::Pool| {
             let stats = pool.stats();
@@ -254,8 +255,7 @@ impl<'a> Run<'a> {
         };
         let mut device = read(self.dry_run.device_pool());
         let mut host = read(self.dry_run.host_pool());
-        // The step's collectives and those of a pass are counted where they lie: in the window, which is host memory
-        // beside a GPU.
+        // Buffers of collectives count where they are located: in the window, which is host memory on a GPU machine.
         let tier = if self.dry_run.is_host_addressable() {
             &mut device
         } else {

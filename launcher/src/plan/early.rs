@@ -1,23 +1,23 @@
-//! What a plan says of updates in backward and in forward.
+//! Output lines about updates that run in backward and in forward.
 
 use crate::ui::Event;
 use crate::units::bytes;
 use engine::Plan;
 
-/// What `auto` found in host memory.
+/// Result of `--optimizer-in-backward auto` for spare host memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Spare {
-    /// Bytes that second states of each rank may take.
+    /// Bytes per rank that second copies of states may take.
     pub(super) offered: u64,
-    /// Bytes of each rank for second states of all units.
+    /// Bytes per rank that the second copies for all units would take.
     pub(super) all: u64,
-    /// Whether it is host memory that lacks for more.
+    /// Whether lack of host memory prevents more units.
     pub(super) short: bool,
-    /// Bytes that all ranks take more together; `None` where no unit is updated early.
+    /// Additional host bytes of all ranks together. `None` if no unit is updated in backward.
     pub(crate) taken: Option<u64>,
 }
 
-/// Of the elements that a rank updates, the share that it updates while backward runs.
+/// Fraction of a rank's updated elements that it updates during backward.
 pub(crate) fn backward_share(plan: &Plan) -> f64 {
     let elems = |early: bool| -> usize {
         let units = plan.units().iter();
@@ -30,7 +30,7 @@ pub(crate) fn backward_share(plan: &Plan) -> f64 {
     }
 }
 
-/// What is updated while backward runs, or what `auto` has no room for.
+/// Line about units updated during backward, or about the memory that `auto` lacks for any.
 pub(crate) fn backward_line(plan: &Plan, spare: Option<&Spare>) -> Option<Event> {
     let units = plan.units().iter();
     let trained = units.filter(|unit| !unit.trainable.is_empty());
@@ -71,7 +71,7 @@ pub(crate) fn backward_line(plan: &Plan, spare: Option<&Spare>) -> Option<Event>
     })
 }
 
-/// What is updated while the next pass runs.
+/// Line about updates that run during the next pass.
 pub(crate) fn forward_line(plan: &Plan) -> Option<Event> {
     plan.updates_in_forward().then(|| Event::Info {
         label: "late".into(),

@@ -1,4 +1,4 @@
-//! The batch of a run: what an update takes, and the largest micro-batch that fits.
+//! Batch size of a run: its output line, and `--find-batch`, the search for the largest micro-batch that fits.
 
 use super::rank_memory;
 use crate::config::{BatchConfig, Device, LrScale, PrefetchWeights, RunConfig, RunPlan};
@@ -9,10 +9,10 @@ use crate::ui::Event;
 use crate::units::{bytes, grouped};
 use std::sync::Arc;
 
-/// Larger micro-batches are not looked for.
+/// Largest micro-batch that the search tries.
 const MAX_MICRO_BATCH: usize = 4096;
 
-/// Samples per update and learning rate, with how they come about.
+/// Line with samples per update and learning rate, and how both are computed.
 pub(crate) fn line(config: &RunConfig) -> Event {
     let batch = &config.batch;
     let mut text = format!(
@@ -37,8 +37,11 @@ pub(crate) fn line(config: &RunConfig) -> Event {
     }
 }
 
-/// The run with the largest micro-batch whose plan fits. Shows how memory grows on the way: doubled until it does not fit
-/// or takes all samples, then the middle between the last two.
+/// The run with the largest micro-batch whose plan fits. The search roughly doubles the size until it does not fit or
+/// includes all samples, then bisects. `show` gets the tried sizes and their memory.
+///
+/// # Errors
+/// Not even the smallest micro-batch fits, or none divides the global batch.
 pub(crate) fn find(
     config: &RunPlan,
     setup: &Setup,
@@ -54,7 +57,7 @@ pub(crate) fn find(
     let mut tried: Vec<(usize, u64, bool)> = Vec::new();
     let mut probe = |at: usize| -> Result<Option<Failure>, Failure> {
         let mut trial = sized(config, candidates[at]);
-        // What is left decides whether weights come ahead.
+        // The search leaves prefetch off. Planning turns it on later if memory remains.
         if trial.prefetch_weights == PrefetchWeights::Auto {
             trial = trial.with_upload_ahead(PrefetchWeights::Off);
         }
@@ -80,7 +83,7 @@ pub(crate) fn find(
         )
         .next("choose a multiple of the number of ranks"));
     }
-    // The candidate `good` fits, `bad` does not or does not exist.
+    // Invariant: `good` fits; `bad` does not fit or does not exist.
     let (mut good, mut bad, mut next) = (0, candidates.len(), 0);
     loop {
         match probe(next)? {
@@ -105,13 +108,13 @@ pub(crate) fn find(
     Ok(sized(config, found))
 }
 
-/// Whether micro-batches of `micro` make the global batch that was asked for.
+/// Whether micro-batches of `micro` samples divide the requested global batch, if there is one.
 fn goes_in(config: &RunConfig, micro: usize) -> bool {
     let global = config.batch.global_batch;
     global.is_none_or(|global| global.is_multiple_of(micro * config.world_size))
 }
 
-/// The run with micro-batches of `micro` samples, and as many of them as make the global batch that was asked for.
+/// The run with micro-batches of `micro` samples. A requested global batch determines the accumulation steps.
 fn sized(run: &RunPlan, micro: usize) -> RunPlan {
     let steps = |global: usize| global / (micro * run.world_size);
     let batch = BatchConfig {

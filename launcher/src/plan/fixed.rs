@@ -1,4 +1,4 @@
-//! What a rank occupies beside its pools: the process itself, its samples, and buffers of a moment.
+//! Memory of a rank outside the pools: the process, its samples and short-lived buffers.
 
 use super::dry_run::Work;
 use crate::config::{Device, RunConfig, Workers};
@@ -7,32 +7,32 @@ use crate::memory::Phase;
 use models::data::EncodedSample;
 use std::path::Path;
 
-/// Room of a rank's region of the window for small messages and for alignment.
+/// Bytes added to a rank's region of the window, for small messages and alignment.
 pub(crate) const WINDOW_SLACK_BYTES: u64 = 16 << 20;
-/// The program's pages, its allocator, stacks of its threads and its logs, as measured.
+/// Measured size of the program's pages, allocator, thread stacks and logs.
 const PROCESS_BYTES: u64 = 26 << 20;
-/// Memory of a tokenizer for a byte of its files, as measured with a vocabulary of 150,000 tokens.
+/// Measured memory per byte of tokenizer files, with a vocabulary of 150,000 tokens.
 const TOKENIZER_FACTOR: u64 = 10;
-/// Bytes of a tokenizer's files per token of the vocabulary, where there are no files.
+/// Assumed bytes of tokenizer files per token of the vocabulary if the files are missing.
 const TOKENIZER_BYTES_PER_TOKEN: u64 = 48;
-/// Memory of raw samples for a byte of their file, as measured with short conversations.
+/// Measured memory per byte of a sample file, with short conversations.
 const SAMPLES_FACTOR: u64 = 3;
-/// Elements of a weight that are read or written at once, in f32 and in the dtype of the file.
+/// Buffer for weights that are read or written: 2^20 elements in f32 and in the 16-bit dtype of the file.
 const CHUNK_BYTES: u64 = (1 << 20) * (4 + 2);
-/// An image while it is cut: as it was decoded, as it was scaled, and the patches.
+/// Copies of an image while it is sliced: decoded, scaled, and in patches.
 const IMAGE_COPIES: u64 = 3;
 
-/// Bytes of a rank's process.
+/// Memory of a rank's process outside the pools.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Fixed {
-    /// The program and its tokenizer.
+    /// Bytes of the program and its tokenizer.
     process: u64,
-    /// Samples of the data files as read.
+    /// Bytes of the samples read from the data files.
     samples: u64,
 }
 
 impl Fixed {
-    /// For the model directory `dir` and the data files `data`.
+    /// Memory of a run with the model directory `dir` and the data files `data`.
     pub(crate) fn of(dir: &Path, vocabulary: u64, data: &[&Path]) -> Self {
         let size = |path: &Path| std::fs::metadata(path).map_or(0, |m| m.len());
         let files = ["tokenizer.json", "tokenizer.model"].map(|name| size(&dir.join(name)));
@@ -46,7 +46,7 @@ impl Fixed {
         }
     }
 
-    /// By kind, in one phase.
+    /// Bytes by kind in one phase.
     pub(super) fn in_phase(
         &self,
         phase: Phase,
@@ -73,7 +73,7 @@ impl Fixed {
     }
 }
 
-/// Encoded samples of the batches that loader threads prepare ahead, and images in their hands.
+/// Bytes of the encoded samples that loader threads prepare ahead, and of the images they are processing.
 fn loader_bytes(config: &RunConfig, micro_batch: &[EncodedSample]) -> u64 {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let options = match config.batch.data_workers {
@@ -83,7 +83,7 @@ fn loader_bytes(config: &RunConfig, micro_batch: &[EncodedSample]) -> u64 {
             ahead: 2 * threads,
         },
     };
-    // One batch is being trained on, each thread has one that found no room.
+    // One batch is in training. Each thread also holds one while its queue is full.
     let batches = (options.ahead + options.threads + 1) as u64;
     let largest = micro_batch
         .iter()

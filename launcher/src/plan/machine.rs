@@ -1,4 +1,4 @@
-//! What there is: this machine, or one that the command line describes.
+//! Memory and disk of a machine: this one, or one described on the command line.
 
 use crate::config::{Collectives, RunConfig};
 use crate::units::bytes as format_bytes;
@@ -6,38 +6,37 @@ use crate::{device, memory};
 use kernels::footprint;
 use std::path::Path;
 
-/// Where the window of ranks that share a machine may lie.
+/// Directories that may hold the window file of ranks on one machine.
 const WINDOW_DIRS: [&str; 2] = ["/dev/shm", "/tmp"];
 
-/// The directories that a window may lie in, each with its room.
+/// One line per such directory with its free space.
 pub(super) fn window_rooms() -> Vec<String> {
     let room = |dir: &&str| memory::disk_free_bytes(Path::new(dir)).unwrap_or(0);
     let line = |dir: &&str| format!("{dir}: {} free", format_bytes(room(dir)));
     WINDOW_DIRS.iter().map(line).collect()
 }
 
-/// Memory of a machine.
+/// Memory and disk space of a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Machine {
-    /// Memory of each device; `None` where the ranks compute on the CPU and "device" memory is host
-    /// memory too.
+    /// Bytes per device. `None` on the CPU, where "device" memory is host memory.
     pub(crate) device_bytes: Option<u64>,
-    /// Host memory.
+    /// Total host memory in bytes.
     pub(crate) host_total_bytes: u64,
-    /// Host memory that may be taken.
+    /// Host memory in bytes that the run may take.
     pub(crate) host_free_bytes: u64,
-    /// The smallest cgroup limit, where there is one.
+    /// Smallest cgroup limit in bytes, if any.
     pub(crate) cgroup_limit_bytes: Option<u64>,
-    /// Room for spill files; `None` where nobody knows.
+    /// Free bytes for spill files. `None` if unknown.
     pub(crate) nvme_free_bytes: Option<u64>,
-    /// The most room that a directory for the window has.
+    /// Largest free space among the directories for the window. `None` for a described machine.
     pub(crate) window_free_bytes: Option<u64>,
-    /// What a library of collectives takes of each device.
+    /// Bytes that the collectives library (NCCL) takes of each device.
     pub(crate) library_bytes: u64,
 }
 
 impl Machine {
-    /// The machine this runs on.
+    /// This machine.
     pub(crate) fn here() -> Self {
         let host = memory::host();
         let free = |dir: &&str| memory::disk_free_bytes(Path::new(dir)).ok();
@@ -53,7 +52,7 @@ impl Machine {
         }
     }
 
-    /// A machine that is described: devices, if any, host memory, room for spill files.
+    /// A described machine: bytes per device, if any, of host memory, and for spill files.
     pub(crate) fn described(device: Option<u64>, ram: u64, nvme: Option<u64>) -> Self {
         Self {
             device_bytes: device,
@@ -66,12 +65,12 @@ impl Machine {
         }
     }
 
-    /// Whether this is the machine this runs on: of one that is described nobody knows the disks.
+    /// Whether this is the local machine. The disks of a described machine are unknown.
     pub(crate) const fn is_here(&self) -> bool {
         self.window_free_bytes.is_some()
     }
 
-    /// With the GPUs of a run on them: what each rank may take of its own.
+    /// Adds the GPUs of `config`: the device memory that each rank may take.
     pub(super) fn with_gpus(mut self, config: &RunConfig) -> Self {
         if self.device_bytes.is_none() {
             self.device_bytes = device::free_bytes(config);
@@ -82,7 +81,7 @@ impl Machine {
         self
     }
 
-    /// With the limits that a run is given.
+    /// Applies the memory limits of `config`, and looks up the free space for its spill files.
     pub(crate) fn limited(mut self, config: &RunConfig) -> Self {
         if let Some(limit) = config.host_memory_limit {
             self.host_free_bytes = self.host_free_bytes.min(limit);
@@ -94,7 +93,7 @@ impl Machine {
         self
     }
 
-    /// What the device itself needs beside the run's memory.
+    /// Device bytes that CUDA and the collectives library take besides the run's memory.
     pub(crate) fn device_context_bytes(&self) -> u64 {
         self.device_bytes
             .map_or(0, |_| footprint::DEVICE_BYTES + self.library_bytes)

@@ -1,4 +1,4 @@
-//! Whether a run fits: one rule for the trainer and for the plan.
+//! Memory check: whether a run fits a machine. Training and `launcher plan` share this rule.
 
 use super::machine::{Machine, window_rooms};
 use crate::config::{Device, RunConfig};
@@ -8,24 +8,24 @@ use crate::memory::RankMemory;
 use crate::units::bytes as format_bytes;
 use engine::comm::control_bytes;
 
-/// One part in so many of the host memory that a run may have stays free of what the program takes by itself: a run is
-/// held to its plan to within 5 %, samples and checkpoints pass through the page cache, and others live here too.
+/// Divisor of the host memory that optional features leave free: one tenth. A run may exceed its plan by 5 %. Samples
+/// and checkpoints also pass through the page cache, and other programs need memory.
 const HOST_RESERVE: u64 = 10;
 
-/// What a run needs of a machine.
+/// Bytes that a run needs of a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Need {
-    /// Device memory of each rank.
+    /// Device bytes per rank.
     pub(crate) device: u64,
-    /// Host memory of all ranks together.
+    /// Host bytes of all ranks together.
     pub(crate) host: u64,
-    /// Spill files of all ranks together.
+    /// Spill-file bytes of all ranks together.
     pub(crate) nvme: u64,
-    /// The communicator's window, a file in shared memory; 0 for a single rank.
+    /// Bytes of the communicator's window, a file in shared memory; 0 for a single rank.
     pub(crate) window: u64,
 }
 
-/// A need, and what there is for it.
+/// Need of a run and the machine it is compared with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct MemoryCheck {
     pub(crate) need: Need,
@@ -39,9 +39,9 @@ impl MemoryCheck {
         let machine = machine.with_gpus(config);
         let ranks = config.ranks_here() as u64;
         let peak = memory.peak;
-        // Also ranks on GPUs meet through shared memory today; described devices stand for those that need not.
+        // Ranks on real GPUs also exchange through shared memory. GPUs of a described machine may not need it.
         let meets_on_host = machine.device_bytes.is_none() || config.device == Device::Cuda;
-        // Ranks of several machines have a copy of the window each, in memory of their own.
+        // Ranks on several machines each have their own copy of the window in private memory.
         let shares = ranks > 1 && config.ranks_here.is_none();
         let window = if meets_on_host && shares {
             control_bytes(config.world_size) + ranks * peak.window
@@ -49,7 +49,7 @@ impl MemoryCheck {
             0
         };
         let host = if meets_on_host {
-            // Ranks map each other's part of the window, which exists once.
+            // Ranks on one machine map the same window, which counts once.
             let (own, all) = if shares {
                 (peak.resident - memory.mapped_chunk(), window)
             } else {
@@ -74,7 +74,7 @@ impl MemoryCheck {
         }
     }
 
-    /// Whether everything fits.
+    /// Whether the run fits.
     pub(crate) fn fits(&self) -> bool {
         !self.exceeds_device()
             && !self.exceeds_host()
@@ -82,30 +82,30 @@ impl MemoryCheck {
             && !self.exceeds_window()
     }
 
-    /// Whether it is the device memory that does not suffice.
+    /// Whether the device memory is too small.
     pub(crate) fn exceeds_device(&self) -> bool {
         self.device_limit
             .is_some_and(|limit| self.need.device > limit)
     }
 
-    /// Whether it is the host memory that does not suffice.
+    /// Whether the host memory is too small.
     pub(crate) fn exceeds_host(&self) -> bool {
         self.need.host > self.machine.host_free_bytes
     }
 
-    /// Host memory that all ranks together leave, but for the reserve.
+    /// Host bytes that all ranks together leave free, less the reserve.
     pub(crate) fn spare_host(&self) -> u64 {
         let free = self.machine.host_free_bytes;
         free.saturating_sub(self.need.host.saturating_add(self.host_reserve))
     }
 
-    /// What all ranks together take of the reserve, or beyond.
+    /// Bytes by which all ranks together exceed the host memory less the reserve.
     pub(crate) fn host_overrun(&self) -> u64 {
         let taken = self.need.host.saturating_add(self.host_reserve);
         taken.saturating_sub(self.machine.host_free_bytes)
     }
 
-    /// Whether it is the disk that does not suffice.
+    /// Whether the disk is too small for the spill files.
     pub(crate) fn exceeds_nvme(&self) -> bool {
         let free = self.machine.nvme_free_bytes;
         free.is_some_and(|free| self.need.nvme > free)
@@ -116,19 +116,19 @@ impl MemoryCheck {
         free.is_some_and(|free| self.need.window > free)
     }
 
-    /// The arena of a rank on a GPU: its plan, and some room where there is any.
+    /// Bytes of a rank's GPU arena: the planned bytes plus slack, if the device has space for it.
     pub(crate) fn arena_bytes(&self, memory: &RankMemory) -> u64 {
         let context = self.machine.device_context_bytes();
         let most = self.device_limit.map(|limit| limit.saturating_sub(context));
         device::arena_bytes(memory.peak.device, most)
     }
 
-    /// Device memory of a rank, where it is bounded.
+    /// Device bytes that a rank may use, if limited.
     pub(crate) fn device_limit(&self) -> Option<u64> {
         self.device_limit
     }
 
-    /// The needs in words, beside what there is.
+    /// Text of the needs next to the available memory.
     pub(crate) fn needs(&self) -> String {
         let mut parts = Vec::new();
         if let Some(limit) = self.device_limit {
@@ -157,7 +157,7 @@ impl MemoryCheck {
     /// Refuses a run that does not fit, before anything is allocated.
     ///
     /// # Errors
-    /// The plan's failure (exit 5), or that of shared memory (exit 13).
+    /// Device memory, host memory or disk are too small (exit 5), or shared memory is (exit 13).
     pub(crate) fn check(&self, config: &RunConfig, memory: &RankMemory) -> Result<(), Failure> {
         let Some(cause) = self.cause() else {
             return Ok(());

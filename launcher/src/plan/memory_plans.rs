@@ -1,8 +1,8 @@
-//! Places for the tensors of a micro-batch, found before it runs: its passes on the meta device tell which
-//! blocks come and how long they live, and with both known they are packed.
+//! Static memory plans for micro-batches.
 //!
-//! The plan does so for the largest micro-batch, and every rank for each micro-batch of another shape. So what a
-//! micro-batch needs follows from its shape alone, whatever ran before it.
+//! A dry run of the micro-batch on the meta device records the size and lifetime of each block. Then the blocks are
+//! packed into fixed offsets. Planning does so for the largest micro-batch, and every rank for each new shape. So the
+//! memory of a micro-batch depends on its shape only, not on earlier micro-batches.
 
 use super::dry_run::micro_batch;
 use crate::config::RunConfig;
@@ -15,18 +15,18 @@ use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-/// Scripts that are kept; each has some hundred kilobytes.
+/// Maximum number of cached memory plans; each takes some hundred kilobytes.
 const KEPT: usize = 32;
-/// One part in so many of a script is planned beside it: micro-batches that are no larger than the planned one may pack
-/// less well. Of 360 random ones at published sizes the worst needed 2.6 % more.
+/// Divisor of a plan's bytes for the margin. Micro-batches no larger than the planned one may pack less densely. Of
+/// 360 random ones at published sizes the worst needed 2.6 % more.
 const MARGIN_SHARE: u64 = 32;
 
-/// What is planned beside a script for micro-batches that pack less well.
+/// Bytes reserved in addition to a memory plan, for micro-batches that pack less densely.
 pub(crate) fn margin(memory_plan: &MemoryPlan) -> u64 {
     memory_plan.bytes() / MARGIN_SHARE
 }
 
-/// Finds places of micro-batches.
+/// Cache of memory plans by the shape of the micro-batch.
 pub(crate) struct MemoryPlans {
     dry_run: DryRun,
     known: HashMap<u64, Arc<MemoryPlan>>,
@@ -41,10 +41,10 @@ impl std::fmt::Debug for MemoryPlans {
 }
 
 impl MemoryPlans {
-    /// For a rank of `plan` on the GPU that `counting` stands for, which nobody else uses.
+    /// Cache for a rank of `plan`. `counting` is a meta device for the rank's GPU, used by this cache alone.
     ///
     /// # Errors
-    /// Never today; counting has no limit.
+    /// None in practice: the dry run has no memory limit.
     pub(crate) fn new(
         config: &RunConfig,
         plan: &Arc<Plan>,
@@ -56,7 +56,7 @@ impl MemoryPlans {
         })
     }
 
-    /// Where the blocks of a micro-batch lie, from its beginning to its end.
+    /// Memory plan of the micro-batch `samples`, from its first to its last tensor.
     ///
     /// # Errors
     /// A sample does not fit the model.
@@ -88,14 +88,14 @@ impl MemoryPlans {
     }
 }
 
-/// Everything of samples that sizes follow from.
+/// Hash of every property of the samples that tensor sizes depend on.
 fn shape(samples: &[EncodedSample]) -> u64 {
     let mut hasher = DefaultHasher::new();
     samples.len().hash(&mut hasher);
     for sample in samples {
         sample.input_ids.len().hash(&mut hasher);
         sample.image_bounds.hash(&mut hasher);
-        // Positions that enter the loss are rows of their own.
+        // Supervised positions are gathered into rows of their own, so their number matters.
         for label in &sample.labels {
             (*label < 0).hash(&mut hasher);
         }

@@ -1,5 +1,5 @@
-//! A run before it runs: whether its data can be used, what each rank needs on which tier in which phase, and whether that
-//! fits.
+//! Planning of a run before it starts: data check, memory of each rank by tier and phase, disk check, and the choices
+//! that settings of `auto` leave open.
 
 pub(crate) mod disk_check;
 pub(crate) mod dry_run;

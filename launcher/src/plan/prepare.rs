@@ -1,4 +1,4 @@
-//! What is checked and planned before a rank starts and before the run's directory is touched.
+//! Checks and planning before a rank starts and before the run's directory is touched.
 
 use super::disk_check::{DiskCheck, saves};
 use super::rank_memory::{device_line, eval_line, plan_event, upload_line, whole_memory};
@@ -18,11 +18,11 @@ use models::{Processor, VisionLanguageModel};
 use optim::Optimizer;
 use std::sync::Arc;
 
-/// Checks model, data and memory before a rank starts and before the run's directory is touched, and decides what `draft`
-/// leaves open. What it shows goes through `show`.
+/// Checks model, data, memory and disk, and resolves what `draft` leaves open. Runs before a rank starts and before
+/// the run's directory is touched. Output goes to `show`.
 ///
 /// # Errors
-/// Whatever would make the run fail later, as a report for people.
+/// Anything found that would make the run fail later.
 pub(crate) fn prepare(
     draft: &RunPlan,
     show: &mut dyn FnMut(Event),
@@ -95,7 +95,7 @@ pub(crate) fn prepare(
     Ok((settled.run, suggestions))
 }
 
-/// Shows what the run comes to: its memory, formats, updates, parameters and batch.
+/// Shows the result of planning: memory, formats, updates, trained parts and batch.
 fn show_plan(
     settled: &Settled,
     model: &dyn VisionLanguageModel,
@@ -129,7 +129,7 @@ fn show_plan(
     Ok(())
 }
 
-/// What the data is made of.
+/// Statistics of the data for output.
 fn data_event(config: &RunConfig, train: &SampleSet, eval: Option<&SampleSet>) -> Event {
     Event::Data(DataEvent {
         samples: train.samples.len(),
@@ -142,7 +142,7 @@ fn data_event(config: &RunConfig, train: &SampleSet, eval: Option<&SampleSet>) -
     })
 }
 
-/// Reads and checks the samples of a run that is only planned.
+/// Reads and checks the samples for `launcher plan`.
 ///
 /// # Errors
 /// As [`prepare`].

@@ -1,4 +1,4 @@
-//! Whether the run fits, decided before a weight is read.
+//! Memory of a rank from dry runs, and the output lines about it.
 
 use crate::config::{Cadence, RunConfig, RunPlan};
 use crate::data::answers::Question;
@@ -17,20 +17,20 @@ use models::data::EncodedSample;
 use std::path::Path;
 use std::sync::Arc;
 
-/// What the process itself will occupy in `config`.
+/// Memory of the process outside the pools.
 pub(crate) fn fixed(config: &RunConfig, model: &dyn VisionLanguageModel) -> Fixed {
     let (train, eval) = (config.data_file(), config.eval_file());
     let data: Vec<&Path> = std::iter::once(&*train).chain(eval.as_deref()).collect();
     Fixed::of(&config.model_dir(), vocabulary(model), &data)
 }
 
-/// Tokens that the model knows.
+/// Number of tokens in the model's vocabulary.
 fn vocabulary(model: &dyn VisionLanguageModel) -> u64 {
     let head = &model.spec().params[model.head().weight.index()];
     head.shape.dims()[0] as u64
 }
 
-/// Memory of a rank that trains on `samples` and never evaluates.
+/// Memory of a rank that trains on micro-batch `samples` and does not evaluate.
 pub(crate) fn training_memory(
     config: &RunConfig,
     model: &dyn VisionLanguageModel,
@@ -45,8 +45,8 @@ pub(crate) fn training_memory(
     dry_run(config, model, plan, &work)
 }
 
-/// Memory of a rank over the whole run, and the samples per batch of answers. Answers come in batches that need no more
-/// than training: the batch of the evaluation is halved until they do.
+/// Memory of a rank over the whole run, and the batch size for generating answers. Generation must not need more
+/// device memory than training, so that batch size is halved until it does not.
 pub(crate) fn whole_memory(
     config: &RunConfig,
     model: &dyn VisionLanguageModel,
@@ -85,7 +85,7 @@ pub(crate) fn whole_memory(
     }
 }
 
-/// That answers come in smaller batches than asked for.
+/// Line that says that the batch of generated answers is smaller than requested, if it is.
 pub(crate) fn eval_line(asked: usize, eval_batch: usize) -> Option<Event> {
     (eval_batch < asked).then(|| Event::Info {
         label: "eval".into(),
@@ -107,19 +107,19 @@ pub(crate) fn memory_on(
     training_memory(config, model, plan, &worst)
 }
 
-/// Bytes of a rank's spill file that activations need at once; 0 where they are elsewhere.
+/// Peak bytes of activations in a rank's spill file; 0 if activations are not spilled.
 pub(crate) fn spilled_activations(memory: &RankMemory) -> u64 {
     let phases = memory.phases.values();
     let bytes = phases.filter_map(|phase| phase.nvme.get(Tag::Activations.name()));
     bytes.copied().max().unwrap_or(0)
 }
 
-/// Whether `memory` fits on this machine.
+/// Memory check of `memory` against this machine.
 pub(crate) fn fit(config: &RunConfig, memory: &RankMemory) -> MemoryCheck {
     MemoryCheck::new(config, memory, Machine::here())
 }
 
-/// What each rank takes of its GPU.
+/// Line about the GPU memory of each rank.
 pub(crate) fn device_line(run: &RunPlan, memory: &RankMemory, fit: &MemoryCheck) -> Event {
     let limit = fit.device_limit().map(bytes).unwrap_or_default();
     Event::Info {
@@ -133,7 +133,8 @@ pub(crate) fn device_line(run: &RunPlan, memory: &RankMemory, fit: &MemoryCheck)
     }
 }
 
-/// When weights come to the GPUs, where they do not stay there; `tried` is what they had no room for.
+/// Line about host-to-device copies of weights; `None` if nothing is prefetched. `tried` is the check of a prefetch
+/// that did not fit.
 pub(crate) fn upload_line(plan: &Plan, tried: Option<&MemoryCheck>) -> Option<Event> {
     let text = match tried {
         Some(tried) => format!(
@@ -151,7 +152,7 @@ pub(crate) fn upload_line(plan: &Plan, tried: Option<&MemoryCheck>) -> Option<Ev
     })
 }
 
-/// The plan line.
+/// Event with the plan's numbers.
 pub(crate) fn plan_event(
     config: &RunConfig,
     plan: &Plan,

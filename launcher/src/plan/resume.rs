@@ -1,5 +1,4 @@
-//! Whether a checkpoint continues this run: decided by the supervisor, so that a refusal touches
-//! nothing.
+//! Check whether a checkpoint can continue this run. The supervisor makes it before anything changes on disk.
 
 use crate::config::{Resume, RunConfig};
 use crate::error::{ErrorCode, Failure, failures};
@@ -10,16 +9,16 @@ use engine::checkpoint::{self, Checkpoint};
 use serde_json::Value;
 use std::path::Path;
 
-/// Where the training loop stands.
+/// Position of the training loop in a checkpoint.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Position {
-    /// Steps of the schedule behind, skipped updates included.
+    /// Completed steps of the schedule, skipped updates included.
     pub(crate) done: u64,
     pub(crate) total_tokens: u64,
     pub(crate) exact_match_before: Option<f64>,
 }
 
-/// Opens the checkpoint that the configuration names, if it names one and there is one.
+/// Opens the checkpoint to resume from. `None` if the configuration asks for none or none exists.
 pub(crate) fn open(config: &RunConfig) -> Result<Option<Checkpoint>, Failure> {
     let directory = match &config.resume {
         Resume::No => None,
@@ -36,12 +35,12 @@ pub(crate) fn open(config: &RunConfig) -> Result<Option<Checkpoint>, Failure> {
         .transpose()
 }
 
-/// What a failure to resume from `directory` calls itself.
+/// Name of the action for failure messages: `resume DIRECTORY`.
 pub(crate) fn doing(directory: &Path) -> String {
     format!("resume {}", directory.display())
 }
 
-/// Compares every byte of the checkpoint with its hash, and what it holds with what this run needs.
+/// Verifies every byte of the checkpoint against its hash, and its contents against this run.
 pub(crate) fn check(
     config: &RunConfig,
     plan: &Plan,
@@ -71,7 +70,7 @@ pub(crate) fn check(
     position(config, directory, checkpoint.meta(), samples, total_steps).map(drop)
 }
 
-/// Reads where the loop stood and refuses what would change the order of the data.
+/// Reads the loop's position. Refuses a change in the order of the data, and a run without steps left.
 pub(crate) fn position(
     config: &RunConfig,
     directory: &Path,

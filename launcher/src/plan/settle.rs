@@ -1,7 +1,7 @@
-//! From what was asked to what comes of it, for a run and for `launcher plan` alike.
+//! Resolution of a draft: tries each choice that is still `auto` and reverts it if the plan does not fit.
 //!
-//! A draft leaves choices to the plan. Each is tried, and taken back where the plan does not fit with it. They follow each
-//! other, so a later choice sees what an earlier one leaves.
+//! Both a run and `launcher plan` use it. The choices are made one after the other, so a later one sees the memory
+//! that an earlier one leaves.
 
 use super::rank_memory::spilled_activations;
 use super::{Machine, MemoryCheck, Spare};
@@ -14,38 +14,39 @@ use crate::model::setup::second_bytes_per_elem;
 use engine::Plan;
 use std::sync::Arc;
 
-/// Plans that are tried with second states. The second offers less, by what the first needed too much (whole pages, gradients
-/// in flight).
+/// Maximum number of plans tried with second copies of states. The second try offers less, by the bytes that the
+/// first exceeded (whole pages, gradients in flight).
 const TRIES: usize = 2;
-/// Bounds are whole MiB, and whole GiB from here on, so that they are the same where little else changed.
+/// From here on a bound is rounded down to whole GiB, below to whole MiB. So small changes elsewhere do not change
+/// the bound.
 const IN_GIB_FROM: u64 = 8 << 30;
 
-/// What a draft needs.
+/// Plan and memory of a draft.
 #[derive(Debug)]
 pub(crate) struct Counted {
     pub(crate) plan: Arc<Plan>,
     pub(crate) memory: RankMemory,
-    /// Samples per rank and batch of the evaluation, so that it needs no more than training.
+    /// Samples per rank and evaluation batch that need no more memory than training.
     pub(crate) eval_batch: usize,
 }
 
-/// Plans a draft and counts what it needs.
+/// Function that plans a draft and computes its memory.
 pub(crate) type Count<'a> = dyn FnMut(&RunPlan) -> Result<Counted, Failure> + 'a;
 
-/// A run with nothing left to decide.
+/// Run with every choice made, and its plan and memory.
 #[derive(Debug)]
 pub(crate) struct Settled {
     pub(crate) run: RunPlan,
     pub(crate) plan: Arc<Plan>,
     pub(crate) memory: RankMemory,
     pub(crate) fit: MemoryCheck,
-    /// What `--optimizer-in-backward auto` found in host memory, where that was asked for.
+    /// Result of `--optimizer-in-backward auto` for spare host memory, if it was tried.
     pub(crate) spare: Option<Spare>,
-    /// What a prefetch of weights would have needed, where it had no room.
+    /// Memory check of a weight prefetch that did not fit.
     pub(crate) prefetch: Option<MemoryCheck>,
 }
 
-/// Decides what `draft` leaves open.
+/// Resolves what `draft` leaves open. `count` plans a draft and computes its memory.
 ///
 /// # Errors
 /// Those of `count`.
@@ -57,7 +58,7 @@ pub(crate) fn settle(
     let fit = |run: &RunPlan, counted: &Counted| MemoryCheck::new(run, &counted.memory, machine());
     let mut run = draft.clone();
     let mut counted = count(&run)?;
-    // Updates in backward that only cost disk.
+    // Updates in backward that cost only disk space.
     if run.optimizer_in_backward == OptimizerInBackward::Auto
         && counted.plan.any_updates_in_backward()
     {
@@ -86,7 +87,7 @@ pub(crate) fn settle(
             prefetch = Some(tried);
         }
     }
-    // Last, since it takes what all else leaves.
+    // This choice comes last, because it uses the memory that the others leave.
     let mut spare = None;
     if run.optimizer_in_backward == OptimizerInBackward::Auto {
         let without = fit(&run, &counted);
@@ -123,9 +124,11 @@ pub(crate) fn settle(
     })
 }
 
-/// Decides what is left of `auto` in `run` by the plan without updates in backward, which `counted` has and `fit` judges,
-/// for all ranks alike: units nearest to the loss, as many as have their states twice in host memory that is spare. A GPU
-/// computes then, and its processor has time; on the CPU both want the same cores.
+/// Resolves `--optimizer-in-backward auto` for GPU runs with states in host memory.
+///
+/// `counted` and `fit` describe the plan without updates in backward. The units nearest to the loss get a second copy
+/// of their states while spare host memory lasts. All ranks get the same setting. On a GPU run the CPU is idle during
+/// backward; on a CPU run both would compete for the same cores.
 ///
 /// # Errors
 /// Those of `count`.
@@ -142,7 +145,7 @@ fn resolve_optimizer_in_backward(
         return Ok((off, counted, None));
     }
     let ranks = run.ranks_here() as u64;
-    // Gradients that are consumed leave room for states.
+    // A unit that consumes its gradients frees their memory for states.
     let gradients = match run.consumes_gradients() {
         true => counted.plan.config().grad_dtype().size_bytes() as u64,
         false => 0,
@@ -168,7 +171,7 @@ fn resolve_optimizer_in_backward(
             spare.taken = Some(needs.need.host.saturating_sub(fit.need.host));
             return Ok((trial, tried, Some(spare)));
         }
-        // Less of it helps only where host memory is what lacks.
+        // A smaller offer helps only if host memory is what is exceeded.
         if !early || over == 0 {
             spare.short = !early;
             break;
@@ -179,7 +182,7 @@ fn resolve_optimizer_in_backward(
     Ok((off, counted, Some(spare)))
 }
 
-/// Second states of at most `offered` bytes, where all units have `all`.
+/// Setting that allows second copies of at most `offered` bytes. All units together need `all` bytes.
 fn bound(offered: u64, all: u64) -> OptimizerInBackward {
     if offered >= all {
         return OptimizerInBackward::All;
@@ -192,11 +195,11 @@ fn bound(offered: u64, all: u64) -> OptimizerInBackward {
     OptimizerInBackward::Most(offered / unit * unit)
 }
 
-/// What ranks that are started one by one, or on several machines, decide without the plan: what a machine has free differs
-/// between them.
+/// Configuration for ranks started one by one or on several machines. `auto` becomes `off`, since free memory differs
+/// between machines.
 ///
 /// # Errors
-/// Something was asked for that ranks cannot find alike or do together (exit 2).
+/// A request that such ranks cannot decide equally or do together (exit 2).
 pub(crate) fn settle_one_by_one(config: &RunConfig) -> Result<RunConfig, Failure> {
     if config.max_restarts > 0 {
         return Err(Failure::usage(

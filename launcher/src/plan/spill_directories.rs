@@ -1,17 +1,17 @@
-//! Directories of spill files: made, swept of what killed jobs left, held while a job runs.
+//! Directories of spill files: creation, removal of those of killed jobs, and locks while a job runs.
 
 use crate::config::RunConfig;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::ui::Event;
 use engine::spill::{SpillDirectory, SpillError};
 
-/// The directories of a job's spill files, held while it runs.
+/// Locks on the directories of a job's spill files. The last process to release a lock removes the directory.
 #[derive(Debug)]
 pub(crate) struct HeldDirectories {
     _directories: Vec<SpillDirectory>,
 }
 
-/// Makes the directories of `--offload nvme:DIR` where they are missing, and sweeps what killed jobs left in them.
+/// Creates missing directories of `--offload nvme:DIR`, and removes files that killed jobs left in them.
 pub(crate) fn sweep(config: &RunConfig, show: &mut dyn FnMut(Event)) -> Result<(), Failure> {
     for parent in config.offload.directories() {
         let unusable = |e: std::io::Error| {
@@ -34,7 +34,7 @@ pub(crate) fn sweep(config: &RunConfig, show: &mut dyn FnMut(Event)) -> Result<(
     Ok(())
 }
 
-/// Holds a job's directories while it runs.
+/// Creates and locks the job's own directories under those of `--offload`.
 pub(crate) fn hold(config: &RunConfig, job: &str) -> Result<HeldDirectories, Failure> {
     let directories = config.offload.directories().into_iter();
     let held = directories.map(|parent| SpillDirectory::join(parent, job));

@@ -1,4 +1,4 @@
-//! What would fit instead: neighbours of a configuration, each with its own plan.
+//! Suggestions after a lack of memory: similar configurations whose plans fit.
 
 use super::rank_memory;
 use crate::cli::{self, Command, resolve};
@@ -14,21 +14,21 @@ use crate::units::bytes;
 use models::data::EncodedSample;
 use std::sync::Arc;
 
-/// Stands before the step in the title of a failure that met a training step.
+/// Text before the step number in the title of a failure during a training step.
 pub(crate) const AT_STEP: &str = " at step ";
 
-/// Adds next steps to the failure of a rank that depend on model and data.
+/// Function that adds next steps to a rank's failure, depending on model and data.
 pub type Suggestions = Box<dyn Fn(&mut Failure)>;
 
-/// Alternatives that a report names.
+/// Maximum number of suggestions in a report.
 const NAMED: usize = 3;
 
 type Flags = Vec<(&'static str, String)>;
 
-/// Gives the largest samples of the data as a configuration encodes them: so many, largest first.
+/// Function that encodes the largest samples as a configuration requires: the given number, largest first.
 pub(crate) type Largest<'a> = dyn Fn(&RunConfig, usize) -> Result<Vec<EncodedSample>, Failure> + 'a;
 
-/// Neighbours of `config`, nearest first: how they compute before what they compute.
+/// Flags of similar configurations, nearest first. Changes of execution come before changes of the result.
 fn neighbours(config: &RunConfig) -> Vec<Flags> {
     let mut found: Vec<Flags> = Vec::new();
     let zero = || ("zero", "3".to_owned());
@@ -95,15 +95,15 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
     found
 }
 
-/// `config` with some flags set otherwise.
+/// `config` with the given flags changed. `None` if the result is invalid.
 pub(crate) fn changed(config: &RunConfig, flags: &[(&'static str, String)]) -> Option<RunConfig> {
     let kept = config.to_flags();
     let kept = kept
         .iter()
-        // Micro-batch and accumulation are known by now and say it all.
+        // Micro-batch and accumulation steps are resolved and suffice.
         .filter(|(name, _)| !matches!(*name, "global-batch-size" | "find-batch"))
         .filter(|(name, _)| !flags.iter().any(|(changed, _)| changed == name))
-        // Groups go with the ranks and a stage that shards.
+        // The shard group ends with a change of the number of ranks, or with stage 0.
         .filter(|(name, _)| {
             let ends =
                 |(name, value): &(_, String)| *name == "nproc" || *name == "zero" && value == "0";
@@ -124,8 +124,8 @@ pub(crate) fn changed(config: &RunConfig, flags: &[(&'static str, String)]) -> O
     })
 }
 
-/// Adds to `failure` the nearest neighbours of `config` that fit by their plans and need less
-/// memory of the kind that ran out than `config` itself.
+/// Adds suggestions to `failure`: the nearest configurations that fit and need less of the memory that ran out than
+/// `config`.
 pub(crate) fn add(failure: &mut Failure, config: &RunPlan, largest: &Largest<'_>) {
     let plan = |config: &RunPlan| -> Result<MemoryCheck, Failure> {
         let (model, plan) = setup::replan(config)?;
@@ -142,7 +142,7 @@ pub(crate) fn add(failure: &mut Failure, config: &RunPlan, largest: &Largest<'_>
     let mut taken: Vec<Flags> = Vec::new();
     let mut smallest: Option<(u64, String)> = None;
     for flags in neighbours(config) {
-        // More of what suffices already is no news.
+        // Skips a superset of flags that already suffice.
         if taken
             .iter()
             .any(|less| less.iter().all(|flag| flags.contains(flag)))
@@ -180,21 +180,21 @@ pub(crate) fn add(failure: &mut Failure, config: &RunPlan, largest: &Largest<'_>
             if on_device { " per rank" } else { "" }
         ));
     }
-    // The computed ones come first.
+    // Computed suggestions come before the general ones.
     lines.append(&mut failure.next);
     failure.next = lines;
 }
 
-/// What the supervisor keeps to suggest something where a rank fails: the order of the samples by size, and the host memory that
-/// was taken for optimizer in backward because it was to spare.
+/// Suggestions for failures of ranks, as the supervisor stores them. `order` lists the samples by size. `spared` is
+/// the spare host memory that updates in backward took.
 pub(crate) fn later(config: &RunPlan, order: Vec<usize>, spared: Option<u64>) -> Suggestions {
-    // What must be there is compared: whatever runs instead decides anew.
+    // Alternatives are compared by minimum need: each resolves updates in backward itself.
     let config = match spared {
         Some(_) => config.with_early_step(OptimizerInBackward::Off),
         None => config.clone(),
     };
     Box::new(move |failure| {
-        // The plan is that of training; it has nothing to say about an evaluation.
+        // The memory plan covers training, not evaluation.
         let planned = match failure.code {
             ErrorCode::DeviceMemory => failure.title.contains(AT_STEP),
             code => code == ErrorCode::HostMemory,

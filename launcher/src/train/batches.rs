@@ -1,4 +1,4 @@
-//! The micro-batches of one rank, which threads encode ahead of the loop.
+//! Micro-batches of one rank, encoded by threads ahead of the training loop.
 
 use super::replica::Replica;
 use crate::config::Workers;
@@ -9,16 +9,16 @@ use models::data::EncodedSample;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A micro-batch on its way from a loader thread.
+/// Micro-batch from a loader thread.
 pub(crate) struct MicroBatch {
-    /// Indices of the samples.
+    /// Indices of its samples in the sample set.
     pub(crate) indices: Vec<usize>,
     pub(crate) samples: Vec<EncodedSample>,
-    /// Tells each visit to a sample from all others.
+    /// Position of each sample in the endless data stream: a unique key for each use of a sample.
     pub(crate) keys: Vec<u64>,
 }
 
-/// Starts to encode the micro-batches of `steps` in the order of `sampler`.
+/// Starts threads that encode this rank's micro-batches of `steps` in the order of `sampler`.
 pub(crate) fn start_loader(
     replica: &Replica<'_>,
     set: Arc<SampleSet>,
@@ -60,7 +60,7 @@ pub(crate) fn start_loader(
     })
 }
 
-/// That the loader ended before the last step: a bug.
+/// Failure for a loader that ended before the last step, which is a bug.
 pub(crate) fn ended_early() -> Failure {
     Failure::new(
         ErrorCode::Panic,

@@ -1,4 +1,4 @@
-//! The last collectives of a rank, kept so that an exchange that breaks can be traced: which ones began, and when.
+//! Log of a rank's last collectives, written to a file when an exchange breaks.
 
 use std::collections::VecDeque;
 use std::fmt::Write;
@@ -14,10 +14,10 @@ use engine::comm::{
 use super::stall;
 use crate::report::run_directory::ERRORS;
 
-/// Collectives that are kept: some micro-batches of a small model, one layer or two of a large one.
+/// Number of logged collectives: some micro-batches of a small model, one or two layers of a large one.
 const KEPT: usize = 64;
 
-/// What a rank began, the last [`KEPT`] of it.
+/// Log of the last [`KEPT`] collectives that a rank started.
 #[derive(Debug)]
 pub(crate) struct Collectives {
     began: Instant,
@@ -26,7 +26,7 @@ pub(crate) struct Collectives {
 
 #[derive(Debug, Default)]
 struct Kept {
-    /// Collectives begun so far, of which `last` are the last.
+    /// Number of collectives started so far, including those that `last` no longer has.
     begun: u64,
     last: VecDeque<(Duration, OpInfo)>,
 }
@@ -39,7 +39,7 @@ impl Collectives {
         })
     }
 
-    /// The communicator, whose collectives are noted from now on.
+    /// Wraps a communicator so that its collectives are logged.
     pub(crate) fn of(self: &Arc<Self>, inner: Arc<dyn Communicator>) -> Arc<dyn Communicator> {
         let notes = self.clone();
         Arc::new(Noted { inner, notes })
@@ -55,7 +55,7 @@ impl Collectives {
         kept.last.push_back((self.began.elapsed(), op));
     }
 
-    /// One line each: seconds since the ranks met, number, kind, what of, bytes.
+    /// The log as text, one line per collective: seconds since start, sequence number, kind, subject, bytes.
     fn text(&self, plan: &Plan) -> String {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let first = kept.begun - kept.last.len() as u64;
@@ -71,7 +71,8 @@ impl Collectives {
         text
     }
 
-    /// Leaves the list of rank `rank` among the failures of the run in `output`; returns its path there.
+    /// Writes the log of rank `rank` to the errors directory of the run in `output`. Returns the path relative to
+    /// `output`.
     ///
     /// # Errors
     /// The directory cannot be written.
@@ -83,7 +84,7 @@ impl Collectives {
     }
 }
 
-/// A communicator whose collectives are noted.
+/// Communicator that logs its collectives.
 #[derive(Debug)]
 struct Noted {
     inner: Arc<dyn Communicator>,

@@ -1,4 +1,4 @@
-//! Held-out samples: loss in index order, answers by greedy decoding in lock step.
+//! Evaluation on held-out samples: loss, and answers by greedy decoding with all ranks in lock step.
 
 use super::replica::Replica;
 use crate::data::SampleSet;
@@ -12,13 +12,13 @@ use models::generate::{GenerateOptions, Prompt, Sampling, generate};
 use models::{ModelError, SampleInput};
 use std::cell::Cell;
 
-/// Held-out samples whose answers are generated; the loss always covers all of them.
+/// Maximum number of held-out samples whose answers are generated. The loss covers all of them.
 const GENERATED_SAMPLES: usize = 200;
-/// Of these the answers are kept for reports.
+/// Number of these whose answers are written to files.
 const SHOWN_SAMPLES: usize = 12;
 
-/// Mean loss per supervised token over the held-out samples. Each sample is a pass of its own, and
-/// the sums are added in index order in f64: the result has the same bits for every world size.
+/// Mean loss per supervised token over the held-out samples. Each sample is one forward pass. The sums are added in
+/// index order in f64, so the result has the same bits for every world size.
 pub(crate) fn loss(replica: &Replica<'_>, set: &SampleSet) -> Result<f64, Failure> {
     let world = replica.comm.world();
     let options = encode_options(replica.config);
@@ -60,8 +60,7 @@ fn forward(replica: &Replica<'_>, samples: &[SampleInput<'_>]) -> Result<(f64, u
     run().map_err(|e| failures::model("evaluate", &e))
 }
 
-/// Share of held-out answers that are generated exactly; what the first samples were answered is
-/// left in the run's directory.
+/// Fraction of held-out answers that match exactly, in 0..=1. The first answers are written to the run's directory.
 pub(crate) fn exact_match(
     replica: &Replica<'_>,
     set: &SampleSet,
@@ -103,7 +102,7 @@ pub(crate) fn exact_match(
     Ok(all.iter().map(|r| r[0]).sum::<f64>() / total.max(1.0))
 }
 
-/// Every rank runs the same number of passes, however soon its own answers end.
+/// Generates the answers to `questions`. Every rank runs the same number of passes, until no rank has an open answer.
 fn decode(replica: &Replica<'_>, questions: &[Question]) -> Result<Vec<Vec<i32>>, Failure> {
     let options = GenerateOptions {
         sampling: Sampling::GREEDY,

@@ -1,5 +1,5 @@
-//! The faults of `--inject` that meet one rank, and the seams where they do: the communicator, the disk of a save, the
-//! factor on the loss. Where none is asked for, nothing here does anything.
+//! Injection of the faults of `--inject` into one rank. They hit the communicator, the file system of a save, or the
+//! factor on the loss. Without faults this module changes nothing.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,17 +15,17 @@ use rustix::process::{Signal, getpid, kill_process};
 use crate::config::{Fault, FaultKind, FaultPhase, RunConfig};
 use crate::error::{ErrorCode, Failure};
 
-/// Calls of a save among which one is drawn: fewer than the smallest save makes.
+/// Bound of a randomly drawn file-system call, exclusive. Even the smallest save makes more calls.
 const CALLS: u64 = 16;
 
-/// The faults of one rank.
+/// Faults of one rank.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Faults {
     own: Vec<Fault>,
     seed: u64,
-    /// The step at work, from 1; 0 before the first.
+    /// Current step, counted from 1; 0 before the first.
     step: Arc<AtomicU64>,
-    /// The last step after which a checkpoint was saved.
+    /// Step of the last saved checkpoint.
     saved: u64,
 }
 
@@ -39,12 +39,12 @@ impl Faults {
         }
     }
 
-    /// Step `step`, from 1, begins.
+    /// Notes that step `step`, counted from 1, begins.
     pub(crate) fn begin_step(&self, step: u64) {
         self.step.store(step, Ordering::Relaxed);
     }
 
-    /// A forward pass begins.
+    /// Triggers faults at the start of a forward pass.
     pub(crate) fn forward(&self) {
         let step = self.step.load(Ordering::Relaxed);
         for fault in self.own.iter().filter(|fault| fault.step == step) {
@@ -54,7 +54,7 @@ impl Faults {
         }
     }
 
-    /// The factor on the losses of the step.
+    /// Factor on the step's losses: `factor`, or a non-finite value if a fault asks for it.
     pub(crate) fn loss_factor(&self, factor: f32) -> f32 {
         let step = self.step.load(Ordering::Relaxed);
         let mut bad = self.own.iter();
@@ -62,7 +62,7 @@ impl Faults {
         bad.map_or(factor, |fault| factor * fault.value.value())
     }
 
-    /// As [`Writer::begin`], on the disk that this save is to meet.
+    /// As [`Writer::begin`], with the file-system fault of this save, if any.
     pub(crate) fn writer(
         &self,
         output: &Path,
@@ -92,7 +92,7 @@ impl Faults {
         }
     }
 
-    /// A checkpoint was published: flips bits in it where that is asked for.
+    /// Notes that a checkpoint was published, and flips bits in it if a fault asks for it.
     pub(crate) fn saved(
         &mut self,
         directory: &Path,
@@ -119,12 +119,13 @@ impl Faults {
         Ok(())
     }
 
-    /// Whether the save after `step` is the first at or behind the fault's step.
+    /// Whether the save after `step` is the first one at or after the fault's step.
     fn meets(&self, fault: &Fault, step: u64) -> bool {
         fault.step <= step && self.saved < fault.step
     }
 
-    /// The communicator with what happens to this rank's link, or in its collectives.
+    /// Wraps the communicator if a fault hits this rank's link or collectives. `deadline` is the communication
+    /// timeout.
     pub(crate) fn link(
         &self,
         inner: Arc<dyn Communicator>,
@@ -149,19 +150,19 @@ impl Faults {
     }
 }
 
-/// A communicator to which faults happen.
+/// Communicator with injected faults.
 #[derive(Debug)]
 struct FaultyLink {
     inner: Arc<dyn Communicator>,
     faults: Vec<Fault>,
     step: Arc<AtomicU64>,
     deadline: Duration,
-    /// The collective in which the cut was noticed.
+    /// Collective in which the cut link timed out, if any.
     waited: Mutex<Option<OpInfo>>,
 }
 
 impl FaultyLink {
-    /// Nothing arrives in either direction: this rank, too, learns of the cut by waiting in vain.
+    /// Timeout of a collective on a cut link. The link is cut in both directions, so this rank times out as well.
     fn wait_in_vain(&self, op: &Collective, bytes: usize) -> CommError {
         std::thread::sleep(self.deadline);
         let op = op.info(bytes);
@@ -244,7 +245,7 @@ impl Communicator for FaultyLink {
     }
 }
 
-/// Ends or suspends this process where the fault is of that kind.
+/// Ends or suspends this process if the fault is of such a kind.
 fn end(kind: FaultKind) {
     match kind {
         FaultKind::Kill => kill(),
@@ -255,7 +256,7 @@ fn end(kind: FaultKind) {
 }
 
 fn kill() {
-    // Not to be caught: nothing follows.
+    // SIGKILL cannot be caught, so this call does not return.
     kill_process(getpid(), Signal::KILL).ok();
 }
 

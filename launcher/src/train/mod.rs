@@ -1,4 +1,4 @@
-//! What one rank does, from the plan of its run to the last report.
+//! Work of one rank, from the plan of its run to the last report.
 
 mod batches;
 mod collectives;
@@ -22,10 +22,10 @@ use crate::rank_env::RankEnv;
 use replica::{NotOpened, Opened};
 use trainer::Trainer;
 
-/// The whole life of a rank.
+/// Main function of a rank.
 ///
 /// # Errors
-/// Whatever ends the run early, as a report for people.
+/// Any failure that ends the run early.
 pub(crate) fn rank_main(
     config: &RunPlan,
     env: &RankEnv,

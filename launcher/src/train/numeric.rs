@@ -1,8 +1,8 @@
-//! Losses and gradients that are not finite: where the first such value came from.
+//! Search for the origin of a non-finite loss or gradient.
 //!
-//! When an update is skipped, all ranks run one forward pass more: each replays its first
-//! micro-batch with a non-finite loss (or its first one, so that the gathers stay the same) and
-//! watches every operation. What they find is exchanged, so that all ranks report the same.
+//! When an update is skipped, every rank runs one more forward pass and observes each operation. It repeats its first
+//! micro-batch with a non-finite loss, or else its first micro-batch, so that all ranks make the same gathers. The
+//! ranks exchange their findings and report the same origin.
 
 use super::replica::Replica;
 use super::step_context::StepContext;
@@ -21,17 +21,18 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::path::PathBuf;
 
-/// Steps whose losses and norms a report shows.
+/// Number of steps whose losses and norms a report shows.
 const REMEMBERED_STEPS: usize = 5;
 
-/// Losses and gradient norms of the last steps, oldest first, and the first bad one of a row.
+/// Losses and gradient norms of the last steps, oldest first, and the origin of the current series of skipped
+/// updates.
 #[derive(Debug, Default)]
 pub(crate) struct History {
     recent: VecDeque<(f64, f64)>,
     finding: Option<Finding>,
 }
 
-/// The first update of a row that was skipped.
+/// First skipped update of a series.
 #[derive(Clone, Debug)]
 pub(crate) struct Finding {
     step: u64,
@@ -41,7 +42,7 @@ pub(crate) struct Finding {
     file: Option<PathBuf>,
 }
 
-/// Where the first non-finite value came from, as all ranks see it.
+/// Origin of the first non-finite value, equal on all ranks.
 #[derive(Clone, Debug, PartialEq)]
 struct Origin {
     rank: usize,
@@ -50,13 +51,13 @@ struct Origin {
     ids: Vec<String>,
 }
 
-/// What one rank tells the others.
+/// Findings that one rank sends to the others.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Message {
     micro_batches: Vec<MicroBatch>,
-    /// The first operation of the replay whose result is not finite.
+    /// First operation of the repeated pass with a non-finite result.
     operation: Option<String>,
-    /// Unit nearest to the loss whose gradients on this rank are not finite: index and name.
+    /// Unit nearest to the loss with non-finite gradients on this rank: index and name.
     gradient: Option<(usize, String)>,
 }
 
@@ -75,16 +76,16 @@ struct Sample {
     images: Vec<PathBuf>,
 }
 
-/// What the present step of this rank was made of.
+/// Samples and losses of this rank in the current step.
 pub(crate) struct StepSamples<'a> {
     pub(crate) replica: &'a Replica<'a>,
     pub(crate) train: &'a SampleSet,
-    /// Its micro-batches, with their summed losses.
+    /// The step's micro-batches with the sum of token losses of each.
     pub(crate) losses: &'a [(StepContext, f64)],
 }
 
 impl History {
-    /// Takes note of a step.
+    /// Records a step. An applied update ends a series of skipped ones.
     pub(crate) fn push(&mut self, step: &StepReport) {
         if self.recent.len() == REMEMBERED_STEPS {
             self.recent.pop_front();
@@ -95,11 +96,11 @@ impl History {
         }
     }
 
-    /// What is known of the first skipped update of the present row; looks for it when this is the
-    /// first. All ranks call it in the same steps.
+    /// Origin of the current series of skipped updates. The first call of a series searches for it. All ranks call
+    /// this in the same steps.
     ///
     /// # Errors
-    /// The replay or the exchange fails.
+    /// The forward pass or the exchange fails.
     pub(crate) fn investigate(
         &mut self,
         made_of: &StepSamples<'_>,
@@ -123,7 +124,7 @@ impl History {
     }
 }
 
-/// Each rank's findings, and the one that explains the others.
+/// Exchanges the findings of all ranks, and derives the origin from them.
 fn exchange(made_of: &StepSamples<'_>) -> Result<(Origin, Vec<Message>), Failure> {
     let operation = replay(made_of)?;
     let replica = made_of.replica;
@@ -174,8 +175,8 @@ fn micro_batch(train: &SampleSet, place: &StepContext, loss: f64) -> MicroBatch 
     }
 }
 
-/// The earliest non-finite loss over micro-batches and ranks; where all losses are finite, the
-/// gradient nearest to the loss.
+/// Origin by all findings: the earliest non-finite loss over micro-batches and ranks. If all losses are finite, the
+/// non-finite gradient nearest to the loss.
 fn origin(all: &[Message]) -> Origin {
     let losses = all.iter().enumerate().flat_map(|(rank, message)| {
         let bad = message.micro_batches.iter().find(|m| !m.loss_is_finite);
@@ -221,7 +222,7 @@ fn names<'a>(samples: impl IntoIterator<Item = &'a Sample>) -> Vec<String> {
     samples.into_iter().map(name).collect()
 }
 
-/// Runs a micro-batch forward again and names the first operation whose result is not finite.
+/// Repeats a forward pass. Returns a description of the first operation with a non-finite result.
 fn replay(made_of: &StepSamples<'_>) -> Result<Option<String>, Failure> {
     let (replica, train) = (made_of.replica, made_of.train);
     let first_bad = made_of.losses.iter().find(|(_, l)| !l.is_finite());
@@ -286,7 +287,7 @@ fn describe(
     format!("output of {op} {with}, {}, {before}", value.dtype())
 }
 
-/// Rank 0 writes what the step was made of; `None` where there is nothing to point to.
+/// Writes the step's samples to a file on rank 0. Returns its path relative to the run's directory.
 fn save_batch(replica: &Replica<'_>, step: u64, messages: &[Message]) -> Option<PathBuf> {
     let name = format!("{}/batch-{step}.json", run_directory::ERRORS);
     if replica.comm.world().rank == 0 {
@@ -302,7 +303,7 @@ fn save_batch(replica: &Replica<'_>, step: u64, messages: &[Message]) -> Option<
         let written = std::fs::create_dir_all(directory)
             .and_then(|()| std::fs::write(&path, format!("{content:#}\n")));
         if let Err(error) = written {
-            // The run goes on or ends for its own reason.
+            // A failed write is only a warning, because the run has its own outcome.
             tracing::warn!("{} cannot be written: {error}", path.display());
         }
     }
@@ -310,7 +311,7 @@ fn save_batch(replica: &Replica<'_>, step: u64, messages: &[Message]) -> Option<
 }
 
 impl Finding {
-    /// What the warning of a skipped update adds.
+    /// Text about the origin for the warning of a skipped update.
     pub(crate) fn hint(&self) -> String {
         let Origin {
             rank,
@@ -322,7 +323,7 @@ impl Finding {
         format!("first non-finite value (rank {rank}{micro}): {value}")
     }
 
-    /// The report that ends the run after `skipped` updates in a row.
+    /// Failure that ends the run after `skipped` skipped updates in a row.
     pub(crate) fn failure(&self, config: &RunConfig, skipped: u32) -> Failure {
         let Origin {
             rank,
@@ -381,7 +382,7 @@ impl Finding {
             change.push("try --precision f32".to_owned());
         }
         failure = failure.next(change.join(", or "));
-        // The weights of checkpoint N are first used in step N + 1, which must have been finite.
+        // Step N + 1 is the first to use the weights of checkpoint N. So N is good only if step N + 1 was finite.
         let good = run_directory::checkpoints(&config.output)
             .into_iter()
             .rfind(|(step, _)| step + 1 < self.step);

@@ -1,4 +1,4 @@
-//! One rank, opened: model and samples read, ranks met, states allocated and loaded.
+//! Opening of a rank: reads model and samples, joins the other ranks, allocates and loads the states.
 
 use super::collectives::Collectives;
 use super::inject::Faults;
@@ -29,7 +29,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The model of one rank: its code, its states, the device that computes, and the way to the other ranks.
+/// Model of one rank with its states, compute device and communicator.
 pub(crate) struct Replica<'a> {
     pub(crate) config: &'a RunPlan,
     pub(crate) model: Arc<dyn VisionLanguageModel>,
@@ -39,46 +39,46 @@ pub(crate) struct Replica<'a> {
     pub(crate) zero: Zero,
 }
 
-/// The GPU of a rank.
+/// GPU of a rank.
 pub(crate) struct OwnGpu<'a> {
     pub(crate) gpu: &'a RunGpu,
     devices: &'a dyn Devices,
 }
 
 impl OwnGpu<'_> {
-    /// What nobody uses of it now, where the driver tells.
+    /// Bytes currently free on the GPU, if the driver reports them.
     pub(crate) fn free_bytes(&self) -> Option<u64> {
         self.devices.free_bytes(self.gpu)
     }
 }
 
-/// A rank that is ready to train.
+/// Rank that is ready to train.
 pub(crate) struct Opened<'a> {
     pub(crate) replica: Replica<'a>,
-    /// The files that the weights came from.
+    /// Files of the base weights; `None` for random weights.
     pub(crate) weights: Option<WeightSource>,
     pub(crate) train: Arc<SampleSet>,
     pub(crate) eval: Option<SampleSet>,
     pub(crate) gpu: Option<OwnGpu<'a>>,
-    /// Of a GPU: where the tensors of a micro-batch lie.
+    /// Memory plans of micro-batches; GPUs only.
     pub(crate) memory_plans: Option<MemoryPlans>,
-    /// The loss scale of fp16.
+    /// Loss scaler; fp16 only.
     pub(crate) scaler: Option<LossScaler>,
     pub(crate) reporter: Reporter,
-    /// Bytes per second of this rank's share of the spill disks, where they were measured.
+    /// Measured bytes per second of this rank's share of the spill disks, if any.
     pub(crate) disk_ceiling: Option<f64>,
-    /// The checkpoint resumed from, and its metadata.
+    /// Directory and metadata of the checkpoint resumed from, if any.
     pub(crate) resumed: Option<(PathBuf, Value)>,
-    /// What this rank exchanged with the others last.
+    /// Log of this rank's last collectives.
     pub(crate) collectives: Arc<Collectives>,
-    /// What happens to this rank on purpose.
+    /// Injected faults of this rank.
     pub(crate) faults: Faults,
 }
 
-/// Why a rank was not opened.
+/// Reason why a rank was not opened.
 pub(crate) enum NotOpened {
-    /// GPUs should have read each other's memory, cannot, and need not: the run can be planned another way. The same on
-    /// every rank.
+    /// Peer access between GPUs is not available, and the run can be planned again without it. Every rank gets this
+    /// result.
     IpcRefused(String),
     Failed(Box<Failure>),
 }
@@ -90,7 +90,7 @@ impl From<Failure> for NotOpened {
 }
 
 impl<'a> Opened<'a> {
-    /// Reads model and samples, meets the other ranks, allocates the states and loads them.
+    /// Reads model and samples, joins the other ranks, allocates the states and loads them.
     pub(crate) fn open(
         config: &'a RunPlan,
         env: &RankEnv,
@@ -98,14 +98,14 @@ impl<'a> Opened<'a> {
     ) -> Result<Self, NotOpened> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = (cores / env.local_world_size.max(1)).max(1);
-        // A second initialisation only happens in tests that share the process.
+        // A second initialization fails. That happens only in tests that share a process.
         rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
             .build_global()
             .ok();
         let reporter = Reporter::for_rank(env);
         if env.rank == 0 && !env.is_supervised() {
-            // Under another launcher no supervisor has said it.
+            // Under another launcher no supervisor prints these warnings.
             for text in fault_lines(config) {
                 reporter.emit(&Event::Warning { text });
             }
@@ -204,7 +204,7 @@ impl<'a> Opened<'a> {
         Ok(opened)
     }
 
-    /// Base weights, then the checkpoint to resume from, if any.
+    /// Loads the base weights, then the checkpoint to resume from, if any.
     fn load(&mut self) -> Result<(), Failure> {
         let started = Instant::now();
         let Replica {
@@ -239,7 +239,7 @@ impl<'a> Opened<'a> {
         }
         if let Some(checkpoint) = resume::open(config)? {
             let doing = resume::doing(checkpoint.directory());
-            // Before training the supervisor has compared all hashes.
+            // Before training, the supervisor has verified all hashes.
             if config.task == Task::Evaluate {
                 checkpoint
                     .verify()
@@ -262,7 +262,7 @@ impl<'a> Opened<'a> {
     }
 }
 
-/// What computes, and the pool of what the engine keeps beside it: of a GPU that is host memory.
+/// Backend, and the pool for the engine's buffers. On a GPU that pool is host memory.
 fn compute(
     config: &RunPlan,
     env: &RankEnv,
@@ -286,7 +286,8 @@ fn compute(
     }
 }
 
-/// Whether this run may be planned again for the way through host memory. MPI lets processes meet once.
+/// Whether this run may be planned again with exchange through host memory: with `--collectives auto` on one machine.
+/// Under MPI it may not, because processes can join only once.
 fn goes_another_way(config: &RunConfig, env: &RankEnv) -> bool {
     #[cfg(feature = "mpi")]
     if env.is_under_mpi() {
@@ -295,7 +296,7 @@ fn goes_another_way(config: &RunConfig, env: &RankEnv) -> bool {
     config.collectives == ChosenCollectives::Auto && !env.has_peers_elsewhere()
 }
 
-/// The first of them in a line.
+/// First refusal in one line, with the number of others.
 fn refused(refusals: &[(usize, String)]) -> String {
     let Some(((rank, what), others)) = refusals.split_first() else {
         return String::new();

@@ -1,4 +1,4 @@
-//! A checkpoint: sharded training state of all ranks, and weights in the files people expect.
+//! Checkpoints: sharded training state of all ranks, and weights in the usual Hugging Face or peft files.
 
 use super::inject::Faults;
 use super::replica::Replica;
@@ -22,10 +22,10 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Elements of a weight converted at once.
+/// Number of elements of a weight converted at once.
 const CHUNK_ELEMS: usize = 1 << 20;
 
-/// Saves after `step` updates; all ranks take part. `meta` is what the training loop needs back.
+/// Saves a checkpoint after `step` updates. All ranks take part. `meta` is the state of the training loop.
 pub(crate) fn save(
     replica: &mut Replica<'_>,
     weights: Option<&WeightSource>,
@@ -81,8 +81,8 @@ pub(crate) fn save(
     Ok(event)
 }
 
-/// Names of what trains by the flat buffers that are divided among ranks, in their order there: what cuts the state for
-/// another number of ranks as a run of that many would.
+/// Names of the trainable parameters, one list per unit, in the order of the unit's flat buffer. `launcher ckpt
+/// reshard` needs them to divide the state among another number of ranks.
 pub(crate) fn units(plan: &Plan) -> Value {
     let params = &plan.spec().params;
     let units = plan.units().iter().map(|unit| &unit.trainable.slots);
@@ -93,8 +93,9 @@ pub(crate) fn units(plan: &Plan) -> Value {
     json!(names.collect::<Vec<_>>())
 }
 
-/// Writes weights: `model.safetensors` when all of the model trains; otherwise only what was
-/// trained, as adapter files or `trained.safetensors`, so that no directory looks complete that is not.
+/// Writes weights, and returns their bytes. If all parameters train, the file is `model.safetensors`. Otherwise only
+/// trained parameters are written, to adapter files or `trained.safetensors`, so that no partial model looks
+/// complete.
 fn export(
     replica: &Replica<'_>,
     weights: Option<&WeightSource>,
@@ -164,7 +165,7 @@ fn export(
     Ok(bytes)
 }
 
-/// Reads what was written again: every byte, and every tensor that was to be there, no other.
+/// Reads written weights back. Verifies every byte, and that exactly the expected tensors exist.
 fn check_written(
     directory: &Path,
     stem: &str,
@@ -200,7 +201,7 @@ fn check_written(
     .next("check the disk; earlier checkpoints are intact"))
 }
 
-/// Gives `write` the tensor in `dtype`, piece by piece: a whole embedding would be copied three times.
+/// Passes the tensor to `write` in `dtype`, in chunks. Converting a whole embedding would need several copies of it.
 fn in_chunks(
     tensor: &Tensor,
     dtype: DType,
@@ -217,12 +218,12 @@ fn in_chunks(
     Ok(())
 }
 
-/// What peft needs to load the adapter.
+/// Content of peft's `adapter_config.json`.
 fn adapter_config(replica: &Replica<'_>) -> Value {
     let Some(lora) = &replica.model.options().lora else {
         return Value::Null;
     };
-    // A list of names would also match modules of other towers; a path matches one module.
+    // A list of names would also match modules of other towers. A path matches one module.
     let targets = match (&lora.targets, &lora.layers) {
         (LoraTargets::Pattern(pattern), None) => json!(pattern),
         _ => json!(adapted_modules(replica.model.spec())),
@@ -244,7 +245,7 @@ fn adapter_config(replica: &Replica<'_>) -> Value {
     })
 }
 
-/// Paths of the modules that have an adapter.
+/// Paths of the modules with adapters.
 fn adapted_modules(spec: &ModelSpec) -> Vec<&str> {
     let names = spec.params.iter().map(|param| param.name.as_str());
     names
@@ -255,7 +256,7 @@ fn adapted_modules(spec: &ModelSpec) -> Vec<&str> {
         .collect()
 }
 
-/// Everything small that a checkpoint needs beside its weights to be loaded elsewhere.
+/// Copies the small files of the model directory (configuration, tokenizer, code) into the checkpoint.
 fn copy_model_files(model: &Path, writer: &mut Writer) -> Result<(), Failure> {
     for (name, path) in files::small(model)? {
         let bytes = std::fs::read(&path)
@@ -267,7 +268,7 @@ fn copy_model_files(model: &Path, writer: &mut Writer) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Bytes of the sharded state, and the number of files.
+/// Bytes of the sharded state, and the number of files of the checkpoint.
 fn measure(directory: &Path) -> (u64, usize) {
     let sizes = |dir: &Path| -> Vec<u64> {
         let entries = std::fs::read_dir(dir)

@@ -1,4 +1,4 @@
-//! A rank's spill files: which way to the disk, how fast it is, and the files.
+//! Spill files of a rank: choice of the I/O method, measurement of the disk, creation of the files.
 
 use crate::config::{NvmeIo, RunConfig};
 use crate::error::{Failure, failures};
@@ -12,18 +12,18 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Bytes written and read to choose between the ways to a disk.
+/// Bytes written and read to measure one I/O method.
 const MEASURE_BYTES: u64 = 96 << 20;
 
-/// The disk of one rank and how fast it was found to be.
+/// Spill files of one rank, and the measured speed of their disks.
 #[derive(Debug)]
 pub(crate) struct Disk {
     pub(crate) spill: Spill,
-    /// Bytes per second of the directories together, reading and writing half each; `None` where nothing was measured.
+    /// This rank's share of the disks' bytes per second, with equal reads and writes. `None` without a measurement.
     pub(crate) ceiling: Option<f64>,
 }
 
-/// Makes the files that the plan wants; `None` when it wants none. All ranks call it.
+/// Creates the spill files of this rank. `None` if nothing is offloaded to nvme. All ranks call it.
 pub(crate) fn open(
     config: &RunConfig,
     env: &RankEnv,
@@ -98,7 +98,7 @@ fn measured(
     Ok(found)
 }
 
-/// Rank 0's measurements on every rank: all must go the same way.
+/// Sends rank 0's measurements to every rank, so that all choose the same I/O method.
 fn shared(measured: &[Measured], comm: &dyn Communicator) -> Result<Vec<Measured>, Failure> {
     let own = serde_json::to_vec(measured).unwrap_or_default();
     let all = comm
@@ -121,7 +121,7 @@ fn chosen(asked: NvmeIo, measured: &[Measured]) -> Option<IoPath> {
     }
 }
 
-/// Bytes per second when as much is read as written, as a step does.
+/// Bytes per second if equal amounts are read and written, as in an optimizer step.
 fn balanced(measured: &Measured) -> f64 {
     2.0 / (1.0 / measured.read + 1.0 / measured.write)
 }

@@ -1,11 +1,11 @@
-//! A dead exchange, told with the last collective of every rank involved.
+//! Report of a broken exchange, with the last collective of every rank involved.
 
 use crate::error::{ErrorCode, Failure};
 use crate::units::bytes;
 use engine::Plan;
 use engine::comm::{CommError, OpInfo, RankStatus};
 
-/// Tags whose index is a unit of the plan.
+/// Collective tags whose index is a unit of the plan.
 const OF_UNITS: [&str; 6] = [
     "gather",
     "gather-frozen",
@@ -15,7 +15,7 @@ const OF_UNITS: [&str; 6] = [
     "inspect",
 ];
 
-/// The report of a wait that ran out or of ranks that disagree; `None` for other errors.
+/// Failure for a timeout, or for ranks in different collectives. `None` for other errors.
 pub(crate) fn report(error: &CommError, plan: &Plan) -> Option<Failure> {
     match error {
         CommError::Timeout {
@@ -83,7 +83,7 @@ pub(crate) fn report(error: &CommError, plan: &Plan) -> Option<Failure> {
     }
 }
 
-/// The ranks that started the fewest collectives, the waiting one excepted: they keep it waiting.
+/// Ranks other than the waiting one that started the fewest collectives. The waiting rank waits for them.
 fn standing_still(noticed_by: usize, ranks: &[RankStatus]) -> Vec<&RankStatus> {
     let others = || ranks.iter().filter(|status| status.rank != noticed_by);
     let least = others().map(|status| status.started).min();
@@ -103,7 +103,8 @@ fn last(status: &RankStatus, plan: &Plan) -> String {
     }
 }
 
-/// A collective with its number and, where it has one, its unit: `all-gather #412 (gather of llm.layers.3, 1.2M)`.
+/// Description of a collective with its number and its unit, if any: `all-gather #412 (gather of llm.layers.3,
+/// 1.2M)`.
 pub(crate) fn name(sequence: u64, op: &OpInfo, plan: &Plan) -> String {
     let unit = OF_UNITS
         .contains(&op.tag_name.as_str())

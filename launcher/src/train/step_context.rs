@@ -1,4 +1,4 @@
-//! What a rank was doing when it failed: the part of a report that only the loop knows.
+//! Context of a rank's failure: step, micro-batch and samples at the time.
 
 use super::collectives::Collectives;
 use super::replica::Replica;
@@ -9,26 +9,26 @@ use crate::plan::suggestion::AT_STEP;
 use crate::units::grouped;
 use models::data::EncodedSample;
 
-/// Samples named one by one in a report.
+/// Maximum number of samples named in a report.
 const NAMED_SAMPLES: usize = 4;
 
-/// The micro-batch at hand.
+/// Micro-batch that a rank is working on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StepContext {
     /// Step, counted from 1.
     pub(crate) step: u64,
-    /// Micro-batch of the step, counted from 1.
+    /// Micro-batch within the step, counted from 1.
     pub(crate) micro_batch: u64,
-    /// Indices of its samples in the set of the run.
+    /// Indices of its samples in the sample set.
     pub(crate) samples: Vec<usize>,
-    /// Their tokens.
+    /// Tokens of each sample.
     pub(crate) tokens: Vec<usize>,
-    /// Their patches.
+    /// Image patches of each sample.
     pub(crate) patches: Vec<usize>,
 }
 
 impl StepContext {
-    /// The context of `batch`, the samples of `indices`; `step` and `micro_step` count from 0.
+    /// Context of the encoded samples `batch` with the indices `indices`. `step` and `micro_step` count from 0.
     pub(crate) fn new(
         step: u64,
         micro_step: u64,
@@ -44,7 +44,7 @@ impl StepContext {
         }
     }
 
-    /// One line: step, micro-batch, samples with their ids and sizes.
+    /// One line with step, micro-batch, and the samples' ids and sizes.
     fn describe(&self, set: &SampleSet) -> String {
         let sizes = self.tokens.iter().zip(&self.patches);
         let mut parts: Vec<String> = self
@@ -83,20 +83,20 @@ impl StepContext {
     }
 }
 
-/// Where a rank stands when it fails.
+/// State of a rank at the time of a failure.
 pub(crate) struct Failing<'a> {
     pub(crate) replica: &'a Replica<'a>,
-    /// The micro-batch at hand, while there is one.
+    /// Micro-batch that the rank was working on, if any.
     pub(crate) place: Option<&'a StepContext>,
     pub(crate) train: &'a SampleSet,
     /// Whether the run has held-out samples.
     pub(crate) evaluates: bool,
-    /// What this rank exchanged with the others last.
+    /// Log of this rank's last collectives.
     pub(crate) collectives: &'a Collectives,
 }
 
-/// Adds to a failure of this rank where it stood: the unit and phase, the step, the samples; for a
-/// dead exchange the last collectives of all ranks.
+/// Adds context to a failure of this rank: unit, phase, step and samples. For a broken exchange it adds the last
+/// collectives of all ranks.
 pub(crate) fn complete(failure: Failure, at: &Failing<'_>) -> Failure {
     let (config, zero, comm) = (at.replica.config, &at.replica.zero, &at.replica.comm);
     let world = comm.world();
@@ -115,7 +115,7 @@ pub(crate) fn complete(failure: Failure, at: &Failing<'_>) -> Failure {
                 let line = format!("its last collectives: {}", path.display());
                 failure = failure.evidence(line);
             }
-            // The failure itself is to be heard of.
+            // A failed write must not hide the failure itself.
             Err(error) => tracing::warn!("the last collectives cannot be written: {error}"),
         }
     }

@@ -1,14 +1,14 @@
-//! Where the states of this rank lie, counted and not planned.
+//! Output lines about the memory that this rank's states actually use in each tier.
 
 use super::replica::OwnGpu;
 use crate::units::{bytes, seconds};
 use engine::Zero;
 use kernels::{Pool, Tag};
 
-/// What rests between updates.
+/// Tags of the states that exist between updates.
 const STATES: [Tag; 3] = [Tag::Parameters, Tag::Gradients, Tag::Optimizer];
 
-/// The bytes of each kind of state in each tier, on one line.
+/// Line with the bytes of each kind of state in each tier.
 pub(crate) fn line(zero: &Zero) -> String {
     let tiers = [
         ("device", Some(zero.device_pool())),
@@ -20,7 +20,7 @@ pub(crate) fn line(zero: &Zero) -> String {
     format!("rank 0 stores {}", tiers.join(" · "))
 }
 
-/// What rank 0 used of its GPU, by its own count and by the driver's.
+/// Line with rank 0's use of its GPU: own count, times, and the driver's count.
 pub(crate) fn gpu_line(zero: &Zero, arena_bytes: u64, own: &OwnGpu<'_>) -> String {
     let gpu = own.gpu;
     let stats = zero.device_pool().stats();

@@ -1,7 +1,7 @@
-//! `--trace-steps`: what each rank did when, as a file that trace viewers open.
+//! `--trace-steps`: timelines of the ranks in files for trace viewers.
 //!
-//! One file per rank in the format that Chrome's `about:tracing` and Perfetto read: complete events with a process per
-//! rank and a thread per lane.
+//! Each rank writes one file in the JSON format of Chrome's `about:tracing` and Perfetto. It contains complete events
+//! (`"ph": "X"`) with one process per rank and one thread per lane.
 
 use std::fs;
 use std::ops::Range;
@@ -13,10 +13,10 @@ use serde_json::{Value, json};
 
 use crate::error::{ErrorCode, Failure};
 
-/// Directory of the files.
+/// Directory of the files inside the run's directory.
 const TRACES: &str = "traces";
 
-/// Records the steps `wanted`, from 1.
+/// Recorder of the steps `wanted`, which count from 1.
 #[derive(Debug)]
 pub(crate) struct StepTraces {
     wanted: Option<Range<u64>>,
@@ -31,7 +31,7 @@ impl StepTraces {
         }
     }
 
-    /// Step `step` begins.
+    /// Starts recording if step `step` is wanted.
     pub(crate) fn begin(&mut self, step: u64, trace: &Trace) {
         if !self.running && self.wanted.as_ref().is_some_and(|w| w.contains(&step)) {
             trace.start();
@@ -39,7 +39,7 @@ impl StepTraces {
         }
     }
 
-    /// Step `step` has ended; `last` if no other follows. Writes the file of `rank` behind the last step that is wanted.
+    /// Ends step `step`; `last` if no step follows. After the last wanted step, writes the file of `rank`.
     ///
     /// # Errors
     /// The file cannot be written.

@@ -1,5 +1,5 @@
-//! The training loop of one rank, in the order of the walk in ARCHITECTURE.md: a step is its micro-batches, forward and
-//! backward, and the update; then logging, evaluation and checkpoints as they are due.
+//! Training loop of one rank. A step runs its micro-batches, forward and backward, then the update. Logging,
+//! evaluation and checkpoints follow when they are due. ARCHITECTURE.md walks through it in the same order.
 
 use super::batches::{MicroBatch, ended_early, start_loader};
 use super::collectives::Collectives;
@@ -34,10 +34,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Updates in a row that may be skipped for non-finite values before the run ends.
+/// Maximum number of updates in a row that may be skipped for non-finite values.
 const MAX_SKIPPED_IN_A_ROW: u32 = 20;
 
-/// Sums since the last logged row.
+/// Sums since the last log row.
 struct LogWindow {
     started: Instant,
     loss: f64,
@@ -58,45 +58,45 @@ impl LogWindow {
     }
 }
 
-/// Trains one rank.
+/// Trainer of one rank.
 pub(crate) struct Trainer<'a> {
     replica: Replica<'a>,
-    /// The files that the weights came from.
+    /// Files of the base weights; `None` for random weights.
     weights: Option<WeightSource>,
     train: Arc<SampleSet>,
     eval: Option<SampleSet>,
     gpu: Option<OwnGpu<'a>>,
-    /// Of a GPU: where the tensors of a micro-batch lie.
+    /// Memory plans of micro-batches; GPUs only.
     memory_plans: Option<MemoryPlans>,
-    /// The loss scale of fp16.
+    /// Loss scaler; fp16 only.
     scaler: Option<LossScaler>,
     reporter: Reporter,
-    /// Bytes per second of this rank's share of the spill disks, where they were measured.
+    /// Measured bytes per second of this rank's share of the spill disks, if any.
     disk_ceiling: Option<f64>,
-    /// The checkpoint resumed from, and its metadata.
+    /// Directory and metadata of the checkpoint resumed from, if any.
     resumed: Option<(PathBuf, Value)>,
-    /// What this rank exchanged with the others last.
+    /// Log of this rank's last collectives.
     collectives: Arc<Collectives>,
-    /// What happens to this rank on purpose.
+    /// Injected faults of this rank.
     faults: Faults,
 
     total_steps: u64,
-    /// Steps of the schedule that are done, skipped updates included.
+    /// Completed steps of the schedule, skipped updates included.
     done: u64,
-    /// The same when this run began.
+    /// Value of `done` at the start of this run.
     started_at: u64,
     total_tokens: u64,
     skipped_in_a_row: u32,
     history: History,
     exact_match_before: Option<f64>,
     summary: RunSummary,
-    /// The micro-batch at hand, while there is one.
+    /// Micro-batch in progress, if any.
     at: Option<StepContext>,
-    /// Micro-batches of the present step and their summed losses on this rank.
+    /// Micro-batches of the current step, with the sum of token losses of each on this rank.
     losses: Vec<(StepContext, f64)>,
     monitor: Monitor,
     window: LogWindow,
-    /// What rank 0 writes for people and tools.
+    /// Report files; rank 0 only.
     report: Option<RunReport>,
 }
 
@@ -145,7 +145,7 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    /// Trains to the last step, or until the run is stopped.
+    /// Trains to the last step, or until a signal stops the run.
     pub(crate) fn train(&mut self, stop: &StopFlag) -> Result<RunSummary, Failure> {
         let config = self.replica.config;
         let first = &config.found().first_samples;
@@ -179,7 +179,7 @@ impl<'a> Trainer<'a> {
                 self.reporter.emit(&Event::Tick { step, total, loss });
             }
             let stopping = self.anyone(stop.is_set())?;
-            // Who stops a run may not wait for an evaluation: the state is saved first, and at once.
+            // A stopped run skips evaluation, so that its state is saved at once.
             self.monitor.begin(&self.replica.zero);
             if due(config.eval) && (is_last || !stopping) {
                 self.evaluate(&sampler)?;
@@ -197,7 +197,7 @@ impl<'a> Trainer<'a> {
         self.finish()
     }
 
-    /// Continues where the checkpoint stands, if there is one.
+    /// Restores the loop's position from the checkpoint, if there is one.
     fn resume(&mut self) -> Result<(), Failure> {
         let Some((directory, meta)) = &self.resumed else {
             return Ok(());
@@ -229,7 +229,7 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// Opens the report, and evaluates once where the run starts anew.
+    /// Opens the report. Evaluates once if the run starts without a checkpoint.
     fn begin(&mut self, sampler: &Sampler) -> Result<(), Failure> {
         let config = self.replica.config;
         if self.replica.comm.world().rank == 0 {
@@ -255,7 +255,7 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// One optimizer step: its micro-batches, then the update of all ranks.
+    /// One optimizer step: its micro-batches, then the update on all ranks.
     fn train_step(
         &mut self,
         loader: &mut Loader<MicroBatch, Failure>,
@@ -289,7 +289,7 @@ impl<'a> Trainer<'a> {
         Ok(report)
     }
 
-    /// Trains on one micro-batch; returns the sum of its token losses on this rank.
+    /// Forward and backward of one micro-batch. Returns the sum of its token losses on this rank.
     fn forward_backward(&mut self, batch: &MicroBatch) -> Result<f64, Failure> {
         let scale = self.loss_scale();
         let Replica {
@@ -332,12 +332,12 @@ impl<'a> Trainer<'a> {
         Ok(sum)
     }
 
-    /// The factor on the losses: above 1 in fp16 only.
+    /// Loss scale; 1 except in fp16.
     fn loss_scale(&self) -> f64 {
         self.scaler.as_ref().map_or(1.0, LossScaler::scale)
     }
 
-    /// Moves the loss scale of fp16. Whether the step overflowed, which is part of finding the scale.
+    /// Updates the loss scale of fp16. Returns whether the step overflowed, which is normal while the scale adapts.
     fn rescale(&mut self, step: &StepReport) -> Result<bool, Failure> {
         let Some(scaler) = &mut self.scaler else {
             return Ok(false);
@@ -371,7 +371,7 @@ impl<'a> Trainer<'a> {
         Ok(true)
     }
 
-    /// Counts a step, and ends runs that have left the numbers.
+    /// Records a step. Fails after too many skipped updates in a row.
     fn account(&mut self, step: &StepReport) -> Result<(), Failure> {
         self.note(step);
         if step.applied {
@@ -397,7 +397,7 @@ impl<'a> Trainer<'a> {
                 }
             ),
         });
-        // What ends without a finite update is no trained model, however short it was.
+        // A run that ends on skipped updates has no trained model to report, even if it was short.
         let ends = self.done == self.total_steps;
         let all = u64::from(self.skipped_in_a_row) == self.done - self.started_at;
         let lost = ends && (all || self.skipped_in_a_row > 1);
@@ -413,7 +413,7 @@ impl<'a> Trainer<'a> {
         self.history.push(step);
     }
 
-    /// Sums over ranks what only they know, and writes the row.
+    /// Gathers the numbers of all ranks and writes a log row.
     fn log(&mut self, step: &StepReport, lr: f64, epoch: f64) -> Result<(), Failure> {
         let (zero, comm) = (&self.replica.zero, &*self.replica.comm);
         let gathered = self.monitor.gather(self.window.tokens, comm);
@@ -466,7 +466,7 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// Evaluates on the held-out samples, where there are any.
+    /// Evaluates on the held-out samples, if there are any.
     fn evaluate(&mut self, sampler: &Sampler) -> Result<(), Failure> {
         let Some(set) = &self.eval else {
             return Ok(());
@@ -505,7 +505,7 @@ impl<'a> Trainer<'a> {
         }));
     }
 
-    /// Saves a checkpoint, with what this loop needs back.
+    /// Saves a checkpoint with the state of this loop.
     fn save(&mut self) -> Result<(), Failure> {
         let Replica {
             config, comm, zero, ..
@@ -541,7 +541,7 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// Waits for updates that are still running, closes the report, and says what the run took.
+    /// Waits for pending updates, closes the report, and emits the summary lines.
     fn finish(&mut self) -> Result<RunSummary, Failure> {
         let updated = self.replica.zero.finish_updates();
         updated.map_err(|e| failures::engine("update weights", &e))?;
@@ -555,7 +555,7 @@ impl<'a> Trainer<'a> {
         if let Some(gpu) = &self.gpu {
             let arena_bytes = self.replica.config.found().arena_bytes;
             let text = tiers::gpu_line(&self.replica.zero, arena_bytes, gpu);
-            // What the driver counts is that of all ranks of a GPU: none leaves before it is read.
+            // The driver's count covers all ranks of a GPU, so none may exit before it is read.
             self.anyone(false)?;
             self.reporter.emit(&Event::Info {
                 label: "gpu".into(),
@@ -566,7 +566,7 @@ impl<'a> Trainer<'a> {
         Ok(std::mem::take(&mut self.summary))
     }
 
-    /// Whether any rank answers yes; the same answer on all.
+    /// Whether any rank passes true. The result is the same on all ranks.
     fn anyone(&self, own: bool) -> Result<bool, Failure> {
         let answers = self
             .replica
@@ -576,7 +576,7 @@ impl<'a> Trainer<'a> {
         Ok(answers.iter().any(|r| r[0] > 0.0))
     }
 
-    /// Evaluates a checkpoint without training: what proves that it holds what was saved.
+    /// Evaluates a checkpoint without training, to prove that it can be loaded.
     pub(crate) fn verify_resume(&self) -> Result<RunSummary, Failure> {
         let set = self.eval.as_ref();
         let loss = set.map(|set| evaluate::loss(&self.replica, set));
@@ -587,7 +587,7 @@ impl<'a> Trainer<'a> {
         })
     }
 
-    /// Ends the exchange of all ranks with the failure of this one, which comes back with where it stood.
+    /// Aborts the exchange of all ranks. Returns the failure with this rank's context.
     pub(crate) fn abort(&self, failure: Failure) -> Failure {
         let failure = step_context::complete(
             failure,
@@ -604,7 +604,7 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// What went to and from the spill files since `before`; `ceiling` is what the disks can do.
+/// Traffic of the spill files since `before`. `ceiling` is the measured bytes per second of the disks.
 fn disk_traffic(
     zero: &Zero,
     before: Option<SpillStats>,

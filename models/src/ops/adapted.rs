@@ -1,5 +1,5 @@
-//! Linear layers of one input with low-rank adapters, as one operation: several projections, each with one layer or one
-//! for each row group.
+//! Linear layers of one input with low-rank adapters (LoRA, Hu et al. 2021), as one operation. It computes several
+//! projections, each with one layer or one layer per row group.
 
 use super::grouped::RowGroups;
 use super::linear::{LinearParams, matrix, product, rows};
@@ -11,26 +11,26 @@ use kernels::{
     AdapterDropout, AdapterGrads, DType, Tensor, Transpose,
 };
 
-/// The parameters of a low-rank adapter.
+/// Parameters of a low-rank adapter.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LoraParams {
-    /// `[r, k]`.
+    /// Matrix A, `[r, k]`.
     pub lora_a: ParamId,
-    /// `[n, r]`.
+    /// Matrix B, `[n, r]`.
     pub lora_b: ParamId,
-    /// `alpha / r`.
+    /// Factor on the adapter's output, `alpha / r`.
     pub scale: f32,
     /// Dropout probability of the adapter's input while training.
     pub dropout: f32,
-    /// Kind of the layer's rows.
+    /// Kind of rows of the layer's input, from which dropout takes its row words.
     pub rows: Rows,
-    /// Index of the adapter among those that `lora_a` holds one above the other, `r` rows each; without it `lora_a` is
-    /// one adapter.
+    /// Index of the adapter if `lora_a` is a stack of several adapters with `r` rows each. `None` if it is one
+    /// adapter.
     pub part: Option<usize>,
 }
 
 impl LoraParams {
-    /// The adapter of part `i` of a layer whose projections have adapters of their own.
+    /// Selects adapter `i` of a fused layer, in which each projection has its own adapter.
     #[must_use]
     pub fn with_part(mut self, i: usize) -> Self {
         self.part = Some(i);
@@ -38,16 +38,16 @@ impl LoraParams {
     }
 }
 
-/// `x W^T + bias`, plus a low-rank adapter where one is configured.
+/// Linear layer with an optional adapter: `x W^T + bias`, plus the adapter's output.
 #[derive(Clone, PartialEq, Debug)]
 pub struct LinearLayer {
-    /// Weight and bias.
+    /// Weight and bias of the base layer.
     pub base: LinearParams,
-    /// The adapter.
+    /// Low-rank adapter, if any.
     pub adapter: Option<LoraParams>,
 }
 
-/// Dropout of an adapter's input. Row words and key determine it, so that nothing is stored for backward.
+/// Dropout mask of an adapter's input, stored as row words and key. Backward computes the mask from them again.
 #[derive(Clone)]
 struct Mask {
     words: Tensor,
@@ -55,7 +55,7 @@ struct Mask {
     p: f32,
 }
 
-/// A layer's adapter as its backward needs it: the rows in use of A and B.
+/// Adapter of a layer for backward, with its row ranges of A and B.
 struct Adapter {
     a: LinearParams,
     b: LinearParams,
@@ -64,7 +64,7 @@ struct Adapter {
 }
 
 impl Adapter {
-    /// For the rows in use of `base`.
+    /// Adapter with the row range of `base`.
     fn new(scope: &Scope<'_>, base: &LinearParams, params: LoraParams) -> Result<Self> {
         let rank = scope.weight(params.lora_b)?.shape().last();
         let half = |id, rows| LinearParams {
@@ -86,7 +86,7 @@ impl Adapter {
     }
 }
 
-/// A layer as its backward needs it.
+/// Layer for backward, with its trainable parameters.
 struct Part {
     base: LinearParams,
     train_weight: bool,
@@ -94,7 +94,7 @@ struct Part {
     adapter: Option<Adapter>,
 }
 
-/// The rows in use of a layer's parameters.
+/// Tensors of a layer's parameters, narrowed to the rows in use.
 struct PartTensors {
     weight: Tensor,
     bias: Option<Tensor>,
@@ -135,7 +135,7 @@ impl Part {
         })
     }
 
-    /// Its parameters by `weight`; the bias only with `with_bias`.
+    /// Tensors of the layer's parameters, looked up by `weight`. The bias is included if `with_bias`.
     fn tensors<'w>(
         &self,
         weight: &dyn Fn(ParamId) -> Result<&'w Tensor>,
@@ -162,8 +162,8 @@ impl Part {
         adapter.chain([weight]).chain(bias).collect()
     }
 
-    /// The gradients of its adapter, and those of its base if that trains. `group`: the layer's rows of `input` and
-    /// `dy`; all without it.
+    /// Adds the gradients of the adapter, and those of base weight and bias if they train. `group` has the layer's
+    /// rows of `input` and `dy`; `None` means all rows.
     fn add_grads(
         &self,
         sweep: &mut Sweep<'_>,
@@ -197,7 +197,7 @@ impl Part {
     }
 }
 
-/// The tensors of all layers of projections.
+/// Tensors of the layers of all projections.
 fn tensors<'w, 'p>(
     projections: impl Iterator<Item = &'p Vec<Part>>,
     weight: &dyn Fn(ParamId) -> Result<&'w Tensor>,
@@ -217,13 +217,15 @@ fn layers(held: &[Vec<PartTensors>]) -> Vec<Vec<AdaptedLayer<'_>>> {
 }
 
 impl Scope<'_> {
-    /// `x W^T + bias + scale * (dropout(x) A^T) B^T` of each projection: `[t, k]` to `[t, n]`, in order. The dropout is
-    /// the tape's. A projection has one layer for all rows, or one for each group of `row_groups`. Base weights may train
-    /// as well. The gradients of `x` are added from the last projection to the first. Outputs of A are stored for
-    /// backward if the device stores any.
+    /// Projections of one input with optional adapters: `x W^T + bias + scale * (dropout(x) A^T) B^T`.
+    ///
+    /// `x [t, k]` gives `[t, n]` per projection, in order. A projection has one layer for all rows, or one per group
+    /// of `row_groups`. The tape determines the dropout mask. Base weights may train as well. The gradients of `x`
+    /// are added from the last projection to the first. Outputs of A are stored for backward if the device stores
+    /// any.
     ///
     /// # Errors
-    /// As [`Scope::linear`], or when the groups are no partition of the rows.
+    /// As [`Scope::linear`], or when the row groups are not a partition of the rows.
     pub fn adapted_linear(
         &self,
         x: &Var,
@@ -249,7 +251,7 @@ impl Scope<'_> {
         let values = values.map(|(y, own)| (y, own.iter().flat_map(Part::params).collect()));
         let values = values.collect();
         self.record_all("adapted_linear", values, x, move |sweep, dy| {
-            // The form of `inner` is that of all projections together.
+            // `inner` is usable only if every projection has a gradient.
             let whole = dy.iter().all(Option::is_some);
             let inner = if whole { inner } else { Vec::new() };
             let used: Vec<(&Vec<Part>, &Tensor)> = parts
@@ -274,7 +276,7 @@ impl Scope<'_> {
             if let Some(dx) = grads.dx {
                 sweep.add(slot, dx.reshape(shape)?)?;
             }
-            // In the order of separate operations: several layers may add to one gradient.
+            // Gradients are added in the order of separate operations, because layers may share a parameter.
             for ((own, dy), grads) in used.into_iter().zip(grads.adapters).rev() {
                 for (i, (part, grads)) in own.iter().zip(grads).enumerate() {
                     let group = row_groups.as_ref().map(|groups| groups.rows()[i]);

@@ -5,19 +5,19 @@ use crate::error::Result;
 use kernels::{AttentionArgs, AttentionOut, Tensor};
 use std::sync::Arc;
 
-/// Packed sequences of an attention: one after the other, without padding.
+/// Boundaries of packed sequences. The sequences are stored one after the other without padding.
 #[derive(Clone, Debug)]
 pub struct Sequences {
     /// Sequence `i` has the queries `q_starts[i]..q_starts[i + 1]`.
     pub q_starts: Arc<[usize]>,
     /// Sequence `i` has the keys `k_starts[i]..k_starts[i + 1]`.
     pub k_starts: Arc<[usize]>,
-    /// Whether a query sees only the keys up to its own position.
+    /// Whether attention is causal: a query attends to the keys up to its own position.
     pub causal: bool,
 }
 
 impl Sequences {
-    /// Sequences that attend to themselves.
+    /// Self-attention of sequences with the boundaries `starts`.
     #[must_use]
     pub fn own(starts: Arc<[usize]>, causal: bool) -> Self {
         Self {
@@ -47,7 +47,8 @@ impl Sequences {
 }
 
 impl Scope<'_> {
-    /// Softmax attention of `q [t, h, d]` over `k`, `v [s, g, d]`: `[t, h, d]`.
+    /// Softmax attention of the queries `q [t, h, d]` to `k` and `v` `[s, g, d]`: `[t, h, d]`. See
+    /// [`AttentionArgs`](kernels::AttentionArgs).
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

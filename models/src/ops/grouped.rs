@@ -1,4 +1,4 @@
-//! Grouped linear layer: two layers over a partition of rows.
+//! Grouped linear layer (grouped GEMM): two layers over a partition of rows.
 
 use super::linear::{LinearParams, matrix};
 use crate::autograd::{Scope, Sweep, Var};
@@ -6,28 +6,28 @@ use crate::error::Result;
 use engine::ParamId;
 use kernels::{GroupedMatmulArgs, MatmulGroup, Tensor, Transpose};
 
-/// A partition of token rows in two, e.g. by expert: i32 row numbers, neither list empty.
+/// Partition of token rows into two groups, e.g. by expert. Each is a non-empty list of i32 row numbers.
 #[derive(Clone, Debug)]
 pub struct RowGroups(pub [Tensor; 2]);
 
 impl RowGroups {
-    /// The two lists.
+    /// Row numbers of the two groups.
     #[must_use]
     pub fn rows(&self) -> [&Tensor; 2] {
         self.0.each_ref()
     }
 }
 
-/// A layer and its rows.
+/// One row group and its layer.
 #[derive(Clone, Debug)]
 struct Group {
     params: LinearParams,
-    /// i32.
+    /// Row numbers, i32.
     rows: Tensor,
 }
 
 impl Group {
-    /// Adds the gradients of bias and weight.
+    /// Adds the gradients of bias and weight, as far as they train.
     fn add_grads(
         &self,
         sweep: &mut Sweep<'_>,
@@ -48,12 +48,13 @@ impl Group {
 }
 
 impl Scope<'_> {
-    /// `x[row] W^T + bias` with weight and bias of the row's group: `[t, k]` to `[t, n]`, in the dtype of `x`. Each
-    /// group's `rows` are i32; together they name every row once. The results are those of [`Scope::linear`] on the
-    /// rows of each group.
+    /// Linear layer per row group: `x[row] W^T + bias` with weight and bias of the row's group.
+    ///
+    /// `x [t, k]` gives `[t, n]` in the dtype of `x`. The `rows` of each group are i32; together they name every row
+    /// once. The results are those of [`Scope::linear`] on the rows of each group.
     ///
     /// # Errors
-    /// As [`Scope::linear`], or when the groups are no partition.
+    /// As [`Scope::linear`], or when the groups are not a partition.
     pub fn grouped_linear(
         &self,
         x: &Var,
@@ -84,7 +85,7 @@ impl Scope<'_> {
             let bias = layer.bias.filter(|id| self.trains(*id));
             (self.trains(layer.weight), bias)
         });
-        // The input is kept for the weights' gradients alone.
+        // The input is stored only if a weight needs it for its gradient.
         let kept = trained.iter().any(|(weight, _)| *weight).then_some(input);
         let used: Vec<ParamId> = params
             .iter()

@@ -1,4 +1,4 @@
-//! Products with weights.
+//! Matrix products with weights.
 
 use crate::autograd::{Scope, Sweep, Var};
 use crate::error::Result;
@@ -6,19 +6,19 @@ use engine::ParamId;
 use kernels::{DType, MatmulArgs, Tensor, Transpose};
 use std::ops::Range;
 
-/// The parameters of a linear layer.
+/// Parameters of a linear layer.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LinearParams {
-    /// `[n, ..]`; further axes (a convolution kernel) are folded into `k`.
+    /// Weight `[n, ..]`. Further axes (of a convolution kernel) are folded into `k`.
     pub weight: ParamId,
-    /// `[n]`.
+    /// Bias `[n]`, if any.
     pub bias: Option<ParamId>,
-    /// Use only these rows of weight and bias, as for one third of a packed q, k, v.
+    /// Rows of weight and bias to use, e.g. one third of a fused query-key-value weight. `None` means all.
     pub rows: Option<Range<usize>>,
 }
 
 impl LinearParams {
-    /// All rows of `weight` and `bias`.
+    /// Layer with all rows of `weight` and `bias`.
     #[must_use]
     pub fn new(weight: ParamId, bias: Option<ParamId>) -> Self {
         Self {
@@ -28,14 +28,14 @@ impl LinearParams {
         }
     }
 
-    /// Only `rows`.
+    /// Restricts the layer to `rows` of weight and bias.
     #[must_use]
     pub fn with_rows(mut self, rows: Range<usize>) -> Self {
         self.rows = Some(rows);
         self
     }
 
-    /// A view of the rows in use of a parameter.
+    /// View of a parameter's rows in use.
     pub(super) fn select(&self, weight: &Tensor) -> Result<Tensor> {
         Ok(match &self.rows {
             Some(rows) => weight.narrow(rows.start, rows.len())?,
@@ -51,18 +51,18 @@ impl LinearParams {
     }
 }
 
-/// A weight as a matrix `[n, k]`.
+/// View of a weight as a matrix `[n, k]`.
 pub(super) fn matrix(weight: &Tensor) -> Result<Tensor> {
     let n = weight.shape().dims().first().copied().unwrap_or(1);
     Ok(weight.reshape([n, weight.elems() / n.max(1)])?)
 }
 
-/// `a` with leading axes folded into rows.
+/// View of `a` with its leading axes folded into rows.
 pub(super) fn rows(a: &Tensor) -> Result<Tensor> {
     Ok(a.reshape([a.shape().rows(), a.shape().last()])?)
 }
 
-/// `op(a) @ op(b)`.
+/// Matrix product `op(a) @ op(b)` with dtype `out`.
 pub(super) fn product(
     sweep: &Sweep<'_>,
     (a, transpose_a): (&Tensor, Transpose),
@@ -80,10 +80,10 @@ pub(super) fn product(
 }
 
 impl Scope<'_> {
-    /// `x W^T + bias`: `[t, k]` to `[t, n]`, in the dtype of `x`.
+    /// Linear layer `x W^T + bias`: `[t, k]` to `[t, n]`, in the dtype of `x`.
     ///
     /// # Errors
-    /// When shapes do not fit, the parameter is not in the leased unit, or memory runs out.
+    /// When shapes do not fit, the parameter is not in the unit whose weights are gathered, or memory runs out.
     pub fn linear(&self, x: &Var, params: &LinearParams) -> Result<Var> {
         let input = rows(x.value())?;
         let weight = matrix(&params.select(self.weight(params.weight)?)?)?;
@@ -102,7 +102,7 @@ impl Scope<'_> {
         let (slot, shape, dtype) = (x.slot(), x.shape(), x.dtype());
         let weight_id = params.weight;
         let bias_id = params.bias.filter(|id| self.trains(*id));
-        // The input is kept for the weight's gradient alone.
+        // The input is stored only if the weight needs it for its gradient.
         let kept = self.trains(weight_id).then_some(input);
         let used: Vec<ParamId> = [Some(weight_id), params.bias]
             .into_iter()
@@ -132,7 +132,7 @@ impl Scope<'_> {
         })
     }
 
-    /// `x @ W` with a bare parameter `W [k, n]`, which is not transposed.
+    /// Matrix product `x @ W` with a parameter `W [k, n]`, used without transposition.
     ///
     /// # Errors
     /// As [`Scope::linear`].

@@ -1,4 +1,4 @@
-//! The language model's loss, without materialized logits.
+//! Loss of the language model. The logits never exist as a whole.
 
 use crate::autograd::{Grad, Scope, Var};
 use crate::error::{ModelError, Result};
@@ -8,13 +8,14 @@ use kernels::{Backend, DType, LossGrads, LossNeeds, Shape, Tag, Tensor};
 const OP: &str = "linear_cross_entropy";
 
 impl Scope<'_> {
-    /// Cross entropy of each row of `hidden [t, c]` through the head `weight [v, c]` against
-    /// `labels` (i32 `[t]`, already shifted): f32 `[t]`, zero where nothing is supervised.
+    /// Cross entropy through the output projection.
     ///
-    /// Its gradient must be one factor for all rows, as [`crate::autograd::Tape::backward`] seeds.
-    /// In a segment whose first run is recorded, gradients are computed along with the values, for
-    /// the factor that the tape expects. A recompute leaves the values out (zeros), since only their
-    /// gradient is used.
+    /// The logits of each row of `hidden [t, c]` are its product with the head `weight [v, c]`. They are compared
+    /// with `labels` (i32 `[t]`, already shifted). The result is f32 `[t]`, zero where the label is ignored.
+    ///
+    /// The gradient must be the same factor for every row, as [`crate::autograd::Tape::backward`] provides it. The
+    /// first run of a recorded segment computes the gradients together with the values, for the factor that the tape
+    /// expects. A recompute returns zeros as values, since only their gradient is used.
     ///
     /// # Errors
     /// When shapes do not fit, a label lies outside the vocabulary, or memory runs out.

@@ -1,11 +1,11 @@
-//! Differentiable operations: methods of [`Scope`](crate::autograd::Scope), each a forward call of
-//! the device with its backward call.
+//! Differentiable operations, as methods of [`Scope`](crate::autograd::Scope). Each has a forward and a backward on
+//! the device.
 //!
-//! Shapes: `t` tokens (rows), `h` query heads, `g` key/value heads, `d` head dim, `c` channels,
-//! `n k` outputs and inputs of a linear layer, `r` adapter rank, `v` vocabulary.
+//! Symbols in shapes: `t` tokens (rows), `h` query heads, `g` key/value heads, `d` head dim, `c` channels, `n k`
+//! outputs and inputs of a linear layer, `r` adapter rank, `v` vocabulary.
 //!
-//! Only wanted gradients are computed: a frozen weight costs no gradient product, and an input without gradient no
-//! product with the weight.
+//! Backward computes required gradients only. A frozen weight gets no gradient product. An input without gradient
+//! gets no product with the weight.
 
 mod adapted;
 mod attention;

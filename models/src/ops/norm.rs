@@ -5,10 +5,10 @@ use crate::error::Result;
 use engine::ParamId;
 
 impl Scope<'_> {
-    /// `(x - mean) / sqrt(var + eps) * weight + bias`.
+    /// Layer norm over the last axis: `(x - mean) / sqrt(var + eps) * weight + bias`.
     ///
     /// # Errors
-    /// When shapes do not fit, a parameter is not in the leased unit, or memory runs out.
+    /// When shapes do not fit, a parameter is not in the unit whose weights are gathered, or memory runs out.
     pub fn layer_norm(&self, x: &Var, weight: ParamId, bias: ParamId, eps: f32) -> Result<Var> {
         let (w, b) = (self.weight(weight)?, self.weight(bias)?);
         let value = self.backend().layer_norm(x.value(), w, b, eps)?;
@@ -34,7 +34,7 @@ impl Scope<'_> {
         )
     }
 
-    /// `x / sqrt(mean(x^2) + eps) * weight`.
+    /// RMS norm over the last axis: `x / sqrt(mean(x^2) + eps) * weight`.
     ///
     /// # Errors
     /// As [`Scope::layer_norm`].

@@ -6,10 +6,10 @@ use engine::ParamId;
 use kernels::{DType, Direction, DropoutArgs, Gelu, RopeLayout, Shape, Tensor};
 
 impl Scope<'_> {
-    /// A parameter as a value of its own.
+    /// A parameter as a differentiable value.
     ///
     /// # Errors
-    /// When it is not in the leased unit.
+    /// When it is not in the unit whose weights are gathered.
     pub fn parameter(&self, id: ParamId) -> Result<Var> {
         let value = self.weight_value(id)?;
         self.record("parameter", value, &[], &[id], move |sweep, dy| {
@@ -21,7 +21,7 @@ impl Scope<'_> {
         })
     }
 
-    /// `a + b`, same shape and dtype.
+    /// Sum `a + b` of values with equal shape and dtype.
     ///
     /// # Errors
     /// When shapes or dtypes differ, or memory runs out.
@@ -34,7 +34,7 @@ impl Scope<'_> {
         })
     }
 
-    /// `factor * x`.
+    /// Product `factor * x` with a constant.
     ///
     /// # Errors
     /// When memory runs out.
@@ -47,11 +47,11 @@ impl Scope<'_> {
         })
     }
 
-    /// `x [t, k]` with elements set to zero with probability `p` and the others divided by `1 - p`; see
-    /// [`Backend::dropout`](kernels::Backend::dropout).
+    /// Inverted dropout of `x [t, k]`: elements become zero with probability `p`, and the others are divided by `1 -
+    /// p`. See [`Backend::dropout`](kernels::Backend::dropout) for `rows` and `key`.
     ///
     /// # Errors
-    /// When `rows` has other rows than `x`, `p` is out of range, or memory runs out.
+    /// When `rows` and `x` have different numbers of rows, `p` is out of range, or memory runs out.
     pub fn dropout(&self, x: &Var, rows: &Tensor, key: [u32; 2], p: f32) -> Result<Var> {
         let value = self.backend().dropout(DropoutArgs {
             x: x.value(),
@@ -71,7 +71,7 @@ impl Scope<'_> {
         })
     }
 
-    /// `x` in another float dtype; unchanged when it is that already.
+    /// Conversion of `x` to another float dtype. Returns `x` itself if it already has that dtype.
     ///
     /// # Errors
     /// When a dtype is not a float or memory runs out.
@@ -87,7 +87,7 @@ impl Scope<'_> {
         })
     }
 
-    /// The same elements under another shape.
+    /// View of the same elements with another shape.
     ///
     /// # Errors
     /// When the element counts differ.
@@ -99,7 +99,7 @@ impl Scope<'_> {
         })
     }
 
-    /// GELU.
+    /// Elementwise GELU, exact or with the tanh approximation.
     ///
     /// # Errors
     /// When memory runs out.
@@ -112,7 +112,7 @@ impl Scope<'_> {
         })
     }
 
-    /// `silu(gate) * up`.
+    /// SwiGLU: `silu(gate) * up`.
     ///
     /// # Errors
     /// When shapes differ or memory runs out.
@@ -127,7 +127,8 @@ impl Scope<'_> {
         })
     }
 
-    /// Rotates the heads of `x [t, h, d]` by the angles of `cos` and `sin` (f32 `[t, w]`).
+    /// Rotary position embedding: rotates the heads of `x [t, h, d]` by the angles of `cos` and `sin` (f32 `[t, w]`).
+    /// The first `2 * w` elements of each head rotate; the others stay as they are.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

@@ -6,10 +6,10 @@ use engine::ParamId;
 use kernels::{DType, Shape, Tag, Tensor};
 
 impl Scope<'_> {
-    /// Rows `index` (i32 `[t]`) of a table parameter `[v, c]`: `[t, c]`.
+    /// Embedding lookup: rows `index` (i32 `[t]`) of a table parameter `[v, c]`, giving `[t, c]`.
     ///
     /// # Errors
-    /// When an index lies outside the table, the parameter is not in the leased unit, or memory
+    /// When an index lies outside the table, the parameter is not in the unit whose weights are gathered, or memory
     /// runs out.
     pub fn embedding(&self, table: ParamId, index: &Tensor) -> Result<Var> {
         let value = self.backend().gather_rows(self.weight(table)?, index)?;
@@ -23,10 +23,10 @@ impl Scope<'_> {
         })
     }
 
-    /// Rows `index` (i32 `[m]`) of `x [t, c]`: `[m, c]`; a row may be taken several times.
+    /// Rows `index` (i32 `[m]`) of `x [t, c]`: `[m, c]`. A row may occur several times.
     ///
     /// # Errors
-    /// When an index lies outside or memory runs out.
+    /// When an index is out of range or memory runs out.
     pub fn gather_rows(&self, x: &Var, index: &Tensor) -> Result<Var> {
         let value = self.backend().gather_rows(x.value(), index)?;
         let (slot, index) = (x.slot(), index.clone());
@@ -37,11 +37,11 @@ impl Scope<'_> {
         })
     }
 
-    /// `[t, c]` whose row `index[i]` is row `i` of its part; together the indices (i32) name every one of the
-    /// `t` rows once.
+    /// Merge of parts into `[t, c]`: row `i` of a part becomes row `index[i]` of the result. Together the indices
+    /// (i32) name each of the `t` rows once.
     ///
     /// # Errors
-    /// When widths or dtypes differ, an index lies outside, or memory runs out.
+    /// When widths or dtypes differ, an index is out of range, or memory runs out.
     pub fn merge_rows(&self, parts: &[(&Var, &Tensor)], t: usize) -> Result<Var> {
         let Some((first, _)) = parts.first() else {
             return Err(ModelError::NoGradient);
@@ -68,10 +68,10 @@ impl Scope<'_> {
         })
     }
 
-    /// Each matrix of `x [n, a, b]` transposed: `[n, b, a]`.
+    /// Transposes each matrix of `x [n, a, b]`: `[n, b, a]`.
     ///
     /// # Errors
-    /// When `x` has not three axes or memory runs out.
+    /// When `x` does not have three axes or memory runs out.
     pub fn transpose_each(&self, x: &Var) -> Result<Var> {
         let value = self.backend().transpose_each(x.value())?;
         let slot = x.slot();
@@ -81,11 +81,11 @@ impl Scope<'_> {
         })
     }
 
-    /// `base [t, c]` with row `index[i]` replaced by `rows[i]`; no index may occur twice.
-    /// The gradient of an overwritten row is zero.
+    /// `base [t, c]` with row `index[i]` replaced by `rows[i]`. No index may occur twice. The gradient of a replaced
+    /// row of `base` is zero.
     ///
     /// # Errors
-    /// When an index lies outside or memory runs out.
+    /// When an index is out of range or memory runs out.
     pub fn replace_rows(&self, base: &Var, index: &Tensor, rows: &Var) -> Result<Var> {
         let value = self
             .backend()

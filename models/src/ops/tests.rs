@@ -1,4 +1,4 @@
-//! Every operation's gradient against central differences, through a tape.
+//! Tests of every operation's gradient against central differences, through a tape.
 
 use super::{LinearLayer, LinearParams, LoraParams, RowGroups, Sequences};
 use crate::SampleInput;
@@ -71,7 +71,7 @@ fn dropout_passes_gradcheck() {
     });
 }
 
-/// A state whose batch has one sample of `t` tokens.
+/// Dropout state of a batch with one sample of `t` tokens.
 fn dropout_of(t: usize) -> Dropout {
     let (ids, labels) = (vec![0; t], vec![IGNORED_LABEL; t]);
     let sample = SampleInput {
@@ -83,7 +83,7 @@ fn dropout_of(t: usize) -> Dropout {
     Dropout::new(5, &[3], &[sample], &*backend()).unwrap()
 }
 
-/// With every element of an adapter's input kept or not by a mask that differences see as well.
+/// Adapter with dropout of its input. The mask is fixed, so central differences see the same one.
 fn dropping(adapter: LoraParams) -> LoraParams {
     LoraParams {
         dropout: 0.4,
@@ -100,7 +100,7 @@ fn adapted_layers_with_dropout_pass_gradcheck() {
         let y = alone(s, x, &layer(&base[0], dropping(adapter(P3, P4))))?;
         s.add(&y, &s.linear(x, &base[1])?)
     });
-    // A mask of each, one beside a layer that sees everything, and one of both.
+    // Dropout in both adapters, in the first, and in the second.
     let (first, second) = (adapter(P3, P4), adapter(P5, P6));
     for adapters in [
         [dropping(first), dropping(second)],
@@ -138,7 +138,7 @@ fn adapted_layers_over_row_groups_with_dropout_pass_gradcheck() {
     }
 }
 
-/// One operation gives what separate ones give, by the mask of the dropout operation; an evaluation drops nothing.
+/// The fused operation equals separate operations with the mask of the dropout operation. Evaluation drops nothing.
 #[test]
 fn adapter_dropout_uses_the_mask_of_the_dropout_operation() {
     let shapes: [&[usize]; 4] = [&[5, 24], &[5], &[3, 24], &[5, 3]];
@@ -214,12 +214,12 @@ fn layer(base: &LinearParams, adapter: impl Into<Option<LoraParams>>) -> LinearL
     }
 }
 
-/// One layer of all rows.
+/// One layer for all rows.
 fn alone(s: &Scope<'_>, x: &Var, layer: &LinearLayer) -> Result<Var> {
     Ok(s.adapted_linear(x, None, &[vec![layer.clone()]])?.remove(0))
 }
 
-/// One layer for each row group.
+/// One layer per row group.
 fn grouped(s: &Scope<'_>, x: &Var, rows: &RowGroups, layers: &[LinearLayer]) -> Result<Var> {
     let all = s.adapted_linear(x, Some(rows), &[layers.to_vec()]);
     Ok(all?.remove(0))
@@ -245,7 +245,7 @@ fn adapted_layers_of_one_input_pass_gradcheck() {
         let both = s.adapted_linear(x, None, &layers)?;
         s.swiglu(&both[0], &both[1])
     });
-    // Parameters of two layers, and a result that nobody uses.
+    // Parameters of two layers, and a result that is not used.
     let layers = [layers[0].clone(), layers[1].clone(), layers[0].clone()];
     for used in [[0, 1, 1], [1, 2, 2], [0, 1, 2]] {
         gradcheck([&[3, 4]], &shapes, |s, [x]| {
@@ -256,8 +256,8 @@ fn adapted_layers_of_one_input_pass_gradcheck() {
     }
 }
 
-/// On the CPU the gradients of layers that share their input are those of layers one after the other, to the last bit; with
-/// dropout as well.
+/// On the CPU, layers that share their input have the same gradient bits as layers computed one after the other, also
+/// with dropout.
 #[test]
 fn adapted_layers_of_one_input_have_the_bits_of_separate_layers() {
     let layers = [(P0, [P1, P2]), (P3, [P4, P5]), (P0, [P4, P2])]
@@ -303,8 +303,8 @@ fn adapted_layers_of_one_input_have_the_bits_of_separate_layers() {
     assert_ne!(gradients(true, 0.4), gradients(true, 0.0));
 }
 
-/// Each row through the layer of its group, whatever the device: also with a base that trains, with unlike ranks, and where
-/// one layer has no adapter.
+/// Each row passes through the layer of its group on every device: also with a trainable base, with different ranks,
+/// and with an adapter in one layer only.
 #[test]
 fn adapted_layers_over_row_groups_pass_gradcheck() {
     let base = [LinearParams::new(P0, Some(P1)), LinearParams::new(P2, None)];
@@ -320,8 +320,8 @@ fn adapted_layers_over_row_groups_pass_gradcheck() {
     }
 }
 
-/// Two pairs of layers of one input and partition: with a rank of each adapter, without one of the four, with masks, and a
-/// result that nobody uses.
+/// Two projections of one input and partition: with different ranks, with one of four adapters missing, with dropout,
+/// and with an unused result.
 #[test]
 fn adapted_layers_of_one_input_over_row_groups_pass_gradcheck() {
     let base = [LinearParams::new(P0, Some(P1)), LinearParams::new(P2, None)];
@@ -360,8 +360,8 @@ fn adapted_layers_of_one_input_over_row_groups_pass_gradcheck() {
     });
 }
 
-/// On the CPU the gradients of pairs of layers that share input and partition are those of pairs one after the other, to the
-/// last bit; with dropout as well.
+/// On the CPU, projections that share input and partition have the same gradient bits as projections computed one
+/// after the other, also with dropout.
 #[test]
 fn adapted_layers_over_row_groups_have_the_bits_of_separate_pairs() {
     let base = [P0, P3].map(|weight| LinearParams::new(weight, None));
@@ -458,7 +458,7 @@ fn rope_passes_gradcheck_in_both_layouts() {
     let (cos, sin) = (table(f32::cos), table(f32::sin));
     for layout in [RopeLayout::HalfSplit, RopeLayout::Interleaved] {
         gradcheck([&[3, 2, 4]], &[], |s, [x]| s.rope(x, &cos, &sin, layout));
-        // Elements behind the rotated ones pass through.
+        // Elements after the rotated ones pass through unchanged.
         gradcheck([&[3, 2, 6]], &[], |s, [x]| s.rope(x, &cos, &sin, layout));
     }
 }

@@ -1,4 +1,5 @@
-//! Micro-batches other than the planned one, in an arena as large as the plan says: none runs out, whatever came before.
+//! Memory of micro-batches other than the planned one. None may exceed an arena of the planned size, whatever ran
+//! before it.
 
 use super::headline::{Case, cases};
 use super::planner::made_up_sample;
@@ -17,11 +18,11 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use std::sync::Arc;
 
-/// Batches of a case that are tried one after the other.
+/// Number of micro-batches that run one after the other in each case.
 const BATCHES: usize = 10;
 
-/// A sample beside the largest one: percent of its tokens, slices, whether there is an image, whether half the tokens
-/// enter no loss.
+/// Sample relative to the largest one: percent of its tokens, slices, whether it has an image, whether half of its
+/// tokens are not supervised.
 type Smaller = (usize, usize, bool, bool);
 
 fn smaller() -> impl Strategy<Value = Smaller> {
@@ -37,7 +38,7 @@ fn smaller() -> impl Strategy<Value = Smaller> {
 struct Arena {
     planned: Settled,
     model: Arc<dyn VisionLanguageModel>,
-    /// A rank in exactly the planned memory.
+    /// Dry run of a rank with exactly the planned memory.
     dry_run: DryRun,
     memory_plans: MemoryPlans,
 }
@@ -72,7 +73,7 @@ impl Arena {
             sample.image_bounds.clear();
             sample.slices.clear();
         }
-        // Slices without a place among the tokens are no sample of a data set; a place of CogAgent takes two.
+        // Every slice needs image positions among the tokens. CogAgent has two slices for each.
         let most = made_up_sample(config).expect("a sample");
         let each = most.slices.len() / most.image_bounds.len().max(1);
         sample
@@ -84,7 +85,7 @@ impl Arena {
         sample
     }
 
-    /// Runs a micro-batch where its script says.
+    /// Runs a micro-batch at the offsets of its memory plan.
     fn run(&mut self, samples: &[EncodedSample]) -> Result<PoolStats, String> {
         let config = &self.planned.run;
         let script = self.memory_plans.of(config, &*self.model, samples);
@@ -139,7 +140,7 @@ fn no_batch_exceeds_the_planned_memory() {
                 let stats = arena.run(&samples);
                 let stats = stats.map_err(|e| TestCaseError::fail(format!("{batch:?}: {e}")))?;
                 prop_assert_eq!(stats.strays, 0, "{:?}", batch);
-                // Only what rests is left behind.
+                // After a step, only the resident states are in use.
                 prop_assert_eq!(stats.in_use, before.in_use, "{:?}", batch);
             }
             Ok(())
@@ -150,7 +151,7 @@ fn no_batch_exceeds_the_planned_memory() {
     }
 }
 
-/// What a batch needs follows from its shape, not from what ran before it.
+/// The memory of a batch depends on its shape, not on what ran before it.
 #[test]
 fn offsets_do_not_depend_on_earlier_batches() {
     let temp = tempfile::tempdir().expect("temp dir");
@@ -175,7 +176,7 @@ fn offsets_do_not_depend_on_earlier_batches() {
     assert_eq!(alone, behind);
 }
 
-/// A device of whatever size: the plan is not much more than what lives at once.
+/// For a device of any size, the plan is little larger than the blocks alive at one time.
 #[test]
 fn a_memory_plan_is_little_larger_than_its_live_bytes() {
     let temp = tempfile::tempdir().expect("temp dir");

@@ -1,5 +1,5 @@
-//! The cases of `scripts/gpu-check.sh --stages headline` fit their caps, as planned from published configurations. What a
-//! case exceeds is stated beside it with the reason; it must go when it is no longer true.
+//! Test that the cases of `scripts/gpu-check.sh --stages headline` fit their caps, by plans of published
+//! configurations. A case that exceeds a cap states the reason. The statement must be removed when the case fits.
 
 use super::configuration;
 use super::nearest::nearest;
@@ -15,10 +15,10 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Host memory of a machine that bounds nothing.
+/// Host memory of a machine without a practical limit.
 const AMPLE: &str = "4TiB";
 
-/// What a plan needs of a case; `scripts/gpu_headline.py` reads the rest.
+/// Fields of a case that a plan needs. `scripts/gpu_headline.py` reads the others.
 #[derive(Debug, Deserialize)]
 pub(super) struct Case {
     pub(super) name: String,
@@ -28,27 +28,27 @@ pub(super) struct Case {
     host_cap: Option<String>,
     flags: Vec<String>,
     saves: Option<bool>,
-    /// The layers of the case where the machine's disk or memory decides how many of them run.
+    /// Number of layers, if the machine's disk or memory limits it.
     layers: Option<Layers>,
-    /// Fields of the configuration that the case has otherwise.
+    /// Fields that the case changes in the published configuration.
     #[serde(default)]
     model_config: serde_json::Map<String, Value>,
-    /// What of the caps the plan exceeds (device, host), and why.
+    /// Caps that the plan exceeds (`device`, `host`), with the reason.
     #[serde(default)]
     beyond: BTreeMap<String, String>,
 }
 
-/// How many layers a model has, and how few of them are run at least.
+/// Number of layers of a model, and the smallest number that a check may run.
 #[derive(Debug, Clone, Copy, Deserialize)]
 struct Layers {
     all: u64,
     least: u64,
-    /// Of the elements, the least share that the host has room to update while backward runs.
+    /// Smallest fraction of elements that must be updated during backward.
     early: Option<f64>,
 }
 
 impl Case {
-    /// The configuration of the case, written into `directory`.
+    /// Writes the configuration of the case into `directory` and returns its path.
     fn config(&self, directory: &Path) -> PathBuf {
         let published = Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("src/commands/synth/configs")
@@ -71,7 +71,7 @@ pub(super) fn cases() -> Vec<Case> {
 }
 
 impl Case {
-    /// The run that is planned, on a described machine of the case's caps.
+    /// Planner and configuration of the case, on a described machine with the case's caps.
     pub(super) fn planner(&self, directory: &Path) -> (Planner, RunConfig) {
         let config = self.config(directory);
         let mut words = vec!["plan".to_owned(), "--model".to_owned()];
@@ -110,7 +110,7 @@ fn every_headline_case_fits_its_caps_or_says_why_not() {
         let needs = planned.fit.needs();
         let cap = parse_bytes(&case.device_cap).expect("bytes");
         assert_eq!(planned.fit.device_limit(), Some(cap), "{}", case.name);
-        // The host's cap is that of the machine planned for.
+        // The host cap is the host memory of the described machine.
         let exceeds = [
             ("device", planned.fit.exceeds_device()),
             ("host", planned.fit.exceeds_host()),
@@ -128,7 +128,7 @@ fn every_headline_case_fits_its_caps_or_says_why_not() {
     assert!(wrong.is_empty(), "not as the caps say: {wrong:#?}");
 }
 
-/// Where the disk leaves room for some layers only, these fit the host's cap scaled by parameters, as the check scales it.
+/// If the disk limits the number of layers, the run fits the host cap scaled by parameters, as the check scales it.
 #[test]
 fn fewer_layers_fit_a_cap_scaled_by_parameters() {
     let temp = tempfile::tempdir().expect("temp dir");
@@ -162,8 +162,8 @@ fn fewer_layers_fit_a_cap_scaled_by_parameters() {
     assert!(seen > 0, "no case has layers to choose");
 }
 
-/// As many layers as the check runs on a machine of 128 GiB: they keep the cap of the GPU, and with one more their updates
-/// would have no room, or too little.
+/// Number of layers that the check runs on a machine of 128 GiB. They fit the GPU cap. With one more layer, too
+/// little host memory would remain for updates in backward.
 #[test]
 fn fewer_layers_leave_memory_for_the_optimizer_in_backward() {
     let temp = tempfile::tempdir().expect("temp dir");
@@ -198,7 +198,7 @@ fn fewer_layers_leave_memory_for_the_optimizer_in_backward() {
     assert!(seen > 0, "no case has early updates to make room for");
 }
 
-/// What fits through host memory is proposed where GPUs that read each other's have no room for it.
+/// If GPUs lack memory for peer-access collectives, collectives through host memory are suggested.
 #[test]
 fn collectives_through_the_host_are_suggested_where_gpus_lack_memory() {
     let mut cases = cases();

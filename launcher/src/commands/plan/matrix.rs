@@ -1,4 +1,4 @@
-//! Every stage and offload of one run on one machine.
+//! `launcher plan --matrix`: plans of every ZeRO stage and offload on one machine.
 
 use super::needs;
 use super::planner::Planner;
@@ -9,7 +9,7 @@ use crate::plan::suggestion::changed;
 use crate::units::bytes;
 use serde_json::{Value, json};
 
-/// Tiers of optimizer states and weights, activations staying where they are.
+/// Offloads to compare: tiers of optimizer states and weights. The tier of activations is unchanged.
 fn offloads(planner: &Planner, config: &RunConfig) -> Vec<Offload> {
     let disk = planner.disk(config).map(Tier::Nvme);
     let mut all = Vec::new();
@@ -32,7 +32,7 @@ fn offloads(planner: &Planner, config: &RunConfig) -> Vec<Offload> {
     all
 }
 
-/// The plans, in order of stage and offload.
+/// Plans by stage and offload, in this order.
 pub(super) fn rows(planner: &Planner, config: &RunConfig) -> Result<Vec<Settled>, Failure> {
     let mut rows = Vec::new();
     for stage in 0..=3u8 {
@@ -49,7 +49,7 @@ pub(super) fn rows(planner: &Planner, config: &RunConfig) -> Result<Vec<Settled>
     Ok(rows)
 }
 
-/// One object per plan.
+/// The plans as a JSON list.
 pub(super) fn as_json(rows: &[Settled]) -> Value {
     let rows = rows.iter().map(|planned| {
         json!({
@@ -63,7 +63,7 @@ pub(super) fn as_json(rows: &[Settled]) -> Value {
     Value::Array(rows.collect())
 }
 
-/// A table.
+/// The plans as a table.
 pub(super) fn as_text(config: &RunConfig, rows: &[Settled]) -> String {
     let mut text = format!(
         "{} · {} ranks\nstage  offload                                  device/rank       host       nvme  fits\n",

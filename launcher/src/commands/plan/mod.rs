@@ -1,4 +1,4 @@
-//! `launcher plan`.
+//! `launcher plan`: memory and disk space of a run, without starting it.
 
 #[cfg(all(test, feature = "cuda"))]
 mod batches;
@@ -28,15 +28,15 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Multiprocessors of GPUs that are described: those of an H100. Scratch memory differs little between kinds.
+/// Number of multiprocessors of described GPUs: that of an H100. Scratch memory differs little between kinds.
 const DESCRIBED_MULTIPROCESSORS: u32 = 132;
-/// Stands for data that is made up.
+/// Placeholder path of the data if the command line names none.
 const NO_DATA: &str = "made-up-sample";
 
-/// Plans the run of `args` and prints it.
+/// Plans the run of `args` and prints the result.
 ///
 /// # Errors
-/// Flags or files that training would refuse too; exit 5 when the run does not fit.
+/// Flags or files that training would also refuse; a run that does not fit (exit 5, 13 or 16).
 pub(crate) fn run(
     args: &PlanArgs,
     typed: &[String],
@@ -86,7 +86,7 @@ pub(crate) fn run(
     Ok(ExitCode::SUCCESS)
 }
 
-/// The run that `args` describe, on the machine that they describe.
+/// Configuration of `args`, on the machine that they describe.
 ///
 /// # Errors
 /// As training with the same flags.
@@ -113,7 +113,7 @@ fn configuration(
     }
     let choice = run.device.unwrap_or(DEVICE);
     let chosen = match args.hw {
-        // What today's back end needs of GPUs that are not here.
+        // The backend plans for described GPUs as for real ones.
         Some(hardware) if choice == DeviceChoice::Cuda => {
             described(hardware, run.collectives == Some(Collectives::Ipc))
         }
@@ -123,7 +123,7 @@ fn configuration(
     Ok(resolve_on(&run, env, &chosen)?.config)
 }
 
-/// GPUs of a described machine, which reach each other's memory where that is asked for.
+/// GPUs of a described machine. With `linked` all have peer access to each other.
 fn described(hardware: Hardware, linked: bool) -> Chosen {
     let count = u32::try_from(hardware.devices).unwrap_or(u32::MAX);
     let others = |ordinal| (0..count).filter(move |other| *other != ordinal);
@@ -139,7 +139,7 @@ fn described(hardware: Hardware, linked: bool) -> Chosen {
         } else {
             Vec::new()
         },
-        // What needs more scratch memory.
+        // cuBLASLt needs more scratch memory than the own kernels.
         products: Products::CublasLt,
     };
     Chosen::described((0..count).map(gpu).collect())
@@ -243,7 +243,7 @@ fn as_text(
     if args.hw.is_some() && config.device == Device::Cpu {
         event.device = "devices".into();
     }
-    // The last of its lines is the trainer's verdict; this subcommand has its own.
+    // The event's last line is the verdict of training. This subcommand prints its own.
     text += &shown(&Event::Plan(event), 2);
     if let Some(line) = upload_line(plan, None) {
         text += &shown(&line, usize::MAX);
@@ -296,7 +296,7 @@ fn as_text(
     Ok(text)
 }
 
-/// The first `most` lines of an event.
+/// The first `most` lines of an event as text.
 fn shown(event: &Event, most: usize) -> String {
     let lines = lines(event).into_iter().take(most);
     lines.map(|line| line + "\n").collect()
@@ -321,7 +321,7 @@ fn with_nearest(
     failure
 }
 
-/// The line that was typed, with some flags set otherwise.
+/// The typed command line with `flags` changed.
 fn command(typed: &[String], flags: &Flags) -> String {
     let name = |word: &str| {
         word.trim_start_matches("--")
@@ -329,7 +329,7 @@ fn command(typed: &[String], flags: &Flags) -> String {
             .next()
             .map(str::to_owned)
     };
-    // Two of the three sizes of a batch give the third.
+    // Micro-batch and accumulation steps replace the global batch.
     let sized = flags
         .iter()
         .any(|(flag, _)| *flag == "gradient-accumulation-steps");
@@ -353,6 +353,6 @@ fn pretty(value: &Value) -> String {
 }
 
 fn print(text: &str) {
-    // A closed pipe is nobody's error.
+    // A closed pipe is not an error.
     drop(std::io::stdout().write_all(text.as_bytes()));
 }

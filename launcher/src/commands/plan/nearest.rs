@@ -1,4 +1,4 @@
-//! The configuration that fits and is nearest to the one that does not.
+//! Search for the nearest configuration that fits.
 
 use super::planner::Planner;
 use crate::config::{Collectives, Device, Offload, PrecisionChoice, Recompute, RunConfig, Tier};
@@ -8,15 +8,15 @@ use crate::plan::Settled;
 use crate::plan::suggestion::changed;
 use optim::Optimizer as _;
 
-/// A flag with its value.
+/// Flags with their values.
 pub(super) type Flags = Vec<(&'static str, String)>;
 
-/// What one setting may become, with what the change costs: how a run is laid out before how fast it
-/// is, and that before what its numbers are.
+/// Alternatives of one setting, as (cost, flags). Changes of the layout of states cost least, then those of speed,
+/// then those of numeric results.
 type Choices = Vec<(u32, Flags)>;
 
-/// Layers that may share one kept input, with what each choice costs beyond the first: two save half of the inputs,
-/// and the square root of 28 to 40 layers as many as one more pass can.
+/// Checkpointed-segment lengths to try, as (extra cost, layers). Two layers save half of the stored inputs. Six is
+/// the square root of 28 to 40 layers, which minimizes memory with one recompute (Chen et al. 2016).
 const NUM_LAYERS: [(u32, usize); 2] = [(0, 2), (1, 6)];
 
 fn stages(config: &RunConfig) -> Choices {
@@ -36,7 +36,8 @@ fn groups(config: &RunConfig) -> Choices {
     std::iter::once((0, Vec::new())).chain(one).collect()
 }
 
-/// GPUs that add up gradients hold every rank's part of a unit's at once.
+/// Alternatives of the transport. GPUs that sum gradients by peer access hold the gradients of every rank for a unit
+/// at the same time.
 fn carriers(config: &RunConfig) -> Choices {
     let through_host = vec![("collectives", Collectives::Shm.name().to_owned())];
     let by_gpus = config.resolved_collectives() == Collectives::Ipc;
@@ -58,14 +59,14 @@ fn offloads(planner: &Planner, config: &RunConfig) -> Choices {
         };
         steps.extend([(cost, optimizer), (cost + 4, both)]);
     };
-    // Nothing comes back from a disk that was put there by hand.
+    // An offload to disk that the user chose is not moved back to host memory.
     if now.directories().is_empty() {
         add(8, &Tier::Cpu);
     }
     if let Some(directory) = planner.disk(config) {
         add(16, &Tier::Nvme(directory));
     }
-    // What a GPU saves for backward leaves it beside its work.
+    // Activations of a GPU can be copied to host memory while it computes.
     if config.device == Device::Cuda && now.activation == Tier::None {
         let mut also = vec![(0, now.clone())];
         also.extend(steps.iter().cloned());
@@ -100,7 +101,7 @@ fn recomputes(config: &RunConfig) -> Choices {
     choices
 }
 
-/// Smaller micro-batches of the same update.
+/// Smaller micro-batches with the same samples per update.
 fn batches(config: &RunConfig) -> Choices {
     let (micro, steps) = (config.batch.micro_batch, config.batch.accumulation_steps);
     let smaller = (1..micro).rev().filter(|n| micro.is_multiple_of(*n));
@@ -129,7 +130,7 @@ fn precisions(config: &RunConfig) -> Choices {
     choices
 }
 
-/// Every combination, nearest first.
+/// Flags of every combination, lowest cost first.
 fn candidates(planner: &Planner, config: &RunConfig) -> Vec<Flags> {
     let mut all: Choices = vec![(0, Vec::new())];
     for choices in [
@@ -154,7 +155,7 @@ fn candidates(planner: &Planner, config: &RunConfig) -> Vec<Flags> {
     all.into_iter().map(|(_, flags)| flags).collect()
 }
 
-/// The nearest configuration that fits, with the flags that make it.
+/// The nearest configuration that fits, with the flags that change it.
 pub(super) fn nearest(
     planner: &Planner,
     config: &RunConfig,
@@ -174,7 +175,7 @@ pub(super) fn nearest(
     Ok(None)
 }
 
-/// Whether model states alone would fit: what needs no dry run.
+/// Whether the model states alone fit. This quick check needs no dry run.
 fn states_fit(planner: &Planner, config: &RunConfig) -> Result<bool, Failure> {
     let (_, plan) = crate::model::setup::shapes(&config.draft())?;
     let slots = rule(config).slots(plan.config().precision);

@@ -1,4 +1,4 @@
-//! Plans of configurations that differ in flags: with the user's samples, or with one that is made up.
+//! Planner for configurations that differ in flags, with the user's samples or an artificial one.
 
 use crate::cli::PlanArgs;
 use crate::config::RunConfig;
@@ -19,10 +19,10 @@ use models::{Processor, SampleInput, VisionLanguageModel, WeightSource, largest_
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Tokens of the answer to a sample that is made up.
+/// Answer tokens of the artificial sample.
 const ANSWER_TOKENS: usize = 128;
 
-/// Samples of the user.
+/// The user's samples.
 #[derive(Debug)]
 struct Samples {
     processor: Arc<dyn Processor>,
@@ -30,7 +30,7 @@ struct Samples {
     eval: Option<SampleSet>,
 }
 
-/// Plans configurations of one model for one machine.
+/// Planner for configurations of one model on one machine.
 #[derive(Debug)]
 pub(super) struct Planner {
     machine: Machine,
@@ -39,8 +39,8 @@ pub(super) struct Planner {
 }
 
 impl Planner {
-    /// Reads the samples, if `has_data`, and checks that the weights belong to the model unless only
-    /// its configuration counts.
+    /// Reads the samples if `has_data`. Checks that the weights match the model, unless only its configuration is
+    /// used.
     pub(super) fn new(
         config: &RunConfig,
         args: &PlanArgs,
@@ -69,12 +69,12 @@ impl Planner {
         })
     }
 
-    /// Whether the sample is made up.
+    /// Whether the planner uses an artificial sample.
     pub(super) fn makes_up_samples(&self) -> bool {
         self.samples.is_none()
     }
 
-    /// A directory for spill files: the run's, or a name for the user's where there is room for any.
+    /// Directory for spill files: that of the run. If there is none, a placeholder if the machine has disk space.
     pub(super) fn disk(&self, config: &RunConfig) -> Option<PathBuf> {
         let own = config
             .offload
@@ -85,12 +85,12 @@ impl Planner {
         own.or(described)
     }
 
-    /// The machine planned for.
+    /// Machine to plan for.
     pub(super) fn machine(&self) -> Machine {
         self.machine
     }
 
-    /// What comes of the configuration `asked` for.
+    /// Plan of the configuration `asked`.
     pub(super) fn plan(&self, asked: &RunConfig) -> Result<Settled, Failure> {
         settle(&asked.draft(), &|| self.machine, &mut |run| {
             let (model, plan) = shapes(run)?;
@@ -107,7 +107,7 @@ impl Planner {
         })
     }
 
-    /// What the checkpoints of a planned run need of their disk.
+    /// Disk check for the checkpoints of a planned run.
     pub(super) fn disk_check(&self, planned: &Settled) -> Result<DiskCheck, Failure> {
         let config = &planned.run;
         let (model, _) = shapes(config)?;
@@ -143,7 +143,7 @@ impl Planner {
         whole_memory(config, model, processor, plan, &worst, eval)
     }
 
-    /// One sample as long and with as large an image as the settings allow, in every place.
+    /// Memory with an artificial sample of the maximum length and image size, as every sample of the batch.
     fn made_up(
         config: &RunConfig,
         model: &dyn VisionLanguageModel,
@@ -169,7 +169,7 @@ impl Planner {
     }
 }
 
-/// The sample that stands in where there is no data.
+/// Artificial sample of the maximum size that the settings allow.
 pub(super) fn made_up_sample(config: &RunConfig) -> Result<EncodedSample, Failure> {
     let (dir, batch) = (config.model_dir(), &config.batch);
     largest_sample(&dir, batch.model_max_length, batch.max_slice_nums)
@@ -202,7 +202,7 @@ fn machine(args: &PlanArgs) -> Machine {
             ..here
         };
     }
-    // A machine that is described in part has this one's host memory.
+    // A machine described without host memory has that of this machine.
     let ram = args.ram.unwrap_or(here.host_total_bytes);
     Machine::described(device, ram, args.nvme)
 }

@@ -1,4 +1,4 @@
-//! Properties of plans over the grid of settings.
+//! Properties of plans over a grid of settings.
 
 use super::configuration;
 use super::planner::{Planner, made_up_sample};
@@ -68,7 +68,7 @@ fn planned(config: &RunConfig) -> (RankMemory, MemoryCheck) {
     (memory, fit)
 }
 
-/// Every stage × offload × precision × ranks.
+/// Flags for every stage × offload × precision × number of ranks.
 fn grid() -> impl Iterator<Item = String> {
     let offloads = [
         "none",
@@ -203,7 +203,7 @@ fn limits_and_the_machine_decide_what_fits() {
     }
 }
 
-/// The plan of `launcher plan` for GPUs of `device` bytes.
+/// Plan of `launcher plan` for GPUs of `device` bytes.
 fn planned_on(directory: &Path, device: u64, flags: &str) -> Settled {
     planned_by(
         directory,
@@ -211,7 +211,7 @@ fn planned_on(directory: &Path, device: u64, flags: &str) -> Settled {
     )
 }
 
-/// The plan of `launcher plan` with these flags.
+/// Plan of `launcher plan` with these flags.
 fn planned_by(directory: &Path, flags: &str) -> Settled {
     let model = directory.join("config.json");
     let line = format!(
@@ -268,7 +268,7 @@ fn auto_prefetches_weights_where_the_plan_then_fits() {
             "{failure:?}"
         );
     }
-    // Where weights stay there is nothing to upload.
+    // Weights that stay on the GPU need no host-to-device copies.
     let stays = "--zero 2 --offload optimizer=cpu";
     let on = planned_on(
         directory.path(),
@@ -282,7 +282,8 @@ fn auto_prefetches_weights_where_the_plan_then_fits() {
     assert_eq!(auto.run.prefetch_weights, PrefetchWeights::Off);
 }
 
-/// `auto` takes of host memory what the plan leaves but for a tenth, and nothing where that is too little for a unit.
+/// `auto` uses spare host memory less the reserve of one tenth. It resolves to `off` if that is too little for one
+/// unit.
 #[test]
 fn auto_runs_the_optimizer_in_backward_within_spare_host_memory() {
     let directory = tempfile::tempdir().expect("temp dir");
@@ -309,7 +310,7 @@ fn auto_runs_the_optimizer_in_backward_within_spare_host_memory() {
         assert!(early(&all) > 2 && early(&off) == 0, "{flags}");
         let (least, most) = (off.fit.need.host, all.fit.need.host);
         assert!(least < most, "{flags}");
-        // With the reserve, what fits exactly and what does not.
+        // Host memory whose reserve leaves exactly `need` bytes.
         let room = |need: u64| need.div_ceil(9) * 10;
         assert_eq!(early(&on(room(most), flags)), early(&all), "{flags}");
         let between = on(room(u64::midpoint(least, most)), flags);
@@ -319,7 +320,7 @@ fn auto_runs_the_optimizer_in_backward_within_spare_host_memory() {
         };
         assert_eq!(bound % (1 << 20), 0);
         assert_eq!(between.fit.host_overrun(), 0, "{flags}");
-        // Given by hand, the bound that was found plans the same.
+        // The same bound as an explicit flag gives the same plan.
         let by_hand = of(&format!("{flags} --optimizer-in-backward {bound}"));
         assert_eq!(by_hand.memory, between.memory, "{flags}");
         for tight in [room(least), least] {
@@ -334,8 +335,8 @@ fn auto_runs_the_optimizer_in_backward_within_spare_host_memory() {
         }
         assert!(!on(least - 1, flags).fit.fits());
     }
-    // Not where updates run on the GPU or second weights would lie there, states come from a disk, or no sum is final
-    // before the pass ends.
+    // `auto` stays off if updates run on the GPU, weights or states are not in host memory, or gradients are only
+    // final after the pass.
     for flags in [
         "--zero 2",
         "--zero 2 --offload param=cpu",
@@ -357,7 +358,7 @@ fn auto_runs_the_optimizer_in_backward_within_spare_host_memory() {
         "--hw 2x1TiB --ram 1TiB --device cpu --zero 2 --offload cpu",
     );
     assert_eq!(on_cpu.run.optimizer_in_backward, OptimizerInBackward::Off);
-    // What is looked for is what must be there.
+    // The search for a smaller run compares minimum needs.
     let asked = config(directory.path(), "--device cuda --zero 2 --offload cpu");
     assert_eq!(asked.optimizer_in_backward, OptimizerInBackward::Auto);
     assert_eq!(
@@ -371,7 +372,7 @@ fn auto_runs_the_optimizer_in_backward_within_spare_host_memory() {
     );
 }
 
-/// What ranks take of shared memory when they meet is what the plan said, however GPUs exchange weights and gradients.
+/// The window of ranks on GPUs has the planned size with every transport.
 #[test]
 fn the_shared_memory_of_gpu_ranks_is_as_planned() {
     let directory = tempfile::tempdir().expect("temp dir");

@@ -1,11 +1,11 @@
-//! A plan for people.
+//! Text output of a plan.
 
 use crate::memory::{Kinds, PhaseBytes, RankMemory};
 use crate::plan::MemoryCheck;
 use crate::units::bytes;
 use std::collections::BTreeMap;
 
-/// Columns of a tier.
+/// Width of a tier's column in characters.
 const WIDTH: usize = 10;
 
 fn row(text: &mut String, name: &str, cells: [String; 3]) {
@@ -21,7 +21,7 @@ fn shown(amount: u64) -> String {
     }
 }
 
-/// Bytes of a rank by phase, and by kind at its highest.
+/// Table with the bytes of a rank by phase, and the peak by kind.
 pub(super) fn table(memory: &RankMemory) -> String {
     let mut text = String::new();
     row(
@@ -40,7 +40,7 @@ pub(super) fn table(memory: &RankMemory) -> String {
     text
 }
 
-/// The most of every kind on every tier.
+/// Peak of every kind on every tier.
 fn kinds(memory: &RankMemory) -> BTreeMap<String, [u64; 3]> {
     let mut all: BTreeMap<String, [u64; 3]> = BTreeMap::new();
     let mut add = |tier: usize, kinds: &Kinds| {
@@ -57,7 +57,7 @@ fn kinds(memory: &RankMemory) -> BTreeMap<String, [u64; 3]> {
     all
 }
 
-/// The last line.
+/// Last line of the output: whether the run fits.
 pub(super) fn verdict(fit: &MemoryCheck) -> String {
     let verdict = if fit.fits() { "fits" } else { "DOES NOT FIT" };
     let window = match fit.need.window {

@@ -31,9 +31,9 @@ const MAX_ALL_SLOTS: usize = 1 << 16;
 /// One machine of a hostfile.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host {
-    /// Its name or address.
+    /// Host name or address.
     pub name: String,
-    /// Indices of its slots in use; each gets a rank.
+    /// Indices of its slots in use. One rank runs in each.
     pub slots: Vec<usize>,
     /// Line of the file, from 1.
     pub line: usize,
@@ -130,12 +130,12 @@ pub fn parse(text: &str, path: &Path) -> Result<Vec<Host>, Failure> {
 
 const FORM: &str = "a hostfile has one machine on each line, for example: gpu01 slots=4";
 
-/// The place of this machine in the hostfile of the command line, or in one at a conventional path if the command
-/// line selects machines. Messages go to `show`.
+/// Position of this machine among those of the hostfile: the one on the command line, or one at a conventional path
+/// if the command line selects machines. `None` if no hostfile applies. Messages go to `show`.
 ///
 /// # Errors
-/// The file cannot be read or parsed, the selection is empty, there are too few slots, this machine is not in the
-/// file, or the environment contradicts it (exit 2).
+/// The file cannot be read or parsed, the selection is empty, or there are too few slots (exit 2). So is a file
+/// without this machine, or one that contradicts the environment.
 pub fn place(
     args: &Args,
     argv: &[String],
@@ -209,7 +209,7 @@ fn find(
     let usual = || PLACES.iter().map(PathBuf::from).find(|path| path.exists());
     let path = match given {
         Some(path) if path.exists() => path.to_path_buf(),
-        // Scripts of DeepSpeed name a hostfile that a single machine does not have.
+        // DeepSpeed scripts name a hostfile that does not exist on a single machine.
         Some(path) if !chooses => {
             show(Event::Warning {
                 text: format!(
@@ -272,7 +272,7 @@ fn ranks_of(host: &Host, asked: Option<usize>, path: &Path) -> Result<usize, Fai
     }
 }
 
-/// Index of this machine.
+/// Index of this machine in `hosts`.
 fn own_place(hosts: &[Host], env: &Env, path: &Path, argv: &[String]) -> Result<usize, Failure> {
     if let Some(node) = env.node.as_ref().filter(|node| node.nodes > 1) {
         if node.nodes != hosts.len() {

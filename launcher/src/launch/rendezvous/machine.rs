@@ -105,8 +105,8 @@ impl Machine {
         self.add(GPU, or_unknown(name), Concern::Speed);
         let capability = gpu.and_then(|gpu| gpu.compute_capability);
         let capability = capability.map(|(major, minor)| format!("{major}.{minor}"));
-        // Tensor cores add in an order that depends on their generation. On one machine GPUs may differ: the run says
-        // so when it starts, and gives the same bits when it is repeated there.
+        // The order of sums in tensor cores depends on their generation. GPUs of one machine may differ: the run
+        // reports it at the start, and repeating it on that machine gives the same bits.
         let concern = match is_among_machines {
             true => Concern::Results,
             false => Concern::Speed,

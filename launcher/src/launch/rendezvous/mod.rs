@@ -1,4 +1,4 @@
-//! How the ranks of a run come together: through shared memory on one machine, over TCP on several.
+//! Rendezvous of the ranks of a run: over shared memory on one machine, TCP on several, or MPI.
 
 mod failures;
 mod machine;
@@ -23,22 +23,23 @@ use crate::launch::supervisor::job::fresh_token;
 use crate::rank_env::{DEFAULT_PORT, RankEnv};
 use machine::Machine;
 
-/// Ranks that have met.
+/// Result of a rendezvous.
 pub(crate) struct Met {
     pub(crate) comm: Arc<dyn Communicator>,
-    /// Part of the names of the job's files; no other job has it.
+    /// Unique token of the job, part of the names of its files.
     pub(crate) token: String,
-    /// How they exchange.
+    /// Name of the transport, for output.
     pub(crate) transport: &'static str,
-    /// In what they differ without harm; the same on every rank.
+    /// Warnings about harmless differences between ranks, equal on every rank.
     pub(crate) warnings: Vec<String>,
 }
 
-/// Joins the world of `env`: every rank with `region` bytes of its window. All ranks must be about to run the same,
-/// with libraries and devices that give the same results. `noted` sees the communicator before its first collective.
+/// Joins the other ranks of `env`. Each rank contributes `region` bytes of the window. All ranks must run the same
+/// plan, with libraries and devices that give the same results. `noted` wraps the communicator before its first
+/// collective.
 ///
 /// # Errors
-/// Ranks are missing, do not know the job's token or differ (exit 13); the output directory is not shared (exit 16).
+/// Ranks are missing, do not know the job's token, or differ (exit 13). The output directory is not shared (exit 16).
 pub(crate) fn join(
     config: &RunPlan,
     env: &RankEnv,
@@ -99,8 +100,8 @@ fn connect(
     Ok((comm, "shared memory"))
 }
 
-/// A name for the job's files that no other job has: rank 0 draws it, all learn it here. Ranks of our own supervisor keep
-/// the supervisor's, which it drew and holds directories of.
+/// Unique token for the job's files, equal on all ranks. Ranks of the supervisor use its token, whose directories it
+/// holds. Otherwise rank 0 draws one.
 fn job_token(env: &RankEnv, comm: &dyn Communicator) -> Result<String, Failure> {
     let own = match (env.is_supervised(), env.rank) {
         (true, _) => env.run_token.clone(),
@@ -117,7 +118,7 @@ fn job_token(env: &RankEnv, comm: &dyn Communicator) -> Result<String, Failure> 
     Ok(String::from_utf8_lossy(&first).into_owned())
 }
 
-/// What must be the same on all ranks.
+/// Properties that must be equal on all ranks, as (name, value).
 fn facts(config: &RunPlan, plan: &Plan) -> Vec<(String, String)> {
     let build = format!(
         "{} {}{}",
@@ -142,7 +143,7 @@ fn facts(config: &RunPlan, plan: &Plan) -> Vec<(String, String)> {
     .into()
 }
 
-/// A hash of all that makes the run what it is; memory may be bounded differently on every machine.
+/// Hash of the settings that must be equal on all ranks. Memory limits may differ between machines.
 fn configuration(config: &RunPlan) -> String {
     blake3::hash(&config.common_part()).to_hex()[..16].to_string()
 }
@@ -176,7 +177,7 @@ fn over_tcp(
     tcp::join(&options).map_err(|error| failures::rendezvous(&error, env, &options))
 }
 
-/// Through the MPI that started this rank, and that must number it as its variables do.
+/// Communicator over the MPI that started this rank. Its numbering must match the rank's environment variables.
 #[cfg(feature = "mpi")]
 fn over_mpi(
     env: &RankEnv,
@@ -202,7 +203,7 @@ fn over_mpi(
     engine::comm::mpi::join(region_bytes, deadline).map_err(|e| comm_failure(&e))
 }
 
-/// Compares what the ranks are about to run. Of ranks that agree only a hash goes round.
+/// Compares the facts of all ranks. If they agree, only a hash is exchanged.
 fn compare(facts: &[(String, String)], comm: &dyn Communicator) -> Result<(), Failure> {
     let own = encode(facts);
     let tag = Tag::new("facts", 0);
@@ -227,7 +228,8 @@ fn decode(bytes: &[u8]) -> Vec<(String, String)> {
     serde_json::from_slice(bytes).unwrap_or_default()
 }
 
-/// Checkpoints are written by all ranks into one directory: rank 0 leaves a mark there that all must see.
+/// Checks that all ranks see the same output directory, into which all write checkpoints. Rank 0 creates a marker
+/// file that every rank must find.
 fn shared_directory(output: &Path, comm: &dyn Communicator, token: &str) -> Result<(), Failure> {
     let World { rank, .. } = comm.world();
     let mark = |token: &str| output.join(format!(".rendezvous-{token}"));
@@ -239,7 +241,7 @@ fn shared_directory(output: &Path, comm: &dyn Communicator, token: &str) -> Resu
             .and_then(|()| std::fs::write(&mark, token))
             .map_err(|error| Failure::io(ErrorCode::Disk, "write", &mark, &error));
     }
-    // Ranks of other machines have tokens of their own; whoever has that of rank 0 comes after its mark.
+    // Exchanges the tokens. A rank that has received rank 0's token knows that the marker file was written before.
     let tokens = comm
         .all_gather_bytes(token.as_bytes(), Tag::new("shared folder", 0))
         .map_err(failed)?;

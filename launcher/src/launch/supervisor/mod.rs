@@ -1,10 +1,14 @@
-//! The parent of the rank processes: starts them, listens, and ends them together.
+//! Supervisor: the parent process that starts the ranks, watches them, and ends them together.
 //!
-//! States: *running* → *stopping* (a signal came: ranks were asked to save and stop, no deadline)
-//! → done; or, from both, → *aborting* (a rank failed, or a second signal came: pipes closed and
-//! SIGTERM sent, SIGKILL after a grace of 4 s) → done. One thread per rank waits
-//! for its end, two read its streams, and the main loop blocks on their channel, the next deadline
-//! and a clock by which it notes how much memory each rank has, for the report of a killed one.
+//! States of a run:
+//! - Running.
+//! - Stopping: a signal came. Ranks save and stop; there is no deadline.
+//! - Aborting: a rank failed, or a second signal came. The supervisor closes the pipes, sends SIGTERM, and sends
+//!   SIGKILL after a grace of 4 s.
+//!
+//! One thread per rank waits for its exit, and two read its output streams. The main loop waits on their channel, on
+//! the next deadline, and on a timer. At each tick of the timer it records the memory of each rank, for the report
+//! about a killed one.
 
 mod child;
 pub mod job;
@@ -34,16 +38,16 @@ use job::Job;
 use report::Ending;
 use vitals::{Machine, OomKills, Vitals};
 
-/// From the request to end until SIGKILL.
+/// Time from SIGTERM to SIGKILL.
 const GRACE: Duration = Duration::from_secs(4);
-/// How long a failure that looks like a consequence waits for its cause to show.
+/// Time that a failure which looks like a consequence waits for its cause to appear.
 const CAUSE_WINDOW: Duration = Duration::from_millis(500);
-/// Time between two looks at the memory of the ranks.
+/// Interval between observations of the ranks' memory.
 const VITALS: Duration = Duration::from_secs(1);
-/// How long the last lines of ended ranks may take to arrive.
+/// Maximum wait for the last output lines of ended ranks.
 const DRAIN: Duration = Duration::from_secs(1);
 
-/// Signals sent to this process, from now on, as numbers.
+/// Receiver of the signals sent to this process, as signal numbers.
 #[derive(Debug)]
 pub struct SignalSource {
     receiver: Receiver<i32>,
@@ -51,7 +55,7 @@ pub struct SignalSource {
 }
 
 impl SignalSource {
-    /// Takes SIGINT, SIGTERM, SIGHUP and SIGUSR1 over.
+    /// Installs handlers for SIGINT, SIGTERM, SIGHUP and SIGUSR1.
     ///
     /// # Errors
     /// A handler cannot be installed.
@@ -82,18 +86,17 @@ impl Drop for SignalSource {
     }
 }
 
-/// Why a run ended early.
+/// Failure that ended a run early.
 #[derive(Debug)]
 pub struct RunFailure {
-    /// What is reported.
+    /// The failure to report.
     pub failure: Box<Failure>,
-    /// Whether a process ended or stood still that did not decide to: a signal, a panic, an exchange that broke. The same
-    /// run may go well another time.
+    /// Whether a process died or hung: a signal, a panic, a broken exchange. A restart of the same run may succeed.
     pub died: bool,
 }
 
 impl From<Failure> for RunFailure {
-    /// A failure that would come again.
+    /// A failure that a restart would repeat.
     fn from(failure: Failure) -> Self {
         Self {
             failure: Box::new(failure),
@@ -108,32 +111,33 @@ impl From<RunFailure> for Failure {
     }
 }
 
-/// What to start.
+/// Parameters of a supervised run.
 pub struct Supervisor<'a> {
-    /// The executable of the ranks.
+    /// Executable of the ranks.
     pub program: &'a Path,
-    /// Number of ranks that it starts.
+    /// Number of ranks to start on this machine.
     pub processes: usize,
-    /// Their place among the ranks of other machines; none where there are no others.
+    /// Position of these ranks among those of all machines. `None` on a single machine.
     pub share: Option<Share>,
-    /// Directory of the run: `logs/` and `errors/` lie in it.
+    /// Directory of the run, with `logs/` and `errors/`.
     pub output: &'a Path,
-    /// Names and holds the job's private files; its configuration is written.
+    /// Private files of the job, with the configuration already written.
     pub job: &'a Job,
-    /// Whether ranks of one GPU form an NCCL group, which takes them only from hosts apart.
+    /// Whether each rank sets its own `NCCL_HOSTID`. NCCL accepts several ranks on one GPU only if they claim
+    /// different hosts.
     pub claims_hosts: bool,
-    /// Adds to the failure of a rank what would help, before it is stored and shown.
+    /// Adds suggestions to a rank's failure before it is stored and shown.
     pub suggestions: &'a dyn Fn(&mut Failure),
 }
 
-/// The ranks of one machine among those of all.
+/// Position of one machine's ranks among those of all machines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Share {
-    /// Its first rank.
+    /// First rank of this machine.
     pub first_rank: usize,
-    /// Number of all ranks.
+    /// Number of ranks on all machines.
     pub world_size: usize,
-    /// Where they meet.
+    /// Rendezvous address.
     pub master: Master,
 }
 
@@ -148,10 +152,10 @@ impl std::fmt::Debug for Supervisor<'_> {
 }
 
 impl Supervisor<'_> {
-    /// Runs the ranks to their common end. Afterwards no rank process is left.
+    /// Runs the ranks until all have ended. No rank process remains afterwards.
     ///
     /// # Errors
-    /// The failure of the first failing rank, or what kept the ranks from being started.
+    /// The failure of the first failing rank, or the reason why ranks could not be started.
     pub fn run(
         &self,
         signals: &SignalSource,
@@ -197,8 +201,8 @@ impl Supervisor<'_> {
         drop(sender);
         watch.until_all_ended(&receiver, &signals.receiver);
         watch.drain(&receiver);
-        // What a save left unfinished, gigabytes perhaps on a disk that it filled. Whether that works out is not what
-        // the user is to hear about first. Elsewhere rank 0 may be at work still.
+        // Removes the files of an unfinished save, which may be gigabytes on a full disk. Its errors are ignored,
+        // since the run's own failure matters more. On other machines rank 0 may still be writing.
         if self.first_rank() == 0 {
             engine::checkpoint::sweep(self.output).ok();
         }
@@ -210,7 +214,7 @@ impl Supervisor<'_> {
     }
 
     fn common_environment(&self) -> Result<Vec<(&'static str, OsString)>, Failure> {
-        // Released again at once: the number only has to differ from that of other jobs.
+        // The port is released at once. Its number only has to differ from those of other jobs.
         let port = TcpListener::bind(("127.0.0.1", 0))
             .and_then(|listener| listener.local_addr())
             .map_err(|error| {
@@ -249,13 +253,13 @@ impl Supervisor<'_> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SupervisorPhase {
     Running,
-    /// A signal asked for save-and-stop.
+    /// A signal requested save-and-stop.
     Stopping,
-    /// A failure that may be a consequence: abort at this time unless its cause shows before.
+    /// A failure may be a consequence. Abort at this time unless its cause appears before.
     Doubting {
         until: Instant,
     },
-    /// Everything ends: SIGKILL at this time.
+    /// All ranks are ending. SIGKILL follows at this time.
     Aborting {
         kill_at: Instant,
     },
@@ -292,7 +296,7 @@ impl Watch<'_> {
             select! {
                 recv(messages) -> message => match message {
                     Ok(message) => self.take(message),
-                    // Every thread of every rank is gone, so every rank is.
+                    // The channel closes when every thread of every rank has ended, so every rank has ended.
                     Err(_) => break,
                 },
                 recv(signals) -> signal => if let Ok(signal) = signal { self.signalled(signal) },
@@ -315,7 +319,7 @@ impl Watch<'_> {
         let Some(status) = self.ranks[rank].reap() else {
             return;
         };
-        // A rank that was asked to stop before it could listen ends by that very signal.
+        // A rank that gets SIGTERM before its handler is installed ends by that signal.
         let was_stopped = self.asked_to_stop && status.signal() == Some(SIGTERM);
         let was_aborted = was_stopped
             || matches!(
@@ -336,7 +340,7 @@ impl Watch<'_> {
                 SupervisorPhase::Aborting { .. } | SupervisorPhase::Killed
             )
         {
-            // The others would wait for it.
+            // The other ranks would wait for this one.
             self.abort();
         }
         if !failed {
@@ -360,7 +364,7 @@ impl Watch<'_> {
         }
     }
 
-    /// What the machine tells, by the numbers that ranks have among those of all machines.
+    /// Observations of the machine, with ranks numbered across all machines.
     fn seen(&self) -> Machine {
         let mut machine = self.vitals.machine(self.oom_kills_before);
         for seen in &mut machine.ranks {
@@ -385,7 +389,8 @@ impl Watch<'_> {
                     rank.signal(Signal::TERM);
                 }
             }
-            // An impatient scheduler repeats SIGUSR1 and SIGTERM; only people mean "now".
+            // Job schedulers may repeat SIGUSR1 and SIGTERM. Only a repeated signal from a user means an immediate
+            // end.
             SupervisorPhase::Stopping | SupervisorPhase::Doubting { .. }
                 if matches!(signal, SIGINT | SIGHUP) =>
             {
@@ -423,7 +428,7 @@ impl Watch<'_> {
         }
     }
 
-    /// Shows what ended ranks still had in their pipes.
+    /// Shows output that remains in the pipes of ended ranks.
     fn drain(&mut self, messages: &Receiver<Message>) {
         let until = Instant::now() + DRAIN;
         while self.undrained > 0 {
@@ -440,7 +445,7 @@ impl Watch<'_> {
     fn outcome(self, job_dir: &Path) -> Result<RunSummary, RunFailure> {
         self.screen.finish_bar();
         let first = report::first_failure(&self.endings, self.output);
-        // After a second signal ranks end as they may; that is no failure of theirs.
+        // After a second signal, a rank's exit status is not a failure of its own.
         let asked = self.asked_to_stop;
         if let Some(first) = first.filter(|first| !(asked && first.was_aborted)) {
             let machine = match &self.machine {
@@ -468,7 +473,7 @@ impl Watch<'_> {
             )
         };
         let summary = RunSummary::load(job_dir, self.first_rank).ok_or_else(missing)?;
-        // What would be tried another way was told to stop.
+        // The user stopped a run that would have been planned again.
         if asked && summary.ipc_refused.is_some() {
             return Err(stopped_at_once(self.output).into());
         }
@@ -476,7 +481,7 @@ impl Watch<'_> {
     }
 }
 
-/// Ranks that have not ended, with their processes.
+/// Rank numbers and process ids of the ranks that have not ended.
 fn alive(ranks: &[RankChild]) -> impl Iterator<Item = (usize, u32)> {
     let running = ranks
         .iter()
@@ -497,10 +502,10 @@ fn stopped_at_once(output: &Path) -> Failure {
     ))
 }
 
-/// The executable that ranks are started from: this one.
+/// Path of this executable, from which ranks are started.
 ///
 /// # Errors
-/// The system does not tell.
+/// The operating system does not report it.
 pub fn own_program() -> Result<PathBuf, Failure> {
     std::env::current_exe().map_err(|error| {
         Failure::new(

@@ -1,4 +1,4 @@
-//! From ended rank processes to the one failure that explains them.
+//! Derives one failure from the ends of all rank processes.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -9,29 +9,29 @@ use crate::units::bytes;
 
 use super::vitals::{Machine, OomKills, Seen};
 
-/// Lines of a log that are quoted where a rank left nothing better.
+/// Maximum number of quoted log lines of a rank that left no failure.
 const QUOTED_LINES: usize = 8;
 
-/// How one rank ended, in the order in which they did.
+/// End of one rank. Lists of it are in the order of the ends.
 #[derive(Debug, Clone)]
 pub(super) struct Ending {
     pub(super) rank: usize,
     pub(super) status: ExitStatus,
-    /// Whether the supervisor had begun to end all ranks before.
+    /// Whether the supervisor had already begun to end all ranks.
     pub(super) was_aborted: bool,
     pub(super) tail: Vec<String>,
 }
 
 impl Ending {
-    /// Whether this rank did what it should: ended well, or saved and stopped.
+    /// Whether the rank succeeded, or saved and stopped on request.
     pub(super) fn is_good(&self) -> bool {
         self.status.success() || self.is_interrupted()
     }
 
-    /// Whether the process ended without having decided to: a signal, a panic, an exchange that broke.
+    /// Whether the process died or hung: a signal, a panic, a broken exchange.
     pub(super) fn died(&self) -> bool {
         match self.status.code().map(ErrorCode::from_status) {
-            // A signal, or a status that this program does not give.
+            // A signal, or an exit status that this program does not use.
             None | Some(None) => true,
             Some(Some(code)) => matches!(
                 code,
@@ -45,7 +45,7 @@ impl Ending {
     }
 }
 
-/// The failure of one rank: its own words where it left any, else what its end tells.
+/// Failure of one rank: the one it saved, or one derived from its end.
 pub(super) fn explain(
     ending: &Ending,
     machine: &Machine,
@@ -57,7 +57,7 @@ pub(super) fn explain(
     let own = Failure::load(output, rank);
     let quoted = own.is_none() || ending.status.signal().is_some();
     let mut failure = match (own, ending.status.signal(), ending.status.code()) {
-        // Only a rank that had the chance to write ended by itself.
+        // A rank that saved a failure and exited ended by itself.
         (Some(own), None, _) => own,
         (_, Some(9), _) => killed(rank, machine),
         (_, Some(signal), _) => Failure::new(
@@ -94,7 +94,7 @@ pub(super) fn explain(
             failure.evidence.extend(others.filter_map(Seen::condition));
         }
         suggestions(&mut failure);
-        // The stored twin is complete; the printed one points to it.
+        // The saved failure has all details. The printed one refers to it.
         drop(failure.save(output, rank));
         failure = failure.details(details);
     }
@@ -153,8 +153,7 @@ fn killed(rank: usize, machine: &Machine) -> Failure {
     )
 }
 
-/// Which ending explains the others: the first failure that is not a consequence of another
-/// rank's, among those that ended before the supervisor stepped in.
+/// The first failure that is not a consequence of another rank's. Ranks that ended during the abort do not count.
 pub(super) fn first_failure<'a>(endings: &'a [Ending], output: &Path) -> Option<&'a Ending> {
     let consequence = |ending: &Ending| {
         ending.was_aborted

@@ -69,7 +69,7 @@ impl Vitals {
         }
     }
 
-    /// Observes the living ranks; the last observation of others stays.
+    /// Observes the living ranks. The last observation of an ended rank stays.
     pub(super) fn look(&mut self, alive: impl Iterator<Item = (usize, u32)>) {
         for (rank, process) in alive {
             let seen = memory::process_of(process).filter(|memory| memory.rss_bytes > 0);
