@@ -1,14 +1,14 @@
 //! ZeRO stages 0-3 as one code path: plan, communicators, sharded parameter store, offload tiers, checkpoints.
 //!
-//! A [`Plan`] is a pure function of the model ([`ModelSpec`]: units of parameters), the settings ([`ZeroConfig`]) and the
-//! number of ranks: who owns which bytes, and when each unit is gathered. [`Zero`] carries it out on one rank. A pass
-//! *leases* a unit to read its weights, *deposits* gradients, and [`Zero::step`] clips and updates; what a stage shards
-//! changes nothing in that program.
+//! A [`Plan`] is a pure function of the model ([`ModelSpec`]: units of parameters), the settings ([`ZeroConfig`]) and
+//! the number of ranks. It says which rank owns which bytes and when each unit is gathered. [`Zero`] executes the plan
+//! on one rank. A pass *leases* a unit to read its weights (FSDP: unshard … reshard) and *deposits* gradients (FSDP:
+//! the gradient hook). [`Zero::step`] clips gradients and updates weights. The same program runs at every stage.
 //!
 //! ```
 //! use engine::comm::threads;
-//! use engine::{EngineError, ModelSpec, OptimizerConfig, ParamAccess, ParamId, ParamSpec, PassKind, Phase, Plan, Stage};
-//! use engine::{Tiers, UnitId, UnitSpec, Zero, ZeroConfig};
+//! use engine::{EngineError, ModelSpec, OptimizerConfig, ParamAccess, ParamId, ParamSpec, PassKind, Phase, Plan,
+//! Stage}; use engine::{Tiers, UnitId, UnitSpec, Zero, ZeroConfig};
 //! use kernels::{NullBackend, Pool, Shape, Tag, Tensor};
 //! use std::sync::Arc;
 //!
@@ -21,7 +21,7 @@
 //! let config = ZeroConfig { stage: Stage::Zero3, ..ZeroConfig::default() };
 //! let plan = Arc::new(Plan::new(spec, config, 2)?);
 //!
-//! // Two ranks as threads of this process; `comm::shm` joins processes. Each sees one sample, 0 or 1.
+//! // Two ranks as threads of this process; `comm::shm` connects processes. Each rank sees one sample, 0 or 1.
 //! let ranks = threads::world(2, 1 << 20)?.into_iter().map(|comm| {
 //!     let plan = plan.clone();
 //!     std::thread::spawn(move || -> Result<Vec<f32>, EngineError> {
@@ -58,14 +58,14 @@
 //! # }
 //! ```
 //!
-//! | question | place |
+//! | question | module |
 //! |---|---|
-//! | who owns which bytes | [`plan`] |
+//! | which rank owns which bytes | [`plan`] |
 //! | how a model reads weights and hands over gradients | [`access`] |
 //! | the optimizer for tensors of another library | [`sharded`], `examples/candle`, `examples/burn` |
-//! | how ranks talk | [`comm`] |
-//! | where memory comes from: device, host, disk | [`offload`], [`spill`] |
-//! | how states are kept and read again, in any world size | [`checkpoint`] |
+//! | how ranks communicate | [`comm`] |
+//! | how memory is allocated on device, host and disk | [`offload`], [`spill`] |
+//! | how training state is saved, and loaded at any world size | [`checkpoint`] |
 #![deny(unsafe_code)]
 
 pub mod access;
