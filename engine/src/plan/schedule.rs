@@ -102,7 +102,7 @@ impl Pass {
         self.visits.is_none_or(|visits| visits.reads(kind))
     }
 
-    /// Whether the weights of entry `at` are still readable, because one of the `ahead` entries before it has the
+    /// Whether the weights of entry `at` are still readable, because one of the `ahead` entries before it uses the
     /// same unit.
     pub(crate) fn keeps(&self, at: usize, ahead: usize) -> bool {
         let unit = self.schedule[at].unit;

@@ -5,8 +5,8 @@
 //! 1. A rank sends one message: the offsets of its tensors in its device's memory, and an event of its device.
 //! 2. The other devices wait for the event and pull the data. Only the message passes through host memory.
 //! 3. The sender keeps these tensors, which are *borrowed*, until the next message.
-//! 4. That message carries an event after all pulls of its sender. The device waits for these events before it reuses
-//! the    memory.
+//! 4. That message carries an event after all pulls of its sender. The device waits for these events before it
+//!    reuses the memory.
 //! 5. Sums are added in rank order in f32, with the same bits as the communicator's.
 //!
 //! *Group*: NCCL moves and adds, in an order of its own. An empty message precedes every operation. It carries the

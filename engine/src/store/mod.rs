@@ -280,7 +280,7 @@ impl Store {
         Ok(Some(gradients))
     }
 
-    /// Accumulated gradients; their memory is undefined if no micro-batch has run.
+    /// Accumulated gradients; the values are stale if no micro-batch has run since the last update.
     pub(crate) fn gradients(&self, unit: UnitId) -> Option<&Accumulator> {
         self.units[unit.index()].gradients.as_ref()
     }
