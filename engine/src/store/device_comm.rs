@@ -331,8 +331,8 @@ impl DeviceComm {
         Ok(self.peers()?.mark(Lane::Compute)?)
     }
 
-    /// Sends `words` to all ranks and returns every rank's words, in rank order. Peers no longer read tensors of
-    /// earlier messages once the events they sent are reached, so these tensors are released.
+    /// Sends `words` to all ranks and returns every rank's words, in rank order. The device waits for
+    /// the events of the other ranks' pulls, so this rank can release the tensors of its earlier messages.
     fn exchange(&mut self, tag: CommTag, words: &[u64]) -> Result<Vec<Vec<u64>>> {
         let World { rank, size } = self.world;
         let mut own = vec![self.pulled];
