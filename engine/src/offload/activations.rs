@@ -212,8 +212,8 @@ impl Activations {
         self.tiers.allocate_bytes(place, bytes, 0, Tag::Activations)
     }
 
-    /// Copies a tensor to the tier. A tensor on a discrete device must stay in memory until the next call, which ends
-    /// its copy; the returned handle keeps it alive.
+    /// Copies a tensor to the tier. The returned handle keeps a tensor of a discrete device in its memory until the next
+    /// call, which ends the copy.
     ///
     /// # Errors
     /// When the tier is full.

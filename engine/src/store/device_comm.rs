@@ -618,7 +618,7 @@ impl DeviceComm {
 
     /// Ends a pass: afterwards peers read none of this rank's tensors.
     pub(crate) fn record_write(&mut self) -> Result<()> {
-        // Tensors of gathers that nobody needs are freed only after their gather.
+        // Tensors of unneeded gathers are freed only after their gather.
         self.arrive()?;
         self.exchange(CommTag::new("settle", 0), &[]).map(drop)
     }
