@@ -7,8 +7,8 @@
 //!
 //! ```
 //! use engine::comm::threads;
-//! use engine::{EngineError, ModelSpec, OptimizerConfig, ParamAccess, ParamId, ParamSpec, PassKind, Phase, Plan,
-//! Stage}; use engine::{Tiers, UnitId, UnitSpec, Zero, ZeroConfig};
+//! use engine::{EngineError, ModelSpec, OptimizerConfig, ParamAccess, ParamId, ParamSpec, PassKind, Phase, Plan, Stage};
+//! use engine::{Tiers, UnitId, UnitSpec, Zero, ZeroConfig};
 //! use kernels::{NullBackend, Pool, Shape, Tag, Tensor};
 //! use std::sync::Arc;
 //!

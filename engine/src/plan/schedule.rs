@@ -11,7 +11,8 @@ pub enum Phase {
     Forward,
     /// Recompute: computes the inputs that a later unit's backward starts from.
     Recompute,
-    /// Backward: recomputes and backpropagates. When the lease ends, the unit's gradients are complete.
+    /// Backward: backpropagates, after recomputing values that forward did not save. When the lease ends, the unit's
+    /// gradients are complete.
     Backward,
 }
 

@@ -78,8 +78,7 @@ impl Rule<'_> {
     }
 
     /// Starts the reads of a chunk. `gradients` is `None` if gradients come from elsewhere. `weights` begin at the
-    /// element
-    /// `start` of the parameter group.
+    /// element `start` of the parameter group.
     pub(crate) fn read_ahead(
         &self,
         range: &Range<usize>,

@@ -1,8 +1,13 @@
 //! Path of gradients: deposited, collected in a unit's bucket, reduced, and added to their sum.
 //!
 //! A thread ([`GradientAccumulator`](super::gradient_worker::GradientAccumulator)) fetches the gradients of a discrete
-//! device. The store queues the next unit's weights, then waits for the thread, then queues the work of the unit after
-//! it. Both directions of the bus are therefore busy at once, and at most one unit's gradients wait on the device.
+//! device. For consecutive units A, B and C of backward:
+//!
+//! 1. The store sends A's gradients to the thread after B's backward is queued.
+//! 2. It queues the weights of C, so both directions of the bus are busy at once.
+//! 3. It receives A's gradients before it queues the work of C.
+//!
+//! The device therefore stores the gradients of at most two units, unless the devices reduce them.
 
 use super::device_comm::Produced;
 use super::gradient_worker::{AccumulateJob, Destination};

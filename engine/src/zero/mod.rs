@@ -229,7 +229,7 @@ impl Zero {
     /// fill. It is called only for elements that this rank stores, at most 2^20 at a time.
     ///
     /// # Errors
-    /// When `read` fails.
+    /// When `read` or a write fails, or a lease still borrows the weights.
     pub fn load<E>(
         &mut self,
         mut read: impl FnMut(ParamId, Range<usize>, &mut [f32]) -> Result<(), E>,
