@@ -31,13 +31,13 @@
 //!         let group = optim::GroupOptions { weight_decay: 0.0, lr_scale: 1.0 };
 //!         let optimizer = OptimizerConfig { rule: Arc::new(optim::AdamW::default()), groups: vec![group] };
 //!         let backend = Arc::new(NullBackend::new(pool.clone()));
-//!         let mut zero = Zero::new(plan, comm, backend, tiers, optimizer)?; // half of everything
+//!         let mut zero = Zero::new(plan, comm, backend, tiers, optimizer)?; // allocates this rank's half
 //!         for _ in 0..200 {
 //!             zero.begin_pass(PassKind::Train);
 //!             let lease = zero.lease(unit, Phase::Forward)?; // gathered from both ranks
 //!             let errors = lease.param(weight)?.as_slice::<f32>().iter().map(|w| w - sample);
 //!             let gradient: Vec<f32> = errors.collect();
-//!             lease.end()?; // and gone again
+//!             lease.end()?; // released again
 //!             let lease = zero.lease(unit, Phase::Backward)?;
 //!             zero.deposit(weight, &Tensor::from_slice(&pool, Tag::Workspace, [4], &gradient)?)?;
 //!             lease.end()?;

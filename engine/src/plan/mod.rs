@@ -415,7 +415,7 @@ impl Plan {
         self.config.shard_group.unwrap_or(self.world_size)
     }
 
-    /// Index of the shard that `rank` stores, from 0 to [`Plan::shards`].
+    /// Index of the shard that `rank` stores, less than [`Plan::shards`].
     #[must_use]
     pub fn shard_of(&self, rank: usize) -> usize {
         rank % self.shards()

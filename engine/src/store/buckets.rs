@@ -26,7 +26,8 @@ use std::time::Instant;
 
 /// A unit's gradients of one micro-batch.
 pub(super) struct Bucket {
-    /// Buffer of the whole bucket with its memory reservation; `None` if each gradient is added to its sum at once.
+    /// Buffer that collects the gradients, with its memory reservation. `None` if gradients are added to their sum at
+    /// once, or are still on a device.
     buffer: Option<(Buffer, Reservation)>,
     deposited: Vec<bool>,
     /// Gradients on a discrete device, with their ranges of elements in the parameter group.
@@ -56,12 +57,14 @@ enum Sum {
     OnDevice,
 }
 
+/// A reduction in flight, with its unit.
 pub(super) struct PendingReduce {
     unit: UnitId,
     sum: Sum,
 }
 
 impl Store {
+    /// Accepts one parameter's gradient; see [`ParamAccess::deposit`](crate::ParamAccess::deposit).
     pub(crate) fn deposit(&mut self, id: ParamId, grad: &Tensor) -> Result<()> {
         let spec = &self.plan.spec().params[id.index()];
         let refuse = |reason| {

@@ -331,8 +331,8 @@ impl DeviceComm {
         Ok(self.peers()?.mark(Lane::Compute)?)
     }
 
-    /// Sends `words` to all ranks and returns every rank's words, in rank order. The device waits for
-    /// the events of the other ranks' pulls, so this rank can release the tensors of its earlier messages.
+    /// Sends `words` to all ranks and returns every rank's words, in rank order. The compute
+    /// stream waits for the events of the other ranks' pulls, so the tensors of earlier messages are released.
     fn exchange(&mut self, tag: CommTag, words: &[u64]) -> Result<Vec<Vec<u64>>> {
         let World { rank, size } = self.world;
         let mut own = vec![self.pulled];

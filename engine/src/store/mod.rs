@@ -62,14 +62,19 @@ impl AsRef<[u8]> for InPlace {
     }
 }
 
+/// State of a unit's weights during a pass.
 enum Residency {
+    /// Only the stored weights exist.
     Sharded,
+    /// The communicator's all-gathers run.
     InFlight(Vec<(GroupKind, Ticket, Reservation)>),
+    /// Whole weights that the host can address, one flat buffer per parameter group.
     Resident(Vec<(GroupKind, ForeignBytes)>),
     /// Flat tensors on a discrete device: gathered by the devices, or views of the stored weights.
     OnDevice(Gathered),
 }
 
+/// States of one unit on this rank.
 struct Unit {
     /// Routes by parameter group, in the order of [`GroupKind::ALL`].
     routes: [Route; 2],
@@ -123,6 +128,7 @@ pub(crate) struct Store {
 }
 
 impl Store {
+    /// Allocates the rows of the plan's inventory, all zero. `rule` defines the optimizer's states.
     pub(crate) fn new(
         plan: Arc<Plan>,
         comm: Arc<dyn Communicator>,
