@@ -199,7 +199,7 @@ pub struct ZeroConfig {
     /// Transport of weights and gradients between discrete devices.
     #[serde(default)]
     pub device_transport: DeviceTransport,
-    /// Number of units that are gathered before they are used.
+    /// Prefetch depth: number of units whose gathers start before they are used.
     pub prefetch_units: usize,
     /// Whether weights that a discrete device does not store are prefetched by one unit. The copy or gather runs during
     /// the previous unit's work, and the device holds one more unit's weights.

@@ -716,6 +716,7 @@ impl Store {
         Ok(params)
     }
 
+    /// Ends a lease: moves the cursor, and after backward closes a bucket of gradients.
     pub(crate) fn end_lease(&mut self, unit: UnitId, phase: Phase) -> Result<()> {
         self.finish_entry(Entry { unit, phase })
     }
