@@ -1,4 +1,4 @@
-//! Dry run of one rank: [`Zero`] itself, over regions without bytes and a communicator that counts.
+//! Dry run of one rank: [`Zero`] itself, over regions that only count their bytes and a communicator that counts.
 //!
 //! A model's forward and backward run on it as in training. The memory pools then contain the bytes that a run needs,
 //! by tag, and the offsets of its allocations. No parameter is updated: a dry run starts no worker thread, and jobs for

@@ -9,7 +9,7 @@
 //! use engine::comm::threads;
 //! use engine::{EngineError, ModelSpec, OptimizerConfig, ParamAccess, ParamId, ParamSpec, PassKind, Phase, Plan, Stage};
 //! use engine::{Tiers, UnitId, UnitSpec, Zero, ZeroConfig};
-//! use kernels::{NullBackend, Pool, Shape, Tag, Tensor};
+//! use kernels::{MetaBackend, Pool, Shape, Tag, Tensor};
 //! use std::sync::Arc;
 //!
 //! # fn main() -> Result<(), EngineError> {
@@ -30,7 +30,7 @@
 //!         let tiers = Tiers::new(pool.clone(), Pool::new("host", None));
 //!         let group = optim::GroupOptions { weight_decay: 0.0, lr_scale: 1.0 };
 //!         let optimizer = OptimizerConfig { rule: Arc::new(optim::AdamW::default()), groups: vec![group] };
-//!         let backend = Arc::new(NullBackend::new(pool.clone()));
+//!         let backend = Arc::new(MetaBackend::new(pool.clone()));
 //!         let mut zero = Zero::new(plan, comm, backend, tiers, optimizer)?; // allocates this rank's half
 //!         for _ in 0..200 {
 //!             zero.begin_pass(PassKind::Train);
