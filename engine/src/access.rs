@@ -1,4 +1,4 @@
-//! The seam between a model's tape and the engine.
+//! The interface between a model's forward and backward code and the engine.
 
 use crate::error::EngineError;
 use crate::offload::activations::Activations;
@@ -7,58 +7,60 @@ use crate::spec::{ParamId, UnitId};
 use kernels::{Backend, Tensor};
 use std::sync::Arc;
 
-/// What one forward/backward pass may ask of the engine.
+/// Access of one forward/backward pass to weights and gradients.
 ///
-/// Units are leased in plan order in forward, in reverse in backward; of a group whose inputs are not kept, all but the
-/// last once more in plan order in front of its backward. Units that a pass does not
-/// touch (no image in the batch) are left out: the engine takes part in their collectives by
-/// itself, so every rank issues the same sequence whatever its data.
+/// A pass leases units in plan order in forward and in reverse order in backward. Before the backward of a recompute
+/// group ([`ZeroConfig::recomputed`](crate::ZeroConfig::recomputed)) it leases all units of the group but the last in
+/// plan order, for [`Phase::Recompute`]. A pass leases no unit that its batch does not use, e.g. the vision tower
+/// without an image. The engine then takes part in that unit's collectives, so all ranks issue the same sequence.
 pub trait ParamAccess {
-    /// The device.
+    /// The device that computes.
     fn backend(&self) -> &Arc<dyn Backend>;
 
     /// Makes a unit's weights readable until the lease ends.
     ///
     /// # Errors
-    /// When the order is violated, or communication or memory fails.
+    /// When the schedule has no such entry after the current one, or when communication or memory fails.
     fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>, EngineError>;
 
-    /// Hands over a complete f32 gradient of this micro-batch, once per parameter and micro-batch,
-    /// while the unit is leased for backward.
+    /// Hands over one parameter's complete gradient of this micro-batch, while its unit is leased for backward.
+    /// `grad` is f32 and has the parameter's number of elements. Each parameter has one deposit per micro-batch.
     ///
     /// # Errors
-    /// When it is not expected, or communication fails.
+    /// When the unit is not leased for backward, the parameter is frozen, its gradient was already deposited, or dtype
+    /// or size differ; when communication or memory fails.
     fn deposit(&self, id: ParamId, grad: &Tensor) -> Result<(), EngineError>;
 
-    /// Where values wait between forward and backward; `None` where they stay on the device.
+    /// Storage of saved activations between forward and backward; `None` if they stay on the device.
     fn activations(&self) -> Option<&Activations> {
         None
     }
 
-    /// Whether a gradient is wanted.
+    /// Whether the parameter needs a gradient.
     fn is_trainable(&self, id: ParamId) -> bool;
 
-    /// Whether backward visits this unit: it trains, or something before it does. The answer comes
-    /// from the plan, so that all ranks agree.
+    /// Whether backward visits this unit: it or a previous unit has trainable parameters. The plan decides, so all
+    /// ranks agree.
     fn needs_backward(&self, unit: UnitId) -> bool;
 
-    /// Whether what the unit in front hands to this one is computed again instead of being kept for backward. The answer
-    /// comes from the plan, as all leases do.
+    /// Whether backward recomputes the input of this unit instead of loading a saved one. The plan decides, so all
+    /// ranks agree.
     fn recomputes_input(&self, _unit: UnitId) -> bool {
         false
     }
 }
 
-/// Receives the end of a lease.
+/// The owner of a lease, which is notified when the lease ends.
 pub trait LeaseOwner {
-    /// Called exactly once. `completed` is false when an error or panic unwound past the lease.
+    /// Ends the lease of `unit`; called exactly once. `completed` is false when an error or panic dropped the lease
+    /// early.
     ///
     /// # Errors
-    /// When closing the unit's gradients fails.
+    /// When the unit's gradients cannot be reduced or added.
     fn end_lease(&self, unit: UnitId, phase: Phase, completed: bool) -> Result<(), EngineError>;
 }
 
-/// Permission to read one unit's weights.
+/// Guard that keeps one unit's weights readable, as between FSDP's unshard and reshard.
 pub struct Lease<'e> {
     owner: &'e dyn LeaseOwner,
     unit: UnitId,
@@ -77,7 +79,7 @@ impl std::fmt::Debug for Lease<'_> {
 }
 
 impl<'e> Lease<'e> {
-    /// A lease of `unit`; `params` are ascending by id.
+    /// Creates a lease of `unit`. `params` must ascend by id.
     #[must_use]
     pub fn new(
         owner: &'e dyn LeaseOwner,
@@ -100,10 +102,10 @@ impl<'e> Lease<'e> {
         self.unit
     }
 
-    /// A weight of the unit.
+    /// A weight of the unit, in the parameter's shape and the weights' dtype.
     ///
     /// # Errors
-    /// When the parameter belongs to another unit.
+    /// [`EngineError::NotInUnit`] when the parameter belongs to another unit.
     pub fn param(&self, id: ParamId) -> Result<&Tensor, EngineError> {
         self.params
             .binary_search_by_key(&id, |(p, _)| *p)
@@ -114,10 +116,10 @@ impl<'e> Lease<'e> {
             })
     }
 
-    /// Ends the lease.
+    /// Ends the lease. A lease that is dropped without this call counts as failed.
     ///
     /// # Errors
-    /// When closing the unit's gradients fails.
+    /// When the unit's gradients cannot be reduced or added.
     pub fn end(mut self) -> Result<(), EngineError> {
         self.params.clear();
         self.ended = true;
@@ -129,7 +131,7 @@ impl Drop for Lease<'_> {
     fn drop(&mut self) {
         self.params.clear();
         if !self.ended {
-            // An error is already on its way up; this one would hide it.
+            // The caller already returns another error, which this one must not replace.
             self.owner.end_lease(self.unit, self.phase, false).ok();
         }
     }

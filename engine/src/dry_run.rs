@@ -1,8 +1,8 @@
-//! A dry run of one rank: [`Zero`] itself, over empty regions and a communicator that counts.
+//! Dry run of one rank: [`Zero`] itself, over regions that only count their bytes and a communicator that counts.
 //!
-//! A model's forward and backward pass run on it as in training. The pools then hold the bytes a run needs by tag, and
-//! the offsets they allocated say which pages it touches. No parameter is updated: a dry run starts no worker thread,
-//! and jobs for a worker return unchanged.
+//! A model's forward and backward run on it as in training. The memory pools then contain the bytes that a run needs,
+//! by tag, and the offsets of its allocations. No parameter is updated: a dry run starts no worker thread, and jobs for
+//! a worker return unchanged.
 
 use crate::access::ParamAccess;
 use crate::comm::dry::DryWindow;
@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Rank 0 of a run on the meta device: it dereferences to the [`Zero`] that passes run on.
+/// Dry run of rank 0. It dereferences to the [`Zero`] on which passes run.
 #[derive(Debug)]
 pub struct DryRun {
     zero: Zero,
@@ -32,21 +32,21 @@ pub struct DryRun {
 }
 
 impl DryRun {
-    /// Rank 0 of `plan` with the states of `rule`.
+    /// Creates rank 0 of `plan` on the meta device, with the optimizer state of `rule`.
     ///
     /// # Errors
-    /// The plan is not valid for the rule. Counting itself has no limit.
+    /// When the plan is not valid for the rule. Memory is unlimited.
     pub fn new(plan: Arc<Plan>, rule: Arc<dyn Optimizer>) -> Result<Self> {
         let [device, host] = ["device", "host"].map(|name| Pool::new(name, None));
         let backend = Arc::new(MetaBackend::new(device.clone()));
         Self::over(Counters::new(device, host), plan, rule, backend)
     }
 
-    /// As [`DryRun::new`], with passes on `backend`, which stands for a discrete device and only counts. It stores the states of the
-    /// device tier; buffers of the communicator are in host memory.
+    /// Creates rank 0 of `plan` on `backend`, which counts like a discrete device and has no values. The device stores
+    /// the states of the device tier; buffers of the communicator are in host memory.
     ///
     /// # Errors
-    /// The states exceed the device's memory.
+    /// When the states exceed the device's memory.
     pub fn on_discrete_device(
         plan: Arc<Plan>,
         rule: Arc<dyn Optimizer>,
@@ -88,8 +88,8 @@ impl DryRun {
         Ok(run)
     }
 
-    /// Lets the next pass update the units whose gradients are consumed bucket by bucket. All other units are updated
-    /// after the pass, which is the case that needs the most memory.
+    /// Announces the next update if it consumes gradients, which only an announced update can. Otherwise units are
+    /// updated after the pass, which needs the most memory.
     fn announce_next(&mut self) -> Result<()> {
         let plan = self.zero.plan();
         let consumes = |unit: &UnitPlan| plan.consumes_gradients(unit.id);
@@ -99,19 +99,19 @@ impl DryRun {
         }
     }
 
-    /// Whether the host could address the memory of the device that passes run on.
+    /// Whether the host can address the memory of the device that passes run on.
     #[must_use]
     pub fn is_host_addressable(&self) -> bool {
         self.zero.backend().device().is_host_addressable()
     }
 
-    /// Bytes of spill files.
+    /// Pool that counts the bytes in spill files.
     #[must_use]
     pub fn nvme_pool(&self) -> &Pool {
         &self.counters.nvme
     }
 
-    /// Bytes of the host tier: memory maps in whole pages, and the blocks of its pool.
+    /// Bytes of the host tier: memory maps in whole pages, and pages that its pool has touched.
     #[must_use]
     pub fn host_bytes(&self) -> u64 {
         self.counters.host_bytes()
@@ -123,33 +123,33 @@ impl DryRun {
         self.window.bytes()
     }
 
-    /// Most bytes of the window in use at once since the last call.
+    /// Maximal bytes of the window in use at once since the last call.
     #[must_use]
     pub fn take_window_peak(&self) -> u64 {
         self.window.take_peak()
     }
 
-    /// [`Zero::step`], then prepares the pass of the next update.
+    /// Runs [`Zero::step`], then prepares the pass of the next update.
     ///
     /// # Errors
-    /// The device's memory is exceeded.
+    /// When the device's memory is exceeded.
     pub fn take_step(&mut self) -> Result<()> {
         self.zero.step(0.0)?;
         self.announce_next()
     }
 
-    /// Gathers all weights, as a save does ([`Zero::visit_weights`]).
+    /// Gathers all weights, as saving a model does ([`Zero::visit_weights`]).
     ///
     /// # Errors
-    /// The device's memory is exceeded.
+    /// When the device's memory is exceeded.
     pub fn save_all(&self) -> Result<()> {
         self.zero.visit_weights(|_, _| Ok(()))
     }
 
-    /// Gathers the trainable weights, as a save does ([`Zero::visit_trained_weights`]).
+    /// Gathers the trainable weights, as saving only them does ([`Zero::visit_trained_weights`]).
     ///
     /// # Errors
-    /// The device's memory is exceeded.
+    /// When the device's memory is exceeded.
     pub fn save_trained(&self) -> Result<()> {
         self.zero.visit_trained_weights(|_, _| Ok(()))
     }

@@ -1,15 +1,15 @@
 //! ZeRO stages 0-3 as one code path: plan, communicators, sharded parameter store, offload tiers, checkpoints.
 //!
-//! A [`Plan`] is a pure function of the model ([`ModelSpec`]: units of parameters), the settings ([`ZeroConfig`]) and the
-//! number of ranks: who owns which bytes, and when each unit is gathered. [`Zero`] carries it out on one rank. A pass
-//! *leases* a unit to read its weights, *deposits* gradients, and [`Zero::step`] clips and updates; what a stage shards
-//! changes nothing in that program.
+//! A [`Plan`] is a pure function of the model ([`ModelSpec`]: units of parameters), the settings ([`ZeroConfig`]) and
+//! the number of ranks. It says which rank owns which bytes and when each unit is gathered. [`Zero`] executes the plan
+//! on one rank. A pass *leases* a unit to read its weights (FSDP: unshard … reshard) and *deposits* gradients (FSDP:
+//! the gradient hook). [`Zero::step`] clips gradients and updates weights. The same program runs at every stage.
 //!
 //! ```
 //! use engine::comm::threads;
 //! use engine::{EngineError, ModelSpec, OptimizerConfig, ParamAccess, ParamId, ParamSpec, PassKind, Phase, Plan, Stage};
 //! use engine::{Tiers, UnitId, UnitSpec, Zero, ZeroConfig};
-//! use kernels::{NullBackend, Pool, Shape, Tag, Tensor};
+//! use kernels::{MetaBackend, Pool, Shape, Tag, Tensor};
 //! use std::sync::Arc;
 //!
 //! # fn main() -> Result<(), EngineError> {
@@ -21,7 +21,7 @@
 //! let config = ZeroConfig { stage: Stage::Zero3, ..ZeroConfig::default() };
 //! let plan = Arc::new(Plan::new(spec, config, 2)?);
 //!
-//! // Two ranks as threads of this process; `comm::shm` joins processes. Each sees one sample, 0 or 1.
+//! // Two ranks as threads of this process; `comm::shm` connects processes. Each rank sees one sample, 0 or 1.
 //! let ranks = threads::world(2, 1 << 20)?.into_iter().map(|comm| {
 //!     let plan = plan.clone();
 //!     std::thread::spawn(move || -> Result<Vec<f32>, EngineError> {
@@ -30,14 +30,14 @@
 //!         let tiers = Tiers::new(pool.clone(), Pool::new("host", None));
 //!         let group = optim::GroupOptions { weight_decay: 0.0, lr_scale: 1.0 };
 //!         let optimizer = OptimizerConfig { rule: Arc::new(optim::AdamW::default()), groups: vec![group] };
-//!         let backend = Arc::new(NullBackend::new(pool.clone()));
-//!         let mut zero = Zero::new(plan, comm, backend, tiers, optimizer)?; // half of everything
+//!         let backend = Arc::new(MetaBackend::new(pool.clone()));
+//!         let mut zero = Zero::new(plan, comm, backend, tiers, optimizer)?; // allocates this rank's half
 //!         for _ in 0..200 {
 //!             zero.begin_pass(PassKind::Train);
 //!             let lease = zero.lease(unit, Phase::Forward)?; // gathered from both ranks
 //!             let errors = lease.param(weight)?.as_slice::<f32>().iter().map(|w| w - sample);
 //!             let gradient: Vec<f32> = errors.collect();
-//!             lease.end()?; // and gone again
+//!             lease.end()?; // released again
 //!             let lease = zero.lease(unit, Phase::Backward)?;
 //!             zero.deposit(weight, &Tensor::from_slice(&pool, Tag::Workspace, [4], &gradient)?)?;
 //!             lease.end()?;
@@ -58,14 +58,14 @@
 //! # }
 //! ```
 //!
-//! | question | place |
+//! | question | module |
 //! |---|---|
-//! | who owns which bytes | [`plan`] |
+//! | which rank owns which bytes | [`plan`] |
 //! | how a model reads weights and hands over gradients | [`access`] |
 //! | the optimizer for tensors of another library | [`sharded`], `examples/candle`, `examples/burn` |
-//! | how ranks talk | [`comm`] |
-//! | where memory comes from: device, host, disk | [`offload`], [`spill`] |
-//! | how states are kept and read again, in any world size | [`checkpoint`] |
+//! | how ranks communicate | [`comm`] |
+//! | how memory is allocated on device, host and disk | [`offload`], [`spill`] |
+//! | how training state is saved, and loaded at any world size | [`checkpoint`] |
 #![deny(unsafe_code)]
 
 pub mod access;

@@ -1,4 +1,4 @@
-//! What the engine is told about a model: units of parameters in the order of the forward pass.
+//! Description of a model for the engine: units of parameters in the order of the forward pass.
 
 use kernels::Shape;
 use serde::{Deserialize, Serialize};
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 pub struct ParamId(pub u32);
 
 impl ParamId {
-    /// As an index.
+    /// The id as an index into [`ModelSpec::params`].
     #[must_use]
     pub fn index(self) -> usize {
         self.0 as usize
@@ -20,27 +20,28 @@ impl ParamId {
 pub struct UnitId(pub u32);
 
 impl UnitId {
-    /// As an index.
+    /// The id as an index into [`ModelSpec::units`].
     #[must_use]
     pub fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// One parameter.
+/// One parameter of a model.
 #[derive(Clone, PartialEq, Debug)]
 pub struct ParamSpec {
     /// Name in the checkpoint.
     pub name: String,
-    /// Extents.
+    /// Shape of the parameter; every rank declares the whole shape, not its shard.
     pub shape: Shape,
-    /// The unit it is gathered with.
+    /// The unit with which the parameter is gathered.
     pub unit: UnitId,
-    /// Whether it is updated. A frozen parameter never owns gradient, moment or master bytes.
+    /// Whether the optimizer updates the parameter. A frozen parameter has no gradient, optimizer state or master
+    /// weight.
     pub trainable: bool,
 }
 
-/// Parameters gathered and released together.
+/// Parameters that are gathered and released together (FSDP's unit).
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UnitSpec {
     /// Dotted name, such as `llm.layers.3`.
@@ -50,14 +51,14 @@ pub struct UnitSpec {
 /// A model as the engine sees it: units in forward order, parameters in declaration order.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct ModelSpec {
-    /// In the order in which a forward pass uses them.
+    /// Units in the order of the forward pass.
     pub units: Vec<UnitSpec>,
-    /// Grouped by unit, ascending.
+    /// Parameters, grouped by unit; units ascend.
     pub params: Vec<ParamSpec>,
 }
 
 impl ModelSpec {
-    /// The parameter called `name`.
+    /// Finds the parameter called `name`.
     #[must_use]
     pub fn find(&self, name: &str) -> Option<ParamId> {
         self.params
@@ -66,7 +67,7 @@ impl ModelSpec {
             .map(|i| ParamId(i as u32))
     }
 
-    /// Elements of all parameters, and of the trainable ones.
+    /// Number of elements: of all parameters, and of the trainable ones.
     #[must_use]
     pub fn elems(&self) -> (usize, usize) {
         let sum = |f: &dyn Fn(&ParamSpec) -> bool| {

@@ -1,20 +1,20 @@
-//! Where a rank's time goes beside computing: what a training loop cannot see from outside.
+//! Times of one rank: communication, copies, and the work of a discrete device.
 
 use crate::plan::Tier;
 use kernels::{DeviceLane, DeviceSpan};
 use std::time::{Duration, Instant};
 
-/// Time of one rank since its states were allocated. Only ever grows: take differences.
+/// Total times of one rank since its states were allocated. Take differences with [`Times::since`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Times {
-    /// Inside collectives: waiting for peers, reading and adding their data.
+    /// Time inside collectives: waits for peers, reading and adding their data.
     pub communication: Duration,
-    /// Copying between the tiers of this rank.
+    /// Time of copies between the tiers of this rank, and of waits for them.
     pub offload: Duration,
 }
 
 impl Times {
-    /// What was added since `earlier`.
+    /// Difference to `earlier`.
     #[must_use]
     pub fn since(self, earlier: Self) -> Self {
         Self {
@@ -24,29 +24,31 @@ impl Times {
     }
 }
 
-/// Time of a discrete device, by its own clock. Copies run beside its work, so the parts may add up to more than the whole.
+/// Total times of a discrete device by its own clock. Copies overlap with computation, so the parts may add up to more
+/// than the whole.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct DeviceTimes {
-    /// Work of units' passes, without waits.
+    /// Computation of units' passes, without waits.
     pub compute: Duration,
-    /// Waits of that work for what comes to the device.
+    /// Waits of the computation for data that is copied to the device.
     pub waits: Duration,
-    /// Copies to the device.
+    /// Host-to-device copies.
     pub inward: Duration,
-    /// Copies from it.
+    /// Device-to-host copies.
     pub outward: Duration,
-    /// What comes to it from devices of other ranks.
+    /// Transfers from devices of other ranks.
     pub communication: Duration,
-    /// Updates that the processor makes meanwhile, by its clock: a optimizer in forward counts when its unit is back.
+    /// Updates on the CPU during passes, by its clock. An optimizer in forward counts a unit when the store receives it
+    /// back.
     pub updates: Duration,
-    /// Bytes that were copied to the device.
+    /// Bytes of host-to-device copies.
     pub inward_bytes: u64,
-    /// Bytes that were copied from it.
+    /// Bytes of device-to-host copies.
     pub outward_bytes: u64,
 }
 
 impl DeviceTimes {
-    /// Adds what was measured. A wait lies inside a unit's work or outside of it, never across.
+    /// Adds measured spans. A wait is either inside a unit's computation or outside of it; waits inside are subtracted.
     pub(crate) fn add(&mut self, spans: &[DeviceSpan]) {
         let of = |lane| spans.iter().filter(move |span| span.lane == lane);
         let total = |lane| -> Duration { of(lane).map(|span| span.length).sum() };
@@ -65,7 +67,7 @@ impl DeviceTimes {
         self.outward_bytes += bytes(DeviceLane::Outward);
     }
 
-    /// What was added since `earlier`.
+    /// Difference to `earlier`.
     #[must_use]
     pub fn since(self, earlier: Self) -> Self {
         Self {
@@ -81,12 +83,12 @@ impl DeviceTimes {
     }
 }
 
-/// Sum of the copies to and from memory that is not the device's.
+/// Total time of copies to and from tiers other than the device's.
 #[derive(Debug, Default)]
 pub(crate) struct CopyClock(Duration);
 
 impl CopyClock {
-    /// Runs `copy`, which crosses tiers when one of its ends rests on `tier`.
+    /// Runs `copy` and adds its time, unless `tier`, its source or target, is the device.
     pub(crate) fn time<R>(&mut self, tier: Tier, copy: impl FnOnce() -> R) -> R {
         if tier == Tier::Device {
             return copy();
@@ -97,7 +99,7 @@ impl CopyClock {
         result
     }
 
-    /// Counts a wait for copies that somebody else makes.
+    /// Adds a wait for copies that another thread makes.
     pub(crate) fn count(&mut self, waited: Duration) {
         self.0 += waited;
     }

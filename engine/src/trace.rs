@@ -1,44 +1,44 @@
-//! What a rank did when: spans of its passes, collectives, updates and disk requests, for steps that are asked for.
+//! Trace of a rank: spans of passes, collectives, updates and disk requests, during a recording.
 //!
-//! Nothing is recorded, and one flag is looked at, while no recording runs. Names are those of the model's units.
+//! Without a recording a span costs one check of a flag. Names of spans contain the names of the model's units.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Which of a rank's workers was busy.
+/// Worker of a rank that a span belongs to.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Lane {
     /// Passes of the model: from a unit's lease to its end.
     Compute,
-    /// Waiting for peers, reading and adding their data.
+    /// Collectives: waits for peers, reading and adding their data.
     Communication,
     /// Copies between tiers, and waits for them.
     Offload,
-    /// Gradients on their way from a discrete device to their sums.
+    /// Gradients that are fetched from a discrete device and added to their sums.
     GradientAccumulator,
-    /// Updates behind the pass.
+    /// Updates after the pass.
     Update,
-    /// Updates beside backward.
+    /// Updates in backward.
     UpdateInBackward,
-    /// Updates beside the next pass.
+    /// Updates in forward.
     UpdateInForward,
-    /// Work of a discrete device: from a unit's first to its last.
+    /// Computation of a discrete device: from a unit's first to its last kernel.
     Device,
-    /// Waits of that work for what comes to the device.
+    /// Waits of the computation for data that is copied to the device.
     DeviceWait,
-    /// Copies to a discrete device.
+    /// Host-to-device copies.
     Inward,
-    /// Copies from it.
+    /// Device-to-host copies.
     Outward,
-    /// What comes to it from devices of other ranks.
+    /// Transfers from devices of other ranks.
     Between,
-    /// One thread of the disk queue.
+    /// One thread of the disk queue, by index.
     Disk(u16),
 }
 
 impl Lane {
-    /// A name for people.
+    /// Name for display.
     #[must_use]
     pub fn name(self) -> String {
         match self {
@@ -58,7 +58,7 @@ impl Lane {
         }
     }
 
-    /// A number that orders lanes as they are declared.
+    /// Number of the lane, in the order of declaration.
     #[must_use]
     pub fn number(self) -> u32 {
         match self {
@@ -79,16 +79,16 @@ impl Lane {
     }
 }
 
-/// A stretch of time of one lane.
+/// One span: a time interval of one lane.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Span {
-    /// Who was busy.
+    /// The lane.
     pub lane: Lane,
-    /// With what.
+    /// What the lane did, e.g. `gather llm.layers.3`.
     pub name: String,
-    /// Since the recording began.
+    /// Start, since the recording began.
     pub start: Duration,
-    /// How long.
+    /// Duration.
     pub length: Duration,
 }
 
@@ -104,28 +104,28 @@ struct Inner {
     recording: Mutex<Option<Recording>>,
 }
 
-/// The recorder of one rank; clones are the same recorder.
+/// Trace recorder of one rank. Clones share the recording.
 #[derive(Clone, Debug, Default)]
 pub struct Trace(Arc<Inner>);
 
 impl Trace {
     fn recording(&self) -> std::sync::MutexGuard<'_, Option<Recording>> {
-        // A panic elsewhere leaves a list of spans, which stays one.
+        // A panic of another thread leaves a valid list of spans.
         let recording = self.0.recording.lock();
         recording.unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins to record; what was recorded before is forgotten.
+    /// Starts a recording; an earlier one is dropped.
     pub fn start(&self) {
         *self.recording() = Some(Recording {
             origin: Instant::now(),
             spans: Vec::new(),
         });
-        // Spans are recorded under the lock: this only says whether to look.
+        // The lock protects the spans. The flag only says whether to record, so relaxed ordering suffices.
         self.0.on.store(true, Ordering::Relaxed);
     }
 
-    /// Ends the recording and returns its spans in order of their starts; none where none ran.
+    /// Ends the recording and returns its spans, sorted by start; empty without a recording.
     #[must_use]
     pub fn stop(&self) -> Vec<Span> {
         self.0.on.store(false, Ordering::Relaxed);
@@ -135,19 +135,19 @@ impl Trace {
         spans
     }
 
-    /// The present moment, if it is recorded.
+    /// The current time during a recording, otherwise `None`.
     pub(crate) fn now(&self) -> Option<Instant> {
         self.0.on.load(Ordering::Relaxed).then(Instant::now)
     }
 
-    /// Records what began at `started`, which [`Trace::now`] gave, and ends now.
+    /// Records a span from `started`, a result of [`Trace::now`], to now.
     pub(crate) fn end(&self, started: Option<Instant>, lane: Lane, name: impl FnOnce() -> String) {
         if let Some(started) = started {
             self.add(lane, (started, started.elapsed()), name);
         }
     }
 
-    /// Records a stretch of time that somebody else measured: when it began, and how long it was.
+    /// Records a span that was measured elsewhere, with its start and duration.
     pub(crate) fn add(
         &self,
         lane: Lane,
@@ -166,7 +166,7 @@ impl Trace {
         }
     }
 
-    /// Runs `body` as a span.
+    /// Runs `body` and records it as a span.
     pub(crate) fn span<R>(
         &self,
         lane: Lane,

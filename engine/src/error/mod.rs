@@ -1,4 +1,4 @@
-//! What can go wrong in the engine.
+//! Errors of the engine.
 
 mod spill;
 
@@ -7,44 +7,44 @@ pub use spill::SpillError;
 use crate::plan::Phase;
 use crate::spec::{ParamId, UnitId};
 
-/// Engine failures.
+/// Error of the engine.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EngineError {
-    /// The device refused.
+    /// An operation on tensors or on the device failed.
     #[error(transparent)]
     Kernel(#[from] kernels::KernelError),
     /// A collective failed.
     #[error(transparent)]
     Comm(#[from] crate::comm::CommError),
-    /// The model cannot be planned.
+    /// The model or the settings cannot be planned.
     #[error(transparent)]
     Plan(#[from] crate::plan::PlanError),
     /// A checkpoint cannot be written or read.
     #[error(transparent)]
     Checkpoint(#[from] crate::checkpoint::CheckpointError),
-    /// The optimizer refused.
+    /// The optimizer rejected its arguments.
     #[error(transparent)]
     Optim(#[from] optim::OptimError),
-    /// A spill file failed.
+    /// An operation on spill files failed.
     #[error(transparent)]
     Spill(#[from] SpillError),
-    /// State belongs on a disk and no directory was given.
+    /// A state is planned on disk, but this rank has no spill directory.
     #[error("state is planned on the nvme tier, and this rank has no spill directory for {kind}")]
     NoSpillDirectory {
         /// The kind of state.
         kind: &'static str,
     },
-    /// The system refused host memory.
+    /// The operating system refused host memory.
     #[error("cannot map {bytes} bytes of host memory")]
     Map {
-        /// Bytes asked for.
+        /// Number of bytes requested.
         bytes: usize,
-        /// The system's answer.
+        /// Error of the operating system.
         #[source]
         source: std::io::Error,
     },
-    /// A parameter was asked of a unit that does not hold it.
+    /// A weight was requested from a lease of another unit.
     #[error("parameter {param:?} is not part of the leased unit {unit:?}")]
     NotInUnit {
         /// The parameter.
@@ -52,112 +52,113 @@ pub enum EngineError {
         /// The leased unit.
         unit: UnitId,
     },
-    /// A unit was leased against the order of the plan, or outside a pass.
+    /// A unit was leased outside a pass or against the order of the schedule.
     #[error("unit {unit} cannot be leased for {phase:?} at position {position} of the pass")]
     LeaseOrder {
         /// Name of the unit.
         unit: String,
-        /// The half of the pass.
+        /// Phase of the lease.
         phase: Phase,
-        /// Entries already behind.
+        /// Number of schedule entries that are done.
         position: usize,
     },
-    /// A gradient came twice, for a frozen parameter, outside its unit's backward lease, or with
-    /// the wrong shape.
+    /// A gradient was deposited twice, for a frozen parameter, outside its unit's backward lease, or with the wrong
+    /// shape.
     #[error("unexpected gradient for {param}: {reason}")]
     UnexpectedGradient {
         /// Name of the parameter.
         param: String,
-        /// What is wrong.
+        /// Reason.
         reason: &'static str,
     },
-    /// Gradients that are kept nowhere came where they could not be used, or the update is not the one announced.
+    /// Gradients that an update consumes came without an announced update, or the step has other numbers than
+    /// announced.
     #[error("the gradients of unit {unit} are consumed as they come, and {reason}")]
     Consumed {
         /// Name of the unit.
         unit: String,
-        /// What is wrong.
+        /// Reason.
         reason: &'static str,
     },
-    /// A copy within a tier was asked for between two.
+    /// A copy within one tier has its source and target on two tiers.
     #[error("a state and its spare are on different tiers")]
     TiersDiffer,
-    /// A device was to compute with a state that it does not keep.
+    /// A device should compute with a state that it does not store.
     #[error("a state is not stored on the device that computes with it")]
     NotResident,
-    /// A thread that updates beside a pass ended early.
+    /// A thread for updates or gradients ended before its work was done.
     #[error("the thread of updates ended before its work")]
     BackwardThread,
-    /// Gradients came to a unit whose sums an update still has.
+    /// A unit has no gradient sum, because an update still has it.
     #[error("the gradient sums of unit {unit} are missing")]
     SumsAway {
         /// Name of the unit.
         unit: String,
     },
-    /// A tensor of a lease is still alive while weights are to be written.
+    /// Weights cannot be written while a tensor of a lease exists, or while an update has them.
     #[error("weights of unit {unit} are still borrowed")]
     WeightsBorrowed {
         /// Name of the unit.
         unit: String,
     },
-    /// The caller could not provide a weight.
+    /// The caller of [`Zero::load`](crate::Zero::load) could not provide a weight.
     #[error("cannot load {param}")]
     Load {
         /// Name of the parameter.
         param: String,
-        /// Why.
+        /// Error of the caller.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The library that owns a foreign tensor failed.
     #[error("cannot {action} the tensor {tensor}")]
     Bridge {
-        /// What was tried.
+        /// The failed action.
         action: &'static str,
         /// Name of the tensor.
         tensor: String,
-        /// Why.
+        /// Error of the library.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A checkpoint lacks what this run trains, or holds what it does not.
+    /// The checkpoint and this run have different trainable tensors.
     #[error(
         "the checkpoint does not fit this run: {} trained tensors are missing from it (first: {}), {} of its tensors are not trained here (first: {})",
         missing.len(), first(missing), extra.len(), first(extra)
     )]
     CheckpointMismatch {
-        /// Names of what is trained here and absent there, sorted.
+        /// Sorted names of tensors that are trained here and are not in the checkpoint.
         missing: Vec<String>,
-        /// Names of what is there and not trained here, sorted.
+        /// Sorted names of tensors in the checkpoint that are not trained here.
         extra: Vec<String>,
     },
-    /// Ranks have different versions of the library that runs their collectives.
+    /// Ranks have different versions of NCCL.
     #[error("rank {rank} has NCCL {theirs}, this rank has {ours}")]
     LibraryDiffers {
         /// The other rank.
         rank: usize,
         /// Its version.
         theirs: String,
-        /// Ours.
+        /// This rank's version.
         ours: String,
     },
-    /// Devices of ranks do not read each other's memory. The same on every rank.
+    /// Devices of ranks cannot read each other's memory. Every rank returns this error.
     #[error(
         "the devices of the ranks do not read each other's memory: {}",
         refused(refusals)
     )]
     NoPeerAccess {
-        /// Ranks and what each could not do, in rank order.
+        /// Failed ranks with their reasons, in rank order.
         refusals: Vec<(usize, String)>,
     },
-    /// Ranks run different plans.
+    /// Ranks have different plans.
     #[error("rank {rank} has plan {theirs}, this rank has {ours}")]
     PlanDiffers {
         /// The other rank.
         rank: usize,
         /// Its plan's hash.
         theirs: String,
-        /// Ours.
+        /// This rank's hash.
         ours: String,
     },
 }

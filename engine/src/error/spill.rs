@@ -1,20 +1,20 @@
-//! What can go wrong with spill files.
+//! Errors of spill files.
 
 use std::io;
 use std::path::PathBuf;
 
-/// Failures of spill files and directories.
+/// Error of spill files and their directories.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SpillError {
-    /// The file system has less room than the states need.
+    /// The file system has less free space than the states need.
     #[error("{} bytes of spill space are needed in {}, {free_bytes} are free", asked_bytes, path.display())]
     NoSpace {
         /// The spill file.
         path: PathBuf,
-        /// Bytes asked for.
+        /// Number of bytes requested.
         asked_bytes: u64,
-        /// Bytes an unprivileged process may still write there.
+        /// Number of bytes available to an unprivileged process.
         free_bytes: u64,
     },
     /// A spill file of this name exists.
@@ -23,24 +23,24 @@ pub enum SpillError {
         /// The spill file.
         path: PathBuf,
     },
-    /// The system refused an operation.
+    /// The operating system refused an operation.
     #[error("cannot {action} {}", path.display())]
     Io {
-        /// What was tried.
+        /// The failed action.
         action: &'static str,
-        /// On what.
+        /// The file or directory.
         path: PathBuf,
-        /// The system's answer.
+        /// Error of the operating system.
         #[source]
         source: io::Error,
     },
-    /// A thread of the disk queue is gone.
+    /// The threads of the disk queue have ended.
     #[error("the disk queue has ended")]
     Closed,
 }
 
 impl SpillError {
-    /// An [`SpillError::Io`] of `action` on `path`.
+    /// Returns a conversion of I/O errors to [`SpillError::Io`], for `action` on `path`.
     pub(crate) fn io(
         action: &'static str,
         path: impl Into<PathBuf>,

@@ -1,8 +1,8 @@
-//! Tensors that backward starts from, stored off the device between forward and backward.
+//! Saved activations: tensors that backward starts from, stored off the device between forward and backward.
 //!
-//! 1. A save never waits for a discrete device. The values leave it beside its work, and reach the host at the next save.
+//! 1. A save never waits for a discrete device. The copy runs during the device's next work and ends at the next save.
 //! 2. Memory for the next tensor that backward needs is reserved before the previous segment's work is queued.
-//! 3. Its values are therefore copied back beside that work.
+//! 3. Its values are therefore copied back during that work.
 
 use super::spill::PendingRead;
 use super::tier::{Region, Tiers};
@@ -20,27 +20,27 @@ use std::time::Duration;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Keeps tensors on the host or on a disk. Memory of released tensors is used again, so that a step like the one
-/// before takes nothing from the system.
+/// Storage of saved activations in host memory or on disk. Memory of released tensors is reused, so equal steps
+/// allocate nothing new.
 #[derive(Debug)]
 pub struct Activations {
     tier: Tier,
     tiers: Tiers,
-    /// Where tensors without values are counted.
+    /// Pool that counts the saved tensors: the host's, or the disk's.
     books: Pool,
     arena: Rc<RefCell<Arena>>,
     clock: RefCell<CopyClock>,
-    /// Whether tensors lie on a discrete device.
+    /// Whether tensors come from a discrete device.
     discrete: bool,
-    /// What was saved last there.
+    /// The tensor saved last, whose copy from the discrete device may still run.
     leaving: RefCell<Weak<RefCell<Stored>>>,
 }
 
 #[derive(Debug)]
 enum Stored {
-    /// Still on a discrete device, on its way.
+    /// A copy from a discrete device that still runs.
     Leaving(Fetch),
-    /// A place without memory: on a device without values.
+    /// A tensor of the meta device, which has no values and is only counted.
     Null {
         _placed: Tensor,
     },
@@ -52,7 +52,7 @@ enum Stored {
     },
 }
 
-/// Where the values of a tensor are read from.
+/// Source of a tensor's values: host-addressable memory, or a copy from a discrete device.
 enum Source<'a> {
     Here(&'a Tensor),
     Leaving(&'a Fetch),
@@ -79,11 +79,11 @@ impl Source<'_> {
     }
 }
 
-/// Regions of a disk, each with the bytes that nobody uses, in order.
+/// Disk regions, each with its free byte ranges in ascending order.
 #[derive(Debug, Default)]
 struct Arena(Vec<(Region, Vec<Range<usize>>)>);
 
-/// Bytes of a region of the arena.
+/// Byte range in a region of the arena.
 #[derive(Clone, Debug)]
 struct DiskRange {
     region: usize,
@@ -100,7 +100,7 @@ impl Arena {
         self.0.iter().map(|(region, _)| region.len()).sum()
     }
 
-    /// The first place that is large enough.
+    /// Takes the first free range that is large enough.
     fn take(&mut self, bytes: usize) -> Option<DiskRange> {
         for (region, (_, free)) in self.0.iter_mut().enumerate() {
             let Some(at) = free.iter().position(|range| range.len() >= bytes) else {
@@ -123,7 +123,7 @@ impl Arena {
         let free = &mut self.0[place.region].1;
         let at = free.partition_point(|range| range.start < place.bytes.start);
         free.insert(at, place.bytes.clone());
-        // With its neighbours it is one.
+        // Merges the range with free neighbors.
         free.dedup_by(|next, range| {
             let touches = range.end == next.start;
             if touches {
@@ -138,13 +138,13 @@ impl Arena {
     }
 }
 
-/// A tensor that is kept elsewhere.
+/// A tensor saved by [`Activations`]. Its memory is reused after the last handle is dropped.
 #[derive(Debug)]
 pub struct Saved {
     shape: Shape,
     dtype: DType,
     kept: Rc<RefCell<Stored>>,
-    /// Places on a discrete device that were taken for it, one for each segment that wants it.
+    /// Reserved memory on a discrete device, one for each segment that loads the tensor.
     reserved_uploads: RefCell<VecDeque<ReservedUpload>>,
 }
 
@@ -157,7 +157,7 @@ impl Drop for Stored {
 }
 
 impl Activations {
-    /// A keeper on `tier`; `None` where tensors simply stay on the device.
+    /// Creates storage on `tier`; `None` for [`Tier::Device`], where tensors stay on the device.
     #[must_use]
     pub fn new(tier: Tier, tiers: Tiers) -> Option<Self> {
         (tier != Tier::Device).then(|| Self {
@@ -174,26 +174,26 @@ impl Activations {
         })
     }
 
-    /// For tensors of `device`: those of a discrete one leave it beside its work.
+    /// Sets the device whose tensors are saved. Those of a discrete device are copied during its work.
     #[must_use]
     pub fn of(mut self, device: &dyn Backend) -> Self {
         self.discrete = !device.device().is_host_addressable();
         self
     }
 
-    /// Where tensors are counted: the host pool, or the disk's.
+    /// Pool that counts saved tensors: the host's, or the disk's.
     #[must_use]
     pub fn books(&self) -> &Pool {
         &self.books
     }
 
-    /// Time spent copying so far.
+    /// Total time of copies.
     pub(crate) fn copy_time(&self) -> Duration {
         self.clock.borrow().total()
     }
 
-    /// Sets aside `bytes` of the disk, so that one that is too small is found now; nothing on other tiers. Tensors that
-    /// need more find more as long as the disk has it.
+    /// Reserves `bytes` on disk, so that a disk that is too small is detected now. Does nothing on other tiers. Later
+    /// saves beyond `bytes` allocate more.
     ///
     /// # Errors
     /// When the disk is full.
@@ -212,7 +212,8 @@ impl Activations {
         self.tiers.allocate_bytes(place, bytes, 0, Tag::Activations)
     }
 
-    /// Copies a tensor to the tier. On a discrete device it stays in place until the next call.
+    /// Copies a tensor to the tier. The returned handle keeps a tensor of a discrete device in its memory until the next
+    /// call, which ends the copy.
     ///
     /// # Errors
     /// When the tier is full.
@@ -237,7 +238,7 @@ impl Activations {
         })
     }
 
-    /// Brings what was saved last to its tier, if anybody still wants it.
+    /// Completes the copy of the tensor saved last, unless its handle was dropped.
     fn finish(&self) -> Result<()> {
         let Some(last) = self.leaving.take().upgrade() else {
             return Ok(());
@@ -250,7 +251,7 @@ impl Activations {
         Ok(())
     }
 
-    /// A place on the tier with the values of `value`, which come from `source`.
+    /// Writes the values of `value`, read from `source`, to the tier.
     fn keep(&self, value: &Tensor, source: &Source<'_>) -> Result<Stored> {
         let bytes = value.size_bytes();
         if value.is_meta() {
@@ -275,7 +276,7 @@ impl Activations {
             place = arena.take(bytes);
         }
         let place = place.expect("room in a region made for it");
-        // From here on the place goes back when the tensor goes, also when the write fails.
+        // Dropping this value returns the range to the arena, also if the write fails.
         let kept = Stored::Spilled {
             place: place.clone(),
             arena: self.arena.clone(),
@@ -286,11 +287,11 @@ impl Activations {
         Ok(kept)
     }
 
-    /// Prepares for a tensor that is needed soon: reserves its memory on a discrete device, and starts to read it from a
-    /// disk as far as buffers go.
+    /// Prepares the load of a tensor: reserves its memory on a discrete device, and starts to read it from disk while
+    /// buffers last.
     ///
     /// # Errors
-    /// When the device has no room or the disk fails.
+    /// When the device is out of memory or the disk fails.
     pub fn prefetch(&self, saved: &Saved, device: &dyn Backend) -> Result<()> {
         let kept = saved.kept.borrow();
         if matches!(*kept, Stored::Leaving(_)) {
@@ -324,10 +325,10 @@ impl Activations {
         Ok(())
     }
 
-    /// The tensor, on the device again; what never left is still there.
+    /// Loads a saved tensor to the device. If its copy has not ended yet, the original is returned.
     ///
     /// # Errors
-    /// When the device or the disk refuses.
+    /// When the device is out of memory or the disk fails.
     pub fn load(&self, saved: &Saved, device: &dyn Backend) -> Result<Tensor> {
         let load = || self.bring_back(saved, device);
         self.clock.borrow_mut().time(self.tier, load)
@@ -366,7 +367,7 @@ impl Activations {
 }
 
 impl Stored {
-    /// Copies the bytes from where they are; none of the meta device's.
+    /// Copies the values to `out`; a tensor of the meta device has none.
     fn read(&self, out: &mut [u8]) -> Result<()> {
         match self {
             Self::Null { .. } => {}
@@ -393,7 +394,7 @@ impl Stored {
     }
 }
 
-/// The tensor that an upload fills: in a dry run, the memory reserved for it.
+/// A tensor without values for a dry run, in the reserved memory `place` or in new memory.
 pub(crate) fn placed(
     device: &dyn Backend,
     place: Option<ReservedUpload>,
@@ -407,7 +408,7 @@ pub(crate) fn placed(
     })
 }
 
-/// Whole blocks: neighbours must not share one.
+/// Number of bytes in whole blocks, since two tensors must not share a block.
 fn disk_bytes(bytes: usize) -> usize {
     extent_bytes(bytes as u64, 0) as usize
 }
@@ -463,7 +464,7 @@ mod tests {
                     keeper.prefetch(&kept[0], &cpu).unwrap();
                 }
                 for (saved, len) in kept.iter().zip([700_000, 10]) {
-                    // More than one segment may want the same value.
+                    // More than one segment may load the same tensor.
                     for _ in 0..2 {
                         let back = keeper
                             .load(saved, &CpuBackend::new(device.clone()))
@@ -486,7 +487,7 @@ mod tests {
             let value = Tensor::null(&device, Tag::Activations, [16, 16], DType::F32).unwrap();
             let before = keeper.books().stats().in_use;
             let saved = keeper.save(&value).unwrap();
-            // Whole blocks on a disk.
+            // On disk, whole blocks are counted.
             let bytes = if keeper.tier == Tier::Nvme {
                 4096
             } else {
@@ -516,7 +517,7 @@ mod tests {
             let tensor = Tensor::from_slice(&device, Tag::Activations, [len], &values[..len]);
             (len, keeper.save(&tensor.unwrap()).unwrap())
         };
-        // Each list fills the blocks set aside; regions of one cannot serve the next without being joined.
+        // Each list fills the reserved blocks. Free ranges of one list must be merged to serve the next.
         for lens in [vec![1000; 5], vec![2048, 3000], vec![5000], vec![1, 4000]] {
             let mut kept: Vec<_> = lens.into_iter().map(save).collect();
             kept.reverse();
@@ -528,7 +529,7 @@ mod tests {
             }
             assert_eq!(file_bytes(), reserved);
         }
-        // More than that is found elsewhere on the disk; what is there already is not set aside twice.
+        // Saves beyond the reservation allocate more. A second reservation counts what exists.
         let more = [save(5000), save(5000)];
         assert!(file_bytes() > reserved);
         let grown = file_bytes();

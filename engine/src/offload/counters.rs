@@ -1,4 +1,4 @@
-//! Counters of a dry run: the bytes its states would take, by tier.
+//! Counters of a dry run: the bytes that its states would occupy, by tier.
 
 use crate::error::EngineError;
 use crate::plan::Tier;
@@ -16,9 +16,9 @@ const PAGE: u64 = 4096;
 pub(crate) struct Counters {
     pub(crate) device: Pool,
     pub(crate) host: Pool,
-    /// Spill files.
+    /// Bytes of spill files.
     pub(crate) nvme: Pool,
-    /// Leased weights; the buffers they are views of are counted already.
+    /// Leased weights. They are views of buffers that are counted elsewhere.
     leased: Pool,
     /// Bytes of memory maps, in whole pages.
     mapped: Arc<AtomicU64>,
@@ -36,7 +36,7 @@ impl Counters {
         }
     }
 
-    /// Counts `len` bytes of a region. On a disk its first byte is `phase` bytes after a block boundary.
+    /// Counts `len` bytes of a region. On disk its first byte is `phase` bytes after a block boundary.
     pub(crate) fn count(&self, tier: Tier, len: usize, phase: u64, tag: Tag) -> Result<Count> {
         let bytes = len as u64;
         Ok(match tier {
@@ -53,7 +53,7 @@ impl Counters {
         })
     }
 
-    /// A leased weight.
+    /// A leased weight of a dry run: a tensor without values.
     pub(crate) fn leased(&self, shape: Shape, dtype: DType) -> Result<Tensor> {
         Ok(Tensor::null(&self.leased, Tag::Gathered, shape, dtype)?)
     }
@@ -64,11 +64,11 @@ impl Counters {
     }
 }
 
-/// What a counted region takes.
+/// Bytes that a counted region occupies.
 #[derive(Debug)]
 pub enum Count {
     /// A block of the device pool.
     Placed(Tensor),
-    /// Bytes of a memory map or of a file.
+    /// Bytes of a memory map or of a spill file.
     Reserved(Reservation),
 }

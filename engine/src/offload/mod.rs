@@ -1,4 +1,4 @@
-//! Storage outside a pass: tiers with their regions, saved activations, spill files, and the worker thread.
+//! Storage of model states and saved activations: tiers and their regions, spill files, and worker threads.
 
 pub(crate) mod activations;
 pub(crate) mod counters;

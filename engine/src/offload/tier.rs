@@ -1,8 +1,9 @@
-//! Memory that outlives a pass, on the tier the plan puts it.
+//! Tiers and regions: memory for states that outlive a pass.
 //!
-//! Device memory comes from the device's pool, or is resident memory of a device that the host cannot address: that is read
-//! and written through copies, and computed with where it lies. Host memory is a private anonymous memory map, counted against the host
-//! pool. Spilled memory is an extent of a file, reached through windows that are read ahead and written behind.
+//! Device memory is a block of the device's pool, or resident memory of a discrete device. The host reads and writes
+//! resident memory through copies; the device computes with it directly. Host memory is a private anonymous memory map,
+//! counted in the host pool. Spilled memory is an extent of a spill file, accessed in chunks that are prefetched and
+//! written asynchronously.
 
 use super::counters::{Count, Counters};
 use super::parallel;
@@ -27,11 +28,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Elements of a window: a segment of f32.
+/// Number of elements of a chunk on disk: one segment of f32.
 pub(crate) const REGION_CHUNK_ELEMS: usize = SEGMENT_BYTES / 4;
-/// Elements that are copied at once between a discrete device and the host.
+/// Maximal number of elements copied at once between a discrete device and the host.
 pub(crate) const COPY_ELEMS: usize = 1 << 22;
-/// Maps from this size on ask for huge pages.
+/// Minimal size in bytes of a memory map that asks for huge pages.
 const HUGE_BYTES: usize = 4 << 20;
 
 impl From<Gone> for EngineError {
@@ -40,23 +41,23 @@ impl From<Gone> for EngineError {
     }
 }
 
-/// The pools of one rank, and its disk.
+/// Memory of one rank: its device and host pools, and its spill files.
 #[derive(Clone, Debug)]
 pub struct Tiers {
-    /// Device memory.
+    /// Pool of device memory.
     pub device: Pool,
-    /// Host memory.
+    /// Pool of host memory.
     pub host: Pool,
     spill: Option<Arc<Spill>>,
-    /// The device that keeps states in its own memory, where the host cannot address it.
+    /// The discrete device that stores states of the device tier; `None` if the host can address device memory.
     discrete: Option<Arc<dyn Backend>>,
-    /// In a dry run: regions have no bytes, and are counted.
+    /// Counters of a dry run, whose regions have no bytes.
     counters: Option<Counters>,
     trace: Trace,
 }
 
 impl Tiers {
-    /// Device and host memory; no disk.
+    /// Tiers of device and host memory, without disk.
     #[must_use]
     pub fn new(device: Pool, host: Pool) -> Self {
         Self {
@@ -69,18 +70,18 @@ impl Tiers {
         }
     }
 
-    /// The same for a rank that computes on `backend`.
+    /// Sets the device that computes.
     pub(crate) fn on(mut self, backend: &Arc<dyn Backend>) -> Self {
         self.discrete = backend.residents().map(|_| backend.clone());
         self
     }
 
-    /// Whether states of the device's tier lie where the host cannot address them.
+    /// Whether states of the device tier are stored in memory of a discrete device.
     pub(crate) fn are_resident(&self) -> bool {
         self.discrete.is_some()
     }
 
-    /// Those of a dry run.
+    /// Tiers of a dry run.
     pub(crate) fn in_dry_run(counters: Counters) -> Self {
         Self {
             counters: Some(counters.clone()),
@@ -88,12 +89,12 @@ impl Tiers {
         }
     }
 
-    /// The counters of a dry run; `None` in a run.
+    /// Counters of a dry run; `None` in a run.
     pub(crate) fn counters(&self) -> Option<&Counters> {
         self.counters.as_ref()
     }
 
-    /// A worker thread for `work`; in a dry run there is no thread and jobs return unchanged.
+    /// Starts a worker thread for `work`. A dry run has no thread; its jobs return unchanged.
     pub(crate) fn worker<J: Send + 'static, B: Send + 'static>(
         &self,
         name: &str,
@@ -105,7 +106,7 @@ impl Tiers {
         }
     }
 
-    /// The values of a gradient that the host can read; none in a dry run.
+    /// Values of a gradient in host memory; empty in a dry run.
     pub(crate) fn values<'g>(&self, gradient: &'g Tensor) -> Result<Cow<'g, [f32]>> {
         match self.counters {
             Some(_) => Ok(Cow::default()),
@@ -113,7 +114,7 @@ impl Tiers {
         }
     }
 
-    /// Adds the disk.
+    /// Adds spill files.
     #[must_use]
     pub fn with_spill(mut self, spill: Spill) -> Self {
         spill.io.record(&self.trace);
@@ -121,13 +122,13 @@ impl Tiers {
         self
     }
 
-    /// The disk, where there is one.
+    /// The spill files, if any.
     #[must_use]
     pub fn spill(&self) -> Option<&Arc<Spill>> {
         self.spill.as_ref()
     }
 
-    /// Where the disk is counted.
+    /// Pool that counts the bytes in spill files.
     pub(crate) fn disk_pool(&self) -> Pool {
         match (&self.spill, &self.counters) {
             (Some(spill), _) => spill.pool.clone(),
@@ -136,13 +137,13 @@ impl Tiers {
         }
     }
 
-    /// The recorder of the rank that these are of.
+    /// The trace recorder of the rank.
     #[must_use]
     pub fn trace(&self) -> &Trace {
         &self.trace
     }
 
-    /// Allocates zeroed memory for `elems` elements of a group, from its element `start` on.
+    /// Allocates zeroed memory for the elements `range` of a parameter group.
     ///
     /// # Errors
     /// When the tier's pool or disk is full, or the system refuses the map.
@@ -161,10 +162,10 @@ impl Tiers {
         self.allocate_bytes((kind, tier), bytes, phase, tag)
     }
 
-    /// Allocates zeroed bytes; on a disk, the first lies `phase` bytes behind a block boundary.
+    /// Allocates zeroed bytes. On disk, the first byte is `phase` bytes after a block boundary.
     ///
     /// # Errors
-    /// As [`Tiers::allocate`].
+    /// When the tier's pool or disk is full, or the system refuses the map.
     pub(crate) fn allocate_bytes(
         &self,
         (kind, tier): (StateKind, Tier),
@@ -191,7 +192,7 @@ impl Tiers {
                 let map = MmapMut::map_anon(bytes.max(1))
                     .map_err(|source| EngineError::Map { bytes, source })?;
                 if bytes >= HUGE_BYTES {
-                    // A wish: where there are no huge pages the map works without.
+                    // Only a hint: the map also works without huge pages.
                     map.advise(Advice::HugePage).ok();
                 }
                 Region::Mapped {
@@ -213,7 +214,7 @@ impl Tiers {
         })
     }
 
-    /// Device memory for a copy of weights, with unspecified contents.
+    /// Allocates host-addressable memory of the device pool for a copy of weights; its contents are unspecified.
     pub(crate) fn copy(&self, bytes: usize) -> Result<Region> {
         let (tier, tag) = (Tier::Device, Tag::Gathered);
         Ok(match &self.counters {
@@ -226,7 +227,7 @@ impl Tiers {
         })
     }
 
-    /// Records an event after the last write to the regions on a discrete device.
+    /// Records an event after the last write to the regions that a discrete device stores.
     ///
     /// # Errors
     /// When the device fails.
@@ -241,7 +242,7 @@ impl Tiers {
         Ok(access(backend)?.record_write(&mut states)?)
     }
 
-    /// Lends what lies on the device to whoever has it from here on ([`ResidentAccess::lend`]).
+    /// Lets another thread borrow the regions that a discrete device stores ([`ResidentAccess::lend`]).
     pub(crate) fn lend<'r>(&self, regions: impl Iterator<Item = &'r mut Region>) -> Result<()> {
         let Some(backend) = &self.discrete else {
             return Ok(());
@@ -250,7 +251,7 @@ impl Tiers {
         Ok(access(backend)?.lend(&mut states)?)
     }
 
-    /// Takes what was lent back.
+    /// Returns borrowed regions ([`ResidentAccess::give_back`]).
     pub(crate) fn take_back<'r>(
         &self,
         regions: impl Iterator<Item = &'r mut Region>,
@@ -262,7 +263,7 @@ impl Tiers {
         Ok(access(backend)?.give_back(&mut states)?)
     }
 
-    /// Waits until the disk has everything.
+    /// Waits until all writes to spill files are complete.
     ///
     /// # Errors
     /// When a write failed.
@@ -274,7 +275,7 @@ impl Tiers {
     }
 }
 
-/// Zeros in the memory of a discrete device.
+/// Allocates zeros in the memory of a discrete device.
 fn resident(backend: &Arc<dyn Backend>, elems: usize, dtype: DType, tag: Tag) -> Result<Region> {
     Ok(Region::Resident {
         states: access(backend)?.zeros(elems, dtype, tag)?,
@@ -282,7 +283,7 @@ fn resident(backend: &Arc<dyn Backend>, elems: usize, dtype: DType, tag: Tag) ->
     })
 }
 
-/// How the device keeps states.
+/// Access to states that a discrete device stores.
 pub(crate) fn access(backend: &Arc<dyn Backend>) -> Result<&dyn ResidentAccess> {
     let missing = || KernelError::Device {
         op: "keep states",
@@ -300,7 +301,7 @@ pub struct Spill {
 }
 
 impl Spill {
-    /// Files for some kinds of state, behind one queue.
+    /// Spill files for some kinds of state, with one disk queue.
     #[must_use]
     pub fn new(io: SpillIo, files: impl IntoIterator<Item = (StateKind, SpillFile)>) -> Self {
         Self {
@@ -310,19 +311,19 @@ impl Spill {
         }
     }
 
-    /// Traffic so far.
+    /// Traffic since the start.
     #[must_use]
     pub fn stats(&self) -> SpillStats {
         self.io.stats()
     }
 
-    /// What the files hold, by tag.
+    /// Pool that counts the bytes in the files, by tag.
     #[must_use]
     pub fn pool(&self) -> &Pool {
         &self.pool
     }
 
-    /// Bytes of all files.
+    /// Total size of the files in bytes.
     #[must_use]
     pub fn file_bytes(&self) -> u64 {
         let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
@@ -345,34 +346,34 @@ impl Spill {
     }
 }
 
-/// Bytes on one tier.
+/// Bytes of one state on one tier.
 #[derive(Debug)]
 pub enum Region {
     /// A block of the device pool.
     Device(Block),
     /// Memory of a discrete device.
     Resident {
-        /// The elements.
+        /// The elements in device memory.
         states: Resident,
         /// The device.
         backend: Arc<dyn Backend>,
     },
-    /// A memory map.
+    /// A memory map in host memory.
     Mapped {
         /// The map, page aligned, at least `len` bytes.
         map: MmapMut,
-        /// Bytes in use.
+        /// Number of bytes in use.
         len: usize,
-        /// Its place in the host pool's counters.
+        /// Its reservation in the host pool.
         counted: Reservation,
     },
-    /// Part of a spill file.
+    /// An extent of a spill file.
     Spilled {
-        /// Where.
+        /// The extent.
         extent: Extent,
-        /// The file's queue.
+        /// The spill files and their disk queue.
         spill: Arc<Spill>,
-        /// Its place in the counters.
+        /// Its reservation in the pool of spill files.
         counted: Reservation,
     },
     /// A region of a dry run: it has no bytes. Reads and writes do nothing, and its chunks are empty.
@@ -381,12 +382,12 @@ pub enum Region {
         tier: Tier,
         /// Number of bytes.
         len: usize,
-        /// What it takes of the counters.
+        /// The bytes that the counters count for it.
         count: Count,
     },
 }
 
-/// Values in device memory, or the block they would take in a dry run.
+/// Copies values to device memory; without values (dry run) it only allocates.
 pub(crate) fn upload(
     device: &dyn Backend,
     values: &[u8],
@@ -401,7 +402,7 @@ pub(crate) fn upload(
 }
 
 impl Region {
-    /// Where the bytes are.
+    /// Tier that stores the bytes.
     #[must_use]
     pub fn tier(&self) -> Tier {
         match self {
@@ -421,7 +422,7 @@ impl Region {
         }
     }
 
-    /// Bytes in use.
+    /// Number of bytes in use.
     #[must_use]
     pub fn len(&self) -> usize {
         match self {
@@ -432,13 +433,13 @@ impl Region {
         }
     }
 
-    /// Whether it holds nothing.
+    /// Whether the region has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The elements, where they rest on a discrete device.
+    /// The elements in memory of a discrete device; `None` on other tiers.
     #[must_use]
     pub fn resident(&self) -> Option<&Resident> {
         match self {
@@ -447,7 +448,7 @@ impl Region {
         }
     }
 
-    /// As [`Region::resident`], to be changed there.
+    /// The elements in memory of a discrete device, writable; `None` on other tiers.
     #[must_use]
     pub fn resident_mut(&mut self) -> Option<&mut Resident> {
         match self {
@@ -456,7 +457,7 @@ impl Region {
         }
     }
 
-    /// The bytes, where they are in memory that the host can address.
+    /// The bytes, if the host can address them.
     #[must_use]
     pub fn in_memory(&self) -> Option<&[u8]> {
         match self {
@@ -466,7 +467,7 @@ impl Region {
         }
     }
 
-    /// As [`Region::in_memory`], writable; nothing elsewhere.
+    /// The bytes, writable; empty if the host cannot address them.
     pub(crate) fn in_memory_mut(&mut self) -> &mut [u8] {
         match self {
             Self::Device(block) => block.as_bytes_mut(),
@@ -475,7 +476,7 @@ impl Region {
         }
     }
 
-    /// Copies the bytes from `offset` to `out`.
+    /// Copies bytes to `out`, starting at the byte `offset`. Does nothing in a dry run.
     ///
     /// # Errors
     /// When the disk or the device fails.
@@ -494,7 +495,7 @@ impl Region {
         }
     }
 
-    /// Writes `bytes` from `offset` on.
+    /// Writes `bytes`, starting at the byte `offset`. Does nothing in a dry run.
     ///
     /// # Errors
     /// When the disk or the device fails.
@@ -515,7 +516,7 @@ impl Region {
         }
     }
 
-    /// Starts to read the bytes of a window, if they are on a disk and a buffer is free.
+    /// Starts to read a chunk, if it is on disk and a buffer is free.
     pub(crate) fn read_ahead(&self, bytes: Range<usize>) -> Result<Option<PendingRead>> {
         match self {
             Self::Spilled { extent, spill, .. } => Ok(spill.io.read_ahead(extent, wide(&bytes))?),
@@ -523,7 +524,7 @@ impl Region {
         }
     }
 
-    /// The bytes of a window, from `ahead` where they were read before their turn.
+    /// Opens the chunk `bytes` of the region. `ahead` is its prefetch, if any.
     pub(crate) fn window(
         &mut self,
         bytes: Range<usize>,
@@ -564,7 +565,8 @@ impl Region {
         })
     }
 
-    /// A window to be filled with the bytes `from` of `source`, which lies on the same tier, changed and written here.
+    /// Opens the chunk `bytes` of the region with the contents `from` of `source`, which must be on the same tier.
+    /// Writes go to this region.
     pub(crate) fn chunk_from(
         &mut self,
         bytes: Range<usize>,
@@ -601,8 +603,8 @@ impl Region {
         Ok(RegionChunk::Memory(target))
     }
 
-    /// Runs `body` over the elements `range` of a region that begins at the group's element `start`, window by window
-    /// and in order; one window where they are in memory.
+    /// Calls `body` for the elements `range`, chunk by chunk in ascending order; memory the host can address is one
+    /// chunk. The region begins at the element `start` of the parameter group.
     pub(crate) fn for_each_chunk<T: Pod>(
         &mut self,
         start: usize,
@@ -636,8 +638,8 @@ impl Region {
         Ok(())
     }
 
-    /// Stores `values` as elements `target` of type `dtype`, rounded to nearest even; the region begins at the group's
-    /// element `start`.
+    /// Stores `values` as elements `target`, rounded to nearest even in `dtype`. The region begins at the element
+    /// `start` of the parameter group.
     pub(crate) fn write_rounded(
         &mut self,
         dtype: DType,
@@ -673,25 +675,25 @@ fn wide(bytes: &Range<usize>) -> Range<u64> {
     bytes.start as u64..bytes.end as u64
 }
 
-/// What a window is for.
+/// Kind of access to a chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Access {
-    /// Its contents are wanted.
+    /// The contents are read and not changed.
     Read,
-    /// All of it is overwritten that matters: on a disk the rest becomes zero.
+    /// The contents are overwritten. On disk and on a discrete device, bytes that are not written become zero.
     Write,
-    /// Both.
+    /// The contents are read and overwritten.
     Update,
 }
 
-/// Bytes of a region, in memory while the window is open.
+/// Bytes of a region, in memory the host can address while the chunk is open.
 #[derive(Debug)]
 pub(crate) enum RegionChunk<'r> {
-    /// The region itself.
+    /// Memory of the region itself.
     Memory(&'r mut [u8]),
-    /// A copy of what a discrete device has.
+    /// A copy of memory of a discrete device.
     Copied(Copied<'r>),
-    /// A copy.
+    /// A buffer of the disk queue.
     IoBuffer {
         io_buffer: IoBuffer,
         extent: &'r Extent,
@@ -713,7 +715,7 @@ impl RegionChunk<'_> {
         bytemuck::cast_slice_mut(self.as_mut_bytes())
     }
 
-    /// Ends the window; what was changed goes to the region.
+    /// Closes the chunk; changed bytes are written to the region.
     pub(crate) fn commit(self) -> Result<()> {
         match self {
             Self::IoBuffer {
@@ -729,17 +731,17 @@ impl RegionChunk<'_> {
 }
 
 thread_local! {
-    /// Memory of the last copy, for the next: a fresh one is cleared, or its pages are, which takes longer than the bus.
+    /// Memory of the last copy, reused by the next one. Clearing new memory takes longer than the copy over the bus.
     static COPY: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Bytes of a discrete device in host memory.
+/// Copy in host memory of some bytes of a discrete device.
 #[derive(Debug)]
 pub(crate) struct Copied<'r> {
     states: &'r mut Resident,
     backend: &'r Arc<dyn Backend>,
     at: usize,
-    /// In words, so that elements of every type are aligned.
+    /// The bytes in words, so that elements of every dtype are aligned.
     words: Vec<u32>,
     len: usize,
     written: bool,
@@ -785,7 +787,8 @@ impl Drop for Copied<'_> {
     }
 }
 
-/// `range` in pieces of at most `most` elements that end at multiples of `most`, which is one of [`WINDOW_ALIGN`].
+/// Divides `range` into chunks of at most `most` elements that end at multiples of `most`. `most` must be a multiple of
+/// [`WINDOW_ALIGN`].
 pub(crate) fn region_chunks(
     range: Range<usize>,
     most: usize,
@@ -842,7 +845,7 @@ mod tests {
     #[test]
     fn every_tier_reads_back_what_chunks_of_any_start_wrote() {
         let (_parent, tiers) = on_disk(IoPath::Mapped);
-        // Three windows, the first and the last not whole, and a start in the middle of a block.
+        // Three chunks: the first and the last are not whole, and the range starts inside a block.
         let range = 4_128..2 * REGION_CHUNK_ELEMS + 9_600;
         let values: Vec<f32> = range.clone().map(|i| i as f32).collect();
         for tier in [Tier::Device, Tier::Host, Tier::Nvme] {

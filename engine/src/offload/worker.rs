@@ -26,8 +26,8 @@ enum Jobs<J, B> {
 }
 
 impl<J: Send + 'static, B: Send + 'static> Worker<J, B> {
-    /// Starts the thread. `work` must release what it borrows before the job is returned: the receiver of the job
-    /// owns everything again.
+    /// Starts the thread. `work` must release what it borrows before the job is returned, because the receiver of the
+    /// job then owns everything again.
     pub(crate) fn start(
         name: &str,
         mut work: impl FnMut(&mut J, B) + Send + 'static,
@@ -91,7 +91,7 @@ impl<J, B> Drop for Worker<J, B> {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread was already reported as a missing answer.
+            // A panic of the thread was already reported as a missing job.
             thread.join().ok();
         }
     }

@@ -1,4 +1,4 @@
-//! Number format and tier of every kind of state: the row of the table that a run prints.
+//! Number format and tier of every kind of state, as a run prints them.
 
 use super::{GroupKind, MASTER, Plan, Tier};
 use kernels::DType;
@@ -8,20 +8,20 @@ use std::fmt;
 /// Element types and tiers of one run.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Formats {
-    /// Weights.
+    /// Dtype and tier of the weights.
     pub weights: (DType, Tier),
-    /// Gradients in reductions between ranks.
+    /// Dtype of gradients in reductions between ranks.
     pub reduced: DType,
-    /// Gradients summed over micro-batches.
+    /// Dtype and tier of gradients summed over micro-batches.
     pub accumulated: (DType, Tier),
-    /// f32 master weights and the optimizer's states per element, with their names.
+    /// Names and dtypes of the f32 master weights and the optimizer's states per element, and their tier.
     pub optimizer: (Vec<(&'static str, DType)>, Tier),
-    /// Stored inputs of checkpointed segments.
+    /// Tier of the saved inputs of checkpointed segments.
     pub activation: Tier,
 }
 
 impl Plan {
-    /// Number formats and tiers, for an optimizer with the states `slots`.
+    /// Number formats and tiers of a run. `slots` are the optimizer's states per element.
     #[must_use]
     pub fn formats(&self, slots: &[StateSlot]) -> Formats {
         let config = self.config();

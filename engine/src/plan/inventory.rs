@@ -1,7 +1,7 @@
-//! What a rank stores between passes: every state, its elements, element type and tier.
+//! Inventory: every state that a rank stores between passes, with its elements, dtype and tier.
 //!
-//! The rows are derived here alone. The store allocates them in their order, memory and spill files are sums of them, and
-//! a dry run counts them because it runs the store.
+//! Only this module derives the rows. The store allocates them in order; memory reports and sizes of spill files are
+//! sums over them. A dry run counts them because it runs the store.
 
 use super::blocks::WINDOW_ALIGN;
 use super::{GroupKind, GroupLayout, Plan, StateKind, Tier, UnitPlan};
@@ -10,19 +10,19 @@ use kernels::{DType, Tag};
 use optim::StateSlot;
 use std::ops::Range;
 
-/// Name of the f32 copy of weights in rows and checkpoints.
+/// Name of the f32 master weights in rows and checkpoints.
 pub const MASTER: &str = "master";
 
 /// What a row stores.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stored {
-    /// Weights of a group.
+    /// Weights of a parameter group.
     Weights(GroupKind),
     /// Gradients summed over micro-batches.
     Gradients,
     /// Optimizer state by its name in checkpoints: [`MASTER`] or a slot of the update rule.
     State(&'static str),
-    /// Gradients of any one unit until an update in backward consumes them.
+    /// Buffer of any one unit's gradients until its optimizer in backward consumes them.
     Waiting,
 }
 
@@ -33,29 +33,29 @@ pub struct Row {
     pub unit: Option<UnitId>,
     /// What it stores.
     pub what: Stored,
-    /// Whether this is the second copy, which an update in backward writes.
+    /// Whether this is the second copy, which the optimizer in backward writes.
     pub spare: bool,
-    /// Elements of the group.
+    /// Range of elements in the parameter group.
     pub range: Range<usize>,
-    /// Their type.
+    /// Dtype of the elements.
     pub dtype: DType,
-    /// Where they are stored.
+    /// Tier in which they are stored.
     pub tier: Tier,
 }
 
 impl Row {
-    /// Bytes, without padding of a disk.
+    /// Number of bytes, without padding on disk.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         (self.range.len() * self.dtype.size_bytes()) as u64
     }
 
-    /// Bytes after a block boundary at which it begins on a disk.
+    /// Number of bytes between a block boundary and the first byte on disk.
     pub(crate) fn phase(&self) -> u64 {
         (self.range.start % WINDOW_ALIGN * self.dtype.size_bytes()) as u64
     }
 
-    /// The kind of state, which has its own tier and spill file.
+    /// The kind of state, which decides tier and spill file.
     #[must_use]
     pub fn kind(&self) -> StateKind {
         match self.what {
@@ -64,7 +64,7 @@ impl Row {
         }
     }
 
-    /// What a pool counts it as.
+    /// Tag under which a memory pool counts the state.
     pub(crate) fn tag(&self) -> Tag {
         match self.what {
             Stored::Weights(_) => Tag::Parameters,
@@ -75,7 +75,7 @@ impl Row {
 }
 
 impl Plan {
-    /// Element type of the weights of a group.
+    /// Dtype of the weights of a parameter group.
     #[must_use]
     pub fn dtype_of(&self, group: GroupKind) -> DType {
         match group {
@@ -83,13 +83,13 @@ impl Plan {
         }
     }
 
-    /// Elements of a group whose weights `rank` stores.
+    /// Range of elements of a parameter group whose weights `rank` stores.
     pub(crate) fn stored_range(&self, unit: UnitId, group: GroupKind, rank: usize) -> Range<usize> {
         let shards = self.config().stage.shards_parameters();
         self.part(self.unit(unit).group(group), shards, rank)
     }
 
-    /// Elements of a trainable group that `rank` updates.
+    /// Range of elements of the trainable group that `rank` updates.
     pub(crate) fn updated_range(&self, unit: UnitId, rank: usize) -> Range<usize> {
         let shards = self.config().stage.shards_optimizer();
         self.part(&self.unit(unit).trainable, shards, rank)
@@ -102,8 +102,8 @@ impl Plan {
         }
     }
 
-    /// What `rank` stores between passes, in the order of allocation. `slots` are the optimizer's. Empty groups have no
-    /// rows; activations depend on the batch and have none either.
+    /// All states that `rank` stores between passes, in the order of allocation. `slots` are the optimizer's states per
+    /// element. Empty parameter groups have no rows. Activations have none, since they depend on the batch.
     #[must_use]
     pub fn inventory(&self, rank: usize, slots: &[StateSlot]) -> Vec<Row> {
         let mut rows = Vec::new();
@@ -161,7 +161,7 @@ impl Plan {
         }
     }
 
-    /// Master weights, where the precision has any, and every slot.
+    /// Rows of the master weights, if the precision has any, and of every optimizer slot.
     fn state_rows(
         &self,
         unit: &UnitPlan,

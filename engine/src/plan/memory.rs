@@ -1,11 +1,11 @@
-//! Bytes of model states per rank, known before anything is allocated.
+//! Memory of model states per rank, known before anything is allocated.
 
 use super::{DeviceTransport, GroupKind, Plan, Stored, Tier};
 use kernels::DType;
 use optim::StateSlot;
 use serde::{Deserialize, Serialize};
 
-/// Bytes by tier.
+/// Number of bytes by tier.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct TierBytes {
     /// Device memory.
@@ -29,20 +29,20 @@ impl TierBytes {
 /// Bytes one rank needs for model states.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct MemoryReport {
-    /// Weights this rank keeps.
+    /// Weights that this rank stores.
     pub parameters: TierBytes,
     /// Accumulated gradients.
     pub gradients: TierBytes,
-    /// Master weights and moments.
+    /// Master weights and optimizer state.
     pub optimizer: TierBytes,
-    /// Most weights gathered at once (device).
+    /// Maximal bytes of gathered weights on the device.
     pub gathered: u64,
-    /// Most gradient buckets and other collectives in flight at once (device).
+    /// Maximal bytes of gradient buckets in flight on the device.
     pub communication: u64,
 }
 
 impl MemoryReport {
-    /// Everything on the device.
+    /// Bytes in device memory, gathered weights and buckets included.
     #[must_use]
     pub fn device_bytes(&self) -> u64 {
         self.parameters.device
@@ -52,7 +52,7 @@ impl MemoryReport {
             + self.communication
     }
 
-    /// Everything in host memory.
+    /// Bytes in host memory.
     #[must_use]
     pub fn host_bytes(&self) -> u64 {
         self.parameters.host + self.gradients.host + self.optimizer.host
@@ -60,7 +60,7 @@ impl MemoryReport {
 }
 
 impl Plan {
-    /// Whether a lease needs a buffer of its own instead of reading the weights where they are.
+    /// Whether a lease needs a buffer of its own, because the device does not store the whole weights.
     #[must_use]
     pub fn leases_copy(&self) -> bool {
         self.config().offload.param != Tier::Device || self.gathers_parameters()
@@ -72,7 +72,7 @@ impl Plan {
         self.config().stage.shards_parameters() && self.shards() > 1
     }
 
-    /// Whether devices gather weights and add up gradients among themselves.
+    /// Whether devices, instead of the communicator, gather weights and reduce gradients.
     #[must_use]
     pub fn devices_talk(&self) -> bool {
         let config = self.config();
@@ -81,35 +81,36 @@ impl Plan {
             && (self.gathers_parameters() || config.shards_gradients())
     }
 
-    /// Whether weights come to a discrete device one unit ahead of their use.
+    /// Whether weights are prefetched to a discrete device by one unit.
     #[must_use]
     pub fn prefetch_weights(&self) -> bool {
         let config = self.config();
         config.prefetch_weights && config.prefetch_units > 0 && self.leases_copy()
     }
 
-    /// Whether the devices gather them so.
+    /// Whether the devices prefetch their gathers by one unit.
     #[must_use]
     pub(crate) fn prefetches_gathers(&self) -> bool {
         self.prefetch_weights() && self.devices_talk() && self.gathers_parameters()
     }
 
-    /// Whether every rank keeps whole weights of which it updates a part.
+    /// Whether every rank stores whole weights but updates only its shard, and the ranks then exchange the shards.
     #[must_use]
     pub fn shares_updates(&self) -> bool {
         let stage = self.config().stage;
         stage.shards_optimizer() && !stage.shards_parameters() && self.shards() > 1
     }
 
-    /// Whether a device whose states are its own keeps what an update changes.
+    /// Whether the device tier stores the optimizer state of any trainable parameter, so a discrete device can update
+    /// it.
     #[must_use]
     pub fn steps_on_device(&self) -> bool {
         let trains = self.units().iter().any(|unit| !unit.trainable.is_empty());
         self.config().offload.optimizer == Tier::Device && trains
     }
 
-    /// Bytes of the training state in a checkpoint, of all ranks together: of every trained element its master weight
-    /// (without one, its weight) and the optimizer's `slots`.
+    /// Bytes of the training state in a checkpoint, over all ranks. Each trainable element has its master weight (or
+    /// its weight, without master weights) and the optimizer's `slots`.
     #[must_use]
     pub fn checkpoint_bytes(&self, slots: &[StateSlot]) -> u64 {
         let kept = match self.config().precision.has_master() {
@@ -121,7 +122,8 @@ impl Plan {
         trained as u64 * (kept.size_bytes() + slots) as u64
     }
 
-    /// Bytes of model states on each rank (shards are padded to equal size), with the optimizer's `slots`.
+    /// Memory of model states on each rank. `slots` are the optimizer's states per element. Shards have equal padded
+    /// sizes.
     #[must_use]
     pub fn memory(&self, slots: &[StateSlot]) -> MemoryReport {
         let mut report = MemoryReport::default();

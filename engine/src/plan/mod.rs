@@ -1,5 +1,6 @@
-//! Who owns which bytes, when each unit is gathered, and how many bytes that takes: a pure
-//! function of the model, the configuration and the world size, equal on every rank.
+//! The plan: which rank owns which bytes, when each unit is gathered, and how much memory that takes.
+//!
+//! It is a pure function of the model, the configuration and the world size, and is equal on every rank.
 
 pub(crate) mod blocks;
 mod formats;
@@ -27,7 +28,7 @@ use optim::Precision;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// What ZeRO shards, in DeepSpeed's numbers.
+/// ZeRO stage, in DeepSpeed's numbers: the model states that are sharded among ranks.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(try_from = "u8", into = "u8")]
 pub enum Stage {
@@ -42,17 +43,17 @@ pub enum Stage {
 }
 
 impl Stage {
-    /// Whether each rank keeps only its part of the optimizer state.
+    /// Whether each rank stores only its shard of the optimizer state.
     #[must_use]
     pub fn shards_optimizer(self) -> bool {
         self >= Self::Zero1
     }
-    /// Whether each rank keeps only its part of the accumulated gradients.
+    /// Whether each rank stores only its shard of the accumulated gradients.
     #[must_use]
     pub fn shards_gradients(self) -> bool {
         self >= Self::Zero2
     }
-    /// Whether each rank keeps only its part of the weights.
+    /// Whether each rank stores only its shard of the weights.
     #[must_use]
     pub fn shards_parameters(self) -> bool {
         self == Self::Zero3
@@ -80,7 +81,7 @@ impl From<Stage> for u8 {
     }
 }
 
-/// Where a kind of state lives.
+/// Memory tier in which a kind of state is stored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, Default)]
 #[serde(rename_all = "kebab-case")]
 pub enum Tier {
@@ -93,15 +94,15 @@ pub enum Tier {
     Nvme,
 }
 
-/// The kinds of state that have a tier of their own.
+/// Kinds of state that can be offloaded separately.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum StateKind {
     /// Weights.
     Param,
-    /// Master weights, moments and accumulated gradients.
+    /// Master weights, optimizer state and accumulated gradients.
     Optimizer,
-    /// Inputs of segments that run again in backward.
+    /// Saved inputs of checkpointed segments, which backward recomputes.
     Activation,
 }
 
@@ -109,7 +110,7 @@ impl StateKind {
     /// All kinds.
     pub const ALL: [Self; 3] = [Self::Param, Self::Optimizer, Self::Activation];
 
-    /// The word on the command line and in file names.
+    /// The kind's word on the command line and in file names.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -120,14 +121,14 @@ impl StateKind {
     }
 }
 
-/// Which state is moved off the device.
+/// Tier of every kind of state.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, Default)]
 pub struct Offload {
     /// Weights.
     pub param: Tier,
-    /// Master weights, moments and the gradients they are fed from.
+    /// Master weights, optimizer state and accumulated gradients.
     pub optimizer: Tier,
-    /// Inputs of segments that run again in backward.
+    /// Saved inputs of checkpointed segments, which backward recomputes.
     #[serde(default)]
     pub activation: Tier,
 }
@@ -146,7 +147,7 @@ impl Offload {
         }
     }
 
-    /// The tier of one kind.
+    /// The tier of one kind of state.
     #[must_use]
     pub const fn tier(&self, kind: StateKind) -> Tier {
         match kind {
@@ -167,59 +168,60 @@ pub enum GradDtype {
     Bf16,
 }
 
-/// What carries weights and gradients between ranks whose devices the host cannot address.
+/// Transport of weights and gradients between ranks with discrete devices.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, Default)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceTransport {
-    /// Host memory: the communicator's window, before they go to a device and after they come from it.
+    /// Host memory: the communicator moves the data; every rank copies it from and to its device.
     #[default]
     Host,
-    /// Devices read each other's memory: only a rank's own part passes its bus.
+    /// Devices read each other's memory. Each rank copies only its own shard over the host-to-device bus.
     Peers,
-    /// NCCL: the same, also between machines. It adds in an order of its own.
+    /// NCCL collectives, also between machines. NCCL adds in an order of its own, so last bits of sums may differ.
     Nccl,
 }
 
-/// The resolved settings of the engine.
+/// Resolved settings of the engine.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct ZeroConfig {
-    /// What is sharded.
+    /// ZeRO stage: what is sharded.
     pub stage: Stage,
-    /// Dtypes of weights and state.
+    /// Precision scheme: dtypes of weights and optimizer state.
     pub precision: Precision,
-    /// Element type of accumulated gradients; `None` is the precision's own.
+    /// Element type of accumulated gradients; `None` takes the default of the precision.
     #[serde(default)]
     pub grad_dtype: Option<GradDtype>,
-    /// Hybrid sharding: consecutive ranks that hold one copy of what is sharded; `None`: all ranks do.
+    /// Hybrid sharding: number of consecutive ranks that share one copy of the sharded states; `None` means all ranks.
     #[serde(default)]
     pub shard_group: Option<usize>,
-    /// Tiers.
+    /// Tier of every kind of state.
     pub offload: Offload,
-    /// What carries weights and gradients between discrete devices.
+    /// Transport of weights and gradients between discrete devices.
     #[serde(default)]
     pub device_transport: DeviceTransport,
-    /// Units gathered ahead of use.
+    /// Prefetch depth: number of units whose gathers start before they are used.
     pub prefetch_units: usize,
-    /// Whether weights that a discrete device does not store are copied to it one unit ahead of their use. The copy runs
-    /// beside the previous unit's work, and the device holds one more unit's weights.
+    /// Whether weights that a discrete device does not store are prefetched by one unit. The copy or gather runs during
+    /// the previous unit's work, and the device holds one more unit's weights.
     #[serde(default)]
     #[serde(rename = "uploads_ahead")]
     pub prefetch_weights: bool,
-    /// Most gradient buckets in flight at once.
+    /// Maximal number of gradient buckets in flight.
     pub buckets_in_flight: usize,
-    /// Runs of units, by index, of which only the first one's input is kept for backward: the others' are computed again
-    /// from it, before the run's backward ([`ModelSpec::layer_groups`]).
+    /// Groups of consecutive units, as ranges of unit indices, that save only the input of their first unit. Backward
+    /// recomputes the other inputs from it ([`ModelSpec::layer_groups`]).
     #[serde(default)]
     pub recomputed: Vec<Range<u32>>,
-    /// Elements of a shard updated at once.
+    /// Maximal number of elements of a shard that are updated at once.
     pub sub_group_elems: usize,
-    /// Clip gradients to this global norm.
+    /// Maximal global L2 norm of gradients; larger gradients are scaled down. `None` never clips.
     pub max_grad_norm: Option<f32>,
-    /// Updates that begin while backward runs; `None` begins them all behind it.
+    /// Units that are updated while backward runs; `None` begins all updates after backward.
     #[serde(default)]
     #[serde(rename = "early_step")]
     pub optimizer_in_backward: Option<OptimizerInBackward>,
-    /// Whether updates of states in host memory may go on beside the next pass, unit by unit in front of it ([`Plan::updates_in_forward`]).
+    /// Whether updates may run during the next forward pass, each before its unit is used
+    /// ([`Plan::updates_in_forward`]).
     #[serde(default)]
     #[serde(rename = "late_step")]
     pub optimizer_in_forward: bool,
@@ -228,8 +230,7 @@ pub struct ZeroConfig {
 }
 
 impl ZeroConfig {
-    /// Dtype of accumulated gradients: f32, except in pure bf16, whose promise of memory they keep;
-    /// or as the configuration says.
+    /// Dtype of accumulated gradients: the configured one, else bf16 in pure bf16 and f32 otherwise.
     #[must_use]
     pub fn grad_dtype(&self) -> DType {
         match (self.grad_dtype, self.precision) {
@@ -239,9 +240,8 @@ impl ZeroConfig {
         }
     }
 
-    /// Whether each rank accumulates only its part of the gradients. Sums in bf16 are sharded in
-    /// every stage: rounding must follow the reduction for stages to agree, so the sum is reduced
-    /// per micro-batch anyway and the other ranks' parts would be dead weight.
+    /// Whether each rank accumulates only its shard of the gradients. bf16 sums are sharded at every stage. Stages
+    /// agree only if rounding follows the reduction, so every micro-batch is reduced anyway.
     #[must_use]
     pub fn shards_gradients(&self) -> bool {
         self.stage.shards_gradients() || self.grad_dtype() == DType::BF16
@@ -270,27 +270,27 @@ impl Default for ZeroConfig {
     }
 }
 
-/// Why no plan exists.
+/// Reasons why a plan cannot be made.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
     /// The world is empty.
     #[error("the world size is 0")]
     EmptyWorld,
-    /// Groups that do not divide the world, or where nothing is sharded.
+    /// The shard groups do not divide the world, or the stage shards nothing.
     #[error("{world_size} ranks at stage {} cannot be divided into shard groups of {group}", *stage as u8)]
     ShardGroup {
-        /// Ranks of a group.
+        /// Number of ranks of a shard group.
         group: usize,
         /// Number of ranks.
         world_size: usize,
         /// The stage.
         stage: Stage,
     },
-    /// NCCL has one group of all ranks.
+    /// Shard groups smaller than the world do not work with NCCL, which has one group of all ranks.
     #[error("collectives by NCCL run among all {world_size} ranks, not in shard groups of {group}")]
     GroupsInNccl {
-        /// Ranks of a group.
+        /// Number of ranks of a shard group.
         group: usize,
         /// Number of ranks.
         world_size: usize,
@@ -303,10 +303,10 @@ pub enum PlanError {
         /// Its unit.
         unit: u32,
     },
-    /// Units whose inputs cannot be computed again together.
+    /// A recompute group is empty, overlaps another one, or has a unit that backward does not visit.
     #[error("recompute group {}..{} is not a run of consecutive units after the previous group", group.start, group.end)]
     Recomputed {
-        /// Their indices.
+        /// Range of unit indices.
         group: Range<u32>,
     },
     /// Two parameters share a name.
@@ -317,7 +317,7 @@ pub enum PlanError {
     },
 }
 
-/// The plan: layout, schedule and memory.
+/// The plan of a run: layout, schedule and memory, equal on every rank.
 #[derive(Clone, Debug)]
 pub struct Plan {
     spec: ModelSpec,
@@ -325,15 +325,15 @@ pub struct Plan {
     world_size: usize,
     units: Vec<UnitPlan>,
     first_element: Vec<u64>,
-    /// By unit: whether its update begins while backward runs.
+    /// By unit: whether it is updated in backward.
     early: Vec<bool>,
 }
 
 impl Plan {
-    /// Lays out `spec` for `world_size` ranks.
+    /// Makes the plan of `spec` for `world_size` ranks.
     ///
     /// # Errors
-    /// When the declaration is inconsistent.
+    /// When the model's declaration or the settings are inconsistent.
     pub fn new(spec: ModelSpec, config: ZeroConfig, world_size: usize) -> Result<Self, PlanError> {
         if world_size == 0 {
             return Err(PlanError::EmptyWorld);
@@ -391,7 +391,7 @@ impl Plan {
         })
     }
 
-    /// The model.
+    /// The model's description.
     #[must_use]
     pub fn spec(&self) -> &ModelSpec {
         &self.spec
@@ -409,13 +409,13 @@ impl Plan {
         self.world_size
     }
 
-    /// Number of parts into which sharded data is cut.
+    /// Number of shards of sharded states: the size of a shard group, or of the world.
     #[must_use]
     pub fn shards(&self) -> usize {
         self.config.shard_group.unwrap_or(self.world_size)
     }
 
-    /// The shard that `rank` holds.
+    /// Index of the shard that `rank` stores, less than [`Plan::shards`].
     #[must_use]
     pub fn shard_of(&self, rank: usize) -> usize {
         rank % self.shards()
@@ -433,20 +433,20 @@ impl Plan {
         &self.units[id.index()]
     }
 
-    /// Index of the parameter's first element when all parameters are laid one behind the other
-    /// without padding: the key of stochastic rounding, independent of the world size.
+    /// Index of the parameter's first element in the concatenation of all parameters without padding. It keys
+    /// stochastic rounding and does not depend on the world size.
     #[must_use]
     pub fn first_element(&self, id: ParamId) -> u64 {
         self.first_element[id.index()]
     }
 
-    /// The gathers of one pass, in order.
+    /// The uses of units in one pass, in order.
     #[must_use]
     pub fn schedule(&self, kind: PassKind) -> Vec<Entry> {
         schedule::schedule(&self.units, &self.config.recomputed, kind)
     }
 
-    /// Whether the input of `unit` is computed again instead of being kept for backward.
+    /// Whether backward recomputes the input of `unit` instead of loading a saved one.
     #[must_use]
     pub fn recomputes_input(&self, unit: UnitId) -> bool {
         let groups = &self.config.recomputed;
@@ -454,7 +454,7 @@ impl Plan {
         groups.iter().any(inner)
     }
 
-    /// Fingerprint of everything that must agree between ranks.
+    /// Fingerprint of model, settings and world size, which must agree between ranks: 16 hex digits of BLAKE3.
     #[must_use]
     pub fn hash(&self) -> String {
         let mut hasher = blake3::Hasher::new();

@@ -1,27 +1,27 @@
-//! Which units are updated while backward still runs, and what becomes of their gradients.
+//! Choice of the units that are updated in backward or in forward, and of the gradients that an update consumes.
 //!
-//! Such a unit keeps its optimizer state and its part of the weights twice. The update reads one copy and writes the
-//! other; they change places when the global norm is known and nothing contradicts, so that a step that clips or skips
-//! has lost nothing, and every result has the bits of an update behind the pass.
+//! A unit that is updated in backward has two copies of its optimizer state and of this rank's weights. The update
+//! reads one copy and writes the other. The copies are swapped when the global norm is known and needs no clipping or
+//! skip. Otherwise the first copy is unchanged. Every result has the same bits as an update after the pass.
 
 use super::{DeviceTransport, Plan, Tier, UnitPlan, ZeroConfig};
 use crate::spec::UnitId;
 use serde::{Deserialize, Serialize};
 
-/// Units at the thread of updates in backward: one is updated, one waits.
+/// Maximal number of units at the thread of the optimizer in backward: one is updated, one waits.
 pub(crate) const JOBS: usize = 2;
 
-/// Updates that begin while backward runs.
+/// Settings of the optimizer in backward.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct OptimizerInBackward {
-    /// Most elements of a rank that are updated early. Units nearest to the loss, whose gradients come first, are
-    /// chosen first.
+    /// Maximal number of elements of a rank that are updated in backward. Units nearest to the loss are chosen first,
+    /// because their gradients are complete first.
     pub most_elems: u64,
-    /// Whether every update has one micro-batch.
+    /// Whether every update has exactly one micro-batch.
     pub single_micro_batch: bool,
 }
 
-/// By unit, whether it is updated early: where a rank has the final sum of what it updates before the pass ends.
+/// By unit, whether it is updated in backward. No unit is, unless final sums are known before the pass ends.
 pub(super) fn chosen(config: &ZeroConfig, world_size: usize, units: &[UnitPlan]) -> Vec<bool> {
     let mut chosen = vec![false; units.len()];
     let Some(early) = config.optimizer_in_backward else {
@@ -45,13 +45,13 @@ pub(super) fn chosen(config: &ZeroConfig, world_size: usize, units: &[UnitPlan])
     chosen
 }
 
-/// Whether a rank has the final sums of what it updates before a pass ends.
+/// Whether a rank has the final sums of the elements it updates before a pass ends.
 fn sums_in_the_pass(config: &ZeroConfig, world_size: usize) -> bool {
     world_size == 1 || config.shards_gradients() && config.stage.shards_optimizer()
 }
 
 impl Plan {
-    /// Elements of a rank that are updated early where [`OptimizerInBackward::most_elems`] bounds nothing; 0 where none can be.
+    /// Upper bound of [`OptimizerInBackward::most_elems`]: all elements that a rank updates; 0 if no unit can be.
     #[must_use]
     pub fn most_elems_in_backward(&self) -> u64 {
         if !sums_in_the_pass(self.config(), self.world_size()) {
@@ -67,14 +67,14 @@ impl Plan {
         self.early[unit.index()]
     }
 
-    /// Whether any unit is.
+    /// Whether any unit is updated in backward.
     #[must_use]
     pub fn any_updates_in_backward(&self) -> bool {
         self.early.contains(&true)
     }
 
-    /// Whether the gradients of `unit` go into its update as they come and are kept nowhere: with one micro-batch there
-    /// is nothing to add, and without clipping nothing can ask for another factor.
+    /// Whether the update consumes the gradients of `unit` directly, so that no sum is stored. That needs a single
+    /// micro-batch per update, and no clipping, because a clip factor is known only after the pass.
     #[must_use]
     pub fn consumes_gradients(&self, unit: UnitId) -> bool {
         let config = self.config();
@@ -84,7 +84,7 @@ impl Plan {
         self.updates_in_backward(unit) && single && config.max_grad_norm.is_none()
     }
 
-    /// Most elements whose gradients wait to be consumed at once, for each of the buffers they wait in; 0 where none are.
+    /// Number of elements of each buffer of consumed gradients; 0 if no gradients are consumed.
     #[must_use]
     pub(crate) fn waiting_elems(&self) -> usize {
         let consumed = self
@@ -97,8 +97,8 @@ impl Plan {
             .unwrap_or(0)
     }
 
-    /// Buffers in which gradients wait to be consumed: for each unit at the thread that does so, and for each on its way
-    /// from the devices that added them up.
+    /// Number of buffers of consumed gradients: one for each unit at the update thread, and one for each reduction of
+    /// devices in flight.
     #[must_use]
     pub(crate) fn waiting_buffers(&self) -> usize {
         let config = self.config();
@@ -110,8 +110,9 @@ impl Plan {
         }
     }
 
-    /// Whether updates may go on beside the next pass. A disk has its own queue, and ranks that share what they updated
-    /// do so behind the update.
+    /// Whether updates may run during the next forward pass. They may not if weights or optimizer state are on disk,
+    /// whose queue already overlaps reads, updates and writes. They may not if ranks exchange weights or gradients
+    /// during the update either.
     #[must_use]
     pub fn updates_in_forward(&self) -> bool {
         let config = self.config();
@@ -122,7 +123,7 @@ impl Plan {
             && !self.gathers_gradients()
     }
 
-    /// Whether every rank updates everything with sums that are sharded (stage 0 in pure bf16).
+    /// Whether ranks gather sharded gradient sums, because every rank updates all elements (stage 0 with bf16 sums).
     pub(crate) fn gathers_gradients(&self) -> bool {
         let config = self.config();
         config.shards_gradients() && !config.stage.shards_optimizer()

@@ -1,6 +1,6 @@
-//! Groups of layers that store only the input of their first layer for backward (Chen et al., "Training Deep Nets
-//! with Sublinear Memory Cost", 2016). Backward runs a group forward once more, layer by layer, so the inner values
-//! of at most one layer exist at a time.
+//! Recompute groups: groups of layers that save only the input of their first layer for backward (Chen et al.,
+//! "Training Deep Nets with Sublinear Memory Cost", 2016). Before its backward a group runs forward once more, layer by
+//! layer. The inner values of at most one layer exist at a time.
 
 use super::{PlanError, UnitPlan};
 use crate::spec::{ModelSpec, UnitId};

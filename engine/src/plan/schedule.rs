@@ -11,7 +11,8 @@ pub enum Phase {
     Forward,
     /// Recompute: computes the inputs that a later unit's backward starts from.
     Recompute,
-    /// Backward: recomputes and backpropagates. When the lease ends, the unit's gradients are complete.
+    /// Backward: backpropagates, after recomputing values that forward did not save. When the lease ends, the unit's
+    /// gradients are complete.
     Backward,
 }
 
@@ -102,7 +103,7 @@ impl Pass {
         self.visits.is_none_or(|visits| visits.reads(kind))
     }
 
-    /// Whether the weights of entry `at` are still readable, because one of the `ahead` entries before it has the
+    /// Whether the weights of entry `at` are still readable, because one of the `ahead` entries before it uses the
     /// same unit.
     pub(crate) fn keeps(&self, at: usize, ahead: usize) -> bool {
         let unit = self.schedule[at].unit;

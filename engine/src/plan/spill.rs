@@ -1,4 +1,4 @@
-//! Bytes of spill files and of their buffers, known before anything is allocated.
+//! Sizes of spill files and of their buffers, known before anything is allocated.
 
 use super::blocks::{BLOCK_BYTES, SEGMENT_BYTES, extent_bytes, io_buffers};
 use super::{GroupKind, Plan, StateKind, Tier};

@@ -1,7 +1,7 @@
-//! The optimizer step on a device that keeps master weights and moments in its own memory.
+//! Optimizer step on a device that stores master weights and optimizer state in its own memory.
 //!
-//! Nothing crosses the bus but the numbers of the update: gradients are read where they were summed. Weights that rest
-//! elsewhere are updated in scratch memory and fetched, chunk by chunk.
+//! Only the scalars of the update are copied to the device; gradients are read where they were summed. Weights stored
+//! elsewhere are updated in scratch memory and copied from the device, chunk by chunk.
 
 use super::state::UnitState;
 use super::update::{Chunk, Rule, bytes};
@@ -13,26 +13,26 @@ use std::sync::Arc;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Where the gradients of a chunk are.
+/// Location of a chunk's gradients.
 pub(crate) enum Gradients<'a> {
-    /// Summed on the device: the elements of the chunk.
+    /// On the device: the elements of the chunk.
     There(Tensor),
-    /// In host memory: the same as bytes; none in a dry run.
+    /// In host memory: the bytes of the chunk's elements; empty in a dry run.
     Here(&'a [u8]),
 }
 
-/// The constants of updates in a device's memory: one entry for each pair of learning-rate factor and weight decay.
+/// Constants of an update in device memory: one entry for each pair of learning-rate factor and weight decay.
 #[derive(Debug)]
 pub(crate) struct DeviceStep {
     backend: Arc<dyn Backend>,
     table: Resident,
-    /// By parameter.
+    /// Index of a parameter's entry, by parameter.
     entries: Vec<usize>,
     form: Option<Form>,
 }
 
 impl DeviceStep {
-    /// Room for the constants of every parameter of a plan.
+    /// Allocates memory for the constants of every parameter of a plan.
     pub(crate) fn new(plan: &Plan, backend: Arc<dyn Backend>) -> Result<Self> {
         let most = plan.spec().params.len();
         let words = most * size_of::<Scalars>() / size_of::<f32>();
@@ -45,7 +45,8 @@ impl DeviceStep {
         })
     }
 
-    /// Takes the numbers of the coming update. `false` where the device does not know the rule: then the host steps.
+    /// Copies the scalars of the next update to the device. Returns false if the device cannot run the update rule; the
+    /// host then updates.
     pub(crate) fn begin(&mut self, rule: &Rule<'_>) -> Result<bool> {
         let (config, optimizer) = (rule.plan.config(), rule.optimizer);
         let Some((adamw, form)) = optimizer.rule.on_device(config.precision) else {
@@ -73,7 +74,7 @@ impl DeviceStep {
         Ok(true)
     }
 
-    /// Updates a chunk. `weights` begin at the group's element `weights_start`.
+    /// Updates a chunk. `weights` begin at the element `weights_start` of the parameter group.
     pub(crate) fn step(
         &self,
         plan: &Plan,

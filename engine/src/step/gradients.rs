@@ -13,27 +13,27 @@ use std::ops::Range;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Key of the rounding of one accumulation: update, micro-batch.
+/// Key of the stochastic rounding of one accumulation: (update, micro-batch).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RoundingKey {
     pub(crate) step: u64,
     pub(crate) micro_batch: u32,
 }
 
-/// The sum of a unit's gradients over micro-batches.
+/// Sum of a unit's gradients over micro-batches.
 #[derive(Debug)]
 pub(crate) struct Accumulator {
     region: Region,
     dtype: DType,
-    /// Elements of the group that are kept.
+    /// Range of elements in the parameter group that this rank sums.
     range: Range<usize>,
     filled: bool,
-    /// Sum of squares of everything kept, where it was cheaper to compute while adding than it is to read again.
+    /// Sum of squares of the whole sum, if the last addition computed it because reading a disk again costs more.
     squares: Option<f64>,
 }
 
 impl Accumulator {
-    /// An empty sum in the memory of `row`.
+    /// Creates an empty sum in the memory of an inventory row.
     pub(crate) fn new(row: &Row, region: Region) -> Self {
         Self {
             region,
@@ -44,18 +44,18 @@ impl Accumulator {
         }
     }
 
-    /// Forgets the sum.
+    /// Clears the sum.
     pub(crate) fn clear(&mut self) {
         self.filled = false;
         self.squares = None;
     }
 
-    /// Makes a sum without contributions zero.
+    /// Writes zeros if the sum has no contributions.
     pub(crate) fn record_write(&mut self) -> Result<()> {
         self.complete(std::iter::once(self.range.clone()))
     }
 
-    /// Ends a micro-batch that had nothing for the ranges `missing` of the group: the first makes them zero.
+    /// Ends a micro-batch without gradients for the ranges `missing`. The first micro-batch writes zeros to them.
     pub(crate) fn complete(&mut self, missing: impl Iterator<Item = Range<usize>>) -> Result<()> {
         if self.filled {
             return Ok(());
@@ -69,7 +69,7 @@ impl Accumulator {
             }
             return Ok(());
         }
-        // In units of two bytes, which every gradient is a multiple of.
+        // In units of two bytes: every gradient dtype is a multiple of them.
         let halves = self.dtype.size_bytes() / 2;
         for range in missing {
             let range = range.start * halves..range.end * halves;
@@ -83,7 +83,7 @@ impl Accumulator {
         Ok(())
     }
 
-    /// Adds a micro-batch's gradients of everything kept here; of a dry run there are none.
+    /// Adds a micro-batch's gradients of all elements this rank sums; `values` is empty in a dry run.
     pub(crate) fn add(
         &mut self,
         group: &GroupLayout,
@@ -96,7 +96,8 @@ impl Accumulator {
         Ok(())
     }
 
-    /// Adds a micro-batch's gradients of `range` of the group; each range once before [`Accumulator::complete`].
+    /// Adds a micro-batch's gradients of one `range` of the parameter group. Each range comes once before
+    /// [`Accumulator::complete`].
     pub(crate) fn add_part(
         &mut self,
         group: &GroupLayout,
@@ -126,7 +127,7 @@ impl Accumulator {
         } else {
             Access::Write
         };
-        // Reading a disk again for the norm would cost more than the sum.
+        // Reading the disk again for the norm would cost more than this sum.
         let whole = range == self.range;
         let mut squares = (whole && self.region.tier() == Tier::Nvme).then(Squares::default);
         if self.dtype == DType::BF16 {
@@ -163,7 +164,7 @@ impl Accumulator {
         Ok(())
     }
 
-    /// As [`Accumulator::add_part`] where sums rest on the device that has the values.
+    /// Adds as [`Accumulator::add_part`], for sums stored on the device that has the values.
     pub(crate) fn add_on_device(
         &mut self,
         group: &GroupLayout,
@@ -193,7 +194,8 @@ impl Accumulator {
         Ok(())
     }
 
-    /// Adds a micro-batch's gradients of everything kept here, from the device on which they rest, in parts.
+    /// Adds a micro-batch's gradients of all elements this rank sums, from consecutive tensors on the device that
+    /// stores the sums.
     pub(crate) fn add_all_on_device(
         &mut self,
         group: &GroupLayout,
@@ -211,7 +213,7 @@ impl Accumulator {
         Ok(())
     }
 
-    /// `range` of the group where it rests on a discrete device.
+    /// View of the elements `range` of the parameter group; `None` unless a discrete device stores the sum.
     pub(crate) fn on_device(&self, range: Range<usize>) -> Result<Option<Tensor>> {
         let start = self.range.start;
         let states = self.region.resident();
@@ -219,7 +221,7 @@ impl Accumulator {
         Ok(part.transpose()?)
     }
 
-    /// The elements `range` of the group as f32.
+    /// Reads the elements `range` of the parameter group as f32.
     pub(crate) fn read_f32(&mut self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         let (start, first) = (self.range.start, range.start);
         let own = |part: &Range<usize>| part.start - first..part.end - first;
@@ -240,23 +242,23 @@ impl Accumulator {
             })
     }
 
-    /// Everything kept.
+    /// Memory of the sum.
     pub(crate) fn region(&self) -> &Region {
         &self.region
     }
 
-    /// Everything kept, for what replaces it: what is known of the old values is forgotten.
+    /// Memory of the sum, for writes; drops the known sum of squares.
     pub(crate) fn region_mut(&mut self) -> &mut Region {
         self.squares = None;
         &mut self.region
     }
 
-    /// Everything kept, for windows that only read.
+    /// Memory of the sum, for chunks that only read.
     pub(crate) fn region_read(&mut self) -> &mut Region {
         &mut self.region
     }
 
-    /// Elements of the group that are kept.
+    /// Range of elements in the parameter group that this rank sums.
     pub(crate) fn range(&self) -> Range<usize> {
         self.range.clone()
     }
@@ -265,12 +267,12 @@ impl Accumulator {
         self.dtype
     }
 
-    /// Where the sum is kept.
+    /// Tier that stores the sum.
     pub(crate) fn tier(&self) -> Tier {
         self.region.tier()
     }
 
-    /// Sum of squares of `range` of the group.
+    /// Sum of squares of the elements `range` of the parameter group.
     pub(crate) fn sum_of_squares(&mut self, range: Range<usize>) -> Result<f64> {
         if let Some(known) = self.squares
             && range == self.range
@@ -299,7 +301,8 @@ impl Accumulator {
     }
 }
 
-/// Gradients that are consumed as they come: rounded as their sum would be, and their squares added.
+/// Gradients that an update consumes without a stored sum. They are rounded as their sum would be, and their squares
+/// are added up.
 pub(crate) struct Consumed<'a> {
     group: &'a GroupLayout,
     plan: &'a Plan,
@@ -322,7 +325,7 @@ impl<'a> Consumed<'a> {
         }
     }
 
-    /// The elements `range` of the group as the update reads them; ranges come in order.
+    /// Bytes of the elements `range` of the parameter group in the sum's dtype. Calls come in ascending order.
     pub(crate) fn take<'v>(&'v mut self, range: Range<usize>, values: &'v [f32]) -> &'v [u8] {
         let Some(rounding) = &self.rounding else {
             self.squares.push(values);
@@ -335,14 +338,14 @@ impl<'a> Consumed<'a> {
         bytemuck::cast_slice(&self.sums)
     }
 
-    /// Sum of squares of everything taken.
+    /// Sum of squares of all gradients taken.
     pub(crate) fn squares(self) -> f64 {
         self.squares.total()
     }
 }
 
-/// Random numbers of one accumulation: keyed by (seed, update, micro-batch, logical element), so that the sum does not
-/// depend on world size or layout beyond the values themselves.
+/// Random stream of stochastic rounding in one accumulation. Its key is (seed, update, micro-batch, index of the
+/// element in the model), so rounding does not depend on world size or layout.
 struct Rounding {
     stream: RandomStream,
     time: u64,
@@ -356,7 +359,8 @@ impl Rounding {
         }
     }
 
-    /// Where element `element` of a parameter whose first is `first_element` of the run stands.
+    /// Position in the random stream of a parameter's element `element`; `first_element` is the parameter's first
+    /// element in the model.
     fn place(&self, first_element: u64, element: usize) -> RoundingPosition {
         RoundingPosition {
             stream: self.stream,
@@ -365,7 +369,7 @@ impl Rounding {
         }
     }
 
-    /// Adds `values` to the elements `range` of a group.
+    /// Adds `values` to `sums`, which are the elements `range` of a parameter group.
     fn add(
         &self,
         group: &GroupLayout,
@@ -383,7 +387,7 @@ impl Rounding {
     }
 }
 
-/// A [`SquareSum`] that takes values in pieces of any length.
+/// A [`SquareSum`] that accepts slices of any length.
 #[derive(Default)]
 struct Squares {
     sum: SquareSum,

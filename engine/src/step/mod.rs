@@ -1,4 +1,5 @@
-//! The update of one unit: its gradients, its state, the rule, and the threads that update during backward and forward.
+//! Update of one unit: gradients, optimizer state, the update rule, and the threads that update in backward and in
+//! forward.
 
 pub(crate) mod device_step;
 pub(crate) mod gradients;
@@ -13,7 +14,7 @@ use std::sync::Arc;
 /// Optimizer settings of a run.
 #[derive(Clone, Debug)]
 pub struct OptimizerConfig {
-    /// The update rule.
+    /// The update rule, e.g. [`optim::AdamW`].
     pub rule: Arc<dyn Optimizer>,
     /// Weight decay and learning-rate factor of every parameter, by [`ParamId`](crate::ParamId).
     pub groups: Vec<GroupOptions>,

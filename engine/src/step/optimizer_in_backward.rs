@@ -1,8 +1,8 @@
-//! Updates beside backward: a thread that steps a unit as soon as its gradients are final, into the unit's spare.
+//! Optimizer in backward: a thread updates a unit as soon as its gradients are final, into the unit's second copy.
 //!
-//! What a unit needs moves to the thread and back, so nothing is shared. At most one unit waits while another is
-//! stepped: that bounds the gradients that wait, and a slow optimizer slows backward down instead of filling memory.
-//! Only time depends on the thread: every element has one update, of the same numbers as behind the pass.
+//! A unit's memory moves to the thread and back, so nothing is shared. At most one unit waits while another is updated.
+//! This bounds the memory of waiting gradients: a slow optimizer slows backward down. The thread affects only time.
+//! Every element gets one update, with the same numbers as after the pass.
 
 use super::OptimizerConfig;
 use super::gradients::{Accumulator, Consumed, RoundingKey};
@@ -22,35 +22,35 @@ use std::time::{Duration, Instant};
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Most elements of a chunk in memory: its windows are copied before they are stepped, and should still be in a cache.
+/// Maximal number of elements of a chunk in memory. Chunks are copied before the update and should still be in a cache.
 pub(crate) const CHUNK_ELEMS: usize = 1 << 20;
 
-/// The gradients of a unit.
+/// Gradients of a unit for its update.
 #[derive(Debug)]
 pub(crate) enum Gradients {
-    /// Their sum, which stays.
+    /// The sum over micro-batches, which the update does not change.
     Summed(Accumulator),
-    /// The only micro-batch's, f32, for the elements of the unit's state.
+    /// The only micro-batch's gradients, f32, of the elements whose state this rank stores; the update consumes them.
     Coming(Region, RoundingKey),
 }
 
-/// A unit on its way to the thread and back.
+/// Job: update one unit.
 #[derive(Debug)]
 pub(crate) struct BackwardJob {
     pub(crate) unit: UnitId,
     pub(crate) gradients: Gradients,
     pub(crate) state: UnitState,
-    /// Sum of squares of gradients that were consumed.
+    /// Sum of squares of consumed gradients.
     pub(crate) squares: Option<f64>,
     pub(crate) outcome: Result<()>,
-    /// Time at the thread.
+    /// Duration of the update.
     pub(crate) took: Duration,
 }
 
-/// Resting weights, and the element of the group at which they begin.
+/// Stored weights, and the element of the parameter group at which they begin.
 pub(crate) type Weights = (Arc<Region>, usize);
 
-/// The thread of one update.
+/// Handle of the thread of one update.
 #[derive(Debug)]
 pub(crate) struct BackwardUpdates {
     scalars: Scalars,
@@ -58,7 +58,7 @@ pub(crate) struct BackwardUpdates {
 }
 
 impl BackwardUpdates {
-    /// Starts the thread of the update with `scalars`.
+    /// Starts the thread of an update with the numbers `scalars`.
     pub(crate) fn start(
         plan: Arc<Plan>,
         optimizer: Arc<OptimizerConfig>,
@@ -83,22 +83,22 @@ impl BackwardUpdates {
         Ok(Self { scalars, thread })
     }
 
-    /// The numbers that units are stepped with.
+    /// Numbers of the update.
     pub(crate) fn scalars(&self) -> Scalars {
         self.scalars
     }
 
-    /// Units at the thread.
+    /// Number of units at the thread.
     pub(crate) fn open(&self) -> usize {
         self.thread.open()
     }
 
-    /// Hands a unit over, and lets the thread read its weights.
+    /// Sends a unit to the thread, which may read `weights` until the unit returns.
     pub(crate) fn send(&mut self, job: BackwardJob, weights: Option<Weights>) -> Result<()> {
         Ok(self.thread.send(job, weights)?)
     }
 
-    /// Waits for the unit that was handed over first of those still there.
+    /// Waits for the oldest unit at the thread.
     pub(crate) fn receive(&mut self) -> Result<BackwardJob> {
         Ok(self.thread.receive()?)
     }
@@ -161,7 +161,7 @@ impl BackwardJob {
 }
 
 impl Gradients {
-    /// Runs `step` with the gradients of a chunk, and with the reads of what else it needs.
+    /// Calls `step` with the gradients of a chunk, and with the reads in flight of its weights and state.
     fn chunk(
         &mut self,
         chunk: &Chunk,

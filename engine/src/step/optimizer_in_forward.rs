@@ -1,8 +1,8 @@
-//! Updates beside the next pass: a thread that steps units in the order in which that pass leases them.
+//! Optimizer in forward: a thread updates units during the next forward pass, in the order in which the pass uses them.
 //!
-//! What a unit needs moves to the thread and back, so nothing is shared, and nothing is kept twice: the norm is known before
-//! the first unit goes, so that a step that clips is as good as any other. Whoever needs a unit waits for it. Only time
-//! depends on the thread: every element has one update, of the same numbers as before the pass.
+//! A unit's memory moves to the thread and back, so nothing is shared and no second copy is needed. The global norm is
+//! known before the first update, so clipping works as usual. A lease of a unit waits for its update. The thread
+//! affects only time. Every element gets one update, with the same numbers as before the pass.
 
 use super::OptimizerConfig;
 use super::gradients::Accumulator;
@@ -21,30 +21,30 @@ use std::time::{Duration, Instant};
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// A unit on its way to the thread and back.
+/// Job: update one unit.
 #[derive(Debug)]
 pub(crate) struct ForwardJob {
     pub(crate) unit: UnitId,
     pub(crate) gradients: Accumulator,
     pub(crate) weights: Arc<Region>,
-    /// Its element of the group at which the weights begin.
+    /// Element of the parameter group at which the weights begin.
     pub(crate) start: usize,
     pub(crate) state: UnitState,
     pub(crate) outcome: Result<()>,
-    /// Time at the thread.
+    /// Duration of the update.
     pub(crate) took: Duration,
 }
 
-/// The thread of one update.
+/// Handle of the thread of one update.
 #[derive(Debug)]
 pub(crate) struct ForwardUpdates {
     thread: Worker<ForwardJob, ()>,
-    /// Nobody wants what is left: a rank that failed ends at once.
+    /// Whether the remaining updates are canceled, so that a failed rank ends at once.
     given_up: Arc<AtomicBool>,
 }
 
 impl ForwardUpdates {
-    /// Starts the thread of the update with `scalars`.
+    /// Starts the thread of an update with the numbers `scalars`.
     pub(crate) fn start(
         plan: Arc<Plan>,
         optimizer: Arc<OptimizerConfig>,
@@ -71,17 +71,17 @@ impl ForwardUpdates {
         Ok(Self { thread, given_up })
     }
 
-    /// Units at the thread.
+    /// Number of units at the thread.
     pub(crate) fn open(&self) -> usize {
         self.thread.open()
     }
 
-    /// Hands a unit over.
+    /// Sends a unit to the thread.
     pub(crate) fn send(&mut self, job: ForwardJob) -> Result<()> {
         Ok(self.thread.send(job, ())?)
     }
 
-    /// Waits for the unit that was handed over first of those still there.
+    /// Waits for the oldest unit at the thread.
     pub(crate) fn receive(&mut self) -> Result<ForwardJob> {
         Ok(self.thread.receive()?)
     }
@@ -89,7 +89,7 @@ impl ForwardUpdates {
 
 impl Drop for ForwardUpdates {
     fn drop(&mut self) {
-        // The thread is waited for behind this.
+        // Dropping `thread` afterwards waits for the thread.
         self.given_up.store(true, Ordering::Relaxed);
     }
 }
@@ -102,7 +102,7 @@ impl ForwardJob {
             unit: rule.plan.spec().units[unit.index()].name.clone(),
         })?;
         let of_unit = [(unit, self.state.range())];
-        // A copy to and from a device costs as much to begin as a million elements cost.
+        // Starting a copy to or from a device costs as much as copying a million elements.
         let most = match weights.resident() {
             Some(_) => COPY_ELEMS,
             None => CHUNK_ELEMS,

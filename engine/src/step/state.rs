@@ -7,17 +7,17 @@ use crate::plan::{MASTER, Row, Stored};
 use kernels::DType;
 use std::ops::Range;
 
-/// State of the elements `range` of a unit's trainable group.
+/// Master weights and optimizer state of the elements `range` of a unit's trainable group.
 #[derive(Debug)]
 pub(crate) struct UnitState {
     range: Range<usize>,
-    /// Master weights where the precision has any, then the optimizer's slots.
+    /// Master weights, if the precision has any, then the optimizer's slots.
     kinds: Vec<Kind>,
-    /// The weights that an update in backward writes.
+    /// Second copy of this rank's part of the weights, which an optimizer in backward writes.
     spare_weights: Option<Region>,
 }
 
-/// One state, and the second copy that an update in backward writes.
+/// One state and, for an optimizer in backward, its second copy.
 #[derive(Debug)]
 struct Kind {
     name: &'static str,
@@ -27,7 +27,7 @@ struct Kind {
 }
 
 impl UnitState {
-    /// State of `range` without memory; [`UnitState::add`] brings it, row by row.
+    /// Creates the state of `range` without memory; [`UnitState::add`] adds memory row by row.
     pub(crate) fn new(range: Range<usize>) -> Self {
         Self {
             range,
@@ -36,7 +36,7 @@ impl UnitState {
         }
     }
 
-    /// Takes the memory of one row of the inventory.
+    /// Adds the memory of one row of the inventory.
     pub(crate) fn add(&mut self, row: &Row, region: Region) {
         match row.what {
             Stored::State(name) if row.spare => {
@@ -55,7 +55,8 @@ impl UnitState {
         }
     }
 
-    /// Copies the f32 values of `part` (elements of the group) that this rank keeps a master of.
+    /// Copies f32 values to the master weights. `part` is their range in the parameter group; elements of other ranks
+    /// are ignored.
     pub(crate) fn set_master(
         &mut self,
         part: Range<usize>,
@@ -75,7 +76,7 @@ impl UnitState {
             .write_rounded(master.dtype, start, kept, values)
     }
 
-    /// Elements of the group that are kept here.
+    /// Range of elements in the parameter group whose state this rank stores.
     pub(crate) fn range(&self) -> Range<usize> {
         self.range.clone()
     }
@@ -86,15 +87,16 @@ impl UnitState {
         kinds.map(|kind| (kind.name, kind.dtype, &kind.region))
     }
 
-    /// As [`UnitState::kinds`], writable.
+    /// Name, dtype and memory of the master weights and every slot, writable.
     pub(crate) fn kinds_mut(&mut self) -> impl Iterator<Item = (&'static str, DType, &mut Region)> {
         let kinds = self.kinds.iter_mut();
         kinds.map(|kind| (kind.name, kind.dtype, &mut kind.region))
     }
 
-    /// Windows of an update in backward of the elements `range`: of the weights, then of master and slots. They hold the
-    /// stored values, and writes go to the spare. `weights` begin at the group's element `start`, and are read only if
-    /// `reads_weights`. `prefetched` gives the reads under way, in this order.
+    /// Chunks of the elements `range` for an optimizer in backward: of the weights, then of master weights and slots.
+    /// They contain the stored values; writes go to the second copy. `weights` begin at the element `start` of the
+    /// parameter group, and are read only if `reads_weights`. `prefetched` returns the reads in flight, in the order of
+    /// the chunks.
     pub(crate) fn backward_chunks(
         &mut self,
         range: &Range<usize>,
@@ -129,14 +131,13 @@ impl UnitState {
         Ok(Some((weight_chunk, region_chunks)))
     }
 
-    /// What an update in backward writes.
+    /// The second copies, which an optimizer in backward writes.
     pub(crate) fn spare_mut(&mut self) -> impl Iterator<Item = &mut Region> {
         let states = self.kinds.iter_mut().filter_map(|kind| kind.spare.as_mut());
         states.chain(&mut self.spare_weights)
     }
 
-    /// Makes what an update in backward wrote the state, and `weights` (which begin at the group's element `start`) its
-    /// weights.
+    /// Swaps the second copies with the state and `weights`, which begin at the element `start` of the parameter group.
     pub(crate) fn commit(
         &mut self,
         weights: &mut Region,
@@ -155,7 +156,7 @@ impl UnitState {
             std::mem::swap(weights, spare_weights);
             return Ok(());
         }
-        // Stages 1 and 2: this rank's part of weights that everybody keeps whole.
+        // Stages 1 and 2: every rank stores whole weights, so this rank's part is copied.
         let (first, range) = (self.range.start, self.range.clone());
         let size = dtype.size_bytes();
         let target = weights;

@@ -1,4 +1,4 @@
-//! The optimizer step of one rank: chunk by chunk, reading the next while one is updated and the previous is written.
+//! Update of one chunk of a unit's weights and optimizer state on the host.
 
 use super::OptimizerConfig;
 use super::gradients::Accumulator;
@@ -16,10 +16,10 @@ use std::ops::Range;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Chunks read before their turn, while buffers last.
+/// Number of chunks that are prefetched, while buffers last.
 pub(crate) const CHUNKS_AHEAD: usize = 8;
 
-/// The numbers of one update.
+/// Numbers of one update: its index from 1, the learning rate, and the factor on gradients.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Scalars {
     pub(crate) step: u64,
@@ -27,14 +27,14 @@ pub(crate) struct Scalars {
     pub(crate) grad_scale: f32,
 }
 
-/// Elements of one unit's trainable group that are updated together.
+/// Range of elements in one unit's trainable group that are updated together.
 #[derive(Clone, Debug)]
 pub(crate) struct Chunk {
     pub(crate) unit: UnitId,
     pub(crate) range: Range<usize>,
 }
 
-/// The chunks of `ranges`, of at most `sub_group_elems` elements, or of a window where state is on a disk.
+/// Divides `ranges` into chunks of at most `sub_group_elems` elements; of at most one segment if state is on disk.
 pub(crate) fn chunks(
     ranges: impl Iterator<Item = (UnitId, Range<usize>)>,
     sub_group_elems: usize,
@@ -61,22 +61,24 @@ pub(crate) struct Rule<'a> {
     pub(crate) scalars: Scalars,
 }
 
-/// Reads of one chunk: gradients, weights, then every kind of state; `None` for what is in memory or must wait.
+/// Reads in flight of one chunk: gradients, weights, then every state. `None` for data in memory, or if buffers ran
+/// out.
 pub(crate) type Reads = Vec<Option<PendingRead>>;
 
-/// Bytes of `range` in a region of `dtype` that begins at the group's element `start`.
+/// Byte range of the elements `range` in a region of `dtype` that begins at the element `start` of the parameter group.
 pub(crate) fn bytes(range: &Range<usize>, start: usize, dtype: DType) -> Range<usize> {
     let size = dtype.size_bytes();
     (range.start - start) * size..(range.end - start) * size
 }
 
 impl Rule<'_> {
-    /// Whether the step reads the weights; mixed precisions only write them.
+    /// Whether the update reads the weights. With master weights it only writes them.
     pub(crate) fn reads_weights(&self) -> bool {
         !self.plan.config().precision.has_master()
     }
 
-    /// Starts to read `range`; gradients unless they come from elsewhere. The weights begin at the group's element `start`.
+    /// Starts the reads of a chunk. `gradients` is `None` if gradients come from elsewhere. `weights` begin at the
+    /// element `start` of the parameter group.
     pub(crate) fn read_ahead(
         &self,
         range: &Range<usize>,
@@ -105,7 +107,7 @@ impl Rule<'_> {
         Ok(reads)
     }
 
-    /// Updates a chunk through windows of its weights and of every kind of state, and ends them.
+    /// Applies the update rule to a chunk of weights and states, and writes the chunk back.
     pub(crate) fn apply(
         &self,
         chunk: &Chunk,
@@ -178,17 +180,17 @@ impl Rule<'_> {
     }
 }
 
-/// What of a unit an update reads and writes.
+/// Data of a unit that an update reads and writes.
 pub(crate) struct Parts<'p> {
     pub(crate) gradients: &'p mut Accumulator,
-    /// Resting weights, and the element of the group at which they begin.
+    /// Stored weights, and the element of the parameter group at which they begin.
     pub(crate) weights: (&'p mut Region, usize),
     pub(crate) state: &'p mut UnitState,
 }
 
 impl Rule<'_> {
-    /// Updates a chunk of a unit in place; `gathered` are gradients of its whole group where they are not the ones
-    /// accumulated here.
+    /// Updates a chunk of a unit in place. `gathered`, if given, are the gradients of the unit's whole trainable group,
+    /// used instead of the accumulated ones.
     pub(crate) fn step(
         &self,
         chunk: &Chunk,

@@ -1,4 +1,4 @@
-//! What a store hands to the thread of optimizer in backward, and what it takes back.
+//! Exchange of units between the store and the thread of the optimizer in backward.
 
 use super::{BackwardUpdate, Residency, Result, Store};
 use crate::error::EngineError;
@@ -16,18 +16,18 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 impl Store {
-    /// The coming pass is the last of its update, whose numbers are `scalars`.
+    /// Starts the thread of the optimizer in backward before the last pass of an update with the numbers `scalars`.
     pub(crate) fn begin_in_backward(
         &mut self,
         optimizer: &Arc<OptimizerConfig>,
         scalars: Scalars,
     ) -> Result<()> {
-        // What an update came to that never was made is nothing.
+        // Results of an announced update that was never applied are dropped.
         self.end_in_backward()?;
         self.units
             .iter_mut()
             .for_each(|unit| unit.in_backward = BackwardUpdate::default());
-        // Weights on a device are read, and spares written, beside what this pass queues.
+        // During the pass the thread reads weights and writes second copies on a device; events order both.
         self.record_weight_writes()?;
         let states = self.units.iter_mut().filter_map(|unit| unit.state.as_mut());
         self.tiers.lend(states.flat_map(UnitState::spare_mut))?;
@@ -37,37 +37,37 @@ impl Store {
         Ok(())
     }
 
-    /// Takes everything back from the thread.
+    /// Receives all units from the thread.
     pub(super) fn collect(&mut self) -> Result<()> {
         let mut outcome = Ok(());
         while let Some(run) = &mut self.in_backward
             && run.open() > 0
         {
-            // All come back, also behind a failure: their memory belongs here.
+            // After a failure too, since the memory of all units belongs to the store.
             let job = run.receive()?;
             outcome = outcome.and(self.take_back(job));
         }
         outcome
     }
 
-    /// Ends the thread; the numbers that units were stepped with, if any were announced.
+    /// Ends the thread. Returns the numbers of the update that was announced, if any.
     pub(crate) fn end_in_backward(&mut self) -> Result<Option<Scalars>> {
         let outcome = self.collect();
         let scalars = self.in_backward.take().map(|run| run.scalars());
         outcome.map(|()| scalars)
     }
 
-    /// Whether the spare of `unit` holds it after the update.
+    /// Whether the second copy of `unit` contains the updated unit.
     pub(crate) fn stepped_in_backward(&self, unit: UnitId) -> bool {
         self.units[unit.index()].in_backward.stepped
     }
 
-    /// Sum of squares of the gradients of `unit`, where they are gone.
+    /// Sum of squares of the consumed gradients of `unit`; `None` if they were not consumed.
     pub(crate) fn consumed_squares(&self, unit: UnitId) -> Option<f64> {
         self.units[unit.index()].in_backward.squares
     }
 
-    /// Makes the spare of `unit` its state and weights.
+    /// Makes the second copy of `unit` its state and weights.
     pub(crate) fn commit_in_backward(&mut self, unit: UnitId) -> Result<()> {
         let start = self.resting(unit, GroupKind::Trainable).start;
         let (name, dtype) = (
@@ -87,7 +87,7 @@ impl Store {
         }
     }
 
-    /// Hands a unit with its final sum to the thread, if it is stepped early and this is the update's last pass.
+    /// Sends a unit with its final sum to the thread, if it is updated in backward and this is the update's last pass.
     pub(super) fn step_in_backward(&mut self, unit: UnitId) -> Result<()> {
         let route = self.gradient_route(unit);
         if self.in_backward.is_none() || route.is_none_or(|route| !route.updated_in_backward) {
@@ -100,7 +100,7 @@ impl Store {
         }
     }
 
-    /// Whether gradients of `unit` that come now may be consumed.
+    /// Checks that an update may consume gradients of `unit` now.
     pub(super) fn may_consume(&self, unit: UnitId) -> Result<()> {
         let refuse = |reason| {
             Err(EngineError::Consumed {
@@ -117,7 +117,7 @@ impl Store {
         Ok(())
     }
 
-    /// Hands the gradients of a unit to the thread, which leaves nothing of them.
+    /// Sends gradients of a unit to the thread, which consumes them.
     pub(super) fn consume(&mut self, unit: UnitId, values: &[f32]) -> Result<()> {
         self.may_consume(unit)?;
         self.wait_for_thread()?;
@@ -133,7 +133,7 @@ impl Store {
         }
     }
 
-    /// As [`Store::consume`], of gradients that wait in `region`, for whose unit the thread has room.
+    /// Sends gradients in the buffer `region` to the thread. The caller has waited until the thread accepts a unit.
     pub(super) fn consume_region(
         &mut self,
         unit: UnitId,
@@ -165,7 +165,7 @@ impl Store {
         run.send(job, weights)
     }
 
-    /// Waits until the thread has room for one more unit.
+    /// Waits until the thread has fewer than [`JOBS`] units.
     pub(super) fn wait_for_thread(&mut self) -> Result<()> {
         while let Some(run) = &mut self.in_backward
             && run.open() >= JOBS

@@ -1,8 +1,13 @@
-//! The way of gradients from the tape: deposited, collected in a unit's bucket, reduced, and added to their sum.
+//! Path of gradients: deposited, collected in a unit's bucket, reduced, and added to their sum.
 //!
-//! A thread ([`GradientAccumulator`](super::gradient_worker::Sums)) fetches those of a discrete device. The store takes them back before
-//! the work of the next unit but one, after that unit's weights were queued. Both directions of the bus are busy at once,
-//! and the device stores no more gradients than it computes meanwhile.
+//! A thread ([`GradientAccumulator`](super::gradient_worker::GradientAccumulator)) fetches the gradients of a discrete
+//! device. For consecutive units A, B and C of backward:
+//!
+//! 1. The store sends A's gradients to the thread after B's backward is queued.
+//! 2. It queues the weights of C, so both directions of the bus are busy at once.
+//! 3. It receives A's gradients before it queues the work of C.
+//!
+//! The device therefore stores the gradients of at most two units, unless the devices reduce them.
 
 use super::device_comm::Produced;
 use super::gradient_worker::{AccumulateJob, Destination};
@@ -21,12 +26,13 @@ use std::time::Instant;
 
 /// A unit's gradients of one micro-batch.
 pub(super) struct Bucket {
-    /// Where they are collected; nowhere when each is added to its sum at once.
+    /// Buffer that collects the gradients, with its memory reservation. `None` if gradients are added to their sum at
+    /// once, or are still on a device.
     buffer: Option<(Buffer, Reservation)>,
     deposited: Vec<bool>,
-    /// Places of gradients on a discrete device, and the gradients.
+    /// Gradients on a discrete device, with their ranges of elements in the parameter group.
     fetches: Vec<(Range<usize>, Fetch)>,
-    /// Gradients that the devices will add up, by slot, and a mark behind them.
+    /// Gradients that the devices reduce, by slot. `produced` is the event after their last write.
     on_device: Vec<Option<Tensor>>,
     produced: u64,
 }
@@ -43,20 +49,22 @@ impl Bucket {
     }
 }
 
-/// The sum of a unit's gradients, of which this rank takes its shard.
+/// A unit's reduction in flight, of which this rank receives its shard.
 enum Sum {
-    /// Of the communicator, with the count of its buffer.
+    /// Reduction by the communicator, with the memory reservation of its buffer.
     InWindow(Ticket, Reservation),
-    /// Of the devices, the shard only: at the thread that fetches it.
+    /// Reduction by the devices; the thread fetches the shard.
     OnDevice,
 }
 
+/// A reduction in flight, with its unit.
 pub(super) struct PendingReduce {
     unit: UnitId,
     sum: Sum,
 }
 
 impl Store {
+    /// Accepts one parameter's gradient; see [`ParamAccess::deposit`](crate::ParamAccess::deposit).
     pub(crate) fn deposit(&mut self, id: ParamId, grad: &Tensor) -> Result<()> {
         let spec = &self.plan.spec().params[id.index()];
         let refuse = |reason| {
@@ -129,7 +137,7 @@ impl Store {
         }
     }
 
-    /// Where a micro-batch's gradients of `unit` are collected before they are reduced or added to their sum.
+    /// Buffer that collects one micro-batch's gradients of `unit` (f32, whole parameter group).
     fn bucket_buffer(&self, unit: UnitId) -> Result<(Buffer, Reservation)> {
         let bytes = self.unit_plan(unit).trainable.padded_elems * 4;
         let device = &self.tiers.device;
@@ -137,8 +145,8 @@ impl Store {
         Ok((self.comm.alloc(bytes)?, counted))
     }
 
-    /// Ends a unit's backward: what was not deposited is zero; the bucket is reduced (stages 2, 3)
-    /// or added to the local sum (stages 0, 1), if that has not happened yet.
+    /// Ends a unit's backward. Gradients that were not deposited are zero. A bucket is reduced if gradients are
+    /// sharded, and otherwise added to the local sum, if that has not happened yet.
     pub(super) fn close_bucket(&mut self, unit: UnitId) -> Result<()> {
         let plan = self.plan.clone();
         let group = &plan.unit(unit).trainable;
@@ -146,7 +154,7 @@ impl Store {
             return Ok(());
         };
         self.take_sums()?;
-        // Units whose weights a pass did not need may be at the thread still.
+        // A unit that the pass did not lease may still be at the update thread.
         self.await_update(unit)?;
         let mut bucket = match self.units[unit.index()].bucket.take() {
             Some(bucket) => bucket,
@@ -192,7 +200,7 @@ impl Store {
         let missing = slots.filter(|(_, deposited)| !**deposited);
         let missing = missing.map(|(slot, _)| slot.range()).chain(group.gaps());
         let missing: Vec<_> = missing.collect();
-        // Also where nothing is to be fetched: ranks that differ in that reduce at the same place of the schedule.
+        // Without fetches too: ranks must start the reduction at the same entry, even if only some have gradients.
         let GradientRoute::Fetched { .. } = route else {
             return self.end_bucket(unit, bucket.buffer, missing);
         };
@@ -206,7 +214,8 @@ impl Store {
         self.bring(unit, bucket.fetches, missing, destination)
     }
 
-    /// Ends a unit's backward whose gradients are in their sum, or in `buffer`; nothing came for the ranges `missing`.
+    /// Ends a unit's backward whose gradients are in their sum or in `buffer`. The ranges `missing` received no
+    /// gradient.
     fn end_bucket(
         &mut self,
         unit: UnitId,
@@ -240,7 +249,7 @@ impl Store {
         Ok(())
     }
 
-    /// Ends what the device computes for the gradients of `unit`, so that other devices may read them behind that.
+    /// Records an event after the work that computes the gradients of `unit`; other devices read them after it.
     pub(super) fn mark_produced(&mut self, unit: UnitId) -> Result<()> {
         let Some(device) = &self.device else {
             return Ok(());
@@ -276,7 +285,7 @@ impl Store {
 
     // ---- from a discrete device ------------------------------------------------------------------
 
-    /// Where the shard of a unit's gradients goes that the devices added up.
+    /// Where the thread writes this rank's shard of a unit's gradients that the devices reduced.
     fn destination(&mut self, unit: UnitId) -> Result<Destination> {
         if self.consumes(unit) {
             self.may_consume(unit)?;
@@ -288,7 +297,7 @@ impl Store {
             None => self.unit_plan(unit).trainable.shard_elems,
         };
         let sum = &mut self.units[unit.index()].gradients;
-        // A disk has its own queue.
+        // Sums on disk are added by this thread, through the disk queue.
         let in_memory = sum.take_if(|sum| sum.tier() != Tier::Nvme);
         Ok(match in_memory {
             Some(sum) => Destination::Sum(sum),
@@ -296,7 +305,7 @@ impl Store {
         })
     }
 
-    /// Hands a unit's gradients to the thread that fetches them.
+    /// Sends a unit's gradients to the thread that fetches them.
     fn bring(
         &mut self,
         unit: UnitId,
@@ -315,8 +324,8 @@ impl Store {
         })
     }
 
-    /// Takes gradients back that were handed over and are not a reduction in flight: what comes next needs their place on
-    /// the device.
+    /// Receives all gradients that the thread has, unless they are device reductions in flight. This frees their device
+    /// memory for the next unit.
     pub(crate) fn take_sums(&mut self) -> Result<()> {
         while !self.flow.reduces_on_device && self.sums.as_ref().is_some_and(|sums| sums.open() > 0)
         {
@@ -325,7 +334,7 @@ impl Store {
         Ok(())
     }
 
-    /// Waits for the gradients that were handed over first of those still at the thread.
+    /// Waits for the oldest gradients at the thread.
     fn take_brought(&mut self) -> Result<()> {
         let started = Instant::now();
         let sums = self.sums.as_mut().ok_or(EngineError::BackwardThread)?;
@@ -361,7 +370,7 @@ impl Store {
         }
     }
 
-    /// Takes everything back from the thread without a use for it.
+    /// Receives everything from the thread and drops the gradients.
     pub(super) fn abandon_sums(&mut self) {
         while let Some(sums) = &mut self.sums
             && sums.open() > 0
@@ -383,7 +392,7 @@ impl Store {
             .is_some_and(|route| route.consumed)
     }
 
-    /// Takes a micro-batch's gradients of what this rank sums of `unit`.
+    /// Adds one micro-batch's gradients to this rank's sum of `unit`, or consumes them.
     fn take_sum(&mut self, unit: UnitId, values: &[f32]) -> Result<()> {
         if self.consumes(unit) {
             return self.consume(unit, values);

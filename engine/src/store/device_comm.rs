@@ -1,15 +1,18 @@
-//! Collectives between devices, which read each other's memory or leave that to a library.
+//! Collectives between devices: by peer access, or by NCCL.
 //!
-//! *Peers*: a rank says where its part lies and behind which mark of its device; the others' devices wait for the mark and pull,
-//! and nothing but the words of that message passes host memory. What peers may still read is *lent*: it is kept until
-//! the next message, which carries a mark behind everything its sender has pulled, and the device waits for those marks
-//! before it uses the places again. Sums are added in rank order in f32, with the bits of the communicator's.
+//! *Peers*: devices read each other's memory.
 //!
-//! *Group*: NCCL moves and adds, in an order of its own. The same message comes before every operation: without words, but
-//! with the communicator's fingerprint and deadline, so that ranks that do not agree, or are gone, are named by the host and
-//! do not hang a device.
+//! 1. A rank sends one message: the offsets of its tensors in its device's memory, and an event of its device.
+//! 2. The other devices wait for the event and pull the data. Only the message passes through host memory.
+//! 3. The sender keeps these tensors, which are *borrowed*, until the next message.
+//! 4. That message carries an event after all pulls of its sender. The device waits for these events before it
+//!    reuses the memory.
+//! 5. Sums are added in rank order in f32, with the same bits as the communicator's.
 //!
-//! A dry run runs the same code on the meta device, with messages that nobody sends.
+//! *Group*: NCCL moves and adds, in an order of its own. An empty message precedes every operation. It carries the
+//! communicator's fingerprint and deadline, so the host reports ranks that disagree or are gone, and no device hangs.
+//!
+//! A dry run executes the same code on the meta device and sends no messages.
 
 use crate::comm::{Collective, CollectiveKind, Communicator, Tag as CommTag, World};
 use crate::error::EngineError;
@@ -24,26 +27,26 @@ use std::time::Duration;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Sub-groups of an update that are added up at once. A chunk's pulls wait for the place of the one before, whose sums are
-/// queued behind the next unit's backward: a unit of a model on few ranks is one or two.
+/// Number of sub-groups of an update that are reduced at once. The pulls of a chunk wait for the memory of the previous
+/// chunk, whose sums are queued after the next unit's backward. On few ranks a unit is one or two chunks.
 const CHUNK_SUB_GROUPS: usize = 4;
-/// Bytes of each rank that all others read before they rely on reading.
+/// Number of bytes of each rank that all others read as a test of peer access.
 const SIGHT: usize = 64;
-/// In a message: a gradient that this rank does not have.
+/// Word of a message for a gradient that this rank does not have.
 const ABSENT: u64 = u64::MAX;
 
-/// Where this rank's shard of a group's weights lies.
+/// Location of this rank's shard of a parameter group's weights.
 pub(crate) enum Own<'a> {
-    /// In a dry run.
+    /// In no memory: a dry run.
     Nowhere,
     /// In host memory.
     Host(&'a [u8]),
-    /// In the device's own memory.
+    /// In the memory of the discrete device.
     Device(Tensor),
 }
 
 impl Own<'_> {
-    /// Queues the bytes `range` of the shard into `to`, from its byte `at` on.
+    /// Queues a copy of the shard's bytes `range` into `to`, starting at its byte `at`.
     fn put(
         &self,
         peers: &dyn PeerAccess,
@@ -59,30 +62,30 @@ impl Own<'_> {
     }
 }
 
-/// This rank's part of one group's weights.
+/// This rank's contribution to the gather of one parameter group.
 pub(crate) struct OwnPart<'a> {
-    /// Its shard.
+    /// This rank's shard.
     pub(crate) weights: Own<'a>,
     pub(crate) group: &'a GroupLayout,
     pub(crate) dtype: DType,
 }
 
-/// Parameters of a group as flat tensors.
+/// Parameters as flat tensors.
 pub(crate) type Gathered = Vec<(ParamId, Tensor)>;
 
-/// Gradients of one unit on the device, and the mark behind them.
+/// Gradients of one unit on the device, and the event after their last write (`mark`).
 pub(crate) struct Produced<'a> {
-    /// By slot.
+    /// Gradients by slot of the trainable group; `None` for those that were not deposited.
     pub(crate) slots: &'a [Option<Tensor>],
     pub(crate) mark: u64,
 }
 
-/// How the devices of a plan talk.
+/// Settings of the collectives between devices.
 #[derive(Clone, Copy)]
 pub(crate) struct How {
     transport: DeviceTransport,
     shards: usize,
-    /// Elements of a shard that are added up at once: of each rank's gradients a device holds so many in its own memory.
+    /// Number of elements of a shard that are reduced at once. A device holds that many of each rank's gradients.
     chunk_elems: usize,
 }
 
@@ -97,13 +100,13 @@ impl How {
     }
 }
 
-/// What a rank shows to the others: all bytes differ between two ranks.
+/// Test pattern of a rank; patterns of two ranks differ in all bytes.
 fn sight(rank: usize) -> [u8; SIGHT] {
     std::array::from_fn(|i| (i * 7 + rank * 31 + 1) as u8)
 }
 
-/// Tells all ranks what each came to: bytes, or a failure, which is then that of every rank. All go on, or none. A rank
-/// without memory keeps its own failure, which says nothing of the others.
+/// Exchanges the outcome of a step of [`DeviceComm::join`] among all ranks: bytes, or a failure. If one rank fails,
+/// every rank fails. A rank that is out of memory returns its own error, which says nothing about the other ranks.
 fn agree(comm: &dyn Communicator, step: u32, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
     const WELL: u8 = 0;
     let mut short = None;
@@ -134,37 +137,37 @@ fn agree(comm: &dyn Communicator, step: u32, own: Result<Vec<u8>>) -> Result<Vec
     }
 }
 
-/// One rank's device among the others.
+/// One rank's device as a member of the collectives between devices.
 pub(crate) struct DeviceComm {
-    /// Whether a library runs the collectives.
+    /// Whether NCCL runs the collectives.
     grouped: bool,
     backend: Arc<dyn Backend>,
     world: World,
-    /// Ranks that hold one copy of what is sharded.
+    /// Number of ranks that share one copy of the sharded states.
     shards: usize,
     chunk_elems: usize,
     /// `None` in a dry run.
     comm: Option<Arc<dyn Communicator>>,
-    /// What peers may read until the next message.
+    /// Tensors that peers may read until the next message.
     borrowed: Vec<Tensor>,
-    /// The mark of communication behind the last pulls; 0 before the first.
+    /// Event of the communication stream after the last pulls; 0 before the first.
     pulled: u64,
-    /// By rank: the mark of its pulls that this device waits for already.
+    /// By rank: the event after its pulls that this device already waits for.
     awaited: Vec<u64>,
-    /// Whether weights in the device's own memory were changed since the last gather.
+    /// Whether weights in device memory have changed since the last gather.
     changed: bool,
-    /// Whether something was gathered that computing does not wait for yet.
+    /// Whether a gather is queued that the compute stream does not wait for yet.
     arriving: bool,
-    /// What was gathered for nothing: computing may have its places behind its arrival.
+    /// Tensors of gathers whose result is not needed. They are freed after the compute stream waits for their gather.
     unused: Vec<Tensor>,
 }
 
 impl DeviceComm {
-    /// Opens the devices of all ranks.
+    /// Connects the devices of all ranks.
     ///
     /// # Errors
-    /// [`EngineError::NoPeerAccess`] on every rank when one shares no memory, or cannot reach another's; what fails when the
-    /// ranks join a library's group.
+    /// [`EngineError::NoPeerAccess`] on every rank if one rank's device shares no memory or cannot read another's.
+    /// Errors of NCCL if the ranks cannot form its group.
     pub(crate) fn join(
         backend: Arc<dyn Backend>,
         comm: Arc<dyn Communicator>,
@@ -183,8 +186,8 @@ impl DeviceComm {
         Ok(joined)
     }
 
-    /// Opens the other ranks' memory and reads some bytes of each: what a driver or a container forbids shows here, and
-    /// on every rank.
+    /// Opens the other ranks' memory and reads a test pattern from each. A driver or container that forbids access is
+    /// detected here, on every rank.
     fn join_peers(&self, comm: &dyn Communicator) -> Result<()> {
         let named = self.peers().and_then(|peers| Ok(peers.name()?));
         let names = agree(comm, 0, named)?;
@@ -197,12 +200,12 @@ impl DeviceComm {
         });
         let places = agree(comm, 1, opened)?;
         let seen = self.peers().and_then(|peers| self.see(peers, &places));
-        // Nobody may go on, and give its place back, before all have read it.
+        // No rank may free its pattern before all ranks have read it.
         agree(comm, 2, seen.map(|()| Vec::new()))?;
         Ok(())
     }
 
-    /// Writes bytes that tell this rank from others; where, and the mark behind them.
+    /// Writes this rank's test pattern. Returns its tensor, its offset in device memory, and the event after the write.
     fn show(&self, peers: &dyn PeerAccess) -> Result<(Tensor, [u64; 2])> {
         let own = peers.incoming(Shape::new(&[SIGHT]), DType::U8, Tag::Communication)?;
         peers.put(&own, 0, &sight(self.world.rank))?;
@@ -210,7 +213,7 @@ impl DeviceComm {
         Ok((own, words))
     }
 
-    /// Reads what the others have written.
+    /// Reads and checks the test patterns of the other ranks.
     fn see(&self, peers: &dyn PeerAccess, places: &[Vec<u8>]) -> Result<()> {
         let World { rank, size } = self.world;
         let all = peers.incoming(Shape::new(&[size * SIGHT]), DType::U8, Tag::Communication)?;
@@ -232,7 +235,7 @@ impl DeviceComm {
         }))
     }
 
-    /// All ranks in one group of the library, of one version.
+    /// Joins the NCCL group of all ranks, after a check that all have the same version of NCCL.
     fn join_group(&self, comm: &dyn Communicator) -> Result<()> {
         let World { rank, size } = self.world;
         let group = self.group()?;
@@ -250,7 +253,7 @@ impl DeviceComm {
         Ok(group.join(&ids[0], rank, size, comm.deadline())?)
     }
 
-    /// The device of a dry run, among ranks that do not exist.
+    /// The device of a dry run, whose other ranks do not exist.
     ///
     /// # Errors
     /// When the device has no collectives.
@@ -299,13 +302,13 @@ impl DeviceComm {
         Ok(self.backend.group().ok_or_else(missing)?)
     }
 
-    /// Weights in the device's own memory change from here on: behind the copies that read them, for which computing has
-    /// waited when their pass ended.
+    /// Notes that weights in device memory change from now on. Copies that read them are already complete, because the
+    /// compute stream waited for them at the end of their pass.
     pub(crate) const fn weights_change(&mut self) {
         self.changed = true;
     }
 
-    /// Copies that are queued from here on read weights behind their last change.
+    /// Makes copies that are queued from now on wait for the last change of the weights.
     fn see_changes(&mut self) -> Result<()> {
         if std::mem::replace(&mut self.changed, false) {
             let peers = self.peers()?;
@@ -314,7 +317,7 @@ impl DeviceComm {
         Ok(())
     }
 
-    /// Copies that are queued from here on read these weights behind updates that went on beside this pass.
+    /// Makes copies that are queued from now on wait for updates of these weights that run during this pass.
     pub(crate) fn see_updates<'r>(&self, of: impl Iterator<Item = &'r Resident>) -> Result<()> {
         let peers = self.peers()?;
         for states in of {
@@ -323,12 +326,13 @@ impl DeviceComm {
         Ok(())
     }
 
-    /// A mark behind everything that computes gradients so far.
+    /// Records an event after all gradient computations queued so far.
     pub(crate) fn produced(&self) -> Result<u64> {
         Ok(self.peers()?.mark(Lane::Compute)?)
     }
 
-    /// Every rank's words, in rank order. What was lent before is this rank's again.
+    /// Sends `words` to all ranks and returns every rank's words, in rank order. The compute
+    /// stream waits for the events of the other ranks' pulls, so the tensors of earlier messages are released.
     fn exchange(&mut self, tag: CommTag, words: &[u64]) -> Result<Vec<Vec<u64>>> {
         let World { rank, size } = self.world;
         let mut own = vec![self.pulled];
@@ -359,9 +363,9 @@ impl DeviceComm {
         Ok(all.into_iter().map(|words| words[1..].to_vec()).collect())
     }
 
-    /// The parameters of a unit, to whose groups every rank contributes `own`; nothing where the result is not needed. Each
-    /// has a place of its own: many small ones leave fewer holes in a device's memory than whole groups. They may be used,
-    /// or given back, behind [`DeviceComm::arrive`].
+    /// Gathers the parameters of a unit from every rank's `own` shard; returns nothing unless `needed`. With peer
+    /// access each parameter has a tensor of its own, since many small tensors fragment device memory less than whole
+    /// parameter groups. The tensors may be used or freed after [`DeviceComm::arrive`].
     pub(crate) fn gather(
         &mut self,
         unit: UnitId,
@@ -385,7 +389,7 @@ impl DeviceComm {
             if !needed {
                 let whole = incoming(group.shard_elems)?;
                 part.weights.put(peers, 0..whole.size_bytes(), &whole, 0)?;
-                // Where each parameter would begin: only what lies in the shard is asked for.
+                // Words are the offsets at which each parameter would start; peers pull only the parts in the shard.
                 let start = peers.offset(&whole)?;
                 words.extend(group.slots.iter().map(|slot| {
                     let behind = (slot.offset * size) as u64;
@@ -451,7 +455,7 @@ impl DeviceComm {
         Ok(gathered)
     }
 
-    /// What is queued from here on computes behind everything gathered so far.
+    /// Makes work that is queued from now on wait for all gathers so far.
     pub(crate) fn arrive(&mut self) -> Result<()> {
         if std::mem::take(&mut self.arriving) {
             self.peers()?.arrive()?;
@@ -460,7 +464,8 @@ impl DeviceComm {
         Ok(())
     }
 
-    /// This rank's shard of the sum over all ranks of a unit's gradients, f32, in parts. What nobody has is zero.
+    /// Reduce-scatters a unit's gradients: returns this rank's shard of their sum over all ranks, f32, in chunks.
+    /// Gradients that no rank has are zero.
     pub(crate) fn reduce(
         &mut self,
         unit: UnitId,
@@ -494,7 +499,7 @@ impl DeviceComm {
         Ok(sums)
     }
 
-    /// The sum over ranks of a part of this rank's shard.
+    /// Pulls one chunk of this rank's shard from all ranks and adds it up.
     fn add_up(
         &self,
         group: &GroupLayout,
@@ -611,9 +616,9 @@ impl DeviceComm {
         Ok(sum)
     }
 
-    /// Ends a pass: nothing is lent any more.
+    /// Ends a pass: afterwards peers read none of this rank's tensors.
     pub(crate) fn record_write(&mut self) -> Result<()> {
-        // Also what nobody pulled has its place until it is there.
+        // Tensors of unneeded gathers are freed only after their gather.
         self.arrive()?;
         self.exchange(CommTag::new("settle", 0), &[]).map(drop)
     }

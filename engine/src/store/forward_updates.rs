@@ -1,4 +1,4 @@
-//! What a store hands to the thread of optimizer in forward, and what it takes back.
+//! Exchange of units between the store and the thread of the optimizer in forward.
 
 use super::{Residency, Result, Store};
 use crate::error::EngineError;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 impl Store {
-    /// Hands `units` to a thread that steps them in this order.
+    /// Sends `units` to a thread that updates them in this order.
     pub(crate) fn step_in_forward(
         &mut self,
         units: impl Iterator<Item = UnitId>,
@@ -55,7 +55,7 @@ impl Store {
         Ok(())
     }
 
-    /// Waits until nobody updates `unit` any more.
+    /// Waits until the thread has returned `unit`.
     pub(crate) fn await_update(&mut self, unit: UnitId) -> Result<()> {
         self.take_updated(|store| store.units[unit.index()].updating.is_none())
     }
@@ -68,7 +68,7 @@ impl Store {
         })
     }
 
-    /// Takes units back until `enough`. All that is back belongs here again, also behind a failure.
+    /// Receives units until `enough` is true. After a failure too, received units belong to the store again.
     fn take_updated(&mut self, enough: impl Fn(&Self) -> bool) -> Result<()> {
         if enough(self) {
             return Ok(());
@@ -89,7 +89,7 @@ impl Store {
             }
         }
         if !enough(self) {
-            // A thread that is gone keeps what it had.
+            // A thread that ended early does not return its units.
             return Err(EngineError::BackwardThread);
         }
         self.copies.count(started.elapsed());
@@ -106,7 +106,7 @@ impl Store {
         gradients.clear();
         parts.gradients = Some(gradients);
         let state = parts.state.insert(job.state);
-        // Its update may be announced already.
+        // The unit's next optimizer in backward may have been announced meanwhile.
         let borrowed = match self.in_backward {
             Some(_) => self.tiers.lend(state.spare_mut()),
             None => Ok(()),

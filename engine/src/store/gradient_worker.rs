@@ -1,7 +1,7 @@
-//! The thread that fetches gradients from a discrete device and adds them to their sums, while the rank sends weights.
+//! Thread that fetches gradients from a discrete device and adds them to their sums, while the rank sends weights.
 //!
-//! A unit's memory moves to the thread and back. The store takes it back at a place of the schedule, never at a time.
-//! Equal passes therefore get equal offsets of the device's memory, and only time depends on the thread.
+//! A unit's memory moves to the thread and back. The store receives it at fixed entries of the schedule, not when the
+//! thread is done. Equal passes therefore allocate device memory at equal offsets; the thread affects only time.
 
 use crate::comm::Buffer;
 use crate::error::EngineError;
@@ -18,33 +18,33 @@ use std::sync::Arc;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Where gradients go.
+/// Where the thread writes fetched gradients.
 #[derive(Debug)]
 pub(crate) enum Destination {
-    /// To a sum in host memory.
+    /// Added to a sum.
     Sum(Accumulator),
-    /// To a buffer of the communicator with its count, by elements of the group.
+    /// Written to a communicator's buffer, indexed by element of the parameter group; with its memory reservation.
     Bucket(Buffer, Reservation),
-    /// To memory where they wait to be consumed, by elements of the fetches.
+    /// Written to a buffer of gradients that an update consumes, indexed from the first fetched element.
     Waiting(Region),
-    /// To plain memory, for a sum that is not the thread's business.
+    /// Written to plain memory, indexed from the first fetched element; the store adds them to the sum.
     Plain(Vec<f32>),
 }
 
-/// A unit's gradients of one micro-batch.
+/// Job: fetch a unit's gradients of one micro-batch.
 #[derive(Debug)]
 pub(crate) struct AccumulateJob {
     pub(crate) unit: UnitId,
-    /// With their elements of the group, ascending.
+    /// Fetches with their ranges of elements in the parameter group, ascending.
     pub(crate) fetches: Vec<(Range<usize>, Fetch)>,
     pub(crate) destination: Destination,
-    /// Elements of the group for which nothing came.
+    /// Ranges of elements in the parameter group without a gradient.
     pub(crate) missing: Vec<Range<usize>>,
     pub(crate) at: RoundingKey,
     pub(crate) outcome: Result<()>,
 }
 
-/// The thread.
+/// Handle of the thread.
 #[derive(Debug)]
 pub(crate) struct GradientAccumulator(Worker<AccumulateJob, ()>);
 
@@ -61,17 +61,17 @@ impl GradientAccumulator {
         Ok(Self(tiers.worker("sums", work)?))
     }
 
-    /// Units at the thread.
+    /// Number of units at the thread.
     pub(crate) fn open(&self) -> usize {
         self.0.open()
     }
 
-    /// Hands a unit's gradients over.
+    /// Sends a unit's gradients to the thread.
     pub(crate) fn send(&mut self, job: AccumulateJob) -> Result<()> {
         Ok(self.0.send(job, ())?)
     }
 
-    /// Waits for those that were handed over first of those still there.
+    /// Waits for the oldest job at the thread.
     pub(crate) fn receive(&mut self) -> Result<AccumulateJob> {
         Ok(self.0.receive()?)
     }
@@ -80,7 +80,7 @@ impl GradientAccumulator {
 impl AccumulateJob {
     fn take(&mut self, plan: &Plan) -> Result<()> {
         let group = &plan.unit(self.unit).trainable;
-        // Elements in front of a piece, within its fetch.
+        // Calls `take` with every piece of a fetch and the number of elements before it.
         let in_order = |fetch: &Fetch, take: &mut dyn FnMut(usize, &[f32]) -> Result<()>| {
             let mut at = 0;
             fetch.for_each_f32(|piece| {

@@ -1,9 +1,8 @@
-//! The parameters of one rank: where they rest, how they become readable, how gradients leave.
+//! Parameter store of one rank: stored weights, leases, and the path of gradients.
 //!
-//! A unit is *sharded* (only the resting weights exist), *in flight* (an all-gather runs) or
-//! *resident* (readable). The pass's schedule, which comes from the plan, is walked by a cursor;
-//! the entries that a batch does not need are walked too, so the sequence of collectives never
-//! depends on data.
+//! A unit is *sharded* (only the stored weights exist), *in flight* (its all-gather runs) or *resident* (readable). A
+//! cursor walks the schedule of the pass, which the plan defines. The store also takes part in the collectives of units
+//! that a batch does not use, so the sequence of collectives never depends on data.
 
 mod backward_updates;
 mod buckets;
@@ -53,7 +52,7 @@ impl AsRef<[u8]> for InWindow {
     }
 }
 
-/// Weights that are read where they rest, or a copy of them.
+/// Weights that are read where they are stored, or from a copy.
 struct InPlace(Arc<Region>);
 
 impl AsRef<[u8]> for InPlace {
@@ -63,51 +62,56 @@ impl AsRef<[u8]> for InPlace {
     }
 }
 
+/// State of a unit's weights during a pass.
 enum Residency {
+    /// Only the stored weights exist.
     Sharded,
+    /// The communicator's all-gathers run.
     InFlight(Vec<(GroupKind, Ticket, Reservation)>),
+    /// Whole weights that the host can address, one flat buffer per parameter group.
     Resident(Vec<(GroupKind, ForeignBytes)>),
-    /// Gathered by the devices, or where they rest there; flat.
+    /// Flat tensors on a discrete device: gathered by the devices, or views of the stored weights.
     OnDevice(Gathered),
 }
 
+/// States of one unit on this rank.
 struct Unit {
-    /// By group, in the order of [`GroupKind::ALL`].
+    /// Routes by parameter group, in the order of [`GroupKind::ALL`].
     routes: [Route; 2],
     weights: Vec<(GroupKind, Arc<Region>)>,
     residency: Residency,
     bucket: Option<Bucket>,
-    /// At the thread of optimizer in backward while it steps the unit, as the state.
+    /// Accumulated gradients. `None`, as is `state`, while a thread updates the unit.
     gradients: Option<Accumulator>,
     state: Option<UnitState>,
     in_backward: BackwardUpdate,
-    /// At the thread of optimizer in forward, with gradients, state and the weights that belong at this place.
+    /// Index in `weights` of the trainable weights while the thread of the optimizer in forward has them.
     updating: Option<usize>,
 }
 
-/// What an optimizer in backward of a unit has come to since the gradients were cleared.
+/// Result of a unit's optimizer in backward since gradients were last cleared.
 #[derive(Clone, Copy, Default)]
 struct BackwardUpdate {
-    /// The spare holds the unit after the update.
+    /// Whether the second copy contains the updated unit.
     stepped: bool,
-    /// Sum of squares of gradients that are gone.
+    /// Sum of squares of consumed gradients.
     squares: Option<f64>,
 }
 
-/// Resting weights, leases and gradients of one rank.
+/// Stored weights, leases and gradients of one rank.
 pub(crate) struct Store {
     plan: Arc<Plan>,
     comm: Arc<dyn Communicator>,
     tiers: Tiers,
     units: Vec<Unit>,
     pending: VecDeque<PendingReduce>,
-    /// The routes that all units share.
+    /// Routes that all units share.
     flow: Flow,
-    /// The unit whose gradients are still to be fetched.
+    /// The unit whose backward was queued last; its bucket is closed after the next unit's backward is queued.
     closing: Option<UnitId>,
     /// Whether an event was recorded after the last write to the weights.
     writes_recorded: bool,
-    /// Collectives between devices, where these do them.
+    /// Collectives between devices; `None` if the communicator runs them.
     device: Option<DeviceComm>,
     pass: Option<Pass>,
     reads: WeightReads,
@@ -115,15 +119,16 @@ pub(crate) struct Store {
     copies: CopyClock,
     in_backward: Option<BackwardUpdates>,
     in_forward: Option<ForwardUpdates>,
-    /// The thread that brings gradients from a discrete device to their sums.
+    /// Thread that fetches gradients from a discrete device and adds them to their sums.
     sums: Option<GradientAccumulator>,
-    /// Time of the threads of early and optimizer in forward so far.
+    /// Total time of the threads of the optimizer in backward and in forward.
     update_time: Duration,
-    /// Where gradients wait that are consumed as they come.
+    /// Free buffers of gradients that an update consumes.
     waiting: Vec<Region>,
 }
 
 impl Store {
+    /// Allocates the rows of the plan's inventory, all zero. `rule` defines the optimizer's states.
     pub(crate) fn new(
         plan: Arc<Plan>,
         comm: Arc<dyn Communicator>,
@@ -201,17 +206,17 @@ impl Store {
         self.plan.spec().units[unit.index()].name.clone()
     }
 
-    /// What happens to the gradients of a unit that trains.
+    /// Route of the gradients of a unit; `None` if the unit has no trainable parameters.
     fn gradient_route(&self, unit: UnitId) -> Option<Gradients> {
         self.units[unit.index()].routes[GroupKind::Trainable as usize].gradients
     }
 
-    /// Elements of a group that rest on this rank.
+    /// Range of elements of a parameter group that this rank stores.
     pub(crate) fn resting(&self, unit: UnitId, kind: GroupKind) -> std::ops::Range<usize> {
         self.plan.stored_range(unit, kind, self.comm.world().rank)
     }
 
-    /// Lets copies between devices wait for the change of weights that comes.
+    /// Notes that weights will change, so that later events and copies between devices follow the change.
     fn weights_change(&mut self) {
         self.writes_recorded = false;
         let on_device = self.flow.weights_on_device;
@@ -220,7 +225,7 @@ impl Store {
         }
     }
 
-    /// The resting weights of a group, writable.
+    /// The stored weights of a parameter group, writable; an error while a lease reads them.
     pub(crate) fn weights_mut(&mut self, unit: UnitId, kind: GroupKind) -> Result<&mut Region> {
         let name = self.unit_name(unit);
         self.weights_change();
@@ -230,7 +235,7 @@ impl Store {
         sole(&mut state.weights, kind).ok_or(EngineError::WeightsBorrowed { unit: name })
     }
 
-    /// The resting weights of a group.
+    /// The stored weights of a parameter group.
     pub(crate) fn weights(&self, unit: UnitId, kind: GroupKind) -> Option<&Region> {
         let state = &self.units[unit.index()];
         state
@@ -240,7 +245,7 @@ impl Store {
             .map(|(_, region)| &**region)
     }
 
-    /// Accumulated gradients, resting weights and state of a trainable group together.
+    /// Accumulated gradients, stored weights and state of a trainable group together, for an update.
     pub(crate) fn of_update(
         &mut self,
         unit: UnitId,
@@ -262,17 +267,17 @@ impl Store {
         }
     }
 
-    /// Master weights and optimizer state of a unit that trains.
+    /// Master weights and optimizer state of a unit with trainable parameters.
     pub(crate) fn state(&self, unit: UnitId) -> Option<&UnitState> {
         self.units[unit.index()].state.as_ref()
     }
 
-    /// As [`Store::state`], writable.
+    /// Master weights and optimizer state, writable.
     pub(crate) fn state_mut(&mut self, unit: UnitId) -> Option<&mut UnitState> {
         self.units[unit.index()].state.as_mut()
     }
 
-    /// Accumulated gradients of a unit that trains; zero if no micro-batch has run.
+    /// Accumulated gradients of a unit with trainable parameters; zeros if no micro-batch has run.
     pub(crate) fn gradients_mut(&mut self, unit: UnitId) -> Result<Option<&mut Accumulator>> {
         let Some(gradients) = &mut self.units[unit.index()].gradients else {
             return Ok(None);
@@ -281,12 +286,12 @@ impl Store {
         Ok(Some(gradients))
     }
 
-    /// Accumulated gradients as they are.
+    /// Accumulated gradients; the values are stale if no micro-batch has run since the last update.
     pub(crate) fn gradients(&self, unit: UnitId) -> Option<&Accumulator> {
         self.units[unit.index()].gradients.as_ref()
     }
 
-    /// Forgets all gradients: the next micro-batch is the first of update `step + 1`.
+    /// Clears all gradients. The next micro-batch is the first one after update `step`.
     pub(crate) fn clear_gradients(&mut self, step: u64) {
         self.rounding_key = RoundingKey {
             step,
@@ -302,8 +307,7 @@ impl Store {
 
     // ---- passes -------------------------------------------------------------------------------
 
-    /// Starts a pass, which reads the weights that `visits` names in host memory, and otherwise all where they are computed
-    /// with.
+    /// Starts a pass. With `visits` it reads those weights into host memory; without, it computes with all weights.
     pub(crate) fn begin_pass(&mut self, kind: PassKind, visits: Option<Visit>) {
         let schedule = self.plan.schedule(kind);
         let gathers = self.flow.gathers_on_device;
@@ -318,7 +322,7 @@ impl Store {
         self.pass.as_ref().is_some_and(|pass| pass.on_device)
     }
 
-    /// Walks the rest of the schedule and waits for every reduction.
+    /// Ends the pass: skips the remaining entries and waits for every reduction.
     pub(crate) fn end_pass(&mut self) -> Result<()> {
         if let Some(pass) = &mut self.pass {
             pass.want(None);
@@ -339,19 +343,19 @@ impl Store {
         self.collect()
     }
 
-    /// Counts a micro-batch of the present update.
+    /// Counts a micro-batch of the current update.
     pub(crate) fn count_micro_batch(&mut self) {
         self.rounding_key.micro_batch += 1;
     }
 
-    /// Drops a pass that failed half way: nothing of its gradients is kept.
+    /// Drops a pass that failed, together with its gradients in flight.
     pub(crate) fn abandon_pass(&mut self) {
         self.pass = None;
         self.closing = None;
         self.reads.clear();
         self.abandon_sums();
         self.pending.clear();
-        // The pass has failed already: what the thread says can only come of that.
+        // The pass already returns an error. A failure of the thread is a consequence of it.
         self.end_in_backward().ok();
         if let Some(device) = &mut self.device {
             device.arrive().ok();
@@ -362,17 +366,17 @@ impl Store {
         }
     }
 
-    /// Counts copies between tiers that the step made.
+    /// Adds the time of copies between tiers that the step made.
     pub(crate) fn count_copies(&mut self, copies: &CopyClock) {
         self.copies.add(copies);
     }
 
-    /// Time of copies between tiers so far.
+    /// Total time of copies between tiers.
     pub(crate) fn copy_time(&self) -> Duration {
         self.copies.total()
     }
 
-    /// Time of the threads of early and optimizer in forward so far.
+    /// Total time of the threads of the optimizer in backward and in forward.
     pub(crate) fn update_time(&self) -> Duration {
         self.update_time
     }
@@ -383,9 +387,9 @@ impl Store {
             .and_then(|p| p.schedule.get(p.position).copied())
     }
 
-    /// Starts the gathers of the entries up to `prefetch_units` beyond the cursor. Around the turn
-    /// from forward to backward a unit's next entry may lie within that distance of its last one:
-    /// its weights are kept instead of being gathered twice.
+    /// Starts the gathers of the entries up to `prefetch_units` after the cursor. At the turn from forward to backward,
+    /// a unit's next entry may be within that distance of its last one. Its weights then stay readable and are not
+    /// gathered twice.
     fn start_gathers(&mut self) -> Result<()> {
         if self.on_device() {
             return Ok(());
@@ -407,7 +411,7 @@ impl Store {
         }
     }
 
-    /// Starts to read the weights that rest on a disk and are needed soon, as far as buffers go.
+    /// Starts to read weights that are stored on disk and needed soon, as long as buffers are free.
     fn read_ahead(&mut self) -> Result<()> {
         if !self.flow.weights_on_disk {
             return Ok(());
@@ -440,8 +444,8 @@ impl Store {
         Ok(())
     }
 
-    /// Records an event after the last write to all weights stored on a device, before the work of a pass is queued:
-    /// gathers through the host then wait for no work.
+    /// Records an event after the last write to all weights stored on a device. This happens before the work of a pass
+    /// is queued, so gathers through the host need not wait for that work.
     fn record_weight_writes(&mut self) -> Result<()> {
         if std::mem::replace(&mut self.writes_recorded, true) || !self.flow.weights_on_device {
             return Ok(());
@@ -482,14 +486,14 @@ impl Store {
         Ok(())
     }
 
-    /// Takes part in the devices' gather of `unit`.
+    /// Takes part in the devices' gather of `unit`; drops the result unless `needed`.
     fn gather_on_device(&mut self, unit: UnitId, needed: bool) -> Result<()> {
         self.await_update(unit)?;
         let Some(device) = &mut self.device else {
             return Ok(());
         };
         let weights = &self.units[unit.index()].weights;
-        // What rests on a disk passes host memory.
+        // Weights on disk are copied to host memory first.
         let mut staged = Vec::new();
         for (kind, region) in weights {
             let reads = &mut self.reads;
@@ -574,7 +578,7 @@ impl Store {
         Ok(())
     }
 
-    /// Weights that nobody gathers: views of them where they are stored, or of a copy.
+    /// Weights that need no gather: views of the stored weights, or of a copy.
     fn read_stored(&mut self, unit: UnitId) -> Result<Residency> {
         let (mut on_device, mut groups) = (Gathered::new(), Vec::new());
         let visits = self.pass.as_ref().and_then(|pass| pass.visits);
@@ -613,7 +617,7 @@ impl Store {
         })
     }
 
-    /// Moves the cursor to `entry`, taking part in everything before it.
+    /// Moves the cursor to `entry`, and takes part in the collectives of all entries before it.
     fn advance_to(&mut self, entry: Entry) -> Result<()> {
         let target = self.pass.as_ref().and_then(|p| {
             p.schedule[p.position..]
@@ -640,8 +644,8 @@ impl Store {
         self.read_ahead()
     }
 
-    /// Passes over an entry whose unit this batch does not use: its gather is taken part in and
-    /// dropped, its gradients are zeros.
+    /// Skips an entry whose unit this batch does not use. The store takes part in its gather and drops the result; its
+    /// gradients are zeros.
     fn skip(&mut self, entry: Entry) -> Result<()> {
         self.start_gathers()?;
         self.gather_at_cursor()?;
@@ -679,7 +683,7 @@ impl Store {
         self.read_ahead()
     }
 
-    /// The weights of `unit`, ascending by parameter.
+    /// Makes the weights of `unit` readable: tensors in the parameters' shapes, ascending by parameter.
     pub(crate) fn lease(&mut self, unit: UnitId, phase: Phase) -> Result<Vec<(ParamId, Tensor)>> {
         self.advance_to(Entry { unit, phase })?;
         self.make_resident(unit)?;
@@ -712,12 +716,13 @@ impl Store {
         Ok(params)
     }
 
+    /// Ends a lease: moves the cursor, and after backward closes a bucket of gradients.
     pub(crate) fn end_lease(&mut self, unit: UnitId, phase: Phase) -> Result<()> {
         self.finish_entry(Entry { unit, phase })
     }
 }
 
-/// The resting weights of a group, where nobody reads them.
+/// The stored weights of a parameter group; `None` while a lease reads them.
 fn sole(weights: &mut [(GroupKind, Arc<Region>)], kind: GroupKind) -> Option<&mut Region> {
     let (_, region) = weights.iter_mut().find(|(other, _)| *other == kind)?;
     let region = Arc::get_mut(region)?;
@@ -725,7 +730,7 @@ fn sole(weights: &mut [(GroupKind, Arc<Region>)], kind: GroupKind) -> Option<&mu
     (!read).then_some(region)
 }
 
-/// What devices gathered, in the shapes of parameters and ascending.
+/// Gathered tensors in the parameters' shapes, ascending by parameter.
 fn shaped(plan: &Plan, gathered: &[(ParamId, Tensor)]) -> Result<Gathered> {
     let shape = |id: ParamId| plan.spec().params[id.index()].shape;
     let params = gathered.iter();

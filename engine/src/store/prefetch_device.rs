@@ -1,18 +1,18 @@
-//! Weights that come to a device one unit ahead of their use.
+//! Prefetch of weights to a device, by one unit.
 
 use super::{Residency, Result, Store};
 use crate::plan::Pass;
 use crate::spec::UnitId;
 
 impl Store {
-    /// The unit whose weights are uploaded next, unless the batch passes over it.
+    /// The unit whose weights are copied to the device next; `None` if weights are not prefetched.
     pub(crate) fn next_upload(&self) -> Option<UnitId> {
         let prefetched = |pass: &&Pass| self.flow.prefetch_weights && !pass.on_device;
         let pass = self.pass.as_ref().filter(prefetched)?;
         Some(pass.schedule[pass.next_unit()?].unit)
     }
 
-    /// Takes part in the devices' gathers up to the entry at the cursor, whose weights may be used from here on.
+    /// Takes part in the devices' gathers up to the entry at the cursor, and makes later work wait for them.
     pub(super) fn gather_at_cursor(&mut self) -> Result<()> {
         let Some(pass) = self.pass.as_ref().filter(|pass| pass.on_device) else {
             return Ok(());
@@ -21,8 +21,8 @@ impl Store {
         self.arrive()
     }
 
-    /// Takes part in the devices' gathers up to the next unit, so that they run beside the work of the unit at the cursor.
-    /// How far a rank is depends on its place in the schedule only, so that all do the same.
+    /// Takes part in the devices' gathers up to the next unit, so that they run during the work of the unit at the
+    /// cursor. Only the schedule decides how far a rank gathers, so all ranks gather equally far.
     pub(super) fn prefetch_gather(&mut self) -> Result<()> {
         let next = self.pass.as_ref().and_then(Pass::next_unit);
         match next.filter(|_| self.flow.prefetches_gathers) {
@@ -41,7 +41,7 @@ impl Store {
         Ok(())
     }
 
-    /// Gives back what was gathered for an entry that this rank passes over.
+    /// Drops the gathered weights of an entry that this rank skips.
     pub(super) fn drop_gathered(&mut self, unit: UnitId) {
         let residency = &mut self.units[unit.index()].residency;
         if let Residency::OnDevice(_) = residency {

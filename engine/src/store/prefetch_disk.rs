@@ -1,4 +1,4 @@
-//! Weights read from a disk before they are needed.
+//! Prefetch of weights from disk.
 
 use crate::error::EngineError;
 use crate::offload::spill::PendingRead;
@@ -11,20 +11,20 @@ use std::collections::{HashMap, VecDeque};
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 type Key = (UnitId, GroupKind);
 
-/// The reads of one group: the first bytes of its region, in order.
+/// Reads of one parameter group: consecutive pieces from the start of its region.
 #[derive(Debug, Default)]
 struct Reads {
     pending: VecDeque<(usize, PendingRead)>,
-    /// Bytes asked for so far.
+    /// Number of bytes requested so far.
     asked: usize,
 }
 
-/// Reads under way or done, of groups that have not been fetched.
+/// Reads in flight or done, of parameter groups that have not been fetched.
 #[derive(Debug, Default)]
 pub(crate) struct WeightReads(HashMap<Key, Reads>);
 
 impl WeightReads {
-    /// Asks for more of a region; false once buffers are short.
+    /// Requests the rest of a region; false if buffers ran out.
     pub(crate) fn advance(&mut self, key: Key, region: &Region) -> Result<bool> {
         let reads = self.0.entry(key).or_default();
         while reads.asked < region.len() {
@@ -38,7 +38,7 @@ impl WeightReads {
         Ok(true)
     }
 
-    /// Copies a region to `out`, beginning with what was read ahead.
+    /// Copies a region to `out`: first the prefetched bytes, then the rest.
     pub(crate) fn fetch(&mut self, key: Key, region: &Region, out: &mut [u8]) -> Result<()> {
         let mut at = 0;
         for (len, read) in self.0.remove(&key).unwrap_or_default().pending {
@@ -49,7 +49,7 @@ impl WeightReads {
         region.read(at, &mut out[at..])
     }
 
-    /// Drops the reads of units that `wanted` does not name.
+    /// Drops the reads of all units for which `wanted` is false.
     pub(crate) fn forget_unless(&mut self, wanted: impl Fn(UnitId) -> bool) {
         self.0.retain(|(unit, _), _| wanted(*unit));
     }
@@ -60,7 +60,7 @@ impl WeightReads {
     }
 }
 
-/// Pieces leave room for the block in which a region may begin.
+/// End of the next piece. A piece is one block shorter than a segment, since a region may begin inside a block.
 fn next_end(start: usize, len: usize) -> usize {
     const MOST: usize = SEGMENT_BYTES - BLOCK_BYTES as usize;
     len.min(start + MOST)

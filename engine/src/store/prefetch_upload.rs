@@ -1,7 +1,7 @@
-//! Reserved memory of a discrete device for the weights of the unit that a pass leases next.
+//! Reserved device memory for the weights of the unit that a pass leases next.
 //!
-//! It is reserved before the previous unit's work is queued, so that the copy runs beside that work. A run and its dry run
-//! reserve the same.
+//! It is reserved before the previous unit's work is queued, so the host-to-device copy runs during that work. A run
+//! and its dry run reserve the same.
 
 use crate::error::EngineError;
 use crate::plan::{GroupKind, Plan};
@@ -9,15 +9,15 @@ use crate::spec::{ParamId, UnitId};
 use kernels::{Backend, DType, ReservedUpload, Tag};
 use std::collections::BTreeMap;
 
-/// The places, by parameter.
+/// Reserved device memory by parameter.
 pub(crate) type Reserved = BTreeMap<ParamId, ReservedUpload>;
 
-/// Places for one unit at most.
+/// Reservations for at most one unit.
 #[derive(Default)]
 pub(crate) struct Prefetched(Option<(UnitId, Reserved)>);
 
 impl Prefetched {
-    /// Has places for `next` from here on, in the order of its parameters; those of another unit are given back first.
+    /// Reserves memory for `next`, in the order of its parameters. Reservations for another unit are released first.
     pub(crate) fn reserve(
         &mut self,
         next: Option<UnitId>,
@@ -46,13 +46,13 @@ impl Prefetched {
         Ok(())
     }
 
-    /// The places that were taken for `unit`. Those of another one, which a batch passes over, are given back.
+    /// Takes the reservations for `unit`. Those for another unit, which the batch skipped, are released.
     pub(crate) fn take(&mut self, unit: UnitId) -> Reserved {
         let taken = self.0.take().filter(|(other, _)| *other == unit);
         taken.map(|(_, reserved)| reserved).unwrap_or_default()
     }
 
-    /// Gives all places back.
+    /// Releases all reservations.
     pub(crate) fn clear(&mut self) {
         self.0 = None;
     }

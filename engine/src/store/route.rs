@@ -1,15 +1,15 @@
-//! How weights and gradients of a group move, resolved once when the store is built.
+//! Routes: how weights and gradients of a parameter group move, resolved once when the store is built.
 
 use crate::plan::{GroupKind, Plan, Tier, UnitPlan};
 
-/// The device that computes, as far as routes depend on it.
+/// Properties of the compute device on which routes depend.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Computes {
-    /// The host cannot address its memory.
+    /// Whether the device is discrete: the host cannot address its memory.
     pub(crate) discrete: bool,
-    /// States of the device tier are stored in that memory.
+    /// Whether states of the device tier are stored in that memory.
     pub(crate) stores: bool,
-    /// Devices run collectives among themselves.
+    /// Whether devices run collectives among themselves.
     pub(crate) collects: bool,
 }
 
@@ -49,20 +49,20 @@ pub(crate) struct Gradients {
     pub(crate) route: GradientRoute,
     /// Whether the communicator or the devices reduce-scatter every micro-batch.
     pub(crate) reduced: bool,
-    /// Whether an update in backward consumes them, so that there is no sum.
+    /// Whether an optimizer in backward consumes them, so that no sum is stored.
     pub(crate) consumed: bool,
     /// Whether the unit is updated in backward.
     pub(crate) updated_in_backward: bool,
 }
 
-/// The routes of one group of one unit.
+/// Routes of one parameter group of one unit.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Route {
-    /// In a pass that computes.
+    /// Route of weights in a pass that computes.
     pub(crate) weights: WeightRoute,
-    /// In a pass that reads weights in host memory, to save them.
+    /// Route of weights in a pass that reads them into host memory, to save them.
     pub(crate) visited: WeightRoute,
-    /// Of a trainable group.
+    /// Route of gradients; `None` for a frozen group.
     pub(crate) gradients: Option<Gradients>,
 }
 
@@ -82,27 +82,27 @@ impl Route {
     }
 }
 
-/// The routes that all units of a store share.
+/// Routes that all units of a store share.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Flow {
-    /// Weights are all-gathered.
+    /// Whether weights are all-gathered.
     pub(crate) gathers: bool,
-    /// The devices gather them in passes that compute.
+    /// Whether the devices gather weights, in passes that compute.
     pub(crate) gathers_on_device: bool,
-    /// The devices gather them one unit ahead of their use.
+    /// Whether the devices prefetch gathers by one unit.
     pub(crate) prefetches_gathers: bool,
-    /// They are copied to the device one unit ahead of their use.
+    /// Whether weights are prefetched to the device by one unit.
     pub(crate) prefetch_weights: bool,
-    /// They are stored on a disk.
+    /// Whether weights are stored on disk.
     pub(crate) weights_on_disk: bool,
-    /// They are stored in a discrete device's memory.
+    /// Whether weights are stored in a discrete device's memory.
     pub(crate) weights_on_device: bool,
-    /// The devices reduce-scatter gradients.
+    /// Whether the devices reduce-scatter gradients.
     pub(crate) reduces_on_device: bool,
-    /// Gradients come from a discrete device. A unit's are fetched after the next unit's backward is queued, so that the
-    /// device is busy meanwhile.
+    /// Whether gradients come from a discrete device. A unit's gradients are fetched after the next unit's backward is
+    /// queued, so that the device stays busy.
     pub(crate) defers_gradients: bool,
-    /// Updates may run during the next pass.
+    /// Whether updates may run during the next forward pass.
     pub(crate) updates_in_forward: bool,
 }
 
@@ -133,7 +133,7 @@ fn weights(plan: &Plan, device: Computes) -> WeightRoute {
     match plan.config().offload.param {
         Tier::Device if device.stores => WeightRoute::OnDevice,
         Tier::Device => WeightRoute::InPlace,
-        // They are sent to the device from where they are stored.
+        // Weights are copied to the device from where they are stored.
         Tier::Host if device.discrete => WeightRoute::InPlace,
         Tier::Host | Tier::Nvme => WeightRoute::Copied,
     }
@@ -144,7 +144,7 @@ fn gradients(plan: &Plan, unit: &UnitPlan, device: Computes) -> Gradients {
     let consumed = plan.consumes_gradients(unit.id);
     let reduced = config.shards_gradients();
     let sum_stays = device.stores && config.offload.optimizer == Tier::Device && !consumed;
-    // Where gradients are reduced in between, where the sum is on a disk, or where there is none.
+    // A bucket is needed if gradients are reduced, if their sum is on disk, or if there is no sum.
     let bucketed = reduced || config.offload.optimizer == Tier::Nvme || consumed;
     let route = if device.collects && reduced {
         GradientRoute::ReducedOnDevice { stays: sum_stays }

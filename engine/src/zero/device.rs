@@ -1,4 +1,4 @@
-//! The time of a discrete device: which unit it worked for, what it waited for, what crossed the bus.
+//! Time of a discrete device: work per unit, waits, and copies over the bus.
 
 use super::{Result, Zero};
 use crate::plan::Phase;
@@ -7,24 +7,24 @@ use crate::timing::DeviceTimes;
 use crate::trace::Lane;
 use kernels::DeviceLane;
 
-/// The phases by the number that they have in a label.
+/// Phases in the order of their numbers in labels.
 const PHASES: [Phase; 3] = [Phase::Forward, Phase::Recompute, Phase::Backward];
 
-/// What work on the device is labelled with: the unit, and which of its passes.
+/// Label of device work: the unit and the phase of its pass.
 fn label(unit: UnitId, phase: Phase) -> u32 {
     let number = PHASES.iter().position(|known| *known == phase);
     (PHASES.len() * unit.index() + number.unwrap_or(0)) as u32
 }
 
-/// The unit and the pass that a label names.
+/// The unit and the phase that a label encodes.
 fn labelled(label: u32) -> (UnitId, Phase) {
     let count = PHASES.len() as u32;
     (UnitId(label / count), PHASES[(label % count) as usize])
 }
 
 impl Zero {
-    /// What this rank's device did so far, by its own clock, in training passes that were followed by a step, and what the
-    /// processor updated beside it; zero where the host computes.
+    /// Total time of this rank's device by its own clock, over training passes up to the last step. `updates` is the
+    /// time of update threads on the CPU. All zero if the host computes.
     #[must_use]
     pub fn device_times(&self) -> DeviceTimes {
         let mut times = self.device_times;
@@ -34,15 +34,15 @@ impl Zero {
         times
     }
 
-    /// What is queued from here on is work of a unit. Only passes that train are measured: a step reads what was
-    /// measured, and forgets it.
+    /// Labels work that is queued from now on with a unit and its phase. Only training passes are measured, because a
+    /// step reads and resets the measurements.
     pub(super) fn label_device(&self, work: Option<(UnitId, Phase)>) -> Result<()> {
         self.backend.measure(self.trains.get())?;
         let label = work.map(|(unit, phase)| label(unit, phase));
         Ok(self.backend.label(label)?)
     }
 
-    /// Adds up what the device did since the last call, and records it where a recording runs.
+    /// Adds the device's measurements since the last call to the totals and, during a recording, to the trace.
     pub(super) fn read_device(&mut self) -> Result<()> {
         let spans = self.backend.measured()?;
         self.device_times.add(&spans);

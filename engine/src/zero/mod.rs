@@ -1,4 +1,4 @@
-//! The facade: one rank's model states under ZeRO, as the tape and the training loop use them.
+//! [`Zero`]: model states of one rank under ZeRO, as passes and the training loop use them.
 
 mod device;
 mod snapshot;
@@ -32,21 +32,21 @@ use std::time::{Duration, Instant};
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Elements of a weight read at once while loading.
+/// Maximal number of elements of a weight that are read at once while loading.
 const LOAD_CHUNK_ELEMS: usize = 1 << 20;
 
-/// What one optimizer step did.
+/// Result of one optimizer step, equal on all ranks.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct StepReport {
-    /// Updates applied so far, this one included when it was applied.
+    /// Number of updates applied so far, including this one if it was applied.
     pub step: u64,
     /// Mean loss per supervised token over all ranks and micro-batches.
     pub loss: f64,
-    /// Supervised tokens over all ranks and micro-batches.
+    /// Number of supervised tokens over all ranks and micro-batches.
     pub supervised_tokens: u64,
-    /// Global norm of the mean gradient, before clipping.
+    /// Global L2 norm of the mean gradient, before clipping.
     pub grad_norm: f64,
-    /// False when a gradient or the loss was not finite: nothing changed.
+    /// Whether the update was applied. False if a gradient or the loss was not finite; nothing changed then.
     pub applied: bool,
 }
 
@@ -56,10 +56,13 @@ struct Totals {
     supervised: u64,
 }
 
-/// A unit's weights on a discrete device.
+/// Weights of a unit on a discrete device.
 type Uploaded = (UnitId, Vec<(ParamId, Tensor)>);
 
 /// Model states of one rank under ZeRO.
+///
+/// Cycle of one micro-batch: [`Zero::begin_pass`], leases and deposits ([`ParamAccess`]), [`Zero::end_micro_batch`].
+/// [`Zero::step`] then applies one update.
 pub struct Zero {
     plan: Arc<Plan>,
     comm: Arc<dyn Communicator>,
@@ -67,29 +70,30 @@ pub struct Zero {
     optimizer: Arc<OptimizerConfig>,
     tiers: Tiers,
     activations: Option<Activations>,
-    /// Where a device steps what it keeps.
+    /// Optimizer step on the device; `None` if the host updates.
     device_step: Option<DeviceStep>,
-    /// Whether updates go on beside the next pass.
+    /// Whether updates run during the next forward pass.
     updates_in_forward: bool,
     exchange: step::Exchange,
-    /// Whether the host cannot address the device's memory.
+    /// Whether the device is discrete: the host cannot address its memory.
     discrete: bool,
-    /// Whether a lease frees the previous unit's weights before it takes its own.
+    /// Whether a lease frees the previous unit's weights on the device before it allocates its own.
     frees_first: bool,
     pub(crate) store: RefCell<Store>,
     pub(crate) step: u64,
     totals: Totals,
-    /// On a discrete device, the weights leased last: the next ones come in while it still computes with these.
+    /// Weights leased last on a discrete device. They stay while the next ones are copied, because the device still
+    /// uses them.
     uploaded: RefCell<Option<Uploaded>>,
-    /// On a discrete device, places for those that are leased next.
+    /// Reserved memory on a discrete device for the weights leased next.
     prefetched: RefCell<Prefetched>,
-    /// The last unit leased in a pass that has not ended well.
+    /// Last unit leased in the current pass, or in a pass that failed.
     leased: Cell<Option<(UnitId, Phase)>>,
-    /// When it was leased, if that is recorded.
+    /// Start of that lease, during a recording.
     leased_at: Cell<Option<Instant>>,
     non_finite: Option<UnitId>,
     device_times: DeviceTimes,
-    /// Whether the present pass trains.
+    /// Whether the current pass trains.
     trains: Cell<bool>,
 }
 
@@ -104,11 +108,11 @@ impl std::fmt::Debug for Zero {
 }
 
 impl Zero {
-    /// Allocates this rank's states, all zero; [`Zero::load`] fills them. Compares the plan with
-    /// the other ranks'.
+    /// Allocates this rank's states, all zero; [`Zero::load`] fills them. Compares the plan's hash with the other
+    /// ranks'.
     ///
     /// # Errors
-    /// When memory is short or the ranks' plans differ.
+    /// [`EngineError::PlanDiffers`] if the ranks' plans differ; other errors if memory, a disk or a device is missing.
     pub fn new(
         plan: Arc<Plan>,
         comm: Arc<dyn Communicator>,
@@ -144,10 +148,10 @@ impl Zero {
         } else {
             None
         };
-        // A device steps in the order of its work.
+        // A device updates in its own order of work, so no thread does.
         let there = computes.stores && plan.config().offload.optimizer == Tier::Device;
         let updates_in_forward = plan.updates_in_forward() && !there;
-        // What is gathered ahead has its place already.
+        // Prefetched gathers already have memory of their own.
         let frees_first = plan.config().prefetch_units == 0 || plan.prefetches_gathers();
         let activations = Activations::new(plan.config().offload.activation, tiers.clone())
             .map(|keeper| keeper.of(&*backend));
@@ -177,7 +181,7 @@ impl Zero {
         })
     }
 
-    /// Sets aside the part of the disk that activations will need at once, where they go to a disk.
+    /// Reserves `bytes` on disk for saved activations, if they are stored on disk; otherwise does nothing.
     ///
     /// # Errors
     /// When the disk is full.
@@ -200,33 +204,32 @@ impl Zero {
         &self.comm
     }
 
-    /// Updates applied so far.
+    /// Number of updates applied so far.
     #[must_use]
     pub fn step_count(&self) -> u64 {
         self.step
     }
 
-    /// Where the present pass is, or where it ended early: the unit leased last and what for.
-    /// `None` between passes.
+    /// Unit leased last and its phase, in the current pass or in one that failed. `None` between passes.
     #[must_use]
     pub fn position(&self) -> Option<(&str, Phase)> {
         let (unit, phase) = self.leased.get()?;
         Some((self.unit_name(unit), phase))
     }
 
-    /// The unit nearest to the loss whose gradients, as far as this rank holds them, were not finite
-    /// in the last [`Zero::step`].
+    /// Name of the unit nearest to the loss whose gradients were not finite in the last [`Zero::step`]. This rank sees
+    /// only the gradients that it sums.
     #[must_use]
     pub fn non_finite_gradient(&self) -> Option<&str> {
         let unit = self.non_finite?;
         Some(self.unit_name(unit))
     }
 
-    /// Fills weights (and master weights). `read` is asked for ranges of a parameter's elements as
-    /// f32, only for what rests on this rank, at most a mebi-element at a time.
+    /// Fills weights and master weights. `read` receives a parameter, a range of its elements and an f32 buffer to
+    /// fill. It is called only for elements that this rank stores, at most 2^20 at a time.
     ///
     /// # Errors
-    /// When `read` fails.
+    /// When `read` or a write fails, or a lease still borrows the weights.
     pub fn load<E>(
         &mut self,
         mut read: impl FnMut(ParamId, Range<usize>, &mut [f32]) -> Result<(), E>,
@@ -270,17 +273,17 @@ impl Zero {
 
     // ---- passes -------------------------------------------------------------------------------
 
-    /// Starts a pass; every rank starts the same kind.
+    /// Starts a pass. All ranks must start the same kind.
     pub fn begin_pass(&self, kind: PassKind) {
         self.leased.set(None);
         self.trains.set(kind == PassKind::Train);
-        // What a pass that failed has left.
+        // A failed pass may have left these.
         self.uploaded.take();
         self.prefetched.borrow_mut().clear();
         self.store.borrow_mut().begin_pass(kind, None);
     }
 
-    /// Ends a pass: takes part in what is left of it and waits for its reductions.
+    /// Ends a pass: takes part in the remaining collectives and waits for all reductions.
     ///
     /// # Errors
     /// When communication fails.
@@ -292,7 +295,7 @@ impl Zero {
         Ok(())
     }
 
-    /// Ends the training pass of one micro-batch whose token losses sum to `loss_sum` over
+    /// Ends the training pass of one micro-batch. `loss_sum` is the sum of its token losses on this rank over
     /// `supervised` tokens.
     ///
     /// # Errors
@@ -309,7 +312,7 @@ impl Zero {
         Ok(())
     }
 
-    /// Waits for updates that go on beside the next pass, where any do; whatever reads or writes states does so itself.
+    /// Waits for updates that run during forward. Methods that read or write states call it themselves.
     ///
     /// # Errors
     /// When an update failed.
@@ -317,7 +320,8 @@ impl Zero {
         self.store.get_mut().finish_updates()
     }
 
-    /// Runs `visit` with the weights of every unit in host memory, in forward order; all ranks must call it.
+    /// Calls `visit` with the parameters and whole weights of every unit in host memory, in forward order. All ranks
+    /// must call it.
     ///
     /// # Errors
     /// When communication or `visit` fails.
@@ -328,10 +332,10 @@ impl Zero {
         self.visit(Visit::All, visit)
     }
 
-    /// As [`Zero::visit_weights`], with those that train only: nothing else is gathered or copied.
+    /// Visits weights as [`Zero::visit_weights`], but only trainable ones; frozen weights are not gathered or copied.
     ///
     /// # Errors
-    /// As there.
+    /// When communication or `visit` fails.
     pub fn visit_trained_weights<E: From<EngineError>>(
         &self,
         visit: impl FnMut(ParamId, &Tensor) -> Result<(), E>,
@@ -367,8 +371,8 @@ impl Zero {
         Ok(())
     }
 
-    /// Bytes of master weights and optimizer state on this rank, one kind behind the other: what
-    /// must not change when a step is skipped.
+    /// Bytes of all master weights and optimizer states of this rank, concatenated. A skipped step must not change
+    /// them.
     ///
     /// # Errors
     /// When the disk fails.
@@ -385,7 +389,7 @@ impl Zero {
         Ok(all)
     }
 
-    /// The recorder of this rank.
+    /// The trace recorder of this rank.
     #[must_use]
     pub fn trace(&self) -> &Trace {
         self.tiers.trace()
@@ -395,7 +399,7 @@ impl Zero {
         &self.plan.spec().units[unit.index()].name
     }
 
-    /// Where this rank's time went so far, beside computing.
+    /// Total time of this rank's communication and copies.
     #[must_use]
     pub fn times(&self) -> Times {
         Times {
@@ -408,13 +412,13 @@ impl Zero {
         }
     }
 
-    /// Traffic of this rank's spill files; `None` where there are none.
+    /// Traffic of this rank's spill files; `None` without spill files.
     #[must_use]
     pub fn spill_stats(&self) -> Option<SpillStats> {
         self.tiers.spill().map(|spill| spill.stats())
     }
 
-    /// The pool of the device that computes.
+    /// Memory pool of the device that computes.
     #[must_use]
     pub fn device_pool(&self) -> &Pool {
         if self.discrete {
@@ -423,20 +427,20 @@ impl Zero {
         &self.tiers.device
     }
 
-    /// The host pool.
+    /// Memory pool of the host.
     #[must_use]
     pub fn host_pool(&self) -> &Pool {
         &self.tiers.host
     }
 
-    /// What this rank's spill files hold; `None` where there are none.
+    /// Pool that counts the bytes in this rank's spill files; `None` without spill files.
     #[must_use]
     pub fn spill_pool(&self) -> Option<&Pool> {
         self.tiers.spill().map(|spill| spill.pool())
     }
 
-    /// The weights of a unit on a discrete device. Those of the unit before stay until they are there, so that they get
-    /// another place and need not wait for what the device still does with it.
+    /// Copies the weights of a unit to a discrete device. The previous unit keeps its weights until then, so the
+    /// buffers never alias and the copy need not wait for the previous unit's work.
     fn upload(
         &self,
         unit: UnitId,
@@ -469,8 +473,8 @@ impl Zero {
         Ok(there)
     }
 
-    /// Before the work of the unit leased now is queued: takes back gradients that left the device meanwhile, and takes
-    /// places for the weights that the pass uploads next.
+    /// Prepares device memory before the work of the leased unit is queued: receives gradients that left the device,
+    /// then reserves memory for the weights of the next unit.
     fn make_room(&self) -> Result<()> {
         self.store.borrow_mut().take_sums()?;
         let next = self.store.borrow().next_upload();
@@ -478,14 +482,14 @@ impl Zero {
         prefetched.reserve(next, &self.plan, &*self.backend)
     }
 
-    /// A lease whose weights stay where the store has them.
+    /// A lease whose weights are not copied to a discrete device.
     fn lease_on_host(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
         self.leased.set(Some((unit, phase)));
         let params = self.store.borrow_mut().lease(unit, phase)?;
         Ok(lease_of(self, unit, phase, params))
     }
 
-    /// Elements of the trainable group whose weights rest on this rank.
+    /// Range of elements of the trainable group whose weights this rank stores.
     pub(crate) fn resting_range(&self, unit: UnitId) -> Range<usize> {
         self.store.borrow().resting(unit, GroupKind::Trainable)
     }

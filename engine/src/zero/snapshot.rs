@@ -12,7 +12,7 @@ use kernels::DType;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// Elements, or bytes, that are copied between a disk and a checkpoint at once.
+/// Number of elements, or of bytes, that are copied between a disk and a checkpoint at once.
 const CHUNK_ELEMS: usize = 1 << 22;
 const WEIGHT: &str = "weight";
 

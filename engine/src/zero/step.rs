@@ -1,4 +1,4 @@
-//! The optimizer step over everything deposited.
+//! The optimizer step over all gradients deposited since the last step.
 
 use super::update::Update;
 use super::{Result, StepReport, Totals, Zero};
@@ -14,21 +14,21 @@ use kernels::DType;
 use optim::clip::GradientScale;
 use std::ops::Range;
 
-/// What ranks exchange in a step, resolved once.
+/// Collectives of a step, resolved once.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Exchange {
-    /// Sums of one rank's gradients are reduced (stages 0 and 1).
+    /// Whether gradient sums are reduced in the step, because micro-batches do not reduce them (stages 0 and 1).
     reduces_sums: bool,
-    /// Sharded sums are gathered, because every rank updates everything (stage 0 in pure bf16).
+    /// Whether sharded gradient sums are gathered, because every rank updates all elements (stage 0 with bf16 sums).
     gathers_sums: bool,
-    /// Every rank receives the weights that the others updated (stages 1 and 2).
+    /// Whether ranks exchange updated weights, because each updates a shard of whole weights (stages 1 and 2).
     shares_weights: bool,
 }
 
 impl Exchange {
     pub(super) fn new(plan: &Plan) -> Self {
         Self {
-            // One rank's sums are those of all ranks.
+            // With one rank, local sums are final.
             reduces_sums: !plan.config().shards_gradients() && plan.world_size() > 1,
             gathers_sums: plan.gathers_gradients(),
             shares_weights: plan.shares_updates(),
@@ -37,14 +37,16 @@ impl Exchange {
 }
 
 impl Zero {
-    /// Says before the last pass of an update what the update will be: its learning rate, the factor on the losses (see
-    /// [`Zero::step_scaled`]) and the number of supervised tokens of this rank in that pass. Units that the plan steps
-    /// early are then updated while backward runs, and [`Zero::step_scaled`] keeps the outcome unless clipping or a value
-    /// that is not finite contradicts it; every result has the bits of an update without announcement. All ranks must
-    /// call it. Does nothing where the plan steps nothing early.
+    /// Announces an update before its last pass, so that units planned for the optimizer in backward can be updated
+    /// during that pass. Does nothing if the plan has no such unit. All ranks must call it.
+    ///
+    /// `lr` is the learning rate, `loss_scale` the factor on losses ([`Zero::step_scaled`]), and `supervised` the
+    /// number of supervised tokens of this rank in that pass. [`Zero::step_scaled`] keeps these updates if its own
+    /// numbers agree, and else drops them, e.g. when it clips. Every result has the same bits as without the
+    /// announcement.
     ///
     /// # Errors
-    /// When communication fails or no thread can be started.
+    /// When communication fails or the thread cannot start.
     pub fn announce_update(&mut self, lr: f64, loss_scale: f64, supervised: u64) -> Result<()> {
         if !self.plan.any_updates_in_backward() {
             return Ok(());
@@ -64,23 +66,25 @@ impl Zero {
         self.store.get_mut().begin_in_backward(optimizer, scalars)
     }
 
-    /// The optimizer step over everything deposited since the last one: gradients are divided by
-    /// the number of supervised tokens of all ranks and micro-batches, clipped by the global norm
-    /// and applied; or, when anything is not finite, dropped with all states untouched.
+    /// Runs the optimizer step over all gradients deposited since the last step, with the learning rate `lr`. Gradients
+    /// are divided by the number of supervised tokens over all ranks and micro-batches, then clipped by their global
+    /// norm. If the loss or a gradient is not finite, gradients are dropped and no state changes. All ranks must call
+    /// it.
     ///
     /// # Errors
-    /// When communication fails.
+    /// When communication, memory or an update fails. [`EngineError::Consumed`] if gradients were consumed for an
+    /// update with other numbers than announced.
     pub fn step(&mut self, lr: f64) -> Result<StepReport> {
         self.step_scaled(lr, 1.0)
     }
 
-    /// As [`Zero::step`] when the losses were multiplied by `loss_scale` before their gradients were
-    /// taken: all numbers of the report are those without it.
+    /// Runs [`Zero::step`] for gradients of losses that were multiplied by `loss_scale`. The report contains unscaled
+    /// numbers.
     ///
     /// # Errors
-    /// When communication fails.
+    /// As [`Zero::step`].
     pub fn step_scaled(&mut self, lr: f64, loss_scale: f64) -> Result<StepReport> {
-        // Units that the pass had no use for.
+        // Waits for units that the pass did not lease.
         self.finish_updates()?;
         self.read_device()?;
         let announced = self.store.get_mut().end_in_backward()?;
@@ -113,12 +117,12 @@ impl Zero {
         Ok(report)
     }
 
-    /// The shard this rank holds.
+    /// Index of this rank's shard.
     pub(crate) fn shard(&self) -> usize {
         self.plan.shard_of(self.comm.world().rank)
     }
 
-    /// Elements of a trainable group this rank updates.
+    /// Range of elements of a trainable group that this rank updates.
     fn updated(&self, unit: UnitId) -> Range<usize> {
         self.plan.updated_range(unit, self.comm.world().rank)
     }
@@ -132,7 +136,7 @@ impl Zero {
             .collect()
     }
 
-    /// Where gradients are not sharded (stages 0 and 1): reduces the local sums.
+    /// Reduces the local gradient sums over ranks, unless gradients are sharded (stages 0 and 1).
     fn reduce_accumulated(&mut self) -> Result<()> {
         let config = self.plan.config().clone();
         if !self.exchange.reduces_sums {
@@ -171,8 +175,8 @@ impl Zero {
         })
     }
 
-    /// Squares of the summed gradients: f64 over fixed blocks of each unit's shard, then over units
-    /// and ranks in order. The same in every stage, tier and bucket order.
+    /// Sum of squares of the summed gradients over all ranks, in f64: over fixed blocks of each unit's shard, then over
+    /// units and ranks in order. It is equal at every stage, on every tier and in every bucket order.
     fn sum_of_squares(&mut self) -> Result<f64> {
         let rank = self.shard();
         let mut all = Vec::new();
@@ -195,7 +199,7 @@ impl Zero {
             };
             all.push((unit, squares));
         }
-        // All of a device's at once: it is waited for once.
+        // Sums on a device are read in one batch, so the host waits for the device once.
         if !there.is_empty() {
             let (places, sums): (Vec<usize>, Vec<_>) = there.into_iter().unzip();
             let squares = access(&self.backend)?.square_sums(&sums)?;
@@ -212,13 +216,13 @@ impl Zero {
             own += squares;
         }
         let all = self.comm.all_gather_f64(&[own], CommTag::new("norm", 0))?;
-        // The other groups hold the same sums.
+        // Other shard groups have the same sums.
         let shards = all.iter().take(self.plan.shards());
         Ok(shards.map(|r| r[0]).sum())
     }
 
-    /// Keeps what was updated early if it was updated `rightly`: with the numbers that the step has come to. Returns those
-    /// units; all others are still as before the update.
+    /// Commits the units that were updated in backward, if the announced numbers are those of this step (`rightly`).
+    /// Returns these units. All other units are unchanged.
     fn keep_in_backward(&mut self, rightly: bool) -> Result<Vec<UnitId>> {
         let units = self.trainable_units();
         if !rightly {
@@ -244,7 +248,7 @@ impl Zero {
         Ok(stepped)
     }
 
-    /// Updates every unit but those that are `done`.
+    /// Updates all units except those in `done`.
     fn update(&mut self, scalars: Scalars, done: &[UnitId]) -> Result<()> {
         let plan = self.plan.clone();
         let config = plan.config();
@@ -280,7 +284,7 @@ impl Zero {
         self.tiers.flush()
     }
 
-    /// Stages 1 and 2: every rank receives the weights the others updated.
+    /// Exchanges updated weights: every rank receives the shards of the others (stages 1 and 2).
     fn share_updated_weights(&mut self) -> Result<()> {
         if !self.exchange.shares_weights {
             return Ok(());
@@ -312,9 +316,8 @@ impl Zero {
         Ok(())
     }
 
-    /// The summed gradients of every trainable parameter over all ranks and micro-batches (not yet
-    /// divided by tokens), for tests and inspection. All ranks must call it; call it before
-    /// [`Zero::step`].
+    /// Summed gradients of every trainable parameter over all ranks and micro-batches, f32, not yet divided by tokens.
+    /// For tests and inspection, before [`Zero::step`]. All ranks must call it.
     ///
     /// # Errors
     /// When communication fails.
@@ -352,7 +355,7 @@ impl Zero {
     }
 }
 
-/// Stage 0 in pure bf16, where sums are sharded but every rank updates everything: all sums of a unit.
+/// Gathers all gradient sums of a unit, for ranks that shard sums but update all elements (stage 0 with bf16 sums).
 fn gathered_gradients(
     plan: &Plan,
     comm: &dyn Communicator,

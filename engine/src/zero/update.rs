@@ -1,4 +1,5 @@
-//! The update after the pass, chunk by chunk over a store: the next chunk is read while one is updated and one written.
+//! Update after the pass, chunk by chunk: the next chunks are read while one is updated and the previous one is
+//! written.
 
 use super::Result;
 use crate::comm::ReadBuffer;
@@ -11,11 +12,11 @@ use crate::store::Store;
 use crate::trace::{Lane, Trace};
 use std::collections::VecDeque;
 
-/// What one rank steps behind the pass: its store, with the rule.
+/// An update after the pass: the rule, and the store it changes.
 pub(crate) struct Update<'a> {
     pub(crate) rule: Rule<'a>,
     pub(crate) store: &'a mut Store,
-    /// Where a device steps.
+    /// The device that updates; `None` if the host does.
     pub(crate) device: Option<&'a DeviceStep>,
     pub(crate) trace: &'a Trace,
 }
@@ -33,8 +34,8 @@ impl Update<'_> {
             .read_ahead(range, gradients, (weights, start), state)
     }
 
-    /// Steps all chunks in order. `gathered` returns the gradients of a unit's whole group where they are not the ones
-    /// accumulated here.
+    /// Updates all chunks in order. `gathered` returns the gradients of a unit's whole trainable group, or `None` to
+    /// use the accumulated ones.
     pub(crate) fn run(
         mut self,
         chunks: &[Chunk],

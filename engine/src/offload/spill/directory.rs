@@ -33,7 +33,7 @@ impl SpillDirectory {
         loop {
             match make(&path) {
                 Ok(()) => {}
-                // It was swept after `make` found it and before it was examined.
+                // Another process swept it between `make` and this check.
                 Err(e) if e.kind() == ErrorKind::AlreadyExists && !is_file(&path) => continue,
                 Err(e) => return Err(SpillError::io("create", &path)(e)),
             }
@@ -49,7 +49,7 @@ impl SpillDirectory {
             let lock = match opened {
                 Ok(lock) if lock.metadata().is_ok_and(|meta| meta.is_file()) => lock,
                 Ok(_) => return Err(SpillError::io("lock", &name)(irregular())),
-                // It was swept before it had a lock file.
+                // Another process swept it before the lock file was created.
                 Err(e) if e.kind() == ErrorKind::NotFound => continue,
                 Err(_) if is_irregular(&name) => {
                     return Err(SpillError::io("lock", &name)(irregular()));
@@ -74,7 +74,7 @@ impl SpillDirectory {
         &self.path
     }
 
-    /// Removes directories of jobs in `parent` without a living process. Returns their paths and sizes in bytes.
+    /// Removes job directories in `parent` that no living process uses. Returns their paths and sizes in bytes.
     ///
     /// # Errors
     /// When `parent` cannot be read.
@@ -120,7 +120,7 @@ fn make(path: &Path) -> io::Result<()> {
         Err(e) if e.kind() == ErrorKind::AlreadyExists && !is_file(path) => {}
         other => return other,
     }
-    // It was swept after it was found. The caller tries again, as if another process were slower to create it.
+    // Another process swept it after `create` found it. The caller retries.
     let found = fs::symlink_metadata(path).map_err(|e| match e.kind() {
         ErrorKind::NotFound => io::Error::from(ErrorKind::AlreadyExists),
         _ => e,
@@ -160,8 +160,8 @@ fn remove_if_dead(path: &Path) -> bool {
         .custom_flags(LOCK_FLAGS.bits().cast_signed())
         .open(path.join(LOCK));
     let Ok(lock) = opened else {
-        // Another process has created the directory but not its lock. Only an empty one is removed; its creator tries
-        // again.
+        // Another process has created the directory but not its lock. Only an empty directory is removed; its creator
+        // retries.
         return fs::remove_dir(path).is_ok();
     };
     if !lock.metadata().is_ok_and(|meta| meta.is_file()) {

@@ -19,7 +19,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 
-/// Maximal range that the kernel maps around one page fault.
+/// Maximal number of bytes that the kernel maps around one page fault.
 const FAULT_BYTES: usize = 64 << 10;
 const MAGIC: &[u8; 8] = b"TESSPILL";
 
@@ -182,7 +182,7 @@ impl SpillFile {
         file.sync_data().map_err(SpillError::io("sync", path))
     }
 
-    /// Drops the file's page cache, so that reads come from the disk.
+    /// Drops the file from the page cache, so that reads come from the disk.
     pub(super) fn forget_cache(&self) -> Result<()> {
         let Backing { path, file, .. } = &*self.backing;
         rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed)
@@ -253,7 +253,7 @@ impl Extent {
         self.0.len
     }
 
-    /// Whether it has no bytes.
+    /// Whether the extent has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.len == 0
@@ -290,7 +290,7 @@ impl Extent {
         (first + most - self.0.lead).min(end)
     }
 
-    /// Order of its writes.
+    /// Order of the extent's writes.
     pub(super) fn writes(&self) -> &Writes {
         &self.0.writes
     }

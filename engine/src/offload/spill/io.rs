@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
-/// Requests under way at once. Disks reach their full rate at a queue depth of 16.
+/// Maximal number of requests in flight. Disks reach their full rate at a queue depth of 16.
 const THREADS: usize = 16;
 
 #[derive(Debug)]
@@ -37,7 +37,7 @@ enum DiskRequest {
     },
 }
 
-/// A read under way.
+/// A read in flight.
 #[derive(Debug)]
 pub struct PendingRead(Receiver<Result<IoBuffer>>);
 
@@ -90,7 +90,7 @@ impl SpillIo {
         })
     }
 
-    /// Traffic so far.
+    /// Traffic since the start.
     #[must_use]
     pub fn stats(&self) -> SpillStats {
         self.shared.book.stats()
@@ -119,7 +119,7 @@ impl SpillIo {
         self.read_into(self.io_buffers.take(), extent, range)
     }
 
-    /// As [`SpillIo::read`], for a prefetch: `None` when buffers are short.
+    /// Starts to read `range` as a prefetch: returns `None` instead of waiting if buffers are short.
     ///
     /// # Errors
     /// When an earlier write failed.
@@ -148,7 +148,7 @@ impl SpillIo {
         Ok(PendingRead(result))
     }
 
-    /// A buffer to fill and write `range` with. If its blocks also hold other bytes of the extent, they are read
+    /// A buffer for a write of `range`. If the blocks of `range` also contain other bytes of the extent, they are read
     /// first.
     ///
     /// # Errors
@@ -160,7 +160,7 @@ impl SpillIo {
         self.check()?;
         let mut io_buffer = self.io_buffers.take();
         place(&mut io_buffer, extent, &range);
-        // The rest of the blocks belongs to no range.
+        // No range owns the rest of the blocks.
         if io_buffer.is_partial() {
             let (start, len) = (io_buffer.start, io_buffer.len);
             let blocks = io_buffer.blocks_mut();
@@ -345,7 +345,7 @@ mod tests {
     use proptest::prelude::*;
     use std::time::Duration;
 
-    /// Files of this machine's disk in both ways; direct I/O is left out where the file system has none.
+    /// Spill files on this machine's disk, one for each supported I/O path.
     fn files(directory: &Arc<SpillDirectory>) -> Vec<SpillFile> {
         [IoPath::Mapped, IoPath::Direct]
             .into_iter()

@@ -41,8 +41,8 @@ pub fn measure(
     let bytes = bytes.next_multiple_of(io_buffer);
     let extent = file.allocate(bytes, 0)?;
     let ranges = || (0..bytes / io_buffer).map(|i| i * io_buffer..(i + 1) * io_buffer);
-    // The first pass turns reserved blocks into written ones, since states are overwritten many times. It also fills
-    // the buffers, whose cost is not the disk's.
+    // The first pass is not measured: it turns reserved blocks into written ones, as for states that are overwritten
+    // many times, and fills the buffers.
     let mut write = 0.0;
     for pass in 0..2 {
         let started = Instant::now();

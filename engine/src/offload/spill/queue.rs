@@ -17,7 +17,7 @@ fn wait<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, 
         .unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Indices of free buffers; the one used last is taken first.
+/// Indices of free buffers; the buffer released last is taken first.
 #[derive(Debug)]
 pub(super) struct Free {
     numbers: Mutex<Vec<usize>>,
@@ -143,7 +143,7 @@ pub struct SpillStats {
     pub read_bytes: u64,
     /// Bytes written.
     pub written_bytes: u64,
-    /// Time with at least one request under way.
+    /// Time with at least one request in flight.
     pub busy: Duration,
 }
 
@@ -241,7 +241,7 @@ impl<E> Book<E> {
         }
     }
 
-    /// Waits until no write is under way.
+    /// Waits until no write is in flight.
     pub(super) fn wait_for_writes(&self) {
         let mut book = lock(&self.entries);
         while book.open_writes > 0 {
