@@ -8,10 +8,12 @@
 //! anywhere and does not need to contain its weights: `--weights seeded` writes a file with the seed instead.
 
 mod config;
-mod files;
+pub(crate) mod files;
+pub(crate) mod png;
 mod samples;
-mod tokenizer;
+pub(crate) mod tokenizer;
 mod weights;
+pub(crate) mod writer;
 
 use std::io::Write;
 use std::path::Path;
