@@ -13,8 +13,6 @@ const SPECIAL_TOKENS: usize = 22;
 /// every word is one token.
 pub(super) fn train(texts: &[String]) -> Vocabulary {
     let bytes = byte_letters();
-    let mut tokens: Vec<String> = bytes.iter().map(char::to_string).collect();
-    tokens.sort();
     let mut words: BTreeMap<Vec<String>, u32> = BTreeMap::new();
     for word in texts.iter().flat_map(|text| words_of(text)) {
         let letters = word
@@ -23,7 +21,10 @@ pub(super) fn train(texts: &[String]) -> Vocabulary {
             .collect();
         *words.entry(letters).or_default() += 1;
     }
-    let mut vocabulary = Vocabulary::of_tokens(tokens);
+    // The size is known after the last merge.
+    let mut vocabulary = Vocabulary::of_bytes(0);
+    vocabulary.tokens.sort();
+    vocabulary.special_in_model = false;
     while let Some((left, right)) = most_frequent_pair(&words) {
         words = words
             .into_iter()

@@ -9,7 +9,6 @@ use models::cogvlm::config::Edition;
 use models::glm4v::config::Glm4vConfig;
 use models::glm41v::config::Glm41vConfig;
 use models::minicpm::config::MiniCpmConfig;
-use models::seeded;
 use serde_json::{Value, json};
 
 use super::config::Config;
@@ -106,15 +105,6 @@ pub(super) fn write(config: &Config, directory: &Path) -> Result<(), Failure> {
     for (name, value) in files.map_err(|cause| config.unusable(&cause))? {
         writer.put_json(name, &value)?;
     }
-    Ok(())
-}
-
-/// Writes the file that replaces all weights by the seed they are generated from.
-///
-/// # Errors
-/// When the disk fails.
-pub(super) fn declare(seed: u64, directory: &Path) -> Result<(), Failure> {
-    FileWriter::new(directory, "\n").put_json(seeded::FILE, &json!(seeded::Marker::new(seed)))?;
     Ok(())
 }
 

@@ -23,24 +23,16 @@ pub(crate) struct Vocabulary {
     /// Special tokens with any id.
     loose: Vec<&'static str>,
     /// Whether the model's own vocabulary lists the tokens of `special` too. Qwen2's lists them as added tokens only.
-    special_in_model: bool,
+    pub(crate) special_in_model: bool,
 }
 
 impl Vocabulary {
     /// One token per byte, in a vocabulary of `size`.
-    pub(super) fn of_bytes(size: usize) -> Self {
+    pub(crate) fn of_bytes(size: usize) -> Self {
         Self {
             size,
             tokens: byte_letters().iter().map(char::to_string).collect(),
             special_in_model: true,
-            ..Self::default()
-        }
-    }
-
-    /// The tokens of bytes in the order of their ids. The size is not set.
-    pub(crate) fn of_tokens(tokens: Vec<String>) -> Self {
-        Self {
-            tokens,
             ..Self::default()
         }
     }
