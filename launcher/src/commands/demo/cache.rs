@@ -6,9 +6,10 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use serde_json::Value;
+use serde_json::json;
 
 use super::{TRAIN_SAMPLES, dataset, held_out, model_files};
+use crate::commands::synth::writer::{FileWriter, WriteError};
 use crate::config::demo::{HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE};
 use crate::error::{ErrorCode, Failure};
 use crate::ui::Event;
@@ -36,7 +37,8 @@ pub(super) fn ensure(directory: &Path, show: &mut dyn FnMut(Event)) -> Result<()
     let work = beside(directory, "drawing");
     remove_abandoned(directory);
     fs::create_dir_all(&work).map_err(fail)?;
-    let drawn = draw(&work).and_then(|()| put_in_place(&work, directory));
+    let drawn = draw(&work).map_err(|failed| failed.error);
+    let drawn = drawn.and_then(|()| put_in_place(&work, directory));
     // After a failure this removes all files. After a rename the directory no longer exists.
     drop(fs::remove_dir_all(&work));
     drawn.map_err(fail)?;
@@ -95,43 +97,21 @@ fn beside(directory: &Path, what: &str) -> PathBuf {
     directory.with_file_name(format!(".{name}.{what}.{}", std::process::id()))
 }
 
-fn draw(directory: &Path) -> io::Result<()> {
-    let mut manifest = Manifest::new();
-    let mut write = |name: String, bytes: &[u8]| {
-        fs::write(directory.join(&name), bytes)?;
-        manifest.insert(name, blake3::hash(bytes).to_string());
-        io::Result::Ok(())
-    };
-    for name in [MODEL_DIR, TRAIN_DIR, HELD_OUT_DIR] {
-        fs::create_dir_all(directory.join(name))?;
-    }
+fn draw(directory: &Path) -> Result<(), WriteError> {
+    let mut writer = FileWriter::new(directory, "");
+    writer.create_directory(MODEL_DIR)?;
     for (name, contents) in model_files::files() {
-        write(
-            format!("{MODEL_DIR}/{name}"),
-            serde_json::to_string_pretty(&contents)?.as_bytes(),
-        )?;
+        writer.put_json(&format!("{MODEL_DIR}/{name}"), &contents)?;
     }
-    for sample in dataset::train() {
-        write(format!("{TRAIN_DIR}/{}", sample.file_name()), &sample.png())?;
-    }
-    for (name, bytes) in held_out::IMAGES {
-        write(format!("{HELD_OUT_DIR}/{name}"), bytes)?;
-    }
-    let train: Vec<Value> = dataset::train()
-        .map(|sample| sample.to_json(TRAIN_DIR))
-        .collect();
-    write(TRAIN_FILE.to_string(), &serde_json::to_vec_pretty(&train)?)?;
-    let held_out: Vec<Value> = dataset::held_out()
-        .map(|sample| sample.to_json(HELD_OUT_DIR))
-        .collect();
-    write(
-        HELD_OUT_FILE.to_string(),
-        &serde_json::to_vec_pretty(&held_out)?,
-    )?;
-    fs::write(
-        directory.join(MANIFEST),
-        serde_json::to_vec_pretty(&manifest)?,
-    )
+    writer.put_images(TRAIN_DIR, dataset::train().map(|sample| sample.png()))?;
+    writer.put_images(HELD_OUT_DIR, held_out::IMAGES.map(|(_, bytes)| bytes))?;
+    let train = dataset::train().map(|sample| sample.to_json(TRAIN_DIR));
+    writer.put_json(TRAIN_FILE, &train.collect())?;
+    let held_out = dataset::held_out().map(|sample| sample.to_json(HELD_OUT_DIR));
+    writer.put_json(HELD_OUT_FILE, &held_out.collect())?;
+    // The manifest does not list itself.
+    let manifest = json!(writer.hashes);
+    writer.put_json(MANIFEST, &manifest)
 }
 
 /// Whether every file of the manifest exists unchanged, and the manifest is of this version.
@@ -144,10 +124,8 @@ fn is_whole(directory: &Path) -> bool {
     };
     // The model files are cheap to generate. Comparing them detects a directory of an older generator.
     let current = model_files::files().into_iter().all(|(name, contents)| {
-        serde_json::to_string_pretty(&contents).is_ok_and(|text| {
-            manifest.get(&format!("{MODEL_DIR}/{name}"))
-                == Some(&blake3::hash(text.as_bytes()).to_string())
-        })
+        let hash = blake3::hash(format!("{contents:#}").as_bytes()).to_string();
+        manifest.get(&format!("{MODEL_DIR}/{name}")) == Some(&hash)
     });
     current
         && manifest.len() > TRAIN_SAMPLES

@@ -1,9 +1,10 @@
 //! Samples of the demo: an image, a question in one of several phrasings, the name of a color.
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::image::{self, COLOURS};
 use super::rng::Rng;
+use crate::commands::synth::writer;
 
 /// Number of training samples.
 pub const TRAIN_SAMPLES: usize = 2000;
@@ -49,24 +50,14 @@ fn samples(seed: u64, count: usize) -> impl Iterator<Item = Sample> {
 }
 
 impl Sample {
-    pub(super) fn file_name(&self) -> String {
-        format!("{:04}.png", self.index)
-    }
-
     pub(super) fn png(&self) -> Vec<u8> {
         image::draw(self.colour, &mut Rng::new(self.seed, self.index as u64))
     }
 
     /// The sample in MiniCPM's format, with its image in `directory`.
     pub(super) fn to_json(self, directory: &str) -> Value {
-        json!({
-            "id": self.index.to_string(),
-            "image": format!("{directory}/{}", self.file_name()),
-            "conversations": [
-                { "role": "user", "content": format!("<image>\n{}", QUESTIONS[self.question]) },
-                { "role": "assistant", "content": COLOURS[self.colour].0 },
-            ],
-        })
+        let (question, answer) = (QUESTIONS[self.question], COLOURS[self.colour].0);
+        writer::sample(directory, self.index, question, answer)
     }
 }
 

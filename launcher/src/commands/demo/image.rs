@@ -1,7 +1,7 @@
 //! Generator of one image: a colored shape on a dark gray background.
 
-use super::png;
 use super::rng::Rng;
+use crate::commands::synth::png;
 
 /// Width and height in pixels: one slice of the demo model.
 const SIZE: usize = 56;

@@ -8,14 +8,14 @@ mod cache;
 mod dataset;
 mod held_out;
 mod image;
-pub(crate) mod model_files;
-pub(crate) mod png;
+mod model_files;
 mod rng;
-pub(crate) mod tokenizer;
+mod tokenizer;
 
-use crate::config::demo::directory_in;
 use std::path::Path;
 
+use crate::commands::synth::writer::FileWriter;
+use crate::config::demo::directory_in;
 use crate::config::{RunConfig, Source};
 use crate::error::Failure;
 use crate::rank_env::Env;
@@ -62,9 +62,7 @@ pub fn make(directory: &Path) -> Result<(), Failure> {
 /// # Errors
 /// When a file cannot be written.
 pub fn draw_held_out(directory: &Path) -> std::io::Result<()> {
-    std::fs::create_dir_all(directory)?;
-    for sample in dataset::held_out() {
-        std::fs::write(directory.join(sample.file_name()), sample.png())?;
-    }
-    Ok(())
+    let images = dataset::held_out().map(|sample| sample.png());
+    let written = FileWriter::new(directory, "").put_images(".", images);
+    written.map_err(|failed| failed.error)
 }

@@ -3,7 +3,9 @@
 use serde_json::{Value, json};
 
 use super::dataset::corpus;
-use super::tokenizer::{SPECIAL, Vocabulary};
+use super::tokenizer::train;
+use crate::commands::synth::files::{ModelFiles, TEMPLATE, preprocessor_config};
+use crate::commands::synth::tokenizer::Vocabulary;
 
 /// Tokens per image (queries of the resampler).
 const QUERIES: usize = 16;
@@ -12,21 +14,17 @@ const SCALE_RESOLUTION: usize = 56;
 /// Side of a patch in pixels.
 const PATCH_SIZE: usize = 14;
 
-/// Chat template. It adds a default system message to conversations without one.
-pub(crate) const TEMPLATE: &str = "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
-
 /// Name and contents of every file. Weights are initialized randomly, so no file has them.
 pub(super) fn files() -> Vec<(&'static str, Value)> {
-    let vocabulary = Vocabulary::train(&corpus());
-    vec![
-        ("config.json", config(&vocabulary)),
-        ("tokenizer.json", vocabulary.to_json()),
-        ("tokenizer_config.json", tokenizer_config(&vocabulary)),
-        (
-            "preprocessor_config.json",
-            preprocessor_config(QUERIES, SCALE_RESOLUTION, PATCH_SIZE),
-        ),
-    ]
+    let vocabulary = train(&corpus());
+    let mut files = vec![("config.json", config(&vocabulary))];
+    let small = ModelFiles {
+        tokenizer_config: tokenizer_config(&vocabulary),
+        preprocessor: Some(preprocessor_config(QUERIES, SCALE_RESOLUTION, PATCH_SIZE)),
+        vocabulary,
+    };
+    files.extend(small.files().expect("all tokens fit"));
+    files
 }
 
 fn config(vocabulary: &Vocabulary) -> Value {
@@ -50,7 +48,7 @@ fn config(vocabulary: &Vocabulary) -> Value {
         "use_sliding_window": false,
         "tie_word_embeddings": false,
         "torch_dtype": "float32",
-        "vocab_size": vocabulary.len(),
+        "vocab_size": vocabulary.size,
         "batch_vision_input": true,
         "drop_vision_last_layer": false,
         "image_size": 56,
@@ -78,20 +76,21 @@ fn config(vocabulary: &Vocabulary) -> Value {
 }
 
 fn tokenizer_config(vocabulary: &Vocabulary) -> Value {
-    let added: serde_json::Map<String, Value> = SPECIAL
+    let special = &vocabulary.special;
+    let added: serde_json::Map<String, Value> = special
         .iter()
-        .map(|token| {
+        .map(|(id, token)| {
             let entry = json!({
                 "content": token, "lstrip": false, "normalized": false, "rstrip": false,
                 "single_word": false, "special": true,
             });
-            (vocabulary.special_id(token).to_string(), entry)
+            (id.to_string(), entry)
         })
         .collect();
     json!({
         "add_prefix_space": false,
         "added_tokens_decoder": added,
-        "additional_special_tokens": SPECIAL[4..],
+        "additional_special_tokens": special[4..].iter().map(|(_, token)| token).collect::<Vec<_>>(),
         "bos_token": "<|im_start|>",
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
@@ -102,33 +101,6 @@ fn tokenizer_config(vocabulary: &Vocabulary) -> Value {
         "model_max_length": 4096,
         "split_special_tokens": false,
         "tokenizer_class": "MiniCPMVTokenizer",
-    })
-}
-
-/// Contents of the family's `preprocessor_config.json`. Lengths are in pixels.
-pub(crate) fn preprocessor_config(
-    queries: usize,
-    scale_resolution: usize,
-    patch_size: usize,
-) -> Value {
-    json!({
-        "image_processor_type": "MiniCPMVImageProcessor",
-        "max_slice_nums": 9,
-        "scale_resolution": scale_resolution,
-        "patch_size": patch_size,
-        "use_image_id": true,
-        "image_feature_size": queries,
-        "im_start": "<image>",
-        "im_end": "</image>",
-        "slice_start": "<slice>",
-        "slice_end": "</slice>",
-        "unk": "<unk>",
-        "im_id_start": "<image_id>",
-        "im_id_end": "</image_id>",
-        "slice_mode": true,
-        "norm_mean": [0.5, 0.5, 0.5],
-        "norm_std": [0.5, 0.5, 0.5],
-        "version": 2.6,
     })
 }
 
@@ -166,7 +138,7 @@ mod tests {
 
     #[test]
     fn attention_heads_divide_their_widths() {
-        let config = config(&Vocabulary::train(&corpus()));
+        let config = config(&train(&corpus()));
         let of = |value: &Value| value.as_u64().expect("a number");
         assert_eq!(
             of(&config["hidden_size"]) % 128,

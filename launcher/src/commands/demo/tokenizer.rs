@@ -1,144 +1,47 @@
-//! Generator of the demo's `tokenizer.json`: byte-level BPE in Qwen2's format. Its merges are trained on the demo's
-//! own sentences until every word is one token.
+//! Vocabulary of the demo: byte-level BPE in Qwen2's format. Its merges are trained on the demo's own sentences until
+//! every word is one token.
 
 use std::collections::BTreeMap;
 
-use serde_json::{Value, json};
+use crate::commands::synth::files::MINICPM;
+use crate::commands::synth::tokenizer::{Vocabulary, byte_letters};
 
-/// Pre-tokenizer pattern of Qwen2: contractions, words with one leading character, single digits, punctuation, white
-/// space.
-const SPLIT: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// Number of special tokens.
+const SPECIAL_TOKENS: usize = 22;
 
-/// Special tokens in id order, after the vocabulary.
-pub(super) const SPECIAL: [&str; 22] = [
-    "<unk>",
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<image>",
-    "</image>",
-    "<ref>",
-    "</ref>",
-    "<box>",
-    "</box>",
-    "<quad>",
-    "</quad>",
-    "<point>",
-    "</point>",
-    "<slice>",
-    "</slice>",
-    "<image_id>",
-    "</image_id>",
-    "<|reserved_special_token_0|>",
-    "<|reserved_special_token_1|>",
-    "<|reserved_special_token_2|>",
-    "<|reserved_special_token_3|>",
-];
-
-/// Trained vocabulary.
-#[derive(Debug)]
-pub(super) struct Vocabulary {
-    tokens: Vec<String>,
-    merges: Vec<String>,
-}
-
-impl Vocabulary {
-    /// Trains merges on `texts`. Each step merges the most frequent pair (ties in alphabetical order), until every
-    /// word is one token.
-    pub(super) fn train(texts: &[String]) -> Self {
-        let bytes = byte_letters();
-        let mut tokens: Vec<String> = bytes.iter().map(char::to_string).collect();
-        tokens.sort();
-        let mut words: BTreeMap<Vec<String>, u32> = BTreeMap::new();
-        for word in texts.iter().flat_map(|text| words_of(text)) {
-            let letters = word
-                .bytes()
-                .map(|byte| bytes[usize::from(byte)].to_string())
-                .collect();
-            *words.entry(letters).or_default() += 1;
-        }
-        let mut merges = Vec::new();
-        while let Some((left, right)) = most_frequent_pair(&words) {
-            let merged = format!("{left}{right}");
-            words = words
-                .into_iter()
-                .map(|(word, count)| (merge(&word, &left, &right), count))
-                .collect();
-            merges.push(format!("{left} {right}"));
-            tokens.push(merged);
-        }
-        Self { tokens, merges }
-    }
-
-    /// Number of ids, including special tokens.
-    pub(super) fn len(&self) -> usize {
-        self.tokens.len() + SPECIAL.len()
-    }
-
-    /// Id of a special token.
-    pub(super) fn special_id(&self, token: &str) -> usize {
-        let index = SPECIAL
-            .iter()
-            .position(|known| *known == token)
-            .expect("a token of the list above");
-        self.tokens.len() + index
-    }
-
-    /// Contents of `tokenizer.json`.
-    pub(super) fn to_json(&self) -> Value {
-        let vocab: serde_json::Map<String, Value> = self
-            .tokens
-            .iter()
-            .enumerate()
-            .map(|(id, token)| (token.clone(), id.into()))
+/// Vocabulary of merges trained on `texts`. Each step merges the most frequent pair (ties in alphabetical order), until
+/// every word is one token.
+pub(super) fn train(texts: &[String]) -> Vocabulary {
+    let bytes = byte_letters();
+    let mut words: BTreeMap<Vec<String>, u32> = BTreeMap::new();
+    for word in texts.iter().flat_map(|text| words_of(text)) {
+        let letters = word
+            .bytes()
+            .map(|byte| bytes[usize::from(byte)].to_string())
             .collect();
-        let added: Vec<Value> = SPECIAL
-            .iter()
-            .map(|token| special_token(self.special_id(token), token))
-            .collect();
-        byte_level(vocab, &self.merges, added)
+        *words.entry(letters).or_default() += 1;
     }
+    // The size is known after the last merge.
+    let mut vocabulary = Vocabulary::of_bytes(0);
+    vocabulary.tokens.sort();
+    vocabulary.special_in_model = false;
+    while let Some((left, right)) = most_frequent_pair(&words) {
+        words = words
+            .into_iter()
+            .map(|(word, count)| (merge(&word, &left, &right), count))
+            .collect();
+        vocabulary.merge(&left, &right);
+    }
+    // Special tokens follow the other ones. `<unk>` is the first of them.
+    let first = vocabulary.tokens.len();
+    let special = &MINICPM[..SPECIAL_TOKENS - 1];
+    vocabulary.size = first + SPECIAL_TOKENS;
+    vocabulary
+        .with_run(first, &["<unk>"])
+        .with_run(first + 1, special)
 }
 
-/// Contents of a byte-level BPE's `tokenizer.json`, from tokens with ids, merges by rank, and entries of added
-/// tokens.
-pub(crate) fn byte_level(
-    vocab: serde_json::Map<String, Value>,
-    merges: &[String],
-    added: Vec<Value>,
-) -> Value {
-    json!({
-        "version": "1.0",
-        "truncation": null,
-        "padding": null,
-        "added_tokens": added,
-        "normalizer": { "type": "NFC" },
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                { "type": "Split", "pattern": { "Regex": SPLIT }, "behavior": "Isolated", "invert": false },
-                { "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false },
-            ],
-        },
-        "post_processor": null,
-        "decoder": { "type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true },
-        "model": {
-            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
-            "ignore_merges": false, "vocab": vocab, "merges": merges,
-        },
-    })
-}
-
-/// Entry of a special token among a `tokenizer.json`'s added tokens. It matches its exact spelling.
-pub(crate) fn special_token(id: usize, content: &str) -> Value {
-    json!({
-        "id": id, "content": content, "single_word": false,
-        "lstrip": false, "rstrip": false, "normalized": false, "special": true,
-    })
-}
-
-/// Words as [`SPLIT`] splits them, for texts of letters, spaces and single punctuation marks.
+/// Words as the pre-tokenizer splits them, for texts of letters, spaces and single punctuation marks.
 fn words_of(text: &str) -> Vec<String> {
     let mut words: Vec<String> = Vec::new();
     for letter in text.chars() {
@@ -180,28 +83,13 @@ fn merge(word: &[String], left: &str, right: &str) -> Vec<String> {
     merged
 }
 
-/// Printable letter that represents each byte in byte-level BPE. Printable Latin-1 bytes represent themselves; the
-/// others are mapped to letters from U+0100 on.
-pub(crate) fn byte_letters() -> Vec<char> {
-    let mut next = 0x100u32;
-    (0..=255u8)
-        .map(|byte| match byte {
-            b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff => char::from(byte),
-            _ => {
-                next += 1;
-                char::from_u32(next - 1).expect("U+0100 to U+0143 are letters")
-            }
-        })
-        .collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::commands::demo::dataset::corpus;
 
     fn tokenizer() -> tokenizers::Tokenizer {
-        let json = Vocabulary::train(&corpus()).to_json().to_string();
+        let json = train(&corpus()).to_json().expect("fits").to_string();
         json.parse().expect("a tokenizer file")
     }
 
@@ -259,14 +147,15 @@ mod tests {
 
     #[test]
     fn special_tokens_follow_the_vocabulary() {
-        let vocabulary = Vocabulary::train(&corpus());
+        let vocabulary = train(&corpus());
         let tokenizer = tokenizer();
-        for token in SPECIAL {
+        assert_eq!(vocabulary.special.len(), SPECIAL_TOKENS);
+        for (_, token) in &vocabulary.special {
             assert_eq!(
                 tokenizer.token_to_id(token),
                 Some(vocabulary.special_id(token) as u32)
             );
         }
-        assert_eq!(tokenizer.get_vocab_size(true), vocabulary.len());
+        assert_eq!(tokenizer.get_vocab_size(true), vocabulary.size);
     }
 }

@@ -9,16 +9,15 @@ use models::cogvlm::config::Edition;
 use models::glm4v::config::Glm4vConfig;
 use models::glm41v::config::Glm41vConfig;
 use models::minicpm::config::MiniCpmConfig;
-use models::seeded;
 use serde_json::{Value, json};
 
 use super::config::Config;
 use super::tokenizer::Vocabulary;
-use crate::commands::demo::model_files::{TEMPLATE, preprocessor_config};
-use crate::error::{ErrorCode, Failure, chain};
+use super::writer::FileWriter;
+use crate::error::{Failure, chain};
 
 /// Special tokens of MiniCPM-V in id order, except `<unk>`, which is at another id.
-const MINICPM: [&str; 23] = [
+pub(crate) const MINICPM: [&str; 23] = [
     "<|endoftext|>",
     "<|im_start|>",
     "<|im_end|>",
@@ -69,11 +68,30 @@ const GLM: [&str; 20] = [
 ];
 const GLM4V_TOKENS: usize = 14;
 
+/// Chat template. It adds a default system message to conversations without one.
+pub(crate) const TEMPLATE: &str = "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
+
 /// Content of a model directory besides configuration and weights.
-struct Small {
-    vocabulary: Vocabulary,
-    tokenizer_config: Value,
-    preprocessor: Option<Value>,
+pub(crate) struct ModelFiles {
+    pub(crate) vocabulary: Vocabulary,
+    pub(crate) tokenizer_config: Value,
+    pub(crate) preprocessor: Option<Value>,
+}
+
+impl ModelFiles {
+    /// Name and contents of every file.
+    ///
+    /// # Errors
+    /// A sentence that says which token does not fit into the vocabulary.
+    pub(crate) fn files(self) -> Result<Vec<(&'static str, Value)>, String> {
+        let mut files = vec![
+            ("tokenizer.json", self.vocabulary.to_json()?),
+            ("tokenizer_config.json", self.tokenizer_config),
+        ];
+        let preprocessor = self.preprocessor;
+        files.extend(preprocessor.map(|value| ("preprocessor_config.json", value)));
+        Ok(files)
+    }
 }
 
 /// Writes the small files of `config` into `directory`.
@@ -81,40 +99,16 @@ struct Small {
 /// # Errors
 /// When no supported model has this configuration or its vocabulary is too small (exit 10), and for disk errors.
 pub(super) fn write(config: &Config, directory: &Path) -> Result<(), Failure> {
-    put(directory, "config.json", &config.bytes)?;
-    let small = small(directory).map_err(|cause| config.unusable(&cause))?;
-    let tokenizer = small.vocabulary.to_json();
-    let tokenizer = tokenizer.map_err(|cause| config.unusable(&cause))?;
-    let mut files = vec![
-        ("tokenizer.json", tokenizer),
-        ("tokenizer_config.json", small.tokenizer_config),
-    ];
-    files.extend(
-        small
-            .preprocessor
-            .map(|value| ("preprocessor_config.json", value)),
-    );
-    for (name, value) in files {
-        put(directory, name, format!("{value:#}\n").as_bytes())?;
+    let mut writer = FileWriter::new(directory, "\n");
+    writer.put("config.json", &config.bytes)?;
+    let files = small(directory).and_then(ModelFiles::files);
+    for (name, value) in files.map_err(|cause| config.unusable(&cause))? {
+        writer.put_json(name, &value)?;
     }
     Ok(())
 }
 
-/// Writes the file that replaces all weights by the seed they are generated from.
-///
-/// # Errors
-/// When the disk fails.
-pub(super) fn declare(seed: u64, directory: &Path) -> Result<(), Failure> {
-    let marker = json!(seeded::Marker::new(seed));
-    put(directory, seeded::FILE, format!("{marker:#}\n").as_bytes())
-}
-
-fn put(directory: &Path, name: &str, bytes: &[u8]) -> Result<(), Failure> {
-    let path = directory.join(name);
-    fs::write(&path, bytes).map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))
-}
-
-fn small(directory: &Path) -> Result<Small, String> {
+fn small(directory: &Path) -> Result<ModelFiles, String> {
     let family = Family::of(directory).map_err(|error| chain(&error))?;
     let bytes = fs::read(directory.join("config.json")).map_err(|error| error.to_string())?;
     let raw: Value = serde_json::from_slice(&bytes).map_err(|error| error.to_string())?;
@@ -139,19 +133,16 @@ fn id(config: &Value, field: &str) -> Option<usize> {
     usize::try_from(first).ok()
 }
 
-fn minicpm(config: &MiniCpmConfig, raw: &Value) -> Small {
+fn minicpm(config: &MiniCpmConfig, raw: &Value) -> ModelFiles {
     let size = config.language.vocab_size;
-    let vocabulary = Vocabulary {
-        size,
-        loose: vec!["<unk>"],
+    let vocabulary = Vocabulary::of_bytes(size)
         // The sample rules search for this word after `<|im_start|>`.
-        words: vec!["assistant"],
-        ..Vocabulary::default()
-    };
+        .with_word("assistant")
+        .with_loose("<unk>");
     // `<|im_end|>`, the third special token, ends a sequence.
     let first = id(raw, "eos_token_id").and_then(|eos| eos.checked_sub(2));
     let first = first.unwrap_or_else(|| size.saturating_sub(MINICPM.len()));
-    Small {
+    ModelFiles {
         vocabulary: vocabulary.with_run(first, &MINICPM),
         tokenizer_config: json!({
             "bos_token": "<|im_start|>",
@@ -170,6 +161,33 @@ fn minicpm(config: &MiniCpmConfig, raw: &Value) -> Small {
     }
 }
 
+/// Contents of the family's `preprocessor_config.json`. Lengths are in pixels.
+pub(crate) fn preprocessor_config(
+    queries: usize,
+    scale_resolution: usize,
+    patch_size: usize,
+) -> Value {
+    json!({
+        "image_processor_type": "MiniCPMVImageProcessor",
+        "max_slice_nums": 9,
+        "scale_resolution": scale_resolution,
+        "patch_size": patch_size,
+        "use_image_id": true,
+        "image_feature_size": queries,
+        "im_start": "<image>",
+        "im_end": "</image>",
+        "slice_start": "<slice>",
+        "slice_end": "</slice>",
+        "unk": "<unk>",
+        "im_id_start": "<image_id>",
+        "im_id_end": "</image_id>",
+        "slice_mode": true,
+        "norm_mean": [0.5, 0.5, 0.5],
+        "norm_std": [0.5, 0.5, 0.5],
+        "version": 2.6,
+    })
+}
+
 fn glm_tokenizer_config() -> Value {
     json!({
         "eos_token": "<|endoftext|>",
@@ -180,32 +198,24 @@ fn glm_tokenizer_config() -> Value {
     })
 }
 
-fn glm4v(config: &Glm4vConfig) -> Small {
+fn glm4v(config: &Glm4vConfig) -> ModelFiles {
     let size = config.language.vocab_size;
-    let vocabulary = Vocabulary {
-        size,
-        ..Vocabulary::default()
-    };
     let names = &GLM[..GLM4V_TOKENS];
     let first = first_of(&config.eos_ids, size, names.len());
-    Small {
-        vocabulary: vocabulary.with_run(first, names),
+    ModelFiles {
+        vocabulary: Vocabulary::of_bytes(size).with_run(first, names),
         tokenizer_config: glm_tokenizer_config(),
         preprocessor: None,
     }
 }
 
-fn glm41v(config: &Glm41vConfig, raw: &Value) -> Small {
+fn glm41v(config: &Glm41vConfig, raw: &Value) -> ModelFiles {
     let size = config.language.vocab_size;
-    let vocabulary = Vocabulary {
-        size,
-        ..Vocabulary::default()
-    };
     // The configuration states the id of the image token, which is the fifteenth special token.
     let stated = id(raw, "image_token_id").and_then(|image| image.checked_sub(GLM4V_TOKENS));
     let first = stated.unwrap_or_else(|| first_of(&config.eos_ids, size, GLM.len()));
-    Small {
-        vocabulary: vocabulary.with_run(first, &GLM),
+    ModelFiles {
+        vocabulary: Vocabulary::of_bytes(size).with_run(first, &GLM),
         tokenizer_config: glm_tokenizer_config(),
         preprocessor: Some(json!({
             "size": { "shortest_edge": 12_544, "longest_edge": 9_633_792 },
@@ -227,7 +237,7 @@ fn first_of(eos: &[i32], size: usize, count: usize) -> usize {
     stated.unwrap_or_else(|| size.saturating_sub(count))
 }
 
-fn cog(config: &CogConfig) -> Small {
+fn cog(config: &CogConfig) -> ModelFiles {
     let language = &config.language;
     let [bos, eos, pad] = match config.edition {
         Edition::CogVlm | Edition::CogAgent => ["<s>", "</s>", "<unk>"],
@@ -237,10 +247,7 @@ fn cog(config: &CogConfig) -> Small {
             "<|reserved_special_token_0|>",
         ],
     };
-    let mut vocabulary = Vocabulary {
-        size: language.vocab_size,
-        ..Vocabulary::default()
-    };
+    let mut vocabulary = Vocabulary::of_bytes(language.vocab_size);
     for (id, token) in [
         (language.bos, bos),
         (language.eos, eos),
@@ -251,7 +258,7 @@ fn cog(config: &CogConfig) -> Small {
             .special
             .extend(usize::try_from(id).ok().map(|id| (id, token)));
     }
-    Small {
+    ModelFiles {
         vocabulary,
         tokenizer_config: json!({
             "bos_token": bos,

@@ -8,10 +8,12 @@
 //! anywhere and does not need to contain its weights: `--weights seeded` writes a file with the seed instead.
 
 mod config;
-mod files;
+pub(crate) mod files;
+pub(crate) mod png;
 mod samples;
-mod tokenizer;
+pub(crate) mod tokenizer;
 mod weights;
+pub(crate) mod writer;
 
 use std::io::Write;
 use std::path::Path;
@@ -20,6 +22,7 @@ use std::time::Instant;
 
 use kernels::DType;
 use models::{ModelOptions, open_model};
+use serde_json::json;
 
 use crate::cli::{SynthArgs, SynthWeights};
 use crate::commands::new_directory::NewDirectory;
@@ -27,6 +30,7 @@ use crate::error::{ErrorCode, Failure, chain};
 use crate::memory::disk_free_bytes;
 use crate::units::{bytes, grouped, seconds};
 use weights::Layout;
+use writer::FileWriter;
 
 /// Default number of weight files.
 const SHARDS: usize = 4;
@@ -87,7 +91,8 @@ pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
     ));
     let seed = args.seed.unwrap_or(0);
     if seeded {
-        files::declare(seed, directory.path())?;
+        let marker = json!(models::seeded::Marker::new(seed));
+        FileWriter::new(directory.path(), "\n").put_json(models::seeded::FILE, &marker)?;
         directory.publish()?;
         say(&format!(
             " done    {} contains seed {seed} instead of weights\n",

@@ -6,9 +6,10 @@ use std::path::Path;
 use models::data::{EncodeOptions, RawSample};
 use models::image::ImageFolder;
 use models::{Family, open_processor};
-use serde_json::{Value, json};
+use serde_json::Value;
 
-use crate::commands::demo::png;
+use super::png;
+use super::writer::{self, FileWriter};
 use crate::error::{ErrorCode, Failure, chain};
 
 /// File name of the samples.
@@ -58,42 +59,23 @@ pub(super) fn write(directory: &Path, count: usize, size: Size) -> Result<Sample
         .next("omit --image-size to use the size of one slice or of the vision tower"));
     }
     let tokens = size.tokens;
-    let disk = |path: &Path| {
-        let path = path.to_owned();
-        move |error| Failure::io(ErrorCode::Disk, "write", &path, &error)
-    };
-    let images = directory.join(IMAGES);
-    fs::create_dir(&images).map_err(disk(&images))?;
     let side = size.image_side.unwrap_or_else(|| image_side(directory));
-    for index in 0..count {
-        let path = images.join(image_name(index));
-        fs::write(&path, image(index, side)).map_err(disk(&path))?;
-    }
+    let mut writer = FileWriter::new(directory, "\n");
+    writer.put_images(IMAGES, (0..count).map(|index| image(index, side)))?;
     let shortest = measure(directory, &sample(0, 0))?;
     let filler = tokens.saturating_sub(shortest.tokens);
     let measured = measure(directory, &sample(0, filler))?;
-    let samples: Vec<Value> = (0..count).map(|index| sample(index, filler)).collect();
-    let path = directory.join(FILE);
-    let text = format!("{:#}\n", Value::from(samples));
-    fs::write(&path, text).map_err(disk(&path))?;
+    let samples = (0..count).map(|index| sample(index, filler));
+    writer.put_json(FILE, &samples.collect())?;
     Ok(Samples { count, ..measured })
-}
-
-fn image_name(index: usize) -> String {
-    format!("{index:04}.png")
 }
 
 /// Sample with `filler` tokens more than the shortest one: three quarters in the question, one quarter in the answer.
 fn sample(index: usize, filler: usize) -> Value {
     let answered = filler / 4;
-    json!({
-        "id": index.to_string(),
-        "image": format!("{IMAGES}/{}", image_name(index)),
-        "conversations": [
-            { "role": "user", "content": format!("<image>\n{}?", text(index, filler - answered)) },
-            { "role": "assistant", "content": format!("{}.", text(index + 7, answered)) },
-        ],
-    })
+    let question = format!("{}?", text(index, filler - answered));
+    let answer = format!("{}.", text(index + 7, answered));
+    writer::sample(IMAGES, index, &question, &answer)
 }
 
 /// `length` letters of the filler, from a position that depends on the sample. It does not start or end with a space.

@@ -1,37 +1,79 @@
-//! Small tokenizer with the size of a published vocabulary. It has one token per byte, special tokens at the ids that
-//! the model expects, and some whole words that a rule searches for. All other ids are unused.
+//! Writer of `tokenizer.json`: byte-level BPE in Qwen2's format. `synth` makes vocabularies of a published size, with
+//! one token per byte, special tokens at the ids that the model expects, and some whole words that a rule searches for.
 
 use std::collections::BTreeSet;
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
-use crate::commands::demo::tokenizer::{byte_letters, byte_level, special_token};
+/// Pre-tokenizer pattern of Qwen2: contractions, words with one leading character, single digits, punctuation, white
+/// space.
+const SPLIT: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// A family's requirements for its vocabulary.
+/// Tokens, merges and special tokens of a byte-level BPE.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Vocabulary {
-    /// Vocabulary size: all ids are below it.
-    pub(super) size: usize,
+pub(crate) struct Vocabulary {
+    /// Vocabulary size: all ids are below it. Ids without a token are unused.
+    pub(crate) size: usize,
+    /// Tokens of bytes, then those of merges. They have the lowest free ids, in this order.
+    pub(crate) tokens: Vec<String>,
+    /// Pairs of tokens, by rank.
+    merges: Vec<String>,
     /// Special tokens with fixed ids.
-    pub(super) special: Vec<(usize, &'static str)>,
+    pub(crate) special: Vec<(usize, &'static str)>,
     /// Special tokens with any id.
-    pub(super) loose: Vec<&'static str>,
-    /// Words of lower-case letters that must be one token.
-    pub(super) words: Vec<&'static str>,
+    loose: Vec<&'static str>,
+    /// Whether the model's own vocabulary lists the tokens of `special` too. Qwen2's lists them as added tokens only.
+    pub(crate) special_in_model: bool,
 }
 
 impl Vocabulary {
+    /// One token per byte, in a vocabulary of `size`.
+    pub(crate) fn of_bytes(size: usize) -> Self {
+        Self {
+            size,
+            tokens: byte_letters().iter().map(char::to_string).collect(),
+            special_in_model: true,
+            ..Self::default()
+        }
+    }
+
+    /// Adds the merge of two tokens.
+    pub(crate) fn merge(&mut self, left: &str, right: &str) {
+        self.merges.push(format!("{left} {right}"));
+        self.tokens.push(format!("{left}{right}"));
+    }
+
+    /// Makes `word`, of lower-case letters, one token.
+    pub(super) fn with_word(mut self, word: &str) -> Self {
+        for end in 1..word.len() {
+            self.merge(&word[..end], &word[end..=end]);
+        }
+        self
+    }
+
+    /// Adds a special token with any id.
+    pub(super) fn with_loose(mut self, token: &'static str) -> Self {
+        self.loose.push(token);
+        self
+    }
+
     /// Adds `names` at consecutive ids from `first` on.
-    pub(super) fn with_run(mut self, first: usize, names: &[&'static str]) -> Self {
+    pub(crate) fn with_run(mut self, first: usize, names: &[&'static str]) -> Self {
         self.special.extend((first..).zip(names.iter().copied()));
         self
+    }
+
+    /// Id of a special token.
+    pub(crate) fn special_id(&self, token: &str) -> usize {
+        let found = self.special.iter().find(|(_, known)| *known == token);
+        found.expect("a special token of the vocabulary").0
     }
 
     /// Content of `tokenizer.json`.
     ///
     /// # Errors
     /// A sentence that says which token does not fit.
-    pub(super) fn to_json(&self) -> Result<Value, String> {
+    pub(crate) fn to_json(&self) -> Result<Value, String> {
         let taken: BTreeSet<usize> = self.special.iter().map(|(id, _)| *id).collect();
         if let Some((id, token)) = self.special.iter().find(|(id, _)| *id >= self.size) {
             return Err(format!(
@@ -42,39 +84,81 @@ impl Vocabulary {
         if taken.len() < self.special.len() {
             return Err("two special tokens have one id".to_owned());
         }
-        let letters = byte_letters();
-        let mut plain: Vec<String> = letters.iter().map(char::to_string).collect();
-        let mut merges = Vec::new();
-        for word in &self.words {
-            for end in 1..word.len() {
-                let (left, right) = (&word[..end], &word[end..=end]);
-                merges.push(format!("{left} {right}"));
-                plain.push(format!("{left}{right}"));
-            }
-        }
-        plain.extend(self.loose.iter().map(ToString::to_string));
-        let needed = plain.len() + taken.len();
+        let loose = self.loose.iter().map(|token| (*token, true));
+        let plain = self.tokens.iter().map(|token| (token.as_str(), false));
+        let needed = self.tokens.len() + self.loose.len() + taken.len();
         let mut free = (0..self.size).filter(|id| !taken.contains(id));
         let mut vocab = Map::new();
         let mut added: Vec<Value> = Vec::new();
-        for token in plain {
+        for (token, is_special) in plain.chain(loose) {
             let id = free.next().ok_or_else(|| {
                 format!(
                     "a vocabulary of {} is too small, the tokenizer needs {needed}",
                     self.size
                 )
             })?;
-            if self.loose.contains(&token.as_str()) {
-                added.push(special_token(id, &token));
+            if is_special {
+                added.push(special_token(id, token));
             }
-            vocab.insert(token, id.into());
+            vocab.insert(token.to_owned(), id.into());
         }
         for (id, token) in &self.special {
             added.push(special_token(*id, token));
-            vocab.insert((*token).to_owned(), (*id).into());
+            if self.special_in_model {
+                vocab.insert((*token).to_owned(), (*id).into());
+            }
         }
-        Ok(byte_level(vocab, &merges, added))
+        Ok(byte_level(vocab, &self.merges, added))
     }
+}
+
+/// Contents of a byte-level BPE's `tokenizer.json`, from tokens with ids, merges by rank, and entries of added
+/// tokens.
+fn byte_level(vocab: Map<String, Value>, merges: &[String], added: Vec<Value>) -> Value {
+    json!({
+        "version": "1.0",
+        "truncation": null,
+        "padding": null,
+        "added_tokens": added,
+        "normalizer": { "type": "NFC" },
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                { "type": "Split", "pattern": { "Regex": SPLIT }, "behavior": "Isolated", "invert": false },
+                { "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false },
+            ],
+        },
+        "post_processor": null,
+        "decoder": { "type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true },
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
+            "ignore_merges": false, "vocab": vocab, "merges": merges,
+        },
+    })
+}
+
+/// Entry of a special token among a `tokenizer.json`'s added tokens. It matches its exact spelling.
+fn special_token(id: usize, content: &str) -> Value {
+    json!({
+        "id": id, "content": content, "single_word": false,
+        "lstrip": false, "rstrip": false, "normalized": false, "special": true,
+    })
+}
+
+/// Printable letter that represents each byte in byte-level BPE. Printable Latin-1 bytes represent themselves; the
+/// others are mapped to letters from U+0100 on.
+pub(crate) fn byte_letters() -> Vec<char> {
+    let mut next = 0x100u32;
+    (0..=255u8)
+        .map(|byte| match byte {
+            b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff => char::from(byte),
+            _ => {
+                next += 1;
+                char::from_u32(next - 1).expect("U+0100 to U+0143 are letters")
+            }
+        })
+        .collect()
 }
 
 #[cfg(test)]
@@ -82,13 +166,10 @@ mod tests {
     use super::*;
 
     fn vocabulary(size: usize) -> Vocabulary {
-        Vocabulary {
-            size,
-            loose: vec!["<unk>"],
-            words: vec!["assistant"],
-            ..Vocabulary::default()
-        }
-        .with_run(size - 2, &["<s>", "</s>"])
+        Vocabulary::of_bytes(size)
+            .with_loose("<unk>")
+            .with_word("assistant")
+            .with_run(size - 2, &["<s>", "</s>"])
     }
 
     #[test]
@@ -117,11 +198,7 @@ mod tests {
         assert!(vocabulary(least).to_json().is_ok());
         let reason = vocabulary(least - 1).to_json().expect_err("too small");
         assert!(reason.contains(&format!("needs {least}")), "{reason}");
-        let outside = Vocabulary {
-            size: 300,
-            ..Vocabulary::default()
-        }
-        .with_run(299, &["a", "b"]);
+        let outside = Vocabulary::of_bytes(300).with_run(299, &["a", "b"]);
         assert!(outside.to_json().expect_err("outside").contains("id 300"));
         let twice = outside.with_run(0, &["c"]).with_run(0, &["d"]);
         assert!(Vocabulary { size: 400, ..twice }.to_json().is_err());
