@@ -9,15 +9,15 @@ mod choices;
 mod collectives;
 pub(crate) mod defaults;
 pub mod demo;
-mod early;
 mod fault;
 mod gpu;
-mod late;
 pub(crate) mod numbers;
 mod offload;
+mod optimizer_in_backward;
+mod optimizer_in_forward;
+mod prefetch_weights;
 mod run_plan;
 mod schedule;
-mod upload;
 pub(crate) mod words;
 
 use std::ops::Range;
@@ -33,17 +33,17 @@ pub use choices::{
 pub use collectives::Collectives;
 pub(crate) use defaults::DEVICE;
 pub use defaults::{DEMO, Defaults, MODEL};
-pub use early::OptimizerInBackward;
 pub use fault::{Fault, FaultKind, FaultPhase, NotFinite};
 pub(crate) use fault::{check_faults, fault_lines};
 pub use gpu::{Products, RunGpu};
-pub use late::OptimizerInForward;
 pub use numbers::{GradDtype, Numbers, PureBf16Moments, PureBf16Weights, check_family};
 pub use offload::{NvmeIo, Offload, Tier};
+pub use optimizer_in_backward::OptimizerInBackward;
+pub use optimizer_in_forward::OptimizerInForward;
+pub use prefetch_weights::PrefetchWeights;
 pub(crate) use run_plan::Found;
 pub use run_plan::{CONFIG_FILE, RunPlan};
 pub use schedule::SchedulerKwargs;
-pub use upload::PrefetchWeights;
 
 /// Source of the model, its tokenizer and the samples.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -78,7 +78,10 @@ impl RunPlan {
     }
 
     /// The same plan with another setting of the optimizer in backward.
-    pub(crate) fn with_early_step(&self, optimizer_in_backward: OptimizerInBackward) -> Self {
+    pub(crate) fn with_optimizer_in_backward(
+        &self,
+        optimizer_in_backward: OptimizerInBackward,
+    ) -> Self {
         self.with_config(RunConfig {
             optimizer_in_backward,
             ..self.config.clone()
@@ -86,7 +89,7 @@ impl RunPlan {
     }
 
     /// The same plan with another setting of the weight prefetch.
-    pub(crate) fn with_upload_ahead(&self, prefetch_weights: PrefetchWeights) -> Self {
+    pub(crate) fn with_prefetch_weights(&self, prefetch_weights: PrefetchWeights) -> Self {
         self.with_config(RunConfig {
             prefetch_weights,
             ..self.config.clone()

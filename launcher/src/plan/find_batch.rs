@@ -59,7 +59,7 @@ pub(crate) fn find(
         let mut trial = sized(config, candidates[at]);
         // The search leaves prefetch off. Planning turns it on later if memory remains.
         if trial.prefetch_weights == PrefetchWeights::Auto {
-            trial = trial.with_upload_ahead(PrefetchWeights::Off);
+            trial = trial.with_prefetch_weights(PrefetchWeights::Off);
         }
         let plan = Arc::new(setup.plan(&trial)?);
         let (model, processor) = (&*setup.model, &*setup.processor);

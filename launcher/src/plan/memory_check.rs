@@ -211,13 +211,13 @@ impl MemoryCheck {
     }
 
     fn cause(&self) -> Option<String> {
-        let text = |what: &str, need: u64, subcommand: &str, free: u64| {
+        let text = |what: &str, need: u64, bound: &str, free: u64| {
             let (need, free) = (format_bytes(need), format_bytes(free));
-            Some(format!("{what} {need} {subcommand} {free}"))
+            Some(format!("{what} {need} {bound} {free}"))
         };
         if let Some(limit) = self.device_limit.filter(|_| self.exceeds_device()) {
-            let subcommand = "of device memory, the limit is";
-            return text("each rank needs", self.need.device, subcommand, limit);
+            let bound = "of device memory, the limit is";
+            return text("each rank needs", self.need.device, bound, limit);
         }
         if self.exceeds_host() {
             return Some(format!(
@@ -237,11 +237,11 @@ impl MemoryCheck {
         }
         if self.exceeds_window() {
             let free = self.machine.window_free_bytes.unwrap_or(0);
-            let subcommand = "of shared memory, /dev/shm and /tmp have at most";
+            let bound = "of shared memory, /dev/shm and /tmp have at most";
             return text(
                 "the shared segment of the ranks needs",
                 self.need.window,
-                subcommand,
+                bound,
                 free,
             );
         }

@@ -34,7 +34,7 @@ pub(crate) struct MemoryPlans {
 
 impl std::fmt::Debug for MemoryPlans {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Places")
+        f.debug_struct("MemoryPlans")
             .field("known", &self.known.len())
             .finish_non_exhaustive()
     }

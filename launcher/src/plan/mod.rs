@@ -3,12 +3,12 @@
 
 pub(crate) mod disk_check;
 pub(crate) mod dry_run;
-mod early;
 mod find_batch;
 mod fixed;
 mod machine;
 pub(crate) mod memory_check;
 pub(crate) mod memory_plans;
+mod optimizer_overlap;
 mod prepare;
 pub(crate) mod rank_memory;
 pub(crate) mod resume;
@@ -17,11 +17,11 @@ pub(crate) mod spill_directories;
 pub(crate) mod suggestion;
 
 pub(crate) use dry_run::{HeldOut, Work, dry_run, window_region};
-pub(crate) use early::{Spare, backward_line, backward_share, forward_line};
 pub(crate) use fixed::Fixed;
 pub(crate) use machine::Machine;
 pub(crate) use memory_check::MemoryCheck;
 pub(crate) use memory_plans::MemoryPlans;
+pub(crate) use optimizer_overlap::{Spare, backward_line, backward_share, forward_line};
 pub(crate) use prepare::{check_data, prepare};
 pub(crate) use settle::{Counted, Settled, settle, settle_one_by_one};
 pub use suggestion::Suggestions;

@@ -63,7 +63,7 @@ pub(crate) fn settle(
         && counted.plan.any_updates_in_backward()
     {
         let has_room = !fit(&run, &counted).exceeds_nvme();
-        run = run.with_early_step(if has_room {
+        run = run.with_optimizer_in_backward(if has_room {
             OptimizerInBackward::All
         } else {
             OptimizerInBackward::Off
@@ -77,7 +77,7 @@ pub(crate) fn settle(
         let tried = fit(&run, &counted);
         let ahead = counted.plan.prefetch_weights();
         let has_room = !tried.exceeds_device();
-        run = run.with_upload_ahead(if ahead && has_room {
+        run = run.with_prefetch_weights(if ahead && has_room {
             PrefetchWeights::On
         } else {
             PrefetchWeights::Off
@@ -138,7 +138,7 @@ fn resolve_optimizer_in_backward(
     fit: &MemoryCheck,
     count: &mut Count<'_>,
 ) -> Result<(RunPlan, Counted, Option<Spare>), Failure> {
-    let off = run.with_early_step(OptimizerInBackward::Off);
+    let off = run.with_optimizer_in_backward(OptimizerInBackward::Off);
     let second = second_bytes_per_elem(run);
     let all = counted.plan.most_elems_in_backward() * second;
     if !run.updates_beside_gpus() || all == 0 || !fit.fits() {
@@ -163,7 +163,7 @@ fn resolve_optimizer_in_backward(
         taken: None,
     };
     for _ in 0..TRIES {
-        let trial = run.with_early_step(bound(offered, all));
+        let trial = run.with_optimizer_in_backward(bound(offered, all));
         let tried = count(&trial)?;
         let needs = MemoryCheck::new(&trial, &tried.memory, fit.machine);
         let (early, over) = (tried.plan.any_updates_in_backward(), needs.host_overrun());

@@ -190,7 +190,7 @@ pub(crate) fn add(failure: &mut Failure, config: &RunPlan, largest: &Largest<'_>
 pub(crate) fn later(config: &RunPlan, order: Vec<usize>, spared: Option<u64>) -> Suggestions {
     // Alternatives are compared by minimum need: each resolves updates in backward itself.
     let config = match spared {
-        Some(_) => config.with_early_step(OptimizerInBackward::Off),
+        Some(_) => config.with_optimizer_in_backward(OptimizerInBackward::Off),
         None => config.clone(),
     };
     Box::new(move |failure| {

@@ -88,10 +88,10 @@ impl Arena {
     /// Runs a micro-batch at the offsets of its memory plan.
     fn run(&mut self, samples: &[EncodedSample]) -> Result<PoolStats, String> {
         let config = &self.planned.run;
-        let script = self.memory_plans.of(config, &*self.model, samples);
-        let script = script.map_err(|e| e.to_string())?;
+        let memory_plan = self.memory_plans.of(config, &*self.model, samples);
+        let memory_plan = memory_plan.map_err(|e| e.to_string())?;
         let pool = self.dry_run.device_pool();
-        let follow = &mut || pool.follow(Some(script.clone()));
+        let follow = &mut || pool.follow(Some(memory_plan.clone()));
         micro_batch(
             config,
             &*self.model,
@@ -102,8 +102,8 @@ impl Arena {
         )
         .map_err(|e| {
             format!(
-                "{e}: a script of {} for {}",
-                script.bytes(),
+                "{e}: a memory plan of {} for {}",
+                memory_plan.bytes(),
                 pool.stats().touched
             )
         })?;
@@ -167,7 +167,7 @@ fn offsets_do_not_depend_on_earlier_batches() {
             let config = &arena.planned.run;
             last = arena.memory_plans.of(config, &*arena.model, &sample).ok();
         }
-        last.expect("a script")
+        last.expect("a memory plan")
     };
     let short = (40, 2, true, false);
     let alone = of(&[short]);
@@ -184,16 +184,19 @@ fn a_memory_plan_is_little_larger_than_its_live_bytes() {
         let mut arena = Arena::new(&case, temp.path());
         let config = arena.planned.run.clone();
         let most = vec![made_up_sample(&config).expect("a sample"); config.batch.micro_batch];
-        let script = arena
+        let memory_plan = arena
             .memory_plans
             .of(&config, &*arena.model, &most)
-            .expect("a script");
+            .expect("a memory plan");
         let rests = arena.dry_run.device_pool().stats().in_use;
-        let (live, bytes) = (rests + script.live_bytes(), rests + script.bytes());
+        let (live, bytes) = (
+            rests + memory_plan.live_bytes(),
+            rests + memory_plan.bytes(),
+        );
         let planned = arena.planned.memory.peak.device;
         assert!(bytes * 100 <= live * 103, "{}: {bytes} {live}", case.name);
         assert!(
-            planned >= bytes + margin(&script),
+            planned >= bytes + margin(&memory_plan),
             "{}: {planned}",
             case.name
         );
