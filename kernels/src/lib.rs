@@ -6,7 +6,7 @@
 //! checks shapes and counts bytes without computing. So a program's memory need is known before it runs.
 //!
 //! ```
-//! use kernels::{Backend, CpuBackend, DType, MatmulArgs, NullBackend, Pool, Shape, Tag, Tensor, Transpose};
+//! use kernels::{Backend, CpuBackend, DType, MatmulArgs, MetaBackend, Pool, Shape, Tag, Tensor, Transpose};
 //!
 //! /// `x W^T` for rows `x` and a weight `[outputs, inputs]`.
 //! fn project(device: &dyn Backend, x: &[f32], w: &[f32]) -> kernels::Result<Tensor> {
@@ -30,8 +30,8 @@
 //!
 //! // The same program without computing: the same bytes.
 //! The same program on the meta device takes the same bytes.
-//! assert_eq!(project(&null, &x, &w)?.shape(), Shape::new(&[2, 1]));
-//! assert_eq!(null.pool().stats().peak, cpu.pool().stats().peak);
+//! assert_eq!(project(&meta, &x, &w)?.shape(), Shape::new(&[2, 1]));
+//! assert_eq!(meta.pool().stats().peak, cpu.pool().stats().peak);
 //!
 //! Exceeding the limit is an error that names the request and the bytes in use by tag. Nothing is lost.
 //! let tight = CpuBackend::new(Pool::new("device", Some(32)));

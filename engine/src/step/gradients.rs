@@ -51,7 +51,7 @@ impl Accumulator {
     }
 
     /// Writes zeros if the sum has no contributions.
-    pub(crate) fn record_write(&mut self) -> Result<()> {
+    pub(crate) fn write_zeros(&mut self) -> Result<()> {
         self.complete(std::iter::once(self.range.clone()))
     }
 

@@ -617,7 +617,7 @@ impl DeviceComm {
     }
 
     /// Ends a pass: afterwards peers read none of this rank's tensors.
-    pub(crate) fn record_write(&mut self) -> Result<()> {
+    pub(crate) fn end_pass(&mut self) -> Result<()> {
         // Tensors of unneeded gathers are freed only after their gather.
         self.arrive()?;
         self.exchange(CommTag::new("settle", 0), &[]).map(drop)

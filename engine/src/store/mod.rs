@@ -282,7 +282,7 @@ impl Store {
         let Some(gradients) = &mut self.units[unit.index()].gradients else {
             return Ok(None);
         };
-        gradients.record_write()?;
+        gradients.write_zeros()?;
         Ok(Some(gradients))
     }
 
@@ -337,7 +337,7 @@ impl Store {
         self.pass = None;
         self.reads.clear();
         if let Some(device) = &mut self.device {
-            device.record_write()?;
+            device.end_pass()?;
         }
         self.drain(0)?;
         self.collect()

@@ -9,7 +9,7 @@
 //!
 //! Everything else is as for one pair of layers: each `y` and each layer's own `dx` is written by one product, and
 //! `ds` and `dB` take one pass over each `dy`. The own `dx` are added in `dtype`, the last layer's first, as
-//! [`crate::SharedGroupedLoraGrads::dx`] is defined.
+//! [`crate::AdaptedLinearGrads::dx`] is defined.
 //!
 //! Within each expert, all layers must have an adapter or none, with equal scale and dropout. So the adapters' input
 //! is one dropout of `x`, and so is its gradient.

@@ -10,7 +10,7 @@
 //! For query, key and value projections of 8192 tokens and 4096 features in bf16, this moves 134 MB of `x` instead of
 //! 604 MB. Everything else is as for one layer: each `y` and each layer's own `dx` is written by one product, and
 //! `ds` and `dB` take one pass over each `dy`. The own `dx` are added in `dtype`, the last layer's first, as
-//! [`crate::SharedLoraGrads::dx`] is defined.
+//! [`crate::AdaptedLinearGrads::dx`] is defined.
 //!
 //! Adapters with equal dropout, or none, share one input. If their dropouts differ, each adapter has its own input
 //! and A is not stacked. The gradient of each distinct adapter input takes one more pass.
