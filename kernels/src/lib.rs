@@ -28,12 +28,12 @@
 //! let cpu = CpuBackend::unlimited();
 //! assert_eq!(project(&cpu, &x, &w)?.to_f32_vec()?, [-2.0, -2.0]);
 //!
-//! // The same program without computing: the same bytes.
-//! The same program on the meta device takes the same bytes.
+//! // The same program on the meta device takes the same bytes.
+//! let meta = MetaBackend::unlimited();
 //! assert_eq!(project(&meta, &x, &w)?.shape(), Shape::new(&[2, 1]));
 //! assert_eq!(meta.pool().stats().peak, cpu.pool().stats().peak);
 //!
-//! Exceeding the limit is an error that names the request and the bytes in use by tag. Nothing is lost.
+//! // Exceeding the limit is an error that names the request and the bytes in use by tag. Nothing is lost.
 //! let tight = CpuBackend::new(Pool::new("device", Some(32)));
 //! assert!(project(&tight, &x, &w).is_err());
 //! # Ok(())

@@ -92,7 +92,7 @@ pub struct MinimumReached {
 /// ```
 /// use optim::loss_scale::{LossScale, LossScaler, Verdict};
 ///
-/// The first overflow uses up the patience, the second one halves the scale.
+/// let mut scaler = LossScaler::new(LossScale::default())?;
 /// assert_eq!(scaler.scale(), 65536.0);
 /// // The first overflow uses up the patience, the second halves the scale.
 /// assert_eq!(scaler.update(true)?, Verdict::Skip);
