@@ -219,11 +219,11 @@ fn wrong_image_markers_are_shown_with_their_position() {
 #[test]
 fn plans_that_do_not_fit_suggest_one_that_does() {
     let site = Site::new();
-    let line = "--zero 1 --nproc 2 --per-device-train-batch-size 4 --device-memory-limit 8M";
+    let line = "--zero 1 --nproc 2 --per-device-train-batch-size 4 --device-memory-limit 7M";
     let screen = site.refuse(line, 5, "E17");
     assert_says(
         &screen,
-        &["device memory", "8.0M", "(plan: device ", ", fits)"],
+        &["device memory", "7.0M", "(plan: device ", ", fits)"],
     );
     let (_, rest) = screen.split_once("  next      ").unwrap();
     let (suggestion, _) = rest.split_once("   (plan").unwrap();
