@@ -96,7 +96,7 @@ impl<'e> Lease<'e> {
         }
     }
 
-    /// The leased unit.
+    /// The unit whose weights are leased.
     #[must_use]
     pub fn unit(&self) -> UnitId {
         self.unit

@@ -30,7 +30,7 @@ impl UnitId {
 /// One parameter of a model.
 #[derive(Clone, PartialEq, Debug)]
 pub struct ParamSpec {
-    /// Name in the checkpoint.
+    /// Name of the parameter in checkpoints.
     pub name: String,
     /// Shape of the parameter; every rank declares the whole shape, not its shard.
     pub shape: Shape,
@@ -44,7 +44,7 @@ pub struct ParamSpec {
 /// Parameters that are gathered and released together (FSDP's unit).
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UnitSpec {
-    /// Dotted name, such as `llm.layers.3`.
+    /// Dotted name of the unit, such as `llm.layers.3`.
     pub name: String,
 }
 
@@ -58,7 +58,7 @@ pub struct ModelSpec {
 }
 
 impl ModelSpec {
-    /// Finds the parameter called `name`.
+    /// Id of the parameter called `name`; `None` if there is none.
     #[must_use]
     pub fn find(&self, name: &str) -> Option<ParamId> {
         self.params

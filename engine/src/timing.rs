@@ -14,7 +14,7 @@ pub struct Times {
 }
 
 impl Times {
-    /// Difference to `earlier`.
+    /// Difference of every field between these totals and `earlier` ones; at least 0.
     #[must_use]
     pub fn since(self, earlier: Self) -> Self {
         Self {
@@ -32,18 +32,18 @@ pub struct DeviceTimes {
     pub compute: Duration,
     /// Waits of the computation for data that is copied to the device.
     pub waits: Duration,
-    /// Host-to-device copies.
+    /// Total time of host-to-device copies.
     pub inward: Duration,
-    /// Device-to-host copies.
+    /// Total time of device-to-host copies.
     pub outward: Duration,
-    /// Transfers from devices of other ranks.
+    /// Total time of transfers from devices of other ranks.
     pub communication: Duration,
     /// Updates on the CPU during passes, by its clock. An optimizer in forward counts a unit when the store receives it
     /// back.
     pub updates: Duration,
-    /// Bytes of host-to-device copies.
+    /// Total bytes of host-to-device copies.
     pub inward_bytes: u64,
-    /// Bytes of device-to-host copies.
+    /// Total bytes of device-to-host copies.
     pub outward_bytes: u64,
 }
 
@@ -67,7 +67,7 @@ impl DeviceTimes {
         self.outward_bytes += bytes(DeviceLane::Outward);
     }
 
-    /// Difference to `earlier`.
+    /// Difference of every field between these totals and `earlier` ones.
     #[must_use]
     pub fn since(self, earlier: Self) -> Self {
         Self {

@@ -38,7 +38,7 @@ pub enum Lane {
 }
 
 impl Lane {
-    /// Name for display.
+    /// Name of the lane for display, e.g. `compute`.
     #[must_use]
     pub fn name(self) -> String {
         match self {
@@ -79,16 +79,16 @@ impl Lane {
     }
 }
 
-/// One span: a time interval of one lane.
+/// One traced activity: a time interval of one lane.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Span {
-    /// The lane.
+    /// Worker of the rank to which the span belongs.
     pub lane: Lane,
     /// What the lane did, e.g. `gather llm.layers.3`.
     pub name: String,
-    /// Start, since the recording began.
+    /// Start of the interval: time since the recording began.
     pub start: Duration,
-    /// Duration.
+    /// Duration of the interval.
     pub length: Duration,
 }
 

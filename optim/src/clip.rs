@@ -54,7 +54,7 @@ impl SquareSum {
         }
     }
 
-    /// Sum over all blocks.
+    /// Sum of the squares of all added elements. The norm is its square root.
     #[must_use]
     pub fn total(mut self) -> f64 {
         halved(&mut self.lanes)

@@ -27,7 +27,7 @@ pub fn is_norm_name(name: &str) -> bool {
     NORM_NAME.is_match(&name.to_lowercase())
 }
 
-/// Optimizer options of one parameter.
+/// Optimizer options of one parameter, such as PyTorch keeps per parameter group.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct GroupOptions {
     /// Decoupled weight decay; zero for biases and normalization layers.

@@ -25,22 +25,22 @@ impl Default for LossScale {
     }
 }
 
-/// Parameters of a dynamic scale.
+/// Parameters of a dynamic loss scale.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DynamicScale {
-    /// Initial scale.
+    /// Loss scale of the first step.
     pub initial: f64,
     /// Divisor of the scale after overflows, and multiplier after clean steps.
     pub factor: f64,
     /// Clean steps since the last overflow after which the scale grows. It grows again after every further `window`
     /// steps.
     pub window: u64,
-    /// Overflows until the scale shrinks. With 1, every overflow shrinks it.
+    /// Number of overflows after which the scale shrinks. With 1, every overflow shrinks it.
     pub hysteresis: u32,
     /// Whether every clean step refills the patience. Otherwise only growth of the scale refills it.
     pub consecutive_hysteresis: bool,
-    /// Lower bound of the scale.
+    /// Lower bound of the loss scale.
     pub minimum: f64,
 }
 
@@ -69,7 +69,7 @@ pub struct ScalerState {
     pub clean_steps: u64,
 }
 
-/// What the caller does with a step's gradients.
+/// Whether the caller applies or skips a step's gradients.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Verdict {
@@ -83,7 +83,7 @@ pub enum Verdict {
 #[derive(Clone, Copy, PartialEq, Debug, thiserror::Error)]
 #[error("gradients overflow fp16 at the smallest loss scale {minimum}")]
 pub struct MinimumReached {
-    /// The minimum scale.
+    /// Lower bound of the loss scale, at which gradients still overflow.
     pub minimum: f64,
 }
 
@@ -180,7 +180,7 @@ impl LossScaler {
         self.rule
     }
 
-    /// Current state, for a checkpoint.
+    /// Current scale and counters, to be stored in a checkpoint.
     #[must_use]
     pub fn state(&self) -> ScalerState {
         self.state

@@ -66,16 +66,16 @@ impl FromStr for Precision {
     }
 }
 
-/// One number per element that an update rule stores, e.g. `exp_avg`.
+/// One state that an update rule stores for each weight element, e.g. `exp_avg`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StateSlot {
     /// Name in checkpoints, as PyTorch's optimizer state calls it.
     pub name: &'static str,
-    /// Element type: `f32` or `bf16`.
+    /// Element type of the state: `f32` or `bf16`.
     pub dtype: DType,
 }
 
-/// Gradient of a chunk.
+/// Gradients of one chunk, a range of elements.
 #[derive(Clone, Copy, Debug)]
 pub enum GradChunk<'a> {
     /// In `f32`.
@@ -85,7 +85,7 @@ pub enum GradChunk<'a> {
 }
 
 impl GradChunk<'_> {
-    /// Length in elements.
+    /// Number of elements in the chunk.
     #[must_use]
     pub const fn len(&self) -> usize {
         match self {
@@ -145,7 +145,7 @@ impl WeightChunk<'_> {
     }
 }
 
-/// Chunk of one state slot.
+/// Values of one optimizer state for one chunk, updated in place.
 #[derive(Debug)]
 pub enum StateChunk<'a> {
     /// In `f32`.
@@ -170,11 +170,11 @@ pub struct StepArgs<'a> {
     /// Global index of the chunk's first element, in the unpadded model. It is the position in the random stream of
     /// stochastic rounding.
     pub first_element: u64,
-    /// Gradient before `grad_scale` is applied.
+    /// Gradients, before `grad_scale` is applied.
     pub grad: GradChunk<'a>,
     /// Weights, updated in place.
     pub weight: WeightChunk<'a>,
-    /// One chunk per state slot, in the order of [`Optimizer::slots`], updated in place.
+    /// Optimizer states: one chunk per state slot, in the order of [`Optimizer::slots`], updated in place.
     pub state: Vec<StateChunk<'a>>,
 }
 

@@ -95,15 +95,15 @@ impl FromStr for ScheduleKind {
     }
 }
 
-/// A learning-rate schedule.
+/// A learning-rate schedule over the updates of a run.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Schedule {
-    /// Shape of the curve.
+    /// Kind of the schedule: the shape of its curve.
     pub kind: ScheduleKind,
-    /// Updates of warmup.
+    /// Number of optimizer updates in the warmup.
     pub warmup_steps: u64,
-    /// Updates of the whole run.
+    /// Number of optimizer updates in the whole run.
     pub total_steps: u64,
     /// Learning rate at the end of warmup.
     pub base_lr: f64,

@@ -8,23 +8,23 @@ use super::CheckpointError;
 use super::manifest::Manifest;
 use super::read::{check_file, compare, hash_file, open_state_file, read_manifest};
 
-/// Result of [`audit`].
+/// Result of [`audit`]: size of a checkpoint, and the files and tensors that are damaged.
 #[derive(Debug)]
 pub struct Audit {
     /// Number of files in the manifest.
     pub files: usize,
-    /// Their bytes, according to the manifest.
+    /// Total bytes of these files, according to the manifest.
     pub bytes: u64,
     /// Number of tensors in the manifest, where each kind of a parameter counts.
     pub tensors: usize,
-    /// One error per bad file, in the manifest's order.
+    /// One error per damaged file, in the manifest's order.
     pub problems: Vec<CheckpointError>,
     /// Kind and name of every tensor with data in a bad file.
     pub lost: Vec<(String, String)>,
 }
 
 impl Audit {
-    /// Whether the checkpoint is intact.
+    /// Whether the checkpoint is intact: no file is damaged.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         self.problems.is_empty()

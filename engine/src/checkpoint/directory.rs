@@ -24,12 +24,12 @@ const TMP: &str = ".tmp";
 const ASIDE: &str = ".old";
 const DELETED: &str = ".deleted.tmp";
 
-/// Directory of a finished checkpoint.
+/// Path of the finished checkpoint of `step` below the directory `output`.
 pub(super) fn final_directory(output: &Path, step: u64) -> PathBuf {
     output.join(format!("{PREFIX}{step}"))
 }
 
-/// Directory of a checkpoint being written.
+/// Path below the directory `output` where the checkpoint of `step` is written until it is finished.
 pub(super) fn tmp_directory(output: &Path, step: u64) -> PathBuf {
     output.join(format!("{PREFIX}{step}{TMP}"))
 }
@@ -86,7 +86,8 @@ fn names(output: &Path) -> Result<Vec<String>, CheckpointError> {
         .collect())
 }
 
-/// All complete checkpoints of an output directory, by ascending step. Their content is not verified.
+/// Step and path of every complete checkpoint in the directory `output`, by ascending step. Their content is not
+/// verified.
 ///
 /// # Errors
 /// [`CheckpointError::Io`] when the directory exists and cannot be listed.

@@ -213,7 +213,7 @@ impl CheckpointError {
         }
     }
 
-    /// As [`CheckpointError::io`] for reading: a missing file has its own variant.
+    /// Converts an I/O error while reading `path`: a missing file is `MissingFile`, everything else is `Io`.
     pub(super) fn reading(path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| match source.kind() {
             ErrorKind::NotFound => Self::MissingFile {

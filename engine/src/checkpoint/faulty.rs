@@ -34,7 +34,7 @@ struct State {
     next_file: u64,
 }
 
-/// A disk that fails.
+/// A [`FileSystem`] that has a [`DiskFault`] at a chosen call.
 #[derive(Clone, Debug)]
 pub(super) struct FaultyDisk {
     state: Arc<Mutex<State>>,

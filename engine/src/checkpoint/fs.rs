@@ -8,7 +8,7 @@ use std::path::Path;
 
 use rustix::fs::{CWD, FallocateFlags, OFlags, RenameFlags};
 
-/// Calls that change the disk.
+/// Operations that change the disk while a checkpoint is written. Tests replace them with ones that fail.
 pub(super) trait FileSystem: Debug + Send + Sync {
     /// Creates or truncates a file for `bytes` bytes and reserves the space if the disk can.
     fn create(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn FileHandle>>;
@@ -28,13 +28,13 @@ pub(super) trait FileSystem: Debug + Send + Sync {
     fn remove_dir_all(&self, path: &Path) -> io::Result<()>;
 }
 
-/// A file being written.
+/// A file that a checkpoint writer has created and is writing.
 pub(super) trait FileHandle: Write + Debug + Send {
-    /// Makes the content durable.
+    /// Syncs the written content to disk.
     fn sync(&mut self) -> io::Result<()>;
 }
 
-/// The real disk.
+/// The real file system, as opposed to one that fails in tests.
 #[derive(Debug)]
 pub(super) struct Disk;
 

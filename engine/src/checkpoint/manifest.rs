@@ -12,9 +12,9 @@ use super::CheckpointError;
 
 /// File name of the manifest.
 pub(super) const MANIFEST: &str = "MANIFEST.json";
-/// Version of the format.
+/// Version of the checkpoint format.
 pub(super) const VERSION: u32 = 1;
-/// Largest manifest that is read.
+/// Largest length of a manifest that is read, in bytes.
 pub(super) const MAX_MANIFEST_BYTES: u64 = 1 << 29;
 
 const FORMAT: &str = "tessera-checkpoint";
@@ -24,21 +24,21 @@ const MAX_DIMS: usize = 16;
 const DIGEST_PREFIX: &str = "{\n  \"digest\": \"";
 const NO_DIGEST: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 
-/// One file of a checkpoint.
+/// One file of a checkpoint, as the manifest lists it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct FileEntry {
     /// Path relative to the checkpoint's directory.
     pub path: String,
-    /// Length in bytes.
+    /// Length of the file in bytes.
     pub bytes: u64,
-    /// BLAKE3 of the content, in hex.
+    /// BLAKE3 hash of the file's content, in hex.
     pub blake3: String,
 }
 
-/// Location of a range of a tensor's elements.
+/// Location of a range of a tensor's elements in a file of the checkpoint.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct PieceEntry {
-    /// First element of the range.
+    /// First element of the range, in row-major order of the tensor's global shape.
     pub start: u64,
     /// Number of elements in the range.
     pub elems: u64,
@@ -51,14 +51,14 @@ pub struct PieceEntry {
 /// A tensor as the model sees it, independent of its pieces.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct LogicalTensor {
-    /// Parameter name.
+    /// Name of the parameter.
     pub name: String,
     /// Kind of the tensor: `weight`, `master`, `exp_avg`, ….
     pub kind: String,
     /// Element type.
     #[serde(with = "dtype_name")]
     pub dtype: DType,
-    /// Global shape.
+    /// Global shape: that of the whole tensor, not of one piece.
     pub shape: Vec<u64>,
     /// Ranges in ascending order that cover all elements exactly once.
     pub pieces: Vec<PieceEntry>,
@@ -102,7 +102,7 @@ impl LogicalTensor {
         }
     }
 
-    /// Checks name, kind and shape.
+    /// Checks that name, kind and shape are valid. Returns the number of elements.
     pub(super) fn check_description(&self) -> Result<u64, CheckpointError> {
         let name_ok = !self.name.is_empty()
             && self.name.len() <= MAX_NAME_BYTES
@@ -156,7 +156,7 @@ impl LogicalTensor {
     }
 }
 
-/// The whole index.
+/// Content of the manifest: all tensors and files of a checkpoint.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Manifest {
     /// Must stay the first field, see [`DIGEST_PREFIX`].

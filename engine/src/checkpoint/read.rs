@@ -69,13 +69,13 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// The directory.
+    /// Directory of the checkpoint.
     #[must_use]
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// The step after which it was saved.
+    /// The step after which the checkpoint was saved.
     #[must_use]
     pub fn step(&self) -> u64 {
         self.manifest.step
@@ -93,19 +93,19 @@ impl Checkpoint {
         &self.manifest.meta
     }
 
-    /// All tensors.
+    /// Descriptions of all tensors in the checkpoint, each with the locations of its pieces.
     #[must_use]
     pub fn tensors(&self) -> &[LogicalTensor] {
         &self.manifest.tensors
     }
 
-    /// All files except the manifest.
+    /// All files of the checkpoint except the manifest.
     #[must_use]
     pub fn files(&self) -> &[FileEntry] {
         &self.manifest.files
     }
 
-    /// One tensor's description.
+    /// Description of the tensor with this kind and parameter name; `None` if the checkpoint does not have it.
     #[must_use]
     pub fn tensor(&self, kind: &str, name: &str) -> Option<&LogicalTensor> {
         self.position(kind, name).map(|i| &self.manifest.tensors[i])
@@ -119,7 +119,7 @@ impl Checkpoint {
         self.verify_files(|_| true)
     }
 
-    /// As [`Checkpoint::verify`] for the files whose paths `chosen` accepts.
+    /// As [`Checkpoint::verify`], but only for the files whose paths in the checkpoint's directory `chosen` accepts.
     ///
     /// # Errors
     /// As [`Checkpoint::verify`].

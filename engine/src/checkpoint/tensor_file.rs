@@ -17,19 +17,19 @@ const METADATA_KEY: &str = "__metadata__";
 /// Alignment of the data. Headers are padded to it.
 const HEADER_ALIGNMENT_BYTES: usize = 8;
 
-/// A tensor to be written.
+/// Name, dtype and shape of a tensor to be written to a safetensors file.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TensorSpec {
-    /// Its name.
+    /// Name of the tensor in the file.
     pub name: String,
     /// Element type.
     pub dtype: DType,
-    /// Shape.
+    /// Shape of the tensor in the file.
     pub shape: Vec<usize>,
 }
 
 impl TensorSpec {
-    /// Bytes of the tensor.
+    /// Number of bytes of the tensor's data.
     ///
     /// # Errors
     /// [`CheckpointError::BadTensor`] when they do not fit the address space.
@@ -56,9 +56,9 @@ impl TensorSpec {
 /// Length and hash of a finished file.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct FileDigest {
-    /// Length in bytes.
+    /// Length of the file in bytes.
     pub bytes: u64,
-    /// BLAKE3 of the content, in hex.
+    /// BLAKE3 hash of the file's content, in hex.
     pub blake3: String,
 }
 
@@ -102,7 +102,7 @@ impl HashedFile {
         Ok(())
     }
 
-    /// Makes the content durable.
+    /// Syncs the file to disk and returns its length and hash.
     pub(super) fn finish(mut self) -> Result<FileDigest, CheckpointError> {
         let sync = self.handle.sync();
         sync.map_err(CheckpointError::io("sync", &self.path, self.expected_bytes))?;
@@ -114,7 +114,7 @@ impl HashedFile {
     }
 }
 
-/// Writes a whole small file.
+/// Creates a file with the content `bytes`, syncs it and returns its length and hash.
 pub(super) fn write_file(
     fs: &dyn FileSystem,
     path: &Path,

@@ -20,7 +20,7 @@ use super::manifest::{
 };
 use super::tensor_file::{FileDigest, TensorFileWriter, TensorSpec, write_file};
 
-/// Directory of the ranks' pieces.
+/// Name of the directory in a checkpoint that holds the files with the ranks' pieces.
 pub(super) const STATE: &str = "state";
 
 /// The error of a caller's code that produces bytes.
@@ -29,19 +29,19 @@ pub type ProducerError = Box<dyn std::error::Error + Send + Sync>;
 /// A range of one tensor's elements, with its bytes or a producer of them.
 #[derive(Debug)]
 pub struct Piece<'a> {
-    /// Parameter name.
+    /// Name of the parameter.
     pub name: &'a str,
     /// Kind of the tensor: `weight`, `master`, `exp_avg`, …; letters, digits and `_.-`.
     pub kind: &'a str,
     /// Element type.
     pub dtype: DType,
-    /// Global shape of the tensor.
+    /// Global shape: that of the whole tensor, not of this piece.
     pub shape: &'a [usize],
     /// First element of the range, in row-major order of the global shape.
     pub start: u64,
     /// Number of elements in the range. A piece without elements only declares the tensor.
     pub elems: u64,
-    /// Little-endian elements.
+    /// The range's elements in little-endian bytes, or a function that produces them.
     pub bytes: PieceBytes<'a>,
 }
 
@@ -90,7 +90,7 @@ struct RankIndex {
     tensors: Vec<LogicalTensor>,
 }
 
-/// One rank's part in writing one checkpoint. The [module](super) describes the protocol.
+/// Writes one rank's part of one checkpoint. The [module](super) describes the protocol between ranks.
 #[derive(Debug)]
 pub struct Writer {
     fs: Arc<dyn FileSystem>,
@@ -119,7 +119,7 @@ impl Writer {
         Self::begin_on(Arc::new(Disk), output, step, rank, world_size)
     }
 
-    /// As [`Writer::begin`], on a disk with `fault` at this rank's call number `at_call`.
+    /// As [`Writer::begin`], for tests: `fault` happens at this rank's disk call number `at_call`, counted from 0.
     ///
     /// # Errors
     /// As [`Writer::begin`], and that of the fault.

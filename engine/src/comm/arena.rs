@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-/// Alignment of every region.
+/// Alignment in bytes of every allocated region.
 pub(super) const ALIGN: usize = 64;
 /// Largest request that is rounded up to a power of two and served from a small slot.
 const SMALL: usize = 4096;

@@ -69,19 +69,19 @@ impl Buffer {
         }
     }
 
-    /// Length in bytes.
+    /// Length of the buffer in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.bytes
     }
 
-    /// Whether the length is 0.
+    /// Whether the buffer has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
-    /// The bytes; none in a dry run.
+    /// The buffer's bytes; none in a dry run.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         let Backing::Window(place) = &self.place else {
@@ -93,7 +93,7 @@ impl Buffer {
         unsafe { window.bytes(world.rank, place.region.offset, 0..self.bytes) }
     }
 
-    /// The bytes, for writing.
+    /// The buffer's bytes, for writing; none in a dry run.
     #[must_use]
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         let Backing::Window(place) = &self.place else {
@@ -135,7 +135,7 @@ impl Buffer {
         }
     }
 
-    /// As [`Buffer::part`], for writing.
+    /// As [`Buffer::part`], for writing: the elements `elems`; none in a dry run.
     pub(crate) fn part_mut<T: bytemuck::Pod>(&mut self, elems: Range<usize>) -> &mut [T] {
         match self.place {
             Backing::Window(_) => &mut self.as_mut_slice()[elems],
@@ -167,19 +167,19 @@ impl ReadBuffer {
         Self(buffer)
     }
 
-    /// Length in bytes.
+    /// Length of the buffer in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether the length is 0.
+    /// Whether the buffer has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The bytes.
+    /// The buffer's bytes; none in a dry run.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         self.0.as_bytes()

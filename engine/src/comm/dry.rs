@@ -64,18 +64,18 @@ struct Inner {
     peak: u64,
 }
 
-/// Sizes of a window.
+/// Bytes that a dry run counts for one rank's use of its window and of other ranks' windows.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct WindowBytes {
     /// Bytes that a rank must request: the highest offset used after the slots for small messages.
     pub region: u64,
-    /// Pages of its own region that a rank touches.
+    /// Bytes of its own region that a rank touches, in whole pages.
     pub own: u64,
-    /// Pages of other ranks' regions that each rank reads.
+    /// Bytes of other ranks' regions that each rank reads, in whole pages.
     pub peers: Vec<u64>,
 }
 
-/// A window without memory.
+/// The window of a dry run: it counts bytes and pages and has no memory.
 #[derive(Clone, Debug)]
 pub(crate) struct DryWindow(Arc<Mutex<Inner>>);
 

@@ -184,20 +184,20 @@ pub enum CommError {
     },
 }
 
-/// One collective as a rank published it.
+/// Description of one collective, as a rank published it to its peers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpInfo {
-    /// Kind of collective.
+    /// Kind of the collective.
     pub kind: CollectiveKind,
-    /// Type of the elements.
+    /// Type of the buffer's elements.
     pub dtype: DType,
-    /// Length of the buffer.
+    /// Length of the rank's buffer in bytes.
     pub bytes: usize,
-    /// Name of the tag.
+    /// Name in the collective's tag.
     pub tag_name: String,
-    /// Index of the tag.
+    /// Index in the collective's tag.
     pub tag_index: u32,
-    /// Ranks that hold one copy, if not all.
+    /// Number of consecutive ranks that share one copy of the data; `None` for all ranks.
     pub group: Option<usize>,
 }
 
@@ -219,20 +219,20 @@ impl std::fmt::Display for OpInfo {
 /// A rank and one of its collectives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankOp {
-    /// The rank.
+    /// Index of the rank.
     pub rank: usize,
-    /// Its collective.
+    /// The collective that this rank published.
     pub op: OpInfo,
 }
 
-/// Progress of a rank.
+/// Progress of one rank: how many collectives it has started, and the last one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankStatus {
-    /// The rank.
+    /// Index of the rank.
     pub rank: usize,
-    /// Collectives it has started.
+    /// Number of collectives that this rank has started.
     pub started: u64,
-    /// The last of them.
+    /// The collective that this rank started last; `None` before the first.
     pub last: Option<OpInfo>,
 }
 

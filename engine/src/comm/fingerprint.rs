@@ -3,7 +3,7 @@
 use super::{Collective, CollectiveKind, CommError, OpInfo, Tag};
 use kernels::DType;
 
-/// Words of a fingerprint.
+/// Number of 64-bit words of a fingerprint.
 pub(super) const WORDS: usize = 6;
 
 const NAME_WORDS: usize = Tag::MAX_NAME_BYTES / 8;

@@ -57,7 +57,7 @@ pub(super) struct Inbox {
     world: World,
 }
 
-/// One rank over its copy of the window.
+/// Creates the communicator of one rank over its own copy of the window. `remote` connects it to the other ranks.
 pub(super) fn member(
     window: Arc<Window>,
     world: World,

@@ -47,15 +47,15 @@ use std::time::Duration;
 /// Default limit of one wait, after which it is [`CommError::Timeout`].
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(300);
 
-/// Most ranks of one window.
+/// Largest number of ranks that can share one window.
 pub const MAX_RANKS: usize = 64;
 
-/// Number of a rank and of all ranks.
+/// Index of this rank, and the number of all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct World {
     /// Index of this rank, `0..size`.
     pub rank: usize,
-    /// Number of ranks.
+    /// Number of ranks in the world.
     pub size: usize,
 }
 
@@ -101,7 +101,7 @@ impl Tag {
     /// Longest name that fits a fingerprint.
     pub const MAX_NAME_BYTES: usize = 24;
 
-    /// The tag `name[index]`.
+    /// Creates the tag that messages show as `name[index]`.
     #[must_use]
     pub const fn new(name: &'static str, index: u32) -> Self {
         Self { name, index }
@@ -162,14 +162,14 @@ pub enum Participation {
     ContributeOnly,
 }
 
-/// One collective, as every rank must issue it (`participation` excepted).
+/// Description of one collective. Every rank must issue the same one; only `participation` may differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Collective {
     /// Kind of the collective.
     pub kind: CollectiveKind,
-    /// Type of the elements.
+    /// Type of the buffer's elements.
     pub dtype: DType,
-    /// Name in fingerprints and messages.
+    /// Name of the collective, which ranks compare and messages show.
     pub tag: Tag,
     /// Whether this rank needs the result.
     pub participation: Participation,
@@ -205,14 +205,15 @@ impl Collective {
         }
     }
 
-    /// The same all-gather or reduce-scatter in which `group` consecutive ranks hold one copy.
+    /// The same all-gather or reduce-scatter, where `group` consecutive ranks hold one copy of the data as shards;
+    /// with `None` all ranks do.
     #[must_use]
     pub const fn in_groups(mut self, group: Option<usize>) -> Self {
         self.group = group;
         self
     }
 
-    /// The same collective, but this rank does not need the result.
+    /// The same collective, where this rank contributes its data but does not need the result.
     #[must_use]
     pub const fn contribute_only(mut self) -> Self {
         self.participation = Participation::ContributeOnly;
@@ -228,7 +229,7 @@ pub struct WindowUsage {
     /// High-water mark: the largest number of bytes in use at once, with padding and gaps. This part of the window has
     /// been touched.
     pub peak_bytes: usize,
-    /// Size of this rank's part.
+    /// Size of this rank's part of the window in bytes.
     pub capacity_bytes: usize,
 }
 

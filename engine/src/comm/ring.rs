@@ -22,7 +22,7 @@ fn progress_word(sequence: u64, phase: RingPhase) -> u64 {
     (sequence + 1) << 2 | phase as u64
 }
 
-/// One collective of a rank; its fingerprint has `WORDS` words.
+/// Shared record of one collective of a rank: progress, buffer offset, and a fingerprint of `WORDS` words.
 #[repr(C, align(64))]
 pub(super) struct Record<const WORDS: usize> {
     pub(super) progress: AtomicU64,
@@ -30,7 +30,7 @@ pub(super) struct Record<const WORDS: usize> {
     pub(super) words: [AtomicU64; WORDS],
 }
 
-/// The last `RING` collectives of a rank. All zero is the initial state. Only that rank writes them.
+/// Records of the last `RING` collectives of a rank. All zero is the initial state. Only that rank writes them.
 #[repr(C, align(128))]
 pub(super) struct Ring<const RING: usize, const WORDS: usize> {
     pub(super) published: AtomicU64,
@@ -78,7 +78,7 @@ impl<const RING: usize, const WORDS: usize> Ring<RING, WORDS> {
         self.record(sequence).progress.load(Acquire) >= progress_word(sequence, phase)
     }
 
-    /// Number of published collectives.
+    /// Number of collectives that this rank has published so far.
     pub(super) fn started(&self) -> u64 {
         self.published.load(SeqCst)
     }

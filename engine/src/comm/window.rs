@@ -62,7 +62,7 @@ struct Control {
     ranks: [RankBlock; MAX_RANKS],
 }
 
-/// Cause of a dead world.
+/// Cause of a dead world, which every later collective reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Failure {
     Abort {
@@ -87,7 +87,7 @@ pub(super) enum Failure {
     },
 }
 
-/// Sizes of a window.
+/// Number of ranks of a window, and bytes of each rank's part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     pub(super) ranks: usize,
@@ -124,7 +124,7 @@ impl Layout {
     }
 }
 
-/// A mapped window.
+/// A window that is mapped in this process: control blocks, and one region of bytes per rank.
 pub(super) struct Window {
     map: MmapRaw,
     layout: Layout,

@@ -7,7 +7,7 @@ pub use spill::SpillError;
 use crate::plan::Phase;
 use crate::spec::{ParamId, UnitId};
 
-/// Error of the engine.
+/// Error of the training engine.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EngineError {

@@ -187,7 +187,7 @@ impl Activations {
         &self.books
     }
 
-    /// Total time of copies.
+    /// Total time of copies of saved tensors so far.
     pub(crate) fn copy_time(&self) -> Duration {
         self.clock.borrow().total()
     }

@@ -3,15 +3,15 @@
 
 use rayon::prelude::*;
 
-/// Elements per task.
+/// Elements per rayon task.
 const TASK_ELEMS: usize = 1 << 17;
 
-/// Copies: `out = values`.
+/// Copies `values` to `out` in parallel.
 pub(crate) fn copy<T: Copy + Send + Sync>(values: &[T], out: &mut [T]) {
     for_each(values, out, |values, out| out.copy_from_slice(values));
 }
 
-/// Adds: `out += values`.
+/// Adds `values` to `out` in parallel, element by element.
 pub(crate) fn add(values: &[f32], out: &mut [f32]) {
     for_each(values, out, |values, out| {
         for (sum, v) in out.iter_mut().zip(values) {

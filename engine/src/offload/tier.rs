@@ -44,9 +44,9 @@ impl From<Gone> for EngineError {
 /// Memory of one rank: its device and host pools, and its spill files.
 #[derive(Clone, Debug)]
 pub struct Tiers {
-    /// Pool of device memory.
+    /// Pool that counts device memory.
     pub device: Pool,
-    /// Pool of host memory.
+    /// Pool that counts host memory.
     pub host: Pool,
     spill: Option<Arc<Spill>>,
     /// The discrete device that stores states of the device tier; `None` if the host can address device memory.
@@ -70,7 +70,7 @@ impl Tiers {
         }
     }
 
-    /// Sets the device that computes.
+    /// Sets the device that computes. If it is discrete, its memory stores the states of the device tier.
     pub(crate) fn on(mut self, backend: &Arc<dyn Backend>) -> Self {
         self.discrete = backend.residents().map(|_| backend.clone());
         self
@@ -81,7 +81,7 @@ impl Tiers {
         self.discrete.is_some()
     }
 
-    /// Tiers of a dry run.
+    /// Tiers of a dry run, which count bytes in `counters` and allocate no memory.
     pub(crate) fn in_dry_run(counters: Counters) -> Self {
         Self {
             counters: Some(counters.clone()),
@@ -114,7 +114,7 @@ impl Tiers {
         }
     }
 
-    /// Adds spill files.
+    /// Adds the spill files that store the states of the disk tier.
     #[must_use]
     pub fn with_spill(mut self, spill: Spill) -> Self {
         spill.io.record(&self.trace);
@@ -122,7 +122,7 @@ impl Tiers {
         self
     }
 
-    /// The spill files, if any.
+    /// The spill files; `None` if no state is on disk.
     #[must_use]
     pub fn spill(&self) -> Option<&Arc<Spill>> {
         self.spill.as_ref()
@@ -251,7 +251,7 @@ impl Tiers {
         Ok(access(backend)?.lend(&mut states)?)
     }
 
-    /// Returns borrowed regions ([`ResidentAccess::give_back`]).
+    /// Takes back regions that [`Tiers::lend`] lent to another thread ([`ResidentAccess::give_back`]).
     pub(crate) fn take_back<'r>(
         &self,
         regions: impl Iterator<Item = &'r mut Region>,
@@ -311,7 +311,7 @@ impl Spill {
         }
     }
 
-    /// Traffic since the start.
+    /// Bytes and busy time of the disk requests since the start.
     #[must_use]
     pub fn stats(&self) -> SpillStats {
         self.io.stats()
@@ -402,7 +402,7 @@ pub(crate) fn upload(
 }
 
 impl Region {
-    /// Tier that stores the bytes.
+    /// Tier that stores the region's bytes.
     #[must_use]
     pub fn tier(&self) -> Tier {
         match self {
@@ -422,7 +422,7 @@ impl Region {
         }
     }
 
-    /// Number of bytes in use.
+    /// Length of the region in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         match self {

@@ -69,7 +69,7 @@ impl<J: Send + 'static, B: Send + 'static> Worker<J, B> {
         self.open
     }
 
-    /// Sends a job.
+    /// Sends a job, and the data that it borrows, to the thread. Fails if the thread is gone.
     pub(crate) fn send(&mut self, job: J, borrowed: B) -> Result<(), Gone> {
         match self.jobs.as_ref().ok_or(Gone)? {
             Jobs::ToThread(jobs) => jobs.send((job, borrowed)).map_err(|_| Gone)?,

@@ -13,7 +13,7 @@ use std::ops::Range;
 /// Name of the f32 master weights in rows and checkpoints.
 pub const MASTER: &str = "master";
 
-/// What a row stores.
+/// Kind of model state that a [`Row`] describes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stored {
     /// Weights of a parameter group.
@@ -26,20 +26,20 @@ pub enum Stored {
     Waiting,
 }
 
-/// One state of one rank.
+/// One kind of model state that one rank stores: that of one unit, or a buffer that units share.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Row {
     /// The unit; `None` for buffers that units share.
     pub unit: Option<UnitId>,
-    /// What it stores.
+    /// Kind of the state.
     pub what: Stored,
     /// Whether this is the second copy, which the optimizer in backward writes.
     pub spare: bool,
-    /// Range of elements in the parameter group.
+    /// Range of the parameter group's elements that is stored.
     pub range: Range<usize>,
-    /// Dtype of the elements.
+    /// Element type of the stored state.
     pub dtype: DType,
-    /// Tier in which they are stored.
+    /// Tier that stores the state.
     pub tier: Tier,
 }
 

@@ -9,7 +9,7 @@ use std::ops::Range;
 /// Alignment of parameters and shards in elements.
 pub const ALIGN_ELEMS: usize = 32;
 
-/// Parameter group of a unit.
+/// Kind of a parameter group. Each unit has one group of each kind, which may be empty.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum GroupKind {
     /// Updated by the optimizer.
@@ -19,18 +19,18 @@ pub enum GroupKind {
 }
 
 impl GroupKind {
-    /// Both groups.
+    /// Both kinds of parameter groups.
     pub const ALL: [Self; 2] = [Self::Trainable, Self::Frozen];
 }
 
 /// Location of a parameter in its parameter group.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Slot {
-    /// The parameter.
+    /// Id of the parameter.
     pub param: ParamId,
     /// First element in the parameter group.
     pub offset: usize,
-    /// Number of elements without padding.
+    /// Number of elements of the parameter, without padding.
     pub len: usize,
 }
 
@@ -45,7 +45,7 @@ impl Slot {
 /// Layout of one parameter group: a flat buffer of parameters.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct GroupLayout {
-    /// Parameters, ascending by offset.
+    /// Locations of the group's parameters, ascending by offset.
     pub slots: Vec<Slot>,
     /// Number of elements of one rank's shard.
     pub shard_elems: usize,
@@ -108,14 +108,14 @@ impl GroupLayout {
     }
 }
 
-/// Layout of one unit.
+/// Layout of one unit: its two parameter groups.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UnitPlan {
-    /// Its id.
+    /// Id of the unit.
     pub id: UnitId,
-    /// Trainable parameters.
+    /// Layout of the trainable parameters.
     pub trainable: GroupLayout,
-    /// Frozen parameters.
+    /// Layout of the frozen parameters.
     pub frozen: GroupLayout,
     /// Whether backward visits the unit: it has trainable parameters, or a previous unit does.
     pub needs_backward: bool,

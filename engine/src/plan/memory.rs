@@ -5,14 +5,14 @@ use kernels::DType;
 use optim::StateSlot;
 use serde::{Deserialize, Serialize};
 
-/// Number of bytes by tier.
+/// Number of bytes in each storage tier.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct TierBytes {
-    /// Device memory.
+    /// Bytes in device memory.
     pub device: u64,
-    /// Host memory.
+    /// Bytes in host memory.
     pub host: u64,
-    /// Spill files.
+    /// Bytes in spill files on disk.
     pub nvme: u64,
 }
 
@@ -26,14 +26,14 @@ impl TierBytes {
     }
 }
 
-/// Bytes one rank needs for model states.
+/// Bytes that one rank needs for model states, as planned.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct MemoryReport {
-    /// Weights that this rank stores.
+    /// Bytes of the weights that this rank stores.
     pub parameters: TierBytes,
-    /// Accumulated gradients.
+    /// Bytes of accumulated gradients.
     pub gradients: TierBytes,
-    /// Master weights and optimizer state.
+    /// Bytes of master weights and optimizer state.
     pub optimizer: TierBytes,
     /// Maximal bytes of gathered weights on the device.
     pub gathered: u64,
@@ -52,7 +52,7 @@ impl MemoryReport {
             + self.communication
     }
 
-    /// Bytes in host memory.
+    /// Bytes of all model states in host memory.
     #[must_use]
     pub fn host_bytes(&self) -> u64 {
         self.parameters.host + self.gradients.host + self.optimizer.host

@@ -107,7 +107,7 @@ pub enum StateKind {
 }
 
 impl StateKind {
-    /// All kinds.
+    /// All kinds of state.
     pub const ALL: [Self; 3] = [Self::Param, Self::Optimizer, Self::Activation];
 
     /// The kind's word on the command line and in file names.
@@ -124,11 +124,11 @@ impl StateKind {
 /// Tier of every kind of state.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, Default)]
 pub struct Offload {
-    /// Weights.
+    /// Tier of the weights.
     pub param: Tier,
-    /// Master weights, optimizer state and accumulated gradients.
+    /// Tier of master weights, optimizer state and accumulated gradients.
     pub optimizer: Tier,
-    /// Saved inputs of checkpointed segments, which backward recomputes.
+    /// Tier of the saved inputs of checkpointed segments, which backward recomputes.
     #[serde(default)]
     pub activation: Tier,
 }
@@ -158,7 +158,7 @@ impl Offload {
     }
 }
 
-/// Element type of accumulated gradients.
+/// Element type in which gradients are accumulated over micro-batches.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GradDtype {
@@ -181,7 +181,7 @@ pub enum DeviceTransport {
     Nccl,
 }
 
-/// Resolved settings of the engine.
+/// Settings of the engine: sharding, precision, offload and overlap.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct ZeroConfig {
     /// ZeRO stage: what is sharded.
@@ -391,19 +391,19 @@ impl Plan {
         })
     }
 
-    /// The model's description.
+    /// Description of the model: its units and parameters.
     #[must_use]
     pub fn spec(&self) -> &ModelSpec {
         &self.spec
     }
 
-    /// The settings.
+    /// The settings that the plan follows.
     #[must_use]
     pub fn config(&self) -> &ZeroConfig {
         &self.config
     }
 
-    /// Number of ranks.
+    /// Number of ranks in the world.
     #[must_use]
     pub fn world_size(&self) -> usize {
         self.world_size
@@ -421,13 +421,13 @@ impl Plan {
         rank % self.shards()
     }
 
-    /// Units in forward order.
+    /// Layouts of all units, in forward order.
     #[must_use]
     pub fn units(&self) -> &[UnitPlan] {
         &self.units
     }
 
-    /// One unit.
+    /// Layout of the unit `id`.
     #[must_use]
     pub fn unit(&self, id: UnitId) -> &UnitPlan {
         &self.units[id.index()]

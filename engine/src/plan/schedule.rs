@@ -17,7 +17,7 @@ pub enum Phase {
 }
 
 impl Phase {
-    /// Lower-case name.
+    /// Name in lower case: `forward`, `recompute` or `backward`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -28,7 +28,7 @@ impl Phase {
     }
 }
 
-/// Kind of a pass.
+/// Kind of a pass through the model.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PassKind {
     /// Forward and backward of one micro-batch.
@@ -37,12 +37,12 @@ pub enum PassKind {
     Infer,
 }
 
-/// One use of a unit.
+/// One entry of a pass's schedule: the use of one unit in one phase.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Entry {
-    /// The unit.
+    /// The unit that is used.
     pub unit: UnitId,
-    /// Part of the pass.
+    /// The phase of the pass in which it is used.
     pub phase: Phase,
 }
 
@@ -112,7 +112,7 @@ impl Pass {
             .any(|before| before.unit == unit)
     }
 
-    /// The first entry after the current one with another unit.
+    /// Index of the first schedule entry after the current one that uses another unit; `None` if there is none.
     pub(crate) fn next_unit(&self) -> Option<usize> {
         let unit = self.schedule.get(self.position)?.unit;
         let mut behind = self.position + 1..self.schedule.len();

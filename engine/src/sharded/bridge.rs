@@ -5,12 +5,12 @@ use optim::GroupOptions;
 /// A failure of the library that owns the tensors.
 pub type BridgeError = Box<dyn std::error::Error + Send + Sync>;
 
-/// A trainable tensor.
+/// Description of a trainable tensor of another library's model.
 #[derive(Clone, PartialEq, Debug)]
 pub struct TensorInfo {
     /// Unique name for messages and checkpoints.
     pub name: String,
-    /// Number of its elements.
+    /// Number of elements of the tensor.
     pub elems: usize,
     /// Weight decay, and the factor on the learning rate.
     pub options: GroupOptions,
@@ -35,9 +35,9 @@ impl TensorInfo {
 /// neither a single bias nor the whole model is a good choice.
 #[derive(Clone, PartialEq, Debug)]
 pub struct TensorGroup {
-    /// Its name, in messages.
+    /// Name of the group, shown in messages.
     pub name: String,
-    /// Its tensors.
+    /// Tensors of the group, in the order in which they are numbered.
     pub tensors: Vec<TensorInfo>,
 }
 

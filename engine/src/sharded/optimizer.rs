@@ -206,7 +206,7 @@ impl ShardedOptimizer {
         &self.zero
     }
 
-    /// As [`ShardedOptimizer::zero`], for loading a checkpoint.
+    /// As [`ShardedOptimizer::zero`], but mutable, so that a checkpoint can be loaded into it.
     pub fn zero_mut(&mut self) -> &mut Zero {
         &mut self.zero
     }

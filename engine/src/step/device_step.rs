@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Location of a chunk's gradients.
+/// Gradients of one chunk of an update, on the device or in host memory.
 pub(crate) enum Gradients<'a> {
     /// On the device: the elements of the chunk.
     There(Tensor),

@@ -44,7 +44,7 @@ impl Accumulator {
         }
     }
 
-    /// Clears the sum.
+    /// Marks the sum as having no contributions. Its memory keeps the old values.
     pub(crate) fn clear(&mut self) {
         self.filled = false;
         self.squares = None;
@@ -242,7 +242,7 @@ impl Accumulator {
             })
     }
 
-    /// Memory of the sum.
+    /// Memory that stores the summed gradients.
     pub(crate) fn region(&self) -> &Region {
         &self.region
     }
@@ -267,7 +267,7 @@ impl Accumulator {
         self.dtype
     }
 
-    /// Tier that stores the sum.
+    /// Tier that stores the summed gradients.
     pub(crate) fn tier(&self) -> Tier {
         self.region.tier()
     }

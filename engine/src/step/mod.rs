@@ -11,7 +11,7 @@ pub(crate) mod update;
 use optim::{GroupOptions, Optimizer};
 use std::sync::Arc;
 
-/// Optimizer settings of a run.
+/// Optimizer of a run: the update rule, and the options of every parameter.
 #[derive(Clone, Debug)]
 pub struct OptimizerConfig {
     /// The update rule, e.g. [`optim::AdamW`].

@@ -34,7 +34,7 @@ pub(crate) enum Gradients {
     Coming(Region, RoundingKey),
 }
 
-/// Job: update one unit.
+/// Job of the update thread: update one unit's weights during the backward pass.
 #[derive(Debug)]
 pub(crate) struct BackwardJob {
     pub(crate) unit: UnitId,
@@ -43,7 +43,7 @@ pub(crate) struct BackwardJob {
     /// Sum of squares of consumed gradients.
     pub(crate) squares: Option<f64>,
     pub(crate) outcome: Result<()>,
-    /// Duration of the update.
+    /// Time that the update of this unit took.
     pub(crate) took: Duration,
 }
 
@@ -83,7 +83,7 @@ impl BackwardUpdates {
         Ok(Self { scalars, thread })
     }
 
-    /// Numbers of the update.
+    /// AdamW's constants for this update.
     pub(crate) fn scalars(&self) -> Scalars {
         self.scalars
     }

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Job: update one unit.
+/// Job of the update thread: update one unit's weights during the next forward pass.
 #[derive(Debug)]
 pub(crate) struct ForwardJob {
     pub(crate) unit: UnitId,
@@ -31,7 +31,7 @@ pub(crate) struct ForwardJob {
     pub(crate) start: usize,
     pub(crate) state: UnitState,
     pub(crate) outcome: Result<()>,
-    /// Duration of the update.
+    /// Time that the update of this unit took.
     pub(crate) took: Duration,
 }
 

@@ -64,13 +64,13 @@ impl Own<'_> {
 
 /// This rank's contribution to the gather of one parameter group.
 pub(crate) struct OwnPart<'a> {
-    /// This rank's shard.
+    /// Location of this rank's shard of the weights.
     pub(crate) weights: Own<'a>,
     pub(crate) group: &'a GroupLayout,
     pub(crate) dtype: DType,
 }
 
-/// Parameters as flat tensors.
+/// Gathered parameters, each as a flat tensor.
 pub(crate) type Gathered = Vec<(ParamId, Tensor)>;
 
 /// Gradients of one unit on the device, and the event after their last write (`mark`).
@@ -137,7 +137,7 @@ fn agree(comm: &dyn Communicator, step: u32, own: Result<Vec<u8>>) -> Result<Vec
     }
 }
 
-/// One rank's device as a member of the collectives between devices.
+/// One rank's device as a participant in the collectives between the devices of all ranks.
 pub(crate) struct DeviceComm {
     /// Whether NCCL runs the collectives.
     grouped: bool,

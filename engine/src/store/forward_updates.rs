@@ -60,7 +60,7 @@ impl Store {
         self.take_updated(|store| store.units[unit.index()].updating.is_none())
     }
 
-    /// Waits for all updates.
+    /// Waits until the updates of all units in forward are done.
     pub(crate) fn finish_updates(&mut self) -> Result<()> {
         self.take_updated(|store| {
             let back = store.units.iter().all(|unit| unit.updating.is_none());

@@ -18,10 +18,10 @@ use std::sync::Arc;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Where the thread writes fetched gradients.
+/// Where the gradient thread writes the gradients that it fetched from the device.
 #[derive(Debug)]
 pub(crate) enum Destination {
-    /// Added to a sum.
+    /// Added to the sum over micro-batches.
     Sum(Accumulator),
     /// Written to a communicator's buffer, indexed by element of the parameter group; with its memory reservation.
     Bucket(Buffer, Reservation),
@@ -44,7 +44,7 @@ pub(crate) struct AccumulateJob {
     pub(crate) outcome: Result<()>,
 }
 
-/// Handle of the thread.
+/// Handle of the thread that fetches gradients from the device and writes them to their destinations.
 #[derive(Debug)]
 pub(crate) struct GradientAccumulator(Worker<AccumulateJob, ()>);
 

@@ -54,7 +54,7 @@ impl WeightReads {
         self.0.retain(|(unit, _), _| wanted(*unit));
     }
 
-    /// Drops all reads.
+    /// Drops the reads of all parameter groups.
     pub(crate) fn clear(&mut self) {
         self.0.clear();
     }

@@ -9,7 +9,7 @@ use crate::spec::{ParamId, UnitId};
 use kernels::{Backend, DType, ReservedUpload, Tag};
 use std::collections::BTreeMap;
 
-/// Reserved device memory by parameter.
+/// Device memory that is reserved for uploads of weights, by parameter.
 pub(crate) type Reserved = BTreeMap<ParamId, ReservedUpload>;
 
 /// Reservations for at most one unit.
@@ -52,7 +52,7 @@ impl Prefetched {
         taken.map(|(_, reserved)| reserved).unwrap_or_default()
     }
 
-    /// Releases all reservations.
+    /// Releases all reserved device memory.
     pub(crate) fn clear(&mut self) {
         self.0 = None;
     }

@@ -43,7 +43,7 @@ pub(crate) enum GradientRoute {
     Fetched { bucketed: bool },
 }
 
-/// What happens to the gradients of a trainable group.
+/// How the gradients of a unit's trainable group are collected, reduced and used.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Gradients {
     pub(crate) route: GradientRoute,
@@ -85,7 +85,7 @@ impl Route {
 /// Routes that all units of a store share.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Flow {
-    /// Whether weights are all-gathered.
+    /// Whether weights are all-gathered from the ranks' shards.
     pub(crate) gathers: bool,
     /// Whether the devices gather weights, in passes that compute.
     pub(crate) gathers_on_device: bool,
@@ -97,7 +97,7 @@ pub(crate) struct Flow {
     pub(crate) weights_on_disk: bool,
     /// Whether weights are stored in a discrete device's memory.
     pub(crate) weights_on_device: bool,
-    /// Whether the devices reduce-scatter gradients.
+    /// Whether the devices reduce-scatter gradients among themselves.
     pub(crate) reduces_on_device: bool,
     /// Whether gradients come from a discrete device. A unit's gradients are fetched after the next unit's backward is
     /// queued, so that the device stays busy.

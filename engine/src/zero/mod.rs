@@ -192,13 +192,13 @@ impl Zero {
         }
     }
 
-    /// The plan.
+    /// The plan: which rank stores which states, and when units are gathered.
     #[must_use]
     pub fn plan(&self) -> &Arc<Plan> {
         &self.plan
     }
 
-    /// The communicator.
+    /// The communicator of this rank.
     #[must_use]
     pub fn comm(&self) -> &Arc<dyn Communicator> {
         &self.comm
@@ -427,7 +427,7 @@ impl Zero {
         &self.tiers.device
     }
 
-    /// Memory pool of the host.
+    /// Pool that counts this rank's host memory.
     #[must_use]
     pub fn host_pool(&self) -> &Pool {
         &self.tiers.host

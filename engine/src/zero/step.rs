@@ -117,7 +117,7 @@ impl Zero {
         Ok(report)
     }
 
-    /// Index of this rank's shard.
+    /// Index of this rank's shard in its shard group.
     pub(crate) fn shard(&self) -> usize {
         self.plan.shard_of(self.comm.world().rank)
     }

@@ -39,11 +39,11 @@ const CAST_ELEMS: usize = 1024;
 /// Constants of one step, computed in `f64` and rounded once to `f32`.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Coefficients {
-    /// Factor on every gradient.
+    /// Factor by which every gradient is multiplied before the update.
     pub grad_scale: f32,
     /// `1 - beta1`, the weight of the new gradient in the first moment.
     pub one_minus_beta1: f32,
-    /// `beta2`.
+    /// `beta2`, the weight of the old second moment.
     pub beta2: f32,
     /// `1 - beta2`, the weight of the new squared gradient in the second moment.
     pub one_minus_beta2: f32,
@@ -51,7 +51,7 @@ pub struct Coefficients {
     pub eps: f32,
     /// `lr * sqrt(1 - beta2^step) / (1 - beta1^step)`: the learning rate with both bias corrections.
     pub step_size: f32,
-    /// `1 - lr * weight_decay`.
+    /// `1 - lr * weight_decay`, the factor on the weight.
     pub decay: f32,
 }
 
@@ -63,7 +63,7 @@ pub struct AdamW {
     pub beta1: f64,
     /// Decay rate of the second moment.
     pub beta2: f64,
-    /// Added to the denominator.
+    /// Added to the square root of the bias-corrected second moment, by which the update is divided.
     pub eps: f64,
     /// Storage of weights and moments in pure `bf16`.
     #[serde(default)]

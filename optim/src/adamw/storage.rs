@@ -94,14 +94,14 @@ impl FromStr for MomentDtype {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PureBf16 {
-    /// Rounding of the weights.
+    /// How weights are rounded to `bf16`.
     pub weights: Bf16Storage,
-    /// Element type of the moments.
+    /// Element type of both moments.
     pub moments: MomentDtype,
 }
 
 impl PureBf16 {
-    /// All combinations.
+    /// All combinations of weight rounding and element type of the moments.
     pub fn all() -> impl Iterator<Item = Self> {
         Bf16Storage::ALL.into_iter().flat_map(|weights| {
             MomentDtype::ALL
@@ -110,7 +110,7 @@ impl PureBf16 {
         })
     }
 
-    /// State slots of a precision.
+    /// State slots of AdamW in `precision`: both moments, then the Kahan compensation if it is used.
     pub(super) fn slots(self, precision: Precision) -> &'static [StateSlot] {
         // The compensation is the last slot, so the first two have the same index with and without it.
         let slots: &'static [StateSlot; 3] = match (precision, self.moments) {

@@ -125,7 +125,7 @@ pub(super) struct Rounding {
     pub(super) first_element: u64,
 }
 
-/// One update of chunks of equal length.
+/// One AdamW update of one chunk. Gradient, weights and both moments have the same number of elements.
 pub(super) struct Update<'a, G, W, M> {
     pub(super) coefficients: Coefficients,
     pub(super) rounding: Rounding,

@@ -62,7 +62,7 @@ fn nearest_addend<L: Lanes>(l: L, bits: L::U) -> L::U {
     l.add_u(odd, l.u(0x7fff))
 }
 
-/// How a `bf16` is rounded.
+/// How an `f32` is rounded when it is stored as `bf16`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Mode {
     Nearest,

@@ -29,7 +29,7 @@ pub(in crate::comm) fn read(
     stream.read_exact(into)
 }
 
-/// Writes one frame.
+/// Writes one frame: the length of `bytes` as a little-endian `u32`, then `bytes`.
 pub(super) fn write(stream: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
     let length = u32::try_from(bytes.len()).map_err(io::Error::other)?;
     // One call, so a small frame is one packet.

@@ -186,7 +186,7 @@ fn receive<T: DeserializeOwned>(stream: &mut impl io::Read, limit: usize) -> io:
     Ok(serde_json::from_slice(&bytes)?)
 }
 
-/// Reads a greeting for [`shake`].
+/// Parses a peer's first two messages to [`shake`], a greeting and a proof, and discards them. For fuzzing.
 pub(super) fn read_greeting(stream: &mut impl io::Read) -> io::Result<()> {
     receive::<Greeting>(stream, MAX_GREETING)?;
     receive::<Proof>(stream, MAX_GREETING).map(drop)

@@ -58,7 +58,7 @@ pub(super) fn read_message(whole: &[u8]) -> io::Result<()> {
     report.or(verdict).or(handshake::read_message::<()>(whole))
 }
 
-/// One connection per peer, in rank order; none for this rank.
+/// Connects all ranks to each other by `until`. Returns one connection per rank, in rank order; `None` for this rank.
 pub(super) fn meet(
     options: &TcpOptions,
     listener: Option<TcpListener>,

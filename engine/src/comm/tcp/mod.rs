@@ -35,17 +35,17 @@ pub struct TcpOptions {
     pub deadline: Duration,
     /// Name or address of the machine of rank 0.
     pub addr: String,
-    /// Port of rank 0.
+    /// TCP port on which rank 0 listens.
     pub port: u16,
     /// The secret of the job, known only to its ranks.
     pub secret: Secret,
     /// Facts that must be the same on all ranks, by name: versions, the plan, devices.
     pub facts: Vec<(String, String)>,
-    /// Name of this machine, for messages.
+    /// Name of this machine, shown in messages.
     pub host: String,
 }
 
-/// Errors of the rendezvous.
+/// Errors of the rendezvous, in which ranks of several machines connect to each other.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MeetError {
@@ -154,7 +154,7 @@ pub fn join(options: &TcpOptions) -> Result<Arc<dyn Communicator>, MeetError> {
     join_at(options, None)
 }
 
-/// As [`join`]. Rank 0 may already have a listener.
+/// As [`join`], where rank 0 may pass a `listener` that is already open.
 pub(super) fn join_at(
     options: &TcpOptions,
     listener: Option<TcpListener>,

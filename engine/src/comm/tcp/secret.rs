@@ -8,10 +8,10 @@ use std::io;
 
 /// Fewest bytes of a secret. A listener could try all words.
 pub const MIN_SECRET_BYTES: usize = 16;
-/// Bytes of a fresh number.
+/// Length in bytes of a random number from [`nonce`].
 pub(super) const NONCE_BYTES: usize = 32;
 
-/// The secret of a job.
+/// The secret of a job, with which its ranks prove to each other that they belong to it.
 #[derive(Clone)]
 pub struct Secret([u8; 32]);
 
@@ -40,7 +40,7 @@ impl Secret {
         hasher.finalize()
     }
 
-    /// The secret of one connection.
+    /// The secret of one connection, derived from the job's secret and the random numbers of both sides.
     pub(super) fn of_connection(&self, nonces: &[&[u8]; 2]) -> Self {
         Self(*self.seal(&[b"connection", nonces[0], nonces[1]]).as_bytes())
     }

@@ -12,7 +12,7 @@ use std::time::Duration;
 /// Longest time for sending the cause of a dead world.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// The connections of one rank.
+/// The TCP connections of one rank to the other ranks.
 #[derive(Debug)]
 pub(super) struct Wires {
     streams: Vec<Option<TcpStream>>,

@@ -68,7 +68,7 @@ impl SpillDirectory {
         }
     }
 
-    /// Path of the directory.
+    /// Path of the spill directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path

@@ -23,7 +23,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 const FAULT_BYTES: usize = 64 << 10;
 const MAGIC: &[u8; 8] = b"TESSPILL";
 
-/// I/O path to the disk.
+/// How spill files are read and written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum IoPath {
@@ -34,7 +34,7 @@ pub enum IoPath {
 }
 
 impl IoPath {
-    /// Name of the path.
+    /// Name of the I/O path: `direct` or `mapped`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -247,7 +247,7 @@ struct ExtentInner {
 pub struct Extent(Arc<ExtentInner>);
 
 impl Extent {
-    /// Number of bytes in use.
+    /// Length of the extent in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.0.len
@@ -259,7 +259,7 @@ impl Extent {
         self.0.len == 0
     }
 
-    /// I/O path of its file.
+    /// I/O path of the spill file that contains the extent.
     #[must_use]
     pub fn io(&self) -> IoPath {
         self.0.backing.io
@@ -295,7 +295,7 @@ impl Extent {
         &self.0.writes
     }
 
-    /// Reads whole blocks.
+    /// Reads the whole blocks at bytes `blocks` of the extent into `out`.
     pub(super) fn read_blocks(&self, blocks: &Range<u64>, out: &mut [u8]) -> Result<()> {
         let ExtentInner { backing, map, .. } = &*self.0;
         match map {
@@ -312,7 +312,7 @@ impl Extent {
         }
     }
 
-    /// Writes whole blocks.
+    /// Writes `bytes` to the whole blocks at bytes `blocks` of the extent.
     pub(super) fn write_blocks(&self, blocks: &Range<u64>, bytes: &[u8]) -> Result<()> {
         let ExtentInner { backing, map, .. } = &*self.0;
         match map {

@@ -37,12 +37,12 @@ enum DiskRequest {
     },
 }
 
-/// A read in flight.
+/// A read from a spill file that was requested and not yet received.
 #[derive(Debug)]
 pub struct PendingRead(Receiver<Result<IoBuffer>>);
 
 impl PendingRead {
-    /// Waits for the bytes.
+    /// Waits until the read has ended, and returns the bytes.
     ///
     /// # Errors
     /// When the disk fails.
@@ -90,7 +90,7 @@ impl SpillIo {
         })
     }
 
-    /// Traffic since the start.
+    /// Bytes and busy time of the requests to this queue since it was created.
     #[must_use]
     pub fn stats(&self) -> SpillStats {
         self.shared.book.stats()

@@ -50,7 +50,7 @@ impl IoBufferPool {
         }))
     }
 
-    /// Waits for a free segment.
+    /// Takes a free segment; waits until there is one.
     pub(super) fn take(self: &Arc<Self>) -> IoBuffer {
         self.io_buffer(self.free.take())
     }
@@ -80,7 +80,7 @@ pub struct IoBuffer {
     index: usize,
     /// Offset of the requested bytes in the buffer.
     pub(super) start: usize,
-    /// Number of requested bytes.
+    /// Number of bytes that the caller requested.
     pub(super) len: usize,
     /// The blocks in the buffer, as a range of bytes in the extent.
     pub(super) blocks: std::ops::Range<u64>,
@@ -104,26 +104,26 @@ impl IoBuffer {
         unsafe { std::slice::from_raw_parts_mut(self.at(), SEGMENT_BYTES) }
     }
 
-    /// The requested bytes.
+    /// The bytes that the caller requested.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.buffer()[self.start..self.start + self.len]
     }
 
-    /// The requested bytes, writable.
+    /// The bytes that the caller requested, for writing.
     #[must_use]
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         let own = self.start..self.start + self.len;
         &mut self.buffer_mut()[own]
     }
 
-    /// The requested elements.
+    /// The requested bytes as elements of type `T`.
     #[must_use]
     pub fn as_slice<T: bytemuck::Pod>(&self) -> &[T] {
         bytemuck::cast_slice(self.as_bytes())
     }
 
-    /// The requested elements, writable.
+    /// The requested bytes as elements of type `T`, for writing.
     #[must_use]
     pub fn as_mut_slice<T: bytemuck::Pod>(&mut self) -> &mut [T] {
         bytemuck::cast_slice_mut(self.as_bytes_mut())

@@ -14,7 +14,7 @@ use crate::plan::blocks::SEGMENT_BYTES;
 /// Measured rates of one I/O path.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Measured {
-    /// The I/O path.
+    /// The I/O path that was measured.
     pub io: IoPath,
     /// Bytes read per second.
     pub read: f64,

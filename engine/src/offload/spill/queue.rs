@@ -25,7 +25,7 @@ pub(super) struct Free {
 }
 
 impl Free {
-    /// `buffers` buffers, all free.
+    /// Creates the list of `buffers` buffers, all of them free.
     pub(super) fn new(buffers: usize) -> Self {
         Self {
             numbers: Mutex::new((0..buffers).rev().collect()),
@@ -33,7 +33,7 @@ impl Free {
         }
     }
 
-    /// Waits for a free buffer.
+    /// Takes a free buffer and returns its index; waits until there is one.
     pub(super) fn take(&self) -> usize {
         let mut numbers = lock(&self.numbers);
         loop {
@@ -69,7 +69,7 @@ impl<J> std::fmt::Debug for Requests<J> {
 }
 
 impl<J> Requests<J> {
-    /// Sender and receiver.
+    /// Creates the queue of requests, and the receiver for its threads.
     pub(super) fn new() -> (Self, Receiver<J>) {
         let (jobs, queue) = unbounded();
         (Self(Mutex::new(Some(jobs))), queue)
@@ -139,16 +139,16 @@ impl Writes {
 /// Traffic of a rank's spill files since the start. Take differences with [`SpillStats::since`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct SpillStats {
-    /// Bytes read.
+    /// Bytes read from the spill files.
     pub read_bytes: u64,
-    /// Bytes written.
+    /// Bytes written to the spill files.
     pub written_bytes: u64,
     /// Time with at least one request in flight.
     pub busy: Duration,
 }
 
 impl SpillStats {
-    /// Difference to `earlier`.
+    /// Difference of every field between these totals and `earlier` ones.
     #[must_use]
     pub fn since(self, earlier: Self) -> Self {
         Self {
@@ -231,7 +231,7 @@ impl<E> Book<E> {
         self.ended.notify_all();
     }
 
-    /// Traffic so far.
+    /// Bytes and busy time so far; a busy interval that has not ended counts up to now.
     pub(super) fn stats(&self) -> SpillStats {
         let book = lock(&self.entries);
         let running = book.busy_since.map_or(Duration::ZERO, |s| s.elapsed());
