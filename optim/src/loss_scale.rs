@@ -61,7 +61,7 @@ impl Default for DynamicScale {
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScalerState {
-    /// Scale of the next step's loss.
+    /// Loss scale of the next step.
     pub scale: f64,
     /// Overflows left until the scale shrinks.
     pub patience: u32,

@@ -29,7 +29,7 @@ pub enum Stored {
 /// One kind of model state that one rank stores: that of one unit, or a buffer that units share.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Row {
-    /// The unit; `None` for buffers that units share.
+    /// The unit whose state it is; `None` for buffers that units share.
     pub unit: Option<UnitId>,
     /// Kind of the state.
     pub what: Stored,

@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 pub struct TcpOptions {
     /// This rank and the number of ranks.
     pub world: World,
-    /// Bytes of each rank's part of the window.
+    /// Size of each rank's part of the window in bytes.
     pub region_bytes: usize,
     /// Longest time for the rendezvous, and for any later wait.
     pub deadline: Duration,
