@@ -67,7 +67,7 @@ impl DeviceTimes {
         self.outward_bytes += bytes(DeviceLane::Outward);
     }
 
-    /// Difference of every field between these totals and `earlier` ones.
+    /// Difference of every field between these totals and `earlier` ones; at least 0.
     #[must_use]
     pub fn since(self, earlier: Self) -> Self {
         Self {

@@ -17,19 +17,19 @@ pub enum Lane {
     Offload,
     /// Gradients that are fetched from a discrete device and added to their sums.
     GradientAccumulator,
-    /// Updates after the pass.
+    /// Optimizer updates after the pass.
     Update,
-    /// Updates in backward.
+    /// Optimizer updates during the backward pass.
     UpdateInBackward,
-    /// Updates in forward.
+    /// Optimizer updates during the next forward pass.
     UpdateInForward,
     /// Computation of a discrete device: from a unit's first to its last kernel.
     Device,
     /// Waits of the computation for data that is copied to the device.
     DeviceWait,
-    /// Host-to-device copies.
+    /// Copies from the host to the device.
     Inward,
-    /// Device-to-host copies.
+    /// Copies from the device to the host.
     Outward,
     /// Transfers from devices of other ranks.
     Between,

@@ -4,11 +4,11 @@ use rayon::prelude::*;
 
 /// Elements per block of a [`SquareSum`].
 pub const NORM_BLOCK_ELEMS: usize = 4096;
-/// Interleaved partial sums within a block.
+/// Number of interleaved partial sums within a block.
 const ELEMENT_LANES: usize = 256;
 /// Least number of blocks per rayon task.
 const TASK_BLOCKS: usize = 32;
-/// Interleaved partial sums over blocks.
+/// Number of interleaved partial sums over blocks.
 const BLOCK_LANES: usize = 1024;
 
 /// Sum of squares in f64 with a fixed order of additions. The order is wide enough for a GPU, so every stage, tier,

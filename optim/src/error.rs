@@ -7,11 +7,11 @@ pub enum OptimError {
     /// Two chunks of one step differ in length.
     #[error("the {window} chunk has {got} elements, the gradient has {expected}")]
     LengthMismatch {
-        /// Name of the chunk, e.g. `weight`.
+        /// Name of the chunk whose length differs, e.g. `weight`.
         window: &'static str,
         /// Length of the gradient in elements.
         expected: usize,
-        /// Length of the chunk in elements.
+        /// Length of that chunk in elements.
         got: usize,
     },
     /// The rule has no update for this combination of weight and state element types.
@@ -39,11 +39,11 @@ pub enum OptimError {
     /// A number is outside its range.
     #[error("{what} must be {expected}, got {got}")]
     OutOfRange {
-        /// Name of the number.
+        /// Name of the number that is outside its range.
         what: &'static str,
         /// The valid range, in words.
         expected: &'static str,
-        /// The value given.
+        /// The rejected value.
         got: f64,
     },
     /// An unknown word, e.g. of a precision or schedule.
@@ -51,7 +51,7 @@ pub enum OptimError {
     UnknownWord {
         /// Kind of the word, e.g. `precision`.
         what: &'static str,
-        /// The word given.
+        /// The rejected word.
         got: String,
         /// The valid words.
         expected: &'static str,

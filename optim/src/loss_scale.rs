@@ -63,7 +63,7 @@ impl Default for DynamicScale {
 pub struct ScalerState {
     /// Loss scale of the next step.
     pub scale: f64,
-    /// Overflows left until the scale shrinks.
+    /// Number of overflows left until the scale shrinks.
     pub patience: u32,
     /// Clean steps since the last overflow, or since the start. Only the remainder modulo `window` matters.
     pub clean_steps: u64,
@@ -168,7 +168,7 @@ impl LossScaler {
         Ok(Self { rule, state })
     }
 
-    /// Factor on the next step's loss.
+    /// Factor by which the next step's loss is multiplied.
     #[must_use]
     pub fn scale(&self) -> f64 {
         self.state.scale

@@ -18,7 +18,7 @@ pub(crate) enum After {
     Cosine,
 }
 
-/// Growth of the rate during warmup.
+/// How the learning rate grows during warmup.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WarmupShape {
@@ -33,7 +33,7 @@ pub enum WarmupShape {
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct WarmupOptions {
-    /// Growth of the rate during warmup.
+    /// How the learning rate grows during warmup.
     pub shape: WarmupShape,
     /// Lowest rate of `WarmupLR` and `WarmupDecayLR`: the start of warmup and the end of the decay.
     pub min_lr: f64,

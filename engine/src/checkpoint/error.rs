@@ -12,11 +12,11 @@ pub enum CheckpointError {
     /// The operating system refused an operation.
     #[error("cannot {action} {}", path.display())]
     Io {
-        /// The attempted action.
+        /// The operation that failed, such as `read`.
         action: &'static str,
-        /// The path.
+        /// The file or directory of the operation.
         path: PathBuf,
-        /// The cause.
+        /// The operating system's error.
         #[source]
         source: io::Error,
     },
@@ -25,32 +25,32 @@ pub enum CheckpointError {
     NoSpace {
         /// The file that did not fit.
         path: PathBuf,
-        /// Its full length.
+        /// Length in bytes of the whole file.
         needed_bytes: u64,
-        /// The system's error.
+        /// The operating system's error.
         #[source]
         source: io::Error,
     },
     /// A file named by the manifest, or the manifest, does not exist.
     #[error("{} is missing", path.display())]
     MissingFile {
-        /// The file.
+        /// Path of the missing file.
         path: PathBuf,
     },
     /// A file's length differs from the written one.
     #[error("{} has {found} bytes, the manifest says {expected}", path.display())]
     WrongLength {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Bytes according to the manifest.
+        /// Length in bytes according to the manifest.
         expected: u64,
-        /// Bytes on disk.
+        /// Length in bytes on disk.
         found: u64,
     },
     /// A file's content differs from the written one.
     #[error("{} is damaged: its hash is {found}, expected {expected}", path.display())]
     HashMismatch {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// BLAKE3 according to the manifest, in hex.
         expected: String,
@@ -60,34 +60,34 @@ pub enum CheckpointError {
     /// A file is not JSON of the expected structure.
     #[error("{} cannot be parsed", path.display())]
     Json {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Position and cause.
+        /// The parser's error, with its position in the file.
         #[source]
         source: serde_json::Error,
     },
     /// A file parses but contradicts itself or other files.
     #[error("{} is not valid: {what}", path.display())]
     Malformed {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong.
+        /// The contradiction, in words.
         what: &'static str,
     },
     /// Another version of the format wrote the directory.
     #[error("{} has format version {found}, this program reads {supported}", path.display())]
     UnsupportedVersion {
-        /// The manifest.
+        /// Path of the manifest.
         path: PathBuf,
-        /// Its version.
+        /// The format version in the manifest.
         found: u32,
-        /// The version of this program.
+        /// The format version that this program reads.
         supported: u32,
     },
     /// A path inside a checkpoint must be relative, without `..`, and may not leave the directory through a link.
     #[error("`{path}` is not a path inside the checkpoint")]
     UnsafePath {
-        /// The path given.
+        /// The rejected path.
         path: String,
     },
     /// The pieces of all ranks do not cover a tensor exactly once.
@@ -95,13 +95,13 @@ pub enum CheckpointError {
     Coverage {
         /// Kind of the tensor.
         kind: String,
-        /// Its name.
+        /// Name of the tensor.
         name: String,
-        /// What is wrong.
+        /// What is wrong at this element, such as `missing` or `covered twice`.
         problem: &'static str,
-        /// First affected element.
+        /// Index of the first affected element.
         element: u64,
-        /// Elements of the tensor.
+        /// Number of elements of the tensor.
         elems: u64,
     },
     /// A tensor's description is invalid.
@@ -109,17 +109,17 @@ pub enum CheckpointError {
     BadTensor {
         /// Kind of the tensor.
         kind: String,
-        /// Its name.
+        /// Name of the tensor.
         name: String,
-        /// What is wrong.
+        /// What is wrong with the description, in words.
         what: &'static str,
     },
     /// The checkpoint has no such tensor.
     #[error("the checkpoint holds no {kind} of `{name}`")]
     UnknownTensor {
-        /// Kind asked for.
+        /// Kind of the tensor that was asked for.
         kind: String,
-        /// Name asked for.
+        /// Name of the tensor that was asked for.
         name: String,
     },
     /// A range or buffer does not fit a tensor.
@@ -129,27 +129,27 @@ pub enum CheckpointError {
     BadRange {
         /// Kind of the tensor.
         kind: String,
-        /// Its name.
+        /// Name of the tensor.
         name: String,
-        /// First element asked for.
+        /// First element that was asked for.
         start: u64,
-        /// End of the range asked for.
+        /// End (exclusive) of the range that was asked for.
         end: u64,
-        /// Elements of the tensor.
+        /// Number of elements of the tensor.
         elems: u64,
-        /// Length of the caller's buffer.
+        /// Length of the caller's buffer in bytes.
         buffer_bytes: usize,
     },
     /// Tensors must be written in the declared order, each with its declared length.
     #[error("{}: wrote {got_bytes} bytes of `{got}` where {expected} follows", path.display())]
     WriteOrder {
-        /// The file being written.
+        /// Path of the file being written.
         path: PathBuf,
-        /// The tensor written.
+        /// Name of the tensor that was written, or `the end`.
         got: String,
-        /// Bytes of it.
+        /// Number of bytes that the caller wrote.
         got_bytes: usize,
-        /// The declared tensor and length.
+        /// The tensor that should have been written, in words.
         expected: String,
     },
     /// The producer of a piece's bytes failed.
@@ -157,34 +157,34 @@ pub enum CheckpointError {
     Producer {
         /// Kind of the tensor.
         kind: String,
-        /// Its name.
+        /// Name of the tensor.
         name: String,
-        /// Error of the producer.
+        /// The producer's error.
         #[source]
         source: ProducerError,
     },
     /// A rank's index is missing from a save, or belongs to another save.
     #[error("rank {rank} has not finished this checkpoint: {}", path.display())]
     RankIncomplete {
-        /// The rank.
+        /// The rank whose index is missing or belongs to another save.
         rank: u32,
-        /// Its index.
+        /// Path of that rank's index.
         path: PathBuf,
     },
     /// A directory with the checkpoint's name exists that this program did not write.
     #[error("{} exists and is not a checkpoint of this program", path.display())]
     ForeignDirectory {
-        /// The directory.
+        /// Path of the directory.
         path: PathBuf,
     },
     /// A call of the writer was out of order.
     #[error("rank {rank} of {world_size} cannot {action} now")]
     OutOfTurn {
-        /// The rank.
+        /// The rank of the writer.
         rank: u32,
-        /// Number of ranks.
+        /// Number of ranks that write the checkpoint.
         world_size: u32,
-        /// The attempted action.
+        /// The call that was out of order.
         action: &'static str,
     },
 }

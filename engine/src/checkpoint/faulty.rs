@@ -41,7 +41,7 @@ pub(super) struct FaultyDisk {
     can_exchange: bool,
 }
 
-/// What the current call may do.
+/// What happens in the current call to the disk.
 enum Verdict {
     Proceed,
     Half,

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use rustix::fs::{CWD, FallocateFlags, OFlags, RenameFlags};
 
-/// Operations that change the disk while a checkpoint is written. Tests replace them with ones that fail.
+/// Operations that change the disk while a checkpoint is written. Tests use an implementation that fails.
 pub(super) trait FileSystem: Debug + Send + Sync {
     /// Creates or truncates a file for `bytes` bytes and reserves the space if the disk can.
     fn create(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn FileHandle>>;

@@ -81,7 +81,7 @@ impl Checkpoint {
         self.manifest.step
     }
 
-    /// Number of ranks that wrote it.
+    /// Number of ranks that wrote the checkpoint.
     #[must_use]
     pub fn world_size(&self) -> u32 {
         self.manifest.world_size

@@ -15,7 +15,7 @@ use super::write::{Piece, PieceBytes, STATE, Writer};
 use crate::plan::GroupLayout;
 use crate::spec::ParamId;
 
-/// Bytes read and written at once.
+/// Bytes that are read and written at once.
 const CHUNK_BYTES: usize = 1 << 22;
 
 /// Writes the state of `source` as `checkpoint-<step>` in `output`, divided for `world_size` ranks. Every other file is

@@ -109,7 +109,7 @@ impl Buffer {
         unsafe { window.bytes_mut(world.rank, place.region.offset, 0..self.bytes) }
     }
 
-    /// The elements.
+    /// The buffer's bytes as elements of type `T`; none in a dry run.
     ///
     /// # Panics
     /// If the length is not a whole number of elements.
@@ -118,7 +118,7 @@ impl Buffer {
         bytemuck::cast_slice(self.as_bytes())
     }
 
-    /// The elements, for writing.
+    /// The buffer's bytes as elements of type `T`, for writing; none in a dry run.
     ///
     /// # Panics
     /// If the length is not a whole number of elements.
@@ -185,7 +185,7 @@ impl ReadBuffer {
         self.0.as_bytes()
     }
 
-    /// The elements.
+    /// The buffer's bytes as elements of type `T`; none in a dry run.
     ///
     /// # Panics
     /// If the length is not a whole number of elements.

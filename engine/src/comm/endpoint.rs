@@ -23,7 +23,7 @@ pub(super) struct Endpoint {
     /// Sequence number of the next collective. Locked during a publication, so collectives appear in order.
     next: Mutex<u64>,
     local: Mutex<Local>,
-    /// Nanoseconds spent in waits.
+    /// Total nanoseconds that this rank spent in waits.
     spent: AtomicU64,
 }
 

@@ -6,7 +6,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Errors of communicators.
+/// Errors of communicators and their collectives.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommError {
@@ -16,9 +16,9 @@ pub enum CommError {
         super::MAX_RANKS
     )]
     InvalidWorld {
-        /// Rank given.
+        /// The rejected rank.
         rank: usize,
-        /// World size given.
+        /// The number of ranks.
         size: usize,
     },
     /// The buffer cannot be divided into equal parts of whole elements.
@@ -26,25 +26,25 @@ pub enum CommError {
         "{kind} {tag} of {bytes} bytes does not divide into {ranks} parts of whole {dtype} elements"
     )]
     Indivisible {
-        /// Kind of collective.
+        /// Kind of the collective.
         kind: CollectiveKind,
-        /// Its tag.
+        /// Tag of the collective.
         tag: Tag,
-        /// Length of the buffer.
+        /// Length of the buffer in bytes.
         bytes: usize,
-        /// Parts needed.
+        /// Number of equal parts that the buffer must have.
         ranks: usize,
-        /// Type of the elements.
+        /// Type of the buffer's elements.
         dtype: DType,
     },
     /// Sums exist for f32 and f64 only.
     #[error("{kind} {tag} cannot sum {dtype} elements")]
     UnsupportedDType {
-        /// Kind of collective.
+        /// Kind of the collective.
         kind: CollectiveKind,
-        /// Its tag.
+        /// Tag of the collective.
         tag: Tag,
-        /// Type of the elements.
+        /// Type of the buffer's elements.
         dtype: DType,
     },
     /// The root of a broadcast is outside the world.
@@ -52,33 +52,33 @@ pub enum CommError {
     InvalidRoot {
         /// Tag of the broadcast.
         tag: Tag,
-        /// Root given.
+        /// The rejected root.
         root: usize,
-        /// World size.
+        /// Number of ranks in the world.
         size: usize,
     },
     /// The shard groups do not divide the world, or the collective does not support them.
     #[error("{tag}: {kind} in groups of {group} ranks in a world of {size}")]
     InvalidGroup {
-        /// Kind of collective.
+        /// Kind of the collective.
         kind: CollectiveKind,
-        /// Its tag.
+        /// Tag of the collective.
         tag: Tag,
-        /// Ranks per shard group.
+        /// Number of ranks in a shard group.
         group: usize,
-        /// World size.
+        /// Number of ranks in the world.
         size: usize,
     },
     /// The tag's name is longer than a fingerprint can hold.
     #[error("tag name `{name}` is longer than {} bytes", Tag::MAX_NAME_BYTES)]
     TagTooLong {
-        /// Name given.
+        /// The rejected name.
         name: &'static str,
     },
     /// The buffer was allocated by another communicator.
     #[error("{tag}: the buffer belongs to another communicator")]
     ForeignBuffer {
-        /// Tag of the collective.
+        /// Tag of the collective that the buffer was meant for.
         tag: Tag,
     },
     /// This rank's part of the window has too little free memory.
@@ -86,11 +86,11 @@ pub enum CommError {
         "no room for {asked_bytes} bytes in the communication window ({in_use_bytes} of {capacity_bytes} bytes in use)"
     )]
     WindowFull {
-        /// Bytes asked for.
+        /// Number of bytes that were requested.
         asked_bytes: usize,
         /// Bytes held by buffers and tickets.
         in_use_bytes: usize,
-        /// Size of this rank's part.
+        /// Size of this rank's part of the window in bytes.
         capacity_bytes: usize,
     },
     /// Two ranks issued different collectives at the same position of the sequence.
@@ -98,9 +98,9 @@ pub enum CommError {
     Mismatch {
         /// Position in the sequence of collectives, from 0.
         sequence: u64,
-        /// The lower rank and its collective.
+        /// The rank with the lower index, and its collective.
         first: Box<RankOp>,
-        /// The higher rank and its collective.
+        /// The rank with the higher index, and its collective.
         second: Box<RankOp>,
     },
     /// A collective did not finish in time.
@@ -108,57 +108,57 @@ pub enum CommError {
     Timeout {
         /// The rank whose wait ran out first.
         noticed_by: usize,
-        /// Position of the collective it waited in.
+        /// Position, from 0, of the collective in which that rank waited.
         sequence: u64,
-        /// The collective it waited in.
+        /// The collective in which that rank waited.
         op: Box<OpInfo>,
-        /// How long it waited.
+        /// Time that the rank had waited.
         elapsed: Duration,
         /// Last collective of every rank, in rank order.
         ranks: Vec<RankStatus>,
     },
-    /// A rank aborted.
+    /// A rank aborted, or ended before a collective that the others started.
     #[error("rank {by_rank} aborted: {reason}")]
     Aborted {
-        /// The rank that called abort.
+        /// The rank that aborted or ended.
         by_rank: usize,
-        /// Its reason.
+        /// Why it aborted or ended, in words.
         reason: String,
     },
     /// Not every rank joined in time.
     #[error("ranks {missing:?} did not join within {:.1} s (joined: {arrived:?})", elapsed.as_secs_f64())]
     Rendezvous {
-        /// Ranks that joined.
+        /// Ranks that joined in time.
         arrived: Vec<usize>,
-        /// Ranks that did not.
+        /// Ranks that did not join in time.
         missing: Vec<usize>,
-        /// How long this rank waited.
+        /// Time that this rank waited for the others.
         elapsed: Duration,
     },
     /// Another process joined as the same rank, or a file of an earlier job was found.
     #[error("rank {rank} has already joined {path}")]
     AlreadyJoined {
-        /// The rank.
+        /// The rank as which this process wanted to join.
         rank: usize,
-        /// The window file.
+        /// Path of the window file.
         path: PathBuf,
     },
     /// The ranks disagree about the window, or the file is not a window.
     #[error("window file {path}: {what} is {found}, expected {expected}")]
     WindowConflict {
-        /// The window file.
+        /// Path of the window file.
         path: PathBuf,
-        /// What differs.
+        /// Name of the property that differs.
         what: &'static str,
-        /// Value found.
+        /// Value in the window file.
         found: u64,
-        /// Value of this rank.
+        /// Value that this rank expects.
         expected: u64,
     },
     /// A window name must be a plain file name.
     #[error("window name `{name}` must be 1 to 200 letters, digits, `-`, `_` or `.`")]
     InvalidName {
-        /// Name given.
+        /// The rejected name.
         name: String,
     },
     /// No directory has enough free space for the window.
@@ -167,7 +167,7 @@ pub enum CommError {
         free_table(tried)
     )]
     NoSpace {
-        /// Bytes asked for.
+        /// Size of the window in bytes.
         asked_bytes: u64,
         /// Directories tried, and bytes free in each.
         tried: Vec<(PathBuf, u64)>,
@@ -175,11 +175,11 @@ pub enum CommError {
     /// An operating system call failed.
     #[error("cannot {action} {path}")]
     Io {
-        /// What was attempted.
+        /// The operation that failed.
         action: &'static str,
-        /// On which file.
+        /// The file of the operation.
         path: PathBuf,
-        /// The cause.
+        /// The operating system's error.
         source: io::Error,
     },
 }

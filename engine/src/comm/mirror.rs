@@ -77,7 +77,7 @@ pub(super) fn member(
     Ok(Arc::new(Member(Arc::new(endpoint))))
 }
 
-/// A frame after its length.
+/// A frame: its length, then `kind` and `parts`.
 fn framed(kind: u8, parts: &[&[u8]]) -> Arc<Vec<u8>> {
     let length = 1 + parts.iter().map(|part| part.len()).sum::<usize>();
     debug_assert!(length <= MAX_FRAME);
@@ -299,7 +299,7 @@ impl Inbox {
     }
 }
 
-/// The remaining bytes of a frame.
+/// Cursor over the bytes of a received frame that are not parsed yet.
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {

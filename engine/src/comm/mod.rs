@@ -98,7 +98,7 @@ pub struct Tag {
 }
 
 impl Tag {
-    /// Longest name that fits a fingerprint.
+    /// Longest name of a tag in bytes; a fingerprint has no room for more.
     pub const MAX_NAME_BYTES: usize = 24;
 
     /// Creates the tag that messages show as `name[index]`.
@@ -224,7 +224,7 @@ impl Collective {
 /// Memory use of a rank's part of the window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowUsage {
-    /// Bytes in buffers and tickets now.
+    /// Bytes that buffers and tickets occupy now.
     pub in_use_bytes: usize,
     /// High-water mark: the largest number of bytes in use at once, with padding and gaps. This part of the window has
     /// been touched.

@@ -32,7 +32,7 @@ pub enum EngineError {
     /// A state is planned on disk, but this rank has no spill directory.
     #[error("state is planned on the nvme tier, and this rank has no spill directory for {kind}")]
     NoSpillDirectory {
-        /// The kind of state.
+        /// The kind of state that is planned on disk.
         kind: &'static str,
     },
     /// The operating system refused host memory.
@@ -47,7 +47,7 @@ pub enum EngineError {
     /// A weight was requested from a lease of another unit.
     #[error("parameter {param:?} is not part of the leased unit {unit:?}")]
     NotInUnit {
-        /// The parameter.
+        /// The requested parameter.
         param: ParamId,
         /// The leased unit.
         unit: UnitId,
@@ -57,7 +57,7 @@ pub enum EngineError {
     LeaseOrder {
         /// Name of the unit.
         unit: String,
-        /// Phase of the lease.
+        /// Phase of the pass in which the unit was leased.
         phase: Phase,
         /// Number of schedule entries that are done.
         position: usize,
@@ -68,7 +68,7 @@ pub enum EngineError {
     UnexpectedGradient {
         /// Name of the parameter.
         param: String,
-        /// Reason.
+        /// Why the gradient is unexpected, in words.
         reason: &'static str,
     },
     /// Gradients that an update consumes came without an announced update, or the step has other numbers than
@@ -77,7 +77,7 @@ pub enum EngineError {
     Consumed {
         /// Name of the unit.
         unit: String,
-        /// Reason.
+        /// What is wrong, in words.
         reason: &'static str,
     },
     /// A copy within one tier has its source and target on two tiers.
@@ -106,18 +106,18 @@ pub enum EngineError {
     Load {
         /// Name of the parameter.
         param: String,
-        /// Error of the caller.
+        /// The caller's error.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The library that owns a foreign tensor failed.
     #[error("cannot {action} the tensor {tensor}")]
     Bridge {
-        /// The failed action.
+        /// The action that failed.
         action: &'static str,
         /// Name of the tensor.
         tensor: String,
-        /// Error of the library.
+        /// The library's error.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -135,11 +135,11 @@ pub enum EngineError {
     /// Ranks have different versions of NCCL.
     #[error("rank {rank} has NCCL {theirs}, this rank has {ours}")]
     LibraryDiffers {
-        /// The other rank.
+        /// The rank with another version.
         rank: usize,
-        /// Its version.
+        /// NCCL version of that rank.
         theirs: String,
-        /// This rank's version.
+        /// NCCL version of this rank.
         ours: String,
     },
     /// Devices of ranks cannot read each other's memory. Every rank returns this error.
@@ -154,11 +154,11 @@ pub enum EngineError {
     /// Ranks have different plans.
     #[error("rank {rank} has plan {theirs}, this rank has {ours}")]
     PlanDiffers {
-        /// The other rank.
+        /// The rank with another plan.
         rank: usize,
-        /// Its plan's hash.
+        /// Hash of that rank's plan.
         theirs: String,
-        /// This rank's hash.
+        /// Hash of this rank's plan.
         ours: String,
     },
 }

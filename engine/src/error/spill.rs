@@ -10,7 +10,7 @@ pub enum SpillError {
     /// The file system has less free space than the states need.
     #[error("{} bytes of spill space are needed in {}, {free_bytes} are free", asked_bytes, path.display())]
     NoSpace {
-        /// The spill file.
+        /// Path of the spill file.
         path: PathBuf,
         /// Number of bytes requested.
         asked_bytes: u64,
@@ -20,15 +20,15 @@ pub enum SpillError {
     /// A spill file of this name exists.
     #[error("{} exists: another job uses this directory", path.display())]
     Taken {
-        /// The spill file.
+        /// Path of the spill file.
         path: PathBuf,
     },
     /// The operating system refused an operation.
     #[error("cannot {action} {}", path.display())]
     Io {
-        /// The failed action.
+        /// The operation that failed.
         action: &'static str,
-        /// The file or directory.
+        /// The file or directory of the operation.
         path: PathBuf,
         /// Error of the operating system.
         #[source]

@@ -16,7 +16,7 @@ const PAGE: u64 = 4096;
 pub(crate) struct Counters {
     pub(crate) device: Pool,
     pub(crate) host: Pool,
-    /// Bytes of spill files.
+    /// Pool that counts the bytes of spill files.
     pub(crate) nvme: Pool,
     /// Leased weights. They are views of buffers that are counted elsewhere.
     leased: Pool,

@@ -353,9 +353,9 @@ pub enum Region {
     Device(Block),
     /// Memory of a discrete device.
     Resident {
-        /// The elements in device memory.
+        /// The region's elements in device memory.
         states: Resident,
-        /// The device.
+        /// The discrete device.
         backend: Arc<dyn Backend>,
     },
     /// A memory map in host memory.
@@ -364,12 +364,12 @@ pub enum Region {
         map: MmapMut,
         /// Number of bytes in use.
         len: usize,
-        /// Its reservation in the host pool.
+        /// The reservation of these bytes in the host pool.
         counted: Reservation,
     },
     /// An extent of a spill file.
     Spilled {
-        /// The extent.
+        /// The extent that stores the region.
         extent: Extent,
         /// The spill files and their disk queue.
         spill: Arc<Spill>,
@@ -380,7 +380,7 @@ pub enum Region {
     Counted {
         /// The tier the bytes would be on.
         tier: Tier,
-        /// Number of bytes.
+        /// Length of the region in bytes.
         len: usize,
         /// The bytes that the counters count for it.
         count: Count,

@@ -17,7 +17,7 @@ pub(crate) struct Worker<J, B> {
     open: usize,
 }
 
-/// Where jobs are sent.
+/// Where a worker sends its jobs.
 #[derive(Debug)]
 enum Jobs<J, B> {
     ToThread(Sender<(J, B)>),

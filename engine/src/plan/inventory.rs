@@ -16,9 +16,9 @@ pub const MASTER: &str = "master";
 /// Kind of model state that a [`Row`] describes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stored {
-    /// Weights of a parameter group.
+    /// Weights of one parameter group of a unit.
     Weights(GroupKind),
-    /// Gradients summed over micro-batches.
+    /// Gradients of a unit, summed over micro-batches.
     Gradients,
     /// Optimizer state by its name in checkpoints: [`MASTER`] or a slot of the update rule.
     State(&'static str),

@@ -12,9 +12,9 @@ pub const ALIGN_ELEMS: usize = 32;
 /// Kind of a parameter group. Each unit has one group of each kind, which may be empty.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum GroupKind {
-    /// Updated by the optimizer.
+    /// Parameters that the optimizer updates.
     Trainable,
-    /// Never updated.
+    /// Parameters that are never updated.
     Frozen,
 }
 
@@ -28,7 +28,7 @@ impl GroupKind {
 pub struct Slot {
     /// Id of the parameter.
     pub param: ParamId,
-    /// First element in the parameter group.
+    /// Index of the parameter's first element in the parameter group.
     pub offset: usize,
     /// Number of elements of the parameter, without padding.
     pub len: usize,
@@ -122,7 +122,7 @@ pub struct UnitPlan {
 }
 
 impl UnitPlan {
-    /// The parameter group of this kind.
+    /// Layout of the parameter group of this kind.
     #[must_use]
     pub fn group(&self, kind: GroupKind) -> &GroupLayout {
         match kind {

@@ -32,13 +32,13 @@ use std::ops::Range;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(try_from = "u8", into = "u8")]
 pub enum Stage {
-    /// Nothing: plain data parallelism.
+    /// No state is sharded: plain data parallelism.
     Zero0,
-    /// Optimizer state.
+    /// Optimizer state is sharded.
     Zero1,
-    /// Optimizer state and gradients.
+    /// Optimizer state and gradients are sharded.
     Zero2,
-    /// Optimizer state, gradients and parameters.
+    /// Optimizer state, gradients and parameters are sharded.
     Zero3,
 }
 
@@ -274,7 +274,7 @@ impl Default for ZeroConfig {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// The world is empty.
+    /// The world size is 0.
     #[error("the world size is 0")]
     EmptyWorld,
     /// The shard groups do not divide the world, or the stage shards nothing.
@@ -282,9 +282,9 @@ pub enum PlanError {
     ShardGroup {
         /// Number of ranks of a shard group.
         group: usize,
-        /// Number of ranks.
+        /// Number of ranks in the world.
         world_size: usize,
-        /// The stage.
+        /// The ZeRO stage of the settings.
         stage: Stage,
     },
     /// Shard groups smaller than the world do not work with NCCL, which has one group of all ranks.
@@ -292,27 +292,27 @@ pub enum PlanError {
     GroupsInNccl {
         /// Number of ranks of a shard group.
         group: usize,
-        /// Number of ranks.
+        /// Number of ranks in the world.
         world_size: usize,
     },
     /// A parameter is declared out of unit order or names a missing unit.
     #[error("parameter {name} belongs to unit {unit}, which is out of order or does not exist")]
     Unit {
-        /// The parameter.
+        /// Name of the parameter.
         name: String,
-        /// Its unit.
+        /// Index of the unit that the parameter names.
         unit: u32,
     },
     /// A recompute group is empty, overlaps another one, or has a unit that backward does not visit.
     #[error("recompute group {}..{} is not a run of consecutive units after the previous group", group.start, group.end)]
     Recomputed {
-        /// Range of unit indices.
+        /// Indices of the group's first unit and of the unit after its last.
         group: Range<u32>,
     },
     /// Two parameters share a name.
     #[error("two parameters are called {name}")]
     DuplicateName {
-        /// The name.
+        /// The name that two parameters have.
         name: String,
     },
 }

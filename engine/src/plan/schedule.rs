@@ -49,7 +49,7 @@ pub struct Entry {
 /// Weights that a pass reads into host memory to save them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Visit {
-    /// All weights.
+    /// All weights, those of frozen parameters included.
     All,
     /// Trainable weights only.
     Trained,
@@ -66,7 +66,7 @@ impl Visit {
 #[derive(Default)]
 pub(crate) struct Pass {
     pub(crate) schedule: Vec<Entry>,
-    /// Number of entries that are done.
+    /// Number of schedule entries that are done.
     pub(crate) position: usize,
     /// Number of entries whose gathers have started.
     pub(crate) started: usize,

@@ -34,13 +34,13 @@ pub(crate) enum Gradients {
     Coming(Region, RoundingKey),
 }
 
-/// Job of the update thread: update one unit's weights during the backward pass.
+/// Job of the update thread: update one unit's weights and optimizer state during the backward pass.
 #[derive(Debug)]
 pub(crate) struct BackwardJob {
     pub(crate) unit: UnitId,
     pub(crate) gradients: Gradients,
     pub(crate) state: UnitState,
-    /// Sum of squares of consumed gradients.
+    /// Sum of the squares of the gradients that the update consumed.
     pub(crate) squares: Option<f64>,
     pub(crate) outcome: Result<()>,
     /// Time that the update of this unit took.
@@ -88,7 +88,7 @@ impl BackwardUpdates {
         self.scalars
     }
 
-    /// Number of units at the thread.
+    /// Number of units that were sent to the thread and not received.
     pub(crate) fn open(&self) -> usize {
         self.thread.open()
     }

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Job of the update thread: update one unit's weights during the next forward pass.
+/// Job of the update thread: update one unit's weights and optimizer state during the next forward pass.
 #[derive(Debug)]
 pub(crate) struct ForwardJob {
     pub(crate) unit: UnitId,
@@ -71,12 +71,12 @@ impl ForwardUpdates {
         Ok(Self { thread, given_up })
     }
 
-    /// Number of units at the thread.
+    /// Number of units that were sent to the thread and not received.
     pub(crate) fn open(&self) -> usize {
         self.thread.open()
     }
 
-    /// Sends a unit to the thread.
+    /// Sends a unit to the thread, which updates it.
     pub(crate) fn send(&mut self, job: ForwardJob) -> Result<()> {
         Ok(self.thread.send(job, ())?)
     }

@@ -37,7 +37,7 @@ impl Store {
         Ok(())
     }
 
-    /// Receives all units from the thread.
+    /// Waits for all units at the update thread and takes them back.
     pub(super) fn collect(&mut self) -> Result<()> {
         let mut outcome = Ok(());
         while let Some(run) = &mut self.in_backward

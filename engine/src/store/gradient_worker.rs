@@ -61,7 +61,7 @@ impl GradientAccumulator {
         Ok(Self(tiers.worker("sums", work)?))
     }
 
-    /// Number of units at the thread.
+    /// Number of units that were sent to the thread and not received.
     pub(crate) fn open(&self) -> usize {
         self.0.open()
     }

@@ -94,7 +94,7 @@ struct Unit {
 struct BackwardUpdate {
     /// Whether the second copy contains the updated unit.
     stepped: bool,
-    /// Sum of squares of consumed gradients.
+    /// Sum of the squares of the gradients that an update consumed.
     squares: Option<f64>,
 }
 
@@ -272,7 +272,7 @@ impl Store {
         self.units[unit.index()].state.as_ref()
     }
 
-    /// Master weights and optimizer state, writable.
+    /// Master weights and optimizer state of `unit`, for writing.
     pub(crate) fn state_mut(&mut self, unit: UnitId) -> Option<&mut UnitState> {
         self.units[unit.index()].state.as_mut()
     }

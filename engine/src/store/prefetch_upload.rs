@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 /// Device memory that is reserved for uploads of weights, by parameter.
 pub(crate) type Reserved = BTreeMap<ParamId, ReservedUpload>;
 
-/// Reservations for at most one unit.
+/// Device memory that is reserved for the weights of at most one unit.
 #[derive(Default)]
 pub(crate) struct Prefetched(Option<(UnitId, Reserved)>);
 

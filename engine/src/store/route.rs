@@ -24,7 +24,7 @@ pub(crate) enum WeightRoute {
     OnDevice,
     /// Views of memory that the host can address, where they are stored.
     InPlace,
-    /// Views of a copy.
+    /// Views of a copy of the weights.
     Copied,
 }
 

@@ -14,7 +14,7 @@ use kernels::DType;
 use optim::clip::GradientScale;
 use std::ops::Range;
 
-/// Collectives of a step, resolved once.
+/// Collectives of an optimizer step, resolved once.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Exchange {
     /// Whether gradient sums are reduced in the step, because micro-batches do not reduce them (stages 0 and 1).

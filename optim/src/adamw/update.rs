@@ -23,7 +23,7 @@ impl Coefficients {
         (weight, m, v)
     }
 
-    /// The constants broadcast to vectors.
+    /// The update's constants, each copied to all lanes of a vector.
     #[inline(always)]
     fn vectors<L: Lanes>(&self, l: L) -> Vectors<L> {
         Vectors {
@@ -51,7 +51,7 @@ struct Vectors<L: Lanes> {
 }
 
 impl<L: Lanes> Vectors<L> {
-    /// New first and second moments.
+    /// New values of the first and second moment, in this order.
     #[inline(always)]
     fn moments(&self, l: L, grad: L::F, m: L::F, v: L::F) -> (L::F, L::F) {
         let grad = l.mul(grad, self.grad_scale);

@@ -9,7 +9,7 @@ use kernels::Float;
 use crate::lanes::Lanes;
 use crate::rng::stochastic_round_bf16;
 
-/// Prefetch distance in bytes.
+/// Distance in bytes between the memory that is read and the memory that is prefetched.
 const AHEAD_BYTES: usize = 2048;
 /// Smallest magnitude, as `f32` bits, that rounding to `bf16` may carry to infinity. Infinities and NaN are above it
 /// too.

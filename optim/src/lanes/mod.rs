@@ -22,18 +22,18 @@ pub(crate) use portable::Portable;
 /// Instruction set with vectors of [`Lanes::N`] numbers. Slices passed in have at least `N` elements, or
 /// [`Lanes::ITEM`] elements of 16 bits.
 pub(crate) trait Lanes: Copy {
-    /// `f32` or `u32` numbers per vector.
+    /// Number of `f32` or `u32` numbers in a vector.
     const N: usize;
     /// Elements per loop iteration: two vectors of 32-bit numbers, or one of 16-bit numbers.
     const ITEM: usize = 2 * Self::N;
-    /// Vector of `f32`.
+    /// Type of a vector of `f32` numbers.
     type F: Copy;
-    /// Vector of `u32`.
+    /// Type of a vector of `u32` numbers.
     type U: Copy;
 
     fn f(self, x: f32) -> Self::F;
     fn u(self, x: u32) -> Self::U;
-    /// The vector 0, 1, 2, …
+    /// The vector of the numbers 0, 1, 2, …
     fn iota(self) -> Self::U;
     fn bits(self, x: Self::F) -> Self::U;
     fn float(self, x: Self::U) -> Self::F;
@@ -111,7 +111,7 @@ pub(crate) enum Simd {
 }
 
 impl Simd {
-    /// The widest set of this machine.
+    /// The widest instruction set that this machine supports.
     pub(crate) fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         {

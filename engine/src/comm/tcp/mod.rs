@@ -49,90 +49,90 @@ pub struct TcpOptions {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MeetError {
-    /// Not every rank came in time.
+    /// Not every rank came to the rendezvous in time.
     #[error("{} of {size} ranks came to {addr} within {:.1} s", arrived.len(), elapsed.as_secs_f64())]
     Missing {
         /// Address of rank 0.
         addr: String,
-        /// Number of ranks.
+        /// Number of ranks in the world.
         size: usize,
         /// Ranks that came, with their machines.
         arrived: Vec<(usize, String)>,
-        /// Ranks that did not.
+        /// Ranks that did not come.
         missing: Vec<usize>,
         /// Rejected connections: their address and the reason.
         turned_away: Vec<String>,
-        /// How long rank 0 waited.
+        /// Time that rank 0 waited.
         elapsed: Duration,
     },
     /// Nobody answers at the address of rank 0.
     #[error("rank {rank} reached nobody at {addr} within {:.1} s", elapsed.as_secs_f64())]
     Unreachable {
-        /// The rank that tried.
+        /// The rank that could not connect.
         rank: usize,
-        /// Address that it tried.
+        /// Address that this rank tried.
         addr: String,
-        /// How long it tried.
+        /// Time for which this rank tried.
         elapsed: Duration,
-        /// Failure of the last attempt.
+        /// Error of the last attempt to connect.
         source: io::Error,
     },
-    /// The address does not resolve on this machine.
+    /// The address of rank 0 does not resolve, or rank 0 cannot listen there.
     #[error("{addr} is no address")]
     Address {
-        /// The address given.
+        /// The address.
         addr: String,
-        /// The cause.
+        /// The error of the resolver or of the listener.
         source: io::Error,
     },
     /// Another program listens at the port of rank 0.
     #[error("port {port} is in use")]
     PortInUse {
-        /// The port.
+        /// The port of rank 0.
         port: u16,
     },
     /// Rank 0 rejected this rank, since their secrets differ.
     #[error("{from} hung up: it has another secret")]
     Refused {
-        /// The other side.
+        /// Address of the other side.
         from: String,
     },
     /// The other side is no rank of this job.
     #[error("{from} {what}")]
     Stranger {
-        /// The other side.
+        /// Address of the other side.
         from: String,
-        /// Its behavior.
+        /// What the other side did, in words.
         what: String,
     },
     /// A rank has another value of a fact.
     #[error("rank {rank} on {host} has {what} {theirs:?}, rank 0 has {ours:?}")]
     Differs {
-        /// The differing rank.
+        /// The rank with the other value.
         rank: usize,
-        /// Its machine.
+        /// Machine of that rank.
         host: String,
-        /// Name of the fact.
+        /// Name of the fact that differs.
         what: String,
-        /// Its value.
+        /// The fact's value on that rank.
         theirs: String,
-        /// Value of rank 0.
+        /// The fact's value on rank 0.
         ours: String,
     },
     /// Two processes claim the same rank.
     #[error("two processes are rank {rank}: on {} and on {}", hosts[0], hosts[1])]
     Twice {
-        /// The rank.
+        /// The rank that both processes claim.
         rank: usize,
-        /// Their machines.
+        /// Machines of the two processes.
         hosts: [String; 2],
     },
-    /// A connection failed.
+    /// A connection to another rank failed.
     #[error("the connection with {from} failed")]
     Broken {
-        /// The other side.
+        /// Name or address of the other side.
         from: String,
-        /// The cause.
+        /// The error of the connection.
         source: io::Error,
     },
     /// Rank 0 ended the rendezvous because of another rank.

@@ -13,7 +13,7 @@ use kernels::{Pool, Reservation, Tag};
 use memmap2::{Advice, MmapOptions, MmapRaw};
 use std::sync::Arc;
 
-/// Alignment of huge pages.
+/// Size in bytes of a huge page, to which the memory is aligned.
 const HUGE_BYTES: usize = 2 << 20;
 
 /// The pool of segments of one rank.
