@@ -12,7 +12,7 @@ pub fn manifest(bytes: &[u8]) -> Result<(), CheckpointError> {
     checkpoint::read_manifest_bytes(bytes)
 }
 
-/// Reads the header of a file of training state.
+/// Parses the header of a checkpoint file with training state, from arbitrary bytes.
 ///
 /// # Errors
 /// It cannot be used.

@@ -28,7 +28,7 @@ impl Times {
 /// than the whole.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct DeviceTimes {
-    /// Computation of units' passes, without waits.
+    /// Total time of computation in units' passes, without waits.
     pub compute: Duration,
     /// Waits of the computation for data that is copied to the device.
     pub waits: Duration,

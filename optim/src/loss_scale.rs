@@ -31,7 +31,7 @@ impl Default for LossScale {
 pub struct DynamicScale {
     /// Loss scale of the first step.
     pub initial: f64,
-    /// Divisor of the scale after overflows, and multiplier after clean steps.
+    /// Number by which the scale is divided after overflows and multiplied after clean steps.
     pub factor: f64,
     /// Clean steps since the last overflow after which the scale grows. It grows again after every further `window`
     /// steps.

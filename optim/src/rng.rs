@@ -9,7 +9,7 @@ use half::bf16;
 use kernels::Float;
 pub use kernels::random::philox4x32;
 
-/// Named stream of random numbers with random access.
+/// Named stream of random numbers; any position can be read directly.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RandomStream {
     key: [u32; 2],

@@ -103,7 +103,7 @@ pub struct Schedule {
     pub kind: ScheduleKind,
     /// Number of optimizer updates in the warmup.
     pub warmup_steps: u64,
-    /// Number of optimizer updates in the whole run.
+    /// Number of optimizer updates in the whole run, warmup included.
     pub total_steps: u64,
     /// Learning rate at the end of warmup.
     pub base_lr: f64,

@@ -14,7 +14,7 @@ use super::manifest::{MANIFEST, Manifest};
 
 /// Name of the file that names the latest checkpoint.
 pub(super) const LATEST: &str = "latest";
-/// Larger than any name in that file.
+/// Largest number of bytes that are read from that file, larger than any name in it.
 const LATEST_BYTES: u64 = 256;
 /// Temporary name of `latest` before the rename.
 pub(super) const LATEST_TMP: &str = "latest.tmp";

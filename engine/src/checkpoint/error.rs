@@ -25,7 +25,7 @@ pub enum CheckpointError {
     NoSpace {
         /// The file that did not fit.
         path: PathBuf,
-        /// Length in bytes of the whole file.
+        /// Length in bytes that the whole file needs.
         needed_bytes: u64,
         /// The operating system's error.
         #[source]

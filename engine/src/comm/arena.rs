@@ -42,7 +42,7 @@ impl Region {
 pub(super) struct Arena {
     /// Bytes after the small slots.
     capacity: usize,
-    /// End of the highest region in use.
+    /// Offset at which the highest region in use ends.
     top: usize,
     peak: usize,
     /// Free ranges, bytes by offset, all below `top`. Adjacent free ranges are merged.

@@ -46,7 +46,7 @@ impl Buffer {
         Self { place, bytes }
     }
 
-    /// Counts a collective in a dry run.
+    /// Counts a collective over this buffer in a dry run.
     pub(super) fn count(&self, kind: CollectiveKind) {
         if let Backing::Nowhere(place) = &self.place {
             place.run(kind);
@@ -127,7 +127,7 @@ impl Buffer {
         bytemuck::cast_slice_mut(self.as_bytes_mut())
     }
 
-    /// A range of the elements; empty in a dry run.
+    /// The elements `elems` of the buffer; empty in a dry run.
     pub(crate) fn part<T: bytemuck::Pod>(&self, elems: Range<usize>) -> &[T] {
         match self.place {
             Backing::Window(_) => &self.as_slice()[elems],
@@ -194,7 +194,7 @@ impl ReadBuffer {
         self.0.as_slice()
     }
 
-    /// A range of the elements; empty in a dry run.
+    /// The elements `elems` of the buffer; empty in a dry run.
     pub(crate) fn part<T: bytemuck::Pod>(&self, elems: Range<usize>) -> &[T] {
         self.0.part(elems)
     }

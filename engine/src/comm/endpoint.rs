@@ -32,7 +32,7 @@ struct Local {
     arena: Arena,
     /// Free regions that peers may still be reading: none overlaps a region in use.
     deferred: Vec<Deferred>,
-    /// Collectives whose peers this rank still reads.
+    /// Collectives for which this rank still reads its peers' buffers.
     pending: Vec<Arc<Op>>,
     in_use_bytes: usize,
 }
@@ -197,7 +197,7 @@ impl Endpoint {
             .retain(|other| other.sequence != op.sequence);
     }
 
-    /// Progresses without waiting; true after this rank has finished `op`.
+    /// Advances `op` without waiting. Returns true after this rank has finished it.
     pub(super) fn poll(&self, op: &Op) -> Result<bool, CommError> {
         op.advance(self, &mut lock(&op.state))
     }

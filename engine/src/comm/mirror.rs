@@ -43,14 +43,14 @@ pub(super) trait Wire: Send + Sync + fmt::Debug {
     fn close(&self, is_dead: bool);
 }
 
-/// The sending half of one rank.
+/// The sending half of one rank's connection to ranks that do not share its memory.
 #[derive(Debug)]
 pub(super) struct Remote {
     world: World,
     wire: Box<dyn Wire>,
 }
 
-/// The receiving half of one rank.
+/// The receiving half of one rank's connection to ranks that do not share its memory.
 #[derive(Debug)]
 pub(super) struct Inbox {
     window: Weak<Window>,

@@ -44,7 +44,7 @@ pub use ticket::Ticket;
 use kernels::DType;
 use std::time::Duration;
 
-/// Default limit of one wait, after which it is [`CommError::Timeout`].
+/// Default of the longest time that one wait may take before it fails with [`CommError::Timeout`].
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(300);
 
 /// Largest number of ranks that can share one window.
@@ -91,9 +91,9 @@ impl World {
 /// Name of a collective in fingerprints and error messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tag {
-    /// Name of the data, at most [`Tag::MAX_NAME_BYTES`] bytes.
+    /// Name of the kind of data, at most [`Tag::MAX_NAME_BYTES`] bytes.
     pub name: &'static str,
-    /// Number of the unit, bucket or step.
+    /// Index of the unit, bucket or step to which the data belongs.
     pub index: u32,
 }
 
@@ -271,7 +271,7 @@ pub trait Communicator: Send + Sync + std::fmt::Debug {
     /// Time that this rank has spent inside collectives so far: waiting for peers, reading their data and summing it.
     fn time_spent(&self) -> Duration;
 
-    /// Limit of one wait.
+    /// Longest time that one wait may take.
     fn deadline(&self) -> Duration {
         DEFAULT_DEADLINE
     }

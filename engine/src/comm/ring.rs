@@ -6,7 +6,7 @@ use crate::sync::atomic::{
     Ordering::{Acquire, Relaxed, Release, SeqCst},
 };
 
-/// Phase of a rank in one collective.
+/// How far a rank has come in one collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RingPhase {
     Published = 0,

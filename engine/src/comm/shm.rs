@@ -25,7 +25,7 @@ pub struct ShmOptions {
     pub name: String,
     /// This rank and the number of ranks.
     pub world: World,
-    /// Bytes of each rank's part; reserved when joining.
+    /// Size of each rank's part of the window in bytes, reserved when joining.
     pub region_bytes: usize,
     /// Longest time for joining, and for any later wait.
     pub deadline: Duration,

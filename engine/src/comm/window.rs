@@ -35,7 +35,7 @@ struct Header {
     magic: AtomicU64,
     world_size: AtomicU64,
     region_bytes: AtomicU64,
-    /// One bit per rank.
+    /// Bit mask of the ranks that have joined.
     arrived: AtomicU64,
 }
 

@@ -346,7 +346,7 @@ impl Spill {
     }
 }
 
-/// Bytes of one state on one tier.
+/// Storage of one model state: a number of bytes on one tier.
 #[derive(Debug)]
 pub enum Region {
     /// A block of the device pool.
@@ -373,7 +373,7 @@ pub enum Region {
         extent: Extent,
         /// The spill files and their disk queue.
         spill: Arc<Spill>,
-        /// Its reservation in the pool of spill files.
+        /// The reservation of these bytes in the pool of spill files.
         counted: Reservation,
     },
     /// A region of a dry run: it has no bytes. Reads and writes do nothing, and its chunks are empty.
@@ -675,14 +675,14 @@ fn wide(bytes: &Range<usize>) -> Range<u64> {
     bytes.start as u64..bytes.end as u64
 }
 
-/// Kind of access to a chunk.
+/// How a chunk of a region is accessed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Access {
-    /// The contents are read and not changed.
+    /// The chunk's values are read and not changed.
     Read,
     /// The contents are overwritten. On disk and on a discrete device, bytes that are not written become zero.
     Write,
-    /// The contents are read and overwritten.
+    /// The chunk's values are read and overwritten.
     Update,
 }
 

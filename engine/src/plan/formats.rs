@@ -5,7 +5,7 @@ use kernels::DType;
 use optim::StateSlot;
 use std::fmt;
 
-/// Element types and tiers of one run.
+/// Element types and tiers of one run's model states.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Formats {
     /// Dtype and tier of the weights.

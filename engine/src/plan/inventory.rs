@@ -44,7 +44,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// Number of bytes, without padding on disk.
+    /// Number of bytes of the state, without padding on disk.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         (self.range.len() * self.dtype.size_bytes()) as u64

@@ -35,9 +35,9 @@ pub struct MemoryReport {
     pub gradients: TierBytes,
     /// Bytes of master weights and optimizer state.
     pub optimizer: TierBytes,
-    /// Maximal bytes of gathered weights on the device.
+    /// Largest number of bytes of gathered weights that are on the device at once.
     pub gathered: u64,
-    /// Maximal bytes of gradient buckets in flight on the device.
+    /// Largest number of bytes of gradient buckets that are in flight on the device at once.
     pub communication: u64,
 }
 
@@ -66,7 +66,7 @@ impl Plan {
         self.config().offload.param != Tier::Device || self.gathers_parameters()
     }
 
-    /// Whether a lease runs an all-gather.
+    /// Whether a lease all-gathers weights, because ranks store shards of them.
     #[must_use]
     pub fn gathers_parameters(&self) -> bool {
         self.config().stage.shards_parameters() && self.shards() > 1

@@ -17,7 +17,7 @@ pub struct OptimizerInBackward {
     /// Maximal number of elements of a rank that are updated in backward. Units nearest to the loss are chosen first,
     /// because their gradients are complete first.
     pub most_elems: u64,
-    /// Whether every update has exactly one micro-batch.
+    /// Whether every optimizer update has exactly one micro-batch.
     pub single_micro_batch: bool,
 }
 

@@ -68,7 +68,7 @@ pub(crate) struct Pass {
     pub(crate) schedule: Vec<Entry>,
     /// Number of schedule entries that are done.
     pub(crate) position: usize,
-    /// Number of entries whose gathers have started.
+    /// Number of schedule entries whose all-gathers have started.
     pub(crate) started: usize,
     /// Whether devices gather, instead of the communicator.
     pub(crate) on_device: bool,

@@ -50,7 +50,7 @@ pub(crate) struct BackwardJob {
 /// Stored weights, and the element of the parameter group at which they begin.
 pub(crate) type Weights = (Arc<Region>, usize);
 
-/// Handle of the thread of one update.
+/// Handle of the thread that applies one update, unit by unit, during the backward pass.
 #[derive(Debug)]
 pub(crate) struct BackwardUpdates {
     scalars: Scalars,
@@ -98,7 +98,7 @@ impl BackwardUpdates {
         Ok(self.thread.send(job, weights)?)
     }
 
-    /// Waits for the oldest unit at the thread.
+    /// Waits for the unit that was sent first of those at the thread, and returns it.
     pub(crate) fn receive(&mut self) -> Result<BackwardJob> {
         Ok(self.thread.receive()?)
     }

@@ -35,7 +35,7 @@ pub(crate) struct ForwardJob {
     pub(crate) took: Duration,
 }
 
-/// Handle of the thread of one update.
+/// Handle of the thread that applies one update, unit by unit, during the next forward pass.
 #[derive(Debug)]
 pub(crate) struct ForwardUpdates {
     thread: Worker<ForwardJob, ()>,
@@ -81,7 +81,7 @@ impl ForwardUpdates {
         Ok(self.thread.send(job, ())?)
     }
 
-    /// Waits for the oldest unit at the thread.
+    /// Waits for the unit that was sent first of those at the thread, and returns it.
     pub(crate) fn receive(&mut self) -> Result<ForwardJob> {
         Ok(self.thread.receive()?)
     }

@@ -16,7 +16,7 @@ use std::ops::Range;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Number of chunks that are prefetched, while buffers last.
+/// Number of chunks that an update prefetches, while buffers last.
 pub(crate) const CHUNKS_AHEAD: usize = 8;
 
 /// Numbers of one update: its index from 1, the learning rate, and the factor on gradients.

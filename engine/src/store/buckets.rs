@@ -24,7 +24,7 @@ use kernels::{DType, Fetch, Reservation, Tag, Tensor};
 use std::ops::Range;
 use std::time::Instant;
 
-/// A unit's gradients of one micro-batch.
+/// One unit's gradients of one micro-batch, collected for a reduction.
 pub(super) struct Bucket {
     /// Buffer that collects the gradients, with its memory reservation. `None` if gradients are added to their sum at
     /// once, or are still on a device.

@@ -71,7 +71,7 @@ impl GradientAccumulator {
         Ok(self.0.send(job, ())?)
     }
 
-    /// Waits for the oldest job at the thread.
+    /// Waits for the job that was sent first of those at the thread, and returns it.
     pub(crate) fn receive(&mut self) -> Result<AccumulateJob> {
         Ok(self.0.receive()?)
     }

@@ -74,7 +74,7 @@ enum Residency {
     OnDevice(Gathered),
 }
 
-/// States of one unit on this rank.
+/// Model states of one unit on this rank.
 struct Unit {
     /// Routes by parameter group, in the order of [`GroupKind::ALL`].
     routes: [Route; 2],
@@ -343,7 +343,7 @@ impl Store {
         self.collect()
     }
 
-    /// Counts a micro-batch of the current update.
+    /// Counts one more micro-batch of the current update.
     pub(crate) fn count_micro_batch(&mut self) {
         self.rounding_key.micro_batch += 1;
     }

@@ -15,7 +15,7 @@ type Key = (UnitId, GroupKind);
 #[derive(Debug, Default)]
 struct Reads {
     pending: VecDeque<(usize, PendingRead)>,
-    /// Number of bytes requested so far.
+    /// Number of bytes of the region that were requested so far.
     asked: usize,
 }
 

@@ -89,7 +89,7 @@ pub struct Zero {
     prefetched: RefCell<Prefetched>,
     /// Last unit leased in the current pass, or in a pass that failed.
     leased: Cell<Option<(UnitId, Phase)>>,
-    /// Start of that lease, during a recording.
+    /// Time at which that lease began; `None` unless a trace is recorded.
     leased_at: Cell<Option<Instant>>,
     non_finite: Option<UnitId>,
     device_times: DeviceTimes,

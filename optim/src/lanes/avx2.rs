@@ -23,7 +23,7 @@ use super::{Lanes, Loop};
 pub(crate) struct Avx2(());
 
 impl Avx2 {
-    /// The proof, if the processor has the instructions.
+    /// Returns the proof if the processor has the instructions, otherwise `None`.
     pub(crate) fn detect() -> Option<Self> {
         (is_x86_feature_detected!("avx2")).then_some(Self(()))
     }

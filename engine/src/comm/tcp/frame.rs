@@ -39,7 +39,7 @@ pub(super) fn write(stream: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
     stream.write_all(&whole)
 }
 
-/// A connection whose waits all end at the same time.
+/// A connection whose reads and writes all fail after the same point in time.
 #[derive(Debug)]
 pub(super) struct Timed<'a> {
     pub(super) stream: &'a TcpStream,

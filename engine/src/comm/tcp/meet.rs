@@ -21,7 +21,7 @@ const GREETING: Duration = Duration::from_secs(10);
 /// Largest number of concurrent greetings. Further connections are closed.
 const MOST_GREETINGS: usize = 256;
 
-/// Message of a rank to rank 0.
+/// Message in which a rank introduces itself to rank 0.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Report {
     host: String,
@@ -30,12 +30,12 @@ struct Report {
     port: u16,
 }
 
-/// Answer of rank 0.
+/// Answer of rank 0 to a rank's report.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 enum Verdict {
     /// Address and port of each rank; no address for ranks on the machine of rank 0.
     Go(Vec<(Option<IpAddr>, u16)>),
-    /// The rendezvous is over.
+    /// The rendezvous has failed for this reason.
     End(Reason),
 }
 
@@ -126,7 +126,7 @@ fn open(options: &TcpOptions) -> Result<TcpListener, MeetError> {
     })
 }
 
-/// Rendezvous on rank 0.
+/// The rendezvous as rank 0 runs it.
 fn host(
     options: &TcpOptions,
     listener: Option<TcpListener>,
@@ -319,7 +319,7 @@ fn greet<T: DeserializeOwned>(
     Ok((peer, report))
 }
 
-/// Rendezvous on every rank but 0.
+/// The rendezvous as every rank but 0 runs it.
 fn visit(options: &TcpOptions, until: Instant) -> Result<Vec<Peer>, MeetError> {
     let rank = options.world.rank;
     let own = Claim {

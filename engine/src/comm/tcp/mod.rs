@@ -56,7 +56,7 @@ pub enum MeetError {
         addr: String,
         /// Number of ranks in the world.
         size: usize,
-        /// Ranks that came, with their machines.
+        /// Ranks that came, each with the name of its machine.
         arrived: Vec<(usize, String)>,
         /// Ranks that did not come.
         missing: Vec<usize>,
@@ -162,7 +162,7 @@ pub(super) fn join_at(
     join_with(options, listener, options.deadline)
 }
 
-/// As [`join`], with `deadline` for later waits.
+/// As [`join_at`], with `deadline` as the limit of each later wait.
 fn join_with(
     options: &TcpOptions,
     listener: Option<TcpListener>,

@@ -235,7 +235,7 @@ struct ExtentInner {
     backing: Arc<Backing>,
     /// Offset of the extent in the file.
     offset: u64,
-    /// Bytes before byte 0, in its first block.
+    /// Bytes before the extent's byte 0 in its first block.
     lead: u64,
     len: u64,
     map: Option<RwLock<MmapMut>>,

@@ -51,7 +51,7 @@ impl PendingRead {
     }
 }
 
-/// The disk queue of one rank.
+/// The disk queue of one rank: threads that read and write its spill files.
 #[derive(Debug)]
 pub struct SpillIo {
     io_buffers: Arc<IoBufferPool>,
@@ -203,7 +203,7 @@ impl SpillIo {
         })
     }
 
-    /// Fills `out` with the bytes at `offset`.
+    /// Reads the extent's bytes from `offset` on into `out`, and waits for them.
     ///
     /// # Errors
     /// When the disk fails.
@@ -235,7 +235,7 @@ impl SpillIo {
         Ok(())
     }
 
-    /// Starts to write `bytes` at `offset`.
+    /// Starts to write `bytes` to the extent from byte `offset` on.
     ///
     /// # Errors
     /// When the disk fails.
@@ -249,7 +249,7 @@ impl SpillIo {
         Ok(())
     }
 
-    /// Waits until everything is written.
+    /// Waits until all writes have ended.
     ///
     /// # Errors
     /// When a write failed.

@@ -11,12 +11,12 @@ use std::time::Instant;
 
 use crate::plan::blocks::SEGMENT_BYTES;
 
-/// Measured rates of one I/O path.
+/// Measured read and write rates of one I/O path.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Measured {
     /// The I/O path that was measured.
     pub io: IoPath,
-    /// Bytes read per second.
+    /// Bytes that were read per second.
     pub read: f64,
     /// Bytes written per second; with a memory map, until they are on disk.
     pub write: f64,

@@ -143,7 +143,7 @@ pub struct SpillStats {
     pub read_bytes: u64,
     /// Bytes written to the spill files.
     pub written_bytes: u64,
-    /// Time with at least one request in flight.
+    /// Total time with at least one request in flight.
     pub busy: Duration,
 }
 
