@@ -38,7 +38,7 @@ impl<'a> AdapterDropout<'a> {
 pub struct AdapterArgs<'a> {
     /// Matrix A, `[r, k]`. Adapters of one call may differ in `r`.
     pub lora_a: &'a Tensor,
-    /// Matrix B, `[n, r]`.
+    /// Matrix B of the adapter, `[n, r]`. It maps the `r` intermediate values to the `n` outputs.
     pub lora_b: &'a Tensor,
     /// Factor on the adapter's output, `alpha / r`.
     pub scale: f32,
@@ -51,9 +51,9 @@ pub struct AdapterArgs<'a> {
 pub struct AdaptedLayer<'a> {
     /// Weight of the base layer, `[n, k]`.
     pub weight: &'a Tensor,
-    /// Bias, `[n]`.
+    /// Bias of the base layer, `[n]`, or `None` if the layer has no bias.
     pub bias: Option<&'a Tensor>,
-    /// Low-rank adapter, if any.
+    /// Low-rank adapter that is added to the base layer. `None` for the base layer alone.
     pub adapter: Option<AdapterArgs<'a>>,
 }
 
@@ -61,7 +61,7 @@ pub struct AdaptedLayer<'a> {
 /// has one layer, or one layer per row group, e.g. per expert.
 #[derive(Clone, Copy, Debug)]
 pub struct AdaptedLinearArgs<'a> {
-    /// Input, `[t, k]`.
+    /// Input of all projections, `[t, k]`: `t` tokens with `k` features.
     pub x: &'a Tensor,
     /// Two row groups, each i32 `[m]`, possibly empty. Together they name every row once. `None`: all rows form one
     /// group.
@@ -73,7 +73,7 @@ pub struct AdaptedLinearArgs<'a> {
 /// Results of [`Backend::adapted_linear`].
 #[derive(Debug)]
 pub struct AdaptedLinear {
-    /// Outputs, `[t, n]` per projection.
+    /// Outputs of the projections, one tensor `[t, n]` per projection.
     pub y: Vec<Tensor>,
     /// Outputs of the adapters' A matrices, for [`AdaptedLinearGradArgs::inner`]. Each device has its own layout.
     /// Empty if the device stores none.
@@ -83,13 +83,13 @@ pub struct AdaptedLinear {
 /// Operands of [`Backend::adapted_linear_backward`].
 #[derive(Clone, Copy, Debug)]
 pub struct AdaptedLinearGradArgs<'a> {
-    /// Operands of the forward call.
+    /// Operands that were passed to [`Backend::adapted_linear`] in the forward.
     pub forward: AdaptedLinearArgs<'a>,
     /// Gradients of the outputs, `[t, n]` per projection.
     pub dy: &'a [&'a Tensor],
     /// [`AdaptedLinear::inner`] of the same projections, or empty.
     pub inner: &'a [Tensor],
-    /// Whether to compute the input's gradient.
+    /// Whether to compute [`AdaptedLinearGrads::dx`], the gradient of the input.
     pub need_dx: bool,
 }
 
@@ -110,23 +110,23 @@ pub struct AdaptedLinearGrads {
 /// Operands of one layer with an adapter.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LoraArgs<'a> {
-    /// Input, `[t, k]`.
+    /// Input of the layer, `[t, k]`.
     pub(crate) x: &'a Tensor,
     /// Weight of the base layer, `[n, k]`.
     pub(crate) weight: &'a Tensor,
-    /// Bias, `[n]`.
+    /// Bias of the base layer, `[n]`, if it has one.
     pub(crate) bias: Option<&'a Tensor>,
-    /// Matrix A, `[r, k]`.
+    /// Matrix A of the adapter, `[r, k]`.
     pub(crate) lora_a: &'a Tensor,
-    /// Matrix B, `[n, r]`.
+    /// Matrix B of the adapter, `[n, r]`.
     pub(crate) lora_b: &'a Tensor,
     /// Factor on the adapter's output, `alpha / r`.
     pub(crate) scale: f32,
-    /// Dropout of the adapter's input.
+    /// Dropout of the adapter's input, or `None` for no dropout. The base layer's input has none.
     pub(crate) dropout: Option<AdapterDropout<'a>>,
 }
 
-/// Gradients of [`LoraArgs`].
+/// Gradients of one layer with an adapter, whose operands are [`LoraArgs`].
 #[derive(Debug)]
 pub(crate) struct LoraGrads {
     /// Gradient of `x`, `[t, k]` in its dtype, if requested.
@@ -175,7 +175,8 @@ impl<'a> AdaptedLayer<'a> {
     }
 }
 
-/// One projection with two row groups.
+/// Operands of one projection with two row groups: the input, the row numbers of each group, and the layer that each
+/// group uses.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GroupedLayers<'a> {
     pub(crate) x: &'a Tensor,
@@ -400,7 +401,7 @@ pub(crate) fn gathered<B: AdaptedRows + ?Sized>(
     Ok(y)
 }
 
-/// Gradients of [`gathered`].
+/// Backward of [`gathered`]: the gradient of the input (if `need_dx`) and of each group's adapter (if it has one).
 pub(crate) fn gathered_backward<B: AdaptedRows + ?Sized>(
     on: &B,
     args: &GroupedLayers<'_>,

@@ -53,15 +53,15 @@ pub enum Transpose {
 pub struct MatmulArgs<'a> {
     /// Left operand, `[m, k]`, or `[k, m]` when transposed. Leading axes are folded into rows.
     pub a: &'a Tensor,
-    /// Whether `a` is transposed.
+    /// Whether `a` is stored transposed, as `[k, m]`.
     pub transpose_a: Transpose,
     /// Right operand, `[k, n]`, or `[n, k]` when transposed (the layout of a linear weight).
     pub b: &'a Tensor,
-    /// Whether `b` is transposed.
+    /// Whether `b` is stored transposed, as `[n, k]`.
     pub transpose_b: Transpose,
     /// Bias, `[n]`, added to every row.
     pub bias: Option<&'a Tensor>,
-    /// Dtype of the result.
+    /// Dtype that the result `[m, n]` is stored in.
     pub out: DType,
 }
 
@@ -78,7 +78,7 @@ pub struct DropoutArgs<'a> {
     pub p: f32,
 }
 
-/// The nonlinearity of [`Backend::gelu`].
+/// Formula that [`Backend::gelu`] uses: the tanh approximation or the exact one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Gelu {
     /// `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`.
@@ -112,11 +112,11 @@ pub enum Direction {
 /// attention).
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionArgs<'a> {
-    /// Queries, `[t, h, d]`.
+    /// Queries, `[t, h, d]`: `t` query rows of all sequences, `h` query heads, head dim `d`.
     pub q: &'a Tensor,
-    /// Keys, `[s, g, d]`.
+    /// Keys, `[s, g, d]`: `s` key rows of all sequences, `g` key/value heads, head dim `d`.
     pub k: &'a Tensor,
-    /// Values, `[s, g, d]`.
+    /// Values, `[s, g, d]`, one per key.
     pub v: &'a Tensor,
     /// Ascending offsets, first 0, last `t`.
     pub q_starts: &'a [usize],
@@ -132,13 +132,13 @@ pub struct AttentionArgs<'a> {
 /// Result of [`Backend::attention`].
 #[derive(Debug)]
 pub struct AttentionOut {
-    /// Output, `[t, h, d]`.
+    /// Weighted sums of the values, `[t, h, d]` like the queries.
     pub out: Tensor,
     /// Log-sum-exp of the scaled scores, `[t, h]` f32, for backward.
     pub lse: Tensor,
 }
 
-/// Gradients of [`AttentionArgs`].
+/// Gradients of the tensors in [`AttentionArgs`].
 #[derive(Debug)]
 pub struct AttentionGrads {
     /// Gradient of the queries, `[t, h, d]`.
@@ -149,7 +149,7 @@ pub struct AttentionGrads {
     pub dv: Tensor,
 }
 
-/// Gradients of a normalization.
+/// Gradients of an RMS norm or a layer norm.
 #[derive(Debug)]
 pub struct NormGrads {
     /// Gradient of `x`, in its dtype.
@@ -160,7 +160,7 @@ pub struct NormGrads {
     pub d_bias: Option<Tensor>,
 }
 
-/// Losses and gradients of [`Backend::linear_cross_entropy`].
+/// Result of [`Backend::linear_cross_entropy_backward`]: the losses and the requested gradients.
 #[derive(Debug)]
 pub struct LossGrads {
     /// Loss per token, f32 `[t]`, as [`Backend::linear_cross_entropy`] returns it.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use cudarc::driver::result::DriverError;
 
-/// Failure of the CUDA layer.
+/// Error of a CUDA driver call, of a library, or of the search for them.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {

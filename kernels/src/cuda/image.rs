@@ -13,7 +13,7 @@ use super::ptx;
 /// Bytes of the checksum at the start of a cached file.
 const CHECKSUM_BYTES: usize = 32;
 
-/// Origin of an image.
+/// Where the machine code of an [`Image`] came from.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Origin {
     /// Cached file that an earlier run compiled.
@@ -32,11 +32,11 @@ pub enum Origin {
 pub struct Image {
     /// A cubin, or PTX with a final zero byte.
     pub bytes: Vec<u8>,
-    /// Origin of the bytes.
+    /// Where the bytes came from: cache, compiler, or built-in PTX.
     pub origin: Origin,
 }
 
-/// Choice of the machine code.
+/// Which machine code a GPU runs.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub enum Code {
     /// Code that the compiler makes for the GPU in use.
@@ -115,7 +115,7 @@ impl Images {
         }
     }
 
-    /// Selects the machine code.
+    /// Selects native code or PTX of the sm_80 family. The latter also changes [`Images::arch`].
     #[must_use]
     pub fn with_code(mut self, code: Code) -> Self {
         self.code = code;

@@ -4,7 +4,7 @@ use crate::DType;
 
 /// Wrappers of the PTX instructions that kernels use.
 pub const PRIMITIVES: &str = include_str!("source/primitives.cuh");
-/// Common declarations of all families.
+/// CUDA declarations that every kernel family uses. They come before the source text of a family.
 pub const PRELUDE: &str = include_str!("source/prelude.cuh");
 
 /// Source text of a family that rounds stochastically.
@@ -57,7 +57,7 @@ pub enum Family {
 }
 
 impl Family {
-    /// All families.
+    /// Every kernel family.
     pub const ALL: [Self; 16] = [
         Self::Cast,
         Self::PrimitivesCheck,
@@ -77,7 +77,7 @@ impl Family {
         Self::Loss,
     ];
 
-    /// File name without extension.
+    /// Name of the family's source file without extension, e.g. `adamw`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -100,7 +100,7 @@ impl Family {
         }
     }
 
-    /// Source text.
+    /// CUDA source text of the family, without primitives, prelude and defines.
     #[must_use]
     pub const fn text(self) -> &'static str {
         match self {
@@ -229,7 +229,7 @@ impl Module {
         }
     }
 
-    /// Names of its kernels.
+    /// Names of the kernels that the module contains.
     #[must_use]
     pub const fn kernels(&self) -> &'static [&'static str] {
         self.kernels
@@ -251,7 +251,7 @@ impl Module {
         defines.collect::<String>() + self.family.text()
     }
 
-    /// Complete translation unit for NVRTC.
+    /// Complete source text for NVRTC: primitives, prelude, defines, and the family's text.
     #[must_use]
     pub fn source(&self) -> String {
         format!("{PRIMITIVES}\n{PRELUDE}\n{}", self.body())

@@ -25,7 +25,7 @@ struct UniqueId([u8; UNIQUE_ID_BYTES]);
 type RawCommunicator = *mut c_void;
 type Status = c_int;
 
-/// Element types of collectives (`ncclDataType_t`).
+/// Element type of a collective's operands, as NCCL numbers it (`ncclDataType_t`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
     /// Bytes, for gathers and broadcasts of any type.
@@ -475,7 +475,7 @@ pub struct Communicator {
 }
 
 impl Communicator {
-    /// Number of this rank.
+    /// This rank's number in the communicator, from 0.
     #[must_use]
     pub const fn rank(&self) -> u32 {
         self.member.rank

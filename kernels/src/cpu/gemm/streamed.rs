@@ -129,7 +129,7 @@ pub(super) fn run<T: Float>(
     });
 }
 
-/// One product into an f32 output, on the calling thread.
+/// Computes one product into an f32 output on the calling thread, without other threads. The sums begin with `start`.
 pub(super) fn here(
     level: Level,
     product: &Product<'_>,

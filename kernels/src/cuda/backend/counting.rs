@@ -35,7 +35,8 @@ impl CudaBackend {
         Self::counting_within(multiprocessors, multiplies, BYTES)
     }
 
-    /// As [`CudaBackend::counting`], with an arena of `bytes` bytes.
+    /// Meta device as [`CudaBackend::counting`] makes, whose memory is limited to `bytes` bytes. Allocations beyond
+    /// them fail.
     #[must_use]
     pub fn counting_within(multiprocessors: u32, multiplies: bool, bytes: u64) -> Self {
         let executor = Arc::new(Nowhere {

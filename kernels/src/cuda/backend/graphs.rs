@@ -28,7 +28,7 @@ const GRAPHS: usize = 128;
 /// Maximum product shapes for which the library's answer is remembered.
 const PRODUCTS: usize = 4096;
 
-/// One command in an executor's queue.
+/// Work for the device that an executor queues: a launch, a fill, a copy, or a library's product.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Command {
     /// Kernel launch.
@@ -107,16 +107,16 @@ impl Mode {
     }
 }
 
-/// Counters of what was queued.
+/// Numbers of commands and graph launches that a [`Replaying`] executor has queued.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Counts {
-    /// Commands, inside and outside graphs.
+    /// Number of commands queued, one by one or as part of a graph launch.
     pub commands: u64,
-    /// Graphs captured.
+    /// Number of graphs captured.
     pub graphs: u64,
-    /// Graph launches.
+    /// Number of graph launches.
     pub replays: u64,
-    /// Commands executed by graph launches.
+    /// Number of the `commands` that graph launches executed.
     pub replayed: u64,
 }
 
@@ -173,7 +173,7 @@ impl<E: Graphs> Replaying<E> {
         }
     }
 
-    /// Counters since the creation.
+    /// Numbers of commands and graph launches since this executor was created.
     pub fn counts(&self) -> Counts {
         self.lock().counts
     }

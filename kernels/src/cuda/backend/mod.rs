@@ -315,7 +315,8 @@ impl Drop for Arena {
 /// blocks of a pass it would move those of the next pass.
 type LastTable = Mutex<Option<(Vec<i32>, Tensor)>>;
 
-/// [`Backend`] for GPUs.
+/// [`Backend`] for NVIDIA GPUs. It allocates tensors in one arena and sends kernel launches and copies to an
+/// executor.
 #[derive(Clone, Debug)]
 pub struct CudaBackend {
     pool: Pool,

@@ -22,7 +22,7 @@ use crate::cuda::library::{Library, Search, find};
 /// Maximum stored shapes. Batches of different lengths keep bringing new ones; a dropped shape is prepared again.
 const KEPT: usize = 4096;
 
-/// cuBLASLt on one GPU.
+/// cuBLASLt handle for one GPU, with the products prepared so far.
 #[derive(Debug)]
 pub struct CublasLt {
     handle: sys::cublasLtHandle_t,

@@ -66,35 +66,35 @@ fn plain_module(dtype: DType) -> Option<Module> {
 /// Operands of forward and backward, all aligned to 16 bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs {
-    /// `[t, h, d]`.
+    /// Queries, `[t, h, d]`.
     pub q: Address,
-    /// `[s, g, d]`.
+    /// Keys, `[s, g, d]`.
     pub k: Address,
-    /// `[s, g, d]`.
+    /// Values, `[s, g, d]`.
     pub v: Address,
-    /// [`Plan::table`] in device memory.
+    /// Copy of [`Plan::table`] in device memory.
     pub table: Address,
 }
 
-/// Results of the forward.
+/// Destinations of the forward's results. The backward reads them.
 #[derive(Clone, Copy, Debug)]
 pub struct Outputs {
-    /// `[t, h, d]`.
+    /// Attention output, `[t, h, d]`.
     pub out: Address,
-    /// `[t, h]` f32: log-sum-exp of the scaled scores.
+    /// Log-sum-exp of the scaled scores, f32 `[t, h]`.
     pub lse: Address,
 }
 
 /// Operands of the backward besides [`Inputs`] and [`Outputs`], and its results.
 #[derive(Clone, Copy, Debug)]
 pub struct Gradients {
-    /// `[t, h, d]`, read.
+    /// Gradient of the output, `[t, h, d]`. It is read.
     pub dout: Address,
-    /// `[t, h, d]`.
+    /// Gradient of the queries, `[t, h, d]`. It is written, like `dk` and `dv`.
     pub dq: Address,
-    /// `[s, g, d]`.
+    /// Gradient of the keys, `[s, g, d]`.
     pub dk: Address,
-    /// `[s, g, d]`.
+    /// Gradient of the values, `[s, g, d]`.
     pub dv: Address,
     /// [`Plan::workspace_bytes`] bytes, aligned to 16 bytes.
     pub workspace: Address,
