@@ -20,7 +20,7 @@ pub enum DType {
 }
 
 impl DType {
-    /// Bytes of one element.
+    /// Size of one element in bytes.
     #[must_use]
     pub const fn size_bytes(self) -> usize {
         match self {
@@ -50,7 +50,7 @@ impl DType {
         }
     }
 
-    /// Inverse of [`DType::name`].
+    /// Dtype with this safetensors name, as [`DType::name`] returns it. `None` for an unknown name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         [

@@ -80,10 +80,10 @@ pub enum KernelError {
     },
 }
 
-/// Result of a device operation.
+/// Result of a device operation, with [`KernelError`] as its error.
 pub type Result<T, E = KernelError> = std::result::Result<T, E>;
 
-/// A [`KernelError::Shape`] with details.
+/// Returns a [`KernelError::Shape`] for the operation `op`, with `detail` about the shapes.
 pub(crate) fn shape_error<T>(op: &'static str, detail: impl Into<String>) -> Result<T> {
     Err(KernelError::Shape {
         op,

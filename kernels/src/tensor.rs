@@ -52,13 +52,13 @@ pub struct Fetch {
 }
 
 impl Fetch {
-    /// Number of elements.
+    /// Number of elements to be copied.
     #[must_use]
     pub fn elems(&self) -> usize {
         self.tensor.elems()
     }
 
-    /// The tensor to be copied.
+    /// Tensor that is to be copied to the host.
     #[must_use]
     pub const fn tensor(&self) -> &Tensor {
         &self.tensor
@@ -354,31 +354,31 @@ impl Tensor {
         }
     }
 
-    /// Shape: extent of each axis.
+    /// Shape of the tensor: the extent of each axis.
     #[must_use]
     pub fn shape(&self) -> Shape {
         self.shape
     }
 
-    /// Extent of axis `axis`.
+    /// Extent of axis `axis`, counted from 0. Panics if the tensor has no such axis.
     #[must_use]
     pub fn dim(&self, axis: usize) -> usize {
         self.shape.dims()[axis]
     }
 
-    /// Element type.
+    /// Element type of the tensor.
     #[must_use]
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Number of elements.
+    /// Number of elements of the tensor.
     #[must_use]
     pub fn elems(&self) -> usize {
         self.shape.elems()
     }
 
-    /// Bytes of the elements.
+    /// Size of all elements in bytes.
     #[must_use]
     pub fn size_bytes(&self) -> usize {
         self.elems() * self.dtype.size_bytes()
@@ -395,7 +395,7 @@ impl Tensor {
         }
     }
 
-    /// The same values with another shape.
+    /// The same elements in the same order with another shape, sharing the memory.
     ///
     /// # Errors
     /// When the numbers of elements differ.
@@ -591,7 +591,7 @@ impl TensorMut {
         Ok(out)
     }
 
-    /// Shape: extent of each axis.
+    /// Shape of the tensor: the extent of each axis.
     #[must_use]
     pub fn shape(&self) -> Shape {
         self.shape
@@ -607,13 +607,13 @@ impl TensorMut {
         bytemuck::cast_slice_mut(self.block.as_bytes_mut())
     }
 
-    /// Bytes for writing.
+    /// Bytes of all elements, for writing.
     #[must_use]
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         self.block.as_bytes_mut()
     }
 
-    /// Ends construction without a copy.
+    /// Turns the filled memory into an immutable [`Tensor`], without a copy.
     #[must_use]
     pub fn freeze(self) -> Tensor {
         let Self {

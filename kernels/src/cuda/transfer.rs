@@ -30,14 +30,14 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// The bytes.
+    /// The whole pinned memory, for reading.
     #[must_use]
     pub fn as_slice(&self) -> &[u8] {
         // SAFETY: the allocation is `bytes` long and was zeroed.
         unsafe { std::slice::from_raw_parts(self.start, self.bytes) }
     }
 
-    /// The bytes, for writing.
+    /// The whole pinned memory, for writing.
     #[must_use]
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: the allocation is `bytes` long and was zeroed; `self` is borrowed exclusively.

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Smallest segment, 64 MiB. Pages that no block has used cost nothing.
 const SEGMENT_LINES: usize = (64 << 20) / 64;
 
-/// Allocated range of one block.
+/// Range of one block, in lines of 64 bytes: the segment, the first line, and the number of lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Allocation {
     pub(super) segment: usize,
@@ -61,7 +61,7 @@ impl Allocator {
         }
     }
 
-    /// High-water mark of used lines.
+    /// Highest number of lines (64 bytes each) that the pool has used, freed lines included.
     pub(super) fn touched(&self) -> usize {
         self.touched
     }
@@ -226,7 +226,7 @@ impl Allocator {
         allocation
     }
 
-    /// Frees a range.
+    /// Frees the range of a block and merges it with adjacent free ranges.
     pub(super) fn give_back(&mut self, allocation: Allocation) {
         let Allocation {
             segment: index,

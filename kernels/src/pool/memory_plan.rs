@@ -45,7 +45,7 @@ impl MemoryPlan {
         self.blocks.get(at).copied()
     }
 
-    /// Number of planned blocks.
+    /// Number of blocks in the plan.
     #[must_use]
     pub fn blocks(&self) -> usize {
         self.blocks.len()

@@ -7,7 +7,7 @@ use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
 
-/// Operands of one sum over `k`.
+/// Two matrices whose product `a b^T` is one term of a [`Product`], with a sum over `k`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Term {
     /// `[m, k]`, or `[k, m]` when `transpose_a`; 16-byte aligned (f32: 4).
@@ -34,34 +34,35 @@ pub struct Product {
     pub transpose_a: bool,
     /// Whether the lines of `b` run along n instead of k. The weight `[n, k]` of a linear layer is *not* transposed.
     pub transpose_b: bool,
-    /// Rows of `y`.
+    /// Number of rows of `y`.
     pub m: usize,
-    /// Columns of `y`.
+    /// Number of columns of `y`.
     pub n: usize,
-    /// Columns that `b` has. Missing columns up to `n` count as zero.
+    /// Number of columns of `y` that `b` provides. Missing columns up to `n` count as zero.
     pub b_rows: usize,
-    /// One or two terms, which are summed.
+    /// One or two products, whose results are added. The layer's weight and its adapter are two.
     pub terms: [Option<Term>; 2],
-    /// `[n]`, or [`Address::NULL`].
+    /// Bias, `[n]` in `dtype`, or [`Address::NULL`] for none.
     pub bias: Address,
-    /// Factor on the sums.
+    /// Factor on the sum of all terms, applied before the bias is added.
     pub scale: f32,
-    /// `[m, n]`.
+    /// Result, `[m, n]` in the dtype `out`.
     pub y: Address,
     /// Distance between rows of `y` in elements.
     pub y_line: usize,
 }
 
-/// How a product is executed.
+/// How a product is divided among thread blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Choice {
-    /// Tile per block.
+    /// Part of `y` that each block computes.
     pub tile: Tile,
     /// Number of blocks that share a tile of `y`, each with a part of the sum (split-K).
     pub parts: u32,
 }
 
-/// One choice of defines: dtype of operands, dtype of the result, whether a and b are transposed, tile.
+/// Parameters of one compiled product kernel: dtype of the operands, dtype of the result, whether `a` and `b` are
+/// transposed, and the tile.
 pub type Variant = (DType, DType, [bool; 2], Tile);
 
 /// Orientation of `y = x W^T`.
@@ -112,7 +113,7 @@ pub fn module(
     Some(Module::new(Family::LoraLinear, defines, &["linear"]))
 }
 
-/// The defines of [`module`].
+/// Preprocessor defines of [`module`], as name and value. `None` for a combination of dtypes without a kernel.
 pub(super) fn defines(
     dtype: DType,
     out: DType,
@@ -328,12 +329,13 @@ impl Product {
         Some(parts)
     }
 
-    /// Launch that sums the parts of `y`.
+    /// Launch that adds the `parts` partial sums in `partial` and writes `y`.
     pub(super) fn sum(&self, partial: Address, parts: u32) -> Option<Launch> {
         self.sum_to_rows(partial, parts, Address::NULL)
     }
 
-    /// As [`Product::sum`], but row `i` of the sum is stored in row `rows[i]` of `y`; `rows` is i32 `[m]`.
+    /// Launch as [`Product::sum`] makes, which stores row `i` of the result in row `rows[i]` of `y`; `rows` is i32
+    /// `[m]`.
     pub(super) fn sum_to_rows(
         &self,
         partial: Address,

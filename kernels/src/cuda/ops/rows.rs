@@ -35,7 +35,7 @@ fn sums_module(x: DType, out: DType) -> Option<Module> {
     Some(Module::new(Family::RowSums, defines, SUM_KERNELS))
 }
 
-/// Modules for every copy unit.
+/// Kernel modules that copy rows in units of 1, 2, 4 and 16 bytes.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     [1, 2, 4, 16].into_iter().map(rows_module).collect()
@@ -180,7 +180,7 @@ pub struct Groups {
     pub sources: Vec<i32>,
     /// Index in `sources` where each target begins, and the end of the last one.
     pub starts: Vec<i32>,
-    /// Target rows, ascending.
+    /// Numbers of the target rows, ascending, each once.
     pub targets: Vec<i32>,
 }
 
@@ -204,13 +204,13 @@ impl Groups {
 /// Operands of [`scatter_add_rows`]. `sources`, `starts` and `targets` are i32, as in [`Groups`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Scatter {
-    /// Rows to add.
+    /// Tensor whose rows are added.
     pub x: Address,
-    /// [`Groups::sources`].
+    /// [`Groups::sources`] in device memory.
     pub sources: Address,
-    /// [`Groups::starts`].
+    /// [`Groups::starts`] in device memory.
     pub starts: Address,
-    /// [`Groups::targets`].
+    /// [`Groups::targets`] in device memory.
     pub targets: Address,
     /// Destination of the sums. Other rows stay as they are.
     pub y: Address,
@@ -243,7 +243,7 @@ pub fn scatter_add_rows(
     })
 }
 
-/// Bytes of workspace of [`column_sum`].
+/// Size in bytes of the workspace that [`column_sum`] needs for `rows` rows of `c` elements.
 #[must_use]
 pub const fn column_sum_workspace_bytes(rows: u64, c: u64) -> u64 {
     rows.div_ceil(GROUP_ROWS) * c * 4
