@@ -9,7 +9,7 @@ use crate::grouped::partition;
 use crate::pool::Tag;
 use crate::{Backend, Shape, Tensor};
 
-/// Dropout of an adapter's input: [`Backend::dropout`] applied to `x`.
+/// Dropout of an adapter's input: [`Backend::dropout`] applied to the layer's input `x`.
 #[derive(Clone, Copy, Debug)]
 pub struct AdapterDropout<'a> {
     /// Row words as in [`DropoutArgs`]: i32 `[t, 2]`, for the rows of all groups.

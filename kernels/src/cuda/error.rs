@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use cudarc::driver::result::DriverError;
 
-/// Error of a CUDA driver call, of a library, or of the search for them.
+/// What went wrong in the CUDA layer, e.g. a missing library, a failed driver call, or a kernel that does not
+/// compile.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {

@@ -135,7 +135,7 @@ impl Gpu {
         Ok(self)
     }
 
-    /// Selects the machine code to run.
+    /// Selects which machine code the GPU runs: native code, or PTX that the driver translates.
     #[must_use]
     pub fn with_code(mut self, code: Code) -> Self {
         self.images = self.images.with_code(code);

@@ -35,7 +35,7 @@ impl Library {
         }
     }
 
-    /// File names in order of preference.
+    /// File names that a search for the library tries in each directory, in order of preference.
     #[must_use]
     pub const fn files(self) -> &'static [&'static str] {
         match self {

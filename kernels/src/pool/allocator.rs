@@ -61,7 +61,7 @@ impl Allocator {
         }
     }
 
-    /// Highest number of lines (64 bytes each) that the pool has used, freed lines included.
+    /// Number of 64-byte lines that blocks have occupied so far, holes included. Freeing a block does not reduce it.
     pub(super) fn touched(&self) -> usize {
         self.touched
     }

@@ -116,7 +116,7 @@ pub struct Counts {
     pub graphs: u64,
     /// Number of graph launches.
     pub replays: u64,
-    /// Number of the `commands` that graph launches executed.
+    /// How many of the `commands` were executed by graph launches.
     pub replayed: u64,
 }
 

@@ -33,7 +33,7 @@ pub struct Group {
     pub b: Address,
     /// Number of columns of `y` that `b` provides. Later columns of `y` are zero.
     pub b_rows: usize,
-    /// Half of its adapter: `[b_rows, r]`, or `[r, b_rows]` when `transpose_b`.
+    /// Second factor of the expert's adapter, `[b_rows, r]`, or `[r, b_rows]` when `transpose_b`.
     pub low_b: Address,
     /// Rank of its adapter, or 0: columns of `s` that are read. Columns up to the next multiple of 8 must be zero.
     pub r: usize,

@@ -31,7 +31,7 @@ pub fn modules() -> Vec<Module> {
     dtypes.into_iter().filter_map(module).collect()
 }
 
-/// Tile of logits: all rows of a call, and consecutive columns of the vocabulary.
+/// Tile of logits: some rows, and consecutive columns of the vocabulary.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Tile {
     /// Logits of the tile, f32 `[rows, cols]`.

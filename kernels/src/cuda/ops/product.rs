@@ -40,7 +40,7 @@ pub struct Product {
     pub n: usize,
     /// Number of columns of `y` that `b` provides. Missing columns up to `n` count as zero.
     pub b_rows: usize,
-    /// One or two products, whose results are added. The layer's weight and its adapter are two.
+    /// One or two products, whose results are added. A LoRA layer has two: base weight and adapter.
     pub terms: [Option<Term>; 2],
     /// Bias, `[n]` in `dtype`, or [`Address::NULL`] for none.
     pub bias: Address,
@@ -55,7 +55,7 @@ pub struct Product {
 /// How a product is divided among thread blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Choice {
-    /// Part of `y` that each block computes.
+    /// Size of the part of `y` that a block computes, and how it does so.
     pub tile: Tile,
     /// Number of blocks that share a tile of `y`, each with a part of the sum (split-K).
     pub parts: u32,

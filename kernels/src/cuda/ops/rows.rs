@@ -173,10 +173,11 @@ pub fn transpose_each(x: Address, y: Address, [n, a, b]: [u64; 3], size: u64) ->
     })
 }
 
-/// Rows to add, sorted by target row. The host computes it from the index for [`scatter_add_rows`].
+/// Plan of a scatter-add: the rows to add, sorted by target row. The host computes it from the index for
+/// [`scatter_add_rows`].
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Groups {
-    /// Rows of x. Rows with the same target are consecutive and in order.
+    /// Numbers of the rows to add. Rows with the same target are consecutive and in ascending order.
     pub sources: Vec<i32>,
     /// Index in `sources` where each target begins, and the end of the last one.
     pub starts: Vec<i32>,
