@@ -21,7 +21,7 @@ pub struct AdapterDropout<'a> {
 }
 
 impl<'a> AdapterDropout<'a> {
-    /// Dropout operands for the input `x`.
+    /// Operands for [`Backend::dropout`] with these settings on the input `x`.
     #[must_use]
     pub const fn of(&self, x: &'a Tensor) -> DropoutArgs<'a> {
         DropoutArgs {
@@ -70,7 +70,7 @@ pub struct AdaptedLinearArgs<'a> {
     pub projections: &'a [Vec<AdaptedLayer<'a>>],
 }
 
-/// Results of [`Backend::adapted_linear`].
+/// Results of [`Backend::adapted_linear`]: the output of each projection, and values that its backward can reuse.
 #[derive(Debug)]
 pub struct AdaptedLinear {
     /// Outputs of the projections, one tensor `[t, n]` per projection.
@@ -185,7 +185,7 @@ pub(crate) struct GroupedLayers<'a> {
 }
 
 impl<'a> AdaptedLinearArgs<'a> {
-    /// Number of layers per projection.
+    /// Number of layers of each projection: one per row group.
     fn groups(&self) -> usize {
         self.row_groups.map_or(1, |rows| rows.len())
     }

@@ -118,9 +118,10 @@ pub struct AttentionArgs<'a> {
     pub k: &'a Tensor,
     /// Values, `[s, g, d]`, one per key.
     pub v: &'a Tensor,
-    /// Ascending offsets, first 0, last `t`.
+    /// First query row of each sequence, then the end of the last one: ascending, first 0, last `t`.
     pub q_starts: &'a [usize],
-    /// Ascending offsets, first 0, last `s`; as many as in `q_starts`.
+    /// First key row of each sequence, then the end of the last one: ascending, first 0, last `s`; as many as in
+    /// `q_starts`.
     pub k_starts: &'a [usize],
     /// Causal mask: query `i` of `n` attends to keys `0..=i + (keys - n)` of its sequence. The mask is aligned to the
     /// last query and the last key, so a cached prefix of keys works.
@@ -129,7 +130,7 @@ pub struct AttentionArgs<'a> {
     pub scale: f32,
 }
 
-/// Result of [`Backend::attention`].
+/// Results of [`Backend::attention`]: the output, and what the backward needs besides.
 #[derive(Debug)]
 pub struct AttentionOut {
     /// Weighted sums of the values, `[t, h, d]` like the queries.
@@ -176,10 +177,10 @@ pub const IGNORED_LABEL: i32 = -100;
 
 /// One device: its memory and its operations. The trait is object safe and used as `Arc<dyn Backend>`.
 pub trait Backend: Send + Sync + std::fmt::Debug {
-    /// Kind of device.
+    /// Kind of device that this backend runs on.
     fn device(&self) -> Device;
 
-    /// The device's memory.
+    /// Pool that counts and limits the device's memory.
     fn pool(&self) -> &Pool;
 
     /// Access of other ranks' devices to this one's memory, if supported.
@@ -197,7 +198,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         None
     }
 
-    /// Copies host bytes into a new tensor.
+    /// Copies host bytes into a new tensor on the device.
     ///
     /// # Errors
     /// When the pool is full, or the number of bytes does not match shape and dtype.
@@ -244,7 +245,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         Ok(Vec::new())
     }
 
-    /// A tensor of zeros.
+    /// Allocates a tensor on the device, filled with zeros.
     ///
     /// # Errors
     /// When the pool is full.
@@ -262,7 +263,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When shapes or dtypes differ, or the pool is full.
     fn add(&self, a: &Tensor, b: &Tensor) -> Result<Tensor>;
 
-    /// `factor * x`.
+    /// `factor * x` for each element, in the dtype of `x`.
     ///
     /// # Errors
     /// When the pool is full.
@@ -372,7 +373,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When shapes do not match or the pool is full.
     fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor>;
 
-    /// Gradients of [`Backend::rms_norm`].
+    /// Gradients of [`Backend::rms_norm`] with respect to `x` and `weight`.
     ///
     /// # Errors
     /// When shapes do not match or the pool is full.
@@ -384,7 +385,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         eps: f32,
     ) -> Result<NormGrads>;
 
-    /// Elementwise GELU.
+    /// GELU of each element of `x`, by the formula `kind`.
     ///
     /// # Errors
     /// When the pool is full.
@@ -396,7 +397,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When shapes do not match or the pool is full.
     fn gelu_backward(&self, x: &Tensor, dy: &Tensor, kind: Gelu) -> Result<Tensor>;
 
-    /// SwiGLU: `silu(gate) * up`.
+    /// SwiGLU of each element: `silu(gate) * up`.
     ///
     /// # Errors
     /// When shapes do not match or the pool is full.

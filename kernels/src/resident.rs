@@ -263,7 +263,7 @@ pub struct AdamWArgs<'a> {
 
 /// Device that stores model states in its own memory. Calls queue work and return, except those that read.
 pub trait ResidentAccess: Send + Sync + std::fmt::Debug {
-    /// Allocates a state of zeros.
+    /// Allocates a state of `elems` elements, filled with zeros, on the device.
     ///
     /// # Errors
     /// When the pool is full or the device fails.
@@ -283,7 +283,7 @@ pub trait ResidentAccess: Send + Sync + std::fmt::Debug {
     /// When the range is out of bounds, a tensor of the state exists, or the device fails.
     fn write(&self, to: &mut Resident, at: usize, bytes: &[u8]) -> Result<()>;
 
-    /// Sets elements to zero.
+    /// Sets the elements `range` of a state to zero.
     ///
     /// # Errors
     /// As for [`ResidentAccess::write`].
@@ -331,7 +331,7 @@ pub trait ResidentAccess: Send + Sync + std::fmt::Debug {
     /// When the pool is full or the device fails.
     fn square_sums(&self, of: &[Tensor]) -> Result<Vec<f64>>;
 
-    /// One update, with the bits of `optim::AdamW`.
+    /// Performs one `AdamW` update. The result has the bits of `optim::AdamW` on the CPU.
     ///
     /// # Errors
     /// When dtypes or sizes do not match, a tensor of a changed state exists, or the device fails.

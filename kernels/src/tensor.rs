@@ -15,7 +15,7 @@ pub type ForeignBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 /// Memory of a discrete device in which tensors are located.
 #[cfg(feature = "cuda")]
 pub(crate) trait DeviceMemory: Send + Sync + std::fmt::Debug {
-    /// Device address of the first byte.
+    /// Device address of the first byte of the memory.
     fn address(&self) -> u64;
 
     /// Whether the memory exists; false on the meta device.
@@ -64,7 +64,7 @@ impl Fetch {
         &self.tensor
     }
 
-    /// Copies all bytes into `out`.
+    /// Copies all bytes of the tensor into `out`. Waits for the tensor's values.
     ///
     /// # Errors
     /// As [`Tensor::to_bytes`].
@@ -193,7 +193,7 @@ impl std::fmt::Debug for Tensor {
 }
 
 impl Tensor {
-    /// Copies `values` into a block of `pool`.
+    /// Tensor in host memory with a copy of `values`, allocated from `pool`.
     ///
     /// # Errors
     /// When the pool is full or the length does not match the shape.
@@ -467,7 +467,7 @@ impl Tensor {
         })
     }
 
-    /// Elements of a host tensor.
+    /// Elements of a tensor in host memory.
     ///
     /// # Panics
     /// When `T` is not the dtype or the tensor has no values on the host. Backends check this before.
@@ -477,7 +477,7 @@ impl Tensor {
         bytemuck::cast_slice(self.as_bytes())
     }
 
-    /// Bytes of a host tensor.
+    /// Bytes of the elements of a tensor in host memory.
     ///
     /// # Panics
     /// When the tensor has no values on the host.
@@ -520,7 +520,7 @@ impl Tensor {
         Ok(Cow::Borrowed(self.as_slice()))
     }
 
-    /// Copy of the elements, converted to `f32`.
+    /// Copies the elements to the host and converts them to `f32`.
     ///
     /// # Errors
     /// [`KernelError::NoValues`] on the meta device, [`KernelError::DType`] for integers, and errors of the device.
@@ -567,7 +567,7 @@ pub struct TensorMut {
 }
 
 impl TensorMut {
-    /// Allocates memory with unspecified contents.
+    /// Allocates a tensor in host memory with unspecified contents.
     ///
     /// # Errors
     /// When the pool is full.
@@ -581,7 +581,7 @@ impl TensorMut {
         })
     }
 
-    /// Allocates memory filled with zeros.
+    /// Allocates a tensor in host memory, filled with zeros.
     ///
     /// # Errors
     /// When the pool is full.
@@ -597,7 +597,7 @@ impl TensorMut {
         self.shape
     }
 
-    /// Elements for writing.
+    /// Elements of the tensor, for writing.
     ///
     /// # Panics
     /// When `T` is not the dtype.

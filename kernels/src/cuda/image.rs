@@ -22,7 +22,7 @@ pub enum Origin {
     Compiled,
     /// Built-in PTX.
     BuiltIn {
-        /// Why nothing was compiled.
+        /// Why no code was compiled for the GPU in use.
         reason: String,
     },
 }
@@ -92,7 +92,7 @@ impl Cache {
     }
 }
 
-/// Source of images for one architecture.
+/// Provider of machine code for one architecture: cache, compiler, or built-in PTX.
 #[derive(Debug)]
 pub struct Images {
     arch: String,
@@ -131,7 +131,7 @@ impl Images {
         &self.arch
     }
 
-    /// The compiler.
+    /// NVRTC, which compiles modules for the GPU.
     ///
     /// # Errors
     /// Why none was found.

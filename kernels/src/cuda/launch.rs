@@ -14,15 +14,15 @@ impl Address {
 /// One argument of a kernel launch, with the type that the kernel declares for it.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Arg {
-    /// A pointer.
+    /// Pointer into device memory.
     Address(Address),
-    /// `int`.
+    /// Value of a parameter of type `int`.
     I32(i32),
-    /// `u32`.
+    /// Value of a parameter of type `u32`.
     U32(u32),
-    /// `u64`.
+    /// Value of a parameter of type `u64`.
     U64(u64),
-    /// `float`.
+    /// Value of a parameter of type `float`.
     F32(f32),
 }
 

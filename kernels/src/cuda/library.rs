@@ -83,7 +83,7 @@ pub struct Attempt {
     pub outcome: String,
 }
 
-/// Result of a search for a library.
+/// Where a library was found, or where it was searched for in vain.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Found {
     /// Library that was searched for.

@@ -42,17 +42,17 @@ pub enum Family {
     LoraLinear,
     /// Two products of an adapter's backward in one pass.
     LoraGradients,
-    /// Copies and sums around those products.
+    /// Copies and sums around the products of LoRA layers.
     LinearParts,
     /// Matrix products in f32.
     MatmulPlain,
     /// Elementwise operations, dropout, rotary position embedding.
     Pointwise,
-    /// Rows moved without arithmetic.
+    /// Gathers, scatters and transpositions: rows moved without arithmetic.
     Rows,
-    /// Sums over rows.
+    /// Sums over rows: scatter-add and column sums.
     RowSums,
-    /// Cross entropy.
+    /// Cross entropy of logits: statistics, losses and gradients.
     Loss,
 }
 
@@ -235,7 +235,7 @@ impl Module {
         self.kernels
     }
 
-    /// File name without extension, e.g. `cast-from0-to1`.
+    /// Name of the module's file without extension, e.g. `cast-from0-to1`: the family and its defines.
     #[must_use]
     pub fn name(&self) -> String {
         let choices = self.defines.iter();

@@ -82,7 +82,7 @@ pub struct Nccl {
 const SUM: c_int = 0;
 
 impl Nccl {
-    /// Finds and opens the library.
+    /// Finds and opens the NCCL library.
     ///
     /// # Errors
     /// [`CudaError::LibraryMissing`] with the places tried.
@@ -133,7 +133,7 @@ impl Nccl {
         })
     }
 
-    /// Version, e.g. `2.28.9`.
+    /// Version of the opened NCCL library, e.g. `2.28.9`.
     ///
     /// # Errors
     /// When the library does not answer.
@@ -397,7 +397,7 @@ pub struct Member {
 }
 
 impl Member {
-    /// As [`Communicator::all_gather`], on the given stream.
+    /// Queues an all-gather on `stream`, otherwise as [`Communicator::all_gather`].
     ///
     /// # Safety
     /// As there. The stream belongs to the GPU whose context was current when the rank joined.

@@ -63,7 +63,7 @@ const OPTIONS: [&str; 3] = [
 ];
 
 impl Compiler {
-    /// Finds NVRTC.
+    /// Finds and opens the NVRTC library.
     ///
     /// # Errors
     /// [`CudaError::LibraryMissing`] with the places tried.
@@ -78,7 +78,7 @@ impl Compiler {
         Ok(Self { version })
     }
 
-    /// Major and minor version.
+    /// Major and minor version of NVRTC.
     #[must_use]
     pub const fn version(self) -> (u32, u32) {
         self.version

@@ -78,7 +78,7 @@ impl Drop for Mapped {
     }
 }
 
-/// Timing event on the compute stream.
+/// Event on the compute stream that records the device's time.
 #[derive(Debug)]
 pub struct Mark(CudaEvent);
 
@@ -94,7 +94,7 @@ impl Mark {
 }
 
 impl Gpu {
-    /// Allocates zeroed pinned memory.
+    /// Allocates page-locked host memory of `bytes` bytes, filled with zeros.
     ///
     /// # Errors
     /// When the operating system has too little memory or forbids locking it.

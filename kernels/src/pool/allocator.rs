@@ -17,13 +17,13 @@ pub(super) struct Allocation {
     pub(super) lines: usize,
 }
 
-/// One contiguous range of addresses.
+/// One contiguous range of addresses (a segment), with its free and used lines.
 #[derive(Debug)]
 struct AddressRange {
     lines: usize,
     /// End of the used range. All lines from here on are free.
     end: usize,
-    /// High-water mark of `end`.
+    /// Highest value of `end` so far.
     reached: usize,
     /// Holes below `end`, as length by start. No hole ends at `end`.
     holes: BTreeMap<usize, usize>,

@@ -127,7 +127,7 @@ impl PoolStats {
     }
 }
 
-/// Entry of the pool's event log.
+/// Entry of the pool's event log: bytes that were taken or freed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PoolEvent {
     /// Tag of the bytes that were taken or freed.
@@ -153,7 +153,7 @@ struct Inner {
     following: Option<Following>,
 }
 
-/// Memory plan that the pool is following.
+/// Memory plan that the pool is following, where it starts, and the number of the next block.
 struct Following {
     memory_plan: Arc<MemoryPlan>,
     base: usize,
@@ -192,7 +192,7 @@ struct Shared {
     inner: Mutex<Inner>,
 }
 
-/// Accounted pool of memory. Clones share it.
+/// Memory pool that counts its bytes by tag and limits them. Clones share one pool.
 #[derive(Clone)]
 pub struct Pool(Arc<Shared>);
 
@@ -455,7 +455,7 @@ fn breakdown(stats: &PoolStats) -> Vec<(Tag, u64)> {
         .collect()
 }
 
-/// Counted bytes. Dropping it subtracts them.
+/// Bytes that a pool counts as in use. Dropping it subtracts them.
 #[derive(Debug)]
 pub struct Reservation {
     pool: Pool,
@@ -531,7 +531,7 @@ impl Block {
         unsafe { self.memory.bytes(self.placed.place, self.len) }
     }
 
-    /// The bytes of the block, for writing.
+    /// Content of the block, for writing.
     #[must_use]
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `as_bytes`; `&mut self` excludes every other slice of this block.

@@ -51,7 +51,7 @@ impl TileIo {
         }
     }
 
-    /// The same columns, `rows` rows further down.
+    /// Tile with the same columns, `rows` rows further down in source and destination.
     ///
     /// # Safety
     /// These rows exist.

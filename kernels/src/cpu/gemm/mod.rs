@@ -159,7 +159,7 @@ pub(crate) fn here_space(m: usize, k: usize) -> usize {
     streamed::here_space(m, k)
 }
 
-/// Length of the stretches of `k`.
+/// Length of the stretches into which the sum over `k` is divided.
 fn stretch(k: usize) -> usize {
     k.div_ceil(k.div_ceil(STRETCH).max(1))
         .next_multiple_of(STRETCH_STEP)

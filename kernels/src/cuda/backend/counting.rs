@@ -14,7 +14,7 @@ use std::time::Duration;
 
 /// Start of the imaginary memory, aligned like a device's.
 const START: Address = Address(1 << 40);
-/// More memory than any device has.
+/// Size of the imaginary memory in bytes, more than any device has.
 const BYTES: u64 = 1 << 50;
 
 /// Executor that accepts every call and does nothing.

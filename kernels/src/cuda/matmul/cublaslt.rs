@@ -71,7 +71,7 @@ pub(in crate::cuda) fn version() -> Option<String> {
 }
 
 impl CublasLt {
-    /// Finds and opens the library.
+    /// Finds and opens cuBLASLt and creates a handle for `gpu`.
     ///
     /// # Errors
     /// [`CudaError::LibraryMissing`] with the places tried, and the library's error when it does not start.

@@ -29,9 +29,9 @@ pub const ALIGNMENT: u64 = 16;
 /// Operation on the f32 sum before the one rounding.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Epilogue {
-    /// No operation.
+    /// The sum is rounded as it is.
     None,
-    /// Adds a bias.
+    /// Adds the bias to the sum.
     Bias,
     /// GELU in tanh form. With `aux`, its input is also stored.
     Gelu {

@@ -22,16 +22,16 @@ const CONTAINER: &str = "/usr/local/nvidia/lib64";
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NvmlError {
-    /// No library could be opened.
+    /// The NVML library was not found or could not be opened.
     #[error("libnvidia-ml.so.1 was not found")]
     NotFound,
-    /// The library does not have the function.
+    /// The NVML library does not have the function.
     #[error("{function} is not in this library")]
     Missing {
         /// Name of the function.
         function: &'static str,
     },
-    /// A call failed.
+    /// A call of an NVML function failed.
     #[error("{function} failed with {code}: {text}")]
     Failed {
         /// Name of the function.
@@ -70,7 +70,7 @@ pub struct NvmlReport {
 /// What NVML reports about one GPU. Each value can fail to be read on its own.
 #[derive(Debug, Clone)]
 pub struct NvmlGpu {
-    /// NVML's index, in PCI bus order.
+    /// Number of the GPU in NVML, in PCI bus order. CUDA's ordinal can differ.
     pub index: u32,
     /// Product name of the GPU.
     pub name: Reading<String>,
@@ -78,7 +78,7 @@ pub struct NvmlGpu {
     pub uuid: Reading<String>,
     /// PCI bus id, e.g. `00000000:01:00.0`.
     pub pci_bus_id: Reading<String>,
-    /// Major and minor compute capability.
+    /// Major and minor compute capability, e.g. `(8, 6)`.
     pub compute_capability: Reading<(u32, u32)>,
     /// Total, used and free memory of the GPU in bytes.
     pub memory: Reading<GpuMemory>,

@@ -13,11 +13,11 @@ const MAX_BLOCKS: u64 = 132 * 12;
 /// Operands of a step: arrays of `n` elements, each aligned to its elements.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AdamWChunk {
-    /// Storage of weights and moments.
+    /// Dtypes of weights and moments.
     pub form: Form,
     /// Dtype of the gradient.
     pub grad_dtype: DType,
-    /// Gradient before scaling.
+    /// Gradient of the weights, before scaling.
     pub grad: Address,
     /// Weights, or f32 master weights if the form has them. Updated in place.
     pub weight: Address,

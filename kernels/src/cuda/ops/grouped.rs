@@ -27,7 +27,7 @@ use crate::cuda::module::{Family, Module};
 pub struct Group {
     /// Numbers of the expert's rows, i32 `[m]`. The two experts must not share a row.
     pub rows: Address,
-    /// Number of rows; may be 0.
+    /// Number of rows of the expert; may be 0.
     pub m: usize,
     /// Right operand, `[b_rows, k]`, or `[k, b_rows]` when `transpose_b`.
     pub b: Address,
@@ -126,7 +126,7 @@ pub fn choosable() -> Vec<Variant> {
     all
 }
 
-/// Both f32 tiles in each orientation.
+/// Every variant for f32 operands: both tiles in each orientation.
 #[must_use]
 pub fn plain_variants() -> Vec<Variant> {
     let uses = [FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT];

@@ -48,7 +48,7 @@ pub struct Adapter {
 pub struct AdaptedGroup {
     /// Numbers of the expert's rows, i32 `[m]`. The two experts must not share a row.
     pub rows: Address,
-    /// Number of rows; may be 0.
+    /// Number of rows of the expert; may be 0.
     pub m: usize,
     /// Weight of the base layer, `[n, k]`.
     pub weight: Address,

@@ -13,14 +13,14 @@ use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
 
-/// The same constants as in the kernel.
+/// Sizes that must equal those in the CUDA source.
 const SLICE: usize = 512;
 const ROWS: usize = 16;
 const WARPS: usize = 8;
 /// Number of blocks that keeps every multiprocessor busy.
 const BLOCKS: usize = 128;
 
-/// Adapter ranks with a module.
+/// Ranks (padded) that a kernel module exists for.
 const RANKS: [usize; 3] = [16, 32, 64];
 
 /// Operands and results. Addresses of `dy` and `s` are aligned to 16 bytes.

@@ -85,7 +85,7 @@ pub struct LoraLinear {
     pub lora_b: Address,
     /// Factor on the adapter's output, which is added to the base layer's.
     pub scale: f32,
-    /// Dropout of the adapter's input, if any.
+    /// Dropout of the adapter's input, or `None` for no dropout.
     pub dropped: Option<Dropped>,
 }
 

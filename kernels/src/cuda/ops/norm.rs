@@ -9,7 +9,7 @@ const CHUNK: u32 = 8;
 const WARP: u32 = 32;
 /// Threads per block, unless a row needs more.
 const BLOCK_THREADS: u32 = 256;
-/// Maximum threads per row.
+/// Maximum number of threads that share a row.
 const MAX_ROW_THREADS: u32 = 512;
 /// Chunks that a thread holds in registers.
 const FORWARD_CHUNKS: u32 = 4;
@@ -44,7 +44,7 @@ pub struct Shape {
     pub rows: u64,
     /// Number of elements per row.
     pub c: u32,
-    /// Added to the mean square or variance.
+    /// Small number that is added to the mean square (RMS norm) or the variance (layer norm).
     pub eps: f32,
 }
 

@@ -65,11 +65,11 @@ pub struct Choice {
 /// transposed, and the tile.
 pub type Variant = (DType, DType, [bool; 2], Tile);
 
-/// Orientation of `y = x W^T`.
+/// Orientation of `y = x W^T`: whether `a` and `b` are transposed.
 pub(super) const FORWARD: [bool; 2] = [false, false];
-/// Orientation of `dx = dy W`.
+/// Orientation of `dx = dy W`: whether `a` and `b` are transposed.
 pub(super) const INPUT_GRADIENT: [bool; 2] = [false, true];
-/// Orientation of `dW = dy^T x`.
+/// Orientation of `dW = dy^T x`: whether `a` and `b` are transposed.
 pub(super) const WEIGHT_GRADIENT: [bool; 2] = [true, true];
 
 /// Whether layers use products of this kind. Other kinds get one tile each, so less needs to be compiled.
@@ -101,7 +101,7 @@ pub fn choosable() -> Vec<Variant> {
     all
 }
 
-/// Module of a product with 16-bit operands.
+/// Kernel module of a product with 16-bit operands. `None` for a combination of dtypes without a kernel.
 #[must_use]
 pub fn module(
     dtype: DType,
@@ -140,7 +140,7 @@ pub(super) fn defines(
 }
 
 impl Product {
-    /// Total length of all terms.
+    /// Total length `k` of all terms.
     fn depth(&self) -> usize {
         self.terms.iter().flatten().map(|term| term.k).sum()
     }
@@ -257,7 +257,7 @@ impl Product {
         Some(launches)
     }
 
-    /// Bytes of workspace that the launches need.
+    /// Size in bytes of the workspace that the product's launches need.
     #[must_use]
     pub fn workspace_bytes(&self, choice: Choice) -> u64 {
         let mut space = Workspace::new(Address::NULL);

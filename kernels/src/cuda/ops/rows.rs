@@ -186,7 +186,7 @@ pub struct Groups {
 }
 
 impl Groups {
-    /// Sorts rows `i` by their targets `index[i]`.
+    /// Sorts the row numbers `i` by their target rows `index[i]`.
     #[must_use]
     pub fn of(index: &[i32]) -> Self {
         let mut order: Vec<(i32, i32)> = index.iter().copied().zip(0..).collect();

@@ -71,7 +71,7 @@ impl SharedLora<'_> {
         Some(each.collect())
     }
 
-    /// Launches of `s` of all layers.
+    /// Launches that compute `s = scale * x A^T` of all layers.
     fn down(
         &self,
         s: Address,

@@ -43,7 +43,7 @@ impl Workspace {
         self.used = mark;
     }
 
-    /// Maximum bytes in use at one time.
+    /// Maximum number of bytes that were in use at one time.
     #[must_use]
     pub const fn bytes(&self) -> u64 {
         self.peak

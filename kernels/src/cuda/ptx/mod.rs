@@ -50,7 +50,7 @@ pub fn built_in(module: &Module) -> Option<&'static str> {
     (entry.source_hash == source_hash(module)).then_some(&*entry.ptx)
 }
 
-/// Reads a bundle.
+/// Decompresses a bundle and reads its entries.
 ///
 /// # Errors
 /// When it is damaged.

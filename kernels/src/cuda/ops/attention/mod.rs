@@ -96,11 +96,11 @@ pub struct Gradients {
     pub dk: Address,
     /// Gradient of the values, `[s, g, d]`.
     pub dv: Address,
-    /// [`Plan::workspace_bytes`] bytes, aligned to 16 bytes.
+    /// Scratch memory of [`Plan::workspace_bytes`] bytes, aligned to 16 bytes.
     pub workspace: Address,
 }
 
-/// Partition of a call into blocks.
+/// Partition of an attention call into thread blocks.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Plan {
     module: Module,
@@ -147,7 +147,7 @@ impl Plan {
         &self.tiling.table
     }
 
-    /// Whether the call runs on tensor cores.
+    /// Whether the attention call runs on tensor cores.
     #[must_use]
     pub const fn uses_tensor_cores(&self) -> bool {
         !self.tiling.plain
@@ -248,7 +248,7 @@ impl Plan {
         )
     }
 
-    /// Sums the parts of `dk` and `dv`.
+    /// Launch that adds the partial sums of `dk` and `dv`.
     fn sum_parts(&self, gradients: Gradients) -> Option<Launch> {
         let [dk_parts, dv_parts] = self.part_addresses(gradients);
         let mut args = addresses([dk_parts, dv_parts, gradients.dk, gradients.dv]);

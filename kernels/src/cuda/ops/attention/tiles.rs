@@ -20,9 +20,10 @@ pub struct Problem<'a> {
     pub kv_heads: u32,
     /// Elements per head `d`, from 1 to 128.
     pub head_dim: u32,
-    /// Ascending offsets, first 0, last `t`.
+    /// First query row of each sequence, then the end of the last one: ascending, first 0, last `t`.
     pub q_starts: &'a [usize],
-    /// Ascending offsets, first 0, last `s`; as many as in `q_starts`.
+    /// First key row of each sequence, then the end of the last one: ascending, first 0, last `s`; as many as in
+    /// `q_starts`.
     pub k_starts: &'a [usize],
     /// Causal mask: query `i` of `n` attends to keys `0..=i + (keys - n)` of its sequence.
     pub causal: bool,
@@ -45,9 +46,9 @@ pub(super) struct Tiles {
 /// Tiles of an attention call, for blocks that process queries and for blocks that process keys.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Tiling {
-    /// Whether the plain family computes the call.
+    /// Whether the kernels without tensor cores compute the call.
     pub(super) plain: bool,
-    /// Both lists of starts, then the tiles.
+    /// Table for the kernels: the starts of queries and of keys, then the tiles.
     pub(super) table: Vec<i32>,
     pub(super) queries: Tiles,
     pub(super) keys: Tiles,
