@@ -87,13 +87,13 @@ pub struct AdaptedLinearGradArgs<'a> {
     pub forward: AdaptedLinearArgs<'a>,
     /// Gradients of the outputs, `[t, n]` per projection.
     pub dy: &'a [&'a Tensor],
-    /// [`AdaptedLinear::inner`] of the same projections, or empty.
+    /// [`AdaptedLinear::inner`] that the forward of the same projections returned, or empty to recompute it.
     pub inner: &'a [Tensor],
     /// Whether to compute [`AdaptedLinearGrads::dx`], the gradient of the input.
     pub need_dx: bool,
 }
 
-/// Gradients of an adapter: `[r, k]` and `[n, r]`, f32.
+/// Gradients of an adapter's matrices A and B: `[r, k]` and `[n, r]`, f32.
 pub type AdapterGrads = [Tensor; 2];
 
 /// Results of [`Backend::adapted_linear_backward`].
@@ -243,7 +243,7 @@ pub(crate) fn check_backward(op: &'static str, args: &AdaptedLinearGradArgs<'_>)
 
 /// Parts of the operation that each device implements.
 pub(crate) trait AdaptedRows: Backend {
-    /// Forward of one layer with an adapter: `[t, n]`.
+    /// Output of one layer with an adapter, `[t, n]`.
     fn layer(&self, args: &LoraArgs<'_>) -> Result<Tensor>;
 
     /// Gradients of [`AdaptedRows::layer`] for `dy [t, n]`. The base weight is frozen.
@@ -267,7 +267,7 @@ pub(crate) trait AdaptedRows: Backend {
     }
 }
 
-/// [`Backend::adapted_linear`], one projection after the other.
+/// Reference implementation of [`Backend::adapted_linear`], one projection after the other.
 pub(crate) fn forward<B: AdaptedRows + ?Sized>(
     on: &B,
     args: &AdaptedLinearArgs<'_>,
@@ -293,7 +293,8 @@ pub(crate) fn forward<B: AdaptedRows + ?Sized>(
     Ok(all)
 }
 
-/// [`Backend::adapted_linear_backward`], one projection after the other from the last to the first.
+/// Reference implementation of [`Backend::adapted_linear_backward`], one projection after the other from the last to
+/// the first.
 pub(crate) fn backward<B: AdaptedRows + ?Sized>(
     on: &B,
     args: &AdaptedLinearGradArgs<'_>,

@@ -81,18 +81,18 @@ pub struct DropoutArgs<'a> {
 /// Formula that [`Backend::gelu`] uses: the tanh approximation or the exact one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Gelu {
-    /// `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`.
+    /// Tanh approximation: `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`.
     Tanh,
-    /// `0.5 x (1 + erf(x / sqrt 2))`.
+    /// Exact formula: `0.5 x (1 + erf(x / sqrt 2))`.
     Erf,
 }
 
 /// Pairing of a head's elements in rotary position embedding.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RopeLayout {
-    /// `(i, i + rotary/2)`: Llama, Qwen2 ("rotate half").
+    /// Pairs `(i, i + rotary/2)`, as in Llama and Qwen2 ("rotate half").
     HalfSplit,
-    /// `(2i, 2i + 1)`: GLM.
+    /// Pairs of neighbors `(2i, 2i + 1)`, as in GLM.
     Interleaved,
 }
 

@@ -240,7 +240,7 @@ fn for_rows(
 }
 
 multiversion! {
-    /// Adds a tile of one row's logits to its statistics.
+    /// Updates the softmax statistics of one row with a tile of its logits.
     fn update(logits: &[f32], running: &mut Running) {
         let top = reduce::max(logits);
         let top = if top > running.max { top } else { running.max };

@@ -38,7 +38,7 @@ pub struct Gpu {
     /// Created when memory is first shared with other processes.
     peers: OnceLock<Peers>,
     group: Group,
-    /// Where to search for NCCL.
+    /// Where NCCL and other libraries are searched for.
     search: Search,
     /// Library for matrix products, if one is used.
     products: Option<CublasLt>,

@@ -115,7 +115,7 @@ impl Images {
         }
     }
 
-    /// Selects native code or PTX of the sm_80 family. The latter also changes [`Images::arch`].
+    /// Selects native code or PTX of the sm_80 family. The latter also changes the target architecture.
     #[must_use]
     pub fn with_code(mut self, code: Code) -> Self {
         self.code = code;

@@ -79,7 +79,7 @@ pub struct Search {
 pub struct Attempt {
     /// Path that was tried, or the file name given to the dynamic linker.
     pub place: String,
-    /// `opened`, `no such file`, or the error of the dynamic linker.
+    /// What happened there: `opened`, `no such file`, or the error of the dynamic linker.
     pub outcome: String,
 }
 

@@ -80,7 +80,7 @@ pub fn modules() -> Vec<Module> {
 }
 
 impl LoraGradients {
-    /// Whether one pass is possible. It is then faster than two products.
+    /// Whether one pass can compute both gradients. It is then faster than two products.
     #[must_use]
     pub fn fits(&self) -> bool {
         let narrow = matches!(self.dtype, DType::BF16 | DType::F16);

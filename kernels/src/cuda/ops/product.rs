@@ -10,11 +10,11 @@ use crate::cuda::module::{Family, Module, element_type};
 /// Two matrices whose product `a b^T` is one term of a [`Product`], with a sum over `k`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Term {
-    /// `[m, k]`, or `[k, m]` when `transpose_a`; 16-byte aligned (f32: 4).
+    /// Left operand, `[m, k]`, or `[k, m]` when `transpose_a`; 16-byte aligned (f32: 4).
     pub a: Address,
     /// Distance between lines of `a` in elements.
     pub a_line: usize,
-    /// `[n, k]`, or `[k, n]` when `transpose_b`; 16-byte aligned (f32: 4).
+    /// Right operand, `[n, k]`, or `[k, n]` when `transpose_b`; 16-byte aligned (f32: 4).
     pub b: Address,
     /// Distance between lines of `b` in elements.
     pub b_line: usize,

@@ -365,7 +365,7 @@ impl Plan {
         }
     }
 
-    /// Elements of one part: `s g d`.
+    /// Number of elements of one partial sum of `dk` or `dv`: `s g d`.
     const fn part_elements(&self) -> u64 {
         self.keys * self.kv_heads as u64 * self.head_dim as u64
     }
