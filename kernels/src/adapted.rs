@@ -9,7 +9,7 @@ use crate::grouped::partition;
 use crate::pool::Tag;
 use crate::{Backend, Shape, Tensor};
 
-/// Dropout of an adapter's input: [`Backend::dropout`] applied to `x`.
+/// Dropout of an adapter's input: [`Backend::dropout`] applied to the layer's input `x`.
 #[derive(Clone, Copy, Debug)]
 pub struct AdapterDropout<'a> {
     /// Row words as in [`DropoutArgs`]: i32 `[t, 2]`, for the rows of all groups.
@@ -21,7 +21,7 @@ pub struct AdapterDropout<'a> {
 }
 
 impl<'a> AdapterDropout<'a> {
-    /// Dropout operands for the input `x`.
+    /// Operands for [`Backend::dropout`] with these settings on the input `x`.
     #[must_use]
     pub const fn of(&self, x: &'a Tensor) -> DropoutArgs<'a> {
         DropoutArgs {
@@ -38,7 +38,7 @@ impl<'a> AdapterDropout<'a> {
 pub struct AdapterArgs<'a> {
     /// Matrix A, `[r, k]`. Adapters of one call may differ in `r`.
     pub lora_a: &'a Tensor,
-    /// Matrix B, `[n, r]`.
+    /// Matrix B of the adapter, `[n, r]`. It maps the `r` intermediate values to the `n` outputs.
     pub lora_b: &'a Tensor,
     /// Factor on the adapter's output, `alpha / r`.
     pub scale: f32,
@@ -51,9 +51,9 @@ pub struct AdapterArgs<'a> {
 pub struct AdaptedLayer<'a> {
     /// Weight of the base layer, `[n, k]`.
     pub weight: &'a Tensor,
-    /// Bias, `[n]`.
+    /// Bias of the base layer, `[n]`, or `None` if the layer has no bias.
     pub bias: Option<&'a Tensor>,
-    /// Low-rank adapter, if any.
+    /// Low-rank adapter that is added to the base layer. `None` for the base layer alone.
     pub adapter: Option<AdapterArgs<'a>>,
 }
 
@@ -61,7 +61,7 @@ pub struct AdaptedLayer<'a> {
 /// has one layer, or one layer per row group, e.g. per expert.
 #[derive(Clone, Copy, Debug)]
 pub struct AdaptedLinearArgs<'a> {
-    /// Input, `[t, k]`.
+    /// Input of all projections, `[t, k]`: `t` tokens with `k` features.
     pub x: &'a Tensor,
     /// Two row groups, each i32 `[m]`, possibly empty. Together they name every row once. `None`: all rows form one
     /// group.
@@ -70,10 +70,10 @@ pub struct AdaptedLinearArgs<'a> {
     pub projections: &'a [Vec<AdaptedLayer<'a>>],
 }
 
-/// Results of [`Backend::adapted_linear`].
+/// Results of [`Backend::adapted_linear`]: the output of each projection, and values that its backward can reuse.
 #[derive(Debug)]
 pub struct AdaptedLinear {
-    /// Outputs, `[t, n]` per projection.
+    /// Outputs of the projections, one tensor `[t, n]` per projection.
     pub y: Vec<Tensor>,
     /// Outputs of the adapters' A matrices, for [`AdaptedLinearGradArgs::inner`]. Each device has its own layout.
     /// Empty if the device stores none.
@@ -83,17 +83,17 @@ pub struct AdaptedLinear {
 /// Operands of [`Backend::adapted_linear_backward`].
 #[derive(Clone, Copy, Debug)]
 pub struct AdaptedLinearGradArgs<'a> {
-    /// Operands of the forward call.
+    /// Operands that were passed to [`Backend::adapted_linear`] in the forward.
     pub forward: AdaptedLinearArgs<'a>,
     /// Gradients of the outputs, `[t, n]` per projection.
     pub dy: &'a [&'a Tensor],
-    /// [`AdaptedLinear::inner`] of the same projections, or empty.
+    /// [`AdaptedLinear::inner`] that the forward of the same projections returned, or empty to recompute it.
     pub inner: &'a [Tensor],
-    /// Whether to compute the input's gradient.
+    /// Whether to compute [`AdaptedLinearGrads::dx`], the gradient of the input.
     pub need_dx: bool,
 }
 
-/// Gradients of an adapter: `[r, k]` and `[n, r]`, f32.
+/// Gradients of an adapter's matrices A and B: `[r, k]` and `[n, r]`, f32.
 pub type AdapterGrads = [Tensor; 2];
 
 /// Results of [`Backend::adapted_linear_backward`].
@@ -110,23 +110,23 @@ pub struct AdaptedLinearGrads {
 /// Operands of one layer with an adapter.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LoraArgs<'a> {
-    /// Input, `[t, k]`.
+    /// Input of the layer, `[t, k]`.
     pub(crate) x: &'a Tensor,
     /// Weight of the base layer, `[n, k]`.
     pub(crate) weight: &'a Tensor,
-    /// Bias, `[n]`.
+    /// Bias of the base layer, `[n]`, if it has one.
     pub(crate) bias: Option<&'a Tensor>,
-    /// Matrix A, `[r, k]`.
+    /// Matrix A of the adapter, `[r, k]`.
     pub(crate) lora_a: &'a Tensor,
-    /// Matrix B, `[n, r]`.
+    /// Matrix B of the adapter, `[n, r]`.
     pub(crate) lora_b: &'a Tensor,
     /// Factor on the adapter's output, `alpha / r`.
     pub(crate) scale: f32,
-    /// Dropout of the adapter's input.
+    /// Dropout of the adapter's input, or `None` for no dropout. The base layer's input has none.
     pub(crate) dropout: Option<AdapterDropout<'a>>,
 }
 
-/// Gradients of [`LoraArgs`].
+/// Gradients of one layer with an adapter, whose operands are [`LoraArgs`].
 #[derive(Debug)]
 pub(crate) struct LoraGrads {
     /// Gradient of `x`, `[t, k]` in its dtype, if requested.
@@ -175,7 +175,8 @@ impl<'a> AdaptedLayer<'a> {
     }
 }
 
-/// One projection with two row groups.
+/// Operands of one projection with two row groups: the input, the row numbers of each group, and the layer that each
+/// group uses.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GroupedLayers<'a> {
     pub(crate) x: &'a Tensor,
@@ -184,7 +185,7 @@ pub(crate) struct GroupedLayers<'a> {
 }
 
 impl<'a> AdaptedLinearArgs<'a> {
-    /// Number of layers per projection.
+    /// Number of layers of each projection: one per row group.
     fn groups(&self) -> usize {
         self.row_groups.map_or(1, |rows| rows.len())
     }
@@ -242,7 +243,7 @@ pub(crate) fn check_backward(op: &'static str, args: &AdaptedLinearGradArgs<'_>)
 
 /// Parts of the operation that each device implements.
 pub(crate) trait AdaptedRows: Backend {
-    /// Forward of one layer with an adapter: `[t, n]`.
+    /// Output of one layer with an adapter, `[t, n]`.
     fn layer(&self, args: &LoraArgs<'_>) -> Result<Tensor>;
 
     /// Gradients of [`AdaptedRows::layer`] for `dy [t, n]`. The base weight is frozen.
@@ -266,7 +267,7 @@ pub(crate) trait AdaptedRows: Backend {
     }
 }
 
-/// [`Backend::adapted_linear`], one projection after the other.
+/// Reference implementation of [`Backend::adapted_linear`], one projection after the other.
 pub(crate) fn forward<B: AdaptedRows + ?Sized>(
     on: &B,
     args: &AdaptedLinearArgs<'_>,
@@ -292,7 +293,8 @@ pub(crate) fn forward<B: AdaptedRows + ?Sized>(
     Ok(all)
 }
 
-/// [`Backend::adapted_linear_backward`], one projection after the other from the last to the first.
+/// Reference implementation of [`Backend::adapted_linear_backward`], one projection after the other from the last to
+/// the first.
 pub(crate) fn backward<B: AdaptedRows + ?Sized>(
     on: &B,
     args: &AdaptedLinearGradArgs<'_>,
@@ -400,7 +402,7 @@ pub(crate) fn gathered<B: AdaptedRows + ?Sized>(
     Ok(y)
 }
 
-/// Gradients of [`gathered`].
+/// Backward of [`gathered`]: the gradient of the input (if `need_dx`) and of each group's adapter (if it has one).
 pub(crate) fn gathered_backward<B: AdaptedRows + ?Sized>(
     on: &B,
     args: &GroupedLayers<'_>,

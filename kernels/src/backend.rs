@@ -53,15 +53,15 @@ pub enum Transpose {
 pub struct MatmulArgs<'a> {
     /// Left operand, `[m, k]`, or `[k, m]` when transposed. Leading axes are folded into rows.
     pub a: &'a Tensor,
-    /// Whether `a` is transposed.
+    /// Whether `a` is stored transposed, as `[k, m]`.
     pub transpose_a: Transpose,
     /// Right operand, `[k, n]`, or `[n, k]` when transposed (the layout of a linear weight).
     pub b: &'a Tensor,
-    /// Whether `b` is transposed.
+    /// Whether `b` is stored transposed, as `[n, k]`.
     pub transpose_b: Transpose,
     /// Bias, `[n]`, added to every row.
     pub bias: Option<&'a Tensor>,
-    /// Dtype of the result.
+    /// Dtype that the result `[m, n]` is stored in.
     pub out: DType,
 }
 
@@ -78,21 +78,21 @@ pub struct DropoutArgs<'a> {
     pub p: f32,
 }
 
-/// The nonlinearity of [`Backend::gelu`].
+/// Formula that [`Backend::gelu`] uses: the tanh approximation or the exact one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Gelu {
-    /// `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`.
+    /// Tanh approximation: `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`.
     Tanh,
-    /// `0.5 x (1 + erf(x / sqrt 2))`.
+    /// Exact formula: `0.5 x (1 + erf(x / sqrt 2))`.
     Erf,
 }
 
 /// Pairing of a head's elements in rotary position embedding.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RopeLayout {
-    /// `(i, i + rotary/2)`: Llama, Qwen2 ("rotate half").
+    /// Pairs `(i, i + rotary/2)`, as in Llama and Qwen2 ("rotate half").
     HalfSplit,
-    /// `(2i, 2i + 1)`: GLM.
+    /// Pairs of neighbors `(2i, 2i + 1)`, as in GLM.
     Interleaved,
 }
 
@@ -112,15 +112,16 @@ pub enum Direction {
 /// attention).
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionArgs<'a> {
-    /// Queries, `[t, h, d]`.
+    /// Queries, `[t, h, d]`: `t` query rows of all sequences, `h` query heads, head dim `d`.
     pub q: &'a Tensor,
-    /// Keys, `[s, g, d]`.
+    /// Keys, `[s, g, d]`: `s` key rows of all sequences, `g` key/value heads, head dim `d`.
     pub k: &'a Tensor,
-    /// Values, `[s, g, d]`.
+    /// Values, `[s, g, d]`, one per key.
     pub v: &'a Tensor,
-    /// Ascending offsets, first 0, last `t`.
+    /// First query row of each sequence, then the end of the last one: ascending, first 0, last `t`.
     pub q_starts: &'a [usize],
-    /// Ascending offsets, first 0, last `s`; as many as in `q_starts`.
+    /// First key row of each sequence, then the end of the last one: ascending, first 0, last `s`; as many as in
+    /// `q_starts`.
     pub k_starts: &'a [usize],
     /// Causal mask: query `i` of `n` attends to keys `0..=i + (keys - n)` of its sequence. The mask is aligned to the
     /// last query and the last key, so a cached prefix of keys works.
@@ -129,16 +130,16 @@ pub struct AttentionArgs<'a> {
     pub scale: f32,
 }
 
-/// Result of [`Backend::attention`].
+/// Results of [`Backend::attention`]: the output, and what the backward needs besides.
 #[derive(Debug)]
 pub struct AttentionOut {
-    /// Output, `[t, h, d]`.
+    /// Weighted sums of the values, `[t, h, d]` like the queries.
     pub out: Tensor,
     /// Log-sum-exp of the scaled scores, `[t, h]` f32, for backward.
     pub lse: Tensor,
 }
 
-/// Gradients of [`AttentionArgs`].
+/// Gradients of the tensors in [`AttentionArgs`].
 #[derive(Debug)]
 pub struct AttentionGrads {
     /// Gradient of the queries, `[t, h, d]`.
@@ -149,7 +150,7 @@ pub struct AttentionGrads {
     pub dv: Tensor,
 }
 
-/// Gradients of a normalization.
+/// Gradients of an RMS norm or a layer norm.
 #[derive(Debug)]
 pub struct NormGrads {
     /// Gradient of `x`, in its dtype.
@@ -160,7 +161,7 @@ pub struct NormGrads {
     pub d_bias: Option<Tensor>,
 }
 
-/// Losses and gradients of [`Backend::linear_cross_entropy`].
+/// Result of [`Backend::linear_cross_entropy_backward`]: the losses and the requested gradients.
 #[derive(Debug)]
 pub struct LossGrads {
     /// Loss per token, f32 `[t]`, as [`Backend::linear_cross_entropy`] returns it.
@@ -176,10 +177,10 @@ pub const IGNORED_LABEL: i32 = -100;
 
 /// One device: its memory and its operations. The trait is object safe and used as `Arc<dyn Backend>`.
 pub trait Backend: Send + Sync + std::fmt::Debug {
-    /// Kind of device.
+    /// Kind of device that this backend runs on.
     fn device(&self) -> Device;
 
-    /// The device's memory.
+    /// Pool that counts and limits the device's memory.
     fn pool(&self) -> &Pool;
 
     /// Access of other ranks' devices to this one's memory, if supported.
@@ -197,7 +198,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         None
     }
 
-    /// Copies host bytes into a new tensor.
+    /// Copies host bytes into a new tensor on the device.
     ///
     /// # Errors
     /// When the pool is full, or the number of bytes does not match shape and dtype.
@@ -244,7 +245,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         Ok(Vec::new())
     }
 
-    /// A tensor of zeros.
+    /// Allocates a tensor on the device, filled with zeros.
     ///
     /// # Errors
     /// When the pool is full.
@@ -262,7 +263,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When shapes or dtypes differ, or the pool is full.
     fn add(&self, a: &Tensor, b: &Tensor) -> Result<Tensor>;
 
-    /// `factor * x`.
+    /// `factor * x` for each element, in the dtype of `x`.
     ///
     /// # Errors
     /// When the pool is full.
@@ -372,7 +373,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When shapes do not match or the pool is full.
     fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor>;
 
-    /// Gradients of [`Backend::rms_norm`].
+    /// Gradients of [`Backend::rms_norm`] with respect to `x` and `weight`.
     ///
     /// # Errors
     /// When shapes do not match or the pool is full.
@@ -384,7 +385,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         eps: f32,
     ) -> Result<NormGrads>;
 
-    /// Elementwise GELU.
+    /// GELU of each element of `x`, by the formula `kind`.
     ///
     /// # Errors
     /// When the pool is full.
@@ -396,7 +397,7 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When shapes do not match or the pool is full.
     fn gelu_backward(&self, x: &Tensor, dy: &Tensor, kind: Gelu) -> Result<Tensor>;
 
-    /// SwiGLU: `silu(gate) * up`.
+    /// SwiGLU of each element: `silu(gate) * up`.
     ///
     /// # Errors
     /// When shapes do not match or the pool is full.

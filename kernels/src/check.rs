@@ -277,7 +277,7 @@ pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<usize> {
     Ok(width)
 }
 
-/// Sizes of an attention call.
+/// Sizes of an attention call: `t` query rows, `s` key rows, `h` query heads, `g` key/value heads, head dim `d`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct AttentionSizes {
     pub(crate) t: usize,
@@ -363,7 +363,7 @@ fn with_rows(rows: usize, row: &[usize]) -> Shape {
     Shape::new(&dims)
 }
 
-/// Shape of gathered rows.
+/// Checks the operands of `gather_rows` and returns the result's shape: one row of `table` per index.
 pub(crate) fn gather_rows(table: &Tensor, idx: &Tensor) -> Result<Shape> {
     const OP: &str = "gather_rows";
     index(OP, idx)?;

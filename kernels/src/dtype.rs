@@ -20,7 +20,7 @@ pub enum DType {
 }
 
 impl DType {
-    /// Bytes of one element.
+    /// Size of one element in bytes.
     #[must_use]
     pub const fn size_bytes(self) -> usize {
         match self {
@@ -50,7 +50,7 @@ impl DType {
         }
     }
 
-    /// Inverse of [`DType::name`].
+    /// Dtype with this safetensors name, as [`DType::name`] returns it. `None` for an unknown name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         [
@@ -76,11 +76,11 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// Rust type of a tensor's elements.
+/// Rust type that can be the element type of a tensor.
 pub trait Element:
     sealed::Sealed + bytemuck::Pod + Send + Sync + std::fmt::Debug + PartialEq
 {
-    /// The matching [`DType`].
+    /// Dtype of tensors whose elements have this Rust type.
     const DTYPE: DType;
 }
 
@@ -94,9 +94,9 @@ element!(f32 => F32, bf16 => BF16, f16 => F16, f64 => F64, i32 => I32, u8 => U8)
 
 /// Floating-point element. Operations compute in `f32` and round to nearest even on store.
 pub trait Float: Element {
-    /// Converts to `f32` exactly.
+    /// Converts the element to `f32`. The conversion is exact.
     fn to_f32(self) -> f32;
-    /// Rounds to nearest even.
+    /// Converts `value` to this type, rounded to nearest even.
     fn from_f32(value: f32) -> Self;
 }
 

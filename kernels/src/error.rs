@@ -7,7 +7,7 @@ use crate::{DType, Shape, Tag};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
-    /// The pool's capacity is exceeded.
+    /// An allocation would exceed the capacity of its pool.
     #[error(
         "{pool} memory is exhausted: {tag} asks for {asked_bytes} bytes, {in_use_bytes} of {capacity_bytes} are in use ({})",
         table(breakdown)
@@ -15,7 +15,7 @@ pub enum KernelError {
     OutOfMemory {
         /// Name of the pool.
         pool: &'static str,
-        /// Tag of the request.
+        /// Tag of the bytes requested.
         tag: Tag,
         /// Bytes requested.
         asked_bytes: u64,
@@ -26,12 +26,12 @@ pub enum KernelError {
         /// Bytes in use by tag, for every tag in use.
         breakdown: Vec<(Tag, u64)>,
     },
-    /// Operand shapes do not match.
+    /// The shapes of an operation's operands do not match.
     #[error("{op}: shapes do not fit: {detail}")]
     Shape {
         /// Name of the operation.
         op: &'static str,
-        /// The shapes found.
+        /// Shapes found, or another description of the mismatch.
         detail: String,
     },
     /// An operand has a dtype that the operation does not support.
@@ -39,19 +39,19 @@ pub enum KernelError {
     DType {
         /// Name of the operation.
         op: &'static str,
-        /// Dtype found.
+        /// Dtype of the operand.
         got: DType,
         /// Supported dtypes, in words.
         expected: &'static str,
     },
-    /// A row index is out of range.
+    /// A row index or a label is out of range.
     #[error("{op}: index {index} is outside 0..{rows}")]
     Index {
         /// Name of the operation.
         op: &'static str,
-        /// The index.
+        /// The index that is out of range.
         index: i64,
-        /// Number of rows of the table.
+        /// Number of rows; valid indices are `0..rows`.
         rows: usize,
     },
     /// A tensor of the meta device has no values to read.
@@ -70,7 +70,7 @@ pub enum KernelError {
         /// Shape of the operand.
         shape: Shape,
     },
-    /// The device itself failed.
+    /// The device or its driver failed.
     #[error("{op}: {cause}")]
     Device {
         /// Name of the operation.
@@ -80,10 +80,10 @@ pub enum KernelError {
     },
 }
 
-/// Result of a device operation.
+/// Result of a device operation, with [`KernelError`] as its error.
 pub type Result<T, E = KernelError> = std::result::Result<T, E>;
 
-/// A [`KernelError::Shape`] with details.
+/// Returns a [`KernelError::Shape`] for the operation `op`, with `detail` about the shapes.
 pub(crate) fn shape_error<T>(op: &'static str, detail: impl Into<String>) -> Result<T> {
     Err(KernelError::Shape {
         op,

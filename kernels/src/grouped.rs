@@ -10,18 +10,18 @@ use crate::{Backend, DType, Tensor};
 /// `y[row] = a[row] @ op(b) + bias`, with `b` and `bias` of the row's group.
 #[derive(Clone, Copy, Debug)]
 pub struct GroupedMatmulArgs<'a> {
-    /// Left operand, `[t, k]`.
+    /// Left operand of both groups, `[t, k]`.
     pub a: &'a Tensor,
     /// The two row groups. Together they name every row once.
     pub groups: [MatmulGroup<'a>; 2],
-    /// Whether each `b` is transposed.
+    /// Whether the matrix `b` of each group is stored transposed, as `[n, k]`.
     pub transpose_b: Transpose,
 }
 
-/// One row group and its layer.
+/// Rows of one group, and the matrix and bias for these rows.
 #[derive(Clone, Copy, Debug)]
 pub struct MatmulGroup<'a> {
-    /// Row numbers, i32 `[m]`, possibly empty.
+    /// Numbers of the group's rows in `a`, i32 `[m]`, possibly empty.
     pub rows: &'a Tensor,
     /// Right operand, `[k, n]`, or `[n, k]` when transposed (the layout of a linear weight).
     pub b: &'a Tensor,
@@ -61,7 +61,7 @@ pub(crate) fn split(second: &[bool]) -> [Vec<i32>; 2] {
     rows
 }
 
-/// [`Backend::partition_rows`], computed on the host.
+/// Implementation of [`Backend::partition_rows`] that splits the rows on the host and uploads the row numbers.
 pub(crate) fn partition_rows<B: Backend + ?Sized>(on: &B, second: &[bool]) -> Result<[Tensor; 2]> {
     let [first, second] = split(second);
     let place = |rows: &[i32]| {

@@ -23,7 +23,7 @@ pub struct MetaBackend {
 }
 
 impl MetaBackend {
-    /// Meta device that counts in `pool`.
+    /// Meta device that counts the bytes of its tensors in `pool`.
     #[must_use]
     pub fn new(pool: Pool) -> Self {
         Self { pool }

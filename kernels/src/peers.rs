@@ -14,7 +14,7 @@ use std::time::Duration;
 /// The queues (CUDA streams) of a device that ranks order against each other.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Lane {
-    /// Queue of computation.
+    /// Queue that computation runs on.
     Compute,
     /// Queue of communication between ranks. It runs beside computation and host-to-device copies.
     Communication,
@@ -111,7 +111,7 @@ pub trait PeerAccess: Send + Sync + std::fmt::Debug {
 /// Device in a communicator of a library such as NCCL. Collectives run beside computation. Every rank must issue the
 /// same collectives in the same order.
 pub trait GroupAccess: Send + Sync + std::fmt::Debug {
-    /// Version of the library.
+    /// Version of the library that provides the collectives.
     ///
     /// # Errors
     /// When the library is missing.

@@ -4,7 +4,8 @@ const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const KEY_STEPS: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 const ROUNDS: usize = 10;
 
-/// One Philox block: 128 random bits for a 128-bit counter and a 64-bit key.
+/// Random function Philox4x32-10: 128 random bits for a 128-bit counter and a 64-bit key. Equal arguments give equal
+/// bits.
 #[must_use]
 pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     let lanes = philox4x32_lanes(counter.map(|word| [word]), key);

@@ -80,19 +80,19 @@ impl Resident {
         Ok(())
     }
 
-    /// Element type.
+    /// Element type of the state.
     #[must_use]
     pub fn dtype(&self) -> DType {
         self.all.dtype()
     }
 
-    /// Number of elements.
+    /// Number of elements of the state.
     #[must_use]
     pub fn elems(&self) -> usize {
         self.all.elems()
     }
 
-    /// Bytes of the elements.
+    /// Size of all elements in bytes.
     #[must_use]
     pub fn size_bytes(&self) -> usize {
         self.all.size_bytes()
@@ -123,7 +123,7 @@ impl Resident {
 /// kernels.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RoundingCounter {
-    /// Key of the random stream.
+    /// Key of the random stream that rounds the sums.
     pub key: [u32; 2],
     /// Number of the addition. No two additions to one element may share it.
     pub time: u64,
@@ -139,19 +139,19 @@ pub struct RoundingCounter {
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Debug, Pod, Zeroable)]
 pub struct Scalars {
-    /// Factor on every gradient, besides that of the clip block.
+    /// Factor on every gradient. The factor of the clip block is applied besides.
     pub grad_scale: f32,
-    /// `1 - beta1`.
+    /// Weight of the new gradient in the first moment, `1 - beta1`.
     pub one_minus_beta1: f32,
-    /// `beta2`.
+    /// Weight of the old value in the second moment, `beta2`.
     pub beta2: f32,
-    /// `1 - beta2`.
+    /// Weight of the new squared gradient in the second moment, `1 - beta2`.
     pub one_minus_beta2: f32,
     /// Added to the square root of the second moment: `eps * sqrt(1 - beta2^step)`.
     pub eps: f32,
     /// Learning rate with both bias corrections: `lr * sqrt(1 - beta2^step) / (1 - beta1^step)`.
     pub step_size: f32,
-    /// `1 - lr * weight_decay`.
+    /// Factor on the weights for decoupled weight decay, `1 - lr * weight_decay`.
     pub decay: f32,
     /// Key of the random stream of stochastic rounding.
     pub key: [u32; 2],
@@ -159,7 +159,7 @@ pub struct Scalars {
     pub step: [u32; 2],
 }
 
-/// Storage of weights and moments.
+/// Dtypes that an `AdamW` update stores weights and moments in.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Form {
     /// `f32` weights and moments.
@@ -175,7 +175,7 @@ pub enum Form {
 }
 
 impl Form {
-    /// All forms. The index is the number in the CUDA source's define.
+    /// Every form. The index of a form is its number in the CUDA source's define.
     pub const ALL: [Self; 5] = [
         Self::F32,
         Self::MasterBf16,
@@ -203,7 +203,7 @@ impl Form {
         }
     }
 
-    /// Dtype of the moments.
+    /// Dtype of the first and second moments.
     #[must_use]
     pub const fn moment_dtype(self) -> DType {
         match self {
@@ -223,27 +223,27 @@ impl Form {
     }
 }
 
-/// Elements of a [`Resident`] from `start` on, to be changed. The other operands determine how many.
+/// Elements of a [`Resident`] that an operation changes, from `start` on. The other operands determine how many.
 #[derive(Debug)]
 pub struct Part<'a> {
-    /// The state.
+    /// State that contains the elements.
     pub of: &'a mut Resident,
-    /// Index of the first element.
+    /// Index in the state of the first element to change.
     pub start: usize,
 }
 
 impl Part<'_> {
-    /// The first `elems` elements as a tensor.
+    /// Flat tensor of `elems` elements from `start` on, which shares the state's memory. Fails out of bounds.
     #[cfg(feature = "cuda")]
     pub(crate) fn tensor(&self, elems: usize) -> Result<Tensor> {
         self.of.part(self.start..self.start + elems)
     }
 }
 
-/// One `AdamW` update of a chunk, which has as many elements as the gradient.
+/// Operands of one `AdamW` update of a chunk of a model's weights. The chunk has as many elements as the gradient.
 #[derive(Debug)]
 pub struct AdamWArgs<'a> {
-    /// Storage of weights and moments.
+    /// Dtypes of weights and moments.
     pub form: Form,
     /// Gradient before scaling, flat, in any float dtype.
     pub grad: &'a Tensor,
@@ -251,9 +251,9 @@ pub struct AdamWArgs<'a> {
     pub weight: Part<'a>,
     /// 16-bit copy of the master weights, which is written.
     pub copy: Option<Part<'a>>,
-    /// First moment.
+    /// First moment of each element (running mean of gradients), updated.
     pub exp_avg: Part<'a>,
-    /// Second moment.
+    /// Second moment of each element (running mean of squared gradients), updated.
     pub exp_avg_sq: Part<'a>,
     /// Array of [`Scalars`] in device memory, filled with [`ResidentAccess::write`], and the index of the one to use.
     pub scalars: (&'a Resident, usize),
@@ -263,7 +263,7 @@ pub struct AdamWArgs<'a> {
 
 /// Device that stores model states in its own memory. Calls queue work and return, except those that read.
 pub trait ResidentAccess: Send + Sync + std::fmt::Debug {
-    /// Allocates a state of zeros.
+    /// Allocates a state of `elems` elements, filled with zeros, on the device.
     ///
     /// # Errors
     /// When the pool is full or the device fails.
@@ -283,7 +283,7 @@ pub trait ResidentAccess: Send + Sync + std::fmt::Debug {
     /// When the range is out of bounds, a tensor of the state exists, or the device fails.
     fn write(&self, to: &mut Resident, at: usize, bytes: &[u8]) -> Result<()>;
 
-    /// Sets elements to zero.
+    /// Sets the elements `range` of a state to zero.
     ///
     /// # Errors
     /// As for [`ResidentAccess::write`].
@@ -331,7 +331,7 @@ pub trait ResidentAccess: Send + Sync + std::fmt::Debug {
     /// When the pool is full or the device fails.
     fn square_sums(&self, of: &[Tensor]) -> Result<Vec<f64>>;
 
-    /// One update, with the bits of `optim::AdamW`.
+    /// Performs one `AdamW` update. The result has the bits of `optim::AdamW` on the CPU.
     ///
     /// # Errors
     /// When dtypes or sizes do not match, a tensor of a changed state exists, or the device fails.

@@ -29,19 +29,19 @@ impl Shape {
         }
     }
 
-    /// Extents of the axes.
+    /// Extent of each axis, as `Tensor.shape` in PyTorch.
     #[must_use]
     pub fn dims(&self) -> &[usize] {
         &self.dims[..usize::from(self.rank)]
     }
 
-    /// Number of axes.
+    /// Number of axes; 0 for a scalar.
     #[must_use]
     pub fn rank(&self) -> usize {
         usize::from(self.rank)
     }
 
-    /// Number of elements.
+    /// Number of elements: the product of the extents, 1 for a scalar.
     #[must_use]
     pub fn elems(&self) -> usize {
         self.dims().iter().product()

@@ -15,7 +15,7 @@ pub type ForeignBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 /// Memory of a discrete device in which tensors are located.
 #[cfg(feature = "cuda")]
 pub(crate) trait DeviceMemory: Send + Sync + std::fmt::Debug {
-    /// Device address of the first byte.
+    /// Device address of the first byte of the memory.
     fn address(&self) -> u64;
 
     /// Whether the memory exists; false on the meta device.
@@ -52,19 +52,19 @@ pub struct Fetch {
 }
 
 impl Fetch {
-    /// Number of elements.
+    /// Number of elements to be copied.
     #[must_use]
     pub fn elems(&self) -> usize {
         self.tensor.elems()
     }
 
-    /// The tensor to be copied.
+    /// Tensor that is to be copied to the host.
     #[must_use]
     pub const fn tensor(&self) -> &Tensor {
         &self.tensor
     }
 
-    /// Copies all bytes into `out`.
+    /// Copies all bytes of the tensor into `out`. Waits for the tensor's values.
     ///
     /// # Errors
     /// As [`Tensor::to_bytes`].
@@ -193,7 +193,7 @@ impl std::fmt::Debug for Tensor {
 }
 
 impl Tensor {
-    /// Copies `values` into a block of `pool`.
+    /// Tensor in host memory with a copy of `values`, allocated from `pool`.
     ///
     /// # Errors
     /// When the pool is full or the length does not match the shape.
@@ -354,31 +354,31 @@ impl Tensor {
         }
     }
 
-    /// Shape: extent of each axis.
+    /// Shape of the tensor: the extent of each axis.
     #[must_use]
     pub fn shape(&self) -> Shape {
         self.shape
     }
 
-    /// Extent of axis `axis`.
+    /// Extent of axis `axis`, counted from 0. Panics if the tensor has no such axis.
     #[must_use]
     pub fn dim(&self, axis: usize) -> usize {
         self.shape.dims()[axis]
     }
 
-    /// Element type.
+    /// Element type of the tensor.
     #[must_use]
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Number of elements.
+    /// Number of elements of the tensor.
     #[must_use]
     pub fn elems(&self) -> usize {
         self.shape.elems()
     }
 
-    /// Bytes of the elements.
+    /// Size of all elements in bytes.
     #[must_use]
     pub fn size_bytes(&self) -> usize {
         self.elems() * self.dtype.size_bytes()
@@ -395,7 +395,7 @@ impl Tensor {
         }
     }
 
-    /// The same values with another shape.
+    /// The same elements in the same order with another shape, sharing the memory.
     ///
     /// # Errors
     /// When the numbers of elements differ.
@@ -467,7 +467,7 @@ impl Tensor {
         })
     }
 
-    /// Elements of a host tensor.
+    /// Elements of a tensor in host memory.
     ///
     /// # Panics
     /// When `T` is not the dtype or the tensor has no values on the host. Backends check this before.
@@ -477,7 +477,7 @@ impl Tensor {
         bytemuck::cast_slice(self.as_bytes())
     }
 
-    /// Bytes of a host tensor.
+    /// Bytes of the elements of a tensor in host memory.
     ///
     /// # Panics
     /// When the tensor has no values on the host.
@@ -520,7 +520,7 @@ impl Tensor {
         Ok(Cow::Borrowed(self.as_slice()))
     }
 
-    /// Copy of the elements, converted to `f32`.
+    /// Copies the elements to the host and converts them to `f32`.
     ///
     /// # Errors
     /// [`KernelError::NoValues`] on the meta device, [`KernelError::DType`] for integers, and errors of the device.
@@ -567,7 +567,7 @@ pub struct TensorMut {
 }
 
 impl TensorMut {
-    /// Allocates memory with unspecified contents.
+    /// Allocates a tensor in host memory with unspecified contents.
     ///
     /// # Errors
     /// When the pool is full.
@@ -581,7 +581,7 @@ impl TensorMut {
         })
     }
 
-    /// Allocates memory filled with zeros.
+    /// Allocates a tensor in host memory, filled with zeros.
     ///
     /// # Errors
     /// When the pool is full.
@@ -591,13 +591,13 @@ impl TensorMut {
         Ok(out)
     }
 
-    /// Shape: extent of each axis.
+    /// Shape of the tensor: the extent of each axis.
     #[must_use]
     pub fn shape(&self) -> Shape {
         self.shape
     }
 
-    /// Elements for writing.
+    /// Elements of the tensor, for writing.
     ///
     /// # Panics
     /// When `T` is not the dtype.
@@ -607,13 +607,13 @@ impl TensorMut {
         bytemuck::cast_slice_mut(self.block.as_bytes_mut())
     }
 
-    /// Bytes for writing.
+    /// Bytes of all elements, for writing.
     #[must_use]
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         self.block.as_bytes_mut()
     }
 
-    /// Ends construction without a copy.
+    /// Turns the filled memory into an immutable [`Tensor`], without a copy.
     #[must_use]
     pub fn freeze(self) -> Tensor {
         let Self {

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-/// Queue of a device.
+/// Queue of work on a device, which runs in parallel with the other queues.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum DeviceLane {
     /// Computation, from one label to the next, including waits.
@@ -20,14 +20,14 @@ pub enum DeviceLane {
 /// Time span in which a device's queue was busy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DeviceSpan {
-    /// The queue.
+    /// Queue that was busy.
     pub lane: DeviceLane,
     /// Label of the work, see [`crate::Backend::label`]; 0 for copies.
     pub label: u32,
-    /// Start on the host's clock.
+    /// Time at which the work started, on the host's clock.
     pub start: Instant,
-    /// Duration.
+    /// Time that the work took.
     pub length: Duration,
-    /// Bytes copied between host and device.
+    /// Number of bytes copied between host and device; 0 for other work.
     pub bytes: u64,
 }

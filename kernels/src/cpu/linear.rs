@@ -28,7 +28,7 @@ fn product<'a>(a: Matrix<'a>, b: Matrix<'a>, factor: f32) -> Product<'a> {
     Product { a, b, factor }
 }
 
-/// Elements of an output for writing.
+/// Elements of an output tensor of this dtype, for writing by a matrix product.
 fn writable(out: &mut TensorMut, dtype: DType) -> Out<'_> {
     match dtype {
         DType::BF16 => Out::BF16(out.as_mut_slice()),

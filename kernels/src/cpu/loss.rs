@@ -18,7 +18,7 @@ use rayon::prelude::*;
 
 /// Maximum logits in memory at one time (32 MiB).
 const LOGITS: usize = 8 << 20;
-/// Maximum rows per chunk.
+/// Maximum number of supervised rows that are processed together.
 const CHUNK_ROWS: usize = 1024;
 /// Largest vocabulary that is one tile. Its chunks have at least 256 rows.
 const ONE_TILE: usize = LOGITS / 256;
@@ -82,12 +82,12 @@ impl Cuts {
     }
 }
 
-/// Elements of workspace for `supervised` supervised rows.
+/// Number of f32 elements of workspace for a loss with `supervised` rows that have a label.
 pub(crate) fn space(sizes: LossSizes, supervised: usize, need: Option<LossNeeds>) -> usize {
     Cuts::new(sizes, supervised).space(need)
 }
 
-/// Online softmax statistics of one row.
+/// Softmax statistics of one row, updated tile by tile: maximum, sum of exponentials, and the label's logit.
 #[derive(Clone, Copy)]
 struct Running {
     max: f32,
@@ -240,7 +240,7 @@ fn for_rows(
 }
 
 multiversion! {
-    /// Adds a tile of one row's logits to its statistics.
+    /// Updates the softmax statistics of one row with a tile of its logits.
     fn update(logits: &[f32], running: &mut Running) {
         let top = reduce::max(logits);
         let top = if top > running.max { top } else { running.max };
@@ -333,7 +333,7 @@ impl CpuBackend {
     }
 }
 
-/// Outputs of the backward.
+/// Destinations of losses and gradients in the backward.
 struct Outputs<'a> {
     losses: &'a mut [f32],
     d_hidden: Option<&'a mut TensorMut>,

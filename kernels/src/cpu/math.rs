@@ -9,7 +9,7 @@ const LN2_LOW: f32 = -2.121_944_4e-4;
 /// Adding and subtracting 1.5 * 2^23 rounds to the nearest integer.
 const ROUND: f32 = 12_582_912.0;
 
-/// `(p, n)` with `e^x = p * 2^n`.
+/// Exponential in two parts: returns `(p, n)` with `e^x = p * 2^n`.
 #[inline(always)]
 fn scaled_exp(x: f32) -> (f32, i32) {
     let shifted = x * LOG2_E + ROUND;

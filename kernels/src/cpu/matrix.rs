@@ -4,7 +4,7 @@ use super::simd::multiversion;
 use crate::{DType, Float, Tensor};
 use half::{bf16, f16};
 
-/// Elements of a float tensor.
+/// Borrowed elements of a float tensor, as a slice of its dtype.
 #[derive(Clone, Copy)]
 pub(crate) enum Floats<'a> {
     F32(&'a [f32]),
@@ -22,7 +22,7 @@ impl<'a> Floats<'a> {
         }
     }
 
-    /// Elements from `start` on.
+    /// The elements from index `start` to the end. Panics if `start` is past the end.
     pub(crate) fn from(self, start: usize) -> Self {
         match self {
             Self::F32(x) => Self::F32(&x[start..]),
@@ -51,7 +51,7 @@ impl<'a> Floats<'a> {
 }
 
 multiversion! {
-    /// `out[i] = x[i]`, exactly.
+    /// Converts the elements of `x` to f32 in `out`. The conversion is exact.
     pub(crate) fn widen<T: Float>(x: &[T], out: &mut [f32]) {
         for (o, x) in out.iter_mut().zip(x) {
             *o = x.to_f32();
@@ -60,7 +60,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// `out[i] = x[i]`, rounded to nearest even.
+    /// Converts the f32 elements of `x` to the dtype of `out`, rounded to nearest even.
     pub(crate) fn narrow<T: Float>(x: &[f32], out: &mut [T]) {
         for (o, x) in out.iter_mut().zip(x) {
             *o = T::from_f32(*x);
@@ -126,7 +126,7 @@ impl<'a> Matrix<'a> {
         Self::new(Floats::of(x), x.shape().rows(), x.shape().last())
     }
 
-    /// Matrix of contiguous rows.
+    /// View of `data` as a `rows` × `cols` matrix with contiguous rows.
     pub(crate) fn new(data: Floats<'a>, rows: usize, cols: usize) -> Self {
         Self {
             data,
@@ -168,7 +168,7 @@ impl<'a> Matrix<'a> {
         (self.row_stride, self.col_stride)
     }
 
-    /// Rows `start..start + rows`.
+    /// View of the rows `start..start + rows` with all columns.
     pub(crate) fn row_range(self, start: usize, rows: usize) -> Self {
         self.part(start, 0, rows, self.cols)
     }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Floating-point operations below which waking another thread (about 50 us) costs more than it saves.
 pub(crate) const MIN_PARALLEL_FLOPS: usize = 8 << 20;
-/// The same limit for pointwise loops, in elements.
+/// Number of elements of a pointwise loop below which waking another thread costs more than it saves.
 pub(crate) const MIN_PARALLEL_ELEMS: usize = 1 << 17;
 /// Spins of a waiting thread before it yields the processor.
 const SPINS: u32 = 1 << 12;
@@ -169,7 +169,7 @@ impl<'a, T> Shared<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.start.add(start), len) }
     }
 
-    /// Address of element `start`.
+    /// Pointer to the element with index `start`, at most one past the end. Panics if `start` is larger.
     pub(crate) fn at(&self, start: usize) -> *mut T {
         assert!(start <= self.len, "{start} of {}", self.len);
         // SAFETY: inside the borrowed slice, or one past its end.

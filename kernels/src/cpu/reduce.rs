@@ -27,7 +27,7 @@ fn plus(a: f32, b: f32) -> f32 {
     a + b
 }
 
-/// Sum of `f(x)`.
+/// Sum of `f(x[i])` over all elements `i`, in f32. The order of additions depends only on the length.
 #[inline(always)]
 pub(crate) fn sum<T: Float>(x: &[T], f: impl Fn(f32) -> f32) -> f32 {
     let mut lanes = [0.0; LANES];
@@ -44,7 +44,7 @@ pub(crate) fn sum<T: Float>(x: &[T], f: impl Fn(f32) -> f32) -> f32 {
     tree(&lanes, plus)
 }
 
-/// Sum of `f(x, y)`.
+/// Sum of `f(x[i], y[i])` over all elements `i`, in f32. The slices have equal lengths.
 #[inline(always)]
 pub(crate) fn sum2<T: Float, U: Float>(x: &[T], y: &[U], f: impl Fn(f32, f32) -> f32) -> f32 {
     let mut lanes = [0.0; LANES];
@@ -61,7 +61,7 @@ pub(crate) fn sum2<T: Float, U: Float>(x: &[T], y: &[U], f: impl Fn(f32, f32) ->
     tree(&lanes, plus)
 }
 
-/// Sum of `f(x, y, z)`.
+/// Sum of `f(x[i], y[i], z[i])` over all elements `i`, in f32. The slices have equal lengths.
 #[inline(always)]
 pub(crate) fn sum3<T: Float, U: Float>(
     x: &[T],

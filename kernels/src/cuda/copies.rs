@@ -60,7 +60,7 @@ pub(super) struct Copies {
     pub(super) inward: Arc<CudaStream>,
     /// Stream for device-to-host copies of gradients.
     pub(super) outward: Arc<CudaStream>,
-    /// Stream for communication between ranks.
+    /// Stream for copies and collectives between ranks.
     pub(super) communication: Arc<CudaStream>,
     pub(super) large: Ring,
     pub(super) small: Ring,

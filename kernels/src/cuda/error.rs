@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use cudarc::driver::result::DriverError;
 
-/// Failure of the CUDA layer.
+/// What went wrong in the CUDA layer, e.g. a missing library, a failed driver call, or a kernel that does not
+/// compile.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {
@@ -14,13 +15,13 @@ pub enum CudaError {
     LibraryMissing {
         /// Name of the library.
         library: &'static str,
-        /// The places tried, with the result of each.
+        /// Places where the library was searched for, with the result of each.
         tried: String,
     },
     /// No usable GPU.
     #[error("no GPU can be used: {reason}")]
     NoDevice {
-        /// The reason and the next step.
+        /// Why no GPU is usable, and what the user can do.
         reason: String,
     },
     /// A kernel does not compile.
@@ -44,7 +45,7 @@ pub enum CudaError {
         /// Result of the search for NVRTC.
         nvrtc: String,
     },
-    /// The driver refused a call.
+    /// A call of the CUDA driver failed.
     #[error("{call} failed: {code}")]
     Driver {
         /// Description of the call.
@@ -58,11 +59,11 @@ pub enum CudaError {
         waited.as_secs_f64()
     )]
     NotJoined {
-        /// The rank that waited.
+        /// Number of the rank that waited.
         rank: u32,
         /// Number of ranks of the communicator.
         world: u32,
-        /// How long it waited.
+        /// Time that it waited before it gave up.
         waited: Duration,
     },
     /// The cache of compiled kernels cannot be written.

@@ -38,7 +38,7 @@ pub struct Gpu {
     /// Created when memory is first shared with other processes.
     peers: OnceLock<Peers>,
     group: Group,
-    /// Where to search for NCCL.
+    /// Where NCCL and other libraries are searched for.
     search: Search,
     /// Library for matrix products, if one is used.
     products: Option<CublasLt>,
@@ -70,7 +70,7 @@ impl Memory {
         Address(self.address)
     }
 
-    /// Size in bytes.
+    /// Size of the allocation in bytes, as requested.
     #[must_use]
     pub const fn bytes(&self) -> usize {
         self.bytes
@@ -135,7 +135,7 @@ impl Gpu {
         Ok(self)
     }
 
-    /// Selects the machine code to run.
+    /// Selects which machine code the GPU runs: native code, or PTX that the driver translates.
     #[must_use]
     pub fn with_code(mut self, code: Code) -> Self {
         self.images = self.images.with_code(code);
@@ -154,7 +154,7 @@ impl Gpu {
         &self.facts
     }
 
-    /// Source of compiled modules.
+    /// Provider of machine code for modules: cache, compiler, or built-in PTX.
     #[must_use]
     pub const fn images(&self) -> &Images {
         &self.images
@@ -166,7 +166,7 @@ impl Gpu {
         self.shared_limit
     }
 
-    /// The compute stream.
+    /// Stream that kernels run on. Copies and communication have their own streams.
     #[must_use]
     pub const fn stream(&self) -> &Arc<CudaStream> {
         &self.stream
@@ -198,7 +198,7 @@ impl Gpu {
         Ok(self.peers.get_or_init(|| peers))
     }
 
-    /// Where to search for libraries.
+    /// Directories in which NVIDIA's libraries are searched for.
     pub(super) const fn search(&self) -> &Search {
         &self.search
     }

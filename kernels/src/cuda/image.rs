@@ -13,7 +13,7 @@ use super::ptx;
 /// Bytes of the checksum at the start of a cached file.
 const CHECKSUM_BYTES: usize = 32;
 
-/// Origin of an image.
+/// Where the machine code of an [`Image`] came from.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Origin {
     /// Cached file that an earlier run compiled.
@@ -22,7 +22,7 @@ pub enum Origin {
     Compiled,
     /// Built-in PTX.
     BuiltIn {
-        /// Why nothing was compiled.
+        /// Why no code was compiled for the GPU in use.
         reason: String,
     },
 }
@@ -32,11 +32,11 @@ pub enum Origin {
 pub struct Image {
     /// A cubin, or PTX with a final zero byte.
     pub bytes: Vec<u8>,
-    /// Origin of the bytes.
+    /// Where the bytes came from: cache, compiler, or built-in PTX.
     pub origin: Origin,
 }
 
-/// Choice of the machine code.
+/// Which machine code a GPU runs.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub enum Code {
     /// Code that the compiler makes for the GPU in use.
@@ -92,7 +92,7 @@ impl Cache {
     }
 }
 
-/// Source of images for one architecture.
+/// Provider of machine code for one architecture: cache, compiler, or built-in PTX.
 #[derive(Debug)]
 pub struct Images {
     arch: String,
@@ -115,7 +115,7 @@ impl Images {
         }
     }
 
-    /// Selects the machine code.
+    /// Selects native code or PTX of the sm_80 family. The latter also changes the target architecture.
     #[must_use]
     pub fn with_code(mut self, code: Code) -> Self {
         self.code = code;
@@ -131,7 +131,7 @@ impl Images {
         &self.arch
     }
 
-    /// The compiler.
+    /// NVRTC, which compiles modules for the GPU.
     ///
     /// # Errors
     /// Why none was found.

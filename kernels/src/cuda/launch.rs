@@ -11,18 +11,18 @@ impl Address {
     pub const NULL: Self = Self(0);
 }
 
-/// One kernel argument, with the width that the kernel declares.
+/// One argument of a kernel launch, with the type that the kernel declares for it.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Arg {
-    /// A pointer.
+    /// Pointer into device memory.
     Address(Address),
-    /// `int`.
+    /// Value of a parameter of type `int`.
     I32(i32),
-    /// `u32`.
+    /// Value of a parameter of type `u32`.
     U32(u32),
-    /// `u64`.
+    /// Value of a parameter of type `u64`.
     U64(u64),
-    /// `float`.
+    /// Value of a parameter of type `float`.
     F32(f32),
 }
 
@@ -47,9 +47,9 @@ pub struct Launch {
     pub module: Module,
     /// Name of the kernel.
     pub kernel: &'static str,
-    /// Blocks along x, y, z.
+    /// Number of thread blocks along x, y, z.
     pub grid: [u32; 3],
-    /// Threads per block.
+    /// Number of threads per block.
     pub threads: u32,
     /// Dynamic shared memory per block in bytes.
     pub shared_bytes: u32,

@@ -21,10 +21,10 @@ pub enum Library {
 }
 
 impl Library {
-    /// All libraries.
+    /// Every library that is searched for at run time.
     pub const ALL: [Self; 4] = [Self::Driver, Self::Nvrtc, Self::CublasLt, Self::Nccl];
 
-    /// Name in reports.
+    /// Name of the library in reports and error messages, e.g. `NVIDIA driver`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -35,7 +35,7 @@ impl Library {
         }
     }
 
-    /// File names in order of preference.
+    /// File names that a search for the library tries in each directory, in order of preference.
     #[must_use]
     pub const fn files(self) -> &'static [&'static str] {
         match self {
@@ -74,25 +74,25 @@ pub struct Search {
     pub python_packages: Vec<PathBuf>,
 }
 
-/// One place of a search and its result.
+/// One place where the search for a library looked, and what it found there.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Attempt {
-    /// Path, or name given to the dynamic linker.
+    /// Path that was tried, or the file name given to the dynamic linker.
     pub place: String,
-    /// `opened`, `no such file`, or the error of the dynamic linker.
+    /// What happened there: `opened`, `no such file`, or the error of the dynamic linker.
     pub outcome: String,
 }
 
-/// Result of a search for a library.
+/// Where a library was found, or where it was searched for in vain.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Found {
-    /// The library.
+    /// Library that was searched for.
     pub library: Library,
     /// Path of the loaded file, if one was loaded.
     pub path: Option<PathBuf>,
     /// Version as reported by the library, if it was asked.
     pub version: Option<String>,
-    /// All places tried, in order.
+    /// Every place where the search looked for the library, in order. It stops at the first file that opens.
     pub attempts: Vec<Attempt>,
 }
 

@@ -4,7 +4,7 @@ use crate::DType;
 
 /// Wrappers of the PTX instructions that kernels use.
 pub const PRIMITIVES: &str = include_str!("source/primitives.cuh");
-/// Common declarations of all families.
+/// CUDA declarations that every kernel family uses. They come before the source text of a family.
 pub const PRELUDE: &str = include_str!("source/prelude.cuh");
 
 /// Source text of a family that rounds stochastically.
@@ -42,22 +42,22 @@ pub enum Family {
     LoraLinear,
     /// Two products of an adapter's backward in one pass.
     LoraGradients,
-    /// Copies and sums around those products.
+    /// Copies and sums around the products of LoRA layers.
     LinearParts,
     /// Matrix products in f32.
     MatmulPlain,
     /// Elementwise operations, dropout, rotary position embedding.
     Pointwise,
-    /// Rows moved without arithmetic.
+    /// Gathers, scatters and transpositions: rows moved without arithmetic.
     Rows,
-    /// Sums over rows.
+    /// Sums over rows: scatter-add and column sums.
     RowSums,
-    /// Cross entropy.
+    /// Cross entropy of logits: statistics, losses and gradients.
     Loss,
 }
 
 impl Family {
-    /// All families.
+    /// Every kernel family.
     pub const ALL: [Self; 16] = [
         Self::Cast,
         Self::PrimitivesCheck,
@@ -77,7 +77,7 @@ impl Family {
         Self::Loss,
     ];
 
-    /// File name without extension.
+    /// Name of the family's source file without extension, e.g. `adamw`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -100,7 +100,7 @@ impl Family {
         }
     }
 
-    /// Source text.
+    /// CUDA source text of the family, without primitives, prelude and defines.
     #[must_use]
     pub const fn text(self) -> &'static str {
         match self {
@@ -229,13 +229,13 @@ impl Module {
         }
     }
 
-    /// Names of its kernels.
+    /// Names of the kernels that the module contains.
     #[must_use]
     pub const fn kernels(&self) -> &'static [&'static str] {
         self.kernels
     }
 
-    /// File name without extension, e.g. `cast-from0-to1`.
+    /// Name of the module's file without extension, e.g. `cast-from0-to1`: the family and its defines.
     #[must_use]
     pub fn name(&self) -> String {
         let choices = self.defines.iter();
@@ -251,7 +251,7 @@ impl Module {
         defines.collect::<String>() + self.family.text()
     }
 
-    /// Complete translation unit for NVRTC.
+    /// Complete source text for NVRTC: primitives, prelude, defines, and the family's text.
     #[must_use]
     pub fn source(&self) -> String {
         format!("{PRIMITIVES}\n{PRELUDE}\n{}", self.body())

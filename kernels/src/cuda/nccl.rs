@@ -25,7 +25,7 @@ struct UniqueId([u8; UNIQUE_ID_BYTES]);
 type RawCommunicator = *mut c_void;
 type Status = c_int;
 
-/// Element types of collectives (`ncclDataType_t`).
+/// Element type of a collective's operands, as NCCL numbers it (`ncclDataType_t`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
     /// Bytes, for gathers and broadcasts of any type.
@@ -82,7 +82,7 @@ pub struct Nccl {
 const SUM: c_int = 0;
 
 impl Nccl {
-    /// Finds and opens the library.
+    /// Finds and opens the NCCL library.
     ///
     /// # Errors
     /// [`CudaError::LibraryMissing`] with the places tried.
@@ -133,7 +133,7 @@ impl Nccl {
         })
     }
 
-    /// Version, e.g. `2.28.9`.
+    /// Version of the opened NCCL library, e.g. `2.28.9`.
     ///
     /// # Errors
     /// When the library does not answer.
@@ -397,7 +397,7 @@ pub struct Member {
 }
 
 impl Member {
-    /// As [`Communicator::all_gather`], on the given stream.
+    /// Queues an all-gather on `stream`, otherwise as [`Communicator::all_gather`].
     ///
     /// # Safety
     /// As there. The stream belongs to the GPU whose context was current when the rank joined.
@@ -475,7 +475,7 @@ pub struct Communicator {
 }
 
 impl Communicator {
-    /// Number of this rank.
+    /// This rank's number in the communicator, from 0.
     #[must_use]
     pub const fn rank(&self) -> u32 {
         self.member.rank

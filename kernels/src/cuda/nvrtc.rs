@@ -26,9 +26,9 @@ pub fn version() -> Option<(u32, u32)> {
 /// Resources of one kernel on one architecture, from the assembler's report.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Resources {
-    /// Name of the kernel.
+    /// Name of the kernel that uses these resources.
     pub kernel: String,
-    /// Registers per thread.
+    /// Number of registers per thread.
     pub registers: u32,
     /// Bytes of stack per thread, for arrays that are not in registers.
     pub stack_bytes: u32,
@@ -38,14 +38,14 @@ pub struct Resources {
     pub shared_bytes: u32,
 }
 
-/// A compiled module.
+/// Result of compiling a module with NVRTC for one architecture.
 #[derive(Clone, Debug)]
 pub struct Compiled {
-    /// Machine code for one architecture.
+    /// Machine code (cubin) for that architecture.
     pub cubin: Vec<u8>,
     /// PTX, which the driver can translate for newer GPUs.
     pub ptx: String,
-    /// Output of compiler and assembler.
+    /// Messages of compiler and assembler, which include each kernel's resource use.
     pub log: String,
 }
 
@@ -63,7 +63,7 @@ const OPTIONS: [&str; 3] = [
 ];
 
 impl Compiler {
-    /// Finds NVRTC.
+    /// Finds and opens the NVRTC library.
     ///
     /// # Errors
     /// [`CudaError::LibraryMissing`] with the places tried.
@@ -78,7 +78,7 @@ impl Compiler {
         Ok(Self { version })
     }
 
-    /// Major and minor version.
+    /// Major and minor version of NVRTC.
     #[must_use]
     pub const fn version(self) -> (u32, u32) {
         self.version

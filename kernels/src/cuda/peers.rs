@@ -80,7 +80,7 @@ impl Drop for IpcEvent {
     }
 }
 
-/// Events of one queue, used in turn.
+/// Events that mark points in one queue, used in turn. Other processes can wait for them.
 type Marks = Vec<IpcEvent>;
 
 /// Events that this process shares, and other ranks' GPUs that it opened.
@@ -92,14 +92,14 @@ pub(super) struct Peers {
     members: Mutex<Vec<Option<Arc<Member>>>>,
 }
 
-/// Another rank's GPU, opened by this process.
+/// GPU of another rank, opened by this process: its memory and the marks of its queues.
 #[derive(Debug)]
 struct Member {
     memory: Mapped,
     marks: [Marks; 2],
 }
 
-/// Mapped memory of another process.
+/// GPU memory of another process, mapped into this one. Dropping it unmaps it.
 #[derive(Debug)]
 struct Mapped {
     context: Arc<CudaContext>,

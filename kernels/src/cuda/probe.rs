@@ -11,15 +11,15 @@ use super::library::{Found, Library, Search, find};
 
 /// Oldest CUDA version whose driver has every function used here.
 pub const MINIMUM_DRIVER: (u32, u32) = (12, 8);
-/// The same minimum as a driver version.
+/// Text for messages: the driver release that has [`MINIMUM_DRIVER`].
 pub const MINIMUM_DRIVER_TEXT: &str = "570 (CUDA 12.8)";
 
 /// The driver's description of a GPU, without opening it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DeviceFacts {
-    /// Ordinal in this process.
+    /// Number of the GPU in this process, from 0 (CUDA's device ordinal).
     pub ordinal: u32,
-    /// Name, e.g. `NVIDIA GeForce RTX 3090`.
+    /// Product name, e.g. `NVIDIA GeForce RTX 3090`.
     pub name: String,
     /// UUID (`GPU-…`), the same in all of NVIDIA's tools.
     pub uuid: String,
@@ -27,36 +27,36 @@ pub struct DeviceFacts {
     pub pci_bus_id: String,
     /// Major and minor compute capability, e.g. `(8, 6)`.
     pub compute_capability: (u32, u32),
-    /// Total memory in bytes.
+    /// Total device memory in bytes.
     pub memory_bytes: u64,
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     pub multiprocessors: u32,
-    /// Ordinals of the GPUs to whose memory it has peer access.
+    /// Ordinals of the GPUs whose memory this GPU can access directly (peer access).
     pub peers: Vec<u32>,
 }
 
-/// Result of [`probe`].
+/// What [`probe`] found: driver, libraries, GPUs, and any problem.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Probe {
-    /// CUDA version that the driver supports.
+    /// Highest CUDA version that the installed driver supports. `None` if no driver answered.
     pub driver_version: Option<(u32, u32)>,
-    /// Search result of every library.
+    /// Where each library was found, or where it was searched for in vain.
     pub libraries: Vec<Found>,
-    /// GPUs visible to this process.
+    /// GPUs that CUDA makes visible to this process.
     pub devices: Vec<DeviceFacts>,
     /// Why no GPU is usable, with the next step.
     pub problem: Option<String>,
 }
 
 impl Probe {
-    /// Search result of one library.
+    /// Search result of `library`. `None` only if it was not searched for.
     #[must_use]
     pub fn library(&self, library: Library) -> Option<&Found> {
         self.libraries.iter().find(|found| found.library == library)
     }
 }
 
-/// Searches for libraries and GPUs.
+/// Searches for NVIDIA's libraries and asks the driver for its version and the visible GPUs.
 #[must_use]
 pub fn probe(search: &Search) -> Probe {
     let mut libraries: Vec<Found> = Library::ALL.map(|library| find(library, search)).into();

@@ -30,14 +30,14 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// The bytes.
+    /// The whole pinned memory, for reading.
     #[must_use]
     pub fn as_slice(&self) -> &[u8] {
         // SAFETY: the allocation is `bytes` long and was zeroed.
         unsafe { std::slice::from_raw_parts(self.start, self.bytes) }
     }
 
-    /// The bytes, for writing.
+    /// The whole pinned memory, for writing.
     #[must_use]
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: the allocation is `bytes` long and was zeroed; `self` is borrowed exclusively.
@@ -78,7 +78,7 @@ impl Drop for Mapped {
     }
 }
 
-/// Timing event on the compute stream.
+/// Event on the compute stream that records the device's time.
 #[derive(Debug)]
 pub struct Mark(CudaEvent);
 
@@ -94,7 +94,7 @@ impl Mark {
 }
 
 impl Gpu {
-    /// Allocates zeroed pinned memory.
+    /// Allocates page-locked host memory of `bytes` bytes, filled with zeros.
     ///
     /// # Errors
     /// When the operating system has too little memory or forbids locking it.

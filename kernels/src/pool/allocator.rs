@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Smallest segment, 64 MiB. Pages that no block has used cost nothing.
 const SEGMENT_LINES: usize = (64 << 20) / 64;
 
-/// Allocated range of one block.
+/// Range of one block, in lines of 64 bytes: the segment, the first line, and the number of lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Allocation {
     pub(super) segment: usize,
@@ -17,13 +17,13 @@ pub(super) struct Allocation {
     pub(super) lines: usize,
 }
 
-/// One contiguous range of addresses.
+/// One contiguous range of addresses (a segment), with its free and used lines.
 #[derive(Debug)]
 struct AddressRange {
     lines: usize,
     /// End of the used range. All lines from here on are free.
     end: usize,
-    /// High-water mark of `end`.
+    /// Highest value of `end` so far.
     reached: usize,
     /// Holes below `end`, as length by start. No hole ends at `end`.
     holes: BTreeMap<usize, usize>,
@@ -61,7 +61,7 @@ impl Allocator {
         }
     }
 
-    /// High-water mark of used lines.
+    /// Number of 64-byte lines that blocks have occupied so far, holes included. Freeing a block does not reduce it.
     pub(super) fn touched(&self) -> usize {
         self.touched
     }
@@ -226,7 +226,7 @@ impl Allocator {
         allocation
     }
 
-    /// Frees a range.
+    /// Frees the range of a block and merges it with adjacent free ranges.
     pub(super) fn give_back(&mut self, allocation: Allocation) {
         let Allocation {
             segment: index,

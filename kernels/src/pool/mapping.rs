@@ -34,7 +34,7 @@ impl Mapping {
         start..start + len
     }
 
-    /// The first `len` bytes of a range.
+    /// The first `len` bytes of the range `place`.
     ///
     /// # Safety
     /// Nothing writes them while the slice lives.

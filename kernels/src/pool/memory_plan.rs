@@ -8,7 +8,7 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
-/// Recorded block. Times count allocations and frees.
+/// Recorded block: its size and place, and when it was allocated and freed. Times count allocations and frees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Lived {
     lines: usize,
@@ -28,7 +28,7 @@ pub struct MemoryPlan {
 }
 
 impl MemoryPlan {
-    /// Length of the plan in bytes.
+    /// Number of bytes that the plan's blocks occupy, from the start of the plan to the end of the last block.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         (self.lines * super::LINE_BYTES) as u64
@@ -40,12 +40,12 @@ impl MemoryPlan {
         (self.live * super::LINE_BYTES) as u64
     }
 
-    /// Lines and start of block number `at`.
+    /// Number of lines and first line of block number `at`. `None` past the last block.
     pub(super) fn block(&self, at: usize) -> Option<(usize, usize)> {
         self.blocks.get(at).copied()
     }
 
-    /// Number of planned blocks.
+    /// Number of blocks in the plan.
     #[must_use]
     pub fn blocks(&self) -> usize {
         self.blocks.len()
@@ -58,7 +58,7 @@ pub(super) struct Recorder {
     base: usize,
     clock: usize,
     blocks: Vec<Lived>,
-    /// Blocks alive: index by start.
+    /// Blocks that were not freed yet: index in `blocks` by first line.
     open: HashMap<usize, usize>,
 }
 

@@ -16,7 +16,7 @@ use memory_plan::Recorder;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Purpose of bytes.
+/// What a block of memory is used for. The pool counts bytes per tag.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub enum Tag {
     /// Shards of weights that a rank owns.
@@ -53,7 +53,7 @@ impl Tag {
         Self::Margin,
     ];
 
-    /// Name in lower case.
+    /// Name in lower case, e.g. `parameters`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -76,25 +76,25 @@ impl std::fmt::Display for Tag {
     }
 }
 
-/// Byte counters of one tag.
+/// Bytes that blocks with one tag have in use, now and at most.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct TagBytes {
-    /// In use now.
+    /// Bytes in use now.
     pub in_use: u64,
-    /// Maximum in use at one time.
+    /// Maximum number of bytes in use at one time, since the last [`Pool::reset_peaks`].
     pub peak: u64,
-    /// In use when the total over all tags was at its maximum: the tag's share of [`PoolStats::peak`].
+    /// Bytes in use when the total over all tags was at its maximum: the tag's share of [`PoolStats::peak`].
     pub at_peak: u64,
 }
 
-/// Snapshot of a pool's counters.
+/// Bytes in use and their maxima for one pool, at the time of [`Pool::stats`].
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct PoolStats {
     /// Bytes by tag, in the order of [`Tag::ALL`].
     pub by_tag: [TagBytes; 9],
-    /// Bytes in use over all tags.
+    /// Bytes in use now, over all tags.
     pub in_use: u64,
-    /// Maximum of the total in use.
+    /// Maximum of `in_use` since the last [`Pool::reset_peaks`].
     pub peak: u64,
     /// High-water mark of the range that the pool's blocks occupy. Freed memory counts, because the pool keeps it.
     /// Bytes reserved with [`Pool::reserve`] do not count.
@@ -106,7 +106,7 @@ pub struct PoolStats {
 }
 
 impl PoolStats {
-    /// Counters of one tag.
+    /// Bytes in use, now and at most, with the tag `tag`.
     #[must_use]
     pub fn tag(&self, tag: Tag) -> TagBytes {
         self.by_tag[tag as usize]
@@ -127,14 +127,14 @@ impl PoolStats {
     }
 }
 
-/// Entry of the pool's event log.
+/// Entry of the pool's event log: bytes that were taken or freed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PoolEvent {
-    /// Tag of the block.
+    /// Tag of the bytes that were taken or freed.
     pub tag: Tag,
-    /// Positive when taken, negative when freed.
+    /// Number of bytes; positive when taken, negative when freed.
     pub bytes: i64,
-    /// Total in use after the event.
+    /// Bytes in use after the event, over all tags.
     pub in_use: u64,
 }
 
@@ -153,7 +153,7 @@ struct Inner {
     following: Option<Following>,
 }
 
-/// Memory plan that the pool is following.
+/// Memory plan that the pool is following, where it starts, and the number of the next block.
 struct Following {
     memory_plan: Arc<MemoryPlan>,
     base: usize,
@@ -192,7 +192,7 @@ struct Shared {
     inner: Mutex<Inner>,
 }
 
-/// Accounted pool of memory. Clones share it.
+/// Memory pool that counts its bytes by tag and limits them. Clones share one pool.
 #[derive(Clone)]
 pub struct Pool(Arc<Shared>);
 
@@ -232,13 +232,13 @@ impl Pool {
         }))
     }
 
-    /// Name in messages.
+    /// Name of the pool in error messages, e.g. `GPU`.
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.0.name
     }
 
-    /// Capacity in bytes, if limited.
+    /// Maximum number of bytes that the pool may hold. `None` if it is unlimited.
     #[must_use]
     pub fn capacity(&self) -> Option<u64> {
         self.0.capacity
@@ -417,13 +417,13 @@ impl Pool {
         Ok(memory)
     }
 
-    /// Current counters.
+    /// Bytes in use now and their maxima, in total and by tag.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         self.lock().stats.clone()
     }
 
-    /// Resets all maxima to the current use.
+    /// Sets [`PoolStats::peak`] and the maxima of each tag to the bytes in use now.
     pub fn reset_peaks(&self) {
         let stats = &mut self.lock().stats;
         stats.peak = stats.in_use;
@@ -433,7 +433,7 @@ impl Pool {
         }
     }
 
-    /// The last events of the log, oldest first.
+    /// The last 4096 times that bytes were taken or freed, oldest first.
     #[must_use]
     pub fn events(&self) -> Vec<PoolEvent> {
         self.lock().events.iter().copied().collect()
@@ -455,7 +455,7 @@ fn breakdown(stats: &PoolStats) -> Vec<(Tag, u64)> {
         .collect()
 }
 
-/// Counted bytes. Dropping it subtracts them.
+/// Bytes that a pool counts as in use. Dropping it subtracts them.
 #[derive(Debug)]
 pub struct Reservation {
     pool: Pool,
@@ -464,7 +464,7 @@ pub struct Reservation {
 }
 
 impl Reservation {
-    /// Number of bytes counted.
+    /// Number of bytes that this reservation counts as in use.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
@@ -489,7 +489,7 @@ pub(crate) struct Allocated {
 
 #[cfg(feature = "cuda")]
 impl Allocated {
-    /// Byte offset in the arena.
+    /// Offset of the range from the start of the arena, in bytes.
     pub(crate) fn offset(&self) -> u64 {
         (self.place.start * LINE_BYTES) as u64
     }
@@ -524,14 +524,14 @@ pub struct Block {
     reason = "blocks are disjoint parts of one map, which the borrow checker cannot see"
 )]
 impl Block {
-    /// The bytes of the block.
+    /// Content of the block, for reading.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         // SAFETY: no other block has this range until `placed` is dropped, and writing needs `&mut self`.
         unsafe { self.memory.bytes(self.placed.place, self.len) }
     }
 
-    /// The bytes of the block, for writing.
+    /// Content of the block, for writing.
     #[must_use]
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `as_bytes`; `&mut self` excludes every other slice of this block.

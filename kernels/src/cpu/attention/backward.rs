@@ -84,7 +84,7 @@ struct Run<'a, T> {
     dv: Shared<'a, T>,
 }
 
-/// Parts of one task's scratch buffer.
+/// Slices of the scratch buffer that one task of the backward uses.
 struct Scratch<'s> {
     dk: &'s mut [f32],
     dv: &'s mut [f32],

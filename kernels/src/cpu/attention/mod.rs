@@ -14,9 +14,9 @@ use crate::DType;
 use crate::backend::AttentionArgs;
 use crate::check::AttentionSizes;
 
-/// Queries per tile.
+/// Number of query rows per tile.
 const Q_TILE: usize = 128;
-/// Keys per tile.
+/// Number of key rows per tile.
 const K_TILE: usize = 256;
 /// Limit of the backward's scratch over all threads, in elements (48 MiB). One task may exceed it.
 const BACKWARD_SCRATCH: usize = 12 << 20;
@@ -61,9 +61,9 @@ impl Sequence {
 struct Tile {
     sequence: Sequence,
     causal: bool,
-    /// First query and number of queries.
+    /// First query of the tile (counted in its sequence) and number of queries.
     q: (usize, usize),
-    /// First key and number of keys.
+    /// First key of the tile (counted in its sequence) and number of keys.
     k: (usize, usize),
 }
 

@@ -7,7 +7,7 @@ pub(super) const ROW_STEP: usize = 24;
 /// Multiple of the panel width (columns of `b`) of every instruction set.
 pub(super) const COL_STEP: usize = 48;
 
-/// Initial value of the sums.
+/// Values that the sums of an output start from, before products are added.
 #[derive(Clone, Copy)]
 pub(super) enum Start<'a> {
     Zero,
@@ -51,7 +51,7 @@ impl TileIo {
         }
     }
 
-    /// The same columns, `rows` rows further down.
+    /// Tile with the same columns, `rows` rows further down in source and destination.
     ///
     /// # Safety
     /// These rows exist.
@@ -71,7 +71,7 @@ impl TileIo {
 /// depth, panel of `a`, panel of `b`, factor, place.
 type Tile = unsafe fn(usize, usize, usize, *const f32, *const f32, f32, TileIo);
 
-/// Kernel of one instruction set.
+/// Matrix-product kernel for one CPU instruction set, with the size of its tile.
 #[derive(Clone, Copy)]
 pub(super) struct Kernel {
     pub(super) level: Level,

@@ -33,7 +33,7 @@ const STRETCH_STEP: usize = 16;
 /// Up to this many rows, `b` is packed by the thread that uses it.
 const FEW_ROWS: usize = 24;
 
-/// One product `factor * a @ b` in a sum.
+/// One term `factor * a @ b` of a sum of matrix products.
 #[derive(Clone, Copy)]
 pub(crate) struct Product<'a> {
     pub(crate) a: Matrix<'a>,
@@ -41,7 +41,7 @@ pub(crate) struct Product<'a> {
     pub(crate) factor: f32,
 }
 
-/// Contiguous rows of an output.
+/// Output matrix of [`multiply`] in its dtype, with contiguous rows.
 pub(crate) enum Out<'a> {
     F32 {
         data: &'a mut [f32],
@@ -154,12 +154,12 @@ pub(crate) fn multiply_here(
     streamed::here(level(), &product, start, dst, space);
 }
 
-/// Elements of workspace of [`multiply_here`].
+/// Number of f32 elements of workspace that [`multiply_here`] needs for `m` rows and depth `k`.
 pub(crate) fn here_space(m: usize, k: usize) -> usize {
     streamed::here_space(m, k)
 }
 
-/// Length of the stretches of `k`.
+/// Length of the stretches into which the sum over `k` is divided.
 fn stretch(k: usize) -> usize {
     k.div_ceil(k.div_ceil(STRETCH).max(1))
         .next_multiple_of(STRETCH_STEP)

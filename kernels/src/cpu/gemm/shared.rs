@@ -15,16 +15,16 @@ use crate::{DType, Float};
 const LEFT: usize = 512 << 10;
 /// Maximum elements of a packed part of `b` (4 MiB).
 const RIGHT: usize = 1 << 20;
-/// Maximum length of a run in `k`.
+/// Maximum length of a run, a part of `k` that is packed at one time.
 const RUN: usize = 2048;
 /// Maximum rows and columns of a part of a 16-bit output. Its sums need an f32 buffer.
 const ROUNDED: usize = 1024;
-/// Maximum rows and columns of a block.
+/// Maximum rows and columns of a block, the part of the output that one task computes.
 const BLOCK: (usize, usize) = (144, 384);
 /// Blocks are halved until each thread has enough of them, but not below this much work.
 const BLOCK_FLOPS: usize = 4 << 20;
 const BLOCKS_PER_THREAD: usize = 4;
-/// Elements that one task packs.
+/// Number of elements that one packing task copies.
 const PACK: usize = 32 << 10;
 
 /// Partition of a product into parts and runs.
@@ -40,7 +40,7 @@ pub(super) struct Cuts {
     parallel: bool,
 }
 
-/// Length of the runs of `k`.
+/// Length of the runs that `k` is divided into, a multiple of the stretch length.
 fn run_length(k: usize) -> usize {
     let step = stretch(k).max(1);
     (RUN / step).max(1) * step
@@ -74,7 +74,7 @@ impl Cuts {
     }
 }
 
-/// A range of rows, columns, or `k`.
+/// Range of rows, of columns, or of `k`: first index and length.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Range {
     first: usize,

@@ -8,10 +8,10 @@ use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared};
 use crate::cpu::simd::Level;
 use crate::{DType, Float};
 
-/// Minimum floating-point operations of one task.
+/// Number of floating-point operations that one task should have at least.
 const TASK_FLOPS: usize = 1 << 20;
 
-/// Columns per task, and number of tasks.
+/// Number of output columns per task, and number of tasks.
 fn tasks(m: usize, n: usize, depth: usize) -> (usize, usize) {
     let panels = n.div_ceil(COL_STEP);
     let each = (TASK_FLOPS / (2 * m * COL_STEP * depth).max(1)).clamp(1, panels.max(1));
@@ -129,7 +129,7 @@ pub(super) fn run<T: Float>(
     });
 }
 
-/// One product into an f32 output, on the calling thread.
+/// Computes one product into an f32 output on the calling thread, without other threads. The sums begin with `start`.
 pub(super) fn here(
     level: Level,
     product: &Product<'_>,

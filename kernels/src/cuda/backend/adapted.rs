@@ -18,37 +18,37 @@ use crate::error::{Result, shape_error};
 use crate::pool::Tag;
 use crate::{DType, Tensor};
 
-/// Projections of one input by address.
+/// Operands of projections of one input, as device addresses.
 enum Layers {
-    /// One layer each.
+    /// One layer per projection, for all rows.
     Whole(Vec<LoraLinear>),
-    /// A layer for each row group.
+    /// Two layers per projection, one for each row group.
     Grouped(Vec<GroupedLora>),
 }
 
-/// Projections whose adapters are stacked.
+/// Projections of one input whose A matrices are stacked into one.
 struct Stacked {
     layers: Layers,
     /// `[line, k]` of each row group: A of each projection. NULL for a group without adapters, and for unlike dropouts.
     adapters: [Address; 2],
     /// Elements of a row of the adapters' inner outputs.
     line: usize,
-    /// The tensors of the addresses.
+    /// Tensors whose addresses are used here, so that they stay allocated.
     held: Vec<Tensor>,
 }
 
-/// Where the gradients of stacked adapters go.
+/// Addresses that the gradients of stacked adapters are written to.
 struct Gradients<'a> {
-    /// `[t, k]`, or NULL.
+    /// Gradient of the input, `[t, k]`, or NULL if it is not needed.
     dx: Address,
-    /// `[line, k]` f32 of each row group.
+    /// Gradient of the stacked A, f32 `[line, k]`, of each row group.
     d_lora_a: [Address; 2],
-    /// `[n, r]` f32 of each projection and row group.
+    /// Gradient of B, f32 `[n, r]`, of each projection and row group.
     d_lora_b: &'a [[Address; 2]],
 }
 
 impl Stacked {
-    /// Rows, columns and dtype of the input.
+    /// Number of rows, number of columns and dtype of the input.
     fn input(&self) -> (usize, usize, DType) {
         match &self.layers {
             Layers::Whole(layers) => (layers[0].t, layers[0].k, layers[0].dtype),
@@ -56,7 +56,7 @@ impl Stacked {
         }
     }
 
-    /// Columns of each projection.
+    /// Number of output columns of each projection.
     fn widths(&self) -> Vec<usize> {
         match &self.layers {
             Layers::Whole(layers) => layers.iter().map(|layer| layer.n).collect(),
@@ -81,7 +81,7 @@ impl Stacked {
         }
     }
 
-    /// Row groups that have adapters.
+    /// Whether each of the two row groups has adapters.
     fn adapted(&self) -> [bool; 2] {
         match &self.layers {
             Layers::Whole(_) => [true, false],

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 /// Start of the imaginary memory, aligned like a device's.
 const START: Address = Address(1 << 40);
-/// More memory than any device has.
+/// Size of the imaginary memory in bytes, more than any device has.
 const BYTES: u64 = 1 << 50;
 
 /// Executor that accepts every call and does nothing.
@@ -35,7 +35,8 @@ impl CudaBackend {
         Self::counting_within(multiprocessors, multiplies, BYTES)
     }
 
-    /// As [`CudaBackend::counting`], with an arena of `bytes` bytes.
+    /// Meta device as [`CudaBackend::counting`] makes, whose memory is limited to `bytes` bytes. Allocations beyond
+    /// them fail.
     #[must_use]
     pub fn counting_within(multiprocessors: u32, multiplies: bool, bytes: u64) -> Self {
         let executor = Arc::new(Nowhere {

@@ -28,10 +28,10 @@ const GRAPHS: usize = 128;
 /// Maximum product shapes for which the library's answer is remembered.
 const PRODUCTS: usize = 4096;
 
-/// One command in an executor's queue.
+/// Work for the device that an executor queues: a launch, a fill, a copy, or a library's product.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Command {
-    /// Kernel launch.
+    /// Launches a kernel.
     Launch(Launch),
     /// Sets a number of bytes to zero.
     Zero(Address, u64),
@@ -66,7 +66,7 @@ impl Command {
 /// A launched graph executes its commands as if each had been queued alone, in their order, after everything queued
 /// before.
 pub unsafe trait Graphs: Executor {
-    /// Captured commands.
+    /// Commands captured as a graph, which [`Graphs::replay`] launches.
     type Graph: Send + Debug;
 
     /// Captures commands without executing them. Each was executed before, so its code is loaded.
@@ -78,7 +78,7 @@ pub unsafe trait Graphs: Executor {
     /// When the device cannot capture them.
     unsafe fn keep(&self, commands: &[Command]) -> Result<Self::Graph, Cause>;
 
-    /// Launches a graph of this executor.
+    /// Launches a graph that [`Graphs::keep`] of this executor captured.
     ///
     /// # Safety
     /// The memory of its commands is still allocated.
@@ -88,7 +88,7 @@ pub unsafe trait Graphs: Executor {
     unsafe fn replay(&self, graph: &Self::Graph) -> Result<(), Cause>;
 }
 
-/// Choice of the sequences that become graphs.
+/// Which repeated sequences of commands become graphs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mode {
     /// Sequences of at least eight commands: a graph launch costs about four kernel launches, and capturing costs as
@@ -107,16 +107,16 @@ impl Mode {
     }
 }
 
-/// Counters of what was queued.
+/// Numbers of commands and graph launches that a [`Replaying`] executor has queued.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Counts {
-    /// Commands, inside and outside graphs.
+    /// Number of commands queued, one by one or as part of a graph launch.
     pub commands: u64,
-    /// Graphs captured.
+    /// Number of graphs captured.
     pub graphs: u64,
-    /// Graph launches.
+    /// Number of graph launches.
     pub replays: u64,
-    /// Commands executed by graph launches.
+    /// How many of the `commands` were executed by graph launches.
     pub replayed: u64,
 }
 
@@ -134,18 +134,18 @@ pub struct Replaying<E: Graphs> {
 struct State<G> {
     /// Commands collected but not yet queued.
     pending: Vec<Command>,
-    /// Sequences seen, by hash.
+    /// Sequences of commands queued before, by the hash of their commands.
     seen: HashMap<u64, Seen<G>>,
     /// Whether the library supports a product of this shape.
     products: HashMap<Shape, bool>,
     /// Number of sequences so far, used as the clock of [`Seen::last`].
     runs: u64,
-    /// The device refused a graph.
+    /// Whether the device refused a graph, so no more are captured.
     refused: bool,
     counts: Counts,
 }
 
-/// Sequence that was queued at least once.
+/// Sequence of commands that was queued at least once.
 #[derive(Debug)]
 struct Seen<G> {
     commands: Vec<Command>,
@@ -173,7 +173,7 @@ impl<E: Graphs> Replaying<E> {
         }
     }
 
-    /// Counters since the creation.
+    /// Numbers of commands and graph launches since this executor was created.
     pub fn counts(&self) -> Counts {
         self.lock().counts
     }

@@ -15,14 +15,14 @@ use crate::{Backend, DType, Tensor};
 /// Sizes of the pieces in which a loss is computed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LossCuts {
-    /// Logits per chunk: rows times vocabulary.
+    /// Number of logits per chunk of rows: rows times vocabulary size.
     pub logits: usize,
     /// Rows of the weight's gradient that later chunks add at a time; a multiple of 8.
     pub weight_rows: usize,
 }
 
 impl Default for LossCuts {
-    /// 128 MiB of f32 logits.
+    /// Chunks with 128 MiB of f32 logits, and 8192 rows of the weight's gradient at a time.
     fn default() -> Self {
         Self {
             logits: 32 << 20,
@@ -31,7 +31,7 @@ impl Default for LossCuts {
     }
 }
 
-/// Supervised rows and their labels.
+/// Number and label of each row whose label is not ignored. Fails for a label outside the vocabulary of size `v`.
 fn supervised(labels: &Tensor, v: usize) -> Result<Vec<(i32, i32)>> {
     let bytes = labels.to_bytes()?;
     let labels = bytes
@@ -56,7 +56,7 @@ fn supervised(labels: &Tensor, v: usize) -> Result<Vec<(i32, i32)>> {
 
 const OP: &str = "linear_cross_entropy";
 
-/// Data that all chunks share.
+/// Operands that all chunks of rows share.
 struct Head {
     sizes: LossSizes,
     /// Dtype of hidden states, weight and the gradients of logits.
@@ -65,16 +65,16 @@ struct Head {
     weight: Address,
 }
 
-/// A chunk of rows on the device.
+/// Supervised rows that are processed together, gathered on the device.
 struct Chunk {
     rows: usize,
     /// Numbers of its rows in the batch, followed by `0..rows`.
     numbers: Tensor,
-    /// `[rows, c]`.
+    /// Hidden states of these rows, `[rows, c]`.
     hidden: Tensor,
 }
 
-/// Gradients of a chunk's logits, `[rows, line]`.
+/// Address and row length (in elements) of the gradients of a chunk's logits, `[rows, line]`.
 #[derive(Clone, Copy)]
 struct Gradients {
     at: Address,

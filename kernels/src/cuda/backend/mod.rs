@@ -58,7 +58,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use uses::Uses;
 
-/// Error of a device's own calls.
+/// Error of an executor's device call, e.g. from the CUDA driver.
 pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 
 /// Event: a point in the queue of an [`Executor`], of a type private to it.
@@ -315,7 +315,8 @@ impl Drop for Arena {
 /// blocks of a pass it would move those of the next pass.
 type LastTable = Mutex<Option<(Vec<i32>, Tensor)>>;
 
-/// [`Backend`] for GPUs.
+/// [`Backend`] for NVIDIA GPUs. It allocates tensors in one arena and sends kernel launches and copies to an
+/// executor.
 #[derive(Clone, Debug)]
 pub struct CudaBackend {
     pool: Pool,
@@ -364,7 +365,7 @@ impl CudaBackend {
         }
     }
 
-    /// Sets the sizes of a loss's pieces.
+    /// Sets the sizes of the pieces in which a loss is computed.
     #[must_use]
     pub fn with_loss_cuts(mut self, cuts: LossCuts) -> Self {
         self.cuts = cuts;

@@ -97,7 +97,7 @@ pub trait PeerExecutor: Send + Sync {
 
 /// Collectives of a library such as NCCL, on the communication queue of an executor.
 pub trait GroupExecutor: Send + Sync {
-    /// Version of the library.
+    /// Version of the library that provides the collectives.
     ///
     /// # Errors
     /// When the library is missing.
@@ -310,7 +310,7 @@ impl GroupAccess for CudaBackend {
 }
 
 impl CudaBackend {
-    /// Size of one rank's part of `all`.
+    /// One rank's share of `all`, which the number of ranks must divide.
     fn divided(&self, op: &'static str, x: &Tensor, all: u64, ranks: usize) -> Result<u64> {
         let ranks = ranks as u64;
         if ranks == 0 || !all.is_multiple_of(ranks) {

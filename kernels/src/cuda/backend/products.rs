@@ -152,7 +152,7 @@ impl CudaBackend {
         Ok((layer, held))
     }
 
-    /// An adapter's dropout, by address.
+    /// Converts an adapter's dropout to kernel operands: the tensor of row words becomes its device address.
     pub(super) fn dropped(
         &self,
         op: &'static str,

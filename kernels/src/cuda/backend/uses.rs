@@ -32,7 +32,7 @@ impl Uses {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts one more queued command.
+    /// Counts one more command that was queued on the device.
     pub(super) fn count(&self) {
         self.lock().queued += 1;
     }

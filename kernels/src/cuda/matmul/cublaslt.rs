@@ -22,7 +22,7 @@ use crate::cuda::library::{Library, Search, find};
 /// Maximum stored shapes. Batches of different lengths keep bringing new ones; a dropped shape is prepared again.
 const KEPT: usize = 4096;
 
-/// cuBLASLt on one GPU.
+/// cuBLASLt handle for one GPU, with the products prepared so far.
 #[derive(Debug)]
 pub struct CublasLt {
     handle: sys::cublasLtHandle_t,
@@ -71,7 +71,7 @@ pub(in crate::cuda) fn version() -> Option<String> {
 }
 
 impl CublasLt {
-    /// Finds and opens the library.
+    /// Finds and opens cuBLASLt and creates a handle for `gpu`.
     ///
     /// # Errors
     /// [`CudaError::LibraryMissing`] with the places tried, and the library's error when it does not start.

@@ -29,9 +29,9 @@ pub const ALIGNMENT: u64 = 16;
 /// Operation on the f32 sum before the one rounding.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Epilogue {
-    /// No operation.
+    /// The sum is rounded as it is.
     None,
-    /// Adds a bias.
+    /// Adds the bias to the sum.
     Bias,
     /// GELU in tanh form. With `aux`, its input is also stored.
     Gelu {
@@ -46,19 +46,19 @@ pub enum Epilogue {
 }
 
 impl Epilogue {
-    /// Whether a bias is added.
+    /// Whether this epilogue adds a bias to the sum.
     #[must_use]
     pub const fn has_bias(self) -> bool {
         matches!(self, Self::Bias | Self::GeluBias { .. })
     }
 
-    /// Whether GELU is applied.
+    /// Whether this epilogue applies GELU.
     #[must_use]
     pub const fn has_gelu(self) -> bool {
         matches!(self, Self::Gelu { .. } | Self::GeluBias { .. })
     }
 
-    /// Whether the input of GELU is stored.
+    /// Whether this epilogue stores the input of GELU in [`Multiply::aux`].
     #[must_use]
     pub const fn has_aux(self) -> bool {
         matches!(
@@ -79,11 +79,11 @@ pub struct Shape {
     pub transpose_a: bool,
     /// Whether the lines of `b` run along n instead of k. The weight `[n, k]` of a linear layer is *not* transposed.
     pub transpose_b: bool,
-    /// Rows of `y`.
+    /// Number of rows of the result `y`.
     pub m: usize,
-    /// Columns of `y`.
+    /// Number of columns of the result `y`.
     pub n: usize,
-    /// Length of the sums.
+    /// Number of products that are added for each element of `y`.
     pub k: usize,
     /// Distance between lines of `a` in elements.
     pub a_line: usize,
@@ -91,26 +91,27 @@ pub struct Shape {
     pub b_line: usize,
     /// Distance between rows of `y` in elements.
     pub y_line: usize,
-    /// Operation on the sum.
+    /// Operation on each f32 sum before it is rounded to `out`.
     pub epilogue: Epilogue,
 }
 
 /// Operands of a product: `y[m, n] = epilogue(alpha * (sum of a b^T) + beta * y)`.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Multiply {
-    /// Dtypes and extents.
+    /// Dtypes, extents, strides and epilogue of the product.
     pub shape: Shape,
-    /// `[m, k]`, or `[k, m]` when `transpose_a`.
+    /// Left operand, `[m, k]`, or `[k, m]` when `transpose_a`.
     pub a: Address,
-    /// `[n, k]`, or `[k, n]` when `transpose_b`.
+    /// Right operand, `[n, k]`, or `[k, n]` when `transpose_b`.
     pub b: Address,
-    /// `[m, n]` in `out`.
+    /// Result, `[m, n]` in the dtype `out` of the shape. If `beta` is not 0, its old values are also read.
     pub y: Address,
-    /// `[n]` in `out` if the epilogue has a bias, else [`Address::NULL`].
+    /// Bias, `[n]` in the dtype `out` if the epilogue has a bias, else [`Address::NULL`].
     pub bias: Address,
-    /// `[m, n]`, dense, in `out` if the epilogue stores GELU's input, else [`Address::NULL`].
+    /// Destination of GELU's input, dense `[m, n]` in the dtype `out`, if the epilogue stores it, else
+    /// [`Address::NULL`].
     pub aux: Address,
-    /// Factor on the sums.
+    /// Factor on the sums `a b^T`.
     pub alpha: f32,
     /// Factor on the old values of `y`. With 0 they are not read.
     pub beta: f32,

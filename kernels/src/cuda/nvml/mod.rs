@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use super::library::Attempt;
 use session::Session;
 
-/// File name of the library.
+/// File name of the NVML library.
 pub const FILE_NAME: &str = "libnvidia-ml.so.1";
 /// Directory of the library on Windows' Linux guests (WSL).
 const WSL: &str = "/usr/lib/wsl/lib";
@@ -22,16 +22,16 @@ const CONTAINER: &str = "/usr/local/nvidia/lib64";
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NvmlError {
-    /// No library could be opened.
+    /// The NVML library was not found or could not be opened.
     #[error("libnvidia-ml.so.1 was not found")]
     NotFound,
-    /// The library does not have the function.
+    /// The NVML library does not have the function.
     #[error("{function} is not in this library")]
     Missing {
         /// Name of the function.
         function: &'static str,
     },
-    /// A call failed.
+    /// A call of an NVML function failed.
     #[error("{function} failed with {code}: {text}")]
     Failed {
         /// Name of the function.
@@ -54,12 +54,12 @@ impl NvmlError {
 /// A value, or why it could not be read.
 pub type Reading<T> = Result<T, NvmlError>;
 
-/// Everything that was read.
+/// What NVML reports about the driver and every GPU of the machine.
 #[derive(Debug)]
 pub struct NvmlReport {
-    /// Path of the opened library.
+    /// Path of the opened NVML library, or `None` if none was opened.
     pub path: Option<PathBuf>,
-    /// All places tried.
+    /// Every place where the search looked for the NVML library, in order.
     pub attempts: Vec<Attempt>,
     /// Version of the installed driver, e.g. `580.65.06`.
     pub driver_version: Reading<String>,
@@ -67,24 +67,24 @@ pub struct NvmlReport {
     pub gpus: Reading<Vec<NvmlGpu>>,
 }
 
-/// Facts about one GPU.
+/// What NVML reports about one GPU. Each value can fail to be read on its own.
 #[derive(Debug, Clone)]
 pub struct NvmlGpu {
-    /// NVML's index, in PCI bus order.
+    /// Number of the GPU in NVML, in PCI bus order. CUDA's ordinal can differ.
     pub index: u32,
-    /// Product name.
+    /// Product name of the GPU.
     pub name: Reading<String>,
-    /// UUID, `GPU-…`.
+    /// Unique id of the GPU, as text that begins with `GPU-`.
     pub uuid: Reading<String>,
     /// PCI bus id, e.g. `00000000:01:00.0`.
     pub pci_bus_id: Reading<String>,
-    /// Major and minor compute capability.
+    /// Major and minor compute capability, e.g. `(8, 6)`.
     pub compute_capability: Reading<(u32, u32)>,
-    /// Memory use.
+    /// Total, used and free memory of the GPU in bytes.
     pub memory: Reading<GpuMemory>,
-    /// Processes that compute on it.
+    /// Processes with a compute context on the GPU.
     pub processes: Reading<Vec<GpuProcess>>,
-    /// PCI Express link.
+    /// State of the GPU's PCI Express link.
     pub pcie: PcieLink,
     /// Number of active NVLinks.
     pub active_nvlinks: Reading<u32>,
@@ -96,14 +96,14 @@ pub struct NvmlGpu {
     pub remapped_rows: Reading<RemappedRows>,
 }
 
-/// Memory of one GPU.
+/// Device memory of one GPU in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GpuMemory {
-    /// Total bytes.
+    /// Total device memory in bytes.
     pub total_bytes: u64,
-    /// In use by processes and by the driver itself.
+    /// Bytes in use by processes and by the driver itself.
     pub used_bytes: u64,
-    /// Free bytes.
+    /// Bytes that are not in use.
     pub free_bytes: u64,
 }
 
@@ -119,11 +119,11 @@ pub struct GpuProcess {
 /// PCI Express link. The generation drops while the GPU is idle; the width does not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PcieLink {
-    /// Current generation.
+    /// Current PCI Express generation of the link.
     pub generation: Reading<u32>,
     /// Highest generation that GPU and slot support.
     pub max_generation: Reading<u32>,
-    /// Current number of lanes.
+    /// Current number of PCI Express lanes.
     pub width: Reading<u32>,
     /// Highest number of lanes that GPU and slot support.
     pub max_width: Reading<u32>,
@@ -132,7 +132,7 @@ pub struct PcieLink {
 /// Rows of memory that were replaced by spare rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RemappedRows {
-    /// Rows replaced after uncorrected errors.
+    /// Number of memory rows replaced after uncorrected errors.
     pub uncorrected: u32,
     /// Whether a replacement takes effect at the next reset.
     pub is_pending: bool,

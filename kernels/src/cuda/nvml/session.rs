@@ -131,7 +131,7 @@ functions! {
 type NumberFunction = Function<unsafe extern "C" fn(Handle, *mut u32) -> Code>;
 type TextFunction = Function<unsafe extern "C" fn(Handle, *mut c_char, u32) -> Code>;
 
-/// Open library.
+/// The opened NVML library and its functions. Dropping it shuts NVML down if it was started.
 pub(super) struct Session {
     functions: Functions,
     started: Cell<bool>,

@@ -14,7 +14,7 @@ fn module() -> Module {
     Module::new(Family::Accumulate, [], &["accumulate"])
 }
 
-/// The only module of this family.
+/// All kernel modules for gradient accumulation, of which there is one.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     vec![module()]

@@ -13,21 +13,21 @@ const MAX_BLOCKS: u64 = 132 * 12;
 /// Operands of a step: arrays of `n` elements, each aligned to its elements.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AdamWChunk {
-    /// Storage of weights and moments.
+    /// Dtypes of weights and moments.
     pub form: Form,
     /// Dtype of the gradient.
     pub grad_dtype: DType,
-    /// Gradient before scaling.
+    /// Gradient of the weights, before scaling.
     pub grad: Address,
-    /// Weights or master weights, updated.
+    /// Weights, or f32 master weights if the form has them. Updated in place.
     pub weight: Address,
-    /// 16-bit copy, written. Null if the form has none.
+    /// 16-bit copy of the master weights, written. Null if the form has none.
     pub copy: Address,
-    /// First moment, updated.
+    /// First moment of `AdamW` (running mean of gradients), updated in place.
     pub exp_avg: Address,
-    /// Second moment, updated.
+    /// Second moment of `AdamW` (running mean of squared gradients), updated in place.
     pub exp_avg_sq: Address,
-    /// Number of elements.
+    /// Number of elements of each array.
     pub n: u64,
     /// Global index of the first element: its position in the random stream of rounding.
     pub first_element: u64,

@@ -23,7 +23,7 @@ const KERNELS: &[&str] = &["block_sums", "total", "clip"];
 pub struct Clip {
     /// Norm of the mean gradient per token, before clipping.
     pub norm: f64,
-    /// Mean loss per token.
+    /// Mean loss per supervised token, over all ranks.
     pub loss: f64,
     /// Factor on every summed gradient: `min(1, max_norm / (norm + 1e-6)) / tokens`; 0 for a skipped step.
     pub factor: f32,
@@ -31,13 +31,13 @@ pub struct Clip {
     pub skip: u32,
 }
 
-/// One rank's summands of [`clip`], in device memory.
+/// One rank's contribution to the norm, the loss and the token count that [`clip`] sums over ranks, in device memory.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Debug, Pod, Zeroable)]
 pub struct SquareSums {
     /// Sum of squares of the rank's gradients.
     pub squares: f64,
-    /// Sum of the rank's losses.
+    /// Sum of the losses of the rank's supervised tokens.
     pub loss: f64,
     /// Number of the rank's supervised tokens.
     pub tokens: f64,
@@ -53,7 +53,7 @@ fn module(grad: DType) -> Option<Module> {
     Some(Module::new(Family::GradNorm, defines, kernels))
 }
 
-/// Modules for every dtype.
+/// Modules for gradients in f32, bf16 and f16.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let dtypes = [DType::F32, DType::BF16, DType::F16];

@@ -22,29 +22,29 @@ use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module};
 
-/// One of the two experts.
+/// Rows and operands of one of the two experts in a [`Grouped`] product.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Group {
-    /// i32 `[m]`: its rows. The two experts must not share a row.
+    /// Numbers of the expert's rows, i32 `[m]`. The two experts must not share a row.
     pub rows: Address,
-    /// Number of rows; may be 0.
+    /// Number of rows of the expert; may be 0.
     pub m: usize,
-    /// `[b_rows, k]`, or `[k, b_rows]` when `transpose_b`.
+    /// Right operand, `[b_rows, k]`, or `[k, b_rows]` when `transpose_b`.
     pub b: Address,
-    /// Columns that `b` has. Later columns of `y` are zero.
+    /// Number of columns of `y` that `b` provides. Later columns of `y` are zero.
     pub b_rows: usize,
-    /// Half of its adapter: `[b_rows, r]`, or `[r, b_rows]` when `transpose_b`.
+    /// Second factor of the expert's adapter, `[b_rows, r]`, or `[r, b_rows]` when `transpose_b`.
     pub low_b: Address,
     /// Rank of its adapter, or 0: columns of `s` that are read. Columns up to the next multiple of 8 must be zero.
     pub r: usize,
-    /// `[n]`, or [`Address::NULL`].
+    /// Bias of the expert, `[n]`, or [`Address::NULL`] for none.
     pub bias: Address,
-    /// Factor on its sums.
+    /// Factor on the expert's sums, applied before the bias is added.
     pub scale: f32,
 }
 
 impl Group {
-    /// Expert without rows.
+    /// Expert that no row belongs to, with null operands.
     pub const EMPTY: Self = Self {
         rows: Address::NULL,
         m: 0,
@@ -65,21 +65,21 @@ pub struct Grouped {
     pub dtype: DType,
     /// Whether the lines of `b` run along n, as for `dx` of a layer.
     pub transpose_b: bool,
-    /// Rows of `a` and `y`.
+    /// Number of rows of `a` and `y`.
     pub t: usize,
-    /// Columns of `y`.
+    /// Number of columns of `y`.
     pub n: usize,
-    /// Length of a sum.
+    /// Number of columns of `a`, over which each product is summed.
     pub k: usize,
-    /// `[t, k]`.
+    /// Left operand of both experts, `[t, k]`.
     pub a: Address,
     /// Adapters' intermediate results `[t, s_line]`. Not read without adapters.
     pub s: Address,
     /// Distance between rows of `s` in elements, a multiple of 8 in 16 bits.
     pub s_line: usize,
-    /// The two experts.
+    /// The two experts with their rows and right operands.
     pub groups: [Group; 2],
-    /// `[t, n]`.
+    /// Result, `[t, n]` with rows `y_line` elements apart.
     pub y: Address,
     /// Distance between rows of `y` in elements.
     pub y_line: usize,
@@ -88,27 +88,27 @@ pub struct Grouped {
 /// Operands of `y[m, n] = sum over i < k of a[rows[i], m] b[rows[i], n]` in f32: the weight gradient of one expert.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct OfRows {
-    /// Dtype of the operands.
+    /// Dtype of `a` and `b`. The result is f32.
     pub dtype: DType,
-    /// Rows of `a` and `b`.
+    /// Number of rows of `a` and `b`.
     pub t: usize,
-    /// Columns of `a`.
+    /// Number of columns of `a`, which are the rows of `y`.
     pub m: usize,
-    /// Columns of `b`.
+    /// Number of columns of `b`, which are the columns of `y`.
     pub n: usize,
-    /// i32 `[k]`: row numbers.
+    /// Numbers of the rows of `a` and `b` to sum over, i32 `[k]`.
     pub rows: Address,
     /// Number of rows to sum over; may be 0.
     pub k: usize,
-    /// `[t, m]`.
+    /// Left operand, `[t, m]` with rows `a_line` elements apart.
     pub a: Address,
     /// Distance between rows of `a` in elements.
     pub a_line: usize,
-    /// `[t, n]`.
+    /// Right operand, `[t, n]` with rows `b_line` elements apart.
     pub b: Address,
     /// Distance between rows of `b` in elements.
     pub b_line: usize,
-    /// `[m, n]` f32.
+    /// Result, f32 `[m, n]`.
     pub y: Address,
 }
 
@@ -126,7 +126,7 @@ pub fn choosable() -> Vec<Variant> {
     all
 }
 
-/// Both f32 tiles in each orientation.
+/// Every variant for f32 operands: both tiles in each orientation.
 #[must_use]
 pub fn plain_variants() -> Vec<Variant> {
     let uses = [FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT];
@@ -137,13 +137,13 @@ pub fn plain_variants() -> Vec<Variant> {
         .collect()
 }
 
-/// Modules of [`choosable`].
+/// Kernel modules of all variants that [`choosable`] lists.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     choosable().into_iter().filter_map(module).collect()
 }
 
-/// Modules of [`plain_variants`].
+/// Kernel modules of all f32 variants that [`plain_variants`] lists.
 #[must_use]
 pub fn plain_modules() -> Vec<Module> {
     plain_variants().into_iter().filter_map(module).collect()

@@ -31,56 +31,57 @@ use crate::cuda::launch::{Address, Launch};
 /// Adapter of one expert. Addresses are as in [`super::lora_linear::LoraLinear`].
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Adapter {
-    /// Rank, at least 1.
+    /// Rank of the adapter, at least 1.
     pub r: usize,
-    /// `[r, k]`.
+    /// Matrix A of the adapter, `[r, k]`.
     pub lora_a: Address,
-    /// `[n, r]`.
+    /// Matrix B of the adapter, `[n, r]`.
     pub lora_b: Address,
-    /// Factor on its term.
+    /// Factor on the adapter's output, which is added to the base layer's.
     pub scale: f32,
-    /// Dropout of its input, if any.
+    /// Dropout of the adapter's input, or `None` for no dropout.
     pub dropped: Option<Dropped>,
 }
 
-/// One expert's layer and its rows.
+/// Layer of one expert, and the rows of the input that it processes.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct AdaptedGroup {
-    /// i32 `[m]`: its rows. The two experts must not share a row.
+    /// Numbers of the expert's rows, i32 `[m]`. The two experts must not share a row.
     pub rows: Address,
-    /// Number of rows; may be 0.
+    /// Number of rows of the expert; may be 0.
     pub m: usize,
-    /// `[n, k]`.
+    /// Weight of the base layer, `[n, k]`.
     pub weight: Address,
-    /// `[n]`, or [`Address::NULL`].
+    /// Bias of the base layer, `[n]`, or [`Address::NULL`] for none.
     pub bias: Address,
-    /// Its adapter, if it has one.
+    /// Adapter of the layer, or `None` for the base layer alone.
     pub adapter: Option<Adapter>,
 }
 
-/// Two layers of one shape.
+/// Two linear layers of one shape, one per expert, on one input.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct GroupedLora {
     /// Dtype of all operands and results.
     pub dtype: DType,
-    /// Number of rows of both experts.
+    /// Number of rows of the input. Each belongs to one of the two experts.
     pub t: usize,
-    /// Output features.
+    /// Number of output features of both layers.
     pub n: usize,
-    /// Input features.
+    /// Number of input features of both layers.
     pub k: usize,
-    /// `[t, k]`.
+    /// Input of both layers, `[t, k]`.
     pub x: Address,
-    /// The two layers.
+    /// Layer and rows of each of the two experts.
     pub groups: [AdaptedGroup; 2],
 }
 
-/// Destinations of gradients.
+/// Addresses that the backward of a [`GroupedLora`] writes gradients to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Gradients {
-    /// `[t, k]` in the layers' dtype. [`Address::NULL`] if it is not needed.
+    /// Gradient of the input, `[t, k]` in the layers' dtype. [`Address::NULL`] if it is not needed.
     pub dx: Address,
-    /// `[r, k]` and `[n, r]` f32 of each layer. Not written for a layer without adapter.
+    /// Gradients of matrices A and B, `[r, k]` and `[n, r]` f32, of each layer. Not written for a layer without
+    /// adapter.
     pub adapters: [[Address; 2]; 2],
 }
 

@@ -13,26 +13,26 @@ use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
 
-/// The same constants as in the kernel.
+/// Sizes that must equal those in the CUDA source.
 const SLICE: usize = 512;
 const ROWS: usize = 16;
 const WARPS: usize = 8;
 /// Number of blocks that keeps every multiprocessor busy.
 const BLOCKS: usize = 128;
 
-/// Adapter ranks with a module.
+/// Ranks (padded) that a kernel module exists for.
 const RANKS: [usize; 3] = [16, 32, 64];
 
 /// Operands and results. Addresses of `dy` and `s` are aligned to 16 bytes.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LoraGradients {
-    /// bf16 or f16.
+    /// Dtype of `dy`, `s`, `ds` and `lora_b`: bf16 or f16.
     pub dtype: DType,
     /// Number of tokens, or of entries in `rows`.
     pub t: usize,
-    /// Output features, a multiple of 8.
+    /// Number of output features, a multiple of 8.
     pub n: usize,
-    /// Adapter rank, at most 64.
+    /// Rank of the adapter, at most 64.
     pub r: usize,
     /// Columns of `s` and `ds`: the rank padded with zeros to a multiple of 16.
     pub padded_rank: usize,
@@ -40,17 +40,17 @@ pub struct LoraGradients {
     pub line: usize,
     /// i32 `[t]`: the rows of `dy`, `s` and `ds` to use, or [`Address::NULL`] for the first `t`.
     pub rows: Address,
-    /// `[t, n]`.
+    /// Gradient of the layer's output, `[t, n]`.
     pub dy: Address,
-    /// `[t, padded_rank]`, with rows `line` apart.
+    /// Outputs of the adapter's matrix A from the forward, `[t, padded_rank]`, with rows `line` apart.
     pub s: Address,
-    /// `[n, r]`.
+    /// Matrix B of the adapter, `[n, r]`.
     pub lora_b: Address,
-    /// Factor on `ds`.
+    /// Factor on the product `dy B` that becomes `ds`.
     pub scale: f32,
-    /// `[t, padded_rank]`, with rows `line` apart.
+    /// Result `ds = scale * dy B`, the gradient before matrix A, `[t, padded_rank]`, with rows `line` apart.
     pub ds: Address,
-    /// `[n, r]` f32.
+    /// Gradient of matrix B, f32 `[n, r]`.
     pub d_lora_b: Address,
 }
 
@@ -80,7 +80,7 @@ pub fn modules() -> Vec<Module> {
 }
 
 impl LoraGradients {
-    /// Whether one pass is possible. It is then faster than two products.
+    /// Whether one pass can compute both gradients. It is then faster than two products.
     #[must_use]
     pub fn fits(&self) -> bool {
         let narrow = matches!(self.dtype, DType::BF16 | DType::F16);

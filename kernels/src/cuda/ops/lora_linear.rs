@@ -35,7 +35,7 @@ use crate::DType;
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::module::Module;
 
-/// All modules that a layer may use. Without a compiler no other modules are available.
+/// Every kernel module that a 16-bit layer may use. Without a compiler no other modules are available.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let all = choosable().into_iter();
@@ -65,38 +65,39 @@ pub fn parts_modules() -> Vec<Module> {
 pub struct LoraLinear {
     /// bf16 or f16 on tensor cores, or f32 without them.
     pub dtype: DType,
-    /// Number of tokens.
+    /// Number of tokens, which are the rows of the input and the output.
     pub t: usize,
-    /// Output features.
+    /// Number of output features.
     pub n: usize,
-    /// Input features.
+    /// Number of input features.
     pub k: usize,
     /// Adapter rank. 0 is the plain linear layer.
     pub r: usize,
-    /// `[t, k]`.
+    /// Input of the layer, `[t, k]`.
     pub x: Address,
-    /// `[n, k]`.
+    /// Weight of the base layer, `[n, k]`.
     pub weight: Address,
-    /// `[n]`, or [`Address::NULL`].
+    /// Bias of the base layer, `[n]`, or [`Address::NULL`] for none.
     pub bias: Address,
-    /// `[r, k]`.
+    /// Matrix A of the adapter, `[r, k]`.
     pub lora_a: Address,
-    /// `[n, r]`.
+    /// Matrix B of the adapter, `[n, r]`.
     pub lora_b: Address,
-    /// Factor on the adapter's term.
+    /// Factor on the adapter's output, which is added to the base layer's.
     pub scale: f32,
-    /// Dropout of the adapter's input, if any.
+    /// Dropout of the adapter's input, or `None` for no dropout.
     pub dropped: Option<Dropped>,
 }
 
-/// Destinations of gradients. [`Address::NULL`] for a gradient that is not needed.
+/// Addresses that the backward of a [`LoraLinear`] writes gradients to. [`Address::NULL`] for a gradient that is not
+/// needed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Gradients {
-    /// `[t, k]` in the layer's dtype.
+    /// Gradient of the input, `[t, k]` in the layer's dtype.
     pub dx: Address,
-    /// `[r, k]` f32.
+    /// Gradient of matrix A, f32 `[r, k]`.
     pub d_lora_a: Address,
-    /// `[n, r]` f32.
+    /// Gradient of matrix B, f32 `[n, r]`.
     pub d_lora_b: Address,
 }
 

@@ -6,7 +6,7 @@ use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
 
 const THREADS: u32 = 256;
-/// Bytes of one row's statistics.
+/// Size in bytes of the softmax statistics that are kept for each row of logits.
 pub const RUNNING_BYTES: u64 = 16;
 /// Shared memory for the sums of eight stretches and the largest logits of eight warps.
 const SHARED_BYTES: u32 = 8 * 8 + 8 * 4;
@@ -31,18 +31,18 @@ pub fn modules() -> Vec<Module> {
     dtypes.into_iter().filter_map(module).collect()
 }
 
-/// Tile of logits of some rows.
+/// Tile of logits: some rows, and consecutive columns of the vocabulary.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Tile {
-    /// f32 `[rows, cols]`.
+    /// Logits of the tile, f32 `[rows, cols]`.
     pub logits: Address,
-    /// i32 `[rows]`, each in the vocabulary.
+    /// Label of each row, i32 `[rows]`, each in the vocabulary.
     pub labels: Address,
-    /// Statistics, [`RUNNING_BYTES`] per row.
+    /// Statistics of the rows over the tiles so far, [`RUNNING_BYTES`] bytes per row.
     pub running: Address,
-    /// Number of rows.
+    /// Number of rows (tokens) of the tile.
     pub rows: u32,
-    /// Number of columns.
+    /// Number of columns (vocabulary entries) of the tile.
     pub cols: u32,
     /// Index of the tile's first column in the vocabulary.
     pub first: u32,

@@ -25,14 +25,14 @@ const fn square(edge: u32) -> Tile {
 /// Padding after each line of a tile in shared memory, in elements. Lines then start at different banks.
 const PADDING: u32 = 4;
 
-/// Module for one tile.
+/// Kernel module of f32 products with one tile and one orientation of the operands.
 #[must_use]
 pub fn module([transpose_a, transpose_b]: [bool; 2], tile: Tile) -> Module {
     let defines = defines([transpose_a, transpose_b], tile);
     Module::new(Family::MatmulPlain, defines, &["matmul_plain"])
 }
 
-/// The defines of [`module`].
+/// Preprocessor defines of [`module`], as name and value.
 pub(super) fn defines(
     [transpose_a, transpose_b]: [bool; 2],
     tile: Tile,
@@ -44,7 +44,7 @@ pub(super) fn defines(
     ]
 }
 
-/// Both tiles in every orientation.
+/// Every f32 variant: both tiles, with `a` and `b` transposed or not.
 #[must_use]
 pub fn variants() -> Vec<Variant> {
     let orientations = [[false, false], [false, true], [true, false], [true, true]];
@@ -54,7 +54,7 @@ pub fn variants() -> Vec<Variant> {
     all.collect()
 }
 
-/// Modules of [`variants`].
+/// Kernel modules of all [`variants`], and of the f32 grouped products.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let all = variants().into_iter();

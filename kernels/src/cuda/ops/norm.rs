@@ -9,7 +9,7 @@ const CHUNK: u32 = 8;
 const WARP: u32 = 32;
 /// Threads per block, unless a row needs more.
 const BLOCK_THREADS: u32 = 256;
-/// Maximum threads per row.
+/// Maximum number of threads that share a row.
 const MAX_ROW_THREADS: u32 = 512;
 /// Chunks that a thread holds in registers.
 const FORWARD_CHUNKS: u32 = 4;
@@ -22,7 +22,7 @@ const BACKWARD_BLOCKS: u64 = 264;
 const SUM_COLUMNS: u32 = 32;
 const SUM_THREADS: u32 = 1024;
 
-/// Kind of normalization.
+/// Formula of a normalization: RMS norm or layer norm.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Kind {
     /// RMS norm: `round(x / sqrt(mean(x^2) + eps)) * weight`.
@@ -34,17 +34,17 @@ pub enum Kind {
 /// Kind, dtypes and sizes of a normalization.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Shape {
-    /// Kind of normalization.
+    /// Whether this is an RMS norm or a layer norm.
     pub kind: Kind,
     /// Dtype of activations and their gradients.
     pub dtype: DType,
     /// Dtype of weight and bias: that of the activations, or f32.
     pub weight_dtype: DType,
-    /// Number of rows.
+    /// Number of rows, each normalized on its own.
     pub rows: u64,
-    /// Elements per row.
+    /// Number of elements per row.
     pub c: u32,
-    /// Added to the mean square or variance.
+    /// Small number that is added to the mean square (RMS norm) or the variance (layer norm).
     pub eps: f32,
 }
 
@@ -57,11 +57,11 @@ pub struct Forward {
     pub residual: Address,
     /// Sum with the residual. Null if and only if `residual` is null.
     pub sum: Address,
-    /// `[c]`.
+    /// Weight of the norm, `[c]`.
     pub weight: Address,
-    /// `[c]`, null for RMS norm.
+    /// Bias of the layer norm, `[c]`; null for RMS norm.
     pub bias: Address,
-    /// The result.
+    /// Destination of the normalized values.
     pub y: Address,
 }
 
@@ -70,20 +70,20 @@ pub struct Forward {
 pub struct Backward {
     /// The values that were normalized (the sum, if a residual was added).
     pub x: Address,
-    /// `[c]`.
+    /// Weight of the norm, `[c]`.
     pub weight: Address,
-    /// Gradient of the result.
+    /// Gradient of the norm's result `y`. It is read.
     pub dy: Address,
     /// Gradient that reaches `x` besides through the norm. It is added to `dx` in f32, before rounding. Null for
     /// none.
     pub d_sum: Address,
-    /// Gradient of `x`.
+    /// Destination of the gradient of `x`.
     pub dx: Address,
-    /// `[c]` f32.
+    /// Destination of the weight's gradient, f32 `[c]`.
     pub d_weight: Address,
-    /// `[c]` f32, null for RMS norm.
+    /// Destination of the bias's gradient, f32 `[c]`; null for RMS norm.
     pub d_bias: Address,
-    /// [`workspace_bytes`] bytes, aligned to 16 bytes.
+    /// Scratch memory of [`workspace_bytes`] bytes, aligned to 16 bytes.
     pub workspace: Address,
 }
 

@@ -32,7 +32,7 @@ fn module(dtype: DType) -> Option<Module> {
     Some(Module::new(Family::Pointwise, defines, KERNELS))
 }
 
-/// Modules for every float dtype.
+/// Kernel modules of the elementwise operations in f32, bf16 and f16.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let dtypes = [DType::F32, DType::BF16, DType::F16];
@@ -84,7 +84,7 @@ pub fn scale(dtype: DType, x: Address, factor: f32, y: Address, n: u64) -> Optio
     elements(dtype, "scale", &[x], Some(factor), &[y], n)
 }
 
-/// GELU of `n` elements.
+/// Launch of `y = gelu(x)` for `n` elements. `kind` selects the formula.
 #[must_use]
 pub fn gelu(dtype: DType, kind: Gelu, x: Address, y: Address, n: u64) -> Option<Launch> {
     let kernel = match kind {
@@ -110,7 +110,7 @@ pub fn gelu_backward(
     elements(dtype, kernel, &[x, dy], None, &[dx], n)
 }
 
-/// `y = silu(gate) * up`.
+/// `y = silu(gate) * up` for `n` elements.
 #[must_use]
 pub fn swiglu(dtype: DType, gate: Address, up: Address, y: Address, n: u64) -> Option<Launch> {
     elements(dtype, "swiglu", &[gate, up], None, &[y], n)
@@ -148,10 +148,10 @@ pub fn dropout(
     Dropped { rows, key, p }.launch(dtype, [x, none, y], none, [t, k])
 }
 
-/// Dropout of an adapter's input.
+/// Dropout of an adapter's input, with its operands as device addresses.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Dropped {
-    /// i32 `[t, 2]`: identity of each row.
+    /// Row words, i32 `[t, 2]`: an identity for each row, which selects its random numbers.
     pub rows: Address,
     /// Key of the random stream for one use, e.g. (seed, layer).
     pub key: [u32; 2],
@@ -192,13 +192,13 @@ impl Dropped {
 /// Sizes of a rotary embedding: `x [tokens, heads, d]`, angles `[tokens, w]`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RopeShape {
-    /// Number of tokens.
+    /// Number of tokens in `x`.
     pub tokens: u64,
-    /// Heads per token.
+    /// Number of heads per token.
     pub heads: u32,
-    /// Elements per head.
+    /// Number of elements per head.
     pub d: u32,
-    /// Pairs that rotate per head, at most `d / 2`.
+    /// Number of pairs of elements that rotate per head, at most `d / 2`. Other elements are copied.
     pub w: u32,
 }
 

@@ -24,7 +24,7 @@ fn module() -> Module {
     Module::new(Family::PrimitivesCheck, [], KERNELS)
 }
 
-/// The only module of this family.
+/// All kernel modules that test primitives, of which there is one.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     vec![module()]

@@ -7,14 +7,14 @@ use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
 
-/// Operands of one sum over `k`.
+/// Two matrices whose product `a b^T` is one term of a [`Product`], with a sum over `k`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Term {
-    /// `[m, k]`, or `[k, m]` when `transpose_a`; 16-byte aligned (f32: 4).
+    /// Left operand, `[m, k]`, or `[k, m]` when `transpose_a`; 16-byte aligned (f32: 4).
     pub a: Address,
     /// Distance between lines of `a` in elements.
     pub a_line: usize,
-    /// `[n, k]`, or `[k, n]` when `transpose_b`; 16-byte aligned (f32: 4).
+    /// Right operand, `[n, k]`, or `[k, n]` when `transpose_b`; 16-byte aligned (f32: 4).
     pub b: Address,
     /// Distance between lines of `b` in elements.
     pub b_line: usize,
@@ -34,41 +34,42 @@ pub struct Product {
     pub transpose_a: bool,
     /// Whether the lines of `b` run along n instead of k. The weight `[n, k]` of a linear layer is *not* transposed.
     pub transpose_b: bool,
-    /// Rows of `y`.
+    /// Number of rows of `y`.
     pub m: usize,
-    /// Columns of `y`.
+    /// Number of columns of `y`.
     pub n: usize,
-    /// Columns that `b` has. Missing columns up to `n` count as zero.
+    /// Number of columns of `y` that `b` provides. Missing columns up to `n` count as zero.
     pub b_rows: usize,
-    /// One or two terms, which are summed.
+    /// One or two products, whose results are added. A LoRA layer has two: base weight and adapter.
     pub terms: [Option<Term>; 2],
-    /// `[n]`, or [`Address::NULL`].
+    /// Bias, `[n]` in `dtype`, or [`Address::NULL`] for none.
     pub bias: Address,
-    /// Factor on the sums.
+    /// Factor on the sum of all terms, applied before the bias is added.
     pub scale: f32,
-    /// `[m, n]`.
+    /// Result, `[m, n]` in the dtype `out`.
     pub y: Address,
     /// Distance between rows of `y` in elements.
     pub y_line: usize,
 }
 
-/// How a product is executed.
+/// How a product is divided among thread blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Choice {
-    /// Tile per block.
+    /// Size of the part of `y` that a block computes, and how it does so.
     pub tile: Tile,
     /// Number of blocks that share a tile of `y`, each with a part of the sum (split-K).
     pub parts: u32,
 }
 
-/// One choice of defines: dtype of operands, dtype of the result, whether a and b are transposed, tile.
+/// Parameters of one compiled product kernel: dtype of the operands, dtype of the result, whether `a` and `b` are
+/// transposed, and the tile.
 pub type Variant = (DType, DType, [bool; 2], Tile);
 
-/// Orientation of `y = x W^T`.
+/// Orientation of `y = x W^T`: whether `a` and `b` are transposed.
 pub(super) const FORWARD: [bool; 2] = [false, false];
-/// Orientation of `dx = dy W`.
+/// Orientation of `dx = dy W`: whether `a` and `b` are transposed.
 pub(super) const INPUT_GRADIENT: [bool; 2] = [false, true];
-/// Orientation of `dW = dy^T x`.
+/// Orientation of `dW = dy^T x`: whether `a` and `b` are transposed.
 pub(super) const WEIGHT_GRADIENT: [bool; 2] = [true, true];
 
 /// Whether layers use products of this kind. Other kinds get one tile each, so less needs to be compiled.
@@ -100,7 +101,7 @@ pub fn choosable() -> Vec<Variant> {
     all
 }
 
-/// Module of a product with 16-bit operands.
+/// Kernel module of a product with 16-bit operands. `None` for a combination of dtypes without a kernel.
 #[must_use]
 pub fn module(
     dtype: DType,
@@ -112,7 +113,7 @@ pub fn module(
     Some(Module::new(Family::LoraLinear, defines, &["linear"]))
 }
 
-/// The defines of [`module`].
+/// Preprocessor defines of [`module`], as name and value. `None` for a combination of dtypes without a kernel.
 pub(super) fn defines(
     dtype: DType,
     out: DType,
@@ -139,7 +140,7 @@ pub(super) fn defines(
 }
 
 impl Product {
-    /// Total length of all terms.
+    /// Total length `k` of all terms.
     fn depth(&self) -> usize {
         self.terms.iter().flatten().map(|term| term.k).sum()
     }
@@ -256,7 +257,7 @@ impl Product {
         Some(launches)
     }
 
-    /// Bytes of workspace that the launches need.
+    /// Size in bytes of the workspace that the product's launches need.
     #[must_use]
     pub fn workspace_bytes(&self, choice: Choice) -> u64 {
         let mut space = Workspace::new(Address::NULL);
@@ -328,12 +329,13 @@ impl Product {
         Some(parts)
     }
 
-    /// Launch that sums the parts of `y`.
+    /// Launch that adds the `parts` partial sums in `partial` and writes `y`.
     pub(super) fn sum(&self, partial: Address, parts: u32) -> Option<Launch> {
         self.sum_to_rows(partial, parts, Address::NULL)
     }
 
-    /// As [`Product::sum`], but row `i` of the sum is stored in row `rows[i]` of `y`; `rows` is i32 `[m]`.
+    /// Launch as [`Product::sum`] makes, which stores row `i` of the result in row `rows[i]` of `y`; `rows` is i32
+    /// `[m]`.
     pub(super) fn sum_to_rows(
         &self,
         partial: Address,

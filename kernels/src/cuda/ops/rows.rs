@@ -35,7 +35,7 @@ fn sums_module(x: DType, out: DType) -> Option<Module> {
     Some(Module::new(Family::RowSums, defines, SUM_KERNELS))
 }
 
-/// Modules for every copy unit.
+/// Kernel modules that copy rows in units of 1, 2, 4 and 16 bytes.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     [1, 2, 4, 16].into_iter().map(rows_module).collect()
@@ -173,19 +173,20 @@ pub fn transpose_each(x: Address, y: Address, [n, a, b]: [u64; 3], size: u64) ->
     })
 }
 
-/// Rows to add, sorted by target row. The host computes it from the index for [`scatter_add_rows`].
+/// Plan of a scatter-add: the rows to add, sorted by target row. The host computes it from the index for
+/// [`scatter_add_rows`].
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Groups {
-    /// Rows of x. Rows with the same target are consecutive and in order.
+    /// Numbers of the rows to add. Rows with the same target are consecutive and in ascending order.
     pub sources: Vec<i32>,
     /// Index in `sources` where each target begins, and the end of the last one.
     pub starts: Vec<i32>,
-    /// Target rows, ascending.
+    /// Numbers of the target rows, ascending, each once.
     pub targets: Vec<i32>,
 }
 
 impl Groups {
-    /// Sorts rows `i` by their targets `index[i]`.
+    /// Sorts the row numbers `i` by their target rows `index[i]`.
     #[must_use]
     pub fn of(index: &[i32]) -> Self {
         let mut order: Vec<(i32, i32)> = index.iter().copied().zip(0..).collect();
@@ -204,13 +205,13 @@ impl Groups {
 /// Operands of [`scatter_add_rows`]. `sources`, `starts` and `targets` are i32, as in [`Groups`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Scatter {
-    /// Rows to add.
+    /// Tensor whose rows are added.
     pub x: Address,
-    /// [`Groups::sources`].
+    /// [`Groups::sources`] in device memory.
     pub sources: Address,
-    /// [`Groups::starts`].
+    /// [`Groups::starts`] in device memory.
     pub starts: Address,
-    /// [`Groups::targets`].
+    /// [`Groups::targets`] in device memory.
     pub targets: Address,
     /// Destination of the sums. Other rows stay as they are.
     pub y: Address,
@@ -243,7 +244,7 @@ pub fn scatter_add_rows(
     })
 }
 
-/// Bytes of workspace of [`column_sum`].
+/// Size in bytes of the workspace that [`column_sum`] needs for `rows` rows of `c` elements.
 #[must_use]
 pub const fn column_sum_workspace_bytes(rows: u64, c: u64) -> u64 {
     rows.div_ceil(GROUP_ROWS) * c * 4

@@ -22,21 +22,21 @@ use crate::cuda::launch::{Address, Launch};
 /// Pairs of layers that [`share`], and their stacked A.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct SharedGroupedLora<'a> {
-    /// The pairs of layers.
+    /// Pairs of layers (one layer per expert) that read the same input, e.g. for queries, keys and values.
     pub layers: &'a [GroupedLora],
     /// `[line, k]` for each expert that has adapters: A of each layer, followed by zero rows up to its
     /// [`GroupedLora::line`].
     pub stacked: [Address; 2],
 }
 
-/// Destinations of gradients.
+/// Addresses that the backward of a [`SharedGroupedLora`] writes gradients to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Gradients<'a> {
-    /// `[t, k]` in the layers' dtype. [`Address::NULL`] if it is not needed.
+    /// Gradient of the input, `[t, k]` in the layers' dtype. [`Address::NULL`] if it is not needed.
     pub dx: Address,
     /// `[line, k]` f32 for each expert that has adapters: gradients of A, stacked as A is.
     pub d_stacked: [Address; 2],
-    /// `[n, r]` f32 for each layer and expert. Not written for one without adapter.
+    /// Gradients of matrix B, f32 `[n, r]`, for each layer and expert. Not written for one without adapter.
     pub d_lora_b: &'a [[Address; 2]],
 }
 

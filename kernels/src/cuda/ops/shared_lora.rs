@@ -24,21 +24,21 @@ use crate::cuda::launch::{Address, Launch};
 /// Layers with the same `x`, `t`, `k`, dtype and scale, each with an adapter, and their stacked A.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct SharedLora<'a> {
-    /// The layers.
+    /// Layers that read the same input, e.g. those for queries, keys and values.
     pub layers: &'a [LoraLinear],
     /// `[line, k]`: A of each layer, followed by zero rows up to its padded rank. Read only if the layers are
     /// [`alike`].
     pub stacked: Address,
 }
 
-/// Destinations of gradients.
+/// Addresses that the backward of a [`SharedLora`] writes gradients to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Gradients<'a> {
-    /// `[t, k]` in the layers' dtype. [`Address::NULL`] if it is not needed.
+    /// Gradient of the input, `[t, k]` in the layers' dtype. [`Address::NULL`] if it is not needed.
     pub dx: Address,
-    /// `[line, k]` f32: gradients of A, stacked as A is.
+    /// Gradients of the matrices A, f32 `[line, k]`, stacked as A is.
     pub d_stacked: Address,
-    /// `[n, r]` f32 of each layer.
+    /// Gradient of each layer's matrix B, f32 `[n, r]`.
     pub d_lora_b: &'a [Address],
 }
 
@@ -71,7 +71,7 @@ impl SharedLora<'_> {
         Some(each.collect())
     }
 
-    /// Launches of `s` of all layers.
+    /// Launches that compute `s = scale * x A^T` of all layers.
     fn down(
         &self,
         s: Address,

@@ -1,17 +1,17 @@
 //! Partition of a matrix product into blocks.
 
-/// Tile of a block, its division among warps, and its pipeline.
+/// Part of a matrix product that one thread block computes, its division among warps, and the pipeline that loads it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Tile {
-    /// Rows of `y`.
+    /// Number of rows of `y` that a block computes.
     pub m: u32,
-    /// Columns of `y`.
+    /// Number of columns of `y` that a block computes.
     pub n: u32,
-    /// Elements of the sum per step of the pipeline.
+    /// Number of elements along `k` that each step of the pipeline loads and multiplies.
     pub k: u32,
     /// Number of warps along m, n and k.
     pub warps: [u32; 3],
-    /// Stages of the pipeline.
+    /// Number of stages of the pipeline: buffers in shared memory for parts of `a` and `b`.
     pub stages: u32,
     /// Blocks per multiprocessor, as limited by 100 KB of shared memory or by registers.
     pub blocks: u32,
@@ -59,7 +59,7 @@ impl Tile {
     /// The narrow and wide tile for products that get one tile only.
     pub(super) const COMMON_NARROW: Self = Self::NARROW[5];
 
-    /// General tiles without their times.
+    /// The tiles of [`Tile::GENERAL`] without their times.
     pub(super) fn general() -> impl Iterator<Item = Self> {
         Self::GENERAL.into_iter().map(|(tile, _)| tile)
     }
@@ -72,12 +72,12 @@ impl Tile {
         *fitting.nth(usize::from(!tall)).unwrap_or(&Self::NARROW[5])
     }
 
-    /// All tiles.
+    /// Every distinct tile: general, narrow, and the wide one that is not also a narrow one.
     pub fn all() -> impl Iterator<Item = Self> {
         Self::general().chain(Self::NARROW).chain([Self::WIDE[0]])
     }
 
-    /// Threads per block.
+    /// Number of threads per block: 32 for each warp.
     #[must_use]
     pub const fn threads(self) -> u32 {
         32 * self.warps[0] * self.warps[1] * self.warps[2]

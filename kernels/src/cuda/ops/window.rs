@@ -4,7 +4,7 @@
 use crate::DType;
 use crate::cuda::launch::Address;
 
-/// Threads of a block.
+/// Number of threads per block of these kernels.
 pub(super) const THREADS: u32 = 256;
 /// Elements per thread and iteration.
 const WIDTH: u64 = 8;

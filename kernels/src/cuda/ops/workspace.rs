@@ -24,7 +24,7 @@ impl Workspace {
         }
     }
 
-    /// Allocates the next `bytes` bytes.
+    /// Allocates `bytes` bytes after those in use, aligned to 256 bytes, and returns their address.
     pub fn take(&mut self, bytes: u64) -> Address {
         let address = Address(self.start + self.used);
         self.used += bytes.next_multiple_of(ALIGNMENT);
@@ -32,7 +32,7 @@ impl Workspace {
         address
     }
 
-    /// Current position, for [`Workspace::release`].
+    /// Number of bytes in use, for a later [`Workspace::release`] of everything allocated since.
     #[must_use]
     pub const fn mark(&self) -> u64 {
         self.used
@@ -43,7 +43,7 @@ impl Workspace {
         self.used = mark;
     }
 
-    /// Maximum bytes in use at one time.
+    /// Maximum number of bytes that were in use at one time.
     #[must_use]
     pub const fn bytes(&self) -> u64 {
         self.peak

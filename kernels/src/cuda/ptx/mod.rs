@@ -17,16 +17,16 @@ pub const ARCH: &str = "compute_80";
 
 static BUNDLE: &[u8] = include_bytes!("sm_80.bundle");
 
-/// PTX of one module.
+/// Precompiled PTX of one module, with the hash of its source.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Entry {
-    /// Hash of the source it was made from.
+    /// Hash of the source that the PTX was compiled from, as [`source_hash`] computes it.
     pub source_hash: String,
-    /// PTX text.
+    /// PTX assembly text.
     pub ptx: String,
 }
 
-/// All entries by module name.
+/// Precompiled PTX of modules, by module name.
 pub type Bundle = BTreeMap<String, Entry>;
 
 /// Hash that identifies a module's source.
@@ -35,7 +35,7 @@ pub fn source_hash(module: &Module) -> String {
     blake3::hash(module.source().as_bytes()).to_hex()[..32].to_owned()
 }
 
-/// The built-in bundle, unpacked once.
+/// The PTX bundle that is built into this crate. It is decompressed on first use.
 #[must_use]
 pub fn bundle() -> &'static Bundle {
     static UNPACKED: OnceLock<Bundle> = OnceLock::new();
@@ -50,7 +50,7 @@ pub fn built_in(module: &Module) -> Option<&'static str> {
     (entry.source_hash == source_hash(module)).then_some(&*entry.ptx)
 }
 
-/// Reads a bundle.
+/// Decompresses a bundle and reads its entries.
 ///
 /// # Errors
 /// When it is damaged.
@@ -78,7 +78,7 @@ pub fn unpack(mut bytes: &[u8]) -> io::Result<Bundle> {
     Ok(bundle)
 }
 
-/// Uncompressed text of a bundle.
+/// Text that is compressed to make a bundle: name, hash, length and PTX of each module. [`unpack`] reads it.
 #[must_use]
 pub fn records(bundle: &Bundle) -> String {
     let mut text = String::new();

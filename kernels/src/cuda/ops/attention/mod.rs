@@ -66,41 +66,41 @@ fn plain_module(dtype: DType) -> Option<Module> {
 /// Operands of forward and backward, all aligned to 16 bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs {
-    /// `[t, h, d]`.
+    /// Queries, `[t, h, d]`.
     pub q: Address,
-    /// `[s, g, d]`.
+    /// Keys, `[s, g, d]`.
     pub k: Address,
-    /// `[s, g, d]`.
+    /// Values, `[s, g, d]`.
     pub v: Address,
-    /// [`Plan::table`] in device memory.
+    /// Copy of [`Plan::table`] in device memory.
     pub table: Address,
 }
 
-/// Results of the forward.
+/// Destinations of the forward's results. The backward reads them.
 #[derive(Clone, Copy, Debug)]
 pub struct Outputs {
-    /// `[t, h, d]`.
+    /// Attention output, `[t, h, d]`.
     pub out: Address,
-    /// `[t, h]` f32: log-sum-exp of the scaled scores.
+    /// Log-sum-exp of the scaled scores, f32 `[t, h]`.
     pub lse: Address,
 }
 
 /// Operands of the backward besides [`Inputs`] and [`Outputs`], and its results.
 #[derive(Clone, Copy, Debug)]
 pub struct Gradients {
-    /// `[t, h, d]`, read.
+    /// Gradient of the output, `[t, h, d]`. It is read.
     pub dout: Address,
-    /// `[t, h, d]`.
+    /// Gradient of the queries, `[t, h, d]`. It is written, like `dk` and `dv`.
     pub dq: Address,
-    /// `[s, g, d]`.
+    /// Gradient of the keys, `[s, g, d]`.
     pub dk: Address,
-    /// `[s, g, d]`.
+    /// Gradient of the values, `[s, g, d]`.
     pub dv: Address,
-    /// [`Plan::workspace_bytes`] bytes, aligned to 16 bytes.
+    /// Scratch memory of [`Plan::workspace_bytes`] bytes, aligned to 16 bytes.
     pub workspace: Address,
 }
 
-/// Partition of a call into blocks.
+/// Partition of an attention call into thread blocks.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Plan {
     module: Module,
@@ -147,7 +147,7 @@ impl Plan {
         &self.tiling.table
     }
 
-    /// Whether the call runs on tensor cores.
+    /// Whether the attention call runs on tensor cores.
     #[must_use]
     pub const fn uses_tensor_cores(&self) -> bool {
         !self.tiling.plain
@@ -248,7 +248,7 @@ impl Plan {
         )
     }
 
-    /// Sums the parts of `dk` and `dv`.
+    /// Launch that adds the partial sums of `dk` and `dv`.
     fn sum_parts(&self, gradients: Gradients) -> Option<Launch> {
         let [dk_parts, dv_parts] = self.part_addresses(gradients);
         let mut args = addresses([dk_parts, dv_parts, gradients.dk, gradients.dv]);
@@ -365,7 +365,7 @@ impl Plan {
         }
     }
 
-    /// Elements of one part: `s g d`.
+    /// Number of elements of one partial sum of `dk` or `dv`: `s g d`.
     const fn part_elements(&self) -> u64 {
         self.keys * self.kv_heads as u64 * self.head_dim as u64
     }

@@ -9,20 +9,21 @@ const KEY_ROWS: u32 = 64;
 /// Queries or keys per block of the plain family.
 const PLAIN_ROWS: u32 = 16;
 
-/// Parameters of a call, without its memory.
+/// Sizes and options of an attention call, without the addresses of its tensors.
 #[derive(Clone, Copy, Debug)]
 pub struct Problem<'a> {
     /// Dtype of `q`, `k`, `v`, `out` and all gradients.
     pub dtype: DType,
-    /// `h`, a multiple of `kv_heads`.
+    /// Number of query heads `h`, a multiple of `kv_heads`.
     pub heads: u32,
-    /// `g`.
+    /// Number of key/value heads `g`.
     pub kv_heads: u32,
-    /// `d`, 1..=128.
+    /// Elements per head `d`, from 1 to 128.
     pub head_dim: u32,
-    /// Ascending offsets, first 0, last `t`.
+    /// First query row of each sequence, then the end of the last one: ascending, first 0, last `t`.
     pub q_starts: &'a [usize],
-    /// Ascending offsets, first 0, last `s`; as many as in `q_starts`.
+    /// First key row of each sequence, then the end of the last one: ascending, first 0, last `s`; as many as in
+    /// `q_starts`.
     pub k_starts: &'a [usize],
     /// Causal mask: query `i` of `n` attends to keys `0..=i + (keys - n)` of its sequence.
     pub causal: bool,
@@ -42,12 +43,12 @@ pub(super) struct Tiles {
     pub(super) rows: u32,
 }
 
-/// Tiles of a call.
+/// Tiles of an attention call, for blocks that process queries and for blocks that process keys.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Tiling {
-    /// Whether the plain family computes the call.
+    /// Whether the kernels without tensor cores compute the call.
     pub(super) plain: bool,
-    /// Both lists of starts, then the tiles.
+    /// Table for the kernels: the starts of queries and of keys, then the tiles.
     pub(super) table: Vec<i32>,
     pub(super) queries: Tiles,
     pub(super) keys: Tiles,
