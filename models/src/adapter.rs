@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// File of the adapter's settings.
+/// Name of the file with the adapter's settings, as peft writes it.
 pub const ADAPTER_CONFIG: &str = "adapter_config.json";
 /// Name, without extension, of the file of adapters.
 pub const ADAPTER_STEM: &str = "adapter_model";
@@ -68,7 +68,7 @@ pub enum AdapterError {
 /// Settings of `adapter_config.json` that affect results.
 #[derive(Clone, PartialEq, Debug, Deserialize)]
 pub struct AdapterConfig {
-    /// Rank.
+    /// Rank of every adapter without an entry in `rank_pattern`: rows of its A, columns of its B.
     pub r: usize,
     /// The adapter's output is scaled by `lora_alpha / r`.
     pub lora_alpha: f64,
@@ -81,13 +81,13 @@ pub struct AdapterConfig {
     /// The base it was trained on.
     #[serde(default)]
     pub base_model_name_or_path: Option<String>,
-    /// Modules trained in full.
+    /// Modules that were trained in full, besides the adapters.
     #[serde(default)]
     pub modules_to_save: Option<Vec<String>>,
 }
 
 impl AdapterConfig {
-    /// Rank and scale of the adapter of a module.
+    /// Rank and scale (`alpha / rank`) of the adapter of the module at the path `module`.
     #[must_use]
     pub fn of(&self, module: &str) -> (usize, f64) {
         let rank = find(&self.rank_pattern, module).unwrap_or(self.r);
@@ -203,13 +203,13 @@ impl Adapter {
         [LORA_A, LORA_B].map(|half| format!("{ADAPTER_PREFIX}{module}{half}"))
     }
 
-    /// The directory.
+    /// The directory that this adapter was opened from.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// The settings, where there are adapters.
+    /// The content of `adapter_config.json`; `None` if the directory has no low-rank adapters.
     #[must_use]
     pub fn config(&self) -> Option<&AdapterConfig> {
         self.config.as_ref()
@@ -231,7 +231,7 @@ impl Adapter {
         self.tensors.contains_key(name)
     }
 
-    /// Extents of a tensor.
+    /// Extents of the tensor called `name`; `None` if the directory has none of that name.
     #[must_use]
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         let (file, key) = self.tensors.get(name)?;

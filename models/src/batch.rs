@@ -49,11 +49,13 @@ pub(crate) fn image_rows(samples: &[SampleInput<'_>]) -> Vec<i32> {
 /// Images of a batch: the slices of all samples, one after the other.
 #[derive(Clone, Debug)]
 pub struct VisionBatch {
-    /// `[P, 3 * patch * patch]` in the compute dtype: channel, pixel row, pixel column.
+    /// Pixel values of all `P` patches, `[P, 3 * patch * patch]` in the compute dtype; a row is ordered by channel,
+    /// pixel row, pixel column.
     pub patches: Tensor,
-    /// Bidirectional attention within each slice.
+    /// First rows of the slices: patches of one slice attend to each other in both directions, never to another
+    /// slice's.
     pub sequences: Sequences,
-    /// Token rows of the features.
+    /// Which rows of the token embeddings the image features replace, and with which features.
     pub splice: Splice,
     /// Index tables of the family's vision tower.
     pub tables: Arc<dyn VisionTables>,
@@ -141,19 +143,20 @@ impl CrossRows {
 /// Inputs of one pass: the tokens of all samples, one sample after the other.
 #[derive(Clone, Debug)]
 pub struct Batch {
-    /// i32 `[T]`.
+    /// Token ids, i32 `[T]`.
     pub input_ids: Tensor,
-    /// i32 `[T]`, already shifted.
+    /// Target token ids, i32 `[T]`: row t holds the token that row t should predict (already shifted), or the ignored
+    /// label.
     pub labels: Tensor,
-    /// Number of supervised rows.
+    /// Number of rows whose label is not ignored.
     pub supervised: usize,
     /// Positions of the tokens within their samples.
     pub positions: Arc<[i32]>,
-    /// Rotary angles of the positions.
+    /// Cosines and sines of the rotary position embedding, one row per token.
     pub rotary: Rotary,
-    /// Causal attention within each sample.
+    /// First rows of the samples: a token attends to itself and earlier tokens of its own sample.
     pub sequences: Sequences,
-    /// i32, one per sample: its last row.
+    /// i32, one per sample: index of the sample's last token row.
     pub last_rows: Tensor,
     /// Text rows and image rows of a decoder with an expert for each; absent when all rows are text.
     pub experts: Option<RowGroups>,
@@ -170,7 +173,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Tokens of all samples.
+    /// Number of tokens of all samples together.
     #[must_use]
     pub fn tokens(&self) -> usize {
         self.positions.len()
@@ -182,7 +185,7 @@ impl Batch {
         &self.sequences.q_starts
     }
 
-    /// Number of samples.
+    /// Number of samples in the batch.
     #[must_use]
     pub fn samples(&self) -> usize {
         self.starts().len() - 1

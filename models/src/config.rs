@@ -8,7 +8,7 @@ use thiserror::Error;
 /// Larger sizes count as damage: the product of two still fits 64 bits.
 pub(crate) const MAX_SIZE: usize = 1 << 28;
 
-/// Content of a `config.json`.
+/// The parsed content of a model's `config.json`, with its path for error messages.
 #[derive(Debug)]
 pub(crate) struct ConfigFile {
     path: PathBuf,
@@ -44,7 +44,7 @@ impl ConfigFile {
         }
     }
 
-    /// All fields.
+    /// The top-level fields of the file.
     pub(crate) fn fields(&self) -> Fields<'_> {
         Fields {
             path: &self.path,
@@ -145,7 +145,7 @@ impl<'a> Fields<'a> {
         size(field, self.required(field)?)
     }
 
-    /// As [`Fields::size`], with a default.
+    /// The size `field`, as [`Fields::size`], or `default` if the field is absent.
     ///
     /// # Errors
     /// As [`Fields::optional`] and [`size`].
@@ -165,7 +165,7 @@ impl<'a> Fields<'a> {
         positive(field, self.required(field)?)
     }
 
-    /// As [`Fields::positive`], with a default.
+    /// The positive number `field`, as [`Fields::positive`], or `default` if the field is absent.
     ///
     /// # Errors
     /// As [`Fields::optional`] and [`positive`].

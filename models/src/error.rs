@@ -95,5 +95,5 @@ pub enum ModelError {
     },
 }
 
-/// Result of a model operation.
+/// Result of an operation of a model, with [`ModelError`] as its error.
 pub type Result<T, E = ModelError> = std::result::Result<T, E>;

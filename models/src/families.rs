@@ -70,7 +70,7 @@ impl Family {
         Self::read(ConfigFile::load(dir)?.fields())
     }
 
-    /// As [`Family::of`], for the content of a `config.json`; `path` is named in errors.
+    /// As [`Family::of`], for the content `bytes` of a `config.json`; `path` only serves error messages.
     ///
     /// # Errors
     /// As [`Family::of`].

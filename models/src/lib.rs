@@ -71,7 +71,7 @@ use std::ops::Range;
 /// Borrowed inputs of one sample, to be packed into a [`Batch`].
 #[derive(Clone, Copy, Debug)]
 pub struct SampleInput<'a> {
-    /// Token ids.
+    /// Token ids of the sample.
     pub input_ids: &'a [i32],
     /// Labels, already shifted; empty when nothing is supervised.
     pub labels: &'a [i32],

@@ -185,10 +185,10 @@ pub(crate) fn agree(
 
 /// Mean per channel of the images that CLIP's towers were trained on.
 pub(crate) const CLIP_MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
-/// Their standard deviation.
+/// Standard deviation per channel of the same images.
 pub(crate) const CLIP_STD: [f32; 3] = [0.268_629_54, 0.261_302_6, 0.275_777_1];
 
-/// Normalization of bytes to inputs of the vision tower, in `f32`: `(v / 255 - mean) / std`.
+/// Normalization of pixel bytes `v` to inputs of the vision tower, in `f32`: `(v / 255 - mean) / std`, per channel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Normalization {
     mean: [f32; 3],
@@ -208,7 +208,7 @@ impl Normalization {
         Ok(Self { mean, std })
     }
 
-    /// Normalization of CLIP's towers.
+    /// The normalization of CLIP's vision towers.
     #[must_use]
     pub fn clip() -> Self {
         Self {

@@ -23,13 +23,13 @@ use crate::{ModelOptions, OpenError, open_model};
 
 /// Name of the file that stands for all weights of a directory.
 pub const FILE: &str = "model.seeded.json";
-/// Content of [`FILE`].
+/// Content of [`FILE`], which states the seed of a model's weights.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Marker {
     /// Name of the generator; another one is an error.
     generator: Generator,
-    /// Its seed.
+    /// Seed of the random weights.
     pub seed: u64,
 }
 
@@ -92,7 +92,7 @@ const PIECE: usize = 1 << 15;
 /// Step of the integral over the normal density.
 const STEP: f64 = 1e-4;
 
-/// The generator of one tensor.
+/// Generator of the random values of one tensor.
 #[derive(Debug)]
 pub struct Values {
     key: u64,
@@ -100,12 +100,12 @@ pub struct Values {
 }
 
 impl Values {
-    /// Writes the elements from `first` on as bf16 bits.
+    /// Writes consecutive elements of the tensor into `out`, beginning with element `first`, as bits of bf16.
     pub fn fill(&self, first: u64, out: &mut [u16]) {
         self.fill_as(first, out, |bits| bits);
     }
 
-    /// As [`Values::fill`], with each value's bits converted by `convert`.
+    /// As [`Values::fill`], but stores what `convert` makes of each value's bf16 bits.
     pub fn fill_as<T: Copy + Send>(
         &self,
         first: u64,

@@ -60,13 +60,13 @@ impl Selection {
         Ok(Self { patterns })
     }
 
-    /// Whether a parameter is selected.
+    /// Whether the parameter called `name` is selected.
     #[must_use]
     pub fn contains(&self, name: &str) -> bool {
         self.patterns.iter().any(|pattern| pattern.matches(name))
     }
 
-    /// Fails if a word selects none of these parameters.
+    /// Fails if one of the patterns selects none of the parameters called `names`.
     ///
     /// # Errors
     /// Names the word.
@@ -81,7 +81,7 @@ impl Selection {
         }
     }
 
-    /// The words, as given.
+    /// The patterns that the selection was parsed from, as the user wrote them.
     pub fn words(&self) -> impl Iterator<Item = &str> {
         self.patterns.iter().map(|pattern| &*pattern.word)
     }

@@ -200,7 +200,8 @@ impl WeightSource {
         })
     }
 
-    /// As [`WeightSource::open`] for files of another name: `STEM.safetensors`, or its shards.
+    /// As [`WeightSource::open`], for the file `STEM.safetensors` in `dir`, or its shards, with `stem` in place of
+    /// `STEM`.
     ///
     /// # Errors
     /// As [`WeightSource::open`].
@@ -280,13 +281,13 @@ impl WeightSource {
         Ok(())
     }
 
-    /// The directory.
+    /// The directory that holds the weight files.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// The files, in the order of their names.
+    /// Paths of the weight files, in the order of their names.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
         self.shards.iter().map(|s| s.path.as_path())
     }
@@ -296,19 +297,19 @@ impl WeightSource {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// The file of a tensor.
+    /// Path of the file that holds the tensor called `name`; `None` if there is no such tensor.
     #[must_use]
     pub fn file_of(&self, name: &str) -> Option<&Path> {
         Some(&self.shards[self.tensors.get(name)?.shard].path)
     }
 
-    /// Extents of a tensor.
+    /// Extents of the tensor called `name`; `None` if there is no such tensor.
     #[must_use]
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         Some(&self.tensors.get(name)?.shape)
     }
 
-    /// Dtype of a tensor as stored; `None` if it is absent or its dtype is unsupported.
+    /// Dtype of the tensor called `name` as it is stored; `None` if it is absent or its dtype is not supported.
     #[must_use]
     pub fn dtype(&self, name: &str) -> Option<DType> {
         self.tensors.get(name)?.dtype

@@ -59,7 +59,8 @@ impl Dropout {
         }
     }
 
-    /// The key of one layer.
+    /// The Philox key for the dropout mask of one adapter, from the seed and the number `layer` of the adapter's
+    /// parameter.
     pub(crate) fn key(&self, layer: u32) -> [u32; 2] {
         let block = philox4x32(
             [layer, 0, 0, 0],

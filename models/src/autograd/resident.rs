@@ -78,13 +78,13 @@ impl ResidentParams {
         self
     }
 
-    /// The model's description.
+    /// The model's list of units and parameters.
     #[must_use]
     pub fn spec(&self) -> &ModelSpec {
         &self.spec
     }
 
-    /// The weight of a parameter.
+    /// A handle to the current weight of the parameter `id`.
     #[must_use]
     pub fn weight(&self, id: ParamId) -> Tensor {
         self.weights.borrow()[id.index()].clone()
@@ -101,7 +101,7 @@ impl ResidentParams {
         self.grads.borrow()[id.index()].clone()
     }
 
-    /// Forgets all gradients.
+    /// Drops the summed gradients of all parameters.
     pub fn clear_grads(&self) {
         self.grads.borrow_mut().fill(None);
     }

@@ -10,7 +10,7 @@ use kernels::{Backend, Tensor};
 use std::cell::{Cell, RefCell};
 use std::fmt::Display;
 
-/// Whether operations are recorded.
+/// What a run of a segment's body keeps for the backward pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Mode {
     /// Values only; nothing is stored.
@@ -72,7 +72,7 @@ impl<'s> Scope<'s> {
         }
     }
 
-    /// The device.
+    /// The device that this scope's operations run on.
     #[must_use]
     pub fn backend(&self) -> &'s dyn Backend {
         &**self.access.backend()
@@ -182,7 +182,8 @@ impl<'s> Scope<'s> {
         })
     }
 
-    /// As [`Scope::record`], for an operation that treats a uniform gradient on its own.
+    /// As [`Scope::record`], but `backward` receives the gradient as it is: a tensor, or one number that stands for
+    /// all elements.
     pub(crate) fn record_grad(
         &self,
         op: &'static str,
@@ -219,8 +220,9 @@ impl<'s> Scope<'s> {
         Ok(Var::new(value, self.id, Some(slot), true))
     }
 
-    /// As [`Scope::record`], of several results of one `input`, each with its parameters. `backward` receives the gradients
-    /// of those that have one, in their shapes and dtypes.
+    /// As [`Scope::record`], for an operation with several results that are computed from one `input`. `values` holds
+    /// each result with the parameters that it depends on. `backward` receives the gradients of all results, each in
+    /// its result's shape and dtype; `None` for a result that got no gradient.
     pub(crate) fn record_all(
         &self,
         op: &'static str,
@@ -273,7 +275,7 @@ impl<'s> Scope<'s> {
         slot
     }
 
-    /// The recorded operations.
+    /// Ends the scope and returns the operations that it recorded for the backward pass.
     pub(super) fn into_record(self) -> Record {
         Record {
             nodes: self.nodes.into_inner(),

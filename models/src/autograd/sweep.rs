@@ -19,10 +19,11 @@ pub(crate) enum Grad {
 /// Receives the gradient of each result; at least one is present.
 type Backward = Box<dyn FnOnce(&mut Sweep<'_>, Vec<Option<Grad>>) -> Result<()>>;
 
-/// One recorded operation. Weights are remembered by id, never by value.
+/// One recorded operation of the forward pass with its backward. It refers to weights by id and holds no weight
+/// tensors.
 pub(crate) struct Node {
     pub(super) outs: Vec<Slot>,
-    /// The trainable parameters it used.
+    /// The trainable parameters that the operation used.
     pub(super) params: Vec<ParamId>,
     pub(super) backward: Backward,
 }
@@ -61,7 +62,7 @@ impl<'s> Sweep<'s> {
         }
     }
 
-    /// The device.
+    /// The device that the backward operations run on.
     pub(crate) fn backend(&self) -> &'s dyn Backend {
         &**self.access.backend()
     }
@@ -71,7 +72,7 @@ impl<'s> Sweep<'s> {
         Ok(self.lease.param(id)?)
     }
 
-    /// Adds to a value's gradient.
+    /// Adds `grad` to the gradient of the value with this `slot`; does nothing for `None`, a value without gradient.
     pub(crate) fn add(&mut self, slot: Option<Slot>, grad: Tensor) -> Result<()> {
         match slot {
             Some(slot) => self.accumulate(slot, Grad::Tensor(grad)),

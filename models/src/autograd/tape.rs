@@ -20,7 +20,7 @@ pub type Observer<'o> = &'o dyn Fn(&str, &Tensor);
 /// and its result.
 pub type OpObserver<'o> = &'o dyn Fn(&'static str, &[ParamId], &Tensor);
 
-/// Observers of a forward pass.
+/// Callbacks of a forward pass: `values` sees values under a name, `ops` sees the result of each recorded operation.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Observers<'o> {
     pub(super) values: Option<Observer<'o>>,
@@ -29,12 +29,12 @@ pub(super) struct Observers<'o> {
 
 type Body<'m> = Box<dyn Fn(&Scope<'_>, &[Var]) -> Result<Vec<Var>> + 'm>;
 
-/// Per-token losses of one pass.
+/// Cross entropy of every token of one pass, not yet summed.
 #[derive(Clone, Debug)]
 pub struct Loss {
     /// f32 `[t]`: cross entropy of each row, zero where nothing is supervised.
     pub rows: Var,
-    /// Number of supervised rows.
+    /// Number of rows (tokens) that have a label and so enter the loss.
     pub supervised: usize,
 }
 
@@ -62,7 +62,7 @@ impl Loss {
 pub struct LossFetch(Fetch);
 
 impl LossFetch {
-    /// As [`Loss::sum`]; waits for the device.
+    /// The sum of the losses of all rows, as [`Loss::sum`]; waits until the device has computed them.
     ///
     /// # Errors
     /// As [`Loss::sum`].
@@ -242,19 +242,19 @@ impl<'e, 'm> Tape<'e, 'm> {
         self
     }
 
-    /// The device.
+    /// The device that the tape's operations run on.
     #[must_use]
     pub fn backend(&self) -> &'e dyn Backend {
         &**self.access.backend()
     }
 
-    /// A value without gradient.
+    /// Puts `value` on the tape as a constant: it gets no gradient.
     #[must_use]
     pub fn input(&self, value: Tensor) -> Var {
         Var::new(value, self.id, None, false)
     }
 
-    /// A value whose gradient [`Tape::backward_from`] returns.
+    /// Puts `value` on the tape as a leaf: [`Tape::backward_from`] returns its gradient.
     #[must_use]
     pub fn leaf(&self, value: Tensor) -> Var {
         let slot = self.recording.then(|| self.new_slots(1).start);
@@ -303,8 +303,8 @@ impl<'e, 'm> Tape<'e, 'm> {
         self.segment_in(unit, inputs, body, stored)
     }
 
-    /// As [`Tape::segment`], for the one that backward begins with: it needs the inner values at once, so they are
-    /// stored instead of recomputed.
+    /// As [`Tape::segment`], for the last segment of a model, with which backward begins. The values inside it are
+    /// stored, since backward needs them at once, instead of being recomputed.
     ///
     /// # Errors
     /// As [`Tape::segment`].
@@ -467,8 +467,8 @@ impl<'e, 'm> Tape<'e, 'm> {
         }
     }
 
-    /// As [`Tape::backward`] from any values and their gradients (same shape and dtype);
-    /// returns the gradients of the leaves.
+    /// As [`Tape::backward`], but starts from the values in `seeds`, each with its gradient (same shape and dtype),
+    /// instead of from a loss. Returns the gradients of the leaves of the tape.
     ///
     /// # Errors
     /// As [`Tape::backward`], and when a value depends on nothing that wants a gradient.
@@ -742,7 +742,7 @@ fn checksum(value: &Tensor) -> u64 {
     value.host_bytes().map_or(0, |bytes| hash(&bytes))
 }
 
-/// Gradients of leaves.
+/// Gradients of the leaves of a tape, as [`Tape::backward_from`] returns them.
 #[derive(Debug)]
 pub struct Gradients {
     recorder: RecorderId,

@@ -107,7 +107,7 @@ impl CogVlm {
         })
     }
 
-    /// The configuration.
+    /// The configuration that the model was built from.
     #[must_use]
     pub fn config(&self) -> &CogConfig {
         &self.config

@@ -76,16 +76,18 @@ pub enum DataError {
     },
 }
 
-/// One sample of a data file. Fields that are not listed here are ignored.
+/// One sample of a data file: a conversation with its images, not yet tokenized. Unknown fields of the file are
+/// ignored.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub struct RawSample {
-    /// The sample's name, for messages only.
+    /// The sample's name, used only in messages to the user.
     #[serde(default, deserialize_with = "text_or_number")]
     pub id: Option<String>,
-    /// Its images in the order of the file, each with the name that stands for it in the text.
+    /// The sample's images in the order of the file: the name that stands for the image in the text, and the image's
+    /// path.
     #[serde(default, rename = "image", deserialize_with = "images")]
     pub images: Vec<(String, PathBuf)>,
-    /// The turns.
+    /// The turns of the conversation, in order.
     pub conversations: Vec<Message>,
 }
 

@@ -23,13 +23,13 @@ pub struct EvaTables {
     pub fold_rows: Tensor,
     /// `[N * m]`: feature rows, between the learned rows around them.
     pub feature_rows: Tensor,
-    /// `[N]`: rows before the features.
+    /// `[N]`: for each image, the row of the learned vector before its features.
     pub begin_rows: Tensor,
-    /// `[N]`: rows after the features.
+    /// `[N]`: for each image, the row of the learned vector after its features.
     pub end_rows: Tensor,
     /// `[N * (p + 1)]`: patch number in the batch whose dropout a row of the tower uses.
     pub row_names: Tensor,
-    /// `[N * m]`: the same for each feature.
+    /// `[N * m]`: the same patch number, for each feature.
     pub feature_names: Tensor,
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct EvaImages {
     pub(crate) patches: Tensor,
     /// Attention among the rows of each image.
     pub(crate) sequences: Sequences,
-    /// Index tables.
+    /// Index tables for the batch, all i32.
     pub(crate) tables: EvaTables,
 }
 
@@ -67,7 +67,8 @@ pub(crate) fn eva_images(
     self::images(grid, fold, images, normalization, dtype, backend)
 }
 
-/// As [`eva_images`], for any tower of square images with a class row: `grid` patches per side, of `side` pixels.
+/// As [`eva_images`], for any tower that sees square images and adds a class row: `grid` is the number of patches per
+/// side of an image, `side` the side of a patch in pixels.
 ///
 /// # Errors
 /// When memory runs out.

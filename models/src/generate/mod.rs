@@ -17,29 +17,29 @@ use engine::ParamAccess;
 use kernels::Backend;
 use std::sync::Arc;
 
-/// A text to continue.
+/// A tokenized prompt, with its images, for which an answer is generated.
 #[derive(Clone, Copy, Debug)]
 pub struct Prompt<'a> {
-    /// Tokens and images; labels are ignored.
+    /// Tokens and images of the prompt; labels are ignored.
     pub input: SampleInput<'a>,
     /// Number of the sample in its data set. Random draws depend on it, not on the batch.
     pub index: u64,
-    /// Most tokens of the answer.
+    /// Largest number of tokens that are generated.
     pub max_new_tokens: usize,
 }
 
 impl Prompt<'_> {
-    /// Most tokens in a cache. The last token of an answer is never fed back.
+    /// Largest number of tokens of prompt and answer in the cache. The last token of an answer is never fed back.
     #[must_use]
     pub fn cached_tokens(&self) -> usize {
         (self.input.input_ids.len() + self.max_new_tokens).saturating_sub(1)
     }
 }
 
-/// Sampling settings and stop tokens.
+/// How tokens are sampled, and which tokens end an answer.
 #[derive(Clone, PartialEq, Debug)]
 pub struct GenerateOptions {
-    /// How tokens are chosen.
+    /// How the next token is chosen from the logits.
     pub sampling: Sampling,
     /// Tokens that end an answer; they are not part of it.
     pub stop_ids: Vec<i32>,

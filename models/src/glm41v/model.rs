@@ -79,7 +79,7 @@ impl Glm41v {
         })
     }
 
-    /// The configuration.
+    /// The configuration that the model was built from.
     #[must_use]
     pub fn config(&self) -> &Glm41vConfig {
         &self.config

@@ -75,7 +75,7 @@ impl Glm4v {
         })
     }
 
-    /// The configuration.
+    /// The configuration that the model was built from.
     #[must_use]
     pub fn config(&self) -> &Glm4vConfig {
         &self.config

@@ -83,7 +83,7 @@ impl MiniCpm {
         })
     }
 
-    /// The configuration.
+    /// The configuration that the model was built from.
     #[must_use]
     pub fn config(&self) -> &MiniCpmConfig {
         &self.config

@@ -12,28 +12,28 @@ use kernels::{DType, Tensor};
 /// Names and sizes of a [`LmHead`].
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LmHeadConfig<'a> {
-    /// The unit.
+    /// Name of the unit that holds norm and head.
     pub unit: &'a str,
-    /// Path of the norm.
+    /// Path of the norm's module.
     pub norm: &'a str,
-    /// Path of the head.
+    /// Path of the head's module.
     pub head: &'a str,
-    /// `v`.
+    /// Number of tokens of the vocabulary, `v`.
     pub vocabulary: usize,
-    /// `D`.
+    /// Elements of one token's hidden state, `D`.
     pub width: usize,
-    /// Epsilon of the norm.
+    /// Epsilon that the norm adds to the mean square.
     pub eps: f32,
 }
 
-/// The last norm and the head, one unit.
+/// The last norm of a decoder and its output head, together one unit.
 #[derive(Debug)]
 pub struct LmHead {
-    /// Unit of norm and head.
+    /// The unit that holds norm and head.
     pub unit: UnitId,
-    /// Before the head.
+    /// The norm that is applied before the head.
     pub norm: RmsNorm,
-    /// `[v, c]`.
+    /// Weight of the head, `[v, c]`: one row per token of the vocabulary.
     pub weight: ParamId,
 }
 

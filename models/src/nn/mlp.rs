@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::params::ParamScope;
 use kernels::Gelu;
 
-/// `fc2(gelu(fc1(x)))` with biases: vision towers.
+/// MLP of the vision towers: `fc2(gelu(fc1(x)))`, both layers with biases.
 #[derive(Clone, PartialEq, Debug)]
 pub struct GeluMlp {
     fc1: Linear,

@@ -71,7 +71,7 @@ pub(crate) struct Prefix {
 }
 
 impl Prefix {
-    /// Declares `prefix`.
+    /// Declares the parameter `prefix` of one layer, `[2, heads, tokens, head_dim]`: keys first, then values.
     pub(crate) fn new(
         params: &mut ParamScope<'_, '_>,
         tokens: usize,

@@ -11,12 +11,12 @@ use kernels::{
     AdapterDropout, AdapterGrads, DType, Tensor, Transpose,
 };
 
-/// Parameters of a low-rank adapter.
+/// The parameters and settings of a low-rank adapter (LoRA) of a linear layer with weight `[n, k]`.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LoraParams {
-    /// Matrix A, `[r, k]`.
+    /// Parameter A of the adapter, `[r, k]`, which its input is multiplied by first.
     pub lora_a: ParamId,
-    /// Matrix B, `[n, r]`.
+    /// Parameter B of the adapter, `[n, r]`.
     pub lora_b: ParamId,
     /// Factor on the adapter's output, `alpha / r`.
     pub scale: f32,
@@ -43,7 +43,7 @@ impl LoraParams {
 pub struct LinearLayer {
     /// Weight and bias of the base layer.
     pub base: LinearParams,
-    /// Low-rank adapter, if any.
+    /// Parameters of the layer's low-rank adapter, if it has one.
     pub adapter: Option<LoraParams>,
 }
 

@@ -56,13 +56,13 @@ pub enum TemplateError {
 /// One turn of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
-    /// `user`, `assistant` or `system`.
+    /// Who speaks: `user`, `assistant` or `system`.
     pub role: String,
-    /// The text.
+    /// The text of the turn.
     pub content: String,
 }
 
-/// A compiled chat template.
+/// A chat template, compiled from Jinja, that renders a conversation to prompt text.
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,

@@ -23,7 +23,7 @@ use serde_json::Value;
 use super::raw::{DataError, RawSample, read_list, read_samples};
 use turns::{Glm4v, Messages, ShareGpt};
 
-/// A format of users' data.
+/// A file or directory format of training data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DataFormat {
     /// MiniCPM-V's: roles and contents, images by name.
@@ -41,7 +41,7 @@ pub enum DataFormat {
 }
 
 impl DataFormat {
-    /// All formats.
+    /// All data formats that are supported.
     pub const ALL: [Self; 6] = [
         Self::Minicpm,
         Self::Glm4v,
@@ -63,7 +63,7 @@ impl DataFormat {
         }
     }
 
-    /// The format called `name`.
+    /// The format that is called `name` on the command line; `None` for an unknown name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|format| format.name() == name)
     }
@@ -72,7 +72,7 @@ impl DataFormat {
 /// The samples of a data file or directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Dataset {
-    /// Their format.
+    /// Format of the file or directory that the samples were read from.
     pub format: DataFormat,
     /// The directory at which relative paths of images start.
     pub root: PathBuf,

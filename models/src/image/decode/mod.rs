@@ -114,8 +114,9 @@ pub fn decode(path: &Path) -> Result<RgbImage, ImageError> {
     decode_bytes(path, &bytes)
 }
 
-/// As [`decode`], for the content of a file; `path` is named in errors. No memory is taken for pixels that the content
-/// cannot hold, if its format bounds them: a WebP, or a BMP of runs, may be one color.
+/// As [`decode`], for the bytes of an image file; `path` only serves error messages. If the format bounds how many
+/// pixels the bytes can hold, larger sizes in the header are refused before memory is taken. A WebP, or a run-length
+/// encoded BMP, has no such bound, since few bytes may hold a large image of one color.
 ///
 /// # Errors
 /// [`ImageError`] if it is no image, damaged or too large.

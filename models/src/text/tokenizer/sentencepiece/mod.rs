@@ -119,7 +119,7 @@ pub enum SentencePieceError {
     Build(tokenizers::Error),
 }
 
-/// Tokenizer of a model file.
+/// The tokenizer built from a sentencepiece model file, with its special tokens.
 #[derive(Debug)]
 pub(super) struct Built {
     pub(super) tokenizer: Tokenizer,
