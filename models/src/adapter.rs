@@ -31,33 +31,33 @@ pub enum AdapterError {
     /// The directory holds neither adapters nor trained tensors.
     #[error("{} contains neither adapter_model.safetensors nor trained.safetensors", dir.display())]
     Nothing {
-        /// The directory.
+        /// The directory that was opened.
         dir: PathBuf,
     },
-    /// The settings cannot be read.
+    /// The file of the adapter's settings cannot be read.
     #[error("cannot read {}", path.display())]
     Config {
-        /// The file.
+        /// Path of the settings file.
         path: PathBuf,
-        /// The cause.
+        /// Why it cannot be read or parsed.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// A setting of peft that changes results and is not implemented.
     #[error("{} asks for {key} = {value}, which is not supported", path.display())]
     Unsupported {
-        /// The file.
+        /// Path of the settings file.
         path: PathBuf,
-        /// The setting.
+        /// Name of the setting in the file.
         key: &'static str,
-        /// Its value.
+        /// Value of the setting in the file.
         value: String,
     },
     /// An adapter lacks a half, or its halves do not fit each other and the rank.
     #[error("the adapter of {module} is incomplete: {reason}")]
     Halves {
-        /// Path of the module.
+        /// Path of the module that the adapter belongs to.
         module: String,
-        /// What is wrong.
+        /// Which half is missing, or which shapes do not fit.
         reason: String,
     },
     /// A file of weights cannot be read.
@@ -75,10 +75,10 @@ pub struct AdapterConfig {
     /// Other ranks of some modules, by regular expressions for the ends of their paths.
     #[serde(default)]
     pub rank_pattern: BTreeMap<String, usize>,
-    /// Numerators of the scale of such modules.
+    /// Values of `lora_alpha` for some modules, by regular expressions for the ends of their paths.
     #[serde(default)]
     pub alpha_pattern: BTreeMap<String, f64>,
-    /// The base it was trained on.
+    /// Name or path of the base model that the adapter was trained on.
     #[serde(default)]
     pub base_model_name_or_path: Option<String>,
     /// Modules that were trained in full, besides the adapters.
@@ -119,7 +119,7 @@ pub struct Adapter {
 }
 
 impl Adapter {
-    /// Opens the directory `dir`.
+    /// Opens the adapters and trained tensors in the directory `dir`.
     ///
     /// # Errors
     /// When it holds nothing to open, a file is damaged, an adapter is not whole, or a setting is not supported.
@@ -225,7 +225,7 @@ impl Adapter {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// Whether it has the parameter `name`.
+    /// Whether the directory holds a tensor for the parameter `name`.
     #[must_use]
     pub fn has(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
@@ -238,7 +238,7 @@ impl Adapter {
         self.files[*file].shape(key)
     }
 
-    /// Dtype of a tensor as stored.
+    /// Dtype of the tensor called `name` as it is stored; `None` if it is absent or its dtype is not supported.
     #[must_use]
     pub fn dtype(&self, name: &str) -> Option<kernels::DType> {
         let (file, key) = self.tensors.get(name)?;

@@ -57,7 +57,7 @@ pub struct VisionBatch {
     pub sequences: Sequences,
     /// Which rows of the token embeddings the image features replace, and with which features.
     pub splice: Splice,
-    /// Index tables of the family's vision tower.
+    /// Index tables that only the family's own vision tower reads.
     pub tables: Arc<dyn VisionTables>,
 }
 
@@ -77,7 +77,7 @@ impl VisionBatch {
 
 /// Index tables that only one family's vision tower reads.
 pub trait VisionTables: Any + std::fmt::Debug + Send + Sync {
-    /// Name of the tower in errors.
+    /// Name of the vision tower, for error messages.
     fn tower() -> &'static str
     where
         Self: Sized;
@@ -86,7 +86,7 @@ pub trait VisionTables: Any + std::fmt::Debug + Send + Sync {
 /// Token rows that attend to image features in addition to their own sequence.
 #[derive(Clone, Debug)]
 pub struct CrossRows {
-    /// i32: the rows; all rows if absent.
+    /// Numbers of the token rows that attend to image features, i32; `None` means all rows.
     pub rows: Option<Tensor>,
     /// Attention of these rows to the features of their sample.
     pub sequences: Sequences,
@@ -154,7 +154,7 @@ pub struct Batch {
     pub positions: Arc<[i32]>,
     /// Cosines and sines of the rotary position embedding, one row per token.
     pub rotary: Rotary,
-    /// First rows of the samples: a token attends to itself and earlier tokens of its own sample.
+    /// Row ranges of the samples: a token attends to itself and to earlier tokens of its own sample.
     pub sequences: Sequences,
     /// i32, one per sample: index of the sample's last token row.
     pub last_rows: Tensor,
@@ -162,13 +162,13 @@ pub struct Batch {
     pub experts: Option<RowGroups>,
     /// i32: rows of padding in the text, whose embedding gets no gradient.
     pub padding_rows: Option<Tensor>,
-    /// Learned keys and values before those of each sample.
+    /// Index tables that place learned keys and values before those of each sample; absent without p-tuning.
     pub prefix: Option<PrefixTables>,
-    /// Rows that attend to image features, too.
+    /// Token rows that also attend to image features by cross-attention; absent in families without it.
     pub cross: Option<CrossRows>,
     /// The images; absent if features replace no row.
     pub vision: Option<VisionBatch>,
-    /// The decoder's keys and values during generation.
+    /// The key/value cache during generation; absent in training and evaluation.
     pub cache: Option<CachePass>,
 }
 

@@ -47,10 +47,10 @@ pub enum Family {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// Its files cannot be used.
+    /// The configuration or another file of the directory cannot be used.
     #[error(transparent)]
     Files(#[from] ProcessorError),
-    /// The settings do not fit the model.
+    /// The run's settings do not fit the model.
     #[error(transparent)]
     Model(#[from] ModelError),
 }

@@ -74,7 +74,7 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         options: &EncodeOptions,
     ) -> Result<String, SampleError>;
 
-    /// What an image of `size` (width, height) becomes.
+    /// The number of slices and tokens that an image of `size` (width, height in pixels) becomes.
     fn image(&self, size: (usize, usize), options: &EncodeOptions) -> ImagePlan;
 
     /// Token ranges of the images of a sample, markers included, each with its number of slices.
@@ -83,7 +83,7 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         bounds.map(|(start, end)| (*start..*end, 1)).collect()
     }
 
-    /// The tokenizer.
+    /// The tokenizer of the model directory.
     fn tokenizer(&self) -> &Tokenizer;
 
     /// Id of the token after an answer in training.
@@ -117,7 +117,7 @@ pub enum ProcessorError {
     /// `preprocessor_config.json` is missing or cannot be read.
     #[error("cannot read {}", path.display())]
     Read {
-        /// The file.
+        /// Path of `preprocessor_config.json`.
         path: PathBuf,
         /// What the operating system said.
         source: std::io::Error,
@@ -125,7 +125,7 @@ pub enum ProcessorError {
     /// `preprocessor_config.json` is not valid.
     #[error("{} is not valid", path.display())]
     Json {
-        /// The file.
+        /// Path of `preprocessor_config.json`.
         path: PathBuf,
         /// Line, column and cause.
         source: serde_json::Error,
@@ -133,7 +133,7 @@ pub enum ProcessorError {
     /// The two configuration files disagree.
     #[error("{field} is {config} in config.json but {preprocessor} in preprocessor_config.json")]
     Disagree {
-        /// The setting.
+        /// Name of the setting.
         field: &'static str,
         /// Its value in `config.json`.
         config: usize,

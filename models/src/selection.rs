@@ -4,7 +4,7 @@ use regex::Regex;
 
 use crate::error::{ModelError, Result};
 
-/// A set of parameters by name.
+/// A set of parameters, given by patterns for their names.
 #[derive(Clone, Debug)]
 pub struct Selection {
     patterns: Vec<Pattern>,
@@ -26,7 +26,7 @@ struct Pattern {
 enum Meaning {
     /// A module: these consecutive parts anywhere in the path.
     Module(String),
-    /// The images' side of any family.
+    /// The part of the model that sees images, whatever the family calls it.
     Vision,
     /// Weights and biases of normalization layers.
     Norm,

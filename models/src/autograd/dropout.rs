@@ -6,7 +6,7 @@ use crate::error::Result;
 use kernels::random::philox4x32;
 use kernels::{Backend, DType, Shape, Tag, Tensor};
 
-/// Kind of the rows of a value.
+/// What the rows of an adapter's input stand for; dropout draws its mask by token or by patch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Rows {
     /// Tokens of the batch.
@@ -15,7 +15,7 @@ pub enum Rows {
     Patches,
 }
 
-/// The random state of one training pass.
+/// Seed and row numbers from which the dropout masks of one training pass are drawn.
 #[derive(Clone, Debug)]
 pub struct Dropout {
     seed: u64,

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Call of a tape to [`ResidentParams`].
+/// A recorded call of a tape to [`ResidentParams`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum AccessEvent {
     /// A lease began.

@@ -7,7 +7,7 @@ use kernels::{Backend, DType, Shape, Tag, Tensor};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// A gradient on its way back.
+/// Gradient of a value during the backward pass.
 #[derive(Clone, Debug)]
 pub(crate) enum Grad {
     /// One value for every element: what a loss seeds.

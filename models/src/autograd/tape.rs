@@ -85,7 +85,7 @@ struct CheckpointedSegment<'m> {
     work: Work<'m>,
 }
 
-/// Input of a recomputed segment.
+/// Where backward finds an input of a segment that it runs again.
 enum Input {
     /// Stored on the device.
     Here(Tensor),
@@ -109,7 +109,7 @@ enum Work<'m> {
         record: Record,
         /// Places of the inputs that want a gradient on the tape.
         inputs: Vec<Slot>,
-        /// Places of the outputs in the record.
+        /// Slots of the segment's outputs in `record`; `None` for an output without gradient.
         outputs: Vec<Option<Slot>>,
     },
 }

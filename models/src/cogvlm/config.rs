@@ -22,14 +22,14 @@ pub enum Edition {
     CogVlm2,
 }
 
-/// The prompt template that a checkpoint was trained with.
+/// A prompt template of the CogVLM family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TemplateVersion {
-    /// The question alone.
+    /// The question alone, without a frame.
     Base,
-    /// A conversation.
+    /// A conversation, with its earlier rounds.
     Chat,
-    /// A question with a short answer.
+    /// A question that asks for a short answer.
     Vqa,
     /// CogAgent's earlier form of a conversation.
     ChatOld,
@@ -170,7 +170,7 @@ impl CogConfig {
         }
     }
 
-    /// Slices of an image: one per tower.
+    /// Number of slices per image: one for each vision tower.
     #[must_use]
     pub fn slices_per_image(&self) -> usize {
         1 + usize::from(self.cross.is_some())

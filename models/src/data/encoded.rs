@@ -55,7 +55,7 @@ pub enum PlaceholderStyle {
     /// As the fine-tuning script writes it: only images with cells are numbered and counted.
     #[default]
     Training,
-    /// As the inference processor writes it: every image is.
+    /// As the inference processor writes it: every image is numbered and counted.
     Inference,
 }
 
@@ -179,6 +179,6 @@ pub struct SampleTokens {
 pub struct ImagePlan {
     /// Number of slices (inputs of the vision tower) that the image becomes.
     pub slices: usize,
-    /// Number of tokens that the features of one slice take in the prompt.
+    /// Number of tokens that the features of one slice take in the prompt; rounded up if slices share them.
     pub tokens_per_slice: usize,
 }

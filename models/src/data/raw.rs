@@ -19,7 +19,7 @@ pub enum DataError {
     /// The file is missing or cannot be read.
     #[error("cannot read {}", path.display())]
     Read {
-        /// The file.
+        /// Path of the data file.
         path: PathBuf,
         /// What the operating system said.
         source: std::io::Error,
@@ -27,33 +27,33 @@ pub enum DataError {
     /// The content is not JSON, or no samples.
     #[error("{}:{line}:{column}: {reason}", path.display())]
     Json {
-        /// The file.
+        /// Path of the data file.
         path: PathBuf,
-        /// Line, from 1.
+        /// Line of the error, from 1.
         line: usize,
-        /// Column in bytes, from 1; 0 for the end of a line.
+        /// Column of the error in bytes, from 1; 0 for the end of a line.
         column: usize,
-        /// The error.
+        /// What the parser expected or found.
         reason: String,
     },
     /// The file or directory holds no sample.
     #[error("{} contains no sample", path.display())]
     Empty {
-        /// The file or directory.
+        /// Path of the file or directory.
         path: PathBuf,
     },
     /// The content is of none of the formats.
     #[error("the format of {} is unknown: {found}", path.display())]
     UnknownFormat {
-        /// The file or directory.
+        /// Path of the file or directory.
         path: PathBuf,
-        /// Its actual content.
+        /// What the file or directory holds instead.
         found: String,
     },
     /// The content could be of several formats, or of one in several ways.
     #[error("the format of {} is ambiguous: {reason}", path.display())]
     AmbiguousFormat {
-        /// The file or directory.
+        /// Path of the file or directory.
         path: PathBuf,
         /// The possible meanings, and the flag that selects one.
         reason: String,
@@ -61,17 +61,17 @@ pub enum DataError {
     /// A label file without the image it describes.
     #[error("{} describes no image of {}", label.display(), images.display())]
     NoImage {
-        /// The label file.
+        /// Path of the label file.
         label: PathBuf,
-        /// The directory of images.
+        /// Directory in which the image was looked for.
         images: PathBuf,
     },
     /// An image without its label file.
     #[error("{} has no label in {}", image.display(), labels.display())]
     NoLabel {
-        /// The image.
+        /// Path of the image.
         image: PathBuf,
-        /// The directory of labels.
+        /// Directory in which the label file was looked for.
         labels: PathBuf,
     },
 }
@@ -101,7 +101,7 @@ impl RawSample {
         last.map(|turn| turn.content.as_str())
     }
 
-    /// Whether the sample gives one image by its path alone.
+    /// Whether the sample has exactly one image, given by its path without a name in the text.
     pub fn has_single_image(&self) -> bool {
         matches!(self.images.as_slice(), [(name, _)] if name == SINGLE_IMAGE)
     }

@@ -8,20 +8,20 @@ use crate::ops::Sequences;
 use crate::processor::Normalization;
 use kernels::{Backend, DType, Tensor};
 
-/// Tables of `N` images of `p` patches and `m` features, each i32.
+/// Index tables of a batch of `N` images with `p` patches and `m` features each; all tables are i32.
 #[derive(Clone, Debug)]
 pub struct EvaTables {
     /// `[N * (p + 1)]`: row of the learned positions, 0 for the class row.
     pub position_ids: Tensor,
-    /// `[N]`: class rows of the tower's output.
+    /// `[N]`: row of each image's class token in the tower's output.
     pub class_rows: Tensor,
-    /// `[N * p]`: patch rows of the tower's output.
+    /// `[N * p]`: rows of the patches in the tower's output.
     pub patch_rows: Tensor,
     /// `[N]` zeros: index that copies one learned row for every image.
     pub zeros: Tensor,
     /// `[N * p]`: patches in folding order, 2 x 2 at a time; empty without folding.
     pub fold_rows: Tensor,
-    /// `[N * m]`: feature rows, between the learned rows around them.
+    /// `[N * m]`: rows of the features in the token rows of all images, between the learned rows around them.
     pub feature_rows: Tensor,
     /// `[N]`: for each image, the row of the learned vector before its features.
     pub begin_rows: Tensor,
@@ -39,7 +39,7 @@ impl VisionTables for EvaTables {
     }
 }
 
-/// Images as inputs of the tower.
+/// Images as inputs of the EVA tower, or of a tower of the same form.
 #[derive(Clone, Debug)]
 pub(crate) struct EvaImages {
     /// Pixel values, `[N * p, 3 * patch * patch]`.

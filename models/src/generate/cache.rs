@@ -64,11 +64,11 @@ type Pair = [Tensor; 2];
 pub struct KvCache {
     /// A layer's tensors; absent only during a write, or after a failed one.
     layers: Vec<Mutex<Option<Pair>>>,
-    /// Rows of each prompt.
+    /// For each prompt, its rows in the cache.
     ranges: Vec<Range<usize>>,
-    /// Learned rows of each prompt.
+    /// Number of learned prefix rows before each prompt.
     prefix: usize,
-    /// Features of each prompt, among all.
+    /// For each prompt, its image features among those of all prompts.
     features: Vec<Range<usize>>,
     /// Keys and values of all features by layer, once the first pass has made them.
     cross: Vec<OnceLock<Pair>>,
@@ -246,7 +246,7 @@ impl CachePass {
         })
     }
 
-    /// The part of decoder layer `layer`.
+    /// The cache of the decoder layer with the number `layer`.
     #[must_use]
     pub fn layer(&self, layer: usize) -> CachedLayer<'_> {
         CachedLayer { pass: self, layer }

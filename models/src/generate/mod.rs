@@ -106,16 +106,16 @@ pub fn dry_run_answers(
     Ok(())
 }
 
-/// One generation under way.
+/// State of one generation of answers for a batch of prompts.
 struct Decoder<'a> {
     model: &'a dyn VisionLanguageModel,
     access: &'a dyn ParamAccess,
     prompts: &'a [Prompt<'a>],
     options: &'a GenerateOptions,
     answers: Vec<Vec<i32>>,
-    /// Prompts whose answers grow, ascending.
+    /// Indices of the prompts whose answers are not finished, ascending.
     open: Vec<usize>,
-    /// After the first pass.
+    /// The key/value cache of the batch; present after the first pass.
     cache: Option<Arc<KvCache>>,
     /// Position of each prompt's last token. It may differ from the length, since an image may take fewer positions than
     /// tokens.
@@ -170,7 +170,7 @@ impl<'a> Decoder<'a> {
         Ok(())
     }
 
-    /// Inputs of the next pass.
+    /// Packs the inputs of the next pass.
     fn batch(&mut self) -> Result<Batch> {
         match &self.cache {
             _ if self.open.is_empty() => self.idle(),

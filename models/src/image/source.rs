@@ -12,7 +12,7 @@ pub trait ImageSource: Send + Sync {
     /// [`ImageError`] naming the file.
     fn dimensions(&self, path: &Path) -> Result<(usize, usize), ImageError>;
 
-    /// The decoded image.
+    /// Decodes the image that `path` names.
     ///
     /// # Errors
     /// [`ImageError`] naming the file.

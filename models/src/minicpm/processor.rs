@@ -12,7 +12,7 @@ use crate::text::{ChatTemplate, Tokenizer, TokenizerError};
 /// Texts of the markers around image features in a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Markers {
-    /// Marker before the features of an image's overview (the whole image, scaled down).
+    /// Marker before the features of an image's overview (the whole image, resized).
     pub image_start: String,
     /// Marker after the features of the overview.
     pub image_end: String,

@@ -74,7 +74,7 @@ pub struct DecoderConfig {
     pub norm: &'static str,
     /// Unit and module of the head.
     pub head: [&'static str; 2],
-    /// Number of tokens of the vocabulary: rows of the embedding's and the head's weights.
+    /// Rows of the embedding's and the head's weights, one per token id.
     pub vocabulary: usize,
     /// Sizes of each layer, and the names of its modules.
     pub block: DecoderBlockConfig,

@@ -31,7 +31,7 @@ impl GeluMlp {
         }
     }
 
-    /// `[t, c]` to `[t, c]`.
+    /// Applies the MLP to `x`: `[t, c]` to `[t, c]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
@@ -49,7 +49,7 @@ pub struct GatedMlp {
     down: Linear,
 }
 
-/// Weights of gate and up.
+/// Weights of the gate and up projections.
 #[derive(Clone, PartialEq, Debug)]
 enum GateUp {
     /// A weight each.
@@ -94,7 +94,7 @@ impl GatedMlp {
         [gate, up, self.down.clone()]
     }
 
-    /// `[t, c]` to `[t, c]`.
+    /// Applies the MLP to `x`: `[t, c]` to `[t, c]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

@@ -27,7 +27,7 @@ impl LayerNorm {
         }
     }
 
-    /// `[.., c]` to `[.., c]`.
+    /// Normalizes `x` over its last axis: `[.., c]` to `[.., c]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
@@ -52,7 +52,7 @@ impl RmsNorm {
         Self { weight, eps }
     }
 
-    /// `[.., c]` to `[.., c]`.
+    /// Normalizes `x` over its last axis: `[.., c]` to `[.., c]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

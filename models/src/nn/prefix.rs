@@ -27,7 +27,7 @@ pub struct PrefixTables {
 }
 
 impl PrefixTables {
-    /// For samples that begin at `starts` (and end where the next one does).
+    /// Builds the tables for samples whose token rows begin at `starts` (and end where the next sample begins).
     ///
     /// # Errors
     /// When memory runs out.

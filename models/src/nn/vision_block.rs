@@ -55,7 +55,7 @@ impl VisionBlock {
         }
     }
 
-    /// `[p, c]` to `[p, c]`.
+    /// Applies the block to the patches `x`: `[p, c]` to `[p, c]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

@@ -64,7 +64,7 @@ struct Adapter {
 }
 
 impl Adapter {
-    /// Adapter with the row range of `base`.
+    /// The adapter `params` of a layer `base`, with the same rows of its outputs.
     fn new(scope: &Scope<'_>, base: &LinearParams, params: LoraParams) -> Result<Self> {
         let rank = scope.weight(params.lora_b)?.shape().last();
         let half = |id, rows| LinearParams {
@@ -86,7 +86,7 @@ impl Adapter {
     }
 }
 
-/// Layer for backward, with its trainable parameters.
+/// What backward needs of a layer: its weights, which of them train, and its adapter.
 struct Part {
     base: LinearParams,
     train_weight: bool,
