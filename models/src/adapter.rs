@@ -16,9 +16,9 @@ use std::path::{Path, PathBuf};
 
 /// Name of the file with the adapter's settings, as peft writes it.
 pub const ADAPTER_CONFIG: &str = "adapter_config.json";
-/// Name, without extension, of the file of adapters.
+/// Name of the adapters' weight file, without extension.
 pub const ADAPTER_STEM: &str = "adapter_model";
-/// Name, without extension, of the file of other trained tensors.
+/// Name of the weight file of tensors trained in full, without extension.
 pub const TRAINED_STEM: &str = "trained";
 
 const LORA_A: &str = ".lora_A.weight";
@@ -112,7 +112,7 @@ pub struct Adapter {
     dir: PathBuf,
     config: Option<AdapterConfig>,
     files: Vec<WeightSource>,
-    /// Parameter of the model (adapters by their full name) to file and name in it.
+    /// For each parameter of the model (adapters by their full name): index of its file, and its name in it.
     tensors: BTreeMap<String, (usize, String)>,
     /// Paths of the modules that have an adapter.
     modules: BTreeSet<String>,
@@ -245,7 +245,7 @@ impl Adapter {
         self.files[*file].dtype(key)
     }
 
-    /// Reads a range of a tensor; see [`WeightSource::read_range`].
+    /// Reads a range of a tensor's elements; see [`WeightSource::read_range`].
     ///
     /// # Errors
     /// As there.
@@ -282,7 +282,8 @@ impl Adapter {
         })
     }
 
-    /// Learned keys and values per decoder layer (p-tuning v2), `[2, heads, tokens, head dim]` each; 0 for none.
+    /// Number of learned keys and values per decoder layer (p-tuning v2), by the tensors' shape `[2, heads, tokens,
+    /// head dim]`; 0 if there are none.
     #[must_use]
     pub fn prefix_tokens(&self) -> usize {
         let prefix = self

@@ -24,7 +24,7 @@ pub struct Splice {
 }
 
 impl Splice {
-    /// Features in the order of the token rows `rows` that they replace.
+    /// Replaces the token rows `rows` by the features in the order in which they come.
     ///
     /// # Errors
     /// When memory runs out.
@@ -37,7 +37,7 @@ impl Splice {
     }
 }
 
-/// Token rows of all images of `samples`, in order.
+/// Numbers of all token rows of the batch that image features replace, in order.
 pub(crate) fn image_rows(samples: &[SampleInput<'_>]) -> Vec<i32> {
     let starts = starts_of(samples.iter().map(|s| s.input_ids.len()));
     let bounds = samples.iter().zip(starts.iter());
@@ -52,8 +52,7 @@ pub struct VisionBatch {
     /// Pixel values of all `P` patches, `[P, 3 * patch * patch]` in the compute dtype; a row is ordered by channel,
     /// pixel row, pixel column.
     pub patches: Tensor,
-    /// First rows of the slices: patches of one slice attend to each other in both directions, never to another
-    /// slice's.
+    /// Row ranges of the slices: patches attend to all patches of their own slice, in both directions.
     pub sequences: Sequences,
     /// Which rows of the token embeddings the image features replace, and with which features.
     pub splice: Splice,
@@ -62,7 +61,7 @@ pub struct VisionBatch {
 }
 
 impl VisionBatch {
-    /// The tables of the tower that has tables `T`.
+    /// The index tables in the form `T` of one family's vision tower.
     ///
     /// # Errors
     /// [`ModelError::ForeignBatch`] for those of another tower.
@@ -88,7 +87,7 @@ pub trait VisionTables: Any + std::fmt::Debug + Send + Sync {
 pub struct CrossRows {
     /// Numbers of the token rows that attend to image features, i32; `None` means all rows.
     pub rows: Option<Tensor>,
-    /// Attention of these rows to the features of their sample.
+    /// Which features these rows attend to: those of the images of their own sample.
     pub sequences: Sequences,
     /// Range of each sample's features among all; empty for a sample without image.
     pub features: Vec<Range<usize>>,
@@ -145,10 +144,10 @@ impl CrossRows {
 pub struct Batch {
     /// Token ids, i32 `[T]`.
     pub input_ids: Tensor,
-    /// Target token ids, i32 `[T]`: row t holds the token that row t should predict (already shifted), or the ignored
+    /// Target token ids, i32 `[T]`, already shifted: each row holds the id that it should predict, or the ignored
     /// label.
     pub labels: Tensor,
-    /// Number of rows whose label is not ignored.
+    /// Number of rows (tokens) whose label is not ignored.
     pub supervised: usize,
     /// Positions of the tokens within their samples.
     pub positions: Arc<[i32]>,
@@ -158,9 +157,10 @@ pub struct Batch {
     pub sequences: Sequences,
     /// i32, one per sample: index of the sample's last token row.
     pub last_rows: Tensor,
-    /// Text rows and image rows of a decoder with an expert for each; absent when all rows are text.
+    /// Numbers of the text rows and of the image rows, for a decoder with an expert for each; absent when all rows
+    /// are text.
     pub experts: Option<RowGroups>,
-    /// i32: rows of padding in the text, whose embedding gets no gradient.
+    /// Numbers of the rows of padding tokens in the text, i32; their embedding gets no gradient.
     pub padding_rows: Option<Tensor>,
     /// Index tables that place learned keys and values before those of each sample; absent without p-tuning.
     pub prefix: Option<PrefixTables>,

@@ -102,7 +102,7 @@ impl Family {
         }
     }
 
-    /// Default layers of adapters: those of the family's published recipe.
+    /// Targets of adapters by default: the layers of the family's published recipe.
     #[must_use]
     pub fn default_lora_targets(self) -> &'static str {
         match self {
@@ -117,7 +117,7 @@ impl Family {
         }
     }
 
-    /// Default modules trained in full in addition to adapters.
+    /// Modules that a run of adapters trains in full by default.
     #[must_use]
     pub fn default_modules_to_save(self, tune_vision: bool) -> &'static str {
         match self {

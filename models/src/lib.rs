@@ -73,11 +73,11 @@ use std::ops::Range;
 pub struct SampleInput<'a> {
     /// Token ids of the sample.
     pub input_ids: &'a [i32],
-    /// Labels, already shifted; empty when nothing is supervised.
+    /// Target token ids, already shifted, one per token; empty when nothing is supervised.
     pub labels: &'a [i32],
     /// Token ranges that features replace: range k belongs to slice k.
     pub image_bounds: &'a [(usize, usize)],
-    /// Slices; those without a range have no effect.
+    /// Image inputs of the sample; those without a range have no effect.
     pub slices: &'a [Slice],
 }
 
@@ -130,7 +130,7 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
         self.tower_of(&self.spec().units[unit.index()].name)
     }
 
-    /// Fused layers whose projections have adapters of their own.
+    /// Fused layers whose projections have adapters of their own, by path; none in most models.
     fn split_adapters(&self) -> &SplitAdapters {
         static NONE: SplitAdapters = SplitAdapters::new();
         &NONE

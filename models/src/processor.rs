@@ -86,13 +86,13 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
     /// The tokenizer of the model directory.
     fn tokenizer(&self) -> &Tokenizer;
 
-    /// Id of the token after an answer in training.
+    /// Id of the token that follows an answer in training samples.
     fn turn_end(&self) -> i32;
 
     /// Ids of the tokens that end a generated answer.
     fn stop_ids(&self) -> Vec<i32>;
 
-    /// Text of `ids`, without special tokens.
+    /// Decodes the token ids `ids` to text, without special tokens.
     ///
     /// # Errors
     /// [`TokenizerError::Decode`] for a negative id, or if the tokenizer fails.

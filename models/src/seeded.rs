@@ -40,7 +40,7 @@ enum Generator {
 }
 
 impl Marker {
-    /// The marker of weights under `seed`.
+    /// The marker of a model whose random weights have the seed `seed`.
     #[must_use]
     pub const fn new(seed: u64) -> Self {
         Self {
@@ -83,13 +83,13 @@ impl Generators {
     }
 }
 
-/// Equally likely values of a distribution.
+/// Number of equally likely values by which a distribution is represented.
 const VALUES: usize = 1 << 16;
-/// Elements per hash.
+/// Number of elements that one 64-bit hash serves.
 const LANES: usize = 4;
-/// Elements that one thread computes at once.
+/// Number of elements that one thread computes at once.
 const PIECE: usize = 1 << 15;
-/// Step of the integral over the normal density.
+/// Step of the numeric integral over the normal density.
 const STEP: f64 = 1e-4;
 
 /// Generator of the random values of one tensor.

@@ -109,7 +109,7 @@ impl Pattern {
     }
 }
 
-/// What families call the images' side.
+/// Names of modules that see images, by which `vision` selects parameters.
 const VISION: [&str; 3] = ["vpm", "vision", "visual"];
 
 /// Whether a path contains a module, given as consecutive parts.

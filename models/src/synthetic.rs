@@ -9,9 +9,9 @@ use crate::glm41v::config::Glm41vConfig;
 use crate::minicpm::config::MiniCpmConfig;
 use std::path::Path;
 
-/// A token without meaning, in every vocabulary.
+/// Token id that fills the sample; every family's vocabulary has it.
 const TOKEN: i32 = 5;
-/// Tokens of text in front of an image.
+/// Number of text tokens in front of the image.
 const FRONT: usize = 4;
 /// Pixels of the largest image that the published files of GLM-4.1V allow.
 const GLM41V_MAX_PIXELS: usize = 9_633_792;

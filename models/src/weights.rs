@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 
 /// Elements that are converted between dtypes at once.
 const CHUNK_ELEMS: usize = 1 << 16;
-/// Larger headers count as damage, as in the reference implementation.
+/// Largest header of a safetensors file, in bytes; a larger one counts as damage, as in the reference implementation.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// Why weights cannot be read.
@@ -200,8 +200,7 @@ impl WeightSource {
         })
     }
 
-    /// As [`WeightSource::open`], for the file `STEM.safetensors` in `dir`, or its shards, with `stem` in place of
-    /// `STEM`.
+    /// As [`WeightSource::open`], for the file `{stem}.safetensors` in `dir`, or its shards.
     ///
     /// # Errors
     /// As [`WeightSource::open`].

@@ -24,7 +24,7 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// `samples` are those of the batch in order; `keys` has a key for each, which differs between epochs.
+    /// Row numbers for the batch of `samples`, in order; `keys` has one key per sample, which differs between epochs.
     ///
     /// # Errors
     /// When memory runs out.

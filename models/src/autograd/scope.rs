@@ -83,7 +83,7 @@ impl<'s> Scope<'s> {
         self.dropout
     }
 
-    /// Row words of a value for dropout, i32 `[t, 2]`.
+    /// The sample keys and row numbers, i32 `[t, 2]`, from which dropout draws the mask of a value with such rows.
     pub(crate) fn dropout_rows(&self, state: &Dropout, rows: Rows) -> Tensor {
         let names = self.row_names.borrow();
         names.as_ref().unwrap_or_else(|| state.rows(rows)).clone()
@@ -123,7 +123,7 @@ impl<'s> Scope<'s> {
         }
     }
 
-    /// A segment input, with a slot if it wants a gradient.
+    /// Makes `value` an input of the segment, with a slot for its gradient if it wants one.
     pub(super) fn enter(&self, value: Tensor, requires_grad: bool) -> Var {
         let slot = (requires_grad && self.mode != Mode::Forward).then(|| self.new_slot());
         Var::new(value, self.id, slot, requires_grad)
@@ -143,19 +143,19 @@ impl<'s> Scope<'s> {
         })
     }
 
-    /// Whether a gradient of the parameter is wanted.
+    /// Whether the parameter is trainable, so that its gradient is wanted.
     pub(crate) fn trains(&self, id: ParamId) -> bool {
         self.access.is_trainable(id)
     }
 
-    /// Whether this is the recompute, whose loss values are not read.
+    /// Whether this run may leave out loss values: true in the recompute, which only needs gradients.
     pub(crate) fn elide_value(&self) -> bool {
         let recompute = self.mode == Mode::Recompute;
         self.elided.set(self.elided.get() || recompute);
         recompute
     }
 
-    /// Factor of the loss in backward, if this run may already compute the gradient.
+    /// The factor that backward will apply to the loss, if this run may already compute the gradient.
     pub(crate) fn stored_loss_factor(&self) -> Option<f32> {
         (self.mode == Mode::Store).then_some(self.loss_factor)
     }

@@ -89,13 +89,13 @@ impl<'s> Sweep<'s> {
         Ok(())
     }
 
-    /// Adds `grad` (f32) to the whole gradient of a parameter.
+    /// Adds `grad` (f32, of the parameter's shape) to the gradient of a parameter.
     pub(crate) fn param(&mut self, id: ParamId, grad: Tensor) -> Result<()> {
         let rows = outer(self.weight(id)?.shape());
         self.param_rows(id, 0..rows, grad)
     }
 
-    /// Adds `grad` (f32) to rows of the gradient of a parameter.
+    /// Adds `grad` (f32) to the gradient of some rows of a parameter.
     pub(crate) fn param_rows(
         &mut self,
         id: ParamId,
@@ -111,7 +111,7 @@ impl<'s> Sweep<'s> {
         Ok(())
     }
 
-    /// The gradient as a tensor of `shape` and `dtype`.
+    /// Turns `grad` into a tensor of `shape` and `dtype`.
     pub(crate) fn dense(&self, grad: Grad, shape: Shape, dtype: DType) -> Result<Tensor> {
         dense(self.backend(), grad, shape, dtype)
     }

@@ -89,7 +89,7 @@ struct CheckpointedSegment<'m> {
 enum Input {
     /// Stored on the device.
     Here(Tensor),
-    /// Stored on another tier; segments that share the input share the copy.
+    /// Stored outside the device by the engine; segments that share the input share the copy.
     Away(Rc<Saved>),
     /// Recomputed: this output of the previous segment.
     Recomputed(usize),
@@ -101,13 +101,13 @@ enum Work<'m> {
     Recompute {
         body: Body<'m>,
         inputs: Vec<(Input, Option<Slot>)>,
-        /// Checksums of the outputs, if recomputes are checked.
+        /// Checksums of the outputs of the first run; empty if recomputes are not checked.
         sums: Vec<u64>,
     },
     /// From the record of its first run.
     Stored {
         record: Record,
-        /// Places of the inputs that want a gradient on the tape.
+        /// Slots on the tape of the inputs that want a gradient.
         inputs: Vec<Slot>,
         /// Slots of the segment's outputs in `record`; `None` for an output without gradient.
         outputs: Vec<Option<Slot>>,
@@ -268,7 +268,7 @@ impl<'e, 'm> Tape<'e, 'm> {
         }
     }
 
-    /// Elements kept on the device for backward: the inputs of the segments that run again.
+    /// Number of elements kept on the device for backward: the inputs of the segments that run again.
     #[must_use]
     pub fn saved_elems(&self) -> usize {
         let segments = self.segments.borrow();
@@ -597,7 +597,7 @@ fn sweep_segment(
 }
 
 impl CheckpointedSegment<'_> {
-    /// Whether an input has to be recomputed first.
+    /// Whether an input of the segment must first be recomputed by the previous segment.
     fn lacks_input(&self) -> bool {
         let Work::Recompute { inputs, .. } = &self.work else {
             return false;

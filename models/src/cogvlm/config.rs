@@ -55,7 +55,7 @@ pub struct CogConfig {
 pub struct LanguageConfig {
     /// Width of the decoder's residual stream: elements of one token's hidden state.
     pub hidden_size: usize,
-    /// Width of each expert's gated MLP, and of the projector's.
+    /// Inner width of each expert's gated MLP, and of the projector's.
     pub intermediate_size: usize,
     /// Number of decoder layers.
     pub num_layers: usize,
@@ -65,7 +65,7 @@ pub struct LanguageConfig {
     pub num_kv_heads: usize,
     /// Elements of one attention head.
     pub head_dim: usize,
-    /// Rows of the embedding and of the head.
+    /// Number of token ids: rows of the embedding and of the output head.
     pub vocab_size: usize,
     /// Epsilon that every RMSNorm of the decoder adds to the mean square.
     pub rms_norm_eps: f64,
@@ -88,7 +88,7 @@ pub struct CrossConfig {
     pub image_size: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
-    /// Width of the tower and of the cross-attention.
+    /// Width of the tower's residual stream, and of the cross-attention.
     pub width: usize,
     /// Elements of a head of the tower.
     pub head_dim: usize,
@@ -96,9 +96,9 @@ pub struct CrossConfig {
     pub layers: usize,
     /// Inner width of the gated MLP in each block of the tower.
     pub inner: usize,
-    /// Rows of a head that is never computed.
+    /// Rows of the tower's output head in the checkpoint; the head is never computed.
     pub embed_dim: usize,
-    /// Side of the grid to which rotary coordinates are scaled.
+    /// Side of the position grid, in patches, to which rotary coordinates are scaled.
     pub rope_side: usize,
 }
 
@@ -109,7 +109,7 @@ impl CrossConfig {
         self.image_size / self.patch_size
     }
 
-    /// Patches of an image, which are the features that tokens read.
+    /// Number of patches of an image, which is also the number of features that tokens attend to.
     #[must_use]
     pub fn patches(&self) -> usize {
         self.grid() * self.grid()
@@ -161,7 +161,7 @@ impl CogConfig {
         })
     }
 
-    /// Features of an image in the prompt, without the learned rows around them.
+    /// Number of features that an image has in the prompt, without the learned rows around them.
     #[must_use]
     pub fn features(&self) -> usize {
         match self.edition {

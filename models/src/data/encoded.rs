@@ -24,7 +24,7 @@ pub struct EncodeOptions {
 pub struct PromptStyle {
     /// The template that places questions and answers in the text.
     pub template: TemplateVersion,
-    /// The code base whose form of the template is used.
+    /// The code base whose form of the template is followed.
     pub source: PromptSource,
 }
 

@@ -11,7 +11,7 @@ use crate::text::{TemplateError, TokenizerError};
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SampleError {
-    /// Fewer turns than a question and an answer.
+    /// The conversation has fewer turns than a question and an answer.
     #[error("the conversation has {turns} turns, at least {needed} are needed")]
     TooFewTurns {
         /// Number of turns in the conversation.
@@ -25,7 +25,7 @@ pub enum SampleError {
         /// Role of the first turn.
         role: String,
     },
-    /// A role other than user and assistant.
+    /// A turn has a role other than user and assistant.
     #[error("turn {turn} has the unknown role {role:?}")]
     UnknownRole {
         /// Index of the turn, from 0.
@@ -41,7 +41,7 @@ pub enum SampleError {
         /// Role that the turn has.
         role: String,
     },
-    /// Too many tokens before the answer.
+    /// Too many tokens come before the answer.
     #[error("{tokens} tokens before the answer leave no space for it, at most {limit} would")]
     ContextTooLong {
         /// Number of tokens before the answer.
@@ -87,7 +87,7 @@ pub enum SampleError {
         /// What is wrong with the file.
         source: ImageError,
     },
-    /// More images than the family takes.
+    /// The sample has more images than the family takes.
     #[error("the sample has {images} images, the model takes at most {limit}")]
     TooManyImages {
         /// Number of images of the sample.
@@ -111,7 +111,7 @@ pub enum SampleError {
     /// The tokenizer failed.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
-    /// A token the model has no embedding for.
+    /// The sample holds a token for which the model has no embedding.
     #[error("token {id} at position {position} is beyond the model's vocabulary of {vocab_size}")]
     TokenOutOfRange {
         /// Id of the token.
@@ -146,7 +146,7 @@ pub enum SampleError {
         /// Number of features of a slice, which the markers should enclose.
         expected: usize,
     },
-    /// No supervised token: no answer, or truncation removed it.
+    /// No token is supervised: there is no answer, or truncation removed it.
     #[error("no supervised token within {kept} of {tokens} tokens")]
     NoSupervisedToken {
         /// Tokens of the whole sample.

@@ -11,7 +11,7 @@ use kernels::{Backend, DType, Tensor};
 /// Index tables of a batch of `N` images with `p` patches and `m` features each; all tables are i32.
 #[derive(Clone, Debug)]
 pub struct EvaTables {
-    /// `[N * (p + 1)]`: row of the learned positions, 0 for the class row.
+    /// `[N * (p + 1)]`: for each row of the tower, its row in the table of learned positions; 0 for the class row.
     pub position_ids: Tensor,
     /// `[N]`: row of each image's class token in the tower's output.
     pub class_rows: Tensor,
@@ -19,9 +19,11 @@ pub struct EvaTables {
     pub patch_rows: Tensor,
     /// `[N]` zeros: index that copies one learned row for every image.
     pub zeros: Tensor,
-    /// `[N * p]`: patches in folding order, 2 x 2 at a time; empty without folding.
+    /// `[N * p]`: numbers of the patches, ordered by blocks of 2 x 2 that become one feature; empty if none are
+    /// merged.
     pub fold_rows: Tensor,
-    /// `[N * m]`: rows of the features in the token rows of all images, between the learned rows around them.
+    /// `[N * m]`: rows of the features in the projector's result, where each image has a learned row before and after
+    /// them.
     pub feature_rows: Tensor,
     /// `[N]`: for each image, the row of the learned vector before its features.
     pub begin_rows: Tensor,

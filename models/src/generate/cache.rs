@@ -39,14 +39,14 @@ pub struct CrossCacheShape {
 }
 
 impl CacheShape {
-    /// Bytes of one token's keys and values in all layers.
+    /// Bytes that the cache holds per token: keys and values of all layers.
     #[must_use]
     pub fn bytes_per_token(&self) -> u64 {
         let elems = 2 * self.layers * self.kv_heads * self.head_dim;
         (elems * self.dtype.size_bytes()) as u64
     }
 
-    /// Bytes of a prompt with `images` images in addition to its tokens.
+    /// Bytes that the cache holds per prompt with `images` images, in addition to those of its tokens.
     #[must_use]
     pub fn bytes_per_prompt(&self, images: usize) -> u64 {
         let cross = self.cross.map_or(0, |cross| cross.features * cross.width);
@@ -135,7 +135,7 @@ impl KvCache {
         self.ranges.last().map_or(0, |range| range.end)
     }
 
-    /// Rows of tokens `tokens` of prompt `i`, learned ones included.
+    /// Cache rows of the tokens `tokens` of prompt `i`, counted with its learned prefix.
     fn place(&self, i: usize, tokens: Range<usize>) -> impl Iterator<Item = i32> {
         let start = self.ranges[i].start;
         debug_assert!(start + tokens.end <= self.ranges[i].end);

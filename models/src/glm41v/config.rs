@@ -33,13 +33,13 @@ pub struct LanguageConfig {
     pub head_dim: usize,
     /// Number of elements at the front of a head that the rotary embedding rotates; the others pass unchanged.
     pub rotary_dim: usize,
-    /// Numbers of frequencies that follow the time, row and column positions, in turn.
+    /// How many rotary frequencies follow the time, row and column position, in this order, repeated.
     pub mrope_section: Vec<usize>,
     /// Base (theta) of the rotary position embedding's frequencies.
     pub rope_theta: f64,
     /// Whether queries, keys and values have a bias.
     pub attention_bias: bool,
-    /// Rows of the embedding and of the output head.
+    /// Number of token ids: rows of the embedding and of the output head.
     pub vocab_size: usize,
     /// Epsilon that every norm of the decoder adds to the mean square.
     pub rms_norm_eps: f64,
@@ -52,9 +52,9 @@ pub struct LanguageConfig {
 pub struct VisionConfig {
     /// Width of the tower's residual stream: elements per patch.
     pub hidden_size: usize,
-    /// Width of the blocks' MLPs, and of the features: `out_hidden_size` in the file.
+    /// Inner width of the blocks' MLPs, and width of the features: `out_hidden_size` in the file.
     pub out_hidden_size: usize,
-    /// Width of the merger's MLP: `intermediate_size` in the file.
+    /// Inner width of the merger's MLP: `intermediate_size` in the file.
     pub merger_inner: usize,
     /// Number of transformer blocks of the tower.
     pub num_layers: usize,
@@ -64,7 +64,7 @@ pub struct VisionConfig {
     pub head_dim: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
-    /// Frames of the patch embedding; an image is repeated as often.
+    /// Number of frames that the patch embedding takes; an image is repeated as often.
     pub frames: usize,
     /// Number of learned position embeddings along each side of their square grid.
     pub grid_side: usize,

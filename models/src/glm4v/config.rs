@@ -11,7 +11,7 @@ pub struct Glm4vConfig {
     pub language: LanguageConfig,
     /// Sizes of the EVA vision tower.
     pub vision: EvaConfig,
-    /// Divisor of an image's rows before they enter the language model.
+    /// Number by which the image's feature rows are divided before they enter the language model.
     pub scaling_factor: f64,
     /// Ids of the tokens that end an answer.
     pub eos_ids: Vec<i32>,
@@ -32,7 +32,7 @@ pub struct LanguageConfig {
     pub num_kv_heads: usize,
     /// Elements of one attention head; `num_heads * head_dim` may differ from `hidden_size`.
     pub head_dim: usize,
-    /// Rows of the embedding and of the output head.
+    /// Number of token ids: rows of the embedding and of the output head.
     pub vocab_size: usize,
     /// Epsilon that every norm of the decoder adds to the mean square.
     pub rms_norm_eps: f64,
@@ -43,7 +43,7 @@ pub struct LanguageConfig {
 }
 
 impl LanguageConfig {
-    /// Elements at the front of a head that rotate.
+    /// Number of elements at the front of a head that the rotary embedding rotates.
     #[must_use]
     pub fn rotary_dim(&self) -> usize {
         self.head_dim / 2
@@ -119,7 +119,7 @@ impl Glm4vConfig {
         Ok(config)
     }
 
-    /// Features of an image, without the learned rows around them.
+    /// Number of features of an image, without the learned rows around them.
     #[must_use]
     pub fn features(&self) -> usize {
         self.vision.patches() / 4

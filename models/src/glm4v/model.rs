@@ -51,7 +51,7 @@ pub struct Glm4v {
 }
 
 impl Glm4v {
-    /// Declares the model.
+    /// Declares all units and parameters of the model, without reading weights.
     ///
     /// # Errors
     /// When adapter targets or a selection do not fit, or learned keys and values are asked for.

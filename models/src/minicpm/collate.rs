@@ -24,7 +24,7 @@ impl MiniCpm {
         pack(samples, positions, rotary, vision, backend)
     }
 
-    /// Angles of `positions` for the decoder's heads.
+    /// Cosines and sines of the decoder's rotary position embedding for tokens at `positions`.
     pub(super) fn rotary(&self, positions: &[i32], backend: &dyn Backend) -> Result<Rotary> {
         let language = &self.config().language;
         let table = RotaryTable {

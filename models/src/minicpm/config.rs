@@ -58,7 +58,7 @@ pub struct LanguageConfig {
     pub num_kv_heads: usize,
     /// Elements of one attention head.
     pub head_dim: usize,
-    /// Rows of the embedding and of the output head.
+    /// Number of token ids: rows of the embedding and of the output head.
     pub vocab_size: usize,
     /// Epsilon that every RMSNorm of the decoder adds to the mean square.
     pub rms_norm_eps: f64,
@@ -85,7 +85,7 @@ pub struct VisionConfig {
     pub head_dim: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
-    /// Positions per side of the learned position grid.
+    /// Number of learned position embeddings along each side of their square grid.
     pub grid_side: usize,
     /// Epsilon that every LayerNorm of the tower adds to the variance.
     pub layer_norm_eps: f64,

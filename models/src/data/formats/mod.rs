@@ -26,9 +26,9 @@ use turns::{Glm4v, Messages, ShareGpt};
 /// A file or directory format of training data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DataFormat {
-    /// MiniCPM-V's: roles and contents, images by name.
+    /// MiniCPM-V's format: turns of role and content, images by name.
     Minicpm,
-    /// GLM-4V's: messages, each with at most one image.
+    /// GLM-4V's format: messages, each with at most one image.
     Glm4v,
     /// Conversations of `from` and `value`, with a list of images.
     ShareGpt,
@@ -36,7 +36,7 @@ pub enum DataFormat {
     Messages,
     /// A directory of images and one of conversations about them.
     CogvlmSft,
-    /// A directory of images that are named by what they show.
+    /// A directory of images whose file names are the answers.
     Captcha,
 }
 
@@ -51,7 +51,7 @@ impl DataFormat {
         Self::Captcha,
     ];
 
-    /// The name on the command line.
+    /// Name of the format on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Minicpm => "minicpm",
@@ -80,7 +80,7 @@ pub struct Dataset {
     pub samples: Vec<RawSample>,
 }
 
-/// Reads the samples at `path`; without a `format`, that of [`detect`].
+/// Reads the samples at `path` in the given `format`, or in the one that [`detect`] finds.
 ///
 /// # Errors
 /// [`DataError`] if the format is not clear, if something cannot be read or is not of the format (with line and
