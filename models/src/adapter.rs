@@ -282,8 +282,8 @@ impl Adapter {
         })
     }
 
-    /// Number of learned keys and values per decoder layer (p-tuning v2), by the tensors' shape `[2, heads, tokens,
-    /// head dim]`; 0 if there are none.
+    /// Number of learned keys and values per decoder layer (p-tuning v2), read from the shape of their tensors,
+    /// `[2, heads, tokens, head dim]`; 0 if there are none.
     #[must_use]
     pub fn prefix_tokens(&self) -> usize {
         let prefix = self

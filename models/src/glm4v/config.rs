@@ -11,7 +11,7 @@ pub struct Glm4vConfig {
     pub language: LanguageConfig,
     /// Sizes of the EVA vision tower.
     pub vision: EvaConfig,
-    /// Number by which the image's feature rows are divided before they enter the language model.
+    /// Number by which an image's rows, learned ones included, are divided before they enter the language model.
     pub scaling_factor: f64,
     /// Ids of the tokens that end an answer.
     pub eos_ids: Vec<i32>,
