@@ -106,7 +106,7 @@ fn find<T: Copy>(patterns: &BTreeMap<String, T>, module: &str) -> Option<T> {
     found.map(|(_, value)| *value)
 }
 
-/// Adapters and trained tensors of one directory.
+/// The low-rank adapters, and the tensors trained in full, that a directory holds.
 #[derive(Debug)]
 pub struct Adapter {
     dir: PathBuf,

@@ -55,7 +55,7 @@ pub(crate) fn fill(
     }
 }
 
-/// The distribution of a parameter; `matrix` is the family's for parameters with several axes.
+/// Distribution of the start values of a parameter; `matrix` is the family's for parameters with several axes.
 #[must_use]
 pub fn rule(param: &ParamSpec, matrix: Init) -> Init {
     let name = param.name.as_str();

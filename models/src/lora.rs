@@ -75,7 +75,7 @@ impl LoraConfig {
         self.lora_alpha / self.lora_rank as f32
     }
 
-    /// Rank and scale of the module at `path`.
+    /// Rank and scale (`alpha / rank`) of the adapter of the module at `path`.
     #[must_use]
     pub fn of(&self, path: &str) -> (usize, f32) {
         match self.others.get(path) {
@@ -135,7 +135,7 @@ impl TargetMatcher {
         })
     }
 
-    /// Whether the module at `path` is a target.
+    /// Whether the module at `path` gets an adapter.
     pub(crate) fn matches(&self, path: &str) -> bool {
         self.in_layers(path) && self.is_target(path)
     }
@@ -164,7 +164,7 @@ impl TargetMatcher {
         }
     }
 
-    /// Kind of the rows of the module at `path`.
+    /// Whether the input rows of the module at `path` are tokens or patches.
     pub(crate) fn rows(&self, path: &str) -> Rows {
         if path.starts_with(self.language.prefix) {
             Rows::Tokens

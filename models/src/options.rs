@@ -10,14 +10,14 @@ use kernels::DType;
 /// Whether the cosines and sines of the rotary position embedding are rounded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum RopePrecision {
-    /// As in the family's published code, which its checkpoints were trained with.
+    /// Rounded as in the family's published code, which its checkpoints were trained with.
     #[default]
     Model,
     /// No rounding: they stay f32.
     F32,
 }
 
-/// Settings of a run that affect its model.
+/// Settings of a run that affect its model: dtype, trainable parameters, adapters.
 #[derive(Clone, PartialEq, Debug)]
 pub struct ModelOptions {
     /// Dtype of the model's weights and activations.
@@ -82,7 +82,7 @@ impl ModelOptions {
         }
     }
 
-    /// Fails if learned keys and values are requested, for families that have none.
+    /// Fails if the run asks for learned keys and values (p-tuning); for families that do not have them.
     ///
     /// # Errors
     /// [`ModelError::Config`].
@@ -97,7 +97,7 @@ impl ModelOptions {
         }
     }
 
-    /// Fails when a selection names nothing of the model.
+    /// Fails if `train` or `freeze` has a pattern that matches no parameter of the model.
     ///
     /// # Errors
     /// Names the word.

@@ -73,7 +73,7 @@ impl<'a> ParamBuilder<'a> {
         })
     }
 
-    /// Opens the next unit. Parameters declared through it are gathered and released together.
+    /// Opens the next unit, called `name`. The engine gathers and releases a unit's parameters together.
     pub fn unit(&mut self, name: &str) -> ParamScope<'_, 'a> {
         let unit = UnitId(self.spec.units.len() as u32);
         self.spec.units.push(UnitSpec { name: name.into() });
@@ -140,7 +140,7 @@ impl<'a> ParamScope<'_, 'a> {
         }
     }
 
-    /// Declares the parameter `name` below this path.
+    /// Declares the parameter `name` of the given shape below this scope's path.
     pub fn param(&mut self, name: &str, shape: impl Into<Shape>) -> ParamId {
         let name = self.join(name);
         let trainable = (self.builder.trainable)(&name);

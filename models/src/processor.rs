@@ -63,7 +63,7 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         style: PlaceholderStyle,
     ) -> Result<EncodedPrompt, SampleError>;
 
-    /// Text of a training sample before it is tokenized.
+    /// The text of a training sample, with its markers, before it is tokenized.
     ///
     /// # Errors
     /// As [`Processor::measure`].
@@ -140,7 +140,7 @@ pub enum ProcessorError {
         /// Its value in `preprocessor_config.json`.
         preprocessor: usize,
     },
-    /// A standard deviation of zero, or a mean or deviation that is not finite.
+    /// A standard deviation in the file is zero, or a mean or deviation is not finite.
     #[error("norm_mean {mean:?} and norm_std {std:?} are not a usable normalization")]
     Normalization {
         /// Mean per channel.
@@ -217,7 +217,7 @@ impl Normalization {
         }
     }
 
-    /// Value of `byte` in `channel` (0 to 2).
+    /// Normalized value of the pixel value `byte` in `channel` (0 red, 1 green, 2 blue).
     pub fn normalize(&self, channel: usize, byte: u8) -> f32 {
         (f32::from(byte) / 255.0 - self.mean[channel]) / self.std[channel]
     }

@@ -61,14 +61,14 @@ pub fn tensors(dir: &Path) -> Result<Vec<(ParamSpec, Init)>, OpenError> {
     Ok(params.map(of).collect())
 }
 
-/// The generators of a model's tensors, which share tables of values.
+/// Makes the generators of a model's tensors; tensors of the same distribution share a table of values.
 #[derive(Debug, Default)]
 pub struct Generators {
     tables: BTreeMap<(u8, u32), Arc<[u16]>>,
 }
 
 impl Generators {
-    /// The values of the tensor `name` under `seed`, distributed as `init`.
+    /// The generator of the tensor `name` with the seed `seed`, distributed as `init`.
     pub fn of(&mut self, seed: u64, name: &str, init: Init) -> Values {
         let key = match init {
             Init::Constant(value) => (0, value.to_bits()),

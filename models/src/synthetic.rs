@@ -13,9 +13,9 @@ use std::path::Path;
 const TOKEN: i32 = 5;
 /// Number of text tokens in front of the image.
 const FRONT: usize = 4;
-/// Pixels of the largest image that the published files of GLM-4.1V allow.
+/// Largest number of pixels of an image that the published files of GLM-4.1V allow.
 const GLM41V_MAX_PIXELS: usize = 9_633_792;
-/// Patches per side of one token of GLM-4.1V.
+/// Number of patches along each side of the block that one image token of GLM-4.1V stands for.
 const GLM41V_MERGE: usize = 2;
 
 /// A sample of `max_tokens` tokens, all supervised, with one image of the family's largest size,

@@ -42,7 +42,7 @@ pub struct ResidentParams {
 }
 
 impl ResidentParams {
-    /// Takes one tensor per parameter of `spec`, in its order.
+    /// Takes the weights of a model: one tensor per parameter of `spec`, in its order.
     ///
     /// # Errors
     /// When the number of tensors or a shape differs from the description.
@@ -71,7 +71,8 @@ impl ResidentParams {
         })
     }
 
-    /// Recomputes in backward the inputs of these runs of units, except the first of each run.
+    /// Makes backward recompute the inputs of the units in `groups` (ranges of unit numbers), except the first of
+    /// each.
     #[must_use]
     pub fn with_recomputed(mut self, groups: Vec<Range<u32>>) -> Self {
         self.recomputed = groups;
@@ -106,7 +107,7 @@ impl ResidentParams {
         self.grads.borrow_mut().fill(None);
     }
 
-    /// The calls since the last call of this method.
+    /// Returns the calls recorded since the last call of this method.
     pub fn take_events(&self) -> Vec<AccessEvent> {
         std::mem::take(&mut self.state.borrow_mut().events)
     }

@@ -13,11 +13,12 @@ use std::fmt::Display;
 /// What a run of a segment's body keeps for the backward pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Mode {
-    /// Values only; nothing is stored.
+    /// Result values only; nothing is kept for backward.
     Forward,
-    /// Values and their backward, which outlives the lease.
+    /// First run of a segment that backward does not run again: values and backward operations, which outlive the
+    /// lease.
     Store,
-    /// The second run: values and their backward, swept under the same lease.
+    /// Second run of a segment, in backward: values and backward operations, which are used under the same lease.
     Recompute,
 }
 
@@ -34,7 +35,7 @@ pub struct Scope<'s> {
     nodes: RefCell<Vec<Node>>,
     slots: Cell<usize>,
     elided: Cell<bool>,
-    /// Row words of the current [`Scope::with_rows`], if any.
+    /// Sample key and row number of each row, i32 `[t, 2]`, inside [`Scope::with_rows`]; otherwise `None`.
     row_names: RefCell<Option<Tensor>>,
 }
 
@@ -110,13 +111,13 @@ impl<'s> Scope<'s> {
         result
     }
 
-    /// A value no gradient flows into: a mask, a table, an additive constant.
+    /// Puts `value` in the segment as a constant without gradient: a mask, a table, an additive term.
     #[must_use]
     pub fn constant(&self, value: Tensor) -> Var {
         Var::new(value, self.id, None, false)
     }
 
-    /// Shows a value inside the segment to the tape's observer, on the first run only.
+    /// Shows `var` under `name` to the tape's observer, on the first run of the segment only.
     pub fn observe(&self, name: impl Display, var: &Var) {
         if let Some(observer) = self.observers.values {
             observer(&name.to_string(), var.value());

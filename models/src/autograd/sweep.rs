@@ -134,7 +134,7 @@ impl<'s> Sweep<'s> {
         Ok(())
     }
 
-    /// One use of a parameter is done; after the last its gradient is complete.
+    /// Counts one use of a parameter as swept; after the last one its gradient is complete and goes to the engine.
     fn used(&mut self, id: ParamId) -> Result<()> {
         let Some(pending) = self.params.get_mut(&id) else {
             return Ok(());
@@ -149,7 +149,7 @@ impl<'s> Sweep<'s> {
         Ok(())
     }
 
-    /// One gradient of the parameter's shape from the sums over its ranges of rows.
+    /// Joins the gradients of a parameter's ranges of rows to one tensor of its shape; `None` without any.
     fn assemble(&self, id: ParamId, parts: Vec<(Range<usize>, Tensor)>) -> Result<Option<Tensor>> {
         let shape = self.weight(id)?.shape();
         let (rows, backend) = (outer(shape), self.backend());
@@ -171,7 +171,7 @@ impl<'s> Sweep<'s> {
         Ok(whole.map(|w| w.reshape(shape)).transpose()?)
     }
 
-    /// The gradients of the first `count` slots.
+    /// Ends the sweep and returns the gradients of the first `count` slots.
     pub(super) fn into_gradients(mut self, count: usize) -> Vec<Option<Grad>> {
         self.grads.truncate(count);
         self.grads

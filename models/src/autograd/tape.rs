@@ -78,7 +78,7 @@ impl LossFetch {
     }
 }
 
-/// Record of a segment for backward: its slots, and how to compute their gradients.
+/// What backward needs of one segment: the slots of its outputs, and how to compute the gradients of its inputs.
 struct CheckpointedSegment<'m> {
     unit: UnitId,
     outputs: Range<Slot>,
@@ -104,7 +104,7 @@ enum Work<'m> {
         /// Checksums of the outputs of the first run; empty if recomputes are not checked.
         sums: Vec<u64>,
     },
-    /// From the record of its first run.
+    /// From the operations that its first run recorded.
     Stored {
         record: Record,
         /// Slots on the tape of the inputs that want a gradient.
@@ -169,13 +169,13 @@ impl std::fmt::Debug for Tape<'_, '_> {
 }
 
 impl<'e, 'm> Tape<'e, 'm> {
-    /// A tape that records, for one forward and backward pass.
+    /// A tape for one forward and backward pass, which records what backward needs.
     #[must_use]
     pub fn training(access: &'e dyn ParamAccess) -> Self {
         Self::new(access, true)
     }
 
-    /// A tape that stores nothing, for forward passes alone.
+    /// A tape for a forward pass without backward, which stores nothing.
     #[must_use]
     pub fn inference(access: &'e dyn ParamAccess) -> Self {
         Self::new(access, false)
@@ -198,21 +198,22 @@ impl<'e, 'm> Tape<'e, 'm> {
         }
     }
 
-    /// Shows every observed value of the forward pass to `observer`.
+    /// Calls `observer` for each named value that the forward pass shows with [`Tape::observe`] or
+    /// [`Scope::observe`].
     #[must_use]
     pub fn with_observer(mut self, observer: Observer<'e>) -> Self {
         self.observers.values = Some(observer);
         self
     }
 
-    /// Shows every operation inside the segments of the forward pass to `observer`.
+    /// Calls `observer` for each operation inside the segments of the forward pass.
     #[must_use]
     pub fn with_op_observer(mut self, observer: OpObserver<'e>) -> Self {
         self.observers.ops = Some(observer);
         self
     }
 
-    /// Turns dropout on, for layers that have one. Inference has none.
+    /// Turns on the dropout of adapters' inputs, with the masks of `dropout`; a tape for inference ignores it.
     #[must_use]
     pub fn with_dropout(mut self, dropout: Dropout) -> Self {
         self.dropout = Some(dropout).filter(|_| self.recording);
@@ -227,7 +228,8 @@ impl<'e, 'm> Tape<'e, 'm> {
         self
     }
 
-    /// Whether backward compares each recomputed output with the first one; on in debug builds.
+    /// Sets whether backward compares each recomputed output with the first one; the default is on in debug builds
+    /// only.
     #[must_use]
     pub fn with_recompute_check(mut self, check: bool) -> Self {
         self.check_recompute = check;

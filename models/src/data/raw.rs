@@ -24,7 +24,7 @@ pub enum DataError {
         /// What the operating system said.
         source: std::io::Error,
     },
-    /// The content is not JSON, or no samples.
+    /// The content is not valid JSON, or an entry of it is not a sample.
     #[error("{}:{line}:{column}: {reason}", path.display())]
     Json {
         /// Path of the data file.
@@ -92,7 +92,7 @@ pub struct RawSample {
 }
 
 impl RawSample {
-    /// Content of the last turn if it is the assistant's: the supervised answer.
+    /// Content of the last turn, which is the supervised answer; `None` if the last turn is not the assistant's.
     pub fn answer(&self) -> Option<&str> {
         let last = self
             .conversations

@@ -146,7 +146,7 @@ impl<'a> Decoder<'a> {
         &**self.access.backend()
     }
 
-    /// One pass, which adds a token to every open prompt.
+    /// Runs one pass, which adds a token to the answer of every open prompt.
     fn step(&mut self) -> Result<()> {
         let batch = self.batch()?;
         let tape = Tape::inference(self.access);

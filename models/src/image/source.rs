@@ -50,7 +50,7 @@ impl ImageFolder {
         self
     }
 
-    /// The file that `path` stands for.
+    /// Path of the file that `path` names in a sample.
     ///
     /// # Errors
     /// [`ImageError::OutsideDirectory`] for a relative path that leaves the directory,

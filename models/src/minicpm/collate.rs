@@ -34,7 +34,7 @@ impl MiniCpm {
         table.rotary(positions, self.options().dtype, backend)
     }
 
-    /// The images of the batch; `None` when no token row is replaced.
+    /// Packs the images of the batch; `None` when no token row is replaced.
     fn vision_batch(
         &self,
         samples: &[SampleInput<'_>],

@@ -31,11 +31,12 @@ pub struct MiniCpmConfig {
     pub language: LanguageConfig,
     /// Sizes of the SigLIP vision tower.
     pub vision: VisionConfig,
-    /// Image tokens per slice: queries of the resampler.
+    /// Number of image tokens per slice, which is the number of the resampler's queries.
     pub query_num: usize,
     /// Whether the vision tower is built without its last layer.
     pub drop_vision_last_layer: bool,
-    /// Slices per chunk of the vision tower; it has no effect on results.
+    /// Largest number of slices that the vision tower takes at once in the published code; results do not depend on
+    /// it.
     pub vision_batch_size: usize,
     /// Whether images are numbered in the prompt.
     pub use_image_id: bool,
@@ -77,7 +78,7 @@ pub struct VisionConfig {
     pub hidden_size: usize,
     /// Inner width of the MLP in each layer.
     pub intermediate_size: usize,
-    /// Layers of the model: one less than in the file if the last is dropped.
+    /// Number of transformer layers that the model has: one less than in the file if the last is dropped.
     pub num_layers: usize,
     /// Number of attention heads per layer.
     pub num_heads: usize,
@@ -94,7 +95,7 @@ pub struct VisionConfig {
 /// How large images are cut into cells, each a slice of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlicingConfig {
-    /// Most cells of an image, without the overview; 1 never cuts.
+    /// Largest number of cells of an image, without the overview; 1 means that images are never cut.
     pub max_slice_nums: usize,
     /// Side of a square with about the area of a slice, in pixels.
     pub scale_resolution: usize,

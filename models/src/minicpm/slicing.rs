@@ -39,7 +39,7 @@ pub struct SlicePlan {
 }
 
 impl SlicePlan {
-    /// Plans an image of `width` x `height` pixels.
+    /// Plans the slices of an image of `width` x `height` pixels.
     ///
     /// # Panics
     /// If a size is zero.

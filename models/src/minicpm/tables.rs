@@ -19,7 +19,7 @@ pub struct MiniCpmTables {
     pub patch_coords: [Tensor; 2],
     /// Number of rows and of columns that cover the patches of every slice.
     pub grid: [usize; 2],
-    /// Attention of a slice's queries to its patches.
+    /// Row ranges by slice: the resampler's queries of a slice attend to the patches of the same slice.
     pub resample: Sequences,
     /// i32 `[N * Q]`: the numbers of the resampler's queries, `0..Q` for every slice.
     pub query_index: Tensor,
@@ -32,7 +32,7 @@ impl VisionTables for MiniCpmTables {
 }
 
 impl MiniCpmTables {
-    /// Tables of slices of `grids` (patches per column, per row).
+    /// Builds the tables of slices of `grids` (patches per column, per row).
     ///
     /// # Errors
     /// When memory runs out.

@@ -38,12 +38,12 @@ pub struct SelfAttention {
     config: SelfAttentionConfig,
 }
 
-/// Weights of queries, keys and values.
+/// Weights of the query, key and value projections.
 #[derive(Clone, PartialEq, Debug)]
 enum Projections {
-    /// A weight each.
+    /// One weight per projection.
     Apart(Box<[Linear; 3]>),
-    /// One weight, in that order.
+    /// One weight for all three, in that order.
     Fused(FusedLinear),
 }
 
@@ -72,8 +72,8 @@ impl SelfAttention {
         }
     }
 
-    /// `[t, c]` to `[t, c]`; with `rotary`, queries and keys are rotated; with `cache`, keys and
-    /// values go through it.
+    /// Applies the layer to `x`: `[t, c]` to `[t, c]`. With `rotary`, queries and keys are rotated; with `cache`,
+    /// keys and values are stored in it and read from it.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

@@ -12,7 +12,8 @@ use engine::UnitId;
 
 /// One layer of a language decoder, as [`Decoder`] runs it.
 pub trait DecoderLayer: std::fmt::Debug {
-    /// `[T, D]` to `[T, D]`; with `cache`, keys and values go through it.
+    /// Applies the layer to `x`: `[T, D]` to `[T, D]`. With `cache`, keys and values are stored in it and read from
+    /// it.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
@@ -25,7 +26,7 @@ pub trait DecoderLayer: std::fmt::Debug {
     ) -> Result<Var>;
 }
 
-/// Layers of one kind, one unit each.
+/// The layers of a decoder, all of one kind, one unit each.
 #[derive(Debug)]
 pub struct DecoderLayers<L> {
     layers: Vec<(UnitId, L)>,

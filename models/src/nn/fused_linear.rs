@@ -16,12 +16,12 @@ pub struct FusedLinear {
     pub adapter: Option<LoraParams>,
     /// For each projection, its rows of the weight.
     pub parts: Vec<Range<usize>>,
-    /// Whether each projection has an adapter of its own.
+    /// Whether each projection has an adapter of its own, instead of one for all.
     pub own_adapters: bool,
 }
 
 impl FusedLinear {
-    /// Each projection as a layer of its own.
+    /// Returns each projection as a layer of its own; `N` must be the number of `parts`.
     #[must_use]
     pub fn layers<const N: usize>(&self) -> [Linear; N] {
         debug_assert_eq!(N, self.parts.len());

@@ -38,7 +38,7 @@ pub struct LmHead {
 }
 
 impl LmHead {
-    /// Declares the norm and the head's weight `[v, D]`.
+    /// Declares the parameters of the norm and of the head, whose weight is `[v, D]`.
     ///
     /// # Errors
     /// When the head is an adapter target.
@@ -53,7 +53,7 @@ impl LmHead {
         })
     }
 
-    /// Losses of all rows of `hidden [t, c]`.
+    /// Cross entropy of each row of the hidden states `hidden`, `[t, c]`.
     ///
     /// # Errors
     /// When the engine or the device fails.
@@ -68,7 +68,7 @@ impl LmHead {
         })
     }
 
-    /// f32 logits of the rows `index`, or of all rows.
+    /// f32 logits of the rows `index` of `hidden`, or of all rows without an `index`.
     ///
     /// # Errors
     /// When the engine or the device fails.

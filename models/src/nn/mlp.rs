@@ -52,9 +52,9 @@ pub struct GatedMlp {
 /// Weights of the gate and up projections.
 #[derive(Clone, PartialEq, Debug)]
 enum GateUp {
-    /// A weight each.
+    /// One weight per projection.
     Apart(Box<[Linear; 2]>),
-    /// One weight, the gate first.
+    /// One weight for both, the gate's rows first.
     Fused(FusedLinear),
 }
 
@@ -84,7 +84,7 @@ impl GatedMlp {
         }
     }
 
-    /// Gate, up and down, for operations over several layers.
+    /// The gate, up and down projections, for operations over several layers.
     #[must_use]
     pub fn layers(&self) -> [Linear; 3] {
         let [gate, up] = match &self.inputs {

@@ -4,7 +4,7 @@ use crate::batch::upload;
 use crate::error::Result;
 use kernels::{Backend, DType, Float, RopeLayout, Tensor};
 
-/// Angles of rotary positions, one row per token.
+/// Cosines and sines of the rotary position embedding, one row per token.
 #[derive(Clone, Debug)]
 pub struct Rotary {
     /// Cosines of the angles, f32 `[t, w]`: `t` tokens, `w` rotating pairs of a head.
@@ -15,7 +15,7 @@ pub struct Rotary {
     pub layout: RopeLayout,
 }
 
-/// `theta^(-2i / rotary)` for `i < rotary / 2`.
+/// Frequencies `theta^(-2i / rotary)` of the rotating pairs, for `i < rotary / 2`.
 #[must_use]
 pub fn rope_frequencies(rotary: usize, theta: f32) -> Vec<f32> {
     (0..rotary / 2)
@@ -33,7 +33,7 @@ pub struct RotaryTable {
 }
 
 impl RotaryTable {
-    /// Angles `position * frequency` of every position; cosines and sines as `dtype` represents them.
+    /// Cosines and sines of the angles `position * frequency`, a row per position, rounded to `dtype`.
     ///
     /// # Errors
     /// When memory runs out.
@@ -45,7 +45,7 @@ impl RotaryTable {
     }
 }
 
-/// Cosines and sines of `angles` (rows of `width`), as `dtype` represents them.
+/// Cosines and sines of `angles` (rows of `width`), rounded to `dtype`.
 ///
 /// # Errors
 /// When memory runs out.

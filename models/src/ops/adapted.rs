@@ -22,7 +22,7 @@ pub struct LoraParams {
     pub scale: f32,
     /// Dropout probability of the adapter's input while training.
     pub dropout: f32,
-    /// Kind of rows of the layer's input, from which dropout takes its row words.
+    /// Whether the rows of the layer's input are tokens or patches; dropout draws its mask by them.
     pub rows: Rows,
     /// Index of the adapter if `lora_a` is a stack of several adapters with `r` rows each. `None` if it is one
     /// adapter.
@@ -47,7 +47,8 @@ pub struct LinearLayer {
     pub adapter: Option<LoraParams>,
 }
 
-/// Dropout mask of an adapter's input, stored as row words and key. Backward computes the mask from them again.
+/// Dropout mask of an adapter's input, stored as the rows' numbers and the adapter's key, from which backward
+/// computes the mask again.
 #[derive(Clone)]
 struct Mask {
     words: Tensor,
@@ -94,7 +95,7 @@ struct Part {
     adapter: Option<Adapter>,
 }
 
-/// Tensors of a layer's parameters, narrowed to the rows in use.
+/// Weight tensors of a layer, narrowed to the rows in use.
 struct PartTensors {
     weight: Tensor,
     bias: Option<Tensor>,

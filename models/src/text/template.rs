@@ -111,7 +111,7 @@ impl ChatTemplate {
         })
     }
 
-    /// Text of `messages`; with `add_generation_prompt` it ends at the start of the assistant's answer.
+    /// Renders `messages` to text; with `add_generation_prompt` it ends at the start of the assistant's answer.
     ///
     /// # Errors
     /// [`TemplateError::Render`] if the template fails or rejects the conversation.
