@@ -15,7 +15,7 @@ pub enum Rows {
     Patches,
 }
 
-/// Seed and row numbers from which the dropout masks of one training pass are drawn.
+/// Seed, sample keys and row numbers from which the dropout masks of one training pass are drawn.
 #[derive(Clone, Debug)]
 pub struct Dropout {
     seed: u64,

@@ -19,8 +19,7 @@ pub(crate) enum Grad {
 /// Receives the gradient of each result; at least one is present.
 type Backward = Box<dyn FnOnce(&mut Sweep<'_>, Vec<Option<Grad>>) -> Result<()>>;
 
-/// One recorded operation of the forward pass with its backward. It refers to weights by id and holds no weight
-/// tensors.
+/// One recorded operation of the forward pass with its backward. It refers to parameters by id.
 pub(crate) struct Node {
     pub(super) outs: Vec<Slot>,
     /// The trainable parameters that the operation used.

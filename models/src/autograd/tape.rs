@@ -89,7 +89,7 @@ struct CheckpointedSegment<'m> {
 enum Input {
     /// Stored on the device.
     Here(Tensor),
-    /// Stored outside the device by the engine; segments that share the input share the copy.
+    /// Kept by the engine, which may move it off the device; segments that share the input share the copy.
     Away(Rc<Saved>),
     /// Recomputed: this output of the previous segment.
     Recomputed(usize),
