@@ -14,11 +14,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// File of the adapter's settings.
+/// Name of the file with the adapter's settings, as peft writes it.
 pub const ADAPTER_CONFIG: &str = "adapter_config.json";
-/// Name, without extension, of the file of adapters.
+/// Name of the adapters' weight file, without extension.
 pub const ADAPTER_STEM: &str = "adapter_model";
-/// Name, without extension, of the file of other trained tensors.
+/// Name of the weight file of tensors trained in full, without extension.
 pub const TRAINED_STEM: &str = "trained";
 
 const LORA_A: &str = ".lora_A.weight";
@@ -31,33 +31,33 @@ pub enum AdapterError {
     /// The directory holds neither adapters nor trained tensors.
     #[error("{} contains neither adapter_model.safetensors nor trained.safetensors", dir.display())]
     Nothing {
-        /// The directory.
+        /// The directory that was opened.
         dir: PathBuf,
     },
-    /// The settings cannot be read.
+    /// The file of the adapter's settings cannot be read.
     #[error("cannot read {}", path.display())]
     Config {
-        /// The file.
+        /// Path of the settings file.
         path: PathBuf,
-        /// The cause.
+        /// Why it cannot be read or parsed.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// A setting of peft that changes results and is not implemented.
     #[error("{} asks for {key} = {value}, which is not supported", path.display())]
     Unsupported {
-        /// The file.
+        /// Path of the settings file.
         path: PathBuf,
-        /// The setting.
+        /// Name of the setting in the file.
         key: &'static str,
-        /// Its value.
+        /// Value of the setting in the file.
         value: String,
     },
     /// An adapter lacks a half, or its halves do not fit each other and the rank.
     #[error("the adapter of {module} is incomplete: {reason}")]
     Halves {
-        /// Path of the module.
+        /// Path of the module that the adapter belongs to.
         module: String,
-        /// What is wrong.
+        /// Which half is missing, or which shapes do not fit.
         reason: String,
     },
     /// A file of weights cannot be read.
@@ -68,26 +68,26 @@ pub enum AdapterError {
 /// Settings of `adapter_config.json` that affect results.
 #[derive(Clone, PartialEq, Debug, Deserialize)]
 pub struct AdapterConfig {
-    /// Rank.
+    /// Rank of every adapter without an entry in `rank_pattern`: rows of its A, columns of its B.
     pub r: usize,
     /// The adapter's output is scaled by `lora_alpha / r`.
     pub lora_alpha: f64,
     /// Other ranks of some modules, by regular expressions for the ends of their paths.
     #[serde(default)]
     pub rank_pattern: BTreeMap<String, usize>,
-    /// Numerators of the scale of such modules.
+    /// Values of `lora_alpha` for some modules, by regular expressions for the ends of their paths.
     #[serde(default)]
     pub alpha_pattern: BTreeMap<String, f64>,
-    /// The base it was trained on.
+    /// Name or path of the base model that the adapter was trained on.
     #[serde(default)]
     pub base_model_name_or_path: Option<String>,
-    /// Modules trained in full.
+    /// Modules that were trained in full, besides the adapters.
     #[serde(default)]
     pub modules_to_save: Option<Vec<String>>,
 }
 
 impl AdapterConfig {
-    /// Rank and scale of the adapter of a module.
+    /// Rank and scale (`alpha / rank`) of the adapter of the module at the path `module`.
     #[must_use]
     pub fn of(&self, module: &str) -> (usize, f64) {
         let rank = find(&self.rank_pattern, module).unwrap_or(self.r);
@@ -106,20 +106,20 @@ fn find<T: Copy>(patterns: &BTreeMap<String, T>, module: &str) -> Option<T> {
     found.map(|(_, value)| *value)
 }
 
-/// Adapters and trained tensors of one directory.
+/// The low-rank adapters, and the tensors trained in full, that a directory holds.
 #[derive(Debug)]
 pub struct Adapter {
     dir: PathBuf,
     config: Option<AdapterConfig>,
     files: Vec<WeightSource>,
-    /// Parameter of the model (adapters by their full name) to file and name in it.
+    /// For each parameter of the model (adapters by their full name): index of its file, and its name in it.
     tensors: BTreeMap<String, (usize, String)>,
     /// Paths of the modules that have an adapter.
     modules: BTreeSet<String>,
 }
 
 impl Adapter {
-    /// Opens the directory `dir`.
+    /// Opens the adapters and trained tensors in the directory `dir`.
     ///
     /// # Errors
     /// When it holds nothing to open, a file is damaged, an adapter is not whole, or a setting is not supported.
@@ -203,13 +203,13 @@ impl Adapter {
         [LORA_A, LORA_B].map(|half| format!("{ADAPTER_PREFIX}{module}{half}"))
     }
 
-    /// The directory.
+    /// The directory that this adapter was opened from.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// The settings, where there are adapters.
+    /// The content of `adapter_config.json`; `None` if the directory has no low-rank adapters.
     #[must_use]
     pub fn config(&self) -> Option<&AdapterConfig> {
         self.config.as_ref()
@@ -225,27 +225,27 @@ impl Adapter {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// Whether it has the parameter `name`.
+    /// Whether the directory holds a tensor for the parameter `name`.
     #[must_use]
     pub fn has(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
     }
 
-    /// Extents of a tensor.
+    /// Extents of the tensor called `name`; `None` if the directory has none of that name.
     #[must_use]
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         let (file, key) = self.tensors.get(name)?;
         self.files[*file].shape(key)
     }
 
-    /// Dtype of a tensor as stored.
+    /// Dtype of the tensor called `name` as it is stored; `None` if it is absent or its dtype is not supported.
     #[must_use]
     pub fn dtype(&self, name: &str) -> Option<kernels::DType> {
         let (file, key) = self.tensors.get(name)?;
         self.files[*file].dtype(key)
     }
 
-    /// Reads a range of a tensor; see [`WeightSource::read_range`].
+    /// Reads a range of a tensor's elements; see [`WeightSource::read_range`].
     ///
     /// # Errors
     /// As there.
@@ -282,7 +282,8 @@ impl Adapter {
         })
     }
 
-    /// Learned keys and values per decoder layer (p-tuning v2), `[2, heads, tokens, head dim]` each; 0 for none.
+    /// Number of learned keys and values per decoder layer (p-tuning v2), read from the shape of their tensors,
+    /// `[2, heads, tokens, head dim]`; 0 if there are none.
     #[must_use]
     pub fn prefix_tokens(&self) -> usize {
         let prefix = self

@@ -24,7 +24,7 @@ pub struct Splice {
 }
 
 impl Splice {
-    /// Features in the order of the token rows `rows` that they replace.
+    /// Replaces the token rows `rows` by the features in the order in which they come.
     ///
     /// # Errors
     /// When memory runs out.
@@ -37,7 +37,7 @@ impl Splice {
     }
 }
 
-/// Token rows of all images of `samples`, in order.
+/// Numbers of all token rows of the batch that image features replace, in order.
 pub(crate) fn image_rows(samples: &[SampleInput<'_>]) -> Vec<i32> {
     let starts = starts_of(samples.iter().map(|s| s.input_ids.len()));
     let bounds = samples.iter().zip(starts.iter());
@@ -49,18 +49,19 @@ pub(crate) fn image_rows(samples: &[SampleInput<'_>]) -> Vec<i32> {
 /// Images of a batch: the slices of all samples, one after the other.
 #[derive(Clone, Debug)]
 pub struct VisionBatch {
-    /// `[P, 3 * patch * patch]` in the compute dtype: channel, pixel row, pixel column.
+    /// Pixel values of all `P` patches, `[P, 3 * patch * patch]` in the compute dtype; a row is ordered by channel,
+    /// pixel row, pixel column.
     pub patches: Tensor,
-    /// Bidirectional attention within each slice.
+    /// Row ranges of the slices: patches attend to all patches of their own slice, in both directions.
     pub sequences: Sequences,
-    /// Token rows of the features.
+    /// Which rows of the token embeddings the image features replace, and with which features.
     pub splice: Splice,
-    /// Index tables of the family's vision tower.
+    /// Index tables that only the family's own vision tower reads.
     pub tables: Arc<dyn VisionTables>,
 }
 
 impl VisionBatch {
-    /// The tables of the tower that has tables `T`.
+    /// The index tables in the form `T` of one family's vision tower.
     ///
     /// # Errors
     /// [`ModelError::ForeignBatch`] for those of another tower.
@@ -75,7 +76,7 @@ impl VisionBatch {
 
 /// Index tables that only one family's vision tower reads.
 pub trait VisionTables: Any + std::fmt::Debug + Send + Sync {
-    /// Name of the tower in errors.
+    /// Name of the vision tower, for error messages.
     fn tower() -> &'static str
     where
         Self: Sized;
@@ -84,9 +85,9 @@ pub trait VisionTables: Any + std::fmt::Debug + Send + Sync {
 /// Token rows that attend to image features in addition to their own sequence.
 #[derive(Clone, Debug)]
 pub struct CrossRows {
-    /// i32: the rows; all rows if absent.
+    /// Numbers of the token rows that attend to image features, i32; `None` means all rows.
     pub rows: Option<Tensor>,
-    /// Attention of these rows to the features of their sample.
+    /// Which features these rows attend to: those of the images of their own sample.
     pub sequences: Sequences,
     /// Range of each sample's features among all; empty for a sample without image.
     pub features: Vec<Range<usize>>,
@@ -141,36 +142,38 @@ impl CrossRows {
 /// Inputs of one pass: the tokens of all samples, one sample after the other.
 #[derive(Clone, Debug)]
 pub struct Batch {
-    /// i32 `[T]`.
+    /// Token ids, i32 `[T]`.
     pub input_ids: Tensor,
-    /// i32 `[T]`, already shifted.
+    /// Target token ids, i32 `[T]`, already shifted: each row holds the id that it should predict, or the ignored
+    /// label.
     pub labels: Tensor,
-    /// Number of supervised rows.
+    /// Number of rows (tokens) whose label is not ignored.
     pub supervised: usize,
     /// Positions of the tokens within their samples.
     pub positions: Arc<[i32]>,
-    /// Rotary angles of the positions.
+    /// Cosines and sines of the rotary position embedding, one row per token.
     pub rotary: Rotary,
-    /// Causal attention within each sample.
+    /// Row ranges of the samples: a token attends to itself and to earlier tokens of its own sample.
     pub sequences: Sequences,
-    /// i32, one per sample: its last row.
+    /// i32, one per sample: index of the sample's last token row.
     pub last_rows: Tensor,
-    /// Text rows and image rows of a decoder with an expert for each; absent when all rows are text.
+    /// Numbers of the text rows and of the image rows, for a decoder with an expert for each; absent when all rows
+    /// are text.
     pub experts: Option<RowGroups>,
-    /// i32: rows of padding in the text, whose embedding gets no gradient.
+    /// Numbers of the rows of padding tokens in the text, i32; their embedding gets no gradient.
     pub padding_rows: Option<Tensor>,
-    /// Learned keys and values before those of each sample.
+    /// Index tables that place learned keys and values before those of each sample; absent without p-tuning.
     pub prefix: Option<PrefixTables>,
-    /// Rows that attend to image features, too.
+    /// Token rows that also attend to image features by cross-attention; absent in families without it.
     pub cross: Option<CrossRows>,
     /// The images; absent if features replace no row.
     pub vision: Option<VisionBatch>,
-    /// The decoder's keys and values during generation.
+    /// The key/value cache during generation; absent in training and evaluation.
     pub cache: Option<CachePass>,
 }
 
 impl Batch {
-    /// Tokens of all samples.
+    /// Number of tokens of all samples together.
     #[must_use]
     pub fn tokens(&self) -> usize {
         self.positions.len()
@@ -182,7 +185,7 @@ impl Batch {
         &self.sequences.q_starts
     }
 
-    /// Number of samples.
+    /// Number of samples in the batch.
     #[must_use]
     pub fn samples(&self) -> usize {
         self.starts().len() - 1

@@ -8,7 +8,7 @@ use thiserror::Error;
 /// Larger sizes count as damage: the product of two still fits 64 bits.
 pub(crate) const MAX_SIZE: usize = 1 << 28;
 
-/// Content of a `config.json`.
+/// The parsed content of a model's `config.json`, with its path for error messages.
 #[derive(Debug)]
 pub(crate) struct ConfigFile {
     path: PathBuf,
@@ -44,7 +44,7 @@ impl ConfigFile {
         }
     }
 
-    /// All fields.
+    /// The top-level fields of the file.
     pub(crate) fn fields(&self) -> Fields<'_> {
         Fields {
             path: &self.path,
@@ -114,7 +114,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The value of `field`.
+    /// The value of the field called `field`, which must be present.
     ///
     /// # Errors
     /// [`ConfigError::Json`] if it is missing or has another type.
@@ -125,7 +125,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The value of `field`, or `default`.
+    /// The value of the field called `field`, or `default` if it is absent.
     ///
     /// # Errors
     /// As [`Fields::optional`].
@@ -145,7 +145,7 @@ impl<'a> Fields<'a> {
         size(field, self.required(field)?)
     }
 
-    /// As [`Fields::size`], with a default.
+    /// The size `field`, as [`Fields::size`], or `default` if the field is absent.
     ///
     /// # Errors
     /// As [`Fields::optional`] and [`size`].
@@ -165,7 +165,7 @@ impl<'a> Fields<'a> {
         positive(field, self.required(field)?)
     }
 
-    /// As [`Fields::positive`], with a default.
+    /// The positive number `field`, as [`Fields::positive`], or `default` if the field is absent.
     ///
     /// # Errors
     /// As [`Fields::optional`] and [`positive`].
@@ -231,7 +231,7 @@ pub enum ConfigError {
     /// The file cannot be read.
     #[error("cannot read {}", path.display())]
     Read {
-        /// The file.
+        /// Path of the `config.json`.
         path: PathBuf,
         /// What the operating system said.
         source: std::io::Error,
@@ -239,45 +239,45 @@ pub enum ConfigError {
     /// The file is not JSON, lacks a field or has one of the wrong type.
     #[error("{} is not a valid model configuration", path.display())]
     Json {
-        /// The file.
+        /// Path of the `config.json`.
         path: PathBuf,
         /// Line and column, or the field, and the cause.
         source: serde_json::Error,
     },
-    /// An unsupported model family.
+    /// The model family of the file is not supported.
     #[error("model type \"{found}\" is not supported, expected one of {}", crate::families::MODEL_TYPES.join(", "))]
     UnsupportedModel {
         /// The `model_type` of the file, empty if it has none.
         found: String,
     },
-    /// An unsupported release of this family.
+    /// The family is supported, but not this release of it.
     #[error("{model_type} version {found} is not supported, only version {expected}")]
     UnsupportedVersion {
         /// The `model_type` of the file.
         model_type: String,
         /// The version found, or what its absence implies.
         found: String,
-        /// What is supported.
+        /// The version that is supported.
         expected: &'static str,
     },
     /// A field has an unsupported value.
     #[error("{field} = {found} is not supported, expected {expected}")]
     Unsupported {
-        /// The field.
+        /// Name of the field.
         field: &'static str,
-        /// Its value.
+        /// Value of the field in the file.
         found: String,
-        /// What is supported.
+        /// The value or values that are supported.
         expected: &'static str,
     },
     /// Two sizes contradict each other, or one is out of range.
     #[error("{field} = {found} is invalid: {reason}")]
     Inconsistent {
-        /// The field.
+        /// Name of the field.
         field: &'static str,
-        /// Its value.
+        /// Value of the field in the file.
         found: usize,
-        /// The rule it breaks.
+        /// The rule that the value breaks.
         reason: String,
     },
 }

@@ -19,15 +19,15 @@ pub enum ModelError {
     /// A value was used under a tape or scope that did not make it.
     #[error("{op}: the value belongs to another tape or scope; pass it as an input of the segment")]
     ForeignVar {
-        /// The operation.
+        /// Name of the operation that received the value.
         op: &'static str,
     },
     /// Units must be used in the order in which the model declares them, each once per pass.
     #[error("unit {unit:?} was requested after unit {after:?}")]
     UnitOrder {
-        /// The unit.
+        /// The unit that was requested.
         unit: UnitId,
-        /// The last unit used before it.
+        /// The last unit that was used before it.
         after: UnitId,
     },
     /// A segment's recompute gave other values than its first run.
@@ -35,7 +35,7 @@ pub enum ModelError {
     RecomputeDiffers {
         /// The segment's unit.
         unit: UnitId,
-        /// Which output.
+        /// Index of the segment's output that differs.
         output: usize,
     },
     /// A segment's input was not stored, and no earlier segment can recompute it.
@@ -47,7 +47,7 @@ pub enum ModelError {
     /// The gradient of per-token losses must be the same for every token.
     #[error("{op}: the gradient of the losses must be one factor for all rows")]
     LossGradient {
-        /// The operation.
+        /// Name of the operation that computes the losses.
         op: &'static str,
     },
     /// Backward began at a value that depends on nothing trainable.
@@ -56,11 +56,11 @@ pub enum ModelError {
     /// A configuration field has a value this model cannot run with.
     #[error("model configuration: {field} is {value}: {reason}")]
     Config {
-        /// The field.
+        /// Name of the configuration field.
         field: &'static str,
-        /// Its value.
+        /// Value of the field.
         value: String,
-        /// Why not.
+        /// Why the model cannot run with this value.
         reason: &'static str,
     },
     /// Words that select parts of the model match none.
@@ -68,7 +68,7 @@ pub enum ModelError {
     Selection {
         /// The word or expression.
         word: String,
-        /// What is wrong with it.
+        /// What is wrong with the word or expression.
         reason: String,
     },
     /// An adapter target matches no adaptable layer, or one that cannot take an adapter.
@@ -76,7 +76,7 @@ pub enum ModelError {
     AdapterTarget {
         /// The regular expression or projection name.
         target: String,
-        /// What is wrong with it.
+        /// What is wrong with the target.
         reason: String,
     },
     /// A batch was packed by a model of another family.
@@ -88,12 +88,12 @@ pub enum ModelError {
     /// An encoded sample does not fit the model.
     #[error("sample {sample}: {reason}")]
     Sample {
-        /// Position in the batch.
+        /// Index of the sample in its batch, from 0.
         sample: usize,
-        /// What does not fit.
+        /// What does not fit the model.
         reason: String,
     },
 }
 
-/// Result of a model operation.
+/// Result of an operation of a model, with [`ModelError`] as its error.
 pub type Result<T, E = ModelError> = std::result::Result<T, E>;

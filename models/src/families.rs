@@ -47,10 +47,10 @@ pub enum Family {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// Its files cannot be used.
+    /// The configuration or another file of the directory cannot be used.
     #[error(transparent)]
     Files(#[from] ProcessorError),
-    /// The settings do not fit the model.
+    /// The run's settings do not fit the model.
     #[error(transparent)]
     Model(#[from] ModelError),
 }
@@ -70,7 +70,7 @@ impl Family {
         Self::read(ConfigFile::load(dir)?.fields())
     }
 
-    /// As [`Family::of`], for the content of a `config.json`; `path` is named in errors.
+    /// As [`Family::of`], for the content `bytes` of a `config.json`; `path` only serves error messages.
     ///
     /// # Errors
     /// As [`Family::of`].
@@ -102,7 +102,7 @@ impl Family {
         }
     }
 
-    /// Default layers of adapters: those of the family's published recipe.
+    /// Targets of adapters by default: the layers of the family's published recipe.
     #[must_use]
     pub fn default_lora_targets(self) -> &'static str {
         match self {
@@ -117,7 +117,7 @@ impl Family {
         }
     }
 
-    /// Default modules trained in full in addition to adapters.
+    /// Modules that a run of adapters trains in full by default.
     #[must_use]
     pub fn default_modules_to_save(self, tune_vision: bool) -> &'static str {
         match self {

@@ -12,7 +12,7 @@ use crate::text::{Tokenizer, TokenizerError};
 use crate::weights::{self, WeightError};
 use std::path::Path;
 
-/// Reads the header of a safetensors file.
+/// Reads `bytes` as the header of a safetensors file.
 ///
 /// # Errors
 /// It cannot be used.
@@ -39,14 +39,14 @@ pub fn config(bytes: &[u8]) -> Result<(), ConfigError> {
     }
 }
 
-/// Number of pixels by the header of an image.
+/// Number of pixels that the header of an image file states; `None` if it is not usable.
 #[must_use]
 pub fn pixels(bytes: &[u8]) -> Option<u64> {
     let (width, height) = decode::size_of(Path::new("picture"), bytes).ok()?;
     Some(u64::from(width) * u64::from(height))
 }
 
-/// Reads an image.
+/// Decodes `bytes` as an image file.
 ///
 /// # Errors
 /// It cannot be used.

@@ -8,7 +8,7 @@ use engine::ParamSpec;
 use optim::rng::RandomStream;
 use std::ops::Range;
 
-/// A distribution of start values.
+/// The distribution of a parameter's random start values.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Init {
     /// The same value for all elements.
@@ -20,14 +20,15 @@ pub enum Init {
 }
 
 impl Init {
-    /// Xavier's uniform distribution.
+    /// Xavier's (Glorot's) uniform distribution: half width `sqrt(6 / (fan_in + fan_out))`.
     #[must_use]
     pub fn xavier(fan_in: usize, fan_out: usize) -> Self {
         Self::Uniform((6.0 / (fan_in + fan_out) as f32).sqrt())
     }
 }
 
-/// Inputs and outputs of a parameter as a matrix.
+/// Fan-in and fan-out of a parameter seen as a matrix: the first extent is the fan-out, all others together the
+/// fan-in.
 pub(crate) fn fans(param: &ParamSpec) -> (usize, usize) {
     let fan_out = param.shape.dims().first().copied().unwrap_or(1);
     (param.shape.elems() / fan_out.max(1), fan_out)
@@ -54,7 +55,7 @@ pub(crate) fn fill(
     }
 }
 
-/// The distribution of a parameter; `matrix` is the family's for parameters with several axes.
+/// Distribution of the start values of a parameter; `matrix` is the family's for parameters with several axes.
 #[must_use]
 pub fn rule(param: &ParamSpec, matrix: Init) -> Init {
     let name = param.name.as_str();

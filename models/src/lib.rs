@@ -71,13 +71,13 @@ use std::ops::Range;
 /// Borrowed inputs of one sample, to be packed into a [`Batch`].
 #[derive(Clone, Copy, Debug)]
 pub struct SampleInput<'a> {
-    /// Token ids.
+    /// Token ids of the sample.
     pub input_ids: &'a [i32],
-    /// Labels, already shifted; empty when nothing is supervised.
+    /// Target token ids, already shifted, one per token; empty when nothing is supervised.
     pub labels: &'a [i32],
     /// Token ranges that features replace: range k belongs to slice k.
     pub image_bounds: &'a [(usize, usize)],
-    /// Slices; those without a range have no effect.
+    /// Image inputs of the sample; those without a range have no effect.
     pub slices: &'a [Slice],
 }
 
@@ -106,20 +106,20 @@ impl<'a> From<&'a EncodedPrompt> for SampleInput<'a> {
 /// Part of a model. Activations are stored or recomputed per part.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Tower {
-    /// Images to features.
+    /// The vision tower, which turns images into features.
     Vision,
-    /// Features to the width of the language model.
+    /// The projector or resampler, which brings features to the width of the language model.
     Resampler,
-    /// Tokens, decoder and loss.
+    /// The language model: token embedding, decoder, head and loss.
     Language,
 }
 
 /// Interface of a model for training, evaluation and generation.
 pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
-    /// Units and parameters, in forward order.
+    /// The model's units and parameters, in the order of the forward pass.
     fn spec(&self) -> &ModelSpec;
 
-    /// The run's settings.
+    /// The settings of the run that affect the model.
     fn options(&self) -> &ModelOptions;
 
     /// The part of the model that the unit or parameter called `name` belongs to.
@@ -130,7 +130,7 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
         self.tower_of(&self.spec().units[unit.index()].name)
     }
 
-    /// Fused layers whose projections have adapters of their own.
+    /// Fused layers whose projections have adapters of their own, by path; none in most models.
     fn split_adapters(&self) -> &SplitAdapters {
         static NONE: SplitAdapters = SplitAdapters::new();
         &NONE
@@ -158,10 +158,10 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
         backend: &dyn Backend,
     ) -> Result<Batch>;
 
-    /// Sizes of a token's keys and values in a cache.
+    /// Sizes of the keys and values that a key/value cache holds per token.
     fn cache_shape(&self) -> CacheShape;
 
-    /// The decoder's last norm and the product with the vocabulary.
+    /// The last norm of the decoder and its output head.
     fn head(&self) -> &LmHead;
 
     /// Hidden states of all tokens before the last norm, `[T, D]`. A batch without images does not run the vision
@@ -171,7 +171,7 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
     /// When the engine or the device fails.
     fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var>;
 
-    /// The forward pass with the loss.
+    /// Runs the whole model on `batch` and computes the loss of every token.
     ///
     /// # Errors
     /// When the engine or the device fails.

@@ -17,7 +17,7 @@ pub struct LanguageModules {
     pub mlp: &'static [&'static str],
 }
 
-/// Layers that get an adapter.
+/// Which linear layers of the model get a low-rank adapter.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum LoraTargets {
     /// A regular expression that must match the whole module path, such as
@@ -45,10 +45,10 @@ impl LoraTargets {
     }
 }
 
-/// Settings of an adapter run.
+/// Settings of a run that trains low-rank adapters (LoRA).
 #[derive(Clone, PartialEq, Debug)]
 pub struct LoraConfig {
-    /// Rows of A.
+    /// Rank of the adapters: rows of A, columns of B.
     pub lora_rank: usize,
     /// The adapter's output is scaled by `lora_alpha / lora_rank`.
     pub lora_alpha: f32,
@@ -56,9 +56,9 @@ pub struct LoraConfig {
     pub lora_dropout: f32,
     /// Rank and alpha of modules that differ from the default, by path.
     pub others: BTreeMap<String, (usize, f32)>,
-    /// Layers that get an adapter.
+    /// Which linear layers get an adapter.
     pub targets: LoraTargets,
-    /// Layers of the language model that get adapters; all when absent.
+    /// Numbers of the decoder layers of the language model that get adapters; all when absent.
     pub layers: Option<Range<usize>>,
     /// Whether each projection of a fused layer (queries, keys and values in one weight) gets an adapter of its own, as
     /// SwissArmyTransformer's adapters do, instead of one for the whole layer, as peft's.
@@ -69,13 +69,13 @@ pub struct LoraConfig {
 }
 
 impl LoraConfig {
-    /// Default scale, `alpha / rank`.
+    /// Scale of adapters that `others` does not list, `lora_alpha / lora_rank`.
     #[must_use]
     pub fn scale(&self) -> f32 {
         self.lora_alpha / self.lora_rank as f32
     }
 
-    /// Rank and scale of the module at `path`.
+    /// Rank and scale (`alpha / rank`) of the adapter of the module at `path`.
     #[must_use]
     pub fn of(&self, path: &str) -> (usize, f32) {
         match self.others.get(path) {
@@ -99,7 +99,7 @@ fn in_module(name: &str, module: &str) -> bool {
     dotted.contains(&format!(".{module}."))
 }
 
-/// [`LoraTargets`] ready for use.
+/// Decides by its path whether a module gets an adapter: [`LoraTargets`] with the expression compiled.
 #[derive(Debug)]
 pub(crate) struct TargetMatcher {
     targets: LoraTargets,
@@ -135,7 +135,7 @@ impl TargetMatcher {
         })
     }
 
-    /// Whether the module at `path` is a target.
+    /// Whether the module at `path` gets an adapter.
     pub(crate) fn matches(&self, path: &str) -> bool {
         self.in_layers(path) && self.is_target(path)
     }
@@ -164,7 +164,7 @@ impl TargetMatcher {
         }
     }
 
-    /// Kind of the rows of the module at `path`.
+    /// Whether the input rows of the module at `path` are tokens or patches.
     pub(crate) fn rows(&self, path: &str) -> Rows {
         if path.starts_with(self.language.prefix) {
             Rows::Tokens

@@ -7,20 +7,20 @@ use crate::{ModelError, Result, Tower};
 use engine::ModelSpec;
 use kernels::DType;
 
-/// Rounding of rotary angles.
+/// Whether the cosines and sines of the rotary position embedding are rounded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum RopePrecision {
-    /// As in the family's published code, which its checkpoints were trained with.
+    /// Rounded as in the family's published code, which its checkpoints were trained with.
     #[default]
     Model,
-    /// None: f32 throughout.
+    /// No rounding: they stay f32.
     F32,
 }
 
-/// Settings of a run that affect its model.
+/// Settings of a run that affect its model: dtype, trainable parameters, adapters.
 #[derive(Clone, PartialEq, Debug)]
 pub struct ModelOptions {
-    /// Dtype of weights and activations.
+    /// Dtype of the model's weights and activations.
     pub dtype: DType,
     /// Whether the vision tower trains. The projector always trains, except in a run of adapters or
     /// prefixes that does not name it.
@@ -31,16 +31,17 @@ pub struct ModelOptions {
     pub train: Option<Selection>,
     /// Parameters that stay frozen; overrides all other settings, except for adapters.
     pub freeze: Option<Selection>,
-    /// Adapters.
+    /// Settings of low-rank adapters; `None` trains without them.
     pub lora: Option<LoraConfig>,
-    /// Rounding of rotary angles.
+    /// Whether the cosines and sines of the rotary position embedding are rounded.
     pub rope_precision: RopePrecision,
-    /// Learned keys and values per decoder layer (p-tuning v2); 0 for none. CogVLM and CogAgent only.
+    /// Number of learned keys and values before each sample, per decoder layer (p-tuning v2); 0 for none. CogVLM and
+    /// CogAgent only.
     pub ptuning_tokens: usize,
 }
 
 impl ModelOptions {
-    /// A full fine-tune in `dtype`.
+    /// Options that train all parameters of the model, with weights in `dtype`, without adapters.
     #[must_use]
     pub fn new(dtype: DType) -> Self {
         Self {
@@ -81,7 +82,7 @@ impl ModelOptions {
         }
     }
 
-    /// Fails if learned keys and values are requested, for families that have none.
+    /// Fails if the run asks for learned keys and values (p-tuning); for families that do not have them.
     ///
     /// # Errors
     /// [`ModelError::Config`].
@@ -96,7 +97,7 @@ impl ModelOptions {
         }
     }
 
-    /// Fails when a selection names nothing of the model.
+    /// Fails if `train` or `freeze` has a pattern that matches no parameter of the model.
     ///
     /// # Errors
     /// Names the word.

@@ -18,7 +18,7 @@ pub fn is_added(name: &str) -> bool {
     name.starts_with(ADAPTER_PREFIX) || name.ends_with(".self_attn.prefix")
 }
 
-/// Builder of a [`ModelSpec`].
+/// Collects the units and parameters that a model declares into a [`ModelSpec`].
 pub struct ParamBuilder<'a> {
     spec: ModelSpec,
     trainable: &'a dyn Fn(&str) -> bool,
@@ -73,7 +73,7 @@ impl<'a> ParamBuilder<'a> {
         })
     }
 
-    /// Opens the next unit. Parameters declared through it are gathered and released together.
+    /// Opens the next unit, called `name`. The engine gathers and releases a unit's parameters together.
     pub fn unit(&mut self, name: &str) -> ParamScope<'_, 'a> {
         let unit = UnitId(self.spec.units.len() as u32);
         self.spec.units.push(UnitSpec { name: name.into() });
@@ -84,7 +84,7 @@ impl<'a> ParamBuilder<'a> {
         }
     }
 
-    /// The finished description.
+    /// Ends the declaration and returns the model's units and parameters.
     ///
     /// # Errors
     /// When adapters are configured and no layer matches.
@@ -92,7 +92,7 @@ impl<'a> ParamBuilder<'a> {
         Ok(self.finish_with_split()?.0)
     }
 
-    /// As [`ParamBuilder::finish`], with the layers whose projections have adapters of their own.
+    /// As [`ParamBuilder::finish`], also with the fused layers whose projections each have an adapter of their own.
     ///
     /// # Errors
     /// As [`ParamBuilder::finish`].
@@ -116,13 +116,13 @@ pub struct ParamScope<'b, 'a> {
 }
 
 impl<'a> ParamScope<'_, 'a> {
-    /// The unit.
+    /// The unit that parameters declared here belong to.
     #[must_use]
     pub fn id(&self) -> UnitId {
         self.unit
     }
 
-    /// The same unit, deeper in the tree of modules.
+    /// A scope in the same unit, with `module` appended to the path.
     pub fn at(&mut self, module: &str) -> ParamScope<'_, 'a> {
         let path = self.join(module);
         ParamScope {
@@ -140,7 +140,7 @@ impl<'a> ParamScope<'_, 'a> {
         }
     }
 
-    /// Declares the parameter `name` below this path.
+    /// Declares the parameter `name` of the given shape below this scope's path.
     pub fn param(&mut self, name: &str, shape: impl Into<Shape>) -> ParamId {
         let name = self.join(name);
         let trainable = (self.builder.trainable)(&name);

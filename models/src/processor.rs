@@ -63,7 +63,7 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         style: PlaceholderStyle,
     ) -> Result<EncodedPrompt, SampleError>;
 
-    /// Text of a training sample before it is tokenized.
+    /// The text of a training sample, with its markers, before it is tokenized.
     ///
     /// # Errors
     /// As [`Processor::measure`].
@@ -74,7 +74,7 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         options: &EncodeOptions,
     ) -> Result<String, SampleError>;
 
-    /// What an image of `size` (width, height) becomes.
+    /// The number of slices and tokens that an image of `size` (width, height in pixels) becomes.
     fn image(&self, size: (usize, usize), options: &EncodeOptions) -> ImagePlan;
 
     /// Token ranges of the images of a sample, markers included, each with its number of slices.
@@ -83,16 +83,16 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         bounds.map(|(start, end)| (*start..*end, 1)).collect()
     }
 
-    /// The tokenizer.
+    /// The tokenizer of the model directory.
     fn tokenizer(&self) -> &Tokenizer;
 
-    /// Id of the token after an answer in training.
+    /// Id of the token that follows an answer in training samples.
     fn turn_end(&self) -> i32;
 
     /// Ids of the tokens that end a generated answer.
     fn stop_ids(&self) -> Vec<i32>;
 
-    /// Text of `ids`, without special tokens.
+    /// Decodes the token ids `ids` to text, without special tokens.
     ///
     /// # Errors
     /// [`TokenizerError::Decode`] for a negative id, or if the tokenizer fails.
@@ -117,7 +117,7 @@ pub enum ProcessorError {
     /// `preprocessor_config.json` is missing or cannot be read.
     #[error("cannot read {}", path.display())]
     Read {
-        /// The file.
+        /// Path of `preprocessor_config.json`.
         path: PathBuf,
         /// What the operating system said.
         source: std::io::Error,
@@ -125,7 +125,7 @@ pub enum ProcessorError {
     /// `preprocessor_config.json` is not valid.
     #[error("{} is not valid", path.display())]
     Json {
-        /// The file.
+        /// Path of `preprocessor_config.json`.
         path: PathBuf,
         /// Line, column and cause.
         source: serde_json::Error,
@@ -133,14 +133,14 @@ pub enum ProcessorError {
     /// The two configuration files disagree.
     #[error("{field} is {config} in config.json but {preprocessor} in preprocessor_config.json")]
     Disagree {
-        /// The setting.
+        /// Name of the setting.
         field: &'static str,
         /// Its value in `config.json`.
         config: usize,
         /// Its value in `preprocessor_config.json`.
         preprocessor: usize,
     },
-    /// A standard deviation of zero, or a mean or deviation that is not finite.
+    /// A standard deviation in the file is zero, or a mean or deviation is not finite.
     #[error("norm_mean {mean:?} and norm_std {std:?} are not a usable normalization")]
     Normalization {
         /// Mean per channel.
@@ -185,10 +185,10 @@ pub(crate) fn agree(
 
 /// Mean per channel of the images that CLIP's towers were trained on.
 pub(crate) const CLIP_MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
-/// Their standard deviation.
+/// Standard deviation per channel of the same images.
 pub(crate) const CLIP_STD: [f32; 3] = [0.268_629_54, 0.261_302_6, 0.275_777_1];
 
-/// Normalization of bytes to inputs of the vision tower, in `f32`: `(v / 255 - mean) / std`.
+/// Normalization of pixel bytes `v` to inputs of the vision tower, in `f32`: `(v / 255 - mean) / std`, per channel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Normalization {
     mean: [f32; 3],
@@ -208,7 +208,7 @@ impl Normalization {
         Ok(Self { mean, std })
     }
 
-    /// Normalization of CLIP's towers.
+    /// The normalization of CLIP's vision towers.
     #[must_use]
     pub fn clip() -> Self {
         Self {
@@ -217,7 +217,7 @@ impl Normalization {
         }
     }
 
-    /// Value of `byte` in `channel` (0 to 2).
+    /// Normalized value of the pixel value `byte` in `channel` (0 red, 1 green, 2 blue).
     pub fn normalize(&self, channel: usize, byte: u8) -> f32 {
         (f32::from(byte) / 255.0 - self.mean[channel]) / self.std[channel]
     }

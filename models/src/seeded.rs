@@ -23,13 +23,13 @@ use crate::{ModelOptions, OpenError, open_model};
 
 /// Name of the file that stands for all weights of a directory.
 pub const FILE: &str = "model.seeded.json";
-/// Content of [`FILE`].
+/// Content of [`FILE`], which states the seed of a model's weights.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Marker {
     /// Name of the generator; another one is an error.
     generator: Generator,
-    /// Its seed.
+    /// Seed of the random weights.
     pub seed: u64,
 }
 
@@ -40,7 +40,7 @@ enum Generator {
 }
 
 impl Marker {
-    /// The marker of weights under `seed`.
+    /// The marker of a model whose random weights have the seed `seed`.
     #[must_use]
     pub const fn new(seed: u64) -> Self {
         Self {
@@ -61,14 +61,14 @@ pub fn tensors(dir: &Path) -> Result<Vec<(ParamSpec, Init)>, OpenError> {
     Ok(params.map(of).collect())
 }
 
-/// The generators of a model's tensors, which share tables of values.
+/// Makes the generators of a model's tensors; tensors of the same distribution share a table of values.
 #[derive(Debug, Default)]
 pub struct Generators {
     tables: BTreeMap<(u8, u32), Arc<[u16]>>,
 }
 
 impl Generators {
-    /// The values of the tensor `name` under `seed`, distributed as `init`.
+    /// The generator of the tensor `name` with the seed `seed`, distributed as `init`.
     pub fn of(&mut self, seed: u64, name: &str, init: Init) -> Values {
         let key = match init {
             Init::Constant(value) => (0, value.to_bits()),
@@ -83,16 +83,16 @@ impl Generators {
     }
 }
 
-/// Equally likely values of a distribution.
+/// Number of equally likely values by which a distribution is represented.
 const VALUES: usize = 1 << 16;
-/// Elements per hash.
+/// Number of elements that one 64-bit hash serves.
 const LANES: usize = 4;
-/// Elements that one thread computes at once.
+/// Number of elements that one thread computes at once.
 const PIECE: usize = 1 << 15;
-/// Step of the integral over the normal density.
+/// Step of the numeric integral over the normal density.
 const STEP: f64 = 1e-4;
 
-/// The generator of one tensor.
+/// Generator of the random values of one tensor.
 #[derive(Debug)]
 pub struct Values {
     key: u64,
@@ -100,12 +100,12 @@ pub struct Values {
 }
 
 impl Values {
-    /// Writes the elements from `first` on as bf16 bits.
+    /// Writes consecutive elements of the tensor into `out`, beginning with element `first`, as bits of bf16.
     pub fn fill(&self, first: u64, out: &mut [u16]) {
         self.fill_as(first, out, |bits| bits);
     }
 
-    /// As [`Values::fill`], with each value's bits converted by `convert`.
+    /// As [`Values::fill`], but stores what `convert` makes of each value's bf16 bits.
     pub fn fill_as<T: Copy + Send>(
         &self,
         first: u64,

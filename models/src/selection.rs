@@ -4,7 +4,7 @@ use regex::Regex;
 
 use crate::error::{ModelError, Result};
 
-/// A set of parameters by name.
+/// A set of parameters, given by patterns for their names.
 #[derive(Clone, Debug)]
 pub struct Selection {
     patterns: Vec<Pattern>,
@@ -26,7 +26,7 @@ struct Pattern {
 enum Meaning {
     /// A module: these consecutive parts anywhere in the path.
     Module(String),
-    /// The images' side of any family.
+    /// The part of the model that sees images, whatever the family calls it.
     Vision,
     /// Weights and biases of normalization layers.
     Norm,
@@ -60,13 +60,13 @@ impl Selection {
         Ok(Self { patterns })
     }
 
-    /// Whether a parameter is selected.
+    /// Whether the parameter called `name` is selected.
     #[must_use]
     pub fn contains(&self, name: &str) -> bool {
         self.patterns.iter().any(|pattern| pattern.matches(name))
     }
 
-    /// Fails if a word selects none of these parameters.
+    /// Fails if one of the patterns selects none of the parameters called `names`.
     ///
     /// # Errors
     /// Names the word.
@@ -81,7 +81,7 @@ impl Selection {
         }
     }
 
-    /// The words, as given.
+    /// The patterns that the selection was parsed from, as the user wrote them.
     pub fn words(&self) -> impl Iterator<Item = &str> {
         self.patterns.iter().map(|pattern| &*pattern.word)
     }
@@ -109,7 +109,7 @@ impl Pattern {
     }
 }
 
-/// What families call the images' side.
+/// Names of modules that see images, by which `vision` selects parameters.
 const VISION: [&str; 3] = ["vpm", "vision", "visual"];
 
 /// Whether a path contains a module, given as consecutive parts.

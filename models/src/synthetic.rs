@@ -9,13 +9,13 @@ use crate::glm41v::config::Glm41vConfig;
 use crate::minicpm::config::MiniCpmConfig;
 use std::path::Path;
 
-/// A token without meaning, in every vocabulary.
+/// Token id that fills the sample; every family's vocabulary has it.
 const TOKEN: i32 = 5;
-/// Tokens of text in front of an image.
+/// Number of text tokens in front of the image.
 const FRONT: usize = 4;
-/// Pixels of the largest image that the published files of GLM-4.1V allow.
+/// Largest number of pixels of an image that the published files of GLM-4.1V allow.
 const GLM41V_MAX_PIXELS: usize = 9_633_792;
-/// Patches per side of one token of GLM-4.1V.
+/// Number of patches along each side of the block that one image token of GLM-4.1V stands for.
 const GLM41V_MERGE: usize = 2;
 
 /// A sample of `max_tokens` tokens, all supervised, with one image of the family's largest size,

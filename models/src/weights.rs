@@ -18,9 +18,9 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// Elements converted at once.
+/// Elements that are converted between dtypes at once.
 const CHUNK_ELEMS: usize = 1 << 16;
-/// Larger headers count as damage, as in the reference implementation.
+/// Largest header of a safetensors file, in bytes; a larger one counts as damage, as in the reference implementation.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// Why weights cannot be read.
@@ -30,13 +30,13 @@ pub enum WeightError {
     /// The directory has neither `model.safetensors` nor an index of shards.
     #[error("{} contains neither model.safetensors nor model.safetensors.index.json", dir.display())]
     NoWeights {
-        /// The directory.
+        /// The directory that was searched.
         dir: PathBuf,
     },
     /// A file cannot be opened or read.
     #[error("cannot read {}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// What the operating system said.
         source: std::io::Error,
@@ -44,75 +44,75 @@ pub enum WeightError {
     /// A file is shorter or longer than its header says.
     #[error("{} is truncated or damaged: {got_bytes} bytes, its header describes {expected_bytes}", path.display())]
     Truncated {
-        /// The file.
+        /// Path of the weight file.
         path: PathBuf,
-        /// Bytes the header describes.
+        /// Size of the file by its header, in bytes.
         expected_bytes: u64,
-        /// Bytes found.
+        /// Actual size of the file in bytes.
         got_bytes: u64,
     },
     /// The header of a file, the index of shards or the file that declares weights is not valid.
     #[error("{} is not a valid safetensors header, index or weight declaration", path.display())]
     Header {
-        /// The file.
+        /// Path of the invalid file.
         path: PathBuf,
-        /// The cause.
+        /// What the JSON parser found.
         source: serde_json::Error,
     },
     /// Weights are declared for a model that `config.json` does not describe.
     #[error("{} declares the weights of a model that cannot be opened", path.display())]
     Declared {
-        /// The file that declares them.
+        /// Path of the file that declares the weights.
         path: PathBuf,
-        /// The cause.
+        /// Why the model cannot be opened.
         source: Box<OpenError>,
     },
     /// The index names a file outside its directory.
     #[error("{} refers to {file:?}, which is not a plain file name", path.display())]
     ShardName {
-        /// The index.
+        /// Path of the index of shards.
         path: PathBuf,
-        /// The name.
+        /// The file name that the index states.
         file: String,
     },
     /// A tensor of the model is in no file.
     #[error("tensor {name} is missing from {}", dir.display())]
     MissingTensor {
-        /// The tensor.
+        /// Name of the tensor.
         name: String,
-        /// The directory.
+        /// The directory of the weight files.
         dir: PathBuf,
     },
     /// A tensor's shape differs from the configuration.
     #[error("tensor {name} has shape {got:?}, the configuration says {expected}")]
     WrongShape {
-        /// The tensor.
+        /// Name of the tensor.
         name: String,
-        /// From the configuration.
+        /// Shape that the configuration implies.
         expected: Shape,
-        /// In the file.
+        /// Extents of the tensor in the file.
         got: Vec<usize>,
     },
     /// A tensor has an unsupported dtype.
     #[error("tensor {name} is stored as {got}, expected F32, BF16 or F16 (converted to {wanted})")]
     DType {
-        /// The tensor.
+        /// Name of the tensor.
         name: String,
-        /// In the file.
+        /// Name of the dtype in the file.
         got: String,
-        /// The requested dtype.
+        /// Dtype that the tensor was requested in.
         wanted: DType,
     },
     /// A range lies outside its tensor, or the buffer has another length.
     #[error("elements {}..{} of tensor {name} ({elems} elements) do not fit a buffer of {buffer_bytes} bytes", elements.start, elements.end)]
     Range {
-        /// The tensor.
+        /// Name of the tensor.
         name: String,
-        /// The requested range.
+        /// The range of elements that was requested.
         elements: Range<usize>,
-        /// Elements of the tensor.
+        /// Number of elements of the tensor.
         elems: usize,
-        /// Bytes of the buffer.
+        /// Size of the buffer in bytes.
         buffer_bytes: usize,
     },
 }
@@ -125,7 +125,7 @@ struct Shard {
     file: File,
 }
 
-/// Location of a tensor.
+/// Where a tensor is stored, with its shape and dtype.
 #[derive(Debug)]
 struct Entry {
     shard: usize,
@@ -138,7 +138,7 @@ struct Entry {
 
 #[derive(Debug)]
 enum Location {
-    /// In the file, from this byte on.
+    /// In the file, beginning at this byte.
     At(u64),
     /// Computed on each read, as bf16.
     Made(Values),
@@ -200,7 +200,7 @@ impl WeightSource {
         })
     }
 
-    /// As [`WeightSource::open`] for files of another name: `STEM.safetensors`, or its shards.
+    /// As [`WeightSource::open`], for the file `{stem}.safetensors` in `dir`, or its shards.
     ///
     /// # Errors
     /// As [`WeightSource::open`].
@@ -280,13 +280,13 @@ impl WeightSource {
         Ok(())
     }
 
-    /// The directory.
+    /// The directory that holds the weight files.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// The files, in the order of their names.
+    /// Paths of the weight files, in the order of their names.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
         self.shards.iter().map(|s| s.path.as_path())
     }
@@ -296,19 +296,19 @@ impl WeightSource {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// The file of a tensor.
+    /// Path of the file that holds the tensor called `name`; `None` if there is no such tensor.
     #[must_use]
     pub fn file_of(&self, name: &str) -> Option<&Path> {
         Some(&self.shards[self.tensors.get(name)?.shard].path)
     }
 
-    /// Extents of a tensor.
+    /// Extents of the tensor called `name`; `None` if there is no such tensor.
     #[must_use]
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         Some(&self.tensors.get(name)?.shape)
     }
 
-    /// Dtype of a tensor as stored; `None` if it is absent or its dtype is unsupported.
+    /// Dtype of the tensor called `name` as it is stored; `None` if it is absent or its dtype is not supported.
     #[must_use]
     pub fn dtype(&self, name: &str) -> Option<DType> {
         self.tensors.get(name)?.dtype
@@ -396,7 +396,7 @@ impl WeightSource {
         Ok(())
     }
 
-    /// Reads a whole tensor as `out`.
+    /// Reads all elements of the tensor called `name`, converted to the dtype `out`; returns their bytes.
     ///
     /// # Errors
     /// As [`WeightSource::read_range`].

@@ -6,7 +6,7 @@ use crate::error::Result;
 use kernels::random::philox4x32;
 use kernels::{Backend, DType, Shape, Tag, Tensor};
 
-/// Kind of the rows of a value.
+/// What the rows of an adapter's input stand for; dropout draws its mask by token or by patch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Rows {
     /// Tokens of the batch.
@@ -15,7 +15,7 @@ pub enum Rows {
     Patches,
 }
 
-/// The random state of one training pass.
+/// Seed, sample keys and row numbers from which the dropout masks of one training pass are drawn.
 #[derive(Clone, Debug)]
 pub struct Dropout {
     seed: u64,
@@ -24,7 +24,7 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// `samples` are those of the batch in order; `keys` has a key for each, which differs between epochs.
+    /// Row numbers for the batch of `samples`, in order; `keys` has one key per sample, which differs between epochs.
     ///
     /// # Errors
     /// When memory runs out.
@@ -59,7 +59,8 @@ impl Dropout {
         }
     }
 
-    /// The key of one layer.
+    /// The Philox key for the dropout mask of one adapter, from the seed and the number `layer` of the adapter's
+    /// parameter.
     pub(crate) fn key(&self, layer: u32) -> [u32; 2] {
         let block = philox4x32(
             [layer, 0, 0, 0],

@@ -11,7 +11,7 @@ const STEP: f32 = 1e-2;
 /// Tolerance as a share of the largest gradient: f32 rounding of the sums over `STEP`, plus its square.
 const TOLERANCE: f32 = 4e-3;
 
-/// Deterministic values in -1..1.
+/// `count` pseudorandom test values between -1 and 1, the same for each call with this `seed`.
 pub(crate) fn values(seed: usize, count: usize) -> Vec<f32> {
     let stream = optim::rng::RandomStream::new(seed as u64, "test");
     (0..count as u64)
@@ -91,7 +91,7 @@ pub(crate) fn gradcheck<const I: usize>(
     check(None, inputs, params, body);
 }
 
-/// As [`gradcheck`], with dropout of adapters' inputs.
+/// As [`gradcheck`], while the inputs of adapters pass through dropout with the masks of `state`.
 pub(crate) fn gradcheck_dropped<const I: usize>(
     state: &Dropout,
     inputs: [&[usize]; I],

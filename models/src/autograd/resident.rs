@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Call of a tape to [`ResidentParams`].
+/// A recorded call of a tape to [`ResidentParams`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum AccessEvent {
     /// A lease began.
@@ -42,7 +42,7 @@ pub struct ResidentParams {
 }
 
 impl ResidentParams {
-    /// Takes one tensor per parameter of `spec`, in its order.
+    /// Takes the weights of a model: one tensor per parameter of `spec`, in its order.
     ///
     /// # Errors
     /// When the number of tensors or a shape differs from the description.
@@ -71,20 +71,21 @@ impl ResidentParams {
         })
     }
 
-    /// Recomputes in backward the inputs of these runs of units, except the first of each run.
+    /// Makes backward recompute the inputs of the units in `groups` (ranges of unit numbers), except the first of
+    /// each.
     #[must_use]
     pub fn with_recomputed(mut self, groups: Vec<Range<u32>>) -> Self {
         self.recomputed = groups;
         self
     }
 
-    /// The model's description.
+    /// The model's list of units and parameters.
     #[must_use]
     pub fn spec(&self) -> &ModelSpec {
         &self.spec
     }
 
-    /// The weight of a parameter.
+    /// A handle to the current weight of the parameter `id`.
     #[must_use]
     pub fn weight(&self, id: ParamId) -> Tensor {
         self.weights.borrow()[id.index()].clone()
@@ -101,12 +102,12 @@ impl ResidentParams {
         self.grads.borrow()[id.index()].clone()
     }
 
-    /// Forgets all gradients.
+    /// Drops the summed gradients of all parameters.
     pub fn clear_grads(&self) {
         self.grads.borrow_mut().fill(None);
     }
 
-    /// The calls since the last call of this method.
+    /// Returns the calls recorded since the last call of this method.
     pub fn take_events(&self) -> Vec<AccessEvent> {
         std::mem::take(&mut self.state.borrow_mut().events)
     }

@@ -10,14 +10,15 @@ use kernels::{Backend, Tensor};
 use std::cell::{Cell, RefCell};
 use std::fmt::Display;
 
-/// Whether operations are recorded.
+/// What a run of a segment's body keeps for the backward pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Mode {
-    /// Values only; nothing is stored.
+    /// Result values only; nothing is kept for backward.
     Forward,
-    /// Values and their backward, which outlives the lease.
+    /// First run of a segment that backward does not run again: values and backward operations, which outlive the
+    /// lease.
     Store,
-    /// The second run: values and their backward, swept under the same lease.
+    /// Second run of a segment, in backward: values and backward operations, which are used under the same lease.
     Recompute,
 }
 
@@ -34,7 +35,7 @@ pub struct Scope<'s> {
     nodes: RefCell<Vec<Node>>,
     slots: Cell<usize>,
     elided: Cell<bool>,
-    /// Row words of the current [`Scope::with_rows`], if any.
+    /// Sample key and row number of each row, i32 `[t, 2]`, inside [`Scope::with_rows`]; otherwise `None`.
     row_names: RefCell<Option<Tensor>>,
 }
 
@@ -72,7 +73,7 @@ impl<'s> Scope<'s> {
         }
     }
 
-    /// The device.
+    /// The device that this scope's operations run on.
     #[must_use]
     pub fn backend(&self) -> &'s dyn Backend {
         &**self.access.backend()
@@ -83,7 +84,7 @@ impl<'s> Scope<'s> {
         self.dropout
     }
 
-    /// Row words of a value for dropout, i32 `[t, 2]`.
+    /// The sample keys and row numbers, i32 `[t, 2]`, from which dropout draws the mask of a value with such rows.
     pub(crate) fn dropout_rows(&self, state: &Dropout, rows: Rows) -> Tensor {
         let names = self.row_names.borrow();
         names.as_ref().unwrap_or_else(|| state.rows(rows)).clone()
@@ -110,20 +111,20 @@ impl<'s> Scope<'s> {
         result
     }
 
-    /// A value no gradient flows into: a mask, a table, an additive constant.
+    /// Puts `value` in the segment as a constant without gradient: a mask, a table, an additive term.
     #[must_use]
     pub fn constant(&self, value: Tensor) -> Var {
         Var::new(value, self.id, None, false)
     }
 
-    /// Shows a value inside the segment to the tape's observer, on the first run only.
+    /// Shows `var` under `name` to the tape's observer, on the first run of the segment only.
     pub fn observe(&self, name: impl Display, var: &Var) {
         if let Some(observer) = self.observers.values {
             observer(&name.to_string(), var.value());
         }
     }
 
-    /// A segment input, with a slot if it wants a gradient.
+    /// Makes `value` an input of the segment, with a slot for its gradient if it wants one.
     pub(super) fn enter(&self, value: Tensor, requires_grad: bool) -> Var {
         let slot = (requires_grad && self.mode != Mode::Forward).then(|| self.new_slot());
         Var::new(value, self.id, slot, requires_grad)
@@ -143,19 +144,19 @@ impl<'s> Scope<'s> {
         })
     }
 
-    /// Whether a gradient of the parameter is wanted.
+    /// Whether the parameter is trainable, so that its gradient is wanted.
     pub(crate) fn trains(&self, id: ParamId) -> bool {
         self.access.is_trainable(id)
     }
 
-    /// Whether this is the recompute, whose loss values are not read.
+    /// Whether this run may leave out loss values: true in the recompute, which only needs gradients.
     pub(crate) fn elide_value(&self) -> bool {
         let recompute = self.mode == Mode::Recompute;
         self.elided.set(self.elided.get() || recompute);
         recompute
     }
 
-    /// Factor of the loss in backward, if this run may already compute the gradient.
+    /// The factor that backward will apply to the loss, if this run may already compute the gradient.
     pub(crate) fn stored_loss_factor(&self) -> Option<f32> {
         (self.mode == Mode::Store).then_some(self.loss_factor)
     }
@@ -182,7 +183,8 @@ impl<'s> Scope<'s> {
         })
     }
 
-    /// As [`Scope::record`], for an operation that treats a uniform gradient on its own.
+    /// As [`Scope::record`], but `backward` receives the gradient as it is: a tensor, or one number that stands for
+    /// all elements.
     pub(crate) fn record_grad(
         &self,
         op: &'static str,
@@ -219,8 +221,9 @@ impl<'s> Scope<'s> {
         Ok(Var::new(value, self.id, Some(slot), true))
     }
 
-    /// As [`Scope::record`], of several results of one `input`, each with its parameters. `backward` receives the gradients
-    /// of those that have one, in their shapes and dtypes.
+    /// As [`Scope::record`], for an operation with several results that are computed from one `input`. `values` holds
+    /// each result with the parameters that it depends on. `backward` receives the gradients of all results, each in
+    /// its result's shape and dtype; `None` for a result that got no gradient.
     pub(crate) fn record_all(
         &self,
         op: &'static str,
@@ -273,7 +276,7 @@ impl<'s> Scope<'s> {
         slot
     }
 
-    /// The recorded operations.
+    /// Ends the scope and returns the operations that it recorded for the backward pass.
     pub(super) fn into_record(self) -> Record {
         Record {
             nodes: self.nodes.into_inner(),

@@ -7,7 +7,7 @@ use kernels::{Backend, DType, Shape, Tag, Tensor};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// A gradient on its way back.
+/// Gradient of a value during the backward pass.
 #[derive(Clone, Debug)]
 pub(crate) enum Grad {
     /// One value for every element: what a loss seeds.
@@ -19,10 +19,10 @@ pub(crate) enum Grad {
 /// Receives the gradient of each result; at least one is present.
 type Backward = Box<dyn FnOnce(&mut Sweep<'_>, Vec<Option<Grad>>) -> Result<()>>;
 
-/// One recorded operation. Weights are remembered by id, never by value.
+/// One recorded operation of the forward pass with its backward. It refers to parameters by id.
 pub(crate) struct Node {
     pub(super) outs: Vec<Slot>,
-    /// The trainable parameters it used.
+    /// The trainable parameters that the operation used.
     pub(super) params: Vec<ParamId>,
     pub(super) backward: Backward,
 }
@@ -61,7 +61,7 @@ impl<'s> Sweep<'s> {
         }
     }
 
-    /// The device.
+    /// The device that the backward operations run on.
     pub(crate) fn backend(&self) -> &'s dyn Backend {
         &**self.access.backend()
     }
@@ -71,7 +71,7 @@ impl<'s> Sweep<'s> {
         Ok(self.lease.param(id)?)
     }
 
-    /// Adds to a value's gradient.
+    /// Adds `grad` to the gradient of the value with this `slot`; does nothing for `None`, a value without gradient.
     pub(crate) fn add(&mut self, slot: Option<Slot>, grad: Tensor) -> Result<()> {
         match slot {
             Some(slot) => self.accumulate(slot, Grad::Tensor(grad)),
@@ -88,13 +88,13 @@ impl<'s> Sweep<'s> {
         Ok(())
     }
 
-    /// Adds `grad` (f32) to the whole gradient of a parameter.
+    /// Adds `grad` (f32, of the parameter's shape) to the gradient of a parameter.
     pub(crate) fn param(&mut self, id: ParamId, grad: Tensor) -> Result<()> {
         let rows = outer(self.weight(id)?.shape());
         self.param_rows(id, 0..rows, grad)
     }
 
-    /// Adds `grad` (f32) to rows of the gradient of a parameter.
+    /// Adds `grad` (f32) to the gradient of some rows of a parameter.
     pub(crate) fn param_rows(
         &mut self,
         id: ParamId,
@@ -110,7 +110,7 @@ impl<'s> Sweep<'s> {
         Ok(())
     }
 
-    /// The gradient as a tensor of `shape` and `dtype`.
+    /// Turns `grad` into a tensor of `shape` and `dtype`.
     pub(crate) fn dense(&self, grad: Grad, shape: Shape, dtype: DType) -> Result<Tensor> {
         dense(self.backend(), grad, shape, dtype)
     }
@@ -133,7 +133,7 @@ impl<'s> Sweep<'s> {
         Ok(())
     }
 
-    /// One use of a parameter is done; after the last its gradient is complete.
+    /// Counts one use of a parameter as swept; after the last one its gradient is complete and goes to the engine.
     fn used(&mut self, id: ParamId) -> Result<()> {
         let Some(pending) = self.params.get_mut(&id) else {
             return Ok(());
@@ -148,7 +148,7 @@ impl<'s> Sweep<'s> {
         Ok(())
     }
 
-    /// One gradient of the parameter's shape from the sums over its ranges of rows.
+    /// Joins the gradients of a parameter's ranges of rows to one tensor of its shape; `None` without any.
     fn assemble(&self, id: ParamId, parts: Vec<(Range<usize>, Tensor)>) -> Result<Option<Tensor>> {
         let shape = self.weight(id)?.shape();
         let (rows, backend) = (outer(shape), self.backend());
@@ -170,7 +170,7 @@ impl<'s> Sweep<'s> {
         Ok(whole.map(|w| w.reshape(shape)).transpose()?)
     }
 
-    /// The gradients of the first `count` slots.
+    /// Ends the sweep and returns the gradients of the first `count` slots.
     pub(super) fn into_gradients(mut self, count: usize) -> Vec<Option<Grad>> {
         self.grads.truncate(count);
         self.grads

@@ -20,7 +20,7 @@ pub type Observer<'o> = &'o dyn Fn(&str, &Tensor);
 /// and its result.
 pub type OpObserver<'o> = &'o dyn Fn(&'static str, &[ParamId], &Tensor);
 
-/// Observers of a forward pass.
+/// Callbacks of a forward pass: `values` sees values under a name, `ops` sees the result of each recorded operation.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Observers<'o> {
     pub(super) values: Option<Observer<'o>>,
@@ -29,12 +29,12 @@ pub(super) struct Observers<'o> {
 
 type Body<'m> = Box<dyn Fn(&Scope<'_>, &[Var]) -> Result<Vec<Var>> + 'm>;
 
-/// Per-token losses of one pass.
+/// Cross entropy of every token of one pass, not yet summed.
 #[derive(Clone, Debug)]
 pub struct Loss {
     /// f32 `[t]`: cross entropy of each row, zero where nothing is supervised.
     pub rows: Var,
-    /// Number of supervised rows.
+    /// Number of rows (tokens) that have a label and so enter the loss.
     pub supervised: usize,
 }
 
@@ -62,7 +62,7 @@ impl Loss {
 pub struct LossFetch(Fetch);
 
 impl LossFetch {
-    /// As [`Loss::sum`]; waits for the device.
+    /// The sum of the losses of all rows, as [`Loss::sum`]; waits until the device has computed them.
     ///
     /// # Errors
     /// As [`Loss::sum`].
@@ -78,18 +78,18 @@ impl LossFetch {
     }
 }
 
-/// Record of a segment for backward: its slots, and how to compute their gradients.
+/// What backward needs of one segment: the slots of its outputs, and how to compute the gradients of its inputs.
 struct CheckpointedSegment<'m> {
     unit: UnitId,
     outputs: Range<Slot>,
     work: Work<'m>,
 }
 
-/// Input of a recomputed segment.
+/// Where backward finds an input of a segment that it runs again.
 enum Input {
     /// Stored on the device.
     Here(Tensor),
-    /// Stored on another tier; segments that share the input share the copy.
+    /// Kept by the engine, which may move it off the device; segments that share the input share the copy.
     Away(Rc<Saved>),
     /// Recomputed: this output of the previous segment.
     Recomputed(usize),
@@ -101,15 +101,15 @@ enum Work<'m> {
     Recompute {
         body: Body<'m>,
         inputs: Vec<(Input, Option<Slot>)>,
-        /// Checksums of the outputs, if recomputes are checked.
+        /// Checksums of the outputs of the first run; empty if recomputes are not checked.
         sums: Vec<u64>,
     },
-    /// From the record of its first run.
+    /// From the operations that its first run recorded.
     Stored {
         record: Record,
-        /// Places of the inputs that want a gradient on the tape.
+        /// Slots on the tape of the inputs that want a gradient.
         inputs: Vec<Slot>,
-        /// Places of the outputs in the record.
+        /// Slots of the segment's outputs in `record`; `None` for an output without gradient.
         outputs: Vec<Option<Slot>>,
     },
 }
@@ -169,13 +169,13 @@ impl std::fmt::Debug for Tape<'_, '_> {
 }
 
 impl<'e, 'm> Tape<'e, 'm> {
-    /// A tape that records, for one forward and backward pass.
+    /// A tape for one forward and backward pass, which records what backward needs.
     #[must_use]
     pub fn training(access: &'e dyn ParamAccess) -> Self {
         Self::new(access, true)
     }
 
-    /// A tape that stores nothing, for forward passes alone.
+    /// A tape for a forward pass without backward, which stores nothing.
     #[must_use]
     pub fn inference(access: &'e dyn ParamAccess) -> Self {
         Self::new(access, false)
@@ -198,21 +198,22 @@ impl<'e, 'm> Tape<'e, 'm> {
         }
     }
 
-    /// Shows every observed value of the forward pass to `observer`.
+    /// Calls `observer` for each named value that the forward pass shows with [`Tape::observe`] or
+    /// [`Scope::observe`].
     #[must_use]
     pub fn with_observer(mut self, observer: Observer<'e>) -> Self {
         self.observers.values = Some(observer);
         self
     }
 
-    /// Shows every operation inside the segments of the forward pass to `observer`.
+    /// Calls `observer` for each operation inside the segments of the forward pass.
     #[must_use]
     pub fn with_op_observer(mut self, observer: OpObserver<'e>) -> Self {
         self.observers.ops = Some(observer);
         self
     }
 
-    /// Turns dropout on, for layers that have one. Inference has none.
+    /// Turns on the dropout of adapters' inputs, with the masks of `dropout`; a tape for inference ignores it.
     #[must_use]
     pub fn with_dropout(mut self, dropout: Dropout) -> Self {
         self.dropout = Some(dropout).filter(|_| self.recording);
@@ -227,7 +228,8 @@ impl<'e, 'm> Tape<'e, 'm> {
         self
     }
 
-    /// Whether backward compares each recomputed output with the first one; on in debug builds.
+    /// Sets whether backward compares each recomputed output with the first one; the default is on in debug builds
+    /// only.
     #[must_use]
     pub fn with_recompute_check(mut self, check: bool) -> Self {
         self.check_recompute = check;
@@ -242,19 +244,19 @@ impl<'e, 'm> Tape<'e, 'm> {
         self
     }
 
-    /// The device.
+    /// The device that the tape's operations run on.
     #[must_use]
     pub fn backend(&self) -> &'e dyn Backend {
         &**self.access.backend()
     }
 
-    /// A value without gradient.
+    /// Puts `value` on the tape as a constant: it gets no gradient.
     #[must_use]
     pub fn input(&self, value: Tensor) -> Var {
         Var::new(value, self.id, None, false)
     }
 
-    /// A value whose gradient [`Tape::backward_from`] returns.
+    /// Puts `value` on the tape as a leaf: [`Tape::backward_from`] returns its gradient.
     #[must_use]
     pub fn leaf(&self, value: Tensor) -> Var {
         let slot = self.recording.then(|| self.new_slots(1).start);
@@ -268,7 +270,7 @@ impl<'e, 'm> Tape<'e, 'm> {
         }
     }
 
-    /// Elements kept on the device for backward: the inputs of the segments that run again.
+    /// Number of elements kept on the device for backward: the inputs of the segments that run again.
     #[must_use]
     pub fn saved_elems(&self) -> usize {
         let segments = self.segments.borrow();
@@ -303,8 +305,8 @@ impl<'e, 'm> Tape<'e, 'm> {
         self.segment_in(unit, inputs, body, stored)
     }
 
-    /// As [`Tape::segment`], for the one that backward begins with: it needs the inner values at once, so they are
-    /// stored instead of recomputed.
+    /// As [`Tape::segment`], for the last segment of a model, with which backward begins. The values inside it are
+    /// stored, since backward needs them at once, instead of being recomputed.
     ///
     /// # Errors
     /// As [`Tape::segment`].
@@ -467,8 +469,8 @@ impl<'e, 'm> Tape<'e, 'm> {
         }
     }
 
-    /// As [`Tape::backward`] from any values and their gradients (same shape and dtype);
-    /// returns the gradients of the leaves.
+    /// As [`Tape::backward`], but starts from the values in `seeds`, each with its gradient (same shape and dtype),
+    /// instead of from a loss. Returns the gradients of the leaves of the tape.
     ///
     /// # Errors
     /// As [`Tape::backward`], and when a value depends on nothing that wants a gradient.
@@ -597,7 +599,7 @@ fn sweep_segment(
 }
 
 impl CheckpointedSegment<'_> {
-    /// Whether an input has to be recomputed first.
+    /// Whether an input of the segment must first be recomputed by the previous segment.
     fn lacks_input(&self) -> bool {
         let Work::Recompute { inputs, .. } = &self.work else {
             return false;
@@ -742,7 +744,7 @@ fn checksum(value: &Tensor) -> u64 {
     value.host_bytes().map_or(0, |bytes| hash(&bytes))
 }
 
-/// Gradients of leaves.
+/// Gradients of the leaves of a tape, as [`Tape::backward_from`] returns them.
 #[derive(Debug)]
 pub struct Gradients {
     recorder: RecorderId,

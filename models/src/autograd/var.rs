@@ -41,25 +41,25 @@ impl Var {
         }
     }
 
-    /// The forward value.
+    /// The tensor that the forward pass computed.
     #[must_use]
     pub fn value(&self) -> &Tensor {
         &self.value
     }
 
-    /// The value, without its slot on the tape.
+    /// The tensor of this variable, which no longer belongs to a tape.
     #[must_use]
     pub fn into_value(self) -> Tensor {
         self.value
     }
 
-    /// Shape.
+    /// Shape of the value.
     #[must_use]
     pub fn shape(&self) -> Shape {
         self.value.shape()
     }
 
-    /// Element type.
+    /// Element type of the value.
     #[must_use]
     pub fn dtype(&self) -> DType {
         self.value.dtype()

@@ -21,7 +21,7 @@ pub(super) struct ExpertAttention {
 }
 
 impl ExpertAttention {
-    /// Declares `self_attn` with `prefix` learned tokens.
+    /// Declares the parameters of `self_attn`, with `prefix` learned keys and values.
     pub(super) fn new(
         params: &mut ParamScope<'_, '_>,
         edition: Edition,
@@ -59,7 +59,7 @@ impl ExpertAttention {
         }
     }
 
-    /// `[t, c]` to `[t, c]`; with `cache`, keys and values go through it.
+    /// Applies the attention: `[t, c]` to `[t, c]`. With `cache`, keys and values are stored in it and read from it.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

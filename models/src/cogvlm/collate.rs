@@ -98,7 +98,7 @@ impl CogVlm {
             .transpose()
     }
 
-    /// The images of the batch; `None` without any.
+    /// Packs the images of the batch; `None` if it has none.
     fn vision_batch(
         &self,
         samples: &[SampleInput<'_>],

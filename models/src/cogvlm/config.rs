@@ -11,7 +11,7 @@ const THETA: f32 = 10_000.0;
 /// Base of the rotary frequencies of CogVLM2.
 const THETA_2: f32 = 500_000.0;
 
-/// Published family of a checkpoint.
+/// The published family that a checkpoint belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Edition {
     /// CogVLM.
@@ -22,56 +22,56 @@ pub enum Edition {
     CogVlm2,
 }
 
-/// Prompt template of a checkpoint.
+/// A prompt template of the CogVLM family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TemplateVersion {
-    /// The question alone.
+    /// The question alone, without a frame.
     Base,
-    /// A conversation.
+    /// A conversation, with its earlier rounds.
     Chat,
-    /// A question with a short answer.
+    /// A question that asks for a short answer.
     Vqa,
     /// CogAgent's earlier form of a conversation.
     ChatOld,
 }
 
-/// The whole model.
+/// Configuration of a CogVLM, CogAgent or CogVLM2 model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CogConfig {
-    /// The published family.
+    /// The published family of the checkpoint.
     pub edition: Edition,
-    /// The decoder.
+    /// Sizes of the language decoder.
     pub language: LanguageConfig,
-    /// The EVA tower.
+    /// Sizes of the EVA vision tower.
     pub vision: EvaConfig,
-    /// CogAgent's second tower.
+    /// Sizes of CogAgent's second vision tower; absent in the other families.
     pub cross: Option<CrossConfig>,
-    /// Default prompt template.
+    /// Prompt template that is used unless the run chooses another.
     pub template: TemplateVersion,
 }
 
-/// The decoder.
+/// Sizes and special tokens of the language decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LanguageConfig {
-    /// Width of the residual stream.
+    /// Width of the decoder's residual stream: elements of one token's hidden state.
     pub hidden_size: usize,
-    /// Width of each expert's gated MLP, and of the projector's.
+    /// Inner width of each expert's gated MLP, and of the projector's.
     pub intermediate_size: usize,
-    /// Decoder layers.
+    /// Number of decoder layers.
     pub num_layers: usize,
-    /// Query heads.
+    /// Number of query heads per layer.
     pub num_heads: usize,
-    /// Key and value heads; divides `num_heads`.
+    /// Number of key and value heads per layer; divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Elements per head.
+    /// Elements of one attention head.
     pub head_dim: usize,
-    /// Rows of the embedding and of the head.
+    /// Number of token ids: rows of the embedding and of the output head.
     pub vocab_size: usize,
-    /// Epsilon of every RMSNorm.
+    /// Epsilon that every RMSNorm of the decoder adds to the mean square.
     pub rms_norm_eps: f64,
-    /// Base of the rotary frequencies.
+    /// Base (theta) of the rotary position embedding's frequencies.
     pub rope_theta: f32,
-    /// Standard deviation of random initial values.
+    /// Standard deviation of the normal distribution of random initial weights.
     pub initializer_range: f64,
     /// Id of the token before every sample.
     pub bos: i32,
@@ -88,28 +88,28 @@ pub struct CrossConfig {
     pub image_size: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
-    /// Width of the tower and of the cross-attention.
+    /// Width of the tower's residual stream, and of the cross-attention.
     pub width: usize,
     /// Elements of a head of the tower.
     pub head_dim: usize,
-    /// Blocks of the checkpoint; the last one is never computed.
+    /// Number of blocks in the checkpoint; the last one is never computed.
     pub layers: usize,
-    /// Width of the gated MLP.
+    /// Inner width of the gated MLP in each block of the tower.
     pub inner: usize,
-    /// Rows of a head that is never computed.
+    /// Rows of the tower's output head in the checkpoint; the head is never computed.
     pub embed_dim: usize,
-    /// Side of the grid to which rotary coordinates are scaled.
+    /// Side of the position grid, in patches, to which rotary coordinates are scaled.
     pub rope_side: usize,
 }
 
 impl CrossConfig {
-    /// Patches per side.
+    /// Number of patches along one side of the square image.
     #[must_use]
     pub fn grid(&self) -> usize {
         self.image_size / self.patch_size
     }
 
-    /// Patches of an image, which are the features that tokens read.
+    /// Number of patches of an image, which is also the number of features that tokens attend to.
     #[must_use]
     pub fn patches(&self) -> usize {
         self.grid() * self.grid()
@@ -161,7 +161,7 @@ impl CogConfig {
         })
     }
 
-    /// Features of an image in the prompt, without the learned rows around them.
+    /// Number of features that an image has in the prompt, without the learned rows around them.
     #[must_use]
     pub fn features(&self) -> usize {
         match self.edition {
@@ -170,7 +170,7 @@ impl CogConfig {
         }
     }
 
-    /// Slices of an image: one per tower.
+    /// Number of slices per image: one for each vision tower.
     #[must_use]
     pub fn slices_per_image(&self) -> usize {
         1 + usize::from(self.cross.is_some())

@@ -25,7 +25,7 @@ pub(super) struct CrossAttention {
 pub(super) struct Features<'a> {
     /// Features of all images, `[N * p, c]`.
     pub(super) value: &'a Var,
-    /// i32 `[N * p]`: their patches in the batch.
+    /// i32 `[N * p]`: for each feature, the number of its patch in the batch, for dropout.
     pub(super) names: &'a Tensor,
 }
 

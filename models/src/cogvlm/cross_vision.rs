@@ -18,21 +18,21 @@ use kernels::{Backend, DType, RopeLayout, Tensor};
 
 const PREFIX: &str = "model.cross_vision";
 const EPS: f32 = 1e-6;
-/// Base of the rotary frequencies.
+/// Base (theta) of the rotary position embedding's frequencies.
 const THETA: f32 = 10_000.0;
 
-/// Images as inputs of the second tower.
+/// A batch of `N` images with `p` patches each, as inputs of CogAgent's second vision tower.
 #[derive(Clone, Debug)]
 pub struct CrossImages {
     /// Pixel values, `[N * p, 3 * patch * patch]`.
     pub patches: Tensor,
-    /// Attention among the rows of each image.
+    /// Row ranges of the images: rows attend to all rows of their own image.
     pub sequences: Sequences,
-    /// Rows of classes and patches, and their patch numbers.
+    /// Index tables of the images' class rows and patch rows.
     pub tables: EvaTables,
-    /// i32 `[N * p]`: rows of the positions added after the tower.
+    /// i32 `[N * p]`: for each patch, its row in the table of positions that is added after the tower.
     pub position_ids: Tensor,
-    /// Angles of all rows; class rows do not rotate.
+    /// Cosines and sines of the rotary position embedding for all rows; class rows do not rotate.
     pub rotary: Rotary,
 }
 
@@ -141,7 +141,7 @@ impl CrossVision {
         }
     }
 
-    /// `[N * p, c]`.
+    /// Runs the tower and adds the second positions; returns the features of all images, `[N * p, c]`.
     ///
     /// # Errors
     /// When the engine or the device fails.

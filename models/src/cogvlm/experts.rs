@@ -9,7 +9,7 @@ use crate::nn::{FusedLinear, GatedMlp, Linear};
 use crate::ops::RowGroups;
 use kernels::Tensor;
 
-/// A layer for text rows beside one for image rows.
+/// A layer with one set of weights for text rows and another for image rows.
 #[derive(Clone, PartialEq, Debug)]
 pub(super) struct PerExpert<L> {
     pub(super) language: L,
@@ -94,7 +94,7 @@ fn projections<const N: usize>(
 }
 
 impl PerExpert<Linear> {
-    /// `[t, k]` to `[t, n]`.
+    /// Applies to each row of `x` its expert's layer: `[t, k]` to `[t, n]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
@@ -114,7 +114,7 @@ impl PerExpert<Linear> {
 }
 
 impl PerExpert<FusedLinear> {
-    /// The three projections of `x [t, k]`.
+    /// Applies to each row of `x` `[t, k]` its expert's three projections (queries, keys and values).
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
@@ -133,7 +133,7 @@ impl PerExpert<FusedLinear> {
 }
 
 impl PerExpert<GatedMlp> {
-    /// `[t, c]` to `[t, c]`.
+    /// Applies to each row of `x` its expert's MLP: `[t, c]` to `[t, c]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

@@ -13,7 +13,7 @@ use crate::nn::{LmHead, LmHeadConfig, TokenEmbedding};
 use crate::params::ParamBuilder;
 use engine::UnitId;
 
-/// Token embedding, decoder layers and head.
+/// The language decoder: token embedding, layers and output head.
 #[derive(Debug)]
 pub(super) struct Language {
     embed: TokenEmbedding,

@@ -22,7 +22,7 @@ pub(super) struct CogLayer {
 }
 
 impl CogLayer {
-    /// Declares the layer with `prefix` learned tokens.
+    /// Declares the parameters of the layer, with `prefix` learned keys and values in its attention.
     pub(super) fn new(params: &mut ParamScope<'_, '_>, config: &CogConfig, prefix: usize) -> Self {
         let language = &config.language;
         let (c, inner) = (language.hidden_size, language.intermediate_size);
@@ -47,7 +47,7 @@ impl CogLayer {
         }
     }
 
-    /// `[t, c]` to `[t, c]`.
+    /// Applies the layer to the hidden states `x`: `[t, c]` to `[t, c]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

@@ -27,7 +27,7 @@ const ATTENTION: &[&str] = &[
     "vision_expert_dense",
 ];
 
-/// As `ATTENTION`, with those of cross-attention.
+/// Names of the linear layers of CogAgent's attention: those of `ATTENTION` and those of cross-attention.
 const AGENT_ATTENTION: &[&str] = &[
     "language_expert_query_key_value",
     "language_expert_dense",
@@ -38,7 +38,7 @@ const AGENT_ATTENTION: &[&str] = &[
     "cross_attn.dense",
 ];
 
-/// Modules of the decoder.
+/// Names of the decoder's linear layers, for adapters.
 fn language_modules(edition: Edition) -> LanguageModules {
     LanguageModules {
         prefix: "model.layers.",
@@ -79,7 +79,7 @@ pub struct CogVlm {
 }
 
 impl CogVlm {
-    /// Declares the model.
+    /// Declares all units and parameters of the model, without reading weights.
     ///
     /// # Errors
     /// When adapter targets or a selection do not fit.
@@ -107,7 +107,7 @@ impl CogVlm {
         })
     }
 
-    /// The configuration.
+    /// The configuration that the model was built from.
     #[must_use]
     pub fn config(&self) -> &CogConfig {
         &self.config

@@ -23,7 +23,7 @@ impl CogProcessor {
         Ok(Self { config, tokenizer })
     }
 
-    /// The model's configuration.
+    /// The configuration of the model that samples are encoded for.
     #[must_use]
     pub fn config(&self) -> &CogConfig {
         &self.config

@@ -15,14 +15,14 @@ const DELETED: [&str; 4] = ["<pad>", "<s>", "</s>", PLACE];
 /// A question with the earlier rounds of its conversation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Turns {
-    /// Earlier rounds: question, answer.
+    /// Earlier rounds of the conversation, oldest first, each a question with its answer.
     pub history: Vec<(String, String)>,
-    /// The question.
+    /// The question to answer now.
     pub query: String,
 }
 
 impl Turns {
-    /// The text after the image.
+    /// Writes question and history as the prompt text that follows the image, in the template of `style`.
     #[must_use]
     pub fn render(&self, edition: Edition, style: PromptStyle) -> String {
         use TemplateVersion as V;

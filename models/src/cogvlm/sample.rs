@@ -15,18 +15,18 @@ use crate::processor::Processor;
 use crate::text::Tokenizer;
 use std::ops::Range;
 
-/// Tokens that the training scripts leave free after the context.
+/// Number of tokens that the training scripts keep free for the answer after the context.
 const ANSWER_ROOM: usize = 10;
 /// Tokens by which the training scripts cut a row below its limit, before the end token; an image counts as one.
 const CUT_ROOM: usize = 5;
 
-/// A sample's text.
+/// The text of a sample: its turns, and the answer to train on.
 struct Text {
     turns: Turns,
     answer: Option<String>,
 }
 
-/// A sample's tokens.
+/// The token ids and labels of a sample after truncation.
 struct Tokens {
     input_ids: Vec<i32>,
     labels: Vec<i32>,
@@ -135,7 +135,7 @@ impl CogProcessor {
         Ok((ids, bounds))
     }
 
-    /// Tokens of an image.
+    /// Number of tokens that an image takes in the prompt: its features and a learned row before and after them.
     fn places(&self) -> usize {
         self.config.features() + 2
     }

@@ -6,14 +6,14 @@ use crate::error::Result;
 use crate::eva::EvaTables;
 use kernels::Tensor;
 
-/// Tables of CogAgent's two towers.
+/// Index tables of a batch of images for CogAgent's two vision towers.
 #[derive(Clone, Debug)]
 pub struct CogAgentTables {
-    /// Tables of the first tower.
+    /// Index tables for the EVA tower, which is the first.
     pub eva: EvaTables,
     /// i32 `[N * p]`: rows of the positions added after the first tower.
     pub position_ids: Tensor,
-    /// The same images for the second tower.
+    /// Inputs and index tables of the same images for the second tower.
     pub cross: CrossImages,
 }
 

@@ -86,7 +86,7 @@ pub(crate) fn shifted(own: &[i32]) -> Vec<i32> {
     labels
 }
 
-/// Positions that enter the loss.
+/// Number of positions whose label is not ignored, which are those that enter the loss.
 pub(crate) fn supervised(labels: &[i32]) -> usize {
     labels.iter().filter(|&&label| label != IGNORED).count()
 }

@@ -19,12 +19,12 @@ pub struct EncodeOptions {
     pub prompt: Option<PromptStyle>,
 }
 
-/// Form of a prompt.
+/// Which prompt template a prompt follows, and in whose form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PromptStyle {
-    /// The template.
+    /// The template that places questions and answers in the text.
     pub template: TemplateVersion,
-    /// The code base whose form of the template is used.
+    /// The code base whose form of the template is followed.
     pub source: PromptSource,
 }
 
@@ -55,16 +55,16 @@ pub enum PlaceholderStyle {
     /// As the fine-tuning script writes it: only images with cells are numbered and counted.
     #[default]
     Training,
-    /// As the inference processor writes it: every image is.
+    /// As the inference processor writes it: every image is numbered and counted.
     Inference,
 }
 
-/// One input of a vision tower: an image, or a part of one, as patches.
+/// One input of a vision tower, cut into patches: a whole image, or a part of a large one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Slice {
-    /// Patches on top of each other.
+    /// Number of patches in a column, from top to bottom.
     pub rows: usize,
-    /// Patches side by side.
+    /// Number of patches in a row, from left to right.
     pub cols: usize,
     /// `[rows * cols, 3 * patch * patch]` bytes: patches row-major, within a patch channel, pixel
     /// row, pixel column, which is the order of the convolution's weight.
@@ -102,9 +102,9 @@ impl Slice {
 /// A training sample as input of the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EncodedSample {
-    /// Token ids, `[tokens]`.
+    /// Token ids of the sample, `[tokens]`, after truncation.
     pub input_ids: Vec<i32>,
-    /// Target of each position, [`IGNORED`] without supervision, `[tokens]`: already shifted.
+    /// Target token id of each position, `[tokens]`, already shifted; [`IGNORED`] where nothing is supervised.
     pub labels: Vec<i32>,
     /// Token ranges `start..end` that features replace: range k belongs to slice k, or to image k where
     /// the model sees an image more than once.
@@ -112,17 +112,17 @@ pub struct EncodedSample {
     /// Slices in the order of the text; truncation may leave more slices than ranges, the last ones
     /// then have no effect.
     pub slices: Vec<Slice>,
-    /// Tokens before truncation.
+    /// Number of tokens that the sample had before it was cut to the maximum length.
     pub untruncated_tokens: usize,
 }
 
 impl EncodedSample {
-    /// Positions that enter the loss.
+    /// Number of positions whose label is not [`IGNORED`], which are those that enter the loss.
     pub fn supervised_tokens(&self) -> usize {
         self.labels.iter().filter(|&&l| l != IGNORED).count()
     }
 
-    /// Patches of all slices together.
+    /// Number of patches of all slices together.
     pub fn patches(&self) -> usize {
         self.slices
             .iter()
@@ -134,51 +134,51 @@ impl EncodedSample {
 /// A prompt as input of the model, up to the start of the assistant's answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EncodedPrompt {
-    /// Token ids, `[tokens]`.
+    /// Token ids of the prompt, `[tokens]`.
     pub input_ids: Vec<i32>,
-    /// As [`EncodedSample::image_bounds`].
+    /// Token ranges that features replace, as [`EncodedSample::image_bounds`].
     pub image_bounds: Vec<(usize, usize)>,
-    /// As [`EncodedSample::slices`].
+    /// Image inputs of the prompt, as [`EncodedSample::slices`].
     pub slices: Vec<Slice>,
 }
 
 /// Size of a sample, without its pixels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SampleSize {
-    /// Tokens after truncation.
+    /// Number of tokens after truncation.
     pub tokens: usize,
-    /// Tokens before truncation.
+    /// Number of tokens before truncation.
     pub untruncated_tokens: usize,
-    /// Of those, tokens that features of images replace.
+    /// Number of tokens that image features replace, of those that remain after truncation.
     pub image_tokens: usize,
-    /// Positions that enter the loss.
+    /// Number of positions that enter the loss.
     pub supervised: usize,
-    /// Patches of all slices together.
+    /// Number of image patches of all slices together.
     pub patches: usize,
-    /// Slices.
+    /// Number of slices, the inputs of the vision tower.
     pub slices: usize,
 }
 
 /// The tokens of a training sample, without its pixels; fields as in [`EncodedSample`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SampleTokens {
-    /// Token ids, `[tokens]`.
+    /// Token ids of the sample, `[tokens]`, after truncation.
     pub input_ids: Vec<i32>,
-    /// Target of each position, `[tokens]`.
+    /// Target token id of each position, `[tokens]`, already shifted; [`IGNORED`] where nothing is supervised.
     pub labels: Vec<i32>,
-    /// Token ranges that features replace.
+    /// Token ranges `start..end` that image features replace.
     pub image_bounds: Vec<(usize, usize)>,
-    /// Tokens before truncation.
+    /// Number of tokens that the sample had before it was cut to the maximum length.
     pub untruncated_tokens: usize,
-    /// Slices of all images.
+    /// Number of slices of all images together.
     pub slices: usize,
 }
 
-/// What one image becomes.
+/// Slices and tokens that an image of a given size becomes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImagePlan {
-    /// Slices.
+    /// Number of slices (inputs of the vision tower) that the image becomes.
     pub slices: usize,
-    /// Tokens of each slice.
+    /// Number of tokens that the features of one slice take in the prompt; rounded up if slices share them.
     pub tokens_per_slice: usize,
 }

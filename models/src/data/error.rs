@@ -11,10 +11,10 @@ use crate::text::{TemplateError, TokenizerError};
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SampleError {
-    /// Fewer turns than a question and an answer.
+    /// The conversation has fewer turns than a question and an answer.
     #[error("the conversation has {turns} turns, at least {needed} are needed")]
     TooFewTurns {
-        /// Turns found.
+        /// Number of turns in the conversation.
         turns: usize,
         /// Turns needed: 2 to train, 1 to generate.
         needed: usize,
@@ -22,15 +22,15 @@ pub enum SampleError {
     /// The first turn is not the user's.
     #[error("the first turn has role {role:?} instead of \"user\"")]
     FirstRoleNotUser {
-        /// Role found.
+        /// Role of the first turn.
         role: String,
     },
-    /// A role other than user and assistant.
+    /// A turn has a role other than user and assistant.
     #[error("turn {turn} has the unknown role {role:?}")]
     UnknownRole {
         /// Index of the turn, from 0.
         turn: usize,
-        /// Role found.
+        /// Role that the turn has.
         role: String,
     },
     /// A turn of the wrong speaker. User and assistant alternate, and a training sample ends with the assistant.
@@ -38,27 +38,27 @@ pub enum SampleError {
     TurnOrder {
         /// Index of the turn, from 0.
         turn: usize,
-        /// Role found.
+        /// Role that the turn has.
         role: String,
     },
-    /// Too many tokens before the answer.
+    /// Too many tokens come before the answer.
     #[error("{tokens} tokens before the answer leave no space for it, at most {limit} would")]
     ContextTooLong {
-        /// Tokens found.
+        /// Number of tokens before the answer.
         tokens: usize,
-        /// Tokens allowed.
+        /// Largest number of tokens before the answer.
         limit: usize,
     },
     /// The assistant never speaks.
     #[error("none of the {turns} turns has role \"assistant\"")]
     NoAssistantTurn {
-        /// Turns found.
+        /// Number of turns in the conversation.
         turns: usize,
     },
     /// The text names an image the sample does not have.
     #[error("the text names {name} but the images are {known:?}")]
     UnknownPlaceholder {
-        /// The name in the text.
+        /// Name of the image in the text.
         name: String,
         /// Names of the sample's images.
         known: Vec<String>,
@@ -66,43 +66,43 @@ pub enum SampleError {
     /// The text shows more images than the sample has.
     #[error("{placeholders} image placeholders but {images} images")]
     MorePlaceholdersThanImages {
-        /// Places in the text.
+        /// Number of image placeholders in the text.
         placeholders: usize,
-        /// Images, or slices where markers are counted.
+        /// Number of images, or of slices where markers are counted.
         images: usize,
     },
     /// The text never shows an image of the sample.
     #[error("the text does not mention image {name}")]
     UnusedImage {
-        /// Its name.
+        /// Name of the image.
         name: String,
     },
     /// An image cannot be read.
     #[error("image {name}")]
     Image {
-        /// Its name in the text.
+        /// Name of the image in the text.
         name: String,
         /// The path as the sample gives it.
         path: PathBuf,
         /// What is wrong with the file.
         source: ImageError,
     },
-    /// More images than the family takes.
+    /// The sample has more images than the family takes.
     #[error("the sample has {images} images, the model takes at most {limit}")]
     TooManyImages {
-        /// Images found.
+        /// Number of images of the sample.
         images: usize,
-        /// Images allowed.
+        /// Largest number of images that the family takes.
         limit: usize,
     },
     /// An image so long that the model's resizing refuses it.
     #[error("image {name} of {width} x {height} pixels has an aspect ratio that is too large")]
     AspectRatio {
-        /// Its name in the text.
+        /// Name of the image in the text.
         name: String,
-        /// Pixels side by side.
+        /// Width of the image in pixels.
         width: usize,
-        /// Pixels on top of each other.
+        /// Height of the image in pixels.
         height: usize,
     },
     /// The chat template failed.
@@ -111,23 +111,23 @@ pub enum SampleError {
     /// The tokenizer failed.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
-    /// A token the model has no embedding for.
+    /// The sample holds a token for which the model has no embedding.
     #[error("token {id} at position {position} is beyond the model's vocabulary of {vocab_size}")]
     TokenOutOfRange {
-        /// The token.
+        /// Id of the token.
         id: i32,
-        /// Its position.
+        /// Position of the token in the sample, from 0.
         position: usize,
-        /// Rows of the embedding.
+        /// Number of rows of the model's embedding.
         vocab_size: usize,
     },
     /// Start and end markers do not pair up, because truncation cut an image in two or because the
     /// text holds markers of its own.
     #[error("{starts} image starts but {ends} image ends within {kept} of {tokens} tokens")]
     UnpairedImageMarkers {
-        /// Start markers.
+        /// Number of start markers among the tokens that truncation left.
         starts: usize,
-        /// End markers.
+        /// Number of end markers among the tokens that truncation left.
         ends: usize,
         /// Tokens of the whole sample.
         tokens: usize,
@@ -137,23 +137,23 @@ pub enum SampleError {
     /// A pair of markers does not hold the features of one slice.
     #[error("image span {index} is {start}..{end}, expected {expected} tokens")]
     WrongImageSpan {
-        /// Index of the span.
+        /// Number of the pair of markers, from 0.
         index: usize,
-        /// First token after the start marker.
+        /// Position of the first token after the start marker.
         start: usize,
         /// Position of the end marker.
         end: usize,
-        /// Features per slice.
+        /// Number of features of a slice, which the markers should enclose.
         expected: usize,
     },
-    /// No supervised token: no answer, or truncation removed it.
+    /// No token is supervised: there is no answer, or truncation removed it.
     #[error("no supervised token within {kept} of {tokens} tokens")]
     NoSupervisedToken {
         /// Tokens of the whole sample.
         tokens: usize,
         /// Tokens left by truncation.
         kept: usize,
-        /// Where the first answer starts, if there is one.
+        /// Position of the first token of the first answer, if there is one.
         answer_start: Option<usize>,
     },
 }

@@ -19,41 +19,41 @@ pub enum DataError {
     /// The file is missing or cannot be read.
     #[error("cannot read {}", path.display())]
     Read {
-        /// The file.
+        /// Path of the data file.
         path: PathBuf,
         /// What the operating system said.
         source: std::io::Error,
     },
-    /// The content is not JSON, or no samples.
+    /// The content is not valid JSON, or an entry of it is not a sample.
     #[error("{}:{line}:{column}: {reason}", path.display())]
     Json {
-        /// The file.
+        /// Path of the data file.
         path: PathBuf,
-        /// Line, from 1.
+        /// Line of the error, from 1.
         line: usize,
-        /// Column in bytes, from 1; 0 for the end of a line.
+        /// Column of the error in bytes, from 1; 0 for the end of a line.
         column: usize,
-        /// The error.
+        /// What the parser expected or found.
         reason: String,
     },
     /// The file or directory holds no sample.
     #[error("{} contains no sample", path.display())]
     Empty {
-        /// The file or directory.
+        /// Path of the file or directory.
         path: PathBuf,
     },
     /// The content is of none of the formats.
     #[error("the format of {} is unknown: {found}", path.display())]
     UnknownFormat {
-        /// The file or directory.
+        /// Path of the file or directory.
         path: PathBuf,
-        /// Its actual content.
+        /// What the file or directory holds instead.
         found: String,
     },
     /// The content could be of several formats, or of one in several ways.
     #[error("the format of {} is ambiguous: {reason}", path.display())]
     AmbiguousFormat {
-        /// The file or directory.
+        /// Path of the file or directory.
         path: PathBuf,
         /// The possible meanings, and the flag that selects one.
         reason: String,
@@ -61,36 +61,38 @@ pub enum DataError {
     /// A label file without the image it describes.
     #[error("{} describes no image of {}", label.display(), images.display())]
     NoImage {
-        /// The label file.
+        /// Path of the label file.
         label: PathBuf,
-        /// The directory of images.
+        /// Directory in which the image was looked for.
         images: PathBuf,
     },
     /// An image without its label file.
     #[error("{} has no label in {}", image.display(), labels.display())]
     NoLabel {
-        /// The image.
+        /// Path of the image.
         image: PathBuf,
-        /// The directory of labels.
+        /// Directory in which the label file was looked for.
         labels: PathBuf,
     },
 }
 
-/// One sample of a data file. Fields that are not listed here are ignored.
+/// One sample of a data file: a conversation with its images, not yet tokenized. Unknown fields of the file are
+/// ignored.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub struct RawSample {
-    /// The sample's name, for messages only.
+    /// The sample's name, used only in messages to the user.
     #[serde(default, deserialize_with = "text_or_number")]
     pub id: Option<String>,
-    /// Its images in the order of the file, each with the name that stands for it in the text.
+    /// The sample's images in the order of the file: the name that stands for the image in the text, and the image's
+    /// path.
     #[serde(default, rename = "image", deserialize_with = "images")]
     pub images: Vec<(String, PathBuf)>,
-    /// The turns.
+    /// The turns of the conversation, in order.
     pub conversations: Vec<Message>,
 }
 
 impl RawSample {
-    /// Content of the last turn if it is the assistant's: the supervised answer.
+    /// Content of the last turn, which is the supervised answer; `None` if the last turn is not the assistant's.
     pub fn answer(&self) -> Option<&str> {
         let last = self
             .conversations
@@ -99,7 +101,7 @@ impl RawSample {
         last.map(|turn| turn.content.as_str())
     }
 
-    /// Whether the sample gives one image by its path alone.
+    /// Whether the sample has exactly one image, given by its path without a name in the text.
     pub fn has_single_image(&self) -> bool {
         matches!(self.images.as_slice(), [(name, _)] if name == SINGLE_IMAGE)
     }

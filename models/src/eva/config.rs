@@ -2,35 +2,35 @@
 
 use crate::config::{ConfigError, Fields, at_most, divisible};
 
-/// Sizes of the tower.
+/// Sizes of the EVA vision tower.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EvaConfig {
-    /// Width of the residual stream.
+    /// Width of the tower's residual stream: elements per patch.
     pub width: usize,
-    /// Attention heads.
+    /// Number of attention heads per block.
     pub heads: usize,
-    /// Elements per head.
+    /// Elements of one attention head.
     pub head_dim: usize,
-    /// Width of the MLP.
+    /// Inner width of the MLP in each block.
     pub inner: usize,
-    /// Blocks.
+    /// Number of transformer blocks.
     pub layers: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
     /// Side of the square image in pixels.
     pub image_size: usize,
-    /// Epsilon of every norm of the blocks.
+    /// Epsilon that every norm of the blocks adds to the variance.
     pub eps: f64,
 }
 
 impl EvaConfig {
-    /// Patches per side.
+    /// Number of patches along one side of the square image.
     #[must_use]
     pub fn grid(&self) -> usize {
         self.image_size / self.patch_size
     }
 
-    /// Patches of an image.
+    /// Number of patches of one image.
     #[must_use]
     pub fn patches(&self) -> usize {
         self.grid() * self.grid()

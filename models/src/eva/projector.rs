@@ -9,7 +9,7 @@ use crate::params::ParamScope;
 use engine::ParamId;
 use kernels::Gelu;
 
-/// Epsilon of the projector's norm, whatever the tower's is.
+/// Epsilon of the projector's norm; it does not depend on the tower's.
 const NORM_EPS: f32 = 1e-5;
 
 /// The convolution of kernel and stride 2, as a product over the four patches under the kernel.
@@ -19,7 +19,7 @@ pub(crate) struct Fold {
 }
 
 impl Fold {
-    /// Declares `conv`: from width `c` to `n`.
+    /// Declares the parameters of the convolution `conv`, from width `c` to width `n`.
     pub(crate) fn new(params: &mut ParamScope<'_, '_>, c: usize, n: usize) -> Self {
         let mut conv = params.at("conv");
         let kernel = conv.param("weight", [n, c, 2, 2]);
@@ -67,7 +67,7 @@ impl GluProjector {
         }
     }
 
-    /// `[M, c]` to `[M, d]`.
+    /// Applies the projector to the features `x`: `[M, c]` to `[M, d]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
@@ -90,7 +90,7 @@ pub(crate) struct Frame {
 }
 
 impl Frame {
-    /// Declares `boi` and `eoi` of width `d`.
+    /// Declares the learned rows `boi` (before) and `eoi` (after), of width `d`.
     pub(crate) fn new(params: &mut ParamScope<'_, '_>, d: usize) -> Self {
         let mut row = |name| params.param(name, [1, 1, d]);
         Self {
@@ -99,7 +99,7 @@ impl Frame {
         }
     }
 
-    /// `[N * m, d]` to `[N * (m + 2), d]`.
+    /// Adds the learned rows before and after each image's features: `[N * m, d]` to `[N * (m + 2), d]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

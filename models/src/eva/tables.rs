@@ -8,28 +8,30 @@ use crate::ops::Sequences;
 use crate::processor::Normalization;
 use kernels::{Backend, DType, Tensor};
 
-/// Tables of `N` images of `p` patches and `m` features, each i32.
+/// Index tables of a batch of `N` images with `p` patches and `m` features each; all tables are i32.
 #[derive(Clone, Debug)]
 pub struct EvaTables {
-    /// `[N * (p + 1)]`: row of the learned positions, 0 for the class row.
+    /// `[N * (p + 1)]`: for each row of the tower, its row in the table of learned positions; 0 for the class row.
     pub position_ids: Tensor,
-    /// `[N]`: class rows of the tower's output.
+    /// `[N]`: row of each image's class token in the tower's output.
     pub class_rows: Tensor,
-    /// `[N * p]`: patch rows of the tower's output.
+    /// `[N * p]`: rows of the patches in the tower's output.
     pub patch_rows: Tensor,
     /// `[N]` zeros: index that copies one learned row for every image.
     pub zeros: Tensor,
-    /// `[N * p]`: patches in folding order, 2 x 2 at a time; empty without folding.
+    /// `[N * p]`: numbers of the patches, ordered by blocks of 2 x 2 that become one feature; empty if none are
+    /// merged.
     pub fold_rows: Tensor,
-    /// `[N * m]`: feature rows, between the learned rows around them.
+    /// `[N * m]`: rows of the features in the projector's result, where each image has a learned row before and after
+    /// them.
     pub feature_rows: Tensor,
-    /// `[N]`: rows before the features.
+    /// `[N]`: for each image, the row of the learned vector before its features.
     pub begin_rows: Tensor,
-    /// `[N]`: rows after the features.
+    /// `[N]`: for each image, the row of the learned vector after its features.
     pub end_rows: Tensor,
     /// `[N * (p + 1)]`: patch number in the batch whose dropout a row of the tower uses.
     pub row_names: Tensor,
-    /// `[N * m]`: the same for each feature.
+    /// `[N * m]`: the same patch number, for each feature.
     pub feature_names: Tensor,
 }
 
@@ -39,14 +41,14 @@ impl VisionTables for EvaTables {
     }
 }
 
-/// Images as inputs of the tower.
+/// Images as inputs of the EVA tower, or of a tower of the same form.
 #[derive(Clone, Debug)]
 pub(crate) struct EvaImages {
     /// Pixel values, `[N * p, 3 * patch * patch]`.
     pub(crate) patches: Tensor,
     /// Attention among the rows of each image.
     pub(crate) sequences: Sequences,
-    /// Index tables.
+    /// Index tables for the batch, all i32.
     pub(crate) tables: EvaTables,
 }
 
@@ -67,7 +69,8 @@ pub(crate) fn eva_images(
     self::images(grid, fold, images, normalization, dtype, backend)
 }
 
-/// As [`eva_images`], for any tower of square images with a class row: `grid` patches per side, of `side` pixels.
+/// As [`eva_images`], for any tower that sees square images and adds a class row: `grid` is the number of patches per
+/// side of an image, `side` the side of a patch in pixels.
 ///
 /// # Errors
 /// When memory runs out.

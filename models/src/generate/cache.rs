@@ -12,18 +12,18 @@ use kernels::{Backend, DType, Shape, Tag, Tensor};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// Sizes of a decoder's cache.
+/// Sizes of the key/value cache of a decoder.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CacheShape {
-    /// Decoder layers.
+    /// Number of decoder layers.
     pub layers: usize,
-    /// Key/value heads of a layer.
+    /// Number of key/value heads per layer.
     pub kv_heads: usize,
-    /// Elements of a head.
+    /// Elements of one head.
     pub head_dim: usize,
-    /// Dtype of keys and values.
+    /// Dtype in which keys and values are stored.
     pub dtype: DType,
-    /// Learned tokens before each prompt.
+    /// Number of learned prefix tokens (p-tuning) before each prompt.
     pub prefix_tokens: usize,
     /// Sizes of the image features that every layer reads by cross-attention, if any.
     pub cross: Option<CrossCacheShape>,
@@ -32,21 +32,21 @@ pub struct CacheShape {
 /// Sizes of the cached keys and values of an image, per layer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CrossCacheShape {
-    /// Features of an image.
+    /// Number of features of one image.
     pub features: usize,
-    /// Elements of their keys, and of their values.
+    /// Elements of one feature's key, and of its value.
     pub width: usize,
 }
 
 impl CacheShape {
-    /// Bytes of one token's keys and values in all layers.
+    /// Bytes that the cache holds per token: keys and values of all layers.
     #[must_use]
     pub fn bytes_per_token(&self) -> u64 {
         let elems = 2 * self.layers * self.kv_heads * self.head_dim;
         (elems * self.dtype.size_bytes()) as u64
     }
 
-    /// Bytes of a prompt with `images` images in addition to its tokens.
+    /// Bytes that the cache holds per prompt with `images` images, in addition to those of its tokens.
     #[must_use]
     pub fn bytes_per_prompt(&self, images: usize) -> u64 {
         let cross = self.cross.map_or(0, |cross| cross.features * cross.width);
@@ -64,11 +64,11 @@ type Pair = [Tensor; 2];
 pub struct KvCache {
     /// A layer's tensors; absent only during a write, or after a failed one.
     layers: Vec<Mutex<Option<Pair>>>,
-    /// Rows of each prompt.
+    /// For each prompt, its rows in the cache.
     ranges: Vec<Range<usize>>,
-    /// Learned rows of each prompt.
+    /// Number of learned prefix rows before each prompt.
     prefix: usize,
-    /// Features of each prompt, among all.
+    /// For each prompt, its image features among those of all prompts.
     features: Vec<Range<usize>>,
     /// Keys and values of all features by layer, once the first pass has made them.
     cross: Vec<OnceLock<Pair>>,
@@ -135,7 +135,7 @@ impl KvCache {
         self.ranges.last().map_or(0, |range| range.end)
     }
 
-    /// Rows of tokens `tokens` of prompt `i`, learned ones included.
+    /// Cache rows of the tokens `tokens` of prompt `i`, counted with its learned prefix.
     fn place(&self, i: usize, tokens: Range<usize>) -> impl Iterator<Item = i32> {
         let start = self.ranges[i].start;
         debug_assert!(start + tokens.end <= self.ranges[i].end);
@@ -200,7 +200,8 @@ pub struct CachePass {
 }
 
 impl CachePass {
-    /// The first pass: whole prompts of `lengths` (prompt, tokens), the prompts ascending.
+    /// The first pass, which stores whole prompts: `lengths` lists (index of the prompt, its number of tokens),
+    /// ascending.
     ///
     /// # Errors
     /// When the pool is full.
@@ -221,7 +222,8 @@ impl CachePass {
         })
     }
 
-    /// One more token for each of `cached` (prompt, tokens cached before), the prompts ascending.
+    /// A pass with one new token per prompt: `cached` lists (index of the prompt, its tokens cached before),
+    /// ascending.
     ///
     /// # Errors
     /// When the pool is full.
@@ -244,7 +246,7 @@ impl CachePass {
         })
     }
 
-    /// The part of decoder layer `layer`.
+    /// The cache of the decoder layer with the number `layer`.
     #[must_use]
     pub fn layer(&self, layer: usize) -> CachedLayer<'_> {
         CachedLayer { pass: self, layer }
@@ -261,7 +263,7 @@ fn upload(backend: &dyn Backend, rows: &[i32]) -> Result<Tensor> {
     )?)
 }
 
-/// One layer's part of a [`CachePass`].
+/// The cache of one decoder layer, as one [`CachePass`] reads and writes it.
 #[derive(Clone, Copy, Debug)]
 pub struct CachedLayer<'a> {
     pass: &'a CachePass,
@@ -286,8 +288,9 @@ impl CachedLayer<'_> {
 }
 
 impl Scope<'_> {
-    /// As [`Scope::attention`] over `sequences`. With a cache, `k` and `v` are stored in it, and later
-    /// passes attend to all cached rows. Generation only: no gradient reaches the cache.
+    /// Attention of `q` to `k` and `v`, as [`Scope::attention`] over `sequences`. With a cache, `k` and `v` are also
+    /// stored in it, and the passes after the first attend to all rows cached so far. For generation only: no
+    /// gradient reaches the cache.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

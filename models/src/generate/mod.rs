@@ -17,29 +17,29 @@ use engine::ParamAccess;
 use kernels::Backend;
 use std::sync::Arc;
 
-/// A text to continue.
+/// A tokenized prompt, with its images, for which an answer is generated.
 #[derive(Clone, Copy, Debug)]
 pub struct Prompt<'a> {
-    /// Tokens and images; labels are ignored.
+    /// Tokens and images of the prompt; labels are ignored.
     pub input: SampleInput<'a>,
     /// Number of the sample in its data set. Random draws depend on it, not on the batch.
     pub index: u64,
-    /// Most tokens of the answer.
+    /// Largest number of tokens that are generated.
     pub max_new_tokens: usize,
 }
 
 impl Prompt<'_> {
-    /// Most tokens in a cache. The last token of an answer is never fed back.
+    /// Largest number of tokens of prompt and answer in the cache. The last token of an answer is never fed back.
     #[must_use]
     pub fn cached_tokens(&self) -> usize {
         (self.input.input_ids.len() + self.max_new_tokens).saturating_sub(1)
     }
 }
 
-/// Sampling settings and stop tokens.
+/// How tokens are sampled, and which tokens end an answer.
 #[derive(Clone, PartialEq, Debug)]
 pub struct GenerateOptions {
-    /// How tokens are chosen.
+    /// How the next token is chosen from the logits.
     pub sampling: Sampling,
     /// Tokens that end an answer; they are not part of it.
     pub stop_ids: Vec<i32>,
@@ -106,16 +106,16 @@ pub fn dry_run_answers(
     Ok(())
 }
 
-/// One generation under way.
+/// State of one generation of answers for a batch of prompts.
 struct Decoder<'a> {
     model: &'a dyn VisionLanguageModel,
     access: &'a dyn ParamAccess,
     prompts: &'a [Prompt<'a>],
     options: &'a GenerateOptions,
     answers: Vec<Vec<i32>>,
-    /// Prompts whose answers grow, ascending.
+    /// Indices of the prompts whose answers are not finished, ascending.
     open: Vec<usize>,
-    /// After the first pass.
+    /// The key/value cache of the batch; present after the first pass.
     cache: Option<Arc<KvCache>>,
     /// Position of each prompt's last token. It may differ from the length, since an image may take fewer positions than
     /// tokens.
@@ -146,7 +146,7 @@ impl<'a> Decoder<'a> {
         &**self.access.backend()
     }
 
-    /// One pass, which adds a token to every open prompt.
+    /// Runs one pass, which adds a token to the answer of every open prompt.
     fn step(&mut self) -> Result<()> {
         let batch = self.batch()?;
         let tape = Tape::inference(self.access);
@@ -170,7 +170,7 @@ impl<'a> Decoder<'a> {
         Ok(())
     }
 
-    /// Inputs of the next pass.
+    /// Packs the inputs of the next pass.
     fn batch(&mut self) -> Result<Batch> {
         match &self.cache {
             _ if self.open.is_empty() => self.idle(),

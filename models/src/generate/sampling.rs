@@ -7,7 +7,7 @@ use crate::error::{ModelError, Result};
 use optim::rng::RandomStream;
 use std::cmp::Ordering;
 
-/// Settings of sampling.
+/// How the next token is chosen from the logits: temperature, top-p, top-k and seed.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Sampling {
     /// Temperature, by which logits are divided. 0 takes the most likely token, the lowest id of equals.
@@ -16,12 +16,12 @@ pub struct Sampling {
     pub top_p: f32,
     /// Top-k: only this many of the likeliest tokens are drawn; 0 for all.
     pub top_k: usize,
-    /// Seed of the draws.
+    /// Seed of the random draws.
     pub seed: u64,
 }
 
 impl Sampling {
-    /// The most likely token.
+    /// Greedy decoding: always the most likely token.
     pub const GREEDY: Self = Self {
         temperature: 0.0,
         top_p: 1.0,
@@ -29,7 +29,7 @@ impl Sampling {
         seed: 0,
     };
 
-    /// Checks the ranges.
+    /// Checks that temperature and top-p are in range.
     ///
     /// # Errors
     /// Names the setting out of range.

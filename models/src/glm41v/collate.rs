@@ -29,7 +29,7 @@ impl Glm41v {
         pack(samples, time, rotary, vision, backend)
     }
 
-    /// Angles of tokens for the decoder's heads.
+    /// Cosines and sines of the decoder's rotary position embedding for tokens at `positions` (time, row, column).
     pub(super) fn rotary(
         &self,
         positions: &[Vec<i32>; 3],
@@ -43,7 +43,7 @@ impl Glm41v {
         rotary_of(angles, frequencies.len(), layout, dtype, backend)
     }
 
-    /// The images of the batch; `None` without any.
+    /// Packs the images of the batch; `None` if it has none.
     fn vision_batch(
         &self,
         samples: &[SampleInput<'_>],

@@ -5,70 +5,70 @@ use crate::config::{
 };
 use std::path::Path;
 
-/// The whole model.
+/// Configuration of a GLM-4.1V model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Glm41vConfig {
-    /// The decoder.
+    /// Sizes of the language decoder.
     pub language: LanguageConfig,
-    /// The vision tower.
+    /// Sizes of the vision tower and its merger.
     pub vision: VisionConfig,
-    /// Tokens that end an answer.
+    /// Ids of the tokens that end an answer.
     pub eos_ids: Vec<i32>,
 }
 
-/// The decoder.
+/// Sizes of the language decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LanguageConfig {
-    /// Width of the residual stream.
+    /// Width of the decoder's residual stream: elements of one token's hidden state.
     pub hidden_size: usize,
-    /// Width of the gated MLP.
+    /// Inner width of the gated MLP in each block.
     pub intermediate_size: usize,
-    /// Decoder blocks.
+    /// Number of decoder blocks.
     pub num_layers: usize,
-    /// Query heads.
+    /// Number of query heads per block.
     pub num_heads: usize,
-    /// Key and value heads; divides `num_heads`.
+    /// Number of key and value heads per block; divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Elements per head.
+    /// Elements of one attention head.
     pub head_dim: usize,
-    /// Elements at the front of a head that rotate.
+    /// Number of elements at the front of a head that the rotary embedding rotates; the others pass unchanged.
     pub rotary_dim: usize,
-    /// Numbers of frequencies that follow the time, row and column positions, in turn.
+    /// How many rotary frequencies follow the time, row and column position, in this order, repeated.
     pub mrope_section: Vec<usize>,
-    /// Base of the rotary frequencies.
+    /// Base (theta) of the rotary position embedding's frequencies.
     pub rope_theta: f64,
     /// Whether queries, keys and values have a bias.
     pub attention_bias: bool,
-    /// Rows of the embedding and of the output head.
+    /// Number of token ids: rows of the embedding and of the output head.
     pub vocab_size: usize,
-    /// Epsilon of every norm.
+    /// Epsilon that every norm of the decoder adds to the mean square.
     pub rms_norm_eps: f64,
-    /// Standard deviation of random initial values.
+    /// Standard deviation of the normal distribution of random initial weights.
     pub initializer_range: f64,
 }
 
 /// The vision tower and the merger.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VisionConfig {
-    /// Width of the residual stream.
+    /// Width of the tower's residual stream: elements per patch.
     pub hidden_size: usize,
-    /// Width of the blocks' MLPs, and of the features: `out_hidden_size` in the file.
+    /// Inner width of the blocks' MLPs, and width of the features: `out_hidden_size` in the file.
     pub out_hidden_size: usize,
-    /// Width of the merger's MLP: `intermediate_size` in the file.
+    /// Inner width of the merger's MLP: `intermediate_size` in the file.
     pub merger_inner: usize,
-    /// Blocks.
+    /// Number of transformer blocks of the tower.
     pub num_layers: usize,
-    /// Attention heads.
+    /// Number of attention heads per block.
     pub num_heads: usize,
-    /// Elements per head.
+    /// Elements of one attention head.
     pub head_dim: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
-    /// Frames of the patch embedding; an image is repeated as often.
+    /// Number of frames that the patch embedding takes; an image is repeated as often.
     pub frames: usize,
-    /// Learned positions per side.
+    /// Number of learned position embeddings along each side of their square grid.
     pub grid_side: usize,
-    /// Epsilon of the blocks' norms.
+    /// Epsilon that the RMSNorms of the tower add to the mean square.
     pub rms_norm_eps: f64,
 }
 

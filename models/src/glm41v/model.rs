@@ -50,7 +50,7 @@ pub struct Glm41v {
 }
 
 impl Glm41v {
-    /// Declares the model.
+    /// Declares all units and parameters of the model, without reading weights.
     ///
     /// # Errors
     /// When adapter targets or a selection do not fit, or learned keys and values are asked for.
@@ -79,7 +79,7 @@ impl Glm41v {
         })
     }
 
-    /// The configuration.
+    /// The configuration that the model was built from.
     #[must_use]
     pub fn config(&self) -> &Glm41vConfig {
         &self.config

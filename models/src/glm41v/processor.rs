@@ -17,7 +17,7 @@ pub struct ProcessorConfig {
     pub limits: ImageLimits,
     /// Side of a patch in pixels.
     pub patch_size: usize,
-    /// Normalization of bytes to values.
+    /// How pixel bytes become inputs of the vision tower.
     pub normalization: Normalization,
 }
 
@@ -101,7 +101,7 @@ pub(super) struct MarkerIds {
     pub(super) image_end: i32,
 }
 
-/// Texts of these tokens.
+/// Texts of the special tokens that the sample rules write or look for.
 pub(super) mod marker {
     pub(in super::super) const PREFIX: &str = "[gMASK]<sop>";
     pub(in super::super) const END: &str = "<|endoftext|>";
@@ -164,7 +164,7 @@ impl Glm41vProcessor {
         })
     }
 
-    /// Image settings.
+    /// The image settings of the model directory.
     #[must_use]
     pub fn config(&self) -> &ProcessorConfig {
         &self.config

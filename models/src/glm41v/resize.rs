@@ -7,9 +7,9 @@ pub struct ImageLimits {
     pub block: usize,
     /// Frames of an image; each counts towards its pixels.
     pub frames: usize,
-    /// Fewest pixels of all frames together.
+    /// Smallest number of pixels of the resized image, summed over its frames.
     pub min_pixels: usize,
-    /// Most pixels of all frames together.
+    /// Largest number of pixels of the resized image, summed over its frames.
     pub max_pixels: usize,
 }
 

@@ -9,14 +9,14 @@ use crate::nn::{Rotary, rope_frequencies, rotary_of};
 use crate::processor::Normalization;
 use kernels::{Backend, DType, RopeLayout, Tensor};
 
-/// Tables of the tower for the `P` patches of all images, in blocks of 2 x 2.
+/// Index tables of GLM-4.1V's vision tower for the `P` patches of all images, in blocks of 2 x 2.
 #[derive(Clone, Debug)]
 pub struct Glm41vTables {
     /// f32 `[P, learned positions]`: weight of every learned position in each patch's position.
     pub position_weights: Tensor,
-    /// Angles of the patches by row and column.
+    /// Cosines and sines of the rotary position embedding, by row and column of each patch.
     pub rotary: Rotary,
-    /// i32 `[P / 4]`: the first patch of each block.
+    /// i32 `[P / 4]`: the number of the first patch of each block of 2 x 2.
     pub block_rows: Tensor,
 }
 
@@ -27,7 +27,7 @@ impl VisionTables for Glm41vTables {
 }
 
 impl Glm41vTables {
-    /// Tables of images of `grids` (patches per column, per row).
+    /// Builds the tables of images of `grids` (patches per column, per row).
     ///
     /// # Errors
     /// When memory runs out.

@@ -53,7 +53,7 @@ impl VisionTower {
         }
     }
 
-    /// `[P, c]`, before the final norm.
+    /// Runs the tower; returns a row per patch, `[P, c]`, before the final norm.
     pub(super) fn forward<'m>(
         &'m self,
         tape: &Tape<'_, 'm>,

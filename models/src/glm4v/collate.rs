@@ -25,7 +25,7 @@ impl Glm4v {
         pack(samples, positions, rotary, vision, backend)
     }
 
-    /// Angles of `positions` for the decoder's heads.
+    /// Cosines and sines of the decoder's rotary position embedding for tokens at `positions`.
     pub(super) fn rotary(&self, positions: &[i32], backend: &dyn Backend) -> Result<Rotary> {
         let language = &self.config().language;
         let table = RotaryTable {
@@ -35,7 +35,7 @@ impl Glm4v {
         table.rotary(positions, self.options().rotary_dtype(), backend)
     }
 
-    /// The images of the batch; `None` without any.
+    /// Packs the images of the batch; `None` if it has none.
     fn vision_batch(
         &self,
         samples: &[SampleInput<'_>],

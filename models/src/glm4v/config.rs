@@ -4,46 +4,46 @@ use crate::config::{ConfigError, ConfigFile, Fields, at_most, divisible};
 use crate::eva::EvaConfig;
 use std::path::Path;
 
-/// The whole model.
+/// Configuration of a GLM-4V model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Glm4vConfig {
-    /// The decoder.
+    /// Sizes of the language decoder.
     pub language: LanguageConfig,
-    /// The vision tower.
+    /// Sizes of the EVA vision tower.
     pub vision: EvaConfig,
-    /// Divisor of an image's rows before they enter the language model.
+    /// Number by which an image's rows, learned ones included, are divided before they enter the language model.
     pub scaling_factor: f64,
-    /// Tokens that end an answer.
+    /// Ids of the tokens that end an answer.
     pub eos_ids: Vec<i32>,
 }
 
-/// The decoder.
+/// Sizes of the language decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LanguageConfig {
-    /// Width of the residual stream.
+    /// Width of the decoder's residual stream: elements of one token's hidden state.
     pub hidden_size: usize,
-    /// Width of the gated MLPs, the projector's too.
+    /// Inner width of the gated MLPs: those of the decoder blocks, and the projector's.
     pub intermediate_size: usize,
-    /// Decoder blocks.
+    /// Number of decoder blocks.
     pub num_layers: usize,
-    /// Query heads.
+    /// Number of query heads per block.
     pub num_heads: usize,
-    /// Key and value heads; divides `num_heads`.
+    /// Number of key and value heads per block; divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Elements per head; heads together may be wider or narrower than the residual stream.
+    /// Elements of one attention head; `num_heads * head_dim` may differ from `hidden_size`.
     pub head_dim: usize,
-    /// Rows of the embedding and of the output head.
+    /// Number of token ids: rows of the embedding and of the output head.
     pub vocab_size: usize,
-    /// Epsilon of every norm.
+    /// Epsilon that every norm of the decoder adds to the mean square.
     pub rms_norm_eps: f64,
-    /// Base of the rotary frequencies.
+    /// Base (theta) of the rotary position embedding's frequencies.
     pub rope_theta: f64,
     /// Whether queries, keys and values have a bias.
     pub qkv_bias: bool,
 }
 
 impl LanguageConfig {
-    /// Elements at the front of a head that rotate.
+    /// Number of elements at the front of a head that the rotary embedding rotates.
     #[must_use]
     pub fn rotary_dim(&self) -> usize {
         self.head_dim / 2
@@ -119,7 +119,7 @@ impl Glm4vConfig {
         Ok(config)
     }
 
-    /// Features of an image, without the learned rows around them.
+    /// Number of features of an image, without the learned rows around them.
     #[must_use]
     pub fn features(&self) -> usize {
         self.vision.patches() / 4

@@ -51,7 +51,7 @@ pub struct Glm4v {
 }
 
 impl Glm4v {
-    /// Declares the model.
+    /// Declares all units and parameters of the model, without reading weights.
     ///
     /// # Errors
     /// When adapter targets or a selection do not fit, or learned keys and values are asked for.
@@ -75,7 +75,7 @@ impl Glm4v {
         })
     }
 
-    /// The configuration.
+    /// The configuration that the model was built from.
     #[must_use]
     pub fn config(&self) -> &Glm4vConfig {
         &self.config

@@ -16,7 +16,7 @@ pub(super) mod marker {
     pub(in super::super) const IMAGE_END: &str = "<|end_of_image|>";
 }
 
-/// Their ids.
+/// Ids of the tokens whose texts are in `marker`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MarkerIds {
     pub(super) prefix: [i32; 2],

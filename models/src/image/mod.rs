@@ -49,7 +49,7 @@ impl RgbImage {
         self.height
     }
 
-    /// All bytes, `[height, width, 3]` row-major.
+    /// All bytes of the image, `[height, width, 3]` row-major, in the order red, green, blue.
     pub fn pixels(&self) -> &[u8] {
         &self.pixels
     }

@@ -12,7 +12,7 @@ pub trait ImageSource: Send + Sync {
     /// [`ImageError`] naming the file.
     fn dimensions(&self, path: &Path) -> Result<(usize, usize), ImageError>;
 
-    /// The decoded image.
+    /// Decodes the image that `path` names.
     ///
     /// # Errors
     /// [`ImageError`] naming the file.
@@ -50,7 +50,7 @@ impl ImageFolder {
         self
     }
 
-    /// The file that `path` stands for.
+    /// Path of the file that `path` names in a sample.
     ///
     /// # Errors
     /// [`ImageError::OutsideDirectory`] for a relative path that leaves the directory,

@@ -24,7 +24,7 @@ impl MiniCpm {
         pack(samples, positions, rotary, vision, backend)
     }
 
-    /// Angles of `positions` for the decoder's heads.
+    /// Cosines and sines of the decoder's rotary position embedding for tokens at `positions`.
     pub(super) fn rotary(&self, positions: &[i32], backend: &dyn Backend) -> Result<Rotary> {
         let language = &self.config().language;
         let table = RotaryTable {
@@ -34,7 +34,7 @@ impl MiniCpm {
         table.rotary(positions, self.options().dtype, backend)
     }
 
-    /// The images of the batch; `None` when no token row is replaced.
+    /// Packs the images of the batch; `None` when no token row is replaced.
     fn vision_batch(
         &self,
         samples: &[SampleInput<'_>],

@@ -13,7 +13,7 @@ const DEFAULT_SCALE_RESOLUTION: usize = 448;
 /// Slices per image of the published checkpoints.
 const DEFAULT_MAX_SLICES: usize = 9;
 
-/// Published family of a checkpoint.
+/// The published family that a checkpoint belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// MiniCPM-V: `vpm`, `resampler`, `llm`.
@@ -22,79 +22,80 @@ pub enum Family {
     Omni,
 }
 
-/// The whole model.
+/// Configuration of a MiniCPM-V or MiniCPM-o model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MiniCpmConfig {
-    /// MiniCPM-V or MiniCPM-o.
+    /// Whether the checkpoint is a MiniCPM-V or a MiniCPM-o.
     pub family: Family,
-    /// The Qwen2 decoder.
+    /// Sizes of the Qwen2 language decoder.
     pub language: LanguageConfig,
-    /// The SigLIP vision tower.
+    /// Sizes of the SigLIP vision tower.
     pub vision: VisionConfig,
-    /// Image tokens per slice: queries of the resampler.
+    /// Number of image tokens per slice, which is the number of the resampler's queries.
     pub query_num: usize,
     /// Whether the vision tower is built without its last layer.
     pub drop_vision_last_layer: bool,
-    /// Slices per chunk of the vision tower; it has no effect on results.
+    /// Largest number of slices that the vision tower takes at once in the published code; results do not depend on
+    /// it.
     pub vision_batch_size: usize,
     /// Whether images are numbered in the prompt.
     pub use_image_id: bool,
-    /// Settings of slicing.
+    /// How large images are cut into cells.
     pub slicing: SlicingConfig,
 }
 
-/// The Qwen2 decoder.
+/// Sizes of the Qwen2 language decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LanguageConfig {
-    /// Width of the residual stream.
+    /// Width of the decoder's residual stream: elements of one token's hidden state.
     pub hidden_size: usize,
-    /// Width of the gated MLP.
+    /// Inner width of the gated MLP in each block.
     pub intermediate_size: usize,
-    /// Decoder blocks.
+    /// Number of decoder blocks.
     pub num_layers: usize,
-    /// Query heads.
+    /// Number of query heads per block.
     pub num_heads: usize,
-    /// Key and value heads; divides `num_heads`.
+    /// Number of key and value heads per block; divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Elements per head.
+    /// Elements of one attention head.
     pub head_dim: usize,
-    /// Rows of the embedding and of the output head.
+    /// Number of token ids: rows of the embedding and of the output head.
     pub vocab_size: usize,
-    /// Epsilon of every RMSNorm.
+    /// Epsilon that every RMSNorm of the decoder adds to the mean square.
     pub rms_norm_eps: f64,
-    /// Base of the rotary frequencies.
+    /// Base (theta) of the rotary position embedding's frequencies.
     pub rope_theta: f64,
     /// Whether the output head shares the embedding.
     pub tie_word_embeddings: bool,
-    /// Standard deviation of random initial values.
+    /// Standard deviation of the normal distribution of random initial weights.
     pub initializer_range: f64,
 }
 
-/// The SigLIP vision tower.
+/// Sizes of the SigLIP vision tower.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VisionConfig {
-    /// Width of the residual stream.
+    /// Width of the tower's residual stream: elements per patch.
     pub hidden_size: usize,
-    /// Width of the MLP.
+    /// Inner width of the MLP in each layer.
     pub intermediate_size: usize,
-    /// Layers of the model: one less than in the file if the last is dropped.
+    /// Number of transformer layers that the model has: one less than in the file if the last is dropped.
     pub num_layers: usize,
-    /// Attention heads.
+    /// Number of attention heads per layer.
     pub num_heads: usize,
-    /// Elements per head.
+    /// Elements of one attention head.
     pub head_dim: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
-    /// Positions per side of the learned position grid.
+    /// Number of learned position embeddings along each side of their square grid.
     pub grid_side: usize,
-    /// Epsilon of every LayerNorm.
+    /// Epsilon that every LayerNorm of the tower adds to the variance.
     pub layer_norm_eps: f64,
 }
 
-/// Settings of slicing.
+/// How large images are cut into cells, each a slice of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlicingConfig {
-    /// Most cells of an image, without the overview; 1 never cuts.
+    /// Largest number of cells of an image, without the overview; 1 means that images are never cut.
     pub max_slice_nums: usize,
     /// Side of a square with about the area of a slice, in pixels.
     pub scale_resolution: usize,
@@ -140,7 +141,7 @@ impl MiniCpmConfig {
         Ok(config)
     }
 
-    /// Heads of the resampler's attention.
+    /// Number of heads of the attention in the resampler.
     pub fn resampler_heads(&self) -> usize {
         self.language.hidden_size / RESAMPLER_HEAD_DIM
     }

@@ -48,7 +48,7 @@ pub struct MiniCpm {
 }
 
 impl MiniCpm {
-    /// Declares the model.
+    /// Declares all units and parameters of the model, without reading weights.
     ///
     /// # Errors
     /// When the embedding is tied to the head, or adapter targets or a selection do not fit.
@@ -83,7 +83,7 @@ impl MiniCpm {
         })
     }
 
-    /// The configuration.
+    /// The configuration that the model was built from.
     #[must_use]
     pub fn config(&self) -> &MiniCpmConfig {
         &self.config

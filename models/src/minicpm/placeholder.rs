@@ -43,7 +43,7 @@ pub(super) fn substitute(
     }
 }
 
-/// The text in place of each image.
+/// The placeholder text of each image, in the order of `plans`.
 fn placeholders(
     plans: &[SlicePlan],
     config: &ProcessorConfig,

@@ -12,34 +12,34 @@ use crate::text::{ChatTemplate, Tokenizer, TokenizerError};
 /// Texts of the markers around image features in a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Markers {
-    /// Before the overview, and before its features.
+    /// Marker before the features of an image's overview (the whole image, resized).
     pub image_start: String,
-    /// After the overview.
+    /// Marker after the features of the overview.
     pub image_end: String,
-    /// Before a cell.
+    /// Marker before the features of a cell (a part of a large image).
     pub slice_start: String,
-    /// After a cell.
+    /// Marker after the features of a cell.
     pub slice_end: String,
-    /// Before the number of an image.
+    /// Marker before the number of an image.
     pub image_id_start: String,
-    /// After the number of an image.
+    /// Marker after the number of an image.
     pub image_id_end: String,
-    /// Placeholder token of one feature.
+    /// Placeholder token that one image feature replaces.
     pub feature: String,
 }
 
 /// Image and prompt settings of a model directory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProcessorConfig {
-    /// Settings of slicing.
+    /// How large images are cut into cells.
     pub slicing: SlicingConfig,
-    /// Image tokens per slice.
+    /// Number of image tokens per slice.
     pub query_num: usize,
     /// Whether images are numbered in the prompt.
     pub use_image_id: bool,
-    /// Normalization of bytes to values.
+    /// How pixel bytes become inputs of the vision tower.
     pub normalization: Normalization,
-    /// Marker texts.
+    /// Texts of the markers around image features.
     pub markers: Markers,
 }
 
@@ -188,7 +188,7 @@ impl MiniCpmProcessor {
         })
     }
 
-    /// Image and prompt settings.
+    /// The image and prompt settings of the model directory.
     pub fn config(&self) -> &ProcessorConfig {
         &self.config
     }

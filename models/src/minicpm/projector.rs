@@ -13,7 +13,7 @@ use crate::params::ParamBuilder;
 use engine::{ParamId, UnitId};
 use kernels::{Backend, DType, Shape, Tag, Tensor};
 
-/// Epsilon of the resampler's norms.
+/// Epsilon of the resampler's norms, added to the variance.
 const EPS: f32 = 1e-6;
 
 /// The vision tower's final norm and the resampler, one unit.
@@ -23,7 +23,7 @@ pub(super) struct Resampler {
     post_norm: LayerNorm,
     query: ParamId,
     kv_proj: LinearParams,
-    /// Thirds of the packed q, k, v projection.
+    /// Rows of the packed projection that yield the queries; `k` and `v` are the other two thirds.
     q: LinearParams,
     k: LinearParams,
     v: LinearParams,
@@ -70,7 +70,7 @@ impl Resampler {
         }
     }
 
-    /// `[P, c]` from the vision tower to `[N * Q, D]`.
+    /// Runs the norm and the resampler: `[P, c]` from the vision tower to `[N * Q, D]`.
     pub(super) fn forward<'m>(
         &'m self,
         tape: &Tape<'_, 'm>,

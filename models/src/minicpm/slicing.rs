@@ -7,22 +7,22 @@ use super::config::SlicingConfig;
 use crate::data::Slice;
 use crate::image::{RgbImage, resize};
 
-/// Width and height in pixels.
+/// Width and height of an image, in pixels.
 pub type PixelSize = (usize, usize);
 
-/// Cells of a large image.
+/// The grid of equal cells into which a large image is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cells {
-    /// Cells side by side.
+    /// Number of cells in a row.
     pub cols: usize,
-    /// Cells on top of each other.
+    /// Number of rows of cells.
     pub rows: usize,
-    /// Size of each cell.
+    /// Size of each cell, in pixels.
     pub cell: PixelSize,
 }
 
 impl Cells {
-    /// Size of the resized image before it is cut into cells.
+    /// Size to which the image is resized before it is cut into cells, in pixels.
     pub fn refined(&self) -> PixelSize {
         (self.cell.0 * self.cols, self.cell.1 * self.rows)
     }
@@ -31,15 +31,15 @@ impl Cells {
 /// Slices of an image of a given size; a pure function of that size and the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlicePlan {
-    /// Size of the overview.
+    /// Size of the overview (the whole image, resized), in pixels.
     pub overview: PixelSize,
-    /// The cells; none for a small image.
+    /// The grid of cells; `None` for a small image, which has only the overview.
     pub cells: Option<Cells>,
     patch_size: usize,
 }
 
 impl SlicePlan {
-    /// Plans an image of `width` x `height` pixels.
+    /// Plans the slices of an image of `width` x `height` pixels.
     ///
     /// # Panics
     /// If a size is zero.
@@ -89,7 +89,7 @@ impl SlicePlan {
         1 + self.cells.map_or(0, |cells| cells.cols * cells.rows)
     }
 
-    /// Patches of all slices together.
+    /// Number of patches of all slices together, the overview included.
     pub fn patches(&self) -> usize {
         self.shapes().iter().map(|(rows, cols)| rows * cols).sum()
     }

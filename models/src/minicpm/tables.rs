@@ -9,18 +9,19 @@ use crate::error::Result;
 use crate::ops::Sequences;
 use kernels::{Backend, Tensor};
 
-/// Tables of MiniCPM's vision tower and resampler.
+/// Index tables of a batch of `N` slices with `P` patches, for MiniCPM's vision tower and its resampler of `Q`
+/// queries.
 #[derive(Clone, Debug)]
 pub struct MiniCpmTables {
-    /// i32 `[P]`: row of the learned position table.
+    /// i32 `[P]`: for each patch, its row in the table of learned positions.
     pub position_ids: Tensor,
-    /// i32 `[P]`: patch row and patch column inside the slice.
+    /// i32 `[P]` each: row and column of every patch inside its slice.
     pub patch_coords: [Tensor; 2],
-    /// Largest patch row and column plus one.
+    /// Number of rows and of columns that cover the patches of every slice.
     pub grid: [usize; 2],
-    /// Attention of a slice's queries to its patches.
+    /// Row ranges by slice: the resampler's queries of a slice attend to the patches of the same slice.
     pub resample: Sequences,
-    /// i32 `[N * Q]`: `0..Q` for every slice.
+    /// i32 `[N * Q]`: the numbers of the resampler's queries, `0..Q` for every slice.
     pub query_index: Tensor,
 }
 
@@ -31,7 +32,7 @@ impl VisionTables for MiniCpmTables {
 }
 
 impl MiniCpmTables {
-    /// Tables of slices of `grids` (patches per column, per row).
+    /// Builds the tables of slices of `grids` (patches per column, per row).
     ///
     /// # Errors
     /// When memory runs out.

@@ -9,7 +9,7 @@ use crate::generate::CachedLayer;
 use crate::ops::Sequences;
 use crate::params::ParamScope;
 
-/// Sizes of a self-attention layer.
+/// Sizes of a self-attention layer, and the names of its projections.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SelfAttentionConfig {
     /// Width `c` of the residual stream.
@@ -24,9 +24,9 @@ pub struct SelfAttentionConfig {
     pub fused: Option<&'static str>,
     /// Whether q, k and v have a bias.
     pub qkv_bias: bool,
-    /// Whether the output projection has one.
+    /// Whether the output projection has a bias.
     pub out_bias: bool,
-    /// Name of the output projection.
+    /// Name of the module of the output projection.
     pub out_name: &'static str,
 }
 
@@ -38,17 +38,17 @@ pub struct SelfAttention {
     config: SelfAttentionConfig,
 }
 
-/// Weights of queries, keys and values.
+/// Weights of the query, key and value projections.
 #[derive(Clone, PartialEq, Debug)]
 enum Projections {
-    /// A weight each.
+    /// One weight per projection.
     Apart(Box<[Linear; 3]>),
-    /// One weight, in that order.
+    /// One weight for all three, in that order.
     Fused(FusedLinear),
 }
 
 impl SelfAttention {
-    /// Declares the projections below `name`.
+    /// Declares the parameters of the layer's projections, below the module `name`.
     pub fn new(params: &mut ParamScope<'_, '_>, name: &str, config: SelfAttentionConfig) -> Self {
         let mut scope = params.at(name);
         let (c, d) = (config.width, config.head_dim);
@@ -72,8 +72,8 @@ impl SelfAttention {
         }
     }
 
-    /// `[t, c]` to `[t, c]`; with `rotary`, queries and keys are rotated; with `cache`, keys and
-    /// values go through it.
+    /// Applies the layer to `x`: `[t, c]` to `[t, c]`. With `rotary`, queries and keys are rotated; with `cache`,
+    /// keys and values are stored in it and read from it.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

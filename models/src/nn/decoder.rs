@@ -10,9 +10,10 @@ use crate::generate::CachedLayer;
 use crate::params::{ParamBuilder, ParamScope};
 use engine::UnitId;
 
-/// A layer of a decoder.
+/// One layer of a language decoder, as [`Decoder`] runs it.
 pub trait DecoderLayer: std::fmt::Debug {
-    /// `[T, D]` to `[T, D]`; with `cache`, keys and values go through it.
+    /// Applies the layer to `x`: `[T, D]` to `[T, D]`. With `cache`, keys and values are stored in it and read from
+    /// it.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
@@ -25,7 +26,7 @@ pub trait DecoderLayer: std::fmt::Debug {
     ) -> Result<Var>;
 }
 
-/// Layers of one kind, one unit each.
+/// The layers of a decoder, all of one kind, one unit each.
 #[derive(Debug)]
 pub struct DecoderLayers<L> {
     layers: Vec<(UnitId, L)>,
@@ -50,14 +51,14 @@ impl<L: DecoderLayer> DecoderLayers<L> {
     }
 }
 
-/// A whole decoder.
+/// A whole language decoder: token embedding, layers of kind `L`, last norm and output head.
 #[derive(Debug)]
 pub struct Decoder<L> {
-    /// The first unit.
+    /// The token embedding, which is the first unit.
     pub embed: TokenEmbedding,
-    /// The decoder layers.
+    /// The decoder layers, one unit each.
     pub layers: DecoderLayers<L>,
-    /// The last unit.
+    /// The last norm and the output head, which are the last unit.
     pub head: LmHead,
 }
 
@@ -68,20 +69,20 @@ pub struct DecoderConfig {
     pub embed: [&'static str; 2],
     /// Stem of the layers' units and of their modules; a layer's number follows.
     pub layers: [&'static str; 2],
-    /// Number of layers.
+    /// Number of decoder layers.
     pub num_layers: usize,
     /// Module of the norm before the head.
     pub norm: &'static str,
     /// Unit and module of the head.
     pub head: [&'static str; 2],
-    /// Rows of embedding and head.
+    /// Rows of the embedding's and the head's weights, one per token id.
     pub vocabulary: usize,
-    /// The layers.
+    /// Sizes of each layer, and the names of its modules.
     pub block: DecoderBlockConfig,
 }
 
 impl Decoder<DecoderBlock> {
-    /// Declares the decoder.
+    /// Declares the parameters of the whole decoder.
     ///
     /// # Errors
     /// When embedding or head is an adapter target.

@@ -10,17 +10,17 @@ use crate::params::ParamScope;
 /// Sizes of a [`DecoderBlock`], and the names of its modules in the checkpoint.
 #[derive(Clone, PartialEq, Debug)]
 pub struct DecoderBlockConfig {
-    /// Width of the residual stream.
+    /// Width of the residual stream: elements of one token's hidden state.
     pub width: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub kv_heads: usize,
-    /// Elements per head.
+    /// Elements of one attention head.
     pub head_dim: usize,
-    /// Width of the gated MLP.
+    /// Inner width of the gated MLP.
     pub inner: usize,
-    /// Epsilon of the norms.
+    /// Epsilon that the block's RMSNorms add to the mean square.
     pub eps: f32,
     /// Whether q, k and v have a bias (Qwen2 does, Llama does not).
     pub qkv_bias: bool,
@@ -31,22 +31,22 @@ pub struct DecoderBlockConfig {
 /// Names of a block's modules, and which of them the checkpoint fuses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BlockNames {
-    /// Name of the attention's module.
+    /// Name of the attention module.
     pub attention: &'static str,
-    /// The weight of q, k and v; without it `q_proj`, `k_proj` and `v_proj`.
+    /// Name of the one module that projects to q, k and v; `None` if they are `q_proj`, `k_proj` and `v_proj`.
     pub fused_qkv: Option<&'static str>,
-    /// The attention's output projection.
+    /// Name of the attention's output projection.
     pub out: &'static str,
-    /// The weight of gate and up; without it `gate_proj` and `up_proj`.
+    /// Name of the one module that projects to gate and up; `None` if they are `gate_proj` and `up_proj`.
     pub fused_gate_up: Option<&'static str>,
-    /// The MLP's output projection.
+    /// Name of the MLP's output projection.
     pub down: &'static str,
-    /// Norms of the outputs of attention and MLP, where the block has them.
+    /// Names of the norms on the outputs of attention and MLP, if the block has them.
     pub output_norms: Option<[&'static str; 2]>,
 }
 
 impl BlockNames {
-    /// Those of Llama and Qwen2.
+    /// The names in checkpoints of Llama and Qwen2.
     pub const LLAMA: Self = Self {
         attention: "self_attn",
         fused_qkv: None,

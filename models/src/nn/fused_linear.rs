@@ -10,18 +10,18 @@ use std::ops::Range;
 /// product of its own, so that no output has to be split.
 #[derive(Clone, PartialEq, Debug)]
 pub struct FusedLinear {
-    /// Weight and bias of all.
+    /// The weight that holds all projections one above the other, and the bias, if any.
     pub base: LinearParams,
-    /// The adapter of all, or one per projection.
+    /// The one adapter of all projections, or the stack of their own adapters.
     pub adapter: Option<LoraParams>,
-    /// Rows of each projection.
+    /// For each projection, its rows of the weight.
     pub parts: Vec<Range<usize>>,
-    /// Whether each projection has an adapter of its own.
+    /// Whether each projection has an adapter of its own, instead of one for all.
     pub own_adapters: bool,
 }
 
 impl FusedLinear {
-    /// Each projection as a layer of its own.
+    /// Returns each projection as a layer of its own; `N` must be the number of `parts`.
     #[must_use]
     pub fn layers<const N: usize>(&self) -> [Linear; N] {
         debug_assert_eq!(N, self.parts.len());
@@ -34,7 +34,8 @@ impl FusedLinear {
         })
     }
 
-    /// All projections, in order: `[t, k]` to `[t, rows of the part]` of each.
+    /// Applies all projections to `x` `[t, k]`: the results are `[t, n]`, in the order of `parts`, with `n` the rows
+    /// of the part.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

@@ -8,7 +8,7 @@ use crate::ops::LinearLayer;
 pub type Linear = LinearLayer;
 
 impl Linear {
-    /// `[t, k]` to `[t, n]`.
+    /// Applies the layer to `x`: `[t, k]` to `[t, n]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

@@ -12,33 +12,33 @@ use kernels::{DType, Tensor};
 /// Names and sizes of a [`LmHead`].
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LmHeadConfig<'a> {
-    /// The unit.
+    /// Name of the unit that holds norm and head.
     pub unit: &'a str,
-    /// Path of the norm.
+    /// Path of the norm's module.
     pub norm: &'a str,
-    /// Path of the head.
+    /// Path of the head's module.
     pub head: &'a str,
-    /// `v`.
+    /// Number of tokens of the vocabulary, `v`.
     pub vocabulary: usize,
-    /// `D`.
+    /// Elements of one token's hidden state, `D`.
     pub width: usize,
-    /// Epsilon of the norm.
+    /// Epsilon that the norm adds to the mean square.
     pub eps: f32,
 }
 
-/// The last norm and the head, one unit.
+/// The last norm of a decoder and its output head, together one unit.
 #[derive(Debug)]
 pub struct LmHead {
-    /// Unit of norm and head.
+    /// The unit that holds norm and head.
     pub unit: UnitId,
-    /// Before the head.
+    /// The norm that is applied before the head.
     pub norm: RmsNorm,
-    /// `[v, c]`.
+    /// Weight of the head, `[v, c]`: one row per token of the vocabulary.
     pub weight: ParamId,
 }
 
 impl LmHead {
-    /// Declares the norm and the head's weight `[v, D]`.
+    /// Declares the parameters of the norm and of the head, whose weight is `[v, D]`.
     ///
     /// # Errors
     /// When the head is an adapter target.
@@ -53,7 +53,7 @@ impl LmHead {
         })
     }
 
-    /// Losses of all rows of `hidden [t, c]`.
+    /// Cross entropy of each row of the hidden states `hidden`, `[t, c]`.
     ///
     /// # Errors
     /// When the engine or the device fails.
@@ -68,7 +68,7 @@ impl LmHead {
         })
     }
 
-    /// f32 logits of the rows `index`, or of all rows.
+    /// f32 logits of the rows `index` of `hidden`, or of all rows without an `index`.
     ///
     /// # Errors
     /// When the engine or the device fails.

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::params::ParamScope;
 use kernels::Gelu;
 
-/// `fc2(gelu(fc1(x)))` with biases: vision towers.
+/// MLP of the vision towers: `fc2(gelu(fc1(x)))`, both layers with biases.
 #[derive(Clone, PartialEq, Debug)]
 pub struct GeluMlp {
     fc1: Linear,
@@ -31,7 +31,7 @@ impl GeluMlp {
         }
     }
 
-    /// `[t, c]` to `[t, c]`.
+    /// Applies the MLP to `x`: `[t, c]` to `[t, c]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
@@ -49,12 +49,12 @@ pub struct GatedMlp {
     down: Linear,
 }
 
-/// Weights of gate and up.
+/// Weights of the gate and up projections.
 #[derive(Clone, PartialEq, Debug)]
 enum GateUp {
-    /// A weight each.
+    /// One weight per projection.
     Apart(Box<[Linear; 2]>),
-    /// One weight, the gate first.
+    /// One weight for both, the gate's rows first.
     Fused(FusedLinear),
 }
 
@@ -84,7 +84,7 @@ impl GatedMlp {
         }
     }
 
-    /// Gate, up and down, for operations over several layers.
+    /// The gate, up and down projections, for operations over several layers.
     #[must_use]
     pub fn layers(&self) -> [Linear; 3] {
         let [gate, up] = match &self.inputs {
@@ -94,7 +94,7 @@ impl GatedMlp {
         [gate, up, self.down.clone()]
     }
 
-    /// `[t, c]` to `[t, c]`.
+    /// Applies the MLP to `x`: `[t, c]` to `[t, c]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

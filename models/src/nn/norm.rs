@@ -8,16 +8,16 @@ use engine::ParamId;
 /// Layer norm with weight and bias.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LayerNorm {
-    /// Scale, `[c]`.
+    /// Parameter that scales each element, `[c]`.
     pub weight: ParamId,
-    /// Shift, `[c]`.
+    /// Parameter that is added to each element, `[c]`.
     pub bias: ParamId,
-    /// Added to the variance.
+    /// Epsilon, added to the variance before its square root is taken.
     pub eps: f32,
 }
 
 impl LayerNorm {
-    /// Declares `name.weight` and `name.bias`.
+    /// Declares the parameters `weight` and `bias`, `[c]` each, below the module `name`.
     pub fn new(params: &mut ParamScope<'_, '_>, name: &str, c: usize, eps: f32) -> Self {
         let mut inner = params.at(name);
         Self {
@@ -27,7 +27,7 @@ impl LayerNorm {
         }
     }
 
-    /// `[.., c]` to `[.., c]`.
+    /// Normalizes `x` over its last axis: `[.., c]` to `[.., c]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.
@@ -36,23 +36,23 @@ impl LayerNorm {
     }
 }
 
-/// Root-mean-square norm.
+/// Root-mean-square norm (RMSNorm) with a weight and no bias.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct RmsNorm {
-    /// Scale, `[c]`.
+    /// Parameter that scales each element, `[c]`.
     pub weight: ParamId,
-    /// Added to the mean square.
+    /// Epsilon, added to the mean square before its square root is taken.
     pub eps: f32,
 }
 
 impl RmsNorm {
-    /// Declares `name.weight`.
+    /// Declares the parameter `weight`, `[c]`, below the module `name`.
     pub fn new(params: &mut ParamScope<'_, '_>, name: &str, c: usize, eps: f32) -> Self {
         let weight = params.at(name).param("weight", [c]);
         Self { weight, eps }
     }
 
-    /// `[.., c]` to `[.., c]`.
+    /// Normalizes `x` over its last axis: `[.., c]` to `[.., c]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

@@ -14,20 +14,20 @@ use kernels::{Backend, Tensor};
 /// Tables of a batch of `S` samples and `T` tokens, for `P` learned tokens of `g` heads; each i32.
 #[derive(Clone, Debug)]
 pub struct PrefixTables {
-    /// `[S * P * g]`: heads of the keys, among all of `[2, g, P]`.
+    /// `[S * P * g]`: rows of the learned keys in the parameter, seen as `[2 * g * P, d]`.
     keys: Tensor,
-    /// `[S * P * g]`: heads of the values.
+    /// `[S * P * g]`: rows of the learned values in the parameter, seen in the same way.
     values: Tensor,
-    /// `[S * P]`: rows of the learned tokens.
+    /// `[S * P]`: rows of the learned tokens among all keys of the batch.
     prefix_rows: Tensor,
-    /// `[T]`: rows of the batch's tokens.
+    /// `[T]`: rows of the batch's own tokens among all keys.
     token_rows: Tensor,
-    /// Attention of the batch's queries to all rows.
+    /// Row ranges of the samples: queries attend to the learned tokens and the earlier tokens of their own sample.
     pub(crate) sequences: Sequences,
 }
 
 impl PrefixTables {
-    /// For samples that begin at `starts` (and end where the next one does).
+    /// Builds the tables for samples whose token rows begin at `starts` (and end where the next sample begins).
     ///
     /// # Errors
     /// When memory runs out.
@@ -71,7 +71,7 @@ pub(crate) struct Prefix {
 }
 
 impl Prefix {
-    /// Declares `prefix`.
+    /// Declares the parameter `prefix` of one layer, `[2, heads, tokens, head_dim]`: keys first, then values.
     pub(crate) fn new(
         params: &mut ParamScope<'_, '_>,
         tokens: usize,

@@ -4,18 +4,18 @@ use crate::batch::upload;
 use crate::error::Result;
 use kernels::{Backend, DType, Float, RopeLayout, Tensor};
 
-/// Angles of rotary positions, one row per token.
+/// Cosines and sines of the rotary position embedding, one row per token.
 #[derive(Clone, Debug)]
 pub struct Rotary {
-    /// Cosines, f32 `[t, w]`.
+    /// Cosines of the angles, f32 `[t, w]`: `t` tokens, `w` rotating pairs of a head.
     pub cos: Tensor,
-    /// Sines, f32 `[t, w]`.
+    /// Sines of the angles, f32 `[t, w]`.
     pub sin: Tensor,
-    /// Which elements rotate together.
+    /// Which two elements of a head rotate as a pair.
     pub layout: RopeLayout,
 }
 
-/// `theta^(-2i / rotary)` for `i < rotary / 2`.
+/// Frequencies `theta^(-2i / rotary)` of the rotating pairs, for `i < rotary / 2`.
 #[must_use]
 pub fn rope_frequencies(rotary: usize, theta: f32) -> Vec<f32> {
     (0..rotary / 2)
@@ -26,14 +26,14 @@ pub fn rope_frequencies(rotary: usize, theta: f32) -> Vec<f32> {
 /// Frequencies of the rotating pairs, and the pairs' layout.
 #[derive(Clone, PartialEq, Debug)]
 pub struct RotaryTable {
-    /// `[w]`.
+    /// Radians per position of each rotating pair, `[w]`.
     pub frequencies: Vec<f32>,
-    /// Which elements rotate together.
+    /// Which two elements of a head rotate as a pair.
     pub layout: RopeLayout,
 }
 
 impl RotaryTable {
-    /// Angles `position * frequency` of every position; cosines and sines as `dtype` represents them.
+    /// Cosines and sines of the angles `position * frequency`, a row per position, rounded to `dtype`.
     ///
     /// # Errors
     /// When memory runs out.
@@ -45,7 +45,7 @@ impl RotaryTable {
     }
 }
 
-/// Cosines and sines of `angles` (rows of `width`), as `dtype` represents them.
+/// Cosines and sines of `angles` (rows of `width`), rounded to `dtype`.
 ///
 /// # Errors
 /// When memory runs out.
@@ -67,7 +67,7 @@ pub fn rotary_of(
     })
 }
 
-/// `x` as `dtype` represents it.
+/// Rounds `x` to bf16 or f16 and returns it as f32; other dtypes leave it unchanged.
 #[must_use]
 pub fn round(x: f32, dtype: DType) -> f32 {
     match dtype {

@@ -34,7 +34,7 @@ impl TokenEmbedding {
         })
     }
 
-    /// Embeddings of the tokens, with rows replaced by `features`: `[T, D]`.
+    /// Looks up the embeddings of the batch's tokens and replaces rows by `features`: `[T, D]`.
     ///
     /// # Errors
     /// When the engine or the device fails.

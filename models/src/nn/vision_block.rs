@@ -7,20 +7,20 @@ use crate::ops::Sequences;
 use crate::params::ParamScope;
 use kernels::Gelu;
 
-/// Sizes of a [`VisionBlock`].
+/// Sizes of a [`VisionBlock`], and its activation function.
 #[derive(Clone, PartialEq, Debug)]
 pub struct VisionBlockConfig {
-    /// Width of the residual stream.
+    /// Width of the residual stream: elements per patch.
     pub width: usize,
-    /// Attention heads.
+    /// Number of attention heads.
     pub heads: usize,
-    /// Elements per head.
+    /// Elements of one attention head.
     pub head_dim: usize,
-    /// Width of the MLP.
+    /// Inner width of the MLP.
     pub inner: usize,
-    /// Epsilon of the norms.
+    /// Epsilon that the block's norms add to the variance.
     pub eps: f32,
-    /// The MLP's nonlinearity.
+    /// Form of GELU between the two layers of the MLP.
     pub gelu: Gelu,
 }
 
@@ -34,7 +34,7 @@ pub struct VisionBlock {
 }
 
 impl VisionBlock {
-    /// Declares the block's parameters.
+    /// Declares the parameters of the block's norms, attention and MLP.
     pub fn new(params: &mut ParamScope<'_, '_>, config: &VisionBlockConfig) -> Self {
         let (c, eps) = (config.width, config.eps);
         let attention = SelfAttentionConfig {
@@ -55,7 +55,7 @@ impl VisionBlock {
         }
     }
 
-    /// `[p, c]` to `[p, c]`.
+    /// Applies the block to the patches `x`: `[p, c]` to `[p, c]`.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

@@ -11,18 +11,18 @@ use kernels::{
     AdapterDropout, AdapterGrads, DType, Tensor, Transpose,
 };
 
-/// Parameters of a low-rank adapter.
+/// The parameters and settings of a low-rank adapter (LoRA) of a linear layer with weight `[n, k]`.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LoraParams {
-    /// Matrix A, `[r, k]`.
+    /// Parameter A of the adapter, `[r, k]`, which its input is multiplied by first.
     pub lora_a: ParamId,
-    /// Matrix B, `[n, r]`.
+    /// Parameter B of the adapter, `[n, r]`.
     pub lora_b: ParamId,
     /// Factor on the adapter's output, `alpha / r`.
     pub scale: f32,
     /// Dropout probability of the adapter's input while training.
     pub dropout: f32,
-    /// Kind of rows of the layer's input, from which dropout takes its row words.
+    /// Whether the rows of the layer's input are tokens or patches; dropout draws its mask by them.
     pub rows: Rows,
     /// Index of the adapter if `lora_a` is a stack of several adapters with `r` rows each. `None` if it is one
     /// adapter.
@@ -43,11 +43,12 @@ impl LoraParams {
 pub struct LinearLayer {
     /// Weight and bias of the base layer.
     pub base: LinearParams,
-    /// Low-rank adapter, if any.
+    /// Parameters of the layer's low-rank adapter, if it has one.
     pub adapter: Option<LoraParams>,
 }
 
-/// Dropout mask of an adapter's input, stored as row words and key. Backward computes the mask from them again.
+/// Dropout mask of an adapter's input, stored as the rows' numbers and the adapter's key, from which backward
+/// computes the mask again.
 #[derive(Clone)]
 struct Mask {
     words: Tensor,
@@ -64,7 +65,7 @@ struct Adapter {
 }
 
 impl Adapter {
-    /// Adapter with the row range of `base`.
+    /// The adapter `params` of a layer `base`, with the same rows of its outputs.
     fn new(scope: &Scope<'_>, base: &LinearParams, params: LoraParams) -> Result<Self> {
         let rank = scope.weight(params.lora_b)?.shape().last();
         let half = |id, rows| LinearParams {
@@ -86,7 +87,7 @@ impl Adapter {
     }
 }
 
-/// Layer for backward, with its trainable parameters.
+/// What backward needs of a layer: its weights, which of them train, and its adapter.
 struct Part {
     base: LinearParams,
     train_weight: bool,
@@ -94,7 +95,7 @@ struct Part {
     adapter: Option<Adapter>,
 }
 
-/// Tensors of a layer's parameters, narrowed to the rows in use.
+/// Weight tensors of a layer, narrowed to the rows in use.
 struct PartTensors {
     weight: Tensor,
     bias: Option<Tensor>,

@@ -11,18 +11,18 @@ use kernels::{GroupedMatmulArgs, MatmulGroup, Tensor, Transpose};
 pub struct RowGroups(pub [Tensor; 2]);
 
 impl RowGroups {
-    /// Row numbers of the two groups.
+    /// The row numbers of the two groups, i32 each.
     #[must_use]
     pub fn rows(&self) -> [&Tensor; 2] {
         self.0.each_ref()
     }
 }
 
-/// One row group and its layer.
+/// One group of rows and the linear layer that is applied to it.
 #[derive(Clone, Debug)]
 struct Group {
     params: LinearParams,
-    /// Row numbers, i32.
+    /// Numbers of the rows in the group, i32.
     rows: Tensor,
 }
 

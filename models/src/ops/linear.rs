@@ -6,12 +6,12 @@ use engine::ParamId;
 use kernels::{DType, MatmulArgs, Tensor, Transpose};
 use std::ops::Range;
 
-/// Parameters of a linear layer.
+/// The parameters of a linear layer, `x W^T + bias`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LinearParams {
-    /// Weight `[n, ..]`. Further axes (of a convolution kernel) are folded into `k`.
+    /// Weight `W` of the layer, `[n, ..]`. Further axes (of a convolution kernel) are folded into `k`.
     pub weight: ParamId,
-    /// Bias `[n]`, if any.
+    /// Bias `[n]` of the layer, if it has one.
     pub bias: Option<ParamId>,
     /// Rows of weight and bias to use, e.g. one third of a fused query-key-value weight. `None` means all.
     pub rows: Option<Range<usize>>,

@@ -8,7 +8,7 @@ use kernels::{Backend, DType, LossGrads, LossNeeds, Shape, Tag, Tensor};
 const OP: &str = "linear_cross_entropy";
 
 impl Scope<'_> {
-    /// Cross entropy through the output projection.
+    /// Cross entropy of every row, computed from hidden states and the weight of the output head.
     ///
     /// The logits of each row of `hidden [t, c]` are its product with the head `weight [v, c]`. They are compared
     /// with `labels` (i32 `[t]`, already shifted). The result is f32 `[t]`, zero where the label is ignored.

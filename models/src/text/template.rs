@@ -21,7 +21,7 @@ pub enum TemplateError {
     /// A file cannot be read.
     #[error("cannot read {}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file that cannot be read.
         path: PathBuf,
         /// What the operating system said.
         source: std::io::Error,
@@ -29,7 +29,7 @@ pub enum TemplateError {
     /// A file has unexpected content.
     #[error("{} is not valid: {reason}", path.display())]
     Invalid {
-        /// The file.
+        /// Path of the file with the unexpected content.
         path: PathBuf,
         /// What the parser found.
         reason: String,
@@ -37,7 +37,7 @@ pub enum TemplateError {
     /// The model directory holds no template.
     #[error("{} has no chat template", dir.display())]
     Missing {
-        /// The model directory.
+        /// The model directory that was searched.
         dir: PathBuf,
     },
     /// The template is not valid Jinja.
@@ -46,9 +46,9 @@ pub enum TemplateError {
     /// The template failed on a conversation.
     #[error("the chat template fails on a conversation of {messages} messages")]
     Render {
-        /// Messages in the conversation.
+        /// Number of messages in the conversation.
         messages: usize,
-        /// Where and why.
+        /// Where in the template it failed, and why.
         source: minijinja::Error,
     },
 }
@@ -56,13 +56,13 @@ pub enum TemplateError {
 /// One turn of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
-    /// `user`, `assistant` or `system`.
+    /// Who speaks: `user`, `assistant` or `system`.
     pub role: String,
-    /// The text.
+    /// The text of the turn.
     pub content: String,
 }
 
-/// A compiled chat template.
+/// A chat template, compiled from Jinja, that renders a conversation to prompt text.
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
@@ -111,7 +111,7 @@ impl ChatTemplate {
         })
     }
 
-    /// Text of `messages`; with `add_generation_prompt` it ends at the start of the assistant's answer.
+    /// Renders `messages` to text; with `add_generation_prompt` it ends at the start of the assistant's answer.
     ///
     /// # Errors
     /// [`TemplateError::Render`] if the template fails or rejects the conversation.

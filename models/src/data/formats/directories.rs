@@ -80,7 +80,7 @@ pub(super) fn read_sft(directory: &Path) -> Result<(PathBuf, Vec<RawSample>), Da
     Ok((root.to_owned(), samples))
 }
 
-/// Reads the images below `directory`.
+/// Reads one sample per image below `directory`: the answer is the image's file name up to the first `.`.
 pub(super) fn read_captcha(directory: &Path) -> Result<Vec<RawSample>, DataError> {
     let turn = |role: &str, content: String| Message {
         role: role.to_owned(),

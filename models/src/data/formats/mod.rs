@@ -23,12 +23,12 @@ use serde_json::Value;
 use super::raw::{DataError, RawSample, read_list, read_samples};
 use turns::{Glm4v, Messages, ShareGpt};
 
-/// A format of users' data.
+/// A file or directory format of training data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DataFormat {
-    /// MiniCPM-V's: roles and contents, images by name.
+    /// MiniCPM-V's format: turns of role and content, images by name.
     Minicpm,
-    /// GLM-4V's: messages, each with at most one image.
+    /// GLM-4V's format: messages, each with at most one image.
     Glm4v,
     /// Conversations of `from` and `value`, with a list of images.
     ShareGpt,
@@ -36,12 +36,12 @@ pub enum DataFormat {
     Messages,
     /// A directory of images and one of conversations about them.
     CogvlmSft,
-    /// A directory of images that are named by what they show.
+    /// A directory of images whose file names are the answers.
     Captcha,
 }
 
 impl DataFormat {
-    /// All formats.
+    /// All data formats that are supported.
     pub const ALL: [Self; 6] = [
         Self::Minicpm,
         Self::Glm4v,
@@ -51,7 +51,7 @@ impl DataFormat {
         Self::Captcha,
     ];
 
-    /// The name on the command line.
+    /// Name of the format on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Minicpm => "minicpm",
@@ -63,7 +63,7 @@ impl DataFormat {
         }
     }
 
-    /// The format called `name`.
+    /// The format that is called `name` on the command line; `None` for an unknown name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|format| format.name() == name)
     }
@@ -72,7 +72,7 @@ impl DataFormat {
 /// The samples of a data file or directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Dataset {
-    /// Their format.
+    /// Format of the file or directory that the samples were read from.
     pub format: DataFormat,
     /// The directory at which relative paths of images start.
     pub root: PathBuf,
@@ -80,7 +80,7 @@ pub struct Dataset {
     pub samples: Vec<RawSample>,
 }
 
-/// Reads the samples at `path`; without a `format`, that of [`detect`].
+/// Reads the samples at `path` in the given `format`, or in the one that [`detect`] finds.
 ///
 /// # Errors
 /// [`DataError`] if the format is not clear, if something cannot be read or is not of the format (with line and

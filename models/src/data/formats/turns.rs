@@ -7,17 +7,17 @@ use serde::Deserialize;
 use crate::data::raw::{RawSample, SINGLE_IMAGE, text_or_number};
 use crate::text::Message;
 
-/// A sample of [`DataFormat::Glm4v`](super::DataFormat::Glm4v).
+/// A [`RawSample`] read from an entry of a file in the format [`DataFormat::Glm4v`](super::DataFormat::Glm4v).
 #[derive(Deserialize)]
 #[serde(try_from = "Glm4vFields")]
 pub(super) struct Glm4v(RawSample);
 
-/// A sample of [`DataFormat::ShareGpt`](super::DataFormat::ShareGpt).
+/// A [`RawSample`] read from an entry of a file in the format [`DataFormat::ShareGpt`](super::DataFormat::ShareGpt).
 #[derive(Deserialize)]
 #[serde(try_from = "ShareGptFields")]
 pub(super) struct ShareGpt(RawSample);
 
-/// A sample of [`DataFormat::Messages`](super::DataFormat::Messages).
+/// A [`RawSample`] read from an entry of a file in the format [`DataFormat::Messages`](super::DataFormat::Messages).
 #[derive(Deserialize)]
 #[serde(try_from = "MessagesFields")]
 pub(super) struct Messages(RawSample);

@@ -39,13 +39,13 @@ pub enum ImageError {
     /// The file does not exist.
     #[error("image file {} does not exist", path.display())]
     Missing {
-        /// The file.
+        /// Path of the image file.
         path: PathBuf,
     },
     /// The file exists but cannot be read (permissions, a directory, a device).
     #[error("image file {} cannot be read: {reason}", path.display())]
     Unreadable {
-        /// The file.
+        /// Path of the image file.
         path: PathBuf,
         /// What the operating system said.
         reason: String,
@@ -53,21 +53,21 @@ pub enum ImageError {
     /// The content is none of PNG, JPEG, WebP, BMP.
     #[error("image file {} is not a PNG, JPEG, WebP or BMP file", path.display())]
     UnknownFormat {
-        /// The file.
+        /// Path of the image file.
         path: PathBuf,
     },
     /// The content is damaged or cut short.
     #[error("image file {} is damaged: {reason}", path.display())]
     Corrupt {
-        /// The file.
+        /// Path of the image file.
         path: PathBuf,
-        /// What the decoder found.
+        /// What is wrong with the content.
         reason: String,
     },
     /// More pixels or bytes than an image may have.
     #[error("image file {} is too large: {width} x {height} pixels, {file_bytes} bytes; at most {MAX_PIXELS} pixels are read", path.display())]
     TooLarge {
-        /// The file.
+        /// Path of the image file.
         path: PathBuf,
         /// Width by its header; 0 if the file was refused before that.
         width: u32,
@@ -114,8 +114,9 @@ pub fn decode(path: &Path) -> Result<RgbImage, ImageError> {
     decode_bytes(path, &bytes)
 }
 
-/// As [`decode`], for the content of a file; `path` is named in errors. No memory is taken for pixels that the content
-/// cannot hold, if its format bounds them: a WebP, or a BMP of runs, may be one color.
+/// As [`decode`], for the bytes of an image file; `path` only serves error messages. If the format bounds how many
+/// pixels the bytes can hold, larger sizes in the header are refused before memory is taken. A WebP, or a run-length
+/// encoded BMP, has no such bound, since few bytes may hold a large image of one color.
 ///
 /// # Errors
 /// [`ImageError`] if it is no image, damaged or too large.

@@ -7,7 +7,7 @@ use tokenizers::AddedToken;
 
 #[derive(Deserialize, Default)]
 pub(super) struct TokenizerConfig {
-    /// Tokens outside the vocabulary file, by id.
+    /// Tokens that are not in the vocabulary file, by their ids.
     #[serde(default)]
     pub(super) added_tokens_decoder: BTreeMap<u32, Added>,
     bos_token: Option<TokenText>,
@@ -17,7 +17,7 @@ pub(super) struct TokenizerConfig {
 }
 
 impl TokenizerConfig {
-    /// Roles and the texts of their tokens.
+    /// The role tokens that the file names: role (`bos_token`, ...) and text.
     pub(super) fn named(self) -> Vec<(&'static str, String)> {
         let tokens = [
             ("bos_token", self.bos_token),

@@ -14,7 +14,7 @@ pub enum TokenizerError {
     /// A file is missing, too large or cannot be read.
     #[error("cannot read {}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file that cannot be read.
         path: PathBuf,
         /// What the operating system said.
         source: std::io::Error,
@@ -22,13 +22,13 @@ pub enum TokenizerError {
     /// The model directory has neither `tokenizer.json` nor `tokenizer.model`.
     #[error("{} has neither tokenizer.json nor tokenizer.model", dir.display())]
     NoVocabulary {
-        /// The model directory.
+        /// The model directory that was searched.
         dir: PathBuf,
     },
     /// A JSON file has unexpected content.
     #[error("{} is not valid: {reason}", path.display())]
     Invalid {
-        /// The file.
+        /// Path of the JSON file.
         path: PathBuf,
         /// What the parser found.
         reason: String,
@@ -36,7 +36,7 @@ pub enum TokenizerError {
     /// A file of base64 tokens and ranks is not a vocabulary.
     #[error("{} is not a valid list of tokens and ranks", path.display())]
     Ranks {
-        /// The file.
+        /// Path of the file of tokens and ranks.
         path: PathBuf,
         /// What is wrong with it.
         source: RankError,
@@ -44,7 +44,7 @@ pub enum TokenizerError {
     /// A sentencepiece model is damaged or of an unsupported kind.
     #[error("{} is not a usable sentencepiece model", path.display())]
     SentencePiece {
-        /// The file.
+        /// Path of the sentencepiece model.
         path: PathBuf,
         /// What is wrong with it.
         source: SentencePieceError,
@@ -52,7 +52,7 @@ pub enum TokenizerError {
     /// A token of the model is not in the vocabulary.
     #[error("the tokenizer has no token {token:?}")]
     MissingToken {
-        /// The token's text.
+        /// Text of the token.
         token: String,
     },
     /// A file and the vocabulary have different ids for a token.
@@ -60,11 +60,11 @@ pub enum TokenizerError {
     IdMismatch {
         /// The file that states an id.
         path: PathBuf,
-        /// The token's text.
+        /// Text of the token.
         token: String,
-        /// The stated id.
+        /// Id of the token by that file.
         stated: u32,
-        /// The id by the vocabulary.
+        /// Id of the token by the vocabulary.
         found: u32,
     },
     /// The tokenizer failed on a text.
@@ -72,15 +72,15 @@ pub enum TokenizerError {
     Encode {
         /// Length of the text in bytes.
         bytes: usize,
-        /// What the tokenizer said.
+        /// Why the tokenizer failed.
         reason: String,
     },
     /// The tokenizer failed on token ids, or one of them is negative.
     #[error("cannot decode {tokens} tokens: {reason}")]
     Decode {
-        /// How many tokens.
+        /// Number of token ids to decode.
         tokens: usize,
-        /// What the tokenizer said.
+        /// Why the tokenizer failed.
         reason: String,
     },
 }

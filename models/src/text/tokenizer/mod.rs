@@ -34,7 +34,7 @@ use super::read_optional;
 use config::TokenizerConfig;
 use limits::MAX_ADDED_TOKENS;
 
-/// Text to token ids and back.
+/// Converts text to token ids and back, by the tokenizer files of a model.
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
@@ -142,7 +142,7 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// Id of the token spelled `token`.
+    /// Id of the token whose text is exactly `token`.
     ///
     /// # Errors
     /// [`TokenizerError::MissingToken`] if the vocabulary has none.
@@ -173,7 +173,7 @@ impl Tokenizer {
         self.named.iter().map(|(name, text)| (*name, text.as_str()))
     }
 
-    /// Highest number of tokens: ids are below it unless the vocabulary has gaps.
+    /// Number of tokens, added ones included; all ids are below it unless the vocabulary has gaps.
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
@@ -195,7 +195,7 @@ impl Tokenizer {
         ids(text, self.plain(text))
     }
 
-    /// The stages of the encoder, except the search for added tokens.
+    /// Runs the stages of the encoder on `text`, except the search for added tokens.
     fn plain(&self, text: &str) -> tokenizers::Result<Encoding> {
         let mut pieces = PreTokenizedString::from(text);
         if let Some(normalizer) = self.inner.get_normalizer() {
@@ -209,7 +209,7 @@ impl Tokenizer {
         pieces.into_encoding(None, 0, OffsetType::None)
     }
 
-    /// Text of `ids`, without special tokens.
+    /// Decodes the token ids `ids` to text, without special tokens.
     ///
     /// # Errors
     /// [`TokenizerError::Decode`] for a negative id, or if the tokenizer fails.
@@ -217,7 +217,7 @@ impl Tokenizer {
         self.text_of(ids, true)
     }
 
-    /// Text of `ids`, with special tokens.
+    /// Decodes the token ids `ids` to text, with special tokens.
     ///
     /// # Errors
     /// As [`Tokenizer::decode`].

@@ -21,7 +21,7 @@ impl<'de> Deserialize<'de> for Part {
     }
 }
 
-/// Reads a value while bytes are left.
+/// Reads a JSON value as long as its limit of bytes is not used up.
 #[derive(Clone, Copy)]
 struct Reader<'a>(&'a Cell<usize>);
 

@@ -29,7 +29,7 @@ pub enum WireError {
     },
 }
 
-/// Content of a field.
+/// Content of one protobuf field, by its wire type.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Value<'a> {
     Varint(u64),

@@ -19,20 +19,20 @@ use super::merges::merge_table;
 /// GLM-4's pattern that splits text before byte merges.
 const PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Why a file of ranks cannot be used.
+/// Why a vocabulary file of base64 tokens and their ranks cannot be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum RankError {
     /// A line is not a token and its rank with one blank between them.
     #[error("line {line} is not a base64 token, a space and a rank")]
     Line {
-        /// Line, from 1.
+        /// Number of the line, from 1.
         line: usize,
     },
     /// A token is not valid base64.
     #[error("the token of line {line} is not valid base64")]
     Base64 {
-        /// Line, from 1.
+        /// Number of the line, from 1.
         line: usize,
     },
     /// An empty token, or with more than the limit.
@@ -40,18 +40,18 @@ pub enum RankError {
         "the token of line {line} has {bytes} bytes, between 1 and {MAX_TOKEN_BYTES} are supported"
     )]
     Length {
-        /// Line, from 1.
+        /// Number of the token's line, from 1.
         line: usize,
-        /// Its length.
+        /// Length of the token in bytes.
         bytes: usize,
     },
-    /// More tokens than the limit.
+    /// The file has more tokens than the limit.
     #[error("there are more than {MAX_TOKENS} tokens")]
     Count,
     /// Two lines have the same token.
     #[error("line {line} repeats a token")]
     Repeated {
-        /// The later line, from 1.
+        /// Number of the later of the two lines, from 1.
         line: usize,
     },
     /// The ranks of n tokens are not 0 to n - 1, each once.
@@ -59,13 +59,13 @@ pub enum RankError {
     Gap {
         /// The first rank that is missing.
         expected: usize,
-        /// The next rank of the file.
+        /// The rank that the file has in its place.
         found: usize,
     },
     /// A single byte is no token, so some texts could not be encoded.
     #[error("the byte {byte:#04x} has no token")]
     MissingByte {
-        /// The byte.
+        /// The byte without a token.
         byte: u8,
     },
     /// The encoder refused the vocabulary.

@@ -33,9 +33,9 @@ pub enum SentencePieceError {
     /// A field has an unexpected type of value.
     #[error("field {number} of the {message} has another type")]
     Field {
-        /// The message.
+        /// Name of the protobuf message.
         message: &'static str,
-        /// Its field.
+        /// Number of the field in the message.
         number: u32,
     },
     /// The model has no piece.
@@ -47,27 +47,27 @@ pub enum SentencePieceError {
     /// A text of the model is not UTF-8.
     #[error("field {number} of the {message} is not UTF-8")]
     Utf8 {
-        /// The message.
+        /// Name of the protobuf message.
         message: &'static str,
-        /// Its field.
+        /// Number of the field in the message.
         number: u32,
     },
     /// A piece without text, or with more than the limit.
     #[error("piece {id} has {bytes} bytes, between 1 and {MAX_TOKEN_BYTES} are supported")]
     Length {
-        /// Its id.
+        /// Id of the piece.
         id: u32,
-        /// Its length.
+        /// Length of the piece in bytes.
         bytes: usize,
     },
     /// Two pieces have the same text.
     #[error("pieces {first} and {second} are both {text:?}")]
     Repeated {
-        /// The text.
+        /// Text of both pieces.
         text: String,
-        /// Id of the one.
+        /// Id of the first piece with this text.
         first: u32,
-        /// Id of the other.
+        /// Id of the second piece with this text.
         second: u32,
     },
     /// A score is infinite or not a number.
@@ -81,31 +81,31 @@ pub enum SentencePieceError {
         "pieces {first:?} and {second:?} have the same score, which this encoder does not support"
     )]
     Tie {
-        /// Text of the one.
+        /// Text of the first of the two pieces.
         first: String,
-        /// Text of the other.
+        /// Text of the second of the two pieces.
         second: String,
     },
     /// A piece is merged from a character that is no piece.
     #[error("piece {piece:?} contains {character:?}, which is not a piece")]
     MissingCharacter {
-        /// The piece.
+        /// Text of the piece.
         piece: String,
-        /// The character.
+        /// The character in it that is no piece.
         character: String,
     },
     /// Unknown characters are encoded as bytes, but a byte has no piece; or bytes have unused pieces.
     #[error("{found} bytes have a piece, expected {expected}")]
     Bytes {
-        /// Bytes with a piece.
+        /// Number of byte values that have a piece.
         found: usize,
-        /// Bytes that must have one.
+        /// Number of byte values that must have a piece.
         expected: usize,
     },
     /// The model has no piece for unknown characters, or several.
     #[error("{found} pieces represent unknown characters, expected one")]
     Unknown {
-        /// Number of such pieces.
+        /// Number of pieces for unknown characters.
         found: usize,
     },
     /// A property of sentencepiece models that this encoder does not reproduce.
@@ -119,7 +119,7 @@ pub enum SentencePieceError {
     Build(tokenizers::Error),
 }
 
-/// Tokenizer of a model file.
+/// The tokenizer built from a sentencepiece model file, with its special tokens.
 #[derive(Debug)]
 pub(super) struct Built {
     pub(super) tokenizer: Tokenizer,
