@@ -43,9 +43,9 @@ pub type PrepareHook =
 pub struct Hooks {
     /// Called in the supervisor before ranks start.
     pub prepare: PrepareHook,
-    /// Called in every rank.
+    /// Main function of a rank: called once in every rank process.
     pub rank_main: RankMain,
-    /// GPUs of the machine.
+    /// Source of GPUs: finds and opens them. Tests use emulated ones.
     pub devices: &'static dyn Devices,
 }
 

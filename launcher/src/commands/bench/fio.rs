@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::error::{ErrorCode, Failure};
 
-/// Whether fio is installed.
+/// Whether the program `fio` (flexible I/O tester) is in `PATH` and answers `fio --version`.
 pub(super) fn is_installed() -> bool {
     let status = Command::new("fio")
         .arg("--version")

@@ -46,7 +46,8 @@ enum From<'a> {
     File(&'a WeightSource),
 }
 
-/// Runs the subcommand.
+/// Runs `launcher ckpt consolidate`: writes the tensors of a checkpoint as f32 safetensors files into a new
+/// directory.
 pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let output = required(args.output.as_ref())?;

@@ -42,7 +42,8 @@ struct Contents {
     meta: Value,
 }
 
-/// Runs the subcommand.
+/// Runs `launcher ckpt ls`: prints one row per checkpoint of a run directory, or one row if given a single
+/// checkpoint.
 pub(super) fn run(args: &CkptLsArgs) -> Result<ExitCode, Failure> {
     let run = &args.run;
     let doing = format!("list {}", run.display());

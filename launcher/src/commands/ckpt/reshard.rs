@@ -13,7 +13,7 @@ use crate::error::{ErrorCode, Failure, failures};
 use crate::report::checkpoints::UNITS;
 use crate::units::seconds;
 
-/// Runs the subcommand.
+/// Runs `launcher ckpt reshard`: writes a copy of a checkpoint whose training state is divided among `--nproc` ranks.
 pub(super) fn run(args: &CkptReshardArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let output = required(args.output.as_ref())?;

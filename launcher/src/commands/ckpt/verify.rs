@@ -17,7 +17,7 @@ use crate::units::{bytes, grouped, seconds};
 /// Maximal number of problems that are printed; the rest is counted.
 const SHOWN: usize = 20;
 
-/// Runs the subcommand.
+/// Runs `launcher ckpt verify`: checks the files and tensors of one checkpoint and prints the problems found.
 pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let directory = &args.checkpoint;

@@ -73,7 +73,7 @@ impl OpenModel {
         })
     }
 
-    /// Total bytes of the weights.
+    /// Bytes that all weights take in host memory, in the dtype of the computation.
     pub(super) fn weight_bytes(&self) -> u64 {
         let elems = self.model.spec().elems().0;
         (elems * self.model.dtype().size_bytes()) as u64
@@ -255,7 +255,7 @@ fn stranger(adapter: &Adapter, reasons: &[String]) -> Failure {
     }
 }
 
-/// A model that can generate.
+/// A model with all weights in memory, ready to generate text, and its processor.
 #[derive(Debug)]
 pub(super) struct LoadedModel {
     pub(super) model: Arc<dyn VisionLanguageModel>,

@@ -32,7 +32,8 @@ fn offloads(planner: &Planner, config: &RunConfig) -> Vec<Offload> {
     all
 }
 
-/// Plans by stage and offload, in this order.
+/// Plans the run for every ZeRO stage and, within each, for every offload. Combinations that the configuration does
+/// not allow are left out.
 pub(super) fn rows(planner: &Planner, config: &RunConfig) -> Result<Vec<Settled>, Failure> {
     let mut rows = Vec::new();
     for stage in 0..=3u8 {

@@ -8,7 +8,7 @@ use crate::plan::Settled;
 use crate::plan::suggestion::changed;
 use optim::Optimizer as _;
 
-/// Flags with their values.
+/// Command-line flags as (name without `--`, value).
 pub(super) type Flags = Vec<(&'static str, String)>;
 
 /// Alternatives of one setting, as (cost, flags). Changes of the layout of states cost least, then those of speed,

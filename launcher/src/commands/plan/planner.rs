@@ -85,7 +85,7 @@ impl Planner {
         own.or(described)
     }
 
-    /// Machine to plan for.
+    /// Memory and disk space of the machine to plan for: this one, or the one that the command line describes.
     pub(super) fn machine(&self) -> Machine {
         self.machine
     }

@@ -18,16 +18,17 @@ pub(crate) struct Vocabulary {
     pub(crate) tokens: Vec<String>,
     /// Pairs of tokens, by rank.
     merges: Vec<String>,
-    /// Special tokens with fixed ids.
+    /// Special tokens with fixed ids, as (id, text).
     pub(crate) special: Vec<(usize, &'static str)>,
-    /// Special tokens with any id.
+    /// Special tokens without a fixed id. They get the lowest ids that are still free after `tokens`.
     loose: Vec<&'static str>,
     /// Whether the model's own vocabulary lists the tokens of `special` too. Qwen2's lists them as added tokens only.
     pub(crate) special_in_model: bool,
 }
 
 impl Vocabulary {
-    /// One token per byte, in a vocabulary of `size`.
+    /// Vocabulary of `size` ids with one token for each of the 256 byte values and no merges. All other ids are
+    /// unused until tokens are added.
     pub(crate) fn of_bytes(size: usize) -> Self {
         Self {
             size,
@@ -63,7 +64,7 @@ impl Vocabulary {
         self
     }
 
-    /// Id of a special token.
+    /// Id of a token in `special`.
     pub(crate) fn special_id(&self, token: &str) -> usize {
         let found = self.special.iter().find(|(_, known)| *known == token);
         found.expect("a special token of the vocabulary").0

@@ -14,7 +14,7 @@ use crate::error::{Failure, failures};
 const BLOCK_ELEMS: usize = 1 << 22;
 const DOING: &str = "write the weights";
 
-/// Tensors and files to write.
+/// Names, shapes and initial distributions of the tensors to write, and the maximum size of each safetensors file.
 #[derive(Debug)]
 pub(super) struct Layout {
     tensors: Vec<TensorSpec>,
@@ -58,7 +58,7 @@ impl Layout {
         self.total_bytes / DType::BF16.size_bytes() as u64
     }
 
-    /// Bytes of all tensors.
+    /// Sum of the sizes of all tensors in bytes, without file headers.
     pub(super) fn total_bytes(&self) -> u64 {
         self.total_bytes
     }

@@ -42,13 +42,14 @@ impl<'a> FileWriter<'a> {
         }
     }
 
-    /// Creates the directory `name`.
+    /// Creates the directory `name` inside the writer's directory. It is no error if it exists.
     pub(crate) fn create_directory(&self, name: &str) -> Result<(), WriteError> {
         let path = self.directory.join(name);
         fs::create_dir_all(&path).map_err(|error| WriteError { path, error })
     }
 
-    /// Writes the file `name`.
+    /// Writes `bytes` as the file `name` in the writer's directory, and records their hash. An existing file is
+    /// replaced.
     pub(crate) fn put(&mut self, name: &str, bytes: &[u8]) -> Result<(), WriteError> {
         let path = self.directory.join(name);
         fs::write(&path, bytes).map_err(|error| WriteError { path, error })?;
@@ -57,7 +58,7 @@ impl<'a> FileWriter<'a> {
         Ok(())
     }
 
-    /// Writes the JSON file `name`.
+    /// Writes `value` as indented JSON, followed by `json_end`, into the file `name`, and records its hash.
     pub(crate) fn put_json(&mut self, name: &str, value: &Value) -> Result<(), WriteError> {
         let text = format!("{value:#}{}", self.json_end);
         self.put(name, text.as_bytes())

@@ -11,7 +11,7 @@ const HEIGHTS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '�
 /// Excess of own time over the mean from which a rank is named.
 const NAMED: f64 = 0.05;
 
-/// All lines, each with a line feed.
+/// Text of `launcher watch` for a run. Values that the run has not reported yet have no line.
 pub(super) fn render(view: &View) -> String {
     let mut out = String::new();
     let mut line = |label: &str, text: Option<String>| {

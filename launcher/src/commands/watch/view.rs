@@ -15,7 +15,7 @@ const RECENT: usize = 40;
 /// who holds a lock.
 const PATIENCE_SECONDS: f64 = 20.0;
 
-/// What the operating system reports about a run directory.
+/// Signs of life of a run that the operating system reports: the lock and the age of the files in the run directory.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Presence {
     /// Whether a process holds the lock of the run directory.
@@ -24,7 +24,7 @@ pub(super) struct Presence {
     pub(super) seconds_since_news: f64,
 }
 
-/// State of a run.
+/// Whether a run is starting, running, or how it ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum State {
@@ -72,7 +72,7 @@ impl State {
     }
 }
 
-/// Result of an evaluation.
+/// Latest evaluation of the run on its held-out samples.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Evaluation {
     pub(super) step: u64,
