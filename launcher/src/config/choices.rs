@@ -43,7 +43,7 @@ pub enum Device {
 }
 
 impl Device {
-    /// Name on the command line.
+    /// Name of the device as a value of `--device`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -319,22 +319,22 @@ impl fmt::Display for Workers {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Recompute {
-    /// The language model.
+    /// Whether the language model recomputes its activations.
     pub llm: bool,
-    /// The vision tower.
+    /// Whether the vision tower recomputes its activations.
     pub vit: bool,
-    /// The resampler.
+    /// Whether the resampler recomputes its activations.
     pub resampler: bool,
 }
 
 impl Recompute {
-    /// Every tower.
+    /// Every tower recomputes its activations.
     pub const ALL: Self = Self {
         llm: true,
         vit: true,
         resampler: true,
     };
-    /// No tower.
+    /// No tower recomputes; all activations are kept until backward.
     pub const NONE: Self = Self {
         llm: false,
         vit: false,

@@ -71,13 +71,13 @@ impl From<Tier> for String {
     }
 }
 
-/// Tier of each kind of state.
+/// Tier that stores each kind of state while it is not in use.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Offload {
     /// Master weights, Adam's moments, and the gradients they are updated from.
     pub optimizer: Tier,
-    /// Weights.
+    /// Weights that forward and backward compute with.
     pub param: Tier,
     /// Inputs of checkpointed segments, from which backward recomputes.
     #[serde(default)]
@@ -85,7 +85,7 @@ pub struct Offload {
 }
 
 impl Offload {
-    /// Whether nothing is offloaded.
+    /// Whether all states stay in device memory.
     #[must_use]
     pub fn is_none(&self) -> bool {
         *self == Self::default()
@@ -114,7 +114,7 @@ impl Offload {
         directories
     }
 
-    /// The same tiers with every directory passed through `absolute`.
+    /// Replaces the directory of every disk tier by the result of `absolute`, which makes a path absolute.
     ///
     /// # Errors
     /// Those of `absolute`.

@@ -5,7 +5,7 @@
 pub(super) struct Rng(u64);
 
 impl Rng {
-    /// Generator for the item with number `index` of the data set with seed `seed`. Each pair has its own sequence.
+    /// Generator for item `index` of the data set with seed `seed`. Its sequence depends only on these two numbers.
     pub(super) fn new(seed: u64, index: u64) -> Self {
         let mut rng = Self(seed);
         let start = rng

@@ -64,7 +64,8 @@ pub(super) fn as_json(rows: &[Settled]) -> Value {
     Value::Array(rows.collect())
 }
 
-/// The plans as a table.
+/// The plans as a text table: one row per plan with its stage and offload, the bytes needed per tier, and whether
+/// they fit.
 pub(super) fn as_text(config: &RunConfig, rows: &[Settled]) -> String {
     let mut text = format!(
         "{} · {} ranks\nstage  offload                                  device/rank       host       nvme  fits\n",

@@ -90,7 +90,8 @@ impl Planner {
         self.machine
     }
 
-    /// Plan of the configuration `asked`.
+    /// Plans `asked` on the planner's machine: resolves every `auto`, computes the memory of a rank, and checks
+    /// whether it fits.
     pub(super) fn plan(&self, asked: &RunConfig) -> Result<Settled, Failure> {
         settle(&asked.draft(), &|| self.machine, &mut |run| {
             let (model, plan) = shapes(run)?;

@@ -81,11 +81,11 @@ pub(super) struct Evaluation {
     pub(super) exact_match_before: Option<f64>,
 }
 
-/// The slowest rank.
+/// Rank with the longest own time in the latest logged step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Slowest {
     pub(super) rank: u64,
-    /// Excess of its own time over the mean of all ranks, as a share.
+    /// Excess of its own time over the mean of all ranks, as a share of the mean.
     pub(super) imbalance: f64,
     pub(super) part: String,
 }
