@@ -19,7 +19,7 @@ const LISTED: usize = 5;
 /// Characters shown around a placeholder.
 const EXCERPT: usize = 24;
 
-/// Kind of problem.
+/// Why a sample cannot be used, as a category.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Kind {
@@ -61,20 +61,20 @@ pub(crate) struct Problem {
     pub(crate) index: usize,
     /// Line in the data file on which the sample begins, from 1.
     pub(crate) line: Option<usize>,
-    /// The sample's own id.
+    /// Id that the data file gives the sample, if any.
     pub(crate) id: Option<String>,
-    /// Error code of this kind of problem.
+    /// Error code with which a run fails because of this problem.
     pub(crate) code: ErrorCode,
-    /// Kind of problem.
+    /// Category of the problem.
     pub(crate) kind: Kind,
-    /// Description in one line.
+    /// Description of the problem in one line.
     pub(crate) problem: String,
     /// Tokens of the whole sample, if they can be counted.
     pub(crate) tokens: Option<usize>,
 }
 
 impl Problem {
-    /// Problem that corresponds to `error`.
+    /// Problem of sample `index` of the data file, whose encoding failed with `error`.
     pub(crate) fn new(index: usize, sample: &RawSample, error: &SampleError) -> Self {
         let (code, kind) = classify(error);
         let mut problem = crate::error::chain(error);
@@ -200,17 +200,17 @@ fn excerpt(sample: &RawSample, with_names: bool) -> String {
 /// Data that a report needs besides the problems.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Context<'a> {
-    /// Path of the data file.
+    /// Path of the data file (or data directory).
     pub(crate) path: &'a Path,
     /// Model directory, for the command that lists all problems.
     pub(crate) model: &'a Path,
-    /// Samples of the file.
+    /// All samples that were read from the file, usable or not.
     pub(crate) samples: &'a [RawSample],
-    /// Directory of its images.
+    /// Directory at which relative image paths of the samples start.
     pub(crate) images: &'a ImageFolder,
     /// Processor that converts samples to tokens.
     pub(crate) processor: &'a dyn Processor,
-    /// Encoding options in use.
+    /// Options with which the samples were encoded.
     pub(crate) options: &'a EncodeOptions,
 }
 

@@ -32,7 +32,7 @@ fn offloads(planner: &Planner, config: &RunConfig) -> Vec<Offload> {
     all
 }
 
-/// Plans the run for every ZeRO stage and, within each, for every offload. Combinations that the configuration does
+/// Plans the run for every ZeRO stage and, within each, for every offload. Invalid combinations are left out.
 /// not allow are left out.
 pub(super) fn rows(planner: &Planner, config: &RunConfig) -> Result<Vec<Settled>, Failure> {
     let mut rows = Vec::new();

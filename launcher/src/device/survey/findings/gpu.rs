@@ -76,7 +76,7 @@ pub(super) fn driver(facts: &Facts, findings: &mut Findings) {
     }
 }
 
-/// Findings on single GPUs.
+/// Adds findings on each GPU by itself: lost, unhealthy, too old, in use by others, or on a narrow PCI Express link.
 pub(super) fn devices(facts: &Facts, findings: &mut Findings) {
     for gpu in &facts.gpus {
         let label = gpu.label();
@@ -206,7 +206,7 @@ pub(super) fn is_alike(one: &Gpu, other: &Gpu) -> bool {
     kind(one) == kind(other) && a.abs_diff(b) <= a.max(b) / 100
 }
 
-/// Findings on several GPUs together.
+/// Adds findings on how the usable GPUs go together: different kinds, or no peer access.
 pub(super) fn together(facts: &Facts, findings: &mut Findings) {
     let gpus: Vec<&Gpu> = facts.gpus.iter().filter(|gpu| is_usable(gpu)).collect();
     if super::are_equal(facts) == Some(false) {
