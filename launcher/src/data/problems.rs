@@ -63,7 +63,7 @@ pub(crate) struct Problem {
     pub(crate) line: Option<usize>,
     /// Id that the data file gives the sample, if any.
     pub(crate) id: Option<String>,
-    /// Error code with which a run fails because of this problem.
+    /// Error code of the failure that this problem causes on its own.
     pub(crate) code: ErrorCode,
     /// Category of the problem.
     pub(crate) kind: Kind,

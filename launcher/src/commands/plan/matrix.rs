@@ -33,7 +33,6 @@ fn offloads(planner: &Planner, config: &RunConfig) -> Vec<Offload> {
 }
 
 /// Plans the run for every ZeRO stage and, within each, for every offload. Invalid combinations are left out.
-/// not allow are left out.
 pub(super) fn rows(planner: &Planner, config: &RunConfig) -> Result<Vec<Settled>, Failure> {
     let mut rows = Vec::new();
     for stage in 0..=3u8 {

@@ -24,7 +24,8 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// All parameters of `model` in bf16, in at most `shards` files as equal as whole tensors allow.
+    /// Lays out all parameters of `model` in bf16, in at most `shards` files whose largest is as small as whole
+    /// tensors allow.
     ///
     /// # Errors
     /// When a tensor exceeds the address space.

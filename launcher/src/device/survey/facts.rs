@@ -210,9 +210,9 @@ pub struct SearchFacts {
 pub struct LibraryFacts {
     /// Which library was searched for.
     pub kind: LibraryKind,
-    /// Name of the library, for messages.
+    /// Name of the library, such as `NCCL`. For NVML it is the file name.
     pub name: String,
-    /// Path of the loaded file. `None` if its path is unknown or no file could be loaded.
+    /// Path of the loaded file. `None` if no file was loaded.
     pub path: Option<PathBuf>,
     /// Version, if the library reports it.
     pub version: Option<String>,

@@ -151,7 +151,7 @@ fn health(gpu: &Gpu, label: &str, findings: &mut Findings) {
     }
 }
 
-/// Findings on memory that other processes use.
+/// Adds a finding if other processes use memory of the GPU.
 fn foreign_use(gpu: &Gpu, label: &str, findings: &mut Findings) {
     let processes = gpu.processes.as_deref().unwrap_or_default();
     let all = gpu.memory_bytes.unwrap_or(0);
@@ -189,7 +189,7 @@ fn foreign_use(gpu: &Gpu, label: &str, findings: &mut Findings) {
     }
 }
 
-/// Whether two GPUs have the same speed, as far as facts tell.
+/// Whether two GPUs count as equal: same name, compute capability and multiprocessors, and memory within 1 %.
 pub(super) fn is_alike(one: &Gpu, other: &Gpu) -> bool {
     let kind = |gpu: &Gpu| {
         (
@@ -252,7 +252,8 @@ pub(super) fn together(facts: &Facts, findings: &mut Findings) {
     }
 }
 
-/// Findings on missing libraries, if a GPU could use them.
+/// Adds findings on NVIDIA libraries that are missing, if a GPU could use them, and on search directories that do not
+/// exist.
 pub(super) fn libraries(facts: &Facts, findings: &mut Findings) {
     let shown = facts.gpus.iter().filter(|gpu| gpu.ordinal.is_some());
     let shown = shown.count();
