@@ -38,7 +38,7 @@ pub type RankMain = fn(&RunPlan, &RankEnv, &StopFlag, &dyn Devices) -> Result<Ru
 pub type PrepareHook =
     fn(&RunPlan, &mut dyn FnMut(Event)) -> Result<(RunPlan, Suggestions), Failure>;
 
-/// Functions of the program besides supervision.
+/// Functions that the supervisor and the ranks call, and the source of GPUs. Tests replace them.
 #[derive(Debug, Clone, Copy)]
 pub struct Hooks {
     /// Called in the supervisor before ranks start.

@@ -32,7 +32,7 @@ pub enum CudaGraph {
     Off,
 }
 
-/// Device of a run after resolution.
+/// Kind of device on which the ranks of a run compute, after `auto` is resolved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Device {
@@ -91,7 +91,7 @@ pub enum DataFormatChoice {
 }
 
 impl DataFormatChoice {
-    /// Format for the reader; `None` means detection.
+    /// Format in which the data is read; `None` if it is detected.
     #[must_use]
     pub fn format(self) -> Option<DataFormat> {
         match self {
@@ -221,7 +221,7 @@ pub enum Strategy {
     Epoch,
 }
 
-/// Cadence of an action in the training loop.
+/// How often the training loop saves a checkpoint, evaluates or logs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Cadence {

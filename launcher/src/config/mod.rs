@@ -59,9 +59,9 @@ pub enum Source {
     Files {
         /// Model directory.
         model: PathBuf,
-        /// Training samples.
+        /// File or directory of training samples.
         data: PathBuf,
-        /// Held-out samples.
+        /// File or directory of held-out samples, if there are any.
         eval_data: Option<PathBuf>,
     },
 }

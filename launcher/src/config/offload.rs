@@ -21,7 +21,7 @@ pub enum Tier {
 }
 
 impl Tier {
-    /// Directory of the spill files, if the tier has any.
+    /// Directory of the spill files. `None` for memory tiers.
     #[must_use]
     pub fn directory(&self) -> Option<&Path> {
         match self {
@@ -91,7 +91,7 @@ impl Offload {
         *self == Self::default()
     }
 
-    /// Names and tiers, in output order.
+    /// Kinds of state in the syntax of `--offload`, with their tiers, in output order.
     fn tiers(&self) -> [(&'static str, &Tier); 3] {
         [
             ("optimizer", &self.optimizer),

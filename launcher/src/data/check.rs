@@ -84,8 +84,8 @@ pub(crate) fn check_samples(
     })
 }
 
-/// Samples of a rank, which the supervisor has already checked. With `--skip-bad-samples` the check runs again, to
-/// skip the same samples.
+/// Reads the samples in a rank, without the check that the supervisor has already made. With `--skip-bad-samples` the
+/// check runs again, to skip the same samples.
 pub(crate) fn load(
     config: &RunConfig,
     path: &Path,

@@ -16,7 +16,7 @@ use crate::units::grouped;
 pub(crate) const PROBLEMS_FILE: &str = "data_problems.jsonl";
 /// Maximum samples listed in a report; the others are only counted.
 const LISTED: usize = 5;
-/// Characters shown around a placeholder.
+/// Characters of text that a message shows around an image placeholder.
 const EXCERPT: usize = 24;
 
 /// Why a sample cannot be used, as a category.
@@ -147,7 +147,7 @@ impl Problem {
     }
 }
 
-/// Error code and kind of an error.
+/// Error code and category of the problem that `error` causes.
 pub(crate) fn classify(error: &SampleError) -> (ErrorCode, Kind) {
     match error {
         SampleError::MorePlaceholdersThanImages { .. }
@@ -197,7 +197,7 @@ fn excerpt(sample: &RawSample, with_names: bool) -> String {
     shown.unwrap_or_default() + &images
 }
 
-/// Data that a report needs besides the problems.
+/// Data file, model and settings that a failure report needs besides the problems.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Context<'a> {
     /// Path of the data file (or data directory).

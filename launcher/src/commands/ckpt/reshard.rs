@@ -52,7 +52,8 @@ pub(super) fn run(args: &CkptReshardArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Parameters by the buffers that the run sharded; empty if the checkpoint does not say.
+/// Names of the parameters in each buffer that the run sharded as a whole. Empty if the checkpoint does not list
+/// them.
 fn units(meta: &Value) -> Result<Vec<Vec<String>>, serde_json::Error> {
     meta.get(UNITS).map_or_else(
         || Ok(Vec::new()),

@@ -51,7 +51,7 @@ pub(super) fn pieces(processor: &dyn Processor, tokens: &SampleTokens) -> Vec<Pi
     found
 }
 
-/// Pieces as text. Supervised ones are in «…», or colored.
+/// Joins pieces to text. Supervised ones are in «…», or green if `color` is true.
 pub(super) fn text(pieces: &[Piece], color: bool) -> String {
     let mark = |piece: &Piece| match (piece.supervised, color) {
         (false, _) => piece.text.clone(),

@@ -39,14 +39,14 @@ pub(super) struct Report {
     pub(super) balance: Option<Balance>,
     pub(super) rendered: Option<Rendered>,
     pub(super) problems: Vec<Problem>,
-    /// Suggested settings, computed from the lengths.
+    /// Advice on unusable samples, such as flags with which they could be used. Empty if all samples are usable.
     pub(super) next: Vec<String>,
     /// Directory that the list of problems was written to.
     #[serde(skip)]
     pub(super) written_to: Option<PathBuf>,
 }
 
-/// Images of samples whose files can be read.
+/// Sizes and slices of all images of the data file that can be read.
 #[derive(Debug, Clone, Default, Serialize)]
 pub(super) struct Images {
     pub(super) count: usize,
@@ -58,7 +58,7 @@ pub(super) struct Images {
     pub(super) tokens_per_slice: Option<(usize, usize)>,
 }
 
-/// Whether the model learns to end its answers.
+/// Number of answers in usable samples, and how many of them teach the model to stop.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub(super) struct Answers {
     pub(super) count: usize,

@@ -50,7 +50,7 @@ pub(super) struct Balance {
     pub(super) worst_step: u64,
 }
 
-/// Balance of samples with `tokens` tokens, in the order of `sampler`.
+/// Computes the balance for samples whose lengths are `tokens`, in the order of `sampler`.
 pub(super) fn balance(
     sampler: &Sampler,
     tokens: &[usize],

@@ -19,10 +19,10 @@ use models::{Processor, SampleInput, VisionLanguageModel, WeightSource, largest_
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Answer tokens of the artificial sample.
+/// Maximum number of answer tokens to generate for the artificial sample.
 const ANSWER_TOKENS: usize = 128;
 
-/// The user's samples.
+/// The user's training and held-out samples, with the processor that converts them to tokens.
 #[derive(Debug)]
 struct Samples {
     processor: Arc<dyn Processor>,
@@ -108,7 +108,7 @@ impl Planner {
         })
     }
 
-    /// Disk check for the checkpoints of a planned run.
+    /// Checks whether the disk has room for the checkpoints and spill files of a planned run.
     pub(super) fn disk_check(&self, planned: &Settled) -> Result<DiskCheck, Failure> {
         let config = &planned.run;
         let (model, _) = shapes(config)?;
@@ -144,7 +144,8 @@ impl Planner {
         whole_memory(config, model, processor, plan, &worst, eval)
     }
 
-    /// Memory with an artificial sample of the maximum length and image size, as every sample of the batch.
+    /// Computes the memory of one rank by a dry run. Every sample of the batch is an artificial one of the maximum
+    /// length and image size.
     fn made_up(
         config: &RunConfig,
         model: &dyn VisionLanguageModel,

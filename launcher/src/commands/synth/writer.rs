@@ -13,13 +13,13 @@ use crate::error::{ErrorCode, Failure};
 #[derive(Debug)]
 pub(crate) struct FileWriter<'a> {
     directory: &'a Path,
-    /// Text after the JSON of a file.
+    /// Text appended to each JSON file.
     json_end: &'static str,
     /// Hash of every written file by its path in the directory.
     pub(crate) hashes: BTreeMap<String, String>,
 }
 
-/// A file that could not be written.
+/// Path of a file or directory that could not be written, and the error.
 #[derive(Debug)]
 pub(crate) struct WriteError {
     path: PathBuf,

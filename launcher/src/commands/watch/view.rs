@@ -20,7 +20,7 @@ const PATIENCE_SECONDS: f64 = 20.0;
 pub(super) struct Presence {
     /// Whether a process holds the lock of the run directory.
     pub(super) is_held: bool,
-    /// Age of the newest file in seconds.
+    /// Age of the newest file in the run directory, in seconds.
     pub(super) seconds_since_news: f64,
 }
 

@@ -21,7 +21,7 @@ pub struct Facts {
     pub limits: Limits,
     /// Directories that training runs write to, with their free space.
     pub storage: Vec<Storage>,
-    /// How this process was started.
+    /// How this process was started, according to environment variables of launchers and schedulers.
     pub launch: Launch,
     /// NVIDIA driver, and the search for NVIDIA's libraries.
     pub cuda: Cuda,
@@ -146,7 +146,7 @@ pub enum Role {
 /// How this process was started, according to the environment.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Launch {
-    /// Rank of this process, if another launcher such as `torchrun` or `srun` started it.
+    /// Rank of this process, if another launcher such as `torchrun` started it.
     pub rank: Option<usize>,
     /// Number of ranks, if another launcher started this process.
     pub world_size: Option<usize>,
@@ -172,14 +172,14 @@ pub struct SchedulerTasks {
 pub struct Cuda {
     /// Number of NVIDIA graphics devices on the PCI bus.
     pub pci_devices: usize,
-    /// Version of the loaded kernel module.
+    /// Version of the driver's loaded kernel module.
     pub kernel_module: Option<String>,
     /// Version of the installed driver libraries.
     pub driver: Option<String>,
     /// The CUDA version that the driver supports.
     #[serde(serialize_with = "dotted")]
     pub cuda_version: Option<(u32, u32)>,
-    /// The lowest CUDA version that kernels here need.
+    /// The lowest CUDA version that the kernels of this program need.
     #[serde(serialize_with = "dotted")]
     pub minimum_cuda_version: Option<(u32, u32)>,
     /// Why CUDA shows no GPU. `None` if it shows one.

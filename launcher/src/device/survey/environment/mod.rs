@@ -17,7 +17,7 @@ pub struct Variable {
     pub kind: Kind,
     /// Whether the variable is set in this process.
     pub is_set: bool,
-    /// Value. `None` for secrets; for a family, the number of variables set.
+    /// Value of the variable. `None` if it is unset or secret. For a family, a text with the number of set variables.
     pub value: Option<String>,
     /// Effect of the variable on a run, or why it has none.
     pub effect: &'static str,

@@ -4,7 +4,7 @@ use super::{Findings, MINIMUM_CAPABILITY, is_usable};
 use crate::device::survey::facts::{Facts, Gpu, LibraryKind, version_text};
 use crate::units::bytes;
 
-/// Used memory without a visible process that is reported. It is more than the driver itself uses.
+/// Used bytes of a GPU above which a finding is reported although no process is visible. The driver itself uses less.
 const UNSEEN_BYTES: u64 = 2 << 30;
 
 const INSTALL: &str = "install NVIDIA's driver; the CUDA toolkit is not needed";
@@ -13,7 +13,7 @@ const CONTAINER: &str =
 const NAME_DIRECTORY: &str = "or give its directory: TESSERA_CUDA_LIBS=/path/to/directory";
 const CHOOSE: &str = "or choose GPUs with CUDA_VISIBLE_DEVICES";
 
-/// Findings on why CUDA shows no GPU, and on the driver.
+/// Adds findings on the NVIDIA driver and on why CUDA shows no GPU.
 pub(super) fn driver(facts: &Facts, findings: &mut Findings) {
     let cuda = &facts.cuda;
     let is_there = cuda.pci_devices > 0 || cuda.kernel_module.is_some() || !facts.gpus.is_empty();
@@ -315,7 +315,7 @@ fn is_found(facts: &Facts, kind: LibraryKind) -> bool {
         .any(|library| library.kind == kind && library.path.is_some())
 }
 
-/// Value of a variable, if it is set.
+/// Value of the environment variable `name`, if it is set.
 fn variable<'a>(facts: &'a Facts, name: &str) -> Option<&'a str> {
     let row = facts.environment.iter().find(|row| row.name == name)?;
     row.value.as_deref()
