@@ -64,7 +64,7 @@ impl Vocabulary {
         self
     }
 
-    /// Id of a token in `special`.
+    /// Id of `token`, which must be one of `special`; panics otherwise.
     pub(crate) fn special_id(&self, token: &str) -> usize {
         let found = self.special.iter().find(|(_, known)| *known == token);
         found.expect("a special token of the vocabulary").0
