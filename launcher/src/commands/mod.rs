@@ -38,14 +38,14 @@ pub type RankMain = fn(&RunPlan, &RankEnv, &StopFlag, &dyn Devices) -> Result<Ru
 pub type PrepareHook =
     fn(&RunPlan, &mut dyn FnMut(Event)) -> Result<(RunPlan, Suggestions), Failure>;
 
-/// Functions of the program besides supervision.
+/// Functions that the supervisor and the ranks call, and the source of GPUs. Tests replace them.
 #[derive(Debug, Clone, Copy)]
 pub struct Hooks {
     /// Called in the supervisor before ranks start.
     pub prepare: PrepareHook,
-    /// Called in every rank.
+    /// Main function of a rank: called once in every rank process.
     pub rank_main: RankMain,
-    /// GPUs of the machine.
+    /// Source of GPUs: finds and opens them. Tests use emulated ones.
     pub devices: &'static dyn Devices,
 }
 

@@ -32,7 +32,7 @@ impl NewDirectory {
         })
     }
 
-    /// Directory to write into.
+    /// Path of the directory under construction, into which the caller writes its files.
     pub(crate) fn path(&self) -> &Path {
         &self.staging
     }

@@ -32,7 +32,7 @@ pub enum CudaGraph {
     Off,
 }
 
-/// Device of a run after resolution.
+/// Kind of device on which the ranks of a run compute, after `auto` is resolved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Device {
@@ -43,7 +43,7 @@ pub enum Device {
 }
 
 impl Device {
-    /// Name on the command line.
+    /// Name of the device as a value of `--device`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -91,7 +91,7 @@ pub enum DataFormatChoice {
 }
 
 impl DataFormatChoice {
-    /// Format for the reader; `None` means detection.
+    /// Format in which the data is read; `None` if it is detected.
     #[must_use]
     pub fn format(self) -> Option<DataFormat> {
         match self {
@@ -221,7 +221,7 @@ pub enum Strategy {
     Epoch,
 }
 
-/// Cadence of an action in the training loop.
+/// How often the training loop saves a checkpoint, evaluates or logs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Cadence {
@@ -319,22 +319,22 @@ impl fmt::Display for Workers {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Recompute {
-    /// The language model.
+    /// Whether the language model recomputes its activations.
     pub llm: bool,
-    /// The vision tower.
+    /// Whether the vision tower recomputes its activations.
     pub vit: bool,
-    /// The resampler.
+    /// Whether the resampler recomputes its activations.
     pub resampler: bool,
 }
 
 impl Recompute {
-    /// Every tower.
+    /// Every tower recomputes its activations.
     pub const ALL: Self = Self {
         llm: true,
         vit: true,
         resampler: true,
     };
-    /// No tower.
+    /// No tower recomputes; all activations are kept until backward.
     pub const NONE: Self = Self {
         llm: false,
         vit: false,

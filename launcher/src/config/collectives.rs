@@ -22,7 +22,7 @@ pub enum Collectives {
 }
 
 impl Collectives {
-    /// Name on the command line.
+    /// Name of the transport as a value of `--collectives`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -35,7 +35,8 @@ impl Collectives {
 }
 
 impl RunConfig {
-    /// Transport after resolution; never `Auto`.
+    /// Transport that the collectives use. `Auto` is resolved: `Ipc` if all GPUs have peer access to each other,
+    /// otherwise `Shm`.
     pub(crate) fn resolved_collectives(&self) -> Collectives {
         match self.collectives {
             Collectives::Auto

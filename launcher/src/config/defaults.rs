@@ -5,33 +5,33 @@ use super::{DeviceChoice, InitChoice, PrecisionChoice, Scheduler, Warmup};
 /// Defaults that differ between the demo and the user's models. Each field is the default of the named flag.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Defaults {
-    /// `--init`
+    /// Default of `--init`: source of the initial weights.
     pub init: InitChoice,
-    /// `--precision`
+    /// Default of `--precision`: dtypes of weights, activations and optimizer states.
     pub precision: PrecisionChoice,
-    /// `--max-steps`, if the length is not given in epochs.
+    /// Default of `--max-steps`, in optimizer updates. It applies if the length is not given in epochs.
     pub max_steps: Option<u64>,
-    /// `--num-train-epochs`
+    /// Default of `--num-train-epochs`.
     pub num_train_epochs: f64,
-    /// Samples per update over all ranks. The demo derives its micro-batch from them.
+    /// Samples per optimizer update over all ranks. The demo derives its micro-batch from them.
     pub global_batch: Option<usize>,
-    /// `--per-device-train-batch-size`
+    /// Default of `--per-device-train-batch-size`: samples per rank and micro-batch.
     pub micro_batch: usize,
-    /// `--per-device-eval-batch-size`
+    /// Default of `--per-device-eval-batch-size`: samples per rank and evaluation batch.
     pub eval_batch: usize,
-    /// `--learning-rate`
+    /// Default of `--learning-rate`: peak learning rate.
     pub learning_rate: f64,
-    /// `--lr-scheduler-type`
+    /// Default of `--lr-scheduler-type`: learning-rate schedule.
     pub scheduler: Scheduler,
-    /// `--warmup-ratio` or `--warmup-steps`
+    /// Default of `--warmup-ratio` or `--warmup-steps`: length of the learning-rate warmup.
     pub warmup: Warmup,
-    /// `--weight-decay`
+    /// Default of `--weight-decay`: decoupled weight decay of AdamW.
     pub weight_decay: f64,
-    /// `--logging-steps`
+    /// Default of `--logging-steps`: number of optimizer updates between log rows.
     pub logging_steps: u64,
-    /// `--model-max-length`
+    /// Default of `--model-max-length`: maximum tokens per sample.
     pub model_max_length: usize,
-    /// `--longest-first`
+    /// Default of `--longest-first`: whether the first update takes the largest samples.
     pub worst_first: bool,
 }
 
@@ -72,27 +72,27 @@ pub const DEMO: Defaults = Defaults {
     worst_first: false,
 };
 
-/// `--zero`
+/// Default of `--zero`: ZeRO stage.
 pub(crate) const ZERO: u8 = 3;
-/// `--device`: the CPU, until training on GPUs has been measured on hardware.
+/// Default of `--device`: the CPU, until training on GPUs has been measured on hardware.
 pub(crate) const DEVICE: DeviceChoice = DeviceChoice::Cpu;
-/// `--nproc` if no GPU is visible.
+/// Default of `--nproc`, the number of ranks, if no GPU is visible.
 pub(crate) const NPROC: usize = 2;
-/// `--comm-timeout`, in seconds.
+/// Default of `--comm-timeout`: maximum wait of a rank for another rank, in seconds.
 pub(crate) const COMM_TIMEOUT_SECONDS: u64 = 300;
-/// `--adam-beta1`
+/// Default of `--adam-beta1`: decay of the first moment.
 pub(crate) const ADAM_BETA1: f64 = 0.9;
-/// `--adam-beta2`
+/// Default of `--adam-beta2`: decay of the second moment.
 pub(crate) const ADAM_BETA2: f64 = 0.95;
-/// `--adam-epsilon`
+/// Default of `--adam-epsilon`.
 pub(crate) const ADAM_EPSILON: f64 = 1e-8;
-/// `--max-grad-norm`
+/// Default of `--max-grad-norm`: global gradient norm above which gradients are clipped.
 pub(crate) const MAX_GRAD_NORM: f64 = 1.0;
-/// `--max-slice-nums`
+/// Default of `--max-slice-nums`: maximum slices per image.
 pub(crate) const MAX_SLICE_NUMS: usize = 9;
-/// `--lora-rank`
+/// Default of `--lora-rank`.
 pub(crate) const LORA_RANK: usize = 64;
-/// `--lora-alpha`
+/// Default of `--lora-alpha`. The output of an adapter is scaled by alpha / rank.
 pub(crate) const LORA_ALPHA: f64 = 64.0;
-/// `--seed`
+/// Default of `--seed`.
 pub(crate) const SEED: u64 = 42;

@@ -12,7 +12,7 @@ use super::words::nearest;
 use super::{Cadence, RunConfig};
 use crate::error::Failure;
 
-/// Kind of a fault.
+/// What a fault does to its rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultKind {
     /// SIGKILL ends the rank.
@@ -48,13 +48,13 @@ impl FaultKind {
         (Self::CutLink, "cut-link"),
     ];
 
-    /// Name on the command line.
+    /// `KIND` in the syntax of `--inject`, e.g. `disk-full`.
     pub fn name(self) -> &'static str {
         let found = Self::ALL.iter().find(|(kind, _)| *kind == self);
         found.map_or("", |(_, name)| name)
     }
 
-    /// Keys that this kind accepts.
+    /// Keys that `--inject` accepts for this kind of fault.
     const fn keys(self) -> &'static [&'static str] {
         match self {
             Self::Kill => &["rank", "step", "times", "phase", "call", "seed", "lost"],
@@ -117,7 +117,7 @@ impl NotFinite {
         found.map_or("", |(_, name)| name)
     }
 
-    /// The value as f32.
+    /// The non-finite number itself, in f32.
     pub const fn value(self) -> f32 {
         match self {
             Self::Nan => f32::NAN,
@@ -127,28 +127,28 @@ impl NotFinite {
     }
 }
 
-/// One fault to inject.
+/// One fault that a rank injects into itself at a given step. Fields that its kind does not use keep their defaults.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Fault {
-    /// Kind of the fault.
+    /// What the fault does.
     pub kind: FaultKind,
-    /// Rank that it hits.
+    /// Rank in which the fault occurs.
     pub rank: usize,
-    /// Step that it hits, counted from 1. A slow or cut link stays so in later steps.
+    /// Training step in which the fault occurs, counted from 1. A slow or cut link stays so in later steps.
     pub step: u64,
     /// Number of attempts of the run that it hits, counted from the first. A restarted run meets the fault again only
     /// if this is above 1.
     pub times: u32,
-    /// Part of the step.
+    /// For `kill`, `stop` and `panic`: part of the step in which the fault occurs.
     pub phase: FaultPhase,
     /// File-system call within the save, counted from 0. `None`: drawn from the seed.
     pub call: Option<u64>,
     /// Seed of random choices. `None`: the run's seed.
     pub seed: Option<u64>,
-    /// Delay of each collective in milliseconds.
+    /// For `slow-link`: delay of each collective in milliseconds.
     pub ms: u64,
-    /// Factor on the gradients.
+    /// For `nan`: number by which the rank's gradients are multiplied.
     pub value: NotFinite,
     /// Whether the rank's device or slot is lost for all later attempts.
     pub lost: bool,

@@ -9,15 +9,15 @@ use std::fmt;
 pub struct RunGpu {
     /// CUDA device ordinal among the visible GPUs.
     pub ordinal: u32,
-    /// Product name.
+    /// Product name of the GPU, as CUDA or NVML reports it.
     pub name: String,
     /// UUID, if the driver reports one.
     pub uuid: Option<String>,
     /// Number of streaming multiprocessors. Kernels split their work accordingly.
     pub multiprocessors: u32,
-    /// Total memory in bytes.
+    /// Total memory of the GPU in bytes.
     pub memory_bytes: u64,
-    /// Free memory in bytes.
+    /// Memory of the GPU in bytes that was free when the configuration was resolved; the total if unknown.
     pub free_bytes: u64,
     /// CUDA ordinals of the GPUs whose memory it can access directly (peer access).
     #[serde(default)]

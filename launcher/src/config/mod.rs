@@ -59,14 +59,14 @@ pub enum Source {
     Files {
         /// Model directory.
         model: PathBuf,
-        /// Training samples.
+        /// File or directory of training samples.
         data: PathBuf,
-        /// Held-out samples.
+        /// File or directory of held-out samples, if there are any.
         eval_data: Option<PathBuf>,
     },
 }
 
-/// Task of the ranks.
+/// What the ranks of a run do: train, or evaluate once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Task {
@@ -76,7 +76,7 @@ pub enum Task {
     Evaluate,
 }
 
-/// Length of training.
+/// Length of training, in optimizer updates or in epochs.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Length {
@@ -86,13 +86,13 @@ pub enum Length {
     Epochs(f64),
 }
 
-/// Warmup of the learning rate.
+/// Length of the learning-rate warmup at the start of training.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Warmup {
-    /// Number of updates.
+    /// Number of optimizer updates.
     Steps(u64),
-    /// Fraction of all updates, rounded up.
+    /// Fraction of all optimizer updates of the run, rounded up to whole updates.
     Ratio(f64),
 }
 
@@ -122,7 +122,7 @@ pub enum Resume {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Lora {
-    /// Adapter rank `r`.
+    /// LoRA rank `r`: inner dimension of the two low-rank matrices of an adapter.
     pub lora_rank: usize,
     /// `alpha`; the adapter's output is scaled by `alpha / r`.
     pub lora_alpha: f64,
@@ -161,7 +161,7 @@ impl Lora {
 pub struct SampleRules {
     /// Format of the data file or directory.
     pub data_format: DataFormatChoice,
-    /// Prompt template.
+    /// Prompt template, for families that have several.
     pub template: TemplateChoice,
     /// For GLM-4V: whether the loss covers the token after an answer.
     pub train_on_turn_end: bool,
@@ -173,9 +173,9 @@ pub struct SampleRules {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Trainable {
-    /// Whether the vision tower trains.
+    /// Whether the weights of the vision tower are trained.
     pub tune_vision: bool,
-    /// Whether the language model trains, embeddings and head included.
+    /// Whether the weights of the language model are trained, embeddings and head included.
     pub tune_llm: bool,
     /// Selection of trained parts that replaces the other settings, in the syntax of `--train`.
     pub train: Option<String>,
@@ -197,12 +197,12 @@ pub struct OptimizerConfig {
     pub learning_rate: f64,
     /// Scaling of the learning rate with the batch size.
     pub lr_scale: LrScale,
-    /// Learning-rate schedule.
+    /// Shape of the learning-rate schedule.
     pub scheduler: Scheduler,
-    /// Further arguments of the schedule.
+    /// Further arguments of DeepSpeed's schedules.
     #[serde(default)]
     pub scheduler_kwargs: SchedulerKwargs,
-    /// Warmup of the schedule.
+    /// Length of the learning-rate warmup at the start of training.
     pub warmup: Warmup,
     /// Decoupled weight decay. Biases and norm weights do not decay.
     pub weight_decay: f64,
@@ -224,13 +224,13 @@ pub struct OptimizerConfig {
 pub struct BatchConfig {
     /// Samples per rank and micro-batch.
     pub micro_batch: usize,
-    /// Micro-batches per update.
+    /// Gradient accumulation: micro-batches per rank and optimizer update.
     pub accumulation_steps: usize,
     /// Samples per rank and evaluation batch.
     pub eval_batch: usize,
     /// Maximum tokens per sample; longer samples are truncated.
     pub model_max_length: usize,
-    /// Maximum slices per image.
+    /// Maximum number of slices that an image is cut into.
     pub max_slice_nums: usize,
     /// Whether unusable samples are skipped instead of failing the run.
     pub skip_bad_samples: bool,
@@ -250,19 +250,19 @@ pub struct BatchConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunConfig {
-    /// Task of the ranks.
+    /// What the ranks do: train, or evaluate once.
     pub task: Task,
-    /// Model and data.
+    /// Where the model, its tokenizer and the samples come from.
     pub source: Source,
-    /// Directory of the run, absolute.
+    /// Output directory of the run (checkpoints, logs), as an absolute path.
     pub output: PathBuf,
-    /// Whether the user named `output`.
+    /// Whether the user chose `output`, rather than the program.
     pub output_is_explicit: bool,
-    /// Format of the samples.
+    /// Format of the data files and of the prompts.
     pub samples: SampleRules,
-    /// Initial weights.
+    /// Source of the initial weights.
     pub init: InitChoice,
-    /// ZeRO stage, 0 to 3.
+    /// ZeRO stage, 0 to 3: which of optimizer states, gradients and parameters are sharded over the ranks.
     pub zero: u8,
     /// Ranks per shard group; each group holds one copy of the sharded states. `None`: one group of all ranks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -272,7 +272,7 @@ pub struct RunConfig {
     pub collectives: Collectives,
     /// Offload tiers of optimizer states, parameters and activations.
     pub offload: Offload,
-    /// I/O method for spill files.
+    /// I/O method for the spill files of states that are offloaded to disk.
     pub nvme_io: NvmeIo,
     /// Optimizer in backward: updates that run during the backward pass.
     #[serde(default)]
@@ -290,7 +290,7 @@ pub struct RunConfig {
     pub ranks_here: Option<usize>,
     /// Maximum wait of a rank for another rank, in seconds.
     pub comm_timeout_seconds: u64,
-    /// Device of the ranks.
+    /// Kind of device on which the ranks compute.
     pub device: Device,
     /// GPUs of the run, assigned to ranks round robin. Empty on the CPU.
     #[serde(default)]
@@ -306,41 +306,41 @@ pub struct RunConfig {
     pub precision: PrecisionChoice,
     /// Numeric settings that `precision` leaves open.
     pub numbers: Numbers,
-    /// Rounding of rotary embedding angles.
+    /// Whether the angles of rotary position embeddings are rounded as in the model's own code, or stay in f32.
     pub rope_precision: RopeChoice,
     /// Host memory that all ranks together may use, in bytes. `None`: the memory of the machine.
     pub host_memory_limit: Option<u64>,
     /// Device memory that each rank may use, in bytes. `None`: the memory of the device.
     pub device_memory_limit: Option<u64>,
-    /// Towers with activation checkpointing.
+    /// Parts of the model with activation checkpointing: their activations are recomputed in backward.
     pub checkpoint_activations: Recompute,
     /// Layers per checkpointed segment; a segment stores one input.
     #[serde(default = "one")]
     pub checkpoint_num_layers: usize,
-    /// Length of training.
+    /// Length of training, in optimizer updates or in epochs.
     pub length: Length,
-    /// Batch sizes.
+    /// Batch sizes and the reading of samples.
     pub batch: BatchConfig,
-    /// Optimizer settings.
+    /// Settings of AdamW and of the learning-rate schedule.
     pub optimizer: OptimizerConfig,
-    /// Trained parts.
+    /// Parts of the model that are trained.
     pub trainable: Trainable,
-    /// Cadence of checkpoints.
+    /// How often a checkpoint is saved.
     pub save: Cadence,
     /// Maximum number of stored checkpoints; `None` keeps all.
     pub save_total_limit: Option<usize>,
-    /// Cadence of evaluation on the held-out samples.
+    /// How often the held-out samples are evaluated.
     pub eval: Cadence,
-    /// Cadence of log rows.
+    /// How often a log row with loss, learning rate and times is written.
     pub logging: Cadence,
     /// Steps to trace, counted from 1.
     #[serde(default)]
     pub trace_steps: Option<Range<u64>>,
-    /// Additional report format.
+    /// Report format in addition to the files of the run directory.
     pub report_to: ReportTo,
     /// Seed of data order, initial weights and stochastic rounding.
     pub seed: u64,
-    /// Checkpoint to continue from.
+    /// Checkpoint from which the run continues, if any.
     pub resume: Resume,
     /// Maximum number of restarts after a rank died.
     #[serde(default)]
@@ -348,7 +348,7 @@ pub struct RunConfig {
     /// Whether a restart may continue with fewer ranks.
     #[serde(default)]
     pub elastic: bool,
-    /// Faults to inject.
+    /// Faults that ranks inject on purpose, for tests of the run's reaction.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub inject: Vec<Fault>,
 }
@@ -387,7 +387,7 @@ impl RunConfig {
         self.optimizer.lr_scale.factor(self.micro_batches())
     }
 
-    /// Peak learning rate after scaling.
+    /// Peak learning rate of the schedule: `learning_rate` times `lr_factor()`.
     pub fn peak_lr(&self) -> f64 {
         self.optimizer.learning_rate * self.lr_factor()
     }
@@ -410,7 +410,7 @@ impl RunConfig {
         matches!(self.source, Source::Demo { .. })
     }
 
-    /// The model directory.
+    /// Path of the model directory.
     pub fn model_dir(&self) -> PathBuf {
         match &self.source {
             Source::Demo { directory } => directory.join(demo::MODEL_DIR),
@@ -418,7 +418,7 @@ impl RunConfig {
         }
     }
 
-    /// The file of training samples.
+    /// Path of the file (or data directory) of training samples.
     pub fn data_file(&self) -> PathBuf {
         match &self.source {
             Source::Demo { directory } => directory.join(demo::TRAIN_FILE),
@@ -426,7 +426,7 @@ impl RunConfig {
         }
     }
 
-    /// The file of held-out samples.
+    /// Path of the file of held-out samples. `None` if the run has none.
     pub fn eval_file(&self) -> Option<PathBuf> {
         match &self.source {
             Source::Demo { directory } => Some(directory.join(demo::HELD_OUT_FILE)),

@@ -51,7 +51,7 @@ pub struct Numbers {
     pub grad_dtype: Option<GradDtype>,
     /// Settings of pure bf16 for weights and moments.
     pub pure_bf16: PureBf16,
-    /// Loss scaling of fp16.
+    /// Loss scale of fp16, static or dynamic. The other precisions do not use it.
     pub loss_scale: LossScale,
 }
 

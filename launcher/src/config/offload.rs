@@ -21,7 +21,7 @@ pub enum Tier {
 }
 
 impl Tier {
-    /// Directory of the spill files, if the tier has any.
+    /// Directory of the spill files. `None` for memory tiers.
     #[must_use]
     pub fn directory(&self) -> Option<&Path> {
         match self {
@@ -71,13 +71,13 @@ impl From<Tier> for String {
     }
 }
 
-/// Tier of each kind of state.
+/// Tier that stores each kind of state while it is not in use.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Offload {
     /// Master weights, Adam's moments, and the gradients they are updated from.
     pub optimizer: Tier,
-    /// Weights.
+    /// Weights that forward and backward compute with.
     pub param: Tier,
     /// Inputs of checkpointed segments, from which backward recomputes.
     #[serde(default)]
@@ -85,13 +85,13 @@ pub struct Offload {
 }
 
 impl Offload {
-    /// Whether nothing is offloaded.
+    /// Whether all states stay in device memory.
     #[must_use]
     pub fn is_none(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Names and tiers, in output order.
+    /// Kinds of state in the syntax of `--offload`, with their tiers, in output order.
     fn tiers(&self) -> [(&'static str, &Tier); 3] {
         [
             ("optimizer", &self.optimizer),
@@ -114,7 +114,7 @@ impl Offload {
         directories
     }
 
-    /// The same tiers with every directory passed through `absolute`.
+    /// Replaces the directory of every disk tier by the result of `absolute`, which makes a path absolute.
     ///
     /// # Errors
     /// Those of `absolute`.

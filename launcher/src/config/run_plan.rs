@@ -55,29 +55,29 @@ impl RunPlan {
         Self { config, found }
     }
 
-    /// The configuration.
+    /// Configuration of the run, with the choices made so far.
     pub(crate) fn config(&self) -> &RunConfig {
         &self.config
     }
 
-    /// Results of planning.
+    /// Results that have no flag of their own, from the ranks, the data check or planning.
     pub(crate) fn found(&self) -> &Found {
         &self.found
     }
 
-    /// The same results with another configuration.
+    /// Copy of this plan with `config` as its configuration. The results of planning stay the same.
     pub(crate) fn with_config(&self, config: RunConfig) -> Self {
         let found = self.found.clone();
         Self { config, found }
     }
 
-    /// The same configuration with other results.
+    /// Copy of this plan with `found` as its results. The configuration stays the same.
     pub(crate) fn with_found(&self, found: Found) -> Self {
         let config = self.config.clone();
         Self { config, found }
     }
 
-    /// The same plan with another setting of the optimizer in backward.
+    /// Copy of this plan with another setting of the optimizer in backward.
     pub(crate) fn with_optimizer_in_backward(
         &self,
         optimizer_in_backward: OptimizerInBackward,
@@ -88,7 +88,7 @@ impl RunPlan {
         })
     }
 
-    /// The same plan with another setting of the weight prefetch.
+    /// Copy of this plan with another setting of the weight prefetch.
     pub(crate) fn with_prefetch_weights(&self, prefetch_weights: PrefetchWeights) -> Self {
         self.with_config(RunConfig {
             prefetch_weights,

@@ -24,15 +24,15 @@ pub(crate) struct Answer {
     pub(crate) index: usize,
     /// The sample's own id in the data file.
     pub(crate) id: Option<String>,
-    /// Paths of its images.
+    /// Absolute paths of the sample's images.
     pub(crate) images: Vec<PathBuf>,
     /// Text of the conversation before the answer.
     pub(crate) prompt: String,
-    /// Reference answer.
+    /// Answer in the data file, without white space at its ends.
     pub(crate) reference: String,
-    /// Generated answer.
+    /// Answer that the model generated; empty before generation.
     pub(crate) answer: String,
-    /// Whether both answers are equal after trimming white space.
+    /// Whether the generated answer equals the reference after trimming white space.
     pub(crate) exact: bool,
 }
 

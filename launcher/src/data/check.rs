@@ -29,7 +29,8 @@ pub(crate) fn check(
     check_samples(reading, &model, processor, &options, skip_bad)
 }
 
-/// As [`check`], with explicit settings.
+/// As [`check`], with the settings given one by one instead of by a run's configuration. `model` is the model
+/// directory.
 pub(crate) fn check_samples(
     reading: Reading<'_>,
     model: &Path,
@@ -83,8 +84,8 @@ pub(crate) fn check_samples(
     })
 }
 
-/// Samples of a rank, which the supervisor has already checked. With `--skip-bad-samples` the check runs again, to
-/// skip the same samples.
+/// Reads the samples in a rank, without the check that the supervisor has already made. With `--skip-bad-samples` the
+/// check runs again, to skip the same samples.
 pub(crate) fn load(
     config: &RunConfig,
     path: &Path,
@@ -128,7 +129,7 @@ pub(crate) fn text_only(config: &RunConfig, set: &SampleSet) -> Result<(), Failu
     .next("use --text-without-cross true to skip the cross attention for them, or give each sample an image"))
 }
 
-/// Largest possible micro-batch: the samples with the most tokens plus patches, encoded.
+/// Encodes the largest possible micro-batch: the samples with the most tokens plus image patches.
 pub(crate) fn largest(
     set: &SampleSet,
     config: &RunConfig,
@@ -146,7 +147,8 @@ pub(crate) fn largest(
     )
 }
 
-/// As [`largest`] for `count` samples that were already checked. `order` lists the usable samples by size.
+/// Encodes the first `count` samples of `order`, which lists indices of usable training samples by size. Reads the
+/// data again, but does not check it again unless bad samples are skipped.
 pub(crate) fn encode_some(
     config: &RunConfig,
     order: &[usize],
@@ -158,7 +160,7 @@ pub(crate) fn encode_some(
     data::encode_in_order(&set.samples, &set.images, processor, &options, order, count)
 }
 
-/// Encoding options of the configuration.
+/// Options of `config` that affect how a sample is converted to tokens: maximum length, slices, prompt template.
 pub(crate) fn encode_options(config: &RunConfig) -> EncodeOptions {
     EncodeOptions {
         model_max_length: config.batch.model_max_length,

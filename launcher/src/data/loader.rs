@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, bounded};
 
-/// Options of a loader.
+/// Number of threads of a data loader, and how far they work ahead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoaderOptions {
-    /// Worker threads. With 0 the consumer prepares each batch when it needs it.
+    /// Number of worker threads. With 0 the consumer prepares each batch when it needs it.
     pub threads: usize,
-    /// Batches prepared ahead, at least 1 per thread.
+    /// Number of finished batches that may wait for the consumer, at least 1 per thread.
     pub ahead: usize,
 }
 
@@ -34,14 +34,14 @@ impl LoaderOptions {
     }
 }
 
-/// Prepared batch and its position.
+/// Batch for one micro-batch of training, with the step that it belongs to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prepared<T> {
-    /// Step, from 0.
+    /// Training step, counted from 0.
     pub step: u64,
-    /// Micro-batch within the step, from 0.
+    /// Micro-batch within the step, counted from 0.
     pub micro_step: u64,
-    /// The batch.
+    /// Value that the loader's `prepare` function returned for this micro-batch.
     pub batch: T,
 }
 

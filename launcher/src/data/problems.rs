@@ -16,10 +16,10 @@ use crate::units::grouped;
 pub(crate) const PROBLEMS_FILE: &str = "data_problems.jsonl";
 /// Maximum samples listed in a report; the others are only counted.
 const LISTED: usize = 5;
-/// Characters shown around a placeholder.
+/// Characters of text that a message shows around an image placeholder.
 const EXCERPT: usize = 24;
 
-/// Kind of problem.
+/// Why a sample cannot be used, as a category.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Kind {
@@ -61,20 +61,20 @@ pub(crate) struct Problem {
     pub(crate) index: usize,
     /// Line in the data file on which the sample begins, from 1.
     pub(crate) line: Option<usize>,
-    /// The sample's own id.
+    /// Id that the data file gives the sample, if any.
     pub(crate) id: Option<String>,
-    /// Error code of this kind of problem.
+    /// Error code of the failure that this problem causes on its own.
     pub(crate) code: ErrorCode,
-    /// Kind of problem.
+    /// Category of the problem.
     pub(crate) kind: Kind,
-    /// Description in one line.
+    /// Description of the problem in one line.
     pub(crate) problem: String,
     /// Tokens of the whole sample, if they can be counted.
     pub(crate) tokens: Option<usize>,
 }
 
 impl Problem {
-    /// Problem that corresponds to `error`.
+    /// Problem of sample `index` of the data file, whose encoding failed with `error`.
     pub(crate) fn new(index: usize, sample: &RawSample, error: &SampleError) -> Self {
         let (code, kind) = classify(error);
         let mut problem = crate::error::chain(error);
@@ -147,7 +147,7 @@ impl Problem {
     }
 }
 
-/// Error code and kind of an error.
+/// Error code and category of the problem that `error` causes.
 pub(crate) fn classify(error: &SampleError) -> (ErrorCode, Kind) {
     match error {
         SampleError::MorePlaceholdersThanImages { .. }
@@ -197,20 +197,20 @@ fn excerpt(sample: &RawSample, with_names: bool) -> String {
     shown.unwrap_or_default() + &images
 }
 
-/// Data that a report needs besides the problems.
+/// Data file, model and settings that a failure report needs besides the problems.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Context<'a> {
-    /// Path of the data file.
+    /// Path of the data file (or data directory).
     pub(crate) path: &'a Path,
     /// Model directory, for the command that lists all problems.
     pub(crate) model: &'a Path,
-    /// Samples of the file.
+    /// All samples that were read from the file, usable or not.
     pub(crate) samples: &'a [RawSample],
-    /// Directory of its images.
+    /// Directory at which relative image paths of the samples start.
     pub(crate) images: &'a ImageFolder,
     /// Processor that converts samples to tokens.
     pub(crate) processor: &'a dyn Processor,
-    /// Encoding options in use.
+    /// Options with which the samples were encoded.
     pub(crate) options: &'a EncodeOptions,
 }
 

@@ -12,7 +12,7 @@ use std::sync::Arc;
 /// Rounds of the Feistel network; each mixes one half into the other.
 const ROUNDS: u64 = 6;
 
-/// Map from steps to samples.
+/// Map from (step, micro-batch, rank) to the indices of the samples that the rank trains on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sampler {
     samples: u64,
@@ -20,20 +20,20 @@ pub struct Sampler {
     micro_batch: u64,
     accumulation_steps: u64,
     seed: u64,
-    /// Samples of the first epoch that were swapped: replacement by original sample.
+    /// Swaps in the order of the first epoch, as a map from the sample of the shuffled order to the one used instead.
     moved: Arc<BTreeMap<u64, u64>>,
 }
 
-/// Sizes of a [`Sampler`].
+/// Sizes that determine the data order of a [`Sampler`]. Each is at least 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SamplerSizes {
-    /// Number of samples.
+    /// Number of usable training samples.
     pub samples: usize,
     /// Number of ranks.
     pub world_size: usize,
     /// Samples per rank and micro-batch.
     pub micro_batch: usize,
-    /// Micro-batches per step.
+    /// Micro-batches per rank and step.
     pub accumulation_steps: usize,
 }
 

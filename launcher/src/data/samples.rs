@@ -12,20 +12,20 @@ use super::lines;
 use super::problems::Problem;
 use crate::config::DataFormatChoice;
 
-/// Checked samples of one file, with the directory of their images.
+/// Usable samples of one data file, with the directory of their images and the results of the check.
 #[derive(Debug)]
 pub(crate) struct SampleSet {
-    /// Usable samples.
+    /// Samples that can be used, in the order of the file.
     pub(crate) samples: Vec<RawSample>,
-    /// Indices of the usable samples in the file. Empty if all samples are usable.
+    /// Indices of the usable samples in the file. Empty if the samples were read without a check: then all are kept.
     pub(crate) kept: Vec<usize>,
-    /// Directory of their images.
+    /// Directory at which relative image paths of the samples start.
     pub(crate) images: ImageFolder,
-    /// Size of each sample. Empty if they were not measured.
+    /// Tokens and image patches of each usable sample. Empty if the samples were not measured.
     pub(crate) sizes: Vec<SampleSize>,
     /// Problems of the samples left out.
     pub(crate) problems: Vec<Problem>,
-    /// Number of images of all samples.
+    /// Number of images of all usable samples together; 0 if they were not counted.
     pub(crate) image_count: usize,
 }
 
@@ -41,7 +41,7 @@ impl SampleSet {
 pub(crate) struct Reading<'a> {
     /// Path of the file or directory.
     pub(crate) path: &'a Path,
-    /// Data format.
+    /// Format of the file or directory; `Auto` detects it.
     pub(crate) format: DataFormatChoice,
     /// Maximum number of samples to read, from the start.
     pub(crate) limit: Option<usize>,

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::error::{ErrorCode, Failure};
 
-/// Whether fio is installed.
+/// Whether the program `fio` (flexible I/O tester) is in `PATH` and answers `fio --version`.
 pub(super) fn is_installed() -> bool {
     let status = Command::new("fio")
         .arg("--version")
@@ -45,7 +45,7 @@ pub(super) fn run(directory: &Path, bytes: u64) -> Result<(f64, f64), Failure> {
     Ok((read?, write))
 }
 
-/// `jobs[0].read.bw_bytes` of fio's report, or the same of another kind.
+/// Bandwidth in bytes per second in fio's JSON report, for `kind` `read` or `write`. `None` if it is absent or zero.
 fn rate(report: &[u8], kind: &str) -> Option<f64> {
     let report: Value = serde_json::from_slice(report).ok()?;
     let rate = report["jobs"][0][kind]["bw_bytes"].as_f64()?;

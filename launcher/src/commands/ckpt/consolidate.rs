@@ -28,12 +28,12 @@ use crate::model::files;
 use crate::model::stored::max_shard_bytes;
 use crate::units::{bytes, grouped, seconds};
 
-/// Elements that are read, widened and written at once.
+/// Elements of a tensor that are read, widened to f32 and written at a time.
 const CHUNK_ELEMS: usize = 1 << 20;
 const MODEL_STEM: &str = "model";
 const OPTIMIZER_STEM: &str = "optimizer";
 
-/// Source of one tensor of the result.
+/// One tensor to write: its name and shape, and where its values are read from.
 struct Entry<'a> {
     name: String,
     shape: Vec<usize>,
@@ -46,7 +46,8 @@ enum From<'a> {
     File(&'a WeightSource),
 }
 
-/// Runs the subcommand.
+/// Runs `launcher ckpt consolidate`: writes the tensors of a checkpoint as f32 safetensors files into a new
+/// directory.
 pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let output = required(args.output.as_ref())?;
@@ -120,7 +121,7 @@ pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The weight files of the checkpoint, by stem.
+/// Opens the weight files of a checkpoint directory. Returns them as (file name without extension, source).
 fn weight_files(directory: &Path) -> Result<Vec<(&'static str, WeightSource)>, Failure> {
     let mut files = Vec::new();
     for stem in [MODEL_STEM, ADAPTER_STEM, TRAINED_STEM] {
@@ -133,7 +134,7 @@ fn weight_files(directory: &Path) -> Result<Vec<(&'static str, WeightSource)>, F
     Ok(files)
 }
 
-/// The tensors of a file, each from the training state if that has it.
+/// Lists the tensors of a weight file. Values come from the training state if it has the tensor in the same shape.
 fn entries<'a>(checkpoint: &'a Checkpoint, file: &'a WeightSource) -> Vec<Entry<'a>> {
     let state = |name: &str, shape: &[usize]| {
         // Modules trained in full beside adapters have names with peft's prefix.
@@ -162,7 +163,7 @@ fn entries<'a>(checkpoint: &'a Checkpoint, file: &'a WeightSource) -> Vec<Entry<
         .collect()
 }
 
-/// Tensors of some kinds of training state.
+/// Lists the tensors of the training state that `wanted` selects, under the names that `name` gives them.
 fn of_kinds(
     checkpoint: &Checkpoint,
     wanted: impl Fn(&LogicalTensor) -> bool,
@@ -178,7 +179,8 @@ fn of_kinds(
         .collect()
 }
 
-/// Writes one file, or several if it is too large; returns the bytes.
+/// Writes the tensors in f32 to one safetensors file, or to several if it would exceed `max_shard_bytes`. Returns the
+/// bytes written.
 fn write_file(
     directory: &Path,
     stem: &str,
@@ -227,7 +229,8 @@ fn write_file(
     Ok(finished.iter().map(|(_, digest)| digest.bytes).sum())
 }
 
-/// The values as little-endian f32; `None` if the dtype is not a float.
+/// Converts the little-endian values `raw` of type `dtype` to little-endian f32. `None` if the type is not f32, bf16
+/// or f16.
 fn widened(raw: Vec<u8>, dtype: DType) -> Option<Vec<u8>> {
     let halves = |wide: fn([u8; 2]) -> f32| -> Vec<u8> {
         let halves = raw.chunks_exact(2);

@@ -15,14 +15,14 @@ use crate::error::{ErrorCode, Failure, chain, file_name};
 use crate::units::bytes;
 
 const PREFIX: &str = "checkpoint-";
-/// Stems of weight files, with their names in the list.
+/// Weight files as (file name without extension, name in the output).
 const HOLDS: [(&str, &str); 3] = [
     ("model", "model"),
     ("adapter_model", "adapters"),
     ("trained", "trained parts"),
 ];
 
-/// One row of the list.
+/// One checkpoint in the output of `launcher ckpt ls`.
 struct Row {
     name: String,
     latest: bool,
@@ -35,14 +35,15 @@ struct Contents {
     step: u64,
     world_size: u32,
     holds: Vec<&'static str>,
-    /// Kinds of training state, with their numbers of tensors and bytes.
+    /// For each kind of training state (such as `master`): number of tensors and their total bytes.
     kinds: BTreeMap<String, (usize, u64)>,
     state_bytes: u64,
     files: usize,
     meta: Value,
 }
 
-/// Runs the subcommand.
+/// Runs `launcher ckpt ls`: prints one row per checkpoint of a run directory, or one row if given a single
+/// checkpoint.
 pub(super) fn run(args: &CkptLsArgs) -> Result<ExitCode, Failure> {
     let run = &args.run;
     let doing = format!("list {}", run.display());
@@ -263,7 +264,7 @@ fn kinds(contents: &Contents) -> String {
     text
 }
 
-/// A value of the manifest as text; a dash if it is absent.
+/// Formats a value of the manifest as text; a dash if it is absent.
 fn word(value: &Value) -> String {
     match value {
         Value::Null => "–".to_owned(),

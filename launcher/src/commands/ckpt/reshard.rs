@@ -13,7 +13,7 @@ use crate::error::{ErrorCode, Failure, failures};
 use crate::report::checkpoints::UNITS;
 use crate::units::seconds;
 
-/// Runs the subcommand.
+/// Runs `launcher ckpt reshard`: writes a copy of a checkpoint whose training state is divided among `--nproc` ranks.
 pub(super) fn run(args: &CkptReshardArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let output = required(args.output.as_ref())?;
@@ -52,7 +52,8 @@ pub(super) fn run(args: &CkptReshardArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Parameters by the buffers that the run sharded; empty if the checkpoint does not say.
+/// Names of the parameters in each buffer that the run sharded as a whole. Empty if the checkpoint does not list
+/// them.
 fn units(meta: &Value) -> Result<Vec<Vec<String>>, serde_json::Error> {
     meta.get(UNITS).map_or_else(
         || Ok(Vec::new()),

@@ -17,7 +17,7 @@ use crate::units::{bytes, grouped, seconds};
 /// Maximal number of problems that are printed; the rest is counted.
 const SHOWN: usize = 20;
 
-/// Runs the subcommand.
+/// Runs `launcher ckpt verify`: checks the files and tensors of one checkpoint and prints the problems found.
 pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let directory = &args.checkpoint;
@@ -64,7 +64,7 @@ pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
     Err(advise_intact(failure, directory))
 }
 
-/// Problems of the weight files: every trained tensor must be there with its shape.
+/// Lists problems of the weight files. Every parameter of the training state must be in one of them with its shape.
 fn weights(directory: &Path) -> Result<Vec<String>, Failure> {
     let doing = format!("verify {}", directory.display());
     let checkpoint = Checkpoint::open(directory).map_err(|e| failures::checkpoint(&doing, &e))?;
@@ -104,7 +104,8 @@ pub(super) fn is_weight(tensor: &LogicalTensor) -> bool {
     matches!(&*tensor.kind, "master" | "weight")
 }
 
-/// Whether a stored shape matches. Adapters of single projections are written with one column block per projection.
+/// Whether the shape `found` in a weight file matches `tensor` of the training state. Adapters of single projections
+/// are written with one column block per projection.
 fn fits(tensor: &LogicalTensor, found: &[usize]) -> bool {
     let same = tensor
         .shape

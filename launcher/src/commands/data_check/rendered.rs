@@ -5,12 +5,13 @@ use models::data::SampleTokens;
 use serde::Serialize;
 use std::ops::Range;
 
-/// Piece of a rendered sample.
+/// Part of a sample's token sequence, decoded for display: consecutive tokens that are all supervised or all not, or
+/// one image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct Piece {
-    /// Text. An image is written `<image 64x9>`: tokens per slice, number of slices.
+    /// Decoded text of the tokens. An image is written `<image 64x9>`: tokens per slice, number of slices.
     pub(super) text: String,
-    /// Whether the loss covers it.
+    /// Whether the loss is computed on these tokens.
     pub(super) supervised: bool,
 }
 
@@ -21,7 +22,7 @@ enum Role {
     Image(usize),
 }
 
-/// Pieces of a sample, in order.
+/// Splits the token sequence of a sample into pieces, in order.
 pub(super) fn pieces(processor: &dyn Processor, tokens: &SampleTokens) -> Vec<Piece> {
     let images = processor.images(tokens);
     let roles = roles(tokens, &images);
@@ -50,7 +51,7 @@ pub(super) fn pieces(processor: &dyn Processor, tokens: &SampleTokens) -> Vec<Pi
     found
 }
 
-/// Pieces as text. Supervised ones are in «…», or colored.
+/// Joins pieces to text. Supervised ones are in «…», or green if `color` is true.
 pub(super) fn text(pieces: &[Piece], color: bool) -> String {
     let mark = |piece: &Piece| match (piece.supervised, color) {
         (false, _) => piece.text.clone(),

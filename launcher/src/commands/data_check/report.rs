@@ -24,13 +24,13 @@ pub(super) struct Report {
     pub(super) without_images: usize,
     #[serde(rename = "pictures")]
     pub(super) images: Images,
-    /// Tokens of usable samples, after truncation.
+    /// Tokens per usable sample, after truncation, image tokens included.
     pub(super) tokens: Spread,
-    /// Text tokens, including the markers of images.
+    /// Text tokens per usable sample, including the marker tokens around images.
     pub(super) text_tokens: Spread,
     #[serde(rename = "picture_tokens")]
     pub(super) image_tokens: Spread,
-    /// Positions that the loss covers.
+    /// Supervised tokens per usable sample: positions on which the loss is computed.
     pub(super) supervised_tokens: Spread,
     pub(super) answers: Answers,
     pub(super) length: Length,
@@ -39,14 +39,14 @@ pub(super) struct Report {
     pub(super) balance: Option<Balance>,
     pub(super) rendered: Option<Rendered>,
     pub(super) problems: Vec<Problem>,
-    /// Suggested settings, computed from the lengths.
+    /// Advice on unusable samples, such as flags with which they could be used. Empty if all samples are usable.
     pub(super) next: Vec<String>,
     /// Directory that the list of problems was written to.
     #[serde(skip)]
     pub(super) written_to: Option<PathBuf>,
 }
 
-/// Images of samples whose files can be read.
+/// Sizes and slices of all images of the data file that can be read.
 #[derive(Debug, Clone, Default, Serialize)]
 pub(super) struct Images {
     pub(super) count: usize,
@@ -58,7 +58,7 @@ pub(super) struct Images {
     pub(super) tokens_per_slice: Option<(usize, usize)>,
 }
 
-/// Whether the model learns to end its answers.
+/// Number of answers in usable samples, and how many of them teach the model to stop.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub(super) struct Answers {
     pub(super) count: usize,
@@ -70,13 +70,13 @@ pub(super) struct Answers {
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub(super) struct Length {
     pub(super) model_max_length: usize,
-    /// Usable samples that lose text.
+    /// Number of usable samples from which truncation to `model_max_length` removes text.
     pub(super) cut_in_text: usize,
-    /// Unusable samples, because truncation would remove their answers or part of an image.
+    /// Number of samples that are unusable because truncation would remove their answers or part of an image.
     pub(super) unusable: usize,
 }
 
-/// Sample and its length.
+/// Lengths in tokens of one of the longest samples, with its place in the data file.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Sized {
     pub(super) index: usize,
@@ -87,7 +87,7 @@ pub(super) struct Sized {
     pub(super) image_tokens: usize,
 }
 
-/// One sample as the model sees it.
+/// One sample of the data file as the model sees it: its token sequence, decoded in pieces.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Rendered {
     pub(super) index: usize,

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use crate::data::Sampler;
 
-/// Minimum, mean, median, 95th percentile and maximum.
+/// Minimum, mean, median, 95th percentile and maximum of a list of counts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub(super) struct Spread {
     pub(super) min: usize,
@@ -33,7 +33,7 @@ impl Spread {
     }
 }
 
-/// Balance of tokens over ranks, for one epoch in the sampler's order.
+/// How evenly one epoch's tokens are divided among the ranks, in the sampler's order.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(super) struct Balance {
     pub(super) ranks: usize,
@@ -43,13 +43,14 @@ pub(super) struct Balance {
     /// Tokens of the rank with the most, divided by the mean of the ranks, averaged over the steps. A step takes
     /// longer by about this factor.
     pub(super) mean_imbalance: f64,
-    /// The same ratio in the worst step.
+    /// Largest value over all steps of this ratio: tokens of the rank with the most, divided by the mean of the
+    /// ranks.
     pub(super) worst_imbalance: f64,
-    /// Number of the worst step, from 1.
+    /// Step in which `worst_imbalance` occurs, counted from 1.
     pub(super) worst_step: u64,
 }
 
-/// Balance of samples with `tokens` tokens, in the order of `sampler`.
+/// Computes the balance for samples whose lengths are `tokens`, in the order of `sampler`.
 pub(super) fn balance(
     sampler: &Sampler,
     tokens: &[usize],

@@ -6,7 +6,7 @@ use super::image::{self, COLOURS};
 use super::rng::Rng;
 use crate::commands::synth::writer;
 
-/// Number of training samples.
+/// Number of training samples that the demo generates.
 pub const TRAIN_SAMPLES: usize = 2000;
 /// Number of held-out samples. All colors occur equally often.
 pub const HELD_OUT_SAMPLES: usize = 96;
@@ -14,7 +14,7 @@ pub const HELD_OUT_SAMPLES: usize = 96;
 const TRAIN_SEED: u64 = 1;
 const HELD_OUT_SEED: u64 = 2;
 
-/// Phrasings of the question.
+/// Phrasings of the question about the color of the shape. Each sample uses one of them.
 pub(super) const QUESTIONS: [&str; 4] = [
     "What colour is the shape?",
     "Which colour does the shape have?",
@@ -22,7 +22,7 @@ pub(super) const QUESTIONS: [&str; 4] = [
     "What is the colour of this shape?",
 ];
 
-/// One sample, generated when needed.
+/// One sample of the demo. It stores the seed and the choices; the image is drawn from them by `png`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sample {
     seed: u64,
@@ -61,7 +61,7 @@ impl Sample {
     }
 }
 
-/// All texts that the demo's tokenizer will see, for training its merges.
+/// All texts that occur in the demo's samples and prompts, on which the BPE merges of its tokenizer are trained.
 pub(super) fn corpus() -> Vec<String> {
     let mut texts: Vec<String> = [
         "system",

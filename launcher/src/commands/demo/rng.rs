@@ -1,11 +1,11 @@
 //! Random numbers for the demo's images: splitmix64, the same on every machine.
 
-/// Stream of random numbers.
+/// Deterministic pseudo-random number generator (splitmix64). The field is its state.
 #[derive(Debug, Clone)]
 pub(super) struct Rng(u64);
 
 impl Rng {
-    /// Stream of item `index` for `seed`.
+    /// Generator for item `index` of the data set with seed `seed`. Its sequence depends only on these two numbers.
     pub(super) fn new(seed: u64, index: u64) -> Self {
         let mut rng = Self(seed);
         let start = rng
@@ -21,12 +21,12 @@ impl Rng {
         value ^ (value >> 31)
     }
 
-    /// Integer in `0..end`. The bias is below 2⁻³² for the small values of `end` used here.
+    /// Next random integer in `0..end`. The bias is below 2⁻³² for the small values of `end` used here.
     pub(super) fn below(&mut self, end: u32) -> u32 {
         (((self.next() >> 32) * u64::from(end)) >> 32) as u32
     }
 
-    /// Number in `low..high`.
+    /// Next random number, uniformly distributed in `low..high`.
     pub(super) fn between(&mut self, low: f64, high: f64) -> f64 {
         low + (high - low) * ((self.next() >> 11) as f64 / (1u64 << 53) as f64)
     }

@@ -22,12 +22,12 @@ const SCHEMA: u32 = 1;
 /// The whole report. In JSON the facts are at the top level.
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
-    /// Version of the keys.
+    /// Version of the keys of the JSON report, see `SCHEMA`.
     pub schema: u32,
-    /// The facts.
+    /// Facts about the machine: operating system, processor, memory, GPUs, environment variables and more.
     #[serde(flatten)]
     pub facts: Facts,
-    /// Whether all usable GPUs are of one kind. `None` with fewer than two.
+    /// Whether all usable GPUs are of one kind. `None` if the machine has fewer than two usable GPUs.
     pub gpus_are_equal: Option<bool>,
     /// Device that a run would use.
     pub verdict: Verdict,
@@ -36,7 +36,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Report on these facts.
+    /// Derives the verdict and the findings from `facts`.
     pub fn new(facts: Facts) -> Self {
         let (verdict, findings) = findings::judge(&facts);
         Self {

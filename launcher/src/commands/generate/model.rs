@@ -23,7 +23,7 @@ use std::time::Instant;
 /// Maximal number of tensor names listed for an adapter that does not fit; the rest is counted.
 const LISTED: usize = 3;
 
-/// A model whose files are opened and checked but not read.
+/// A model whose files are opened and checked, but whose weights are not read yet.
 #[derive(Debug)]
 pub(super) struct OpenModel {
     pub(super) model: Arc<dyn VisionLanguageModel>,
@@ -73,7 +73,7 @@ impl OpenModel {
         })
     }
 
-    /// Total bytes of the weights.
+    /// Bytes that all weights take in host memory, in the dtype of the computation.
     pub(super) fn weight_bytes(&self) -> u64 {
         let elems = self.model.spec().elems().0;
         (elems * self.model.dtype().size_bytes()) as u64
@@ -151,7 +151,7 @@ impl OpenModel {
     }
 }
 
-/// The dtype to compute with, from the dtypes of the stored weights.
+/// Dtype to compute with if the user chose none: f32 if all stored weights are f32, otherwise bf16.
 fn stored_dtype(weights: &WeightSource) -> DType {
     let wide = weights
         .names()
@@ -255,7 +255,7 @@ fn stranger(adapter: &Adapter, reasons: &[String]) -> Failure {
     }
 }
 
-/// A model that can generate.
+/// A model with all weights in memory, ready to generate text, and its processor.
 #[derive(Debug)]
 pub(super) struct LoadedModel {
     pub(super) model: Arc<dyn VisionLanguageModel>,
@@ -265,7 +265,7 @@ pub(super) struct LoadedModel {
     pub(super) summary: String,
 }
 
-/// Every weight of a model in one memory; nothing is trainable.
+/// All weights of a model, unsharded in one memory pool. None of them is trainable.
 pub(super) struct LoadedWeights {
     backend: Arc<dyn Backend>,
     /// Weights of each unit, ascending by parameter.
@@ -318,7 +318,7 @@ impl LeaseOwner for LoadedWeights {
     }
 }
 
-/// The value of a required flag.
+/// Returns the value of a required flag. Fails with a usage error if the flag is missing.
 pub(super) fn required<T>(value: Option<T>, subcommand: &str, flag: &str) -> Result<T, Failure> {
     value.ok_or_else(|| {
         Failure::usage(
@@ -329,7 +329,7 @@ pub(super) fn required<T>(value: Option<T>, subcommand: &str, flag: &str) -> Res
     })
 }
 
-/// A count that must not be zero.
+/// Returns `value`. Fails with a usage error that names `flag` if it is zero.
 pub(super) fn positive(value: usize, flag: &str) -> Result<usize, Failure> {
     if value > 0 {
         return Ok(value);

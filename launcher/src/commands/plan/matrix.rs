@@ -32,7 +32,7 @@ fn offloads(planner: &Planner, config: &RunConfig) -> Vec<Offload> {
     all
 }
 
-/// Plans by stage and offload, in this order.
+/// Plans the run for every ZeRO stage and, within each, for every offload. Invalid combinations are left out.
 pub(super) fn rows(planner: &Planner, config: &RunConfig) -> Result<Vec<Settled>, Failure> {
     let mut rows = Vec::new();
     for stage in 0..=3u8 {
@@ -63,7 +63,8 @@ pub(super) fn as_json(rows: &[Settled]) -> Value {
     Value::Array(rows.collect())
 }
 
-/// The plans as a table.
+/// The plans as a text table: one row per plan with its stage and offload, the bytes needed per tier, and whether
+/// they fit.
 pub(super) fn as_text(config: &RunConfig, rows: &[Settled]) -> String {
     let mut text = format!(
         "{} · {} ranks\nstage  offload                                  device/rank       host       nvme  fits\n",

@@ -8,7 +8,7 @@ use crate::plan::Settled;
 use crate::plan::suggestion::changed;
 use optim::Optimizer as _;
 
-/// Flags with their values.
+/// Command-line flags as (name without `--`, value).
 pub(super) type Flags = Vec<(&'static str, String)>;
 
 /// Alternatives of one setting, as (cost, flags). Changes of the layout of states cost least, then those of speed,
@@ -130,7 +130,7 @@ fn precisions(config: &RunConfig) -> Choices {
     choices
 }
 
-/// Flags of every combination, lowest cost first.
+/// Flags of every combination of alternatives that changes something, lowest total cost first.
 fn candidates(planner: &Planner, config: &RunConfig) -> Vec<Flags> {
     let mut all: Choices = vec![(0, Vec::new())];
     for choices in [
@@ -155,7 +155,8 @@ fn candidates(planner: &Planner, config: &RunConfig) -> Vec<Flags> {
     all.into_iter().map(|(_, flags)| flags).collect()
 }
 
-/// The nearest configuration that fits, with the flags that change it.
+/// Finds the change of `config` with the lowest cost that fits the machine. Returns the changed flags and the plan,
+/// or `None` if no change fits.
 pub(super) fn nearest(
     planner: &Planner,
     config: &RunConfig,
@@ -175,7 +176,7 @@ pub(super) fn nearest(
     Ok(None)
 }
 
-/// Whether the model states alone fit. This quick check needs no dry run.
+/// Whether parameters, gradients and optimizer states alone fit into memory. This quick check needs no dry run.
 fn states_fit(planner: &Planner, config: &RunConfig) -> Result<bool, Failure> {
     let (_, plan) = crate::model::setup::shapes(&config.draft())?;
     let slots = rule(config).slots(plan.config().precision);

@@ -19,10 +19,10 @@ use models::{Processor, SampleInput, VisionLanguageModel, WeightSource, largest_
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Answer tokens of the artificial sample.
+/// Maximum number of answer tokens to generate for the artificial sample.
 const ANSWER_TOKENS: usize = 128;
 
-/// The user's samples.
+/// The user's training and held-out samples, with the processor that converts them to tokens.
 #[derive(Debug)]
 struct Samples {
     processor: Arc<dyn Processor>,
@@ -85,12 +85,13 @@ impl Planner {
         own.or(described)
     }
 
-    /// Machine to plan for.
+    /// Memory and disk space of the machine to plan for: this one, or the one that the command line describes.
     pub(super) fn machine(&self) -> Machine {
         self.machine
     }
 
-    /// Plan of the configuration `asked`.
+    /// Plans `asked` on the planner's machine: resolves every `auto`, computes the memory of a rank, and checks
+    /// whether it fits.
     pub(super) fn plan(&self, asked: &RunConfig) -> Result<Settled, Failure> {
         settle(&asked.draft(), &|| self.machine, &mut |run| {
             let (model, plan) = shapes(run)?;
@@ -107,7 +108,7 @@ impl Planner {
         })
     }
 
-    /// Disk check for the checkpoints of a planned run.
+    /// Checks whether the disk has room for the checkpoints and spill files of a planned run.
     pub(super) fn disk_check(&self, planned: &Settled) -> Result<DiskCheck, Failure> {
         let config = &planned.run;
         let (model, _) = shapes(config)?;
@@ -143,7 +144,8 @@ impl Planner {
         whole_memory(config, model, processor, plan, &worst, eval)
     }
 
-    /// Memory with an artificial sample of the maximum length and image size, as every sample of the batch.
+    /// Computes the memory of one rank by a dry run. Every sample of the batch is an artificial one of the maximum
+    /// length and image size.
     fn made_up(
         config: &RunConfig,
         model: &dyn VisionLanguageModel,

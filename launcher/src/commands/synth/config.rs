@@ -22,7 +22,7 @@ pub(super) const PUBLISHED: [(&str, &str); 7] = [
     ),
 ];
 
-/// A `config.json` and its origin.
+/// Content of a model's `config.json`, with the file or published model that it comes from.
 #[derive(Debug)]
 pub(super) struct Config {
     pub(super) bytes: Vec<u8>,

@@ -12,7 +12,7 @@ use super::png;
 use super::writer::{self, FileWriter};
 use crate::error::{ErrorCode, Failure, chain};
 
-/// File name of the samples.
+/// Name of the generated samples' file in the model directory.
 pub(super) const FILE: &str = "samples.json";
 const IMAGES: &str = "pictures";
 /// Default side of an image in pixels if the configuration has none, and the largest default.
@@ -24,20 +24,20 @@ const NO_LIMIT: usize = 1 << 24;
 /// Text with one token per byte in the tokenizers of these directories.
 const FILLER: &str = "the quick brown fox jumps over the lazy dog ";
 
-/// Result of [`write()`].
+/// Number and length of the samples that [`write()`] wrote, measured on the first one.
 #[derive(Debug)]
 pub(super) struct Samples {
     pub(super) count: usize,
-    /// Tokens per sample.
+    /// Tokens of the first sample, image tokens included.
     pub(super) tokens: usize,
-    /// Image tokens per sample.
+    /// Image tokens of the first sample.
     pub(super) image_tokens: usize,
 }
 
-/// Requested size of samples.
+/// Requested size of each generated sample.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Size {
-    /// Length in tokens, including the image's.
+    /// Tokens per sample, including the image tokens.
     pub(super) tokens: usize,
     /// Side of the image in pixels. The default is one slice, or the vision tower's own size.
     pub(super) image_side: Option<usize>,

@@ -16,18 +16,19 @@ pub(crate) struct Vocabulary {
     pub(crate) size: usize,
     /// Tokens of bytes, then those of merges. They have the lowest free ids, in this order.
     pub(crate) tokens: Vec<String>,
-    /// Pairs of tokens, by rank.
+    /// BPE merges: pairs of tokens separated by a space, in order of decreasing priority.
     merges: Vec<String>,
-    /// Special tokens with fixed ids.
+    /// Special tokens with fixed ids, as (id, text).
     pub(crate) special: Vec<(usize, &'static str)>,
-    /// Special tokens with any id.
+    /// Special tokens without a fixed id. They get the lowest ids that are still free after `tokens`.
     loose: Vec<&'static str>,
     /// Whether the model's own vocabulary lists the tokens of `special` too. Qwen2's lists them as added tokens only.
     pub(crate) special_in_model: bool,
 }
 
 impl Vocabulary {
-    /// One token per byte, in a vocabulary of `size`.
+    /// Vocabulary of `size` ids with one token for each of the 256 byte values and no merges. All other ids are
+    /// unused until tokens are added.
     pub(crate) fn of_bytes(size: usize) -> Self {
         Self {
             size,
@@ -37,13 +38,13 @@ impl Vocabulary {
         }
     }
 
-    /// Adds the merge of two tokens.
+    /// Adds the BPE merge of the tokens `left` and `right`, and the token that it results in.
     pub(crate) fn merge(&mut self, left: &str, right: &str) {
         self.merges.push(format!("{left} {right}"));
         self.tokens.push(format!("{left}{right}"));
     }
 
-    /// Makes `word`, of lower-case letters, one token.
+    /// Adds the merges that make `word`, which consists of lower-case letters, one token.
     pub(super) fn with_word(mut self, word: &str) -> Self {
         for end in 1..word.len() {
             self.merge(&word[..end], &word[end..=end]);
@@ -51,19 +52,19 @@ impl Vocabulary {
         self
     }
 
-    /// Adds a special token with any id.
+    /// Adds a special token without a fixed id.
     pub(super) fn with_loose(mut self, token: &'static str) -> Self {
         self.loose.push(token);
         self
     }
 
-    /// Adds `names` at consecutive ids from `first` on.
+    /// Adds `names` as special tokens with consecutive ids from `first` on.
     pub(crate) fn with_run(mut self, first: usize, names: &[&'static str]) -> Self {
         self.special.extend((first..).zip(names.iter().copied()));
         self
     }
 
-    /// Id of a special token.
+    /// Id of `token`, which must be one of `special`; panics otherwise.
     pub(crate) fn special_id(&self, token: &str) -> usize {
         let found = self.special.iter().find(|(_, known)| *known == token);
         found.expect("a special token of the vocabulary").0

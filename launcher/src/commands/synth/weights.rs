@@ -14,7 +14,7 @@ use crate::error::{Failure, failures};
 const BLOCK_ELEMS: usize = 1 << 22;
 const DOING: &str = "write the weights";
 
-/// Tensors and files to write.
+/// Names, shapes and initial distributions of the tensors to write, and the maximum size of each safetensors file.
 #[derive(Debug)]
 pub(super) struct Layout {
     tensors: Vec<TensorSpec>,
@@ -24,7 +24,8 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// All parameters of `model` in bf16, in at most `shards` files as equal as whole tensors allow.
+    /// Lays out all parameters of `model` in bf16, in at most `shards` files whose largest is as small as whole
+    /// tensors allow.
     ///
     /// # Errors
     /// When a tensor exceeds the address space.
@@ -58,7 +59,7 @@ impl Layout {
         self.total_bytes / DType::BF16.size_bytes() as u64
     }
 
-    /// Bytes of all tensors.
+    /// Sum of the sizes of all tensors in bytes, without file headers.
     pub(super) fn total_bytes(&self) -> u64 {
         self.total_bytes
     }

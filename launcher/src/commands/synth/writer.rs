@@ -13,13 +13,13 @@ use crate::error::{ErrorCode, Failure};
 #[derive(Debug)]
 pub(crate) struct FileWriter<'a> {
     directory: &'a Path,
-    /// Text after the JSON of a file.
+    /// Text appended to each JSON file.
     json_end: &'static str,
     /// Hash of every written file by its path in the directory.
     pub(crate) hashes: BTreeMap<String, String>,
 }
 
-/// A file that could not be written.
+/// Path of a file or directory that could not be written, and the error.
 #[derive(Debug)]
 pub(crate) struct WriteError {
     path: PathBuf,
@@ -42,13 +42,14 @@ impl<'a> FileWriter<'a> {
         }
     }
 
-    /// Creates the directory `name`.
+    /// Creates the directory `name` inside the writer's directory. It is no error if it exists.
     pub(crate) fn create_directory(&self, name: &str) -> Result<(), WriteError> {
         let path = self.directory.join(name);
         fs::create_dir_all(&path).map_err(|error| WriteError { path, error })
     }
 
-    /// Writes the file `name`.
+    /// Writes `bytes` as the file `name` in the writer's directory, and records their hash. An existing file is
+    /// replaced.
     pub(crate) fn put(&mut self, name: &str, bytes: &[u8]) -> Result<(), WriteError> {
         let path = self.directory.join(name);
         fs::write(&path, bytes).map_err(|error| WriteError { path, error })?;
@@ -57,7 +58,7 @@ impl<'a> FileWriter<'a> {
         Ok(())
     }
 
-    /// Writes the JSON file `name`.
+    /// Writes `value` as indented JSON, followed by `json_end`, into the file `name`, and records its hash.
     pub(crate) fn put_json(&mut self, name: &str, value: &Value) -> Result<(), WriteError> {
         let text = format!("{value:#}{}", self.json_end);
         self.put(name, text.as_bytes())

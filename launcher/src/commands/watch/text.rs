@@ -8,10 +8,10 @@ use crate::units::{bytes, clock, count};
 const BAR: usize = 24;
 /// Characters of the sparkline, lowest first.
 const HEIGHTS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
-/// Excess of own time over the mean from which a rank is named.
+/// Excess of a rank's own time over the mean of all ranks, as a share, from which the text names the rank.
 const NAMED: f64 = 0.05;
 
-/// All lines, each with a line feed.
+/// Text of `launcher watch` for a run. Values that the run has not reported yet have no line.
 pub(super) fn render(view: &View) -> String {
     let mut out = String::new();
     let mut line = |label: &str, text: Option<String>| {

@@ -15,16 +15,16 @@ const RECENT: usize = 40;
 /// who holds a lock.
 const PATIENCE_SECONDS: f64 = 20.0;
 
-/// What the operating system reports about a run directory.
+/// Signs of life of a run that the operating system reports: the lock and the age of the files in the run directory.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Presence {
     /// Whether a process holds the lock of the run directory.
     pub(super) is_held: bool,
-    /// Age of the newest file in seconds.
+    /// Age of the newest file in the run directory, in seconds.
     pub(super) seconds_since_news: f64,
 }
 
-/// State of a run.
+/// Whether a run is starting, running, or how it ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum State {
@@ -72,7 +72,7 @@ impl State {
     }
 }
 
-/// Result of an evaluation.
+/// Latest evaluation of the run on its held-out samples.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Evaluation {
     pub(super) step: u64,
@@ -81,11 +81,11 @@ pub(super) struct Evaluation {
     pub(super) exact_match_before: Option<f64>,
 }
 
-/// The slowest rank.
+/// Rank with the longest own time in the latest logged step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Slowest {
     pub(super) rank: u64,
-    /// Excess of its own time over the mean of all ranks, as a share.
+    /// Excess of its own time over the mean of all ranks, as a share of the mean.
     pub(super) imbalance: f64,
     pub(super) part: String,
 }

@@ -6,35 +6,35 @@ use serde::{Serialize, Serializer};
 
 use super::environment::Variable;
 
-/// All facts, without findings.
+/// Facts about this machine and process that `launcher doctor` reports, without the findings drawn from them.
 #[derive(Debug, Clone, Serialize)]
 pub struct Facts {
-    /// This program.
+    /// Version and build options of this program.
     pub program: Program,
-    /// The operating system.
+    /// Operating system, kernel, C library and container.
     pub system: System,
-    /// Processor.
+    /// Name, cores and instruction sets of the processor.
     pub cpu: Cpu,
-    /// Host memory.
+    /// Host memory of the machine and of this process's cgroup, in bytes.
     pub memory: Memory,
-    /// Limits of this process.
+    /// Resource limits of this process (`ulimit`).
     pub limits: Limits,
-    /// Directories that runs write to.
+    /// Directories that training runs write to, with their free space.
     pub storage: Vec<Storage>,
-    /// How this process was started.
+    /// How this process was started, according to environment variables of launchers and schedulers.
     pub launch: Launch,
-    /// The NVIDIA driver and libraries.
+    /// NVIDIA driver, and the search for NVIDIA's libraries.
     pub cuda: Cuda,
     /// GPUs: first those visible to CUDA, by ordinal, then those hidden from it.
     pub gpus: Vec<Gpu>,
-    /// Environment variables.
+    /// Environment variables that affect this program, its libraries or other trainers.
     pub environment: Vec<Variable>,
 }
 
-/// This program.
+/// Version and build options of this program.
 #[derive(Debug, Clone, Serialize)]
 pub struct Program {
-    /// Version.
+    /// Version of this program, as in `Cargo.toml`.
     pub version: &'static str,
     /// Whether it was built with optimization.
     pub is_release: bool,
@@ -42,14 +42,14 @@ pub struct Program {
     pub has_cuda: bool,
 }
 
-/// The operating system.
+/// Operating system, kernel, C library and container.
 #[derive(Debug, Clone, Serialize)]
 pub struct System {
-    /// Name of the distribution.
+    /// Name and version of the Linux distribution, from `os-release`.
     pub name: Option<String>,
-    /// Release of the kernel.
+    /// Release of the Linux kernel.
     pub kernel: Option<String>,
-    /// Architecture of the processor.
+    /// Processor architecture that this program was built for, such as `x86_64`.
     pub architecture: &'static str,
     /// The C library with its version.
     pub libc: Option<String>,
@@ -57,10 +57,10 @@ pub struct System {
     pub container: Option<&'static str>,
 }
 
-/// Processor.
+/// Name, cores and instruction sets of the processor.
 #[derive(Debug, Clone, Serialize)]
 pub struct Cpu {
-    /// Name.
+    /// Model name of the processor, from `/proc/cpuinfo`.
     pub model: Option<String>,
     /// Logical cores (hyper-threads) that are online.
     pub cores: usize,
@@ -70,74 +70,74 @@ pub struct Cpu {
     pub instruction_sets: Vec<&'static str>,
 }
 
-/// Host memory in bytes.
+/// Host memory of the machine and of this process's cgroup, in bytes.
 #[derive(Debug, Clone, Serialize)]
 pub struct Memory {
-    /// Total memory of the machine.
+    /// Total host memory of the machine in bytes.
     pub total_bytes: u64,
-    /// Available memory of the machine.
+    /// Bytes of host memory that are available without swapping (`MemAvailable`).
     pub available_bytes: u64,
-    /// Swap space.
+    /// Total swap space of the machine in bytes.
     pub swap_bytes: u64,
-    /// Cgroup with the tightest limit for this process.
+    /// Memory cgroup with the smallest limit for this process.
     pub cgroup: Option<CgroupFacts>,
-    /// Memory that a run may use now: available and within every limit.
+    /// Bytes of host memory that a run may use now: available and within every cgroup limit.
     pub usable_bytes: u64,
 }
 
-/// A memory cgroup.
+/// Memory limit and use of a Linux control group (cgroup).
 #[derive(Debug, Clone, Serialize)]
 pub struct CgroupFacts {
-    /// Cgroup version, 1 or 2.
+    /// Version of the cgroup interface, 1 or 2.
     pub version: u32,
-    /// Memory limit.
+    /// Memory limit of the cgroup in bytes; `None` means unlimited.
     pub limit_bytes: Option<u64>,
-    /// Memory that its processes use.
+    /// Bytes that the processes of the cgroup use, without reclaimable page cache.
     pub used_bytes: u64,
 }
 
-/// Limits of this process.
+/// Resource limits of this process (`ulimit`).
 #[derive(Debug, Clone, Serialize)]
 pub struct Limits {
-    /// Maximum bytes locked in memory.
+    /// Maximum bytes of memory that this process may lock (`ulimit -l`).
     pub locked_memory_bytes: Limit,
-    /// Maximum open files.
+    /// Maximum number of files that this process may have open (`ulimit -n`).
     pub open_files: Limit,
 }
 
-/// One limit; `None` means unlimited.
+/// One resource limit of this process; `None` means unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Limit {
-    /// Limit in effect.
+    /// Soft limit: the value in effect.
     pub soft: Option<u64>,
-    /// Maximum that the process may raise it to.
+    /// Hard limit: maximum to which the process may raise the soft limit.
     pub hard: Option<u64>,
 }
 
-/// Directory that runs write to.
+/// Directory that training runs write to, and its file system.
 #[derive(Debug, Clone, Serialize)]
 pub struct Storage {
-    /// Use of the directory.
+    /// Purpose for which runs use the directory.
     pub role: Role,
-    /// Path.
+    /// Path of the directory, absolute if it exists.
     pub path: PathBuf,
-    /// Type of its file system.
+    /// Type of the file system that contains the directory, such as `ext4`.
     pub file_system: Option<String>,
-    /// Size of its file system in bytes.
+    /// Size of the file system that contains the directory, in bytes.
     pub total_bytes: Option<u64>,
-    /// Free bytes for this user.
+    /// Free bytes of that file system for an unprivileged user.
     pub free_bytes: Option<u64>,
-    /// Whether this process may write to it.
+    /// Whether this process may write to the directory.
     pub is_writable: bool,
 }
 
-/// Use of a directory.
+/// Purpose for which runs use a directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
-    /// Run directories, unless `--output` is given.
+    /// Parent of run directories, unless `--output` is given.
     Runs,
-    /// Private files of jobs.
+    /// Temporary files of the system (`TMPDIR` or `/tmp`).
     Temporary,
     /// Shared segments through which ranks communicate.
     SharedMemory,
@@ -146,138 +146,138 @@ pub enum Role {
 /// How this process was started, according to the environment.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Launch {
-    /// Rank of this process, if another launcher started it.
+    /// Rank of this process, if another launcher such as `torchrun` started it.
     pub rank: Option<usize>,
-    /// World size, if another launcher started it.
+    /// Number of ranks, if another launcher started this process.
     pub world_size: Option<usize>,
-    /// Why a run would be refused.
+    /// Why a run with these environment variables would be refused. `None` if it would not.
     pub problem: Option<String>,
-    /// What to do about it.
+    /// Advice on how to solve `problem`.
     pub next: Vec<String>,
-    /// Tasks of a scheduler if this process is not one of them.
+    /// Tasks that a scheduler such as Slurm has allotted, if this process is not one of them.
     pub scheduler_tasks: Option<SchedulerTasks>,
 }
 
-/// Tasks of a scheduler.
+/// Number of tasks of a job scheduler, and the variable that contains it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct SchedulerTasks {
-    /// Variable that contains their number.
+    /// Environment variable that contains the number of tasks.
     pub variable: &'static str,
-    /// Number of tasks.
+    /// Number of tasks of the job, above 1.
     pub tasks: usize,
 }
 
-/// The NVIDIA driver and the libraries.
+/// NVIDIA driver, and the search for NVIDIA's libraries.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Cuda {
-    /// NVIDIA graphics devices on the PCI bus.
+    /// Number of NVIDIA graphics devices on the PCI bus.
     pub pci_devices: usize,
-    /// Version of the loaded kernel module.
+    /// Version of the driver's loaded kernel module.
     pub kernel_module: Option<String>,
     /// Version of the installed driver libraries.
     pub driver: Option<String>,
     /// The CUDA version that the driver supports.
     #[serde(serialize_with = "dotted")]
     pub cuda_version: Option<(u32, u32)>,
-    /// The lowest CUDA version that kernels here need.
+    /// The lowest CUDA version that the kernels of this program need.
     #[serde(serialize_with = "dotted")]
     pub minimum_cuda_version: Option<(u32, u32)>,
-    /// Why CUDA shows no GPU.
+    /// Why CUDA shows no GPU. `None` if it shows one.
     pub problem: Option<String>,
-    /// Why NVML reports nothing.
+    /// Why NVML (NVIDIA Management Library) reports no GPUs. `None` if it works.
     pub management_problem: Option<String>,
-    /// Whether kernel module and libraries have different versions.
+    /// Whether the driver's kernel module and its libraries have different versions.
     pub is_mismatched: bool,
-    /// Where libraries were searched, besides the dynamic linker and `/usr/local/cuda/lib64`.
+    /// Places searched for NVIDIA's libraries, besides those of the dynamic linker and `/usr/local/cuda/lib64`.
     pub search: SearchFacts,
-    /// The libraries.
+    /// Libraries that were searched for, found or not.
     pub libraries: Vec<LibraryFacts>,
 }
 
-/// Where libraries were searched.
+/// Places searched for NVIDIA's libraries, from environment variables and Python installations.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct SearchFacts {
-    /// Directories of `TESSERA_CUDA_LIBS`.
+    /// Directories listed in the environment variable `TESSERA_CUDA_LIBS`, searched first.
     pub directories: Vec<PathBuf>,
-    /// `CUDA_HOME` or `CUDA_PATH`.
+    /// Directory of a CUDA toolkit, from the environment variable `CUDA_HOME` or `CUDA_PATH`.
     pub cuda_home: Option<PathBuf>,
-    /// Directories of Python packages that contain an `nvidia` directory.
+    /// Directories of installed Python packages (`site-packages`) that contain an `nvidia` directory.
     pub python_packages: Vec<PathBuf>,
 }
 
-/// One library.
+/// Result of the search for one of NVIDIA's libraries.
 #[derive(Debug, Clone, Serialize)]
 pub struct LibraryFacts {
-    /// Kind of library.
+    /// Which library was searched for.
     pub kind: LibraryKind,
-    /// Name.
+    /// Name of the library, such as `NCCL`. For NVML it is the file name.
     pub name: String,
-    /// Path of the loaded file.
+    /// Path of the loaded file. `None` if no file was loaded.
     pub path: Option<PathBuf>,
     /// Version, if the library reports it.
     pub version: Option<String>,
-    /// All places tried.
+    /// Every path or name that was tried in the search for this library.
     pub attempts: Vec<AttemptFacts>,
 }
 
-/// Kind of library.
+/// Library of NVIDIA's that this program loads at run time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LibraryKind {
-    /// The CUDA driver.
+    /// CUDA driver (`libcuda`).
     Driver,
     /// NVIDIA Management Library.
     Nvml,
-    /// Kernel compiler.
+    /// NVRTC, the runtime compiler for CUDA kernels.
     Nvrtc,
-    /// Matrix products.
+    /// cuBLASLt, a library of matrix products.
     CublasLt,
-    /// Collectives.
+    /// NCCL, a library of collectives between GPUs.
     Nccl,
 }
 
-/// One place tried.
+/// One path or name that was tried in the search for a CUDA library, and the result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct AttemptFacts {
-    /// The place.
+    /// Path of the file, or name given to the dynamic linker.
     pub place: String,
-    /// Result.
+    /// Result of the attempt: `opened`, `no such file`, or the error of the dynamic linker.
     pub outcome: String,
 }
 
-/// One GPU. Values that could not be read are absent and listed in `unread`.
+/// Facts about one GPU. Values that could not be read are absent and listed in `unread`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Gpu {
     /// CUDA ordinal. `None` if the GPU is hidden from CUDA.
     pub ordinal: Option<u32>,
     /// Index in PCI bus order, as in `nvidia-smi`.
     pub index: Option<u32>,
-    /// Name.
+    /// Product name of the GPU.
     pub name: Option<String>,
-    /// UUID.
+    /// UUID of the GPU.
     pub uuid: Option<String>,
-    /// PCI bus id.
+    /// PCI bus id of the GPU.
     pub pci_bus_id: Option<String>,
-    /// Major and minor compute capability.
+    /// CUDA compute capability as (major, minor).
     #[serde(serialize_with = "dotted")]
     pub compute_capability: Option<(u32, u32)>,
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     pub multiprocessors: Option<u32>,
-    /// Total memory in bytes.
+    /// Total memory of the GPU in bytes.
     pub memory_bytes: Option<u64>,
-    /// Memory used by processes and driver, in bytes.
+    /// Memory of the GPU that processes and the driver use, in bytes.
     pub used_bytes: Option<u64>,
-    /// Free memory in bytes.
+    /// Free memory of the GPU in bytes.
     pub free_bytes: Option<u64>,
-    /// Other processes that compute on it.
+    /// Processes other than this one that compute on the GPU.
     pub processes: Option<Vec<GpuProcess>>,
     /// Percentage of the last sampling period in which a kernel ran.
     pub utilization_percent: Option<u32>,
-    /// PCI Express link.
+    /// PCI Express link between the GPU and the host.
     pub pcie: Pcie,
-    /// Number of active NVLinks.
+    /// Number of active NVLink connections of the GPU.
     pub nvlinks: Option<u32>,
-    /// Ordinals of the GPUs to whose memory it has peer access.
+    /// CUDA ordinals of the GPUs whose memory this GPU can access directly (peer access).
     pub peers: Option<Vec<u32>>,
     /// Uncorrected memory errors since the driver was loaded.
     pub uncorrected_ecc_errors: Option<u64>,
@@ -289,29 +289,29 @@ pub struct Gpu {
     pub unread: Vec<String>,
 }
 
-/// A process on a GPU.
+/// A process that computes on a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct GpuProcess {
     /// Process id, as the driver sees it.
     pub pid: u32,
-    /// GPU memory in bytes, if the driver reports it.
+    /// GPU memory that the process uses in bytes, if the driver reports it.
     pub used_bytes: Option<u64>,
 }
 
-/// A PCI Express link.
+/// Generation and width of the PCI Express link between a GPU and the host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Pcie {
-    /// Current generation. It drops while the GPU is idle.
+    /// Current PCI Express generation of the link. It drops while the GPU is idle.
     pub generation: Option<u32>,
-    /// Highest supported generation.
+    /// Highest PCI Express generation that the link supports.
     pub max_generation: Option<u32>,
-    /// Current number of lanes.
+    /// Current number of PCI Express lanes.
     pub width: Option<u32>,
-    /// Highest supported number of lanes.
+    /// Highest number of PCI Express lanes that the link supports.
     pub max_width: Option<u32>,
 }
 
-/// A version as `13.0`.
+/// Formats a version (major, minor) as text, such as `13.0`.
 pub(crate) fn version_text((major, minor): (u32, u32)) -> String {
     format!("{major}.{minor}")
 }
@@ -321,7 +321,7 @@ fn dotted<S: Serializer>(version: &Option<(u32, u32)>, serializer: S) -> Result<
 }
 
 impl Gpu {
-    /// Label for people: CUDA's ordinal, or the bus id of a GPU that is hidden from CUDA.
+    /// Label in messages: CUDA's ordinal, or the index in `nvidia-smi` for a GPU that is hidden from CUDA.
     pub(crate) fn label(&self) -> String {
         match (self.ordinal, self.index) {
             (Some(ordinal), _) => format!("GPU {ordinal}"),

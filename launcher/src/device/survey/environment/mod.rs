@@ -8,24 +8,24 @@ use serde::Serialize;
 use crate::rank_env::Variables;
 use known::{ACT_ON_OTHERS, FAMILIES, FOREIGN, HIDDEN, READ};
 
-/// One variable, or all variables of a family such as `SLURM_*` that are set.
+/// One environment variable, or all variables of a family such as `SLURM_*` that are set.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Variable {
-    /// Name.
+    /// Name of the variable, or of the family, such as `SLURM_*`.
     pub name: String,
-    /// Who reads it.
+    /// Which program reads the variable.
     pub kind: Kind,
-    /// Whether it is set.
+    /// Whether the variable is set in this process.
     pub is_set: bool,
-    /// Value. `None` for secrets; for a family, the number of variables set.
+    /// Value of the variable. `None` if it is unset or secret. For a family, a text with the number of set variables.
     pub value: Option<String>,
-    /// Effect, or why it has no effect.
+    /// Effect of the variable on a run, or why it has none.
     pub effect: &'static str,
-    /// What to use instead here.
+    /// Flags of this program that serve the purpose of a variable without effect.
     pub instead: Option<&'static str>,
 }
 
-/// Who reads a variable.
+/// Which program reads an environment variable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {

@@ -4,7 +4,7 @@ use super::{Findings, MINIMUM_CAPABILITY, is_usable};
 use crate::device::survey::facts::{Facts, Gpu, LibraryKind, version_text};
 use crate::units::bytes;
 
-/// Used memory without a visible process that is reported. It is more than the driver itself uses.
+/// Used bytes of a GPU above which a finding is reported although no process is visible. The driver itself uses less.
 const UNSEEN_BYTES: u64 = 2 << 30;
 
 const INSTALL: &str = "install NVIDIA's driver; the CUDA toolkit is not needed";
@@ -13,7 +13,7 @@ const CONTAINER: &str =
 const NAME_DIRECTORY: &str = "or give its directory: TESSERA_CUDA_LIBS=/path/to/directory";
 const CHOOSE: &str = "or choose GPUs with CUDA_VISIBLE_DEVICES";
 
-/// Findings on why CUDA shows no GPU, and on the driver.
+/// Adds findings on the NVIDIA driver and on why CUDA shows no GPU.
 pub(super) fn driver(facts: &Facts, findings: &mut Findings) {
     let cuda = &facts.cuda;
     let is_there = cuda.pci_devices > 0 || cuda.kernel_module.is_some() || !facts.gpus.is_empty();
@@ -76,7 +76,7 @@ pub(super) fn driver(facts: &Facts, findings: &mut Findings) {
     }
 }
 
-/// Findings on single GPUs.
+/// Adds findings on each GPU by itself: lost, unhealthy, too old, in use by others, or on a narrow PCI Express link.
 pub(super) fn devices(facts: &Facts, findings: &mut Findings) {
     for gpu in &facts.gpus {
         let label = gpu.label();
@@ -151,7 +151,7 @@ fn health(gpu: &Gpu, label: &str, findings: &mut Findings) {
     }
 }
 
-/// Findings on memory that other processes use.
+/// Adds a finding if other processes use memory of the GPU.
 fn foreign_use(gpu: &Gpu, label: &str, findings: &mut Findings) {
     let processes = gpu.processes.as_deref().unwrap_or_default();
     let all = gpu.memory_bytes.unwrap_or(0);
@@ -189,7 +189,7 @@ fn foreign_use(gpu: &Gpu, label: &str, findings: &mut Findings) {
     }
 }
 
-/// Whether two GPUs have the same speed, as far as facts tell.
+/// Whether two GPUs count as equal: same name, compute capability and multiprocessors, and memory within 1 %.
 pub(super) fn is_alike(one: &Gpu, other: &Gpu) -> bool {
     let kind = |gpu: &Gpu| {
         (
@@ -206,7 +206,7 @@ pub(super) fn is_alike(one: &Gpu, other: &Gpu) -> bool {
     kind(one) == kind(other) && a.abs_diff(b) <= a.max(b) / 100
 }
 
-/// Findings on several GPUs together.
+/// Adds findings on how the usable GPUs go together: different kinds, or no peer access.
 pub(super) fn together(facts: &Facts, findings: &mut Findings) {
     let gpus: Vec<&Gpu> = facts.gpus.iter().filter(|gpu| is_usable(gpu)).collect();
     if super::are_equal(facts) == Some(false) {
@@ -252,7 +252,8 @@ pub(super) fn together(facts: &Facts, findings: &mut Findings) {
     }
 }
 
-/// Findings on missing libraries, if a GPU could use them.
+/// Adds findings on NVIDIA libraries that are missing, if a GPU could use them, and on search directories that do not
+/// exist.
 pub(super) fn libraries(facts: &Facts, findings: &mut Findings) {
     let shown = facts.gpus.iter().filter(|gpu| gpu.ordinal.is_some());
     let shown = shown.count();
@@ -314,7 +315,7 @@ fn is_found(facts: &Facts, kind: LibraryKind) -> bool {
         .any(|library| library.kind == kind && library.path.is_some())
 }
 
-/// Value of a variable, if it is set.
+/// Value of the environment variable `name`, if it is set.
 fn variable<'a>(facts: &'a Facts, name: &str) -> Option<&'a str> {
     let row = facts.environment.iter().find(|row| row.name == name)?;
     row.value.as_deref()
