@@ -22,10 +22,10 @@ pub(crate) fn refused(why: &str) -> Event {
     }
 }
 
-/// Attempts of one run.
+/// Attempts of one run, which is restarted after a rank died or hung.
 #[derive(Debug)]
 pub(crate) struct Attempts {
-    /// Configuration as requested.
+    /// Configuration of the first attempt, as the user requested it.
     asked: RunConfig,
     /// Plan of the current attempt.
     run: RunPlan,
@@ -45,7 +45,7 @@ impl Attempts {
         }
     }
 
-    /// Plan of the current attempt.
+    /// Plan (configuration and number of ranks) of the current attempt.
     pub(crate) fn run(&self) -> &RunPlan {
         &self.run
     }

@@ -5,19 +5,19 @@ use engine::comm::WindowBytes;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Bytes by kind on each tier, at the time in a phase when the tier uses most.
+/// Bytes of one rank by kind on each tier, at the time in a phase when that tier uses most.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PhaseBytes {
-    /// Device memory.
+    /// Bytes in device memory by kind.
     pub device: Kinds,
-    /// Host memory.
+    /// Bytes in host memory by kind.
     pub host: Kinds,
-    /// Spill files.
+    /// Bytes in spill files on NVMe by kind.
     pub nvme: Kinds,
 }
 
 impl PhaseBytes {
-    /// Sum over all kinds of a tier.
+    /// Sum of the bytes of all kinds of a tier.
     #[must_use]
     pub fn total(kinds: &Kinds) -> u64 {
         kinds.values().sum()

@@ -28,10 +28,10 @@ const MAX_SLOTS: usize = 4096;
 /// Maximal number of slots of all machines. Each takes memory, and a short line can declare thousands.
 const MAX_ALL_SLOTS: usize = 1 << 16;
 
-/// One machine of a hostfile.
+/// One machine of a hostfile, with the slots in which ranks run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host {
-    /// Host name or address.
+    /// Host name or address of the machine.
     pub name: String,
     /// Indices of its slots in use. One rank runs in each.
     pub slots: Vec<usize>,
@@ -320,7 +320,7 @@ fn same_name(a: &str, b: &str) -> bool {
             && first(&a) == first(&b)
 }
 
-/// The name of this machine.
+/// Host name of this machine; `localhost` if it cannot be read.
 pub fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     match name.trim() {

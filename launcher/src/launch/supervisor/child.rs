@@ -31,7 +31,7 @@ pub(super) enum Message {
     Line(String),
 }
 
-/// How to start one rank.
+/// How to start one rank: executable, rank number, environment variables to set, and log file.
 #[derive(Debug)]
 pub(super) struct Launch<'a> {
     pub(super) program: &'a Path,

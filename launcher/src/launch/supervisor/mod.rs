@@ -89,7 +89,7 @@ impl Drop for SignalSource {
 /// Failure that ended a run early.
 #[derive(Debug)]
 pub struct RunFailure {
-    /// The failure to report.
+    /// The failure that is reported to the user.
     pub failure: Box<Failure>,
     /// Whether a process died or hung: a signal, a panic, a broken exchange. A restart of the same run may succeed.
     pub died: bool,
@@ -111,9 +111,9 @@ impl From<RunFailure> for Failure {
     }
 }
 
-/// Parameters of a supervised run.
+/// Parameters of a run whose ranks are child processes of this process.
 pub struct Supervisor<'a> {
-    /// Executable of the ranks.
+    /// Executable that each rank runs.
     pub program: &'a Path,
     /// Number of ranks to start on this machine.
     pub processes: usize,
@@ -133,11 +133,11 @@ pub struct Supervisor<'a> {
 /// Position of one machine's ranks among those of all machines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Share {
-    /// First rank of this machine.
+    /// Number of the first rank on this machine, counted over all machines.
     pub first_rank: usize,
     /// Number of ranks on all machines.
     pub world_size: usize,
-    /// Rendezvous address.
+    /// Address at which the ranks of all machines meet: host and port of rank 0.
     pub master: Master,
 }
 

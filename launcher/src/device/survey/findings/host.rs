@@ -63,7 +63,8 @@ pub(super) fn launch(facts: &Facts, findings: &mut Findings) {
     }
 }
 
-/// Findings on memory and limits.
+/// Adds findings on host memory (too little, or limited by a cgroup) and on the process's limits for locked memory
+/// and open files.
 pub(super) fn memory(facts: &Facts, findings: &mut Findings) {
     let memory = &facts.memory;
     if memory.usable_bytes < LITTLE_MEMORY_BYTES {
