@@ -214,7 +214,7 @@ pub struct Failure {
     pub evidence: Vec<String>,
     /// What the user can do next, one line each.
     pub next: Vec<String>,
-    /// File with more details about the failure, if any, such as the log of a rank.
+    /// File with more details about the failure, if any, such as `errors/rank-0001.json`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub details: Option<Box<Path>>,
 }

@@ -39,13 +39,13 @@ impl StopFlag {
 pub struct RunSummary {
     /// Number of completed steps, including those of earlier attempts that this one resumed from.
     pub steps: u64,
-    /// Mean loss of the last logged row, if any.
+    /// Training loss of the last logged row. No code sets it yet, so it is always `None`.
     pub train_loss: Option<f64>,
     /// Mean loss of the held-out samples in the last evaluation, if any.
     pub eval_loss: Option<f64>,
-    /// Share of exactly correct answers in the last evaluation, 0 to 1, if any.
+    /// Share of exactly correct answers among those generated in the last evaluation, 0 to 1, if any.
     pub exact_match: Option<f64>,
-    /// Share of exactly correct answers before training, 0 to 1, if it was evaluated.
+    /// Share of exactly correct answers among those generated before training, 0 to 1, if any.
     pub exact_match_before: Option<f64>,
     /// Directory of the last checkpoint that this attempt saved, if any.
     pub checkpoint: Option<PathBuf>,

@@ -22,10 +22,10 @@ pub(crate) fn refused(why: &str) -> Event {
     }
 }
 
-/// Attempts of one run, which is restarted after a rank died or hung.
+/// Attempts of one run: the first one, and restarts after a rank died or hung.
 #[derive(Debug)]
 pub(crate) struct Attempts {
-    /// Configuration of the first attempt, as the user requested it.
+    /// Configuration of the run as requested, before any restart.
     asked: RunConfig,
     /// Plan of the current attempt.
     run: RunPlan,
@@ -45,7 +45,7 @@ impl Attempts {
         }
     }
 
-    /// Plan (configuration and number of ranks) of the current attempt.
+    /// Resolved configuration of the current attempt.
     pub(crate) fn run(&self) -> &RunPlan {
         &self.run
     }

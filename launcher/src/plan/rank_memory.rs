@@ -152,7 +152,7 @@ pub(crate) fn upload_line(plan: &Plan, tried: Option<&MemoryCheck>) -> Option<Ev
     })
 }
 
-/// Event with the plan's numbers.
+/// Event that shows the memory plan: planned bytes of one rank by kind, and the machine's host memory.
 pub(crate) fn plan_event(
     config: &RunConfig,
     plan: &Plan,
