@@ -241,7 +241,7 @@ fn draw_bar(svg: &mut String, bar: &Bar<'_>, x: f64, width: f64, at: &dyn Fn(f64
     );
 }
 
-/// SVG document with both charts.
+/// SVG document with two charts side by side: memory of rank 0 over the steps, and peaks of each phase.
 pub(super) fn document(files: &RunFiles) -> String {
     const GAP: f64 = 30.0;
     let (width, height) = (2.0 * WIDTH + GAP, HEIGHT + GAP);

@@ -36,22 +36,22 @@ const KINDS: [(&str, fn(&TierBytes) -> u64); 3] = [
 /// Growth that would matter before the run ends.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Growth {
-    /// Rank where it grows.
+    /// Rank whose memory grows.
     pub rank: usize,
-    /// Kind of memory that grows.
+    /// Name of the memory that grows: `resident memory`, `device memory`, or `host tier`.
     pub kind: &'static str,
-    /// Growth in bytes per step.
+    /// Growth in bytes per training step, the slope of the fitted line.
     pub slope: f64,
     /// Number of windows that the line was fitted to.
     pub windows: usize,
     /// Bytes at the first and last of these windows, on the fitted line.
     pub from_to: (u64, u64),
-    /// Steps left in the run.
+    /// Number of training steps left in the run.
     pub remaining_steps: u64,
 }
 
 impl Growth {
-    /// Bytes that the remaining steps would add.
+    /// Bytes that the remaining steps would add at this slope.
     pub fn projected_bytes(&self) -> f64 {
         self.slope * self.remaining_steps as f64
     }
