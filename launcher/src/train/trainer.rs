@@ -58,7 +58,7 @@ impl LogWindow {
     }
 }
 
-/// Trainer of one rank.
+/// Training loop of one rank, with its state.
 pub(crate) struct Trainer<'a> {
     replica: Replica<'a>,
     /// Files of the base weights; `None` for random weights.
@@ -66,9 +66,9 @@ pub(crate) struct Trainer<'a> {
     train: Arc<SampleSet>,
     eval: Option<SampleSet>,
     gpu: Option<OwnGpu<'a>>,
-    /// Memory plans of micro-batches; GPUs only.
+    /// Memory plans of micro-batches. `None` on the CPU.
     memory_plans: Option<MemoryPlans>,
-    /// Loss scaler; fp16 only.
+    /// Loss scaler. `None` unless the precision is fp16.
     scaler: Option<LossScaler>,
     reporter: Reporter,
     /// Measured bytes per second of this rank's share of the spill disks, if any.
