@@ -57,7 +57,7 @@ pub enum Event {
         bytes: u64,
         /// Number of weight files (safetensors).
         files: usize,
-        /// Seconds.
+        /// Seconds from the start of reading until the weights were loaded.
         #[serde(deserialize_with = "or_nan")]
         seconds: f64,
     },
