@@ -27,7 +27,7 @@ pub(crate) fn refused(why: &str) -> Event {
 pub(crate) struct Attempts {
     /// Configuration of the run as requested, before any restart.
     asked: RunConfig,
-    /// Plan of the current attempt.
+    /// Resolved configuration of the current attempt.
     run: RunPlan,
     /// Number of restarts so far.
     ended: u32,

@@ -67,7 +67,7 @@ impl Contents {
     }
 }
 
-/// Size of one checkpoint in bytes.
+/// Size of one checkpoint in bytes, computed before it is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CheckpointBytes {
     /// Master weights and optimizer state of all ranks.

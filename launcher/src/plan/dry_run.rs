@@ -140,10 +140,10 @@ struct Run<'a> {
     model: &'a dyn VisionLanguageModel,
     work: &'a Work<'a>,
     dry_run: DryRun,
-    /// Memory plan of a micro-batch; GPUs only.
+    /// Memory plan of a micro-batch. `None` on the CPU.
     memory_plan: Option<Arc<MemoryPlan>>,
     phases: BTreeMap<Phase, PhaseBytes>,
-    /// Peak host bytes outside the pools.
+    /// Peak host bytes outside the memory pools so far.
     beside: Cell<u64>,
 }
 

@@ -168,7 +168,7 @@ impl RankEnv {
         self.job_dir.is_some()
     }
 
-    /// Whether an MPI numbered this rank.
+    /// Whether an MPI launcher (`mpirun`) set this rank's number.
     #[cfg(feature = "mpi")]
     pub fn is_under_mpi(&self) -> bool {
         matches!(self.source, Source::OpenMpi | Source::Pmi | Source::Mvapich)

@@ -37,7 +37,7 @@ pub(super) enum Look {
     Dashed,
 }
 
-/// Line through points, from left to right.
+/// Line through the points (x, y), from left to right.
 #[derive(Debug, Clone)]
 pub(super) struct Line {
     pub(super) name: String,

@@ -2,7 +2,7 @@
 
 use super::chart::{Chart, Line, Look, WIDTH, push};
 
-/// Height of a chart with its title.
+/// Height of one chart with its title, in units of the SVG.
 const PANEL_HEIGHT: f64 = 300.0;
 
 /// Named line through (step, value) points.

@@ -34,7 +34,7 @@ pub struct TierBytes {
 pub struct LogRow {
     /// Number of completed steps.
     pub current_steps: u64,
-    /// Steps of the whole run.
+    /// Number of steps of the whole run.
     pub total_steps: u64,
     /// Mean training loss per supervised token; only in rows of logged steps.
     pub loss: Option<f64>,
@@ -50,7 +50,7 @@ pub struct LogRow {
     pub elapsed_seconds: f64,
     /// Estimated seconds until the end of the run.
     pub remaining_seconds: f64,
-    /// Tokens per second over all ranks.
+    /// Tokens per second over all ranks since the last row.
     pub tokens_per_second: Option<f64>,
     /// Tokens that all ranks processed since the start of the run. Rows of evaluations leave it out.
     pub total_tokens: u64,
@@ -177,7 +177,7 @@ impl TrainerLog {
         Ok(Self { file, points })
     }
 
-    /// Losses of the rows that were kept.
+    /// Training losses of the rows that were kept when the log was opened.
     pub fn points(&self) -> &[Point] {
         &self.points
     }

@@ -45,9 +45,9 @@ pub enum Event {
     Comm {
         /// Number of ranks.
         ranks: usize,
-        /// Transport between the ranks.
+        /// Name of the transport between the ranks.
         transport: String,
-        /// Seconds until all ranks had joined.
+        /// Seconds until all ranks had joined the rendezvous.
         #[serde(deserialize_with = "or_nan")]
         seconds: f64,
     },
@@ -92,7 +92,7 @@ pub enum Event {
 /// Planned peak bytes of one kind of memory on one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanPart {
-    /// Kind: params, grads, optimizer, activations, …
+    /// Kind of memory: `params`, `grads`, `optimizer`, `gathered` or `activations`.
     pub name: String,
     /// Peak bytes of this kind in device memory.
     pub device_bytes: u64,
@@ -168,7 +168,7 @@ pub struct DataEvent {
     pub images: usize,
     /// Number of supervised tokens of the training sample that has the fewest.
     pub supervised_min_tokens: usize,
-    /// Number of samples left out by `--skip-bad-samples`.
+    /// Number of training and held-out samples left out by `--skip-bad-samples`.
     pub skipped: usize,
     /// Samples per global batch, if it is larger than the number of samples, so that samples repeat within one
     /// update.
@@ -247,7 +247,7 @@ pub struct SaveEvent {
 pub struct ResumeEvent {
     /// Name of the checkpoint's directory.
     pub name: String,
-    /// Number of ranks that loaded it.
+    /// Number of ranks that loaded the checkpoint.
     pub ranks: usize,
     /// Number of steps that were completed when the checkpoint was written.
     pub step: u64,

@@ -251,7 +251,7 @@ fn no_file(places: &str) -> Failure {
     .next("--hostfile FILE")
 }
 
-/// Number of ranks of a machine.
+/// Number of ranks to start on `host`: `asked` (from `--nproc`) if given, otherwise one for each of its slots.
 fn ranks_of(host: &Host, asked: Option<usize>, path: &Path) -> Result<usize, Failure> {
     match asked {
         Some(asked) if asked > host.slots.len() => Err(Failure::usage(
@@ -329,7 +329,7 @@ pub fn host_name() -> String {
     }
 }
 
-/// The command line, quoted for a shell.
+/// The command line `argv` as one line of text, quoted for a shell.
 fn command(argv: &[String]) -> String {
     let quoted = |word: &String| {
         let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,@+%".contains(c);

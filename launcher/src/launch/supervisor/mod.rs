@@ -38,7 +38,7 @@ use job::Job;
 use report::Ending;
 use vitals::{Machine, OomKills, Vitals};
 
-/// Time from SIGTERM to SIGKILL.
+/// Time from SIGTERM to SIGKILL when ranks are ended.
 const GRACE: Duration = Duration::from_secs(4);
 /// Time that a failure which looks like a consequence waits for its cause to appear.
 const CAUSE_WINDOW: Duration = Duration::from_millis(500);
@@ -253,7 +253,7 @@ impl Supervisor<'_> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SupervisorPhase {
     Running,
-    /// A signal requested save-and-stop.
+    /// A signal asked the ranks to save a checkpoint and stop.
     Stopping,
     /// A failure may be a consequence. Abort at this time unless its cause appears before.
     Doubting {
@@ -263,7 +263,7 @@ enum SupervisorPhase {
     Aborting {
         kill_at: Instant,
     },
-    /// SIGKILL was sent.
+    /// SIGKILL was sent to the ranks.
     Killed,
 }
 

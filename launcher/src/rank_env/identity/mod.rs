@@ -164,7 +164,7 @@ pub fn find(
     sources::without_local_rank(&vars, rank_is)
 }
 
-/// Variable with a number.
+/// Environment variable whose value is a number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Reading {
     name: String,
@@ -177,7 +177,7 @@ impl fmt::Display for Reading {
     }
 }
 
-/// Numbers of this process from one source.
+/// Rank and number of ranks of this process, as one source gives them.
 #[derive(Debug, Clone)]
 struct TaskNumbers {
     source: Source,

@@ -11,9 +11,9 @@ use crate::units::{bytes, grouped};
 
 /// Windows at the start that are ignored, because caches fill.
 const WARM_UP: usize = 5;
-/// Minimum windows for a warning.
+/// Minimum number of windows for a warning.
 const FEWEST: usize = 20;
-/// Maximum windows that the line is fitted to.
+/// Maximum number of windows that the line is fitted to.
 const MOST: usize = 100;
 /// Minimum growth until the end of the run, as a share of the current level.
 const SHARE: f64 = 0.1;
@@ -137,7 +137,7 @@ impl GrowthDetector {
     }
 }
 
-/// Line fitted by least squares.
+/// Straight line fitted to points by least squares.
 struct Line {
     slope: f64,
     offset: f64,

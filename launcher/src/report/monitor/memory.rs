@@ -76,7 +76,7 @@ pub(super) struct Timeline {
     phases: BTreeMap<Phase, PhasePeak>,
     /// Peaks since the last row, inside and outside of phases.
     window: TierBytes,
-    /// Peaks since the start.
+    /// Peaks since the start of the process.
     highest: TierBytes,
 }
 

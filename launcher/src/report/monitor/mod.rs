@@ -44,7 +44,7 @@ pub struct Gathered {
 }
 
 impl Gathered {
-    /// Numbers per rank in the message.
+    /// Number of values in the message that each rank sends.
     const NUMBERS: usize = 1 + StepSplit::PARTS + 3 + DeviceSplit::PARTS;
 
     fn from_messages(messages: &[Vec<f64>]) -> Self {

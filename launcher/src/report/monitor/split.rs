@@ -229,13 +229,13 @@ impl StepTimes {
 /// Difference between the slowest rank and the others.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Imbalance {
-    /// Rank with the longest own time.
+    /// Rank with the longest own time (time without waiting for other ranks).
     pub rank: usize,
-    /// Excess of its own time over the mean of all ranks, as a share of the mean.
+    /// Excess of that rank's own time over the mean of all ranks, as a share of the mean.
     pub share: f64,
-    /// Part in which it loses most time.
+    /// Name of the part of the step in which that rank loses most time.
     pub part: &'static str,
-    /// Excess of its time in that part over the mean of all ranks, as a share of the mean.
+    /// Excess of that rank's time in that part over the mean of all ranks, as a share of the mean.
     pub part_share: f64,
 }
 

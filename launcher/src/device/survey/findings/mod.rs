@@ -11,7 +11,7 @@ use crate::units::bytes;
 /// Minimum compute capability that the kernels need.
 const MINIMUM_CAPABILITY: (u32, u32) = (8, 0);
 
-/// Device that a run would use.
+/// Verdict of the survey: the device that a run on this machine would use.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Verdict {
     /// Kind of device: `cpu` or `cuda`.
