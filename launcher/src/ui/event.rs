@@ -126,7 +126,7 @@ pub struct PlanEvent {
     pub per_rank: Vec<PlanPart>,
     /// Total host memory of the machine, in bytes.
     pub host_total_bytes: u64,
-    /// Host memory in bytes that was free before the run.
+    /// Host memory in bytes that was free before the run, or the run's host memory limit if that is smaller.
     pub host_free_bytes: u64,
     /// Host memory in bytes that all ranks of the machine need together.
     pub host_need_bytes: u64,
