@@ -62,8 +62,8 @@ impl Faults {
         bad.map_or(factor, |fault| factor * fault.value.value())
     }
 
-    /// Begins a checkpoint like [`Writer::begin`]. If a fault of this rank hits the save after `step`, it happens at one
-    /// of the save's file-system calls.
+    /// Begins a checkpoint like [`Writer::begin`]. If a fault of this rank hits the save after `step`, it happens at
+    /// one of the save's file-system calls.
     pub(crate) fn writer(
         &self,
         output: &Path,
