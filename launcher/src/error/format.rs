@@ -49,7 +49,7 @@ impl ErrorFormat {
         asked
     }
 
-    /// The format of this name.
+    /// The format whose command-line value is `name` (`human` or `json`, in any case). `None` for any other name.
     pub(crate) fn named(name: &str) -> Option<Self> {
         Self::from_str(name, true).ok()
     }

@@ -90,7 +90,7 @@ pub enum ErrorCode {
 }
 
 impl ErrorCode {
-    /// Every code, in order.
+    /// Every error code, from `E01` to `E21`.
     pub const ALL: [Self; 21] = [
         Self::DeviceMemory,
         Self::HostMemory,
@@ -115,7 +115,7 @@ impl ErrorCode {
         Self::Interrupted,
     ];
 
-    /// The printed code, `"E01"`.
+    /// The code as printed, such as `"E01"`.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::DeviceMemory => "E01",
@@ -142,7 +142,7 @@ impl ErrorCode {
         }
     }
 
-    /// Exit code of the process.
+    /// Exit status that the process ends with after this error.
     pub const fn status(self) -> u8 {
         match self {
             Self::Usage => 2,
@@ -201,26 +201,26 @@ impl fmt::Display for ErrorCode {
     }
 }
 
-/// A failure, as printed and stored.
+/// A failure of a run or a command, as printed to the user and as stored in `errors/`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
-    /// Its kind.
+    /// Kind of the failure. It determines the exit status.
     pub code: ErrorCode,
-    /// What happened, one line.
+    /// What happened, in one line.
     pub title: String,
-    /// Why.
+    /// Why it happened.
     pub cause: String,
-    /// What was seen, one line each.
+    /// Facts that were observed, one line each.
     pub evidence: Vec<String>,
-    /// What to do, one line each.
+    /// What the user can do next, one line each.
     pub next: Vec<String>,
-    /// File with details, if any.
+    /// File with more details about the failure, if any, such as `errors/rank-0001.json`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub details: Option<Box<Path>>,
 }
 
 impl Failure {
-    /// A failure with its title and cause.
+    /// A failure with its code, title and cause, without evidence and next steps.
     pub fn new(code: ErrorCode, title: impl Into<String>, cause: impl Into<String>) -> Self {
         Self {
             code,
@@ -232,7 +232,7 @@ impl Failure {
         }
     }
 
-    /// A usage failure (exit 2).
+    /// A failure because of wrong arguments or settings ([`ErrorCode::Usage`], exit 2).
     pub fn usage(title: impl Into<String>, cause: impl Into<String>) -> Self {
         Self::new(ErrorCode::Usage, title, cause)
     }
@@ -259,28 +259,28 @@ impl Failure {
         }
     }
 
-    /// Adds a line of evidence.
+    /// Adds one line of evidence.
     #[must_use]
     pub fn evidence(mut self, line: impl Into<String>) -> Self {
         self.evidence.push(line.into());
         self
     }
 
-    /// Adds a next step.
+    /// Adds one line with a next step for the user.
     #[must_use]
     pub fn next(mut self, line: impl Into<String>) -> Self {
         self.next.push(line.into());
         self
     }
 
-    /// Adds lines of evidence.
+    /// Adds several lines of evidence.
     #[must_use]
     pub fn evidence_lines(mut self, lines: impl IntoIterator<Item = String>) -> Self {
         self.evidence.extend(lines);
         self
     }
 
-    /// Sets the file with details.
+    /// Sets the file that has more details about the failure.
     #[must_use]
     pub fn details(mut self, path: impl Into<PathBuf>) -> Self {
         self.details = Some(path.into().into_boxed_path());

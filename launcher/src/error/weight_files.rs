@@ -13,9 +13,9 @@ use std::path::Path;
 
 /// Beginning of a git-lfs pointer, the text file in place of a large file.
 const LFS_MARK: &str = "version https://git-lfs";
-/// Maximal size of a pointer in bytes.
+/// Maximal size of a git-lfs pointer file in bytes.
 const LFS_BYTES: u64 = 1024;
-/// Maximal size of a header in bytes; a larger one counts as damage.
+/// Maximal size of a safetensors header in bytes; a larger one counts as damage.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 const INDEX: &str = "model.safetensors.index.json";
 

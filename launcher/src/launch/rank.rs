@@ -23,12 +23,12 @@ impl StopFlag {
         Self::default()
     }
 
-    /// Whether a stop was requested.
+    /// Whether the rank was asked to stop.
     pub fn is_set(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// Requests a stop.
+    /// Asks the rank to stop.
     pub fn set(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -37,17 +37,17 @@ impl StopFlag {
 /// Result of a rank. The supervisor uses that of rank 0.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct RunSummary {
-    /// Number of steps done.
+    /// Number of completed steps, including those of earlier attempts that this one resumed from.
     pub steps: u64,
-    /// Loss of the last logged step.
+    /// Training loss of the last logged row. No code sets it yet, so it is always `None`.
     pub train_loss: Option<f64>,
-    /// Loss of the held-out samples at the end.
+    /// Mean loss of the held-out samples in the last evaluation, if any.
     pub eval_loss: Option<f64>,
-    /// Share of exactly correct answers at the end.
+    /// Share of exactly correct answers among those generated in the last evaluation, 0 to 1, if any.
     pub exact_match: Option<f64>,
-    /// Share of exactly correct answers before training.
+    /// Share of exactly correct answers among those generated before training, 0 to 1, if any.
     pub exact_match_before: Option<f64>,
-    /// The last checkpoint.
+    /// Directory of the last checkpoint that this attempt saved, if any.
     pub checkpoint: Option<PathBuf>,
     /// Whether a signal ended the run early; the process then exits with 130.
     pub interrupted: bool,

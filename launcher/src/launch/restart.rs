@@ -22,12 +22,12 @@ pub(crate) fn refused(why: &str) -> Event {
     }
 }
 
-/// Attempts of one run.
+/// Attempts of one run: the first one, and restarts after a rank died or hung.
 #[derive(Debug)]
 pub(crate) struct Attempts {
-    /// Configuration as requested.
+    /// Configuration of the run as requested, before any restart.
     asked: RunConfig,
-    /// Plan of the current attempt.
+    /// Resolved configuration of the current attempt.
     run: RunPlan,
     /// Number of restarts so far.
     ended: u32,
@@ -45,7 +45,7 @@ impl Attempts {
         }
     }
 
-    /// Plan of the current attempt.
+    /// Resolved configuration of the current attempt.
     pub(crate) fn run(&self) -> &RunPlan {
         &self.run
     }

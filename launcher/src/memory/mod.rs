@@ -51,9 +51,9 @@ pub fn host() -> HostMemory {
 /// Memory cgroup with the smallest limit for this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CgroupMemory {
-    /// cgroup version, 1 or 2.
+    /// Version of the cgroup hierarchy, 1 or 2.
     pub version: u32,
-    /// Limit in bytes, if any.
+    /// Memory limit in bytes, if any.
     pub limit_bytes: Option<u64>,
     /// Bytes in use by its processes, without reclaimable page cache.
     pub used_bytes: u64,
@@ -112,7 +112,7 @@ pub fn process_state(pid: u32) -> Option<char> {
 /// Resident set of this process: now and at its peak.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ProcessMemory {
-    /// Resident bytes now.
+    /// Resident bytes of the process at the time of reading.
     pub rss_bytes: u64,
     /// Highest resident bytes so far (`VmHWM`).
     pub peak_rss_bytes: u64,

@@ -3,10 +3,10 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Bytes by kind; kinds with zero bytes are absent.
+/// Bytes by kind of memory (such as `parameters`, `gradients`, `activations`). Kinds with zero bytes are absent.
 pub type Kinds = BTreeMap<String, u64>;
 
-/// Phase of a run.
+/// Phase of a run, by which peak memory is reported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Phase {
@@ -38,7 +38,7 @@ impl Phase {
         Self::Save,
     ];
 
-    /// Lower-case name.
+    /// Name of the phase in lower case, as in `memory.jsonl`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Load => "load",

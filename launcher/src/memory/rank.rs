@@ -5,25 +5,25 @@ use engine::comm::WindowBytes;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Bytes by kind on each tier, at the time in a phase when the tier uses most.
+/// Bytes of one rank by kind on each tier, at the time in a phase when that tier uses most.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PhaseBytes {
-    /// Device memory.
+    /// Bytes in device memory by kind.
     pub device: Kinds,
-    /// Host memory.
+    /// Bytes in host memory by kind.
     pub host: Kinds,
-    /// Spill files.
+    /// Bytes in spill files on NVMe by kind.
     pub nvme: Kinds,
 }
 
 impl PhaseBytes {
-    /// Sum over all kinds of a tier.
+    /// Sum of the bytes of all kinds of a tier.
     #[must_use]
     pub fn total(kinds: &Kinds) -> u64 {
         kinds.values().sum()
     }
 
-    /// Takes the larger of the two totals, tier by tier.
+    /// Keeps, for each tier, whichever of `self` and `other` has the larger total.
     pub(crate) fn raise(&mut self, other: Self) {
         for (own, other) in [
             (&mut self.device, other.device),
@@ -37,55 +37,55 @@ impl PhaseBytes {
     }
 }
 
-/// Peak of each kind of memory.
+/// Peak bytes of one rank over the whole run, on each tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct RankPeak {
-    /// Peak of device memory: what a device must have.
+    /// Peak bytes of device memory: what a device must have.
     pub device: u64,
-    /// Peak of host memory that is not the device's: states, the process itself, samples, buffers.
+    /// Peak bytes of host memory that is not the device's: states, the process itself, samples, buffers.
     pub host: u64,
-    /// Spill files.
+    /// Peak bytes of spill files on NVMe.
     pub nvme: u64,
-    /// Pages of this rank's part of the communicator's window.
+    /// Bytes of this rank's part of the communicator's window.
     pub window: u64,
-    /// High-water mark of the process's resident set (`VmHWM`), of the rank with the largest.
+    /// Highest resident bytes of the process (`VmHWM`), of the rank with the largest.
     pub resident: u64,
-    /// Part of `resident` in the window: pages of this rank, and pages of others that it reads.
+    /// Bytes of `resident` that are in the window: pages of this rank, and pages of others that it reads.
     pub resident_window: u64,
 }
 
-/// Memory of one rank. It is equal on all ranks except for what rank 0 alone does.
+/// Planned memory of one rank, from a dry run. It is equal on all ranks except for what rank 0 alone does.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct RankMemory {
-    /// Peak of each phase.
+    /// Peak bytes by kind, for each phase.
     pub phases: BTreeMap<Phase, PhaseBytes>,
-    /// Peak of the whole run.
+    /// Peak bytes of the whole run, on each tier.
     pub peak: RankPeak,
-    /// [`RankPeak::resident`] of every rank.
+    /// [`RankPeak::resident`] for each rank, indexed by rank.
     pub resident_by_rank: Vec<u64>,
 }
 
-/// Memory that a dry run touched, from which the peaks are computed.
+/// Memory in bytes that a dry run of one rank counted. The peaks of [`RankMemory`] are computed from it.
 #[derive(Debug, Clone)]
 pub(crate) struct Footprint {
     /// Host bytes that the device pool's blocks touched; 0 on a GPU.
     pub(crate) touched: u64,
-    /// Device memory: the pool's blocks, and what is reserved in addition.
+    /// Bytes of device memory: the pool's blocks, and what is reserved in addition.
     pub(crate) held: u64,
-    /// Host tier: memory maps in whole pages, and blocks.
+    /// Bytes of the host tier: memory maps in whole pages, and blocks.
     pub(crate) host: u64,
-    /// Spill files.
+    /// Bytes of spill files on NVMe.
     pub(crate) nvme: u64,
-    /// Peak of host memory outside the tier.
+    /// Peak bytes of host memory outside the host tier.
     pub(crate) beside: u64,
-    /// Bytes of the communicator's window.
+    /// Bytes of the communicator's window that a rank touches.
     pub(crate) window: WindowBytes,
-    /// Bytes of a rank's part of the window.
+    /// Bytes of a rank's part of the window, touched or not.
     pub(crate) region: u64,
 }
 
 impl RankMemory {
-    /// Memory of a rank from its phases and its footprint.
+    /// Planned memory of a rank from its peaks in each phase and from the memory that its dry run counted.
     pub(crate) fn new(phases: BTreeMap<Phase, PhaseBytes>, footprint: Footprint) -> Self {
         let Footprint {
             touched,

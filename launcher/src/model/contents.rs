@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Stem of the weight files of whole models.
 pub(crate) const MODEL_STEM: &str = "model";
 
-/// The weights of a checkpoint.
+/// Tensors that a checkpoint stores: the name, shape and dtype of each, without values.
 #[derive(Debug)]
 pub(crate) struct Contents {
     /// Tensors of each file, by the file's stem.
@@ -60,14 +60,14 @@ impl Contents {
         }
     }
 
-    /// Total bytes of the tensors.
+    /// Total bytes of the tensors in `files`.
     pub(crate) fn bytes(&self) -> u64 {
         let tensors = self.files.values().flatten();
         tensors.filter_map(|tensor| tensor.bytes().ok()).sum()
     }
 }
 
-/// Size of one checkpoint in bytes.
+/// Size of one checkpoint in bytes, computed before it is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CheckpointBytes {
     /// Master weights and optimizer state of all ranks.
@@ -101,7 +101,7 @@ impl CheckpointBytes {
         })
     }
 
-    /// Total size.
+    /// Bytes of the whole checkpoint: training state and weights.
     pub(crate) const fn total(self) -> u64 {
         self.state + self.weights
     }

@@ -125,7 +125,7 @@ pub(crate) fn optimizer(
     })
 }
 
-/// Learning-rate schedule over `total_steps` steps.
+/// Learning-rate schedule that `config` asks for, over `total_steps` steps unless its settings give their own number.
 pub(crate) fn schedule(config: &RunConfig, total_steps: u64) -> Schedule {
     let settings = &config.optimizer;
     let kwargs = settings.scheduler_kwargs;

@@ -28,7 +28,7 @@ pub(crate) fn shape(model: &dyn VisionLanguageModel, name: &str, dims: &[usize])
     }
 }
 
-/// Values to write, if they differ from the tensor's.
+/// Values to write for the tensor `name`, if they differ from the values of `tensor`; otherwise `None`.
 pub(crate) fn joined(
     model: &dyn VisionLanguageModel,
     name: &str,
@@ -71,9 +71,9 @@ pub(crate) fn patterns<T: Mul<Output = T> + Copy + FromCount>(
         .collect()
 }
 
-/// Conversion from a count.
+/// Conversion of a `usize` count into the number type of [`patterns`].
 pub(crate) trait FromCount {
-    /// `count` as this number.
+    /// `count` as a number of this type.
     fn from_count(count: usize) -> Self;
 }
 

@@ -19,27 +19,27 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Work of one rank: the largest batch of each kind.
+/// Input of a dry run of one rank: the largest batch of each kind that the run will process.
 #[derive(Debug)]
 pub(crate) struct Work<'a> {
-    /// Samples of the largest micro-batch.
+    /// Samples of the largest training micro-batch.
     pub(crate) train: &'a [EncodedSample],
-    /// Held-out samples, if the run evaluates.
+    /// Largest batches of held-out samples. `None` if the run does not evaluate.
     pub(crate) held_out: Option<HeldOut<'a>>,
-    /// Memory that the process needs in any case.
+    /// Host memory of the process that does not depend on the batches.
     pub(crate) fixed: Fixed,
 }
 
-/// Work of an evaluation.
+/// Largest batches of an evaluation.
 #[derive(Debug)]
 pub(crate) struct HeldOut<'a> {
-    /// The longest sample, as a batch of one.
+    /// The longest held-out sample, as a batch of one, to compute its loss.
     pub(crate) longest: &'a [EncodedSample],
-    /// The longest questions, as one batch.
+    /// The longest held-out questions, as one batch, to generate answers.
     pub(crate) prompts: Vec<Prompt<'a>>,
 }
 
-/// Memory that one rank of `plan` needs.
+/// Peak memory that one rank of `plan` needs, found by a dry run that computes no values.
 ///
 /// # Errors
 /// A sample does not fit the model.
@@ -104,8 +104,8 @@ fn allocate(error: &EngineError) -> Failure {
     failures::engine("plan memory", error)
 }
 
-/// One micro-batch as the trainer runs it, forward and backward. `begun` is called before the first tensor exists,
-/// `turn` between forward and backward.
+/// Dry run of one training micro-batch, forward and backward, in the order of the trainer. `begun` is called before
+/// the first tensor exists, `turn` between forward and backward.
 ///
 /// # Errors
 /// A sample does not fit the model.
@@ -140,10 +140,10 @@ struct Run<'a> {
     model: &'a dyn VisionLanguageModel,
     work: &'a Work<'a>,
     dry_run: DryRun,
-    /// Memory plan of a micro-batch; GPUs only.
+    /// Memory plan of a micro-batch. `None` on the CPU.
     memory_plan: Option<Arc<MemoryPlan>>,
     phases: BTreeMap<Phase, PhaseBytes>,
-    /// Peak host bytes outside the pools.
+    /// Peak host bytes outside the memory pools so far.
     beside: Cell<u64>,
 }
 
@@ -246,7 +246,7 @@ impl<'a> Run<'a> {
         self.phases.entry(phase).or_default().raise(moment);
     }
 
-    /// Peak bytes by kind since the last call, plus the memory of the phase outside the pools.
+    /// Peak bytes by kind since the last call, plus the memory of `phase` outside the pools.
     fn moment(&self, phase: Phase) -> PhaseBytes {
         let read = |pool: &kernels::Pool| {
             let stats = pool.stats();

@@ -9,7 +9,7 @@ use crate::ui::Event;
 use crate::units::{bytes, grouped};
 use std::sync::Arc;
 
-/// Largest micro-batch that the search tries.
+/// Largest micro-batch in samples that the search tries.
 const MAX_MICRO_BATCH: usize = 4096;
 
 /// Line with samples per update and learning rate, and how both are computed.

@@ -22,7 +22,7 @@ const CHUNK_BYTES: u64 = (1 << 20) * (4 + 2);
 /// Copies of an image while it is sliced: decoded, scaled, and in patches.
 const IMAGE_COPIES: u64 = 3;
 
-/// Memory of a rank's process outside the pools.
+/// Memory of a rank's process outside the memory pools that does not depend on the phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Fixed {
     /// Bytes of the program and its tokenizer.
@@ -46,7 +46,7 @@ impl Fixed {
         }
     }
 
-    /// Bytes by kind in one phase.
+    /// Host bytes outside the memory pools in `phase`, as (kind, bytes).
     pub(super) fn in_phase(
         &self,
         phase: Phase,

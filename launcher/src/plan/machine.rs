@@ -9,7 +9,7 @@ use std::path::Path;
 /// Directories that may hold the window file of ranks on one machine.
 const WINDOW_DIRS: [&str; 2] = ["/dev/shm", "/tmp"];
 
-/// One line per such directory with its free space.
+/// One line of text with the free space for each directory that may hold the ranks' window file.
 pub(super) fn window_rooms() -> Vec<String> {
     let room = |dir: &&str| memory::disk_free_bytes(Path::new(dir)).unwrap_or(0);
     let line = |dir: &&str| format!("{dir}: {} free", format_bytes(room(dir)));
@@ -36,7 +36,7 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// This machine.
+    /// Memory and free disk space of the machine on which this process runs. Devices are not looked up.
     pub(crate) fn here() -> Self {
         let host = memory::host();
         let free = |dir: &&str| memory::disk_free_bytes(Path::new(dir)).ok();

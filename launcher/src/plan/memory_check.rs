@@ -15,7 +15,7 @@ const HOST_RESERVE: u64 = 10;
 /// Bytes that a run needs of a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Need {
-    /// Device bytes per rank.
+    /// Device bytes that each rank needs.
     pub(crate) device: u64,
     /// Host bytes of all ranks together.
     pub(crate) host: u64,
@@ -74,7 +74,7 @@ impl MemoryCheck {
         }
     }
 
-    /// Whether the run fits.
+    /// Whether the run fits in the machine's device memory, host memory, spill disks and shared memory.
     pub(crate) fn fits(&self) -> bool {
         !self.exceeds_device()
             && !self.exceeds_host()

@@ -129,7 +129,7 @@ fn show_plan(
     Ok(())
 }
 
-/// Statistics of the data for output.
+/// Event that shows the number and size of the samples and images.
 fn data_event(config: &RunConfig, train: &SampleSet, eval: Option<&SampleSet>) -> Event {
     Event::Data(DataEvent {
         samples: train.samples.len(),

@@ -17,7 +17,7 @@ use models::data::EncodedSample;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Memory of the process outside the pools.
+/// Memory of a rank's process outside the memory pools that does not depend on the phase.
 pub(crate) fn fixed(config: &RunConfig, model: &dyn VisionLanguageModel) -> Fixed {
     let (train, eval) = (config.data_file(), config.eval_file());
     let data: Vec<&Path> = std::iter::once(&*train).chain(eval.as_deref()).collect();
@@ -114,7 +114,7 @@ pub(crate) fn spilled_activations(memory: &RankMemory) -> u64 {
     bytes.copied().max().unwrap_or(0)
 }
 
-/// Memory check of `memory` against this machine.
+/// Comparison of the planned memory of a rank with the machine on which this process runs.
 pub(crate) fn fit(config: &RunConfig, memory: &RankMemory) -> MemoryCheck {
     MemoryCheck::new(config, memory, Machine::here())
 }
@@ -152,7 +152,7 @@ pub(crate) fn upload_line(plan: &Plan, tried: Option<&MemoryCheck>) -> Option<Ev
     })
 }
 
-/// Event with the plan's numbers.
+/// Event that shows the memory plan: planned bytes of one rank by kind, and the machine's host memory.
 pub(crate) fn plan_event(
     config: &RunConfig,
     plan: &Plan,

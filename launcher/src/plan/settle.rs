@@ -21,7 +21,7 @@ const TRIES: usize = 2;
 /// the bound.
 const IN_GIB_FROM: u64 = 8 << 30;
 
-/// Plan and memory of a draft.
+/// Plan of a draft of the run, and the memory that one rank of it needs.
 #[derive(Debug)]
 pub(crate) struct Counted {
     pub(crate) plan: Arc<Plan>,

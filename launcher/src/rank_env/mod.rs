@@ -13,39 +13,40 @@ use std::time::SystemTime;
 use crate::error::Failure;
 use identity::{Identity, Master, NodeAssignment, RankIs, Source};
 
-/// Rank number over all nodes.
+/// Environment variable with the rank of a process, counted over all machines from 0.
 pub const RANK: &str = "RANK";
-/// Rank number on this node.
+/// Environment variable with the rank of a process on its machine, from 0.
 pub const LOCAL_RANK: &str = "LOCAL_RANK";
-/// Host that a rank claims to be on, for NCCL.
+/// Environment variable with the host that a rank claims to be on, for NCCL.
 pub const NCCL_HOSTID: &str = "NCCL_HOSTID";
-/// Number of ranks.
+/// Environment variable with the number of ranks on all machines.
 pub const WORLD_SIZE: &str = "WORLD_SIZE";
-/// Number of ranks on this node.
+/// Environment variable with the number of ranks on this machine.
 pub const LOCAL_WORLD_SIZE: &str = "LOCAL_WORLD_SIZE";
-/// Address of rank 0.
+/// Environment variable with the host name or address of rank 0's machine.
 pub const MASTER_ADDR: &str = "MASTER_ADDR";
-/// Port of rank 0.
+/// Environment variable with the TCP port on which rank 0 listens.
 pub const MASTER_PORT: &str = "MASTER_PORT";
 /// Port on which rank 0 listens if MASTER_PORT is not set; torchrun's default.
 pub(crate) const DEFAULT_PORT: u16 = 29_500;
-/// Token in the names of all shared files of a job; set only by this program's supervisor.
+/// Environment variable with the token in the names of all shared files of a job; set only by this program's
+/// supervisor.
 pub const RUN_TOKEN: &str = "TESSERA_RUN_TOKEN";
-/// Directory of the job's private files; set only by this program's supervisor.
+/// Environment variable with the directory of the job's private files; set only by this program's supervisor.
 pub const JOB_DIR: &str = "TESSERA_JOB_DIR";
-/// Secret of the ranks of a job on several machines.
+/// Environment variable with the secret that the ranks of a job on several machines share.
 pub const TOKEN: &str = "TESSERA_JOB_TOKEN";
-/// File with that secret.
+/// Environment variable with the path of a file that has the secret of [`TOKEN`].
 pub const TOKEN_FILE: &str = "TESSERA_JOB_TOKEN_FILE";
-/// Directories of CUDA's libraries, separated by colons; they are searched first.
+/// Environment variable with directories of CUDA's libraries, separated by colons; they are searched first.
 pub const CUDA_LIBS: &str = "TESSERA_CUDA_LIBS";
-/// Matrix products on GPUs; see [`Matmul`].
+/// Environment variable that chooses the implementation of matrix products on GPUs; see [`Matmul`].
 pub const MATMUL: &str = "TESSERA_MATMUL";
 
-/// Machine code of the GPU kernels; see [`GpuCode`].
+/// Environment variable that chooses the machine code of the GPU kernels; see [`GpuCode`].
 pub const GPU_CODE: &str = "TESSERA_CUDA_ARCH";
 
-/// Values of [`GPU_CODE`].
+/// Values of the environment variable [`GPU_CODE`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum GpuCode {
     /// `native`: code for the GPU's own architecture.
@@ -67,7 +68,7 @@ impl GpuCode {
     }
 }
 
-/// Values of [`MATMUL`].
+/// Values of the environment variable [`MATMUL`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Matmul {
     /// `auto`: cuBLASLt if it is found, otherwise this program's kernels.
@@ -118,12 +119,12 @@ fn choice<T: Copy>(
     Err(failure.next(format!("unset {name}: {unset}")))
 }
 
-/// A job's secret token, or the file that has it. It is never printed.
+/// Secret of a job on several machines, or the file that has it. It is never printed.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Token {
-    /// The token itself.
+    /// The secret itself, if a variable gives it.
     pub text: Option<String>,
-    /// File with the token.
+    /// Path of a file that has the secret, if a variable gives it.
     pub file: Option<PathBuf>,
 }
 
@@ -136,20 +137,20 @@ impl std::fmt::Debug for Token {
     }
 }
 
-/// Identity of one rank process.
+/// Environment of one rank process: its rank, the rendezvous, and files of the job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankEnv {
-    /// Rank over all nodes.
+    /// Rank of this process, counted over all machines from 0.
     pub rank: usize,
-    /// Rank on this node.
+    /// Rank of this process on its machine, from 0.
     pub local_rank: usize,
-    /// Number of ranks.
+    /// Number of ranks on all machines.
     pub world_size: usize,
-    /// Number of ranks on this node.
+    /// Number of ranks on this machine.
     pub local_world_size: usize,
     /// Address of the rendezvous over several machines, as far as variables give it.
     pub master: Master,
-    /// Program that numbered this rank.
+    /// Program that set the variables with this rank's number.
     pub source: Source,
     /// Secret of the job's ranks, on several machines.
     pub token: Token,
@@ -167,7 +168,7 @@ impl RankEnv {
         self.job_dir.is_some()
     }
 
-    /// Whether an MPI numbered this rank.
+    /// Whether an MPI launcher (`mpirun`) set this rank's number.
     #[cfg(feature = "mpi")]
     pub fn is_under_mpi(&self) -> bool {
         matches!(self.source, Source::OpenMpi | Source::Pmi | Source::Mvapich)
@@ -182,17 +183,18 @@ impl RankEnv {
 /// Values of the environment, read once at start.
 #[derive(Debug, Clone)]
 pub struct Env {
-    /// Identity of a rank; absent in the supervisor.
+    /// Environment of a rank process. `None` in the supervisor.
     pub rank: Option<RankEnv>,
-    /// Place of this machine among several, in a supervisor.
+    /// Number of this machine among several, in a supervisor. `None` in a rank, and without variables for several
+    /// machines.
     pub node: Option<NodeAssignment>,
-    /// Directory for temporary files.
+    /// Directory for temporary files: `TMPDIR`, or `/tmp`.
     pub temp_dir: PathBuf,
     /// Directory for files that can be regenerated at any time.
     pub cache_dir: PathBuf,
     /// Whether `NO_COLOR` asks for plain text.
     pub no_color: bool,
-    /// Log filter of `RUST_LOG`.
+    /// Filter for log messages, from `RUST_LOG`.
     pub rust_log: Option<String>,
     /// Start time of this process, for names of run directories.
     pub now: SystemTime,
@@ -220,7 +222,7 @@ impl Env {
         Self::from_lookup_as(lookup, None)
     }
 
-    /// As [`Env::from_lookup`], with `rank_is` as in [`Env::read`].
+    /// As [`Env::from_lookup`]. `rank_is` says what `RANK` counts if the variables do not.
     ///
     /// # Errors
     /// As [`Env::read`].
@@ -271,7 +273,7 @@ impl Env {
     }
 }
 
-/// All variables of the process, for the report of `launcher doctor`.
+/// All environment variables of the process, for `launcher doctor`, which lists them.
 #[derive(Debug, Clone, Default)]
 pub struct Variables(BTreeMap<String, OsString>);
 
@@ -283,7 +285,7 @@ impl Variables {
             .collect()
     }
 
-    /// The value of one variable.
+    /// The value of the variable `name`. `None` if it is not set.
     pub fn get(&self, name: &str) -> Option<&OsStr> {
         self.0.get(name).map(OsString::as_os_str)
     }
@@ -327,18 +329,18 @@ impl FromIterator<(String, OsString)> for Variables {
 /// Locations of CUDA's libraries, from the environment.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CudaSearchPaths {
-    /// Directories of [`CUDA_LIBS`].
+    /// Directories that [`CUDA_LIBS`] names.
     pub directories: Vec<PathBuf>,
-    /// Installed toolkit: `CUDA_HOME` or `CUDA_PATH`.
+    /// Directory of an installed CUDA toolkit: `CUDA_HOME`, or else `CUDA_PATH`.
     pub cuda_home: Option<PathBuf>,
     /// Python environments: `VIRTUAL_ENV`, `CONDA_PREFIX`, and the user's packages under `HOME`.
     pub python_environments: Vec<PathBuf>,
-    /// Directories of `PYTHONPATH`.
+    /// Directories that `PYTHONPATH` names.
     pub python_path: Vec<PathBuf>,
 }
 
 impl CudaSearchPaths {
-    /// Reads an environment through `lookup`.
+    /// Reads the variables that name directories of CUDA's libraries, through `lookup`.
     pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Self {
         let path = |name: &str| {
             lookup(name)

@@ -30,18 +30,18 @@ impl Axis {
         Self { low, high, step }
     }
 
-    /// Values at the marks, ascending.
+    /// Values at the axis's tick marks, in ascending order.
     pub(super) fn marks(&self) -> impl Iterator<Item = f64> + '_ {
         let count = ((self.high - self.low) / self.step).round() as u64;
         (0..=count).map(|mark| self.low + mark as f64 * self.step)
     }
 
-    /// Relative position of a value: 0 at the lower end, 1 at the upper end.
+    /// Position of a value along the axis, as a share of its length: 0 at the lower end, 1 at the upper end.
     pub(super) fn share(&self, value: f64) -> f64 {
         (value - self.low) / (self.high - self.low)
     }
 
-    /// Decimal digits needed to distinguish the marks.
+    /// Number of decimal digits that the labels need to distinguish the marks.
     pub(super) fn digits(&self) -> usize {
         let mut digits = 0;
         let mut step = self.step;

@@ -23,12 +23,12 @@ const COLOURS: [&str; 8] = [
     "#4c86c6", "#e08a2e", "#3f9e6e", "#d1545b", "#9467bd", "#2f9fb0", "#b8952a", "#c65d9b",
 ];
 
-/// Color of series `index`.
+/// CSS color of series `index`. Colors repeat after the last one.
 pub(super) fn colour(index: usize) -> &'static str {
     COLOURS[index % COLOURS.len()]
 }
 
-/// Style of a line.
+/// Style in which a line of a chart is drawn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Look {
     Faint,
@@ -37,7 +37,7 @@ pub(super) enum Look {
     Dashed,
 }
 
-/// Line through points, from left to right.
+/// Line through the points (x, y), from left to right.
 #[derive(Debug, Clone)]
 pub(super) struct Line {
     pub(super) name: String,
@@ -54,16 +54,16 @@ pub(super) struct Layer {
     pub(super) values: Vec<f64>,
 }
 
-/// Content of a chart.
+/// Content of a chart: stacked areas, with lines over them.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Chart {
     /// Unit of the values, shown at the axis.
     pub(super) unit: String,
     /// Horizontal positions of the layers' values.
     pub(super) at: Vec<f64>,
-    /// Layers, from the bottom up.
+    /// Layers of the stacked areas, from the bottom up.
     pub(super) layers: Vec<Layer>,
-    /// Lines, drawn over the layers.
+    /// Lines of the chart, drawn over the layers.
     pub(super) lines: Vec<Line>,
 }
 
@@ -81,7 +81,7 @@ impl Chart {
         svg
     }
 
-    /// Content of the `<svg>` element.
+    /// SVG elements of the chart, to be put inside an `<svg>` element.
     pub(super) fn drawing(&self) -> String {
         let mut svg = String::new();
         let names = self.layers.iter().map(|l| (&*l.name, l.colour));

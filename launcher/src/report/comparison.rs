@@ -2,30 +2,30 @@
 
 use super::chart::{Chart, Line, Look, WIDTH, push};
 
-/// Height of a chart with its title.
+/// Height of one chart with its title, in units of the SVG.
 const PANEL_HEIGHT: f64 = 300.0;
 
 /// Named line through (step, value) points.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Series {
-    /// Name in the legend.
+    /// Name of the line, shown in the legend.
     pub name: String,
-    /// Points, from left to right.
+    /// Points (step, value), in the order of their steps.
     pub points: Vec<(f64, f64)>,
 }
 
-/// Chart with a title.
+/// One chart of the comparison: a title, and lines with a common unit.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Panel {
-    /// Title.
+    /// Title shown above the chart.
     pub title: String,
-    /// Unit of the values.
+    /// Unit of the values, shown at the axis.
     pub unit: String,
-    /// Lines of the chart.
+    /// Lines drawn in the chart.
     pub series: Vec<Series>,
 }
 
-/// SVG document with the given charts.
+/// SVG document with the given charts, one below the other.
 pub fn comparison(panels: &[Panel]) -> String {
     let height = PANEL_HEIGHT * panels.len() as f64;
     let mut svg = format!(

@@ -23,7 +23,7 @@ const TABLE: [u32; 256] = {
     table
 };
 
-/// Checksum of `bytes`.
+/// CRC-32C checksum of `bytes`.
 pub(super) fn crc32c(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(!0, |crc, byte| {
         crc >> 8 ^ TABLE[usize::from(crc as u8 ^ byte)]

@@ -4,12 +4,12 @@ use std::fmt::Write;
 
 use super::axis::Axis;
 
-/// Loss at one step.
+/// Training loss at one step: a point of the loss curve.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Point {
-    /// Steps done.
+    /// Number of completed steps.
     pub step: u64,
-    /// Loss at that step.
+    /// Training loss at that step.
     pub loss: f64,
 }
 

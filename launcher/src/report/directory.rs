@@ -23,16 +23,16 @@ pub struct Answer {
     /// The sample's own id, which may be any JSON value.
     #[serde(default)]
     pub id: Value,
-    /// Its images: absolute paths, or relative to the run directory.
+    /// Images of the sample: absolute paths, or paths relative to the run directory.
     #[serde(default)]
     pub images: Vec<PathBuf>,
-    /// The question.
+    /// The question that the model was asked.
     pub prompt: String,
-    /// The expected answer.
+    /// The expected answer, from the sample.
     pub reference: String,
-    /// The model's answer.
+    /// The answer that the model generated.
     pub answer: String,
-    /// Whether the two answers are equal.
+    /// Whether the expected and the generated answer are equal.
     #[serde(default)]
     pub exact: bool,
 }
@@ -40,30 +40,30 @@ pub struct Answer {
 /// Contents of a run directory, read once. Files that are missing or unreadable are empty here.
 #[derive(Debug, Clone, Default)]
 pub struct RunFiles {
-    /// The run directory.
+    /// Path of the run directory.
     pub directory: PathBuf,
-    /// Rows of `trainer_log.jsonl`.
+    /// Rows of the training log, `trainer_log.jsonl`: one for each logged step and each evaluation.
     pub rows: Vec<Value>,
-    /// Rows of `memory.jsonl`.
+    /// Rows of the memory log, `memory.jsonl`.
     pub memory: Vec<MemoryRow>,
-    /// `plan.json`.
+    /// Memory plan, trainable parameters and data, from `plan.json`.
     pub plan: Option<PlanFile>,
-    /// `config.resolved.json`.
+    /// Resolved configuration of the run, from `config.resolved.json`.
     pub config: Option<Value>,
-    /// `eval_results.json`.
+    /// Results of the last evaluation, from `eval_results.json`.
     pub results: Option<Value>,
-    /// `trainer_state.json`.
+    /// State of the trainer at the end of the run, from `trainer_state.json`.
     pub state: Option<Value>,
-    /// Failures by rank, from `errors/`.
+    /// Failures as (rank, failure), from `errors/`.
     pub failures: Vec<(usize, Failure)>,
-    /// Answers by step, from `samples/`.
+    /// Generated answers as (step, answers), from `samples/`.
     pub answers: Vec<(u64, Vec<Answer>)>,
-    /// Checkpoint directories by step.
+    /// Checkpoints as (step, directory).
     pub checkpoints: Vec<(u64, PathBuf)>,
 }
 
 impl RunFiles {
-    /// Reads a run directory.
+    /// Reads the files of the run directory `directory`.
     pub fn read(directory: &Path) -> Self {
         let memory = jsonl::read(&directory.join(MEMORY_LOG));
         let memory = memory
@@ -83,17 +83,17 @@ impl RunFiles {
         }
     }
 
-    /// Rows of training steps.
+    /// Rows of the training log that have a training loss: one for each logged step.
     pub fn steps(&self) -> impl DoubleEndedIterator<Item = &Value> {
         self.rows.iter().filter(|row| !row["loss"].is_null())
     }
 
-    /// Rows of evaluations.
+    /// Rows of the training log that have a loss of held-out samples: one for each evaluation.
     pub fn evaluations(&self) -> impl DoubleEndedIterator<Item = &Value> {
         self.rows.iter().filter(|row| !row["eval_loss"].is_null())
     }
 
-    /// (Steps done, total steps) of the last row.
+    /// (Completed steps, steps of the whole run) of the last row of the training log. Zeros if it has no rows.
     pub fn progress(&self) -> (u64, u64) {
         self.rows.last().map_or((0, 0), |row| {
             let of = |name: &str| row[name].as_u64().unwrap_or(0);
@@ -101,7 +101,7 @@ impl RunFiles {
         })
     }
 
-    /// Whether all steps are done.
+    /// Whether the training log has reached the last step of the run.
     pub fn is_complete(&self) -> bool {
         let (done, total) = self.progress();
         total > 0 && done >= total

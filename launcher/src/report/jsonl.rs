@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::error::{ErrorCode, Failure};
 
-/// JSON Lines file open for appending.
+/// JSON Lines file (one JSON value per line), open for appending.
 #[derive(Debug)]
 pub(super) struct JsonLines {
     path: PathBuf,

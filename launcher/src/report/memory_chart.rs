@@ -17,7 +17,7 @@ const KINDS: [&str; 7] = [
     "activations",
     "workspace",
 ];
-/// Color of the plan's prediction.
+/// Index of the color in which planned bytes are drawn.
 const PLANNED: usize = 7;
 /// Maximum ranks drawn as separate lines.
 const MOST_RANKS: usize = 6;
@@ -95,7 +95,7 @@ pub(super) fn by_step(files: &RunFiles) -> Chart {
     }
 }
 
-/// Dashed line at the planned bytes.
+/// Dashed horizontal line at the planned `bytes`, in MiB. `None` if they are unknown.
 fn planned_line(bytes: Option<u64>, last_step: u64) -> Option<Line> {
     let height = bytes? as f64 / MIB;
     Some(Line {
@@ -131,7 +131,7 @@ pub(super) fn resident(files: &RunFiles) -> Chart {
     }
 }
 
-/// One bar of the chart of phases.
+/// One bar of the chart of phases: the peak of one phase in one row of the memory log.
 struct Bar<'a> {
     step: u64,
     phase: &'static str,
@@ -241,7 +241,7 @@ fn draw_bar(svg: &mut String, bar: &Bar<'_>, x: f64, width: f64, at: &dyn Fn(f64
     );
 }
 
-/// SVG document with both charts.
+/// SVG document with two charts side by side: memory of rank 0 over the steps, and peaks of each phase.
 pub(super) fn document(files: &RunFiles) -> String {
     const GAP: f64 = 30.0;
     let (width, height) = (2.0 * WIDTH + GAP, HEIGHT + GAP);
@@ -293,7 +293,7 @@ pub(super) struct Compared {
     pub(super) measured: (u64, u64),
 }
 
-/// Planned bytes and measured peaks, by kind.
+/// Planned bytes and measured peaks of each kind of memory. Empty if the run has no plan.
 pub(super) fn compared(files: &RunFiles) -> Vec<Compared> {
     let Some(plan) = files.plan.as_ref().and_then(|plan| plan.plan.as_ref()) else {
         return Vec::new();

@@ -51,53 +51,53 @@ pub const MEMORY_LOG: &str = "memory.jsonl";
 /// File name of the memory chart.
 pub const MEMORY_CHART: &str = "memory.svg";
 
-/// Measurements of a logged step.
+/// Measurements of one logged step, which becomes a row of the training log.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepRecord {
-    /// Steps done.
+    /// Number of completed steps.
     pub step: u64,
-    /// Epochs done.
+    /// Number of completed passes over the training data, with a fraction.
     pub epoch: f64,
-    /// Mean loss of supervised tokens since the last logged step.
+    /// Mean loss per supervised token, averaged over the steps since the last logged step.
     pub loss: f64,
-    /// Learning rate.
+    /// Learning rate of this step, from the schedule.
     pub lr: f64,
-    /// Global gradient norm before clipping. `None` if the update was skipped.
+    /// Global L2 norm of the gradient before clipping. `None` if the update was skipped.
     pub grad_norm: Option<f64>,
     /// Tokens per second over all ranks since the last logged step.
     pub tokens_per_second: f64,
     /// Tokens of all ranks since the start of training.
     pub total_tokens: u64,
-    /// Peak bytes of one rank, by tier.
+    /// Peak bytes of this rank since its start, by tier, and its resident bytes now.
     pub bytes: TierBytes,
-    /// Parts of a step's time.
+    /// Seconds of one step by part, averaged over the steps since the last logged step.
     pub times: StepTimes,
-    /// Traffic of this rank's spill files since the last logged step.
+    /// Traffic of this rank's spill files since the last logged step. `None` without spill files.
     pub disk: Option<DiskTraffic>,
 }
 
 /// Results of an evaluation on held-out samples, as stored in `eval_results.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct EvalResults {
-    /// Mean loss of supervised tokens.
+    /// Mean loss per supervised token over the held-out samples.
     pub eval_loss: f64,
-    /// Share of answers that match exactly, if answers were generated.
+    /// Share of generated answers that match the expected ones exactly, 0 to 1, if answers were generated.
     pub exact_match: Option<f64>,
-    /// The same share before training.
+    /// Share of exactly matching answers before training, 0 to 1, if answers were generated then.
     pub exact_match_before: Option<f64>,
-    /// Number of samples.
+    /// Number of held-out samples.
     pub eval_samples: usize,
     /// Seconds the evaluation took.
     pub eval_runtime: f64,
-    /// Samples per second.
+    /// Held-out samples per second of the evaluation.
     pub eval_samples_per_second: f64,
-    /// Steps done.
+    /// Number of completed training steps at the evaluation.
     pub step: u64,
-    /// Epochs done.
+    /// Number of completed passes over the training data at the evaluation, with a fraction.
     pub epoch: f64,
 }
 
-/// All report files of one run.
+/// Writer of all report files of one run. Only rank 0 has one.
 #[derive(Debug)]
 pub struct RunReport {
     output: PathBuf,
@@ -160,7 +160,7 @@ impl RunReport {
         })
     }
 
-    /// Estimated seconds until the end, after `step` steps.
+    /// Estimated seconds until the end of the run, after `step` steps.
     pub fn remaining_seconds(&self, step: u64) -> f64 {
         let done = step.saturating_sub(self.resumed_at).max(1) as f64;
         self.started.elapsed().as_secs_f64() / done * self.total_steps.saturating_sub(step) as f64

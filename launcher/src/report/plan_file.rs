@@ -19,7 +19,7 @@ pub struct PlanFile {
     /// Trainable tensors by part of the model.
     #[serde(default)]
     pub trains: Vec<TrainRow>,
-    /// Summary of the data.
+    /// Number and size of the samples and images.
     pub data: Option<DataEvent>,
 }
 

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 
 use crate::config::{CONFIG_FILE, Resume, RunConfig, RunPlan};
 
-/// Directory of per-rank logs.
+/// Name of the directory with a log file of each rank, inside the run directory.
 pub const LOGS: &str = "logs";
-/// Directory of per-rank failures.
+/// Name of the directory with the failures of ranks, inside the run directory.
 pub const ERRORS: &str = "errors";
 /// Files that tell that a directory holds a run.
 const MARKS: [&str; 2] = ["trainer_log.jsonl", "trainer_state.json"];

@@ -10,24 +10,24 @@ use crate::error::Failure;
 
 const FILE: &str = "trainer_state.json";
 
-/// Values that are constant during a run.
+/// Values of `trainer_state.json` that are constant during a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrainerStateConfig {
-    /// Steps of the whole run.
+    /// Number of optimizer steps of the whole run.
     pub max_steps: u64,
-    /// Epochs, rounded up.
+    /// Number of passes over the training data, rounded up.
     pub num_train_epochs: u64,
-    /// Samples per rank and micro-batch.
+    /// Number of samples in a micro-batch of one rank.
     pub train_batch_size: usize,
-    /// Steps between log rows.
+    /// Number of steps between two rows of the training log; `max_steps` if they are not counted in steps.
     pub logging_steps: u64,
-    /// Steps between evaluations.
+    /// Number of steps between two evaluations; `max_steps` if they are not counted in steps.
     pub eval_steps: u64,
-    /// Steps between checkpoints.
+    /// Number of steps between two checkpoints; `max_steps` if they are not counted in steps.
     pub save_steps: u64,
 }
 
-/// Trainer state, which grows with the run.
+/// Content of `trainer_state.json`, which grows with the run.
 #[derive(Debug, Clone)]
 pub struct TrainerState {
     config: TrainerStateConfig,

@@ -8,7 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use super::crc32c::crc32c;
 use crate::error::{ErrorCode, Failure};
 
-/// Open event file.
+/// TensorBoard event file, open for writing.
 #[derive(Debug)]
 pub struct EventWriter {
     path: PathBuf,

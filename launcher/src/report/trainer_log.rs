@@ -12,51 +12,51 @@ use crate::error::Failure;
 use crate::report::monitor::split::{DeviceSplit, StepSplit, StepTimes};
 use crate::units::clock;
 
-/// File name of the log.
+/// File name of the training log.
 pub const TRAINER_LOG: &str = "trainer_log.jsonl";
 
 /// Decimal digits of times in seconds.
 const SECONDS: i32 = 6;
 
-/// Memory of one rank in bytes.
+/// Memory of one rank in bytes, for a time span that the owner of the value states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct TierBytes {
-    /// Peak in device memory.
+    /// Peak bytes of device memory.
     pub device: u64,
-    /// Peak in the host tier.
+    /// Peak bytes of the host tier.
     pub host: u64,
-    /// Resident memory of the process.
+    /// Resident bytes of the process.
     pub rss: u64,
 }
 
-/// One row. Fields without a value are left out.
+/// One row of the training log. Fields without a value are left out of the file.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct LogRow {
-    /// Steps done.
+    /// Number of completed steps.
     pub current_steps: u64,
-    /// Steps of the whole run.
+    /// Number of steps of the whole run.
     pub total_steps: u64,
-    /// Training loss.
+    /// Mean training loss per supervised token; only in rows of logged steps.
     pub loss: Option<f64>,
-    /// Loss of held-out samples.
+    /// Mean loss per supervised token over the held-out samples; only in rows of evaluations.
     pub eval_loss: Option<f64>,
-    /// Learning rate.
+    /// Learning rate of the step.
     pub lr: Option<f64>,
-    /// Global gradient norm.
+    /// Global L2 norm of the gradient before clipping; only in rows of steps whose update was applied.
     pub grad_norm: Option<f64>,
-    /// Epochs done.
+    /// Number of completed passes over the training data, with a fraction.
     pub epoch: f64,
-    /// Seconds since the start.
+    /// Seconds since training started, or since the process resumed it.
     pub elapsed_seconds: f64,
-    /// Estimated seconds to the end.
+    /// Estimated seconds until the end of the run.
     pub remaining_seconds: f64,
-    /// Tokens per second over all ranks.
+    /// Tokens per second over all ranks since the last row.
     pub tokens_per_second: Option<f64>,
-    /// Tokens of all ranks so far.
+    /// Tokens that all ranks processed since the start of the run. Rows of evaluations leave it out.
     pub total_tokens: u64,
-    /// Peak bytes by tier.
+    /// Peak bytes of rank 0 since its start, by tier, and its resident bytes now.
     pub bytes: Option<TierBytes>,
-    /// Parts of a step's time.
+    /// Seconds of one step by part, averaged over the steps since the last row.
     pub times: Option<StepTimes>,
     /// Traffic of the spill files since the last row.
     pub disk: Option<DiskTraffic>,
@@ -151,7 +151,7 @@ fn rounded(value: f64, digits: i32) -> Value {
     number((value * scale).round() / scale)
 }
 
-/// Log file open for appending.
+/// Training log, open for appending.
 #[derive(Debug)]
 pub struct TrainerLog {
     file: JsonLines,
@@ -177,7 +177,7 @@ impl TrainerLog {
         Ok(Self { file, points })
     }
 
-    /// Losses of the rows that were kept.
+    /// Training losses of the rows that were kept when the log was opened.
     pub fn points(&self) -> &[Point] {
         &self.points
     }

@@ -9,9 +9,9 @@ use models::data::EncodedSample;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Micro-batch from a loader thread.
+/// Micro-batch of encoded samples, as a loader thread delivers it.
 pub(crate) struct MicroBatch {
-    /// Indices of its samples in the sample set.
+    /// Indices of the micro-batch's samples in the sample set.
     pub(crate) indices: Vec<usize>,
     pub(crate) samples: Vec<EncodedSample>,
     /// Position of each sample in the endless data stream: a unique key for each use of a sample.

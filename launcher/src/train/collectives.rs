@@ -84,7 +84,7 @@ impl Collectives {
     }
 }
 
-/// Communicator that logs its collectives.
+/// Communicator that passes every call on and logs its collectives.
 #[derive(Debug)]
 struct Noted {
     inner: Arc<dyn Communicator>,

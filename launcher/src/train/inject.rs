@@ -18,14 +18,14 @@ use crate::error::{ErrorCode, Failure};
 /// Bound of a randomly drawn file-system call, exclusive. Even the smallest save makes more calls.
 const CALLS: u64 = 16;
 
-/// Faults of one rank.
+/// Faults that `--inject` asks of one rank, for tests of error handling.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Faults {
     own: Vec<Fault>,
     seed: u64,
-    /// Current step, counted from 1; 0 before the first.
+    /// Current training step, counted from 1; 0 before the first.
     step: Arc<AtomicU64>,
-    /// Step of the last saved checkpoint.
+    /// Step of the last saved checkpoint; 0 before the first.
     saved: u64,
 }
 
@@ -62,7 +62,8 @@ impl Faults {
         bad.map_or(factor, |fault| factor * fault.value.value())
     }
 
-    /// As [`Writer::begin`], with the file-system fault of this save, if any.
+    /// Begins a checkpoint like [`Writer::begin`]. If a fault of this rank hits the save after `step`, it happens at
+    /// one of the save's file-system calls.
     pub(crate) fn writer(
         &self,
         output: &Path,

@@ -32,7 +32,7 @@ pub(crate) struct History {
     finding: Option<Finding>,
 }
 
-/// First skipped update of a series.
+/// First skipped update of a series, and where its first non-finite value came from.
 #[derive(Clone, Debug)]
 pub(crate) struct Finding {
     step: u64,

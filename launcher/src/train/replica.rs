@@ -39,7 +39,7 @@ pub(crate) struct Replica<'a> {
     pub(crate) zero: Zero,
 }
 
-/// GPU of a rank.
+/// GPU on which a rank computes.
 pub(crate) struct OwnGpu<'a> {
     pub(crate) gpu: &'a RunGpu,
     devices: &'a dyn Devices,
@@ -52,7 +52,7 @@ impl OwnGpu<'_> {
     }
 }
 
-/// Rank that is ready to train.
+/// One rank that is ready to train, with its samples.
 pub(crate) struct Opened<'a> {
     pub(crate) replica: Replica<'a>,
     /// Files of the base weights; `None` for random weights.
@@ -60,9 +60,9 @@ pub(crate) struct Opened<'a> {
     pub(crate) train: Arc<SampleSet>,
     pub(crate) eval: Option<SampleSet>,
     pub(crate) gpu: Option<OwnGpu<'a>>,
-    /// Memory plans of micro-batches; GPUs only.
+    /// Memory plans of micro-batches. `None` on the CPU.
     pub(crate) memory_plans: Option<MemoryPlans>,
-    /// Loss scaler; fp16 only.
+    /// Loss scaler. `None` unless the precision is fp16.
     pub(crate) scaler: Option<LossScaler>,
     pub(crate) reporter: Reporter,
     /// Measured bytes per second of this rank's share of the spill disks, if any.
@@ -71,7 +71,7 @@ pub(crate) struct Opened<'a> {
     pub(crate) resumed: Option<(PathBuf, Value)>,
     /// Log of this rank's last collectives.
     pub(crate) collectives: Arc<Collectives>,
-    /// Injected faults of this rank.
+    /// Faults to inject into this rank, for tests.
     pub(crate) faults: Faults,
 }
 

@@ -12,18 +12,18 @@ use models::data::EncodedSample;
 /// Maximum number of samples named in a report.
 const NAMED_SAMPLES: usize = 4;
 
-/// Micro-batch that a rank is working on.
+/// Micro-batch that a rank is working on, for reports of failures.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StepContext {
-    /// Step, counted from 1.
+    /// Number of the step, counted from 1.
     pub(crate) step: u64,
-    /// Micro-batch within the step, counted from 1.
+    /// Number of the micro-batch within the step, counted from 1.
     pub(crate) micro_batch: u64,
-    /// Indices of its samples in the sample set.
+    /// Indices of the micro-batch's samples in the sample set.
     pub(crate) samples: Vec<usize>,
-    /// Tokens of each sample.
+    /// Number of tokens of each sample.
     pub(crate) tokens: Vec<usize>,
-    /// Image patches of each sample.
+    /// Number of image patches of each sample.
     pub(crate) patches: Vec<usize>,
 }
 

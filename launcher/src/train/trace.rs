@@ -31,7 +31,7 @@ impl StepTraces {
         }
     }
 
-    /// Starts recording if step `step` is wanted.
+    /// Starts recording the trace if `step` is one of the wanted steps.
     pub(crate) fn begin(&mut self, step: u64, trace: &Trace) {
         if !self.running && self.wanted.as_ref().is_some_and(|w| w.contains(&step)) {
             trace.start();

@@ -37,7 +37,7 @@ use std::time::Instant;
 /// Maximum number of updates in a row that may be skipped for non-finite values.
 const MAX_SKIPPED_IN_A_ROW: u32 = 20;
 
-/// Sums since the last log row.
+/// Sums over the steps since the last row of the training log.
 struct LogWindow {
     started: Instant,
     loss: f64,
@@ -58,7 +58,7 @@ impl LogWindow {
     }
 }
 
-/// Trainer of one rank.
+/// Training loop of one rank, with its state.
 pub(crate) struct Trainer<'a> {
     replica: Replica<'a>,
     /// Files of the base weights; `None` for random weights.
@@ -66,9 +66,9 @@ pub(crate) struct Trainer<'a> {
     train: Arc<SampleSet>,
     eval: Option<SampleSet>,
     gpu: Option<OwnGpu<'a>>,
-    /// Memory plans of micro-batches; GPUs only.
+    /// Memory plans of micro-batches. `None` on the CPU.
     memory_plans: Option<MemoryPlans>,
-    /// Loss scaler; fp16 only.
+    /// Loss scaler. `None` unless the precision is fp16.
     scaler: Option<LossScaler>,
     reporter: Reporter,
     /// Measured bytes per second of this rank's share of the spill disks, if any.
@@ -77,7 +77,7 @@ pub(crate) struct Trainer<'a> {
     resumed: Option<(PathBuf, Value)>,
     /// Log of this rank's last collectives.
     collectives: Arc<Collectives>,
-    /// Injected faults of this rank.
+    /// Faults to inject into this rank, for tests.
     faults: Faults,
 
     total_steps: u64,
@@ -96,7 +96,7 @@ pub(crate) struct Trainer<'a> {
     losses: Vec<(StepContext, f64)>,
     monitor: Monitor,
     window: LogWindow,
-    /// Report files; rank 0 only.
+    /// Writer of the report files. `None` except on rank 0.
     report: Option<RunReport>,
 }
 
@@ -332,7 +332,7 @@ impl<'a> Trainer<'a> {
         Ok(sum)
     }
 
-    /// Loss scale; 1 except in fp16.
+    /// Factor on the loss before the backward pass; 1 except in fp16.
     fn loss_scale(&self) -> f64 {
         self.scaler.as_ref().map_or(1.0, LossScaler::scale)
     }

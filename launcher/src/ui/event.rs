@@ -11,7 +11,7 @@ pub(crate) fn or_nan<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error
     Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
-/// Event to show.
+/// Event of a run that a rank or the supervisor shows on the screen.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -23,41 +23,41 @@ pub enum Event {
         /// Why it has no effect.
         reason: String,
     },
-    /// Line of information.
+    /// Line of information with a label.
     Info {
         /// Label of at most seven letters.
         label: String,
-        /// The text.
+        /// Text of the line.
         text: String,
     },
     /// Warning that does not stop the run.
     Warning {
-        /// The text.
+        /// Text of the warning.
         text: String,
     },
-    /// Memory plan, before weights are read.
+    /// Memory plan of the run, shown before weights are read.
     Plan(PlanEvent),
-    /// Trainable tensors, before weights are read.
+    /// Trainable tensors by part of the model, shown before weights are read.
     Trains(Vec<TrainRow>),
-    /// Summary of the data.
+    /// Number and size of the samples and images.
     Data(DataEvent),
     /// All ranks have joined the rendezvous.
     Comm {
         /// Number of ranks.
         ranks: usize,
-        /// Transport between the ranks.
+        /// Name of the transport between the ranks.
         transport: String,
-        /// Seconds until all ranks had joined.
+        /// Seconds until all ranks had joined the rendezvous.
         #[serde(deserialize_with = "or_nan")]
         seconds: f64,
     },
     /// Weights were read.
     Load {
-        /// Bytes read over all ranks.
+        /// Total size of the weight files in bytes.
         bytes: u64,
-        /// Safetensors files.
+        /// Number of weight files (safetensors).
         files: usize,
-        /// Seconds.
+        /// Seconds from the start of reading until the weights were loaded.
         #[serde(deserialize_with = "or_nan")]
         seconds: f64,
     },
@@ -65,16 +65,16 @@ pub enum Event {
     TrainStart {
         /// Steps of the whole run.
         total: u64,
-        /// Steps already done.
+        /// Steps that were already completed, by the run that is resumed; 0 in a new run.
         done: u64,
     },
     /// One step is done; only moves the progress bar.
     Tick {
-        /// Steps done.
+        /// Number of completed steps.
         step: u64,
         /// Steps of the whole run.
         total: u64,
-        /// Loss of the step, if known.
+        /// Training loss of the step, if known.
         loss: Option<f64>,
     },
     /// A logged step.
@@ -89,46 +89,46 @@ pub enum Event {
     Done(DoneEvent),
 }
 
-/// Planned bytes of one kind on one rank.
+/// Planned peak bytes of one kind of memory on one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanPart {
-    /// Kind: params, grads, optimizer, activations, …
+    /// Kind of memory: `params`, `grads`, `optimizer`, `gathered` or `activations`.
     pub name: String,
-    /// Bytes on the device.
+    /// Peak bytes of this kind in device memory.
     pub device_bytes: u64,
-    /// Bytes in the host tier.
+    /// Peak bytes of this kind in the host tier.
     pub host_bytes: u64,
 }
 
-/// Memory plan, shown in three lines.
+/// Memory plan of a run, shown in three lines.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PlanEvent {
-    /// Name of the model.
+    /// Name of the model's directory, or `demo`.
     pub model: String,
-    /// Number of parameters.
+    /// Number of elements of all parameters.
     pub params: u64,
-    /// Number of trained parameters.
+    /// Number of elements of the trained parameters.
     pub trainable: u64,
-    /// Number of ranks.
+    /// Number of ranks on all machines.
     pub ranks: usize,
-    /// Device of the ranks.
+    /// Kind of the ranks' device: `cpu` or `cuda`.
     pub device: String,
     /// Ranks that together hold one copy of the state, if not all ranks do (hybrid sharding).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shard_group: Option<usize>,
-    /// ZeRO stage.
+    /// ZeRO stage of the run.
     pub stage: u8,
-    /// Precision.
+    /// Name of the training precision, such as `bf16`.
     pub precision: String,
     /// Offload setting, as on the command line.
     pub offload: String,
-    /// Planned bytes of one rank by kind.
+    /// Planned peak bytes of one rank, by kind.
     pub per_rank: Vec<PlanPart>,
-    /// Host memory of the machine in bytes.
+    /// Total host memory of the machine, in bytes.
     pub host_total_bytes: u64,
-    /// Free host memory before the run in bytes.
+    /// Host memory in bytes that was free before the run, or the run's host memory limit if that is smaller.
     pub host_free_bytes: u64,
-    /// Host memory that all ranks need together in bytes.
+    /// Host memory in bytes that all ranks of the machine need together.
     pub host_need_bytes: u64,
     /// Share of a rank's elements that it updates during backward (optimizer in backward).
     #[serde(default, deserialize_with = "or_nan")]
@@ -139,72 +139,73 @@ pub struct PlanEvent {
     pub memory: Option<Box<RankMemory>>,
 }
 
-/// Trainable tensors of one part of the model.
+/// Trainable tensors of one part of the model that have one learning rate.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainRow {
     /// Name of the part in the model's tree, or its adapters.
     pub module: String,
-    /// Number of trainable tensors.
+    /// Number of trainable tensors in the part.
     pub tensors: usize,
-    /// Number of their elements.
+    /// Number of elements of these tensors.
     pub params: u64,
-    /// Dtype of the weights.
+    /// Dtype of the weights during training.
     pub dtype: String,
-    /// Peak learning rate.
+    /// Peak learning rate of these tensors.
     #[serde(deserialize_with = "or_nan")]
     pub lr: f64,
 }
 
-/// Summary of the data, shown in one line.
+/// Summary of the data of a run, shown in one line.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataEvent {
-    /// Training samples.
+    /// Number of training samples.
     pub samples: usize,
-    /// Held-out samples.
+    /// Number of held-out samples.
     pub eval_samples: usize,
-    /// Tokens of the longest sample.
+    /// Number of tokens of the longest training sample.
     pub longest_tokens: usize,
-    /// Number of images, all readable.
+    /// Number of images in the training and held-out data, all readable.
     pub images: usize,
-    /// Minimum supervised tokens of a sample.
+    /// Number of supervised tokens of the training sample that has the fewest.
     pub supervised_min_tokens: usize,
-    /// Number of samples left out by `--skip-bad-samples`.
+    /// Number of training and held-out samples left out by `--skip-bad-samples`.
     pub skipped: usize,
-    /// The global batch, if it is larger than the data, so that samples repeat within one update.
+    /// Samples per global batch, if it is larger than the number of samples, so that samples repeat within one
+    /// update.
     pub wraps_around_global_batch: Option<usize>,
 }
 
-/// Row of the training table.
+/// One row of the table of training steps, for a logged step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepEvent {
-    /// Steps done.
+    /// Number of completed steps.
     pub step: u64,
     /// Steps of the whole run.
     pub total: u64,
-    /// Mean loss of supervised tokens since the last row.
+    /// Mean loss per supervised token, averaged over the steps since the last row.
     #[serde(deserialize_with = "or_nan")]
     pub loss: f64,
-    /// Learning rate of the step.
+    /// Learning rate of the step, from the schedule.
     #[serde(deserialize_with = "or_nan")]
     pub lr: f64,
-    /// Global gradient norm before clipping. `None` if the step was skipped.
+    /// Global L2 norm of the gradient before clipping. `None` if the update was skipped.
     pub grad_norm: Option<f64>,
-    /// Tokens per second over all ranks.
+    /// Tokens per second over all ranks since the last row.
     #[serde(deserialize_with = "or_nan")]
     pub tokens_per_second: f64,
-    /// Seconds of one step.
+    /// Seconds of one step, averaged over the steps since the last row and over ranks.
     #[serde(deserialize_with = "or_nan")]
     pub step_seconds: f64,
-    /// Share of the step spent waiting for data, 0 to 1.
+    /// Share of the time of a step that ranks waited for samples, 0 to 1.
     #[serde(deserialize_with = "or_nan")]
     pub data_wait: f64,
-    /// Peak bytes on the device, one rank.
+    /// Peak bytes of device memory of one rank since its start.
     pub device_peak_bytes: u64,
-    /// Peak bytes in the host tier, one rank.
+    /// Peak bytes of the host tier of one rank since its start.
     pub host_bytes: u64,
     /// Whether the update was skipped because a value was not finite.
     pub skipped: bool,
-    /// Estimated seconds to the end.
+    /// Estimated seconds until the end of the run.
     #[serde(deserialize_with = "or_nan")]
     pub remaining_seconds: f64,
     /// Traffic of one rank's spill files since the last row.
@@ -212,43 +213,43 @@ pub struct StepEvent {
     pub disk: Option<DiskTraffic>,
 }
 
-/// Result of an evaluation.
+/// Result of an evaluation on the held-out samples.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EvalEvent {
-    /// Steps done.
+    /// Number of completed training steps at the evaluation.
     pub step: u64,
-    /// Mean loss of the held-out samples' supervised tokens.
+    /// Mean loss per supervised token over the held-out samples.
     #[serde(deserialize_with = "or_nan")]
     pub loss: f64,
-    /// Share of answers that match exactly, 0 to 1, if answers were generated.
+    /// Share of generated answers that match the expected ones exactly, 0 to 1, if answers were generated.
     pub exact_match: Option<f64>,
-    /// The same share before training.
+    /// Share of exactly matching answers before training, 0 to 1, if answers were generated then.
     pub exact_match_before: Option<f64>,
     /// Number of held-out samples.
     pub samples: usize,
 }
 
-/// Checkpoint that was written.
+/// Checkpoint that was just written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SaveEvent {
-    /// Directory name.
+    /// Name of the checkpoint's directory inside the run directory.
     pub name: String,
-    /// Bytes of the weights.
+    /// Bytes of the exported weights.
     pub weight_bytes: u64,
-    /// Bytes of the sharded state.
+    /// Bytes of the sharded training state of all ranks.
     pub state_bytes: u64,
-    /// Number of files, all hashed.
+    /// Number of files in the checkpoint, all hashed.
     pub files: usize,
 }
 
-/// Checkpoint that was loaded.
+/// Checkpoint that the run was resumed from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResumeEvent {
-    /// Directory name.
+    /// Name of the checkpoint's directory.
     pub name: String,
-    /// Number of ranks that loaded it.
+    /// Number of ranks that loaded the checkpoint.
     pub ranks: usize,
-    /// Step of the checkpoint.
+    /// Number of steps that were completed when the checkpoint was written.
     pub step: u64,
     /// Whether the loss equals that of the saving run bit for bit, if they were compared.
     pub loss_is_identical: Option<bool>,
@@ -257,10 +258,10 @@ pub struct ResumeEvent {
 /// Outcome of the run, shown in the last lines.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DoneEvent {
-    /// Seconds of the whole run.
+    /// Seconds from the start of the command to the end of the run.
     #[serde(deserialize_with = "or_nan")]
     pub seconds: f64,
-    /// Run directory.
+    /// Path of the run directory.
     pub output: PathBuf,
     /// Whether a signal ended the run early.
     pub interrupted: bool,
@@ -271,14 +272,14 @@ pub struct DoneEvent {
     pub next: Vec<String>,
 }
 
-/// Traffic of one rank's spill files.
+/// Traffic of one rank's spill files in a time span.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct DiskTraffic {
-    /// Bytes read.
+    /// Bytes read from spill files.
     pub read_bytes: u64,
-    /// Bytes written.
+    /// Bytes written to spill files.
     pub written_bytes: u64,
-    /// Bytes per second while requests were under way.
+    /// Bytes read and written per second, in the time during which requests were under way.
     #[serde(deserialize_with = "or_nan")]
     pub bytes_per_second: f64,
     /// Share of what the disk reached when it was measured at the start; 0 where it was not.

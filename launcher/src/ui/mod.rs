@@ -22,7 +22,7 @@ use crate::rank_env::RankEnv;
 /// First character of an event on a rank's standard output: the ASCII record separator.
 const EVENT_MARK: char = '\u{1e}';
 
-/// Destination of a rank's events.
+/// Destination of a rank's events: the supervisor, the screen, or nowhere.
 #[derive(Debug)]
 pub struct Reporter {
     sink: Sink,
@@ -46,7 +46,7 @@ impl Reporter {
         Self { sink }
     }
 
-    /// Reporter that shows nothing.
+    /// Reporter that discards all events.
     pub const fn silent() -> Self {
         Self { sink: Sink::Silent }
     }

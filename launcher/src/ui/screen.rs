@@ -46,7 +46,7 @@ impl Screen {
         }
     }
 
-    /// Shows one event.
+    /// Shows one event: as text, or on the progress bar.
     pub fn show(&mut self, event: &Event) {
         match event {
             Event::TrainStart { total, done } if self.is_terminal => self.start_bar(*total, *done),

@@ -27,7 +27,7 @@ pub(crate) fn survey_gpus(variables: &Variables) -> (facts::Cuda, Vec<facts::Gpu
     cuda::gather(&memory_plans(variables))
 }
 
-/// Search path for CUDA's libraries.
+/// Search path for CUDA's libraries, with the directories that the environment `variables` name.
 #[cfg(feature = "cuda")]
 pub(crate) fn search(variables: &Variables) -> kernels::cuda::library::Search {
     cuda::search(&memory_plans(variables))

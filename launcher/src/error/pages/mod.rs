@@ -32,7 +32,7 @@ const fn both(en: &'static str, zh: &'static str) -> Both {
     Both { en, zh }
 }
 
-/// The page of `code`.
+/// The help page of the error `code`.
 pub(crate) const fn page(code: ErrorCode) -> &'static Page {
     match code {
         ErrorCode::DeviceMemory => &memory::DEVICE_MEMORY,

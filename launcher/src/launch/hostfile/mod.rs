@@ -28,10 +28,10 @@ const MAX_SLOTS: usize = 4096;
 /// Maximal number of slots of all machines. Each takes memory, and a short line can declare thousands.
 const MAX_ALL_SLOTS: usize = 1 << 16;
 
-/// One machine of a hostfile.
+/// One machine of a hostfile, with the slots in which ranks run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host {
-    /// Host name or address.
+    /// Host name or address of the machine.
     pub name: String,
     /// Indices of its slots in use. One rank runs in each.
     pub slots: Vec<usize>,
@@ -251,7 +251,7 @@ fn no_file(places: &str) -> Failure {
     .next("--hostfile FILE")
 }
 
-/// Number of ranks of a machine.
+/// Number of ranks to start on `host`: `asked` (from `--nproc`) if given, otherwise one for each of its slots.
 fn ranks_of(host: &Host, asked: Option<usize>, path: &Path) -> Result<usize, Failure> {
     match asked {
         Some(asked) if asked > host.slots.len() => Err(Failure::usage(
@@ -320,7 +320,7 @@ fn same_name(a: &str, b: &str) -> bool {
             && first(&a) == first(&b)
 }
 
-/// The name of this machine.
+/// Host name of this machine; `localhost` if it cannot be read.
 pub fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     match name.trim() {
@@ -329,7 +329,7 @@ pub fn host_name() -> String {
     }
 }
 
-/// The command line, quoted for a shell.
+/// The command line `argv` as one line of text, quoted for a shell.
 fn command(argv: &[String]) -> String {
     let quoted = |word: &String| {
         let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,@+%".contains(c);

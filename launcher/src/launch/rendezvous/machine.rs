@@ -29,12 +29,12 @@ const COMPUTE_CAPABILITY: &str = "compute capability";
 #[cfg(feature = "mpi")]
 const MPI: &str = "MPI library";
 
-/// Consequence of a difference.
+/// Consequence that a difference between ranks in one property has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 enum Concern {
-    /// Different bits, or ranks that cannot communicate.
+    /// The results have different bits, or ranks cannot communicate.
     Results,
-    /// Speed at most.
+    /// At most, ranks have different speeds.
     Speed,
 }
 
@@ -46,7 +46,7 @@ struct Fact {
     concern: Concern,
 }
 
-/// Properties of one rank, and its host.
+/// Properties of one rank's libraries and device, and the name of its host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Machine {
     host: String,
@@ -282,7 +282,7 @@ impl Difference<'_> {
         odd
     }
 
-    /// One line per value: its ranks and their hosts.
+    /// One line for each value of the property: the ranks that have it, and their hosts.
     fn lines<'a>(&'a self, all: &'a [Machine]) -> impl Iterator<Item = String> + 'a {
         self.values.iter().map(move |(value, ranks)| {
             let mut hosts: Vec<&str> = ranks.iter().map(|rank| &*all[*rank].host).collect();

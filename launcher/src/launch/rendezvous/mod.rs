@@ -23,7 +23,7 @@ use crate::launch::supervisor::job::fresh_token;
 use crate::rank_env::{DEFAULT_PORT, RankEnv};
 use machine::Machine;
 
-/// Result of a rendezvous.
+/// Result of a rendezvous: the communicator that connects the ranks, and what they agreed on.
 pub(crate) struct Met {
     pub(crate) comm: Arc<dyn Communicator>,
     /// Unique token of the job, part of the names of its files.

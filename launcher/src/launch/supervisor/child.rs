@@ -21,17 +21,17 @@ const TAIL_LINES: usize = 40;
 /// Message of a rank's threads to the supervisor.
 #[derive(Debug)]
 pub(super) enum Message {
-    /// The process ended and can be reaped.
+    /// The process of this rank ended and can be reaped.
     Exited(usize),
-    /// One of its two streams is closed.
+    /// Standard output or standard error of a rank is closed.
     Drained,
     /// Rank 0 sent an event for the screen.
     Event(Event),
-    /// Rank 0 wrote a line.
+    /// Rank 0 wrote a line of text, without its line break.
     Line(String),
 }
 
-/// How to start one rank.
+/// How to start one rank: executable, rank number, environment variables to set, and log file.
 #[derive(Debug)]
 pub(super) struct Launch<'a> {
     pub(super) program: &'a Path,

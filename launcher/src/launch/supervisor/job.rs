@@ -43,7 +43,7 @@ impl Job {
         &self.token
     }
 
-    /// The private directory.
+    /// Private directory of the job, in the directory for temporary files. Only its owner can read it.
     pub fn directory(&self) -> &Path {
         &self.directory
     }

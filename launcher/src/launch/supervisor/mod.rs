@@ -38,7 +38,7 @@ use job::Job;
 use report::Ending;
 use vitals::{Machine, OomKills, Vitals};
 
-/// Time from SIGTERM to SIGKILL.
+/// Time from SIGTERM to SIGKILL when ranks are ended.
 const GRACE: Duration = Duration::from_secs(4);
 /// Time that a failure which looks like a consequence waits for its cause to appear.
 const CAUSE_WINDOW: Duration = Duration::from_millis(500);
@@ -89,7 +89,7 @@ impl Drop for SignalSource {
 /// Failure that ended a run early.
 #[derive(Debug)]
 pub struct RunFailure {
-    /// The failure to report.
+    /// The failure that is reported to the user.
     pub failure: Box<Failure>,
     /// Whether a process died or hung: a signal, a panic, a broken exchange. A restart of the same run may succeed.
     pub died: bool,
@@ -111,9 +111,9 @@ impl From<RunFailure> for Failure {
     }
 }
 
-/// Parameters of a supervised run.
+/// Parameters of a run whose ranks are child processes of this process.
 pub struct Supervisor<'a> {
-    /// Executable of the ranks.
+    /// Executable that each rank runs.
     pub program: &'a Path,
     /// Number of ranks to start on this machine.
     pub processes: usize,
@@ -133,11 +133,11 @@ pub struct Supervisor<'a> {
 /// Position of one machine's ranks among those of all machines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Share {
-    /// First rank of this machine.
+    /// Number of the first rank on this machine, counted over all machines.
     pub first_rank: usize,
     /// Number of ranks on all machines.
     pub world_size: usize,
-    /// Rendezvous address.
+    /// Address at which the ranks of all machines meet: host and port of rank 0.
     pub master: Master,
 }
 
@@ -253,7 +253,7 @@ impl Supervisor<'_> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SupervisorPhase {
     Running,
-    /// A signal requested save-and-stop.
+    /// A signal asked the ranks to save a checkpoint and stop.
     Stopping,
     /// A failure may be a consequence. Abort at this time unless its cause appears before.
     Doubting {
@@ -263,7 +263,7 @@ enum SupervisorPhase {
     Aborting {
         kill_at: Instant,
     },
-    /// SIGKILL was sent.
+    /// SIGKILL was sent to the ranks.
     Killed,
 }
 

@@ -153,7 +153,8 @@ fn killed(rank: usize, machine: &Machine) -> Failure {
     )
 }
 
-/// The first failure that is not a consequence of another rank's. Ranks that ended during the abort do not count.
+/// The ending of the first rank whose failure does not follow from another rank's failure. Ranks that ended during
+/// the abort do not count.
 pub(super) fn first_failure<'a>(endings: &'a [Ending], output: &Path) -> Option<&'a Ending> {
     let consequence = |ending: &Ending| {
         ending.was_aborted

@@ -13,7 +13,7 @@ struct Look {
     state: Option<char>,
 }
 
-/// The last observation of every rank.
+/// The last observation of every rank's process, indexed by rank.
 #[derive(Debug)]
 pub(super) struct Vitals {
     last: Vec<Option<Look>>,
@@ -49,7 +49,7 @@ pub(super) struct Seen {
     pub(super) process: u32,
     pub(super) rss_bytes: u64,
     pub(super) seconds_before: f64,
-    /// Process state, see [`memory::process_state`].
+    /// State of the process, as a letter of [`memory::process_state`].
     pub(super) state: Option<char>,
 }
 

@@ -3,7 +3,7 @@
 use super::{Source, TaskNumbers, Vars, conflict};
 use crate::error::Failure;
 
-/// Compares the deciding source with every other.
+/// Compares the numbers of the first source in `tasks`, which decides, with those of every other source.
 pub(super) fn agree(vars: &Vars<'_>, tasks: &[TaskNumbers]) -> Result<(), Failure> {
     let Some((first, others)) = tasks.split_first() else {
         return Ok(());

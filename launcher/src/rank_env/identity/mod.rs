@@ -30,7 +30,7 @@ pub enum RankIs {
     Process,
 }
 
-/// Program that set the variables.
+/// Program that set the environment variables with this process's rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
     /// `RANK`, `LOCAL_RANK`, `WORLD_SIZE`: torchrun, DeepSpeed, a script.
@@ -60,7 +60,7 @@ impl fmt::Display for Source {
     }
 }
 
-/// Identity of this process.
+/// Role of this process in a job, as its environment variables tell.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Identity {
     /// No variable is set: this process starts all ranks.
@@ -71,31 +71,31 @@ pub enum Identity {
     Node(NodeAssignment),
 }
 
-/// Place of a rank.
+/// Rank of this process, the number of ranks, and the address of the rendezvous.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankAssignment {
-    /// Rank over all machines.
+    /// Rank of this process, counted over all machines from 0.
     pub rank: usize,
     /// Rank on this machine (local rank).
     pub local_rank: usize,
-    /// Number of all ranks.
+    /// Number of ranks on all machines.
     pub world_size: usize,
     /// Number of ranks on this machine (local world size).
     pub local_world_size: usize,
     /// Address of the rendezvous, as far as variables give it.
     pub master: Master,
-    /// Program that set the variables.
+    /// Program that set the variables with these numbers.
     pub source: Source,
     /// Name of this start of the job: the same on all ranks, not secret.
     pub job: String,
 }
 
-/// Place of a machine.
+/// Number of this machine among those of a job, and how many ranks run on each.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeAssignment {
-    /// Number of this machine.
+    /// Number of this machine, from 0.
     pub node_rank: usize,
-    /// Number of machines.
+    /// Number of machines in the job.
     pub nodes: usize,
     /// Ranks per machine, and the variable that gives it.
     pub ranks: Option<(String, usize)>,
@@ -130,7 +130,7 @@ impl NodeAssignment {
 pub struct Master {
     /// Name or address of rank 0's machine.
     pub addr: Option<String>,
-    /// Port of rank 0.
+    /// TCP port on which rank 0 listens. `None` if no variable gives it.
     pub port: Option<u16>,
 }
 
@@ -164,7 +164,7 @@ pub fn find(
     sources::without_local_rank(&vars, rank_is)
 }
 
-/// Variable with a number.
+/// Environment variable whose value is a number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Reading {
     name: String,
@@ -177,7 +177,7 @@ impl fmt::Display for Reading {
     }
 }
 
-/// Numbers of this process from one source.
+/// Rank and number of ranks of this process, as one source gives them.
 #[derive(Debug, Clone)]
 struct TaskNumbers {
     source: Source,

@@ -9,12 +9,12 @@ const MAX_NAME_BYTES: usize = 255;
 /// Maximal number of bracketed parts in a name, as in `rack[1-4]node[01-16]`.
 const MAX_BRACKETS: usize = 4;
 
-/// Why a list cannot be parsed.
+/// Reason why a list of host names cannot be parsed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ListError {
     /// Syntax error at a byte of the text.
     Syntax {
-        /// Offset in bytes.
+        /// Offset in the text, in bytes.
         at: usize,
         /// What is expected at this offset.
         needed: &'static str,

@@ -11,9 +11,9 @@ use crate::units::{bytes, grouped};
 
 /// Windows at the start that are ignored, because caches fill.
 const WARM_UP: usize = 5;
-/// Minimum windows for a warning.
+/// Minimum number of windows for a warning.
 const FEWEST: usize = 20;
-/// Maximum windows that the line is fitted to.
+/// Maximum number of windows that the line is fitted to.
 const MOST: usize = 100;
 /// Minimum growth until the end of the run, as a share of the current level.
 const SHARE: f64 = 0.1;
@@ -36,22 +36,22 @@ const KINDS: [(&str, fn(&TierBytes) -> u64); 3] = [
 /// Growth that would matter before the run ends.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Growth {
-    /// Rank where it grows.
+    /// Rank whose memory grows.
     pub rank: usize,
-    /// Kind of memory that grows.
+    /// Name of the memory that grows: `resident memory`, `device memory`, or `host tier`.
     pub kind: &'static str,
-    /// Growth in bytes per step.
+    /// Growth in bytes per training step, the slope of the fitted line.
     pub slope: f64,
     /// Number of windows that the line was fitted to.
     pub windows: usize,
     /// Bytes at the first and last of these windows, on the fitted line.
     pub from_to: (u64, u64),
-    /// Steps left in the run.
+    /// Number of training steps left in the run.
     pub remaining_steps: u64,
 }
 
 impl Growth {
-    /// Bytes that the remaining steps would add.
+    /// Bytes that the remaining steps would add at this slope.
     pub fn projected_bytes(&self) -> f64 {
         self.slope * self.remaining_steps as f64
     }
@@ -137,7 +137,7 @@ impl GrowthDetector {
     }
 }
 
-/// Line fitted by least squares.
+/// Straight line fitted to points by least squares.
 struct Line {
     slope: f64,
     offset: f64,

@@ -8,12 +8,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::report::TierBytes;
 
-/// The highest use of one pool.
+/// The highest use of one memory pool.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PoolPeak {
-    /// Maximum bytes in use at one time.
+    /// Maximum bytes of the pool in use at one time.
     pub bytes: u64,
-    /// Composition at that time: the cause of the peak.
+    /// Bytes by kind at the time of that maximum: the cause of the peak.
     pub at_peak: Kinds,
     /// Maximum bytes of each kind, each at its own time.
     pub by_kind: Kinds,
@@ -47,12 +47,12 @@ impl PoolPeak {
     }
 }
 
-/// Peak memory of one phase.
+/// Peak memory of one rank in one phase.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PhasePeak {
-    /// Peak in device memory.
+    /// Peak of the device memory pool.
     pub device: PoolPeak,
-    /// Peak in the host tier.
+    /// Peak of the host tier's memory pool.
     pub host: PoolPeak,
     /// Maximum resident bytes of the process, read at the ends of the phase.
     pub rss: u64,
@@ -61,11 +61,11 @@ pub struct PhasePeak {
 /// Row of `memory.jsonl`: peaks since the previous row.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct MemoryRow {
-    /// Steps done.
+    /// Number of completed steps.
     pub step: u64,
-    /// Peaks of rank 0 by phase.
+    /// Peaks of rank 0 by the name of the phase.
     pub phases: BTreeMap<String, PhasePeak>,
-    /// Peaks of every rank. Empty if the ranks did not exchange them.
+    /// Peaks of every rank, indexed by rank. Empty if the ranks did not exchange them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranks: Vec<TierBytes>,
 }
@@ -76,7 +76,7 @@ pub(super) struct Timeline {
     phases: BTreeMap<Phase, PhasePeak>,
     /// Peaks since the last row, inside and outside of phases.
     window: TierBytes,
-    /// Peaks since the start.
+    /// Peaks since the start of the process.
     highest: TierBytes,
 }
 

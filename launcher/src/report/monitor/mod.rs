@@ -33,18 +33,18 @@ pub struct Monitor {
 /// Measurements of all ranks since the last logged row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gathered {
-    /// Tokens by rank.
+    /// Tokens that each rank processed.
     pub tokens: Vec<f64>,
-    /// Seconds by rank, over all steps since the last row.
+    /// Seconds of each rank by part of a step, summed over all steps since the last row.
     pub splits: Vec<StepSplit>,
-    /// Seconds of each rank's discrete device. Empty without discrete devices.
+    /// Seconds and bytes of each rank's discrete device. All are zero without discrete devices.
     pub devices: Vec<DeviceSplit>,
-    /// Peak bytes by rank since the last row.
+    /// Peak bytes of each rank by tier, since the last row.
     pub peaks: Vec<TierBytes>,
 }
 
 impl Gathered {
-    /// Numbers per rank in the message.
+    /// Number of values in the message that each rank sends.
     const NUMBERS: usize = 1 + StepSplit::PARTS + 3 + DeviceSplit::PARTS;
 
     fn from_messages(messages: &[Vec<f64>]) -> Self {

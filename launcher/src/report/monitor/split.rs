@@ -8,25 +8,25 @@ const NOTICEABLE: f64 = 0.2;
 /// Minimum logged rows between two reports of a slow rank.
 const QUIET_ROWS: u64 = 10;
 
-/// Seconds by part of a step.
+/// Seconds of one rank by part of a training step.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct StepSplit {
-    /// Waiting for samples.
+    /// Seconds of waiting for samples.
     pub data: f64,
-    /// Forward pass.
+    /// Seconds of the forward pass.
     pub forward: f64,
-    /// Waiting for other ranks and reading their data.
+    /// Seconds of waiting for other ranks and of reading their data.
     pub communication: f64,
-    /// Backward pass.
+    /// Seconds of the backward pass.
     pub backward: f64,
-    /// Optimizer step.
+    /// Seconds of the optimizer step.
     pub step: f64,
-    /// Copies between device and host tier.
+    /// Seconds of copies between device and host tier.
     pub offload: f64,
 }
 
 impl StepSplit {
-    /// Number of parts.
+    /// Number of parts (fields).
     pub const PARTS: usize = 6;
     /// Names of the parts, in the order of [`StepSplit::values`].
     pub const NAMES: [&'static str; Self::PARTS] = [
@@ -38,7 +38,7 @@ impl StepSplit {
         "offload",
     ];
 
-    /// Values of the parts, in the order of [`StepSplit::NAMES`].
+    /// Seconds of the parts, in the order of [`StepSplit::NAMES`].
     pub fn values(&self) -> [f64; Self::PARTS] {
         [
             self.data,
@@ -63,12 +63,12 @@ impl StepSplit {
         }
     }
 
-    /// Sum of all parts.
+    /// Sum of all parts, in seconds.
     pub fn total(&self) -> f64 {
         self.values().iter().sum()
     }
 
-    /// The rank's own time: everything but waiting for other ranks.
+    /// Seconds of the rank's own work: everything but waiting for other ranks.
     pub fn own(&self) -> f64 {
         self.total() - self.communication
     }
@@ -79,7 +79,7 @@ impl StepSplit {
         Self::from_slice(&self.values().map(|part| part * factor))
     }
 
-    /// Mean over ranks.
+    /// Mean over `ranks`, part by part. All parts are zero if there are no ranks.
     pub fn mean(ranks: &[Self]) -> Self {
         let mut sums = [0.0; Self::PARTS];
         for rank in ranks {
@@ -95,18 +95,18 @@ impl StepSplit {
 /// computation. The last two parts are bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct DeviceSplit {
-    /// Computation of forward and backward, without waits.
+    /// Seconds of computation in forward and backward, without waits.
     pub compute: f64,
-    /// Waits of the computation for data that comes to the device.
+    /// Seconds that the computation waited for data that comes to the device.
     pub waits: f64,
-    /// Host-to-device copies.
+    /// Seconds of host-to-device copies.
     pub inward: f64,
-    /// Device-to-host copies.
+    /// Seconds of device-to-host copies.
     pub outward: f64,
-    /// Communication with other ranks' devices.
+    /// Seconds of communication with other ranks' devices.
     #[serde(default)]
     pub communication: f64,
-    /// Optimizer updates on the host that run at the same time.
+    /// Seconds of optimizer updates on the host that run at the same time.
     pub updates: f64,
     /// Bytes of host-to-device copies.
     #[serde(default)]
@@ -126,10 +126,10 @@ impl DeviceSplit {
         "communication",
         "updates",
     ];
-    /// Number of parts.
+    /// Number of values: six times in seconds, and two counts of bytes.
     pub const PARTS: usize = 8;
 
-    /// Values in the order of the fields.
+    /// All values, in the order of the fields.
     pub fn values(&self) -> [f64; Self::PARTS] {
         [
             self.compute,
@@ -183,16 +183,16 @@ impl From<DeviceTimes> for DeviceSplit {
     }
 }
 
-/// Time of one step, as a logged row shows it.
+/// Seconds of one training step, averaged over the steps since the last logged row.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct StepTimes {
-    /// Mean over ranks.
+    /// Mean over ranks, by part of the step.
     pub mean: StepSplit,
-    /// Seconds of each rank without waiting for other ranks.
+    /// Seconds of each rank's own work, without waiting for other ranks.
     pub own: Vec<f64>,
-    /// The slowest rank. `None` with one rank.
+    /// The slowest rank and how much slower it is. `None` with one rank.
     pub imbalance: Option<Imbalance>,
-    /// Mean over the ranks' discrete devices, if any.
+    /// Mean over the ranks' discrete devices. `None` if no rank has one that was active.
     pub device: Option<DeviceSplit>,
 }
 
@@ -215,7 +215,7 @@ impl StepTimes {
         self
     }
 
-    /// Seconds per step.
+    /// Seconds of one step: the sum of all parts, averaged over ranks.
     pub fn step_seconds(&self) -> f64 {
         self.mean.total()
     }
@@ -229,13 +229,13 @@ impl StepTimes {
 /// Difference between the slowest rank and the others.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Imbalance {
-    /// Rank with the longest own time.
+    /// Rank with the longest own time (time without waiting for other ranks).
     pub rank: usize,
-    /// Excess of its own time over the mean of all ranks, as a share of the mean.
+    /// Excess of that rank's own time over the mean of all ranks, as a share of the mean.
     pub share: f64,
-    /// Part in which it loses most time.
+    /// Name of the part of the step in which that rank loses most time.
     pub part: &'static str,
-    /// Excess of its time in that part over the mean of all ranks, as a share of the mean.
+    /// Excess of that rank's time in that part over the mean of all ranks, as a share of the mean.
     pub part_share: f64,
 }
 

@@ -9,15 +9,15 @@ use serde_json::Value;
 use super::html::{base64, escape};
 use crate::report::{Answer, RunFiles};
 
-/// Maximum samples shown.
+/// Maximum number of samples shown on the page.
 const MOST_SAMPLES: usize = 24;
-/// Maximum images shown per sample.
+/// Maximum number of images shown per sample.
 const MOST_IMAGES: usize = 4;
 /// Longest side of a thumbnail in pixels.
 const SIDE: u32 = 192;
 const QUALITY: u8 = 85;
 
-/// The section, if the run has answers.
+/// HTML section with the generated answers. `None` if the run has no answers.
 pub(super) fn section(files: &RunFiles) -> Option<String> {
     let (last_step, last) = files.answers.last()?;
     let first = files.answers.first().filter(|(step, _)| step < last_step);

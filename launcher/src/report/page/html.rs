@@ -18,7 +18,7 @@ pub(super) fn escape(text: &str) -> String {
     out
 }
 
-/// Base64 encoding with padding.
+/// Text of `bytes` in base64, with padding.
 pub(super) fn base64(bytes: &[u8]) -> String {
     const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut out = String::with_capacity(bytes.len().div_ceil(3) * 4);

@@ -18,7 +18,7 @@ use crate::error::Failure;
 use crate::units::{bytes, count, seconds};
 use html::escape;
 
-/// File name of the page.
+/// File name of the report page in the run directory.
 pub const REPORT: &str = "report.html";
 
 /// Writes `report.html` and `memory.svg` from the other files of the run directory.

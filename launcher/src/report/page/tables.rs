@@ -122,7 +122,7 @@ pub(super) fn peaks(files: &RunFiles) -> Option<String> {
     (!rows.is_empty()).then(|| table(&head, rows.into_iter()))
 }
 
-/// Table of trainable parameters.
+/// HTML table of trainable parameters by part of the model. `None` if the run directory does not tell them.
 pub(super) fn trains(files: &RunFiles) -> Option<String> {
     let plan = files.plan.as_ref()?;
     if plan.trains.is_empty() {

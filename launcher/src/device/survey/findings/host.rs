@@ -9,12 +9,12 @@ use crate::units::{bytes, grouped};
 const LITTLE_MEMORY_BYTES: u64 = 2 << 30;
 /// Shared memory below which a warning is given. Containers often have 64 MiB.
 const LITTLE_SHARED_MEMORY_BYTES: u64 = 1 << 30;
-/// Pinned memory that one rank needs.
+/// Bytes of lockable memory below which a note is given: one rank on a GPU may need as much pinned memory.
 const LITTLE_LOCKED_MEMORY_BYTES: u64 = 1 << 30;
 const LITTLE_DISK_BYTES: u64 = 10 << 30;
 const FEW_OPEN_FILES: u64 = 1024;
 
-/// Findings on the build and the start of the program.
+/// Adds findings on how the program was built and started.
 pub(super) fn launch(facts: &Facts, findings: &mut Findings) {
     let launch = &facts.launch;
     if let Some(problem) = &launch.problem {
@@ -63,7 +63,8 @@ pub(super) fn launch(facts: &Facts, findings: &mut Findings) {
     }
 }
 
-/// Findings on memory and limits.
+/// Adds findings on host memory (too little, or limited by a cgroup) and on the process's limits for locked memory
+/// and open files.
 pub(super) fn memory(facts: &Facts, findings: &mut Findings) {
     let memory = &facts.memory;
     if memory.usable_bytes < LITTLE_MEMORY_BYTES {
@@ -111,7 +112,7 @@ pub(super) fn memory(facts: &Facts, findings: &mut Findings) {
     }
 }
 
-/// Findings on directories that runs write to.
+/// Adds findings on the directories that runs write to: not writable, or little free space.
 pub(super) fn storage(facts: &Facts, findings: &mut Findings) {
     for directory in &facts.storage {
         let path = directory.path.display();
@@ -156,7 +157,7 @@ pub(super) fn storage(facts: &Facts, findings: &mut Findings) {
     }
 }
 
-/// Findings on variables that have no effect.
+/// Adds a finding that names the set environment variables that have no effect here.
 pub(super) fn environment(facts: &Facts, findings: &mut Findings) {
     let set: Vec<&str> = facts
         .environment

@@ -11,27 +11,27 @@ use crate::units::bytes;
 /// Minimum compute capability that the kernels need.
 const MINIMUM_CAPABILITY: (u32, u32) = (8, 0);
 
-/// Device that a run would use.
+/// Verdict of the survey: the device that a run on this machine would use.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Verdict {
-    /// `cpu` or `cuda`.
+    /// Kind of device: `cpu` or `cuda`.
     pub device: &'static str,
-    /// Ordinals of the GPUs it would use.
+    /// Ordinals of the GPUs that a run would use; empty on the CPU.
     pub gpus: Vec<u32>,
-    /// The verdict in words.
+    /// The verdict in words, one line for the terminal.
     pub summary: String,
 }
 
-/// One finding, with next steps.
+/// One finding of the survey of a machine, with next steps.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// Stable identifier.
+    /// Stable identifier for programs, such as `memory-low`.
     pub id: &'static str,
-    /// How much it matters.
+    /// How much the finding matters for a run.
     pub severity: Severity,
-    /// What was found.
+    /// What was found, in one sentence without a final period.
     pub title: String,
-    /// Next steps.
+    /// Next steps for the user, one line each.
     pub next: Vec<String>,
 }
 
