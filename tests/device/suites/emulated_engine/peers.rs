@@ -495,8 +495,8 @@ fn a_lost_wait_changes_the_bits() -> Result<()> {
         Lost::Marks(Lane::Compute, Lane::Communication),
         Lost::ReservedUploads,
     ];
-    // With weights from the host, the wait for a range's last use hides this one. These timings do not reveal the absence of
-    // `Marks(Communication, Compute)`: in the eight drawn, another wait covers it.
+    // With weights from the host, the wait for a range's last use hides this one. The eight timings do not reveal the
+    // absence of `Marks(Communication, Compute)`, so it is not in the list.
     let on_the_gpu = [Lost::Own];
     for (states, weights, kinds) in [
         (Tier::Host, None, &in_host_memory[..]),
