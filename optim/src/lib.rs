@@ -8,7 +8,7 @@
 //!
 //! ```
 //! use optim::clip::{GradientScale, sum_of_squares};
-//! use optim::{AdamW, GradWindow, Optimizer, OptimError, Schedule, ScheduleKind, StateWindow, StepArgs, WeightWindow};
+//! use optim::{AdamW, GradChunk, Optimizer, OptimError, Schedule, ScheduleKind, StateChunk, StepArgs, WeightChunk};
 //!
 //! # fn main() -> Result<(), OptimError> {
 //! let rule = AdamW::new(0.9, 0.95, 1e-8)?;
@@ -26,9 +26,9 @@
 //!         grad_scale: scale.factor,
 //!         seed: 0,
 //!         first_element: 0,
-//!         grad: GradWindow::F32(&grad),
-//!         weight: WeightWindow::F32(&mut weight),
-//!         state: vec![StateWindow::F32(&mut first), StateWindow::F32(&mut second)],
+//!         grad: GradChunk::F32(&grad),
+//!         weight: WeightChunk::F32(&mut weight),
+//!         state: vec![StateChunk::F32(&mut first), StateChunk::F32(&mut second)],
 //!     })?;
 //! }
 //! assert!(weight.iter().zip(&target).all(|(w, t)| (w - t).abs() < 0.05), "{weight:?}");
