@@ -477,12 +477,13 @@ fn ranks_have_the_same_bits_under_any_delays() -> Result<()> {
     resident.agrees(&days)
 }
 
-/// These kinds of waits are necessary: the timings above reveal the absence of each.
+/// Each kind of wait is necessary: a case and a timing above reveal its absence.
 #[test]
 fn a_lost_wait_changes_the_bits() -> Result<()> {
-    let of_states = |states, weights| Case {
+    let of_states = |states, weights, prefetch_units| Case {
         states,
         weights,
+        prefetch_units,
         ahead: states == Tier::Host,
         passes: 4,
         ..PLAIN
@@ -495,15 +496,20 @@ fn a_lost_wait_changes_the_bits() -> Result<()> {
         Lost::Marks(Lane::Compute, Lane::Communication),
         Lost::ReservedUploads,
     ];
-    // With weights from the host, the wait for a range's last use hides this one. The eight timings do not reveal the
-    // absence of `Marks(Communication, Compute)`, so it is not in the list.
-    let on_the_gpu = [Lost::Own];
-    for (states, weights, kinds) in [
-        (Tier::Host, None, &in_host_memory[..]),
-        (Tier::Device, None, &on_the_gpu[..]),
-        (Tier::Host, Some(Tier::Device), &[Lost::Deliveries]),
+    // With weights from the host, the wait for a range's last use hides the two kinds on the GPU. Gathers one unit ahead
+    // hide the second kind as well.
+    for (case, kinds) in [
+        (of_states(Tier::Host, None, 1), &in_host_memory[..]),
+        (of_states(Tier::Device, None, 1), &[Lost::Own]),
+        (
+            of_states(Tier::Device, None, 0),
+            &[Lost::Marks(Lane::Communication, Lane::Compute)],
+        ),
+        (
+            of_states(Tier::Host, Some(Tier::Device), 1),
+            &[Lost::Deliveries],
+        ),
     ] {
-        let case = of_states(states, weights);
         let want = case.train(transport, Copies::Late)?;
         for lost in kinds {
             let shows = (0..LOST_DAYS).any(|seed| {
