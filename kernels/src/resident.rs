@@ -71,7 +71,7 @@ impl Resident {
     pub(crate) fn changes(&mut self, op: &'static str) -> Result<()> {
         if self.is_shared() || self.borrowed.is_some() {
             let cause = match self.borrowed {
-                Some(_) => "the states are lent".into(),
+                Some(_) => "another thread has borrowed the states".into(),
                 None => "a tensor of the states is still held".into(),
             };
             return Err(KernelError::Device { op, cause });

@@ -251,7 +251,8 @@ impl Tiers {
         Ok(access(backend)?.lend(&mut states)?)
     }
 
-    /// Takes back regions that [`Tiers::lend`] lent to another thread ([`ResidentAccess::give_back`]).
+    /// Ends [`Tiers::lend`]: this thread may use the regions again after the other thread's last use of them
+    /// ([`ResidentAccess::give_back`]).
     pub(crate) fn take_back<'r>(
         &self,
         regions: impl Iterator<Item = &'r mut Region>,

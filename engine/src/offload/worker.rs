@@ -64,7 +64,7 @@ impl<J: Send + 'static, B: Send + 'static> Worker<J, B> {
         }
     }
 
-    /// Number of jobs that were sent and not received.
+    /// Number of jobs sent to the worker whose results the owner has not received.
     pub(crate) fn open(&self) -> usize {
         self.open
     }

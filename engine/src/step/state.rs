@@ -27,7 +27,8 @@ struct Kind {
 }
 
 impl UnitState {
-    /// Creates the state of `range` without memory; [`UnitState::add`] adds memory row by row.
+    /// State of the elements `range` of a unit's trainable group, without memory. [`UnitState::add`] adds the memory of one
+    /// optimizer state, e.g. Adam's first moment, at a time.
     pub(crate) fn new(range: Range<usize>) -> Self {
         Self {
             range,

@@ -17,7 +17,8 @@ const CHUNK_ELEMS: usize = 1 << 22;
 const WEIGHT: &str = "weight";
 
 impl Zero {
-    /// Writes this rank's ranges of all tensors.
+    /// Writes this rank's part of the training state: for each trainable parameter, the elements of weights and optimizer
+    /// state that this rank updates.
     ///
     /// # Errors
     /// When the disk fails.

@@ -205,7 +205,8 @@ impl Module {
         }
     }
 
-    /// Module of source text from another crate, which uses the same primitives.
+    /// Module whose CUDA source comes from another crate. The device functions that this crate's kernels share are
+    /// available to it.
     #[must_use]
     pub fn foreign(
         name: &'static str,

@@ -70,7 +70,7 @@ impl Contents {
 /// Size of one checkpoint in bytes, computed before it is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CheckpointBytes {
-    /// Master weights and optimizer state of all ranks.
+    /// Bytes of master weights and optimizer state, summed over ranks.
     pub(crate) state: u64,
     /// Weights in the usual files, with the small files of the model.
     pub(crate) weights: u64,

@@ -171,9 +171,8 @@ fn check<const I: usize>(
     }
 }
 
-/// The gradients of `factor * sum(losses)` of the hidden states and of the head, against central
-/// differences. The hidden states are a parameter of a unit of their own, because only losses of
-/// one factor go back.
+/// Compares the gradients of `factor * sum(losses)`, with respect to the hidden states and the head's weights, with central
+/// differences. The hidden states are a parameter of their own unit, so that they get a gradient as weights do.
 pub(crate) fn gradcheck_loss(
     hidden: &[usize],
     head: &[usize],

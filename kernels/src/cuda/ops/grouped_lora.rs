@@ -385,8 +385,9 @@ impl GroupedLora {
         Some(launches)
     }
 
-    /// Product of `dx [t, k]`, without the adapters' part if an adapter has dropout. `ds` comes with the distance
-    /// between its rows in elements.
+    /// Launch that computes the input gradient `dx [t, k]` from the output gradient `dy` and from `ds`, the gradient of the
+    /// adapters' inner product. `s_line` is the row stride of `ds` in elements. With dropout in an adapter, `dx` is the base
+    /// layer's part only.
     pub(super) fn input_gradient(
         &self,
         dy: Address,
