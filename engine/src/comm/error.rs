@@ -125,6 +125,18 @@ pub enum CommError {
         /// Why it aborted or ended, in words.
         reason: String,
     },
+    /// A frame between two ranks was changed, repeated or left out on the way.
+    #[error("rank {noticed_by} received an altered frame from rank {from} in collective #{sequence}{}", op.as_ref().map_or_else(String::new, |op| format!(", {op}")))]
+    Altered {
+        /// The rank that received the frame.
+        noticed_by: usize,
+        /// The rank at the other end of the connection.
+        from: usize,
+        /// Position, from 0, of the sender's next collective.
+        sequence: u64,
+        /// That collective, if the receiver had started it.
+        op: Option<Box<OpInfo>>,
+    },
     /// Not every rank joined in time.
     #[error("ranks {missing:?} did not join within {:.1} s (joined: {arrived:?})", elapsed.as_secs_f64())]
     Rendezvous {

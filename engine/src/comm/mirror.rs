@@ -211,6 +211,21 @@ impl Inbox {
         outcome.is_ok()
     }
 
+    /// Handles a frame of `peer` whose keyed hash is wrong.
+    pub(super) fn altered(&self, peer: usize) {
+        let Some(window) = self.window.upgrade() else {
+            return;
+        };
+        // Nothing in the frame can be trusted. It precedes the peer's next publication.
+        let sequence = window.started(peer);
+        let published = window.published(self.world.rank, sequence);
+        window.fail(Failure::Altered {
+            ranks: [self.world.rank, peer],
+            sequence,
+            print: published.map(|(print, _)| print),
+        });
+    }
+
     /// Whether every peer has announced its end, or the world is dead.
     #[cfg(feature = "mpi")]
     pub(super) fn all_gone(&self) -> bool {
@@ -363,6 +378,7 @@ pub(super) fn take_frames(
 const ABORT: u64 = 1;
 const MISMATCH: u64 = 2;
 const TIMEOUT: u64 = 3;
+const ALTERED: u64 = 4;
 
 fn encode(failure: &Failure) -> Arc<Vec<u8>> {
     match failure {
@@ -392,6 +408,15 @@ fn encode(failure: &Failure) -> Arc<Vec<u8>> {
             numbers.extend(print.0);
             framed(FAIL, &[&words(&numbers)])
         }
+        Failure::Altered {
+            ranks,
+            sequence,
+            print,
+        } => {
+            let mut numbers = vec![ALTERED, ranks[0] as u64, ranks[1] as u64, *sequence];
+            numbers.extend(print.iter().flat_map(|print| print.0));
+            framed(FAIL, &[&words(&numbers)])
+        }
         Failure::Rendezvous { by_rank, .. } => {
             let reason = b"it did not meet the others";
             framed(FAIL, &[&words(&[ABORT, *by_rank as u64]), reason])
@@ -419,6 +444,14 @@ fn decode(reader: &mut Reader<'_>, world: World) -> Result<Failure, &'static str
             sequence: reader.word()?,
             elapsed: Duration::from_nanos(reader.word()?),
             print: reader.print()?,
+        },
+        ALTERED => Failure::Altered {
+            ranks: [rank(reader)?, rank(reader)?],
+            sequence: reader.word()?,
+            print: match reader.0 {
+                [] => None,
+                _ => Some(reader.print()?),
+            },
         },
         _ => return Err("an unknown failure"),
     })

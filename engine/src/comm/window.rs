@@ -80,6 +80,13 @@ pub(super) enum Failure {
         print: Fingerprint,
         elapsed: Duration,
     },
+    /// A frame that the first of `ranks` received from the second was changed on the way.
+    Altered {
+        ranks: [usize; 2],
+        sequence: u64,
+        /// The collective at `sequence`, where the first rank had started it.
+        print: Option<Fingerprint>,
+    },
     Rendezvous {
         by_rank: usize,
         arrived: u64,
@@ -362,6 +369,7 @@ const ABORT: u32 = 1;
 const MISMATCH: u32 = 2;
 const TIMEOUT: u32 = 3;
 const RENDEZVOUS: u32 = 4;
+const ALTERED: u32 = 5;
 
 impl FailureBlock {
     fn write(&self, failure: &Failure) {
@@ -395,6 +403,16 @@ impl FailureBlock {
                 set(TIMEOUT, *by_rank, *sequence, *elapsed);
                 store_words(&self.words[0], &print.0);
             }
+            Failure::Altered {
+                ranks,
+                sequence,
+                print,
+            } => {
+                set(ALTERED, ranks[0], *sequence, Duration::ZERO);
+                self.other_rank.store(ranks[1] as u32, Relaxed);
+                // A fingerprint is never 0.
+                store_words(&self.words[0], &print.map_or([0; WORDS], |print| print.0));
+            }
             Failure::Rendezvous {
                 by_rank,
                 arrived,
@@ -424,6 +442,11 @@ impl FailureBlock {
                 sequence,
                 print: print(0),
                 elapsed,
+            },
+            ALTERED => Failure::Altered {
+                ranks: [by_rank, self.other_rank.load(Relaxed) as usize],
+                sequence,
+                print: Some(print(0)).filter(|print| print.0 != [0; WORDS]),
             },
             RENDEZVOUS => Failure::Rendezvous {
                 by_rank,
@@ -495,6 +518,16 @@ impl Failure {
                 op: Box::new(describe(print)),
                 elapsed: *elapsed,
                 ranks: window.statuses(),
+            },
+            Self::Altered {
+                ranks,
+                sequence,
+                print,
+            } => CommError::Altered {
+                noticed_by: ranks[0],
+                from: ranks[1],
+                sequence: *sequence,
+                op: print.as_ref().map(|print| Box::new(describe(print))),
             },
             Self::Rendezvous {
                 arrived, elapsed, ..
@@ -568,6 +601,16 @@ mod tests {
                 sequence: 4,
                 print: print(3),
                 elapsed: Duration::from_millis(1500),
+            },
+            Failure::Altered {
+                ranks: [1, 0],
+                sequence: 7,
+                print: Some(print(4)),
+            },
+            Failure::Altered {
+                ranks: [0, 1],
+                sequence: 0,
+                print: None,
             },
             Failure::Rendezvous {
                 by_rank: 1,

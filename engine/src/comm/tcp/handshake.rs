@@ -2,7 +2,8 @@
 
 use super::MeetError;
 use super::frame::{self, MAX_RENDEZVOUS, Timed};
-use super::secret::{NONCE_BYTES, Secret, nonce};
+use super::secret::{FrameSeals, NONCE_BYTES, Secret, nonce};
+use super::wire::Link;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::io;
@@ -10,7 +11,7 @@ use std::net::TcpStream;
 use std::time::Instant;
 
 /// Start of every greeting: this protocol and its version.
-const MAGIC: &str = "tessera-ranks-1";
+const MAGIC: &str = "tessera-ranks-2";
 
 /// Largest number of bytes of a greeting, which arrives before any proof of the secret.
 const MAX_GREETING: usize = 512;
@@ -23,9 +24,13 @@ struct Greeting {
     size: usize,
 }
 
+/// What a rank sends after both greetings.
 #[derive(Debug, Serialize, Deserialize)]
-struct Proof {
-    seal: [u8; 32],
+enum Answer {
+    /// Proof that the rank knows the secret.
+    Proof([u8; 32]),
+    /// The other rank's proof is wrong.
+    Refused,
 }
 
 /// A connection between two ranks that have proved the secret to each other.
@@ -48,14 +53,40 @@ pub(super) struct Claim {
     pub(super) size: usize,
 }
 
-/// Runs the handshake with the rank at the other end. The caller proves the secret first, so a listener that does not
-/// know it gets no proof from others.
-pub(super) fn shake(
+/// Runs the handshake with the rank that this one has called.
+///
+/// # Errors
+/// [`MeetError::Broken`] if the connection ends before the other side has judged this rank's proof.
+pub(super) fn call(
+    stream: TcpStream,
+    secret: &Secret,
+    own: Claim,
+    until: Instant,
+) -> Result<Peer, MeetError> {
+    shake(stream, secret, own, true, until, || true)
+}
+
+/// Runs the handshake with a rank that has called this one. After the caller's proof, `admit` says whether the connection
+/// is still wanted.
+pub(super) fn answer(
+    stream: TcpStream,
+    secret: &Secret,
+    own: Claim,
+    until: Instant,
+    admit: impl FnOnce() -> bool,
+) -> Result<Peer, MeetError> {
+    shake(stream, secret, own, false, until, admit)
+}
+
+/// The handshake of both sides. The caller proves the secret first, so a caller that does not know it gets no proof from
+/// others.
+fn shake(
     stream: TcpStream,
     secret: &Secret,
     own: Claim,
     is_caller: bool,
     until: Instant,
+    admit: impl FnOnce() -> bool,
 ) -> Result<Peer, MeetError> {
     let from = address(&stream);
     stream.set_nodelay(true).map_err(|e| broken(&from, e))?;
@@ -90,29 +121,31 @@ pub(super) fn shake(
     };
     let show = |timed: &mut Timed<'_>, role: &[u8]| {
         let seal = *seal(role).as_bytes();
-        send(timed, &Proof { seal }).map_err(|e| broken(&from, e))
+        send(timed, &Answer::Proof(seal)).map_err(|e| broken(&from, e))
     };
     let check = |timed: &mut Timed<'_>, role: &[u8]| {
-        let proof: Proof = receive(timed, MAX_GREETING).map_err(|e| match e.kind() {
-            // A peer that finds a wrong proof closes the connection.
-            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
-                MeetError::Refused { from: from.clone() }
+        let answer: Answer = receive(timed, MAX_GREETING).map_err(|e| broken(&from, e))?;
+        match answer {
+            Answer::Proof(shown) if blake3::Hash::from_bytes(shown) == seal(role) => Ok(()),
+            Answer::Proof(_) => {
+                // The other side learns the reason, if it still reads.
+                send(timed, &Answer::Refused).ok();
+                Err(MeetError::Stranger {
+                    from: from.clone(),
+                    what: "does not know the secret of this job".to_owned(),
+                })
             }
-            _ => broken(&from, e),
-        })?;
-        if blake3::Hash::from_bytes(proof.seal) != seal(role) {
-            return Err(MeetError::Stranger {
-                from: from.clone(),
-                what: "does not know the secret of this job".to_owned(),
-            });
+            Answer::Refused => Err(MeetError::Refused { from: from.clone() }),
         }
-        Ok(())
     };
     if is_caller {
         show(&mut timed, b"caller")?;
         check(&mut timed, b"callee")?;
     } else {
         check(&mut timed, b"caller")?;
+        if !admit() {
+            return Err(broken(&from, io::ErrorKind::ConnectionAborted.into()));
+        }
         show(&mut timed, b"callee")?;
     }
     let secret = secret.of_connection(&[&caller.nonce, &callee.nonce]);
@@ -166,6 +199,17 @@ impl Peer {
         serde_json::from_slice(bytes).map_err(|e| self.broken(e.into()))
     }
 
+    /// The connection after the rendezvous. Its later waits have deadlines of their own.
+    pub(super) fn into_link(self) -> Result<Link, MeetError> {
+        let endless = self.stream.set_read_timeout(None);
+        endless.map_err(|e| self.broken(e))?;
+        Ok(Link {
+            sent: FrameSeals::new(&self.secret, self.is_caller),
+            received: FrameSeals::new(&self.secret, !self.is_caller),
+            stream: self.stream,
+        })
+    }
+
     fn seal(&self, by_caller: bool, count: u64, bytes: &[u8]) -> blake3::Hash {
         self.secret
             .seal(&[&[u8::from(by_caller)], &count.to_le_bytes(), bytes])
@@ -189,7 +233,7 @@ fn receive<T: DeserializeOwned>(stream: &mut impl io::Read, limit: usize) -> io:
 /// Parses a peer's first two messages to [`shake`], a greeting and a proof, and discards them. For fuzzing.
 pub(super) fn read_greeting(stream: &mut impl io::Read) -> io::Result<()> {
     receive::<Greeting>(stream, MAX_GREETING)?;
-    receive::<Proof>(stream, MAX_GREETING).map(drop)
+    receive::<Answer>(stream, MAX_GREETING).map(drop)
 }
 
 /// Seal and content of a sealed message.
@@ -203,7 +247,8 @@ pub(super) fn read_message<T: DeserializeOwned>(whole: &[u8]) -> io::Result<T> {
     Ok(serde_json::from_slice(bytes)?)
 }
 
-fn address(stream: &TcpStream) -> String {
+/// Address of the other side, for messages.
+pub(super) fn address(stream: &TcpStream) -> String {
     stream.peer_addr().map_or_else(
         |_| "a closed connection".to_owned(),
         |addr| addr.to_string(),

@@ -1,13 +1,14 @@
 //! The rendezvous: a star around rank 0, then a connection between every two ranks.
 
-use super::handshake::{self, Claim, Peer, shake};
-use super::{MeetError, Secret, TcpOptions, is_loopback};
+use super::greetings::Greetings;
+use super::handshake::{self, Claim, Peer};
+use super::wire::Link;
+use super::{MeetError, TcpOptions, is_loopback};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 /// Pause between polls for a new connection.
@@ -16,11 +17,6 @@ const POLL: Duration = Duration::from_millis(2);
 const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
 /// Longest time for one connection attempt.
 const ATTEMPT: Duration = Duration::from_secs(5);
-/// Longest time for the greeting of one connection.
-const GREETING: Duration = Duration::from_secs(10);
-/// Largest number of concurrent greetings. Further connections are closed.
-const MOST_GREETINGS: usize = 256;
-
 /// Message in which a rank introduces itself to rank 0.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Report {
@@ -63,26 +59,21 @@ pub(super) fn meet(
     options: &TcpOptions,
     listener: Option<TcpListener>,
     until: Instant,
-) -> Result<Vec<Option<TcpStream>>, MeetError> {
+) -> Result<Vec<Option<Link>>, MeetError> {
     let size = options.world.size;
-    let mut streams: Vec<Option<TcpStream>> = (0..size).map(|_| None).collect();
+    let mut links: Vec<Option<Link>> = (0..size).map(|_| None).collect();
     if size == 1 {
-        return Ok(streams);
+        return Ok(links);
     }
     let peers = match options.world.rank {
         0 => host(options, listener, until)?,
         _ => visit(options, until)?,
     };
     for peer in peers {
-        // Later waits have deadlines of their own.
-        let clear = peer.stream.set_read_timeout(None);
-        clear.map_err(|source| MeetError::Broken {
-            from: format!("rank {}", peer.rank),
-            source,
-        })?;
-        streams[peer.rank] = Some(peer.stream);
+        let rank = peer.rank;
+        links[rank] = Some(peer.into_link()?);
     }
-    Ok(streams)
+    Ok(links)
 }
 
 fn resolve(options: &TcpOptions) -> Result<Vec<SocketAddr>, MeetError> {
@@ -98,32 +89,44 @@ fn resolve(options: &TcpOptions) -> Result<Vec<SocketAddr>, MeetError> {
     Ok(found)
 }
 
-/// Listens on the loopback interface if the address of rank 0 is there, otherwise on all interfaces.
-fn listen(loopback: bool, v6: bool, port: u16) -> io::Result<TcpListener> {
-    let ip: IpAddr = match (loopback, v6) {
-        (true, false) => Ipv4Addr::LOCALHOST.into(),
-        (true, true) => Ipv6Addr::LOCALHOST.into(),
-        (false, false) => Ipv4Addr::UNSPECIFIED.into(),
-        (false, true) => Ipv6Addr::UNSPECIFIED.into(),
-    };
-    let listener = TcpListener::bind((ip, port))?;
-    listener.set_nonblocking(true)?;
-    Ok(listener)
+/// Whether the address of rank 0 is that of the loopback interface by its text. A machine's own name may resolve to a
+/// loopback address on that machine, and to another one elsewhere.
+fn is_one_machine(options: &TcpOptions) -> bool {
+    ["localhost", "127.0.0.1", "::1"].contains(&&*options.addr)
 }
 
-/// Opens the listener of rank 0.
+/// Opens the listener of rank 0 at the first of its addresses that this machine has.
+///
+/// The name of this machine may resolve to an address that it does not have, such as that of a service or a translated
+/// one. Rank 0 then listens on all interfaces.
 fn open(options: &TcpOptions) -> Result<TcpListener, MeetError> {
-    let loopback = ["localhost", "127.0.0.1", "::1"].contains(&&*options.addr);
-    // The name of this machine may resolve to an address that it does not have, such as that of a service or a
-    // translated one.
-    let v6 = resolve(options).is_ok_and(|found| found.iter().all(SocketAddr::is_ipv6));
-    listen(loopback, v6, options.port).map_err(|source| match source.kind() {
+    let found = resolve(options).unwrap_or_default();
+    let is_one_machine = is_one_machine(options);
+    let own = found.iter().map(SocketAddr::ip);
+    let own = own.filter(|ip| is_one_machine || !is_loopback(*ip));
+    let all: IpAddr = match !found.is_empty() && found.iter().all(SocketAddr::is_ipv6) {
+        true => Ipv6Addr::UNSPECIFIED.into(),
+        false => Ipv4Addr::UNSPECIFIED.into(),
+    };
+    let bind = |ip: IpAddr| match listen(ip, options.port) {
+        Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => None,
+        outcome => Some(outcome),
+    };
+    let listener = own.chain([all]).find_map(bind);
+    let listener = listener.unwrap_or_else(|| Err(io::ErrorKind::AddrNotAvailable.into()));
+    listener.map_err(|source| match source.kind() {
         io::ErrorKind::AddrInUse => MeetError::PortInUse { port: options.port },
         _ => MeetError::Address {
             addr: format!("{}:{}", options.addr, options.port),
             source,
         },
     })
+}
+
+fn listen(ip: IpAddr, port: u16) -> io::Result<TcpListener> {
+    let listener = TcpListener::bind((ip, port))?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
 }
 
 /// The rendezvous as rank 0 runs it.
@@ -273,50 +276,22 @@ fn receive_guests<T: DeserializeOwned + Send + 'static>(
     until: Instant,
     mut take: impl FnMut(Result<(Peer, T), MeetError>) -> Result<bool, MeetError>,
 ) -> Result<bool, MeetError> {
-    let (sender, receiver) = mpsc::channel();
-    let mut greeting = 0;
+    let mut greetings = Greetings::new(options.secret.clone(), own);
     loop {
-        // A failed connection does not affect the others. Excess connections are closed.
-        if let Ok((stream, _)) = listener.accept()
-            && greeting < MOST_GREETINGS
-        {
-            greeting += 1;
-            let (sender, secret) = (sender.clone(), options.secret.clone());
-            // A connection that sends nothing must not delay the others.
-            let patience = until.min(Instant::now() + GREETING);
-            std::thread::spawn(move || {
-                let guest = greet(stream, &secret, own, patience);
-                // The rendezvous may be over.
-                sender.send(guest).ok();
-            });
+        // A failed connection does not affect the others.
+        if let Ok((stream, from)) = listener.accept() {
+            greetings.start(stream, from.ip(), until);
             continue;
         }
-        if let Ok(guest) = receiver.recv_timeout(POLL) {
-            greeting -= 1;
-            if take(guest)? {
-                return Ok(true);
-            }
+        if let Some(guest) = greetings.next(POLL)
+            && take(guest)?
+        {
+            return Ok(true);
         }
         if Instant::now() >= until {
             return Ok(false);
         }
     }
-}
-
-fn greet<T: DeserializeOwned>(
-    stream: TcpStream,
-    secret: &Secret,
-    own: Claim,
-    patience: Instant,
-) -> Result<(Peer, T), MeetError> {
-    let blocking = stream.set_nonblocking(false);
-    blocking.map_err(|source| MeetError::Broken {
-        from: "a new connection".to_owned(),
-        source,
-    })?;
-    let mut peer = shake(stream, secret, own, false, patience)?;
-    let report = peer.receive(patience)?;
-    Ok((peer, report))
 }
 
 /// The rendezvous as every rank but 0 runs it.
@@ -326,15 +301,21 @@ fn visit(options: &TcpOptions, until: Instant) -> Result<Vec<Peer>, MeetError> {
         rank,
         size: options.world.size,
     };
-    let (stream, found) = reach(options, until)?;
-    let loopback = is_loopback(found.ip());
+    let (mut first, found) = call(options, own, until, || reach(options, until))?;
     let broken = |source| MeetError::Broken {
         from: "this machine's own network".to_owned(),
         source,
     };
-    let listener = listen(loopback, found.is_ipv6(), 0).map_err(broken)?;
+    // The other ranks reach this one at the address from which it reached rank 0. If that is a loopback address, they
+    // use the address of rank 0.
+    let ip = first.stream.local_addr().map_err(broken)?.ip();
+    let ip = match (is_loopback(ip) && !is_one_machine(options), ip) {
+        (true, IpAddr::V4(_)) => Ipv4Addr::UNSPECIFIED.into(),
+        (true, IpAddr::V6(_)) => Ipv6Addr::UNSPECIFIED.into(),
+        (false, ip) => ip,
+    };
+    let listener = listen(ip, 0).map_err(broken)?;
     let port = listener.local_addr().map_err(broken)?.port();
-    let mut first = shake(stream, &options.secret, own, true, until)?;
     if first.rank != 0 {
         return Err(MeetError::Stranger {
             from: found.to_string(),
@@ -378,15 +359,18 @@ fn visit(options: &TcpOptions, until: Instant) -> Result<Vec<Peer>, MeetError> {
     let mut peers = vec![first];
     for (other, (ip, port)) in places.iter().enumerate().take(rank).skip(1) {
         let addr = SocketAddr::new(ip.unwrap_or(found.ip()), *port);
-        let stream = TcpStream::connect_timeout(&addr, options.deadline).map_err(|source| {
-            MeetError::Unreachable {
+        let connect = || {
+            let left = until.saturating_duration_since(Instant::now());
+            let stream = TcpStream::connect_timeout(&addr, left.max(POLL));
+            let stream = stream.map_err(|source| MeetError::Unreachable {
                 rank,
                 addr: format!("{addr} of rank {other}"),
                 elapsed: Duration::ZERO,
                 source,
-            }
-        })?;
-        let mut peer = shake(stream, &options.secret, own, true, until)?;
+            })?;
+            Ok((stream, addr))
+        };
+        let (mut peer, _) = call(options, own, until, connect)?;
         peer.send(&(), until)?;
         peers.push(peer);
     }
@@ -428,6 +412,28 @@ fn visit(options: &TcpOptions, until: Instant) -> Result<Vec<Peer>, MeetError> {
     }
     peers.extend(above.into_values());
     Ok(peers)
+}
+
+/// Connects to a rank and shakes hands with it. If the connection ends before that rank has judged the proof, it tries
+/// again until the deadline: the other side may have had too many connections, or a proxy answers for it.
+fn call(
+    options: &TcpOptions,
+    own: Claim,
+    until: Instant,
+    mut connect: impl FnMut() -> Result<(TcpStream, SocketAddr), MeetError>,
+) -> Result<(Peer, SocketAddr), MeetError> {
+    let (mut pause, longest) = PAUSES;
+    loop {
+        let (stream, found) = connect()?;
+        // A side that is silent must not take all of the time.
+        let patience = until.min(Instant::now() + ATTEMPT);
+        match handshake::call(stream, &options.secret, own, patience) {
+            Err(MeetError::Broken { .. }) if Instant::now() + pause < until => {}
+            outcome => return Ok((outcome?, found)),
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(longest);
+    }
 }
 
 /// Connects to rank 0, which may start later than this rank.

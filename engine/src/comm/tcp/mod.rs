@@ -2,10 +2,11 @@
 //!
 //! Rank 0 listens at an address that all ranks know. Every rank proves that it knows the job's secret ([`Secret`]),
 //! sends its facts about the run ([`TcpOptions::facts`]), and receives the addresses of the others. `README.md` of the
-//! communicators describes the later exchange. Data is neither sealed nor encrypted, so the network must belong to the
-//! cluster.
+//! communicators describes the later exchange. Every frame carries a keyed hash, so changed, repeated and missing frames
+//! end the job. Nothing is encrypted: others on the network can read the data.
 
 mod frame;
+mod greetings;
 mod handshake;
 mod meet;
 mod secret;
@@ -170,10 +171,10 @@ fn join_with(
 ) -> Result<Arc<dyn Communicator>, MeetError> {
     options.world.check()?;
     let until = Instant::now() + options.deadline;
-    let streams = meet::meet(options, listener, until)?;
+    let links = meet::meet(options, listener, until)?;
     let window = super::threads::window(options.world.size, options.region_bytes)?;
     let remote = (options.world.size > 1).then(|| {
-        let wires = wire::Wires::new(streams, deadline);
+        let wires = wire::Wires::new(links, deadline);
         Remote::new(options.world, Box::new(wires))
     });
     super::mirror::member(window, options.world, deadline, remote).map_err(|source| {

@@ -1,7 +1,7 @@
 //! The shared secret of a job's ranks, and its proof between two of them.
 //!
-//! Both sides send a fresh number. Each answers with a keyed hash of both numbers, its role and its claim. Later frames
-//! of the rendezvous have keyed hashes too. Nothing is encrypted.
+//! Both sides send a fresh number. Each answers with a keyed hash of both numbers, its role and its claim. Every later
+//! frame has a keyed hash too: in the rendezvous before its content, in the exchange after it. Nothing is encrypted.
 
 use std::fmt;
 use std::io;
@@ -46,6 +46,37 @@ impl Secret {
     }
 }
 
+/// Keyed hashes of the frames that one rank sends over one connection, in order.
+///
+/// A hash covers the number of its frame and the direction, so no frame can be repeated, left out or sent back.
+#[derive(Debug)]
+pub(super) struct FrameSeals {
+    key: Secret,
+    count: u64,
+}
+
+impl FrameSeals {
+    /// Length in bytes of a frame's keyed hash.
+    pub(super) const BYTES: usize = 32;
+
+    /// The seals of the frames that the caller of the connection sends, or those of the callee. `connection` is the
+    /// secret of the connection.
+    pub(super) fn new(connection: &Secret, by_caller: bool) -> Self {
+        let key = connection.seal(&[b"frames", &[u8::from(by_caller)]]);
+        Self {
+            key: Secret(*key.as_bytes()),
+            count: 0,
+        }
+    }
+
+    /// The keyed hash of the next frame with this content.
+    pub(super) fn next(&mut self, content: &[u8]) -> blake3::Hash {
+        let seal = self.key.seal(&[&self.count.to_le_bytes(), content]);
+        self.count += 1;
+        seal
+    }
+}
+
 /// A random number that was never used before.
 pub(super) fn nonce() -> io::Result<[u8; NONCE_BYTES]> {
     let mut bytes = [0; NONCE_BYTES];
@@ -66,5 +97,17 @@ mod tests {
         let other = Secret::new(b"sixteen bytes or mora").unwrap();
         assert_ne!(secret.seal(&[b"x"]), other.seal(&[b"x"]));
         assert_ne!(nonce().unwrap(), nonce().unwrap());
+    }
+
+    #[test]
+    fn a_frame_has_another_seal_at_another_position_and_in_the_other_direction() {
+        let connection = Secret::new(b"sixteen bytes or more").unwrap();
+        let mut own = FrameSeals::new(&connection, true);
+        let mut same = FrameSeals::new(&connection, true);
+        let mut other = FrameSeals::new(&connection, false);
+        let first = own.next(b"frame");
+        assert_eq!(first, same.next(b"frame"));
+        assert_ne!(first, own.next(b"frame"));
+        assert_ne!(first, other.next(b"frame"));
     }
 }

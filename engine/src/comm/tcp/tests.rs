@@ -1,11 +1,12 @@
 //! Tests of the rendezvous: success, and each kind of failure.
 
-use super::handshake::{Claim, shake};
+use super::handshake::{Claim, answer};
 use super::{MeetError, Secret, TcpOptions, join, join_at};
-use crate::comm::{Communicator, Tag, World};
+use crate::comm::{CommError, Communicator, Tag, World};
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
-use std::sync::{Arc, Barrier};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -292,7 +293,7 @@ fn a_listener_that_does_not_know_the_secret_learns_nothing() {
         scope.spawn(move || {
             let (stream, _) = impostor.accept().unwrap();
             let claim = Claim { rank: 0, size: 2 };
-            let error = shake(stream, &secret("b"), claim, false, until).unwrap_err();
+            let error = answer(stream, &secret("b"), claim, until, || true).unwrap_err();
             assert!(
                 error.to_string().contains("does not know the secret"),
                 "{error}"
@@ -336,4 +337,177 @@ fn a_port_in_use_and_an_absent_host_are_told_apart() {
         matches!(error, MeetError::Unreachable { rank: 1, .. }),
         "{error}"
     );
+}
+
+/// A proxy in front of `port` for one connection. It copies both directions, and passes what the caller sends through
+/// `change` as soon as `hostile` is set. Returns its port.
+fn proxy(
+    port: u16,
+    hostile: &Arc<AtomicBool>,
+    change: impl Fn(&[u8]) -> Vec<u8> + Send + 'static,
+) -> u16 {
+    let front = TcpListener::bind("127.0.0.1:0").unwrap();
+    let own = front.local_addr().unwrap().port();
+    let hostile = hostile.clone();
+    std::thread::spawn(move || {
+        let (caller, _) = front.accept().unwrap();
+        let callee = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let back = (callee.try_clone().unwrap(), caller.try_clone().unwrap());
+        std::thread::spawn(move || copy(back.0, back.1, <[u8]>::to_vec));
+        copy(caller, callee, |bytes| {
+            match hostile.load(Ordering::SeqCst) {
+                true => change(bytes),
+                false => bytes.to_vec(),
+            }
+        });
+    });
+    own
+}
+
+fn copy(mut from: TcpStream, mut to: TcpStream, change: impl Fn(&[u8]) -> Vec<u8>) {
+    let mut bytes = [0; 4096];
+    while let Ok(read @ 1..) = from.read(&mut bytes) {
+        if to.write_all(&change(&bytes[..read])).is_err() {
+            break;
+        }
+    }
+    to.shutdown(Shutdown::Write).ok();
+}
+
+/// What both ranks report when `change` alters the bytes that rank 1 sends to rank 0 after their first collective.
+fn altered(change: impl Fn(&[u8]) -> Vec<u8> + Send + 'static) -> Vec<CommError> {
+    let (listener, port) = listener();
+    let hostile = Arc::new(AtomicBool::new(false));
+    let front = proxy(port, &hostile, change);
+    std::thread::scope(|scope| {
+        let ranks = [(0, port, Some(listener)), (1, front, None)].map(|(rank, port, listener)| {
+            scope.spawn(move || join_at(&options(rank, 2, port), listener).unwrap())
+        });
+        let ranks = ranks.map(|rank| rank.join().unwrap());
+        let gather = |comm: &dyn Communicator, index| {
+            comm.all_gather_bytes(&[comm.world().rank as u8; 99], Tag::new("bytes", index))
+        };
+        for is_hostile in [false, true] {
+            hostile.store(is_hostile, Ordering::SeqCst);
+            let index = u32::from(is_hostile);
+            let runs = ranks
+                .clone()
+                .map(|comm| scope.spawn(move || gather(&*comm, index).map(drop).err()));
+            let errors: Vec<_> = runs
+                .into_iter()
+                .flat_map(|run| run.join().unwrap())
+                .collect();
+            if is_hostile {
+                return errors;
+            }
+            assert!(errors.is_empty(), "{errors:?}");
+        }
+        unreachable!("the second round returns")
+    })
+}
+
+#[test]
+fn altered_frames_end_the_job_and_name_peer_and_collective() {
+    let flipped = |bytes: &[u8]| {
+        let mut bytes = bytes.to_vec();
+        // The content of a frame starts after its length.
+        bytes[4 + 20] ^= 1;
+        bytes
+    };
+    let errors = altered(flipped);
+    assert!(!errors.is_empty());
+    for error in errors {
+        let text = error.to_string();
+        let CommError::Altered {
+            noticed_by: 0,
+            from: 1,
+            sequence,
+            op,
+        } = error
+        else {
+            panic!("{text}")
+        };
+        assert!(text.contains(&format!("collective #{sequence}")), "{text}");
+        // The receiver may not have started the collective yet.
+        assert!(op.is_none_or(|op| op.tag_name == "bytes"), "{text}");
+    }
+}
+
+#[test]
+fn frames_that_arrive_twice_end_the_job() {
+    let errors = altered(|bytes| [bytes, bytes].concat());
+    assert!(
+        matches!(errors[..], [CommError::Altered { from: 1, .. }, ..]),
+        "{errors:?}"
+    );
+}
+
+#[test]
+fn a_handshake_that_was_recorded_opens_no_other_connection() {
+    let (listener, port) = listener();
+    let recorded = Arc::new(Mutex::new(Vec::new()));
+    let hostile = Arc::new(AtomicBool::new(true));
+    let tape = recorded.clone();
+    let front = proxy(port, &hostile, move |bytes| {
+        tape.lock().unwrap().extend(bytes);
+        bytes.to_vec()
+    });
+    let own = Claim { rank: 0, size: 2 };
+    let until = Instant::now() + PATIENCE;
+    let accept = |listener: &TcpListener| {
+        listener.set_nonblocking(false).unwrap();
+        answer(
+            listener.accept().unwrap().0,
+            &secret("a"),
+            own,
+            until,
+            || true,
+        )
+    };
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| accept(&listener).map(drop));
+        let stream = TcpStream::connect(("127.0.0.1", front)).unwrap();
+        let claim = Claim { rank: 1, size: 2 };
+        super::handshake::call(stream, &secret("a"), claim, until).unwrap();
+        first.join().unwrap().unwrap();
+        let again = scope.spawn(|| accept(&listener).map(drop));
+        let mut replay = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        replay.write_all(&recorded.lock().unwrap()).unwrap();
+        let error = again.join().unwrap().unwrap_err();
+        assert!(
+            error.to_string().contains("does not know the secret"),
+            "{error}"
+        );
+    });
+}
+
+#[test]
+fn silent_connections_do_not_keep_a_rank_out() {
+    let (listener, port) = listener();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(move || join_at(&options(0, 2, port), Some(listener)));
+        let silent: Vec<_> = (0..300)
+            .map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap())
+            .collect();
+        let second = join(&options(1, 2, port)).unwrap();
+        let first = first.join().unwrap().unwrap();
+        drop((first, second, silent));
+    });
+}
+
+#[test]
+fn a_rank_calls_again_after_a_connection_that_ended_before_the_greeting() {
+    let port = listener().1;
+    let closes = TcpListener::bind(("127.0.0.1", port)).unwrap();
+    std::thread::scope(|scope| {
+        let second = scope.spawn(move || join(&options(1, 2, port)).map(drop));
+        for _ in 0..3 {
+            drop(closes.accept().unwrap());
+        }
+        closes.set_nonblocking(true).unwrap();
+        join_at(&options(0, 2, port), Some(closes))
+            .map(drop)
+            .unwrap();
+        second.join().unwrap().unwrap();
+    });
 }

@@ -1,9 +1,12 @@
 //! Frames between ranks over their connections, with one writing and one reading thread per peer.
+//!
+//! After the content of each frame comes its keyed hash ([`FrameSeals`]), which the reader checks before it uses a byte.
 
 use super::frame;
+use super::secret::FrameSeals;
 use crate::comm::mirror::{Inbox, MAX_FRAME, Wire};
 use crossbeam::channel::{Receiver, Sender, unbounded};
-use std::io::Write;
+use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -12,10 +15,20 @@ use std::time::Duration;
 /// Longest time for sending the cause of a dead world.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
+/// A connection to another rank, with the keyed hashes of the frames in both directions.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub(super) stream: TcpStream,
+    pub(super) sent: FrameSeals,
+    pub(super) received: FrameSeals,
+}
+
 /// The TCP connections of one rank to the other ranks.
 #[derive(Debug)]
 pub(super) struct Wires {
     streams: Vec<Option<TcpStream>>,
+    /// Taken when the exchange starts.
+    seals: Mutex<Vec<Option<[FrameSeals; 2]>>>,
     lanes: Mutex<Vec<Option<Lane>>>,
     deadline: Duration,
 }
@@ -30,19 +43,38 @@ struct Lane {
 
 impl Wires {
     /// Connections in rank order. A write that takes longer than `deadline` fails.
-    pub(super) fn new(streams: Vec<Option<TcpStream>>, deadline: Duration) -> Self {
-        let lanes = Mutex::new(streams.iter().map(|_| None).collect());
+    pub(super) fn new(links: Vec<Option<Link>>, deadline: Duration) -> Self {
+        let lanes = Mutex::new(links.iter().map(|_| None).collect());
+        let (streams, seals) = links
+            .into_iter()
+            .map(|link| {
+                link.map(|link| (link.stream, [link.sent, link.received]))
+                    .unzip()
+            })
+            .unzip();
         Self {
             streams,
+            seals: Mutex::new(seals),
             lanes,
             deadline,
         }
     }
 }
 
-fn write(mut stream: TcpStream, frames: &Receiver<Arc<Vec<u8>>>, inbox: &Inbox, peer: usize) {
+fn write(
+    mut stream: TcpStream,
+    mut seals: FrameSeals,
+    frames: &Receiver<Arc<Vec<u8>>>,
+    inbox: &Inbox,
+    peer: usize,
+) {
+    let mut whole = Vec::new();
     for bytes in frames {
-        if let Err(error) = stream.write_all(&bytes) {
+        // One call, so a small frame is one packet.
+        whole.clear();
+        whole.extend(&*bytes);
+        whole.extend(seals.next(&bytes[4..]).as_bytes());
+        if let Err(error) = stream.write_all(&whole) {
             inbox.lost(peer, &error.to_string());
             return;
         }
@@ -51,22 +83,39 @@ fn write(mut stream: TcpStream, frames: &Receiver<Arc<Vec<u8>>>, inbox: &Inbox, 
     stream.shutdown(Shutdown::Write).ok();
 }
 
-fn read(mut stream: TcpStream, inbox: &Inbox, peer: usize) {
+fn read(mut stream: TcpStream, mut seals: FrameSeals, inbox: &Inbox, peer: usize) {
     let mut bytes = Vec::new();
     loop {
-        match frame::read(&mut stream, MAX_FRAME, &mut bytes) {
-            Ok(()) if inbox.take(peer, &bytes) => {}
-            Ok(()) => return,
+        match read_sealed(&mut stream, &mut seals, &mut bytes) {
+            Ok(true) if inbox.take(peer, &bytes) => {}
+            Ok(true) => return,
+            Ok(false) => return inbox.altered(peer),
             Err(error) => return inbox.lost(peer, &error.to_string()),
         }
     }
 }
 
+/// Reads one frame's content into `into`. Returns whether its keyed hash is right.
+fn read_sealed(
+    stream: &mut impl Read,
+    seals: &mut FrameSeals,
+    into: &mut Vec<u8>,
+) -> io::Result<bool> {
+    frame::read(stream, MAX_FRAME, into)?;
+    let mut seal = [0; FrameSeals::BYTES];
+    stream.read_exact(&mut seal)?;
+    // This comparison takes constant time.
+    Ok(blake3::Hash::from_bytes(seal) == seals.next(into))
+}
+
 impl Wire for Wires {
-    fn open(&self, inbox: Arc<Inbox>) -> std::io::Result<()> {
+    fn open(&self, inbox: Arc<Inbox>) -> io::Result<()> {
         let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seals = self.seals.lock().unwrap_or_else(PoisonError::into_inner);
         for (peer, stream) in self.streams.iter().enumerate() {
-            let Some(stream) = stream else { continue };
+            let (Some(stream), Some([sent, received])) = (stream, seals[peer].take()) else {
+                continue;
+            };
             stream.set_write_timeout(Some(self.deadline))?;
             let (out, into) = (stream.try_clone()?, stream.try_clone()?);
             let (frames, queue) = unbounded();
@@ -74,9 +123,9 @@ impl Wire for Wires {
             let (for_writer, for_reader) = (inbox.clone(), inbox.clone());
             let writer = std::thread::spawn(move || {
                 let _ends = ends;
-                write(out, &queue, &for_writer, peer);
+                write(out, sent, &queue, &for_writer, peer);
             });
-            std::thread::spawn(move || read(into, &for_reader, peer));
+            std::thread::spawn(move || read(into, received, &for_reader, peer));
             lanes[peer] = Some(Lane {
                 frames,
                 ended,
