@@ -14,10 +14,11 @@ use criterion::{
     BenchmarkGroup, Criterion, SamplingMode, Throughput, criterion_group, criterion_main,
 };
 use engine::comm::shm::{self, ShmOptions};
+use engine::comm::tcp::{self, Secret, TcpOptions};
 use engine::comm::{Collective, CollectiveKind, Communicator, Tag, World};
 use kernels::DType;
 use std::hint::black_box;
-use std::sync::Barrier;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 const RANKS: usize = 2;
@@ -134,6 +135,73 @@ fn bandwidth(c: &mut Criterion) {
     group.finish();
 }
 
+/// Time of `iterations` all-gathers of `bytes` over TCP connections of this machine. The slower rank counts.
+fn over_tcp(bytes: usize, iterations: u64) -> Duration {
+    let start = Barrier::new(RANKS);
+    let port = {
+        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        free.local_addr().unwrap().port()
+    };
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..RANKS)
+            .map(|rank| {
+                let start = &start;
+                let options = TcpOptions {
+                    world: World { rank, size: RANKS },
+                    region_bytes: 4 * bytes + (1 << 20),
+                    deadline: Duration::from_secs(60),
+                    addr: "127.0.0.1".to_owned(),
+                    port,
+                    secret: Secret::new(b"the secret of a benchmark").unwrap(),
+                    facts: Vec::new(),
+                    host: String::new(),
+                    stop: Arc::default(),
+                };
+                scope.spawn(move || {
+                    let comm = tcp::join(&options).unwrap();
+                    // Touches the pages.
+                    exchange(&*comm, CollectiveKind::AllGather, bytes);
+                    start.wait();
+                    let begun = Instant::now();
+                    for _ in 0..iterations {
+                        exchange(&*comm, CollectiveKind::AllGather, bytes);
+                    }
+                    begun.elapsed()
+                })
+            })
+            .collect();
+        let times = ranks.into_iter().map(|rank| rank.join().unwrap());
+        times.max().unwrap_or_default()
+    })
+}
+
+/// The keyed hashes of the frames of an all-gather, as a share of the all-gather over TCP. A rank hashes what it sends
+/// and what it receives, on two threads.
+fn seals(c: &mut Criterion) {
+    let mut group = c.benchmark_group("tcp");
+    group.sampling_mode(SamplingMode::Flat);
+    let bytes = 16 << 20;
+    let received = bytes * (RANKS - 1) / RANKS;
+    group.throughput(Throughput::Bytes(received as u64));
+    let gather = least(&mut group, "all-gather 16 MiB", |n| over_tcp(bytes, n));
+    let data = vec![1u8; received];
+    let hash = least(&mut group, "keyed hash of what a rank receives", |n| {
+        let begun = Instant::now();
+        for _ in 0..n {
+            for frame in data.chunks(1 << 20) {
+                black_box(blake3::keyed_hash(&[7; 32], black_box(frame)));
+            }
+        }
+        begun.elapsed()
+    });
+    println!(
+        "    keyed hashes: {:.1} GB/s on one thread, {:.0} % of the exchange",
+        received as f64 / hash * 1e-9,
+        100.0 * hash / gather
+    );
+    group.finish();
+}
+
 fn latency(c: &mut Criterion) {
     let mut group = c.benchmark_group("shm latency");
     group.sampling_mode(SamplingMode::Flat);
@@ -151,6 +219,6 @@ fn latency(c: &mut Criterion) {
 criterion_group! {
     name = collectives;
     config = config();
-    targets = latency, bandwidth
+    targets = latency, bandwidth, seals
 }
 criterion_main!(collectives);

@@ -91,6 +91,7 @@ impl Transport {
                 region_bytes,
                 deadline,
                 dirs,
+                stop: Arc::default(),
             })
             .unwrap()
         };

@@ -155,6 +155,9 @@ pub enum CommError {
         /// Path of the window file.
         path: PathBuf,
     },
+    /// Joining was ended by the caller's stop flag.
+    #[error("stopped while the other ranks were awaited")]
+    Stopped,
     /// The ranks disagree about the window, or the file is not a window.
     #[error("window file {path}: {what} is {found}, expected {expected}")]
     WindowConflict {

@@ -24,19 +24,23 @@ fn options(world: World, dir: &Path, deadline: Duration) -> shm::ShmOptions {
         region_bytes: REGION_BYTES,
         deadline,
         dirs,
+        stop: Arc::default(),
     }
 }
 
 fn spawn(case: &str, size: usize, dir: &Path) -> Vec<Child> {
-    let child = |rank: usize| {
-        Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "comm::process_tests::child", "--nocapture"])
-            .env(ROLE, format!("{case} {rank} {size} {}", dir.display()))
-            .stdout(Stdio::null())
-            .spawn()
-            .unwrap()
-    };
-    (0..size).map(child).collect()
+    (0..size)
+        .map(|rank| spawn_rank(case, rank, size, dir))
+        .collect()
+}
+
+fn spawn_rank(case: &str, rank: usize, size: usize, dir: &Path) -> Child {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "comm::process_tests::child", "--nocapture"])
+        .env(ROLE, format!("{case} {rank} {size} {}", dir.display()))
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap()
 }
 
 /// Body of a child process. It returns at once unless the environment names a case.
@@ -181,6 +185,73 @@ fn a_killed_process_is_a_timeout_for_the_others_and_leaves_no_file() {
             _ => assert!(status.success(), "rank {rank}: {status}"),
         }
     }
+    assert!(is_empty(dir.path()));
+}
+
+/// Waits until rank 1 of a window in `dir` has joined and waits for the others.
+fn until_rank_1_waits(dir: &Path) {
+    let path = dir.join("processes");
+    loop {
+        let file = std::fs::File::open(&path).ok();
+        if file.is_some_and(|file| !shm::is_free(&file, 1..2).unwrap()) {
+            return;
+        }
+        std::thread::yield_now();
+    }
+}
+
+/// Leaves the window of a world of `size` ranks in `dir`, in which rank 1 waited for the others and was killed.
+fn kill_waiting_rank_1(size: usize, dir: &Path) {
+    let mut waiting = spawn_rank("work", 1, size, dir);
+    until_rank_1_waits(dir);
+    waiting.kill().unwrap();
+    waiting.wait().unwrap();
+    assert!(!is_empty(dir));
+}
+
+#[test]
+fn the_file_of_a_job_whose_ranks_were_killed_while_they_waited_is_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    for size in [3, 2] {
+        kill_waiting_rank_1(3, dir.path());
+        for mut child in spawn("work", size, dir.path()) {
+            assert!(child.wait().unwrap().success());
+        }
+        assert!(is_empty(dir.path()));
+    }
+}
+
+#[test]
+fn a_rank_that_was_killed_while_it_waited_starts_again_beside_ranks_that_wait() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut lost = spawn_rank("work", 1, 3, dir.path());
+    until_rank_1_waits(dir.path());
+    let mut first = spawn_rank("work", 0, 3, dir.path());
+    let path = dir.path().join("processes");
+    while shm::is_free(&std::fs::File::open(&path).unwrap(), 0..1).unwrap() {
+        std::thread::yield_now();
+    }
+    lost.kill().unwrap();
+    lost.wait().unwrap();
+    for mut child in [1, 2].map(|rank| spawn_rank("work", rank, 3, dir.path())) {
+        assert!(child.wait().unwrap().success());
+    }
+    assert!(first.wait().unwrap().success());
+    assert!(is_empty(dir.path()));
+}
+
+#[test]
+fn a_stop_flag_ends_the_wait_for_other_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    let patient = Duration::from_secs(60);
+    let waiting = options(World { rank: 1, size: 2 }, dir.path(), patient);
+    let stop = waiting.stop.clone();
+    std::thread::scope(|scope| {
+        let joined = scope.spawn(move || shm::join(&waiting).map(drop).unwrap_err());
+        until_rank_1_waits(dir.path());
+        stop.store(true, std::sync::atomic::Ordering::SeqCst);
+        assert!(matches!(joined.join().unwrap(), CommError::Stopped));
+    });
     assert!(is_empty(dir.path()));
 }
 

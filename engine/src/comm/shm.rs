@@ -1,22 +1,33 @@
 //! Ranks that are processes of one machine, over a memory-mapped file.
 //!
 //! The last rank to join unlinks the file, or a rank that gives up. So no file remains, however the processes end
-//! afterwards. Only a job killed before all ranks had joined can leave a file, which [`remove`] deletes.
+//! afterwards. Only a job killed before all ranks had joined can leave a file. A rank holds a lock on the file until all
+//! have joined, so the next job with the same name tells the file of a dead job from one in use and takes it over.
+//! [`remove`] deletes it.
+#![expect(
+    unsafe_code,
+    reason = "locks of parts of a file have no safe interface in the libraries at hand"
+)]
 
 use super::endpoint::{Endpoint, Member};
 use super::window::{Failure, Layout, Window};
-use super::{CommError, Communicator, DEFAULT_DEADLINE, World};
+use super::{CommError, Communicator, DEFAULT_DEADLINE, MAX_RANKS, World};
 use memmap2::MmapRaw;
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags};
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Pause between looks for the file that rank 0 creates.
 const POLL: Duration = Duration::from_millis(1);
+/// Time between looks at [`ShmOptions::stop`].
+const STOP_POLL: Duration = Duration::from_millis(100);
 
 /// Options for joining a world of processes. All but the rank are the same on every rank.
 #[derive(Clone, Debug)]
@@ -31,6 +42,8 @@ pub struct ShmOptions {
     pub deadline: Duration,
     /// Candidate directories of the file. Rank 0 takes the first one with enough free space.
     pub dirs: Vec<PathBuf>,
+    /// Ends joining with [`CommError::Stopped`] once it is set.
+    pub stop: Arc<AtomicBool>,
 }
 
 impl ShmOptions {
@@ -44,11 +57,19 @@ impl ShmOptions {
             region_bytes,
             deadline: DEFAULT_DEADLINE,
             dirs,
+            stop: Arc::default(),
         }
     }
 
     fn layout(&self) -> Layout {
         Layout::new(self.world.size, self.region_bytes)
+    }
+
+    fn check_stop(&self) -> Result<(), CommError> {
+        match self.stop.load(Ordering::SeqCst) {
+            true => Err(CommError::Stopped),
+            false => Ok(()),
+        }
     }
 
     fn check(&self) -> Result<(), CommError> {
@@ -70,16 +91,24 @@ fn check_name(name: &str) -> Result<(), CommError> {
 ///
 /// # Errors
 /// [`CommError::Rendezvous`] when ranks are missing at the deadline, [`CommError::NoSpace`],
-/// [`CommError::AlreadyJoined`], [`CommError::WindowConflict`], invalid options, or a failed system
-/// call. A rank that fails tells the others.
+/// [`CommError::AlreadyJoined`], [`CommError::WindowConflict`], [`CommError::Stopped`], invalid options, or a failed
+/// system call. A rank that fails tells the others.
 pub fn join(options: &ShmOptions) -> Result<Arc<dyn Communicator>, CommError> {
     options.check()?;
     let started = Instant::now();
-    let (path, file) = open(options, started)?;
-    let window = enter(options, &path, &file).and_then(|window| {
+    let (path, file, window) = loop {
+        let (path, file) = open(options, started)?;
+        // Without a window, the file was that of a dead job, or was unlinked meanwhile.
+        if let Some(window) = enter(options, &path, &file).transpose() {
+            break (path, file, window);
+        }
+    };
+    let window = window.and_then(|window| {
         wait_for_all(options, &path, &window, started)?;
         Ok(window)
     });
+    // Its lock has told the others that this rank lives. From now on they see what it publishes.
+    drop(file);
     let window = window.inspect_err(|error| {
         // A file that another job uses, or that belongs to another job, is not ours to delete.
         if !matches!(
@@ -139,11 +168,14 @@ fn open(options: &ShmOptions, started: Instant) -> Result<(PathBuf, File), CommE
     loop {
         for path in options.dirs.iter().map(|dir| dir.join(&options.name)) {
             match open_file(&path, false) {
+                // A file that rank 0 does not hold is that of a dead job, or rank 0 is about to enter it.
+                Ok(file) if is_free(&file, 0..1).map_err(|e| failed("lock", &path, e))? => {}
                 Ok(file) => return Ok((path, file)),
                 Err(source) if source.kind() == io::ErrorKind::NotFound => {}
                 Err(source) => return Err(failed("open", &path, source)),
             }
         }
+        options.check_stop()?;
         let elapsed = started.elapsed();
         if elapsed >= options.deadline {
             let (arrived, missing) =
@@ -198,15 +230,27 @@ fn first_with_room(dirs: &[PathBuf], bytes: u64) -> Result<&Path, CommError> {
 }
 
 /// Sizes, reserves and maps the file and checks that its header agrees. It holds a file lock, so that ranks with
-/// different options cannot resize each other's map.
-fn enter(options: &ShmOptions, path: &Path, file: &File) -> Result<Window, CommError> {
+/// different options cannot resize each other's map. Returns `None` if the file had to be, or was, unlinked.
+fn enter(options: &ShmOptions, path: &Path, file: &File) -> Result<Option<Window>, CommError> {
     let layout = options.layout();
+    let rank = options.world.rank;
     let total_bytes = layout.total_bytes() as u64;
+    let lock_failed = |e: io::Error| failed("lock", path, e);
     rustix::fs::flock(file, FlockOperation::LockExclusive).map_err(|e| failed("lock", path, e))?;
-    let found = file
-        .metadata()
-        .map_err(|e| failed("inspect", path, e))?
-        .len();
+    if !lock(file, rank).map_err(lock_failed)? {
+        let path = path.to_owned();
+        return Err(CommError::AlreadyJoined { rank, path });
+    }
+    let metadata = file.metadata().map_err(|e| failed("inspect", path, e))?;
+    if metadata.nlink() == 0 {
+        return Ok(None);
+    }
+    let found = metadata.len();
+    let is_dead = is_free(file, 0..MAX_RANKS).map_err(lock_failed)?;
+    if found > 0 && is_dead && Window::is_in(file).map_err(|e| failed("read", path, e))? {
+        unlink(path)?;
+        return Ok(None);
+    }
     if found == 0 {
         file.set_len(total_bytes)
             .map_err(|e| failed("size", path, e))?;
@@ -231,16 +275,54 @@ fn enter(options: &ShmOptions, path: &Path, file: &File) -> Result<Window, CommE
             found,
             expected,
         })?;
+    // Ranks that arrived and died before all had arrived start again and arrive once more.
+    for dead in 0..layout.ranks {
+        if is_free(file, dead..dead + 1).map_err(lock_failed)? || dead == rank {
+            window.forget(dead);
+        }
+    }
     rustix::fs::flock(file, FlockOperation::Unlock).map_err(|e| failed("unlock", path, e))?;
-    let region = layout.region(options.world.rank);
+    let region = layout.region(rank);
     reserve(path, file, region.start, region.len()).inspect_err(|error| {
-        let by_rank = options.world.rank;
         window.fail(Failure::Abort {
-            by_rank,
+            by_rank: rank,
             reason: error.to_string(),
         });
     })?;
-    Ok(window)
+    Ok(Some(window))
+}
+
+/// Takes the lock of `rank` in the file, which ends with `file` or with the process. Returns whether it was free.
+fn lock(file: &File, rank: usize) -> io::Result<bool> {
+    match record_lock(file, rank..rank + 1, libc::F_OFD_SETLK) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether nobody but the owner of `file` holds a lock of `ranks`.
+pub(super) fn is_free(file: &File, ranks: Range<usize>) -> io::Result<bool> {
+    let found = record_lock(file, ranks, libc::F_OFD_GETLK)?;
+    Ok(found.l_type == libc::F_UNLCK as libc::c_short)
+}
+
+/// Calls `fcntl` for an exclusive lock of the bytes `ranks`, one byte per rank. The locks belong to the open file, not to
+/// the process, so ranks in threads of one process exclude each other too.
+fn record_lock(file: &File, ranks: Range<usize>, command: libc::c_int) -> io::Result<libc::flock> {
+    let mut lock = libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: ranks.start as libc::off_t,
+        l_len: ranks.len() as libc::off_t,
+        l_pid: 0,
+    };
+    // SAFETY: the descriptor is open while `file` is borrowed, and both commands take a pointer to a `flock`, which they
+    // use during the call only.
+    match unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(lock),
+    }
 }
 
 /// Reserves pages now, so a full file system is an error here and not a signal later.
@@ -274,12 +356,6 @@ fn wait_for_all(
     let World { rank, size } = options.world;
     let everyone = u64::MAX >> (64 - size);
     let before = window.arrive(rank);
-    if before >> rank & 1 == 1 {
-        return Err(CommError::AlreadyJoined {
-            rank,
-            path: path.to_owned(),
-        });
-    }
     if before | 1 << rank == everyone {
         unlink(path)?;
     }
@@ -292,6 +368,7 @@ fn wait_for_all(
         if let Some(failure) = window.failure() {
             return Err(failure.error(window));
         }
+        options.check_stop()?;
         let elapsed = started.elapsed();
         if elapsed >= options.deadline {
             let failure = Failure::Rendezvous {
@@ -301,6 +378,7 @@ fn wait_for_all(
             };
             return Err(window.fail(failure).error(window));
         }
-        window.bell().wait(seen, options.deadline - elapsed, false);
+        let longest = STOP_POLL.min(options.deadline - elapsed);
+        window.bell().wait(seen, longest, false);
     }
 }

@@ -14,7 +14,10 @@ use super::mirror::Remote;
 use super::ring::{Ring, load_words, store_words};
 use super::{CommError, MAX_RANKS, OpInfo, RankOp, RankStatus};
 use memmap2::MmapRaw;
+use std::fs::File;
+use std::io;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64};
@@ -221,6 +224,25 @@ impl Window {
         let before = self.control().header.arrived.fetch_or(1 << rank, SeqCst);
         self.bell().ring();
         before
+    }
+
+    /// Takes back the arrival of a rank that died before all had arrived.
+    pub(super) fn forget(&self, rank: usize) {
+        self.control()
+            .header
+            .arrived
+            .fetch_and(!(1 << rank), SeqCst);
+    }
+
+    /// Whether a file starts as a window does. A rank may have died after it sized the file and before it wrote the magic
+    /// number.
+    pub(super) fn is_in(file: &File) -> io::Result<bool> {
+        let mut magic = [0; 8];
+        match file.read_exact_at(&mut magic, 0) {
+            Ok(()) => Ok([0, MAGIC].contains(&u64::from_ne_bytes(magic))),
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     pub(super) fn bell(&self) -> &Bell {

@@ -301,6 +301,19 @@ pub(crate) fn comm(error: &CommError) -> Failure {
         )
         .next("enlarge /dev/shm (Docker: --shm-size 8g; Kubernetes: an emptyDir of medium Memory)")
         .next("or use --nproc 1, which needs no shared memory"),
+        CommError::Altered { from, .. } => Failure::new(
+            ErrorCode::Collective,
+            format!("data from rank {from} was changed on its way"),
+            chain(error),
+        )
+        .next("look for a proxy, a tunnel or a faulty network card between the machines")
+        .next("continue from the last checkpoint with --resume auto"),
+        CommError::Stopped => Failure::new(
+            ErrorCode::Interrupted,
+            "stopped by a signal before all ranks had come",
+            "this rank waited for the others",
+        )
+        .next("start all ranks again"),
         CommError::Aborted { .. } => Failure::new(
             ErrorCode::Collective,
             "another rank ended the run",

@@ -28,6 +28,11 @@ impl StopFlag {
         self.0.load(Ordering::Relaxed)
     }
 
+    /// The flag itself, for waits of the engine.
+    pub(crate) fn shared(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.0)
+    }
+
     /// Asks the rank to stop.
     pub fn set(&self) {
         self.0.store(true, Ordering::Relaxed);

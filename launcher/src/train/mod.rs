@@ -32,7 +32,7 @@ pub(crate) fn rank_main(
     stop: &StopFlag,
     devices: &dyn Devices,
 ) -> Result<RunSummary, Failure> {
-    let opened = match Opened::open(config, env, devices) {
+    let opened = match Opened::open(config, env, stop, devices) {
         Ok(opened) => opened,
         Err(NotOpened::IpcRefused(why)) => {
             return Ok(RunSummary {

@@ -10,7 +10,8 @@ use crate::config::{
 use crate::data::{SampleSet, check, problems};
 use crate::device::{Devices, counting_of, gpu_of};
 use crate::error::{ErrorCode, Failure, failures};
-use crate::launch::rendezvous;
+use crate::launch::rank::StopFlag;
+use crate::launch::rendezvous::{self, Met};
 use crate::model::optimizer::optimizer;
 use crate::model::setup::Setup;
 use crate::plan::{MemoryPlans, resume};
@@ -94,6 +95,7 @@ impl<'a> Opened<'a> {
     pub(crate) fn open(
         config: &'a RunPlan,
         env: &RankEnv,
+        stop: &StopFlag,
         devices: &'a dyn Devices,
     ) -> Result<Self, NotOpened> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -130,7 +132,9 @@ impl<'a> Opened<'a> {
         };
         let plan = Arc::new(setup.plan(config)?);
         let collectives = Collectives::new();
-        let (comm, run_token) = meet(config, env, &plan, devices, &collectives, &reporter)?;
+        let started = Instant::now();
+        let met = meet(config, env, &plan, devices, stop, &collectives)?;
+        let (comm, run_token) = announced(met, env, started, &reporter);
         let env = &RankEnv {
             run_token,
             ..env.clone()
@@ -312,14 +316,22 @@ fn meet(
     env: &RankEnv,
     plan: &Arc<engine::Plan>,
     devices: &dyn Devices,
+    stop: &StopFlag,
     collectives: &Arc<Collectives>,
-    reporter: &Reporter,
-) -> Result<(Arc<dyn Communicator>, String), Failure> {
-    let started = Instant::now();
+) -> Result<Met, Failure> {
     let region = crate::plan::window_region(config, plan)? as usize;
-    let met = rendezvous::join(config, env, plan, region, devices, |comm| {
+    rendezvous::join(config, env, plan, region, devices, stop, |comm| {
         collectives.of(comm)
-    })?;
+    })
+}
+
+/// Reports the rendezvous. Returns the communicator and the job's token.
+fn announced(
+    met: Met,
+    env: &RankEnv,
+    started: Instant,
+    reporter: &Reporter,
+) -> (Arc<dyn Communicator>, String) {
     reporter.emit(&Event::Comm {
         ranks: env.world_size,
         transport: met.transport.into(),
@@ -328,5 +340,5 @@ fn meet(
     for text in met.warnings {
         reporter.emit(&Event::Warning { text });
     }
-    Ok((met.comm, met.token))
+    (met.comm, met.token)
 }

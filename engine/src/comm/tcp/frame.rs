@@ -2,6 +2,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Largest number of bytes of a frame during the rendezvous.
@@ -39,11 +40,15 @@ pub(super) fn write(stream: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
     stream.write_all(&whole)
 }
 
-/// A connection whose reads and writes all fail after the same point in time.
+/// Longest wait of a [`Timed`] connection between looks at its flag.
+const SLICE: Duration = Duration::from_millis(100);
+
+/// A connection whose reads and writes all fail after the same point in time, or once a flag is set.
 #[derive(Debug)]
 pub(super) struct Timed<'a> {
     pub(super) stream: &'a TcpStream,
     pub(super) until: Instant,
+    pub(super) stop: &'a AtomicBool,
 }
 
 impl Timed<'_> {
@@ -52,23 +57,46 @@ impl Timed<'_> {
         if left.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        Ok(Some(left.max(Duration::from_millis(1))))
+        if self.stop.load(Ordering::SeqCst) {
+            return Err(io::ErrorKind::ConnectionAborted.into());
+        }
+        Ok(Some(left.clamp(Duration::from_millis(1), SLICE)))
+    }
+
+    /// Repeats `attempt` while only its slice of the time has ended.
+    fn until_done(
+        &self,
+        mut attempt: impl FnMut(&TcpStream, Option<Duration>) -> io::Result<usize>,
+    ) -> io::Result<usize> {
+        loop {
+            match attempt(self.stream, self.left()?) {
+                // Which of the two is reported depends on the system.
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
+                    ) => {}
+                outcome => return outcome,
+            }
+        }
     }
 }
 
 impl Read for Timed<'_> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        self.stream.set_read_timeout(self.left()?)?;
-        let mut stream = self.stream;
-        stream.read(into)
+        self.until_done(|mut stream, left| {
+            stream.set_read_timeout(left)?;
+            stream.read(into)
+        })
     }
 }
 
 impl Write for Timed<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.stream.set_write_timeout(self.left()?)?;
-        let mut stream = self.stream;
-        stream.write(bytes)
+        self.until_done(|mut stream, left| {
+            stream.set_write_timeout(left)?;
+            stream.write(bytes)
+        })
     }
 
     fn flush(&mut self) -> io::Result<()> {

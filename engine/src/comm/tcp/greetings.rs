@@ -1,7 +1,7 @@
 //! Connections of callers that have not proved the job's secret yet. Their number is bounded, in all and per address.
 
-use super::handshake::{self, Claim, Peer, address};
-use super::{MeetError, Secret};
+use super::MeetError;
+use super::handshake::{self, Own, Peer, address};
 use serde::de::DeserializeOwned;
 use std::collections::VecDeque;
 use std::net::{IpAddr, Shutdown, TcpStream};
@@ -26,8 +26,7 @@ const CUT: u8 = 2;
 /// Greetings in progress, each in a thread of its own. `T` is the message that a caller sends first.
 #[derive(Debug)]
 pub(super) struct Greetings<T> {
-    secret: Secret,
-    own: Claim,
+    own: Own,
     /// Oldest first.
     open: VecDeque<Open>,
     started: u64,
@@ -50,10 +49,9 @@ struct Ended<T> {
 }
 
 impl<T: DeserializeOwned + Send + 'static> Greetings<T> {
-    pub(super) fn new(secret: Secret, own: Claim) -> Self {
+    pub(super) fn new(own: Own) -> Self {
         let (sender, ended) = mpsc::channel();
         Self {
-            secret,
             own,
             open: VecDeque::new(),
             started: 0,
@@ -72,12 +70,12 @@ impl<T: DeserializeOwned + Send + 'static> Greetings<T> {
         self.started += 1;
         let id = self.started;
         let state = Arc::new(AtomicU8::new(UNPROVED));
-        let (sender, secret, own) = (self.sender.clone(), self.secret.clone(), self.own);
+        let (sender, own) = (self.sender.clone(), self.own.clone());
         let shared = state.clone();
         let greeting = move || {
             // A connection that sends nothing must not delay the others.
             let patience = until.min(Instant::now() + LONGEST);
-            let guest = greet(stream, &secret, own, patience, &shared);
+            let guest = greet(stream, &own, patience, &shared);
             // The rendezvous may be over.
             sender.send(Ended { id, guest }).ok();
         };
@@ -121,8 +119,7 @@ impl<T: DeserializeOwned + Send + 'static> Greetings<T> {
 
 fn greet<T: DeserializeOwned>(
     stream: TcpStream,
-    secret: &Secret,
-    own: Claim,
+    own: &Own,
     patience: Instant,
     state: &AtomicU8,
 ) -> Result<(Peer, T), MeetError> {
@@ -136,14 +133,14 @@ fn greet<T: DeserializeOwned>(
         let proved = state.compare_exchange(UNPROVED, PROVED, SeqCst, SeqCst);
         proved.is_ok()
     };
-    let mut peer = handshake::answer(stream, secret, own, patience, admit).map_err(|error| {
-        match state.load(SeqCst) {
-            CUT => MeetError::Stranger {
-                from,
-                what: "had not proved the secret when too many newer connections came".to_owned(),
-            },
-            _ => error,
-        }
+    let mut peer = handshake::answer(stream, own, patience, admit).map_err(|error| match state
+        .load(SeqCst)
+    {
+        CUT => MeetError::Stranger {
+            from,
+            what: "had not proved the secret when too many newer connections came".to_owned(),
+        },
+        _ => error,
     })?;
     let report = peer.receive(patience)?;
     Ok((peer, report))

@@ -8,6 +8,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::net::TcpStream;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 /// Start of every greeting: this protocol and its version.
@@ -41,49 +43,47 @@ pub(super) struct Peer {
     /// World size according to the other rank.
     pub(super) size: usize,
     secret: Secret,
+    stop: Arc<AtomicBool>,
     /// Numbers of frames sent and received, so that no seal is valid twice.
     counts: [u64; 2],
     is_caller: bool,
 }
 
-/// Rank and world size that a rank claims.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Claim {
+/// What a rank brings to a handshake.
+#[derive(Clone, Debug)]
+pub(super) struct Own {
     pub(super) rank: usize,
+    /// World size according to this rank.
     pub(super) size: usize,
+    pub(super) secret: Secret,
+    /// Ends the handshake and later waits once it is set.
+    pub(super) stop: Arc<AtomicBool>,
 }
 
 /// Runs the handshake with the rank that this one has called.
 ///
 /// # Errors
 /// [`MeetError::Broken`] if the connection ends before the other side has judged this rank's proof.
-pub(super) fn call(
-    stream: TcpStream,
-    secret: &Secret,
-    own: Claim,
-    until: Instant,
-) -> Result<Peer, MeetError> {
-    shake(stream, secret, own, true, until, || true)
+pub(super) fn call(stream: TcpStream, own: &Own, until: Instant) -> Result<Peer, MeetError> {
+    shake(stream, own, true, until, || true)
 }
 
 /// Runs the handshake with a rank that has called this one. After the caller's proof, `admit` says whether the connection
 /// is still wanted.
 pub(super) fn answer(
     stream: TcpStream,
-    secret: &Secret,
-    own: Claim,
+    own: &Own,
     until: Instant,
     admit: impl FnOnce() -> bool,
 ) -> Result<Peer, MeetError> {
-    shake(stream, secret, own, false, until, admit)
+    shake(stream, own, false, until, admit)
 }
 
 /// The handshake of both sides. The caller proves the secret first, so a caller that does not know it gets no proof from
 /// others.
 fn shake(
     stream: TcpStream,
-    secret: &Secret,
-    own: Claim,
+    own: &Own,
     is_caller: bool,
     until: Instant,
     admit: impl FnOnce() -> bool,
@@ -93,6 +93,7 @@ fn shake(
     let mut timed = Timed {
         stream: &stream,
         until,
+        stop: &own.stop,
     };
     let greeting = Greeting {
         magic: MAGIC.to_owned(),
@@ -117,7 +118,8 @@ fn shake(
         let claims = [caller.rank, caller.size, callee.rank, callee.size]
             .map(|number| (number as u64).to_le_bytes())
             .concat();
-        secret.seal(&[role, &caller.nonce, &callee.nonce, &claims])
+        own.secret
+            .seal(&[role, &caller.nonce, &callee.nonce, &claims])
     };
     let show = |timed: &mut Timed<'_>, role: &[u8]| {
         let seal = *seal(role).as_bytes();
@@ -148,12 +150,13 @@ fn shake(
         }
         show(&mut timed, b"callee")?;
     }
-    let secret = secret.of_connection(&[&caller.nonce, &callee.nonce]);
+    let secret = own.secret.of_connection(&[&caller.nonce, &callee.nonce]);
     Ok(Peer {
         rank: theirs.rank,
         size: theirs.size,
         stream,
         secret,
+        stop: own.stop.clone(),
         counts: [0; 2],
         is_caller,
     })
@@ -174,6 +177,7 @@ impl Peer {
         let mut timed = Timed {
             stream: &self.stream,
             until,
+            stop: &self.stop,
         };
         frame::write(&mut timed, &whole).map_err(|e| self.broken(e))
     }
@@ -184,6 +188,7 @@ impl Peer {
         let mut timed = Timed {
             stream: &self.stream,
             until,
+            stop: &self.stop,
         };
         frame::read(&mut timed, MAX_RENDEZVOUS, &mut whole).map_err(|e| self.broken(e))?;
         let stranger = || MeetError::Stranger {

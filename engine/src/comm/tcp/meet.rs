@@ -1,7 +1,7 @@
 //! The rendezvous: a star around rank 0, then a connection between every two ranks.
 
 use super::greetings::Greetings;
-use super::handshake::{self, Claim, Peer};
+use super::handshake::{self, Own, Peer};
 use super::wire::Link;
 use super::{MeetError, TcpOptions, is_loopback};
 use serde::de::DeserializeOwned;
@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// Pause between polls for a new connection.
@@ -52,6 +53,15 @@ pub(super) fn read_message(whole: &[u8]) -> io::Result<()> {
     let report = handshake::read_message::<Report>(whole).map(drop);
     let verdict = handshake::read_message::<Verdict>(whole).map(drop);
     report.or(verdict).or(handshake::read_message::<()>(whole))
+}
+
+fn own(options: &TcpOptions) -> Own {
+    Own {
+        rank: options.world.rank,
+        size: options.world.size,
+        secret: options.secret.clone(),
+        stop: options.stop.clone(),
+    }
 }
 
 /// Connects all ranks to each other by `until`. Returns one connection per rank, in rank order; `None` for this rank.
@@ -143,8 +153,8 @@ fn host(
     };
     let mut guests: BTreeMap<usize, (Peer, Report)> = BTreeMap::new();
     let mut turned_away = Vec::new();
-    let own = Claim { rank: 0, size };
-    let outcome = receive_guests(&listener, options, own, until, |guest| {
+    let own = own(options);
+    let outcome = receive_guests(&listener, &own, until, |guest| {
         let (mut peer, report): (Peer, Report) = match guest {
             Ok(guest) => guest,
             Err(error) => {
@@ -271,12 +281,11 @@ fn reason(error: &MeetError) -> Reason {
 /// Greets connections until `take` reports that all ranks are there. Returns false if the time ends before.
 fn receive_guests<T: DeserializeOwned + Send + 'static>(
     listener: &TcpListener,
-    options: &TcpOptions,
-    own: Claim,
+    own: &Own,
     until: Instant,
     mut take: impl FnMut(Result<(Peer, T), MeetError>) -> Result<bool, MeetError>,
 ) -> Result<bool, MeetError> {
-    let mut greetings = Greetings::new(options.secret.clone(), own);
+    let mut greetings = Greetings::new(own.clone());
     loop {
         // A failed connection does not affect the others.
         if let Ok((stream, from)) = listener.accept() {
@@ -288,20 +297,22 @@ fn receive_guests<T: DeserializeOwned + Send + 'static>(
         {
             return Ok(true);
         }
-        if Instant::now() >= until {
+        if is_over(own, until, Duration::ZERO) {
             return Ok(false);
         }
     }
 }
 
+/// Whether no time is left after `pause`, or the caller wants to stop.
+fn is_over(own: &Own, until: Instant, pause: Duration) -> bool {
+    Instant::now() + pause >= until || own.stop.load(Ordering::SeqCst)
+}
+
 /// The rendezvous as every rank but 0 runs it.
 fn visit(options: &TcpOptions, until: Instant) -> Result<Vec<Peer>, MeetError> {
     let rank = options.world.rank;
-    let own = Claim {
-        rank,
-        size: options.world.size,
-    };
-    let (mut first, found) = call(options, own, until, || reach(options, until))?;
+    let own = own(options);
+    let (mut first, found) = call(&own, until, || reach(options, until))?;
     let broken = |source| MeetError::Broken {
         from: "this machine's own network".to_owned(),
         source,
@@ -370,7 +381,7 @@ fn visit(options: &TcpOptions, until: Instant) -> Result<Vec<Peer>, MeetError> {
             })?;
             Ok((stream, addr))
         };
-        let (mut peer, _) = call(options, own, until, connect)?;
+        let (mut peer, _) = call(&own, until, connect)?;
         peer.send(&(), until)?;
         peers.push(peer);
     }
@@ -379,22 +390,16 @@ fn visit(options: &TcpOptions, until: Instant) -> Result<Vec<Peer>, MeetError> {
     let expected = own.size - rank - 1;
     let mut turned_away = Vec::new();
     let complete = expected == 0
-        || receive_guests(
-            &listener,
-            options,
-            own,
-            until,
-            |guest: Result<(Peer, ()), _>| {
-                match guest {
-                    Ok((peer, ())) if peer.rank > rank && peer.rank < own.size => {
-                        above.insert(peer.rank, peer);
-                    }
-                    Ok(_) => {}
-                    Err(error) => turned_away.push(error.to_string()),
+        || receive_guests(&listener, &own, until, |guest: Result<(Peer, ()), _>| {
+            match guest {
+                Ok((peer, ())) if peer.rank > rank && peer.rank < own.size => {
+                    above.insert(peer.rank, peer);
                 }
-                Ok(above.len() == expected)
-            },
-        )?;
+                Ok(_) => {}
+                Err(error) => turned_away.push(error.to_string()),
+            }
+            Ok(above.len() == expected)
+        })?;
     if !complete {
         return Err(MeetError::Missing {
             addr: format!("rank {rank} on {}", options.host),
@@ -417,8 +422,7 @@ fn visit(options: &TcpOptions, until: Instant) -> Result<Vec<Peer>, MeetError> {
 /// Connects to a rank and shakes hands with it. If the connection ends before that rank has judged the proof, it tries
 /// again until the deadline: the other side may have had too many connections, or a proxy answers for it.
 fn call(
-    options: &TcpOptions,
-    own: Claim,
+    own: &Own,
     until: Instant,
     mut connect: impl FnMut() -> Result<(TcpStream, SocketAddr), MeetError>,
 ) -> Result<(Peer, SocketAddr), MeetError> {
@@ -427,8 +431,8 @@ fn call(
         let (stream, found) = connect()?;
         // A side that is silent must not take all of the time.
         let patience = until.min(Instant::now() + ATTEMPT);
-        match handshake::call(stream, &options.secret, own, patience) {
-            Err(MeetError::Broken { .. }) if Instant::now() + pause < until => {}
+        match handshake::call(stream, own, patience) {
+            Err(MeetError::Broken { .. }) if !is_over(own, until, pause) => {}
             outcome => return Ok((outcome?, found)),
         }
         std::thread::sleep(pause);
@@ -459,7 +463,7 @@ fn reach(options: &TcpOptions, until: Instant) -> Result<(TcpStream, SocketAddr)
             Err(MeetError::Address { source, .. }) => last = source,
             Err(error) => return Err(error),
         }
-        if Instant::now() + pause >= until {
+        if Instant::now() + pause >= until || options.stop.load(Ordering::SeqCst) {
             return Err(MeetError::Unreachable {
                 rank: options.world.rank,
                 addr: format!("{}:{}", options.addr, options.port),

@@ -22,6 +22,7 @@ use super::{CommError, Communicator, World};
 use std::io;
 use std::net::{IpAddr, TcpListener};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Options for joining a world of processes on several machines. All but the rank and the facts are the same on every
@@ -44,6 +45,8 @@ pub struct TcpOptions {
     pub facts: Vec<(String, String)>,
     /// Name of this machine, shown in messages.
     pub host: String,
+    /// Ends the rendezvous with [`CommError::Stopped`] once it is set.
+    pub stop: Arc<AtomicBool>,
 }
 
 /// Errors of the rendezvous, in which ranks of several machines connect to each other.
@@ -142,7 +145,7 @@ pub enum MeetError {
         /// The reason that rank 0 reported.
         reason: String,
     },
-    /// The window cannot be created.
+    /// The window cannot be created, or the rendezvous was stopped ([`CommError::Stopped`]).
     #[error(transparent)]
     Window(#[from] CommError),
 }
@@ -171,7 +174,13 @@ fn join_with(
 ) -> Result<Arc<dyn Communicator>, MeetError> {
     options.world.check()?;
     let until = Instant::now() + options.deadline;
-    let links = meet::meet(options, listener, until)?;
+    let links = meet::meet(options, listener, until).map_err(|error| {
+        // The flag ends waits like a lost connection.
+        match options.stop.load(Ordering::SeqCst) {
+            true => MeetError::Window(CommError::Stopped),
+            false => error,
+        }
+    })?;
     let window = super::threads::window(options.world.size, options.region_bytes)?;
     let remote = (options.world.size > 1).then(|| {
         let wires = wire::Wires::new(links, deadline);

@@ -1,6 +1,6 @@
 //! Tests of the rendezvous: success, and each kind of failure.
 
-use super::handshake::{Claim, answer};
+use super::handshake::{Own, answer};
 use super::{MeetError, Secret, TcpOptions, join, join_at};
 use crate::comm::{CommError, Communicator, Tag, World};
 use std::io::{Read, Write};
@@ -33,6 +33,16 @@ fn options(rank: usize, size: usize, port: u16) -> TcpOptions {
         secret: secret("a"),
         facts: vec![("version".to_owned(), "1".to_owned())],
         host: format!("host{rank}"),
+        stop: Arc::default(),
+    }
+}
+
+fn own(rank: usize, text: &str) -> Own {
+    Own {
+        rank,
+        size: 2,
+        secret: secret(text),
+        stop: Arc::default(),
     }
 }
 
@@ -292,8 +302,7 @@ fn a_listener_that_does_not_know_the_secret_learns_nothing() {
     std::thread::scope(|scope| {
         scope.spawn(move || {
             let (stream, _) = impostor.accept().unwrap();
-            let claim = Claim { rank: 0, size: 2 };
-            let error = answer(stream, &secret("b"), claim, until, || true).unwrap_err();
+            let error = answer(stream, &own(0, "b"), until, || true).unwrap_err();
             assert!(
                 error.to_string().contains("does not know the secret"),
                 "{error}"
@@ -452,23 +461,15 @@ fn a_handshake_that_was_recorded_opens_no_other_connection() {
         tape.lock().unwrap().extend(bytes);
         bytes.to_vec()
     });
-    let own = Claim { rank: 0, size: 2 };
     let until = Instant::now() + PATIENCE;
     let accept = |listener: &TcpListener| {
         listener.set_nonblocking(false).unwrap();
-        answer(
-            listener.accept().unwrap().0,
-            &secret("a"),
-            own,
-            until,
-            || true,
-        )
+        answer(listener.accept().unwrap().0, &own(0, "a"), until, || true)
     };
     std::thread::scope(|scope| {
         let first = scope.spawn(|| accept(&listener).map(drop));
         let stream = TcpStream::connect(("127.0.0.1", front)).unwrap();
-        let claim = Claim { rank: 1, size: 2 };
-        super::handshake::call(stream, &secret("a"), claim, until).unwrap();
+        super::handshake::call(stream, &own(1, "a"), until).unwrap();
         first.join().unwrap().unwrap();
         let again = scope.spawn(|| accept(&listener).map(drop));
         let mut replay = TcpStream::connect(("127.0.0.1", port)).unwrap();
@@ -509,5 +510,26 @@ fn a_rank_calls_again_after_a_connection_that_ended_before_the_greeting() {
             .map(drop)
             .unwrap();
         second.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn a_stop_flag_ends_the_rendezvous_of_every_rank() {
+    // Rank 0 waits for rank 2, and rank 1 for the verdict of rank 0.
+    let (listener, port) = listener();
+    let all = [0, 1].map(|rank| options(rank, 3, port));
+    let stops = all.each_ref().map(|options| options.stop.clone());
+    std::thread::scope(|scope| {
+        let [first, second] = all;
+        let first = scope.spawn(move || join_at(&first, Some(listener)).map(drop));
+        let second = scope.spawn(move || join(&second).map(drop));
+        for (stop, joined) in stops.into_iter().zip([first, second]).rev() {
+            stop.store(true, Ordering::SeqCst);
+            let error = joined.join().unwrap().unwrap_err();
+            assert!(
+                matches!(error, MeetError::Window(CommError::Stopped)),
+                "{error}"
+            );
+        }
     });
 }

@@ -19,6 +19,7 @@ use crate::device::Devices;
 use crate::error::failures::comm as comm_failure;
 use crate::error::{ErrorCode, Failure};
 use crate::launch::hostfile::host_name;
+use crate::launch::rank::StopFlag;
 use crate::launch::supervisor::job::fresh_token;
 use crate::rank_env::{DEFAULT_PORT, RankEnv};
 use machine::Machine;
@@ -46,9 +47,10 @@ pub(crate) fn join(
     plan: &Plan,
     region: usize,
     devices: &dyn Devices,
+    stop: &StopFlag,
     noted: impl FnOnce(Arc<dyn Communicator>) -> Arc<dyn Communicator>,
 ) -> Result<Met, Failure> {
-    let (comm, transport) = connect(config, env, plan, region, noted)?;
+    let (comm, transport) = connect(config, env, plan, region, stop, noted)?;
     let warnings = match env.world_size {
         1 => Vec::new(),
         _ => machine::compare(&Machine::of(config, env, devices), &*comm)?,
@@ -70,6 +72,7 @@ fn connect(
     env: &RankEnv,
     plan: &Plan,
     region: usize,
+    stop: &StopFlag,
     noted: impl FnOnce(Arc<dyn Communicator>) -> Arc<dyn Communicator>,
 ) -> Result<(Arc<dyn Communicator>, &'static str), Failure> {
     let world = World {
@@ -89,12 +92,13 @@ fn connect(
         return Ok((comm, "MPI"));
     }
     if env.has_peers_elsewhere() {
-        let comm = noted(over_tcp(env, world, region, deadline, facts)?);
+        let comm = noted(over_tcp(env, world, region, deadline, facts, stop)?);
         return Ok((comm, "tcp"));
     }
     let name = format!("tessera-window-{}", env.run_token);
     let mut options = ShmOptions::new(name, world, region);
     options.deadline = deadline;
+    options.stop = stop.shared();
     let comm = noted(shm::join(&options).map_err(|e| comm_failure(&e))?);
     compare(&facts, &*comm)?;
     Ok((comm, "shared memory"))
@@ -154,6 +158,7 @@ fn over_tcp(
     region_bytes: usize,
     deadline: Duration,
     facts: Vec<(String, String)>,
+    stop: &StopFlag,
 ) -> Result<Arc<dyn Communicator>, Failure> {
     let addr = env.master.addr.clone().ok_or_else(|| {
         Failure::new(
@@ -173,6 +178,7 @@ fn over_tcp(
         facts,
         host: host_name(),
         addr,
+        stop: stop.shared(),
     };
     tcp::join(&options).map_err(|error| failures::rendezvous(&error, env, &options))
 }
