@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Worker of a rank that a span belongs to.
+/// Lane of a rank's trace: the worker, e.g. a thread or a device queue, whose activities it shows.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Lane {
     /// Passes of the model: from a unit's lease to its end.
@@ -58,7 +58,7 @@ impl Lane {
         }
     }
 
-    /// Number of the lane, in the order of declaration.
+    /// Index of the lane in the order of declaration, from 0. Disk threads have 12 and up.
     #[must_use]
     pub fn number(self) -> u32 {
         match self {
@@ -82,13 +82,13 @@ impl Lane {
 /// One traced activity: a time interval of one lane.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Span {
-    /// Worker of the rank to which the span belongs.
+    /// Lane of the activity: the worker of the rank that did it.
     pub lane: Lane,
-    /// What the lane did, e.g. `gather llm.layers.3`.
+    /// What the worker did, e.g. `gather llm.layers.3`.
     pub name: String,
-    /// Start of the interval: time since the recording began.
+    /// Start of the activity: time since the recording began.
     pub start: Duration,
-    /// Duration of the interval.
+    /// Duration of the activity.
     pub length: Duration,
 }
 
@@ -104,7 +104,7 @@ struct Inner {
     recording: Mutex<Option<Recording>>,
 }
 
-/// Trace recorder of one rank. Clones share the recording.
+/// Trace recorder of one rank: it collects [`Span`]s during a recording. Clones share the recording.
 #[derive(Clone, Debug, Default)]
 pub struct Trace(Arc<Inner>);
 
@@ -115,7 +115,7 @@ impl Trace {
         recording.unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts a recording; an earlier one is dropped.
+    /// Starts a recording. The spans of an earlier recording that was not stopped are discarded.
     pub fn start(&self) {
         *self.recording() = Some(Recording {
             origin: Instant::now(),
@@ -125,7 +125,7 @@ impl Trace {
         self.0.on.store(true, Ordering::Relaxed);
     }
 
-    /// Ends the recording and returns its spans, sorted by start; empty without a recording.
+    /// Ends the recording and returns its spans, sorted by start time; empty if no recording was started.
     #[must_use]
     pub fn stop(&self) -> Vec<Span> {
         self.0.on.store(false, Ordering::Relaxed);
