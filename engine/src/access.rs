@@ -16,24 +16,26 @@ use std::sync::Arc;
 /// pass leases no unit that its batch does not use, e.g. the vision tower without an image. The engine then
 /// takes part in that unit's collectives, so all ranks issue the same sequence.
 pub trait ParamAccess {
-    /// The device that computes.
+    /// Backend of the device on which forward and backward run.
     fn backend(&self) -> &Arc<dyn Backend>;
 
-    /// Makes a unit's weights readable until the lease ends.
+    /// Makes the whole weights of a unit readable until the lease ends: gathers them or waits for their
+    /// prefetch.
     ///
     /// # Errors
     /// When the schedule has no such entry after the current one, or when communication or memory fails.
     fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>, EngineError>;
 
-    /// Hands over one parameter's complete gradient of this micro-batch, while its unit is leased for backward.
-    /// `grad` is f32 and has the parameter's number of elements. Each parameter has one deposit per micro-batch.
+    /// Hands over the complete gradient of one parameter for this micro-batch, while its unit is leased for
+    /// backward. `grad` is f32 and has the parameter's number of elements. Each parameter has one deposit per
+    /// micro-batch.
     ///
     /// # Errors
     /// When the unit is not leased for backward, the parameter is frozen, its gradient was already deposited,
     /// or dtype or size differ; when communication or memory fails.
     fn deposit(&self, id: ParamId, grad: &Tensor) -> Result<(), EngineError>;
 
-    /// Storage of saved activations between forward and backward; `None` if they stay on the device.
+    /// Storage of saved activations between forward and backward; `None` if activations stay on the device.
     fn activations(&self) -> Option<&Activations> {
         None
     }

@@ -33,9 +33,9 @@ pub struct DeviceTimes {
     pub compute: Duration,
     /// Total time that the device's computation waited for data that was being copied to the device.
     pub waits: Duration,
-    /// Total time of host-to-device copies.
+    /// Total time of the device's host-to-device copies.
     pub inward: Duration,
-    /// Total time of device-to-host copies.
+    /// Total time of the device's device-to-host copies.
     pub outward: Duration,
     /// Total time of transfers to this rank's device from the devices of other ranks.
     pub communication: Duration,

@@ -15,7 +15,7 @@ pub enum Lane {
     Communication,
     /// Copies between tiers, and waits for them.
     Offload,
-    /// Gradients that are fetched from a discrete device and added to their sums.
+    /// Thread that fetches gradients from a discrete device and adds them to their sums.
     GradientAccumulator,
     /// Optimizer updates after the pass.
     Update,
@@ -25,20 +25,20 @@ pub enum Lane {
     UpdateInForward,
     /// Computation of a discrete device: from a unit's first to its last kernel.
     Device,
-    /// Waits of the computation for data that is copied to the device.
+    /// Waits of the device's computation for data that is copied to the device.
     DeviceWait,
     /// Copies from the host to the device.
     Inward,
     /// Copies from the device to the host.
     Outward,
-    /// Transfers from devices of other ranks.
+    /// Transfers to the device from devices of other ranks.
     Between,
     /// One thread of the disk queue, by index.
     Disk(u16),
 }
 
 impl Lane {
-    /// Name of the lane for display, e.g. `compute`.
+    /// Name of the lane (the worker of a rank) for display, e.g. `compute`.
     #[must_use]
     pub fn name(self) -> String {
         match self {
@@ -79,7 +79,7 @@ impl Lane {
     }
 }
 
-/// One traced activity: a time interval of one lane.
+/// One traced activity: a time interval of one lane (a worker of a rank).
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Span {
     /// Lane of the activity: the worker of the rank that did it.

@@ -16,13 +16,14 @@ pub const MASTER: &str = "master";
 /// Content of an inventory [`Row`]: weights, gradients, one optimizer state, or a gradient buffer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stored {
-    /// Weights of one parameter group of a unit.
+    /// Weights of a unit's trainable or frozen parameters.
     Weights(GroupKind),
     /// Gradients of a unit, summed over micro-batches.
     Gradients,
-    /// Optimizer state by its name in checkpoints: [`MASTER`] or a slot of the update rule.
+    /// Optimizer state, by its name in checkpoints: [`MASTER`] or the name of a state of the update rule,
+    /// e.g. `exp_avg`.
     State(&'static str),
-    /// Buffer of any one unit's gradients until its optimizer in backward consumes them.
+    /// Buffer for the reduced gradients of any unit, until the optimizer in backward consumes them.
     Waiting,
 }
 

@@ -28,7 +28,7 @@ impl GroupKind {
 /// parameters).
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Slot {
-    /// Id of the parameter.
+    /// Id of the parameter whose location this is.
     pub param: ParamId,
     /// Offset of the parameter's first element in the flat buffer of its group, in elements.
     pub offset: usize,
@@ -117,7 +117,7 @@ impl GroupLayout {
 /// frozen parameters.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UnitPlan {
-    /// Id of the unit.
+    /// Id of the unit whose layout this is.
     pub id: UnitId,
     /// Layout of the unit's trainable parameters in their flat buffer.
     pub trainable: GroupLayout,

@@ -196,19 +196,20 @@ impl Zero {
         }
     }
 
-    /// The plan: which rank stores which states, and when units are gathered.
+    /// Plan of the run: how states are sharded among ranks, and in which order units (usually layers) are
+    /// gathered.
     #[must_use]
     pub fn plan(&self) -> &Arc<Plan> {
         &self.plan
     }
 
-    /// The communicator of this rank.
+    /// Communicator through which this rank runs its collectives.
     #[must_use]
     pub fn comm(&self) -> &Arc<dyn Communicator> {
         &self.comm
     }
 
-    /// Number of updates applied so far.
+    /// Number of optimizer updates applied so far.
     #[must_use]
     pub fn step_count(&self) -> u64 {
         self.step

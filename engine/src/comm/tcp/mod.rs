@@ -1,9 +1,9 @@
 //! Ranks on several machines. Their rendezvous is at rank 0 over TCP, and every two ranks keep a connection.
 //!
-//! Rank 0 listens at an address that all ranks know. Every rank proves that it knows the job's secret ([`Secret`]),
-//! sends its facts about the run ([`TcpOptions::facts`]), and receives the addresses of the others. `README.md` of the
-//! communicators describes the later exchange. Data is neither sealed nor encrypted, so the network must belong to the
-//! cluster.
+//! Rank 0 listens at an address that all ranks know. Every rank proves that it knows the job's secret
+//! ([`Secret`]), sends its facts about the run ([`TcpOptions::facts`]), and receives the addresses of the
+//! others. `README.md` of the communicators describes the later exchange. Data is neither sealed nor encrypted,
+//! so the network must belong to the cluster.
 
 mod frame;
 mod handshake;
@@ -23,29 +23,31 @@ use std::net::{IpAddr, TcpListener};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Options for joining a world of processes on several machines. All but the rank and the facts are the same on every
-/// rank.
+/// Options for joining a communicator of processes on several machines. The rank, the facts and the host name
+/// are those of this process; all others are the same on every rank.
 #[derive(Clone, Debug)]
 pub struct TcpOptions {
-    /// This rank and the number of ranks.
+    /// Index of this rank, and the number of ranks.
     pub world: World,
-    /// Size of each rank's part of the window in bytes.
+    /// Size in bytes of each rank's part of the window (memory with the data of all ranks, of which every
+    /// process has a copy).
     pub region_bytes: usize,
-    /// Longest time for the rendezvous, and for any later wait.
+    /// Longest time for the rendezvous, and for any later wait in a collective.
     pub deadline: Duration,
-    /// Name or address of the machine of rank 0.
+    /// Host name or IP address of rank 0.
     pub addr: String,
     /// TCP port on which rank 0 listens.
     pub port: u16,
-    /// The secret of the job, known only to its ranks.
+    /// Secret of the job, by which its ranks recognize each other.
     pub secret: Secret,
-    /// Facts that must be the same on all ranks, by name: versions, the plan, devices.
+    /// Names and values of facts about this rank's run, e.g. versions or the plan. Joining fails if a value
+    /// differs from that of rank 0.
     pub facts: Vec<(String, String)>,
-    /// Name of this machine, shown in messages.
+    /// Name of this machine, shown in error messages.
     pub host: String,
 }
 
-/// Errors of the rendezvous, in which ranks of several machines connect to each other.
+/// Error of the rendezvous, in which ranks of several machines connect to each other.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MeetError {
@@ -146,10 +148,11 @@ pub enum MeetError {
     Window(#[from] CommError),
 }
 
-/// Joins a world and returns after every rank has joined.
+/// Joins the communicator of processes on several machines: connects to the other ranks, and returns after
+/// every rank has joined.
 ///
 /// # Errors
-/// [`MeetError`] lists them. Every wait ends at the deadline.
+/// One variant of [`MeetError`] per cause. Every wait ends at the deadline.
 pub fn join(options: &TcpOptions) -> Result<Arc<dyn Communicator>, MeetError> {
     join_at(options, None)
 }
