@@ -228,7 +228,7 @@ pub struct ZeroConfig {
     #[serde(rename = "early_step")]
     pub optimizer_in_backward: Option<OptimizerInBackward>,
     /// Whether optimizer updates may run during the next forward pass, each before its unit is used.
-    /// [`Plan::updates_in_forward`] says whether they do.
+    /// [`Plan::updates_in_forward`] has further conditions.
     #[serde(default)]
     #[serde(rename = "late_step")]
     pub optimizer_in_forward: bool,

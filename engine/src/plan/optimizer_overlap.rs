@@ -112,9 +112,9 @@ impl Plan {
         }
     }
 
-    /// Whether optimizer updates run during the next forward pass. They do not if weights or optimizer state
-    /// are on disk, whose queue already overlaps reads, updates and writes. They do not either if ranks
-    /// exchange weights or gradients during the update.
+    /// Whether optimizer updates may run during the next forward pass. They may not if weights or optimizer
+    /// state are on disk, whose queue already overlaps reads, updates and writes, or if ranks exchange
+    /// weights or gradients during the update.
     #[must_use]
     pub fn updates_in_forward(&self) -> bool {
         let config = self.config();

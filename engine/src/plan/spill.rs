@@ -22,9 +22,9 @@ impl Plan {
         BLOCK_BYTES + extents.sum::<u64>()
     }
 
-    /// Bytes of host memory for the disk buffers of one rank; 0 if no state is on disk. It is at least 16
-    /// MiB. If weights are on disk, it is also at least the stored weights of the largest unit (up to 256
-    /// MiB) and 8 MiB.
+    /// Bytes of host memory for the disk buffers of one rank; 0 if no state is on disk. Without weights on
+    /// disk it is 16 MiB. With them it is at least 16 MiB, and 8 MiB more than the stored weights of the
+    /// largest unit, of which at most 256 MiB count.
     #[must_use]
     pub fn spill_buffer_bytes(&self) -> u64 {
         let offload = self.config().offload;
