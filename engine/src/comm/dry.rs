@@ -72,7 +72,8 @@ pub struct WindowBytes {
     pub region: u64,
     /// Bytes that the rank touches in its own region, in whole pages.
     pub own: u64,
-    /// Bytes that each rank, by index, reads in the regions of all other ranks together, in steps of 64 KiB.
+    /// Bytes that each rank, by index, reads in the regions of all other ranks together, counted in blocks of
+    /// 64 KiB.
     pub peers: Vec<u64>,
 }
 

@@ -1,7 +1,7 @@
 //! Saved activations: tensors that backward starts from, stored off the device between forward and backward.
 //!
 //! 1. A save never waits for a discrete device. The copy runs during the device's next work and ends at the
-//! next save.
+//!    next save.
 //! 2. Memory for the next tensor that backward needs is reserved before the previous segment's work is queued.
 //! 3. Its values are therefore copied back during that work.
 
