@@ -167,7 +167,7 @@ pub struct Dropped {
 impl Dropped {
     /// Launch of `y = dropout(x)`, or of `y = onto + dropout(x)` if `onto` is not null (it may be `y`). All
     /// are `[.., k]`; the dropout is rounded before it is added. `at`, i32 `[t]`, selects `t` rows of all
-    /// operands; null selects the first `t`.
+    /// operands; null selects the first `t`. `None` when the dtype is not a float.
     #[must_use]
     pub fn launch(
         &self,
