@@ -343,8 +343,9 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// projection gives `x W^T + bias + scale * (dropout(x) A^T) B^T` of its layer, or [`Backend::matmul`] without an
     /// adapter, up to the order of sums.
     ///
-    /// # Errors When there is no projection, shapes do not fit, the row groups are no partition of the rows,
-    /// or the pool is full.
+    /// # Errors
+    /// When there is no projection, shapes do not fit, the row groups are no partition of the rows, or the
+    /// pool is full.
     fn adapted_linear(&self, args: AdaptedLinearArgs<'_>) -> Result<AdaptedLinear>;
 
     /// Gradients of [`Backend::adapted_linear`] for `dy [t, n]` of each projection. The base weights are frozen.

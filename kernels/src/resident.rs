@@ -143,7 +143,7 @@ pub struct RoundingCounter {
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Debug, Pod, Zeroable)]
 pub struct Scalars {
-    /// Factor on every gradient before the update. The clip factor, if any, is multiplied with it.
+    /// Factor on every gradient before the update. It is multiplied by the clip factor, if there is one.
     pub grad_scale: f32,
     /// Weight of the new gradient in Adam's first moment, `1 - beta1`.
     pub one_minus_beta1: f32,

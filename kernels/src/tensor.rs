@@ -526,10 +526,11 @@ impl Tensor {
         Ok(Cow::Borrowed(self.as_slice()))
     }
 
-    /// Copies the elements of a float tensor to the host and converts them to `f32`.
+    /// Copies the elements of an f32, bf16 or f16 tensor to the host and converts them to `f32`.
     ///
     /// # Errors
-    /// [`KernelError::NoValues`] on the meta device, [`KernelError::DType`] for integers, and errors of the device.
+    /// [`KernelError::NoValues`] on the meta device, [`KernelError::DType`] for other dtypes, and errors of
+    /// the device.
     pub fn to_f32_vec(&self) -> Result<Vec<f32>> {
         if self.is_meta() {
             return Err(KernelError::NoValues {

@@ -10,13 +10,13 @@ use libloading::Library as Handle;
 /// NVIDIA library that is opened at run time instead of linked.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Library {
-    /// The driver, `libcuda`. Without it no GPU can be used.
+    /// NVIDIA driver, `libcuda`. Without it no GPU can be used.
     Driver,
-    /// The run-time compiler. Without it the built-in PTX is used.
+    /// NVRTC, the run-time compiler. Without it the built-in PTX is used.
     Nvrtc,
-    /// Matrix products. Without it own kernels are used.
+    /// cuBLASLt, for matrix products. Without it own kernels are used.
     CublasLt,
-    /// Collectives between GPUs without peer access, or on several nodes.
+    /// NCCL, for collectives between GPUs without peer access, or on several nodes.
     Nccl,
 }
 

@@ -50,8 +50,8 @@ pub struct Tile {
 }
 
 /// Launch that adds a tile of logits to the softmax statistics of its rows; the first tile initializes them.
-/// Reads the logits from memory once (they stay in the L2 cache for the second read). `None` for extents
-/// beyond `int`, as in the functions below.
+/// Reads the logits from memory once (they stay in the L2 cache for the second read). `None` if an extent
+/// exceeds `int`.
 #[must_use]
 pub fn statistics(tile: &Tile) -> Option<Launch> {
     Some(Launch {
@@ -72,7 +72,8 @@ pub fn statistics(tile: &Tile) -> Option<Launch> {
 }
 
 /// Launch that writes the losses in f32, from statistics over the whole vocabulary:
-/// `losses[rows_of[i]] = -log softmax(logits of row i)[label]`. `rows_of` is i32 `[rows]`.
+/// `losses[rows_of[i]] = -log softmax(logits of row i)[label]`. `rows_of` is i32 `[rows]`. `None` if `rows`
+/// exceeds `int`.
 #[must_use]
 pub fn losses(running: Address, rows_of: Address, losses: Address, rows: u32) -> Option<Launch> {
     Some(Launch {
@@ -92,7 +93,7 @@ pub fn losses(running: Address, rows_of: Address, losses: Address, rows: u32) ->
 
 /// Launch that writes the gradients of `factor * sum(losses)` with respect to the tile's logits to
 /// `out [rows, line]`, in `dtype`. Columns after the tile's become zero. `out` may be the f32 logits
-/// themselves, if `line` is `cols`.
+/// themselves, if `line` is `cols`. `None` if an extent exceeds `int` or `dtype` is not a float.
 #[must_use]
 pub fn gradients(
     tile: &Tile,

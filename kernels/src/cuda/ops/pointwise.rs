@@ -72,7 +72,7 @@ fn elements(
     launch(dtype, kernel, n.div_ceil(WIDTH), args)
 }
 
-/// Launch of `y = a + b` for `n` elements. `None` when the dtype is not a float, as in the functions below.
+/// Launch of `y = a + b` for `n` elements. `None` when the dtype is not a float.
 #[must_use]
 pub fn add(dtype: DType, a: Address, b: Address, y: Address, n: u64) -> Option<Launch> {
     elements(dtype, "add", &[a, b], None, &[y], n)

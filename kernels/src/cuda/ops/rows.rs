@@ -209,11 +209,11 @@ impl Groups {
 pub struct Scatter {
     /// Tensor whose rows are added, with `c` elements per row.
     pub x: Address,
-    /// [`Groups::sources`] in device memory.
+    /// Copy of [`Groups::sources`] in device memory: the numbers of the rows of `x` to add.
     pub sources: Address,
-    /// [`Groups::starts`] in device memory.
+    /// Copy of [`Groups::starts`] in device memory: where each target's sources begin.
     pub starts: Address,
-    /// [`Groups::targets`] in device memory.
+    /// Copy of [`Groups::targets`] in device memory: the numbers of the rows of `y` to write.
     pub targets: Address,
     /// Destination of the sums. Rows that are not targets stay as they are.
     pub y: Address,
