@@ -3,7 +3,7 @@
 use engine::{EngineError, UnitId};
 use kernels::KernelError;
 
-/// Failures of a model, its tape and its description. Reading weights has [`crate::WeightError`].
+/// Error of building a model, of packing its inputs, or of running it forward and backward.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {

@@ -75,9 +75,10 @@ pub struct SampleInput<'a> {
     pub input_ids: &'a [i32],
     /// Target token ids, already shifted, one per token; empty when nothing is supervised.
     pub labels: &'a [i32],
-    /// Token ranges that features replace: range k belongs to slice k.
+    /// Token ranges `start..end` that image features replace: range k belongs to slice k, or to image k in a
+    /// model that sees each image more than once.
     pub image_bounds: &'a [(usize, usize)],
-    /// Image inputs of the sample; those without a range have no effect.
+    /// Slices (inputs of the vision tower) of the sample's images; those without a range have no effect.
     pub slices: &'a [Slice],
 }
 
@@ -103,7 +104,8 @@ impl<'a> From<&'a EncodedPrompt> for SampleInput<'a> {
     }
 }
 
-/// Part of a model. Activations are stored or recomputed per part.
+/// Part of a model. Settings choose for each part whether it trains, and whether its activations are stored
+/// or recomputed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Tower {
     /// The vision tower, which turns images into features.
@@ -114,7 +116,8 @@ pub enum Tower {
     Language,
 }
 
-/// Interface of a model for training, evaluation and generation.
+/// A vision-language model for training, evaluation and generation: its parameter list and its forward pass,
+/// without weights.
 pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
     /// The model's units and parameters, in the order of the forward pass.
     fn spec(&self) -> &ModelSpec;
