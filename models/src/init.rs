@@ -15,7 +15,7 @@ pub enum Init {
     Constant(f32),
     /// Normal distribution around 0, by its standard deviation.
     Normal(f32),
-    /// Uniform distribution around 0, by its half width.
+    /// Uniform distribution around 0, by its half width: from `-half` to `half`.
     Uniform(f32),
 }
 

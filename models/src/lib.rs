@@ -133,7 +133,7 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
         self.tower_of(&self.spec().units[unit.index()].name)
     }
 
-    /// Fused layers whose projections have adapters of their own, by path; none in most models.
+    /// Fused layers whose projections have one adapter each, by path; none in most models.
     fn split_adapters(&self) -> &SplitAdapters {
         static NONE: SplitAdapters = SplitAdapters::new();
         &NONE
@@ -150,7 +150,8 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
     /// When a sample does not fit the model or memory runs out.
     fn collate(&self, samples: &[SampleInput<'_>], backend: &dyn Backend) -> Result<Batch>;
 
-    /// Packs one token per sample, each at its position, to follow samples in a cache.
+    /// Packs one new token per sample, each at its position, for a pass that reads the earlier tokens from a
+    /// key/value cache.
     ///
     /// # Errors
     /// When memory runs out.
@@ -201,11 +202,11 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
         self.head().logits(tape, &hidden, None)
     }
 
-    /// Distribution of random start values of a parameter of the base with several axes.
+    /// Distribution of the random initial values of a base parameter with several axes.
     fn start_values(&self, param: &ParamSpec) -> Init;
 
-    /// Writes random start values of `elements` (row-major) of a parameter into `out`; a function
-    /// of seed, tensor name and element only.
+    /// Writes the random initial values of the range `elements` (row-major) of the parameter `id` into `out`.
+    /// They are a function of seed, tensor name and element only.
     fn init(&self, id: ParamId, seed: u64, elements: Range<usize>, out: &mut [f32]) {
         let param = &self.spec().params[id.index()];
         init::fill(param, self.start_values(param), seed, elements, out);

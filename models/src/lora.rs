@@ -53,8 +53,7 @@ pub struct LoraConfig {
     /// LoRA alpha of every adapter that `others` does not list; the adapter's output is scaled by `lora_alpha
     /// / lora_rank`.
     pub lora_alpha: f32,
-    /// Dropout probability `p` of the adapters' inputs, 0 to 1; elements that remain are scaled up by `1 / (1
-    /// - p)`.
+    /// Dropout probability `p` of the adapters' inputs, 0 to 1. Elements that remain are divided by `1 - p`.
     pub lora_dropout: f32,
     /// Rank and alpha of the adapters that differ from `lora_rank` and `lora_alpha`, by module path.
     pub others: BTreeMap<String, (usize, f32)>,

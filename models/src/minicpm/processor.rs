@@ -9,7 +9,7 @@ use super::config::{MiniCpmConfig, SlicingConfig};
 use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor};
 use crate::text::{ChatTemplate, Tokenizer, TokenizerError};
 
-/// Texts of the markers around image features in a prompt.
+/// Texts of the markers that a prompt puts around image features.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Markers {
     /// Marker before the features of an image's overview (the whole image, resized).
@@ -31,11 +31,11 @@ pub struct Markers {
 /// Image and prompt settings of a model directory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProcessorConfig {
-    /// How large images are cut into cells.
+    /// Rules by which large images are cut into cells.
     pub slicing: SlicingConfig,
     /// Number of image tokens per slice.
     pub query_num: usize,
-    /// Whether images are numbered in the prompt.
+    /// Whether the prompt numbers its images.
     pub use_image_id: bool,
     /// How pixel bytes become inputs of the vision tower.
     pub normalization: Normalization,
@@ -151,7 +151,8 @@ impl MarkerIds {
     }
 }
 
-/// Turns samples into model inputs; the sample rules are in `sample.rs` beside this file.
+/// Processor of MiniCPM: turns samples into token ids, labels and image patches. Its sample rules are in
+/// `sample.rs`.
 #[derive(Clone, Debug)]
 pub struct MiniCpmProcessor {
     pub(super) config: ProcessorConfig,

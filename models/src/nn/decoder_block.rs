@@ -28,10 +28,10 @@ pub struct DecoderBlockConfig {
     pub names: BlockNames,
 }
 
-/// Names of a block's modules, and which of them the checkpoint fuses.
+/// Names of a decoder block's modules in the checkpoint, and which of them it fuses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BlockNames {
-    /// Name of the attention module.
+    /// Name of the block's attention module.
     pub attention: &'static str,
     /// Name of the one module that projects to q, k and v; `None` if they are `q_proj`, `k_proj` and `v_proj`.
     pub fused_qkv: Option<&'static str>,
@@ -41,7 +41,8 @@ pub struct BlockNames {
     pub fused_gate_up: Option<&'static str>,
     /// Name of the MLP's output projection.
     pub down: &'static str,
-    /// Names of the norms on the outputs of attention and MLP, if the block has them.
+    /// Names of two additional norms, on the outputs of attention and MLP; `None` if the block does not have
+    /// them.
     pub output_norms: Option<[&'static str; 2]>,
 }
 
@@ -57,7 +58,8 @@ impl BlockNames {
     };
 }
 
-/// `x += attention(norm(x)); x += mlp(norm(x))` with rotary positions. Some families norm both outputs as well.
+/// Transformer block of a decoder: `x += attention(norm(x)); x += mlp(norm(x))` with rotary positions. Some
+/// families norm the outputs of attention and MLP as well.
 #[derive(Clone, PartialEq, Debug)]
 pub struct DecoderBlock {
     norm1: RmsNorm,
