@@ -171,7 +171,8 @@ pub struct Batch {
     /// Index tables that place learned keys and values (p-tuning v2) before those of each sample; `None`
     /// without p-tuning.
     pub prefix: Option<PrefixTables>,
-    /// Token rows that also attend to image features by cross-attention; absent in families without it.
+    /// Cross-attention of token rows to image features; `None` in families without it, or if no sample has
+    /// features.
     pub cross: Option<CrossRows>,
     /// Image inputs of the batch; `None` if image features replace no token row.
     pub vision: Option<VisionBatch>,

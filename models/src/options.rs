@@ -22,8 +22,8 @@ pub enum RopePrecision {
 pub struct ModelOptions {
     /// Dtype of the model's weights and activations.
     pub dtype: DType,
-    /// Whether the vision tower trains. The projector always trains, except in a run of adapters or
-    /// prefixes that does not name it.
+    /// Whether the vision tower trains. The projector trains in any case, unless the run has adapters or
+    /// p-tuning and does not name it.
     pub tune_vision: bool,
     /// Whether the language model trains, embeddings and head included.
     pub tune_llm: bool,

@@ -52,7 +52,7 @@ impl Loss {
     /// forward pass has finished.
     ///
     /// # Errors
-    /// A device that fails.
+    /// When the device fails.
     pub fn fetch(&self) -> Result<LossFetch> {
         Ok(LossFetch(self.rows.value().fetch()?))
     }

@@ -39,14 +39,15 @@ pub struct CrossCacheShape {
 }
 
 impl CacheShape {
-    /// Bytes that the cache holds per token: keys and values of all layers.
+    /// Bytes of the cache per token of a prompt or answer: keys and values of all layers.
     #[must_use]
     pub fn bytes_per_token(&self) -> u64 {
         let elems = 2 * self.layers * self.kv_heads * self.head_dim;
         (elems * self.dtype.size_bytes()) as u64
     }
 
-    /// Bytes that the cache holds per prompt with `images` images, in addition to those of its tokens.
+    /// Bytes of the cache per prompt with `images` images, in addition to those of its tokens: learned
+    /// prefix, and keys and values of the image features that cross-attention reads.
     #[must_use]
     pub fn bytes_per_prompt(&self, images: usize) -> u64 {
         let cross = self.cross.map_or(0, |cross| cross.features * cross.width);
@@ -117,7 +118,7 @@ impl KvCache {
     /// Rows that attend to features when the prompts `open`, ascending, get one token each.
     ///
     /// # Errors
-    /// When the pool is full.
+    /// When the device's memory pool is full.
     pub(crate) fn cross_rows(
         &self,
         open: &[usize],
@@ -207,7 +208,7 @@ impl CachePass {
     /// (index of the prompt, its number of tokens), ascending.
     ///
     /// # Errors
-    /// When the pool is full.
+    /// When the device's memory pool is full.
     pub fn prefill(
         cache: Arc<KvCache>,
         lengths: &[(usize, usize)],
@@ -229,7 +230,7 @@ impl CachePass {
     /// number of tokens already cached), ascending.
     ///
     /// # Errors
-    /// When the pool is full.
+    /// When the device's memory pool is full.
     pub fn decode(
         cache: Arc<KvCache>,
         cached: &[(usize, usize)],

@@ -22,7 +22,8 @@ pub struct ProcessorConfig {
 }
 
 impl ProcessorConfig {
-    /// Combines `model` with `preprocessor_config.json` of the directory `dir`.
+    /// Reads the settings from `preprocessor_config.json` of the directory `dir` and from `model`, the
+    /// configuration of the model.
     ///
     /// # Errors
     /// [`ProcessorError`] if the file is missing or invalid, or contradicts `model`.

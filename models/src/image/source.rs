@@ -4,9 +4,9 @@ use std::path::{Component, Path, PathBuf};
 
 use super::{ImageError, RgbImage, decode, dimensions};
 
-/// Lookup of images by the paths in samples.
+/// Source of the images of a data set, looked up by the paths that samples state.
 pub trait ImageSource: Send + Sync {
-    /// Width and height in pixels, without decoding the image.
+    /// Width and height, in pixels, of the image that `path` names, without decoding it.
     ///
     /// # Errors
     /// [`ImageError`] naming the file.

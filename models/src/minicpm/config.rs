@@ -38,7 +38,7 @@ pub struct MiniCpmConfig {
     /// Largest number of slices that the vision tower takes at once in the published code; results do not depend on
     /// it.
     pub vision_batch_size: usize,
-    /// Whether the prompt numbers its images.
+    /// Whether images get a number (image id) in the prompt.
     pub use_image_id: bool,
     /// Rules by which large images are cut into cells.
     pub slicing: SlicingConfig,

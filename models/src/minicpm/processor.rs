@@ -24,7 +24,7 @@ pub struct Markers {
     pub image_id_start: String,
     /// Marker after the number of an image.
     pub image_id_end: String,
-    /// Placeholder token that one image feature replaces.
+    /// Placeholder token, of which a prompt has one for each image feature.
     pub feature: String,
 }
 
@@ -35,7 +35,7 @@ pub struct ProcessorConfig {
     pub slicing: SlicingConfig,
     /// Number of image tokens per slice.
     pub query_num: usize,
-    /// Whether the prompt numbers its images.
+    /// Whether images get a number (image id) in the prompt.
     pub use_image_id: bool,
     /// How pixel bytes become inputs of the vision tower.
     pub normalization: Normalization,
@@ -44,7 +44,8 @@ pub struct ProcessorConfig {
 }
 
 impl ProcessorConfig {
-    /// Combines `model` with `preprocessor_config.json` of the directory `dir`.
+    /// Reads the settings from `preprocessor_config.json` of the directory `dir` and from `model`, the
+    /// configuration of the model.
     ///
     /// # Errors
     /// [`ProcessorError`] if the file is missing or invalid, or contradicts `model`.

@@ -24,7 +24,7 @@ pub struct DecoderBlockConfig {
     pub eps: f32,
     /// Whether q, k and v have a bias (Qwen2 does, Llama does not).
     pub qkv_bias: bool,
-    /// Names of the modules below the block.
+    /// Names of the block's modules in the checkpoint.
     pub names: BlockNames,
 }
 
@@ -47,7 +47,7 @@ pub struct BlockNames {
 }
 
 impl BlockNames {
-    /// The names in checkpoints of Llama and Qwen2.
+    /// Module names in checkpoints of Llama and Qwen2.
     pub const LLAMA: Self = Self {
         attention: "self_attn",
         fused_qkv: None,

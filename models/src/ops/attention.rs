@@ -15,7 +15,8 @@ pub struct Sequences {
     /// First key row of each sequence, then the number of all key rows: sequence `i` has the rows
     /// `k_starts[i]..k_starts[i + 1]`.
     pub k_starts: Arc<[usize]>,
-    /// Whether attention is causal: a query attends to the keys up to its own position.
+    /// Whether attention is causal: query `i` of `n` attends to the keys `0..=i + (keys - n)` of its
+    /// sequence.
     pub causal: bool,
 }
 

@@ -113,7 +113,7 @@ impl Scope<'_> {
         })
     }
 
-    /// SwiGLU: `silu(gate) * up`.
+    /// SwiGLU activation, elementwise: `silu(gate) * up`.
     ///
     /// # Errors
     /// When shapes differ or memory runs out.
