@@ -311,7 +311,7 @@ impl Adapter {
     }
 
     /// Names of the tensors that have no counterpart in the base weights `base`: no parameter of that name
-    /// or, for an adapter, no layer that it adapts. Loading the model would drop them.
+    /// or, for an adapter, no layer that it adapts. Learned keys and values (p-tuning) are always among them.
     pub fn strangers<'a>(&'a self, base: &'a WeightSource) -> impl Iterator<Item = &'a str> {
         self.names().filter(move |name| {
             let module = name
