@@ -64,8 +64,8 @@ impl Sampler {
         }
     }
 
-    /// Makes the first epoch begin with the samples `first`, each once. They are swapped with the samples that were
-    /// at those positions.
+    /// Changes the data order so that the first epoch begins with the samples of indices `first`, each once.
+    /// They are swapped with the samples that were at those positions.
     #[must_use]
     pub fn beginning_with(mut self, first: &[usize]) -> Self {
         let (mut moved, mut origin) = (BTreeMap::new(), BTreeMap::new());

@@ -18,7 +18,7 @@ use crate::rank_env::RankEnv;
 pub struct StopFlag(Arc<AtomicBool>);
 
 impl StopFlag {
-    /// A flag that is not set.
+    /// New stop flag that is not set.
     pub fn new() -> Self {
         Self::default()
     }

@@ -38,7 +38,7 @@ impl PhaseBytes {
     }
 }
 
-/// Peak bytes of one rank over the whole run, on each tier.
+/// Planned peak bytes of one rank over the whole run, for each memory tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct RankPeak {
     /// Peak bytes of device memory that the rank needs.
@@ -57,7 +57,8 @@ pub struct RankPeak {
     pub resident_window: u64,
 }
 
-/// Planned memory of one rank, from a dry run. It is equal on all ranks except for what rank 0 alone does.
+/// Planned memory of one rank in bytes, counted by a dry run. All ranks need the same, except for work that
+/// rank 0 alone does.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct RankMemory {
     /// Peak bytes of each phase, by tier and kind.

@@ -1,7 +1,7 @@
 //! `launcher doctor`: reports what this machine offers for training and which problems it has.
 //!
-//! The report has the facts and findings of [`crate::device::survey`], as text or JSON. A value that cannot be
-//! read is absent from the report, or a finding in it.
+//! The report has the facts and findings of [`crate::device::survey`], as text or JSON. A value that cannot
+//! be read is absent from the report, or a finding in it.
 
 mod text;
 
