@@ -7,31 +7,35 @@ use crate::spec::{ParamId, UnitId};
 use kernels::{Backend, Tensor};
 use std::sync::Arc;
 
-/// Access of one forward/backward pass to weights and gradients.
+/// Interface through which a model's forward and backward code reads weights and hands over gradients.
 ///
-/// A pass leases units in plan order in forward and in reverse order in backward. Before the backward of a recompute
-/// group ([`ZeroConfig::recomputed`](crate::ZeroConfig::recomputed)) it leases all units of the group but the last in
-/// plan order, for [`Phase::Recompute`]. A pass leases no unit that its batch does not use, e.g. the vision tower
-/// without an image. The engine then takes part in that unit's collectives, so all ranks issue the same sequence.
+/// Weights are leased by unit: parameters that are gathered together, usually one layer. A pass leases units
+/// in plan order in forward and in reverse order in backward. A recompute group
+/// ([`ZeroConfig::recomputed`](crate::ZeroConfig::recomputed)) saves only its first input. Before its
+/// backward, the pass leases all its units but the last again, in plan order, for [`Phase::Recompute`]. A
+/// pass leases no unit that its batch does not use, e.g. the vision tower without an image. The engine then
+/// takes part in that unit's collectives, so all ranks issue the same sequence.
 pub trait ParamAccess {
-    /// The device that computes.
+    /// Backend of the device on which forward and backward run.
     fn backend(&self) -> &Arc<dyn Backend>;
 
-    /// Makes a unit's weights readable until the lease ends.
+    /// Makes the whole weights of a unit readable until the lease ends: gathers them or waits for their
+    /// prefetch.
     ///
     /// # Errors
     /// When the schedule has no such entry after the current one, or when communication or memory fails.
     fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>, EngineError>;
 
-    /// Hands over one parameter's complete gradient of this micro-batch, while its unit is leased for backward.
-    /// `grad` is f32 and has the parameter's number of elements. Each parameter has one deposit per micro-batch.
+    /// Hands over the complete gradient of one parameter for this micro-batch, while its unit is leased for
+    /// backward. `grad` is f32 and has the parameter's number of elements. Each parameter has one deposit per
+    /// micro-batch.
     ///
     /// # Errors
-    /// When the unit is not leased for backward, the parameter is frozen, its gradient was already deposited, or dtype
-    /// or size differ; when communication or memory fails.
+    /// When the unit is not leased for backward, the parameter is frozen, its gradient was already deposited,
+    /// or dtype or size differ; when communication or memory fails.
     fn deposit(&self, id: ParamId, grad: &Tensor) -> Result<(), EngineError>;
 
-    /// Storage of saved activations between forward and backward; `None` if they stay on the device.
+    /// Storage of saved activations between forward and backward; `None` if activations stay on the device.
     fn activations(&self) -> Option<&Activations> {
         None
     }
@@ -50,7 +54,7 @@ pub trait ParamAccess {
     }
 }
 
-/// The owner of a lease, which is notified when the lease ends.
+/// Owner of leases ([`Lease`]), usually the engine. A lease notifies its owner when it ends.
 pub trait LeaseOwner {
     /// Ends the lease of `unit`; called exactly once. `completed` is false when an error or panic dropped the lease
     /// early.
@@ -60,7 +64,8 @@ pub trait LeaseOwner {
     fn end_lease(&self, unit: UnitId, phase: Phase, completed: bool) -> Result<(), EngineError>;
 }
 
-/// Guard that keeps one unit's weights readable, as between FSDP's unshard and reshard.
+/// Guard that keeps the gathered weights of one unit readable, as between FSDP's unshard and reshard. A unit
+/// consists of parameters that are gathered together, usually one layer.
 pub struct Lease<'e> {
     owner: &'e dyn LeaseOwner,
     unit: UnitId,
@@ -79,7 +84,8 @@ impl std::fmt::Debug for Lease<'_> {
 }
 
 impl<'e> Lease<'e> {
-    /// Creates a lease of `unit`. `params` must ascend by id.
+    /// Creates a lease of `unit` for `phase`. `params` are the ids and gathered weights of its parameters,
+    /// ascending by id. `owner` is notified when the lease ends.
     #[must_use]
     pub fn new(
         owner: &'e dyn LeaseOwner,
@@ -96,13 +102,13 @@ impl<'e> Lease<'e> {
         }
     }
 
-    /// The unit whose weights are leased.
+    /// Id of the unit whose weights this lease keeps readable.
     #[must_use]
     pub fn unit(&self) -> UnitId {
         self.unit
     }
 
-    /// A weight of the unit, in the parameter's shape and the weights' dtype.
+    /// Weight of the parameter `id`: the whole tensor, not a shard, in the dtype of the weights.
     ///
     /// # Errors
     /// [`EngineError::NotInUnit`] when the parameter belongs to another unit.
@@ -116,10 +122,11 @@ impl<'e> Lease<'e> {
             })
     }
 
-    /// Ends the lease. A lease that is dropped without this call counts as failed.
+    /// Ends the lease and reports its work to the owner as completed. A lease that is dropped without this
+    /// call, e.g. after an error, is reported as failed.
     ///
     /// # Errors
-    /// When the unit's gradients cannot be reduced or added.
+    /// When the unit's gradients cannot be reduced between ranks or added to their sums.
     pub fn end(mut self) -> Result<(), EngineError> {
         self.params.clear();
         self.ended = true;

@@ -1,8 +1,8 @@
 //! Dry run of one rank: [`Zero`] itself, over regions that only count their bytes and a communicator that counts.
 //!
-//! A model's forward and backward run on it as in training. The memory pools then contain the bytes that a run needs,
-//! by tag, and the offsets of its allocations. No parameter is updated: a dry run starts no worker thread, and jobs for
-//! a worker return unchanged.
+//! A model's forward and backward run on it as in training. The memory pools then contain the bytes that a run
+//! needs, by tag, and the offsets of its allocations. No parameter is updated: a dry run starts no worker
+//! thread, and jobs for a worker return unchanged.
 
 use crate::access::ParamAccess;
 use crate::comm::dry::DryWindow;
@@ -21,7 +21,8 @@ use std::sync::Arc;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Dry run of rank 0. It dereferences to the [`Zero`] on which passes run.
+/// Dry run of rank 0: it runs passes and steps of a plan without values and counts the memory that they need.
+/// It dereferences to the [`Zero`] on which passes run.
 #[derive(Debug)]
 pub struct DryRun {
     zero: Zero,
@@ -32,18 +33,20 @@ pub struct DryRun {
 }
 
 impl DryRun {
-    /// Creates rank 0 of `plan` on the meta device, with the optimizer state of `rule`.
+    /// Creates the dry run of rank 0 of `plan` on the meta device (no values), with the optimizer states that
+    /// `rule` declares. No limit on memory applies.
     ///
     /// # Errors
-    /// When the plan is not valid for the rule. Memory is unlimited.
+    /// When the plan is not valid for the rule.
     pub fn new(plan: Arc<Plan>, rule: Arc<dyn Optimizer>) -> Result<Self> {
         let [device, host] = ["device", "host"].map(|name| Pool::new(name, None));
         let backend = Arc::new(MetaBackend::new(device.clone()));
         Self::over(Counters::new(device, host), plan, rule, backend)
     }
 
-    /// Creates rank 0 of `plan` on `backend`, which counts like a discrete device and has no values. The device stores
-    /// the states of the device tier; buffers of the communicator are in host memory.
+    /// Creates the dry run of rank 0 of `plan` on `backend`, a discrete device (the host cannot address its
+    /// memory) that counts allocations and has no values. Its memory contains the states that the plan stores
+    /// on the device. Buffers of the communicator count as host memory.
     ///
     /// # Errors
     /// When the states exceed the device's memory.
@@ -99,37 +102,42 @@ impl DryRun {
         }
     }
 
-    /// Whether the host can address the memory of the device that passes run on.
+    /// Whether the host can address the memory of the device on which passes run. It cannot for a discrete
+    /// GPU.
     #[must_use]
     pub fn is_host_addressable(&self) -> bool {
         self.zero.backend().device().is_host_addressable()
     }
 
-    /// Pool that counts the bytes in spill files.
+    /// Pool that counts the bytes that the rank would store in spill files on disk.
     #[must_use]
     pub fn nvme_pool(&self) -> &Pool {
         &self.counters.nvme
     }
 
-    /// Bytes of the host tier: memory maps in whole pages, and pages that its pool has touched.
+    /// Bytes of host memory that the rank would occupy: its memory maps, in whole pages, and the pages of its
+    /// host pool that it has touched so far.
     #[must_use]
     pub fn host_bytes(&self) -> u64 {
         self.counters.host_bytes()
     }
 
-    /// Bytes of the communicator's window that were used so far.
+    /// Byte counts of the communicator's window (the memory through which ranks exchange data), since the dry
+    /// run began.
     #[must_use]
     pub fn window(&self) -> WindowBytes {
         self.window.bytes()
     }
 
-    /// Maximal bytes of the window in use at once since the last call.
+    /// Peak number of bytes in use at once in this rank's part of the communicator's window, since the
+    /// previous call.
     #[must_use]
     pub fn take_window_peak(&self) -> u64 {
         self.window.take_peak()
     }
 
-    /// Runs [`Zero::step`], then prepares the pass of the next update.
+    /// Runs [`Zero::step`] with learning rate 0. It then announces the next update
+    /// ([`Zero::announce_update`]) if the plan has units whose update consumes gradients during backward.
     ///
     /// # Errors
     /// When the device's memory is exceeded.
@@ -138,7 +146,8 @@ impl DryRun {
         self.announce_next()
     }
 
-    /// Gathers all weights, as saving a model does ([`Zero::visit_weights`]).
+    /// Gathers the weights of every unit, as a run does when it saves the whole model
+    /// ([`Zero::visit_weights`]). Memory pools count the bytes.
     ///
     /// # Errors
     /// When the device's memory is exceeded.
@@ -146,7 +155,8 @@ impl DryRun {
         self.zero.visit_weights(|_, _| Ok(()))
     }
 
-    /// Gathers the trainable weights, as saving only them does ([`Zero::visit_trained_weights`]).
+    /// Gathers the trainable weights, as a run does when it saves only them
+    /// ([`Zero::visit_trained_weights`]). Memory pools count the bytes.
     ///
     /// # Errors
     /// When the device's memory is exceeded.

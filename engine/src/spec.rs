@@ -3,62 +3,63 @@
 use kernels::Shape;
 use serde::{Deserialize, Serialize};
 
-/// Index of a parameter in [`ModelSpec::params`].
+/// Id of a parameter: its index in [`ModelSpec::params`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct ParamId(pub u32);
 
 impl ParamId {
-    /// The id as an index into [`ModelSpec::params`].
+    /// The parameter's index in [`ModelSpec::params`].
     #[must_use]
     pub fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// Index of a unit in [`ModelSpec::units`].
+/// Id of a unit (parameters that are gathered together, usually one layer): its index in
+/// [`ModelSpec::units`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct UnitId(pub u32);
 
 impl UnitId {
-    /// The id as an index into [`ModelSpec::units`].
+    /// The unit's index in [`ModelSpec::units`].
     #[must_use]
     pub fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// One parameter of a model.
+/// Declaration of one parameter of a model.
 #[derive(Clone, PartialEq, Debug)]
 pub struct ParamSpec {
     /// Name of the parameter in checkpoints.
     pub name: String,
-    /// Shape of the parameter; every rank declares the whole shape, not its shard.
+    /// Shape of the whole parameter, not of a rank's shard.
     pub shape: Shape,
-    /// The unit with which the parameter is gathered.
+    /// Id of the parameter's unit: the parameters that are gathered and released together, usually one layer.
     pub unit: UnitId,
     /// Whether the optimizer updates the parameter. A frozen parameter has no gradient, optimizer state or master
     /// weight.
     pub trainable: bool,
 }
 
-/// Parameters that are gathered and released together (FSDP's unit).
+/// Declaration of a unit: parameters that are gathered and released together, as in FSDP; usually one layer.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UnitSpec {
     /// Dotted name of the unit, such as `llm.layers.3`.
     pub name: String,
 }
 
-/// A model as the engine sees it: units in forward order, parameters in declaration order.
+/// Declaration of a model for the engine: its units in forward order, and its parameters grouped by unit.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct ModelSpec {
-    /// Units in the order of the forward pass.
+    /// All units of the model, in the order of the forward pass.
     pub units: Vec<UnitSpec>,
-    /// Parameters, grouped by unit; units ascend.
+    /// All parameters of the model, grouped by unit, in the order of the units.
     pub params: Vec<ParamSpec>,
 }
 
 impl ModelSpec {
-    /// Id of the parameter called `name`; `None` if there is none.
+    /// Id of the parameter called `name`; `None` if the model has no such parameter.
     #[must_use]
     pub fn find(&self, name: &str) -> Option<ParamId> {
         self.params
@@ -67,7 +68,7 @@ impl ModelSpec {
             .map(|i| ParamId(i as u32))
     }
 
-    /// Number of elements: of all parameters, and of the trainable ones.
+    /// Number of elements of all parameters, and number of elements of the trainable ones.
     #[must_use]
     pub fn elems(&self) -> (usize, usize) {
         let sum = |f: &dyn Fn(&ParamSpec) -> bool| {

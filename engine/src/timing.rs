@@ -4,17 +4,18 @@ use crate::plan::Tier;
 use kernels::{DeviceLane, DeviceSpan};
 use std::time::{Duration, Instant};
 
-/// Total times of one rank since its states were allocated. Take differences with [`Times::since`].
+/// Total time that one rank has spent in collectives and in copies between memory tiers, since its states
+/// were allocated. [`Times::since`] gives the difference of two readings.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Times {
-    /// Time inside collectives: waits for peers, reading and adding their data.
+    /// Total time inside collectives: waits for peers, and reading and adding their data.
     pub communication: Duration,
-    /// Time of copies between the tiers of this rank, and of waits for them.
+    /// Total time of this rank's copies to and from offloaded tiers (host memory and disk), waits included.
     pub offload: Duration,
 }
 
 impl Times {
-    /// Difference of every field between these totals and `earlier` ones; at least 0.
+    /// Times between the reading `earlier` and this one: the difference of every field, at least 0.
     #[must_use]
     pub fn since(self, earlier: Self) -> Self {
         Self {
@@ -24,22 +25,22 @@ impl Times {
     }
 }
 
-/// Total times of a discrete device by its own clock. Copies overlap with computation, so the parts may add up to more
-/// than the whole.
+/// Total times of a discrete device (a GPU whose memory the host cannot address), by its own clock. Copies
+/// overlap with computation, so the sum of the fields may exceed the elapsed time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct DeviceTimes {
-    /// Total time of computation in units' passes, without waits.
+    /// Total time of the device's computation in training passes, without its waits.
     pub compute: Duration,
-    /// Waits of the computation for data that is copied to the device.
+    /// Total time that the device's computation waited for data that was being copied to the device.
     pub waits: Duration,
-    /// Total time of host-to-device copies.
+    /// Total time of the device's host-to-device copies.
     pub inward: Duration,
-    /// Total time of device-to-host copies.
+    /// Total time of the device's device-to-host copies.
     pub outward: Duration,
-    /// Total time of transfers from devices of other ranks.
+    /// Total time of transfers to this rank's device from the devices of other ranks.
     pub communication: Duration,
-    /// Updates on the CPU during passes, by its clock. An optimizer in forward counts a unit when the store receives it
-    /// back.
+    /// Total time of optimizer updates by CPU threads during passes, by the host's clock. An update during
+    /// forward is counted when the thread has returned the unit's state.
     pub updates: Duration,
     /// Total bytes of host-to-device copies.
     pub inward_bytes: u64,
@@ -48,7 +49,8 @@ pub struct DeviceTimes {
 }
 
 impl DeviceTimes {
-    /// Adds measured spans. A wait is either inside a unit's computation or outside of it; waits inside are subtracted.
+    /// Adds measured spans. A wait is either inside a unit's computation or outside of it; waits inside are
+    /// subtracted.
     pub(crate) fn add(&mut self, spans: &[DeviceSpan]) {
         let of = |lane| spans.iter().filter(move |span| span.lane == lane);
         let total = |lane| -> Duration { of(lane).map(|span| span.length).sum() };
@@ -67,7 +69,7 @@ impl DeviceTimes {
         self.outward_bytes += bytes(DeviceLane::Outward);
     }
 
-    /// Difference of every field between these totals and `earlier` ones; at least 0.
+    /// Times and bytes between the reading `earlier` and this one: the difference of every field, at least 0.
     #[must_use]
     pub fn since(self, earlier: Self) -> Self {
         Self {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Worker of a rank that a span belongs to.
+/// Lane of a rank's trace: the worker, e.g. a thread or a device queue, whose activities it shows.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Lane {
     /// Passes of the model: from a unit's lease to its end.
@@ -15,7 +15,7 @@ pub enum Lane {
     Communication,
     /// Copies between tiers, and waits for them.
     Offload,
-    /// Gradients that are fetched from a discrete device and added to their sums.
+    /// Thread that fetches gradients from a discrete device and adds them to their sums.
     GradientAccumulator,
     /// Optimizer updates after the pass.
     Update,
@@ -25,20 +25,20 @@ pub enum Lane {
     UpdateInForward,
     /// Computation of a discrete device: from a unit's first to its last kernel.
     Device,
-    /// Waits of the computation for data that is copied to the device.
+    /// Waits of the device's computation for data that is copied to the device.
     DeviceWait,
     /// Copies from the host to the device.
     Inward,
     /// Copies from the device to the host.
     Outward,
-    /// Transfers from devices of other ranks.
+    /// Transfers to the device from devices of other ranks.
     Between,
     /// One thread of the disk queue, by index.
     Disk(u16),
 }
 
 impl Lane {
-    /// Name of the lane for display, e.g. `compute`.
+    /// Name of the lane (the worker of a rank) for display, e.g. `compute`.
     #[must_use]
     pub fn name(self) -> String {
         match self {
@@ -58,7 +58,7 @@ impl Lane {
         }
     }
 
-    /// Number of the lane, in the order of declaration.
+    /// Index of the lane in the order of declaration, from 0. Disk threads have 12 and up.
     #[must_use]
     pub fn number(self) -> u32 {
         match self {
@@ -79,16 +79,16 @@ impl Lane {
     }
 }
 
-/// One traced activity: a time interval of one lane.
+/// One traced activity: a time interval of one lane (a worker of a rank).
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Span {
-    /// Worker of the rank to which the span belongs.
+    /// Lane of the activity: the worker of the rank that did it.
     pub lane: Lane,
-    /// What the lane did, e.g. `gather llm.layers.3`.
+    /// What the worker did, e.g. `gather llm.layers.3`.
     pub name: String,
-    /// Start of the interval: time since the recording began.
+    /// Start of the activity: time since the recording began.
     pub start: Duration,
-    /// Duration of the interval.
+    /// Duration of the activity.
     pub length: Duration,
 }
 
@@ -104,7 +104,7 @@ struct Inner {
     recording: Mutex<Option<Recording>>,
 }
 
-/// Trace recorder of one rank. Clones share the recording.
+/// Trace recorder of one rank: it collects [`Span`]s during a recording. Clones share the recording.
 #[derive(Clone, Debug, Default)]
 pub struct Trace(Arc<Inner>);
 
@@ -115,7 +115,7 @@ impl Trace {
         recording.unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts a recording; an earlier one is dropped.
+    /// Starts a recording. The spans of an earlier recording that was not stopped are discarded.
     pub fn start(&self) {
         *self.recording() = Some(Recording {
             origin: Instant::now(),
@@ -125,7 +125,7 @@ impl Trace {
         self.0.on.store(true, Ordering::Relaxed);
     }
 
-    /// Ends the recording and returns its spans, sorted by start; empty without a recording.
+    /// Ends the recording and returns its spans, sorted by start time; empty if no recording was started.
     #[must_use]
     pub fn stop(&self) -> Vec<Span> {
         self.0.on.store(false, Ordering::Relaxed);

@@ -9,19 +9,21 @@ use crate::grouped::partition;
 use crate::pool::Tag;
 use crate::{Backend, Shape, Tensor};
 
-/// Dropout of an adapter's input: [`Backend::dropout`] applied to the layer's input `x`.
+/// Dropout applied to the input of a LoRA adapter, as [`Backend::dropout`] does; the base layer's input has
+/// none.
 #[derive(Clone, Copy, Debug)]
 pub struct AdapterDropout<'a> {
-    /// Row words as in [`DropoutArgs`]: i32 `[t, 2]`, for the rows of all groups.
+    /// Row identities for the dropout, i32 `[t, 2]`: two words per row of the input, as in [`DropoutArgs`].
+    /// They cover the rows of all groups.
     pub rows: &'a Tensor,
-    /// Key of the random stream for one use, e.g. (seed, layer).
+    /// Key of the dropout's random stream for one use, e.g. (seed, layer).
     pub key: [u32; 2],
-    /// Probability of zero, `0 <= p < 1`.
+    /// Dropout probability, with which an element becomes zero: `0 <= p < 1`.
     pub p: f32,
 }
 
 impl<'a> AdapterDropout<'a> {
-    /// Operands for [`Backend::dropout`] with these settings on the input `x`.
+    /// Operands for [`Backend::dropout`] that apply this dropout to the input `x`.
     #[must_use]
     pub const fn of(&self, x: &'a Tensor) -> DropoutArgs<'a> {
         DropoutArgs {
@@ -33,20 +35,23 @@ impl<'a> AdapterDropout<'a> {
     }
 }
 
-/// A low-rank adapter of a layer `[n, k]`.
+/// Low-rank adapter (LoRA) of a linear layer with a weight `[n, k]`: the two matrices, their scale and the
+/// dropout.
 #[derive(Clone, Copy, Debug)]
 pub struct AdapterArgs<'a> {
-    /// Matrix A, `[r, k]`. Adapters of one call may differ in `r`.
+    /// Matrix A of the adapter, `[r, k]`. It maps the `k` inputs to `r` intermediate values. The rank `r` may
+    /// differ between adapters of one call.
     pub lora_a: &'a Tensor,
     /// Matrix B of the adapter, `[n, r]`. It maps the `r` intermediate values to the `n` outputs.
     pub lora_b: &'a Tensor,
-    /// Factor on the adapter's output, `alpha / r`.
+    /// Factor on the adapter's output, `alpha / r` in LoRA.
     pub scale: f32,
-    /// Dropout of the adapter's input, recomputed in backward.
+    /// Dropout of the adapter's input, or `None`. The mask is not stored; the backward recomputes it.
     pub dropout: Option<AdapterDropout<'a>>,
 }
 
-/// `x W^T + bias + scale * (dropout(x) A^T) B^T`, the last term only with an adapter.
+/// Linear layer with an optional LoRA adapter: `x W^T + bias + scale * (dropout(x) A^T) B^T`. Without an
+/// adapter the last term is absent.
 #[derive(Clone, Copy, Debug)]
 pub struct AdaptedLayer<'a> {
     /// Weight of the base layer, `[n, k]`.
@@ -63,47 +68,53 @@ pub struct AdaptedLayer<'a> {
 pub struct AdaptedLinearArgs<'a> {
     /// Input of all projections, `[t, k]`: `t` tokens with `k` features.
     pub x: &'a Tensor,
-    /// Two row groups, each i32 `[m]`, possibly empty. Together they name every row once. `None`: all rows form one
-    /// group.
+    /// Row numbers of two groups of tokens, each i32 `[m]` and possibly empty. Every row of `x` is in exactly
+    /// one group. `None` if all rows form one group.
     pub row_groups: Option<[&'a Tensor; 2]>,
-    /// Layers by projection: one per row group. The layers of a projection have equal shapes.
+    /// Layers of each projection: the outer index is the projection, the inner index the row group. The
+    /// layers of a projection have equal shapes.
     pub projections: &'a [Vec<AdaptedLayer<'a>>],
 }
 
 /// Results of [`Backend::adapted_linear`]: the output of each projection, and values that its backward can reuse.
 #[derive(Debug)]
 pub struct AdaptedLinear {
-    /// Outputs of the projections, one tensor `[t, n]` per projection.
+    /// Output of each projection, `[t, n]`, in the order of [`AdaptedLinearArgs::projections`].
     pub y: Vec<Tensor>,
-    /// Outputs of the adapters' A matrices, for [`AdaptedLinearGradArgs::inner`]. Each device has its own layout.
-    /// Empty if the device stores none.
+    /// Outputs of the adapters' A matrices (the rank-`r` activations), saved for
+    /// [`AdaptedLinearGradArgs::inner`]. The layout depends on the backend. Empty if the backend saves none.
     pub inner: Vec<Tensor>,
 }
 
-/// Operands of [`Backend::adapted_linear_backward`].
+/// Operands of [`Backend::adapted_linear_backward`]: those of the forward, the output gradients, and saved
+/// activations.
 #[derive(Clone, Copy, Debug)]
 pub struct AdaptedLinearGradArgs<'a> {
     /// Operands that were passed to [`Backend::adapted_linear`] in the forward.
     pub forward: AdaptedLinearArgs<'a>,
-    /// Gradients of the outputs, `[t, n]` per projection.
+    /// Gradient of each projection's output, `[t, n]`, in the order of the projections.
     pub dy: &'a [&'a Tensor],
-    /// [`AdaptedLinear::inner`] that the forward of the same projections returned, or empty to recompute it.
+    /// [`AdaptedLinear::inner`] that the forward call with the same operands returned. If empty, the backward
+    /// recomputes it.
     pub inner: &'a [Tensor],
     /// Whether to compute [`AdaptedLinearGrads::dx`], the gradient of the input.
     pub need_dx: bool,
 }
 
-/// Gradients of an adapter's matrices A and B: `[r, k]` and `[n, r]`, f32.
+/// Gradients of one adapter's matrices A `[r, k]` and B `[n, r]`, in this order, as f32.
 pub type AdapterGrads = [Tensor; 2];
 
-/// Results of [`Backend::adapted_linear_backward`].
+/// Results of [`Backend::adapted_linear_backward`]: gradients of the input and of the adapters. The base
+/// weights are frozen.
 #[derive(Debug)]
 pub struct AdaptedLinearGrads {
-    /// Gradient of the input, `[t, k]` in its dtype, if requested. The gradients of the projections are rounded, then
-    /// added from the last projection to the first, with rounding after each addition. With dropout, the parts of
-    /// base layer and adapter are also rounded before they are added.
+    /// Gradient of the input, `[t, k]` in the input's dtype. `None` unless [`AdaptedLinearGradArgs::need_dx`]
+    /// is set. The gradients of the projections are rounded, then added from the last projection to the
+    /// first, with rounding after each addition. With dropout, the parts of base layer and adapter are also
+    /// rounded before they are added.
     pub dx: Option<Tensor>,
-    /// Gradients of the adapters by projection and row group; `None` without an adapter.
+    /// Gradients of the adapters: the outer index is the projection, the inner index the row group. `None`
+    /// for a layer without an adapter.
     pub adapters: Vec<Vec<Option<AdapterGrads>>>,
 }
 

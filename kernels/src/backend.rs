@@ -31,15 +31,15 @@ pub enum Device {
 }
 
 impl Device {
-    /// Whether the host can address its memory. A discrete device needs copies: in with [`Backend::upload`], out with
-    /// [`Tensor::to_bytes`].
+    /// Whether the host can read and write the device's memory directly; false for a GPU. If not, data is
+    /// copied in with [`Backend::upload`] and out with [`Tensor::to_bytes`].
     #[must_use]
     pub const fn is_host_addressable(self) -> bool {
         !matches!(self, Self::Cuda)
     }
 }
 
-/// Whether a matrix operand is used as stored or transposed.
+/// Whether an operation uses a matrix operand as stored, or its transpose.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Transpose {
     /// Use the operand as stored.
@@ -48,7 +48,7 @@ pub enum Transpose {
     Yes,
 }
 
-/// Operands of [`Backend::matmul`]: `op(a) @ op(b) + bias`.
+/// Operands of [`Backend::matmul`]: `op(a) @ op(b) + bias`, where `op` transposes an operand or not.
 #[derive(Clone, Copy, Debug)]
 pub struct MatmulArgs<'a> {
     /// Left operand, `[m, k]`, or `[k, m]` when transposed. Leading axes are folded into rows.
@@ -59,20 +59,21 @@ pub struct MatmulArgs<'a> {
     pub b: &'a Tensor,
     /// Whether `b` is stored transposed, as `[n, k]`.
     pub transpose_b: Transpose,
-    /// Bias, `[n]`, added to every row.
+    /// Bias, `[n]`, added to every row of the result, or `None`.
     pub bias: Option<&'a Tensor>,
     /// Dtype that the result `[m, n]` is stored in.
     pub out: DType,
 }
 
-/// Operands of [`Backend::dropout`].
+/// Operands of [`Backend::dropout`]: input, probability, and what determines the random numbers.
 #[derive(Clone, Copy, Debug)]
 pub struct DropoutArgs<'a> {
-    /// Input, `[t, k]`, any float dtype.
+    /// Input of the dropout, `[t, k]`, in any float dtype.
     pub x: &'a Tensor,
-    /// Row words, i32 `[t, 2]`: an identity for each row, e.g. (sample, position). It does not depend on the batch.
+    /// Row identities, i32 `[t, 2]`: two words per row, e.g. (sample, position), from which its random
+    /// numbers follow. They do not depend on the batch.
     pub rows: &'a Tensor,
-    /// Key of the random stream for one use, e.g. (seed, layer).
+    /// Key of the dropout's random stream for one use, e.g. (seed, layer).
     pub key: [u32; 2],
     /// Probability that an element becomes zero, `0 <= p < 1`.
     pub p: f32,
@@ -87,7 +88,7 @@ pub enum Gelu {
     Erf,
 }
 
-/// Pairing of a head's elements in rotary position embedding.
+/// Which elements of a head form the pairs that rotary position embedding rotates.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RopeLayout {
     /// Pairs `(i, i + rotary/2)`, as in Llama and Qwen2 ("rotate half").
@@ -96,7 +97,7 @@ pub enum RopeLayout {
     Interleaved,
 }
 
-/// Direction of a rotation. The inverse is the backward of the rotation.
+/// Direction in which [`Backend::rope`] rotates. The inverse rotation is the backward of the forward one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Direction {
     /// Rotation by the angles of the positions.
@@ -105,7 +106,8 @@ pub enum Direction {
     Inverse,
 }
 
-/// Attention over packed sequences, one after the other.
+/// Operands of [`Backend::attention`] over packed sequences (variable length, one after the other, without
+/// padding).
 ///
 /// Sequence `i` has the queries `q_starts[i]..q_starts[i + 1]` and the keys `k_starts[i]..k_starts[i + 1]`. Rows of
 /// different sequences do not attend to each other. Query head `j` uses key/value head `j / (h / g)` (grouped-query
@@ -116,26 +118,28 @@ pub struct AttentionArgs<'a> {
     pub q: &'a Tensor,
     /// Keys, `[s, g, d]`: `s` key rows of all sequences, `g` key/value heads, head dim `d`.
     pub k: &'a Tensor,
-    /// Values, `[s, g, d]`, one per key.
+    /// Values, `[s, g, d]`, one row per key.
     pub v: &'a Tensor,
-    /// First query row of each sequence, then the end of the last one: ascending, first 0, last `t`.
+    /// Row of `q` at which each sequence starts, then the total `t` (`cu_seqlens` in FlashAttention):
+    /// ascending, first 0, last `t`.
     pub q_starts: &'a [usize],
-    /// First key row of each sequence, then the end of the last one: ascending, first 0, last `s`; as many as in
-    /// `q_starts`.
+    /// Row of `k` at which each sequence starts, then the total `s` (`cu_seqlens` in FlashAttention):
+    /// ascending, first 0, last `s`. It is as long as `q_starts`.
     pub k_starts: &'a [usize],
-    /// Causal mask: query `i` of `n` attends to keys `0..=i + (keys - n)` of its sequence. The mask is aligned to the
-    /// last query and the last key, so a cached prefix of keys works.
+    /// Whether attention is causal: query `i` of a sequence with `n` queries attends to keys
+    /// `0..=i + (keys - n)` of the sequence. The mask is aligned to the last query and the last key, so a
+    /// cached prefix of keys works.
     pub causal: bool,
-    /// Factor of the scores before the softmax.
+    /// Factor on the scores `q k^T` before the softmax, e.g. `1 / sqrt(d)`.
     pub scale: f32,
 }
 
-/// Results of [`Backend::attention`]: the output, and what the backward needs besides.
+/// Results of [`Backend::attention`]: the output, and the log-sum-exp that the backward also needs.
 #[derive(Debug)]
 pub struct AttentionOut {
-    /// Weighted sums of the values, `[t, h, d]` like the queries.
+    /// Attention output, `[t, h, d]`: for each query and head the softmax-weighted sum of the values.
     pub out: Tensor,
-    /// Log-sum-exp of the scaled scores, `[t, h]` f32, for backward.
+    /// Log-sum-exp of the scaled scores of each query and head, f32 `[t, h]`, for the backward.
     pub lse: Tensor,
 }
 
@@ -150,32 +154,35 @@ pub struct AttentionGrads {
     pub dv: Tensor,
 }
 
-/// Gradients of an RMS norm or a layer norm.
+/// Gradients of an RMS norm or a layer norm with `c` channels.
 #[derive(Debug)]
 pub struct NormGrads {
-    /// Gradient of `x`, in its dtype.
+    /// Gradient of the input `x`, in the dtype of `x`.
     pub dx: Tensor,
-    /// Gradient of the weight, `[c]` f32.
+    /// Gradient of the norm's weight, f32 `[c]`.
     pub d_weight: Tensor,
-    /// Gradient of the bias, `[c]` f32; layer norm only.
+    /// Gradient of the layer norm's bias, f32 `[c]`. `None` for an RMS norm.
     pub d_bias: Option<Tensor>,
 }
 
 /// Result of [`Backend::linear_cross_entropy_backward`]: the losses and the requested gradients.
 #[derive(Debug)]
 pub struct LossGrads {
-    /// Loss per token, f32 `[t]`, as [`Backend::linear_cross_entropy`] returns it.
+    /// Loss of each token, f32 `[t]`, as [`Backend::linear_cross_entropy`] returns it: 0 for ignored labels.
     pub losses: Tensor,
-    /// Gradient of the hidden states, `[t, c]` in their dtype, if requested. Rows with an ignored label are zero.
+    /// Gradient of the hidden states, `[t, c]` in their dtype. `None` unless requested. Rows with an ignored
+    /// label are zero.
     pub d_hidden: Option<Tensor>,
-    /// Gradient of the weight, `[v, c]` f32, if requested.
+    /// Gradient of the output projection's weight, f32 `[v, c]` (vocabulary by channels). `None` unless
+    /// requested.
     pub d_weight: Option<Tensor>,
 }
 
-/// Label of a token that the loss ignores, as in PyTorch.
+/// Label value of tokens that the loss ignores (`ignore_index` in PyTorch).
 pub const IGNORED_LABEL: i32 = -100;
 
-/// One device: its memory and its operations. The trait is object safe and used as `Arc<dyn Backend>`.
+/// Device as the engine uses it: its memory and its operations on tensors. The trait is object safe and used
+/// as `Arc<dyn Backend>`.
 pub trait Backend: Send + Sync + std::fmt::Debug {
     /// Kind of device that this backend runs on.
     fn device(&self) -> Device;
@@ -298,8 +305,9 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         grouped::partition_rows(self, second)
     }
 
-    /// Grouped matrix product `[t, n]` in the dtype of `a`: two linear layers over a partition of rows. Every row is that
-    /// of [`Backend::matmul`] on its group's rows, up to the order of sums (on the CPU, bit for bit).
+    /// Grouped matrix product `[t, n]` in the dtype of `a`: two linear layers over a partition of rows. Every
+    /// row is that of [`Backend::matmul`] on its group's rows, up to the order of sums (on the CPU, bit for
+    /// bit).
     ///
     /// # Errors
     /// When shapes do not fit, the groups are no partition of the rows, or the pool is full.
@@ -336,7 +344,8 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// adapter, up to the order of sums.
     ///
     /// # Errors
-    /// When there is no projection, shapes do not fit, the row groups are no partition of the rows, or the pool is full.
+    /// When there is no projection, shapes do not fit, the row groups are no partition of the rows, or the
+    /// pool is full.
     fn adapted_linear(&self, args: AdaptedLinearArgs<'_>) -> Result<AdaptedLinear>;
 
     /// Gradients of [`Backend::adapted_linear`] for `dy [t, n]` of each projection. The base weights are frozen.
@@ -508,11 +517,11 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     ) -> Result<LossGrads>;
 }
 
-/// Gradients that [`Backend::linear_cross_entropy_backward`] should compute.
+/// Which gradients [`Backend::linear_cross_entropy_backward`] computes besides the losses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LossNeeds {
     /// Whether to compute the gradient of the hidden states.
     pub hidden: bool,
-    /// Whether to compute the gradient of the weight.
+    /// Whether to compute the gradient of the output projection's weight.
     pub weight: bool,
 }

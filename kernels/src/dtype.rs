@@ -37,7 +37,7 @@ impl DType {
         matches!(self, Self::F32 | Self::BF16 | Self::F16 | Self::F64)
     }
 
-    /// Name in safetensors headers, e.g. `BF16`.
+    /// Name of the dtype in safetensors headers, e.g. `BF16`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -92,7 +92,8 @@ macro_rules! element {
 }
 element!(f32 => F32, bf16 => BF16, f16 => F16, f64 => F64, i32 => I32, u8 => U8);
 
-/// Floating-point element. Operations compute in `f32` and round to nearest even on store.
+/// Rust type of floating-point elements: `f32`, `bf16` or `f16`. Operations compute in `f32` and round to
+/// nearest even on store.
 pub trait Float: Element {
     /// Converts the element to `f32`. The conversion is exact.
     fn to_f32(self) -> f32;

@@ -7,25 +7,27 @@ use crate::error::{KernelError, Result, shape_error};
 use crate::pool::Tag;
 use crate::{Backend, DType, Tensor};
 
-/// `y[row] = a[row] @ op(b) + bias`, with `b` and `bias` of the row's group.
+/// Operands of [`Backend::grouped_matmul`]: `y[row] = a[row] @ op(b) + bias`, with `b` and `bias` of the
+/// group that the row belongs to.
 #[derive(Clone, Copy, Debug)]
 pub struct GroupedMatmulArgs<'a> {
-    /// Left operand of both groups, `[t, k]`.
+    /// Left operand, `[t, k]`, whose rows belong to either group.
     pub a: &'a Tensor,
-    /// The two row groups. Together they name every row once.
+    /// The two row groups with their matrices. Every row of `a` is in exactly one group.
     pub groups: [MatmulGroup<'a>; 2],
     /// Whether the matrix `b` of each group is stored transposed, as `[n, k]`.
     pub transpose_b: Transpose,
 }
 
-/// Rows of one group, and the matrix and bias for these rows.
+/// One of the two row groups of a [`GroupedMatmulArgs`]: its rows, and the matrix and bias for these rows.
 #[derive(Clone, Copy, Debug)]
 pub struct MatmulGroup<'a> {
     /// Numbers of the group's rows in `a`, i32 `[m]`, possibly empty.
     pub rows: &'a Tensor,
-    /// Right operand, `[k, n]`, or `[n, k]` when transposed (the layout of a linear weight).
+    /// Right operand for the group's rows, `[k, n]`, or `[n, k]` when transposed (the layout of a linear
+    /// weight).
     pub b: &'a Tensor,
-    /// Bias, `[n]`, added to the group's rows.
+    /// Bias, `[n]`, added to the group's rows, or `None`.
     pub bias: Option<&'a Tensor>,
 }
 

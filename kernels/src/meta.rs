@@ -14,9 +14,9 @@ use crate::error::Result;
 use crate::pool::{Pool, Tag};
 use crate::{DType, Shape, Tensor};
 
-/// Meta device that stands for [`crate::CpuBackend`]. It makes the same checks and counts the bytes that the CPU
-/// would take. Workspace counts too, for the number of threads of the caller's rayon pool. Values are unknown:
-/// indices are not checked, and every row of a loss counts as supervised.
+/// Meta device in place of [`crate::CpuBackend`]: it computes nothing, but makes the same checks and counts
+/// the bytes that the CPU would take. Workspace counts too, for the number of threads of the caller's rayon
+/// pool. Values are unknown: indices are not checked, and every row of a loss counts as supervised.
 #[derive(Clone, Debug)]
 pub struct MetaBackend {
     pool: Pool,
@@ -29,7 +29,7 @@ impl MetaBackend {
         Self { pool }
     }
 
-    /// Meta device with its own pool without a limit.
+    /// Meta device with its own pool, which has no memory limit.
     #[must_use]
     pub fn unlimited() -> Self {
         Self::new(Pool::new("null", None))

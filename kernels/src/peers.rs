@@ -11,7 +11,8 @@ use crate::{DType, Shape, Tensor};
 use std::ops::Range;
 use std::time::Duration;
 
-/// The queues (CUDA streams) of a device that ranks order against each other.
+/// Queue (CUDA stream) of a device. A rank marks points in its queues, and queues of other ranks wait for
+/// these marks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Lane {
     /// Queue that computation runs on.
@@ -20,8 +21,8 @@ pub enum Lane {
     Communication,
 }
 
-/// Device that exchanges data with other ranks' devices. Calls queue work and return, except [`PeerAccess::name`] and
-/// [`PeerAccess::join`].
+/// Device that copies data from other ranks' devices (peer access), without a library such as NCCL. Calls
+/// queue work and return, except [`PeerAccess::name`] and [`PeerAccess::join`].
 pub trait PeerAccess: Send + Sync + std::fmt::Debug {
     /// Handle that other ranks need to open this device's memory and marks.
     ///
@@ -69,8 +70,8 @@ pub trait PeerAccess: Send + Sync + std::fmt::Debug {
     /// When the range is out of bounds or the device fails.
     fn pull(&self, peer: usize, offset: u64, to: &Tensor, range: Range<usize>) -> Result<()>;
 
-    /// Makes communication wait for the last change of a state, if [`crate::ResidentAccess::record_write`] recorded an
-    /// event for it.
+    /// Makes communication wait for the last change of a state, if [`crate::ResidentAccess::record_write`]
+    /// recorded an event for it.
     ///
     /// # Errors
     /// When the device fails.
@@ -108,8 +109,8 @@ pub trait PeerAccess: Send + Sync + std::fmt::Debug {
     fn await_own(&self, number: u64) -> Result<()>;
 }
 
-/// Device in a communicator of a library such as NCCL. Collectives run beside computation. Every rank must issue the
-/// same collectives in the same order.
+/// Collectives of a device through a library such as NCCL, in one communicator. They run beside computation.
+/// Every rank must issue the same collectives in the same order.
 pub trait GroupAccess: Send + Sync + std::fmt::Debug {
     /// Version of the library that provides the collectives.
     ///

@@ -12,8 +12,8 @@ pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     lanes.map(|[word]| word)
 }
 
-/// `L` independent Philox blocks with one key. Word `w` of block `l` is at `[w][l]`. The loops run over `l`, so they
-/// vectorize.
+/// Philox4x32-10 for `L` counters at once with one key, as [`philox4x32`] for each. Word `w` of number `l` is
+/// at `[w][l]`, in counters and results. The loops run over `l`, so they vectorize.
 #[inline(always)]
 #[must_use]
 pub fn philox4x32_lanes<const L: usize>(

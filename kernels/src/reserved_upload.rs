@@ -5,8 +5,9 @@ use crate::{DType, Shape, Tensor};
 use std::any::Any;
 use std::sync::Arc;
 
-/// Device memory reserved for a host-to-device copy. It is reserved before the work that should overlap with the copy
-/// is queued. The copy then waits only for work that was queued before the reservation. Dropping it frees the memory.
+/// Device memory reserved for a later host-to-device copy. It is reserved before the work that should overlap
+/// with the copy is queued. The copy then waits only for work that was queued before the reservation.
+/// Dropping it frees the memory.
 #[derive(Debug)]
 pub struct ReservedUpload {
     pub(crate) shape: Shape,
@@ -31,7 +32,8 @@ impl ReservedUpload {
         }
     }
 
-    /// The reserved memory as a tensor with unspecified contents, if the device reserved any.
+    /// The reserved memory as a tensor with unspecified contents. `None` on a device that allocates only when
+    /// the bytes are copied.
     #[must_use]
     pub fn into_tensor(self) -> Option<Tensor> {
         self.tensor

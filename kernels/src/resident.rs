@@ -15,8 +15,9 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Array of one model state, resident on a device. Tensors of its parts share its memory; work queued on such a
-/// tensor sees every change that was queued before. A state cannot be changed while a tensor of it exists.
+/// Flat array of one model state (weights, gradient sums or optimizer moments) in a device's memory. Tensors
+/// of its parts share its memory; work queued on such a tensor sees every change that was queued before. A
+/// state cannot be changed while a tensor of it exists.
 #[derive(Debug)]
 pub struct Resident {
     all: Tensor,
@@ -92,7 +93,7 @@ impl Resident {
         self.all.elems()
     }
 
-    /// Size of all elements in bytes.
+    /// Size of the state in bytes.
     #[must_use]
     pub fn size_bytes(&self) -> usize {
         self.all.size_bytes()
@@ -104,7 +105,7 @@ impl Resident {
         self.all.is_meta()
     }
 
-    /// Flat tensor of the elements `range`, sharing the state's memory.
+    /// Flat tensor of the elements `range` of the state. It shares the state's memory.
     ///
     /// # Errors
     /// When the range is out of bounds.
@@ -112,54 +113,57 @@ impl Resident {
         self.all.narrow(range.start, range.len())
     }
 
-    /// Whether a tensor of a part still exists.
+    /// Whether a tensor that [`Resident::part`] returned still exists. The state cannot be changed until it
+    /// is dropped.
     #[must_use]
     pub fn is_shared(&self) -> bool {
         self.all.is_shared()
     }
 }
 
-/// Position of gradient sums in the random stream that rounds them: `optim::accumulate::RoundingPosition` for a device's
-/// kernels.
+/// Position of gradient sums in the random stream of their stochastic rounding. It is
+/// `optim::accumulate::RoundingPosition` in the form that a device's kernels read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RoundingCounter {
     /// Key of the random stream that rounds the sums.
     pub key: [u32; 2],
-    /// Number of the addition. No two additions to one element may share it.
+    /// Number of the addition to the gradient sums, which selects its random numbers. No two additions to one
+    /// element may share it.
     pub time: u64,
-    /// Global index of the first element, in the unpadded model.
+    /// Global index of the first element to round, in the unpadded model.
     pub first_element: u64,
 }
 
-/// Constants of one step and parameter group. They are stored in device memory, so a captured CUDA graph can run
-/// again with other values. `optim::AdamW::scalars` computes them with the code of the CPU's update.
+/// Constants of an `AdamW` update for one step and parameter group. They are stored in device memory, so a
+/// captured CUDA graph can run again with other values. `optim::AdamW::scalars` computes them with the code
+/// of the CPU's update.
 ///
 /// The factor on every gradient is `grad_scale * clip.factor` (one f32 product). Without a clip block it is
 /// `grad_scale`. With a `grad_scale` of 1 it is the factor that the norm kernel wrote.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Debug, Pod, Zeroable)]
 pub struct Scalars {
-    /// Factor on every gradient. The factor of the clip block is applied besides.
+    /// Factor on every gradient before the update. It is multiplied by the clip factor, if there is one.
     pub grad_scale: f32,
-    /// Weight of the new gradient in the first moment, `1 - beta1`.
+    /// Weight of the new gradient in Adam's first moment, `1 - beta1`.
     pub one_minus_beta1: f32,
-    /// Weight of the old value in the second moment, `beta2`.
+    /// Weight of the old value in Adam's second moment, `beta2`.
     pub beta2: f32,
-    /// Weight of the new squared gradient in the second moment, `1 - beta2`.
+    /// Weight of the new squared gradient in Adam's second moment, `1 - beta2`.
     pub one_minus_beta2: f32,
-    /// Added to the square root of the second moment: `eps * sqrt(1 - beta2^step)`.
+    /// Term added to the square root of Adam's second moment: `eps * sqrt(1 - beta2^step)`.
     pub eps: f32,
     /// Learning rate with both bias corrections: `lr * sqrt(1 - beta2^step) / (1 - beta1^step)`.
     pub step_size: f32,
     /// Factor on the weights for decoupled weight decay, `1 - lr * weight_decay`.
     pub decay: f32,
-    /// Key of the random stream of stochastic rounding.
+    /// Key of the random stream from which the update's stochastic rounding takes its bits.
     pub key: [u32; 2],
-    /// Number of the update, counted from 1. The low word comes first.
+    /// Number of the optimizer step, counted from 1, as a 64-bit integer: low word, then high word.
     pub step: [u32; 2],
 }
 
-/// Dtypes that an `AdamW` update stores weights and moments in.
+/// Dtypes in which an `AdamW` update stores weights and moments, and whether there are master weights.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Form {
     /// `f32` weights and moments.
@@ -175,7 +179,7 @@ pub enum Form {
 }
 
 impl Form {
-    /// Every form. The index of a form is its number in the CUDA source's define.
+    /// Every form. The index of a form is the number that stands for it in the CUDA source.
     pub const ALL: [Self; 5] = [
         Self::F32,
         Self::MasterBf16,
@@ -193,7 +197,7 @@ impl Form {
         }
     }
 
-    /// Dtype of the 16-bit copy of master weights, if any.
+    /// Dtype of the 16-bit copy of the master weights. `None` for a form without such a copy.
     #[must_use]
     pub const fn copy(self) -> Option<DType> {
         match self {
@@ -203,7 +207,7 @@ impl Form {
         }
     }
 
-    /// Dtype of the first and second moments.
+    /// Dtype of Adam's first and second moments.
     #[must_use]
     pub const fn moment_dtype(self) -> DType {
         match self {
@@ -212,7 +216,8 @@ impl Form {
         }
     }
 
-    /// Bytes read and written per element, gradient included.
+    /// Memory traffic of the update in bytes per element: all reads and writes, including the gradient, whose
+    /// dtype is `grad`.
     #[must_use]
     pub fn bytes(self, grad: DType) -> usize {
         let written = self.copy().map_or(0, DType::size_bytes);
@@ -223,12 +228,13 @@ impl Form {
     }
 }
 
-/// Elements of a [`Resident`] that an operation changes, from `start` on. The other operands determine how many.
+/// Elements of a [`Resident`] that an operation changes, from `start` on. The other operands determine how
+/// many.
 #[derive(Debug)]
 pub struct Part<'a> {
-    /// State that contains the elements.
+    /// State whose elements are changed.
     pub of: &'a mut Resident,
-    /// Index in the state of the first element to change.
+    /// Index of the first element to change, counted from the start of the state.
     pub start: usize,
 }
 
@@ -243,25 +249,28 @@ impl Part<'_> {
 /// Operands of one `AdamW` update of a chunk of a model's weights. The chunk has as many elements as the gradient.
 #[derive(Debug)]
 pub struct AdamWArgs<'a> {
-    /// Dtypes of weights and moments.
+    /// Dtypes of weights and moments, and whether `weight` is a master weight.
     pub form: Form,
-    /// Gradient before scaling, flat, in any float dtype.
+    /// Gradient of the chunk before scaling and clipping: a flat tensor in any float dtype.
     pub grad: &'a Tensor,
-    /// Weights, or master weights if the form has them.
+    /// Weights to update, or master weights if the form has them.
     pub weight: Part<'a>,
-    /// 16-bit copy of the master weights, which is written.
+    /// 16-bit copy of the master weights, which the update writes. `None` if the form has none.
     pub copy: Option<Part<'a>>,
     /// First moment of each element (running mean of gradients), updated.
     pub exp_avg: Part<'a>,
     /// Second moment of each element (running mean of squared gradients), updated.
     pub exp_avg_sq: Part<'a>,
-    /// Array of [`Scalars`] in device memory, filled with [`ResidentAccess::write`], and the index of the one to use.
+    /// Constants of the step: an array of [`Scalars`] in device memory, filled with
+    /// [`ResidentAccess::write`], and the index of the entry to use.
     pub scalars: (&'a Resident, usize),
-    /// Global index of the chunk's first element: its position in the random stream of rounding.
+    /// Global index of the chunk's first element in the model. It selects the random numbers of stochastic
+    /// rounding.
     pub first_element: u64,
 }
 
-/// Device that stores model states in its own memory. Calls queue work and return, except those that read.
+/// Operations on model states that a device stores in its own memory. Calls queue work and return, except
+/// those that read.
 pub trait ResidentAccess: Send + Sync + std::fmt::Debug {
     /// Allocates a state of `elems` elements, filled with zeros, on the device.
     ///
@@ -269,8 +278,8 @@ pub trait ResidentAccess: Send + Sync + std::fmt::Debug {
     /// When the pool is full or the device fails.
     fn zeros(&self, elems: usize, dtype: DType, tag: Tag) -> Result<Resident>;
 
-    /// Copies bytes from byte `at` on to the host. Waits for the state's last change if [`ResidentAccess::record_write`]
-    /// recorded an event, else for everything queued so far.
+    /// Copies bytes from byte `at` on to the host. Waits for the state's last change if
+    /// [`ResidentAccess::record_write`] recorded an event, else for everything queued so far.
     ///
     /// # Errors
     /// When the range is out of bounds or the device fails.

@@ -11,7 +11,7 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// A shape of at most [`MAX_RANK`] axes.
+    /// Shape with the extents `dims`, outermost axis first; at most [`MAX_RANK`] axes.
     ///
     /// # Panics
     /// When `dims` has more axes. Shapes come from code, or their reader has checked them.
@@ -53,7 +53,7 @@ impl Shape {
         self.dims().last().copied().unwrap_or(1)
     }
 
-    /// Number of elements divided by the last extent: rows of the tensor viewed as a matrix.
+    /// Number of elements divided by the last extent: the number of rows if the tensor is viewed as a matrix.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.dims()[..self.rank().saturating_sub(1)]

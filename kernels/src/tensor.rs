@@ -8,8 +8,8 @@ use crate::{DType, Element, Shape};
 use std::borrow::Cow;
 use std::sync::Arc;
 
-/// Read-only host bytes that back a tensor outside a pool: a communicator's buffer or a memory map. They must be
-/// aligned to the element type.
+/// Read-only host memory that does not come from a [`Pool`] but backs a tensor, such as a communicator's
+/// buffer or a memory map. It must be aligned to the element type.
 pub type ForeignBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
 /// Memory of a discrete device in which tensors are located.
@@ -42,8 +42,8 @@ impl Drop for OnDevice {
     }
 }
 
-/// Device-to-host copy to be made later. It waits for work queued before [`Tensor::fetch`] only. It keeps the tensor
-/// alive.
+/// Device-to-host copy of a tensor, to be made later. It waits only for work that was queued before
+/// [`Tensor::fetch`]. It keeps the tensor alive.
 #[derive(Debug)]
 pub struct Fetch {
     tensor: Tensor,
@@ -64,7 +64,8 @@ impl Fetch {
         &self.tensor
     }
 
-    /// Copies all bytes of the tensor into `out`. Waits for the tensor's values.
+    /// Copies all bytes of the tensor into the host buffer `out`. Waits until the device has computed the
+    /// values.
     ///
     /// # Errors
     /// As [`Tensor::to_bytes`].
@@ -94,9 +95,9 @@ impl Fetch {
         Ok(())
     }
 
-    /// Calls `take` with the elements of an f32 tensor, in pieces and in order. Later pieces of a device tensor are
-    /// copied while `take` handles earlier ones, and no second host buffer is needed. Stops at the first error of
-    /// `take`.
+    /// Calls `take` with the elements of an f32 tensor on the host, in pieces and in order. Later pieces of a
+    /// device tensor are copied while `take` handles earlier ones, and no second host buffer is needed. Stops
+    /// at the first error of `take`.
     ///
     /// # Errors
     /// As [`Tensor::to_f32_vec`], and those of `take`.
@@ -122,7 +123,8 @@ impl Fetch {
         take(&self.tensor.host_f32()?)
     }
 
-    /// Copies the elements of an f32 tensor into `out`.
+    /// Copies the elements of an f32 tensor into the host buffer `out`. Waits until the device has computed
+    /// the values.
     ///
     /// # Errors
     /// As [`Tensor::to_f32_vec`].
@@ -135,7 +137,8 @@ impl Fetch {
         self.bytes_into(bytemuck::cast_slice_mut(out))
     }
 
-    /// Elements of an f32 tensor, borrowed if the host can address them.
+    /// Elements of an f32 tensor on the host: borrowed if the tensor is in host memory, else copied from the
+    /// device.
     ///
     /// # Errors
     /// As [`Tensor::to_f32_vec`].
@@ -211,7 +214,8 @@ impl Tensor {
         Ok(out.freeze())
     }
 
-    /// Tensor over host bytes outside a pool, starting `start_elems` elements into them.
+    /// Tensor over host memory outside a pool, starting `start_elems` elements after the start of `bytes`.
+    /// `counted` is the pool reservation for that memory, if any; the tensor holds it.
     ///
     /// # Errors
     /// When the bytes are too short or misaligned for the dtype.
@@ -246,7 +250,7 @@ impl Tensor {
         })
     }
 
-    /// Meta tensor: without values, counted in `pool` like a block of its size.
+    /// Tensor of the meta device: it has no values, but `pool` counts its bytes as those of a real tensor.
     ///
     /// # Errors
     /// When the pool is full.
@@ -296,7 +300,7 @@ impl Tensor {
         Arc::strong_count(&self.storage) > 1
     }
 
-    /// Whether its values are in device memory that the host cannot address.
+    /// Whether the tensor's values are in device memory that the host cannot address.
     #[must_use]
     pub fn is_on_device(&self) -> bool {
         #[cfg(feature = "cuda")]
@@ -305,7 +309,8 @@ impl Tensor {
         false
     }
 
-    /// Prepares a copy to the host, to be made later. It sees the work queued so far and waits for nothing else.
+    /// Prepares a copy of the tensor to the host, to be made later. It waits for the work queued so far and
+    /// for nothing else.
     ///
     /// # Errors
     /// When the device fails.
@@ -322,7 +327,7 @@ impl Tensor {
         })
     }
 
-    /// Copy of the bytes on the host. For a device tensor this waits for the device.
+    /// Copy of the tensor's bytes in host memory. For a device tensor this waits for the device.
     ///
     /// # Errors
     /// [`KernelError::NoValues`] on the meta device, and errors of the device.
@@ -395,7 +400,7 @@ impl Tensor {
         }
     }
 
-    /// The same elements in the same order with another shape, sharing the memory.
+    /// Tensor with another shape and the same elements in the same order. It shares the memory.
     ///
     /// # Errors
     /// When the numbers of elements differ.
@@ -410,7 +415,7 @@ impl Tensor {
         })
     }
 
-    /// Rows `start..start + len` of the outermost axis, sharing memory.
+    /// Rows `start..start + len` of the outermost axis, as a tensor that shares the memory.
     ///
     /// # Errors
     /// When the range is out of bounds.
@@ -467,7 +472,7 @@ impl Tensor {
         })
     }
 
-    /// Elements of a tensor in host memory.
+    /// Elements of a tensor in host memory, without a copy.
     ///
     /// # Panics
     /// When `T` is not the dtype or the tensor has no values on the host. Backends check this before.
@@ -477,7 +482,7 @@ impl Tensor {
         bytemuck::cast_slice(self.as_bytes())
     }
 
-    /// Bytes of the elements of a tensor in host memory.
+    /// Bytes of a tensor in host memory, without a copy.
     ///
     /// # Panics
     /// When the tensor has no values on the host.
@@ -494,7 +499,8 @@ impl Tensor {
         &all[self.start_elems * size..(self.start_elems + self.elems()) * size]
     }
 
-    /// Bytes of the tensor, borrowed if the host can address them, else copied as by [`Tensor::to_bytes`].
+    /// Bytes of the tensor on the host: borrowed if it is in host memory, else copied as by
+    /// [`Tensor::to_bytes`].
     ///
     /// # Errors
     /// As [`Tensor::to_bytes`].
@@ -505,7 +511,7 @@ impl Tensor {
         Ok(Cow::Borrowed(self.as_bytes()))
     }
 
-    /// Elements of an f32 tensor, borrowed if the host can address them.
+    /// Elements of an f32 tensor on the host: borrowed if it is in host memory, else copied from the device.
     ///
     /// # Errors
     /// As [`Tensor::to_f32_vec`].
@@ -520,10 +526,11 @@ impl Tensor {
         Ok(Cow::Borrowed(self.as_slice()))
     }
 
-    /// Copies the elements to the host and converts them to `f32`.
+    /// Copies the elements of an f32, bf16 or f16 tensor to the host and converts them to `f32`.
     ///
     /// # Errors
-    /// [`KernelError::NoValues`] on the meta device, [`KernelError::DType`] for integers, and errors of the device.
+    /// [`KernelError::NoValues`] on the meta device, [`KernelError::DType`] for other dtypes, and errors of
+    /// the device.
     pub fn to_f32_vec(&self) -> Result<Vec<f32>> {
         if self.is_meta() {
             return Err(KernelError::NoValues {
@@ -558,7 +565,7 @@ impl Tensor {
     }
 }
 
-/// Writable tensor under construction. [`TensorMut::freeze`] makes it immutable.
+/// Writable tensor in host memory, under construction. [`TensorMut::freeze`] makes it immutable.
 #[derive(Debug)]
 pub struct TensorMut {
     block: Block,

@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-/// Queue of work on a device, which runs in parallel with the other queues.
+/// Lane of a device's timeline: a queue of work (CUDA stream), or the waits of the compute queue. Lanes run
+/// in parallel.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum DeviceLane {
     /// Computation, from one label to the next, including waits.
@@ -17,16 +18,16 @@ pub enum DeviceLane {
     Communication,
 }
 
-/// Time span in which a device's queue was busy.
+/// Recorded time span of a device's timeline, in which one lane was busy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DeviceSpan {
-    /// Queue that was busy.
+    /// Lane that was busy: computation, waits, copies or communication.
     pub lane: DeviceLane,
-    /// Label of the work, see [`crate::Backend::label`]; 0 for copies.
+    /// Label that [`crate::Backend::label`] had set for the work; 0 for copies.
     pub label: u32,
-    /// Time at which the work started, on the host's clock.
+    /// Start of the span, on the host's clock.
     pub start: Instant,
-    /// Time that the work took.
+    /// Duration of the span.
     pub length: Duration,
     /// Number of bytes copied between host and device; 0 for other work.
     pub bytes: u64,

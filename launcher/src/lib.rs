@@ -26,12 +26,13 @@ pub mod units;
 pub use commands::{Hooks, PrepareHook, RankMain, run_hooks, run_with};
 pub use plan::Suggestions;
 
-/// Runs the program on this machine's GPUs or CPU.
+/// Entry point of the executable: runs the command of this process on the machine's GPUs or CPU. Returns the
+/// exit code of the process.
 pub fn run() -> std::process::ExitCode {
     run_on(&device::Nvidia)
 }
 
-/// Runs the program with `devices` instead of this machine's GPUs, for tests.
+/// Like [`run`], but with `devices` in place of this machine's GPUs. For tests.
 pub fn run_on(devices: &'static dyn device::Devices) -> std::process::ExitCode {
     run_hooks(Hooks {
         prepare: plan::prepare,

@@ -47,12 +47,12 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     Ok(bytes.round() as u64)
 }
 
-/// Bytes in at most four digits: `512`, `1.5K`, `21M`, `2.6G`; powers of 1024.
+/// Short text of a byte count, with at most four digits and a power of 1024: `512`, `1.5K`, `21M`, `2.6G`.
 pub fn bytes(value: u64) -> String {
     scaled(value, 1024.0, &["", "K", "M", "G", "T", "P"])
 }
 
-/// A count in at most four digits: `96`, `1.3k`, `8.1B`; powers of 1000.
+/// Short text of a count, rounded to at most three digits with a power of 1000: `96`, `1.3k`, `8.1B`.
 pub fn count(value: u64) -> String {
     scaled(value, 1000.0, &["", "k", "M", "B", "T", "Q"])
 }
@@ -72,7 +72,7 @@ fn scaled(value: u64, base: f64, units: &[&str]) -> String {
     }
 }
 
-/// Number with spaces between groups of three digits: `10 000`.
+/// Text of an integer with spaces between groups of three digits: `10 000`.
 pub fn grouped(value: u64) -> String {
     let digits = value.to_string();
     let mut text = String::new();
@@ -85,13 +85,13 @@ pub fn grouped(value: u64) -> String {
     text
 }
 
-/// Seconds as `h:mm:ss`, the way Hugging Face tools write times.
+/// Text of a duration in seconds as `h:mm:ss`, the way Hugging Face tools write times.
 pub fn clock(seconds: f64) -> String {
     let total = seconds.max(0.0).round() as u64;
     format!("{}:{:02}:{:02}", total / 3600, total / 60 % 60, total % 60)
 }
 
-/// Duration for output: `0.04 s`, `19.4 s`, `12 min 05 s`.
+/// Text of a duration in seconds for people: `0.04 s`, `19.4 s`, `12 min 05 s`.
 pub fn seconds(value: f64) -> String {
     if value < 0.995 {
         format!("{value:.2} s")

@@ -1,8 +1,8 @@
 //! Reader of a run's trained parameters: adapters in peft's files, and parts trained in full.
 //!
-//! A checkpoint directory of such a run holds `adapter_model.safetensors` with `adapter_config.json` (tensors called
-//! `base_model.model.<module>.lora_A.weight`, `…lora_B.weight`, and `base_model.model.<parameter>` for modules trained
-//! in full), or `trained.safetensors` (parameters under their own names), or both.
+//! A checkpoint directory of such a run holds `adapter_model.safetensors` with `adapter_config.json` (tensors
+//! called `base_model.model.<module>.lora_A.weight`, `…lora_B.weight`, and `base_model.model.<parameter>` for
+//! modules trained in full), or `trained.safetensors` (parameters under their own names), or both.
 
 use crate::lora::{LoraConfig, LoraTargets};
 use crate::params::{ADAPTER_PREFIX, is_added};
@@ -16,15 +16,15 @@ use std::path::{Path, PathBuf};
 
 /// Name of the file with the adapter's settings, as peft writes it.
 pub const ADAPTER_CONFIG: &str = "adapter_config.json";
-/// Name of the adapters' weight file, without extension.
+/// File name, without its extension, of the LoRA weights, as peft writes it.
 pub const ADAPTER_STEM: &str = "adapter_model";
-/// Name of the weight file of tensors trained in full, without extension.
+/// File name, without its extension, of the parameters that were trained in full, not as adapters.
 pub const TRAINED_STEM: &str = "trained";
 
 const LORA_A: &str = ".lora_A.weight";
 const LORA_B: &str = ".lora_B.weight";
 
-/// Why a directory of adapters cannot be used.
+/// Error of [`Adapter::open`]: why a directory of saved LoRA adapters cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AdapterError {
@@ -65,23 +65,25 @@ pub enum AdapterError {
     Weights(#[from] WeightError),
 }
 
-/// Settings of `adapter_config.json` that affect results.
+/// Settings read from peft's `adapter_config.json`.
 #[derive(Clone, PartialEq, Debug, Deserialize)]
 pub struct AdapterConfig {
     /// Rank of every adapter without an entry in `rank_pattern`: rows of its A, columns of its B.
     pub r: usize,
-    /// The adapter's output is scaled by `lora_alpha / r`.
+    /// LoRA alpha of every adapter without an entry in `alpha_pattern`; the adapter's output is scaled by
+    /// alpha / rank.
     pub lora_alpha: f64,
-    /// Other ranks of some modules, by regular expressions for the ends of their paths.
+    /// Ranks that replace `r` for some modules. Keys are regular expressions for the end of a module's path.
     #[serde(default)]
     pub rank_pattern: BTreeMap<String, usize>,
-    /// Values of `lora_alpha` for some modules, by regular expressions for the ends of their paths.
+    /// Values that replace `lora_alpha` for some modules. Keys are regular expressions for the end of a
+    /// module's path.
     #[serde(default)]
     pub alpha_pattern: BTreeMap<String, f64>,
     /// Name or path of the base model that the adapter was trained on.
     #[serde(default)]
     pub base_model_name_or_path: Option<String>,
-    /// Modules that were trained in full, besides the adapters.
+    /// Names of the modules that were trained in full in addition to the adapters.
     #[serde(default)]
     pub modules_to_save: Option<Vec<String>>,
 }
@@ -106,7 +108,7 @@ fn find<T: Copy>(patterns: &BTreeMap<String, T>, module: &str) -> Option<T> {
     found.map(|(_, value)| *value)
 }
 
-/// The low-rank adapters, and the tensors trained in full, that a directory holds.
+/// Trained parameters that a checkpoint directory holds: low-rank adapters, tensors trained in full, or both.
 #[derive(Debug)]
 pub struct Adapter {
     dir: PathBuf,
@@ -122,7 +124,8 @@ impl Adapter {
     /// Opens the adapters and trained tensors in the directory `dir`.
     ///
     /// # Errors
-    /// When it holds nothing to open, a file is damaged, an adapter is not whole, or a setting is not supported.
+    /// [`AdapterError`] if the directory holds neither adapters nor trained tensors, a file is damaged, an
+    /// adapter lacks its A or B, or a setting of peft is not supported.
     pub fn open(dir: &Path) -> Result<Self, AdapterError> {
         let mut adapter = Self {
             dir: dir.to_owned(),
@@ -197,7 +200,8 @@ impl Adapter {
         Ok(())
     }
 
-    /// Full names of the two halves of a module's adapter: `[r, k]` and `[n, r]`.
+    /// Tensor names of the LoRA matrices A (`[r, k]`) and B (`[n, r]`), in this order, for the module at the
+    /// path `module`. The module need not have an adapter.
     #[must_use]
     pub fn halves(&self, module: &str) -> [String; 2] {
         [LORA_A, LORA_B].map(|half| format!("{ADAPTER_PREFIX}{module}{half}"))
@@ -220,7 +224,8 @@ impl Adapter {
         self.modules.iter().map(String::as_str)
     }
 
-    /// Names of all tensors: parameters of the model under their own names, adapters under their full names.
+    /// Names of all tensors in the directory: LoRA matrices by their full name in peft's file, parameters
+    /// trained in full by their name in the model.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
@@ -245,10 +250,11 @@ impl Adapter {
         self.files[*file].dtype(key)
     }
 
-    /// Reads a range of a tensor's elements; see [`WeightSource::read_range`].
+    /// Reads the range `elements` (row-major) of the tensor called `name` into `dst`, converted to the dtype
+    /// `out`.
     ///
     /// # Errors
-    /// As there.
+    /// As [`WeightSource::read_range`].
     pub fn read_range(
         &self,
         name: &str,
@@ -265,8 +271,8 @@ impl Adapter {
         }
     }
 
-    /// Adapter settings for building the model; `None` if only whole tensors were trained. The modules are those in the
-    /// files, whatever pattern selected them.
+    /// Settings to build a model with these adapters; `None` if the directory has no low-rank adapters. The
+    /// targets are exactly the modules that have an adapter in the files, and dropout is 0.
     #[must_use]
     pub fn lora(&self) -> Option<LoraConfig> {
         let config = self.config.as_ref()?;
@@ -304,7 +310,8 @@ impl Adapter {
         all.filter(|(_, other)| *other != common).collect()
     }
 
-    /// Tensors of these files that have no parameter or adapted layer in `base`; loading would lose them.
+    /// Names of the tensors that have no counterpart in the base weights `base`: no parameter of that name
+    /// or, for an adapter, no layer that it adapts. Learned keys and values (p-tuning) are always among them.
     pub fn strangers<'a>(&'a self, base: &'a WeightSource) -> impl Iterator<Item = &'a str> {
         self.names().filter(move |name| {
             let module = name

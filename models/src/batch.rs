@@ -14,12 +14,12 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Token rows that image features replace.
+/// Which rows of the token embeddings `[T, D]` image features replace, and with which features.
 #[derive(Clone, Debug)]
 pub struct Splice {
-    /// i32 `[M]`: token rows that features replace.
+    /// Numbers of the `M` token rows that are replaced, i32 `[M]`.
     pub rows: Tensor,
-    /// i32 `[M]`: the features that replace them.
+    /// For each of `rows`, the number of the image feature that replaces it, i32 `[M]`.
     pub sources: Tensor,
 }
 
@@ -46,25 +46,27 @@ pub(crate) fn image_rows(samples: &[SampleInput<'_>]) -> Vec<i32> {
     rows.map(|row| row as i32).collect()
 }
 
-/// Images of a batch: the slices of all samples, one after the other.
+/// Image inputs of a batch: the slices of all samples, one after the other. A slice is one input of the
+/// vision tower, a whole image or a part of it.
 #[derive(Clone, Debug)]
 pub struct VisionBatch {
     /// Pixel values of all `P` patches, `[P, 3 * patch * patch]` in the compute dtype; a row is ordered by channel,
     /// pixel row, pixel column.
     pub patches: Tensor,
-    /// Row ranges of the slices: patches attend to all patches of their own slice, in both directions.
+    /// Row range of each slice in `patches`: a patch attends to all patches of its own slice, in both
+    /// directions.
     pub sequences: Sequences,
     /// Which rows of the token embeddings the image features replace, and with which features.
     pub splice: Splice,
-    /// Index tables that only the family's own vision tower reads.
+    /// Index tensors, such as position ids, in the form that the vision tower of the model's family needs.
     pub tables: Arc<dyn VisionTables>,
 }
 
 impl VisionBatch {
-    /// The index tables in the form `T` of one family's vision tower.
+    /// Returns the index tensors as the type `T` of one family's vision tower.
     ///
     /// # Errors
-    /// [`ModelError::ForeignBatch`] for those of another tower.
+    /// [`ModelError::ForeignBatch`] if the batch was packed for another tower.
     pub fn tables<T: VisionTables>(&self) -> Result<&T> {
         let tables: &dyn Any = &*self.tables;
         let expected = T::tower();
@@ -74,7 +76,7 @@ impl VisionBatch {
     }
 }
 
-/// Index tables that only one family's vision tower reads.
+/// Index tensors of a batch's images in the form that one family's vision tower needs.
 pub trait VisionTables: Any + std::fmt::Debug + Send + Sync {
     /// Name of the vision tower, for error messages.
     fn tower() -> &'static str
@@ -82,14 +84,16 @@ pub trait VisionTables: Any + std::fmt::Debug + Send + Sync {
         Self: Sized;
 }
 
-/// Token rows that attend to image features in addition to their own sequence.
+/// Cross-attention of a batch: which token rows attend to image features, and to which ones.
 #[derive(Clone, Debug)]
 pub struct CrossRows {
-    /// Numbers of the token rows that attend to image features, i32; `None` means all rows.
+    /// Numbers of the token rows that attend to image features, i32; `None` means all rows of the batch.
     pub rows: Option<Tensor>,
-    /// Which features these rows attend to: those of the images of their own sample.
+    /// Query and key ranges of the cross-attention: the rows of a sample attend to the features of that
+    /// sample's images.
     pub sequences: Sequences,
-    /// Range of each sample's features among all; empty for a sample without image.
+    /// For each sample, the range of its image features among those of all samples; empty for a sample
+    /// without image.
     pub features: Vec<Range<usize>>,
 }
 
@@ -139,7 +143,8 @@ impl CrossRows {
     }
 }
 
-/// Inputs of one pass: the tokens of all samples, one sample after the other.
+/// Inputs of one forward pass: the tokens of all samples packed one after the other without padding, and
+/// their images.
 #[derive(Clone, Debug)]
 pub struct Batch {
     /// Token ids, i32 `[T]`.
@@ -149,24 +154,27 @@ pub struct Batch {
     pub labels: Tensor,
     /// Number of rows (tokens) whose label is not ignored.
     pub supervised: usize,
-    /// Positions of the tokens within their samples.
+    /// Position of each token within its sample, `[T]`, as the rotary position embedding counts it.
     pub positions: Arc<[i32]>,
-    /// Cosines and sines of the rotary position embedding, one row per token.
+    /// Cosines and sines of the rotary position embedding, one row per token of the batch.
     pub rotary: Rotary,
     /// Row ranges of the samples: a token attends to itself and to earlier tokens of its own sample.
     pub sequences: Sequences,
-    /// i32, one per sample: index of the sample's last token row.
+    /// Index of each sample's last token row in the batch, i32 `[samples]`.
     pub last_rows: Tensor,
-    /// Numbers of the text rows and of the image rows, for a decoder with an expert for each; absent when all rows
-    /// are text.
+    /// Numbers of the text rows and of the image rows, for a decoder with one expert for text and one for
+    /// images; `None` if all rows are text.
     pub experts: Option<RowGroups>,
-    /// Numbers of the rows of padding tokens in the text, i32; their embedding gets no gradient.
+    /// Numbers of the padding tokens' rows in the text, i32, whose embedding gets no gradient; `None` if
+    /// there are none.
     pub padding_rows: Option<Tensor>,
-    /// Index tables that place learned keys and values before those of each sample; absent without p-tuning.
+    /// Index tables that place learned keys and values (p-tuning v2) before those of each sample; `None`
+    /// without p-tuning.
     pub prefix: Option<PrefixTables>,
-    /// Token rows that also attend to image features by cross-attention; absent in families without it.
+    /// Cross-attention of token rows to image features; `None` in families without it, or if no sample has
+    /// features.
     pub cross: Option<CrossRows>,
-    /// The images; absent if features replace no row.
+    /// Image inputs of the batch; `None` if image features replace no token row.
     pub vision: Option<VisionBatch>,
     /// The key/value cache during generation; absent in training and evaluation.
     pub cache: Option<CachePass>,
@@ -179,7 +187,8 @@ impl Batch {
         self.positions.len()
     }
 
-    /// Rows of sample `i`: `starts[i]..starts[i + 1]`.
+    /// First token row of each sample, then the number of all rows: sample `i` has the rows
+    /// `starts[i]..starts[i + 1]`.
     #[must_use]
     pub fn starts(&self) -> &[usize] {
         &self.sequences.q_starts
@@ -276,7 +285,8 @@ fn labels<'a>(sample: &SampleInput<'a>) -> impl Iterator<Item = i32> + use<'a> {
     sample.labels.iter().copied().chain(none)
 }
 
-/// Fails unless each image of a sample is one slice, and has a token range of as many rows as `rows` says of the slice.
+/// Fails unless each image of a sample is one slice, and has a token range of as many rows as `rows` says of
+/// the slice.
 ///
 /// # Errors
 /// Names the sample.

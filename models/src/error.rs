@@ -3,7 +3,7 @@
 use engine::{EngineError, UnitId};
 use kernels::KernelError;
 
-/// Failures of a model, its tape and its description. Reading weights has [`crate::WeightError`].
+/// Error of building a model, of packing its inputs, or of running it forward and backward.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
@@ -22,7 +22,7 @@ pub enum ModelError {
         /// Name of the operation that received the value.
         op: &'static str,
     },
-    /// Units must be used in the order in which the model declares them, each once per pass.
+    /// A unit was used out of the order in which the model declares its units, or twice in a pass.
     #[error("unit {unit:?} was requested after unit {after:?}")]
     UnitOrder {
         /// The unit that was requested.
@@ -44,7 +44,7 @@ pub enum ModelError {
         /// The segment's unit.
         unit: UnitId,
     },
-    /// The gradient of per-token losses must be the same for every token.
+    /// The gradient of per-token losses is not one factor for all tokens, as it must be.
     #[error("{op}: the gradient of the losses must be one factor for all rows")]
     LossGradient {
         /// Name of the operation that computes the losses.
@@ -63,7 +63,7 @@ pub enum ModelError {
         /// Why the model cannot run with this value.
         reason: &'static str,
     },
-    /// Words that select parts of the model match none.
+    /// A pattern that selects parameters is not valid, or matches none.
     #[error("{word:?} in a list of parts: {reason}")]
     Selection {
         /// The word or expression.

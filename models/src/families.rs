@@ -16,7 +16,8 @@ use crate::{ModelError, VisionLanguageModel};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Supported values of `model_type`, or of the first of `architectures`.
+/// Model types that are supported: values of `model_type` in `config.json`, or of the first entry of
+/// `architectures` in a file without `model_type`.
 pub const MODEL_TYPES: [&str; 6] = [
     "minicpmv",
     "minicpmo",
@@ -26,7 +27,7 @@ pub const MODEL_TYPES: [&str; 6] = [
     "glm4v",
 ];
 
-/// A family of models that share code.
+/// Family of published models that [`open_model`] supports.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Family {
     /// MiniCPM-V 2.6 and MiniCPM-o 2.6.
@@ -62,7 +63,7 @@ impl From<ConfigError> for OpenError {
 }
 
 impl Family {
-    /// The family of the model directory `dir`.
+    /// Reads the family of the model in the directory `dir` from its `config.json`.
     ///
     /// # Errors
     /// [`ConfigError`] if `config.json` cannot be read or is of an unsupported family.
@@ -102,7 +103,8 @@ impl Family {
         }
     }
 
-    /// Targets of adapters by default: the layers of the family's published recipe.
+    /// Default LoRA targets of the family, from its published recipe: layer names separated by commas, or a
+    /// regular expression.
     #[must_use]
     pub fn default_lora_targets(self) -> &'static str {
         match self {
@@ -117,7 +119,8 @@ impl Family {
         }
     }
 
-    /// Modules that a run of adapters trains in full by default.
+    /// Names of the modules that a LoRA run trains in full by default, separated by commas; may be empty.
+    /// With `tune_vision`, the vision tower of MiniCPM is one of them.
     #[must_use]
     pub fn default_modules_to_save(self, tune_vision: bool) -> &'static str {
         match self {
@@ -129,7 +132,8 @@ impl Family {
     }
 }
 
-/// Opens the model of the directory `dir`: parameters and forward pass, without its weights.
+/// Builds the model that the files in the directory `dir` describe: its parameter list and its forward pass.
+/// Weights are not read.
 ///
 /// # Errors
 /// [`OpenError`] if a file cannot be used or `options` does not fit.
@@ -157,8 +161,8 @@ pub fn open_model(
     }
 }
 
-/// Opens the model of a `config.json`, given by its path or its directory, for passes on the meta device. The other files
-/// are not read, and affect no sizes.
+/// Builds the model that a `config.json` describes, for passes on the meta device, which has shapes but no
+/// values. `path` is the file or its directory. The other files are not read, since they affect no sizes.
 ///
 /// # Errors
 /// As [`open_model`], except those of other files than `config.json`.
@@ -180,7 +184,7 @@ pub fn open_shapes(
     }
 }
 
-/// Opens the processor of the directory `dir`.
+/// Opens the processor of the model directory `dir`, which turns samples into model inputs.
 ///
 /// # Errors
 /// [`ProcessorError`] naming the file that is missing, invalid or contradicts another.

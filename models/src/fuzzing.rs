@@ -15,15 +15,16 @@ use std::path::Path;
 /// Reads `bytes` as the header of a safetensors file.
 ///
 /// # Errors
-/// It cannot be used.
+/// [`WeightError`] if the header is not valid.
 pub fn weights(bytes: &[u8]) -> Result<(), WeightError> {
     weights::check_bytes(bytes, Path::new("model.safetensors"))
 }
 
-/// Reads a model's `config.json` with the reader of its own family and with all others.
+/// Reads `bytes` as a `config.json` with the reader of the family that it names, and with the readers of all
+/// others.
 ///
 /// # Errors
-/// Its own family cannot use it, or its family is unknown.
+/// [`ConfigError`] if the reader of its own family refuses it, or the family is unknown.
 pub fn config(bytes: &[u8]) -> Result<(), ConfigError> {
     let path = Path::new("config.json");
     // A file that is not meant for a family must not harm it either.
@@ -39,7 +40,8 @@ pub fn config(bytes: &[u8]) -> Result<(), ConfigError> {
     }
 }
 
-/// Number of pixels that the header of an image file states; `None` if it is not usable.
+/// Number of pixels (width times height) that the header of the image file `bytes` states; `None` if it is
+/// not usable.
 #[must_use]
 pub fn pixels(bytes: &[u8]) -> Option<u64> {
     let (width, height) = decode::size_of(Path::new("picture"), bytes).ok()?;
@@ -49,15 +51,16 @@ pub fn pixels(bytes: &[u8]) -> Option<u64> {
 /// Decodes `bytes` as an image file.
 ///
 /// # Errors
-/// It cannot be used.
+/// [`ImageError`] if the image is damaged, too large or of an unknown format.
 pub fn image(bytes: &[u8]) -> Result<RgbImage, ImageError> {
     decode_bytes(Path::new("picture"), bytes)
 }
 
-/// Reads any file of a tokenizer, and encodes and decodes a text with it.
+/// Reads `bytes` as one of a tokenizer's files, by its first character, then encodes and decodes sample texts
+/// with it.
 ///
 /// # Errors
-/// It cannot be used.
+/// [`TokenizerError`] if the file is not valid, or encoding or decoding fails.
 pub fn tokenizer(bytes: &[u8]) -> Result<(), TokenizerError> {
     /// Base tokenizer for a `tokenizer_config.json`.
     const SMALL: &[u8] =

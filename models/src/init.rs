@@ -8,14 +8,14 @@ use engine::ParamSpec;
 use optim::rng::RandomStream;
 use std::ops::Range;
 
-/// The distribution of a parameter's random start values.
+/// Distribution from which a parameter's random initial values are drawn.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Init {
     /// The same value for all elements.
     Constant(f32),
-    /// Normal distribution, by its standard deviation.
+    /// Normal distribution around 0, by its standard deviation.
     Normal(f32),
-    /// Uniform distribution around 0, by its half width.
+    /// Uniform distribution around 0, by its half width: from `-half` to `half`.
     Uniform(f32),
 }
 
@@ -55,7 +55,8 @@ pub(crate) fn fill(
     }
 }
 
-/// Distribution of the start values of a parameter; `matrix` is the family's for parameters with several axes.
+/// Distribution of a parameter's initial values: Kaiming-uniform for LoRA A, 0 for LoRA B and biases, 1 for
+/// other vectors, and `matrix`, the model family's distribution, for everything else.
 #[must_use]
 pub fn rule(param: &ParamSpec, matrix: Init) -> Init {
     let name = param.name.as_str();

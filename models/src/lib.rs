@@ -75,9 +75,10 @@ pub struct SampleInput<'a> {
     pub input_ids: &'a [i32],
     /// Target token ids, already shifted, one per token; empty when nothing is supervised.
     pub labels: &'a [i32],
-    /// Token ranges that features replace: range k belongs to slice k.
+    /// Token ranges `start..end` that image features replace: range k belongs to slice k, or to image k in a
+    /// model that sees each image more than once.
     pub image_bounds: &'a [(usize, usize)],
-    /// Image inputs of the sample; those without a range have no effect.
+    /// Slices (inputs of the vision tower) of the sample's images; those without a range have no effect.
     pub slices: &'a [Slice],
 }
 
@@ -103,7 +104,8 @@ impl<'a> From<&'a EncodedPrompt> for SampleInput<'a> {
     }
 }
 
-/// Part of a model. Activations are stored or recomputed per part.
+/// Part of a model. Settings choose for each part whether it trains, and whether its activations are stored
+/// or recomputed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Tower {
     /// The vision tower, which turns images into features.
@@ -114,7 +116,8 @@ pub enum Tower {
     Language,
 }
 
-/// Interface of a model for training, evaluation and generation.
+/// A vision-language model for training, evaluation and generation: its parameter list and its forward pass,
+/// without weights.
 pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
     /// The model's units and parameters, in the order of the forward pass.
     fn spec(&self) -> &ModelSpec;
@@ -130,7 +133,7 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
         self.tower_of(&self.spec().units[unit.index()].name)
     }
 
-    /// Fused layers whose projections have adapters of their own, by path; none in most models.
+    /// Fused layers whose projections have one adapter each, by path; none in most models.
     fn split_adapters(&self) -> &SplitAdapters {
         static NONE: SplitAdapters = SplitAdapters::new();
         &NONE
@@ -147,7 +150,8 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
     /// When a sample does not fit the model or memory runs out.
     fn collate(&self, samples: &[SampleInput<'_>], backend: &dyn Backend) -> Result<Batch>;
 
-    /// Packs one token per sample, each at its position, to follow samples in a cache.
+    /// Packs one new token per sample, each at its position, for a pass that reads the earlier tokens from a
+    /// key/value cache.
     ///
     /// # Errors
     /// When memory runs out.
@@ -198,11 +202,11 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
         self.head().logits(tape, &hidden, None)
     }
 
-    /// Distribution of random start values of a parameter of the base with several axes.
+    /// Distribution of the random initial values of a base parameter with several axes.
     fn start_values(&self, param: &ParamSpec) -> Init;
 
-    /// Writes random start values of `elements` (row-major) of a parameter into `out`; a function
-    /// of seed, tensor name and element only.
+    /// Writes the random initial values of the range `elements` (row-major) of the parameter `id` into `out`.
+    /// They are a function of seed, tensor name and element only.
     fn init(&self, id: ParamId, seed: u64, elements: Range<usize>, out: &mut [f32]) {
         let param = &self.spec().params[id.index()];
         init::fill(param, self.start_values(param), seed, elements, out);

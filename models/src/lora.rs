@@ -6,14 +6,14 @@ use regex::Regex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Names of a family's decoder layers and their linear layers.
+/// Names of the linear layers in a family's decoder, by which LoRA targets are found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LanguageModules {
-    /// Prefix of the path of every module of the decoder layers.
+    /// Prefix of the path of every module in the language decoder's layers, such as `model.layers.`.
     pub prefix: &'static str,
-    /// Last part of the paths of attention's linear layers.
+    /// Ends of the module paths of attention's linear layers, such as `q_proj`.
     pub attention: &'static [&'static str],
-    /// Last part of the paths of the MLP's linear layers.
+    /// Ends of the module paths of the MLP's linear layers, such as `down_proj`.
     pub mlp: &'static [&'static str],
 }
 
@@ -31,8 +31,8 @@ pub enum LoraTargets {
 }
 
 impl LoraTargets {
-    /// Reads a flag's value: plain names separated by commas are projections (`attn`, `mlp` and `all` stand for
-    /// those of a decoder layer), anything else is a pattern.
+    /// Parses LoRA targets as the user writes them. Plain names separated by commas become
+    /// [`LoraTargets::Projections`]; any other text becomes [`LoraTargets::Pattern`].
     #[must_use]
     pub fn parse(text: &str) -> Self {
         let plain = |c: char| c.is_ascii_alphanumeric() || "_,. ".contains(c);
@@ -48,20 +48,21 @@ impl LoraTargets {
 /// Settings of a run that trains low-rank adapters (LoRA).
 #[derive(Clone, PartialEq, Debug)]
 pub struct LoraConfig {
-    /// Rank of the adapters: rows of A, columns of B.
+    /// Rank of every adapter that `others` does not list: rows of A, columns of B.
     pub lora_rank: usize,
-    /// The adapter's output is scaled by `lora_alpha / lora_rank`.
+    /// LoRA alpha of every adapter that `others` does not list; the adapter's output is scaled by `lora_alpha
+    /// / lora_rank`.
     pub lora_alpha: f32,
-    /// Dropout probability of the adapter's inputs, 0 to 1; the rest is scaled up by `1 / (1 - p)`.
+    /// Dropout probability `p` of the adapters' inputs, 0 to 1. Elements that remain are divided by `1 - p`.
     pub lora_dropout: f32,
-    /// Rank and alpha of modules that differ from the default, by path.
+    /// Rank and alpha of the adapters that differ from `lora_rank` and `lora_alpha`, by module path.
     pub others: BTreeMap<String, (usize, f32)>,
     /// Which linear layers get an adapter.
     pub targets: LoraTargets,
-    /// Numbers of the decoder layers of the language model that get adapters; all when absent.
+    /// Numbers of the language decoder's layers that get adapters; `None` means all layers.
     pub layers: Option<Range<usize>>,
-    /// Whether each projection of a fused layer (queries, keys and values in one weight) gets an adapter of its own, as
-    /// SwissArmyTransformer's adapters do, instead of one for the whole layer, as peft's.
+    /// Whether each projection of a fused layer (queries, keys and values in one weight) gets an adapter of
+    /// its own, as in SwissArmyTransformer, instead of one for the whole layer, as in peft.
     pub per_projection: bool,
     /// Modules trained in full in addition to adapters, by the last parts of their path, such as
     /// `embed_tokens` or `resampler`.
@@ -84,7 +85,7 @@ impl LoraConfig {
         }
     }
 
-    /// Whether the parameter called `name` belongs to a module that trains in full.
+    /// Whether the parameter called `name` belongs to one of `modules_to_save`, which train in full.
     #[must_use]
     pub fn saves(&self, name: &str) -> bool {
         self.modules_to_save

@@ -22,12 +22,12 @@ pub enum RopePrecision {
 pub struct ModelOptions {
     /// Dtype of the model's weights and activations.
     pub dtype: DType,
-    /// Whether the vision tower trains. The projector always trains, except in a run of adapters or
-    /// prefixes that does not name it.
+    /// Whether the vision tower trains. The projector trains in any case, unless the run has adapters or
+    /// p-tuning and does not name it.
     pub tune_vision: bool,
     /// Whether the language model trains, embeddings and head included.
     pub tune_llm: bool,
-    /// Parameters that train in addition to adapters; replaces the switches above.
+    /// Parameters that train in addition to adapters. If set, it replaces `tune_vision` and `tune_llm`.
     pub train: Option<Selection>,
     /// Parameters that stay frozen; overrides all other settings, except for adapters.
     pub freeze: Option<Selection>,
@@ -35,8 +35,8 @@ pub struct ModelOptions {
     pub lora: Option<LoraConfig>,
     /// Whether the cosines and sines of the rotary position embedding are rounded.
     pub rope_precision: RopePrecision,
-    /// Number of learned keys and values before each sample, per decoder layer (p-tuning v2); 0 for none. CogVLM and
-    /// CogAgent only.
+    /// Number of learned keys and values before each sample, per decoder layer (p-tuning v2); 0 for none.
+    /// Only CogVLM, CogAgent and CogVLM2 support them.
     pub ptuning_tokens: usize,
 }
 
@@ -56,7 +56,8 @@ impl ModelOptions {
         }
     }
 
-    /// Whether the parameter `name` of the base in `tower` trains; adapters always do.
+    /// Whether the base parameter called `name`, in the part `tower` of the model, trains. Parameters of
+    /// adapters are not meant: they always train.
     #[must_use]
     pub fn trains(&self, name: &str, tower: Tower) -> bool {
         let chosen = match (&self.train, tower) {
@@ -73,7 +74,8 @@ impl ModelOptions {
         (chosen || saved) && !frozen
     }
 
-    /// Dtype that rotary angles are rounded to by families whose own code rounds them.
+    /// Dtype that values of the rotary position embedding are rounded to: the model's dtype, or f32 with
+    /// [`RopePrecision::F32`]. Only families whose published code rounds them use it.
     #[must_use]
     pub fn rotary_dtype(&self) -> DType {
         match self.rope_precision {
@@ -82,10 +84,10 @@ impl ModelOptions {
         }
     }
 
-    /// Fails if the run asks for learned keys and values (p-tuning); for families that do not have them.
+    /// Checks that a run of a family without learned keys and values (p-tuning) does not ask for them.
     ///
     /// # Errors
-    /// [`ModelError::Config`].
+    /// [`ModelError::Config`] if `ptuning_tokens` is not 0.
     pub fn refuse_ptuning(&self) -> Result<()> {
         match self.ptuning_tokens {
             0 => Ok(()),
@@ -97,10 +99,10 @@ impl ModelOptions {
         }
     }
 
-    /// Fails if `train` or `freeze` has a pattern that matches no parameter of the model.
+    /// Checks that every pattern in `train` and `freeze` matches a parameter of the base model.
     ///
     /// # Errors
-    /// Names the word.
+    /// [`ModelError::Selection`] with the first pattern that matches none.
     pub fn check(&self, spec: &ModelSpec) -> Result<()> {
         let base = spec.params.iter().map(|param| &*param.name);
         let base = base.filter(|name| !is_added(name));

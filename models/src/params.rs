@@ -9,16 +9,18 @@ use engine::{ModelSpec, ParamId, ParamSpec, UnitId, UnitSpec};
 use kernels::Shape;
 use std::collections::BTreeMap;
 
-/// Prefix of a module's path in the names of an adapter file (as peft writes them).
+/// Prefix that peft puts before a module's path in the tensor names of an adapter file.
 pub const ADAPTER_PREFIX: &str = "base_model.model.";
 
-/// Whether a parameter is missing from the base model's files: adapters, and learned keys and values.
+/// Whether the parameter called `name` is not in the base model's files, since a run adds it: a LoRA matrix,
+/// or learned keys and values (p-tuning).
 #[must_use]
 pub fn is_added(name: &str) -> bool {
     name.starts_with(ADAPTER_PREFIX) || name.ends_with(".self_attn.prefix")
 }
 
-/// Collects the units and parameters that a model declares into a [`ModelSpec`].
+/// Builder of a [`ModelSpec`], on which a model declares its units (parameters gathered together, usually one
+/// layer) and their parameters.
 pub struct ParamBuilder<'a> {
     spec: ModelSpec,
     trainable: &'a dyn Fn(&str) -> bool,
@@ -27,7 +29,8 @@ pub struct ParamBuilder<'a> {
     split: SplitAdapters,
 }
 
-/// Paths of the fused layers whose projections have adapters of their own, with the rows of each projection.
+/// Fused layers whose projections have one adapter each: path of the layer, and number of rows of each
+/// projection.
 pub type SplitAdapters = BTreeMap<String, Vec<usize>>;
 
 impl std::fmt::Debug for ParamBuilder<'_> {
@@ -40,8 +43,9 @@ impl std::fmt::Debug for ParamBuilder<'_> {
 }
 
 impl<'a> ParamBuilder<'a> {
-    /// `trainable` decides by the name in the checkpoint, also for modules trained in addition to adapters. Adapter
-    /// parameters always train. `language` names the decoder's modules.
+    /// Builder without parameters. `trainable` decides by checkpoint name whether a parameter trains; adapter
+    /// parameters always do. `lora` has the settings of adapters, `None` for none. `language` names the
+    /// decoder's modules.
     ///
     /// # Errors
     /// When the adapter's targets are not a valid pattern or its rank is zero.
@@ -73,7 +77,8 @@ impl<'a> ParamBuilder<'a> {
         })
     }
 
-    /// Opens the next unit, called `name`. The engine gathers and releases a unit's parameters together.
+    /// Starts the next unit in forward order, called `name`; its parameters are declared on the returned
+    /// scope. The engine gathers and releases the parameters of a unit together.
     pub fn unit(&mut self, name: &str) -> ParamScope<'_, 'a> {
         let unit = UnitId(self.spec.units.len() as u32);
         self.spec.units.push(UnitSpec { name: name.into() });
@@ -92,7 +97,8 @@ impl<'a> ParamBuilder<'a> {
         Ok(self.finish_with_split()?.0)
     }
 
-    /// As [`ParamBuilder::finish`], also with the fused layers whose projections each have an adapter of their own.
+    /// As [`ParamBuilder::finish`], but also returns the fused layers whose projections have one adapter
+    /// each.
     ///
     /// # Errors
     /// As [`ParamBuilder::finish`].
@@ -107,7 +113,7 @@ impl<'a> ParamBuilder<'a> {
     }
 }
 
-/// Declares parameters of one unit below a dotted path.
+/// Scope in which the parameters of one unit are declared; their names begin with the scope's dotted path.
 #[derive(Debug)]
 pub struct ParamScope<'b, 'a> {
     builder: &'b mut ParamBuilder<'a>,
@@ -116,7 +122,7 @@ pub struct ParamScope<'b, 'a> {
 }
 
 impl<'a> ParamScope<'_, 'a> {
-    /// The unit that parameters declared here belong to.
+    /// Id of the unit that parameters declared in this scope belong to.
     #[must_use]
     pub fn id(&self) -> UnitId {
         self.unit
@@ -140,7 +146,7 @@ impl<'a> ParamScope<'_, 'a> {
         }
     }
 
-    /// Declares the parameter `name` of the given shape below this scope's path.
+    /// Declares the parameter `name` of the given shape below this scope's path, and returns its id.
     pub fn param(&mut self, name: &str, shape: impl Into<Shape>) -> ParamId {
         let name = self.join(name);
         let trainable = (self.builder.trainable)(&name);
@@ -158,7 +164,8 @@ impl<'a> ParamScope<'_, 'a> {
         id
     }
 
-    /// Declares the linear layer `module` (`[n, k]`), with an adapter if it is a target.
+    /// Declares the linear layer `module` with weight `[n, k]`, a bias `[n]` if `bias` is true, and an
+    /// adapter if the layer is a LoRA target.
     pub fn linear(&mut self, module: &str, [n, k]: [usize; 2], bias: bool) -> Linear {
         let mut inner = self.at(module);
         let weight = inner.param("weight", [n, k]);
@@ -170,8 +177,11 @@ impl<'a> ParamScope<'_, 'a> {
         }
     }
 
-    /// Declares the linear layer `module` of several projections, with `parts` rows each, one above the other. It has one
-    /// adapter, or one per projection: A `[parts * r, k]`, B `[n, r]`.
+    /// Declares the fused linear layer `module`, whose weight `[n, k]` stacks several projections, with
+    /// `parts` rows each.
+    ///
+    /// A LoRA target has one adapter, or one per projection: A is `[r, k]` or `[parts.len() * r, k]`, B is
+    /// `[n, r]`.
     pub fn fused_linear(
         &mut self,
         module: &str,
@@ -221,10 +231,10 @@ impl<'a> ParamScope<'_, 'a> {
         })
     }
 
-    /// Fails if `module`, which cannot take an adapter, is a target.
+    /// Checks that the layer `module`, which cannot take an adapter, is not a LoRA target.
     ///
     /// # Errors
-    /// Names the target.
+    /// [`ModelError::AdapterTarget`] if it is one.
     pub fn refuse_adapter(&self, module: &str) -> Result<()> {
         let path = self.join(module);
         match &self.builder.lora {

@@ -14,7 +14,8 @@ use crate::data::{
 use crate::image::ImageSource;
 use crate::text::{TemplateError, Tokenizer, TokenizerError};
 
-/// A family's rules for prompts, labels and images, with a model directory's tokenizer and settings.
+/// Converter of samples to model inputs. It has the family's rules for prompts, labels and images, and the
+/// tokenizer and settings of a model directory.
 pub trait Processor: Send + Sync + std::fmt::Debug {
     /// Turns a sample into model inputs for training.
     ///
@@ -101,7 +102,7 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
     }
 }
 
-/// Why a model directory yields no processor.
+/// Why the processor of a model directory cannot be opened.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ProcessorError {
@@ -199,7 +200,7 @@ impl Normalization {
     /// Normalization by `mean` and `std` per channel (red, green, blue).
     ///
     /// # Errors
-    /// [`ProcessorError::Normalization`] if a deviation is zero or any value is not finite.
+    /// [`ProcessorError::Normalization`] if a standard deviation is zero or any value is not finite.
     pub fn new(mean: [f32; 3], std: [f32; 3]) -> Result<Self, ProcessorError> {
         let finite = mean.iter().chain(&std).all(|v| v.is_finite());
         if !finite || std.contains(&0.0) {
@@ -208,7 +209,7 @@ impl Normalization {
         Ok(Self { mean, std })
     }
 
-    /// The normalization of CLIP's vision towers.
+    /// Normalization with the mean and standard deviation that CLIP's vision towers were trained with.
     #[must_use]
     pub fn clip() -> Self {
         Self {
@@ -222,8 +223,8 @@ impl Normalization {
         (f32::from(byte) / 255.0 - self.mean[channel]) / self.std[channel]
     }
 
-    /// Values of `patches` as laid out in [`Slice::patches`](crate::data::Slice::patches), each
-    /// patch of `3 * patch_size * patch_size` bytes.
+    /// Normalized values of the pixel bytes `patches`, in the order of
+    /// [`Slice::patches`](crate::data::Slice::patches). A patch has `3 * patch_size * patch_size` bytes.
     pub fn normalize_patches(&self, patches: &[u8], patch_size: usize) -> Vec<f32> {
         let table: [[f32; 256]; 3] =
             std::array::from_fn(|c| std::array::from_fn(|byte| self.normalize(c, byte as u8)));

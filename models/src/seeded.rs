@@ -1,12 +1,12 @@
-//! Random weights as functions of seed, tensor name and element. They make a model of any size without weight files, or
-//! the contents of its files.
+//! Random weights as functions of seed, tensor name and element. They make a model of any size without weight
+//! files, or the contents of its files.
 //!
-//! A value takes a few nanoseconds: 16 bits of a hash choose one of 65,536 equally likely quantiles of the distribution.
-//! A bf16 has 8 significant bits, fewer than that. One hash serves four elements. The bytes are the same on every
-//! machine, for any number of threads and any split into ranges.
+//! A value takes a few nanoseconds: 16 bits of a hash choose one of 65,536 equally likely quantiles of the
+//! distribution. A bf16 has 8 significant bits, fewer than that. One hash serves four elements. The bytes are
+//! the same on every machine, for any number of threads and any split into ranges.
 //!
-//! A model directory that has [`FILE`] instead of weight files has these values; [`WeightSource`](crate::WeightSource)
-//! reads them like files of bf16.
+//! A model directory that has [`FILE`] instead of weight files has these values;
+//! [`WeightSource`](crate::WeightSource) reads them like files of bf16.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -21,9 +21,9 @@ use serde::{Deserialize, Serialize};
 use crate::init::{Init, rule};
 use crate::{ModelOptions, OpenError, open_model};
 
-/// Name of the file that stands for all weights of a directory.
+/// Name of the file that declares random weights for a model directory without weight files.
 pub const FILE: &str = "model.seeded.json";
-/// Content of [`FILE`], which states the seed of a model's weights.
+/// Content of [`FILE`]: the seed from which a model's random weights are computed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Marker {
@@ -50,10 +50,11 @@ impl Marker {
     }
 }
 
-/// Parameters of the model that a directory's `config.json` describes, without adapters, with the distribution of each.
+/// Parameters of the model that a directory's `config.json` describes, each with the distribution of its
+/// random values. Adapters are not included.
 ///
 /// # Errors
-/// The configuration is of no supported model.
+/// [`OpenError`] if the model cannot be opened.
 pub fn tensors(dir: &Path) -> Result<Vec<(ParamSpec, Init)>, OpenError> {
     let model = open_model(dir, ModelOptions::new(kernels::DType::BF16))?;
     let params = model.spec().params.iter();
@@ -61,14 +62,15 @@ pub fn tensors(dir: &Path) -> Result<Vec<(ParamSpec, Init)>, OpenError> {
     Ok(params.map(of).collect())
 }
 
-/// Makes the generators of a model's tensors; tensors of the same distribution share a table of values.
+/// Source of the [`Values`] generator of each tensor; tensors of equal distribution share a table of
+/// quantiles.
 #[derive(Debug, Default)]
 pub struct Generators {
     tables: BTreeMap<(u8, u32), Arc<[u16]>>,
 }
 
 impl Generators {
-    /// The generator of the tensor `name` with the seed `seed`, distributed as `init`.
+    /// Returns the generator of the tensor `name` for the seed `seed`, with values distributed as `init`.
     pub fn of(&mut self, seed: u64, name: &str, init: Init) -> Values {
         let key = match init {
             Init::Constant(value) => (0, value.to_bits()),
@@ -105,7 +107,7 @@ impl Values {
         self.fill_as(first, out, |bits| bits);
     }
 
-    /// As [`Values::fill`], but stores what `convert` makes of each value's bf16 bits.
+    /// As [`Values::fill`], but stores `convert(bits)` for each element, whose bf16 bit pattern is `bits`.
     pub fn fill_as<T: Copy + Send>(
         &self,
         first: u64,

@@ -1,4 +1,5 @@
-//! Selections of parameters by a list of patterns: `lm_head`, `llm,resampler`, `norm,bias`, `llm\.model\.layers\.[0-3]\..*`.
+//! Selections of parameters by a list of patterns: `lm_head`, `llm,resampler`, `norm,bias`,
+//! `llm\.model\.layers\.[0-3]\..*`.
 
 use regex::Regex;
 
@@ -37,13 +38,16 @@ enum Meaning {
 }
 
 impl Selection {
-    /// Reads words separated by commas. A word of letters, digits, `_` and `.` names modules by parts of their path
-    /// (`lm_head`, `self_attn.q_proj`); `norm` and `bias` mean all of their kind, `vision` all that sees images, whatever the family calls it;
-    /// everything else is a regular expression over the whole path of a parameter or of a module above it. A comma inside brackets or
-    /// braces belongs to its expression.
+    /// Parses a list of patterns separated by commas. A comma inside brackets or braces does not separate.
+    ///
+    /// - A word of letters, digits, `_` and `.` selects modules by consecutive parts of their path:
+    ///   `lm_head`, `self_attn.q_proj`.
+    /// - The word `norm` selects the parameters of normalization layers, `bias` all biases, and `vision` the
+    ///   part of the model that sees images, whatever the family calls it.
+    /// - Anything else is a regular expression for the whole path of a parameter or of a module above it.
     ///
     /// # Errors
-    /// When an expression does not parse.
+    /// [`ModelError::Selection`] if the list is empty or an expression does not parse.
     pub fn parse(text: &str) -> Result<Self> {
         let words = split(text);
         let patterns = words.into_iter().map(|word| {
@@ -66,10 +70,10 @@ impl Selection {
         self.patterns.iter().any(|pattern| pattern.matches(name))
     }
 
-    /// Fails if one of the patterns selects none of the parameters called `names`.
+    /// Checks that every pattern selects at least one of the parameters called `names`.
     ///
     /// # Errors
-    /// Names the word.
+    /// [`ModelError::Selection`] with the first pattern that selects none.
     pub fn check<'n>(&self, names: impl Iterator<Item = &'n str> + Clone) -> Result<()> {
         let idle = |pattern: &&Pattern| !names.clone().any(|name| pattern.matches(name));
         match self.patterns.iter().find(idle) {

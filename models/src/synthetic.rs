@@ -18,8 +18,9 @@ const GLM41V_MAX_PIXELS: usize = 9_633_792;
 /// Number of patches along each side of the block that one image token of GLM-4.1V stands for.
 const GLM41V_MERGE: usize = 2;
 
-/// A sample of `max_tokens` tokens, all supervised, with one image of the family's largest size,
-/// or as much of it as goes into the tokens; MiniCPM cuts it into at most `max_slices` cells.
+/// Builds a sample of `max_tokens` supervised tokens with one image, to plan memory without data. The image
+/// has the family's largest size, as far as its features fit into the tokens. MiniCPM cuts it into at most
+/// `max_slices` cells.
 ///
 /// # Errors
 /// [`ConfigError`] if `config.json` of the directory `dir` cannot be read or is of no known family.

@@ -144,7 +144,8 @@ enum Location {
     Made(Values),
 }
 
-/// The tensors of one model directory or file.
+/// Opened weight files of one model directory, or one file: reads any range of any tensor. Only headers stay
+/// in memory.
 #[derive(Debug)]
 pub struct WeightSource {
     dir: PathBuf,
@@ -153,8 +154,8 @@ pub struct WeightSource {
 }
 
 impl WeightSource {
-    /// Opens the directory `dir`: `model.safetensors`, the shards of `model.safetensors.index.json`, or, where neither is
-    /// there, weights that [`seeded::FILE`] declares.
+    /// Opens the weights in the directory `dir`: `model.safetensors`, the shards of
+    /// `model.safetensors.index.json`, or, without either, the random weights that [`seeded::FILE`] declares.
     ///
     /// # Errors
     /// When a file is missing, truncated or invalid.
@@ -200,7 +201,7 @@ impl WeightSource {
         })
     }
 
-    /// As [`WeightSource::open`], for the file `{stem}.safetensors` in `dir`, or its shards.
+    /// Opens the file `{stem}.safetensors` in `dir`, or the shards of `{stem}.safetensors.index.json`.
     ///
     /// # Errors
     /// As [`WeightSource::open`].
@@ -314,12 +315,12 @@ impl WeightSource {
         self.tensors.get(name)?.dtype
     }
 
-    /// Checks that every parameter of `spec` is present with its shape and a supported dtype, and
-    /// returns the tensors that the model does not use, sorted. Adapter parameters are not checked:
-    /// they begin at their initialization or come from an adapter file.
+    /// Checks that every parameter of `spec` is present with its shape and a supported dtype. Returns the
+    /// names of the tensors that the model does not use, sorted. Parameters that a run adds, such as
+    /// adapters, are not checked.
     ///
     /// # Errors
-    /// Names the first tensor that does not fit.
+    /// [`WeightError`] naming the first tensor that is missing or does not fit.
     pub fn check(&self, spec: &ModelSpec) -> Result<Vec<String>> {
         let base = |p: &&ParamSpec| !is_added(&p.name);
         let mut used = BTreeSet::new();
@@ -346,12 +347,12 @@ impl WeightSource {
         }
     }
 
-    /// Reads `elements` of a tensor (row-major) as `out` into `dst`, converting where the stored
-    /// dtype differs (to nearest even).
+    /// Reads the range `elements` (row-major) of the tensor called `name` into `dst`, converted to the dtype
+    /// `out` with rounding to nearest even.
     ///
     /// # Errors
-    /// When the tensor is missing, the range or the buffer does not fit, a dtype is not one of
-    /// F32, BF16, F16, or reading fails.
+    /// When the tensor is missing, the range or the size of `dst` does not fit, a dtype is not one of F32,
+    /// BF16, F16, or reading fails.
     pub fn read_range(
         &self,
         name: &str,

@@ -8,20 +8,22 @@ use crate::lanes::{Lanes, Loop, Simd};
 use crate::rng::RandomStream;
 use crate::rounding::PageKey;
 
-/// Position of a gradient sum in the random stream that rounds it. Rounding uses word 0 of each pair, see
-/// [`crate::rounding`].
+/// Position of a range of bf16 gradient sums in the random stream that rounds them. Rounding uses word 0 of
+/// each pair of elements, see [`crate::rounding`].
 #[derive(Clone, Copy, Debug)]
 pub struct RoundingPosition {
-    /// Random stream that the keys come from.
+    /// Random stream from which the keys of stochastic rounding come.
     pub stream: RandomStream,
-    /// Number of the addition. No two additions to one element may share it.
+    /// Number of the addition, e.g. that of the micro-batch. No two additions to one element may have the
+    /// same number.
     pub time: u64,
-    /// Global index of the first element, in the unpadded model.
+    /// Global index of the first element of the range: its offset in the concatenation of all parameters
+    /// without padding.
     pub first_element: u64,
 }
 
 impl RoundingPosition {
-    /// Converts the position for a device's kernels.
+    /// The same position as an argument of GPU kernels.
     #[must_use]
     pub fn on_device(self) -> RoundingCounter {
         RoundingCounter {
@@ -32,8 +34,9 @@ impl RoundingPosition {
     }
 }
 
-/// Adds `values` to `sums` element by element and rounds each result stochastically. An element's result depends on
-/// its value, its sum and its position in the random stream only.
+/// Adds `values` to the gradient sums `sums` element by element, and rounds each result to bf16
+/// stochastically. The result depends only on the element's value, its sum, and its position in the random
+/// stream.
 ///
 /// # Panics
 /// When the lengths differ.

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-/// Elements per block of a [`SquareSum`].
+/// Number of elements per block of a [`SquareSum`].
 pub const NORM_BLOCK_ELEMS: usize = 4096;
 /// Number of interleaved partial sums within a block.
 const ELEMENT_LANES: usize = 256;
@@ -11,8 +11,8 @@ const TASK_BLOCKS: usize = 32;
 /// Number of interleaved partial sums over blocks.
 const BLOCK_LANES: usize = 1024;
 
-/// Sum of squares in f64 with a fixed order of additions. The order is wide enough for a GPU, so every stage, tier,
-/// thread count and device gives the same bits.
+/// Sum of squares (of gradients, for their norm) in f64 with a fixed order of additions. The order has enough
+/// parallelism for a GPU. Every stage, tier, thread count and device therefore gives the same bits.
 ///
 /// - A block has [`NORM_BLOCK_ELEMS`] elements; the last one may have fewer. Element `i` of a block is added to sum
 ///   `i % 256`, in order. Sums `4k..4k+4` are added as `(a + b) + (c + d)`. The 64 results are halved
@@ -36,15 +36,16 @@ impl Default for SquareSum {
 }
 
 impl SquareSum {
-    /// Adds the next block. Every block but the last must have [`NORM_BLOCK_ELEMS`] elements.
+    /// Adds the squares of the next block of elements. Every block but the last must have
+    /// [`NORM_BLOCK_ELEMS`] elements.
     pub fn add_block(&mut self, block: &[f32]) {
         debug_assert!(block.len() <= NORM_BLOCK_ELEMS);
         self.lanes[self.blocks % BLOCK_LANES] += block_sum(block);
         self.blocks += 1;
     }
 
-    /// Adds all blocks of `values`, computed on the rayon pool. Only the last block of the whole sum may have fewer
-    /// than [`NORM_BLOCK_ELEMS`] elements.
+    /// Adds the squares of all elements of `values`, block by block, on the rayon pool. Only the last block
+    /// of the whole sum may have fewer than [`NORM_BLOCK_ELEMS`] elements.
     pub fn add_blocks(&mut self, values: &[f32]) {
         let blocks = values.par_chunks(NORM_BLOCK_ELEMS);
         let sums: Vec<f64> = blocks.with_min_len(TASK_BLOCKS).map(block_sum).collect();
@@ -54,14 +55,14 @@ impl SquareSum {
         }
     }
 
-    /// Sum of the squares of all added elements. The norm is its square root.
+    /// Sum of the squares of all added elements. Its square root is the L2 norm.
     #[must_use]
     pub fn total(mut self) -> f64 {
         halved(&mut self.lanes)
     }
 }
 
-/// Sum of squares of a slice, in the order of [`SquareSum`].
+/// Sum of the squares of all elements of a slice, with the order of additions of [`SquareSum`].
 #[must_use]
 pub fn sum_of_squares(values: &[f32]) -> f64 {
     let mut sum = SquareSum::default();
@@ -96,19 +97,19 @@ fn halved(values: &mut [f64]) -> f64 {
     values[0]
 }
 
-/// Gradient norm and the factor that normalizes and clips the gradients.
+/// Global L2 norm of the gradients, and the factor that divides them by tokens and clips them.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct GradientScale {
-    /// Norm of the mean gradient per token, before clipping.
+    /// L2 norm of the mean gradient per token, before clipping.
     pub norm: f64,
-    /// Factor on every summed gradient: `min(1, max_norm / (norm + 1e-6)) / tokens`, as
+    /// Factor by which every summed gradient is multiplied: `min(1, max_norm / (norm + 1e-6)) / tokens`, as
     /// `torch.nn.utils.clip_grad_norm_` clips.
     pub factor: f32,
 }
 
 impl GradientScale {
-    /// Scale for gradients that are sums over `tokens` tokens. `squares` is the sum of their squares; `max_norm` of
-    /// `None` does not clip.
+    /// Computes norm and factor for gradients that are sums over `tokens` tokens. `squares` is the sum of the
+    /// squares of all their elements. `max_norm` limits the norm of the mean gradient; `None` does not clip.
     #[must_use]
     pub fn new(squares: f64, tokens: f64, max_norm: Option<f32>) -> Self {
         let norm = squares.sqrt() / tokens;

@@ -1,6 +1,6 @@
 //! Errors of this crate.
 
-/// Wrong use of an optimizer, schedule or parameter group. The call changed nothing.
+/// Error of an optimizer, schedule or parameter group that was called wrongly. The call changed nothing.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OptimError {

@@ -32,11 +32,11 @@ pub fn is_norm_name(name: &str) -> bool {
 pub struct GroupOptions {
     /// Decoupled weight decay; zero for biases and normalization layers.
     pub weight_decay: f32,
-    /// Factor on the scheduled learning rate.
+    /// Factor by which the scheduled learning rate is multiplied.
     pub lr_scale: f32,
 }
 
-/// Rules that assign options to parameters by name.
+/// Rules that choose a parameter's weight decay and learning-rate factor by its name.
 #[derive(Clone, Debug)]
 pub struct ParameterGroups {
     weight_decay: f32,
@@ -44,8 +44,9 @@ pub struct ParameterGroups {
 }
 
 impl ParameterGroups {
-    /// Builds the rules from the weight decay and `(pattern, scale)` pairs for learning rates. The first pattern that
-    /// matches anywhere in a name decides; other names have scale 1.
+    /// Builds the rules from the weight decay and from `(pattern, scale)` pairs of learning-rate factors. The
+    /// first pattern (a regular expression) that matches anywhere in a parameter's name decides; other names
+    /// have factor 1.
     ///
     /// # Errors
     /// [`OptimError::BadPattern`] for an invalid regular expression. [`OptimError::OutOfRange`] for a negative or
@@ -66,8 +67,8 @@ impl ParameterGroups {
         })
     }
 
-    /// Options of one parameter. `of_norm_layer` says that it belongs to a normalization layer, whatever its name is
-    /// (see [`is_norm_name`]).
+    /// Optimizer options of the parameter called `name`. `of_norm_layer` says that it belongs to a
+    /// normalization layer, whatever its name is (see [`is_norm_name`]).
     #[must_use]
     pub fn options(&self, name: &str, of_norm_layer: bool) -> GroupOptions {
         let decays = !of_norm_layer && !NO_DECAY.is_match(&name.to_lowercase());

@@ -9,13 +9,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::OptimError;
 
-/// How the loss scale is chosen.
+/// Rule that chooses the loss scale of fp16 training: static or dynamic.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LossScale {
-    /// Constant factor. An overflow skips the step and changes nothing else.
+    /// Constant loss scale. An overflow skips the step and changes nothing else.
     Static(f64),
-    /// Factor that shrinks after overflows and grows after clean steps.
+    /// Loss scale that shrinks after overflows and grows after steps without overflow.
     Dynamic(DynamicScale),
 }
 
@@ -25,22 +25,26 @@ impl Default for LossScale {
     }
 }
 
-/// Parameters of a dynamic loss scale.
+/// Parameters of a dynamic loss scale, as in DeepSpeed. Patience is the number of overflows left until the
+/// scale shrinks.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DynamicScale {
     /// Loss scale of the first step.
     pub initial: f64,
-    /// Number by which the scale is divided after overflows and multiplied after clean steps.
+    /// Factor by which the loss scale is divided when it shrinks and multiplied when it grows.
     pub factor: f64,
-    /// Clean steps since the last overflow after which the scale grows. It grows again after every further `window`
-    /// steps.
+    /// Number of consecutive steps without overflow after which the loss scale grows. It grows again after
+    /// every further `window` such steps.
     pub window: u64,
-    /// Number of overflows after which the scale shrinks. With 1, every overflow shrinks it.
+    /// Full patience: number of overflows after which the loss scale shrinks. With 1, every overflow shrinks
+    /// it.
     pub hysteresis: u32,
-    /// Whether every clean step refills the patience. Otherwise only growth of the scale refills it.
+    /// Whether every step without overflow refills the patience (overflows left until the loss scale
+    /// shrinks). Otherwise only growth of the scale refills it.
     pub consecutive_hysteresis: bool,
-    /// Lower bound of the loss scale.
+    /// Lower bound of the loss scale. An overflow at this scale that would shrink it is an error
+    /// ([`MinimumReached`]).
     pub minimum: f64,
 }
 
@@ -57,25 +61,26 @@ impl Default for DynamicScale {
     }
 }
 
-/// Variable state of a scaler, as stored in checkpoints.
+/// Variable state of a [`LossScaler`], as stored in checkpoints.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScalerState {
     /// Loss scale of the next step.
     pub scale: f64,
-    /// Number of overflows left until the scale shrinks.
+    /// Patience: number of overflows left until the loss scale shrinks.
     pub patience: u32,
-    /// Clean steps since the last overflow, or since the start. Only the remainder modulo `window` matters.
+    /// Number of steps without overflow since the last overflow, or since the start. Only the remainder
+    /// modulo [`DynamicScale::window`] matters.
     pub clean_steps: u64,
 }
 
-/// Whether the caller applies or skips a step's gradients.
+/// Verdict on a step: whether the caller applies or skips its gradients.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Verdict {
-    /// Apply them: all gradients are finite. They still carry the scale that the loss was multiplied by.
+    /// Apply the gradients: all are finite. They still carry the scale by which the loss was multiplied.
     Apply,
-    /// Skip the step: some gradient overflowed. Weights and optimizer state stay unchanged.
+    /// Skip the step: a gradient overflowed. Weights and optimizer state stay unchanged.
     Skip,
 }
 
@@ -87,7 +92,7 @@ pub struct MinimumReached {
     pub minimum: f64,
 }
 
-/// Loss scale and its state machine.
+/// Loss scale of fp16 training, and the state machine that adapts it after every step.
 ///
 /// ```
 /// use optim::loss_scale::{LossScale, LossScaler, Verdict};
@@ -108,10 +113,10 @@ pub struct LossScaler {
 }
 
 impl LossScaler {
-    /// Scaler in its initial state.
+    /// Creates a scaler in its initial state.
     ///
     /// # Errors
-    /// [`OptimError::OutOfRange`] with the name of the bad number.
+    /// [`OptimError::OutOfRange`] with the name of the parameter that is out of range.
     pub fn new(rule: LossScale) -> Result<Self, OptimError> {
         let check = |what, value: f64, expected, fits: bool| {
             if fits && value.is_finite() {
@@ -174,26 +179,28 @@ impl LossScaler {
         self.state.scale
     }
 
-    /// How the scale is chosen, as given to [`LossScaler::new`].
+    /// Rule that chooses the loss scale, as given to [`LossScaler::new`].
     #[must_use]
     pub fn rule(&self) -> LossScale {
         self.rule
     }
 
-    /// Current scale and counters, to be stored in a checkpoint.
+    /// Current loss scale and counters, to be stored in a checkpoint.
     #[must_use]
     pub fn state(&self) -> ScalerState {
         self.state
     }
 
-    /// Restores the state from a checkpoint. A static scale ignores it and stays at its own factor.
+    /// Restores loss scale and counters from a checkpoint. A static scale ignores them and stays at its own
+    /// factor.
     pub fn restore(&mut self, state: ScalerState) {
         if matches!(self.rule, LossScale::Dynamic(_)) {
             self.state = state;
         }
     }
 
-    /// Advances by one step. `overflow`: some gradient on some rank was not finite.
+    /// Adapts the loss scale after a step, and returns whether to apply or skip the step's gradients.
+    /// `overflow` says that a gradient on some rank was not finite.
     ///
     /// # Errors
     /// [`MinimumReached`] when the scale would have to shrink below its minimum. The state is unchanged then.

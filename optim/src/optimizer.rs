@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{AdamW, OptimError};
 
-/// Element types of weights and optimizer state, as mixed-precision training names them.
+/// Precision: the element types of weights and optimizer state, as mixed-precision training names them.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Precision {
@@ -23,7 +23,7 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// Element type of the weights that the model computes with.
+    /// Element type of the weights with which the model computes, in this precision.
     #[must_use]
     pub const fn weight_dtype(self) -> DType {
         match self {
@@ -33,13 +33,13 @@ impl Precision {
         }
     }
 
-    /// Whether an `f32` master copy is stored beside the weights.
+    /// Whether this precision stores an `f32` master copy in addition to the weights.
     #[must_use]
     pub const fn has_master(self) -> bool {
         matches!(self, Self::Bf16 | Self::Fp16)
     }
 
-    /// The word used on command lines and in configuration files.
+    /// Name of the precision on command lines and in configuration files, e.g. `pure-bf16`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -69,23 +69,23 @@ impl FromStr for Precision {
 /// One state that an update rule stores for each weight element, e.g. `exp_avg`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StateSlot {
-    /// Name in checkpoints, as PyTorch's optimizer state calls it.
+    /// Name of the state in checkpoints, as in PyTorch's optimizer state.
     pub name: &'static str,
     /// Element type of the state: `f32` or `bf16`.
     pub dtype: DType,
 }
 
-/// Gradients of one chunk, a range of elements.
+/// Gradients of one chunk (a range of elements that one call updates), in one of two element types.
 #[derive(Clone, Copy, Debug)]
 pub enum GradChunk<'a> {
-    /// In `f32`.
+    /// Gradients in `f32`.
     F32(&'a [f32]),
-    /// In `bf16`.
+    /// Gradients in `bf16`.
     Bf16(&'a [bf16]),
 }
 
 impl GradChunk<'_> {
-    /// Number of elements in the chunk.
+    /// Number of gradients in the chunk.
     #[must_use]
     pub const fn len(&self) -> usize {
         match self {
@@ -94,17 +94,18 @@ impl GradChunk<'_> {
         }
     }
 
-    /// Whether the chunk has no elements.
+    /// Whether the chunk has no gradients.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// Weights of a chunk, with the 16-bit copy that the step writes where the precision has one.
+/// Weights of one chunk (a range of elements that one call updates), as a precision stores them. With master
+/// weights it includes their 16-bit copy, which the step writes.
 #[derive(Debug)]
 pub enum WeightChunk<'a> {
-    /// `f32` weights.
+    /// Weights in `f32`.
     F32(&'a mut [f32]),
     /// `f32` master weights and their `bf16` copy. The step writes the copy in the same pass and never reads it.
     Mixed {
@@ -145,46 +146,49 @@ impl WeightChunk<'_> {
     }
 }
 
-/// Values of one optimizer state for one chunk, updated in place.
+/// Values of one optimizer state, e.g. `exp_avg`, for one chunk of elements, updated in place.
 #[derive(Debug)]
 pub enum StateChunk<'a> {
-    /// In `f32`.
+    /// State values in `f32`.
     F32(&'a mut [f32]),
-    /// In `bf16`.
+    /// State values in `bf16`.
     Bf16(&'a mut [bf16]),
 }
 
-/// Arguments of one update of one chunk. Gradient, weights and every state slot have the same number of elements.
+/// Arguments of one optimizer update of one chunk of elements. Gradients, weights and every optimizer state
+/// have the same number of elements.
 #[derive(Debug)]
 pub struct StepArgs<'a> {
-    /// Number of this update. The first one is 1.
+    /// Number of this optimizer update. The first one is 1.
     pub step: u64,
     /// Learning rate, already multiplied by the parameter group's scale.
     pub lr: f32,
     /// Decoupled weight decay of the parameter group.
     pub weight_decay: f32,
-    /// Factor on every gradient: the clip factor divided by the number of tokens. See [`crate::clip::GradientScale`].
+    /// Factor by which every gradient is multiplied: the clip factor divided by the number of tokens. See
+    /// [`crate::clip::GradientScale`].
     pub grad_scale: f32,
-    /// Run seed of stochastic rounding. Rules that round to nearest ignore it.
+    /// Seed of the run's stochastic rounding. Rules that round to nearest ignore it.
     pub seed: u64,
-    /// Global index of the chunk's first element, in the unpadded model. It is the position in the random stream of
-    /// stochastic rounding.
+    /// Global index of the chunk's first element: its offset in the concatenation of all parameters without
+    /// padding. It is the position in the random stream of stochastic rounding.
     pub first_element: u64,
-    /// Gradients, before `grad_scale` is applied.
+    /// Gradients of the chunk, before they are multiplied by `grad_scale`.
     pub grad: GradChunk<'a>,
-    /// Weights, updated in place.
+    /// Weights of the chunk, updated in place.
     pub weight: WeightChunk<'a>,
-    /// Optimizer states: one chunk per state slot, in the order of [`Optimizer::slots`], updated in place.
+    /// Optimizer states of the chunk, updated in place: one entry per state, in the order of
+    /// [`Optimizer::slots`].
     pub state: Vec<StateChunk<'a>>,
 }
 
-/// An update rule over flat chunks. An element's result depends on its own inputs and global index only, so any split
-/// into chunks gives the same bits.
+/// Update rule of an optimizer, applied to flat chunks of elements. An element's result depends only on its
+/// own inputs and global index, so any split into chunks gives the same bits.
 pub trait Optimizer: Send + Sync + std::fmt::Debug {
     /// Name of the rule in messages and checkpoints.
     fn name(&self) -> &'static str;
 
-    /// State slots per element for a precision. Their initial value is zero.
+    /// States that the rule stores for each weight element in a precision. Their initial value is zero.
     fn slots(&self, precision: Precision) -> &'static [StateSlot];
 
     /// Bytes of optimizer state per element: the master copy, where the precision has one, and every slot.

@@ -9,14 +9,14 @@ use half::bf16;
 use kernels::Float;
 pub use kernels::random::philox4x32;
 
-/// Named stream of random numbers; any position can be read directly.
+/// Named stream of random numbers from the counter-based generator Philox. Any position can be read directly.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RandomStream {
     key: [u32; 2],
 }
 
 impl RandomStream {
-    /// Stream `name` of a run's seed. Streams of different names or seeds are independent.
+    /// Creates the stream `name` for a run's seed. Streams of different names or seeds are independent.
     #[must_use]
     pub fn new(seed: u64, name: &str) -> Self {
         let hash = split(fnv1a64(name.as_bytes()));
@@ -27,27 +27,27 @@ impl RandomStream {
         }
     }
 
-    /// 128 random bits at the position (`major`, `minor`), e.g. (step, element).
+    /// 128 random bits at the position (`major`, `minor`) of the stream, e.g. (step, element).
     #[must_use]
     pub fn block(self, major: u64, minor: u64) -> [u32; 4] {
         let ([a, b], [c, d]) = (split(minor), split(major));
         philox4x32([a, b, c, d], self.key)
     }
 
-    /// 64 random bits at the position (`major`, `minor`).
+    /// 64 random bits at the position (`major`, `minor`) of the stream, e.g. (step, element).
     #[must_use]
     pub fn bits(self, major: u64, minor: u64) -> u64 {
         let block = self.block(major, minor);
         join(block[0], block[1])
     }
 
-    /// Uniform number in `0 <= x < 1` for one element, with 24 random bits.
+    /// Uniform random number in `0 <= x < 1` at the position `element` of the stream, with 24 random bits.
     #[must_use]
     pub fn uniform(self, element: u64) -> f32 {
         (self.block(0, element)[0] >> 8) as f32 * (1.0 / (1u32 << 24) as f32)
     }
 
-    /// Standard normal number for one element (Box-Muller transform).
+    /// Standard normal random number at the position `element` of the stream (Box-Muller transform).
     #[must_use]
     pub fn normal(self, element: u64) -> f32 {
         let [a, b, c, d] = self.block(0, element);
@@ -57,7 +57,8 @@ impl RandomStream {
         (radius * (TAU * unit(join(c, d))).cos()) as f32
     }
 
-    /// Philox key of the stream. It lets another implementation, e.g. a GPU kernel, compute [`RandomStream::block`].
+    /// Philox key of the stream. With it another implementation, e.g. a GPU kernel, can compute
+    /// [`RandomStream::block`].
     #[inline(always)]
     #[must_use]
     pub fn key(self) -> [u32; 2] {

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::OptimError;
 use crate::warmup::{After, Course, WarmupOptions};
 
-/// Shape of the learning-rate curve, including warmup.
+/// Kind of a learning-rate schedule: the shape of its curve, including warmup.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScheduleKind {
@@ -42,7 +42,7 @@ const SAT_DECAY_RATIO: f64 = 0.1;
 impl ScheduleKind {
     const NAMES: &'static str = "constant, constant_with_warmup, linear, cosine, sat_cosine, warmup_lr, warmup_decay_lr, warmup_cosine_lr";
 
-    /// The word used on command lines and in configuration files.
+    /// Name of the schedule on command lines and in configuration files, e.g. `warmup_lr`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -95,7 +95,7 @@ impl FromStr for ScheduleKind {
     }
 }
 
-/// A learning-rate schedule over the updates of a run.
+/// Learning-rate schedule over the optimizer updates of a run.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Schedule {
@@ -105,7 +105,7 @@ pub struct Schedule {
     pub warmup_steps: u64,
     /// Number of optimizer updates in the whole run, warmup included.
     pub total_steps: u64,
-    /// Learning rate at the end of warmup.
+    /// Base learning rate: that at the end of warmup.
     pub base_lr: f64,
 }
 
@@ -165,8 +165,8 @@ impl Schedule {
     }
 }
 
-/// Warmup length in steps. A positive `warmup_steps` wins over the share `warmup_ratio` of `total_steps`, which is
-/// rounded up.
+/// Number of warmup updates: `warmup_steps` if it is positive, otherwise the share `warmup_ratio` of
+/// `total_steps`, rounded up.
 ///
 /// # Errors
 /// [`OptimError::OutOfRange`] unless `warmup_ratio` is in 0..=1.

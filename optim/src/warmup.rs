@@ -18,28 +18,29 @@ pub(crate) enum After {
     Cosine,
 }
 
-/// How the learning rate grows during warmup.
+/// Shape of the learning rate's growth during a DeepSpeed warmup.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WarmupShape {
-    /// Logarithmic in the step.
+    /// The learning rate grows with the logarithm of the step.
     #[default]
     Log,
-    /// Linear in the step.
+    /// The learning rate grows linearly with the step.
     Linear,
 }
 
-/// Options of DeepSpeed's schedules, besides steps and base rate. Other schedules ignore them.
+/// Options of DeepSpeed's learning-rate schedules, besides steps and base rate. Other schedules ignore them.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct WarmupOptions {
-    /// How the learning rate grows during warmup.
+    /// Shape of the learning rate's growth during warmup: logarithmic or linear.
     pub shape: WarmupShape,
-    /// Lowest rate of `WarmupLR` and `WarmupDecayLR`: the start of warmup and the end of the decay.
+    /// Lowest learning rate of `WarmupLR` and `WarmupDecayLR`: that at the start of warmup and at the end of
+    /// the decay.
     pub min_lr: f64,
-    /// Start of `WarmupCosineLR`'s warmup, as a share of the base rate.
+    /// Learning rate at the start of `WarmupCosineLR`'s warmup, as a share of the base rate.
     pub min_ratio: f64,
-    /// End of `WarmupCosineLR`'s cosine, as a share of the base rate.
+    /// Learning rate at the end of `WarmupCosineLR`'s cosine, as a share of the base rate.
     pub end_ratio: f64,
 }
 

@@ -8,18 +8,19 @@ use super::CheckpointError;
 use super::manifest::Manifest;
 use super::read::{check_file, compare, hash_file, open_state_file, read_manifest};
 
-/// Result of [`audit`]: size of a checkpoint, and the files and tensors that are damaged.
+/// Result of [`audit`]: size of a checkpoint, and its damaged files and tensors.
 #[derive(Debug)]
 pub struct Audit {
-    /// Number of files in the manifest.
+    /// Number of files that the manifest lists.
     pub files: usize,
-    /// Total bytes of these files, according to the manifest.
+    /// Total bytes of all files that the manifest lists, according to the manifest.
     pub bytes: u64,
-    /// Number of tensors in the manifest, where each kind of a parameter counts.
+    /// Number of tensors that the manifest lists. Weight, master weight and optimizer states of one parameter
+    /// count separately.
     pub tensors: usize,
-    /// One error per damaged file, in the manifest's order.
+    /// One error per damaged file.
     pub problems: Vec<CheckpointError>,
-    /// Kind and name of every tensor with data in a bad file.
+    /// Kind (e.g. `exp_avg`) and parameter name of every tensor that has data in a damaged file.
     pub lost: Vec<(String, String)>,
 }
 
@@ -31,8 +32,9 @@ impl Audit {
     }
 }
 
-/// Compares every file of a checkpoint with its length and hash, and every tensor's pieces with the headers of their
-/// files. Unlike [`Checkpoint::open`](super::Checkpoint::open) it continues after the first bad file.
+/// Checks all files of a checkpoint and reports every damaged one. It compares each file with its length and
+/// hash in the manifest, and each tensor's pieces with the headers of their files. Unlike
+/// [`Checkpoint::open`](super::Checkpoint::open) it continues after the first damaged file.
 ///
 /// # Errors
 /// When the manifest is missing, unreadable or damaged, since nothing else can be checked then.

@@ -86,8 +86,8 @@ fn names(output: &Path) -> Result<Vec<String>, CheckpointError> {
         .collect())
 }
 
-/// Step and path of every complete checkpoint in the directory `output`, by ascending step. Their content is not
-/// verified.
+/// Step and path of every complete checkpoint in the directory `output`, by ascending step. The content of
+/// the checkpoints is not verified.
 ///
 /// # Errors
 /// [`CheckpointError::Io`] when the directory exists and cannot be listed.
@@ -109,7 +109,8 @@ pub fn list(output: &Path) -> Result<Vec<(u64, PathBuf)>, CheckpointError> {
     Ok(found.into_iter().collect())
 }
 
-/// The newest complete checkpoint: the one that `latest` names, otherwise the one with the highest step.
+/// Path of the newest complete checkpoint in the directory `output`: the one that the file `latest` names,
+/// otherwise the one with the highest step. `None` if the directory has no checkpoint.
 ///
 /// # Errors
 /// [`CheckpointError::Io`] when the directory exists and cannot be listed.
@@ -126,11 +127,12 @@ pub fn find_latest(output: &Path) -> Result<Option<PathBuf>, CheckpointError> {
     })
 }
 
-/// Removes leftovers of interrupted saves. It also restores a checkpoint that was moved aside for one that was never
-/// published. Returns the removed paths. It must not run during a save.
+/// Removes leftovers of interrupted saves from the directory `output`, and returns the removed paths. If a
+/// save moved an old checkpoint of the same step aside and never published the new one, it restores the old
+/// one. It must not run during a save.
 ///
 /// # Errors
-/// [`CheckpointError::Io`].
+/// [`CheckpointError::Io`] when the directory cannot be listed or a path cannot be removed or renamed.
 pub fn sweep(output: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     let mut removed = Vec::new();
     for name in names(output)? {
@@ -159,11 +161,12 @@ pub fn sweep(output: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     Ok(removed)
 }
 
-/// Removes the checkpoints of the lowest steps until `save_total_limit` are left (0: removes none). It never removes
-/// the latest one or a directory that this program did not write. Returns the removed directories.
+/// Removes the checkpoints of the lowest steps from the directory `output`, until `save_total_limit` are left
+/// (0: removes none). It never removes the latest one or a directory that this program did not write. Returns
+/// the removed directories.
 ///
 /// # Errors
-/// [`CheckpointError::Io`].
+/// [`CheckpointError::Io`] when the directory cannot be listed or a checkpoint cannot be removed.
 pub fn prune(output: &Path, save_total_limit: usize) -> Result<Vec<PathBuf>, CheckpointError> {
     prune_on(&Disk, output, save_total_limit)
 }

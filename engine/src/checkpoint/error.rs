@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::write::ProducerError;
 
-/// A checkpoint could not be written, or the files on disk are no intact checkpoint.
+/// Error of a checkpoint that cannot be written, or whose files on disk are missing or damaged.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {

@@ -1,5 +1,6 @@
-//! A disk that fails at a chosen call. A save must survive each of these faults with the previous or the new checkpoint
-//! intact. Tests use it, and [`Writer::begin_faulty`](super::Writer::begin_faulty) for whole programs.
+//! A disk that fails at a chosen call. A save must survive each of these faults with the previous or the new
+//! checkpoint intact. Tests use it, and [`Writer::begin_faulty`](super::Writer::begin_faulty) for whole
+//! programs.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Write};
@@ -8,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::fs::{Disk, FileHandle, FileSystem};
 
-/// Fault at a chosen call of a save. Calls to the disk are counted from 0.
+/// Fault that a test injects into a save, at a chosen call to the disk. Calls are counted from 0.
 #[derive(Clone, Copy, Debug)]
 pub enum DiskFault {
     /// No fault.

@@ -1,5 +1,5 @@
-//! The index of a checkpoint. Its content is treated as hostile: sizes are checked, sums cannot overflow, paths cannot
-//! leave the directory.
+//! The index of a checkpoint. Its content is treated as hostile: sizes are checked, sums cannot overflow, paths
+//! cannot leave the directory.
 
 use std::collections::BTreeSet;
 use std::path::{Component, Path};
@@ -24,10 +24,10 @@ const MAX_DIMS: usize = 16;
 const DIGEST_PREFIX: &str = "{\n  \"digest\": \"";
 const NO_DIGEST: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 
-/// One file of a checkpoint, as the manifest lists it.
+/// Entry of the manifest for one file of the checkpoint.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct FileEntry {
-    /// Path relative to the checkpoint's directory.
+    /// Path of the file, relative to the checkpoint's directory.
     pub path: String,
     /// Length of the file in bytes.
     pub bytes: u64,
@@ -35,32 +35,33 @@ pub struct FileEntry {
     pub blake3: String,
 }
 
-/// Location of a range of a tensor's elements in a file of the checkpoint.
+/// Entry of the manifest for one piece: a range of a tensor's elements, and the file that stores them.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct PieceEntry {
-    /// First element of the range, in row-major order of the tensor's global shape.
+    /// Index of the range's first element, in row-major order of the tensor's global shape.
     pub start: u64,
-    /// Number of elements in the range.
+    /// Number of the tensor's elements in the range.
     pub elems: u64,
-    /// The safetensors file, relative to the checkpoint's directory.
+    /// Path of the safetensors file that stores the range, relative to the checkpoint's directory.
     pub file: String,
-    /// Name of the piece in that file.
+    /// Key of the range in that safetensors file.
     pub key: String,
 }
 
-/// A tensor as the model sees it, independent of its pieces.
+/// Entry of the manifest for one whole tensor, independent of the pieces in which ranks wrote it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct LogicalTensor {
-    /// Name of the parameter.
+    /// Name of the parameter to which the tensor belongs.
     pub name: String,
-    /// Kind of the tensor: `weight`, `master`, `exp_avg`, ….
+    /// Kind of the tensor, such as `weight`, `master` (weight) or the optimizer state `exp_avg`.
     pub kind: String,
-    /// Element type.
+    /// Element type of the tensor.
     #[serde(with = "dtype_name")]
     pub dtype: DType,
     /// Global shape: that of the whole tensor, not of one piece.
     pub shape: Vec<u64>,
-    /// Ranges in ascending order that cover all elements exactly once.
+    /// Locations of the tensor's data: ranges of elements in ascending order that cover all elements exactly
+    /// once.
     pub pieces: Vec<PieceEntry>,
 }
 

@@ -47,8 +47,8 @@ struct LocatedPiece {
 }
 
 impl Checkpoint {
-    /// Opens a checkpoint's directory. It parses and checks the manifest, and checks that every file has its length and
-    /// that every piece is where the manifest says. [`Checkpoint::verify`] compares contents.
+    /// Opens the checkpoint in `directory`. It checks the manifest, the length of every file, and that every
+    /// piece of a tensor is where the manifest says. It does not hash contents; [`Checkpoint::verify`] does.
     ///
     /// # Errors
     /// One variant per kind of damage, with the file's name.
@@ -75,7 +75,7 @@ impl Checkpoint {
         &self.directory
     }
 
-    /// The step after which the checkpoint was saved.
+    /// Training step after which the checkpoint was saved.
     #[must_use]
     pub fn step(&self) -> u64 {
         self.manifest.step
@@ -87,31 +87,32 @@ impl Checkpoint {
         self.manifest.world_size
     }
 
-    /// The data that the writer stored beside the tensors.
+    /// Metadata (JSON) that the caller of [`Writer::commit`](super::Writer::commit) stored in the manifest.
     #[must_use]
     pub fn meta(&self) -> &Value {
         &self.manifest.meta
     }
 
-    /// Descriptions of all tensors in the checkpoint, each with the locations of its pieces.
+    /// Manifest entries of all tensors in the checkpoint, each with the locations of its pieces.
     #[must_use]
     pub fn tensors(&self) -> &[LogicalTensor] {
         &self.manifest.tensors
     }
 
-    /// All files of the checkpoint except the manifest.
+    /// Manifest entries of all files of the checkpoint. The manifest itself is not among them.
     #[must_use]
     pub fn files(&self) -> &[FileEntry] {
         &self.manifest.files
     }
 
-    /// Description of the tensor with this kind and parameter name; `None` if the checkpoint does not have it.
+    /// Manifest entry of the tensor with this kind (e.g. `exp_avg`) and parameter name; `None` if the
+    /// checkpoint does not have it.
     #[must_use]
     pub fn tensor(&self, kind: &str, name: &str) -> Option<&LogicalTensor> {
         self.position(kind, name).map(|i| &self.manifest.tensors[i])
     }
 
-    /// Compares the content of every file with its hash.
+    /// Reads every file and compares its length and hash with the manifest.
     ///
     /// # Errors
     /// [`CheckpointError::HashMismatch`] or [`CheckpointError::WrongLength`] for the first damaged file.
@@ -119,7 +120,8 @@ impl Checkpoint {
         self.verify_files(|_| true)
     }
 
-    /// As [`Checkpoint::verify`], but only for the files whose paths in the checkpoint's directory `chosen` accepts.
+    /// Compares files with the manifest as [`Checkpoint::verify`] does, but only those that `chosen` accepts.
+    /// It receives their paths relative to the checkpoint's directory.
     ///
     /// # Errors
     /// As [`Checkpoint::verify`].
@@ -133,10 +135,12 @@ impl Checkpoint {
             })
     }
 
-    /// Reads a whole small file of the checkpoint and compares it with its hash.
+    /// Content of a small file of the checkpoint, after a comparison with its hash. `relative` is its path in
+    /// the checkpoint's directory.
     ///
     /// # Errors
-    /// [`CheckpointError::MissingFile`] when the manifest does not list it; as [`Checkpoint::verify`].
+    /// [`CheckpointError::MissingFile`] when the manifest does not list it; otherwise as
+    /// [`Checkpoint::verify`].
     pub fn read_file(&self, relative: &str) -> Result<Vec<u8>, CheckpointError> {
         let path = self.directory.join(relative);
         let entry = self
@@ -158,7 +162,8 @@ impl Checkpoint {
         Ok(bytes)
     }
 
-    /// Reads a range of a tensor's elements, in row-major order of the global shape, as little-endian bytes.
+    /// Reads the elements `elems` of one tensor into `out`, as little-endian bytes. Elements are numbered in
+    /// row-major order of the tensor's global shape.
     ///
     /// # Errors
     /// [`CheckpointError::UnknownTensor`]; [`CheckpointError::BadRange`] unless the range is in the tensor and `out`
@@ -392,7 +397,7 @@ pub(super) fn state_header(bytes: &[u8], path: &Path) -> Result<Header, Checkpoi
     Header::parse(&rest[..length as usize], file_bytes, path)
 }
 
-/// Reads a file again and compares it with the written content.
+/// Reads the file at `path` and compares it with `written`, the length and hash that its writer returned.
 ///
 /// # Errors
 /// [`CheckpointError::HashMismatch`], [`CheckpointError::WrongLength`], or the file cannot be read.

@@ -18,16 +18,18 @@ use crate::spec::ParamId;
 /// Bytes that are read and written at once.
 const CHUNK_BYTES: usize = 1 << 22;
 
-/// Writes the state of `source` as `checkpoint-<step>` in `output`, divided for `world_size` ranks. Every other file is
-/// copied, and `meta` goes into the manifest.
+/// Copies the checkpoint `source` to `checkpoint-<step>` in the directory `output`, with the training state
+/// divided for `world_size` ranks, and returns the new directory. All other files are copied unchanged;
+/// `meta` goes into the new manifest.
 ///
-/// `units` names the parameters that share a flat buffer, in their order in the buffer. A run of that many ranks then
-/// divides them at the same elements, and resharding back gives the first files again. If it is empty, each parameter
-/// is divided separately. At most 4 MiB of a tensor are in memory at once.
+/// Each entry of `units` names the parameters that a run concatenates in one flat buffer, in order. The state
+/// is then divided at the same elements as in a run of `world_size` ranks, and resharding back gives the
+/// first files again. If `units` is empty, each parameter is divided separately. At most 4 MiB of a tensor
+/// are in memory at once.
 ///
 /// # Errors
-/// [`CheckpointError::Malformed`] when `units` does not name every parameter once; as [`Checkpoint::read`] and
-/// [`Writer::commit`].
+/// [`CheckpointError::Malformed`] when `units` does not name every parameter once; otherwise as
+/// [`Checkpoint::read`] and [`Writer::commit`].
 pub fn reshard(
     source: &Checkpoint,
     units: &[Vec<String>],

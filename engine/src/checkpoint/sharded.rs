@@ -16,8 +16,9 @@ struct Shard {
     tensors: Vec<TensorSpec>,
 }
 
-/// Writes `<stem>.safetensors`. If the tensors exceed the shard size it writes `<stem>-00001-of-0000N.safetensors`, …
-/// and `<stem>.safetensors.index.json`. Tensors are written in the declared order, each in any number of parts.
+/// Writer of a model as `<stem>.safetensors`, or as several files with an index if it exceeds a shard size.
+/// The files are then `<stem>-00001-of-0000N.safetensors`, … and `<stem>.safetensors.index.json`. Tensors are
+/// written in the declared order, each in any number of parts.
 #[derive(Debug)]
 pub struct ShardedTensorWriter {
     fs: Arc<dyn FileSystem>,
@@ -30,8 +31,8 @@ pub struct ShardedTensorWriter {
 }
 
 impl ShardedTensorWriter {
-    /// Splits the tensors in order and opens the first file. A new file starts where one would exceed
-    /// `max_shard_bytes`. A single larger tensor still gets a file of its own.
+    /// Divides the tensors among files, in order, and opens the first file. The next file starts where a
+    /// tensor would exceed `max_shard_bytes`. A single larger tensor still gets a file of its own.
     ///
     /// # Errors
     /// As [`TensorFileWriter::create`].
@@ -58,7 +59,7 @@ impl ShardedTensorWriter {
         Ok(writer)
     }
 
-    /// Appends the next bytes of a tensor.
+    /// Appends the next bytes of the tensor `name`: little-endian elements in row-major order.
     ///
     /// # Errors
     /// As [`TensorFileWriter::write`].
@@ -79,7 +80,8 @@ impl ShardedTensorWriter {
             .write(name, bytes)
     }
 
-    /// Makes all files durable. Returns their names relative to the directory, with lengths and hashes.
+    /// Syncs all files to disk, and writes the index if there are several. Returns their names relative to
+    /// the directory, with lengths and hashes.
     ///
     /// # Errors
     /// [`CheckpointError::WriteOrder`] when data is missing; disk errors.

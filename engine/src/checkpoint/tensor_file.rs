@@ -22,7 +22,7 @@ const HEADER_ALIGNMENT_BYTES: usize = 8;
 pub struct TensorSpec {
     /// Name of the tensor in the file.
     pub name: String,
-    /// Element type.
+    /// Element type of the tensor.
     pub dtype: DType,
     /// Shape of the tensor in the file.
     pub shape: Vec<usize>,
@@ -53,7 +53,7 @@ impl TensorSpec {
     }
 }
 
-/// Length and hash of a finished file.
+/// Length and hash of a file that was written completely.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct FileDigest {
     /// Length of the file in bytes.
@@ -125,7 +125,7 @@ pub(super) fn write_file(
     file.finish()
 }
 
-/// Writer of a safetensors file. Tensors are written in the declared order, each in any number of parts.
+/// Writer of one safetensors file. Tensors are written in the declared order, each in any number of parts.
 #[derive(Debug)]
 pub struct TensorFileWriter {
     file: HashedFile,
@@ -136,7 +136,8 @@ pub struct TensorFileWriter {
 }
 
 impl TensorFileWriter {
-    /// Creates the file and writes its header. Python readers expect the metadata `format: pt`.
+    /// Creates the file at `path` and writes the safetensors header with the declared `tensors` and the text
+    /// `metadata`. Python readers expect the metadata `format: pt`.
     ///
     /// # Errors
     /// [`CheckpointError::BadTensor`] for a repeated or reserved name or an impossible shape,
@@ -174,7 +175,7 @@ impl TensorFileWriter {
         })
     }
 
-    /// Appends the next bytes of a tensor, little-endian elements in row-major order.
+    /// Appends the next bytes of the tensor `name`: little-endian elements in row-major order.
     ///
     /// # Errors
     /// [`CheckpointError::WriteOrder`] when another tensor is due or the bytes exceed it; disk errors.
@@ -198,7 +199,7 @@ impl TensorFileWriter {
         }
     }
 
-    /// Makes the file durable and returns its length and hash.
+    /// Syncs the file to disk, and returns its length and hash.
     ///
     /// # Errors
     /// [`CheckpointError::WriteOrder`] when data is missing; disk errors.

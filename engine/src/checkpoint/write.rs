@@ -23,23 +23,25 @@ use super::tensor_file::{FileDigest, TensorFileWriter, TensorSpec, write_file};
 /// Name of the directory in a checkpoint that holds the files with the ranks' pieces.
 pub(super) const STATE: &str = "state";
 
-/// The error of a caller's code that produces bytes.
+/// Error of a caller's function that produces the bytes of a [`Piece`].
 pub type ProducerError = Box<dyn std::error::Error + Send + Sync>;
 
-/// A range of one tensor's elements, with its bytes or a producer of them.
+/// Piece of a checkpoint that one rank writes: a range of one tensor's elements, with its bytes or a producer
+/// of them.
 #[derive(Debug)]
 pub struct Piece<'a> {
-    /// Name of the parameter.
+    /// Name of the parameter to which the tensor belongs.
     pub name: &'a str,
-    /// Kind of the tensor: `weight`, `master`, `exp_avg`, …; letters, digits and `_.-`.
+    /// Kind of the tensor, such as `weight`, `master` or `exp_avg`. It may consist of letters, digits and
+    /// `_.-`.
     pub kind: &'a str,
-    /// Element type.
+    /// Element type of the tensor.
     pub dtype: DType,
     /// Global shape: that of the whole tensor, not of this piece.
     pub shape: &'a [usize],
-    /// First element of the range, in row-major order of the global shape.
+    /// Index of the range's first element, in row-major order of the global shape.
     pub start: u64,
-    /// Number of elements in the range. A piece without elements only declares the tensor.
+    /// Number of elements in the range. With 0 the piece only declares the tensor.
     pub elems: u64,
     /// The range's elements in little-endian bytes, or a function that produces them.
     pub bytes: PieceBytes<'a>,
@@ -62,7 +64,7 @@ impl fmt::Debug for PieceBytes<'_> {
     }
 }
 
-/// Receiver of the bytes of one piece, in order.
+/// Sink to which a producer writes the bytes of one [`Piece`], in order.
 #[derive(Debug)]
 pub struct PieceSink<'w> {
     file: &'w mut TensorFileWriter,
@@ -70,10 +72,10 @@ pub struct PieceSink<'w> {
 }
 
 impl PieceSink<'_> {
-    /// Appends bytes.
+    /// Appends the next bytes of the piece.
     ///
     /// # Errors
-    /// [`CheckpointError::WriteOrder`] beyond the piece's length; disk errors.
+    /// [`CheckpointError::WriteOrder`] when the bytes exceed the piece's length; disk errors.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), CheckpointError> {
         self.file.write(self.key, bytes)
     }
@@ -90,7 +92,7 @@ struct RankIndex {
     tensors: Vec<LogicalTensor>,
 }
 
-/// Writes one rank's part of one checkpoint. The [module](super) describes the protocol between ranks.
+/// Writer of one rank's part of one checkpoint. The [module](super) describes the protocol between ranks.
 #[derive(Debug)]
 pub struct Writer {
     fs: Arc<dyn FileSystem>,
@@ -105,7 +107,8 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Opens `checkpoint-<step>.tmp` in the output directory, and creates both if needed.
+    /// Begins this rank's part of the checkpoint of `step`. It creates the directory `output`, and in it the
+    /// temporary directory `checkpoint-<step>.tmp`, if they do not exist.
     ///
     /// # Errors
     /// [`CheckpointError::ForeignDirectory`] when a directory with the checkpoint's name is not a checkpoint;
@@ -119,7 +122,8 @@ impl Writer {
         Self::begin_on(Arc::new(Disk), output, step, rank, world_size)
     }
 
-    /// As [`Writer::begin`], for tests: `fault` happens at this rank's disk call number `at_call`, counted from 0.
+    /// Begins as [`Writer::begin`] does, for tests: `fault` happens at this rank's disk call number
+    /// `at_call`, counted from 0.
     ///
     /// # Errors
     /// As [`Writer::begin`], and that of the fault.
@@ -176,14 +180,15 @@ impl Writer {
         Ok(writer)
     }
 
-    /// The temporary directory, for callers that write files of their own (see [`Writer::adopt_file`]).
+    /// Temporary directory of the checkpoint. Callers may write files of their own into it (see
+    /// [`Writer::adopt_file`]).
     #[must_use]
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// Streams this rank's pieces into its file and makes it durable. It may be called at most once. Pieces are written
-    /// by descending element size, so that all data is aligned, and otherwise in the given order.
+    /// Writes this rank's pieces into one file and syncs it to disk. It may be called at most once. Pieces
+    /// are written by descending element size, so that all data is aligned, and otherwise in the given order.
     ///
     /// # Errors
     /// [`CheckpointError::BadTensor`] or [`CheckpointError::WriteOrder`] for a piece that contradicts its own
@@ -220,10 +225,11 @@ impl Writer {
         Ok(())
     }
 
-    /// Writes this rank's index for rank 0. The caller's barrier comes next.
+    /// Writes the index of this rank's pieces, which rank 0 reads in [`Writer::commit`]. The caller's barrier
+    /// between the ranks comes next.
     ///
     /// # Errors
-    /// Disk errors.
+    /// When the disk fails or is full.
     pub fn finish_rank(&mut self) -> Result<(), CheckpointError> {
         let path = self.directory.join(rank_path(self.rank, "json"));
         let index = RankIndex {
@@ -246,7 +252,8 @@ impl Writer {
             .map_err(CheckpointError::io("sync", &state, 0))
     }
 
-    /// Adds a small file. Rank 0 only.
+    /// Adds a small file with the content `bytes` to the checkpoint. `relative` is its path in the
+    /// checkpoint's directory. Rank 0 only.
     ///
     /// # Errors
     /// [`CheckpointError::UnsafePath`], [`CheckpointError::OutOfTurn`], disk errors.
@@ -260,9 +267,9 @@ impl Writer {
         self.adopt_digest(relative, digest)
     }
 
-    /// Adopts a file that the caller wrote in [`Writer::directory`] and made durable. Its length and hash come from
-    /// [`TensorFileWriter::finish`] or [`ShardedTensorWriter::finish`](super::ShardedTensorWriter::finish). Rank 0
-    /// only.
+    /// Adds to the checkpoint a file that the caller wrote in [`Writer::directory`] and synced to disk. Its
+    /// length and hash come from [`TensorFileWriter::finish`] or
+    /// [`ShardedTensorWriter::finish`](super::ShardedTensorWriter::finish). Rank 0 only.
     ///
     /// # Errors
     /// [`CheckpointError::UnsafePath`], [`CheckpointError::OutOfTurn`].
@@ -282,11 +289,12 @@ impl Writer {
         Ok(())
     }
 
-    /// Adopts a file that the caller wrote in [`Writer::directory`] by other means. It reads the file once for its hash
-    /// and makes it durable. Rank 0 only.
+    /// Adds to the checkpoint a file that the caller wrote in [`Writer::directory`] by other means. It reads
+    /// the file once for its hash and syncs it to disk. Rank 0 only.
     ///
     /// # Errors
-    /// [`CheckpointError::UnsafePath`], [`CheckpointError::MissingFile`], [`CheckpointError::OutOfTurn`], disk errors.
+    /// [`CheckpointError::UnsafePath`], [`CheckpointError::MissingFile`], [`CheckpointError::OutOfTurn`], disk
+    /// errors.
     pub fn adopt_file(&mut self, relative: &str) -> Result<(), CheckpointError> {
         let path = self.extra_path(relative)?;
         let digest = super::read::hash_file(&path)?;
@@ -295,11 +303,13 @@ impl Writer {
         self.adopt_digest(relative, digest)
     }
 
-    /// Publishes the checkpoint as `checkpoint-<step>` and returns its directory. Rank 0 only, after the barrier.
+    /// Publishes the checkpoint as `checkpoint-<step>` and returns its directory. Rank 0 only, after a
+    /// barrier that follows every rank's [`Writer::finish_rank`].
     ///
-    /// It merges the ranks' indexes and checks that every tensor is covered exactly once. The directory replaces one of
-    /// the same step, `latest` is updated, and old checkpoints beyond `save_total_limit` (0: none) are removed. `meta`
-    /// is stored unchanged.
+    /// It merges the ranks' indexes and checks that every tensor is covered exactly once. The directory
+    /// replaces one of the same step, and the file `latest` names it. The checkpoints of the lowest steps
+    /// beyond `save_total_limit` are then removed (0: removes none). `meta` is stored in the manifest
+    /// unchanged.
     ///
     /// # Errors
     /// [`CheckpointError::RankIncomplete`], [`CheckpointError::Coverage`], [`CheckpointError::BadTensor`],
@@ -334,10 +344,11 @@ impl Writer {
         Ok(directory::final_directory(&self.output, self.step))
     }
 
-    /// Removes the temporary directory of a failed save. One rank only, after all others have stopped writing.
+    /// Removes the temporary directory of a failed save. One rank calls it, after all others have stopped
+    /// writing.
     ///
     /// # Errors
-    /// Disk errors.
+    /// When the directory cannot be removed.
     pub fn abandon(self) -> Result<(), CheckpointError> {
         remove_directory(self.fs.as_ref(), &self.directory)
     }

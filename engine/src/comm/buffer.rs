@@ -8,7 +8,8 @@ use super::{CollectiveKind, CommError};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Bytes of this rank's part of the window, 64-byte aligned; returned when dropped.
+/// Buffer for a collective: bytes of this rank's part of the window (the memory that all ranks share),
+/// 64-byte aligned. Dropping it frees them.
 #[derive(Debug)]
 pub struct Buffer {
     place: Backing,
@@ -81,19 +82,19 @@ impl Buffer {
         self.bytes == 0
     }
 
-    /// The buffer's bytes; none in a dry run.
+    /// Bytes of the buffer; empty in a dry run.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         let Backing::Window(place) = &self.place else {
             return &[];
         };
         let Endpoint { window, world, .. } = &*place.endpoint;
-        // SAFETY: the region belongs to this buffer alone (arena). A buffer that its user can reach is in no collective
-        // that writes it, since a ticket owns it until then. Peers only read.
+        // SAFETY: the region belongs to this buffer alone (arena). A buffer that its user can reach is in no
+        // collective that writes it, since a ticket owns it until then. Peers only read.
         unsafe { window.bytes(world.rank, place.region.offset, 0..self.bytes) }
     }
 
-    /// The buffer's bytes, for writing; none in a dry run.
+    /// Bytes of the buffer, writable; empty in a dry run.
     #[must_use]
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         let Backing::Window(place) = &self.place else {
@@ -109,7 +110,7 @@ impl Buffer {
         unsafe { window.bytes_mut(world.rank, place.region.offset, 0..self.bytes) }
     }
 
-    /// The buffer's bytes as elements of type `T`; none in a dry run.
+    /// Bytes of the buffer as elements of type `T`; empty in a dry run.
     ///
     /// # Panics
     /// If the length is not a whole number of elements.
@@ -118,7 +119,7 @@ impl Buffer {
         bytemuck::cast_slice(self.as_bytes())
     }
 
-    /// The buffer's bytes as elements of type `T`, for writing; none in a dry run.
+    /// Bytes of the buffer as elements of type `T`, writable; empty in a dry run.
     ///
     /// # Panics
     /// If the length is not a whole number of elements.
@@ -156,7 +157,7 @@ impl AsRef<[u8]> for Buffer {
     }
 }
 
-/// The read-only result of a collective that peers may still be reading.
+/// Read-only buffer with the result of a collective, which peers may still be reading.
 ///
 /// Dropping it never waits. Its memory is reused after the last peer has finished.
 #[derive(Debug)]
@@ -179,13 +180,13 @@ impl ReadBuffer {
         self.0.is_empty()
     }
 
-    /// The buffer's bytes; none in a dry run.
+    /// Bytes of the buffer; empty in a dry run.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         self.0.as_bytes()
     }
 
-    /// The buffer's bytes as elements of type `T`; none in a dry run.
+    /// Bytes of the buffer as elements of type `T`; empty in a dry run.
     ///
     /// # Panics
     /// If the length is not a whole number of elements.
@@ -199,7 +200,7 @@ impl ReadBuffer {
         self.0.part(elems)
     }
 
-    /// Waits until every peer has finished reading, and makes the buffer writable again.
+    /// Waits until every peer has finished reading, and returns the buffer for writing.
     ///
     /// # Errors
     /// [`CommError::Timeout`], [`CommError::Mismatch`] or [`CommError::Aborted`].

@@ -1,9 +1,9 @@
-//! The communicator of a dry run. It counts the bytes that one rank uses of its window and the pages that it touches of
-//! all windows.
+//! The communicator of a dry run. It counts the bytes that one rank uses of its window and the pages that it
+//! touches of all windows.
 //!
-//! The allocator is the real one, over a window without memory. All ranks issue the same collectives, so a buffer has
-//! the same offset in every rank's part. Small messages are not counted. Every other rank is assumed to send what this
-//! one sends.
+//! The allocator is the real one, over a window without memory. All ranks issue the same collectives, so a
+//! buffer has the same offset in every rank's part. Small messages are not counted. Every other rank is assumed
+//! to send what this one sends.
 
 use super::arena::{Arena, Region, SMALL_BYTES};
 use super::endpoint::lock;
@@ -64,14 +64,16 @@ struct Inner {
     peak: u64,
 }
 
-/// Bytes that a dry run counts for one rank's use of its window and of other ranks' windows.
+/// Byte counts of a dry run for the communicator's window: shared memory in which each rank has one region.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct WindowBytes {
-    /// Bytes that a rank must request: the highest offset used after the slots for small messages.
+    /// Size in bytes that a run must request for each rank's region. Slots for small messages come in
+    /// addition.
     pub region: u64,
-    /// Bytes of its own region that a rank touches, in whole pages.
+    /// Bytes that the rank touches in its own region, in whole pages.
     pub own: u64,
-    /// Bytes of other ranks' regions that each rank reads, in whole pages.
+    /// Bytes that each rank, by index, reads in the regions of all other ranks together, counted in blocks of
+    /// 64 KiB.
     pub peers: Vec<u64>,
 }
 
@@ -247,7 +249,8 @@ impl Drop for DryBuffer {
     }
 }
 
-/// Bytes of a window of `ranks` ranks in addition to those that the ranks requested.
+/// Bytes of a window of `ranks` ranks in addition to the regions that the ranks requested: its control block
+/// and the slots for small messages.
 #[must_use]
 pub fn control_bytes(ranks: usize) -> u64 {
     (Layout::control_bytes() + ranks * SMALL_BYTES) as u64

@@ -6,7 +6,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Errors of communicators and their collectives.
+/// Error of a communicator or of one of its collectives.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommError {
@@ -199,20 +199,21 @@ pub enum CommError {
     },
 }
 
-/// Description of one collective, as a rank published it to its peers.
+/// Description of one collective that a rank has published to its peers, for error messages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpInfo {
-    /// Kind of the collective.
+    /// Kind of the collective, e.g. all-gather.
     pub kind: CollectiveKind,
-    /// Type of the buffer's elements.
+    /// Element type of the collective's buffer.
     pub dtype: DType,
-    /// Length of the rank's buffer in bytes.
+    /// Length in bytes of the buffer on the rank that published the collective.
     pub bytes: usize,
-    /// Name in the collective's tag.
+    /// Name in the collective's tag: what it transfers, e.g. `update`.
     pub tag_name: String,
-    /// Index in the collective's tag.
+    /// Index in the collective's tag, e.g. that of the unit.
     pub tag_index: u32,
-    /// Number of consecutive ranks that share one copy of the data; `None` for all ranks.
+    /// Size of a shard group: number of consecutive ranks that hold one copy of the data as shards. `None` if
+    /// all ranks do.
     pub group: Option<usize>,
 }
 
@@ -231,23 +232,23 @@ impl std::fmt::Display for OpInfo {
     }
 }
 
-/// A rank and one of its collectives.
+/// One side of a mismatch: a rank, and the collective that it issued.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankOp {
-    /// Index of the rank.
+    /// Index of the rank that issued the collective.
     pub rank: usize,
-    /// The collective that this rank published.
+    /// Collective that the rank issued.
     pub op: OpInfo,
 }
 
-/// Progress of one rank: how many collectives it has started, and the last one.
+/// Progress of one rank in its sequence of collectives, for error messages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankStatus {
-    /// Index of the rank.
+    /// Index of the rank whose progress this is.
     pub rank: usize,
     /// Number of collectives that this rank has started.
     pub started: u64,
-    /// The collective that this rank started last; `None` before the first.
+    /// Collective that this rank started last; `None` before its first.
     pub last: Option<OpInfo>,
 }
 

@@ -4,9 +4,9 @@
 //! [`Ticket`]. Waiting for the ticket returns the buffer. Nothing is borrowed while a collective is in flight, so
 //! several may overlap with computation without lifetimes or helper threads.
 //!
-//! Every rank of a world issues the same collectives in the same order. Each has a fingerprint (sequence, kind, element
-//! type, length, tag). When two ranks disagree, every rank gets [`CommError::Mismatch`] instead of a hang. Sums run in
-//! rank order 0, 1, 2, …, so their bits depend on neither timing nor transport.
+//! Every rank of a world issues the same collectives in the same order. Each has a fingerprint (sequence, kind,
+//! element type, length, tag). When two ranks disagree, every rank gets [`CommError::Mismatch`] instead of a
+//! hang. Sums run in rank order 0, 1, 2, …, so their bits depend on neither timing nor transport.
 //!
 //! All transports share one protocol over a byte window, which `README.md` in this directory describes: [`threads`]
 //! (ranks of one process), [`shm`] (processes of one machine) and [`tcp`] (several machines, each rank with a copy of
@@ -44,13 +44,14 @@ pub use ticket::Ticket;
 use kernels::DType;
 use std::time::Duration;
 
-/// Default of the longest time that one wait may take before it fails with [`CommError::Timeout`].
+/// Default deadline: longest time that one wait in a collective may take before it fails with
+/// [`CommError::Timeout`].
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(300);
 
-/// Largest number of ranks that can share one window.
+/// Largest number of ranks that one communicator can have.
 pub const MAX_RANKS: usize = 64;
 
-/// Index of this rank, and the number of all ranks.
+/// Index of this rank, and the number of all ranks (world size).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct World {
     /// Index of this rank, `0..size`.
@@ -60,15 +61,16 @@ pub struct World {
 }
 
 impl World {
-    /// The world of a single rank.
+    /// World of a single rank: rank 0 of 1.
     pub const SINGLE: Self = Self { rank: 0, size: 1 };
 
-    /// The ranks other than this one, in rank order.
+    /// Indices of all other ranks, ascending.
     pub fn peers(self) -> impl Iterator<Item = usize> {
         (0..self.size).filter(move |&rank| rank != self.rank)
     }
 
-    /// The world as one copy sees it, if `group` consecutive ranks hold one copy together. With `None` all ranks do.
+    /// Index of this rank in its shard group, and the group's size. A shard group is `group` consecutive
+    /// ranks that hold one copy of the data as shards. With `None` all ranks form one group.
     #[must_use]
     pub fn in_group(self, group: Option<usize>) -> Self {
         let size = group.unwrap_or(self.size);
@@ -88,20 +90,20 @@ impl World {
     }
 }
 
-/// Name of a collective in fingerprints and error messages.
+/// Tag of a collective: its name and index, which ranks compare and error messages show as `name[index]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tag {
-    /// Name of the kind of data, at most [`Tag::MAX_NAME_BYTES`] bytes.
+    /// Name of what the collective transfers, e.g. `update`; at most [`Tag::MAX_NAME_BYTES`] bytes.
     pub name: &'static str,
-    /// Index of the unit, bucket or step to which the data belongs.
+    /// Index of the unit, bucket or step to which the transferred data belongs.
     pub index: u32,
 }
 
 impl Tag {
-    /// Longest name of a tag in bytes; a fingerprint has no room for more.
+    /// Largest length of a tag's name in bytes: the space for it in the fingerprint that ranks compare.
     pub const MAX_NAME_BYTES: usize = 24;
 
-    /// Creates the tag that messages show as `name[index]`.
+    /// Creates a tag, which error messages show as `name[index]`.
     #[must_use]
     pub const fn new(name: &'static str, index: u32) -> Self {
         Self { name, index }
@@ -114,22 +116,24 @@ impl std::fmt::Display for Tag {
     }
 }
 
-/// Effect of a collective on a buffer of `bytes` bytes, in place, on `n` ranks.
+/// Kind of a collective. It works in place on a buffer of `bytes` bytes on each of `n` ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CollectiveKind {
-    /// In: own part at `rank * bytes / n`. Out: every rank's part at its offset.
+    /// All-gather. Before: the rank's own part, at offset `rank * bytes / n`. After: every rank's part at its
+    /// offset.
     AllGather,
-    /// In: `bytes` of `f32` or `f64`. Out: the own part holds the sum over ranks, in rank order;
-    /// the other parts are unspecified.
+    /// Reduce-scatter of `f32` or `f64`. Before: `bytes` bytes on every rank. After: the rank's own part is
+    /// the sum over ranks, added in rank order; the other parts are unspecified.
     ReduceScatter,
-    /// In: `bytes` of `f32` or `f64`. Out: the sum over ranks, in rank order. Any length.
+    /// All-reduce of `f32` or `f64`, of any length. Before: `bytes` bytes on every rank. After: the sum over
+    /// ranks, added in rank order.
     AllReduce,
-    /// In: the root's bytes. Out: the same bytes everywhere.
+    /// Broadcast. Before: the bytes of the root. After: the same bytes on every rank.
     Broadcast {
         /// The rank whose bytes are sent.
         root: usize,
     },
-    /// Waits until every rank has arrived. The buffer is not touched.
+    /// Barrier: waits until every rank has arrived. The buffer is not touched.
     Barrier,
 }
 
@@ -152,35 +156,38 @@ impl std::fmt::Display for CollectiveKind {
     }
 }
 
-/// Whether this rank needs the result. It may differ between the ranks of one collective.
+/// Whether this rank needs the result of a collective. Ranks may differ in it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Participation {
-    /// Contributes and receives.
+    /// This rank contributes its data and receives the result.
     #[default]
     Full,
-    /// Contributes only: nothing is copied into this rank's buffer, whose contents are unspecified afterwards.
+    /// This rank only contributes its data. Nothing is copied into its buffer, whose contents are unspecified
+    /// afterwards.
     ContributeOnly,
 }
 
-/// Description of one collective. Every rank must issue the same one; only `participation` may differ.
+/// Description of one collective. Every rank must issue the same one; only `participation` may differ between
+/// them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Collective {
-    /// Kind of the collective.
+    /// Kind of the collective, e.g. all-gather.
     pub kind: CollectiveKind,
-    /// Type of the buffer's elements.
+    /// Element type of the collective's buffer.
     pub dtype: DType,
-    /// Name of the collective, which ranks compare and messages show.
+    /// Name and index of the collective, which ranks compare and error messages show.
     pub tag: Tag,
-    /// Whether this rank needs the result.
+    /// Whether this rank needs the result of the collective.
     pub participation: Participation,
-    /// Number of consecutive ranks that hold one copy of the data as shards; with `None` all ranks do. With `Some(k)` a
-    /// buffer has `k` parts. A gather runs within each shard group. A sum over all ranks reaches each shard group
-    /// whole.
+    /// Size of a shard group (hybrid sharding): number of consecutive ranks that hold one copy of the data as
+    /// shards. With `None` all ranks do. With `Some(k)` the buffer has `k` parts. An all-gather runs within
+    /// each shard group. A reduce-scatter sums over all ranks, and each rank of a shard group receives its
+    /// part of the sum.
     pub group: Option<usize>,
 }
 
 impl Collective {
-    /// A collective whose result this rank needs.
+    /// Describes a collective among all ranks whose result this rank needs.
     #[must_use]
     pub const fn new(kind: CollectiveKind, dtype: DType, tag: Tag) -> Self {
         Self {
@@ -192,7 +199,7 @@ impl Collective {
         }
     }
 
-    /// The description of this collective for a buffer of `bytes` bytes.
+    /// Description of this collective for error messages, with a buffer of `bytes` bytes.
     #[must_use]
     pub fn info(&self, bytes: usize) -> OpInfo {
         OpInfo {
@@ -205,15 +212,15 @@ impl Collective {
         }
     }
 
-    /// The same all-gather or reduce-scatter, where `group` consecutive ranks hold one copy of the data as shards;
-    /// with `None` all ranks do.
+    /// The same all-gather or reduce-scatter for hybrid sharding, where shard groups of `group` consecutive
+    /// ranks hold one copy of the data each. With `None` all ranks are one group.
     #[must_use]
     pub const fn in_groups(mut self, group: Option<usize>) -> Self {
         self.group = group;
         self
     }
 
-    /// The same collective, where this rank contributes its data but does not need the result.
+    /// The same collective, where this rank contributes its data but does not receive the result.
     #[must_use]
     pub const fn contribute_only(mut self) -> Self {
         self.participation = Participation::ContributeOnly;
@@ -221,23 +228,24 @@ impl Collective {
     }
 }
 
-/// Memory use of a rank's part of the window.
+/// Memory use of one rank's part of the communicator's window (the memory that all ranks share).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowUsage {
-    /// Bytes that buffers and tickets occupy now.
+    /// Bytes that buffers and collectives in flight occupy now.
     pub in_use_bytes: usize,
-    /// High-water mark: the largest number of bytes in use at once, with padding and gaps. This part of the window has
-    /// been touched.
+    /// Largest number of bytes in use at once so far, with padding and gaps. The operating system has
+    /// provided memory for these.
     pub peak_bytes: usize,
-    /// Size of this rank's part of the window in bytes.
+    /// Size in bytes of this rank's part of the window (the memory that all ranks share).
     pub capacity_bytes: usize,
 }
 
-/// Collectives of one process group.
+/// Communicator: the collectives of one process group.
 ///
-/// Every rank calls [`start`](Self::start) for the same collectives in the same order. Tickets may be waited for in any
-/// order. After [`CommError::Mismatch`], [`CommError::Timeout`] or [`CommError::Aborted`] the communicator is dead on
-/// every rank, and each later collective returns the same error.
+/// Every rank calls [`start`](Self::start) for the same collectives in the same order. Tickets (handles of
+/// collectives in flight) may be waited for in any order. After [`CommError::Mismatch`],
+/// [`CommError::Timeout`] or [`CommError::Aborted`] the communicator is dead on every rank, and each later
+/// collective returns the same error.
 pub trait Communicator: Send + Sync + std::fmt::Debug {
     /// This rank and the number of ranks.
     fn world(&self) -> World;
@@ -302,8 +310,8 @@ pub trait Communicator: Send + Sync + std::fmt::Debug {
             .collect())
     }
 
-    /// Every rank's bytes, in rank order. Lengths may differ. It is meant for small messages, since every rank has all
-    /// of them padded to the longest.
+    /// Every rank's bytes, in rank order. Lengths may differ. It is meant for small messages, since every rank
+    /// has all of them padded to the longest.
     ///
     /// # Errors
     /// As [`Communicator::start`] and [`Ticket::wait`].

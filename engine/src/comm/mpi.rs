@@ -38,10 +38,10 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Number of the world of all processes.
 const PROCESSES: u32 = 0;
 
-/// This process's rank and the number of processes in MPI. Starts MPI at the first call.
+/// Rank of this process and number of processes, as MPI counts them. The first call starts MPI.
 ///
 /// # Errors
-/// MPI cannot be started.
+/// When MPI cannot be started.
 pub fn world() -> Result<World, CommError> {
     Ok(hub()?.world)
 }
@@ -55,8 +55,9 @@ pub fn library_version() -> String {
     first.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Joins the world of all processes that MPI started together. Every rank has `region_bytes` bytes. It may be called
-/// once. MPI ends when the communicator is dropped.
+/// Joins the communicator of all processes that MPI started together; it may be called once. Each rank's part
+/// of the shared window has `region_bytes` bytes, and a wait fails after `deadline`. MPI ends when the
+/// communicator is dropped.
 ///
 /// # Errors
 /// [`CommError::InvalidWorld`], a refused memory map, or MPI cannot be started.

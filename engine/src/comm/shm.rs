@@ -29,25 +29,28 @@ const POLL: Duration = Duration::from_millis(1);
 /// Time between looks at [`ShmOptions::stop`].
 const STOP_POLL: Duration = Duration::from_millis(100);
 
-/// Options for joining a world of processes. All but the rank are the same on every rank.
+/// Options for joining a communicator of processes on one machine, which share memory through a file. All but
+/// the rank are the same on every rank.
 #[derive(Clone, Debug)]
 pub struct ShmOptions {
-    /// File name of the window, unique to the job: letters, digits, `-`, `_` and `.`.
+    /// Name of the file through which the ranks share memory, unique to the job: letters, digits, `-`, `_`
+    /// and `.`.
     pub name: String,
-    /// This rank and the number of ranks.
+    /// Index of this rank, and the number of ranks.
     pub world: World,
-    /// Size of each rank's part of the window in bytes, reserved when joining.
+    /// Size in bytes of each rank's part of the shared memory, reserved when joining.
     pub region_bytes: usize,
-    /// Longest time for joining, and for any later wait.
+    /// Longest time for all ranks to join, and for any later wait in a collective.
     pub deadline: Duration,
-    /// Candidate directories of the file. Rank 0 takes the first one with enough free space.
+    /// Directories for the shared file. Rank 0 takes the first one with enough free space.
     pub dirs: Vec<PathBuf>,
     /// Ends joining with [`CommError::Stopped`] once it is set.
     pub stop: Arc<AtomicBool>,
 }
 
 impl ShmOptions {
-    /// A window in `/dev/shm`, or in `/tmp` if that is too small, with [`DEFAULT_DEADLINE`].
+    /// Options with a shared file in `/dev/shm`, or in `/tmp` if that is too small, and with
+    /// [`DEFAULT_DEADLINE`].
     #[must_use]
     pub fn new(name: impl Into<String>, world: World, region_bytes: usize) -> Self {
         let dirs = vec![PathBuf::from("/dev/shm"), PathBuf::from("/tmp")];
@@ -87,7 +90,7 @@ fn check_name(name: &str) -> Result<(), CommError> {
     })
 }
 
-/// Joins a world and returns after every rank has joined.
+/// Joins the communicator of processes on one machine, and returns after every rank has joined.
 ///
 /// # Errors
 /// [`CommError::Rendezvous`] when ranks are missing at the deadline, [`CommError::NoSpace`],
@@ -122,7 +125,8 @@ pub fn join(options: &ShmOptions) -> Result<Arc<dyn Communicator>, CommError> {
     Ok(Arc::new(Member(Arc::new(endpoint))))
 }
 
-/// Deletes the file of a job that was killed before all of its ranks had joined.
+/// Deletes the shared file `name` from the directories `dirs`. It is left by a job that was killed before all
+/// of its ranks had joined.
 ///
 /// # Errors
 /// [`CommError::InvalidName`] or a failed system call; a missing file is fine.

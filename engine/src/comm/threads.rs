@@ -8,9 +8,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// One communicator per rank, in rank order, for ranks that are threads of this process. A wait fails after
-/// [`DEFAULT_DEADLINE`]. Each rank's part of the shared memory has `region_bytes` bytes, of which only used pages
-/// cost memory.
+/// Creates communicators for `size` ranks that are threads of this process, and returns them in rank order. A
+/// wait fails after [`DEFAULT_DEADLINE`]. Each rank's part of the shared memory has `region_bytes` bytes, of
+/// which only used pages cost memory.
 ///
 /// # Errors
 /// [`CommError::InvalidWorld`] or a refused memory map.
@@ -18,7 +18,7 @@ pub fn world(size: usize, region_bytes: usize) -> Result<Vec<Arc<dyn Communicato
     world_with_deadline(size, region_bytes, DEFAULT_DEADLINE)
 }
 
-/// As [`world`], where a wait fails after `deadline`.
+/// Creates communicators for threads as [`world`] does. A wait fails after `deadline`.
 ///
 /// # Errors
 /// As [`world`].

@@ -5,11 +5,11 @@ use super::op::Op;
 use super::{Buffer, CommError, ReadBuffer};
 use std::sync::Arc;
 
-/// A collective in flight, with its buffer.
+/// Handle of a collective in flight, which owns its buffer.
 ///
-/// Peers can read this rank's data from the start on. This rank reads theirs during its waits, including those for its
-/// other tickets. Dropping a ticket gives up the result without effect on the peers. For an all-reduce the drop waits,
-/// since the peers need this rank's sum.
+/// Peers can read this rank's data from the start on. This rank reads theirs during its waits, including
+/// those for its other tickets. Dropping a ticket gives up the result without effect on the peers. For an
+/// all-reduce the drop waits, since the peers need this rank's sum.
 #[derive(Debug)]
 #[must_use = "dropping a ticket gives up the result"]
 pub struct Ticket {
@@ -35,16 +35,16 @@ impl Ticket {
         }
     }
 
-    /// Whether [`Ticket::wait_read`] would return at once. It reads as far as possible without waiting. A dead
-    /// communicator counts as done.
+    /// Whether [`Ticket::wait_read`] would return at once. The call first advances the collective as far as
+    /// possible without waiting. A dead communicator counts as done.
     #[must_use]
     pub fn is_done(&self) -> bool {
         let flight = self.flight.as_ref();
         flight.is_none_or(|(endpoint, op)| endpoint.poll(op).unwrap_or(true))
     }
 
-    /// Waits for the result and until every peer has finished reading this rank's data. The buffer may be overwritten
-    /// afterwards.
+    /// Waits for the collective's result, and until every peer has finished reading this rank's data. Returns
+    /// the buffer with the result, which may be overwritten.
     ///
     /// # Errors
     /// [`CommError::Timeout`], [`CommError::Mismatch`] or [`CommError::Aborted`].
@@ -52,8 +52,8 @@ impl Ticket {
         self.wait_read()?.reclaim()
     }
 
-    /// Waits for the result only. Slower peers may still be reading, so the buffer is read-only. This rank need not
-    /// wait for them.
+    /// Waits for the collective's result only, and returns it in a read-only buffer, since slower peers may
+    /// still be reading it.
     ///
     /// # Errors
     /// [`CommError::Timeout`], [`CommError::Mismatch`] or [`CommError::Aborted`].

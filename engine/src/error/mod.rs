@@ -7,7 +7,7 @@ pub use spill::SpillError;
 use crate::plan::Phase;
 use crate::spec::{ParamId, UnitId};
 
-/// Error of the training engine.
+/// Error of the training engine, from any of its parts.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EngineError {

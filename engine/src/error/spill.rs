@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-/// Error of spill files and their directories.
+/// Error of spill files (files with offloaded state) and their directories.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SpillError {

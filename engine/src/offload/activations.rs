@@ -1,6 +1,7 @@
 //! Saved activations: tensors that backward starts from, stored off the device between forward and backward.
 //!
-//! 1. A save never waits for a discrete device. The copy runs during the device's next work and ends at the next save.
+//! 1. A save never waits for a discrete device. The copy runs during the device's next work and ends at the
+//!    next save.
 //! 2. Memory for the next tensor that backward needs is reserved before the previous segment's work is queued.
 //! 3. Its values are therefore copied back during that work.
 
@@ -20,8 +21,8 @@ use std::time::Duration;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Storage of saved activations in host memory or on disk. Memory of released tensors is reused, so equal steps
-/// allocate nothing new.
+/// Storage of saved activations (inputs of checkpointed segments) in host memory or on disk, between forward
+/// and backward. Memory of released tensors is reused, so equal steps allocate nothing new.
 #[derive(Debug)]
 pub struct Activations {
     tier: Tier,
@@ -138,7 +139,8 @@ impl Arena {
     }
 }
 
-/// A tensor saved by [`Activations`]. Its memory is reused after the last handle is dropped.
+/// Handle of a tensor that [`Activations`] has saved. The tensor's memory is reused after the last handle is
+/// dropped.
 #[derive(Debug)]
 pub struct Saved {
     shape: Shape,
@@ -157,7 +159,8 @@ impl Drop for Stored {
 }
 
 impl Activations {
-    /// Creates storage on `tier`; `None` for [`Tier::Device`], where tensors stay on the device.
+    /// Creates storage of saved activations on `tier`. `None` for [`Tier::Device`], where tensors stay on the
+    /// device.
     #[must_use]
     pub fn new(tier: Tier, tiers: Tiers) -> Option<Self> {
         (tier != Tier::Device).then(|| Self {
@@ -174,14 +177,15 @@ impl Activations {
         })
     }
 
-    /// Sets the device whose tensors are saved. Those of a discrete device are copied during its work.
+    /// Prepares the storage for tensors of `device`. Tensors of a discrete device are copied while it
+    /// continues to compute.
     #[must_use]
     pub fn of(mut self, device: &dyn Backend) -> Self {
         self.discrete = !device.device().is_host_addressable();
         self
     }
 
-    /// Pool that counts saved tensors: the host's, or the disk's.
+    /// Memory pool that counts the bytes of saved tensors: that of host memory, or that of spill files.
     #[must_use]
     pub fn books(&self) -> &Pool {
         &self.books
@@ -192,8 +196,8 @@ impl Activations {
         self.clock.borrow().total()
     }
 
-    /// Reserves `bytes` on disk, so that a disk that is too small is detected now. Does nothing on other tiers. Later
-    /// saves beyond `bytes` allocate more.
+    /// Reserves `bytes` on disk for saved tensors, so that a disk that is too small is detected now. Does
+    /// nothing on other tiers. Saves beyond `bytes` allocate more.
     ///
     /// # Errors
     /// When the disk is full.
@@ -212,8 +216,9 @@ impl Activations {
         self.tiers.allocate_bytes(place, bytes, 0, Tag::Activations)
     }
 
-    /// Copies a tensor to the tier. The returned handle keeps a tensor of a discrete device in its memory until the next
-    /// call, which ends the copy.
+    /// Copies a tensor to the storage and returns its handle. The copy from a discrete device is
+    /// asynchronous: the handle keeps the original in device memory until the next call of this function,
+    /// which completes the copy.
     ///
     /// # Errors
     /// When the tier is full.
@@ -287,8 +292,8 @@ impl Activations {
         Ok(kept)
     }
 
-    /// Prepares the load of a tensor: reserves its memory on a discrete device, and starts to read it from disk while
-    /// buffers last.
+    /// Prepares [`Activations::load`] of a tensor: reserves its memory on a discrete device, and starts to
+    /// read it from disk while buffers last.
     ///
     /// # Errors
     /// When the device is out of memory or the disk fails.
@@ -325,7 +330,8 @@ impl Activations {
         Ok(())
     }
 
-    /// Loads a saved tensor to the device. If its copy has not ended yet, the original is returned.
+    /// Loads a saved tensor back to the device. If the copy from a discrete device has not ended yet, the
+    /// original is returned.
     ///
     /// # Errors
     /// When the device is out of memory or the disk fails.

@@ -64,11 +64,11 @@ impl Counters {
     }
 }
 
-/// Bytes that a counted region occupies.
+/// Bytes that a dry run counts in a memory pool for one region (the storage of one state).
 #[derive(Debug)]
 pub enum Count {
-    /// A block of the device pool.
+    /// Bytes in a block of the device pool.
     Placed(Tensor),
-    /// Bytes of a memory map or of a spill file.
+    /// Bytes of a memory map in host memory, or of a spill file.
     Reserved(Reservation),
 }

@@ -1,9 +1,9 @@
 //! Tiers and regions: memory for states that outlive a pass.
 //!
-//! Device memory is a block of the device's pool, or resident memory of a discrete device. The host reads and writes
-//! resident memory through copies; the device computes with it directly. Host memory is a private anonymous memory map,
-//! counted in the host pool. Spilled memory is an extent of a spill file, accessed in chunks that are prefetched and
-//! written asynchronously.
+//! Device memory is a block of the device's pool, or resident memory of a discrete device. The host reads and
+//! writes resident memory through copies; the device computes with it directly. Host memory is a private
+//! anonymous memory map, counted in the host pool. Spilled memory is an extent of a spill file, accessed in
+//! chunks that are prefetched and written asynchronously.
 
 use super::counters::{Count, Counters};
 use super::parallel;
@@ -41,7 +41,7 @@ impl From<Gone> for EngineError {
     }
 }
 
-/// Memory of one rank: its device and host pools, and its spill files.
+/// Memory tiers of one rank: pools that count its device and host memory, and its spill files on disk.
 #[derive(Clone, Debug)]
 pub struct Tiers {
     /// Pool that counts device memory.
@@ -57,7 +57,7 @@ pub struct Tiers {
 }
 
 impl Tiers {
-    /// Tiers of device and host memory, without disk.
+    /// Creates tiers of device and host memory, without spill files on disk.
     #[must_use]
     pub fn new(device: Pool, host: Pool) -> Self {
         Self {
@@ -114,7 +114,7 @@ impl Tiers {
         }
     }
 
-    /// Adds the spill files that store the states of the disk tier.
+    /// Adds the spill files, which store the states of the disk tier.
     #[must_use]
     pub fn with_spill(mut self, spill: Spill) -> Self {
         spill.io.record(&self.trace);
@@ -122,7 +122,7 @@ impl Tiers {
         self
     }
 
-    /// The spill files; `None` if no state is on disk.
+    /// Spill files of this rank; `None` if no state is on disk.
     #[must_use]
     pub fn spill(&self) -> Option<&Arc<Spill>> {
         self.spill.as_ref()
@@ -137,7 +137,7 @@ impl Tiers {
         }
     }
 
-    /// The trace recorder of the rank.
+    /// Trace recorder of this rank.
     #[must_use]
     pub fn trace(&self) -> &Trace {
         &self.trace
@@ -293,7 +293,8 @@ pub(crate) fn access(backend: &Arc<dyn Backend>) -> Result<&dyn ResidentAccess> 
     Ok(backend.residents().ok_or_else(missing)?)
 }
 
-/// The spill files of one rank.
+/// Spill files (states on disk) of one rank: one file per kind of state, and the queue that reads and writes
+/// them.
 #[derive(Debug)]
 pub struct Spill {
     io: SpillIo,
@@ -302,7 +303,7 @@ pub struct Spill {
 }
 
 impl Spill {
-    /// Spill files for some kinds of state, with one disk queue.
+    /// Combines spill files, one per kind of state, with the disk queue that reads and writes them.
     #[must_use]
     pub fn new(io: SpillIo, files: impl IntoIterator<Item = (StateKind, SpillFile)>) -> Self {
         Self {
@@ -312,19 +313,19 @@ impl Spill {
         }
     }
 
-    /// Bytes and busy time of the disk requests since the start.
+    /// Bytes and busy time of the spill files' disk requests since the queue was created.
     #[must_use]
     pub fn stats(&self) -> SpillStats {
         self.io.stats()
     }
 
-    /// Pool that counts the bytes in the files, by tag.
+    /// Memory pool that counts the bytes allocated in the spill files, by tag.
     #[must_use]
     pub fn pool(&self) -> &Pool {
         &self.pool
     }
 
-    /// Total size of the files in bytes.
+    /// Total size of this rank's spill files in bytes.
     #[must_use]
     pub fn file_bytes(&self) -> u64 {
         let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
@@ -347,34 +348,35 @@ impl Spill {
     }
 }
 
-/// Storage of one model state: a number of bytes on one tier.
+/// Storage of one model state, e.g. a unit's weights on one rank: a number of bytes in device memory, in host
+/// memory or on disk.
 #[derive(Debug)]
 pub enum Region {
-    /// A block of the device pool.
+    /// Bytes in a block of the device pool.
     Device(Block),
-    /// Memory of a discrete device.
+    /// Elements in the memory of a discrete device.
     Resident {
         /// The region's elements in device memory.
         states: Resident,
         /// The discrete device.
         backend: Arc<dyn Backend>,
     },
-    /// A memory map in host memory.
+    /// Bytes in a memory map of host memory.
     Mapped {
         /// The map, page aligned, at least `len` bytes.
         map: MmapMut,
-        /// Number of bytes in use.
+        /// Length of the region in bytes.
         len: usize,
-        /// The reservation of these bytes in the host pool.
+        /// Reservation of these bytes in the host pool.
         counted: Reservation,
     },
-    /// An extent of a spill file.
+    /// Bytes in an extent (a byte range) of a spill file.
     Spilled {
         /// The extent that stores the region.
         extent: Extent,
         /// The spill files and their disk queue.
         spill: Arc<Spill>,
-        /// The reservation of these bytes in the pool of spill files.
+        /// Reservation of these bytes in the pool that counts spill files.
         counted: Reservation,
     },
     /// A region of a dry run: it has no bytes. Reads and writes do nothing, and its chunks are empty.
@@ -403,7 +405,7 @@ pub(crate) fn upload(
 }
 
 impl Region {
-    /// Tier that stores the region's bytes.
+    /// Memory tier (device, host or disk) that stores the region's bytes.
     #[must_use]
     pub fn tier(&self) -> Tier {
         match self {
@@ -440,7 +442,7 @@ impl Region {
         self.len() == 0
     }
 
-    /// The elements in memory of a discrete device; `None` on other tiers.
+    /// Elements of the region in the memory of a discrete device; `None` if they are stored elsewhere.
     #[must_use]
     pub fn resident(&self) -> Option<&Resident> {
         match self {
@@ -449,7 +451,8 @@ impl Region {
         }
     }
 
-    /// The elements in memory of a discrete device, writable; `None` on other tiers.
+    /// Elements of the region in the memory of a discrete device, writable; `None` if they are stored
+    /// elsewhere.
     #[must_use]
     pub fn resident_mut(&mut self) -> Option<&mut Resident> {
         match self {
@@ -458,7 +461,8 @@ impl Region {
         }
     }
 
-    /// The bytes, if the host can address them.
+    /// Bytes of the region; `None` if the host cannot address them: on disk, on a discrete device, and in a
+    /// dry run.
     #[must_use]
     pub fn in_memory(&self) -> Option<&[u8]> {
         match self {
@@ -477,7 +481,8 @@ impl Region {
         }
     }
 
-    /// Copies bytes to `out`, starting at the byte `offset`. Does nothing in a dry run.
+    /// Copies bytes of the region, from byte `offset` on, to `out` until it is full. Does nothing in a dry
+    /// run.
     ///
     /// # Errors
     /// When the disk or the device fails.
@@ -496,7 +501,7 @@ impl Region {
         }
     }
 
-    /// Writes `bytes`, starting at the byte `offset`. Does nothing in a dry run.
+    /// Copies `bytes` to the region, from byte `offset` on. Does nothing in a dry run.
     ///
     /// # Errors
     /// When the disk or the device fails.
@@ -788,8 +793,8 @@ impl Drop for Copied<'_> {
     }
 }
 
-/// Divides `range` into chunks of at most `most` elements that end at multiples of `most`. `most` must be a multiple of
-/// [`WINDOW_ALIGN`].
+/// Divides `range` into chunks of at most `most` elements that end at multiples of `most`. `most` must be a
+/// multiple of [`WINDOW_ALIGN`].
 pub(crate) fn region_chunks(
     range: Range<usize>,
     most: usize,

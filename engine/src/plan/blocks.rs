@@ -1,8 +1,10 @@
 //! Sizes on disk: blocks, segments and extents of spill files, and the alignment of chunks.
 
-/// Alignment of files, extents and requests, as direct I/O demands.
+/// Size of a disk block in bytes: the alignment of spill files, their extents and disk requests, as direct
+/// I/O demands.
 pub const BLOCK_BYTES: u64 = 4096;
-/// Bytes of a segment: the largest request to the disk. Larger requests write 10 % slower (`benches/RESULTS.md`).
+/// Size of a disk buffer in bytes, and so of the largest disk request. Larger requests write 10 % slower
+/// (`benches/RESULTS.md`).
 pub const SEGMENT_BYTES: usize = 512 << 10;
 /// Segments that prefetches leave free for other requests.
 pub(crate) const RESERVED_SEGMENTS: usize = 16;

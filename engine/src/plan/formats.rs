@@ -5,23 +5,26 @@ use kernels::DType;
 use optim::StateSlot;
 use std::fmt;
 
-/// Element types and tiers of one run's model states.
+/// Element types of one run's weights, gradients and optimizer states, and the memory tiers (device, host or
+/// disk) that store them and saved activations.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Formats {
-    /// Dtype and tier of the weights.
+    /// Element type and tier of the weights.
     pub weights: (DType, Tier),
-    /// Dtype of gradients in reductions between ranks.
+    /// Element type in which ranks reduce gradients.
     pub reduced: DType,
-    /// Dtype and tier of gradients summed over micro-batches.
+    /// Element type of gradients summed over micro-batches, and the tier that stores the sums.
     pub accumulated: (DType, Tier),
-    /// Names and dtypes of the f32 master weights and the optimizer's states per element, and their tier.
+    /// Name and element type of each state that the optimizer stores per element, with f32 master weights
+    /// first where they exist; and the tier that stores all of them.
     pub optimizer: (Vec<(&'static str, DType)>, Tier),
-    /// Tier of the saved inputs of checkpointed segments.
+    /// Tier that stores saved activations: the inputs of checkpointed segments.
     pub activation: Tier,
 }
 
 impl Plan {
-    /// Number formats and tiers of a run. `slots` are the optimizer's states per element.
+    /// Element types and tiers of this plan's states. `slots` are the states that the optimizer stores per
+    /// element, e.g. `exp_avg`.
     #[must_use]
     pub fn formats(&self, slots: &[StateSlot]) -> Formats {
         let config = self.config();

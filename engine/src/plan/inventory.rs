@@ -10,41 +10,45 @@ use kernels::{DType, Tag};
 use optim::StateSlot;
 use std::ops::Range;
 
-/// Name of the f32 master weights in rows and checkpoints.
+/// Name of the f32 master weights in inventory rows and in checkpoints.
 pub const MASTER: &str = "master";
 
-/// Kind of model state that a [`Row`] describes.
+/// Content of an inventory [`Row`]: weights, gradients, one optimizer state, or a gradient buffer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stored {
-    /// Weights of one parameter group of a unit.
+    /// Weights of a unit's trainable or frozen parameters.
     Weights(GroupKind),
     /// Gradients of a unit, summed over micro-batches.
     Gradients,
-    /// Optimizer state by its name in checkpoints: [`MASTER`] or a slot of the update rule.
+    /// Optimizer state, by its name in checkpoints: [`MASTER`] or the name of a state of the update rule,
+    /// e.g. `exp_avg`.
     State(&'static str),
-    /// Buffer of any one unit's gradients until its optimizer in backward consumes them.
+    /// Buffer for the reduced gradients of any unit, until the optimizer in backward consumes them.
     Waiting,
 }
 
-/// One kind of model state that one rank stores: that of one unit, or a buffer that units share.
+/// Entry of the inventory of one rank's stored states: one state of one unit (usually a layer), or a gradient
+/// buffer that units share.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Row {
-    /// The unit whose state it is; `None` for buffers that units share.
+    /// Unit whose state this row describes; `None` for a buffer that units share.
     pub unit: Option<UnitId>,
-    /// Kind of the state.
+    /// State that this row describes: weights, gradients, an optimizer state, or a gradient buffer.
     pub what: Stored,
-    /// Whether this is the second copy, which the optimizer in backward writes.
+    /// Whether this row is the second copy of a state. The optimizer in backward writes the second copy while
+    /// the first stays unchanged.
     pub spare: bool,
-    /// Range of the parameter group's elements that is stored.
+    /// Range of elements that the rank stores, in the flat buffer of the unit's trainable or frozen
+    /// parameters.
     pub range: Range<usize>,
-    /// Element type of the stored state.
+    /// Element type of the stored elements.
     pub dtype: DType,
-    /// Tier that stores the state.
+    /// Memory tier (device, host or disk) that stores the elements.
     pub tier: Tier,
 }
 
 impl Row {
-    /// Number of bytes of the state, without padding on disk.
+    /// Number of bytes of the row's elements, without padding on disk.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         (self.range.len() * self.dtype.size_bytes()) as u64
@@ -55,7 +59,8 @@ impl Row {
         (self.range.start % WINDOW_ALIGN * self.dtype.size_bytes()) as u64
     }
 
-    /// The kind of state, which decides tier and spill file.
+    /// Category of the row's state by which it is offloaded: weights, or optimizer state (gradients
+    /// included).
     #[must_use]
     pub fn kind(&self) -> StateKind {
         match self.what {
@@ -75,7 +80,7 @@ impl Row {
 }
 
 impl Plan {
-    /// Dtype of the weights of a parameter group.
+    /// Element type of the weights of a unit's trainable or frozen parameters.
     #[must_use]
     pub fn dtype_of(&self, group: GroupKind) -> DType {
         match group {
@@ -102,8 +107,9 @@ impl Plan {
         }
     }
 
-    /// All states that `rank` stores between passes, in the order of allocation. `slots` are the optimizer's states per
-    /// element. Empty parameter groups have no rows. Activations have none, since they depend on the batch.
+    /// Inventory of `rank`: one row for each state that it stores between passes, in the order of allocation.
+    /// `slots` are the states that the optimizer stores per element, e.g. `exp_avg`. Empty parameter groups
+    /// have no rows. Activations have none, since they depend on the batch.
     #[must_use]
     pub fn inventory(&self, rank: usize, slots: &[StateSlot]) -> Vec<Row> {
         let mut rows = Vec::new();

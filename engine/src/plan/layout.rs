@@ -6,10 +6,11 @@
 use crate::spec::{ModelSpec, ParamId, UnitId};
 use std::ops::Range;
 
-/// Alignment of parameters and shards in elements.
+/// Alignment of parameters and shards in a flat buffer, in elements: each starts at a multiple of it.
 pub const ALIGN_ELEMS: usize = 32;
 
-/// Kind of a parameter group. Each unit has one group of each kind, which may be empty.
+/// Kind of a parameter group: the trainable or the frozen parameters of a unit, in one flat buffer. Each unit
+/// has one group of each kind, which may be empty.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum GroupKind {
     /// Parameters that the optimizer updates.
@@ -19,37 +20,39 @@ pub enum GroupKind {
 }
 
 impl GroupKind {
-    /// Both kinds of parameter groups.
+    /// Both kinds of parameter groups, trainable first.
     pub const ALL: [Self; 2] = [Self::Trainable, Self::Frozen];
 }
 
-/// Location of a parameter in its parameter group.
+/// Location of one parameter in the flat buffer of its parameter group (a unit's trainable or frozen
+/// parameters).
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Slot {
-    /// Id of the parameter.
+    /// Id of the parameter whose location this is.
     pub param: ParamId,
-    /// Index of the parameter's first element in the parameter group.
+    /// Offset of the parameter's first element in the flat buffer of its group, in elements.
     pub offset: usize,
     /// Number of elements of the parameter, without padding.
     pub len: usize,
 }
 
 impl Slot {
-    /// Range of the parameter's elements in the parameter group.
+    /// Range of the parameter's elements in the flat buffer of its group, without padding.
     #[must_use]
     pub fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.len
     }
 }
 
-/// Layout of one parameter group: a flat buffer of parameters.
+/// Layout of one parameter group: a unit's trainable or frozen parameters, concatenated with padding in one
+/// flat buffer, which is divided into equal shards.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct GroupLayout {
-    /// Locations of the group's parameters, ascending by offset.
+    /// Locations of the group's parameters in the flat buffer, ascending by offset.
     pub slots: Vec<Slot>,
-    /// Number of elements of one rank's shard.
+    /// Number of elements of one shard, padding included.
     pub shard_elems: usize,
-    /// Number of elements of the whole parameter group, padding included.
+    /// Number of elements of the whole flat buffer, padding included: all shards together.
     pub padded_elems: usize,
 }
 
@@ -72,19 +75,21 @@ impl GroupLayout {
         }
     }
 
-    /// Whether the parameter group has no parameter.
+    /// Whether the parameter group contains no parameter.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.slots.is_empty()
     }
 
-    /// Range of the elements that `rank` owns.
+    /// Range of elements of shard number `rank` in the flat buffer. In hybrid sharding it is the rank's index
+    /// in its shard group.
     #[must_use]
     pub fn shard(&self, rank: usize) -> Range<usize> {
         rank * self.shard_elems..(rank + 1) * self.shard_elems
     }
 
-    /// Parts of parameters inside `range`, in order: `(slot, range of elements in the parameter group)`.
+    /// Parts of parameters inside `range` of the flat buffer, in order. Each is the parameter's slot and the
+    /// range of its elements, also in the flat buffer.
     pub fn parts(&self, range: Range<usize>) -> impl Iterator<Item = (&Slot, Range<usize>)> {
         self.slots.iter().filter_map(move |slot| {
             let start = slot.offset.max(range.start);
@@ -93,7 +98,7 @@ impl GroupLayout {
         })
     }
 
-    /// Ranges of padding: elements that belong to no parameter.
+    /// Ranges of padding in the flat buffer: elements that belong to no parameter.
     pub fn gaps(&self) -> impl Iterator<Item = Range<usize>> {
         let ends = self.slots.iter().map(|s| s.offset + s.len);
         let starts = self
@@ -108,21 +113,22 @@ impl GroupLayout {
     }
 }
 
-/// Layout of one unit: its two parameter groups.
+/// Layout of one unit (parameters that are gathered together, usually one layer): its trainable and its
+/// frozen parameters.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UnitPlan {
-    /// Id of the unit.
+    /// Id of the unit whose layout this is.
     pub id: UnitId,
-    /// Layout of the trainable parameters.
+    /// Layout of the unit's trainable parameters in their flat buffer.
     pub trainable: GroupLayout,
-    /// Layout of the frozen parameters.
+    /// Layout of the unit's frozen parameters in their flat buffer.
     pub frozen: GroupLayout,
     /// Whether backward visits the unit: it has trainable parameters, or a previous unit does.
     pub needs_backward: bool,
 }
 
 impl UnitPlan {
-    /// Layout of the parameter group of this kind.
+    /// Layout of the unit's trainable or frozen parameters, as `kind` says.
     #[must_use]
     pub fn group(&self, kind: GroupKind) -> &GroupLayout {
         match kind {

@@ -5,7 +5,7 @@ use kernels::DType;
 use optim::StateSlot;
 use serde::{Deserialize, Serialize};
 
-/// Number of bytes in each storage tier.
+/// Number of bytes in each memory tier: device, host and disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct TierBytes {
     /// Bytes in device memory.
@@ -26,23 +26,25 @@ impl TierBytes {
     }
 }
 
-/// Bytes that one rank needs for model states, as planned.
+/// Memory that one rank needs for model states according to the plan, in bytes. Activations are not included.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct MemoryReport {
-    /// Bytes of the weights that this rank stores.
+    /// Bytes of the weights that the rank stores between passes, by tier.
     pub parameters: TierBytes,
-    /// Bytes of accumulated gradients.
+    /// Bytes of gradients accumulated over micro-batches, by tier.
     pub gradients: TierBytes,
-    /// Bytes of master weights and optimizer state.
+    /// Bytes of master weights and optimizer states, by tier.
     pub optimizer: TierBytes,
-    /// Largest number of bytes of gathered weights that are on the device at once.
+    /// Largest number of bytes of whole weights that are gathered or copied to the device at once: those in
+    /// use and those prefetched. 0 if the device stores all weights whole.
     pub gathered: u64,
-    /// Largest number of bytes of gradient buckets that are in flight on the device at once.
+    /// Largest number of bytes of gradient buckets on the device at once. A bucket contains the f32 gradients
+    /// of one unit until ranks have reduced them.
     pub communication: u64,
 }
 
 impl MemoryReport {
-    /// Bytes in device memory, gathered weights and buckets included.
+    /// Total bytes in device memory: stored states, gathered weights and gradient buckets.
     #[must_use]
     pub fn device_bytes(&self) -> u64 {
         self.parameters.device
@@ -52,7 +54,7 @@ impl MemoryReport {
             + self.communication
     }
 
-    /// Bytes of all model states in host memory.
+    /// Total bytes in host memory: stored weights, gradients and optimizer states.
     #[must_use]
     pub fn host_bytes(&self) -> u64 {
         self.parameters.host + self.gradients.host + self.optimizer.host
@@ -60,19 +62,22 @@ impl MemoryReport {
 }
 
 impl Plan {
-    /// Whether a lease needs a buffer of its own, because the device does not store the whole weights.
+    /// Whether a unit's weights are copied or gathered into a buffer before use. False if the device stores
+    /// whole weights, which are then used in place.
     #[must_use]
     pub fn leases_copy(&self) -> bool {
         self.config().offload.param != Tier::Device || self.gathers_parameters()
     }
 
-    /// Whether a lease all-gathers weights, because ranks store shards of them.
+    /// Whether ranks all-gather a unit's weights before use, because each stores only a shard of them (stage
+    /// 3, more than one shard).
     #[must_use]
     pub fn gathers_parameters(&self) -> bool {
         self.config().stage.shards_parameters() && self.shards() > 1
     }
 
-    /// Whether devices, instead of the communicator, gather weights and reduce gradients.
+    /// Whether discrete devices gather weights and reduce gradients among themselves, by peer access or NCCL,
+    /// instead of the communicator in host memory.
     #[must_use]
     pub fn devices_talk(&self) -> bool {
         let config = self.config();
@@ -81,7 +86,8 @@ impl Plan {
             && (self.gathers_parameters() || config.shards_gradients())
     }
 
-    /// Whether weights are prefetched to a discrete device by one unit.
+    /// Whether weights of the next unit are copied or gathered to a discrete device while the current unit
+    /// computes.
     #[must_use]
     pub fn prefetch_weights(&self) -> bool {
         let config = self.config();
@@ -94,23 +100,24 @@ impl Plan {
         self.prefetch_weights() && self.devices_talk() && self.gathers_parameters()
     }
 
-    /// Whether every rank stores whole weights but updates only its shard, and the ranks then exchange the shards.
+    /// Whether ranks exchange updated weights after each step, because every rank stores whole weights but
+    /// updates only its shard (stages 1 and 2).
     #[must_use]
     pub fn shares_updates(&self) -> bool {
         let stage = self.config().stage;
         stage.shards_optimizer() && !stage.shards_parameters() && self.shards() > 1
     }
 
-    /// Whether the device tier stores the optimizer state of any trainable parameter, so a discrete device can update
-    /// it.
+    /// Whether device memory stores the optimizer states of trainable parameters, so that a discrete device
+    /// can run the optimizer step.
     #[must_use]
     pub fn steps_on_device(&self) -> bool {
         let trains = self.units().iter().any(|unit| !unit.trainable.is_empty());
         self.config().offload.optimizer == Tier::Device && trains
     }
 
-    /// Bytes of the training state in a checkpoint, over all ranks. Each trainable element has its master weight (or
-    /// its weight, without master weights) and the optimizer's `slots`.
+    /// Size of the training state in a checkpoint, in bytes over all ranks. For each trainable element it
+    /// contains the master weight (or the weight, without master weights) and the optimizer's states `slots`.
     #[must_use]
     pub fn checkpoint_bytes(&self, slots: &[StateSlot]) -> u64 {
         let kept = match self.config().precision.has_master() {
@@ -122,8 +129,8 @@ impl Plan {
         trained as u64 * (kept.size_bytes() + slots) as u64
     }
 
-    /// Memory of model states on each rank. `slots` are the optimizer's states per element. Shards have equal padded
-    /// sizes.
+    /// Memory of model states per rank, in bytes. `slots` are the states that the optimizer stores per
+    /// element, e.g. `exp_avg`. It is the same on each rank, since shards have equal padded sizes.
     #[must_use]
     pub fn memory(&self, slots: &[StateSlot]) -> MemoryReport {
         let mut report = MemoryReport::default();

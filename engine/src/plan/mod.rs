@@ -28,7 +28,7 @@ use optim::Precision;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// ZeRO stage, in DeepSpeed's numbers: the model states that are sharded among ranks.
+/// ZeRO stage, numbered as in DeepSpeed: which model states are sharded among ranks.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(try_from = "u8", into = "u8")]
 pub enum Stage {
@@ -43,17 +43,17 @@ pub enum Stage {
 }
 
 impl Stage {
-    /// Whether each rank stores only its shard of the optimizer state.
+    /// Whether this stage shards the optimizer state among ranks (stage 1 and up).
     #[must_use]
     pub fn shards_optimizer(self) -> bool {
         self >= Self::Zero1
     }
-    /// Whether each rank stores only its shard of the accumulated gradients.
+    /// Whether this stage shards the accumulated gradients among ranks (stage 2 and up).
     #[must_use]
     pub fn shards_gradients(self) -> bool {
         self >= Self::Zero2
     }
-    /// Whether each rank stores only its shard of the weights.
+    /// Whether this stage shards the weights among ranks (stage 3).
     #[must_use]
     pub fn shards_parameters(self) -> bool {
         self == Self::Zero3
@@ -81,7 +81,7 @@ impl From<Stage> for u8 {
     }
 }
 
-/// Memory tier in which a kind of state is stored.
+/// Memory tier that stores a kind of state: device memory, host memory or disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, Default)]
 #[serde(rename_all = "kebab-case")]
 pub enum Tier {
@@ -94,7 +94,7 @@ pub enum Tier {
     Nvme,
 }
 
-/// Kinds of state that can be offloaded separately.
+/// Kind of state whose memory tier (device, host or disk) is chosen separately.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum StateKind {
@@ -107,10 +107,10 @@ pub enum StateKind {
 }
 
 impl StateKind {
-    /// All kinds of state.
+    /// All kinds of state that have a memory tier of their own.
     pub const ALL: [Self; 3] = [Self::Param, Self::Optimizer, Self::Activation];
 
-    /// The kind's word on the command line and in file names.
+    /// Name of the kind of state on the command line and in file names: `param`, `optimizer` or `activation`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -121,23 +121,24 @@ impl StateKind {
     }
 }
 
-/// Tier of every kind of state.
+/// Offload settings: the memory tier (device, host or disk) of each kind of state.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, Default)]
 pub struct Offload {
-    /// Tier of the weights.
+    /// Tier that stores the weights.
     pub param: Tier,
-    /// Tier of master weights, optimizer state and accumulated gradients.
+    /// Tier that stores master weights, optimizer state and accumulated gradients.
     pub optimizer: Tier,
-    /// Tier of the saved inputs of checkpointed segments, which backward recomputes.
+    /// Tier that stores saved activations: the inputs of checkpointed segments, from which backward
+    /// recomputes.
     #[serde(default)]
     pub activation: Tier,
 }
 
 impl Offload {
-    /// Weights and optimizer state in host memory.
+    /// Settings that store weights and optimizer state in host memory, and activations on the device.
     pub const CPU: Self = Self::states(Tier::Host);
 
-    /// Weights and optimizer state on one tier, activations on the device.
+    /// Settings that store weights and optimizer state on `tier`, and activations on the device.
     #[must_use]
     pub const fn states(tier: Tier) -> Self {
         Self {
@@ -147,7 +148,7 @@ impl Offload {
         }
     }
 
-    /// The tier of one kind of state.
+    /// Memory tier of one kind of state in these settings.
     #[must_use]
     pub const fn tier(&self, kind: StateKind) -> Tier {
         match kind {
@@ -162,13 +163,14 @@ impl Offload {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GradDtype {
-    /// f32.
+    /// Sums in f32.
     F32,
     /// bf16, stored with stochastic rounding after every micro-batch.
     Bf16,
 }
 
-/// Transport of weights and gradients between ranks with discrete devices.
+/// Transport of weights and gradients between ranks whose devices are discrete (the host cannot address their
+/// memory).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, Default)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceTransport {
@@ -181,56 +183,62 @@ pub enum DeviceTransport {
     Nccl,
 }
 
-/// Settings of the engine: sharding, precision, offload and overlap.
+/// Settings of the engine: ZeRO stage, precision, offload, and overlap of communication and updates with
+/// passes.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct ZeroConfig {
-    /// ZeRO stage: what is sharded.
+    /// ZeRO stage: which model states are sharded among ranks.
     pub stage: Stage,
-    /// Precision scheme: dtypes of weights and optimizer state.
+    /// Precision scheme: element types of weights and optimizer state.
     pub precision: Precision,
-    /// Element type of accumulated gradients; `None` takes the default of the precision.
+    /// Element type of accumulated gradients. `None` means bf16 in pure bf16 precision and f32 otherwise.
     #[serde(default)]
     pub grad_dtype: Option<GradDtype>,
-    /// Hybrid sharding: number of consecutive ranks that share one copy of the sharded states; `None` means all ranks.
+    /// Hybrid sharding: number of consecutive ranks that share one copy of the sharded states; `None` means all
+    /// ranks.
     #[serde(default)]
     pub shard_group: Option<usize>,
-    /// Tier of every kind of state.
+    /// Memory tier (device, host or disk) of each kind of state.
     pub offload: Offload,
-    /// Transport of weights and gradients between discrete devices.
+    /// Transport of weights and gradients between the discrete devices (GPUs) of the ranks.
     #[serde(default)]
     pub device_transport: DeviceTransport,
-    /// Prefetch depth: number of units whose gathers start before they are used.
+    /// Prefetch depth: number of units (usually layers) whose weights are gathered before their turn.
     pub prefetch_units: usize,
-    /// Whether weights that a discrete device does not store are prefetched by one unit. The copy or gather runs during
-    /// the previous unit's work, and the device holds one more unit's weights.
+    /// Whether weights that a discrete device does not store are prefetched: they are copied or gathered to
+    /// it while the previous unit computes. The device then holds one more unit's weights.
     #[serde(default)]
     #[serde(rename = "uploads_ahead")]
     pub prefetch_weights: bool,
-    /// Maximal number of gradient buckets in flight.
+    /// Maximal number of gradient buckets (the gradients of one unit each) whose reduction between ranks is
+    /// in flight.
     pub buckets_in_flight: usize,
-    /// Groups of consecutive units, as ranges of unit indices, that save only the input of their first unit. Backward
-    /// recomputes the other inputs from it ([`ModelSpec::layer_groups`]).
+    /// Recompute groups: ranges of consecutive unit indices. Forward saves only the input of a group's first
+    /// unit, and backward recomputes the other inputs from it ([`ModelSpec::layer_groups`]).
     #[serde(default)]
     pub recomputed: Vec<Range<u32>>,
-    /// Maximal number of elements of a shard that are updated at once.
+    /// Maximal number of elements of a shard that the optimizer updates at once, as DeepSpeed's
+    /// `sub_group_size`.
     pub sub_group_elems: usize,
     /// Maximal global L2 norm of gradients; larger gradients are scaled down. `None` never clips.
     pub max_grad_norm: Option<f32>,
-    /// Units that are updated while backward runs; `None` begins all updates after backward.
+    /// Settings of the optimizer in backward, which updates units while backward still runs. `None` begins
+    /// all updates after backward.
     #[serde(default)]
     #[serde(rename = "early_step")]
     pub optimizer_in_backward: Option<OptimizerInBackward>,
-    /// Whether updates may run during the next forward pass, each before its unit is used
-    /// ([`Plan::updates_in_forward`]).
+    /// Whether optimizer updates may run during the next forward pass, each before its unit is used.
+    /// [`Plan::updates_in_forward`] has further conditions.
     #[serde(default)]
     #[serde(rename = "late_step")]
     pub optimizer_in_forward: bool,
-    /// Seed of stochastic rounding.
+    /// Seed of the run's stochastic rounding.
     pub seed: u64,
 }
 
 impl ZeroConfig {
-    /// Dtype of accumulated gradients: the configured one, else bf16 in pure bf16 and f32 otherwise.
+    /// Element type of accumulated gradients: the configured one, else bf16 in pure bf16 precision and f32
+    /// otherwise.
     #[must_use]
     pub fn grad_dtype(&self) -> DType {
         match (self.grad_dtype, self.precision) {
@@ -240,8 +248,9 @@ impl ZeroConfig {
         }
     }
 
-    /// Whether each rank accumulates only its shard of the gradients. bf16 sums are sharded at every stage. Stages
-    /// agree only if rounding follows the reduction, so every micro-batch is reduced anyway.
+    /// Whether each rank accumulates only its shard of the gradients: at stages 2 and 3, and at every stage
+    /// if the sums are bf16. For bf16 sums every micro-batch is reduced before it is rounded, so that all
+    /// stages give the same bits. A rank then needs only its shard.
     #[must_use]
     pub fn shards_gradients(&self) -> bool {
         self.stage.shards_gradients() || self.grad_dtype() == DType::BF16
@@ -270,7 +279,7 @@ impl Default for ZeroConfig {
     }
 }
 
-/// Reasons why a plan cannot be made.
+/// Error: the reason why a [`Plan`] cannot be made.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
@@ -317,7 +326,8 @@ pub enum PlanError {
     },
 }
 
-/// The plan of a run: layout, schedule and memory, equal on every rank.
+/// Plan of a run: how parameters are sharded, in which order units are used, and which memory that takes. It
+/// is equal on every rank.
 #[derive(Clone, Debug)]
 pub struct Plan {
     spec: ModelSpec,
@@ -330,7 +340,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Makes the plan of `spec` for `world_size` ranks.
+    /// Makes the plan for the model `spec` on `world_size` ranks.
     ///
     /// # Errors
     /// When the model's declaration or the settings are inconsistent.
@@ -391,62 +401,65 @@ impl Plan {
         })
     }
 
-    /// Description of the model: its units and parameters.
+    /// Declaration of the planned model: its units and parameters.
     #[must_use]
     pub fn spec(&self) -> &ModelSpec {
         &self.spec
     }
 
-    /// The settings that the plan follows.
+    /// Engine settings from which the plan was made.
     #[must_use]
     pub fn config(&self) -> &ZeroConfig {
         &self.config
     }
 
-    /// Number of ranks in the world.
+    /// Number of ranks for which the plan was made.
     #[must_use]
     pub fn world_size(&self) -> usize {
         self.world_size
     }
 
-    /// Number of shards of sharded states: the size of a shard group, or of the world.
+    /// Number of shards into which sharded states are divided: the size of a shard group in hybrid sharding,
+    /// otherwise the world size.
     #[must_use]
     pub fn shards(&self) -> usize {
         self.config.shard_group.unwrap_or(self.world_size)
     }
 
-    /// Index of the shard that `rank` stores, less than [`Plan::shards`].
+    /// Index of the shard that `rank` stores; it is less than [`Plan::shards`].
     #[must_use]
     pub fn shard_of(&self, rank: usize) -> usize {
         rank % self.shards()
     }
 
-    /// Layouts of all units, in forward order.
+    /// Layouts of all units, in forward order: the offsets of their parameters and shards in flat buffers.
     #[must_use]
     pub fn units(&self) -> &[UnitPlan] {
         &self.units
     }
 
-    /// Layout of the unit `id`.
+    /// Layout of the unit `id`: the offsets of its parameters and shards in flat buffers.
     #[must_use]
     pub fn unit(&self, id: UnitId) -> &UnitPlan {
         &self.units[id.index()]
     }
 
-    /// Index of the parameter's first element in the concatenation of all parameters without padding. It keys
-    /// stochastic rounding and does not depend on the world size.
+    /// Global index of the parameter's first element: its offset in the concatenation of all parameters
+    /// without padding. Stochastic rounding uses it as a key, so results do not depend on the world size.
     #[must_use]
     pub fn first_element(&self, id: ParamId) -> u64 {
         self.first_element[id.index()]
     }
 
-    /// The uses of units in one pass, in order.
+    /// Schedule of a pass of this kind: the units to use, in order, each with its phase (forward, recompute
+    /// or backward).
     #[must_use]
     pub fn schedule(&self, kind: PassKind) -> Vec<Entry> {
         schedule::schedule(&self.units, &self.config.recomputed, kind)
     }
 
-    /// Whether backward recomputes the input of `unit` instead of loading a saved one.
+    /// Whether backward recomputes the input of `unit` from an earlier unit's input instead of loading a
+    /// saved one.
     #[must_use]
     pub fn recomputes_input(&self, unit: UnitId) -> bool {
         let groups = &self.config.recomputed;
@@ -454,7 +467,8 @@ impl Plan {
         groups.iter().any(inner)
     }
 
-    /// Fingerprint of model, settings and world size, which must agree between ranks: 16 hex digits of BLAKE3.
+    /// Hash of model, settings and world size (BLAKE3, 16 hex digits), by which ranks check that their plans
+    /// agree.
     #[must_use]
     pub fn hash(&self) -> String {
         let mut hasher = blake3::Hasher::new();

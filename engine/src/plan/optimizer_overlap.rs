@@ -11,13 +11,13 @@ use serde::{Deserialize, Serialize};
 /// Maximal number of units at the thread of the optimizer in backward: one is updated, one waits.
 pub(crate) const JOBS: usize = 2;
 
-/// Settings of the optimizer in backward.
+/// Settings of the optimizer in backward, which updates units while backward still runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct OptimizerInBackward {
-    /// Maximal number of elements of a rank that are updated in backward. Units nearest to the loss are chosen first,
-    /// because their gradients are complete first.
+    /// Maximal number of elements that each rank updates during backward. Units nearest to the loss are
+    /// chosen first, because their gradients are complete first.
     pub most_elems: u64,
-    /// Whether every optimizer update has exactly one micro-batch.
+    /// Whether every optimizer update has exactly one micro-batch, i.e. no gradient accumulation.
     pub single_micro_batch: bool,
 }
 
@@ -51,7 +51,8 @@ fn sums_in_the_pass(config: &ZeroConfig, world_size: usize) -> bool {
 }
 
 impl Plan {
-    /// Upper bound of [`OptimizerInBackward::most_elems`]: all elements that a rank updates; 0 if no unit can be.
+    /// Upper bound of [`OptimizerInBackward::most_elems`]: number of elements that each rank updates in a
+    /// step; 0 if no unit can be updated in backward.
     #[must_use]
     pub fn most_elems_in_backward(&self) -> u64 {
         if !sums_in_the_pass(self.config(), self.world_size()) {
@@ -61,20 +62,21 @@ impl Plan {
         units.map(|unit| unit.trainable.shard_elems as u64).sum()
     }
 
-    /// Whether `unit` is updated while backward runs, in the last micro-batch of an update.
+    /// Whether the optimizer updates `unit` while backward still runs, in the last micro-batch of an update.
     #[must_use]
     pub fn updates_in_backward(&self, unit: UnitId) -> bool {
         self.early[unit.index()]
     }
 
-    /// Whether any unit is updated in backward.
+    /// Whether the optimizer updates any unit while backward still runs.
     #[must_use]
     pub fn any_updates_in_backward(&self) -> bool {
         self.early.contains(&true)
     }
 
-    /// Whether the update consumes the gradients of `unit` directly, so that no sum is stored. That needs a single
-    /// micro-batch per update, and no clipping, because a clip factor is known only after the pass.
+    /// Whether the update of `unit` uses its gradients as soon as they are reduced, in backward, so that no
+    /// gradient sum is stored. That needs a single micro-batch per update, and no clipping, because a clip
+    /// factor is known only after the pass.
     #[must_use]
     pub fn consumes_gradients(&self, unit: UnitId) -> bool {
         let config = self.config();
@@ -110,9 +112,9 @@ impl Plan {
         }
     }
 
-    /// Whether updates may run during the next forward pass. They may not if weights or optimizer state are on disk,
-    /// whose queue already overlaps reads, updates and writes. They may not if ranks exchange weights or gradients
-    /// during the update either.
+    /// Whether optimizer updates may run during the next forward pass. They may not if weights or optimizer
+    /// state are on disk, whose queue already overlaps reads, updates and writes, or if ranks exchange
+    /// weights or gradients during the update.
     #[must_use]
     pub fn updates_in_forward(&self) -> bool {
         let config = self.config();

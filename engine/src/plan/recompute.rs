@@ -1,6 +1,6 @@
 //! Recompute groups: groups of layers that save only the input of their first layer for backward (Chen et al.,
-//! "Training Deep Nets with Sublinear Memory Cost", 2016). Before its backward a group runs forward once more, layer by
-//! layer. The inner values of at most one layer exist at a time.
+//! "Training Deep Nets with Sublinear Memory Cost", 2016). Before its backward a group runs forward once more,
+//! layer by layer. The inner values of at most one layer exist at a time.
 
 use super::{PlanError, UnitPlan};
 use crate::spec::{ModelSpec, UnitId};
@@ -38,10 +38,12 @@ fn stacks(spec: &ModelSpec, again: &dyn Fn(UnitId) -> bool) -> Vec<Range<usize>>
 }
 
 impl ModelSpec {
-    /// Groups of `num_layers` layers for [`ZeroConfig::recomputed`](super::ZeroConfig::recomputed). `again` says
-    /// which units are recomputed in backward. Layers are units whose names differ only in the number at the end.
+    /// Recompute groups of up to `num_layers` consecutive layers, as ranges of unit indices for
+    /// [`ZeroConfig::recomputed`](super::ZeroConfig::recomputed). Layers are units whose names differ only in
+    /// the number at the end. `again` says which units are recomputed in backward; others are in no group.
     ///
-    /// The group that backward begins with stores all its inputs, since it would be recomputed at once.
+    /// The last group before the model's head is left out. Backward begins with it, so it would be recomputed
+    /// right after its forward; it saves all its inputs instead.
     #[must_use]
     pub fn layer_groups(
         &self,

@@ -4,7 +4,7 @@ use super::{GroupKind, UnitPlan};
 use crate::spec::UnitId;
 use std::ops::Range;
 
-/// Part of a pass that a lease belongs to.
+/// Phase of a pass in which a unit's weights are used: forward, recompute or backward.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Phase {
     /// Forward: computes outputs.
@@ -17,7 +17,7 @@ pub enum Phase {
 }
 
 impl Phase {
-    /// Name in lower case: `forward`, `recompute` or `backward`.
+    /// Name of the phase in lower case: `forward`, `recompute` or `backward`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -28,7 +28,7 @@ impl Phase {
     }
 }
 
-/// Kind of a pass through the model.
+/// Kind of a pass through the model: training or inference.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PassKind {
     /// Forward and backward of one micro-batch.
@@ -37,12 +37,12 @@ pub enum PassKind {
     Infer,
 }
 
-/// One entry of a pass's schedule: the use of one unit in one phase.
+/// Entry of a pass's schedule: the use of one unit (usually a layer) in one phase.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Entry {
-    /// The unit that is used.
+    /// Unit whose weights are used.
     pub unit: UnitId,
-    /// The phase of the pass in which it is used.
+    /// Phase in which the unit is used: forward, recompute or backward.
     pub phase: Phase,
 }
 

@@ -8,8 +8,9 @@ use optim::StateSlot;
 const READ_AHEAD_BYTES: u64 = 256 << 20;
 
 impl Plan {
-    /// Bytes of `rank`'s spill file for one kind of model state, header included; 0 if the kind is not on disk.
-    /// `slots` are the optimizer's states. Activations depend on the batch and are not counted.
+    /// Size in bytes of `rank`'s spill file for one kind of state, header included; 0 if that kind is not on
+    /// disk. `slots` are the states that the optimizer stores per element, e.g. `exp_avg`. Activations depend
+    /// on the batch and are not counted.
     #[must_use]
     pub fn spill_file_bytes(&self, rank: usize, kind: StateKind, slots: &[StateSlot]) -> u64 {
         if self.config().offload.tier(kind) != Tier::Nvme {
@@ -21,8 +22,9 @@ impl Plan {
         BLOCK_BYTES + extents.sum::<u64>()
     }
 
-    /// Bytes of host memory for the buffers of a rank's spill files: the weights of one unit, within bounds; 0
-    /// without spill files.
+    /// Bytes of host memory for the disk buffers of one rank; 0 if no state is on disk. Without weights on
+    /// disk it is 16 MiB. With them it is at least 16 MiB, and 8 MiB more than the stored weights of the
+    /// largest unit, of which at most 256 MiB count.
     #[must_use]
     pub fn spill_buffer_bytes(&self) -> u64 {
         let offload = self.config().offload;

@@ -2,22 +2,22 @@
 
 use optim::GroupOptions;
 
-/// A failure of the library that owns the tensors.
+/// Error of the library that owns the tensors, as a [`TensorBridge`] returns it.
 pub type BridgeError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Description of a trainable tensor of another library's model.
+/// Description of one trainable tensor of another library's model.
 #[derive(Clone, PartialEq, Debug)]
 pub struct TensorInfo {
-    /// Unique name for messages and checkpoints.
+    /// Name of the tensor in messages and checkpoints; it must be unique.
     pub name: String,
     /// Number of elements of the tensor.
     pub elems: usize,
-    /// Weight decay, and the factor on the learning rate.
+    /// Optimizer options of the tensor: its weight decay, and the factor on its learning rate.
     pub options: GroupOptions,
 }
 
 impl TensorInfo {
-    /// A tensor with this weight decay and learning-rate factor 1.
+    /// Description of a tensor of `elems` elements with this weight decay and learning-rate factor 1.
     #[must_use]
     pub fn new(name: impl Into<String>, elems: usize, weight_decay: f32) -> Self {
         Self {
@@ -31,18 +31,18 @@ impl TensorInfo {
     }
 }
 
-/// Tensors whose gradients are reduced together, such as those of a layer. This is the unit of communication, so
-/// neither a single bias nor the whole model is a good choice.
+/// Group of tensors whose gradients are reduced together, such as those of one layer. One collective
+/// transfers a group, so neither a single bias nor the whole model is a good choice.
 #[derive(Clone, PartialEq, Debug)]
 pub struct TensorGroup {
-    /// Name of the group, shown in messages.
+    /// Name of the group of tensors, shown in messages.
     pub name: String,
-    /// Tensors of the group, in the order in which they are numbered.
+    /// Tensors of the group. They are numbered in this order.
     pub tensors: Vec<TensorInfo>,
 }
 
-/// Trainable tensors of another library's model. Tensors are numbered through all groups, from 0. Values are row-major
-/// f32, whatever dtype the library stores.
+/// Access of the optimizer to the trainable tensors of another library's model. Tensors are numbered from 0
+/// through all groups. Values are row-major f32, whatever dtype the library stores.
 pub trait TensorBridge {
     /// The trainable tensors, equal on every rank and at every call.
     fn groups(&self) -> Vec<TensorGroup>;

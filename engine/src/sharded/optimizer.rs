@@ -15,10 +15,10 @@ use std::sync::Arc;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Optimizer of another library's model, with its state divided over ranks.
+/// Optimizer for a model of another library, with its states sharded over ranks as in ZeRO.
 ///
-/// Every rank creates one over the same tensors with the same weights. All ranks call the same methods in the same
-/// order.
+/// Every rank creates one over the same tensors with the same weights. All ranks call the same methods in the
+/// same order.
 ///
 /// ```
 /// use engine::comm::threads;
@@ -80,7 +80,8 @@ pub struct ShardedOptimizer {
 }
 
 impl ShardedOptimizer {
-    /// An optimizer with memory from the system; see [`ShardedOptimizer::with_tiers`].
+    /// Creates an optimizer as [`ShardedOptimizer::with_tiers`] does, with no limit on device and host memory
+    /// and without spill files.
     ///
     /// # Errors
     /// As [`ShardedOptimizer::with_tiers`].
@@ -94,8 +95,8 @@ impl ShardedOptimizer {
         Self::with_tiers(bridge, comm, rule, config, tiers)
     }
 
-    /// An optimizer that updates by `rule`, with state on the tiers of `config.offload`. It reads the weights from the
-    /// bridge.
+    /// Creates an optimizer that updates by `rule`, with states on the memory tiers that `config.offload`
+    /// names. It reads the initial weights from the bridge.
     ///
     /// # Errors
     /// When memory is short, two tensors share a name, ranks have different tensors or settings, or the bridge fails.
@@ -127,9 +128,10 @@ impl ShardedOptimizer {
         Ok(Self { zero, pool })
     }
 
-    /// Adds the gradients of one micro-batch: those of the mean loss `mean_loss` over `samples` samples (or tokens) of
-    /// this rank. Ranks and calls may differ in `samples`, since each sample has the same weight. A rank without
-    /// samples passes 0, and its gradients are not read.
+    /// Adds the gradients of one micro-batch, read from the bridge, to those of the next step. They must be
+    /// the gradients of `mean_loss`, the mean loss over `samples` samples (or tokens) of this rank. Ranks and
+    /// calls may differ in `samples`, since each sample has the same weight. A rank without samples passes 0,
+    /// and its gradients are not read.
     ///
     /// # Errors
     /// When the bridge or communication fails.
@@ -171,8 +173,9 @@ impl ShardedOptimizer {
         self.zero.deposit(id, &gradient)
     }
 
-    /// Updates the weights by all gradients accumulated since the last step, clipped by `max_grad_norm`, and writes
-    /// them into the bridge. If a gradient or a loss is not finite, nothing changes and the report says so.
+    /// Updates the weights with learning rate `lr` by all gradients accumulated since the last step, and
+    /// writes them into the bridge. Gradients are clipped to [`ZeroConfig::max_grad_norm`]. If a gradient or
+    /// a loss is not finite, nothing changes and [`StepReport::applied`] is false.
     ///
     /// # Errors
     /// When the bridge or communication fails.
@@ -184,7 +187,8 @@ impl ShardedOptimizer {
         Ok(report)
     }
 
-    /// Writes the engine's weights into the bridge, for example after a checkpoint was loaded. All ranks must call it.
+    /// Writes the weights that the engine stores into the bridge, for example after a checkpoint was loaded.
+    /// All ranks must call it.
     ///
     /// # Errors
     /// When the bridge or communication fails.
@@ -200,13 +204,13 @@ impl ShardedOptimizer {
         })
     }
 
-    /// The engine's states, for checkpoints, sizes and times.
+    /// Engine with this optimizer's states: for checkpoints, memory sizes and times.
     #[must_use]
     pub fn zero(&self) -> &Zero {
         &self.zero
     }
 
-    /// As [`ShardedOptimizer::zero`], but mutable, so that a checkpoint can be loaded into it.
+    /// Engine with this optimizer's states, mutable: for example to load a checkpoint into it.
     pub fn zero_mut(&mut self) -> &mut Zero {
         &mut self.zero
     }

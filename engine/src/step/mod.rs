@@ -11,11 +11,11 @@ pub(crate) mod update;
 use optim::{GroupOptions, Optimizer};
 use std::sync::Arc;
 
-/// Optimizer of a run: the update rule, and the options of every parameter.
+/// Optimizer of a run: the update rule, and every parameter's weight decay and learning-rate factor.
 #[derive(Clone, Debug)]
 pub struct OptimizerConfig {
-    /// The update rule, e.g. [`optim::AdamW`].
+    /// Update rule of the optimizer, e.g. [`optim::AdamW`].
     pub rule: Arc<dyn Optimizer>,
-    /// Weight decay and learning-rate factor of every parameter, by [`ParamId`](crate::ParamId).
+    /// Weight decay and learning-rate factor of every parameter, indexed by [`ParamId`](crate::ParamId).
     pub groups: Vec<GroupOptions>,
 }

@@ -23,8 +23,8 @@ fn labelled(label: u32) -> (UnitId, Phase) {
 }
 
 impl Zero {
-    /// Total time of this rank's device by its own clock, over training passes up to the last step. `updates` is the
-    /// time of update threads on the CPU. All zero if the host computes.
+    /// Times of this rank's discrete device by its own clock, summed over the training passes up to the last
+    /// step. Only `updates` is by the host's clock. All fields are zero if the device is not discrete.
     #[must_use]
     pub fn device_times(&self) -> DeviceTimes {
         let mut times = self.device_times;

@@ -44,9 +44,10 @@ pub struct StepReport {
     pub loss: f64,
     /// Number of supervised tokens over all ranks and micro-batches.
     pub supervised_tokens: u64,
-    /// Global L2 norm of the mean gradient, before clipping.
+    /// Global L2 norm of the mean gradient per supervised token, before clipping.
     pub grad_norm: f64,
-    /// Whether the update was applied. False if a gradient or the loss was not finite; nothing changed then.
+    /// Whether the update was applied. It is skipped, and nothing changes, if a gradient or the loss is not
+    /// finite.
     pub applied: bool,
 }
 
@@ -59,10 +60,12 @@ struct Totals {
 /// Weights of a unit on a discrete device.
 type Uploaded = (UnitId, Vec<(ParamId, Tensor)>);
 
-/// Model states of one rank under ZeRO.
+/// Engine of one rank under ZeRO: it stores the rank's weights, gradients and optimizer states, and runs
+/// their collectives and updates.
 ///
-/// Cycle of one micro-batch: [`Zero::begin_pass`], leases and deposits ([`ParamAccess`]), [`Zero::end_micro_batch`].
-/// [`Zero::step`] then applies one update.
+/// A micro-batch runs between [`Zero::begin_pass`] and [`Zero::end_micro_batch`]. In between, the model's
+/// forward and backward lease weights and deposit gradients ([`ParamAccess`]). After the last micro-batch of
+/// an update, [`Zero::step`] applies it.
 pub struct Zero {
     plan: Arc<Plan>,
     comm: Arc<dyn Communicator>,
@@ -108,11 +111,12 @@ impl std::fmt::Debug for Zero {
 }
 
 impl Zero {
-    /// Allocates this rank's states, all zero; [`Zero::load`] fills them. Compares the plan's hash with the other
-    /// ranks'.
+    /// Allocates this rank's weights, gradients and optimizer states, all zero; [`Zero::load`] fills the
+    /// weights. It first compares the hash of the plan between the ranks.
     ///
     /// # Errors
-    /// [`EngineError::PlanDiffers`] if the ranks' plans differ; other errors if memory, a disk or a device is missing.
+    /// [`EngineError::PlanDiffers`] if the ranks' plans differ; other errors if memory, a disk or a device is
+    /// missing.
     pub fn new(
         plan: Arc<Plan>,
         comm: Arc<dyn Communicator>,
@@ -192,41 +196,44 @@ impl Zero {
         }
     }
 
-    /// The plan: which rank stores which states, and when units are gathered.
+    /// Plan of the run: how states are sharded among ranks, and in which order units (usually layers) are
+    /// gathered.
     #[must_use]
     pub fn plan(&self) -> &Arc<Plan> {
         &self.plan
     }
 
-    /// The communicator of this rank.
+    /// Communicator through which this rank runs its collectives.
     #[must_use]
     pub fn comm(&self) -> &Arc<dyn Communicator> {
         &self.comm
     }
 
-    /// Number of updates applied so far.
+    /// Number of optimizer updates applied so far.
     #[must_use]
     pub fn step_count(&self) -> u64 {
         self.step
     }
 
-    /// Unit leased last and its phase, in the current pass or in one that failed. `None` between passes.
+    /// Position of a pass, for error messages: name of the unit leased last, and the phase of that lease.
+    /// After a failed pass it remains until the next one. `None` between passes.
     #[must_use]
     pub fn position(&self) -> Option<(&str, Phase)> {
         let (unit, phase) = self.leased.get()?;
         Some((self.unit_name(unit), phase))
     }
 
-    /// Name of the unit nearest to the loss whose gradients were not finite in the last [`Zero::step`]. This rank sees
-    /// only the gradients that it sums.
+    /// Name of the unit nearest to the loss that had a non-finite gradient in the last [`Zero::step`]; `None`
+    /// if all were finite. It covers only the gradients that this rank sums.
     #[must_use]
     pub fn non_finite_gradient(&self) -> Option<&str> {
         let unit = self.non_finite?;
         Some(self.unit_name(unit))
     }
 
-    /// Fills weights and master weights. `read` receives a parameter, a range of its elements and an f32 buffer to
-    /// fill. It is called only for elements that this rank stores, at most 2^20 at a time.
+    /// Fills this rank's weights and master weights with f32 values from the callback `read`. A call receives
+    /// a parameter, a range of its elements, and the buffer to fill with their values. It is called only for
+    /// elements that this rank stores, at most 2^20 at a time.
     ///
     /// # Errors
     /// When `read` or a write fails, or a lease still borrows the weights.
@@ -273,7 +280,8 @@ impl Zero {
 
     // ---- passes -------------------------------------------------------------------------------
 
-    /// Starts a pass. All ranks must start the same kind.
+    /// Starts a pass of the model, for training or inference, before any unit is leased. All ranks must start
+    /// the same kind.
     pub fn begin_pass(&self, kind: PassKind) {
         self.leased.set(None);
         self.trains.set(kind == PassKind::Train);
@@ -283,7 +291,8 @@ impl Zero {
         self.store.borrow_mut().begin_pass(kind, None);
     }
 
-    /// Ends a pass: takes part in the remaining collectives and waits for all reductions.
+    /// Ends a pass: takes part in the collectives of units that this rank did not lease, and waits for all
+    /// gradient reductions.
     ///
     /// # Errors
     /// When communication fails.
@@ -295,8 +304,8 @@ impl Zero {
         Ok(())
     }
 
-    /// Ends the training pass of one micro-batch. `loss_sum` is the sum of its token losses on this rank over
-    /// `supervised` tokens.
+    /// Ends the training pass of one micro-batch and counts it for the next [`Zero::step`]. `loss_sum` is the
+    /// sum of the token losses on this rank, `supervised` the number of its tokens that have a loss.
     ///
     /// # Errors
     /// When communication fails.
@@ -312,7 +321,8 @@ impl Zero {
         Ok(())
     }
 
-    /// Waits for updates that run during forward. Methods that read or write states call it themselves.
+    /// Waits for optimizer updates that still run in threads during forward (optimizer in forward). Methods
+    /// of this type that read or write states call it themselves.
     ///
     /// # Errors
     /// When an update failed.
@@ -320,8 +330,8 @@ impl Zero {
         self.store.get_mut().finish_updates()
     }
 
-    /// Calls `visit` with the parameters and whole weights of every unit in host memory, in forward order. All ranks
-    /// must call it.
+    /// Gathers the weights of one unit after another in host memory, in forward order, and calls `visit` with
+    /// each parameter and its whole weight. All ranks must call it.
     ///
     /// # Errors
     /// When communication or `visit` fails.
@@ -332,7 +342,8 @@ impl Zero {
         self.visit(Visit::All, visit)
     }
 
-    /// Visits weights as [`Zero::visit_weights`], but only trainable ones; frozen weights are not gathered or copied.
+    /// Calls `visit` with every whole trainable weight, as [`Zero::visit_weights`] does with all. Frozen
+    /// weights are not gathered or copied.
     ///
     /// # Errors
     /// When communication or `visit` fails.
@@ -371,8 +382,8 @@ impl Zero {
         Ok(())
     }
 
-    /// Bytes of all master weights and optimizer states of this rank, concatenated. A skipped step must not change
-    /// them.
+    /// Content of all master weights and optimizer states that this rank stores, concatenated in unit order.
+    /// Tests compare it, e.g. before and after a skipped step.
     ///
     /// # Errors
     /// When the disk fails.
@@ -389,7 +400,7 @@ impl Zero {
         Ok(all)
     }
 
-    /// The trace recorder of this rank.
+    /// Trace recorder of this rank.
     #[must_use]
     pub fn trace(&self) -> &Trace {
         self.tiers.trace()
@@ -399,7 +410,8 @@ impl Zero {
         &self.plan.spec().units[unit.index()].name
     }
 
-    /// Total time of this rank's communication and copies.
+    /// Total time that this rank has spent in collectives and in copies of states and saved activations
+    /// between tiers.
     #[must_use]
     pub fn times(&self) -> Times {
         Times {
@@ -412,13 +424,13 @@ impl Zero {
         }
     }
 
-    /// Traffic of this rank's spill files; `None` without spill files.
+    /// Bytes and busy time of this rank's spill files (states on disk); `None` without spill files.
     #[must_use]
     pub fn spill_stats(&self) -> Option<SpillStats> {
         self.tiers.spill().map(|spill| spill.stats())
     }
 
-    /// Memory pool of the device that computes.
+    /// Pool that counts the memory of the device on which passes run.
     #[must_use]
     pub fn device_pool(&self) -> &Pool {
         if self.discrete {

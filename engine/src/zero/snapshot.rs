@@ -17,8 +17,9 @@ const CHUNK_ELEMS: usize = 1 << 22;
 const WEIGHT: &str = "weight";
 
 impl Zero {
-    /// Writes this rank's part of the training state: for each trainable parameter, the elements of weights and optimizer
-    /// state that this rank updates.
+    /// Writes this rank's part of a checkpoint's training state: for each trainable parameter, the elements
+    /// of master weight (or weight) and optimizer states that this rank updates. With hybrid sharding only
+    /// the first shard group writes, because the others have copies.
     ///
     /// # Errors
     /// When the disk fails.
@@ -65,8 +66,9 @@ impl Zero {
         Ok(())
     }
 
-    /// Restores trainable weights and all optimizer states from a checkpoint that was saved after `updates` applied
-    /// updates. Frozen weights must be loaded before.
+    /// Restores trainable weights and all optimizer states from a checkpoint. `updates` is the number of
+    /// updates applied before it was saved, and becomes the step count. Frozen weights are not in a
+    /// checkpoint; they must be loaded before.
     ///
     /// # Errors
     /// When the checkpoint has other tensors than this run trains, or cannot be read. The state is then incomplete
@@ -152,10 +154,11 @@ fn fill(
     }
 }
 
-/// Checks that a run of `plan` trains the tensors that `checkpoint` has.
+/// Checks that the trainable parameters of `plan` are exactly those with training state in `checkpoint`, by
+/// name.
 ///
 /// # Errors
-/// [`EngineError::CheckpointMismatch`] if they differ.
+/// [`EngineError::CheckpointMismatch`] if the plan or the checkpoint has a parameter that the other lacks.
 pub fn check_trained(plan: &Plan, checkpoint: &Checkpoint) -> Result<(), EngineError> {
     let slot = if plan.config().precision.has_master() {
         MASTER

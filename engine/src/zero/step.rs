@@ -37,13 +37,14 @@ impl Exchange {
 }
 
 impl Zero {
-    /// Announces an update before its last pass, so that units planned for the optimizer in backward can be updated
-    /// during that pass. Does nothing if the plan has no such unit. All ranks must call it.
+    /// Announces an update before its last micro-batch, so that units planned for the optimizer in backward
+    /// can be updated while that micro-batch's backward runs. Does nothing if the plan has no such unit. All
+    /// ranks must call it.
     ///
-    /// `lr` is the learning rate, `loss_scale` the factor on losses ([`Zero::step_scaled`]), and `supervised` the
-    /// number of supervised tokens of this rank in that pass. [`Zero::step_scaled`] keeps these updates if its own
-    /// numbers agree, and else drops them, e.g. when it clips. Every result has the same bits as without the
-    /// announcement.
+    /// `lr` is the learning rate, `loss_scale` the factor on losses ([`Zero::step_scaled`]). `supervised` is
+    /// the number of supervised tokens of this rank in that micro-batch. [`Zero::step_scaled`] keeps the
+    /// updates made in backward if its learning rate and gradient factor equal the announced ones, and
+    /// otherwise drops them, e.g. when it clips. Every result has the same bits as without the announcement.
     ///
     /// # Errors
     /// When communication fails or the thread cannot start.
@@ -66,20 +67,20 @@ impl Zero {
         self.store.get_mut().begin_in_backward(optimizer, scalars)
     }
 
-    /// Runs the optimizer step over all gradients deposited since the last step, with the learning rate `lr`. Gradients
-    /// are divided by the number of supervised tokens over all ranks and micro-batches, then clipped by their global
-    /// norm. If the loss or a gradient is not finite, gradients are dropped and no state changes. All ranks must call
-    /// it.
+    /// Runs the optimizer step with learning rate `lr`, over all gradients that backward has deposited since
+    /// the last step. Gradients are divided by the number of supervised tokens over all ranks and
+    /// micro-batches, then clipped by their global norm. If the loss or a gradient is not finite, gradients
+    /// are dropped and no state changes. All ranks must call it.
     ///
     /// # Errors
-    /// When communication, memory or an update fails. [`EngineError::Consumed`] if gradients were consumed for an
-    /// update with other numbers than announced.
+    /// When communication, memory or an update fails. [`EngineError::Consumed`] if an announced update has
+    /// already consumed gradients, and its numbers differ from those of this step.
     pub fn step(&mut self, lr: f64) -> Result<StepReport> {
         self.step_scaled(lr, 1.0)
     }
 
-    /// Runs [`Zero::step`] for gradients of losses that were multiplied by `loss_scale`. The report contains unscaled
-    /// numbers.
+    /// Runs [`Zero::step`] for gradients of losses that were multiplied by `loss_scale`. It divides gradients
+    /// by that factor, and the report contains unscaled numbers.
     ///
     /// # Errors
     /// As [`Zero::step`].
@@ -175,8 +176,8 @@ impl Zero {
         })
     }
 
-    /// Sum of squares of the summed gradients over all ranks, in f64: over fixed blocks of each unit's shard, then over
-    /// units and ranks in order. It is equal at every stage, on every tier and in every bucket order.
+    /// Sum of squares of the summed gradients over all ranks, in f64: over fixed blocks of each unit's shard,
+    /// then over units and ranks in order. It is equal at every stage, on every tier and in every bucket order.
     fn sum_of_squares(&mut self) -> Result<f64> {
         let rank = self.shard();
         let mut all = Vec::new();
@@ -316,8 +317,9 @@ impl Zero {
         Ok(())
     }
 
-    /// Summed gradients of every trainable parameter over all ranks and micro-batches, f32, not yet divided by tokens.
-    /// For tests and inspection, before [`Zero::step`]. All ranks must call it.
+    /// Gradient of every trainable parameter, as f32 values: summed over all ranks and over the micro-batches
+    /// since the last step, not yet divided by tokens. For tests and inspection, before [`Zero::step`]. All
+    /// ranks must call it.
     ///
     /// # Errors
     /// When communication fails.

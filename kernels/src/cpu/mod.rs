@@ -26,7 +26,7 @@ use crate::error::Result;
 use crate::pool::{Pool, Tag};
 use crate::{DType, Shape, Tensor, TensorMut};
 
-/// Operations on host memory, on the threads of the caller's rayon pool.
+/// CPU device: operations on host memory, on the threads of the caller's rayon pool.
 ///
 /// Results have the same bits for any number of threads. They may differ between types of processor. Forward
 /// operations on rows (products, norms, losses) give a row the same bits in any batch.
@@ -42,7 +42,7 @@ impl CpuBackend {
         Self { pool }
     }
 
-    /// CPU device with its own pool without a limit.
+    /// CPU device with its own pool, which has no memory limit.
     #[must_use]
     pub fn unlimited() -> Self {
         Self::new(Pool::new("device", None))

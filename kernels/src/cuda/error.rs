@@ -5,8 +5,7 @@ use std::time::Duration;
 
 use cudarc::driver::result::DriverError;
 
-/// What went wrong in the CUDA layer, e.g. a missing library, a failed driver call, or a kernel that does not
-/// compile.
+/// Error of the CUDA layer, e.g. a missing library, a failed driver call, or a kernel that does not compile.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {
@@ -76,7 +75,7 @@ pub enum CudaError {
     },
 }
 
-/// Result of a CUDA operation.
+/// Result of a CUDA operation, with [`CudaError`] as its error.
 pub type Result<T, E = CudaError> = std::result::Result<T, E>;
 
 /// Adds the name of the call to a driver's error.

@@ -24,7 +24,7 @@ use super::timeline::Timeline;
 /// Dynamic shared memory that a block may use without opting in, in bytes.
 const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 
-/// Opened GPU. Work is queued on one stream, in order.
+/// Opened NVIDIA GPU with its compute stream and loaded kernels. Work is queued on that stream, in order.
 #[derive(Debug)]
 pub struct Gpu {
     facts: DeviceFacts,
@@ -55,7 +55,7 @@ struct Loaded {
 // SAFETY: driver handles of a module are plain identifiers that any thread may use.
 unsafe impl Send for Loaded {}
 
-/// Device memory, freed when dropped (which waits for the device).
+/// Allocation of device memory. Dropping it waits for the device and frees the memory.
 #[derive(Debug)]
 pub struct Memory {
     context: Arc<CudaContext>,
@@ -64,7 +64,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Address of the first byte, aligned to at least 256 bytes.
+    /// Device address of the allocation's first byte, aligned to at least 256 bytes.
     #[must_use]
     pub const fn address(&self) -> Address {
         Address(self.address)
@@ -87,7 +87,8 @@ impl Drop for Memory {
 }
 
 impl Gpu {
-    /// Probes for GPUs and opens one. `cache` stores compiled kernels.
+    /// Probes for GPUs and opens the one with CUDA's device number `ordinal`. `cache` stores compiled kernels
+    /// on disk, if given.
     ///
     /// # Errors
     /// [`CudaError::NoDevice`] with the reason and the next step, and errors of the driver.
@@ -126,7 +127,8 @@ impl Gpu {
         })
     }
 
-    /// Makes matrix products go through cuBLASLt.
+    /// Makes matrix products use cuBLASLt instead of own kernels. `search` says where the library is searched
+    /// for.
     ///
     /// # Errors
     /// When the library is missing or does not start.
@@ -142,31 +144,31 @@ impl Gpu {
         self
     }
 
-    /// The library for matrix products, if one is used.
+    /// The cuBLASLt handle for matrix products. `None` if own kernels compute them.
     #[must_use]
     pub const fn products(&self) -> Option<&CublasLt> {
         self.products.as_ref()
     }
 
-    /// The driver's description of the GPU.
+    /// Properties of the GPU as the driver reports them, e.g. name, memory size and compute capability.
     #[must_use]
     pub const fn facts(&self) -> &DeviceFacts {
         &self.facts
     }
 
-    /// Provider of machine code for modules: cache, compiler, or built-in PTX.
+    /// Provider of compiled code for kernel modules: from the cache, the compiler, or the built-in PTX.
     #[must_use]
     pub const fn images(&self) -> &Images {
         &self.images
     }
 
-    /// Maximum shared memory per block in bytes.
+    /// Maximum shared memory per thread block in bytes, for kernels that opt in to more than 48 KB.
     #[must_use]
     pub const fn shared_limit(&self) -> u32 {
         self.shared_limit
     }
 
-    /// Stream that kernels run on. Copies and communication have their own streams.
+    /// CUDA stream that kernels run on. Copies and communication have their own streams.
     #[must_use]
     pub const fn stream(&self) -> &Arc<CudaStream> {
         &self.stream
@@ -208,7 +210,7 @@ impl Gpu {
         &self.group
     }
 
-    /// Free and total memory in bytes, now.
+    /// Free and total memory of the GPU in bytes at this time, in this order.
     ///
     /// # Errors
     /// When the driver fails.
@@ -220,7 +222,8 @@ impl Gpu {
         self.context.bind_to_thread().during("selecting the GPU")
     }
 
-    /// Allocates uninitialized memory. Other processes can map it, because it is not from a stream-ordered pool.
+    /// Allocates `bytes` bytes of uninitialized device memory. Other processes can map it, because it is not
+    /// from a stream-ordered pool.
     ///
     /// # Errors
     /// When the GPU does not have enough memory.
@@ -237,7 +240,7 @@ impl Gpu {
         })
     }
 
-    /// Fills memory with one byte value, in stream order.
+    /// Queues a fill of the whole allocation with one byte value, on the compute stream.
     ///
     /// # Errors
     /// When the driver fails.
@@ -250,7 +253,7 @@ impl Gpu {
         .during("filling memory")
     }
 
-    /// Copies host bytes into memory at byte `offset` and waits for the copy.
+    /// Copies host bytes into device memory, starting at its byte `offset`, and waits for the copy.
     ///
     /// # Errors
     /// When the driver fails.
@@ -270,7 +273,8 @@ impl Gpu {
         self.synchronize()
     }
 
-    /// Waits for the stream, then copies bytes from byte `offset` to the host.
+    /// Waits for the compute stream, then copies device memory from its byte `offset` on into the host buffer
+    /// `bytes`.
     ///
     /// # Errors
     /// When the driver fails, or a kernel queued before failed.
@@ -290,7 +294,7 @@ impl Gpu {
         self.synchronize()
     }
 
-    /// Waits for all queued work.
+    /// Waits for all work queued on the compute stream.
     ///
     /// # Errors
     /// When a queued kernel failed.
@@ -298,7 +302,7 @@ impl Gpu {
         self.stream.synchronize().during("waiting for the GPU")
     }
 
-    /// Queues a kernel launch.
+    /// Queues a kernel launch on the compute stream. The first launch of a module compiles and loads it.
     ///
     /// # Safety
     /// Every address in the arguments must point to memory of this GPU that is as large as the kernel's documentation
@@ -330,7 +334,7 @@ impl Gpu {
         .during(call())
     }
 
-    /// Number of blocks of a launch that fit on one multiprocessor (occupancy).
+    /// Number of thread blocks of a launch that fit on one multiprocessor at the same time (occupancy).
     ///
     /// # Errors
     /// When the module does not load.

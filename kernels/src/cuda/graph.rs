@@ -8,7 +8,8 @@ use cudarc::driver::{CudaContext, result, sys};
 use super::error::{DriverResult, Result};
 use super::gpu::Gpu;
 
-/// CUDA graph of commands. Dropping it does not wait: the driver keeps what is still running.
+/// Executable CUDA graph of captured commands. Dropping it does not wait: the driver keeps what is still
+/// running.
 #[derive(Debug)]
 pub struct Graph {
     context: Arc<CudaContext>,

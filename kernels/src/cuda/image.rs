@@ -13,7 +13,7 @@ use super::ptx;
 /// Bytes of the checksum at the start of a cached file.
 const CHECKSUM_BYTES: usize = 32;
 
-/// Where the machine code of an [`Image`] came from.
+/// Source that the code of an [`Image`] came from.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Origin {
     /// Cached file that an earlier run compiled.
@@ -27,16 +27,16 @@ pub enum Origin {
     },
 }
 
-/// Code in the form that the driver loads.
+/// Compiled code of a module in the form that the driver loads.
 #[derive(Clone, Debug)]
 pub struct Image {
-    /// A cubin, or PTX with a final zero byte.
+    /// The code: a cubin, or PTX text with a final zero byte.
     pub bytes: Vec<u8>,
-    /// Where the bytes came from: cache, compiler, or built-in PTX.
+    /// Source that the code came from: cache, compiler, or built-in PTX.
     pub origin: Origin,
 }
 
-/// Which machine code a GPU runs.
+/// Choice of the code that a GPU runs: compiled for this GPU, or PTX of the sm_80 family.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub enum Code {
     /// Code that the compiler makes for the GPU in use.
@@ -46,14 +46,15 @@ pub enum Code {
     Sm80,
 }
 
-/// Directory of compiled modules. Several processes may use it at the same time, because files appear atomically.
+/// Directory on disk with compiled modules. Several processes may use it at the same time, because files
+/// appear atomically.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Cache {
     directory: PathBuf,
 }
 
 impl Cache {
-    /// Cache in a directory, which is created with the first file.
+    /// Cache in `directory`, which is created when the first file is written.
     pub fn new(directory: impl Into<PathBuf>) -> Self {
         Self {
             directory: directory.into(),
@@ -92,7 +93,7 @@ impl Cache {
     }
 }
 
-/// Provider of machine code for one architecture: cache, compiler, or built-in PTX.
+/// Provider of compiled code for one GPU architecture: from the cache, the compiler, or the built-in PTX.
 #[derive(Debug)]
 pub struct Images {
     arch: String,
@@ -102,7 +103,8 @@ pub struct Images {
 }
 
 impl Images {
-    /// Searches for the compiler. Without one, only modules with built-in PTX can run.
+    /// Provider for a GPU with this compute capability. Searches for the compiler NVRTC. Without it, only
+    /// modules with built-in PTX can run.
     #[must_use]
     pub fn new((major, minor): (u32, u32), search: &Search, cache: Option<Cache>) -> Self {
         // The kernels target sm_80; on Hopper the compiler may also use instructions of sm_90a.
@@ -115,7 +117,8 @@ impl Images {
         }
     }
 
-    /// Selects native code or PTX of the sm_80 family. The latter also changes the target architecture.
+    /// Selects native code for the GPU, or PTX of the sm_80 family. The latter also changes the target
+    /// architecture.
     #[must_use]
     pub fn with_code(mut self, code: Code) -> Self {
         self.code = code;
@@ -125,16 +128,16 @@ impl Images {
         self
     }
 
-    /// Target architecture, e.g. `sm_86`, or `compute_80` for PTX of that family.
+    /// Architecture that modules are compiled for, e.g. `sm_86`, or `compute_80` for PTX of the sm_80 family.
     #[must_use]
     pub fn arch(&self) -> &str {
         &self.arch
     }
 
-    /// NVRTC, which compiles modules for the GPU.
+    /// The NVRTC compiler, which compiles modules for the GPU.
     ///
     /// # Errors
-    /// Why none was found.
+    /// The reason why NVRTC was not found, as text.
     pub fn compiler(&self) -> Result<Compiler, &str> {
         self.compiler
             .as_ref()
@@ -142,7 +145,8 @@ impl Images {
             .map_err(|problem| &**problem)
     }
 
-    /// Image of a module. A cache that cannot be written costs only time and is not an error.
+    /// Compiled code of a module, from the cache, the compiler or the built-in PTX. A cache that cannot be
+    /// written costs only time and is not an error.
     ///
     /// # Errors
     /// When the module does not compile and has no built-in PTX.
@@ -190,7 +194,8 @@ impl Images {
         }
     }
 
-    /// Built-in PTX, for a driver that refuses the compiler's machine code.
+    /// Built-in PTX of a module, for a driver that refuses the compiler's machine code. `reason` says why and
+    /// is stored in the image's [`Origin`].
     ///
     /// # Errors
     /// When the module has no built-in PTX.

@@ -2,12 +2,12 @@
 
 use super::module::Module;
 
-/// Address in the memory of the executing device.
+/// Address in the memory of the device that executes a launch.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Address(pub u64);
 
 impl Address {
-    /// Null address, for an optional operand that is absent.
+    /// Null address. It stands for an optional operand that is absent.
     pub const NULL: Self = Self(0);
 }
 
@@ -27,7 +27,7 @@ pub enum Arg {
 }
 
 impl Arg {
-    /// The argument's bytes, in the first bytes of a word.
+    /// Bits of the argument as a 64-bit word. A narrower type fills the low bytes, the others are zero.
     #[must_use]
     pub const fn word(self) -> u64 {
         match self {
@@ -40,12 +40,12 @@ impl Arg {
     }
 }
 
-/// Launch of one kernel over a grid of blocks.
+/// Description of one kernel launch: the kernel, its grid of thread blocks, and its arguments.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Launch {
-    /// Module that contains the kernel.
+    /// Module (CUDA source with defines) that contains the kernel.
     pub module: Module,
-    /// Name of the kernel.
+    /// Name of the kernel in its module.
     pub kernel: &'static str,
     /// Number of thread blocks along x, y, z.
     pub grid: [u32; 3],
@@ -53,6 +53,6 @@ pub struct Launch {
     pub threads: u32,
     /// Dynamic shared memory per block in bytes.
     pub shared_bytes: u32,
-    /// Arguments in the order of the kernel's parameters.
+    /// Arguments of the kernel, in the order of its parameters.
     pub args: Vec<Arg>,
 }

@@ -7,16 +7,16 @@ use std::sync::{Mutex, PoisonError};
 
 use libloading::Library as Handle;
 
-/// Library that is opened at run time.
+/// NVIDIA library that is opened at run time instead of linked.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Library {
-    /// The driver, `libcuda`. Without it no GPU can be used.
+    /// NVIDIA driver, `libcuda`. Without it no GPU can be used.
     Driver,
-    /// The run-time compiler. Without it the built-in PTX is used.
+    /// NVRTC, the run-time compiler. Without it the built-in PTX is used.
     Nvrtc,
-    /// Matrix products. Without it own kernels are used.
+    /// cuBLASLt, for matrix products. Without it own kernels are used.
     CublasLt,
-    /// Collectives between GPUs without peer access, or on several nodes.
+    /// NCCL, for collectives between GPUs without peer access, or on several nodes.
     Nccl,
 }
 
@@ -62,15 +62,16 @@ impl fmt::Display for Library {
     }
 }
 
-/// Search path: `directories`, then the dynamic linker, then `cuda_home/lib64`, `/usr/local/cuda/lib64`, and the
-/// `nvidia/*/lib` directories of Python packages.
+/// Where NVIDIA's libraries are searched for: in `directories`, then by the dynamic linker, then in
+/// `cuda_home/lib64`, `/usr/local/cuda/lib64`, and the `nvidia/*/lib` directories of Python packages. For the
+/// driver, the last three are replaced by two directories of containers and WSL.
 #[derive(Clone, Default, PartialEq, Eq, Debug)]
 pub struct Search {
     /// Directories named by the user, searched first.
     pub directories: Vec<PathBuf>,
-    /// Directory of a CUDA toolkit (`CUDA_HOME`).
+    /// Root directory of a CUDA toolkit (`CUDA_HOME`), if one is known.
     pub cuda_home: Option<PathBuf>,
-    /// Directories of installed Python packages (`site-packages`).
+    /// Directories of installed Python packages (`site-packages`), whose `nvidia/*/lib` are searched last.
     pub python_packages: Vec<PathBuf>,
 }
 
@@ -79,25 +80,25 @@ pub struct Search {
 pub struct Attempt {
     /// Path that was tried, or the file name given to the dynamic linker.
     pub place: String,
-    /// What happened there: `opened`, `no such file`, or the error of the dynamic linker.
+    /// Result of the attempt: `opened`, `no such file`, or the error of the dynamic linker.
     pub outcome: String,
 }
 
-/// Where a library was found, or where it was searched for in vain.
+/// Result of the search for one library: the file that was opened, if any, and the places tried.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Found {
     /// Library that was searched for.
     pub library: Library,
-    /// Path of the loaded file, if one was loaded.
+    /// Path of the opened file. `None` if no file opened.
     pub path: Option<PathBuf>,
-    /// Version as reported by the library, if it was asked.
+    /// Version that the library reports. `None` if it was not asked or did not answer.
     pub version: Option<String>,
     /// Every place where the search looked for the library, in order. It stops at the first file that opens.
     pub attempts: Vec<Attempt>,
 }
 
 impl Found {
-    /// The places tried, as text for an error message.
+    /// The places tried, each with its result, as text for an error message.
     #[must_use]
     pub fn tried(&self) -> String {
         let places = self
@@ -111,7 +112,8 @@ impl Found {
 /// Handles of opened libraries. They stay open until the process ends, because their functions are stored in statics.
 static OPEN: Mutex<Vec<Handle>> = Mutex::new(Vec::new());
 
-/// Opens a library so that later lookups by its bare name find the same file.
+/// Searches for `library` and opens the first file that loads. It stays open, so later lookups by its bare
+/// name find the same file.
 #[must_use]
 pub fn find(library: Library, search: &Search) -> Found {
     let mut attempts = Vec::new();

@@ -2,9 +2,10 @@
 
 use crate::DType;
 
-/// Wrappers of the PTX instructions that kernels use.
+/// CUDA source text with wrappers of the PTX instructions that kernels use. Every module begins with it.
 pub const PRIMITIVES: &str = include_str!("source/primitives.cuh");
-/// CUDA declarations that every kernel family uses. They come before the source text of a family.
+/// CUDA source text with declarations that every kernel family uses. It precedes the family's own source
+/// text.
 pub const PRELUDE: &str = include_str!("source/prelude.cuh");
 
 /// Source text of a family that rounds stochastically.
@@ -18,7 +19,7 @@ macro_rules! rounding {
     };
 }
 
-/// Kernel family: one CUDA source file.
+/// Family of kernels that share one CUDA source file.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 #[non_exhaustive]
 pub enum Family {
@@ -77,7 +78,7 @@ impl Family {
         Self::Loss,
     ];
 
-    /// Name of the family's source file without extension, e.g. `adamw`.
+    /// Name of the family's CUDA source file without extension, e.g. `adamw`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -123,8 +124,8 @@ impl Family {
         }
     }
 
-    /// Modules that this crate launches. They are listed in the resource table and built in as PTX. Attention with a
-    /// head dim that no supported model has is compiled on demand.
+    /// Modules of the family that this crate launches: its source with each set of defines in use. All are
+    /// built in as PTX. Attention with a head dim that no supported model has is compiled on demand.
     #[must_use]
     pub fn modules(self) -> Vec<Module> {
         match self {
@@ -148,7 +149,8 @@ impl Family {
     }
 }
 
-/// Number that stands for a dtype in a define.
+/// Number that stands for a dtype in a preprocessor define: 0 for f32, 1 for bf16, 2 for f16. `None` for
+/// other dtypes.
 #[must_use]
 pub const fn element_type(dtype: DType) -> Option<u32> {
     match dtype {
@@ -182,7 +184,7 @@ impl AnyFamily {
     }
 }
 
-/// Family with its defines: the unit of compilation.
+/// CUDA source text with the values of its preprocessor defines: the unit of compilation.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Module {
     family: AnyFamily,
@@ -191,7 +193,8 @@ pub struct Module {
 }
 
 impl Module {
-    /// Module of `family` with these defines and kernels.
+    /// Module of `family` with these preprocessor defines. `kernels` are the names of the kernels that it
+    /// contains.
     #[must_use]
     pub fn new(
         family: Family,
@@ -205,8 +208,8 @@ impl Module {
         }
     }
 
-    /// Module whose CUDA source comes from another crate. The device functions that this crate's kernels share are
-    /// available to it.
+    /// Module called `name` whose CUDA source `text` comes from another crate. The device functions that this
+    /// crate's kernels share are available to it.
     #[must_use]
     pub fn foreign(
         name: &'static str,
@@ -221,7 +224,7 @@ impl Module {
         }
     }
 
-    /// The family, unless the source text is foreign.
+    /// Kernel family of the module. `None` if its source text comes from another crate.
     #[must_use]
     pub const fn family(&self) -> Option<Family> {
         match self.family {
@@ -244,7 +247,7 @@ impl Module {
         choices.fold(self.family.name().to_owned(), |name, choice| name + &choice)
     }
 
-    /// Defines and source text, without primitives and prelude.
+    /// CUDA source text of the module without primitives and prelude: its defines, then the family's text.
     #[must_use]
     pub fn body(&self) -> String {
         let defines = self.defines.iter();

@@ -15,7 +15,7 @@ use super::error::{CudaError, DriverResult, Result};
 use super::launch::Address;
 use super::library::{Library, Search, find};
 
-/// Bytes of the unique id with which ranks find each other.
+/// Size in bytes of NCCL's unique id, with which the ranks of a communicator find each other.
 pub const UNIQUE_ID_BYTES: usize = 128;
 
 #[repr(C)]
@@ -38,7 +38,7 @@ pub enum Kind {
     Bf16 = 9,
 }
 
-/// NCCL's functions, looked up in the library once.
+/// Opened NCCL library, with the addresses of its functions.
 #[derive(Debug)]
 pub struct Nccl {
     get_version: unsafe extern "C" fn(*mut c_int) -> Status,
@@ -149,7 +149,7 @@ impl Nccl {
         Ok(format!("{major}.{minor}.{}", code % 100))
     }
 
-    /// New unique id, to be given to every rank. Needs no GPU.
+    /// Creates the unique id of a new communicator, which one rank gives to every rank. Needs no GPU.
     ///
     /// # Errors
     /// When no network interface can be used.
@@ -160,7 +160,8 @@ impl Nccl {
         Ok(id.0)
     }
 
-    /// Joins the communicator `id` and returns after all `world` ranks joined. Operations run on `stream`.
+    /// Joins the communicator `id` as `rank` of `world` and returns after all ranks joined. Its operations
+    /// run on `stream`.
     ///
     /// # Errors
     /// When the ranks do not reach each other, or two ranks use one GPU, which NCCL refuses. [`CudaError::NotJoined`]
@@ -397,7 +398,8 @@ pub struct Member {
 }
 
 impl Member {
-    /// Queues an all-gather on `stream`, otherwise as [`Communicator::all_gather`].
+    /// Queues an all-gather on `stream`: `n` elements of every rank, in rank order, into `to`. Otherwise as
+    /// [`Communicator::all_gather`].
     ///
     /// # Safety
     /// As there. The stream belongs to the GPU whose context was current when the rank joined.
@@ -467,7 +469,8 @@ impl Member {
     }
 }
 
-/// One rank's communicator and stream. Every rank must issue the same operations in the same order.
+/// NCCL communicator of one rank, with the stream that its operations run on. Every rank must issue the same
+/// operations in the same order.
 #[derive(Debug)]
 pub struct Communicator {
     member: Member,
@@ -485,8 +488,8 @@ impl Communicator {
         self.stream.cu_stream().cast()
     }
 
-    /// Queues an all-gather: `n` elements of every rank, in rank order, into `to`. It is in place when `from` is this
-    /// rank's part of `to`.
+    /// Queues an all-gather: `n` elements from every rank's `from`, in rank order, into `to` on every rank.
+    /// It is in place when `from` is this rank's part of `to`.
     ///
     /// # Safety
     /// `from` must hold `n` elements and `to` `world * n` elements, in memory of this GPU that stays allocated until
@@ -505,7 +508,8 @@ impl Communicator {
         unsafe { self.member.all_gather((from, to), n, kind, self.stream()) }
     }
 
-    /// Queues a reduce-scatter: sums `world * n` elements over ranks, of which this rank gets its `n`.
+    /// Queues a reduce-scatter: sums the `world * n` elements at `from` over all ranks, and writes this
+    /// rank's `n` sums to `to`.
     ///
     /// # Safety
     /// `from` must hold `world * n` elements and `to` `n` elements, as for [`Communicator::all_gather`].
@@ -526,10 +530,11 @@ impl Communicator {
         }
     }
 
-    /// Queues an all-reduce: sums `n` elements over ranks, on every rank.
+    /// Queues an all-reduce: sums the `n` elements at `from` over all ranks, and writes the sums to `to` on
+    /// every rank.
     ///
     /// # Safety
-    /// Both must hold `n` elements, as for [`Communicator::all_gather`].
+    /// Both addresses must hold `n` elements, as for [`Communicator::all_gather`].
     ///
     /// # Errors
     /// Errors of NCCL.
@@ -544,10 +549,10 @@ impl Communicator {
         unsafe { self.member.all_reduce((from, to), n, kind, self.stream()) }
     }
 
-    /// Checks for errors of operations that were queued before.
+    /// Asks NCCL whether an operation that was queued before has failed.
     ///
     /// # Errors
-    /// The first such error.
+    /// The first error of such an operation.
     pub fn check(&self) -> Result<()> {
         self.member.check()
     }

@@ -9,7 +9,7 @@ use super::error::{CudaError, Result};
 use super::library::{Library, Search, find};
 use super::module::Module;
 
-/// Version of the loaded NVRTC. `None` if none is loaded.
+/// Major and minor version of the loaded NVRTC library. `None` if none is loaded.
 #[must_use]
 pub fn version() -> Option<(u32, u32)> {
     let (mut major, mut minor) = (0, 0);
@@ -23,33 +23,33 @@ pub fn version() -> Option<(u32, u32)> {
     .then_some((major.unsigned_abs(), minor.unsigned_abs()))
 }
 
-/// Resources of one kernel on one architecture, from the assembler's report.
+/// Resources that one kernel uses on one architecture, as the assembler (ptxas) reports them.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Resources {
     /// Name of the kernel that uses these resources.
     pub kernel: String,
-    /// Number of registers per thread.
+    /// Number of registers per thread that the kernel uses.
     pub registers: u32,
     /// Bytes of stack per thread, for arrays that are not in registers.
     pub stack_bytes: u32,
-    /// Bytes of spilled registers, stores plus loads.
+    /// Bytes of spill stores plus spill loads per thread, for registers that did not suffice.
     pub spill_bytes: u32,
-    /// Static shared memory in bytes. Dynamic shared memory is set by the launch.
+    /// Static shared memory per block in bytes. Dynamic shared memory is set by the launch.
     pub shared_bytes: u32,
 }
 
 /// Result of compiling a module with NVRTC for one architecture.
 #[derive(Clone, Debug)]
 pub struct Compiled {
-    /// Machine code (cubin) for that architecture.
+    /// Machine code (cubin) of the module for the target architecture.
     pub cubin: Vec<u8>,
-    /// PTX, which the driver can translate for newer GPUs.
+    /// PTX of the module, which the driver can translate for newer GPUs.
     pub ptx: String,
-    /// Messages of compiler and assembler, which include each kernel's resource use.
+    /// Messages of compiler and assembler, including each kernel's resource use.
     pub log: String,
 }
 
-/// NVRTC, found and loaded.
+/// NVRTC, CUDA's run-time compiler, found and loaded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Compiler {
     version: (u32, u32),
@@ -78,13 +78,14 @@ impl Compiler {
         Ok(Self { version })
     }
 
-    /// Major and minor version of NVRTC.
+    /// Major and minor version of the loaded NVRTC.
     #[must_use]
     pub const fn version(self) -> (u32, u32) {
         self.version
     }
 
-    /// Everything besides source and architecture that determines the machine code.
+    /// Text with the compiler's version and options: everything besides source and architecture that
+    /// determines the machine code.
     #[must_use]
     pub fn identity(self) -> String {
         format!(
@@ -95,7 +96,7 @@ impl Compiler {
         )
     }
 
-    /// Compiles a module for an architecture such as `sm_86`.
+    /// Compiles a module for the architecture `arch`, e.g. `sm_86`, to a cubin and PTX.
     ///
     /// # Errors
     /// [`CudaError::Compile`] with the compiler's output.
@@ -103,7 +104,8 @@ impl Compiler {
         self.compile_text(&module.name(), &module.source(), arch)
     }
 
-    /// Compiles any translation unit, as [`Compiler::compile`] does a module.
+    /// Compiles any CUDA source text, as [`Compiler::compile`] does a module. `name` is the file name in
+    /// messages.
     ///
     /// # Errors
     /// [`CudaError::Compile`] with the compiler's output.
@@ -177,7 +179,7 @@ impl Drop for Program {
 }
 
 impl Compiled {
-    /// Resources of every kernel, as the assembler reports them.
+    /// Resource use of every kernel in the module, read from the assembler's messages in the log.
     #[must_use]
     pub fn resources(&self) -> Vec<Resources> {
         let mut all: Vec<Resources> = Vec::new();
@@ -204,7 +206,8 @@ impl Compiled {
         all
     }
 
-    /// Warnings of lost speed: spills, and the assembler's C75xx messages (serialized matrix instructions).
+    /// Lines of the log that warn of lost speed: spills, and the assembler's C75xx messages (serialized
+    /// matrix instructions).
     #[must_use]
     pub fn warnings(&self) -> Vec<&str> {
         let suspicious = |line: &&str| line.contains("warning") || line.contains("C75");

@@ -9,47 +9,47 @@ use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 
 use super::library::{Found, Library, Search, find};
 
-/// Oldest CUDA version whose driver has every function used here.
+/// Oldest CUDA version (major, minor) whose driver has every function that this crate uses.
 pub const MINIMUM_DRIVER: (u32, u32) = (12, 8);
-/// Text for messages: the driver release that has [`MINIMUM_DRIVER`].
+/// Name of the oldest supported driver in messages: its release, and the CUDA version [`MINIMUM_DRIVER`].
 pub const MINIMUM_DRIVER_TEXT: &str = "570 (CUDA 12.8)";
 
-/// The driver's description of a GPU, without opening it.
+/// Properties of a GPU as the driver reports them, without opening the GPU.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DeviceFacts {
     /// Number of the GPU in this process, from 0 (CUDA's device ordinal).
     pub ordinal: u32,
-    /// Product name, e.g. `NVIDIA GeForce RTX 3090`.
+    /// Product name of the GPU, e.g. `NVIDIA GeForce RTX 3090`.
     pub name: String,
-    /// UUID (`GPU-…`), the same in all of NVIDIA's tools.
+    /// UUID of the GPU (`GPU-…`), the same in all of NVIDIA's tools.
     pub uuid: String,
-    /// PCI bus id, e.g. `0000:01:00.0`.
+    /// PCI bus id of the GPU, e.g. `0000:01:00.0`.
     pub pci_bus_id: String,
     /// Major and minor compute capability, e.g. `(8, 6)`.
     pub compute_capability: (u32, u32),
     /// Total device memory in bytes.
     pub memory_bytes: u64,
-    /// Number of streaming multiprocessors.
+    /// Number of streaming multiprocessors of the GPU.
     pub multiprocessors: u32,
     /// Ordinals of the GPUs whose memory this GPU can access directly (peer access).
     pub peers: Vec<u32>,
 }
 
-/// What [`probe`] found: driver, libraries, GPUs, and any problem.
+/// Result of [`probe`]: driver, libraries, GPUs, and why none is usable.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Probe {
     /// Highest CUDA version that the installed driver supports. `None` if no driver answered.
     pub driver_version: Option<(u32, u32)>,
-    /// Where each library was found, or where it was searched for in vain.
+    /// Search result of each library: the opened file, or the places where it was searched for in vain.
     pub libraries: Vec<Found>,
-    /// GPUs that CUDA makes visible to this process.
+    /// GPUs that CUDA makes visible to this process, in order of their ordinals.
     pub devices: Vec<DeviceFacts>,
-    /// Why no GPU is usable, with the next step.
+    /// Why no GPU is usable, as text for the user. `None` if there is no such problem.
     pub problem: Option<String>,
 }
 
 impl Probe {
-    /// Search result of `library`. `None` only if it was not searched for.
+    /// Search result of the library `library`. `None` only if it was not searched for.
     #[must_use]
     pub fn library(&self, library: Library) -> Option<&Found> {
         self.libraries.iter().find(|found| found.library == library)

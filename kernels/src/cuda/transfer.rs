@@ -10,7 +10,7 @@ use super::error::{DriverResult, Result};
 use super::gpu::{Gpu, Memory};
 use super::launch::Address;
 
-/// Bytes of a handle that names device memory to another process.
+/// Size in bytes of a CUDA IPC handle, with which another process maps device memory.
 pub const HANDLE_BYTES: usize = 64;
 /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context. Write-combined memory is not used, because reading it is
 /// very slow.
@@ -54,7 +54,7 @@ impl Drop for Pinned {
     }
 }
 
-/// Device memory of another process, mapped into this one.
+/// Device memory of another process, mapped into this one (CUDA IPC). Dropping it unmaps the memory.
 #[derive(Debug)]
 pub struct Mapped {
     context: Arc<CudaContext>,
@@ -62,7 +62,7 @@ pub struct Mapped {
 }
 
 impl Mapped {
-    /// Address of the first byte in this process.
+    /// Address of the mapped memory's first byte, valid in this process.
     #[must_use]
     pub const fn address(&self) -> Address {
         Address(self.address)
@@ -78,12 +78,12 @@ impl Drop for Mapped {
     }
 }
 
-/// Event on the compute stream that records the device's time.
+/// Timing event on the compute stream. It records the device's time when the stream reaches it.
 #[derive(Debug)]
 pub struct Mark(CudaEvent);
 
 impl Mark {
-    /// Milliseconds from this event to a later one. Waits for the later one.
+    /// Milliseconds of device time from this event to a later one. Waits for the later one.
     ///
     /// # Errors
     /// When the driver fails, or a kernel queued before failed.
@@ -115,7 +115,7 @@ impl Gpu {
         })
     }
 
-    /// Queues a copy from pinned memory to the device.
+    /// Queues a copy of pinned host memory to device memory of the same size, on the compute stream.
     ///
     /// # Safety
     /// Both must live, and the host bytes must not change, until the stream has passed the copy.
@@ -135,7 +135,7 @@ impl Gpu {
         .during("copying to the GPU")
     }
 
-    /// Queues a copy from the device to pinned memory.
+    /// Queues a copy of device memory to pinned host memory of the same size, on the compute stream.
     ///
     /// # Safety
     /// Both must live, and nothing may access the host bytes, until the stream has passed the copy.
@@ -154,7 +154,8 @@ impl Gpu {
             .during("copying from the GPU")
     }
 
-    /// Queues a copy within the device, or from mapped memory of another process.
+    /// Queues a copy of `bytes` bytes on the compute stream, within the device or from mapped memory of
+    /// another process.
     ///
     /// # Safety
     /// Both ranges must be device memory of that size and stay allocated until the stream has passed the copy.
@@ -168,7 +169,8 @@ impl Gpu {
             .during("copying on the GPU")
     }
 
-    /// Handle for [`Gpu::map`] in another process. It is valid while this process keeps the memory.
+    /// CUDA IPC handle of an allocation, for [`Gpu::map`] in another process. It is valid while this process
+    /// keeps the memory.
     ///
     /// # Errors
     /// When the driver does not support sharing, as in some containers and virtual GPUs.
@@ -184,7 +186,8 @@ impl Gpu {
         Ok(handle.reserved.map(i8::cast_unsigned))
     }
 
-    /// Maps memory that another process exported.
+    /// Maps device memory into this process, given the handle that [`Gpu::export`] returned in another
+    /// process.
     ///
     /// # Errors
     /// When the handle comes from this process, or its owner has exited.
@@ -217,7 +220,7 @@ impl Gpu {
             .during("marking a time")
     }
 
-    /// Whether an address is in GPU memory.
+    /// Whether an address is in GPU memory, as opposed to pinned host memory.
     ///
     /// # Errors
     /// When the driver does not know the address.

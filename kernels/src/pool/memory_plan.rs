@@ -28,13 +28,15 @@ pub struct MemoryPlan {
 }
 
 impl MemoryPlan {
-    /// Number of bytes that the plan's blocks occupy, from the start of the plan to the end of the last block.
+    /// Length of the plan in bytes, from its start to the end of its last block: the memory that its blocks
+    /// need.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         (self.lines * super::LINE_BYTES) as u64
     }
 
-    /// Maximum bytes of blocks alive at one time. No plan can be shorter.
+    /// Maximum number of bytes in blocks that are allocated at the same time. No plan for these blocks can be
+    /// shorter.
     #[must_use]
     pub fn live_bytes(&self) -> u64 {
         (self.live * super::LINE_BYTES) as u64

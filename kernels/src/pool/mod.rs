@@ -1,8 +1,8 @@
 //! Accounted memory: every byte of a tensor is counted under a tag, against a capacity.
 //!
-//! The pool keeps freed memory and reuses it, so no page is faulted in after warm-up. (The first touch of a page costs
-//! two to four times an Adam step on the same bytes.) The address of a block depends only on the order in which blocks
-//! come and go. So a pool of the meta device gets the same addresses as a pool with memory.
+//! The pool keeps freed memory and reuses it, so no page is faulted in after warm-up. (The first touch of a page
+//! costs two to four times an Adam step on the same bytes.) The address of a block depends only on the order in
+//! which blocks come and go. So a pool of the meta device gets the same addresses as a pool with memory.
 
 mod allocator;
 mod mapping;
@@ -16,7 +16,7 @@ use memory_plan::Recorder;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What a block of memory is used for. The pool counts bytes per tag.
+/// Purpose of a block of memory. The pool counts bytes per tag.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub enum Tag {
     /// Shards of weights that a rank owns.
@@ -53,7 +53,7 @@ impl Tag {
         Self::Margin,
     ];
 
-    /// Name in lower case, e.g. `parameters`.
+    /// Name of the tag in lower case, e.g. `parameters`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -76,14 +76,15 @@ impl std::fmt::Display for Tag {
     }
 }
 
-/// Bytes that blocks with one tag have in use, now and at most.
+/// Bytes of a pool in use under one tag, now and at most.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct TagBytes {
-    /// Bytes in use now.
+    /// Bytes in use now under the tag.
     pub in_use: u64,
-    /// Maximum number of bytes in use at one time, since the last [`Pool::reset_peaks`].
+    /// Maximum number of bytes in use under the tag at one time, since the last [`Pool::reset_peaks`].
     pub peak: u64,
-    /// Bytes in use when the total over all tags was at its maximum: the tag's share of [`PoolStats::peak`].
+    /// Bytes in use under the tag when the total over all tags was at its maximum: the tag's share of
+    /// [`PoolStats::peak`].
     pub at_peak: u64,
 }
 
@@ -92,16 +93,17 @@ pub struct TagBytes {
 pub struct PoolStats {
     /// Bytes by tag, in the order of [`Tag::ALL`].
     pub by_tag: [TagBytes; 9],
-    /// Bytes in use now, over all tags.
+    /// Bytes of the pool in use now, over all tags.
     pub in_use: u64,
-    /// Maximum of `in_use` since the last [`Pool::reset_peaks`].
+    /// Maximum of [`PoolStats::in_use`] since the last [`Pool::reset_peaks`].
     pub peak: u64,
-    /// High-water mark of the range that the pool's blocks occupy. Freed memory counts, because the pool keeps it.
-    /// Bytes reserved with [`Pool::reserve`] do not count.
+    /// High-water mark in bytes of the range that the pool's blocks occupy. Freed memory counts, because the
+    /// pool keeps it. Bytes reserved with [`Pool::reserve`] do not count.
     pub touched: u64,
-    /// Maximum of [`PoolStats::touched`] plus the bytes reserved elsewhere. The capacity bounds this number.
+    /// Maximum of [`PoolStats::touched`] plus the bytes reserved with [`Pool::reserve`]. The capacity of the
+    /// pool bounds this number.
     pub held: u64,
-    /// Memory plans that were abandoned because a block differed from the planned one.
+    /// Number of memory plans that were abandoned because a block differed from the planned one.
     pub strays: u64,
 }
 
@@ -127,14 +129,14 @@ impl PoolStats {
     }
 }
 
-/// Entry of the pool's event log: bytes that were taken or freed.
+/// Entry of a pool's event log: bytes that were allocated or freed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PoolEvent {
-    /// Tag of the bytes that were taken or freed.
+    /// Tag of the bytes that were allocated or freed.
     pub tag: Tag,
-    /// Number of bytes; positive when taken, negative when freed.
+    /// Number of bytes: positive when allocated, negative when freed.
     pub bytes: i64,
-    /// Bytes in use after the event, over all tags.
+    /// Bytes of the pool in use after the event, over all tags.
     pub in_use: u64,
 }
 
@@ -192,7 +194,7 @@ struct Shared {
     inner: Mutex<Inner>,
 }
 
-/// Memory pool that counts its bytes by tag and limits them. Clones share one pool.
+/// Memory pool that allocates blocks, counts their bytes by tag, and limits them. Clones share one pool.
 #[derive(Clone)]
 pub struct Pool(Arc<Shared>);
 
@@ -206,7 +208,7 @@ impl std::fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// Pool with a name for messages and a capacity in bytes.
+    /// Pool that is called `name` in messages and may hold `capacity` bytes. `None` for no limit.
     #[must_use]
     pub fn new(name: &'static str, capacity: Option<u64>) -> Self {
         Self(Arc::new(Shared {
@@ -249,7 +251,8 @@ impl Pool {
         self.0.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts `bytes` outside the pool's own blocks (memory maps, shared segments).
+    /// Counts `bytes` bytes as in use that are not the pool's own blocks, such as memory maps and shared
+    /// segments, until the reservation is dropped.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`] when the capacity would be exceeded.
@@ -343,23 +346,24 @@ impl Pool {
         }
     }
 
-    /// Starts recording which blocks come and go, until [`Pool::recorded`]. Pools of host memory do not record.
+    /// Starts recording which blocks are allocated and freed, until [`Pool::recorded`]. Pools of host memory
+    /// do not record.
     pub fn record(&self) {
         let mut inner = self.lock();
         let base = inner.allocator.end();
         inner.recorder = self.0.arena.then(|| Recorder::new(base));
     }
 
-    /// Static memory plan for the recorded blocks, packed by their lifetimes. Empty without a preceding
-    /// [`Pool::record`].
+    /// Stops recording and returns a static memory plan for the recorded blocks, packed by their lifetimes.
+    /// Empty without a preceding [`Pool::record`].
     pub fn recorded(&self) -> MemoryPlan {
         let recorder = self.lock().recorder.take();
         recorder.map(Recorder::memory_plan).unwrap_or_default()
     }
 
-    /// Places the next blocks at the offsets of the memory plan `memory_plan`, counted from the current end of the used
-    /// range. `None` returns to best fit. A block that differs from the plan ends it (see [`PoolStats::strays`]);
-    /// that block and later ones are placed by best fit.
+    /// Places the next blocks at the offsets of the memory plan `memory_plan`, counted from the current end
+    /// of the used range. `None` returns to best fit. A block that differs from the plan ends it (see
+    /// [`PoolStats::strays`]); that block and later ones are placed by best fit.
     pub fn follow(&self, memory_plan: Option<Arc<MemoryPlan>>) {
         let mut inner = self.lock();
         let base = inner.allocator.end();
@@ -371,7 +375,7 @@ impl Pool {
         });
     }
 
-    /// Allocates a block of at least `bytes` bytes with unspecified contents.
+    /// Allocates a block of host memory of at least `bytes` bytes with unspecified contents.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`] when the capacity would be exceeded or the operating system refuses memory.
@@ -433,7 +437,7 @@ impl Pool {
         }
     }
 
-    /// The last 4096 times that bytes were taken or freed, oldest first.
+    /// Log of the last 4096 allocations and frees, oldest first, reservations included.
     #[must_use]
     pub fn events(&self) -> Vec<PoolEvent> {
         self.lock().events.iter().copied().collect()
@@ -455,7 +459,7 @@ fn breakdown(stats: &PoolStats) -> Vec<(Tag, u64)> {
         .collect()
 }
 
-/// Bytes that a pool counts as in use. Dropping it subtracts them.
+/// Bytes that a pool counts as in use, e.g. those of a memory map. Dropping it subtracts them.
 #[derive(Debug)]
 pub struct Reservation {
     pool: Pool,
@@ -511,7 +515,7 @@ impl Drop for Allocated {
     }
 }
 
-/// Owned memory of a pool, aligned to 64 bytes.
+/// Block of host memory that a [`Pool`] allocated, aligned to 64 bytes. Dropping it frees the memory.
 #[derive(Debug)]
 pub struct Block {
     memory: Arc<Mapping>,
@@ -524,14 +528,14 @@ pub struct Block {
     reason = "blocks are disjoint parts of one map, which the borrow checker cannot see"
 )]
 impl Block {
-    /// Content of the block, for reading.
+    /// Content of the block, for reading: as many bytes as were asked for.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         // SAFETY: no other block has this range until `placed` is dropped, and writing needs `&mut self`.
         unsafe { self.memory.bytes(self.placed.place, self.len) }
     }
 
-    /// Content of the block, for writing.
+    /// Content of the block, for writing: as many bytes as were asked for.
     #[must_use]
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `as_bytes`; `&mut self` excludes every other slice of this block.

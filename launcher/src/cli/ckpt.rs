@@ -6,16 +6,16 @@ use clap::Parser;
 
 use crate::units::parse_bytes;
 
-/// What to do with checkpoints.
+/// Parsed command line of `launcher ckpt`: a subcommand with its arguments.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CkptCommand {
-    /// List them.
+    /// `ls`: list the checkpoints of a run.
     Ls(CkptLsArgs),
-    /// Compare one with what was written.
+    /// `verify`: compare the files of a checkpoint with the hashes recorded when it was written.
     Verify(CkptVerifyArgs),
-    /// Cut one for another number of ranks.
+    /// `reshard`: write a copy of a checkpoint, sharded for another number of ranks.
     Reshard(CkptReshardArgs),
-    /// Write one as a model in f32.
+    /// `consolidate`: write the weights of a checkpoint as one unsharded model in f32.
     Consolidate(CkptConsolidateArgs),
 }
 

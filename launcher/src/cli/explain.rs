@@ -2,7 +2,7 @@
 
 use clap::{Parser, ValueEnum};
 
-/// Language of a page.
+/// Language of the text that `launcher explain` prints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum Lang {
     /// Language of the page

@@ -35,7 +35,7 @@ pub struct ExportArgs {
     pub max_shard_size: Option<u64>,
 }
 
-/// `--dtype` of an export.
+/// Number format of the weights that `launcher export` writes (`--dtype`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ExportDtype {
     /// 32-bit.

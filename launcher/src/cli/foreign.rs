@@ -19,7 +19,8 @@ const SCREEN: &str = "the screen adapts to the terminal";
 const SAVED: &str = "checkpoints are safetensors with sharded state";
 const METRICS: &str = "always measured";
 
-/// Flags that are accepted and reported as having no effect: (snake_case name, reason).
+/// Flags of other trainers, such as Hugging Face's, that are accepted but have no effect: (name in
+/// snake_case, reason). The reason is shown to the user.
 pub const IGNORED: &[(&str, &str)] = &[
     ("remove_unused_columns", COLUMNS),
     ("label_names", COLUMNS),
@@ -74,21 +75,21 @@ pub const IGNORED: &[(&str, &str)] = &[
     ("include_tokens_per_second", METRICS),
 ];
 
-/// A foreign flag that is accepted only with values that match what happens here. Any other value would change the
-/// training, so it is refused.
+/// A flag of another trainer that is accepted only with values that match what this program does anyway. Any
+/// other value would change the training, so it is refused.
 #[derive(Debug, Clone, Copy)]
 pub struct Restricted {
-    /// snake_case name.
+    /// Name of the flag in snake_case.
     pub name: &'static str,
-    /// Values without effect.
+    /// Accepted values of the flag: those that match what this program does anyway, so they have no effect.
     pub neutral: &'static [&'static str],
-    /// Why other values are refused.
+    /// Why other values of the flag are refused, for the error message.
     pub reason: &'static str,
-    /// What to do instead.
+    /// What the user can do instead of giving a refused value, for the error message.
     pub next: &'static str,
 }
 
-/// Foreign flags that are refused unless their value is neutral.
+/// Flags of other trainers that are refused unless their value matches what this program does anyway.
 pub const RESTRICTED: &[Restricted] = &[
     Restricted {
         name: "q_lora",

@@ -525,7 +525,8 @@ pub struct DoctorArgs {
     pub json: Option<bool>,
 }
 
-/// Other spellings of flags in snake_case: those of other trainers, then those of earlier versions.
+/// Other names of this program's flags: (other name in snake_case, flag). First the names of other trainers,
+/// then those of earlier versions of this program.
 pub const ALIASES: [(&str, &str); 19] = [
     ("model_name_or_path", "model"),
     ("data_path", "data"),
@@ -548,7 +549,7 @@ pub const ALIASES: [(&str, &str); 19] = [
     ("picture_side", "image-size"),
 ];
 
-/// A parsed command line.
+/// Parsed command line of the program: the subcommand and its arguments.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Command {
     /// Train with these arguments; the notes are shown once.
@@ -600,10 +601,11 @@ pub enum Command {
     Print(String),
 }
 
-/// Parses the arguments of the program, without its name.
+/// Parses `argv`, the program's arguments without the program's name, into a subcommand with its arguments.
 ///
 /// # Errors
-/// A usage failure (exit 2): unknown subcommand or flag, a value out of range, contradicting spellings.
+/// A usage failure (exit 2): an unknown subcommand or flag, a value out of range, or two spellings of one
+/// flag with different values.
 pub fn parse(argv: &[String]) -> Result<Command, Failure> {
     let (subcommand, rest) = normalise::split_subcommand(argv)?;
     if let Some(text) = help::asked_for(subcommand, rest)? {

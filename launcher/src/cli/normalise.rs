@@ -11,12 +11,12 @@ use super::{ALIASES, Args};
 use crate::error::Failure;
 use crate::error::format::{self, ErrorFormat};
 
-/// Note on a flag that is accepted but has no effect.
+/// Note for the user on a flag that is accepted but has no effect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Note {
     /// The flag as typed.
     pub flag: String,
-    /// Why it has no effect.
+    /// Why the flag has no effect.
     pub reason: String,
 }
 

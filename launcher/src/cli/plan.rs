@@ -7,10 +7,11 @@ use clap::{CommandFactory, FromArgMatches, Parser};
 use super::Args;
 use crate::units::parse_bytes;
 
-/// Devices of a machine, written as `2x24GiB`.
+/// Devices (GPUs) of the machine that a run is planned for, written as `2x24GiB`: how many, and the memory of
+/// each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hardware {
-    /// Number of devices.
+    /// Number of devices of the machine.
     pub devices: usize,
     /// Memory of each device in bytes.
     pub device_bytes: u64,

@@ -2,16 +2,16 @@
 //!
 //! A preset sets only the flags in its list. Every flag on the command line overrides it.
 
-/// A recipe: the script it follows, and its flags.
+/// A named list of flags (`--preset NAME`) that reproduces the settings of a published training script.
 #[derive(Clone, Copy, Debug)]
 pub struct Preset {
-    /// Its name on the command line.
+    /// Name of the preset on the command line.
     pub name: &'static str,
-    /// The script whose settings it copies.
+    /// Repository and path of the published script whose settings the preset copies.
     pub script: &'static str,
-    /// Settings of the script that are left out or differ, in words.
+    /// Settings of the script that the preset leaves out or sets differently, in words.
     pub differs: &'static str,
-    /// Flags and values.
+    /// Flags that the preset sets: (flag without `--`, value).
     pub flags: &'static [(&'static str, &'static str)],
 }
 
@@ -24,7 +24,7 @@ const COGAGENT_PARTS: &str = r"cross_vision,cross_attn,post_cross_attention_laye
 /// Parameters without weight decay by SwissArmyTransformer's rule: norms, and tensors called `bias` (not `q_bias`).
 const SAT_NO_DECAY: &str = r"norm,.*\.bias";
 
-/// All presets.
+/// All presets that `--preset` accepts.
 pub const PRESETS: [Preset; 7] = [
     Preset {
         name: "cogvlm-captcha",
@@ -210,13 +210,14 @@ pub const PRESETS: [Preset; 7] = [
 ];
 
 impl Preset {
-    /// The preset with this name.
+    /// The preset called `name`; `None` if there is none.
     #[must_use]
     pub fn named(name: &str) -> Option<&'static Self> {
         PRESETS.iter().find(|preset| preset.name == name)
     }
 
-    /// Its flags as they would be typed.
+    /// Flags of this preset as text for a command line, such as `--zero 2 --precision bf16`, quoted for a
+    /// shell.
     #[must_use]
     pub fn spelled(&self) -> String {
         let flags = self.flags.iter().map(|(flag, value)| {

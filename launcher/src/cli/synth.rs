@@ -43,7 +43,7 @@ pub struct SynthArgs {
     pub image_side: Option<usize>,
 }
 
-/// Where the weights of a synthetic model are.
+/// Where `launcher synth` puts the random weights of the model that it writes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum SynthWeights {
     /// In safetensors files.

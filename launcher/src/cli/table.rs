@@ -11,11 +11,12 @@ use crate::cli::resolve;
 use crate::error::Failure;
 use crate::rank_env::Env;
 
-/// Markdown table: every flag with its default for a model, its default in the demo, and its meaning; then other
-/// spellings, and flags of other trainers.
+/// Markdown page about the flags of this program, for the documentation. A table has every flag with its
+/// meaning, its default for a model, and its default in the demo. Other names of flags and the flags of other
+/// trainers follow.
 ///
 /// # Errors
-/// The defaults cannot be resolved; a test excludes this.
+/// The default configuration cannot be resolved. A test checks that it can.
 pub fn flag_table() -> Result<String, Failure> {
     let (model, demo) = (defaults(true)?, defaults(false)?);
     let mut text = String::from(

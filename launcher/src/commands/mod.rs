@@ -28,20 +28,21 @@ use std::io::Write;
 use std::process::ExitCode;
 use train::{run_rank, run_supervisor, show_files};
 
-/// Main function of a rank process. Returns its summary.
+/// Main function of a rank process: it trains or evaluates as the plan says, and returns the rank's summary.
 pub type RankMain = fn(&RunPlan, &RankEnv, &StopFlag, &dyn Devices) -> Result<RunSummary, Failure>;
 
 /// Function that the supervisor runs before ranks start and before the run's directory is touched.
 ///
-/// It checks model and data, plans the memory, and resolves the draft. Its output goes to the callback. It returns
-/// the plan, and suggestions for later failures of ranks.
+/// Its arguments are the draft of the run's plan, and a callback for messages to the user. It checks model
+/// and data, and plans the memory. It returns the complete plan, and a function that adds suggestions to
+/// later failures of ranks.
 pub type PrepareHook =
     fn(&RunPlan, &mut dyn FnMut(Event)) -> Result<(RunPlan, Suggestions), Failure>;
 
 /// Functions that the supervisor and the ranks call, and the source of GPUs. Tests replace them.
 #[derive(Debug, Clone, Copy)]
 pub struct Hooks {
-    /// Called in the supervisor before ranks start.
+    /// Checks and planning: called in the supervisor before ranks start.
     pub prepare: PrepareHook,
     /// Main function of a rank: called once in every rank process.
     pub rank_main: RankMain,
@@ -49,7 +50,8 @@ pub struct Hooks {
     pub devices: &'static dyn Devices,
 }
 
-/// Runs the program with `rank_main` and without checks or planning.
+/// Runs the program with `rank_main` as the main function of its ranks, without checks and planning. Returns
+/// the exit code of this process.
 pub fn run_with(rank_main: RankMain) -> ExitCode {
     run_hooks(Hooks {
         prepare: |draft, _| Ok((draft.clone(), Box::new(|_| ()))),
@@ -58,7 +60,8 @@ pub fn run_with(rank_main: RankMain) -> ExitCode {
     })
 }
 
-/// Runs the program. The environment decides whether this process is the supervisor or a rank.
+/// Runs the program with the arguments of this process, and returns its exit code. Environment variables
+/// decide whether this process is the supervisor or a rank.
 pub fn run_hooks(hooks: Hooks) -> ExitCode {
     let argv: Vec<String> = std::env::args_os()
         .skip(1)

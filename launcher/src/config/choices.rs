@@ -8,7 +8,7 @@ use models::cogvlm::config::TemplateVersion;
 use models::data::{DataFormat, PromptSource, PromptStyle};
 use serde::{Deserialize, Serialize};
 
-/// `--device` as given.
+/// `--device` as given on the command line: the CPU, NVIDIA GPUs, or `auto`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum DeviceChoice {
     /// GPUs where there is one that can be used, else the CPU.
@@ -69,7 +69,7 @@ pub enum PrecisionChoice {
     PureBf16,
 }
 
-/// `--data-format`: format of the samples.
+/// `--data-format`: format of the files or directories with samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DataFormatChoice {
@@ -91,7 +91,7 @@ pub enum DataFormatChoice {
 }
 
 impl DataFormatChoice {
-    /// Format in which the data is read; `None` if it is detected.
+    /// Format in which the data is read. `None` for `Auto`, where the content decides.
     #[must_use]
     pub fn format(self) -> Option<DataFormat> {
         match self {
@@ -106,7 +106,7 @@ impl DataFormatChoice {
     }
 }
 
-/// `--template`: prompt template.
+/// `--template`: prompt template of CogVLM, CogVLM2 and CogAgent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TemplateChoice {
@@ -132,7 +132,7 @@ pub enum TemplateChoice {
 }
 
 impl TemplateChoice {
-    /// Prompt style; `None` means that of the model directory.
+    /// Prompt style of this template. `None` for `Auto`: the model directory sets the style.
     #[must_use]
     pub fn style(self) -> Option<PromptStyle> {
         use {PromptSource as S, TemplateVersion as V};
@@ -151,7 +151,8 @@ impl TemplateChoice {
     }
 }
 
-/// `--rope-precision`: where rotary embedding angles are rounded.
+/// `--rope-precision`: whether the angles of rotary position embeddings are rounded as in the model's own
+/// code, or stay in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RopeChoice {
@@ -172,7 +173,7 @@ pub enum InitChoice {
     Random,
 }
 
-/// `--lr-scheduler-type`: schedules under the names of Hugging Face and DeepSpeed.
+/// `--lr-scheduler-type`: learning-rate schedule, under its name in Hugging Face or DeepSpeed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scheduler {
@@ -200,7 +201,7 @@ pub enum Scheduler {
 }
 
 impl Scheduler {
-    /// Whether the schedule takes arguments, as those of DeepSpeed do.
+    /// Whether `--lr-scheduler-kwargs` applies to this schedule; true for the three schedules of DeepSpeed.
     #[must_use]
     pub const fn takes_arguments(self) -> bool {
         matches!(
@@ -210,7 +211,8 @@ impl Scheduler {
     }
 }
 
-/// `--save-strategy`, `--eval-strategy` and the like.
+/// `--save-strategy`, `--eval-strategy` and `--logging-strategy`: when a checkpoint is saved, or the held-out
+/// samples are evaluated, or a row is logged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Strategy {
     /// Never.
@@ -236,7 +238,8 @@ pub enum Cadence {
 }
 
 impl Cadence {
-    /// Whether the action is due after step `step` of `total`. `epoch_ended`: whether this step completed an epoch.
+    /// Whether a save, evaluation or log row is due after step `step` of `total`. `epoch_ended`: whether this
+    /// step completed an epoch.
     pub const fn is_due(self, step: u64, total: u64, epoch_ended: bool) -> bool {
         let last = step == total;
         match self {
@@ -248,7 +251,7 @@ impl Cadence {
     }
 }
 
-/// `--report-to`: report format besides the files of the run directory.
+/// `--report-to`: report format in addition to the files that every run writes into its directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ReportTo {
@@ -258,7 +261,8 @@ pub enum ReportTo {
     Tensorboard,
 }
 
-/// `--lr-scale`: factor on the learning rate for `n` micro-batches per update (ranks × accumulation).
+/// `--lr-scale`: rule for the factor on the learning rate. `n` is the number of micro-batches per update over
+/// all ranks (ranks × accumulation steps).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LrScale {
@@ -271,7 +275,8 @@ pub enum LrScale {
 }
 
 impl LrScale {
-    /// The factor for `n` micro-batches per update.
+    /// Factor on the learning rate for `n` micro-batches per update over all ranks: 1, `n` or the root of
+    /// `n`.
     pub fn factor(self, n: usize) -> f64 {
         match self {
             Self::None => 1.0,
@@ -281,7 +286,7 @@ impl LrScale {
     }
 }
 
-/// `--data-workers`: number of loader threads per rank.
+/// `--data-workers`: number of threads per rank that load samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Workers {
@@ -315,7 +320,8 @@ impl fmt::Display for Workers {
     }
 }
 
-/// `--checkpoint-activations`: towers whose activations are recomputed in backward.
+/// `--checkpoint-activations`: parts of the model whose activations are recomputed in backward (activation
+/// checkpointing).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Recompute {
@@ -328,13 +334,13 @@ pub struct Recompute {
 }
 
 impl Recompute {
-    /// Every tower recomputes its activations.
+    /// All three parts (language model, vision tower, resampler) recompute their activations.
     pub const ALL: Self = Self {
         llm: true,
         vit: true,
         resampler: true,
     };
-    /// No tower recomputes; all activations are kept until backward.
+    /// No part recomputes its activations; all of them are stored until backward.
     pub const NONE: Self = Self {
         llm: false,
         vit: false,

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::{Device, RunConfig};
 use crate::error::Failure;
 
-/// `--collectives`: transport for weights and gradients.
+/// `--collectives`: transport by which the ranks gather weights and reduce gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Collectives {

@@ -2,18 +2,19 @@
 
 use super::{DeviceChoice, InitChoice, PrecisionChoice, Scheduler, Warmup};
 
-/// Defaults that differ between the demo and the user's models. Each field is the default of the named flag.
+/// Default values of the flags whose defaults differ between the built-in demo and the user's own models.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Defaults {
     /// Default of `--init`: source of the initial weights.
     pub init: InitChoice,
     /// Default of `--precision`: dtypes of weights, activations and optimizer states.
     pub precision: PrecisionChoice,
-    /// Default of `--max-steps`, in optimizer updates. It applies if the length is not given in epochs.
+    /// Default of `--max-steps`, in optimizer updates. `None`: `num_train_epochs` sets the length.
     pub max_steps: Option<u64>,
-    /// Default of `--num-train-epochs`.
+    /// Default of `--num-train-epochs`: number of passes over the training data.
     pub num_train_epochs: f64,
-    /// Samples per optimizer update over all ranks. The demo derives its micro-batch from them.
+    /// Samples per optimizer update over all ranks, from which the demo derives its micro-batch. `None`:
+    /// `micro_batch` is the default.
     pub global_batch: Option<usize>,
     /// Default of `--per-device-train-batch-size`: samples per rank and micro-batch.
     pub micro_batch: usize,

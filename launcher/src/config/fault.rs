@@ -12,7 +12,8 @@ use super::words::nearest;
 use super::{Cadence, RunConfig};
 use crate::error::Failure;
 
-/// What a fault does to its rank.
+/// Kind of an injected fault (`--inject`): what happens to its rank on purpose, for tests of the run's
+/// reaction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultKind {
     /// SIGKILL ends the rank.
@@ -48,7 +49,7 @@ impl FaultKind {
         (Self::CutLink, "cut-link"),
     ];
 
-    /// `KIND` in the syntax of `--inject`, e.g. `disk-full`.
+    /// Name of the kind of fault in the syntax of `--inject`, e.g. `disk-full`.
     pub fn name(self) -> &'static str {
         let found = Self::ALL.iter().find(|(kind, _)| *kind == self);
         found.map_or("", |(_, name)| name)
@@ -68,7 +69,7 @@ impl FaultKind {
     }
 }
 
-/// Part of a step in which a process ends or stops.
+/// Part of a training step in which an injected `kill`, `stop` or `panic` occurs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FaultPhase {
     /// At the start of the step's first forward pass.
@@ -93,7 +94,7 @@ impl FaultPhase {
     }
 }
 
-/// Non-finite value that gradients are multiplied by.
+/// Non-finite number by which an injected `nan` fault multiplies the rank's gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum NotFinite {
     /// NaN.
@@ -127,35 +128,41 @@ impl NotFinite {
     }
 }
 
-/// One fault that a rank injects into itself at a given step. Fields that its kind does not use keep their defaults.
+/// One fault that a rank injects into itself at a given step (`--inject`). Fields that its kind does not use
+/// keep their defaults.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Fault {
-    /// What the fault does.
+    /// Kind of the fault: what happens to the rank.
     pub kind: FaultKind,
     /// Rank in which the fault occurs.
     pub rank: usize,
-    /// Training step in which the fault occurs, counted from 1. A slow or cut link stays so in later steps.
+    /// Training step in which the fault occurs, counted from 1. A slow or cut link stays so in later steps. A
+    /// fault of a save occurs in the first save at or after this step.
     pub step: u64,
-    /// Number of attempts of the run that it hits, counted from the first. A restarted run meets the fault again only
-    /// if this is above 1.
+    /// Number of attempts of the run (first start and restarts) in which the fault occurs, from the first one
+    /// on. A restarted run meets the fault again only if this is above 1.
     pub times: u32,
     /// For `kill`, `stop` and `panic`: part of the step in which the fault occurs.
     pub phase: FaultPhase,
-    /// File-system call within the save, counted from 0. `None`: drawn from the seed.
+    /// For faults during a save: the file-system call in which it occurs, counted from 0. `None`: drawn from
+    /// the seed.
     pub call: Option<u64>,
-    /// Seed of random choices. `None`: the run's seed.
+    /// Seed of the fault's random choices: the call within a save, and the bit to flip. `None`: the run's
+    /// seed.
     pub seed: Option<u64>,
     /// For `slow-link`: delay of each collective in milliseconds.
     pub ms: u64,
     /// For `nan`: number by which the rank's gradients are multiplied.
     pub value: NotFinite,
-    /// Whether the rank's device or slot is lost for all later attempts.
+    /// For `kill`: whether the rank is lost for good, as if its device had failed. Then only an elastic
+    /// restart, with fewer ranks, is possible.
     pub lost: bool,
 }
 
 impl Fault {
-    /// Whether the fault happens during or after a save.
+    /// Whether the fault occurs while a checkpoint is saved or after it was published, so that it needs a
+    /// save.
     pub fn needs_a_save(&self) -> bool {
         self.phase == FaultPhase::Save
             || matches!(
@@ -164,7 +171,8 @@ impl Fault {
             )
     }
 
-    /// Pseudo-random number below `limit`, a function of seed, rank and step.
+    /// Pseudo-random number from 0 to `limit` - 1 for the fault's random choices, computed from seed, rank
+    /// and step. `run_seed` applies if the fault has no seed of its own. 0 if `limit` is 0.
     pub fn draw(&self, run_seed: u64, limit: u64) -> u64 {
         let mut hasher = blake3::Hasher::new();
         for number in [self.seed.unwrap_or(run_seed), self.rank as u64, self.step] {

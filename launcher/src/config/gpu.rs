@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// GPU of a run, as found when the configuration was resolved.
+/// One GPU of a run, as found when the configuration was resolved.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunGpu {
@@ -11,7 +11,7 @@ pub struct RunGpu {
     pub ordinal: u32,
     /// Product name of the GPU, as CUDA or NVML reports it.
     pub name: String,
-    /// UUID, if the driver reports one.
+    /// UUID of the GPU, if the driver reports one.
     pub uuid: Option<String>,
     /// Number of streaming multiprocessors. Kernels split their work accordingly.
     pub multiprocessors: u32,
@@ -19,15 +19,15 @@ pub struct RunGpu {
     pub memory_bytes: u64,
     /// Memory of the GPU in bytes that was free when the configuration was resolved; the total if unknown.
     pub free_bytes: u64,
-    /// CUDA ordinals of the GPUs whose memory it can access directly (peer access).
+    /// CUDA ordinals of the GPUs whose memory this GPU can access directly (peer access).
     #[serde(default)]
     pub peers: Vec<u32>,
-    /// Implementation of matrix products on this GPU.
+    /// Implementation of matrix products (GEMM) on this GPU.
     #[serde(default)]
     pub products: Products,
 }
 
-/// Implementation of matrix products on a GPU.
+/// Implementation of matrix products (GEMM) on a GPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Products {

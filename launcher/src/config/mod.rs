@@ -45,7 +45,7 @@ pub(crate) use run_plan::Found;
 pub use run_plan::{CONFIG_FILE, RunPlan};
 pub use schedule::SchedulerKwargs;
 
-/// Source of the model, its tokenizer and the samples.
+/// Source of the model, its tokenizer and the samples: the built-in demo, or files of the user.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Source {
@@ -97,7 +97,7 @@ pub enum Warmup {
 }
 
 impl Warmup {
-    /// Number of warmup updates in a run of `total` updates.
+    /// Number of warmup updates in a run of `total` optimizer updates.
     pub fn steps(self, total: u64) -> u64 {
         match self {
             Self::Steps(steps) => steps,
@@ -106,7 +106,7 @@ impl Warmup {
     }
 }
 
-/// Checkpoint from which a run continues.
+/// Checkpoint from which a run continues, if any.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Resume {
@@ -118,36 +118,39 @@ pub enum Resume {
     From(PathBuf),
 }
 
-/// Low-rank adapters (LoRA, Hu et al. 2021).
+/// Settings of low-rank adapters (LoRA, Hu et al. 2021).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Lora {
     /// LoRA rank `r`: inner dimension of the two low-rank matrices of an adapter.
     pub lora_rank: usize,
-    /// `alpha`; the adapter's output is scaled by `alpha / r`.
+    /// LoRA `alpha`: the adapter's output is scaled by `alpha / r`, where `r` is the LoRA rank.
     pub lora_alpha: f64,
     /// Dropout probability of the adapters' inputs during training.
     pub lora_dropout: f64,
-    /// Names of projections, or a regular expression over whole module paths. `None`: the default of the model's
-    /// family.
+    /// Modules that get adapters: names separated by commas, or a regular expression over whole module paths.
+    /// `None`: the default of the model's family.
     pub target_modules: Option<String>,
-    /// Whether each projection of a fused layer has an adapter of its own.
+    /// Whether projections that the model fuses in one weight (such as q, k and v) get one adapter each.
+    /// Otherwise the fused weight gets one adapter.
     pub per_projection: bool,
-    /// Decoder layers with adapters; `None` means all.
+    /// Range of decoder layers that get adapters, counted from 0; `None` means all.
     pub layers: Option<Range<usize>>,
-    /// Modules trained in full next to the adapters, as in peft. `None`: the default of the model's family.
+    /// Names of modules trained in full in addition to the adapters, as `modules_to_save` in peft. `None`:
+    /// the default of the model's family.
     pub modules_to_save: Option<Vec<String>>,
 }
 
 impl Lora {
-    /// Modules with adapters in a model of `family`.
+    /// Modules that get adapters in a model of `family`: the setting, or else the family's default.
     #[must_use]
     pub fn target_modules(&self, family: Family) -> &str {
         let own = self.target_modules.as_deref();
         own.unwrap_or(family.default_lora_targets())
     }
 
-    /// Modules trained in full next to the adapters in a model of `family`.
+    /// Names of modules trained in full in addition to the adapters in a model of `family`: the setting, or
+    /// else the family's default. The default may contain the vision tower if `tune_vision` is set.
     #[must_use]
     pub fn modules_to_save(&self, family: Family, tune_vision: bool) -> Vec<String> {
         let published = || words::words(family.default_modules_to_save(tune_vision));
@@ -155,21 +158,23 @@ impl Lora {
     }
 }
 
-/// Format of the samples and the prompt format of the model.
+/// Rules for turning samples into prompts: format of the data, prompt template, and options of single model
+/// families.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SampleRules {
-    /// Format of the data file or directory.
+    /// Format of the file or directory with the samples.
     pub data_format: DataFormatChoice,
-    /// Prompt template, for families that have several.
+    /// Prompt template, for model families that have several (CogVLM, CogVLM2, CogAgent).
     pub template: TemplateChoice,
-    /// For GLM-4V: whether the loss covers the token after an answer.
+    /// For GLM-4V: whether the loss covers the token that ends an answer.
     pub train_on_turn_end: bool,
-    /// For CogAgent: whether samples without an image are accepted.
+    /// For CogAgent: whether samples without an image are accepted. Such samples skip its cross attention.
     pub text_without_cross: bool,
 }
 
-/// Parts of the model to train. The resampler trains unless `train` or `freeze` exclude it.
+/// Selection of the parts of the model to train. The resampler has no switch: without `train` it is trained
+/// unless the run has adapters or p-tuning.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Trainable {
@@ -177,15 +182,17 @@ pub struct Trainable {
     pub tune_vision: bool,
     /// Whether the weights of the language model are trained, embeddings and head included.
     pub tune_llm: bool,
-    /// Selection of trained parts that replaces the other settings, in the syntax of `--train`.
+    /// Selection of trained parts, in the syntax of `--train`. It replaces `tune_vision` and `tune_llm`.
     pub train: Option<String>,
-    /// Selection of frozen parts, in the syntax of `--freeze`.
+    /// Selection of parts that stay frozen, in the syntax of `--freeze`. It overrides the other settings, but
+    /// not adapters.
     pub freeze: Option<String>,
-    /// Learning rates of parts, in command-line order. The first entry that matches a parameter name applies.
+    /// Peak learning rates of parts, as (selection of parameters, rate) in command-line order. The first
+    /// entry that matches a parameter name applies.
     pub learning_rates: Vec<(String, f64)>,
     /// LoRA adapters on the language model, if any.
     pub lora: Option<Lora>,
-    /// P-tuning: number of trained key/value tokens per decoder layer; 0 means none.
+    /// P-tuning v2: number of trained keys and values before each sample, per decoder layer; 0 means none.
     pub ptuning_tokens: usize,
 }
 
@@ -195,18 +202,18 @@ pub struct Trainable {
 pub struct OptimizerConfig {
     /// Peak learning rate before `lr_scale` applies.
     pub learning_rate: f64,
-    /// Scaling of the learning rate with the batch size.
+    /// Rule for scaling the learning rate with the number of micro-batches per update.
     pub lr_scale: LrScale,
     /// Shape of the learning-rate schedule.
     pub scheduler: Scheduler,
-    /// Further arguments of DeepSpeed's schedules.
+    /// Arguments of DeepSpeed's learning-rate schedules; the other schedules ignore them.
     #[serde(default)]
     pub scheduler_kwargs: SchedulerKwargs,
     /// Length of the learning-rate warmup at the start of training.
     pub warmup: Warmup,
-    /// Decoupled weight decay. Biases and norm weights do not decay.
+    /// Decoupled weight decay of AdamW, for all parameters that `no_decay` does not select.
     pub weight_decay: f64,
-    /// Selection of parts without weight decay. `None` means biases and norm weights.
+    /// Selection of parameters without weight decay. `None` means biases and norm weights.
     pub no_decay: Option<String>,
     /// AdamW `beta1`: decay of the first moment.
     pub adam_beta1: f64,
@@ -214,11 +221,11 @@ pub struct OptimizerConfig {
     pub adam_beta2: f64,
     /// AdamW `eps`: added to the square root of the second moment.
     pub adam_epsilon: f64,
-    /// Maximum global gradient norm. `None` disables clipping.
+    /// Maximum global L2 norm of the gradient; larger gradients are clipped. `None` disables clipping.
     pub max_grad_norm: Option<f64>,
 }
 
-/// Batch sizes and the reading of samples.
+/// Batch sizes, limits on samples, and settings for loading samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BatchConfig {
@@ -234,19 +241,20 @@ pub struct BatchConfig {
     pub max_slice_nums: usize,
     /// Whether unusable samples are skipped instead of failing the run.
     pub skip_bad_samples: bool,
-    /// Maximum number of training samples; the first ones of the file are used.
+    /// Maximum number of training samples; the first ones of the file are used. `None` means all.
     pub limit: Option<usize>,
-    /// Threads that encode samples ahead of the training loop.
+    /// Number of threads per rank that encode samples ahead of the training loop.
     pub data_workers: Workers,
     /// Whether the first update takes the largest samples, so that a lack of memory shows at once.
     pub worst_first: bool,
-    /// Samples per update that the run must keep. `None`: computed from micro-batch, accumulation and ranks.
+    /// Requested samples per optimizer update over all ranks. `None`: the product of micro-batch,
+    /// accumulation steps and ranks.
     pub global_batch: Option<usize>,
-    /// Whether planning chooses the micro-batch size.
+    /// Whether planning chooses the micro-batch size: the largest that fits the memory.
     pub find_batch: bool,
 }
 
-/// Configuration of a run, as requested.
+/// Configuration of a run: a value for every setting, as requested. Some values may still be `auto`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunConfig {
@@ -258,7 +266,7 @@ pub struct RunConfig {
     pub output: PathBuf,
     /// Whether the user chose `output`, rather than the program.
     pub output_is_explicit: bool,
-    /// Format of the data files and of the prompts.
+    /// Rules for turning samples into prompts: format of the data files, and prompt template.
     pub samples: SampleRules,
     /// Source of the initial weights.
     pub init: InitChoice,
@@ -270,7 +278,8 @@ pub struct RunConfig {
     /// Transport of the collectives between GPUs, as requested.
     #[serde(default)]
     pub collectives: Collectives,
-    /// Offload tiers of optimizer states, parameters and activations.
+    /// Tiers (device memory, host memory or disk) that store optimizer states, parameters and activations
+    /// while not in use.
     pub offload: Offload,
     /// I/O method for the spill files of states that are offloaded to disk.
     pub nvme_io: NvmeIo,
@@ -285,7 +294,7 @@ pub struct RunConfig {
     /// Number of ranks over all machines.
     #[serde(rename = "nproc")]
     pub world_size: usize,
-    /// Number of ranks on this machine; `None` means all.
+    /// Number of ranks on this machine; `None` means that all ranks are on it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ranks_here: Option<usize>,
     /// Maximum wait of a rank for another rank, in seconds.
@@ -298,23 +307,25 @@ pub struct RunConfig {
     /// Whether repeated sequences of GPU commands are replayed as CUDA graphs.
     #[serde(default)]
     pub cuda_graph: CudaGraph,
-    /// Whether offloaded weights are copied to the GPU one unit before their use.
+    /// Whether offloaded weights are copied to the GPU one unit (usually one layer) before their use.
     #[serde(default)]
     #[serde(rename = "upload_ahead")]
     pub prefetch_weights: PrefetchWeights,
     /// Precision of weights, activations and optimizer states.
     pub precision: PrecisionChoice,
-    /// Numeric settings that `precision` leaves open.
+    /// Numeric settings that `precision` leaves open: gradient dtype, pure bf16, and loss scale.
     pub numbers: Numbers,
     /// Whether the angles of rotary position embeddings are rounded as in the model's own code, or stay in f32.
     pub rope_precision: RopeChoice,
-    /// Host memory that all ranks together may use, in bytes. `None`: the memory of the machine.
+    /// Host memory that the ranks of one machine may use together, in bytes. `None`: the memory of the
+    /// machine.
     pub host_memory_limit: Option<u64>,
     /// Device memory that each rank may use, in bytes. `None`: the memory of the device.
     pub device_memory_limit: Option<u64>,
     /// Parts of the model with activation checkpointing: their activations are recomputed in backward.
     pub checkpoint_activations: Recompute,
-    /// Layers per checkpointed segment; a segment stores one input.
+    /// Number of layers per checkpointed segment. Only the input of a segment is stored; backward recomputes
+    /// the rest.
     #[serde(default = "one")]
     pub checkpoint_num_layers: usize,
     /// Length of training, in optimizer updates or in epochs.
@@ -333,7 +344,8 @@ pub struct RunConfig {
     pub eval: Cadence,
     /// How often a log row with loss, learning rate and times is written.
     pub logging: Cadence,
-    /// Steps to trace, counted from 1.
+    /// Training steps that are recorded in a trace, counted from 1, without the end of the range. `None`: no
+    /// trace.
     #[serde(default)]
     pub trace_steps: Option<Range<u64>>,
     /// Report format in addition to the files of the run directory.
@@ -382,7 +394,7 @@ impl RunConfig {
         self.batch.accumulation_steps * self.world_size
     }
 
-    /// Factor on every learning rate, from `lr_scale`.
+    /// Factor on every learning rate, from `lr_scale` and the number of micro-batches per update.
     pub fn lr_factor(&self) -> f64 {
         self.optimizer.lr_scale.factor(self.micro_batches())
     }
@@ -392,7 +404,8 @@ impl RunConfig {
         self.optimizer.learning_rate * self.lr_factor()
     }
 
-    /// Number of optimizer updates for `samples` training samples.
+    /// Number of optimizer updates of the run, with `samples` training samples. They matter only if the
+    /// length is given in epochs.
     pub fn total_steps(&self, samples: usize) -> u64 {
         match self.length {
             Length::Steps(steps) => steps,
@@ -434,7 +447,7 @@ impl RunConfig {
         }
     }
 
-    /// Name for messages: that of the model directory, or "demo".
+    /// Name of the model for messages: that of its directory, or "demo".
     pub fn name(&self) -> String {
         match &self.source {
             Source::Demo { .. } => "demo".to_string(),

@@ -10,7 +10,7 @@ use super::{PrecisionChoice, RunConfig};
 use crate::config::words::value_name;
 use crate::error::Failure;
 
-/// `--grad-dtype`: dtype of accumulated gradients.
+/// `--grad-dtype`: dtype in which gradients are accumulated over micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GradDtype {
@@ -21,7 +21,7 @@ pub enum GradDtype {
     Bf16,
 }
 
-/// `--pure-bf16-weights`: rounding of updated bf16 weights.
+/// `--pure-bf16-weights`: how updated weights are rounded to bf16 with `--precision pure-bf16`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum PureBf16Weights {
     /// Rounded up or down at random, in the mean to the exact value.
@@ -33,7 +33,7 @@ pub enum PureBf16Weights {
     Nearest,
 }
 
-/// `--pure-bf16-moments`: dtype of Adam's moments in pure bf16.
+/// `--pure-bf16-moments`: dtype of Adam's moments with `--precision pure-bf16`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum PureBf16Moments {
     /// bf16.
@@ -43,13 +43,14 @@ pub enum PureBf16Moments {
     F32,
 }
 
-/// Numeric settings that `--precision` leaves open.
+/// Numeric settings that `--precision` leaves open: gradient dtype, pure bf16, and loss scale.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Numbers {
-    /// Dtype of accumulated gradients. `None`: the default of the precision.
+    /// Dtype in which gradients are accumulated. `None`: the default of the precision.
     pub grad_dtype: Option<GradDtype>,
-    /// Settings of pure bf16 for weights and moments.
+    /// Rounding of the weights and dtype of Adam's moments with pure bf16. The other precisions do not use
+    /// it.
     pub pure_bf16: PureBf16,
     /// Loss scale of fp16, static or dynamic. The other precisions do not use it.
     pub loss_scale: LossScale,
@@ -84,10 +85,10 @@ impl Numbers {
     }
 }
 
-/// Refuses a precision that `family` cannot be trained in.
+/// Checks that models of `family` can be trained in the configured precision.
 ///
 /// # Errors
-/// For fp16 and the GLM-4 families, whose activations exceed the range of fp16 (exit 2).
+/// The precision is fp16 and the family is one of GLM-4, whose activations exceed the range of fp16 (exit 2).
 pub fn check_family(config: &RunConfig, family: Family) -> Result<(), Failure> {
     let overflows = matches!(family, Family::Glm4v | Family::Glm41v);
     if config.precision != PrecisionChoice::Fp16 || !overflows {

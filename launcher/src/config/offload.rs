@@ -7,7 +7,8 @@ use std::str::FromStr;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// Tier that stores a kind of state while it is not in use.
+/// Tier that stores a kind of state while it is not in use: device memory, host memory or disk (offload
+/// target).
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Tier {
@@ -21,7 +22,7 @@ pub enum Tier {
 }
 
 impl Tier {
-    /// Directory of the spill files. `None` for memory tiers.
+    /// Directory of the spill files of a disk tier. `None` for device and host memory.
     #[must_use]
     pub fn directory(&self) -> Option<&Path> {
         match self {
@@ -71,21 +72,21 @@ impl From<Tier> for String {
     }
 }
 
-/// Tier that stores each kind of state while it is not in use.
+/// `--offload`: tier that stores each kind of state while it is not in use.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Offload {
-    /// Master weights, Adam's moments, and the gradients they are updated from.
+    /// Tier of the optimizer: master weights, Adam's moments, and the gradients they are updated from.
     pub optimizer: Tier,
-    /// Weights that forward and backward compute with.
+    /// Tier of the parameters: the weights that forward and backward compute with.
     pub param: Tier,
-    /// Inputs of checkpointed segments, from which backward recomputes.
+    /// Tier of the stored activations: inputs of checkpointed segments, from which backward recomputes.
     #[serde(default)]
     pub activation: Tier,
 }
 
 impl Offload {
-    /// Whether all states stay in device memory.
+    /// Whether nothing is offloaded: all states stay in device memory.
     #[must_use]
     pub fn is_none(&self) -> bool {
         *self == Self::default()
@@ -100,7 +101,7 @@ impl Offload {
         ]
     }
 
-    /// Directories of spill files, without duplicates.
+    /// Directories of the spill files of all disk tiers, without duplicates.
     #[must_use]
     pub fn directories(&self) -> Vec<&Path> {
         let mut directories: Vec<&Path> = Vec::new();
@@ -114,7 +115,8 @@ impl Offload {
         directories
     }
 
-    /// Replaces the directory of every disk tier by the result of `absolute`, which makes a path absolute.
+    /// Same setting with the directory of every disk tier replaced by the result of `absolute`, which makes a
+    /// path absolute.
     ///
     /// # Errors
     /// Those of `absolute`.
@@ -183,7 +185,7 @@ impl fmt::Display for Offload {
     }
 }
 
-/// `--nvme-io`: I/O method for spill files.
+/// `--nvme-io`: I/O method for spill files (states offloaded to disk).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NvmeIo {

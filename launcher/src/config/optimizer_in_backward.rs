@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 use super::{Device, RunConfig, Tier};
 use crate::units::parse_bytes;
 
-/// Units whose update runs during the backward pass. Such units hold two copies of their states.
+/// `--optimizer-in-backward`: units (parameters gathered together, usually one layer) whose optimizer update
+/// runs during the backward pass. Such units hold two copies of their states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OptimizerInBackward {

@@ -6,12 +6,13 @@ use serde::{Deserialize, Serialize};
 use super::{Device, RunConfig, Tier};
 use crate::error::Failure;
 
-/// Whether a unit's update may run during the next pass, before that pass uses the unit.
+/// `--optimizer-in-forward`: whether the optimizer update of a unit (usually one layer) may run during the
+/// next pass, before that pass uses the unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OptimizerInForward {
-    /// On GPUs with the optimizer in host memory: a GPU computes while the processor updates. On the CPU both want the same
-    /// cores.
+    /// On GPUs with the optimizer in host memory: a GPU computes while the processor updates. On the CPU both want
+    /// the same cores.
     #[default]
     Auto,
     /// Always.

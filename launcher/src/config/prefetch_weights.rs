@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 use super::{Device, RunConfig};
 use crate::error::Failure;
 
-/// Whether offloaded weights are copied to the GPU one unit ahead. The GPU then holds the weights of one more unit.
+/// `--prefetch-weights`: whether offloaded weights are copied to the GPU one unit (usually one layer) before
+/// their use. The GPU then holds the weights of one more unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PrefetchWeights {

@@ -9,13 +9,13 @@ use std::fs;
 use std::ops::Deref;
 use std::path::Path;
 
-/// File name of a run's saved plan.
+/// File name of a run's saved plan ([`RunPlan`]) inside the run directory.
 pub const CONFIG_FILE: &str = "config.resolved.json";
 
-/// Resolved plan of a run: the configuration with every choice made, and the results of planning. The supervisor
-/// saves it; ranks read it and make no choices.
+/// Resolved plan of a run: the configuration with every choice made, and the results of planning. The
+/// supervisor saves it; ranks read it and make no choices.
 ///
-/// A plan is immutable. While choices are made, each choice creates a new draft.
+/// A plan is immutable: during planning, each choice creates a new plan.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunPlan {
     config: RunConfig,
@@ -120,10 +120,10 @@ impl RunPlan {
         serde_json::to_vec(&Self { config, found }).unwrap_or_default()
     }
 
-    /// Writes the plan to `path`.
+    /// Writes the plan to the file `path` as JSON.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// The file cannot be written (exit 16).
     pub fn save_to(&self, path: &Path) -> Result<(), Failure> {
         let text = serde_json::to_string_pretty(self).map_err(|error| {
             Failure::usage("the configuration cannot be saved", error.to_string())
@@ -132,7 +132,7 @@ impl RunPlan {
             .map_err(|error| Failure::io(ErrorCode::Disk, "write", path, &error))
     }
 
-    /// Reads a saved plan.
+    /// Reads a plan that [`RunPlan::save_to`] wrote.
     ///
     /// # Errors
     /// The file cannot be read, or has unknown or missing keys (exit 2).

@@ -8,13 +8,14 @@ use serde::{Deserialize, Serialize};
 
 use super::Scheduler;
 
-/// `--lr-scheduler-kwargs`: arguments of `warmup_lr`, `warmup_decay_lr` and `warmup_cosine_lr` under DeepSpeed's names.
+/// `--lr-scheduler-kwargs`: arguments of the schedules `warmup_lr`, `warmup_decay_lr` and `warmup_cosine_lr`, with
+/// DeepSpeed's names.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SchedulerKwargs {
-    /// Shape and end points of the curve.
+    /// Shape of the warmup, and the learning rates at the start of warmup and at the end of the decay.
     pub warmup: WarmupOptions,
-    /// Steps until the end of the decay; `None` means the length of the run.
+    /// Optimizer updates until the end of the decay; `None` means the length of the run.
     pub total_num_steps: Option<u64>,
 }
 
@@ -28,7 +29,8 @@ const NAMES: [&str; 5] = [
 ];
 
 impl SchedulerKwargs {
-    /// Schedule of type `scheduler` with these arguments.
+    /// Learning-rate schedule of type `scheduler`. Those of DeepSpeed get these arguments; the others ignore
+    /// them.
     #[must_use]
     pub fn kind(&self, scheduler: Scheduler) -> ScheduleKind {
         match scheduler {

@@ -21,8 +21,9 @@ pub struct LoaderOptions {
 }
 
 impl LoaderOptions {
-    /// Default options: one thread less than the rank's share of the cores, between one and four. The workers decode
-    /// images while the rank computes.
+    /// Default options of one rank on a machine with `cores` cores and `local_world_size` ranks: one thread
+    /// less than the rank's share of the cores, from one to four. The threads decode images while the rank
+    /// computes.
     pub fn for_node(cores: usize, local_world_size: usize) -> Self {
         let threads = (cores / local_world_size.max(1))
             .saturating_sub(1)
@@ -34,7 +35,7 @@ impl LoaderOptions {
     }
 }
 
-/// Batch for one micro-batch of training, with the step that it belongs to.
+/// Data that a loader prepared for one micro-batch, with the training step and micro-batch that it is for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prepared<T> {
     /// Training step, counted from 0.
@@ -70,7 +71,8 @@ impl<T, E> std::fmt::Debug for Loader<T, E> {
 }
 
 impl<T: Send + 'static, E: Send + 'static> Loader<T, E> {
-    /// Starts workers that call `prepare(step, micro_step)` for every micro-batch of `steps`.
+    /// Starts worker threads that call `prepare(step, micro_step)` for each of the `micro_steps`
+    /// micro-batches of every step in `steps`.
     ///
     /// # Panics
     /// When `micro_steps` is zero.

@@ -64,8 +64,8 @@ impl Sampler {
         }
     }
 
-    /// Makes the first epoch begin with the samples `first`, each once. They are swapped with the samples that were
-    /// at those positions.
+    /// Changes the data order so that the first epoch begins with the samples of indices `first`, each once.
+    /// They are swapped with the samples that were at those positions.
     #[must_use]
     pub fn beginning_with(mut self, first: &[usize]) -> Self {
         let (mut moved, mut origin) = (BTreeMap::new(), BTreeMap::new());
@@ -85,8 +85,8 @@ impl Sampler {
         self
     }
 
-    /// Positions in the endless stream of one micro-batch of one rank; `step` counts from 0. A position identifies
-    /// one use of a sample across all epochs.
+    /// Positions of one rank's micro-batch in the endless stream of samples over all epochs; `step` and
+    /// `micro_step` count from 0. A position identifies one use of a sample.
     pub fn positions(&self, step: u64, micro_step: u64, rank: usize) -> std::ops::Range<u64> {
         let start = ((step * self.accumulation_steps + micro_step) * self.world_size + rank as u64)
             * self.micro_batch;
@@ -104,7 +104,8 @@ impl Sampler {
         self.micro_batch * self.accumulation_steps * self.world_size
     }
 
-    /// The global batch, if it is larger than the data, so that samples repeat within a step.
+    /// Samples per step over all ranks, if they are more than the dataset has, so that samples repeat within
+    /// a step. `None` otherwise.
     pub fn wraps_around(&self) -> Option<usize> {
         let batch = self.global_batch();
         (batch > self.samples).then_some(batch as usize)

@@ -11,7 +11,8 @@ use crate::device::survey::survey_gpus;
 use crate::error::Failure;
 use crate::rank_env::Variables;
 
-/// NVIDIA GPUs, through the driver that is loaded at run time.
+/// Source of NVIDIA GPUs: finds and opens those of this machine, through the CUDA driver, which is loaded at
+/// run time.
 #[derive(Debug, Clone, Copy)]
 pub struct Nvidia;
 

@@ -49,12 +49,15 @@ pub trait Devices: Sync + fmt::Debug {
         variables: &Variables,
     ) -> Result<Arc<dyn Backend>, Failure>;
 
-    /// Free bytes of a GPU, if they can be read.
+    /// Free memory of a GPU in bytes; `None` if it cannot be read.
     fn free_bytes(&self, gpu: &RunGpu) -> Option<u64>;
 }
 
-/// Failure of a rank whose GPU lacks memory for the planned arena: `free` bytes are left, and `others` names the
-/// processes that use the rest, if known.
+/// Error report of a rank whose GPU lacks free memory for the arena: one allocation of `arena_bytes` for all
+/// work of the rank.
+///
+/// `free` is the GPU's free memory in bytes now, `others` a text about other processes that use its memory;
+/// both `None` if unknown. `cause` is the error of the allocation.
 #[must_use]
 pub fn no_room(
     gpu: &RunGpu,
@@ -206,10 +209,11 @@ fn resting(offload: &Offload) -> String {
     }
 }
 
-/// Name and device of the first usable GPU of this machine, opened with `arena_bytes` of memory.
+/// First usable GPU of this machine: its product name, and its backend with an arena of `arena_bytes` bytes.
 ///
 /// # Errors
-/// As a run with `--device cuda`.
+/// The same as for a run with `--device cuda`: no GPU is usable, or it cannot be opened with that much
+/// memory.
 pub fn first_gpu(arena_bytes: u64) -> Result<(String, Arc<dyn Backend>), Failure> {
     let variables = Variables::read();
     let chosen = choose(DeviceChoice::Cuda, &Nvidia, &variables)?;

@@ -10,7 +10,7 @@ use crate::error::Failure;
 /// Name of the flag in snake_case; every subcommand takes it.
 pub(crate) const FLAG: &str = "error_format";
 
-/// Format of a failure on standard error.
+/// `--error-format`: format in which a failure is printed on standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum ErrorFormat {
     /// The block of title, cause, evidence and next steps.
@@ -29,7 +29,8 @@ struct Printed<'a> {
 }
 
 impl ErrorFormat {
-    /// The format that a command line asks for, even if the line has other mistakes.
+    /// Value of `--error-format` on a command line, even if the line has other mistakes. The default if the
+    /// flag is missing or its value is invalid.
     pub fn of_line(argv: &[String]) -> Self {
         let mut asked = Self::default();
         let mut words = argv.iter().peekable();
@@ -54,7 +55,7 @@ impl ErrorFormat {
         Self::from_str(name, true).ok()
     }
 
-    /// The text of a failure without the final line break.
+    /// Text of a failure in this format, without the final line break.
     pub fn render(self, failure: &Failure) -> String {
         let status = failure.code.status();
         let json = match self {
@@ -64,7 +65,7 @@ impl ErrorFormat {
         json.unwrap_or_else(|| failure.to_string())
     }
 
-    /// Prints a failure on standard error.
+    /// Prints a failure on standard error in this format. Write errors are ignored.
     pub fn print(self, failure: &Failure) {
         // If standard error is closed, nobody can be told.
         drop(writeln!(std::io::stderr(), "{}", self.render(failure)));

@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 /// Target of the log record that a failing rank ends with.
 pub(crate) const RECORD_TARGET: &str = "tessera_report";
 
-/// Stable error code. Each has one exit code of the process.
+/// Stable code of a kind of failure, `E01` to `E21`. Each code has one exit status of the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ErrorCode {
@@ -165,7 +165,8 @@ impl ErrorCode {
         }
     }
 
-    /// The most likely error code for the exit code of a rank that left no failure.
+    /// Most likely error code for the exit status of a rank that stored no failure. `None` for an unknown
+    /// status.
     pub fn from_status(status: i32) -> Option<Self> {
         Some(match status {
             2 => Self::Usage,
@@ -220,7 +221,7 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// A failure with its code, title and cause, without evidence and next steps.
+    /// A failure with a code, a title (what happened) and a cause (why), without evidence and next steps.
     pub fn new(code: ErrorCode, title: impl Into<String>, cause: impl Into<String>) -> Self {
         Self {
             code,
@@ -237,7 +238,8 @@ impl Failure {
         Self::new(ErrorCode::Usage, title, cause)
     }
 
-    /// A failed file operation. A full disk has its own code; any other error gets `code`.
+    /// Failure of the file operation `doing` on `path`, with `error` as its cause. A full disk gets the code
+    /// [`ErrorCode::Disk`]; any other error gets `code`.
     pub fn io(code: ErrorCode, doing: &str, path: &Path, error: &io::Error) -> Self {
         let full = matches!(
             error.kind(),
@@ -259,7 +261,7 @@ impl Failure {
         }
     }
 
-    /// Adds one line of evidence.
+    /// Adds one line of evidence, a fact that was observed.
     #[must_use]
     pub fn evidence(mut self, line: impl Into<String>) -> Self {
         self.evidence.push(line.into());
@@ -273,7 +275,7 @@ impl Failure {
         self
     }
 
-    /// Adds several lines of evidence.
+    /// Adds several lines of evidence, facts that were observed.
     #[must_use]
     pub fn evidence_lines(mut self, lines: impl IntoIterator<Item = String>) -> Self {
         self.evidence.extend(lines);
@@ -287,17 +289,17 @@ impl Failure {
         self
     }
 
-    /// The exit code of the process.
+    /// Exit code of a process that ends with this failure.
     pub fn exit_code(&self) -> ExitCode {
         ExitCode::from(self.code.status())
     }
 
-    /// File in which rank `rank` of the run in `output` leaves its failure.
+    /// Path of the file in which rank `rank` stores its failure, inside the run directory `output`.
     pub fn path(output: &Path, rank: usize) -> PathBuf {
         output.join("errors").join(format!("rank-{rank:04}.json"))
     }
 
-    /// Writes the failure of `rank` to [`Failure::path`].
+    /// Writes this failure as JSON to [`Failure::path`], as that of rank `rank` of the run in `output`.
     ///
     /// # Errors
     /// The directory or the file cannot be written.
@@ -309,7 +311,8 @@ impl Failure {
         std::fs::write(path, serde_json::to_vec_pretty(self)?)
     }
 
-    /// Reads the failure that `rank` left; `None` if it is missing or unreadable.
+    /// Reads the failure that rank `rank` stored in the run directory `output`. `None` if it is missing or
+    /// unreadable.
     pub fn load(output: &Path, rank: usize) -> Option<Self> {
         let bytes = std::fs::read(Self::path(output, rank)).ok()?;
         serde_json::from_slice(&bytes).ok()

@@ -12,8 +12,11 @@ use tracing_subscriber::{Layer, fmt};
 
 use crate::error::{ErrorCode, Failure};
 
-/// Sets the process-wide subscriber of a rank. `filter` is `RUST_LOG`. Without it, the file takes records from level
-/// info, the screen from level warn. A second call in a process has no effect.
+/// Sets the process-wide log subscriber of a rank. It writes JSON lines to the rank's file in `logs`, and on
+/// rank 0 also text to standard error.
+///
+/// `filter` is the value of `RUST_LOG`. Without it, the file takes records from level info, standard error
+/// from level warn. A second call in a process sets no other subscriber.
 ///
 /// # Errors
 /// The log file cannot be opened, or the filter is invalid (exit 2).
@@ -42,7 +45,8 @@ pub fn init(logs: &Path, rank: usize, filter: Option<&str>) -> Result<(), Failur
     Ok(())
 }
 
-/// Sets the process-wide subscriber of the supervisor: readable lines only.
+/// Sets the process-wide log subscriber of the supervisor: text lines on standard error. `filter` is the
+/// value of `RUST_LOG`; without it, records from level warn are written.
 ///
 /// # Errors
 /// The filter is invalid (exit 2).

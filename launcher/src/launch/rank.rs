@@ -12,13 +12,13 @@ use crate::error::{ErrorCode, Failure};
 use crate::launch::supervisor::job;
 use crate::rank_env::RankEnv;
 
-/// Flag set by a signal: finish the step, save, and return. Ranks see it at different times, so the training loop
-/// must agree on it by an all-reduce before it acts.
+/// Flag that a signal sets to ask a rank to finish its step, save a checkpoint, and return. Ranks see it at
+/// different times, so the training loop must agree on it by an all-reduce before it acts.
 #[derive(Debug, Clone, Default)]
 pub struct StopFlag(Arc<AtomicBool>);
 
 impl StopFlag {
-    /// A flag that is not set.
+    /// New stop flag that is not set.
     pub fn new() -> Self {
         Self::default()
     }
@@ -39,7 +39,7 @@ impl StopFlag {
     }
 }
 
-/// Result of a rank. The supervisor uses that of rank 0.
+/// Result of one rank's run. The supervisor of a machine uses that of its first rank.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct RunSummary {
     /// Number of completed steps, including those of earlier attempts that this one resumed from.
@@ -56,8 +56,8 @@ pub struct RunSummary {
     pub checkpoint: Option<PathBuf>,
     /// Whether a signal ended the run early; the process then exits with 130.
     pub interrupted: bool,
-    /// Why `--collectives auto` could not use peer access between GPUs; nothing was trained then. The same on every
-    /// rank.
+    /// Reason why `--collectives auto` could not use peer access between GPUs (CUDA IPC). If set, the rank
+    /// returned before training; every rank has the same text.
     #[serde(default)]
     pub ipc_refused: Option<String>,
 }
@@ -67,7 +67,8 @@ impl RunSummary {
         job_dir.join(format!("summary-{rank:04}.json"))
     }
 
-    /// Writes the summary for the supervisor.
+    /// Writes the summary of `rank` to a file in `job_dir`, the job's private directory, where the supervisor
+    /// reads it.
     ///
     /// # Errors
     /// The job's directory cannot be written.
@@ -79,13 +80,15 @@ impl RunSummary {
             .map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))
     }
 
-    /// Reads the summary of `rank`; `None` if it left none.
+    /// Reads the summary of `rank` from `job_dir`, the job's private directory; `None` if there is none or it
+    /// is damaged.
     pub fn load(job_dir: &Path, rank: usize) -> Option<Self> {
         serde_json::from_slice(&std::fs::read(Self::path(job_dir, rank)).ok()?).ok()
     }
 }
 
-/// Makes this process a rank: signals set the returned flag; the parent's death and any panic end the process.
+/// Prepares this process to run as a rank. SIGTERM, SIGINT, SIGHUP and SIGUSR1 set the returned flag. Any
+/// panic ends the process, and so does the end of the supervisor that started it.
 ///
 /// # Errors
 /// A signal handler cannot be installed (exit 13).

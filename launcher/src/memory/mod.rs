@@ -15,18 +15,19 @@ pub use phase::{Kinds, Phase};
 pub(crate) use rank::Footprint;
 pub use rank::{PhaseBytes, RankMemory, RankPeak};
 
-/// Host memory a run may use, in bytes.
+/// Host memory that this process may use, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostMemory {
-    /// The machine's memory, or the smallest cgroup limit above this process.
+    /// Total host memory in bytes: that of the machine, or the smallest limit of this process's cgroups if
+    /// that is less.
     pub total_bytes: u64,
-    /// Memory that can be allocated now without swapping or an OOM kill.
+    /// Bytes of host memory that can be allocated now without swapping or an OOM kill.
     pub free_bytes: u64,
-    /// The smallest cgroup limit, where there is one.
+    /// Smallest memory limit of this process's cgroups in bytes; `None` without a limit.
     pub cgroup_limit_bytes: Option<u64>,
 }
 
-/// Reads the host's memory. On a system without `/proc` everything is zero.
+/// Reads how much host memory this process may use. Without `/proc`, all byte counts are zero.
 pub fn host() -> HostMemory {
     let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let mut total_bytes = kib_field(&meminfo, "MemTotal:").unwrap_or(0);
@@ -48,18 +49,19 @@ pub fn host() -> HostMemory {
     }
 }
 
-/// Memory cgroup with the smallest limit for this process.
+/// Limit and use of the memory cgroup that has the smallest limit for this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CgroupMemory {
     /// Version of the cgroup hierarchy, 1 or 2.
     pub version: u32,
-    /// Memory limit in bytes, if any.
+    /// Memory limit of the cgroup in bytes; `None` means unlimited.
     pub limit_bytes: Option<u64>,
-    /// Bytes in use by its processes, without reclaimable page cache.
+    /// Bytes in use by the cgroup's processes, without reclaimable page cache.
     pub used_bytes: u64,
 }
 
-/// Reads the cgroup with the smallest limit. Without any limit, the innermost one.
+/// Reads the memory cgroup of this process with the smallest limit; without any limit, the innermost one.
+/// `None` if no cgroup reports its use.
 pub fn cgroup() -> Option<CgroupMemory> {
     tightest(&cgroups())
 }
@@ -79,12 +81,13 @@ fn tightest(groups: &[Cgroup]) -> Option<CgroupMemory> {
         })
 }
 
-/// Bytes that a process may lock in memory (`ulimit -l`). `None` without a limit.
+/// Bytes of memory that this process may lock (`ulimit -l`, soft limit). `None` without a limit.
 pub fn lockable_bytes() -> Option<u64> {
     rustix::process::getrlimit(rustix::process::Resource::Memlock).current
 }
 
-/// Number of OOM kills in this process's cgroup.
+/// Number of OOM kills so far in this process's memory cgroup or one of its parents, whichever counts most; 0
+/// if unknown.
 pub fn oom_kills() -> u64 {
     cgroups()
         .iter()
@@ -96,7 +99,7 @@ pub fn oom_kills() -> u64 {
         .unwrap_or(0)
 }
 
-/// Number of OOM kills on this machine since it booted.
+/// Number of OOM kills on this machine since it booted; 0 if unknown.
 pub fn machine_oom_kills() -> u64 {
     field_in(Path::new("/proc/vmstat"), "oom_kill ").unwrap_or(0)
 }
@@ -109,21 +112,21 @@ pub fn process_state(pid: u32) -> Option<char> {
     stat.rsplit_once(") ")?.1.chars().next()
 }
 
-/// Resident set of this process: now and at its peak.
+/// Resident set of a process: now and at its peak.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ProcessMemory {
     /// Resident bytes of the process at the time of reading.
     pub rss_bytes: u64,
-    /// Highest resident bytes so far (`VmHWM`).
+    /// Highest resident bytes of the process so far (`VmHWM`).
     pub peak_rss_bytes: u64,
 }
 
-/// Reads the resident set of this process.
+/// Reads the resident set of this process, now and at its peak; zeros without `/proc`.
 pub fn process() -> ProcessMemory {
     process_from(&fs::read_to_string("/proc/self/status").unwrap_or_default())
 }
 
-/// Reads the resident set of process `pid`; `None` once it is gone.
+/// Reads the resident set of process `pid`, now and at its peak; `None` once the process is gone.
 pub fn process_of(pid: u32) -> Option<ProcessMemory> {
     fs::read_to_string(format!("/proc/{pid}/status"))
         .ok()

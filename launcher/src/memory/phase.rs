@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 /// Bytes by kind of memory (such as `parameters`, `gradients`, `activations`). Kinds with zero bytes are absent.
 pub type Kinds = BTreeMap<String, u64>;
 
-/// Phase of a run, by which peak memory is reported.
+/// Phase of a run. Time and peak memory are measured by phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Phase {

@@ -5,7 +5,8 @@ use engine::comm::WindowBytes;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Bytes of one rank by kind on each tier, at the time in a phase when that tier uses most.
+/// Peak memory of one rank in one phase: for each tier, its bytes by kind (parameters, gradients, …) at the
+/// time when that tier uses most.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PhaseBytes {
     /// Bytes in device memory by kind.
@@ -17,7 +18,7 @@ pub struct PhaseBytes {
 }
 
 impl PhaseBytes {
-    /// Sum of the bytes of all kinds of a tier.
+    /// Sum of the bytes of all `kinds`.
     #[must_use]
     pub fn total(kinds: &Kinds) -> u64 {
         kinds.values().sum()
@@ -37,31 +38,34 @@ impl PhaseBytes {
     }
 }
 
-/// Peak bytes of one rank over the whole run, on each tier.
+/// Planned peak bytes of one rank over the whole run, for each memory tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct RankPeak {
-    /// Peak bytes of device memory: what a device must have.
+    /// Peak bytes of device memory that the rank needs.
     pub device: u64,
-    /// Peak bytes of host memory that is not the device's: states, the process itself, samples, buffers.
+    /// Peak bytes of host memory: model states, the process itself, samples, buffers. Memory of the device
+    /// does not count here, even if the device is the CPU.
     pub host: u64,
     /// Peak bytes of spill files on NVMe.
     pub nvme: u64,
-    /// Bytes of this rank's part of the communicator's window.
+    /// Bytes of this rank's part of the communicator's window, the memory through which ranks exchange data.
     pub window: u64,
-    /// Highest resident bytes of the process (`VmHWM`), of the rank with the largest.
+    /// Peak resident bytes of a rank's process (`VmHWM`), for the rank with the largest.
     pub resident: u64,
-    /// Bytes of `resident` that are in the window: pages of this rank, and pages of others that it reads.
+    /// Bytes of `resident` that are in the communicator's window: pages of this rank, and pages of other
+    /// ranks that it reads.
     pub resident_window: u64,
 }
 
-/// Planned memory of one rank, from a dry run. It is equal on all ranks except for what rank 0 alone does.
+/// Planned memory of one rank in bytes, counted by a dry run. All ranks need the same, except for work that
+/// rank 0 alone does.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct RankMemory {
-    /// Peak bytes by kind, for each phase.
+    /// Peak bytes of each phase, by tier and kind.
     pub phases: BTreeMap<Phase, PhaseBytes>,
-    /// Peak bytes of the whole run, on each tier.
+    /// Peak bytes over the whole run, for each tier.
     pub peak: RankPeak,
-    /// [`RankPeak::resident`] for each rank, indexed by rank.
+    /// Peak resident bytes of each rank's process, indexed by rank.
     pub resident_by_rank: Vec<u64>,
 }
 
@@ -113,13 +117,15 @@ impl RankMemory {
         }
     }
 
-    /// Bytes of the window in the process's high-water mark.
+    /// Bytes of the communicator's window in the peak resident bytes of the process
+    /// ([`RankPeak::resident_window`]).
     #[must_use]
     pub fn mapped_chunk(&self) -> u64 {
         self.peak.resident_window
     }
 
-    /// Peak bytes of some kinds on the device and on the host.
+    /// Bytes of these `kinds` of memory together, as (on the device, on the host): for each tier, the highest
+    /// sum in any phase.
     #[must_use]
     pub fn most(&self, kinds: &[&str]) -> (u64, u64) {
         let most = |tier: fn(&PhaseBytes) -> &Kinds| {
@@ -132,7 +138,7 @@ impl RankMemory {
         (most(|p| &p.device), most(|p| &p.host))
     }
 
-    /// Peak bytes of the device in some phases.
+    /// Peak bytes of device memory over these `phases`; 0 if the plan has none of them.
     #[must_use]
     pub fn device_in(&self, phases: &[Phase]) -> u64 {
         let of = |phase: &Phase| self.phases.get(phase).map(|p| PhaseBytes::total(&p.device));

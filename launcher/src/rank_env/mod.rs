@@ -17,7 +17,8 @@ use identity::{Identity, Master, NodeAssignment, RankIs, Source};
 pub const RANK: &str = "RANK";
 /// Environment variable with the rank of a process on its machine, from 0.
 pub const LOCAL_RANK: &str = "LOCAL_RANK";
-/// Environment variable with the host that a rank claims to be on, for NCCL.
+/// Environment variable of NCCL with the name of the host that a rank claims to run on. NCCL accepts several
+/// ranks on one GPU only if their names differ.
 pub const NCCL_HOSTID: &str = "NCCL_HOSTID";
 /// Environment variable with the number of ranks on all machines.
 pub const WORLD_SIZE: &str = "WORLD_SIZE";
@@ -29,16 +30,16 @@ pub const MASTER_ADDR: &str = "MASTER_ADDR";
 pub const MASTER_PORT: &str = "MASTER_PORT";
 /// Port on which rank 0 listens if MASTER_PORT is not set; torchrun's default.
 pub(crate) const DEFAULT_PORT: u16 = 29_500;
-/// Environment variable with the token in the names of all shared files of a job; set only by this program's
-/// supervisor.
+/// Environment variable with the job's token, a unique text in the names of all its shared-memory and
+/// temporary files. Only this program's supervisor sets it.
 pub const RUN_TOKEN: &str = "TESSERA_RUN_TOKEN";
-/// Environment variable with the directory of the job's private files; set only by this program's supervisor.
+/// Environment variable with the path of the job's private directory. Only this program's supervisor sets it.
 pub const JOB_DIR: &str = "TESSERA_JOB_DIR";
 /// Environment variable with the secret that the ranks of a job on several machines share.
 pub const TOKEN: &str = "TESSERA_JOB_TOKEN";
 /// Environment variable with the path of a file that has the secret of [`TOKEN`].
 pub const TOKEN_FILE: &str = "TESSERA_JOB_TOKEN_FILE";
-/// Environment variable with directories of CUDA's libraries, separated by colons; they are searched first.
+/// Environment variable with directories that are searched first for CUDA's libraries, separated by colons.
 pub const CUDA_LIBS: &str = "TESSERA_CUDA_LIBS";
 /// Environment variable that chooses the implementation of matrix products on GPUs; see [`Matmul`].
 pub const MATMUL: &str = "TESSERA_MATMUL";
@@ -46,7 +47,7 @@ pub const MATMUL: &str = "TESSERA_MATMUL";
 /// Environment variable that chooses the machine code of the GPU kernels; see [`GpuCode`].
 pub const GPU_CODE: &str = "TESSERA_CUDA_ARCH";
 
-/// Values of the environment variable [`GPU_CODE`].
+/// Architecture for which the GPU kernels are compiled, from the environment variable [`GPU_CODE`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum GpuCode {
     /// `native`: code for the GPU's own architecture.
@@ -57,7 +58,8 @@ pub enum GpuCode {
 }
 
 impl GpuCode {
-    /// Reads the variable through `lookup`; [`GpuCode::Native`] if it is not set.
+    /// Value of the environment variable [`GPU_CODE`]; [`GpuCode::Native`] if it is not set. `lookup` returns
+    /// the value of a variable by name.
     ///
     /// # Errors
     /// The variable has an invalid value (exit 2).
@@ -68,7 +70,7 @@ impl GpuCode {
     }
 }
 
-/// Values of the environment variable [`MATMUL`].
+/// Implementation of matrix products on GPUs, from the environment variable [`MATMUL`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Matmul {
     /// `auto`: cuBLASLt if it is found, otherwise this program's kernels.
@@ -81,7 +83,8 @@ pub enum Matmul {
 }
 
 impl Matmul {
-    /// Reads the variable through `lookup`; [`Matmul::Auto`] if it is not set.
+    /// Value of the environment variable [`MATMUL`]; [`Matmul::Auto`] if it is not set. `lookup` returns the
+    /// value of a variable by name.
     ///
     /// # Errors
     /// The variable has an invalid value (exit 2).
@@ -119,7 +122,8 @@ fn choice<T: Copy>(
     Err(failure.next(format!("unset {name}: {unset}")))
 }
 
-/// Secret of a job on several machines, or the file that has it. It is never printed.
+/// Secret that the ranks of a job on several machines share, or the path of the file with it. The secret is
+/// never printed.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Token {
     /// The secret itself, if a variable gives it.
@@ -137,7 +141,8 @@ impl std::fmt::Debug for Token {
     }
 }
 
-/// Environment of one rank process: its rank, the rendezvous, and files of the job.
+/// What environment variables tell a rank process: its rank, the address of the rendezvous, and the files of
+/// its job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankEnv {
     /// Rank of this process, counted over all machines from 0.
@@ -152,13 +157,14 @@ pub struct RankEnv {
     pub master: Master,
     /// Program that set the variables with this rank's number.
     pub source: Source,
-    /// Secret of the job's ranks, on several machines.
+    /// Secret that the ranks of a job on several machines share.
     pub token: Token,
-    /// Token in the names of shared-memory and temporary files, so that they can be removed.
+    /// Token of the job: a text in the names of all its shared-memory and temporary files, by which they are
+    /// found and removed.
     pub run_token: String,
     /// Private directory of the job, if this program's supervisor started this rank.
     pub job_dir: Option<PathBuf>,
-    /// Whether `NO_COLOR` asks for plain text.
+    /// Whether the environment variable `NO_COLOR` is set: no colors on the terminal.
     pub no_color: bool,
 }
 
@@ -174,34 +180,37 @@ impl RankEnv {
         matches!(self.source, Source::OpenMpi | Source::Pmi | Source::Mvapich)
     }
 
-    /// Whether there are ranks on other machines.
+    /// Whether the job also has ranks on other machines.
     pub fn has_peers_elsewhere(&self) -> bool {
         self.local_world_size < self.world_size
     }
 }
 
-/// Values of the environment, read once at start.
+/// Settings that this program takes from environment variables, read once when it starts.
 #[derive(Debug, Clone)]
 pub struct Env {
-    /// Environment of a rank process. `None` in the supervisor.
+    /// Rank of this process and related settings. `None` in the supervisor, the process that starts the
+    /// ranks.
     pub rank: Option<RankEnv>,
-    /// Number of this machine among several, in a supervisor. `None` in a rank, and without variables for several
-    /// machines.
+    /// Number of this machine among those of the job, and the ranks on each, for a supervisor. `None` in a
+    /// rank, and if no variable numbers the machines.
     pub node: Option<NodeAssignment>,
     /// Directory for temporary files: `TMPDIR`, or `/tmp`.
     pub temp_dir: PathBuf,
-    /// Directory for files that can be regenerated at any time.
+    /// Directory for files that can be generated again: `tessera` in `XDG_CACHE_HOME`, else in `~/.cache`,
+    /// else in the directory for temporary files.
     pub cache_dir: PathBuf,
-    /// Whether `NO_COLOR` asks for plain text.
+    /// Whether the environment variable `NO_COLOR` is set: no colors on the terminal.
     pub no_color: bool,
-    /// Filter for log messages, from `RUST_LOG`.
+    /// Filter for log messages, such as `debug` or `engine=trace`, from the variable `RUST_LOG`.
     pub rust_log: Option<String>,
     /// Start time of this process, for names of run directories.
     pub now: SystemTime,
 }
 
 impl Env {
-    /// Reads the environment of this process. `rank_is` says what `RANK` counts if the variables do not.
+    /// Reads the environment variables of this process. `rank_is` says whether `RANK` counts machines or
+    /// processes, if the variables do not tell.
     ///
     /// # Errors
     /// Rank variables are incomplete or contradict each other (exit 13).
@@ -209,12 +218,13 @@ impl Env {
         Self::from_lookup_as(&|name| std::env::var_os(name), rank_is)
     }
 
-    /// Reads the environment for a program that starts no ranks; identity variables are ignored.
+    /// Reads the environment variables for a program that starts no ranks. Variables that number ranks or
+    /// machines are ignored.
     pub fn read_alone() -> Self {
         Self::of(&|name| std::env::var_os(name), Identity::Alone)
     }
 
-    /// Reads an environment through `lookup`.
+    /// Reads the environment variables through `lookup`, which returns the value of a variable by name.
     ///
     /// # Errors
     /// As [`Env::read`].
@@ -222,7 +232,8 @@ impl Env {
         Self::from_lookup_as(lookup, None)
     }
 
-    /// As [`Env::from_lookup`]. `rank_is` says what `RANK` counts if the variables do not.
+    /// As [`Env::from_lookup`]. `rank_is` says whether `RANK` counts machines or processes, if the variables
+    /// do not tell.
     ///
     /// # Errors
     /// As [`Env::read`].
@@ -273,12 +284,12 @@ impl Env {
     }
 }
 
-/// All environment variables of the process, for `launcher doctor`, which lists them.
+/// Copy of all environment variables of this process, by name. `launcher doctor` lists them.
 #[derive(Debug, Clone, Default)]
 pub struct Variables(BTreeMap<String, OsString>);
 
 impl Variables {
-    /// Reads the environment of this process, without names that are not UTF-8.
+    /// Copies the environment variables of this process, except those with names that are not UTF-8.
     pub fn read() -> Self {
         std::env::vars_os()
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value)))
@@ -290,7 +301,8 @@ impl Variables {
         self.0.get(name).map(OsString::as_os_str)
     }
 
-    /// Value of [`MATMUL`].
+    /// Implementation of matrix products that the variable [`MATMUL`] chooses; [`Matmul::Auto`] if it is not
+    /// set.
     ///
     /// # Errors
     /// As [`Matmul::from_lookup`].
@@ -298,7 +310,8 @@ impl Variables {
         Matmul::from_lookup(&|name| self.get(name).map(ToOwned::to_owned))
     }
 
-    /// Value of [`GPU_CODE`].
+    /// Architecture for the GPU kernels that the variable [`GPU_CODE`] chooses; [`GpuCode::Native`] if it is
+    /// not set.
     ///
     /// # Errors
     /// As [`GpuCode::from_lookup`].
@@ -306,7 +319,7 @@ impl Variables {
         GpuCode::from_lookup(&|name| self.get(name).map(ToOwned::to_owned))
     }
 
-    /// Directory for files that can be regenerated at any time, as [`Env::cache_dir`].
+    /// Directory for files that can be generated again, the same as [`Env::cache_dir`].
     pub fn cache_dir(&self) -> PathBuf {
         cache_dir(&|name| {
             let value = self.get(name).filter(|value| !value.is_empty());
@@ -326,21 +339,22 @@ impl FromIterator<(String, OsString)> for Variables {
     }
 }
 
-/// Locations of CUDA's libraries, from the environment.
+/// Directories to search for CUDA's libraries, from environment variables.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CudaSearchPaths {
     /// Directories that [`CUDA_LIBS`] names.
     pub directories: Vec<PathBuf>,
     /// Directory of an installed CUDA toolkit: `CUDA_HOME`, or else `CUDA_PATH`.
     pub cuda_home: Option<PathBuf>,
-    /// Python environments: `VIRTUAL_ENV`, `CONDA_PREFIX`, and the user's packages under `HOME`.
+    /// Root directories of Python environments: `VIRTUAL_ENV`, `CONDA_PREFIX`, and `.local` in `HOME`.
     pub python_environments: Vec<PathBuf>,
     /// Directories that `PYTHONPATH` names.
     pub python_path: Vec<PathBuf>,
 }
 
 impl CudaSearchPaths {
-    /// Reads the variables that name directories of CUDA's libraries, through `lookup`.
+    /// Reads the variables that name directories of CUDA's libraries. `lookup` returns the value of a
+    /// variable by name.
     pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Self {
         let path = |name: &str| {
             lookup(name)

@@ -5,16 +5,16 @@ use super::chart::{Chart, Line, Look, WIDTH, push};
 /// Height of one chart with its title, in units of the SVG.
 const PANEL_HEIGHT: f64 = 300.0;
 
-/// Named line through (step, value) points.
+/// Named line of a chart, through (step, value) points.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Series {
-    /// Name of the line, shown in the legend.
+    /// Name of the line, shown in the legend of the chart.
     pub name: String,
-    /// Points (step, value), in the order of their steps.
+    /// Points of the line as (step, value), in the order of their steps.
     pub points: Vec<(f64, f64)>,
 }
 
-/// One chart of the comparison: a title, and lines with a common unit.
+/// One chart of a comparison of runs: a title, and lines whose values have the same unit.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Panel {
     /// Title shown above the chart.

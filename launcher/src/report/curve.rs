@@ -24,7 +24,8 @@ const SMOOTH: &str = "#1f4e9c";
 /// Maximum points drawn; more would not be visible.
 const MOST_POINTS: usize = 2000;
 
-/// Draws losses as an SVG document. Values that are not finite are left out.
+/// SVG document of the loss curve: the given losses by step, and their moving average. Values that are not
+/// finite are left out.
 pub fn loss_curve(points: &[Point]) -> String {
     let finite: Vec<Point> = points
         .iter()

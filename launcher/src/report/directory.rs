@@ -18,7 +18,7 @@ const SAMPLES: &str = "samples";
 /// The model's answer to one held-out sample.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Answer {
-    /// Index in the held-out data, from 0.
+    /// Index of the sample in the held-out data, from 0.
     pub index: usize,
     /// The sample's own id, which may be any JSON value.
     #[serde(default)]
@@ -32,19 +32,19 @@ pub struct Answer {
     pub reference: String,
     /// The answer that the model generated.
     pub answer: String,
-    /// Whether the expected and the generated answer are equal.
+    /// Whether the generated answer equals the expected one, apart from white space at the ends.
     #[serde(default)]
     pub exact: bool,
 }
 
-/// Contents of a run directory, read once. Files that are missing or unreadable are empty here.
+/// Contents of a run directory, read once. Fields of missing or unreadable files are empty.
 #[derive(Debug, Clone, Default)]
 pub struct RunFiles {
     /// Path of the run directory.
     pub directory: PathBuf,
     /// Rows of the training log, `trainer_log.jsonl`: one for each logged step and each evaluation.
     pub rows: Vec<Value>,
-    /// Rows of the memory log, `memory.jsonl`.
+    /// Rows of the memory log, `memory.jsonl`: peak memory by phase of the run.
     pub memory: Vec<MemoryRow>,
     /// Memory plan, trainable parameters and data, from `plan.json`.
     pub plan: Option<PlanFile>,
@@ -54,11 +54,11 @@ pub struct RunFiles {
     pub results: Option<Value>,
     /// State of the trainer at the end of the run, from `trainer_state.json`.
     pub state: Option<Value>,
-    /// Failures as (rank, failure), from `errors/`.
+    /// Failures of ranks as (rank, failure), from `errors/`.
     pub failures: Vec<(usize, Failure)>,
-    /// Generated answers as (step, answers), from `samples/`.
+    /// Answers that the model generated in evaluations as (completed steps, answers), from `samples/`.
     pub answers: Vec<(u64, Vec<Answer>)>,
-    /// Checkpoints as (step, directory).
+    /// Checkpoints of the run as (completed steps, path of the checkpoint), sorted by step.
     pub checkpoints: Vec<(u64, PathBuf)>,
 }
 
@@ -107,7 +107,8 @@ impl RunFiles {
         total > 0 && done >= total
     }
 
-    /// Whether the run ended by saving its state, and was not cut off.
+    /// Whether the run ended by saving its state: `trainer_state.json` covers every step of the training log.
+    /// False for a run that was cut off.
     pub fn is_saved(&self) -> bool {
         let saved = self
             .state

@@ -42,13 +42,13 @@ pub use state::{TrainerState, TrainerStateConfig};
 pub use tensorboard::EventWriter;
 pub use trainer_log::{LogRow, TRAINER_LOG, TierBytes, TrainerLog};
 
-/// File name of the evaluation results.
+/// File name of the results of the last evaluation, inside the run directory.
 pub const EVAL_RESULTS: &str = "eval_results.json";
-/// File name of the loss curve.
+/// File name of the chart of the training loss, inside the run directory.
 pub const LOSS_CURVE: &str = "training_loss.svg";
-/// File name of the memory log by phase.
+/// File name of the log of peak memory by phase, inside the run directory.
 pub const MEMORY_LOG: &str = "memory.jsonl";
-/// File name of the memory chart.
+/// File name of the memory chart, inside the run directory.
 pub const MEMORY_CHART: &str = "memory.svg";
 
 /// Measurements of one logged step, which becomes a row of the training log.
@@ -66,13 +66,15 @@ pub struct StepRecord {
     pub grad_norm: Option<f64>,
     /// Tokens per second over all ranks since the last logged step.
     pub tokens_per_second: f64,
-    /// Tokens of all ranks since the start of training.
+    /// Tokens that all ranks processed since the start of the run, including steps before a resume.
     pub total_tokens: u64,
-    /// Peak bytes of this rank since its start, by tier, and its resident bytes now.
+    /// Memory of this rank: peak bytes of device and host memory since its start, and resident bytes now.
     pub bytes: TierBytes,
-    /// Seconds of one step by part, averaged over the steps since the last logged step.
+    /// Seconds of one step by part (such as forward or communication), averaged over the steps since the last
+    /// logged step.
     pub times: StepTimes,
-    /// Traffic of this rank's spill files since the last logged step. `None` without spill files.
+    /// Traffic of this rank's spill files (states offloaded to disk) since the last logged step. `None`
+    /// without spill files.
     pub disk: Option<DiskTraffic>,
 }
 
@@ -87,7 +89,7 @@ pub struct EvalResults {
     pub exact_match_before: Option<f64>,
     /// Number of held-out samples.
     pub eval_samples: usize,
-    /// Seconds the evaluation took.
+    /// Duration of the evaluation in seconds, including the generation of answers.
     pub eval_runtime: f64,
     /// Held-out samples per second of the evaluation.
     pub eval_samples_per_second: f64,
@@ -114,11 +116,12 @@ pub struct RunReport {
 }
 
 impl RunReport {
-    /// Opens the reports of a run of `total_steps` steps that starts after `done_steps`. Rows of later steps, left by
-    /// an attempt that was not resumed from, are dropped.
+    /// Opens the report files of a run of `total_steps` steps that starts after `done_steps` completed steps.
+    /// Existing rows of later steps, from an attempt that failed, are dropped. `epochs` is the length of the
+    /// run in passes over the training data.
     ///
     /// # Errors
-    /// When a file cannot be read or written.
+    /// When a file cannot be read or written (exit 16).
     pub fn open(
         config: &RunConfig,
         total_steps: u64,
@@ -160,14 +163,15 @@ impl RunReport {
         })
     }
 
-    /// Estimated seconds until the end of the run, after `step` steps.
+    /// Estimated seconds until the end of the run, after `step` completed steps. It assumes the mean time per
+    /// step of this process so far.
     pub fn remaining_seconds(&self, step: u64) -> f64 {
         let done = step.saturating_sub(self.resumed_at).max(1) as f64;
         self.started.elapsed().as_secs_f64() / done * self.total_steps.saturating_sub(step) as f64
     }
 
-    /// Records a logged step and the memory since the last one. Returns further events to show besides the row
-    /// itself.
+    /// Writes a logged step to the training log, and `memory`, the peak memory since the previous row, to the
+    /// memory log. Returns notices to show in addition to the row: a slow rank, or memory that keeps growing.
     ///
     /// # Errors
     /// When a file cannot be written (exit 16).
@@ -226,7 +230,7 @@ impl RunReport {
         self.memory.append(&row)
     }
 
-    /// Records an evaluation and writes `eval_results.json`.
+    /// Adds an evaluation to the training log and writes `eval_results.json`.
     ///
     /// # Errors
     /// When a file cannot be written (exit 16).
@@ -255,7 +259,8 @@ impl RunReport {
         self.state.save(directory)
     }
 
-    /// Writes the trainer state, the loss curve, and the memory since the last row.
+    /// Ends the report: writes the trainer state, the loss curve, and `memory`, the peak memory since the
+    /// last row of the memory log.
     ///
     /// # Errors
     /// When a file cannot be written (exit 16).

@@ -11,20 +11,21 @@ use crate::ui::{DataEvent, Event, PlanEvent, TrainRow};
 /// File name in the run directory.
 const FILE: &str = "plan.json";
 
-/// Memory plan, trainable parameters and data of a run.
+/// Content of `plan.json`: memory plan, trainable parameters and data of a run.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct PlanFile {
-    /// Planned bytes by kind, and the machine's memory.
+    /// Memory plan: planned peak bytes of one rank by kind, and the machine's host memory.
     pub plan: Option<PlanEvent>,
     /// Trainable tensors by part of the model.
     #[serde(default)]
     pub trains: Vec<TrainRow>,
-    /// Number and size of the samples and images.
+    /// Summary of the data: numbers of samples, tokens and images.
     pub data: Option<DataEvent>,
 }
 
 impl PlanFile {
-    /// Stores the content of an event of the preparation, if it belongs to the file.
+    /// Stores the content of `event` if it is the memory plan, the trainable tensors or the summary of the
+    /// data. Ignores all other events.
     pub fn note(&mut self, event: &Event) {
         match event {
             Event::Plan(plan) => self.plan = Some(plan.clone()),
@@ -34,7 +35,7 @@ impl PlanFile {
         }
     }
 
-    /// Writes `plan.json` into the run directory.
+    /// Writes `plan.json` into the run directory `output`.
     ///
     /// # Errors
     /// When the file cannot be written (exit 16).
@@ -42,7 +43,7 @@ impl PlanFile {
         super::write_json(&output.join(FILE), self)
     }
 
-    /// Reads `plan.json` from the run directory, if it exists.
+    /// Reads `plan.json` from the run directory `output`. `None` if it is missing or unreadable.
     pub fn load(output: &Path) -> Option<Self> {
         serde_json::from_slice(&fs::read(output.join(FILE)).ok()?).ok()
     }

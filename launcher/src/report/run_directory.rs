@@ -1,4 +1,4 @@
-//! The directory of a run: what may be in it before, and where its files are.
+//! Run directory: checks before a run, lock, subdirectories and checkpoints.
 
 use crate::error::{ErrorCode, Failure, file_name};
 use std::fs::{self, File, TryLockError};
@@ -7,18 +7,19 @@ use std::path::{Path, PathBuf};
 
 use crate::config::{CONFIG_FILE, Resume, RunConfig, RunPlan};
 
-/// Name of the directory with a log file of each rank, inside the run directory.
+/// Name of the directory with one log file per rank, inside the run directory.
 pub const LOGS: &str = "logs";
-/// Name of the directory with the failures of ranks, inside the run directory.
+/// Name of the directory with the stored failures of ranks, inside the run directory.
 pub const ERRORS: &str = "errors";
-/// Files that tell that a directory holds a run.
+/// Names of files that show that a directory contains a run.
 const MARKS: [&str; 2] = ["trainer_log.jsonl", "trainer_state.json"];
 
-/// Checks the output directory and the checkpoint to resume from, touching nothing. The directory that comes back has another
-/// name than a made-up one that exists.
+/// Checks the output directory and the checkpoint to resume from, without changing anything. Returns the
+/// output directory. If the user did not choose it and it exists, a number is appended to its name, such as
+/// `-2`.
 ///
 /// # Errors
-/// The directory holds another run (exit 2), or the checkpoint does not exist (exit 9).
+/// The directory contains another run or is a file (exit 2), or the checkpoint does not exist (exit 9).
 pub fn check(config: &RunConfig) -> Result<PathBuf, Failure> {
     if let Resume::From(path) = &config.resume
         && !path.is_dir()
@@ -90,11 +91,11 @@ fn unused(directory: &Path) -> PathBuf {
     candidate
 }
 
-/// Takes the directory for this process, makes its subdirectories, saves the configuration in it and removes the failures of
-/// an earlier attempt.
+/// Creates the run directory with its subdirectory for logs and locks it for this process. Then removes the
+/// failures of an earlier attempt and saves the plan. The lock lasts until the returned value is dropped.
 ///
 /// # Errors
-/// Another process works on the directory (exit 2), or it cannot be written (exit 16 where the disk is full).
+/// Another process uses the directory (exit 2), or it cannot be written (exit 16).
 pub fn prepare(config: &RunPlan) -> Result<Held, Failure> {
     let logs = config.output.join(LOGS);
     fs::create_dir_all(&logs)
@@ -105,16 +106,18 @@ pub fn prepare(config: &RunPlan) -> Result<Held, Failure> {
     Ok(held)
 }
 
-/// Makes the subdirectories that ranks write to, where another machine holds the directory.
+/// Creates the subdirectory for logs in a run directory that the machine of rank 0 prepares and locks. The other
+/// machines of the run call it.
 ///
 /// # Errors
-/// They cannot be made (exit 16).
+/// The directory cannot be created (exit 16).
 pub fn join(config: &RunConfig) -> Result<(), Failure> {
     let logs = config.output.join(LOGS);
     fs::create_dir_all(&logs).map_err(|error| Failure::io(ErrorCode::Disk, "make", &logs, &error))
 }
 
-/// Keeps other processes away from the directory of a run. The system lets go of it when the process ends, however it does.
+/// Lock on a run directory, which keeps other processes away from it. The operating system releases it when
+/// the process ends, in whatever way.
 #[derive(Debug)]
 #[must_use = "the folder is free again when this is dropped"]
 pub struct Held {
@@ -129,7 +132,7 @@ fn hold(directory: &Path) -> Result<Held, Failure> {
         match lock.try_lock() {
             Ok(()) => return Ok(Held { _lock: Some(lock) }),
             Err(TryLockError::Error(_)) => return Ok(Held { _lock: None }),
-            // Who only asks whether the directory is held shares its lock, for a moment.
+            // `is_held` briefly takes a shared lock, so try again.
             Err(TryLockError::WouldBlock) if lock.try_lock_shared().is_ok() => {
                 std::thread::yield_now();
             }
@@ -144,7 +147,7 @@ fn hold(directory: &Path) -> Result<Held, Failure> {
     .next(format!("launcher watch {} shows it", directory.display())))
 }
 
-/// Whether a process works on a run's directory.
+/// Whether a process holds the lock on the run directory `directory`, so that a run is active in it.
 pub fn is_held(directory: &Path) -> bool {
     File::open(directory)
         .is_ok_and(|directory| matches!(directory.try_lock_shared(), Err(TryLockError::WouldBlock)))
@@ -161,10 +164,11 @@ fn forget_errors(config: &RunConfig) -> Result<(), Failure> {
     }
 }
 
-/// Moves the failures of attempt number `attempt`, from 1, into a directory of their own, so that the next begins without.
+/// Moves the stored failures of attempt number `attempt`, counted from 1, into the subdirectory `attempt-N`
+/// of `errors`. So the next attempt starts without failures.
 ///
 /// # Errors
-/// The directory cannot be written.
+/// The directory cannot be written (exit 16).
 pub fn set_errors_aside(output: &Path, attempt: u32) -> Result<(), Failure> {
     let errors = output.join(ERRORS);
     let aside = errors.join(format!("attempt-{attempt}"));
@@ -181,7 +185,8 @@ pub fn set_errors_aside(output: &Path, attempt: u32) -> Result<(), Failure> {
     moved().map_err(|error| Failure::io(ErrorCode::Disk, "write", &aside, &error))
 }
 
-/// Checkpoints of a run directory as (step, path), by step. Unfinished ones have other names.
+/// Finished checkpoints of a run directory as (completed steps, path), sorted by step. Empty if the directory
+/// cannot be read.
 pub fn checkpoints(directory: &Path) -> Vec<(u64, PathBuf)> {
     let Ok(entries) = fs::read_dir(directory) else {
         return Vec::new();
@@ -202,7 +207,8 @@ pub fn checkpoints(directory: &Path) -> Vec<(u64, PathBuf)> {
     found
 }
 
-/// The checkpoint that [`Resume`] names, if there is one.
+/// Path of the checkpoint from which the run resumes: the given one, or the newest in the output directory.
+/// `None` if the run starts without a checkpoint.
 pub fn checkpoint_to_resume(config: &RunConfig) -> Option<PathBuf> {
     match &config.resume {
         Resume::No => None,

@@ -15,7 +15,7 @@ const FILE: &str = "trainer_state.json";
 pub struct TrainerStateConfig {
     /// Number of optimizer steps of the whole run.
     pub max_steps: u64,
-    /// Number of passes over the training data, rounded up.
+    /// Number of passes over the training data in the whole run, rounded up.
     pub num_train_epochs: u64,
     /// Number of samples in a micro-batch of one rank.
     pub train_batch_size: usize,
@@ -27,7 +27,7 @@ pub struct TrainerStateConfig {
     pub save_steps: u64,
 }
 
-/// Content of `trainer_state.json`, which grows with the run.
+/// Content of `trainer_state.json`, which has the fields of Hugging Face's `Trainer` and grows with the run.
 #[derive(Debug, Clone)]
 pub struct TrainerState {
     config: TrainerStateConfig,
@@ -39,7 +39,8 @@ pub struct TrainerState {
 }
 
 impl TrainerState {
-    /// State after `done_steps` steps. The history of an earlier attempt in `output` is kept up to that step.
+    /// State of a run after `done_steps` completed steps. Keeps the rows up to that step from an existing
+    /// `trainer_state.json` in the run directory `output`.
     pub fn open(output: &Path, config: TrainerStateConfig, done_steps: u64) -> Self {
         let old: Value = fs::read(output.join(FILE))
             .ok()

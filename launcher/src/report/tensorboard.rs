@@ -45,7 +45,7 @@ impl EventWriter {
         Ok(writer)
     }
 
-    /// Writes scalars of one step. NaN values are left out.
+    /// Writes scalar values of one step, as (tag, value). NaN values are left out.
     ///
     /// # Errors
     /// When the file cannot be written (exit 16).

@@ -12,20 +12,22 @@ use crate::error::Failure;
 use crate::report::monitor::split::{DeviceSplit, StepSplit, StepTimes};
 use crate::units::clock;
 
-/// File name of the training log.
+/// File name of the training log, inside the run directory.
 pub const TRAINER_LOG: &str = "trainer_log.jsonl";
 
 /// Decimal digits of times in seconds.
 const SECONDS: i32 = 6;
 
-/// Memory of one rank in bytes, for a time span that the owner of the value states.
+/// Memory of one rank in bytes: peaks of device and host memory, and resident memory. The owner of the value
+/// states the time span.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct TierBytes {
-    /// Peak bytes of device memory.
+    /// Peak bytes in use in the rank's device memory pool.
     pub device: u64,
-    /// Peak bytes of the host tier.
+    /// Peak bytes in use in the rank's host memory pool, where offloaded states are.
     pub host: u64,
-    /// Resident bytes of the process.
+    /// Resident bytes (RSS) of the rank's process: a current value or a peak, as the owner of the value
+    /// states.
     pub rss: u64,
 }
 
@@ -40,25 +42,27 @@ pub struct LogRow {
     pub loss: Option<f64>,
     /// Mean loss per supervised token over the held-out samples; only in rows of evaluations.
     pub eval_loss: Option<f64>,
-    /// Learning rate of the step.
+    /// Learning rate of the step, from the schedule; only in rows of logged steps.
     pub lr: Option<f64>,
     /// Global L2 norm of the gradient before clipping; only in rows of steps whose update was applied.
     pub grad_norm: Option<f64>,
     /// Number of completed passes over the training data, with a fraction.
     pub epoch: f64,
-    /// Seconds since training started, or since the process resumed it.
+    /// Seconds since this process started to train. Time before a resume is not counted.
     pub elapsed_seconds: f64,
     /// Estimated seconds until the end of the run.
     pub remaining_seconds: f64,
-    /// Tokens per second over all ranks since the last row.
+    /// Tokens per second over all ranks since the last row; only in rows of logged steps.
     pub tokens_per_second: Option<f64>,
     /// Tokens that all ranks processed since the start of the run. Rows of evaluations leave it out.
     pub total_tokens: u64,
-    /// Peak bytes of rank 0 since its start, by tier, and its resident bytes now.
+    /// Memory of rank 0: peak bytes of device and host memory since its start, and resident bytes now.
     pub bytes: Option<TierBytes>,
-    /// Seconds of one step by part, averaged over the steps since the last row.
+    /// Seconds of one step by part (such as forward or communication), averaged over the steps since the last
+    /// row.
     pub times: Option<StepTimes>,
-    /// Traffic of the spill files since the last row.
+    /// Traffic of rank 0's spill files (states offloaded to disk) since the last row. `None` without spill
+    /// files.
     pub disk: Option<DiskTraffic>,
 }
 
@@ -151,7 +155,7 @@ fn rounded(value: f64, digits: i32) -> Value {
     number((value * scale).round() / scale)
 }
 
-/// Training log, open for appending.
+/// Training log (`trainer_log.jsonl`), open for appending.
 #[derive(Debug)]
 pub struct TrainerLog {
     file: JsonLines,
@@ -159,10 +163,11 @@ pub struct TrainerLog {
 }
 
 impl TrainerLog {
-    /// Opens the log in `output` and keeps its rows up to `done_steps`.
+    /// Opens or creates the training log in the run directory `output`. Keeps its rows up to step
+    /// `done_steps` and drops later ones.
     ///
     /// # Errors
-    /// When the file cannot be read or written.
+    /// When the file cannot be read or written (exit 16).
     pub fn open(output: &Path, done_steps: u64) -> Result<Self, Failure> {
         let step = |row: &Value| row["current_steps"].as_u64();
         let keep = |row: &Value| step(row).is_some_and(|step| step <= done_steps);
@@ -177,7 +182,7 @@ impl TrainerLog {
         Ok(Self { file, points })
     }
 
-    /// Training losses of the rows that were kept when the log was opened.
+    /// Training losses by step of the rows that were kept when the log was opened.
     pub fn points(&self) -> &[Point] {
         &self.points
     }

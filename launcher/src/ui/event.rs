@@ -92,18 +92,19 @@ pub enum Event {
 /// Planned peak bytes of one kind of memory on one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanPart {
-    /// Kind of memory: `params`, `grads`, `optimizer`, `gathered` or `activations`.
+    /// Kind of memory: `params`, `grads`, `optimizer`, `gathered` (gathered parameters and communication
+    /// buffers) or `activations`.
     pub name: String,
-    /// Peak bytes of this kind in device memory.
+    /// Planned peak bytes of this kind in the device memory of one rank.
     pub device_bytes: u64,
-    /// Peak bytes of this kind in the host tier.
+    /// Planned peak bytes of this kind in the host memory of one rank. Always 0 for `activations`.
     pub host_bytes: u64,
 }
 
 /// Memory plan of a run, shown in three lines.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PlanEvent {
-    /// Name of the model's directory, or `demo`.
+    /// Name of the model's directory, or `demo` for the built-in demo.
     pub model: String,
     /// Number of elements of all parameters.
     pub params: u64,
@@ -113,14 +114,15 @@ pub struct PlanEvent {
     pub ranks: usize,
     /// Kind of the ranks' device: `cpu` or `cuda`.
     pub device: String,
-    /// Ranks that together hold one copy of the state, if not all ranks do (hybrid sharding).
+    /// Number of ranks that together hold one copy of the sharded state (hybrid sharding). `None` if all
+    /// ranks do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shard_group: Option<usize>,
-    /// ZeRO stage of the run.
+    /// ZeRO stage of the run, 0 to 3.
     pub stage: u8,
     /// Name of the training precision, such as `bf16`.
     pub precision: String,
-    /// Offload setting, as on the command line.
+    /// Offload setting in the syntax of `--offload`, such as `cpu`.
     pub offload: String,
     /// Planned peak bytes of one rank, by kind.
     pub per_rank: Vec<PlanPart>,
@@ -130,27 +132,29 @@ pub struct PlanEvent {
     pub host_free_bytes: u64,
     /// Host memory in bytes that all ranks of the machine need together.
     pub host_need_bytes: u64,
-    /// Share of a rank's elements that it updates during backward (optimizer in backward).
+    /// Fraction (0 to 1) of a rank's trainable elements that it updates during backward (optimizer in backward).
     #[serde(default, deserialize_with = "or_nan")]
     #[serde(rename = "early_share")]
     pub backward_share: f64,
-    /// Planned memory of one rank by phase, tier and kind.
+    /// Planned bytes of one rank by phase of the run, then by tier (device or host memory) and kind of
+    /// memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<Box<RankMemory>>,
 }
 
-/// Trainable tensors of one part of the model that have one learning rate.
+/// Trainable tensors that belong to one part of the model and share a learning rate: one row of a table.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainRow {
-    /// Name of the part in the model's tree, or its adapters.
+    /// Name of the part of the model. LoRA adapters have rows of their own, with ` (adapters)` after the
+    /// name.
     pub module: String,
-    /// Number of trainable tensors in the part.
+    /// Number of trainable tensors in this row.
     pub tensors: usize,
-    /// Number of elements of these tensors.
+    /// Number of elements of these tensors, unsharded.
     pub params: u64,
-    /// Dtype of the weights during training.
+    /// Dtype of the weights in forward and backward, such as `bf16`.
     pub dtype: String,
-    /// Peak learning rate of these tensors.
+    /// Peak learning rate of these tensors, with `--lr-scale` applied.
     #[serde(deserialize_with = "or_nan")]
     pub lr: f64,
 }
@@ -170,8 +174,8 @@ pub struct DataEvent {
     pub supervised_min_tokens: usize,
     /// Number of training and held-out samples left out by `--skip-bad-samples`.
     pub skipped: usize,
-    /// Samples per global batch, if it is larger than the number of samples, so that samples repeat within one
-    /// update.
+    /// Samples per global batch, if that is more than the number of training samples, so that samples repeat
+    /// within one update. Otherwise `None`.
     pub wraps_around_global_batch: Option<usize>,
 }
 
@@ -180,7 +184,7 @@ pub struct DataEvent {
 pub struct StepEvent {
     /// Number of completed steps.
     pub step: u64,
-    /// Steps of the whole run.
+    /// Number of training steps of the whole run.
     pub total: u64,
     /// Mean loss per supervised token, averaged over the steps since the last row.
     #[serde(deserialize_with = "or_nan")]
@@ -196,19 +200,22 @@ pub struct StepEvent {
     /// Seconds of one step, averaged over the steps since the last row and over ranks.
     #[serde(deserialize_with = "or_nan")]
     pub step_seconds: f64,
-    /// Share of the time of a step that ranks waited for samples, 0 to 1.
+    /// Fraction of the step time that ranks waited for samples, 0 to 1. Averaged over the steps since the
+    /// last row and over ranks.
     #[serde(deserialize_with = "or_nan")]
     pub data_wait: f64,
-    /// Peak bytes of device memory of one rank since its start.
+    /// Peak bytes of device memory of the reporting rank (rank 0) since its start.
     pub device_peak_bytes: u64,
-    /// Peak bytes of the host tier of one rank since its start.
+    /// Peak bytes of host memory in the memory pool of the reporting rank (rank 0) since its start. Offloaded
+    /// states are in this pool.
     pub host_bytes: u64,
     /// Whether the update was skipped because a value was not finite.
     pub skipped: bool,
     /// Estimated seconds until the end of the run.
     #[serde(deserialize_with = "or_nan")]
     pub remaining_seconds: f64,
-    /// Traffic of one rank's spill files since the last row.
+    /// Traffic of rank 0's spill files (states offloaded to disk) since the last row. `None` without spill
+    /// files.
     #[serde(default)]
     pub disk: Option<DiskTraffic>,
 }
@@ -234,11 +241,11 @@ pub struct EvalEvent {
 pub struct SaveEvent {
     /// Name of the checkpoint's directory inside the run directory.
     pub name: String,
-    /// Bytes of the exported weights.
+    /// Size of the exported weight files in bytes.
     pub weight_bytes: u64,
-    /// Bytes of the sharded training state of all ranks.
+    /// Size of the sharded training state of all ranks together, in bytes.
     pub state_bytes: u64,
-    /// Number of files in the checkpoint, all hashed.
+    /// Number of files in the checkpoint.
     pub files: usize,
 }
 
@@ -251,7 +258,8 @@ pub struct ResumeEvent {
     pub ranks: usize,
     /// Number of steps that were completed when the checkpoint was written.
     pub step: u64,
-    /// Whether the loss equals that of the saving run bit for bit, if they were compared.
+    /// Whether the evaluation loss after loading equals that of the saving run bit for bit. `None` if not
+    /// compared.
     pub loss_is_identical: Option<bool>,
 }
 
@@ -272,17 +280,18 @@ pub struct DoneEvent {
     pub next: Vec<String>,
 }
 
-/// Traffic of one rank's spill files in a time span.
+/// Traffic of one rank's spill files (states offloaded to disk) in a time span.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct DiskTraffic {
     /// Bytes read from spill files.
     pub read_bytes: u64,
     /// Bytes written to spill files.
     pub written_bytes: u64,
-    /// Bytes read and written per second, in the time during which requests were under way.
+    /// Throughput: bytes read and written per second of the time with at least one request in flight.
     #[serde(deserialize_with = "or_nan")]
     pub bytes_per_second: f64,
-    /// Share of what the disk reached when it was measured at the start; 0 where it was not.
+    /// `bytes_per_second` as a fraction of the disk throughput measured at the start; 0 if it was not
+    /// measured.
     #[serde(deserialize_with = "or_nan")]
     pub share: f64,
 }

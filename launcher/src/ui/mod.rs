@@ -36,7 +36,8 @@ enum Sink {
 }
 
 impl Reporter {
-    /// Reporter of one rank. Ranks above 0 are silent.
+    /// Reporter of one rank. Rank 0 sends events to the supervisor, or shows them itself under another
+    /// launcher. Ranks above 0 discard them.
     pub fn for_rank(rank: &RankEnv) -> Self {
         let sink = match (rank.rank, rank.is_supervised()) {
             (0, true) => Sink::Supervisor,
@@ -51,7 +52,8 @@ impl Reporter {
         Self { sink: Sink::Silent }
     }
 
-    /// Shows an event. A closed pipe is not an error: it means that the supervisor is gone, which ends this rank.
+    /// Shows an event, or sends it to the supervisor. Write errors are ignored: a closed pipe means that the
+    /// supervisor is gone, which ends this rank.
     pub fn emit(&self, event: &Event) {
         match &self.sink {
             Sink::Silent => {}
@@ -75,7 +77,7 @@ fn encode(event: &Event) -> serde_json::Result<String> {
     Ok(format!("{EVENT_MARK}{}\n", serde_json::to_string(event)?))
 }
 
-/// Parses a line of a rank's standard output. `None` if it is not an event.
+/// Parses one line of a rank's standard output as an event. `None` if the line is other text or malformed.
 pub fn decode(line: &str) -> Option<Event> {
     serde_json::from_str(line.strip_prefix(EVENT_MARK)?.trim_end()).ok()
 }

@@ -25,7 +25,8 @@ impl std::fmt::Debug for Screen {
 }
 
 impl Screen {
-    /// Screen on standard error. Colors are used on a terminal only, and not with `no_color`.
+    /// Screen on standard error: with a progress bar and colors on a terminal, else plain lines. `no_color`
+    /// turns colors off.
     pub fn on_stderr(no_color: bool) -> Self {
         let is_terminal = io::stderr().is_terminal();
         Self {
@@ -66,7 +67,7 @@ impl Screen {
         }
     }
 
-    /// Writes one line above the progress bar.
+    /// Writes one line; if there is a progress bar, it stays below the line.
     pub fn line(&mut self, line: &str) {
         let text = if self.color {
             coloured(line)

@@ -5,7 +5,7 @@ use super::event::{
 };
 use crate::units::{bytes, count, grouped, seconds};
 
-/// Plain lines of an event. Empty for events that only move the progress bar.
+/// Text of an event as lines without colors. Empty for events that only move the progress bar.
 pub fn lines(event: &Event) -> Vec<String> {
     match event {
         Event::Note { flag, reason } => {

@@ -1,17 +1,17 @@
-//! Dropout masks of a training pass. A mask is a function of seed, layer, sample, row and column, not of the batch. It
-//! is therefore the same for any world size and micro-batch size, and is never stored.
+//! Dropout masks of a training pass. A mask is a function of seed, layer, sample, row and column, not of the
+//! batch. It is therefore the same for any world size and micro-batch size, and is never stored.
 
 use crate::SampleInput;
 use crate::error::Result;
 use kernels::random::philox4x32;
 use kernels::{Backend, DType, Shape, Tag, Tensor};
 
-/// What the rows of an adapter's input stand for; dropout draws its mask by token or by patch.
+/// What the rows of an adapter's input are: tokens or patches. Dropout draws its mask per token or per patch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Rows {
     /// Tokens of the batch.
     Tokens,
-    /// Patches of its images.
+    /// Patches of the batch's images.
     Patches,
 }
 
@@ -24,7 +24,8 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// Row numbers for the batch of `samples`, in order; `keys` has one key per sample, which differs between epochs.
+    /// State for one training pass over the batch of `samples`. `keys` has one key per sample, in the same
+    /// order, which should differ between epochs.
     ///
     /// # Errors
     /// When memory runs out.

@@ -7,14 +7,14 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A recorded call of a tape to [`ResidentParams`].
+/// Call of a tape to [`ResidentParams`], as it is recorded for tests.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum AccessEvent {
-    /// A lease began.
+    /// A lease (a unit's weights made readable) began in this phase.
     Lease(UnitId, Phase),
-    /// A gradient arrived.
+    /// The gradient of this parameter arrived.
     Deposit(ParamId),
-    /// A lease ended; the flag is false when an error unwound past it.
+    /// A lease of the unit ended; the flag is false if an error ended it.
     End(UnitId, Phase, bool),
 }
 
@@ -25,12 +25,12 @@ struct State {
     events: Vec<AccessEvent>,
 }
 
-/// All parameters of a model in one memory, without sharding. It is the reference in tests, and measures a model's
-/// activations on the meta device.
+/// All parameters of a model in one memory, without sharding. It is the reference in tests, and measures a
+/// model's activations on the meta device.
 ///
-/// It checks its callers against the contract of [`ParamAccess`]: one lease at a time, deposits only
-/// under a backward lease of the parameter's unit, each parameter once per lease. Gradients of
-/// successive passes are summed until [`ResidentParams::clear_grads`].
+/// It checks its callers against the contract of [`ParamAccess`]. One lease (a unit's weights made readable)
+/// exists at a time. A parameter's gradient arrives only under a backward lease of its unit, once per lease.
+/// Gradients of successive passes are summed until [`ResidentParams::clear_grads`].
 #[derive(Debug)]
 pub struct ResidentParams {
     backend: Arc<dyn Backend>,
@@ -42,10 +42,10 @@ pub struct ResidentParams {
 }
 
 impl ResidentParams {
-    /// Takes the weights of a model: one tensor per parameter of `spec`, in its order.
+    /// Takes the weights of a model: `weights` has one tensor per parameter of `spec`, in the same order.
     ///
     /// # Errors
-    /// When the number of tensors or a shape differs from the description.
+    /// When the number of tensors or a shape differs from `spec`.
     pub fn new(
         backend: Arc<dyn Backend>,
         spec: ModelSpec,
@@ -71,8 +71,8 @@ impl ResidentParams {
         })
     }
 
-    /// Makes backward recompute the inputs of the units in `groups` (ranges of unit numbers), except the first of
-    /// each.
+    /// Makes backward recompute the inputs of some units instead of storing them. Each of `groups` is a range
+    /// of unit numbers, in which only the first unit's input is stored.
     #[must_use]
     pub fn with_recomputed(mut self, groups: Vec<Range<u32>>) -> Self {
         self.recomputed = groups;
@@ -91,12 +91,13 @@ impl ResidentParams {
         self.weights.borrow()[id.index()].clone()
     }
 
-    /// Replaces a weight, as an optimizer does.
+    /// Replaces the weight of the parameter `id`, as an optimizer does.
     pub fn set_weight(&self, id: ParamId, weight: Tensor) {
         self.weights.borrow_mut()[id.index()] = weight;
     }
 
-    /// The summed gradient of a parameter (f32), if any arrived.
+    /// Gradient (f32) of the parameter `id`, summed over the passes since [`ResidentParams::clear_grads`];
+    /// `None` if there was none.
     #[must_use]
     pub fn grad(&self, id: ParamId) -> Option<Tensor> {
         self.grads.borrow()[id.index()].clone()
@@ -107,7 +108,7 @@ impl ResidentParams {
         self.grads.borrow_mut().fill(None);
     }
 
-    /// Returns the calls recorded since the last call of this method.
+    /// Returns the calls recorded since this method was last called, oldest first.
     pub fn take_events(&self) -> Vec<AccessEvent> {
         std::mem::take(&mut self.state.borrow_mut().events)
     }

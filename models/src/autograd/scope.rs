@@ -22,8 +22,9 @@ pub(super) enum Mode {
     Recompute,
 }
 
-/// Recorder inside a segment: it has every differentiable operation, and is the only reader of
-/// weights. It exists only while the segment's unit is leased.
+/// Recorder of the operations inside a segment, the part of a pass that uses one unit's parameters. It has
+/// every differentiable operation, and is the only reader of weights. It exists only while the unit is leased
+/// (gathered).
 pub struct Scope<'s> {
     access: &'s dyn ParamAccess,
     lease: &'s Lease<'s>,
@@ -90,8 +91,9 @@ impl<'s> Scope<'s> {
         names.as_ref().unwrap_or_else(|| state.rows(rows)).clone()
     }
 
-    /// Runs `body` on values whose rows are rows `index` (i32) of the batch's `rows`, so that adapters in it
-    /// use the dropout of these rows. A row may be named several times.
+    /// Runs `body` on values whose row `i` stands for the token or patch `index[i]` (i32) of the batch;
+    /// `rows` says which of both. Adapters in `body` use the dropout masks of these rows. An index may occur
+    /// several times.
     ///
     /// # Errors
     /// When `body` fails or memory runs out.
@@ -111,13 +113,13 @@ impl<'s> Scope<'s> {
         result
     }
 
-    /// Puts `value` in the segment as a constant without gradient: a mask, a table, an additive term.
+    /// Makes `value` a constant of the segment, without gradient: a mask, a table, an additive term.
     #[must_use]
     pub fn constant(&self, value: Tensor) -> Var {
         Var::new(value, self.id, None, false)
     }
 
-    /// Shows `var` under `name` to the tape's observer, on the first run of the segment only.
+    /// Passes `var` under `name` to the tape's observer, on the first run of the segment only.
     pub fn observe(&self, name: impl Display, var: &Var) {
         if let Some(observer) = self.observers.values {
             observer(&name.to_string(), var.value());

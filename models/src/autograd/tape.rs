@@ -13,11 +13,11 @@ use std::fmt::Display;
 use std::ops::Range;
 use std::rc::Rc;
 
-/// Receives named intermediate values of a forward pass.
+/// Callback that receives each named intermediate value of a forward pass: its name and its tensor.
 pub type Observer<'o> = &'o dyn Fn(&str, &Tensor);
 
-/// Receives every operation of a forward pass inside a segment: its name, the parameters it reads
-/// and its result.
+/// Callback that receives each operation inside the segments of a forward pass: its name, the parameters it
+/// reads and its result.
 pub type OpObserver<'o> = &'o dyn Fn(&'static str, &[ParamId], &Tensor);
 
 /// Callbacks of a forward pass: `values` sees values under a name, `ops` sees the result of each recorded operation.
@@ -29,7 +29,7 @@ pub(super) struct Observers<'o> {
 
 type Body<'m> = Box<dyn Fn(&Scope<'_>, &[Var]) -> Result<Vec<Var>> + 'm>;
 
-/// Cross entropy of every token of one pass, not yet summed.
+/// Cross entropy of every token of one forward pass, not yet summed.
 #[derive(Clone, Debug)]
 pub struct Loss {
     /// f32 `[t]`: cross entropy of each row, zero where nothing is supervised.
@@ -39,7 +39,7 @@ pub struct Loss {
 }
 
 impl Loss {
-    /// The sum over all rows, in f64 and in row order.
+    /// Sum of the losses of all rows, in f64 and in row order, on the host.
     ///
     /// # Errors
     /// On the meta device, which has no values.
@@ -48,16 +48,17 @@ impl Loss {
         Ok(rows.iter().map(|x| f64::from(*x)).sum())
     }
 
-    /// Defers [`Loss::sum`], so that the host can queue backward before the forward pass has finished.
+    /// Returns a handle that computes [`Loss::sum`] later, so that the host can queue backward before the
+    /// forward pass has finished.
     ///
     /// # Errors
-    /// A device that fails.
+    /// When the device fails.
     pub fn fetch(&self) -> Result<LossFetch> {
         Ok(LossFetch(self.rows.value().fetch()?))
     }
 }
 
-/// Deferred sum of the losses of a pass; holds their memory until it is computed.
+/// Deferred sum of the losses of a pass; holds the losses' device memory until it is dropped.
 #[derive(Debug)]
 pub struct LossFetch(Fetch);
 
@@ -114,7 +115,8 @@ enum Work<'m> {
     },
 }
 
-/// Records segments in execution order. It cannot read a weight:
+/// Recorder of a forward pass for backward: a list of segments in execution order, each the part of the pass
+/// that uses one unit's parameters. It cannot read a weight:
 ///
 /// ```compile_fail
 /// fn peek(tape: &models::autograd::Tape<'_, '_>, id: engine::ParamId) {
@@ -220,8 +222,8 @@ impl<'e, 'm> Tape<'e, 'm> {
         self
     }
 
-    /// Stores the inner values of these units' segments instead of recomputing them in backward. The gradients are the
-    /// same bits.
+    /// Stores the activations inside the segments of the units for which `stored` is true, instead of
+    /// recomputing them in backward. The gradients are bit for bit the same either way.
     #[must_use]
     pub fn with_stored(mut self, stored: &'e dyn Fn(UnitId) -> bool) -> Self {
         self.stored = Some(stored);
@@ -236,8 +238,8 @@ impl<'e, 'm> Tape<'e, 'm> {
         self
     }
 
-    /// The factor that [`Tape::backward`] will be called with, 1 unless told: the gradient of a loss in a
-    /// [`Tape::last_segment`] is computed for it in forward.
+    /// Announces the factor that [`Tape::backward`] will be called with; the default is 1. A
+    /// [`Tape::last_segment`] computes the gradient of its loss for this factor during forward.
     #[must_use]
     pub fn with_loss_factor(mut self, factor: f32) -> Self {
         self.loss_factor = factor;
@@ -263,14 +265,15 @@ impl<'e, 'm> Tape<'e, 'm> {
         Var::new(value, self.id, slot, self.recording)
     }
 
-    /// Shows `var` to the observer under `name`.
+    /// Passes `var` under `name` to the tape's observer, if it has one.
     pub fn observe(&self, name: impl Display, var: &Var) {
         if let Some(observer) = self.observers.values {
             observer(&name.to_string(), var.value());
         }
     }
 
-    /// Number of elements kept on the device for backward: the inputs of the segments that run again.
+    /// Number of elements stored on the device for backward as inputs of checkpointed segments; not those
+    /// that the engine keeps or that backward recomputes.
     #[must_use]
     pub fn saved_elems(&self) -> usize {
         let segments = self.segments.borrow();
@@ -285,12 +288,13 @@ impl<'e, 'm> Tape<'e, 'm> {
         here.sum()
     }
 
-    /// Runs `body` while the parameters of `unit` are readable, and stores only `inputs`.
+    /// Runs `body` as one checkpointed segment: the parameters of `unit` are readable meanwhile, and only
+    /// `inputs` are stored for backward; [`Tape::with_stored`] makes exceptions.
     ///
-    /// `body` runs once here. Backward runs it once more if a gradient passes through, and twice if the next unit's input
-    /// is recomputed ([`ParamAccess::recomputes_input`]). All runs must compute the same. `body` captures values without
-    /// gradient (masks, positions).
-    /// Units are used in the order of the model, each at most once per tape.
+    /// `body` runs once here. Backward runs it once more if a gradient passes through, and twice if the next
+    /// unit's input is recomputed ([`ParamAccess::recomputes_input`]). All runs must compute the same. `body`
+    /// captures values without gradient (masks, positions). Units are used in the order of the model, each at
+    /// most once per tape.
     ///
     /// # Errors
     /// When the unit is out of order, an input belongs to another tape, or `body` or the engine
@@ -457,8 +461,8 @@ impl<'e, 'm> Tape<'e, 'm> {
         outputs.iter().map(|v| checksum(v.value())).collect()
     }
 
-    /// Sends `factor * sum(loss.rows)` back through the tape. Parameter gradients go to the
-    /// engine, each once, in f32. Stored inputs are dropped as the sweep passes.
+    /// Backpropagates `factor * sum(loss.rows)` through the tape. The engine receives the gradient of each
+    /// parameter once, in f32. Stored inputs are freed as backward passes their segments.
     ///
     /// # Errors
     /// When a segment differs from its first run, or the engine or the device fails.
@@ -473,7 +477,7 @@ impl<'e, 'm> Tape<'e, 'm> {
     /// instead of from a loss. Returns the gradients of the leaves of the tape.
     ///
     /// # Errors
-    /// As [`Tape::backward`], and when a value depends on nothing that wants a gradient.
+    /// As [`Tape::backward`], and when a value in `seeds` depends on no trainable parameter and no leaf.
     pub fn backward_from(self, seeds: &[(&Var, Tensor)]) -> Result<Gradients> {
         let seeds = seeds
             .iter()
@@ -544,8 +548,8 @@ impl<'e, 'm> Tape<'e, 'm> {
     }
 }
 
-/// Leases the segment's unit, recomputes its body unless the first run was recorded, and sweeps. Returns the gradients of
-/// its inputs by their slot on the tape.
+/// Leases the segment's unit, recomputes its body unless the first run was recorded, and sweeps. Returns the
+/// gradients of its inputs by their slot on the tape.
 fn sweep_segment(
     access: &dyn ParamAccess,
     segment: CheckpointedSegment<'_>,
@@ -620,8 +624,8 @@ impl CheckpointedSegment<'_> {
     }
 }
 
-/// Recomputes the inputs that a group did not store: runs its segments before `last` forward, and gives every segment of
-/// the group its inputs. Inputs on another tier are fetched once.
+/// Recomputes the inputs that a group did not store: runs its segments before `last` forward, and gives every
+/// segment of the group its inputs. Inputs on another tier are fetched once.
 fn recompute(
     access: &dyn ParamAccess,
     segments: &mut [CheckpointedSegment<'_>],
@@ -744,7 +748,7 @@ fn checksum(value: &Tensor) -> u64 {
     value.host_bytes().map_or(0, |bytes| hash(&bytes))
 }
 
-/// Gradients of the leaves of a tape, as [`Tape::backward_from`] returns them.
+/// Gradients of the leaves of a tape ([`Tape::leaf`]), as [`Tape::backward_from`] returns them.
 #[derive(Debug)]
 pub struct Gradients {
     recorder: RecorderId,
@@ -752,7 +756,7 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// The gradient of a leaf; `None` when nothing flowed into it or it is not a leaf of the tape.
+    /// The gradient of `leaf`; `None` when no gradient reached it or it is not a leaf of the tape.
     #[must_use]
     pub fn get(&self, leaf: &Var) -> Option<&Tensor> {
         match leaf.slot().filter(|_| leaf.recorder() == self.recorder) {

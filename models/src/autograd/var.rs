@@ -17,7 +17,7 @@ impl RecorderId {
 /// Index of a gradient during the sweep.
 pub(crate) type Slot = usize;
 
-/// A value on a tape or scope. Cloning shares the memory.
+/// Tensor recorded on a tape or scope, through which gradients can flow. Cloning shares its memory.
 #[derive(Clone, Debug)]
 pub struct Var {
     value: Tensor,
@@ -47,7 +47,7 @@ impl Var {
         &self.value
     }
 
-    /// The tensor of this variable, which no longer belongs to a tape.
+    /// Returns the tensor, which no longer belongs to a tape.
     #[must_use]
     pub fn into_value(self) -> Tensor {
         self.value

@@ -11,7 +11,7 @@ const THETA: f32 = 10_000.0;
 /// Base of the rotary frequencies of CogVLM2.
 const THETA_2: f32 = 500_000.0;
 
-/// The published family that a checkpoint belongs to.
+/// Which published family a checkpoint belongs to: CogVLM, CogAgent or CogVLM2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Edition {
     /// CogVLM.
@@ -25,7 +25,7 @@ pub enum Edition {
 /// A prompt template of the CogVLM family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TemplateVersion {
-    /// The question alone, without a frame.
+    /// The question alone, without text around it.
     Base,
     /// A conversation, with its earlier rounds.
     Chat,
@@ -38,7 +38,7 @@ pub enum TemplateVersion {
 /// Configuration of a CogVLM, CogAgent or CogVLM2 model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CogConfig {
-    /// The published family of the checkpoint.
+    /// Whether the checkpoint is a CogVLM, a CogAgent or a CogVLM2.
     pub edition: Edition,
     /// Sizes of the language decoder.
     pub language: LanguageConfig,
@@ -77,28 +77,30 @@ pub struct LanguageConfig {
     pub bos: i32,
     /// Id of the token after every answer.
     pub eos: i32,
-    /// Id of padding, also the placeholder of features; its embedding gets no gradient.
+    /// Id of the padding token, also the placeholder that image features replace; its embedding gets no
+    /// gradient.
     pub pad: i32,
 }
 
-/// CogAgent's second tower (EVA2-CLIP-L) and the cross-attention that reads it.
+/// Sizes of CogAgent's second vision tower (EVA2-CLIP-L) and of the cross-attention that reads it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CrossConfig {
-    /// Side of the square image in pixels.
+    /// Side of the tower's square image in pixels.
     pub image_size: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
     /// Width of the tower's residual stream, and of the cross-attention.
     pub width: usize,
-    /// Elements of a head of the tower.
+    /// Elements of one attention head of the tower.
     pub head_dim: usize,
-    /// Number of blocks in the checkpoint; the last one is never computed.
+    /// Number of the tower's blocks in the checkpoint; the last one is never computed.
     pub layers: usize,
     /// Inner width of the gated MLP in each block of the tower.
     pub inner: usize,
     /// Rows of the tower's output head in the checkpoint; the head is never computed.
     pub embed_dim: usize,
-    /// Side of the position grid, in patches, to which rotary coordinates are scaled.
+    /// Side, in patches, of the square grid to which a patch's row and column are scaled for the rotary
+    /// embedding.
     pub rope_side: usize,
 }
 

@@ -24,15 +24,17 @@ const THETA: f32 = 10_000.0;
 /// A batch of `N` images with `p` patches each, as inputs of CogAgent's second vision tower.
 #[derive(Clone, Debug)]
 pub struct CrossImages {
-    /// Pixel values, `[N * p, 3 * patch * patch]`.
+    /// Pixel values of all patches in the compute dtype, `[N * p, 3 * patch * patch]`.
     pub patches: Tensor,
-    /// Row ranges of the images: rows attend to all rows of their own image.
+    /// Row range of each image, class row and patches: rows attend to all rows of their own image.
     pub sequences: Sequences,
-    /// Index tables of the images' class rows and patch rows.
+    /// Index tables by which class rows and patch rows are put together and taken apart.
     pub tables: EvaTables,
-    /// i32 `[N * p]`: for each patch, its row in the table of positions that is added after the tower.
+    /// For each patch, the row of the learned position embedding that is added to it after the tower, i32 `[N
+    /// * p]`.
     pub position_ids: Tensor,
-    /// Cosines and sines of the rotary position embedding for all rows; class rows do not rotate.
+    /// Cosines and sines of the rotary position embedding, one row per class row and patch; class rows do not
+    /// rotate.
     pub rotary: Rotary,
 }
 

@@ -64,7 +64,7 @@ fn tower(name: &str) -> Tower {
     }
 }
 
-/// CogVLM, CogAgent or CogVLM2. It has ids of parameters, not weights.
+/// CogVLM, CogAgent or CogVLM2: its configuration, parameter ids and forward pass. It holds no weights.
 #[derive(Debug)]
 pub struct CogVlm {
     config: CogConfig,
@@ -79,10 +79,11 @@ pub struct CogVlm {
 }
 
 impl CogVlm {
-    /// Declares all units and parameters of the model, without reading weights.
+    /// Builds the model and declares its parameters in units (parameters gathered together, usually one
+    /// layer). No weights are read.
     ///
     /// # Errors
-    /// When adapter targets or a selection do not fit.
+    /// When adapter targets do not fit the model, or `train` or `freeze` match nothing.
     pub fn new(config: CogConfig, options: ModelOptions) -> Result<Self> {
         let trains = |name: &str| is_added(name) || options.trains(name, tower(name));
         let modules = language_modules(config.edition);

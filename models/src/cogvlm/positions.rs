@@ -1,6 +1,7 @@
 //! Three masks over tokens that differ: image tokens, positions, and rows of the vision expert.
 
-/// Whether image features replace each of `tokens` tokens.
+/// For each of a sample's `tokens` tokens, whether image features replace it. `images` are the token ranges
+/// (start, end) of the images.
 #[must_use]
 pub fn token_types(tokens: usize, images: &[(usize, usize)]) -> Vec<bool> {
     let mut types = vec![false; tokens];
@@ -10,7 +11,8 @@ pub fn token_types(tokens: usize, images: &[(usize, usize)]) -> Vec<bool> {
     types
 }
 
-/// Positions of the tokens. The features of an image, without the learned rows around them, share one position.
+/// Position ids of a sample's tokens; `types` says which are image tokens, as [`token_types`] returns it. The
+/// features of an image, without the learned rows before and after them, share one position.
 #[must_use]
 pub fn position_ids(types: &[bool]) -> Vec<i32> {
     let last = types.len().saturating_sub(1);
@@ -28,7 +30,8 @@ pub fn position_ids(types: &[bool]) -> Vec<i32> {
     steps.collect()
 }
 
-/// Whether the vision expert computes a token: image tokens except the last row of each image.
+/// For each token, whether the vision expert computes it: all image tokens except the last row of each image.
+/// `types` is from [`token_types`].
 #[must_use]
 pub fn vision_mask(types: &[bool]) -> Vec<bool> {
     let next = |i: usize| types.get(i + 1).is_some_and(|t| *t);

@@ -5,7 +5,8 @@ use crate::processor::ProcessorError;
 use crate::text::Tokenizer;
 use std::path::Path;
 
-/// Turns samples into model inputs; the sample rules are in `sample.rs` beside this file.
+/// Processor of the CogVLM family: turns samples into token ids, labels and image patches. Its sample rules
+/// are in `sample.rs`.
 #[derive(Clone, Debug)]
 pub struct CogProcessor {
     pub(super) config: CogConfig,

@@ -7,8 +7,8 @@ use crate::error::Result;
 use crate::nn::{Rotary, rope_frequencies, rotary_of, round};
 use kernels::{Backend, DType, RopeLayout};
 
-/// Angles of `positions` for heads of `head_dim` elements, every pair of which rotates, rounded to
-/// `dtype` wherever the published code rounds.
+/// Cosines and sines of the decoder's rotary position embedding, one row for each of `positions`. All
+/// `head_dim` elements of a head rotate. Values are rounded to `dtype` wherever the published code rounds.
 ///
 /// # Errors
 /// When memory runs out.

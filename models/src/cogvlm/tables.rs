@@ -11,9 +11,10 @@ use kernels::Tensor;
 pub struct CogAgentTables {
     /// Index tables for the EVA tower, which is the first.
     pub eva: EvaTables,
-    /// i32 `[N * p]`: rows of the positions added after the first tower.
+    /// For each patch, the row of the learned position embedding that is added to it after the first tower,
+    /// i32 `[N * p]`.
     pub position_ids: Tensor,
-    /// Inputs and index tables of the same images for the second tower.
+    /// Inputs and index tables of the same images for the second tower, which cross-attention reads.
     pub cross: CrossImages,
 }
 

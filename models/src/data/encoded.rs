@@ -10,16 +10,18 @@ pub const IGNORED: i32 = kernels::IGNORED_LABEL;
 pub struct EncodeOptions {
     /// Most tokens of a sample, including those of images; longer samples are cut.
     pub model_max_length: usize,
-    /// Most cells per image, instead of the model directory's number; only MiniCPM cuts images into cells.
+    /// Largest number of cells (parts) that an image is cut into, instead of the model directory's number.
+    /// Only MiniCPM cuts images.
     pub max_slice_nums: Option<usize>,
     /// Whether the loss of GLM-4V covers the role token after an answer. It does not in the published recipe, so its
     /// models never learn to stop. In the other families the loss always covers the end token.
     pub train_on_turn_end: bool,
-    /// How prompts are written, instead of the model directory's way; only CogVLM, CogAgent and CogVLM2 have several.
+    /// Prompt template to use instead of the model directory's; only CogVLM, CogAgent and CogVLM2 have
+    /// several.
     pub prompt: Option<PromptStyle>,
 }
 
-/// Which prompt template a prompt follows, and in whose form.
+/// Prompt template of a run, and the code base whose variant of it is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PromptStyle {
     /// The template that places questions and answers in the text.

@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use crate::text::Message;
 
-/// Name of the image of a sample that gives one path instead of named ones.
+/// Name given to the image of a sample whose data file states one image path without a name.
 pub const SINGLE_IMAGE: &str = "<image>";
 
 /// Why a data file cannot be used.

@@ -15,23 +15,24 @@ pub struct EvaTables {
     pub position_ids: Tensor,
     /// `[N]`: row of each image's class token in the tower's output.
     pub class_rows: Tensor,
-    /// `[N * p]`: rows of the patches in the tower's output.
+    /// Row of each patch in the tower's output, `[N * p]`.
     pub patch_rows: Tensor,
-    /// `[N]` zeros: index that copies one learned row for every image.
+    /// Zeros, `[N]`: gather index that repeats a learned row for every image.
     pub zeros: Tensor,
-    /// `[N * p]`: numbers of the patches, ordered by blocks of 2 x 2 that become one feature; empty if none are
-    /// merged.
+    /// Numbers of the patches, `[N * p]`, ordered by blocks of 2 x 2 that become one feature; empty in a
+    /// model that does not merge patches.
     pub fold_rows: Tensor,
-    /// `[N * m]`: rows of the features in the projector's result, where each image has a learned row before and after
-    /// them.
+    /// Row of each feature among the features and learned vectors of all images, `[N * m]`. Each image has
+    /// one learned vector before its features and one after.
     pub feature_rows: Tensor,
-    /// `[N]`: for each image, the row of the learned vector before its features.
+    /// For each image, the row of the learned vector before its features, `[N]`, numbered as `feature_rows`.
     pub begin_rows: Tensor,
-    /// `[N]`: for each image, the row of the learned vector after its features.
+    /// For each image, the row of the learned vector after its features, `[N]`, numbered as `feature_rows`.
     pub end_rows: Tensor,
-    /// `[N * (p + 1)]`: patch number in the batch whose dropout a row of the tower uses.
+    /// For each row of the tower, the number in the batch of the patch by which its dropout mask is drawn,
+    /// `[N * (p + 1)]`.
     pub row_names: Tensor,
-    /// `[N * m]`: the same patch number, for each feature.
+    /// For each feature, the number in the batch of the patch by which its dropout mask is drawn, `[N * m]`.
     pub feature_names: Tensor,
 }
 

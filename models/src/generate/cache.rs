@@ -25,7 +25,7 @@ pub struct CacheShape {
     pub dtype: DType,
     /// Number of learned prefix tokens (p-tuning) before each prompt.
     pub prefix_tokens: usize,
-    /// Sizes of the image features that every layer reads by cross-attention, if any.
+    /// Sizes of the image features that every layer reads by cross-attention; `None` in a model without it.
     pub cross: Option<CrossCacheShape>,
 }
 
@@ -39,14 +39,15 @@ pub struct CrossCacheShape {
 }
 
 impl CacheShape {
-    /// Bytes that the cache holds per token: keys and values of all layers.
+    /// Bytes of the cache per token of a prompt or answer: keys and values of all layers.
     #[must_use]
     pub fn bytes_per_token(&self) -> u64 {
         let elems = 2 * self.layers * self.kv_heads * self.head_dim;
         (elems * self.dtype.size_bytes()) as u64
     }
 
-    /// Bytes that the cache holds per prompt with `images` images, in addition to those of its tokens.
+    /// Bytes of the cache per prompt with `images` images, in addition to those of its tokens: learned
+    /// prefix, and keys and values of the image features that cross-attention reads.
     #[must_use]
     pub fn bytes_per_prompt(&self, images: usize) -> u64 {
         let cross = self.cross.map_or(0, |cross| cross.features * cross.width);
@@ -59,7 +60,8 @@ impl CacheShape {
 /// Keys and values `[rows, g, d]` of one layer.
 type Pair = [Tensor; 2];
 
-/// The cache of one batch of prompts, in the device's pool under [`Tag::Cache`].
+/// Key/value cache of one batch of prompts, for all decoder layers, in the device's memory pool under
+/// [`Tag::Cache`].
 #[derive(Debug)]
 pub struct KvCache {
     /// A layer's tensors; absent only during a write, or after a failed one.
@@ -75,10 +77,10 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// A cache for prompts that grow to `capacities` tokens.
+    /// Allocates a cache in which prompt `i` with its answer may grow to `capacities[i]` tokens.
     ///
     /// # Errors
-    /// When the pool is full.
+    /// When the device's memory pool is full.
     pub fn new(backend: &dyn Backend, shape: CacheShape, capacities: &[usize]) -> Result<Self> {
         let mut rows = 0;
         let ranges = capacities.iter().map(|capacity| {
@@ -105,7 +107,8 @@ impl KvCache {
         })
     }
 
-    /// Sets the range of each prompt's features among those of the first pass.
+    /// Sets, for each prompt, the range of its image features among those of all prompts. Cross-attention
+    /// reads them in every pass.
     #[must_use]
     pub fn with_features(mut self, features: Vec<Range<usize>>) -> Self {
         self.features = features;
@@ -115,7 +118,7 @@ impl KvCache {
     /// Rows that attend to features when the prompts `open`, ascending, get one token each.
     ///
     /// # Errors
-    /// When the pool is full.
+    /// When the device's memory pool is full.
     pub(crate) fn cross_rows(
         &self,
         open: &[usize],
@@ -188,7 +191,8 @@ impl KvCache {
     }
 }
 
-/// Cache of a batch and the rows that one pass writes and reads; part of a [`Batch`](crate::Batch).
+/// The key/value cache as one forward pass uses it: the cache rows that the pass writes, and those that its
+/// queries read.
 #[derive(Clone, Debug)]
 pub struct CachePass {
     cache: Arc<KvCache>,
@@ -200,11 +204,11 @@ pub struct CachePass {
 }
 
 impl CachePass {
-    /// The first pass, which stores whole prompts: `lengths` lists (index of the prompt, its number of tokens),
-    /// ascending.
+    /// The cache for the first pass, which stores the keys and values of whole prompts. `lengths` lists
+    /// (index of the prompt, its number of tokens), ascending.
     ///
     /// # Errors
-    /// When the pool is full.
+    /// When the device's memory pool is full.
     pub fn prefill(
         cache: Arc<KvCache>,
         lengths: &[(usize, usize)],
@@ -222,11 +226,11 @@ impl CachePass {
         })
     }
 
-    /// A pass with one new token per prompt: `cached` lists (index of the prompt, its tokens cached before),
-    /// ascending.
+    /// The cache for a later pass, with one new token per prompt. `cached` lists (index of the prompt, its
+    /// number of tokens already cached), ascending.
     ///
     /// # Errors
-    /// When the pool is full.
+    /// When the device's memory pool is full.
     pub fn decode(
         cache: Arc<KvCache>,
         cached: &[(usize, usize)],
@@ -246,7 +250,7 @@ impl CachePass {
         })
     }
 
-    /// The cache of the decoder layer with the number `layer`.
+    /// The cache of the decoder layer number `layer`, as this pass reads and writes it.
     #[must_use]
     pub fn layer(&self, layer: usize) -> CachedLayer<'_> {
         CachedLayer { pass: self, layer }

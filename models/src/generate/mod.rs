@@ -29,7 +29,8 @@ pub struct Prompt<'a> {
 }
 
 impl Prompt<'_> {
-    /// Largest number of tokens of prompt and answer in the cache. The last token of an answer is never fed back.
+    /// Largest number of tokens, of prompt and answer together, in the cache. The last token of an answer is
+    /// never fed back.
     #[must_use]
     pub fn cached_tokens(&self) -> usize {
         (self.input.input_ids.len() + self.max_new_tokens).saturating_sub(1)
@@ -41,11 +42,12 @@ impl Prompt<'_> {
 pub struct GenerateOptions {
     /// How the next token is chosen from the logits.
     pub sampling: Sampling,
-    /// Tokens that end an answer; they are not part of it.
+    /// Ids of the tokens that end an answer; they are not part of it.
     pub stop_ids: Vec<i32>,
 }
 
-/// Bytes of the cache of [`generate`] for `prompts`, before the pool's rounding to size classes.
+/// Bytes of device memory that the key/value cache of [`generate`] takes for `prompts`, before the memory
+/// pool rounds allocations up to its size classes.
 #[must_use]
 pub fn cache_bytes(shape: CacheShape, prompts: &[Prompt<'_>]) -> u64 {
     let of = |prompt: &Prompt<'_>| {
@@ -55,12 +57,12 @@ pub fn cache_bytes(shape: CacheShape, prompts: &[Prompt<'_>]) -> u64 {
     prompts.iter().map(of).sum()
 }
 
-/// Continues every prompt until a stop token or its own limit, and returns the new tokens.
+/// Continues every prompt until a stop token or its own limit, and returns the new tokens of each.
 ///
-/// Ranks that share the model's parameters run the same number of passes: before each,
-/// `anyone_left` is told whether this rank still decodes and answers whether any rank does; the
-/// generation ends when it answers no. A rank that is done, or has no prompt, runs a pass of one
-/// token meanwhile. Lengths and contents of the answers may differ between ranks.
+/// Ranks that share the model's parameters run the same number of passes. Before each pass, `anyone_left` is
+/// told whether this rank still decodes, and answers whether any rank does. The generation ends when it
+/// answers no. A rank that is done, or has no prompt, runs a pass of one token meanwhile. Lengths and
+/// contents of the answers may differ between ranks.
 ///
 /// # Errors
 /// When a prompt does not fit the model, the engine or the device fails, or `anyone_left` does.
@@ -79,11 +81,11 @@ pub fn generate(
     Ok(decoder.answers)
 }
 
-/// Dry run of [`generate`] on a device without values: the first pass, and then a pass of one token
-/// per prompt. `begin` runs before each pass and `end` after it.
+/// Dry run of [`generate`] on the meta device, which has no values: the first pass, and then one pass of one
+/// token per prompt. `begin` runs before each pass and `end` after it.
 ///
 /// # Errors
-/// As [`generate`], sampling aside.
+/// As [`generate`], except for those of sampling.
 pub fn dry_run_answers(
     model: &dyn VisionLanguageModel,
     access: &dyn ParamAccess,
@@ -117,8 +119,8 @@ struct Decoder<'a> {
     open: Vec<usize>,
     /// The key/value cache of the batch; present after the first pass.
     cache: Option<Arc<KvCache>>,
-    /// Position of each prompt's last token. It may differ from the length, since an image may take fewer positions than
-    /// tokens.
+    /// Position of each prompt's last token. It may differ from the length, since an image may take fewer
+    /// positions than tokens.
     last_positions: Vec<i32>,
 }
 

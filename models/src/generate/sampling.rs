@@ -32,7 +32,7 @@ impl Sampling {
     /// Checks that temperature and top-p are in range.
     ///
     /// # Errors
-    /// Names the setting out of range.
+    /// [`ModelError::Config`] with the setting that is out of range.
     pub fn check(&self) -> Result<()> {
         let refuse = |field, value: f32, reason| {
             Err(ModelError::Config {
@@ -50,7 +50,8 @@ impl Sampling {
         Ok(())
     }
 
-    /// The next token of `sample` after `position` generated ones, from its f32 logits by token id.
+    /// Id of the next token of the sample number `sample`, after `position` generated tokens. `logits` has
+    /// one f32 per token id.
     #[must_use]
     pub fn next(&self, logits: &[f32], sample: u64, position: u64) -> i32 {
         if self.temperature == 0.0 || self.top_k == 1 {

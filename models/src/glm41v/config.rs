@@ -33,7 +33,8 @@ pub struct LanguageConfig {
     pub head_dim: usize,
     /// Number of elements at the front of a head that the rotary embedding rotates; the others pass unchanged.
     pub rotary_dim: usize,
-    /// How many rotary frequencies follow the time, row and column position, in this order, repeated.
+    /// M-RoPE sections: numbers of consecutive rotary frequencies that follow the time, row and column
+    /// position, in this order, repeated.
     pub mrope_section: Vec<usize>,
     /// Base (theta) of the rotary position embedding's frequencies.
     pub rope_theta: f64,
@@ -47,7 +48,8 @@ pub struct LanguageConfig {
     pub initializer_range: f64,
 }
 
-/// The vision tower and the merger.
+/// Sizes of the vision tower and of its merger, which projects 2 x 2 patches to one feature for the language
+/// model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VisionConfig {
     /// Width of the tower's residual stream: elements per patch.
@@ -64,7 +66,7 @@ pub struct VisionConfig {
     pub head_dim: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
-    /// Number of frames that the patch embedding takes; an image is repeated as often.
+    /// Number of video frames that the patch embedding takes; a still image is repeated for each.
     pub frames: usize,
     /// Number of learned position embeddings along each side of their square grid.
     pub grid_side: usize,
@@ -72,7 +74,7 @@ pub struct VisionConfig {
     pub rms_norm_eps: f64,
 }
 
-/// Patches per side that become one feature.
+/// Side, in patches, of the square of patches that becomes one feature.
 pub const MERGE: usize = 2;
 
 impl Glm41vConfig {

@@ -3,14 +3,17 @@
 /// Time, row and column position of every token of a sample.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct TokenPositions {
-    /// `[3][tokens]`; the three are equal outside of images.
+    /// Time, row and column position, in this order, of each token: `[3][tokens]`. The three are equal for
+    /// text tokens.
     pub rows: [Vec<i32>; 3],
 }
 
 impl TokenPositions {
-    /// Positions of `tokens` tokens with images `images` (start, features per column, features per row). Text counts by
-    /// one. An image at `p` counts its features by row and column from `p`, and the text after it continues at `p` plus the
-    /// longer side.
+    /// Positions of a sample's `tokens` tokens. Each of `images` is the first token of an image with its
+    /// numbers of features per column and per row.
+    ///
+    /// Text counts up by one in all three coordinates. An image at position `p` has time `p`, and row and
+    /// column count from `p`. The text after it continues at `p` plus the image's longer side in features.
     #[must_use]
     pub fn new(tokens: usize, images: &[(usize, [usize; 2])]) -> Self {
         let mut positions = Self::default();
@@ -40,7 +43,7 @@ impl TokenPositions {
         }
     }
 
-    /// Appends the tokens of another sample.
+    /// Appends the positions of another sample's tokens, unchanged.
     pub fn append(&mut self, other: &Self) {
         for (row, more) in self.rows.iter_mut().zip(&other.rows) {
             row.extend(more);
@@ -70,8 +73,8 @@ pub(super) fn mrope_angles<'a>(
     })
 }
 
-/// Coordinates (row, column) of the patches of a grid in the order of the tower: blocks of 2 x 2 row by row, and row by
-/// row within a block.
+/// Coordinates (row, column) of the patches of a grid in the order of the tower: blocks of 2 x 2 row by row,
+/// and row by row within a block.
 pub(super) fn block_order([rows, cols]: [usize; 2]) -> impl Iterator<Item = [usize; 2]> + Clone {
     let across = cols / 2;
     (0..rows / 2 * across).flat_map(move |block| {
@@ -80,8 +83,8 @@ pub(super) fn block_order([rows, cols]: [usize; 2]) -> impl Iterator<Item = [usi
     })
 }
 
-/// Weights of the learned positions, `[rows * cols, side * side]`, that give the positions of a grid in the order of the
-/// tower: the learned `side` x `side` table under bicubic interpolation, its border repeated.
+/// Weights of the learned positions, `[rows * cols, side * side]`, that give the positions of a grid in the
+/// order of the tower: the learned `side` x `side` table under bicubic interpolation, its border repeated.
 pub(super) fn position_weights([rows, cols]: [usize; 2], side: usize) -> Vec<f32> {
     let vertical: Vec<_> = (0..rows).map(|i| taps(i, rows, side)).collect();
     let horizontal: Vec<_> = (0..cols).map(|j| taps(j, cols, side)).collect();

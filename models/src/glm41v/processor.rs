@@ -10,10 +10,10 @@ use crate::config::{ConfigError, size};
 use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor};
 use crate::text::{Tokenizer, TokenizerError};
 
-/// Image settings of a model directory.
+/// Image settings from `preprocessor_config.json` and `config.json` of a model directory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProcessorConfig {
-    /// Limits of the size of images.
+    /// Limits on the size to which images are resized.
     pub limits: ImageLimits,
     /// Side of a patch in pixels.
     pub patch_size: usize,
@@ -22,7 +22,8 @@ pub struct ProcessorConfig {
 }
 
 impl ProcessorConfig {
-    /// Combines `model` with `preprocessor_config.json` of the directory `dir`.
+    /// Reads the settings from `preprocessor_config.json` of the directory `dir` and from `model`, the
+    /// configuration of the model.
     ///
     /// # Errors
     /// [`ProcessorError`] if the file is missing or invalid, or contradicts `model`.
@@ -122,7 +123,8 @@ impl MarkerIds {
     }
 }
 
-/// Turns samples into model inputs; the sample rules are in `sample.rs` beside this file.
+/// Processor of GLM-4.1V: turns samples into token ids, labels and image patches. Its sample rules are in
+/// `sample.rs`.
 #[derive(Clone, Debug)]
 pub struct Glm41vProcessor {
     pub(super) config: ProcessorConfig,

@@ -1,11 +1,12 @@
 //! Size of resized images: whole blocks of patches, with an area within limits.
 
-/// Limits of the size of images.
+/// Limits on the size to which [`smart_resize`] resizes images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageLimits {
-    /// Side of a block of patches that becomes one feature, in pixels.
+    /// Side, in pixels, of the square of patches that becomes one feature; sides of resized images are
+    /// multiples of it.
     pub block: usize,
-    /// Frames of an image; each counts towards its pixels.
+    /// Number of frames that an image is repeated to; the pixels of all frames count.
     pub frames: usize,
     /// Smallest number of pixels of the resized image, summed over its frames.
     pub min_pixels: usize,
@@ -16,8 +17,8 @@ pub struct ImageLimits {
 /// Largest accepted ratio of an image's longer side to its shorter one.
 pub const MAX_ASPECT_RATIO: f64 = 200.0;
 
-/// Size (width, height) of an image of `width` x `height` pixels after resizing, in whole blocks; `None` if one side is
-/// more than [`MAX_ASPECT_RATIO`] times the other.
+/// Size (width, height) in pixels to which an image of `width` x `height` pixels is resized, a whole number
+/// of blocks per side. `None` if one side is more than [`MAX_ASPECT_RATIO`] times the other.
 #[must_use]
 pub fn smart_resize(
     (width, height): (usize, usize),

@@ -9,14 +9,17 @@ use crate::nn::{Rotary, rope_frequencies, rotary_of};
 use crate::processor::Normalization;
 use kernels::{Backend, DType, RopeLayout, Tensor};
 
-/// Index tables of GLM-4.1V's vision tower for the `P` patches of all images, in blocks of 2 x 2.
+/// Index tables of GLM-4.1V's vision tower for the `P` patches of all images, which are ordered by blocks of
+/// 2 x 2.
 #[derive(Clone, Debug)]
 pub struct Glm41vTables {
-    /// f32 `[P, learned positions]`: weight of every learned position in each patch's position.
+    /// Interpolation weights, f32 `[P, S]`: the share of each of the `S` learned position embeddings in each
+    /// patch's position.
     pub position_weights: Tensor,
-    /// Cosines and sines of the rotary position embedding, by row and column of each patch.
+    /// Cosines and sines of the rotary position embedding, one row per patch: half of a head's pairs rotate
+    /// by the patch's row in its image, half by its column.
     pub rotary: Rotary,
-    /// i32 `[P / 4]`: the number of the first patch of each block of 2 x 2.
+    /// Number of the first patch of each block of 2 x 2, i32 `[P / 4]`.
     pub block_rows: Tensor,
 }
 

@@ -11,7 +11,8 @@ pub struct Glm4vConfig {
     pub language: LanguageConfig,
     /// Sizes of the EVA vision tower.
     pub vision: EvaConfig,
-    /// Number by which an image's rows, learned ones included, are divided before they enter the language model.
+    /// Divisor of an image's features, and of the learned vectors before and after them, before they enter
+    /// the language model.
     pub scaling_factor: f64,
     /// Ids of the tokens that end an answer.
     pub eos_ids: Vec<i32>,

@@ -38,7 +38,7 @@ fn tower(name: &str) -> Tower {
     }
 }
 
-/// GLM-4V. It has ids of parameters, not weights.
+/// GLM-4V: its configuration, parameter ids and forward pass. It holds no weights.
 #[derive(Debug)]
 pub struct Glm4v {
     config: Glm4vConfig,
@@ -51,10 +51,12 @@ pub struct Glm4v {
 }
 
 impl Glm4v {
-    /// Declares all units and parameters of the model, without reading weights.
+    /// Builds the model and declares its parameters in units (parameters gathered together, usually one
+    /// layer). No weights are read.
     ///
     /// # Errors
-    /// When adapter targets or a selection do not fit, or learned keys and values are asked for.
+    /// When adapter targets do not fit the model, `train` or `freeze` match nothing, or the options ask for
+    /// learned keys and values (p-tuning).
     pub fn new(config: Glm4vConfig, options: ModelOptions) -> Result<Self> {
         options.refuse_ptuning()?;
         let trains = |name: &str| options.trains(name, tower(name));

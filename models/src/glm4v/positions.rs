@@ -1,7 +1,8 @@
 //! Positions of tokens. All features of an image share one.
 
-/// Positions of `tokens` tokens. Each of `images` (`start..end`) is an image's features with the two learned rows around
-/// them. An image takes three positions, like its three tokens in the text: its first row, all features, its last row.
+/// Position ids of a sample's `tokens` tokens. Each of `images` is the token range (start, end) of an image:
+/// its features, with a learned vector before and after them. An image takes three position ids: one for each
+/// learned vector, and one that all its features share.
 #[must_use]
 pub fn token_positions(tokens: usize, images: &[(usize, usize)]) -> Vec<i32> {
     let mut positions = Vec::with_capacity(tokens);

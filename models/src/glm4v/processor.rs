@@ -41,7 +41,8 @@ impl MarkerIds {
     }
 }
 
-/// Turns samples into model inputs; the sample rules are in `sample.rs` beside this file.
+/// Processor of GLM-4V: turns samples into token ids, labels and image patches. Its sample rules are in
+/// `sample.rs`.
 #[derive(Clone, Debug)]
 pub struct Glm4vProcessor {
     pub(super) tokenizer: Tokenizer,

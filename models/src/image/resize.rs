@@ -12,7 +12,8 @@ const HALF: i32 = 1 << (PRECISION_BITS - 1);
 /// Radius of the cubic kernel in input pixels, without shrinking.
 const CUBIC_SUPPORT: f64 = 2.0;
 
-/// Resizes `image` to `width` x `height` pixels.
+/// Resizes `image` to `width` x `height` pixels by bicubic interpolation with anti-aliasing, byte for byte as
+/// Pillow.
 ///
 /// # Panics
 /// If `width` or `height` is zero.

@@ -4,9 +4,9 @@ use std::path::{Component, Path, PathBuf};
 
 use super::{ImageError, RgbImage, decode, dimensions};
 
-/// Lookup of images by the paths in samples.
+/// Source of the images of a data set, looked up by the paths that samples state.
 pub trait ImageSource: Send + Sync {
-    /// Width and height in pixels, without decoding the image.
+    /// Width and height, in pixels, of the image that `path` names, without decoding it.
     ///
     /// # Errors
     /// [`ImageError`] naming the file.
@@ -27,7 +27,8 @@ pub struct ImageFolder {
 }
 
 impl ImageFolder {
-    /// Relative paths start at `root` and may not leave it through `..` or a symbolic link.
+    /// Source of images whose relative paths start at `root` and may not leave it through `..` or a symbolic
+    /// link.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self {
             root: root.into(),
@@ -35,7 +36,7 @@ impl ImageFolder {
         }
     }
 
-    /// The directory that holds the data file `data`.
+    /// Source of images whose relative paths start at the directory that holds the data file `data`.
     pub fn beside(data: &Path) -> Self {
         let parent = data
             .parent()
@@ -43,14 +44,14 @@ impl ImageFolder {
         Self::new(parent.unwrap_or(Path::new(".")))
     }
 
-    /// Lets relative paths leave the directory when `allow` is true.
+    /// Sets whether relative paths may leave the root directory; by default they may not.
     #[must_use]
     pub fn allow_outside(mut self, allow: bool) -> Self {
         self.allow_outside = allow;
         self
     }
 
-    /// Path of the file that `path` names in a sample.
+    /// Path on disk of the image that a sample names as `path`.
     ///
     /// # Errors
     /// [`ImageError::OutsideDirectory`] for a relative path that leaves the directory,

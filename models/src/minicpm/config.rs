@@ -4,7 +4,7 @@ use crate::config::{ConfigError, ConfigFile, Fields, at_most, divisible, size};
 use serde_json::Value;
 use std::path::Path;
 
-/// Head size of the resampler's attention: it has `hidden_size / 128` heads.
+/// Elements of one head of the resampler's attention, which has `hidden_size / 128` heads.
 pub const RESAMPLER_HEAD_DIM: usize = 128;
 /// The only release of the family whose layout is implemented.
 const SUPPORTED_VERSION: &str = "2.6";
@@ -13,7 +13,7 @@ const DEFAULT_SCALE_RESOLUTION: usize = 448;
 /// Slices per image of the published checkpoints.
 const DEFAULT_MAX_SLICES: usize = 9;
 
-/// The published family that a checkpoint belongs to.
+/// Which published family a checkpoint belongs to: MiniCPM-V or MiniCPM-o.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// MiniCPM-V: `vpm`, `resampler`, `llm`.
@@ -38,9 +38,9 @@ pub struct MiniCpmConfig {
     /// Largest number of slices that the vision tower takes at once in the published code; results do not depend on
     /// it.
     pub vision_batch_size: usize,
-    /// Whether images are numbered in the prompt.
+    /// Whether images get a number (image id) in the prompt.
     pub use_image_id: bool,
-    /// How large images are cut into cells.
+    /// Rules by which large images are cut into cells.
     pub slicing: SlicingConfig,
 }
 
@@ -65,7 +65,7 @@ pub struct LanguageConfig {
     pub rms_norm_eps: f64,
     /// Base (theta) of the rotary position embedding's frequencies.
     pub rope_theta: f64,
-    /// Whether the output head shares the embedding.
+    /// Whether the output head uses the weight of the token embedding.
     pub tie_word_embeddings: bool,
     /// Standard deviation of the normal distribution of random initial weights.
     pub initializer_range: f64,
@@ -92,12 +92,12 @@ pub struct VisionConfig {
     pub layer_norm_eps: f64,
 }
 
-/// How large images are cut into cells, each a slice of its own.
+/// Rules by which large images are cut into cells; each cell is a slice, an input of the vision tower.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlicingConfig {
     /// Largest number of cells of an image, without the overview; 1 means that images are never cut.
     pub max_slice_nums: usize,
-    /// Side of a square with about the area of a slice, in pixels.
+    /// Size that slices aim at: side, in pixels, of a square with about the area of a slice.
     pub scale_resolution: usize,
     /// Side of a patch in pixels.
     pub patch_size: usize,
@@ -141,7 +141,7 @@ impl MiniCpmConfig {
         Ok(config)
     }
 
-    /// Number of heads of the attention in the resampler.
+    /// Number of heads of the resampler's attention.
     pub fn resampler_heads(&self) -> usize {
         self.language.hidden_size / RESAMPLER_HEAD_DIM
     }

@@ -34,8 +34,8 @@ fn tower(name: &str) -> Tower {
     }
 }
 
-/// MiniCPM-V 2.6 or the vision + text path of MiniCPM-o 2.6. It has ids of
-/// parameters, not weights.
+/// MiniCPM-V 2.6, or the vision and text parts of MiniCPM-o 2.6: configuration, parameter ids and forward
+/// pass. It holds no weights.
 #[derive(Debug)]
 pub struct MiniCpm {
     config: MiniCpmConfig,
@@ -48,10 +48,12 @@ pub struct MiniCpm {
 }
 
 impl MiniCpm {
-    /// Declares all units and parameters of the model, without reading weights.
+    /// Builds the model and declares its parameters in units (parameters gathered together, usually one
+    /// layer). No weights are read.
     ///
     /// # Errors
-    /// When the embedding is tied to the head, or adapter targets or a selection do not fit.
+    /// When the embedding is tied to the head, adapter targets do not fit the model, `train` or `freeze`
+    /// match nothing, or the options ask for learned keys and values (p-tuning).
     pub fn new(
         config: MiniCpmConfig,
         normalization: Normalization,

@@ -26,7 +26,8 @@ fn arange(start: f64, end: f64, step: f64) -> Vec<f32> {
         .collect()
 }
 
-/// Bucket of each of `patches` patches of one axis on a grid of `grid_side` positions.
+/// For each of `patches` patches along one axis of a slice, the number of the learned position to which it
+/// maps, below `grid_side`.
 ///
 /// # Panics
 /// If either number is zero.
@@ -44,7 +45,8 @@ pub fn position_buckets(patches: usize, grid_side: usize) -> Vec<usize> {
         .collect()
 }
 
-/// Index of each patch, row-major, into the `grid_side * grid_side` learned positions.
+/// For each patch of a slice of `rows` x `cols` patches, row-major, the row of its position embedding in the
+/// learned table of `grid_side * grid_side` positions.
 ///
 /// # Panics
 /// If any number is zero.

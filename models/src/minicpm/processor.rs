@@ -9,7 +9,7 @@ use super::config::{MiniCpmConfig, SlicingConfig};
 use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor};
 use crate::text::{ChatTemplate, Tokenizer, TokenizerError};
 
-/// Texts of the markers around image features in a prompt.
+/// Texts of the markers that a prompt puts around image features.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Markers {
     /// Marker before the features of an image's overview (the whole image, resized).
@@ -24,18 +24,18 @@ pub struct Markers {
     pub image_id_start: String,
     /// Marker after the number of an image.
     pub image_id_end: String,
-    /// Placeholder token that one image feature replaces.
+    /// Placeholder token, of which a prompt has one for each image feature.
     pub feature: String,
 }
 
 /// Image and prompt settings of a model directory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProcessorConfig {
-    /// How large images are cut into cells.
+    /// Rules by which large images are cut into cells.
     pub slicing: SlicingConfig,
     /// Number of image tokens per slice.
     pub query_num: usize,
-    /// Whether images are numbered in the prompt.
+    /// Whether images get a number (image id) in the prompt.
     pub use_image_id: bool,
     /// How pixel bytes become inputs of the vision tower.
     pub normalization: Normalization,
@@ -44,7 +44,8 @@ pub struct ProcessorConfig {
 }
 
 impl ProcessorConfig {
-    /// Combines `model` with `preprocessor_config.json` of the directory `dir`.
+    /// Reads the settings from `preprocessor_config.json` of the directory `dir` and from `model`, the
+    /// configuration of the model.
     ///
     /// # Errors
     /// [`ProcessorError`] if the file is missing or invalid, or contradicts `model`.
@@ -151,7 +152,8 @@ impl MarkerIds {
     }
 }
 
-/// Turns samples into model inputs; the sample rules are in `sample.rs` beside this file.
+/// Processor of MiniCPM: turns samples into token ids, labels and image patches. Its sample rules are in
+/// `sample.rs`.
 #[derive(Clone, Debug)]
 pub struct MiniCpmProcessor {
     pub(super) config: ProcessorConfig,

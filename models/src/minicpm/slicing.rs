@@ -13,11 +13,11 @@ pub type PixelSize = (usize, usize);
 /// The grid of equal cells into which a large image is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cells {
-    /// Number of cells in a row.
+    /// Number of columns of cells.
     pub cols: usize,
     /// Number of rows of cells.
     pub rows: usize,
-    /// Size of each cell, in pixels.
+    /// Width and height of each cell, in pixels.
     pub cell: PixelSize,
 }
 
@@ -28,7 +28,8 @@ impl Cells {
     }
 }
 
-/// Slices of an image of a given size; a pure function of that size and the configuration.
+/// Slices (inputs of the vision tower) that an image is cut into, as a function of its size and the
+/// configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlicePlan {
     /// Size of the overview (the whole image, resized), in pixels.
@@ -74,7 +75,7 @@ impl SlicePlan {
         }
     }
 
-    /// Patches (rows, cols) of each slice, in the order of the slices.
+    /// Size of each slice in patches, (rows, cols): the overview first, then the cells row by row.
     pub fn shapes(&self) -> Vec<(usize, usize)> {
         let patches = |(width, height)| (height / self.patch_size, width / self.patch_size);
         let mut shapes = vec![patches(self.overview)];
@@ -94,7 +95,7 @@ impl SlicePlan {
         self.shapes().iter().map(|(rows, cols)| rows * cols).sum()
     }
 
-    /// Cuts `image`: the overview, then the cells row by row.
+    /// Resizes `image` and cuts it into its slices: the overview first, then the cells row by row.
     pub fn cut(&self, image: &RgbImage) -> Vec<Slice> {
         let (width, height) = self.overview;
         let overview = resize(image, width, height);

@@ -13,15 +13,16 @@ use kernels::{Backend, Tensor};
 /// queries.
 #[derive(Clone, Debug)]
 pub struct MiniCpmTables {
-    /// i32 `[P]`: for each patch, its row in the table of learned positions.
+    /// For each patch, its row in the table of learned position embeddings, i32 `[P]`.
     pub position_ids: Tensor,
-    /// i32 `[P]` each: row and column of every patch inside its slice.
+    /// Row and column of every patch inside its slice, i32 `[P]` each.
     pub patch_coords: [Tensor; 2],
-    /// Number of rows and of columns that cover the patches of every slice.
+    /// Largest number of patch rows, and of patch columns, among the slices of the batch.
     pub grid: [usize; 2],
-    /// Row ranges by slice: the resampler's queries of a slice attend to the patches of the same slice.
+    /// Query and key ranges of the resampler's attention: the `Q` queries of a slice attend to the patches of
+    /// the same slice.
     pub resample: Sequences,
-    /// i32 `[N * Q]`: the numbers of the resampler's queries, `0..Q` for every slice.
+    /// Number of the learned query of each row of the resampler, i32 `[N * Q]`: `0..Q` for every slice.
     pub query_index: Tensor,
 }
 

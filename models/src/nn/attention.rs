@@ -9,7 +9,7 @@ use crate::generate::CachedLayer;
 use crate::ops::Sequences;
 use crate::params::ParamScope;
 
-/// Sizes of a self-attention layer, and the names of its projections.
+/// Sizes of a self-attention layer, and the names of its projections in the checkpoint.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SelfAttentionConfig {
     /// Width `c` of the residual stream.
@@ -20,17 +20,19 @@ pub struct SelfAttentionConfig {
     pub kv_heads: usize,
     /// Elements per head, `d`.
     pub head_dim: usize,
-    /// Name of the one weight that holds q, k and v in this order; without it they are `q_proj`, `k_proj` and `v_proj`.
+    /// Name of the one weight that stacks q, k and v in this order; `None` if they are `q_proj`, `k_proj` and
+    /// `v_proj`.
     pub fused: Option<&'static str>,
     /// Whether q, k and v have a bias.
     pub qkv_bias: bool,
     /// Whether the output projection has a bias.
     pub out_bias: bool,
-    /// Name of the module of the output projection.
+    /// Module name of the output projection in the checkpoint.
     pub out_name: &'static str,
 }
 
-/// q, k, v and output projections around softmax attention, scores scaled by `d^-0.5`.
+/// Self-attention layer: q, k, v and output projections around softmax attention, with scores scaled by
+/// `d^-0.5`.
 #[derive(Clone, PartialEq, Debug)]
 pub struct SelfAttention {
     inputs: Projections,

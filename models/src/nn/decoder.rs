@@ -10,7 +10,7 @@ use crate::generate::CachedLayer;
 use crate::params::{ParamBuilder, ParamScope};
 use engine::UnitId;
 
-/// One layer of a language decoder, as [`Decoder`] runs it.
+/// One layer of a language decoder, as [`Decoder`] runs it within the layer's unit.
 pub trait DecoderLayer: std::fmt::Debug {
     /// Applies the layer to `x`: `[T, D]` to `[T, D]`. With `cache`, keys and values are stored in it and read from
     /// it.
@@ -26,14 +26,16 @@ pub trait DecoderLayer: std::fmt::Debug {
     ) -> Result<Var>;
 }
 
-/// The layers of a decoder, all of one kind, one unit each.
+/// The layers of a decoder, all of type `L`. Each is a unit of its own: the engine gathers and releases its
+/// parameters together.
 #[derive(Debug)]
 pub struct DecoderLayers<L> {
     layers: Vec<(UnitId, L)>,
 }
 
 impl<L: DecoderLayer> DecoderLayers<L> {
-    /// Declares `count` layers by `layer`: units `unit.N`, with parameters below `module.N`.
+    /// Declares `count` layers, each by a call of `layer`. Layer N is the unit `unit.N`, and the names of its
+    /// parameters begin with `module.N`.
     pub fn new(
         params: &mut ParamBuilder<'_>,
         count: usize,
@@ -51,31 +53,34 @@ impl<L: DecoderLayer> DecoderLayers<L> {
     }
 }
 
-/// A whole language decoder: token embedding, layers of kind `L`, last norm and output head.
+/// A whole language decoder: token embedding, layers of type `L`, last norm and output head.
 #[derive(Debug)]
 pub struct Decoder<L> {
-    /// The token embedding, which is the first unit.
+    /// The token embedding, which is the decoder's first unit (parameters gathered together).
     pub embed: TokenEmbedding,
-    /// The decoder layers, one unit each.
+    /// The decoder layers, each a unit (parameters gathered together).
     pub layers: DecoderLayers<L>,
-    /// The last norm and the output head, which are the last unit.
+    /// The last norm and the output head, which together are the decoder's last unit (parameters gathered
+    /// together).
     pub head: LmHead,
 }
 
 /// Sizes of a decoder of [`DecoderBlock`]s, and the names of its units and modules.
 #[derive(Clone, PartialEq, Debug)]
 pub struct DecoderConfig {
-    /// Unit and module of the token embedding.
+    /// Name of the token embedding's unit (parameters gathered together), and path of its module in the
+    /// checkpoint.
     pub embed: [&'static str; 2],
-    /// Stem of the layers' units and of their modules; a layer's number follows.
+    /// Name of the layers' units and path of their modules, both without the layer's number, which is
+    /// appended as `.N`.
     pub layers: [&'static str; 2],
     /// Number of decoder layers.
     pub num_layers: usize,
-    /// Module of the norm before the head.
+    /// Path of the module of the norm before the output head.
     pub norm: &'static str,
-    /// Unit and module of the head.
+    /// Name of the last unit, which holds norm and output head, and path of the head's module.
     pub head: [&'static str; 2],
-    /// Rows of the embedding's and the head's weights, one per token id.
+    /// Number of token ids: rows of the weights of embedding and output head.
     pub vocabulary: usize,
     /// Sizes of each layer, and the names of its modules.
     pub block: DecoderBlockConfig,
@@ -85,7 +90,7 @@ impl Decoder<DecoderBlock> {
     /// Declares the parameters of the whole decoder.
     ///
     /// # Errors
-    /// When embedding or head is an adapter target.
+    /// When the embedding or the output head is a LoRA target; neither can take an adapter.
     pub fn new(params: &mut ParamBuilder<'_>, config: &DecoderConfig) -> Result<Self> {
         let (block, vocabulary) = (&config.block, config.vocabulary);
         let [unit, module] = config.embed;
@@ -112,7 +117,8 @@ impl Decoder<DecoderBlock> {
 }
 
 impl<L: DecoderLayer> Decoder<L> {
-    /// Embeds the tokens, splices `features` in and runs the layers: `[T, D]`, before the norm.
+    /// Hidden states `[T, D]` of the batch's tokens before the last norm: embeds the tokens, replaces the
+    /// rows of images by `features`, and runs all layers.
     ///
     /// # Errors
     /// When the engine or the device fails.

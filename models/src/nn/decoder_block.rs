@@ -24,14 +24,14 @@ pub struct DecoderBlockConfig {
     pub eps: f32,
     /// Whether q, k and v have a bias (Qwen2 does, Llama does not).
     pub qkv_bias: bool,
-    /// Names of the modules below the block.
+    /// Names of the block's modules in the checkpoint.
     pub names: BlockNames,
 }
 
-/// Names of a block's modules, and which of them the checkpoint fuses.
+/// Names of a decoder block's modules in the checkpoint, and which of them it fuses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BlockNames {
-    /// Name of the attention module.
+    /// Name of the block's attention module.
     pub attention: &'static str,
     /// Name of the one module that projects to q, k and v; `None` if they are `q_proj`, `k_proj` and `v_proj`.
     pub fused_qkv: Option<&'static str>,
@@ -41,12 +41,13 @@ pub struct BlockNames {
     pub fused_gate_up: Option<&'static str>,
     /// Name of the MLP's output projection.
     pub down: &'static str,
-    /// Names of the norms on the outputs of attention and MLP, if the block has them.
+    /// Names of two additional norms, on the outputs of attention and MLP; `None` if the block does not have
+    /// them.
     pub output_norms: Option<[&'static str; 2]>,
 }
 
 impl BlockNames {
-    /// The names in checkpoints of Llama and Qwen2.
+    /// Module names in checkpoints of Llama and Qwen2.
     pub const LLAMA: Self = Self {
         attention: "self_attn",
         fused_qkv: None,
@@ -57,7 +58,8 @@ impl BlockNames {
     };
 }
 
-/// `x += attention(norm(x)); x += mlp(norm(x))` with rotary positions. Some families norm both outputs as well.
+/// Transformer block of a decoder: `x += attention(norm(x)); x += mlp(norm(x))` with rotary positions. Some
+/// families norm the outputs of attention and MLP as well.
 #[derive(Clone, PartialEq, Debug)]
 pub struct DecoderBlock {
     norm1: RmsNorm,

@@ -6,22 +6,23 @@ use crate::error::Result;
 use crate::ops::{LinearParams, LoraParams};
 use std::ops::Range;
 
-/// Projections of one input that a checkpoint stores one above the other, such as queries, keys and values. Each is a
-/// product of its own, so that no output has to be split.
+/// Linear layers of one input, such as q, k and v, whose weights are stacked by rows into one parameter. Each
+/// is a matrix product of its own, so that no output has to be split.
 #[derive(Clone, PartialEq, Debug)]
 pub struct FusedLinear {
-    /// The weight that holds all projections one above the other, and the bias, if any.
+    /// Weight and optional bias that stack the rows of all projections.
     pub base: LinearParams,
-    /// The one adapter of all projections, or the stack of their own adapters.
+    /// LoRA parameters, if the layer is a target: one adapter for all projections, or a stack with one per
+    /// projection.
     pub adapter: Option<LoraParams>,
-    /// For each projection, its rows of the weight.
+    /// Row range of each projection in the stacked weight.
     pub parts: Vec<Range<usize>>,
-    /// Whether each projection has an adapter of its own, instead of one for all.
+    /// Whether `adapter` is a stack with one adapter per projection, instead of one for all.
     pub own_adapters: bool,
 }
 
 impl FusedLinear {
-    /// Returns each projection as a layer of its own; `N` must be the number of `parts`.
+    /// Returns each projection as a linear layer of its own; `N` must be the number of `parts`.
     #[must_use]
     pub fn layers<const N: usize>(&self) -> [Linear; N] {
         debug_assert_eq!(N, self.parts.len());
@@ -34,8 +35,8 @@ impl FusedLinear {
         })
     }
 
-    /// Applies all projections to `x` `[t, k]`: the results are `[t, n]`, in the order of `parts`, with `n` the rows
-    /// of the part.
+    /// Applies all projections to `x`, `[t, k]`. Returns one `[t, n]` per projection in the order of `parts`,
+    /// where `n` is the number of the projection's rows.
     ///
     /// # Errors
     /// When shapes do not fit or memory runs out.

@@ -4,7 +4,7 @@ use crate::autograd::{Scope, Var};
 use crate::error::Result;
 use crate::ops::LinearLayer;
 
-/// A linear layer that may have an adapter.
+/// Linear layer that may have a low-rank adapter (LoRA).
 pub type Linear = LinearLayer;
 
 impl Linear {
@@ -17,7 +17,8 @@ impl Linear {
         Ok(y)
     }
 
-    /// Layers of one input, in order: `[t, k]` to `[t, n]` of each. If all have adapters, they are one operation.
+    /// Applies each of `layers` to the same input `x`, `[t, k]`, and returns a `[t, n]` for each, in order.
+    /// If all have adapters, they run as one operation.
     ///
     /// # Errors
     /// As [`Linear::forward`].

@@ -9,14 +9,14 @@ use crate::params::ParamBuilder;
 use engine::{ParamId, UnitId};
 use kernels::{DType, Tensor};
 
-/// Names and sizes of a [`LmHead`].
+/// Names and sizes of an [`LmHead`], the last norm of a decoder with its output head.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LmHeadConfig<'a> {
-    /// Name of the unit that holds norm and head.
+    /// Name of the unit (parameters gathered together) that holds norm and head.
     pub unit: &'a str,
-    /// Path of the norm's module.
+    /// Path of the norm's module in the checkpoint.
     pub norm: &'a str,
-    /// Path of the head's module.
+    /// Path of the output head's module in the checkpoint.
     pub head: &'a str,
     /// Number of tokens of the vocabulary, `v`.
     pub vocabulary: usize,
@@ -26,14 +26,15 @@ pub struct LmHeadConfig<'a> {
     pub eps: f32,
 }
 
-/// The last norm of a decoder and its output head, together one unit.
+/// The last norm of a decoder and its output head, which are one unit: their parameters are gathered
+/// together.
 #[derive(Debug)]
 pub struct LmHead {
-    /// The unit that holds norm and head.
+    /// Id of the unit that holds norm and head.
     pub unit: UnitId,
     /// The norm that is applied before the head.
     pub norm: RmsNorm,
-    /// Weight of the head, `[v, c]`: one row per token of the vocabulary.
+    /// Id of the output head's weight, `[v, c]`: one row per token of the vocabulary.
     pub weight: ParamId,
 }
 
@@ -41,7 +42,7 @@ impl LmHead {
     /// Declares the parameters of the norm and of the head, whose weight is `[v, D]`.
     ///
     /// # Errors
-    /// When the head is an adapter target.
+    /// When the head is a LoRA target; it cannot take an adapter.
     pub fn new(params: &mut ParamBuilder<'_>, config: LmHeadConfig<'_>) -> Result<Self> {
         let mut scope = params.unit(config.unit);
         scope.refuse_adapter(config.head)?;
@@ -53,7 +54,8 @@ impl LmHead {
         })
     }
 
-    /// Cross entropy of each row of the hidden states `hidden`, `[t, c]`.
+    /// Cross entropy of each row of `hidden`, the decoder's `[t, c]` before its last norm, against the labels
+    /// of `batch`.
     ///
     /// # Errors
     /// When the engine or the device fails.
@@ -68,7 +70,7 @@ impl LmHead {
         })
     }
 
-    /// f32 logits of the rows `index` of `hidden`, or of all rows without an `index`.
+    /// Logits, f32 `[rows, v]`, of the rows `index` (i32) of `hidden`, or of all rows without an `index`.
     ///
     /// # Errors
     /// When the engine or the device fails.

@@ -15,7 +15,7 @@ pub struct GeluMlp {
 }
 
 impl GeluMlp {
-    /// Declares `fc1` and `fc2` below `name`; `width` to `inner` and back.
+    /// Declares the layers `fc1` (`width` to `inner`) and `fc2` (`inner` to `width`) below the module `name`.
     pub fn new(
         params: &mut ParamScope<'_, '_>,
         name: &str,
@@ -42,7 +42,7 @@ impl GeluMlp {
     }
 }
 
-/// `down(silu(gate(x)) * up(x))` without biases: Llama, Qwen2 and GLM.
+/// Gated MLP without biases: `down(silu(gate(x)) * up(x))`.
 #[derive(Clone, PartialEq, Debug)]
 pub struct GatedMlp {
     inputs: GateUp,
@@ -59,7 +59,8 @@ enum GateUp {
 }
 
 impl GatedMlp {
-    /// Declares `gate_proj`, `up_proj` and `down_proj` below `name`.
+    /// Declares the layers `gate_proj`, `up_proj` (`width` to `inner`) and `down_proj` (back) below the
+    /// module `name`.
     pub fn new(params: &mut ParamScope<'_, '_>, name: &str, width: usize, inner: usize) -> Self {
         let mut scope = params.at(name);
         let inputs = ["gate_proj", "up_proj"].map(|name| scope.linear(name, [inner, width], false));
@@ -69,7 +70,8 @@ impl GatedMlp {
         }
     }
 
-    /// Declares gate and up as one weight, and `down`, under these names below `name`.
+    /// Declares an MLP whose checkpoint stacks gate and up as one weight. `[gate_up, down]` are the names of
+    /// the two layers below the module `name`.
     pub fn fused(
         params: &mut ParamScope<'_, '_>,
         name: &str,
@@ -84,7 +86,7 @@ impl GatedMlp {
         }
     }
 
-    /// The gate, up and down projections, for operations over several layers.
+    /// Returns the gate, up and down projections in this order, for operations over several layers.
     #[must_use]
     pub fn layers(&self) -> [Linear; 3] {
         let [gate, up] = match &self.inputs {

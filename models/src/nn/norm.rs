@@ -8,9 +8,9 @@ use engine::ParamId;
 /// Layer norm with weight and bias.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LayerNorm {
-    /// Parameter that scales each element, `[c]`.
+    /// Id of the parameter that scales each element, `[c]`.
     pub weight: ParamId,
-    /// Parameter that is added to each element, `[c]`.
+    /// Id of the parameter that is added to each element, `[c]`.
     pub bias: ParamId,
     /// Epsilon, added to the variance before its square root is taken.
     pub eps: f32,
@@ -39,7 +39,7 @@ impl LayerNorm {
 /// Root-mean-square norm (RMSNorm) with a weight and no bias.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct RmsNorm {
-    /// Parameter that scales each element, `[c]`.
+    /// Id of the parameter that scales each element, `[c]`.
     pub weight: ParamId,
     /// Epsilon, added to the mean square before its square root is taken.
     pub eps: f32,

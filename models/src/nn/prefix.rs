@@ -1,7 +1,7 @@
 //! P-tuning v2: every layer has learned keys and values that all queries see.
 //!
-//! They precede the keys of each sample. Attention does not depend on the order of keys, and the causal mask is aligned
-//! to the last key, so every query sees all of them.
+//! They precede the keys of each sample. Attention does not depend on the order of keys, and the causal mask
+//! is aligned to the last key, so every query sees all of them.
 
 use crate::autograd::{Scope, Var};
 use crate::batch::{starts_of, upload};
@@ -11,7 +11,8 @@ use crate::params::ParamScope;
 use engine::ParamId;
 use kernels::{Backend, Tensor};
 
-/// Tables of a batch of `S` samples and `T` tokens, for `P` learned tokens of `g` heads; each i32.
+/// Index tables, all i32, that place learned keys and values (p-tuning v2) before those of each sample. The
+/// batch has `S` samples and `T` tokens; each sample gets `P` learned tokens of `g` heads.
 #[derive(Clone, Debug)]
 pub struct PrefixTables {
     /// `[S * P * g]`: rows of the learned keys in the parameter, seen as `[2 * g * P, d]`.

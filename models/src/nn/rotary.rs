@@ -4,18 +4,19 @@ use crate::batch::upload;
 use crate::error::Result;
 use kernels::{Backend, DType, Float, RopeLayout, Tensor};
 
-/// Cosines and sines of the rotary position embedding, one row per token.
+/// Cosines and sines of the rotary position embedding, one row per token or patch.
 #[derive(Clone, Debug)]
 pub struct Rotary {
-    /// Cosines of the angles, f32 `[t, w]`: `t` tokens, `w` rotating pairs of a head.
+    /// Cosines of the angles, f32 `[t, w]`: `t` rows (tokens or patches), `w` rotating pairs of a head.
     pub cos: Tensor,
-    /// Sines of the angles, f32 `[t, w]`.
+    /// Sines of the angles, f32 `[t, w]`, like `cos`.
     pub sin: Tensor,
     /// Which two elements of a head rotate as a pair.
     pub layout: RopeLayout,
 }
 
-/// Frequencies `theta^(-2i / rotary)` of the rotating pairs, for `i < rotary / 2`.
+/// Rotary frequencies in radians per position, `theta^(-2i / rotary)` for each of the `rotary / 2` rotating
+/// pairs `i` of a head.
 #[must_use]
 pub fn rope_frequencies(rotary: usize, theta: f32) -> Vec<f32> {
     (0..rotary / 2)
@@ -23,7 +24,7 @@ pub fn rope_frequencies(rotary: usize, theta: f32) -> Vec<f32> {
         .collect()
 }
 
-/// Frequencies of the rotating pairs, and the pairs' layout.
+/// Rotary frequencies of a head, and which elements rotate as pairs.
 #[derive(Clone, PartialEq, Debug)]
 pub struct RotaryTable {
     /// Radians per position of each rotating pair, `[w]`.
@@ -33,7 +34,8 @@ pub struct RotaryTable {
 }
 
 impl RotaryTable {
-    /// Cosines and sines of the angles `position * frequency`, a row per position, rounded to `dtype`.
+    /// Cosines and sines of the angles `position * frequency`, one row per position, rounded to `dtype` but
+    /// stored as f32.
     ///
     /// # Errors
     /// When memory runs out.
@@ -45,7 +47,7 @@ impl RotaryTable {
     }
 }
 
-/// Cosines and sines of `angles` (rows of `width`), rounded to `dtype`.
+/// Cosines and sines of `angles` (radians, in rows of `width`), rounded to `dtype` but stored as f32.
 ///
 /// # Errors
 /// When memory runs out.

@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::params::ParamBuilder;
 use engine::{ParamId, UnitId};
 
-/// The table of token embeddings. Image features replace the rows of their placeholder tokens.
+/// Token embedding of a decoder. Image features replace the rows of their placeholder tokens.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct TokenEmbedding {
     unit: UnitId,
@@ -16,10 +16,10 @@ pub struct TokenEmbedding {
 }
 
 impl TokenEmbedding {
-    /// Declares `module.weight` `[v, D]` as the unit `unit`.
+    /// Declares the embedding table `module.weight`, `[v, D]`, as the only parameter of the unit `unit`.
     ///
     /// # Errors
-    /// When the module is an adapter target.
+    /// When the module is a LoRA target; it cannot take an adapter.
     pub fn new(
         params: &mut ParamBuilder<'_>,
         unit: &str,
@@ -34,7 +34,8 @@ impl TokenEmbedding {
         })
     }
 
-    /// Looks up the embeddings of the batch's tokens and replaces rows by `features`: `[T, D]`.
+    /// Looks up the embeddings of the batch's tokens and replaces the rows of images by `features`; returns
+    /// `[T, D]`.
     ///
     /// # Errors
     /// When the engine or the device fails.

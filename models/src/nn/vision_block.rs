@@ -24,7 +24,8 @@ pub struct VisionBlockConfig {
     pub gelu: Gelu,
 }
 
-/// `x += attention(norm(x)); x += mlp(norm(x))`, bidirectional, all layers with biases.
+/// Transformer block of a vision tower: `x += attention(norm(x)); x += mlp(norm(x))`. Attention is
+/// bidirectional, and all layers have biases.
 #[derive(Clone, PartialEq, Debug)]
 pub struct VisionBlock {
     norm1: LayerNorm,

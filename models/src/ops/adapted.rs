@@ -14,18 +14,19 @@ use kernels::{
 /// The parameters and settings of a low-rank adapter (LoRA) of a linear layer with weight `[n, k]`.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LoraParams {
-    /// Parameter A of the adapter, `[r, k]`, which its input is multiplied by first.
+    /// Id of the adapter's matrix A, `[r, k]`, which is applied to the layer's input.
     pub lora_a: ParamId,
-    /// Parameter B of the adapter, `[n, r]`.
+    /// Id of the adapter's matrix B, `[n, r]`, which is applied to the output of A.
     pub lora_b: ParamId,
     /// Factor on the adapter's output, `alpha / r`.
     pub scale: f32,
     /// Dropout probability of the adapter's input while training.
     pub dropout: f32,
-    /// Whether the rows of the layer's input are tokens or patches; dropout draws its mask by them.
+    /// Whether the rows of the layer's input are tokens or patches. Dropout draws its mask per token or per
+    /// patch.
     pub rows: Rows,
-    /// Index of the adapter if `lora_a` is a stack of several adapters with `r` rows each. `None` if it is one
-    /// adapter.
+    /// Index of this adapter in a stack of several, whose A matrices of `r` rows each are the one parameter
+    /// `lora_a`; `None` if `lora_a` is the A of this adapter alone.
     pub part: Option<usize>,
 }
 
@@ -218,12 +219,14 @@ fn layers(held: &[Vec<PartTensors>]) -> Vec<Vec<AdaptedLayer<'_>>> {
 }
 
 impl Scope<'_> {
-    /// Projections of one input with optional adapters: `x W^T + bias + scale * (dropout(x) A^T) B^T`.
+    /// Applies several linear layers with optional LoRA adapters to one input, as one operation.
     ///
-    /// `x [t, k]` gives `[t, n]` per projection, in order. A projection has one layer for all rows, or one per group
-    /// of `row_groups`. The tape determines the dropout mask. Base weights may train as well. The gradients of `x`
-    /// are added from the last projection to the first. Outputs of A are stored for backward if the device stores
-    /// any.
+    /// A layer computes `x W^T + bias + scale * (dropout(x) A^T) B^T`; its input `x` is `[t, k]`, its result
+    /// `[t, n]`. The results are in the order of `projections`. A projection has one layer for all rows, or
+    /// one per group of `row_groups`.
+    ///
+    /// The tape determines the dropout mask. Base weights may train as well. The gradients of `x` are added
+    /// from the last projection to the first. Outputs of A are stored for backward if the device stores any.
     ///
     /// # Errors
     /// As [`Scope::linear`], or when the row groups are not a partition of the rows.

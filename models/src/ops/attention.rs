@@ -5,19 +5,24 @@ use crate::error::Result;
 use kernels::{AttentionArgs, AttentionOut, Tensor};
 use std::sync::Arc;
 
-/// Boundaries of packed sequences. The sequences are stored one after the other without padding.
+/// Boundaries of packed sequences, for queries and for keys (cumulative lengths, as `cu_seqlens` of
+/// FlashAttention). Sequences are stored one after the other without padding.
 #[derive(Clone, Debug)]
 pub struct Sequences {
-    /// Sequence `i` has the queries `q_starts[i]..q_starts[i + 1]`.
+    /// First query row of each sequence, then the number of all query rows: sequence `i` has the rows
+    /// `q_starts[i]..q_starts[i + 1]`.
     pub q_starts: Arc<[usize]>,
-    /// Sequence `i` has the keys `k_starts[i]..k_starts[i + 1]`.
+    /// First key row of each sequence, then the number of all key rows: sequence `i` has the rows
+    /// `k_starts[i]..k_starts[i + 1]`.
     pub k_starts: Arc<[usize]>,
-    /// Whether attention is causal: a query attends to the keys up to its own position.
+    /// Whether attention is causal: query `i` of `n` attends to the keys `0..=i + (keys - n)` of its
+    /// sequence.
     pub causal: bool,
 }
 
 impl Sequences {
-    /// Self-attention of sequences with the boundaries `starts`.
+    /// Boundaries for self-attention: queries and keys have the same boundaries `starts`, from 0 to the
+    /// number of rows.
     #[must_use]
     pub fn own(starts: Arc<[usize]>, causal: bool) -> Self {
         Self {
@@ -47,7 +52,8 @@ impl Sequences {
 }
 
 impl Scope<'_> {
-    /// Softmax attention of the queries `q [t, h, d]` to `k` and `v` `[s, g, d]`: `[t, h, d]`. See
+    /// Softmax attention of the queries `q [t, h, d]` to the keys `k` and values `v`, `[s, g, d]`, within
+    /// each of `sequences`. The scores are multiplied by `scale`. The result is `[t, h, d]`. See
     /// [`AttentionArgs`](kernels::AttentionArgs).
     ///
     /// # Errors

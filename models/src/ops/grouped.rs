@@ -6,7 +6,8 @@ use crate::error::Result;
 use engine::ParamId;
 use kernels::{GroupedMatmulArgs, MatmulGroup, Tensor, Transpose};
 
-/// Partition of token rows into two groups, e.g. by expert. Each is a non-empty list of i32 row numbers.
+/// Partition of a batch's token rows into two groups, e.g. by expert. Each group is a non-empty i32 tensor of
+/// row numbers.
 #[derive(Clone, Debug)]
 pub struct RowGroups(pub [Tensor; 2]);
 

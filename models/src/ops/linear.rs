@@ -9,16 +9,16 @@ use std::ops::Range;
 /// The parameters of a linear layer, `x W^T + bias`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LinearParams {
-    /// Weight `W` of the layer, `[n, ..]`. Further axes (of a convolution kernel) are folded into `k`.
+    /// Id of the layer's weight `W`, `[n, k]`. Further axes (of a convolution kernel) are folded into `k`.
     pub weight: ParamId,
-    /// Bias `[n]` of the layer, if it has one.
+    /// Id of the layer's bias, `[n]`, if it has one.
     pub bias: Option<ParamId>,
     /// Rows of weight and bias to use, e.g. one third of a fused query-key-value weight. `None` means all.
     pub rows: Option<Range<usize>>,
 }
 
 impl LinearParams {
-    /// Layer with all rows of `weight` and `bias`.
+    /// Linear layer that uses all rows of `weight` and `bias`.
     #[must_use]
     pub fn new(weight: ParamId, bias: Option<ParamId>) -> Self {
         Self {
@@ -28,7 +28,7 @@ impl LinearParams {
         }
     }
 
-    /// Restricts the layer to `rows` of weight and bias.
+    /// Restricts the layer to the rows `rows` of its weight and bias, so that it has `rows.len()` outputs.
     #[must_use]
     pub fn with_rows(mut self, rows: Range<usize>) -> Self {
         self.rows = Some(rows);

@@ -8,14 +8,17 @@ use kernels::{Backend, DType, LossGrads, LossNeeds, Shape, Tag, Tensor};
 const OP: &str = "linear_cross_entropy";
 
 impl Scope<'_> {
-    /// Cross entropy of every row, computed from hidden states and the weight of the output head.
+    /// Cross entropy of every token row, computed from hidden states and the weight of the output head,
+    /// without whole logits.
     ///
-    /// The logits of each row of `hidden [t, c]` are its product with the head `weight [v, c]`. They are compared
-    /// with `labels` (i32 `[t]`, already shifted). The result is f32 `[t]`, zero where the label is ignored.
+    /// The logits of each row of `hidden [t, c]` are its product with the head `weight [v, c]`. They are
+    /// compared with `labels` (i32 `[t]`, already shifted). The result is f32 `[t]`, zero where the label is
+    /// ignored.
     ///
-    /// The gradient must be the same factor for every row, as [`crate::autograd::Tape::backward`] provides it. The
-    /// first run of a recorded segment computes the gradients together with the values, for the factor that the tape
-    /// expects. A recompute returns zeros as values, since only their gradient is used.
+    /// The gradient of the result must be one factor for all rows, as [`crate::autograd::Tape::backward`]
+    /// provides it. The first run of a segment that stores its values computes the gradients together with
+    /// the losses, for the factor that the tape expects. A recompute returns zeros as values, since only
+    /// their gradient is used.
     ///
     /// # Errors
     /// When shapes do not fit, a label lies outside the vocabulary, or memory runs out.

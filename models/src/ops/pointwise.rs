@@ -6,7 +6,7 @@ use engine::ParamId;
 use kernels::{DType, Direction, DropoutArgs, Gelu, RopeLayout, Shape, Tensor};
 
 impl Scope<'_> {
-    /// A parameter as a differentiable value.
+    /// The parameter `id` as a value of the segment, to which gradients flow if it trains.
     ///
     /// # Errors
     /// When it is not in the unit whose weights are gathered.
@@ -47,8 +47,9 @@ impl Scope<'_> {
         })
     }
 
-    /// Inverted dropout of `x [t, k]`: elements become zero with probability `p`, and the others are divided by `1 -
-    /// p`. See [`Backend::dropout`](kernels::Backend::dropout) for `rows` and `key`.
+    /// Inverted dropout of `x [t, k]`: elements become zero with probability `p`, and the others are divided
+    /// by `1 - p`. The mask is a function of `key` and of `rows` (i32 `[t, 2]`: sample key and row number of
+    /// each row), so it is not stored.
     ///
     /// # Errors
     /// When `rows` and `x` have different numbers of rows, `p` is out of range, or memory runs out.
@@ -87,7 +88,7 @@ impl Scope<'_> {
         })
     }
 
-    /// View of the same elements with another shape.
+    /// Returns `x` with another shape of as many elements; both share their memory.
     ///
     /// # Errors
     /// When the element counts differ.
@@ -112,7 +113,7 @@ impl Scope<'_> {
         })
     }
 
-    /// SwiGLU: `silu(gate) * up`.
+    /// SwiGLU activation, elementwise: `silu(gate) * up`.
     ///
     /// # Errors
     /// When shapes differ or memory runs out.

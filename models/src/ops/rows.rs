@@ -23,7 +23,7 @@ impl Scope<'_> {
         })
     }
 
-    /// Rows `index` (i32 `[m]`) of `x [t, c]`: `[m, c]`. A row may occur several times.
+    /// Gathers the rows `index` (i32 `[m]`) of `x [t, c]` into `[m, c]`. A row may occur several times.
     ///
     /// # Errors
     /// When an index is out of range or memory runs out.
@@ -37,8 +37,8 @@ impl Scope<'_> {
         })
     }
 
-    /// Merge of parts into `[t, c]`: row `i` of a part becomes row `index[i]` of the result. Together the indices
-    /// (i32) name each of the `t` rows once.
+    /// Merges the rows of several parts into one `[t, c]`. A part is rows and their i32 index: its row `i`
+    /// becomes row `index[i]` of the result. Together the indices name each of the `t` rows once.
     ///
     /// # Errors
     /// When widths or dtypes differ, an index is out of range, or memory runs out.
@@ -81,8 +81,8 @@ impl Scope<'_> {
         })
     }
 
-    /// `base [t, c]` with row `index[i]` replaced by `rows[i]`. No index may occur twice. The gradient of a replaced
-    /// row of `base` is zero.
+    /// Returns `base [t, c]` with its row `index[i]` (i32 `[m]`) replaced by row `i` of `rows [m, c]`. No
+    /// index may occur twice. The gradient of a replaced row of `base` is zero.
     ///
     /// # Errors
     /// When an index is out of range or memory runs out.

@@ -70,9 +70,9 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Finds the template of the model directory `dir`: `chat_template.jinja`, otherwise the field
-    /// `chat_template` of `tokenizer_config.json` (a text, or a list of which `default` is taken).
-    /// The named tokens of `tokenizer` are visible to it.
+    /// Loads the chat template of the model directory `dir`: `chat_template.jinja`, otherwise the field
+    /// `chat_template` of `tokenizer_config.json` (a text, or a list of which `default` is taken). The
+    /// template sees the role tokens of `tokenizer` (such as `bos_token`) as variables.
     ///
     /// # Errors
     /// [`TemplateError`] if there is none or it is not valid.
@@ -84,7 +84,7 @@ impl ChatTemplate {
         Self::new(source, globals.collect())
     }
 
-    /// Compiles `source`; `globals` are variables it may use.
+    /// Compiles the Jinja template `source`; `globals` are names and values of variables that it may use.
     ///
     /// # Errors
     /// [`TemplateError::Syntax`] if it is not valid Jinja.

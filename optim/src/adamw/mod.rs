@@ -36,7 +36,7 @@ pub use storage::{Bf16Storage, MomentDtype, PureBf16};
 /// Elements that are converted to `f16` at a time, while they are in the L1 cache.
 const CAST_ELEMS: usize = 1024;
 
-/// Constants of one step, computed in `f64` and rounded once to `f32`.
+/// Constants of one AdamW update, computed in `f64` and rounded once to `f32`.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Coefficients {
     /// Factor by which every gradient is multiplied before the update.
@@ -47,25 +47,26 @@ pub struct Coefficients {
     pub beta2: f32,
     /// `1 - beta2`, the weight of the new squared gradient in the second moment.
     pub one_minus_beta2: f32,
-    /// Added to the square root of the second moment: `eps * sqrt(1 - beta2^step)`.
+    /// Constant added to the square root of the second moment: `eps * sqrt(1 - beta2^step)`.
     pub eps: f32,
     /// `lr * sqrt(1 - beta2^step) / (1 - beta1^step)`: the learning rate with both bias corrections.
     pub step_size: f32,
-    /// `1 - lr * weight_decay`, the factor on the weight.
+    /// `1 - lr * weight_decay`, the factor by which the weight is multiplied.
     pub decay: f32,
 }
 
-/// Hyper-parameters of a whole run. Learning rate and weight decay are arguments of each step.
+/// AdamW update rule with the hyper-parameters of a whole run. Learning rate and weight decay are arguments
+/// of each step.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AdamW {
-    /// Decay rate of the first moment.
+    /// Decay rate of the first moment (the moving average of the gradient).
     pub beta1: f64,
-    /// Decay rate of the second moment.
+    /// Decay rate of the second moment (the moving average of the squared gradient).
     pub beta2: f64,
-    /// Added to the square root of the bias-corrected second moment, by which the update is divided.
+    /// Constant added to the square root of the bias-corrected second moment, by which the update is divided.
     pub eps: f64,
-    /// Storage of weights and moments in pure `bf16`.
+    /// Storage of weights and moments in pure `bf16` precision, which has no master weights.
     #[serde(default)]
     pub pure_bf16: PureBf16,
 }
@@ -82,11 +83,11 @@ impl Default for AdamW {
 }
 
 impl AdamW {
-    /// Builds a rule with default storage for pure `bf16`. Betas must be in `0..1`; `eps` must be finite and not
-    /// negative.
+    /// Creates an AdamW rule with default storage for pure `bf16`. Betas must be in `0..1`; `eps` must be
+    /// finite and not negative.
     ///
     /// # Errors
-    /// [`OptimError::OutOfRange`] with the name of the bad number.
+    /// [`OptimError::OutOfRange`] with the name of the number that is out of range.
     pub fn new(beta1: f64, beta2: f64, eps: f64) -> Result<Self, OptimError> {
         for (what, value) in [("beta1", beta1), ("beta2", beta2)] {
             if !(0.0..1.0).contains(&value) {
@@ -113,7 +114,8 @@ impl AdamW {
         })
     }
 
-    /// Constants of update number `step`, counted from 1. `grad_scale` is the factor on every gradient.
+    /// Constants of optimizer update number `step`, counted from 1. `grad_scale` is the factor by which every
+    /// gradient is multiplied.
     ///
     /// # Errors
     /// [`OptimError::StepZero`] for step 0.
@@ -143,15 +145,16 @@ impl AdamW {
         })
     }
 
-    /// Random stream of the keys of stochastic rounding. Word 0 of a pair rounds the weights, word 1 the first
-    /// moments, word 2 the second moments; see [`crate::rounding`].
+    /// Random stream from which AdamW takes the keys of stochastic rounding. Elements `2k` and `2k + 1` share
+    /// three words: word 0 rounds their weights, word 1 their first moments, word 2 their second moments; see
+    /// [`crate::rounding`].
     #[must_use]
     pub fn rounding_stream(seed: u64) -> RandomStream {
         RandomStream::new(seed, "optimizer rounding")
     }
 
-    /// Constants of update number `step` for a GPU kernel. The kernel also multiplies `grad_scale` by the factor of a
-    /// clip block on the device.
+    /// Constants of optimizer update number `step`, counted from 1, as a GPU kernel reads them. The kernel
+    /// multiplies `grad_scale` by the clip factor that a norm kernel wrote to device memory, if it gets one.
     ///
     /// # Errors
     /// [`OptimError::StepZero`] for step 0.

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::OptimError;
 use crate::optimizer::{Precision, StateSlot};
 
-/// How `bf16` weights without a master copy are rounded after an update computed in `f32`.
+/// Rounding of `bf16` weights without a master copy, after an update that is computed in `f32`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Bf16Storage {
@@ -25,10 +25,10 @@ pub enum Bf16Storage {
 }
 
 impl Bf16Storage {
-    /// All variants.
+    /// All ways of rounding.
     pub const ALL: [Self; 3] = [Self::Stochastic, Self::Kahan, Self::Nearest];
 
-    /// The word used on command lines and in configuration files.
+    /// Name of the rounding on command lines and in configuration files, e.g. `kahan`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -52,7 +52,7 @@ impl FromStr for Bf16Storage {
     }
 }
 
-/// Element type of Adam's moments in pure `bf16`.
+/// Element type of Adam's moments in pure `bf16` precision.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MomentDtype {
@@ -64,10 +64,10 @@ pub enum MomentDtype {
 }
 
 impl MomentDtype {
-    /// All variants.
+    /// All element types of moments.
     pub const ALL: [Self; 2] = [Self::Bf16, Self::F32];
 
-    /// The word used on command lines and in configuration files.
+    /// Name of the element type on command lines and in configuration files: `bf16` or `f32`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -90,18 +90,18 @@ impl FromStr for MomentDtype {
     }
 }
 
-/// Storage options of pure `bf16`. Other precisions ignore them.
+/// Storage options of pure `bf16` precision, which has no master weights. Other precisions ignore them.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PureBf16 {
-    /// How weights are rounded to `bf16`.
+    /// Rounding of the weights to `bf16`.
     pub weights: Bf16Storage,
-    /// Element type of both moments.
+    /// Element type of both Adam moments.
     pub moments: MomentDtype,
 }
 
 impl PureBf16 {
-    /// All combinations of weight rounding and element type of the moments.
+    /// All options: each rounding of weights with each element type of moments.
     pub fn all() -> impl Iterator<Item = Self> {
         Bf16Storage::ALL.into_iter().flat_map(|weights| {
             MomentDtype::ALL

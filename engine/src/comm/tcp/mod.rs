@@ -25,31 +25,33 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Options for joining a world of processes on several machines. All but the rank and the facts are the same on every
-/// rank.
+/// Options for joining a communicator of processes on several machines. The rank, the facts and the host name
+/// are those of this process; all others are the same on every rank.
 #[derive(Clone, Debug)]
 pub struct TcpOptions {
-    /// This rank and the number of ranks.
+    /// Index of this rank, and the number of ranks.
     pub world: World,
-    /// Size of each rank's part of the window in bytes.
+    /// Size in bytes of each rank's part of the window (memory with the data of all ranks, of which every
+    /// process has a copy).
     pub region_bytes: usize,
-    /// Longest time for the rendezvous, and for any later wait.
+    /// Longest time for the rendezvous, and for any later wait in a collective.
     pub deadline: Duration,
-    /// Name or address of the machine of rank 0.
+    /// Host name or IP address of rank 0.
     pub addr: String,
     /// TCP port on which rank 0 listens.
     pub port: u16,
-    /// The secret of the job, known only to its ranks.
+    /// Secret of the job, by which its ranks recognize each other.
     pub secret: Secret,
-    /// Facts that must be the same on all ranks, by name: versions, the plan, devices.
+    /// Names and values of facts about this rank's run, e.g. versions or the plan. Joining fails if a value
+    /// differs from that of rank 0.
     pub facts: Vec<(String, String)>,
-    /// Name of this machine, shown in messages.
+    /// Name of this machine, shown in error messages.
     pub host: String,
     /// Ends the rendezvous with [`CommError::Stopped`] once it is set.
     pub stop: Arc<AtomicBool>,
 }
 
-/// Errors of the rendezvous, in which ranks of several machines connect to each other.
+/// Error of the rendezvous, in which ranks of several machines connect to each other.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MeetError {
@@ -150,10 +152,11 @@ pub enum MeetError {
     Window(#[from] CommError),
 }
 
-/// Joins a world and returns after every rank has joined.
+/// Joins the communicator of processes on several machines: connects to the other ranks, and returns after
+/// every rank has joined.
 ///
 /// # Errors
-/// [`MeetError`] lists them. Every wait ends at the deadline.
+/// One variant of [`MeetError`] per cause. Every wait ends at the deadline.
 pub fn join(options: &TcpOptions) -> Result<Arc<dyn Communicator>, MeetError> {
     join_at(options, None)
 }

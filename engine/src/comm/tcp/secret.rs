@@ -6,12 +6,13 @@
 use std::fmt;
 use std::io;
 
-/// Fewest bytes of a secret. A listener could try all words.
+/// Smallest length in bytes of the text of a secret. Someone who listens on the network could find a shorter
+/// one by trials.
 pub const MIN_SECRET_BYTES: usize = 16;
 /// Length in bytes of a random number from [`nonce`].
 pub(super) const NONCE_BYTES: usize = 32;
 
-/// The secret of a job, with which its ranks prove to each other that they belong to it.
+/// Secret of a job, by which its ranks prove to each other that they belong to it.
 #[derive(Clone)]
 pub struct Secret([u8; 32]);
 
@@ -22,7 +23,7 @@ impl fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// The secret derived from a text that all ranks of the job have; `None` if the text is shorter than
+    /// Derives the secret from a text that all ranks of the job have. `None` if the text is shorter than
     /// [`MIN_SECRET_BYTES`].
     #[must_use]
     pub fn new(text: &[u8]) -> Option<Self> {

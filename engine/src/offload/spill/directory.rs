@@ -10,13 +10,14 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Prefix of the names of job directories.
+/// Prefix of the names of spill directories. The name of the job follows.
 pub const DIRECTORY_PREFIX: &str = "tessera-spill-";
 const LOCK: &str = "lock";
 /// Flags for opening a lock file: symbolic links are not followed, and opening a pipe or device does not block.
 const LOCK_FLAGS: OFlags = OFlags::NOFOLLOW.union(OFlags::NONBLOCK);
 
-/// Directory of a job. Every process of the job holds a lock on it; the last one to release it removes the directory.
+/// Directory with the spill files of one job. Every process of the job holds a lock on it; the last one to
+/// release it removes the directory.
 #[derive(Debug)]
 pub struct SpillDirectory {
     path: PathBuf,
@@ -24,7 +25,8 @@ pub struct SpillDirectory {
 }
 
 impl SpillDirectory {
-    /// Joins the directory of `job` in `parent`. The first process creates it.
+    /// Opens and locks the spill directory of `job` in the directory `parent`. The first process of the job
+    /// creates it.
     ///
     /// # Errors
     /// When the directory cannot be created or locked.
@@ -74,7 +76,8 @@ impl SpillDirectory {
         &self.path
     }
 
-    /// Removes job directories in `parent` that no living process uses. Returns their paths and sizes in bytes.
+    /// Removes the spill directories in `parent` that no living process uses. Returns their paths and sizes
+    /// in bytes.
     ///
     /// # Errors
     /// When `parent` cannot be read.

@@ -23,7 +23,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 const FAULT_BYTES: usize = 64 << 10;
 const MAGIC: &[u8; 8] = b"TESSPILL";
 
-/// How spill files are read and written.
+/// I/O path of spill files: direct I/O or a memory map.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum IoPath {
@@ -63,7 +63,8 @@ struct Backing {
     _directory: Arc<SpillDirectory>,
 }
 
-/// Spill file: a header, followed by extents.
+/// Spill file: one kind of state of one rank, on disk. It consists of a header block and extents (byte
+/// ranges).
 #[derive(Debug)]
 pub struct SpillFile {
     backing: Arc<Backing>,
@@ -71,8 +72,8 @@ pub struct SpillFile {
 }
 
 impl SpillFile {
-    /// Creates the file of `rank` for one kind of state. An existing file is never opened, since a living job may use
-    /// it.
+    /// Creates the spill file of `rank` for the kind of state `kind`. An existing file is never opened, since
+    /// a living job may use it.
     ///
     /// # Errors
     /// [`SpillError::Taken`] if the name exists. Other errors if the file system refuses, e.g. direct I/O on tmpfs
@@ -116,8 +117,8 @@ impl SpillFile {
         })
     }
 
-    /// Allocates an extent of `len` zeroed bytes. Byte 0 is `phase` bytes after a block boundary, so that callers can
-    /// align extents of different element sizes.
+    /// Allocates an extent (a contiguous byte range of the file) of `len` zeroed bytes. Its byte 0 is `phase`
+    /// bytes after a block boundary, so that callers can align extents of different element sizes.
     ///
     /// # Errors
     /// [`SpillError::NoSpace`] when the disk is too small.
@@ -189,7 +190,7 @@ impl SpillFile {
             .map_err(|e| SpillError::io("advise on", path)(e.into()))
     }
 
-    /// Size of the file in bytes.
+    /// Size of the spill file in bytes: the header and all extents.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.end
@@ -242,7 +243,7 @@ struct ExtentInner {
     writes: Writes,
 }
 
-/// Extent: a region of a spill file. Clones refer to the same region.
+/// Extent: a contiguous byte range of a spill file. Clones refer to the same range.
 #[derive(Clone, Debug)]
 pub struct Extent(Arc<ExtentInner>);
 
@@ -259,7 +260,7 @@ impl Extent {
         self.0.len == 0
     }
 
-    /// I/O path of the spill file that contains the extent.
+    /// I/O path (direct I/O or a memory map) of the spill file that contains the extent.
     #[must_use]
     pub fn io(&self) -> IoPath {
         self.0.backing.io

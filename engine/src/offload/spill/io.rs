@@ -37,12 +37,12 @@ enum DiskRequest {
     },
 }
 
-/// A read from a spill file that was requested and not yet received.
+/// Handle of a read from a spill file that was requested and may still run.
 #[derive(Debug)]
 pub struct PendingRead(Receiver<Result<IoBuffer>>);
 
 impl PendingRead {
-    /// Waits until the read has ended, and returns the bytes.
+    /// Waits until the read has ended, and returns a buffer with the bytes.
     ///
     /// # Errors
     /// When the disk fails.
@@ -61,7 +61,8 @@ pub struct SpillIo {
 }
 
 impl SpillIo {
-    /// A queue with about `buffer_bytes` of buffers (at least 32 segments), which the host pool counts.
+    /// Creates a disk queue with its threads and about `buffer_bytes` of buffers (at least 16 MiB), which the
+    /// pool `host` counts.
     ///
     /// # Errors
     /// When the host pool or the system has no memory.
@@ -90,7 +91,7 @@ impl SpillIo {
         })
     }
 
-    /// Bytes and busy time of the requests to this queue since it was created.
+    /// Bytes and busy time of the requests to this disk queue since it was created.
     #[must_use]
     pub fn stats(&self) -> SpillStats {
         self.shared.book.stats()
@@ -110,7 +111,8 @@ impl SpillIo {
         }
     }
 
-    /// Starts to read `range`, whose blocks must fit in [`SEGMENT_BYTES`]. Waits for a free buffer.
+    /// Starts to read the bytes `range` of the extent. The disk blocks of the range must fit in one buffer of
+    /// [`SEGMENT_BYTES`]. Waits for a free buffer.
     ///
     /// # Errors
     /// When an earlier write failed.
@@ -119,7 +121,8 @@ impl SpillIo {
         self.read_into(self.io_buffers.take(), extent, range)
     }
 
-    /// Starts to read `range` as a prefetch: returns `None` instead of waiting if buffers are short.
+    /// Starts to read the bytes `range` of the extent as a prefetch. Returns `None` instead of waiting if few
+    /// buffers are free.
     ///
     /// # Errors
     /// When an earlier write failed.
@@ -148,8 +151,8 @@ impl SpillIo {
         Ok(PendingRead(result))
     }
 
-    /// A buffer for a write of `range`. If the blocks of `range` also contain other bytes of the extent, they are read
-    /// first.
+    /// Returns a buffer in which the caller writes the new bytes `range` of the extent. If the disk blocks of
+    /// the range also contain other bytes of the extent, the blocks are read first.
     ///
     /// # Errors
     /// When an earlier write failed.
@@ -170,8 +173,9 @@ impl SpillIo {
         Ok(io_buffer)
     }
 
-    /// Assigns the bytes of a segment to `range` of another extent. They are copied only if their offset in the block
-    /// differs, or blocks are shared.
+    /// Assigns the bytes in `io_buffer` to `range` of another extent, so that [`SpillIo::write`] writes them
+    /// there. They are copied only if their offset in a disk block differs, or if blocks also contain other
+    /// bytes.
     ///
     /// # Errors
     /// When an earlier write failed.
@@ -190,7 +194,8 @@ impl SpillIo {
         Ok(fresh)
     }
 
-    /// Starts to write a segment of `extent`. A failure of the write is returned by a later call.
+    /// Starts to write the buffer `io_buffer` to its range of the extent. A later call returns the error if
+    /// the write fails.
     ///
     /// # Errors
     /// When an earlier write failed.
@@ -203,7 +208,7 @@ impl SpillIo {
         })
     }
 
-    /// Reads the extent's bytes from `offset` on into `out`, and waits for them.
+    /// Reads bytes of the extent, from byte `offset` on, into `out` until it is full. Waits for them.
     ///
     /// # Errors
     /// When the disk fails.
@@ -235,7 +240,7 @@ impl SpillIo {
         Ok(())
     }
 
-    /// Starts to write `bytes` to the extent from byte `offset` on.
+    /// Copies `bytes` to buffers and starts to write them to the extent, from byte `offset` on.
     ///
     /// # Errors
     /// When the disk fails.
@@ -249,7 +254,7 @@ impl SpillIo {
         Ok(())
     }
 
-    /// Waits until all writes have ended.
+    /// Waits until all writes that were started have ended.
     ///
     /// # Errors
     /// When a write failed.

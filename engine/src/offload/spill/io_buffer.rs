@@ -73,7 +73,7 @@ impl IoBufferPool {
     }
 }
 
-/// Buffer with bytes of an extent on their way to or from the disk, extended to whole blocks.
+/// Buffer of one disk request: the requested bytes of an extent, extended to whole disk blocks.
 #[derive(Debug)]
 pub struct IoBuffer {
     /// Its index in the pool, exclusive while it lives.
@@ -104,26 +104,26 @@ impl IoBuffer {
         unsafe { std::slice::from_raw_parts_mut(self.at(), SEGMENT_BYTES) }
     }
 
-    /// The bytes that the caller requested.
+    /// Requested bytes of the extent, without the rest of their disk blocks.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.buffer()[self.start..self.start + self.len]
     }
 
-    /// The bytes that the caller requested, for writing.
+    /// Requested bytes of the extent, without the rest of their disk blocks, writable.
     #[must_use]
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         let own = self.start..self.start + self.len;
         &mut self.buffer_mut()[own]
     }
 
-    /// The requested bytes as elements of type `T`.
+    /// Requested bytes of the extent, as elements of type `T`.
     #[must_use]
     pub fn as_slice<T: bytemuck::Pod>(&self) -> &[T] {
         bytemuck::cast_slice(self.as_bytes())
     }
 
-    /// The requested bytes as elements of type `T`, for writing.
+    /// Requested bytes of the extent, as elements of type `T`, writable.
     #[must_use]
     pub fn as_mut_slice<T: bytemuck::Pod>(&mut self) -> &mut [T] {
         bytemuck::cast_slice_mut(self.as_bytes_mut())

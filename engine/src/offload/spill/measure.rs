@@ -11,19 +11,20 @@ use std::time::Instant;
 
 use crate::plan::blocks::SEGMENT_BYTES;
 
-/// Measured read and write rates of one I/O path.
+/// Measured disk rates of one I/O path of spill files.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Measured {
     /// The I/O path that was measured.
     pub io: IoPath,
-    /// Bytes that were read per second.
+    /// Read rate in bytes per second.
     pub read: f64,
-    /// Bytes written per second; with a memory map, until they are on disk.
+    /// Write rate in bytes per second, until the data is on disk.
     pub write: f64,
 }
 
-/// Writes `bytes` in `directory` and reads them back with the I/O path `io`, as the engine would. `None` if the file
-/// system does not support it.
+/// Measures the rates at which a file of `bytes` in `directory` is written and read with the I/O path `io`,
+/// by requests as the engine's. `None` if the file cannot be created, e.g. on a file system without direct
+/// I/O.
 ///
 /// # Errors
 /// When the disk fails or is full.

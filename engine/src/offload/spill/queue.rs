@@ -136,19 +136,20 @@ impl Writes {
     }
 }
 
-/// Traffic of a rank's spill files since the start. Take differences with [`SpillStats::since`].
+/// Traffic of a rank's spill files since their queue was created. [`SpillStats::since`] gives the difference
+/// of two readings.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct SpillStats {
     /// Bytes read from the spill files.
     pub read_bytes: u64,
     /// Bytes written to the spill files.
     pub written_bytes: u64,
-    /// Total time with at least one request in flight.
+    /// Total time during which at least one disk request was in flight.
     pub busy: Duration,
 }
 
 impl SpillStats {
-    /// Difference of every field between these totals and `earlier` ones.
+    /// Traffic between the reading `earlier` and this one: the difference of every field.
     #[must_use]
     pub fn since(self, earlier: Self) -> Self {
         Self {
@@ -158,7 +159,7 @@ impl SpillStats {
         }
     }
 
-    /// Bytes per second of busy time, reads and writes together; 0 without traffic.
+    /// Mean rate in bytes per second of busy time, reads and writes together; 0 without traffic.
     #[must_use]
     pub fn bytes_per_second(self) -> f64 {
         let seconds = self.busy.as_secs_f64();

@@ -27,9 +27,10 @@ struct Nowhere {
 }
 
 impl CudaBackend {
-    /// Meta device of a GPU with this number of multiprocessors, without a memory limit. `multiplies` says whether
-    /// products go through a library, as [`Executor::multiplies`] of the real GPU. Row numbers and labels have
-    /// values; all other tensors have none.
+    /// Meta device of a GPU with this number of multiprocessors, without a memory limit: launches are not
+    /// executed, and bytes are counted as on the real GPU. `multiplies` says whether products go through a
+    /// library, as [`Executor::multiplies`] of the real GPU. Row numbers and labels have values; all other
+    /// tensors have none.
     #[must_use]
     pub fn counting(multiprocessors: u32, multiplies: bool) -> Self {
         Self::counting_within(multiprocessors, multiplies, BYTES)

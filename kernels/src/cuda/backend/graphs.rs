@@ -28,7 +28,8 @@ const GRAPHS: usize = 128;
 /// Maximum product shapes for which the library's answer is remembered.
 const PRODUCTS: usize = 4096;
 
-/// Work for the device that an executor queues: a launch, a fill, a copy, or a library's product.
+/// Command that an executor queues on the device: a kernel launch, a fill, a copy, or a library's matrix
+/// product.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Command {
     /// Launches a kernel.
@@ -60,7 +61,7 @@ impl Command {
     }
 }
 
-/// Executor that can capture commands as a graph.
+/// Executor that can capture commands as a CUDA graph and launch the graph.
 ///
 /// # Safety
 /// A launched graph executes its commands as if each had been queued alone, in their order, after everything queued
@@ -88,7 +89,7 @@ pub unsafe trait Graphs: Executor {
     unsafe fn replay(&self, graph: &Self::Graph) -> Result<(), Cause>;
 }
 
-/// Which repeated sequences of commands become graphs.
+/// Which repeated sequences of commands are captured as CUDA graphs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mode {
     /// Sequences of at least eight commands: a graph launch costs about four kernel launches, and capturing costs as
@@ -107,20 +108,21 @@ impl Mode {
     }
 }
 
-/// Numbers of commands and graph launches that a [`Replaying`] executor has queued.
+/// Numbers of commands and CUDA graph launches that a [`Replaying`] executor has queued.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Counts {
-    /// Number of commands queued, one by one or as part of a graph launch.
+    /// Number of commands queued so far, one by one or as part of a graph launch.
     pub commands: u64,
-    /// Number of graphs captured.
+    /// Number of CUDA graphs captured so far.
     pub graphs: u64,
-    /// Number of graph launches.
+    /// Number of CUDA graph launches so far.
     pub replays: u64,
-    /// How many of the `commands` were executed by graph launches.
+    /// How many of the `commands` were part of a graph launch.
     pub replayed: u64,
 }
 
-/// Executor that turns repeated sequences of commands into graphs of another executor.
+/// Executor that captures repeated sequences of commands as CUDA graphs of another executor and launches
+/// these.
 #[derive(Debug)]
 pub struct Replaying<E: Graphs> {
     inner: Arc<E>,
@@ -154,7 +156,7 @@ struct Seen<G> {
 }
 
 impl<E: Graphs> Replaying<E> {
-    /// Wraps `inner`, which must get no commands from elsewhere.
+    /// Wraps the executor `inner`. All later commands for `inner` must go through the wrapper.
     #[must_use]
     pub fn new(inner: Arc<E>, mode: Mode) -> Self {
         let state = State {
@@ -278,7 +280,7 @@ impl<E: Graphs> Replaying<E> {
     }
 }
 
-/// Queues one command on an executor.
+/// Queues one command on the executor `on`.
 ///
 /// # Safety
 /// As of the command.
@@ -380,7 +382,8 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
     }
 
     unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Event) -> Result<(), Cause> {
-        // No collected command uses the range. The sequence continues, so its end depends on no other thread's timing.
+        // No collected command uses the range. The sequence continues, so its end depends on no other thread's
+        // timing.
         // SAFETY: the caller vouches for the range and the event.
         unsafe { self.inner.deliver(to, bytes, behind) }
     }
@@ -397,7 +400,8 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
         behind: &Event,
         take: &mut Take<'_>,
     ) -> Result<(), Cause> {
-        // An event follows everything collected before it. The lock is not held, so other threads may queue meanwhile.
+        // An event follows everything collected before it. The lock is not held, so other threads may queue
+        // meanwhile.
         // SAFETY: the caller vouches for the range and the event.
         unsafe { self.inner.fetch(from, bytes, behind, take) }
     }

@@ -12,12 +12,14 @@ use crate::error::{KernelError, Result};
 use crate::pool::Tag;
 use crate::{Backend, DType, Tensor};
 
-/// Sizes of the pieces in which a loss is computed.
+/// Sizes of the chunks in which the fused output projection and cross entropy are computed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LossCuts {
-    /// Number of logits per chunk of rows: rows times vocabulary size.
+    /// Maximum number of logits per chunk, which is rows (tokens) times vocabulary size. A chunk has at least
+    /// one row.
     pub logits: usize,
-    /// Rows of the weight's gradient that later chunks add at a time; a multiple of 8.
+    /// Number of rows (vocabulary entries) of the weight's gradient that the second and later chunks add to
+    /// at a time; a multiple of 8.
     pub weight_rows: usize,
 }
 

@@ -58,16 +58,17 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use uses::Uses;
 
-/// Error of an executor's device call, e.g. from the CUDA driver.
+/// Error of a device call that an [`Executor`] made, e.g. from the CUDA driver.
 pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 
-/// Event: a point in the queue of an [`Executor`], of a type private to it.
+/// Event (as in CUDA): a point in the queue of an [`Executor`]. The type inside is private to the executor.
 pub type Event = Arc<dyn Any + Send + Sync>;
 
-/// Callback that receives bytes as they arrive at the host.
+/// Callback that receives the bytes of a device-to-host copy in pieces, as they arrive.
 pub type Take<'a> = dyn FnMut(&[u8]) + 'a;
 
-/// A [`Take`] that fills `out` with consecutive pieces. Together they must have the length of `out`.
+/// A [`Take`] callback that copies consecutive pieces into `out`. Together they must have the length of
+/// `out`.
 pub fn filling(out: &mut [u8]) -> impl FnMut(&[u8]) {
     let mut rest = out;
     move |piece| {
@@ -81,7 +82,7 @@ pub fn filling(out: &mut [u8]) -> impl FnMut(&[u8]) {
 /// small chunks would make the host wait for queued work.
 const LARGE_UPLOAD_BYTES: usize = 1 << 20;
 
-/// Device memory, one queue of work, and copies beside that queue.
+/// Device that executes launches and copies: its memory, one queue of work, and copies beside that queue.
 ///
 /// # Safety
 /// Memory of [`Executor::allocate`] must stay until [`Executor::free`]. Launches, copies, fills, reads and writes
@@ -315,8 +316,8 @@ impl Drop for Arena {
 /// blocks of a pass it would move those of the next pass.
 type LastTable = Mutex<Option<(Vec<i32>, Tensor)>>;
 
-/// [`Backend`] for NVIDIA GPUs. It allocates tensors in one arena and sends kernel launches and copies to an
-/// executor.
+/// [`Backend`] for NVIDIA GPUs. It allocates tensors in one arena (a single device allocation) and sends
+/// kernel launches and copies to an [`Executor`].
 #[derive(Clone, Debug)]
 pub struct CudaBackend {
     pool: Pool,
@@ -331,7 +332,7 @@ pub struct CudaBackend {
 }
 
 impl CudaBackend {
-    /// GPU backend with an arena of `bytes` bytes, allocated now.
+    /// GPU backend with an arena of `bytes` bytes for its tensors, which is allocated now.
     ///
     /// # Errors
     /// When the device does not have enough memory.
@@ -365,7 +366,7 @@ impl CudaBackend {
         }
     }
 
-    /// Sets the sizes of the pieces in which a loss is computed.
+    /// Sets the sizes of the chunks in which the fused output projection and cross entropy are computed.
     #[must_use]
     pub fn with_loss_cuts(mut self, cuts: LossCuts) -> Self {
         self.cuts = cuts;

@@ -11,8 +11,9 @@ use crate::{DType, Shape, Tensor};
 use std::ops::Range;
 use std::time::Duration;
 
-/// Queues of an executor that other ranks' executors read from and wait for. Each queue is in order. Only events,
-/// [`PeerExecutor::arrive`] and marks order the two queues against each other.
+/// Executor with a compute queue and a communication queue that other ranks' executors read from and wait
+/// for. Each queue is in order. Only events, [`PeerExecutor::arrive`] and marks order the two queues against
+/// each other.
 pub trait PeerExecutor: Send + Sync {
     /// Handle that other ranks need to open the allocation starting at `memory`, and the marks.
     ///

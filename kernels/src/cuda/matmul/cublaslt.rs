@@ -22,7 +22,7 @@ use crate::cuda::library::{Library, Search, find};
 /// Maximum stored shapes. Batches of different lengths keep bringing new ones; a dropped shape is prepared again.
 const KEPT: usize = 4096;
 
-/// cuBLASLt handle for one GPU, with the products prepared so far.
+/// cuBLASLt handle for one GPU, with the algorithms chosen so far for product shapes.
 #[derive(Debug)]
 pub struct CublasLt {
     handle: sys::cublasLtHandle_t,
@@ -71,7 +71,7 @@ pub(in crate::cuda) fn version() -> Option<String> {
 }
 
 impl CublasLt {
-    /// Finds and opens cuBLASLt and creates a handle for `gpu`.
+    /// Finds and opens the cuBLASLt library and creates a handle for `gpu`.
     ///
     /// # Errors
     /// [`CudaError::LibraryMissing`] with the places tried, and the library's error when it does not start.
@@ -96,8 +96,8 @@ impl CublasLt {
         })
     }
 
-    /// Queues a product on the GPU's compute stream. Returns `false`, with nothing queued, if the library has no
-    /// algorithm for it. The answer for one shape is always the same.
+    /// Queues a matrix product on the GPU's compute stream. Returns `false`, with nothing queued, if the
+    /// library has no algorithm for it. The answer for one shape is always the same.
     ///
     /// # Safety
     /// The addresses must be memory of this GPU of the sizes that the product states, and `workspace` memory of
@@ -147,8 +147,8 @@ impl CublasLt {
         prepared.description.point_to(product)?;
         let pointer = |address: Address| address.0 as *const c_void;
         // Row-major y = a b^T is column-major y^T = b a^T, so the library's A is b here.
-        // SAFETY: the caller vouches for the addresses. Descriptors live and do not change under the lock. Scalars and
-        // descriptors are read before the call returns.
+        // SAFETY: the caller vouches for the addresses. Descriptors live and do not change under the lock. Scalars
+        // and descriptors are read before the call returns.
         let queued = unsafe {
             result::matmul(
                 self.handle,

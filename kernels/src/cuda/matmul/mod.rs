@@ -17,16 +17,17 @@ use super::launch::Address;
 use super::ops::product::Product;
 use crate::DType;
 
-/// Bytes of workspace that a product may use: NVIDIA's recommendation for Hopper. All GPUs use the same size, so a
-/// plan can count it.
+/// Size in bytes of the workspace of a cuBLASLt product: NVIDIA's recommendation for Hopper. All GPUs use the
+/// same size, so a plan can count it.
 pub const WORKSPACE_BYTES: u64 = 32 << 20;
 
-/// Alignment in bytes of every address and of every line of an operand, as vector loads and tile copies need it. The
-/// library is never told of a higher alignment, so its choice of an algorithm does not depend on where a tensor is
-/// located.
+/// Alignment in bytes of every address and every row of an operand, as vector loads and tile copies need it.
+/// The library is never told of a higher alignment, so its choice of an algorithm does not depend on where a
+/// tensor is located.
 pub const ALIGNMENT: u64 = 16;
 
-/// Operation on the f32 sum before the one rounding.
+/// Epilogue of a matrix product: the operation on each f32 sum before it is rounded to the dtype of the
+/// result.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Epilogue {
     /// The sum is rounded as it is.
@@ -68,34 +69,35 @@ impl Epilogue {
     }
 }
 
-/// Parameters of a product that the choice of an algorithm depends on.
+/// Parameters of a matrix product on which cuBLASLt's choice of an algorithm depends.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Shape {
     /// Dtype of the operands: bf16, f16 or f32.
     pub dtype: DType,
-    /// Dtype of `y`: `dtype` or f32.
+    /// Dtype of the result `y`: `dtype` or f32.
     pub out: DType,
-    /// Whether the lines of `a` run along m instead of k.
+    /// Whether `a` is stored as `[k, m]` instead of `[m, k]`.
     pub transpose_a: bool,
-    /// Whether the lines of `b` run along n instead of k. The weight `[n, k]` of a linear layer is *not* transposed.
+    /// Whether `b` is stored as `[k, n]` instead of `[n, k]`. The weight `[n, k]` of a linear layer is *not*
+    /// transposed.
     pub transpose_b: bool,
     /// Number of rows of the result `y`.
     pub m: usize,
     /// Number of columns of the result `y`.
     pub n: usize,
-    /// Number of products that are added for each element of `y`.
+    /// Inner dimension of the product: number of products that are added for each element of `y`.
     pub k: usize,
-    /// Distance between lines of `a` in elements.
+    /// Leading dimension of `a`: elements from the start of one stored row to the next.
     pub a_line: usize,
-    /// Distance between lines of `b` in elements.
+    /// Leading dimension of `b`: elements from the start of one stored row to the next.
     pub b_line: usize,
-    /// Distance between rows of `y` in elements.
+    /// Leading dimension of `y`: elements from the start of one row to the next.
     pub y_line: usize,
     /// Operation on each f32 sum before it is rounded to `out`.
     pub epilogue: Epilogue,
 }
 
-/// Operands of a product: `y[m, n] = epilogue(alpha * (sum of a b^T) + beta * y)`.
+/// Operands of a cuBLASLt product: `y[m, n] = epilogue(alpha * (sum of a b^T) + beta * y)`.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Multiply {
     /// Dtypes, extents, strides and epilogue of the product.
@@ -106,21 +108,22 @@ pub struct Multiply {
     pub b: Address,
     /// Result, `[m, n]` in the dtype `out` of the shape. If `beta` is not 0, its old values are also read.
     pub y: Address,
-    /// Bias, `[n]` in the dtype `out` if the epilogue has a bias, else [`Address::NULL`].
+    /// Bias, `[n]` in the dtype of `y` if the epilogue adds one, else [`Address::NULL`].
     pub bias: Address,
-    /// Destination of GELU's input, dense `[m, n]` in the dtype `out`, if the epilogue stores it, else
+    /// Destination of GELU's input, dense `[m, n]` in the dtype of `y`, if the epilogue stores it. Else
     /// [`Address::NULL`].
     pub aux: Address,
-    /// Factor on the sums `a b^T`.
+    /// Factor on the matrix product `a b^T`.
     pub alpha: f32,
     /// Factor on the old values of `y`. With 0 they are not read.
     pub beta: f32,
 }
 
 impl Multiply {
-    /// Converts a product to one that a library can compute. `None` for two sums, missing columns, lines or addresses
-    /// that are not multiples of [`ALIGNMENT`], a bias of another dtype than `y`, or an empty sum. The answer depends
-    /// on shapes and arena offsets only, so a plan and its run agree.
+    /// Converts a product to one that cuBLASLt can compute. `None` for two terms, a `b` with fewer than `n`
+    /// rows, an address or an operand's leading dimension that is not a multiple of [`ALIGNMENT`] bytes, a
+    /// bias of another dtype than `y`, unsupported dtypes, or an extent of zero. The answer depends on shapes
+    /// and arena offsets only, so a plan and its run agree.
     #[must_use]
     pub fn of(product: &Product) -> Option<Self> {
         let [Some(term), None] = product.terms else {
@@ -168,8 +171,8 @@ impl Multiply {
         })
     }
 
-    /// The same product added to the f32 values at `y`. `None` if the address is not aligned or the result is not
-    /// f32.
+    /// The same product, added to the f32 values at `y` instead of overwriting. `None` if the address is not
+    /// aligned or the result is not f32.
     #[must_use]
     pub fn added_to(mut self, y: Address) -> Option<Self> {
         let fits = self.shape.out == DType::F32 && y.0.is_multiple_of(ALIGNMENT);

@@ -11,14 +11,14 @@ use std::path::PathBuf;
 use super::library::Attempt;
 use session::Session;
 
-/// File name of the NVML library.
+/// File name of the NVML library (NVIDIA Management Library).
 pub const FILE_NAME: &str = "libnvidia-ml.so.1";
 /// Directory of the library on Windows' Linux guests (WSL).
 const WSL: &str = "/usr/lib/wsl/lib";
 /// Directory of the library in container runtimes that do not configure the dynamic linker.
 const CONTAINER: &str = "/usr/local/nvidia/lib64";
 
-/// Why a value could not be read.
+/// Why a value could not be read from NVML.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NvmlError {
@@ -44,14 +44,15 @@ pub enum NvmlError {
 }
 
 impl NvmlError {
-    /// Whether the kernel module and the libraries have different versions, as after an update without a restart.
+    /// Whether NVML failed because the kernel module and the libraries have different versions, as after a
+    /// driver update without a restart.
     #[must_use]
     pub const fn is_version_mismatch(&self) -> bool {
         matches!(self, Self::Failed { code: 18, .. })
     }
 }
 
-/// A value, or why it could not be read.
+/// Value read from NVML, or why it could not be read.
 pub type Reading<T> = Result<T, NvmlError>;
 
 /// What NVML reports about the driver and every GPU of the machine.
@@ -72,27 +73,27 @@ pub struct NvmlReport {
 pub struct NvmlGpu {
     /// Number of the GPU in NVML, in PCI bus order. CUDA's ordinal can differ.
     pub index: u32,
-    /// Product name of the GPU.
+    /// Product name of the GPU, e.g. `NVIDIA GeForce RTX 3090`.
     pub name: Reading<String>,
     /// Unique id of the GPU, as text that begins with `GPU-`.
     pub uuid: Reading<String>,
-    /// PCI bus id, e.g. `00000000:01:00.0`.
+    /// PCI bus id of the GPU, e.g. `00000000:01:00.0`.
     pub pci_bus_id: Reading<String>,
     /// Major and minor compute capability, e.g. `(8, 6)`.
     pub compute_capability: Reading<(u32, u32)>,
     /// Total, used and free memory of the GPU in bytes.
     pub memory: Reading<GpuMemory>,
-    /// Processes with a compute context on the GPU.
+    /// Processes that have a compute context on the GPU.
     pub processes: Reading<Vec<GpuProcess>>,
     /// State of the GPU's PCI Express link.
     pub pcie: PcieLink,
-    /// Number of active NVLinks.
+    /// Number of active NVLink connections of the GPU.
     pub active_nvlinks: Reading<u32>,
-    /// Percentage of the last sampling period (up to one second) in which a kernel ran.
+    /// Percentage of the last sampling period (up to one second) in which a kernel ran on the GPU.
     pub utilization_percent: Reading<u32>,
-    /// Uncorrected memory errors since the driver was loaded.
+    /// Number of uncorrected memory errors (ECC) of the GPU since the driver was loaded.
     pub uncorrected_ecc_errors: Reading<u64>,
-    /// Rows of memory that were replaced by spare rows.
+    /// Rows of the GPU's memory that were replaced by spare rows after errors.
     pub remapped_rows: Reading<RemappedRows>,
 }
 
@@ -101,46 +102,48 @@ pub struct NvmlGpu {
 pub struct GpuMemory {
     /// Total device memory in bytes.
     pub total_bytes: u64,
-    /// Bytes in use by processes and by the driver itself.
+    /// Bytes of device memory in use by processes and by the driver itself.
     pub used_bytes: u64,
-    /// Bytes that are not in use.
+    /// Bytes of device memory that are not in use.
     pub free_bytes: u64,
 }
 
-/// Process that computes on a GPU.
+/// Process that has a compute context on a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GpuProcess {
     /// Process id, as the driver sees it.
     pub pid: u32,
-    /// GPU memory in bytes. `None` if the driver does not report it, as in some containers.
+    /// GPU memory that the process uses, in bytes. `None` if the driver does not report it, as in some
+    /// containers.
     pub used_bytes: Option<u64>,
 }
 
-/// PCI Express link. The generation drops while the GPU is idle; the width does not.
+/// State of a GPU's PCI Express link. The generation drops while the GPU is idle; the width does not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PcieLink {
     /// Current PCI Express generation of the link.
     pub generation: Reading<u32>,
-    /// Highest generation that GPU and slot support.
+    /// Highest PCI Express generation that GPU and slot support.
     pub max_generation: Reading<u32>,
     /// Current number of PCI Express lanes.
     pub width: Reading<u32>,
-    /// Highest number of lanes that GPU and slot support.
+    /// Highest number of PCI Express lanes that GPU and slot support.
     pub max_width: Reading<u32>,
 }
 
-/// Rows of memory that were replaced by spare rows.
+/// Replacement of faulty rows of a GPU's memory by spare rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RemappedRows {
     /// Number of memory rows replaced after uncorrected errors.
     pub uncorrected: u32,
-    /// Whether a replacement takes effect at the next reset.
+    /// Whether the replacement of a memory row takes effect only at the GPU's next reset.
     pub is_pending: bool,
-    /// Whether a replacement failed because no spare row was left.
+    /// Whether the replacement of a memory row failed because no spare row was left.
     pub has_failed: bool,
 }
 
-/// Reads everything. Searches for the library in `directories`, then with the dynamic linker.
+/// Reads all values of the report. Searches for the NVML library in `directories`, then with the dynamic
+/// linker, then in the directories of WSL and containers.
 #[must_use]
 pub fn read(directories: &[PathBuf]) -> NvmlReport {
     let mut attempts = Vec::new();

@@ -14,22 +14,24 @@ fn module() -> Module {
     Module::new(Family::Accumulate, [], &["accumulate"])
 }
 
-/// All kernel modules for gradient accumulation, of which there is one.
+/// Kernel modules for gradient accumulation in bf16. There is only one.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     vec![module()]
 }
 
-/// Key and time of a rounding position, as the kernel reads them from device memory.
+/// Key and addition number of a rounding position as the four words that [`launch`] reads from device memory:
+/// two for the key, then the number, low word first.
 #[must_use]
 pub const fn when(place: RoundingCounter) -> [u32; 4] {
     let RoundingCounter { key, time, .. } = place;
     [key[0], key[1], time as u32, (time >> 32) as u32]
 }
 
-/// Adds `n` elements, `sums[i] += values[i]`, with stochastic rounding. Sums that are `fresh` count as zero and are
-/// not read. Both addresses are aligned to their elements. `first_element` is the global index of the first element;
-/// `when` is the address of the words of [`when`]. Moves 8 bytes per element, or 6 if `fresh`.
+/// Launch that adds `n` f32 `values` to bf16 `sums`, `sums[i] += values[i]`, with stochastic rounding. Sums
+/// that are `fresh` count as zero and are not read. Both addresses are aligned to their elements.
+/// `first_element` is the global index of the first element; `when` is the device address of the words that
+/// [`when`] makes. Moves 8 bytes per element, or 6 if `fresh`.
 #[must_use]
 pub fn launch(
     sums: Address,

@@ -10,18 +10,19 @@ pub use crate::resident::{Form, Scalars};
 /// Maximum blocks of the grid: enough for several waves on any GPU.
 const MAX_BLOCKS: u64 = 132 * 12;
 
-/// Operands of a step: arrays of `n` elements, each aligned to its elements.
+/// Operands of one `AdamW` step on a chunk of `n` elements: device addresses of arrays, each aligned to its
+/// element size.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AdamWChunk {
-    /// Dtypes of weights and moments.
+    /// Dtypes of weights and moments, and whether `weight` is a master weight.
     pub form: Form,
     /// Dtype of the gradient.
     pub grad_dtype: DType,
-    /// Gradient of the weights, before scaling.
+    /// Gradient of the chunk's weights, before scaling and clipping.
     pub grad: Address,
     /// Weights, or f32 master weights if the form has them. Updated in place.
     pub weight: Address,
-    /// 16-bit copy of the master weights, written. Null if the form has none.
+    /// 16-bit copy of the master weights, which the step writes. Null if the form has none.
     pub copy: Address,
     /// First moment of `AdamW` (running mean of gradients), updated in place.
     pub exp_avg: Address,
@@ -29,7 +30,8 @@ pub struct AdamWChunk {
     pub exp_avg_sq: Address,
     /// Number of elements of each array.
     pub n: u64,
-    /// Global index of the first element: its position in the random stream of rounding.
+    /// Global index of the chunk's first element in the model. It selects the random numbers of stochastic
+    /// rounding.
     pub first_element: u64,
 }
 
@@ -53,7 +55,7 @@ fn module(form: Form, grad: DType) -> Option<Module> {
     Some(Module::new(Family::AdamW, defines, &["adamw"]))
 }
 
-/// Every form with every dtype of the gradient.
+/// Kernel modules of the `AdamW` step: one for every form with every dtype of the gradient.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let grads = [DType::F32, DType::BF16, DType::F16];
@@ -65,9 +67,9 @@ pub fn modules() -> Vec<Module> {
         .collect()
 }
 
-/// Launch of one step. It reads [`Scalars`] and, unless null, a [`Clip`](super::grad_norm::Clip) from device memory,
-/// and writes nothing if the clip block says to skip. Moves [`Form::bytes`] per element. `None` when the gradient is
-/// not a float.
+/// Launch of one `AdamW` step on a chunk. It reads [`Scalars`] and, unless null, a
+/// [`Clip`](super::grad_norm::Clip) from device memory, and writes nothing if the clip block says to skip.
+/// Moves [`Form::bytes`] bytes per element. `None` when the gradient is not a float.
 #[must_use]
 pub fn launch(window: &AdamWChunk, scalars: Address, clip: Address) -> Option<Launch> {
     let head = window.head();

@@ -17,7 +17,7 @@ fn module(from: DType, to: DType) -> Option<Module> {
     Some(Module::new(Family::Cast, defines, &["cast"]))
 }
 
-/// Modules for every pair of different float dtypes.
+/// Kernel modules of casts, for every pair of different float dtypes (f32, bf16, f16).
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let pairs = DTYPES.iter().flat_map(|from| DTYPES.map(|to| (*from, to)));
@@ -27,8 +27,8 @@ pub fn modules() -> Vec<Module> {
         .collect()
 }
 
-/// Converts `n` elements to another dtype. Both addresses are aligned to 16 bytes. `None` when a dtype is not a
-/// float.
+/// Launch that converts the `n` elements at `x` from dtype `from` to dtype `to` and writes them to `y`. Both
+/// addresses are aligned to 16 bytes. `None` when a dtype is not a float.
 #[must_use]
 pub fn launch(from: DType, x: Address, to: DType, y: Address, n: u64) -> Option<Launch> {
     Some(Launch {

@@ -16,22 +16,24 @@ const BLOCK_LANES: u32 = 1024;
 /// Kernels of the f32 module. Only it has `clip`, because sums of 16-bit gradients end in the same clip factor.
 const KERNELS: &[&str] = &["block_sums", "total", "clip"];
 
-/// Clip block: the outcome of the norm for a step, in device memory. [`clip`] writes it; the optimizer's launches
-/// read it, and the host reads it for the report.
+/// Result of a step's gradient norm in device memory (clip block): norm, loss, and the factor that clips.
+/// [`clip`] writes it; the optimizer's launches read it, and the host reads it for the report.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Debug, Pod, Zeroable)]
 pub struct Clip {
-    /// Norm of the mean gradient per token, before clipping.
+    /// Global L2 norm of the gradient averaged over supervised tokens, before clipping.
     pub norm: f64,
     /// Mean loss per supervised token, over all ranks.
     pub loss: f64,
-    /// Factor on every summed gradient: `min(1, max_norm / (norm + 1e-6)) / tokens`; 0 for a skipped step.
+    /// Factor on every gradient summed over tokens: `min(1, max_norm / (norm + 1e-6)) / tokens`. It is 0 for
+    /// a skipped step.
     pub factor: f32,
-    /// 1 when norm or loss is not finite, so nothing may change. 0 otherwise.
+    /// 1 when norm or loss is not finite, so the optimizer must change nothing; otherwise 0.
     pub skip: u32,
 }
 
-/// One rank's contribution to the norm, the loss and the token count that [`clip`] sums over ranks, in device memory.
+/// One rank's sums in device memory, which [`clip`] adds over all ranks: squares of gradients, losses, and
+/// tokens.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Debug, Pod, Zeroable)]
 pub struct SquareSums {
@@ -53,22 +55,23 @@ fn module(grad: DType) -> Option<Module> {
     Some(Module::new(Family::GradNorm, defines, kernels))
 }
 
-/// Modules for gradients in f32, bf16 and f16.
+/// Kernel modules of the gradient norm for gradients in f32, bf16 and f16.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let dtypes = [DType::F32, DType::BF16, DType::F16];
     dtypes.into_iter().filter_map(module).collect()
 }
 
-/// Bytes of workspace of [`square_sum`]: one sum per block.
+/// Size in bytes of the workspace that [`square_sum`] needs for `n` elements: one f64 sum per 4096 elements.
 #[must_use]
 pub const fn workspace_bytes(n: u64) -> u64 {
     n.div_ceil(BLOCK_ELEMS) * 8
 }
 
-/// Launches, in order, of `sum = squares of x [n] (+ sum if accumulating)`, with `sum` in f64. Arrays are added one
-/// after the other into one number, as on the CPU. Reads `n` elements. `x` is aligned to its elements; alignment to
-/// 16 bytes is faster. `None` when the dtype is not a float, or `n` exceeds a grid's size (2^46 elements).
+/// Launches, in order, that write the sum of squares of the `n` elements at `x` to the f64 at `sum`. With
+/// `accumulate` the old value of `sum` is added, so one number can sum several arrays in turn, as on the CPU.
+/// Reads `n` elements. `x` is aligned to its elements; alignment to 16 bytes is faster. `None` when the dtype
+/// is not a float, or `n` exceeds a grid's size (2^46 elements).
 #[must_use]
 pub fn square_sum(
     dtype: DType,
@@ -105,8 +108,9 @@ pub fn square_sum(
     Some([block_sums, total])
 }
 
-/// Adds [`SquareSums`] `[ranks]` in rank order and writes [`Clip`]: `optim::clip::GradientScale` on the device. `max_norm`
-/// of `None` does not clip. `None` when the number of ranks exceeds `int`.
+/// Launch that adds the [`SquareSums`] of `ranks` ranks in rank order and writes [`Clip`] to `out`:
+/// `optim::clip::GradientScale` on the device. `max_norm` of `None` does not clip. `None` when the number of
+/// ranks exceeds `int`.
 #[must_use]
 pub fn clip(sums: Address, ranks: usize, max_norm: Option<f32>, out: Address) -> Option<Launch> {
     Some(Launch {

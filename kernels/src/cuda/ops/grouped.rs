@@ -22,29 +22,31 @@ use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module};
 
-/// Rows and operands of one of the two experts in a [`Grouped`] product.
+/// One of the two experts in a [`Grouped`] product: its rows, weight, adapter and bias.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Group {
-    /// Numbers of the expert's rows, i32 `[m]`. The two experts must not share a row.
+    /// Row numbers in `a` and `y` of the expert's rows, i32 `[m]`. The two experts must not share a row.
     pub rows: Address,
     /// Number of rows of the expert; may be 0.
     pub m: usize,
-    /// Right operand, `[b_rows, k]`, or `[k, b_rows]` when `transpose_b`.
+    /// Right operand of the expert (its weight), `[b_rows, k]`, or `[k, b_rows]` when `transpose_b`.
     pub b: Address,
-    /// Number of columns of `y` that `b` provides. Later columns of `y` are zero.
+    /// Number of output columns that `b` provides. Columns of `y` from there to `n` count as sums of zero.
     pub b_rows: usize,
-    /// Second factor of the expert's adapter, `[b_rows, r]`, or `[r, b_rows]` when `transpose_b`.
+    /// Right operand of the expert's adapter term (e.g. LoRA's matrix B), `[b_rows, r]`, or `[r, b_rows]`
+    /// when `transpose_b`.
     pub low_b: Address,
-    /// Rank of its adapter, or 0: columns of `s` that are read. Columns up to the next multiple of 8 must be zero.
+    /// Rank of the expert's adapter, or 0 for none: number of columns of `s` that are read. Columns up to the
+    /// next multiple of 8 must be zero.
     pub r: usize,
     /// Bias of the expert, `[n]`, or [`Address::NULL`] for none.
     pub bias: Address,
-    /// Factor on the expert's sums, applied before the bias is added.
+    /// Factor on the expert's sums, base weight and adapter together, applied before the bias is added.
     pub scale: f32,
 }
 
 impl Group {
-    /// Expert that no row belongs to, with null operands.
+    /// Expert without rows, with null operands.
     pub const EMPTY: Self = Self {
         rows: Address::NULL,
         m: 0,
@@ -57,13 +59,13 @@ impl Group {
     };
 }
 
-/// Operands of `y[row] = scale_g * (a[row] b_g^T + s[row] low_b_g^T) + bias_g` for the rows of both experts.
-/// Addresses are aligned to 16 bytes. All operands but `s` and `y` are dense.
+/// Operands of `y[row] = scale_g * (a[row] b_g^T + s[row] low_b_g^T) + bias_g`, where `g` is the expert of
+/// the row. Addresses are aligned to 16 bytes. All operands but `s` and `y` are dense.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Grouped {
     /// Dtype of all operands and the result.
     pub dtype: DType,
-    /// Whether the lines of `b` run along n, as for `dx` of a layer.
+    /// Whether `b` of both experts is stored as `[k, n]` instead of `[n, k]`, as for `dx = dy W` of a layer.
     pub transpose_b: bool,
     /// Number of rows of `a` and `y`.
     pub t: usize,
@@ -73,46 +75,50 @@ pub struct Grouped {
     pub k: usize,
     /// Left operand of both experts, `[t, k]`.
     pub a: Address,
-    /// Adapters' intermediate results `[t, s_line]`. Not read without adapters.
+    /// Left operand of the adapter term, `[t, s_line]`: the output of LoRA's matrix A, or in the backward its
+    /// gradient. Not read without adapters.
     pub s: Address,
-    /// Distance between rows of `s` in elements, a multiple of 8 in 16 bits.
+    /// Leading dimension of `s`: elements from the start of one row to the next. It must be a multiple of 8
+    /// for 16-bit dtypes.
     pub s_line: usize,
-    /// The two experts with their rows and right operands.
+    /// The two experts, each with its rows and right operands.
     pub groups: [Group; 2],
     /// Result, `[t, n]` with rows `y_line` elements apart.
     pub y: Address,
-    /// Distance between rows of `y` in elements.
+    /// Leading dimension of `y`: elements from the start of one row to the next.
     pub y_line: usize,
 }
 
-/// Operands of `y[m, n] = sum over i < k of a[rows[i], m] b[rows[i], n]` in f32: the weight gradient of one expert.
+/// Operands of `y = a[rows]^T b[rows]` in f32, which is the weight gradient of one expert:
+/// `y[m, n] = sum over i < k of a[rows[i], m] b[rows[i], n]`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct OfRows {
     /// Dtype of `a` and `b`. The result is f32.
     pub dtype: DType,
-    /// Number of rows of `a` and `b`.
+    /// Number of rows of `a` and `b`, of which `rows` selects some.
     pub t: usize,
     /// Number of columns of `a`, which are the rows of `y`.
     pub m: usize,
     /// Number of columns of `b`, which are the columns of `y`.
     pub n: usize,
-    /// Numbers of the rows of `a` and `b` to sum over, i32 `[k]`.
+    /// Row numbers in `a` and `b` of the rows to sum over, i32 `[k]`.
     pub rows: Address,
-    /// Number of rows to sum over; may be 0.
+    /// Number of entries in `rows`, over which the product is summed; may be 0.
     pub k: usize,
     /// Left operand, `[t, m]` with rows `a_line` elements apart.
     pub a: Address,
-    /// Distance between rows of `a` in elements.
+    /// Leading dimension of `a`: elements from the start of one row to the next.
     pub a_line: usize,
     /// Right operand, `[t, n]` with rows `b_line` elements apart.
     pub b: Address,
-    /// Distance between rows of `b` in elements.
+    /// Leading dimension of `b`: elements from the start of one row to the next.
     pub b_line: usize,
-    /// Result, f32 `[m, n]`.
+    /// Result, dense f32 `[m, n]`.
     pub y: Address,
 }
 
-/// Every variant that may be chosen for 16-bit operands.
+/// Every kernel variant (dtypes, orientation, tile) of grouped products that may be chosen for 16-bit
+/// operands.
 #[must_use]
 pub fn choosable() -> Vec<Variant> {
     let mut all = Vec::new();
@@ -126,7 +132,7 @@ pub fn choosable() -> Vec<Variant> {
     all
 }
 
-/// Every variant for f32 operands: both tiles in each orientation.
+/// Every kernel variant of grouped products for f32 operands: both tiles in each orientation.
 #[must_use]
 pub fn plain_variants() -> Vec<Variant> {
     let uses = [FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT];
@@ -137,19 +143,19 @@ pub fn plain_variants() -> Vec<Variant> {
         .collect()
 }
 
-/// Kernel modules of all variants that [`choosable`] lists.
+/// Kernel modules of grouped products with 16-bit operands: one for each variant in [`choosable`].
 #[must_use]
 pub fn modules() -> Vec<Module> {
     choosable().into_iter().filter_map(module).collect()
 }
 
-/// Kernel modules of all f32 variants that [`plain_variants`] lists.
+/// Kernel modules of grouped products with f32 operands: one for each variant in [`plain_variants`].
 #[must_use]
 pub fn plain_modules() -> Vec<Module> {
     plain_variants().into_iter().filter_map(module).collect()
 }
 
-/// Module of a variant. `None` when a dtype has none.
+/// Kernel module of one variant of grouped product. `None` when there is no kernel for its dtypes.
 #[must_use]
 pub fn module((dtype, out, transpose, tile): Variant) -> Option<Module> {
     let sum_of_rows = transpose == WEIGHT_GRADIENT;
@@ -199,7 +205,8 @@ impl Grouped {
         tiles[0] + tiles[1]
     }
 
-    /// The tile with the lowest estimated time. All tiles give the same bits.
+    /// Tile with the lowest estimated time on a GPU with this number of multiprocessors. All tiles give the
+    /// same bits.
     #[must_use]
     pub fn choose(&self, multiprocessors: u32) -> Tile {
         let sms = multiprocessors.max(1) as usize;
@@ -215,8 +222,8 @@ impl Grouped {
         best.unwrap_or(&tiles[0]).0
     }
 
-    /// Launches, in order: one, after copies of operands whose lines are not multiples of 16 bytes. `None` when the
-    /// dtype has no kernel or an extent exceeds a grid's size.
+    /// Launches, in order, of the grouped product: one, after copies of operands whose rows are not multiples
+    /// of 16 bytes. `None` when the dtype has no kernel or an extent exceeds a grid's size.
     #[must_use]
     pub fn launches(
         &self,
@@ -300,7 +307,7 @@ impl Grouped {
         Some(launches)
     }
 
-    /// Bytes of workspace that the launches need, the same on every GPU.
+    /// Size in bytes of the workspace that [`Grouped::launches`] needs, the same on every GPU.
     #[must_use]
     pub fn workspace_bytes(&self) -> u64 {
         let mut space = Workspace::new(Address::NULL);
@@ -328,7 +335,8 @@ impl OfRows {
         }
     }
 
-    /// Chooses the tile, which depends on the GPU, and the number of parts of the sum, which does not.
+    /// Chooses the tile, which depends on the GPU, and the number of parts that the sum is split into
+    /// (split-K), which does not.
     #[must_use]
     pub fn choose(&self, multiprocessors: u32) -> product::Choice {
         let sms = multiprocessors.max(1) as usize;
@@ -348,8 +356,8 @@ impl OfRows {
         }
     }
 
-    /// Launches, in order: copies of operands whose lines are not multiples of 16 bytes, the product, the sum of
-    /// parts. `None` when the dtype has no kernel or an extent exceeds a grid's size.
+    /// Launches, in order: copies of operands whose rows are not multiples of 16 bytes, the product, and with
+    /// split-K the sum of the parts. `None` when the dtype has no kernel or an extent exceeds a grid's size.
     #[must_use]
     pub fn launches(
         &self,
@@ -409,7 +417,7 @@ impl OfRows {
         Some(launches)
     }
 
-    /// Bytes of workspace that the launches need, the same on every GPU.
+    /// Size in bytes of the workspace that [`OfRows::launches`] needs, the same on every GPU.
     #[must_use]
     pub fn workspace_bytes(&self) -> u64 {
         let mut space = Workspace::new(Address::NULL);

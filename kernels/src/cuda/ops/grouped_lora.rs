@@ -5,7 +5,7 @@
 //! |---|---|---|
 //! | `s[row] = scale * x[row] A_g^T` | one, narrow | `x` |
 //! | `y[row] = [x[row] \| s[row]] [W_g \| B_g]^T + bias_g` | one | `x`, `y` |
-//! | `ds[row] = scale * dy[row] B_g` and `dB_g = dy[rows_g]^T s[rows_g]` | one each ([`super::lora_gradients`]) | `dy` |
+//! | `ds[row] = scale * dy[row] B_g`, `dB_g = dy[rows_g]^T s[rows_g]` | one each ([`super::lora_gradients`]) | `dy` |
 //! | `dA_g = ds[rows_g]^T x[rows_g]` | one each | `x` |
 //! | `dx[row] = [dy[row] \| ds[row]] [W_g ; A_g]` | one | `dy`, `dx` |
 //!
@@ -28,7 +28,8 @@ use super::workspace::Workspace;
 use crate::DType;
 use crate::cuda::launch::{Address, Launch};
 
-/// Adapter of one expert. Addresses are as in [`super::lora_linear::LoraLinear`].
+/// LoRA adapter of one expert's layer. Addresses are aligned to 16 bytes, as in
+/// [`super::lora_linear::LoraLinear`].
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Adapter {
     /// Rank of the adapter, at least 1.
@@ -37,16 +38,16 @@ pub struct Adapter {
     pub lora_a: Address,
     /// Matrix B of the adapter, `[n, r]`.
     pub lora_b: Address,
-    /// Factor on the adapter's output, which is added to the base layer's.
+    /// Factor on the adapter's output before it is added to the base layer's.
     pub scale: f32,
     /// Dropout of the adapter's input, or `None` for no dropout.
     pub dropped: Option<Dropped>,
 }
 
-/// Layer of one expert, and the rows of the input that it processes.
+/// Linear layer of one expert, with the numbers of the rows that it processes.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct AdaptedGroup {
-    /// Numbers of the expert's rows, i32 `[m]`. The two experts must not share a row.
+    /// Numbers of the input rows that the expert processes, i32 `[m]`. The two experts must not share a row.
     pub rows: Address,
     /// Number of rows of the expert; may be 0.
     pub m: usize,
@@ -58,7 +59,8 @@ pub struct AdaptedGroup {
     pub adapter: Option<Adapter>,
 }
 
-/// Two linear layers of one shape, one per expert, on one input.
+/// Two linear layers of one shape, one per expert, each with an optional adapter. They process different rows
+/// of one input.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct GroupedLora {
     /// Dtype of all operands and results.
@@ -80,13 +82,14 @@ pub struct GroupedLora {
 pub struct Gradients {
     /// Gradient of the input, `[t, k]` in the layers' dtype. [`Address::NULL`] if it is not needed.
     pub dx: Address,
-    /// Gradients of matrices A and B, `[r, k]` and `[n, r]` f32, of each layer. Not written for a layer without
-    /// adapter.
+    /// Gradients of each expert's matrices A and B, in this order: f32 `[r, k]` and `[n, r]`. Not written for
+    /// a layer without adapter.
     pub adapters: [[Address; 2]; 2],
 }
 
 impl GroupedLora {
-    /// Elements per row of `s` and `ds`: the larger rank padded with zeros to a multiple of 16.
+    /// Leading dimension in elements of `s` and `ds`, the outputs of the A matrices and their gradients: the
+    /// larger rank padded with zeros to a multiple of 16.
     #[must_use]
     pub fn line(&self) -> usize {
         let ranks = self.groups.iter().filter_map(|group| group.adapter);
@@ -227,8 +230,8 @@ impl GroupedLora {
         }
     }
 
-    /// Launches of `y [t, n]`. They also write `s [t, line]` in the rows that have an adapter. `None` when the dtype
-    /// has no kernel.
+    /// Launches of the forward, which write the layers' output `y [t, n]`. They also write `s [t, line]`, the
+    /// outputs of the A matrices, in the rows that have an adapter. `None` when the dtype has no kernel.
     #[must_use]
     pub fn forward(
         &self,
@@ -257,7 +260,8 @@ impl GroupedLora {
         }
     }
 
-    /// Launches of `s [t, line]` alone, as [`GroupedLora::forward`] writes it.
+    /// Launches that write only `s [t, line]`, the outputs of the A matrices, as [`GroupedLora::forward`]
+    /// does.
     #[must_use]
     pub fn inner(
         &self,
@@ -385,9 +389,9 @@ impl GroupedLora {
         Some(launches)
     }
 
-    /// Launch that computes the input gradient `dx [t, k]` from the output gradient `dy` and from `ds`, the gradient of the
-    /// adapters' inner product. `s_line` is the row stride of `ds` in elements. With dropout in an adapter, `dx` is the base
-    /// layer's part only.
+    /// Launch that computes the input gradient `dx [t, k]` from the output gradient `dy` and from `ds`, the
+    /// gradient of the adapters' inner product. `s_line` is the row stride of `ds` in elements. With dropout
+    /// in an adapter, `dx` is the base layer's part only.
     pub(super) fn input_gradient(
         &self,
         dy: Address,
@@ -407,8 +411,8 @@ impl GroupedLora {
         }
     }
 
-    /// Launches of the gradients for `dy [t, n]`, with the `s` of the forward pass. `None` when the dtype has no
-    /// kernel.
+    /// Launches of the backward, which write the gradients for the output gradient `dy [t, n]`, given the `s`
+    /// of the forward. `None` when the dtype has no kernel.
     #[must_use]
     pub fn backward(
         &self,

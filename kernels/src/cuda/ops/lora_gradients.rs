@@ -23,34 +23,36 @@ const BLOCKS: usize = 128;
 /// Ranks (padded) that a kernel module exists for.
 const RANKS: [usize; 3] = [16, 32, 64];
 
-/// Operands and results. Addresses of `dy` and `s` are aligned to 16 bytes.
+/// Operands and results of the pass over `dy` that computes `ds = scale * dy B` and `dB = dy^T s` of a LoRA
+/// adapter. Addresses of `dy` and `s` are aligned to 16 bytes.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LoraGradients {
     /// Dtype of `dy`, `s`, `ds` and `lora_b`: bf16 or f16.
     pub dtype: DType,
-    /// Number of tokens, or of entries in `rows`.
+    /// Number of tokens (rows) to process: all of them, or the entries in `rows`.
     pub t: usize,
     /// Number of output features, a multiple of 8.
     pub n: usize,
     /// Rank of the adapter, at most 64.
     pub r: usize,
-    /// Columns of `s` and `ds`: the rank padded with zeros to a multiple of 16.
+    /// Number of columns of `s` and `ds`: the rank padded with zeros to a multiple of 16.
     pub padded_rank: usize,
-    /// Distance between rows of `s` and `ds` in elements, a multiple of 8.
+    /// Leading dimension of `s` and `ds`: elements from the start of one row to the next, a multiple of 8.
     pub line: usize,
-    /// i32 `[t]`: the rows of `dy`, `s` and `ds` to use, or [`Address::NULL`] for the first `t`.
+    /// Numbers of the rows of `dy`, `s` and `ds` to use, i32 `[t]`. [`Address::NULL`] for the first `t` rows.
     pub rows: Address,
     /// Gradient of the layer's output, `[t, n]`.
     pub dy: Address,
-    /// Outputs of the adapter's matrix A from the forward, `[t, padded_rank]`, with rows `line` apart.
+    /// Outputs of the adapter's matrix A from the forward, `[t, padded_rank]` with leading dimension `line`.
     pub s: Address,
     /// Matrix B of the adapter, `[n, r]`.
     pub lora_b: Address,
-    /// Factor on the product `dy B` that becomes `ds`.
+    /// Factor on the product `dy B` that gives `ds`: the adapter's scale.
     pub scale: f32,
-    /// Result `ds = scale * dy B`, the gradient before matrix A, `[t, padded_rank]`, with rows `line` apart.
+    /// Result `ds = scale * dy B`, the gradient of the output of matrix A, `[t, padded_rank]` with leading
+    /// dimension `line`.
     pub ds: Address,
-    /// Gradient of matrix B, f32 `[n, r]`.
+    /// Result `dB = dy^T s`, the gradient of matrix B, f32 `[n, r]`.
     pub d_lora_b: Address,
 }
 
@@ -67,7 +69,7 @@ fn module(dtype: DType, rank: usize, grouped: bool) -> Option<Module> {
     Some(Module::new(Family::LoraGradients, defines, kernels))
 }
 
-/// Modules for every dtype and rank, for all rows and for selected rows.
+/// Kernel modules for every 16-bit dtype and padded rank, for all rows and for selected rows.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let mut all = Vec::new();
@@ -80,7 +82,8 @@ pub fn modules() -> Vec<Module> {
 }
 
 impl LoraGradients {
-    /// Whether one pass can compute both gradients. It is then faster than two products.
+    /// Whether one pass over `dy` can compute both gradients: 16-bit dtype, rank at most 64, `n` a multiple
+    /// of 8. It is then faster than two products.
     #[must_use]
     pub fn fits(&self) -> bool {
         let narrow = matches!(self.dtype, DType::BF16 | DType::F16);
@@ -102,7 +105,8 @@ impl LoraGradients {
         [slices, self.t.div_ceil(rows), rows]
     }
 
-    /// Launches, in order. `None` when an extent exceeds a grid's size. Call it only if [`LoraGradients::fits`].
+    /// Launches of the pass, in order. `None` when an extent exceeds a grid's size. Call it only if
+    /// [`LoraGradients::fits`].
     #[must_use]
     pub fn launches(&self, workspace: &mut Workspace) -> Option<Vec<Launch>> {
         let Self {

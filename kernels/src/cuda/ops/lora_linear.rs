@@ -9,7 +9,7 @@
 //! | `y = [x \| s] [W \| B]^T + bias` | one | `2 (t k + n k + t n + t r + n r)` |
 //! | `ds = scale * dy B` `[t, r]` | one, narrow | `2 (t n + n r + t r)` |
 //! | `dx = [dy \| ds] [W ; A]` | one | `2 (t n + n k + t k + t r + r k)` |
-//! | `ds` and `dB` together, rank 64 or less | one pass ([`super::lora_gradients`]) | `2 (t n + n r + t r)`, partial sums |
+//! | `ds` and `dB`, rank 64 or less | one pass ([`super::lora_gradients`]) | `2 (t n + n r + t r)`, partial sums |
 //! | `dB = dy^T s`, `dA = ds^T x` | one each | `2 (t n + t r) + 4 n r`, `2 (t k + t r) + 4 r k` |
 //!
 //! Besides the product of `dx`, the backward of one layer passes over `x` twice (`s` is recomputed, and `dA`), and
@@ -35,7 +35,8 @@ use crate::DType;
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::module::Module;
 
-/// Every kernel module that a 16-bit layer may use. Without a compiler no other modules are available.
+/// Kernel modules of all products that a 16-bit layer may use. Without a compiler no other modules are
+/// available.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let all = choosable().into_iter();
@@ -44,7 +45,8 @@ pub fn modules() -> Vec<Module> {
         .collect()
 }
 
-/// Modules of the copies and sums around products.
+/// Kernel modules of the copies and sums that products need: padding of rows, and adding the parts of a split
+/// sum.
 #[must_use]
 pub fn parts_modules() -> Vec<Module> {
     let pairs = [
@@ -60,10 +62,11 @@ pub fn parts_modules() -> Vec<Module> {
         .collect()
 }
 
-/// Linear layer with its adapter. Addresses are aligned to 16 bytes; all operands are dense, in `dtype`.
+/// Linear layer with its LoRA adapter, for launches of forward and backward. Addresses are aligned to 16
+/// bytes; all operands are dense, in `dtype`.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct LoraLinear {
-    /// bf16 or f16 on tensor cores, or f32 without them.
+    /// Dtype of all operands: bf16 or f16 on tensor cores, or f32 without them.
     pub dtype: DType,
     /// Number of tokens, which are the rows of the input and the output.
     pub t: usize,
@@ -71,7 +74,7 @@ pub struct LoraLinear {
     pub n: usize,
     /// Number of input features.
     pub k: usize,
-    /// Adapter rank. 0 is the plain linear layer.
+    /// Rank of the adapter; 0 for a linear layer without one.
     pub r: usize,
     /// Input of the layer, `[t, k]`.
     pub x: Address,
@@ -83,14 +86,14 @@ pub struct LoraLinear {
     pub lora_a: Address,
     /// Matrix B of the adapter, `[n, r]`.
     pub lora_b: Address,
-    /// Factor on the adapter's output, which is added to the base layer's.
+    /// Factor on the adapter's output before it is added to the base layer's.
     pub scale: f32,
     /// Dropout of the adapter's input, or `None` for no dropout.
     pub dropped: Option<Dropped>,
 }
 
-/// Addresses that the backward of a [`LoraLinear`] writes gradients to. [`Address::NULL`] for a gradient that is not
-/// needed.
+/// Addresses that the backward of a [`LoraLinear`] writes gradients to. [`Address::NULL`] for a gradient that
+/// is not needed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Gradients {
     /// Gradient of the input, `[t, k]` in the layer's dtype.
@@ -102,7 +105,8 @@ pub struct Gradients {
 }
 
 impl LoraLinear {
-    /// Elements per row of `s` and `ds`: the rank padded with zeros to a multiple of 16.
+    /// Leading dimension in elements of `s` and `ds`, the output of matrix A and its gradient: the rank
+    /// padded with zeros to a multiple of 16.
     #[must_use]
     pub const fn padded_rank(&self) -> usize {
         self.r.next_multiple_of(16)
@@ -153,9 +157,9 @@ impl LoraLinear {
         Some(launches)
     }
 
-    /// Product `s[t, padded_rank] = scale * x A^T`. Adapters that share `x` may be stacked: `lora_a` then has the
-    /// rows of all adapters, and `r` is the sum of the ranks. [`LoraLinear::output`] takes each adapter's columns of
-    /// `s`, which begin at multiples of 8.
+    /// Product for the output of matrix A: `s[t, padded_rank] = scale * x A^T`. Adapters that share `x` may
+    /// be stacked: `lora_a` then has the rows of all adapters, and `r` is the sum of the ranks.
+    /// [`LoraLinear::output`] takes each adapter's columns of `s`, which begin at multiples of 8.
     #[must_use]
     pub fn down(&self, s: Address) -> Product {
         self.product([self.t, self.padded_rank(), self.r], s, self.padded_rank())
@@ -163,7 +167,8 @@ impl LoraLinear {
             .plus(self.x, self.k, self.lora_a, self.k, self.k)
     }
 
-    /// Product `y[t, n] = [x | s] [W | B]^T + bias`, with rows of `s` `s_line` elements apart.
+    /// Product for the layer's output: `y[t, n] = [x | s] [W | B]^T + bias`. `s` is the output of matrix A,
+    /// with leading dimension `s_line` in elements.
     #[must_use]
     pub fn output(&self, s: Address, s_line: usize, y: Address) -> Product {
         let mut product = self
@@ -174,7 +179,7 @@ impl LoraLinear {
         product
     }
 
-    /// Product `ds[t, padded_rank] = scale * dy B`.
+    /// Product for the gradient of matrix A's output: `ds[t, padded_rank] = scale * dy B`.
     #[must_use]
     pub fn down_gradient(&self, dy: Address, ds: Address) -> Product {
         self.product([self.t, self.padded_rank(), self.r], ds, self.padded_rank())
@@ -183,7 +188,8 @@ impl LoraLinear {
             .plus(dy, self.n, self.lora_b, self.r, self.n)
     }
 
-    /// Product `dx[t, k] = [dy | ds] [W ; A]`, or `dy W` if the adapter has dropout.
+    /// Product for the gradient of the input: `dx[t, k] = [dy | ds] [W ; A]`, or `dy W` if the adapter has
+    /// dropout.
     #[must_use]
     pub fn input_gradient(&self, dy: Address, ds: Address, dx: Address) -> Product {
         let r = self.dropped.map_or(self.r, |_| 0);
@@ -193,7 +199,7 @@ impl LoraLinear {
             .plus(ds, self.padded_rank(), self.lora_a, self.k, r)
     }
 
-    /// Product `d_weight[n, k] = dy^T x` in f32.
+    /// Product for the gradient of the base weight: `d_weight[n, k] = dy^T x` in f32.
     #[must_use]
     pub fn weight_gradient(&self, dy: Address, d_weight: Address) -> Product {
         self.product([self.n, self.k, self.k], d_weight, self.k)
@@ -202,7 +208,7 @@ impl LoraLinear {
             .plus(dy, self.n, self.x, self.k, self.t)
     }
 
-    /// Product `d_lora_b[n, r] = dy^T s` in f32.
+    /// Product for the gradient of matrix B: `d_lora_b[n, r] = dy^T s` in f32.
     #[must_use]
     pub fn lora_b_gradient(&self, dy: Address, s: Address, d_lora_b: Address) -> Product {
         self.product([self.n, self.r, self.r], d_lora_b, self.r)
@@ -211,7 +217,7 @@ impl LoraLinear {
             .plus(dy, self.n, s, self.padded_rank(), self.t)
     }
 
-    /// Product `d_lora_a[r, k] = ds^T x` in f32.
+    /// Product for the gradient of matrix A: `d_lora_a[r, k] = ds^T x` in f32.
     #[must_use]
     pub fn lora_a_gradient(&self, ds: Address, d_lora_a: Address) -> Product {
         self.product([self.r, self.k, self.k], d_lora_a, self.k)
@@ -220,7 +226,8 @@ impl LoraLinear {
             .plus(ds, self.padded_rank(), self.x, self.k, self.t)
     }
 
-    /// Launches of `y = x W^T + bias + scale * (x A^T) B^T`, `[t, n]`. `None` when the dtype has no kernel.
+    /// Launches of the forward, `y = x W^T + bias + scale * (x A^T) B^T` `[t, n]`, in order. `None` when the
+    /// dtype has no kernel.
     #[must_use]
     pub fn forward(
         &self,
@@ -244,7 +251,8 @@ impl LoraLinear {
         Some(launches)
     }
 
-    /// Launches of the gradients for `dy [t, n]`. `s` is recomputed. `None` when the dtype has no kernel.
+    /// Launches of the backward, in order: the gradients for the output gradient `dy [t, n]`.
+    /// `s = scale * x A^T` is recomputed. `None` when the dtype has no kernel.
     ///
     /// Bytes for 8192 tokens, 4096 features in and out, rank 16, in bf16: `s` 67 MB; `ds` and `dB` in one pass 67 MB
     /// plus 17 MB of partial sums (134 MB as two products); `dA` 67 MB; the product of `dx` as much as the forward.

@@ -6,7 +6,8 @@ use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
 
 const THREADS: u32 = 256;
-/// Size in bytes of the softmax statistics that are kept for each row of logits.
+/// Size in bytes of the running softmax statistics of one row of logits: maximum, sum of exponentials, logit
+/// of the label.
 pub const RUNNING_BYTES: u64 = 16;
 /// Shared memory for the sums of eight stretches and the largest logits of eight warps.
 const SHARED_BYTES: u32 = 8 * 8 + 8 * 4;
@@ -24,21 +25,21 @@ fn module(out: DType) -> Option<Module> {
     Some(Module::new(Family::Loss, defines, kernels))
 }
 
-/// Modules for every dtype of the gradients of logits.
+/// Kernel modules of the loss, for logit gradients in f32, bf16 and f16.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let dtypes = [DType::F32, DType::BF16, DType::F16];
     dtypes.into_iter().filter_map(module).collect()
 }
 
-/// Tile of logits: some rows, and consecutive columns of the vocabulary.
+/// Tile of logits: some rows (tokens), and consecutive columns of the vocabulary.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Tile {
     /// Logits of the tile, f32 `[rows, cols]`.
     pub logits: Address,
-    /// Label of each row, i32 `[rows]`, each in the vocabulary.
+    /// Label of each row, i32 `[rows]`: an index into the whole vocabulary, never ignored.
     pub labels: Address,
-    /// Statistics of the rows over the tiles so far, [`RUNNING_BYTES`] bytes per row.
+    /// Softmax statistics of the rows over the tiles so far, [`RUNNING_BYTES`] bytes per row.
     pub running: Address,
     /// Number of rows (tokens) of the tile.
     pub rows: u32,
@@ -48,8 +49,9 @@ pub struct Tile {
     pub first: u32,
 }
 
-/// Adds a tile to the statistics of its rows; the first tile initializes them. Reads the logits from memory once
-/// (they stay in the L2 cache for the second read). `None` for extents beyond `int`, as in the functions below.
+/// Launch that adds a tile of logits to the softmax statistics of its rows; the first tile initializes them.
+/// Reads the logits from memory once (they stay in the L2 cache for the second read). `None` if an extent
+/// exceeds `int`.
 #[must_use]
 pub fn statistics(tile: &Tile) -> Option<Launch> {
     Some(Launch {
@@ -69,8 +71,9 @@ pub fn statistics(tile: &Tile) -> Option<Launch> {
     })
 }
 
-/// `losses[rows_of[i]] = -log softmax(logits of row i)[label]` in f32, from statistics over the whole vocabulary.
-/// `rows_of` is i32 `[rows]`.
+/// Launch that writes the losses in f32, from statistics over the whole vocabulary:
+/// `losses[rows_of[i]] = -log softmax(logits of row i)[label]`. `rows_of` is i32 `[rows]`. `None` if `rows`
+/// exceeds `int`.
 #[must_use]
 pub fn losses(running: Address, rows_of: Address, losses: Address, rows: u32) -> Option<Launch> {
     Some(Launch {
@@ -88,8 +91,9 @@ pub fn losses(running: Address, rows_of: Address, losses: Address, rows: u32) ->
     })
 }
 
-/// Gradients of `factor * sum(losses)` in `out [rows, line]`. Columns after the tile's become zero. `out` may be the
-/// f32 logits themselves, with equally long lines.
+/// Launch that writes the gradients of `factor * sum(losses)` with respect to the tile's logits to
+/// `out [rows, line]`, in `dtype`. Columns after the tile's become zero. `out` may be the f32 logits
+/// themselves, if `line` is `cols`. `None` if an extent exceeds `int` or `dtype` is not a float.
 #[must_use]
 pub fn gradients(
     tile: &Tile,

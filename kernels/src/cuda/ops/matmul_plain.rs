@@ -25,7 +25,7 @@ const fn square(edge: u32) -> Tile {
 /// Padding after each line of a tile in shared memory, in elements. Lines then start at different banks.
 const PADDING: u32 = 4;
 
-/// Kernel module of f32 products with one tile and one orientation of the operands.
+/// Kernel module of a product of f32 operands, for one tile and one choice of transposed operands.
 #[must_use]
 pub fn module([transpose_a, transpose_b]: [bool; 2], tile: Tile) -> Module {
     let defines = defines([transpose_a, transpose_b], tile);
@@ -44,7 +44,7 @@ pub(super) fn defines(
     ]
 }
 
-/// Every f32 variant: both tiles, with `a` and `b` transposed or not.
+/// Every kernel variant of products of f32 operands: both tiles, with `a` and `b` transposed or not.
 #[must_use]
 pub fn variants() -> Vec<Variant> {
     let orientations = [[false, false], [false, true], [true, false], [true, true]];
@@ -54,7 +54,8 @@ pub fn variants() -> Vec<Variant> {
     all.collect()
 }
 
-/// Kernel modules of all [`variants`], and of the f32 grouped products.
+/// Kernel modules of products of f32 operands: one for each of [`variants`], and those of the grouped
+/// products.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let all = variants().into_iter();

@@ -31,51 +31,52 @@ pub enum Kind {
     Layer,
 }
 
-/// Kind, dtypes and sizes of a normalization.
+/// Parameters of a normalization: its kind, dtypes, extents and epsilon.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Shape {
-    /// Whether this is an RMS norm or a layer norm.
+    /// Kind of the normalization: RMS norm or layer norm.
     pub kind: Kind,
-    /// Dtype of activations and their gradients.
+    /// Dtype of the activations and of their gradients.
     pub dtype: DType,
     /// Dtype of weight and bias: that of the activations, or f32.
     pub weight_dtype: DType,
-    /// Number of rows, each normalized on its own.
+    /// Number of rows of the input, each normalized on its own.
     pub rows: u64,
-    /// Number of elements per row.
+    /// Number of elements per row (channels).
     pub c: u32,
     /// Small number that is added to the mean square (RMS norm) or the variance (layer norm).
     pub eps: f32,
 }
 
-/// Operands of [`forward`], `[rows, c]` unless stated.
+/// Device addresses of the operands and results of [`forward`]. Tensors are `[rows, c]` unless stated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Forward {
-    /// Values to normalize, or summand if `residual` is given.
+    /// Input to normalize. If `residual` is given, it is added first.
     pub x: Address,
-    /// Residual. `sum = round(x + residual)` is then written and normalized. Null for none.
+    /// Residual that is added to `x`: `sum = round(x + residual)` is then written and normalized. Null for
+    /// none.
     pub residual: Address,
-    /// Sum with the residual. Null if and only if `residual` is null.
+    /// Destination of the sum `x + residual`. Null if and only if `residual` is null.
     pub sum: Address,
     /// Weight of the norm, `[c]`.
     pub weight: Address,
     /// Bias of the layer norm, `[c]`; null for RMS norm.
     pub bias: Address,
-    /// Destination of the normalized values.
+    /// Destination of the normalized output.
     pub y: Address,
 }
 
-/// Operands of [`backward`], `[rows, c]` unless stated.
+/// Device addresses of the operands and results of [`backward`]. Tensors are `[rows, c]` unless stated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Backward {
-    /// The values that were normalized (the sum, if a residual was added).
+    /// Values that the forward normalized: its input, or the sum if a residual was added.
     pub x: Address,
     /// Weight of the norm, `[c]`.
     pub weight: Address,
-    /// Gradient of the norm's result `y`. It is read.
+    /// Gradient of the norm's output `y`, which is read.
     pub dy: Address,
-    /// Gradient that reaches `x` besides through the norm. It is added to `dx` in f32, before rounding. Null for
-    /// none.
+    /// Gradient that reaches `x` on another path than through the norm (the residual's). It is added to `dx`
+    /// in f32, before rounding. Null for none.
     pub d_sum: Address,
     /// Destination of the gradient of `x`.
     pub dx: Address,
@@ -204,7 +205,7 @@ fn aligned(addresses: &[Address]) -> bool {
     addresses.iter().all(|Address(a)| a.is_multiple_of(16))
 }
 
-/// Modules for both kinds and every dtype, with weights in the same dtype and in f32.
+/// Kernel modules of both kinds of norm, for every dtype, with weights in the same dtype and in f32.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let dtypes = [
@@ -219,9 +220,9 @@ pub fn modules() -> Vec<Module> {
     shapes.filter_map(|shape| shape.module()).collect()
 }
 
-/// Launch of the normalization. Moves two elements per element, four with a residual. It is fast for `c` a multiple
-/// of 8 up to 16384 and addresses aligned to 16 bytes, and correct for all others. `None` when the dtypes are not
-/// supported together, or the rows exceed a grid's size.
+/// Launch of the normalization. Reads and writes two elements per element of `x`, four with a residual. It is
+/// fast for `c` a multiple of 8 up to 16384 and addresses aligned to 16 bytes, and correct for all others.
+/// `None` when the dtypes are not supported together, or the rows exceed a grid's size.
 #[must_use]
 pub fn forward(shape: &Shape, at: &Forward) -> Option<Launch> {
     let plan = shape.forward_plan(&[at.x, at.residual, at.sum, at.weight, at.bias, at.y]);
@@ -247,7 +248,7 @@ pub fn forward(shape: &Shape, at: &Forward) -> Option<Launch> {
     })
 }
 
-/// Bytes of workspace of [`backward`]: f32 partial sums of the parameters' gradients.
+/// Size in bytes of the workspace of [`backward`]: f32 partial sums of the gradients of weight and bias.
 #[must_use]
 pub fn workspace_bytes(shape: &Shape) -> u64 {
     let plans = [shape.backward_plan(&[]), Plan::any("backward_any")];
@@ -255,10 +256,10 @@ pub fn workspace_bytes(shape: &Shape) -> u64 {
     groups[0].max(groups[1]) * shape.params() * u64::from(shape.c) * 4
 }
 
-/// Launches of the gradients, in order. Moves three elements per element, four with `d_sum`, plus the workspace
-/// twice. The order of the sums of parameter gradients depends on rows, `c`, dtypes and alignment only. It is fast
-/// for `c` a multiple of 8 up to 8192 (16384 for RMS norm of 16-bit activations) and addresses aligned to 16 bytes.
-/// `None` as for [`forward`].
+/// Launches of the norm's backward, in order. They read and write three elements per element of `x`, four
+/// with `d_sum`, plus the workspace twice. The order of the sums of parameter gradients depends on rows, `c`,
+/// dtypes and alignment only. It is fast for `c` a multiple of 8 up to 8192 (16384 for RMS norm of 16-bit
+/// activations) and addresses aligned to 16 bytes. `None` as for [`forward`].
 #[must_use]
 pub fn backward(shape: &Shape, at: &Backward) -> Option<[Launch; 2]> {
     let plan = shape.backward_plan(&[at.x, at.weight, at.dy, at.d_sum, at.dx, at.workspace]);

@@ -72,19 +72,20 @@ fn elements(
     launch(dtype, kernel, n.div_ceil(WIDTH), args)
 }
 
-/// `y = a + b` for `n` elements. `None` when the dtype is not a float, as in the functions below.
+/// Launch of `y = a + b` for `n` elements. `None` when the dtype is not a float.
 #[must_use]
 pub fn add(dtype: DType, a: Address, b: Address, y: Address, n: u64) -> Option<Launch> {
     elements(dtype, "add", &[a, b], None, &[y], n)
 }
 
-/// `y = factor * x` for `n` elements.
+/// Launch of `y = factor * x` for `n` elements. `None` when the dtype is not a float.
 #[must_use]
 pub fn scale(dtype: DType, x: Address, factor: f32, y: Address, n: u64) -> Option<Launch> {
     elements(dtype, "scale", &[x], Some(factor), &[y], n)
 }
 
-/// Launch of `y = gelu(x)` for `n` elements. `kind` selects the formula.
+/// Launch of `y = gelu(x)` for `n` elements. `kind` selects the formula. `None` when the dtype is not a
+/// float.
 #[must_use]
 pub fn gelu(dtype: DType, kind: Gelu, x: Address, y: Address, n: u64) -> Option<Launch> {
     let kernel = match kind {
@@ -94,7 +95,8 @@ pub fn gelu(dtype: DType, kind: Gelu, x: Address, y: Address, n: u64) -> Option<
     elements(dtype, kernel, &[x], None, &[y], n)
 }
 
-/// Gradient of GELU with respect to its input.
+/// Launch that writes the gradient of GELU with respect to its input, `dx = dy * gelu'(x)`, for `n` elements.
+/// `None` when the dtype is not a float.
 #[must_use]
 pub fn gelu_backward(
     dtype: DType,
@@ -110,13 +112,14 @@ pub fn gelu_backward(
     elements(dtype, kernel, &[x, dy], None, &[dx], n)
 }
 
-/// `y = silu(gate) * up` for `n` elements.
+/// Launch of SwiGLU, `y = silu(gate) * up`, for `n` elements. `None` when the dtype is not a float.
 #[must_use]
 pub fn swiglu(dtype: DType, gate: Address, up: Address, y: Address, n: u64) -> Option<Launch> {
     elements(dtype, "swiglu", &[gate, up], None, &[y], n)
 }
 
-/// Gradients of gate and up in one pass, which moves five elements per element.
+/// Launch of SwiGLU's backward: the gradients of `gate` and `up` in one pass over `n` elements, which reads
+/// three arrays and writes two. `None` when the dtype is not a float.
 #[must_use]
 pub fn swiglu_backward(
     dtype: DType,
@@ -135,7 +138,9 @@ pub fn swiglu_backward(
     )
 }
 
-/// Dropout of `x [t, k]` with probability `p`, as [`Backend::dropout`](crate::Backend::dropout); `rows` is i32 `[t, 2]`.
+/// Launch of the dropout `y` of `x [t, k]` with probability `p`, as
+/// [`Backend::dropout`](crate::Backend::dropout). `rows`, i32 `[t, 2]`, are the row identities. `None` when
+/// the dtype is not a float.
 #[must_use]
 pub fn dropout(
     dtype: DType,
@@ -148,21 +153,21 @@ pub fn dropout(
     Dropped { rows, key, p }.launch(dtype, [x, none, y], none, [t, k])
 }
 
-/// Dropout of an adapter's input, with its operands as device addresses.
+/// Dropout of a LoRA adapter's input, with its operands as device addresses.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Dropped {
-    /// Row words, i32 `[t, 2]`: an identity for each row, which selects its random numbers.
+    /// Row identities, i32 `[t, 2]`: two words per row, from which its random numbers follow.
     pub rows: Address,
-    /// Key of the random stream for one use, e.g. (seed, layer).
+    /// Key of the dropout's random stream for one use, e.g. (seed, layer).
     pub key: [u32; 2],
     /// Probability that an element becomes zero.
     pub p: f32,
 }
 
 impl Dropped {
-    /// Launch of `y = dropout(x)`, or of `y = onto + dropout(x)` if `onto` is given (it may be `y`). All are
-    /// `[.., k]`; the dropout is rounded before it is added. `at`, i32 `[t]`, selects `t` rows of all operands; null
-    /// selects the first `t`.
+    /// Launch of `y = dropout(x)`, or of `y = onto + dropout(x)` if `onto` is not null (it may be `y`). All
+    /// are `[.., k]`; the dropout is rounded before it is added. `at`, i32 `[t]`, selects `t` rows of all
+    /// operands; null selects the first `t`. `None` when the dtype is not a float.
     #[must_use]
     pub fn launch(
         &self,
@@ -189,7 +194,7 @@ impl Dropped {
     }
 }
 
-/// Sizes of a rotary embedding: `x [tokens, heads, d]`, angles `[tokens, w]`.
+/// Sizes of a rotary position embedding: the input is `x [tokens, heads, d]`, the angles are `[tokens, w]`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RopeShape {
     /// Number of tokens in `x`.
@@ -202,7 +207,8 @@ pub struct RopeShape {
     pub w: u32,
 }
 
-/// Rotation of `x`. Cosines and sines are f32 `[tokens, w]`, as in [`Backend::rope`](crate::Backend::rope).
+/// Launch of the rotary position embedding `y` of `x`. Cosines and sines are f32 `[tokens, w]`, as in
+/// [`Backend::rope`](crate::Backend::rope). `None` when the dtype is not a float or an extent exceeds `int`.
 #[must_use]
 pub fn rope(
     dtype: DType,

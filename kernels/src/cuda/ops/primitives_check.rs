@@ -24,14 +24,14 @@ fn module() -> Module {
     Module::new(Family::PrimitivesCheck, [], KERNELS)
 }
 
-/// All kernel modules that test primitives, of which there is one.
+/// Kernel modules that test the PTX wrappers (primitives) one by one. There is only one.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     vec![module()]
 }
 
-/// Launch of a kernel with `blocks` blocks. The CUDA source describes the kernels and their parameters. `None` if no
-/// kernel has this name.
+/// Launch of the test kernel named `kernel` with `blocks` thread blocks. The CUDA source describes the
+/// kernels and their parameters. `None` if no kernel has this name.
 #[must_use]
 pub fn launch(
     kernel: &str,

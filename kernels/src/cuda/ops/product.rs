@@ -7,40 +7,42 @@ use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
 
-/// Two matrices whose product `a b^T` is one term of a [`Product`], with a sum over `k`.
+/// Term `a b^T` of a [`Product`]: two matrices whose product is a sum over `k`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Term {
     /// Left operand, `[m, k]`, or `[k, m]` when `transpose_a`; 16-byte aligned (f32: 4).
     pub a: Address,
-    /// Distance between lines of `a` in elements.
+    /// Leading dimension of `a`: elements from the start of one stored row to the next.
     pub a_line: usize,
     /// Right operand, `[n, k]`, or `[k, n]` when `transpose_b`; 16-byte aligned (f32: 4).
     pub b: Address,
-    /// Distance between lines of `b` in elements.
+    /// Leading dimension of `b`: elements from the start of one stored row to the next.
     pub b_line: usize,
-    /// Length of the sum. If k runs along a line whose length is a multiple of 8 but `k` is not, the elements from
-    /// `k` to the next multiple of 8 must be zero.
+    /// Length of the sum (inner dimension of the product). If stored rows run along k, with a leading
+    /// dimension that is a multiple of 8, and `k` is not one, the elements from `k` to the next multiple of 8
+    /// must be zero.
     pub k: usize,
 }
 
 /// Operands of `y[m, n] = scale * (sum of a b^T over all terms) + bias[n]`, with sums in f32.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Product {
-    /// Dtype of operands and bias: bf16, f16 or f32.
+    /// Dtype of the operands and the bias: bf16, f16 or f32.
     pub dtype: DType,
-    /// Dtype of `y`: `dtype` or f32.
+    /// Dtype of the result `y`: `dtype` or f32.
     pub out: DType,
-    /// Whether the lines of `a` run along m instead of k.
+    /// Whether `a` of each term is stored as `[k, m]` instead of `[m, k]`.
     pub transpose_a: bool,
-    /// Whether the lines of `b` run along n instead of k. The weight `[n, k]` of a linear layer is *not* transposed.
+    /// Whether `b` of each term is stored as `[k, n]` instead of `[n, k]`. The weight `[n, k]` of a linear
+    /// layer is *not* transposed.
     pub transpose_b: bool,
     /// Number of rows of `y`.
     pub m: usize,
     /// Number of columns of `y`.
     pub n: usize,
-    /// Number of columns of `y` that `b` provides. Missing columns up to `n` count as zero.
+    /// Number of columns of `y` that `b` provides. The columns from there to `n` count as sums of zero.
     pub b_rows: usize,
-    /// One or two products, whose results are added. A LoRA layer has two: base weight and adapter.
+    /// Terms `a b^T`, one or two, whose products are added. A LoRA layer has two: base weight and adapter.
     pub terms: [Option<Term>; 2],
     /// Bias, `[n]` in `dtype`, or [`Address::NULL`] for none.
     pub bias: Address,
@@ -48,14 +50,14 @@ pub struct Product {
     pub scale: f32,
     /// Result, `[m, n]` in the dtype `out`.
     pub y: Address,
-    /// Distance between rows of `y` in elements.
+    /// Leading dimension of `y`: elements from the start of one row to the next.
     pub y_line: usize,
 }
 
-/// How a product is divided among thread blocks.
+/// Division of a product among thread blocks: the tile of each block, and split-K.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Choice {
-    /// Size of the part of `y` that a block computes, and how it does so.
+    /// Tile of `y` that one block computes, and how it does so.
     pub tile: Tile,
     /// Number of blocks that share a tile of `y`, each with a part of the sum (split-K).
     pub parts: u32,
@@ -81,7 +83,7 @@ fn made_by_layers(out: DType, transpose: [bool; 2]) -> bool {
     }
 }
 
-/// Every variant that [`Product::choose`] may select for 16-bit operands, once each.
+/// Every kernel variant of products that [`Product::choose`] may select for 16-bit operands, once each.
 #[must_use]
 pub fn choosable() -> Vec<Variant> {
     let mut all = Vec::new();
@@ -101,7 +103,8 @@ pub fn choosable() -> Vec<Variant> {
     all
 }
 
-/// Kernel module of a product with 16-bit operands. `None` for a combination of dtypes without a kernel.
+/// Kernel module of a product with 16-bit operands `dtype` and a result `out`. `None` for a combination of
+/// dtypes without a kernel.
 #[must_use]
 pub fn module(
     dtype: DType,
@@ -145,8 +148,8 @@ impl Product {
         self.terms.iter().flatten().map(|term| term.k).sum()
     }
 
-    /// Chooses the tile, which depends on the GPU, and the number of parts, which does not. All tiles possible for a
-    /// shape add in the same order, so results do not depend on the GPU.
+    /// Chooses the tile, which depends on the GPU, and the number of parts of the sum (split-K), which does
+    /// not. All tiles possible for a shape add in the same order, so results do not depend on the GPU.
     #[must_use]
     pub fn choose(&self, multiprocessors: u32) -> Choice {
         let sms = multiprocessors.max(1) as usize;
@@ -200,7 +203,9 @@ impl Product {
         wanted.min(self.depth() / shortest).clamp(1, 16) as u32
     }
 
-    /// Launches, in order. `None` when the dtypes have no kernel or an extent exceeds 2^31.
+    /// Launches that compute the product, in order: copies of 16-bit operands to rows of 16-byte multiples if
+    /// needed, the product, and with split-K the sum of the parts. `None` when the dtypes have no kernel or
+    /// an extent exceeds 2^31.
     #[must_use]
     pub fn launches(
         &self,
@@ -257,7 +262,7 @@ impl Product {
         Some(launches)
     }
 
-    /// Size in bytes of the workspace that the product's launches need.
+    /// Size in bytes of the workspace that [`Product::launches`] needs for this choice.
     #[must_use]
     pub fn workspace_bytes(&self, choice: Choice) -> u64 {
         let mut space = Workspace::new(Address::NULL);
@@ -365,7 +370,8 @@ impl Product {
 
 const PARTS_THREADS: u32 = 256;
 
-/// Module that sums parts. That of bf16 also aligns lines of either 16-bit type.
+/// Kernel module that adds the parts of a split sum (split-K). The one for bf16 also copies operands of
+/// either 16-bit type to aligned rows. `None` when a dtype is not a float.
 #[must_use]
 pub fn parts_module(dtype: DType, out: DType) -> Option<Module> {
     let defines = [("TYPE", element_type(dtype)?), ("OUT", element_type(out)?)];

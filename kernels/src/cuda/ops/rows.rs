@@ -35,13 +35,13 @@ fn sums_module(x: DType, out: DType) -> Option<Module> {
     Some(Module::new(Family::RowSums, defines, SUM_KERNELS))
 }
 
-/// Kernel modules that copy rows in units of 1, 2, 4 and 16 bytes.
+/// Kernel modules that copy rows: one for each copy unit of 1, 2, 4 and 16 bytes.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     [1, 2, 4, 16].into_iter().map(rows_module).collect()
 }
 
-/// Modules with sums in the dtype of the summands, and in f32.
+/// Kernel modules that sum rows in each float dtype, with the result in the same dtype or in f32.
 #[must_use]
 pub fn sum_modules() -> Vec<Module> {
     let pairs = [
@@ -68,8 +68,8 @@ fn blocks(threads: u64) -> u32 {
     threads.div_ceil(u64::from(THREADS)).clamp(1, MAX_BLOCKS) as u32
 }
 
-/// `y[i] = table[index[i]]` for `rows` rows of `row_bytes`. `index` is i32, and each entry is below the number of
-/// rows of the table.
+/// Launch of `y[i] = table[index[i]]` for `rows` rows of `row_bytes` bytes. `index` is i32, and each entry is
+/// below the number of rows of the table.
 #[must_use]
 pub fn gather_rows(
     table: Address,
@@ -96,8 +96,8 @@ pub fn gather_rows(
     }
 }
 
-/// Partition of the row numbers below `n`, i32 `[n]`: first the `first` rows whose byte in `second` is 0, in order,
-/// then the others, in order. `None` when `n` exceeds 2^31.
+/// Launch that partitions the row numbers below `n` into `rows`, i32 `[n]`: first the `first` rows whose byte
+/// in `second` is 0, in order, then the others, in order. `None` when `n` exceeds 2^31.
 #[must_use]
 pub fn partition_rows(second: Address, n: usize, first: usize, rows: Address) -> Option<Launch> {
     Some(Launch {
@@ -115,8 +115,8 @@ pub fn partition_rows(second: Address, n: usize, first: usize, rows: Address) ->
     })
 }
 
-/// `y[to[i]] = x[from[i]]` for `rows` rows of `row_bytes`. If `x` is [`Address::NULL`], zeros are written and `from`
-/// is not read. No row may occur twice in `to`.
+/// Launch of `y[to[i]] = x[from[i]]` for `rows` rows of `row_bytes` bytes. If `x` is [`Address::NULL`], zeros
+/// are written and `from` is not read. No row may occur twice in `to`.
 #[must_use]
 pub fn put_rows(
     x: Address,
@@ -145,8 +145,8 @@ pub fn put_rows(
     }
 }
 
-/// Transposes each of the `n` matrices `[a, b]` of `x`, with elements of `size` bytes (1, 2 or 4). `None` for other
-/// sizes and for extents beyond a grid's size.
+/// Launch that transposes each of the `n` matrices `[a, b]` of `x` into `y`, with elements of `size` bytes
+/// (1, 2 or 4). `None` for other sizes and for extents beyond a grid's size.
 #[must_use]
 pub fn transpose_each(x: Address, y: Address, [n, a, b]: [u64; 3], size: u64) -> Option<Launch> {
     let rows = a.div_ceil(TILE).max(1);
@@ -173,20 +173,21 @@ pub fn transpose_each(x: Address, y: Address, [n, a, b]: [u64; 3], size: u64) ->
     })
 }
 
-/// Plan of a scatter-add: the rows to add, sorted by target row. The host computes it from the index for
-/// [`scatter_add_rows`].
+/// Plan of a scatter-add (`y[index[i]] += x[i]`): the rows of `x` sorted by target row. The host computes it
+/// from `index` for [`scatter_add_rows`].
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Groups {
-    /// Numbers of the rows to add. Rows with the same target are consecutive and in ascending order.
+    /// Row numbers in `x` of the rows to add. Rows with the same target are consecutive and in ascending
+    /// order.
     pub sources: Vec<i32>,
-    /// Index in `sources` where each target begins, and the end of the last one.
+    /// Position in `sources` at which each target's rows begin, then the total number of sources.
     pub starts: Vec<i32>,
-    /// Numbers of the target rows, ascending, each once.
+    /// Row numbers in `y` of the target rows, ascending, each once.
     pub targets: Vec<i32>,
 }
 
 impl Groups {
-    /// Sorts the row numbers `i` by their target rows `index[i]`.
+    /// Plan for the targets `index[i]` of the rows `i`: the row numbers `i` sorted by target.
     #[must_use]
     pub fn of(index: &[i32]) -> Self {
         let mut order: Vec<(i32, i32)> = index.iter().copied().zip(0..).collect();
@@ -202,23 +203,24 @@ impl Groups {
     }
 }
 
-/// Operands of [`scatter_add_rows`]. `sources`, `starts` and `targets` are i32, as in [`Groups`].
+/// Device addresses of the operands and result of [`scatter_add_rows`]. `sources`, `starts` and `targets` are
+/// i32, as in [`Groups`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Scatter {
-    /// Tensor whose rows are added.
+    /// Tensor whose rows are added, with `c` elements per row.
     pub x: Address,
-    /// [`Groups::sources`] in device memory.
+    /// Copy of [`Groups::sources`] in device memory: the numbers of the rows of `x` to add.
     pub sources: Address,
-    /// [`Groups::starts`] in device memory.
+    /// Copy of [`Groups::starts`] in device memory: where each target's sources begin.
     pub starts: Address,
-    /// [`Groups::targets`] in device memory.
+    /// Copy of [`Groups::targets`] in device memory: the numbers of the rows of `y` to write.
     pub targets: Address,
-    /// Destination of the sums. Other rows stay as they are.
+    /// Destination of the sums. Rows that are not targets stay as they are.
     pub y: Address,
 }
 
-/// Sums of `groups` target rows of `c` elements, in f32, in the order of the sources. `None` when a dtype is not a
-/// float.
+/// Launch that writes the sums of `groups` target rows of `c` elements, added in f32 in the order of the
+/// sources. The dtypes of `x` and `y` are `from` and `to`. `None` when a dtype is not a float.
 #[must_use]
 pub fn scatter_add_rows(
     (from, to): (DType, DType),
@@ -250,9 +252,9 @@ pub const fn column_sum_workspace_bytes(rows: u64, c: u64) -> u64 {
     rows.div_ceil(GROUP_ROWS) * c * 4
 }
 
-/// Launches, in order, of `y[c]` = column sum of all rows of `x [rows, c]`, or of the `rows` rows that `index` names,
-/// in f32. Blocks of 256 rows are summed first, then the blocks in order. `None` when a dtype is not a float or an
-/// extent exceeds a grid's size (16 million rows).
+/// Launches, in order, that write the column sums `y[c]` of all rows of `x [rows, c]`, or of the `rows` rows
+/// that `index` names, added in f32. Blocks of 256 rows are summed first, then the blocks in order. `None`
+/// when a dtype is not a float or an extent exceeds a grid's size (16 million rows).
 #[must_use]
 pub fn column_sum(
     (from, to): (DType, DType),

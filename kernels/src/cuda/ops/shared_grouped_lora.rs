@@ -1,6 +1,6 @@
-//! Grouped LoRA layers that share one input and one partition of rows, such as query, key and value projections of
-//! experts. It extends [`super::grouped_lora`] as [`super::shared_lora`] extends [`super::lora_linear`]. Each expert's
-//! A matrices are stacked:
+//! Grouped LoRA layers that share one input and one partition of rows, such as query, key and value
+//! projections of experts. It extends [`super::grouped_lora`] as [`super::shared_lora`] extends
+//! [`super::lora_linear`]. Each expert's A matrices are stacked:
 //!
 //! | result | passes over `x` | instead of |
 //! |---|---|---|
@@ -19,13 +19,15 @@ use super::pointwise;
 use super::workspace::Workspace;
 use crate::cuda::launch::{Address, Launch};
 
-/// Pairs of layers that [`share`], and their stacked A.
+/// Grouped LoRA layers that share one input and one partition of rows (see [`share`]), with their stacked A
+/// matrices.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct SharedGroupedLora<'a> {
-    /// Pairs of layers (one layer per expert) that read the same input, e.g. for queries, keys and values.
+    /// Layers that read the same input, e.g. those for queries, keys and values. Each is a pair with one
+    /// layer per expert.
     pub layers: &'a [GroupedLora],
-    /// `[line, k]` for each expert that has adapters: A of each layer, followed by zero rows up to its
-    /// [`GroupedLora::line`].
+    /// Stacked A matrices of each expert that has adapters, `[line, k]`: A of each layer, followed by zero
+    /// rows up to its [`GroupedLora::line`].
     pub stacked: [Address; 2],
 }
 
@@ -34,20 +36,23 @@ pub struct SharedGroupedLora<'a> {
 pub struct Gradients<'a> {
     /// Gradient of the input, `[t, k]` in the layers' dtype. [`Address::NULL`] if it is not needed.
     pub dx: Address,
-    /// `[line, k]` f32 for each expert that has adapters: gradients of A, stacked as A is.
+    /// Gradients of the A matrices of each expert that has adapters, f32 `[line, k]`, stacked as
+    /// [`SharedGroupedLora::stacked`].
     pub d_stacked: [Address; 2],
-    /// Gradients of matrix B, f32 `[n, r]`, for each layer and expert. Not written for one without adapter.
+    /// Gradients of matrix B, f32 `[n, r]`, indexed by layer, then expert. Not written for an expert without
+    /// adapter.
     pub d_lora_b: &'a [[Address; 2]],
 }
 
-/// Elements per row of `s` and `ds` of all layers, and rows of a stacked A.
+/// Leading dimension in elements of `s` and `ds`, which contain the columns of all layers: the number of rows
+/// of a stacked A.
 #[must_use]
 pub fn line(layers: &[GroupedLora]) -> usize {
     layers.iter().map(GroupedLora::line).sum()
 }
 
-/// Whether adapters of these layers can be stacked: same input, same partition, and equal adapter options within each
-/// expert.
+/// Whether the A matrices of these layers can be stacked: same input, same partition of rows, and equal
+/// adapter options within each expert.
 #[must_use]
 pub fn share(layers: &[GroupedLora]) -> bool {
     let alike = |(one, other): (&AdaptedGroup, &AdaptedGroup)| {
@@ -90,8 +95,8 @@ impl SharedGroupedLora<'_> {
         places.collect()
     }
 
-    /// Launches of each layer's `y`. They also write `s [t, line]` in the rows that have adapters. `None` when the
-    /// dtype has no kernel.
+    /// Launches of the forward, which write each layer's output `y`. They also write `s [t, line]`, the
+    /// outputs of the A matrices, in the rows that have adapters. `None` when the dtype has no kernel.
     #[must_use]
     pub fn forward(
         &self,
@@ -108,8 +113,8 @@ impl SharedGroupedLora<'_> {
         Some(launches)
     }
 
-    /// Launches of the gradients for the layers' `dy [t, n]`, with the `s` of the forward pass. `None` when the dtype
-    /// has no kernel.
+    /// Launches of the backward, which write the gradients for each layer's `dy [t, n]`, given the `s` of the
+    /// forward. `None` when the dtype has no kernel.
     #[must_use]
     pub fn backward(
         &self,

@@ -21,13 +21,14 @@ use super::pointwise;
 use super::workspace::Workspace;
 use crate::cuda::launch::{Address, Launch};
 
-/// Layers with the same `x`, `t`, `k`, dtype and scale, each with an adapter, and their stacked A.
+/// LoRA layers that share one input, with their stacked A matrices. They have equal `x`, `t`, `k`, dtype and
+/// scale, and each has an adapter.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct SharedLora<'a> {
     /// Layers that read the same input, e.g. those for queries, keys and values.
     pub layers: &'a [LoraLinear],
-    /// `[line, k]`: A of each layer, followed by zero rows up to its padded rank. Read only if the layers are
-    /// [`alike`].
+    /// Stacked A matrices, `[line, k]`: A of each layer, followed by zero rows up to its padded rank. Read
+    /// only if the layers are [`alike`].
     pub stacked: Address,
 }
 
@@ -36,19 +37,20 @@ pub struct SharedLora<'a> {
 pub struct Gradients<'a> {
     /// Gradient of the input, `[t, k]` in the layers' dtype. [`Address::NULL`] if it is not needed.
     pub dx: Address,
-    /// Gradients of the matrices A, f32 `[line, k]`, stacked as A is.
+    /// Gradients of the A matrices, f32 `[line, k]`, stacked as [`SharedLora::stacked`].
     pub d_stacked: Address,
     /// Gradient of each layer's matrix B, f32 `[n, r]`.
     pub d_lora_b: &'a [Address],
 }
 
-/// Elements per row of `s` and `ds` of all layers, and rows of the stacked A: the sum of the padded ranks.
+/// Leading dimension in elements of `s` and `ds`, which contain the columns of all layers: the sum of the
+/// padded ranks. It is also the number of rows of the stacked A.
 #[must_use]
 pub fn line(layers: &[LoraLinear]) -> usize {
     layers.iter().map(LoraLinear::padded_rank).sum()
 }
 
-/// Whether all adapters have the same dropout, and so the same input.
+/// Whether the adapters of all layers have the same dropout, and so the same input.
 #[must_use]
 pub fn alike(layers: &[LoraLinear]) -> bool {
     layers
@@ -113,7 +115,8 @@ impl SharedLora<'_> {
         places.collect()
     }
 
-    /// Launches of each layer's `y`. They also write `s [t, line]`. `None` when the dtype has no kernel.
+    /// Launches of the forward, which write each layer's output `y`. They also write `s [t, line]`, the
+    /// outputs of the A matrices. `None` when the dtype has no kernel.
     #[must_use]
     pub fn forward(
         &self,
@@ -130,8 +133,8 @@ impl SharedLora<'_> {
         Some(launches)
     }
 
-    /// Launches of the gradients for the layers' `dy [t, n]`, with the `s` of the forward pass. `None` when the dtype
-    /// has no kernel.
+    /// Launches of the backward, which write the gradients for each layer's `dy [t, n]`, given the `s` of the
+    /// forward. `None` when the dtype has no kernel.
     #[must_use]
     pub fn backward(
         &self,

@@ -1,19 +1,21 @@
 //! Partition of a matrix product into blocks.
 
-/// Part of a matrix product that one thread block computes, its division among warps, and the pipeline that loads it.
+/// Part of a matrix product's result `y` that one thread block computes, its division among warps, and the
+/// pipeline that loads the operands.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Tile {
-    /// Number of rows of `y` that a block computes.
+    /// Number of rows of `y` that a thread block computes.
     pub m: u32,
-    /// Number of columns of `y` that a block computes.
+    /// Number of columns of `y` that a thread block computes.
     pub n: u32,
     /// Number of elements along `k` that each step of the pipeline loads and multiplies.
     pub k: u32,
-    /// Number of warps along m, n and k.
+    /// Number of warps of a block along m, n and k.
     pub warps: [u32; 3],
     /// Number of stages of the pipeline: buffers in shared memory for parts of `a` and `b`.
     pub stages: u32,
-    /// Blocks per multiprocessor, as limited by 100 KB of shared memory or by registers.
+    /// Number of thread blocks that fit on a multiprocessor, as limited by 100 KB of shared memory or by
+    /// registers.
     pub blocks: u32,
 }
 
@@ -72,18 +74,19 @@ impl Tile {
         *fitting.nth(usize::from(!tall)).unwrap_or(&Self::NARROW[5])
     }
 
-    /// Every distinct tile: general, narrow, and the wide one that is not also a narrow one.
+    /// Every distinct tile: the general and the narrow ones, and the one wide tile that is not also a narrow
+    /// one.
     pub fn all() -> impl Iterator<Item = Self> {
         Self::general().chain(Self::NARROW).chain([Self::WIDE[0]])
     }
 
-    /// Number of threads per block: 32 for each warp.
+    /// Number of threads per thread block: 32 for each warp.
     #[must_use]
     pub const fn threads(self) -> u32 {
         32 * self.warps[0] * self.warps[1] * self.warps[2]
     }
 
-    /// Shared memory per block in bytes.
+    /// Shared memory per thread block in bytes.
     #[must_use]
     pub const fn shared_bytes(self) -> u32 {
         self.stages * self.k * (self.m + self.n) * 2

@@ -14,7 +14,7 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// Scratch memory from `start` on, a multiple of 256.
+    /// Workspace whose scratch memory begins at the device address `start`, a multiple of 256.
     #[must_use]
     pub const fn new(start: Address) -> Self {
         Self {
@@ -32,18 +32,19 @@ impl Workspace {
         address
     }
 
-    /// Number of bytes in use, for a later [`Workspace::release`] of everything allocated since.
+    /// Number of bytes in use. A later [`Workspace::release`] with it frees everything allocated since.
     #[must_use]
     pub const fn mark(&self) -> u64 {
         self.used
     }
 
-    /// Frees everything allocated since `mark`. Launches run one after the other, so later launches may overwrite it.
+    /// Frees everything allocated since [`Workspace::mark`] returned `mark`. Launches run one after the
+    /// other, so later launches may overwrite it.
     pub fn release(&mut self, mark: u64) {
         self.used = mark;
     }
 
-    /// Maximum number of bytes that were in use at one time.
+    /// Maximum number of bytes that were in use at one time: the size that the scratch memory needs.
     #[must_use]
     pub const fn bytes(&self) -> u64 {
         self.peak

@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 
 use super::module::Module;
 
-/// Architecture of the PTX. Newer GPUs run it too.
+/// Virtual architecture that the built-in PTX is compiled for. Newer GPUs run it too.
 pub const ARCH: &str = "compute_80";
 
 static BUNDLE: &[u8] = include_bytes!("sm_80.bundle");
@@ -22,14 +22,14 @@ static BUNDLE: &[u8] = include_bytes!("sm_80.bundle");
 pub struct Entry {
     /// Hash of the source that the PTX was compiled from, as [`source_hash`] computes it.
     pub source_hash: String,
-    /// PTX assembly text.
+    /// PTX assembly text of the module.
     pub ptx: String,
 }
 
-/// Precompiled PTX of modules, by module name.
+/// Precompiled PTX of modules, keyed by module name.
 pub type Bundle = BTreeMap<String, Entry>;
 
-/// Hash that identifies a module's source.
+/// Hash of a module's complete source text, which tells whether its precompiled PTX is up to date.
 #[must_use]
 pub fn source_hash(module: &Module) -> String {
     blake3::hash(module.source().as_bytes()).to_hex()[..32].to_owned()
@@ -43,17 +43,17 @@ pub fn bundle() -> &'static Bundle {
     UNPACKED.get_or_init(|| unpack(BUNDLE).unwrap_or_default())
 }
 
-/// PTX of a module, if it is built in and was made from exactly this source.
+/// Built-in PTX of a module. `None` if the bundle lacks it, or has PTX of another source text.
 #[must_use]
 pub fn built_in(module: &Module) -> Option<&'static str> {
     let entry = bundle().get(&module.name())?;
     (entry.source_hash == source_hash(module)).then_some(&*entry.ptx)
 }
 
-/// Decompresses a bundle and reads its entries.
+/// Decompresses a PTX bundle and reads its entries.
 ///
 /// # Errors
-/// When it is damaged.
+/// When the bundle is damaged.
 pub fn unpack(mut bytes: &[u8]) -> io::Result<Bundle> {
     let damaged = || io::Error::new(io::ErrorKind::InvalidData, "damaged PTX bundle");
     let mut text = Vec::new();
@@ -78,7 +78,8 @@ pub fn unpack(mut bytes: &[u8]) -> io::Result<Bundle> {
     Ok(bundle)
 }
 
-/// Text that is compressed to make a bundle: name, hash, length and PTX of each module. [`unpack`] reads it.
+/// Uncompressed text of a bundle: name, source hash, length and PTX of each module. [`unpack`] reads it after
+/// compression.
 #[must_use]
 pub fn records(bundle: &Bundle) -> String {
     let mut text = String::new();

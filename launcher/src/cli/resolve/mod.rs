@@ -21,16 +21,18 @@ use crate::device::Chosen;
 use crate::error::Failure;
 use crate::rank_env::Env;
 
-/// A configuration, with what the user should be told about it.
+/// Configuration of a run, resolved from its arguments, and notes on it for the user.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Resolved {
-    /// The configuration.
+    /// Configuration of the run, with every default filled in.
     pub config: RunConfig,
-    /// Flags that another flag overrides.
+    /// Notes on flags that have no effect in this configuration, for example because another flag overrides
+    /// them.
     pub notes: Vec<Note>,
 }
 
-/// Resolves arguments. Reads no file: whether paths exist is found out when they are opened.
+/// Turns command-line arguments and environment into the full configuration of a run. It reads no file, so it
+/// does not check whether paths exist.
 ///
 /// # Errors
 /// A usage failure naming the flags that contradict each other or are out of range (exit 2).
@@ -214,7 +216,8 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
     }
 }
 
-/// An optimizer in backward runs on the processor: states on a GPU are updated there, faster than they would come and go.
+/// Mode of the optimizer in backward. It runs on the CPU, so it is off if the states are on a GPU, which
+/// updates them itself.
 fn optimizer_in_backward(args: &Args, on_gpu: bool, notes: &mut Vec<Note>) -> OptimizerInBackward {
     let asked = args.optimizer_in_backward.unwrap_or_default();
     if !on_gpu || matches!(asked, OptimizerInBackward::Auto | OptimizerInBackward::Off) {
@@ -225,7 +228,8 @@ fn optimizer_in_backward(args: &Args, on_gpu: bool, notes: &mut Vec<Note>) -> Op
     OptimizerInBackward::Off
 }
 
-/// States in the tiers that were asked for. Those of an update that a GPU has no kernel for lie in host memory instead.
+/// Memory tiers of the model states, as the flags ask for them. If a GPU has no kernel for the update, its
+/// optimizer states are in host memory instead.
 fn offload(args: &Args, device: Device, notes: &mut Vec<Note>) -> Result<Offload, Failure> {
     let asked = args.offload.clone().unwrap_or_default();
     let mut offload = asked.resolved(absolute)?;
@@ -583,8 +587,8 @@ fn civil_from_days(days: u64) -> (u64, u64, u64) {
 }
 
 impl RunConfig {
-    /// The configuration as a full command line: (flag, value), every flag that has a value.
-    /// Resolving it gives this configuration again.
+    /// This configuration as a full command line: (flag without `--`, value) for every flag that has a value.
+    /// [`resolve`] turns these flags into this configuration again.
     pub fn to_flags(&self) -> Vec<(&'static str, String)> {
         let mut flags: Vec<(&'static str, String)> = Vec::new();
         if let Source::Files {

@@ -42,7 +42,8 @@ impl Rates {
     }
 }
 
-/// Runs the subcommand.
+/// Runs `launcher bench nvme`: measures how fast the disk of a directory reads and writes, and prints the
+/// rates.
 ///
 /// # Errors
 /// When the directory cannot be written to, or its disk is too small.

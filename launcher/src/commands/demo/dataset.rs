@@ -8,7 +8,8 @@ use crate::commands::synth::writer;
 
 /// Number of training samples that the demo generates.
 pub const TRAIN_SAMPLES: usize = 2000;
-/// Number of held-out samples. All colors occur equally often.
+/// Number of held-out samples of the demo, which are used for evaluation only. Each color is the answer
+/// equally often.
 pub const HELD_OUT_SAMPLES: usize = 96;
 
 const TRAIN_SEED: u64 = 1;

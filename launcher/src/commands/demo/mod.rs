@@ -23,8 +23,9 @@ use crate::ui::Event;
 
 pub use dataset::{HELD_OUT_SAMPLES, TRAIN_SAMPLES};
 
-/// Makes the demo's files unless they are there and whole; does nothing for other sources. Where the cache directory cannot
-/// be written, the directory for temporary files takes its place in the configuration that comes back.
+/// Generates the demo's model and data files if they are missing or damaged. It returns the configuration;
+/// for a run that is not the demo it does nothing else. If the cache directory cannot be written, the files
+/// and the configuration use the directory for temporary files instead.
 ///
 /// # Errors
 /// When neither directory can be written (exit 16 if the disk is full).
@@ -57,7 +58,8 @@ pub fn make(directory: &Path) -> Result<(), Failure> {
     cache::ensure(directory, &mut |_| ())
 }
 
-/// Generates the held-out images in `directory`: the files that the repository contains.
+/// Writes the held-out images of the demo into `directory`, as PNG files. The repository contains the same
+/// files.
 ///
 /// # Errors
 /// When a file cannot be written.

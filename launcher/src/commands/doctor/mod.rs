@@ -1,7 +1,7 @@
 //! `launcher doctor`: reports what this machine offers for training and which problems it has.
 //!
-//! The facts and findings of [`crate::device::survey`], as text or JSON. What cannot be read is absent from the report, or a
-//! finding in it.
+//! The report has the facts and findings of [`crate::device::survey`], as text or JSON. A value that cannot
+//! be read is absent from the report, or a finding in it.
 
 mod text;
 
@@ -19,15 +19,16 @@ use crate::rank_env::Variables;
 /// Version of the JSON keys. It increases when a key changes its meaning or is removed.
 const SCHEMA: u32 = 1;
 
-/// The whole report. In JSON the facts are at the top level.
+/// Report of `launcher doctor` about this machine. In JSON, the fields of `facts` are at the top level.
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
-    /// Version of the keys of the JSON report, see `SCHEMA`.
+    /// Version of the keys of the JSON report. It increases when a key is removed or changes its meaning.
     pub schema: u32,
     /// Facts about the machine: operating system, processor, memory, GPUs, environment variables and more.
     #[serde(flatten)]
     pub facts: Facts,
-    /// Whether all usable GPUs are of one kind. `None` if the machine has fewer than two usable GPUs.
+    /// Whether all usable GPUs are the same model with the same amount of memory. `None` if the machine has
+    /// fewer than two usable GPUs.
     pub gpus_are_equal: Option<bool>,
     /// Device that a run would use.
     pub verdict: Verdict,
@@ -36,7 +37,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Derives the verdict and the findings from `facts`.
+    /// Report on `facts`, with the verdict and the findings that follow from them.
     pub fn new(facts: Facts) -> Self {
         let (verdict, findings) = findings::judge(&facts);
         Self {
@@ -54,7 +55,8 @@ impl Report {
     }
 }
 
-/// Prints the report on standard output.
+/// Runs `launcher doctor`: prints the report on standard output, as JSON if `as_json`, otherwise as text. The
+/// exit code is success, whatever the findings.
 ///
 /// # Errors
 /// When the output cannot be written. A closed pipe is not an error.

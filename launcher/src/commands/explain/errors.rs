@@ -59,7 +59,7 @@ const EXIT_CODES: [(u8, &str, &str); 14] = [
     ),
 ];
 
-/// Markdown page of exit codes and error codes for the documentation.
+/// Markdown text of the documentation page that lists all exit codes and error codes.
 pub fn errors_page() -> String {
     let mut text = String::from(
         "# Errors\n\n\

@@ -36,9 +36,9 @@ pub struct Facts {
 pub struct Program {
     /// Version of this program, as in `Cargo.toml`.
     pub version: &'static str,
-    /// Whether it was built with optimization.
+    /// Whether this program was built as a release build, without debug assertions.
     pub is_release: bool,
-    /// Whether CUDA support was built in.
+    /// Whether this program was built with CUDA support.
     pub has_cuda: bool,
 }
 
@@ -51,7 +51,7 @@ pub struct System {
     pub kernel: Option<String>,
     /// Processor architecture that this program was built for, such as `x86_64`.
     pub architecture: &'static str,
-    /// The C library with its version.
+    /// Name and version of the C library that this program is linked to, such as `glibc 2.36`.
     pub libc: Option<String>,
     /// Kind of container that this process runs in, if it can be recognized.
     pub container: Option<&'static str>,
@@ -146,7 +146,7 @@ pub enum Role {
 /// How this process was started, according to the environment.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Launch {
-    /// Rank of this process, if another launcher such as `torchrun` started it.
+    /// Rank of this process over all machines, if another launcher such as `torchrun` started it.
     pub rank: Option<usize>,
     /// Number of ranks, if another launcher started this process.
     pub world_size: Option<usize>,
@@ -176,10 +176,10 @@ pub struct Cuda {
     pub kernel_module: Option<String>,
     /// Version of the installed driver libraries.
     pub driver: Option<String>,
-    /// The CUDA version that the driver supports.
+    /// Highest CUDA version that the driver supports, as (major, minor).
     #[serde(serialize_with = "dotted")]
     pub cuda_version: Option<(u32, u32)>,
-    /// The lowest CUDA version that the kernels of this program need.
+    /// Lowest CUDA version that the kernels of this program need, as (major, minor).
     #[serde(serialize_with = "dotted")]
     pub minimum_cuda_version: Option<(u32, u32)>,
     /// Why CUDA shows no GPU. `None` if it shows one.
@@ -214,7 +214,7 @@ pub struct LibraryFacts {
     pub name: String,
     /// Path of the loaded file. `None` if no file was loaded.
     pub path: Option<PathBuf>,
-    /// Version, if the library reports it.
+    /// Version of the library, if it reports one.
     pub version: Option<String>,
     /// Every path or name that was tried in the search for this library.
     pub attempts: Vec<AttemptFacts>,
@@ -248,9 +248,9 @@ pub struct AttemptFacts {
 /// Facts about one GPU. Values that could not be read are absent and listed in `unread`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Gpu {
-    /// CUDA ordinal. `None` if the GPU is hidden from CUDA.
+    /// CUDA's number of the GPU (device ordinal). `None` if the GPU is hidden from CUDA.
     pub ordinal: Option<u32>,
-    /// Index in PCI bus order, as in `nvidia-smi`.
+    /// Index of the GPU in PCI bus order, as in `nvidia-smi`.
     pub index: Option<u32>,
     /// Product name of the GPU.
     pub name: Option<String>,
@@ -265,13 +265,13 @@ pub struct Gpu {
     pub multiprocessors: Option<u32>,
     /// Total memory of the GPU in bytes.
     pub memory_bytes: Option<u64>,
-    /// Memory of the GPU that processes and the driver use, in bytes.
+    /// Memory of the GPU that is in use by processes and the driver, in bytes.
     pub used_bytes: Option<u64>,
     /// Free memory of the GPU in bytes.
     pub free_bytes: Option<u64>,
     /// Processes other than this one that compute on the GPU.
     pub processes: Option<Vec<GpuProcess>>,
-    /// Percentage of the last sampling period in which a kernel ran.
+    /// GPU utilization: percentage of the driver's last sampling period in which a kernel ran.
     pub utilization_percent: Option<u32>,
     /// PCI Express link between the GPU and the host.
     pub pcie: Pcie,
@@ -279,13 +279,13 @@ pub struct Gpu {
     pub nvlinks: Option<u32>,
     /// CUDA ordinals of the GPUs whose memory this GPU can access directly (peer access).
     pub peers: Option<Vec<u32>>,
-    /// Uncorrected memory errors since the driver was loaded.
+    /// Number of uncorrected ECC errors in the GPU's memory since the driver was loaded.
     pub uncorrected_ecc_errors: Option<u64>,
-    /// Whether replacement of a memory row takes effect at the next reset.
+    /// Whether the GPU will replace a faulty row of its memory (row remapping) at its next reset.
     pub is_row_remap_pending: Option<bool>,
-    /// Whether replacement of a memory row failed.
+    /// Whether the GPU failed to replace a faulty row of its memory (row remapping).
     pub has_row_remap_failed: Option<bool>,
-    /// Values that could not be read, with the reason.
+    /// Errors of the values of this GPU that could not be read, one text each.
     pub unread: Vec<String>,
 }
 
@@ -305,7 +305,7 @@ pub struct Pcie {
     pub generation: Option<u32>,
     /// Highest PCI Express generation that the link supports.
     pub max_generation: Option<u32>,
-    /// Current number of PCI Express lanes.
+    /// Current number of PCI Express lanes of the link.
     pub width: Option<u32>,
     /// Highest number of PCI Express lanes that the link supports.
     pub max_width: Option<u32>,

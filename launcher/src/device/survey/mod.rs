@@ -16,7 +16,8 @@ use findings::Finding;
 
 pub(crate) use host::{instruction_sets, libc};
 
-/// Collects all facts about this machine and its environment.
+/// Collects all facts about this machine and its environment variables. It never fails: a value that cannot
+/// be read is absent.
 pub fn gather(variables: &Variables) -> Facts {
     let (cuda, gpus) = survey_gpus(variables);
     facts(variables, cuda, gpus)

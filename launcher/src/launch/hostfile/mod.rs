@@ -33,13 +33,13 @@ const MAX_ALL_SLOTS: usize = 1 << 16;
 pub struct Host {
     /// Host name or address of the machine.
     pub name: String,
-    /// Indices of its slots in use. One rank runs in each.
+    /// Indices of the machine's slots that are in use. A slot is room for one rank.
     pub slots: Vec<usize>,
-    /// Line of the file, from 1.
+    /// Number of the machine's line in the hostfile, from 1.
     pub line: usize,
 }
 
-/// Parses the content of a hostfile; `path` appears in messages.
+/// Machines of a hostfile in file order, from its content `bytes`. `path` only appears in error messages.
 ///
 /// # Errors
 /// As [`parse`], and if it is not text or too long (exit 2).
@@ -59,7 +59,7 @@ pub fn parse_bytes(bytes: &[u8], path: &Path) -> Result<Vec<Host>, Failure> {
     parse(text, path)
 }
 
-/// Parses the text of a hostfile; `path` appears in messages.
+/// Machines of a hostfile in file order, from its content `text`. `path` only appears in error messages.
 ///
 /// # Errors
 /// A line is not of the form `host slots=N`, a host occurs twice, there are too many slots, or no host (exit 2). The
@@ -130,12 +130,15 @@ pub fn parse(text: &str, path: &Path) -> Result<Vec<Host>, Failure> {
 
 const FORM: &str = "a hostfile has one machine on each line, for example: gpu01 slots=4";
 
-/// Position of this machine among those of the hostfile: the one on the command line, or one at a conventional path
-/// if the command line selects machines. `None` if no hostfile applies. Messages go to `show`.
+/// Number of this machine in the hostfile, and the ranks of every machine. `None` if no hostfile applies.
+/// Messages for the user go to `show`.
+///
+/// The hostfile is that of `--hostfile`, or one at a conventional path if `--include` or `--exclude` selects
+/// machines.
 ///
 /// # Errors
-/// The file cannot be read or parsed, the selection is empty, or there are too few slots (exit 2). So is a file
-/// without this machine, or one that contradicts the environment.
+/// All with exit 2: the file cannot be read or parsed, does not name this machine, or contradicts the
+/// environment; no machine is selected; or a machine has fewer slots than `--nproc` asks for.
 pub fn place(
     args: &Args,
     argv: &[String],

@@ -10,8 +10,8 @@ use crate::error::{ErrorCode, Failure};
 /// Directory of the ranks' shared-memory files.
 const SHARED_MEMORY: &str = "/dev/shm";
 
-/// Name and private directory of a job. Every shared-memory or temporary file of the job has [`Job::token`] in its
-/// name. Dropping the job removes all of them, whichever process created them.
+/// Token and private directory of a job. Every shared-memory or temporary file of the job has [`Job::token`]
+/// in its name. Dropping the job removes all of them, whichever process created them.
 #[derive(Debug)]
 pub struct Job {
     token: String,
@@ -38,7 +38,8 @@ impl Job {
         })
     }
 
-    /// The token, part of every shared file's name.
+    /// Token of the job: a unique hexadecimal text in the name of every shared-memory or temporary file of
+    /// the job.
     pub fn token(&self) -> &str {
         &self.token
     }
@@ -48,7 +49,7 @@ impl Job {
         &self.directory
     }
 
-    /// File of the configuration that the ranks read.
+    /// Path of the job's file with the run's configuration, which the ranks read.
     pub fn config_file(&self) -> PathBuf {
         config_file(&self.directory)
     }
@@ -60,12 +61,13 @@ impl Drop for Job {
     }
 }
 
-/// File of the configuration in a job's directory.
+/// Path of the file with the run's configuration in `job_dir`, a job's private directory.
 pub fn config_file(job_dir: &Path) -> PathBuf {
     job_dir.join("config.json")
 }
 
-/// Removes all files of the job with this token from shared memory and `temp_dir`.
+/// Removes all files of the job with this token from `/dev/shm` and `temp_dir`. A token of fewer than 16
+/// bytes removes nothing.
 pub fn sweep(token: &str, temp_dir: &Path) {
     // A short token could match files of other jobs.
     if token.len() < 16 {

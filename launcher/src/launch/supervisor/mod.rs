@@ -91,7 +91,8 @@ impl Drop for SignalSource {
 pub struct RunFailure {
     /// The failure that is reported to the user.
     pub failure: Box<Failure>,
-    /// Whether a process died or hung: a signal, a panic, a broken exchange. A restart of the same run may succeed.
+    /// Whether a rank process died or hung: a signal, a panic, a failed collective. If so, a restart of the
+    /// same run may succeed.
     pub died: bool,
 }
 
@@ -117,16 +118,16 @@ pub struct Supervisor<'a> {
     pub program: &'a Path,
     /// Number of ranks to start on this machine.
     pub processes: usize,
-    /// Position of these ranks among those of all machines. `None` on a single machine.
+    /// Position of this machine's ranks among those of all machines. `None` on a single machine.
     pub share: Option<Share>,
     /// Directory of the run, with `logs/` and `errors/`.
     pub output: &'a Path,
-    /// Private files of the job, with the configuration already written.
+    /// Token and private directory of the job. The configuration for the ranks is already written there.
     pub job: &'a Job,
     /// Whether each rank sets its own `NCCL_HOSTID`. NCCL accepts several ranks on one GPU only if they claim
     /// different hosts.
     pub claims_hosts: bool,
-    /// Adds suggestions to a rank's failure before it is stored and shown.
+    /// Function that adds suggestions to a rank's failure before the failure is stored and shown.
     pub suggestions: &'a dyn Fn(&mut Failure),
 }
 
@@ -152,7 +153,8 @@ impl std::fmt::Debug for Supervisor<'_> {
 }
 
 impl Supervisor<'_> {
-    /// Runs the ranks until all have ended. No rank process remains afterwards.
+    /// Starts the ranks of this machine, waits until all have ended, and returns the summary of the first
+    /// one. No rank process remains afterwards.
     ///
     /// # Errors
     /// The failure of the first failing rank, or the reason why ranks could not be started.

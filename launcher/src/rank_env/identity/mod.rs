@@ -21,7 +21,7 @@ use clap::ValueEnum;
 
 use crate::error::{ErrorCode, Failure};
 
-/// What `RANK` counts if no other variable tells.
+/// What the environment variable `RANK` counts if no other variable tells (`--rank-is`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum RankIs {
     /// Machines: this process starts the ranks of its machine.
@@ -76,7 +76,7 @@ pub enum Identity {
 pub struct RankAssignment {
     /// Rank of this process, counted over all machines from 0.
     pub rank: usize,
-    /// Rank on this machine (local rank).
+    /// Rank of this process among those on its machine (local rank), from 0.
     pub local_rank: usize,
     /// Number of ranks on all machines.
     pub world_size: usize,
@@ -86,30 +86,32 @@ pub struct RankAssignment {
     pub master: Master,
     /// Program that set the variables with these numbers.
     pub source: Source,
-    /// Name of this start of the job: the same on all ranks, not secret.
+    /// Identifier of this start of the job: the same on all its ranks, derived from its address and the
+    /// scheduler's ids. It is not secret.
     pub job: String,
 }
 
-/// Number of this machine among those of a job, and how many ranks run on each.
+/// Number of this machine among those of a job, and how many ranks run on each machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeAssignment {
-    /// Number of this machine, from 0.
+    /// Number of this machine among those of the job, from 0.
     pub node_rank: usize,
     /// Number of machines in the job.
     pub nodes: usize,
-    /// Ranks per machine, and the variable that gives it.
+    /// The variable that gives the number of ranks per machine, and that number. `None` if no variable gives
+    /// it.
     pub ranks: Option<(String, usize)>,
-    /// Ranks of every machine, if a hostfile gives them.
+    /// Number of ranks on each machine, indexed by machine, if a hostfile gives them.
     pub counts: Option<Vec<usize>>,
     /// Address of the rendezvous, as far as variables give it.
     pub master: Master,
-    /// Name of this start of the job: the same on all machines, not secret.
+    /// Identifier of this start of the job: the same on all its machines. It is not secret.
     pub job: String,
 }
 
 impl NodeAssignment {
-    /// First rank of this machine, number of its ranks, and number of all ranks. `each` is the number per machine if
-    /// no variable or hostfile gives it.
+    /// Ranks of this machine as (its first rank, number of its ranks, number of ranks on all machines).
+    /// `each` is the number of ranks per machine if no variable or hostfile gives it.
     pub fn share(&self, each: usize) -> (usize, usize, usize) {
         match &self.counts {
             Some(counts) => (
@@ -125,16 +127,19 @@ impl NodeAssignment {
     }
 }
 
-/// Address of the rendezvous over several machines.
+/// Address of the rendezvous over several machines: host and port on which rank 0 listens.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Master {
-    /// Name or address of rank 0's machine.
+    /// Host name or address of rank 0's machine. `None` if it is not known.
     pub addr: Option<String>,
     /// TCP port on which rank 0 listens. `None` if no variable gives it.
     pub port: Option<u16>,
 }
 
-/// Determines the identity of this process.
+/// Role of this process in its job: supervisor of all ranks, supervisor of one machine's ranks, or a rank.
+/// `lookup` returns the value of an environment variable by name.
+///
+/// `rank_is` says whether `RANK` counts machines or processes, if the variables do not tell.
 ///
 /// # Errors
 /// Variables are incomplete, not numbers, contradictory, or ambiguous in what they count (exit 13).

@@ -2,14 +2,15 @@
 
 use std::fmt;
 
-/// Maximal number of hosts in a list. A job has at most [`engine::comm::MAX_RANKS`] ranks; a cluster has more hosts.
+/// Maximum number of hosts in one of Slurm's host lists. A job has at most [`engine::comm::MAX_RANKS`] ranks,
+/// but a list may name a whole cluster.
 pub const MAX_HOSTS: usize = 65_536;
 /// Maximal length of a host name, as in the domain name system.
 const MAX_NAME_BYTES: usize = 255;
 /// Maximal number of bracketed parts in a name, as in `rack[1-4]node[01-16]`.
 const MAX_BRACKETS: usize = 4;
 
-/// Reason why a list of host names cannot be parsed.
+/// Reason why one of Slurm's lists of hosts or counts cannot be parsed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ListError {
     /// Syntax error at a byte of the text.
@@ -34,7 +35,7 @@ impl fmt::Display for ListError {
 
 impl std::error::Error for ListError {}
 
-/// The hosts of a list in order: `gpu[01-02],b1` is gpu01, gpu02, b1.
+/// Host names of one of Slurm's host lists, in order: `gpu[01-02],b1` gives gpu01, gpu02, b1.
 ///
 /// # Errors
 /// The text is not a list of hosts, or has more than [`MAX_HOSTS`].
@@ -50,7 +51,8 @@ pub fn expand(text: &str) -> Result<Vec<String>, ListError> {
     }
 }
 
-/// Count of entry `index` of a list such as `2(x3),1`; `None` if the list is shorter.
+/// Count at position `index` (from 0) of one of Slurm's lists of counts: `2(x3),1` stands for 2, 2, 2, 1.
+/// `None` if the list is shorter.
 ///
 /// # Errors
 /// The text is not a list of counts.

@@ -33,16 +33,16 @@ const KINDS: [(&str, fn(&TierBytes) -> u64); 3] = [
     ("host tier", |peaks| peaks.host),
 ];
 
-/// Growth that would matter before the run ends.
+/// Steady growth of one kind of memory on one rank, such as a leak, that would matter before the run ends.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Growth {
     /// Rank whose memory grows.
     pub rank: usize,
     /// Name of the memory that grows: `resident memory`, `device memory`, or `host tier`.
     pub kind: &'static str,
-    /// Growth in bytes per training step, the slope of the fitted line.
+    /// Growth in bytes per training step: the slope of a line fitted to peaks of memory by step.
     pub slope: f64,
-    /// Number of windows that the line was fitted to.
+    /// Number of windows (spans between two logged rows) that the line was fitted to, one peak each.
     pub windows: usize,
     /// Bytes at the first and last of these windows, on the fitted line.
     pub from_to: (u64, u64),
@@ -51,7 +51,7 @@ pub struct Growth {
 }
 
 impl Growth {
-    /// Bytes that the remaining steps would add at this slope.
+    /// Bytes by which the memory would grow in the remaining steps at this slope.
     pub fn projected_bytes(&self) -> f64 {
         self.slope * self.remaining_steps as f64
     }
@@ -74,7 +74,8 @@ impl std::fmt::Display for Growth {
     }
 }
 
-/// Detector with the peaks of the last windows of every rank.
+/// Detector of memory that keeps growing, such as a leak. It stores the memory peaks of every rank in the
+/// last windows (spans between two logged rows).
 #[derive(Debug, Default)]
 pub struct GrowthDetector {
     seen: usize,
@@ -84,8 +85,9 @@ pub struct GrowthDetector {
 }
 
 impl GrowthDetector {
-    /// Adds the peaks of all ranks in the window that ends after `step` of `total` steps. It warns once per kind of
-    /// memory, for the rank where it grows fastest.
+    /// Adds the memory peaks of all ranks, indexed by rank, in the window that ends after `step` of `total`
+    /// steps. Returns growth that would matter, once per kind of memory, for the rank where it is fastest.
+    /// Otherwise `None`.
     pub fn observe(&mut self, step: u64, total: u64, peaks: &[TierBytes]) -> Option<Growth> {
         self.seen += 1;
         if self.seen <= WARM_UP {

@@ -8,14 +8,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::report::TierBytes;
 
-/// The highest use of one memory pool.
+/// Peak use of one memory pool, in total and by kind of memory.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PoolPeak {
     /// Maximum bytes of the pool in use at one time.
     pub bytes: u64,
-    /// Bytes by kind at the time of that maximum: the cause of the peak.
+    /// Bytes of each kind of memory at the time of that maximum: the composition of the peak.
     pub at_peak: Kinds,
-    /// Maximum bytes of each kind, each at its own time.
+    /// Maximum bytes of each kind of memory, each at its own time.
     pub by_kind: Kinds,
 }
 
@@ -37,7 +37,7 @@ impl PoolPeak {
         }
     }
 
-    /// The largest kinds at the peak, in decreasing order, at most `most` of them.
+    /// Largest kinds of memory at the peak as (kind, bytes), in decreasing order, at most `most` of them.
     pub fn causes(&self, most: usize) -> Vec<(&str, u64)> {
         let kinds = self.at_peak.iter();
         let mut kinds: Vec<(&str, u64)> = kinds.map(|(kind, bytes)| (&**kind, *bytes)).collect();
@@ -47,25 +47,26 @@ impl PoolPeak {
     }
 }
 
-/// Peak memory of one rank in one phase.
+/// Peak memory of one rank in one phase of the run, such as forward.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PhasePeak {
     /// Peak of the device memory pool.
     pub device: PoolPeak,
-    /// Peak of the host tier's memory pool.
+    /// Peak of the host memory pool, where offloaded states are.
     pub host: PoolPeak,
-    /// Maximum resident bytes of the process, read at the ends of the phase.
+    /// Maximum resident bytes (RSS) of the process, read whenever the phase ends.
     pub rss: u64,
 }
 
-/// Row of `memory.jsonl`: peaks since the previous row.
+/// Row of `memory.jsonl`: peak memory since the previous row.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct MemoryRow {
-    /// Number of completed steps.
+    /// Number of completed training steps.
     pub step: u64,
-    /// Peaks of rank 0 by the name of the phase.
+    /// Peak memory of rank 0 in each phase, by the phase's name, such as `forward`.
     pub phases: BTreeMap<String, PhasePeak>,
-    /// Peaks of every rank, indexed by rank. Empty if the ranks did not exchange them.
+    /// Memory peaks of every rank since the previous row, indexed by rank. Empty if the ranks did not
+    /// exchange them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranks: Vec<TierBytes>,
 }

@@ -19,27 +19,31 @@ use crate::report::TierBytes;
 use memory::{MemoryRow, Timeline};
 use split::{DeviceSplit, StepSplit};
 
-/// The stopwatch and memory gauge of one rank.
+/// Timer and memory tracker of one rank: seconds and peak bytes by phase, since the last row of the training
+/// log.
 #[derive(Debug)]
 pub struct Monitor {
     mark: Instant,
     engine: Times,
     split: StepSplit,
     memory: Timeline,
-    /// The device's own times at the last step and at the last row.
+    /// Times by the device's clock at the end of the last phase and at the last row.
     device: [DeviceTimes; 2],
 }
 
-/// Measurements of all ranks since the last logged row.
+/// Measurements of all ranks since the last row of the training log. Each list has one entry per rank, in
+/// order of rank.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gathered {
-    /// Tokens that each rank processed.
+    /// Number of tokens that each rank processed since the last row.
     pub tokens: Vec<f64>,
-    /// Seconds of each rank by part of a step, summed over all steps since the last row.
+    /// Seconds of each rank by part of a step (forward, backward, …), summed over all steps since the last
+    /// row.
     pub splits: Vec<StepSplit>,
-    /// Seconds and bytes of each rank's discrete device. All are zero without discrete devices.
+    /// Busy seconds and copied bytes of each rank's discrete device (a GPU with its own memory) since the
+    /// last row. All are zero without discrete devices.
     pub devices: Vec<DeviceSplit>,
-    /// Peak bytes of each rank by tier, since the last row.
+    /// Peak bytes of each rank since the last row: device memory, host tier, and resident set of the process.
     pub peaks: Vec<TierBytes>,
 }
 
@@ -71,7 +75,8 @@ impl Gathered {
 }
 
 impl Monitor {
-    /// Starts at the end of loading. The pools' peaks so far belong to the load phase.
+    /// Monitor of a rank that has just loaded its model. The peaks of the memory pools so far are recorded
+    /// under [`Phase::Load`].
     pub fn new(zero: &Zero) -> Self {
         let mut memory = Timeline::default();
         memory.end(Phase::Load, zero.device_pool(), zero.host_pool());
@@ -84,14 +89,17 @@ impl Monitor {
         }
     }
 
-    /// Starts measuring. The time since the last phase belongs to no phase.
+    /// Restarts the timer for the next phase. Time and memory peaks since the end of the last phase are
+    /// assigned to no phase.
     pub fn begin(&mut self, zero: &Zero) {
         self.memory.pass(zero.device_pool(), zero.host_pool());
         self.mark = Instant::now();
         self.engine = zero.times();
     }
 
-    /// Ends the phase that began at the end of the last one.
+    /// Ends `phase`, which began at the last call of this function or of [`Monitor::begin`].
+    ///
+    /// Records its seconds if it is part of a step, and its memory peaks unless it is [`Phase::Data`].
     pub fn end(&mut self, phase: Phase, zero: &Zero) {
         let (now, engine) = (Instant::now(), zero.times());
         let elapsed = now.duration_since(self.mark);
@@ -110,18 +118,19 @@ impl Monitor {
         }
     }
 
-    /// Seconds of this rank's steps since the last row, by part.
+    /// Seconds of this rank by part of a step, summed over the steps since the last row of the training log.
     pub fn split(&self) -> StepSplit {
         self.split
     }
 
-    /// Peak bytes since the start of the process, and resident bytes now.
+    /// Peak bytes of this rank's device and host pools since the start of the process, and its resident bytes
+    /// now.
     pub fn peaks(&self) -> TierBytes {
         self.memory.peaks()
     }
 
-    /// Exchanges the measurements since the last row among all ranks, and starts anew. It is a collective; `tokens`
-    /// are those of this rank.
+    /// Gathers the measurements of all ranks since the last row, and resets those of this rank. It is an
+    /// all-gather, so every rank must call it. `tokens` is the number of tokens that this rank processed.
     ///
     /// # Errors
     /// When the exchange fails.
@@ -138,7 +147,10 @@ impl Monitor {
         Ok(Gathered::from_messages(&all))
     }
 
-    /// This rank's memory by phase since the last memory row, if any phase ended. Starts anew.
+    /// Row for `memory.jsonl`: this rank's memory peaks by phase since the last such row, which are then
+    /// reset. `None` if no phase ended since.
+    ///
+    /// `step` is the number of completed steps, `peaks` the peaks of all ranks for the same row.
     pub fn take_memory(&mut self, step: u64, peaks: Vec<TierBytes>) -> Option<MemoryRow> {
         self.memory.take_row(step, peaks)
     }

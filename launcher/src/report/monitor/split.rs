@@ -8,27 +8,28 @@ const NOTICEABLE: f64 = 0.2;
 /// Minimum logged rows between two reports of a slow rank.
 const QUIET_ROWS: u64 = 10;
 
-/// Seconds of one rank by part of a training step.
+/// Seconds that one rank spends in each part of a training step, or their sums over several steps. The parts
+/// do not overlap.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct StepSplit {
-    /// Seconds of waiting for samples.
+    /// Seconds of waiting for samples from the data loader.
     pub data: f64,
-    /// Seconds of the forward pass.
+    /// Seconds of the forward pass, without communication and copies between tiers.
     pub forward: f64,
-    /// Seconds of waiting for other ranks and of reading their data.
+    /// Seconds inside collectives: waiting for other ranks and reading their data.
     pub communication: f64,
-    /// Seconds of the backward pass.
+    /// Seconds of the backward pass, without communication and copies between tiers.
     pub backward: f64,
-    /// Seconds of the optimizer step.
+    /// Seconds of the optimizer step, without communication and copies between tiers.
     pub step: f64,
-    /// Seconds of copies between device and host tier.
+    /// Seconds of copies between this rank's memory tiers (device, host, NVMe), and of waiting for them.
     pub offload: f64,
 }
 
 impl StepSplit {
-    /// Number of parts (fields).
+    /// Number of parts of a step: the fields of [`StepSplit`].
     pub const PARTS: usize = 6;
-    /// Names of the parts, in the order of [`StepSplit::values`].
+    /// Names of the parts of a step, in the order of [`StepSplit::values`].
     pub const NAMES: [&'static str; Self::PARTS] = [
         "data",
         "forward",
@@ -38,7 +39,7 @@ impl StepSplit {
         "offload",
     ];
 
-    /// Seconds of the parts, in the order of [`StepSplit::NAMES`].
+    /// Seconds of every part, in the order of [`StepSplit::NAMES`].
     pub fn values(&self) -> [f64; Self::PARTS] {
         [
             self.data,
@@ -50,7 +51,7 @@ impl StepSplit {
         ]
     }
 
-    /// Split with these values. Missing values are zero.
+    /// Inverse of [`StepSplit::values`]: a split with these seconds. Missing values are zero.
     pub fn from_slice(values: &[f64]) -> Self {
         let at = |part: usize| values.get(part).copied().unwrap_or(0.0);
         Self {
@@ -73,13 +74,13 @@ impl StepSplit {
         self.total() - self.communication
     }
 
-    /// The split with every part multiplied by `factor`.
+    /// Copy of this split with the seconds of every part multiplied by `factor`.
     #[must_use]
     pub fn scaled(&self, factor: f64) -> Self {
         Self::from_slice(&self.values().map(|part| part * factor))
     }
 
-    /// Mean over `ranks`, part by part. All parts are zero if there are no ranks.
+    /// Mean seconds of each part over `ranks`. All parts are zero if there are no ranks.
     pub fn mean(ranks: &[Self]) -> Self {
         let mut sums = [0.0; Self::PARTS];
         for rank in ranks {
@@ -91,22 +92,25 @@ impl StepSplit {
     }
 }
 
-/// Seconds of a discrete device by its own clock, because the host only queues its work. Copies overlap with
-/// computation. The last two parts are bytes.
+/// Seconds that one rank's discrete device (a GPU with its own memory) spends on each kind of work, and bytes
+/// that it copies.
+///
+/// The device's clock measures them, because the host only queues the work. Copies overlap with computation,
+/// so the seconds may add up to more than the step.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct DeviceSplit {
-    /// Seconds of computation in forward and backward, without waits.
+    /// Seconds of computation in forward and backward passes, without waits.
     pub compute: f64,
-    /// Seconds that the computation waited for data that comes to the device.
+    /// Seconds that the device's computation waited for data that was being copied to the device.
     pub waits: f64,
     /// Seconds of host-to-device copies.
     pub inward: f64,
     /// Seconds of device-to-host copies.
     pub outward: f64,
-    /// Seconds of communication with other ranks' devices.
+    /// Seconds of transfers from devices of other ranks.
     #[serde(default)]
     pub communication: f64,
-    /// Seconds of optimizer updates on the host that run at the same time.
+    /// Seconds of optimizer updates on the CPU during forward and backward passes, by the CPU's clock.
     pub updates: f64,
     /// Bytes of host-to-device copies.
     #[serde(default)]
@@ -117,7 +121,7 @@ pub struct DeviceSplit {
 }
 
 impl DeviceSplit {
-    /// Names of the parts in seconds, in the order of the fields.
+    /// Names of the six fields that are in seconds, in the order of [`DeviceSplit::values`].
     pub const NAMES: [&str; 6] = [
         "compute",
         "waits",
@@ -126,10 +130,11 @@ impl DeviceSplit {
         "communication",
         "updates",
     ];
-    /// Number of values: six times in seconds, and two counts of bytes.
+    /// Number of fields of [`DeviceSplit`]: six in seconds, then two in bytes.
     pub const PARTS: usize = 8;
 
-    /// All values, in the order of the fields.
+    /// Values of all fields in their order: six in seconds, named in [`DeviceSplit::NAMES`], then two in
+    /// bytes.
     pub fn values(&self) -> [f64; Self::PARTS] {
         [
             self.compute,
@@ -143,7 +148,7 @@ impl DeviceSplit {
         ]
     }
 
-    /// Split with these values. Missing values are zero.
+    /// Inverse of [`DeviceSplit::values`]: a split with these seconds and bytes. Missing values are zero.
     pub fn from_slice(values: &[f64]) -> Self {
         let at = |part: usize| values.get(part).copied().unwrap_or(0.0);
         Self {
@@ -158,7 +163,8 @@ impl DeviceSplit {
         }
     }
 
-    /// Mean over ranks and updates. `None` if no discrete device was active.
+    /// Mean of every field per rank and optimizer update, from each rank's sums over `updates` updates.
+    /// `None` if no discrete device was active.
     pub fn mean(ranks: &[Self], updates: f64) -> Option<Self> {
         let count = ranks.len() as f64 * updates.max(1.0);
         let part = |part: usize| ranks.iter().map(|rank| rank.values()[part]).sum::<f64>() / count;
@@ -183,21 +189,22 @@ impl From<DeviceTimes> for DeviceSplit {
     }
 }
 
-/// Seconds of one training step, averaged over the steps since the last logged row.
+/// Times of one training step in seconds, averaged over the steps since the last row of the training log.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct StepTimes {
-    /// Mean over ranks, by part of the step.
+    /// Seconds of each part of the step, averaged over ranks.
     pub mean: StepSplit,
-    /// Seconds of each rank's own work, without waiting for other ranks.
+    /// Seconds per step of each rank's own work, without waiting for other ranks; indexed by rank.
     pub own: Vec<f64>,
-    /// The slowest rank and how much slower it is. `None` with one rank.
+    /// The slowest rank and how much slower it is than the mean. `None` with one rank.
     pub imbalance: Option<Imbalance>,
-    /// Mean over the ranks' discrete devices. `None` if no rank has one that was active.
+    /// Seconds and bytes per step of a discrete device, averaged over ranks. `None` if no rank's discrete
+    /// device was active.
     pub device: Option<DeviceSplit>,
 }
 
 impl StepTimes {
-    /// Times per step, from the sums of every rank over `updates` steps.
+    /// Times per step, from `ranks`: the seconds of every rank, summed over `updates` steps.
     pub fn of(ranks: &[StepSplit], updates: f64) -> Self {
         let per_step = 1.0 / updates.max(1.0);
         Self {
@@ -208,7 +215,8 @@ impl StepTimes {
         }
     }
 
-    /// Adds the times of the ranks' devices over the same steps.
+    /// Sets the device times per step, from `ranks`: the times of every rank's device, summed over `updates`
+    /// steps.
     #[must_use]
     pub fn with_devices(mut self, ranks: &[DeviceSplit], updates: f64) -> Self {
         self.device = DeviceSplit::mean(ranks, updates);
@@ -226,21 +234,22 @@ impl StepTimes {
     }
 }
 
-/// Difference between the slowest rank and the others.
+/// The slowest rank, and how much slower it is than the mean of all ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Imbalance {
-    /// Rank with the longest own time (time without waiting for other ranks).
+    /// Number of the slowest rank: the one with the longest own time (time without waiting for other ranks).
     pub rank: usize,
-    /// Excess of that rank's own time over the mean of all ranks, as a share of the mean.
+    /// Excess of the slowest rank's own time over the mean of all ranks, as a fraction of the mean.
     pub share: f64,
-    /// Name of the part of the step in which that rank loses most time.
+    /// Name of the part of the step in which the slowest rank exceeds the mean of all ranks by the most
+    /// seconds.
     pub part: &'static str,
-    /// Excess of that rank's time in that part over the mean of all ranks, as a share of the mean.
+    /// Excess of the slowest rank's time in `part` over the mean of all ranks, as a fraction of the mean.
     pub part_share: f64,
 }
 
 impl Imbalance {
-    /// Compares ranks. `None` if there is nothing to compare.
+    /// Finds the slowest of `ranks`. `None` with fewer than two ranks, or if all their own times are zero.
     pub fn of(ranks: &[StepSplit]) -> Option<Self> {
         if ranks.len() < 2 {
             return None;
@@ -261,7 +270,7 @@ impl Imbalance {
     }
 }
 
-/// Decides when to report a slow rank on the screen.
+/// Rate limiter for the screen message about a slow rank.
 #[derive(Debug, Default)]
 pub struct SlowRankNotice {
     rows: u64,
@@ -269,8 +278,10 @@ pub struct SlowRankNotice {
 }
 
 impl SlowRankNotice {
-    /// Text for a logged row, if the rank is reported now. The first row is never reported, because caches are cold.
-    /// Rows soon after another report are not reported either.
+    /// Message about the slowest rank for one row of the training log. `None` if that rank is at most 20 %
+    /// slower than the mean.
+    ///
+    /// Also `None` for the first row, because caches are cold, and for the nine rows after another message.
     pub fn line(&mut self, imbalance: Option<Imbalance>) -> Option<String> {
         let row = self.rows;
         self.rows += 1;

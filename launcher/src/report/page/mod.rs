@@ -21,7 +21,8 @@ use html::escape;
 /// File name of the report page in the run directory.
 pub const REPORT: &str = "report.html";
 
-/// Writes `report.html` and `memory.svg` from the other files of the run directory.
+/// Writes `report.html` and `memory.svg` from the other files of the run directory. Without a memory log
+/// there is no `memory.svg`.
 ///
 /// # Errors
 /// When a file cannot be written (exit 16).

@@ -1,8 +1,9 @@
 //! Decoder of image files to 8-bit RGB, equal to Pillow's `convert("RGB")`.
 //!
-//! `pixels` converts each kind of pixel. EXIF orientation is ignored, as in `convert` and in the
-//! programs that trained these models. The format is detected from the content, never from the file name. PNG, BMP and WebP equal Pillow byte for byte; a JPEG may differ by one
-//! level in places, since decoders round differently.
+//! `pixels` converts each kind of pixel. EXIF orientation is ignored, as in `convert` and in the programs
+//! that trained these models. The format is detected from the content, never from the file name. PNG, BMP and
+//! WebP equal Pillow byte for byte; a JPEG may differ by one level in places, since decoders round
+//! differently.
 
 mod pixels;
 mod webp;
@@ -16,7 +17,7 @@ use thiserror::Error;
 
 use super::RgbImage;
 
-/// Most pixels of an image; Pillow has the same limit.
+/// Largest number of pixels (width times height) of an image that is decoded; Pillow has the same limit.
 pub const MAX_PIXELS: u64 = 178_956_970;
 /// Largest image file that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 30;
@@ -26,8 +27,8 @@ const BYTES_PER_PIXEL: u64 = 16;
 const BESIDE_PIXELS: u64 = 16 << 20;
 /// Most pixels per byte of a PNG: deflate expands one to at most 1032 bytes, of eight pixels each.
 const PNG_PIXELS_PER_BYTE: u64 = 1032 * 8;
-/// Most pixels per byte of a JPEG: each block of 64 takes at least one bit. Without a full-size component (one sampled
-/// at every fourth column, another at every fourth row) two blocks are 256 pixels.
+/// Most pixels per byte of a JPEG: each block of 64 takes at least one bit. Without a full-size component
+/// (one sampled at every fourth column, another at every fourth row) two blocks are 256 pixels.
 const JPEG_PIXELS_PER_BYTE: u64 = 128 * 8;
 /// Bytes at the end of a JPEG that are searched for its end marker.
 const JPEG_TAIL_BYTES: usize = 64 << 10;

@@ -35,8 +35,8 @@ const KERNELS: &[&str] = &[
 ];
 const PLAIN_KERNELS: &[&str] = &["forward", "output_products", "gradient_q", "gradient_kv"];
 
-/// Tested modules of the tensor-core family: 16-bit dtypes and the head dims of supported models. Any multiple of 8
-/// up to 128 compiles.
+/// Kernel modules of attention on tensor cores that are tested: both 16-bit dtypes, with the head dims of
+/// supported models. Any multiple of 8 up to 128 compiles.
 #[must_use]
 pub fn modules() -> Vec<Module> {
     let pairs = [DType::BF16, DType::F16].into_iter();
@@ -46,7 +46,7 @@ pub fn modules() -> Vec<Module> {
         .collect()
 }
 
-/// Modules of the plain family: one per float dtype, for head dims up to 128.
+/// Kernel modules of attention without tensor cores: one per float dtype, for head dims up to 128.
 #[must_use]
 pub fn plain_modules() -> Vec<Module> {
     let dtypes = [DType::F32, DType::BF16, DType::F16].into_iter();
@@ -63,38 +63,38 @@ fn plain_module(dtype: DType) -> Option<Module> {
     Some(Module::new(Family::AttentionPlain, defines, PLAIN_KERNELS))
 }
 
-/// Operands of forward and backward, all aligned to 16 bytes.
+/// Device addresses of the operands of attention, forward and backward, all aligned to 16 bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs {
-    /// Queries, `[t, h, d]`.
+    /// Queries of all sequences, `[t, h, d]`.
     pub q: Address,
-    /// Keys, `[s, g, d]`.
+    /// Keys of all sequences, `[s, g, d]`.
     pub k: Address,
-    /// Values, `[s, g, d]`.
+    /// Values of all sequences, `[s, g, d]`.
     pub v: Address,
     /// Copy of [`Plan::table`] in device memory.
     pub table: Address,
 }
 
-/// Destinations of the forward's results. The backward reads them.
+/// Device addresses to which the forward writes its results. The backward reads them.
 #[derive(Clone, Copy, Debug)]
 pub struct Outputs {
-    /// Attention output, `[t, h, d]`.
+    /// Attention output of all queries, `[t, h, d]`.
     pub out: Address,
-    /// Log-sum-exp of the scaled scores, f32 `[t, h]`.
+    /// Log-sum-exp of the scaled scores of each query and head, f32 `[t, h]`.
     pub lse: Address,
 }
 
-/// Operands of the backward besides [`Inputs`] and [`Outputs`], and its results.
+/// Device addresses of the output gradient that the backward reads, and of the gradients that it writes.
 #[derive(Clone, Copy, Debug)]
 pub struct Gradients {
-    /// Gradient of the output, `[t, h, d]`. It is read.
+    /// Gradient of the attention output, `[t, h, d]`. It is read.
     pub dout: Address,
     /// Gradient of the queries, `[t, h, d]`. It is written, like `dk` and `dv`.
     pub dq: Address,
-    /// Gradient of the keys, `[s, g, d]`.
+    /// Gradient of the keys, `[s, g, d]`. It is written.
     pub dk: Address,
-    /// Gradient of the values, `[s, g, d]`.
+    /// Gradient of the values, `[s, g, d]`. It is written.
     pub dv: Address,
     /// Scratch memory of [`Plan::workspace_bytes`] bytes, aligned to 16 bytes.
     pub workspace: Address,
@@ -116,9 +116,9 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Partitions a call into tiles. `None` when the dtype is not a float, a size is zero, the head dim is above 128,
-    /// or `heads` is not a multiple of `kv_heads`. Also `None` when the starts are not ascending, differ in number,
-    /// or exceed `i32`.
+    /// Partitions an attention call into tiles. `None` when the dtype is not a float, a size is zero, the
+    /// head dim is above 128, or `heads` is not a multiple of `kv_heads`. Also `None` when the starts are not
+    /// ascending, differ in number, or exceed `i32`.
     #[must_use]
     pub fn new(problem: &Problem<'_>) -> Option<Self> {
         let tiling = Tiling::new(problem)?;
@@ -140,8 +140,8 @@ impl Plan {
         })
     }
 
-    /// Starts and tile lists, to be copied to the device. They depend on starts, mask, heads and dtype only, so the
-    /// layers of a model share one table.
+    /// Table that the kernels read from device memory: starts of the sequences, and lists of tiles. It
+    /// depends on starts, mask, heads and dtype only, so the layers of a model share one table.
     #[must_use]
     pub fn table(&self) -> &[i32] {
         &self.tiling.table
@@ -153,7 +153,7 @@ impl Plan {
         !self.tiling.plain
     }
 
-    /// Launches of the forward, in order. Empty if there are no queries.
+    /// Launches of the attention forward, in order. Empty if there are no queries.
     #[must_use]
     pub fn forward(&self, inputs: Inputs, outputs: Outputs) -> Vec<Launch> {
         let rows = self.tiling.queries.rows;
@@ -177,8 +177,8 @@ impl Plan {
         )
     }
 
-    /// Bytes of [`Gradients::workspace`]: `delta [t, h]` f32 and, if query heads are split into parts, each part's
-    /// `dk` and `dv` in f32.
+    /// Size in bytes of [`Gradients::workspace`]: `delta [t, h]` f32 and, if query heads are split into
+    /// parts, each part's `dk` and `dv` in f32.
     #[must_use]
     pub const fn workspace_bytes(&self) -> u64 {
         let parts = self.parts() as u64;
@@ -190,7 +190,7 @@ impl Plan {
         self.delta_bytes() + gradients
     }
 
-    /// Launches of the backward, in order.
+    /// Launches of the attention backward, in order.
     #[must_use]
     pub fn backward(&self, inputs: Inputs, outputs: Outputs, gradients: Gradients) -> Vec<Launch> {
         let mut launches = Vec::from_iter(self.output_products(outputs, gradients));

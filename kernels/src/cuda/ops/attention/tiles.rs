@@ -20,16 +20,18 @@ pub struct Problem<'a> {
     pub kv_heads: u32,
     /// Elements per head `d`, from 1 to 128.
     pub head_dim: u32,
-    /// First query row of each sequence, then the end of the last one: ascending, first 0, last `t`.
+    /// Query row at which each sequence starts, then the total `t` (`cu_seqlens` in FlashAttention):
+    /// ascending, first 0, last `t`.
     pub q_starts: &'a [usize],
-    /// First key row of each sequence, then the end of the last one: ascending, first 0, last `s`; as many as in
-    /// `q_starts`.
+    /// Key row at which each sequence starts, then the total `s` (`cu_seqlens` in FlashAttention): ascending,
+    /// first 0, last `s`. It is as long as `q_starts`.
     pub k_starts: &'a [usize],
-    /// Causal mask: query `i` of `n` attends to keys `0..=i + (keys - n)` of its sequence.
+    /// Whether attention is causal: query `i` of a sequence with `n` queries attends to keys
+    /// `0..=i + (keys - n)` of the sequence.
     pub causal: bool,
-    /// Factor of the scores before the softmax.
+    /// Factor on the scores `q k^T` before the softmax, e.g. `1 / sqrt(d)`.
     pub scale: f32,
-    /// Multiprocessors of the device. They affect the tile height, not results.
+    /// Number of multiprocessors of the GPU. It affects the tile height, not results.
     pub multiprocessors: u32,
 }
 

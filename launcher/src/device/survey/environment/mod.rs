@@ -21,7 +21,7 @@ pub struct Variable {
     pub value: Option<String>,
     /// Effect of the variable on a run, or why it has none.
     pub effect: &'static str,
-    /// Flags of this program that serve the purpose of a variable without effect.
+    /// Flags of this program to use instead of a variable that has no effect here.
     pub instead: Option<&'static str>,
 }
 
@@ -29,11 +29,11 @@ pub struct Variable {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
-    /// This program.
+    /// This program reads the variable.
     Read,
-    /// A library or tool that this program uses.
+    /// A library or tool that this program uses reads the variable.
     ActsOnOthers,
-    /// No program here.
+    /// Neither this program nor its libraries read the variable, so it has no effect.
     WithoutEffect,
 }
 

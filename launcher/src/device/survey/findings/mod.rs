@@ -16,7 +16,7 @@ const MINIMUM_CAPABILITY: (u32, u32) = (8, 0);
 pub struct Verdict {
     /// Kind of device: `cpu` or `cuda`.
     pub device: &'static str,
-    /// Ordinals of the GPUs that a run would use; empty on the CPU.
+    /// CUDA ordinals of the GPUs that a run would use; empty if it would use the CPU.
     pub gpus: Vec<u32>,
     /// The verdict in words, one line for the terminal.
     pub summary: String,
