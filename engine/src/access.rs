@@ -54,7 +54,8 @@ pub trait ParamAccess {
     }
 }
 
-/// Owner of leases ([`Lease`]), usually the engine. A lease notifies its owner when it ends.
+/// Owner of leases, usually the engine. A [`Lease`] keeps the gathered weights of a unit readable, and
+/// notifies its owner when it ends.
 pub trait LeaseOwner {
     /// Ends the lease of `unit`; called exactly once. `completed` is false when an error or panic dropped the lease
     /// early.

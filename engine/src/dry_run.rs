@@ -130,7 +130,7 @@ impl DryRun {
     }
 
     /// Peak number of bytes in use at once in this rank's part of the communicator's window, since the
-    /// previous call.
+    /// previous call, or since the dry run began.
     #[must_use]
     pub fn take_window_peak(&self) -> u64 {
         self.window.take_peak()

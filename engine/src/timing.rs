@@ -25,8 +25,9 @@ impl Times {
     }
 }
 
-/// Total times of a discrete device (a GPU whose memory the host cannot address), by its own clock. Copies
-/// overlap with computation, so the sum of the fields may exceed the elapsed time.
+/// Total times and copied bytes of one rank's discrete device (a GPU whose memory the host cannot address),
+/// by the device's clock. Copies overlap with computation, so the sum of the fields may exceed the elapsed
+/// time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct DeviceTimes {
     /// Total time of the device's computation in training passes, without its waits.

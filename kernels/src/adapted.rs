@@ -16,7 +16,8 @@ pub struct AdapterDropout<'a> {
     /// Row identities for the dropout, i32 `[t, 2]`: two words per row of the input, as in [`DropoutArgs`].
     /// They cover the rows of all groups.
     pub rows: &'a Tensor,
-    /// Key of the dropout's random stream for one use, e.g. (seed, layer).
+    /// Key of the dropout's random stream, e.g. (seed, layer). Calls with equal key, row identities and
+    /// probability drop the same elements.
     pub key: [u32; 2],
     /// Dropout probability, with which an element becomes zero: `0 <= p < 1`.
     pub p: f32,

@@ -31,8 +31,8 @@ pub enum Device {
 }
 
 impl Device {
-    /// Whether the host can read and write the device's memory directly; false for a GPU. If not, data is
-    /// copied in with [`Backend::upload`] and out with [`Tensor::to_bytes`].
+    /// Whether the host can address the device's memory directly: true for the CPU and the meta device, false
+    /// for a GPU. For a GPU, data is copied in with [`Backend::upload`] and out with [`Tensor::to_bytes`].
     #[must_use]
     pub const fn is_host_addressable(self) -> bool {
         !matches!(self, Self::Cuda)
@@ -73,7 +73,8 @@ pub struct DropoutArgs<'a> {
     /// Row identities, i32 `[t, 2]`: two words per row, e.g. (sample, position), from which its random
     /// numbers follow. They do not depend on the batch.
     pub rows: &'a Tensor,
-    /// Key of the dropout's random stream for one use, e.g. (seed, layer).
+    /// Key of the dropout's random stream, e.g. (seed, layer). Calls with equal key, row identities and
+    /// probability drop the same elements.
     pub key: [u32; 2],
     /// Probability that an element becomes zero, `0 <= p < 1`.
     pub p: f32,
@@ -143,7 +144,8 @@ pub struct AttentionOut {
     pub lse: Tensor,
 }
 
-/// Gradients of the tensors in [`AttentionArgs`].
+/// Gradients of the queries, keys and values of an attention call, as [`Backend::attention_backward`] returns
+/// them.
 #[derive(Debug)]
 pub struct AttentionGrads {
     /// Gradient of the queries, `[t, h, d]`.

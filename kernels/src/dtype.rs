@@ -76,7 +76,7 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// Rust type that can be the element type of a tensor.
+/// Rust type that can be the element type of a tensor: `f32`, `bf16`, `f16`, `f64`, `i32` or `u8`.
 pub trait Element:
     sealed::Sealed + bytemuck::Pod + Send + Sync + std::fmt::Debug + PartialEq
 {

@@ -11,7 +11,7 @@ use crate::{Backend, DType, Tensor};
 /// group that the row belongs to.
 #[derive(Clone, Copy, Debug)]
 pub struct GroupedMatmulArgs<'a> {
-    /// Left operand, `[t, k]`, whose rows belong to either group.
+    /// Left operand, `[t, k]`. Each of its rows is multiplied by the matrix of the row's group.
     pub a: &'a Tensor,
     /// The two row groups with their matrices. Every row of `a` is in exactly one group.
     pub groups: [MatmulGroup<'a>; 2],

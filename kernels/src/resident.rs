@@ -15,9 +15,10 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Flat array of one model state (weights, gradient sums or optimizer moments) in a device's memory. Tensors
-/// of its parts share its memory; work queued on such a tensor sees every change that was queued before. A
-/// state cannot be changed while a tensor of it exists.
+/// Flat array in a device's memory that is changed in place: one model state (weights, gradient sums or
+/// optimizer moments), e.g. of this rank's shard of a layer. Tensors of its parts share its memory; work
+/// queued on such a tensor sees every change that was queued before. A state cannot be changed while a tensor
+/// of it exists.
 #[derive(Debug)]
 pub struct Resident {
     all: Tensor,
@@ -121,22 +122,23 @@ impl Resident {
     }
 }
 
-/// Position of gradient sums in the random stream of their stochastic rounding. It is
+/// Position of one addition to bf16 gradient sums in the random stream of its stochastic rounding. It is
 /// `optim::accumulate::RoundingPosition` in the form that a device's kernels read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RoundingCounter {
     /// Key of the random stream that rounds the sums.
     pub key: [u32; 2],
-    /// Number of the addition to the gradient sums, which selects its random numbers. No two additions to one
-    /// element may share it.
+    /// Number of the addition, e.g. that of the micro-batch. It selects the random numbers, so no two
+    /// additions to one element may have the same number.
     pub time: u64,
-    /// Global index of the first element to round, in the unpadded model.
+    /// Global index of the first element that is added to: its offset in the concatenation of all parameters
+    /// without padding.
     pub first_element: u64,
 }
 
-/// Constants of an `AdamW` update for one step and parameter group. They are stored in device memory, so a
-/// captured CUDA graph can run again with other values. `optim::AdamW::scalars` computes them with the code
-/// of the CPU's update.
+/// Constants of the `AdamW` update of one parameter group in one optimizer step. They are stored in device
+/// memory, so a captured CUDA graph can run again with other values. `optim::AdamW::scalars` computes them
+/// with the code of the CPU's update.
 ///
 /// The factor on every gradient is `grad_scale * clip.factor` (one f32 product). Without a clip block it is
 /// `grad_scale`. With a `grad_scale` of 1 it is the factor that the norm kernel wrote.
@@ -159,7 +161,8 @@ pub struct Scalars {
     pub decay: f32,
     /// Key of the random stream from which the update's stochastic rounding takes its bits.
     pub key: [u32; 2],
-    /// Number of the optimizer step, counted from 1, as a 64-bit integer: low word, then high word.
+    /// Number of the optimizer step in the run, counted from 1, as a 64-bit integer: low word, then high
+    /// word.
     pub step: [u32; 2],
 }
 
@@ -179,7 +182,8 @@ pub enum Form {
 }
 
 impl Form {
-    /// Every form. The index of a form is the number that stands for it in the CUDA source.
+    /// Every combination of dtypes that the `AdamW` update supports. The index of a form is the number that
+    /// stands for it in the CUDA source.
     pub const ALL: [Self; 5] = [
         Self::F32,
         Self::MasterBf16,
@@ -228,8 +232,8 @@ impl Form {
     }
 }
 
-/// Elements of a [`Resident`] that an operation changes, from `start` on. The other operands determine how
-/// many.
+/// Consecutive elements of a [`Resident`] that an operation changes. They begin at `start`, and there are as
+/// many as in the operation's tensor operand (gradient or values).
 #[derive(Debug)]
 pub struct Part<'a> {
     /// State whose elements are changed.
@@ -261,7 +265,7 @@ pub struct AdamWArgs<'a> {
     pub exp_avg: Part<'a>,
     /// Second moment of each element (running mean of squared gradients), updated.
     pub exp_avg_sq: Part<'a>,
-    /// Constants of the step: an array of [`Scalars`] in device memory, filled with
+    /// Constants of the optimizer step: a state with an array of [`Scalars`], filled with
     /// [`ResidentAccess::write`], and the index of the entry to use.
     pub scalars: (&'a Resident, usize),
     /// Global index of the chunk's first element in the model. It selects the random numbers of stochastic
@@ -270,7 +274,7 @@ pub struct AdamWArgs<'a> {
 }
 
 /// Operations on model states that a device stores in its own memory. Calls queue work and return, except
-/// those that read.
+/// [`ResidentAccess::read`] and [`ResidentAccess::square_sums`], which wait for their results.
 pub trait ResidentAccess: Send + Sync + std::fmt::Debug {
     /// Allocates a state of `elems` elements, filled with zeros, on the device.
     ///

@@ -215,7 +215,8 @@ impl Tensor {
     }
 
     /// Tensor over host memory outside a pool, starting `start_elems` elements after the start of `bytes`.
-    /// `counted` is the pool reservation for that memory, if any; the tensor holds it.
+    /// `counted` is the reservation by which a pool counts that memory, or `None`. It is dropped with the
+    /// last tensor over the memory.
     ///
     /// # Errors
     /// When the bytes are too short or misaligned for the dtype.

@@ -26,8 +26,8 @@ pub mod units;
 pub use commands::{Hooks, PrepareHook, RankMain, run_hooks, run_with};
 pub use plan::Suggestions;
 
-/// Entry point of the executable: runs the command of this process on the machine's GPUs or CPU. Returns the
-/// exit code of the process.
+/// Entry point of the executable: runs what the command line and the environment ask for (a command, the
+/// supervisor or one rank) on this machine's GPUs or CPU. Returns the exit code of the process.
 pub fn run() -> std::process::ExitCode {
     run_on(&device::Nvidia)
 }

@@ -47,12 +47,14 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     Ok(bytes.round() as u64)
 }
 
-/// Short text of a byte count, with at most four digits and a power of 1024: `512`, `1.5K`, `21M`, `2.6G`.
+/// Short text of a byte count: at most four digits, and a letter for the power of 1024: `512`, `1.5K`, `21M`,
+/// `2.6G`.
 pub fn bytes(value: u64) -> String {
     scaled(value, 1024.0, &["", "K", "M", "G", "T", "P"])
 }
 
-/// Short text of a count, rounded to at most three digits with a power of 1000: `96`, `1.3k`, `8.1B`.
+/// Short text of a count: at most three digits, rounded, and a letter for the power of 1000: `96`, `1.3k`,
+/// `8.1B`.
 pub fn count(value: u64) -> String {
     scaled(value, 1000.0, &["", "k", "M", "B", "T", "Q"])
 }
@@ -85,7 +87,8 @@ pub fn grouped(value: u64) -> String {
     text
 }
 
-/// Text of a duration in seconds as `h:mm:ss`, the way Hugging Face tools write times.
+/// Text of a duration in seconds as `h:mm:ss`, the way Hugging Face tools write times. It is rounded to whole
+/// seconds; a negative duration counts as 0.
 pub fn clock(seconds: f64) -> String {
     let total = seconds.max(0.0).round() as u64;
     format!("{}:{:02}:{:02}", total / 3600, total / 60 % 60, total % 60)

@@ -73,11 +73,12 @@ pub struct AdapterConfig {
     /// LoRA alpha of every adapter without an entry in `alpha_pattern`; the adapter's output is scaled by
     /// alpha / rank.
     pub lora_alpha: f64,
-    /// Ranks that replace `r` for some modules. Keys are regular expressions for the end of a module's path.
+    /// Ranks that replace `r` for some modules. Keys are regular expressions for the end of a module's path;
+    /// of several that match, the first in sort order applies.
     #[serde(default)]
     pub rank_pattern: BTreeMap<String, usize>,
     /// Values that replace `lora_alpha` for some modules. Keys are regular expressions for the end of a
-    /// module's path.
+    /// module's path; of several that match, the first in sort order applies.
     #[serde(default)]
     pub alpha_pattern: BTreeMap<String, f64>,
     /// Name or path of the base model that the adapter was trained on.

@@ -14,12 +14,13 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Which rows of the token embeddings `[T, D]` image features replace, and with which features.
+/// Replacement of rows of the token embeddings `[T, D]` by image features: indices of the rows, and of the
+/// features that take their place.
 #[derive(Clone, Debug)]
 pub struct Splice {
-    /// Numbers of the `M` token rows that are replaced, i32 `[M]`.
+    /// Indices of the `M` token rows that are replaced, i32 `[M]`.
     pub rows: Tensor,
-    /// For each of `rows`, the number of the image feature that replaces it, i32 `[M]`.
+    /// For each of `rows`, the index of the image feature that replaces it, i32 `[M]`.
     pub sources: Tensor,
 }
 
@@ -37,7 +38,7 @@ impl Splice {
     }
 }
 
-/// Numbers of all token rows of the batch that image features replace, in order.
+/// Indices of all token rows of the batch that image features replace, in order.
 pub(crate) fn image_rows(samples: &[SampleInput<'_>]) -> Vec<i32> {
     let starts = starts_of(samples.iter().map(|s| s.input_ids.len()));
     let bounds = samples.iter().zip(starts.iter());
@@ -56,7 +57,7 @@ pub struct VisionBatch {
     /// Row range of each slice in `patches`: a patch attends to all patches of its own slice, in both
     /// directions.
     pub sequences: Sequences,
-    /// Which rows of the token embeddings the image features replace, and with which features.
+    /// Indices of the token rows that image features replace, and of those features.
     pub splice: Splice,
     /// Index tensors, such as position ids, in the form that the vision tower of the model's family needs.
     pub tables: Arc<dyn VisionTables>,
@@ -87,7 +88,7 @@ pub trait VisionTables: Any + std::fmt::Debug + Send + Sync {
 /// Cross-attention of a batch: which token rows attend to image features, and to which ones.
 #[derive(Clone, Debug)]
 pub struct CrossRows {
-    /// Numbers of the token rows that attend to image features, i32; `None` means all rows of the batch.
+    /// Indices of the token rows that attend to image features, i32; `None` means all rows of the batch.
     pub rows: Option<Tensor>,
     /// Query and key ranges of the cross-attention: the rows of a sample attend to the features of that
     /// sample's images.
@@ -162,10 +163,10 @@ pub struct Batch {
     pub sequences: Sequences,
     /// Index of each sample's last token row in the batch, i32 `[samples]`.
     pub last_rows: Tensor,
-    /// Numbers of the text rows and of the image rows, for a decoder with one expert for text and one for
-    /// images; `None` if all rows are text.
+    /// Row indices of the text expert and of the vision expert, in this order, for a decoder that has both;
+    /// `None` if the text expert computes all rows.
     pub experts: Option<RowGroups>,
-    /// Numbers of the padding tokens' rows in the text, i32, whose embedding gets no gradient; `None` if
+    /// Indices of the text rows with the padding token, i32, whose embedding gets no gradient; `None` if
     /// there are none.
     pub padding_rows: Option<Tensor>,
     /// Index tables that place learned keys and values (p-tuning v2) before those of each sample; `None`

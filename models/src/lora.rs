@@ -59,7 +59,7 @@ pub struct LoraConfig {
     pub others: BTreeMap<String, (usize, f32)>,
     /// Which linear layers get an adapter.
     pub targets: LoraTargets,
-    /// Numbers of the language decoder's layers that get adapters; `None` means all layers.
+    /// Range of indices, from 0, of the language decoder's layers that get adapters; `None` means all layers.
     pub layers: Option<Range<usize>>,
     /// Whether each projection of a fused layer (queries, keys and values in one weight) gets an adapter of
     /// its own, as in SwissArmyTransformer, instead of one for the whole layer, as in peft.

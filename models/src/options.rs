@@ -56,8 +56,8 @@ impl ModelOptions {
         }
     }
 
-    /// Whether the base parameter called `name`, in the part `tower` of the model, trains. Parameters of
-    /// adapters are not meant: they always train.
+    /// Whether the base parameter called `name`, in the part `tower` of the model, trains. `name` must not be
+    /// that of an adapter's parameter; those always train.
     #[must_use]
     pub fn trains(&self, name: &str, tower: Tower) -> bool {
         let chosen = match (&self.train, tower) {

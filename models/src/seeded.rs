@@ -62,8 +62,8 @@ pub fn tensors(dir: &Path) -> Result<Vec<(ParamSpec, Init)>, OpenError> {
     Ok(params.map(of).collect())
 }
 
-/// Source of the [`Values`] generator of each tensor; tensors of equal distribution share a table of
-/// quantiles.
+/// Factory of the generators ([`Values`]) of tensors' random values; tensors of equal distribution share a
+/// table of quantiles.
 #[derive(Debug, Default)]
 pub struct Generators {
     tables: BTreeMap<(u8, u32), Arc<[u16]>>,

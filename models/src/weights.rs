@@ -144,8 +144,8 @@ enum Location {
     Made(Values),
 }
 
-/// Opened weight files of one model directory, or one file: reads any range of any tensor. Only headers stay
-/// in memory.
+/// Open weights of a model, in one file or in the files of a directory. It reads any range of any tensor;
+/// only the headers of the files stay in memory.
 #[derive(Debug)]
 pub struct WeightSource {
     dir: PathBuf,

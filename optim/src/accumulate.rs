@@ -8,14 +8,14 @@ use crate::lanes::{Lanes, Loop, Simd};
 use crate::rng::RandomStream;
 use crate::rounding::PageKey;
 
-/// Position of a range of bf16 gradient sums in the random stream that rounds them. Rounding uses word 0 of
-/// each pair of elements, see [`crate::rounding`].
+/// Position of a range of bf16 gradient sums in the random stream that rounds them. Elements `2k` and `2k +
+/// 1` share random words; each is rounded by one half of word 0, see [`crate::rounding`].
 #[derive(Clone, Copy, Debug)]
 pub struct RoundingPosition {
     /// Random stream from which the keys of stochastic rounding come.
     pub stream: RandomStream,
-    /// Number of the addition, e.g. that of the micro-batch. No two additions to one element may have the
-    /// same number.
+    /// Index of the addition, e.g. of the micro-batch in the run. No two additions to one element may have
+    /// the same index.
     pub time: u64,
     /// Global index of the first element of the range: its offset in the concatenation of all parameters
     /// without padding.
@@ -35,8 +35,8 @@ impl RoundingPosition {
 }
 
 /// Adds `values` to the gradient sums `sums` element by element, and rounds each result to bf16
-/// stochastically. The result depends only on the element's value, its sum, and its position in the random
-/// stream.
+/// stochastically. `place` is the position of the first of them. The result depends only on the element's
+/// value, its sum, and its position in the random stream.
 ///
 /// # Panics
 /// When the lengths differ.

@@ -100,16 +100,17 @@ fn halved(values: &mut [f64]) -> f64 {
 /// Global L2 norm of the gradients, and the factor that divides them by tokens and clips them.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct GradientScale {
-    /// L2 norm of the mean gradient per token, before clipping.
+    /// Global L2 norm of the mean gradient per token, before clipping.
     pub norm: f64,
     /// Factor by which every summed gradient is multiplied: `min(1, max_norm / (norm + 1e-6)) / tokens`, as
-    /// `torch.nn.utils.clip_grad_norm_` clips.
+    /// `torch.nn.utils.clip_grad_norm_` clips. Without `max_norm` it is `1 / tokens`.
     pub factor: f32,
 }
 
 impl GradientScale {
-    /// Computes norm and factor for gradients that are sums over `tokens` tokens. `squares` is the sum of the
-    /// squares of all their elements. `max_norm` limits the norm of the mean gradient; `None` does not clip.
+    /// Computes norm and factor for gradients that are sums over `tokens` tokens (more than 0). `squares` is
+    /// the sum of the squares of all their elements. `max_norm` limits the norm of the mean gradient per
+    /// token; `None` does not clip.
     #[must_use]
     pub fn new(squares: f64, tokens: f64, max_norm: Option<f32>) -> Self {
         let norm = squares.sqrt() / tokens;

@@ -30,18 +30,18 @@ impl Default for LossScale {
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DynamicScale {
-    /// Loss scale of the first step.
+    /// Loss scale of a run's first optimizer step.
     pub initial: f64,
     /// Factor by which the loss scale is divided when it shrinks and multiplied when it grows.
     pub factor: f64,
-    /// Number of consecutive steps without overflow after which the loss scale grows. It grows again after
-    /// every further `window` such steps.
+    /// Number of consecutive optimizer steps without overflow after which the loss scale grows. It grows
+    /// again after every further `window` such steps.
     pub window: u64,
     /// Full patience: number of overflows after which the loss scale shrinks. With 1, every overflow shrinks
     /// it.
     pub hysteresis: u32,
-    /// Whether every step without overflow refills the patience (overflows left until the loss scale
-    /// shrinks). Otherwise only growth of the scale refills it.
+    /// Whether every optimizer step without overflow refills the patience (overflows left until the loss
+    /// scale shrinks). Otherwise only growth of the scale refills it.
     pub consecutive_hysteresis: bool,
     /// Lower bound of the loss scale. An overflow at this scale that would shrink it is an error
     /// ([`MinimumReached`]).
@@ -65,16 +65,16 @@ impl Default for DynamicScale {
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScalerState {
-    /// Loss scale of the next step.
+    /// Loss scale of the next optimizer step.
     pub scale: f64,
     /// Patience: number of overflows left until the loss scale shrinks.
     pub patience: u32,
-    /// Number of steps without overflow since the last overflow, or since the start. Only the remainder
-    /// modulo [`DynamicScale::window`] matters.
+    /// Number of optimizer steps without overflow since the last overflow, or since the start. Only the
+    /// remainder modulo [`DynamicScale::window`] matters.
     pub clean_steps: u64,
 }
 
-/// Verdict on a step: whether the caller applies or skips its gradients.
+/// Verdict on an optimizer step: whether the caller applies or skips its gradients.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Verdict {
@@ -92,7 +92,7 @@ pub struct MinimumReached {
     pub minimum: f64,
 }
 
-/// Loss scale of fp16 training, and the state machine that adapts it after every step.
+/// Loss scale of fp16 training, and the state machine that adapts it after every optimizer step.
 ///
 /// ```
 /// use optim::loss_scale::{LossScale, LossScaler, Verdict};
@@ -173,7 +173,7 @@ impl LossScaler {
         Ok(Self { rule, state })
     }
 
-    /// Factor by which the next step's loss is multiplied.
+    /// Loss scale of the next optimizer step: the factor by which its losses are multiplied before backward.
     #[must_use]
     pub fn scale(&self) -> f64 {
         self.state.scale
@@ -199,8 +199,8 @@ impl LossScaler {
         }
     }
 
-    /// Adapts the loss scale after a step, and returns whether to apply or skip the step's gradients.
-    /// `overflow` says that a gradient on some rank was not finite.
+    /// Adapts the loss scale after an optimizer step, and returns whether to apply or skip the step's
+    /// gradients. `overflow` says that a gradient on some rank was not finite.
     ///
     /// # Errors
     /// [`MinimumReached`] when the scale would have to shrink below its minimum. The state is unchanged then.

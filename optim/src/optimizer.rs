@@ -159,7 +159,7 @@ pub enum StateChunk<'a> {
 /// have the same number of elements.
 #[derive(Debug)]
 pub struct StepArgs<'a> {
-    /// Number of this optimizer update. The first one is 1.
+    /// Index of this optimizer update in the run, from 1.
     pub step: u64,
     /// Learning rate, already multiplied by the parameter group's scale.
     pub lr: f32,

@@ -86,8 +86,8 @@ fn names(output: &Path) -> Result<Vec<String>, CheckpointError> {
         .collect())
 }
 
-/// Step and path of every complete checkpoint in the directory `output`, by ascending step. The content of
-/// the checkpoints is not verified.
+/// Step and path of every complete checkpoint in the directory `output`, by ascending step. The step is the
+/// number in the name `checkpoint-<step>`. The content of the checkpoints is not verified.
 ///
 /// # Errors
 /// [`CheckpointError::Io`] when the directory exists and cannot be listed.

@@ -75,7 +75,8 @@ impl Checkpoint {
         &self.directory
     }
 
-    /// Training step after which the checkpoint was saved.
+    /// Training step after which the checkpoint was saved, as its writer passed it to
+    /// [`Writer::begin`](super::Writer::begin).
     #[must_use]
     pub fn step(&self) -> u64 {
         self.manifest.step

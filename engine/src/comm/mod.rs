@@ -228,7 +228,8 @@ impl Collective {
     }
 }
 
-/// Memory use of one rank's part of the communicator's window (the memory that all ranks share).
+/// Memory use of one rank's part of the communicator's window (the memory that all ranks share): current,
+/// peak and total bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowUsage {
     /// Bytes that buffers and collectives in flight occupy now.

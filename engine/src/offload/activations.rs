@@ -196,8 +196,8 @@ impl Activations {
         self.clock.borrow().total()
     }
 
-    /// Reserves `bytes` on disk for saved tensors, so that a disk that is too small is detected now. Does
-    /// nothing on other tiers. Saves beyond `bytes` allocate more.
+    /// Makes sure that at least `bytes` in total are reserved on disk for saved tensors, so that a disk that
+    /// is too small is detected now. Does nothing on other tiers. Saves beyond `bytes` allocate more.
     ///
     /// # Errors
     /// When the disk is full.

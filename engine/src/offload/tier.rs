@@ -481,8 +481,8 @@ impl Region {
         }
     }
 
-    /// Copies bytes of the region, from byte `offset` on, to `out` until it is full. Does nothing in a dry
-    /// run.
+    /// Copies bytes of the region, from byte `offset` on, to `out` until it is full. The copied range must be
+    /// inside the region. Does nothing in a dry run.
     ///
     /// # Errors
     /// When the disk or the device fails.
@@ -501,7 +501,8 @@ impl Region {
         }
     }
 
-    /// Copies `bytes` to the region, from byte `offset` on. Does nothing in a dry run.
+    /// Copies `bytes` to the region, from byte `offset` on. They must fit in the region. Does nothing in a
+    /// dry run.
     ///
     /// # Errors
     /// When the disk or the device fails.

@@ -81,15 +81,16 @@ impl GroupLayout {
         self.slots.is_empty()
     }
 
-    /// Range of elements of shard number `rank` in the flat buffer. In hybrid sharding it is the rank's index
-    /// in its shard group.
+    /// Range of elements of one shard in the whole flat buffer, padding included. `rank` is the index of the
+    /// shard ([`Plan::shard_of`](super::Plan::shard_of)), in hybrid sharding the rank's index in its shard
+    /// group.
     #[must_use]
     pub fn shard(&self, rank: usize) -> Range<usize> {
         rank * self.shard_elems..(rank + 1) * self.shard_elems
     }
 
     /// Parts of parameters inside `range` of the flat buffer, in order. Each is the parameter's slot and the
-    /// range of its elements, also in the flat buffer.
+    /// range of those of its elements that are inside, also in the flat buffer.
     pub fn parts(&self, range: Range<usize>) -> impl Iterator<Item = (&Slot, Range<usize>)> {
         self.slots.iter().filter_map(move |slot| {
             let start = slot.offset.max(range.start);

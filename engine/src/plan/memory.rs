@@ -5,7 +5,7 @@ use kernels::DType;
 use optim::StateSlot;
 use serde::{Deserialize, Serialize};
 
-/// Number of bytes in each memory tier: device, host and disk.
+/// Byte count for each memory tier (device, host and disk), e.g. of one kind of state.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct TierBytes {
     /// Bytes in device memory.
@@ -26,7 +26,8 @@ impl TierBytes {
     }
 }
 
-/// Memory that one rank needs for model states according to the plan, in bytes. Activations are not included.
+/// Planned memory of one rank for model states: byte counts of stored states by tier, of gathered weights and
+/// of gradient buckets. Activations are not included.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct MemoryReport {
     /// Bytes of the weights that the rank stores between passes, by tier.
@@ -44,7 +45,8 @@ pub struct MemoryReport {
 }
 
 impl MemoryReport {
-    /// Total bytes in device memory: stored states, gathered weights and gradient buckets.
+    /// Total bytes that the rank needs in device memory: stored states, gathered weights and gradient
+    /// buckets.
     #[must_use]
     pub fn device_bytes(&self) -> u64 {
         self.parameters.device
@@ -54,7 +56,7 @@ impl MemoryReport {
             + self.communication
     }
 
-    /// Total bytes in host memory: stored weights, gradients and optimizer states.
+    /// Total bytes that the rank needs in host memory: stored weights, gradients and optimizer states.
     #[must_use]
     pub fn host_bytes(&self) -> u64 {
         self.parameters.host + self.gradients.host + self.optimizer.host
@@ -129,7 +131,7 @@ impl Plan {
         trained as u64 * (kept.size_bytes() + slots) as u64
     }
 
-    /// Memory of model states per rank, in bytes. `slots` are the states that the optimizer stores per
+    /// Planned memory of one rank for model states. `slots` are the states that the optimizer stores per
     /// element, e.g. `exp_avg`. It is the same on each rank, since shards have equal padded sizes.
     #[must_use]
     pub fn memory(&self, slots: &[StateSlot]) -> MemoryReport {

@@ -203,7 +203,8 @@ pub struct ZeroConfig {
     /// Transport of weights and gradients between the discrete devices (GPUs) of the ranks.
     #[serde(default)]
     pub device_transport: DeviceTransport,
-    /// Prefetch depth: number of units (usually layers) whose weights are gathered before their turn.
+    /// Prefetch depth: number of units (usually layers) whose weights ranks gather while earlier units
+    /// compute; 0 gathers each unit only when it is used.
     pub prefetch_units: usize,
     /// Whether weights that a discrete device does not store are prefetched: they are copied or gathered to
     /// it while the previous unit computes. The device then holds one more unit's weights.
@@ -220,7 +221,8 @@ pub struct ZeroConfig {
     /// Maximal number of elements of a shard that the optimizer updates at once, as DeepSpeed's
     /// `sub_group_size`.
     pub sub_group_elems: usize,
-    /// Maximal global L2 norm of gradients; larger gradients are scaled down. `None` never clips.
+    /// Maximal global L2 norm of the mean gradient per supervised token; larger gradients are scaled down to
+    /// it. `None` never clips.
     pub max_grad_norm: Option<f32>,
     /// Settings of the optimizer in backward, which updates units while backward still runs. `None` begins
     /// all updates after backward.

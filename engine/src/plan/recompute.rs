@@ -40,7 +40,8 @@ fn stacks(spec: &ModelSpec, again: &dyn Fn(UnitId) -> bool) -> Vec<Range<usize>>
 impl ModelSpec {
     /// Recompute groups of up to `num_layers` consecutive layers, as ranges of unit indices for
     /// [`ZeroConfig::recomputed`](super::ZeroConfig::recomputed). Layers are units whose names differ only in
-    /// the number at the end. `again` says which units are recomputed in backward; others are in no group.
+    /// the number at the end. `again` says which units are recomputed in backward; others are in no group. A
+    /// group has at least two layers.
     ///
     /// The last group before the model's head is left out. Backward begins with it, so it would be recomputed
     /// right after its forward; it saves all its inputs instead.

@@ -38,7 +38,8 @@ const LOAD_CHUNK_ELEMS: usize = 1 << 20;
 /// Result of one optimizer step, equal on all ranks.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct StepReport {
-    /// Number of updates applied so far, including this one if it was applied.
+    /// Number of optimizer updates applied in the run so far, also before a resume, and including this one if
+    /// it was applied.
     pub step: u64,
     /// Mean loss per supervised token over all ranks and micro-batches.
     pub loss: f64,
@@ -185,7 +186,8 @@ impl Zero {
         })
     }
 
-    /// Reserves `bytes` on disk for saved activations, if they are stored on disk; otherwise does nothing.
+    /// Makes sure that this rank has at least `bytes` reserved on disk for saved activations, if they are
+    /// stored on disk; otherwise does nothing.
     ///
     /// # Errors
     /// When the disk is full.
@@ -209,7 +211,8 @@ impl Zero {
         &self.comm
     }
 
-    /// Number of optimizer updates applied so far.
+    /// Number of optimizer updates applied in the run so far, also before a resume. Skipped updates do not
+    /// count.
     #[must_use]
     pub fn step_count(&self) -> u64 {
         self.step
@@ -411,7 +414,7 @@ impl Zero {
     }
 
     /// Total time that this rank has spent in collectives and in copies of states and saved activations
-    /// between tiers.
+    /// between tiers, since its states were allocated.
     #[must_use]
     pub fn times(&self) -> Times {
         Times {

@@ -58,7 +58,7 @@ pub enum Family {
 }
 
 impl Family {
-    /// Every kernel family.
+    /// Every kernel family: one for each CUDA source file with kernels in this crate.
     pub const ALL: [Self; 16] = [
         Self::Cast,
         Self::PrimitivesCheck,
@@ -208,8 +208,8 @@ impl Module {
         }
     }
 
-    /// Module called `name` whose CUDA source `text` comes from another crate. The device functions that this
-    /// crate's kernels share are available to it.
+    /// Module called `name` whose CUDA source `text` comes from another crate and contains the kernels named
+    /// `kernels`. The text can call the device functions that this crate's kernels share.
     #[must_use]
     pub fn foreign(
         name: &'static str,

@@ -17,7 +17,8 @@ struct Lived {
     died: usize,
 }
 
-/// Static memory plan: size and offset of each block, in allocation order.
+/// Static memory plan of a recorded sequence of allocations in a device pool: size and offset of each block,
+/// in allocation order. Blocks that do not exist at the same time may overlap.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MemoryPlan {
     /// Lines and start of each block. Starts count from the end of the blocks that exist before the pass.
@@ -28,8 +29,8 @@ pub struct MemoryPlan {
 }
 
 impl MemoryPlan {
-    /// Length of the plan in bytes, from its start to the end of its last block: the memory that its blocks
-    /// need.
+    /// Length of the plan in bytes, from its start to the highest end of a block: the device memory that its
+    /// blocks need.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         (self.lines * super::LINE_BYTES) as u64
@@ -47,7 +48,7 @@ impl MemoryPlan {
         self.blocks.get(at).copied()
     }
 
-    /// Number of blocks in the plan.
+    /// Number of blocks (recorded allocations) in the plan.
     #[must_use]
     pub fn blocks(&self) -> usize {
         self.blocks.len()

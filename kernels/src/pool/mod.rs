@@ -76,7 +76,7 @@ impl std::fmt::Display for Tag {
     }
 }
 
-/// Bytes of a pool in use under one tag, now and at most.
+/// Memory statistics of one tag of a pool: bytes in use now, and maxima.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct TagBytes {
     /// Bytes in use now under the tag.
@@ -88,27 +88,28 @@ pub struct TagBytes {
     pub at_peak: u64,
 }
 
-/// Bytes in use and their maxima for one pool, at the time of [`Pool::stats`].
+/// Memory statistics of one pool at the time of [`Pool::stats`]: bytes in use, maxima, and abandoned plans.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct PoolStats {
-    /// Bytes by tag, in the order of [`Tag::ALL`].
+    /// Statistics of each tag, in the order of [`Tag::ALL`].
     pub by_tag: [TagBytes; 9],
     /// Bytes of the pool in use now, over all tags.
     pub in_use: u64,
     /// Maximum of [`PoolStats::in_use`] since the last [`Pool::reset_peaks`].
     pub peak: u64,
-    /// High-water mark in bytes of the range that the pool's blocks occupy. Freed memory counts, because the
-    /// pool keeps it. Bytes reserved with [`Pool::reserve`] do not count.
+    /// High-water mark in bytes of the range that the pool's blocks occupy, since the pool was created. Freed
+    /// memory counts, because the pool keeps it. Bytes reserved with [`Pool::reserve`] do not count.
     pub touched: u64,
-    /// Maximum of [`PoolStats::touched`] plus the bytes reserved with [`Pool::reserve`]. The capacity of the
-    /// pool bounds this number.
+    /// Maximum, since the pool was created, of [`PoolStats::touched`] plus the bytes reserved with
+    /// [`Pool::reserve`] at that time. The capacity of the pool bounds this number.
     pub held: u64,
-    /// Number of memory plans that were abandoned because a block differed from the planned one.
+    /// Number of memory plans, since the pool was created, that were abandoned because a block differed from
+    /// the planned one.
     pub strays: u64,
 }
 
 impl PoolStats {
-    /// Bytes in use, now and at most, with the tag `tag`.
+    /// Statistics of the tag `tag`: the entry of [`PoolStats::by_tag`] for it.
     #[must_use]
     pub fn tag(&self, tag: Tag) -> TagBytes {
         self.by_tag[tag as usize]
@@ -208,7 +209,8 @@ impl std::fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// Pool that is called `name` in messages and may hold `capacity` bytes. `None` for no limit.
+    /// Pool that is called `name` in messages. Its blocks and reservations may take at most `capacity` bytes
+    /// together; `None` for no limit.
     #[must_use]
     pub fn new(name: &'static str, capacity: Option<u64>) -> Self {
         Self(Arc::new(Shared {
@@ -240,7 +242,7 @@ impl Pool {
         self.0.name
     }
 
-    /// Maximum number of bytes that the pool may hold. `None` if it is unlimited.
+    /// Limit in bytes on the pool's blocks and reservations together. `None` if there is no limit.
     #[must_use]
     pub fn capacity(&self) -> Option<u64> {
         self.0.capacity
@@ -363,7 +365,8 @@ impl Pool {
 
     /// Places the next blocks at the offsets of the memory plan `memory_plan`, counted from the current end
     /// of the used range. `None` returns to best fit. A block that differs from the plan ends it (see
-    /// [`PoolStats::strays`]); that block and later ones are placed by best fit.
+    /// [`PoolStats::strays`]); that block and later ones are placed by best fit. Pools of host memory ignore
+    /// the plan.
     pub fn follow(&self, memory_plan: Option<Arc<MemoryPlan>>) {
         let mut inner = self.lock();
         let base = inner.allocator.end();
@@ -459,7 +462,8 @@ fn breakdown(stats: &PoolStats) -> Vec<(Tag, u64)> {
         .collect()
 }
 
-/// Bytes that a pool counts as in use, e.g. those of a memory map. Dropping it subtracts them.
+/// Reservation of bytes in a pool without a block, e.g. for a memory map: the pool counts them as in use
+/// until the reservation is dropped.
 #[derive(Debug)]
 pub struct Reservation {
     pool: Pool,

@@ -238,8 +238,8 @@ pub enum Cadence {
 }
 
 impl Cadence {
-    /// Whether a save, evaluation or log row is due after step `step` of `total`. `epoch_ended`: whether this
-    /// step completed an epoch.
+    /// Whether a save, evaluation or log row is due when `step` of `total` training steps (optimizer updates)
+    /// are completed. `epoch_ended`: whether the last of them completed an epoch.
     pub const fn is_due(self, step: u64, total: u64, epoch_ended: bool) -> bool {
         let last = step == total;
         match self {

@@ -137,8 +137,8 @@ pub struct Fault {
     pub kind: FaultKind,
     /// Rank in which the fault occurs.
     pub rank: usize,
-    /// Training step in which the fault occurs, counted from 1. A slow or cut link stays so in later steps. A
-    /// fault of a save occurs in the first save at or after this step.
+    /// Training step (optimizer update) in which the fault occurs, counted from 1. A slow or cut link stays
+    /// so in later steps. A fault of a save occurs in the first save at or after this step.
     pub step: u64,
     /// Number of attempts of the run (first start and restarts) in which the fault occurs, from the first one
     /// on. A restarted run meets the fault again only if this is above 1.

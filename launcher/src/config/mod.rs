@@ -97,7 +97,8 @@ pub enum Warmup {
 }
 
 impl Warmup {
-    /// Number of warmup updates in a run of `total` optimizer updates.
+    /// Number of warmup updates in a run of `total` optimizer updates: the given number, which may exceed
+    /// `total`, or the given fraction of `total`, rounded up.
     pub fn steps(self, total: u64) -> u64 {
         match self {
             Self::Steps(steps) => steps,
@@ -283,11 +284,12 @@ pub struct RunConfig {
     pub offload: Offload,
     /// I/O method for the spill files of states that are offloaded to disk.
     pub nvme_io: NvmeIo,
-    /// Optimizer in backward: updates that run during the backward pass.
+    /// Optimizer in backward: which units (usually one layer each) are updated during the backward pass.
     #[serde(default)]
     #[serde(rename = "early_step")]
     pub optimizer_in_backward: OptimizerInBackward,
-    /// Optimizer in forward: updates that run during the next forward pass.
+    /// Optimizer in forward: whether a unit (usually one layer) may be updated during the next pass, before
+    /// that pass uses it.
     #[serde(default)]
     #[serde(rename = "late_step")]
     pub optimizer_in_forward: OptimizerInForward,
@@ -301,7 +303,7 @@ pub struct RunConfig {
     pub comm_timeout_seconds: u64,
     /// Kind of device on which the ranks compute.
     pub device: Device,
-    /// GPUs of the run, assigned to ranks round robin. Empty on the CPU.
+    /// GPUs of this machine that the run uses, assigned to the machine's ranks round robin. Empty on the CPU.
     #[serde(default)]
     pub gpus: Vec<RunGpu>,
     /// Whether repeated sequences of GPU commands are replayed as CUDA graphs.
@@ -317,10 +319,10 @@ pub struct RunConfig {
     pub numbers: Numbers,
     /// Whether the angles of rotary position embeddings are rounded as in the model's own code, or stay in f32.
     pub rope_precision: RopeChoice,
-    /// Host memory that the ranks of one machine may use together, in bytes. `None`: the memory of the
-    /// machine.
+    /// Limit on the host memory of all ranks of one machine together, in bytes. `None`: no limit besides the
+    /// machine's memory.
     pub host_memory_limit: Option<u64>,
-    /// Device memory that each rank may use, in bytes. `None`: the memory of the device.
+    /// Limit on the device memory of each rank, in bytes. `None`: no limit besides the device's memory.
     pub device_memory_limit: Option<u64>,
     /// Parts of the model with activation checkpointing: their activations are recomputed in backward.
     pub checkpoint_activations: Recompute,
@@ -330,7 +332,7 @@ pub struct RunConfig {
     pub checkpoint_num_layers: usize,
     /// Length of training, in optimizer updates or in epochs.
     pub length: Length,
-    /// Batch sizes and the reading of samples.
+    /// Batch sizes, limits on samples, and settings for loading samples.
     pub batch: BatchConfig,
     /// Settings of AdamW and of the learning-rate schedule.
     pub optimizer: OptimizerConfig,
@@ -344,8 +346,8 @@ pub struct RunConfig {
     pub eval: Cadence,
     /// How often a log row with loss, learning rate and times is written.
     pub logging: Cadence,
-    /// Training steps that are recorded in a trace, counted from 1, without the end of the range. `None`: no
-    /// trace.
+    /// Training steps (optimizer updates, counted from 1) that are recorded in a trace; the end of the range
+    /// is excluded. `None`: no trace.
     #[serde(default)]
     pub trace_steps: Option<Range<u64>>,
     /// Report format in addition to the files of the run directory.
@@ -379,7 +381,7 @@ impl RunConfig {
         self.shard_group.filter(divide)
     }
 
-    /// Number of ranks on this machine.
+    /// Number of ranks on this machine; all ranks of the run if the field `ranks_here` is `None`.
     pub fn ranks_here(&self) -> usize {
         self.ranks_here.unwrap_or(self.world_size)
     }
@@ -404,8 +406,8 @@ impl RunConfig {
         self.optimizer.learning_rate * self.lr_factor()
     }
 
-    /// Number of optimizer updates of the run, with `samples` training samples. They matter only if the
-    /// length is given in epochs.
+    /// Number of optimizer updates of the run. A length in epochs is converted with `samples`, the number of
+    /// training samples, and rounded up; it gives at least 1. A length in updates ignores `samples`.
     pub fn total_steps(&self, samples: usize) -> u64 {
         match self.length {
             Length::Steps(steps) => steps,
@@ -423,7 +425,7 @@ impl RunConfig {
         matches!(self.source, Source::Demo { .. })
     }
 
-    /// Path of the model directory.
+    /// Path of the model directory: the user's, or the generated one of the built-in demo.
     pub fn model_dir(&self) -> PathBuf {
         match &self.source {
             Source::Demo { directory } => directory.join(demo::MODEL_DIR),
@@ -431,7 +433,8 @@ impl RunConfig {
         }
     }
 
-    /// Path of the file (or data directory) of training samples.
+    /// Path of the training samples: the user's file or directory, or the generated file of the built-in
+    /// demo.
     pub fn data_file(&self) -> PathBuf {
         match &self.source {
             Source::Demo { directory } => directory.join(demo::TRAIN_FILE),
@@ -439,7 +442,8 @@ impl RunConfig {
         }
     }
 
-    /// Path of the file of held-out samples. `None` if the run has none.
+    /// Path of the held-out samples: the user's file or directory, or the generated file of the built-in
+    /// demo. `None` if the user gave none.
     pub fn eval_file(&self) -> Option<PathBuf> {
         match &self.source {
             Source::Demo { directory } => Some(directory.join(demo::HELD_OUT_FILE)),

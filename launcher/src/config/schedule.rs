@@ -29,8 +29,8 @@ const NAMES: [&str; 5] = [
 ];
 
 impl SchedulerKwargs {
-    /// Learning-rate schedule of type `scheduler`. Those of DeepSpeed get these arguments; the others ignore
-    /// them.
+    /// Learning-rate schedule of type `scheduler`. Those of DeepSpeed get `warmup` of these arguments; the
+    /// others ignore it. The result does not contain `total_num_steps`.
     #[must_use]
     pub fn kind(&self, scheduler: Scheduler) -> ScheduleKind {
         match scheduler {

@@ -11,19 +11,20 @@ use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, bounded};
 
-/// Number of threads of a data loader, and how far they work ahead.
+/// Options of a data loader: its number of threads, and how many batches they prepare ahead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoaderOptions {
     /// Number of worker threads. With 0 the consumer prepares each batch when it needs it.
     pub threads: usize,
-    /// Number of finished batches that may wait for the consumer, at least 1 per thread.
+    /// Maximum number of finished batches, over all threads, that wait for the consumer. It is rounded up to
+    /// a positive multiple of `threads`; without threads it has no effect.
     pub ahead: usize,
 }
 
 impl LoaderOptions {
-    /// Default options of one rank on a machine with `cores` cores and `local_world_size` ranks: one thread
-    /// less than the rank's share of the cores, from one to four. The threads decode images while the rank
-    /// computes.
+    /// Default options for the data loader of one rank on a machine with `cores` cores and `local_world_size`
+    /// ranks: one thread less than the rank's share of the cores, but from one to four, and two batches ahead
+    /// per thread. The threads decode images while the rank computes.
     pub fn for_node(cores: usize, local_world_size: usize) -> Self {
         let threads = (cores / local_world_size.max(1))
             .saturating_sub(1)
@@ -38,7 +39,7 @@ impl LoaderOptions {
 /// Data that a loader prepared for one micro-batch, with the training step and micro-batch that it is for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prepared<T> {
-    /// Training step, counted from 0.
+    /// Number of the training step, from the range given to [`Loader::new`]. A run counts its steps from 0.
     pub step: u64,
     /// Micro-batch within the step, counted from 0.
     pub micro_step: u64,
@@ -48,7 +49,8 @@ pub struct Prepared<T> {
 
 type Prepare<T, E> = dyn Fn(u64, u64) -> Result<T, E> + Send + Sync;
 
-/// Iterator over the prepared batches of a range of steps. It ends after an error.
+/// Iterator over the prepared micro-batches of a range of training steps, in order. Worker threads, if there
+/// are any, prepare them ahead. It ends after an error.
 pub struct Loader<T, E> {
     prepare: Arc<Prepare<T, E>>,
     channels: Vec<Receiver<Result<T, E>>>,
@@ -72,7 +74,7 @@ impl<T, E> std::fmt::Debug for Loader<T, E> {
 
 impl<T: Send + 'static, E: Send + 'static> Loader<T, E> {
     /// Starts worker threads that call `prepare(step, micro_step)` for each of the `micro_steps`
-    /// micro-batches of every step in `steps`.
+    /// micro-batches of every step in `steps`. Without threads, the consumer calls it for each batch.
     ///
     /// # Panics
     /// When `micro_steps` is zero.
@@ -118,7 +120,8 @@ impl<T: Send + 'static, E: Send + 'static> Loader<T, E> {
         }
     }
 
-    /// Total time the consumer has waited for batches.
+    /// Total time that the consumer has waited for batches since the loader was made. Without threads, it is
+    /// the time of preparing them.
     pub const fn waited(&self) -> Duration {
         self.waited
     }

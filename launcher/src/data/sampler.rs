@@ -33,13 +33,12 @@ pub struct SamplerSizes {
     pub world_size: usize,
     /// Samples per rank and micro-batch.
     pub micro_batch: usize,
-    /// Micro-batches per rank and step.
+    /// Number of micro-batches per rank and optimizer step (gradient accumulation).
     pub accumulation_steps: usize,
 }
 
 impl Sampler {
-    /// Sampler for a run of `world_size` ranks that take `micro_batch` samples each, `accumulation_steps` times per
-    /// step.
+    /// Sampler for a run of these sizes. Each epoch has its own random order, which `seed` determines.
     ///
     /// # Panics
     /// When a size is zero.
@@ -64,8 +63,9 @@ impl Sampler {
         }
     }
 
-    /// Changes the data order so that the first epoch begins with the samples of indices `first`, each once.
-    /// They are swapped with the samples that were at those positions.
+    /// Changes the data order so that the first epoch begins with the samples of these indices, in this
+    /// order. They are swapped with the samples that were at those positions. The indices must be distinct
+    /// and less than the number of samples.
     #[must_use]
     pub fn beginning_with(mut self, first: &[usize]) -> Self {
         let (mut moved, mut origin) = (BTreeMap::new(), BTreeMap::new());
@@ -93,30 +93,32 @@ impl Sampler {
         start..start + self.micro_batch
     }
 
-    /// Sample indices of one micro-batch of one rank; `step` counts from 0.
+    /// Indices, among the training samples, of the samples in one micro-batch of one rank. `step` and
+    /// `micro_step` count from 0.
     pub fn indices(&self, step: u64, micro_step: u64, rank: usize) -> Vec<usize> {
         let positions = self.positions(step, micro_step, rank);
         positions.map(|position| self.at(position)).collect()
     }
 
-    /// Samples per step over all ranks.
+    /// Number of samples per optimizer step (global batch size): over all ranks and their micro-batches.
     pub const fn global_batch(&self) -> u64 {
         self.micro_batch * self.accumulation_steps * self.world_size
     }
 
-    /// Samples per step over all ranks, if they are more than the dataset has, so that samples repeat within
-    /// a step. `None` otherwise.
+    /// Number of samples per optimizer step over all ranks, if the dataset has fewer, so that samples repeat
+    /// within a step. `None` otherwise.
     pub fn wraps_around(&self) -> Option<usize> {
         let batch = self.global_batch();
         (batch > self.samples).then_some(batch as usize)
     }
 
-    /// Epochs completed after `steps` steps, as a fraction.
+    /// Number of passes over the training samples after `steps` steps of the run; 1.5 is halfway through the
+    /// second epoch.
     pub fn epochs_after(&self, steps: u64) -> f64 {
         (steps * self.global_batch()) as f64 / self.samples as f64
     }
 
-    /// Whether step number `steps` (from 1) completed an epoch.
+    /// Whether an epoch ended within step number `steps` of the run, counted from 1; false for 0.
     pub fn epoch_ended(&self, steps: u64) -> bool {
         if steps == 0 {
             return false;

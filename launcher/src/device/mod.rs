@@ -209,7 +209,8 @@ fn resting(offload: &Offload) -> String {
     }
 }
 
-/// First usable GPU of this machine: its product name, and its backend with an arena of `arena_bytes` bytes.
+/// First usable GPU of this machine: its product name, and its backend with an arena of `arena_bytes` bytes,
+/// one allocation that serves all requests for memory of this GPU.
 ///
 /// # Errors
 /// The same as for a run with `--device cuda`: no GPU is usable, or it cannot be opened with that much

@@ -42,7 +42,7 @@ impl StopFlag {
 /// Result of one rank's run. The supervisor of a machine uses that of its first rank.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct RunSummary {
-    /// Number of completed steps, including those of earlier attempts that this one resumed from.
+    /// Number of completed training steps, including those of earlier attempts that this one resumed from.
     pub steps: u64,
     /// Training loss of the last logged row. No code sets it yet, so it is always `None`.
     pub train_loss: Option<f64>,
@@ -89,6 +89,9 @@ impl RunSummary {
 
 /// Prepares this process to run as a rank. SIGTERM, SIGINT, SIGHUP and SIGUSR1 set the returned flag. Any
 /// panic ends the process, and so does the end of the supervisor that started it.
+///
+/// A panic is recorded in `output`, the run's directory. If the supervisor ends, the job's files in
+/// `temp_dir` are removed.
 ///
 /// # Errors
 /// A signal handler cannot be installed (exit 13).

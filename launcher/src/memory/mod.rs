@@ -15,7 +15,8 @@ pub use phase::{Kinds, Phase};
 pub(crate) use rank::Footprint;
 pub use rank::{PhaseBytes, RankMemory, RankPeak};
 
-/// Host memory that this process may use, in bytes.
+/// Sizes of the host memory within this process's cgroup limits, in bytes: total, free now, and the smallest
+/// of the limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostMemory {
     /// Total host memory in bytes: that of the machine, or the smallest limit of this process's cgroups if
@@ -27,7 +28,8 @@ pub struct HostMemory {
     pub cgroup_limit_bytes: Option<u64>,
 }
 
-/// Reads how much host memory this process may use. Without `/proc`, all byte counts are zero.
+/// Reads how much host memory there is for this process, in total and free now, within the limits of its
+/// cgroups. Without `/proc`, both are zero.
 pub fn host() -> HostMemory {
     let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let mut total_bytes = kib_field(&meminfo, "MemTotal:").unwrap_or(0);
@@ -49,7 +51,7 @@ pub fn host() -> HostMemory {
     }
 }
 
-/// Limit and use of the memory cgroup that has the smallest limit for this process.
+/// Limit and use, in bytes, of the memory cgroup that has the smallest limit for this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CgroupMemory {
     /// Version of the cgroup hierarchy, 1 or 2.
@@ -81,7 +83,8 @@ fn tightest(groups: &[Cgroup]) -> Option<CgroupMemory> {
         })
 }
 
-/// Bytes of memory that this process may lock (`ulimit -l`, soft limit). `None` without a limit.
+/// Maximum bytes of memory that this process may hold locked at one time (`ulimit -l`, soft limit). `None`
+/// without a limit.
 pub fn lockable_bytes() -> Option<u64> {
     rustix::process::getrlimit(rustix::process::Resource::Memlock).current
 }
@@ -112,7 +115,7 @@ pub fn process_state(pid: u32) -> Option<char> {
     stat.rsplit_once(") ")?.1.chars().next()
 }
 
-/// Resident set of a process: now and at its peak.
+/// Resident set size (RSS) of a process in bytes: at the time of reading, and at its peak.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ProcessMemory {
     /// Resident bytes of the process at the time of reading.

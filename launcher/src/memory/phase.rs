@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Bytes by kind of memory (such as `parameters`, `gradients`, `activations`). Kinds with zero bytes are absent.
+/// Map from a kind of memory (such as `parameters`, `gradients`, `activations`) to its bytes. Kinds with zero
+/// bytes are absent.
 pub type Kinds = BTreeMap<String, u64>;
 
 /// Phase of a run. Time and peak memory are measured by phase.

@@ -5,20 +5,21 @@ use engine::comm::WindowBytes;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Peak memory of one rank in one phase: for each tier, its bytes by kind (parameters, gradients, …) at the
-/// time when that tier uses most.
+/// Planned peak memory of one rank in one phase: for each tier, its bytes by kind (parameters, gradients, …)
+/// at the time when that tier uses most.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PhaseBytes {
-    /// Bytes in device memory by kind.
+    /// Planned bytes of device memory by kind, at the peak of device memory in the phase.
     pub device: Kinds,
-    /// Bytes in host memory by kind.
+    /// Planned bytes of host memory by kind, at the peak of host memory in the phase.
     pub host: Kinds,
-    /// Bytes in spill files on NVMe by kind.
+    /// Planned bytes of spill files on NVMe by kind, at the peak of the spill files in the phase.
     pub nvme: Kinds,
 }
 
 impl PhaseBytes {
-    /// Sum of the bytes of all `kinds`.
+    /// Total planned bytes of one tier: the sum over all kinds. `kinds` is one of the fields of
+    /// [`PhaseBytes`].
     #[must_use]
     pub fn total(kinds: &Kinds) -> u64 {
         kinds.values().sum()
@@ -41,31 +42,33 @@ impl PhaseBytes {
 /// Planned peak bytes of one rank over the whole run, for each memory tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct RankPeak {
-    /// Peak bytes of device memory that the rank needs.
+    /// Planned peak bytes of device memory that one rank needs.
     pub device: u64,
-    /// Peak bytes of host memory: model states, the process itself, samples, buffers. Memory of the device
-    /// does not count here, even if the device is the CPU.
+    /// Planned peak bytes of host memory of one rank: model states, the process itself, samples, buffers.
+    /// Memory of the device does not count here, even if the device is the CPU.
     pub host: u64,
-    /// Peak bytes of spill files on NVMe.
+    /// Planned peak bytes of one rank's spill files on NVMe.
     pub nvme: u64,
-    /// Bytes of this rank's part of the communicator's window, the memory through which ranks exchange data.
+    /// Bytes of one rank's part of the communicator's window, the memory through which ranks exchange data.
+    /// They count whether the rank touches them or not.
     pub window: u64,
-    /// Peak resident bytes of a rank's process (`VmHWM`), for the rank with the largest.
+    /// Planned peak resident bytes of a rank's process, which the kernel reports as `VmHWM`. Of all ranks, it
+    /// is that of the rank with the most.
     pub resident: u64,
-    /// Bytes of `resident` that are in the communicator's window: pages of this rank, and pages of other
-    /// ranks that it reads.
+    /// Planned bytes of `resident` that are in the communicator's window: pages of this rank, and pages of
+    /// other ranks that it reads.
     pub resident_window: u64,
 }
 
-/// Planned memory of one rank in bytes, counted by a dry run. All ranks need the same, except for work that
-/// rank 0 alone does.
+/// Planned memory of one rank, counted by a dry run: peak bytes by phase, and over the whole run. All ranks
+/// need the same, except for work that rank 0 alone does.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct RankMemory {
-    /// Peak bytes of each phase, by tier and kind.
+    /// Planned peak bytes of each phase, by tier and kind.
     pub phases: BTreeMap<Phase, PhaseBytes>,
-    /// Peak bytes over the whole run, for each tier.
+    /// Planned peak bytes over the whole run, for each tier.
     pub peak: RankPeak,
-    /// Peak resident bytes of each rank's process, indexed by rank.
+    /// Planned peak resident bytes of each rank's process, indexed by rank.
     pub resident_by_rank: Vec<u64>,
 }
 
@@ -117,15 +120,15 @@ impl RankMemory {
         }
     }
 
-    /// Bytes of the communicator's window in the peak resident bytes of the process
-    /// ([`RankPeak::resident_window`]).
+    /// Planned bytes of the communicator's window in the peak resident bytes of the process; the same as
+    /// [`RankPeak::resident_window`].
     #[must_use]
     pub fn mapped_chunk(&self) -> u64 {
         self.peak.resident_window
     }
 
-    /// Bytes of these `kinds` of memory together, as (on the device, on the host): for each tier, the highest
-    /// sum in any phase.
+    /// Planned bytes of several kinds of memory together, as (on the device, on the host): for each tier, the
+    /// highest sum in any phase. `kinds` has the names of the kinds.
     #[must_use]
     pub fn most(&self, kinds: &[&str]) -> (u64, u64) {
         let most = |tier: fn(&PhaseBytes) -> &Kinds| {
@@ -138,7 +141,8 @@ impl RankMemory {
         (most(|p| &p.device), most(|p| &p.host))
     }
 
-    /// Peak bytes of device memory over these `phases`; 0 if the plan has none of them.
+    /// Highest planned peak of the rank's device memory in any of `phases`, in bytes; 0 if the plan has none
+    /// of them.
     #[must_use]
     pub fn device_in(&self, phases: &[Phase]) -> u64 {
         let of = |phase: &Phase| self.phases.get(phase).map(|p| PhaseBytes::total(&p.device));

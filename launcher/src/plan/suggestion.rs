@@ -17,8 +17,9 @@ use std::sync::Arc;
 /// Text before the step number in the title of a failure during a training step.
 pub(crate) const AT_STEP: &str = " at step ";
 
-/// Function that adds suggestions to the report of a rank's failure: similar configurations that fit in
-/// memory. It is made for the model and data of one run.
+/// Function that adds suggestions to the report of a rank that ran out of memory in training: similar
+/// configurations that fit. Reports of other failures stay unchanged. It is made for the model and data of
+/// one run.
 pub type Suggestions = Box<dyn Fn(&mut Failure)>;
 
 /// Maximum number of suggestions in a report.

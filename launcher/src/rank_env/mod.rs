@@ -35,7 +35,8 @@ pub(crate) const DEFAULT_PORT: u16 = 29_500;
 pub const RUN_TOKEN: &str = "TESSERA_RUN_TOKEN";
 /// Environment variable with the path of the job's private directory. Only this program's supervisor sets it.
 pub const JOB_DIR: &str = "TESSERA_JOB_DIR";
-/// Environment variable with the secret that the ranks of a job on several machines share.
+/// Environment variable with the secret that the ranks of a job on several machines share. Only processes
+/// that know it can join the job.
 pub const TOKEN: &str = "TESSERA_JOB_TOKEN";
 /// Environment variable with the path of a file that has the secret of [`TOKEN`].
 pub const TOKEN_FILE: &str = "TESSERA_JOB_TOKEN_FILE";
@@ -122,13 +123,13 @@ fn choice<T: Copy>(
     Err(failure.next(format!("unset {name}: {unset}")))
 }
 
-/// Secret that the ranks of a job on several machines share, or the path of the file with it. The secret is
-/// never printed.
+/// Secret that the ranks of a job on several machines share, or the path of a file that has it. Only
+/// processes that know it can join the job. It is never printed.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Token {
-    /// The secret itself, if a variable gives it.
+    /// The secret itself, from the variable [`TOKEN`]; `None` if that is not set.
     pub text: Option<String>,
-    /// Path of a file that has the secret, if a variable gives it.
+    /// Path of a file that has the secret, from the variable [`TOKEN_FILE`]; `None` if that is not set.
     pub file: Option<PathBuf>,
 }
 
@@ -157,7 +158,7 @@ pub struct RankEnv {
     pub master: Master,
     /// Program that set the variables with this rank's number.
     pub source: Source,
-    /// Secret that the ranks of a job on several machines share.
+    /// Secret that the ranks of a job on several machines share; empty if no variable gives it.
     pub token: Token,
     /// Token of the job: a text in the names of all its shared-memory and temporary files, by which they are
     /// found and removed.
@@ -204,7 +205,7 @@ pub struct Env {
     pub no_color: bool,
     /// Filter for log messages, such as `debug` or `engine=trace`, from the variable `RUST_LOG`.
     pub rust_log: Option<String>,
-    /// Start time of this process, for names of run directories.
+    /// Time when the variables were read, for names of run directories.
     pub now: SystemTime,
 }
 
@@ -224,7 +225,8 @@ impl Env {
         Self::of(&|name| std::env::var_os(name), Identity::Alone)
     }
 
-    /// Reads the environment variables through `lookup`, which returns the value of a variable by name.
+    /// Settings as from [`Env::read`] with `None` for `rank_is`, but from variables whose values `lookup`
+    /// returns by name.
     ///
     /// # Errors
     /// As [`Env::read`].

@@ -7,7 +7,7 @@ use super::axis::Axis;
 /// Training loss at one step: a point of the loss curve.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Point {
-    /// Number of completed steps.
+    /// Number of training steps (optimizer updates) completed since the start of the run.
     pub step: u64,
     /// Training loss at that step.
     pub loss: f64,

@@ -56,9 +56,10 @@ pub struct RunFiles {
     pub state: Option<Value>,
     /// Failures of ranks as (rank, failure), from `errors/`.
     pub failures: Vec<(usize, Failure)>,
-    /// Answers that the model generated in evaluations as (completed steps, answers), from `samples/`.
+    /// Answers that the model generated, one entry per evaluation as (completed training steps, answers),
+    /// from `samples/`.
     pub answers: Vec<(u64, Vec<Answer>)>,
-    /// Checkpoints of the run as (completed steps, path of the checkpoint), sorted by step.
+    /// Checkpoints of the run as (completed training steps, path of the checkpoint), sorted by step.
     pub checkpoints: Vec<(u64, PathBuf)>,
 }
 
@@ -93,7 +94,8 @@ impl RunFiles {
         self.rows.iter().filter(|row| !row["eval_loss"].is_null())
     }
 
-    /// (Completed steps, steps of the whole run) of the last row of the training log. Zeros if it has no rows.
+    /// (Completed training steps, training steps of the whole run) in the last row of the training log. Zeros
+    /// if the log has no rows.
     pub fn progress(&self) -> (u64, u64) {
         self.rows.last().map_or((0, 0), |row| {
             let of = |name: &str| row[name].as_u64().unwrap_or(0);

@@ -54,7 +54,8 @@ pub const MEMORY_CHART: &str = "memory.svg";
 /// Measurements of one logged step, which becomes a row of the training log.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepRecord {
-    /// Number of completed steps.
+    /// Number of training steps (optimizer updates, skipped ones included) completed since the start of the
+    /// run.
     pub step: u64,
     /// Number of completed passes over the training data, with a fraction.
     pub epoch: f64,
@@ -64,9 +65,11 @@ pub struct StepRecord {
     pub lr: f64,
     /// Global L2 norm of the gradient before clipping. `None` if the update was skipped.
     pub grad_norm: Option<f64>,
-    /// Tokens per second over all ranks since the last logged step.
+    /// Input tokens, supervised or not, that all ranks together processed per second since the last logged
+    /// step.
     pub tokens_per_second: f64,
-    /// Tokens that all ranks processed since the start of the run, including steps before a resume.
+    /// Input tokens, supervised or not, that all ranks together processed since the start of the run,
+    /// including steps before a resume.
     pub total_tokens: u64,
     /// Memory of this rank: peak bytes of device and host memory since its start, and resident bytes now.
     pub bytes: TierBytes,
@@ -78,7 +81,7 @@ pub struct StepRecord {
     pub disk: Option<DiskTraffic>,
 }
 
-/// Results of an evaluation on held-out samples, as stored in `eval_results.json`.
+/// Results of an evaluation on the held-out samples, as stored in `eval_results.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct EvalResults {
     /// Mean loss per supervised token over the held-out samples.
@@ -93,7 +96,8 @@ pub struct EvalResults {
     pub eval_runtime: f64,
     /// Held-out samples per second of the evaluation.
     pub eval_samples_per_second: f64,
-    /// Number of completed training steps at the evaluation.
+    /// Number of training steps (optimizer updates) completed before the evaluation, since the start of the
+    /// run.
     pub step: u64,
     /// Number of completed passes over the training data at the evaluation, with a fraction.
     pub epoch: f64,
@@ -251,7 +255,8 @@ impl RunReport {
         write_json(&self.output.join(EVAL_RESULTS), results)
     }
 
-    /// Writes `trainer_state.json` into the directory of a checkpoint that is being written.
+    /// Writes `trainer_state.json`, the state of training so far, into `directory`, the directory of a
+    /// checkpoint that is being written.
     ///
     /// # Errors
     /// When the file cannot be written (exit 16).

@@ -19,7 +19,8 @@ const MARKS: [&str; 2] = ["trainer_log.jsonl", "trainer_state.json"];
 /// `-2`.
 ///
 /// # Errors
-/// The directory contains another run or is a file (exit 2), or the checkpoint does not exist (exit 9).
+/// The directory contains a run that this run does not resume, or is a file (exit 2), or the checkpoint does
+/// not exist (exit 9).
 pub fn check(config: &RunConfig) -> Result<PathBuf, Failure> {
     if let Resume::From(path) = &config.resume
         && !path.is_dir()
@@ -147,7 +148,8 @@ fn hold(directory: &Path) -> Result<Held, Failure> {
     .next(format!("launcher watch {} shows it", directory.display())))
 }
 
-/// Whether a process holds the lock on the run directory `directory`, so that a run is active in it.
+/// Whether a process holds the lock on the run directory `directory`, so that a run is active in it. False if
+/// the directory cannot be opened or its file system has no locks.
 pub fn is_held(directory: &Path) -> bool {
     File::open(directory)
         .is_ok_and(|directory| matches!(directory.try_lock_shared(), Err(TryLockError::WouldBlock)))
@@ -185,8 +187,8 @@ pub fn set_errors_aside(output: &Path, attempt: u32) -> Result<(), Failure> {
     moved().map_err(|error| Failure::io(ErrorCode::Disk, "write", &aside, &error))
 }
 
-/// Finished checkpoints of a run directory as (completed steps, path), sorted by step. Empty if the directory
-/// cannot be read.
+/// Checkpoints in the run directory `directory` (subdirectories `checkpoint-N`) as (completed training steps
+/// `N`, path), sorted by step. Empty if the directory cannot be read.
 pub fn checkpoints(directory: &Path) -> Vec<(u64, PathBuf)> {
     let Ok(entries) = fs::read_dir(directory) else {
         return Vec::new();

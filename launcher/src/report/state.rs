@@ -19,11 +19,12 @@ pub struct TrainerStateConfig {
     pub num_train_epochs: u64,
     /// Number of samples in a micro-batch of one rank.
     pub train_batch_size: usize,
-    /// Number of steps between two rows of the training log; `max_steps` if they are not counted in steps.
+    /// Number of steps between two rows of the training log; `max_steps` if logging does not follow a number
+    /// of steps.
     pub logging_steps: u64,
-    /// Number of steps between two evaluations; `max_steps` if they are not counted in steps.
+    /// Number of steps between two evaluations; `max_steps` if evaluation does not follow a number of steps.
     pub eval_steps: u64,
-    /// Number of steps between two checkpoints; `max_steps` if they are not counted in steps.
+    /// Number of steps between two checkpoints; `max_steps` if saving does not follow a number of steps.
     pub save_steps: u64,
 }
 

@@ -18,25 +18,27 @@ pub const TRAINER_LOG: &str = "trainer_log.jsonl";
 /// Decimal digits of times in seconds.
 const SECONDS: i32 = 6;
 
-/// Memory of one rank in bytes: peaks of device and host memory, and resident memory. The owner of the value
-/// states the time span.
+/// Memory of one rank in bytes: peaks of device and host memory, and resident memory. The field or argument
+/// that holds this struct states the time span.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct TierBytes {
     /// Peak bytes in use in the rank's device memory pool.
     pub device: u64,
     /// Peak bytes in use in the rank's host memory pool, where offloaded states are.
     pub host: u64,
-    /// Resident bytes (RSS) of the rank's process: a current value or a peak, as the owner of the value
-    /// states.
+    /// Resident bytes (RSS) of the rank's process. The field or argument that holds this struct states
+    /// whether this is a current value or a peak.
     pub rss: u64,
 }
 
-/// One row of the training log. Fields without a value are left out of the file.
+/// One row of the training log, for a logged step or an evaluation. Fields without a value are left out of
+/// the file.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct LogRow {
-    /// Number of completed steps.
+    /// Number of training steps (optimizer updates, skipped ones included) completed since the start of the
+    /// run.
     pub current_steps: u64,
-    /// Number of steps of the whole run.
+    /// Number of training steps of the whole run.
     pub total_steps: u64,
     /// Mean training loss per supervised token; only in rows of logged steps.
     pub loss: Option<f64>,
@@ -52,9 +54,11 @@ pub struct LogRow {
     pub elapsed_seconds: f64,
     /// Estimated seconds until the end of the run.
     pub remaining_seconds: f64,
-    /// Tokens per second over all ranks since the last row; only in rows of logged steps.
+    /// Input tokens that all ranks together processed per second since the last logged step; only in rows of
+    /// logged steps.
     pub tokens_per_second: Option<f64>,
-    /// Tokens that all ranks processed since the start of the run. Rows of evaluations leave it out.
+    /// Input tokens that all ranks together processed since the start of the run. Rows of evaluations leave
+    /// it out.
     pub total_tokens: u64,
     /// Memory of rank 0: peak bytes of device and host memory since its start, and resident bytes now.
     pub bytes: Option<TierBytes>,
@@ -182,7 +186,8 @@ impl TrainerLog {
         Ok(Self { file, points })
     }
 
-    /// Training losses by step of the rows that were kept when the log was opened.
+    /// Finite training losses by step, from the rows that were kept when the log was opened. Rows appended
+    /// later are not included.
     pub fn points(&self) -> &[Point] {
         &self.points
     }

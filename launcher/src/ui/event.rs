@@ -89,7 +89,8 @@ pub enum Event {
     Done(DoneEvent),
 }
 
-/// Planned peak bytes of one kind of memory on one rank.
+/// One kind of memory in the memory plan: its name, and its planned peaks in the device and host memory of
+/// one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanPart {
     /// Kind of memory: `params`, `grads`, `optimizer`, `gathered` (gathered parameters and communication
@@ -101,14 +102,15 @@ pub struct PlanPart {
     pub host_bytes: u64,
 }
 
-/// Memory plan of a run, shown in three lines.
+/// Memory plan of a run: size of the model, ranks, sharding, and planned bytes per rank. The screen shows it
+/// in three lines.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PlanEvent {
     /// Name of the model's directory, or `demo` for the built-in demo.
     pub model: String,
-    /// Number of elements of all parameters.
+    /// Number of elements of all parameters of the model, unsharded.
     pub params: u64,
-    /// Number of elements of the trained parameters.
+    /// Number of elements of the trained parameters of the model, unsharded.
     pub trainable: u64,
     /// Number of ranks on all machines.
     pub ranks: usize,
@@ -124,20 +126,21 @@ pub struct PlanEvent {
     pub precision: String,
     /// Offload setting in the syntax of `--offload`, such as `cpu`.
     pub offload: String,
-    /// Planned peak bytes of one rank, by kind.
+    /// Planned peak bytes of each rank, one entry per kind of memory.
     pub per_rank: Vec<PlanPart>,
     /// Total host memory of the machine, in bytes.
     pub host_total_bytes: u64,
     /// Host memory in bytes that was free before the run, or the run's host memory limit if that is smaller.
     pub host_free_bytes: u64,
-    /// Host memory in bytes that all ranks of the machine need together.
+    /// Planned peak of the host memory that all ranks of the machine use together, in bytes. It fits if it is
+    /// at most `host_free_bytes`.
     pub host_need_bytes: u64,
     /// Fraction (0 to 1) of a rank's trainable elements that it updates during backward (optimizer in backward).
     #[serde(default, deserialize_with = "or_nan")]
     #[serde(rename = "early_share")]
     pub backward_share: f64,
     /// Planned bytes of one rank by phase of the run, then by tier (device or host memory) and kind of
-    /// memory.
+    /// memory. `None` if the plan was read from a file without them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<Box<RankMemory>>,
 }
@@ -159,7 +162,7 @@ pub struct TrainRow {
     pub lr: f64,
 }
 
-/// Summary of the data of a run, shown in one line.
+/// Counts of a run's training and held-out data (samples, tokens, images), shown in one line.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataEvent {
     /// Number of training samples.
@@ -179,10 +182,12 @@ pub struct DataEvent {
     pub wraps_around_global_batch: Option<usize>,
 }
 
-/// One row of the table of training steps, for a logged step.
+/// Progress of the run at a logged step: loss, learning rate, speed and memory. The screen shows it as one
+/// row of a table.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepEvent {
-    /// Number of completed steps.
+    /// Number of training steps (optimizer updates, skipped ones included) completed since the start of the
+    /// run.
     pub step: u64,
     /// Number of training steps of the whole run.
     pub total: u64,
@@ -194,7 +199,7 @@ pub struct StepEvent {
     pub lr: f64,
     /// Global L2 norm of the gradient before clipping. `None` if the update was skipped.
     pub grad_norm: Option<f64>,
-    /// Tokens per second over all ranks since the last row.
+    /// Input tokens, supervised or not, that all ranks together processed per second since the last row.
     #[serde(deserialize_with = "or_nan")]
     pub tokens_per_second: f64,
     /// Seconds of one step, averaged over the steps since the last row and over ranks.
@@ -209,9 +214,9 @@ pub struct StepEvent {
     /// Peak bytes of host memory in the memory pool of the reporting rank (rank 0) since its start. Offloaded
     /// states are in this pool.
     pub host_bytes: u64,
-    /// Whether the update was skipped because a value was not finite.
+    /// Whether the update of this step was skipped because the loss or a gradient was not finite.
     pub skipped: bool,
-    /// Estimated seconds until the end of the run.
+    /// Estimated seconds from this step until the end of the run.
     #[serde(deserialize_with = "or_nan")]
     pub remaining_seconds: f64,
     /// Traffic of rank 0's spill files (states offloaded to disk) since the last row. `None` without spill
@@ -223,7 +228,8 @@ pub struct StepEvent {
 /// Result of an evaluation on the held-out samples.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EvalEvent {
-    /// Number of completed training steps at the evaluation.
+    /// Number of training steps (optimizer updates) completed before the evaluation, since the start of the
+    /// run.
     pub step: u64,
     /// Mean loss per supervised token over the held-out samples.
     #[serde(deserialize_with = "or_nan")]
@@ -236,7 +242,7 @@ pub struct EvalEvent {
     pub samples: usize,
 }
 
-/// Checkpoint that was just written.
+/// Checkpoint that was just written: its name, sizes and number of files.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SaveEvent {
     /// Name of the checkpoint's directory inside the run directory.
@@ -249,21 +255,21 @@ pub struct SaveEvent {
     pub files: usize,
 }
 
-/// Checkpoint that the run was resumed from.
+/// Checkpoint that the run was resumed from: its name, its step, and the outcome of a comparison of losses.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResumeEvent {
     /// Name of the checkpoint's directory.
     pub name: String,
     /// Number of ranks that loaded the checkpoint.
     pub ranks: usize,
-    /// Number of steps that were completed when the checkpoint was written.
+    /// Number of training steps (optimizer updates) completed when the checkpoint was written.
     pub step: u64,
     /// Whether the evaluation loss after loading equals that of the saving run bit for bit. `None` if not
     /// compared.
     pub loss_is_identical: Option<bool>,
 }
 
-/// Outcome of the run, shown in the last lines.
+/// Outcome of the run: its duration, its directory, warnings and suggestions. Shown in the last lines.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DoneEvent {
     /// Seconds from the start of the command to the end of the run.
@@ -273,7 +279,7 @@ pub struct DoneEvent {
     pub output: PathBuf,
     /// Whether a signal ended the run early.
     pub interrupted: bool,
-    /// Warnings from before the run, repeated because they may have been forgotten.
+    /// Warnings that were shown before training, repeated at the end of the run.
     #[serde(default)]
     pub warnings: Vec<String>,
     /// Suggested next steps, one line each.

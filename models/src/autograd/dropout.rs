@@ -15,7 +15,8 @@ pub enum Rows {
     Patches,
 }
 
-/// Seed, sample keys and row numbers from which the dropout masks of one training pass are drawn.
+/// Dropout state of one training pass: the seed, and the sample keys and row indices from which masks are
+/// drawn.
 #[derive(Clone, Debug)]
 pub struct Dropout {
     seed: u64,
@@ -24,8 +25,8 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// State for one training pass over the batch of `samples`. `keys` has one key per sample, in the same
-    /// order, which should differ between epochs.
+    /// Dropout state for one training pass over the batch of `samples`. `keys` has one key per sample, in the
+    /// same order, which should differ between epochs.
     ///
     /// # Errors
     /// When memory runs out.

@@ -72,7 +72,7 @@ impl ResidentParams {
     }
 
     /// Makes backward recompute the inputs of some units instead of storing them. Each of `groups` is a range
-    /// of unit numbers, in which only the first unit's input is stored.
+    /// of unit indices, in which only the first unit's input is stored.
     #[must_use]
     pub fn with_recomputed(mut self, groups: Vec<Range<u32>>) -> Self {
         self.recomputed = groups;

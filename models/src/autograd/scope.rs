@@ -91,9 +91,9 @@ impl<'s> Scope<'s> {
         names.as_ref().unwrap_or_else(|| state.rows(rows)).clone()
     }
 
-    /// Runs `body` on values whose row `i` stands for the token or patch `index[i]` (i32) of the batch;
-    /// `rows` says which of both. Adapters in `body` use the dropout masks of these rows. An index may occur
-    /// several times.
+    /// Runs `body` on values whose row `i` stands for the token `index[i]` (i32) of the batch, or for the
+    /// patch, if `rows` is [`Rows::Patches`]. Adapters in `body` use the dropout masks of these rows. An
+    /// index may occur several times.
     ///
     /// # Errors
     /// When `body` fails or memory runs out.

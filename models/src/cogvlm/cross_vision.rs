@@ -26,12 +26,13 @@ const THETA: f32 = 10_000.0;
 pub struct CrossImages {
     /// Pixel values of all patches in the compute dtype, `[N * p, 3 * patch * patch]`.
     pub patches: Tensor,
-    /// Row range of each image, class row and patches: rows attend to all rows of their own image.
+    /// Row range of each image, which has one class row and a row per patch: rows attend to all rows of their
+    /// own image.
     pub sequences: Sequences,
     /// Index tables by which class rows and patch rows are put together and taken apart.
     pub tables: EvaTables,
-    /// For each patch, the row of the learned position embedding that is added to it after the tower, i32 `[N
-    /// * p]`.
+    /// For each patch, the row of the learned position embedding that is added to it after the tower,
+    /// i32 `[N * p]`.
     pub position_ids: Tensor,
     /// Cosines and sines of the rotary position embedding, one row per class row and patch; class rows do not
     /// rotate.

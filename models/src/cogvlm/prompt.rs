@@ -23,6 +23,7 @@ pub struct Turns {
 
 impl Turns {
     /// Writes question and history as the prompt text that follows the image, in the template of `style`.
+    /// `edition` is needed since some templates have another form for CogAgent.
     #[must_use]
     pub fn render(&self, edition: Edition, style: PromptStyle) -> String {
         use TemplateVersion as V;

@@ -5,18 +5,18 @@ use crate::cogvlm::config::TemplateVersion;
 /// Label of a position that is not supervised.
 pub const IGNORED: i32 = kernels::IGNORED_LABEL;
 
-/// Settings of a run that affect samples.
+/// Settings of a run that affect how samples become token ids and patches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EncodeOptions {
     /// Most tokens of a sample, including those of images; longer samples are cut.
     pub model_max_length: usize,
-    /// Largest number of cells (parts) that an image is cut into, instead of the model directory's number.
+    /// Largest number of cells (parts) that an image is cut into; `None` takes the model directory's number.
     /// Only MiniCPM cuts images.
     pub max_slice_nums: Option<usize>,
     /// Whether the loss of GLM-4V covers the role token after an answer. It does not in the published recipe, so its
     /// models never learn to stop. In the other families the loss always covers the end token.
     pub train_on_turn_end: bool,
-    /// Prompt template to use instead of the model directory's; only CogVLM, CogAgent and CogVLM2 have
+    /// Prompt template to use; `None` takes the model directory's. Only CogVLM, CogAgent and CogVLM2 have
     /// several.
     pub prompt: Option<PromptStyle>,
 }
@@ -144,7 +144,7 @@ pub struct EncodedPrompt {
     pub slices: Vec<Slice>,
 }
 
-/// Size of a sample, without its pixels.
+/// Counts of the tokens, patches and slices of one training sample, without its pixels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SampleSize {
     /// Number of tokens after truncation.

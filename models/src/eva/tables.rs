@@ -19,7 +19,7 @@ pub struct EvaTables {
     pub patch_rows: Tensor,
     /// Zeros, `[N]`: gather index that repeats a learned row for every image.
     pub zeros: Tensor,
-    /// Numbers of the patches, `[N * p]`, ordered by blocks of 2 x 2 that become one feature; empty in a
+    /// Indices of the patches, `[N * p]`, ordered by blocks of 2 x 2 that become one feature; empty in a
     /// model that does not merge patches.
     pub fold_rows: Tensor,
     /// Row of each feature among the features and learned vectors of all images, `[N * m]`. Each image has
@@ -29,10 +29,10 @@ pub struct EvaTables {
     pub begin_rows: Tensor,
     /// For each image, the row of the learned vector after its features, `[N]`, numbered as `feature_rows`.
     pub end_rows: Tensor,
-    /// For each row of the tower, the number in the batch of the patch by which its dropout mask is drawn,
+    /// For each row of the tower, the index in the batch of the patch by which its dropout mask is drawn,
     /// `[N * (p + 1)]`.
     pub row_names: Tensor,
-    /// For each feature, the number in the batch of the patch by which its dropout mask is drawn, `[N * m]`.
+    /// For each feature, the index in the batch of the patch by which its dropout mask is drawn, `[N * m]`.
     pub feature_names: Tensor,
 }
 

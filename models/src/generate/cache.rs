@@ -77,7 +77,8 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// Allocates a cache in which prompt `i` with its answer may grow to `capacities[i]` tokens.
+    /// Allocates a cache in which prompt `i` with its answer may grow to `capacities[i]` tokens, not counting
+    /// its learned prefix. A capacity of 0 takes no memory.
     ///
     /// # Errors
     /// When the device's memory pool is full.
@@ -250,7 +251,7 @@ impl CachePass {
         })
     }
 
-    /// The cache of the decoder layer number `layer`, as this pass reads and writes it.
+    /// The cache of the decoder layer with index `layer`, from 0, as this pass reads and writes it.
     #[must_use]
     pub fn layer(&self, layer: usize) -> CachedLayer<'_> {
         CachedLayer { pass: self, layer }

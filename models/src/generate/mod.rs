@@ -22,9 +22,9 @@ use std::sync::Arc;
 pub struct Prompt<'a> {
     /// Tokens and images of the prompt; labels are ignored.
     pub input: SampleInput<'a>,
-    /// Number of the sample in its data set. Random draws depend on it, not on the batch.
+    /// Index of the sample in its data set. Random draws depend on it, not on the batch.
     pub index: u64,
-    /// Largest number of tokens that are generated.
+    /// Largest number of tokens that are generated for this prompt.
     pub max_new_tokens: usize,
 }
 
@@ -81,8 +81,8 @@ pub fn generate(
     Ok(decoder.answers)
 }
 
-/// Dry run of [`generate`] on the meta device, which has no values: the first pass, and then one pass of one
-/// token per prompt. `begin` runs before each pass and `end` after it.
+/// Dry run of [`generate`] on the meta device, which has no values: the pass over all prompts, and then a
+/// single decoding pass with one new token for each prompt. `begin` runs before each pass and `end` after it.
 ///
 /// # Errors
 /// As [`generate`], except for those of sampling.

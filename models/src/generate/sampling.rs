@@ -50,8 +50,8 @@ impl Sampling {
         Ok(())
     }
 
-    /// Id of the next token of the sample number `sample`, after `position` generated tokens. `logits` has
-    /// one f32 per token id.
+    /// Chooses the next token of an answer and returns its id. `sample` is the index of the sample in its
+    /// data set, and `position` is the number of tokens already generated. `logits` has one f32 per token id.
     #[must_use]
     pub fn next(&self, logits: &[f32], sample: u64, position: u64) -> i32 {
         if self.temperature == 0.0 || self.top_k == 1 {

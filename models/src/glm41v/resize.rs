@@ -6,7 +6,8 @@ pub struct ImageLimits {
     /// Side, in pixels, of the square of patches that becomes one feature; sides of resized images are
     /// multiples of it.
     pub block: usize,
-    /// Number of frames that an image is repeated to; the pixels of all frames count.
+    /// Number of video frames to which a still image is repeated. The limits below count the pixels of all
+    /// frames.
     pub frames: usize,
     /// Smallest number of pixels of the resized image, summed over its frames.
     pub min_pixels: usize,

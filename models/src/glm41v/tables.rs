@@ -19,7 +19,7 @@ pub struct Glm41vTables {
     /// Cosines and sines of the rotary position embedding, one row per patch: half of a head's pairs rotate
     /// by the patch's row in its image, half by its column.
     pub rotary: Rotary,
-    /// Number of the first patch of each block of 2 x 2, i32 `[P / 4]`.
+    /// Index of the first patch of each block of 2 x 2, i32 `[P / 4]`.
     pub block_rows: Tensor,
 }
 

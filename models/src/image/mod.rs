@@ -55,6 +55,9 @@ impl RgbImage {
     }
 
     /// Bytes of row `y`, `[width, 3]`.
+    ///
+    /// # Panics
+    /// If `y` is not below the height.
     pub fn row(&self, y: usize) -> &[u8] {
         &self.pixels[y * self.width * 3..][..self.width * 3]
     }

@@ -26,7 +26,7 @@ fn arange(start: f64, end: f64, step: f64) -> Vec<f32> {
         .collect()
 }
 
-/// For each of `patches` patches along one axis of a slice, the number of the learned position to which it
+/// For each of `patches` patches along one axis of a slice, the index of the learned position to which it
 /// maps, below `grid_side`.
 ///
 /// # Panics

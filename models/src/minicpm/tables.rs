@@ -22,7 +22,7 @@ pub struct MiniCpmTables {
     /// Query and key ranges of the resampler's attention: the `Q` queries of a slice attend to the patches of
     /// the same slice.
     pub resample: Sequences,
-    /// Number of the learned query of each row of the resampler, i32 `[N * Q]`: `0..Q` for every slice.
+    /// Index of the learned query of each row of the resampler, i32 `[N * Q]`: `0..Q` for every slice.
     pub query_index: Tensor,
 }
 

@@ -12,7 +12,7 @@ use crate::params::ParamScope;
 /// Sizes of a self-attention layer, and the names of its projections in the checkpoint.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SelfAttentionConfig {
-    /// Width `c` of the residual stream.
+    /// Width `c` of the residual stream: elements per token or patch.
     pub width: usize,
     /// Number of query heads, `h`.
     pub heads: usize,
@@ -20,8 +20,8 @@ pub struct SelfAttentionConfig {
     pub kv_heads: usize,
     /// Elements per head, `d`.
     pub head_dim: usize,
-    /// Name of the one weight that stacks q, k and v in this order; `None` if they are `q_proj`, `k_proj` and
-    /// `v_proj`.
+    /// Name of the one weight that stacks q, k and v in this order; `None` if the checkpoint has separate
+    /// weights `q_proj`, `k_proj` and `v_proj`.
     pub fused: Option<&'static str>,
     /// Whether q, k and v have a bias.
     pub qkv_bias: bool,

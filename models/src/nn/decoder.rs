@@ -10,7 +10,8 @@ use crate::generate::CachedLayer;
 use crate::params::{ParamBuilder, ParamScope};
 use engine::UnitId;
 
-/// One layer of a language decoder, as [`Decoder`] runs it within the layer's unit.
+/// One layer of a language decoder. [`Decoder`] runs it while the weights of the layer's unit (parameters
+/// gathered together) are readable.
 pub trait DecoderLayer: std::fmt::Debug {
     /// Applies the layer to `x`: `[T, D]` to `[T, D]`. With `cache`, keys and values are stored in it and read from
     /// it.
@@ -76,9 +77,10 @@ pub struct DecoderConfig {
     pub layers: [&'static str; 2],
     /// Number of decoder layers.
     pub num_layers: usize,
-    /// Path of the module of the norm before the output head.
+    /// Path, in the checkpoint, of the module of the norm before the output head.
     pub norm: &'static str,
-    /// Name of the last unit, which holds norm and output head, and path of the head's module.
+    /// Name of the last unit (parameters gathered together), which consists of norm and output head, and path
+    /// of the head's module in the checkpoint.
     pub head: [&'static str; 2],
     /// Number of token ids: rows of the weights of embedding and output head.
     pub vocabulary: usize,

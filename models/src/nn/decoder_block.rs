@@ -33,11 +33,13 @@ pub struct DecoderBlockConfig {
 pub struct BlockNames {
     /// Name of the block's attention module.
     pub attention: &'static str,
-    /// Name of the one module that projects to q, k and v; `None` if they are `q_proj`, `k_proj` and `v_proj`.
+    /// Name of the one module that projects to q, k and v; `None` if the checkpoint has separate modules
+    /// `q_proj`, `k_proj` and `v_proj`.
     pub fused_qkv: Option<&'static str>,
     /// Name of the attention's output projection.
     pub out: &'static str,
-    /// Name of the one module that projects to gate and up; `None` if they are `gate_proj` and `up_proj`.
+    /// Name of the one module that projects to gate and up; `None` if the checkpoint has separate modules
+    /// `gate_proj` and `up_proj`.
     pub fused_gate_up: Option<&'static str>,
     /// Name of the MLP's output projection.
     pub down: &'static str,

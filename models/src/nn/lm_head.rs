@@ -34,7 +34,7 @@ pub struct LmHead {
     pub unit: UnitId,
     /// The norm that is applied before the head.
     pub norm: RmsNorm,
-    /// Id of the output head's weight, `[v, c]`: one row per token of the vocabulary.
+    /// Id of the output head's weight, `[v, D]`: one row per token of the vocabulary.
     pub weight: ParamId,
 }
 
@@ -54,8 +54,8 @@ impl LmHead {
         })
     }
 
-    /// Cross entropy of each row of `hidden`, the decoder's `[t, c]` before its last norm, against the labels
-    /// of `batch`.
+    /// Cross entropy of each row of `hidden`, the decoder's hidden states `[t, D]` before its last norm,
+    /// against the labels of `batch`.
     ///
     /// # Errors
     /// When the engine or the device fails.

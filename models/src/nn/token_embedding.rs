@@ -16,7 +16,8 @@ pub struct TokenEmbedding {
 }
 
 impl TokenEmbedding {
-    /// Declares the embedding table `module.weight`, `[v, D]`, as the only parameter of the unit `unit`.
+    /// Declares the embedding table `module.weight`, `[v, D]`, as the only parameter of the unit (parameters
+    /// gathered together) called `unit`. `shape` is `[v, D]`.
     ///
     /// # Errors
     /// When the module is a LoRA target; it cannot take an adapter.

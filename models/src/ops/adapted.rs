@@ -226,7 +226,8 @@ impl Scope<'_> {
     /// one per group of `row_groups`.
     ///
     /// The tape determines the dropout mask. Base weights may train as well. The gradients of `x` are added
-    /// from the last projection to the first. Outputs of A are stored for backward if the device stores any.
+    /// from the last projection to the first. The outputs of the A matrices are stored for backward on
+    /// backends that return them; otherwise backward recomputes them.
     ///
     /// # Errors
     /// As [`Scope::linear`], or when the row groups are not a partition of the rows.

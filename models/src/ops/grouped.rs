@@ -7,12 +7,12 @@ use engine::ParamId;
 use kernels::{GroupedMatmulArgs, MatmulGroup, Tensor, Transpose};
 
 /// Partition of a batch's token rows into two groups, e.g. by expert. Each group is a non-empty i32 tensor of
-/// row numbers.
+/// row indices.
 #[derive(Clone, Debug)]
 pub struct RowGroups(pub [Tensor; 2]);
 
 impl RowGroups {
-    /// The row numbers of the two groups, i32 each.
+    /// The row indices of the two groups, i32 each.
     #[must_use]
     pub fn rows(&self) -> [&Tensor; 2] {
         self.0.each_ref()
@@ -23,7 +23,7 @@ impl RowGroups {
 #[derive(Clone, Debug)]
 struct Group {
     params: LinearParams,
-    /// Numbers of the rows in the group, i32.
+    /// Indices of the rows in the group, i32.
     rows: Tensor,
 }
 

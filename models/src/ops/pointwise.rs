@@ -48,8 +48,8 @@ impl Scope<'_> {
     }
 
     /// Inverted dropout of `x [t, k]`: elements become zero with probability `p`, and the others are divided
-    /// by `1 - p`. The mask is a function of `key` and of `rows` (i32 `[t, 2]`: sample key and row number of
-    /// each row), so it is not stored.
+    /// by `1 - p`. The mask is a function of `key` and of `rows` (i32 `[t, 2]`: for each row, the key of its
+    /// sample and its index in the sample), so it is not stored.
     ///
     /// # Errors
     /// When `rows` and `x` have different numbers of rows, `p` is out of range, or memory runs out.

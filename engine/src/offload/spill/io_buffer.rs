@@ -118,12 +118,18 @@ impl IoBuffer {
     }
 
     /// Requested bytes of the extent, as elements of type `T`.
+    ///
+    /// # Panics
+    /// If the bytes are not a whole number of elements, or not aligned for `T`.
     #[must_use]
     pub fn as_slice<T: bytemuck::Pod>(&self) -> &[T] {
         bytemuck::cast_slice(self.as_bytes())
     }
 
     /// Requested bytes of the extent, as elements of type `T`, writable.
+    ///
+    /// # Panics
+    /// If the bytes are not a whole number of elements, or not aligned for `T`.
     #[must_use]
     pub fn as_mut_slice<T: bytemuck::Pod>(&mut self) -> &mut [T] {
         bytemuck::cast_slice_mut(self.as_bytes_mut())

@@ -23,8 +23,8 @@ pub struct Measured {
 }
 
 /// Measures the rates at which a file of `bytes` in `directory` is written and read with the I/O path `io`,
-/// by requests as the engine's. `None` if the file cannot be created, e.g. on a file system without direct
-/// I/O.
+/// in requests of the engine's largest size (512 KiB). The file's size is rounded up to whole requests.
+/// `None` if the file cannot be created, e.g. on a file system without direct I/O.
 ///
 /// # Errors
 /// When the disk fails or is full.

@@ -67,8 +67,8 @@ pub type Event = Arc<dyn Any + Send + Sync>;
 /// Callback that receives the bytes of a device-to-host copy in pieces, as they arrive.
 pub type Take<'a> = dyn FnMut(&[u8]) + 'a;
 
-/// A [`Take`] callback that copies consecutive pieces into `out`. Together they must have the length of
-/// `out`.
+/// A [`Take`] callback that copies consecutive pieces into `out`. It panics when the pieces together are
+/// longer than `out`; if they are shorter, the rest of `out` stays as it is.
 pub fn filling(out: &mut [u8]) -> impl FnMut(&[u8]) {
     let mut rest = out;
     move |piece| {

@@ -171,8 +171,8 @@ impl Multiply {
         })
     }
 
-    /// The same product, added to the f32 values at `y` instead of overwriting. `None` if the address is not
-    /// aligned or the result is not f32.
+    /// The same product, but added to the f32 values at `y` instead of overwriting its result. `None` if the
+    /// dtype of the result is not f32 or the address `y` is not a multiple of [`ALIGNMENT`].
     #[must_use]
     pub fn added_to(mut self, y: Address) -> Option<Self> {
         let fits = self.shape.out == DType::F32 && y.0.is_multiple_of(ALIGNMENT);

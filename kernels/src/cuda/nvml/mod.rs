@@ -97,7 +97,7 @@ pub struct NvmlGpu {
     pub remapped_rows: Reading<RemappedRows>,
 }
 
-/// Device memory of one GPU in bytes.
+/// Memory of one GPU when NVML was asked: total, used and free, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GpuMemory {
     /// Total device memory in bytes.
@@ -131,7 +131,8 @@ pub struct PcieLink {
     pub max_width: Reading<u32>,
 }
 
-/// Replacement of faulty rows of a GPU's memory by spare rows.
+/// How many faulty rows of a GPU's memory were replaced by spare rows, and whether a replacement is pending
+/// or failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RemappedRows {
     /// Number of memory rows replaced after uncorrected errors.

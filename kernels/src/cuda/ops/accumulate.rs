@@ -28,10 +28,10 @@ pub const fn when(place: RoundingCounter) -> [u32; 4] {
     [key[0], key[1], time as u32, (time >> 32) as u32]
 }
 
-/// Launch that adds `n` f32 `values` to bf16 `sums`, `sums[i] += values[i]`, with stochastic rounding. Sums
-/// that are `fresh` count as zero and are not read. Both addresses are aligned to their elements.
-/// `first_element` is the global index of the first element; `when` is the device address of the words that
-/// [`when`] makes. Moves 8 bytes per element, or 6 if `fresh`.
+/// Launch that adds `n` f32 `values` to bf16 `sums`, `sums[i] += values[i]`, with stochastic rounding. If
+/// `fresh`, the old sums count as zero and are not read. Both addresses are aligned to their elements.
+/// `first_element` is the global index of the first element. The address `when` is that of a copy of the
+/// words that the function [`when`] returns. Moves 8 bytes per element, or 6 if `fresh`.
 #[must_use]
 pub fn launch(
     sums: Address,

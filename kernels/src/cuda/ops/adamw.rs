@@ -67,9 +67,9 @@ pub fn modules() -> Vec<Module> {
         .collect()
 }
 
-/// Launch of one `AdamW` step on a chunk. It reads [`Scalars`] and, unless null, a
-/// [`Clip`](super::grad_norm::Clip) from device memory, and writes nothing if the clip block says to skip.
-/// Moves [`Form::bytes`] bytes per element. `None` when the gradient is not a float.
+/// Launch of one `AdamW` step on the chunk `window`. It reads [`Scalars`] at `scalars` and, unless null, a
+/// [`Clip`](super::grad_norm::Clip) at `clip`, both in device memory. It writes nothing if the clip block
+/// says to skip. Moves [`Form::bytes`] bytes per element. `None` when the gradient is not a float.
 #[must_use]
 pub fn launch(window: &AdamWChunk, scalars: Address, clip: Address) -> Option<Launch> {
     let head = window.head();

@@ -16,32 +16,33 @@ const BLOCK_LANES: u32 = 1024;
 /// Kernels of the f32 module. Only it has `clip`, because sums of 16-bit gradients end in the same clip factor.
 const KERNELS: &[&str] = &["block_sums", "total", "clip"];
 
-/// Result of a step's gradient norm in device memory (clip block): norm, loss, and the factor that clips.
-/// [`clip`] writes it; the optimizer's launches read it, and the host reads it for the report.
+/// Clip block: gradient norm, mean loss and clip factor of one optimizer step, in device memory. [`clip`]
+/// writes it; the optimizer's launches read it, and the host reads it for the report.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Debug, Pod, Zeroable)]
 pub struct Clip {
     /// Global L2 norm of the gradient averaged over supervised tokens, before clipping.
     pub norm: f64,
-    /// Mean loss per supervised token, over all ranks.
+    /// Mean loss per supervised token of the step, over all ranks.
     pub loss: f64,
-    /// Factor on every gradient summed over tokens: `min(1, max_norm / (norm + 1e-6)) / tokens`. It is 0 for
-    /// a skipped step.
+    /// Factor on each gradient (a sum over tokens) in the optimizer:
+    /// `min(1, max_norm / (norm + 1e-6)) / tokens`. It is 0 for a skipped step.
     pub factor: f32,
     /// 1 when norm or loss is not finite, so the optimizer must change nothing; otherwise 0.
     pub skip: u32,
 }
 
-/// One rank's sums in device memory, which [`clip`] adds over all ranks: squares of gradients, losses, and
-/// tokens.
+/// Sums of one rank for one optimizer step, in device memory: squares of gradients, losses, and tokens.
+/// [`clip`] adds them over all ranks.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Debug, Pod, Zeroable)]
 pub struct SquareSums {
-    /// Sum of squares of the rank's gradients.
+    /// Sum of squares of the gradient elements that the rank owns (its shard), before they are divided by the
+    /// number of tokens.
     pub squares: f64,
-    /// Sum of the losses of the rank's supervised tokens.
+    /// Sum of the losses of the rank's supervised tokens in the step.
     pub loss: f64,
-    /// Number of the rank's supervised tokens.
+    /// Number of the rank's supervised tokens in the step.
     pub tokens: f64,
 }
 
@@ -69,9 +70,9 @@ pub const fn workspace_bytes(n: u64) -> u64 {
 }
 
 /// Launches, in order, that write the sum of squares of the `n` elements at `x` to the f64 at `sum`. With
-/// `accumulate` the old value of `sum` is added, so one number can sum several arrays in turn, as on the CPU.
-/// Reads `n` elements. `x` is aligned to its elements; alignment to 16 bytes is faster. `None` when the dtype
-/// is not a float, or `n` exceeds a grid's size (2^46 elements).
+/// `accumulate` the sum is added to the old value of `sum`, so several arrays can be summed in turn, as on
+/// the CPU. `workspace` has [`workspace_bytes`] bytes. `x` is aligned to its elements; alignment to 16 bytes
+/// is faster. `None` when the dtype is not a float, or `n` exceeds a grid's size (2^46 elements).
 #[must_use]
 pub fn square_sum(
     dtype: DType,
@@ -108,9 +109,9 @@ pub fn square_sum(
     Some([block_sums, total])
 }
 
-/// Launch that adds the [`SquareSums`] of `ranks` ranks in rank order and writes [`Clip`] to `out`:
-/// `optim::clip::GradientScale` on the device. `max_norm` of `None` does not clip. `None` when the number of
-/// ranks exceeds `int`.
+/// Launch that adds the `ranks` consecutive [`SquareSums`] at `sums`, in rank order, and writes the resulting
+/// [`Clip`] to `out`, as `optim::clip::GradientScale` on the CPU. With a `max_norm` of `None` the gradient is
+/// not clipped. Less than one token in total counts as one. `None` when the number of ranks exceeds `int`.
 #[must_use]
 pub fn clip(sums: Address, ranks: usize, max_norm: Option<f32>, out: Address) -> Option<Launch> {
     Some(Launch {

@@ -222,8 +222,9 @@ impl Grouped {
         best.unwrap_or(&tiles[0]).0
     }
 
-    /// Launches, in order, of the grouped product: one, after copies of operands whose rows are not multiples
-    /// of 16 bytes. `None` when the dtype has no kernel or an extent exceeds a grid's size.
+    /// Launches of the grouped product, in order: copies of operands whose rows are not multiples of 16
+    /// bytes, if any, then one launch for the product. Empty if the experts have no rows. `None` when the
+    /// dtype has no kernel or an extent exceeds a grid's size.
     #[must_use]
     pub fn launches(
         &self,
@@ -307,7 +308,8 @@ impl Grouped {
         Some(launches)
     }
 
-    /// Size in bytes of the workspace that [`Grouped::launches`] needs, the same on every GPU.
+    /// Size in bytes of the workspace that [`Grouped::launches`] needs, the same on every GPU. 0 if it
+    /// returns `None`.
     #[must_use]
     pub fn workspace_bytes(&self) -> u64 {
         let mut space = Workspace::new(Address::NULL);
@@ -417,7 +419,8 @@ impl OfRows {
         Some(launches)
     }
 
-    /// Size in bytes of the workspace that [`OfRows::launches`] needs, the same on every GPU.
+    /// Size in bytes of the workspace that [`OfRows::launches`] needs, the same on every GPU. 0 if it returns
+    /// `None`.
     #[must_use]
     pub fn workspace_bytes(&self) -> u64 {
         let mut space = Workspace::new(Address::NULL);

@@ -260,8 +260,8 @@ impl GroupedLora {
         }
     }
 
-    /// Launches that write only `s [t, line]`, the outputs of the A matrices, as [`GroupedLora::forward`]
-    /// does.
+    /// Launches of the part of [`GroupedLora::forward`] that writes `s [t, line]`, the outputs of the A
+    /// matrices, without the layers' output. `None` when the dtype has no kernel.
     #[must_use]
     pub fn inner(
         &self,

@@ -105,8 +105,8 @@ impl LoraGradients {
         [slices, self.t.div_ceil(rows), rows]
     }
 
-    /// Launches of the pass, in order. `None` when an extent exceeds a grid's size. Call it only if
-    /// [`LoraGradients::fits`].
+    /// Launches of the pass, in order. The caller must have checked [`LoraGradients::fits`]; the launches are
+    /// otherwise not valid. `None` when an extent exceeds a grid's size.
     #[must_use]
     pub fn launches(&self, workspace: &mut Workspace) -> Option<Vec<Launch>> {
         let Self {

@@ -37,7 +37,8 @@ pub fn modules() -> Vec<Module> {
 pub struct Tile {
     /// Logits of the tile, f32 `[rows, cols]`.
     pub logits: Address,
-    /// Label of each row, i32 `[rows]`: an index into the whole vocabulary, never ignored.
+    /// Label of each row, i32 `[rows]`: an index into the whole vocabulary. Rows whose label is ignored
+    /// (-100) must not be in a tile.
     pub labels: Address,
     /// Softmax statistics of the rows over the tiles so far, [`RUNNING_BYTES`] bytes per row.
     pub running: Address,
@@ -49,9 +50,10 @@ pub struct Tile {
     pub first: u32,
 }
 
-/// Launch that adds a tile of logits to the softmax statistics of its rows; the first tile initializes them.
-/// Reads the logits from memory once (they stay in the L2 cache for the second read). `None` if an extent
-/// exceeds `int`.
+/// Launch that adds a tile of logits to the softmax statistics of its rows. A tile that begins at column 0 of
+/// the vocabulary initializes the statistics, so it must come before the other tiles of its rows. Reads the
+/// logits from memory once (they stay in the L2 cache for the second read). `None` if an extent exceeds
+/// `int`.
 #[must_use]
 pub fn statistics(tile: &Tile) -> Option<Launch> {
     Some(Launch {
@@ -71,9 +73,9 @@ pub fn statistics(tile: &Tile) -> Option<Launch> {
     })
 }
 
-/// Launch that writes the losses in f32, from statistics over the whole vocabulary:
-/// `losses[rows_of[i]] = -log softmax(logits of row i)[label]`. `rows_of` is i32 `[rows]`. `None` if `rows`
-/// exceeds `int`.
+/// Launch that writes the f32 loss of each of the `rows` rows, whose statistics must cover the whole
+/// vocabulary: `losses[rows_of[i]] = -log softmax(logits of row i)[label]`. `rows_of`, i32 `[rows]`, are the
+/// positions to write to. `None` if `rows` exceeds `int`.
 #[must_use]
 pub fn losses(running: Address, rows_of: Address, losses: Address, rows: u32) -> Option<Launch> {
     Some(Launch {
@@ -92,8 +94,9 @@ pub fn losses(running: Address, rows_of: Address, losses: Address, rows: u32) ->
 }
 
 /// Launch that writes the gradients of `factor * sum(losses)` with respect to the tile's logits to
-/// `out [rows, line]`, in `dtype`. Columns after the tile's become zero. `out` may be the f32 logits
-/// themselves, if `line` is `cols`. `None` if an extent exceeds `int` or `dtype` is not a float.
+/// `out [rows, line]`, in `dtype`. The statistics must cover the whole vocabulary. `line` is at least `cols`;
+/// columns from `cols` on become zero. `out` may be the f32 logits themselves, if `line` is `cols`. `None` if
+/// an extent exceeds `int` or `dtype` is not a float.
 #[must_use]
 pub fn gradients(
     tile: &Tile,

@@ -158,9 +158,10 @@ pub fn dropout(
 pub struct Dropped {
     /// Row identities, i32 `[t, 2]`: two words per row, from which its random numbers follow.
     pub rows: Address,
-    /// Key of the dropout's random stream for one use, e.g. (seed, layer).
+    /// Key of the dropout's random stream, e.g. (seed, layer). Calls with equal key, row identities and
+    /// probability drop the same elements.
     pub key: [u32; 2],
-    /// Probability that an element becomes zero.
+    /// Probability that an element becomes zero, `0 <= p < 1`.
     pub p: f32,
 }
 

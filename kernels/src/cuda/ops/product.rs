@@ -262,7 +262,8 @@ impl Product {
         Some(launches)
     }
 
-    /// Size in bytes of the workspace that [`Product::launches`] needs for this choice.
+    /// Size in bytes of the workspace that [`Product::launches`] needs for this choice. 0 if it returns
+    /// `None`.
     #[must_use]
     pub fn workspace_bytes(&self, choice: Choice) -> u64 {
         let mut space = Workspace::new(Address::NULL);

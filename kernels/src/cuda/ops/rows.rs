@@ -96,8 +96,10 @@ pub fn gather_rows(
     }
 }
 
-/// Launch that partitions the row numbers below `n` into `rows`, i32 `[n]`: first the `first` rows whose byte
-/// in `second` is 0, in order, then the others, in order. `None` when `n` exceeds 2^31.
+/// Launch that partitions the row numbers `0..n` into two groups, by one byte per row in `second`: 0 for the
+/// first group, else the second. Writes `rows`, i32 `[n]`: the numbers of the first group, then those of the
+/// second, both ascending. `first` must be the exact size of the first group, which is not checked. `None`
+/// when `n` exceeds `i32`.
 #[must_use]
 pub fn partition_rows(second: Address, n: usize, first: usize, rows: Address) -> Option<Launch> {
     Some(Launch {
@@ -173,8 +175,8 @@ pub fn transpose_each(x: Address, y: Address, [n, a, b]: [u64; 3], size: u64) ->
     })
 }
 
-/// Plan of a scatter-add (`y[index[i]] += x[i]`): the rows of `x` sorted by target row. The host computes it
-/// from `index` for [`scatter_add_rows`].
+/// Plan of a scatter-add, in which row `t` of `y` becomes the sum of the rows `x[i]` with `index[i] = t`: the
+/// rows of `x` sorted by target row. The host computes it from `index` for [`scatter_add_rows`].
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Groups {
     /// Row numbers in `x` of the rows to add. Rows with the same target are consecutive and in ascending
@@ -215,12 +217,13 @@ pub struct Scatter {
     pub starts: Address,
     /// Copy of [`Groups::targets`] in device memory: the numbers of the rows of `y` to write.
     pub targets: Address,
-    /// Destination of the sums. Rows that are not targets stay as they are.
+    /// Destination of the sums. Target rows are overwritten; other rows stay as they are.
     pub y: Address,
 }
 
-/// Launch that writes the sums of `groups` target rows of `c` elements, added in f32 in the order of the
-/// sources. The dtypes of `x` and `y` are `from` and `to`. `None` when a dtype is not a float.
+/// Launch that overwrites the target rows of `y` with the sums of their source rows, added in f32 in the
+/// order of the sources. `groups` is the number of target rows, `c` the number of elements per row. The
+/// dtypes of `x` and `y` are `from` and `to`. `None` when a dtype is not a float.
 #[must_use]
 pub fn scatter_add_rows(
     (from, to): (DType, DType),
@@ -252,9 +255,10 @@ pub const fn column_sum_workspace_bytes(rows: u64, c: u64) -> u64 {
     rows.div_ceil(GROUP_ROWS) * c * 4
 }
 
-/// Launches, in order, that write the column sums `y[c]` of all rows of `x [rows, c]`, or of the `rows` rows
-/// that `index` names, added in f32. Blocks of 256 rows are summed first, then the blocks in order. `None`
-/// when a dtype is not a float or an extent exceeds a grid's size (16 million rows).
+/// Launches, in order, that write the column sums `y[c]` of `x [rows, c]`, added in f32. If `index`, i32
+/// `[rows]`, is not null, the rows to sum are the rows `index[i]` of `x`. Blocks of 256 rows are summed
+/// first, then the blocks in order. `workspace` has [`column_sum_workspace_bytes`] bytes. `None` when a dtype
+/// is not a float or an extent exceeds a grid's size (16 million rows).
 #[must_use]
 pub fn column_sum(
     (from, to): (DType, DType),

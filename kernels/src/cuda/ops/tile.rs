@@ -1,7 +1,7 @@
 //! Partition of a matrix product into blocks.
 
-/// Part of a matrix product's result `y` that one thread block computes, its division among warps, and the
-/// pipeline that loads the operands.
+/// Configuration of a matrix-product kernel: the part of the result `y` that one thread block computes, its
+/// division among warps, and the pipeline that loads the operands.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Tile {
     /// Number of rows of `y` that a thread block computes.
@@ -74,8 +74,7 @@ impl Tile {
         *fitting.nth(usize::from(!tall)).unwrap_or(&Self::NARROW[5])
     }
 
-    /// Every distinct tile: the general and the narrow ones, and the one wide tile that is not also a narrow
-    /// one.
+    /// Every tile that a product on tensor cores may use, once each.
     pub fn all() -> impl Iterator<Item = Self> {
         Self::general().chain(Self::NARROW).chain([Self::WIDE[0]])
     }

@@ -5,7 +5,8 @@ use crate::cuda::launch::Address;
 /// Alignment of every piece in bytes.
 const ALIGNMENT: u64 = 256;
 
-/// Stack allocator of scratch memory. With [`Address::NULL`] as its start it only counts bytes.
+/// Stack allocator of device scratch memory for the launches of one operation. It computes addresses and does
+/// not check a limit. With [`Address::NULL`] as its start it only counts the bytes that are needed.
 #[derive(Clone, Debug)]
 pub struct Workspace {
     start: u64,
@@ -24,7 +25,7 @@ impl Workspace {
         }
     }
 
-    /// Allocates `bytes` bytes after those in use, aligned to 256 bytes, and returns their address.
+    /// Allocates `bytes` bytes on top of those in use and returns their address, a multiple of 256.
     pub fn take(&mut self, bytes: u64) -> Address {
         let address = Address(self.start + self.used);
         self.used += bytes.next_multiple_of(ALIGNMENT);

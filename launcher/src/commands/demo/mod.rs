@@ -23,9 +23,10 @@ use crate::ui::Event;
 
 pub use dataset::{HELD_OUT_SAMPLES, TRAIN_SAMPLES};
 
-/// Generates the demo's model and data files if they are missing or damaged. It returns the configuration;
-/// for a run that is not the demo it does nothing else. If the cache directory cannot be written, the files
-/// and the configuration use the directory for temporary files instead.
+/// Generates the demo's model and data files if they are missing or damaged, and returns `config`. A `config`
+/// that is not for the demo is returned unchanged, and nothing is generated. If the cache directory cannot be
+/// written, the files go to the directory for temporary files, and the returned configuration names that
+/// directory. Messages for the user go to `show`.
 ///
 /// # Errors
 /// When neither directory can be written (exit 16 if the disk is full).

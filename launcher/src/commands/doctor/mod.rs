@@ -30,7 +30,7 @@ pub struct Report {
     /// Whether all usable GPUs are the same model with the same amount of memory. `None` if the machine has
     /// fewer than two usable GPUs.
     pub gpus_are_equal: Option<bool>,
-    /// Device that a run would use.
+    /// Device that a run with `--device auto` would use on this machine.
     pub verdict: Verdict,
     /// Findings with next steps, the most severe first.
     pub findings: Vec<Finding>,

@@ -15,7 +15,7 @@ pub struct Facts {
     pub system: System,
     /// Name, cores and instruction sets of the processor.
     pub cpu: Cpu,
-    /// Host memory of the machine and of this process's cgroup, in bytes.
+    /// Host memory: sizes of the machine's memory, and the limit of this process's cgroup.
     pub memory: Memory,
     /// Resource limits of this process (`ulimit`).
     pub limits: Limits,
@@ -23,7 +23,7 @@ pub struct Facts {
     pub storage: Vec<Storage>,
     /// How this process was started, according to environment variables of launchers and schedulers.
     pub launch: Launch,
-    /// NVIDIA driver, and the search for NVIDIA's libraries.
+    /// NVIDIA driver: its versions and problems, and the search for NVIDIA's libraries.
     pub cuda: Cuda,
     /// GPUs: first those visible to CUDA, by ordinal, then those hidden from it.
     pub gpus: Vec<Gpu>,
@@ -70,7 +70,8 @@ pub struct Cpu {
     pub instruction_sets: Vec<&'static str>,
 }
 
-/// Host memory of the machine and of this process's cgroup, in bytes.
+/// Sizes of the host memory in bytes: of the whole machine, available now, and the limit of this process's
+/// cgroup.
 #[derive(Debug, Clone, Serialize)]
 pub struct Memory {
     /// Total host memory of the machine in bytes.
@@ -79,7 +80,7 @@ pub struct Memory {
     pub available_bytes: u64,
     /// Total swap space of the machine in bytes.
     pub swap_bytes: u64,
-    /// Memory cgroup with the smallest limit for this process.
+    /// Memory cgroup with the smallest limit for this process; `None` if no cgroup reports its use.
     pub cgroup: Option<CgroupFacts>,
     /// Bytes of host memory that a run may use now: available and within every cgroup limit.
     pub usable_bytes: u64,
@@ -105,7 +106,8 @@ pub struct Limits {
     pub open_files: Limit,
 }
 
-/// One resource limit of this process; `None` means unlimited.
+/// One resource limit of this process, in the unit of its field of [`Limits`] (bytes or files). `None` means
+/// unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Limit {
     /// Soft limit: the value in effect.
@@ -167,7 +169,7 @@ pub struct SchedulerTasks {
     pub tasks: usize,
 }
 
-/// NVIDIA driver, and the search for NVIDIA's libraries.
+/// NVIDIA driver: its versions and problems, and the search for NVIDIA's libraries.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Cuda {
     /// Number of NVIDIA graphics devices on the PCI bus.
@@ -179,12 +181,14 @@ pub struct Cuda {
     /// Highest CUDA version that the driver supports, as (major, minor).
     #[serde(serialize_with = "dotted")]
     pub cuda_version: Option<(u32, u32)>,
-    /// Lowest CUDA version that the kernels of this program need, as (major, minor).
+    /// Lowest CUDA version that this program's kernels need, as (major, minor). `None` if this program was
+    /// built without CUDA support.
     #[serde(serialize_with = "dotted")]
     pub minimum_cuda_version: Option<(u32, u32)>,
     /// Why CUDA shows no GPU. `None` if it shows one.
     pub problem: Option<String>,
-    /// Why NVML (NVIDIA Management Library) reports no GPUs. `None` if it works.
+    /// Why NVML (NVIDIA Management Library) reports no GPUs. `None` if it works, or if this program was built
+    /// without CUDA support.
     pub management_problem: Option<String>,
     /// Whether the driver's kernel module and its libraries have different versions.
     pub is_mismatched: bool,

@@ -33,7 +33,8 @@ const MAX_ALL_SLOTS: usize = 1 << 16;
 pub struct Host {
     /// Host name or address of the machine.
     pub name: String,
-    /// Indices of the machine's slots that are in use. A slot is room for one rank.
+    /// Indices of the machine's slots in which ranks may run. A slot is room for one rank. The parser gives
+    /// all slots; `--include` and `--exclude` may remove some.
     pub slots: Vec<usize>,
     /// Number of the machine's line in the hostfile, from 1.
     pub line: usize,

@@ -10,8 +10,9 @@ use crate::error::{ErrorCode, Failure};
 /// Directory of the ranks' shared-memory files.
 const SHARED_MEMORY: &str = "/dev/shm";
 
-/// Token and private directory of a job. Every shared-memory or temporary file of the job has [`Job::token`]
-/// in its name. Dropping the job removes all of them, whichever process created them.
+/// Token and private directory of a job: one start of the ranks by their supervisor. Every shared-memory or
+/// temporary file of the job has [`Job::token`] in its name. Dropping the job removes all of them, whichever
+/// process created them.
 #[derive(Debug)]
 pub struct Job {
     token: String,
@@ -66,8 +67,8 @@ pub fn config_file(job_dir: &Path) -> PathBuf {
     job_dir.join("config.json")
 }
 
-/// Removes all files of the job with this token from `/dev/shm` and `temp_dir`. A token of fewer than 16
-/// bytes removes nothing.
+/// Removes all files with this job's token in their names from `/dev/shm` and `temp_dir`. Errors are ignored.
+/// A token of fewer than 16 bytes removes nothing.
 pub fn sweep(token: &str, temp_dir: &Path) {
     // A short token could match files of other jobs.
     if token.len() < 16 {

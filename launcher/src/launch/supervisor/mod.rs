@@ -153,8 +153,8 @@ impl std::fmt::Debug for Supervisor<'_> {
 }
 
 impl Supervisor<'_> {
-    /// Starts the ranks of this machine, waits until all have ended, and returns the summary of the first
-    /// one. No rank process remains afterwards.
+    /// Starts the ranks of this machine, waits until all have ended, and returns the summary of the rank with
+    /// the lowest number. No rank process remains afterwards.
     ///
     /// # Errors
     /// The failure of the first failing rank, or the reason why ranks could not be started.

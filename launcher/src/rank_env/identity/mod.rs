@@ -71,7 +71,7 @@ pub enum Identity {
     Node(NodeAssignment),
 }
 
-/// Rank of this process, the number of ranks, and the address of the rendezvous.
+/// Place of a rank process in its job: its rank, the number of ranks, and the address of the rendezvous.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankAssignment {
     /// Rank of this process, counted over all machines from 0.
@@ -91,7 +91,7 @@ pub struct RankAssignment {
     pub job: String,
 }
 
-/// Number of this machine among those of a job, and how many ranks run on each machine.
+/// Place of a machine in a job: its number among the machines, and how many ranks run on each machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeAssignment {
     /// Number of this machine among those of the job, from 0.

@@ -44,7 +44,7 @@ pub struct Growth {
     pub slope: f64,
     /// Number of windows (spans between two logged rows) that the line was fitted to, one peak each.
     pub windows: usize,
-    /// Bytes at the first and last of these windows, on the fitted line.
+    /// Bytes at the (first, last) of these windows, on the fitted line.
     pub from_to: (u64, u64),
     /// Number of training steps left in the run.
     pub remaining_steps: u64,
@@ -86,8 +86,8 @@ pub struct GrowthDetector {
 
 impl GrowthDetector {
     /// Adds the memory peaks of all ranks, indexed by rank, in the window that ends after `step` of `total`
-    /// steps. Returns growth that would matter, once per kind of memory, for the rank where it is fastest.
-    /// Otherwise `None`.
+    /// steps. Returns growth that is steady and large enough to matter before the end of the run, on the rank
+    /// where it is fastest. Each kind of memory is reported at most once. Otherwise `None`.
     pub fn observe(&mut self, step: u64, total: u64, peaks: &[TierBytes]) -> Option<Growth> {
         self.seen += 1;
         if self.seen <= WARM_UP {

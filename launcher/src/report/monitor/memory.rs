@@ -8,14 +8,15 @@ use serde::{Deserialize, Serialize};
 
 use crate::report::TierBytes;
 
-/// Peak use of one memory pool, in total and by kind of memory.
+/// Peak use of one memory pool (device or host) of one rank, in total and by kind of memory.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PoolPeak {
-    /// Maximum bytes of the pool in use at one time.
+    /// Peak: maximum bytes in use in the pool at one time.
     pub bytes: u64,
-    /// Bytes of each kind of memory at the time of that maximum: the composition of the peak.
+    /// Bytes in use by each kind of memory at the time of that peak: the composition of the peak.
     pub at_peak: Kinds,
-    /// Maximum bytes of each kind of memory, each at its own time.
+    /// Maximum bytes in use by each kind of memory. Kinds may reach their maxima at different times, so the
+    /// sum can exceed `bytes`.
     pub by_kind: Kinds,
 }
 
@@ -54,14 +55,15 @@ pub struct PhasePeak {
     pub device: PoolPeak,
     /// Peak of the host memory pool, where offloaded states are.
     pub host: PoolPeak,
-    /// Maximum resident bytes (RSS) of the process, read whenever the phase ends.
+    /// Maximum resident bytes (RSS) of the process, read whenever the phase ends. For the phase `load` it is
+    /// the peak RSS of the process so far.
     pub rss: u64,
 }
 
-/// Row of `memory.jsonl`: peak memory since the previous row.
+/// Row of `memory.jsonl`: peak memory since the previous row, of rank 0 by phase and of every rank in total.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct MemoryRow {
-    /// Number of completed training steps.
+    /// Number of training steps (optimizer updates) completed when the row was written.
     pub step: u64,
     /// Peak memory of rank 0 in each phase, by the phase's name, such as `forward`.
     pub phases: BTreeMap<String, PhasePeak>,

@@ -129,8 +129,9 @@ impl Monitor {
         self.memory.peaks()
     }
 
-    /// Gathers the measurements of all ranks since the last row, and resets those of this rank. It is an
-    /// all-gather, so every rank must call it. `tokens` is the number of tokens that this rank processed.
+    /// Gathers the measurements of all ranks since the last row of the training log, and resets those of this
+    /// rank. It is an all-gather, so every rank must call it. `tokens` is the number of tokens that this rank
+    /// processed since the last row.
     ///
     /// # Errors
     /// When the exchange fails.

@@ -8,8 +8,8 @@ const NOTICEABLE: f64 = 0.2;
 /// Minimum logged rows between two reports of a slow rank.
 const QUIET_ROWS: u64 = 10;
 
-/// Seconds that one rank spends in each part of a training step, or their sums over several steps. The parts
-/// do not overlap.
+/// Seconds that one rank spends in each part of a training step (all its micro-batches and the optimizer
+/// update), or their sums over several steps. The parts do not overlap.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct StepSplit {
     /// Seconds of waiting for samples from the data loader.
@@ -51,7 +51,8 @@ impl StepSplit {
         ]
     }
 
-    /// Inverse of [`StepSplit::values`]: a split with these seconds. Missing values are zero.
+    /// Inverse of [`StepSplit::values`]: a split with these seconds, in the order of [`StepSplit::NAMES`].
+    /// Missing values are zero.
     pub fn from_slice(values: &[f64]) -> Self {
         let at = |part: usize| values.get(part).copied().unwrap_or(0.0);
         Self {
@@ -64,12 +65,12 @@ impl StepSplit {
         }
     }
 
-    /// Sum of all parts, in seconds.
+    /// Seconds of all parts of the step together, communication included.
     pub fn total(&self) -> f64 {
         self.values().iter().sum()
     }
 
-    /// Seconds of the rank's own work: everything but waiting for other ranks.
+    /// Seconds of the rank's own time: all parts except communication, where it waits for other ranks.
     pub fn own(&self) -> f64 {
         self.total() - self.communication
     }
@@ -80,7 +81,8 @@ impl StepSplit {
         Self::from_slice(&self.values().map(|part| part * factor))
     }
 
-    /// Mean seconds of each part over `ranks`. All parts are zero if there are no ranks.
+    /// Mean seconds of each part over `ranks`, which has one split per rank. All parts are zero if it is
+    /// empty.
     pub fn mean(ranks: &[Self]) -> Self {
         let mut sums = [0.0; Self::PARTS];
         for rank in ranks {
@@ -92,11 +94,11 @@ impl StepSplit {
     }
 }
 
-/// Seconds that one rank's discrete device (a GPU with its own memory) spends on each kind of work, and bytes
-/// that it copies.
+/// Work of one rank's discrete device (a GPU with its own memory) over one or several training steps: seconds
+/// of each kind of work, and bytes copied.
 ///
-/// The device's clock measures them, because the host only queues the work. Copies overlap with computation,
-/// so the seconds may add up to more than the step.
+/// The device's clock measures the seconds, because the host only queues the work. Copies overlap with
+/// computation, so the seconds may add up to more than the step.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct DeviceSplit {
     /// Seconds of computation in forward and backward passes, without waits.
@@ -107,7 +109,7 @@ pub struct DeviceSplit {
     pub inward: f64,
     /// Seconds of device-to-host copies.
     pub outward: f64,
-    /// Seconds of transfers from devices of other ranks.
+    /// Seconds of transfers to this rank's device from the devices of other ranks.
     #[serde(default)]
     pub communication: f64,
     /// Seconds of optimizer updates on the CPU during forward and backward passes, by the CPU's clock.
@@ -163,8 +165,8 @@ impl DeviceSplit {
         }
     }
 
-    /// Mean of every field per rank and optimizer update, from each rank's sums over `updates` updates.
-    /// `None` if no discrete device was active.
+    /// Mean of every field per rank and training step. `ranks` has each rank's sums over `updates` steps;
+    /// less than 1 step counts as 1. `None` if no discrete device was active.
     pub fn mean(ranks: &[Self], updates: f64) -> Option<Self> {
         let count = ranks.len() as f64 * updates.max(1.0);
         let part = |part: usize| ranks.iter().map(|rank| rank.values()[part]).sum::<f64>() / count;
@@ -194,9 +196,11 @@ impl From<DeviceTimes> for DeviceSplit {
 pub struct StepTimes {
     /// Seconds of each part of the step, averaged over ranks.
     pub mean: StepSplit,
-    /// Seconds per step of each rank's own work, without waiting for other ranks; indexed by rank.
+    /// Own time of each rank in seconds per step: time outside collectives, so without waiting for other
+    /// ranks; indexed by rank.
     pub own: Vec<f64>,
-    /// The slowest rank and how much slower it is than the mean. `None` with one rank.
+    /// The slowest rank and how much slower it is than the mean. `None` with one rank, or if all times are
+    /// zero.
     pub imbalance: Option<Imbalance>,
     /// Seconds and bytes per step of a discrete device, averaged over ranks. `None` if no rank's discrete
     /// device was active.
@@ -204,7 +208,8 @@ pub struct StepTimes {
 }
 
 impl StepTimes {
-    /// Times per step, from `ranks`: the seconds of every rank, summed over `updates` steps.
+    /// Average times of one training step, without device times. `ranks` has the seconds of each rank, summed
+    /// over `updates` steps; less than 1 step counts as 1.
     pub fn of(ranks: &[StepSplit], updates: f64) -> Self {
         let per_step = 1.0 / updates.max(1.0);
         Self {
@@ -215,8 +220,8 @@ impl StepTimes {
         }
     }
 
-    /// Sets the device times per step, from `ranks`: the times of every rank's device, summed over `updates`
-    /// steps.
+    /// These times with the average device times of one step. `ranks` has the times of each rank's device,
+    /// summed over `updates` steps; less than 1 step counts as 1.
     #[must_use]
     pub fn with_devices(mut self, ranks: &[DeviceSplit], updates: f64) -> Self {
         self.device = DeviceSplit::mean(ranks, updates);
@@ -228,7 +233,8 @@ impl StepTimes {
         self.mean.total()
     }
 
-    /// Share of the step spent waiting for samples, 0 to 1.
+    /// Share of a step's seconds that ranks spend waiting for samples from the data loader, averaged over
+    /// ranks, 0 to 1.
     pub fn data_wait(&self) -> f64 {
         self.mean.data / self.step_seconds().max(1e-9)
     }
@@ -249,7 +255,8 @@ pub struct Imbalance {
 }
 
 impl Imbalance {
-    /// Finds the slowest of `ranks`. `None` with fewer than two ranks, or if all their own times are zero.
+    /// Finds the rank with the longest own time; of equals, that with the lowest number. `ranks` has one
+    /// split per rank, indexed by rank. `None` with fewer than two ranks, or if all their own times are zero.
     pub fn of(ranks: &[StepSplit]) -> Option<Self> {
         if ranks.len() < 2 {
             return None;
@@ -278,8 +285,8 @@ pub struct SlowRankNotice {
 }
 
 impl SlowRankNotice {
-    /// Message about the slowest rank for one row of the training log. `None` if that rank is at most 20 %
-    /// slower than the mean.
+    /// Message about the slowest rank for one row of the training log; called once per row. `None` if that
+    /// rank is at most 20 % slower than the mean, or if `imbalance` is `None`.
     ///
     /// Also `None` for the first row, because caches are cold, and for the nine rows after another message.
     pub fn line(&mut self, imbalance: Option<Imbalance>) -> Option<String> {

@@ -100,7 +100,8 @@ pub struct Gradients {
     pub workspace: Address,
 }
 
-/// Partition of an attention call into thread blocks.
+/// Partition of an attention call into thread blocks. It makes the call's launches and knows the size of
+/// their workspace.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Plan {
     module: Module,
@@ -190,7 +191,8 @@ impl Plan {
         self.delta_bytes() + gradients
     }
 
-    /// Launches of the attention backward, in order.
+    /// Launches of the attention backward, in order. They write the gradients of queries, keys and values;
+    /// `outputs` are those of the forward.
     #[must_use]
     pub fn backward(&self, inputs: Inputs, outputs: Outputs, gradients: Gradients) -> Vec<Launch> {
         let mut launches = Vec::from_iter(self.output_products(outputs, gradients));

@@ -8,7 +8,8 @@ use serde::Serialize;
 use crate::rank_env::Variables;
 use known::{ACT_ON_OTHERS, FAMILIES, FOREIGN, HIDDEN, READ};
 
-/// One environment variable, or all variables of a family such as `SLURM_*` that are set.
+/// Entry in the list of environment variables of `launcher doctor`: one variable, or all variables of a
+/// family such as `SLURM_*` that are set.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Variable {
     /// Name of the variable, or of the family, such as `SLURM_*`.

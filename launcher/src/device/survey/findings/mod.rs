@@ -11,12 +11,12 @@ use crate::units::bytes;
 /// Minimum compute capability that the kernels need.
 const MINIMUM_CAPABILITY: (u32, u32) = (8, 0);
 
-/// Verdict of the survey: the device that a run on this machine would use.
+/// Verdict of the survey: the device that a run with `--device auto` would use on this machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Verdict {
     /// Kind of device: `cpu` or `cuda`.
     pub device: &'static str,
-    /// CUDA ordinals of the GPUs that a run would use; empty if it would use the CPU.
+    /// CUDA ordinals of the GPUs that such a run would use; empty if it would use the CPU.
     pub gpus: Vec<u32>,
     /// The verdict in words, one line for the terminal.
     pub summary: String,
