@@ -17,7 +17,7 @@ use crate::error::format::ErrorFormat;
 use crate::launch::logging;
 use crate::launch::rank::{self, RunSummary};
 use crate::launch::restart::{self, Attempts};
-use crate::launch::supervisor::job::{Job, config_file};
+use crate::launch::supervisor::job::{Job, config_file, hold};
 use crate::launch::supervisor::{RunFailure, Share, SignalSource, Supervisor, own_program};
 use crate::rank_env::{Env, RankEnv, Variables};
 use crate::report::run_directory::{self, Held};
@@ -361,6 +361,8 @@ pub(super) fn run_rank(
         found => found?,
     };
     let stop = rank::enter(rank, &config.output, &env.temp_dir)?;
+    // Until this process ends, no other job takes this one for dead.
+    let _held = rank.job_dir.as_deref().map(hold).transpose()?;
     let result = logging::init(
         &config.output.join(run_directory::LOGS),
         rank.rank,

@@ -1,7 +1,7 @@
 //! Private files of a job, and their removal.
 
-use std::fs;
-use std::os::unix::fs::DirBuilderExt;
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -9,6 +9,11 @@ use crate::error::{ErrorCode, Failure};
 
 /// Directory of the ranks' shared-memory files.
 const SHARED_MEMORY: &str = "/dev/shm";
+
+/// Start of the name of a job's private directory. The token follows.
+const PREFIX: &str = "tessera-";
+/// File in the private directory on which every process of the job holds a shared lock.
+const LOCK: &str = "lock";
 
 /// Token and private directory of a job: one start of the ranks by their supervisor. Every shared-memory or
 /// temporary file of the job has [`Job::token`] in its name. Dropping the job removes all of them, whichever
@@ -18,22 +23,49 @@ pub struct Job {
     token: String,
     directory: PathBuf,
     temp_dir: PathBuf,
+    /// Dropped after the files are gone.
+    _held: Held,
+}
+
+/// Shared lock on a job's private directory, by which other jobs see that this job lives.
+#[derive(Debug)]
+pub struct Held {
+    _lock: File,
+}
+
+/// Holds `job_dir`, a job's private directory, for this process.
+///
+/// # Errors
+/// The lock file cannot be created.
+pub fn hold(job_dir: &Path) -> Result<Held, Failure> {
+    let path = job_dir.join(LOCK);
+    OpenOptions::new()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .mode(0o600)
+        .open(&path)
+        .and_then(|lock| lock.lock_shared().map(|()| Held { _lock: lock }))
+        .map_err(|error| Failure::io(ErrorCode::Disk, "lock", &path, &error))
 }
 
 impl Job {
-    /// Creates a job with a new token and an empty directory in `temp_dir`.
+    /// Creates a job with a new token and an empty directory in `temp_dir`. Removes the files of jobs of this user whose
+    /// processes are all dead.
     ///
     /// # Errors
     /// The directory cannot be created.
     pub fn new(temp_dir: &Path) -> Result<Self, Failure> {
+        sweep_dead(temp_dir);
         let token = fresh_token();
-        let directory = temp_dir.join(format!("tessera-{token}"));
+        let directory = temp_dir.join(format!("{PREFIX}{token}"));
         fs::DirBuilder::new()
             .mode(0o700)
             .create(&directory)
             .map_err(|error| Failure::io(ErrorCode::Disk, "make", &directory, &error))?;
         Ok(Self {
             token,
+            _held: hold(&directory)?,
             directory,
             temp_dir: temp_dir.to_path_buf(),
         })
@@ -92,6 +124,39 @@ pub fn sweep(token: &str, temp_dir: &Path) {
     }
 }
 
+/// Removes the files of every job of this user in `temp_dir` whose processes are all dead, as after `kill -9` of the
+/// supervisor and its ranks. Errors are ignored.
+fn sweep_dead(temp_dir: &Path) {
+    let Ok(entries) = fs::read_dir(temp_dir) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let token = name.to_str().and_then(|name| name.strip_prefix(PREFIX));
+        let is_token = |token: &&str| {
+            token.len() == TOKEN_CHARS && token.bytes().all(|byte| byte.is_ascii_hexdigit())
+        };
+        if let Some(token) = token.filter(is_token)
+            && is_dead(&entry.path())
+        {
+            sweep(token, temp_dir);
+        }
+    }
+}
+
+/// Whether a directory is that of a job of this user that no process holds. A directory without a lock file is that of
+/// a job which starts at this moment.
+fn is_dead(job_dir: &Path) -> bool {
+    let own = rustix::process::geteuid().as_raw();
+    let is_own = fs::symlink_metadata(job_dir).is_ok_and(|meta| meta.is_dir() && meta.uid() == own);
+    let lock = job_dir.join(LOCK);
+    let is_file = fs::symlink_metadata(&lock).is_ok_and(|meta| meta.is_file());
+    is_own && is_file && File::open(&lock).is_ok_and(|lock| lock.try_lock().is_ok())
+}
+
+/// Number of characters of a token.
+const TOKEN_CHARS: usize = 24;
+
 /// A unique token of 96 bits in hexadecimal.
 pub(crate) fn fresh_token() -> String {
     let mut seed = [0u8; 32];
@@ -106,7 +171,7 @@ pub(crate) fn fresh_token() -> String {
         hasher.update(&now.to_le_bytes());
     }
     hasher.update(&std::process::id().to_le_bytes());
-    hasher.finalize().to_hex()[..24].to_string()
+    hasher.finalize().to_hex()[..TOKEN_CHARS].to_string()
 }
 
 #[cfg(test)]
@@ -127,6 +192,39 @@ mod tests {
             .map(|e| e.file_name())
             .collect();
         assert_eq!(left, ["other"]);
+    }
+
+    #[test]
+    fn a_job_removes_the_files_of_dead_jobs_and_no_others() {
+        let temp = tempfile::tempdir().expect("temp dir");
+        let names = |temp: &Path| {
+            let entries = fs::read_dir(temp).expect("listed").flatten();
+            let mut names: Vec<_> = entries.map(|e| e.file_name()).collect();
+            names.sort();
+            names
+        };
+        let alive = Job::new(temp.path()).expect("made");
+        let dead = Job::new(temp.path()).expect("made");
+        let (token, directory) = (dead.token.clone(), dead.directory.clone());
+        let held = hold(&directory).expect("held");
+        drop(dead);
+        // A job that was killed leaves its directory, the lock file and files with its token.
+        fs::create_dir(&directory).expect("made");
+        let rank = hold(&directory).expect("held");
+        fs::write(temp.path().join(format!("spill-{token}")), "x").expect("written");
+        drop(held);
+        let other = temp.path().join("tessera-notes");
+        fs::create_dir(&other).expect("made");
+        hold(&other).expect("held");
+        let before = names(temp.path());
+        drop(Job::new(temp.path()).expect("made"));
+        assert_eq!(names(temp.path()), before, "a rank lives");
+        drop(rank);
+        drop(Job::new(temp.path()).expect("made"));
+        let left = [alive.directory(), &other].map(|path| path.file_name().expect("a name"));
+        let mut left: Vec<_> = left.iter().map(|name| name.to_os_string()).collect();
+        left.sort();
+        assert_eq!(names(temp.path()), left);
     }
 
     #[test]
