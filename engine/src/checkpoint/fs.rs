@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use rustix::fs::{CWD, FallocateFlags, OFlags, RenameFlags};
@@ -40,12 +40,11 @@ pub(super) struct Disk;
 
 impl FileSystem for Disk {
     fn create(&self, path: &Path, bytes: u64) -> io::Result<Box<dyn FileHandle>> {
-        // Weights and data are private to their owner, and symbolic links are not followed.
+        // The user's umask decides who may read the file. Symbolic links are not followed.
         let file = OpenOptions::new()
             .create(true)
             .truncate(true)
             .write(true)
-            .mode(0o600)
             .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
             .open(path)?;
         if bytes > 0 {
@@ -59,10 +58,7 @@ impl FileSystem for Disk {
     }
 
     fn create_dir_all(&self, path: &Path) -> io::Result<()> {
-        fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(path)
+        fs::create_dir_all(path)
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
@@ -108,18 +104,18 @@ mod tests {
     use std::os::unix::fs::{PermissionsExt, symlink};
 
     #[test]
-    fn files_and_directories_are_private_to_their_owner_and_links_are_not_followed() {
+    fn files_and_directories_follow_the_umask_and_links_are_not_followed() {
         let directory = tempfile::tempdir().unwrap();
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        let plain = directory.path().join("plain");
+        fs::create_dir(&plain).unwrap();
+        fs::write(plain.join("file"), "x").unwrap();
         let inner = directory.path().join("a/b");
         Disk.create_dir_all(&inner).unwrap();
-        assert_eq!(
-            (mode(&directory.path().join("a")), mode(&inner)),
-            (0o700, 0o700)
-        );
         let file = inner.join("file");
         Disk.create(&file, 10).unwrap().write_all(b"x").unwrap();
-        assert_eq!(mode(&file), 0o600);
+        assert_eq!(mode(&inner), mode(&plain));
+        assert_eq!(mode(&file), mode(&plain.join("file")));
 
         let target = directory.path().join("target");
         fs::write(&target, "precious").unwrap();

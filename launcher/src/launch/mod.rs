@@ -5,4 +5,5 @@ pub mod logging;
 pub mod rank;
 pub(crate) mod rendezvous;
 pub(crate) mod restart;
+mod signals;
 pub mod supervisor;

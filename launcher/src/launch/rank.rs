@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde::{Deserialize, Serialize};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 
 use crate::error::{ErrorCode, Failure};
+use crate::launch::signals;
 use crate::launch::supervisor::job;
 use crate::rank_env::RankEnv;
 
@@ -97,7 +97,7 @@ impl RunSummary {
 /// A signal handler cannot be installed (exit 13).
 pub fn enter(env: &RankEnv, output: &Path, temp_dir: &Path) -> Result<StopFlag, Failure> {
     let stop = StopFlag::new();
-    for signal in [SIGTERM, SIGINT, SIGHUP, SIGUSR1] {
+    for signal in signals::handled() {
         signal_hook::flag::register(signal, Arc::clone(&stop.0)).map_err(|error| {
             Failure::new(
                 ErrorCode::Rendezvous,

@@ -1,6 +1,6 @@
 //! Signals and deaths of processes. Training progress is saved, and no other files are left.
 
-use crate::site::{Site, assert_nothing_left, losses, ranks, signal, wait_for_end};
+use crate::site::{Site, assert_nothing_left, completed, losses, ranks, signal, wait_for_end};
 use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -119,6 +119,46 @@ fn ranks_end_when_their_supervisor_dies() {
         wait_for_end(pid, STOP_LIMIT);
     }
     assert_nothing_left(&site, &token);
+}
+
+#[test]
+fn the_next_job_removes_what_a_job_left_that_was_killed_as_a_whole() {
+    let site = Site::new();
+    let mut run = site.start(LONG);
+    run.wait_for_step();
+    let token = site.token();
+    let left = ranks(&token);
+    // A stopped rank cannot clean up after its supervisor, with which it dies.
+    left.iter().for_each(|(pid, _)| signal(*pid, "STOP"));
+    run.signal("KILL");
+    assert_eq!(run.finish().signal, Some(9));
+    for (pid, _) in left {
+        wait_for_end(pid, STOP_LIMIT);
+    }
+    assert_eq!(site.token(), token, "the private directory is left");
+    // The run checks that the directory for temporary files is empty afterwards.
+    site.train("--max-steps 1 --output other");
+    assert_nothing_left(&site, &token);
+}
+
+#[test]
+fn a_run_whose_parent_ignores_hangups_goes_on_after_one() {
+    let site = Site::new();
+    let mut command = Command::new("sh");
+    let line = completed("--max-steps 40 --lr-scheduler-type constant");
+    command
+        .args(["-c", "trap '' HUP; exec \"$0\" \"$@\""])
+        .arg(env!("CARGO_BIN_EXE_tessera_test_launcher"))
+        .args(line.split_whitespace());
+    let mut run = site.start_command(command);
+    run.wait_for_step();
+    run.signal("HUP");
+    for (pid, _) in ranks(&site.token()) {
+        signal(pid, "HUP");
+    }
+    let outcome = run.finish();
+    assert_eq!(outcome.code, Some(0), "{}", outcome.screen);
+    assert_eq!(losses(&site.path("out")).len(), 40);
 }
 
 /// Number of steps that a stopped run has completed.

@@ -24,11 +24,12 @@ use std::time::{Duration, Instant};
 use crossbeam::channel::{Receiver, at, never, tick, unbounded};
 use crossbeam::select;
 use rustix::process::Signal;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::error::{ErrorCode, Failure};
 use crate::launch::rank::RunSummary;
+use crate::launch::signals;
 use crate::rank_env;
 use crate::rank_env::identity::Master;
 use crate::ui::{Event, Screen};
@@ -55,12 +56,12 @@ pub struct SignalSource {
 }
 
 impl SignalSource {
-    /// Installs handlers for SIGINT, SIGTERM, SIGHUP and SIGUSR1.
+    /// Installs handlers for SIGINT, SIGTERM, SIGHUP and SIGUSR1, except those that are ignored.
     ///
     /// # Errors
     /// A handler cannot be installed.
     pub fn new() -> Result<Self, Failure> {
-        let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGUSR1]).map_err(|error| {
+        let mut signals = Signals::new(signals::handled()).map_err(|error| {
             Failure::new(
                 ErrorCode::Rendezvous,
                 "signals cannot be handled",
