@@ -128,8 +128,9 @@ fn the_next_job_removes_what_a_job_left_that_was_killed_as_a_whole() {
     run.wait_for_step();
     let token = site.token();
     let left = ranks(&token);
-    // A stopped rank cannot clean up after its supervisor, with which it dies.
-    left.iter().for_each(|(pid, _)| signal(*pid, "STOP"));
+    // A stopped supervisor cannot clean up after its ranks.
+    run.signal("STOP");
+    left.iter().for_each(|(pid, _)| signal(*pid, "KILL"));
     run.signal("KILL");
     assert_eq!(run.finish().signal, Some(9));
     for (pid, _) in left {
