@@ -89,6 +89,9 @@ pub enum EngineError {
     /// A thread for updates or gradients ended before its work was done.
     #[error("the thread of updates ended before its work")]
     BackwardThread,
+    /// The system has no more threads for this process.
+    #[error("a thread cannot start")]
+    Thread(#[source] std::io::Error),
     /// A unit has no gradient sum, because an update still has it.
     #[error("the gradient sums of unit {unit} are missing")]
     SumsAway {

@@ -99,10 +99,10 @@ impl Tiers {
         &self,
         name: &str,
         work: impl FnMut(&mut J, B) + Send + 'static,
-    ) -> Result<Worker<J, B>, Gone> {
+    ) -> Result<Worker<J, B>> {
         match self.counters {
             Some(_) => Ok(Worker::idle()),
-            None => Worker::start(name, work),
+            None => Worker::start(name, work).map_err(EngineError::Thread),
         }
     }
 

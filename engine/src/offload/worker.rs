@@ -4,7 +4,7 @@
 use crate::sync::channel::{Receiver, Sender, unbounded};
 use crate::sync::thread::{Builder, JoinHandle};
 
-/// Error: the thread has ended or could not start.
+/// Error: the thread has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Gone;
 
@@ -31,7 +31,7 @@ impl<J: Send + 'static, B: Send + 'static> Worker<J, B> {
     pub(crate) fn start(
         name: &str,
         mut work: impl FnMut(&mut J, B) + Send + 'static,
-    ) -> Result<Self, Gone> {
+    ) -> std::io::Result<Self> {
         let (jobs, queue) = unbounded::<(J, B)>();
         let (reply, done) = unbounded();
         let run = move || {
@@ -44,7 +44,7 @@ impl<J: Send + 'static, B: Send + 'static> Worker<J, B> {
             }
         };
         let builder = Builder::new().name(name.to_owned());
-        let thread = builder.spawn(run).map_err(|_| Gone)?;
+        let thread = builder.spawn(run)?;
         Ok(Self {
             jobs: Some(Jobs::ToThread(jobs)),
             done,

@@ -19,6 +19,7 @@ use crate::config::RunPlan;
 use crate::device::{Devices, Nvidia};
 use crate::error::Failure;
 use crate::error::format::ErrorFormat;
+use crate::error::threads::start_pool;
 use crate::launch::hostfile;
 use crate::launch::rank::{RunSummary, StopFlag};
 use crate::plan::Suggestions;
@@ -97,7 +98,10 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
                     }
                     run_rank(hooks, &env, &rank, &args, format)
                 }
-                None => run_supervisor(hooks, &env, &args, &loaded, notes),
+                None => {
+                    start_pool(None)?;
+                    run_supervisor(hooks, &env, &args, &loaded, notes)
+                }
             }
         }
         Command::Plan { args, typed, notes } => plan_with_files(hooks, &args, typed, notes),
@@ -105,13 +109,16 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
         // The report must also work in an environment that training refuses.
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
         Command::Explain(options) => explain::run(&options),
-        Command::DataCheck(options) => data_check::run(&options, &Variables::read()),
-        Command::Generate(args) => generate::ask::run(&args),
-        Command::Eval(args) => generate::evaluate::run(&args),
-        Command::Export(options) => export::export(&options),
-        Command::Ckpt(command) => ckpt::run(&command),
+        Command::DataCheck(options) => {
+            start_pool(None)?;
+            data_check::run(&options, &Variables::read())
+        }
+        Command::Generate(args) => start_pool(None).and_then(|()| generate::ask::run(&args)),
+        Command::Eval(args) => start_pool(None).and_then(|()| generate::evaluate::run(&args)),
+        Command::Export(options) => start_pool(None).and_then(|()| export::export(&options)),
+        Command::Ckpt(command) => start_pool(None).and_then(|()| ckpt::run(&command)),
         Command::Watch(options) => watch::run(&options),
-        Command::Synth(options) => synth::run(&options),
+        Command::Synth(options) => start_pool(None).and_then(|()| synth::run(&options)),
         Command::BenchNvme(options) => bench::nvme::run(&options),
         Command::Print(text) => {
             drop(write!(std::io::stdout(), "{text}"));

@@ -360,7 +360,8 @@ pub(super) fn run_rank(
         }
         found => found?,
     };
-    let stop = rank::enter(rank, &config.output, &env.temp_dir)?;
+    let stop = rank::enter(rank, &config.output, &env.temp_dir)
+        .inspect_err(|failure| drop(failure.save(&config.output, rank.rank)))?;
     // Until this process ends, no other job takes this one for dead.
     let _held = rank.job_dir.as_deref().map(hold).transpose()?;
     let result = logging::init(

@@ -4,9 +4,10 @@
 //! consumer receives from the channels in turn, so no sorting is needed. At most `ahead + threads` batches exist at
 //! any time.
 
+use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, bounded};
@@ -76,6 +77,9 @@ impl<T: Send + 'static, E: Send + 'static> Loader<T, E> {
     /// Starts worker threads that call `prepare(step, micro_step)` for each of the `micro_steps`
     /// micro-batches of every step in `steps`. Without threads, the consumer calls it for each batch.
     ///
+    /// # Errors
+    /// A thread cannot start.
+    ///
     /// # Panics
     /// When `micro_steps` is zero.
     pub fn new(
@@ -83,7 +87,7 @@ impl<T: Send + 'static, E: Send + 'static> Loader<T, E> {
         steps: Range<u64>,
         micro_steps: u64,
         prepare: impl Fn(u64, u64) -> Result<T, E> + Send + Sync + 'static,
-    ) -> Self {
+    ) -> io::Result<Self> {
         assert!(micro_steps > 0, "a step has at least one micro-batch");
         let prepare: Arc<Prepare<T, E>> = Arc::new(prepare);
         let threads = options.threads;
@@ -97,7 +101,8 @@ impl<T: Send + 'static, E: Send + 'static> Loader<T, E> {
             let (sender, receiver) = bounded(options.ahead.div_ceil(threads).max(1));
             let prepare = Arc::clone(&prepare);
             channels.push(receiver);
-            workers.push(std::thread::spawn(move || {
+            let thread = Builder::new().name(format!("data {worker}"));
+            workers.push(thread.spawn(move || {
                 for item in (worker as u64..end).step_by(threads) {
                     let batch = prepare(first_step + item / micro_steps, item % micro_steps);
                     let failed = batch.is_err();
@@ -106,9 +111,9 @@ impl<T: Send + 'static, E: Send + 'static> Loader<T, E> {
                         break;
                     }
                 }
-            }));
+            })?);
         }
-        Self {
+        Ok(Self {
             prepare,
             channels,
             workers,
@@ -117,7 +122,7 @@ impl<T: Send + 'static, E: Send + 'static> Loader<T, E> {
             first_step,
             micro_steps,
             waited: Duration::ZERO,
-        }
+        })
     }
 
     /// Total time that the consumer has waited for batches since the loader was made. Without threads, it is
@@ -196,7 +201,8 @@ mod tests {
         for threads in 0..5 {
             let loader = Loader::new(options(threads, 3), 5..12, 3, |step, micro| {
                 Ok::<_, ()>((step, micro))
-            });
+            })
+            .expect("threads");
             let places: Vec<_> = loader
                 .map(|item| {
                     let item = item.expect("prepared");
@@ -219,7 +225,8 @@ mod tests {
             } else {
                 Ok(step)
             }
-        });
+        })
+        .expect("threads");
         for expected in 0..4 {
             assert_eq!(
                 loader.next().expect("one more").expect("good").batch,
@@ -239,7 +246,8 @@ mod tests {
             count.fetch_add(1, Ordering::SeqCst);
             started.send(()).expect("test is listening");
             Ok::<_, ()>(step)
-        });
+        })
+        .expect("threads");
         // Four batches are ready, and each worker holds one that it cannot deliver yet.
         for _ in 0..6 {
             starts.recv().expect("started");
@@ -257,7 +265,8 @@ mod tests {
         let mut loader = Loader::new(options(3, 3), 0..1_000_000, 1, move |step, _| {
             let _held = &held;
             Ok::<_, ()>(step)
-        });
+        })
+        .expect("threads");
         assert!(loader.next().is_some());
         drop(loader);
         assert_eq!(Arc::strong_count(&alive), 1);
@@ -269,7 +278,8 @@ mod tests {
         let loader = Loader::new(options(2, 2), 0..10, 1, |step, _| {
             assert!(step != 3, "decoder bug");
             Ok::<_, ()>(step)
-        });
+        })
+        .expect("threads");
         for item in loader {
             drop(item);
         }

@@ -1,6 +1,7 @@
 //! Conversion of typed library errors to failures: cause, evidence, next steps.
 
 use crate::error::parts::part_of;
+use crate::error::threads::no_thread;
 use crate::error::{ErrorCode, Failure};
 use crate::units::bytes;
 use engine::EngineError;
@@ -49,6 +50,7 @@ pub(crate) fn engine(doing: &str, error: &EngineError) -> Failure {
         .evidence_lines(refusals.iter().map(|(rank, what)| format!("rank {rank} {what}")))
         .next("--collectives shm exchanges through host memory and works everywhere; auto falls back to it")
         .next("in a container, ranks that share GPU memory need one IPC namespace (docker run --ipc=host)"),
+        EngineError::Thread(source) => no_thread(doing, source),
         EngineError::PlanDiffers { .. } => Failure::new(
             ErrorCode::Rendezvous,
             "the ranks have different plans",

@@ -7,6 +7,7 @@ pub(crate) mod failures;
 pub mod format;
 pub(crate) mod pages;
 pub(crate) mod parts;
+pub(crate) mod threads;
 mod weight_files;
 
 use std::error::Error;

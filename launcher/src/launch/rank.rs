@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::threads::no_thread;
 use crate::error::{ErrorCode, Failure};
 use crate::launch::signals;
 use crate::launch::supervisor::job;
@@ -108,15 +109,17 @@ pub fn enter(env: &RankEnv, output: &Path, temp_dir: &Path) -> Result<StopFlag, 
     }
     install_panic_hook(env.rank, output.to_path_buf());
     if env.is_supervised() {
-        watch_parent(env.run_token.clone(), temp_dir.to_path_buf());
+        watch_parent(env.run_token.clone(), temp_dir.to_path_buf())
+            .map_err(|error| no_thread("watch the supervisor", &error))?;
     }
     Ok(stop)
 }
 
 /// Watches standard input, a pipe from the supervisor. It closes when the supervisor dies for any reason, or wants
 /// this rank to end at once.
-fn watch_parent(token: String, temp_dir: PathBuf) {
-    std::thread::spawn(move || {
+fn watch_parent(token: String, temp_dir: PathBuf) -> std::io::Result<()> {
+    let thread = std::thread::Builder::new().name("supervisor".to_owned());
+    let watching = thread.spawn(move || {
         let mut byte = [0u8; 1];
         let mut pipe = std::io::stdin().lock();
         while matches!(pipe.read(&mut byte), Ok(1)) {}
@@ -124,6 +127,7 @@ fn watch_parent(token: String, temp_dir: PathBuf) {
         job::sweep(&token, &temp_dir);
         end_process(ErrorCode::Interrupted);
     });
+    watching.map(drop)
 }
 
 /// Ends the rank on any panic: a rank that lost a thread would keep its peers waiting.

@@ -4,6 +4,7 @@ use super::replica::Replica;
 use crate::config::Workers;
 use crate::data::check::encode_options;
 use crate::data::{Loader, LoaderOptions, SampleSet, Sampler};
+use crate::error::threads::no_thread;
 use crate::error::{ErrorCode, Failure, failures};
 use models::data::EncodedSample;
 use std::ops::Range;
@@ -24,7 +25,7 @@ pub(crate) fn start_loader(
     set: Arc<SampleSet>,
     sampler: Sampler,
     steps: Range<u64>,
-) -> Loader<MicroBatch, Failure> {
+) -> Result<Loader<MicroBatch, Failure>, Failure> {
     let (config, processor) = (replica.config, replica.processor.clone());
     let options = encode_options(config);
     let rank = replica.comm.world().rank;
@@ -37,7 +38,7 @@ pub(crate) fn start_loader(
         };
     }
     let micro_steps = config.batch.accumulation_steps as u64;
-    Loader::new(ahead, steps, micro_steps, move |step, micro| {
+    let loader = Loader::new(ahead, steps, micro_steps, move |step, micro| {
         let encode = |index: usize| {
             processor
                 .encode(&set.samples[index], &set.images, &options)
@@ -57,7 +58,8 @@ pub(crate) fn start_loader(
             keys: sampler.positions(step, micro, rank).collect(),
             indices,
         })
-    })
+    });
+    loader.map_err(|error| no_thread("read samples", &error))
 }
 
 /// Failure for a loader that ended before the last step, which is a bug.

@@ -9,6 +9,7 @@ use crate::config::{
 };
 use crate::data::{SampleSet, check, problems};
 use crate::device::{Devices, counting_of, gpu_of};
+use crate::error::threads::start_pool;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::launch::rank::StopFlag;
 use crate::launch::rendezvous::{self, Met};
@@ -100,11 +101,7 @@ impl<'a> Opened<'a> {
     ) -> Result<Self, NotOpened> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = (cores / env.local_world_size.max(1)).max(1);
-        // A second initialization fails. That happens only in tests that share a process.
-        rayon::ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .build_global()
-            .ok();
+        start_pool(Some(threads))?;
         let reporter = Reporter::for_rank(env);
         if env.rank == 0 && !env.is_supervised() {
             // Under another launcher no supervisor prints these warnings.

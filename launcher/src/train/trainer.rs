@@ -156,7 +156,7 @@ impl<'a> Trainer<'a> {
         self.begin(&sampler)?;
         let steps = self.done..self.total_steps;
         let train = self.train.clone();
-        let mut loader = start_loader(&self.replica, train, sampler.clone(), steps);
+        let mut loader = start_loader(&self.replica, train, sampler.clone(), steps)?;
         self.window = LogWindow::new(&self.replica.zero);
         while self.done < self.total_steps {
             let lr = schedule.lr(self.done);

@@ -9,7 +9,7 @@ use crossbeam::channel::{Receiver, Sender, unbounded};
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 /// Longest time for sending the cause of a dead world.
@@ -121,11 +121,12 @@ impl Wire for Wires {
             let (frames, queue) = unbounded();
             let (ends, ended) = unbounded::<()>();
             let (for_writer, for_reader) = (inbox.clone(), inbox.clone());
-            let writer = std::thread::spawn(move || {
+            let thread = |side: &str| Builder::new().name(format!("{side} of rank {peer}"));
+            let writer = thread("writer").spawn(move || {
                 let _ends = ends;
                 write(out, sent, &queue, &for_writer, peer);
-            });
-            std::thread::spawn(move || read(into, received, &for_reader, peer));
+            })?;
+            thread("reader").spawn(move || read(into, received, &for_reader, peer))?;
             lanes[peer] = Some(Lane {
                 frames,
                 ended,

@@ -112,6 +112,10 @@ fn workstation() -> Facts {
                 soft: Some(1024),
                 hard: Some(1 << 20),
             },
+            processes: Limit {
+                soft: Some(4096),
+                hard: None,
+            },
         },
         storage: vec![
             directory(Role::SharedMemory, "/dev/shm"),
@@ -366,7 +370,7 @@ fn missing_libraries_are_findings_only_with_a_gpu() {
 fn problems_of_the_host_are_found() {
     use Severity::{Note, Problem, Warning};
     type Change = fn(&mut Facts);
-    let cases: [(Change, (Severity, &str)); 15] = [
+    let cases: [(Change, (Severity, &str)); 16] = [
         (|f| f.memory.usable_bytes = GIB, (Warning, "memory-low")),
         (
             |f| {
@@ -385,6 +389,10 @@ fn problems_of_the_host_are_found() {
         (
             |f| f.limits.open_files.soft = Some(256),
             (Note, "open-files-low"),
+        ),
+        (
+            |f| f.limits.processes.soft = Some(100),
+            (Note, "processes-low"),
         ),
         (
             |f| f.storage[0].free_bytes = Some(64 << 20),

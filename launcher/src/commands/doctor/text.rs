@@ -161,9 +161,10 @@ fn machine(facts: &Facts, page: &mut Page) {
     page.line(
         "limits",
         &format!(
-            "locked memory {} · open files {}",
+            "locked memory {} · open files {} · processes {}",
             limit(limits.locked_memory_bytes, bytes),
-            limit(limits.open_files, grouped)
+            limit(limits.open_files, grouped),
+            limit(limits.processes, grouped)
         ),
     );
 }

@@ -104,6 +104,8 @@ pub struct Limits {
     pub locked_memory_bytes: Limit,
     /// Maximum number of files that this process may have open (`ulimit -n`).
     pub open_files: Limit,
+    /// Maximum number of threads and processes of this user (`ulimit -u`), or of the cgroup if that is less.
+    pub processes: Limit,
 }
 
 /// One resource limit of this process, in the unit of its field of [`Limits`] (bytes or files). `None` means

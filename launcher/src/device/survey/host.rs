@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::error::threads::TaskLimits;
 use rustix::fs::Access;
 use rustix::process::{Resource, getrlimit};
 
@@ -170,6 +171,15 @@ pub(super) fn limits() -> Limits {
     Limits {
         locked_memory_bytes: limit(Resource::Memlock),
         open_files: limit(Resource::Nofile),
+        processes: processes(TaskLimits::read()),
+    }
+}
+
+fn processes(limits: TaskLimits) -> Limit {
+    let least = |user: Option<u64>| user.into_iter().chain(limits.cgroup).min();
+    Limit {
+        soft: least(limits.user),
+        hard: least(limits.user_hard),
     }
 }
 

@@ -5,6 +5,7 @@ use std::io::Read;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::thread::Builder;
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process_group};
@@ -67,12 +68,14 @@ fn ask(program: &str, limit: Duration) -> Vec<PathBuf> {
     };
     let (sender, answer) = crossbeam::channel::bounded(1);
     if let Some(mut stdout) = child.stdout.take() {
-        std::thread::spawn(move || {
+        // Without a thread there is no answer.
+        let reading = Builder::new().spawn(move || {
             let mut text = String::new();
             if stdout.read_to_string(&mut text).is_ok() {
                 sender.send(text).ok();
             }
         });
+        drop(reading);
     }
     let text = answer.recv_timeout(limit).unwrap_or_default();
     // It has exited, or its remaining output is not needed.

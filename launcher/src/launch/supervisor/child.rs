@@ -3,15 +3,17 @@
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
+use std::thread::Builder;
 
 use crossbeam::channel::Sender;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 
+use crate::error::threads::no_thread;
 use crate::error::{ErrorCode, Failure};
 use crate::ui::{self, Event};
 
@@ -64,7 +66,10 @@ impl RankChild {
             // In its own process group: Ctrl-C reaches the supervisor only, which decides.
             .process_group(0)
             .spawn()
-            .map_err(|error| Failure::io(ErrorCode::Rendezvous, "start", launch.program, &error))?;
+            .map_err(|error| match error.kind() {
+                io::ErrorKind::WouldBlock => no_thread("run a rank", &error),
+                _ => Failure::io(ErrorCode::Rendezvous, "start", launch.program, &error),
+            })?;
         let stdin = child.stdin.take();
         let tail = Arc::new(Mutex::new(VecDeque::new()));
         let log = Arc::new(Mutex::new(log));
@@ -83,10 +88,13 @@ impl RankChild {
                 tail: Arc::clone(&tail),
                 messages: messages.clone(),
             };
-            std::thread::spawn(move || listener.listen(stream));
+            let thread = Builder::new().name(format!("output of rank {rank}"));
+            let started = thread.spawn(move || listener.listen(stream));
+            started.map_err(|error| no_thread("read the output of a rank", &error))?;
         }
         let (pid, messages) = (Pid::from_child(&child), messages.clone());
-        std::thread::spawn(move || {
+        let waiter = Builder::new().name(format!("end of rank {rank}"));
+        let waiting = waiter.spawn(move || {
             // Not reaped here: until the supervisor reaps it, no other process can have its id.
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
             while matches!(
@@ -95,6 +103,8 @@ impl RankChild {
             ) {}
             drop(messages.send(Message::Exited(rank)));
         });
+        // Without its standard input the rank ends.
+        waiting.map_err(|error| no_thread("wait for a rank", &error))?;
         Ok(Self {
             child,
             stdin,

@@ -19,6 +19,7 @@ use std::ffi::OsString;
 use std::net::TcpListener;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, at, never, tick, unbounded};
@@ -27,6 +28,7 @@ use rustix::process::Signal;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
+use crate::error::threads::no_thread;
 use crate::error::{ErrorCode, Failure};
 use crate::launch::rank::RunSummary;
 use crate::launch::signals;
@@ -70,13 +72,15 @@ impl SignalSource {
         })?;
         let handle = signals.handle();
         let (sender, receiver) = unbounded();
-        std::thread::spawn(move || {
+        let thread = Builder::new().name("signals".to_owned());
+        let started = thread.spawn(move || {
             for signal in signals.forever() {
                 if sender.send(signal).is_err() {
                     break;
                 }
             }
         });
+        started.map_err(|error| no_thread("handle signals", &error))?;
         Ok(Self { receiver, handle })
     }
 }

@@ -13,6 +13,8 @@ const LITTLE_SHARED_MEMORY_BYTES: u64 = 1 << 30;
 const LITTLE_LOCKED_MEMORY_BYTES: u64 = 1 << 30;
 const LITTLE_DISK_BYTES: u64 = 10 << 30;
 const FEW_OPEN_FILES: u64 = 1024;
+/// Number of threads and processes below which the limit is noted.
+const FEW_PROCESSES: u64 = 512;
 
 /// Adds findings on how the program was built and started.
 pub(super) fn launch(facts: &Facts, findings: &mut Findings) {
@@ -64,7 +66,7 @@ pub(super) fn launch(facts: &Facts, findings: &mut Findings) {
 }
 
 /// Adds findings on host memory (too little, or limited by a cgroup) and on the process's limits for locked memory
-/// and open files.
+/// open files and processes.
 pub(super) fn memory(facts: &Facts, findings: &mut Findings) {
     let memory = &facts.memory;
     if memory.usable_bytes < LITTLE_MEMORY_BYTES {
@@ -108,6 +110,17 @@ pub(super) fn memory(facts: &Facts, findings: &mut Findings) {
             "open-files-low",
             format!("only {} files can be open at once", grouped(limit)),
             &["ulimit -n 4096"],
+        );
+    }
+    let processes = facts.limits.processes.soft;
+    if let Some(limit) = processes.filter(|limit| *limit < FEW_PROCESSES) {
+        findings.note(
+            "processes-low",
+            format!(
+                "only {} threads and processes can run at once",
+                grouped(limit)
+            ),
+            &["ulimit -u 65536, or Docker's --pids-limit -1"],
         );
     }
 }
