@@ -111,7 +111,8 @@ impl CrossConfig {
         self.image_size / self.patch_size
     }
 
-    /// Number of patches of an image, which is also the number of features that tokens attend to.
+    /// Number of patches of the high-resolution image, without the class token. The text cross-attends to as many
+    /// features.
     #[must_use]
     pub fn patches(&self) -> usize {
         self.grid() * self.grid()

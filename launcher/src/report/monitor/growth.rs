@@ -51,7 +51,7 @@ pub struct Growth {
 }
 
 impl Growth {
-    /// Bytes by which the memory would grow in the remaining steps at this slope.
+    /// Bytes by which this kind of memory would grow on this rank until the end of the run, at the fitted slope.
     pub fn projected_bytes(&self) -> f64 {
         self.slope * self.remaining_steps as f64
     }
