@@ -239,8 +239,8 @@ impl Failure {
         Self::new(ErrorCode::Usage, title, cause)
     }
 
-    /// Failure of a file operation on `path`, with `error` as its cause. `doing` is the verb for the title,
-    /// such as `write`. A full disk gets the code [`ErrorCode::Disk`]; any other error gets `code`.
+    /// Failure of a file operation on `path`, with `error` as its cause. `doing` is the operation in
+    /// the title, such as `write`. A full disk gets the code [`ErrorCode::Disk`]; any other error gets `code`.
     pub fn io(code: ErrorCode, doing: &str, path: &Path, error: &io::Error) -> Self {
         let full = matches!(
             error.kind(),
