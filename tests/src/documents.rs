@@ -169,3 +169,87 @@ fn a_decision_has_three_sections_and_at_most_150_words() {
         }
     }
 }
+
+/// The alternatives of a pattern with at most one `{a,b}`.
+fn alternatives(pattern: &str) -> Vec<String> {
+    let Some((start, rest)) = pattern.split_once('{') else {
+        return vec![pattern.to_owned()];
+    };
+    let (inner, end) = rest.split_once('}').expect("a closed brace");
+    let one = |middle: &str| format!("{start}{middle}{end}");
+    inner.split(',').map(one).collect()
+}
+
+/// Paths and directories of the table of CONTRIBUTING.md that lists the modules with unsafe code.
+fn listed_as_unsafe() -> Vec<String> {
+    let text = read(Path::new("CONTRIBUTING.md"));
+    let (_, table) = text.split_once("**Unsafe code.**").expect("the section");
+    let rows = table
+        .lines()
+        .skip_while(|line| !line.starts_with('|'))
+        .take_while(|line| line.starts_with('|'));
+    let mut listed = Vec::new();
+    let mut source = String::new();
+    for row in rows.skip(2) {
+        let cells: Vec<&str> = row.split('|').map(str::trim).collect();
+        match cells[1].strip_prefix('`') {
+            Some(name) => source = format!("{}/src/", name.trim_end_matches('`')),
+            None if !cells[1].is_empty() => source.clear(),
+            None => {}
+        }
+        let patterns = cells[2].split('`').skip(1).step_by(2);
+        listed.extend(
+            patterns
+                .flat_map(alternatives)
+                .map(|path| format!("{source}{path}")),
+        );
+    }
+    listed
+}
+
+/// Whether a line of code, not of a comment, opens unsafe code.
+fn is_unsafe(line: &str) -> bool {
+    let line = line.trim_start();
+    let opens = ["unsafe {", "unsafe fn ", "unsafe impl ", "unsafe extern "];
+    !line.starts_with("//") && opens.iter().any(|word| line.contains(word))
+}
+
+#[test]
+fn contributing_lists_the_modules_with_unsafe_code() {
+    let mut files = Vec::new();
+    let mut open: Vec<PathBuf> = [
+        "benches", "engine", "examples", "fuzz", "kernels", "launcher", "models", "optim", "tests",
+    ]
+    .map(PathBuf::from)
+    .into();
+    while let Some(directory) = open.pop() {
+        for entry in fs::read_dir(root().join(&directory)).expect("a directory of the repository") {
+            let path = directory.join(entry.expect("an entry").file_name());
+            let is_own = path.file_name().is_some_and(|name| name != "target");
+            if root().join(&path).is_dir() && is_own {
+                open.push(path);
+            } else if path.extension().is_some_and(|kind| kind == "rs")
+                && path != Path::new("tests/src/documents.rs")
+                && read(&path).lines().any(is_unsafe)
+            {
+                files.push(path.to_string_lossy().into_owned());
+            }
+        }
+    }
+    let listed = listed_as_unsafe();
+    let covers = |entry: &str, file: &str| match entry.ends_with('/') {
+        true => file.starts_with(entry),
+        false => file == entry || file.strip_suffix(".rs") == Some(entry),
+    };
+    let missing = files
+        .iter()
+        .filter(|file| !listed.iter().any(|entry| covers(entry, file)));
+    let idle = listed
+        .iter()
+        .filter(|entry| !files.iter().any(|file| covers(entry, file)));
+    let (missing, idle): (Vec<_>, Vec<_>) = (missing.collect(), idle.collect());
+    assert!(
+        missing.is_empty() && idle.is_empty(),
+        "unsafe code, but not listed: {missing:#?}; listed without any: {idle:#?}"
+    );
+}
