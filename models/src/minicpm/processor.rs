@@ -44,10 +44,10 @@ pub struct ProcessorConfig {
 }
 
 impl ProcessorConfig {
-    /// Combines `model` with `preprocessor_config.json` of the directory `dir`.
+    /// Combines `model` with the image settings of the directory `dir`.
     ///
     /// # Errors
-    /// [`ProcessorError`] if the file is missing or invalid, or contradicts `model`.
+    /// [`ProcessorError`] if they are missing or invalid, or contradict `model`.
     pub fn load(dir: &Path, model: &MiniCpmConfig) -> Result<Self, ProcessorError> {
         let raw: RawProcessor = read_preprocessor(dir)?;
         agree(
@@ -83,7 +83,7 @@ impl ProcessorConfig {
     }
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, PartialEq)]
 #[serde(default)]
 struct RawProcessor {
     scale_resolution: Option<usize>,
@@ -162,7 +162,7 @@ pub struct MiniCpmProcessor {
 }
 
 impl MiniCpmProcessor {
-    /// Reads `config.json`, `preprocessor_config.json`, the tokenizer files and the chat template of
+    /// Reads `config.json`, the image settings, the tokenizer files and the chat template of
     /// the model directory `dir`.
     ///
     /// # Errors
