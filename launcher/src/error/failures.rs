@@ -7,13 +7,15 @@ use engine::EngineError;
 use engine::checkpoint::CheckpointError;
 use engine::comm::CommError;
 use engine::spill::SpillError;
-use kernels::{KernelError, Tag};
+use kernels::{DType, KernelError, Tag};
 use models::{ModelError, WeightError};
 use std::error::Error;
 use std::path::Path;
 
 pub(crate) use crate::error::chain;
 
+/// Next step after an adapter that is not implemented.
+pub(crate) const ADAPTER_REMEDY: &str = "merge it into its base model in peft (merge_and_unload, then save_pretrained), and give the merged directory to --model";
 /// Operations of NCCL before ranks wait for each other.
 const ASKING: [&str; 2] = ["ask NCCL for its version", "name an NCCL group"];
 /// Operation of NCCL in which ranks wait for each other.
@@ -79,6 +81,18 @@ pub(crate) fn selection(flag: &str, error: &ModelError) -> Failure {
     )
 }
 
+/// Fails if `dir` holds an adapter of a kind that is not implemented. `doing` is the step that would misread it.
+pub(crate) fn check_adapter(doing: &str, dir: &Path) -> Result<(), Failure> {
+    models::adapter::check_settings(dir).map_err(|error| {
+        Failure::new(
+            ErrorCode::ModelFiles,
+            format!("cannot {doing}: its adapter cannot be used"),
+            chain(&error),
+        )
+        .next(ADAPTER_REMEDY)
+    })
+}
+
 /// Failure of a model directory that cannot be used.
 pub(crate) fn unusable(dir: &Path, error: &dyn Error) -> Failure {
     let title = format!("cannot use the model directory {}", dir.display());
@@ -98,6 +112,10 @@ pub(crate) fn model(doing: &str, error: &ModelError) -> Failure {
         )
         .next("--lora-target-modules takes a regular expression over module names, or names such as q_proj,v_proj"),
         ModelError::Selection { .. } => selection("--train, --freeze", error),
+        ModelError::NotFinite { .. } => not_finite(
+            format!("cannot {doing}: a value is not finite"),
+            chain(error),
+        ),
         ModelError::Config { .. } => Failure::new(
             ErrorCode::ModelFiles,
             "this model cannot be set up",
@@ -342,6 +360,24 @@ pub(crate) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
         .next("`launcher ckpt verify` lists every damaged file of the checkpoint"),
         _ => Failure::new(ErrorCode::Resume, format!("cannot {doing}"), chain(error)),
     }
+}
+
+/// Failure of a pass, or of weights, with values that are infinite or NaN.
+pub(crate) fn not_finite(title: impl Into<String>, cause: impl Into<String>) -> Failure {
+    Failure::new(ErrorCode::Numeric, title, cause)
+        .next("--precision f32 shows whether the number format is the cause")
+        .next("if not, take an earlier checkpoint, or download the weights again")
+}
+
+/// Failure of a tensor of which `count` of `elems` values are not finite in `dtype`, in which it would be written.
+pub(crate) fn not_finite_tensor(name: &str, count: usize, elems: usize, dtype: DType) -> Failure {
+    Failure::new(
+        ErrorCode::Numeric,
+        format!("{count} values of {name} are not finite in {dtype}; nothing was written"),
+        format!("{count} of its {elems} values are infinite or NaN, or leave the range of {dtype}"),
+    )
+    .next("bf16 and f32 have the same range; that of f16 ends at 65504")
+    .next("if the values are not finite in the checkpoint either, take an earlier one")
 }
 
 pub(crate) fn weights(error: &WeightError) -> Failure {

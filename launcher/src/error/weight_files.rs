@@ -38,6 +38,10 @@ pub(crate) fn report(error: &WeightError) -> Failure {
         WeightError::WrongShape { .. } => {
             plain(error).next("take config.json and the safetensors files from the same model")
         }
+        WeightError::NotFinite { name, .. } => super::failures::not_finite(
+            format!("the weights are not usable: {name} is not finite"),
+            chain(error),
+        ),
         WeightError::DType { .. } => plain(error).next("convert the weights to bf16 or f32"),
         _ => plain(error).next("download the file again"),
     }

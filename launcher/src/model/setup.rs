@@ -37,6 +37,7 @@ pub(crate) struct Setup {
 impl Setup {
     pub(crate) fn open(config: &RunConfig) -> Result<Self, Failure> {
         let dir = config.model_dir();
+        failures::check_adapter(&format!("use {}", dir.display()), &dir)?;
         let processor = open_processor(&dir).map_err(|e| unusable(&dir, &e))?;
         let model = model(config)?;
         let weights = match config.init {
@@ -91,6 +92,7 @@ impl Setup {
 /// Model and plan of `config`, from `config.json` alone. No other file of the model is needed.
 pub(crate) fn shapes(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
     let dir = config.model_dir();
+    failures::check_adapter(&format!("use {}", dir.display()), &dir)?;
     let family = Family::of(&dir).map_err(|e| unusable(&dir, &e))?;
     let opened = open_shapes(&dir, model_options(config, family)?);
     let model = opened.map_err(|error| match &error {

@@ -9,9 +9,9 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 pub(crate) struct Said {
-    code: Option<i32>,
-    stdout: String,
-    stderr: String,
+    pub(crate) code: Option<i32>,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
 }
 
 impl Said {
@@ -21,7 +21,7 @@ impl Said {
 }
 
 /// Runs the program with these words in the site's directory.
-fn say(site: &Site, words: &[&str]) -> Said {
+pub(crate) fn say(site: &Site, words: &[&str]) -> Said {
     let output = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
         .args(words)
         .current_dir(site.path(""))
@@ -46,7 +46,7 @@ pub(crate) fn run(site: &Site, line: &str) -> Said {
 }
 
 /// Expects a refusal of the subcommand with this status, code and words.
-fn refuse(site: &Site, line: &str, status: i32, code: &str, words: &[&str]) {
+pub(crate) fn refuse(site: &Site, line: &str, status: i32, code: &str, words: &[&str]) {
     let split: Vec<&str> = line.split_whitespace().collect();
     let said = say(site, &split);
     let screen = &said.stderr;

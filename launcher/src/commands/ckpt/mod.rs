@@ -37,6 +37,7 @@ fn open(directory: &Path, doing: &str) -> Result<Checkpoint, Failure> {
     if !directory.is_dir() {
         return Err(missing(directory, &doing));
     }
+    failures::check_adapter(&doing, directory)?;
     let open = || {
         let checkpoint = Checkpoint::open(directory)?;
         checkpoint.verify()?;

@@ -25,6 +25,7 @@ pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
     if !directory.is_dir() {
         return Err(missing(directory, &doing));
     }
+    failures::check_adapter(&doing, directory)?;
     let found =
         audit(directory).map_err(|e| advise_intact(failures::checkpoint(&doing, &e), directory))?;
     let mut problems: Vec<String> = found.problems.iter().map(|e| chain(e)).collect();

@@ -24,6 +24,8 @@ use std::time::Instant;
 
 /// Elements that are read, merged and written at once.
 const BLOCK_ELEMS: usize = 1 << 24;
+/// Maximal number of tensors listed that do not fit the base model.
+const LISTED: usize = 3;
 
 /// Runs the subcommand.
 ///
@@ -96,6 +98,7 @@ struct Sources {
 impl Sources {
     fn open(args: &ExportArgs, manifest: Option<&Checkpoint>) -> Result<Self, Failure> {
         let directory = args.checkpoint.clone();
+        failures::check_adapter(&format!("export {}", directory.display()), &directory)?;
         match WeightSource::open(&directory) {
             Ok(model) => {
                 return Ok(Self {
@@ -144,10 +147,14 @@ impl Sources {
 
     /// Refuses an export that would lose trained tensors.
     fn check(&self, manifest: Option<&Checkpoint>) -> Result<(), Failure> {
-        let lost: Vec<String> = match (&self.model, &self.adapter) {
-            (Some(model), Some(adapter)) => adapter.strangers(model).map(str::to_owned).collect(),
-            _ => Vec::new(),
-        };
+        let mut lost: Vec<String> = Vec::new();
+        if let (Some(model), Some(adapter)) = (&self.model, &self.adapter) {
+            lost = adapter.strangers(model).map(str::to_owned).collect();
+            let misfits = adapter.misfits(model);
+            if !misfits.is_empty() {
+                return Err(misfit(&self.directory, misfits));
+            }
+        }
         let kept: BTreeSet<&str> = self
             .model
             .iter()
@@ -201,6 +208,16 @@ impl Sources {
             (None, None) => Err(missing(&self.directory)),
         }
     }
+}
+
+fn misfit(base: &Path, misfits: Vec<String>) -> Failure {
+    Failure::new(
+        ErrorCode::ModelFiles,
+        format!("the trained tensors do not belong to {}", base.display()),
+        format!("{} of them do not fit the base model", misfits.len()),
+    )
+    .evidence_lines(misfits.into_iter().take(LISTED))
+    .next("give --model the model that the run started from")
 }
 
 fn adapter_failure(directory: &Path, error: &AdapterError) -> Failure {

@@ -17,7 +17,7 @@ use crate::device::{self, Chosen, Devices};
 use crate::error::Failure;
 use crate::plan::disk_check::DiskCheck;
 use crate::plan::rank_memory::{plan_event, upload_line};
-use crate::plan::{Settled, backward_line, backward_share, forward_line};
+use crate::plan::{Settled, backward_line, backward_share, forward_line, resume};
 use crate::rank_env::{Env, Variables};
 use crate::ui::{Event, lines};
 use crate::units::bytes;
@@ -47,6 +47,7 @@ pub(crate) fn run(
     let has_data = args.run.model.is_none() || args.run.data.is_some();
     let config = configuration(args, env, has_data, devices)?;
     let config = crate::commands::demo::prepare(config, env, &mut |_| ())?;
+    resume::directory(&config)?;
     let planner = Planner::new(&config, args, has_data)?;
     let json = args.json == Some(true);
     if args.matrix == Some(true) {
