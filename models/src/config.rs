@@ -156,6 +156,21 @@ impl<'a> Fields<'a> {
         Ok(text)
     }
 
+    /// Fails if the weights are quantized.
+    ///
+    /// # Errors
+    /// [`ConfigError::Quantized`].
+    pub(crate) fn refuse_quantized(&self) -> Result<(), ConfigError> {
+        for field in ["quantization_config", "text_config.quantization_config"] {
+            if let Some(settings) = self.section(field)? {
+                let method: Option<String> = settings.nullable("quant_method")?;
+                let method = method.unwrap_or_else(|| "unknown".to_owned());
+                return Err(ConfigError::Quantized { method });
+            }
+        }
+        Ok(())
+    }
+
     /// The value of `field`, if present; null is an error unless `T` has a value for it.
     ///
     /// # Errors
@@ -467,6 +482,14 @@ pub enum ConfigError {
         found: String,
         /// The version that is supported.
         expected: &'static str,
+    },
+    /// The weights are quantized.
+    #[error(
+        "quantization_config says that the weights are quantized ({method}); this model reads f32, bf16 and f16"
+    )]
+    Quantized {
+        /// The `quant_method` of the file, or `unknown`.
+        method: String,
     },
     /// A field has an unsupported value.
     #[error("{field} = {found} is not supported, expected {expected}")]

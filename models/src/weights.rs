@@ -354,6 +354,10 @@ impl WeightSource {
 
     fn check_param(&self, param: &ParamSpec) -> Result<()> {
         let entry = self.entry(&param.name)?;
+        if entry.dtype.is_none() {
+            // Packed weights have another shape, too.
+            return Err(entry.bad_dtype(&param.name, DType::F32));
+        }
         if entry.shape != param.shape.dims() {
             return Err(WeightError::WrongShape {
                 name: param.name.clone(),
@@ -361,10 +365,7 @@ impl WeightSource {
                 got: entry.shape.clone(),
             });
         }
-        match entry.dtype {
-            Some(_) => Ok(()),
-            None => Err(entry.bad_dtype(&param.name, DType::F32)),
-        }
+        Ok(())
     }
 
     /// Reads `elements` of a tensor (row-major) as `out` into `dst`, converting where the stored

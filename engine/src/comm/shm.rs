@@ -34,10 +34,11 @@ pub struct ShmOptions {
 }
 
 impl ShmOptions {
-    /// A window in `/dev/shm`, or in `/tmp` if that is too small, with [`DEFAULT_DEADLINE`].
+    /// A window in `/dev/shm`, or, if that is too small or cannot be written, in the directory for temporary files
+    /// (`TMPDIR`) or `/tmp`, with [`DEFAULT_DEADLINE`].
     #[must_use]
     pub fn new(name: impl Into<String>, world: World, region_bytes: usize) -> Self {
-        let dirs = vec![PathBuf::from("/dev/shm"), PathBuf::from("/tmp")];
+        let dirs = vec!["/dev/shm".into(), std::env::temp_dir(), "/tmp".into()];
         Self {
             name: name.into(),
             world,
@@ -178,7 +179,12 @@ fn open_file(path: &Path, create: bool) -> io::Result<File> {
     Ok(file)
 }
 
+/// Bytes free in `dir`; none if it cannot be written.
 fn free_bytes(dir: &Path) -> u64 {
+    use rustix::fs::Access;
+    if rustix::fs::access(dir, Access::WRITE_OK | Access::EXEC_OK).is_err() {
+        return 0;
+    }
     rustix::fs::statvfs(dir).map_or(0, |fs| fs.f_bavail.saturating_mul(fs.f_frsize))
 }
 

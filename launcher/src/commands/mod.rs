@@ -19,13 +19,15 @@ use crate::config::RunPlan;
 use crate::device::{Devices, Nvidia};
 use crate::error::Failure;
 use crate::error::format::ErrorFormat;
+use crate::error::output::print;
 use crate::launch::hostfile;
 use crate::launch::rank::{RunSummary, StopFlag};
 use crate::plan::Suggestions;
 use crate::rank_env::{Env, RankEnv, Variables};
 use crate::ui::{Event, Screen};
-use std::io::Write;
+use signal_hook::consts::SIGXFSZ;
 use std::process::ExitCode;
+use std::sync::Arc;
 use train::{run_rank, run_supervisor, show_files};
 
 /// Main function of a rank process. Returns its summary.
@@ -65,6 +67,9 @@ pub fn run_hooks(hooks: Hooks) -> ExitCode {
         .map(|word| word.to_string_lossy().into_owned())
         .collect();
     let format = ErrorFormat::of_line(&argv);
+    // Without a handler, a write beyond the limit of file sizes kills the process instead of failing. If none can be
+    // installed, it stays so.
+    drop(signal_hook::flag::register(SIGXFSZ, Arc::default()));
     run_command(&hooks, &argv, format).unwrap_or_else(|failure| {
         format.print(&failure);
         failure.exit_code()
@@ -110,10 +115,7 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
         Command::Watch(options) => watch::run(&options),
         Command::Synth(options) => synth::run(&options),
         Command::BenchNvme(options) => bench::nvme::run(&options),
-        Command::Print(text) => {
-            drop(write!(std::io::stdout(), "{text}"));
-            Ok(ExitCode::SUCCESS)
-        }
+        Command::Print(text) => print(&text),
     }
 }
 

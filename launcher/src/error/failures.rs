@@ -12,10 +12,11 @@ use models::{ModelError, WeightError};
 use std::error::Error;
 use std::path::Path;
 
-pub(crate) use crate::error::chain;
+use crate::error::system::system_remedy;
 
-/// Next step after an adapter that is not implemented.
-pub(crate) const ADAPTER_REMEDY: &str = "merge it into its base model in peft (merge_and_unload, then save_pretrained), and give the merged directory to --model";
+pub(crate) use crate::error::chain;
+pub(crate) use crate::error::model_files::{check_directory, unusable};
+
 /// Operations of NCCL before ranks wait for each other.
 const ASKING: [&str; 2] = ["ask NCCL for its version", "name an NCCL group"];
 /// Operation of NCCL in which ranks wait for each other.
@@ -78,26 +79,6 @@ pub(crate) fn spill(doing: &str, error: &SpillError) -> Failure {
 pub(crate) fn selection(flag: &str, error: &ModelError) -> Failure {
     Failure::new(ErrorCode::Usage, format!("{flag} names no part of this model"), chain(error)).next(
         "select modules by parts of their path (llm, vpm, resampler, lm_head, embed_tokens, layers), by norm or bias, or by a regular expression over whole paths",
-    )
-}
-
-/// Fails if `dir` holds an adapter of a kind that is not implemented. `doing` is the step that would misread it.
-pub(crate) fn check_adapter(doing: &str, dir: &Path) -> Result<(), Failure> {
-    models::adapter::check_settings(dir).map_err(|error| {
-        Failure::new(
-            ErrorCode::ModelFiles,
-            format!("cannot {doing}: its adapter cannot be used"),
-            chain(&error),
-        )
-        .next(ADAPTER_REMEDY)
-    })
-}
-
-/// Failure of a model directory that cannot be used.
-pub(crate) fn unusable(dir: &Path, error: &dyn Error) -> Failure {
-    let title = format!("cannot use the model directory {}", dir.display());
-    Failure::new(ErrorCode::ModelFiles, title, chain(error)).next(
-        "give --model a directory of MiniCPM-V or -o 2.6, CogVLM, CogAgent, CogVLM2, GLM-4V or GLM-4.1V with config.json, its tokenizer files and its safetensors files",
     )
 }
 
@@ -317,7 +298,8 @@ pub(crate) fn comm(error: &CommError) -> Failure {
                 .iter()
                 .map(|(path, free)| format!("{}: {} free", path.display(), bytes(*free))),
         )
-        .next("enlarge /dev/shm (Docker: --shm-size 8g; Kubernetes: an emptyDir of medium Memory)")
+        .next("enlarge /dev/shm (Docker: --shm-size 8g; Kubernetes: an emptyDir of medium Memory), or mount it writable where 0 bytes are free")
+        .next("or set TMPDIR to a writable directory with that much free space")
         .next("or use --nproc 1, which needs no shared memory"),
         CommError::Aborted { .. } => Failure::new(
             ErrorCode::Collective,
@@ -358,7 +340,15 @@ pub(crate) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
             chain(error),
         )
         .next("`launcher ckpt verify` lists every damaged file of the checkpoint"),
-        _ => Failure::new(ErrorCode::Resume, format!("cannot {doing}"), chain(error)),
+        _ => {
+            let (code, next) = match system_remedy(error) {
+                Some(remedy) => (ErrorCode::Disk, Some(remedy)),
+                None => (ErrorCode::Resume, None),
+            };
+            let mut failure = Failure::new(code, format!("cannot {doing}"), chain(error));
+            failure.next.extend(next);
+            failure
+        }
     }
 }
 

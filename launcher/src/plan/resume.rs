@@ -43,20 +43,19 @@ pub(crate) fn directory(config: &RunConfig) -> Result<Option<PathBuf>, Failure> 
         Resume::From(path) => Some(path.clone()),
     };
     if let Some(directory) = &directory {
-        failures::check_adapter(&doing(directory), directory)?;
-        // This program's own checkpoints have both; a damaged one may lack the first.
-        let own = ["MANIFEST.json", "state"];
-        if !own.iter().any(|name| directory.join(name).exists()) {
-            foreign(directory)?;
-        }
+        failures::check_directory(&doing(directory), directory)?;
+        refuse_foreign(&doing(directory), directory)?;
     }
     Ok(directory)
 }
 
-/// Fails if `directory`, which has no manifest, was saved by another program.
-fn foreign(directory: &Path) -> Result<(), Failure> {
-    let title = || format!("cannot {}: this program did not save it", doing(directory));
+/// Fails if another program saved `directory`, so that it has no state to continue from. `doing` is the step that needs it.
+pub(crate) fn refuse_foreign(doing: &str, directory: &Path) -> Result<(), Failure> {
     let has = |name: &str| directory.join(name).exists();
+    // This program's own checkpoints have both; a damaged one may lack the first.
+    if has("MANIFEST.json") || has("state") {
+        return Ok(());
+    }
     let next = match (has(ADAPTER_CONFIG), has("config.json")) {
         (true, _) => {
             "merge the adapter into its base model in peft, give the result to --model, and train a new adapter without --resume"
@@ -84,7 +83,8 @@ fn foreign(directory: &Path) -> Result<(), Failure> {
         }
         None => return Ok(()),
     };
-    Err(Failure::new(ErrorCode::Resume, title(), saved_by).next(next))
+    let title = format!("cannot {doing}: this program did not save it");
+    Err(Failure::new(ErrorCode::Resume, title, saved_by).next(next))
 }
 
 /// Opens the checkpoint to resume from. `None` if the configuration asks for none or none exists.

@@ -118,7 +118,7 @@ pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
         bytes(written),
         seconds(started.elapsed().as_secs_f64()),
         output.display()
-    ));
+    ))?;
     Ok(ExitCode::SUCCESS)
 }
 

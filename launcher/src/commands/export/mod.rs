@@ -6,6 +6,7 @@ mod model;
 
 use crate::cli::{ExportArgs, ExportDtype};
 use crate::commands::new_directory::NewDirectory;
+use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::model::files;
 use crate::model::stored::MAX_SHARD_BYTES;
@@ -16,7 +17,6 @@ use models::adapter::{Adapter, AdapterError};
 use models::{WeightError, WeightSource};
 use serde_json::Value;
 use std::collections::BTreeSet;
-use std::io::Write;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -55,8 +55,7 @@ pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
         seconds(started.elapsed().as_secs_f64()),
         output.display()
     );
-    drop(std::io::stdout().write_all(text.as_bytes()));
-    Ok(ExitCode::SUCCESS)
+    print(&text)
 }
 
 struct Summary {
@@ -98,7 +97,7 @@ struct Sources {
 impl Sources {
     fn open(args: &ExportArgs, manifest: Option<&Checkpoint>) -> Result<Self, Failure> {
         let directory = args.checkpoint.clone();
-        failures::check_adapter(&format!("export {}", directory.display()), &directory)?;
+        failures::check_directory(&format!("export {}", directory.display()), &directory)?;
         match WeightSource::open(&directory) {
             Ok(model) => {
                 return Ok(Self {

@@ -1,10 +1,11 @@
 //! `launcher eval`: loss and answers of held-out samples.
 
 use super::model::{LoadedModel, OpenModel, path_text, positive, required};
-use super::{note, print};
+use super::note;
 use crate::cli::EvalArgs;
 use crate::data::answers::{Answer, Question, sample_failure};
 use crate::data::{Reading, SampleSet, check};
+use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::model::not_finite::{first_not_finite, not_finite_loss};
 use crate::units::seconds as format_seconds;

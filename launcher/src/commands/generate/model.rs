@@ -41,7 +41,7 @@ impl OpenModel {
         precision: Option<PrecisionChoice>,
     ) -> Result<Self, Failure> {
         for dir in adapter.into_iter().chain([dir]) {
-            failures::check_adapter(&format!("use {}", dir.display()), dir)?;
+            failures::check_directory(&format!("use {}", dir.display()), dir)?;
         }
         let processor = open_processor(dir).map_err(|e| unusable(dir, &e))?;
         let weights = WeightSource::open(dir).map_err(|e| no_weights(dir, &e))?;
