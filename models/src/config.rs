@@ -26,22 +26,34 @@ const BOUNDS: [(&str, usize); 19] = [
     ("max_slice_nums", 1 << 8),
     ("image_size", 1 << 12),
     ("cross_image_size", 1 << 12),
-    ("scale_resolution", 1 << 12),
+    ("scale_resolution", 1 << 11),
     ("patch_size", 1 << 8),
     ("longest_edge", 1 << 28),
 ];
 /// Largest number of patches along one side of an image.
-const MAX_GRID: usize = 1 << 8;
-/// Keys that `config.json` and its `text_config` both have in published files, each with a meaning of its own.
-const OF_BOTH: [&str; 8] = [
-    "architectures",
-    "model_type",
-    "dtype",
-    "torch_dtype",
-    "initializer_range",
-    "tie_word_embeddings",
-    "transformers_version",
-    "use_cache",
+pub(crate) const MAX_GRID: usize = 1 << 8;
+/// Keys of the language model that decide what it computes.
+const LANGUAGE_KEYS: [&str; 20] = [
+    "add_qkv_bias",
+    "attention_bias",
+    "ffn_hidden_size",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "kv_channels",
+    "layernorm_epsilon",
+    "multi_query_group_num",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "num_layers",
+    "num_multi_query_heads",
+    "padded_vocab_size",
+    "partial_rotary_factor",
+    "rms_norm_eps",
+    "rope_theta",
+    "vocab_size",
 ];
 
 /// The parsed content of a model's `config.json`, with its path for error messages.
@@ -143,11 +155,11 @@ impl<'a> Fields<'a> {
         let Some(text) = self.section("text_config")? else {
             return Ok(*self);
         };
-        let own = |key: &str| {
-            OF_BOTH.contains(&key) || key.starts_with('_') || key.ends_with("_token_id")
-        };
-        for (key, nested) in text.root.iter().filter(|(key, _)| !own(key)) {
-            if let Some(flat) = self.root.get(key).filter(|flat| *flat != nested) {
+        let equal = |a: &Value, b: &Value| a == b || (a.is_number() && a.as_f64() == b.as_f64());
+        for key in LANGUAGE_KEYS {
+            if let (Some(nested), Some(flat)) = (text.root.get(key), self.root.get(key))
+                && !equal(nested, flat)
+            {
                 return Err(self.invalid(format!(
                     "{key} is {flat}, but text_config.{key} is {nested}"
                 )));

@@ -135,7 +135,16 @@ fn open(options: &ShmOptions, started: Instant) -> Result<(PathBuf, File), CommE
         return create(dir);
     }
     if options.world.rank == 0 {
-        return create(first_with_room(&options.dirs, total_bytes)?);
+        let first = first_with_room(&options.dirs, total_bytes)?;
+        // A sandbox may refuse files in a directory that looks writable.
+        return create(first).or_else(|error| {
+            let others = options.dirs.iter().filter(|dir| *dir != first);
+            let others: Vec<PathBuf> = others.cloned().collect();
+            match first_with_room(&others, total_bytes) {
+                Ok(second) => create(second),
+                Err(_) => Err(error),
+            }
+        });
     }
     loop {
         for path in options.dirs.iter().map(|dir| dir.join(&options.name)) {

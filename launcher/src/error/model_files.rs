@@ -60,6 +60,16 @@ pub(crate) fn check_directory(doing: &str, dir: &Path) -> Result<(), Failure> {
     })
 }
 
+/// Next step after an adapter directory `dir` that cannot be opened: `otherwise`, unless its files show a better one.
+pub(crate) fn adapter_remedy(dir: &Path, otherwise: &str) -> String {
+    let pickle = dir.join("adapter_model.bin").is_file();
+    let pickle = pickle && !dir.join("adapter_model.safetensors").exists();
+    match pickle {
+        true => "adapter_model.bin is in PyTorch's pickle format: load it in peft, then save_pretrained(NEW, safe_serialization=True)".to_owned(),
+        false => otherwise.to_owned(),
+    }
+}
+
 /// Failure of a model directory that cannot be used.
 pub(crate) fn unusable(dir: &Path, error: &(dyn Error + 'static)) -> Failure {
     if !dir.exists() {

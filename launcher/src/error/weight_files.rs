@@ -148,6 +148,11 @@ fn directory(path: &Path) -> &Path {
 
 /// Size and hash of the file that `path` is a pointer to; `None` if it is not a pointer.
 pub(super) fn pointer(path: &Path) -> Option<(u64, String)> {
+    // Opening a pipe would block.
+    let metadata = path.metadata().ok()?;
+    if !metadata.is_file() || metadata.len() > LFS_BYTES {
+        return None;
+    }
     let mut text = String::new();
     File::open(path)
         .ok()?

@@ -1,6 +1,6 @@
 //! `config.json` of MiniCPM-V 2.6 and MiniCPM-o 2.6, checked once, so that model code does not have to.
 
-use crate::config::{ConfigError, ConfigFile, Fields, Rope, at_most, divisible, grid};
+use crate::config::{ConfigError, ConfigFile, Fields, MAX_GRID, Rope, at_most, divisible, grid};
 use serde_json::Value;
 use std::path::Path;
 
@@ -270,10 +270,14 @@ impl SlicingConfig {
         const SCALE: &str = "slice_config.scale_resolution";
         let most = fields.size_or("slice_config.max_slice_nums", DEFAULT_MAX_SLICES)?;
         let slices = fields.flag("slice_mode", true)?;
+        let scale_resolution = fields.size_or(SCALE, DEFAULT_SCALE_RESOLUTION)?;
+        let patch_size = fields.size_or("slice_config.patch_size", patch_size)?;
+        let side = scale_resolution / patch_size;
+        at_most("slice_config.scale_resolution / patch_size", side, MAX_GRID)?;
         Ok(Self {
             max_slice_nums: if slices { most } else { 1 },
-            scale_resolution: fields.size_or(SCALE, DEFAULT_SCALE_RESOLUTION)?,
-            patch_size: fields.size_or("slice_config.patch_size", patch_size)?,
+            scale_resolution,
+            patch_size,
         })
     }
 }

@@ -106,9 +106,6 @@ fn values_that_are_not_finite_end_every_subcommand() {
         "E05",
         &["scores"],
     );
-    let held_out = "--eval-data data/samples.json --eval-steps 1 --max-steps 1 --learning-rate 0";
-    let evaluated = site.start(&format!("{held_out} --output held")).finish();
-    assert_eq!(evaluated.code, Some(15), "{}", evaluated.screen);
     // Finite values that another format cannot hold.
     let checkpoint = site.path("whole/checkpoint-1");
     fs::remove_file(checkpoint.join("MANIFEST.json")).unwrap();
@@ -120,6 +117,20 @@ fn values_that_are_not_finite_end_every_subcommand() {
         &site,
         "export whole/checkpoint-1 --output wide --dtype bf16",
     );
+}
+
+#[test]
+fn an_evaluation_that_is_not_finite_ends_the_run() {
+    let site = Site::new();
+    let line = "--eval-data data/samples.json --eval-steps 1 --max-steps 1 --learning-rate 1e30 --nproc 2 --zero 3";
+    let ended = site.start(line).finish();
+    assert_eq!(ended.code, Some(15), "{}", ended.screen);
+    for word in [
+        "the loss of evaluation sample 0",
+        "first non-finite value: output of",
+    ] {
+        assert!(ended.screen.contains(word), "{}", ended.screen);
+    }
 }
 
 #[test]

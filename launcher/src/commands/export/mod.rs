@@ -225,7 +225,10 @@ fn adapter_failure(directory: &Path, error: &AdapterError) -> Failure {
         format!("cannot export {}", directory.display()),
         chain(error),
     )
-    .next("give a checkpoint-N directory of a run, or a directory with adapter_model.safetensors")
+    .next(failures::adapter_remedy(
+        directory,
+        "give a checkpoint-N directory of a run, or a directory with adapter_model.safetensors",
+    ))
 }
 
 /// Copies a small file. In `config.json`, the dtype is set to that of the weights.

@@ -190,7 +190,10 @@ fn open_adapter(dir: &Path, base: &WeightSource) -> Result<Adapter, Failure> {
             format!("cannot use the adapter {}", dir.display()),
             chain(&error),
         )
-        .next("give --adapter a checkpoint-N directory with adapter_model.safetensors or trained.safetensors")
+        .next(failures::adapter_remedy(
+            dir,
+            "give --adapter a checkpoint-N directory with adapter_model.safetensors or trained.safetensors",
+        ))
     })?;
     let misfits = adapter.misfits(base);
     if !misfits.is_empty() {
