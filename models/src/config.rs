@@ -10,10 +10,10 @@ const OTHER_BOUND: usize = 1 << 16;
 /// Largest accepted sizes, by the last name of the field's path. Each is several times that of any published model, and
 /// small enough that planning a model of these sizes takes seconds.
 const BOUNDS: [(&str, usize); 19] = [
-    ("num_hidden_layers", 512),
-    ("num_layers", 512),
-    ("layers", 512),
-    ("depth", 512),
+    ("num_hidden_layers", 256),
+    ("num_layers", 256),
+    ("layers", 256),
+    ("depth", 256),
     ("num_attention_heads", 1 << 10),
     ("num_key_value_heads", 1 << 10),
     ("multi_query_group_num", 1 << 10),

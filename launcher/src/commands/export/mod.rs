@@ -42,6 +42,7 @@ pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
         return Err(missing(checkpoint));
     }
     let directory = NewDirectory::begin(&output, "an export")?;
+    failures::check_directory(&format!("export {}", checkpoint.display()), checkpoint)?;
     let manifest = manifest(checkpoint)?;
     let sources = Sources::open(args, manifest.as_ref())?;
     sources.check(manifest.as_ref())?;
@@ -97,7 +98,6 @@ struct Sources {
 impl Sources {
     fn open(args: &ExportArgs, manifest: Option<&Checkpoint>) -> Result<Self, Failure> {
         let directory = args.checkpoint.clone();
-        failures::check_directory(&format!("export {}", directory.display()), &directory)?;
         match WeightSource::open(&directory) {
             Ok(model) => {
                 return Ok(Self {
