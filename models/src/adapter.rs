@@ -344,7 +344,7 @@ impl Adapter {
                 }
             };
             (found != expected)
-                .then(|| format!("{name} is {found:?}, the base model needs {expected:?}"))
+                .then(|| format!("{name} is {found:?}, the model needs {expected:?}"))
         };
         self.names().filter_map(misfit).collect()
     }
@@ -538,7 +538,7 @@ mod tests {
         };
         assert!(base(&[3, 4], &[5]).is_empty());
         let reshaped = base(&[3, 4], &[1, 5]);
-        assert!(reshaped[0].contains("resampler.query is [5], the base model needs [1, 5]"));
+        assert!(reshaped[0].contains("resampler.query is [5], the model needs [1, 5]"));
         assert_eq!(base(&[3, 5], &[5]).len(), 1, "A has 4 columns");
         assert_eq!(base(&[2, 4], &[5]).len(), 1, "B has 3 rows");
         assert_eq!(base(&[12], &[5]).len(), 2, "no matrix");

@@ -73,7 +73,7 @@ pub(crate) fn adapter_remedy(dir: &Path, otherwise: &str) -> String {
 /// Failure of a model directory that cannot be used.
 pub(crate) fn unusable(dir: &Path, error: &(dyn Error + 'static)) -> Failure {
     if !dir.exists() {
-        return absent(dir);
+        return absent(dir, error);
     }
     let title = format!("cannot use the model directory {}", dir.display());
     let failure = Failure::new(ErrorCode::ModelFiles, title, chain(error));
@@ -105,7 +105,7 @@ fn find<'e, T: Error + 'static>(error: &'e (dyn Error + 'static)) -> Option<&'e 
 }
 
 /// Failure of a directory that does not exist, which may be the name of a model on the Hub.
-fn absent(dir: &Path) -> Failure {
+fn absent(dir: &Path, error: &(dyn Error + 'static)) -> Failure {
     let title = format!("the model directory {} does not exist", dir.display());
     match hub_name(dir) {
         Some(name) => Failure::new(
@@ -113,10 +113,11 @@ fn absent(dir: &Path) -> Failure {
             title,
             format!("{name} looks like the name of a model on the Hub; this program reads directories and downloads nothing"),
         )
+        .evidence(chain(error))
         .next(format!(
             "download it first, then run the same command: hf download {name} --local-dir {name}"
         )),
-        None => Failure::new(ErrorCode::ModelFiles, title, "no file has this path")
+        None => Failure::new(ErrorCode::ModelFiles, title, chain(error))
             .next("give --model the directory with config.json and the weights"),
     }
 }

@@ -43,10 +43,15 @@ pub(crate) fn report(error: &WeightError) -> Failure {
         WeightError::WrongShape { .. } => {
             plain(error).next("take config.json and the safetensors files from the same model")
         }
-        WeightError::NotFinite { name, .. } => super::failures::not_finite(
-            format!("the weights are not usable: {name} is not finite"),
+        WeightError::NotFinite { name, wanted, .. } => Failure::new(
+            ErrorCode::Numeric,
+            format!("the weights cannot be used: {name} is not finite"),
             chain(error),
-        ),
+        )
+        .next(match wanted {
+            Some(_) => "use --precision bf16 or f32, whose range is larger",
+            None => "these values are in the file: take an earlier checkpoint, or download the weights again",
+        }),
         WeightError::DType { .. } => plain(error)
             .evidence("a tensor of integers or 8-bit floats is in most cases a quantized weight")
             .next("take the weights that are not quantized, or convert them to bf16 or f32"),

@@ -156,9 +156,9 @@ impl LanguageConfig {
         fields.no_dropout("attention_dropout")?;
         fields.full_attention()?;
         let rope = Rope::read(fields)?;
-        // Defaults are those of the class, used where a file has no value.
+        // Defaults are those of transformers, used where a file has no value.
         let rope_theta = rope.number("rope_theta", 1e4)?;
-        let factor = rope.number("partial_rotary_factor", 0.5)?;
+        let factor = rope.number("partial_rotary_factor", 1.0)?;
         let sections = rope.own("mrope_section")?;
         let mrope_section: Vec<usize> = sections.unwrap_or_else(|| vec![8, 12, 12]);
         for section in &mrope_section {

@@ -1,12 +1,13 @@
 //! Directories as other programs and people leave them: layouts of transformers 5, values that are not finite, adapters
 //! of other kinds, and files that are not what their names say.
 
-use crate::generate::{refuse, run, say};
+use crate::generate::{launcher, refuse, run, say};
 use crate::site::{Site, read_json};
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 /// Writes `value` in place of the first value of an f32 tensor.
 fn poke(file: &Path, tensor: &str, value: f32) {
@@ -120,7 +121,7 @@ fn values_that_are_not_finite_end_every_subcommand() {
 #[test]
 fn an_evaluation_that_is_not_finite_ends_the_run() {
     let site = Site::new();
-    let line = "--eval-data data/samples.json --eval-steps 1 --max-steps 1 --learning-rate 1e30 --nproc 2 --zero 3";
+    let line = "--eval-data data/samples.json --eval-steps 1 --max-steps 1 --learning-rate 1e30 --warmup-ratio 0 --nproc 2 --zero 3";
     let ended = site.start(line).finish();
     assert_eq!(ended.code, Some(15), "{}", ended.screen);
     for word in [
@@ -198,7 +199,7 @@ fn trained_tensors_replace_only_tensors_of_their_shape() {
     changed.extend(&bytes[8 + length..]);
     fs::write(&file, changed).unwrap();
     fs::remove_file(site.path("out/checkpoint-1/MANIFEST.json")).unwrap();
-    let words = ["llm.lm_head.weight is [128, 335], the base model needs [335, 128]"];
+    let words = ["llm.lm_head.weight is [128, 335], the model needs [335, 128]"];
     let adapter = "--model model --adapter out/checkpoint-1";
     refuse(
         &site,
@@ -304,5 +305,87 @@ fn all_unknown_flags_are_reported_at_once() {
         "did you mean --model?",
     ] {
         assert!(said.stderr.contains(word), "{word}\n{}", said.stderr);
+    }
+}
+
+#[test]
+fn lost_output_is_a_failure_of_every_subcommand() {
+    let site = Site::new();
+    site.train("--max-steps 1");
+    for line in [
+        "doctor --json",
+        "plan --model model --data data/samples.json --json",
+        "data check data/samples.json --model model --json",
+        "generate --model model --prompt hi --max-new-tokens 1 --json",
+        "eval --model model --data data/samples.json --limit 1 --max-new-tokens 1",
+        "ckpt ls out --json",
+        "ckpt verify out/checkpoint-1",
+        "watch out --once --json",
+        "export out/checkpoint-1 --output exported",
+        "explain E05",
+        "--help",
+    ] {
+        let full = fs::OpenOptions::new()
+            .write(true)
+            .open("/dev/full")
+            .unwrap();
+        let output = launcher(&site)
+            .args(line.split_whitespace())
+            .stdout(full)
+            .output()
+            .unwrap();
+        let screen = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(16), "{line}\n{screen}");
+        assert!(screen.contains("error[E13]"), "{line}\n{screen}");
+    }
+}
+
+#[test]
+fn the_limit_of_file_sizes_is_named() {
+    let site = Site::new();
+    let program = env!("CARGO_BIN_EXE_tessera_test_launcher");
+    let line = format!("ulimit -f 100; exec {program} export model --output copy");
+    let output = Command::new("sh")
+        .args(["-c", &line])
+        .current_dir(site.path(""))
+        .output()
+        .unwrap();
+    let screen = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(16), "{screen}");
+    assert!(screen.contains("ulimit -f unlimited"), "{screen}");
+}
+
+#[test]
+fn a_private_directory_that_cannot_be_made_names_tmpdir() {
+    let site = Site::new();
+    let output = launcher(&site)
+        .args("--model model --data data/samples.json --max-steps 1 --output out".split(' '))
+        .env("TMPDIR", site.path("data/samples.json"))
+        .output()
+        .unwrap();
+    let screen = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(16), "{screen}");
+    assert!(
+        screen.contains("set TMPDIR to a writable directory"),
+        "{screen}"
+    );
+}
+
+#[test]
+fn hostile_sizes_are_refused_before_they_are_planned() {
+    let site = Site::new();
+    for (path, value) in [
+        ("/vision_config/image_size", 2_147_483_647_u64),
+        ("/num_hidden_layers", 1_000_000),
+        ("/slice_config/scale_resolution", 1 << 40),
+    ] {
+        let file = site.path("model/config.json");
+        let before = fs::read(&file).unwrap();
+        edit(&file, |config| {
+            *config.pointer_mut(path).unwrap() = json!(value)
+        });
+        let plan = "plan --model model/config.json --no-weights true";
+        refuse(&site, plan, 10, "E10", &["it must be at most"]);
+        fs::write(&file, before).unwrap();
     }
 }

@@ -20,16 +20,20 @@ impl Said {
     }
 }
 
-/// Runs the program with these words in the site's directory.
-pub(crate) fn say(site: &Site, words: &[&str]) -> Said {
-    let output = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
-        .args(words)
+/// The program in the site's directory, without arguments.
+pub(crate) fn launcher(site: &Site) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"));
+    command
         .current_dir(site.path(""))
         .env_clear()
         .env("TMPDIR", site.path("tmp"))
-        .stdin(Stdio::null())
-        .output()
-        .unwrap();
+        .stdin(Stdio::null());
+    command
+}
+
+/// Runs the program with these words in the site's directory.
+pub(crate) fn say(site: &Site, words: &[&str]) -> Said {
+    let output = launcher(site).args(words).output().unwrap();
     Said {
         code: output.status.code(),
         stdout: String::from_utf8(output.stdout).unwrap(),

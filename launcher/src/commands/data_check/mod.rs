@@ -19,7 +19,7 @@ use crate::config::RunConfig;
 use crate::data::check::encode_options;
 use crate::data::problems::{self, Context, Kind, Problem};
 use crate::data::{Reading, Sampler, SamplerSizes, lines, read, verdicts};
-use crate::error::failures::unusable;
+use crate::error::failures::{check_directory, unusable};
 use crate::error::{ErrorCode, Failure, output};
 use crate::rank_env::{Env, Variables};
 use report::{Answers, Images, Length, Rendered, Report, Sized};
@@ -36,6 +36,7 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
     let config = configuration(args)?;
     let file = config.data_file();
     let dir = config.model_dir();
+    check_directory(&format!("use {}", dir.display()), &dir)?;
     let processor = models::open_processor(&dir)
         .map_err(|error| unusable(&dir, &error).next("its weights are not needed here"))?;
     let (samples, images) = read(Reading {

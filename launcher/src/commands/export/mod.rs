@@ -243,9 +243,12 @@ pub(crate) fn copy(from: &Path, to: &Path, dtype: Option<DType>) -> Result<(), F
             DType::F16 => "float16",
             _ => "float32",
         };
-        for key in ["torch_dtype", "dtype"] {
-            if let Some(value) = config.get_mut(key) {
-                *value = name.into();
+        // transformers 5 repeats the dtype in each part.
+        for part in ["", "/text_config", "/vision_config"] {
+            for key in ["torch_dtype", "dtype"] {
+                if let Some(value) = config.pointer_mut(&format!("{part}/{key}")) {
+                    *value = name.into();
+                }
             }
         }
         serde_json::to_vec_pretty(&config).ok()
