@@ -72,6 +72,8 @@ pub struct VisionConfig {
     pub rms_norm_eps: f64,
 }
 
+/// Largest number of learned positions along each side; every patch of an image has a weight for each of them.
+const MAX_GRID_SIDE: usize = 64;
 /// Patches per side that become one feature.
 pub const MERGE: usize = 2;
 
@@ -215,6 +217,11 @@ impl VisionConfig {
         let (width, heads) = (fields.size(WIDTH)?, fields.size("vision_config.num_heads")?);
         let patch_size = fields.size("vision_config.patch_size")?;
         let grid_side = grid(SIDE, fields.size(SIDE)?, patch_size)?;
+        at_most(
+            "vision_config.image_size / patch_size",
+            grid_side,
+            MAX_GRID_SIDE,
+        )?;
         check_rope(fields)?;
         Ok(Self {
             hidden_size: width,
