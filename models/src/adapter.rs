@@ -385,9 +385,9 @@ const WITHOUT_EFFECT: [&str; 24] = [
 /// [`AdapterError::Unsupported`] names the setting; [`AdapterError::Config`] if the file cannot be read.
 pub fn check_settings(dir: &Path) -> Result<(), AdapterError> {
     let path = dir.join(ADAPTER_CONFIG);
-    match path.try_exists() {
-        Ok(false) => Ok(()),
-        _ => read_settings(&path).map(drop),
+    match path.exists() {
+        false => Ok(()),
+        true => read_settings(&path).map(drop),
     }
 }
 

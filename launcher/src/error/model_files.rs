@@ -72,21 +72,71 @@ pub(crate) fn adapter_remedy(dir: &Path, otherwise: &str) -> String {
 
 /// Failure of a model directory that cannot be used.
 pub(crate) fn unusable(dir: &Path, error: &(dyn Error + 'static)) -> Failure {
-    if !dir.exists() {
-        return absent(dir, error);
-    }
     let title = format!("cannot use the model directory {}", dir.display());
     let failure = Failure::new(ErrorCode::ModelFiles, title, chain(error));
     if let Some(remedy) = system_remedy(error) {
         return failure.next(remedy);
     }
-    match (find::<ConfigError>(error), find::<TokenizerError>(error)) {
-        (Some(ConfigError::Quantized { .. }), _) => failure
+    if !dir.exists() {
+        return absent(dir, error);
+    }
+    let tokenizer = find::<TokenizerError>(error);
+    let lacks_tokenizer = matches!(tokenizer, Some(TokenizerError::NoVocabulary { .. }));
+    if (lacks_tokenizer || !dir.join("config.json").is_file())
+        && let Some((evidence, next)) = other_directory(dir)
+    {
+        return failure.evidence(evidence).next(next);
+    }
+    match find::<ConfigError>(error) {
+        Some(ConfigError::Quantized { .. }) => failure
             .next("give --model the model's weights that are not quantized (bf16), in most cases the repository without -int4, -AWQ or -GPTQ in its name")
             .next("--precision bf16 with --use-lora true needs the least memory; `launcher plan` shows how much"),
-        (_, Some(TokenizerError::NoVocabulary { .. })) => missing_tokenizer(failure, dir),
+        _ if lacks_tokenizer => missing_tokenizer(failure, dir),
         _ => failure.next("give --model a directory of MiniCPM-V or -o 2.6, CogVLM, CogAgent, CogVLM2, GLM-4V or GLM-4.1V with config.json, its tokenizer files and its safetensors files"),
     }
+}
+
+/// What a directory without usable model files is instead, and the next step; `None` if nothing shows it.
+pub(super) fn other_directory(dir: &Path) -> Option<(String, String)> {
+    let has = |name: &str| dir.join(name).exists();
+    let entries = std::fs::read_dir(dir).ok()?.flatten();
+    let mut names: Vec<String> = entries
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .collect();
+    names.sort();
+    let dangling = |name: &&String| {
+        let path = dir.join(name);
+        path.is_symlink() && !path.exists()
+    };
+    if let Some(name) = names.iter().find(dangling) {
+        return Some((
+            format!("{name} is a symbolic link to a file that does not exist"),
+            "copy the directory with cp -L from where its links work, or download it again"
+                .to_owned(),
+        ));
+    }
+    if names.iter().any(|name| name.starts_with("global_step")) || has("zero_to_fp32.py") {
+        return Some((
+            "it is a checkpoint of DeepSpeed, whose weights are divided among its ranks".to_owned(),
+            "join them: python zero_to_fp32.py . NEW --safe_serialization, then copy config.json and the tokenizer files to NEW".to_owned(),
+        ));
+    }
+    let of_sat = |name: &String| dir.join(name).join("mp_rank_00_model_states.pt").exists();
+    if names.iter().any(of_sat) {
+        return Some((
+            "it is a checkpoint of SAT (SwissArmyTransformer)".to_owned(),
+            "give --model the Hugging Face directory of the same model (-hf in its name)"
+                .to_owned(),
+        ));
+    }
+    if has("adapter_config.json") && !has("config.json") {
+        return Some((
+            "it is an adapter, a part of a model".to_owned(),
+            "give --model the model that it was trained on; generate and eval take it as --adapter"
+                .to_owned(),
+        ));
+    }
+    None
 }
 
 /// The first error of type `T` among `error` and its sources. Errors that show another one as their own count as it.
@@ -173,6 +223,23 @@ mod tests {
         for path in ["model", "a/b/c", "../b", "/nobody/model", "src/nothing"] {
             assert_eq!(hub_name(Path::new(path)), None, "{path}");
         }
+    }
+
+    #[test]
+    fn directories_of_other_programs_are_told_apart() {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let path = |name: &str| dir.path().join(name);
+        let found = || other_directory(dir.path()).map_or_else(String::new, |(what, _)| what);
+        assert_eq!(found(), "");
+        std::fs::write(path("adapter_config.json"), "{}").expect("written");
+        assert!(found().contains("an adapter"));
+        std::fs::create_dir(path("1")).expect("made");
+        std::fs::write(path("1/mp_rank_00_model_states.pt"), "").expect("written");
+        assert!(found().contains("SAT"));
+        std::fs::create_dir(path("global_step500")).expect("made");
+        assert!(found().contains("DeepSpeed"));
+        std::os::unix::fs::symlink("../../blobs/none", path("model.safetensors")).expect("linked");
+        assert!(found().contains("model.safetensors is a symbolic link"));
     }
 
     #[test]

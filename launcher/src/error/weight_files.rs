@@ -2,6 +2,7 @@
 //! whether a file is a git-lfs pointer that was never downloaded.
 
 use super::chain;
+use super::model_files::other_directory;
 use super::system::remedy;
 use crate::error::{ErrorCode, Failure, file_name};
 use crate::units::{bytes, grouped};
@@ -85,6 +86,9 @@ fn no_weights(dir: &Path, error: &WeightError) -> Failure {
     };
     let weights = |name: &&String| **name != "training_args.bin" && !name.starts_with("optimizer");
     let failure = incomplete(dir, error.to_string());
+    if let Some((evidence, next)) = other_directory(dir) {
+        return failure.evidence(evidence).next(next);
+    }
     if let Some(name) = with(&[".gguf", ".ggml"]) {
         return failure
             .evidence(format!(
