@@ -9,8 +9,9 @@ use crate::params::{ADAPTER_PREFIX, is_added};
 use crate::weights::{WeightError, WeightSource};
 use regex::Regex;
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
+use std::error::Error;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -40,15 +41,15 @@ pub enum AdapterError {
         /// Path of the settings file.
         path: PathBuf,
         /// Why it cannot be read or parsed.
-        source: Box<dyn std::error::Error + Send + Sync>,
+        source: Box<dyn Error + Send + Sync>,
     },
     /// A setting of peft that changes results and is not implemented.
-    #[error("{} asks for {key} = {value}, which is not supported", path.display())]
+    #[error("{} asks for {key} = {value}, which this program does not implement", path.display())]
     Unsupported {
         /// Path of the settings file.
         path: PathBuf,
         /// Name of the setting in the file.
-        key: &'static str,
+        key: String,
         /// Value of the setting in the file.
         value: String,
     },
@@ -147,6 +148,7 @@ impl Adapter {
                 dir: dir.to_owned(),
             });
         }
+        check_settings(dir)?;
         if adapter.files[0]
             .names()
             .any(|n| n.starts_with(ADAPTER_PREFIX))
@@ -264,7 +266,7 @@ impl Adapter {
         dst: &mut [u8],
     ) -> Result<(), WeightError> {
         match self.tensors.get(name) {
-            Some((file, key)) => self.files[*file].read_range(key, elements, out, dst),
+            Some((file, key)) => self.files[*file].read_finite(key, elements, out, dst),
             None => Err(WeightError::MissingTensor {
                 name: name.to_owned(),
                 dir: self.dir.clone(),
@@ -324,35 +326,125 @@ impl Adapter {
             }
         })
     }
+
+    /// Tensors of these files whose shape or dtype does not fit the weight of `base` that they replace or change, each with
+    /// the reason.
+    #[must_use]
+    pub fn misfits(&self, base: &WeightSource) -> Vec<String> {
+        let misfit = |name: &str| {
+            let found = self.shape(name)?;
+            if self.dtype(name).is_none() {
+                return Some(format!(
+                    "{name} is in a number format other than f32, bf16 and f16"
+                ));
+            }
+            let expected = match name.strip_prefix(ADAPTER_PREFIX) {
+                None => base.shape(name)?.to_vec(),
+                Some(path) => {
+                    let half = |suffix| Some((path.strip_suffix(suffix)?, suffix));
+                    let (module, suffix) = half(LORA_A).or_else(|| half(LORA_B))?;
+                    let base = base.shape(&format!("{module}.weight"))?;
+                    match (base, found) {
+                        (&[_, columns], &[rank, _]) if suffix == LORA_A => vec![rank, columns],
+                        (&[rows, _], &[_, rank]) => vec![rows, rank],
+                        _ => base.to_vec(),
+                    }
+                }
+            };
+            (found != expected)
+                .then(|| format!("{name} is {found:?}, the model needs {expected:?}"))
+        };
+        self.names().filter_map(misfit).collect()
+    }
+}
+
+/// Settings of peft that select layers, steer training, or only describe the adapter: the tensors show their effect.
+const WITHOUT_EFFECT: [&str; 24] = [
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "alpha_pattern",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_dtype",
+    "lorap_emb_lr",
+    "lorap_lr_ratio",
+    "megatron_core",
+    "modules_to_save",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "rank_pattern",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "tensor_parallel_plan",
+];
+
+/// Fails if `adapter_config.json` of the directory `dir`, if any, asks for what is not implemented: another kind of
+/// adapter, one that changes the base weights (PiSSA, OLoRA, LoftQ), or another layout (DoRA, `layer_replication`).
+///
+/// # Errors
+/// [`AdapterError::Unsupported`] names the setting; [`AdapterError::Config`] if the file cannot be read.
+pub fn check_settings(dir: &Path) -> Result<(), AdapterError> {
+    let path = dir.join(ADAPTER_CONFIG);
+    match path.exists() {
+        false => Ok(()),
+        true => read_settings(&path).map(drop),
+    }
 }
 
 fn read_config(path: &Path) -> Result<AdapterConfig, AdapterError> {
-    let failed = |source: Box<dyn std::error::Error + Send + Sync>| AdapterError::Config {
+    let settings = Value::Object(read_settings(path)?);
+    serde_json::from_value(settings).map_err(|e| config_error(path, e.into()))
+}
+
+fn config_error(path: &Path, source: Box<dyn Error + Send + Sync>) -> AdapterError {
+    AdapterError::Config {
         path: path.to_owned(),
         source,
-    };
-    let bytes = std::fs::read(path).map_err(|e| failed(e.into()))?;
-    let value: Value = serde_json::from_slice(&bytes).map_err(|e| failed(e.into()))?;
-    // Each of these changes what the adapter computes.
-    let neutral: [(&str, &[Value]); 5] = [
-        ("peft_type", &[Value::from("LORA")]),
-        ("bias", &[Value::from("none")]),
-        ("fan_in_fan_out", &[Value::from(false)]),
-        ("use_rslora", &[Value::from(false)]),
-        ("use_dora", &[Value::from(false)]),
-    ];
-    for (key, accepted) in neutral {
-        if let Some(found) = value.get(key).filter(|v| !v.is_null())
-            && !accepted.contains(found)
-        {
-            return Err(AdapterError::Unsupported {
-                path: path.to_owned(),
-                key,
-                value: found.to_string(),
-            });
-        }
     }
-    serde_json::from_value(value).map_err(|e| failed(e.into()))
+}
+
+/// The settings of an `adapter_config.json`, each of which is implemented or has no effect.
+fn read_settings(path: &Path) -> Result<Map<String, Value>, AdapterError> {
+    let bytes = crate::text::read_regular(path).map_err(|e| config_error(path, e.into()))?;
+    let settings: Map<String, Value> =
+        serde_json::from_slice(&bytes).map_err(|e| config_error(path, e.into()))?;
+    match settings
+        .iter()
+        .find(|(key, value)| !implemented(key, value))
+    {
+        None => Ok(settings),
+        Some((key, value)) => Err(AdapterError::Unsupported {
+            path: path.to_owned(),
+            key: key.clone(),
+            value: value.to_string(),
+        }),
+    }
+}
+
+/// Whether the adapter is read right with this setting.
+fn implemented(key: &str, value: &Value) -> bool {
+    let text = value.as_str();
+    match key {
+        "peft_type" => text == Some("LORA"),
+        "bias" => text == Some("none"),
+        // Others change the base weights, or start from values that were never saved.
+        "init_lora_weights" => value.is_boolean() || value.is_null() || text == Some("gaussian"),
+        _ if WITHOUT_EFFECT.contains(&key) => true,
+        _ => match value {
+            Value::Null | Value::Bool(false) => true,
+            Value::Array(items) => items.is_empty(),
+            Value::Object(fields) => fields.is_empty(),
+            _ => false,
+        },
+    }
 }
 
 #[cfg(test)]
@@ -421,6 +513,46 @@ mod tests {
     }
 
     #[test]
+    fn settings_as_peft_writes_them_are_read() {
+        let config = r#"{
+            "alora_invocation_tokens": null, "alpha_pattern": {}, "arrow_config": null, "auto_mapping": null,
+            "base_model_name_or_path": "x", "bias": "none", "corda_config": null, "ensure_weight_tying": false,
+            "eva_config": null, "exclude_modules": null, "fan_in_fan_out": false, "inference_mode": true,
+            "init_lora_weights": true, "layer_replication": null, "layers_pattern": null,
+            "layers_to_transform": null, "loftq_config": {}, "lora_alpha": 8, "lora_bias": false,
+            "lora_dropout": 0.05, "megatron_config": null, "megatron_core": "megatron.core",
+            "modules_to_save": ["resampler"], "peft_type": "LORA", "peft_version": "0.18.0",
+            "qalora_group_size": 16, "r": 2, "rank_pattern": {}, "revision": null, "target_modules": ["q_proj"],
+            "target_parameters": null, "task_type": "CAUSAL_LM", "trainable_token_indices": null,
+            "use_dora": false, "use_qalora": false, "use_rslora": false}"#;
+        assert!(adapter(config, 2).is_ok());
+        let gaussian = config.replace("weights\": true", "weights\": \"gaussian\"");
+        assert!(adapter(&gaussian, 2).is_ok());
+    }
+
+    #[test]
+    fn tensors_are_compared_with_the_weights_that_they_change() {
+        let adapter = adapter(r#"{"r": 2, "lora_alpha": 8}"#, 2).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let weight = format!("{MODULE}.weight");
+        let base = |module: &[usize], query: &[usize]| {
+            let tensors: [(&str, &[usize]); 3] = [
+                (&weight, module),
+                ("resampler.query", query),
+                ("llm.lm_head.weight", &[6]),
+            ];
+            write(dir.path(), "model", &tensors);
+            adapter.misfits(&WeightSource::open(dir.path()).unwrap())
+        };
+        assert!(base(&[3, 4], &[5]).is_empty());
+        let reshaped = base(&[3, 4], &[1, 5]);
+        assert!(reshaped[0].contains("resampler.query is [5], the model needs [1, 5]"));
+        assert_eq!(base(&[3, 5], &[5]).len(), 1, "A has 4 columns");
+        assert_eq!(base(&[2, 4], &[5]).len(), 1, "B has 3 rows");
+        assert_eq!(base(&[12], &[5]).len(), 2, "no matrix");
+    }
+
+    #[test]
     fn adapter_settings_that_would_change_the_result_are_refused() {
         for (config, rank, part) in [
             (
@@ -432,6 +564,51 @@ mod tests {
             (r#"{"r": 4, "lora_alpha": 8}"#, 2, "r = 4"),
             (r#"{"r": 2, "lora_alpha": 8}"#, 3, "3 columns"),
             (r#"{"lora_alpha": 8}"#, 2, "cannot read"),
+            (
+                r#"{"r": 2, "lora_alpha": 8, "peft_type": "LOHA"}"#,
+                2,
+                "LOHA",
+            ),
+            (
+                r#"{"r": 2, "lora_alpha": 8, "peft_type": null}"#,
+                2,
+                "peft_type",
+            ),
+            (
+                r#"{"r": 2, "lora_alpha": 8, "use_rslora": true}"#,
+                2,
+                "use_rslora",
+            ),
+            (
+                r#"{"r": 2, "lora_alpha": 8, "layer_replication": [[0, 2]]}"#,
+                2,
+                "layer_replication",
+            ),
+            (
+                r#"{"r": 2, "lora_alpha": 8, "init_lora_weights": "pissa_niter_4"}"#,
+                2,
+                "pissa",
+            ),
+            (
+                r#"{"r": 2, "lora_alpha": 8, "init_lora_weights": "olora"}"#,
+                2,
+                "olora",
+            ),
+            (
+                r#"{"r": 2, "lora_alpha": 8, "init_lora_weights": "loftq"}"#,
+                2,
+                "loftq",
+            ),
+            (
+                r#"{"r": 2, "lora_alpha": 8, "lora_bias": true}"#,
+                2,
+                "lora_bias",
+            ),
+            (
+                r#"{"r": 2, "lora_alpha": 8, "a_key_of_next_year": "x"}"#,
+                2,
+                "a_key_of_next_year",
+            ),
         ] {
             let error = adapter(config, rank).unwrap_err();
             assert!(error.to_string().contains(part), "{config}: {error}");

@@ -5,8 +5,56 @@ use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// Larger sizes count as damage: the product of two still fits 64 bits.
-pub(crate) const MAX_SIZE: usize = 1 << 28;
+/// Bound of a size without an entry in [`BOUNDS`].
+const OTHER_BOUND: usize = 1 << 16;
+/// Largest accepted sizes, by the last name of the field's path. Each is several times that of any published model, and
+/// small enough that planning a model of these sizes takes seconds.
+const BOUNDS: [(&str, usize); 19] = [
+    ("num_hidden_layers", 256),
+    ("num_layers", 256),
+    ("layers", 256),
+    ("depth", 256),
+    ("num_attention_heads", 1 << 10),
+    ("num_key_value_heads", 1 << 10),
+    ("multi_query_group_num", 1 << 10),
+    ("num_heads", 1 << 10),
+    ("intermediate_size", 1 << 18),
+    ("ffn_hidden_size", 1 << 18),
+    ("vocab_size", 1 << 22),
+    ("padded_vocab_size", 1 << 22),
+    ("query_num", 1 << 12),
+    ("max_slice_nums", 1 << 8),
+    ("image_size", 1 << 12),
+    ("cross_image_size", 1 << 12),
+    ("scale_resolution", 1 << 11),
+    ("patch_size", 1 << 8),
+    ("longest_edge", 1 << 28),
+];
+/// Largest number of patches along one side of an image.
+pub(crate) const MAX_GRID: usize = 1 << 8;
+/// Keys of the language model that decide what it computes.
+const LANGUAGE_KEYS: [&str; 20] = [
+    "add_qkv_bias",
+    "attention_bias",
+    "ffn_hidden_size",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "kv_channels",
+    "layernorm_epsilon",
+    "multi_query_group_num",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "num_layers",
+    "num_multi_query_heads",
+    "padded_vocab_size",
+    "partial_rotary_factor",
+    "rms_norm_eps",
+    "rope_theta",
+    "vocab_size",
+];
 
 /// The parsed content of a model's `config.json`, with its path for error messages.
 #[derive(Debug)]
@@ -26,7 +74,7 @@ impl ConfigFile {
         } else {
             dir.join("config.json")
         };
-        match std::fs::read(&path) {
+        match crate::text::read_regular(&path) {
             Ok(bytes) => Self::parse(&bytes, &path),
             Err(source) => Err(ConfigError::Read { path, source }),
         }
@@ -53,8 +101,10 @@ impl ConfigFile {
     }
 }
 
-/// Fields of a `config.json`, or of one object in it. A field is named by its path, such as `vision_config.patch_size`;
-/// null counts as absent.
+/// Fields of a `config.json`, or of one object in it. A field is named by its path, such as `vision_config.patch_size`.
+///
+/// As in transformers, null is a value: no default replaces it. It is false where a flag is expected, an object without
+/// fields where an object is, and an error where a number or a text is.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fields<'a> {
     path: &'a Path,
@@ -69,7 +119,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The value at `field`, unless it or an object on the way to it is absent.
+    /// The value at `field`, null included, unless it or an object on the way to it is absent.
     fn value(&self, field: &str) -> Result<Option<&'a Value>, ConfigError> {
         let mut names = field.split('.');
         let mut found = self.root.get(names.next().unwrap_or_default());
@@ -82,22 +132,58 @@ impl<'a> Fields<'a> {
                 }
             };
         }
-        Ok(found.filter(|value| !value.is_null()))
+        Ok(found)
     }
 
-    /// The object at `field`, if present.
+    /// The object at `field`; `None` if it is absent or null, from which transformers makes the same object.
     ///
     /// # Errors
     /// [`ConfigError::Json`] if it is no object.
     pub(crate) fn section(&self, field: &str) -> Result<Option<Self>, ConfigError> {
         match self.value(field)? {
-            None => Ok(None),
+            None | Some(Value::Null) => Ok(None),
             Some(Value::Object(root)) => Ok(Some(Self { root, ..*self })),
             Some(_) => Err(self.invalid(format!("{field} is no object"))),
         }
     }
 
-    /// The value of `field`, if present.
+    /// The fields of the language model: those of `text_config`, or, in the flat layout, of this object.
+    ///
+    /// # Errors
+    /// [`ConfigError::Json`] if a field has one value here and another in `text_config`: a class reads one of the two.
+    pub(crate) fn language(&self) -> Result<Self, ConfigError> {
+        let Some(text) = self.section("text_config")? else {
+            return Ok(*self);
+        };
+        let equal = |a: &Value, b: &Value| a == b || (a.is_number() && a.as_f64() == b.as_f64());
+        for key in LANGUAGE_KEYS {
+            if let (Some(nested), Some(flat)) = (text.root.get(key), self.root.get(key))
+                && !equal(nested, flat)
+            {
+                return Err(self.invalid(format!(
+                    "{key} is {flat}, but text_config.{key} is {nested}"
+                )));
+            }
+        }
+        Ok(text)
+    }
+
+    /// Fails if the weights are quantized.
+    ///
+    /// # Errors
+    /// [`ConfigError::Quantized`].
+    pub(crate) fn refuse_quantized(&self) -> Result<(), ConfigError> {
+        for field in ["quantization_config", "text_config.quantization_config"] {
+            if let Some(settings) = self.section(field)? {
+                let method: Option<String> = settings.nullable("quant_method")?;
+                let method = method.unwrap_or_else(|| "unknown".to_owned());
+                return Err(ConfigError::Quantized { method });
+            }
+        }
+        Ok(())
+    }
+
+    /// The value of `field`, if present; null is an error unless `T` has a value for it.
     ///
     /// # Errors
     /// [`ConfigError::Json`] if it has another type.
@@ -110,8 +196,31 @@ impl<'a> Fields<'a> {
         };
         match T::deserialize(value) {
             Ok(value) => Ok(Some(value)),
+            Err(_) if value.is_null() => Err(self.invalid(format!(
+                "{field} is null, which no default replaces: give it a value or remove it"
+            ))),
             Err(error) => Err(self.invalid(format!("{field}: {error}"))),
         }
+    }
+
+    /// The value of `field`; `None` if it is absent, or null where transformers treats null as absent.
+    ///
+    /// # Errors
+    /// [`ConfigError::Json`] if it has another type.
+    pub(crate) fn nullable<T: DeserializeOwned>(
+        &self,
+        field: &str,
+    ) -> Result<Option<T>, ConfigError> {
+        Ok(self.optional::<Option<T>>(field)?.flatten())
+    }
+
+    /// The flag `field`, or `default` if it is absent. Null is false.
+    ///
+    /// # Errors
+    /// [`ConfigError::Json`] if it is no flag.
+    pub(crate) fn flag(&self, field: &str, default: bool) -> Result<bool, ConfigError> {
+        let found = self.optional::<Option<bool>>(field)?;
+        Ok(found.map_or(default, Option::unwrap_or_default))
     }
 
     /// The value of the field called `field`, which must be present.
@@ -135,6 +244,21 @@ impl<'a> Fields<'a> {
         default: T,
     ) -> Result<T, ConfigError> {
         Ok(self.optional(field)?.unwrap_or(default))
+    }
+
+    /// The size `field`, or `other` where it is null; it must be present.
+    ///
+    /// # Errors
+    /// As [`Fields::required`] and [`size`].
+    pub(crate) fn size_or_null(
+        &self,
+        field: &'static str,
+        other: usize,
+    ) -> Result<usize, ConfigError> {
+        size(
+            field,
+            self.required::<Option<usize>>(field)?.unwrap_or(other),
+        )
     }
 
     /// The size `field`, within the bounds of [`size`].
@@ -190,6 +314,46 @@ impl<'a> Fields<'a> {
         expect(field, found.as_deref(), expected)
     }
 
+    /// Fails unless the flag `field` is absent or `expected`. Null is false.
+    ///
+    /// # Errors
+    /// As [`Fields::flag`] and [`expect`].
+    pub(crate) fn expect_flag(
+        &self,
+        field: &'static str,
+        expected: bool,
+    ) -> Result<(), ConfigError> {
+        match self.flag(field, expected)? {
+            found if found == expected => Ok(()),
+            found => Err(unsupported(
+                field,
+                found.to_string(),
+                if expected { "true" } else { "false" },
+            )),
+        }
+    }
+
+    /// Fails if `field` is present and not `expected`, which other fields imply. Null is absent.
+    ///
+    /// # Errors
+    /// [`ConfigError::Inconsistent`].
+    pub(crate) fn implied(&self, field: &'static str, expected: usize) -> Result<(), ConfigError> {
+        match self.nullable(field)? {
+            Some(found) => same(field, found, expected),
+            None => Ok(()),
+        }
+    }
+
+    /// Fails if a layer has another attention than to all earlier tokens.
+    ///
+    /// # Errors
+    /// As [`Fields::optional`]; [`ConfigError::Unsupported`] for another type of layer.
+    pub(crate) fn full_attention(&self) -> Result<(), ConfigError> {
+        let types: Vec<String> = self.nullable("layer_types")?.unwrap_or_default();
+        let other = types.into_iter().find(|kind| kind != "full_attention");
+        expect("layer_types", other.as_deref(), "full_attention")
+    }
+
     /// Fails unless the dropout `field` is absent or zero.
     ///
     /// # Errors
@@ -208,11 +372,82 @@ impl<'a> Fields<'a> {
     /// # Errors
     /// As [`Fields::optional`].
     pub(crate) fn eos_ids(&self) -> Result<Option<Vec<i32>>, ConfigError> {
-        let ids = self.optional::<EosIds>("eos_token_id")?;
+        let ids = self.nullable::<EosIds>("eos_token_id")?;
         Ok(ids.map(|ids| match ids {
             EosIds::One(id) => vec![id],
             EosIds::Several(ids) => ids,
         }))
+    }
+}
+
+/// Settings of rotary positions: `rope_parameters` (transformers 5) or `rope_scaling`, and the flat fields of transformers 4.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rope<'a> {
+    flat: Fields<'a>,
+    nested: Option<Fields<'a>>,
+}
+
+impl<'a> Rope<'a> {
+    /// The settings beside `fields`, which must be of the default type.
+    ///
+    /// # Errors
+    /// [`ConfigError::Unsupported`] for scaled positions; [`ConfigError::Json`] for settings per type of layer.
+    pub(crate) fn read(fields: Fields<'a>) -> Result<Self, ConfigError> {
+        let nested = match fields.section("rope_parameters")? {
+            None => fields.section("rope_scaling")?,
+            nested => nested,
+        };
+        if let Some(nested) = nested {
+            for field in ["rope_type", "type"] {
+                let kind = nested.optional::<String>(field)?;
+                expect("rope_parameters.rope_type", kind.as_deref(), "default")?;
+            }
+            if let Some((kind, _)) = nested.root.iter().find(|(_, value)| value.is_object()) {
+                return Err(fields.invalid(format!(
+                    "rope_parameters.{kind}: settings per type of layer are not supported"
+                )));
+            }
+        }
+        Ok(Self {
+            flat: fields,
+            nested,
+        })
+    }
+
+    /// The positive number `field`, or `default` if it is absent.
+    ///
+    /// # Errors
+    /// As [`positive`]; [`ConfigError::Json`] if both layouts have it, with different values.
+    pub(crate) fn number(&self, field: &'static str, default: f64) -> Result<f64, ConfigError> {
+        let flat = self.flat.optional::<f64>(field)?;
+        match (self.own::<f64>(field)?, flat) {
+            (Some(nested), Some(flat)) if nested != flat => Err(self.flat.invalid(format!(
+                "{field} is {flat}, but rope_parameters.{field} is {nested}"
+            ))),
+            (nested, flat) => positive(field, nested.or(flat).unwrap_or(default)),
+        }
+    }
+
+    /// Fails if `field` is present and not `expected`, a constant of the published code or implied by other fields.
+    ///
+    /// # Errors
+    /// As [`Rope::number`]; [`ConfigError::Json`] for another value.
+    pub(crate) fn constant(&self, field: &'static str, expected: f64) -> Result<(), ConfigError> {
+        match self.number(field, expected)? {
+            found if found == expected => Ok(()),
+            found => Err(self.flat.invalid(format!(
+                "{field} is {found}, but the published code uses {expected}"
+            ))),
+        }
+    }
+
+    /// The value of `field` in the nested object, if present.
+    ///
+    /// # Errors
+    /// As [`Fields::optional`].
+    pub(crate) fn own<T: DeserializeOwned>(&self, field: &str) -> Result<Option<T>, ConfigError> {
+        self.nested
+            .map_or(Ok(None), |nested| nested.optional(field))
     }
 }
 
@@ -259,6 +494,14 @@ pub enum ConfigError {
         found: String,
         /// The version that is supported.
         expected: &'static str,
+    },
+    /// The weights are quantized.
+    #[error(
+        "quantization_config says that the weights are quantized ({method}); this model reads f32, bf16 and f16"
+    )]
+    Quantized {
+        /// The `quant_method` of the file, or `unknown`.
+        method: String,
     },
     /// A field has an unsupported value.
     #[error("{field} = {found} is not supported, expected {expected}")]
@@ -315,7 +558,28 @@ pub(crate) fn positive(field: &'static str, found: f64) -> Result<f64, ConfigErr
     Err(unsupported(field, found.to_string(), "a positive number"))
 }
 
-/// `found`, which must be at least 1 and at most [`MAX_SIZE`].
+/// Patches along one side of an image, of which `side` and `patch` are the sides in pixels.
+pub(crate) fn grid(field: &'static str, side: usize, patch: usize) -> Result<usize, ConfigError> {
+    at_most(
+        field,
+        size(field, divisible(field, side, patch)?)?,
+        MAX_GRID,
+    )
+}
+
+/// Fails unless `found` is `expected`.
+pub(crate) fn same(field: &'static str, found: usize, expected: usize) -> Result<(), ConfigError> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(ConfigError::Inconsistent {
+        field,
+        found,
+        reason: format!("it must be {expected}"),
+    })
+}
+
+/// `found`, which must be at least 1 and at most the field's bound.
 pub(crate) fn size(field: &'static str, found: usize) -> Result<usize, ConfigError> {
     if found == 0 {
         let reason = "it must be at least 1".to_owned();
@@ -325,7 +589,9 @@ pub(crate) fn size(field: &'static str, found: usize) -> Result<usize, ConfigErr
             reason,
         });
     }
-    at_most(field, found, MAX_SIZE)
+    let name = field.rsplit(['.', ' ']).next().unwrap_or(field);
+    let bound = BOUNDS.iter().find(|(known, _)| *known == name);
+    at_most(field, found, bound.map_or(OTHER_BOUND, |(_, bound)| *bound))
 }
 
 /// `found`, which must be at most `limit`.
@@ -379,7 +645,11 @@ mod tests {
         let file = ConfigFile::parse(bytes, Path::new("config.json")).unwrap();
         let fields = file.fields();
         assert_eq!(fields.size("a.b").unwrap(), 3);
-        assert_eq!(fields.or("a.d", 7).unwrap(), 7, "null counts as absent");
+        assert!(reason(fields.or("a.d", 7).unwrap_err()).contains("a.d is null"));
+        assert_eq!(fields.nullable::<usize>("a.d").unwrap(), None);
+        assert!(!fields.flag("a.d", true).unwrap(), "null is false");
+        assert!(fields.flag("a.x", true).unwrap(), "absent is the default");
+        assert_eq!(fields.size_or_null("a.d", 7).unwrap(), 7);
         assert_eq!(fields.or("f.b", 7).unwrap(), 7);
         assert_eq!(
             reason(fields.size("a.x").unwrap_err()),

@@ -85,6 +85,14 @@ pub enum ModelError {
         /// Family of the expected images.
         expected: &'static str,
     },
+    /// The scores of the next token are infinite or NaN.
+    #[error("the scores of token {token} of the answer to prompt {prompt} are infinite or NaN")]
+    NotFinite {
+        /// Index of the prompt in its batch, from 0.
+        prompt: usize,
+        /// Number of tokens of the answer before it.
+        token: usize,
+    },
     /// An encoded sample does not fit the model.
     #[error("sample {sample}: {reason}")]
     Sample {

@@ -80,17 +80,18 @@ impl Family {
     }
 
     fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
-        if let Ok(Some(edition)) = Edition::read(fields) {
+        fields.refuse_quantized()?;
+        if let Some(edition) = Edition::read(fields)? {
             return Ok(match edition {
                 Edition::CogVlm => Self::CogVlm,
                 Edition::CogVlm2 => Self::CogVlm2,
                 Edition::CogAgent => Self::CogAgent,
             });
         }
-        let model_type: String = fields.or("model_type", String::new())?;
-        let architectures: Vec<String> = fields.or("architectures", Vec::new())?;
+        let model_type: String = fields.nullable("model_type")?.unwrap_or_default();
+        let architectures: Vec<String> = fields.nullable("architectures")?.unwrap_or_default();
         let architecture = architectures.into_iter().next().unwrap_or_default();
-        let vision = fields.optional::<serde::de::IgnoredAny>("vision_config")?;
+        let vision = fields.section("vision_config")?;
         match &*model_type {
             "minicpmv" | "minicpmo" => Ok(Self::MiniCpm),
             // The text models of the family have the same name.
@@ -195,6 +196,224 @@ pub fn open_processor(dir: &Path) -> Result<Arc<dyn Processor>, ProcessorError> 
         Family::Glm41v => Ok(Arc::new(Glm41vProcessor::load(dir)?)),
         Family::CogVlm | Family::CogVlm2 | Family::CogAgent => {
             Ok(Arc::new(CogProcessor::load(dir)?))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Map, Value, json};
+
+    /// Keys of the language model, which transformers 5 nests in `text_config`.
+    const LANGUAGE: [&str; 22] = [
+        "hidden_size",
+        "hidden_act",
+        "intermediate_size",
+        "ffn_hidden_size",
+        "num_hidden_layers",
+        "num_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_multi_query_heads",
+        "multi_query_group_num",
+        "kv_channels",
+        "vocab_size",
+        "padded_vocab_size",
+        "rms_norm_eps",
+        "layernorm_epsilon",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "add_qkv_bias",
+        "attention_bias",
+        "rope_theta",
+        "partial_rotary_factor",
+    ];
+
+    /// Name and `config.json` of every golden pack, in the flat layout.
+    fn packs() -> Vec<(String, Map<String, Value>)> {
+        let packs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
+        let mut found = Vec::new();
+        for pack in std::fs::read_dir(packs).unwrap() {
+            let pack = pack.unwrap().path();
+            let Ok(bytes) = std::fs::read(pack.join("config.json")) else {
+                continue;
+            };
+            let mut config: Map<String, Value> = serde_json::from_slice(&bytes).unwrap();
+            if let Some(Value::Object(text)) = config.shift_remove("text_config") {
+                config.extend(text);
+                config.insert("model_type".into(), "glm4v".into());
+            }
+            found.push((pack.display().to_string(), config));
+        }
+        assert_eq!(found.len(), 7);
+        found
+    }
+
+    /// What the family reads in `config`, as text.
+    fn read(config: &Map<String, Value>) -> Result<String, ConfigError> {
+        let bytes = serde_json::to_vec(config).unwrap();
+        let path = Path::new("config.json");
+        Ok(match Family::of_bytes(&bytes, path)? {
+            Family::MiniCpm => format!("{:?}", MiniCpmConfig::parse(&bytes, path)?),
+            Family::Glm4v => format!("{:?}", Glm4vConfig::parse(&bytes, path)?),
+            Family::Glm41v => format!("{:?}", Glm41vConfig::parse(&bytes, path)?),
+            _ => format!("{:?}", CogConfig::parse(&bytes, path)?),
+        })
+    }
+
+    /// `config` as transformers 5 saves it.
+    fn nested(config: &Map<String, Value>) -> Map<String, Value> {
+        let mut config = config.clone();
+        let mut text = Map::new();
+        for key in LANGUAGE {
+            text.extend(
+                config
+                    .shift_remove(key)
+                    .map(|value| (key.to_owned(), value)),
+            );
+        }
+        let mut rope = json!({"rope_type": "default"});
+        for key in ["rope_theta", "partial_rotary_factor"] {
+            if let Some(value) = text.shift_remove(key) {
+                rope[key] = value;
+            }
+        }
+        if let Some(Value::Object(scaling)) = config.shift_remove("rope_scaling") {
+            rope.as_object_mut().unwrap().extend(scaling);
+        }
+        text.insert("rope_parameters".into(), rope);
+        text.insert("dtype".into(), "float32".into());
+        config.shift_remove("torch_dtype");
+        config.insert("dtype".into(), "float32".into());
+        config.insert("text_config".into(), text.into());
+        config
+    }
+
+    /// Replaces the value at `path` (names between dots).
+    fn set(config: &mut Map<String, Value>, path: &str, value: Value) {
+        let mut config = config;
+        let (parents, last) = path.rsplit_once('.').unwrap_or(("", path));
+        for name in parents.split('.').filter(|name| !name.is_empty()) {
+            config = config[name].as_object_mut().unwrap();
+        }
+        config.insert(last.to_owned(), value);
+    }
+
+    /// Paths of all numbers in `config`.
+    fn numbers(config: &Map<String, Value>, parent: &str, found: &mut Vec<String>) {
+        for (key, value) in config {
+            match value {
+                Value::Object(inside) => numbers(inside, &format!("{parent}{key}."), found),
+                Value::Number(_) => found.push(format!("{parent}{key}")),
+                _ => {}
+            }
+        }
+    }
+
+    #[test]
+    fn every_family_reads_the_layout_of_transformers_5() {
+        for (pack, flat) in packs() {
+            let nested = nested(&flat);
+            assert_eq!(read(&nested).unwrap(), read(&flat).unwrap(), "{pack}");
+            let mut scaled = nested.clone();
+            set(
+                &mut scaled,
+                "text_config.rope_parameters.rope_type",
+                "yarn".into(),
+            );
+            assert!(read(&scaled).is_err(), "{pack}");
+            let mut moved = nested.clone();
+            set(
+                &mut moved,
+                "text_config.rope_parameters.rope_theta",
+                json!(123),
+            );
+            assert_ne!(read(&moved).ok(), read(&flat).ok(), "{pack}");
+            set(&mut moved, "text_config.rope_theta", json!(1e4));
+            assert!(read(&moved).is_err(), "{pack}: two bases");
+            let mut twice = nested;
+            set(&mut twice, "hidden_size", json!(4096));
+            let error = read(&twice).unwrap_err();
+            let text = std::error::Error::source(&error).unwrap().to_string();
+            assert!(text.contains("text_config.hidden_size"), "{pack}: {text}");
+        }
+    }
+
+    #[test]
+    fn null_is_a_value_as_in_transformers() {
+        for (pack, config) in packs() {
+            let with = |path: &str| {
+                let mut config = config.clone();
+                set(&mut config, path, Value::Null);
+                read(&config)
+            };
+            let whole = read(&config).unwrap();
+            for path in [
+                "text_config",
+                "rope_scaling",
+                "rope_parameters",
+                "quantization_config",
+            ] {
+                // GLM-4.1V has the parts of its positions there.
+                if path != "rope_scaling" || !config.contains_key(path) {
+                    assert_eq!(with(path).unwrap(), whole, "{pack}: {path}");
+                }
+            }
+            let mut all = Vec::new();
+            numbers(&config, "", &mut all);
+            for path in all {
+                let last = path.rsplit('.').next().unwrap();
+                match with(&path) {
+                    Ok(found) if last == "num_key_value_heads" => assert_ne!(found, whole),
+                    Ok(found) => assert_eq!(found, whole, "{pack}: {path}"),
+                    Err(error) => {
+                        let text = format!("{error:?}");
+                        assert!(text.contains("null"), "{pack}: {path}: {text}");
+                    }
+                }
+            }
+        }
+        let (_, mini) = packs()
+            .into_iter()
+            .find(|(name, _)| name.ends_with("v-2_6"))
+            .unwrap();
+        for flag in ["drop_vision_last_layer", "use_image_id", "slice_mode"] {
+            let mut null = mini.clone();
+            set(&mut null, flag, Value::Null);
+            let mut no = mini.clone();
+            set(&mut no, flag, false.into());
+            assert_eq!(read(&null).unwrap(), read(&no).unwrap(), "{flag}");
+        }
+    }
+
+    #[test]
+    fn sizes_of_no_model_are_refused_with_their_bound() {
+        for (pack, config) in packs() {
+            let whole = read(&config).unwrap();
+            let mut all = Vec::new();
+            numbers(&config, "", &mut all);
+            for path in all {
+                for hostile in [1_usize << 31, usize::MAX] {
+                    let mut config = config.clone();
+                    set(&mut config, &path, json!(hostile));
+                    match read(&config) {
+                        Err(ConfigError::Inconsistent { reason, .. }) => {
+                            let bound =
+                                reason.starts_with("it must be") || reason.contains("patches");
+                            assert!(bound, "{pack}: {path}: {reason}");
+                        }
+                        Err(_) => {}
+                        // A base of angles, an epsilon, or a field that no code reads.
+                        Ok(found) => {
+                            let real = ["rope_theta", "eps", "range", "factor", "ratio", "epsilon"];
+                            let real = real.iter().any(|name| path.ends_with(name));
+                            assert!(real || found == whole, "{pack}: {path} = {hostile}");
+                        }
+                    }
+                }
+            }
         }
     }
 }

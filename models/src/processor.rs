@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 
@@ -115,18 +116,30 @@ pub enum ProcessorError {
     /// The chat template cannot be used.
     #[error(transparent)]
     Template(#[from] TemplateError),
-    /// `preprocessor_config.json` is missing or cannot be read.
+    /// A file of image settings cannot be read.
     #[error("cannot read {}", path.display())]
     Read {
-        /// Path of `preprocessor_config.json`.
+        /// Path of the file.
         path: PathBuf,
         /// What the operating system said.
         source: std::io::Error,
     },
-    /// `preprocessor_config.json` is not valid.
+    /// The directory has no image settings.
+    #[error("{} has neither preprocessor_config.json nor image_processor in processor_config.json", dir.display())]
+    NoSettings {
+        /// The model directory.
+        dir: PathBuf,
+    },
+    /// The directory has image settings in two files, of which each version of transformers reads another.
+    #[error("preprocessor_config.json and image_processor in processor_config.json of {} differ; remove the one that was not used in training", dir.display())]
+    TwoSettings {
+        /// The model directory.
+        dir: PathBuf,
+    },
+    /// A file of image settings is not valid.
     #[error("{} is not valid", path.display())]
     Json {
-        /// Path of `preprocessor_config.json`.
+        /// Path of the file.
         path: PathBuf,
         /// Line, column and cause.
         source: serde_json::Error,
@@ -151,14 +164,38 @@ pub enum ProcessorError {
     },
 }
 
-/// Reads `preprocessor_config.json` of the model directory `dir`.
+/// Reads the image settings of the model directory `dir`: `preprocessor_config.json`, or, as transformers 5 saves them,
+/// `image_processor` in `processor_config.json`.
 ///
 /// # Errors
-/// [`ProcessorError::Read`] or [`ProcessorError::Json`].
-pub(crate) fn read_preprocessor<T: DeserializeOwned>(dir: &Path) -> Result<T, ProcessorError> {
-    let path = dir.join("preprocessor_config.json");
-    match std::fs::read(&path) {
-        Ok(bytes) => {
+/// [`ProcessorError::Read`] or [`ProcessorError::Json`] for a file; [`ProcessorError::NoSettings`] for none;
+/// [`ProcessorError::TwoSettings`] for two that differ.
+pub(crate) fn read_preprocessor<T: DeserializeOwned + PartialEq>(
+    dir: &Path,
+) -> Result<T, ProcessorError> {
+    #[derive(Deserialize)]
+    struct Nested<T> {
+        image_processor: Option<T>,
+    }
+    let whole = read_settings::<Nested<T>>(&dir.join("processor_config.json"))?;
+    let nested = whole.and_then(|file| file.image_processor);
+    let own = read_settings(&dir.join("preprocessor_config.json"))?;
+    let dir = || dir.to_owned();
+    match (own, nested) {
+        (Some(own), Some(nested)) if own != nested => {
+            Err(ProcessorError::TwoSettings { dir: dir() })
+        }
+        (own, nested) => own
+            .or(nested)
+            .ok_or_else(|| ProcessorError::NoSettings { dir: dir() }),
+    }
+}
+
+fn read_settings<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, ProcessorError> {
+    let path = path.to_owned();
+    match crate::text::read_optional(&path) {
+        Ok(None) => Ok(None),
+        Ok(Some(bytes)) => {
             serde_json::from_slice(&bytes).map_err(|source| ProcessorError::Json { path, source })
         }
         Err(source) => Err(ProcessorError::Read { path, source }),
@@ -245,6 +282,31 @@ mod tests {
         let norm = Normalization::new([0.5, 0.0, 1.0], [0.5, 1.0, 2.0]).unwrap();
         let values = norm.normalize_patches(&[0, 255, 255, 0, 0, 255], 1);
         assert_eq!(values, [-1.0, 1.0, 0.0, -1.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn image_settings_are_found_in_the_files_of_both_versions_of_transformers() {
+        #[derive(Deserialize, PartialEq, Debug)]
+        struct Settings {
+            size: usize,
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
+        let read = || read_preprocessor::<Settings>(dir.path());
+        assert!(matches!(read(), Err(ProcessorError::NoSettings { .. })));
+        write("processor_config.json", r#"{"processor_class": "P"}"#);
+        assert!(matches!(read(), Err(ProcessorError::NoSettings { .. })));
+        write(
+            "processor_config.json",
+            r#"{"image_processor": {"size": 3, "x": 1}}"#,
+        );
+        assert_eq!(read().unwrap().size, 3);
+        write("preprocessor_config.json", r#"{"size": 3}"#);
+        assert_eq!(read().unwrap().size, 3, "both, and alike");
+        write("preprocessor_config.json", r#"{"size": 4}"#);
+        assert!(matches!(read(), Err(ProcessorError::TwoSettings { .. })));
+        write("processor_config.json", "{");
+        assert!(matches!(read(), Err(ProcessorError::Json { .. })));
     }
 
     #[test]

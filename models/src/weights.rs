@@ -103,6 +103,20 @@ pub enum WeightError {
         /// Dtype that the tensor was requested in.
         wanted: DType,
     },
+    /// A tensor has values that are not finite, or not in the dtype that they are converted to.
+    #[error("{count} of {elems} values of tensor {name} {}", reason(*stored, *wanted))]
+    NotFinite {
+        /// Name of the tensor.
+        name: String,
+        /// Number of values that are infinite or NaN after conversion.
+        count: usize,
+        /// Number of elements of the tensor.
+        elems: usize,
+        /// Dtype in the file.
+        stored: DType,
+        /// Dtype that the tensor was requested in, if its range is the cause.
+        wanted: Option<DType>,
+    },
     /// A range lies outside its tensor, or the buffer has another length.
     #[error("elements {}..{} of tensor {name} ({elems} elements) do not fit a buffer of {buffer_bytes} bytes", elements.start, elements.end)]
     Range {
@@ -115,6 +129,13 @@ pub enum WeightError {
         /// Size of the buffer in bytes.
         buffer_bytes: usize,
     },
+}
+
+fn reason(stored: DType, wanted: Option<DType>) -> String {
+    match wanted {
+        Some(wanted) => format!("leave the range of {wanted} (stored as {stored})"),
+        None => format!("are infinite or NaN (stored as {stored})"),
+    }
 }
 
 type Result<T, E = WeightError> = std::result::Result<T, E>;
@@ -334,6 +355,10 @@ impl WeightSource {
 
     fn check_param(&self, param: &ParamSpec) -> Result<()> {
         let entry = self.entry(&param.name)?;
+        if entry.dtype.is_none() {
+            // Packed weights have another shape, too.
+            return Err(entry.bad_dtype(&param.name, DType::F32));
+        }
         if entry.shape != param.shape.dims() {
             return Err(WeightError::WrongShape {
                 name: param.name.clone(),
@@ -341,10 +366,7 @@ impl WeightSource {
                 got: entry.shape.clone(),
             });
         }
-        match entry.dtype {
-            Some(_) => Ok(()),
-            None => Err(entry.bad_dtype(&param.name, DType::F32)),
-        }
+        Ok(())
     }
 
     /// Reads the range `elements` (row-major) of the tensor called `name` into `dst`, converted to the dtype
@@ -395,6 +417,53 @@ impl WeightSource {
             convert(raw, part);
         }
         Ok(())
+    }
+
+    /// As [`WeightSource::read_range`], for values that are computed with.
+    ///
+    /// # Errors
+    /// As there; [`WeightError::NotFinite`] if a value of the range is not finite.
+    pub fn read_finite(
+        &self,
+        name: &str,
+        elements: Range<usize>,
+        out: DType,
+        dst: &mut [u8],
+    ) -> Result<()> {
+        self.read_range(name, elements, out, dst)?;
+        match not_finite(out, dst) {
+            0 => Ok(()),
+            _ => Err(self.not_finite_as(name, out)?),
+        }
+    }
+
+    /// The error of a tensor with values that are not finite as `out`, with their number.
+    ///
+    /// # Errors
+    /// As [`WeightSource::read_range`].
+    pub fn not_finite_as(&self, name: &str, out: DType) -> Result<WeightError> {
+        let entry = self.entry(name)?;
+        let elems: usize = entry.shape.iter().product();
+        let stored = entry.dtype.ok_or_else(|| entry.bad_dtype(name, out))?;
+        let count = |dtype: DType| -> Result<usize> {
+            let mut bytes = vec![0; CHUNK_ELEMS.min(elems) * dtype.size_bytes()];
+            let mut count = 0;
+            for start in (0..elems).step_by(CHUNK_ELEMS) {
+                let range = start..elems.min(start + CHUNK_ELEMS);
+                let bytes = &mut bytes[..range.len() * dtype.size_bytes()];
+                self.read_range(name, range, dtype, bytes)?;
+                count += not_finite(dtype, bytes);
+            }
+            Ok(count)
+        };
+        let (in_file, converted) = (count(stored)?, count(out)?);
+        Ok(WeightError::NotFinite {
+            name: name.to_owned(),
+            count: converted,
+            elems,
+            stored,
+            wanted: (converted > in_file).then_some(out),
+        })
     }
 
     /// Reads all elements of the tensor called `name`, converted to the dtype `out`; returns their bytes.
@@ -550,6 +619,30 @@ pub(crate) fn check_bytes(bytes: &[u8], path: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Number of the little-endian values `bytes` of `dtype` that are infinite or NaN.
+#[must_use]
+pub fn not_finite(dtype: DType, bytes: &[u8]) -> usize {
+    // All bits of the exponent are set.
+    let halves = |exponent: u16| {
+        let values = bytes
+            .chunks_exact(2)
+            .map(|b| u16::from_le_bytes([b[0], b[1]]));
+        values.filter(|bits| bits & exponent == exponent).count()
+    };
+    match dtype {
+        DType::F32 => {
+            let values = bytes.chunks_exact(4);
+            let values = values.map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+            values
+                .filter(|bits| bits & 0x7f80_0000 == 0x7f80_0000)
+                .count()
+        }
+        DType::BF16 => halves(0x7f80),
+        DType::F16 => halves(0x7c00),
+        _ => 0,
+    }
+}
+
 type Convert = fn(&[u8], &mut [u8]);
 
 /// The conversion between two dtypes; `None` when one is not a storage float.
@@ -646,6 +739,27 @@ mod tests {
             .unwrap();
         let expected: Vec<bf16> = values[3..].iter().map(|v| bf16::from_f32(*v)).collect();
         assert_eq!(out, bytemuck::cast_slice::<bf16, u8>(&expected));
+    }
+
+    #[test]
+    fn values_that_are_not_finite_are_counted_over_the_whole_tensor() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.safetensors");
+        let values = [1.0, f32::NAN, 7e4, f32::INFINITY, -1e9, 0.0];
+        write(&path, &[("w", Dtype::F32, vec![6], floats(&values))]);
+        let source = WeightSource::open_file(&path).unwrap();
+        let read = |range: Range<usize>, dtype: DType| {
+            let mut out = vec![0; range.len() * dtype.size_bytes()];
+            source.read_finite("w", range, dtype, &mut out)
+        };
+        let counted = |result: Result<()>| match result {
+            Err(WeightError::NotFinite { count, wanted, .. }) => (count, wanted),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(counted(read(0..2, DType::F32)), (2, None));
+        assert_eq!(counted(read(2..3, DType::F16)), (4, Some(DType::F16)));
+        assert!(read(2..3, DType::BF16).is_ok());
+        assert!(read(5..6, DType::F16).is_ok());
     }
 
     #[test]

@@ -399,3 +399,20 @@ fn a_rank_that_joins_twice_is_refused() {
     });
     assert!(is_empty(dir.path()));
 }
+
+#[test]
+fn a_directory_that_cannot_hold_the_file_is_passed_over() {
+    let dir = tempfile::tempdir().unwrap();
+    let (file, good) = (dir.path().join("file"), dir.path().join("good"));
+    std::fs::write(&file, "").unwrap();
+    std::fs::create_dir(&good).unwrap();
+    let world = World { rank: 0, size: 1 };
+    let mut options = self::options(world, &good, Duration::from_secs(60));
+    options.dirs.insert(0, file.clone());
+    shm::join(&options).unwrap();
+    assert!(is_empty(&good));
+    options.dirs.pop();
+    options.dirs.push(file);
+    let error = shm::join(&options).unwrap_err();
+    assert!(matches!(error, CommError::NoSpace { .. }), "{error}");
+}

@@ -49,11 +49,11 @@ pub struct ShmOptions {
 }
 
 impl ShmOptions {
-    /// Options with a shared file in `/dev/shm`, or in `/tmp` if that is too small, and with
-    /// [`DEFAULT_DEADLINE`].
+    /// A window in `/dev/shm`, or, if that is too small or cannot be written, in the directory for temporary files
+    /// (`TMPDIR`) or `/tmp`, with [`DEFAULT_DEADLINE`].
     #[must_use]
     pub fn new(name: impl Into<String>, world: World, region_bytes: usize) -> Self {
-        let dirs = vec![PathBuf::from("/dev/shm"), PathBuf::from("/tmp")];
+        let dirs = vec!["/dev/shm".into(), std::env::temp_dir(), "/tmp".into()];
         Self {
             name: name.into(),
             world,
@@ -167,7 +167,16 @@ fn open(options: &ShmOptions, started: Instant) -> Result<(PathBuf, File), CommE
         return create(dir);
     }
     if options.world.rank == 0 {
-        return create(first_with_room(&options.dirs, total_bytes)?);
+        let first = first_with_room(&options.dirs, total_bytes)?;
+        // A sandbox may refuse files in a directory that looks writable.
+        return create(first).or_else(|error| {
+            let others = options.dirs.iter().filter(|dir| *dir != first);
+            let others: Vec<PathBuf> = others.cloned().collect();
+            match first_with_room(&others, total_bytes) {
+                Ok(second) => create(second),
+                Err(_) => Err(error),
+            }
+        });
     }
     loop {
         for path in options.dirs.iter().map(|dir| dir.join(&options.name)) {
@@ -214,7 +223,12 @@ fn open_file(path: &Path, create: bool) -> io::Result<File> {
     Ok(file)
 }
 
+/// Bytes free in `dir`; none if it cannot be written.
 fn free_bytes(dir: &Path) -> u64 {
+    use rustix::fs::Access;
+    if rustix::fs::access(dir, Access::WRITE_OK | Access::EXEC_OK).is_err() {
+        return 0;
+    }
     rustix::fs::statvfs(dir).map_or(0, |fs| fs.f_bavail.saturating_mul(fs.f_frsize))
 }
 

@@ -108,6 +108,7 @@ pub(super) fn normalise(
         notes: Vec::new(),
     };
     let mut seen: BTreeMap<String, (String, String)> = BTreeMap::new();
+    let mut strangers: Vec<(String, String)> = Vec::new();
     while let Some(word) = rest.next() {
         if matches!(word, "-h" | "--help" | "-V" | "--version") {
             line.args.push(word.to_string());
@@ -117,6 +118,9 @@ pub(super) fn normalise(
             if positionals > 0 {
                 positionals -= 1;
                 line.args.push(word.to_string());
+                continue;
+            }
+            if !strangers.is_empty() {
                 continue;
             }
             return Err(Failure::usage(
@@ -188,17 +192,26 @@ pub(super) fn normalise(
                 Subcommand::Train | Subcommand::Plan | Subcommand::ExplainConfig
             ) =>
             {
-                return Err(unknown(&key, &spelled, &known));
+                if positionals == 0 {
+                    while rest.next_if(|word| !word.starts_with("--")).is_some() {}
+                }
+                strangers.push((key, spelled));
             }
             None => {
                 while let Some(value) = rest.next_if(|word| !word.starts_with("--")) {
                     values.push(value.to_string());
                 }
-                line.notes.push(foreign(&key, &spelled, &values, &known)?);
+                match foreign(&key, &spelled, &values)? {
+                    Some(note) => line.notes.push(note),
+                    None => strangers.push((key, spelled)),
+                }
             }
         }
     }
-    Ok(line)
+    match strangers.is_empty() {
+        true => Ok(line),
+        false => Err(unknown(&strangers, &known)),
+    }
 }
 
 /// The first word of every subcommand.
@@ -262,13 +275,14 @@ fn push(
     Ok(())
 }
 
-/// Handles a flag of other trainers: a note, or an error if ignoring it would change the result.
-fn foreign(key: &str, spelled: &str, values: &[String], known: &Known) -> Result<Note, Failure> {
+/// Handles a flag of other trainers: a note, or an error if ignoring it would change the result. `None` for an unknown
+/// flag.
+fn foreign(key: &str, spelled: &str, values: &[String]) -> Result<Option<Note>, Failure> {
     if let Some((_, reason)) = IGNORED.iter().find(|(name, _)| *name == key) {
-        return Ok(Note {
+        return Ok(Some(Note {
             flag: spelled.to_string(),
             reason: (*reason).to_string(),
-        });
+        }));
     }
     if let Some(rule) = RESTRICTED.iter().find(|rule| rule.name == key) {
         let value = values.first().map_or("true", String::as_str);
@@ -277,17 +291,17 @@ fn foreign(key: &str, spelled: &str, values: &[String], known: &Known) -> Result
             .iter()
             .any(|neutral| neutral.eq_ignore_ascii_case(value))
         {
-            return Ok(Note {
+            return Ok(Some(Note {
                 flag: spelled.to_string(),
                 reason: format!("{value} is how it is done here"),
-            });
+            }));
         }
         return Err(
             Failure::usage(format!("{spelled} {value} is not available"), rule.reason)
                 .next(rule.next),
         );
     }
-    Err(unknown(key, spelled, known))
+    Ok(None)
 }
 
 /// Meaning of a key in a trainer's file.
@@ -320,14 +334,40 @@ pub(crate) fn file_key(key: &str) -> FileKey {
     }
 }
 
-fn unknown(key: &str, spelled: &str, known: &Known) -> Failure {
-    let failure = Failure::usage(format!("unknown flag {spelled}"), "no flag has this name");
-    match nearest(key, known.spellings()) {
-        Some(name) if name.contains('_') && !spelled.contains('_') => {
-            failure.next(format!("did you mean --{}?", name.replace('_', "-")))
-        }
-        Some(name) => failure.next(format!("did you mean --{name}?")),
-        None => failure.next(known.subcommand.help()),
+/// Failure of all unknown flags of a line, as (key, spelling), each with the nearest flag.
+fn unknown(flags: &[(String, String)], known: &Known) -> Failure {
+    let spelled: Vec<&str> = flags.iter().map(|(_, spelled)| &**spelled).collect();
+    let one = spelled.len() == 1;
+    let mut failure = match one {
+        true => Failure::usage(
+            format!("unknown flag {}", spelled[0]),
+            "no flag has this name",
+        ),
+        false => Failure::usage(
+            format!("unknown flags {}", spelled.join(", ")),
+            format!("no flags have these {} names", spelled.len()),
+        ),
+    };
+    let mut without = false;
+    for (key, spelled) in flags {
+        let Some(name) = nearest(key, known.spellings()) else {
+            without = true;
+            continue;
+        };
+        let name = match name.contains('_') && !spelled.contains('_') {
+            true => name.replace('_', "-"),
+            false => name.to_owned(),
+        };
+        let place = if one {
+            String::new()
+        } else {
+            format!("{spelled}: ")
+        };
+        failure = failure.next(format!("{place}did you mean --{name}?"));
+    }
+    match without {
+        true => failure.next(known.subcommand.help()),
+        false => failure,
     }
 }
 

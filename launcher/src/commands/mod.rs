@@ -19,14 +19,16 @@ use crate::config::RunPlan;
 use crate::device::{Devices, Nvidia};
 use crate::error::Failure;
 use crate::error::format::ErrorFormat;
+use crate::error::output::print;
 use crate::error::threads::start_pool;
 use crate::launch::hostfile;
 use crate::launch::rank::{RunSummary, StopFlag};
 use crate::plan::Suggestions;
 use crate::rank_env::{Env, RankEnv, Variables};
 use crate::ui::{Event, Screen};
-use std::io::Write;
+use signal_hook::consts::SIGXFSZ;
 use std::process::ExitCode;
+use std::sync::Arc;
 use train::{run_rank, run_supervisor, show_files};
 
 /// Main function of a rank process: it trains or evaluates as the plan says, and returns the rank's summary.
@@ -69,6 +71,9 @@ pub fn run_hooks(hooks: Hooks) -> ExitCode {
         .map(|word| word.to_string_lossy().into_owned())
         .collect();
     let format = ErrorFormat::of_line(&argv);
+    // Without a handler, a write beyond the limit of file sizes kills the process instead of failing. If none can be
+    // installed, it stays so.
+    drop(signal_hook::flag::register(SIGXFSZ, Arc::default()));
     run_command(&hooks, &argv, format).unwrap_or_else(|failure| {
         format.print(&failure);
         failure.exit_code()
@@ -120,10 +125,7 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
         Command::Watch(options) => watch::run(&options),
         Command::Synth(options) => start_pool(None).and_then(|()| synth::run(&options)),
         Command::BenchNvme(options) => bench::nvme::run(&options),
-        Command::Print(text) => {
-            drop(write!(std::io::stdout(), "{text}"));
-            Ok(ExitCode::SUCCESS)
-        }
+        Command::Print(text) => print(&text),
     }
 }
 

@@ -8,12 +8,15 @@ use engine::EngineError;
 use engine::checkpoint::CheckpointError;
 use engine::comm::CommError;
 use engine::spill::SpillError;
-use kernels::{KernelError, Tag};
+use kernels::{DType, KernelError, Tag};
 use models::{ModelError, WeightError};
 use std::error::Error;
 use std::path::Path;
 
+use crate::error::system::system_remedy;
+
 pub(crate) use crate::error::chain;
+pub(crate) use crate::error::model_files::{adapter_remedy, check_directory, unusable};
 
 /// Operations of NCCL before ranks wait for each other.
 const ASKING: [&str; 2] = ["ask NCCL for its version", "name an NCCL group"];
@@ -81,14 +84,6 @@ pub(crate) fn selection(flag: &str, error: &ModelError) -> Failure {
     )
 }
 
-/// Failure of a model directory that cannot be used.
-pub(crate) fn unusable(dir: &Path, error: &dyn Error) -> Failure {
-    let title = format!("cannot use the model directory {}", dir.display());
-    Failure::new(ErrorCode::ModelFiles, title, chain(error)).next(
-        "give --model a directory of MiniCPM-V or -o 2.6, CogVLM, CogAgent, CogVLM2, GLM-4V or GLM-4.1V with config.json, its tokenizer files and its safetensors files",
-    )
-}
-
 pub(crate) fn model(doing: &str, error: &ModelError) -> Failure {
     match error {
         ModelError::Engine(inner) => engine(doing, inner),
@@ -100,6 +95,10 @@ pub(crate) fn model(doing: &str, error: &ModelError) -> Failure {
         )
         .next("--lora-target-modules takes a regular expression over module names, or names such as q_proj,v_proj"),
         ModelError::Selection { .. } => selection("--train, --freeze", error),
+        ModelError::NotFinite { .. } => not_finite(
+            format!("cannot {doing}: a value is not finite"),
+            chain(error),
+        ),
         ModelError::Config { .. } => Failure::new(
             ErrorCode::ModelFiles,
             "this model cannot be set up",
@@ -301,7 +300,8 @@ pub(crate) fn comm(error: &CommError) -> Failure {
                 .iter()
                 .map(|(path, free)| format!("{}: {} free", path.display(), bytes(*free))),
         )
-        .next("enlarge /dev/shm (Docker: --shm-size 8g; Kubernetes: an emptyDir of medium Memory)")
+        .next("enlarge /dev/shm (Docker: --shm-size 8g; Kubernetes: an emptyDir of medium Memory), or mount it writable where 0 bytes are free")
+        .next("or set TMPDIR to a writable directory with that much free space")
         .next("or use --nproc 1, which needs no shared memory"),
         CommError::Altered { from, .. } => Failure::new(
             ErrorCode::Collective,
@@ -355,8 +355,34 @@ pub(crate) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
             chain(error),
         )
         .next("`launcher ckpt verify` lists every damaged file of the checkpoint"),
-        _ => Failure::new(ErrorCode::Resume, format!("cannot {doing}"), chain(error)),
+        _ => {
+            let (code, next) = match system_remedy(error) {
+                Some(remedy) => (ErrorCode::Disk, Some(remedy)),
+                None => (ErrorCode::Resume, None),
+            };
+            let mut failure = Failure::new(code, format!("cannot {doing}"), chain(error));
+            failure.next.extend(next);
+            failure
+        }
     }
+}
+
+/// Failure of a pass, or of weights, with values that are infinite or NaN.
+pub(crate) fn not_finite(title: impl Into<String>, cause: impl Into<String>) -> Failure {
+    Failure::new(ErrorCode::Numeric, title, cause)
+        .next("--precision f32 shows whether the number format is the cause")
+        .next("if not, take an earlier checkpoint, or download the weights again")
+}
+
+/// Failure of a tensor of which `count` of `elems` values are not finite in `dtype`, in which it would be written.
+pub(crate) fn not_finite_tensor(name: &str, count: usize, elems: usize, dtype: DType) -> Failure {
+    Failure::new(
+        ErrorCode::Numeric,
+        format!("{count} values of {name} are not finite in {dtype}; nothing was written"),
+        format!("{count} of its {elems} values are infinite or NaN, or leave the range of {dtype}"),
+    )
+    .next("bf16 and f32 have the same range; that of f16 ends at 65504")
+    .next("if the values are not finite in the checkpoint either, take an earlier one")
 }
 
 pub(crate) fn weights(error: &WeightError) -> Failure {

@@ -5,8 +5,11 @@
 
 pub(crate) mod failures;
 pub mod format;
+mod model_files;
+pub(crate) mod output;
 pub(crate) mod pages;
 pub(crate) mod parts;
+mod system;
 pub(crate) mod threads;
 mod weight_files;
 
@@ -251,6 +254,9 @@ impl Failure {
             format!("cannot {doing} {}", path.display()),
             error.to_string(),
         );
+        if let Some(remedy) = system::remedy(error) {
+            return failure.next(remedy);
+        }
         match failure.code {
             ErrorCode::Disk if full => {
                 failure.next("free space on that disk, or choose another directory with --output")

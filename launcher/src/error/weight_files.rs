@@ -2,6 +2,8 @@
 //! whether a file is a git-lfs pointer that was never downloaded.
 
 use super::chain;
+use super::model_files::other_directory;
+use super::system::remedy;
 use crate::error::{ErrorCode, Failure, file_name};
 use crate::units::{bytes, grouped};
 use models::WeightError;
@@ -21,6 +23,12 @@ const INDEX: &str = "model.safetensors.index.json";
 
 /// The report of `error`, which occurred in a model directory.
 pub(crate) fn report(error: &WeightError) -> Failure {
+    if let WeightError::Read { source, .. } = error
+        && let Some(remedy) = remedy(source)
+    {
+        let title = "a weight file cannot be read";
+        return Failure::new(ErrorCode::ModelFiles, title, chain(error)).next(remedy);
+    }
     match error {
         WeightError::Truncated { path, .. } | WeightError::Header { path, .. } => {
             match pointer(path) {
@@ -31,14 +39,23 @@ pub(crate) fn report(error: &WeightError) -> Failure {
         WeightError::Read { path, source } if source.kind() == std::io::ErrorKind::NotFound => {
             missing_shard(path, error)
         }
-        WeightError::NoWeights { dir } => incomplete(dir, error.to_string())
-            .next("download the weights, or start from random weights with --init random"),
-        WeightError::MissingTensor { dir, .. } => incomplete(dir, error.to_string())
-            .next("take config.json and the safetensors files from the same model"),
+        WeightError::NoWeights { dir } => no_weights(dir, error),
+        WeightError::MissingTensor { dir, name } => missing_tensor(dir, name, error),
         WeightError::WrongShape { .. } => {
             plain(error).next("take config.json and the safetensors files from the same model")
         }
-        WeightError::DType { .. } => plain(error).next("convert the weights to bf16 or f32"),
+        WeightError::NotFinite { name, wanted, .. } => Failure::new(
+            ErrorCode::Numeric,
+            format!("the weights cannot be used: {name} is not finite"),
+            chain(error),
+        )
+        .next(match wanted {
+            Some(_) => "use --precision bf16 or f32, whose range is larger",
+            None => "these values are in the file: take an earlier checkpoint, or download the weights again",
+        }),
+        WeightError::DType { .. } => plain(error)
+            .evidence("a tensor of integers or 8-bit floats is in most cases a quantized weight")
+            .next("take the weights that are not quantized, or convert them to bf16 or f32"),
         _ => plain(error).next("download the file again"),
     }
 }
@@ -56,12 +73,95 @@ fn incomplete(dir: &Path, cause: impl Into<String>) -> Failure {
     Failure::new(ErrorCode::ModelFiles, title, cause)
 }
 
+/// Report of a directory without safetensors files.
+fn no_weights(dir: &Path, error: &WeightError) -> Failure {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .collect();
+    names.sort();
+    let with = |endings: &[&str]| {
+        let mut found = names.iter();
+        found.find(|name| endings.iter().any(|ending| name.ends_with(ending)))
+    };
+    let weights = |name: &&String| **name != "training_args.bin" && !name.starts_with("optimizer");
+    let failure = incomplete(dir, error.to_string());
+    if let Some((evidence, next)) = other_directory(dir) {
+        return failure.evidence(evidence).next(next);
+    }
+    if let Some(name) = with(&[".gguf", ".ggml"]) {
+        return failure
+            .evidence(format!(
+                "{name} is a file of llama.cpp, whose weights are quantized"
+            ))
+            .next("give --model the published directory with safetensors files");
+    }
+    match with(&[".bin", ".pt", ".pth", ".ckpt"]).filter(weights) {
+        Some(name) => failure
+            .evidence(format!("{name} has weights in PyTorch's pickle format, which can run code and is not read"))
+            .next("convert them where they are trusted: python -c \"from transformers import AutoModel as M; M.from_pretrained('DIR', torch_dtype='auto', trust_remote_code=True).save_pretrained('NEW')\", then copy the tokenizer files to NEW"),
+        None => failure
+            .next("download the weights, or start from random weights with --init random"),
+    }
+}
+
+/// Report of a tensor that no file has; other names in the files show why.
+fn missing_tensor(dir: &Path, name: &str, error: &WeightError) -> Failure {
+    let failure = incomplete(dir, error.to_string());
+    let source = models::WeightSource::open(dir).ok();
+    let mut names: Vec<&str> = source.iter().flat_map(|source| source.names()).collect();
+    names.sort_unstable();
+    let packed = [
+        ".qweight",
+        ".weight_packed",
+        ".absmax",
+        ".SCB",
+        ".quant_state",
+    ];
+    if let Some(found) = names
+        .iter()
+        .find(|name| packed.iter().any(|end| name.contains(end)))
+    {
+        return failure
+            .evidence(format!("{found} shows that the weights are quantized"))
+            .next("take the weights that are not quantized (bf16)");
+    }
+    let wrapped = names.iter().find_map(|found| {
+        let prefix = found.strip_suffix(name)?;
+        (prefix.ends_with('.')).then(|| (*found, prefix.to_owned()))
+    });
+    match wrapped {
+        Some((found, prefix)) if prefix.starts_with("base_model.") => failure
+            .evidence(format!(
+                "the files have {found}: peft saved the model with its adapters"
+            ))
+            .next("merge it in peft (merge_and_unload), then save_pretrained"),
+        Some((found, prefix)) => failure
+            .evidence(format!("the files have {found}"))
+            .next(format!(
+                "a wrapper of the model put {prefix} before all names: save the model inside it"
+            )),
+        None => failure
+            .evidence_lines(
+                names
+                    .first()
+                    .map(|first| format!("the files have {} tensors, first: {first}", names.len())),
+            )
+            .next("take config.json and the safetensors files from the same model"),
+    }
+}
+
 fn directory(path: &Path) -> &Path {
     path.parent().unwrap_or(Path::new("."))
 }
 
 /// Size and hash of the file that `path` is a pointer to; `None` if it is not a pointer.
-fn pointer(path: &Path) -> Option<(u64, String)> {
+pub(super) fn pointer(path: &Path) -> Option<(u64, String)> {
+    // Opening a pipe would block.
+    let metadata = path.metadata().ok()?;
+    if !metadata.is_file() || metadata.len() > LFS_BYTES {
+        return None;
+    }
     let mut text = String::new();
     File::open(path)
         .ok()?
@@ -76,7 +176,7 @@ fn pointer(path: &Path) -> Option<(u64, String)> {
     })
 }
 
-fn pointer_report(path: &Path, size: u64, hash: &str) -> Failure {
+pub(super) fn pointer_report(path: &Path, size: u64, hash: &str) -> Failure {
     incomplete(
         directory(path),
         format!(

@@ -37,6 +37,7 @@ pub(crate) struct Setup {
 impl Setup {
     pub(crate) fn open(config: &RunConfig) -> Result<Self, Failure> {
         let dir = config.model_dir();
+        failures::check_directory(&format!("use {}", dir.display()), &dir)?;
         let processor = open_processor(&dir).map_err(|e| unusable(&dir, &e))?;
         let model = model(config)?;
         let weights = match config.init {
@@ -60,6 +61,16 @@ impl Setup {
         let unused = weights
             .check(self.model.spec())
             .map_err(|e| failures::weights(&e))?;
+        let (unused, unknown): (Vec<String>, Vec<String>) =
+            unused.into_iter().partition(|name| is_other_part(name));
+        if let Some(first) = unknown.first() {
+            let more = unknown.len() - 1;
+            show(Event::Warning {
+                text: format!(
+                    "{first} and {more} more tensors of the weight files are unknown to this model and have no effect; if they are layers, config.json belongs to another model"
+                ),
+            });
+        }
         if !unused.is_empty() {
             let mut parts: BTreeMap<&str, usize> = BTreeMap::new();
             for name in &unused {
@@ -88,9 +99,17 @@ impl Setup {
     }
 }
 
+/// Whether a published checkpoint has the tensor `name` for a part that this program does not train, or as a buffer.
+fn is_other_part(name: &str) -> bool {
+    let parts = ["apm.", "audio_projection_layer.", "tts."];
+    let buffers = [".inv_freq", ".position_ids"];
+    parts.iter().any(|part| name.starts_with(part)) || buffers.iter().any(|end| name.ends_with(end))
+}
+
 /// Model and plan of `config`, from `config.json` alone. No other file of the model is needed.
 pub(crate) fn shapes(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
     let dir = config.model_dir();
+    failures::check_directory(&format!("use {}", dir.display()), &dir)?;
     let family = Family::of(&dir).map_err(|e| unusable(&dir, &e))?;
     let opened = open_shapes(&dir, model_options(config, family)?);
     let model = opened.map_err(|error| match &error {

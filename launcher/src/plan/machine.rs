@@ -4,16 +4,27 @@ use crate::config::{Collectives, RunConfig};
 use crate::units::bytes as format_bytes;
 use crate::{device, memory};
 use kernels::footprint;
-use std::path::Path;
+use rustix::fs::Access;
+use std::path::{Path, PathBuf};
 
-/// Directories that may hold the window file of ranks on one machine.
-const WINDOW_DIRS: [&str; 2] = ["/dev/shm", "/tmp"];
+/// Directories that may hold the window file of ranks on one machine, with the bytes free in each; none where it cannot
+/// be written.
+fn window_dirs() -> Vec<(PathBuf, u64)> {
+    let mut dirs = vec!["/dev/shm".into(), std::env::temp_dir(), "/tmp".into()];
+    dirs.dedup();
+    let free = |dir: PathBuf| {
+        let writable = rustix::fs::access(&dir, Access::WRITE_OK | Access::EXEC_OK).is_ok();
+        let free = memory::disk_free_bytes(&dir).unwrap_or(0);
+        (dir, if writable { free } else { 0 })
+    };
+    dirs.into_iter().map(free).collect()
+}
 
 /// One line of text with the free space for each directory that may hold the ranks' window file.
 pub(super) fn window_rooms() -> Vec<String> {
-    let room = |dir: &&str| memory::disk_free_bytes(Path::new(dir)).unwrap_or(0);
-    let line = |dir: &&str| format!("{dir}: {} free", format_bytes(room(dir)));
-    WINDOW_DIRS.iter().map(line).collect()
+    let line =
+        |(dir, free): &(PathBuf, u64)| format!("{}: {} free", dir.display(), format_bytes(*free));
+    window_dirs().iter().map(line).collect()
 }
 
 /// Memory and disk space of a machine.
@@ -39,8 +50,7 @@ impl Machine {
     /// Memory and free disk space of the machine on which this process runs. Devices are not looked up.
     pub(crate) fn here() -> Self {
         let host = memory::host();
-        let free = |dir: &&str| memory::disk_free_bytes(Path::new(dir)).ok();
-        let room = WINDOW_DIRS.iter().filter_map(free);
+        let room = window_dirs().into_iter().map(|(_, free)| free);
         Self {
             device_bytes: None,
             host_total_bytes: host.total_bytes,

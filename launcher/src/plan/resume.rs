@@ -6,8 +6,9 @@ use crate::model::setup::precision;
 use crate::report::checkpoints::advise_intact;
 use engine::Plan;
 use engine::checkpoint::{self, Checkpoint};
+use models::adapter::ADAPTER_CONFIG;
 use serde_json::Value;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Position of the training loop in a checkpoint.
 #[derive(Clone, Copy, Debug, Default)]
@@ -18,15 +19,77 @@ pub(crate) struct Position {
     pub(crate) exact_match_before: Option<f64>,
 }
 
-/// Opens the checkpoint to resume from. `None` if the configuration asks for none or none exists.
-pub(crate) fn open(config: &RunConfig) -> Result<Option<Checkpoint>, Failure> {
+/// Files by which the checkpoints of other trainers are known: name, and what saved it.
+const OTHER_TRAINERS: [(&str, &str); 8] = [
+    ("training_args.bin", "a Hugging Face trainer"),
+    ("rng_state.pth", "a Hugging Face trainer"),
+    ("rng_state_0.pth", "a Hugging Face trainer"),
+    ("optimizer.pt", "a Hugging Face trainer"),
+    ("zero_to_fp32.py", "DeepSpeed"),
+    ("mp_rank_00_model_states.pt", "DeepSpeed or SAT"),
+    ("pytorch_model_fsdp.bin", "FSDP"),
+    (".metadata", "torch.distributed"),
+];
+
+/// The directory to resume from. `None` if the configuration asks for none or none exists.
+///
+/// # Errors
+/// The directory was saved by another trainer, or has an adapter that is not implemented.
+pub(crate) fn directory(config: &RunConfig) -> Result<Option<PathBuf>, Failure> {
     let directory = match &config.resume {
         Resume::No => None,
         Resume::Latest => checkpoint::find_latest(&config.output)
             .map_err(|e| failures::checkpoint("resume", &e))?,
         Resume::From(path) => Some(path.clone()),
     };
-    directory
+    if let Some(directory) = &directory {
+        failures::check_directory(&doing(directory), directory)?;
+        refuse_foreign(&doing(directory), directory)?;
+    }
+    Ok(directory)
+}
+
+/// Fails if another program saved `directory`, so that it has no state to continue from. `doing` is the step that needs it.
+pub(crate) fn refuse_foreign(doing: &str, directory: &Path) -> Result<(), Failure> {
+    let has = |name: &str| directory.join(name).exists();
+    // This program's own checkpoints have both; a damaged one may lack the first.
+    if has("MANIFEST.json") || has("state") {
+        return Ok(());
+    }
+    let next = match (has(ADAPTER_CONFIG), has("config.json")) {
+        (true, _) => {
+            "merge the adapter into its base model in peft, give the result to --model, and train a new adapter without --resume"
+        }
+        (false, true) => {
+            "give it to --model instead: training then begins at its weights, with a new optimizer"
+        }
+        (false, false) => {
+            "convert it to a Hugging Face directory with the tools of its trainer, and give that to --model"
+        }
+    };
+    let other = OTHER_TRAINERS.iter().find(|(name, _)| has(name));
+    let global = std::fs::read_dir(directory).ok().is_some_and(|entries| {
+        let mut names = entries.flatten().map(|entry| entry.file_name());
+        names.any(|name| name.to_string_lossy().starts_with("global_step"))
+    });
+    let saved_by = match other {
+        Some((name, trainer)) => format!("{name} shows that {trainer} saved it"),
+        None if global => "its global_step directory shows that DeepSpeed saved it".to_owned(),
+        None if has(ADAPTER_CONFIG) => {
+            "it is an adapter as peft saves it, without the state of an optimizer".to_owned()
+        }
+        None if has("config.json") => {
+            "it is a model directory, without the state of an optimizer".to_owned()
+        }
+        None => return Ok(()),
+    };
+    let title = format!("cannot {doing}: this program did not save it");
+    Err(Failure::new(ErrorCode::Resume, title, saved_by).next(next))
+}
+
+/// Opens the checkpoint to resume from. `None` if the configuration asks for none or none exists.
+pub(crate) fn open(config: &RunConfig) -> Result<Option<Checkpoint>, Failure> {
+    directory(config)?
         .map(|directory| {
             Checkpoint::open(&directory).map_err(|e| {
                 advise_intact(failures::checkpoint(&doing(&directory), &e), &directory)

@@ -1,10 +1,12 @@
 //! Evaluation on held-out samples: loss, and answers by greedy decoding with all ranks in lock step.
 
+use super::numeric::observe;
 use super::replica::Replica;
 use crate::data::SampleSet;
 use crate::data::answers::{self, Question, sample_failure};
 use crate::data::check::encode_options;
 use crate::error::{Failure, failures};
+use crate::model::not_finite::not_finite_loss;
 use engine::PassKind;
 use engine::comm::Tag;
 use models::autograd::Tape;
@@ -45,9 +47,45 @@ pub(crate) fn loss(replica: &Replica<'_>, set: &SampleSet) -> Result<f64, Failur
         .all_gather_f64(&own, Tag::new("eval-loss", 0))
         .map_err(|e| failures::comm(&e))?;
     let of = |i: usize| all.iter().map(|r| r[i]).sum::<f64>();
+    if let Some(index) = (0..set.samples.len()).find(|i| !of(2 * i).is_finite()) {
+        return Err(not_finite(replica, set, index, of(2 * index))?);
+    }
     let sum: f64 = (0..set.samples.len()).map(|i| of(2 * i)).sum();
     let tokens: f64 = (0..set.samples.len()).map(|i| of(2 * i + 1)).sum();
     Ok(sum / tokens.max(1.0))
+}
+
+/// Failure of sample `index`, whose loss is not finite. All ranks repeat the pass that it was in, and report the same
+/// first non-finite value.
+fn not_finite(
+    replica: &Replica<'_>,
+    set: &SampleSet,
+    index: usize,
+    loss: f64,
+) -> Result<Failure, Failure> {
+    let world = replica.comm.world();
+    let options = encode_options(replica.config);
+    let own = index - index % world.size + world.rank;
+    replica.zero.begin_pass(PassKind::Infer);
+    let mut found = None;
+    if let Some(sample) = set.samples.get(own) {
+        let encoded = replica.processor.encode(sample, &set.images, &options);
+        let encoded = encoded.map_err(|e| sample_failure(own, &e))?;
+        found = observe(replica, &[SampleInput::from(&encoded)])?;
+    }
+    let ended = replica.zero.end_pass();
+    ended.map_err(|e| failures::engine("look for the first non-finite value", &e))?;
+    let all = replica
+        .comm
+        .all_gather_bytes(
+            found.unwrap_or_default().as_bytes(),
+            Tag::new("eval-non-finite", 0),
+        )
+        .map_err(|e| failures::comm(&e))?;
+    let first = all.get(index % world.size);
+    let first = first.map(|text| String::from_utf8_lossy(text).into_owned());
+    let first = first.filter(|text| !text.is_empty());
+    Ok(not_finite_loss(&set.samples[index], index, loss, first))
 }
 
 fn forward(replica: &Replica<'_>, samples: &[SampleInput<'_>]) -> Result<(f64, usize), Failure> {

@@ -10,14 +10,13 @@ use crate::config::{PrecisionChoice, RunConfig};
 use crate::data::SampleSet;
 use crate::data::check::encode_options;
 use crate::error::{ErrorCode, Failure, failures, file_name};
+use crate::model::not_finite::first_not_finite;
 use crate::report::run_directory;
 use engine::comm::Tag;
-use engine::{ParamId, PassKind, StepReport};
-use kernels::Tensor;
-use models::autograd::Tape;
-use models::{ModelError, SampleInput};
+use engine::{PassKind, StepReport};
+use models::SampleInput;
+use models::autograd::{OpObserver, Tape};
 use serde::{Deserialize, Serialize};
-use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::path::PathBuf;
 
@@ -234,57 +233,32 @@ fn replay(made_of: &StepSamples<'_>) -> Result<Option<String>, Failure> {
         .filter_map(|index| train.samples.get(*index))
         .filter_map(|raw| replica.processor.encode(raw, &train.images, &options).ok())
         .collect();
-    let found = RefCell::new(None);
-    let largest = Cell::new(None::<f32>);
-    let watch = |op: &'static str, params: &[ParamId], value: &Tensor| {
-        if found.borrow().is_some() {
-            return;
-        }
-        let Ok(values) = value.to_f32_vec() else {
-            return;
-        };
-        if values.iter().all(|x| x.is_finite()) {
-            let most = values.iter().fold(0f32, |most, x| most.max(x.abs()));
-            largest.set(Some(most));
-        } else {
-            *found.borrow_mut() = Some(describe(replica, op, params, value, largest.get()));
-        }
-    };
     replica.zero.begin_pass(PassKind::Infer);
-    if !samples.is_empty() {
-        let inputs: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
-        let run = || -> Result<(), ModelError> {
-            let batch = replica.model.collate(&inputs, &*replica.backend)?;
-            let tape = Tape::inference(&replica.zero).with_op_observer(&watch);
-            replica.model.forward(&tape, &batch).map(drop)
-        };
-        run().map_err(|e| failures::model("look for the first non-finite value", &e))?;
-    }
+    let inputs: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
+    let found = match inputs.is_empty() {
+        true => None,
+        false => observe(replica, &inputs)?,
+    };
     replica
         .zero
         .end_pass()
         .map_err(|e| failures::engine("look for the first non-finite value", &e))?;
-    Ok(found.into_inner())
+    Ok(found)
 }
 
-fn describe(
+/// Runs `inputs` through the model. Returns a description of the first operation with a non-finite result.
+pub(crate) fn observe(
     replica: &Replica<'_>,
-    op: &str,
-    params: &[ParamId],
-    value: &Tensor,
-    largest: Option<f32>,
-) -> String {
-    let spec = replica.model.spec();
-    let unit = replica.zero.position().map_or("", |(unit, _)| unit);
-    let with = params.first().map_or_else(
-        || format!("in {unit}"),
-        |id| format!("with {}", spec.params[id.index()].name),
-    );
-    let before = match largest {
-        Some(largest) => format!("max |x| before it {largest:.1e}"),
-        None => "it is the first operation: its weights are not finite".to_owned(),
+    inputs: &[SampleInput<'_>],
+) -> Result<Option<String>, Failure> {
+    let unit = || Some(replica.zero.position()?.0.to_owned());
+    let pass = |observer: OpObserver<'_>| {
+        let batch = replica.model.collate(inputs, &*replica.backend)?;
+        let tape = Tape::inference(&replica.zero).with_op_observer(observer);
+        replica.model.forward(&tape, &batch).map(drop)
     };
-    format!("output of {op} {with}, {}, {before}", value.dtype())
+    first_not_finite(replica.model.spec(), &unit, &pass)
+        .map_err(|e| failures::model("look for the first non-finite value", &e))
 }
 
 /// Writes the step's samples to a file on rank 0. Returns its path relative to the run's directory.

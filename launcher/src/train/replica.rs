@@ -20,6 +20,7 @@ use crate::rank_env::{RankEnv, Variables};
 use crate::ui::{Event, Reporter};
 use engine::comm::Communicator;
 use engine::{EngineError, ParamId, Tiers, Zero};
+use half::f16;
 use kernels::{Backend, CpuBackend, DType, Pool};
 use models::Processor;
 use models::params::is_added;
@@ -215,12 +216,17 @@ impl<'a> Opened<'a> {
             ..
         } = &mut self.replica;
         let (weights, seed) = (&self.weights, config.seed);
+        let half = config.precision == PrecisionChoice::Fp16;
         let read = |id: ParamId, elements: Range<usize>, out: &mut [f32]| {
             let name = &model.spec().params[id.index()].name;
             match weights {
                 Some(source) if !is_added(name) => {
                     let bytes = bytemuck::cast_slice_mut(out);
-                    source.read_range(name, elements, DType::F32, bytes)
+                    source.read_finite(name, elements, DType::F32, bytes)?;
+                    match half && out.iter().any(|value| !f16::from_f32(*value).is_finite()) {
+                        true => Err(source.not_finite_as(name, DType::F16)?),
+                        false => Ok(()),
+                    }
                 }
                 _ => {
                     model.init(id, seed, elements, out);

@@ -14,11 +14,13 @@ use engine::checkpoint::{
 use engine::comm::Tag;
 use engine::{EngineError, ModelSpec, Plan};
 use kernels::{DType, Tensor};
-use models::WeightSource;
 use models::adapter::ADAPTER_CONFIG;
 use models::lora::LoraTargets;
 use models::params::ADAPTER_PREFIX;
+use models::weights::not_finite;
+use models::{WeightError, WeightSource};
 use serde_json::{Value, json};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -121,8 +123,13 @@ fn export(
                 && let Some(file) = files.get_mut(file)
             {
                 match split::joined(&*replica.model, name, tensor)? {
-                    Some(values) => file.write(name, &bytes_of(&values, *dtype))?,
-                    None => in_chunks(tensor, *dtype, |bytes| Ok(file.write(name, bytes)?))?,
+                    Some(values) => {
+                        let bytes = bytes_of(&values, *dtype);
+                        file.write(name, &finite(name, bytes.into(), *dtype)?)?;
+                    }
+                    None => in_chunks(tensor, *dtype, |bytes| {
+                        Ok(file.write(name, &finite(name, bytes.into(), *dtype)?)?)
+                    })?,
                 }
             }
             Ok::<_, EngineError>(())
@@ -216,6 +223,29 @@ fn in_chunks(
         write(&bytes_of(&part.to_f32_vec()?, dtype))?;
     }
     Ok(())
+}
+
+/// `bytes` of the trained tensor `name`, which must be finite in `dtype`: training skips updates that are not, but the
+/// base model's format may have a smaller range.
+fn finite<'b>(
+    name: &str,
+    bytes: Cow<'b, [u8]>,
+    dtype: DType,
+) -> Result<Cow<'b, [u8]>, EngineError> {
+    match not_finite(dtype, &bytes) {
+        0 => Ok(bytes),
+        count => Err(EngineError::Load {
+            param: name.to_owned(),
+            source: WeightError::NotFinite {
+                name: name.to_owned(),
+                count,
+                elems: bytes.len() / dtype.size_bytes(),
+                stored: DType::F32,
+                wanted: Some(dtype),
+            }
+            .into(),
+        }),
+    }
 }
 
 /// Content of peft's `adapter_config.json`.

@@ -2,7 +2,9 @@
 //!
 //! The files have no `model_type`. The class in `architectures` and the fields identify the family.
 
-use crate::config::{ConfigError, ConfigFile, Fields, at_most, divisible, size, unsupported};
+use crate::config::{
+    ConfigError, ConfigFile, Fields, Rope, at_most, divisible, grid, same, size, unsupported,
+};
 use crate::eva::EvaConfig;
 use std::path::Path;
 
@@ -142,11 +144,10 @@ impl CogConfig {
                 found: architecture(fields)?,
             });
         };
-        fields.expect::<String>("hidden_act", "silu")?;
-        fields.expect::<bool>("tie_word_embeddings", "false")?;
+        fields.expect_flag("tie_word_embeddings", false)?;
         let template: Option<String> = fields.optional("template_version")?;
         let template = template_of(template.as_deref())?;
-        let language = LanguageConfig::read(fields, edition)?;
+        let language = LanguageConfig::read(fields.language()?, edition)?;
         let cross = match edition {
             Edition::CogAgent => Some(CrossConfig::read(fields, language.num_heads)?),
             Edition::CogVlm | Edition::CogVlm2 => None,
@@ -182,7 +183,7 @@ impl CogConfig {
 
 /// The first class of `architectures`, or nothing.
 fn architecture(fields: Fields<'_>) -> Result<String, ConfigError> {
-    let all: Vec<String> = fields.or("architectures", Vec::new())?;
+    let all: Vec<String> = fields.nullable("architectures")?.unwrap_or_default();
     Ok(all.into_iter().next().unwrap_or_default())
 }
 
@@ -192,7 +193,7 @@ impl Edition {
     /// # Errors
     /// When a field has another type.
     pub(crate) fn read(fields: Fields<'_>) -> Result<Option<Self>, ConfigError> {
-        let grouped: Option<usize> = fields.optional("num_multi_query_heads")?;
+        let grouped: Option<usize> = fields.language()?.optional("num_multi_query_heads")?;
         Ok(match (&*architecture(fields)?, grouped) {
             ("CogVLMForCausalLM", None) => Some(Self::CogVlm),
             ("CogVLMForCausalLM", Some(_)) => Some(Self::CogVlm2),
@@ -204,6 +205,7 @@ impl Edition {
 
 impl LanguageConfig {
     fn read(fields: Fields<'_>, edition: Edition) -> Result<Self, ConfigError> {
+        fields.expect::<String>("hidden_act", "silu")?;
         let heads = fields.size("num_attention_heads")?;
         let kv_heads = fields.or("num_multi_query_heads", heads)?;
         divisible("num_attention_heads", heads, kv_heads)?;
@@ -212,6 +214,13 @@ impl LanguageConfig {
         // Rotary positions rotate halves of a head.
         divisible("hidden_size / num_attention_heads", head_dim, 2)?;
         at_most("hidden_size / num_attention_heads", head_dim, 128)?;
+        let rope_theta = match edition {
+            Edition::CogVlm2 => THETA_2,
+            Edition::CogVlm | Edition::CogAgent => THETA,
+        };
+        let rope = Rope::read(fields)?;
+        rope.constant("rope_theta", rope_theta.into())?;
+        rope.constant("partial_rotary_factor", 1.0)?;
         let vocab_size = fields.size("vocab_size")?;
         let token = |field: &'static str| -> Result<i32, ConfigError> {
             let id: i32 = fields.required(field)?;
@@ -233,10 +242,7 @@ impl LanguageConfig {
             head_dim,
             vocab_size,
             rms_norm_eps: fields.positive("rms_norm_eps")?,
-            rope_theta: match edition {
-                Edition::CogVlm2 => THETA_2,
-                Edition::CogVlm | Edition::CogAgent => THETA,
-            },
+            rope_theta,
             initializer_range: fields.positive_or("initializer_range", 0.02)?,
             bos: token("bos_token_id")?,
             eos: token("eos_token_id")?,
@@ -254,14 +260,7 @@ impl CrossConfig {
         let width = fields.size_or("cross_vision_config.width", 1024)?;
         for field in ["cross_hidden_size", "cross_compute_hidden_size"] {
             // The code splits heads of the one width after a projection to the other.
-            let found = fields.or(field, width)?;
-            if found != width {
-                return Err(ConfigError::Inconsistent {
-                    field,
-                    found,
-                    reason: format!("the second tower has width {width}"),
-                });
-            }
+            same(field, fields.or(field, width)?, width)?;
         }
         divisible("cross_compute_hidden_size", width, heads)?;
         let head_dim = at_most(HEAD, fields.size_or(HEAD, 64)?, 128)?;
@@ -269,10 +268,9 @@ impl CrossConfig {
         divisible(HEAD, head_dim, 4)?;
         divisible("cross_vision_config.width", width, head_dim)?;
         let ratio = fields.positive_or("cross_vision_config.mlp_ratio", 2.6667)?;
-        let patch_size = at_most(PATCH, fields.size_or(PATCH, 14)?, 1 << 10)?;
+        let patch_size = fields.size_or(PATCH, 14)?;
         let image_size = fields.size_or(SIZE, 1120)?;
-        let grid = divisible(SIZE, image_size, patch_size)?;
-        at_most("cross_image_size / patch_size", grid, 1 << 12)?;
+        grid(SIZE, image_size, patch_size)?;
         Ok(Self {
             image_size,
             patch_size,

@@ -1,6 +1,6 @@
 //! Sizes of the tower: `vision_config` of `config.json`.
 
-use crate::config::{ConfigError, Fields, at_most, divisible};
+use crate::config::{ConfigError, Fields, at_most, divisible, grid};
 
 /// Sizes of the EVA vision tower.
 #[derive(Clone, Debug, PartialEq)]
@@ -46,12 +46,10 @@ impl EvaConfig {
         fields.no_dropout("vision_config.dropout_prob")?;
         fields.expect::<usize>("vision_config.in_channels", "3")?;
         let patch_size = fields.size("vision_config.patch_size")?;
-        // A patch's values are one row of a product.
-        at_most("vision_config.patch_size", patch_size, 1 << 10)?;
         let image_size = fields.size("vision_config.image_size")?;
-        let grid = divisible("vision_config.image_size", image_size, patch_size)?;
+        let grid = grid("vision_config.image_size", image_size, patch_size)?;
         let positions: usize = fields.required("vision_config.num_positions")?;
-        if grid.checked_mul(grid).and_then(|p| p.checked_add(1)) != Some(positions) {
+        if grid * grid + 1 != positions {
             return Err(ConfigError::Inconsistent {
                 field: "vision_config.num_positions",
                 found: positions,

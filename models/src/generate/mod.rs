@@ -158,6 +158,12 @@ impl<'a> Decoder<'a> {
         let mut still = Vec::with_capacity(self.open.len());
         for (i, row) in self.open.iter().zip(rows.chunks_exact(vocabulary)) {
             let (answer, prompt) = (&mut self.answers[*i], &self.prompts[*i]);
+            if row.iter().any(|score| !score.is_finite()) {
+                return Err(crate::ModelError::NotFinite {
+                    prompt: *i,
+                    token: answer.len(),
+                });
+            }
             let sampling = &self.options.sampling;
             let token = sampling.next(row, prompt.index, answer.len() as u64);
             if self.options.stop_ids.contains(&token) {

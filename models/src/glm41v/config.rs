@@ -1,7 +1,7 @@
 //! `config.json` of GLM-4.1V, in its nested and its flat layout, checked once, so that model code does not have to.
 
 use crate::config::{
-    ConfigError, ConfigFile, Fields, at_most, divisible, expect, positive, size, unsupported,
+    ConfigError, ConfigFile, Fields, Rope, at_most, divisible, grid, same, size, unsupported,
 };
 use std::path::Path;
 
@@ -74,6 +74,8 @@ pub struct VisionConfig {
     pub rms_norm_eps: f64,
 }
 
+/// Largest number of learned positions along each side; every patch of an image has a weight for each of them.
+const MAX_GRID_SIDE: usize = 64;
 /// Side, in patches, of the square of patches that becomes one feature.
 pub const MERGE: usize = 2;
 
@@ -96,13 +98,12 @@ impl Glm41vConfig {
 
     fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
         const TIED: &str = "tie_word_embeddings";
-        let model_type: String = fields.or("model_type", String::new())?;
+        let model_type: String = fields.nullable("model_type")?.unwrap_or_default();
         if model_type != "glm4v" {
             return Err(ConfigError::UnsupportedModel { found: model_type });
         }
-        // The flat layout has the fields of the language model beside `vision_config`.
-        let text = fields.section("text_config")?.unwrap_or(fields);
-        if fields.or(TIED, false)? || text.or(TIED, false)? {
+        let text = fields.language()?;
+        if fields.flag(TIED, false)? || text.flag(TIED, false)? {
             return Err(unsupported(TIED, "true".to_owned(), "false"));
         }
         let eos_ids = match fields.eos_ids()? {
@@ -153,43 +154,16 @@ impl Glm41vConfig {
     }
 }
 
-fn same(field: &'static str, found: usize, expected: usize) -> Result<(), ConfigError> {
-    if found == expected {
-        return Ok(());
-    }
-    Err(ConfigError::Inconsistent {
-        field,
-        found,
-        reason: format!("it must be {expected}"),
-    })
-}
-
 impl LanguageConfig {
     fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
         fields.expect::<String>("hidden_act", "silu")?;
         fields.no_dropout("attention_dropout")?;
-        // Angles: `rope_scaling` beside two plain fields, or all of it in `rope_parameters`.
-        let rope = match fields.section("rope_parameters")? {
-            None => fields.section("rope_scaling")?,
-            rope => rope,
-        };
-        let of_rope = |field: &str| rope.map_or(Ok(None), |rope| rope.optional::<f64>(field));
-        let text = |field: &str| rope.map_or(Ok(None), |rope| rope.optional::<String>(field));
-        let kind = match text("rope_type")? {
-            None => text("type")?,
-            kind => kind,
-        };
-        expect("rope_parameters.rope_type", kind.as_deref(), "default")?;
-        // Defaults are those of the class, used where a file has no value.
-        let number = |field: &'static str, default: f64| -> Result<f64, ConfigError> {
-            match of_rope(field)? {
-                Some(own) => positive(field, own),
-                None => fields.positive_or(field, default),
-            }
-        };
-        let rope_theta = number("rope_theta", 1e4)?;
-        let factor = number("partial_rotary_factor", 0.5)?;
-        let sections = rope.map_or(Ok(None), |rope| rope.optional("mrope_section"))?;
+        fields.full_attention()?;
+        let rope = Rope::read(fields)?;
+        // Defaults are those of transformers, used where a file has no value.
+        let rope_theta = rope.number("rope_theta", 1e4)?;
+        let factor = rope.number("partial_rotary_factor", 1.0)?;
+        let sections = rope.own("mrope_section")?;
         let mrope_section: Vec<usize> = sections.unwrap_or_else(|| vec![8, 12, 12]);
         for section in &mrope_section {
             size("mrope_section", *section)?;
@@ -197,21 +171,37 @@ impl LanguageConfig {
         let hidden_size = fields.size("hidden_size")?;
         let num_heads = fields.size("num_attention_heads")?;
         let head_dim = divisible("hidden_size", hidden_size, num_heads)?;
+        fields.implied("head_dim", head_dim)?;
         Ok(Self {
             hidden_size,
             intermediate_size: fields.size("intermediate_size")?,
             num_layers: fields.size("num_hidden_layers")?,
             num_heads,
-            num_kv_heads: fields.size("num_key_value_heads")?,
+            num_kv_heads: fields.size_or_null("num_key_value_heads", num_heads)?,
             head_dim,
             rotary_dim: (head_dim as f64 * factor) as usize,
             mrope_section,
             rope_theta,
-            attention_bias: fields.or("attention_bias", true)?,
+            attention_bias: fields.flag("attention_bias", true)?,
             vocab_size: fields.size("vocab_size")?,
             rms_norm_eps: fields.positive("rms_norm_eps")?,
             initializer_range: fields.positive_or("initializer_range", 0.02)?,
         })
+    }
+}
+
+/// Fails if the tower's rotary positions differ from the published ones, whose type transformers 5 calls axial.
+fn check_rope(fields: Fields<'_>) -> Result<(), ConfigError> {
+    const TYPE: &str = "vision_config.rope_parameters.rope_type";
+    const THETA: &str = "vision_config.rope_parameters.rope_theta";
+    let kind: Option<String> = fields.optional(TYPE)?;
+    match kind.as_deref() {
+        None | Some("default" | "axial") => {}
+        Some(other) => return Err(unsupported(TYPE, other.to_owned(), "axial")),
+    }
+    match fields.positive_or(THETA, 1e4)? {
+        1e4 => Ok(()),
+        other => Err(unsupported(THETA, other.to_string(), "10000")),
     }
 }
 
@@ -225,10 +215,16 @@ impl VisionConfig {
         fields.expect::<usize>("vision_config.spatial_merge_size", "2")?;
         fields.no_dropout("vision_config.attention_dropout")?;
         fields.no_dropout("vision_config.hidden_dropout_prob")?;
-        fields.expect::<bool>("vision_config.attention_bias", "false")?;
+        fields.expect_flag("vision_config.attention_bias", false)?;
         let (width, heads) = (fields.size(WIDTH)?, fields.size("vision_config.num_heads")?);
         let patch_size = fields.size("vision_config.patch_size")?;
-        let grid_side = divisible(SIDE, fields.required(SIDE)?, patch_size)?;
+        let grid_side = grid(SIDE, fields.size(SIDE)?, patch_size)?;
+        at_most(
+            "vision_config.image_size / patch_size",
+            grid_side,
+            MAX_GRID_SIDE,
+        )?;
+        check_rope(fields)?;
         Ok(Self {
             hidden_size: width,
             out_hidden_size: fields.size("vision_config.out_hidden_size")?,
@@ -238,7 +234,7 @@ impl VisionConfig {
             head_dim: divisible(WIDTH, width, heads)?,
             patch_size,
             frames: at_most(FRAMES, fields.size_or(FRAMES, 2)?, 16)?,
-            grid_side: size(SIDE, grid_side)?,
+            grid_side,
             rms_norm_eps: fields.positive_or("vision_config.rms_norm_eps", 1e-5)?,
         })
     }

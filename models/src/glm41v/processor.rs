@@ -6,7 +6,7 @@ use serde::Deserialize;
 
 use super::config::{Glm41vConfig, MERGE};
 use super::resize::ImageLimits;
-use crate::config::{ConfigError, size};
+use crate::config::{ConfigError, size, unsupported};
 use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor};
 use crate::text::{Tokenizer, TokenizerError};
 
@@ -26,9 +26,10 @@ impl ProcessorConfig {
     /// configuration of the model.
     ///
     /// # Errors
-    /// [`ProcessorError`] if the file is missing or invalid, or contradicts `model`.
+    /// [`ProcessorError`] if they are missing or invalid, or contradict `model`.
     pub fn load(dir: &Path, model: &Glm41vConfig) -> Result<Self, ProcessorError> {
         let raw: RawProcessor = read_preprocessor(dir)?;
+        raw.check()?;
         let vision = &model.vision;
         agree("patch_size", vision.patch_size, raw.patch_size)?;
         agree("merge_size", MERGE, raw.merge_size)?;
@@ -59,10 +60,14 @@ impl ProcessorConfig {
     }
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, PartialEq)]
 #[serde(default)]
 struct RawProcessor {
     size: Size,
+    do_resize: bool,
+    do_rescale: bool,
+    do_normalize: bool,
+    rescale_factor: f64,
     patch_size: Option<usize>,
     merge_size: Option<usize>,
     temporal_patch_size: Option<usize>,
@@ -71,7 +76,7 @@ struct RawProcessor {
 }
 
 /// Numbers of pixels, although the file calls them edges.
-#[derive(Deserialize)]
+#[derive(Deserialize, PartialEq)]
 struct Size {
     shortest_edge: usize,
     longest_edge: usize,
@@ -84,11 +89,38 @@ impl Default for RawProcessor {
                 shortest_edge: 12_544,
                 longest_edge: 9_633_792,
             },
+            do_resize: true,
+            do_rescale: true,
+            do_normalize: true,
+            rescale_factor: 1.0 / 255.0,
             patch_size: None,
             merge_size: None,
             temporal_patch_size: None,
             image_mean: crate::processor::CLIP_MEAN,
             image_std: crate::processor::CLIP_STD,
+        }
+    }
+}
+
+impl RawProcessor {
+    /// Fails if the file omits a step of the published pipeline.
+    fn check(&self) -> Result<(), ConfigError> {
+        for (field, done) in [
+            ("do_resize", self.do_resize),
+            ("do_rescale", self.do_rescale),
+            ("do_normalize", self.do_normalize),
+        ] {
+            if !done {
+                return Err(unsupported(field, "false".to_owned(), "true"));
+            }
+        }
+        match (self.rescale_factor - 1.0 / 255.0).abs() < 1e-9 {
+            true => Ok(()),
+            false => Err(unsupported(
+                "rescale_factor",
+                self.rescale_factor.to_string(),
+                "1/255",
+            )),
         }
     }
 }
@@ -135,7 +167,7 @@ pub struct Glm41vProcessor {
 }
 
 impl Glm41vProcessor {
-    /// Reads `config.json`, `preprocessor_config.json` and the tokenizer files of the model directory `dir`.
+    /// Reads `config.json`, the image settings and the tokenizer files of the model directory `dir`.
     ///
     /// # Errors
     /// [`ProcessorError`] naming the file that is missing, invalid or contradicts another.

@@ -1,6 +1,6 @@
 //! `config.json` of GLM-4V, checked once, so that model code does not have to.
 
-use crate::config::{ConfigError, ConfigFile, Fields, at_most, divisible};
+use crate::config::{ConfigError, ConfigFile, Fields, Rope, at_most, divisible};
 use crate::eva::EvaConfig;
 use std::path::Path;
 
@@ -53,15 +53,15 @@ impl LanguageConfig {
     fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
         const HEADS: &str = "num_attention_heads";
         for (field, expected) in [
-            ("add_bias_linear", "false"),
-            ("rmsnorm", "true"),
-            ("post_layer_norm", "true"),
-            ("original_rope", "true"),
-            ("multi_query_attention", "true"),
-            ("apply_residual_connection_post_layernorm", "false"),
-            ("tie_word_embeddings", "false"),
+            ("add_bias_linear", false),
+            ("rmsnorm", true),
+            ("post_layer_norm", true),
+            ("original_rope", true),
+            ("multi_query_attention", true),
+            ("apply_residual_connection_post_layernorm", false),
+            ("tie_word_embeddings", false),
         ] {
-            fields.expect::<bool>(field, expected)?;
+            fields.expect_flag(field, expected)?;
         }
         fields.no_dropout("attention_dropout")?;
         fields.no_dropout("hidden_dropout")?;
@@ -71,6 +71,10 @@ impl LanguageConfig {
         let head_dim = at_most("kv_channels", fields.size("kv_channels")?, 128)?;
         // Adjacent pairs in the first half of a head rotate.
         divisible("kv_channels", head_dim, 4)?;
+        let rope_theta = 1e4 * fields.positive_or("rope_ratio", 1.0)?;
+        let rope = Rope::read(fields)?;
+        rope.constant("rope_theta", rope_theta)?;
+        rope.constant("partial_rotary_factor", 0.5)?;
         Ok(Self {
             hidden_size: fields.size("hidden_size")?,
             intermediate_size: fields.size("ffn_hidden_size")?,
@@ -80,8 +84,8 @@ impl LanguageConfig {
             head_dim,
             vocab_size: fields.size("padded_vocab_size")?,
             rms_norm_eps: fields.positive("layernorm_epsilon")?,
-            rope_theta: 1e4 * fields.positive_or("rope_ratio", 1.0)?,
-            qkv_bias: fields.or("add_qkv_bias", false)?,
+            rope_theta,
+            qkv_bias: fields.flag("add_qkv_bias", false)?,
         })
     }
 }
@@ -104,15 +108,19 @@ impl Glm4vConfig {
     }
 
     fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
-        let model_type: String = fields.or("model_type", String::new())?;
+        let model_type: String = fields.nullable("model_type")?.unwrap_or_default();
         if model_type != "chatglm" {
             return Err(ConfigError::UnsupportedModel { found: model_type });
         }
         let config = Self {
-            language: LanguageConfig::read(fields)?,
+            language: LanguageConfig::read(fields.language()?)?,
             vision: EvaConfig::read(fields)?,
             scaling_factor: fields.positive_or("vision_config.scaling_factor", 1.0)?,
-            eos_ids: fields.eos_ids()?.unwrap_or_default(),
+            eos_ids: match fields.eos_ids()? {
+                None => fields.language()?.eos_ids()?,
+                own => own,
+            }
+            .unwrap_or_default(),
         };
         // Two by two patches become one feature.
         let grid = config.vision.grid();

@@ -1,6 +1,6 @@
 //! `config.json` of MiniCPM-V 2.6 and MiniCPM-o 2.6, checked once, so that model code does not have to.
 
-use crate::config::{ConfigError, ConfigFile, Fields, at_most, divisible, size};
+use crate::config::{ConfigError, ConfigFile, Fields, MAX_GRID, Rope, at_most, divisible, grid};
 use serde_json::Value;
 use std::path::Path;
 
@@ -124,8 +124,8 @@ impl MiniCpmConfig {
         // The family first: a file of another family may lack any other field.
         let family = Family::read(fields)?;
         check_supported(fields)?;
-        let language = LanguageConfig::read(fields)?;
-        let drop_vision_last_layer = fields.or("drop_vision_last_layer", true)?;
+        let language = LanguageConfig::read(fields.language()?)?;
+        let drop_vision_last_layer = fields.flag("drop_vision_last_layer", true)?;
         let vision = VisionConfig::read(fields, drop_vision_last_layer)?;
         let config = Self {
             family,
@@ -135,7 +135,7 @@ impl MiniCpmConfig {
             query_num: fields.size("query_num")?,
             drop_vision_last_layer,
             vision_batch_size: fields.size_or("vision_batch_size", 16)?,
-            use_image_id: fields.or("use_image_id", true)?,
+            use_image_id: fields.flag("use_image_id", true)?,
         };
         config.check()?;
         Ok(config)
@@ -175,15 +175,15 @@ impl MiniCpmConfig {
 
 impl Family {
     fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
-        let model_type: String = fields.or("model_type", String::new())?;
+        let model_type: String = fields.nullable("model_type")?.unwrap_or_default();
         let family = match model_type.as_str() {
             "minicpmv" => Self::Vision,
             "minicpmo" => Self::Omni,
             _ => return Err(ConfigError::UnsupportedModel { found: model_type }),
         };
         let sizes = [
-            fields.optional("hidden_size")?,
-            fields.optional("query_num")?,
+            fields.nullable("hidden_size")?,
+            fields.nullable("query_num")?,
         ];
         let found = match fields.optional("version")? {
             Some(Value::String(text)) => text,
@@ -204,33 +204,35 @@ impl Family {
 }
 
 fn check_supported(fields: Fields<'_>) -> Result<(), ConfigError> {
-    fields.expect::<String>("hidden_act", "silu")?;
     fields.expect::<String>("vision_config.hidden_act", "gelu_pytorch_tanh")?;
-    fields.expect::<String>("rope_parameters.rope_type", "default")?;
-    fields.expect::<Value>("rope_scaling", "null")?;
-    fields.expect::<bool>("use_sliding_window", "false")?;
-    fields.expect::<bool>("batch_vision_input", "true")?;
-    fields.no_dropout("attention_dropout")?;
+    fields.expect_flag("batch_vision_input", true)?;
     fields.no_dropout("vision_config.attention_dropout")
 }
 
 impl LanguageConfig {
     fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
+        fields.expect::<String>("hidden_act", "silu")?;
+        fields.expect_flag("use_sliding_window", false)?;
+        fields.full_attention()?;
+        fields.no_dropout("attention_dropout")?;
         let hidden_size = fields.size("hidden_size")?;
         let num_heads = fields.size("num_attention_heads")?;
-        // The class default, used where a file has no value.
-        let rope_theta = fields.or("rope_parameters.rope_theta", 1e4)?;
+        let head_dim = divisible("hidden_size", hidden_size, num_heads)?;
+        fields.implied("head_dim", head_dim)?;
+        let rope = Rope::read(fields)?;
+        rope.constant("partial_rotary_factor", 1.0)?;
         Ok(Self {
             hidden_size,
             intermediate_size: fields.size("intermediate_size")?,
             num_layers: fields.size("num_hidden_layers")?,
             num_heads,
-            num_kv_heads: fields.size("num_key_value_heads")?,
-            head_dim: divisible("hidden_size", hidden_size, num_heads)?,
+            num_kv_heads: fields.size_or_null("num_key_value_heads", num_heads)?,
+            head_dim,
             vocab_size: fields.size("vocab_size")?,
             rms_norm_eps: fields.positive("rms_norm_eps")?,
-            rope_theta: fields.positive_or("rope_theta", rope_theta)?,
-            tie_word_embeddings: fields.or("tie_word_embeddings", false)?,
+            // The class default, used where a file has no value.
+            rope_theta: rope.number("rope_theta", 1e4)?,
+            tie_word_embeddings: fields.flag("tie_word_embeddings", false)?,
             initializer_range: fields.positive_or("initializer_range", 0.02)?,
         })
     }
@@ -241,7 +243,7 @@ impl VisionConfig {
         const WIDTH: &str = "vision_config.hidden_size";
         let num_layers = fields.size("vision_config.num_hidden_layers")?;
         let patch_size = fields.size("vision_config.patch_size")?;
-        let image_size: usize = fields.required("vision_config.image_size")?;
+        let image_size = fields.size("vision_config.image_size")?;
         let hidden_size = fields.size(WIDTH)?;
         let num_heads = fields.size("vision_config.num_attention_heads")?;
         Ok(Self {
@@ -252,9 +254,10 @@ impl VisionConfig {
             head_dim: divisible(WIDTH, hidden_size, num_heads)?,
             patch_size,
             // A partial patch at the border is cut off, as a convolution does.
-            grid_side: size(
+            grid_side: grid(
                 "vision_config.image_size / patch_size",
-                image_size / patch_size,
+                image_size - image_size % patch_size,
+                patch_size,
             )?,
             layer_norm_eps: fields.positive_or("vision_config.layer_norm_eps", 1e-6)?,
         })
@@ -265,12 +268,16 @@ impl SlicingConfig {
     /// `patch_size` is the tower's.
     fn read(fields: Fields<'_>, patch_size: usize) -> Result<Self, ConfigError> {
         const SCALE: &str = "slice_config.scale_resolution";
-        let most = fields.or("slice_config.max_slice_nums", DEFAULT_MAX_SLICES)?;
-        let slices = fields.or("slice_mode", true)?;
+        let most = fields.size_or("slice_config.max_slice_nums", DEFAULT_MAX_SLICES)?;
+        let slices = fields.flag("slice_mode", true)?;
+        let scale_resolution = fields.size_or(SCALE, DEFAULT_SCALE_RESOLUTION)?;
+        let patch_size = fields.size_or("slice_config.patch_size", patch_size)?;
+        let side = scale_resolution / patch_size;
+        at_most("slice_config.scale_resolution / patch_size", side, MAX_GRID)?;
         Ok(Self {
             max_slice_nums: if slices { most } else { 1 },
-            scale_resolution: fields.size_or(SCALE, DEFAULT_SCALE_RESOLUTION)?,
-            patch_size: fields.size_or("slice_config.patch_size", patch_size)?,
+            scale_resolution,
+            patch_size,
         })
     }
 }

@@ -48,7 +48,7 @@ impl ProcessorConfig {
     /// configuration of the model.
     ///
     /// # Errors
-    /// [`ProcessorError`] if the file is missing or invalid, or contradicts `model`.
+    /// [`ProcessorError`] if they are missing or invalid, or contradict `model`.
     pub fn load(dir: &Path, model: &MiniCpmConfig) -> Result<Self, ProcessorError> {
         let raw: RawProcessor = read_preprocessor(dir)?;
         agree(
@@ -84,7 +84,7 @@ impl ProcessorConfig {
     }
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, PartialEq)]
 #[serde(default)]
 struct RawProcessor {
     scale_resolution: Option<usize>,
@@ -164,7 +164,7 @@ pub struct MiniCpmProcessor {
 }
 
 impl MiniCpmProcessor {
-    /// Reads `config.json`, `preprocessor_config.json`, the tokenizer files and the chat template of
+    /// Reads `config.json`, the image settings, the tokenizer files and the chat template of
     /// the model directory `dir`.
     ///
     /// # Errors

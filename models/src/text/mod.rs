@@ -12,15 +12,26 @@ use std::path::Path;
 
 use tokenizer::limits::MAX_FILE_BYTES;
 
-/// Reads a file of the model directory; `None` if there is no such file. A file of more than
-/// [`MAX_FILE_BYTES`] is an error of kind [`ErrorKind::FileTooLarge`].
-fn read_optional(path: &Path) -> Result<Option<Vec<u8>>> {
+/// Reads a file of the model directory; `None` if there is no such file.
+///
+/// # Errors
+/// As [`read_regular`].
+pub(crate) fn read_optional(path: &Path) -> Result<Option<Vec<u8>>> {
+    match read_regular(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        read => read.map(Some),
+    }
+}
+
+/// Reads a file of the model directory.
+///
+/// # Errors
+/// [`ErrorKind::InvalidInput`] if it is a pipe or a device, [`ErrorKind::FileTooLarge`] above [`MAX_FILE_BYTES`], or what
+/// the operating system said.
+pub(crate) fn read_regular(path: &Path) -> Result<Vec<u8>> {
     // asked before opening: opening a pipe would block
-    match std::fs::metadata(path) {
-        Ok(metadata) if metadata.is_file() => {}
-        Ok(_) => return Err(Error::new(ErrorKind::InvalidInput, "not a regular file")),
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(error),
+    if !std::fs::metadata(path)?.is_file() {
+        return Err(Error::new(ErrorKind::InvalidInput, "not a regular file"));
     }
     let mut bytes = Vec::new();
     File::open(path)?
@@ -30,5 +41,5 @@ fn read_optional(path: &Path) -> Result<Option<Vec<u8>>> {
         let reason = format!("the file has more than {MAX_FILE_BYTES} bytes");
         return Err(Error::new(ErrorKind::FileTooLarge, reason));
     }
-    Ok(Some(bytes))
+    Ok(bytes)
 }

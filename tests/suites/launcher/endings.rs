@@ -328,13 +328,30 @@ fn two_runs_never_share_a_directory() {
 }
 
 #[test]
+fn shared_memory_that_cannot_be_written_falls_back_to_tmpdir() {
+    let site = Site::new();
+    let script = format!(
+        "mount -t tmpfs -o ro,size=64m tmpfs /dev/shm && exec '{}' {} --output out --max-steps 1 --nproc 2",
+        env!("CARGO_BIN_EXE_tessera_test_launcher"),
+        "--model model --data data/samples.json --precision f32"
+    );
+    let Some(command) = mounting_shell(&script) else {
+        // A unit test covers the choice of the directory.
+        return;
+    };
+    let outcome = site.start_command(command).finish();
+    assert_eq!(outcome.code, Some(0), "{}", outcome.screen);
+    site.assert_tidy();
+}
+
+#[test]
 fn too_little_shared_memory_has_its_own_failure() {
     let site = Site::new();
     // The site and the program may be in /tmp, which is hidden. Another mount makes them reachable.
     let script = format!(
         "cp '{}' program && mount --bind . /mnt && mount -t tmpfs -o size=64k tmpfs /dev/shm && \
          mount -t tmpfs -o size=64k tmpfs /tmp && cd /mnt && \
-         TMPDIR=/mnt/tmp HOME=/mnt/home XDG_CACHE_HOME=/mnt/home/cache \
+         TMPDIR=/tmp HOME=/mnt/home XDG_CACHE_HOME=/mnt/home/cache \
          ./program {} --output out --max-steps 1",
         env!("CARGO_BIN_EXE_tessera_test_launcher"),
         "--model model --data data/samples.json --precision f32"

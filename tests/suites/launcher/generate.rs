@@ -9,9 +9,9 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 pub(crate) struct Said {
-    code: Option<i32>,
-    stdout: String,
-    stderr: String,
+    pub(crate) code: Option<i32>,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
 }
 
 impl Said {
@@ -20,16 +20,20 @@ impl Said {
     }
 }
 
-/// Runs the program with these words in the site's directory.
-fn say(site: &Site, words: &[&str]) -> Said {
-    let output = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
-        .args(words)
+/// The program in the site's directory, without arguments.
+pub(crate) fn launcher(site: &Site) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"));
+    command
         .current_dir(site.path(""))
         .env_clear()
         .env("TMPDIR", site.path("tmp"))
-        .stdin(Stdio::null())
-        .output()
-        .unwrap();
+        .stdin(Stdio::null());
+    command
+}
+
+/// Runs the program with these words in the site's directory.
+pub(crate) fn say(site: &Site, words: &[&str]) -> Said {
+    let output = launcher(site).args(words).output().unwrap();
     Said {
         code: output.status.code(),
         stdout: String::from_utf8(output.stdout).unwrap(),
@@ -46,7 +50,7 @@ pub(crate) fn run(site: &Site, line: &str) -> Said {
 }
 
 /// Expects a refusal of the subcommand with this status, code and words.
-fn refuse(site: &Site, line: &str, status: i32, code: &str, words: &[&str]) {
+pub(crate) fn refuse(site: &Site, line: &str, status: i32, code: &str, words: &[&str]) {
     let split: Vec<&str> = line.split_whitespace().collect();
     let said = say(site, &split);
     let screen = &said.stderr;

@@ -7,6 +7,7 @@
 
 mod bad_input;
 mod batches;
+mod brought;
 mod ckpt;
 mod configs;
 mod data_check;

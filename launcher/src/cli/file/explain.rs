@@ -6,8 +6,8 @@ use super::{Part, deepspeed, go_through, line, read};
 use crate::cli::{ExplainConfigArgs, resolve, train_args};
 use crate::config::RunConfig;
 use crate::error::Failure;
+use crate::error::output::print;
 use crate::rank_env::Env;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -21,8 +21,7 @@ pub(crate) fn run(
     env: &Env,
 ) -> Result<ExitCode, Failure> {
     let (text, verdict) = page(&args.file, typed, env)?;
-    // A closed pipe is not a failure: the reader has seen enough.
-    drop(write!(std::io::stdout(), "{text}"));
+    print(&text)?;
     verdict.map(|()| ExitCode::SUCCESS)
 }
 

@@ -1,6 +1,5 @@
 //! Measures the disk of a directory: the engine's two I/O paths, and fio at a queue depth of 16, in the same rounds.
 
-use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -11,6 +10,7 @@ use serde_json::{Value, json};
 
 use super::fio;
 use crate::cli::BenchNvmeArgs;
+use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::memory::disk_free_bytes;
 use crate::units::bytes;
@@ -57,8 +57,7 @@ pub fn run(args: &BenchNvmeArgs) -> Result<ExitCode, Failure> {
     } else {
         as_text(&args.directory, size, &rates)
     };
-    drop(write!(std::io::stdout(), "{text}"));
-    Ok(ExitCode::SUCCESS)
+    print(&text)
 }
 
 fn check_disk_space(directory: &Path, size: u64) -> Result<(), Failure> {

@@ -16,6 +16,7 @@ use half::{bf16, f16};
 use kernels::DType;
 use models::adapter::{ADAPTER_CONFIG, ADAPTER_STEM, TRAINED_STEM};
 use models::params::ADAPTER_PREFIX;
+use models::weights::not_finite;
 use models::{WeightError, WeightSource};
 
 use super::verify::is_weight;
@@ -117,7 +118,7 @@ pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
         bytes(written),
         seconds(started.elapsed().as_secs_f64()),
         output.display()
-    ));
+    ))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -204,6 +205,7 @@ fn write_file(
     let mut wide = Vec::new();
     for entry in entries {
         let elems: usize = entry.shape.iter().product();
+        let mut bad = 0;
         for start in (0..elems).step_by(CHUNK_ELEMS) {
             let range = start..elems.min(start + CHUNK_ELEMS);
             match entry.from {
@@ -222,7 +224,16 @@ fn write_file(
                     wide = widened(raw, tensor.dtype).ok_or_else(|| unknown(tensor))?;
                 }
             }
+            bad += not_finite(DType::F32, &wide);
             file.write(&entry.name, &wide).map_err(failed)?;
+        }
+        if bad > 0 {
+            return Err(failures::not_finite_tensor(
+                &entry.name,
+                bad,
+                elems,
+                DType::F32,
+            ));
         }
     }
     let finished = file.finish().map_err(failed)?;

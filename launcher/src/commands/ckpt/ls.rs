@@ -76,11 +76,11 @@ pub(super) fn run(args: &CkptLsArgs) -> Result<ExitCode, Failure> {
     if args.json == Some(true) {
         let rows: Vec<Value> = rows.iter().map(Row::json).collect();
         let all = json!({"folder": run, "latest": latest, "checkpoints": rows});
-        print(&format!("{all:#}\n"));
+        print(&format!("{all:#}\n"))?;
     } else {
-        print(&text(&rows));
+        print(&text(&rows))?;
         if single && let Ok(contents) = &rows[0].found {
-            print(&kinds(contents));
+            print(&kinds(contents))?;
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -8,14 +8,15 @@ mod ls;
 mod reshard;
 mod verify;
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use engine::checkpoint::Checkpoint;
 
 use crate::cli::CkptCommand;
+use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, failures};
+use crate::plan::resume;
 
 /// Runs the subcommand.
 ///
@@ -37,6 +38,8 @@ fn open(directory: &Path, doing: &str) -> Result<Checkpoint, Failure> {
     if !directory.is_dir() {
         return Err(missing(directory, &doing));
     }
+    failures::check_directory(&doing, directory)?;
+    resume::refuse_foreign(&doing, directory)?;
     let open = || {
         let checkpoint = Checkpoint::open(directory)?;
         checkpoint.verify()?;
@@ -61,9 +64,4 @@ fn required(output: Option<&PathBuf>) -> Result<&PathBuf, Failure> {
         Failure::usage("--output is missing", "the result needs a directory")
             .next("add --output DIR")
     })
-}
-
-/// Prints on standard output. A closed pipe is not a failure: the reader has seen enough.
-fn print(text: &str) {
-    drop(std::io::stdout().write_all(text.as_bytes()));
 }

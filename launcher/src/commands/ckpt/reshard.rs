@@ -48,7 +48,7 @@ pub(super) fn run(args: &CkptReshardArgs) -> Result<ExitCode, Failure> {
         source.world_size(),
         seconds(started.elapsed().as_secs_f64()),
         output.display()
-    ));
+    ))?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -11,6 +11,7 @@ use models::{WeightError, WeightSource};
 use super::{missing, print};
 use crate::cli::CkptVerifyArgs;
 use crate::error::{ErrorCode, Failure, chain, failures};
+use crate::plan::resume;
 use crate::report::checkpoints::advise_intact;
 use crate::units::{bytes, grouped, seconds};
 
@@ -25,6 +26,8 @@ pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
     if !directory.is_dir() {
         return Err(missing(directory, &doing));
     }
+    failures::check_directory(&doing, directory)?;
+    resume::refuse_foreign(&doing, directory)?;
     let found =
         audit(directory).map_err(|e| advise_intact(failures::checkpoint(&doing, &e), directory))?;
     let mut problems: Vec<String> = found.problems.iter().map(|e| chain(e)).collect();
@@ -40,7 +43,7 @@ pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
             bytes(found.bytes),
             grouped(found.tensors as u64),
             seconds(started.elapsed().as_secs_f64())
-        ));
+        ))?;
         return Ok(ExitCode::SUCCESS);
     }
     let mut failure = Failure::new(

@@ -5,7 +5,7 @@ mod report;
 mod statistics;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -19,8 +19,8 @@ use crate::config::RunConfig;
 use crate::data::check::encode_options;
 use crate::data::problems::{self, Context, Kind, Problem};
 use crate::data::{Reading, Sampler, SamplerSizes, lines, read, verdicts};
-use crate::error::failures::unusable;
-use crate::error::{ErrorCode, Failure};
+use crate::error::failures::{check_directory, unusable};
+use crate::error::{ErrorCode, Failure, output};
 use crate::rank_env::{Env, Variables};
 use report::{Answers, Images, Length, Rendered, Report, Sized};
 use statistics::{Spread, balance};
@@ -36,6 +36,7 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
     let config = configuration(args)?;
     let file = config.data_file();
     let dir = config.model_dir();
+    check_directory(&format!("use {}", dir.display()), &dir)?;
     let processor = models::open_processor(&dir)
         .map_err(|error| unusable(&dir, &error).next("its weights are not needed here"))?;
     let (samples, images) = read(Reading {
@@ -91,7 +92,6 @@ fn configuration(args: &DataCheckArgs) -> Result<RunConfig, Failure> {
 }
 
 fn print(report: &Report, as_json: bool, variables: &Variables) -> Result<(), Failure> {
-    let mut stdout = std::io::stdout();
     let text = if as_json {
         let json = serde_json::to_string_pretty(report).map_err(|error| {
             Failure::new(
@@ -102,16 +102,10 @@ fn print(report: &Report, as_json: bool, variables: &Variables) -> Result<(), Fa
         })?;
         json + "\n"
     } else {
-        let color = stdout.is_terminal() && variables.get("NO_COLOR").is_none();
+        let color = std::io::stdout().is_terminal() && variables.get("NO_COLOR").is_none();
         report.to_text(color)
     };
-    // A closed pipe is not an error: the reader has seen enough.
-    drop(
-        stdout
-            .write_all(text.as_bytes())
-            .and_then(|()| stdout.flush()),
-    );
-    Ok(())
+    output::print(&text).map(drop)
 }
 
 /// Lengths of a usable sample.

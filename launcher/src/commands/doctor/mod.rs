@@ -5,7 +5,7 @@
 
 mod text;
 
-use std::io::{self, Write};
+use std::io;
 use std::process::ExitCode;
 
 use serde::Serialize;
@@ -13,6 +13,7 @@ use serde::Serialize;
 use crate::device::survey::facts::Facts;
 use crate::device::survey::findings::{self, Finding, Verdict};
 use crate::device::survey::gather;
+use crate::error::output::print;
 use crate::error::{ErrorCode, Failure};
 use crate::rank_env::Variables;
 
@@ -73,14 +74,7 @@ pub fn run(variables: &Variables, as_json: bool) -> Result<ExitCode, Failure> {
     } else {
         report.to_text()
     };
-    let mut stdout = io::stdout().lock();
-    match stdout
-        .write_all(text.as_bytes())
-        .and_then(|()| stdout.flush())
-    {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(failed(&error)),
-        _ => Ok(ExitCode::SUCCESS),
-    }
+    print(&text)
 }
 
 #[cfg(test)]

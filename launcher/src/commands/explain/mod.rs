@@ -2,10 +2,10 @@
 
 mod errors;
 
-use std::io::Write;
 use std::process::ExitCode;
 
 use crate::cli::{ExplainArgs, Lang};
+use crate::error::output::print;
 use crate::error::pages::{Both, Page, page};
 use crate::error::{ErrorCode, Failure};
 
@@ -24,9 +24,7 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<ExitCode, Failure> {
         None => list(lang),
         Some(word) => render(find(word)?, lang),
     };
-    // A closed pipe is not a failure: the reader has seen enough.
-    drop(write!(std::io::stdout(), "{text}"));
-    Ok(ExitCode::SUCCESS)
+    print(&text)
 }
 
 /// The error code that `word` means: `E05`, `e5`, `5`, `error[E05]`.

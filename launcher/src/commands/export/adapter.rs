@@ -7,6 +7,7 @@ use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec};
 use kernels::DType;
 use models::adapter::{ADAPTER_CONFIG, ADAPTER_STEM, Adapter, TRAINED_STEM};
 use models::params::ADAPTER_PREFIX;
+use models::weights::not_finite;
 use models::{WeightError, WeightSource};
 use std::path::Path;
 
@@ -44,13 +45,23 @@ pub(super) fn write(
                 .map_err(failed)?;
         for tensor in &tensors {
             let elems: usize = tensor.shape.iter().product();
+            let mut bad = 0;
             for start in (0..elems).step_by(BLOCK_ELEMS) {
                 let range = start..(start + BLOCK_ELEMS).min(elems);
                 let block = read(range, tensor.dtype, |r, d, out| {
                     source.read_range(&tensor.name, r, d, out)
                 })?;
+                bad += not_finite(tensor.dtype, &block);
                 summary.bytes += block.len() as u64;
                 file.write(&tensor.name, &block).map_err(failed)?;
+            }
+            if bad > 0 {
+                return Err(failures::not_finite_tensor(
+                    &tensor.name,
+                    bad,
+                    elems,
+                    tensor.dtype,
+                ));
             }
         }
         file.finish().map_err(failed)?;

@@ -6,6 +6,7 @@ mod model;
 
 use crate::cli::{ExportArgs, ExportDtype};
 use crate::commands::new_directory::NewDirectory;
+use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::model::files;
 use crate::model::stored::MAX_SHARD_BYTES;
@@ -16,7 +17,6 @@ use models::adapter::{Adapter, AdapterError};
 use models::{WeightError, WeightSource};
 use serde_json::Value;
 use std::collections::BTreeSet;
-use std::io::Write;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -24,6 +24,8 @@ use std::time::Instant;
 
 /// Elements that are read, merged and written at once.
 const BLOCK_ELEMS: usize = 1 << 24;
+/// Maximal number of tensors listed that do not fit the base model.
+const LISTED: usize = 3;
 
 /// Runs the subcommand.
 ///
@@ -40,6 +42,7 @@ pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
         return Err(missing(checkpoint));
     }
     let directory = NewDirectory::begin(&output, "an export")?;
+    failures::check_directory(&format!("export {}", checkpoint.display()), checkpoint)?;
     let manifest = manifest(checkpoint)?;
     let sources = Sources::open(args, manifest.as_ref())?;
     sources.check(manifest.as_ref())?;
@@ -53,8 +56,7 @@ pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
         seconds(started.elapsed().as_secs_f64()),
         output.display()
     );
-    drop(std::io::stdout().write_all(text.as_bytes()));
-    Ok(ExitCode::SUCCESS)
+    print(&text)
 }
 
 struct Summary {
@@ -144,10 +146,14 @@ impl Sources {
 
     /// Refuses an export that would lose trained tensors.
     fn check(&self, manifest: Option<&Checkpoint>) -> Result<(), Failure> {
-        let lost: Vec<String> = match (&self.model, &self.adapter) {
-            (Some(model), Some(adapter)) => adapter.strangers(model).map(str::to_owned).collect(),
-            _ => Vec::new(),
-        };
+        let mut lost: Vec<String> = Vec::new();
+        if let (Some(model), Some(adapter)) = (&self.model, &self.adapter) {
+            lost = adapter.strangers(model).map(str::to_owned).collect();
+            let misfits = adapter.misfits(model);
+            if !misfits.is_empty() {
+                return Err(misfit(&self.directory, misfits));
+            }
+        }
         let kept: BTreeSet<&str> = self
             .model
             .iter()
@@ -203,13 +209,26 @@ impl Sources {
     }
 }
 
+fn misfit(base: &Path, misfits: Vec<String>) -> Failure {
+    Failure::new(
+        ErrorCode::ModelFiles,
+        format!("the trained tensors do not belong to {}", base.display()),
+        format!("{} of them do not fit the base model", misfits.len()),
+    )
+    .evidence_lines(misfits.into_iter().take(LISTED))
+    .next("give --model the model that the run started from")
+}
+
 fn adapter_failure(directory: &Path, error: &AdapterError) -> Failure {
     Failure::new(
         ErrorCode::ModelFiles,
         format!("cannot export {}", directory.display()),
         chain(error),
     )
-    .next("give a checkpoint-N directory of a run, or a directory with adapter_model.safetensors")
+    .next(failures::adapter_remedy(
+        directory,
+        "give a checkpoint-N directory of a run, or a directory with adapter_model.safetensors",
+    ))
 }
 
 /// Copies a small file. In `config.json`, the dtype is set to that of the weights.
@@ -224,9 +243,12 @@ pub(crate) fn copy(from: &Path, to: &Path, dtype: Option<DType>) -> Result<(), F
             DType::F16 => "float16",
             _ => "float32",
         };
-        for key in ["torch_dtype", "dtype"] {
-            if let Some(value) = config.get_mut(key) {
-                *value = name.into();
+        // transformers 5 repeats the dtype in each part.
+        for part in ["", "/text_config", "/vision_config"] {
+            for key in ["torch_dtype", "dtype"] {
+                if let Some(value) = config.pointer_mut(&format!("{part}/{key}")) {
+                    *value = name.into();
+                }
             }
         }
         serde_json::to_vec_pretty(&config).ok()

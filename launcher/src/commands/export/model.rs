@@ -7,6 +7,7 @@ use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec};
 use kernels::{Backend, CpuBackend, DType, MatmulArgs, Shape, Tag, Transpose};
 use models::WeightSource;
 use models::adapter::Adapter;
+use models::weights::not_finite;
 use std::ops::Range;
 use std::path::Path;
 
@@ -47,6 +48,7 @@ pub(super) fn write(
         let columns = tensor.shape.last().copied().unwrap_or(1).max(1);
         let rows_at_once = (BLOCK_ELEMS / columns).max(1) * columns;
         let own = adapter.filter(|a| a.has(&tensor.name));
+        let mut bad = 0;
         let low_rank = adapter.and_then(|a| Some((a, adapted(a, &tensor.name)?)));
         for start in (0..elems).step_by(rows_at_once) {
             let range = start..(start + rows_at_once).min(elems);
@@ -65,8 +67,17 @@ pub(super) fn write(
                 None => base(range, tensor.dtype),
             };
             let block = block?;
+            bad += not_finite(tensor.dtype, &block);
             bytes += block.len() as u64;
             file.write(&tensor.name, &block).map_err(failed)?;
+        }
+        if bad > 0 {
+            return Err(failures::not_finite_tensor(
+                &tensor.name,
+                bad,
+                elems,
+                tensor.dtype,
+            ));
         }
     }
     file.finish().map_err(failed)?;

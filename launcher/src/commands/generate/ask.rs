@@ -1,9 +1,10 @@
 //! `launcher generate`: one prompt, one answer.
 
 use super::model::{LoadedModel, OpenModel, positive, required};
-use super::{note, print};
+use super::note;
 use crate::cli::GenerateArgs;
 use crate::data::problems;
+use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::memory;
 use crate::units::{bytes as format_bytes, seconds as format_seconds};

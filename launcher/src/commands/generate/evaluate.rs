@@ -1,11 +1,13 @@
 //! `launcher eval`: loss and answers of held-out samples.
 
 use super::model::{LoadedModel, OpenModel, path_text, positive, required};
-use super::{note, print};
+use super::note;
 use crate::cli::EvalArgs;
 use crate::data::answers::{Answer, Question, sample_failure};
 use crate::data::{Reading, SampleSet, check};
+use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, failures};
+use crate::model::not_finite::{first_not_finite, not_finite_loss};
 use crate::units::seconds as format_seconds;
 use models::autograd::Tape;
 use models::data::EncodeOptions;
@@ -180,9 +182,22 @@ impl Evaluation<'_> {
             let batch = model.collate(&[SampleInput::from(&encoded)], &**backend)?;
             let tape = Tape::inference(access);
             let loss = model.forward(&tape, &batch)?;
-            Ok((loss.sum()?, loss.supervised))
+            let sum = loss.sum()?;
+            if sum.is_finite() {
+                return Ok((sum, loss.supervised, None));
+            }
+            let first = first_not_finite(model.spec(), &|| None, &|observer| {
+                let tape = Tape::inference(access).with_op_observer(observer);
+                model.forward(&tape, &batch).map(drop)
+            })?;
+            Ok((sum, loss.supervised, Some(first)))
         };
-        run().map_err(|e| failures::model("evaluate", &e))
+        match run().map_err(|e| failures::model("evaluate", &e))? {
+            (sum, supervised, None) => Ok((sum, supervised)),
+            (sum, _, Some(first)) => {
+                Err(not_finite_loss(&self.set.samples[index], index, sum, first))
+            }
+        }
     }
 
     fn answers(&self, indices: std::ops::Range<usize>) -> Result<Vec<Answer>, Failure> {

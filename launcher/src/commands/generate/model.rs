@@ -40,6 +40,9 @@ impl OpenModel {
         adapter: Option<&Path>,
         precision: Option<PrecisionChoice>,
     ) -> Result<Self, Failure> {
+        for dir in adapter.into_iter().chain([dir]) {
+            failures::check_directory(&format!("use {}", dir.display()), dir)?;
+        }
         let processor = open_processor(dir).map_err(|e| unusable(dir, &e))?;
         let weights = WeightSource::open(dir).map_err(|e| no_weights(dir, &e))?;
         let adapter = adapter.map(|dir| open_adapter(dir, &weights)).transpose()?;
@@ -144,7 +147,7 @@ impl OpenModel {
         let bytes = out.as_bytes_mut();
         match &self.adapter {
             Some(adapter) if adapter.has(name) => adapter.read_range(name, elements, dtype, bytes),
-            _ => self.weights.read_range(name, elements, dtype, bytes),
+            _ => self.weights.read_finite(name, elements, dtype, bytes),
         }
         .map_err(|e| failures::weights(&e))?;
         Ok(out.freeze())
@@ -187,8 +190,15 @@ fn open_adapter(dir: &Path, base: &WeightSource) -> Result<Adapter, Failure> {
             format!("cannot use the adapter {}", dir.display()),
             chain(&error),
         )
-        .next("give --adapter a checkpoint-N directory with adapter_model.safetensors or trained.safetensors")
+        .next(failures::adapter_remedy(
+            dir,
+            "give --adapter a checkpoint-N directory with adapter_model.safetensors or trained.safetensors",
+        ))
     })?;
+    let misfits = adapter.misfits(base);
+    if !misfits.is_empty() {
+        return Err(stranger(&adapter, &misfits));
+    }
     // p-tuning prefixes have no base weight; they are part of the model as built.
     let lost = adapter
         .strangers(base)

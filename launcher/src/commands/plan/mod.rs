@@ -15,16 +15,16 @@ use crate::cli::{Hardware, Note, PlanArgs, Preset, resolve_on};
 use crate::config::{Collectives, DEVICE, Device, DeviceChoice, Products, RunConfig, RunGpu};
 use crate::device::{self, Chosen, Devices};
 use crate::error::Failure;
+use crate::error::output::print;
 use crate::plan::disk_check::DiskCheck;
 use crate::plan::rank_memory::{plan_event, upload_line};
-use crate::plan::{Settled, backward_line, backward_share, forward_line};
+use crate::plan::{Settled, backward_line, backward_share, forward_line, resume};
 use crate::rank_env::{Env, Variables};
 use crate::ui::{Event, lines};
 use crate::units::bytes;
 use nearest::{Flags, nearest};
 use planner::{Planner, made_up_sample};
 use serde_json::{Value, json};
-use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -47,6 +47,7 @@ pub(crate) fn run(
     let has_data = args.run.model.is_none() || args.run.data.is_some();
     let config = configuration(args, env, has_data, devices)?;
     let config = crate::commands::demo::prepare(config, env, &mut |_| ())?;
+    resume::directory(&config)?;
     let planner = Planner::new(&config, args, has_data)?;
     let json = args.json == Some(true);
     if args.matrix == Some(true) {
@@ -56,7 +57,7 @@ pub(crate) fn run(
         } else {
             matrix::as_text(&config, &rows)
         };
-        print(&text);
+        print(&text)?;
         return Ok(ExitCode::SUCCESS);
     }
     let planned = planner.plan(&config)?;
@@ -74,9 +75,9 @@ pub(crate) fn run(
             &planner,
             typed,
             near.as_ref(),
-        )));
+        )))?;
     } else {
-        print(&as_text(&planned, &disk, &planner, notes, args)?);
+        print(&as_text(&planned, &disk, &planner, notes, args)?)?;
     }
     planned
         .fit
@@ -350,9 +351,4 @@ pub(super) fn spelled(flags: &Flags) -> String {
 
 fn pretty(value: &Value) -> String {
     format!("{value:#}\n")
-}
-
-fn print(text: &str) {
-    // A closed pipe is not an error.
-    drop(std::io::stdout().write_all(text.as_bytes()));
 }

@@ -5,7 +5,7 @@ use crate::config::RunConfig;
 use crate::data::SampleSet;
 use crate::data::check::largest;
 use crate::error::failures::unusable;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{Failure, failures};
 use crate::memory::RankMemory;
 use crate::model::contents::CheckpointBytes;
 use crate::model::setup::shapes;
@@ -186,12 +186,7 @@ fn check_weights(config: &RunConfig) -> Result<WeightSource, Failure> {
         Ok(source)
     });
     checked.map_err(|error| {
-        Failure::new(
-            ErrorCode::ModelFiles,
-            format!("the weights in {} cannot be used", dir.display()),
-            crate::error::chain(&error),
-        )
-        .next("--no-weights true plans from config.json alone")
+        failures::weights(&error).next("--no-weights true plans from config.json alone")
     })
 }
 

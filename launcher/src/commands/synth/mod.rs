@@ -15,7 +15,6 @@ pub(crate) mod tokenizer;
 mod weights;
 pub(crate) mod writer;
 
-use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -26,6 +25,7 @@ use serde_json::json;
 
 use crate::cli::{SynthArgs, SynthWeights};
 use crate::commands::new_directory::NewDirectory;
+use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, chain};
 use crate::memory::disk_free_bytes;
 use crate::units::{bytes, grouped, seconds};
@@ -82,48 +82,43 @@ pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
     };
     let stored_bytes = if seeded { 0 } else { layout.total_bytes() };
     check_space(&output, stored_bytes)?;
-    say(&format!(
+    print(&format!(
         " synth   {} parameters in {} tensors, {}, into {}\n",
         grouped(layout.parameters()),
         grouped(layout.tensors() as u64),
         bytes(layout.total_bytes()),
         output.display(),
-    ));
+    ))?;
     let seed = args.seed.unwrap_or(0);
     if seeded {
         let marker = json!(models::seeded::Marker::new(seed));
         FileWriter::new(directory.path(), "\n").put_json(models::seeded::FILE, &marker)?;
         directory.publish()?;
-        say(&format!(
+        print(&format!(
             " done    {} contains seed {seed} instead of weights\n",
             models::seeded::FILE
-        ));
+        ))?;
     } else {
         let written = layout.write(seed, directory.path())?;
         directory.publish()?;
         let took = started.elapsed().as_secs_f64();
-        say(&format!(
+        print(&format!(
             " done    {written} files of weights · {} · {}/s\n",
             seconds(took),
             bytes((stored_bytes as f64 / took) as u64)
-        ));
+        ))?;
     }
     if let Some(sampled) = sampled {
-        say(&format!(
+        print(&format!(
             " samples {} of {} tokens, {} of them for the image: launcher --model {out} --data {out}/{}\n",
             grouped(sampled.count as u64),
             grouped(sampled.tokens as u64),
             grouped(sampled.image_tokens as u64),
             samples::FILE,
             out = output.display(),
-        ));
+        ))?;
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// Prints text. A closed pipe is not an error.
-fn say(text: &str) {
-    drop(std::io::stdout().write_all(text.as_bytes()));
 }
 
 fn check_space(output: &Path, needed: u64) -> Result<(), Failure> {

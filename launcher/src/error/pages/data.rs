@@ -3,10 +3,13 @@
 use super::{Page, both};
 
 pub(super) static NUMERIC: Page = Page {
-    title: both("loss or gradients are not finite", "损失或梯度不是有限值"),
+    title: both(
+        "a loss, gradient or weight is not finite",
+        "损失、梯度或权重不是有限值",
+    ),
     meaning: both(
-        "The loss or a gradient became NaN or infinite. Such updates are skipped; after 20 in a row the run ends. The report names the first non-finite value.",
-        "损失或梯度变成了 NaN 或无穷大。这样的更新会被跳过；连续 20 次后运行结束。报告会给出第一个非有限值。",
+        "In training, the loss or a gradient became NaN or infinite. Such updates are skipped; after 20 in a row the run ends. Loading, evaluation, generation and export end at the first value. The report names it.",
+        "训练时损失或梯度变成了 NaN 或无穷大，这样的更新会被跳过；连续 20 次后运行结束。加载、评估、生成和导出遇到第一个非有限值就会结束。报告会给出这个值。",
     ),
     causes: &[
         both(
@@ -20,6 +23,10 @@ pub(super) static NUMERIC: Page = Page {
         both(
             "The weights are already not finite: the model directory or the checkpoint is damaged.",
             "权重本身已不是有限值：模型目录或检查点已损坏。",
+        ),
+        both(
+            "A weight leaves the range of f16, which ends at 65504, in --precision fp16 or --dtype f16.",
+            "使用 --precision fp16 或 --dtype f16 时，某个权重超出了 f16 的范围（最大 65504）。",
         ),
     ],
     look_at: &[

@@ -107,14 +107,26 @@ pub(super) static MODEL_FILES: Page = Page {
         "模型目录不完整或已损坏",
     ),
     meaning: both(
-        "A file of the model directory is missing, truncated or a git-lfs pointer, or it does not fit the other files.",
-        "模型目录中的某个文件缺失、被截断、只是 git-lfs 指针，或与其他文件不匹配。",
+        "A file of the model directory is missing, truncated, unreadable or a git-lfs pointer, or it does not fit the other files. Or the directory is of a kind that this program does not read.",
+        "模型目录中的某个文件缺失、被截断、无法读取、只是 git-lfs 指针，或与其他文件不匹配；或者本程序不支持这种目录。",
     ),
     causes: &[
         both("A download was interrupted.", "下载中断。"),
         both(
             "`git clone` ran without git-lfs, so the weight files are short pointer texts.",
             "没有安装 git-lfs 就执行了 `git clone`，权重文件只是很短的指针文本。",
+        ),
+        both(
+            "The weights are quantized (int4, AWQ, GPTQ), or only in PyTorch's .bin format.",
+            "权重是量化的（int4、AWQ、GPTQ），或只有 PyTorch 的 .bin 格式。",
+        ),
+        both(
+            "The adapter is of a kind that is not implemented (DoRA, PiSSA, OLoRA, LoftQ, layer_replication).",
+            "适配器属于未实现的类型（DoRA、PiSSA、OLoRA、LoftQ、layer_replication）。",
+        ),
+        both(
+            "--model is the name of a model on the Hub. Nothing is downloaded.",
+            "--model 是 Hub 上的模型名称。本程序不会下载任何文件。",
         ),
         both(
             "config.json and the weights belong to different models or versions.",
@@ -127,8 +139,8 @@ pub(super) static MODEL_FILES: Page = Page {
     )],
     what_to_do: &[
         both(
-            "Download the file in the report again; `git lfs pull` replaces pointers.",
-            "重新下载报告中的文件；`git lfs pull` 会替换指针文件。",
+            "Do what 'next' in the report says; `git lfs pull` replaces pointers.",
+            "按报告中 next 的提示操作；`git lfs pull` 会替换指针文件。",
         ),
         both(
             "Supported are the published directories of MiniCPM-V and -o 2.6, CogVLM, CogVLM2, CogAgent, GLM-4V and GLM-4.1V.",

@@ -144,8 +144,8 @@ pub(super) static PLAN: Page = Page {
 pub(super) static SHARED_MEMORY: Page = Page {
     title: both("shared memory is too small", "共享内存过小"),
     meaning: both(
-        "The ranks of one machine exchange data through a file in /dev/shm, or in /tmp if /dev/shm is too small. Neither has enough free space.",
-        "同一台机器上的 rank 通过 /dev/shm 中的文件交换数据；/dev/shm 太小时改用 /tmp。这两个目录都没有足够的空闲空间。",
+        "The ranks of one machine exchange data through a file in /dev/shm. If /dev/shm is too small or not writable, they use TMPDIR, then /tmp. None of them has enough free space.",
+        "同一台机器上的 rank 通过 /dev/shm 中的文件交换数据；/dev/shm 太小或不可写时依次改用 TMPDIR 和 /tmp。这些目录都没有足够的空闲空间。",
     ),
     causes: &[
         both(
@@ -165,6 +165,10 @@ pub(super) static SHARED_MEMORY: Page = Page {
         both(
             "Docker: --shm-size 8g; Kubernetes: an emptyDir of medium Memory at /dev/shm.",
             "Docker 使用 --shm-size 8g；Kubernetes 在 /dev/shm 挂载 medium 为 Memory 的 emptyDir。",
+        ),
+        both(
+            "Set TMPDIR to a writable directory with that much free space.",
+            "把 TMPDIR 设为有足够空闲空间的可写目录。",
         ),
         both(
             "--nproc 1 needs no shared memory.",

@@ -1,6 +1,7 @@
 //! Private files of a job, and their removal.
 
 use std::fs::{self, File, OpenOptions};
+use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -10,6 +11,8 @@ use crate::error::{ErrorCode, Failure};
 /// Directory of the ranks' shared-memory files.
 const SHARED_MEMORY: &str = "/dev/shm";
 
+/// Directory of these files where the others are unusable.
+const TEMPORARY: &str = "/tmp";
 /// Start of the name of a job's private directory. The token follows.
 const PREFIX: &str = "tessera-";
 /// File in the private directory on which every process of the job holds a shared lock.
@@ -62,7 +65,7 @@ impl Job {
         fs::DirBuilder::new()
             .mode(0o700)
             .create(&directory)
-            .map_err(|error| Failure::io(ErrorCode::Disk, "make", &directory, &error))?;
+            .map_err(|error| unmade(&directory, &error))?;
         Ok(Self {
             token,
             _held: hold(&directory)?,
@@ -88,6 +91,16 @@ impl Job {
     }
 }
 
+/// Failure of a private directory that cannot be made.
+fn unmade(directory: &Path, error: &io::Error) -> Failure {
+    Failure::new(
+        ErrorCode::Disk,
+        format!("cannot make the job's private directory {}", directory.display()),
+        error.to_string(),
+    )
+    .next("set TMPDIR to a writable directory with free space, e.g. TMPDIR=$HOME/tmp; --output does not move this directory")
+}
+
 impl Drop for Job {
     fn drop(&mut self) {
         sweep(&self.token, &self.temp_dir);
@@ -106,7 +119,7 @@ pub fn sweep(token: &str, temp_dir: &Path) {
     if token.len() < 16 {
         return;
     }
-    for directory in [Path::new(SHARED_MEMORY), temp_dir] {
+    for directory in [Path::new(SHARED_MEMORY), temp_dir, Path::new(TEMPORARY)] {
         let Ok(entries) = fs::read_dir(directory) else {
             continue;
         };

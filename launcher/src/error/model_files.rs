@@ -1,0 +1,256 @@
+//! Diagnosis of a model directory that cannot be used: the real cause, and a next step that helps.
+
+use super::system::system_remedy;
+use super::weight_files::{pointer, pointer_report};
+use super::{ErrorCode, Failure, chain};
+use models::OpenError;
+use models::config::ConfigError;
+use models::processor::ProcessorError;
+use models::text::TokenizerError;
+use serde_json::Value;
+use std::error::Error;
+use std::path::{Component, Path, PathBuf};
+
+/// Small files that `git clone` without git-lfs may leave as pointers.
+const SMALL_FILES: [&str; 11] = [
+    "config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.jinja",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "trained.safetensors",
+];
+/// Next step after an adapter that is not implemented.
+const ADAPTER_REMEDY: &str = "merge it into its base model in peft (merge_and_unload, then save_pretrained), and give the merged directory to --model";
+/// Repositories on the Hub by a word in `config.json`: of the tokenizer, whose files are not always beside the weights.
+const TOKENIZERS: [(&str, &str); 7] = [
+    ("minicpmv", "openbmb/MiniCPM-V-2_6"),
+    ("minicpmo", "openbmb/MiniCPM-o-2_6"),
+    ("chatglm", "zai-org/glm-4v-9b"),
+    ("glm4v", "zai-org/GLM-4.1V-9B-Thinking"),
+    ("num_multi_query_heads", "zai-org/cogvlm2-llama3-chat-19B"),
+    ("CogVLMForCausalLM", "lmsys/vicuna-7b-v1.5"),
+    ("CogAgentForCausalLM", "lmsys/vicuna-7b-v1.5"),
+];
+
+/// Fails if the model or adapter directory `dir` is absent, has git-lfs pointers in place of files, or an adapter that is
+/// not implemented. `doing` is the step that needs it. `dir` may also be a `config.json`.
+pub(crate) fn check_directory(doing: &str, dir: &Path) -> Result<(), Failure> {
+    if dir.is_file() {
+        return Ok(());
+    }
+    for name in SMALL_FILES {
+        let path = dir.join(name);
+        if let Some((size, hash)) = pointer(&path) {
+            return Err(pointer_report(&path, size, &hash));
+        }
+    }
+    models::adapter::check_settings(dir).map_err(|error| {
+        Failure::new(
+            ErrorCode::ModelFiles,
+            format!("cannot {doing}: its adapter cannot be used"),
+            chain(&error),
+        )
+        .next(system_remedy(&error).unwrap_or_else(|| ADAPTER_REMEDY.to_owned()))
+    })
+}
+
+/// Next step after an adapter directory `dir` that cannot be opened: `otherwise`, unless its files show a better one.
+pub(crate) fn adapter_remedy(dir: &Path, otherwise: &str) -> String {
+    let pickle = dir.join("adapter_model.bin").is_file();
+    let pickle = pickle && !dir.join("adapter_model.safetensors").exists();
+    match pickle {
+        true => "adapter_model.bin is in PyTorch's pickle format: load it in peft, then save_pretrained(NEW, safe_serialization=True)".to_owned(),
+        false => otherwise.to_owned(),
+    }
+}
+
+/// Failure of a model directory that cannot be used.
+pub(crate) fn unusable(dir: &Path, error: &(dyn Error + 'static)) -> Failure {
+    let title = format!("cannot use the model directory {}", dir.display());
+    let failure = Failure::new(ErrorCode::ModelFiles, title, chain(error));
+    if let Some(remedy) = system_remedy(error) {
+        return failure.next(remedy);
+    }
+    if !dir.exists() {
+        return absent(dir, error);
+    }
+    let tokenizer = find::<TokenizerError>(error);
+    let lacks_tokenizer = matches!(tokenizer, Some(TokenizerError::NoVocabulary { .. }));
+    if (lacks_tokenizer || !dir.join("config.json").is_file())
+        && let Some((evidence, next)) = other_directory(dir)
+    {
+        return failure.evidence(evidence).next(next);
+    }
+    match find::<ConfigError>(error) {
+        Some(ConfigError::Quantized { .. }) => failure
+            .next("give --model the model's weights that are not quantized (bf16), in most cases the repository without -int4, -AWQ or -GPTQ in its name")
+            .next("--precision bf16 with --use-lora true needs the least memory; `launcher plan` shows how much"),
+        _ if lacks_tokenizer => missing_tokenizer(failure, dir),
+        _ => failure.next("give --model a directory of MiniCPM-V or -o 2.6, CogVLM, CogAgent, CogVLM2, GLM-4V or GLM-4.1V with config.json, its tokenizer files and its safetensors files"),
+    }
+}
+
+/// What a directory without usable model files is instead, and the next step; `None` if nothing shows it.
+pub(super) fn other_directory(dir: &Path) -> Option<(String, String)> {
+    let has = |name: &str| dir.join(name).exists();
+    let entries = std::fs::read_dir(dir).ok()?.flatten();
+    let mut names: Vec<String> = entries
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .collect();
+    names.sort();
+    let dangling = |name: &&String| {
+        let path = dir.join(name);
+        path.is_symlink() && !path.exists()
+    };
+    if let Some(name) = names.iter().find(dangling) {
+        return Some((
+            format!("{name} is a symbolic link to a file that does not exist"),
+            "copy the directory with cp -L from where its links work, or download it again"
+                .to_owned(),
+        ));
+    }
+    if names.iter().any(|name| name.starts_with("global_step")) || has("zero_to_fp32.py") {
+        return Some((
+            "it is a checkpoint of DeepSpeed, whose weights are divided among its ranks".to_owned(),
+            "join them: python zero_to_fp32.py . NEW --safe_serialization, then copy config.json and the tokenizer files to NEW".to_owned(),
+        ));
+    }
+    let of_sat = |name: &String| dir.join(name).join("mp_rank_00_model_states.pt").exists();
+    if names.iter().any(of_sat) {
+        return Some((
+            "it is a checkpoint of SAT (SwissArmyTransformer)".to_owned(),
+            "give --model the Hugging Face directory of the same model (-hf in its name)"
+                .to_owned(),
+        ));
+    }
+    if has("adapter_config.json") && !has("config.json") {
+        return Some((
+            "it is an adapter, a part of a model".to_owned(),
+            "give --model the model that it was trained on; generate and eval take it as --adapter"
+                .to_owned(),
+        ));
+    }
+    None
+}
+
+/// The first error of type `T` among `error` and its sources. Errors that show another one as their own count as it.
+fn find<'e, T: Error + 'static>(error: &'e (dyn Error + 'static)) -> Option<&'e T> {
+    if let Some(found) = error.downcast_ref::<T>() {
+        return Some(found);
+    }
+    if let Some(OpenError::Files(files)) = error.downcast_ref::<OpenError>() {
+        return find(files);
+    }
+    match error.downcast_ref::<ProcessorError>() {
+        Some(ProcessorError::Config(config)) => find(config),
+        Some(ProcessorError::Tokenizer(tokenizer)) => find(tokenizer),
+        _ => find(error.source()?),
+    }
+}
+
+/// Failure of a directory that does not exist, which may be the name of a model on the Hub.
+fn absent(dir: &Path, error: &(dyn Error + 'static)) -> Failure {
+    let title = format!("the model directory {} does not exist", dir.display());
+    match hub_name(dir) {
+        Some(name) => Failure::new(
+            ErrorCode::ModelFiles,
+            title,
+            format!("{name} looks like the name of a model on the Hub; this program reads directories and downloads nothing"),
+        )
+        .evidence(chain(error))
+        .next(format!(
+            "download it first, then run the same command: hf download {name} --local-dir {name}"
+        )),
+        None => Failure::new(ErrorCode::ModelFiles, title, chain(error))
+            .next("give --model the directory with config.json and the weights"),
+    }
+}
+
+/// `dir` as `owner/name`, if it is spelled like that from the current directory and not even the owner exists.
+fn hub_name(dir: &Path) -> Option<String> {
+    let here = std::env::current_dir().unwrap_or_default();
+    let relative: PathBuf = dir.strip_prefix(here).unwrap_or(dir).to_owned();
+    let parts: Vec<&str> = relative
+        .components()
+        .map(|part| match part {
+            Component::Normal(name) => name.to_str(),
+            _ => None,
+        })
+        .collect::<Option<_>>()?;
+    match parts[..] {
+        [owner, name] if dir.parent().is_some_and(|parent| !parent.exists()) => {
+            Some(format!("{owner}/{name}"))
+        }
+        _ => None,
+    }
+}
+
+fn missing_tokenizer(failure: Failure, dir: &Path) -> Failure {
+    let config = std::fs::read_to_string(dir.join("config.json")).unwrap_or_default();
+    let config: Value = serde_json::from_str(&config).unwrap_or_default();
+    let has = |word: &str| {
+        config.get(word).is_some()
+            || config["model_type"] == word
+            || config["architectures"][0] == word
+    };
+    let Some((_, repository)) = TOKENIZERS.iter().find(|(word, _)| has(word)) else {
+        return failure.next("copy the tokenizer files of the published model into the directory");
+    };
+    failure.next(format!(
+        "{repository} publishes this model's tokenizer: hf download {repository} --include 'tokenizer*' 'special_tokens_map.json' --local-dir {}",
+        dir.display()
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_the_hub_are_told_from_paths() {
+        assert_eq!(
+            hub_name(Path::new("openbmb/MiniCPM-V-2_6")).as_deref(),
+            Some("openbmb/MiniCPM-V-2_6")
+        );
+        let here = std::env::current_dir().expect("a directory");
+        assert!(hub_name(&here.join("nobody/model")).is_some());
+        for path in ["model", "a/b/c", "../b", "/nobody/model", "src/nothing"] {
+            assert_eq!(hub_name(Path::new(path)), None, "{path}");
+        }
+    }
+
+    #[test]
+    fn directories_of_other_programs_are_told_apart() {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let path = |name: &str| dir.path().join(name);
+        let found = || other_directory(dir.path()).map_or_else(String::new, |(what, _)| what);
+        assert_eq!(found(), "");
+        std::fs::write(path("adapter_config.json"), "{}").expect("written");
+        assert!(found().contains("an adapter"));
+        std::fs::create_dir(path("1")).expect("made");
+        std::fs::write(path("1/mp_rank_00_model_states.pt"), "").expect("written");
+        assert!(found().contains("SAT"));
+        std::fs::create_dir(path("global_step500")).expect("made");
+        assert!(found().contains("DeepSpeed"));
+        std::os::unix::fs::symlink("../../blobs/none", path("model.safetensors")).expect("linked");
+        assert!(found().contains("model.safetensors is a symbolic link"));
+    }
+
+    #[test]
+    fn errors_of_the_operating_system_have_their_own_remedy() {
+        let dir = tempfile::tempdir().expect("temp dir");
+        for (number, word) in [(13, "permission"), (24, "ulimit -n"), (5, "disk")] {
+            let source = std::io::Error::from_raw_os_error(number);
+            let path = dir.path().join("tokenizer.json");
+            let error = ProcessorError::Tokenizer(TokenizerError::Read { path, source });
+            let failure = unusable(dir.path(), &error);
+            assert!(failure.next[0].contains(word), "{failure}");
+        }
+    }
+}
