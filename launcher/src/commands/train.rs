@@ -38,6 +38,12 @@ pub(super) fn show_files(loaded: &Loaded, screen: &mut Screen) {
             text: text.clone(),
         });
     }
+    if !loaded.defaults.is_empty() {
+        screen.show(&Event::Info {
+            label: "recipe".into(),
+            text: loaded.defaults.join("\n"),
+        });
+    }
     for text in &loaded.warnings {
         screen.show(&Event::Warning { text: text.clone() });
     }

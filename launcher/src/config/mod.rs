@@ -27,7 +27,7 @@ use models::Family;
 use serde::{Deserialize, Serialize};
 
 pub use choices::{
-    Cadence, CudaGraph, DataFormatChoice, Device, DeviceChoice, InitChoice, LrScale,
+    Cadence, CudaGraph, DataFormatChoice, Device, DeviceChoice, Every, InitChoice, LrScale,
     PrecisionChoice, Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice, Workers,
 };
 pub use collectives::Collectives;
@@ -135,7 +135,8 @@ pub struct Lora {
     pub per_projection: bool,
     /// Decoder layers with adapters; `None` means all.
     pub layers: Option<Range<usize>>,
-    /// Modules trained in full next to the adapters, as in peft. `None`: the default of the model's family.
+    /// Modules trained in full next to the adapters, as in peft. `None` in files of earlier versions: those of the
+    /// family's published script.
     pub modules_to_save: Option<Vec<String>>,
 }
 
