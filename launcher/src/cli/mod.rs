@@ -46,6 +46,7 @@ pub use explain::{ExplainArgs, Lang};
 pub use explain_config::ExplainConfigArgs;
 pub use export::{ExportArgs, ExportDtype};
 pub use foreign::{IGNORED, RESTRICTED};
+pub(crate) use foreign::{OTHER_REPORT, names_other_reports};
 pub use generate::{EvalArgs, GenerateArgs};
 pub use help::{CompletionsArgs, ManArgs};
 pub use normalise::Note;
@@ -384,8 +385,9 @@ pub struct Args {
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub seed: Option<u64>,
 
-    /// Trainable parts: modules, vision, projector, norm, bias, or regexes
+    /// Trainable parts: modules, norm, bias, or regexes
     ///
+    /// vision and projector name these parts in every family.
     /// Separated by commas. Adapters train besides. Replaces --tune-vision and --tune-llm.
     #[arg(long, value_name = "PARTS", help_heading = "What is trained")]
     pub train: Option<String>,

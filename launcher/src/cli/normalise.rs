@@ -8,7 +8,7 @@ use clap::{ArgAction, CommandFactory};
 
 use super::foreign::{IGNORED, RESTRICTED};
 use super::trainers::{self, Effect, Meaning, Trainer};
-use super::{ALIASES, Args};
+use super::{ALIASES, Args, OTHER_REPORT, names_other_reports};
 use crate::error::Failure;
 use crate::error::format::{self, ErrorFormat};
 
@@ -247,28 +247,10 @@ fn without_effect(flag: &str, value: &str, trainer: Option<Trainer>) -> Option<&
         "template" if trainer.is_some() && !is_value("template", value) => {
             Some("the chat template of the model directory is used")
         }
-        "report-to" if REPORTS.contains(&&*value.to_lowercase()) => Some(
-            "no other program is reported to; --report-to tensorboard writes event files, which wandb sync reads",
-        ),
+        "report-to" if names_other_reports(value) => Some(OTHER_REPORT),
         _ => None,
     }
 }
-
-/// Values of `report_to` in transformers that name programs.
-pub(super) const REPORTS: [&str; 12] = [
-    "all",
-    "azure_ml",
-    "clearml",
-    "codecarbon",
-    "comet_ml",
-    "dagshub",
-    "dvclive",
-    "flyte",
-    "mlflow",
-    "neptune",
-    "swanlab",
-    "wandb",
-];
 
 fn is_value(flag: &str, value: &str) -> bool {
     super::train_args(&[format!("--{flag}={value}")]).is_ok()

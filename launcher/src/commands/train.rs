@@ -2,7 +2,7 @@
 
 use super::{Hooks, demo};
 use crate::error::{ErrorCode, Failure, RECORD_TARGET};
-use crate::plan::{Suggestions, settle_one_by_one, spill_directories};
+use crate::plan::{Suggestions, resume, settle_one_by_one, spill_directories};
 use std::cell::RefCell;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -61,7 +61,7 @@ pub(super) fn run_supervisor(
     let resolved = resolve_on(args, env, &chosen).map_err(|failure| loaded.place(failure))?;
     notes.extend(loaded.notes.iter().cloned());
     notes.extend(resolved.notes);
-    let mut asked = resolved.config;
+    let mut asked = resume::continued(resolved.config, args);
     let mut screen = Screen::on_stderr(env.no_color);
     logging::init_supervisor(env.rust_log.as_deref())?;
     show_files(loaded, &mut screen);
@@ -451,6 +451,7 @@ fn rank_run(
         return Ok((RunPlan::load_from(&config_file(job_dir))?, None));
     }
     let asked = resolve_on(args, env, &choose(args, hooks.devices)?)?.config;
+    let asked = resume::continued(asked, args);
     let asked = settle_one_by_one(&asked)?;
     let mut asked = demo::prepare(asked, env, &mut |_| ())?;
     if rank.rank == 0 {

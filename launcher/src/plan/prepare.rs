@@ -125,8 +125,23 @@ fn show_plan(
     ];
     lines.into_iter().flatten().for_each(&mut *show);
     show(Event::Trains(trained_parts(run, model)?));
+    adapter_line(run).into_iter().for_each(&mut *show);
     show(find_batch::line(run));
     Ok(())
+}
+
+/// Line about the adapters: rank, alpha and scale; `None` without adapters.
+pub(crate) fn adapter_line(config: &RunConfig) -> Option<Event> {
+    let lora = config.trainable.lora.as_ref()?;
+    let (rank, alpha) = (lora.lora_rank, lora.lora_alpha);
+    let scale = alpha / rank as f64;
+    Some(Event::Info {
+        label: "lora".into(),
+        text: format!(
+            "rank {rank} · alpha {alpha} · scale {scale} (alpha ÷ rank) · dropout {}",
+            lora.lora_dropout
+        ),
+    })
 }
 
 /// Event that shows the number and size of the samples and images.

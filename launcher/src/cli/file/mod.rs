@@ -9,6 +9,8 @@ mod given;
 mod json;
 mod read;
 mod report;
+#[cfg(test)]
+mod tests;
 mod toml;
 mod trainer;
 mod value;

@@ -17,7 +17,7 @@ use crate::device::{self, Chosen, Devices};
 use crate::error::Failure;
 use crate::plan::disk_check::DiskCheck;
 use crate::plan::rank_memory::{plan_event, upload_line};
-use crate::plan::{Settled, backward_line, backward_share, forward_line};
+use crate::plan::{Settled, adapter_line, backward_line, backward_share, forward_line, resume};
 use crate::rank_env::{Env, Variables};
 use crate::ui::{Event, lines};
 use crate::units::bytes;
@@ -120,7 +120,10 @@ fn configuration(
         Some(_) => Chosen::cpu(),
         None => device::choose(choice, devices, &Variables::read())?,
     };
-    Ok(resolve_on(&run, env, &chosen)?.config)
+    Ok(resume::continued(
+        resolve_on(&run, env, &chosen)?.config,
+        &run,
+    ))
 }
 
 /// GPUs of a described machine. With `linked` all have peer access to each other.
@@ -248,9 +251,13 @@ fn as_text(
     if let Some(line) = upload_line(plan, None) {
         text += &shown(&line, usize::MAX);
     }
-    for line in [backward_line(plan, spare.as_ref()), forward_line(plan)]
-        .into_iter()
-        .flatten()
+    for line in [
+        backward_line(plan, spare.as_ref()),
+        forward_line(plan),
+        adapter_line(config),
+    ]
+    .into_iter()
+    .flatten()
     {
         text += &shown(&line, usize::MAX);
     }
