@@ -19,7 +19,8 @@ const GLM41V_MAX_PIXELS: usize = 9_633_792;
 const GLM41V_MERGE: usize = 2;
 
 /// A sample of `max_tokens` tokens, all supervised, with one image of the family's largest size,
-/// or as much of it as goes into the tokens; MiniCPM cuts it into at most `max_slices` cells.
+/// or as much of it as goes into the tokens; MiniCPM cuts it into at most `max_slices` cells, and an image of GLM-4.1V has
+/// at most `max_pixels`, if given.
 ///
 /// # Errors
 /// [`ConfigError`] if `config.json` of the directory `dir` cannot be read or is of no known family.
@@ -27,6 +28,7 @@ pub fn largest_sample(
     dir: &Path,
     max_tokens: usize,
     max_slices: usize,
+    max_pixels: Option<usize>,
 ) -> Result<EncodedSample, ConfigError> {
     let mut sample = EncodedSample {
         input_ids: vec![TOKEN; max_tokens],
@@ -57,7 +59,8 @@ pub fn largest_sample(
         Family::Glm41v => {
             let patch = Glm41vConfig::load(dir)?.vision.patch_size;
             let block = patch * GLM41V_MERGE;
-            let tokens = room.min(GLM41V_MAX_PIXELS / (block * block));
+            let most = max_pixels.unwrap_or(usize::MAX).min(GLM41V_MAX_PIXELS);
+            let tokens = room.min(most / (block * block));
             let side = tokens.isqrt();
             let grid = side * GLM41V_MERGE;
             if side > 0 {

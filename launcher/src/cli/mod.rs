@@ -143,6 +143,16 @@ pub struct Args {
     /// Most slices an image is cut into (MiniCPM)
     #[arg(long, value_name = "N", help_heading = "Model and data")]
     pub max_slice_nums: Option<usize>,
+    /// Largest area of an image in pixels (GLM-4.1V)
+    ///
+    /// Larger images are resized. The model directory's own bound holds besides. The variable MAX_PIXELS sets it too.
+    #[arg(long, value_name = "PIXELS", help_heading = "Model and data")]
+    pub image_max_pixels: Option<usize>,
+    /// Smallest area of an image in pixels (GLM-4.1V)
+    ///
+    /// Smaller images are resized. The model directory's own bound holds besides. The variable MIN_PIXELS sets it too.
+    #[arg(long, value_name = "PIXELS", help_heading = "Model and data")]
+    pub image_min_pixels: Option<usize>,
     /// Skip samples that cannot be used, instead of refusing the data
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Model and data")]
     pub skip_bad_samples: Option<bool>,
@@ -545,7 +555,7 @@ pub struct DoctorArgs {
 }
 
 /// Other spellings of flags in snake_case: those of other trainers, then those of earlier versions.
-pub const ALIASES: [(&str, &str); 19] = [
+pub const ALIASES: [(&str, &str); 21] = [
     ("model_name_or_path", "model"),
     ("data_path", "data"),
     ("eval_data_path", "eval-data"),
@@ -557,6 +567,8 @@ pub const ALIASES: [(&str, &str); 19] = [
     ("evaluation_strategy", "eval-strategy"),
     ("resume_from_checkpoint", "resume"),
     ("deepspeed_config", "deepspeed"),
+    ("max_pixels", "image-max-pixels"),
+    ("min_pixels", "image-min-pixels"),
     ("nproc_per_node", "nproc"),
     ("auto_find_batch_size", "find-batch"),
     ("early_step", "optimizer-in-backward"),
@@ -786,7 +798,7 @@ mod tests {
             names.join(" "),
             "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers deepspeed defaults device \
              device-memory-limit elastic error-format eval-data eval-steps eval-strategy exclude find-batch fp16 freeze global-batch-size grad-dtype \
-             gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis include init initial-scale-power inject learning-rate \
+             gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis image-max-pixels image-min-pixels include init initial-scale-power inject learning-rate \
              limit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
              lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps min-loss-scale model \
              model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \

@@ -120,7 +120,9 @@ pub(super) fn normalise(
     };
     let mut seen: BTreeMap<String, String> = BTreeMap::new();
     while let Some(word) = rest.next() {
-        if matches!(word, "-h" | "--help" | "-V" | "--version") {
+        // SwissArmyTransformer has a flag --version with a value.
+        let is_flag = trainer == Some(Trainer::Sat) && word == "--version";
+        if matches!(word, "-h" | "--help" | "-V" | "--version") && !is_flag {
             line.args.push(word.to_string());
             continue;
         }

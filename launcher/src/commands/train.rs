@@ -12,6 +12,7 @@ use crate::cli::{self, Args, Note, resolve_on};
 use crate::config::{
     CONFIG_FILE, Collectives, DEVICE, OptimizerInBackward, Resume, RunConfig, RunPlan, Task,
 };
+use crate::device::survey::environment;
 use crate::device::{self, Chosen, Devices};
 use crate::error::format::ErrorFormat;
 use crate::launch::logging;
@@ -70,6 +71,9 @@ pub(super) fn run_supervisor(
             flag: note.flag,
             reason: note.reason,
         });
+    }
+    for event in environment::notes(&Variables::read()) {
+        screen.show(&event);
     }
     if let Some(preset) = args.preset.as_deref().and_then(cli::Preset::named) {
         screen.show(&Event::Info {

@@ -393,8 +393,9 @@ impl FromStr for Recompute {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         match text {
-            "all" => return Ok(Self::ALL),
-            "none" => return Ok(Self::NONE),
+            // A switch, as SwissArmyTransformer has.
+            "all" | "true" => return Ok(Self::ALL),
+            "none" | "false" => return Ok(Self::NONE),
             _ => {}
         }
         let mut chosen = Self::NONE;

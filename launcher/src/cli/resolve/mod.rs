@@ -99,7 +99,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         length: length(args, defaults, &mut notes)?,
         checkpoint_activations: batch::recompute(args)?,
         checkpoint_num_layers: batch::num_layers(args)?,
-        batch: batch::resolve(args, defaults, world_size)?,
+        batch: batch::resolve(args, env, defaults, world_size)?,
         optimizer: optimizer(args, defaults, &mut notes)?,
         trainable: trainable::resolve(args, &mut notes)?,
         save: cadence(
@@ -677,6 +677,12 @@ impl RunConfig {
         ));
         flags.push(("model-max-length", batch.model_max_length.to_string()));
         flags.push(("max-slice-nums", batch.max_slice_nums.to_string()));
+        for (flag, area) in [
+            ("image-max-pixels", batch.image_max_pixels),
+            ("image-min-pixels", batch.image_min_pixels),
+        ] {
+            flags.extend(area.map(|area| (flag, area.to_string())));
+        }
         flags.push(("skip-bad-samples", batch.skip_bad_samples.to_string()));
         flags.push(("learning-rate", format!("{:e}", optimizer.learning_rate)));
         flags.push(("lr-scale", value_name(optimizer.lr_scale)));

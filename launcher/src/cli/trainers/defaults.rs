@@ -44,11 +44,14 @@ const PEFT: Flags = &[
 ];
 
 /// LLaMA-Factory, `src/llamafactory/hparams/`: `finetuning_args.py` (`finetuning_type`, `freeze_vision_tower`,
-/// `freeze_multi_modal_projector`) and `data_args.py` (`cutoff_len`). The weights' own type is the compute type.
+/// `freeze_multi_modal_projector`), `data_args.py` (`cutoff_len`) and `model_args.py` (`image_max_pixels`, 768 x 768, and
+/// `image_min_pixels`, 32 x 32). The weights' own type is the compute type.
 const LLAMA_FACTORY: Flags = &[
     ("use-lora", "true"),
     ("tune-vision", "false"),
     ("model-max-length", "2048"),
+    ("image-max-pixels", "589824"),
+    ("image-min-pixels", "1024"),
     ("precision", "bf16"),
 ];
 /// The same, `LoraArguments`. `lora_alpha` is twice the rank.

@@ -6,7 +6,7 @@ use crate::cli::foreign::{IGNORED, RESTRICTED};
 const OTHER_DATA: &str = "--data and --eval-data give the files";
 const MAX_LENGTH: &str =
     "--model-max-length counts all tokens of the decoder, including those of images";
-const IMAGES: &str = "--max-slice-nums limits the size of images";
+const VIDEO: &str = "no sample has a video";
 const NO_TORCH: &str = "this program does not use PyTorch";
 const GENERATION: &str =
     "it concerns generation; `launcher generate` and `launcher eval` have flags for it";
@@ -121,9 +121,8 @@ const LLAMA_FACTORY: &[Key] = &[
     ("enable_liger_kernel", Unused(NO_TORCH)),
     ("use_liger_kernel", Unused(NO_TORCH)),
     ("use_unsloth", Unused(NO_TORCH)),
-    ("image_max_pixels", Unused(IMAGES)),
-    ("image_min_pixels", Unused(IMAGES)),
-    ("video_max_pixels", Unused(IMAGES)),
+    ("video_max_pixels", Unused(VIDEO)),
+    ("video_min_pixels", Unused(VIDEO)),
     ("val_size", Only(&["0", "0.0"], NO_SPLIT)),
     (
         "quantization_bit",
