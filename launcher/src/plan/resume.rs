@@ -7,6 +7,7 @@ use crate::model::setup::precision;
 use crate::report::checkpoints::advise_intact;
 use engine::Plan;
 use engine::checkpoint::{self, Checkpoint};
+use models::Family;
 use serde_json::Value;
 use std::path::Path;
 
@@ -51,7 +52,13 @@ pub(crate) fn continued(mut config: RunConfig, args: &Args) -> RunConfig {
     let Some(Ok(saved)) = run.map(|run| RunPlan::load_from(&run.join(CONFIG_FILE))) else {
         return config;
     };
-    config.trainable = parts(config.trainable, &saved.trainable, args);
+    let mut trained = saved.trainable.clone();
+    // Earlier versions did not write the modules of the family's published script.
+    if let (Some(lora), Ok(family)) = (&mut trained.lora, Family::of(&saved.model_dir())) {
+        let modules = lora.modules_to_save(family, trained.tune_vision);
+        lora.modules_to_save = Some(modules);
+    }
+    config.trainable = parts(config.trainable, &trained, args);
     if args.learning_rate.is_none() {
         config.optimizer.learning_rate = saved.optimizer.learning_rate;
     }
