@@ -11,8 +11,6 @@ recipe \
   --lora-rank 8 \
   --lora-alpha 32 \
   --lora-dropout 0.1 \
-  --modules-to-save none \
-  --tune-vision false \
   --learning-rate 1e-5 \
   --zero 3 \
   --model-max-length 2048 \

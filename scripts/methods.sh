@@ -49,9 +49,9 @@ family() { # name, pack, connector, flags of all its rows
     row "$name" "$pack" "language model frozen" "--tune-llm false $more"
     row "$name" "$pack" "projector alone" "--train $connector $more"
     row "$name" "$pack" "norms and biases" "--train norm,bias $more"
-    row "$name" "$pack" "LoRA" "--lora-rank 4 --modules-to-save none $more"
-    row "$name" "$pack" "LoRA and modules" "--lora-rank 4 --lora-target-modules all --modules-to-save $connector $more"
-    row "$name" "$pack" "LoRA and the language model" "--lora-rank 4 --modules-to-save none --tune-llm true --tune-vision false $more"
+    row "$name" "$pack" "LoRA" "--lora-rank 4 --lora-alpha 64 $more"
+    row "$name" "$pack" "LoRA and modules" "--lora-rank 4 --lora-alpha 64 --lora-target-modules all --modules-to-save $connector $more"
+    row "$name" "$pack" "LoRA and the language model" "--lora-rank 4 --lora-alpha 64 --tune-llm true $more"
 }
 
 family "MiniCPM-V 2.6" minicpm-v-2_6 resampler

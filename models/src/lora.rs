@@ -17,6 +17,9 @@ pub struct LanguageModules {
     pub mlp: &'static [&'static str],
 }
 
+/// Word of peft and ms-swift for every linear layer of the language model.
+const ALL_LINEAR: &str = "all-linear";
+
 /// Which linear layers of the model get a low-rank adapter.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum LoraTargets {
@@ -35,6 +38,7 @@ impl LoraTargets {
     /// [`LoraTargets::Projections`]; any other text becomes [`LoraTargets::Pattern`].
     #[must_use]
     pub fn parse(text: &str) -> Self {
+        let text = if text == ALL_LINEAR { "all" } else { text };
         let plain = |c: char| c.is_ascii_alphanumeric() || "_,. ".contains(c);
         if text.chars().all(plain) {
             let words = text.split(',').map(str::trim).filter(|n| !n.is_empty());
@@ -237,6 +241,7 @@ mod tests {
     fn projection_groups_and_layers_narrow_the_targets() {
         let all = LoraTargets::parse("attn,mlp");
         assert!(matcher("all").matches("llm.model.layers.2.mlp.up_proj"));
+        assert_eq!(LoraTargets::parse("all-linear"), LoraTargets::parse("all"));
         assert!(matcher("self_attn.o_proj").matches("llm.model.layers.2.self_attn.o_proj"));
         assert!(!matcher("attn.o_proj").matches("llm.model.layers.2.self_attn.o_proj"));
         let m = TargetMatcher::new(&all, Some(1..3), &LANGUAGE).unwrap();

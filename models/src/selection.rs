@@ -29,6 +29,8 @@ enum Meaning {
     Module(String),
     /// The part of the model that sees images, whatever the family calls it.
     Vision,
+    /// The modules between vision tower and language model, whatever the family calls them.
+    Projector,
     /// Weights and biases of normalization layers.
     Norm,
     /// Biases of all layers.
@@ -42,8 +44,9 @@ impl Selection {
     ///
     /// - A word of letters, digits, `_` and `.` selects modules by consecutive parts of their path:
     ///   `lm_head`, `self_attn.q_proj`.
-    /// - The word `norm` selects the parameters of normalization layers, `bias` all biases, and `vision` the
-    ///   part of the model that sees images, whatever the family calls it.
+    /// - The word `norm` selects the parameters of normalization layers, `bias` all biases, `vision` the part of
+    ///   the model that sees images, and `projector` what lies between the tower and the language model,
+    ///   whatever the family calls them.
     /// - Anything else is a regular expression for the whole path of a parameter or of a module above it.
     ///
     /// # Errors
@@ -96,6 +99,7 @@ impl Pattern {
         match &self.meaning {
             Meaning::Module(module) => in_module(name, module),
             Meaning::Vision => VISION.iter().any(|module| in_module(name, module)),
+            Meaning::Projector => PROJECTOR.iter().any(|module| in_module(name, module)),
             Meaning::Norm => optim::groups::is_norm_name(name),
             Meaning::Bias => name
                 .rsplit('.')
@@ -114,7 +118,17 @@ impl Pattern {
 }
 
 /// Names of modules that see images, by which `vision` selects parameters.
-const VISION: [&str; 3] = ["vpm", "vision", "visual"];
+pub const VISION: [&str; 3] = ["vpm", "vision", "visual"];
+/// Names of modules by which `projector` selects parameters.
+const PROJECTOR: [&str; 7] = [
+    "resampler",
+    "linear_proj",
+    "merger",
+    "downsample",
+    "vision.conv",
+    "vision.boi",
+    "vision.eoi",
+];
 
 /// Whether a path contains a module, given as consecutive parts.
 fn in_module(name: &str, module: &str) -> bool {
@@ -127,6 +141,7 @@ fn meaning(word: &str) -> Result<Meaning> {
         "norm" => Meaning::Norm,
         "bias" => Meaning::Bias,
         "vision" => Meaning::Vision,
+        "projector" => Meaning::Projector,
         _ if word.chars().all(plain) => Meaning::Module(word.to_owned()),
         _ => {
             let expression = Regex::new(&format!("^(?:{word})$"));
@@ -202,6 +217,20 @@ mod tests {
             assert!(vision.contains(name), "{name}");
         }
         assert!(!vision.contains("model.layers.0.mlp.vision_mlp.up_proj.weight"));
+    }
+
+    #[test]
+    fn the_word_projector_selects_what_is_between_tower_and_language_model() {
+        let projector = Selection::parse("projector").unwrap();
+        for name in [
+            "resampler.attn.in_proj_bias",
+            "transformer.vision.linear_proj.gate_proj.weight",
+            "transformer.vision.conv.weight",
+            "model.visual.merger.proj.weight",
+        ] {
+            assert!(projector.contains(name), "{name}");
+        }
+        assert!(!projector.contains("vpm.encoder.layers.1.layer_norm1.weight"));
     }
 
     #[test]

@@ -20,7 +20,7 @@ const GLM41V_MERGE: usize = 2;
 
 /// Builds a sample of `max_tokens` supervised tokens with one image, to plan memory without data. The image
 /// has the family's largest size, as far as its features fit into the tokens. MiniCPM cuts it into at most
-/// `max_slices` cells.
+/// `max_slices` cells, and an image of GLM-4.1V has at most `max_pixels`, if given.
 ///
 /// # Errors
 /// [`ConfigError`] if `config.json` of the directory `dir` cannot be read or is of no known family.
@@ -28,6 +28,7 @@ pub fn largest_sample(
     dir: &Path,
     max_tokens: usize,
     max_slices: usize,
+    max_pixels: Option<usize>,
 ) -> Result<EncodedSample, ConfigError> {
     let mut sample = EncodedSample {
         input_ids: vec![TOKEN; max_tokens],
@@ -58,7 +59,8 @@ pub fn largest_sample(
         Family::Glm41v => {
             let patch = Glm41vConfig::load(dir)?.vision.patch_size;
             let block = patch * GLM41V_MERGE;
-            let tokens = room.min(GLM41V_MAX_PIXELS / (block * block));
+            let most = max_pixels.unwrap_or(usize::MAX).min(GLM41V_MAX_PIXELS);
+            let tokens = room.min(most / (block * block));
             let side = tokens.isqrt();
             let grid = side * GLM41V_MERGE;
             if side > 0 {

@@ -19,6 +19,30 @@ const SCREEN: &str = "the screen adapts to the terminal";
 const SAVED: &str = "checkpoints are safetensors with sharded state";
 const METRICS: &str = "always measured";
 
+/// Why a report to another program has no effect.
+pub(crate) const OTHER_REPORT: &str = "no other program is reported to; --report-to tensorboard writes event files, which `wandb sync` reads";
+/// Values of `report_to` in transformers and its relatives that name programs.
+const REPORTS: [&str; 12] = [
+    "all",
+    "azure_ml",
+    "clearml",
+    "codecarbon",
+    "comet_ml",
+    "dagshub",
+    "dvclive",
+    "flyte",
+    "mlflow",
+    "neptune",
+    "swanlab",
+    "wandb",
+];
+
+/// Whether a value of `report_to`, words separated by commas, names only programs that are not reported to.
+pub(crate) fn names_other_reports(value: &str) -> bool {
+    let mut words = value.split(',').map(str::trim);
+    words.all(|word| REPORTS.iter().any(|name| name.eq_ignore_ascii_case(word)))
+}
+
 /// Flags of other trainers, such as Hugging Face's, that are accepted but have no effect: (name in
 /// snake_case, reason). The reason is shown to the user.
 pub const IGNORED: &[(&str, &str)] = &[
@@ -108,6 +132,12 @@ pub const RESTRICTED: &[Restricted] = &[
         neutral: &["adamw", "adamw_hf", "adamw_torch", "adamw_torch_fused"],
         reason: "the optimizer is AdamW",
         next: "--optim adamw_torch",
+    },
+    Restricted {
+        name: "scale_resolution",
+        neutral: &["448"],
+        reason: "slices have the size that config.json names",
+        next: "leave the flag out",
     },
     Restricted {
         name: "label_smoothing_factor",

@@ -154,10 +154,15 @@ pub(super) fn asked_for(
         Subcommand::Train => overview().map(Some),
         _ => {
             let shared = matches!(subcommand, Subcommand::Plan | Subcommand::ExplainConfig);
-            let mut command = subcommand.own_command();
-            if shared {
-                command = command.after_help("Flags of training: `launcher --help-all`");
-            }
+            let training = if shared {
+                "Flags of training: `launcher --help-all`\n"
+            } else {
+                ""
+            };
+            let command = subcommand.own_command();
+            let mut command = command.after_help(format!(
+                "{training}Every subcommand takes --error-format human or json"
+            ));
             Ok(Some(command.render_help().to_string()))
         }
     }

@@ -21,6 +21,7 @@ mod presets;
 mod resolve;
 mod synth;
 mod table;
+mod trainers;
 mod watch;
 
 use std::path::PathBuf;
@@ -28,10 +29,10 @@ use std::path::PathBuf;
 use clap::Parser;
 
 use crate::config::{
-    Collectives, CudaGraph, DataFormatChoice, DeviceChoice, Fault, GradDtype, InitChoice, LrScale,
-    NvmeIo, Offload, OptimizerInBackward, OptimizerInForward, PrecisionChoice, PrefetchWeights,
-    PureBf16Moments, PureBf16Weights, Recompute, ReportTo, RopeChoice, Scheduler, SchedulerKwargs,
-    Strategy, TemplateChoice, Workers,
+    Collectives, CudaGraph, DataFormatChoice, DeviceChoice, Every, Fault, GradDtype, InitChoice,
+    LrScale, NvmeIo, Offload, OptimizerInBackward, OptimizerInForward, PrecisionChoice,
+    PrefetchWeights, PureBf16Moments, PureBf16Weights, Recompute, ReportTo, RopeChoice, Scheduler,
+    SchedulerKwargs, Strategy, TemplateChoice, Workers,
 };
 use crate::error::Failure;
 use crate::error::format::ErrorFormat;
@@ -45,6 +46,7 @@ pub use explain::{ExplainArgs, Lang};
 pub use explain_config::ExplainConfigArgs;
 pub use export::{ExportArgs, ExportDtype};
 pub use foreign::{IGNORED, RESTRICTED};
+pub(crate) use foreign::{OTHER_REPORT, names_other_reports};
 pub use generate::{EvalArgs, GenerateArgs};
 pub use help::{CompletionsArgs, ManArgs};
 pub use normalise::Note;
@@ -56,6 +58,7 @@ pub(crate) use resolve::resolve_on;
 pub use resolve::{Resolved, resolve};
 pub use synth::{SynthArgs, SynthWeights};
 pub use table::flag_table;
+pub use trainers::DefaultsOf;
 pub use watch::WatchArgs;
 
 /// What the user typed after `launcher`.
@@ -96,6 +99,16 @@ pub struct Args {
     /// A flag on the command line overrides the file.
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub config: Option<PathBuf>,
+    /// Whose values absent settings take: ours, theirs, or a trainer's
+    ///
+    /// theirs is the default: the trainer whose file or line it is. The run prints the values it takes from there.
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHOSE",
+        help_heading = "Model and data"
+    )]
+    pub defaults: Option<DefaultsOf>,
     /// Form of the data; auto looks at the content
     #[arg(
         long,
@@ -130,6 +143,16 @@ pub struct Args {
     /// Most slices an image is cut into (MiniCPM)
     #[arg(long, value_name = "N", help_heading = "Model and data")]
     pub max_slice_nums: Option<usize>,
+    /// Largest area of an image in pixels (GLM-4.1V)
+    ///
+    /// Larger images are resized. The model directory's own bound holds besides. The variable MAX_PIXELS sets it too.
+    #[arg(long, value_name = "PIXELS", help_heading = "Model and data")]
+    pub image_max_pixels: Option<usize>,
+    /// Smallest area of an image in pixels (GLM-4.1V)
+    ///
+    /// Smaller images are resized. The model directory's own bound holds besides. The variable MIN_PIXELS sets it too.
+    #[arg(long, value_name = "PIXELS", help_heading = "Model and data")]
+    pub image_min_pixels: Option<usize>,
     /// Skip samples that cannot be used, instead of refusing the data
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Model and data")]
     pub skip_bad_samples: Option<bool>,
@@ -290,7 +313,7 @@ pub struct Args {
     /// Recompute activations: all, none, or llm,vit,resampler
     ///
     /// The towers named keep only the inputs of their segments and recompute the rest in backward.
-    #[arg(long, value_name = "TOWERS", help_heading = "Memory and ranks")]
+    #[arg(long, num_args = 0..=1, default_missing_value = "all", value_name = "TOWERS", help_heading = "Memory and ranks")]
     pub checkpoint_activations: Option<Recompute>,
     /// Layers per checkpointed segment
     ///
@@ -374,10 +397,11 @@ pub struct Args {
 
     /// Trainable parts: modules, norm, bias, or regexes
     ///
+    /// vision and projector name these parts in every family.
     /// Separated by commas. Adapters train besides. Replaces --tune-vision and --tune-llm.
     #[arg(long, value_name = "PARTS", help_heading = "What is trained")]
     pub train: Option<String>,
-    /// Parts that stay frozen, written as for --train
+    /// Parts that stay frozen, written as for --train, or none
     ///
     /// Overrides every other choice.
     #[arg(long, value_name = "PARTS", help_heading = "What is trained")]
@@ -392,6 +416,8 @@ pub struct Args {
     #[arg(long, value_name = "N", help_heading = "What is trained")]
     pub lora_rank: Option<usize>,
     /// LoRA alpha; adapters are scaled by alpha ÷ rank
+    ///
+    /// The default is twice the rank.
     #[arg(long, value_name = "X", help_heading = "What is trained")]
     pub lora_alpha: Option<f64>,
     /// Dropout on the inputs of the adapters
@@ -401,7 +427,7 @@ pub struct Args {
     pub lora_dropout: Option<f64>,
     /// Layers with adapters: names, attn, mlp, all, or a regex
     ///
-    /// Names are separated by commas: q_proj,v_proj. A regular expression must match the whole module path.
+    /// Names are separated by commas: q_proj,v_proj. all, or all-linear, is every linear layer of the decoder layers. A regular expression must match the whole module path.
     #[arg(long, value_name = "REGEX", help_heading = "What is trained")]
     pub lora_target_modules: Option<String>,
     /// Decoder layers with adapters, such as 0..16
@@ -413,21 +439,21 @@ pub struct Args {
     /// Trainable key and value prefixes per decoder layer (p-tuning v2; Cog families)
     #[arg(long, value_name = "N", help_heading = "What is trained")]
     pub ptuning_tokens: Option<usize>,
-    /// Modules trained in full beside the adapters, or none
+    /// Modules trained in full beside the adapters
     ///
-    /// Names are separated by commas.
+    /// Names are separated by commas; none, the default, trains the adapters alone.
     #[arg(long, value_name = "NAMES", help_heading = "What is trained")]
     pub modules_to_save: Option<String>,
-    /// Train the vision tower
+    /// Train the vision tower; the default is true without adapters
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What is trained")]
     pub tune_vision: Option<bool>,
-    /// Train the language model
+    /// Train the language model; the default is true without adapters
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What is trained")]
     pub tune_llm: Option<bool>,
 
-    /// Steps between checkpoints
+    /// Steps between checkpoints; below 1 a share of all steps
     #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
-    pub save_steps: Option<u64>,
+    pub save_steps: Option<Every>,
     /// When to save; the end of the run is always saved except with no
     #[arg(
         long,
@@ -437,11 +463,13 @@ pub struct Args {
     )]
     pub save_strategy: Option<Strategy>,
     /// Checkpoints to keep; older ones are removed
+    ///
+    /// The default keeps two, or all if --save-steps or --save-strategy is given.
     #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
     pub save_total_limit: Option<usize>,
-    /// Steps between evaluations
+    /// Steps between evaluations; below 1 a share of all steps
     #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
-    pub eval_steps: Option<u64>,
+    pub eval_steps: Option<Every>,
     /// When to evaluate during training
     #[arg(
         long,
@@ -450,9 +478,9 @@ pub struct Args {
         help_heading = "Saving, evaluation, logs"
     )]
     pub eval_strategy: Option<Strategy>,
-    /// Steps between log lines
+    /// Steps between log lines; below 1 a share of all steps
     #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
-    pub logging_steps: Option<u64>,
+    pub logging_steps: Option<Every>,
     /// Steps to trace for Perfetto and chrome://tracing, such as 3..5
     #[arg(
         long,
@@ -491,6 +519,7 @@ pub struct Args {
     #[arg(
         long,
         value_name = "auto|PATH",
+        value_parser = resume_word,
         help_heading = "Saving, evaluation, logs"
     )]
     pub resume: Option<String>,
@@ -528,6 +557,8 @@ pub struct DoctorArgs {
 /// Other names of this program's flags: (other name in snake_case, flag). First the names of other trainers,
 /// then those of earlier versions of this program.
 pub const ALIASES: [(&str, &str); 19] = [
+/// Other spellings of flags in snake_case: those of other trainers, then those of earlier versions.
+pub const ALIASES: [(&str, &str); 21] = [
     ("model_name_or_path", "model"),
     ("data_path", "data"),
     ("eval_data_path", "eval-data"),
@@ -539,6 +570,8 @@ pub const ALIASES: [(&str, &str); 19] = [
     ("evaluation_strategy", "eval-strategy"),
     ("resume_from_checkpoint", "resume"),
     ("deepspeed_config", "deepspeed"),
+    ("max_pixels", "image-max-pixels"),
+    ("min_pixels", "image-min-pixels"),
     ("nproc_per_node", "nproc"),
     ("auto_find_batch_size", "find-batch"),
     ("early_step", "optimizer-in-backward"),
@@ -696,6 +729,15 @@ fn expanded(typed: &[String]) -> Vec<String> {
     words(&line)
 }
 
+/// `auto` and the booleans of other trainers in one spelling; a path stays as it is.
+fn resume_word(text: &str) -> Result<String, String> {
+    Ok(match &*text.to_ascii_lowercase() {
+        "auto" | "true" => "auto".to_owned(),
+        "false" | "none" => "false".to_owned(),
+        _ => text.to_owned(),
+    })
+}
+
 fn workers(text: &str) -> Result<Workers, String> {
     text.parse()
 }
@@ -758,9 +800,9 @@ mod tests {
         names.sort_unstable();
         assert_eq!(
             names.join(" "),
-            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers deepspeed device \
+            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers deepspeed defaults device \
              device-memory-limit elastic error-format eval-data eval-steps eval-strategy exclude find-batch fp16 freeze global-batch-size grad-dtype \
-             gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis include init initial-scale-power inject learning-rate \
+             gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis image-max-pixels image-min-pixels include init initial-scale-power inject learning-rate \
              limit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
              lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps min-loss-scale model \
              model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \
@@ -894,7 +936,7 @@ mod tests {
     }
 
     #[test]
-    fn image_flags_may_be_repeated_and_others_may_not() {
+    fn image_flags_add_up_and_other_flags_take_their_last_value() {
         let parsed = |line: &str| {
             let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
             parse(&argv)
@@ -910,8 +952,10 @@ mod tests {
             panic!("eval is not parsed");
         };
         assert_eq!(args.data, Some("d.json".into()));
-        let failure = parsed("generate --prompt a --prompt b").expect_err("refused");
-        assert!(failure.title.contains("contradict"), "{failure}");
+        let Ok(Command::Generate(args)) = parsed("generate --prompt a --prompt b") else {
+            panic!("a repeated flag is not parsed");
+        };
+        assert_eq!(args.prompt.as_deref(), Some("b"));
         for line in ["generate --zero 3", "eval --image a.png", "eval --limit x"] {
             parsed(line).expect_err(line);
         }
@@ -954,7 +998,7 @@ mod tests {
             "--offload nvme",
             "--zero",
             "--lr-scheduler-type polynomial",
-            "--report_to wandb",
+            "--report_to nothing",
             "--host-memory-limit 5X",
             "stray --zero 1",
             "--zero 1 stray",

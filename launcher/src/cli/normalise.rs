@@ -7,7 +7,8 @@ use std::sync::LazyLock;
 use clap::{ArgAction, CommandFactory};
 
 use super::foreign::{IGNORED, RESTRICTED};
-use super::{ALIASES, Args};
+use super::trainers::{self, Effect, Meaning, Trainer};
+use super::{ALIASES, Args, OTHER_REPORT, names_other_reports};
 use crate::error::Failure;
 use crate::error::format::{self, ErrorFormat};
 
@@ -107,10 +108,22 @@ pub(super) fn normalise(
         args: Vec::new(),
         notes: Vec::new(),
     };
-    let mut seen: BTreeMap<String, (String, String)> = BTreeMap::new();
     let mut strangers: Vec<(String, String)> = Vec::new();
+    // A command line of another trainer can also be planned and explained as it is.
+    let takes_recipes = matches!(
+        subcommand,
+        Subcommand::Train | Subcommand::Plan | Subcommand::ExplainConfig
+    );
+    let trainer = if takes_recipes {
+        trainer_of(argv)
+    } else {
+        None
+    };
+    let mut seen: BTreeMap<String, String> = BTreeMap::new();
     while let Some(word) = rest.next() {
-        if matches!(word, "-h" | "--help" | "-V" | "--version") {
+        // SwissArmyTransformer has a flag --version with a value.
+        let is_flag = trainer == Some(Trainer::Sat) && word == "--version";
+        if matches!(word, "-h" | "--help" | "-V" | "--version") && !is_flag {
             line.args.push(word.to_string());
             continue;
         }
@@ -136,6 +149,11 @@ pub(super) fn normalise(
         let spelled = format!("--{name}");
         let key = name.replace('-', "_");
         let mut values = inline.map_or_else(Vec::new, |value| vec![value]);
+        if let Some(meaning) = trainers::own_meaning(trainer, &key) {
+            take_values(&mut rest, &mut values);
+            recipe_key(&mut line, &mut seen, meaning, &spelled, &values)?;
+            continue;
+        }
         match known.kind(&key) {
             Some((flag, arity @ (Arity::Value | Arity::List))) => {
                 if values.is_empty() {
@@ -151,10 +169,15 @@ pub(super) fn normalise(
                     )
                     .next(subcommand.help()));
                 };
-                if arity == Arity::List {
-                    line.args.push(format!("--{flag}={value}"));
-                } else {
-                    push(&mut line, &mut seen, flag, &spelled, value)?;
+                match without_effect(flag, &value, trainer) {
+                    Some(reason) => line.notes.push(Note {
+                        flag: format!("{spelled} {value}"),
+                        reason: reason.to_owned(),
+                    }),
+                    None if arity == Arity::List => {
+                        line.args.push(format!("--{flag}={value}"));
+                    }
+                    None => push(&mut line, &mut seen, flag, &spelled, value)?,
                 }
             }
             Some((flag, Arity::Bool)) => {
@@ -186,32 +209,101 @@ pub(super) fn normalise(
                     .next(format!("{spelled} human, or {spelled} json")));
                 }
             }
-            // A command line of another trainer can also be planned as it is.
-            None if !matches!(
-                subcommand,
-                Subcommand::Train | Subcommand::Plan | Subcommand::ExplainConfig
-            ) =>
-            {
+            None if !takes_recipes => {
                 if positionals == 0 {
                     while rest.next_if(|word| !word.starts_with("--")).is_some() {}
                 }
                 strangers.push((key, spelled));
             }
             None => {
-                while let Some(value) = rest.next_if(|word| !word.starts_with("--")) {
-                    values.push(value.to_string());
-                }
-                match foreign(&key, &spelled, &values)? {
-                    Some(note) => line.notes.push(note),
-                    None => strangers.push((key, spelled)),
+                take_values(&mut rest, &mut values);
+                match trainers::meaning(trainer, &key) {
+                    Some(meaning) => {
+                        recipe_key(&mut line, &mut seen, meaning, &spelled, &values)?;
+                    }
+                    None => match foreign(&key, &spelled, &values)? {
+                        Some(note) => line.notes.push(note),
+                        None => strangers.push((key, spelled)),
+                    },
                 }
             }
         }
     }
-    match strangers.is_empty() {
-        true => Ok(line),
-        false => Err(unknown(&strangers, &known)),
+    if !strangers.is_empty() {
+        return Err(unknown(&strangers, &known));
     }
+    if let Some(trainer) = trainer.filter(|_| !seen.contains_key("defaults")) {
+        line.args
+            .push(format!("--defaults={}", trainer.flag_value()));
+    }
+    Ok(line)
+}
+
+/// The trainer whose command line this is, by the names of its flags. A file of flags decides where one is named.
+fn trainer_of(argv: &[String]) -> Option<Trainer> {
+    let flags = argv.iter().filter_map(|word| word.strip_prefix("--"));
+    let names = flags.map(|body| body.split('=').next().unwrap_or(body).replace('-', "_"));
+    let names: Vec<String> = names.collect();
+    let has_file = names.iter().any(|name| name == "config");
+    Trainer::of_keys(&names).filter(|_| !has_file)
+}
+
+fn take_values<'a>(
+    rest: &mut std::iter::Peekable<impl Iterator<Item = &'a str>>,
+    values: &mut Vec<String>,
+) {
+    while let Some(value) = rest.next_if(|word| !word.starts_with("--")) {
+        values.push(value.to_string());
+    }
+}
+
+/// Why a value of one of this program's flags has no effect: names of other trainers' templates and of programs that
+/// this program does not report to.
+fn without_effect(flag: &str, value: &str, trainer: Option<Trainer>) -> Option<&'static str> {
+    match flag {
+        "template" if trainer.is_some() && !is_value("template", value) => {
+            Some("the chat template of the model directory is used")
+        }
+        "report-to" if names_other_reports(value) => Some(OTHER_REPORT),
+        _ => None,
+    }
+}
+
+fn is_value(flag: &str, value: &str) -> bool {
+    super::train_args(&[format!("--{flag}={value}")]).is_ok()
+}
+
+/// Handles a key of another trainer's recipe.
+fn recipe_key(
+    line: &mut Line,
+    seen: &mut BTreeMap<String, String>,
+    meaning: &Meaning,
+    spelled: &str,
+    values: &[String],
+) -> Result<(), Failure> {
+    let text = match values {
+        [] => "true".to_owned(),
+        values => values.join(","),
+    };
+    let note = |reason: &str| Note {
+        flag: spelled.to_owned(),
+        reason: reason.to_owned(),
+    };
+    match meaning.effect(&text) {
+        Effect::Flag("", _) => {}
+        Effect::Flag(flag, value) => push(line, seen, flag, spelled, value)?,
+        Effect::Here(reason) => line
+            .notes
+            .push(note(&format!("{text} is how it is done here: {reason}"))),
+        Effect::Unused(reason) => line.notes.push(note(reason)),
+        Effect::Refused(why) => {
+            return Err(Failure::usage(
+                format!("{spelled} {text} is not available"),
+                why,
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// The first word of every subcommand.
@@ -252,27 +344,41 @@ fn subcommand_of<'a>(
     .next(format!("did you mean `launcher {nearest}`?")))
 }
 
-/// Adds a flag once; a second spelling must have the same value.
+/// Adds a flag. A repeated flag takes its last value; another spelling of it must agree.
 fn push(
     line: &mut Line,
-    seen: &mut BTreeMap<String, (String, String)>,
+    seen: &mut BTreeMap<String, String>,
     flag: &str,
     spelled: &str,
     value: String,
 ) -> Result<(), Failure> {
-    if let Some((first, known)) = seen.get(flag) {
-        if *known == value {
-            return Ok(());
+    let start = format!("--{flag}=");
+    let known = line.args.iter().position(|word| word.starts_with(&start));
+    let word = format!("{start}{value}");
+    match (known, seen.get(flag)) {
+        (Some(at), Some(first)) if same(first, spelled) || line.args[at] == word => {
+            line.args[at] = word;
+            Ok(())
         }
-        return Err(Failure::usage(
-            format!("{first} {known} and {spelled} {value} contradict each other"),
-            "both set the same thing",
-        )
-        .next("keep one of them"));
+        (Some(at), Some(first)) => {
+            let known = &line.args[at][start.len()..];
+            Err(Failure::usage(
+                format!("{first} {known} and {spelled} {value} contradict each other"),
+                "both set the same thing",
+            )
+            .next("keep one of them"))
+        }
+        _ => {
+            line.args.push(word);
+            seen.insert(flag.to_string(), spelled.to_string());
+            Ok(())
+        }
     }
-    line.args.push(format!("--{flag}={value}"));
-    seen.insert(flag.to_string(), (spelled.to_string(), value));
-    Ok(())
+}
+
+/// Whether two words are one flag: kebab-case and snake_case are.
+fn same(one: &str, other: &str) -> bool {
+    one.replace('-', "_") == other.replace('-', "_")
 }
 
 /// Handles a flag of other trainers: a note, or an error if ignoring it would change the result. `None` for an unknown

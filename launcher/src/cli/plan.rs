@@ -22,7 +22,7 @@ impl FromStr for Hardware {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let form = || format!("'{text}' is not of the form 2x24GiB");
-        let (count, bytes) = text.split_once(['x', 'X']).ok_or_else(form)?;
+        let (count, bytes) = text.split_once(['x', 'X']).unwrap_or(("1", text));
         let devices = count.trim().parse().map_err(|_| form())?;
         if devices == 0 {
             return Err("at least 1 device is needed".to_owned());
@@ -41,7 +41,7 @@ pub struct PlanArgs {
     /// The run that is planned.
     #[command(flatten)]
     pub run: Args,
-    /// Plan for these devices instead of this machine's, such as 2x24GiB; one rank each
+    /// Plan for these devices instead of this machine's, such as 24GiB or 2x24GiB; one rank each
     #[arg(long, value_name = "NxBYTES", help_heading = "What to plan for")]
     pub hw: Option<Hardware>,
     /// Plan for this much host memory instead of what is free here
@@ -105,7 +105,12 @@ mod tests {
         };
         assert_eq!("2x24GiB".parse(), Ok(hardware));
         assert_eq!("2X24g".parse(), Ok(hardware));
-        for wrong in ["", "24GiB", "0x24GiB", "2x", "x24GiB", "2x24Q"] {
+        let one = Hardware {
+            devices: 1,
+            ..hardware
+        };
+        assert_eq!("24GiB".parse(), Ok(one));
+        for wrong in ["", "0x24GiB", "2x", "x24GiB", "2x24Q"] {
             assert!(wrong.parse::<Hardware>().is_err(), "{wrong}");
         }
     }

@@ -138,6 +138,7 @@ pub const PRESETS: [Preset; 7] = [
             ("lora-rank", "64"),
             ("lora-alpha", "64"),
             ("lora-dropout", "0.05"),
+            ("modules-to-save", "embed_tokens,resampler,vpm"),
             ("tune-vision", "true"),
             ("tune-llm", "false"),
         ],

@@ -2,7 +2,7 @@
 
 use super::{Hooks, demo};
 use crate::error::{ErrorCode, Failure, RECORD_TARGET};
-use crate::plan::{Suggestions, settle_one_by_one, spill_directories};
+use crate::plan::{Suggestions, resume, settle_one_by_one, spill_directories};
 use std::cell::RefCell;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -12,6 +12,7 @@ use crate::cli::{self, Args, Note, resolve_on};
 use crate::config::{
     CONFIG_FILE, Collectives, DEVICE, OptimizerInBackward, Resume, RunConfig, RunPlan, Task,
 };
+use crate::device::survey::environment;
 use crate::device::{self, Chosen, Devices};
 use crate::error::format::ErrorFormat;
 use crate::launch::logging;
@@ -38,6 +39,12 @@ pub(super) fn show_files(loaded: &Loaded, screen: &mut Screen) {
             text: text.clone(),
         });
     }
+    if !loaded.defaults.is_empty() {
+        screen.show(&Event::Info {
+            label: "recipe".into(),
+            text: loaded.defaults.join("\n"),
+        });
+    }
     for text in &loaded.warnings {
         screen.show(&Event::Warning { text: text.clone() });
     }
@@ -55,7 +62,7 @@ pub(super) fn run_supervisor(
     let resolved = resolve_on(args, env, &chosen).map_err(|failure| loaded.place(failure))?;
     notes.extend(loaded.notes.iter().cloned());
     notes.extend(resolved.notes);
-    let mut asked = resolved.config;
+    let mut asked = resume::continued(resolved.config, args);
     let mut screen = Screen::on_stderr(env.no_color);
     logging::init_supervisor(env.rust_log.as_deref())?;
     show_files(loaded, &mut screen);
@@ -64,6 +71,9 @@ pub(super) fn run_supervisor(
             flag: note.flag,
             reason: note.reason,
         });
+    }
+    for event in environment::notes(&Variables::read()) {
+        screen.show(&event);
     }
     if let Some(preset) = args.preset.as_deref().and_then(cli::Preset::named) {
         screen.show(&Event::Info {
@@ -448,6 +458,7 @@ fn rank_run(
         return Ok((RunPlan::load_from(&config_file(job_dir))?, None));
     }
     let asked = resolve_on(args, env, &choose(args, hooks.devices)?)?.config;
+    let asked = resume::continued(asked, args);
     let asked = settle_one_by_one(&asked)?;
     let mut asked = demo::prepare(asked, env, &mut |_| ())?;
     if rank.rank == 0 {

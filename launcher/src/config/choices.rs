@@ -223,8 +223,34 @@ pub enum Strategy {
     Epoch,
 }
 
+/// `--save-steps`, `--eval-steps` and `--logging-steps`: steps between two actions.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Every {
+    /// A number of steps.
+    Steps(u64),
+    /// A share of all steps, above 0 and below 1.
+    Share(f64),
+}
+
+impl FromStr for Every {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Ok(steps) = text.parse() {
+            return Ok(Self::Steps(steps));
+        }
+        match text.parse::<f64>() {
+            Ok(share) if share > 0.0 && share < 1.0 => Ok(Self::Share(share)),
+            Ok(steps) if steps >= 1.0 && steps.fract() == 0.0 && steps < 1e15 => {
+                Ok(Self::Steps(steps as u64))
+            }
+            _ => Err("must be a whole number, or a share between 0 and 1".to_owned()),
+        }
+    }
+}
+
 /// How often the training loop saves a checkpoint, evaluates or logs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Cadence {
     /// Never.
@@ -233,6 +259,8 @@ pub enum Cadence {
     End,
     /// Every given number of steps, and after the last step.
     Steps(u64),
+    /// Every given share of all steps, rounded up to whole steps, and after the last step.
+    Share(f64),
     /// After every epoch, and after the last step.
     Epoch,
 }
@@ -240,13 +268,31 @@ pub enum Cadence {
 impl Cadence {
     /// Whether a save, evaluation or log row is due when `step` of `total` training steps (optimizer updates)
     /// are completed. `epoch_ended`: whether the last of them completed an epoch.
-    pub const fn is_due(self, step: u64, total: u64, epoch_ended: bool) -> bool {
+    pub fn is_due(self, step: u64, total: u64, epoch_ended: bool) -> bool {
         let last = step == total;
+        match (self, self.steps(total)) {
+            (Self::Never, _) => false,
+            (_, Some(every)) => last || step.is_multiple_of(every),
+            (Self::Epoch, _) => last || epoch_ended,
+            _ => last,
+        }
+    }
+
+    /// Steps between two actions in a run of `total` steps; `None` if it is not counted in steps.
+    pub fn steps(self, total: u64) -> Option<u64> {
         match self {
-            Self::Never => false,
-            Self::End => last,
-            Self::Steps(every) => last || step.is_multiple_of(every),
-            Self::Epoch => last || epoch_ended,
+            Self::Steps(every) => Some(every.max(1)),
+            Self::Share(share) => Some(((share * total as f64).ceil() as u64).max(1)),
+            Self::Never | Self::End | Self::Epoch => None,
+        }
+    }
+}
+
+impl From<Every> for Cadence {
+    fn from(every: Every) -> Self {
+        match every {
+            Every::Steps(steps) => Self::Steps(steps),
+            Every::Share(share) => Self::Share(share),
         }
     }
 }
@@ -353,8 +399,9 @@ impl FromStr for Recompute {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         match text {
-            "all" => return Ok(Self::ALL),
-            "none" => return Ok(Self::NONE),
+            // A switch, as SwissArmyTransformer has.
+            "all" | "true" => return Ok(Self::ALL),
+            "none" | "false" => return Ok(Self::NONE),
             _ => {}
         }
         let mut chosen = Self::NONE;
@@ -423,5 +470,6 @@ mod tests {
         assert_eq!(due(Cadence::End), [7]);
         assert_eq!(due(Cadence::Steps(3)), [3, 6, 7]);
         assert_eq!(due(Cadence::Epoch), [4, 7]);
+        assert_eq!(due(Cadence::Share(0.5)), [4, 7]);
     }
 }

@@ -1,6 +1,6 @@
 //! Defaults of all flags. Some differ between the user's models and the built-in demo.
 
-use super::{DeviceChoice, InitChoice, PrecisionChoice, Scheduler, Warmup};
+use super::{Cadence, DeviceChoice, InitChoice, PrecisionChoice, Scheduler, Warmup};
 
 /// Default values of the flags whose defaults differ between the built-in demo and the user's own models.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -22,12 +22,18 @@ pub struct Defaults {
     pub eval_batch: usize,
     /// Default of `--learning-rate`: peak learning rate.
     pub learning_rate: f64,
+    /// The same for a run of adapters.
+    pub adapter_learning_rate: f64,
     /// Default of `--lr-scheduler-type`: learning-rate schedule.
     pub scheduler: Scheduler,
     /// Default of `--warmup-ratio` or `--warmup-steps`: length of the learning-rate warmup.
     pub warmup: Warmup,
     /// Default of `--weight-decay`: decoupled weight decay of AdamW.
     pub weight_decay: f64,
+    /// Default of `--save-steps`.
+    pub save: Cadence,
+    /// Default of `--save-total-limit` for a run that does not say when to save.
+    pub save_total_limit: Option<usize>,
     /// Default of `--logging-steps`: number of optimizer updates between log rows.
     pub logging_steps: u64,
     /// Default of `--model-max-length`: maximum tokens per sample.
@@ -36,7 +42,8 @@ pub struct Defaults {
     pub worst_first: bool,
 }
 
-/// Defaults for the user's models: those of OpenBMB's fine-tuning scripts.
+/// Defaults for the user's models: those of OpenBMB's fine-tuning scripts. Adapters train alone, at peft's usual rate.
+/// Checkpoints are saved as often as Hugging Face does.
 pub const MODEL: Defaults = Defaults {
     init: InitChoice::Checkpoint,
     precision: PrecisionChoice::Bf16,
@@ -46,9 +53,12 @@ pub const MODEL: Defaults = Defaults {
     micro_batch: 1,
     eval_batch: 1,
     learning_rate: 1e-6,
+    adapter_learning_rate: 1e-4,
     scheduler: Scheduler::Cosine,
     warmup: Warmup::Ratio(0.01),
     weight_decay: 0.1,
+    save: Cadence::Steps(500),
+    save_total_limit: Some(2),
     logging_steps: 1,
     model_max_length: 2048,
     worst_first: true,
@@ -64,9 +74,12 @@ pub const DEMO: Defaults = Defaults {
     micro_batch: 16,
     eval_batch: 12,
     learning_rate: 1e-3,
+    adapter_learning_rate: 1e-3,
     scheduler: Scheduler::Cosine,
     warmup: Warmup::Steps(20),
     weight_decay: 0.05,
+    save: Cadence::End,
+    save_total_limit: None,
     logging_steps: 10,
     model_max_length: 256,
     // The samples of the demo have similar sizes, and its settings are tuned for the shuffled order.
@@ -93,7 +106,7 @@ pub(crate) const MAX_GRAD_NORM: f64 = 1.0;
 pub(crate) const MAX_SLICE_NUMS: usize = 9;
 /// Default of `--lora-rank`.
 pub(crate) const LORA_RANK: usize = 64;
-/// Default of `--lora-alpha`. The output of an adapter is scaled by alpha / rank.
-pub(crate) const LORA_ALPHA: f64 = 64.0;
+/// Default of `--lora-alpha` as a multiple of the rank. The output of an adapter is scaled by alpha / rank.
+pub(crate) const LORA_SCALE: f64 = 2.0;
 /// Default of `--seed`.
 pub(crate) const SEED: u64 = 42;

@@ -27,7 +27,7 @@ use models::Family;
 use serde::{Deserialize, Serialize};
 
 pub use choices::{
-    Cadence, CudaGraph, DataFormatChoice, Device, DeviceChoice, InitChoice, LrScale,
+    Cadence, CudaGraph, DataFormatChoice, Device, DeviceChoice, Every, InitChoice, LrScale,
     PrecisionChoice, Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice, Workers,
 };
 pub use collectives::Collectives;
@@ -240,6 +240,12 @@ pub struct BatchConfig {
     pub model_max_length: usize,
     /// Maximum number of slices that an image is cut into.
     pub max_slice_nums: usize,
+    /// Largest area of an image in pixels; `None`: that of the model directory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image_max_pixels: Option<usize>,
+    /// Smallest area of an image in pixels; `None`: that of the model directory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image_min_pixels: Option<usize>,
     /// Whether unusable samples are skipped instead of failing the run.
     pub skip_bad_samples: bool,
     /// Maximum number of training samples; the first ones of the file are used. `None` means all.

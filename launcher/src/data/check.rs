@@ -165,6 +165,8 @@ pub(crate) fn encode_options(config: &RunConfig) -> EncodeOptions {
     EncodeOptions {
         model_max_length: config.batch.model_max_length,
         max_slice_nums: Some(config.batch.max_slice_nums),
+        image_max_pixels: config.batch.image_max_pixels,
+        image_min_pixels: config.batch.image_min_pixels,
         prompt: config.samples.template.style(),
         train_on_turn_end: config.samples.train_on_turn_end,
     }

@@ -111,6 +111,7 @@ pub(crate) fn shapes(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, 
     let dir = config.model_dir();
     failures::check_directory(&format!("use {}", dir.display()), &dir)?;
     let family = Family::of(&dir).map_err(|e| unusable(&dir, &e))?;
+    check_family(config, family)?;
     let opened = open_shapes(&dir, model_options(config, family)?);
     let model = opened.map_err(|error| match &error {
         OpenError::Model(e) => failures::model("set up the model", e),

@@ -142,7 +142,9 @@ pub(crate) fn saves(config: &RunConfig, total: u64, samples: usize) -> u64 {
     match config.save {
         Cadence::Never => 0,
         Cadence::End => 1,
-        Cadence::Steps(every) => total.div_ceil(every.max(1)),
+        Cadence::Steps(_) | Cadence::Share(_) => {
+            total.div_ceil(config.save.steps(total).unwrap_or(total))
+        }
         Cadence::Epoch => {
             let epoch = (samples as u64).div_ceil(config.global_batch() as u64);
             total.div_ceil(epoch.max(1))
@@ -167,7 +169,7 @@ mod tests {
         let args = Args {
             output: Some(output.to_path_buf()),
             save_total_limit: limit,
-            save_steps: Some(10),
+            save_steps: Some(crate::config::Every::Steps(10)),
             ..Args::default()
         };
         resolve(&args, &env).expect("resolves").config
@@ -240,6 +242,7 @@ mod tests {
             Cadence::Never,
             Cadence::End,
             Cadence::Steps(3),
+            Cadence::Share(0.3),
             Cadence::Epoch,
         ] {
             config.save = cadence;

@@ -14,7 +14,7 @@ use crate::model::contents::CheckpointBytes;
 use crate::model::optimizer::{rule, trained_parts};
 use crate::model::setup::{Setup, sampler};
 use crate::ui::{DataEvent, Event};
-use models::{Processor, VisionLanguageModel};
+use models::{Family, Processor, VisionLanguageModel};
 use optim::Optimizer;
 use std::sync::Arc;
 
@@ -125,8 +125,58 @@ fn show_plan(
     ];
     lines.into_iter().flatten().for_each(&mut *show);
     show(Event::Trains(trained_parts(run, model)?));
+    let lines = [adapter_line(run), pixel_line(run)];
+    lines.into_iter().flatten().for_each(&mut *show);
     show(find_batch::line(run));
     Ok(())
+}
+
+/// Line about the bounds of image areas, if the run has any: only GLM-4.1V's images have them.
+pub(crate) fn pixel_line(config: &RunConfig) -> Option<Event> {
+    let batch = &config.batch;
+    let bounds = [
+        ("--image-max-pixels", "at most", batch.image_max_pixels),
+        ("--image-min-pixels", "at least", batch.image_min_pixels),
+    ];
+    let given = bounds
+        .iter()
+        .filter_map(|(flag, word, area)| area.map(|area| (*flag, *word, area)));
+    let given: Vec<(&str, &str, usize)> = given.collect();
+    let (flag, ..) = given.first()?;
+    let reason = match Family::of(&config.model_dir()).ok()? {
+        Family::Glm41v => {
+            let bounds = given.iter().map(|(_, word, area)| format!("{word} {area}"));
+            return Some(Event::Info {
+                label: "images".into(),
+                text: format!(
+                    "resized to {} pixels",
+                    bounds.collect::<Vec<_>>().join(", ")
+                ),
+            });
+        }
+        Family::MiniCpm => "--max-slice-nums limits the slices of an image",
+        Family::Glm4v | Family::CogVlm | Family::CogVlm2 | Family::CogAgent => {
+            "every image is resized to the size that config.json names"
+        }
+    };
+    Some(Event::Note {
+        flag: (*flag).to_owned(),
+        reason: reason.to_owned(),
+    })
+}
+
+/// Line about the adapters: rank, alpha and scale; `None` without adapters.
+pub(crate) fn adapter_line(config: &RunConfig) -> Option<Event> {
+    let lora = config.trainable.lora.as_ref()?;
+    let (rank, alpha) = (lora.lora_rank, lora.lora_alpha);
+    let scale = alpha / rank as f64;
+    Some(Event::Info {
+        label: "lora".into(),
+        text: format!(
+            "rank {rank} · alpha {alpha} · scale {scale} (alpha ÷ rank) · dropout {}",
+            lora.lora_dropout
+        ),
+    })
 }
 
 /// Event that shows the number and size of the samples and images.

@@ -1,11 +1,13 @@
 //! Check whether a checkpoint can continue this run. The supervisor makes it before anything changes on disk.
 
-use crate::config::{Resume, RunConfig};
+use crate::cli::Args;
+use crate::config::{CONFIG_FILE, Lora, Resume, RunConfig, RunPlan, Trainable};
 use crate::error::{ErrorCode, Failure, failures};
 use crate::model::setup::precision;
 use crate::report::checkpoints::advise_intact;
 use engine::Plan;
 use engine::checkpoint::{self, Checkpoint};
+use models::Family;
 use models::adapter::ADAPTER_CONFIG;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -96,6 +98,91 @@ pub(crate) fn open(config: &RunConfig) -> Result<Option<Checkpoint>, Failure> {
             })
         })
         .transpose()
+}
+
+/// The configuration with what the checkpoint's run trained, for every setting of `args` that is absent: parts, adapters
+/// and the learning rate, whose default depends on adapters.
+pub(crate) fn continued(mut config: RunConfig, args: &Args) -> RunConfig {
+    let run = match &config.resume {
+        Resume::No => None,
+        Resume::Latest => match checkpoint::find_latest(&config.output) {
+            Ok(Some(_)) => Some(config.output.clone()),
+            Ok(None) | Err(_) => None,
+        },
+        Resume::From(path) => path.parent().map(Path::to_owned),
+    };
+    // Without a readable configuration the flags decide, and a difference from the checkpoint is refused.
+    let Some(Ok(saved)) = run.map(|run| RunPlan::load_from(&run.join(CONFIG_FILE))) else {
+        return config;
+    };
+    let mut trained = saved.trainable.clone();
+    // Earlier versions did not write the modules of the family's published script.
+    if let (Some(lora), Ok(family)) = (&mut trained.lora, Family::of(&saved.model_dir())) {
+        let modules = lora.modules_to_save(family, trained.tune_vision);
+        lora.modules_to_save = Some(modules);
+    }
+    config.trainable = parts(config.trainable, &trained, args);
+    if args.learning_rate.is_none() {
+        config.optimizer.learning_rate = saved.optimizer.learning_rate;
+    }
+    config
+}
+
+/// The value of a flag that is given, else the saved one.
+fn pick<T: Clone>(is_given: bool, own: T, saved: &T) -> T {
+    if is_given { own } else { saved.clone() }
+}
+
+fn parts(own: Trainable, saved: &Trainable, args: &Args) -> Trainable {
+    Trainable {
+        tune_vision: pick(
+            args.tune_vision.is_some(),
+            own.tune_vision,
+            &saved.tune_vision,
+        ),
+        tune_llm: pick(args.tune_llm.is_some(), own.tune_llm, &saved.tune_llm),
+        train: pick(args.train.is_some(), own.train, &saved.train),
+        freeze: pick(args.freeze.is_some(), own.freeze, &saved.freeze),
+        learning_rates: pick(args.lr.is_some(), own.learning_rates, &saved.learning_rates),
+        lora: match (own.lora, &saved.lora) {
+            (None, saved) if args.use_lora.is_none() => saved.clone(),
+            (Some(own), Some(saved)) => Some(adapters(own, saved, args)),
+            (own, _) => own,
+        },
+        ptuning_tokens: pick(
+            args.ptuning_tokens.is_some(),
+            own.ptuning_tokens,
+            &saved.ptuning_tokens,
+        ),
+    }
+}
+
+fn adapters(own: Lora, saved: &Lora, args: &Args) -> Lora {
+    Lora {
+        lora_rank: pick(args.lora_rank.is_some(), own.lora_rank, &saved.lora_rank),
+        lora_alpha: pick(args.lora_alpha.is_some(), own.lora_alpha, &saved.lora_alpha),
+        lora_dropout: pick(
+            args.lora_dropout.is_some(),
+            own.lora_dropout,
+            &saved.lora_dropout,
+        ),
+        target_modules: pick(
+            args.lora_target_modules.is_some(),
+            own.target_modules,
+            &saved.target_modules,
+        ),
+        per_projection: pick(
+            args.lora_per_projection.is_some(),
+            own.per_projection,
+            &saved.per_projection,
+        ),
+        layers: pick(args.lora_layers.is_some(), own.layers, &saved.layers),
+        modules_to_save: pick(
+            args.modules_to_save.is_some(),
+            own.modules_to_save,
+            &saved.modules_to_save,
+        ),
+    }
 }
 
 /// Name of the action for failure messages: `resume DIRECTORY`.

@@ -205,6 +205,10 @@ pub struct Env {
     pub no_color: bool,
     /// Filter for log messages, such as `debug` or `engine=trace`, from the variable `RUST_LOG`.
     pub rust_log: Option<String>,
+    /// Largest area of an image in pixels, from `MAX_PIXELS`.
+    pub max_pixels: Option<usize>,
+    /// Smallest area of an image in pixels, from `MIN_PIXELS`.
+    pub min_pixels: Option<usize>,
     /// Time when the variables were read, for names of run directories.
     pub now: SystemTime,
 }
@@ -260,6 +264,7 @@ impl Env {
             Identity::Node(place) => (None, Some(place)),
         };
         let text = |name: &str| lookup(name).and_then(|value| value.into_string().ok());
+        let pixels = |name: &str| text(name)?.trim().parse().ok().filter(|area| *area > 0);
         Self {
             rank: rank.map(|place| RankEnv {
                 rank: place.rank,
@@ -281,6 +286,8 @@ impl Env {
             cache_dir,
             no_color: no_color(lookup),
             rust_log: text("RUST_LOG"),
+            max_pixels: pixels("MAX_PIXELS"),
+            min_pixels: pixels("MIN_PIXELS"),
             now: SystemTime::now(),
         }
     }

@@ -132,10 +132,7 @@ impl RunReport {
         epochs: f64,
         done_steps: u64,
     ) -> Result<Self, Failure> {
-        let every = |cadence| match cadence {
-            Cadence::Steps(steps) => steps,
-            Cadence::Never | Cadence::End | Cadence::Epoch => total_steps,
-        };
+        let every = |cadence: Cadence| cadence.steps(total_steps).unwrap_or(total_steps);
         let log = TrainerLog::open(&config.output, done_steps)?;
         let curve = log.points().to_vec();
         let keep = |row: &serde_json::Value| row["step"].as_u64().is_some_and(|s| s <= done_steps);

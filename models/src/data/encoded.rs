@@ -13,6 +13,10 @@ pub struct EncodeOptions {
     /// Largest number of cells (parts) that an image is cut into; `None` takes the model directory's number.
     /// Only MiniCPM cuts images.
     pub max_slice_nums: Option<usize>,
+    /// Largest area of a resized image in pixels, if it is below the model directory's; only GLM-4.1V has such a bound.
+    pub image_max_pixels: Option<usize>,
+    /// Smallest area of a resized image in pixels, if it is above the model directory's; only GLM-4.1V has such a bound.
+    pub image_min_pixels: Option<usize>,
     /// Whether the loss of GLM-4V covers the role token after an answer. It does not in the published recipe, so its
     /// models never learn to stop. In the other families the loss always covers the end token.
     pub train_on_turn_end: bool,
@@ -45,6 +49,8 @@ impl Default for EncodeOptions {
         Self {
             model_max_length: 2048,
             max_slice_nums: None,
+            image_max_pixels: None,
+            image_min_pixels: None,
             train_on_turn_end: false,
             prompt: None,
         }

@@ -12,7 +12,7 @@ use std::ops::Range;
 use super::config::MERGE;
 use super::images::{Images, Part};
 use super::processor::{Glm41vProcessor, marker};
-use super::resize::smart_resize;
+use super::resize::{ImageLimits, smart_resize};
 use crate::data::conversation::{
     SystemTurn, check_roles, check_turns, check_vocabulary, image_error, question, shifted,
     supervised,
@@ -73,7 +73,7 @@ impl Processor for Glm41vProcessor {
         options: &EncodeOptions,
     ) -> Result<EncodedSample, SampleError> {
         check_turns(&sample.conversations, SystemTurn::Allowed)?;
-        let (plans, slices) = self.cut(sample, images)?;
+        let (plans, slices) = self.cut(sample, images, options)?;
         let tokens = self.training(sample, &plans, options)?;
         Ok(EncodedSample {
             slices: in_order(slices, &tokens.order),
@@ -91,7 +91,7 @@ impl Processor for Glm41vProcessor {
         options: &EncodeOptions,
     ) -> Result<SampleSize, SampleError> {
         check_turns(&sample.conversations, SystemTurn::Allowed)?;
-        let plans = self.plan_all(sample, images)?;
+        let plans = self.plan_all(sample, images, options)?;
         let tokens = self.training(sample, &plans, options)?;
         let image_tokens = tokens.bounds.iter().map(|(start, end)| end - start).sum();
         Ok(SampleSize {
@@ -111,7 +111,7 @@ impl Processor for Glm41vProcessor {
         options: &EncodeOptions,
     ) -> Result<SampleTokens, SampleError> {
         check_turns(&sample.conversations, SystemTurn::Allowed)?;
-        let plans = self.plan_all(sample, images)?;
+        let plans = self.plan_all(sample, images, options)?;
         let tokens = self.training(sample, &plans, options)?;
         Ok(SampleTokens {
             slices: tokens.bounds.len(),
@@ -126,12 +126,12 @@ impl Processor for Glm41vProcessor {
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
-        _: &EncodeOptions,
+        options: &EncodeOptions,
         _: PlaceholderStyle,
     ) -> Result<EncodedPrompt, SampleError> {
         let turns = question(sample);
         check_roles(turns, 1, SystemTurn::Allowed)?;
-        let (plans, slices) = self.cut(sample, images)?;
+        let (plans, slices) = self.cut(sample, images, options)?;
         let mut pieces = self.pieces(sample, turns, &plans)?;
         pieces.push(Piece::given(format!("{}\n", marker::ASSISTANT)));
         let tokens = self.tokenize(&pieces, &plans)?;
@@ -146,16 +146,16 @@ impl Processor for Glm41vProcessor {
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
-        _: &EncodeOptions,
+        options: &EncodeOptions,
     ) -> Result<String, SampleError> {
         check_turns(&sample.conversations, SystemTurn::Allowed)?;
-        let plans = self.plan_all(sample, images)?;
+        let plans = self.plan_all(sample, images, options)?;
         let pieces = self.pieces(sample, &sample.conversations, &plans)?;
         Ok(pieces.into_iter().map(|piece| piece.text).collect())
     }
 
-    fn image(&self, size: (usize, usize), _: &EncodeOptions) -> ImagePlan {
-        let plan = smart_resize(size, &self.config.limits);
+    fn image(&self, size: (usize, usize), options: &EncodeOptions) -> ImagePlan {
+        let plan = smart_resize(size, &self.limits(options));
         ImagePlan {
             slices: 1,
             tokens_per_slice: plan.map_or(0, |plan| self.features(plan)),
@@ -196,11 +196,35 @@ impl Glm41vProcessor {
         (width / block) * (height / block)
     }
 
-    fn plan(&self, name: &str, (width, height): (usize, usize)) -> Result<Plan, SampleError> {
-        smart_resize((width, height), &self.config.limits).ok_or_else(|| SampleError::AspectRatio {
-            name: name.to_owned(),
-            width,
-            height,
+    /// The model directory's limits, narrowed by those of the run.
+    fn limits(&self, options: &EncodeOptions) -> ImageLimits {
+        let own = self.config.limits;
+        let most = options
+            .image_max_pixels
+            .map(|area| area.saturating_mul(own.frames));
+        let least = options
+            .image_min_pixels
+            .map(|area| area.saturating_mul(own.frames));
+        let max_pixels = own.max_pixels.min(most.unwrap_or(usize::MAX));
+        ImageLimits {
+            max_pixels,
+            min_pixels: own.min_pixels.max(least.unwrap_or(0)).min(max_pixels),
+            ..own
+        }
+    }
+
+    fn plan(
+        &self,
+        name: &str,
+        (width, height): (usize, usize),
+        options: &EncodeOptions,
+    ) -> Result<Plan, SampleError> {
+        smart_resize((width, height), &self.limits(options)).ok_or_else(|| {
+            SampleError::AspectRatio {
+                name: name.to_owned(),
+                width,
+                height,
+            }
         })
     }
 
@@ -209,12 +233,14 @@ impl Glm41vProcessor {
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
+        options: &EncodeOptions,
     ) -> Result<Vec<Plan>, SampleError> {
         let named = sample.images.iter();
         named
             .map(|(name, path)| {
                 let size = images.dimensions(path);
-                self.plan(name, size.map_err(|error| image_error(name, path, error))?)
+                let size = size.map_err(|error| image_error(name, path, error))?;
+                self.plan(name, size, options)
             })
             .collect()
     }
@@ -224,13 +250,14 @@ impl Glm41vProcessor {
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
+        options: &EncodeOptions,
     ) -> Result<(Vec<Plan>, Vec<Slice>), SampleError> {
         let named = sample.images.iter();
         named
             .map(|(name, path)| {
                 let image = images.load(path);
                 let image = image.map_err(|error| image_error(name, path, error))?;
-                let plan = self.plan(name, (image.width(), image.height()))?;
+                let plan = self.plan(name, (image.width(), image.height()), options)?;
                 let image = resize(&image, plan.0, plan.1);
                 Ok((
                     plan,

@@ -234,6 +234,29 @@ fn image_tokens_replace_the_markers_of_the_text() {
 }
 
 #[test]
+fn bounds_of_a_run_narrow_those_of_the_model_directory() {
+    let area = |max, min| {
+        let options = EncodeOptions {
+            image_max_pixels: max,
+            image_min_pixels: min,
+            ..EncodeOptions::default()
+        };
+        let raw = ask(&[(ONE, "280x280")], "<image>");
+        let sample = processor().encode(&raw, &Sizes, &options).unwrap();
+        let size = processor().measure(&raw, &Sizes, &options).unwrap();
+        assert_eq!(size.patches, sample.patches());
+        let tokens = processor().image((280, 280), &options).tokens_per_slice;
+        assert_eq!(tokens * 4, sample.patches());
+        sample.patches() * 14 * 14
+    };
+    assert_eq!(area(None, None), 280 * 280);
+    assert!(area(Some(200 * 200), None) <= 200 * 200);
+    assert!(area(None, Some(400 * 400)) >= 400 * 400);
+    // The directory's own bounds hold besides.
+    assert_eq!(area(Some(usize::MAX), Some(1)), 280 * 280);
+}
+
+#[test]
 fn texts_and_images_that_disagree_are_errors() {
     let two = [(ONE, "84x84"), (ONE, "112x84")];
     let unused = encode(&ask(&two, "only <image>")).unwrap_err();

@@ -61,11 +61,11 @@ const CELLS: [(&str, &str); 18] = [
     ),
     (
         "middle",
-        "--zero 3 --nproc 2 --precision bf16 --use-lora --tune-vision false --tune-llm false",
+        "--zero 3 --nproc 2 --precision bf16 --use-lora --modules-to-save embed_tokens,resampler",
     ),
     (
         "middle",
-        "--zero 2 --nproc 2 --precision f32 --use-lora --tune-vision false --tune-llm false --checkpoint-activations none",
+        "--zero 2 --nproc 2 --precision f32 --use-lora --modules-to-save embed_tokens,resampler --checkpoint-activations none",
     ),
     (
         "small",

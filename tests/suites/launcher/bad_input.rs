@@ -14,7 +14,10 @@ fn flags_with_impossible_values_are_refused() {
             "--bf16 true --precision f32",
             &["--bf16 true", "--precision f32"],
         ),
-        ("--zero 3 --zero 2", &["--zero 3", "--zero 2"]),
+        (
+            "--deepspeed a --deepspeed_config b",
+            &["--zero 3", "--zero 2"],
+        ),
         ("--nproc 0", &["--nproc 0"]),
         ("--zero 4", &["--zero"]),
         ("--offload gpu", &["--offload", "gpu"]),

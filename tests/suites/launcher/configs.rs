@@ -178,3 +178,28 @@ fn a_deepspeed_file_is_explained_key_by_key() {
         "{page}"
     );
 }
+
+#[test]
+fn a_recipe_prints_the_defaults_it_takes_and_trains_with_them() {
+    let site = Site::new();
+    fs::write(
+        site.path("lf.yaml"),
+        "stage: sft\nfinetuning_type: lora\nlora_rank: 2\nper_device_train_batch_size: 1\n",
+    )
+    .unwrap();
+    let line = "--nproc 1 --max-steps 1 --config lf.yaml";
+    let screen = site.train(line).screen;
+    let rows = "a recipe of LLaMA-Factory: absent keys take its defaults";
+    assert!(screen.contains(rows), "{screen}");
+    assert!(screen.contains("rank 2 · alpha 4 · scale 2"), "{screen}");
+    let config = read_json(&site.path("out/config.resolved.json"));
+    assert_eq!(config["trainable"]["lora"]["lora_alpha"], 4.0);
+    assert_eq!(config["trainable"]["tune_vision"], false);
+    assert_eq!(config["optimizer"]["adam_beta2"], 0.999);
+    let screen = site
+        .train(&format!("{line} --defaults ours --output ours"))
+        .screen;
+    assert!(!screen.contains(rows), "{screen}");
+    let config = read_json(&site.path("ours/config.resolved.json"));
+    assert_eq!(config["optimizer"]["adam_beta2"], 0.95);
+}

@@ -94,6 +94,23 @@ fn adapters_resume_with_the_same_bits() {
 }
 
 #[test]
+fn a_resumed_run_takes_what_its_checkpoint_trained() {
+    let site = Site::new();
+    let flags = "--lora-rank 2 --lora-alpha 7 --modules-to-save resampler --train lm_head";
+    site.train(&format!("{flags} --output first"));
+    site.train("--max-steps 3 --resume first/checkpoint-2");
+    let trained = |run: &str| read_json(&site.path(run).join("config.resolved.json"));
+    assert_eq!(trained("first")["trainable"], trained("out")["trainable"]);
+    // A flag that is given decides.
+    let screen = site.refuse(
+        "--max-steps 3 --resume first/checkpoint-2 --modules-to-save none --output other",
+        9,
+        "E08",
+    );
+    assert!(screen.contains("resampler"), "{screen}");
+}
+
+#[test]
 fn damaged_checkpoints_are_refused_before_any_file_changes() {
     let site = Site::new();
     site.train("--save-steps 1");

@@ -2,7 +2,7 @@
 
 use super::given::Given;
 use super::report::{Choice, Outcome, Report, Row};
-use super::{Part, deepspeed, go_through, line, read};
+use super::{Part, deepspeed, default_lines, fill, go_through, line, read};
 use crate::cli::{ExplainConfigArgs, resolve, train_args};
 use crate::config::RunConfig;
 use crate::error::Failure;
@@ -39,12 +39,23 @@ pub(super) fn page(
     given.add(flag, &path.display().to_string(), "");
     let config = given.get("config").map(|word| PathBuf::from(&word.value));
     let parts = go_through(config.as_deref(), &mut given)?;
+    let filled = fill(&parts, &mut given);
     let config = configuration(&line(&given), env);
     let mut verdict = Ok(());
     let mut text = String::new();
     for part in &parts {
         text += &table(part, config.as_ref().ok());
         verdict = verdict.and_then(|()| part.verdict(strict));
+    }
+    match filled {
+        Ok(Some((trainer, rows))) => {
+            for line in default_lines(trainer, &rows) {
+                text += &format!("  {line}\n");
+            }
+            text += "\n";
+        }
+        Ok(None) => {}
+        Err(failure) => verdict = verdict.and(Err(failure)),
     }
     Ok((text, verdict.and_then(|()| config.map(drop))))
 }
@@ -66,6 +77,7 @@ fn table(part: &Part, config: Option<&RunConfig>) -> String {
         path,
         is_deepspeed,
         report,
+        ..
     } = part;
     let kind = if *is_deepspeed {
         "DeepSpeed configuration"

@@ -9,11 +9,14 @@ mod given;
 mod json;
 mod read;
 mod report;
+#[cfg(test)]
+mod tests;
 mod toml;
 mod trainer;
 mod value;
 mod yaml;
 
+use crate::cli::trainers::{self, Absent, Trainer};
 use crate::cli::{Note, train_args};
 use crate::error::Failure;
 use given::Given;
@@ -38,6 +41,8 @@ pub(crate) struct Loaded {
     pub(crate) warnings: Vec<String>,
     /// The flags from each file, one line per file.
     pub(crate) gives: Vec<String>,
+    /// The recipe's trainer, and the settings that took its defaults, one line each; empty for a recipe of this program.
+    pub(crate) defaults: Vec<String>,
 }
 
 impl Loaded {
@@ -58,6 +63,8 @@ impl Loaded {
 struct Part {
     path: PathBuf,
     is_deepspeed: bool,
+    /// Whose recipe it is; `None` for one of this program.
+    trainer: Option<Trainer>,
     report: Report,
 }
 
@@ -69,7 +76,7 @@ pub(crate) fn load(typed: &[String]) -> Result<Option<Loaded>, Failure> {
     let mut given = Given::of_line(typed);
     let path = |given: &Given, flag: &str| given.get(flag).map(|word| PathBuf::from(&word.value));
     let (config, deepspeed) = (path(&given, "config"), path(&given, "deepspeed"));
-    if config.is_none() && deepspeed.is_none() {
+    if config.is_none() && deepspeed.is_none() && given.get("defaults").is_none() {
         return Ok(None);
     }
     let strict = given.is_on("strict-config");
@@ -79,8 +86,74 @@ pub(crate) fn load(typed: &[String]) -> Result<Option<Loaded>, Failure> {
         part.verdict(strict)?;
         loaded.add(part);
     }
+    if let Some((trainer, rows)) = fill(&parts, &mut given)? {
+        loaded.defaults = default_lines(trainer, &rows);
+    }
     loaded.words = line(&given);
     Ok(Some(loaded))
+}
+
+/// Adds to `given` what the recipe's trainer takes for absent keys, and returns it; `None` for a recipe of this program.
+///
+/// # Errors
+/// `--defaults theirs` without a recipe of another trainer, or a recipe whose trainables differ here (exit 2).
+fn fill(parts: &[Part], given: &mut Given) -> Result<Option<(Trainer, Vec<Absent>)>, Failure> {
+    let asked = given.get("defaults").map(|word| word.value.clone());
+    let asked = asked.as_deref();
+    let of_file = parts.iter().find_map(|part| part.trainer);
+    let trainer = match asked {
+        Some("ours") => return Ok(None),
+        None | Some("theirs") => of_file,
+        Some(name) => Trainer::named(name),
+    };
+    let Some(trainer) = trainer else {
+        if asked == Some("theirs") {
+            return Err(Failure::usage(
+                "--defaults theirs needs a recipe of another trainer",
+                "neither the line nor a file has the keys of one",
+            )
+            .next("name it: --defaults llama-factory"));
+        }
+        return Ok(None);
+    };
+    // A preset is complete.
+    if given.get("preset").is_some() {
+        return Ok(None);
+    }
+    let rows = {
+        let value = |flag: &str| given.get(flag).map(|word| word.value.clone());
+        trainers::refuse_adapted_tower(trainer, &value)?;
+        trainers::absent(trainer, &value)
+    };
+    let replaced: &[&str] = match given.get("train").is_some() {
+        true => &["tune-vision", "tune-llm", "modules-to-save"],
+        false => &[],
+    };
+    let batch = given.get("global-batch-size").is_some();
+    let sizes = ["per-device-train-batch-size", "gradient-accumulation-steps"];
+    let rows: Vec<Absent> = rows
+        .into_iter()
+        .filter(|row| given.set_by(row.flag).is_none() && !replaced.contains(&row.flag))
+        .filter(|row| !batch || !sizes.contains(&row.flag))
+        .collect();
+    for row in &rows {
+        given.add(row.flag, &row.value, trainer.name());
+    }
+    Ok(Some((trainer, rows)))
+}
+
+/// What a run prints about the defaults of a trainer: a table of setting, value and whose it is.
+fn default_lines(trainer: Trainer, rows: &[Absent]) -> Vec<String> {
+    let name = trainer.name();
+    let mut lines = vec![format!(
+        "a recipe of {name}: absent keys take its defaults; --defaults ours takes this program's"
+    )];
+    let width = |of: fn(&Absent) -> usize| rows.iter().map(of).max().unwrap_or(0).min(32);
+    let (flags, values) = (width(|row| row.flag.len()), width(|row| row.value.len()));
+    let row = |row: &Absent| format!("{:<flags$}  {:<values$}  {name}", row.flag, row.value);
+    lines.extend(rows.iter().map(row));
+    lines.push("all other settings take this program's defaults".to_owned());
+    lines
 }
 
 /// Reads the files of `--config` and `--deepspeed` and adds their flags to `given`.
@@ -93,7 +166,14 @@ fn go_through(config: Option<&Path>, given: &mut Given) -> Result<Vec<Part>, Fai
             return Err(Failure::usage(title, "--config reads a file of flags")
                 .next(format!("--deepspeed {}", path.display())));
         }
-        let report = trainer::report(&file, given);
+        let trainer = match given
+            .get("defaults")
+            .and_then(|word| Trainer::named(&word.value))
+        {
+            Some(named) => Some(named),
+            None => trainer::trainer_of(&file),
+        };
+        let report = trainer::report(&file, trainer, given);
         let place = path.display().to_string();
         for choice in &report.choices {
             given.add(&choice.flag, &choice.value, &place);
@@ -101,6 +181,7 @@ fn go_through(config: Option<&Path>, given: &mut Given) -> Result<Vec<Part>, Fai
         parts.push(Part {
             path: path.to_owned(),
             is_deepspeed: false,
+            trainer,
             report,
         });
     }
@@ -120,7 +201,7 @@ pub(crate) fn go_through_bytes(bytes: &[u8], ending: &str) -> Result<(), Failure
     let given = Given::default();
     let report = match deepspeed::is_deepspeed(&file) {
         true => deepspeed::report(&file, &path, &given),
-        false => trainer::report(&file, &given),
+        false => trainer::report(&file, trainer::trainer_of(&file), &given),
     };
     report.verdict(&path, true)
 }
@@ -162,6 +243,7 @@ fn deepspeed_part(path: PathBuf, given: &mut Given) -> Result<Part, Failure> {
     Ok(Part {
         path,
         is_deepspeed: true,
+        trainer: None,
         report,
     })
 }
@@ -198,6 +280,7 @@ impl Loaded {
             path,
             is_deepspeed,
             report,
+            ..
         } = part;
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         for (reason, names) in report.unused() {

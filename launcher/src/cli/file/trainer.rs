@@ -4,201 +4,119 @@
 use super::given::Given;
 use super::report::{Choice, Outcome, Problem, Report, Row};
 use super::value::{Entry, Value};
-use crate::cli::{FileKey, file_key};
+use crate::cli::trainers::{
+    Effect, GLM_DATA, GLM_TOP, Meaning, PEFT, Trainer, meaning, own_meaning,
+};
+use crate::cli::{FileKey, OTHER_REPORT, file_key, names_other_reports};
 use crate::config::TemplateChoice;
 use clap::ValueEnum;
 
-const OTHER_DATA: &str = "--data and --eval-data give the files";
-const MAX_LENGTH: &str =
-    "--model-max-length counts all tokens of the decoder, including those of images";
-const IMAGES: &str = "--max-slice-nums limits the size of images";
-const NO_TORCH: &str = "this program does not use PyTorch";
-const GENERATION: &str =
-    "it concerns generation; `launcher generate` and `launcher eval` have flags for it";
-const CACHE: &str = "samples are read when they are needed";
-const ADAPTER_KIND: &str = "adapters are low-rank matrices";
+/// Sections: name, and the keys that are not flags; `None` where keys are those of the top level.
+type Section = (&'static str, Option<&'static [(&'static str, Meaning)]>);
 
-/// Meaning of a key that is not a flag here.
-enum Meaning {
-    /// It becomes this flag with the same value.
-    Flag(&'static str),
-    /// Words with the flag and value that each means; other words are refused.
-    Words(&'static [(&'static str, &'static str, &'static str)]),
-    /// No effect, for this reason.
-    Unused(&'static str),
-    /// No effect for these values; others are refused, for this reason.
-    Only(&'static [&'static str], &'static str),
+const SECTIONS: [Section; 3] = [
+    ("training_args", None),
+    ("data_config", Some(GLM_DATA)),
+    ("peft_config", Some(PEFT)),
+];
+
+/// The trainer whose file this is; `None` for a file of this program.
+pub(super) fn trainer_of(file: &Value) -> Option<Trainer> {
+    let entries = file.entries().unwrap_or_default();
+    let keys: Vec<String> = entries
+        .iter()
+        .map(|entry| entry.key.replace('-', "_"))
+        .collect();
+    Trainer::of_keys(&keys)
 }
 
-use Meaning::{Flag, Only, Unused, Words};
-
-/// Keys of LLaMA-Factory's files.
-const LLAMA_FACTORY: &[(&str, Meaning)] = &[
-    ("stage", Only(&["sft"], "a run is supervised fine-tuning")),
-    (
-        "finetuning_type",
-        Words(&[("lora", "use-lora", "true"), ("full", "use-lora", "false")]),
-    ),
-    ("lora_target", Flag("lora-target-modules")),
-    ("additional_target", Flag("modules-to-save")),
-    ("cutoff_len", Flag("model-max-length")),
-    ("max_samples", Flag("limit")),
-    (
-        "pure_bf16",
-        Words(&[("true", "precision", "pure-bf16"), ("false", "", "")]),
-    ),
-    (
-        "freeze_vision_tower",
-        Words(&[
-            ("true", "tune-vision", "false"),
-            ("false", "tune-vision", "true"),
-        ]),
-    ),
-    (
-        "freeze_language_model",
-        Words(&[("true", "tune-llm", "false"), ("false", "tune-llm", "true")]),
-    ),
-    ("dataset", Unused(OTHER_DATA)),
-    ("dataset_dir", Unused(OTHER_DATA)),
-    ("eval_dataset", Unused(OTHER_DATA)),
-    ("overwrite_cache", Unused(CACHE)),
-    ("tokenized_path", Unused(CACHE)),
-    ("preprocessing_batch_size", Unused(CACHE)),
-    (
-        "plot_loss",
-        Unused("report.html and training_loss.svg are always drawn"),
-    ),
-    ("flash_attn", Unused("attention is always tiled")),
-    ("enable_liger_kernel", Unused(NO_TORCH)),
-    ("use_unsloth", Unused(NO_TORCH)),
-    ("image_max_pixels", Unused(IMAGES)),
-    ("image_min_pixels", Unused(IMAGES)),
-    ("video_max_pixels", Unused(IMAGES)),
-    (
-        "val_size",
-        Only(&["0", "0.0"], "--eval-data gives the held-out samples"),
-    ),
-    (
-        "quantization_bit",
-        Only(&[], "quantized base weights are not available"),
-    ),
-    ("use_dora", Only(&["false"], ADAPTER_KIND)),
-    (
-        "use_rslora",
-        Only(&["false"], "the scale of an adapter is alpha ÷ rank"),
-    ),
-    ("generation_config", Unused(GENERATION)),
-    ("generation_max_length", Unused(GENERATION)),
-];
-
-/// Keys of `data_config` in GLM-4's files, and of the top level.
-const GLM_DATA: &[(&str, Meaning)] = &[
-    ("train_file", Flag("data")),
-    ("val_file", Flag("eval-data")),
-    (
-        "test_file",
-        Unused("`launcher eval` evaluates a checkpoint on any file"),
-    ),
-    ("num_proc", Unused(CACHE)),
-];
-const GLM_TOP: &[(&str, Meaning)] = &[
-    ("max_input_length", Unused(MAX_LENGTH)),
-    ("max_output_length", Unused(MAX_LENGTH)),
-    ("combine", Unused("a conversation is one sample")),
-    (
-        "freezeV",
-        Words(&[
-            ("true", "tune-vision", "false"),
-            ("false", "tune-vision", "true"),
-        ]),
-    ),
-];
-/// Keys of `peft_config`.
-const PEFT: &[(&str, Meaning)] = &[
-    ("peft_type", Words(&[("lora", "use-lora", "true")])),
-    (
-        "task_type",
-        Only(&["causal_lm"], "a run trains a language model"),
-    ),
-    ("r", Flag("lora-rank")),
-    ("lora_alpha", Flag("lora-alpha")),
-    ("lora_dropout", Flag("lora-dropout")),
-    ("target_modules", Flag("lora-target-modules")),
-    ("modules_to_save", Flag("modules-to-save")),
-    ("bias", Only(&["none"], "adapters do not train biases")),
-];
-
-/// Sections: name, keys that are not flags, and whether flags may be in the section.
-const SECTIONS: [(&str, &[(&str, Meaning)], bool); 3] = [
-    ("training_args", LLAMA_FACTORY, true),
-    ("data_config", GLM_DATA, false),
-    ("peft_config", PEFT, false),
-];
-
-/// Report on the flags in `file`. The flags that are `given` override them.
-pub(super) fn report(file: &Value, given: &Given) -> Report {
+/// Report on the flags in `file`, a recipe of `trainer`. The flags that are `given` override them.
+pub(super) fn report(file: &Value, trainer: Option<Trainer>, given: &Given) -> Report {
     let mut report = Report::default();
     for entry in file.entries().unwrap_or_default() {
         let section = SECTIONS.iter().find(|section| section.0 == entry.key);
         match (section, entry.value.entries()) {
-            (Some((name, own, flags)), Some(entries)) => {
+            (Some((name, own)), Some(entries)) => {
                 for entry in entries {
-                    take(entry, &format!("{name}."), own, *flags, given, &mut report);
+                    take(
+                        entry,
+                        &format!("{name}."),
+                        *own,
+                        trainer,
+                        given,
+                        &mut report,
+                    );
                 }
             }
-            _ => {
-                let is_glm = GLM_TOP.iter().any(|(name, _)| *name == entry.key);
-                let own = if is_glm { GLM_TOP } else { LLAMA_FACTORY };
-                take(entry, "", own, true, given, &mut report);
-            }
+            _ => take(entry, "", None, trainer, given, &mut report),
         }
     }
     settle_batch(given, &mut report);
     report
 }
 
+/// Judges one key. `section` has the keys of a section without flags.
 fn take(
     entry: &Entry,
     prefix: &str,
-    own: &[(&str, Meaning)],
-    flags: bool,
+    section: Option<&'static [(&'static str, Meaning)]>,
+    trainer: Option<Trainer>,
     given: &Given,
     report: &mut Report,
 ) {
     let path = format!("{prefix}{}", entry.key);
     let name = entry.key.replace('-', "_");
-    let meaning = own.iter().find(|(own, _)| *own == name).map(|(_, m)| m);
-    let outcome = match meaning {
+    let in_list = |keys: &'static [(&'static str, Meaning)]| {
+        let found = keys.iter().find(|(own, _)| *own == name);
+        found.map(|(_, meaning)| meaning)
+    };
+    let found = match section {
+        Some(keys) => in_list(keys),
+        None => own_meaning(trainer, &name)
+            .or_else(|| in_list(GLM_TOP))
+            .or_else(|| meaning(trainer, &name).filter(|_| !is_flag(&name))),
+    };
+    let outcome = match (found, section) {
         _ if entry.value == Value::Null => Outcome::Here("nothing is set"),
-        Some(Unused(reason)) => Outcome::Unused(reason),
-        Some(Flag(flag)) => choose(flag, written(&entry.value), entry, &path, given, report),
-        Some(Words(words)) => {
-            let text = entry.value.to_string().to_ascii_lowercase();
-            match words.iter().find(|(word, ..)| *word == text) {
-                Some((_, "", _)) => Outcome::Here("it is off"),
-                Some((_, flag, value)) => {
-                    choose(flag, Some((*value).to_owned()), entry, &path, given, report)
-                }
-                None => {
-                    let words: Vec<&str> = words.iter().map(|(word, ..)| *word).collect();
-                    refuse(
-                        entry,
-                        &path,
-                        &format!("only {} is available", words.join(", ")),
-                        None,
-                        report,
-                    )
-                }
-            }
-        }
-        Some(Only(neutral, reason)) => only(neutral, reason, None, entry, &path, report),
-        None if flags => flag(entry, &name, &path, given, report),
-        None => {
-            let near = crate::config::words::nearest(&name, own.iter().map(|(name, _)| *name));
+        (Some(meaning), _) => effect(meaning, entry, &path, given, report),
+        (None, None) => flag(entry, &name, &path, given, report),
+        (None, Some(keys)) => {
+            let near = crate::config::words::nearest(&name, keys.iter().map(|(name, _)| *name));
             unknown(entry, &path, near, report)
         }
     };
     report.rows.push(Row::new(path, entry, outcome));
+}
+
+fn is_flag(name: &str) -> bool {
+    matches!(file_key(name), FileKey::Flag(_))
+}
+
+fn effect(
+    meaning: &Meaning,
+    entry: &Entry,
+    path: &str,
+    given: &Given,
+    report: &mut Report,
+) -> Outcome {
+    if let Meaning::Unused(reason) = meaning {
+        return Outcome::Unused(reason);
+    }
+    let Some(text) = written(&entry.value) else {
+        return refuse(
+            entry,
+            path,
+            "it must be one value, not a section",
+            None,
+            report,
+        );
+    };
+    match meaning.effect(&text) {
+        Effect::Flag(flag, value) => choose(flag, Some(value), entry, path, given, report),
+        Effect::Here(reason) => Outcome::Here(reason),
+        Effect::Unused(reason) => Outcome::Unused(reason),
+        Effect::Refused(why) => refuse(entry, path, &why, None, report),
+    }
 }
 
 /// Handles a key that should be a flag.
@@ -214,6 +132,9 @@ fn flag(entry: &Entry, name: &str, path: &str, given: &Given, report: &mut Repor
         FileKey::Flag(flag) if flag == "template" && !is_template(&entry.value) => {
             Outcome::Unused("the chat template of the model directory is used")
         }
+        FileKey::Flag(flag) if flag == "report-to" && is_other_report(&written(&entry.value)) => {
+            Outcome::Unused(OTHER_REPORT)
+        }
         FileKey::Flag(flag) => choose(&flag, written(&entry.value), entry, path, given, report),
         FileKey::Unused(reason) => Outcome::Unused(reason),
         FileKey::Only(neutral, reason, next) => {
@@ -221,6 +142,10 @@ fn flag(entry: &Entry, name: &str, path: &str, given: &Given, report: &mut Repor
         }
         FileKey::Unknown(near) => unknown(entry, path, near.as_deref(), report),
     }
+}
+
+fn is_other_report(value: &Option<String>) -> bool {
+    value.as_deref().is_some_and(names_other_reports)
 }
 
 fn is_template(value: &Value) -> bool {

@@ -5,10 +5,12 @@ use crate::cli::Args;
 use crate::config::defaults::{self, Defaults};
 use crate::config::{BatchConfig, Recompute};
 use crate::error::Failure;
+use crate::rank_env::Env;
 
 /// Resolves the flags of batches.
 pub(super) fn resolve(
     args: &Args,
+    env: &Env,
     defaults: &Defaults,
     world_size: usize,
 ) -> Result<BatchConfig, Failure> {
@@ -28,6 +30,7 @@ pub(super) fn resolve(
         ),
         ("--model-max-length", args.model_max_length),
         ("--max-slice-nums", args.max_slice_nums),
+        ("--image-max-pixels", args.image_max_pixels),
         ("--limit", args.limit),
     ];
     if let Some((flag, _)) = given.iter().find(|(_, value)| *value == Some(0)) {
@@ -41,6 +44,16 @@ pub(super) fn resolve(
         )
         .next("keep one of them; --global-batch-size limits the result of the search"));
     }
+    let image_max_pixels = args.image_max_pixels.or(env.max_pixels);
+    let image_min_pixels = args.image_min_pixels.or(env.min_pixels);
+    if let (Some(most), Some(least)) = (image_max_pixels, image_min_pixels)
+        && least > most
+    {
+        return Err(out_of_range(
+            &format!("--image-min-pixels {least}"),
+            &format!("must be at most --image-max-pixels, which is {most}"),
+        ));
+    }
     let (micro_batch, accumulation_steps) = sizes(args, defaults, world_size)?;
     Ok(BatchConfig {
         micro_batch,
@@ -50,6 +63,8 @@ pub(super) fn resolve(
             .unwrap_or(defaults.eval_batch),
         model_max_length: args.model_max_length.unwrap_or(defaults.model_max_length),
         max_slice_nums: args.max_slice_nums.unwrap_or(defaults::MAX_SLICE_NUMS),
+        image_max_pixels,
+        image_min_pixels,
         skip_bad_samples: args.skip_bad_samples.unwrap_or(false),
         limit: args.limit,
         data_workers: args.data_workers.unwrap_or_default(),
@@ -167,6 +182,28 @@ mod tests {
     use super::*;
     use crate::config::defaults::{DEMO, MODEL};
 
+    fn env() -> Env {
+        Env::from_lookup(&|name| (name == "MAX_PIXELS").then(|| "9000".into())).expect("reads")
+    }
+
+    #[test]
+    fn bounds_of_images_come_from_flags_or_variables() {
+        let bounds = |max, min| {
+            let args = Args {
+                image_max_pixels: max,
+                image_min_pixels: min,
+                ..Args::default()
+            };
+            resolve(&args, &env(), &MODEL, 1).map(|b| (b.image_max_pixels, b.image_min_pixels))
+        };
+        assert_eq!(bounds(None, None).expect("resolves"), (Some(9000), None));
+        assert_eq!(
+            bounds(Some(7), Some(7)).expect("resolves"),
+            (Some(7), Some(7))
+        );
+        assert!(bounds(None, Some(9001)).is_err());
+    }
+
     fn of(
         micro: Option<usize>,
         accumulation: Option<usize>,
@@ -178,7 +215,7 @@ mod tests {
             global_batch: global,
             ..Args::default()
         };
-        resolve(&args, &MODEL, 2).map(|b| (b.micro_batch, b.accumulation_steps))
+        resolve(&args, &env(), &MODEL, 2).map(|b| (b.micro_batch, b.accumulation_steps))
     }
 
     #[test]
@@ -193,7 +230,7 @@ mod tests {
         ] {
             assert_eq!(of(micro, accumulation, global).expect("resolves"), sizes);
         }
-        let demo = resolve(&Args::default(), &DEMO, 4).expect("resolves");
+        let demo = resolve(&Args::default(), &env(), &DEMO, 4).expect("resolves");
         assert_eq!((demo.micro_batch, demo.accumulation_steps), (8, 1));
     }
 

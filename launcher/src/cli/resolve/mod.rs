@@ -9,9 +9,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::config::defaults::{self, DEMO, Defaults, MODEL};
 use crate::config::{
-    Cadence, Device, DeviceChoice, Length, LrScale, Offload, OptimizerConfig, OptimizerInBackward,
-    PrecisionChoice, PureBf16Weights, ReportTo, Resume, RunConfig, RunGpu, SampleRules, Source,
-    Strategy, Task, Tier, Warmup,
+    Cadence, Device, DeviceChoice, Every, Length, LrScale, Offload, OptimizerConfig,
+    OptimizerInBackward, PrecisionChoice, PureBf16Weights, ReportTo, Resume, RunConfig, RunGpu,
+    SampleRules, Source, Strategy, Task, Tier, Warmup,
 };
 use engine::comm::MAX_RANKS;
 
@@ -101,14 +101,14 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         length: length(args, defaults, &mut notes)?,
         checkpoint_activations: batch::recompute(args)?,
         checkpoint_num_layers: batch::num_layers(args)?,
-        batch: batch::resolve(args, defaults, world_size)?,
+        batch: batch::resolve(args, env, defaults, world_size)?,
         optimizer: optimizer(args, defaults, &mut notes)?,
         trainable: trainable::resolve(args, &mut notes)?,
         save: cadence(
             "save",
             args.save_strategy,
             args.save_steps,
-            Cadence::End,
+            defaults.save,
             &mut notes,
         )?,
         save_total_limit: match args.save_total_limit {
@@ -117,6 +117,9 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
                     "--save-total-limit 0",
                     "at least 1 checkpoint must be kept",
                 ));
+            }
+            None if args.save_steps.is_none() && args.save_strategy.is_none() => {
+                defaults.save_total_limit
             }
             limit => limit,
         },
@@ -294,7 +297,7 @@ fn output(args: &Args, env: &Env, source: &Source) -> Result<(PathBuf, bool), Fa
     if let Some(directory) = args
         .resume
         .as_deref()
-        .filter(|text| !matches!(*text, "auto" | "true" | "false"))
+        .filter(|text| !matches!(*text, "auto" | "false"))
     {
         let checkpoint = absolute(Path::new(directory))?;
         if let Some(run) = checkpoint.parent() {
@@ -399,7 +402,12 @@ fn optimizer(
         .next("omit it, or choose one of these schedules"));
     }
     let optimizer = OptimizerConfig {
-        learning_rate: args.learning_rate.unwrap_or(defaults.learning_rate),
+        learning_rate: args
+            .learning_rate
+            .unwrap_or(match trainable::has_adapters(args) {
+                true => defaults.adapter_learning_rate,
+                false => defaults.learning_rate,
+            }),
         lr_scale: args.lr_scale.unwrap_or(LrScale::None),
         scheduler,
         scheduler_kwargs: args.lr_scheduler_kwargs.unwrap_or_default(),
@@ -477,12 +485,12 @@ fn eval(args: &Args, source: &Source, notes: &mut Vec<Note>) -> Result<Cadence, 
 fn cadence(
     name: &str,
     strategy: Option<Strategy>,
-    steps: Option<u64>,
+    steps: Option<Every>,
     default: Cadence,
     notes: &mut Vec<Note>,
 ) -> Result<Cadence, Failure> {
     let flag = format!("--{name}-steps");
-    if steps == Some(0) {
+    if steps == Some(Every::Steps(0)) {
         return Err(out_of_range(&format!("{flag} 0"), "must be at least 1")
             .next(format!("--{name}-strategy no")));
     }
@@ -493,11 +501,11 @@ fn cadence(
         (Some(Strategy::No), _) => Cadence::Never,
         (Some(Strategy::Epoch), _) => Cadence::Epoch,
         (Some(Strategy::Steps), None) => match default {
-            Cadence::Steps(every) => Cadence::Steps(every),
+            Cadence::Steps(_) => default,
             // As Hugging Face: 500 where only the strategy is named.
             _ => Cadence::Steps(500),
         },
-        (_, Some(every)) => Cadence::Steps(every),
+        (_, Some(every)) => every.into(),
         (None, None) => default,
     })
 }
@@ -505,12 +513,12 @@ fn cadence(
 fn resume(args: &Args) -> Result<Resume, Failure> {
     match args.resume.as_deref() {
         None | Some("false") => Ok(Resume::No),
-        Some("auto" | "true") if args.output.is_none() => Err(Failure::usage(
+        Some("auto") if args.output.is_none() => Err(Failure::usage(
             "--resume auto needs --output",
             "it continues from the latest checkpoint in that directory",
         )
         .next("add --output DIR, or give the checkpoint: --resume DIR/checkpoint-N")),
-        Some("auto" | "true") => Ok(Resume::Latest),
+        Some("auto") => Ok(Resume::Latest),
         Some(path) => Ok(Resume::From(absolute(Path::new(path))?)),
     }
 }
@@ -673,6 +681,12 @@ impl RunConfig {
         ));
         flags.push(("model-max-length", batch.model_max_length.to_string()));
         flags.push(("max-slice-nums", batch.max_slice_nums.to_string()));
+        for (flag, area) in [
+            ("image-max-pixels", batch.image_max_pixels),
+            ("image-min-pixels", batch.image_min_pixels),
+        ] {
+            flags.extend(area.map(|area| (flag, area.to_string())));
+        }
         flags.push(("skip-bad-samples", batch.skip_bad_samples.to_string()));
         flags.push(("learning-rate", format!("{:e}", optimizer.learning_rate)));
         flags.push(("lr-scale", value_name(optimizer.lr_scale)));
@@ -752,7 +766,8 @@ impl RunConfig {
                 Cadence::Never => flags.push((strategy, "no".to_string())),
                 Cadence::Epoch => flags.push((strategy, "epoch".to_string())),
                 Cadence::Steps(every) => flags.push((steps, every.to_string())),
-                // The default of saving and evaluating.
+                Cadence::Share(share) => flags.push((steps, share.to_string())),
+                // The default of evaluating, and of saving the demo.
                 Cadence::End => {}
             }
         }

@@ -128,11 +128,12 @@ fn the_demo_has_its_own_defaults_and_keeps_its_global_batch() {
 }
 
 #[test]
-fn adapters_freeze_the_language_model() {
+fn adapters_freeze_everything_else() {
     let config = config("--model m --data d --use-lora true --lora_r 8");
-    assert!(!config.trainable.tune_llm && config.trainable.tune_vision);
+    assert!(!config.trainable.tune_llm && !config.trainable.tune_vision);
+    assert_eq!(config.optimizer.learning_rate, 1e-4);
     let lora = config.trainable.lora.expect("adapters");
-    assert_eq!((lora.lora_rank, lora.lora_alpha), (8, 64.0));
+    assert_eq!((lora.lora_rank, lora.lora_alpha), (8, 16.0));
     let implied = try_config("--model m --data d --lora-rank 8").expect("resolves");
     assert!(implied.config.trainable.lora.is_some());
     let off = try_config("--model m --data d --lora-rank 8 --use-lora false").expect("resolves");
@@ -241,6 +242,11 @@ fn strategies_decide_cadences() {
         Cadence::Steps(5)
     );
     assert_eq!(of("--save_steps 5"), Cadence::Steps(5));
+    assert_eq!(of("--save_steps 0.25"), Cadence::Share(0.25));
+    assert_eq!(of("--save_steps 1e3"), Cadence::Steps(1000));
+    for wrong in ["--save_steps 1.5", "--eval_steps -1", "--logging_steps nan"] {
+        assert!(try_config(wrong).is_err(), "{wrong}");
+    }
     assert_eq!(
         config("--evaluation_strategy steps").eval,
         Cadence::Steps(500)
@@ -249,6 +255,35 @@ fn strategies_decide_cadences() {
         config("--model m --data d --eval_steps 5").eval,
         Cadence::Never
     );
+}
+
+#[test]
+fn models_are_saved_every_500_steps_and_two_checkpoints_are_kept() {
+    let of = |line: &str| {
+        let config = config(&format!("--model m --data d {line}"));
+        (config.save, config.save_total_limit)
+    };
+    assert_eq!(of(""), (Cadence::Steps(500), Some(2)));
+    assert_eq!(of("--save-total-limit 9"), (Cadence::Steps(500), Some(9)));
+    assert_eq!(of("--save-steps 5"), (Cadence::Steps(5), None));
+    assert_eq!(of("--save-strategy steps"), (Cadence::Steps(500), None));
+    assert_eq!(config("").save_total_limit, None);
+}
+
+#[test]
+fn booleans_of_other_trainers_resume_the_latest_checkpoint() {
+    let of = |word: &str| config(&format!("--output o --resume_from_checkpoint {word}")).resume;
+    assert_eq!(of("True"), Resume::Latest);
+    assert_eq!(of("AUTO"), Resume::Latest);
+    assert_eq!(of("False"), Resume::No);
+}
+
+#[test]
+fn a_repeated_flag_takes_its_last_value() {
+    let config = config("--zero 1 --lora-rank 4 --zero 2 --lora_rank 8 --zero=3");
+    assert_eq!(config.zero, 3);
+    assert_eq!(config.trainable.lora.expect("adapters").lora_rank, 8);
+    refused("--model a --model_name_or_path b --data d");
 }
 
 #[test]
@@ -359,7 +394,7 @@ proptest! {
             "--model m --data d --eval-data e --eval-strategy epoch --host-memory-limit 64G",
             "--max-grad-norm 0 --save-strategy no --warmup-ratio 0.3 --report-to tensorboard",
             "--model m --data d --tune-vision false --offload optimizer=cpu --zero 1",
-            "--output o --resume auto --logging-strategy epoch --precision pure-bf16",
+            "--output o --resume auto --logging-strategy epoch --precision pure-bf16 --save-steps 0.1",
             "--lr-scheduler-type warmup_cosine_lr --lr-scheduler-kwargs warmup_type=linear,total_num_steps=9",
             "--device cuda --offload activation=cpu",
         ][which];

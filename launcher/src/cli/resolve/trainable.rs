@@ -7,14 +7,14 @@ use crate::cli::{Args, Note};
 use crate::config::words::words;
 use crate::config::{Lora, Trainable, defaults};
 use crate::error::Failure;
+use models::selection::VISION;
 
 /// Resolves the flags under "What is trained".
 pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, Failure> {
-    // Who names the modules beside the adapters means all of them.
-    let named = args.modules_to_save.is_some() && args.use_lora != Some(false);
     let prefixes = args.ptuning_tokens.unwrap_or(0);
-    let tune_vision = args.tune_vision.unwrap_or(!named && prefixes == 0);
     let lora = lora(args, notes)?;
+    // Adapters and prefixes train alone, unless other parts are named.
+    let whole = lora.is_none() && prefixes == 0;
     if args.train.is_some() {
         let switches = [
             ("--tune-vision", args.tune_vision),
@@ -24,18 +24,19 @@ pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, F
         notes.extend(given.map(|(flag, _)| note(flag, "--train selects the parts")));
     }
     Ok(Trainable {
-        tune_vision,
-        tune_llm: args.tune_llm.unwrap_or(lora.is_none() && prefixes == 0),
+        tune_vision: args.tune_vision.unwrap_or(whole),
+        tune_llm: args.tune_llm.unwrap_or(whole),
         train: args.train.clone(),
-        freeze: args.freeze.clone(),
+        freeze: args.freeze.clone().filter(|parts| parts != "none"),
         learning_rates: learning_rates(args.lr.as_deref().unwrap_or_default())?,
         lora,
         ptuning_tokens: prefixes,
     })
 }
 
-fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
-    let given = [
+/// Flags that ask for adapters, and whether each is given.
+fn lora_flags(args: &Args) -> [(&'static str, bool); 7] {
+    [
         ("--lora-rank", args.lora_rank.is_some()),
         ("--lora-alpha", args.lora_alpha.is_some()),
         ("--lora-dropout", args.lora_dropout.is_some()),
@@ -46,15 +47,24 @@ fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
             args.lora_per_projection == Some(true),
         ),
         ("--modules-to-save", args.modules_to_save.is_some()),
-    ];
-    let given = given.iter().filter(|(_, given)| *given);
-    // Asking for a rank is asking for adapters; only an explicit `false` says otherwise.
-    let meant = args.use_lora.unwrap_or(given.clone().count() > 0);
+    ]
+}
+
+/// Whether the run trains adapters. A flag of adapters asks for them; only an explicit `false` says otherwise.
+pub(super) fn has_adapters(args: &Args) -> bool {
+    let implied = || lora_flags(args).iter().any(|(_, given)| *given);
+    args.use_lora.unwrap_or_else(implied)
+}
+
+fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
+    let meant = has_adapters(args);
     if !meant {
+        let given = lora_flags(args).into_iter().filter(|(_, given)| *given);
         notes.extend(given.map(|(flag, _)| note(flag, "--use-lora is false")));
     }
     let lora_rank = args.lora_rank.unwrap_or(defaults::LORA_RANK);
-    let lora_alpha = args.lora_alpha.unwrap_or(defaults::LORA_ALPHA);
+    let doubled = defaults::LORA_SCALE * lora_rank as f64;
+    let lora_alpha = args.lora_alpha.unwrap_or(doubled);
     if lora_rank == 0 {
         return Err(out_of_range("--lora-rank 0", "must be at least 1"));
     }
@@ -70,18 +80,24 @@ fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
         target_modules: target_modules.map(str::to_owned),
         per_projection: args.lora_per_projection.unwrap_or(false),
         layers,
-        modules_to_save: modules_to_save(args),
+        modules_to_save: Some(modules_to_save(args, notes)),
     }))
 }
 
-/// Those of the family's published recipe unless they are named; with `--train` the parts are named there.
-fn modules_to_save(args: &Args) -> Option<Vec<String>> {
-    match (&args.modules_to_save, &args.train) {
-        (Some(names), _) if names == "none" => Some(Vec::new()),
-        (Some(names), _) => Some(words(names)),
-        (None, Some(_)) => Some(Vec::new()),
-        (None, None) => None,
+/// Modules named by the flag. An explicit `--tune-vision false` keeps a vision tower out that a recipe names.
+fn modules_to_save(args: &Args, notes: &mut Vec<Note>) -> Vec<String> {
+    let given = args.modules_to_save.as_deref();
+    let named = given.filter(|names| *names != "none").unwrap_or_default();
+    let mut modules = words(named);
+    if args.tune_vision == Some(false) {
+        let before = modules.len();
+        modules.retain(|module| !VISION.contains(&&**module));
+        if modules.len() < before {
+            let flag = format!("--modules-to-save {named} for the vision tower");
+            notes.push(note(&flag, "--tune-vision false freezes it"));
+        }
     }
+    modules
 }
 
 fn layers(text: &str) -> Result<Range<usize>, Failure> {
@@ -136,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn adapters_bring_the_modules_of_the_published_script_unless_parts_are_named() {
+    fn adapters_train_alone_unless_parts_are_named() {
         let modules = |change: &dyn Fn(&mut Args)| {
             let (trainable, _) = resolved(|args| {
                 args.use_lora = Some(true);
@@ -144,24 +160,53 @@ mod tests {
             });
             let trainable = trainable.expect("resolves");
             let lora = trainable.lora.expect("adapters");
-            lora.modules_to_save(Family::MiniCpm, trainable.tune_vision)
-                .join(" ")
+            let modules = lora.modules_to_save(Family::MiniCpm, trainable.tune_vision);
+            (modules.join(" "), trainable.tune_vision)
         };
-        assert_eq!(modules(&|_| ()), "embed_tokens resampler vpm");
+        assert_eq!(modules(&|_| ()), (String::new(), false));
         assert_eq!(
-            modules(&|a| a.tune_vision = Some(false)),
+            modules(&|a| a.modules_to_save = Some("lm_head, vpm".into())),
+            ("lm_head vpm".to_owned(), false)
+        );
+        assert_eq!(
+            modules(&|a| {
+                a.modules_to_save = Some("resampler,vpm".into());
+                a.tune_vision = Some(false);
+            }),
+            ("resampler".to_owned(), false)
+        );
+        assert_eq!(
+            modules(&|a| a.tune_vision = Some(true)),
+            (String::new(), true)
+        );
+        // Files of earlier versions have none: the modules of the published script.
+        let earlier = Lora {
+            modules_to_save: None,
+            ..resolved(|a| a.use_lora = Some(true))
+                .0
+                .expect("resolves")
+                .lora
+                .expect("adapters")
+        };
+        assert_eq!(
+            earlier.modules_to_save(Family::MiniCpm, false).join(" "),
             "embed_tokens resampler"
         );
-        assert_eq!(modules(&|a| a.modules_to_save = Some("none".into())), "");
-        assert_eq!(
-            modules(&|a| a.modules_to_save = Some("lm_head, resampler".into())),
-            "lm_head resampler"
-        );
-        assert_eq!(modules(&|a| a.train = Some("resampler".into())), "");
-        let (alone, _) = resolved(|a| a.modules_to_save = Some("none".into()));
-        assert!(!alone.expect("resolves").tune_vision);
-        let (published, _) = resolved(|a| a.use_lora = Some(true));
-        assert!(published.expect("resolves").tune_vision);
+    }
+
+    #[test]
+    fn alpha_is_twice_the_rank_unless_it_is_given() {
+        let alpha = |rank, alpha| {
+            let (trainable, _) = resolved(|args| (args.lora_rank, args.lora_alpha) = (rank, alpha));
+            trainable
+                .expect("resolves")
+                .lora
+                .map(|lora| lora.lora_alpha)
+        };
+        assert_eq!(alpha(Some(8), None), Some(16.0));
+        assert_eq!(alpha(Some(8), Some(1.0)), Some(1.0));
+        assert_eq!(alpha(None, Some(1.0)), Some(1.0));
+        assert_eq!(alpha(None, None), None);
     }
 
     #[test]

@@ -54,6 +54,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
         max_slice_nums: Some(positive(slices, "--max-slice-nums")?),
         prompt: args.template.unwrap_or_default().style(),
         train_on_turn_end: args.train_on_turn_end.unwrap_or(false),
+        ..EncodeOptions::default()
     };
     if let Some(path) = &args.output {
         check_place(path)?;

@@ -68,7 +68,8 @@ impl Arena {
         let (config, batch) = (&self.planned.run, &self.planned.run.batch);
         let tokens = (batch.model_max_length * tokens / 100).max(8);
         let slices = slices.min(batch.max_slice_nums);
-        let mut sample = largest_sample(&config.model_dir(), tokens, slices).expect("a sample");
+        let mut sample =
+            largest_sample(&config.model_dir(), tokens, slices, None).expect("a sample");
         if !image {
             sample.image_bounds.clear();
             sample.slices.clear();

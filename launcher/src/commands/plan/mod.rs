@@ -12,13 +12,16 @@ mod tests;
 mod text;
 
 use crate::cli::{Hardware, Note, PlanArgs, Preset, resolve_on};
+use crate::commands::synth::published;
 use crate::config::{Collectives, DEVICE, Device, DeviceChoice, Products, RunConfig, RunGpu};
 use crate::device::{self, Chosen, Devices};
-use crate::error::Failure;
 use crate::error::output::print;
+use crate::error::{ErrorCode, Failure};
 use crate::plan::disk_check::DiskCheck;
 use crate::plan::rank_memory::{plan_event, upload_line};
-use crate::plan::{Settled, backward_line, backward_share, forward_line, resume};
+use crate::plan::{
+    Settled, adapter_line, backward_line, backward_share, forward_line, pixel_line, resume,
+};
 use crate::rank_env::{Env, Variables};
 use crate::ui::{Event, lines};
 use crate::units::bytes;
@@ -44,6 +47,7 @@ pub(crate) fn run(
     notes: &[Note],
     devices: &dyn Devices,
 ) -> Result<ExitCode, Failure> {
+    let args = &named_model(args, env)?;
     let has_data = args.run.model.is_none() || args.run.data.is_some();
     let config = configuration(args, env, has_data, devices)?;
     let config = crate::commands::demo::prepare(config, env, &mut |_| ())?;
@@ -87,6 +91,27 @@ pub(crate) fn run(
     Ok(ExitCode::SUCCESS)
 }
 
+/// The arguments with the path of a `config.json`, where `--model` names a published model instead of a path.
+///
+/// # Errors
+/// The file cannot be written to the cache directory (exit 10).
+fn named_model(args: &PlanArgs, env: &Env) -> Result<PlanArgs, Failure> {
+    let mut args = args.clone();
+    let Some(model) = args.run.model.as_ref().filter(|model| !model.exists()) else {
+        return Ok(args);
+    };
+    let Some((name, text)) = published(model) else {
+        return Ok(args);
+    };
+    let directory = env.cache_dir.join("published").join(name);
+    let file = directory.join("config.json");
+    let written = std::fs::create_dir_all(&directory).and_then(|()| std::fs::write(&file, text));
+    written.map_err(|error| Failure::io(ErrorCode::ModelFiles, "write", &file, &error))?;
+    args.run.model = Some(directory);
+    args.no_weights = Some(true);
+    Ok(args)
+}
+
 /// Configuration of `args`, on the machine that they describe.
 ///
 /// # Errors
@@ -121,7 +146,10 @@ fn configuration(
         Some(_) => Chosen::cpu(),
         None => device::choose(choice, devices, &Variables::read())?,
     };
-    Ok(resolve_on(&run, env, &chosen)?.config)
+    Ok(resume::continued(
+        resolve_on(&run, env, &chosen)?.config,
+        &run,
+    ))
 }
 
 /// GPUs of a described machine. With `linked` all have peer access to each other.
@@ -243,15 +271,25 @@ fn as_text(
     let mut event = plan_event(config, plan, memory, fit);
     if args.hw.is_some() && config.device == Device::Cpu {
         event.device = "devices".into();
+        let line = Event::Info {
+            label: "device".into(),
+            text: "planned as the CPU runs it; --device cuda plans for GPUs".into(),
+        };
+        text += &shown(&line, usize::MAX);
     }
     // The event's last line is the verdict of training. This subcommand prints its own.
     text += &shown(&Event::Plan(event), 2);
     if let Some(line) = upload_line(plan, None) {
         text += &shown(&line, usize::MAX);
     }
-    for line in [backward_line(plan, spare.as_ref()), forward_line(plan)]
-        .into_iter()
-        .flatten()
+    for line in [
+        backward_line(plan, spare.as_ref()),
+        forward_line(plan),
+        adapter_line(config),
+        pixel_line(config),
+    ]
+    .into_iter()
+    .flatten()
     {
         text += &shown(&line, usize::MAX);
     }

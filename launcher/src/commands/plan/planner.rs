@@ -174,8 +174,8 @@ impl Planner {
 /// Artificial sample of the maximum size that the settings allow.
 pub(super) fn made_up_sample(config: &RunConfig) -> Result<EncodedSample, Failure> {
     let (dir, batch) = (config.model_dir(), &config.batch);
-    largest_sample(&dir, batch.model_max_length, batch.max_slice_nums)
-        .map_err(|e| unusable(&dir, &e))
+    let (tokens, slices) = (batch.model_max_length, batch.max_slice_nums);
+    largest_sample(&dir, tokens, slices, batch.image_max_pixels).map_err(|e| unusable(&dir, &e))
 }
 
 fn check_weights(config: &RunConfig) -> Result<WeightSource, Failure> {

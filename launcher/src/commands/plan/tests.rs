@@ -387,3 +387,31 @@ fn the_shared_memory_of_gpu_ranks_is_as_planned() {
         }
     }
 }
+
+/// A published name plans without a download; a family without fp16 is refused as in training.
+#[test]
+fn a_published_name_stands_for_its_configuration() {
+    let cache = tempfile::tempdir().expect("temp dir");
+    let home = cache.path().to_owned();
+    let env = Env::from_lookup(&|name| (name == "XDG_CACHE_HOME").then(|| home.clone().into()));
+    let env = env.expect("an environment");
+    let of = |line: &str| {
+        let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        let Command::Plan { args, .. } = cli::parse(&words).expect("parses") else {
+            panic!("a line of plan");
+        };
+        let args = super::named_model(&args, &env).expect("a model");
+        let config = configuration(&args, &env, false, &Nvidia).expect("a configuration");
+        (config, args.no_weights)
+    };
+    let (config, no_weights) = of("plan --model openbmb/MiniCPM-V-2_6 --hw 24GiB --lora-rank 8");
+    assert_eq!(
+        (config.name().as_str(), no_weights),
+        ("minicpm-v-2_6", Some(true))
+    );
+    assert_eq!(config.world_size, 1);
+    shapes(&config.draft()).expect("a plan");
+    let (config, _) = of("plan --model glm-4v-9b --precision fp16 --nproc 1");
+    let refused = shapes(&config.draft()).expect_err("fp16").to_string();
+    assert!(refused.contains("fp16"), "{refused}");
+}

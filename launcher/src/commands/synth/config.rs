@@ -40,6 +40,13 @@ impl Config {
     }
 }
 
+/// Name and `config.json` of the published model that a path names: by its last part, so a name on the Hub works too.
+pub(in crate::commands) fn published(named: &Path) -> Option<(&'static str, &'static str)> {
+    let last = named.file_name()?;
+    let mut known = PUBLISHED.into_iter();
+    known.find(|(name, _)| last.eq_ignore_ascii_case(name))
+}
+
 /// Finds the configuration that `--model-config` names. An existing file or directory wins over a built-in name.
 ///
 /// # Errors
@@ -54,10 +61,7 @@ pub(super) fn find(named: Option<&Path>) -> Result<Config, Failure> {
         false => named.to_owned(),
     };
     let read = fs::read(&file);
-    let published = PUBLISHED
-        .iter()
-        .find(|(name, _)| named.as_os_str().eq_ignore_ascii_case(name));
-    match (read, published) {
+    match (read, published(named)) {
         (Ok(bytes), _) => Ok(Config {
             bytes,
             origin: file.display().to_string(),

@@ -15,6 +15,8 @@ pub(crate) mod tokenizer;
 mod weights;
 pub(crate) mod writer;
 
+pub(super) use config::published;
+use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;

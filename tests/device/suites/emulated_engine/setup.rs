@@ -196,14 +196,14 @@ fn load(
 /// A sample as long as the family's image needs plus `tokens`, at most `most`. If images have any size, the image is
 /// small.
 pub fn sample(dir: &Path, tokens: usize, most: usize) -> Result<EncodedSample> {
-    let of = |tokens| models::largest_sample(dir, tokens, 1).context("a sample");
+    let of = |tokens| models::largest_sample(dir, tokens, 1, None).context("a sample");
     let end = of(4096)?.image_bounds.iter().map(|(_, end)| *end).max();
     of((end.unwrap_or(0) + tokens).min(most))
 }
 
 /// A sample of tokens without an image.
 pub fn text_sample(dir: &Path, tokens: usize) -> Result<EncodedSample> {
-    let mut sample = models::largest_sample(dir, tokens, 1).context("a sample")?;
+    let mut sample = models::largest_sample(dir, tokens, 1, None).context("a sample")?;
     sample.image_bounds.clear();
     sample.slices.clear();
     Ok(sample)

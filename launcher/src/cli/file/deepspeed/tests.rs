@@ -392,6 +392,7 @@ fn unknown_keys_of_a_flag_file_are_named() {
         ("seed: {a: 1}", "not a section"),
         ("lora_rank: 4\nlora_r: 8", "lora_rank says 4"),
         ("peft_config:\n  rank: 8", "not known"),
+        ("stage: sft\nfreeze_vision_tower: false", "puts adapters on"),
         ("deepspeed: none.json", "cannot read"),
     ] {
         fs::write(&path, text).expect("written");
@@ -401,7 +402,7 @@ fn unknown_keys_of_a_flag_file_are_named() {
     fs::write(&path, "save_steps: 5e2\nmax_steps: -1\n").expect("written");
     let loaded = load(&[format!("--config={}", path.display())]).expect("loads");
     let words = loaded.map(|loaded| loaded.words.join(" "));
-    assert_eq!(words.as_deref(), Some("--save-steps=500 --max-steps=-1"));
+    assert_eq!(words.as_deref(), Some("--save-steps=5e2 --max-steps=-1"));
 }
 
 #[test]

@@ -3,7 +3,15 @@
 use super::Kind;
 
 /// Variables that this program reads, with their effect.
-pub(super) const READ: [(&str, &str); 59] = [
+pub(super) const READ: [(&str, &str); 61] = [
+    (
+        "MAX_PIXELS",
+        "largest area of an image of GLM-4.1V, as --image-max-pixels",
+    ),
+    (
+        "MIN_PIXELS",
+        "smallest area of an image of GLM-4.1V, as --image-min-pixels",
+    ),
     (
         "TESSERA_CUDA_LIBS",
         "directories with CUDA libraries, separated by colons; searched first",
@@ -362,7 +370,7 @@ pub(super) const FOREIGN: [Foreign; 24] = [
         "nothing to set",
     ),
     (
-        &["MAX_PIXELS", "SIZE_FACTOR"],
+        &["SIZE_FACTOR"],
         "the model's own rules slice the images",
         "--max-slice-nums N",
     ),

@@ -6,6 +6,7 @@ mod known;
 use serde::Serialize;
 
 use crate::rank_env::Variables;
+use crate::ui::Event;
 use known::{ACT_ON_OTHERS, FAMILIES, FOREIGN, HIDDEN, READ};
 
 /// Entry in the list of environment variables of `launcher doctor`: one variable, or all variables of a
@@ -71,6 +72,18 @@ pub(crate) fn table(variables: &Variables) -> Vec<Variable> {
     table
 }
 
+/// Notes of a run on the variables of other trainers that are set and have no effect.
+pub(crate) fn notes(variables: &Variables) -> Vec<Event> {
+    let rows = FOREIGN.iter().flat_map(|(names, effect, instead)| {
+        let set = names.iter().filter(|name| variables.get(name).is_some());
+        set.map(move |name| Event::Note {
+            flag: (*name).to_owned(),
+            reason: format!("{effect}; here: {instead}"),
+        })
+    });
+    rows.collect()
+}
+
 fn named(
     variables: &Variables,
     name: &str,
@@ -121,6 +134,20 @@ mod tests {
     fn row<'a>(table: &'a [Variable], name: &str) -> &'a Variable {
         let found = table.iter().find(|row| row.name == name);
         found.unwrap_or_else(|| panic!("no {name}"))
+    }
+
+    #[test]
+    fn runs_name_variables_of_other_trainers() {
+        let notes = notes(&environment(&[
+            ("MP_SIZE", "4"),
+            ("RANK", "0"),
+            ("HOME", "/"),
+        ]));
+        let [Event::Note { flag, reason }] = &notes[..] else {
+            panic!("{notes:?}");
+        };
+        assert_eq!(flag, "MP_SIZE");
+        assert!(reason.contains("--zero 3"), "{reason}");
     }
 
     #[test]

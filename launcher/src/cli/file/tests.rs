@@ -1,0 +1,171 @@
+//! Recipes of other trainers, as files and as command lines.
+
+use super::*;
+use crate::cli::{Args, Command, parse};
+
+/// Arguments of a line, with the flags of its files and the defaults of its trainer.
+fn read(line: &str) -> (Args, Loaded) {
+    let (args, loaded, _) = read_with_notes(line);
+    (args, loaded)
+}
+
+fn read_with_notes(line: &str) -> (Args, Loaded, Vec<Note>) {
+    let argv: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+    let Command::Train { args, typed, notes } = parse(&argv).expect(line) else {
+        panic!("train");
+    };
+    match load(&typed).expect(line) {
+        Some(loaded) => (train_args(&loaded.words).expect(line), loaded, notes),
+        None => (*args, Loaded::default(), notes),
+    }
+}
+
+fn with_file(text: &str, line: &str) -> (Args, Loaded) {
+    let directory = tempfile::tempdir().expect("temp dir");
+    let path = directory.path().join("run.yaml");
+    std::fs::write(&path, text).expect("written");
+    read(&format!("--config {} {line}", path.display()))
+}
+
+#[test]
+fn absent_keys_of_a_file_take_the_defaults_of_its_trainer() {
+    let file =
+        "stage: sft\nfinetuning_type: lora\nlora_rank: 8\nlearning_rate: 1.0e-4\nbf16: true\n";
+    let (args, loaded) = with_file(file, "--data d --output o");
+    assert_eq!(args.lora_alpha, Some(16.0));
+    assert_eq!(
+        (args.tune_vision, args.modules_to_save.as_deref()),
+        (Some(false), Some("none"))
+    );
+    assert_eq!(
+        (args.weight_decay, args.adam_beta2),
+        (Some(0.0), Some(0.999))
+    );
+    assert_eq!((args.learning_rate, args.precision), (Some(1e-4), None));
+    let table = loaded.defaults.join("\n");
+    assert!(table.contains("a recipe of LLaMA-Factory"), "{table}");
+    assert!(
+        table.contains("lora-alpha") && !table.contains("learning-rate"),
+        "{table}"
+    );
+
+    let (args, loaded) = with_file(file, "--data d --output o --defaults ours");
+    assert_eq!((args.lora_alpha, args.weight_decay), (None, None));
+    assert!(loaded.defaults.is_empty());
+    let (args, _) = with_file(file, "--lora_alpha 3");
+    assert_eq!(args.lora_alpha, Some(3.0));
+
+    let glm = "training_args:\n  learning_rate: 5e-4\npeft_config:\n  peft_type: LORA\n  r: 8\n";
+    let (args, _) = with_file(glm, "");
+    assert_eq!(
+        (args.tune_vision, args.modules_to_save.as_deref()),
+        (Some(false), Some("none"))
+    );
+    assert_eq!((args.weight_decay, args.lora_alpha), (Some(0.0), Some(8.0)));
+    let (args, _) = with_file("max_input_length: 512\nfreezeV: true\n", "");
+    assert_eq!(
+        (args.freeze.as_deref(), args.use_lora),
+        (Some("vision"), None)
+    );
+}
+
+#[test]
+fn files_of_this_program_take_its_defaults() {
+    let (args, loaded) = with_file("lora-rank: 8\nseed: 3\n", "--model m --data d");
+    assert_eq!((args.lora_alpha, args.weight_decay), (None, None));
+    assert!(loaded.defaults.is_empty());
+    let argv = ["--model=m", "--defaults=theirs"].map(str::to_owned);
+    let failure = load(&argv).expect_err("no recipe");
+    assert!(
+        failure.to_string().contains("--defaults llama-factory"),
+        "{failure}"
+    );
+    let (args, _) = with_file("lora-rank: 8\n", "--defaults llama-factory");
+    assert_eq!(args.lora_alpha, Some(16.0));
+}
+
+#[test]
+fn a_line_of_openbmb_has_the_dropout_of_its_script() {
+    let line = "--model_name_or_path m --data_path d --use_lora true --max_steps 1";
+    let (args, loaded) = read(line);
+    assert_eq!(
+        (args.lora_dropout, args.lora_alpha),
+        (Some(0.05), Some(64.0))
+    );
+    assert_eq!(
+        args.modules_to_save.as_deref(),
+        Some("embed_tokens,resampler,vpm")
+    );
+    assert_eq!(args.num_train_epochs, None);
+    assert!(loaded.defaults[0].contains("OpenBMB"), "{loaded:?}");
+    let (args, _) = read(&format!("{line} --defaults ours"));
+    assert_eq!(args.lora_dropout, None);
+    // A preset is complete.
+    let (args, loaded) = read(&format!("{line} --preset minicpm-lora"));
+    assert_eq!((args.learning_rate, loaded.defaults.len()), (Some(1e-6), 0));
+}
+
+#[test]
+fn a_line_of_ms_swift_is_read_with_its_defaults() {
+    let (args, _) = read(
+        "--model m --dataset d.jsonl --train_type lora --target_modules q_proj v_proj --torch_dtype float16 --freeze_vit true --freeze_aligner true --deepspeed zero2",
+    );
+    assert_eq!(
+        (args.data, args.model),
+        (Some("d.jsonl".into()), Some("m".into()))
+    );
+    assert_eq!(args.lora_target_modules.as_deref(), Some("q_proj,v_proj"));
+    assert_eq!(
+        (args.lora_alpha, args.lora_dropout),
+        (Some(32.0), Some(0.05))
+    );
+    assert_eq!((args.global_batch, args.zero), (Some(16), Some(2)));
+    assert_eq!(args.precision, Some(crate::config::PrecisionChoice::Fp16));
+}
+
+#[test]
+fn a_line_of_swiss_army_transformer_is_read_with_its_scripts_choices() {
+    let (args, _) = read(
+        "--experiment-name x --model-parallel-size 1 --mode finetune --train-iters 800 --resume-dataloader --from_pretrained cogvlm-base-490 --max_length 1288 --lora_rank 10 --use_lora --local_tokenizer t --version base --train-data a --valid-data b --distributed-backend nccl --lr-decay-style cosine --warmup .02 --checkpoint-activations --vit_checkpoint_activations --save-interval 200 --eval-interval 200 --save ./checkpoints --eval-iters 10 --eval-batch-size 1 --split 1. --lr 1e-5 --skip-init --seed 2023",
+    );
+    assert_eq!(
+        (args.max_steps, args.learning_rate),
+        (Some(800), Some(1e-5))
+    );
+    assert_eq!(
+        (args.lora_alpha, args.lora_per_projection),
+        (Some(1.0), Some(true))
+    );
+    assert_eq!(
+        (args.output, args.seed),
+        (Some("./checkpoints".into()), Some(2023))
+    );
+    assert!(args.train.is_some_and(|parts| parts.contains("mlp")));
+}
+
+#[test]
+fn keys_of_trainers_mean_the_same_on_the_line_as_in_a_file() {
+    for (words, key) in [
+        ("--freeze_vision_tower True", "freeze_vision_tower: true"),
+        (
+            "--lora_target_modules all-linear",
+            "lora_target_modules: all-linear",
+        ),
+        ("--save_steps 0.5", "save_steps: 0.5"),
+        ("--use_liger_kernel True", "use_liger_kernel: true"),
+        ("--scale_resolution 448", "scale_resolution: 448"),
+        ("--report_to wandb", "report_to: wandb"),
+        ("--freezeV true", "freezeV: true"),
+        ("--cutoff_len 64", "cutoff_len: 64"),
+    ] {
+        let own = "--model m --data d --output o --defaults ours";
+        let (of_line, _) = read(&format!("{own} {words}"));
+        let (mut of_file, _) = with_file(&format!("{key}\n"), own);
+        of_file.config = None;
+        assert_eq!(of_line, of_file, "{words}");
+    }
+    let (args, loaded, notes) =
+        read_with_notes("--model m --data d --report_to wandb --use_liger_kernel --output o");
+    assert_eq!((args.report_to, loaded.defaults.len()), (None, 0));
+    assert_eq!(notes.len(), 2, "{notes:?}");
+}
