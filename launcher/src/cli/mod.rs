@@ -556,8 +556,6 @@ pub struct DoctorArgs {
 
 /// Other names of this program's flags: (other name in snake_case, flag). First the names of other trainers,
 /// then those of earlier versions of this program.
-pub const ALIASES: [(&str, &str); 19] = [
-/// Other spellings of flags in snake_case: those of other trainers, then those of earlier versions.
 pub const ALIASES: [(&str, &str); 21] = [
     ("model_name_or_path", "model"),
     ("data_path", "data"),

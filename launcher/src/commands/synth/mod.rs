@@ -16,7 +16,6 @@ mod weights;
 pub(crate) mod writer;
 
 pub(super) use config::published;
-use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
