@@ -183,6 +183,15 @@ impl<'a> Fields<'a> {
         Ok(())
     }
 
+    /// The flag `field` of this object or, where it lacks the field, of `text`, its language model; false if both lack it.
+    ///
+    /// # Errors
+    /// As [`Fields::flag`].
+    pub(crate) fn flag_of_both(&self, field: &str, text: Self) -> Result<bool, ConfigError> {
+        let nested = text.flag(field, false)?;
+        self.flag(field, nested)
+    }
+
     /// The value of `field`, if present; null is an error unless `T` has a value for it.
     ///
     /// # Errors

@@ -407,7 +407,7 @@ fn a_directory_that_cannot_hold_the_file_is_passed_over() {
     std::fs::write(&file, "").unwrap();
     std::fs::create_dir(&good).unwrap();
     let world = World { rank: 0, size: 1 };
-    let mut options = self::options(world, &good, Duration::from_secs(60));
+    let mut options = options(world, &good, Duration::from_secs(60));
     options.dirs.insert(0, file.clone());
     shm::join(&options).unwrap();
     assert!(is_empty(&good));

@@ -129,10 +129,12 @@ pub(super) fn other_directory(dir: &Path) -> Option<(String, String)> {
                 .to_owned(),
         ));
     }
-    if has("adapter_config.json") && !has("config.json") {
+    let whole = has("model.safetensors") || has("model.safetensors.index.json");
+    let parts = ["adapter_config.json", "trained.safetensors"];
+    if let Some(name) = parts.into_iter().find(|name| !whole && has(name)) {
         return Some((
-            "it is an adapter, a part of a model".to_owned(),
-            "give --model the model that it was trained on; generate and eval take it as --adapter"
+            format!("{name} shows that it holds adapters or trained parts, not a whole model"),
+            "give --model the model that they were trained on (generate and eval take them as --adapter), or write a whole model with `launcher export --merge`"
                 .to_owned(),
         ));
     }
@@ -232,7 +234,7 @@ mod tests {
         let found = || other_directory(dir.path()).map_or_else(String::new, |(what, _)| what);
         assert_eq!(found(), "");
         std::fs::write(path("adapter_config.json"), "{}").expect("written");
-        assert!(found().contains("an adapter"));
+        assert!(found().contains("holds adapters"));
         std::fs::create_dir(path("1")).expect("made");
         std::fs::write(path("1/mp_rank_00_model_states.pt"), "").expect("written");
         assert!(found().contains("SAT"));

@@ -147,7 +147,7 @@ impl CogConfig {
         fields.expect_flag("tie_word_embeddings", false)?;
         let template: Option<String> = fields.optional("template_version")?;
         let template = template_of(template.as_deref())?;
-        let language = LanguageConfig::read(fields.language()?, edition)?;
+        let language = LanguageConfig::read(fields, edition)?;
         let cross = match edition {
             Edition::CogAgent => Some(CrossConfig::read(fields, language.num_heads)?),
             Edition::CogVlm | Edition::CogVlm2 => None,
@@ -204,7 +204,10 @@ impl Edition {
 }
 
 impl LanguageConfig {
-    fn read(fields: Fields<'_>, edition: Edition) -> Result<Self, ConfigError> {
+    /// `top` is the whole file, `fields` below are those of the language model.
+    fn read(top: Fields<'_>, edition: Edition) -> Result<Self, ConfigError> {
+        let fields = top.language()?;
+        fields.expect_flag("tie_word_embeddings", false)?;
         fields.expect::<String>("hidden_act", "silu")?;
         let heads = fields.size("num_attention_heads")?;
         let kv_heads = fields.or("num_multi_query_heads", heads)?;
@@ -223,7 +226,10 @@ impl LanguageConfig {
         rope.constant("partial_rotary_factor", 1.0)?;
         let vocab_size = fields.size("vocab_size")?;
         let token = |field: &'static str| -> Result<i32, ConfigError> {
-            let id: i32 = fields.required(field)?;
+            let id: i32 = match fields.optional(field)? {
+                Some(id) => id,
+                None => top.required(field)?,
+            };
             match usize::try_from(id) {
                 Ok(inside) if inside < vocab_size => Ok(id),
                 _ => Err(unsupported(

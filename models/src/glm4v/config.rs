@@ -112,6 +112,7 @@ impl Glm4vConfig {
         if model_type != "chatglm" {
             return Err(ConfigError::UnsupportedModel { found: model_type });
         }
+        fields.expect_flag("tie_word_embeddings", false)?;
         let config = Self {
             language: LanguageConfig::read(fields.language()?)?,
             vision: EvaConfig::read(fields)?,

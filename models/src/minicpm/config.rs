@@ -124,7 +124,9 @@ impl MiniCpmConfig {
         // The family first: a file of another family may lack any other field.
         let family = Family::read(fields)?;
         check_supported(fields)?;
-        let language = LanguageConfig::read(fields.language()?)?;
+        let text = fields.language()?;
+        let mut language = LanguageConfig::read(text)?;
+        language.tie_word_embeddings = fields.flag_of_both("tie_word_embeddings", text)?;
         let drop_vision_last_layer = fields.flag("drop_vision_last_layer", true)?;
         let vision = VisionConfig::read(fields, drop_vision_last_layer)?;
         let config = Self {

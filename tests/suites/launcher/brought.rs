@@ -179,6 +179,14 @@ fn adapters_of_other_kinds_are_refused_by_name_everywhere() {
         fs::write(&path, before).unwrap();
     }
     run(&site, "ckpt verify out/checkpoint-1");
+    let line = format!("--model out/checkpoint-1 {data} --output y");
+    refuse(
+        &site,
+        &line,
+        10,
+        "E10",
+        &["not a whole model", "export --merge"],
+    );
 }
 
 #[test]
@@ -382,7 +390,7 @@ fn hostile_sizes_are_refused_before_they_are_planned() {
         let file = site.path("model/config.json");
         let before = fs::read(&file).unwrap();
         edit(&file, |config| {
-            *config.pointer_mut(path).unwrap() = json!(value)
+            *config.pointer_mut(path).unwrap() = json!(value);
         });
         let plan = "plan --model model/config.json --no-weights true";
         refuse(&site, plan, 10, "E10", &["it must be at most"]);
