@@ -37,10 +37,13 @@ const REPORTS: [&str; 12] = [
     "wandb",
 ];
 
-/// Whether a value of `report_to`, words separated by commas, names only programs that are not reported to.
-pub(crate) fn names_other_reports(value: &str) -> bool {
-    let mut words = value.split(',').map(str::trim);
-    words.all(|word| REPORTS.iter().any(|name| name.eq_ignore_ascii_case(word)))
+/// A value of `report_to`, words separated by commas, without the programs that are not reported to; `None` if no word
+/// is left.
+pub(crate) fn without_other_reports(value: &str) -> Option<String> {
+    let words = value.split(',').map(str::trim);
+    let is_other = |word: &&str| REPORTS.iter().any(|name| name.eq_ignore_ascii_case(word));
+    let left: Vec<&str> = words.filter(|word| !is_other(word)).collect();
+    (!left.is_empty()).then(|| left.join(","))
 }
 
 /// Flags of other trainers, such as Hugging Face's, that are accepted but have no effect: (name in

@@ -46,7 +46,7 @@ pub use explain::{ExplainArgs, Lang};
 pub use explain_config::ExplainConfigArgs;
 pub use export::{ExportArgs, ExportDtype};
 pub use foreign::{IGNORED, RESTRICTED};
-pub(crate) use foreign::{OTHER_REPORT, names_other_reports};
+pub(crate) use foreign::{OTHER_REPORT, without_other_reports};
 pub use generate::{EvalArgs, GenerateArgs};
 pub use help::{CompletionsArgs, ManArgs};
 pub use normalise::Note;
@@ -368,9 +368,9 @@ pub struct Args {
     /// Warmup as a share of all steps
     #[arg(long, value_name = "X", help_heading = "Training")]
     pub warmup_ratio: Option<f64>,
-    /// Warmup in steps; above 0 it overrides --warmup-ratio
+    /// Warmup in steps, or below 1 a share; above 0 it overrides --warmup-ratio
     #[arg(long, value_name = "N", help_heading = "Training")]
-    pub warmup_steps: Option<u64>,
+    pub warmup_steps: Option<Every>,
     /// Decoupled weight decay; biases and norm weights do not decay
     #[arg(long, value_name = "X", help_heading = "Training")]
     pub weight_decay: Option<f64>,

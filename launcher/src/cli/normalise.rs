@@ -8,7 +8,7 @@ use clap::{ArgAction, CommandFactory};
 
 use super::foreign::{IGNORED, RESTRICTED};
 use super::trainers::{self, Effect, Meaning, Trainer};
-use super::{ALIASES, Args, OTHER_REPORT, names_other_reports};
+use super::{ALIASES, Args, OTHER_REPORT, without_other_reports};
 use crate::error::Failure;
 use crate::error::format::{self, ErrorFormat};
 
@@ -162,6 +162,11 @@ pub(super) fn normalise(
                             .map(str::to_string),
                     );
                 }
+                if flag == "report-to" {
+                    take_values(&mut rest, &mut values);
+                    let words = values.join(",");
+                    values = vec![without_other_reports(&words).unwrap_or(words)];
+                }
                 let Some(value) = values.pop() else {
                     return Err(Failure::usage(
                         format!("{spelled} needs a value"),
@@ -264,7 +269,7 @@ fn without_effect(flag: &str, value: &str, trainer: Option<Trainer>) -> Option<&
         "template" if trainer.is_some() && !is_value("template", value) => {
             Some("the chat template of the model directory is used")
         }
-        "report-to" if names_other_reports(value) => Some(OTHER_REPORT),
+        "report-to" if without_other_reports(value).is_none() => Some(OTHER_REPORT),
         _ => None,
     }
 }

@@ -295,3 +295,65 @@ pub(crate) fn position(
         exact_match_before: meta.get("exact_match_before").and_then(Value::as_f64),
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::resolve;
+    use crate::rank_env::Env;
+
+    #[test]
+    fn absent_flags_take_what_the_checkpoint_trained() {
+        let site = tempfile::tempdir().expect("temp dir");
+        let path = |name: &str| site.path().join(name);
+        std::fs::create_dir(path("run")).expect("a directory");
+        std::fs::write(path("config.json"), "{\"model_type\": \"minicpmv\"}").expect("written");
+        let config = |change: &dyn Fn(&mut Args)| {
+            let mut args = Args {
+                model: Some(site.path().to_owned()),
+                data: Some("d".into()),
+                resume: Some(path("run/checkpoint-1").display().to_string()),
+                ..Args::default()
+            };
+            change(&mut args);
+            let env = Env::from_lookup(&|_| None).expect("reads");
+            (resolve(&args, &env).expect("resolves").config, args)
+        };
+        let (mut saved, _) = config(&|args| {
+            (args.lora_rank, args.lora_alpha) = (Some(8), Some(64.0));
+            (args.tune_vision, args.learning_rate) = (Some(true), Some(1e-6));
+        });
+        // As a version wrote it that left the modules to the family.
+        if let Some(lora) = &mut saved.trainable.lora {
+            lora.modules_to_save = None;
+        }
+        saved
+            .draft()
+            .save_to(&path("run").join(CONFIG_FILE))
+            .expect("saved");
+        let continue_with = |change: &dyn Fn(&mut Args)| {
+            let (config, args) = config(change);
+            continued(config, &args)
+        };
+        let config = continue_with(&|_| ());
+        assert_eq!(config.optimizer.learning_rate, 1e-6);
+        assert!(config.trainable.tune_vision && !config.trainable.tune_llm);
+        let lora = config.trainable.lora.expect("adapters");
+        assert_eq!((lora.lora_rank, lora.lora_alpha), (8, 64.0));
+        let modules = lora.modules_to_save.expect("modules").join(" ");
+        assert_eq!(modules, "embed_tokens resampler vpm");
+        let config = continue_with(&|args| {
+            args.lora_alpha = Some(3.0);
+            args.tune_vision = Some(false);
+        });
+        assert!(!config.trainable.tune_vision);
+        let lora = config.trainable.lora.expect("adapters");
+        assert_eq!((lora.lora_rank, lora.lora_alpha), (8, 3.0));
+        assert!(
+            continue_with(&|args| args.use_lora = Some(false))
+                .trainable
+                .lora
+                .is_none()
+        );
+    }
+}

@@ -16,7 +16,7 @@ fn flags_with_impossible_values_are_refused() {
         ),
         (
             "--deepspeed a --deepspeed_config b",
-            &["--zero 3", "--zero 2"],
+            &["--deepspeed a", "--deepspeed_config b"],
         ),
         ("--nproc 0", &["--nproc 0"]),
         ("--zero 4", &["--zero"]),

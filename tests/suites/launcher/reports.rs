@@ -360,7 +360,11 @@ fn a_checkpoint_of_other_parts_lists_what_differs() {
         ],
     );
     site.train("--max-steps 2 --save-steps 1 --freeze resampler --output part");
-    let screen = site.refuse("--output part --resume part/checkpoint-1", 9, "E08");
+    let screen = site.refuse(
+        "--output part --resume part/checkpoint-1 --freeze none",
+        9,
+        "E08",
+    );
     assert_says(
         &screen,
         &[

@@ -7,7 +7,7 @@ use super::value::{Entry, Value};
 use crate::cli::trainers::{
     Effect, GLM_DATA, GLM_TOP, Meaning, PEFT, Trainer, meaning, own_meaning,
 };
-use crate::cli::{FileKey, OTHER_REPORT, file_key, names_other_reports};
+use crate::cli::{FileKey, OTHER_REPORT, file_key, without_other_reports};
 use crate::config::TemplateChoice;
 use clap::ValueEnum;
 
@@ -132,8 +132,11 @@ fn flag(entry: &Entry, name: &str, path: &str, given: &Given, report: &mut Repor
         FileKey::Flag(flag) if flag == "template" && !is_template(&entry.value) => {
             Outcome::Unused("the chat template of the model directory is used")
         }
-        FileKey::Flag(flag) if flag == "report-to" && is_other_report(&written(&entry.value)) => {
-            Outcome::Unused(OTHER_REPORT)
+        FileKey::Flag(flag) if flag == "report-to" => {
+            match written(&entry.value).map(|value| without_other_reports(&value)) {
+                Some(None) => Outcome::Unused(OTHER_REPORT),
+                value => choose(&flag, value.flatten(), entry, path, given, report),
+            }
         }
         FileKey::Flag(flag) => choose(&flag, written(&entry.value), entry, path, given, report),
         FileKey::Unused(reason) => Outcome::Unused(reason),
@@ -142,10 +145,6 @@ fn flag(entry: &Entry, name: &str, path: &str, given: &Given, report: &mut Repor
         }
         FileKey::Unknown(near) => unknown(entry, path, near.as_deref(), report),
     }
-}
-
-fn is_other_report(value: &Option<String>) -> bool {
-    value.as_deref().is_some_and(names_other_reports)
 }
 
 fn is_template(value: &Value) -> bool {

@@ -444,13 +444,17 @@ fn optimizer(
 
 /// Hugging Face: steps above zero come before the ratio.
 fn warmup(args: &Args, defaults: &Defaults, notes: &mut Vec<Note>) -> Warmup {
-    match (args.warmup_steps, args.warmup_ratio) {
-        (Some(steps), Some(_)) if steps > 0 => {
+    let steps = args.warmup_steps.map(|every| match every {
+        Every::Steps(steps) => Warmup::Steps(steps),
+        Every::Share(share) => Warmup::Ratio(share),
+    });
+    match (steps, args.warmup_ratio) {
+        (Some(steps), Some(_)) if steps != Warmup::Steps(0) => {
             notes.push(note("--warmup-ratio", "--warmup-steps is given"));
-            Warmup::Steps(steps)
+            steps
         }
         (_, Some(ratio)) => Warmup::Ratio(ratio),
-        (Some(steps), None) => Warmup::Steps(steps),
+        (Some(steps), None) => steps,
         (None, None) => defaults.warmup,
     }
 }

@@ -224,6 +224,7 @@ fn length_and_warmup_follow_hugging_face() {
         warmup("--warmup-steps 7 --warmup-ratio 0.1"),
         Warmup::Steps(7)
     );
+    assert_eq!(warmup("--warmup-steps 0.1"), Warmup::Ratio(0.1));
     assert_eq!(Warmup::Ratio(0.01).steps(150), 2);
     let epochs = config("--num-train-epochs 3 --per-device-train-batch-size 5");
     assert_eq!(epochs.total_steps(100), 30);

@@ -198,9 +198,10 @@ struct Rows(Vec<Absent>);
 
 impl Rows {
     fn push(&mut self, flag: &'static str, value: String) {
-        // A global batch stands for the accumulation.
         let has = |flag: &str| self.0.iter().any(|row| row.flag == flag);
-        if !has(flag) && !(flag == "gradient-accumulation-steps" && has("global-batch-size")) {
+        // A global batch stands for the accumulation.
+        let follows = flag == "gradient-accumulation-steps" && has("global-batch-size");
+        if !has(flag) && !follows {
             self.0.push(Absent { flag, value });
         }
     }

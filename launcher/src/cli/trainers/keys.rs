@@ -17,6 +17,9 @@ const FAMILY: &str = "the family is read from config.json";
 const NO_SPLIT: &str = "--eval-data gives the held-out samples";
 const RECOMPUTE: &str =
     "activations are recomputed block by block; --checkpoint-activations says where";
+const SUPERVISED: &str = "the loss covers the answers of a sample";
+const NO_NOISE: &str = "no noise is added to embeddings";
+const RATES: &str = "--lr PART=X gives parts their own learning rates";
 const RANKS: &str = "the program starts and connects ranks";
 const RUN_DIRECTORY: &str = "all files of a run are in --output";
 
@@ -136,6 +139,25 @@ const LLAMA_FACTORY: &[Key] = &[
     ("pissa_init", Only(&["false"], ADAPTER_KIND)),
     ("generation_config", Unused(GENERATION)),
     ("generation_max_length", Unused(GENERATION)),
+    (
+        "enable_thinking",
+        Unused("answers are trained as written; nothing is inserted"),
+    ),
+    ("train_on_prompt", Only(&["false"], SUPERVISED)),
+    ("mask_history", Only(&["false"], SUPERVISED)),
+    ("neat_packing", Only(&["false"], "a sample is not packed")),
+    ("neftune_noise_alpha", Only(&["0", "0.0", "none"], NO_NOISE)),
+    ("shift_attn", Only(&["false"], ATTENTION)),
+    ("rope_scaling", Only(&["none"], FAMILY)),
+    ("resize_vocab", Only(&["false"], FAMILY)),
+    ("loraplus_lr_ratio", Only(&["0", "0.0", "none"], RATES)),
+    ("disable_gradient_checkpointing", Unused(RECOMPUTE)),
+    ("low_cpu_mem_usage", Unused(NO_TORCH)),
+    ("upcast_layernorm", Only(&["false"], "--precision decides")),
+    (
+        "use_swanlab",
+        Only(&["false"], "no other program is reported to"),
+    ),
 ];
 
 /// Keys of ms-swift.
