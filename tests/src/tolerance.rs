@@ -9,14 +9,15 @@ use kernels::DType;
 use optim::Precision;
 use optim::rng::RandomStream;
 
-/// Features, embeddings, hidden states and logits: absolute.
+/// Features, embeddings, hidden states and logits: absolute, if their entries are at most 3.
 pub const ACTIVATION: f64 = 3e-5;
+/// As [`ACTIVATION`] for larger entries: share of the largest entry, since rounding errors grow with the summed terms.
+/// It is four times the change of EVA's tower, whose entries reach 10, with another summation order. Hidden states that
+/// reach 9 differ by 3e-5 between correct implementations; another epsilon in the tower moves them by 2e-4.
+pub const ACTIVATION_OF_LARGEST: f64 = 1e-5;
 /// Features of GLM's images: absolute. Two correct implementations differ by 3e-6. The smallest error tried (another
 /// epsilon in the tower) moves them by 6e-5.
 pub const GLM_FEATURES: f64 = 1e-5;
-/// Rows of EVA's tower, which no norm bounds: share of the largest entry, which is 10 in the packs. It is four times
-/// the change measured with another summation order.
-pub const TOWER_OF_LARGEST: f64 = 1e-5;
 /// Normalized pixels: equal, since operations and their order are the same.
 pub const PIXEL: f64 = 0.0;
 /// A mean loss: absolute.
@@ -59,6 +60,13 @@ pub fn memory(planned: u64, measured: u64) -> bool {
     };
     let allowed = (measured as f64 * MEMORY_SHARE) as u64 + slack;
     planned.abs_diff(measured) <= allowed
+}
+
+/// Tolerance of activations whose expected values are `want`.
+#[must_use]
+pub fn activation(want: &[f32]) -> f64 {
+    let largest = want.iter().fold(0f32, |m, v| m.max(v.abs()));
+    ACTIVATION.max(ACTIVATION_OF_LARGEST * f64::from(largest))
 }
 
 /// Tolerance of losses along a trajectory of GLM, whose packs store the effect of rounding on theirs.

@@ -120,12 +120,17 @@ pub fn compare_loss(run: &CaseRun, stored: &Stored) -> Result<Comparison> {
     })
 }
 
-/// Compares a stored value with the observed value of the same name.
+/// Compares stored activations with computed ones, relative to the magnitude of the stored ones.
 ///
 /// # Errors
 /// When the stored tensor holds integers.
-pub fn compare_tap(name: &str, stored: &Stored, run: &CaseRun, bound: f64) -> Result<Comparison> {
-    compare_computed(name, run.taps.get(name), stored, bound)
+pub fn compare_activation(
+    name: &str,
+    got: Option<&Vec<f32>>,
+    stored: &Stored,
+) -> Result<Comparison> {
+    let bound = tolerance::activation(stored.floats()?);
+    compare_computed(name, got, stored, bound)
 }
 
 /// Compares a stored value with a computed one. A missing computed value is a failure.
@@ -211,6 +216,17 @@ mod tests {
                 .unwrap()
                 .ok()
         );
+    }
+
+    #[test]
+    fn large_activations_are_judged_relative_to_their_magnitude() {
+        let off = |largest: f32, error: f32| {
+            let got = vec![largest + error, 0.0];
+            let compared = compare_activation("x", Some(&got), &stored(&[largest, 0.0]));
+            compared.unwrap().ok()
+        };
+        assert!(off(10.0, 6e-5) && !off(10.0, 1.5e-4));
+        assert!(off(-10.0, 6e-5) && !off(1.0, 6e-5));
     }
 
     #[test]

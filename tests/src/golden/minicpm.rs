@@ -1,8 +1,8 @@
 //! Packs of MiniCPM-V and MiniCPM-o.
 
 use super::compare::{
-    CaseRun, Comparison, compare_floats, compare_gradient, compare_ints, compare_loss, compare_tap,
-    largest_gradient,
+    CaseRun, Comparison, compare_activation, compare_floats, compare_gradient, compare_ints,
+    compare_loss, largest_gradient,
 };
 use super::family::{AdamW, PackFamily, Section, Trajectory, floats};
 use super::pack::{Case, Expected, Pack, Stored, read_json};
@@ -104,8 +104,9 @@ struct Batch {
     samples: Vec<String>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, Default)]
 struct Options {
+    #[serde(alias = "max_length")]
     model_max_length: Option<usize>,
     max_slice_nums: Option<usize>,
 }
@@ -283,16 +284,11 @@ pub fn compare_run(case: &Case, run: &CaseRun) -> Result<Vec<Comparison>> {
             | "pixel_values" | "pixel_u8" => continue,
             _ if name == "vision.pos_ids" => continue,
             "loss" => compare_loss(run, stored)?,
-            "logits" => match &run.logits {
-                Some(logits) => {
-                    compare_floats(name, logits, stored.floats()?, tolerance::ACTIVATION)
-                }
-                None => Comparison::failed(name, "not computed"),
-            },
+            "logits" => compare_activation(name, run.logits.as_ref(), stored)?,
             "logits_labelled" => labelled(expected, run, stored)?,
             "vision" => vision(expected, run, name, stored)?,
             "vision_features" | "inputs_embeds" | "hidden" => {
-                compare_tap(name, stored, run, tolerance::ACTIVATION)?
+                compare_activation(name, run.taps.get(name), stored)?
             }
             "grad" | "gradnorm" | "gradsub" => compare_gradient(run, name, stored, largest)?,
             _ => Comparison::failed(name, "not a known quantity"),
@@ -313,12 +309,7 @@ fn labelled(expected: &Expected, run: &CaseRun, stored: &Stored) -> Result<Compa
     let supervised = |(_, label): &(_, &i64)| **label != i64::from(IGNORED);
     let rows = logits.chunks(vocab).zip(labels).filter(supervised);
     let got: Vec<f32> = rows.flat_map(|(row, _)| row).copied().collect();
-    Ok(compare_floats(
-        NAME,
-        &got,
-        stored.floats()?,
-        tolerance::ACTIVATION,
-    ))
+    compare_activation(NAME, Some(&got), stored)
 }
 
 /// Compares a value of the vision tower. The pack stores `[N, longest, c]`, and the rows after each slice are padding.
@@ -334,7 +325,12 @@ fn vision(expected: &Expected, run: &CaseRun, name: &str, stored: &Stored) -> Re
         .flat_map(|(slice, size)| &slice[..(size[0] * size[1]) as usize * width])
         .copied()
         .collect();
-    Ok(compare_floats(name, got, &want, tolerance::ACTIVATION))
+    Ok(compare_floats(
+        name,
+        got,
+        &want,
+        tolerance::activation(&want),
+    ))
 }
 
 /// Compares all stored inputs of a case exactly: ids, labels, positions, image bounds, sizes, learned positions and

@@ -10,10 +10,11 @@ mod family;
 mod glm;
 pub mod minicpm;
 mod pack;
+mod supported;
 
 pub use compare::{
-    CaseRun, Comparison, compare_computed, compare_floats, compare_gradient, compare_ints,
-    compare_loss, compare_tap, largest_gradient,
+    CaseRun, Comparison, compare_activation, compare_computed, compare_floats, compare_gradient,
+    compare_ints, compare_loss, largest_gradient,
 };
 pub use family::{AdamW, PackFamily, Section, Trajectory, floats, packs_of};
 pub use pack::{Case, Data, Expected, Pack, Stored, read_json};

@@ -134,8 +134,9 @@ impl Pack {
     /// Reads the pack in `dir`.
     ///
     /// # Errors
-    /// When a file is missing or broken.
+    /// When a file is missing or broken, or the model is not supported.
     pub fn read(dir: &Path) -> Result<Self> {
+        super::supported::check(dir)?;
         let directory = dir.join("cases");
         let entries = std::fs::read_dir(&directory)
             .with_context(|| format!("listing {}", directory.display()))?;

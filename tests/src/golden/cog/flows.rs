@@ -255,7 +255,7 @@ fn ptuning(pack: &Pack, processor: &dyn Processor) -> Result<Vec<Comparison>> {
     let mean = (loss.sum()? / loss.supervised as f64) as f32;
     let factor = 1.0 / loss.supervised as f32;
     tape.backward(&loss, factor)?;
-    let bound = tolerance::ACTIVATION;
+    let want = stored.get("logits")?.floats()?;
     let mut all = vec![
         compare_floats(
             "loss",
@@ -266,8 +266,8 @@ fn ptuning(pack: &Pack, processor: &dyn Processor) -> Result<Vec<Comparison>> {
         compare_floats(
             "logits",
             &logits.to_f32_vec()?,
-            stored.get("logits")?.floats()?,
-            bound,
+            want,
+            tolerance::activation(want),
         ),
     ];
     for id in (0..spec.params.len() as u32).map(engine::ParamId) {

@@ -77,7 +77,7 @@ pub(super) fn compare(
         all.extend(prompts(&conversation, &images, processor, samples)?);
         if case.expected.get("sat.input_ids").is_ok() {
             let options = conversation.sat()?;
-            let sample = processor.encode(&conversation.raw(), &images, &options)?;
+            let sample = processor.encode(&conversation.sat_raw(), &images, &options)?;
             all.extend(scripts(case, &sample, pad)?);
         }
     }

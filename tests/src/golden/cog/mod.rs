@@ -4,7 +4,7 @@ mod flows;
 mod inputs;
 
 use super::compare::{
-    CaseRun, Comparison, compare_floats, compare_gradient, compare_loss, compare_tap,
+    CaseRun, Comparison, compare_activation, compare_floats, compare_gradient, compare_loss,
     largest_gradient,
 };
 use super::family::{PackFamily, Section, Trajectory};
@@ -58,7 +58,7 @@ impl PackFamily for CogPacks {
                 "logits" => rows(name, run.logits.as_ref(), samples, stored)?,
                 "hidden" | "inputs_embeds" => rows(name, run.taps.get(name), samples, stored)?,
                 "vit_hidden" | "vision_features" | "cross_features" => {
-                    compare_tap(name, stored, run, tolerance::ACTIVATION)?
+                    compare_activation(name, run.taps.get(name), stored)?
                 }
                 "grad" | "gradnorm" => compare_unused(run, name, stored, largest)?,
                 _ => Comparison::failed(name, "not a known quantity"),
@@ -105,7 +105,12 @@ fn rows(
         .flat_map(|(rows, sample)| &rows[..sample.input_ids.len() * c])
         .copied()
         .collect();
-    Ok(compare_floats(name, got, &want, tolerance::ACTIVATION))
+    Ok(compare_floats(
+        name,
+        got,
+        &want,
+        tolerance::activation(&want),
+    ))
 }
 
 /// Contents of a case's `conversation.json`.
@@ -115,6 +120,7 @@ struct Conversation {
     images: Vec<PathBuf>,
     template_version: String,
     rendered_prompt: String,
+    max_length: Option<usize>,
     sat_version: Option<String>,
     sat_max_length: Option<usize>,
 }
@@ -138,7 +144,19 @@ impl Conversation {
     }
 
     fn hub(&self) -> Result<EncodeOptions> {
-        options(&self.template_version, PromptSource::Hub, 2048)
+        options(
+            &self.template_version,
+            PromptSource::Hub,
+            self.max_length.unwrap_or(2048),
+        )
+    }
+
+    /// The sample of the training scripts, which have no history: the last round alone.
+    fn sat_raw(&self) -> RawSample {
+        let mut raw = self.raw();
+        let turns = raw.conversations.len();
+        raw.conversations.drain(..turns.saturating_sub(2));
+        raw
     }
 
     /// Options of the training scripts, if the case has their tensors.

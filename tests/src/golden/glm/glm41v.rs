@@ -1,22 +1,28 @@
 //! Packs of GLM-4.1V.
 
 use super::shared::{
-    compare_common, encode, image_bytes, own_labels, special_tokens, tokenizer_cases, wide,
+    TOKENIZER_CASES, compare_common, encode, image_bytes, ones, own_labels, padded, special_tokens,
+    tokenizer_cases, wide,
 };
 use super::trajectories::trajectories;
 use crate::golden::{
-    Case, CaseRun, Comparison, Pack, PackFamily, Section, Trajectory, compare_computed,
+    Case, CaseRun, Comparison, Pack, PackFamily, Section, Trajectory, compare_activation,
     compare_floats, compare_ints, read_json,
 };
 use crate::tolerance;
 use anyhow::{Context, Result};
 use kernels::{CpuBackend, DType};
-use models::data::{EncodeOptions, EncodedSample};
+use models::data::{EncodeOptions, EncodedSample, IGNORED};
 use models::glm41v::config::Glm41vConfig;
 use models::glm41v::positions::TokenPositions;
 use models::glm41v::resize::{ImageLimits, smart_resize};
 use models::{ModelOptions, Processor, SampleInput, open_model};
 use serde::Deserialize;
+
+/// Sizes that images are resized to, which a pack may lack.
+const SIZES: &str = "smart_resize_cases.json";
+/// The flat configuration beside a nested one, which a pack may lack. A pack with one layout has `config.json` alone.
+const FLAT: &str = "config.flat.json";
 
 /// Reader of these packs.
 #[derive(Clone, Copy, Debug)]
@@ -25,44 +31,45 @@ pub(crate) struct Glm41vPacks;
 impl PackFamily for Glm41vPacks {
     fn samples(
         &self,
-        _: &Pack,
+        pack: &Pack,
         case: &Case,
         processor: &dyn Processor,
     ) -> Result<Vec<EncodedSample>> {
-        encode(case, processor, &EncodeOptions::default())
+        encode(pack, case, processor, &EncodeOptions::default())
     }
 
     fn compare_inputs(
         &self,
         pack: &Pack,
         case: &Case,
-        _: &dyn Processor,
+        processor: &dyn Processor,
         samples: &[EncodedSample],
     ) -> Result<Vec<Comparison>> {
-        let [sample] = samples else {
-            anyhow::bail!("{} is not one sample", case.name);
-        };
         let patch = Glm41vConfig::load(&pack.dir)?.vision.patch_size;
+        let end = i64::from(processor.tokenizer().id("<|endoftext|>")?);
         let mut all = Vec::new();
         for (name, stored) in &case.expected.0 {
             let (kind, rest) = name.split_once('.').unwrap_or((name, ""));
+            let length = stored.shape.last().copied().unwrap_or(0);
+            let rows = |filler: i64, row: &dyn Fn(&EncodedSample) -> Vec<i64>| {
+                padded(samples.iter().map(row), length, filler)
+            };
             let ours = match kind {
-                "input_ids" => wide(&sample.input_ids),
-                "labels" => own_labels(sample),
-                "attention_mask" => vec![1; sample.input_ids.len()],
-                "position_ids" => positions(sample)
-                    .rows
-                    .iter()
-                    .flat_map(|r| wide(r))
+                "input_ids" => rows(end, &|s| wide(&s.input_ids)),
+                "labels" => rows(i64::from(IGNORED), &own_labels),
+                "attention_mask" => rows(0, &ones),
+                // The published code leaves the positions of padding at one.
+                "position_ids" => (0..3)
+                    .flat_map(|axis| rows(1, &|s| wide(&positions(s).rows[axis])))
                     .collect(),
-                "mm_token_type_ids" => kinds(sample),
-                "image_grid_thw" => grids(sample),
+                "mm_token_type_ids" => rows(0, &kinds),
+                "image_grid_thw" => samples.iter().flat_map(grids).collect(),
                 "resized_u8" => {
                     let k: usize = rest.parse().context("resized_u8 without a number")?;
-                    image_bytes(sample, k, patch).unwrap_or_default()
+                    image_bytes(&samples[0], k, patch).unwrap_or_default()
                 }
                 "pixel_values" => {
-                    let ours = pixels(pack, sample)?;
+                    let ours = pixels(pack, samples)?;
                     let bound = tolerance::PIXEL;
                     all.push(compare_floats(name, &ours, stored.floats()?, bound));
                     continue;
@@ -83,9 +90,7 @@ impl PackFamily for Glm41vPacks {
         let mut all = Vec::new();
         for (name, stored) in &case.expected.0 {
             let (kind, rest) = name.split_once('.').unwrap_or((name, ""));
-            let tap = |tap: &str| {
-                compare_computed(name, run.taps.get(tap), stored, tolerance::ACTIVATION)
-            };
+            let tap = |tap: &str| compare_activation(name, run.taps.get(tap), stored);
             let compared = match kind {
                 "input_ids" | "labels" | "attention_mask" | "position_ids"
                 | "mm_token_type_ids" | "image_grid_thw" | "resized_u8" | "pixel_values" => {
@@ -108,11 +113,20 @@ impl PackFamily for Glm41vPacks {
     }
 
     fn tables(&self, pack: &Pack, processor: &dyn Processor) -> Result<Vec<Section>> {
-        let text = tokenizer_cases(pack, "with_specials", |text| {
-            Ok(processor.tokenizer().encode(text)?)
-        })?;
-        let specials = special_tokens(pack, processor)?;
-        let tables = vec![specials, text, sizes(pack)?, layouts(pack)?];
+        let has = |name: &str| pack.dir.join(name).is_file();
+        let mut tables = Vec::new();
+        if has(TOKENIZER_CASES) {
+            tables.push(special_tokens(pack, processor)?);
+            tables.push(tokenizer_cases(pack, "with_specials", |text| {
+                Ok(processor.tokenizer().encode(text)?)
+            })?);
+        }
+        if has(SIZES) {
+            tables.push(sizes(pack)?);
+        }
+        if has(FLAT) {
+            tables.push(layouts(pack)?);
+        }
         Ok(vec![("tables".into(), tables)])
     }
 }
@@ -141,9 +155,10 @@ fn grids(sample: &EncodedSample) -> Vec<i64> {
 }
 
 /// Inputs of the patch embedding as the model computes them.
-fn pixels(pack: &Pack, sample: &EncodedSample) -> Result<Vec<f32>> {
+fn pixels(pack: &Pack, samples: &[EncodedSample]) -> Result<Vec<f32>> {
     let model = open_model(&pack.dir, ModelOptions::new(DType::F32))?;
-    let batch = model.collate(&[SampleInput::from(sample)], &CpuBackend::unlimited())?;
+    let inputs: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
+    let batch = model.collate(&inputs, &CpuBackend::unlimited())?;
     let vision = batch.vision.context("no pictures in the batch")?;
     Ok(vision.patches.to_f32_vec()?)
 }
@@ -159,7 +174,7 @@ fn sizes(pack: &Pack) -> Result<Comparison> {
         out_height: i64,
         out_width: i64,
     }
-    let rows: Vec<Row> = read_json(&pack.dir.join("smart_resize_cases.json"))?;
+    let rows: Vec<Row> = read_json(&pack.dir.join(SIZES))?;
     let ours = rows.iter().flat_map(|row| {
         let limits = ImageLimits {
             block: 28,
@@ -178,8 +193,8 @@ fn sizes(pack: &Pack) -> Result<Comparison> {
 
 /// Compares the models of the nested and the flat configuration.
 fn layouts(pack: &Pack) -> Result<Comparison> {
-    let path = pack.dir.join("config.flat.json");
+    let path = pack.dir.join(FLAT);
     let flat = Glm41vConfig::parse(&std::fs::read(&path)?, &path)?;
     let same = flat == Glm41vConfig::load(&pack.dir)?;
-    Ok(compare_ints("config.flat.json", &[i64::from(same)], &[1]))
+    Ok(compare_ints(FLAT, &[i64::from(same)], &[1]))
 }

@@ -1,17 +1,20 @@
 //! Samples and quantities that the packs of both models store.
 
 use crate::golden::{
-    Case, CaseRun, Comparison, Pack, Stored, compare_computed, compare_floats, compare_gradient,
-    compare_ints, compare_loss, largest_gradient, read_json,
+    Case, CaseRun, Comparison, Pack, Stored, compare_activation, compare_computed, compare_floats,
+    compare_gradient, compare_ints, compare_loss, largest_gradient, read_json,
 };
 use crate::tolerance;
-use anyhow::{Context, Result};
-use models::Processor;
+use anyhow::{Context, Result, ensure};
 use models::data::{EncodeOptions, EncodedSample, IGNORED, RawSample, SINGLE_IMAGE};
 use models::image::ImageFolder;
 use models::text::Message;
+use models::{Family, Processor};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
+
+/// File of tokenized texts, which a pack may lack.
+pub(super) const TOKENIZER_CASES: &str = "tokenizer_cases.json";
 
 /// Contents of a `conversation.json`.
 #[derive(Deserialize)]
@@ -19,12 +22,13 @@ struct Conversation {
     messages: Vec<Turn>,
     #[serde(default)]
     images: Vec<PathBuf>,
+    max_length: Option<usize>,
 }
 
 #[derive(Deserialize)]
 struct Turn {
-    role: String,
-    content: String,
+    #[serde(flatten)]
+    message: Message,
     image: Option<PathBuf>,
 }
 
@@ -50,30 +54,69 @@ pub(super) fn raw_sample(dir: &Path) -> Result<RawSample> {
     let of_turns = stored.messages.iter().filter_map(|turn| turn.image.clone());
     let images = of_turns.chain(stored.images);
     let images = images.map(|path| (SINGLE_IMAGE.to_owned(), path)).collect();
-    let turn = |turn: Turn| Message {
-        role: turn.role,
-        content: turn.content,
-    };
     Ok(RawSample {
         id: None,
         images,
-        conversations: stored.messages.into_iter().map(turn).collect(),
+        conversations: stored
+            .messages
+            .into_iter()
+            .map(|turn| turn.message)
+            .collect(),
     })
 }
 
-/// Encodes the samples of a case as for training.
+/// Encodes the samples of a case as for training, cut to their `max_length`.
 pub(super) fn encode(
+    pack: &Pack,
     case: &Case,
     processor: &dyn Processor,
     options: &EncodeOptions,
 ) -> Result<Vec<EncodedSample>> {
     let encode = |dir: PathBuf| {
-        let raw = raw_sample(&dir)?;
-        let images = ImageFolder::new(&dir);
-        let sample = processor.encode(&raw, &images, options);
-        sample.with_context(|| format!("encoding {}", dir.display()))
+        let stored: Conversation = read_json(&dir.join("conversation.json"))?;
+        let (limit, raw) = (stored.max_length, raw_sample(&dir)?);
+        let encode = |options: &EncodeOptions| {
+            let sample = processor.encode(&raw, &ImageFolder::new(&dir), options);
+            sample.with_context(|| format!("encoding {}", dir.display()))
+        };
+        let Some(limit) = limit else {
+            return encode(options);
+        };
+        let uncut = encode(&EncodeOptions {
+            model_max_length: usize::MAX,
+            ..*options
+        })?;
+        let uncounted = match pack.family {
+            // GLM-4V cuts before the expansion of image tokens.
+            Family::Glm4v => added_by_expansion(&uncut),
+            _ => 0,
+        };
+        encode(&EncodeOptions {
+            model_max_length: limit + uncounted,
+            ..*options
+        })
     };
     directories(case)?.into_iter().map(encode).collect()
+}
+
+/// Tokens that the expansion of image tokens adds to a sample of GLM-4V.
+fn added_by_expansion(sample: &EncodedSample) -> usize {
+    let added = |(start, end): &(usize, usize)| end - start - 3;
+    sample.image_bounds.iter().map(added).sum()
+}
+
+/// The rows of a batch, padded on the left with `filler` up to `length`.
+pub(super) fn padded(rows: impl Iterator<Item = Vec<i64>>, length: usize, filler: i64) -> Vec<i64> {
+    rows.flat_map(|row| {
+        let missing = length.saturating_sub(row.len());
+        std::iter::repeat_n(filler, missing).chain(row)
+    })
+    .collect()
+}
+
+/// One per token.
+pub(super) fn ones(sample: &EncodedSample) -> Vec<i64> {
+    vec![1; sample.input_ids.len()]
 }
 
 /// Labels before the shift by one, as the packs store them.
@@ -117,7 +160,7 @@ pub(super) fn compare_common(
     run: &CaseRun,
 ) -> Result<Option<Comparison>> {
     let (kind, rest) = name.split_once('.').unwrap_or((name, ""));
-    let tap = |tap: &str| compare_computed(name, run.taps.get(tap), stored, tolerance::ACTIVATION);
+    let tap = |tap: &str| compare_activation(name, run.taps.get(tap), stored);
     let compared = match kind {
         "conv_out" => tap("vision.conv")?,
         "vision_features" => compare_computed(
@@ -127,19 +170,38 @@ pub(super) fn compare_common(
             tolerance::GLM_FEATURES,
         )?,
         "inputs_embeds" | "hidden" | "final_hidden" => tap(name)?,
-        "logits" if rest.is_empty() => {
-            compare_computed(name, run.logits.as_ref(), stored, tolerance::ACTIVATION)?
-        }
+        "logits" if rest.is_empty() => compare_activation(name, run.logits.as_ref(), stored)?,
+        "logits" => logits_of(name, rest, stored, samples, run)?,
         "loss" => compare_loss(run, stored)?,
         "n_loss_tokens" => {
             let supervised: usize = samples.iter().map(EncodedSample::supervised_tokens).sum();
             compare_ints(name, &[supervised as i64], stored.ints()?)
         }
         "grad_norm" => grad_norm(run, stored)?,
-        "grad" => compare_gradient(run, name, stored, largest_gradient(run))?,
+        "grad" | "gradnorm" | "gradsub" => {
+            compare_gradient(run, name, stored, largest_gradient(run))?
+        }
         _ => return Ok(None),
     };
     Ok(Some(compared))
+}
+
+/// Compares the logits of sample `index` of a batch.
+fn logits_of(
+    name: &str,
+    index: &str,
+    stored: &Stored,
+    samples: &[EncodedSample],
+    run: &CaseRun,
+) -> Result<Comparison> {
+    let index: usize = index.parse().context("logits of no sample")?;
+    ensure!(index < samples.len(), "{name} of {} samples", samples.len());
+    let width = stored.shape.last().copied().unwrap_or(1);
+    let before: usize = samples[..index].iter().map(|s| s.input_ids.len()).sum();
+    let own = before * width..(before + samples[index].input_ids.len()) * width;
+    let logits = run.logits.as_ref().and_then(|all| all.get(own));
+    let logits = logits.map(<[f32]>::to_vec);
+    compare_activation(name, logits.as_ref(), stored)
 }
 
 /// Compares the L2 norm of all gradients together.
@@ -162,7 +224,7 @@ pub(super) fn tokenizer_cases(
         text: String,
         ids: Vec<i64>,
     }
-    let stored: serde_json::Value = read_json(&pack.dir.join("tokenizer_cases.json"))?;
+    let stored: serde_json::Value = read_json(&pack.dir.join(TOKENIZER_CASES))?;
     let texts = stored.get(list).cloned();
     let texts: Vec<Text> = serde_json::from_value(texts.with_context(|| format!("no {list}"))?)?;
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
@@ -187,7 +249,7 @@ pub(super) fn special_tokens(pack: &Pack, processor: &dyn Processor) -> Result<C
     struct Stored {
         specials: std::collections::BTreeMap<String, i64>,
     }
-    let stored: Stored = read_json(&pack.dir.join("tokenizer_cases.json"))?;
+    let stored: Stored = read_json(&pack.dir.join(TOKENIZER_CASES))?;
     let names = stored.specials.keys();
     let ours = names.map(|name| Ok(i64::from(processor.tokenizer().id(name)?)));
     let ours = ours.collect::<Result<Vec<_>>>()?;

@@ -56,7 +56,7 @@ fn trajectory(
 ) -> Result<Trajectory> {
     let batch = |name: &String| {
         let case: &Case = pack.case(name)?;
-        encode(case, processor, &EncodeOptions::default())
+        encode(pack, case, processor, &EncodeOptions::default())
     };
     let batches: Vec<Vec<EncodedSample>> = stored
         .micro_batches
