@@ -81,6 +81,9 @@ pub struct EvalArgs {
     /// Samples with reference answers, in one of the forms of --data-format
     #[arg(long, value_name = "FILE")]
     pub data: Option<PathBuf>,
+    /// Directory at which relative paths of images start; by default beside the data file
+    #[arg(long, value_name = "DIR")]
+    pub image_folder: Option<PathBuf>,
     /// Also write the result, with every answer, to this file
     #[arg(long, value_name = "FILE")]
     pub output: Option<PathBuf>,

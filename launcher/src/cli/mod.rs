@@ -70,14 +70,28 @@ pub struct Args {
     /// Model directory: config.json, tokenizer, safetensors
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub model: Option<PathBuf>,
-    /// Training samples: a file or directory
+    /// Training samples: files or directories, separated by commas
     ///
-    /// Its form is one of --data-format.
+    /// Their form is one of --data-format.
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub data: Option<PathBuf>,
     /// Held-out samples, in the same forms as --data
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub eval_data: Option<PathBuf>,
+    /// Names of data sets in dataset_info.json (LLaMA-Factory), separated by commas
+    ///
+    /// It stands for --data. A name that is a path is that file.
+    #[arg(long, value_name = "NAMES", help_heading = "Model and data")]
+    pub dataset: Option<String>,
+    /// Directory of dataset_info.json; by default data
+    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    pub dataset_dir: Option<PathBuf>,
+    /// Directory at which relative paths of images start; by default beside each data file
+    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    pub image_folder: Option<PathBuf>,
+    /// Names of held-out data sets in dataset_info.json, as --dataset
+    #[arg(long, value_name = "NAMES", help_heading = "Model and data")]
+    pub eval_dataset: Option<String>,
     /// Directory of the run: logs, reports, checkpoints
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub output: Option<PathBuf>,
@@ -526,10 +540,13 @@ pub struct DoctorArgs {
 }
 
 /// Other spellings of flags in snake_case: those of other trainers, then those of earlier versions.
-pub const ALIASES: [(&str, &str); 19] = [
+pub const ALIASES: [(&str, &str); 22] = [
     ("model_name_or_path", "model"),
     ("data_path", "data"),
     ("eval_data_path", "eval-data"),
+    ("media_dir", "image-folder"),
+    ("image_dir", "image-folder"),
+    ("image_root", "image-folder"),
     ("output_dir", "output"),
     ("lora_r", "lora-rank"),
     ("lora_modules_to_save", "modules-to-save"),

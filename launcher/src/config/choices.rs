@@ -84,6 +84,10 @@ pub enum DataFormatChoice {
     Messages,
     /// `{conversations: [{from, value}], images}`.
     Sharegpt,
+    /// `{instruction, input, output, images}`.
+    Alpaca,
+    /// `{query, response, images}`.
+    QueryResponse,
     /// A directory with `images/` and `labels_*/`.
     CogvlmSft,
     /// A directory of images named by their labels.
@@ -100,6 +104,8 @@ impl DataFormatChoice {
             Self::Glm4v => Some(DataFormat::Glm4v),
             Self::Messages => Some(DataFormat::Messages),
             Self::Sharegpt => Some(DataFormat::ShareGpt),
+            Self::Alpaca => Some(DataFormat::Alpaca),
+            Self::QueryResponse => Some(DataFormat::QueryResponse),
             Self::CogvlmSft => Some(DataFormat::CogvlmSft),
             Self::Captcha => Some(DataFormat::Captcha),
         }

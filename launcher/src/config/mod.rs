@@ -21,7 +21,7 @@ mod schedule;
 pub(crate) mod words;
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use models::Family;
 use serde::{Deserialize, Serialize};
@@ -59,10 +59,13 @@ pub enum Source {
     Files {
         /// Model directory.
         model: PathBuf,
-        /// File or directory of training samples.
+        /// Files or directories of training samples, separated by commas.
         data: PathBuf,
         /// File or directory of held-out samples, if there are any.
         eval_data: Option<PathBuf>,
+        /// Directory at which relative paths of images start; `None` is beside each file.
+        #[serde(default)]
+        image_folder: Option<PathBuf>,
     },
 }
 
@@ -431,6 +434,14 @@ impl RunConfig {
         match &self.source {
             Source::Demo { directory } => Some(directory.join(demo::HELD_OUT_FILE)),
             Source::Files { eval_data, .. } => eval_data.clone(),
+        }
+    }
+
+    /// Directory at which relative paths of images start. `None` is beside each data file.
+    pub fn image_folder(&self) -> Option<&Path> {
+        match &self.source {
+            Source::Demo { .. } => None,
+            Source::Files { image_folder, .. } => image_folder.as_deref(),
         }
     }
 

@@ -35,8 +35,16 @@ pub(crate) fn prepare(
         Some(path) => Some(check::check(draft, &path, None, &*setup.processor)?),
         None => None,
     };
-    for set in std::iter::once(&train).chain(&eval) {
-        check::text_only(draft, set)?;
+    for file in std::iter::once(&train)
+        .chain(&eval)
+        .flat_map(|set| &set.files)
+    {
+        let label = "form".into();
+        let text = file.form();
+        show(Event::Info { label, text });
+        if let Some(text) = file.without_effect() {
+            show(Event::Warning { text });
+        }
     }
     let mut draft = draft.clone();
     if draft.batch.find_batch {

@@ -172,6 +172,7 @@ mod tests {
             sizes: Vec::new(),
             problems: Vec::new(),
             image_count: 0,
+            files: Vec::new(),
         };
         let place = StepContext {
             step: 7,

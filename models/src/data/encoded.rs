@@ -17,6 +17,8 @@ pub struct EncodeOptions {
     pub train_on_turn_end: bool,
     /// How prompts are written, instead of the model directory's way; only CogVLM, CogAgent and CogVLM2 have several.
     pub prompt: Option<PromptStyle>,
+    /// Whether CogAgent takes samples without an image, for which it skips its cross attention.
+    pub text_without_cross: bool,
 }
 
 /// Which prompt template a prompt follows, and in whose form.
@@ -45,6 +47,7 @@ impl Default for EncodeOptions {
             max_slice_nums: None,
             train_on_turn_end: false,
             prompt: None,
+            text_without_cross: true,
         }
     }
 }

@@ -2,7 +2,14 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use super::{ImageError, RgbImage, decode, dimensions};
+use super::decode::size_of;
+use super::{ImageError, RgbImage, decode, decode_bytes, dimensions};
+use crate::base64;
+
+/// Scheme of an image that is in the data file itself.
+const DATA: &str = "data:";
+/// Most bytes of such an image that messages show.
+const SHOWN_BYTES: usize = 40;
 
 /// Lookup of images by the paths in samples.
 pub trait ImageSource: Send + Sync {
@@ -19,7 +26,8 @@ pub trait ImageSource: Send + Sync {
     fn load(&self, path: &Path) -> Result<RgbImage, ImageError>;
 }
 
-/// Images on disk: absolute paths, and relative ones that stay inside one directory.
+/// Images on disk: absolute paths, and relative ones that stay inside one directory. A path `data:…;base64,…` is the
+/// file itself.
 #[derive(Clone, Debug)]
 pub struct ImageFolder {
     root: PathBuf,
@@ -82,11 +90,48 @@ impl ImageFolder {
 
 impl ImageSource for ImageFolder {
     fn dimensions(&self, path: &Path) -> Result<(usize, usize), ImageError> {
-        dimensions(&self.resolve(path)?)
+        match embedded(path)? {
+            Some((name, bytes)) => {
+                let (width, height) = size_of(&name, &bytes)?;
+                Ok((width as usize, height as usize))
+            }
+            None => dimensions(&self.resolve(path)?),
+        }
     }
 
     fn load(&self, path: &Path) -> Result<RgbImage, ImageError> {
-        decode(&self.resolve(path)?)
+        match embedded(path)? {
+            Some((name, bytes)) => decode_bytes(&name, &bytes),
+            None => decode(&self.resolve(path)?),
+        }
+    }
+}
+
+/// The path as messages show it: an image in the data file is cut to its first characters.
+#[must_use]
+pub fn short_path(path: &Path) -> PathBuf {
+    let text = path.to_string_lossy();
+    match text.char_indices().nth(SHOWN_BYTES) {
+        Some((end, _)) if text.starts_with(DATA) => format!("{}…", &text[..end]).into(),
+        _ => path.to_owned(),
+    }
+}
+
+/// The name in messages and the content of an image that `path` holds itself; `None` if it is the path of a file.
+fn embedded(path: &Path) -> Result<Option<(PathBuf, Vec<u8>)>, ImageError> {
+    let Some(uri) = path.to_str().and_then(|path| path.strip_prefix(DATA)) else {
+        return Ok(None);
+    };
+    let name = short_path(path);
+    let content = uri
+        .split_once(";base64,")
+        .map(|(_, text)| text.trim().as_bytes());
+    match content.and_then(base64::decode) {
+        Some(bytes) => Ok(Some((name, bytes))),
+        None => Err(ImageError::Corrupt {
+            path: name,
+            reason: "it is no base64 text with padding".to_owned(),
+        }),
     }
 }
 
@@ -168,6 +213,26 @@ mod tests {
         }
         let open = source.allow_outside(true);
         assert!(open.resolve(Path::new("../secret.png")).unwrap().is_file());
+    }
+
+    #[test]
+    fn an_image_in_the_data_file_is_decoded() {
+        let (_dir, source) = directory();
+        const PIXEL: &str = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGPgOiEHAAHQAPEkXJH0AAAAAElFTkSuQmCC";
+        for kind in ["image/png", ""] {
+            let path = PathBuf::from(format!("data:{kind};base64,{PIXEL}"));
+            assert_eq!(source.dimensions(&path).unwrap(), (1, 1));
+            assert_eq!(source.load(&path).unwrap().pixels().len(), 3);
+            assert!(short_path(&path).as_os_str().len() < 50);
+        }
+        for text in [
+            "data:image/png,abc",
+            "data:;base64,QQ=",
+            "data:;base64,QUJD",
+        ] {
+            let error = source.load(Path::new(text)).unwrap_err();
+            assert!(error.to_string().contains("data:"), "{error}");
+        }
     }
 
     #[test]

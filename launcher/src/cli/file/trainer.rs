@@ -8,7 +8,6 @@ use crate::cli::{FileKey, file_key};
 use crate::config::TemplateChoice;
 use clap::ValueEnum;
 
-const OTHER_DATA: &str = "--data and --eval-data give the files";
 const MAX_LENGTH: &str =
     "--model-max-length counts all tokens of the decoder, including those of images";
 const IMAGES: &str = "--max-slice-nums limits the size of images";
@@ -58,9 +57,6 @@ const LLAMA_FACTORY: &[(&str, Meaning)] = &[
         "freeze_language_model",
         Words(&[("true", "tune-llm", "false"), ("false", "tune-llm", "true")]),
     ),
-    ("dataset", Unused(OTHER_DATA)),
-    ("dataset_dir", Unused(OTHER_DATA)),
-    ("eval_dataset", Unused(OTHER_DATA)),
     ("overwrite_cache", Unused(CACHE)),
     ("tokenized_path", Unused(CACHE)),
     ("preprocessing_batch_size", Unused(CACHE)),

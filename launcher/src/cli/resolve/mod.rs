@@ -14,6 +14,10 @@ use crate::config::{
     Strategy, Task, Tier, Warmup,
 };
 use engine::comm::MAX_RANKS;
+use models::data::{DATASET_INFO, data_parts};
+
+/// Directory of `dataset_info.json` where none is given, as in LLaMA-Factory.
+const DATASET_DIR: &str = "data";
 
 use crate::cli::{Args, Note};
 use crate::config::words::value_name;
@@ -54,6 +58,22 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         &MODEL
     };
     let mut notes = Vec::new();
+    for (flag, path, names) in [
+        ("data", &args.data, &args.dataset),
+        ("eval-data", &args.eval_data, &args.eval_dataset),
+    ] {
+        if path.is_some() && names.is_some() {
+            let reason = format!("--{flag} gives the samples");
+            notes.push(note(
+                if flag == "data" {
+                    "--dataset"
+                } else {
+                    "--eval-dataset"
+                },
+                &reason,
+            ));
+        }
+    }
     let world_size = world_size(args, env, &chosen.gpus)?;
     if world_size > MAX_RANKS {
         let what = match args.nproc {
@@ -191,11 +211,21 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
             "add {other}, or omit {flag} to train the built-in demo"
         ))
     };
-    match (&args.model, &args.data) {
+    let samples = |given: &Option<PathBuf>, names: &Option<String>| {
+        data(
+            given.as_deref(),
+            names.as_deref(),
+            args.dataset_dir.as_deref(),
+        )
+    };
+    let data = samples(&args.data, &args.dataset)?;
+    let eval_data = samples(&args.eval_data, &args.eval_dataset)?;
+    match (&args.model, data) {
         (Some(model), Some(data)) => Ok(Source::Files {
             model: absolute(model)?,
-            data: absolute(data)?,
-            eval_data: args.eval_data.as_deref().map(absolute).transpose()?,
+            data,
+            eval_data,
+            image_folder: args.image_folder.as_deref().map(absolute).transpose()?,
         }),
         (Some(_), None) => Err(needs(
             "--model",
@@ -203,7 +233,7 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
             "the model has no data to train on",
         )),
         (None, Some(_)) => Err(needs("--data", "--model", "the demo has its own images")),
-        (None, None) if args.eval_data.is_some() => Err(needs(
+        (None, None) if eval_data.is_some() => Err(needs(
             "--eval-data",
             "--model and --data",
             "the demo has its own images",
@@ -212,6 +242,35 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
             directory: crate::config::demo::directory_in(&env.cache_dir),
         }),
     }
+}
+
+/// The files that are `given`, otherwise those that the `names` in a `dataset_info.json` of `directory` stand for.
+fn data(
+    given: Option<&Path>,
+    names: Option<&str>,
+    directory: Option<&Path>,
+) -> Result<Option<PathBuf>, Failure> {
+    let parts: Vec<PathBuf> = match (given, names) {
+        (None, None) => return Ok(None),
+        (Some(path), _) => data_parts(path),
+        (None, Some(names)) => {
+            let directory = directory.unwrap_or(Path::new(DATASET_DIR));
+            let names = names
+                .split(',')
+                .map(str::trim)
+                .filter(|name| !name.is_empty());
+            let entry = |name: &str| match Path::new(name).exists() {
+                true => PathBuf::from(name),
+                false => directory.join(format!("{DATASET_INFO}#{name}")),
+            };
+            names.map(entry).collect()
+        }
+    };
+    let parts: Result<Vec<String>, Failure> = parts
+        .iter()
+        .map(|part| Ok(absolute(part)?.display().to_string()))
+        .collect();
+    Ok(Some(parts?.join(",").into()))
 }
 
 /// An optimizer in backward runs on the processor: states on a GPU are updated there, faster than they would come and go.
@@ -591,8 +650,11 @@ impl RunConfig {
             model,
             data,
             eval_data,
+            image_folder,
         } = &self.source
         {
+            let images = image_folder.iter();
+            flags.extend(images.map(|path| ("image-folder", path.display().to_string())));
             flags.push(("model", model.display().to_string()));
             flags.push(("data", data.display().to_string()));
             flags.extend(

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use super::rendered::{self, Piece};
 use super::statistics::{Balance, Spread};
+use crate::data::files::DataFile;
 use crate::data::problems::{PROBLEMS_FILE, Problem};
 use crate::units::grouped;
 
@@ -15,6 +16,8 @@ const SHOWN: usize = 10;
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Report {
     pub(super) file: PathBuf,
+    /// The files that were read, with their forms.
+    pub(super) files: Vec<DataFile>,
     pub(super) samples: usize,
     pub(super) usable: usize,
     pub(super) turns: usize,
@@ -112,6 +115,13 @@ impl Report {
                 number(self.without_images)
             ),
         );
+        for (i, file) in self.files.iter().enumerate() {
+            add(if i == 0 { "form" } else { "" }, file.form());
+        }
+        let ignored = self.files.iter().filter_map(DataFile::without_effect);
+        for (i, text) in ignored.enumerate() {
+            add(if i == 0 { "keys" } else { "" }, text);
+        }
         add("tokens", spread(&self.tokens));
         add("", format!("text     {}", spread(&self.text_tokens)));
         add("", format!("images   {}", spread(&self.image_tokens)));

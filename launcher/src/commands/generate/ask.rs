@@ -93,10 +93,7 @@ fn question(prompt: &str, images: &[PathBuf]) -> RawSample {
     RawSample {
         id: None,
         images: names.into_iter().zip(images.iter().cloned()).collect(),
-        conversations: vec![Message {
-            role: "user".to_owned(),
-            content,
-        }],
+        conversations: vec![Message::new("user", content)],
     }
 }
 

@@ -52,6 +52,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
         max_slice_nums: Some(positive(slices, "--max-slice-nums")?),
         prompt: args.template.unwrap_or_default().style(),
         train_on_turn_end: args.train_on_turn_end.unwrap_or(false),
+        text_without_cross: true,
     };
     if let Some(path) = &args.output {
         check_place(path)?;
@@ -61,9 +62,13 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
     let reading = Reading {
         path: data,
         format: args.data_format.unwrap_or_default(),
+        images: args.image_folder.as_deref(),
         limit,
     };
     let set = check::check_samples(reading, dir, &*open.processor, &options, skip_bad)?;
+    for line in set.lines() {
+        note(&line);
+    }
     let loaded = open.load(0)?;
     note(&loaded.summary);
     let run = Evaluation {

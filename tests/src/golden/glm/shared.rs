@@ -50,10 +50,7 @@ pub(super) fn raw_sample(dir: &Path) -> Result<RawSample> {
     let of_turns = stored.messages.iter().filter_map(|turn| turn.image.clone());
     let images = of_turns.chain(stored.images);
     let images = images.map(|path| (SINGLE_IMAGE.to_owned(), path)).collect();
-    let turn = |turn: Turn| Message {
-        role: turn.role,
-        content: turn.content,
-    };
+    let turn = |turn: Turn| Message::new(turn.role, turn.content);
     Ok(RawSample {
         id: None,
         images,
