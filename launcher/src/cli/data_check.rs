@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Parser;
 
-use crate::config::{DataFormatChoice, TemplateChoice};
+use crate::config::{DataFormatChoice, ExifRotation, TemplateChoice};
 
 /// What the user typed after `launcher data check`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Parser)]
@@ -29,6 +29,9 @@ pub struct DataCheckArgs {
     /// Directory at which relative paths of images start; by default beside each data file
     #[arg(long, value_name = "DIR")]
     pub image_folder: Option<PathBuf>,
+    /// Orientation in EXIF data: apply turns the image, ignore leaves it as published
+    #[arg(long, value_enum, value_name = "WHAT")]
+    pub exif_rotation: Option<ExifRotation>,
     /// Form of the data; auto looks at the content
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub data_format: Option<DataFormatChoice>,

@@ -28,10 +28,10 @@ use std::path::PathBuf;
 use clap::Parser;
 
 use crate::config::{
-    Collectives, CudaGraph, DataFormatChoice, DeviceChoice, Fault, GradDtype, InitChoice, LrScale,
-    NvmeIo, Offload, OptimizerInBackward, OptimizerInForward, PrecisionChoice, PrefetchWeights,
-    PureBf16Moments, PureBf16Weights, Recompute, ReportTo, RopeChoice, Scheduler, SchedulerKwargs,
-    Strategy, TemplateChoice, Workers,
+    Collectives, CudaGraph, DataFormatChoice, DeviceChoice, ExifRotation, Fault, GradDtype,
+    InitChoice, LrScale, NvmeIo, Offload, OptimizerInBackward, OptimizerInForward, PrecisionChoice,
+    PrefetchWeights, PureBf16Moments, PureBf16Weights, Recompute, ReportTo, RopeChoice, Scheduler,
+    SchedulerKwargs, Strategy, TemplateChoice, Workers,
 };
 use crate::error::Failure;
 use crate::error::format::ErrorFormat;
@@ -89,6 +89,9 @@ pub struct Args {
     /// Directory at which relative paths of images start; by default beside each data file
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub image_folder: Option<PathBuf>,
+    /// Orientation in EXIF data: apply turns the image, ignore leaves it as published
+    #[arg(long, value_enum, value_name = "WHAT", help_heading = "Model and data")]
+    pub exif_rotation: Option<ExifRotation>,
     /// Names of held-out data sets in dataset_info.json, as --dataset
     #[arg(long, value_name = "NAMES", help_heading = "Model and data")]
     pub eval_dataset: Option<String>,
@@ -773,9 +776,9 @@ mod tests {
         names.sort_unstable();
         assert_eq!(
             names.join(" "),
-            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers deepspeed device \
-             device-memory-limit elastic error-format eval-data eval-steps eval-strategy exclude find-batch fp16 freeze global-batch-size grad-dtype \
-             gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis include init initial-scale-power inject learning-rate \
+            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers dataset dataset-dir deepspeed device \
+             device-memory-limit elastic error-format eval-data eval-dataset eval-steps eval-strategy exclude exif-rotation find-batch fp16 freeze global-batch-size grad-dtype \
+             gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis image-folder include init initial-scale-power inject learning-rate \
              limit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
              lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps min-loss-scale model \
              model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \

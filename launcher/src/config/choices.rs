@@ -112,6 +112,17 @@ impl DataFormatChoice {
     }
 }
 
+/// `--exif-rotation`: what becomes of the orientation that an image's EXIF data states.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ExifRotation {
+    /// The image is turned as it says.
+    Apply,
+    /// The image stays as it is stored, as in the published training code.
+    #[default]
+    Ignore,
+}
+
 /// `--template`: prompt template.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -27,7 +27,7 @@ use models::Family;
 use serde::{Deserialize, Serialize};
 
 pub use choices::{
-    Cadence, CudaGraph, DataFormatChoice, Device, DeviceChoice, InitChoice, LrScale,
+    Cadence, CudaGraph, DataFormatChoice, Device, DeviceChoice, ExifRotation, InitChoice, LrScale,
     PrecisionChoice, Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice, Workers,
 };
 pub use collectives::Collectives;
@@ -170,6 +170,9 @@ pub struct SampleRules {
     pub train_on_turn_end: bool,
     /// For CogAgent: whether samples without an image are accepted.
     pub text_without_cross: bool,
+    /// What becomes of the orientation that EXIF data states.
+    #[serde(default)]
+    pub exif_rotation: ExifRotation,
 }
 
 /// Parts of the model to train. The resampler trains unless `train` or `freeze` exclude it.

@@ -1,6 +1,7 @@
 //! Check of every sample before training.
 
 use crate::config::RunConfig;
+use crate::data::losses::ImageLosses;
 use crate::data::problems::{self, Context, Problem};
 use crate::data::{self, ReadSamples, Reading, SampleSet};
 use crate::error::{ErrorCode, Failure};
@@ -24,6 +25,7 @@ pub(crate) fn check(
         path,
         format: config.samples.data_format,
         images: config.image_folder(),
+        exif: config.samples.exif_rotation,
         limit,
     };
     let model = config.model_dir();
@@ -45,7 +47,7 @@ pub(crate) fn check_samples(
         files,
     } = data::read(reading)?;
     let path = reading.path;
-    let verdicts = data::verdicts(&files, &samples, &images, processor, options);
+    let (verdicts, losses) = data::verdicts(&files, &samples, &images, processor, options);
     let bad: Vec<Problem> = verdicts
         .iter()
         .filter_map(|v| v.as_ref().err().cloned())
@@ -87,6 +89,7 @@ pub(crate) fn check_samples(
         problems: bad,
         image_count,
         files,
+        losses,
     })
 }
 
@@ -109,6 +112,7 @@ pub(crate) fn load(
         path,
         format: config.samples.data_format,
         images: config.image_folder(),
+        exif: config.samples.exif_rotation,
         limit,
     })?;
     Ok(SampleSet {
@@ -119,6 +123,7 @@ pub(crate) fn load(
         problems: Vec::new(),
         image_count: 0,
         files,
+        losses: ImageLosses::default(),
     })
 }
 

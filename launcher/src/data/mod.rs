@@ -4,6 +4,7 @@ pub(crate) mod answers;
 pub(crate) mod check;
 pub(crate) mod files;
 mod loader;
+pub(crate) mod losses;
 pub(crate) mod problems;
 mod sampler;
 mod samples;

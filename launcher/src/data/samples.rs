@@ -11,8 +11,9 @@ use models::image::{ImageFolder, ImageSource};
 use rayon::prelude::*;
 
 use super::files::{DataFile, Places, relocated};
+use super::losses::ImageLosses;
 use super::problems::Problem;
-use crate::config::DataFormatChoice;
+use crate::config::{DataFormatChoice, ExifRotation};
 
 /// Usable samples of one data file, with the directory of their images and the results of the check.
 #[derive(Debug)]
@@ -31,6 +32,8 @@ pub(crate) struct SampleSet {
     pub(crate) image_count: usize,
     /// Files that the samples were read from.
     pub(crate) files: Vec<DataFile>,
+    /// Images of which the model sees less than their files hold; none were counted without a check.
+    pub(crate) losses: ImageLosses,
 }
 
 impl SampleSet {
@@ -44,6 +47,7 @@ impl SampleSet {
         let files = self.files.iter();
         files
             .flat_map(|file| std::iter::once(file.form()).chain(file.without_effect()))
+            .chain(self.losses.lines())
             .collect()
     }
 }
@@ -57,6 +61,8 @@ pub(crate) struct Reading<'a> {
     pub(crate) format: DataFormatChoice,
     /// Directory at which relative paths of images start; `None` is beside each file.
     pub(crate) images: Option<&'a Path>,
+    /// What becomes of the orientation of images.
+    pub(crate) exif: ExifRotation,
     /// Maximum number of samples to read, from the start.
     pub(crate) limit: Option<usize>,
 }
@@ -87,7 +93,7 @@ pub(crate) fn read(reading: Reading<'_>) -> Result<ReadSamples, Failure> {
     samples.truncate(reading.limit.unwrap_or(usize::MAX));
     Ok(ReadSamples {
         samples,
-        images: ImageFolder::new(root),
+        images: ImageFolder::new(root).upright(reading.exif == ExifRotation::Apply),
         files,
     })
 }
@@ -139,7 +145,7 @@ fn is_syntax(reason: &str) -> bool {
         .any(|syntax| reason.starts_with(syntax))
 }
 
-/// Size of every sample, or why it cannot be used. Each image is decoded once, so damaged content is found before
+/// Size of every sample, or why it cannot be used, and what its images lose. Each image is decoded once, so damaged content is found before
 /// training and not at step 8000.
 pub(crate) fn verdicts(
     files: &[DataFile],
@@ -147,19 +153,28 @@ pub(crate) fn verdicts(
     images: &ImageFolder,
     processor: &dyn Processor,
     options: &EncodeOptions,
-) -> Vec<Result<SampleSize, Problem>> {
-    let mut verdicts: Vec<_> = samples
+) -> (Vec<Result<SampleSize, Problem>>, ImageLosses) {
+    let (mut verdicts, losses): (Vec<_>, Vec<ImageLosses>) = samples
         .par_iter()
         .enumerate()
-        .map(|(index, sample)| verdict(index, sample, images, processor, options))
-        .collect();
+        .map(|(index, sample)| {
+            let mut losses = ImageLosses::default();
+            let verdict = verdict(index, sample, images, processor, options, &mut losses);
+            (verdict, losses)
+        })
+        .unzip();
     if verdicts.iter().any(Result::is_err) {
         let places = Places::of(files);
         for problem in verdicts.iter_mut().filter_map(|v| v.as_mut().err()) {
             (problem.file, problem.line) = places.at(problem.index);
         }
     }
-    verdicts
+    (
+        verdicts,
+        losses
+            .into_iter()
+            .fold(ImageLosses::default(), ImageLosses::with),
+    )
 }
 
 fn verdict(
@@ -168,6 +183,7 @@ fn verdict(
     images: &ImageFolder,
     processor: &dyn Processor,
     options: &EncodeOptions,
+    losses: &mut ImageLosses,
 ) -> Result<SampleSize, Problem> {
     let size = processor
         .measure(sample, images, options)
@@ -178,6 +194,7 @@ fn verdict(
         images
             .load(image)
             .map_err(|error| Problem::image(index, sample, chain(&error)))?;
+        losses.add(image, images.losses(image).unwrap_or_default());
     }
     Ok(size)
 }

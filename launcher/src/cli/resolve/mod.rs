@@ -95,6 +95,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
             template: args.template.unwrap_or_default(),
             train_on_turn_end: args.train_on_turn_end.unwrap_or(false),
             text_without_cross: args.text_without_cross.unwrap_or(false),
+            exif_rotation: args.exif_rotation.unwrap_or_default(),
         },
         init: args.init.unwrap_or(defaults.init),
         zero: args.zero.unwrap_or(defaults::ZERO),
@@ -780,6 +781,7 @@ impl RunConfig {
         flags.push(("template", value_name(rules.template)));
         flags.push(("train-on-turn-end", rules.train_on_turn_end.to_string()));
         flags.push(("text-without-cross", rules.text_without_cross.to_string()));
+        flags.push(("exif-rotation", value_name(rules.exif_rotation)));
         flags.push(("ptuning-tokens", self.trainable.ptuning_tokens.to_string()));
         flags.push(("rope-precision", value_name(self.rope_precision)));
         let lists = [

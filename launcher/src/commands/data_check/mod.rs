@@ -43,6 +43,7 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
         path: &file,
         format: config.samples.data_format,
         images: config.image_folder(),
+        exif: config.samples.exif_rotation,
         limit: args.limit,
     })?;
     let mut report = check(&config, &file, &data, &*processor);
@@ -88,6 +89,7 @@ fn configuration(args: &DataCheckArgs) -> Result<RunConfig, Failure> {
         image_folder: args.image_folder.clone(),
         dataset: args.dataset.clone(),
         dataset_dir: args.dataset_dir.clone(),
+        exif_rotation: args.exif_rotation,
         model_max_length: args.model_max_length,
         max_slice_nums: args.max_slice_nums,
         nproc: args.nproc,
@@ -140,7 +142,7 @@ fn check(config: &RunConfig, file: &Path, data: &ReadSamples, processor: &dyn Pr
         files,
     } = data;
     let options = encode_options(config);
-    let verdicts = verdicts(files, samples, images, processor, &options);
+    let (verdicts, losses) = verdicts(files, samples, images, processor, &options);
     let problems: Vec<Problem> = verdicts
         .iter()
         .filter_map(|verdict| verdict.as_ref().err().cloned())
@@ -173,6 +175,7 @@ fn check(config: &RunConfig, file: &Path, data: &ReadSamples, processor: &dyn Pr
         turns: samples.iter().map(|s| s.conversations.len()).sum(),
         with_images,
         without_images: samples.len() - with_images,
+        losses,
         images: image_sizes(samples, images, processor, &options),
         tokens: Spread::of(measured.iter().map(|m| m.tokens)),
         text_tokens: Spread::of(measured.iter().map(|m| m.tokens - m.image_tokens)),

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use super::rendered::{self, Piece};
 use super::statistics::{Balance, Spread};
 use crate::data::files::DataFile;
+use crate::data::losses::ImageLosses;
 use crate::data::problems::{PROBLEMS_FILE, Problem};
 use crate::units::grouped;
 
@@ -27,6 +28,9 @@ pub(super) struct Report {
     pub(super) without_images: usize,
     #[serde(rename = "pictures")]
     pub(super) images: Images,
+    /// Images of which the model sees less than their files hold.
+    #[serde(rename = "picture_losses")]
+    pub(super) losses: ImageLosses,
     /// Tokens per usable sample, after truncation, image tokens included.
     pub(super) tokens: Spread,
     /// Text tokens per usable sample, including the marker tokens around images.
@@ -128,6 +132,9 @@ impl Report {
         if self.images.count > 0 {
             self.add_images(&mut add);
         }
+        for line in self.losses.lines() {
+            add("", line);
+        }
         add(
             "answers",
             format!("supervised {}", spread(&self.supervised_tokens)),
@@ -139,10 +146,11 @@ impl Report {
                 "end of sequence supervised in {} of {} answers{}",
                 number(with_end),
                 number(count),
-                if with_end < count {
-                    "; the limit cuts off the end of the others"
-                } else {
-                    ""
+                match self.length.cut_in_text {
+                    _ if with_end >= count => "",
+                    0 =>
+                        "; the others teach no end, as published (GLM-4V: --train-on-turn-end true)",
+                    _ => "; the limit cuts off the end of the others",
                 }
             ),
         );

@@ -3,6 +3,7 @@
 use super::model::{LoadedModel, OpenModel, positive, required};
 use super::{note, print};
 use crate::cli::GenerateArgs;
+use crate::config::ExifRotation;
 use crate::data::problems;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::memory;
@@ -51,7 +52,11 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
         prompt: args.template.unwrap_or_default().style(),
         ..EncodeOptions::default()
     };
-    let encoded = encode(&open, &question(prompt, &args.image), &options)?;
+    // A path on the command line may name any file.
+    let images = ImageFolder::new(".")
+        .allow_outside(true)
+        .upright(args.exif_rotation == Some(ExifRotation::Apply));
+    let encoded = encode(&open, &question(prompt, &args.image), &images, &options)?;
     let asked = Prompt {
         input: SampleInput::from(&encoded),
         index: 0,
@@ -100,14 +105,13 @@ fn question(prompt: &str, images: &[PathBuf]) -> RawSample {
 fn encode(
     open: &OpenModel,
     sample: &RawSample,
+    images: &ImageFolder,
     options: &EncodeOptions,
 ) -> Result<EncodedPrompt, Failure> {
-    // A path on the command line may name any file.
-    let images = ImageFolder::new(".").allow_outside(true);
     let style = PlaceholderStyle::Training;
     let encoded = open
         .processor
-        .encode_prompt(sample, &images, options, style)
+        .encode_prompt(sample, images, options, style)
         .map_err(|error| refuse(&error))?;
     let tokens = encoded.input_ids.len();
     if tokens <= options.model_max_length {

@@ -63,6 +63,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
         path: data,
         format: args.data_format.unwrap_or_default(),
         images: args.image_folder.as_deref(),
+        exif: args.exif_rotation.unwrap_or_default(),
         limit,
     };
     let set = check::check_samples(reading, dir, &*open.processor, &options, skip_bad)?;

@@ -171,9 +171,9 @@ pub(super) fn marks(text: &str) -> usize {
 pub(super) fn named(paths: Vec<PathBuf>, turns: &mut [Message]) -> Vec<(String, PathBuf)> {
     let count: usize = turns.iter().map(|turn| marks(&turn.content)).sum();
     let first = turns.iter().find(|turn| turn.role == "user");
-    let in_first = first.is_none_or(|turn| marks(&turn.content) == count);
+    let is_later = count == 1 && first.is_some_and(|turn| marks(&turn.content) == 0);
     let by_name = turns.iter().any(|turn| NAMED.is_match(&turn.content));
-    if paths.len() == 1 && in_first && !by_name {
+    if paths.len() == 1 && !is_later && !by_name {
         let name = SINGLE_IMAGE.to_owned();
         return paths.into_iter().map(|path| (name.clone(), path)).collect();
     }
