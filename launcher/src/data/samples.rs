@@ -15,6 +15,9 @@ use super::losses::ImageLosses;
 use super::problems::Problem;
 use crate::config::{DataFormatChoice, ExifRotation};
 
+/// Bytes at the beginning of a file that is no valid JSON in which words of a form are looked for.
+const LOOKED_AT_BYTES: usize = 4096;
+
 /// Usable samples of one data file, with the directory of their images and the results of the check.
 #[derive(Debug)]
 pub(crate) struct SampleSet {
@@ -119,7 +122,7 @@ fn refusal(path: &Path, format: Option<DataFormat>, error: &DataError) -> Failur
                     .next("JSON writes texts in double quotes, and no comma after the last entry"),
                 false => failure,
             };
-            match format.or_else(|| models::data::detect(path).ok()) {
+            match format.or_else(|| looks_like(path)) {
                 Some(form) => failure.next(format!(
                     "the file looks like the form {}: {}; --data-format names another",
                     form.name(),
@@ -136,6 +139,25 @@ fn refusal(path: &Path, format: Option<DataFormat>, error: &DataError) -> Failur
         ),
         _ => failure.next("give a file or directory that holds samples"),
     }
+}
+
+/// The form of the file `path` by its first sample, otherwise by the words at its beginning.
+fn looks_like(path: &Path) -> Option<DataFormat> {
+    if let Ok(format) = models::data::detect(path) {
+        return Some(format);
+    }
+    let text = std::fs::read(path).ok()?;
+    let start = String::from_utf8_lossy(&text[..text.len().min(LOOKED_AT_BYTES)]);
+    let words = |words: &[&str]| words.iter().all(|word| start.contains(word));
+    [
+        (&["conversations", "from"][..], DataFormat::ShareGpt),
+        (&["conversations"], DataFormat::Minicpm),
+        (&["messages"], DataFormat::Messages),
+        (&["instruction", "output"], DataFormat::Alpaca),
+        (&["query", "response"], DataFormat::QueryResponse),
+    ]
+    .into_iter()
+    .find_map(|(all, format)| words(all).then_some(format))
 }
 
 /// Whether the JSON parser stopped at something that other languages allow.

@@ -265,13 +265,13 @@ fn control_tokens_in_a_text_are_plain_text() {
     };
     let found = ["<|image|>", "<|user|>", "<|endoftext|>"].map(count);
     assert_eq!(found, [0, 1, 1]);
-    let learnt: Vec<i32> = encoded
+    let supervised_text: Vec<i32> = encoded
         .labels
         .into_iter()
         .filter(|label| *label != IGNORED)
         .collect();
-    let learnt = tokenizer.decode_verbatim(&learnt).unwrap();
-    assert_eq!(learnt, "\nSay <|endoftext|> twice.<|endoftext|>");
+    let supervised_text = tokenizer.decode_verbatim(&supervised_text).unwrap();
+    assert_eq!(supervised_text, "\nSay <|endoftext|> twice.<|endoftext|>");
 }
 
 #[test]
@@ -286,11 +286,14 @@ fn metadata_is_written_and_answers_out_of_the_loss_teach_nothing() {
     raw.conversations[1].metadata = "f".to_owned();
     let text = |raw: &RawSample| {
         let labels = encode(raw).unwrap().labels;
-        let learnt: Vec<i32> = labels
+        let supervised_text: Vec<i32> = labels
             .into_iter()
             .filter(|label| *label != IGNORED)
             .collect();
-        processor().tokenizer.decode_verbatim(&learnt).unwrap()
+        processor()
+            .tokenizer
+            .decode_verbatim(&supervised_text)
+            .unwrap()
     };
     assert_eq!(text(&raw), "f\n{}<|endoftext|>\na<|endoftext|>");
     raw.conversations[3].unsupervised = true;

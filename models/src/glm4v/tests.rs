@@ -238,15 +238,18 @@ fn system_observation_and_metadata_are_written_as_published() {
         text,
         "[gMASK]<sop><|system|>\ns<|user|>\n<|begin_of_image|><|endoftext|><|end_of_image|>q<|assistant|>f\n{}<|observation|>\n3<|assistant|>\na<|user|>"
     );
-    let learnt = |raw: &RawSample| {
+    let supervised_text = |raw: &RawSample| {
         let labels = encode(raw).unwrap().labels;
-        let learnt: Vec<i32> = labels
+        let supervised_text: Vec<i32> = labels
             .into_iter()
             .filter(|label| *label != IGNORED)
             .collect();
-        processor().tokenizer().decode_verbatim(&learnt).unwrap()
+        processor()
+            .tokenizer()
+            .decode_verbatim(&supervised_text)
+            .unwrap()
     };
-    assert_eq!(learnt(&raw), "<|assistant|>f\n{}<|assistant|>\na");
+    assert_eq!(supervised_text(&raw), "<|assistant|>f\n{}<|assistant|>\na");
     let whole = encode(&raw).unwrap();
     let (start, _) = whole.image_bounds[0];
     let before = processor()
@@ -254,7 +257,7 @@ fn system_observation_and_metadata_are_written_as_published() {
         .decode_verbatim(&whole.input_ids[..start]);
     assert!(before.unwrap().ends_with("<|user|>\n"));
     raw.conversations[2].unsupervised = true;
-    assert_eq!(learnt(&raw), "<|assistant|>\na");
+    assert_eq!(supervised_text(&raw), "<|assistant|>\na");
 }
 
 #[test]

@@ -470,9 +470,9 @@ mod tests {
                 .filter(|&label| label != IGNORED)
                 .collect()
         };
-        let learnt = processor.tokenizer().decode_verbatim(&own(&encoded.labels));
+        let supervised_text = processor.tokenizer().decode_verbatim(&own(&encoded.labels));
         assert_eq!(
-            learnt.unwrap(),
+            supervised_text.unwrap(),
             "It is <|im_end|> the end.<|im_end|><|im_end|>"
         );
         let count = |id: i32| {

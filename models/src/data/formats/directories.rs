@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use optim::rng::RandomStream;
 
 use super::entry::read_entry;
-use super::pictures::ENDINGS;
+use super::images::ENDINGS;
 use super::sample::Reader;
 use super::sources::DATASET_INFO;
 use super::{DataFormat, directory_of};
@@ -44,15 +44,15 @@ pub(super) fn detect(directory: &Path) -> Result<DataFormat, DataError> {
         });
     }
     let found = below(directory)?;
-    if found.images.is_empty() {
-        return Err(unknown("a directory without images".to_owned()));
-    }
     if let Some(other) = found.others.first() {
-        let files = found.others.len();
+        let (images, others) = (found.images.len(), found.others.len());
         return Err(unknown(format!(
-            "images beside {files} other files, such as {}; give the file with the samples",
+            "a directory of {images} images and {others} other files, such as {}; give the file with the samples",
             other.display()
         )));
+    }
+    if found.images.is_empty() {
+        return Err(unknown("a directory without images".to_owned()));
     }
     match not_an_answer(&found.images) {
         None => Ok(DataFormat::Captcha),

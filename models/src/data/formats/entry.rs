@@ -329,7 +329,7 @@ fn is_empty(value: &Value) -> bool {
 /// Whether a value is, or holds, the path of an image.
 fn names_image(value: &Value) -> bool {
     match value {
-        Value::String(text) => super::pictures::is_image_path(text),
+        Value::String(text) => super::images::is_image_path(text),
         Value::Array(list) => list.iter().any(names_image),
         Value::Object(fields) => fields.values().any(names_image),
         _ => false,

@@ -18,8 +18,8 @@
 mod columns;
 mod directories;
 mod entry;
+mod images;
 mod objects;
-mod pictures;
 mod sample;
 mod sources;
 mod turns;

@@ -136,9 +136,9 @@ impl Scale {
 }
 
 fn sizes(images: &[PathBuf], root: &Path) -> Result<Vec<(f64, f64)>, String> {
-    let folder = ImageFolder::new(root);
+    let source = ImageFolder::new(root);
     let size = |path: &PathBuf| {
-        let (width, height) = folder
+        let (width, height) = source
             .dimensions(path)
             .map_err(|error| format!("boxes need the size of an image: {error}"))?;
         Ok((width as f64, height as f64))

@@ -7,7 +7,7 @@ use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
 use super::entry::{Ignored, Keys};
-use super::pictures::{self, Given};
+use super::images::{self, Given};
 use super::turns::{self, Turn};
 use super::{DataFormat, objects};
 use crate::data::raw::{RawSample, SINGLE_IMAGE};
@@ -48,14 +48,14 @@ impl<'a> Reader<'a> {
     /// The entry is not of the format, or asks for something that training does not do.
     pub(super) fn sample(&mut self, entry: Value) -> Result<RawSample, String> {
         let mut keys = Keys::of(entry, "")?;
-        refuse_unlearnt(&mut keys)?;
+        refuse_unwanted(&mut keys)?;
         turns::refuse_media(&mut keys)?;
         turns::refuse_tools(&mut keys)?;
         if !turns::is_supervised(&mut keys)? {
             return Err("the sample is marked as one not to train on".to_owned());
         }
         let id = id(&mut keys)?;
-        let given = pictures::take(&mut keys)?;
+        let given = images::take(&mut keys)?;
         let system = keys.take_one_of(&["system", "system_prompt"])?;
         let objects = keys.take("objects");
         let mut turns = self.turns(&mut keys)?;
@@ -137,7 +137,7 @@ impl<'a> Reader<'a> {
         }
         let images = match given {
             Given::Named(named) => named,
-            Given::List(paths) => pictures::named(paths, &mut messages),
+            Given::List(paths) => images::named(paths, &mut messages),
         };
         Ok((images, messages))
     }
@@ -177,8 +177,8 @@ fn id(keys: &mut Keys) -> Result<Option<String>, String> {
     }
 }
 
-/// Fails if the sample holds an answer that should not be learnt.
-fn refuse_unlearnt(keys: &mut Keys) -> Result<(), String> {
+/// Fails if the sample holds an answer that should not be trained on.
+fn refuse_unwanted(keys: &mut Keys) -> Result<(), String> {
     for key in PREFERENCES {
         if keys.take(key).is_some() {
             return Err(format!(

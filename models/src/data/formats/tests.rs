@@ -750,7 +750,7 @@ fn names_of_images_are_answers_only_where_nothing_else_is_there() {
         (&["a_b.png", "kQ7x.png"], "names such as a_b"),
         (
             &["kQ7x.png", "notes.csv"],
-            "1 other files, such as notes.csv",
+            "1 images and 1 other files, such as notes.csv",
         ),
         (&["kQ7x.png", "data.json"], "such as data.json"),
     ] {

@@ -7,7 +7,7 @@ use serde_json::Value;
 use serde_json::ser::{Formatter, Serializer};
 
 use super::entry::{Ignored, Keys};
-use super::pictures::{self, Given};
+use super::images::{self, Given};
 use crate::data::raw::SINGLE_IMAGE;
 use crate::text::Message;
 use crate::text::literal::hidden;
@@ -76,13 +76,13 @@ fn one(index: usize, turn: Value, ignored: &mut Ignored) -> Result<Turn, String>
     if let Some(metadata) = keys.text("metadata")? {
         turn.message.metadata = metadata;
     }
-    let Given::List(own) = pictures::take(&mut keys)? else {
+    let Given::List(own) = images::take(&mut keys)? else {
         return Err(keys.refusal("an image of a turn is a path or a list of paths"));
     };
     if !own.is_empty() && !turn.images.is_empty() {
         return Err(keys.refusal("it gives images in its text and beside it"));
     }
-    match pictures::marks(&turn.message.content) {
+    match images::marks(&turn.message.content) {
         marks if own.is_empty() || marks == own.len() => {}
         0 => turn.in_front = true,
         marks => {
@@ -149,7 +149,7 @@ fn joined(parts: Vec<Value>) -> Result<(String, Vec<PathBuf>), String> {
                     } else {
                         value
                     };
-                    images.extend(pictures::path(&value).map_err(|reason| keys.refusal(&reason))?);
+                    images.extend(images::path(&value).map_err(|reason| keys.refusal(&reason))?);
                 }
                 text.push_str(SINGLE_IMAGE);
             }
@@ -186,7 +186,7 @@ fn spoken(role: &str, mut content: String, keys: &mut Keys) -> Result<Turn, Stri
         }
         other => other,
     };
-    let images = pictures::take_tags(&mut content).map_err(|reason| keys.refusal(&reason))?;
+    let images = images::take_tags(&mut content).map_err(|reason| keys.refusal(&reason))?;
     if role == "assistant" && !images.is_empty() {
         let reason = "an answer holds <img>…</img>; images stand in questions, a literal one is written \\<img>";
         return Err(keys.refusal(reason));
