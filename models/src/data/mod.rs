@@ -13,7 +13,7 @@ pub use encoded::{
 };
 pub use error::SampleError;
 pub use formats::{
-    DATASET_INFO, DataFormat, Dataset, data_files, data_parts, detect, read_datasets,
+    DATASET_INFO, DataFormat, Dataset, data_files, data_parts, detect, read_datasets, read_samples,
     read_samples_as,
 };
 pub use lines::sample_lines;

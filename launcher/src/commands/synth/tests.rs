@@ -120,9 +120,7 @@ fn synthetic_images_of_any_size_make_the_expected_slices() {
     run(&large).expect("made");
     let processor = open_processor(&output).expect("opens");
     let file = output.join(samples::FILE);
-    let read = models::data::read_samples_as(&file, None)
-        .expect("a data file")
-        .samples;
+    let read = models::data::read_samples(&file).expect("a data file");
     let images = models::image::ImageFolder::beside(&file);
     let encoded = processor
         .encode(&read[0], &images, &models::data::EncodeOptions::default())
@@ -148,9 +146,7 @@ fn synthetic_images_of_any_size_make_the_expected_slices() {
 /// Checks that every sample has the requested length, or the length that its image requires.
 fn check_samples(directory: &Path, processor: &dyn Processor) {
     let file = directory.join(samples::FILE);
-    let read = models::data::read_samples_as(&file, None)
-        .expect("a data file")
-        .samples;
+    let read = models::data::read_samples(&file).expect("a data file");
     assert_eq!(read.len(), 2);
     let images = models::image::ImageFolder::beside(&file);
     let pixels: Vec<_> = read

@@ -131,6 +131,15 @@ pub fn read_samples_as(path: &Path, format: Option<DataFormat>) -> Result<Datase
     read_file(path, format, directory_of(path), None)
 }
 
+/// Reads the samples of the file `path` in the form of MiniCPM.
+///
+/// # Errors
+/// As [`read_samples_as`].
+pub fn read_samples(path: &Path) -> Result<Vec<RawSample>, DataError> {
+    let dataset = read_samples_as(path, Some(DataFormat::Minicpm))?;
+    Ok(dataset.samples)
+}
+
 /// As [`read_samples_as`], with images of JSON forms below `root` and the names of `columns`.
 fn read_file(
     path: &Path,
