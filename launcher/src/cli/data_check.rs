@@ -28,7 +28,7 @@ pub struct DataCheckArgs {
     pub dataset_dir: Option<PathBuf>,
     /// Directory at which relative paths of images start; by default beside each data file
     #[arg(long, value_name = "DIR")]
-    pub image_folder: Option<PathBuf>,
+    pub image_dir: Option<PathBuf>,
     /// Orientation in EXIF data: apply turns the image, ignore leaves it as published
     #[arg(long, value_enum, value_name = "WHAT")]
     pub exif_rotation: Option<ExifRotation>,

@@ -86,7 +86,7 @@ pub struct EvalArgs {
     pub data: Option<PathBuf>,
     /// Directory at which relative paths of images start; by default beside the data file
     #[arg(long, value_name = "DIR")]
-    pub image_folder: Option<PathBuf>,
+    pub image_dir: Option<PathBuf>,
     /// Also write the result, with every answer, to this file
     #[arg(long, value_name = "FILE")]
     pub output: Option<PathBuf>,

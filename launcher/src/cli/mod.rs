@@ -88,7 +88,7 @@ pub struct Args {
     pub dataset_dir: Option<PathBuf>,
     /// Directory at which relative paths of images start; by default beside each data file
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
-    pub image_folder: Option<PathBuf>,
+    pub image_dir: Option<PathBuf>,
     /// Orientation in EXIF data: apply turns the image, ignore leaves it as published
     #[arg(long, value_enum, value_name = "WHAT", help_heading = "Model and data")]
     pub exif_rotation: Option<ExifRotation>,
@@ -547,9 +547,9 @@ pub const ALIASES: [(&str, &str); 22] = [
     ("model_name_or_path", "model"),
     ("data_path", "data"),
     ("eval_data_path", "eval-data"),
-    ("media_dir", "image-folder"),
-    ("image_dir", "image-folder"),
-    ("image_root", "image-folder"),
+    ("media_dir", "image-dir"),
+    ("image_folder", "image-dir"),
+    ("image_root", "image-dir"),
     ("output_dir", "output"),
     ("lora_r", "lora-rank"),
     ("lora_modules_to_save", "modules-to-save"),
@@ -778,7 +778,7 @@ mod tests {
             names.join(" "),
             "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers dataset dataset-dir deepspeed device \
              device-memory-limit elastic error-format eval-data eval-dataset eval-steps eval-strategy exclude exif-rotation find-batch fp16 freeze global-batch-size grad-dtype \
-             gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis image-folder include init initial-scale-power inject learning-rate \
+             gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis image-dir include init initial-scale-power inject learning-rate \
              limit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
              lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps min-loss-scale model \
              model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \

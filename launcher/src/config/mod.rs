@@ -65,7 +65,7 @@ pub enum Source {
         eval_data: Option<PathBuf>,
         /// Directory at which relative paths of images start; `None` is beside each file.
         #[serde(default)]
-        image_folder: Option<PathBuf>,
+        image_dir: Option<PathBuf>,
     },
 }
 
@@ -441,10 +441,10 @@ impl RunConfig {
     }
 
     /// Directory at which relative paths of images start. `None` is beside each data file.
-    pub fn image_folder(&self) -> Option<&Path> {
+    pub fn image_dir(&self) -> Option<&Path> {
         match &self.source {
             Source::Demo { .. } => None,
-            Source::Files { image_folder, .. } => image_folder.as_deref(),
+            Source::Files { image_dir, .. } => image_dir.as_deref(),
         }
     }
 

@@ -24,7 +24,7 @@ pub(crate) fn check(
     let reading = Reading {
         path,
         format: config.samples.data_format,
-        images: config.image_folder(),
+        images: config.image_dir(),
         exif: config.samples.exif_rotation,
         limit,
     };
@@ -111,7 +111,7 @@ pub(crate) fn load(
     } = data::read(Reading {
         path,
         format: config.samples.data_format,
-        images: config.image_folder(),
+        images: config.image_dir(),
         exif: config.samples.exif_rotation,
         limit,
     })?;

@@ -117,10 +117,9 @@ fn refusal(path: &Path, format: Option<DataFormat>, error: &DataError) -> Failur
             failure.next("check the path; relative paths start at the current directory")
         }
         DataError::Json { path, reason, .. } => {
-            let failure = match is_syntax(reason) {
-                true => failure
-                    .next("JSON writes texts in double quotes, and no comma after the last entry"),
-                false => failure,
+            let failure = match syntax_hint(reason) {
+                Some(hint) => failure.next(hint),
+                None => failure,
             };
             match format.or_else(|| looks_like(path)) {
                 Some(form) => failure.next(format!(
@@ -160,11 +159,14 @@ fn looks_like(path: &Path) -> Option<DataFormat> {
     .find_map(|(all, format)| words(all).then_some(format))
 }
 
-/// Whether the JSON parser stopped at something that other languages allow.
-fn is_syntax(reason: &str) -> bool {
-    ["expected value", "trailing comma", "key must be a string"]
-        .iter()
-        .any(|syntax| reason.starts_with(syntax))
+/// What JSON demands, if the parser stopped at something that other languages allow, or within an entry.
+fn syntax_hint(reason: &str) -> Option<&'static str> {
+    let begins = |words: &[&str]| words.iter().any(|word| reason.starts_with(word));
+    if begins(&["expected value", "trailing comma", "key must be a string"]) {
+        return Some("JSON writes texts in double quotes, and no comma after the last entry");
+    }
+    let split = begins(&["EOF while parsing"]);
+    split.then_some("samples are a JSON list, or one object on each line")
 }
 
 /// Size of every sample, or why it cannot be used, and what its images lose. Each image is decoded once, so damaged content is found before

@@ -161,10 +161,11 @@ fn embedded(path: &Path) -> Result<Option<(PathBuf, Vec<u8>)>, ImageError> {
         return Ok(None);
     };
     let name = short_path(path);
-    let content = uri
-        .split_once(";base64,")
-        .map(|(_, text)| text.trim().as_bytes());
-    match content.and_then(base64::decode) {
+    let content = uri.split_once(";base64,").map(|(_, text)| {
+        let lines = text.split_ascii_whitespace();
+        lines.collect::<String>()
+    });
+    match content.and_then(|text| base64::decode(text.as_bytes())) {
         Some(bytes) => Ok(Some((name, bytes))),
         None => Err(ImageError::Corrupt {
             path: name,

@@ -226,7 +226,7 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
             model: absolute(model)?,
             data,
             eval_data,
-            image_folder: args.image_folder.as_deref().map(absolute).transpose()?,
+            image_dir: args.image_dir.as_deref().map(absolute).transpose()?,
         }),
         (Some(_), None) => Err(needs(
             "--model",
@@ -651,11 +651,11 @@ impl RunConfig {
             model,
             data,
             eval_data,
-            image_folder,
+            image_dir,
         } = &self.source
         {
-            let images = image_folder.iter();
-            flags.extend(images.map(|path| ("image-folder", path.display().to_string())));
+            let images = image_dir.iter();
+            flags.extend(images.map(|path| ("image-dir", path.display().to_string())));
             flags.push(("model", model.display().to_string()));
             flags.push(("data", data.display().to_string()));
             flags.extend(

@@ -42,7 +42,7 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
     let data = read(Reading {
         path: &file,
         format: config.samples.data_format,
-        images: config.image_folder(),
+        images: config.image_dir(),
         exif: config.samples.exif_rotation,
         limit: args.limit,
     })?;
@@ -86,7 +86,7 @@ fn configuration(args: &DataCheckArgs) -> Result<RunConfig, Failure> {
         template: args.template,
         train_on_turn_end: args.train_on_turn_end,
         text_without_cross: args.text_without_cross,
-        image_folder: args.image_folder.clone(),
+        image_dir: args.image_dir.clone(),
         dataset: args.dataset.clone(),
         dataset_dir: args.dataset_dir.clone(),
         exif_rotation: args.exif_rotation,

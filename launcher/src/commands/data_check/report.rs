@@ -149,7 +149,7 @@ impl Report {
                 match self.length.cut_in_text {
                     _ if with_end >= count => "",
                     0 =>
-                        "; the others teach no end, as published (GLM-4V: --train-on-turn-end true)",
+                        "; the others have no end in the loss, as published (GLM-4V: --train-on-turn-end true)",
                     _ => "; the limit cuts off the end of the others",
                 }
             ),

@@ -62,7 +62,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
     let reading = Reading {
         path: data,
         format: args.data_format.unwrap_or_default(),
-        images: args.image_folder.as_deref(),
+        images: args.image_dir.as_deref(),
         exif: args.exif_rotation.unwrap_or_default(),
         limit,
     };

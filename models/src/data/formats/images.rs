@@ -32,6 +32,8 @@ const SPELLINGS: [&str; 17] = [
 ];
 /// Extensions of image files.
 pub(super) const ENDINGS: [&str; 5] = ["jpg", "jpeg", "png", "webp", "bmp"];
+/// Longest name of a file on Linux. Longer base64 is the file itself.
+const LONGEST_NAME_BYTES: usize = 255;
 /// Keys of an image that is an object.
 const PATHS: [&str; 6] = ["path", "url", "image", "image_url", "file_name", "bytes"];
 
@@ -109,8 +111,12 @@ pub(super) fn path(value: &Value) -> Result<Option<PathBuf>, String> {
     }
 }
 
-/// The path of a text that may be a URI. One with `data:` stays as it is; the image source decodes it.
+/// The path of a text that may be a URI, or a file in base64. One with `data:` stays as it is; the image source decodes it.
 fn file(text: &str) -> Result<PathBuf, String> {
+    let is_base64 = |byte: u8| byte.is_ascii_alphanumeric() || b"+/=".contains(&byte);
+    if text.len() > LONGEST_NAME_BYTES && text.bytes().all(is_base64) {
+        return Ok(format!("data:;base64,{text}").into());
+    }
     let Some((scheme, rest)) = text.split_once("://") else {
         return Ok(text.into());
     };

@@ -417,8 +417,16 @@ fn marks_of_the_loss_are_kept() {
         assert_eq!(sample.conversations[1].unsupervised, unsupervised, "{mark}");
         assert!(ignored.is_empty());
     }
-    let error = marked(r#""weight": 0.5"#).unwrap_err();
-    assert!(error.contains("turn 1: \"weight\" is 0.5"), "{error}");
+    for (mark, part) in [
+        (r#""weight": 0.5"#, "turn 1: \"weight\" is 0.5"),
+        (
+            r#""train_detail": [{"begin_offset": 0}]"#,
+            "turn 1: \"train_detail\" marks parts",
+        ),
+    ] {
+        let error = marked(mark).unwrap_err();
+        assert!(error.contains(part), "{error}");
+    }
 }
 
 #[test]
@@ -499,7 +507,7 @@ fn objects_are_written_as_ms_swift_writes_them() {
 
 #[test]
 fn a_backslash_makes_a_mark_plain_text() {
-    let (sample, _) = only(r#"{"messages": [{"role": "user", "content": "The \\<image> of <image>"}], "images": ["a"]}"#).unwrap();
+    let (sample, _) = only(r#"{"messages": [{"role": "user", "content": "The \\<image> and \\<image_00> of <image>"}], "images": ["a"]}"#).unwrap();
     assert_eq!(images(&sample), [(SINGLE_IMAGE, "a")]);
     let text = &sample.conversations[0].content;
     assert_eq!(
@@ -507,7 +515,7 @@ fn a_backslash_makes_a_mark_plain_text() {
             text.matches(SINGLE_IMAGE).count(),
             crate::text::literal::shown(text).as_ref()
         ),
-        (1, "The <image> of <image>")
+        (1, "The <image> and <image_00> of <image>")
     );
 }
 

@@ -1,7 +1,9 @@
 //! Turns of a conversation, with roles, marks of the loss and images as the known trainers write them.
 
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
+use regex::{Captures, Regex};
 use serde::Serialize;
 use serde_json::Value;
 use serde_json::ser::{Formatter, Serializer};
@@ -12,17 +14,16 @@ use crate::data::raw::SINGLE_IMAGE;
 use crate::text::Message;
 use crate::text::literal::hidden;
 
-/// Marks that a text may hold as plain text after a backslash.
-const ESCAPABLE: [&str; 6] = [
-    SINGLE_IMAGE,
-    "<img>",
-    "<bbox>",
-    "<ref-object>",
-    "<audio>",
-    "<video>",
-];
+/// Marks that a text holds as plain text after a backslash.
+static ESCAPED: LazyLock<Regex> = LazyLock::new(|| {
+    Regex::new(r"\\(<(image(_\d+)?|img|bbox|ref-object|audio|video)>)")
+        .expect("a constant pattern is valid")
+});
 /// Marks of media that no family reads.
 const UNREAD: [&str; 2] = ["<audio>", "<video>"];
+
+/// Keys that put parts of an answer into the loss.
+const PARTIAL: [&str; 4] = ["train_detail", "training_detail", "loss_mask", "label_mask"];
 
 /// A turn, with the images that it gives itself.
 pub(super) struct Turn {
@@ -164,12 +165,12 @@ fn joined(parts: Vec<Value>) -> Result<(String, Vec<PathBuf>), String> {
 
 /// `text` with the marks after a backslash as plain text.
 fn escaped(text: String) -> String {
-    if !text.contains("\\<") {
-        return text;
+    match ESCAPED.is_match(&text) {
+        true => ESCAPED
+            .replace_all(&text, |mark: &Captures<'_>| hidden(&mark[1]))
+            .into_owned(),
+        false => text,
     }
-    ESCAPABLE.iter().fold(text, |text, mark| {
-        text.replace(&format!("\\{mark}"), &hidden(mark))
-    })
 }
 
 /// The turn of a `role` in any of the known spellings.
@@ -241,6 +242,13 @@ impl Formatter for Spaced {
 
 /// Whether the marks of a turn leave it in the loss.
 pub(super) fn is_supervised(keys: &mut Keys) -> Result<bool, String> {
+    for key in PARTIAL {
+        if keys.take(key).is_some() {
+            let reason =
+                format!("{key:?} marks parts of an answer; an answer is in the loss or not");
+            return Err(keys.refusal(&reason));
+        }
+    }
     let mut supervised = true;
     for key in [
         "loss",
