@@ -123,10 +123,10 @@ impl Columns {
 
 fn complete(keys: Keys) -> Result<(), String> {
     let place = keys.refusal("");
-    let mut unknown = Ignored::new();
-    keys.finish("", &mut unknown)?;
-    match unknown.into_keys().next() {
+    let mut unknown = Ignored::default();
+    keys.finish("", &mut unknown);
+    match unknown.into_counts().first() {
         None => Ok(()),
-        Some(key) => Err(format!("{place}{key:?} is not known")),
+        Some((key, _)) => Err(format!("{place}{key:?} is not known")),
     }
 }

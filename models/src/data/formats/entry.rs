@@ -220,8 +220,30 @@ impl<'de> Visitor<'de> for Unique {
     }
 }
 
-/// Keys without effect, with the number of objects that have them.
-pub(super) type Ignored = BTreeMap<String, usize>;
+/// Keys without effect.
+#[derive(Debug, Default)]
+pub(super) struct Ignored {
+    /// Number of objects that have each key.
+    counts: BTreeMap<String, usize>,
+    /// The first key of a sample that names an image.
+    image: Option<String>,
+}
+
+impl Ignored {
+    pub(super) fn count(&mut self, key: String) {
+        *self.counts.entry(key).or_default() += 1;
+    }
+
+    /// The key of the sample that names an image, if there is one; the next sample begins without.
+    pub(super) fn take_image(&mut self) -> Option<String> {
+        self.image.take()
+    }
+
+    /// Every key with the number of objects that have it.
+    pub(super) fn into_counts(self) -> Vec<(String, usize)> {
+        self.counts.into_iter().collect()
+    }
+}
 
 /// Keys of an object. A rule takes those it understands; the others are named at the end.
 pub(super) struct Keys {
@@ -294,18 +316,15 @@ impl Keys {
     }
 
     /// Counts the keys that no rule took, each as `prefix` and its name.
-    ///
-    /// # Errors
-    /// One of them names an image, which the sample would lack.
-    pub(super) fn finish(self, prefix: &str, ignored: &mut Ignored) -> Result<(), String> {
+    pub(super) fn finish(self, prefix: &str, ignored: &mut Ignored) {
         for (key, value) in self.fields.iter().filter(|(_, value)| !is_empty(value)) {
             if names_image(value) {
-                let reason = format!("{key:?} names an image; images are given as \"images\"");
-                return Err(self.refusal(&reason));
+                ignored
+                    .image
+                    .get_or_insert_with(|| format!("{prefix}{key}"));
             }
-            *ignored.entry(format!("{prefix}{key}")).or_default() += 1;
+            ignored.count(format!("{prefix}{key}"));
         }
-        Ok(())
     }
 }
 

@@ -165,7 +165,7 @@ fn read_file(
         format,
         root,
         samples,
-        ignored: reader.ignored.into_iter().collect(),
+        ignored: reader.ignored.into_counts(),
     })
 }
 

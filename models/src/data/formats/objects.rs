@@ -24,6 +24,7 @@ pub(super) fn place(
     images: &[PathBuf],
     root: &Path,
     turns: &mut [Message],
+    ignored: &mut Ignored,
 ) -> Result<(), String> {
     let mut keys = Keys::of(objects, "objects")?;
     let refs = list(&mut keys, "ref")?;
@@ -39,7 +40,7 @@ pub(super) fn place(
         .enumerate()
         .map(|(index, corners)| scale.written(index, corners))
         .collect();
-    keys.finish("", &mut Ignored::new())?;
+    keys.finish("objects.", ignored);
     replace(REF, refs, turns)?;
     replace(BOX, boxes?, turns)
 }

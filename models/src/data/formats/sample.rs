@@ -34,7 +34,7 @@ pub(super) struct Reader<'a> {
 
 impl<'a> Reader<'a> {
     pub(super) fn new(format: DataFormat, root: &'a Path) -> Self {
-        let ignored = Ignored::new();
+        let ignored = Ignored::default();
         Self {
             format,
             root,
@@ -59,7 +59,7 @@ impl<'a> Reader<'a> {
         let system = keys.take_one_of(&["system", "system_prompt"])?;
         let objects = keys.take("objects");
         let mut turns = self.turns(&mut keys)?;
-        keys.finish("", &mut self.ignored)?;
+        keys.finish("", &mut self.ignored);
         match system {
             None => {}
             Some((_, Value::String(_))) if turns.first().is_some_and(is_system) => {
@@ -69,6 +69,11 @@ impl<'a> Reader<'a> {
             Some((key, other)) => return Err(format!("{key:?} is {other}, not a text")),
         }
         let (images, conversations) = self.placed(given, turns, objects)?;
+        if let (Some(key), true) = (self.ignored.take_image(), images.is_empty()) {
+            return Err(format!(
+                "{key:?} names an image; images are given as \"images\""
+            ));
+        }
         Ok(RawSample {
             id,
             images,
@@ -110,7 +115,7 @@ impl<'a> Reader<'a> {
 
     /// Names and places the images, and writes the objects into the text.
     fn placed(
-        &self,
+        &mut self,
         given: Given,
         mut turns: Vec<Turn>,
         objects: Option<Value>,
@@ -133,7 +138,8 @@ impl<'a> Reader<'a> {
             Given::Named(named) => named.iter().map(|(_, path)| path.clone()).collect(),
         };
         if let Some(objects) = objects {
-            objects::place(objects, &paths, self.root, &mut messages)?;
+            let ignored = &mut self.ignored;
+            objects::place(objects, &paths, self.root, &mut messages, ignored)?;
         }
         let images = match given {
             Given::Named(named) => named,

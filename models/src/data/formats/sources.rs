@@ -148,7 +148,9 @@ fn entry(info: &Path, name: Option<&str>) -> Result<Located, DataError> {
         format: Some(described.format),
         columns: Some(described.columns),
         root,
-        ignored: ignored.map(|key| (format!("{name}.{key}"), 1)).collect(),
+        ignored: ignored
+            .map(|(key, count)| (format!("{name}.{key}"), count))
+            .collect(),
     })
 }
 
@@ -157,7 +159,7 @@ struct Described {
     file: PathBuf,
     format: DataFormat,
     columns: Columns,
-    ignored: Vec<String>,
+    ignored: Vec<(String, usize)>,
 }
 
 impl Described {
@@ -192,13 +194,13 @@ impl Described {
         };
         let columns = Columns::of(format, keys.take("columns"), keys.take("tags"));
         let columns = columns.map_err(|reason| keys.refusal(&reason))?;
-        let mut ignored = Ignored::new();
-        keys.finish("", &mut ignored)?;
+        let mut ignored = Ignored::default();
+        keys.finish("", &mut ignored);
         Ok(Self {
             file: file.into(),
             format,
             columns,
-            ignored: ignored.into_keys().collect(),
+            ignored: ignored.into_counts(),
         })
     }
 }

@@ -456,6 +456,20 @@ fn keys_without_effect_are_counted_and_dangerous_ones_refused() {
     assert_eq!(ignored, [("<video> in a text".to_owned(), 1)]);
 }
 
+#[test]
+fn an_unknown_key_may_name_an_image_beside_those_of_the_sample() {
+    let turns =
+        r#""messages": [{"role": "user", "content": [{"type": "text", "text": "q", "cache": 1}]}]"#;
+    let error = only(&format!("{{{turns}, \"mask\": \"m.png\"}}")).unwrap_err();
+    assert!(error.contains("\"mask\" names an image"), "{error}");
+    let (_, ignored) = only(&format!(
+        "{{{turns}, \"mask\": \"m.png\", \"image\": \"a.png\"}}"
+    ))
+    .unwrap();
+    let expected = ["mask", "turns[].content[].cache"].map(|key| (key.to_owned(), 1));
+    assert_eq!(ignored, expected);
+}
+
 fn turns_of(sample: &RawSample) -> Vec<&str> {
     turns(sample).into_iter().map(|(_, text)| text).collect()
 }

@@ -70,7 +70,7 @@ fn one(index: usize, turn: Value, ignored: &mut Ignored) -> Result<Turn, String>
         Some((key, other)) => return Err(keys.refusal(&format!("{key:?} is {other}, not a text"))),
         None => return Err(keys.refusal("missing field `role` or `from`")),
     };
-    let (content, inline) = content(&mut keys)?;
+    let (content, inline) = content(&mut keys, ignored)?;
     let mut turn = spoken(&role, content, &mut keys)?;
     turn.images.extend(inline);
     turn.message.unsupervised = !is_supervised(&mut keys)?;
@@ -96,15 +96,15 @@ fn one(index: usize, turn: Value, ignored: &mut Ignored) -> Result<Turn, String>
     refuse_tools(&mut keys)?;
     for mark in UNREAD {
         if turn.message.content.contains(mark) {
-            *ignored.entry(format!("{mark} in a text")).or_default() += 1;
+            ignored.count(format!("{mark} in a text"));
         }
     }
-    keys.finish("turns[].", ignored)?;
+    keys.finish("turns[].", ignored);
     Ok(turn)
 }
 
 /// The text of a turn, and the images given inside of it.
-fn content(keys: &mut Keys) -> Result<(String, Vec<PathBuf>), String> {
+fn content(keys: &mut Keys, ignored: &mut Ignored) -> Result<(String, Vec<PathBuf>), String> {
     let mut content = keys.take_any("content");
     if let Some(value) = keys.take_any("value") {
         if content.is_some() {
@@ -114,14 +114,14 @@ fn content(keys: &mut Keys) -> Result<(String, Vec<PathBuf>), String> {
     }
     match content {
         Some(Value::String(text)) => Ok((escaped(text), Vec::new())),
-        Some(Value::Array(parts)) => joined(parts).map_err(|reason| keys.refusal(&reason)),
+        Some(Value::Array(parts)) => joined(parts, ignored).map_err(|reason| keys.refusal(&reason)),
         Some(other) => Err(keys.refusal(&format!("the content is {other}, not a text"))),
         None => Err(keys.refusal("missing field `content` or `value`")),
     }
 }
 
 /// The text of typed parts. An image leaves its mark where it stands.
-fn joined(parts: Vec<Value>) -> Result<(String, Vec<PathBuf>), String> {
+fn joined(parts: Vec<Value>, ignored: &mut Ignored) -> Result<(String, Vec<PathBuf>), String> {
     let mut text = String::new();
     let mut images = Vec::new();
     for (index, part) in parts.into_iter().enumerate() {
@@ -158,7 +158,7 @@ fn joined(parts: Vec<Value>) -> Result<(String, Vec<PathBuf>), String> {
                 return Err(keys.refusal(&format!("parts of the type {other:?} are not supported")));
             }
         }
-        keys.finish("content[].", &mut Ignored::new())?;
+        keys.finish("turns[].content[].", ignored);
     }
     Ok((text, images))
 }
