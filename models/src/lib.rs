@@ -23,6 +23,7 @@
 
 pub mod adapter;
 pub mod autograd;
+mod base64;
 pub mod batch;
 pub mod cogvlm;
 pub mod config;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Parser;
 
-use crate::config::{DataFormatChoice, TemplateChoice};
+use crate::config::{DataFormatChoice, ExifRotation, TemplateChoice};
 
 /// What the user typed after `launcher data check`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Parser)]
@@ -15,11 +15,23 @@ use crate::config::{DataFormatChoice, TemplateChoice};
     max_term_width = 100
 )]
 pub struct DataCheckArgs {
-    /// Samples, in one of the forms of --data-format
+    /// Samples, in one of the forms of --data-format; several files are separated by commas
     pub file: Option<PathBuf>,
     /// Model directory whose tokenizer and image rules apply
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
+    /// Names of data sets in dataset_info.json (LLaMA-Factory), separated by commas
+    #[arg(long, value_name = "NAMES")]
+    pub dataset: Option<String>,
+    /// Directory of dataset_info.json; by default data
+    #[arg(long, value_name = "DIR")]
+    pub dataset_dir: Option<PathBuf>,
+    /// Directory at which relative paths of images start; by default beside each data file
+    #[arg(long, value_name = "DIR")]
+    pub image_dir: Option<PathBuf>,
+    /// Orientation in EXIF data: apply turns the image, ignore leaves it as published
+    #[arg(long, value_enum, value_name = "WHAT")]
+    pub exif_rotation: Option<ExifRotation>,
     /// Form of the data; auto looks at the content
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub data_format: Option<DataFormatChoice>,
@@ -31,6 +43,9 @@ pub struct DataCheckArgs {
     /// Supervise the token that ends an answer (GLM-4V)
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub train_on_turn_end: Option<bool>,
+    /// Allow samples without an image for CogAgent, as for training
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub text_without_cross: Option<bool>,
     /// Longest sample in tokens, as for training
     #[arg(long, value_name = "TOKENS")]
     pub model_max_length: Option<usize>,

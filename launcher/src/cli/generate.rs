@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Parser;
 
-use crate::config::{DataFormatChoice, PrecisionChoice, TemplateChoice};
+use crate::config::{DataFormatChoice, ExifRotation, PrecisionChoice, TemplateChoice};
 
 /// What the user typed after `launcher generate`.
 #[derive(Debug, Clone, Default, PartialEq, Parser)]
@@ -47,6 +47,9 @@ pub struct GenerateArgs {
     /// Number format of weights and activations; by default that of the model files
     #[arg(long, value_enum)]
     pub precision: Option<PrecisionChoice>,
+    /// Orientation in EXIF data: apply turns the image, ignore leaves it as published
+    #[arg(long, value_enum, value_name = "WHAT")]
+    pub exif_rotation: Option<ExifRotation>,
     /// Prompt template of CogVLM, CogVLM2 and CogAgent
     ///
     /// auto takes the template of the model directory.
@@ -81,6 +84,9 @@ pub struct EvalArgs {
     /// Samples with reference answers, in one of the forms of --data-format
     #[arg(long, value_name = "FILE")]
     pub data: Option<PathBuf>,
+    /// Directory at which relative paths of images start; by default beside the data file
+    #[arg(long, value_name = "DIR")]
+    pub image_dir: Option<PathBuf>,
     /// Also write the result, with every answer, to this file
     #[arg(long, value_name = "FILE")]
     pub output: Option<PathBuf>,
@@ -102,6 +108,9 @@ pub struct EvalArgs {
     /// Form of the data; auto looks at the content
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub data_format: Option<DataFormatChoice>,
+    /// Orientation in EXIF data: apply turns the image, ignore leaves it as published
+    #[arg(long, value_enum, value_name = "WHAT")]
+    pub exif_rotation: Option<ExifRotation>,
     /// Prompt template of CogVLM, CogVLM2 and CogAgent
     ///
     /// auto takes the template of the model directory.

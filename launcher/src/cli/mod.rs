@@ -29,8 +29,8 @@ use std::path::PathBuf;
 use clap::Parser;
 
 use crate::config::{
-    Collectives, CudaGraph, DataFormatChoice, DeviceChoice, Every, Fault, GradDtype, InitChoice,
-    LrScale, NvmeIo, Offload, OptimizerInBackward, OptimizerInForward, PrecisionChoice,
+    Collectives, CudaGraph, DataFormatChoice, DeviceChoice, Every, ExifRotation, Fault, GradDtype,
+    InitChoice, LrScale, NvmeIo, Offload, OptimizerInBackward, OptimizerInForward, PrecisionChoice,
     PrefetchWeights, PureBf16Moments, PureBf16Weights, Recompute, ReportTo, RopeChoice, Scheduler,
     SchedulerKwargs, Strategy, TemplateChoice, Workers,
 };
@@ -73,14 +73,31 @@ pub struct Args {
     /// Model directory: config.json, tokenizer, safetensors
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub model: Option<PathBuf>,
-    /// Training samples: a file or directory
+    /// Training samples: files or directories, separated by commas
     ///
-    /// Its form is one of --data-format.
+    /// Their form is one of --data-format.
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub data: Option<PathBuf>,
     /// Held-out samples, in the same forms as --data
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub eval_data: Option<PathBuf>,
+    /// Names of data sets in dataset_info.json (LLaMA-Factory), separated by commas
+    ///
+    /// It stands for --data. A name that is a path is that file.
+    #[arg(long, value_name = "NAMES", help_heading = "Model and data")]
+    pub dataset: Option<String>,
+    /// Directory of dataset_info.json; by default data
+    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    pub dataset_dir: Option<PathBuf>,
+    /// Directory at which relative paths of images start; by default beside each data file
+    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    pub image_dir: Option<PathBuf>,
+    /// Orientation in EXIF data: apply turns the image, ignore leaves it as published
+    #[arg(long, value_enum, value_name = "WHAT", help_heading = "Model and data")]
+    pub exif_rotation: Option<ExifRotation>,
+    /// Names of held-out data sets in dataset_info.json, as --dataset
+    #[arg(long, value_name = "NAMES", help_heading = "Model and data")]
+    pub eval_dataset: Option<String>,
     /// Directory of the run: logs, reports, checkpoints
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub output: Option<PathBuf>,
@@ -556,10 +573,13 @@ pub struct DoctorArgs {
 
 /// Other names of this program's flags: (other name in snake_case, flag). First the names of other trainers,
 /// then those of earlier versions of this program.
-pub const ALIASES: [(&str, &str); 21] = [
+pub const ALIASES: [(&str, &str); 24] = [
     ("model_name_or_path", "model"),
     ("data_path", "data"),
     ("eval_data_path", "eval-data"),
+    ("media_dir", "image-dir"),
+    ("image_folder", "image-dir"),
+    ("image_root", "image-dir"),
     ("output_dir", "output"),
     ("lora_r", "lora-rank"),
     ("lora_modules_to_save", "modules-to-save"),
@@ -798,9 +818,9 @@ mod tests {
         names.sort_unstable();
         assert_eq!(
             names.join(" "),
-            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers deepspeed defaults device \
-             device-memory-limit elastic error-format eval-data eval-steps eval-strategy exclude find-batch fp16 freeze global-batch-size grad-dtype \
-             gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis image-max-pixels image-min-pixels include init initial-scale-power inject learning-rate \
+            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers dataset dataset-dir deepspeed defaults device \
+             device-memory-limit elastic error-format eval-data eval-dataset eval-steps eval-strategy exclude exif-rotation find-batch fp16 freeze global-batch-size grad-dtype \
+             gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis image-folder image-max-pixels image-min-pixels include init initial-scale-power inject learning-rate \
              limit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
              lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps min-loss-scale model \
              model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \

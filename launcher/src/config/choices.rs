@@ -84,6 +84,10 @@ pub enum DataFormatChoice {
     Messages,
     /// `{conversations: [{from, value}], images}`.
     Sharegpt,
+    /// `{instruction, input, output, images}`.
+    Alpaca,
+    /// `{query, response, images}`.
+    QueryResponse,
     /// A directory with `images/` and `labels_*/`.
     CogvlmSft,
     /// A directory of images named by their labels.
@@ -100,10 +104,23 @@ impl DataFormatChoice {
             Self::Glm4v => Some(DataFormat::Glm4v),
             Self::Messages => Some(DataFormat::Messages),
             Self::Sharegpt => Some(DataFormat::ShareGpt),
+            Self::Alpaca => Some(DataFormat::Alpaca),
+            Self::QueryResponse => Some(DataFormat::QueryResponse),
             Self::CogvlmSft => Some(DataFormat::CogvlmSft),
             Self::Captcha => Some(DataFormat::Captcha),
         }
     }
+}
+
+/// `--exif-rotation`: what becomes of the orientation that an image's EXIF data states.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ExifRotation {
+    /// The image is turned as it says.
+    Apply,
+    /// The image stays as it is stored, as in the published training code.
+    #[default]
+    Ignore,
 }
 
 /// `--template`: prompt template of CogVLM, CogVLM2 and CogAgent.

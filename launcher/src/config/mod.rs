@@ -21,14 +21,15 @@ mod schedule;
 pub(crate) mod words;
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use models::Family;
 use serde::{Deserialize, Serialize};
 
 pub use choices::{
-    Cadence, CudaGraph, DataFormatChoice, Device, DeviceChoice, Every, InitChoice, LrScale,
-    PrecisionChoice, Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice, Workers,
+    Cadence, CudaGraph, DataFormatChoice, Device, DeviceChoice, Every, ExifRotation, InitChoice,
+    LrScale, PrecisionChoice, Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice,
+    Workers,
 };
 pub use collectives::Collectives;
 pub(crate) use defaults::DEVICE;
@@ -59,10 +60,13 @@ pub enum Source {
     Files {
         /// Model directory.
         model: PathBuf,
-        /// File or directory of training samples.
+        /// Files or directories of training samples, separated by commas.
         data: PathBuf,
         /// File or directory of held-out samples, if there are any.
         eval_data: Option<PathBuf>,
+        /// Directory at which relative paths of images start; `None` is beside each file.
+        #[serde(default)]
+        image_dir: Option<PathBuf>,
     },
 }
 
@@ -172,6 +176,9 @@ pub struct SampleRules {
     pub train_on_turn_end: bool,
     /// For CogAgent: whether samples without an image are accepted. Such samples skip its cross attention.
     pub text_without_cross: bool,
+    /// What becomes of the orientation that EXIF data states.
+    #[serde(default)]
+    pub exif_rotation: ExifRotation,
 }
 
 /// Selection of the parts of the model to train. The resampler has no switch: without `train` it is trained
@@ -454,6 +461,14 @@ impl RunConfig {
         match &self.source {
             Source::Demo { directory } => Some(directory.join(demo::HELD_OUT_FILE)),
             Source::Files { eval_data, .. } => eval_data.clone(),
+        }
+    }
+
+    /// Directory at which relative paths of images start. `None` is beside each data file.
+    pub fn image_dir(&self) -> Option<&Path> {
+        match &self.source {
+            Source::Demo { .. } => None,
+            Source::Files { image_dir, .. } => image_dir.as_deref(),
         }
     }
 

@@ -8,7 +8,8 @@ use models::Processor;
 use models::SampleInput;
 use models::data::{EncodeOptions, EncodedPrompt, PlaceholderStyle, RawSample, SampleError};
 use models::generate::Prompt;
-use models::image::ImageFolder;
+use models::image::{ImageFolder, short_path};
+use models::text::literal::shown;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -54,13 +55,18 @@ impl Question {
         index: usize,
         options: &EncodeOptions,
     ) -> Result<Self, Failure> {
-        let reference = sample.answer().unwrap_or_default().trim().to_owned();
+        let reference = shown(sample.answer().unwrap_or_default());
+        let reference = reference.trim().to_owned();
         let tokens = processor.tokenizer().encode(&reference);
         let tokens = tokens.map_err(|e| sample_failure(index, &SampleError::from(e)))?;
         let encoded = processor
             .encode_prompt(sample, images, options, PlaceholderStyle::Training)
             .map_err(|e| sample_failure(index, &e))?;
         let place = |(_, path): &(String, PathBuf)| {
+            let short = short_path(path);
+            if short != *path {
+                return short;
+            }
             let found = images.resolve(path).unwrap_or_else(|_| path.clone());
             std::path::absolute(&found).unwrap_or(found)
         };
@@ -118,9 +124,11 @@ fn asked(sample: &RawSample) -> String {
     let answered = usize::from(sample.answer().is_some());
     let turns = &sample.conversations[..sample.conversations.len() - answered];
     match turns {
-        [only] => only.content.clone(),
+        [only] => shown(&only.content).into_owned(),
         several => {
-            let line = several.iter().map(|t| format!("{}: {}", t.role, t.content));
+            let line = several
+                .iter()
+                .map(|t| format!("{}: {}", t.role, shown(&t.content)));
             line.collect::<Vec<_>>().join("\n")
         }
     }

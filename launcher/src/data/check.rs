@@ -1,11 +1,12 @@
 //! Check of every sample before training.
 
 use crate::config::RunConfig;
+use crate::data::losses::ImageLosses;
 use crate::data::problems::{self, Context, Problem};
-use crate::data::{self, Reading, SampleSet};
+use crate::data::{self, ReadSamples, Reading, SampleSet};
 use crate::error::{ErrorCode, Failure};
+use models::Processor;
 use models::data::{EncodeOptions, EncodedSample, RawSample, SampleSize};
-use models::{Family, Processor};
 use std::path::Path;
 
 /// Reads and checks the first `limit` samples of `path`. With `--skip-bad-samples`, unusable samples are left out.
@@ -23,6 +24,8 @@ pub(crate) fn check(
     let reading = Reading {
         path,
         format: config.samples.data_format,
+        images: config.image_dir(),
+        exif: config.samples.exif_rotation,
         limit,
     };
     let model = config.model_dir();
@@ -38,9 +41,13 @@ pub(crate) fn check_samples(
     options: &EncodeOptions,
     skip_bad: bool,
 ) -> Result<SampleSet, Failure> {
-    let (samples, images) = data::read(reading)?;
+    let ReadSamples {
+        samples,
+        images,
+        files,
+    } = data::read(reading)?;
     let path = reading.path;
-    let verdicts = data::verdicts(path, &samples, &images, processor, options);
+    let (verdicts, losses) = data::verdicts(&files, &samples, &images, processor, options);
     let bad: Vec<Problem> = verdicts
         .iter()
         .filter_map(|v| v.as_ref().err().cloned())
@@ -81,6 +88,8 @@ pub(crate) fn check_samples(
         sizes,
         problems: bad,
         image_count,
+        files,
+        losses,
     })
 }
 
@@ -95,9 +104,15 @@ pub(crate) fn load(
     if config.batch.skip_bad_samples {
         return check(config, path, limit, processor);
     }
-    let (samples, images) = data::read(Reading {
+    let ReadSamples {
+        samples,
+        images,
+        files,
+    } = data::read(Reading {
         path,
         format: config.samples.data_format,
+        images: config.image_dir(),
+        exif: config.samples.exif_rotation,
         limit,
     })?;
     Ok(SampleSet {
@@ -107,26 +122,9 @@ pub(crate) fn load(
         sizes: Vec::new(),
         problems: Vec::new(),
         image_count: 0,
+        files,
+        losses: ImageLosses::default(),
     })
-}
-
-/// Refuses samples without an image for CogAgent, unless `--text-without-cross` allows them.
-///
-/// # Errors
-/// A sample without an image exists (exit 3). CogAgent's cross attention needs an image in every layer.
-pub(crate) fn text_only(config: &RunConfig, set: &SampleSet) -> Result<(), Failure> {
-    let agent = Family::of(&config.model_dir()).is_ok_and(|family| family == Family::CogAgent);
-    let without = set.samples.iter().position(|s| s.images.is_empty());
-    let Some(index) = without.filter(|_| agent && !config.samples.text_without_cross) else {
-        return Ok(());
-    };
-    Err(Failure::new(
-        ErrorCode::Samples,
-        "some samples for CogAgent have no image",
-        "its cross attention reads an image in every layer, and the published code refuses such samples",
-    )
-    .evidence(format!("the first is sample {}", set.index_in_file(index)))
-    .next("use --text-without-cross true to skip the cross attention for them, or give each sample an image"))
 }
 
 /// Encodes the largest possible micro-batch: the samples with the most tokens plus image patches.
@@ -169,5 +167,6 @@ pub(crate) fn encode_options(config: &RunConfig) -> EncodeOptions {
         image_min_pixels: config.batch.image_min_pixels,
         prompt: config.samples.template.style(),
         train_on_turn_end: config.samples.train_on_turn_end,
+        text_without_cross: config.samples.text_without_cross,
     }
 }

@@ -2,12 +2,13 @@
 
 pub(crate) mod answers;
 pub(crate) mod check;
-pub(crate) mod lines;
+pub(crate) mod files;
 mod loader;
+pub(crate) mod losses;
 pub(crate) mod problems;
 mod sampler;
 mod samples;
 
 pub use loader::{Loader, LoaderOptions, Prepared};
 pub use sampler::{Sampler, SamplerSizes};
-pub(crate) use samples::{Reading, SampleSet, encode_in_order, read, verdicts};
+pub(crate) use samples::{ReadSamples, Reading, SampleSet, encode_in_order, read, verdicts};

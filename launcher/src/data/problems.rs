@@ -1,7 +1,7 @@
 //! Problems of samples that cannot be used, with enough detail to fix them.
 
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use models::Processor;
 use models::data::{EncodeOptions, RawSample, SampleError};
@@ -34,6 +34,8 @@ pub(crate) enum Kind {
     /// An image is missing or cannot be read.
     #[serde(rename = "picture")]
     Image,
+    /// The sample has no image, and the family needs one.
+    NoImage,
     /// Any other problem.
     Other,
 }
@@ -49,6 +51,7 @@ impl Kind {
             Self::Roles => "the turns or roles do not form a conversation".to_owned(),
             Self::Placeholders => "the text and the list of images disagree".to_owned(),
             Self::Image => "an image is missing or cannot be read".to_owned(),
+            Self::NoImage => "no image, which the model's cross attention needs".to_owned(),
             Self::Other => "other reasons".to_owned(),
         }
     }
@@ -57,8 +60,11 @@ impl Kind {
 /// Why one sample cannot be used. It is one row of `data_problems.jsonl`.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Problem {
-    /// Index in the data file, from 0.
+    /// Index in the data files, from 0.
     pub(crate) index: usize,
+    /// The data file, if the samples are from several.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) file: Option<PathBuf>,
     /// Line in the data file on which the sample begins, from 1.
     pub(crate) line: Option<usize>,
     /// Id that the data file gives the sample, if any.
@@ -84,6 +90,7 @@ impl Problem {
         }
         Self {
             index,
+            file: None,
             line: None,
             id: sample.id.clone(),
             code,
@@ -97,6 +104,7 @@ impl Problem {
     pub(crate) fn image(index: usize, sample: &RawSample, problem: String) -> Self {
         Self {
             index,
+            file: None,
             line: None,
             id: sample.id.clone(),
             code: ErrorCode::DataFile,
@@ -139,9 +147,12 @@ impl Problem {
 
     /// Text such as `line 18, sample 3 (id a): what is wrong`.
     pub(crate) fn describe(&self) -> String {
+        let file = self.file.as_ref();
+        let file = file.map_or_else(String::new, |file| format!("{} ", file.display()));
         let line = self
             .line
             .map_or_else(String::new, |line| format!("line {line}, "));
+        let line = file + &line;
         let id = self.id.as_deref().unwrap_or("-");
         format!("{line}sample {} (id {id}): {}", self.index, self.problem)
     }
@@ -153,6 +164,7 @@ pub(crate) fn classify(error: &SampleError) -> (ErrorCode, Kind) {
         SampleError::MorePlaceholdersThanImages { .. }
         | SampleError::UnknownPlaceholder { .. }
         | SampleError::UnusedImage { .. }
+        | SampleError::LaterImage { .. }
         | SampleError::TooManyImages { .. } => (ErrorCode::Placeholders, Kind::Placeholders),
         SampleError::Image { .. } | SampleError::AspectRatio { .. } => {
             (ErrorCode::DataFile, Kind::Image)
@@ -165,11 +177,14 @@ pub(crate) fn classify(error: &SampleError) -> (ErrorCode, Kind) {
         SampleError::UnpairedImageMarkers { tokens, kept, .. } if kept < tokens => {
             (ErrorCode::Samples, Kind::TooLong)
         }
-        SampleError::NoSupervisedToken { .. } | SampleError::NoAssistantTurn { .. } => {
-            (ErrorCode::Samples, Kind::NoAnswer)
-        }
+        SampleError::NoSupervisedToken { .. }
+        | SampleError::NoAssistantTurn { .. }
+        | SampleError::NoSupervisedTurn { .. } => (ErrorCode::Samples, Kind::NoAnswer),
+        SampleError::NoImage => (ErrorCode::Samples, Kind::NoImage),
         SampleError::TooFewTurns { .. }
         | SampleError::FirstRoleNotUser { .. }
+        | SampleError::Metadata { .. }
+        | SampleError::TurnOrder { .. }
         | SampleError::UnknownRole { .. } => (ErrorCode::Samples, Kind::Roles),
         _ => (ErrorCode::Samples, Kind::Other),
     }
@@ -268,6 +283,11 @@ pub(crate) fn remedies(context: &Context<'_>, problems: &[Problem]) -> Vec<Strin
         .filter(|problem| problem.kind == Kind::TooLong)
         .collect();
     let mut lines = Vec::new();
+    if problems.iter().any(|problem| problem.kind == Kind::NoImage) {
+        let text =
+            "--text-without-cross true skips the cross attention for samples without an image";
+        lines.push(text.to_owned());
+    }
     if let Some(longest) = long.iter().filter_map(|problem| problem.tokens).max() {
         let step = if longest < 1024 { 64 } else { 1024 };
         lines.push(format!(

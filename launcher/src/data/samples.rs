@@ -4,13 +4,19 @@ use crate::error::{ErrorCode, Failure, chain};
 use std::path::Path;
 
 use models::Processor;
-use models::data::{EncodeOptions, EncodedSample, RawSample, SampleSize, read_samples_as};
+use models::data::{
+    DataError, DataFormat, EncodeOptions, EncodedSample, RawSample, SampleSize, read_datasets,
+};
 use models::image::{ImageFolder, ImageSource};
 use rayon::prelude::*;
 
-use super::lines;
+use super::files::{DataFile, Places, relocated};
+use super::losses::ImageLosses;
 use super::problems::Problem;
-use crate::config::DataFormatChoice;
+use crate::config::{DataFormatChoice, ExifRotation};
+
+/// Bytes at the beginning of a file that is no valid JSON in which words of a form are looked for.
+const LOOKED_AT_BYTES: usize = 4096;
 
 /// Usable samples of one data file, with the directory of their images and the results of the check.
 #[derive(Debug)]
@@ -27,6 +33,10 @@ pub(crate) struct SampleSet {
     pub(crate) problems: Vec<Problem>,
     /// Number of images of all usable samples together; 0 if they were not counted.
     pub(crate) image_count: usize,
+    /// Files that the samples were read from.
+    pub(crate) files: Vec<DataFile>,
+    /// Images of which the model sees less than their files hold; none were counted without a check.
+    pub(crate) losses: ImageLosses,
 }
 
 impl SampleSet {
@@ -34,67 +44,161 @@ impl SampleSet {
     pub(crate) fn index_in_file(&self, index: usize) -> usize {
         self.kept.get(index).copied().unwrap_or(index)
     }
+
+    /// Lines about the files: the form of each, and its keys without effect.
+    pub(crate) fn lines(&self) -> Vec<String> {
+        let files = self.files.iter();
+        files
+            .flat_map(|file| std::iter::once(file.form()).chain(file.without_effect()))
+            .chain(self.losses.lines())
+            .collect()
+    }
 }
 
-/// A data file or directory, and how much of it to read.
+/// Data files or directories, and how much of them to read.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Reading<'a> {
-    /// Path of the file or directory.
+    /// Paths of the files or directories, separated by commas.
     pub(crate) path: &'a Path,
-    /// Format of the file or directory; `Auto` detects it.
+    /// Format of the files or directories; `Auto` detects it.
     pub(crate) format: DataFormatChoice,
+    /// Directory at which relative paths of images start; `None` is beside each file.
+    pub(crate) images: Option<&'a Path>,
+    /// What becomes of the orientation of images.
+    pub(crate) exif: ExifRotation,
     /// Maximum number of samples to read, from the start.
     pub(crate) limit: Option<usize>,
 }
 
-/// Reads samples. Relative paths of images start at the file's directory, or at the directory itself.
+/// Samples as they were read.
+#[derive(Debug)]
+pub(crate) struct ReadSamples {
+    pub(crate) samples: Vec<RawSample>,
+    /// Directory at which relative image paths of the samples start.
+    pub(crate) images: ImageFolder,
+    pub(crate) files: Vec<DataFile>,
+}
+
+/// Reads samples. Relative paths of images start at `reading.images`, at the file's directory, or at the directory
+/// itself.
 ///
 /// # Errors
 /// When the data cannot be read or has no samples (exit 3).
-pub(crate) fn read(reading: Reading<'_>) -> Result<(Vec<RawSample>, ImageFolder), Failure> {
-    let Reading {
-        path,
-        format,
-        limit,
-    } = reading;
-    let refuse = |cause: String| {
-        let next = if path.exists() {
-            "use a JSON list of {id, image, conversations: [{role, content}]}, the format of MiniCPM-V fine-tuning, or give another format with --data-format"
-        } else {
-            "check the path; relative paths start at the current directory"
-        };
-        let title = format!("cannot read {}", path.display());
-        Failure::new(ErrorCode::DataFile, title, cause).next(next)
+pub(crate) fn read(reading: Reading<'_>) -> Result<ReadSamples, Failure> {
+    let format = reading.format.format();
+    let sets = read_datasets(reading.path, format, reading.images);
+    let sets = sets.map_err(|error| refusal(reading.path, format, &error))?;
+    let files = sets.iter().map(|set| DataFile::of(set, format)).collect();
+    let (mut samples, root) = match <[_; 1]>::try_from(sets) {
+        Ok([only]) => (only.samples, only.root),
+        Err(sets) => (sets.into_iter().flat_map(relocated).collect(), ".".into()),
     };
-    let dataset = read_samples_as(path, format.format()).map_err(|e| refuse(chain(&e)))?;
-    let mut samples = dataset.samples;
-    samples.truncate(limit.unwrap_or(usize::MAX));
-    Ok((samples, ImageFolder::new(dataset.root)))
+    samples.truncate(reading.limit.unwrap_or(usize::MAX));
+    Ok(ReadSamples {
+        samples,
+        images: ImageFolder::new(root).upright(reading.exif == ExifRotation::Apply),
+        files,
+    })
 }
 
-/// Size of every sample, or why it cannot be used. Each image is decoded once, so damaged content is found before
+/// Why data cannot be read, with the form that it looks like.
+fn refusal(path: &Path, format: Option<DataFormat>, error: &DataError) -> Failure {
+    let title = format!("cannot read {}", path.display());
+    let failure = Failure::new(ErrorCode::DataFile, title, chain(error));
+    let forms = || {
+        let all = DataFormat::ALL.iter();
+        let all: Vec<String> = all
+            .map(|format| format!("{} {}", format.name(), format.shape()))
+            .collect();
+        all.join("; ")
+    };
+    match error {
+        DataError::Read { path, .. } if !path.exists() => {
+            failure.next("check the path; relative paths start at the current directory")
+        }
+        DataError::Json { path, reason, .. } => {
+            let failure = match syntax_hint(reason) {
+                Some(hint) => failure.next(hint),
+                None => failure,
+            };
+            match format.or_else(|| looks_like(path)) {
+                Some(form) => failure.next(format!(
+                    "the file looks like the form {}: {}; --data-format names another",
+                    form.name(),
+                    form.shape()
+                )),
+                None => failure.next(format!("write the samples in one of the forms {}", forms())),
+            }
+        }
+        DataError::UnknownFormat { .. } => {
+            failure.next(format!("write the samples in one of the forms {}", forms()))
+        }
+        DataError::AmbiguousFormat { .. } => failure.next(
+            "give the file or directory that holds the samples, or its form with --data-format",
+        ),
+        _ => failure.next("give a file or directory that holds samples"),
+    }
+}
+
+/// The form of the file `path` by its first sample, otherwise by the words at its beginning.
+fn looks_like(path: &Path) -> Option<DataFormat> {
+    if let Ok(format) = models::data::detect(path) {
+        return Some(format);
+    }
+    let text = std::fs::read(path).ok()?;
+    let start = String::from_utf8_lossy(&text[..text.len().min(LOOKED_AT_BYTES)]);
+    let words = |words: &[&str]| words.iter().all(|word| start.contains(word));
+    [
+        (&["conversations", "from"][..], DataFormat::ShareGpt),
+        (&["conversations"], DataFormat::Minicpm),
+        (&["messages"], DataFormat::Messages),
+        (&["instruction", "output"], DataFormat::Alpaca),
+        (&["query", "response"], DataFormat::QueryResponse),
+    ]
+    .into_iter()
+    .find_map(|(all, format)| words(all).then_some(format))
+}
+
+/// What JSON demands, if the parser stopped at something that other languages allow, or within an entry.
+fn syntax_hint(reason: &str) -> Option<&'static str> {
+    let begins = |words: &[&str]| words.iter().any(|word| reason.starts_with(word));
+    if begins(&["expected value", "trailing comma", "key must be a string"]) {
+        return Some("JSON writes texts in double quotes, and no comma after the last entry");
+    }
+    let split = begins(&["EOF while parsing"]);
+    split.then_some("samples are a JSON list, or one object on each line")
+}
+
+/// Size of every sample, or why it cannot be used, and what its images lose. Each image is decoded once, so damaged content is found before
 /// training and not at step 8000.
 pub(crate) fn verdicts(
-    path: &Path,
+    files: &[DataFile],
     samples: &[RawSample],
     images: &ImageFolder,
     processor: &dyn Processor,
     options: &EncodeOptions,
-) -> Vec<Result<SampleSize, Problem>> {
-    let mut verdicts: Vec<_> = samples
+) -> (Vec<Result<SampleSize, Problem>>, ImageLosses) {
+    let (mut verdicts, losses): (Vec<_>, Vec<ImageLosses>) = samples
         .par_iter()
         .enumerate()
-        .map(|(index, sample)| verdict(index, sample, images, processor, options))
-        .collect();
+        .map(|(index, sample)| {
+            let mut losses = ImageLosses::default();
+            let verdict = verdict(index, sample, images, processor, options, &mut losses);
+            (verdict, losses)
+        })
+        .unzip();
     if verdicts.iter().any(Result::is_err) {
-        // The file was read before. If it cannot be read again, the line numbers stay unknown.
-        let lines =
-            std::fs::read(path).map_or_else(|_| Vec::new(), |text| lines::of_samples(&text));
+        let places = Places::of(files);
         for problem in verdicts.iter_mut().filter_map(|v| v.as_mut().err()) {
-            problem.line = lines.get(problem.index).copied();
+            (problem.file, problem.line) = places.at(problem.index);
         }
     }
-    verdicts
+    (
+        verdicts,
+        losses
+            .into_iter()
+            .fold(ImageLosses::default(), ImageLosses::with),
+    )
 }
 
 fn verdict(
@@ -103,6 +207,7 @@ fn verdict(
     images: &ImageFolder,
     processor: &dyn Processor,
     options: &EncodeOptions,
+    losses: &mut ImageLosses,
 ) -> Result<SampleSize, Problem> {
     let size = processor
         .measure(sample, images, options)
@@ -113,6 +218,7 @@ fn verdict(
         images
             .load(image)
             .map_err(|error| Problem::image(index, sample, chain(&error)))?;
+        losses.add(image, images.losses(image).unwrap_or_default());
     }
     Ok(size)
 }

@@ -7,6 +7,7 @@ use super::{
     settle, spill_directories, suggestion,
 };
 use crate::config::{Device, Found, RunConfig, RunPlan, check_faults, fault_lines};
+use crate::data::files::DataFile;
 use crate::data::{SampleSet, check};
 use crate::error::Failure;
 use crate::error::failures::unusable;
@@ -36,7 +37,7 @@ pub(crate) fn prepare(
         None => None,
     };
     for set in std::iter::once(&train).chain(&eval) {
-        check::text_only(draft, set)?;
+        show_files(set, show);
     }
     let mut draft = draft.clone();
     if draft.batch.find_batch {
@@ -93,6 +94,19 @@ pub(crate) fn prepare(
     let taken = settled.spare.and_then(|spare| spare.taken);
     let suggestions = suggestion::later(&settled.run, train.by_size(), taken);
     Ok((settled.run, suggestions))
+}
+
+/// Shows the form of each file, and what of it the model does not see.
+fn show_files(set: &SampleSet, show: &mut dyn FnMut(Event)) {
+    for file in &set.files {
+        let label = "form".into();
+        let text = file.form();
+        show(Event::Info { label, text });
+    }
+    let ignored = set.files.iter().filter_map(DataFile::without_effect);
+    for text in ignored.chain(set.losses.lines()) {
+        show(Event::Warning { text });
+    }
 }
 
 /// Shows the result of planning: memory, formats, updates, trained parts and batch.

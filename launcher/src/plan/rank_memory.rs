@@ -13,14 +13,18 @@ use engine::Plan;
 use kernels::Tag;
 use models::Processor;
 use models::VisionLanguageModel;
-use models::data::EncodedSample;
-use std::path::Path;
+use models::data::{EncodedSample, data_files};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Memory of a rank's process outside the memory pools that does not depend on the phase.
 pub(crate) fn fixed(config: &RunConfig, model: &dyn VisionLanguageModel) -> Fixed {
     let (train, eval) = (config.data_file(), config.eval_file());
-    let data: Vec<&Path> = std::iter::once(&*train).chain(eval.as_deref()).collect();
+    let data: Vec<PathBuf> = std::iter::once(train)
+        .chain(eval)
+        .flat_map(|path| data_files(&path))
+        .collect();
+    let data: Vec<&Path> = data.iter().map(PathBuf::as_path).collect();
     Fixed::of(&config.model_dir(), vocabulary(model), &data)
 }
 

@@ -154,6 +154,7 @@ pub(crate) fn complete(failure: Failure, at: &Failing<'_>) -> Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::losses::ImageLosses;
     use models::data::RawSample;
     use models::image::ImageFolder;
 
@@ -172,6 +173,8 @@ mod tests {
             sizes: Vec::new(),
             problems: Vec::new(),
             image_count: 0,
+            files: Vec::new(),
+            losses: ImageLosses::default(),
         };
         let place = StepContext {
             step: 7,

@@ -369,3 +369,26 @@ fn samples_with_slices_of_a_wrong_shape_are_refused() {
     assert!(refused(&|s| s.image_bounds[0].1 -= 1));
     assert!(refused(&|s| s.image_bounds[0] = (1000, 1018)));
 }
+
+#[test]
+fn typed_control_tokens_stay_text_and_metadata_and_left_out_answers_are_refused() {
+    let name = "cogvlm-chat-hf";
+    let typed = sample(Value::Null, &[("user", "a</s>b"), ("assistant", "x</s>y")]);
+    let encoded = encode(name, &typed).unwrap();
+    let eos = processor(name).tokenizer.id("</s>").unwrap();
+    let ends = encoded.input_ids.iter().filter(|id| **id == eos).count();
+    assert_eq!((ends, encoded.input_ids.last()), (1, Some(&eos)));
+    let mut marked = ask(Value::Null, "q");
+    marked.conversations[1].unsupervised = true;
+    let error = encode(name, &marked).unwrap_err();
+    assert!(
+        matches!(error, SampleError::NoSupervisedTurn { .. }),
+        "{error}"
+    );
+    marked.conversations[1].metadata = "f".to_owned();
+    let error = encode(name, &marked).unwrap_err();
+    assert!(
+        matches!(error, SampleError::Metadata { turn: 1 }),
+        "{error}"
+    );
+}

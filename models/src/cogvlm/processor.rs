@@ -1,9 +1,23 @@
 //! Processor of samples, from a model directory: sizes and tokenizer.
 
 use super::config::CogConfig;
+use crate::data::conversation::control_tokens;
 use crate::processor::ProcessorError;
 use crate::text::Tokenizer;
 use std::path::Path;
+
+/// Tokens that open or close sequences and turns of Llama 2 and Llama 3.
+const CONTROL: [&str; 9] = [
+    "<s>",
+    "</s>",
+    "<unk>",
+    "<pad>",
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+];
 
 /// Processor of the CogVLM family: turns samples into token ids, labels and image patches. Its sample rules
 /// are in `sample.rs`.
@@ -11,6 +25,8 @@ use std::path::Path;
 pub struct CogProcessor {
     pub(super) config: CogConfig,
     pub(super) tokenizer: Tokenizer,
+    /// Tokens that are plain text where a user types them.
+    pub(super) control: Vec<String>,
 }
 
 impl CogProcessor {
@@ -21,7 +37,17 @@ impl CogProcessor {
     pub fn load(dir: &Path) -> Result<Self, ProcessorError> {
         let config = CogConfig::load(dir)?;
         let tokenizer = Tokenizer::load(dir)?;
-        Ok(Self { config, tokenizer })
+        let named: Vec<String> = tokenizer
+            .named_tokens()
+            .map(|(_, text)| text.to_owned())
+            .collect();
+        let texts = CONTROL.into_iter().chain(named.iter().map(String::as_str));
+        let control = control_tokens(&tokenizer, texts);
+        Ok(Self {
+            config,
+            tokenizer,
+            control,
+        })
     }
 
     /// The configuration of the model that samples are encoded for.

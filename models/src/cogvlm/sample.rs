@@ -5,7 +5,9 @@
 
 use super::processor::CogProcessor;
 use super::prompt::Turns;
-use crate::data::conversation::{check_vocabulary, image_error, question, shifted, supervised};
+use crate::data::conversation::{
+    check_metadata, check_vocabulary, image_error, plain_text, question, shifted, supervised,
+};
 use crate::data::{
     EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, ImagePlan, PlaceholderStyle,
     PromptSource, PromptStyle, RawSample, SampleError, SampleSize, SampleTokens, Slice,
@@ -78,7 +80,14 @@ impl CogProcessor {
             });
         }
         self.check_markers(sample)?;
-        let plain = |i: usize| plain(&turns[i].content, sample);
+        check_metadata(turns)?;
+        if !asks && turns.last().is_some_and(|turn| turn.unsupervised) {
+            return Err(SampleError::NoSupervisedTurn { answers: 1 });
+        }
+        let plain = |i: usize| {
+            let text = plain(&turns[i].content, sample);
+            plain_text(&text, &self.control).into_owned()
+        };
         let last = (turns.len() - 1) / 2;
         Ok(Text {
             turns: Turns {
@@ -145,6 +154,10 @@ impl CogProcessor {
         sample: &RawSample,
         options: &EncodeOptions,
     ) -> Result<Tokens, SampleError> {
+        let needs_image = self.config.cross.is_some() && !options.text_without_cross;
+        if needs_image && sample.images.is_empty() {
+            return Err(SampleError::NoImage);
+        }
         let text = self.text(sample, false)?;
         let style = self.style(options);
         let (mut input_ids, image_bounds) = self.context(&text, sample.images.len(), style)?;

@@ -1,28 +1,44 @@
 //! Checks and labels that the sample rules of several families share.
 
+use std::borrow::Cow;
 use std::path::Path;
 
 use super::{IGNORED, RawSample, SampleError};
-use crate::image::ImageError;
-use crate::text::Message;
+use crate::image::{ImageError, short_path};
+use crate::text::literal::hide;
+use crate::text::{Message, Tokenizer};
 
-/// Whether a conversation may open with a system turn.
+/// Roles besides user and assistant that a family's template writes. A system turn comes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SystemTurn {
-    Allowed,
-    Refused,
+pub(crate) enum Roles {
+    System,
+    /// System, and what GLM-4 writes around calls of tools: metadata of answers, and turns of the role `observation`.
+    SystemAndTools,
 }
 
 /// Fails unless `turns` are a conversation to train on.
 ///
 /// # Errors
 /// As [`check_roles`], and when the assistant never speaks.
-pub(crate) fn check_turns(turns: &[Message], system: SystemTurn) -> Result<(), SampleError> {
-    check_roles(turns, 2, system)?;
-    if turns.iter().all(|turn| turn.role != "assistant") {
-        return Err(SampleError::NoAssistantTurn { turns: turns.len() });
+pub(crate) fn check_turns(turns: &[Message], roles: Roles) -> Result<(), SampleError> {
+    check_roles(turns, 2, roles)?;
+    check_answers(turns)
+}
+
+/// Fails unless the assistant speaks and one of its turns is in the loss.
+///
+/// # Errors
+/// [`SampleError::NoAssistantTurn`] or [`SampleError::NoSupervisedTurn`].
+pub(crate) fn check_answers(turns: &[Message]) -> Result<(), SampleError> {
+    let mut answers = turns.iter().filter(|turn| turn.role == "assistant");
+    match (
+        answers.clone().count(),
+        answers.any(|turn| !turn.unsupervised),
+    ) {
+        (0, _) => Err(SampleError::NoAssistantTurn { turns: turns.len() }),
+        (answers, false) => Err(SampleError::NoSupervisedTurn { answers }),
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 /// Fails unless `turns` are at least `needed` of user and assistant, the user's first; a system turn does not count.
@@ -32,10 +48,14 @@ pub(crate) fn check_turns(turns: &[Message], system: SystemTurn) -> Result<(), S
 pub(crate) fn check_roles(
     turns: &[Message],
     needed: usize,
-    system: SystemTurn,
+    roles: Roles,
 ) -> Result<(), SampleError> {
+    let tools = roles == Roles::SystemAndTools;
+    if !tools {
+        check_metadata(turns)?;
+    }
     let opens = turns.first().is_some_and(|turn| turn.role == "system");
-    let first = usize::from(opens && system == SystemTurn::Allowed);
+    let first = usize::from(opens);
     let spoken = &turns[first..];
     if spoken.len() < needed {
         return Err(SampleError::TooFewTurns {
@@ -48,7 +68,10 @@ pub(crate) fn check_roles(
             role: spoken[0].role.clone(),
         });
     }
-    let known = |turn: &Message| matches!(turn.role.as_str(), "user" | "assistant");
+    let known = |turn: &Message| match turn.role.as_str() {
+        "user" | "assistant" => true,
+        role => role == "observation" && tools,
+    };
     match spoken.iter().position(|turn| !known(turn)) {
         None => Ok(()),
         Some(turn) => Err(SampleError::UnknownRole {
@@ -56,6 +79,37 @@ pub(crate) fn check_roles(
             role: spoken[turn].role.clone(),
         }),
     }
+}
+
+/// Fails if a turn has metadata, which only the GLM-4 families write.
+///
+/// # Errors
+/// [`SampleError::Metadata`].
+pub(crate) fn check_metadata(turns: &[Message]) -> Result<(), SampleError> {
+    match turns.iter().position(|turn| !turn.metadata.is_empty()) {
+        None => Ok(()),
+        Some(turn) => Err(SampleError::Metadata { turn }),
+    }
+}
+
+/// Index of the user's first turn, before which an image without a mark stands.
+pub(crate) fn first_question(turns: &[Message]) -> usize {
+    let first = turns.iter().position(|turn| turn.role == "user");
+    first.unwrap_or(0)
+}
+
+/// `text` with each of `tokens` as plain text. The tokens that a user typed open or close no turn and stand for no image.
+pub(crate) fn plain_text<'t>(text: &'t str, tokens: &[String]) -> Cow<'t, str> {
+    hide(text, tokens)
+}
+
+/// Those of `texts` that are tokens of `tokenizer`.
+pub(crate) fn control_tokens<'t>(
+    tokenizer: &Tokenizer,
+    texts: impl IntoIterator<Item = &'t str>,
+) -> Vec<String> {
+    let known = texts.into_iter().filter(|text| tokenizer.id(text).is_ok());
+    known.map(str::to_owned).collect()
 }
 
 /// The turns of a sample without its last answer.
@@ -95,7 +149,7 @@ pub(crate) fn supervised(labels: &[i32]) -> usize {
 pub(crate) fn image_error(name: &str, path: &Path, source: ImageError) -> SampleError {
     SampleError::Image {
         name: name.to_owned(),
-        path: path.to_owned(),
+        path: short_path(path),
         source,
     }
 }
@@ -105,31 +159,45 @@ mod tests {
     use super::*;
 
     fn turns(roles: &[&str]) -> Vec<Message> {
-        let turn = |role: &&str| Message {
-            role: (*role).to_owned(),
-            content: String::new(),
-        };
+        let turn = |role: &&str| Message::new(*role, "");
         roles.iter().map(turn).collect()
     }
 
     #[test]
-    fn a_system_turn_may_come_first_where_it_is_allowed() {
-        let all = turns(&["system", "user", "assistant"]);
-        assert!(check_turns(&all, SystemTurn::Allowed).is_ok());
-        let refused = check_turns(&all, SystemTurn::Refused).unwrap_err();
-        assert!(matches!(refused, SampleError::FirstRoleNotUser { .. }));
-        let late = check_turns(
-            &turns(&["user", "assistant", "system"]),
-            SystemTurn::Allowed,
-        );
+    fn a_system_turn_comes_first_and_tools_are_known_where_the_template_writes_them() {
+        assert!(check_turns(&turns(&["system", "user", "assistant"]), Roles::System).is_ok());
+        let late = check_turns(&turns(&["user", "assistant", "system"]), Roles::System);
         assert!(matches!(
             late,
             Err(SampleError::UnknownRole { turn: 2, .. })
         ));
-        let alone = check_turns(&turns(&["system", "user"]), SystemTurn::Allowed);
+        let alone = check_turns(&turns(&["system", "user"]), Roles::System);
         assert!(matches!(
             alone,
             Err(SampleError::TooFewTurns { turns: 1, .. })
+        ));
+        let mut called = turns(&["user", "assistant", "observation", "assistant"]);
+        assert!(check_turns(&called, Roles::SystemAndTools).is_ok());
+        let unknown = check_turns(&called, Roles::System);
+        assert!(matches!(
+            unknown,
+            Err(SampleError::UnknownRole { turn: 2, .. })
+        ));
+        called[1].metadata = "f".to_owned();
+        let unknown = check_turns(&called, Roles::System);
+        assert!(matches!(unknown, Err(SampleError::Metadata { turn: 1 })));
+    }
+
+    #[test]
+    fn a_conversation_without_an_answer_in_the_loss_is_refused() {
+        let mut all = turns(&["user", "assistant", "user", "assistant"]);
+        all[1].unsupervised = true;
+        assert!(check_turns(&all, Roles::System).is_ok());
+        all[3].unsupervised = true;
+        let none = check_turns(&all, Roles::System);
+        assert!(matches!(
+            none,
+            Err(SampleError::NoSupervisedTurn { answers: 2 })
         ));
     }
 

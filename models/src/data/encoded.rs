@@ -23,6 +23,8 @@ pub struct EncodeOptions {
     /// Prompt template to use; `None` takes the model directory's. Only CogVLM, CogAgent and CogVLM2 have
     /// several.
     pub prompt: Option<PromptStyle>,
+    /// Whether CogAgent takes samples without an image, for which it skips its cross attention.
+    pub text_without_cross: bool,
 }
 
 /// Prompt template of a run, and the code base whose variant of it is used.
@@ -53,6 +55,7 @@ impl Default for EncodeOptions {
             image_min_pixels: None,
             train_on_turn_end: false,
             prompt: None,
+            text_without_cross: true,
         }
     }
 }

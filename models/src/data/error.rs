@@ -55,6 +55,24 @@ pub enum SampleError {
         /// Number of turns in the conversation.
         turns: usize,
     },
+    /// The data leaves every answer that the family learns out of the loss.
+    #[error("the data leaves all answers that the model would learn ({answers}) out of the loss")]
+    NoSupervisedTurn {
+        /// Number of answers that the family learns.
+        answers: usize,
+    },
+    /// A turn has metadata, e.g. the name of a called tool, which the family's template does not write.
+    #[error("turn {turn} has metadata or calls a tool, which the model's template cannot write")]
+    Metadata {
+        /// Index of the turn, from 0.
+        turn: usize,
+    },
+    /// An image stands after the user's first turn, in a family that takes it in that turn only.
+    #[error("the image stands in turn {turn}, the model takes it in the user's first turn only")]
+    LaterImage {
+        /// Index of the turn, from 0.
+        turn: usize,
+    },
     /// The text names an image the sample does not have.
     #[error("the text names {name} but the images are {known:?}")]
     UnknownPlaceholder {
@@ -87,6 +105,9 @@ pub enum SampleError {
         /// What is wrong with the file.
         source: ImageError,
     },
+    /// The sample has no image, and the family needs one.
+    #[error("the sample has no image, which the model's cross attention reads in every layer")]
+    NoImage,
     /// The sample has more images than the family takes.
     #[error("the sample has {images} images, the model takes at most {limit}")]
     TooManyImages {

@@ -4,6 +4,7 @@ pub(crate) mod conversation;
 mod encoded;
 mod error;
 mod formats;
+mod lines;
 mod raw;
 
 pub use encoded::{
@@ -11,5 +12,9 @@ pub use encoded::{
     PromptSource, PromptStyle, SampleSize, SampleTokens, Slice,
 };
 pub use error::SampleError;
-pub use formats::{DataFormat, Dataset, detect, read_samples_as};
-pub use raw::{DataError, RawSample, SINGLE_IMAGE, read_samples};
+pub use formats::{
+    DATASET_INFO, DataFormat, Dataset, data_files, data_parts, detect, read_datasets, read_samples,
+    read_samples_as,
+};
+pub use lines::sample_lines;
+pub use raw::{DataError, RawSample, SINGLE_IMAGE};

@@ -10,6 +10,11 @@ use crate::text::Message;
 static PLACES: LazyLock<Regex> =
     LazyLock::new(|| Regex::new(r"<image(_\d+)?>").expect("a constant pattern is valid"));
 
+/// Whether images may stand in a turn.
+pub(super) fn may_show(turn: &Message) -> bool {
+    matches!(turn.role.as_str(), "user" | "observation")
+}
+
 /// A part of the user's text.
 pub(super) enum Part<'a> {
     Text(&'a str),
@@ -26,8 +31,8 @@ pub(super) struct Images<'a> {
 
 impl<'a> Images<'a> {
     pub(super) fn new(sample: &'a RawSample, turns: &[Message]) -> Result<Self, SampleError> {
-        let of_user = turns.iter().filter(|turn| turn.role == "user");
-        let places: usize = of_user
+        let showing = turns.iter().filter(|turn| may_show(turn));
+        let places: usize = showing
             .map(|turn| PLACES.find_iter(&turn.content).count())
             .sum();
         let images = sample.images.len();

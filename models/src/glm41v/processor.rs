@@ -7,6 +7,7 @@ use serde::Deserialize;
 use super::config::{Glm41vConfig, MERGE};
 use super::resize::ImageLimits;
 use crate::config::{ConfigError, size, unsupported};
+use crate::data::conversation::control_tokens;
 use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor};
 use crate::text::{Tokenizer, TokenizerError};
 
@@ -124,6 +125,25 @@ impl RawProcessor {
         }
     }
 }
+/// Tokens that open or close turns, or stand for images and videos. `<think>` and the like are content.
+const CONTROL: [&str; 16] = [
+    "[gMASK]",
+    "[MASK]",
+    "[sMASK]",
+    "<sop>",
+    "<eop>",
+    "<|endoftext|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|begin_of_image|>",
+    "<|image|>",
+    "<|end_of_image|>",
+    "<|begin_of_video|>",
+    "<|video|>",
+    "<|end_of_video|>",
+];
 
 /// Ids of the tokens that the sample rules write or look for.
 #[derive(Clone, Copy, Debug)]
@@ -162,6 +182,8 @@ pub struct Glm41vProcessor {
     pub(super) config: ProcessorConfig,
     pub(super) tokenizer: Tokenizer,
     pub(super) ids: MarkerIds,
+    /// Tokens that are plain text where a user types them.
+    pub(super) control: Vec<String>,
     pub(super) stop_ids: Vec<i32>,
     pub(super) vocab_size: usize,
 }
@@ -191,6 +213,7 @@ impl Glm41vProcessor {
         }
         Ok(Self {
             config,
+            control: control_tokens(&tokenizer, CONTROL),
             tokenizer,
             ids,
             stop_ids,

@@ -1,6 +1,6 @@
 //! Sample rules: a raw sample to token ids, labels, places of images and patches.
 //!
-//! Text: `[gMASK]<sop>`, then `<|role|>`, a line break and the content of every turn; after the last answer
+//! Text: `[gMASK]<sop>`, then `<|role|>`, the metadata, a line break and the content of every turn; after the last answer
 //! `<|endoftext|>`. An image replaces each `<image>` in the user's text: unnamed ones in the order of the sample, named ones
 //! (`<image_01>`) by name. A single image that the text never names comes before all text.
 //!
@@ -10,11 +10,11 @@
 use std::ops::Range;
 
 use super::config::MERGE;
-use super::images::{Images, Part};
+use super::images::{Images, Part, may_show};
 use super::processor::{Glm41vProcessor, marker};
 use super::resize::{ImageLimits, smart_resize};
 use crate::data::conversation::{
-    SystemTurn, check_roles, check_turns, check_vocabulary, image_error, question, shifted,
+    Roles, check_roles, check_turns, check_vocabulary, image_error, plain_text, question, shifted,
     supervised,
 };
 use crate::data::{
@@ -72,7 +72,7 @@ impl Processor for Glm41vProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<EncodedSample, SampleError> {
-        check_turns(&sample.conversations, SystemTurn::Allowed)?;
+        check_turns(&sample.conversations, Roles::SystemAndTools)?;
         let (plans, slices) = self.cut(sample, images, options)?;
         let tokens = self.training(sample, &plans, options)?;
         Ok(EncodedSample {
@@ -90,7 +90,7 @@ impl Processor for Glm41vProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<SampleSize, SampleError> {
-        check_turns(&sample.conversations, SystemTurn::Allowed)?;
+        check_turns(&sample.conversations, Roles::SystemAndTools)?;
         let plans = self.plan_all(sample, images, options)?;
         let tokens = self.training(sample, &plans, options)?;
         let image_tokens = tokens.bounds.iter().map(|(start, end)| end - start).sum();
@@ -110,7 +110,7 @@ impl Processor for Glm41vProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<SampleTokens, SampleError> {
-        check_turns(&sample.conversations, SystemTurn::Allowed)?;
+        check_turns(&sample.conversations, Roles::SystemAndTools)?;
         let plans = self.plan_all(sample, images, options)?;
         let tokens = self.training(sample, &plans, options)?;
         Ok(SampleTokens {
@@ -130,7 +130,7 @@ impl Processor for Glm41vProcessor {
         _: PlaceholderStyle,
     ) -> Result<EncodedPrompt, SampleError> {
         let turns = question(sample);
-        check_roles(turns, 1, SystemTurn::Allowed)?;
+        check_roles(turns, 1, Roles::SystemAndTools)?;
         let (plans, slices) = self.cut(sample, images, options)?;
         let mut pieces = self.pieces(sample, turns, &plans)?;
         pieces.push(Piece::given(format!("{}\n", marker::ASSISTANT)));
@@ -148,7 +148,7 @@ impl Processor for Glm41vProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<String, SampleError> {
-        check_turns(&sample.conversations, SystemTurn::Allowed)?;
+        check_turns(&sample.conversations, Roles::SystemAndTools)?;
         let plans = self.plan_all(sample, images, options)?;
         let pieces = self.pieces(sample, &sample.conversations, &plans)?;
         Ok(pieces.into_iter().map(|piece| piece.text).collect())
@@ -321,17 +321,21 @@ impl Glm41vProcessor {
         let mut pieces = vec![Piece::given(marker::PREFIX)];
         let mut answered = false;
         for turn in turns {
+            let role = format!("<|{}|>", turn.role);
+            self.tokenizer.id(&role)?;
             pieces.push(Piece {
-                text: format!("<|{}|>", turn.role),
+                text: role,
                 kind: match answered {
                     true => Kind::BehindAnswer,
                     false => Kind::Given,
                 },
             });
-            answered = turn.role == "assistant";
-            if turn.role != "user" {
+            answered = turn.role == "assistant" && !turn.unsupervised;
+            let content = plain_text(&turn.content, &self.control);
+            let metadata = plain_text(&turn.metadata, &self.control);
+            if !may_show(turn) {
                 pieces.push(Piece {
-                    text: format!("\n{}", turn.content),
+                    text: format!("{metadata}\n{content}"),
                     kind: match answered {
                         true => Kind::Supervised,
                         false => Kind::Given,
@@ -339,8 +343,8 @@ impl Glm41vProcessor {
                 });
                 continue;
             }
-            let mut text = "\n".to_owned();
-            for part in images.parts(&turn.content)? {
+            let mut text = format!("{metadata}\n");
+            for part in images.parts(&content)? {
                 match part {
                     Part::Text(part) => text.push_str(part),
                     Part::Image(i) => {
@@ -355,10 +359,13 @@ impl Glm41vProcessor {
             pieces.push(Piece::given(text));
         }
         images.finish()?;
-        if answered {
+        if turns.last().is_some_and(|turn| turn.role == "assistant") {
             pieces.push(Piece {
                 text: marker::END.to_owned(),
-                kind: Kind::Supervised,
+                kind: match answered {
+                    true => Kind::Supervised,
+                    false => Kind::Given,
+                },
             });
         }
         Ok(pieces)

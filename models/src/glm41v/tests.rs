@@ -268,13 +268,62 @@ fn texts_and_images_that_disagree_are_errors() {
     ));
     let unknown = encode(&ask(&two[..1], "<image_07>")).unwrap_err();
     assert!(matches!(unknown, SampleError::UnknownPlaceholder { .. }));
-    let stray = encode(&ask(&two[..1], "<image> and <|image|>")).unwrap_err();
-    assert!(matches!(
-        stray,
-        SampleError::MorePlaceholdersThanImages { .. }
-    ));
     let long = encode(&ask(&[(ONE, "8400x28")], "<image>")).unwrap_err();
     assert!(matches!(long, SampleError::AspectRatio { width: 8400, .. }));
+}
+
+#[test]
+fn control_tokens_in_a_text_are_plain_text() {
+    let typed = "<|image|><|user|>\nx<|endoftext|>";
+    let turns = [("user", typed), ("assistant", "Say <|endoftext|> twice.")];
+    let encoded = encode(&sample(&[], &turns)).unwrap();
+    let tokenizer = &processor().tokenizer;
+    let count = |text: &str| {
+        let id = tokenizer.id(text).unwrap();
+        encoded
+            .input_ids
+            .iter()
+            .filter(|other| **other == id)
+            .count()
+    };
+    let found = ["<|image|>", "<|user|>", "<|endoftext|>"].map(count);
+    assert_eq!(found, [0, 1, 1]);
+    let supervised_text: Vec<i32> = encoded
+        .labels
+        .into_iter()
+        .filter(|label| *label != IGNORED)
+        .collect();
+    let supervised_text = tokenizer.decode_verbatim(&supervised_text).unwrap();
+    assert_eq!(supervised_text, "\nSay <|endoftext|> twice.<|endoftext|>");
+}
+
+#[test]
+fn metadata_is_written_and_answers_out_of_the_loss_teach_nothing() {
+    let turns = [
+        ("user", "q"),
+        ("assistant", "{}"),
+        ("user", "r"),
+        ("assistant", "a"),
+    ];
+    let mut raw = sample(&[], &turns);
+    raw.conversations[1].metadata = "f".to_owned();
+    let text = |raw: &RawSample| {
+        let labels = encode(raw).unwrap().labels;
+        let supervised_text: Vec<i32> = labels
+            .into_iter()
+            .filter(|label| *label != IGNORED)
+            .collect();
+        processor()
+            .tokenizer
+            .decode_verbatim(&supervised_text)
+            .unwrap()
+    };
+    assert_eq!(text(&raw), "f\n{}<|endoftext|>\na<|endoftext|>");
+    raw.conversations[3].unsupervised = true;
+    assert_eq!(text(&raw), "f\n{}<|endoftext|>");
+    raw.conversations[3].unsupervised = false;
+    raw.conversations[1].unsupervised = true;
+    assert_eq!(text(&raw), "\na<|endoftext|>");
 }
 
 #[test]

@@ -1,8 +1,9 @@
 //! Sample rules: a raw sample to token ids, labels, the place of the image and its patches.
 //!
-//! Tokens: `[gMASK] <sop>`, then `<|role|>`, a line break and the content of every turn, at last one `<|user|>`. Content
-//! is text: a marker spelled out in it is no marker. The image precedes the content of the first turn; an `<image>` in that
-//! content is removed. A sample without an image gets a black one.
+//! Tokens: `[gMASK] <sop>`, then `<|role|>`, the metadata, a line break and the content of every turn, at last one
+//! `<|user|>`. Roles are system, user, assistant and observation. Content is text: a marker spelled out in it is no
+//! marker. The image precedes the content of the user's first turn; an `<image>` in that content is removed. A sample
+//! without an image gets a black one.
 //!
 //! The loss covers every token of an answer, including its role token. [`EncodeOptions::train_on_turn_end`] adds the role
 //! token after the answer.
@@ -12,8 +13,8 @@ use std::path::PathBuf;
 
 use super::processor::{Glm4vProcessor, marker};
 use crate::data::conversation::{
-    SystemTurn, check_roles, check_turns, check_vocabulary, image_error, question, shifted,
-    supervised,
+    Roles, check_roles, check_turns, check_vocabulary, first_question, image_error, question,
+    shifted, supervised,
 };
 use crate::data::{
     EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, ImagePlan, PlaceholderStyle, RawSample,
@@ -83,16 +84,14 @@ impl Processor for Glm4vProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<SampleTokens, SampleError> {
-        check_turns(&sample.conversations, SystemTurn::Refused)?;
+        check_turns(&sample.conversations, Roles::SystemAndTools)?;
         if let Some((name, path)) = self.only_image(sample)? {
             let size = images.dimensions(path);
             size.map_err(|error| image_error(name, path, error))?;
         }
         let mut tokens = self.tokenize(sample, &sample.conversations, true, options)?;
-        tokens.push(
-            &[self.ids.user],
-            options.train_on_turn_end && sample.answer().is_some(),
-        );
+        let ended = sample.conversations.last().is_some_and(is_supervised);
+        tokens.push(&[self.ids.user], options.train_on_turn_end && ended);
         let untruncated = tokens.input_ids.len();
         let kept = untruncated.min(options.model_max_length);
         let answer_start = tokens.own_labels.iter().position(|label| *label != IGNORED);
@@ -132,7 +131,7 @@ impl Processor for Glm4vProcessor {
         style: PlaceholderStyle,
     ) -> Result<EncodedPrompt, SampleError> {
         let turns = question(sample);
-        check_roles(turns, 1, SystemTurn::Refused)?;
+        check_roles(turns, 1, Roles::SystemAndTools)?;
         let own = self.only_image(sample)?.is_some();
         let image = own || style == PlaceholderStyle::Training;
         let mut tokens = self.tokenize(sample, turns, image, options)?;
@@ -154,15 +153,16 @@ impl Processor for Glm4vProcessor {
         _: &dyn ImageSource,
         _: &EncodeOptions,
     ) -> Result<String, SampleError> {
-        check_turns(&sample.conversations, SystemTurn::Refused)?;
+        check_turns(&sample.conversations, Roles::SystemAndTools)?;
         self.only_image(sample)?;
         let mut text = marker::PREFIX.concat();
+        let first = first_question(&sample.conversations);
         for (i, turn) in sample.conversations.iter().enumerate() {
-            text.push_str(&format!("<|{}|>\n", turn.role));
-            if i == 0 {
+            text.push_str(&format!("<|{}|>{}\n", turn.role, turn.metadata));
+            if i == first {
                 text.extend([marker::IMAGE_START, marker::IMAGE, marker::IMAGE_END]);
             }
-            text.push_str(&content(sample, i, turn));
+            text.push_str(&content(sample, i == first, turn));
         }
         text.push_str(marker::USER);
         Ok(text)
@@ -244,20 +244,27 @@ impl Glm4vProcessor {
         let mut tokens = Tokens::default();
         tokens.push(&ids.prefix, false);
         let mut answered = false;
+        let first = first_question(turns);
+        check_places(sample, turns, first)?;
         for (i, turn) in turns.iter().enumerate() {
-            let answer = turn.role == "assistant";
-            let role = if answer { ids.assistant } else { ids.user };
+            let answer = is_supervised(turn);
+            let role = match turn.role.as_str() {
+                "assistant" => ids.assistant,
+                "user" => ids.user,
+                role => self.tokenizer.id(&format!("<|{role}|>"))?,
+            };
             tokens.push(&[role], answer || (answered && options.train_on_turn_end));
             // Apart from the content, so that no token spans the line break.
-            tokens.push(&self.tokenizer.encode_plain("\n")?, answer);
-            if i == 0 && image {
+            let line = format!("{}\n", turn.metadata);
+            tokens.push(&self.tokenizer.encode_plain(&line)?, answer);
+            if i == first && image {
                 let start = tokens.input_ids.len();
                 tokens.push(&[ids.image_start], false);
                 tokens.push(&vec![ids.image; self.features], false);
                 tokens.push(&[ids.image_end], false);
                 tokens.bounds.push((start, tokens.input_ids.len()));
             }
-            let text = content(sample, i, turn);
+            let text = content(sample, i == first, turn);
             tokens.push(&self.tokenizer.encode_plain(&text)?, answer);
             answered = answer;
         }
@@ -266,10 +273,42 @@ impl Glm4vProcessor {
     }
 }
 
-/// The content of turn `i`, without the marker of the image.
-fn content<'t>(sample: &RawSample, i: usize, turn: &'t Message) -> Cow<'t, str> {
+/// Whether the loss covers a turn.
+fn is_supervised(turn: &Message) -> bool {
+    turn.role == "assistant" && !turn.unsupervised
+}
+
+/// Fails if the text of a sample with an image has its marker twice, or after the user's turn `first`.
+fn check_places(sample: &RawSample, turns: &[Message], first: usize) -> Result<(), SampleError> {
+    let [(name, _)] = &sample.images[..] else {
+        return Ok(());
+    };
+    let count = |turn: &Message| {
+        let named = if name == SINGLE_IMAGE {
+            0
+        } else {
+            turn.content.matches(name).count()
+        };
+        named + turn.content.matches(SINGLE_IMAGE).count()
+    };
+    let placeholders: usize = turns.iter().map(count).sum();
+    if placeholders > 1 {
+        let images = 1;
+        return Err(SampleError::MorePlaceholdersThanImages {
+            placeholders,
+            images,
+        });
+    }
+    match turns.iter().position(|turn| count(turn) > 0) {
+        Some(turn) if turn != first => Err(SampleError::LaterImage { turn }),
+        _ => Ok(()),
+    }
+}
+
+/// The content of a turn; the user's `first` one is without the marker of the image.
+fn content<'t>(sample: &RawSample, first: bool, turn: &'t Message) -> Cow<'t, str> {
     let name = match &sample.images[..] {
-        [(name, _)] if i == 0 => name,
+        [(name, _)] if first => name,
         _ => return Cow::Borrowed(&turn.content),
     };
     let names = [name.as_str(), SINGLE_IMAGE];

@@ -199,11 +199,65 @@ fn a_sample_has_one_image_at_most() {
         error,
         SampleError::TooManyImages { images: 2, .. }
     ));
-    let system = sample(&[], &[("system", "s"), ("user", "a"), ("assistant", "b")]);
-    assert!(matches!(
-        encode(&system).unwrap_err(),
-        SampleError::FirstRoleNotUser { .. }
-    ));
+    for (turns, later) in [
+        ([("user", "<image>a"), ("assistant", "<image>")], false),
+        ([("user", "a"), ("assistant", "<image>")], true),
+    ] {
+        let error = encode(&sample(&[IMAGE], &turns)).unwrap_err();
+        let expected = match later {
+            true => matches!(error, SampleError::LaterImage { turn: 1 }),
+            false => matches!(
+                error,
+                SampleError::MorePlaceholdersThanImages {
+                    placeholders: 2,
+                    ..
+                }
+            ),
+        };
+        assert!(expected, "{error}");
+    }
+}
+
+#[test]
+fn system_observation_and_metadata_are_written_as_published() {
+    let mut raw = sample(
+        &[IMAGE],
+        &[
+            ("system", "s"),
+            ("user", "<image>q"),
+            ("assistant", "{}"),
+            ("observation", "3"),
+            ("assistant", "a"),
+        ],
+    );
+    raw.conversations[2].metadata = "f".to_owned();
+    let options = EncodeOptions::default();
+    let images = ImageFolder::new(pack());
+    let text = processor().render(&raw, &images, &options).unwrap();
+    assert_eq!(
+        text,
+        "[gMASK]<sop><|system|>\ns<|user|>\n<|begin_of_image|><|endoftext|><|end_of_image|>q<|assistant|>f\n{}<|observation|>\n3<|assistant|>\na<|user|>"
+    );
+    let supervised_text = |raw: &RawSample| {
+        let labels = encode(raw).unwrap().labels;
+        let supervised_text: Vec<i32> = labels
+            .into_iter()
+            .filter(|label| *label != IGNORED)
+            .collect();
+        processor()
+            .tokenizer()
+            .decode_verbatim(&supervised_text)
+            .unwrap()
+    };
+    assert_eq!(supervised_text(&raw), "<|assistant|>f\n{}<|assistant|>\na");
+    let whole = encode(&raw).unwrap();
+    let (start, _) = whole.image_bounds[0];
+    let before = processor()
+        .tokenizer()
+        .decode_verbatim(&whole.input_ids[..start]);
+    assert!(before.unwrap().ends_with("<|user|>\n"));
+    raw.conversations[2].unsupervised = true;
+    assert_eq!(supervised_text(&raw), "<|assistant|>\na");
 }
 
 #[test]

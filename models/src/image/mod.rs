@@ -10,9 +10,9 @@ pub mod decode;
 pub mod resize;
 pub mod source;
 
-pub use decode::{ImageError, MAX_PIXELS, decode, decode_bytes, dimensions};
+pub use decode::{ImageError, Losses, MAX_PIXELS, decode, decode_bytes, dimensions};
 pub use resize::resize;
-pub use source::{ImageFolder, ImageSource};
+pub use source::{ImageFolder, ImageSource, short_path};
 
 use std::fmt;
 

@@ -2,7 +2,14 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use super::{ImageError, RgbImage, decode, dimensions};
+use super::decode::{decode_upright, losses, read, size_of, upright_size};
+use super::{ImageError, Losses, RgbImage, decode_bytes, dimensions};
+use crate::base64;
+
+/// Scheme of an image that is in the data file itself.
+const DATA: &str = "data:";
+/// Most bytes of such an image that messages show.
+const SHOWN_BYTES: usize = 40;
 
 /// Source of the images of a data set, looked up by the paths that samples state.
 pub trait ImageSource: Send + Sync {
@@ -19,11 +26,13 @@ pub trait ImageSource: Send + Sync {
     fn load(&self, path: &Path) -> Result<RgbImage, ImageError>;
 }
 
-/// Images on disk: absolute paths, and relative ones that stay inside one directory.
+/// Images on disk: absolute paths, and relative ones that stay inside one directory. A path `data:…;base64,…` is the
+/// file itself.
 #[derive(Clone, Debug)]
 pub struct ImageFolder {
     root: PathBuf,
     allow_outside: bool,
+    upright: bool,
 }
 
 impl ImageFolder {
@@ -33,6 +42,7 @@ impl ImageFolder {
         Self {
             root: root.into(),
             allow_outside: false,
+            upright: false,
         }
     }
 
@@ -49,6 +59,38 @@ impl ImageFolder {
     pub fn allow_outside(mut self, allow: bool) -> Self {
         self.allow_outside = allow;
         self
+    }
+
+    /// Turns images as their EXIF orientation says when `upright` is true.
+    #[must_use]
+    pub fn upright(mut self, upright: bool) -> Self {
+        self.upright = upright;
+        self
+    }
+
+    /// What 8-bit RGB as published loses of the image that `path` names.
+    ///
+    /// # Errors
+    /// [`ImageError`] naming the file.
+    pub fn losses(&self, path: &Path) -> Result<Losses, ImageError> {
+        let (name, bytes) = self.content(path)?;
+        let losses = losses(&name, &bytes)?;
+        Ok(Losses {
+            turned: losses.turned && !self.upright,
+            ..losses
+        })
+    }
+
+    /// Name in messages and content of the image file that `path` names.
+    fn content(&self, path: &Path) -> Result<(PathBuf, Vec<u8>), ImageError> {
+        match embedded(path)? {
+            Some(embedded) => Ok(embedded),
+            None => {
+                let file = self.resolve(path)?;
+                let bytes = read(&file)?;
+                Ok((file, bytes))
+            }
+        }
     }
 
     /// Path on disk of the image that a sample names as `path`.
@@ -83,11 +125,53 @@ impl ImageFolder {
 
 impl ImageSource for ImageFolder {
     fn dimensions(&self, path: &Path) -> Result<(usize, usize), ImageError> {
-        dimensions(&self.resolve(path)?)
+        let is_file = embedded(path)?.is_none();
+        if is_file && !self.upright {
+            return dimensions(&self.resolve(path)?);
+        }
+        let (name, bytes) = self.content(path)?;
+        let (width, height) = match self.upright {
+            true => upright_size(&name, &bytes)?,
+            false => size_of(&name, &bytes)?,
+        };
+        Ok((width as usize, height as usize))
     }
 
     fn load(&self, path: &Path) -> Result<RgbImage, ImageError> {
-        decode(&self.resolve(path)?)
+        let (name, bytes) = self.content(path)?;
+        match self.upright {
+            true => decode_upright(&name, &bytes),
+            false => decode_bytes(&name, &bytes),
+        }
+    }
+}
+
+/// The path as messages show it: an image in the data file is cut to its first characters.
+#[must_use]
+pub fn short_path(path: &Path) -> PathBuf {
+    let text = path.to_string_lossy();
+    match text.char_indices().nth(SHOWN_BYTES) {
+        Some((end, _)) if text.starts_with(DATA) => format!("{}…", &text[..end]).into(),
+        _ => path.to_owned(),
+    }
+}
+
+/// The name in messages and the content of an image that `path` holds itself; `None` if it is the path of a file.
+fn embedded(path: &Path) -> Result<Option<(PathBuf, Vec<u8>)>, ImageError> {
+    let Some(uri) = path.to_str().and_then(|path| path.strip_prefix(DATA)) else {
+        return Ok(None);
+    };
+    let name = short_path(path);
+    let content = uri.split_once(";base64,").map(|(_, text)| {
+        let lines = text.split_ascii_whitespace();
+        lines.collect::<String>()
+    });
+    match content.and_then(|text| base64::decode(text.as_bytes())) {
+        Some(bytes) => Ok(Some((name, bytes))),
+        None => Err(ImageError::Corrupt {
+            path: name,
+            reason: "it is no base64 text with padding".to_owned(),
+        }),
     }
 }
 
@@ -169,6 +253,70 @@ mod tests {
         }
         let open = source.allow_outside(true);
         assert!(open.resolve(Path::new("../secret.png")).unwrap().is_file());
+    }
+
+    #[test]
+    fn an_image_in_the_data_file_is_decoded() {
+        let (_dir, source) = directory();
+        const PIXEL: &str = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGPgOiEHAAHQAPEkXJH0AAAAAElFTkSuQmCC";
+        for kind in ["image/png", ""] {
+            let path = PathBuf::from(format!("data:{kind};base64,{PIXEL}"));
+            assert_eq!(source.dimensions(&path).unwrap(), (1, 1));
+            assert_eq!(source.load(&path).unwrap().pixels().len(), 3);
+            assert!(short_path(&path).as_os_str().len() < 50);
+        }
+        for text in [
+            "data:image/png,abc",
+            "data:;base64,QQ=",
+            "data:;base64,QUJD",
+        ] {
+            let error = source.load(Path::new(text)).unwrap_err();
+            assert!(error.to_string().contains("data:"), "{error}");
+        }
+    }
+
+    /// A PNG of 2 x 1 pixels, red and green, with the EXIF orientation 6: it is shown turned by 90 degrees.
+    fn turned() -> Vec<u8> {
+        let exif = b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0";
+        let mut bytes = Vec::new();
+        let mut encoder = image::codecs::png::PngEncoder::new(&mut bytes);
+        image::ImageEncoder::set_exif_metadata(&mut encoder, exif.to_vec()).unwrap();
+        let pixels = [255, 0, 0, 0, 255, 0];
+        let kind = image::ExtendedColorType::Rgb8;
+        image::ImageEncoder::write_image(encoder, &pixels, 2, 1, kind).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn an_orientation_is_followed_on_request_and_named_otherwise() {
+        let (dir, source) = directory();
+        std::fs::write(dir.path().join("data/turned.png"), turned()).unwrap();
+        let path = Path::new("turned.png");
+        assert!(source.losses(path).unwrap().turned);
+        assert_eq!(source.dimensions(path).unwrap(), (2, 1));
+        let stored = source.load(path).unwrap();
+        assert_eq!(stored.pixels(), [255, 0, 0, 0, 255, 0]);
+        let upright = source.upright(true);
+        assert_eq!(upright.losses(path).unwrap(), Losses::default());
+        assert_eq!(upright.dimensions(path).unwrap(), (1, 2));
+        let shown = upright.load(path).unwrap();
+        assert_eq!((shown.width(), shown.height()), (1, 2));
+        assert_eq!(shown.pixels(), stored.pixels());
+    }
+
+    #[test]
+    fn gray_of_16_bits_is_named() {
+        let (dir, source) = directory();
+        let file = dir.path().join("data/gray.png");
+        let gray = image::ImageBuffer::<image::Luma<u16>, _>::from_pixel(2, 2, image::Luma([4000]));
+        image::DynamicImage::ImageLuma16(gray).save(&file).unwrap();
+        assert!(source.losses(Path::new("gray.png")).unwrap().gray16);
+        let rgb = image::DynamicImage::new_rgb8(2, 2);
+        rgb.save(&file).unwrap();
+        assert_eq!(
+            source.losses(Path::new("gray.png")).unwrap(),
+            Losses::default()
+        );
     }
 
     #[test]

@@ -2,18 +2,23 @@
 
 use super::processor::MarkerIds;
 use crate::data::IGNORED;
+use crate::text::Message;
 
-/// Flags every token of an answer, from after the role's line to the end of the turn, inclusive.
-pub(super) fn answer_spans(ids: &[i32], markers: &MarkerIds) -> Vec<bool> {
+/// Flags every token of an answer, from after the role's line to the end of the turn, inclusive. `turns` are the turns
+/// that the template wrote as `ids`. Their texts hold no marker, so the n-th start marker of an assistant opens its n-th
+/// turn.
+pub(super) fn answer_spans(ids: &[i32], turns: &[Message], markers: &MarkerIds) -> Vec<bool> {
     let mut trainable = vec![false; ids.len()];
+    let mut answers = turns.iter().filter(|turn| turn.role == "assistant");
     for role in 1..ids.len() {
         if ids[role] != markers.assistant || ids[role - 1] != markers.turn_start {
             continue;
         }
-        // behind the role comes a line break; an end token right there does not end the span
+        let supervised = answers.next().is_some_and(|turn| !turn.unsupervised);
+        // behind the role comes a line break
         let start = role + 2;
-        let end = (start + 1..ids.len()).find(|&i| ids[i] == markers.turn_end);
-        if let Some(end) = end {
+        let end = (start..ids.len()).find(|&i| ids[i] == markers.turn_end);
+        if let (true, Some(end)) = (supervised, end) {
             trainable[start..=end].fill(true);
         }
     }
@@ -49,7 +54,16 @@ mod tests {
     };
 
     fn spans(ids: &[i32]) -> Vec<usize> {
-        let flags = answer_spans(ids, &MARKERS);
+        spans_of(ids, &[false; 3])
+    }
+
+    fn spans_of(ids: &[i32], unsupervised: &[bool]) -> Vec<usize> {
+        let answer = |&unsupervised| Message {
+            unsupervised,
+            ..Message::new("assistant", "")
+        };
+        let turns: Vec<Message> = unsupervised.iter().map(answer).collect();
+        let flags = answer_spans(ids, &turns, &MARKERS);
         (0..ids.len()).filter(|&i| flags[i]).collect()
     }
 
@@ -63,6 +77,24 @@ mod tests {
         assert!(spans(&[9, 3, 10, 20, 2]).is_empty());
         assert!(spans(&[1, 3]).is_empty());
         assert!(spans(&[1, 3, 10, 20]).is_empty(), "no end token");
+    }
+
+    #[test]
+    fn an_empty_answer_ends_at_its_own_end_token() {
+        let ids = [1, 3, 10, 2, 10, 1, 9, 10, 20, 2];
+        assert_eq!(spans(&ids), [3]);
+    }
+
+    #[test]
+    fn an_answer_out_of_the_loss_is_left_out() {
+        let ids = [1, 3, 10, 20, 2, 10, 1, 3, 10, 21, 2];
+        assert_eq!(spans_of(&ids, &[true, false]), [9, 10]);
+        assert_eq!(spans_of(&ids, &[false, true]), [3, 4]);
+        assert_eq!(
+            spans_of(&ids, &[false]),
+            [3, 4],
+            "a turn of the template's own"
+        );
     }
 
     #[test]

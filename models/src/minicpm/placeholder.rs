@@ -4,8 +4,9 @@ use std::sync::LazyLock;
 
 use regex::Regex;
 
-use super::processor::ProcessorConfig;
+use super::processor::{MiniCpmProcessor, ProcessorConfig};
 use super::slicing::{Cells, SlicePlan};
+use crate::data::conversation::{first_question, plain_text};
 use crate::data::{PlaceholderStyle, RawSample, SINGLE_IMAGE, SampleError};
 use crate::text::Message;
 
@@ -26,9 +27,18 @@ pub(super) fn substitute(
     sample: &RawSample,
     turns: &[Message],
     plans: &[SlicePlan],
-    config: &ProcessorConfig,
+    processor: &MiniCpmProcessor,
     style: PlaceholderStyle,
 ) -> Result<Substituted, SampleError> {
+    let config = &processor.config;
+    let turns: Vec<Message> = turns
+        .iter()
+        .map(|turn| Message {
+            content: plain_text(&turn.content, &processor.control).into_owned(),
+            ..turn.clone()
+        })
+        .collect();
+    let turns = &turns[..];
     let texts = placeholders(plans, config, style);
     if sample.has_single_image() {
         substitute_single(turns, &texts[0])
@@ -77,7 +87,8 @@ fn substitute_single(turns: &[Message], text: &str) -> Result<Substituted, Sampl
         return Err(unknown(name.as_str(), &[SINGLE_IMAGE]));
     }
     let marked: usize = turns.iter().map(single_marks).sum();
-    let in_first = single_marks(&turns[0]);
+    let opening = first_question(turns);
+    let in_first = single_marks(&turns[opening]);
     // without a mark in the first turn the image is put in front of it
     let placeholders = marked + usize::from(in_first == 0);
     if placeholders > 1 {
@@ -87,7 +98,7 @@ fn substitute_single(turns: &[Message], text: &str) -> Result<Substituted, Sampl
         });
     }
     let mut turns = turns.to_vec();
-    let first = &mut turns[0].content;
+    let first = &mut turns[opening].content;
     *first = match in_first {
         0 => format!("{text}\n{first}"),
         _ => first.replace(SINGLE_IMAGE, text),
@@ -136,8 +147,8 @@ fn substitute_named(
         }
         pieces.push(&turn.content[rest..]);
         written.push(Message {
-            role: turn.role.clone(),
             content: pieces.join("\n"),
+            ..turn.clone()
         });
     }
     let placeholders = order.len() + turns.iter().map(single_marks).sum::<usize>();

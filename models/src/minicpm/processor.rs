@@ -6,8 +6,25 @@ use std::path::Path;
 use serde::Deserialize;
 
 use super::config::{MiniCpmConfig, SlicingConfig};
+use crate::data::SINGLE_IMAGE;
+use crate::data::conversation::control_tokens;
 use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor};
 use crate::text::{ChatTemplate, Tokenizer, TokenizerError};
+
+/// Tokens that open or close turns, or stand for images and sound. `<box>`, `<ref>` and the like are content.
+const CONTROL: [&str; 11] = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "</image>",
+    "<slice>",
+    "</slice>",
+    "<image_id>",
+    "</image_id>",
+    "<|audio_start|>",
+    "<|audio|>",
+    "<|audio_end|>",
+];
 
 /// Texts of the markers that a prompt puts around image features.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,6 +43,23 @@ pub struct Markers {
     pub image_id_end: String,
     /// Placeholder token, of which a prompt has one for each image feature.
     pub feature: String,
+}
+
+impl Markers {
+    /// All markers except [`SINGLE_IMAGE`], the mark of an image in the data.
+    fn all(&self) -> impl Iterator<Item = &str> {
+        let texts = [
+            &self.image_start,
+            &self.image_end,
+            &self.slice_start,
+            &self.slice_end,
+            &self.image_id_start,
+            &self.image_id_end,
+            &self.feature,
+        ];
+        let texts = texts.into_iter().map(String::as_str);
+        texts.filter(|text| *text != SINGLE_IMAGE)
+    }
 }
 
 /// Image and prompt settings of a model directory.
@@ -160,6 +194,8 @@ pub struct MiniCpmProcessor {
     pub(super) tokenizer: Tokenizer,
     pub(super) template: ChatTemplate,
     pub(super) ids: MarkerIds,
+    /// Tokens that are plain text where a user types them. `<image>` is not one: it is the mark of an image.
+    pub(super) control: Vec<String>,
     pub(super) vocab_size: usize,
 }
 
@@ -181,11 +217,14 @@ impl MiniCpmProcessor {
         }
         tokenizer.id(&config.markers.feature)?;
         let vocab_size = model.language.vocab_size;
+        let markers = config.markers.all();
+        let control = control_tokens(&tokenizer, CONTROL.into_iter().chain(markers));
         Ok(Self {
             config,
             tokenizer,
             template,
             ids,
+            control,
             vocab_size,
         })
     }

@@ -1,5 +1,6 @@
-//! Tokenizer and chat template.
+//! Tokenizer, chat template, and text that spells control tokens.
 
+pub mod literal;
 pub mod template;
 pub mod tokenizer;
 

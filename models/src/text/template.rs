@@ -60,6 +60,24 @@ pub struct Message {
     pub role: String,
     /// The text of the turn.
     pub content: String,
+    /// Text between the role and the line break before the content, as GLM-4 writes the name of a called tool.
+    #[serde(skip)]
+    pub metadata: String,
+    /// Whether the data leaves the turn out of the loss. It has an effect on answers only.
+    #[serde(skip)]
+    pub unsupervised: bool,
+}
+
+impl Message {
+    /// A turn of `role`, without metadata.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self {
+            role: role.into(),
+            content: content.into(),
+            metadata: String::new(),
+            unsupervised: false,
+        }
+    }
 }
 
 /// A chat template, compiled from Jinja, that renders a conversation to prompt text.
@@ -273,10 +291,7 @@ mod tests {
     use super::*;
 
     fn message(role: &str, content: &str) -> Message {
-        Message {
-            role: role.to_owned(),
-            content: content.to_owned(),
-        }
+        Message::new(role, content)
     }
 
     fn render(source: &str, generate: bool) -> Result<String, TemplateError> {

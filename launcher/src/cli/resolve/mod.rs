@@ -14,6 +14,10 @@ use crate::config::{
     SampleRules, Source, Strategy, Task, Tier, Warmup,
 };
 use engine::comm::MAX_RANKS;
+use models::data::{DATASET_INFO, data_parts};
+
+/// Directory of `dataset_info.json` where none is given, as in LLaMA-Factory.
+const DATASET_DIR: &str = "data";
 
 use crate::cli::{Args, Note};
 use crate::config::words::value_name;
@@ -56,6 +60,22 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         &MODEL
     };
     let mut notes = Vec::new();
+    for (flag, path, names) in [
+        ("data", &args.data, &args.dataset),
+        ("eval-data", &args.eval_data, &args.eval_dataset),
+    ] {
+        if path.is_some() && names.is_some() {
+            let reason = format!("--{flag} gives the samples");
+            notes.push(note(
+                if flag == "data" {
+                    "--dataset"
+                } else {
+                    "--eval-dataset"
+                },
+                &reason,
+            ));
+        }
+    }
     let world_size = world_size(args, env, &chosen.gpus)?;
     if world_size > MAX_RANKS {
         let what = match args.nproc {
@@ -77,6 +97,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
             template: args.template.unwrap_or_default(),
             train_on_turn_end: args.train_on_turn_end.unwrap_or(false),
             text_without_cross: args.text_without_cross.unwrap_or(false),
+            exif_rotation: args.exif_rotation.unwrap_or_default(),
         },
         init: args.init.unwrap_or(defaults.init),
         zero: args.zero.unwrap_or(defaults::ZERO),
@@ -196,11 +217,21 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
             "add {other}, or omit {flag} to train the built-in demo"
         ))
     };
-    match (&args.model, &args.data) {
+    let samples = |given: &Option<PathBuf>, names: &Option<String>| {
+        data(
+            given.as_deref(),
+            names.as_deref(),
+            args.dataset_dir.as_deref(),
+        )
+    };
+    let data = samples(&args.data, &args.dataset)?;
+    let eval_data = samples(&args.eval_data, &args.eval_dataset)?;
+    match (&args.model, data) {
         (Some(model), Some(data)) => Ok(Source::Files {
             model: absolute(model)?,
-            data: absolute(data)?,
-            eval_data: args.eval_data.as_deref().map(absolute).transpose()?,
+            data,
+            eval_data,
+            image_dir: args.image_dir.as_deref().map(absolute).transpose()?,
         }),
         (Some(_), None) => Err(needs(
             "--model",
@@ -208,7 +239,7 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
             "the model has no data to train on",
         )),
         (None, Some(_)) => Err(needs("--data", "--model", "the demo has its own images")),
-        (None, None) if args.eval_data.is_some() => Err(needs(
+        (None, None) if eval_data.is_some() => Err(needs(
             "--eval-data",
             "--model and --data",
             "the demo has its own images",
@@ -217,6 +248,35 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
             directory: crate::config::demo::directory_in(&env.cache_dir),
         }),
     }
+}
+
+/// The files that are `given`, otherwise those that the `names` in a `dataset_info.json` of `directory` stand for.
+fn data(
+    given: Option<&Path>,
+    names: Option<&str>,
+    directory: Option<&Path>,
+) -> Result<Option<PathBuf>, Failure> {
+    let parts: Vec<PathBuf> = match (given, names) {
+        (None, None) => return Ok(None),
+        (Some(path), _) => data_parts(path),
+        (None, Some(names)) => {
+            let directory = directory.unwrap_or(Path::new(DATASET_DIR));
+            let names = names
+                .split(',')
+                .map(str::trim)
+                .filter(|name| !name.is_empty());
+            let entry = |name: &str| match Path::new(name).exists() {
+                true => PathBuf::from(name),
+                false => directory.join(format!("{DATASET_INFO}#{name}")),
+            };
+            names.map(entry).collect()
+        }
+    };
+    let parts: Result<Vec<String>, Failure> = parts
+        .iter()
+        .map(|part| Ok(absolute(part)?.display().to_string()))
+        .collect();
+    Ok(Some(parts?.join(",").into()))
 }
 
 /// Mode of the optimizer in backward. It runs on the CPU, so it is off if the states are on a GPU, which
@@ -607,8 +667,11 @@ impl RunConfig {
             model,
             data,
             eval_data,
+            image_dir,
         } = &self.source
         {
+            let images = image_dir.iter();
+            flags.extend(images.map(|path| ("image-dir", path.display().to_string())));
             flags.push(("model", model.display().to_string()));
             flags.push(("data", data.display().to_string()));
             flags.extend(
@@ -740,6 +803,7 @@ impl RunConfig {
         flags.push(("template", value_name(rules.template)));
         flags.push(("train-on-turn-end", rules.train_on_turn_end.to_string()));
         flags.push(("text-without-cross", rules.text_without_cross.to_string()));
+        flags.push(("exif-rotation", value_name(rules.exif_rotation)));
         flags.push(("ptuning-tokens", self.trainable.ptuning_tokens.to_string()));
         flags.push(("rope-precision", value_name(self.rope_precision)));
         let lists = [

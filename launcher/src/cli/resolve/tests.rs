@@ -421,3 +421,20 @@ fn a_damaged_configuration_names_the_place() {
     assert_eq!(failure.code.status(), 2);
     assert!(failure.evidence[0].contains("batch"), "{failure}");
 }
+
+#[test]
+fn names_of_data_sets_become_entries_of_dataset_info() {
+    let source = |words: &str| {
+        let resolved = try_config(&format!("--model m --output o {words}")).expect("resolves");
+        let here = std::env::current_dir().expect("a directory");
+        let data = resolved.config.data_file().display().to_string();
+        let data = data.replace(&format!("{}/", here.display()), "");
+        (data, resolved.notes.len())
+    };
+    let entries = "d/dataset_info.json#a,d/dataset_info.json#b".to_owned();
+    assert_eq!(source("--dataset a,b --dataset_dir d"), (entries, 0));
+    let default = "data/dataset_info.json#a".to_owned();
+    assert_eq!(source("--dataset a"), (default, 0));
+    let both = "--data x.json,y.json --dataset a";
+    assert_eq!(source(both), ("x.json,y.json".to_owned(), 1));
+}

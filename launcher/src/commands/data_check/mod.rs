@@ -17,8 +17,9 @@ use rayon::prelude::*;
 use crate::cli::{Args, DataCheckArgs, resolve};
 use crate::config::RunConfig;
 use crate::data::check::encode_options;
+use crate::data::files::{DataFile, Places};
 use crate::data::problems::{self, Context, Kind, Problem};
-use crate::data::{Reading, Sampler, SamplerSizes, lines, read, verdicts};
+use crate::data::{ReadSamples, Reading, Sampler, SamplerSizes, read, verdicts};
 use crate::error::failures::{check_directory, unusable};
 use crate::error::{ErrorCode, Failure, output};
 use crate::rank_env::{Env, Variables};
@@ -39,12 +40,14 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
     check_directory(&format!("use {}", dir.display()), &dir)?;
     let processor = models::open_processor(&dir)
         .map_err(|error| unusable(&dir, &error).next("its weights are not needed here"))?;
-    let (samples, images) = read(Reading {
+    let data = read(Reading {
         path: &file,
         format: config.samples.data_format,
+        images: config.image_dir(),
+        exif: config.samples.exif_rotation,
         limit: args.limit,
     })?;
-    let mut report = check(&config, &file, &samples, &images, &*processor);
+    let mut report = check(&config, &file, &data, &*processor);
     if let Some(directory) = &args.output {
         std::fs::create_dir_all(directory)
             .map_err(|error| Failure::io(ErrorCode::Disk, "make", directory, &error))?;
@@ -73,13 +76,21 @@ fn configuration(args: &DataCheckArgs) -> Result<RunConfig, Failure> {
                 .next("omit --limit to check all samples"),
         );
     }
+    if args.file.is_none() && args.dataset.is_none() {
+        return Err(missing("a file"));
+    }
     let training = Args {
         model: Some(args.model.clone().ok_or_else(|| missing("--model"))?),
-        data: Some(args.file.clone().ok_or_else(|| missing("a file"))?),
+        data: args.file.clone(),
         output: Some(PathBuf::from(".")),
         data_format: args.data_format,
         template: args.template,
         train_on_turn_end: args.train_on_turn_end,
+        text_without_cross: args.text_without_cross,
+        image_dir: args.image_dir.clone(),
+        dataset: args.dataset.clone(),
+        dataset_dir: args.dataset_dir.clone(),
+        exif_rotation: args.exif_rotation,
         model_max_length: args.model_max_length,
         max_slice_nums: args.max_slice_nums,
         nproc: args.nproc,
@@ -118,15 +129,14 @@ struct Measured {
     answers: Answers,
 }
 
-fn check(
-    config: &RunConfig,
-    file: &Path,
-    samples: &[RawSample],
-    images: &ImageFolder,
-    processor: &dyn Processor,
-) -> Report {
+fn check(config: &RunConfig, file: &Path, data: &ReadSamples, processor: &dyn Processor) -> Report {
+    let ReadSamples {
+        samples,
+        images,
+        files,
+    } = data;
     let options = encode_options(config);
-    let verdicts = verdicts(file, samples, images, processor, &options);
+    let (verdicts, losses) = verdicts(files, samples, images, processor, &options);
     let problems: Vec<Problem> = verdicts
         .iter()
         .filter_map(|verdict| verdict.as_ref().err().cloned())
@@ -153,11 +163,13 @@ fn check(
     let with_images = samples.iter().filter(|s| !s.images.is_empty()).count();
     Report {
         file: file.to_owned(),
+        files: files.clone(),
         samples: samples.len(),
         usable: usable.len(),
         turns: samples.iter().map(|s| s.conversations.len()).sum(),
         with_images,
         without_images: samples.len() - with_images,
+        losses,
         images: image_sizes(samples, images, processor, &options),
         tokens: Spread::of(measured.iter().map(|m| m.tokens)),
         text_tokens: Spread::of(measured.iter().map(|m| m.tokens - m.image_tokens)),
@@ -172,7 +184,7 @@ fn check(
             cut_in_text: measured.iter().filter(|m| m.cut).count(),
             unusable: problems.iter().filter(|p| p.kind == Kind::TooLong).count(),
         },
-        longest: longest(file, samples, &measured),
+        longest: longest(files, samples, &measured),
         duplicate_ids: duplicate_ids(samples),
         balance: (!measured.is_empty()).then(|| balance_of(config, &measured)),
         rendered: rendered(samples, images, processor, &options, &usable),
@@ -193,7 +205,9 @@ fn measure(index: usize, sample: &RawSample, tokens: &SampleTokens, turn_end: i3
         supervised: tokens.labels.iter().filter(|l| **l != IGNORED).count(),
         cut: tokens.untruncated_tokens > tokens.input_ids.len(),
         answers: Answers {
-            count: turns.filter(|turn| turn.role == "assistant").count(),
+            count: turns
+                .filter(|turn| turn.role == "assistant" && !turn.unsupervised)
+                .count(),
             with_end: runs.filter(|run| run.contains(&turn_end)).count(),
         },
     }
@@ -229,16 +243,15 @@ fn image_sizes(
     }
 }
 
-fn longest(file: &Path, samples: &[RawSample], measured: &[Measured]) -> Vec<Sized> {
+fn longest(files: &[DataFile], samples: &[RawSample], measured: &[Measured]) -> Vec<Sized> {
     let mut order: Vec<&Measured> = measured.iter().collect();
     order.sort_by_key(|m| std::cmp::Reverse(m.tokens));
-    // The file was read before. If it cannot be read again, the line numbers stay unknown.
-    let lines = std::fs::read(file).map_or_else(|_| Vec::new(), |text| lines::of_samples(&text));
+    let places = Places::of(files);
     let named = order.into_iter().take(LONGEST);
     named
         .map(|m| Sized {
             index: m.index,
-            line: lines.get(m.index).copied(),
+            line: places.at(m.index).1,
             id: samples[m.index].id.clone(),
             tokens: m.tokens,
             image_tokens: m.image_tokens,

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use super::rendered::{self, Piece};
 use super::statistics::{Balance, Spread};
+use crate::data::files::DataFile;
+use crate::data::losses::ImageLosses;
 use crate::data::problems::{PROBLEMS_FILE, Problem};
 use crate::units::grouped;
 
@@ -15,6 +17,8 @@ const SHOWN: usize = 10;
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Report {
     pub(super) file: PathBuf,
+    /// The files that were read, with their forms.
+    pub(super) files: Vec<DataFile>,
     pub(super) samples: usize,
     pub(super) usable: usize,
     pub(super) turns: usize,
@@ -24,6 +28,9 @@ pub(super) struct Report {
     pub(super) without_images: usize,
     #[serde(rename = "pictures")]
     pub(super) images: Images,
+    /// Images of which the model sees less than their files hold.
+    #[serde(rename = "picture_losses")]
+    pub(super) losses: ImageLosses,
     /// Tokens per usable sample, after truncation, image tokens included.
     pub(super) tokens: Spread,
     /// Text tokens per usable sample, including the marker tokens around images.
@@ -112,11 +119,21 @@ impl Report {
                 number(self.without_images)
             ),
         );
+        for (i, file) in self.files.iter().enumerate() {
+            add(if i == 0 { "form" } else { "" }, file.form());
+        }
+        let ignored = self.files.iter().filter_map(DataFile::without_effect);
+        for (i, text) in ignored.enumerate() {
+            add(if i == 0 { "keys" } else { "" }, text);
+        }
         add("tokens", spread(&self.tokens));
         add("", format!("text     {}", spread(&self.text_tokens)));
         add("", format!("images   {}", spread(&self.image_tokens)));
         if self.images.count > 0 {
             self.add_images(&mut add);
+        }
+        for line in self.losses.lines() {
+            add("", line);
         }
         add(
             "answers",
@@ -129,10 +146,11 @@ impl Report {
                 "end of sequence supervised in {} of {} answers{}",
                 number(with_end),
                 number(count),
-                if with_end < count {
-                    "; the limit cuts off the end of the others"
-                } else {
-                    ""
+                match self.length.cut_in_text {
+                    _ if with_end >= count => "",
+                    0 =>
+                        "; the others have no end in the loss, as published (GLM-4V: --train-on-turn-end true)",
+                    _ => "; the limit cuts off the end of the others",
                 }
             ),
         );

@@ -3,6 +3,7 @@
 use super::model::{LoadedModel, OpenModel, positive, required};
 use super::note;
 use crate::cli::GenerateArgs;
+use crate::config::ExifRotation;
 use crate::data::problems;
 use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, chain, failures};
@@ -52,7 +53,11 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
         prompt: args.template.unwrap_or_default().style(),
         ..EncodeOptions::default()
     };
-    let encoded = encode(&open, &question(prompt, &args.image), &options)?;
+    // A path on the command line may name any file.
+    let images = ImageFolder::new(".")
+        .allow_outside(true)
+        .upright(args.exif_rotation == Some(ExifRotation::Apply));
+    let encoded = encode(&open, &question(prompt, &args.image), &images, &options)?;
     let asked = Prompt {
         input: SampleInput::from(&encoded),
         index: 0,
@@ -94,24 +99,20 @@ fn question(prompt: &str, images: &[PathBuf]) -> RawSample {
     RawSample {
         id: None,
         images: names.into_iter().zip(images.iter().cloned()).collect(),
-        conversations: vec![Message {
-            role: "user".to_owned(),
-            content,
-        }],
+        conversations: vec![Message::new("user", content)],
     }
 }
 
 fn encode(
     open: &OpenModel,
     sample: &RawSample,
+    images: &ImageFolder,
     options: &EncodeOptions,
 ) -> Result<EncodedPrompt, Failure> {
-    // A path on the command line may name any file.
-    let images = ImageFolder::new(".").allow_outside(true);
     let style = PlaceholderStyle::Training;
     let encoded = open
         .processor
-        .encode_prompt(sample, &images, options, style)
+        .encode_prompt(sample, images, options, style)
         .map_err(|error| refuse(&error))?;
     let tokens = encoded.input_ids.len();
     if tokens <= options.model_max_length {

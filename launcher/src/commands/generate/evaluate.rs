@@ -54,6 +54,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
         max_slice_nums: Some(positive(slices, "--max-slice-nums")?),
         prompt: args.template.unwrap_or_default().style(),
         train_on_turn_end: args.train_on_turn_end.unwrap_or(false),
+        text_without_cross: true,
         ..EncodeOptions::default()
     };
     if let Some(path) = &args.output {
@@ -64,9 +65,14 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
     let reading = Reading {
         path: data,
         format: args.data_format.unwrap_or_default(),
+        images: args.image_dir.as_deref(),
+        exif: args.exif_rotation.unwrap_or_default(),
         limit,
     };
     let set = check::check_samples(reading, dir, &*open.processor, &options, skip_bad)?;
+    for line in set.lines() {
+        note(&line);
+    }
     let loaded = open.load(0)?;
     note(&loaded.summary);
     let run = Evaluation {

@@ -137,6 +137,10 @@ pub(super) static DATA_FILE: Page = Page {
             "图片的相对路径没有以数据文件所在目录为起点。",
         ),
         both(
+            "A key of a sample asks for something that a run does not do, such as a video, or an answer marked as disliked.",
+            "样本中的某个键要求训练做不到的事，例如视频，或被标记为不喜欢的回答。",
+        ),
+        both(
             "An upload was interrupted: the header of the file is intact and the rest is missing.",
             "上传中断：文件头完好，其余部分缺失。",
         ),

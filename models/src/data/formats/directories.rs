@@ -6,10 +6,13 @@ use std::fs::DirEntry;
 use std::path::{Path, PathBuf};
 
 use optim::rng::RandomStream;
-use serde::Deserialize;
 
+use super::entry::read_entry;
+use super::images::ENDINGS;
+use super::sample::Reader;
+use super::sources::DATASET_INFO;
 use super::{DataFormat, directory_of};
-use crate::data::raw::{DataError, RawSample, SINGLE_IMAGE, invalid};
+use crate::data::raw::{DataError, RawSample, SINGLE_IMAGE};
 use crate::text::Message;
 
 /// Question of a captcha sample.
@@ -17,33 +20,120 @@ const CAPTCHA_PROMPT: &str = "CAPTCHA:";
 /// Directory of the images beside those of the labels.
 const IMAGES: &str = "images";
 /// Prefix of the names of label directories.
-const LABELS: &str = "labels_";
-/// Extensions of image files.
-const ENDINGS: [&str; 5] = ["jpg", "jpeg", "png", "webp", "bmp"];
+const LABELS: &str = "labels";
+/// Files of samples that a directory may hold.
+const SAMPLES: [&str; 4] = ["metadata.jsonl", "train.json", "train.jsonl", DATASET_INFO];
+/// Most characters of a captcha.
+const LONGEST_ANSWER: usize = 12;
 
+/// Format of a directory by what lies in it. File names count as answers only if nothing else is there.
 pub(super) fn detect(directory: &Path) -> Result<DataFormat, DataError> {
-    let images = directory.join(IMAGES).is_dir();
-    if is_labels(directory) || (images && !label_directories(directory)?.is_empty()) {
+    let path = directory.to_owned();
+    if is_sft(directory)? {
         return Ok(DataFormat::CogvlmSft);
     }
-    let path = directory.to_owned();
-    if images {
+    let unknown = |found: String| DataError::UnknownFormat {
+        path: path.clone(),
+        found,
+    };
+    if directory.join(IMAGES).is_dir() {
         let reason = "it has images/ but no labels_*/; only the format captcha takes answers from image names";
         return Err(DataError::AmbiguousFormat {
             path,
             reason: reason.to_owned(),
         });
     }
-    if images_below(directory)?.is_empty() {
-        let found = "a folder without pictures".to_owned();
-        return Err(DataError::UnknownFormat { path, found });
+    let found = below(directory)?;
+    if let Some(other) = found.others.first() {
+        let (images, others) = (found.images.len(), found.others.len());
+        return Err(unknown(format!(
+            "a directory of {images} images and {others} other files, such as {}; give the file with the samples",
+            other.display()
+        )));
     }
-    Ok(DataFormat::Captcha)
+    if found.images.is_empty() {
+        return Err(unknown("a directory without images".to_owned()));
+    }
+    match not_an_answer(&found.images) {
+        None => Ok(DataFormat::Captcha),
+        Some(name) => Err(unknown(format!(
+            "images without samples; names such as {name} are no answers to learn unless --data-format captcha says so"
+        ))),
+    }
+}
+
+/// What `directory` should be read as: a file with samples in it, the only directory below it with images and labels,
+/// or itself.
+///
+/// # Errors
+/// [`DataError::AmbiguousFormat`] if it has several.
+pub(super) fn file_in(directory: &Path) -> Result<PathBuf, DataError> {
+    let mut found: Vec<PathBuf> = Vec::new();
+    if is_sft(directory)? {
+        found.push(directory.to_owned());
+    }
+    let files = SAMPLES.map(|name| directory.join(name)).into_iter();
+    found.extend(files.filter(|file| file.is_file()));
+    for entry in entries(directory)? {
+        let path = entry.path();
+        let is_labels = entry.file_name().to_string_lossy().starts_with(LABELS);
+        if path.is_dir() && !is_labels && is_sft(&path)? {
+            found.push(path);
+        }
+    }
+    match &found[..] {
+        [] => Ok(directory.to_owned()),
+        [only] => Ok(only.clone()),
+        [one, other, ..] => Err(DataError::AmbiguousFormat {
+            path: directory.to_owned(),
+            reason: format!(
+                "it contains {} and {}; give one of them",
+                one.display(),
+                other.display()
+            ),
+        }),
+    }
+}
+
+/// Whether `directory` holds images and their labels, or is such labels.
+fn is_sft(directory: &Path) -> Result<bool, DataError> {
+    let images = directory.join(IMAGES).is_dir();
+    Ok(is_labels(directory) || (images && !label_directories(directory)?.is_empty()))
+}
+
+/// The first name that cannot be the answer to a captcha: one with other characters than letters and digits, a long
+/// one, or any of names that only number the images.
+fn not_an_answer(images: &[PathBuf]) -> Option<String> {
+    let answers: Vec<String> = images.iter().map(|path| answer(path)).collect();
+    let is_word = |answer: &String| {
+        let length = answer.chars().count();
+        (1..=LONGEST_ANSWER).contains(&length) && answer.chars().all(char::is_alphanumeric)
+    };
+    if let Some(other) = answers.iter().find(|answer| !is_word(answer)) {
+        return Some(other.clone());
+    }
+    let stem = |answer: &str| {
+        answer
+            .trim_end_matches(|c: char| c.is_ascii_digit())
+            .to_owned()
+    };
+    let first = answers.first()?;
+    let numbers = |answer: &String| stem(answer) == stem(first) && stem(answer) != **answer;
+    answers.iter().all(numbers).then(|| first.clone())
+}
+
+/// The answer that an image's name gives: all up to its first dot.
+fn answer(path: &Path) -> String {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    name.split('.').next().unwrap_or_default().to_owned()
 }
 
 /// Reads `directory`, which holds `images` and one directory of labels, or is a directory of labels beside `images`.
 /// Also returns the directory that holds both.
-pub(super) fn read_sft(directory: &Path) -> Result<(PathBuf, Vec<RawSample>), DataError> {
+pub(super) fn read_sft(
+    directory: &Path,
+    reader: &mut Reader<'_>,
+) -> Result<(PathBuf, Vec<RawSample>), DataError> {
     let (root, labels) = if is_labels(directory) {
         (directory_of(directory), directory.to_owned())
     } else {
@@ -66,7 +156,7 @@ pub(super) fn read_sft(directory: &Path) -> Result<(PathBuf, Vec<RawSample>), Da
         let Some(name) = by_stem.remove(&stem(&label)) else {
             return Err(DataError::NoImage { label, images });
         };
-        let turns = read_label(&label)?;
+        let turns = read_label(&label, reader)?;
         samples.extend(rounds(&stem(&label), &Path::new(IMAGES).join(name), &turns));
     }
     if let Some((_, name)) = by_stem.pop_first() {
@@ -82,23 +172,18 @@ pub(super) fn read_sft(directory: &Path) -> Result<(PathBuf, Vec<RawSample>), Da
 
 /// Reads one sample per image below `directory`: the answer is the image's file name up to the first `.`.
 pub(super) fn read_captcha(directory: &Path) -> Result<Vec<RawSample>, DataError> {
-    let turn = |role: &str, content: String| Message {
-        role: role.to_owned(),
-        content,
-    };
     let sample = |path: PathBuf| {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let answer = name.split('.').next().unwrap_or_default().to_owned();
+        let answer = answer(&path);
         RawSample {
             id: Some(path.to_string_lossy().into_owned()),
             conversations: vec![
-                turn("user", CAPTCHA_PROMPT.to_owned()),
-                turn("assistant", answer),
+                Message::new("user", CAPTCHA_PROMPT),
+                Message::new("assistant", answer),
             ],
             images: vec![(SINGLE_IMAGE.to_owned(), path)],
         }
     };
-    let samples: Vec<RawSample> = images_below(directory)?.into_iter().map(sample).collect();
+    let samples: Vec<RawSample> = below(directory)?.images.into_iter().map(sample).collect();
     if samples.is_empty() {
         let path = directory.to_owned();
         return Err(DataError::Empty { path });
@@ -126,16 +211,22 @@ fn rounds<'a>(
     })
 }
 
-#[derive(Deserialize)]
-struct Label {
-    conversations: Vec<Message>,
-}
-
-fn read_label(path: &Path) -> Result<Vec<Message>, DataError> {
+/// The turns of a label file, which is one object. Its image is the one of the same name.
+fn read_label(path: &Path, reader: &mut Reader<'_>) -> Result<Vec<Message>, DataError> {
     let bytes = std::fs::read(path).map_err(|error| unreadable(path, error))?;
-    let label: Result<Label, _> = serde_json::from_slice(&bytes);
-    let label = label.map_err(|error| invalid(path, 0, &error))?;
-    Ok(label.conversations)
+    let label = read_entry(path, &bytes, |entry| reader.sample(entry))?;
+    match label.images.first() {
+        None => Ok(label.conversations),
+        Some((_, image)) => Err(DataError::Json {
+            path: path.to_owned(),
+            line: 1,
+            column: 1,
+            reason: format!(
+                "a label names no image of its own, but has {}",
+                image.display()
+            ),
+        }),
+    }
 }
 
 fn is_labels(directory: &Path) -> bool {
@@ -172,10 +263,16 @@ fn only_labels(directory: &Path) -> Result<PathBuf, DataError> {
     }
 }
 
-/// The images in `directory` and the directories below it, relative to it, in the order of their paths. Links to
-/// directories are not followed, since they may lead in circles; names that begin with a dot are passed over.
-fn images_below(directory: &Path) -> Result<Vec<PathBuf>, DataError> {
-    let mut images = Vec::new();
+/// Files in a directory and the directories below it, relative to it, in the order of their paths.
+struct Below {
+    images: Vec<PathBuf>,
+    others: Vec<PathBuf>,
+}
+
+/// The files below `directory`. Links to directories are not followed, since they may lead in circles; names that begin
+/// with a dot are passed over.
+fn below(directory: &Path) -> Result<Below, DataError> {
+    let (mut images, mut others) = (Vec::new(), Vec::new());
     let mut waiting = vec![PathBuf::new()];
     while let Some(below) = waiting.pop() {
         for entry in entries(&directory.join(&below))? {
@@ -186,13 +283,17 @@ fn images_below(directory: &Path) -> Result<Vec<PathBuf>, DataError> {
                 .is_dir()
             {
                 waiting.push(path);
-            } else if is_image(&path) && entry.path().is_file() {
-                images.push(path);
+            } else if entry.path().is_file() {
+                match is_image(&path) {
+                    true => images.push(path),
+                    false => others.push(path),
+                }
             }
         }
     }
     images.sort_unstable();
-    Ok(images)
+    others.sort_unstable();
+    Ok(Below { images, others })
 }
 
 /// The entries of `directory` in the order of their names, without those that begin with a dot.

@@ -6,6 +6,8 @@
 //! | `glm4v` | JSON list or lines | `{messages: [{role, content, image?}]}` |
 //! | `sharegpt` | JSON list or lines | `{conversations: [{from: human\|gpt\|system, value}], images: [..]}` |
 //! | `messages` | JSON list or lines | `{messages: [{role, content}], images: [..]}` |
+//! | `alpaca` | JSON list or lines | `{instruction, input, output, history, images: [..]}` |
+//! | `query-response` | JSON list or lines | `{query, response, history, images: [..]}` |
 //! | `cogvlm-sft` | directory | `images/NAME.jpg` and `labels_*/NAME.json` with `{conversations: [{role, content}]}` |
 //! | `captcha` | directory | images whose file names, up to the first dot, are the answers |
 //!
@@ -13,15 +15,24 @@
 //! their places in the text. A single image keeps the name [`SINGLE_IMAGE`](super::SINGLE_IMAGE): it stands
 //! where the text says so, otherwise in front.
 
+mod columns;
 mod directories;
+mod entry;
+mod images;
+mod objects;
+mod sample;
+mod sources;
 mod turns;
 
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::raw::{DataError, RawSample, read_list, read_samples};
-use turns::{Glm4v, Messages, ShareGpt};
+use super::raw::{DataError, RawSample};
+use columns::Columns;
+use entry::{first_entry, read_entries};
+use sample::Reader;
+pub use sources::{DATASET_INFO, data_files, data_parts, read_datasets};
 
 /// A file or directory format of training data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +45,10 @@ pub enum DataFormat {
     ShareGpt,
     /// Messages of `role` and `content`, with a list of images.
     Messages,
+    /// An instruction, an input and an output, with a list of images.
+    Alpaca,
+    /// A query and a response, with a list of images.
+    QueryResponse,
     /// A directory of images and one of conversations about them.
     CogvlmSft,
     /// A directory of images whose file names are the answers.
@@ -42,11 +57,13 @@ pub enum DataFormat {
 
 impl DataFormat {
     /// All data formats that are supported.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 8] = [
         Self::Minicpm,
         Self::Glm4v,
         Self::ShareGpt,
         Self::Messages,
+        Self::Alpaca,
+        Self::QueryResponse,
         Self::CogvlmSft,
         Self::Captcha,
     ];
@@ -58,9 +75,30 @@ impl DataFormat {
             Self::Glm4v => "glm4v",
             Self::ShareGpt => "sharegpt",
             Self::Messages => "messages",
+            Self::Alpaca => "alpaca",
+            Self::QueryResponse => "query-response",
             Self::CogvlmSft => "cogvlm-sft",
             Self::Captcha => "captcha",
         }
+    }
+
+    /// Shape of the file or directory, in words.
+    pub fn shape(self) -> &'static str {
+        match self {
+            Self::Minicpm => "{id, image, conversations: [{role, content}]}",
+            Self::Glm4v => "{messages: [{role, content, image}]}",
+            Self::ShareGpt => "{conversations: [{from, value}], images: [..]}",
+            Self::Messages => "{messages: [{role, content}], images: [..]}",
+            Self::Alpaca => "{instruction, input, output, images: [..]}",
+            Self::QueryResponse => "{query, response, images: [..]}",
+            Self::CogvlmSft => "a directory with images/ and labels_*/",
+            Self::Captcha => "a directory of images whose names are the answers",
+        }
+    }
+
+    /// Whether the format is a JSON list or one object per line.
+    pub fn is_json(self) -> bool {
+        !matches!(self, Self::CogvlmSft | Self::Captcha)
     }
 
     /// The format that is called `name` on the command line; `None` for an unknown name.
@@ -72,12 +110,16 @@ impl DataFormat {
 /// The samples of a data file or directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Dataset {
+    /// The file or directory.
+    pub path: PathBuf,
     /// Format of the file or directory that the samples were read from.
     pub format: DataFormat,
     /// The directory at which relative paths of images start.
     pub root: PathBuf,
     /// The samples, in the order of the file, or of the names in a directory.
     pub samples: Vec<RawSample>,
+    /// Keys that have no effect, such as `source` or `turns[].name`, each with the number of objects that have it.
+    pub ignored: Vec<(String, usize)>,
 }
 
 /// Reads the samples at `path` in the given `format`, or in the one that [`detect`] finds.
@@ -86,20 +128,44 @@ pub struct Dataset {
 /// [`DataError`] if the format is not clear, if something cannot be read or is not of the format (with line and
 /// column where it is JSON), or if there is no sample.
 pub fn read_samples_as(path: &Path, format: Option<DataFormat>) -> Result<Dataset, DataError> {
+    read_file(path, format, directory_of(path), None)
+}
+
+/// Reads the samples of the file `path` in the form of MiniCPM.
+///
+/// # Errors
+/// As [`read_samples_as`].
+pub fn read_samples(path: &Path) -> Result<Vec<RawSample>, DataError> {
+    let dataset = read_samples_as(path, Some(DataFormat::Minicpm))?;
+    Ok(dataset.samples)
+}
+
+/// As [`read_samples_as`], with images of JSON forms below `root` and the names of `columns`.
+fn read_file(
+    path: &Path,
+    format: Option<DataFormat>,
+    root: &Path,
+    columns: Option<&Columns>,
+) -> Result<Dataset, DataError> {
     let format = format.map_or_else(|| detect(path), Ok)?;
-    let beside = || directory_of(path).to_owned();
+    let mut reader = Reader::new(format, root);
     let (root, samples) = match format {
-        DataFormat::Minicpm => (beside(), read_samples(path)?),
-        DataFormat::Glm4v => (beside(), converted(read_list::<Glm4v>(path)?)),
-        DataFormat::ShareGpt => (beside(), converted(read_list::<ShareGpt>(path)?)),
-        DataFormat::Messages => (beside(), converted(read_list::<Messages>(path)?)),
-        DataFormat::CogvlmSft => directories::read_sft(path)?,
+        DataFormat::CogvlmSft => directories::read_sft(path, &mut reader)?,
         DataFormat::Captcha => (path.to_owned(), directories::read_captcha(path)?),
+        _ => {
+            let samples = read_entries(path, |entry| match columns {
+                None => reader.sample(entry),
+                Some(columns) => reader.sample(columns.apply(entry)),
+            })?;
+            (root.to_owned(), samples)
+        }
     };
     Ok(Dataset {
+        path: path.to_owned(),
         format,
         root,
         samples,
+        ignored: reader.ignored.into_counts(),
     })
 }
 
@@ -108,10 +174,6 @@ fn directory_of(path: &Path) -> &Path {
     let parent = path.parent();
     let parent = parent.filter(|parent| !parent.as_os_str().is_empty());
     parent.unwrap_or(Path::new("."))
-}
-
-fn converted<T: Into<RawSample>>(samples: Vec<T>) -> Vec<RawSample> {
-    samples.into_iter().map(T::into).collect()
 }
 
 /// Finds the format of the file or directory `path` by the shape of the directory or the fields of the first sample.
@@ -123,8 +185,7 @@ pub fn detect(path: &Path) -> Result<DataFormat, DataError> {
     if path.is_dir() {
         return directories::detect(path);
     }
-    let samples = read_list::<Value>(path)?;
-    let sample = &samples[0];
+    let sample = &first_entry(path)?;
     let unknown = |found: String| DataError::UnknownFormat {
         path: path.to_owned(),
         found,
@@ -132,13 +193,7 @@ pub fn detect(path: &Path) -> Result<DataFormat, DataError> {
     let Some(fields) = sample.as_object() else {
         return Err(unknown("the first sample is no object".to_owned()));
     };
-    let names = || {
-        fields
-            .keys()
-            .map(String::as_str)
-            .collect::<Vec<_>>()
-            .join(", ")
-    };
+    let has = |names: &[&str]| names.iter().all(|name| fields.contains_key(*name));
     match (sample.get("messages"), sample.get("conversations")) {
         (Some(messages), None) => of_messages(path, sample, messages),
         (None, Some(turns)) => {
@@ -155,10 +210,13 @@ pub fn detect(path: &Path) -> Result<DataFormat, DataError> {
             path: path.to_owned(),
             reason: "the first sample has \"messages\" and \"conversations\"".to_owned(),
         }),
-        (None, None) => Err(unknown(format!(
-            "the first sample has the fields {}",
-            names()
-        ))),
+        (None, None) if has(&["instruction", "output"]) => Ok(DataFormat::Alpaca),
+        (None, None) if has(&["query", "response"]) => Ok(DataFormat::QueryResponse),
+        (None, None) => {
+            let names: Vec<&str> = fields.keys().map(String::as_str).collect();
+            let names = names.join(", ");
+            Err(unknown(format!("the first sample has the fields {names}")))
+        }
     }
 }
 

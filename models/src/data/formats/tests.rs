@@ -36,7 +36,7 @@ fn format_names_parse_to_their_formats() {
     for format in DataFormat::ALL {
         assert_eq!(DataFormat::from_name(format.name()), Some(format));
     }
-    assert_eq!(DataFormat::from_name("alpaca"), None);
+    assert_eq!(DataFormat::from_name("parquet"), None);
 }
 
 #[test]
@@ -185,44 +185,32 @@ fn errors_in_a_sample_are_located() {
         (
             Messages,
             good,
-            r#"{"messages": [{"role": "user", "content": "<image>"}], "images": []}"#,
-            "1 times <image>",
-        ),
-        (
-            Messages,
-            good,
-            r#"{"messages": [{"role": "user", "content": "q"}], "images": ["a", "b"]}"#,
-            "but 2 images",
-        ),
-        (
-            Messages,
-            good,
-            r#"{"messages": [{"role": "user", "content": "q", "image": "a"}]}"#,
-            "format glm4v",
+            r#"{"messages": [{"role": "user", "content": "q", "image": "a"}], "images": ["b"]}"#,
+            "beside the turns and in a turn",
         ),
         (
             Messages,
             good,
             r#"{"messages": [{"role": "user", "content": "q"}], "videos": ["a"]}"#,
-            "videos",
+            "\"videos\" is not supported",
         ),
         (
             Messages,
             good,
             r#"{"messages": [{"role": "user"}]}"#,
-            "missing field `content`",
+            "turn 0: missing field `content`",
+        ),
+        (
+            Messages,
+            good,
+            r#"{"messages": [{"role": "user", "content": 3}]}"#,
+            "turn 0: the content is 3",
         ),
         (
             Messages,
             good,
             r#"{"messages": [{"role": "user", "content": "q"}], "images": [3]}"#,
-            "a path or a list",
-        ),
-        (
-            Glm4v,
-            good,
-            r#"{"messages": [{"role": "user", "content": "q"}], "images": ["a"]}"#,
-            "format messages",
+            "\"images\": 3 is no path",
         ),
         (
             Glm4v,
@@ -233,14 +221,14 @@ fn errors_in_a_sample_are_located() {
         (
             ShareGpt,
             spoken,
-            r#"{"conversations": [{"from": "tool", "value": "q"}]}"#,
-            "\"tool\"",
+            r#"{"conversations": [{"from": 3, "value": "q"}]}"#,
+            "\"from\" is 3",
         ),
         (
             ShareGpt,
             spoken,
             r#"{"conversations": [{"from": "human"}]}"#,
-            "missing field `value`",
+            "missing field `content` or `value`",
         ),
     ] {
         for content in [format!("{good}\n\n{bad}\n"), format!("[{good},\n\n{bad}]")] {
@@ -254,6 +242,295 @@ fn errors_in_a_sample_are_located() {
             assert!(reason.contains(part), "{error}");
         }
     }
+}
+
+/// Reads `sample` as the only one of a file.
+fn only(sample: &str) -> Result<(RawSample, Vec<(String, usize)>), String> {
+    let mut dataset = read(&sample.replace('\n', " ")).map_err(|error| error.to_string())?;
+    Ok((dataset.samples.remove(0), dataset.ignored))
+}
+
+#[test]
+fn every_spelling_of_an_image_is_read() {
+    let turns = r#""messages": [{"role": "user", "content": "<image>q"}, {"role": "assistant", "content": "a"}]"#;
+    for (given, path) in [
+        (r#""image": "a.png""#, "a.png"),
+        (r#""images": ["a.png"]"#, "a.png"),
+        (r#""image_path": "a.png""#, "a.png"),
+        (r#""img": {"path": "a.png", "bytes": null}"#, "a.png"),
+        (r#""images": [{"bytes": "QUJD"}]"#, "data:;base64,QUJD"),
+        (
+            r#""images": [{"url": "file:///x/a%20b.png"}]"#,
+            "/x/a b.png",
+        ),
+        (
+            r#""images": ["data:image/png;base64,QUJD"]"#,
+            "data:image/png;base64,QUJD",
+        ),
+    ] {
+        let (sample, ignored) = only(&format!("{{{turns}, {given}}}")).unwrap();
+        assert_eq!(images(&sample), [(SINGLE_IMAGE, path)], "{given}");
+        assert!(ignored.is_empty(), "{ignored:?}");
+    }
+    for (given, part) in [
+        (r#""photo": "a.jpeg""#, "\"photo\" names an image"),
+        (
+            r#""pics": ["data:image/png;base64,QUJD"]"#,
+            "\"pics\" names an image",
+        ),
+        (
+            r#""image": "a", "images": ["b"]"#,
+            "\"image\" and \"images\"",
+        ),
+        (r#""image": "https://x/a.png""#, "not downloaded"),
+    ] {
+        let error = only(&format!("{{{turns}, {given}}}")).unwrap_err();
+        assert!(error.contains(part), "{error}");
+    }
+}
+
+#[test]
+fn images_inside_of_a_text_leave_their_mark() {
+    let parts = |parts: &str, beside: &str| {
+        only(&format!(
+            r#"{{"messages": [{{"role": "user", "content": {parts}}}, {{"role": "assistant", "content": [{{"type": "text", "text": "a"}}]}}]{beside}}}"#
+        ))
+    };
+    for (content, beside) in [
+        (
+            r#"[{"type": "image_url", "image_url": {"url": "p"}}, {"type": "text", "text": "q"}]"#,
+            "",
+        ),
+        (
+            r#"[{"type": "image_url", "value": "p"}, {"type": "text", "value": "q"}]"#,
+            "",
+        ),
+        (
+            r#"[{"type": "image", "image": "p"}, {"type": "text", "text": "q"}]"#,
+            "",
+        ),
+        (
+            r#"[{"type": "image"}, {"type": "text", "text": "q"}]"#,
+            r#", "images": ["p"]"#,
+        ),
+        (r#"[{"image": "p"}, {"text": "q"}]"#, ""),
+        (r#""<img>p</img>q""#, ""),
+    ] {
+        let (sample, _) = parts(content, beside).unwrap();
+        assert_eq!(
+            turns(&sample),
+            [("user", "<image>q"), ("assistant", "a")],
+            "{content}"
+        );
+        assert_eq!(images(&sample), [(SINGLE_IMAGE, "p")]);
+    }
+    let two = r#"[{"type": "image", "path": "a"}, "or", {"type": "image", "path": "b"}]"#;
+    let (sample, _) = parts(two, "").unwrap();
+    assert_eq!(turns(&sample)[0], ("user", "<image_00>or<image_01>"));
+    assert_eq!(images(&sample), [("<image_00>", "a"), ("<image_01>", "b")]);
+    for (content, part) in [
+        (
+            r#"[{"type": "video", "video": "v"}]"#,
+            "part 0: parts of the type \"video\"",
+        ),
+        (r#"[{"type": "text"}]"#, "has no text"),
+        (r#"[3]"#, "part 0: 3 is no object"),
+    ] {
+        let error = parts(content, "").unwrap_err();
+        assert!(
+            error.contains("turn 0: ") && error.contains(part),
+            "{error}"
+        );
+    }
+    let error = only(
+        r#"{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<img>p</img>"}]}"#,
+    );
+    assert!(error.unwrap_err().contains("an answer holds <img>"));
+}
+
+#[test]
+fn a_list_of_minicpm_names_its_images_by_number() {
+    let sample = |image: &str, text: &str| {
+        only(&format!(
+            r#"{{"image": {image}, "conversations": [{{"role": "user", "content": "{text}"}}, {{"role": "assistant", "content": "a"}}]}}"#
+        ))
+        .unwrap()
+        .0
+    };
+    let two = sample(r#"["a", "b"]"#, "<image_00> <image_01>q");
+    assert_eq!(images(&two), [("<image_00>", "a"), ("<image_01>", "b")]);
+    assert!(images(&sample("[]", "q")).is_empty() && images(&sample("\"\"", "q")).is_empty());
+}
+
+#[test]
+fn alpaca_and_query_response_are_conversations() {
+    let expected = [
+        ("user", "p"),
+        ("assistant", "r"),
+        ("user", "<image_00>q\ni"),
+        ("assistant", "a"),
+    ];
+    let (sample, _) = only(r#"{"instruction": "<image>q", "input": "i", "output": "a", "history": [["p", "r"]], "images": ["x"]}"#).unwrap();
+    assert_eq!(turns(&sample), expected);
+    assert_eq!(images(&sample), [("<image_00>", "x")]);
+    let (sample, _) = only(r#"{"system": "s", "query": "q", "response": "a"}"#).unwrap();
+    assert_eq!(
+        turns(&sample),
+        [("system", "s"), ("user", "q"), ("assistant", "a")]
+    );
+}
+
+#[test]
+fn roles_of_all_trainers_are_known() {
+    let (sample, _) = only(r#"{"conversations": [{"from": "user", "value": "q"}, {"from": "function_call", "value": "{\"name\": \"f\", \"arguments\": {\"x\": 1, \"y\": \"é\"}}"},
+        {"from": "tool", "value": "3"}, {"from": "gpt", "value": "a"}, {"from": "narrator", "value": "n"}]}"#).unwrap();
+    let expected = [
+        ("user", "q"),
+        ("assistant", "{\"x\": 1, \"y\": \"é\"}"),
+        ("observation", "3"),
+        ("assistant", "a"),
+        ("narrator", "n"),
+    ];
+    assert_eq!(turns(&sample), expected);
+    assert_eq!(sample.conversations[1].metadata, "f");
+    let error = only(r#"{"conversations": [{"from": "function_call", "value": "f(x)"}]}"#);
+    assert!(error.unwrap_err().contains("is no call"));
+}
+
+#[test]
+fn marks_of_the_loss_are_kept() {
+    let marked = |mark: &str| {
+        only(&format!(
+            r#"{{"messages": [{{"role": "user", "content": "q"}}, {{"role": "assistant", "content": "a", {mark}}}]}}"#
+        ))
+    };
+    for (mark, unsupervised) in [
+        (r#""loss": false"#, true),
+        (r#""loss": true"#, false),
+        (r#""weight": 0"#, true),
+        (r#""weight": 1.0"#, false),
+        (r#""train": false"#, true),
+        (r#""loss_scale": 0.0"#, true),
+        (r#""loss": null"#, false),
+    ] {
+        let (sample, ignored) = marked(mark).unwrap();
+        assert_eq!(sample.conversations[1].unsupervised, unsupervised, "{mark}");
+        assert!(ignored.is_empty());
+    }
+    for (mark, part) in [
+        (r#""weight": 0.5"#, "turn 1: \"weight\" is 0.5"),
+        (
+            r#""train_detail": [{"begin_offset": 0}]"#,
+            "turn 1: \"train_detail\" marks parts",
+        ),
+    ] {
+        let error = marked(mark).unwrap_err();
+        assert!(error.contains(part), "{error}");
+    }
+}
+
+#[test]
+fn keys_without_effect_are_counted_and_dangerous_ones_refused() {
+    let turns = r#""messages": [{"role": "user", "content": "q", "name": "x"}, {"role": "assistant", "content": "a", "name": "y"}]"#;
+    let (_, ignored) = only(&format!("{{{turns}, \"source\": \"web\", \"empty\": []}}")).unwrap();
+    assert_eq!(
+        ignored,
+        [("source".to_owned(), 1), ("turns[].name".to_owned(), 2)]
+    );
+    for (given, part) in [
+        (r#""label": false"#, "\"label\" is not true"),
+        (r#""kto_tag": false"#, "\"kto_tag\" is not true"),
+        (r#""rejected_response": "b""#, "preference pair"),
+        (r#""audio": "x.wav""#, "\"audio\" is not supported"),
+        (r#""video": "x.mp4""#, "\"video\" is not supported"),
+        (r#""tools": "[1]""#, "\"tools\" is not supported"),
+        (r#""loss": false"#, "not to train on"),
+        (r#""system": 3"#, "\"system\" is 3"),
+    ] {
+        let error = only(&format!("{{{turns}, {given}}}")).unwrap_err();
+        assert!(error.contains(part), "{error}");
+    }
+    let (marked, ignored) =
+        only(r#"{"messages": [{"role": "user", "content": "<video>q"}]}"#).unwrap();
+    assert_eq!(turns_of(&marked), ["<video>q"]);
+    assert_eq!(ignored, [("<video> in a text".to_owned(), 1)]);
+}
+
+#[test]
+fn an_unknown_key_may_name_an_image_beside_those_of_the_sample() {
+    let turns =
+        r#""messages": [{"role": "user", "content": [{"type": "text", "text": "q", "cache": 1}]}]"#;
+    let error = only(&format!("{{{turns}, \"mask\": \"m.png\"}}")).unwrap_err();
+    assert!(error.contains("\"mask\" names an image"), "{error}");
+    let (_, ignored) = only(&format!(
+        "{{{turns}, \"mask\": \"m.png\", \"image\": \"a.png\"}}"
+    ))
+    .unwrap();
+    let expected = ["mask", "turns[].content[].cache"].map(|key| (key.to_owned(), 1));
+    assert_eq!(ignored, expected);
+}
+
+fn turns_of(sample: &RawSample) -> Vec<&str> {
+    turns(sample).into_iter().map(|(_, text)| text).collect()
+}
+
+#[test]
+fn objects_are_written_as_ms_swift_writes_them() {
+    let sample = |objects: &str| {
+        only(&format!(
+            r#"{{"messages": [{{"role": "user", "content": "<image>Find the <ref-object>"}}, {{"role": "assistant", "content": "<bbox><bbox>"}}],
+               "images": ["a.png"], "objects": {objects}}}"#
+        ).replace('\n', ""))
+    };
+    let sized = r#"{"ref": ["sheep"], "bbox": [[9, 16, 35, 52], [60, 48, 95, 92]], "width": [100], "height": [200]}"#;
+    let (read, _) = sample(sized).unwrap();
+    let expected = [
+        "<image>Find the sheep",
+        "[(90,80),(350,260)][(600,240),(950,460)]",
+    ];
+    assert_eq!(turns_of(&read), expected);
+    let shares =
+        r#"{"ref": ["x"], "bbox": [[0.1, 0.2, 0.3, 0.4], [0.5, 0.6]], "bbox_type": "norm1"}"#;
+    assert_eq!(
+        turns_of(&sample(shares).unwrap().0)[1],
+        "[(100,200),(300,400)][(500,600)]"
+    );
+    for (objects, part) in [
+        (
+            r#"{"ref": ["x"], "bbox": [[1, 2]]}"#,
+            "need the size of an image",
+        ),
+        (
+            r#"{"bbox": [[1, 2], [3, 4]], "bbox_type": "norm1"}"#,
+            "1 times <ref-object>",
+        ),
+        (
+            r#"{"ref": ["x"], "bbox": [[1, 2, 3], [3, 4]], "bbox_type": "norm1"}"#,
+            "an odd number",
+        ),
+        (
+            r#"{"ref": ["x"], "bbox": [], "points": [[1, 2]], "bbox_type": "norm1"}"#,
+            "2 times <bbox>",
+        ),
+        (r#"[{"caption": "x"}]"#, "objects: "),
+    ] {
+        let error = sample(objects).unwrap_err();
+        assert!(error.contains(part), "{error}");
+    }
+}
+
+#[test]
+fn a_backslash_makes_a_mark_plain_text() {
+    let (sample, _) = only(r#"{"messages": [{"role": "user", "content": "The \\<image> and \\<image_00> of <image>"}], "images": ["a"]}"#).unwrap();
+    assert_eq!(images(&sample), [(SINGLE_IMAGE, "a")]);
+    let text = &sample.conversations[0].content;
+    assert_eq!(
+        (
+            text.matches(SINGLE_IMAGE).count(),
+            crate::text::literal::shown(text).as_ref()
+        ),
+        (1, "The <image> and <image_00> of <image>")
+    );
 }
 
 fn directory(files: &[(&str, &str)]) -> tempfile::TempDir {
@@ -324,7 +601,7 @@ fn labels_and_images_must_match() {
     ));
     let error = read(&[a, ("labels_en/a.json", "{\"conversations\":\n 3}")]);
     assert!(
-        matches!(&error, DataError::Json { path, line: 2, .. } if path.ends_with("a.json")),
+        matches!(&error, DataError::Json { path, line: 1, .. } if path.ends_with("a.json")),
         "{error}"
     );
 }
@@ -335,7 +612,6 @@ fn captcha_images_are_named_after_their_answers() {
         ("train/kQ7xZ.png", ""),
         ("train/2024.a.jpg", ""),
         ("test/Ab.JPEG", ""),
-        ("test/readme.md", ""),
         ("._x.jpg", ""),
     ]);
     std::os::unix::fs::symlink(dir.path(), dir.path().join("train/circle")).unwrap();
@@ -397,4 +673,203 @@ fn every_round_of_a_conversation_is_a_sample() {
         .count();
     assert!((5..=15).contains(&with_past), "{with_past} of 20");
     assert_eq!(samples, read_samples_as(dir.path(), None).unwrap().samples);
+}
+
+const TURNS: &str =
+    r#""conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]"#;
+
+#[test]
+fn every_form_of_id_and_image_is_read() {
+    let text = format!(
+        r#"[{{"id": 7, "image": "a.png", {TURNS}}},
+            {{"id": "x", "image": {{"<image_01>": "b", "<image_00>": "c"}}, {TURNS}, "extra": 1}},
+            {{"image": null, {TURNS}}}, {{{TURNS}}}]"#
+    );
+    let samples = read(&text).unwrap().samples;
+    assert_eq!(samples[0].id.as_deref(), Some("7"));
+    assert!(samples[0].has_single_image());
+    let names: Vec<&str> = samples[1]
+        .images
+        .iter()
+        .map(|(name, _)| name.as_str())
+        .collect();
+    assert_eq!(names, ["<image_01>", "<image_00>"]);
+    assert!(!samples[1].has_single_image());
+    assert!(samples[2].images.is_empty() && samples[3].images.is_empty());
+    assert_eq!(samples[3].answer(), Some("a"));
+}
+
+#[test]
+fn json_lines_and_a_byte_order_mark_are_read() {
+    let lines = format!("\u{feff}{{\"id\": \"1\", {TURNS}}}\n\n{{\"id\": \"2\", {TURNS}}}\r\n");
+    let samples = read(&lines).unwrap().samples;
+    assert_eq!(samples[1].id.as_deref(), Some("2"));
+}
+
+#[test]
+fn errors_in_json_are_located() {
+    let list = format!("[{{{TURNS}}},\n\n{{{TURNS}]");
+    let lines = format!("{{{TURNS}}}\n\n{{\"id\" 3}}");
+    for (text, at) in [(list, 3), (lines, 3)] {
+        let error = read_as(&text, DataFormat::Minicpm).unwrap_err();
+        let DataError::Json {
+            line,
+            column,
+            reason,
+            ..
+        } = error
+        else {
+            panic!("{error}")
+        };
+        assert_eq!(line, at, "{reason}");
+        assert!(column > 0 && !reason.contains("line"));
+    }
+}
+
+#[test]
+fn wrong_fields_are_located_and_explained() {
+    for (text, reason) in [
+        (r#"[{"id": 1}]"#.to_owned(), "missing field `conversations`"),
+        (
+            format!("[{{\"image\": 3, {TURNS}}}]"),
+            "3 is no path of an image",
+        ),
+        (
+            format!("[{{\"image\": {{\"a\": \"x\", \"a\": \"y\"}}, {TURNS}}}]"),
+            "given twice",
+        ),
+        (
+            format!("[{{\"id\": [1], {TURNS}}}]"),
+            "id must be a text or a number",
+        ),
+    ] {
+        let error = read_as(&text, DataFormat::Minicpm).unwrap_err();
+        assert!(matches!(error, DataError::Json { line: 1, .. }));
+        assert!(error.to_string().contains(reason), "{error}");
+    }
+    let (_dir, path) = file("");
+    std::fs::write(&path, b"[{\"id\": \"\xff\"}]").unwrap();
+    assert!(matches!(
+        read_samples_as(&path, Some(DataFormat::Minicpm)),
+        Err(DataError::Json { .. })
+    ));
+}
+
+#[test]
+fn an_empty_or_missing_file_is_an_error() {
+    for text in ["", "[]", " \n"] {
+        assert!(matches!(read(text), Err(DataError::Empty { .. })));
+    }
+    let missing = read_samples_as(Path::new("/nonexistent/data.json"), None);
+    assert!(matches!(missing, Err(DataError::Read { .. })));
+}
+
+#[test]
+fn names_of_images_are_answers_only_where_nothing_else_is_there() {
+    for (names, part) in [
+        (&["0001.jpg", "0002.jpg"][..], "names such as 0001"),
+        (&["img1.jpg", "img22.jpg"], "names such as img1"),
+        (&["a_b.png", "kQ7x.png"], "names such as a_b"),
+        (
+            &["kQ7x.png", "notes.csv"],
+            "1 images and 1 other files, such as notes.csv",
+        ),
+        (&["kQ7x.png", "data.json"], "such as data.json"),
+    ] {
+        let files: Vec<(&str, &str)> = names.iter().map(|name| (*name, "")).collect();
+        let dir = directory(&files);
+        let error = read_datasets(dir.path(), None, None)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains(part), "{error}");
+        let forced = read_datasets(dir.path(), Some(DataFormat::Captcha), None);
+        assert!(forced.is_ok());
+    }
+}
+
+const LINE: &str =
+    r#"{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}"#;
+
+#[test]
+fn files_with_samples_in_a_directory_come_first() {
+    let named = LINE.replacen('{', r#"{"file_name": "0001.jpg", "#, 1);
+    let all = |dir: &tempfile::TempDir| read_datasets(dir.path(), None, None);
+    let dir = directory(&[("0001.jpg", ""), ("metadata.jsonl", &named)]);
+    let found = all(&dir).unwrap();
+    assert_eq!(images(&found[0].samples[0]), [(SINGLE_IMAGE, "0001.jpg")]);
+    assert_eq!(
+        (&found[0].path, &found[0].root),
+        (&dir.path().join("metadata.jsonl"), &dir.path().to_owned())
+    );
+    let captions = directory(&[
+        ("0001.jpg", ""),
+        (
+            "metadata.jsonl",
+            r#"{"file_name": "0001.jpg", "text": "x"}"#,
+        ),
+    ]);
+    assert!(
+        all(&captions)
+            .unwrap_err()
+            .to_string()
+            .contains("fields file_name, text")
+    );
+    let dir = directory(&[
+        ("sft/images/a.jpg", ""),
+        ("sft/labels_en/a.json", LABEL),
+        ("x.png", ""),
+    ]);
+    let found = all(&dir).unwrap();
+    assert_eq!(
+        (found[0].format, &found[0].root),
+        (DataFormat::CogvlmSft, &dir.path().join("sft"))
+    );
+    let both = directory(&[("train.json", LINE), ("train.jsonl", LINE)]);
+    assert!(matches!(all(&both), Err(DataError::AmbiguousFormat { .. })));
+}
+
+#[test]
+fn several_files_and_entries_of_dataset_info_are_read_in_order() {
+    let info = r#"{"mine": {"file_name": "odd.json", "formatting": "sharegpt", "extra": 1, "columns": {"messages": "talk", "images": "pics"},
+          "tags": {"role_tag": "who", "content_tag": "says", "user_tag": "Q", "assistant_tag": "A"}},
+        "plain": {"file_name": "alpaca.json", "columns": {"prompt": "ask", "response": "reply"}},
+        "far": {"hf_hub_url": "x/y"}, "pairs": {"file_name": "odd.json", "ranking": true}}"#;
+    let odd = r#"[{"talk": [{"who": "Q", "says": "<image>q"}, {"who": "A", "says": "a"}], "pics": ["x.png"], "note": "n"}]"#;
+    let dir = directory(&[
+        ("dataset_info.json", info),
+        ("odd.json", odd),
+        ("alpaca.json", r#"[{"ask": "q", "reply": "r"}]"#),
+        ("b.jsonl", LINE),
+    ]);
+    let at = |name: &str| dir.path().join(name).display().to_string();
+    let read = |data: &str| read_datasets(Path::new(data), None, Some(Path::new("/pictures")));
+    let info = at("dataset_info.json");
+    let found = read(&format!("{info}#mine,{info}#plain,{}", at("b.jsonl"))).unwrap();
+    assert_eq!(
+        turns(&found[0].samples[0]),
+        [("user", "<image>q"), ("assistant", "a")]
+    );
+    assert_eq!(images(&found[0].samples[0]), [(SINGLE_IMAGE, "x.png")]);
+    assert_eq!(
+        found[0].ignored,
+        [("note".to_owned(), 1), ("mine.extra".to_owned(), 1)]
+    );
+    assert_eq!(
+        turns(&found[1].samples[0]),
+        [("user", "q"), ("assistant", "r")]
+    );
+    assert_eq!(found[2].path, dir.path().join("b.jsonl"));
+    assert!(found.iter().all(|set| set.root == Path::new("/pictures")));
+    for (data, part) in [
+        (info.clone(), "mine, plain, far, pairs"),
+        (format!("{info}#none"), "no data set \"none\""),
+        (format!("{info}#far"), "not downloaded"),
+        (format!("{info}#pairs"), "preference pairs"),
+    ] {
+        let error = read(&data).unwrap_err().to_string();
+        assert!(error.contains(part), "{error}");
+    }
+    let bare = format!("{info}#mine");
+    let roots = read_datasets(Path::new(&bare), None, None).unwrap();
+    assert_eq!(roots[0].root, dir.path());
 }

@@ -1,262 +1,306 @@
-//! Samples of the JSON formats. Parsing checks them, so that each error has its line and column.
+//! Turns of a conversation, with roles, marks of the loss and images as the known trainers write them.
 
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
-use serde::Deserialize;
+use regex::{Captures, Regex};
+use serde::Serialize;
+use serde_json::Value;
+use serde_json::ser::{Formatter, Serializer};
 
-use crate::data::raw::{RawSample, SINGLE_IMAGE, text_or_number};
+use super::entry::{Ignored, Keys};
+use super::images::{self, Given};
+use crate::data::raw::SINGLE_IMAGE;
 use crate::text::Message;
+use crate::text::literal::hidden;
 
-/// A [`RawSample`] read from an entry of a file in the format [`DataFormat::Glm4v`](super::DataFormat::Glm4v).
-#[derive(Deserialize)]
-#[serde(try_from = "Glm4vFields")]
-pub(super) struct Glm4v(RawSample);
+/// Marks that a text holds as plain text after a backslash.
+static ESCAPED: LazyLock<Regex> = LazyLock::new(|| {
+    Regex::new(r"\\(<(image(_\d+)?|img|bbox|ref-object|audio|video)>)")
+        .expect("a constant pattern is valid")
+});
+/// Marks of media that no family reads.
+const UNREAD: [&str; 2] = ["<audio>", "<video>"];
 
-/// A [`RawSample`] read from an entry of a file in the format [`DataFormat::ShareGpt`](super::DataFormat::ShareGpt).
-#[derive(Deserialize)]
-#[serde(try_from = "ShareGptFields")]
-pub(super) struct ShareGpt(RawSample);
+/// Keys that put parts of an answer into the loss.
+const PARTIAL: [&str; 4] = ["train_detail", "training_detail", "loss_mask", "label_mask"];
 
-/// A [`RawSample`] read from an entry of a file in the format [`DataFormat::Messages`](super::DataFormat::Messages).
-#[derive(Deserialize)]
-#[serde(try_from = "MessagesFields")]
-pub(super) struct Messages(RawSample);
-
-impl From<Glm4v> for RawSample {
-    fn from(sample: Glm4v) -> Self {
-        sample.0
-    }
-}
-
-impl From<ShareGpt> for RawSample {
-    fn from(sample: ShareGpt) -> Self {
-        sample.0
-    }
-}
-
-impl From<Messages> for RawSample {
-    fn from(sample: Messages) -> Self {
-        sample.0
-    }
-}
-
-#[derive(Deserialize)]
-struct Glm4vFields {
-    #[serde(default, deserialize_with = "text_or_number")]
-    id: Option<String>,
-    messages: Vec<Turn>,
-    images: Option<Paths>,
-}
-
-#[derive(Deserialize)]
-struct MessagesFields {
-    #[serde(default, deserialize_with = "text_or_number")]
-    id: Option<String>,
-    messages: Vec<Turn>,
-    images: Option<Paths>,
-    #[serde(flatten)]
-    others: Others,
-}
-
-#[derive(Deserialize)]
-struct ShareGptFields {
-    #[serde(default, deserialize_with = "text_or_number")]
-    id: Option<String>,
-    conversations: Vec<Spoken>,
-    #[serde(alias = "image")]
-    images: Option<Paths>,
-    #[serde(flatten)]
-    others: Others,
-}
-
-/// Optional fields of a sample in addition to its turns.
-#[derive(Deserialize)]
-struct Others {
-    system: Option<String>,
-    videos: Option<Paths>,
-    audios: Option<Paths>,
-}
-
-#[derive(Deserialize)]
-struct Turn {
-    role: String,
-    content: String,
-    image: Option<PathBuf>,
-}
-
-#[derive(Deserialize)]
-struct Spoken {
-    from: String,
-    value: String,
-}
-
-/// One path, or a list of them.
-#[derive(Deserialize)]
-#[serde(untagged, expecting = "expected a path or a list of paths")]
-enum Paths {
-    One(PathBuf),
-    Many(Vec<PathBuf>),
-}
-
-impl Paths {
-    fn list(paths: Option<Self>) -> Vec<PathBuf> {
-        match paths {
-            None => Vec::new(),
-            Some(Self::One(path)) => vec![path],
-            Some(Self::Many(paths)) => paths,
-        }
-    }
-}
-
-impl TryFrom<Glm4vFields> for Glm4v {
-    type Error = String;
-
-    fn try_from(fields: Glm4vFields) -> Result<Self, String> {
-        if !Paths::list(fields.images).is_empty() {
-            return Err(
-                "\"images\" next to the messages belongs to the format messages".to_owned(),
-            );
-        }
-        let mut turns = fields.messages;
-        let paths: Vec<(usize, PathBuf)> = turns
-            .iter_mut()
-            .enumerate()
-            .filter_map(|(turn, message)| Some((turn, message.image.take()?)))
-            .collect();
-        let conversations = turns.into_iter().map(Turn::message);
-        let mut conversations: Vec<Message> = conversations.collect();
-        let mut images = Vec::with_capacity(paths.len());
-        match <[_; 1]>::try_from(paths) {
-            Ok([(0, path)]) => images.push((SINGLE_IMAGE.to_owned(), path)),
-            other => {
-                let paths = other.map_or_else(|paths| paths, Vec::from);
-                for (index, (turn, path)) in paths.into_iter().enumerate() {
-                    let name = numbered(index);
-                    conversations[turn].content.insert_str(0, &name);
-                    images.push((name, path));
-                }
-            }
-        }
-        Ok(Self(RawSample {
-            id: fields.id,
-            images,
-            conversations,
-        }))
-    }
-}
-
-impl TryFrom<MessagesFields> for Messages {
-    type Error = String;
-
-    fn try_from(fields: MessagesFields) -> Result<Self, String> {
-        if fields.messages.iter().any(|turn| turn.image.is_some()) {
-            return Err("\"image\" in a message belongs to the format glm4v".to_owned());
-        }
-        let turns = fields.messages.into_iter().map(Turn::message).collect();
-        sample(fields.id, turns, fields.images, fields.others).map(Self)
-    }
-}
-
-impl TryFrom<ShareGptFields> for ShareGpt {
-    type Error = String;
-
-    fn try_from(fields: ShareGptFields) -> Result<Self, String> {
-        let turns: Result<Vec<Message>, String> = fields
-            .conversations
-            .into_iter()
-            .map(Spoken::message)
-            .collect();
-        sample(fields.id, turns?, fields.images, fields.others).map(Self)
-    }
+/// A turn, with the images that it gives itself.
+pub(super) struct Turn {
+    pub(super) message: Message,
+    pub(super) images: Vec<PathBuf>,
+    /// Whether the images stand before the text, which has no marks for them.
+    pub(super) in_front: bool,
 }
 
 impl Turn {
-    fn message(self) -> Message {
-        Message {
-            role: self.role,
-            content: self.content,
+    fn of(message: Message, images: Vec<PathBuf>) -> Self {
+        Self {
+            message,
+            images,
+            in_front: false,
         }
+    }
+
+    /// A turn without images of its own.
+    pub(super) fn said(role: &str, text: String) -> Self {
+        Self::of(Message::new(role, escaped(text)), Vec::new())
     }
 }
 
-impl Spoken {
-    fn message(self) -> Result<Message, String> {
-        let role = match self.from.as_str() {
-            "human" => "user",
-            "gpt" => "assistant",
-            "system" => "system",
-            other => {
-                return Err(format!(
-                    "\"from\" is {other:?} instead of human, gpt or system"
-                ));
+/// Reads the turns of `list`.
+///
+/// # Errors
+/// The first turn that cannot be read, or that asks for something that training does not do.
+pub(super) fn read(list: Value, ignored: &mut Ignored) -> Result<Vec<Turn>, String> {
+    let Value::Array(list) = list else {
+        return Err(format!("{list} is no list of turns"));
+    };
+    let turns = list.into_iter().enumerate();
+    turns
+        .map(|(index, turn)| one(index, turn, ignored))
+        .collect()
+}
+
+fn one(index: usize, turn: Value, ignored: &mut Ignored) -> Result<Turn, String> {
+    let mut keys = Keys::of(turn, &format!("turn {index}"))?;
+    let role = keys.take_one_of(&["role", "from"])?;
+    let role = match role {
+        Some((_, Value::String(role))) => role,
+        Some((key, other)) => return Err(keys.refusal(&format!("{key:?} is {other}, not a text"))),
+        None => return Err(keys.refusal("missing field `role` or `from`")),
+    };
+    let (content, inline) = content(&mut keys, ignored)?;
+    let mut turn = spoken(&role, content, &mut keys)?;
+    turn.images.extend(inline);
+    turn.message.unsupervised = !is_supervised(&mut keys)?;
+    if let Some(metadata) = keys.text("metadata")? {
+        turn.message.metadata = metadata;
+    }
+    let Given::List(own) = images::take(&mut keys)? else {
+        return Err(keys.refusal("an image of a turn is a path or a list of paths"));
+    };
+    if !own.is_empty() && !turn.images.is_empty() {
+        return Err(keys.refusal("it gives images in its text and beside it"));
+    }
+    match images::marks(&turn.message.content) {
+        marks if own.is_empty() || marks == own.len() => {}
+        0 => turn.in_front = true,
+        marks => {
+            let reason = format!("{marks} times {SINGLE_IMAGE}, but {} images", own.len());
+            return Err(keys.refusal(&reason));
+        }
+    }
+    turn.images.extend(own);
+    refuse_media(&mut keys)?;
+    refuse_tools(&mut keys)?;
+    for mark in UNREAD {
+        if turn.message.content.contains(mark) {
+            ignored.count(format!("{mark} in a text"));
+        }
+    }
+    keys.finish("turns[].", ignored);
+    Ok(turn)
+}
+
+/// The text of a turn, and the images given inside of it.
+fn content(keys: &mut Keys, ignored: &mut Ignored) -> Result<(String, Vec<PathBuf>), String> {
+    let mut content = keys.take_any("content");
+    if let Some(value) = keys.take_any("value") {
+        if content.is_some() {
+            return Err(keys.refusal("it has \"content\" and \"value\"; give one of them"));
+        }
+        content = Some(value);
+    }
+    match content {
+        Some(Value::String(text)) => Ok((escaped(text), Vec::new())),
+        Some(Value::Array(parts)) => joined(parts, ignored).map_err(|reason| keys.refusal(&reason)),
+        Some(other) => Err(keys.refusal(&format!("the content is {other}, not a text"))),
+        None => Err(keys.refusal("missing field `content` or `value`")),
+    }
+}
+
+/// The text of typed parts. An image leaves its mark where it stands.
+fn joined(parts: Vec<Value>, ignored: &mut Ignored) -> Result<(String, Vec<PathBuf>), String> {
+    let mut text = String::new();
+    let mut images = Vec::new();
+    for (index, part) in parts.into_iter().enumerate() {
+        if let Value::String(part) = part {
+            text.push_str(&escaped(part));
+            continue;
+        }
+        let mut keys = Keys::of(part, &format!("part {index}"))?;
+        let kind = keys.text("type")?;
+        let kind =
+            kind.unwrap_or_else(|| if keys.has("text") { "text" } else { "image" }.to_owned());
+        match kind.as_str() {
+            "text" | "input_text" => {
+                let part = keys.take_one_of(&["text", "value", "content"])?;
+                let Some((_, Value::String(part))) = part else {
+                    return Err(keys.refusal("a part of the type \"text\" has no text"));
+                };
+                text.push_str(&escaped(part));
             }
+            "image" | "image_url" | "input_image" => {
+                let path =
+                    keys.take_one_of(&["image", "image_url", "url", "path", "value", "bytes"])?;
+                if let Some((key, value)) = path {
+                    let value = if key == "bytes" {
+                        serde_json::json!({key: value})
+                    } else {
+                        value
+                    };
+                    images.extend(images::path(&value).map_err(|reason| keys.refusal(&reason))?);
+                }
+                text.push_str(SINGLE_IMAGE);
+            }
+            other => {
+                return Err(keys.refusal(&format!("parts of the type {other:?} are not supported")));
+            }
+        }
+        keys.finish("turns[].content[].", ignored);
+    }
+    Ok((text, images))
+}
+
+/// `text` with the marks after a backslash as plain text.
+fn escaped(text: String) -> String {
+    match ESCAPED.is_match(&text) {
+        true => ESCAPED
+            .replace_all(&text, |mark: &Captures<'_>| hidden(&mark[1]))
+            .into_owned(),
+        false => text,
+    }
+}
+
+/// The turn of a `role` in any of the known spellings.
+fn spoken(role: &str, mut content: String, keys: &mut Keys) -> Result<Turn, String> {
+    let role = match role {
+        "human" | "User" => "user",
+        "gpt" | "Assistant" | "bot" | "chatgpt" | "model" => "assistant",
+        "tool" | "tool_response" | "function" | "function_response" => "observation",
+        "function_call" | "tool_call" => {
+            let (metadata, content) = call(&content).map_err(|reason| keys.refusal(&reason))?;
+            let mut message = Message::new("assistant", content);
+            message.metadata = metadata;
+            return Ok(Turn::of(message, Vec::new()));
+        }
+        other => other,
+    };
+    let images = images::take_tags(&mut content).map_err(|reason| keys.refusal(&reason))?;
+    if role == "assistant" && !images.is_empty() {
+        let reason = "an answer holds <img>…</img>; images stand in questions, a literal one is written \\<img>";
+        return Err(keys.refusal(reason));
+    }
+    Ok(Turn::of(Message::new(role, content), images))
+}
+
+/// Name and arguments of a call `{"name", "arguments"}`, as GLM-4 writes them: metadata and content.
+fn call(content: &str) -> Result<(String, String), String> {
+    let wrong = || format!("{content:?} is no call {{\"name\", \"arguments\"}}");
+    let call: Value = serde_json::from_str(content).map_err(|_| wrong())?;
+    match (&call["name"], &call["arguments"]) {
+        (Value::String(name), Value::String(arguments)) => Ok((name.clone(), arguments.clone())),
+        (Value::String(name), arguments @ Value::Object(_)) => {
+            let mut json = Vec::new();
+            let mut serializer = Serializer::with_formatter(&mut json, Spaced);
+            arguments.serialize(&mut serializer).map_err(|_| wrong())?;
+            let arguments = String::from_utf8(json).map_err(|_| wrong())?;
+            Ok((name.clone(), arguments))
+        }
+        _ => Err(wrong()),
+    }
+}
+
+/// JSON with a space after every comma and colon, as Python writes it.
+struct Spaced;
+
+impl Formatter for Spaced {
+    fn begin_array_value<W: ?Sized + std::io::Write>(
+        &mut self,
+        writer: &mut W,
+        first: bool,
+    ) -> std::io::Result<()> {
+        writer.write_all(if first { b"" } else { b", " })
+    }
+
+    fn begin_object_key<W: ?Sized + std::io::Write>(
+        &mut self,
+        writer: &mut W,
+        first: bool,
+    ) -> std::io::Result<()> {
+        self.begin_array_value(writer, first)
+    }
+
+    fn begin_object_value<W: ?Sized + std::io::Write>(
+        &mut self,
+        writer: &mut W,
+    ) -> std::io::Result<()> {
+        writer.write_all(b": ")
+    }
+}
+
+/// Whether the marks of a turn leave it in the loss.
+pub(super) fn is_supervised(keys: &mut Keys) -> Result<bool, String> {
+    for key in PARTIAL {
+        if keys.take(key).is_some() {
+            let reason =
+                format!("{key:?} marks parts of an answer; an answer is in the loss or not");
+            return Err(keys.refusal(&reason));
+        }
+    }
+    let mut supervised = true;
+    for key in [
+        "loss",
+        "weight",
+        "train",
+        "loss_scale",
+        "loss_weight",
+        "trainable",
+        "training",
+    ] {
+        let Some(value) = keys.take(key) else {
+            continue;
         };
-        Ok(Message {
-            role: role.to_owned(),
-            content: self.value,
-        })
+        let on = match &value {
+            Value::Bool(on) => Some(*on),
+            Value::Number(number) if number.as_f64() == Some(1.0) => Some(true),
+            Value::Number(number) if number.as_f64() == Some(0.0) => Some(false),
+            _ => None,
+        };
+        supervised &= on.ok_or_else(|| {
+            keys.refusal(&format!(
+                "{key:?} is {value}; a turn is in the loss (1, true) or not (0, false)"
+            ))
+        })?;
     }
+    Ok(supervised)
 }
 
-fn sample(
-    id: Option<String>,
-    mut turns: Vec<Message>,
-    images: Option<Paths>,
-    others: Others,
-) -> Result<RawSample, String> {
-    for (name, paths) in [("videos", others.videos), ("audios", others.audios)] {
-        if !Paths::list(paths).is_empty() {
-            return Err(format!("{name} are not supported"));
+/// Fails if an object gives media that no family reads.
+pub(super) fn refuse_media(keys: &mut Keys) -> Result<(), String> {
+    for key in [
+        "video",
+        "videos",
+        "audio",
+        "audios",
+        "video_path",
+        "audio_path",
+    ] {
+        if keys.take(key).is_some() {
+            return Err(keys.refusal(&format!("{key:?} is not supported: no family reads it")));
         }
     }
-    if let Some(content) = others.system.filter(|content| !content.is_empty()) {
-        let role = "system".to_owned();
-        turns.insert(0, Message { role, content });
-    }
-    let images = place(Paths::list(images), &mut turns)?;
-    Ok(RawSample {
-        id,
-        images,
-        conversations: turns,
-    })
+    Ok(())
 }
 
-/// Names the images `paths`: the marks `<image>` of the text stand for them in order.
-fn place(paths: Vec<PathBuf>, turns: &mut [Message]) -> Result<Vec<(String, PathBuf)>, String> {
-    let marks = turns
-        .iter()
-        .map(|turn| turn.content.matches(SINGLE_IMAGE).count());
-    let marks: usize = marks.sum();
-    let images = paths.len();
-    let in_front = images == 1 && marks == 0;
-    if marks != images && !in_front {
-        return Err(format!(
-            "{marks} times {SINGLE_IMAGE} in the text, but {images} images"
-        ));
-    }
-    if images == 1 {
-        let name = SINGLE_IMAGE.to_owned();
-        return Ok(paths.into_iter().map(|path| (name.clone(), path)).collect());
-    }
-    let mut index = 0;
-    for turn in turns {
-        let mut pieces = turn.content.split(SINGLE_IMAGE);
-        let mut content = pieces.next().unwrap_or_default().to_owned();
-        for piece in pieces {
-            content.push_str(&numbered(index));
-            content.push_str(piece);
-            index += 1;
+/// Fails if an object declares or calls tools in a way that no family's template writes.
+pub(super) fn refuse_tools(keys: &mut Keys) -> Result<(), String> {
+    for key in ["tools", "tool_calls"] {
+        if keys.take(key).is_some() {
+            let reason = format!("{key:?} is not supported; write them into the text of the turns");
+            return Err(keys.refusal(&reason));
         }
-        turn.content = content;
     }
-    Ok(paths
-        .into_iter()
-        .enumerate()
-        .map(|(index, path)| (numbered(index), path))
-        .collect())
-}
-
-/// Name of the image `index` of a sample.
-fn numbered(index: usize) -> String {
-    format!("<image_{index:02}>")
+    Ok(())
 }

@@ -1,7 +1,7 @@
 //! Decoder of image files to 8-bit RGB, equal to Pillow's `convert("RGB")`.
 //!
-//! `pixels` converts each kind of pixel. EXIF orientation is ignored, as in `convert` and in the programs
-//! that trained these models. The format is detected from the content, never from the file name. PNG, BMP and
+//! `pixels` converts each kind of pixel. EXIF orientation is ignored unless a caller asks for it, as in
+//! `convert` and in the programs that trained these models. The format is detected from the content, never from the file name. PNG, BMP and
 //! WebP equal Pillow byte for byte; a JPEG may differ by one level in places, since decoders round
 //! differently.
 
@@ -12,7 +12,8 @@ use std::fs::File;
 use std::io::{BufReader, Cursor, Read};
 use std::path::{Path, PathBuf};
 
-use image::{DynamicImage, ImageFormat, ImageReader, Limits};
+use image::metadata::Orientation;
+use image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits};
 use thiserror::Error;
 
 use super::RgbImage;
@@ -107,12 +108,7 @@ pub fn dimensions(path: &Path) -> Result<(usize, usize), ImageError> {
 /// # Errors
 /// [`ImageError`] if the file is missing, unreadable, no image, damaged or too large.
 pub fn decode(path: &Path) -> Result<RgbImage, ImageError> {
-    let (file, _) = open(path)?;
-    let mut bytes = Vec::new();
-    // `take` guards against a file that grows while it is read
-    let read = file.take(MAX_FILE_BYTES).read_to_end(&mut bytes);
-    read.map_err(|error| unreadable(path, &error))?;
-    decode_bytes(path, &bytes)
+    decode_bytes(path, &read(path)?)
 }
 
 /// As [`decode`], for the bytes of an image file; `path` only serves error messages. If the format bounds how many
@@ -136,6 +132,70 @@ pub fn decode_bytes(path: &Path, bytes: &[u8]) -> Result<RgbImage, ImageError> {
         height as usize,
         pixels::to_rgb8(image, bytes),
     ))
+}
+
+/// As [`decode_bytes`], turned as the EXIF orientation says.
+///
+/// # Errors
+/// As [`decode_bytes`].
+pub(super) fn decode_upright(path: &Path, bytes: &[u8]) -> Result<RgbImage, ImageError> {
+    let image = decode_bytes(path, bytes)?;
+    let orientation = orientation(path, bytes)?;
+    let (width, height) = (image.width() as u32, image.height() as u32);
+    let Some(stored) = image::RgbImage::from_raw(width, height, image.pixels) else {
+        return Err(corrupt(path, "its pixels do not fill it"));
+    };
+    let mut turned = DynamicImage::ImageRgb8(stored);
+    turned.apply_orientation(orientation);
+    let (width, height) = (turned.width() as usize, turned.height() as usize);
+    Ok(RgbImage::new(width, height, turned.into_rgb8().into_raw()))
+}
+
+/// Width and height of an image file's content, turned as the EXIF orientation says.
+pub(super) fn upright_size(path: &Path, bytes: &[u8]) -> Result<(u32, u32), ImageError> {
+    use Orientation::{Rotate90, Rotate90FlipH, Rotate270, Rotate270FlipH};
+    let (width, height) = size_of(path, bytes)?;
+    Ok(match orientation(path, bytes)? {
+        Rotate90 | Rotate270 | Rotate90FlipH | Rotate270FlipH => (height, width),
+        _ => (width, height),
+    })
+}
+
+/// The content of the image file at `path`.
+pub(super) fn read(path: &Path) -> Result<Vec<u8>, ImageError> {
+    let (file, _) = open(path)?;
+    let mut bytes = Vec::new();
+    // `take` guards against a file that grows while it is read
+    let read = file.take(MAX_FILE_BYTES).read_to_end(&mut bytes);
+    read.map_err(|error| unreadable(path, &error))?;
+    Ok(bytes)
+}
+
+/// What 8-bit RGB as published loses of an image file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Losses {
+    /// Gray of 16 bits: every level above 255 becomes white.
+    pub gray16: bool,
+    /// An EXIF orientation other than upright, which is ignored.
+    pub turned: bool,
+}
+
+/// What 8-bit RGB loses of the file content `bytes`.
+pub(super) fn losses(path: &Path, bytes: &[u8]) -> Result<Losses, ImageError> {
+    Ok(Losses {
+        gray16: pixels::is_png_grey16(bytes),
+        turned: orientation(path, bytes)? != Orientation::NoTransforms,
+    })
+}
+
+/// The orientation that EXIF data states; none if there is no readable data.
+fn orientation(path: &Path, bytes: &[u8]) -> Result<Orientation, ImageError> {
+    let mut reader = guess(path, Cursor::new(bytes))?;
+    reader.limits(limited(BESIDE_PIXELS));
+    let mut decoder = reader
+        .into_decoder()
+        .map_err(|error| corrupt(path, &error.to_string()))?;
+    Ok(decoder.orientation().unwrap_or(Orientation::NoTransforms))
 }
 
 /// Width and height by the header of a file's content, checked against the most pixels that it can hold.

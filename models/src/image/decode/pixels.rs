@@ -57,7 +57,7 @@ fn clip(v: u16) -> u8 {
 }
 
 /// Whether the file is a PNG whose header says grey without alpha, 16 bits.
-fn is_png_grey16(file: &[u8]) -> bool {
+pub(super) fn is_png_grey16(file: &[u8]) -> bool {
     file.starts_with(b"\x89PNG") && file.get(24..26) == Some(&[16, 0])
 }
 

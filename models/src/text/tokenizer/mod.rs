@@ -30,7 +30,7 @@ pub use protobuf::WireError;
 pub use ranks::RankError;
 pub use sentencepiece::SentencePieceError;
 
-use super::read_optional;
+use super::{literal, read_optional};
 use config::TokenizerConfig;
 use limits::MAX_ADDED_TOKENS;
 
@@ -178,12 +178,20 @@ impl Tokenizer {
         self.inner.get_vocab_size(true)
     }
 
-    /// Token ids of `text`. No token is added; special tokens in the text are recognized.
+    /// Token ids of `text`. No token is added; special tokens in the text are recognized, unless
+    /// [`literal::hidden`] hid them.
     ///
     /// # Errors
     /// [`TokenizerError::Encode`] if the tokenizer fails.
     pub fn encode(&self, text: &str) -> Result<Vec<i32>, TokenizerError> {
-        ids(text, self.inner.encode_fast(text, false))
+        let mut tokens = Vec::new();
+        for (is_hidden, part) in literal::parts(text) {
+            tokens.extend(match is_hidden {
+                true => self.encode_plain(&part)?,
+                false => ids(&part, self.inner.encode_fast(&*part, false))?,
+            });
+        }
+        Ok(tokens)
     }
 
     /// Token ids of `text` in which no special or added token is recognized: `<|user|>` is text like any
@@ -192,6 +200,7 @@ impl Tokenizer {
     /// # Errors
     /// [`TokenizerError::Encode`] if the tokenizer fails.
     pub fn encode_plain(&self, text: &str) -> Result<Vec<i32>, TokenizerError> {
+        let text = &literal::shown(text);
         ids(text, self.plain(text))
     }
 

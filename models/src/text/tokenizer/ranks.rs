@@ -13,6 +13,8 @@ use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::{SplitDelimiterBehavior, Tokenizer};
 
+use crate::base64;
+
 use super::limits::{MAX_TOKEN_BYTES, MAX_TOKENS};
 use super::merges::merge_table;
 
@@ -116,7 +118,7 @@ fn read(content: &[u8]) -> Result<Vec<Vec<u8>>, RankError> {
             return Err(RankError::Count);
         }
         let (text, rank) = split_line(number, line)?;
-        let token = from_base64(text).ok_or(RankError::Base64 { line: number })?;
+        let token = base64::decode(text).ok_or(RankError::Base64 { line: number })?;
         if token.is_empty() || token.len() > MAX_TOKEN_BYTES {
             return Err(RankError::Length {
                 line: number,
@@ -157,50 +159,12 @@ fn split_line(number: usize, line: &[u8]) -> Result<(&[u8], usize), RankError> {
         .position(|&byte| byte == b' ')
         .ok_or_else(wrong)?;
     let (token, rank) = (&line[..blank], &line[blank + 1..]);
-    let is_base64 = |byte: &u8| sextet(*byte).is_some() || *byte == b'=';
+    let is_base64 = |byte: &u8| base64::sextet(*byte).is_some() || *byte == b'=';
     if !token.iter().all(is_base64) || rank.is_empty() || !rank.iter().all(u8::is_ascii_digit) {
         return Err(wrong());
     }
     let rank = std::str::from_utf8(rank).map_err(|_| wrong())?;
     Ok((token, rank.parse().map_err(|_| wrong())?))
-}
-
-/// Decodes standard base64 with padding; `None` unless `text` is exactly an encoder's output.
-fn from_base64(text: &[u8]) -> Option<Vec<u8>> {
-    let (groups, []) = text.as_chunks::<4>() else {
-        return None;
-    };
-    let mut bytes = Vec::with_capacity(groups.len() * 3);
-    for (index, group) in groups.iter().enumerate() {
-        let padding = group.iter().rev().take_while(|&&byte| byte == b'=').count();
-        if padding > 2 || (padding > 0 && index + 1 < groups.len()) {
-            return None;
-        }
-        let mut bits = 0u32;
-        for &byte in &group[..4 - padding] {
-            bits = (bits << 6) | sextet(byte)?;
-        }
-        bits <<= 6 * padding;
-        let [_, decoded @ ..] = bits.to_be_bytes();
-        let (kept, spare) = decoded.split_at(3 - padding);
-        if spare.iter().any(|&byte| byte != 0) {
-            return None;
-        }
-        bytes.extend(kept);
-    }
-    Some(bytes)
-}
-
-fn sextet(byte: u8) -> Option<u32> {
-    let value = match byte {
-        b'A'..=b'Z' => byte - b'A',
-        b'a'..=b'z' => byte - b'a' + 26,
-        b'0'..=b'9' => byte - b'0' + 52,
-        b'+' => 62,
-        b'/' => 63,
-        _ => return None,
-    };
-    Some(u32::from(value))
 }
 
 /// The character of each byte in a byte-level vocabulary: itself if it is printable Latin-1, otherwise
@@ -340,13 +304,13 @@ mod tests {
     #[test]
     fn base64_is_strict() {
         assert_eq!(
-            from_base64(b"AAEC/w==").as_deref(),
+            base64::decode(b"AAEC/w==").as_deref(),
             Some(&[0, 1, 2, 255][..])
         );
         for text in [
             "A", "AA", "AA=", "A===", "====", "AA==AA==", "AB==", "AAB=", "AA-_", "AA= ",
         ] {
-            assert_eq!(from_base64(text.as_bytes()), None, "{text}");
+            assert_eq!(base64::decode(text.as_bytes()), None, "{text}");
         }
     }
 
@@ -363,7 +327,7 @@ mod tests {
     proptest! {
         #[test]
         fn base64_round_trips(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
-            prop_assert_eq!(from_base64(to_base64(&bytes).as_bytes()), Some(bytes));
+            prop_assert_eq!(base64::decode(to_base64(&bytes).as_bytes()), Some(bytes));
         }
     }
 }

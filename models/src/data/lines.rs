@@ -2,7 +2,7 @@
 
 /// Lines, counted from 1, on which the samples of `text` begin. Samples are the elements of a JSON list, or the lines
 /// that are not blank. `text` must be valid, since it was parsed before.
-pub(crate) fn of_samples(text: &[u8]) -> Vec<usize> {
+pub fn sample_lines(text: &[u8]) -> Vec<usize> {
     let text = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(text);
     if text.trim_ascii_start().first() == Some(&b'[') {
         return of_elements(text);
@@ -54,12 +54,12 @@ mod tests {
     #[test]
     fn lines_of_list_elements_are_those_of_their_braces() {
         let text = "[{\"a\": [1, {\"b\": 2}]},\n {\"c\": \"]{[ \\\" {\"},\n\n\n {\"d\": 1}\n]";
-        assert_eq!(of_samples(text.as_bytes()), [1, 2, 5]);
-        assert_eq!(of_samples(b"\xef\xbb\xbf [\n{}]"), [2]);
+        assert_eq!(sample_lines(text.as_bytes()), [1, 2, 5]);
+        assert_eq!(sample_lines(b"\xef\xbb\xbf [\n{}]"), [2]);
     }
 
     #[test]
     fn one_object_per_line_counts_blank_lines() {
-        assert_eq!(of_samples(b"\n{}\n\n{}\n{}\n"), [2, 4, 5]);
+        assert_eq!(sample_lines(b"\n{}\n\n{}\n{}\n"), [2, 4, 5]);
     }
 }

@@ -1,0 +1,144 @@
+//! Files that samples were read from: their forms, their keys without effect, and the lines of their samples.
+
+use std::path::{Path, PathBuf};
+
+use models::data::{DataFormat, Dataset, RawSample, sample_lines};
+use serde::Serialize;
+
+/// Keys without effect that a message names.
+const NAMED_KEYS: usize = 8;
+
+/// A file or directory of samples.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct DataFile {
+    pub(crate) path: PathBuf,
+    /// Name of the form, as for `--data-format`.
+    pub(crate) format: &'static str,
+    /// Whether the form was found by the content, and not given.
+    pub(crate) recognized: bool,
+    /// Number of samples that it holds.
+    pub(crate) samples: usize,
+    /// Keys without effect, each with the number of objects that have it.
+    pub(crate) ignored: Vec<(String, usize)>,
+}
+
+impl DataFile {
+    /// The file of `set`, whose form was `given`.
+    pub(super) fn of(set: &Dataset, given: Option<DataFormat>) -> Self {
+        Self {
+            path: set.path.clone(),
+            format: set.format.name(),
+            recognized: given.is_none(),
+            samples: set.samples.len(),
+            ignored: set.ignored.clone(),
+        }
+    }
+
+    /// Text such as `train.json: sharegpt, by its content`.
+    pub(crate) fn form(&self) -> String {
+        let by = match self.recognized {
+            true => "by its content",
+            false => "by --data-format",
+        };
+        format!("{}: {}, {by}", self.path.display(), self.format)
+    }
+
+    /// Text that names the keys without effect, if there are any.
+    pub(crate) fn without_effect(&self) -> Option<String> {
+        let keys = self.ignored.iter().take(NAMED_KEYS);
+        let mut keys: Vec<String> = keys
+            .map(|(key, count)| format!("{key} ({count} times)"))
+            .collect();
+        if self.ignored.len() > NAMED_KEYS {
+            keys.push(format!("{} more", self.ignored.len() - NAMED_KEYS));
+        }
+        let keys = keys.join(", ");
+        let text = format!("{}: no effect: {keys}", self.path.display());
+        (!self.ignored.is_empty()).then_some(text)
+    }
+}
+
+/// The samples of `set`, with relative paths of images below its directory.
+pub(super) fn relocated(set: Dataset) -> Vec<RawSample> {
+    let root = std::path::absolute(&set.root).unwrap_or(set.root);
+    let place = |path: &mut PathBuf| {
+        let is_file = !path.to_string_lossy().starts_with("data:");
+        // A path that leaves the directory stays as it is, and the image source refuses it.
+        if is_file
+            && !path
+                .components()
+                .any(|part| part == std::path::Component::ParentDir)
+        {
+            *path = root.join(&*path);
+        }
+    };
+    let mut samples = set.samples;
+    for (_, path) in samples.iter_mut().flat_map(|sample| &mut sample.images) {
+        place(path);
+    }
+    samples
+}
+
+/// Lines on which the samples of some files begin.
+pub(crate) struct Places {
+    /// Each file with the number of its samples and their lines.
+    files: Vec<(PathBuf, usize, Vec<usize>)>,
+}
+
+impl Places {
+    /// Reads `files` again. The lines of one that cannot be read stay unknown.
+    pub(crate) fn of(files: &[DataFile]) -> Self {
+        let lines = |path: &Path| {
+            std::fs::read(path).map_or_else(|_| Vec::new(), |text| sample_lines(&text))
+        };
+        let files = files.iter();
+        Self {
+            files: files
+                .map(|file| (file.path.clone(), file.samples, lines(&file.path)))
+                .collect(),
+        }
+    }
+
+    /// File and line of sample `index` of all files together. The file is absent if there is only one.
+    pub(crate) fn at(&self, index: usize) -> (Option<PathBuf>, Option<usize>) {
+        let mut left = index;
+        for (path, samples, lines) in &self.files {
+            if left < *samples {
+                let path = (self.files.len() > 1).then(|| path.clone());
+                return (path, lines.get(left).copied());
+            }
+            left -= samples;
+        }
+        (None, None)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sample_of_several_files_is_found_in_its_own() {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let file = |name: &str, text: &str, samples: usize| {
+            let path = dir.path().join(name);
+            std::fs::write(&path, text).expect("written");
+            DataFile {
+                path,
+                format: "messages",
+                recognized: true,
+                samples,
+                ignored: vec![("source".to_owned(), 2)],
+            }
+        };
+        let files = [file("a", "{}\n\n{}\n", 2), file("b", "[\n{}]", 1)];
+        let both = Places::of(&files);
+        assert_eq!(both.at(1), (Some(files[0].path.clone()), Some(3)));
+        assert_eq!(both.at(2), (Some(files[1].path.clone()), Some(2)));
+        assert_eq!(both.at(3), (None, None));
+        assert_eq!(Places::of(&files[..1]).at(0), (None, Some(1)));
+        let named = files[0].without_effect().expect("a key without effect");
+        assert!(named.ends_with("a: no effect: source (2 times)"), "{named}");
+        assert!(files[0].form().ends_with("a: messages, by its content"));
+    }
+}

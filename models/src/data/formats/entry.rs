@@ -1,0 +1,356 @@
+//! Entries of a data file, as JSON values, and the keys of an object that a rule takes one by one.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+
+use serde::de::{DeserializeSeed, Error as _, MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+use serde_json::{Map, Value};
+
+use crate::data::lines::sample_lines;
+use crate::data::raw::{DataError, invalid};
+
+/// Reads the entries of the file `path`, a JSON list or one object per line, each by `each`.
+///
+/// # Errors
+/// [`DataError`] if the file cannot be read, is not valid JSON, has no entry, or `each` refuses one.
+pub(super) fn read_entries<T>(
+    path: &Path,
+    mut each: impl FnMut(Value) -> Result<T, String>,
+) -> Result<Vec<T>, DataError> {
+    let bytes = std::fs::read(path).map_err(|source| DataError::Read {
+        path: path.to_owned(),
+        source,
+    })?;
+    // some editors put a byte order mark in front
+    let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
+    let mut list = List {
+        each: &mut each,
+        read: Vec::new(),
+        refused: None,
+    };
+    let read = match bytes.trim_ascii_start().first() {
+        Some(b'[') => list.whole(path, bytes),
+        _ => list.lines(path, bytes),
+    };
+    if let Some(reason) = list.refused {
+        let line = sample_lines(bytes).get(list.read.len()).copied();
+        return Err(DataError::Json {
+            path: path.to_owned(),
+            line: line.unwrap_or(1),
+            column: 1,
+            reason,
+        });
+    }
+    read?;
+    match list.read.is_empty() {
+        true => Err(DataError::Empty {
+            path: path.to_owned(),
+        }),
+        false => Ok(list.read),
+    }
+}
+
+/// Reads the only entry of the file `path`, whose content is `bytes`, by `each`.
+///
+/// # Errors
+/// [`DataError::Json`] if it is not valid JSON, or `each` refuses it.
+pub(super) fn read_entry<T>(
+    path: &Path,
+    bytes: &[u8],
+    each: impl FnOnce(Value) -> Result<T, String>,
+) -> Result<T, DataError> {
+    let entry: Result<Entry, _> = serde_json::from_slice(bytes);
+    let entry = entry.map_err(|error| invalid(path, 0, &error))?;
+    each(entry.0).map_err(|reason| DataError::Json {
+        path: path.to_owned(),
+        line: 1,
+        column: 1,
+        reason,
+    })
+}
+
+/// The first entry of the file `path`.
+///
+/// # Errors
+/// As [`read_entries`]; the other entries are not read.
+pub(super) fn first_entry(path: &Path) -> Result<Value, DataError> {
+    let mut first = None;
+    let read = read_entries(path, |value| match first.replace(value) {
+        None => Err::<(), _>(String::new()),
+        Some(_) => Ok(()),
+    });
+    match (first, read) {
+        (Some(value), _) => Ok(value),
+        (None, Err(error)) => Err(error),
+        (None, Ok(_)) => Err(DataError::Empty {
+            path: path.to_owned(),
+        }),
+    }
+}
+
+/// Entries read so far, and why the next one was refused.
+struct List<'f, T, F> {
+    each: &'f mut F,
+    read: Vec<T>,
+    refused: Option<String>,
+}
+
+impl<T, F: FnMut(Value) -> Result<T, String>> List<'_, T, F> {
+    fn whole(&mut self, path: &Path, bytes: &[u8]) -> Result<(), DataError> {
+        let mut json = serde_json::Deserializer::from_slice(bytes);
+        json.deserialize_seq(&mut *self)
+            .and_then(|()| json.end())
+            .map_err(|error| invalid(path, 0, &error))
+    }
+
+    fn lines(&mut self, path: &Path, bytes: &[u8]) -> Result<(), DataError> {
+        for (index, line) in bytes.split(|&byte| byte == b'\n').enumerate() {
+            if line.trim_ascii().is_empty() {
+                continue;
+            }
+            let entry: Result<Entry, _> = serde_json::from_slice(line);
+            let entry = entry.map_err(|error| invalid(path, index, &error))?;
+            if !self.add(entry.0) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, value: Value) -> bool {
+        match (self.each)(value) {
+            Ok(entry) => self.read.push(entry),
+            Err(reason) => self.refused = Some(reason),
+        }
+        self.refused.is_none()
+    }
+}
+
+impl<'de, T, F: FnMut(Value) -> Result<T, String>> Visitor<'de> for &mut List<'_, T, F> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list of samples")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<(), A::Error> {
+        while let Some(Entry(value)) = list.next_element()? {
+            if !self.add(value) {
+                return Err(A::Error::custom("an entry is refused"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A JSON value whose objects have no key twice.
+struct Entry(Value);
+
+impl<'de> Deserialize<'de> for Entry {
+    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
+        Unique.deserialize(input).map(Self)
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Unique;
+
+impl<'de> DeserializeSeed<'de> for Unique {
+    type Value = Value;
+
+    fn deserialize<D: Deserializer<'de>>(self, input: D) -> Result<Value, D::Error> {
+        input.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Unique {
+    type Value = Value;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON value")
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_unit<E>(self) -> Result<Value, E> {
+        Ok(Value::Null)
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Value, E> {
+        Ok(text.into())
+    }
+
+    fn visit_string<E>(self, text: String) -> Result<Value, E> {
+        Ok(text.into())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Value, A::Error> {
+        let mut values = Vec::new();
+        while let Some(value) = list.next_element_seed(self)? {
+            values.push(value);
+        }
+        Ok(values.into())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
+        let mut values = Map::new();
+        while let Some(key) = map.next_key::<String>()? {
+            if values.contains_key(&key) {
+                return Err(A::Error::custom(format_args!("{key:?} is given twice")));
+            }
+            values.insert(key, map.next_value_seed(self)?);
+        }
+        Ok(values.into())
+    }
+}
+
+/// Keys without effect.
+#[derive(Debug, Default)]
+pub(super) struct Ignored {
+    /// Number of objects that have each key.
+    counts: BTreeMap<String, usize>,
+    /// The first key of a sample that names an image.
+    image: Option<String>,
+}
+
+impl Ignored {
+    pub(super) fn count(&mut self, key: String) {
+        *self.counts.entry(key).or_default() += 1;
+    }
+
+    /// The key of the sample that names an image, if there is one; the next sample begins without.
+    pub(super) fn take_image(&mut self) -> Option<String> {
+        self.image.take()
+    }
+
+    /// Every key with the number of objects that have it.
+    pub(super) fn into_counts(self) -> Vec<(String, usize)> {
+        self.counts.into_iter().collect()
+    }
+}
+
+/// Keys of an object. A rule takes those it understands; the others are named at the end.
+pub(super) struct Keys {
+    fields: Map<String, Value>,
+    /// The object in words, such as `turn 3`; empty for a sample.
+    place: String,
+}
+
+impl Keys {
+    pub(super) fn of(value: Value, place: &str) -> Result<Self, String> {
+        let place = place.to_owned();
+        match value {
+            Value::Object(fields) => Ok(Self { fields, place }),
+            other => Err(said(&place, &format!("{other} is no object"))),
+        }
+    }
+
+    /// The value of `key` unless it is absent, null, an empty text, list or object.
+    pub(super) fn take(&mut self, key: &str) -> Option<Value> {
+        self.fields.remove(key).filter(|value| !is_empty(value))
+    }
+
+    /// The value of `key`, empty or not; `None` if it is absent or null.
+    pub(super) fn take_any(&mut self, key: &str) -> Option<Value> {
+        self.fields.remove(key).filter(|value| !value.is_null())
+    }
+
+    /// Whether the object has `key`.
+    pub(super) fn has(&self, key: &str) -> bool {
+        self.fields.contains_key(key)
+    }
+
+    /// Whether the object gives `key` the value `value`.
+    pub(super) fn is(&self, key: &str, value: &Value) -> bool {
+        self.fields.get(key) == Some(value)
+    }
+
+    /// Value and name of the one key of `keys` that the object has.
+    pub(super) fn take_one_of(
+        &mut self,
+        keys: &[&'static str],
+    ) -> Result<Option<(&'static str, Value)>, String> {
+        let mut found: Option<(&'static str, Value)> = None;
+        for &key in keys {
+            let Some(value) = self.take(key) else {
+                continue;
+            };
+            if let Some((other, _)) = found {
+                return Err(
+                    self.refusal(&format!("it has {other:?} and {key:?}; give one of them"))
+                );
+            }
+            found = Some((key, value));
+        }
+        Ok(found)
+    }
+
+    /// The text of `key`.
+    pub(super) fn text(&mut self, key: &str) -> Result<Option<String>, String> {
+        match self.take(key) {
+            None => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text)),
+            Some(other) => Err(self.refusal(&format!("{key:?} is {other}, not a text"))),
+        }
+    }
+
+    /// `reason` with the place of the object.
+    pub(super) fn refusal(&self, reason: &str) -> String {
+        said(&self.place, reason)
+    }
+
+    /// Counts the keys that no rule took, each as `prefix` and its name.
+    pub(super) fn finish(self, prefix: &str, ignored: &mut Ignored) {
+        for (key, value) in self.fields.iter().filter(|(_, value)| !is_empty(value)) {
+            if names_image(value) {
+                ignored
+                    .image
+                    .get_or_insert_with(|| format!("{prefix}{key}"));
+            }
+            ignored.count(format!("{prefix}{key}"));
+        }
+    }
+}
+
+fn said(place: &str, reason: &str) -> String {
+    match place.is_empty() {
+        true => reason.to_owned(),
+        false => format!("{place}: {reason}"),
+    }
+}
+
+fn is_empty(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::String(text) => text.is_empty(),
+        Value::Array(list) => list.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
+        Value::Bool(_) | Value::Number(_) => false,
+    }
+}
+
+/// Whether a value is, or holds, the path of an image.
+fn names_image(value: &Value) -> bool {
+    match value {
+        Value::String(text) => super::images::is_image_path(text),
+        Value::Array(list) => list.iter().any(names_image),
+        Value::Object(fields) => fields.values().any(names_image),
+        _ => false,
+    }
+}

@@ -1,0 +1,219 @@
+//! A sample of a JSON form. Every key is honored, refused with its place, or counted as one without effect.
+
+use std::path::{Path, PathBuf};
+
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer};
+use serde_json::Value;
+
+use super::entry::{Ignored, Keys};
+use super::images::{self, Given};
+use super::turns::{self, Turn};
+use super::{DataFormat, objects};
+use crate::data::raw::{RawSample, SINGLE_IMAGE};
+use crate::text::Message;
+
+/// Keys of an answer that the model should not learn.
+const PREFERENCES: [&str; 6] = [
+    "chosen",
+    "rejected",
+    "rejected_response",
+    "rejected_messages",
+    "rejected_images",
+    "rejected_answer",
+];
+
+/// Reader of the samples of one file.
+pub(super) struct Reader<'a> {
+    pub(super) format: DataFormat,
+    /// Directory at which relative paths of images start.
+    pub(super) root: &'a Path,
+    /// Keys without effect that were found.
+    pub(super) ignored: Ignored,
+}
+
+impl<'a> Reader<'a> {
+    pub(super) fn new(format: DataFormat, root: &'a Path) -> Self {
+        let ignored = Ignored::default();
+        Self {
+            format,
+            root,
+            ignored,
+        }
+    }
+
+    /// Reads one entry.
+    ///
+    /// # Errors
+    /// The entry is not of the format, or asks for something that training does not do.
+    pub(super) fn sample(&mut self, entry: Value) -> Result<RawSample, String> {
+        let mut keys = Keys::of(entry, "")?;
+        refuse_unwanted(&mut keys)?;
+        turns::refuse_media(&mut keys)?;
+        turns::refuse_tools(&mut keys)?;
+        if !turns::is_supervised(&mut keys)? {
+            return Err("the sample is marked as one not to train on".to_owned());
+        }
+        let id = id(&mut keys)?;
+        let given = images::take(&mut keys)?;
+        let system = keys.take_one_of(&["system", "system_prompt"])?;
+        let objects = keys.take("objects");
+        let mut turns = self.turns(&mut keys)?;
+        keys.finish("", &mut self.ignored);
+        match system {
+            None => {}
+            Some((_, Value::String(_))) if turns.first().is_some_and(is_system) => {
+                return Err("\"system\" stands beside a turn of the system".to_owned());
+            }
+            Some((_, Value::String(text))) => turns.insert(0, Turn::said("system", text)),
+            Some((key, other)) => return Err(format!("{key:?} is {other}, not a text")),
+        }
+        let (images, conversations) = self.placed(given, turns, objects)?;
+        if let (Some(key), true) = (self.ignored.take_image(), images.is_empty()) {
+            return Err(format!(
+                "{key:?} names an image; images are given as \"images\""
+            ));
+        }
+        Ok(RawSample {
+            id,
+            images,
+            conversations,
+        })
+    }
+
+    /// The turns in the sample's form.
+    fn turns(&mut self, keys: &mut Keys) -> Result<Vec<Turn>, String> {
+        let (asked, answer) = match self.format {
+            DataFormat::Alpaca => (["instruction", "input"], "output"),
+            DataFormat::QueryResponse => (["query", "query"], "response"),
+            DataFormat::Messages | DataFormat::Glm4v => return self.listed(keys, "messages"),
+            _ => return self.listed(keys, "conversations"),
+        };
+        let mut said: Vec<(&str, String)> = Vec::new();
+        if let Some(history) = keys.take("history") {
+            for [question, answer] in rounds(&history)? {
+                said.extend([("user", question), ("assistant", answer)]);
+            }
+        }
+        let mut question: Vec<String> = Vec::new();
+        for key in asked {
+            question.extend(keys.text(key)?);
+        }
+        let answer = keys
+            .text(answer)?
+            .ok_or_else(|| format!("missing field `{answer}`"))?;
+        said.extend([("user", question.join("\n")), ("assistant", answer)]);
+        let turn = |(role, content)| serde_json::json!({"role": role, "content": content});
+        turns::read(said.into_iter().map(turn).collect(), &mut self.ignored)
+    }
+
+    fn listed(&mut self, keys: &mut Keys, key: &str) -> Result<Vec<Turn>, String> {
+        let list = keys.take_any(key);
+        let list = list.ok_or_else(|| format!("missing field `{key}`"))?;
+        turns::read(list, &mut self.ignored)
+    }
+
+    /// Names and places the images, and writes the objects into the text.
+    fn placed(
+        &mut self,
+        given: Given,
+        mut turns: Vec<Turn>,
+        objects: Option<Value>,
+    ) -> Result<(Vec<(String, PathBuf)>, Vec<Message>), String> {
+        mark(&mut turns);
+        let own: Vec<PathBuf> = turns
+            .iter_mut()
+            .flat_map(|turn| std::mem::take(&mut turn.images))
+            .collect();
+        let mut messages: Vec<Message> = turns.into_iter().map(|turn| turn.message).collect();
+        let given = match given {
+            Given::List(list) if list.is_empty() => Given::List(own),
+            _ if !own.is_empty() => {
+                return Err("images are given beside the turns and in a turn".to_owned());
+            }
+            given => given,
+        };
+        let paths = match &given {
+            Given::List(paths) => paths.clone(),
+            Given::Named(named) => named.iter().map(|(_, path)| path.clone()).collect(),
+        };
+        if let Some(objects) = objects {
+            let ignored = &mut self.ignored;
+            objects::place(objects, &paths, self.root, &mut messages, ignored)?;
+        }
+        let images = match given {
+            Given::Named(named) => named,
+            Given::List(paths) => images::named(paths, &mut messages),
+        };
+        Ok((images, messages))
+    }
+}
+
+/// Reads the form of MiniCPM, [`DataFormat::Minicpm`]. Relative paths start at the current directory.
+impl<'de> Deserialize<'de> for RawSample {
+    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
+        let value = Value::deserialize(input)?;
+        let mut reader = Reader::new(DataFormat::Minicpm, Path::new("."));
+        reader.sample(value).map_err(D::Error::custom)
+    }
+}
+
+/// Writes marks of the images that stand before the text of their turn. The only one, in the user's first turn, needs none.
+fn mark(turns: &mut [Turn]) {
+    let images: usize = turns.iter().map(|turn| turn.images.len()).sum();
+    let first = turns.iter().position(|turn| turn.message.role == "user");
+    for (index, turn) in turns.iter_mut().enumerate() {
+        if turn.in_front && (images > 1 || Some(index) != first) {
+            let marks = SINGLE_IMAGE.repeat(turn.images.len());
+            turn.message.content.insert_str(0, &marks);
+        }
+    }
+}
+
+fn is_system(turn: &Turn) -> bool {
+    turn.message.role == "system"
+}
+
+fn id(keys: &mut Keys) -> Result<Option<String>, String> {
+    match keys.take("id") {
+        None => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text)),
+        Some(Value::Number(number)) => Ok(Some(number.to_string())),
+        Some(_) => Err("id must be a text or a number".to_owned()),
+    }
+}
+
+/// Fails if the sample holds an answer that should not be trained on.
+fn refuse_unwanted(keys: &mut Keys) -> Result<(), String> {
+    for key in PREFERENCES {
+        if keys.take(key).is_some() {
+            return Err(format!(
+                "{key:?} makes it a preference pair; a run learns every answer it is given"
+            ));
+        }
+    }
+    let unwanted = keys.has("kto_tag") && !keys.is("kto_tag", &Value::Bool(true));
+    if unwanted || keys.is("label", &Value::Bool(false)) {
+        let key = if unwanted { "kto_tag" } else { "label" };
+        return Err(format!(
+            "{key:?} is not true: the answer is disliked; a run learns every answer it is given"
+        ));
+    }
+    Ok(())
+}
+
+/// The rounds of a history, each a question and an answer.
+fn rounds(history: &Value) -> Result<Vec<[String; 2]>, String> {
+    let round = |round: &Value| match round.as_array().map(Vec::as_slice) {
+        Some([Value::String(question), Value::String(answer)]) => {
+            Some([question.clone(), answer.clone()])
+        }
+        _ => None,
+    };
+    let rounds = history
+        .as_array()
+        .map(|list| list.iter().map(round).collect());
+    rounds
+        .flatten()
+        .ok_or_else(|| "\"history\" is no list of [question, answer]".to_owned())
+}
