@@ -49,7 +49,7 @@ const EXIT_CODES: [(u8, &str, &str); 14] = [
         "collective",
         "A collective between ranks timed out or failed.",
     ),
-    (15, "numeric", "The loss or the gradients are not finite."),
+    (15, "numeric", "A loss, gradient or weight is not finite."),
     (16, "disk", "The disk is full, too small or not writable."),
     (101, "crash", "A rank panicked or ended unexpectedly."),
     (
