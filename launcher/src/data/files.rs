@@ -14,8 +14,8 @@ pub(crate) struct DataFile {
     pub(crate) path: PathBuf,
     /// Name of the form, as for `--data-format`.
     pub(crate) format: &'static str,
-    /// Whether the form was found by the content, and not given.
-    pub(crate) recognized: bool,
+    /// What decided the form, in words.
+    pub(crate) by: &'static str,
     /// Number of samples that it holds.
     pub(crate) samples: usize,
     /// Keys without effect, each with the number of objects that have it.
@@ -28,7 +28,11 @@ impl DataFile {
         Self {
             path: set.path.clone(),
             format: set.format.name(),
-            recognized: given.is_none(),
+            by: match (set.described, given) {
+                (true, _) => "dataset_info.json",
+                (false, Some(_)) => "--data-format",
+                (false, None) => "its content",
+            },
             samples: set.samples.len(),
             ignored: set.ignored.clone(),
         }
@@ -36,11 +40,7 @@ impl DataFile {
 
     /// Text such as `train.json: sharegpt, by its content`.
     pub(crate) fn form(&self) -> String {
-        let by = match self.recognized {
-            true => "by its content",
-            false => "by --data-format",
-        };
-        format!("{}: {}, {by}", self.path.display(), self.format)
+        format!("{}: {}, by {}", self.path.display(), self.format, self.by)
     }
 
     /// Text that names the keys without effect, if there are any.
@@ -126,7 +126,7 @@ mod tests {
             DataFile {
                 path,
                 format: "messages",
-                recognized: true,
+                by: "its content",
                 samples,
                 ignored: vec![("source".to_owned(), 2)],
             }

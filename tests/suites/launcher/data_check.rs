@@ -248,7 +248,10 @@ fn data_sets_are_found_by_name_and_directories_by_what_is_in_them() {
     assert_eq!(code, Some(0), "{text}");
     assert_says(
         &text,
-        &["talk.json: messages, ", "1 with images, 0 without"],
+        &[
+            "talk.json: messages, by dataset_info.json",
+            "1 with images, 0 without",
+        ],
     );
     let both = "--data data/samples.json,data/dataset_info.json#mine --max-steps 1";
     let screen = site.refuse(both, 3, "E18");

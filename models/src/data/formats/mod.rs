@@ -114,6 +114,8 @@ pub struct Dataset {
     pub path: PathBuf,
     /// Format of the file or directory that the samples were read from.
     pub format: DataFormat,
+    /// Whether an entry of `dataset_info.json` states the format.
+    pub described: bool,
     /// The directory at which relative paths of images start.
     pub root: PathBuf,
     /// The samples, in the order of the file, or of the names in a directory.
@@ -163,6 +165,7 @@ fn read_file(
     Ok(Dataset {
         path: path.to_owned(),
         format,
+        described: columns.is_some(),
         root,
         samples,
         ignored: reader.ignored.into_counts(),
