@@ -141,8 +141,12 @@ impl Site {
 
     /// Starts the launcher with exactly these arguments, separated by spaces.
     pub(crate) fn start_plain(&self, line: &str) -> Running {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"));
-        command.args(line.split_whitespace());
+        // Tests may run where SIGINT is ignored, as in the background of a script. The program would keep that.
+        let mut command = Command::new("env");
+        command
+            .arg("--default-signal")
+            .arg(env!("CARGO_BIN_EXE_tessera_test_launcher"))
+            .args(line.split_whitespace());
         self.start_command(command)
     }
 
