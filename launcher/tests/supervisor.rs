@@ -235,8 +235,11 @@ impl Bench {
     }
 
     fn command(&self, behaviour: &str, flags: &[&str]) -> Command {
-        let mut command = Command::new(std::env::current_exe().unwrap());
+        // Tests may run where SIGINT is ignored, which the program would keep.
+        let mut command = Command::new("env");
         command
+            .arg("--default-signal")
+            .arg(std::env::current_exe().unwrap())
             .args(["--output", self.path("out").to_str().unwrap()])
             .args(flags)
             .env(BEHAVIOUR, behaviour)
