@@ -66,7 +66,7 @@ fn samples_are_cut_to_the_length_that_their_case_states() {
         let copy = copy_of(name, case);
         let lengths = |limit: usize| {
             edit(copy.path(), case, |stored| {
-                stored["max_length"] = json!(limit)
+                stored["max_length"] = json!(limit);
             });
             let pack = Pack::read(copy.path()).unwrap();
             let processor = open_processor(copy.path()).unwrap();
@@ -125,7 +125,7 @@ fn rows_of_the_training_scripts_have_no_history() {
                 .collect()
         };
         edit(copy.path(), case, |stored| {
-            stored["sat_version"] = json!(version)
+            stored["sat_version"] = json!(version);
         });
         let alone = stored();
         edit(copy.path(), case, |stored| {
