@@ -4,6 +4,9 @@
 
 use engine::Offload;
 use models::open_processor;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
 use tests::golden::{Comparison, Pack, packs_of};
 use tests::parity::{check_pack, check_trajectory};
 use tests::world::{Layout, NO_OFFLOAD, run_case};
@@ -24,6 +27,120 @@ fn every_stored_quantity_of_the_packs_agrees() {
         for (title, comparisons) in check_pack(&dir).unwrap() {
             all_ok(&format!("{} {title}", dir.display()), &comparisons);
         }
+    }
+}
+
+/// A copy of a pack's directory, without its other cases than `case`.
+fn copy_of(pack: &str, case: &str) -> tempfile::TempDir {
+    let copy = tempfile::tempdir().unwrap();
+    copy_files(&Pack::beside(pack), copy.path());
+    let (from, to) = (format!("cases/{case}"), copy.path().join("cases"));
+    copy_files(&Pack::beside(pack).join(from), &to.join(case));
+    copy
+}
+
+fn copy_files(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_file() {
+            fs::copy(&path, to.join(path.file_name().unwrap())).unwrap();
+        }
+    }
+}
+
+/// Changes a case's `conversation.json`.
+fn edit(pack: &Path, case: &str, change: impl Fn(&mut Value)) {
+    let path = pack.join("cases").join(case).join("conversation.json");
+    let mut stored: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    change(&mut stored);
+    fs::write(&path, stored.to_string()).unwrap();
+}
+
+#[test]
+fn samples_are_cut_to_the_length_that_their_case_states() {
+    for (name, case) in [
+        ("glm-4.1v-9b-thinking", "square_single"),
+        ("glm-4v-9b", "square_single"),
+    ] {
+        let copy = copy_of(name, case);
+        let lengths = |limit: usize| {
+            edit(copy.path(), case, |stored| {
+                stored["max_length"] = json!(limit);
+            });
+            let pack = Pack::read(copy.path()).unwrap();
+            let processor = open_processor(copy.path()).unwrap();
+            let case = pack.case(case).unwrap();
+            let samples = packs_of(pack.family).samples(&pack, case, &*processor);
+            let stored = case.expected.get("input_ids").unwrap().shape[1];
+            (samples.unwrap()[0].input_ids.len(), stored)
+        };
+        // The stored ids of GLM-4V are those before the expansion of image tokens.
+        let (whole, stored) = lengths(4096);
+        assert_eq!(lengths(stored).0, whole, "{name}");
+        assert_eq!(lengths(stored - 3).0, whole - 3, "{name}");
+    }
+}
+
+#[test]
+fn a_pack_may_have_one_layout_of_its_config_and_no_tables() {
+    let name = "glm-4.1v-9b-thinking";
+    for file in ["config.json", "config.flat.json"] {
+        let copy = copy_of(name, "text_only");
+        let config = fs::read(Pack::beside(name).join(file)).unwrap();
+        fs::write(copy.path().join("config.json"), config).unwrap();
+        for absent in [
+            "config.flat.json",
+            "tokenizer_cases.json",
+            "smart_resize_cases.json",
+        ] {
+            fs::remove_file(copy.path().join(absent)).unwrap();
+        }
+        fs::write(
+            copy.path().join("trajectory.json"),
+            json!({"optimizer": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8}}).to_string(),
+        )
+        .unwrap();
+        let sections = check_pack(copy.path()).unwrap();
+        let (title, case) = &sections[sections.len() - 1];
+        assert_eq!(title, "case text_only");
+        all_ok(file, case);
+    }
+}
+
+#[test]
+fn rows_of_the_training_scripts_have_no_history() {
+    let (name, case) = ("cogagent-chat-hf", "chat_square");
+    for version in ["chat", "chat_old"] {
+        let copy = copy_of(name, case);
+        let stored = || -> Vec<String> {
+            let pack = Pack::read(copy.path()).unwrap();
+            let processor = open_processor(copy.path()).unwrap();
+            let (case, family) = (pack.case(case).unwrap(), packs_of(pack.family));
+            let samples = family.samples(&pack, case, &*processor).unwrap();
+            let all = family.compare_inputs(&pack, case, &*processor, &samples);
+            let all = all.unwrap().into_iter();
+            all.filter(|c| c.quantity.starts_with("sat."))
+                .map(|c| c.to_string())
+                .collect()
+        };
+        edit(copy.path(), case, |stored| {
+            stored["sat_version"] = json!(version);
+        });
+        let alone = stored();
+        edit(copy.path(), case, |stored| {
+            let turns = stored["conversations"].as_array_mut().unwrap();
+            turns.splice(
+                0..0,
+                [
+                    json!({"role": "user", "content": "Who?"}),
+                    json!({"role": "assistant", "content": "She."}),
+                ],
+            );
+        });
+        assert_eq!(stored(), alone, "{version}");
+        let right = alone.iter().filter(|line| line.ends_with("ok")).count();
+        assert!(version != "chat" || right == alone.len(), "{alone:#?}");
     }
 }
 

@@ -15,6 +15,18 @@ pub use phase::{Kinds, Phase};
 pub(crate) use rank::Footprint;
 pub use rank::{PhaseBytes, RankMemory, RankPeak};
 
+/// Parts of a rank's memory that plans and reports show, each with the kinds of memory that count as it.
+pub(crate) const PARTS: [(&str, &[&str]); 5] = [
+    ("params", &["parameters"]),
+    ("grads", &["gradients"]),
+    ("optimizer", &["optimizer"]),
+    ("gathered", &["gathered", "communication"]),
+    (
+        "activations",
+        &["activations", "workspace", "cache", "margin"],
+    ),
+];
+
 /// Sizes of the host memory within this process's cgroup limits, in bytes: total, free now, and the smallest
 /// of the limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use crate::data::answers::Question;
 use crate::data::check::{self, encode_options};
 use crate::data::{self, SampleSet};
 use crate::error::Failure;
-use crate::memory::{Phase, RankMemory};
+use crate::memory::{PARTS, Phase, RankMemory};
 use crate::plan::{Fixed, HeldOut, Machine, MemoryCheck, Work, backward_share, dry_run};
 use crate::ui::{Event, PlanEvent, PlanPart};
 use crate::units::bytes;
@@ -164,20 +164,16 @@ pub(crate) fn plan_event(
     fit: &MemoryCheck,
 ) -> PlanEvent {
     let (params, trainable) = plan.spec().elems();
-    let part = |name: &str, kinds: &[&str]| {
+    let part = |(name, kinds): (&str, &[&str])| {
         let (device_bytes, host_bytes) = memory.most(kinds);
         PlanPart {
             name: name.to_owned(),
             device_bytes,
-            host_bytes,
+            host_bytes: match name {
+                "activations" => 0,
+                _ => host_bytes,
+            },
         }
-    };
-    let activations = PlanPart {
-        host_bytes: 0,
-        ..part(
-            "activations",
-            &["activations", "workspace", "cache", "margin"],
-        )
     };
     PlanEvent {
         model: config.name(),
@@ -189,13 +185,7 @@ pub(crate) fn plan_event(
         stage: config.zero,
         precision: plan.config().precision.name().into(),
         offload: config.offload.to_string(),
-        per_rank: vec![
-            part("params", &["parameters"]),
-            part("grads", &["gradients"]),
-            part("optimizer", &["optimizer"]),
-            part("gathered", &["gathered", "communication"]),
-            activations,
-        ],
+        per_rank: PARTS.map(part).into(),
         host_total_bytes: fit.machine.host_total_bytes,
         host_free_bytes: fit.machine.host_free_bytes,
         host_need_bytes: fit.need.host,

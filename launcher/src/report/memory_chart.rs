@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::chart::{Chart, Layer, Line, Look, WIDTH, colour, legend, open, push};
 use super::{PlanFile, RunFiles};
-use crate::memory::{Kinds, Phase};
+use crate::memory::{Kinds, PARTS, Phase};
 use crate::report::monitor::memory::{MemoryRow, PhasePeak, PoolPeak};
 
 /// Kinds of bytes, from the bottom of the stack up. The index is the color.
@@ -293,32 +293,34 @@ pub(super) struct Compared {
     pub(super) measured: (u64, u64),
 }
 
-/// Planned bytes and measured peaks of each kind of memory. Empty if the run has no plan.
+/// Planned and measured bytes of each part of memory. Empty if the run has no plan. Both are the highest sum of the
+/// part's kinds at the peak of a phase: kinds reach their own maxima at different times, so a sum of those exceeds what
+/// was ever in use.
 pub(super) fn compared(files: &RunFiles) -> Vec<Compared> {
     let Some(plan) = files.plan.as_ref().and_then(|plan| plan.plan.as_ref()) else {
         return Vec::new();
     };
     let phases = || files.memory.iter().flat_map(|row| row.phases.values());
     let most = |kinds: &[&str], pool: fn(&PhasePeak) -> &PoolPeak| -> u64 {
-        let of = |kind: &&str| {
-            let values = phases().filter_map(|peak| pool(peak).by_kind.get(*kind).copied());
-            values.max().unwrap_or(0)
+        let of = |peak: &PhasePeak| -> u64 {
+            let found = kinds
+                .iter()
+                .filter_map(|kind| pool(peak).at_peak.get(*kind));
+            found.sum()
         };
-        kinds.iter().map(of).sum()
+        phases().map(of).max().unwrap_or(0)
     };
     let row = |part: &crate::ui::PlanPart| {
-        let kinds: &[&str] = match &*part.name {
-            "params" => &["parameters"],
-            "grads" => &["gradients"],
-            "optimizer" => &["optimizer"],
-            "gathered" => &["gathered", "communication"],
-            "activations" => &["activations", "workspace"],
-            _ => &[],
-        };
+        let kinds = PARTS.iter().find(|(name, _)| *name == part.name);
+        let kinds = kinds.map_or(&[][..], |(_, kinds)| kinds);
         Compared {
             name: part.name.clone(),
             planned: (part.device_bytes, part.host_bytes),
-            measured: (most(kinds, |p| &p.device), most(kinds, |p| &p.host)),
+            // The plan counts activations on the device alone.
+            measured: match &*part.name {
+                "activations" => (most(kinds, |p| &p.device), 0),
+                _ => (most(kinds, |p| &p.device), most(kinds, |p| &p.host)),
+            },
         }
     };
     plan.per_rank.iter().map(row).collect()
@@ -393,6 +395,23 @@ mod tests {
         assert!(chart.lines.is_empty(), "nothing was planned");
         assert_eq!(by_phase(&RunFiles::default()), None);
         assert!(by_step(&RunFiles::default()).is_empty());
+    }
+
+    #[test]
+    fn parts_are_measured_as_planned_at_the_peak_of_a_phase() {
+        let plan = serde_json::json!({"plan": {
+            "model": "m", "params": 1, "trainable": 1, "ranks": 1, "device": "cpu", "stage": 3, "precision": "f32",
+            "offload": "none", "host_total_bytes": 1, "host_free_bytes": 1, "host_need_bytes": 1,
+            "per_rank": [{"name": "activations", "device_bytes": 39 << 20, "host_bytes": 0}],
+        }});
+        let mut files = files();
+        files.plan = Some(serde_json::from_value(plan).expect("a plan"));
+        // A larger maximum of one kind at another time than the peak's.
+        let forward = files.memory[0].phases.get_mut("forward").expect("measured");
+        forward.device.by_kind.insert("workspace".into(), 20 << 20);
+        let rows = compared(&files);
+        assert_eq!(rows.len(), 1);
+        assert_eq!(rows[0].measured, (39 << 20, 0));
     }
 
     #[test]

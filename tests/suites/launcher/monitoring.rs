@@ -7,6 +7,7 @@ use std::fs::{self, File};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, SystemTime};
+use tests::tolerance;
 
 const PARTS: [&str; 6] = [
     "data",
@@ -41,6 +42,14 @@ fn lines(path: &Path) -> Vec<Value> {
     text.lines()
         .map(|line| serde_json::from_str(line).unwrap())
         .collect()
+}
+
+/// Measured bytes of a part of memory in the report `page`, in percent of the planned ones.
+fn share_of_plan(page: &str, part: &str) -> u32 {
+    let row = format!("<tr><td>{part}</td>");
+    let row = page.split(&row).nth(1).unwrap().split("</tr>").next();
+    let share = row.unwrap().rsplit("<td>").next().unwrap();
+    share.split(" %").next().unwrap().parse().unwrap()
 }
 
 #[test]
@@ -108,6 +117,13 @@ fn a_run_logs_its_times_and_memory() {
         "id=\"trains\"",
     ] {
         assert!(page.contains(text), "no {text:?}");
+    }
+    for part in ["params", "grads", "optimizer", "gathered", "activations"] {
+        let share = share_of_plan(&page, part);
+        assert!(
+            tolerance::MEMORY_PARTS_PERCENT.contains(&share),
+            "{part}: {share} % of the plan"
+        );
     }
     assert!(
         fs::read_to_string(out.join("memory.svg"))
