@@ -62,13 +62,32 @@ impl From<ConfigError> for OpenError {
     }
 }
 
+/// Whether a file of the directory `dir` names `class` as the model's processor.
+fn names_processor(dir: &Path, class: &str) -> bool {
+    let named = |file: &str| {
+        let bytes = std::fs::read(dir.join(file)).ok()?;
+        let settings: serde_json::Value = serde_json::from_slice(&bytes).ok()?;
+        Some(settings["processor_class"] == class)
+    };
+    let files = ["preprocessor_config.json", "processor_config.json"];
+    files.into_iter().filter_map(named).any(|is_named| is_named)
+}
+
 impl Family {
     /// Reads the family of the model in the directory `dir` from its `config.json`.
     ///
     /// # Errors
     /// [`ConfigError`] if `config.json` cannot be read or is of an unsupported family.
     pub fn of(dir: &Path) -> Result<Self, ConfigError> {
-        Self::read(ConfigFile::load(dir)?.fields())
+        match Self::read(ConfigFile::load(dir)?.fields())? {
+            // The configuration of GLM-4.6V-Flash has the model type of GLM-4.1V; only the processor tells them apart.
+            Self::Glm41v if names_processor(dir, "Glm46VProcessor") => {
+                Err(ConfigError::UnsupportedModel {
+                    found: "glm4v with Glm46VProcessor (GLM-4.6V-Flash)".to_owned(),
+                })
+            }
+            family => Ok(family),
+        }
     }
 
     /// As [`Family::of`], for the content `bytes` of a `config.json`; `path` only serves error messages.
@@ -230,6 +249,27 @@ mod tests {
         "rope_theta",
         "partial_rotary_factor",
     ];
+
+    #[test]
+    fn a_checkpoint_with_the_model_type_of_another_one_is_refused_by_name() {
+        let directory = tempfile::tempdir().unwrap();
+        let write = |name: &str, value: Value| {
+            std::fs::write(directory.path().join(name), value.to_string()).unwrap();
+        };
+        write("config.json", json!({"model_type": "glm4v"}));
+        assert_eq!(Family::of(directory.path()).unwrap(), Family::Glm41v);
+        for (file, refused) in [
+            ("preprocessor_config.json", true),
+            ("processor_config.json", true),
+            ("other.json", false),
+        ] {
+            write(file, json!({"processor_class": "Glm46VProcessor"}));
+            let found = Family::of(directory.path());
+            let named = found.is_err_and(|error| error.to_string().contains("GLM-4.6V-Flash"));
+            assert_eq!(named, refused, "{file}");
+            std::fs::remove_file(directory.path().join(file)).unwrap();
+        }
+    }
 
     /// Name and `config.json` of every golden pack, in the flat layout.
     fn packs() -> Vec<(String, Map<String, Value>)> {
