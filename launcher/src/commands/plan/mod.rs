@@ -91,13 +91,17 @@ pub(crate) fn run(
     Ok(ExitCode::SUCCESS)
 }
 
-/// The arguments with the path of a `config.json`, where `--model` names a published model instead of a path.
+/// The arguments with the path of a `config.json`, where `--model` names a published model instead of a path and
+/// no data is given.
 ///
 /// # Errors
 /// The file cannot be written to the cache directory (exit 10).
 fn named_model(args: &PlanArgs, env: &Env) -> Result<PlanArgs, Failure> {
     let mut args = args.clone();
-    let Some(model) = args.run.model.as_ref().filter(|model| !model.exists()) else {
+    // Samples need the tokenizer, so a plan with data needs the model's directory.
+    let has_data = args.run.data.is_some() || args.run.dataset.is_some();
+    let named = args.run.model.as_ref().filter(|model| !model.exists());
+    let Some(model) = named.filter(|_| !has_data) else {
         return Ok(args);
     };
     let Some((name, text)) = published(model) else {
