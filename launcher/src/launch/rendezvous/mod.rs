@@ -23,6 +23,7 @@ use crate::launch::rank::StopFlag;
 use crate::launch::supervisor::job::fresh_token;
 use crate::rank_env::{DEFAULT_PORT, RankEnv};
 use machine::Machine;
+use serde_json::Value;
 
 /// Result of a rendezvous: the communicator that connects the ranks, and what they agreed on.
 pub(crate) struct Met {
@@ -134,22 +135,42 @@ fn facts(config: &RunPlan, plan: &Plan) -> Vec<(String, String)> {
         },
         if cfg!(feature = "cuda") { " cuda" } else { "" },
     );
-    [
+    let mut facts: Vec<(String, String)> = [
         ("program version", env!("CARGO_PKG_VERSION").to_owned()),
         ("build", build),
         ("device", config.device.name().to_owned()),
         ("seed", config.seed.to_string()),
         ("ZeRO stage", config.zero.to_string()),
-        ("plan", plan.hash()),
-        ("configuration", configuration(config)),
     ]
     .map(|(name, value)| (name.to_owned(), value))
-    .into()
+    .into();
+    let common = serde_json::from_slice(&config.common_part()).unwrap_or_default();
+    add_settings("", &common, &mut facts);
+    // Last, since another setting usually changes it.
+    facts.push(("plan".to_owned(), plan.hash()));
+    facts
 }
 
-/// Hash of the settings that must be equal on all ranks. Memory limits may differ between machines.
-fn configuration(config: &RunPlan) -> String {
-    blake3::hash(&config.common_part()).to_hex()[..16].to_string()
+/// Longest value of a setting that is compared as it is. Longer ones are compared by their hash.
+const LONGEST_VALUE: usize = 200;
+
+/// Adds the settings in `value`, each with the path of its key, such as `batch.micro_batch`.
+fn add_settings(path: &str, value: &Value, facts: &mut Vec<(String, String)>) {
+    if let Value::Object(fields) = value {
+        for (key, value) in fields {
+            let path = match path {
+                "" => key.clone(),
+                path => format!("{path}.{key}"),
+            };
+            add_settings(&path, value, facts);
+        }
+        return;
+    }
+    let mut text = value.to_string();
+    if text.len() > LONGEST_VALUE {
+        text = blake3::hash(text.as_bytes()).to_hex()[..16].to_string();
+    }
+    facts.push((path.to_owned(), text));
 }
 
 fn over_tcp(
@@ -325,6 +346,23 @@ mod tests {
             );
             assert_eq!(failure.evidence, ["rank 0 has \"a\"", "rank 2 has \"b\""]);
         }
+    }
+
+    #[test]
+    fn settings_are_named_by_the_path_of_their_key() {
+        let mut found = Vec::new();
+        let long = "x".repeat(300);
+        let settings = serde_json::json!({
+            "seed": 3, "batch": {"micro_batch": 2, "files": ["a", "b"], "name": long},
+        });
+        add_settings("", &settings, &mut found);
+        let names: Vec<&str> = found.iter().map(|(name, _)| &**name).collect();
+        assert_eq!(
+            names,
+            ["seed", "batch.micro_batch", "batch.files", "batch.name"]
+        );
+        assert_eq!((&*found[1].1, &*found[2].1), ("2", r#"["a","b"]"#));
+        assert_eq!(found[3].1.len(), 16);
     }
 
     #[test]
