@@ -17,6 +17,7 @@ use crate::config::{Collectives, DEVICE, Device, DeviceChoice, Products, RunConf
 use crate::device::{self, Chosen, Devices};
 use crate::error::output::print;
 use crate::error::{ErrorCode, Failure};
+use crate::launch::hostfile;
 use crate::plan::disk_check::DiskCheck;
 use crate::plan::rank_memory::{plan_event, upload_line};
 use crate::plan::{
@@ -141,6 +142,15 @@ fn configuration(
             .next("omit --nproc"));
         }
     }
+    let machines = hostfile::planned(&run, &mut |_| ())?;
+    if machines.is_some() {
+        // A run on several machines needs one; a plan writes nothing.
+        run.output = run.output.or(Some(PathBuf::from(".")));
+    }
+    let env = &Env {
+        node: machines.or_else(|| env.node.clone()),
+        ..env.clone()
+    };
     let choice = run.device.unwrap_or(DEVICE);
     let chosen = match args.hw {
         // The backend plans for described GPUs as for real ones.

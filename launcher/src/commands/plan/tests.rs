@@ -1,7 +1,7 @@
 //! Properties of plans over a grid of settings.
 
-use super::configuration;
 use super::planner::{Planner, made_up_sample};
+use super::{configuration, named_model};
 use crate::cli::{self, Command, resolve};
 use crate::config::{OptimizerInBackward, PrefetchWeights, RunConfig};
 use crate::device::Nvidia;
@@ -89,6 +89,31 @@ fn grid() -> impl Iterator<Item = String> {
             })
         })
     })
+}
+
+#[test]
+fn a_hostfile_gives_the_ranks_of_all_machines_and_is_judged() {
+    let directory = tempfile::tempdir().expect("temp dir");
+    let hosts = directory.path().join("hosts");
+    let plan = |text: &str| {
+        std::fs::write(&hosts, text).expect("written");
+        let line = format!("plan --model minicpm-v-2_6 --hostfile {}", hosts.display());
+        let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+        let Ok(Command::Plan { args, .. }) = cli::parse(&words) else {
+            panic!("{line}")
+        };
+        let env = Env {
+            cache_dir: directory.path().to_owned(),
+            ..Env::read_alone()
+        };
+        let args = named_model(&args, &env)?;
+        configuration(&args, &env, false, &Nvidia)
+    };
+    let config = plan("gpu01 slots=2\ngpu02 slots=3\n").expect("a plan");
+    assert_eq!((config.world_size, config.ranks_here), (5, Some(3)));
+    let failure = plan("gpu01 slots=2\ngpu02 slots=x\n").expect_err("a wrong file");
+    assert_eq!(failure.code.status(), 2);
+    assert!(failure.to_string().contains("slots"), "{failure}");
 }
 
 #[test]
@@ -400,7 +425,7 @@ fn a_published_name_stands_for_its_configuration() {
         let Command::Plan { args, .. } = cli::parse(&words).expect("parses") else {
             panic!("a line of plan");
         };
-        let args = super::named_model(&args, &env).expect("a model");
+        let args = named_model(&args, &env).expect("a model");
         let config = configuration(&args, &env, false, &Nvidia).expect("a configuration");
         (config, args.no_weights)
     };

@@ -164,12 +164,7 @@ pub fn place(
         )
         .next("omit --hostfile if mpirun, srun or torchrun starts the ranks"));
     }
-    let hosts = parse_bytes(&bytes, &path)?;
-    let hosts = choose::choose(hosts, args.include.as_deref(), args.exclude.as_deref())?;
-    let ranks: Vec<usize> = hosts
-        .iter()
-        .map(|host| ranks_of(host, args.nproc, &path))
-        .collect::<Result<_, _>>()?;
+    let (hosts, ranks) = selected(args, &bytes, &path)?;
     let own = own_place(&hosts, env, &path, argv)?;
     let port = env.node.as_ref().and_then(|node| node.master.port);
     let told = env.node.as_ref().and_then(|node| node.master.addr.clone());
@@ -190,18 +185,68 @@ pub fn place(
             });
         }
     }
+    Ok(Some(assignment(&hosts, ranks, own, told, port)))
+}
+
+/// The machine with the most ranks of the hostfile that `args` name, for planning without starting anything. `None` if
+/// no hostfile is named. Messages for the user go to `show`.
+///
+/// # Errors
+/// As [`place`], except that the file need not name this machine.
+pub fn planned(
+    args: &Args,
+    show: &mut dyn FnMut(Event),
+) -> Result<Option<NodeAssignment>, Failure> {
+    let chooses = args.include.is_some() || args.exclude.is_some();
+    if !chooses && args.hostfile.is_none() {
+        return Ok(None);
+    }
+    let Some((path, bytes)) = find(args.hostfile.as_deref(), chooses, show)? else {
+        return Ok(None);
+    };
+    let (hosts, ranks) = selected(args, &bytes, &path)?;
+    // Of equal machines the first, which is that of rank 0.
+    let most = ranks.iter().max().copied();
+    let fullest = ranks.iter().position(|ranks| Some(*ranks) == most);
+    Ok(Some(assignment(
+        &hosts,
+        ranks,
+        fullest.unwrap_or(0),
+        None,
+        None,
+    )))
+}
+
+/// The selected machines of a hostfile, and the ranks of each.
+fn selected(args: &Args, bytes: &[u8], path: &Path) -> Result<(Vec<Host>, Vec<usize>), Failure> {
+    let hosts = parse_bytes(bytes, path)?;
+    let hosts = choose::choose(hosts, args.include.as_deref(), args.exclude.as_deref())?;
+    let ranks = hosts.iter().map(|host| ranks_of(host, args.nproc, path));
+    let ranks = ranks.collect::<Result<_, _>>()?;
+    Ok((hosts, ranks))
+}
+
+/// Assignment of the machine `own` among `hosts` with their `ranks`. `addr` and `port` are those that the environment
+/// tells for the rendezvous.
+fn assignment(
+    hosts: &[Host],
+    ranks: Vec<usize>,
+    own: usize,
+    addr: Option<String>,
+    port: Option<u16>,
+) -> NodeAssignment {
     let named = format!("{}\n{}", hosts[0].name, ranks.len());
-    Ok(Some(NodeAssignment {
+    NodeAssignment {
         node_rank: own,
         nodes: hosts.len(),
         ranks: None,
         counts: Some(ranks),
         master: Master {
-            addr: told.or_else(|| Some(hosts[0].name.clone())),
+            addr: addr.or_else(|| Some(hosts[0].name.clone())),
             port,
         },
         job: blake3::hash(named.as_bytes()).to_hex()[..24].to_string(),
-    }))
+    }
 }
 
 /// Path and content of the hostfile; `None` if there is none.
