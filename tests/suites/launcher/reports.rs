@@ -154,7 +154,7 @@ fn a_loss_that_is_not_finite_is_traced_to_its_operation() {
             "none was applied",
             "lower --learning-rate (now 1e30)",
             "--max-grad-norm 1",
-            "checkpoint-4 is good: --resume ",
+            "# checkpoint-4 is good",
         ],
     );
     let batch = read_json(&site.path("out/errors/batch-6.json"));
@@ -164,7 +164,7 @@ fn a_loss_that_is_not_finite_is_traced_to_its_operation() {
     let index = first["samples"][0]["index"].as_u64().unwrap() as usize;
     assert_eq!(first["samples"][0]["id"], site.samples()[index]["id"]);
     // The suggestion works: a run resumes from the checkpoint it calls good.
-    let good = word_after(screen, "is good: --resume ");
+    let good = word_after(screen, "launcher --resume ");
     site.train(&format!(
         "--output next --resume {good} --max-steps 5 --lr-scheduler-type constant"
     ));

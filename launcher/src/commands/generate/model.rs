@@ -5,7 +5,9 @@ use crate::config::PrecisionChoice;
 use crate::error::failures::unusable;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::memory;
+use crate::report::checkpoints::latest_of;
 use crate::units::{bytes as format_bytes, seconds as format_seconds};
+use engine::checkpoint::Checkpoint;
 use engine::{EngineError, Lease, LeaseOwner, ParamAccess, ParamId, ParamSpec, Phase, UnitId};
 use kernels::{Backend, CpuBackend, DType, KernelError, Pool, Tag, Tensor, TensorMut};
 use models::adapter::Adapter;
@@ -40,6 +42,12 @@ impl OpenModel {
         adapter: Option<&Path>,
         precision: Option<PrecisionChoice>,
     ) -> Result<Self, Failure> {
+        let named = latest_of(dir);
+        let (base, own) = match adapter {
+            None => with_base(&named),
+            Some(adapter) => (named, Some(latest_of(adapter))),
+        };
+        let (dir, adapter) = (&*base, own.as_deref());
         for dir in adapter.into_iter().chain([dir]) {
             failures::check_directory(&format!("use {}", dir.display()), dir)?;
         }
@@ -151,6 +159,19 @@ impl OpenModel {
         }
         .map_err(|e| failures::weights(&e))?;
         Ok(out.freeze())
+    }
+}
+
+/// A checkpoint of adapters or parts, after the model that its manifest says it was trained on; any other directory
+/// alone.
+fn with_base(dir: &Path) -> (PathBuf, Option<PathBuf>) {
+    let has_model = || WeightSource::open(dir).is_ok();
+    let base = Checkpoint::open(dir)
+        .ok()
+        .and_then(|saved| Some(PathBuf::from(saved.meta().get("base_model")?.as_str()?)));
+    match base.filter(|base| base.is_dir() && !has_model()) {
+        Some(base) => (base, Some(dir.to_owned())),
+        None => (dir.to_owned(), None),
     }
 }
 
