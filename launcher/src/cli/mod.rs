@@ -530,9 +530,9 @@ pub struct Args {
         help_heading = "Saving, evaluation, logs"
     )]
     pub error_format: Option<ErrorFormat>,
-    /// Continue from a checkpoint directory, or the latest (auto)
+    /// Continue a run from its directory, from one of its checkpoints, or from --output (auto)
     ///
-    /// auto looks in --output.
+    /// A run's directory alone gives all settings; flags override them.
     #[arg(
         long,
         value_name = "auto|PATH",

@@ -28,6 +28,8 @@ const LISTED: usize = 3;
 /// A model whose files are opened and checked, but whose weights are not read yet.
 #[derive(Debug)]
 pub(super) struct OpenModel {
+    /// Directory of the model: the base, if an adapter is applied.
+    pub(super) dir: PathBuf,
     pub(super) model: Arc<dyn VisionLanguageModel>,
     pub(super) processor: Arc<dyn Processor>,
     weights: WeightSource,
@@ -77,11 +79,17 @@ impl OpenModel {
             check_shapes(adapter, &model.spec().params)?;
         }
         Ok(Self {
+            dir: base,
             model,
             processor,
             weights,
             adapter,
         })
+    }
+
+    /// Directory of the adapter, if one is applied.
+    pub(super) fn adapter_dir(&self) -> Option<&Path> {
+        self.adapter.as_ref().map(Adapter::dir)
     }
 
     /// Bytes that all weights take in host memory, in the dtype of the computation.
