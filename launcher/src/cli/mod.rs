@@ -530,9 +530,9 @@ pub struct Args {
         help_heading = "Saving, evaluation, logs"
     )]
     pub error_format: Option<ErrorFormat>,
-    /// Continue a run from its directory, from one of its checkpoints, or from --output (auto)
+    /// Continue a run: its directory, a checkpoint, or auto
     ///
-    /// A run's directory alone gives all settings; flags override them.
+    /// The directory alone gives all settings; flags override them. auto looks in --output.
     #[arg(
         long,
         value_name = "auto|PATH",

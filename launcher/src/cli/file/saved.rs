@@ -198,6 +198,7 @@ mod tests {
         let site = tempfile::tempdir().expect("temp dir");
         let run = site.path().join("run");
         fs::create_dir_all(run.join("checkpoint-2")).expect("made");
+        fs::write(run.join("checkpoint-2/MANIFEST.json"), "{}").expect("written");
         let (args, _) = typed(&format!("{line} --output {}", run.display()));
         let config = config(&args);
         config
