@@ -36,7 +36,7 @@ fn typed(site: &Site, line: &str, more: &str) -> Outcome {
 }
 
 /// Types a line that must succeed.
-fn works(site: &Site, line: &str, more: &str) -> Outcome {
+fn succeeds(site: &Site, line: &str, more: &str) -> Outcome {
     let outcome = typed(site, line, more);
     assert_eq!(outcome.code, Some(0), "{line}\n{}", outcome.screen);
     outcome
@@ -53,7 +53,7 @@ fn an_interrupted_run_continues_by_the_line_it_prints() {
     let [line] = &commands(&outcome.screen)[..] else {
         panic!("one line: {}", outcome.screen);
     };
-    works(&site, line, &format!("--max-steps {}", done + 2));
+    succeeds(&site, line, &format!("--max-steps {}", done + 2));
     assert_eq!(losses(&site.path("out")).len(), done + 2);
 }
 
@@ -69,11 +69,11 @@ fn a_failed_run_continues_by_the_line_it_prints() {
         let lines = commands(&outcome.screen);
         let line = lines.last().unwrap();
         assert!(line.contains("# continues from checkpoint-"), "{line}");
-        works(&site, line, "");
+        succeeds(&site, line, "");
         assert!(site.path("out/checkpoint-4").is_dir());
         assert_eq!(losses(&site.path("out")).len(), 4, "{fault}");
         // Typed once more, it says that nothing is left.
-        let again = works(&site, line, "");
+        let again = succeeds(&site, line, "");
         assert_says(&again.screen, &["already completed all 4 steps"]);
     }
 }
@@ -89,25 +89,25 @@ fn suggestions_for_memory_fit_as_typed() {
         let lines = commands(&screen);
         assert!(lines[0].ends_with(", fits"), "{screen}");
         for line in &lines {
-            works(&site, line, "");
+            succeeds(&site, line, "");
             fs::remove_dir_all(site.path("out")).unwrap();
         }
     }
 }
 
 #[test]
-fn a_refused_resume_names_a_line_that_works() {
+fn a_refused_resume_names_a_line_that_succeeds() {
     let site = Site::new();
     site.train(RUN);
     let screen = site.refuse("--resume auto --precision bf16 --max-steps 5", 9, "E08");
     let [line] = &commands(&screen)[..] else {
         panic!("one line: {screen}");
     };
-    works(&site, line, "");
+    succeeds(&site, line, "");
     assert!(site.path("out/checkpoint-5").is_dir());
     // Another run's directory, and a damaged checkpoint.
     let screen = site.refuse("", 2, "E09");
-    works(&site, &commands(&screen)[0], "--max-steps 6");
+    succeeds(&site, &commands(&screen)[0], "--max-steps 6");
     let weights = site.path("out/checkpoint-6/model.safetensors");
     let mut bytes = fs::read(&weights).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
@@ -120,7 +120,7 @@ fn a_refused_resume_names_a_line_that_works() {
         line.contains("--resume") && line.contains("# checkpoint-5 is"),
         "{line}"
     );
-    works(&site, line, "--max-steps 6");
+    succeeds(&site, line, "--max-steps 6");
 }
 
 #[test]

@@ -29,7 +29,6 @@ pub(crate) fn run(command: &CkptCommand) -> Result<ExitCode, Failure> {
         CkptCommand::Ls(args) => ls::run(args),
         CkptCommand::Verify(args) => verify::run(&CkptVerifyArgs {
             checkpoint: latest_of(&args.checkpoint),
-            ..args.clone()
         }),
         CkptCommand::Reshard(args) => reshard::run(&CkptReshardArgs {
             checkpoint: latest_of(&args.checkpoint),
