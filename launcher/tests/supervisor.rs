@@ -455,7 +455,7 @@ fn interrupt(bench: &Bench) {
     let (code, screen) = running.end();
     assert_eq!(code, Some(130), "{screen}");
     assert!(
-        screen.contains(" stopped ") && screen.contains("--resume auto"),
+        screen.contains(" stopped ") && screen.contains("next    launcher --resume "),
         "{screen}"
     );
     assert!(!screen.contains("error["), "{screen}");

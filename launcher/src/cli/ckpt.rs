@@ -45,7 +45,7 @@ pub struct CkptLsArgs {
     max_term_width = 100
 )]
 pub struct CkptVerifyArgs {
-    /// Directory checkpoint-N of a run
+    /// Directory of a run, which means its latest checkpoint, or one checkpoint-N
     #[arg(value_name = "CHECKPOINT")]
     pub checkpoint: PathBuf,
 }
@@ -59,7 +59,7 @@ pub struct CkptVerifyArgs {
     max_term_width = 100
 )]
 pub struct CkptReshardArgs {
-    /// Directory checkpoint-N of a run
+    /// Directory of a run, which means its latest checkpoint, or one checkpoint-N
     #[arg(value_name = "CHECKPOINT")]
     pub checkpoint: PathBuf,
     /// Number of ranks to shard for
@@ -79,7 +79,7 @@ pub struct CkptReshardArgs {
     max_term_width = 100
 )]
 pub struct CkptConsolidateArgs {
-    /// Directory checkpoint-N of a run
+    /// Directory of a run, which means its latest checkpoint, or one checkpoint-N
     #[arg(value_name = "CHECKPOINT")]
     pub checkpoint: PathBuf,
     /// Directory to write; it must not exist or must be empty

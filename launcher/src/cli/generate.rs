@@ -15,7 +15,7 @@ use crate::config::{DataFormatChoice, ExifRotation, PrecisionChoice, TemplateCho
     max_term_width = 100
 )]
 pub struct GenerateArgs {
-    /// Model directory, or a checkpoint-N directory with model.safetensors
+    /// Model directory, a run, which means its latest checkpoint, or one checkpoint-N
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
     /// Checkpoint-N directory of a run that trained adapters or parts of the model
@@ -75,7 +75,7 @@ pub struct GenerateArgs {
     max_term_width = 100
 )]
 pub struct EvalArgs {
-    /// Model directory, or a checkpoint-N directory with model.safetensors
+    /// Model directory, a run, which means its latest checkpoint, or one checkpoint-N
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
     /// Checkpoint-N directory of a run that trained adapters or parts of the model

@@ -100,7 +100,7 @@ Examples
   launcher --zero 3 --offload cpu                                the demo: no model, no data
   launcher plan --no-weights --model config.json --hw 2x24GiB    will it fit?
   launcher --model DIR --data train.json --lora-rank 64          LoRA
-  launcher --resume auto --output runs/x …                       continue a run
+  launcher --resume runs/x                                       continue a run
 ";
 
 impl Subcommand {

@@ -530,9 +530,9 @@ pub struct Args {
         help_heading = "Saving, evaluation, logs"
     )]
     pub error_format: Option<ErrorFormat>,
-    /// Continue from a checkpoint directory, or the latest (auto)
+    /// Continue a run: its directory, a checkpoint, or auto
     ///
-    /// auto looks in --output.
+    /// The directory alone gives all settings; flags override them. auto looks in --output.
     #[arg(
         long,
         value_name = "auto|PATH",

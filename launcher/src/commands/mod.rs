@@ -17,10 +17,10 @@ mod watch;
 use crate::cli::{self, Command, Note, PlanArgs, file};
 use crate::config::RunPlan;
 use crate::device::{Devices, Nvidia};
-use crate::error::Failure;
 use crate::error::format::ErrorFormat;
 use crate::error::output::print;
 use crate::error::threads::start_pool;
+use crate::error::{Failure, quoted};
 use crate::launch::hostfile;
 use crate::launch::rank::{RunSummary, StopFlag};
 use crate::plan::Suggestions;
@@ -75,6 +75,8 @@ pub fn run_hooks(hooks: Hooks) -> ExitCode {
     // installed, it stays so.
     drop(signal_hook::flag::register(SIGXFSZ, Arc::default()));
     run_command(&hooks, &argv, format).unwrap_or_else(|failure| {
+        let typed: Vec<String> = argv.iter().map(|word| quoted(word)).collect();
+        let failure = failure.complete(&format!("launcher {}", typed.join(" ")));
         format.print(&failure);
         failure.exit_code()
     })

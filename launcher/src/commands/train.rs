@@ -1,7 +1,7 @@
 //! Training: the supervisor process and the rank process.
 
 use super::{Hooks, demo};
-use crate::error::{ErrorCode, Failure, RECORD_TARGET};
+use crate::error::{ErrorCode, Failure, RECORD_TARGET, continue_run};
 use crate::plan::{Suggestions, resume, settle_one_by_one, spill_directories};
 use std::cell::RefCell;
 use std::process::ExitCode;
@@ -329,7 +329,7 @@ fn done(config: &RunConfig, summary: &RunSummary, warnings: &[String], seconds: 
     let output = config.output.display();
     let mut next = Vec::new();
     if summary.interrupted {
-        next.push(format!("continue with --resume auto --output {output}"));
+        next.push(continue_run(&config.output));
     } else {
         next.push(format!("report {output}/{}", report::REPORT));
         if config.is_demo() {

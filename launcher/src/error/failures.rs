@@ -346,7 +346,7 @@ pub(crate) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
             crate::memory::disk_free_bytes(path).map_or_else(|_| "unknown".into(), bytes)
         ))
         .evidence("earlier checkpoints are intact")
-        .next("free space, use --save-total-limit 1, or use another --output; then --resume auto"),
+        .next("free space, use --save-total-limit 1, or use another --output"),
         CheckpointError::HashMismatch { .. }
         | CheckpointError::WrongLength { .. }
         | CheckpointError::MissingFile { .. } => Failure::new(

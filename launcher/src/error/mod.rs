@@ -3,6 +3,7 @@
 //! A failure says what happened, why, on which evidence, and what to do next. A rank writes its failure to
 //! `errors/rank-0000.json`. The supervisor prints exactly one: that of the first rank that failed.
 
+mod commands;
 pub(crate) mod failures;
 pub mod format;
 mod model_files;
@@ -20,6 +21,8 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use serde::{Deserialize, Serialize};
+
+pub(crate) use commands::{continue_run, quoted};
 
 /// Target of the log record that a failing rank ends with.
 pub(crate) const RECORD_TARGET: &str = "tessera_report";

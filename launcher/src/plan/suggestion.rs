@@ -11,6 +11,7 @@ use crate::model::setup;
 use crate::plan::MemoryCheck;
 use crate::rank_env::Env;
 use crate::units::bytes;
+use engine::checkpoint::find_latest;
 use models::data::EncodedSample;
 use std::sync::Arc;
 
@@ -97,6 +98,16 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
     found
 }
 
+/// The neighbours that a run with a checkpoint can continue as: precision and trainable parts stay.
+fn possible(config: &RunConfig) -> Vec<Flags> {
+    let mut all = neighbours(config);
+    if let Ok(Some(_)) = find_latest(&config.output) {
+        let stays = |name: &str| matches!(name, "precision" | "use-lora");
+        all.retain(|flags| !flags.iter().any(|(name, _)| stays(name)));
+    }
+    all
+}
+
 /// `config` with the given flags changed. `None` if the result is invalid.
 pub(crate) fn changed(config: &RunConfig, flags: &[(&'static str, String)]) -> Option<RunConfig> {
     let kept = config.to_flags();
@@ -143,7 +154,7 @@ pub(crate) fn add(failure: &mut Failure, config: &RunPlan, largest: &Largest<'_>
     let mut lines = Vec::new();
     let mut taken: Vec<Flags> = Vec::new();
     let mut smallest: Option<(u64, String)> = None;
-    for flags in neighbours(config) {
+    for flags in possible(config) {
         // Skips a superset of flags that already suffice.
         if taken
             .iter()

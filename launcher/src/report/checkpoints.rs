@@ -1,6 +1,6 @@
 //! Checkpoints in a run's directory: the newest one that is whole.
 
-use crate::error::{Failure, file_name};
+use crate::error::{Failure, continue_run, file_name};
 use engine::checkpoint;
 use std::path::{Path, PathBuf};
 
@@ -16,14 +16,25 @@ pub(crate) fn newest_intact(output: &Path, except: Option<&Path>) -> Option<Path
     newest_first.find(|directory| checkpoint::audit(directory).is_ok_and(|found| found.is_whole()))
 }
 
+/// The checkpoint that a directory stands for: the latest of a run, else the directory itself.
+pub(crate) fn latest_of(directory: &Path) -> PathBuf {
+    let is_own = ["MANIFEST.json", "config.json"]
+        .into_iter()
+        .any(|name| directory.join(name).exists());
+    let latest = checkpoint::find_latest(directory).ok().flatten();
+    latest
+        .filter(|_| !is_own)
+        .unwrap_or_else(|| directory.to_owned())
+}
+
 /// The next step where a checkpoint cannot be used: the newest of its run that can.
 pub(crate) fn advise_intact(failure: Failure, checkpoint: &Path) -> Failure {
     let parent = checkpoint.parent().filter(|p| !p.as_os_str().is_empty());
     match newest_intact(parent.unwrap_or(Path::new(".")), Some(checkpoint)) {
         Some(directory) => failure.next(format!(
-            "{} is the newest intact checkpoint of this run: --resume {}",
-            file_name(&directory),
-            directory.display()
+            "{}   # {} is the newest intact checkpoint of this run",
+            continue_run(&directory),
+            file_name(&directory)
         )),
         None => {
             failure.next("no other checkpoint of this run is intact: start again without --resume")

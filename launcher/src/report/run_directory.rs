@@ -1,6 +1,6 @@
 //! Run directory: checks before a run, lock, subdirectories and checkpoints.
 
-use crate::error::{ErrorCode, Failure, file_name};
+use crate::error::{ErrorCode, Failure, continue_run, file_name};
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ pub fn check(config: &RunConfig) -> Result<PathBuf, Failure> {
             format!("cannot resume: {} is not a directory", path.display()),
             "the checkpoint does not exist",
         )
-        .next("give a checkpoint-N directory, or use --resume auto"));
+        .next("give the directory of a run, or a checkpoint-N directory in it"));
     }
     if !config.output_is_explicit {
         return Ok(unused(&config.output));
@@ -57,7 +57,8 @@ pub fn check(config: &RunConfig) -> Result<PathBuf, Failure> {
             "runs are never overwritten",
         )
         .evidence(format!("found {sign}"))
-        .next("choose another directory, or add --resume auto to continue that run")),
+        .next("choose another directory, or continue that run with --resume auto")
+        .next(continue_run(&config.output))),
     }
 }
 

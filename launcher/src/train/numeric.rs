@@ -9,7 +9,7 @@ use super::step_context::StepContext;
 use crate::config::{PrecisionChoice, RunConfig};
 use crate::data::SampleSet;
 use crate::data::check::encode_options;
-use crate::error::{ErrorCode, Failure, failures, file_name};
+use crate::error::{ErrorCode, Failure, continue_run, failures, file_name};
 use crate::model::not_finite::first_not_finite;
 use crate::report::run_directory;
 use engine::comm::Tag;
@@ -361,7 +361,12 @@ impl Finding {
             .into_iter()
             .rfind(|(step, _)| step + 1 < self.step);
         failure.next(match good {
-            Some((_, path)) => format!("{} is good: --resume {}", file_name(&path), path.display()),
+            Some((_, path)) => format!(
+                "{} --learning-rate {:e}   # {} is good",
+                continue_run(&path),
+                rate / 10.0,
+                file_name(&path)
+            ),
             None => "no checkpoint was saved before: start again, with --save-steps".to_owned(),
         })
     }

@@ -210,6 +210,9 @@ fn every_kind_of_damage_is_named_and_refused_everywhere() {
     site.train("--save-steps 1");
     let text = done(&site, "verify out/checkpoint-2");
     assert_says(&text, &["checkpoint-2 is intact"]);
+    let text = done(&site, "verify out");
+    assert_says(&text, &["checkpoint-2 is intact"]);
+    done(&site, "consolidate --output whole out");
     let last = site.path("out/checkpoint-2");
     let whole = files(&last);
     for (what, damage, named) in damages() {

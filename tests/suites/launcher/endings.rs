@@ -21,7 +21,7 @@ fn an_interrupted_run_saves_and_can_be_resumed() {
         let outcome = run.finish();
         assert_eq!(outcome.code, Some(130), "{}", outcome.screen);
         assert!(
-            outcome.screen.contains("--resume auto"),
+            outcome.screen.contains("launcher --resume "),
             "{}",
             outcome.screen
         );

@@ -151,7 +151,7 @@ fn check_23_a_full_disk_ends_the_run_and_keeps_what_was_saved() {
         let outcome = broken(&site, &line, 16, &words[..3]);
         assert_says(
             &outcome.screen,
-            &["earlier checkpoints are intact", "--resume auto"],
+            &["earlier checkpoints are intact", "launcher --resume "],
         );
         assert!(is_whole(&site, "out/checkpoint-1"));
         let names = listing(&site.path("out"));

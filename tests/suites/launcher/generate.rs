@@ -213,9 +213,14 @@ fn adapters_and_trained_parts_are_applied_to_their_base() {
             &format!("generate {adapter} --prompt Why? --max-new-tokens 3"),
         );
         assert!(said.stderr.contains("out/checkpoint-2"), "{}", said.stderr);
-        // The directory alone is no model, and it only fits its own base.
-        let line = "generate --model out/checkpoint-2 --prompt Why?";
-        let words = ["only a part of a model", "--adapter out/checkpoint-2"];
+        // A run means its latest checkpoint, and a checkpoint knows its base, which it alone fits.
+        for model in ["out", "out/checkpoint-2"] {
+            let line = format!("eval --model {model} --data data/samples.json");
+            assert_eq!(run(&site, &line).json()["eval_loss"], with["eval_loss"]);
+        }
+        write_trained(&site, "part", "llm.lm_head.weight");
+        let line = "generate --model part --prompt Why?";
+        let words = ["it holds adapters or trained parts", "--adapter"];
         refuse(&site, line, 10, "E10", &words);
         for name in [
             "config.json",

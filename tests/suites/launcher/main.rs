@@ -18,6 +18,7 @@ mod faults;
 mod generate;
 mod memory;
 mod monitoring;
+mod next_lines;
 mod outputs;
 mod precisions;
 mod reports;

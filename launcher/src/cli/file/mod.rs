@@ -9,6 +9,7 @@ mod given;
 mod json;
 mod read;
 mod report;
+mod saved;
 #[cfg(test)]
 mod tests;
 mod toml;
@@ -68,11 +69,25 @@ struct Part {
     report: Report,
 }
 
-/// Merges the files that a command line names into it; `None` if it names none.
+/// Merges the files that a command line names into it, and the settings of the run that it continues; `None` if it names
+/// neither.
 ///
 /// # Errors
 /// A file cannot be read, has mistakes, or contradicts the command line (exit 2).
 pub(crate) fn load(typed: &[String]) -> Result<Option<Loaded>, Failure> {
+    let loaded = load_files(typed)?;
+    let line = loaded.as_ref().map_or(typed, |loaded| &loaded.words);
+    let Some((words, path)) = saved::continued(line)? else {
+        return Ok(loaded);
+    };
+    let mut loaded = loaded.unwrap_or_default();
+    loaded.words = words;
+    let gives = format!("{} gives what the line leaves out", path.display());
+    loaded.gives.push(gives);
+    Ok(Some(loaded))
+}
+
+fn load_files(typed: &[String]) -> Result<Option<Loaded>, Failure> {
     let mut given = Given::of_line(typed);
     let path = |given: &Given, flag: &str| given.get(flag).map(|word| PathBuf::from(&word.value));
     let (config, deepspeed) = (path(&given, "config"), path(&given, "deepspeed"));

@@ -581,7 +581,7 @@ fn resume(args: &Args) -> Result<Resume, Failure> {
             "--resume auto needs --output",
             "it continues from the latest checkpoint in that directory",
         )
-        .next("add --output DIR, or give the checkpoint: --resume DIR/checkpoint-N")),
+        .next("add --output DIR, or give the run itself: --resume DIR")),
         Some("auto") => Ok(Resume::Latest),
         Some(path) => Ok(Resume::From(absolute(Path::new(path))?)),
     }

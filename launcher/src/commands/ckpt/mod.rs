@@ -13,10 +13,11 @@ use std::process::ExitCode;
 
 use engine::checkpoint::Checkpoint;
 
-use crate::cli::CkptCommand;
+use crate::cli::{CkptCommand, CkptConsolidateArgs, CkptReshardArgs, CkptVerifyArgs};
 use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::plan::resume;
+use crate::report::checkpoints::latest_of;
 
 /// Runs the subcommand.
 ///
@@ -26,9 +27,17 @@ use crate::plan::resume;
 pub(crate) fn run(command: &CkptCommand) -> Result<ExitCode, Failure> {
     match command {
         CkptCommand::Ls(args) => ls::run(args),
-        CkptCommand::Verify(args) => verify::run(args),
-        CkptCommand::Reshard(args) => reshard::run(args),
-        CkptCommand::Consolidate(args) => consolidate::run(args),
+        CkptCommand::Verify(args) => verify::run(&CkptVerifyArgs {
+            checkpoint: latest_of(&args.checkpoint),
+        }),
+        CkptCommand::Reshard(args) => reshard::run(&CkptReshardArgs {
+            checkpoint: latest_of(&args.checkpoint),
+            ..args.clone()
+        }),
+        CkptCommand::Consolidate(args) => consolidate::run(&CkptConsolidateArgs {
+            checkpoint: latest_of(&args.checkpoint),
+            ..args.clone()
+        }),
     }
 }
 

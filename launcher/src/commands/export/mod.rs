@@ -10,6 +10,7 @@ use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::model::files;
 use crate::model::stored::MAX_SHARD_BYTES;
+use crate::report::checkpoints::latest_of;
 use crate::units::{bytes, grouped, seconds};
 use engine::checkpoint::Checkpoint;
 use kernels::DType;
@@ -33,6 +34,10 @@ const LISTED: usize = 3;
 /// The checkpoint or its base is missing or damaged, a trained tensor would be lost, or the output cannot be written.
 pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
+    let args = &ExportArgs {
+        checkpoint: latest_of(&args.checkpoint),
+        ..args.clone()
+    };
     let checkpoint = &args.checkpoint;
     let output = args.output.clone().ok_or_else(|| {
         Failure::usage("--output is missing", "the export needs a directory")
@@ -71,7 +76,7 @@ fn missing(checkpoint: &Path) -> Failure {
         format!("cannot export {}", checkpoint.display()),
         "the directory does not exist",
     )
-    .next("give a checkpoint-N directory of a run")
+    .next("give a run directory, or a checkpoint-N directory of a run")
 }
 
 /// The manifest, if the directory is a checkpoint of a run; weights are compared with their hashes.

@@ -69,10 +69,11 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
         exif: args.exif_rotation.unwrap_or_default(),
         limit,
     };
-    let set = check::check_samples(reading, dir, &*open.processor, &options, skip_bad)?;
+    let set = check::check_samples(reading, &open.dir, &*open.processor, &options, skip_bad)?;
     for line in set.lines() {
         note(&line);
     }
+    let named = (path_text(&open.dir), open.adapter_dir().map(path_text));
     let loaded = open.load(0)?;
     note(&loaded.summary);
     let run = Evaluation {
@@ -86,8 +87,8 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
     let rows = run.rows()?;
     let seconds = started.elapsed().as_secs_f64();
     let mut result = summary(&rows, seconds);
-    result["model"] = json!(path_text(dir));
-    result["adapter"] = json!(args.adapter.as_deref().map(path_text));
+    result["model"] = json!(named.0);
+    result["adapter"] = json!(named.1);
     result["data"] = json!(path_text(data));
     note(&format!(
         "eval    {} samples in {}",

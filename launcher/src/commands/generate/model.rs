@@ -5,7 +5,9 @@ use crate::config::PrecisionChoice;
 use crate::error::failures::unusable;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::memory;
+use crate::report::checkpoints::latest_of;
 use crate::units::{bytes as format_bytes, seconds as format_seconds};
+use engine::checkpoint::Checkpoint;
 use engine::{EngineError, Lease, LeaseOwner, ParamAccess, ParamId, ParamSpec, Phase, UnitId};
 use kernels::{Backend, CpuBackend, DType, KernelError, Pool, Tag, Tensor, TensorMut};
 use models::adapter::Adapter;
@@ -26,6 +28,8 @@ const LISTED: usize = 3;
 /// A model whose files are opened and checked, but whose weights are not read yet.
 #[derive(Debug)]
 pub(super) struct OpenModel {
+    /// Directory of the model: the base, if an adapter is applied.
+    pub(super) dir: PathBuf,
     pub(super) model: Arc<dyn VisionLanguageModel>,
     pub(super) processor: Arc<dyn Processor>,
     weights: WeightSource,
@@ -40,6 +44,12 @@ impl OpenModel {
         adapter: Option<&Path>,
         precision: Option<PrecisionChoice>,
     ) -> Result<Self, Failure> {
+        let named = latest_of(dir);
+        let (base, own) = match adapter {
+            None => with_base(&named),
+            Some(adapter) => (named, Some(latest_of(adapter))),
+        };
+        let (dir, adapter) = (&*base, own.as_deref());
         for dir in adapter.into_iter().chain([dir]) {
             failures::check_directory(&format!("use {}", dir.display()), dir)?;
         }
@@ -69,11 +79,17 @@ impl OpenModel {
             check_shapes(adapter, &model.spec().params)?;
         }
         Ok(Self {
+            dir: base,
             model,
             processor,
             weights,
             adapter,
         })
+    }
+
+    /// Directory of the adapter, if one is applied.
+    pub(super) fn adapter_dir(&self) -> Option<&Path> {
+        self.adapter.as_ref().map(Adapter::dir)
     }
 
     /// Bytes that all weights take in host memory, in the dtype of the computation.
@@ -151,6 +167,19 @@ impl OpenModel {
         }
         .map_err(|e| failures::weights(&e))?;
         Ok(out.freeze())
+    }
+}
+
+/// A checkpoint of adapters or parts, after the model that its manifest says it was trained on; any other directory
+/// alone.
+fn with_base(dir: &Path) -> (PathBuf, Option<PathBuf>) {
+    let has_model = || WeightSource::open(dir).is_ok();
+    let base = Checkpoint::open(dir)
+        .ok()
+        .and_then(|saved| Some(PathBuf::from(saved.meta().get("base_model")?.as_str()?)));
+    match base.filter(|base| base.is_dir() && !has_model()) {
+        Some(base) => (base, Some(dir.to_owned())),
+        None => (dir.to_owned(), None),
     }
 }
 

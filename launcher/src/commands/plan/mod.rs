@@ -16,7 +16,7 @@ use crate::commands::synth::published;
 use crate::config::{Collectives, DEVICE, Device, DeviceChoice, Products, RunConfig, RunGpu};
 use crate::device::{self, Chosen, Devices};
 use crate::error::output::print;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, quoted};
 use crate::launch::hostfile;
 use crate::plan::disk_check::DiskCheck;
 use crate::plan::rank_memory::{plan_event, upload_line};
@@ -392,7 +392,7 @@ fn command(typed: &[String], flags: &Flags) -> String {
         let sizes = sized && matches!(&*name, "global-batch-size" | "find-batch");
         !(replaced || sizes)
     });
-    let kept: Vec<&str> = kept.map(String::as_str).collect();
+    let kept: Vec<String> = kept.map(|word| quoted(word)).collect();
     format!("launcher plan {} {}", kept.join(" "), spelled(flags))
 }
 

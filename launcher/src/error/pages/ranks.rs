@@ -212,8 +212,8 @@ pub(super) static INTERRUPTED: Page = Page {
         "该运行目录中有哪些 checkpoint-N。",
     )],
     what_to_do: &[both(
-        "--resume auto with the same --output continues from the last checkpoint.",
-        "使用相同的 --output 和 --resume auto，从最后一个检查点继续。",
+        "launcher --resume RUN continues from the last checkpoint, with the settings of that run.",
+        "launcher --resume RUN 从最后一个检查点继续，并沿用该次运行的设置。",
     )],
     example: include_str!("examples/E21.txt"),
 };

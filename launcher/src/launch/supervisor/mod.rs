@@ -29,7 +29,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::error::threads::no_thread;
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, continue_run};
 use crate::launch::rank::RunSummary;
 use crate::launch::signals;
 use crate::rank_env;
@@ -503,10 +503,7 @@ fn stopped_at_once(output: &Path) -> Failure {
         "stopped by a signal before the state was saved",
         "a second signal arrived, or the first one arrived during start-up",
     )
-    .next(format!(
-        "continue from the last checkpoint: --resume auto --output {}",
-        output.display()
-    ))
+    .next(continue_run(output))
 }
 
 /// Path of this executable, from which ranks are started.

@@ -4,8 +4,9 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::ExitStatus;
 
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, continue_run, file_name};
 use crate::units::bytes;
+use engine::checkpoint;
 
 use super::vitals::{Machine, OomKills, Seen};
 
@@ -94,6 +95,7 @@ pub(super) fn explain(
             failure.evidence.extend(others.filter_map(Seen::condition));
         }
         suggestions(&mut failure);
+        failure = with_commands(failure, output);
         // The saved failure has all details. The printed one refers to it.
         drop(failure.save(output, rank));
         failure = failure.details(details);
@@ -102,9 +104,34 @@ pub(super) fn explain(
 }
 
 fn look_at_log(rank: usize) -> String {
-    format!(
-        "see logs/rank-{rank:04}.log and `dmesg`; --resume auto continues from the last checkpoint"
-    )
+    format!("see logs/rank-{rank:04}.log and `dmesg`")
+}
+
+/// The failure with complete command lines, the last of which continues the run where that can help.
+fn with_commands(failure: Failure, output: &Path) -> Failure {
+    let command = continue_run(output);
+    let failure = failure.complete(&command);
+    let ends_by_itself = matches!(
+        failure.code,
+        ErrorCode::Numeric
+            | ErrorCode::Samples
+            | ErrorCode::Placeholders
+            | ErrorCode::Resume
+            | ErrorCode::Usage
+            | ErrorCode::ModelFiles
+            | ErrorCode::NothingToDo
+            | ErrorCode::Plan
+            | ErrorCode::DataFile
+    );
+    if ends_by_itself {
+        return failure;
+    }
+    let from = checkpoint::find_latest(output).ok().flatten();
+    let from = from.map_or_else(
+        || "starts again: no checkpoint was saved".to_owned(),
+        |directory| format!("continues from {}", file_name(&directory)),
+    );
+    failure.next(format!("{command}   # {from}"))
 }
 
 fn killed(rank: usize, machine: &Machine) -> Failure {
@@ -267,7 +294,9 @@ mod tests {
             &suggestions,
         );
         assert!(failure.evidence[0].contains("process 7 is stopped by a signal"));
-        assert_eq!(failure.next, ["an idea"]);
+        let command = continue_run(directory.path());
+        let again = format!("{command}   # starts again: no checkpoint was saved");
+        assert_eq!(failure.next, ["an idea".to_owned(), again]);
         let stored = Failure::load(directory.path(), 1).expect("stored");
         assert_eq!(
             (stored.evidence, stored.next),

@@ -1,0 +1,89 @@
+//! Next steps that are command lines. Each can be pasted into a shell; a reason follows as a comment.
+
+use super::Failure;
+use std::path::Path;
+
+/// Text between the flags of a suggestion and its reason.
+const REASON: &str = "   (";
+
+/// A word as a shell reads it back.
+pub(crate) fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=,:@%+".contains(c);
+    match !word.is_empty() && word.chars().all(plain) {
+        true => word.to_owned(),
+        false => format!("'{}'", word.replace('\'', "'\\''")),
+    }
+}
+
+/// The command that continues from a run's directory or from a checkpoint.
+pub(crate) fn continue_run(directory: &Path) -> String {
+    format!(
+        "launcher --resume {}",
+        quoted(&directory.display().to_string())
+    )
+}
+
+impl Failure {
+    /// Makes command lines of the next steps that are flags alone: `command` with these flags. Later flags override
+    /// earlier ones.
+    pub(crate) fn complete(mut self, command: &str) -> Self {
+        for line in &mut self.next {
+            let (flags, reason) = match line.split_once(REASON) {
+                Some((flags, reason)) => (flags, reason.strip_suffix(')')),
+                None => (&**line, None),
+            };
+            if !are_flags(flags) {
+                continue;
+            }
+            let reason = reason.map_or_else(String::new, |text| format!("   # {text}"));
+            *line = format!("{command} {flags}{reason}");
+        }
+        self
+    }
+}
+
+/// Whether `text` consists of flags, each with at most one value, and no placeholder.
+fn are_flags(text: &str) -> bool {
+    let mut after_flag = false;
+    let is_part = |word: &str| {
+        let is_flag = word.starts_with("--");
+        let is_value = after_flag && word.chars().any(|c| !c.is_ascii_uppercase());
+        after_flag = is_flag;
+        (is_flag || is_value) && !word.ends_with([',', ':', ';'])
+    };
+    text.starts_with("--") && text.split_whitespace().all(is_part)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_become_a_command_line_and_sentences_stay() {
+        let failure = Failure::usage("t", "c")
+            .next("--zero 3 --offload cpu   (plan: 5.0G, fits)")
+            .next("--offload none")
+            .next("--comm-timeout gives ranks more time")
+            .next("--rank-is node: each process is a machine")
+            .next("--hostfile FILE")
+            .next("launcher doctor");
+        assert_eq!(
+            failure.complete("launcher --data 'a b'").next,
+            [
+                "launcher --data 'a b' --zero 3 --offload cpu   # plan: 5.0G, fits",
+                "launcher --data 'a b' --offload none",
+                "--comm-timeout gives ranks more time",
+                "--rank-is node: each process is a machine",
+                "--hostfile FILE",
+                "launcher doctor",
+            ]
+        );
+    }
+
+    #[test]
+    fn words_are_quoted_for_a_shell() {
+        assert_eq!(quoted("/runs/a-1"), "/runs/a-1");
+        assert_eq!(quoted("it's"), "'it'\\''s'");
+        assert_eq!(continue_run(Path::new("a b")), "launcher --resume 'a b'");
+    }
+}
