@@ -94,7 +94,10 @@ pub(super) fn explain(
             let others = machine.ranks.iter().filter(|seen| seen.rank != rank);
             failure.evidence.extend(others.filter_map(Seen::condition));
         }
-        suggestions(&mut failure);
+        // They save memory, which does not help if enough of it was free.
+        if ending.status.signal() != Some(9) || may_lack_memory(machine) {
+            suggestions(&mut failure);
+        }
         failure = with_commands(failure, output);
         // The saved failure has all details. The printed one refers to it.
         drop(failure.save(output, rank));
@@ -134,6 +137,17 @@ fn with_commands(failure: Failure, output: &Path) -> Failure {
     failure.next(format!("{command}   # {from}"))
 }
 
+/// Whether a rank that got SIGKILL may have lacked host memory: the kernel reported it, or less than a tenth of the
+/// memory is free after its end.
+fn may_lack_memory(machine: &Machine) -> bool {
+    let OomKills {
+        cgroup,
+        machine: on_machine,
+    } = machine.oom_kills;
+    let memory = &machine.memory;
+    cgroup > 0 || on_machine > 0 || memory.free_bytes < memory.total_bytes / 10
+}
+
 fn killed(rank: usize, machine: &Machine) -> Failure {
     let OomKills {
         cgroup,
@@ -143,8 +157,10 @@ fn killed(rank: usize, machine: &Machine) -> Failure {
         "host memory ran out: this is RAM, not GPU memory"
     } else if on_machine > 0 {
         "the kernel killed processes on this machine because memory ran out: this is RAM, not GPU memory"
-    } else {
+    } else if may_lack_memory(machine) {
         "host memory probably ran out (RAM, not GPU memory); the kernel did not report it, so `kill -9` is possible too"
+    } else {
+        "somebody sent `kill -9`, or a scheduler ended it: the kernel reported no lack of memory, and enough is free"
     };
     let limit = machine.memory.cgroup_limit_bytes.map_or_else(
         || "no cgroup limit".to_string(),
@@ -175,9 +191,11 @@ fn killed(rank: usize, machine: &Machine) -> Failure {
             .collect();
         failure = failure.evidence(format!("resident memory: {}", seen.join(" · ")));
     }
-    failure.next(
-        "use a smaller --model-max-length, fewer trained parts, or a machine with more memory",
-    )
+    failure.next(if may_lack_memory(machine) {
+        "use a smaller --model-max-length, fewer trained parts, or a machine with more memory"
+    } else {
+        "with --max-restarts 3 a run starts again by itself after such an end"
+    })
 }
 
 /// The ending of the first rank whose failure does not follow from another rank's failure. Ranks that ended during
@@ -256,6 +274,23 @@ mod tests {
             "{text}"
         );
         assert!(Failure::load(directory.path(), 1).is_some());
+    }
+
+    #[test]
+    fn a_sigkill_with_free_memory_is_no_reason_to_save_memory() {
+        let directory = tempfile::tempdir().expect("temp dir");
+        let mut machine = machine(0);
+        let suggestions = |failure: &mut Failure| failure.next.push("save memory".into());
+        let short = explain(&ending(1, 9), &machine, directory.path(), &suggestions);
+        assert!(short.next.contains(&"save memory".to_owned()), "{short}");
+        machine.memory.free_bytes = machine.memory.total_bytes / 2;
+        let other = tempfile::tempdir().expect("temp dir");
+        let failure = explain(&ending(1, 9), &machine, other.path(), &suggestions);
+        assert_eq!(failure.code.status(), 12);
+        assert!(failure.cause.contains("kill -9"), "{failure}");
+        assert!(failure.next[0].contains("--max-restarts"), "{failure}");
+        assert!(failure.next[1].contains("--resume"), "{failure}");
+        assert_eq!(failure.next.len(), 2, "{failure}");
     }
 
     #[test]
