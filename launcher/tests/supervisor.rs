@@ -139,7 +139,10 @@ const TESTS: &[(&str, fn(&Bench))] = &[
     ),
     ("a_panic_is_reported_with_its_message", panicking_rank),
     ("a_panic_in_a_thread_ends_the_rank_too", panicking_thread),
-    ("a_killed_rank_ends_with_the_status_of_host_memory", killed_rank),
+    (
+        "a_killed_rank_ends_with_the_status_of_host_memory",
+        killed_rank,
+    ),
     (
         "an_unknown_exit_code_is_reported_with_the_last_lines",
         exiting_rank,
