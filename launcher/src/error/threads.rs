@@ -37,7 +37,7 @@ fn pids_max() -> Option<u64> {
         let mounts = [("::", "/sys/fs/cgroup"), (":pids:", "/sys/fs/cgroup/pids")];
         mounts.into_iter().find_map(|(mark, mount)| {
             let (_, path) = line.split_once(mark)?;
-            // In a container the path may be that outside; its own group is then the root.
+            // A container may see the path of the host. Its own group is then at the mount.
             Some([
                 format!("{mount}{path}/pids.max"),
                 format!("{mount}/pids.max"),

@@ -1,7 +1,11 @@
-//! Stored weights: how files are divided, and conversion of values to the file's dtype.
+//! Stored weights: how files are divided, and conversion of values to the file's dtype, and the check that values are finite.
 
+use crate::error::{Failure, failures};
+use engine::checkpoint::{ShardedTensorWriter, TensorSpec};
 use kernels::{DType, Float};
 use models::adapter::ADAPTER_STEM;
+use models::weights::not_finite;
+use std::ops::Range;
 
 /// Maximal size of a weight file in bytes, as in Hugging Face.
 pub(crate) const MAX_SHARD_BYTES: u64 = 5_000_000_000;
@@ -12,6 +16,37 @@ pub(crate) fn max_shard_bytes(stem: &str) -> u64 {
         u64::MAX
     } else {
         MAX_SHARD_BYTES
+    }
+}
+
+/// Writes a tensor in blocks of at most `elems_at_once` elements. `block` returns the bytes of a range of elements
+/// (row-major) in the tensor's dtype. Returns the number of bytes written.
+///
+/// # Errors
+/// Values are not finite in that dtype (exit 15); `block` fails; the file cannot be written.
+pub(crate) fn write_finite(
+    file: &mut ShardedTensorWriter,
+    tensor: &TensorSpec,
+    elems_at_once: usize,
+    mut block: impl FnMut(Range<usize>) -> Result<Vec<u8>, Failure>,
+) -> Result<u64, Failure> {
+    let elems: usize = tensor.shape.iter().product();
+    let (mut written, mut bad) = (0, 0);
+    for start in (0..elems).step_by(elems_at_once) {
+        let block = block(start..elems.min(start + elems_at_once))?;
+        bad += not_finite(tensor.dtype, &block);
+        written += block.len() as u64;
+        file.write(&tensor.name, &block)
+            .map_err(|e| failures::checkpoint("write weights", &e))?;
+    }
+    match bad {
+        0 => Ok(written),
+        _ => Err(failures::not_finite_tensor(
+            &tensor.name,
+            bad,
+            elems,
+            tensor.dtype,
+        )),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Connections of callers that have not proved the job's secret yet. Their number is bounded, in all and per address.
 
 use super::MeetError;
-use super::handshake::{self, Own, Peer, address};
+use super::handshake::{self, Identity, Peer, address};
 use serde::de::DeserializeOwned;
 use std::collections::VecDeque;
 use std::net::{IpAddr, Shutdown, TcpStream};
@@ -26,7 +26,7 @@ const CUT: u8 = 2;
 /// Greetings in progress, each in a thread of its own. `T` is the message that a caller sends first.
 #[derive(Debug)]
 pub(super) struct Greetings<T> {
-    own: Own,
+    own: Identity,
     /// Oldest first.
     open: VecDeque<Open>,
     started: u64,
@@ -49,7 +49,7 @@ struct Ended<T> {
 }
 
 impl<T: DeserializeOwned + Send + 'static> Greetings<T> {
-    pub(super) fn new(own: Own) -> Self {
+    pub(super) fn new(own: Identity) -> Self {
         let (sender, ended) = mpsc::channel();
         Self {
             own,
@@ -97,7 +97,8 @@ impl<T: DeserializeOwned + Send + 'static> Greetings<T> {
         Some(guest)
     }
 
-    /// Ends the oldest unproved connection of `from`, or of all, while there is no place for another one.
+    /// Closes the oldest connection that has not proved the secret, if a bound is reached: one of `from` at the bound
+    /// per address, any at the bound of all.
     fn make_way(&mut self, from: IpAddr) {
         let of_one = self.open.iter().filter(|open| open.from == from).count();
         let is_full_for_one = of_one >= MOST_OF_ONE;
@@ -119,7 +120,7 @@ impl<T: DeserializeOwned + Send + 'static> Greetings<T> {
 
 fn greet<T: DeserializeOwned>(
     stream: TcpStream,
-    own: &Own,
+    own: &Identity,
     patience: Instant,
     state: &AtomicU8,
 ) -> Result<(Peer, T), MeetError> {

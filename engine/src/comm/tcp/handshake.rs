@@ -49,9 +49,9 @@ pub(super) struct Peer {
     is_caller: bool,
 }
 
-/// What a rank brings to a handshake.
+/// Identity with which this rank enters handshakes: its number, its world size and the secret of its job.
 #[derive(Clone, Debug)]
-pub(super) struct Own {
+pub(super) struct Identity {
     pub(super) rank: usize,
     /// World size according to this rank.
     pub(super) size: usize,
@@ -64,7 +64,7 @@ pub(super) struct Own {
 ///
 /// # Errors
 /// [`MeetError::Broken`] if the connection ends before the other side has judged this rank's proof.
-pub(super) fn call(stream: TcpStream, own: &Own, until: Instant) -> Result<Peer, MeetError> {
+pub(super) fn call(stream: TcpStream, own: &Identity, until: Instant) -> Result<Peer, MeetError> {
     shake(stream, own, true, until, || true)
 }
 
@@ -72,7 +72,7 @@ pub(super) fn call(stream: TcpStream, own: &Own, until: Instant) -> Result<Peer,
 /// is still wanted.
 pub(super) fn answer(
     stream: TcpStream,
-    own: &Own,
+    own: &Identity,
     until: Instant,
     admit: impl FnOnce() -> bool,
 ) -> Result<Peer, MeetError> {
@@ -83,7 +83,7 @@ pub(super) fn answer(
 /// others.
 fn shake(
     stream: TcpStream,
-    own: &Own,
+    own: &Identity,
     is_caller: bool,
     until: Instant,
     admit: impl FnOnce() -> bool,

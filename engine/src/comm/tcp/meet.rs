@@ -1,7 +1,7 @@
 //! The rendezvous: a star around rank 0, then a connection between every two ranks.
 
 use super::greetings::Greetings;
-use super::handshake::{self, Own, Peer};
+use super::handshake::{self, Identity, Peer};
 use super::wire::Link;
 use super::{MeetError, TcpOptions, is_loopback};
 use serde::de::DeserializeOwned;
@@ -55,8 +55,8 @@ pub(super) fn read_message(whole: &[u8]) -> io::Result<()> {
     report.or(verdict).or(handshake::read_message::<()>(whole))
 }
 
-fn own(options: &TcpOptions) -> Own {
-    Own {
+fn own(options: &TcpOptions) -> Identity {
+    Identity {
         rank: options.world.rank,
         size: options.world.size,
         secret: options.secret.clone(),
@@ -281,7 +281,7 @@ fn reason(error: &MeetError) -> Reason {
 /// Greets connections until `take` reports that all ranks are there. Returns false if the time ends before.
 fn receive_guests<T: DeserializeOwned + Send + 'static>(
     listener: &TcpListener,
-    own: &Own,
+    own: &Identity,
     until: Instant,
     mut take: impl FnMut(Result<(Peer, T), MeetError>) -> Result<bool, MeetError>,
 ) -> Result<bool, MeetError> {
@@ -304,7 +304,7 @@ fn receive_guests<T: DeserializeOwned + Send + 'static>(
 }
 
 /// Whether no time is left after `pause`, or the caller wants to stop.
-fn is_over(own: &Own, until: Instant, pause: Duration) -> bool {
+fn is_over(own: &Identity, until: Instant, pause: Duration) -> bool {
     Instant::now() + pause >= until || own.stop.load(Ordering::SeqCst)
 }
 
@@ -422,7 +422,7 @@ fn visit(options: &TcpOptions, until: Instant) -> Result<Vec<Peer>, MeetError> {
 /// Connects to a rank and shakes hands with it. If the connection ends before that rank has judged the proof, it tries
 /// again until the deadline: the other side may have had too many connections, or a proxy answers for it.
 fn call(
-    own: &Own,
+    own: &Identity,
     until: Instant,
     mut connect: impl FnMut() -> Result<(TcpStream, SocketAddr), MeetError>,
 ) -> Result<(Peer, SocketAddr), MeetError> {

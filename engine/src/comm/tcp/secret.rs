@@ -47,7 +47,7 @@ impl Secret {
     }
 }
 
-/// Keyed hashes of the frames that one rank sends over one connection, in order.
+/// Message authentication codes (keyed hashes) of the frames that one rank sends over one connection, in order.
 ///
 /// A hash covers the number of its frame and the direction, so no frame can be repeated, left out or sent back.
 #[derive(Debug)]

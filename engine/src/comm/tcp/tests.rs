@@ -1,6 +1,6 @@
 //! Tests of the rendezvous: success, and each kind of failure.
 
-use super::handshake::{Own, answer};
+use super::handshake::{Identity, answer};
 use super::{MeetError, Secret, TcpOptions, join, join_at};
 use crate::comm::{CommError, Communicator, Tag, World};
 use std::io::{Read, Write};
@@ -37,8 +37,8 @@ fn options(rank: usize, size: usize, port: u16) -> TcpOptions {
     }
 }
 
-fn own(rank: usize, text: &str) -> Own {
-    Own {
+fn own(rank: usize, text: &str) -> Identity {
+    Identity {
         rank,
         size: 2,
         secret: secret(text),

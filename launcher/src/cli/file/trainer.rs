@@ -103,13 +103,7 @@ fn effect(
         return Outcome::Unused(reason);
     }
     let Some(text) = written(&entry.value) else {
-        return refuse(
-            entry,
-            path,
-            "it must be one value, not a section",
-            None,
-            report,
-        );
+        return refuse_section(entry, path, report);
     };
     match meaning.effect(&text) {
         Effect::Flag(flag, value) => choose(flag, Some(value), entry, path, given, report),
@@ -175,13 +169,7 @@ fn choose(
     report: &mut Report,
 ) -> Outcome {
     let Some(value) = value else {
-        return refuse(
-            entry,
-            path,
-            "it must be one value, not a section",
-            None,
-            report,
-        );
+        return refuse_section(entry, path, report);
     };
     if let Some(word) = given.set_by(flag) {
         return Outcome::Overridden(word.to_string());
@@ -226,6 +214,11 @@ fn only(
         return Outcome::Here(reason);
     }
     refuse(entry, path, reason, next, report)
+}
+
+fn refuse_section(entry: &Entry, path: &str, report: &mut Report) -> Outcome {
+    let reason = "it must be one value, not a section";
+    refuse(entry, path, reason, None, report)
 }
 
 fn refuse(

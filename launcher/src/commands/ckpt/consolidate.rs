@@ -16,7 +16,6 @@ use half::{bf16, f16};
 use kernels::DType;
 use models::adapter::{ADAPTER_CONFIG, ADAPTER_STEM, TRAINED_STEM};
 use models::params::ADAPTER_PREFIX;
-use models::weights::not_finite;
 use models::{WeightError, WeightSource};
 
 use super::verify::is_weight;
@@ -26,7 +25,7 @@ use crate::commands::export::copy;
 use crate::commands::new_directory::NewDirectory;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::model::files;
-use crate::model::stored::max_shard_bytes;
+use crate::model::stored::{max_shard_bytes, write_finite};
 use crate::units::{bytes, grouped, seconds};
 
 /// Elements of a tensor that are read, widened to f32 and written at a time.
@@ -202,39 +201,24 @@ fn write_file(
     let mut file =
         ShardedTensorWriter::create(directory, stem, &tensors, &metadata, max_shard_bytes)
             .map_err(failed)?;
-    let mut wide = Vec::new();
-    for entry in entries {
-        let elems: usize = entry.shape.iter().product();
-        let mut bad = 0;
-        for start in (0..elems).step_by(CHUNK_ELEMS) {
-            let range = start..elems.min(start + CHUNK_ELEMS);
-            match entry.from {
-                From::File(source) => {
-                    wide.resize(range.len() * size_of::<f32>(), 0);
-                    source
-                        .read_range(&entry.name, range, DType::F32, &mut wide)
-                        .map_err(|e| failures::weights(&e))?;
-                }
-                From::State(tensor) => {
-                    let mut raw = vec![0; range.len() * tensor.dtype.size_bytes()];
-                    let range = range.start as u64..range.end as u64;
-                    checkpoint
-                        .read(&tensor.kind, &tensor.name, range, &mut raw)
-                        .map_err(failed)?;
-                    wide = widened(raw, tensor.dtype).ok_or_else(|| unknown(tensor))?;
-                }
+    for (entry, tensor) in entries.iter().zip(&tensors) {
+        write_finite(&mut file, tensor, CHUNK_ELEMS, |range| match entry.from {
+            From::File(source) => {
+                let mut wide = vec![0; range.len() * size_of::<f32>()];
+                source
+                    .read_range(&entry.name, range, DType::F32, &mut wide)
+                    .map_err(|e| failures::weights(&e))?;
+                Ok(wide)
             }
-            bad += not_finite(DType::F32, &wide);
-            file.write(&entry.name, &wide).map_err(failed)?;
-        }
-        if bad > 0 {
-            return Err(failures::not_finite_tensor(
-                &entry.name,
-                bad,
-                elems,
-                DType::F32,
-            ));
-        }
+            From::State(stored) => {
+                let mut raw = vec![0; range.len() * stored.dtype.size_bytes()];
+                let range = range.start as u64..range.end as u64;
+                checkpoint
+                    .read(&stored.kind, &stored.name, range, &mut raw)
+                    .map_err(failed)?;
+                widened(raw, stored.dtype).ok_or_else(|| unknown(stored))
+            }
+        })?;
     }
     let finished = file.finish().map_err(failed)?;
     Ok(finished.iter().map(|(_, digest)| digest.bytes).sum())

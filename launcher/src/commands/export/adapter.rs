@@ -2,12 +2,11 @@
 
 use super::{BLOCK_ELEMS, Summary, copy, read};
 use crate::error::{ErrorCode, Failure, failures};
-use crate::model::stored::max_shard_bytes;
+use crate::model::stored::{max_shard_bytes, write_finite};
 use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec};
 use kernels::DType;
 use models::adapter::{ADAPTER_CONFIG, ADAPTER_STEM, Adapter, TRAINED_STEM};
 use models::params::ADAPTER_PREFIX;
-use models::weights::not_finite;
 use models::{WeightError, WeightSource};
 use std::path::Path;
 
@@ -44,25 +43,11 @@ pub(super) fn write(
             ShardedTensorWriter::create(directory, stem, &tensors, &[("format", "pt")], limit)
                 .map_err(failed)?;
         for tensor in &tensors {
-            let elems: usize = tensor.shape.iter().product();
-            let mut bad = 0;
-            for start in (0..elems).step_by(BLOCK_ELEMS) {
-                let range = start..(start + BLOCK_ELEMS).min(elems);
-                let block = read(range, tensor.dtype, |r, d, out| {
+            summary.bytes += write_finite(&mut file, tensor, BLOCK_ELEMS, |range| {
+                read(range, tensor.dtype, |r, d, out| {
                     source.read_range(&tensor.name, r, d, out)
-                })?;
-                bad += not_finite(tensor.dtype, &block);
-                summary.bytes += block.len() as u64;
-                file.write(&tensor.name, &block).map_err(failed)?;
-            }
-            if bad > 0 {
-                return Err(failures::not_finite_tensor(
-                    &tensor.name,
-                    bad,
-                    elems,
-                    tensor.dtype,
-                ));
-            }
+                })
+            })?;
         }
         file.finish().map_err(failed)?;
         summary.tensors += tensors.len();

@@ -2,12 +2,11 @@
 
 use super::{BLOCK_ELEMS, read};
 use crate::error::{ErrorCode, Failure, failures};
-use crate::model::stored::bytes_of;
+use crate::model::stored::{bytes_of, write_finite};
 use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec};
 use kernels::{Backend, CpuBackend, DType, MatmulArgs, Shape, Tag, Transpose};
 use models::WeightSource;
 use models::adapter::Adapter;
-use models::weights::not_finite;
 use std::ops::Range;
 use std::path::Path;
 
@@ -44,14 +43,11 @@ pub(super) fn write(
     let backend = CpuBackend::unlimited();
     let mut bytes = 0u64;
     for tensor in &tensors {
-        let elems: usize = tensor.shape.iter().product();
         let columns = tensor.shape.last().copied().unwrap_or(1).max(1);
         let rows_at_once = (BLOCK_ELEMS / columns).max(1) * columns;
         let own = adapter.filter(|a| a.has(&tensor.name));
-        let mut bad = 0;
         let low_rank = adapter.and_then(|a| Some((a, adapted(a, &tensor.name)?)));
-        for start in (0..elems).step_by(rows_at_once) {
-            let range = start..(start + rows_at_once).min(elems);
+        bytes += write_finite(&mut file, tensor, rows_at_once, |range| {
             // A weight can be trained in full and have an adapter as well.
             let base = |range: Range<usize>, dtype: DType| {
                 read(range, dtype, |r, d, out| match own {
@@ -59,26 +55,14 @@ pub(super) fn write(
                     None => model.read_range(&tensor.name, r, d, out),
                 })
             };
-            let block = match low_rank {
+            match low_rank {
                 Some((adapter, module)) => {
                     let wide = base(range.clone(), DType::F32)?;
                     merged(&wide, adapter, module, tensor, range, &backend)
                 }
                 None => base(range, tensor.dtype),
-            };
-            let block = block?;
-            bad += not_finite(tensor.dtype, &block);
-            bytes += block.len() as u64;
-            file.write(&tensor.name, &block).map_err(failed)?;
-        }
-        if bad > 0 {
-            return Err(failures::not_finite_tensor(
-                &tensor.name,
-                bad,
-                elems,
-                tensor.dtype,
-            ));
-        }
+            }
+        })?;
     }
     file.finish().map_err(failed)?;
     let written = WeightSource::open(directory).map_err(|e| failures::weights(&e))?;
