@@ -37,7 +37,7 @@ pub(crate) fn prepare(
         None => None,
     };
     for set in std::iter::once(&train).chain(&eval) {
-        show_files(set, show);
+        show_files(set, draft.is_demo(), show);
     }
     let mut draft = draft.clone();
     if draft.batch.find_batch {
@@ -96,9 +96,9 @@ pub(crate) fn prepare(
     Ok((settled.run, suggestions))
 }
 
-/// Shows the form of each file, and what of it the model does not see.
-fn show_files(set: &SampleSet, show: &mut dyn FnMut(Event)) {
-    for file in &set.files {
+/// Shows the form of each file that the user brought, and what of it the model does not see.
+fn show_files(set: &SampleSet, is_demo: bool, show: &mut dyn FnMut(Event)) {
+    for file in set.files.iter().filter(|_| !is_demo) {
         let label = "form".into();
         let text = file.form();
         show(Event::Info { label, text });
