@@ -1,5 +1,5 @@
 //! A model of plain vectors under ZeRO-1 and ZeRO-2 on two processes:
-//! `cargo run --release -p engine --example sharded_optimizer`.
+//! `cargo run --release -p tessera-engine --example sharded_optimizer`.
 //!
 //! The model computes its own gradients; the optimizer sums them over ranks, keeps half of the state on each and writes
 //! the weights back. At the end they equal those of an AdamW that nobody divides.

@@ -1,4 +1,4 @@
-//! A model of plain vectors under ZeRO-3 on two processes: `cargo run --release -p engine --example zero3_leases`.
+//! A model of plain vectors under ZeRO-3 on two processes: `cargo run --release -p tessera-engine --example zero3_leases`.
 //!
 //! No rank ever holds the whole model. A layer's weights are readable while its lease lasts: once in forward, once in
 //! backward, where its gradients are handed over. At the end the weights equal those of an AdamW that nobody divides.
