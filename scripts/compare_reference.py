@@ -225,9 +225,6 @@ def write_pack(reference, model, samples, options):
     if pack.exists():
         raise Refused(f"{pack} exists")
     (pack / "cases").mkdir(parents=True)
-    for file in Path(model).resolve().iterdir():
-        if file.is_file():
-            os.symlink(file, pack / file.name)
     encoded, counts, names = [], [], []
     for number, (messages, images) in enumerate(samples):
         name = f"sample_{number}"
@@ -251,6 +248,10 @@ def write_pack(reference, model, samples, options):
     }
     optimizer = {"lr": options.lr, "betas": BETAS, "eps": EPS, "weight_decay": 0.0}
     (pack / "trajectory.json").write_text(json.dumps({"optimizer": optimizer, "lora": run}, indent=1))
+    # Last, so that nothing is written through a link.
+    for file in Path(model).resolve().iterdir():
+        if file.is_file() and not (pack / file.name).exists():
+            os.symlink(file, pack / file.name)
     return run
 
 

@@ -100,6 +100,7 @@ class Packs(unittest.TestCase):
 
     def run_main(self, model_type="glm4v", *more):
         (self.place / "model").mkdir(exist_ok=True)
+        (self.place / "model/trajectory.json").write_text("of the model")
         (self.place / "model/config.json").write_text(json.dumps({"model_type": model_type}))
         (self.place / "cat.png").write_bytes(b"pixels")
         samples = [{"image": "cat.png", "conversations": [{"role": "user", "content": "<image>What?"}, ANSWER]},
@@ -124,6 +125,7 @@ class Packs(unittest.TestCase):
         lora = json.loads((pack / "trajectory.json").read_text())["lora"]
         self.assertEqual((lora["micro_batches"], lora["token_counts"]), (["sample_0", "sample_1"], [1, 2]))
         self.assertEqual((lora["rank"], lora["alpha"], len(lora["losses"]), lora["loss_after"]), (4, 8, 2, 0.25))
+        self.assertEqual((self.place / "model/trajectory.json").read_text(), "of the model")
         self.assertEqual(self.run_main()[0], 2, "an existing directory is not written")
 
     def test_a_model_with_remote_code_is_refused_by_name(self):

@@ -14,7 +14,6 @@ use engine::comm::{Communicator, threads};
 use engine::sharded::{BridgeError, ShardedOptimizer, TensorBridge, TensorGroup, TensorInfo};
 use engine::{Offload, Precision, Stage, Tier, Tiers, ZeroConfig};
 use kernels::cuda::CudaBackend;
-use kernels::cuda::backend::Executor;
 use kernels::{Backend, DType, Pool, Tag, Tensor};
 
 const ARENA_BYTES: u64 = 1 << 20;
@@ -105,12 +104,9 @@ impl TensorBridge for Model {
                 Tag::Gradients,
             )?)),
             1 => {
-                let theirs = gpu.allocate(bytes.len() as u64)?;
-                // SAFETY: the memory has as many bytes, the machine executes in order and keeps its memory.
-                let ours = unsafe {
-                    gpu.write(theirs, bytes)?;
-                    backend.import(theirs, shape, DType::F32, Tag::Gradients)?
-                };
+                let theirs = gpu.foreign(bytes)?;
+                // SAFETY: the memory has as many bytes, which nothing changes.
+                let ours = unsafe { backend.import(theirs, shape, DType::F32, Tag::Gradients)? };
                 Ok(Some(ours))
             }
             _ => Ok(None),
