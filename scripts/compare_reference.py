@@ -43,13 +43,11 @@ def conversation(sample, at):
     if not turns:
         raise Refused(f"sample {at} has neither `conversations` nor `messages`")
     images = sample.get("image", sample.get("images", []))
-    marks = {"<image>": None}
-    if isinstance(images, dict):
-        marks, images = images, None
-    elif isinstance(images, str):
-        images = [images]
-    pattern = re.compile("|".join(re.escape(mark) for mark in marks))
-    messages, paths = [], []
+    # Images by their marks, or in the order of the marks.
+    named = images if isinstance(images, dict) else {}
+    images = list(named.values()) if named else [images] if isinstance(images, str) else list(images)
+    pattern = re.compile("|".join(re.escape(mark) for mark in named or ["<image>"]))
+    messages, found = [], []
     for turn in turns:
         said = turn.get("role", turn.get("from"))
         if said not in ROLES:
@@ -57,13 +55,16 @@ def conversation(sample, at):
         content = turn.get("content", turn.get("value"))
         if "<|" in content:
             raise Refused(f"sample {at} has control tokens in a text")
-        paths += [marks[mark] for mark in pattern.findall(content)]
+        found += pattern.findall(content)
         messages.append({"role": ROLES[said], "content": pattern.sub("<image>", content)})
-    if images is None:
-        images = paths
-    if len(images) != len(paths):
-        raise Refused(f"sample {at} has {len(images)} images and {len(paths)} marks <image>")
-    return messages, images
+    if len(images) == 1 and not found:
+        # A single image without a mark stands before the text.
+        first = next((message for message in messages if message["role"] == "user"), messages[0])
+        first["content"] = "<image>" + first["content"]
+        return messages, images
+    if len(images) != len(found) or named and sorted(found) != sorted(named):
+        raise Refused(f"sample {at} has {len(images)} images and the marks {found}")
+    return messages, [named[mark] for mark in found] if named else images
 
 
 def read_samples(path, limit):

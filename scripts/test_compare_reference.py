@@ -64,10 +64,20 @@ class Samples(unittest.TestCase):
         messages, images = conversation(sample, 0)
         self.assertEqual((messages[0]["content"], images), ("<image> or <image>?", ["b", "a"]))
 
+    def test_a_single_image_without_a_mark_stands_before_the_text(self):
+        turns = [{"role": "system", "content": "Short."}, {"role": "user", "content": "What?"}, ANSWER]
+        for image in ["cat.jpg", {"<image_00>": "cat.jpg"}]:
+            messages, images = conversation({"image": image, "conversations": turns}, 0)
+            self.assertEqual([m["content"] for m in messages], ["Short.", "<image>What?", "A cat."])
+            self.assertEqual(images, ["cat.jpg"])
+
     def test_what_is_not_covered_is_refused(self):
+        two = {"<image_00>": "a", "<image_01>": "b"}
         for sample in [
             {"image": "cat.jpg"},
-            {"image": "cat.jpg", "conversations": [{"role": "user", "content": "What?"}, ANSWER]},
+            {"images": ["a", "b"], "messages": [{"role": "user", "content": "What?"}, ANSWER]},
+            {"image": two, "conversations": [{"role": "user", "content": "<image_00>?"}, ANSWER]},
+            {"image": two, "conversations": [{"role": "user", "content": "<image_00><image_00>"}, ANSWER]},
             {"conversations": [{"role": "tool", "content": "x"}]},
             {"conversations": [{"role": "user", "content": "<|assistant|>"}, ANSWER]},
         ]:

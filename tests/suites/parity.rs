@@ -114,6 +114,12 @@ fn a_pack_may_have_one_layout_of_its_config_and_no_tables() {
 fn a_pack_of_losses_logits_and_adapters_is_compared_without_gradients_of_all_weights() {
     let (name, case) = ("glm-4.1v-9b-thinking", "square_single");
     let copy = copy_of(name, case);
+    for adapters in ["adapter_init", "adapter_after8"] {
+        copy_files(
+            &Pack::beside(name).join(adapters),
+            &copy.path().join(adapters),
+        );
+    }
     let path = copy.path().join("cases").join(case);
     let bytes = fs::read(path.join("expected.safetensors")).unwrap();
     let all = SafeTensors::deserialize(&bytes).unwrap();

@@ -178,24 +178,26 @@ fn in_ranks(config: &ZeroConfig, place: Gradients, on_device: bool) -> Vec<Vec<V
 
 #[test]
 fn gradients_in_device_memory_give_the_bits_of_gradients_in_host_memory() {
-    for stage in [Stage::Zero0, Stage::Zero1, Stage::Zero2, Stage::Zero3] {
-        for precision in [Precision::F32, Precision::Bf16] {
-            let config = |states| ZeroConfig {
-                stage,
-                precision,
-                offload: Offload::states(states),
-                max_grad_norm: Some(1.0),
-                ..ZeroConfig::default()
-            };
-            let expected = in_ranks(&config(Tier::Host), Gradients::Host, false);
-            assert_eq!(expected[0], expected[1]);
-            for states in [Tier::Host, Tier::Device] {
-                for place in [Gradients::Host, Gradients::Device] {
-                    assert!(
-                        in_ranks(&config(states), place, true) == expected,
-                        "{stage:?}, {precision:?}, states on {states:?}, gradients on {place:?}"
-                    );
-                }
+    for (stage, precision) in [
+        (Stage::Zero1, Precision::F32),
+        (Stage::Zero2, Precision::Bf16),
+        (Stage::Zero3, Precision::Bf16),
+    ] {
+        let config = |states| ZeroConfig {
+            stage,
+            precision,
+            offload: Offload::states(states),
+            max_grad_norm: Some(1.0),
+            ..ZeroConfig::default()
+        };
+        let expected = in_ranks(&config(Tier::Host), Gradients::Host, false);
+        assert_eq!(expected[0], expected[1]);
+        for states in [Tier::Host, Tier::Device] {
+            for place in [Gradients::Host, Gradients::Device] {
+                assert!(
+                    in_ranks(&config(states), place, true) == expected,
+                    "{stage:?}, {precision:?}, states on {states:?}, gradients on {place:?}"
+                );
             }
         }
     }
