@@ -30,7 +30,10 @@ const ENGINE: &[Row] = &[
         "access checkpoint comm error offload plan spec step store timing trace",
     ),
     ("dry_run", "access comm error offload plan step zero"),
-    ("sharded", "access comm error offload plan spec step zero"),
+    (
+        "sharded",
+        "access checkpoint comm error offload plan spec step zero",
+    ),
     ("fuzzing", "checkpoint comm"),
 ];
 
