@@ -107,7 +107,7 @@ impl fmt::Display for DriverError {
 }
 
 /// Result of a call of the driver.
-pub(super) type Answer<T> = std::result::Result<T, DriverError>;
+pub(super) type Answer<T> = Result<T, DriverError>;
 
 /// Major and minor version of CUDA that the driver supports. `None` if it does not answer. Unlike [`Driver::load`],
 /// it works with drivers that lack newer functions.

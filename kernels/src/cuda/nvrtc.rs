@@ -225,13 +225,13 @@ impl Program {
 
     fn output(&self, size: SizeCall, read: ReadCall) -> Result<Vec<u8>, String> {
         let mut n = 0usize;
-        // SAFETY: the program is alive.
-        self.functions
-            .check(unsafe { size(self.raw, &raw mut n) })?;
+        // SAFETY: the program is alive; one number is written.
+        let status = unsafe { size(self.raw, &raw mut n) };
+        self.functions.check(status)?;
         let mut bytes = vec![0u8; n];
         // SAFETY: the buffer has the size that was asked for.
-        self.functions
-            .check(unsafe { read(self.raw, bytes.as_mut_ptr().cast()) })?;
+        let status = unsafe { read(self.raw, bytes.as_mut_ptr().cast()) };
+        self.functions.check(status)?;
         Ok(bytes)
     }
 }
