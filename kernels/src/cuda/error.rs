@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use cudarc::driver::result::DriverError;
+use super::driver::DriverError;
 
 /// Error of the CUDA layer, e.g. a missing library, a failed driver call, or a kernel that does not compile.
 #[derive(Debug, thiserror::Error)]
@@ -16,6 +16,16 @@ pub enum CudaError {
         library: &'static str,
         /// Places where the library was searched for, with the result of each.
         tried: String,
+    },
+    /// The file of a library lacks a function.
+    #[error("{library} in {} lacks the function {function}", path.display())]
+    FunctionMissing {
+        /// Name of the library.
+        library: &'static str,
+        /// Path of the opened file.
+        path: PathBuf,
+        /// Name of the function.
+        function: &'static str,
     },
     /// No usable GPU.
     #[error("no GPU can be used: {reason}")]
@@ -87,7 +97,7 @@ impl<T> DriverResult<T> for std::result::Result<T, DriverError> {
     fn during(self, call: impl Into<String>) -> Result<T> {
         self.map_err(|error| CudaError::Driver {
             call: call.into(),
-            code: format!("{:?}", error.0),
+            code: error.to_string(),
         })
     }
 }
