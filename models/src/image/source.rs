@@ -123,6 +123,14 @@ impl ImageFolder {
         header.decode_bytes(self.upright)
     }
 
+    /// The file of the image that a sample names as `path`; `None` for an image inside the data file, and if no file
+    /// can be found.
+    #[must_use]
+    pub fn file(&self, path: &Path) -> Option<PathBuf> {
+        let inside = path.to_str().is_some_and(|path| path.starts_with(DATA));
+        if inside { None } else { self.resolve(path).ok() }
+    }
+
     /// Path on disk of the image that a sample names as `path`.
     ///
     /// # Errors

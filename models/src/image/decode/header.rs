@@ -75,7 +75,7 @@ impl Header {
         let format = guess(path, Cursor::new(&*start))?.format();
         let tail = file_bytes.saturating_sub(TAIL_BYTES);
         let tail = part(&mut input, tail, TAIL_BYTES).map_err(failed)?;
-        let ends_with = |mark: &[u8]| tail.windows(mark.len()).any(|bytes| bytes == mark);
+        let ends_with = |mark: &[u8]| tail.windows(mark.len()).rev().any(|bytes| bytes == mark);
         input.rewind().map_err(failed)?;
         let mut scans = 0;
         let facts = if format == Some(ImageFormat::Jpeg) {
@@ -122,6 +122,11 @@ impl Header {
             }
             _ => (true, scans),
         };
+        let copies = match format {
+            // The decoder copies the file into memory that grows by doubling.
+            Some(ImageFormat::Jpeg | ImageFormat::WebP) => 2,
+            _ => 0,
+        };
         let output = u64::from(facts.color.bytes_per_pixel());
         let rgb = if facts.color == ColorType::Rgb8 { 0 } else { RGB_BYTES };
         Ok(Self {
@@ -130,8 +135,8 @@ impl Header {
             gray16: pixels::is_png_grey16(&start),
             orientation: facts.orientation.to_exif(),
             is_whole,
-            // The decoder may copy the file. Other pixels than 8-bit RGB are converted once the decoder is gone.
-            decoder_bytes: 2 * file_bytes
+            // Other pixels than 8-bit RGB are converted once the decoder is gone.
+            decoder_bytes: (1 + copies) * file_bytes
                 + pixels * (output + work.max(rgb))
                 + u64::from(width) * ROW_BYTES
                 + TABLE_BYTES,

@@ -156,8 +156,8 @@ fn decode_pixels(path: &Path, bytes: &[u8], header: &Header) -> Result<RgbImage,
 
 /// The content of the image file at `path`.
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, ImageError> {
-    let (file, _) = open(path)?;
-    let mut bytes = Vec::new();
+    let (file, file_bytes) = open(path)?;
+    let mut bytes = Vec::with_capacity(file_bytes as usize);
     // `take` guards against a file that grows while it is read
     let read = file.take(MAX_FILE_BYTES).read_to_end(&mut bytes);
     read.map_err(|error| unreadable(path, &error))?;
