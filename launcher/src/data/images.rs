@@ -3,7 +3,7 @@
 //! It reads the beginning and the end of each file, which tell its size and whether it was cut short. It decodes the
 //! files whose end does not tell that, and the first images up to [`DECODED_PIXELS`] in all, which finds files that a
 //! tool damaged as a rule. It decodes all of them if samples with damaged images are to be found or skipped. Damage
-//! that it does not find ends training, with the name of the file. Verdicts are remembered, see `verdicts`.
+//! that it does not find ends training, with the name of the file. Verdicts are remembered, see `verdict_cache`.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use models::image::budget::MACHINE_BYTES;
 use models::image::{DecodeBudget, Header, ImageError, ImageFolder, ImageSource, short_path};
 use rayon::prelude::*;
 
-use super::verdicts::{Stamp, Verdict, Verdicts};
+use super::verdict_cache::{Stamp, Verdict, Verdicts};
 use crate::config::RunConfig;
 use crate::error::{ErrorCode, Failure};
 use crate::memory;
@@ -218,7 +218,6 @@ fn in_parts<T>(items: &[T], done: &str, check: &mut ImageCheck<'_>, mut work: im
 #[cfg(test)]
 mod tests {
     use super::*;
-    use models::data::RawSample;
     use std::fs;
 
     struct Site {
@@ -368,21 +367,17 @@ mod tests {
     #[test]
     fn the_first_images_are_decoded_and_those_whose_end_proves_nothing() {
         let header = |is_whole: bool, side: u32| {
-            let image = |header| Seen {
+            let site = Site::new(1);
+            let drawn = ImageFolder::new(site.dir.path()).header(Path::new("0.png"));
+            let mut header = drawn.expect("a header");
+            (header.width, header.height, header.is_whole) = (side, 1000, is_whole);
+            Seen {
                 path: "a".into(),
                 file: None,
                 header: Ok(header),
                 decoded: false,
                 known: false,
-            };
-            let site = Site::new(1);
-            let drawn = ImageFolder::new(site.dir.path()).header(Path::new("0.png"));
-            image(Header {
-                width: side,
-                height: 1000,
-                is_whole,
-                ..drawn.expect("a header")
-            })
+            }
         };
         let mut seen = vec![
             header(true, 50_000),

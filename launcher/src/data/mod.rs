@@ -9,7 +9,7 @@ pub(crate) mod losses;
 pub(crate) mod problems;
 mod sampler;
 mod samples;
-mod verdicts;
+mod verdict_cache;
 
 pub use loader::{Loader, LoaderOptions, Prepared};
 pub use sampler::{Sampler, SamplerSizes};

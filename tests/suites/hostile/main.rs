@@ -49,7 +49,8 @@ fn corpora() -> &'static [Vec<(String, Vec<u8>)>] {
 fn decoding_stays_within_the_bytes_that_the_header_states() {
     use image::{DynamicImage, ImageFormat};
     let noise = image::RgbImage::from_fn(1100, 700, |x, y| {
-        let mixed = (x * 2_654_435_761 ^ y * 40_503).wrapping_mul(2_246_822_519);
+        let mixed = x.wrapping_mul(2_654_435_761) ^ y.wrapping_mul(40_503);
+        let mixed = mixed.wrapping_mul(2_246_822_519);
         image::Rgb([(mixed >> 24) as u8, (mixed >> 16) as u8, x as u8])
     });
     let color = DynamicImage::ImageRgb8(noise);
