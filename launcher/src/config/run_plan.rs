@@ -35,6 +35,9 @@ pub(crate) struct Found {
     pub(crate) first_samples: Vec<usize>,
     /// Peak bytes of activations in a rank's spill file.
     pub(crate) spilled_activation_bytes: u64,
+    /// Most bytes that the decoding of one image takes; 0 without images. `None`: the images are not known.
+    #[serde(default)]
+    pub(crate) image_bytes: Option<u64>,
 }
 
 impl Deref for RunPlan {
@@ -165,11 +168,12 @@ impl RunPlan {
 }
 
 /// Position of the fields of [`Found`] in the file, as (preceding key of the configuration, field), in file order.
-const PLACES: [(&str, &str); 4] = [
+const PLACES: [(&str, &str); 5] = [
     ("collectives", "ipc_refused"),
     ("upload_ahead", "arena_bytes"),
     ("seed", "first_samples"),
     ("seed", "spilled_activation_bytes"),
+    ("seed", "image_bytes"),
 ];
 
 impl Serialize for RunPlan {
@@ -209,6 +213,7 @@ mod tests {
             arena_bytes: 7,
             first_samples: vec![3, 1],
             spilled_activation_bytes: 9,
+            image_bytes: Some(11),
         })
     }
 
@@ -222,7 +227,7 @@ mod tests {
             ["collectives", "ipc_refused", "offload"],
             ["upload_ahead", "arena_bytes", "precision"],
             ["seed", "first_samples", "spilled_activation_bytes"],
-            ["first_samples", "spilled_activation_bytes", "resume"],
+            ["spilled_activation_bytes", "image_bytes", "resume"],
         ] {
             assert!(all.contains(&&found[..]), "{found:?} in {keys:?}");
         }

@@ -3,11 +3,13 @@
 pub(crate) mod answers;
 pub(crate) mod check;
 pub(crate) mod files;
+pub(crate) mod images;
 mod loader;
 pub(crate) mod losses;
 pub(crate) mod problems;
 mod sampler;
 mod samples;
+mod verdict_cache;
 
 pub use loader::{Loader, LoaderOptions, Prepared};
 pub use sampler::{Sampler, SamplerSizes};

@@ -1,5 +1,6 @@
 //! Memory check: whether a run fits a machine. Training and `launcher plan` share this rule.
 
+use super::fixed::IMAGE_DECODING;
 use super::machine::{Machine, window_rooms};
 use crate::config::{Device, RunConfig};
 use crate::device;
@@ -191,6 +192,7 @@ impl MemoryCheck {
         }
         show("activations", &["activations", "workspace", "cache"]);
         show("margin", &["margin"]);
+        show(IMAGE_DECODING, &[IMAGE_DECODING]);
         let mut failure = Failure::new(
             ErrorCode::Plan,
             "this run does not fit; no weight was read",

@@ -18,14 +18,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Memory of a rank's process outside the memory pools that does not depend on the phase.
-pub(crate) fn fixed(config: &RunConfig, model: &dyn VisionLanguageModel) -> Fixed {
+pub(crate) fn fixed(config: &RunPlan, model: &dyn VisionLanguageModel) -> Fixed {
     let (train, eval) = (config.data_file(), config.eval_file());
     let data: Vec<PathBuf> = std::iter::once(train)
         .chain(eval)
         .flat_map(|path| data_files(&path))
         .collect();
     let data: Vec<&Path> = data.iter().map(PathBuf::as_path).collect();
-    Fixed::of(&config.model_dir(), vocabulary(model), &data)
+    let images = config.found().image_bytes;
+    Fixed::of(&config.model_dir(), vocabulary(model), &data, images)
 }
 
 /// Number of tokens in the model's vocabulary.
@@ -36,7 +37,7 @@ fn vocabulary(model: &dyn VisionLanguageModel) -> u64 {
 
 /// Memory of a rank that trains on micro-batch `samples` and does not evaluate.
 pub(crate) fn training_memory(
-    config: &RunConfig,
+    config: &RunPlan,
     model: &dyn VisionLanguageModel,
     plan: &Arc<Plan>,
     samples: &[EncodedSample],
@@ -52,7 +53,7 @@ pub(crate) fn training_memory(
 /// Memory of a rank over the whole run, and the batch size for generating answers. Generation must not need more
 /// device memory than training, so that batch size is halved until it does not.
 pub(crate) fn whole_memory(
-    config: &RunConfig,
+    config: &RunPlan,
     model: &dyn VisionLanguageModel,
     processor: &dyn Processor,
     plan: &Arc<Plan>,
@@ -101,7 +102,7 @@ pub(crate) fn eval_line(asked: usize, eval_batch: usize) -> Option<Event> {
 
 /// Memory of a rank that trains on the largest samples of `train`.
 pub(crate) fn memory_on(
-    config: &RunConfig,
+    config: &RunPlan,
     model: &dyn VisionLanguageModel,
     processor: &dyn Processor,
     plan: &Arc<Plan>,

@@ -1,9 +1,11 @@
 //! Suggestions after a lack of memory: similar configurations whose plans fit.
 
+use super::fixed::IMAGE_DECODING;
 use super::rank_memory;
 use crate::cli::{self, Command, resolve};
 use crate::config::{
-    Device, Offload, OptimizerInBackward, PrecisionChoice, Recompute, RunConfig, RunPlan, Tier,
+    Device, Found, Offload, OptimizerInBackward, PrecisionChoice, Recompute, RunConfig, RunPlan,
+    Tier, Workers,
 };
 use crate::data::check;
 use crate::error::{ErrorCode, Failure};
@@ -25,6 +27,8 @@ pub type Suggestions = Box<dyn Fn(&mut Failure)>;
 
 /// Maximum number of suggestions in a report.
 const NAMED: usize = 3;
+/// Divisor of the host memory from which on image decoding is named as a large part of it.
+const LARGE_PART: u64 = 8;
 
 type Flags = Vec<(&'static str, String)>;
 
@@ -47,6 +51,9 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
         if config.zero < 3 {
             found.push(vec![zero(), offload()]);
         }
+    }
+    if config.batch.data_workers != Workers::Count(1) {
+        found.push(vec![("data-workers", "1".to_owned())]);
     }
     if config.checkpoint_activations != Recompute::ALL {
         found.push(vec![("checkpoint-activations", "all".to_owned())]);
@@ -140,13 +147,14 @@ pub(crate) fn changed(config: &RunConfig, flags: &[(&'static str, String)]) -> O
 /// Adds suggestions to `failure`: the nearest configurations that fit and need less of the memory that ran out than
 /// `config`.
 pub(crate) fn add(failure: &mut Failure, config: &RunPlan, largest: &Largest<'_>) {
-    let plan = |config: &RunPlan| -> Result<MemoryCheck, Failure> {
+    let plan = |config: &RunPlan| -> Result<(MemoryCheck, u64), Failure> {
         let (model, plan) = setup::replan(config)?;
         let worst = largest(config, config.batch.micro_batch)?;
         let memory = rank_memory::training_memory(config, &*model, &Arc::new(plan), &worst)?;
-        Ok(rank_memory::fit(config, &memory))
+        let (_, decoding) = memory.most(&[IMAGE_DECODING]);
+        Ok((rank_memory::fit(config, &memory), decoding))
     };
-    let Ok(base) = plan(config) else {
+    let Ok((base, decoding)) = plan(config) else {
         return;
     };
     let on_device = failure.code == ErrorCode::DeviceMemory
@@ -166,7 +174,11 @@ pub(crate) fn add(failure: &mut Failure, config: &RunPlan, largest: &Largest<'_>
             continue;
         };
         let neighbour = RunPlan::draft(neighbour, config.found().ipc_refused.clone());
-        let Ok(fit) = plan(&neighbour) else {
+        let neighbour = neighbour.with_found(Found {
+            image_bytes: config.found().image_bytes,
+            ..neighbour.found().clone()
+        });
+        let Ok((fit, _)) = plan(&neighbour) else {
             continue;
         };
         let spelled: Vec<String> = flags.iter().map(|(n, v)| format!("--{n} {v}")).collect();
@@ -191,6 +203,14 @@ pub(crate) fn add(failure: &mut Failure, config: &RunPlan, largest: &Largest<'_>
             "no single change makes it fit; {spelled} comes closest and needs {}{}",
             bytes(need),
             if on_device { " per rank" } else { "" }
+        ));
+    }
+    let all_decoding = decoding * config.ranks_here() as u64;
+    if !on_device && all_decoding >= base.need.host / LARGE_PART {
+        lines.push(format!(
+            "image decoding takes {} of the {}: use smaller images, or --data-workers 1",
+            bytes(all_decoding),
+            bytes(base.need.host)
         ));
     }
     // Computed suggestions come before the general ones.
@@ -265,6 +285,7 @@ mod tests {
                 "zero",
                 "offload",
                 "zero",
+                "data-workers",
                 "per-device-train-batch-size",
                 "per-device-train-batch-size",
                 "checkpoint-num-layers",
@@ -280,7 +301,7 @@ mod tests {
     #[test]
     fn options_already_in_use_are_not_suggested() {
         let config = config(
-            "--model m --data d --zero 3 --offload cpu --precision pure-bf16 --nproc 1 --use-lora --max-slice-nums 1 --checkpoint-num-layers 6",
+            "--model m --data d --zero 3 --offload cpu --precision pure-bf16 --nproc 1 --use-lora --max-slice-nums 1 --checkpoint-num-layers 6 --data-workers 1",
         );
         assert_eq!(neighbours(&config), Vec::<Flags>::new());
     }

@@ -48,7 +48,9 @@ pub(crate) fn start_loader(
                         format!("sample {index} cannot be read in step {}", step + 1),
                         failures::chain(&e),
                     )
-                    .evidence("it was readable when the run started")
+                    .evidence("the check before training reads the beginning and the end of an image, and decodes some")
+                    .next("launcher data check decodes every image and lists the damaged ones")
+                    .next("--skip-bad-samples true decodes every image before training and leaves their samples out")
                 })
         };
         let indices = sampler.indices(step, micro, rank);

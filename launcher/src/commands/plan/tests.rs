@@ -3,7 +3,7 @@
 use super::planner::{Planner, made_up_sample};
 use super::{configuration, named_model};
 use crate::cli::{self, Command, resolve};
-use crate::config::{OptimizerInBackward, PrefetchWeights, RunConfig};
+use crate::config::{Found, OptimizerInBackward, PrefetchWeights, RunConfig, RunPlan};
 use crate::device::Nvidia;
 use crate::memory::RankMemory;
 use crate::model::setup::shapes;
@@ -46,7 +46,11 @@ fn config(directory: &Path, flags: &str) -> RunConfig {
 }
 
 fn planned(config: &RunConfig) -> (RankMemory, MemoryCheck) {
-    let (model, plan) = shapes(&config.draft()).expect("a model");
+    planned_run(&config.draft())
+}
+
+fn planned_run(config: &RunPlan) -> (RankMemory, MemoryCheck) {
+    let (model, plan) = shapes(config).expect("a model");
     let plan = Arc::new(plan);
     let sample = vec![made_up_sample(config).expect("a sample")];
     let prompt = Prompt {
@@ -66,6 +70,33 @@ fn planned(config: &RunConfig) -> (RankMemory, MemoryCheck) {
     let machine = Machine::described(None, UNBOUNDED, None);
     let fit = MemoryCheck::new(config, &memory, machine);
     (memory, fit)
+}
+
+#[test]
+fn decoding_images_is_a_row_and_a_part_of_the_need() {
+    const MIB: u64 = 1 << 20;
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let of = |flags: &str, image_bytes: Option<u64>| {
+        let run = config(directory.path(), flags).draft();
+        let found = run.found().clone();
+        planned_run(&run.with_found(Found { image_bytes, ..found }))
+    };
+    let row = |flags: &str, image_bytes| of(flags, image_bytes).0.most(&["image decoding"]).1;
+    // The loader's threads, and the evaluation in the training thread.
+    let four = "--nproc 2 --data-workers 4";
+    assert_eq!(row(four, Some(10 * MIB)), 50 * MIB);
+    assert_eq!(row("--nproc 2 --data-workers 0", Some(10 * MIB)), 20 * MIB);
+    // Ranks share the machine's budget, and a larger image is decoded alone.
+    assert_eq!(row("--nproc 2 --data-workers 64", Some(10 * MIB)), 512 * MIB);
+    assert_eq!(row("--nproc 8 --data-workers 64", Some(10 * MIB)), 128 * MIB);
+    assert_eq!(row("--nproc 8 --data-workers 4", Some(500 * MIB)), 500 * MIB);
+    let photo = row("--nproc 2 --data-workers 0", None);
+    assert!((144 * MIB..180 * MIB).contains(&photo), "{photo}");
+    let (without, with) = (of(four, Some(0)), of(four, Some(10 * MIB)));
+    assert_eq!(with.1.need.host - without.1.need.host, 2 * 50 * MIB);
+    assert!(super::text::table(&with.0).contains("image decoding         -     50.0M"));
+    assert!(!super::text::table(&without.0).contains("image decoding"));
 }
 
 /// Flags for every stage × offload × precision × number of ranks.
