@@ -1,6 +1,7 @@
 //! Checks and planning before a rank starts and before the run's directory is touched.
 
 use super::disk_check::{DiskCheck, saves};
+use super::origin::origin;
 use super::rank_memory::{device_line, eval_line, plan_event, upload_line, whole_memory};
 use super::{
     Counted, Machine, Settled, Suggestions, backward_line, find_batch, forward_line, resume,
@@ -77,12 +78,12 @@ pub(crate) fn prepare(
     show(data_event(config, &train, eval.as_ref()));
     let fit = &settled.fit;
     if let Err(mut failure) = fit.check(config, &settled.memory) {
-        let largest = |config: &RunConfig, count: usize| {
-            check::encode_some(config, &train.by_size(), count, &*setup.processor)
-        };
-        suggestion::add(&mut failure, &settled.run, &largest);
+        let mut count = suggestion::counter(&train, eval.as_ref(), processor);
+        suggestion::add(&mut failure, &settled.run, &mut count);
         return Err(failure);
     }
+    let origin = origin(config, model, setup.weights.as_ref(), &train)?;
+    let accepted = resume::compare(config, &origin, train.samples.len(), show)?;
     let checkpoint = CheckpointBytes::of(config, model, &settled.plan, setup.weights.as_ref())?;
     let saves = saves(config, total_steps, train.samples.len());
     let disk = DiskCheck::of(config, checkpoint, saves, fit.need.nvme);
@@ -92,8 +93,14 @@ pub(crate) fn prepare(
     }
     spill_directories::sweep(config, show)?;
     let taken = settled.spare.and_then(|spare| spare.taken);
-    let suggestions = suggestion::later(&settled.run, train.by_size(), taken);
-    Ok((settled.run, suggestions))
+    let sizes = (train.sizes, eval.map(|set| set.sizes));
+    let suggestions = suggestion::later(&settled.run, sizes, taken);
+    let run = settled.run.with_found(Found {
+        origin: Some(origin),
+        resumed_anyway: accepted,
+        ..settled.run.found().clone()
+    });
+    Ok((run, suggestions))
 }
 
 /// Shows the form of each file that the user brought, and what of it the model does not see.
