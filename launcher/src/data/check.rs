@@ -160,17 +160,20 @@ pub(crate) fn largest(
     )
 }
 
-/// Encodes the first `count` samples of `order`, which lists indices of usable training samples by size. Reads the
-/// data again, but does not check it again unless bad samples are skipped.
-pub(crate) fn encode_some(
+/// Reads samples again that [`check`] has accepted, with the sizes that it found.
+///
+/// # Errors
+/// As [`load`].
+pub(crate) fn reload(
     config: &RunConfig,
-    order: &[usize],
-    count: usize,
+    path: &Path,
+    limit: Option<usize>,
     processor: &dyn Processor,
-) -> Result<Vec<EncodedSample>, Failure> {
-    let set = load(config, &config.data_file(), config.batch.limit, processor)?;
-    let options = encode_options(config);
-    data::encode_in_order(&set.samples, &set.images, processor, &options, order, count)
+    sizes: &[SampleSize],
+) -> Result<SampleSet, Failure> {
+    let set = load(config, path, limit, processor)?;
+    let sizes = sizes.to_vec();
+    Ok(SampleSet { sizes, ..set })
 }
 
 /// Options of `config` that affect how a sample is converted to tokens: maximum length, slices, prompt template.

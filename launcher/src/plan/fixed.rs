@@ -4,7 +4,7 @@ use super::dry_run::Work;
 use crate::config::{Device, RunConfig, Workers};
 use crate::data::LoaderOptions;
 use crate::data::images::decode_share;
-use crate::memory::Phase;
+use crate::memory::{Part, Phase};
 use models::data::EncodedSample;
 use std::path::Path;
 
@@ -26,7 +26,9 @@ const IMAGE_COPIES: u64 = 2;
 /// file and the decoder's tables.
 const PHOTO_BYTES: u64 = 24_000_000 * 3 * 11 / 10;
 /// Kind of the memory that images take while they are decoded.
-pub(crate) const IMAGE_DECODING: &str = "image decoding";
+const IMAGE_DECODING: &str = "image decoding";
+/// The memory that images take while they are decoded. Reports do not measure it.
+pub(crate) const DECODING: Part = Part::of(IMAGE_DECODING, &[IMAGE_DECODING]);
 
 /// Memory of a rank's process outside the memory pools that does not depend on the phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -1,6 +1,7 @@
 //! Checks and planning before a rank starts and before the run's directory is touched.
 
 use super::disk_check::{DiskCheck, saves};
+use super::origin::origin;
 use super::rank_memory::{device_line, eval_line, plan_event, upload_line, whole_memory};
 use super::{
     Counted, Machine, Settled, Suggestions, backward_line, find_batch, forward_line, resume,
@@ -89,12 +90,12 @@ pub(crate) fn prepare(
         if let Some(image) = largest_image(&train, eval.as_ref()).filter(|_| fit.exceeds_host()) {
             failure = failure.evidence(format!("the largest image: {}", image.describe()));
         }
-        let largest = |config: &RunConfig, count: usize| {
-            check::encode_some(config, &train.by_size(), count, &*setup.processor)
-        };
-        suggestion::add(&mut failure, &settled.run, &largest);
+        let mut count = suggestion::counter(&train, eval.as_ref(), processor);
+        suggestion::add(&mut failure, &settled.run, &mut count);
         return Err(failure);
     }
+    let origin = origin(config, model, setup.weights.as_ref(), &train)?;
+    let accepted = resume::compare(config, &origin, train.samples.len(), show)?;
     let checkpoint = CheckpointBytes::of(config, model, &settled.plan, setup.weights.as_ref())?;
     let saves = saves(config, total_steps, train.samples.len());
     let disk = DiskCheck::of(config, checkpoint, saves, fit.need.nvme);
@@ -104,8 +105,14 @@ pub(crate) fn prepare(
     }
     spill_directories::sweep(config, show)?;
     let taken = settled.spare.and_then(|spare| spare.taken);
-    let suggestions = suggestion::later(&settled.run, train.by_size(), taken);
-    Ok((settled.run, suggestions))
+    let sizes = (train.sizes, eval.map(|set| set.sizes));
+    let suggestions = suggestion::later(&settled.run, sizes, taken);
+    let run = settled.run.with_found(Found {
+        origin: Some(origin),
+        resumed_anyway: accepted,
+        ..settled.run.found().clone()
+    });
+    Ok((run, suggestions))
 }
 
 /// The image of both sets that takes the most memory.

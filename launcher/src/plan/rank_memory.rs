@@ -5,7 +5,7 @@ use crate::data::answers::Question;
 use crate::data::check::{self, encode_options};
 use crate::data::{self, SampleSet};
 use crate::error::Failure;
-use crate::memory::{PARTS, Phase, RankMemory};
+use crate::memory::{PARTS, Part, Phase, RankMemory};
 use crate::plan::{Fixed, HeldOut, Machine, MemoryCheck, Work, backward_share, dry_run};
 use crate::ui::{Event, PlanEvent, PlanPart};
 use crate::units::bytes;
@@ -157,6 +157,21 @@ pub(crate) fn upload_line(plan: &Plan, tried: Option<&MemoryCheck>) -> Option<Ev
     })
 }
 
+/// Planned bytes of each part of a rank's memory: the figures of the plan's line, its table, refusals and reports.
+pub(crate) fn parts(memory: &RankMemory) -> Vec<PlanPart> {
+    PARTS.iter().map(|part| planned(memory, part)).collect()
+}
+
+/// Planned bytes of one part of a rank's memory.
+pub(crate) fn planned(memory: &RankMemory, part: &Part) -> PlanPart {
+    let [device_bytes, host_bytes, _] = memory.of_part(part);
+    PlanPart {
+        name: part.name.to_owned(),
+        device_bytes,
+        host_bytes,
+    }
+}
+
 /// Event that shows the memory plan: planned bytes of one rank by kind, and the machine's host memory.
 pub(crate) fn plan_event(
     config: &RunConfig,
@@ -165,17 +180,6 @@ pub(crate) fn plan_event(
     fit: &MemoryCheck,
 ) -> PlanEvent {
     let (params, trainable) = plan.spec().elems();
-    let part = |(name, kinds): (&str, &[&str])| {
-        let (device_bytes, host_bytes) = memory.most(kinds);
-        PlanPart {
-            name: name.to_owned(),
-            device_bytes,
-            host_bytes: match name {
-                "activations" => 0,
-                _ => host_bytes,
-            },
-        }
-    };
     PlanEvent {
         model: config.name(),
         params: params as u64,
@@ -186,10 +190,13 @@ pub(crate) fn plan_event(
         stage: config.zero,
         precision: plan.config().precision.name().into(),
         offload: config.offload.to_string(),
-        per_rank: PARTS.map(part).into(),
+        per_rank: parts(memory),
         host_total_bytes: fit.machine.host_total_bytes,
         host_free_bytes: fit.machine.host_free_bytes,
         host_need_bytes: fit.need.host,
+        host_reserve_bytes: fit.machine.host_reserve_bytes,
+        host_limit_bytes: fit.machine.host_limit_bytes,
+        host_fits: !fit.exceeds_host(),
         backward_share: backward_share(plan),
         memory: Some(Box::new(memory.clone())),
     }

@@ -12,8 +12,8 @@ const VENDOR: &str = "0x10de";
 const CLASSES: [&str; 2] = ["0x0300", "0x0302"];
 
 /// Gathers facts from the kernel and, if CUDA support is built in, from driver and libraries.
-pub(super) fn gather(memory_plans: &CudaSearchPaths) -> (Cuda, Vec<Gpu>) {
-    let (mut cuda, gpus) = ask(directories(memory_plans));
+pub(super) fn gather(search_paths: &CudaSearchPaths) -> (Cuda, Vec<Gpu>) {
+    let (mut cuda, gpus) = ask(directories(search_paths));
     cuda.pci_devices = pci_devices(Path::new("/sys/bus/pci/devices"));
     cuda.kernel_module = fs::read_to_string("/proc/driver/nvidia/version")
         .ok()
@@ -21,23 +21,23 @@ pub(super) fn gather(memory_plans: &CudaSearchPaths) -> (Cuda, Vec<Gpu>) {
     (cuda, gpus)
 }
 
-fn directories(memory_plans: &CudaSearchPaths) -> SearchFacts {
+fn directories(search_paths: &CudaSearchPaths) -> SearchFacts {
     let python_packages = if cfg!(feature = "cuda") {
-        super::python::packages(memory_plans)
+        super::python::packages(search_paths)
     } else {
         Vec::new()
     };
     SearchFacts {
-        directories: memory_plans.directories.clone(),
-        cuda_home: memory_plans.cuda_home.clone(),
+        directories: search_paths.directories.clone(),
+        cuda_home: search_paths.cuda_home.clone(),
         python_packages,
     }
 }
 
 /// Search path for libraries in these places.
 #[cfg(feature = "cuda")]
-pub(super) fn search(memory_plans: &CudaSearchPaths) -> kernels::cuda::library::Search {
-    built_in::search(&directories(memory_plans))
+pub(super) fn search(search_paths: &CudaSearchPaths) -> kernels::cuda::library::Search {
+    built_in::search(&directories(search_paths))
 }
 
 /// Number of NVIDIA graphics devices on the PCI bus.

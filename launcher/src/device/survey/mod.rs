@@ -25,16 +25,16 @@ pub fn gather(variables: &Variables) -> Facts {
 
 /// Collects facts about driver, libraries and GPUs only.
 pub(crate) fn survey_gpus(variables: &Variables) -> (facts::Cuda, Vec<facts::Gpu>) {
-    cuda::gather(&memory_plans(variables))
+    cuda::gather(&search_paths(variables))
 }
 
 /// Search path for CUDA's libraries, with the directories that the environment `variables` name.
 #[cfg(feature = "cuda")]
 pub(crate) fn search(variables: &Variables) -> kernels::cuda::library::Search {
-    cuda::search(&memory_plans(variables))
+    cuda::search(&search_paths(variables))
 }
 
-fn memory_plans(variables: &Variables) -> CudaSearchPaths {
+fn search_paths(variables: &Variables) -> CudaSearchPaths {
     let lookup = |name: &str| variables.get(name).map(ToOwned::to_owned);
     CudaSearchPaths::from_lookup(&lookup)
 }
