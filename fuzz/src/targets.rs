@@ -106,7 +106,10 @@ fn image(bytes: &[u8]) -> bool {
     // The plan of a run counts what the header states.
     if let Some(header) = header.filter(|_| image.is_ok()) {
         let most = header.decode_bytes(false) + METADATA_BYTES;
-        assert!(peak as u64 <= most, "{header:?} allows {most} bytes, decoding took {peak}");
+        assert!(
+            peak as u64 <= most,
+            "{header:?} allows {most} bytes, decoding took {peak}"
+        );
     }
     image.is_ok()
 }

@@ -112,13 +112,19 @@ pub(crate) fn check(
     let mut verdicts = Verdicts::of(check.cache.as_deref(), data);
     let mut named = HashSet::new();
     let all = samples.iter().flat_map(|sample| &sample.images);
-    let paths: Vec<&PathBuf> = all.map(|(_, path)| path).filter(|path| named.insert(*path)).collect();
+    let paths: Vec<&PathBuf> = all
+        .map(|(_, path)| path)
+        .filter(|path| named.insert(*path))
+        .collect();
     let mut seen = Vec::with_capacity(paths.len());
     in_parts(&paths, "read the headers of", check, |part| {
         seen.par_extend(part.par_iter().map(|path| look(path, folder, &verdicts)));
     });
     let largest = largest(&seen, folder);
-    if let Some(image) = largest.as_ref().filter(|image| image.bytes > check.memory_bytes) {
+    if let Some(image) = largest
+        .as_ref()
+        .filter(|image| image.bytes > check.memory_bytes)
+    {
         return Err(too_large(image, check.memory_bytes));
     }
     let wanted = to_decode(&seen, check.decode_all);
@@ -137,7 +143,11 @@ pub(crate) fn check(
     for image in seen.iter().filter(|image| !image.known) {
         if let (Some((file, stamp)), Ok(header)) = (&image.file, image.header.clone()) {
             let decoded = image.decoded;
-            let verdict = Verdict { stamp: *stamp, header, decoded };
+            let verdict = Verdict {
+                stamp: *stamp,
+                header,
+                decoded,
+            };
             verdicts.remember(file.clone(), verdict, started);
         }
     }
@@ -182,7 +192,9 @@ fn to_decode(seen: &[Seen], all: bool) -> Vec<usize> {
 }
 
 fn largest(seen: &[Seen], folder: &ImageFolder) -> Option<LargestImage> {
-    let usable = seen.iter().filter_map(|image| Some((image, image.header.as_ref().ok()?)));
+    let usable = seen
+        .iter()
+        .filter_map(|image| Some((image, image.header.as_ref().ok()?)));
     let (image, header) = usable.max_by_key(|(_, header)| folder.decode_bytes(header))?;
     Some(LargestImage {
         path: short_path(&image.path),
@@ -194,8 +206,15 @@ fn largest(seen: &[Seen], folder: &ImageFolder) -> Option<LargestImage> {
 fn too_large(image: &LargestImage, memory_bytes: u64) -> Failure {
     Failure::new(
         ErrorCode::Plan,
-        format!("the image {} does not fit into host memory", image.path.display()),
-        format!("{}, {} are available", image.describe(), bytes(memory_bytes)),
+        format!(
+            "the image {} does not fit into host memory",
+            image.path.display()
+        ),
+        format!(
+            "{}, {} are available",
+            image.describe(),
+            bytes(memory_bytes)
+        ),
     )
     .next("make the image smaller; the model sees a resized copy")
     .next("use a machine with more memory, or free memory")
@@ -246,14 +265,18 @@ mod tests {
 
         /// Draws image `i`, with a time long ago.
         fn draw(&self, i: usize, width: u32) {
-            let image = image::RgbImage::from_fn(width, 30, |x, y| image::Rgb([x as u8, y as u8, 7]));
+            let image =
+                image::RgbImage::from_fn(width, 30, |x, y| image::Rgb([x as u8, y as u8, 7]));
             image.save(self.path(i)).expect("drawn");
             self.set_time(i, 1000);
         }
 
         fn set_time(&self, i: usize, seconds: u64) {
             let time = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
-            let file = fs::File::options().write(true).open(self.path(i)).expect("opened");
+            let file = fs::File::options()
+                .write(true)
+                .open(self.path(i))
+                .expect("opened");
             file.set_modified(time).expect("set");
         }
 
@@ -325,7 +348,12 @@ mod tests {
     fn a_broken_or_older_file_of_verdicts_is_ignored_and_written_again() {
         let site = Site::new(2);
         site.check(2);
-        let file = || fs::read_dir(site.cache()).expect("a cache").next().expect("a file");
+        let file = || {
+            fs::read_dir(site.cache())
+                .expect("a cache")
+                .next()
+                .expect("a file")
+        };
         let file = file().expect("readable").path();
         let good = fs::read_to_string(&file).expect("text");
         site.damage(0);
@@ -334,7 +362,10 @@ mod tests {
             fs::write(&file, text).expect("written");
             assert_eq!(site.check(2).bad.len(), 1, "{text}");
             let written = fs::read_to_string(&file).expect("text");
-            assert!(written.contains("1.png") && !written.contains("0.png"), "{written}");
+            assert!(
+                written.contains("1.png") && !written.contains("0.png"),
+                "{written}"
+            );
         }
         let names = fs::read_dir(site.cache()).expect("a cache").count();
         assert_eq!(names, 1, "no file in the making stays");
@@ -343,7 +374,9 @@ mod tests {
     #[test]
     fn a_file_that_changes_during_the_check_is_not_remembered() {
         let site = Site::new(2);
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("later");
+        let now = SystemTime::now()
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .expect("later");
         site.set_time(0, now.as_secs() + 10);
         site.check(2);
         let stamp = |i: usize| Stamp::of(&site.path(i)).expect("a file");

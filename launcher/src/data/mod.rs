@@ -13,4 +13,6 @@ mod verdict_cache;
 
 pub use loader::{Loader, LoaderOptions, Prepared};
 pub use sampler::{Sampler, SamplerSizes};
-pub(crate) use samples::{ReadSamples, Reading, SampleSet, encode_in_order, read, verdicts};
+pub(crate) use samples::{
+    ReadSamples, Reading, SampleSet, encode_in_order, missed, read, verdicts,
+};

@@ -226,6 +226,14 @@ fn verdict(
     Ok(size)
 }
 
+/// Adds to `failure` how to find samples that the check before training did not find.
+pub(crate) fn missed(failure: Failure) -> Failure {
+    failure
+        .evidence("the check before training reads the beginning and the end of an image, and decodes some")
+        .next("launcher data check decodes the images and lists the damaged ones")
+        .next("--skip-bad-samples true decodes them before training and leaves their samples out")
+}
+
 /// Encodes `count` samples in the order `order`, which is repeated if it is shorter.
 ///
 /// # Errors
@@ -245,7 +253,7 @@ pub(crate) fn encode_in_order(
                 .encode(&samples[*i], images, options)
                 .map_err(|e| {
                     let title = format!("sample {i} cannot be used");
-                    Failure::new(ErrorCode::DataFile, title, chain(&e))
+                    missed(Failure::new(ErrorCode::DataFile, title, chain(&e)))
                 })
         })
         .collect()

@@ -82,7 +82,9 @@ impl Verdicts {
 
     /// The verdict about `file`, if its stamp is still the same.
     pub(super) fn of_file(&self, file: &Path, stamp: Stamp) -> Option<&Verdict> {
-        self.images.get(file).filter(|verdict| verdict.stamp == stamp)
+        self.images
+            .get(file)
+            .filter(|verdict| verdict.stamp == stamp)
     }
 
     /// Adds the verdict about `file`, which a check that began at `started` found.
@@ -105,7 +107,9 @@ impl Verdicts {
         };
         let new = file.with_extension(format!("{}.new", std::process::id()));
         let written = serde_json::to_vec(&stored).is_ok_and(|text| {
-            let directory = file.parent().is_some_and(|dir| fs::create_dir_all(dir).is_ok());
+            let directory = file
+                .parent()
+                .is_some_and(|dir| fs::create_dir_all(dir).is_ok());
             directory && fs::write(&new, text).is_ok() && fs::rename(&new, &file).is_ok()
         });
         if !written {

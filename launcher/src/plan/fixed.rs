@@ -44,7 +44,12 @@ pub(crate) struct Fixed {
 impl Fixed {
     /// Memory of a run with the model directory `dir` and the data files `data`. `image_bytes` is the most that the
     /// decoding of one image takes, if the images are known.
-    pub(crate) fn of(dir: &Path, vocabulary: u64, data: &[&Path], image_bytes: Option<u64>) -> Self {
+    pub(crate) fn of(
+        dir: &Path,
+        vocabulary: u64,
+        data: &[&Path],
+        image_bytes: Option<u64>,
+    ) -> Self {
         let size = |path: &Path| std::fs::metadata(path).map_or(0, |m| m.len());
         let files = ["tokenizer.json", "tokenizer.model"].map(|name| size(&dir.join(name)));
         let files = match files.iter().sum() {

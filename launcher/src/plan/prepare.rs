@@ -116,7 +116,10 @@ pub(crate) fn prepare(
 }
 
 /// The image of both sets that takes the most memory.
-fn largest_image<'a>(train: &'a SampleSet, eval: Option<&'a SampleSet>) -> Option<&'a LargestImage> {
+fn largest_image<'a>(
+    train: &'a SampleSet,
+    eval: Option<&'a SampleSet>,
+) -> Option<&'a LargestImage> {
     let sets = std::iter::once(train).chain(eval);
     let images = sets.filter_map(|set| set.largest_image.as_ref());
     images.max_by_key(|image| image.bytes)

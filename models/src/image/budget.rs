@@ -13,7 +13,8 @@ use super::RgbImage;
 /// Budget of all readers of images on one machine, in bytes: about ten photos of 24 megapixels.
 pub const MACHINE_BYTES: u64 = 1 << 30;
 
-static PROCESS: LazyLock<Arc<DecodeBudget>> = LazyLock::new(|| Arc::new(DecodeBudget::new(MACHINE_BYTES)));
+static PROCESS: LazyLock<Arc<DecodeBudget>> =
+    LazyLock::new(|| Arc::new(DecodeBudget::new(MACHINE_BYTES)));
 
 /// Bytes that readers of images share.
 #[derive(Debug)]

@@ -128,7 +128,11 @@ impl ImageFolder {
     #[must_use]
     pub fn file(&self, path: &Path) -> Option<PathBuf> {
         let inside = path.to_str().is_some_and(|path| path.starts_with(DATA));
-        if inside { None } else { self.resolve(path).ok() }
+        if inside {
+            None
+        } else {
+            self.resolve(path).ok()
+        }
     }
 
     /// Path on disk of the image that a sample names as `path`.

@@ -62,7 +62,12 @@ fn decoding_stays_within_the_bytes_that_the_header_states() {
         color,
     ];
     for image in &images {
-        for format in [ImageFormat::Png, ImageFormat::Jpeg, ImageFormat::WebP, ImageFormat::Bmp] {
+        for format in [
+            ImageFormat::Png,
+            ImageFormat::Jpeg,
+            ImageFormat::WebP,
+            ImageFormat::Bmp,
+        ] {
             let mut file = std::io::Cursor::new(Vec::new());
             // Not every format stores every kind of pixel.
             if image.write_to(&mut file, format).is_err() {
@@ -76,9 +81,15 @@ fn decoding_stays_within_the_bytes_that_the_header_states() {
             });
             let (most, kind) = (header.decode_bytes(false), image.color());
             assert_eq!(decoded.expect("an image").width(), 1100);
-            assert!(peak as u64 <= most, "{format:?} {kind:?}: {peak} of {most} bytes");
+            assert!(
+                peak as u64 <= most,
+                "{format:?} {kind:?}: {peak} of {most} bytes"
+            );
             // An estimate far above the need would refuse runs that fit.
-            assert!(peak as u64 > most / 3, "{format:?} {kind:?}: {peak} of {most} bytes");
+            assert!(
+                peak as u64 > most / 3,
+                "{format:?} {kind:?}: {peak} of {most} bytes"
+            );
         }
     }
 }

@@ -322,15 +322,25 @@ fn damage_that_shows_after_the_check_names_the_file() {
 #[test]
 fn an_image_larger_than_the_memory_is_refused_by_name() {
     let site = Site::new();
-    let large = image::GrayImage::new(4000, 3000);
+    let large = image::GrayImage::new(1500, 1000);
     large.save(site.path("data/large.png")).unwrap();
     let mut samples = site.samples();
     samples[0]["image"] = json!("large.png");
     site.write_samples("large", &samples);
     let line = "--data data/large.json --host-memory-limit";
-    let screen = site.refuse(&format!("{line} 20M"), 5, "E17");
-    assert_says(&screen, &["large.png", "4000 x 3000 pixels", "20.0M are available"]);
+    let screen = site.refuse(&format!("{line} 5M"), 5, "E17");
+    assert_says(
+        &screen,
+        &["large.png", "1500 x 1000 pixels", "5.0M are available"],
+    );
     // One image fits, the plan of two ranks does not.
     let screen = site.refuse(&format!("{line} 70M --nproc 2 --data-workers 8"), 5, "E17");
-    assert_says(&screen, &["image decoding", "the largest image: large.png", "--data-workers 1"]);
+    assert_says(
+        &screen,
+        &[
+            "image decoding",
+            "the largest image: large.png",
+            "--data-workers 1",
+        ],
+    );
 }

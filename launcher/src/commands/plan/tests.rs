@@ -81,7 +81,10 @@ fn decoding_images_is_a_row_and_a_part_of_the_need() {
     let of = |flags: &str, image_bytes: Option<u64>| {
         let run = config(directory.path(), flags).draft();
         let found = run.found().clone();
-        planned_run(&run.with_found(Found { image_bytes, ..found }))
+        planned_run(&run.with_found(Found {
+            image_bytes,
+            ..found
+        }))
     };
     let row = |flags: &str, image_bytes| of(flags, image_bytes).0.most(&["image decoding"]).1;
     // The loader's threads, and the evaluation in the training thread.
@@ -89,9 +92,18 @@ fn decoding_images_is_a_row_and_a_part_of_the_need() {
     assert_eq!(row(four, Some(10 * MIB)), 50 * MIB);
     assert_eq!(row("--nproc 2 --data-workers 0", Some(10 * MIB)), 20 * MIB);
     // Ranks share the machine's budget, and a larger image is decoded alone.
-    assert_eq!(row("--nproc 2 --data-workers 64", Some(10 * MIB)), 512 * MIB);
-    assert_eq!(row("--nproc 8 --data-workers 64", Some(10 * MIB)), 128 * MIB);
-    assert_eq!(row("--nproc 8 --data-workers 4", Some(500 * MIB)), 500 * MIB);
+    assert_eq!(
+        row("--nproc 2 --data-workers 64", Some(10 * MIB)),
+        512 * MIB
+    );
+    assert_eq!(
+        row("--nproc 8 --data-workers 64", Some(10 * MIB)),
+        128 * MIB
+    );
+    assert_eq!(
+        row("--nproc 8 --data-workers 4", Some(500 * MIB)),
+        500 * MIB
+    );
     let photo = row("--nproc 2 --data-workers 0", None);
     assert!((144 * MIB..180 * MIB).contains(&photo), "{photo}");
     let (without, with) = (of(four, Some(0)), of(four, Some(10 * MIB)));

@@ -128,7 +128,11 @@ impl Header {
             _ => 0,
         };
         let output = u64::from(facts.color.bytes_per_pixel());
-        let rgb = if facts.color == ColorType::Rgb8 { 0 } else { RGB_BYTES };
+        let rgb = if facts.color == ColorType::Rgb8 {
+            0
+        } else {
+            RGB_BYTES
+        };
         Ok(Self {
             width,
             height,
@@ -250,7 +254,11 @@ fn jpeg_head(input: &mut impl BufRead, head: &mut Vec<u8>) -> io::Result<u64> {
                     SCAN => {
                         let in_scan = segment.get(2).copied().unwrap_or(0);
                         let at_once = one_scan && in_scan == components;
-                        return Ok(if at_once { 0 } else { 2 * u64::from(components) });
+                        return Ok(if at_once {
+                            0
+                        } else {
+                            2 * u64::from(components)
+                        });
                     }
                     // Tables, not frames.
                     0xc4 | 0xc8 | 0xcc => {}
@@ -266,7 +274,11 @@ fn jpeg_head(input: &mut impl BufRead, head: &mut Vec<u8>) -> io::Result<u64> {
 }
 
 /// Appends up to `length` bytes of `input` to `head` and returns them.
-fn part_of<'a>(input: &mut impl BufRead, length: u64, head: &'a mut Vec<u8>) -> io::Result<&'a [u8]> {
+fn part_of<'a>(
+    input: &mut impl BufRead,
+    length: u64,
+    head: &'a mut Vec<u8>,
+) -> io::Result<&'a [u8]> {
     let at = head.len();
     input.take(length).read_to_end(head)?;
     Ok(&head[at..])
