@@ -39,7 +39,7 @@ pub(crate) fn in_processes(
 
 /// Directory for checkpoints of the processes that the process `parent` started.
 fn directory_of(parent: u32) -> PathBuf {
-    std::env::temp_dir().join(format!("engine-example-{parent}"))
+    std::env::temp_dir().join(format!("engine-example-checkpoints-{parent}"))
 }
 
 /// Directory for checkpoints of all ranks, which is removed at the end.
