@@ -25,6 +25,7 @@
 #include <string>
 #include <vector>
 
+#include "product.h"
 #include "shared.h"
 
 // The launch of kernels/emulator/emulator.h.
@@ -127,6 +128,12 @@ static void launch(const Message& m) {
   if (run(&launch, error, sizeof error)) fault(LAUNCH_FAILED, m.name, error);
 }
 
+static void product(const Message& m) {
+  Product p;
+  memcpy(&p, m.words, sizeof p);
+  multiply(p);
+}
+
 static u64 now() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -146,6 +153,7 @@ static void run(const Message& m) {
     case LAUNCH: return lost ? void() : launch(m);
     case FILL: return lost ? void() : (void)memset((void*)m.at, m.value, m.bytes);
     case COPY: return lost ? void() : (void)memmove((void*)m.at, (void*)m.from, m.bytes);
+    case PRODUCT: return lost ? void() : product(m);
     case RECORD: return record(state->events[m.event], m.version);
     default: return;
   }

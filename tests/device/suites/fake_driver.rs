@@ -177,6 +177,18 @@ fn two_ranks_agree_with_the_cpu() {
     }
 }
 
+/// The library computes products, with states on the GPU.
+fn products_by_the_library_agree_with_the_cpu() {
+    let site = Site::new();
+    let line = "--nproc 1 --offload none";
+    let cpu = site.train(&[], &format!("{line} --device cpu"), "cpu");
+    let library = [("TESSERA_MATMUL", "cublaslt")];
+    let gpu = site.train(&library, &format!("{line} --device cuda"), "gpu");
+    agree(&gpu, &cpu);
+    let own = site.train(&[], &format!("{line} --device cuda"), "own");
+    assert_ne!(gpu, own, "the library computed nothing");
+}
+
 /// Spilled states pass through pinned memory.
 fn states_on_disk_agree_with_the_cpu() {
     let site = Site::new();
@@ -229,7 +241,7 @@ fn failures_of_the_driver_are_named() {
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 7] = [
+const TESTS: [Test; 8] = [
     ("the_driver_keeps_its_rules", the_driver_keeps_its_rules),
     (
         "doctor_reports_the_driver_and_its_gpus",
@@ -237,6 +249,10 @@ const TESTS: [Test; 7] = [
     ),
     ("one_rank_agrees_with_the_cpu", one_rank_agrees_with_the_cpu),
     ("two_ranks_agree_with_the_cpu", two_ranks_agree_with_the_cpu),
+    (
+        "products_by_the_library_agree_with_the_cpu",
+        products_by_the_library_agree_with_the_cpu,
+    ),
     (
         "states_on_disk_agree_with_the_cpu",
         states_on_disk_agree_with_the_cpu,
