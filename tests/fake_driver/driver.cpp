@@ -558,6 +558,19 @@ bool is_device_memory(u64 at, u64 bytes) {
   Lock lock(busy);
   return is_device(at, bytes);
 }
+bool is_lost() {
+  Lock lock(busy);
+  return current && current->state->error;
+}
+Shared share_context() {
+  Lock lock(busy);
+  current->state->alone = 0;
+  return {current->device, current->memory};
+}
+void send_on_context(const Message& m) {
+  Lock lock(busy);
+  send(current, m);
+}
 u32 queue_on(void* stream, const Message& m) {
   NEED_CONTEXT();
   Lock lock(busy);

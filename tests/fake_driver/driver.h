@@ -12,5 +12,14 @@ u64 setting(const char* name, u64 otherwise);
 bool has_context();
 // Whether all of a range is allocated device memory.
 bool is_device_memory(u64 at, u64 bytes);
+// Whether the current context has failed for good.
+bool is_lost();
+// Device and memory file of the current context, which other devices read from now on.
+struct Shared {
+  int device, memory;
+};
+Shared share_context();
+// Sends what is no command to the device of the current context.
+void send_on_context(const Message& m);
 // Queues a command on a stream that another library got as a `cudaStream_t`. The driver's error, 0 if none.
 u32 queue_on(void* stream, const Message& m);

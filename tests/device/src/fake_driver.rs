@@ -12,7 +12,12 @@ use crate::emulator::{object_name, write_objects};
 /// The file that the links of all libraries name.
 const LIBRARY: &str = "libfake-driver.so";
 /// Libraries that it stands for.
-const LINKS: [&str; 3] = ["libcuda.so.1", "libcublasLt.so.13", "libnvidia-ml.so.1"];
+const LINKS: [&str; 4] = [
+    "libcuda.so.1",
+    "libcublasLt.so.13",
+    "libnccl.so.2",
+    "libnvidia-ml.so.1",
+];
 
 /// Builds library, device process and objects in `directory`.
 ///
@@ -21,7 +26,12 @@ const LINKS: [&str; 3] = ["libcuda.so.1", "libcublasLt.so.13", "libnvidia-ml.so.
 pub fn build(directory: &Path) -> Result<()> {
     fs::create_dir_all(directory).with_context(|| format!("create {}", directory.display()))?;
     let library: &[&str] = &["-shared", "-fPIC", "-fvisibility=hidden"];
-    let sources: &[&str] = &["driver.cpp", "management.cpp", "products.cpp"];
+    let sources: &[&str] = &[
+        "driver.cpp",
+        "management.cpp",
+        "products.cpp",
+        "collectives.cpp",
+    ];
     compile(library, sources, &directory.join(LIBRARY))?;
     compile(
         &[],

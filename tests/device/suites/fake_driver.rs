@@ -164,12 +164,17 @@ fn one_rank_agrees_with_the_cpu() {
     }
 }
 
-/// Ranks exchange through each other's memory, and through the host's where handles are refused.
+/// Ranks exchange through each other's memory, through the host's where handles are refused, and through NCCL.
 fn two_ranks_agree_with_the_cpu() {
     let site = Site::new();
     let cpu = site.train(&[], &format!("{TWO} --device cpu"), "cpu");
-    for (refused, output) in [("0", "ipc"), ("1", "shm")] {
-        let line = format!("{DEMO} {TWO} --device cuda --output {output}");
+    for (refused, collectives, output) in [
+        ("0", "auto", "ipc"),
+        ("1", "auto", "refused"),
+        ("1", "nccl", "nccl"),
+    ] {
+        let line =
+            format!("{DEMO} {TWO} --device cuda --collectives {collectives} --output {output}");
         let (code, text) = site.run(&[("TESSERA_FAKE_NO_IPC", refused)], &line);
         assert_eq!(code, Some(0), "{text}");
         assert!(!text.contains("fake driver: "), "{text}");
