@@ -16,7 +16,7 @@ use std::sync::OnceLock;
 
 use device_tests::{fake_driver, tolerance};
 use kernels::DType;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 /// Makes this binary the program under test.
@@ -194,6 +194,45 @@ fn products_by_the_library_agree_with_the_cpu() {
     assert_ne!(gpu, own, "the library computed nothing");
 }
 
+/// Model families, by their golden packs. Without `TESSERA_EVERY_PACK` only the first one trains.
+const FAMILIES: [&str; 7] = [
+    "minicpm-v-2_6",
+    "minicpm-o-2_6",
+    "cogvlm-chat-hf",
+    "cogagent-chat-hf",
+    "cogvlm2-llama3-chat-19B",
+    "glm-4v-9b",
+    "glm-4.1v-9b-thinking",
+];
+
+/// Updates of a family's model, in full and with adapters, on one rank.
+fn families_agree_with_the_cpu() {
+    let site = Site::new();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden");
+    let images = fs::read_dir(golden.join("minicpm-v-2_6/cases/square_no_slice")).unwrap();
+    let mut images = images.map(|entry| entry.unwrap().path());
+    let image = images.find(|path| path.extension().is_some_and(|end| end == "png"));
+    fs::copy(image.unwrap(), site.0.path().join("a.png")).unwrap();
+    let sample = json!({"id": "0", "image": "a.png", "conversations": [
+        {"role": "user", "content": "<image>\nWhat is it?"},
+        {"role": "assistant", "content": "It is this."},
+    ]});
+    let samples = vec![sample; 4];
+    fs::write(site.0.path().join("data.json"), json!(samples).to_string()).unwrap();
+    let all = std::env::var_os("TESSERA_EVERY_PACK").is_some();
+    for family in &FAMILIES[..if all { FAMILIES.len() } else { 1 }] {
+        for rest in ["", "--lora-rank 4"] {
+            let model = golden.join(family).display().to_string();
+            let line = format!("{ONE} --model {model} --data data.json --precision f32 {rest}");
+            let [cpu, gpu] = ["cpu", "cuda"].map(|device| {
+                let output = format!("{family}{}-{device}", rest.len());
+                site.train(&[], &format!("{line} --device {device}"), &output)
+            });
+            agree(&gpu, &cpu);
+        }
+    }
+}
+
 /// Spilled states pass through pinned memory.
 fn states_on_disk_agree_with_the_cpu() {
     let site = Site::new();
@@ -246,7 +285,7 @@ fn failures_of_the_driver_are_named() {
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 8] = [
+const TESTS: [Test; 9] = [
     ("the_driver_keeps_its_rules", the_driver_keeps_its_rules),
     (
         "doctor_reports_the_driver_and_its_gpus",
@@ -258,6 +297,7 @@ const TESTS: [Test; 8] = [
         "products_by_the_library_agree_with_the_cpu",
         products_by_the_library_agree_with_the_cpu,
     ),
+    ("families_agree_with_the_cpu", families_agree_with_the_cpu),
     (
         "states_on_disk_agree_with_the_cpu",
         states_on_disk_agree_with_the_cpu,
