@@ -101,7 +101,8 @@ impl Site {
 }
 
 /// Two updates of the demo, without what takes long on an emulator.
-const DEMO: &str = "--zero 3 --max-steps 2 --logging-steps 1 --eval-strategy no --save-strategy no --per-device-train-batch-size 2";
+const DEMO: &str = "--zero 3 --max-steps 2 --lr-scheduler-type constant --logging-steps 1 --eval-strategy no \
+                    --save-strategy no --per-device-train-batch-size 2";
 
 /// Every rule of the driver, each in a process of its own.
 fn the_driver_keeps_its_rules() {
