@@ -25,6 +25,8 @@
 #include <string>
 #include <vector>
 
+#include "group.h"
+#include "product.h"
 #include "shared.h"
 
 // The launch of kernels/emulator/emulator.h.
@@ -76,6 +78,80 @@ static void map(u64 at, u64 bytes, int file, u64 offset) {
   if (at < PINNED_BASE) buffers[at] = bytes;
 }
 
+// A communicator, with the device memory of every rank at another address.
+struct Communicator {
+  Group* group;
+  u32 rank, world;
+  u64 number;  // of collectives that this device began
+  u64 memory[MAX_RANKS];
+  std::vector<u8> result;
+};
+static std::map<u32, Communicator> communicators;
+
+static void* map_foreign(u32 pid, u32 number, u64 bytes) {
+  Message m = {};
+  m.pid = pid, m.file = number;
+  const int file = foreign(m);
+  if (file < 0) return MAP_FAILED;
+  void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
+  close(file);
+  return mapped;
+}
+
+static void join(const Message& m) {
+  Communicator one = {};
+  void* group = map_foreign(m.pid, m.file, sizeof(Group));
+  if (group == MAP_FAILED) return fault(LAUNCH_FAILED, "a communicator is gone", strerror(errno));
+  one.group = (Group*)group, one.rank = m.value, one.world = m.count;
+  for (u32 r = 0; r < one.world; r++) {
+    const Member& member = one.group->members[r];
+    void* memory = map_foreign(member.pid, member.memory, SPACE);
+    if (memory == MAP_FAILED) return fault(LAUNCH_FAILED, "memory of another rank is gone", strerror(errno));
+    one.memory[r] = (u64)memory;
+  }
+  communicators[m.at] = one;
+}
+
+// What the other ranks gave, in their order.
+static void read_all(Communicator& one, const Message& m) {
+  const u64 slot = one.number % SLOTS, bytes = m.bytes;
+  const bool gathers = m.event == ALL_GATHER;
+  one.result.assign(gathers ? bytes * one.world : bytes, 0);
+  for (u32 r = 0; r < one.world; r++) {
+    const Slot& given = one.group->members[r].slots[slot];
+    if (given.operation != m.event || given.count != bytes)
+      return fault(LAUNCH_FAILED, "a collective", "ranks do not issue the same collectives");
+    const u64 from = one.memory[r] + given.from - BASE + (m.event == REDUCE_SCATTER ? one.rank * bytes : 0);
+    if (gathers) memcpy(one.result.data() + r * bytes, (void*)from, bytes);
+    else
+      for (u64 i = 0; i < bytes / 4; i++) ((float*)one.result.data())[i] += ((const float*)from)[i];
+  }
+}
+
+// Takes a collective as far as it can go. Whether it is over.
+static bool collect(Message& m) {
+  Communicator& one = communicators[m.object];
+  if (!one.group || state->error || one.group->members[one.rank].left) return true;
+  Member* members = one.group->members;
+  if (m.value == ARRIVES) {
+    members[one.rank].slots[++one.number % SLOTS] = {m.from, m.bytes, m.event};
+    members[one.rank].arrived = one.number;
+    m.value = READS;
+  }
+  for (u32 r = 0; m.value == READS && r < one.world; r++)
+    if (members[r].arrived < one.number) return false;
+  if (m.value == READS) {
+    read_all(one, m);
+    members[one.rank].read = one.number;
+    m.value = WRITES;
+  }
+  // Nobody overwrites what another rank has not read.
+  for (u32 r = 0; r < one.world; r++)
+    if (members[r].read < one.number) return false;
+  memcpy((void*)m.at, one.result.data(), one.result.size());
+  return true;
+}
+
 // What is no command of a stream happens at once.
 static void act(const Message& m) {
   switch (m.kind) {
@@ -104,6 +180,7 @@ static void act(const Message& m) {
       close(file);
       return;
     }
+    case JOIN: return join(m);
     case LOAD: {
       void* object = dlopen(m.name, RTLD_NOW | RTLD_LOCAL);
       if (!object) return fault(LAUNCH_FAILED, "a module", dlerror());
@@ -127,6 +204,12 @@ static void launch(const Message& m) {
   if (run(&launch, error, sizeof error)) fault(LAUNCH_FAILED, m.name, error);
 }
 
+static void product(const Message& m) {
+  Product p;
+  memcpy(&p, m.words, sizeof p);
+  multiply(p);
+}
+
 static u64 now() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -146,6 +229,7 @@ static void run(const Message& m) {
     case LAUNCH: return lost ? void() : launch(m);
     case FILL: return lost ? void() : (void)memset((void*)m.at, m.value, m.bytes);
     case COPY: return lost ? void() : (void)memmove((void*)m.at, (void*)m.from, m.bytes);
+    case PRODUCT: return lost ? void() : product(m);
     case RECORD: return record(state->events[m.event], m.version);
     default: return;
   }
@@ -173,6 +257,7 @@ static bool step(u32 stream, u32 depth) {
   if (queue.empty()) return false;
   bool moved = false;
   if (queue.front().kind == WAIT && !passed(queue.front(), depth, moved)) return moved;
+  if (queue.front().kind == COLLECTIVE && !collect(queue.front())) return false;
   Message m = queue.front();
   queue.pop_front();
   run(m);

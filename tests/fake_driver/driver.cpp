@@ -23,11 +23,9 @@
 #include <string>
 #include <vector>
 
-#include "shared.h"
+#include "driver.h"
 
 extern char** environ;
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 // ---- CUresult
 
@@ -56,9 +54,7 @@ EXPORT u32 cuGetErrorName(u32 code, const char** name) {
   return *name ? SUCCESS : INVALID_VALUE;
 }
 
-// Reports a broken rule.
-static u32 broken(u32 code, const char* format, ...) __attribute__((format(printf, 2, 3)));
-static u32 broken(u32 code, const char* format, ...) {
+u32 broken(u32 code, const char* format, ...) {
   char text[512];
   va_list list;
   va_start(list, format);
@@ -70,7 +66,7 @@ static u32 broken(u32 code, const char* format, ...) {
 
 // ---- settings and faults
 
-static u64 setting(const char* name, u64 otherwise) {
+u64 setting(const char* name, u64 otherwise) {
   const char* text = getenv(name);
   return text && *text ? strtoull(text, nullptr, 0) : otherwise;
 }
@@ -550,6 +546,36 @@ EXPORT u32 cuPointerGetAttribute(u32* value, int which, u64 at) {
   if (which != 2) return broken(NOT_SUPPORTED, "pointer attribute %d is not modeled", which);
   if (!find(at, 1)) return INVALID_VALUE;
   return *value = at < PINNED_BASE ? 2 : 1, SUCCESS;
+}
+
+// ---- for other libraries
+
+bool has_context() {
+  Lock lock(busy);
+  return started && current;
+}
+bool is_device_memory(u64 at, u64 bytes) {
+  Lock lock(busy);
+  return is_device(at, bytes);
+}
+bool is_lost() {
+  Lock lock(busy);
+  return current && current->state->error;
+}
+Shared share_context() {
+  Lock lock(busy);
+  current->state->alone = 0;
+  return {current->device, current->memory};
+}
+void send_on_context(const Message& m) {
+  Lock lock(busy);
+  send(current, m);
+}
+u32 queue_on(void* stream, const Message& m) {
+  NEED_CONTEXT();
+  Lock lock(busy);
+  NEED_HANDLE(streams, stream);
+  return queue((Stream*)stream, m);
 }
 
 // ---- streams

@@ -3,18 +3,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "shared.h"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
+#include "driver.h"
 
 enum : u32 { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2 };
 static u32 users;
 static char handles[16];
 
-static u64 setting(const char* name, u64 otherwise) {
-  const char* text = getenv(name);
-  return text && *text ? strtoull(text, nullptr, 0) : otherwise;
-}
 static u32 gpus() { return setting("TESSERA_FAKE_GPUS", 2); }
 
 #define NEED(handle)                                       \

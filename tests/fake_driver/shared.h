@@ -48,6 +48,8 @@ enum Kind : u32 {
   FILL,         // at, bytes, value
   COPY,         // at, from, bytes
   PRODUCT,      // words: a Product
+  JOIN,         // at: number of the communicator; pid, file of its group; value: rank, count: ranks
+  COLLECTIVE,   // object: communicator; event: operation; from, at, bytes; value: phase
   RECORD,       // event, version
   WAIT,         // event, version; at: number of the state that the event is in (0: own)
 };

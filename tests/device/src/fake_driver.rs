@@ -12,7 +12,12 @@ use crate::emulator::{object_name, write_objects};
 /// The file that the links of all libraries name.
 const LIBRARY: &str = "libfake-driver.so";
 /// Libraries that it stands for.
-const LINKS: [&str; 2] = ["libcuda.so.1", "libnvidia-ml.so.1"];
+const LINKS: [&str; 4] = [
+    "libcuda.so.1",
+    "libcublasLt.so.13",
+    "libnccl.so.2",
+    "libnvidia-ml.so.1",
+];
 
 /// Builds library, device process and objects in `directory`.
 ///
@@ -21,9 +26,18 @@ const LINKS: [&str; 2] = ["libcuda.so.1", "libnvidia-ml.so.1"];
 pub fn build(directory: &Path) -> Result<()> {
     fs::create_dir_all(directory).with_context(|| format!("create {}", directory.display()))?;
     let library: &[&str] = &["-shared", "-fPIC", "-fvisibility=hidden"];
-    let sources: &[&str] = &["driver.cpp", "management.cpp"];
+    let sources: &[&str] = &[
+        "driver.cpp",
+        "management.cpp",
+        "products.cpp",
+        "collectives.cpp",
+    ];
     compile(library, sources, &directory.join(LIBRARY))?;
-    compile(&[], &["device.cpp"], &directory.join("fake-device"))?;
+    compile(
+        &[],
+        &["device.cpp", "multiply.cpp"],
+        &directory.join("fake-device"),
+    )?;
     for link in LINKS {
         let path = directory.join(link);
         if !path.exists() {
@@ -57,7 +71,7 @@ fn compile(flags: &[&str], sources: &[&str], to: &Path) -> Result<()> {
     let sources: Vec<PathBuf> = sources.iter().map(|name| directory.join(name)).collect();
     let partial = to.with_extension("partial");
     let mut command = Command::new(compiler);
-    command.args(["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror"]);
+    command.args(["-std=c++17", "-O2", "-g1", "-Wall", "-Wextra", "-Werror"]);
     command.arg("-o").arg(&partial).args(sources).args(flags);
     let output = command.args(["-ldl", "-lpthread"]).output();
     let output = output.context("start the C++ compiler")?;

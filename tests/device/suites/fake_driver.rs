@@ -16,7 +16,7 @@ use std::sync::OnceLock;
 
 use device_tests::{fake_driver, tolerance};
 use kernels::DType;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 /// Makes this binary the program under test.
@@ -101,7 +101,8 @@ impl Site {
 }
 
 /// Two updates of the demo, without what takes long on an emulator.
-const DEMO: &str = "--zero 3 --max-steps 2 --logging-steps 1 --eval-strategy no --save-strategy no --per-device-train-batch-size 2";
+const DEMO: &str = "--zero 3 --max-steps 2 --lr-scheduler-type constant --logging-steps 1 --eval-strategy no \
+                    --save-strategy no --per-device-train-batch-size 2";
 
 /// Every rule of the driver, each in a process of its own.
 fn the_driver_keeps_its_rules() {
@@ -164,16 +165,72 @@ fn one_rank_agrees_with_the_cpu() {
     }
 }
 
-/// Ranks exchange through each other's memory, and through the host's where handles are refused.
+/// Ranks exchange through each other's memory, through the host's where handles are refused, and through NCCL.
 fn two_ranks_agree_with_the_cpu() {
     let site = Site::new();
     let cpu = site.train(&[], &format!("{TWO} --device cpu"), "cpu");
-    for (refused, output) in [("0", "ipc"), ("1", "shm")] {
-        let line = format!("{DEMO} {TWO} --device cuda --output {output}");
+    for (refused, collectives, output) in [
+        ("0", "auto", "ipc"),
+        ("1", "auto", "refused"),
+        ("1", "nccl", "nccl"),
+    ] {
+        let line =
+            format!("{DEMO} {TWO} --device cuda --collectives {collectives} --output {output}");
         let (code, text) = site.run(&[("TESSERA_FAKE_NO_IPC", refused)], &line);
         assert_eq!(code, Some(0), "{text}");
         assert!(!text.contains("fake driver: "), "{text}");
         agree(&site.losses(output), &cpu);
+    }
+}
+
+/// The library computes products, with states on the GPU.
+fn products_by_the_library_agree_with_the_cpu() {
+    let site = Site::new();
+    let line = "--nproc 1 --offload none";
+    let cpu = site.train(&[], &format!("{line} --device cpu"), "cpu");
+    let library = [("TESSERA_MATMUL", "cublaslt")];
+    let gpu = site.train(&library, &format!("{line} --device cuda"), "gpu");
+    agree(&gpu, &cpu);
+    let own = site.train(&[], &format!("{line} --device cuda"), "own");
+    assert_ne!(gpu, own, "the library computed nothing");
+}
+
+/// Model families, by their golden packs. Without `TESSERA_EVERY_PACK` only the first one trains.
+const FAMILIES: [&str; 7] = [
+    "minicpm-v-2_6",
+    "minicpm-o-2_6",
+    "cogvlm-chat-hf",
+    "cogagent-chat-hf",
+    "cogvlm2-llama3-chat-19B",
+    "glm-4v-9b",
+    "glm-4.1v-9b-thinking",
+];
+
+/// Updates of a family's model, in full and with adapters, on one rank.
+fn families_agree_with_the_cpu() {
+    let site = Site::new();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden");
+    let images = fs::read_dir(golden.join("minicpm-v-2_6/cases/square_no_slice")).unwrap();
+    let mut images = images.map(|entry| entry.unwrap().path());
+    let image = images.find(|path| path.extension().is_some_and(|end| end == "png"));
+    fs::copy(image.unwrap(), site.0.path().join("a.png")).unwrap();
+    let sample = json!({"id": "0", "image": "a.png", "conversations": [
+        {"role": "user", "content": "<image>\nWhat is it?"},
+        {"role": "assistant", "content": "It is this."},
+    ]});
+    let samples = vec![sample; 4];
+    fs::write(site.0.path().join("data.json"), json!(samples).to_string()).unwrap();
+    let all = std::env::var_os("TESSERA_EVERY_PACK").is_some();
+    for family in &FAMILIES[..if all { FAMILIES.len() } else { 1 }] {
+        for rest in ["", "--lora-rank 4"] {
+            let model = golden.join(family).display().to_string();
+            let line = format!("{ONE} --model {model} --data data.json --precision f32 {rest}");
+            let [cpu, gpu] = ["cpu", "cuda"].map(|device| {
+                let output = format!("{family}{}-{device}", rest.len());
+                site.train(&[], &format!("{line} --device {device}"), &output)
+            });
+            agree(&gpu, &cpu);
+        }
     }
 }
 
@@ -229,7 +286,7 @@ fn failures_of_the_driver_are_named() {
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 7] = [
+const TESTS: [Test; 9] = [
     ("the_driver_keeps_its_rules", the_driver_keeps_its_rules),
     (
         "doctor_reports_the_driver_and_its_gpus",
@@ -237,6 +294,11 @@ const TESTS: [Test; 7] = [
     ),
     ("one_rank_agrees_with_the_cpu", one_rank_agrees_with_the_cpu),
     ("two_ranks_agree_with_the_cpu", two_ranks_agree_with_the_cpu),
+    (
+        "products_by_the_library_agree_with_the_cpu",
+        products_by_the_library_agree_with_the_cpu,
+    ),
+    ("families_agree_with_the_cpu", families_agree_with_the_cpu),
     (
         "states_on_disk_agree_with_the_cpu",
         states_on_disk_agree_with_the_cpu,
