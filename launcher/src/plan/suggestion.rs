@@ -7,14 +7,14 @@ use crate::config::{
     Device, Found, Offload, OptimizerInBackward, PrecisionChoice, Recompute, RunConfig, RunPlan,
     Tier, Workers,
 };
-use crate::data::check;
+use crate::data::check::{self, encode_options};
 use crate::error::{ErrorCode, Failure};
 use crate::model::setup;
 use crate::plan::MemoryCheck;
 use crate::rank_env::Env;
 use crate::units::bytes;
 use engine::checkpoint::find_latest;
-use models::data::EncodedSample;
+use models::data::{EncodeOptions, EncodedSample};
 use std::sync::Arc;
 
 /// Text before the step number in the title of a failure during a training step.
@@ -147,10 +147,20 @@ pub(crate) fn changed(config: &RunConfig, flags: &[(&'static str, String)]) -> O
 /// Adds suggestions to `failure`: the nearest configurations that fit and need less of the memory that ran out than
 /// `config`.
 pub(crate) fn add(failure: &mut Failure, config: &RunPlan, largest: &Largest<'_>) {
-    let plan = |config: &RunPlan| -> Result<(MemoryCheck, u64), Failure> {
+    // Most neighbours have the same samples, whose images take long to decode.
+    let mut encoded: Option<(EncodeOptions, Vec<EncodedSample>)> = None;
+    let mut plan = |config: &RunPlan| -> Result<(MemoryCheck, u64), Failure> {
         let (model, plan) = setup::replan(config)?;
-        let worst = largest(config, config.batch.micro_batch)?;
-        let memory = rank_memory::training_memory(config, &*model, &Arc::new(plan), &worst)?;
+        let (options, count) = (encode_options(config), config.batch.micro_batch);
+        let known = encoded
+            .take()
+            .filter(|(with, samples)| *with == options && samples.len() >= count);
+        let (_, samples) = match known {
+            Some(known) => encoded.insert(known),
+            None => encoded.insert((options, largest(config, count)?)),
+        };
+        let worst = samples.get(..count).unwrap_or(samples);
+        let memory = rank_memory::training_memory(config, &*model, &Arc::new(plan), worst)?;
         let (_, decoding) = memory.most(&[IMAGE_DECODING]);
         Ok((rank_memory::fit(config, &memory), decoding))
     };
