@@ -45,10 +45,14 @@ pub(crate) struct ImageCheck<'a> {
 }
 
 impl<'a> ImageCheck<'a> {
-    /// Check on this machine, which remembers verdicts in the user's cache directory.
+    /// Check on this machine, which remembers verdicts in the user's cache directory. It does not trust the directory
+    /// for temporary files, which users share.
     pub(crate) fn here(show: &'a mut dyn FnMut(String)) -> Self {
+        let variables = Variables::read();
+        let is_set = |name: &&str| variables.get(name).is_some_and(|value| !value.is_empty());
+        let own = ["XDG_CACHE_HOME", "HOME"].iter().any(is_set);
         Self {
-            cache: Some(Variables::read().cache_dir().join(DIRECTORY)),
+            cache: own.then(|| variables.cache_dir().join(DIRECTORY)),
             decode_all: false,
             memory_bytes: memory::host().free_bytes,
             every: PROGRESS,
@@ -98,13 +102,13 @@ struct Seen {
     known: bool,
 }
 
-/// Checks the images of `samples`. Returns `folder` with the headers of all images, and the largest image.
+/// Checks the images of `samples`. Returns `source` with the headers of all images, and the largest image.
 ///
 /// # Errors
 /// An image is too large for the memory (exit 5). Other problems are in the headers.
 pub(crate) fn check(
     samples: &[RawSample],
-    folder: &ImageFolder,
+    source: &ImageFolder,
     data: &Path,
     check: &mut ImageCheck<'_>,
 ) -> Result<(ImageFolder, Option<LargestImage>), Failure> {
@@ -118,9 +122,9 @@ pub(crate) fn check(
         .collect();
     let mut seen = Vec::with_capacity(paths.len());
     in_parts(&paths, "read the headers of", check, |part| {
-        seen.par_extend(part.par_iter().map(|path| look(path, folder, &verdicts)));
+        seen.par_extend(part.par_iter().map(|path| look(path, source, &verdicts)));
     });
-    let largest = largest(&seen, folder);
+    let largest = largest(&seen, source);
     if let Some(image) = largest
         .as_ref()
         .filter(|image| image.bytes > check.memory_bytes)
@@ -130,7 +134,7 @@ pub(crate) fn check(
     let wanted = to_decode(&seen, check.decode_all);
     let mut failed = Vec::new();
     in_parts(&wanted, "decoded", check, |part| {
-        let errors = part.par_iter().map(|i| folder.load(&seen[*i].path).err());
+        let errors = part.par_iter().map(|i| source.load(&seen[*i].path).err());
         failed.extend(errors.collect::<Vec<_>>());
     });
     for (i, error) in wanted.into_iter().zip(failed) {
@@ -153,11 +157,11 @@ pub(crate) fn check(
     }
     verdicts.save();
     let headers = seen.into_iter().map(|image| (image.path, image.header));
-    Ok((folder.clone().with_headers(headers.collect()), largest))
+    Ok((source.clone().with_headers(headers.collect()), largest))
 }
 
 /// The image at `path`, from its remembered verdict or its file.
-fn look(path: &Path, folder: &ImageFolder, verdicts: &Verdicts) -> Seen {
+fn look(path: &Path, source: &ImageFolder, verdicts: &Verdicts) -> Seen {
     let seen = |file, header, decoded, known| Seen {
         path: path.to_owned(),
         file,
@@ -165,7 +169,7 @@ fn look(path: &Path, folder: &ImageFolder, verdicts: &Verdicts) -> Seen {
         decoded,
         known,
     };
-    let stamped = folder.file(path).and_then(|file| {
+    let stamped = source.file(path).and_then(|file| {
         let stamp = Stamp::of(&file)?;
         Some((file, stamp))
     });
@@ -174,7 +178,7 @@ fn look(path: &Path, folder: &ImageFolder, verdicts: &Verdicts) -> Seen {
     {
         return seen(stamped, Ok(known.header), known.decoded, true);
     }
-    seen(stamped, folder.header(path), false, false)
+    seen(stamped, source.header(path), false, false)
 }
 
 /// Indices of the images that are decoded, see the module.
@@ -191,15 +195,15 @@ fn to_decode(seen: &[Seen], all: bool) -> Vec<usize> {
     wanted.map(|(i, _)| i).collect()
 }
 
-fn largest(seen: &[Seen], folder: &ImageFolder) -> Option<LargestImage> {
+fn largest(seen: &[Seen], source: &ImageFolder) -> Option<LargestImage> {
     let usable = seen
         .iter()
         .filter_map(|image| Some((image, image.header.as_ref().ok()?)));
-    let (image, header) = usable.max_by_key(|(_, header)| folder.decode_bytes(header))?;
+    let (image, header) = usable.max_by_key(|(_, header)| source.decode_bytes(header))?;
     Some(LargestImage {
         path: short_path(&image.path),
         size: header.size(false),
-        bytes: folder.decode_bytes(header),
+        bytes: source.decode_bytes(header),
     })
 }
 
@@ -301,7 +305,7 @@ mod tests {
                     conversations: Vec::new(),
                 })
                 .collect();
-            let folder = ImageFolder::new(self.dir.path());
+            let source = ImageFolder::new(self.dir.path());
             let mut check = ImageCheck {
                 cache: Some(self.cache()),
                 decode_all: true,
@@ -310,10 +314,10 @@ mod tests {
                 show: &mut |_| (),
             };
             let data = self.dir.path().join("data.json");
-            let (folder, largest) = super::check(&samples, &folder, &data, &mut check)?;
+            let (source, largest) = super::check(&samples, &source, &data, &mut check)?;
             let bad = samples.iter().filter_map(|sample| {
                 let (_, path) = &sample.images[0];
-                folder.header(path).err().map(|error| error.to_string())
+                source.header(path).err().map(|error| error.to_string())
             });
             Ok(Checked {
                 bad: bad.collect(),

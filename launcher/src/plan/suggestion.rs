@@ -8,7 +8,8 @@ use crate::config::{
     Device, Found, Offload, OptimizerInBackward, PrecisionChoice, Recompute, RunConfig, RunPlan,
     Tier, Workers,
 };
-use crate::data::{SampleSet, check};
+use crate::data::check::{self, encode_options};
+use crate::data::SampleSet;
 use crate::error::failures::unusable;
 use crate::error::{ErrorCode, Failure};
 use crate::model::setup;
@@ -16,7 +17,7 @@ use crate::rank_env::Env;
 use crate::units::bytes;
 use engine::checkpoint::find_latest;
 use models::Processor;
-use models::data::SampleSize;
+use models::data::{EncodeOptions, EncodedSample, SampleSize};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -187,11 +188,21 @@ pub(crate) fn counter<'a>(
     eval: Option<&'a SampleSet>,
     processor: &'a dyn Processor,
 ) -> impl FnMut(&RunPlan) -> Result<Counted, Failure> + 'a {
+    // Most similar configurations have the same samples, whose images take long to decode.
+    let mut encoded: Option<(EncodeOptions, Vec<EncodedSample>)> = None;
     move |run| {
         let (model, plan) = setup::replan(run)?;
         let plan = Arc::new(plan);
-        let worst = check::largest(train, run, processor)?;
-        let (memory, eval_batch) = whole_memory(run, &*model, processor, &plan, &worst, eval)?;
+        let (options, count) = (encode_options(run), run.batch.micro_batch);
+        let known = encoded
+            .take()
+            .filter(|(with, samples)| *with == options && samples.len() >= count);
+        let (_, samples) = match known {
+            Some(known) => encoded.insert(known),
+            None => encoded.insert((options, check::largest(train, run, processor)?)),
+        };
+        let worst = samples.get(..count).unwrap_or(samples);
+        let (memory, eval_batch) = whole_memory(run, &*model, processor, &plan, worst, eval)?;
         Ok(Counted {
             plan,
             memory,
