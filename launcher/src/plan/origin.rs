@@ -15,6 +15,7 @@ use crate::model::files;
 use models::params::is_added;
 use models::{VisionLanguageModel, WeightError, WeightSource};
 use rayon::prelude::*;
+use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
@@ -119,7 +120,10 @@ fn data(set: &SampleSet) -> String {
     for sample in &set.samples {
         count(&mut all, sample.conversations.len());
         for turn in &sample.conversations {
-            text(&mut all, &format!("{turn:?}"));
+            for part in [&turn.role, &turn.content, &turn.metadata] {
+                text(&mut all, part);
+            }
+            count(&mut all, usize::from(turn.unsupervised));
         }
         count(&mut all, sample.images.len());
         for (name, path) in &sample.images {
@@ -187,8 +191,8 @@ fn settings(config: &RunConfig) -> Result<BTreeMap<String, String>, Failure> {
         |area: Option<usize>| area.map_or_else(|| "default".to_owned(), |area| area.to_string());
     add("image-max-pixels", area(batch.image_max_pixels));
     add("image-min-pixels", area(batch.image_min_pixels));
-    add("template", format!("{:?}", samples.template));
-    add("exif-rotation", format!("{:?}", samples.exif_rotation));
+    add("template", word(samples.template));
+    add("exif-rotation", word(samples.exif_rotation));
     add("train-on-turn-end", samples.train_on_turn_end.to_string());
     add("text-without-cross", samples.text_without_cross.to_string());
     let dir = config.model_dir();
@@ -203,6 +207,14 @@ fn settings(config: &RunConfig) -> Result<BTreeMap<String, String>, Failure> {
     Ok(found)
 }
 
+/// Value of a setting as files spell it.
+fn word(value: impl Serialize) -> String {
+    let value = serde_json::to_value(value).unwrap_or_default();
+    value
+        .as_str()
+        .map_or_else(|| value.to_string(), str::to_owned)
+}
+
 fn text(hasher: &mut blake3::Hasher, text: &str) {
     count(hasher, text.len());
     hasher.update(text.as_bytes());
@@ -211,4 +223,46 @@ fn text(hasher: &mut blake3::Hasher, text: &str) {
 /// Lengths separate what follows, so that different lists never give the same bytes.
 fn count(hasher: &mut blake3::Hasher, count: usize) {
     hasher.update(&(count as u64).to_le_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_large_tensor_is_sampled_from_its_first_element_to_its_last() {
+        assert_eq!(sampled(7, 4), [0..7]);
+        let elems = WHOLE_TENSOR_BYTES + 12_345;
+        let ranges = sampled(elems, 2);
+        assert_eq!(ranges.len(), TENSOR_BLOCKS);
+        let ends = [ranges[0].start, ranges[TENSOR_BLOCKS - 1].end];
+        assert_eq!(ends, [0, elems]);
+        let block = TENSOR_BLOCK_BYTES / 2;
+        assert!(ranges.iter().all(|range| range.len() == block));
+        assert!(ranges.windows(2).all(|pair| pair[0].end <= pair[1].start));
+    }
+
+    #[test]
+    fn an_image_is_known_by_its_content_wherever_it_is() {
+        let directory = tempfile::tempdir().expect("temp dir");
+        let path = |name: &str| directory.path().join(name);
+        for size in [0usize, 1000, 40 << 10, 200 << 10] {
+            let bytes: Vec<u8> = (0..size).map(|i| (i % 251) as u8).collect();
+            let hash = |name: &str, bytes: &[u8]| {
+                std::fs::write(path(name), bytes).expect("written");
+                content(&path(name)).expect("read")
+            };
+            let whole = hash("a", &bytes);
+            assert_eq!(whole, hash("b", &bytes), "{size}");
+            assert_ne!(whole, hash("c", &[&bytes[..], &[0]].concat()), "{size}");
+            for at in [0, size / 2, size.saturating_sub(1)] {
+                let mut edited = bytes.clone();
+                let Some(byte) = edited.get_mut(at) else {
+                    continue;
+                };
+                *byte ^= 1;
+                assert_ne!(whole, hash("d", &edited), "{size}, byte {at}");
+            }
+        }
+    }
 }

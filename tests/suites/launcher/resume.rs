@@ -305,7 +305,9 @@ fn a_checkpoint_between_two_log_rows_has_all_its_tokens() {
         let manifest = read_json(&site.path(&path));
         let listed = manifest["files"].as_array().unwrap().len();
         assert!(
-            outcome.screen.contains(&format!("· {listed} files, hashed")),
+            outcome
+                .screen
+                .contains(&format!("· {listed} files, hashed")),
             "{listed}: {}",
             outcome.screen
         );
