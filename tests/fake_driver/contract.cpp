@@ -51,6 +51,19 @@ u32 cuIpcOpenMemHandle_v2(u64*, Handle, u32);
 u32 cuIpcCloseMemHandle(u64);
 u32 cuIpcGetEventHandle(Handle*, P);
 u32 cuIpcOpenEventHandle(P*, Handle);
+u32 cublasLtCreate(P*);
+u32 cublasLtMatmulDescCreate(P*, u32, u32);
+u32 cublasLtMatmulDescSetAttribute(P, u32, const void*, size_t);
+u32 cublasLtMatrixLayoutCreate(P*, u32, u64, u64, long);
+u32 cublasLtMatmulPreferenceCreate(P*);
+u32 cublasLtMatmulPreferenceSetAttribute(P, u32, const void*, size_t);
+u32 cublasLtMatmulAlgoGetHeuristic(P, P, P, P, P, P, P, int, P, int*);
+u32 cublasLtMatmul(P, P, const float*, u64, P, u64, P, const float*, u64, P, u64, P, P, u64, size_t, P);
+struct Id { char bytes[128]; };
+u32 ncclGetUniqueId(Id*);
+u32 ncclCommInitRank(P*, int, Id, int);
+u32 ncclAllReduce(u64, u64, size_t, u32, u32, P, P);
+u32 ncclCommDestroy(P);
 }
 
 #define IS(code, call)                                                              \
@@ -313,6 +326,80 @@ static void processes_share_memory_and_events() {
   IS(1, cuMemcpyDtoDAsync_v2(memory, far, N, stream));
 }
 
+static void products_keep_what_was_promised() {
+  open();
+  P handle, description, a, b, d, preference;
+  OK(cublasLtCreate(&handle));
+  OK(cublasLtMatmulDescCreate(&description, 68, 0));
+  int one = 1;
+  IS(7, cublasLtMatmulDescSetAttribute(description, 3, &one, 8));
+  OK(cublasLtMatmulDescSetAttribute(description, 3, &one, 4));  // A is transposed
+  // Column-major: A is 2 x 3 and stored as 3 x 2, B is 3 x 1.
+  OK(cublasLtMatrixLayoutCreate(&a, 0, 3, 2, 3));
+  OK(cublasLtMatrixLayoutCreate(&b, 0, 3, 1, 3));
+  OK(cublasLtMatrixLayoutCreate(&d, 0, 2, 1, 2));
+  OK(cublasLtMatmulPreferenceCreate(&preference));
+  u64 bytes = 2 * PAGE;
+  u32 alignment = 16;
+  OK(cublasLtMatmulPreferenceSetAttribute(preference, 1, &bytes, 8));
+  for (u32 which = 5; which <= 8; which++) OK(cublasLtMatmulPreferenceSetAttribute(preference, which, &alignment, 4));
+  struct { u64 algorithm[8], workspace; u32 rest[6]; } best;
+  int found = 0;
+  OK(cublasLtMatmulAlgoGetHeuristic(handle, description, a, b, d, d, preference, 1, &best, &found));
+  HOLDS(found == 1);
+  IS(7, cublasLtMatmulAlgoGetHeuristic(handle, description, b, b, d, d, preference, 1, &best, &found));
+  OK(cublasLtMatmulAlgoGetHeuristic(handle, description, a, b, d, d, preference, 1, &best, &found));
+  u64 space;
+  OK(cuMemAlloc_v2(&space, bytes));
+  const float values[] = {1, 2, 3, 4, 5, 6, 0, 0, 1, 10, 100, 0, 7, 7};
+  memcpy(pinned, values, sizeof values);
+  OK(cuMemcpyHtoDAsync_v2(memory, pinned, sizeof values, stream));
+  OK(cuStreamSynchronize(stream));
+  const u64 left = memory, right = memory + 32, result = memory + 48;
+  const float alpha = 2, beta = 1;
+  IS(7, cublasLtMatmul(handle, description, &alpha, left, a, right, b, &beta, result, d, result, d, best.algorithm, space, PAGE, stream));
+  IS(7, cublasLtMatmul(handle, description, &alpha, left + 4, a, right, b, &beta, result, d, result, d, best.algorithm, space, bytes, stream));
+  OK(cublasLtMatmul(handle, description, &alpha, left, a, right, b, &beta, result, d, result, d, best.algorithm, space, bytes, stream));
+  OK(cuMemcpyDtoHAsync_v2(pinned, result, 8, stream));
+  OK(cuStreamSynchronize(stream));
+  const float* got = (const float*)pinned;
+  HOLDS(got[0] == 2 * 321 + 7 && got[1] == 2 * 654 + 7);
+}
+static void ranks_sum_what_all_of_them_gave() {
+  int down[2];
+  HOLDS(!pipe(down));
+  pid_t child = fork();
+  const u32 rank = child ? 0 : 1;
+  OK(cuInit(0));
+  OK(cuDevicePrimaryCtxRetain(&context, rank));
+  OK(cuCtxSetCurrent(context));
+  OK(cuStreamCreate(&stream, 1));
+  OK(cuMemAlloc_v2(&memory, N));
+  OK(cuMemHostAlloc((P*)&pinned, N, 1));
+  Id id;
+  if (child) {
+    OK(ncclGetUniqueId(&id));
+    HOLDS(write(down[1], &id, sizeof id) == sizeof id);
+  } else {
+    HOLDS(read(down[0], &id, sizeof id) == sizeof id);
+  }
+  P ranks;
+  OK(ncclCommInitRank(&ranks, 2, id, rank));
+  float* values = (float*)pinned;
+  values[0] = 1 + rank, values[1] = 10;
+  OK(cuMemcpyHtoDAsync_v2(memory, pinned, 8, stream));
+  OK(cuStreamSynchronize(stream));
+  for (int i = 0; i < 3; i++) OK(ncclAllReduce(memory, memory, 2, 7, 0, ranks, stream));
+  IS(4, ncclAllReduce(memory, memory, N, 7, 0, ranks, stream));
+  OK(cuMemcpyDtoHAsync_v2(pinned, memory, 8, stream));
+  OK(cuStreamSynchronize(stream));
+  HOLDS(values[0] == 3 * 4 && values[1] == 80);
+  OK(ncclCommDestroy(ranks));
+  int status = 0;
+  if (child) waitpid(child, &status, 0);
+  HOLDS(status == 0);
+}
+
 #define RULE(name) {#name, name}
 static const struct {
   const char* name;
@@ -325,6 +412,7 @@ static const struct {
     RULE(shared_memory_needs_an_opt_in), RULE(errors_of_kernels_stay),
     RULE(a_kernel_that_leaves_its_memory_ends_the_context), RULE(graphs_run_when_they_are_launched),
     RULE(a_capture_forbids_waiting), RULE(faults_happen_once), RULE(processes_share_memory_and_events),
+    RULE(products_keep_what_was_promised), RULE(ranks_sum_what_all_of_them_gave),
 };
 
 int main(int count, char** words) {

@@ -179,6 +179,8 @@ fn two_ranks_agree_with_the_cpu() {
         let (code, text) = site.run(&[("TESSERA_FAKE_NO_IPC", refused)], &line);
         assert_eq!(code, Some(0), "{text}");
         assert!(!text.contains("fake driver: "), "{text}");
+        // NVML is found in the same directory.
+        assert!(text.contains("the driver counts 0 bytes more"), "{text}");
         agree(&site.losses(output), &cpu);
     }
 }

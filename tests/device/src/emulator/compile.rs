@@ -174,19 +174,28 @@ pub fn build_modules(directory: &Path, modules: &[Module]) -> Result<()> {
 /// When a file cannot be written, or the emulator does not compile.
 pub fn write_objects(directory: &Path) -> Result<()> {
     let objects = directory.join("objects");
-    fs::create_dir_all(&objects).with_context(|| format!("create {}", objects.display()))?;
     let watch = Watch::of_passes();
+    let runtime = fs::read(runtime(watch)?)?;
+    // Objects of another runtime are of no use.
+    if fs::read(objects.join("runtime.o")).is_ok_and(|old| old != runtime) {
+        fs::remove_dir_all(&objects)?;
+    }
+    fs::create_dir_all(&objects).with_context(|| format!("create {}", objects.display()))?;
+    fs::write(objects.join("runtime.o"), runtime)?;
     for module in Family::ALL.into_iter().flat_map(Family::modules) {
         let ptx = ptx::built_in(&module).context("a module without PTX")?;
         let unit = Unit::new(&module, watch)?;
         let path = objects.join(object_name(ptx));
+        let (source, object) = (path.with_extension("cpp"), path.with_extension("so"));
         let cached = unit.cached_path()?;
         if cached.exists() {
-            fs::copy(&cached, path.with_extension("so"))?;
+            fs::copy(&cached, &object)?;
+        } else if fs::read(&source).is_ok_and(|old| old != unit.text.as_bytes()) && object.exists()
+        {
+            fs::remove_file(&object)?;
         }
-        fs::write(path.with_extension("cpp"), unit.text)?;
+        fs::write(&source, unit.text)?;
     }
-    fs::copy(runtime(watch)?, objects.join("runtime.o"))?;
     let flags = [COMMON_FLAGS, processor_flags(), watch.kernel_flags()].concat();
     let script = format!(
         "#!/bin/sh\nset -e\ncd \"$(dirname \"$0\")/objects\"\nwork=$(mktemp -d ./build.XXXXXX)\n\
