@@ -1,6 +1,6 @@
 //! Memory check: whether a run fits a machine. Training and `launcher plan` share this rule.
 
-use super::fixed::DECODING;
+use super::DECODING;
 use super::machine::{Machine, window_rooms};
 use super::rank_memory;
 use crate::config::{Device, RunConfig};

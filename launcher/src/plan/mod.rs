@@ -18,7 +18,7 @@ pub(crate) mod spill_directories;
 pub(crate) mod suggestion;
 
 pub(crate) use dry_run::{HeldOut, Work, dry_run, window_region};
-pub(crate) use fixed::Fixed;
+pub(crate) use fixed::{DECODING, Fixed};
 pub(crate) use machine::Machine;
 pub(crate) use memory_check::MemoryCheck;
 pub(crate) use memory_plans::MemoryPlans;

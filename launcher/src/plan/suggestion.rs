@@ -1,15 +1,14 @@
 //! Suggestions after a lack of memory: similar configurations whose plans fit.
 
-use super::fixed::DECODING;
 use super::rank_memory::whole_memory;
-use super::{Count, Counted, Machine, MemoryCheck, Settled, settle};
+use super::{Count, Counted, DECODING, Machine, MemoryCheck, Settled, settle};
 use crate::cli::{self, Command, resolve};
 use crate::config::{
     Device, Found, Offload, OptimizerInBackward, PrecisionChoice, Recompute, RunConfig, RunPlan,
     Tier, Workers,
 };
-use crate::data::check::{self, encode_options};
 use crate::data::SampleSet;
+use crate::data::check::{self, encode_options};
 use crate::error::failures::unusable;
 use crate::error::{ErrorCode, Failure};
 use crate::model::setup;

@@ -8,7 +8,7 @@ use crate::device::Nvidia;
 use crate::memory::RankMemory;
 use crate::model::setup::shapes;
 use crate::plan::rank_memory::{fixed, plan_event};
-use crate::plan::{HeldOut, Machine, MemoryCheck, Settled, Work, dry_run, window_region};
+use crate::plan::{DECODING, HeldOut, Machine, MemoryCheck, Settled, Work, dry_run, window_region};
 use crate::rank_env::Env;
 use crate::units::bytes;
 use models::SampleInput;
@@ -86,7 +86,7 @@ fn decoding_images_is_a_row_and_a_part_of_the_need() {
             ..found
         }))
     };
-    let row = |flags: &str, image_bytes| of(flags, image_bytes).0.most(&["image decoding"]).1;
+    let row = |flags: &str, image_bytes| of(flags, image_bytes).0.of_part(&DECODING)[1];
     // The loader's threads, and the evaluation in the training thread.
     let four = "--nproc 2 --data-workers 4";
     assert_eq!(row(four, Some(10 * MIB)), 50 * MIB);
