@@ -40,6 +40,12 @@ pub(crate) fn rank_main(
                 ..RunSummary::default()
             });
         }
+        Err(NotOpened::SharesGpu(ranks)) => {
+            return Ok(RunSummary {
+                ranks_per_gpu: Some(ranks),
+                ..RunSummary::default()
+            });
+        }
         Err(NotOpened::Failed(failure)) => return Err(*failure),
     };
     let mut trainer = Trainer::new(opened);

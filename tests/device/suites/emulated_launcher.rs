@@ -46,6 +46,8 @@ const IPC: &str = "TESSERA_EMULATED_IPC";
 const NCCL: &str = "TESSERA_EMULATED_NCCL";
 /// Bytes of a GPU that another process takes after the plan, before a rank opens the GPU.
 const TAKEN: &str = "TESSERA_EMULATED_TAKEN";
+/// UUID of a rank's only GPU.
+const UUID: &str = "TESSERA_EMULATED_UUID";
 /// The variable that CUDA reads.
 const MASK: &str = "CUDA_VISIBLE_DEVICES";
 /// Memory of each GPU.
@@ -73,6 +75,7 @@ impl Devices for Emulated {
         let gpu = |ordinal| Gpu {
             ordinal: (!hidden).then_some(ordinal),
             name: Some("emulated".into()),
+            uuid: text(UUID),
             compute_capability: Some((8, 6)),
             multiprocessors: Some(MULTIPROCESSORS),
             memory_bytes: Some(MEMORY_BYTES),
@@ -185,6 +188,18 @@ fn text(variables: &Variables, name: &str) -> String {
 
 // ---- the driver ----
 
+/// Variables that torchrun gives a rank of two on one machine.
+fn torchrun(rank: &'static str) -> Vec<(&'static str, &'static str)> {
+    vec![
+        (RANK, rank),
+        ("LOCAL_RANK", rank),
+        (WORLD_SIZE, "2"),
+        ("LOCAL_WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "29400"),
+    ]
+}
+
 /// A directory with a model, samples, and runs.
 struct Site(TempDir);
 
@@ -285,15 +300,13 @@ impl Site {
 
     /// Runs two ranks of one machine, started by another program with these variables. Returns exit statuses and
     /// screens.
-    fn ranks_alone(&self, own: &[(&str, &str)], line: &str) -> [(Option<i32>, String); 2] {
-        let torchrun = |rank| {
-            let mut variables = vec![(RANK, rank), ("LOCAL_RANK", rank)];
-            variables.extend([(WORLD_SIZE, "2"), ("LOCAL_WORLD_SIZE", "2")]);
-            variables.extend([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29400")]);
-            variables.extend_from_slice(own);
-            variables
-        };
-        self.started(["0", "1"].map(torchrun), line)
+    fn ranks_alone(
+        &self,
+        own: &[(&'static str, &'static str)],
+        line: &str,
+    ) -> [(Option<i32>, String); 2] {
+        let variables = |rank| [torchrun(rank), own.to_vec()].concat();
+        self.started(["0", "1"].map(variables), line)
     }
 
     /// Runs two ranks with one GPU each, started by another program with the variables of each. Returns exit statuses
@@ -519,6 +532,28 @@ fn a_refused_ipc_falls_back_to_host_memory() {
     ] {
         assert!(screen.contains(words), "no {words:?} in\n{screen}");
     }
+}
+
+/// Another launcher shows each rank one GPU: the same, or one of its own as Slurm's `--gpus-per-task=1` does. The
+/// ranks notice when they meet.
+fn ranks_that_see_one_gpu_find_out_whether_they_share_it() {
+    let site = Site::new();
+    let line = "--precision bf16 --max-steps 2 --device cuda --collectives shm --save-strategy steps --save-steps 2";
+    let trained = |output: &str, uuids: [(&'static str, &'static str); 2]| {
+        let ranks = uuids.map(|(rank, uuid)| [torchrun(rank), vec![(UUID, uuid)]].concat());
+        let ended = site.started(ranks, &format!("{line} --output {output}"));
+        for (code, screen) in &ended {
+            assert_eq!(*code, Some(0), "{screen}");
+        }
+        let shared = ended[0].1.matches("2 ranks share a GPU").count();
+        let config = site.json(&format!("{output}/config.resolved.json"));
+        (shared, config["ranks_per_gpu"].as_u64())
+    };
+    let own = trained("own", [("0", "GPU-a"), ("1", "GPU-b")]);
+    assert_eq!(own, (0, Some(1)));
+    let shared = trained("shared", [("0", "GPU-a"), ("1", "gpu-A")]);
+    assert_eq!(shared, (1, Some(2)));
+    assert!(site.weights("own", 2) == site.weights("shared", 2));
 }
 
 /// Checks that the run has weights, losses and planned memory of another run without a refusal.
@@ -1008,6 +1043,10 @@ const TESTS: [Test; 15] = [
     (
         "a_refused_ipc_falls_back_to_host_memory",
         a_refused_ipc_falls_back_to_host_memory,
+    ),
+    (
+        "ranks_that_see_one_gpu_find_out_whether_they_share_it",
+        ranks_that_see_one_gpu_find_out_whether_they_share_it,
     ),
     (
         "the_optimizer_runs_in_backward_where_host_memory_is_spare",
