@@ -7,6 +7,9 @@ use kernels::footprint;
 use rustix::fs::Access;
 use std::path::{Path, PathBuf};
 
+/// Number of multiprocessors of described GPUs: that of an H100. Scratch memory differs little between kinds.
+pub(crate) const DESCRIBED_MULTIPROCESSORS: u32 = 132;
+
 /// Directories that may hold the window file of ranks on one machine, with the bytes free in each; none where it cannot
 /// be written.
 fn window_dirs() -> Vec<(PathBuf, u64)> {
@@ -42,6 +45,8 @@ pub(crate) struct Machine {
     pub(crate) nvme_free_bytes: Option<u64>,
     /// Largest free space among the directories for the window. `None` for a described machine.
     pub(crate) window_free_bytes: Option<u64>,
+    /// Multiprocessors of the largest GPU. CUDA's context takes memory accordingly.
+    pub(crate) multiprocessors: u32,
     /// Bytes that the collectives library (NCCL) takes of each device.
     pub(crate) library_bytes: u64,
 }
@@ -58,6 +63,7 @@ impl Machine {
             cgroup_limit_bytes: host.cgroup_limit_bytes,
             nvme_free_bytes: None,
             window_free_bytes: room.max(),
+            multiprocessors: DESCRIBED_MULTIPROCESSORS,
             library_bytes: 0,
         }
     }
@@ -71,6 +77,7 @@ impl Machine {
             cgroup_limit_bytes: None,
             nvme_free_bytes: nvme,
             window_free_bytes: None,
+            multiprocessors: DESCRIBED_MULTIPROCESSORS,
             library_bytes: 0,
         }
     }
@@ -85,6 +92,8 @@ impl Machine {
         if self.device_bytes.is_none() {
             self.device_bytes = device::free_bytes(config);
         }
+        let gpus = config.gpus.iter().map(|gpu| gpu.multiprocessors);
+        self.multiprocessors = gpus.max().unwrap_or(self.multiprocessors);
         if config.world_size > 1 && config.resolved_collectives() == Collectives::Nccl {
             self.library_bytes = footprint::NCCL_DEVICE_BYTES;
         }
@@ -105,7 +114,8 @@ impl Machine {
 
     /// Device bytes that CUDA and the collectives library take besides the run's memory.
     pub(crate) fn device_context_bytes(&self) -> u64 {
-        self.device_bytes
-            .map_or(0, |_| footprint::DEVICE_BYTES + self.library_bytes)
+        self.device_bytes.map_or(0, |_| {
+            footprint::device_bytes(self.multiprocessors) + self.library_bytes
+        })
     }
 }
