@@ -9,6 +9,7 @@ use super::error::{DriverResult, Result};
 use super::gpu::Gpu;
 use super::launch::Address;
 use super::transfer::Pinned;
+use cudarc::driver::sys::CUevent_flags;
 use cudarc::driver::{CudaEvent, CudaStream, result};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -104,6 +105,12 @@ impl Chunk {
     }
 }
 
+/// Records an event that a host thread may wait for. The thread sleeps meanwhile: other threads compute.
+fn awaited(stream: &CudaStream) -> Result<CudaEvent> {
+    let flags = Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC);
+    stream.record_event(flags).during("recording an event")
+}
+
 impl Ring {
     fn new(gpu: &Gpu, count: usize, chunk_bytes: usize) -> Result<Self> {
         let chunk = |_| {
@@ -115,6 +122,17 @@ impl Ring {
             chunk_bytes,
             chunks: Mutex::new(chunks),
         })
+    }
+
+    /// Waits until the next chunks for `bytes` bytes are free.
+    pub(super) fn await_chunks(&self, gpu: &Gpu, bytes: u64) -> Result<()> {
+        gpu.bind()?;
+        let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = (bytes as usize).div_ceil(self.chunk_bytes);
+        chunks
+            .iter_mut()
+            .take(next)
+            .try_for_each(|chunk| chunk.wait(gpu))
     }
 
     /// Queues a copy to the device. Returns after all of `bytes` was read.
@@ -143,7 +161,7 @@ impl Ring {
             // SAFETY: the caller vouches for the range; nothing uses the chunk until its event.
             unsafe { result::memcpy_htod_async(at, pinned, stream.cu_stream()) }
                 .during("copying to the GPU")?;
-            let busy = stream.record_event(None).during("marking a moment")?;
+            let busy = awaited(stream)?;
             chunk.busy = Some(busy);
         }
         Ok(())
@@ -191,7 +209,7 @@ impl Ring {
                 // SAFETY: the caller vouches for the range; the chunk is left alone until its event.
                 unsafe { result::memcpy_dtoh_async(pinned, at, stream.cu_stream()) }
                     .during("copying from the GPU")?;
-                let busy = stream.record_event(None).during("marking a moment")?;
+                let busy = awaited(stream)?;
                 chunk.busy = Some(busy);
             }
         }

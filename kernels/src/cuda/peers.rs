@@ -12,6 +12,7 @@ use super::backend::gpu::{cuda_event, event, order};
 use super::backend::{Cause, Event, PeerExecutor};
 use super::error::{DriverResult, Result};
 use super::gpu::Gpu;
+use super::group::Abandoned;
 use super::launch::Address;
 use super::transfer::HANDLE_BYTES;
 use crate::peers::Lane;
@@ -103,12 +104,14 @@ struct Member {
 #[derive(Debug)]
 struct Mapped {
     context: Arc<CudaContext>,
+    abandoned: Abandoned,
     start: sys::CUdeviceptr,
 }
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        if self.context.bind_to_thread().is_ok() {
+        // The driver unmaps memory after the copies that read it.
+        if !self.abandoned.is_set() && self.context.bind_to_thread().is_ok() {
             // SAFETY: opened once, closed once. A failing driver leaves nothing to do.
             let _unused_outcome = unsafe { sys::cuIpcCloseMemHandle(self.start) }.result();
         }
@@ -183,6 +186,7 @@ impl Gpu {
             .during("mapping GPU memory of another rank")?;
         let memory = Mapped {
             context: context.clone(),
+            abandoned: self.group_state().abandoned().clone(),
             start,
         };
         let mut marks = || -> Result<Marks, Cause> {
@@ -274,7 +278,7 @@ impl PeerExecutor for Gpu {
         let cuda_event = &peers.marks[lane as usize][place(number)];
         // SAFETY: event and stream belong to this GPU's context and are alive.
         unsafe { result::event::record(cuda_event.raw, self.lane(lane)?) }
-            .during("marking a moment")?;
+            .during("recording an event")?;
         Ok(number)
     }
 

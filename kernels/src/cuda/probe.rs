@@ -4,6 +4,7 @@
 use std::ffi::{CStr, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use cudarc::driver::CudaContext;
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 
@@ -59,7 +60,15 @@ impl Probe {
 /// Searches for NVIDIA's libraries and asks the driver for its version and the visible GPUs.
 #[must_use]
 pub fn probe(search: &Search) -> Probe {
-    let mut libraries: Vec<Found> = Library::ALL.map(|library| find(library, search)).into();
+    probe_for(&Library::ALL, search)
+}
+
+/// As [`probe`], but searches for these libraries only. The driver must be among them. A library that is found stays
+/// mapped into this process: some hundred megabytes of cuBLASLt and NCCL each.
+#[must_use]
+pub fn probe_for(libraries: &[Library], search: &Search) -> Probe {
+    let found = libraries.iter().map(|library| find(*library, search));
+    let mut libraries: Vec<Found> = found.collect();
     for found in &mut libraries {
         if found.path.is_some() {
             found.version = version(found);
@@ -91,6 +100,15 @@ pub fn probe(search: &Search) -> Probe {
         )),
     };
     answer
+}
+
+/// Free memory in bytes of the GPU with CUDA's device number `ordinal`, by the driver. It opens the GPU for the question,
+/// so the context counts as used. `None` if that fails. For GPUs that NVML does not list, such as MIG instances.
+#[must_use]
+pub fn free_bytes(ordinal: u32) -> Option<u64> {
+    let context = CudaContext::new(ordinal as usize).ok()?;
+    let (free, _) = context.mem_get_info().ok()?;
+    Some(free as u64)
 }
 
 /// Why a driver is too old, if it is.

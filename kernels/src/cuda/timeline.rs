@@ -40,7 +40,7 @@ pub(super) struct Timeline(Mutex<Option<Measured>>);
 
 fn timed(stream: &CudaStream) -> Result<CudaEvent> {
     let event = stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
-    event.during("marking a moment")
+    event.during("recording an event")
 }
 
 impl Timeline {

@@ -53,5 +53,10 @@ pub(crate) fn rank_main(
         Task::Train => trainer.train(stop),
         Task::Evaluate => trainer.verify_resume(),
     };
-    result.map_err(|failure| trainer.abort(failure))
+    result.map_err(|failure| {
+        let failure = trainer.abort(failure);
+        // Destructors may take long, so the report comes first. An error is reported where the caller saves again.
+        drop(failure.save(&config.output, env.rank));
+        failure
+    })
 }

@@ -169,6 +169,7 @@ impl<'a> Opened<'a> {
         let memory_plans = memory_plans.transpose();
         let memory_plans =
             memory_plans.map_err(|e| failures::engine("plan the memory of a micro-batch", &e))?;
+        let memory_plans = memory_plans.map(|plans| plans.for_device(backend.clone()));
         let zero = Zero::new(
             plan,
             comm.clone(),
@@ -181,6 +182,11 @@ impl<'a> Opened<'a> {
                 NotOpened::IpcRefused(refused(&refusals))
             }
             error => failures::engine("allocate model states", &error).into(),
+        })
+        .inspect_err(|error| {
+            if let NotOpened::Failed(_) = error {
+                backend.abandon();
+            }
         })?;
         zero.reserve_activations(config.found().spilled_activation_bytes)
             .map_err(|e| failures::engine("reserve spill space for activations", &e))?;
@@ -210,7 +216,8 @@ impl<'a> Opened<'a> {
             collectives,
             faults,
         };
-        opened.load()?;
+        let loaded = opened.load();
+        loaded.inspect_err(|_| opened.replica.backend.abandon())?;
         Ok(opened)
     }
 

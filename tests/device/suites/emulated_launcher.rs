@@ -46,6 +46,8 @@ const IPC: &str = "TESSERA_EMULATED_IPC";
 const NCCL: &str = "TESSERA_EMULATED_NCCL";
 /// Bytes of a GPU that another process takes after the plan, before a rank opens the GPU.
 const TAKEN: &str = "TESSERA_EMULATED_TAKEN";
+/// File in which a GPU notes how its memory was freed.
+const NOTE: &str = "TESSERA_EMULATED_NOTE";
 /// UUID of a rank's only GPU.
 const UUID: &str = "TESSERA_EMULATED_UUID";
 /// The variable that CUDA reads.
@@ -145,6 +147,10 @@ impl Devices for Emulated {
         let emulated = EmulatedGpu::new(Order::Ascending)
             .with_library(library)
             .with_room(MEMORY_BYTES - taken(variables));
+        let emulated = match variables.get(NOTE) {
+            Some(file) => emulated.with_note(file.into()),
+            None => emulated,
+        };
         let emulated = Arc::new(emulated);
         let graphed = |mode| with_graphs(emulated.clone(), arena_bytes, mode);
         let device = match graphs {
@@ -532,6 +538,31 @@ fn a_refused_ipc_falls_back_to_host_memory() {
     ] {
         assert!(screen.contains(words), "no {words:?} in\n{screen}");
     }
+}
+
+/// The kernels of a run are compiled together. After a failure, destructors do not wait for a GPU that may wait for a
+/// lost rank.
+fn a_rank_compiles_its_kernels_ahead_and_abandons_its_gpu_when_it_fails() {
+    let site = Site::new();
+    let line = format!("{MODEL} --device cuda --max-steps 2 --save-steps 1 --save-strategy steps");
+    let how = |output: &str, inject: &str| {
+        let note = site.path(output).with_extension("note");
+        let own = [(NOTE, note.to_str().unwrap())];
+        let (code, screen) = site.run_with(1, &own, &format!("{line} --output {output} {inject}"));
+        (code, fs::read_to_string(note).expect(&screen))
+    };
+    let (code, good) = how("good", "");
+    assert_eq!(code, Some(0));
+    let count = good
+        .strip_prefix("freed, ")
+        .and_then(|text| text.split(' ').next());
+    let count: u64 = count.and_then(|count| count.parse().ok()).expect(&good);
+    assert!(count > 10, "{good}");
+    let (code, bad) = how("bad", "--inject disk-full:rank=0,step=1");
+    assert_ne!(code, Some(0));
+    assert!(bad.starts_with("abandoned"), "{bad}");
+    let failure = fs::read_dir(site.path("bad/errors"));
+    assert!(failure.is_ok_and(|files| files.count() == 1));
 }
 
 /// Another launcher shows each rank one GPU: the same, or one of its own as Slurm's `--gpus-per-task=1` does. The
@@ -1007,7 +1038,7 @@ fn machines_with_different_libraries_are_named() {
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 15] = [
+const TESTS: [Test; 17] = [
     (
         "gpu_memory_taken_by_another_process_ends_the_run_and_names_it",
         gpu_memory_taken_by_another_process_ends_the_run_and_names_it,
@@ -1043,6 +1074,10 @@ const TESTS: [Test; 15] = [
     (
         "a_refused_ipc_falls_back_to_host_memory",
         a_refused_ipc_falls_back_to_host_memory,
+    ),
+    (
+        "a_rank_compiles_its_kernels_ahead_and_abandons_its_gpu_when_it_fails",
+        a_rank_compiles_its_kernels_ahead_and_abandons_its_gpu_when_it_fails,
     ),
     (
         "ranks_that_see_one_gpu_find_out_whether_they_share_it",

@@ -8,6 +8,7 @@ use crate::cuda::gpu::Gpu;
 use crate::cuda::graph::Graph;
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::Multiply;
+use crate::cuda::module::Module;
 use crate::timeline::{DeviceLane, DeviceSpan};
 use cudarc::driver::{CudaEvent, CudaStream, result};
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use std::sync::Arc;
 /// Downcasts an event to this driver's type.
 pub(in crate::cuda) fn cuda_event(event: &Event) -> Result<&CudaEvent, Cause> {
     let cuda_event = event.downcast_ref::<CudaEvent>();
-    cuda_event.ok_or_else(|| "a moment of another device".into())
+    cuda_event.ok_or_else(|| "an event of another device".into())
 }
 
 // SAFETY: memory stays until `free`, which waits for the device. Work goes to one stream, in the order of calls, and
@@ -46,9 +47,21 @@ unsafe impl Executor for Gpu {
             // SAFETY: allocated above, freed once. A failing driver leaves nothing to do.
             let _unused_outcome = unsafe { result::free_sync(memory.0) };
         }
-        if !all && let Some(products) = self.products() {
-            products.abandon();
+        if !all {
+            self.abandon_others();
         }
+    }
+
+    fn compile_ahead(&self, modules: &[Module]) {
+        self.images().compile_ahead(modules);
+    }
+
+    fn abandon(&self) {
+        self.abandon_others();
+    }
+
+    fn await_write(&self, bytes: u64) -> Result<(), Cause> {
+        Ok(self.copies()?.small.await_chunks(self, bytes)?)
     }
 
     unsafe fn write(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
@@ -83,7 +96,7 @@ unsafe impl Executor for Gpu {
 
     fn record_event(&self) -> Result<Event, Cause> {
         let event = self.stream().record_event(None);
-        Ok(Arc::new(event.during("marking a moment")?))
+        Ok(Arc::new(event.during("recording an event")?))
     }
 
     unsafe fn upload(
@@ -127,7 +140,7 @@ unsafe impl Executor for Gpu {
         let mut began = None;
         let begin = || {
             let wait = stream.wait(behind);
-            wait.during("ordering a copy behind a moment")?;
+            wait.during("ordering a copy after an event")?;
             began = self.timeline.stamp(stream)?;
             Ok(())
         };
@@ -194,7 +207,7 @@ pub(in crate::cuda) fn order(stream: &CudaStream, cuda_event: &CudaEvent) -> Res
 
 /// Records an event after everything queued on `stream`.
 pub(in crate::cuda) fn event(stream: &CudaStream) -> Result<CudaEvent, Cause> {
-    Ok(stream.record_event(None).during("marking a moment")?)
+    Ok(stream.record_event(None).during("recording an event")?)
 }
 
 impl Gpu {
