@@ -241,7 +241,9 @@ impl PeerAccess for CudaBackend {
     }
 
     fn mark(&self, lane: Lane) -> Result<u64> {
-        self.peer_executor()?.mark(lane).map_err(failed("record an event"))
+        self.peer_executor()?
+            .mark(lane)
+            .map_err(failed("record an event"))
     }
 
     fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<()> {
