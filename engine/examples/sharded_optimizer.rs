@@ -2,7 +2,8 @@
 //! `cargo run --release -p tessera-engine --example sharded_optimizer`.
 //!
 //! The model computes its own gradients; the optimizer sums them over ranks, keeps half of the state on each and writes
-//! the weights back. At the end they equal those of an AdamW that nobody divides.
+//! the weights back. Half-way the run is saved, and another optimizer continues it. At the end the weights equal those of
+//! an AdamW that nobody divides.
 #![allow(
     clippy::print_stdout,
     clippy::print_stderr,
@@ -60,9 +61,12 @@ impl TensorBridge for Model {
     }
 }
 
-fn train(comm: &Arc<dyn Communicator>, stage: Stage) -> Result<Rows, Box<dyn Error>> {
-    let rank = comm.world().rank;
-    let mut model = Model {
+/// The initial model, and an optimizer for it.
+fn start(
+    comm: &Arc<dyn Communicator>,
+    stage: Stage,
+) -> Result<(Model, ShardedOptimizer), Box<dyn Error>> {
+    let model = Model {
         weights: mlp::initial(),
         gradients: Rows::new(),
     };
@@ -71,9 +75,20 @@ fn train(comm: &Arc<dyn Communicator>, stage: Stage) -> Result<Rows, Box<dyn Err
         ..ZeroConfig::default()
     };
     let rule = Arc::new(optim::AdamW::default());
-    let mut optimizer = ShardedOptimizer::new(&model, comm.clone(), rule, config)?;
+    let optimizer = ShardedOptimizer::new(&model, comm.clone(), rule, config)?;
+    Ok((model, optimizer))
+}
+
+fn train(comm: &Arc<dyn Communicator>, stage: Stage) -> Result<Rows, Box<dyn Error>> {
+    let rank = comm.world().rank;
+    let (mut model, mut optimizer) = start(comm, stage)?;
     let share = SAMPLES / RANKS;
     for step in 0..STEPS {
+        if step == STEPS / 2 {
+            let checkpoint = optimizer.save(&ranks::directory(), Default::default(), 1)?;
+            (model, optimizer) = start(comm, stage)?;
+            optimizer.load(&checkpoint, &mut model)?;
+        }
         let batch = mlp::batch(step, rank * share..(rank + 1) * share);
         let (sum, gradients) = mlp::gradients(&model.weights, &batch);
         // The optimizer takes gradients of the mean.

@@ -91,14 +91,27 @@ pub const TARGETS: [Target; 7] = [
     },
 ];
 
+/// Most bytes of color profiles and texts, which headers do not count.
+const METADATA_BYTES: u64 = 16 << 20;
+
 /// Images. Large run-length-encoded WebP and BMP files of one color are skipped, because decoding them takes long and
 /// tests nothing.
 fn image(bytes: &[u8]) -> bool {
     let unbounded = bytes.starts_with(b"RIFF") || bytes.starts_with(b"BM");
-    if unbounded && models::fuzzing::pixels(bytes).is_some_and(|pixels| pixels > 1 << 20) {
+    let header = models::fuzzing::header(bytes);
+    if unbounded && header.is_some_and(|header| header.pixels() > 1 << 20) {
         return false;
     }
-    models::fuzzing::image(bytes).is_ok()
+    let (image, peak) = memory::peak(|| models::fuzzing::image(bytes));
+    // The plan of a run counts what the header states.
+    if let Some(header) = header.filter(|_| image.is_ok()) {
+        let most = header.decode_bytes(false) + METADATA_BYTES;
+        assert!(
+            peak as u64 <= most,
+            "{header:?} allows {most} bytes, decoding took {peak}"
+        );
+    }
+    image.is_ok()
 }
 
 /// Kind of input with this name.

@@ -143,4 +143,7 @@ struct Export<F> {
                                                                             char* error, u64 error_size) {       \
     typedef emulator::Export<&::name> Exported;                                                                  \
     return emulator::run(*launch, {#name, bound, Exported::kinds, Exported::call}, error, error_size);           \
+  }                                                                                                              \
+  extern "C" __attribute__((visibility("default"))) const char* emulator_kinds_##name() {                        \
+    return emulator::Export<&::name>::kinds;                                                                     \
   }

@@ -6,7 +6,7 @@ use crate::families::Family;
 use crate::glm4v::config::Glm4vConfig;
 use crate::glm41v::config::Glm41vConfig;
 use crate::image::RgbImage;
-use crate::image::decode::{self, ImageError, decode_bytes};
+use crate::image::decode::{Header, ImageError, decode_bytes};
 use crate::minicpm::config::MiniCpmConfig;
 use crate::text::{Tokenizer, TokenizerError};
 use crate::weights::{self, WeightError};
@@ -40,12 +40,10 @@ pub fn config(bytes: &[u8]) -> Result<(), ConfigError> {
     }
 }
 
-/// Number of pixels (width times height) that the header of the image file `bytes` states; `None` if it is
-/// not usable.
+/// Header of the image file `bytes`; `None` if it is not usable.
 #[must_use]
-pub fn pixels(bytes: &[u8]) -> Option<u64> {
-    let (width, height) = decode::size_of(Path::new("picture"), bytes).ok()?;
-    Some(u64::from(width) * u64::from(height))
+pub fn header(bytes: &[u8]) -> Option<Header> {
+    Header::of(Path::new("picture"), bytes).ok()
 }
 
 /// Decodes `bytes` as an image file.

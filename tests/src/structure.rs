@@ -30,7 +30,10 @@ const ENGINE: &[Row] = &[
         "access checkpoint comm error offload plan spec step store timing trace",
     ),
     ("dry_run", "access comm error offload plan step zero"),
-    ("sharded", "access comm error offload plan spec step zero"),
+    (
+        "sharded",
+        "access checkpoint comm error offload plan spec step zero",
+    ),
     ("fuzzing", "checkpoint comm"),
 ];
 
@@ -43,7 +46,7 @@ const LAUNCHER: &[Row] = &[
     ("config", "error units"),
     ("ui", "memory rank_env units"),
     ("device", "config error memory rank_env ui units"),
-    ("data", "config error units"),
+    ("data", "config error memory rank_env units"),
     ("model", "config data error ui"),
     ("report", "config error memory ui units"),
     ("cli", "config device error rank_env units"),

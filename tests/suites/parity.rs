@@ -4,12 +4,13 @@
 
 use engine::Offload;
 use models::open_processor;
+use safetensors::SafeTensors;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 use tests::golden::{Comparison, Pack, packs_of};
 use tests::parity::{check_pack, check_trajectory};
-use tests::world::{Layout, NO_OFFLOAD, run_case};
+use tests::world::{Layout, NO_OFFLOAD, Setup, run_case, run_case_with};
 
 fn all_ok(what: &str, comparisons: &[Comparison]) {
     assert!(!comparisons.is_empty(), "{what}: nothing was compared");
@@ -106,6 +107,53 @@ fn a_pack_may_have_one_layout_of_its_config_and_no_tables() {
         assert_eq!(title, "case text_only");
         all_ok(file, case);
     }
+}
+
+/// As `scripts/compare_reference.py` writes a pack.
+#[test]
+fn a_pack_of_losses_logits_and_adapters_is_compared_without_gradients_of_all_weights() {
+    let (name, case) = ("glm-4.1v-9b-thinking", "square_single");
+    let copy = copy_of(name, case);
+    for adapters in ["adapter_init", "adapter_after8"] {
+        copy_files(
+            &Pack::beside(name).join(adapters),
+            &copy.path().join(adapters),
+        );
+    }
+    let path = copy.path().join("cases").join(case);
+    let bytes = fs::read(path.join("expected.safetensors")).unwrap();
+    let all = SafeTensors::deserialize(&bytes).unwrap();
+    let kept = ["input_ids", "labels", "pixel_values", "loss", "logits"];
+    let kept = kept.map(|name| (name, all.tensor(name).unwrap()));
+    let kept = safetensors::serialize(kept, None).unwrap();
+    fs::write(path.join("expected.safetensors"), kept).unwrap();
+    let trajectory = copy.path().join("trajectory.json");
+    let mut runs: Value = serde_json::from_slice(&fs::read(&trajectory).unwrap()).unwrap();
+    let runs = runs.as_object_mut().unwrap();
+    runs.retain(|name, _| name == "optimizer" || name == "lora");
+    fs::write(&trajectory, serde_json::to_vec(&runs).unwrap()).unwrap();
+    let sections = check_pack(copy.path()).unwrap();
+    for (title, comparisons) in &sections {
+        all_ok(title, comparisons);
+    }
+    let quantities = sections.iter().flat_map(|(_, c)| c);
+    let quantities: Vec<_> = quantities.map(|c| &*c.quantity).collect();
+    for quantity in ["loss", "logits", "losses", "grad_norms"] {
+        assert!(
+            quantities.contains(&quantity),
+            "{quantity} was not compared"
+        );
+    }
+
+    let pack = Pack::read(copy.path()).unwrap();
+    let processor = open_processor(copy.path()).unwrap();
+    let samples = packs_of(pack.family).samples(&pack, pack.case(case).unwrap(), &*processor);
+    let samples = samples.unwrap();
+    let full = run_case(&pack, &samples, Layout::SINGLE).unwrap();
+    let norms = run_case_with(&pack, &samples, Layout::SINGLE, &Setup::norms().unwrap()).unwrap();
+    assert_eq!((full.loss, full.logits), (norms.loss, norms.logits));
+    assert!(norms.grads.keys().all(|name| name.contains("norm")));
+    assert!(norms.grads.len() < full.grads.len());
 }
 
 #[test]

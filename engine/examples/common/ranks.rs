@@ -2,6 +2,7 @@
 
 use engine::comm::{Communicator, World, shm};
 use std::error::Error;
+use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
 
@@ -36,7 +37,25 @@ pub(crate) fn in_processes(
     }
 }
 
+/// Directory for checkpoints of the processes that the process `parent` started.
+fn directory_of(parent: u32) -> PathBuf {
+    std::env::temp_dir().join(format!("engine-example-checkpoints-{parent}"))
+}
+
+/// Directory for checkpoints of all ranks, which is removed at the end.
+pub(crate) fn directory() -> PathBuf {
+    directory_of(std::os::unix::process::parent_id())
+}
+
 fn start(size: usize) -> Result<(), Box<dyn Error>> {
+    let directory = directory_of(std::process::id());
+    std::fs::create_dir(&directory)?;
+    let ended = start_ranks(size);
+    std::fs::remove_dir_all(&directory)?;
+    ended
+}
+
+fn start_ranks(size: usize) -> Result<(), Box<dyn Error>> {
     let program = std::env::current_exe()?;
     let window = format!("engine-example-{}", std::process::id());
     let mut ranks = Vec::new();

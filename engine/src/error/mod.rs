@@ -135,6 +135,39 @@ pub enum EngineError {
         /// Sorted names of tensors in the checkpoint that are not trained here.
         extra: Vec<String>,
     },
+    /// A tensor of the checkpoint differs from this run's: it is missing, or has another shape or dtype.
+    #[error(
+        "the checkpoint does not fit this run: {kind} of {name} is {found} there, {expected} here"
+    )]
+    CheckpointTensor {
+        /// Kind of the tensor, such as `exp_avg`.
+        kind: String,
+        /// Name of the parameter.
+        name: String,
+        /// Dtype and shape in this run; `nothing` if the run has no such state.
+        expected: String,
+        /// Dtype and shape in the checkpoint; `nothing` if it has no such tensor.
+        found: String,
+    },
+    /// Ranks opened different checkpoints.
+    #[error("rank {rank} opened another checkpoint than this rank")]
+    CheckpointsDiffer {
+        /// The rank with another checkpoint.
+        rank: usize,
+    },
+    /// A checkpoint was requested between a micro-batch and its step; gradients are not part of checkpoints.
+    #[error(
+        "gradients were accumulated since the last step, and a checkpoint does not contain gradients"
+    )]
+    GradientsPending,
+    /// Another rank failed at a step that all ranks take together.
+    #[error("rank {rank} failed: {cause}")]
+    OtherRank {
+        /// The first rank that failed.
+        rank: usize,
+        /// Its error, in words.
+        cause: String,
+    },
     /// Ranks have different versions of NCCL.
     #[error("rank {rank} has NCCL {theirs}, this rank has {ours}")]
     LibraryDiffers {

@@ -1,5 +1,6 @@
 //! The interface between the optimizer and tensors of another library.
 
+use kernels::Tensor;
 use optim::GroupOptions;
 
 /// Error of the library that owns the tensors, as a [`TensorBridge`] returns it.
@@ -59,6 +60,16 @@ pub trait TensorBridge {
     /// # Errors
     /// Any error of the library.
     fn read_gradient(&self, tensor: usize, out: &mut [f32]) -> Result<(), BridgeError>;
+
+    /// Gradient of a tensor in the memory of the device that
+    /// [`ShardedOptimizer::on_device`](super::ShardedOptimizer::on_device) was given: f32, bf16 or f16. The optimizer
+    /// takes it from there. `None`, the default, makes it call [`TensorBridge::read_gradient`].
+    ///
+    /// # Errors
+    /// Any error of the library.
+    fn device_gradient(&self, _tensor: usize) -> Result<Option<Tensor>, BridgeError> {
+        Ok(None)
+    }
 
     /// Replaces the weights of a tensor.
     ///

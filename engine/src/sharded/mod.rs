@@ -9,14 +9,20 @@
 //!
 //! Optimizer state, and from stage 2 on the summed gradients, is divided by the number of ranks and may be located on
 //! another tier. The engine also stores its own weights, in the dtype of the precision, on the tier `offload.param`.
-//! Stage 3 divides them too, which needs a gather in every pass. If the model's own weights must not be whole anywhere,
-//! it reads them through leases instead: see the example `zero3_leases`.
+//! Stage 3 divides them too, which needs a gather in every pass.
+//!
+//! A model whose own weights must not be whole anywhere reads them group by group from a [`MicroBatch`], and updates
+//! them with [`ShardedOptimizer::step_sharded`]: see the example `zero3_leases`.
+//! [`ShardedOptimizer::save`] and [`ShardedOptimizer::load`] continue a run exactly, at any stage.
 
 mod bridge;
+mod checkpoints;
+mod micro_batch;
 mod optimizer;
 
 #[cfg(test)]
 mod tests;
 
 pub use bridge::{BridgeError, TensorBridge, TensorGroup, TensorInfo};
+pub use micro_batch::MicroBatch;
 pub use optimizer::ShardedOptimizer;

@@ -1,16 +1,17 @@
 //! The optimizer of another library's model: the engine's step over a plan made from the bridge.
 
 use super::bridge::{BridgeError, TensorBridge};
-use crate::access::ParamAccess;
+use super::micro_batch::MicroBatch;
 use crate::comm::Communicator;
 use crate::error::EngineError;
 use crate::offload::tier::Tiers;
-use crate::plan::{PassKind, Phase, Plan, ZeroConfig};
+use crate::plan::{PassKind, Plan, ZeroConfig};
 use crate::spec::{ModelSpec, ParamId, ParamSpec, UnitId, UnitSpec};
 use crate::step::OptimizerConfig;
 use crate::zero::{StepReport, Zero};
-use kernels::{MetaBackend, Pool, Shape, Tag, Tensor};
+use kernels::{Backend, MetaBackend, Pool, Shape};
 use optim::Optimizer;
+use std::ops::Range;
 use std::sync::Arc;
 
 type Result<T, E = EngineError> = std::result::Result<T, E>;
@@ -75,8 +76,9 @@ type Result<T, E = EngineError> = std::result::Result<T, E>;
 /// ```
 #[derive(Debug)]
 pub struct ShardedOptimizer {
-    zero: Zero,
-    pool: Pool,
+    pub(super) zero: Zero,
+    /// Whether gradients were accumulated since the last step.
+    pub(super) accumulated: bool,
 }
 
 impl ShardedOptimizer {
@@ -107,10 +109,26 @@ impl ShardedOptimizer {
         config: ZeroConfig,
         tiers: Tiers,
     ) -> Result<Self> {
+        let backend = Arc::new(MetaBackend::new(tiers.device.clone()));
+        Self::on_device(bridge, comm, rule, config, tiers, backend)
+    }
+
+    /// Creates an optimizer as [`ShardedOptimizer::with_tiers`] does, whose gradients may be in the memory of the
+    /// device `backend` ([`TensorBridge::device_gradient`]). On a GPU the states of the device tier are in that
+    /// memory too, and the pool of the device tier counts buffers of the host.
+    ///
+    /// # Errors
+    /// As [`ShardedOptimizer::with_tiers`], and when the device fails.
+    pub fn on_device(
+        bridge: &dyn TensorBridge,
+        comm: Arc<dyn Communicator>,
+        rule: Arc<dyn Optimizer>,
+        config: ZeroConfig,
+        tiers: Tiers,
+        backend: Arc<dyn Backend>,
+    ) -> Result<Self> {
         let (spec, groups) = spec(bridge);
         let plan = Arc::new(Plan::new(spec, config, comm.world().size)?);
-        let pool = tiers.device.clone();
-        let backend = Arc::new(MetaBackend::new(pool.clone()));
         let optimizer = OptimizerConfig { rule, groups };
         let mut zero = Zero::new(plan.clone(), comm, backend, tiers, optimizer)?;
         // The engine asks for parts of a tensor in order, and the bridge returns whole ones.
@@ -125,7 +143,10 @@ impl ShardedOptimizer {
             out.copy_from_slice(&read.1[elements]);
             Ok(())
         })?;
-        Ok(Self { zero, pool })
+        Ok(Self {
+            zero,
+            accumulated: false,
+        })
     }
 
     /// Adds the gradients of one micro-batch, read from the bridge, to those of the next step. They must be
@@ -141,36 +162,30 @@ impl ShardedOptimizer {
         mean_loss: f64,
         samples: u64,
     ) -> Result<()> {
-        self.zero.begin_pass(PassKind::Train);
-        if samples > 0 {
-            let plan = self.zero.plan().clone();
-            for unit in plan.units().iter().rev() {
-                let lease = self.zero.lease(unit.id, Phase::Backward)?;
-                for slot in &unit.trainable.slots {
-                    self.deposit(bridge, slot.param, samples)?;
-                }
-                lease.end()?;
+        let plan = self.zero.plan().clone();
+        let batch = self.micro_batch(samples);
+        let units = plan.units().iter().filter(|_| samples > 0);
+        for unit in units.rev() {
+            let lease = batch.backward(unit.id)?;
+            for slot in &unit.trainable.slots {
+                hand_over(&batch, bridge, &plan, slot.param)?;
             }
+            lease.end()?;
         }
-        let loss = if samples > 0 { mean_loss } else { 0.0 };
-        self.zero.end_micro_batch(loss * samples as f64, samples)
+        batch.end(mean_loss)
     }
 
-    fn deposit(&self, bridge: &dyn TensorBridge, id: ParamId, samples: u64) -> Result<()> {
-        let param = &self.zero.plan().spec().params[id.index()];
-        let mut gradient = vec![0.0; param.shape.elems()];
-        let read = bridge.read_gradient(id.index(), &mut gradient);
-        read.map_err(|source| EngineError::Bridge {
-            action: "read the gradient of",
-            tensor: param.name.clone(),
-            source,
-        })?;
-        // The engine divides by all samples in the step.
-        for value in &mut gradient {
-            *value *= samples as f32;
-        }
-        let gradient = Tensor::from_slice(&self.pool, Tag::Workspace, param.shape, &gradient)?;
-        self.zero.deposit(id, &gradient)
+    /// Begins a micro-batch of `samples` samples (or tokens) of this rank, for a model that hands over gradients
+    /// itself or reads its weights group by group. All ranks must call it.
+    pub fn micro_batch(&mut self, samples: u64) -> MicroBatch<'_> {
+        self.zero.begin_pass(PassKind::Train);
+        MicroBatch::new(self, samples)
+    }
+
+    pub(super) fn end_micro_batch(&mut self, mean_loss: f64, samples: u64) -> Result<()> {
+        self.accumulated = true;
+        let loss = if samples > 0 { mean_loss } else { 0.0 };
+        self.zero.end_micro_batch(loss * samples as f64, samples)
     }
 
     /// Updates the weights with learning rate `lr` by all gradients accumulated since the last step, and
@@ -180,15 +195,41 @@ impl ShardedOptimizer {
     /// # Errors
     /// When the bridge or communication fails.
     pub fn step(&mut self, bridge: &mut dyn TensorBridge, lr: f64) -> Result<StepReport> {
-        let report = self.zero.step(lr)?;
+        let report = self.step_sharded(lr)?;
         if report.applied {
             self.write_weights(bridge)?;
         }
         Ok(report)
     }
 
-    /// Writes the weights that the engine stores into the bridge, for example after a checkpoint was loaded.
-    /// All ranks must call it.
+    /// Updates as [`ShardedOptimizer::step`] does, without writing whole weights anywhere. For models that read weights
+    /// through [`MicroBatch::weights`] or [`ShardedOptimizer::visit_sharded_weights`].
+    ///
+    /// # Errors
+    /// When communication fails.
+    pub fn step_sharded(&mut self, lr: f64) -> Result<StepReport> {
+        let report = self.zero.step(lr)?;
+        self.accumulated = false;
+        Ok(report)
+    }
+
+    /// Calls `visit` with this rank's part of the weights: the number of a tensor, a range of its elements, and their
+    /// values. The parts of all ranks (of one shard group) have every element once. No rank communicates.
+    ///
+    /// # Errors
+    /// When memory, the disk or `visit` fails.
+    pub fn visit_sharded_weights(
+        &mut self,
+        mut visit: impl FnMut(usize, Range<usize>, &[f32]) -> Result<(), BridgeError>,
+    ) -> Result<()> {
+        let plan = self.zero.plan().clone();
+        self.zero.visit_sharded_weights(|id, elements, values| {
+            let visited = visit(id.index(), elements, &values.to_f32_vec()?);
+            visited.map_err(|source| failed("visit", &plan, id, source))
+        })
+    }
+
+    /// Writes the weights that the engine stores into the bridge. All ranks must call it.
     ///
     /// # Errors
     /// When the bridge or communication fails.
@@ -196,23 +237,45 @@ impl ShardedOptimizer {
         let plan = self.zero.plan();
         self.zero.visit_weights(|id, weight| {
             let written = bridge.write_weight(id.index(), &weight.to_f32_vec()?);
-            written.map_err(|source| EngineError::Bridge {
-                action: "write",
-                tensor: plan.spec().params[id.index()].name.clone(),
-                source,
-            })
+            written.map_err(|source| failed("write", plan, id, source))
         })
     }
 
-    /// Engine with this optimizer's states: for checkpoints, memory sizes and times.
+    /// Engine with this optimizer's states: for memory sizes and times.
     #[must_use]
     pub fn zero(&self) -> &Zero {
         &self.zero
     }
 
-    /// Engine with this optimizer's states, mutable: for example to load a checkpoint into it.
+    /// Engine with this optimizer's states, mutable.
     pub fn zero_mut(&mut self) -> &mut Zero {
         &mut self.zero
+    }
+}
+
+/// Hands over the gradient of one tensor, from the device where the bridge has it there.
+fn hand_over(
+    batch: &MicroBatch<'_>,
+    bridge: &dyn TensorBridge,
+    plan: &Plan,
+    id: ParamId,
+) -> Result<()> {
+    let cannot_read = |source| failed("read the gradient of", plan, id, source);
+    let tensor = id.index();
+    if let Some(gradient) = bridge.device_gradient(tensor).map_err(cannot_read)? {
+        return batch.deposit(tensor, &gradient);
+    }
+    let mut gradient = vec![0.0; plan.spec().params[tensor].shape.elems()];
+    let read = bridge.read_gradient(tensor, &mut gradient);
+    read.map_err(cannot_read)?;
+    batch.deposit_values(tensor, gradient)
+}
+
+fn failed(action: &'static str, plan: &Plan, id: ParamId, source: BridgeError) -> EngineError {
+    EngineError::Bridge {
+        action,
+        tensor: plan.spec().params[id.index()].name.clone(),
+        source,
     }
 }
 

@@ -498,7 +498,7 @@ impl Zero {
     }
 
     /// A lease whose weights are not copied to a discrete device.
-    fn lease_on_host(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
+    pub(crate) fn lease_on_host(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
         self.leased.set(Some((unit, phase)));
         let params = self.store.borrow_mut().lease(unit, phase)?;
         Ok(lease_of(self, unit, phase, params))
@@ -511,6 +511,7 @@ impl Zero {
 
     pub(crate) fn set_step(&mut self, step: u64) {
         self.step = step;
+        self.totals = Totals::default();
         self.store.get_mut().clear_gradients(step);
     }
 }

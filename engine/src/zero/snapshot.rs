@@ -8,7 +8,8 @@ use crate::checkpoint::{Checkpoint, Piece, PieceBytes, Writer};
 use crate::error::EngineError;
 use crate::offload::tier::{Access, Region, region_chunks};
 use crate::plan::{GroupKind, MASTER, Plan};
-use kernels::DType;
+use crate::spec::ParamId;
+use kernels::{DType, Tag, Tensor, TensorMut};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -64,6 +65,61 @@ impl Zero {
         }
         writer.write_pieces(pieces)?;
         Ok(())
+    }
+
+    /// Calls `visit` with this rank's part of the trainable weights: a parameter, a range of its elements, and a tensor
+    /// of their values, at most 2^22 elements at a time. The parts of the ranks of one shard group have every element
+    /// once. No rank communicates.
+    ///
+    /// # Errors
+    /// When memory, the disk or `visit` fails.
+    pub fn visit_sharded_weights<E: From<EngineError>>(
+        &mut self,
+        mut visit: impl FnMut(ParamId, Range<usize>, &Tensor) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.finish_updates()?;
+        let (plan, rank) = (self.plan().clone(), self.shard());
+        let dtype = plan.dtype_of(GroupKind::Trainable);
+        let store = &*self.store.get_mut();
+        for unit in plan.units() {
+            let Some(weights) = store.weights(unit.id, GroupKind::Trainable) else {
+                continue;
+            };
+            let start = store.resting(unit.id, GroupKind::Trainable).start;
+            for (slot, part) in unit.trainable.parts(unit.trainable.shard(rank)) {
+                for part in region_chunks(part, CHUNK_ELEMS) {
+                    let values =
+                        TensorMut::new(&self.tiers.host, Tag::Workspace, [part.len()], dtype);
+                    let mut values = values.map_err(EngineError::from)?;
+                    let first_byte = (part.start - start) * dtype.size_bytes();
+                    weights.read(first_byte, values.as_bytes_mut())?;
+                    let elements = part.start - slot.offset..part.end - slot.offset;
+                    visit(slot.param, elements, &values.freeze())?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Names of the states that this rank stores for each trainable tensor, with their dtypes: master weights (or
+    /// weights) and every optimizer state. Empty without trainable tensors.
+    pub(crate) fn state_kinds(&mut self) -> Vec<(&'static str, DType)> {
+        let plan = self.plan().clone();
+        let store = &*self.store.get_mut();
+        let mut states = plan.units().iter().filter_map(|unit| store.state(unit.id));
+        let mut kinds: Vec<_> = states
+            .next()
+            .map(|state| {
+                state
+                    .kinds()
+                    .map(|(name, dtype, _)| (name, dtype))
+                    .collect()
+            })
+            .unwrap_or_default();
+        if !plan.config().precision.has_master() {
+            kinds.push((WEIGHT, plan.dtype_of(GroupKind::Trainable)));
+        }
+        kinds
     }
 
     /// Restores trainable weights and all optimizer states from a checkpoint. `updates` is the number of

@@ -1,8 +1,9 @@
 //! A burn module trained by two processes under ZeRO-2: `cargo run`.
 //!
 //! burn computes losses and gradients; [`ShardedOptimizer`] sums the gradients over the processes, keeps half of the
-//! optimizer state on each and writes the new weights into the module. Rank 0 trains a second module on whole batches
-//! with burn's own AdamW and ends with an error unless both agree.
+//! optimizer state on each and writes the new weights into the module. Half-way the run is saved, and another module and
+//! optimizer continue it. Rank 0 trains a module on whole batches with burn's own AdamW and ends with an error unless
+//! both agree.
 
 #[path = "../../../engine/examples/common/ranks.rs"]
 mod ranks;
@@ -202,9 +203,9 @@ impl TensorBridge for Bridge {
     }
 }
 
-fn sharded(comm: Arc<dyn Communicator>) -> Result<Vec<f32>, Box<dyn Error>> {
-    let rank = comm.world().rank;
-    let mut bridge = Bridge {
+/// The initial module, and an optimizer for it.
+fn start(comm: &Arc<dyn Communicator>) -> Result<(Bridge, ShardedOptimizer), Box<dyn Error>> {
+    let bridge = Bridge {
         model: Mlp::new(),
         gradients: GradientsParams::new(),
     };
@@ -214,9 +215,20 @@ fn sharded(comm: Arc<dyn Communicator>) -> Result<Vec<f32>, Box<dyn Error>> {
     };
     let [beta1, beta2] = BETAS.map(f64::from);
     let rule = Arc::new(optim::AdamW::new(beta1, beta2, f64::from(EPS))?);
-    let mut optimizer = ShardedOptimizer::new(&bridge, comm, rule, config)?;
+    let optimizer = ShardedOptimizer::new(&bridge, comm.clone(), rule, config)?;
+    Ok((bridge, optimizer))
+}
+
+fn sharded(comm: &Arc<dyn Communicator>) -> Result<Vec<f32>, Box<dyn Error>> {
+    let rank = comm.world().rank;
+    let (mut bridge, mut optimizer) = start(comm)?;
     let share = SAMPLES / RANKS;
     for step in 0..STEPS {
+        if step == STEPS / 2 {
+            let checkpoint = optimizer.save(&ranks::directory(), Default::default(), 1)?;
+            (bridge, optimizer) = start(comm)?;
+            optimizer.load(&checkpoint, &mut bridge)?;
+        }
         let loss = bridge.model.loss(step, rank * share..(rank + 1) * share);
         bridge.gradients = GradientsParams::from_grads(loss.backward(), &bridge.model);
         let loss = f64::from(loss.into_scalar());
@@ -246,7 +258,7 @@ fn undivided() -> Result<Vec<f32>, Box<dyn Error>> {
 fn main() -> ExitCode {
     ranks::in_processes(RANKS, |comm| {
         let rank = comm.world().rank;
-        let weights = sharded(comm)?;
+        let weights = sharded(&comm)?;
         let expected = undivided()?;
         let pairs = weights.iter().zip(&expected);
         let difference = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);

@@ -1,7 +1,8 @@
 //! A candle model trained by two processes under ZeRO-2: `cargo run`.
 //!
 //! candle computes losses and gradients; [`ShardedOptimizer`] sums the gradients over the processes, keeps half of the
-//! optimizer state on each and writes the new weights into candle's variables. Rank 0 trains a second model on whole
+//! optimizer state on each and writes the new weights into candle's variables. Half-way the run is saved, and another
+//! model and optimizer continue it. Rank 0 trains a second model on whole
 //! batches with candle's own AdamW and ends with an error unless both agree.
 
 #[path = "../../../engine/examples/common/ranks.rs"]
@@ -148,9 +149,11 @@ fn copy(tensor: &Tensor, out: &mut [f32]) -> std::result::Result<(), BridgeError
     Ok(())
 }
 
-fn sharded(comm: Arc<dyn Communicator>) -> std::result::Result<Vec<f32>, Box<dyn Error>> {
-    let rank = comm.world().rank;
-    let mut bridge = Bridge {
+/// The initial model, and an optimizer for it.
+fn start(
+    comm: &Arc<dyn Communicator>,
+) -> std::result::Result<(Bridge, ShardedOptimizer), Box<dyn Error>> {
+    let bridge = Bridge {
         model: Mlp::new()?,
         gradients: None,
     };
@@ -159,9 +162,20 @@ fn sharded(comm: Arc<dyn Communicator>) -> std::result::Result<Vec<f32>, Box<dyn
         ..ZeroConfig::default()
     };
     let rule = Arc::new(optim::AdamW::default());
-    let mut optimizer = ShardedOptimizer::new(&bridge, comm, rule, config)?;
+    let optimizer = ShardedOptimizer::new(&bridge, comm.clone(), rule, config)?;
+    Ok((bridge, optimizer))
+}
+
+fn sharded(comm: &Arc<dyn Communicator>) -> std::result::Result<Vec<f32>, Box<dyn Error>> {
+    let rank = comm.world().rank;
+    let (mut bridge, mut optimizer) = start(comm)?;
     let share = SAMPLES / RANKS;
     for step in 0..STEPS {
+        if step == STEPS / 2 {
+            let checkpoint = optimizer.save(&ranks::directory(), Default::default(), 1)?;
+            (bridge, optimizer) = start(comm)?;
+            optimizer.load(&checkpoint, &mut bridge)?;
+        }
         let loss = bridge.model.loss(step, rank * share..(rank + 1) * share)?;
         bridge.gradients = Some(loss.backward()?);
         let loss = f64::from(loss.to_scalar::<f32>()?);
@@ -191,7 +205,7 @@ fn undivided() -> Result<Vec<f32>> {
 fn main() -> ExitCode {
     ranks::in_processes(RANKS, |comm| {
         let rank = comm.world().rank;
-        let weights = sharded(comm)?;
+        let weights = sharded(&comm)?;
         let expected = undivided()?;
         let pairs = weights.iter().zip(&expected);
         let difference = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);

@@ -5,12 +5,11 @@
 #![expect(unsafe_code, reason = "queues copies to and from pinned memory")]
 
 use super::backend::Take;
+use super::context::{Event, Stream};
 use super::error::{DriverResult, Result};
 use super::gpu::Gpu;
 use super::launch::Address;
 use super::transfer::Pinned;
-use cudarc::driver::sys::CUevent_flags;
-use cudarc::driver::{CudaEvent, CudaStream, result};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::collections::VecDeque;
@@ -58,18 +57,18 @@ pub(crate) fn copy_bytes(from: &[u8], to: &mut [u8]) {
 #[derive(Debug)]
 pub(super) struct Copies {
     /// Stream for host-to-device copies of weights.
-    pub(super) inward: Arc<CudaStream>,
+    pub(super) inward: Arc<Stream>,
     /// Stream for device-to-host copies of gradients.
-    pub(super) outward: Arc<CudaStream>,
+    pub(super) outward: Arc<Stream>,
     /// Stream for copies and collectives between ranks.
-    pub(super) communication: Arc<CudaStream>,
+    pub(super) communication: Arc<Stream>,
     pub(super) large: Ring,
     pub(super) small: Ring,
     pub(super) back: Ring,
 }
 
 impl Copies {
-    pub(super) fn new(gpu: &Gpu, streams: [Arc<CudaStream>; 3]) -> Result<Self> {
+    pub(super) fn new(gpu: &Gpu, streams: [Arc<Stream>; 3]) -> Result<Self> {
         let [inward, outward, communication] = streams;
         Ok(Self {
             inward,
@@ -93,7 +92,7 @@ pub(super) struct Ring {
 struct Chunk {
     memory: Pinned,
     /// Event after which the bus no longer uses the chunk.
-    busy: Option<CudaEvent>,
+    busy: Option<Event>,
 }
 
 impl Chunk {
@@ -103,12 +102,6 @@ impl Chunk {
             None => Ok(()),
         }
     }
-}
-
-/// Records an event that a host thread may wait for. The thread sleeps meanwhile: other threads compute.
-fn awaited(stream: &CudaStream) -> Result<CudaEvent> {
-    let flags = Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC);
-    stream.record_event(flags).during("recording an event")
 }
 
 impl Ring {
@@ -142,7 +135,7 @@ impl Ring {
     pub(super) unsafe fn send(
         &self,
         gpu: &Gpu,
-        stream: &CudaStream,
+        stream: &Stream,
         to: Address,
         bytes: &[u8],
     ) -> Result<()> {
@@ -159,10 +152,9 @@ impl Ring {
             copy_bytes(bytes, pinned);
             let at = to.0 + (part * self.chunk_bytes) as u64;
             // SAFETY: the caller vouches for the range; nothing uses the chunk until its event.
-            unsafe { result::memcpy_htod_async(at, pinned, stream.cu_stream()) }
+            unsafe { gpu.driver().copy_in(at, pinned, stream.raw()) }
                 .during("copying to the GPU")?;
-            let busy = awaited(stream)?;
-            chunk.busy = Some(busy);
+            chunk.busy = Some(stream.awaited_event()?);
         }
         Ok(())
     }
@@ -176,7 +168,7 @@ impl Ring {
     pub(super) unsafe fn receive(
         &self,
         gpu: &Gpu,
-        stream: &CudaStream,
+        stream: &Stream,
         from: Address,
         bytes: u64,
         begin: impl FnOnce() -> Result<()>,
@@ -207,10 +199,9 @@ impl Ring {
                 let at = from.0 + wanted.start as u64;
                 let pinned = &mut chunk.memory.as_mut_slice()[..wanted.len()];
                 // SAFETY: the caller vouches for the range; the chunk is left alone until its event.
-                unsafe { result::memcpy_dtoh_async(pinned, at, stream.cu_stream()) }
+                unsafe { gpu.driver().copy_out(pinned, at, stream.raw()) }
                     .during("copying from the GPU")?;
-                let busy = awaited(stream)?;
-                chunk.busy = Some(busy);
+                chunk.busy = Some(stream.awaited_event()?);
             }
         }
         Ok(())

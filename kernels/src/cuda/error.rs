@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use cudarc::driver::result::DriverError;
 use cudarc::driver::sys::CUresult;
+
+use super::driver::DriverError;
 
 /// Error of the CUDA layer, e.g. a missing library, a failed driver call, or a kernel that does not compile.
 #[derive(Debug, thiserror::Error)]
@@ -17,6 +18,16 @@ pub enum CudaError {
         library: &'static str,
         /// Places where the library was searched for, with the result of each.
         tried: String,
+    },
+    /// The file of a library lacks a function.
+    #[error("{library} in {} lacks the function {function}", path.display())]
+    FunctionMissing {
+        /// Name of the library.
+        library: &'static str,
+        /// Path of the opened file.
+        path: PathBuf,
+        /// Name of the function.
+        function: &'static str,
     },
     /// No usable GPU.
     #[error("no GPU can be used: {reason}")]
@@ -77,15 +88,15 @@ pub enum CudaError {
 }
 
 /// Name of a driver's error, with the remedy where the name does not tell it.
-fn described(error: CUresult) -> String {
-    match error {
+fn described(error: &DriverError) -> String {
+    match error.is(CUresult::CUDA_ERROR_JIT_COMPILER_NOT_FOUND) {
         // The driver looks for its translator of PTX by bare name, so a driver that was opened by its path may miss it.
-        CUresult::CUDA_ERROR_JIT_COMPILER_NOT_FOUND => format!(
-            "{error:?}: the driver's libnvidia-ptxjitcompiler.so.1 translates the built-in kernels and is not where the \
+        true => format!(
+            "{error}: the driver's libnvidia-ptxjitcompiler.so.1 translates the built-in kernels and is not where the \
              linker looks; add the directory of libcuda.so.1 to LD_LIBRARY_PATH, or install NVRTC, whose kernels need \
              no translation"
         ),
-        other => format!("{other:?}"),
+        false => error.to_string(),
     }
 }
 
@@ -104,7 +115,7 @@ impl<T> DriverResult<T> for std::result::Result<T, DriverError> {
     fn during(self, call: impl Into<String>) -> Result<T> {
         self.map_err(|error| CudaError::Driver {
             call: call.into(),
-            code: described(error.0),
+            code: described(&error),
         })
     }
 
@@ -119,7 +130,10 @@ mod tests {
 
     #[test]
     fn a_missing_translator_of_ptx_is_named_with_its_remedy() {
-        let failed = |code| Err::<(), _>(DriverError(code)).during("loading cast");
+        let failed = |result: CUresult| {
+            let (code, name) = (result as u32, format!("{result:?}"));
+            Err::<(), _>(DriverError { code, name }).during("loading cast")
+        };
         let error = failed(CUresult::CUDA_ERROR_JIT_COMPILER_NOT_FOUND).expect_err("fails");
         let text = error.to_string();
         for words in [

@@ -5,16 +5,16 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
-use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUfunction_attribute_enum as FunctionAttribute, CUresult};
-use cudarc::driver::{CudaContext, CudaStream};
 
+use super::context::{Context, Stream};
 use super::copies::Copies;
+use super::driver::{Driver, DriverError};
 use super::error::{CudaError, DriverResult, Result};
 use super::group::Group;
 use super::image::{Cache, Code, Image, Images};
 use super::launch::{Address, Launch};
-use super::library::{Library, Search};
+use super::library::{Library, Search, find};
 use super::matmul::CublasLt;
 use super::module::Module;
 use super::peers::Peers;
@@ -28,8 +28,8 @@ const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 #[derive(Debug)]
 pub struct Gpu {
     facts: DeviceFacts,
-    context: Arc<CudaContext>,
-    stream: Arc<CudaStream>,
+    context: Arc<Context>,
+    stream: Arc<Stream>,
     images: Images,
     shared_limit: u32,
     loaded: RwLock<HashMap<Module, Loaded>>,
@@ -70,7 +70,7 @@ unsafe impl Sync for Loaded {}
 /// Allocation of device memory. Dropping it waits for the device and frees the memory.
 #[derive(Debug)]
 pub struct Memory {
-    context: Arc<CudaContext>,
+    context: Arc<Context>,
     address: sys::CUdeviceptr,
     bytes: usize,
 }
@@ -91,9 +91,9 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        if self.context.bind_to_thread().is_ok() {
+        if self.context.bind().is_ok() {
             // SAFETY: allocated by `Gpu::allocate`, freed once. A failing driver leaves nothing to do.
-            let _unused_outcome = unsafe { result::free_sync(self.address) };
+            let _unused_outcome = unsafe { self.context.driver().free(self.address) };
         }
     }
 }
@@ -114,10 +114,9 @@ impl Gpu {
         let facts = facts.ok_or_else(|| CudaError::NoDevice {
             reason: format!("GPU {ordinal} was asked for, this process sees {count}"),
         })?;
-        let context = CudaContext::new(ordinal as usize).during("opening the GPU")?;
-        // SAFETY: before the first allocation; this type orders its work on one stream itself.
-        unsafe { context.disable_event_tracking() };
-        let stream = context.new_stream().during("creating a stream")?;
+        let driver = Driver::load(&find(Library::Driver, search))?;
+        let context = Context::open(driver, ordinal).during("opening the GPU")?;
+        let stream = context.stream().during("creating a stream")?;
         let attribute =
             sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         let shared_limit = context
@@ -182,12 +181,12 @@ impl Gpu {
 
     /// CUDA stream that kernels run on. Copies and communication have their own streams.
     #[must_use]
-    pub const fn stream(&self) -> &Arc<CudaStream> {
+    pub const fn stream(&self) -> &Arc<Stream> {
         &self.stream
     }
 
     /// The communication stream, if it exists already.
-    pub(super) fn communication(&self) -> Option<&CudaStream> {
+    pub(super) fn communication(&self) -> Option<&Stream> {
         self.copies.get().map(|copies| &*copies.communication)
     }
 
@@ -197,7 +196,7 @@ impl Gpu {
         if let Some(copies) = self.copies.get() {
             return Ok(copies);
         }
-        let stream = || self.context.new_stream().during("creating a stream");
+        let stream = || self.context.stream().during("creating a stream");
         let copies = Copies::new(self, [stream()?, stream()?, stream()?])?;
         Ok(self.copies.get_or_init(|| copies))
     }
@@ -241,11 +240,17 @@ impl Gpu {
     /// # Errors
     /// When the driver fails.
     pub fn memory_info(&self) -> Result<(usize, usize)> {
-        self.context.mem_get_info().during("reading free memory")
+        self.bind()?;
+        self.driver().memory_info().during("reading free memory")
     }
 
     pub(super) fn bind(&self) -> Result<()> {
-        self.context.bind_to_thread().during("selecting the GPU")
+        self.context.bind().during("selecting the GPU")
+    }
+
+    /// Functions of the driver. They are called with the context [bound](Self::bind).
+    pub(super) fn driver(&self) -> &Driver {
+        self.context.driver()
     }
 
     /// Allocates `bytes` bytes of uninitialized device memory. Other processes can map it, because it is not
@@ -255,8 +260,7 @@ impl Gpu {
     /// When the GPU does not have enough memory.
     pub fn allocate(&self, bytes: usize) -> Result<Memory> {
         self.bind()?;
-        // SAFETY: the size is not zero.
-        let address = unsafe { result::malloc_sync(bytes.max(1)) };
+        let address = self.driver().allocate(bytes.max(1));
         let address = address.during(format!("allocating {bytes} bytes on the GPU"))?;
         let context = Arc::clone(&self.context);
         Ok(Memory {
@@ -274,7 +278,8 @@ impl Gpu {
         self.bind()?;
         // SAFETY: the range is the allocation.
         unsafe {
-            result::memset_d8_async(memory.address, value, memory.bytes, self.stream.cu_stream())
+            self.driver()
+                .fill(memory.address, value, memory.bytes, self.stream.raw())
         }
         .during("filling memory")
     }
@@ -294,7 +299,7 @@ impl Gpu {
         self.bind()?;
         let address = memory.address + offset as u64;
         // SAFETY: the range is inside the allocation, and the copy is waited for.
-        unsafe { result::memcpy_htod_async(address, bytes, self.stream.cu_stream()) }
+        unsafe { self.driver().copy_in(address, bytes, self.stream.raw()) }
             .during("copying to the GPU")?;
         self.synchronize()
     }
@@ -315,7 +320,7 @@ impl Gpu {
         self.bind()?;
         let address = memory.address + offset as u64;
         // SAFETY: the range is inside the allocation, and the copy is waited for.
-        unsafe { result::memcpy_dtoh_async(bytes, address, self.stream.cu_stream()) }
+        unsafe { self.driver().copy_out(bytes, address, self.stream.raw()) }
             .during("copying from the GPU")?;
         self.synchronize()
     }
@@ -344,16 +349,15 @@ impl Gpu {
             .iter_mut()
             .map(|word| std::ptr::from_mut(word).cast())
             .collect();
-        let [x, y, z] = launch.grid;
         let call = || format!("launching {} of {}", launch.kernel, launch.module.name());
         // SAFETY: the caller vouches for the addresses; the words live until the call returns, which copies them.
         unsafe {
-            result::launch_kernel(
+            self.driver().launch(
                 function,
-                (x, y, z),
-                (launch.threads, 1, 1),
+                launch.grid,
+                launch.threads,
                 launch.shared_bytes,
-                self.stream.cu_stream(),
+                self.stream.raw(),
                 &mut parameters,
             )
         }
@@ -369,11 +373,8 @@ impl Gpu {
         let function = self.function(launch)?;
         // SAFETY: the function belongs to a loaded module.
         let blocks = unsafe {
-            result::occupancy::max_active_block_per_multiprocessor(
-                function,
-                launch.threads as i32,
-                launch.shared_bytes as usize,
-            )
+            self.driver()
+                .resident_blocks(function, launch.threads, launch.shared_bytes as usize)
         };
         blocks
             .map(i32::unsigned_abs)
@@ -418,14 +419,16 @@ impl Gpu {
             code: error.to_string(),
         })?;
         // SAFETY: the module is loaded and never unloaded.
-        let function =
-            unsafe { result::module::get_function(module.module, name) }.during(call())?;
+        let function = unsafe { self.driver().function(module.module, &name) }.during(call())?;
         let most = self.shared_limit;
         if most > DEFAULT_SHARED_BYTES {
             let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function belongs to a loaded module.
-            unsafe { result::function::set_function_attribute(function, attribute, most as i32) }
-                .during("raising the shared memory limit")?;
+            unsafe {
+                self.driver()
+                    .set_attribute(function, attribute, most as i32)
+            }
+            .during("raising the shared memory limit")?;
         }
         module.functions.push((launch.kernel, function));
         Ok(function)
@@ -434,10 +437,11 @@ impl Gpu {
     fn load(&self, module: &Module) -> Result<Loaded> {
         let image = self.images.get(module)?;
         let call = || format!("loading {}", module.name());
-        let handle = match load_image(&image) {
+        let handle = match self.load_image(&image) {
             Err(error) if not_understood(&error) => {
-                let reason = format!("the driver does not take it: {:?}", error.0);
-                load_image(&self.images.fallback(module, &reason)?).during(call())?
+                let reason = format!("the driver does not take it: {error}");
+                self.load_image(&self.images.fallback(module, &reason)?)
+                    .during(call())?
             }
             other => other.during(call())?,
         };
@@ -446,20 +450,21 @@ impl Gpu {
             functions: Vec::new(),
         })
     }
+
+    fn load_image(&self, image: &Image) -> Result<sys::CUmodule, DriverError> {
+        // SAFETY: a cubin from NVRTC with its own length inside, or PTX that ends with a zero byte.
+        unsafe { self.driver().load_module(&image.bytes) }
+    }
 }
 
 /// Whether the driver is too old for the machine code that the compiler made.
 fn not_understood(error: &DriverError) -> bool {
-    matches!(
-        error.0,
-        CUresult::CUDA_ERROR_INVALID_IMAGE
-            | CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU
-            | CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION
-            | CUresult::CUDA_ERROR_INVALID_SOURCE
-    )
-}
-
-fn load_image(image: &Image) -> Result<sys::CUmodule, DriverError> {
-    // SAFETY: a cubin from NVRTC with its own length inside, or PTX that ends with a zero byte.
-    unsafe { result::module::load_data(image.bytes.as_ptr().cast()) }
+    [
+        CUresult::CUDA_ERROR_INVALID_IMAGE,
+        CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU,
+        CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
+        CUresult::CUDA_ERROR_INVALID_SOURCE,
+    ]
+    .iter()
+    .any(|code| error.is(*code))
 }

@@ -3,8 +3,9 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, result, sys};
+use cudarc::driver::sys;
 
+use super::context::Context;
 use super::error::{DriverResult, Result};
 use super::gpu::Gpu;
 
@@ -12,7 +13,7 @@ use super::gpu::Gpu;
 /// running.
 #[derive(Debug)]
 pub struct Graph {
-    context: Arc<CudaContext>,
+    context: Arc<Context>,
     executable: sys::CUgraphExec,
 }
 
@@ -30,20 +31,19 @@ impl Gpu {
         queue: impl FnOnce() -> Result<(), E>,
     ) -> Result<Graph, E> {
         self.bind()?;
-        let stream = self.stream().cu_stream();
+        let stream = self.stream().raw();
         // Other threads may meanwhile allocate pinned memory and copy on their own streams.
         let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is this GPU's and is not being captured.
-        unsafe { result::stream::begin_capture(stream, mode) }.during("beginning a graph")?;
+        unsafe { self.driver().begin_capture(stream, mode) }.during("beginning a graph")?;
         let queued = queue();
         // SAFETY: begun above, by this thread.
-        let captured = unsafe { result::stream::end_capture(stream) }.during("ending a graph");
-        let captured = captured.map(Captured);
+        let captured = unsafe { self.driver().end_capture(stream) }.during("ending a graph");
+        let captured = captured.map(|graph| Captured(self, graph));
         queued?;
         let captured = captured?;
-        let flags = sys::CUgraphInstantiate_flags(0);
         // SAFETY: the graph was captured above.
-        let executable = unsafe { result::graph::instantiate(captured.0, flags) };
+        let executable = unsafe { self.driver().instantiate(captured.1) };
         Ok(Graph {
             context: Arc::clone(self.stream().context()),
             executable: executable.during("making a graph")?,
@@ -57,26 +57,30 @@ impl Gpu {
     pub(super) unsafe fn replay(&self, graph: &Graph) -> Result<()> {
         self.bind()?;
         // SAFETY: graph and stream are of this GPU; the caller vouches for the memory.
-        unsafe { result::graph::launch(graph.executable, self.stream().cu_stream()) }
-            .during("queueing a graph")
+        unsafe {
+            self.driver()
+                .launch_graph(graph.executable, self.stream().raw())
+        }
+        .during("queueing a graph")
     }
 }
 
 /// Captured graph template. The executable graph does not depend on it.
-struct Captured(sys::CUgraph);
+struct Captured<'g>(&'g Gpu, sys::CUgraph);
 
-impl Drop for Captured {
+impl Drop for Captured<'_> {
     fn drop(&mut self) {
         // SAFETY: captured once, destroyed once, with the GPU's context current.
-        let _unused_outcome = unsafe { result::graph::destroy(self.0) };
+        let _unused_outcome = unsafe { self.0.driver().destroy_graph(self.1) };
     }
 }
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        if self.context.bind_to_thread().is_ok() {
+        if self.context.bind().is_ok() {
             // SAFETY: made once, destroyed once. A failing driver leaves nothing to do.
-            let _unused_outcome = unsafe { result::graph::exec_destroy(self.executable) };
+            let _unused_outcome =
+                unsafe { self.context.driver().destroy_executable(self.executable) };
         }
     }
 }

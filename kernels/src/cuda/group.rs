@@ -12,9 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use cudarc::driver::CudaEvent;
-
 use super::backend::{Cause, GroupExecutor};
+use super::context::Event;
 use super::error::{CudaError, DriverResult, Result};
 use super::gpu::Gpu;
 use super::launch::Address;
@@ -90,14 +89,14 @@ impl Group {
     }
 
     /// Waits for an event, at most for the deadline of the communicator or of reads from other ranks.
-    pub(super) fn wait(&self, cuda_event: &CudaEvent) -> Result<()> {
+    pub(super) fn wait(&self, cuda_event: &Event) -> Result<()> {
         let deadline = self.lock().as_ref().map(|member| member.deadline);
         let in_group = deadline.is_some();
         let Some(deadline) = deadline.or_else(|| self.limit.get().copied()) else {
             return cuda_event.synchronize().during("waiting for the GPU");
         };
         let started = Instant::now();
-        while !cuda_event.try_is_complete().during("waiting for the GPU")? {
+        while !cuda_event.is_done().during("waiting for the GPU")? {
             let late = started.elapsed() > deadline;
             let mut group = self.lock();
             let failed = match group.as_ref() {

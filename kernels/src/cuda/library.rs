@@ -1,11 +1,51 @@
 //! Search for NVIDIA's libraries at run time. Nothing is linked, and a missing library is a value, not a panic.
 #![expect(unsafe_code, reason = "opening shared libraries")]
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use libloading::Library as Handle;
+
+use super::error::{CudaError, Result};
+
+/// A table of functions that is loaded from the file of a [`Found`]. Each function has its C name.
+macro_rules! functions {
+    (
+        $(#[$attribute:meta])* $visibility:vis $table:ident:
+        $($function:ident($($argument:ty),* $(,)?) -> $result:ty;)*
+    ) => {
+        $(#[$attribute])*
+        #[derive(Clone, Copy)]
+        #[allow(non_snake_case, reason = "the library's own names")]
+        $visibility struct $table {
+            $($function: unsafe extern "C" fn($($argument),*) -> $result,)*
+        }
+
+        impl $table {
+            /// Loads every function from the file that was found.
+            ///
+            /// # Errors
+            /// When no file was found, or it lacks a function.
+            $visibility fn load(
+                found: &$crate::cuda::library::Found,
+            ) -> $crate::cuda::error::Result<Self> {
+                Ok(Self {
+                    // SAFETY: the types are those of the library's header, where a changed type gets a new name.
+                    $($function: unsafe { found.function(stringify!($function)) }?,)*
+                })
+            }
+        }
+
+        impl std::fmt::Debug for $table {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.debug_struct(stringify!($table)).finish_non_exhaustive()
+            }
+        }
+    };
+}
+pub(super) use functions;
 
 /// NVIDIA library that is opened at run time instead of linked.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -43,6 +83,16 @@ impl Library {
             Self::Nvrtc => &["libnvrtc.so.13", "libnvrtc.so.12"],
             Self::CublasLt => &["libcublasLt.so.13", "libcublasLt.so.12"],
             Self::Nccl => &["libnccl.so.2"],
+        }
+    }
+
+    /// Function that every version of the library has. Its address tells which file was opened.
+    const fn landmark(self) -> &'static str {
+        match self {
+            Self::Driver => "cuInit",
+            Self::Nvrtc => "nvrtcVersion",
+            Self::CublasLt => "cublasLtGetVersion",
+            Self::Nccl => "ncclGetVersion",
         }
     }
 
@@ -107,20 +157,47 @@ impl Found {
             .map(|a| format!("{} ({})", a.place, a.outcome));
         places.collect::<Vec<_>>().join(", ")
     }
+
+    /// Function of the opened file.
+    ///
+    /// # Safety
+    /// `F` is the type of a pointer to that function.
+    ///
+    /// # Errors
+    /// When no file was opened, or it lacks the function.
+    pub(super) unsafe fn function<F: Copy>(&self, name: &'static str) -> Result<F> {
+        let opened = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let file = self
+            .path
+            .as_ref()
+            .and_then(|path| opened.get_key_value(path));
+        let (path, handle) = file.ok_or_else(|| CudaError::LibraryMissing {
+            library: self.library.name(),
+            tried: self.tried(),
+        })?;
+        // SAFETY: the caller vouches for the type. The handle is never closed.
+        let function = unsafe { handle.get::<F>(name) };
+        let function = function.map_err(|_| CudaError::FunctionMissing {
+            library: self.library.name(),
+            path: path.clone(),
+            function: name,
+        })?;
+        Ok(*function)
+    }
 }
 
-/// Handles of opened libraries. They stay open until the process ends, because their functions are stored in statics.
-static OPEN: Mutex<Vec<Handle>> = Mutex::new(Vec::new());
+/// Opened libraries by the path of their file. They stay open until the process ends, because their functions are
+/// stored elsewhere.
+static OPEN: Mutex<BTreeMap<PathBuf, Handle>> = Mutex::new(BTreeMap::new());
 
-/// Searches for `library` and opens the first file that loads. It stays open, so later lookups by its bare
-/// name find the same file.
+/// Searches for `library` and opens the first file that loads. It stays open. Every function of the library that this
+/// crate calls is loaded from that file.
 #[must_use]
 pub fn find(library: Library, search: &Search) -> Found {
     let mut attempts = Vec::new();
-    let opened = candidates(library, search)
+    let path = candidates(library, search)
         .into_iter()
-        .find_map(|place| attempt(library, &place, &mut attempts));
-    let path = opened.map(|place| loaded_path(&place).unwrap_or(place));
+        .find_map(|place| attempt(library, place, &mut attempts));
     Found {
         library,
         path,
@@ -168,18 +245,18 @@ fn package_directories(nvidia: &Path) -> Vec<PathBuf> {
     directories
 }
 
-fn attempt(library: Library, place: &Path, attempts: &mut Vec<Attempt>) -> Option<PathBuf> {
+fn attempt(library: Library, place: PathBuf, attempts: &mut Vec<Attempt>) -> Option<PathBuf> {
     let is_file = place
         .parent()
         .is_some_and(|directory| !directory.as_os_str().is_empty());
     let outcome = if is_file && !place.exists() {
         Err("no such file".to_owned())
     } else {
-        open(library, place)
+        open(library, &place)
     };
     let place_name = place.display().to_string();
     let (outcome, opened) = match outcome {
-        Ok(()) => ("opened".to_owned(), Some(place.to_owned())),
+        Ok(handle) => ("opened".to_owned(), Some(keep(library, handle, place))),
         Err(problem) => (problem, None),
     };
     attempts.push(Attempt {
@@ -189,28 +266,39 @@ fn attempt(library: Library, place: &Path, attempts: &mut Vec<Attempt>) -> Optio
     opened
 }
 
-fn open(library: Library, place: &Path) -> Result<(), String> {
+fn open(library: Library, place: &Path) -> Result<Handle, String> {
     let prefix = library.companions();
     if let (false, Some(directory)) = (prefix.is_empty(), place.parent()) {
         for companion in files_with_prefix(directory, prefix) {
             // A companion that does not open causes an error when the library is used. Not every version needs it.
-            let _unused_outcome = keep_open(&companion);
+            if let Ok(handle) = load(&companion) {
+                keep_open(companion, handle);
+            }
         }
     }
-    keep_open(place)
+    load(place)
 }
 
-fn keep_open(place: &Path) -> Result<(), String> {
+fn load(place: &Path) -> Result<Handle, String> {
     // SAFETY: NVIDIA's libraries may be opened by any thread at any time; the user chose the directories.
-    let handle = unsafe { Handle::new(place) }.map_err(|error| reason(&error))?;
-    OPEN.lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .push(handle);
-    Ok(())
+    unsafe { Handle::new(place) }.map_err(|error| reason(&error))
+}
+
+/// Keeps an opened library under the path of its file, which is returned.
+fn keep(library: Library, handle: Handle, place: PathBuf) -> PathBuf {
+    let path = file_of(&handle, library.landmark()).unwrap_or(place);
+    keep_open(path.clone(), handle);
+    path
+}
+
+fn keep_open(path: PathBuf, handle: Handle) {
+    let mut opened = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    // A second handle of the same file is closed, the first one stays.
+    opened.entry(path).or_insert(handle);
 }
 
 /// Error of the dynamic linker, without the name, which the report shows anyway.
-fn reason(error: &libloading::Error) -> String {
+pub(super) fn reason(error: &libloading::Error) -> String {
     match std::error::Error::source(error) {
         Some(cause) => cause.to_string(),
         None => error.to_string(),
@@ -230,22 +318,23 @@ fn files_with_prefix(directory: &Path, prefix: &str) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Path of the file behind an opened name, from the process's memory map.
-fn loaded_path(place: &Path) -> Option<PathBuf> {
-    let name = place.file_name()?.to_str()?;
-    let stem = name.split(".so").next()?;
+/// Path of the file that `function` of an opened library is in, from the process's memory map.
+pub(super) fn file_of(handle: &Handle, function: &str) -> Option<PathBuf> {
+    // SAFETY: only the address is used.
+    let address = *unsafe { handle.get::<*const ()>(function) }.ok()?;
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
-    let wanted = std::fs::canonicalize(place).ok();
-    let files = maps.lines().filter_map(|line| line.split_once('/'));
-    let mut paths = files
-        .map(|(_, path)| PathBuf::from(format!("/{path}")))
-        .filter(|path| match &wanted {
-            Some(wanted) => path == wanted,
-            None => path
-                .file_name()
-                .is_some_and(|file| file.to_string_lossy().split(".so").next() == Some(stem)),
-        });
-    paths.next()
+    let line = maps.lines().find(|line| {
+        let range = line
+            .split(' ')
+            .next()
+            .and_then(|range| range.split_once('-'));
+        let number = |digits| usize::from_str_radix(digits, 16).ok();
+        range
+            .and_then(|(start, end)| Some(number(start)?..number(end)?))
+            .is_some_and(|range| range.contains(&address.addr()))
+    })?;
+    let (_, path) = line.split_once('/')?;
+    Some(PathBuf::from(format!("/{path}")))
 }
 
 #[cfg(test)]

@@ -5,6 +5,8 @@
 //! | what this machine has | [`library`], [`probe`]; [`nvml`] through the management library |
 //! | what is compiled | [`module`]: families, defines, source text; [`nvrtc`]: the compiler |
 //! | machine code for a GPU | [`image`]: disk cache, compiler, built-in PTX |
+//! | functions of the driver that was found | `driver.rs` |
+//! | context, streams and events of a GPU | [`context`] |
 //! | a GPU: memory, streams, launches | [`gpu`] |
 //! | CUDA graphs of commands | [`graph`], [`backend::graphs`] |
 //! | one kernel launch as a value: grid and arguments | [`launch`] |
@@ -16,7 +18,9 @@
 //! | all of it as a [`Backend`](crate::Backend) | [`backend`] |
 
 pub mod backend;
+pub mod context;
 mod copies;
+mod driver;
 mod error;
 pub mod gpu;
 pub mod graph;

@@ -2,18 +2,15 @@
 #![expect(unsafe_code, reason = "calls into NCCL")]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::CudaStream;
-use libloading::Library as Handle;
-
+use super::context::Stream;
 use super::error::{CudaError, DriverResult, Result};
 use super::launch::Address;
-use super::library::{Library, Search, find};
+use super::library::{Found, Library, Search, find, functions};
 
 /// Size in bytes of NCCL's unique id, with which the ranks of a communicator find each other.
 pub const UNIQUE_ID_BYTES: usize = 128;
@@ -38,45 +35,30 @@ pub enum Kind {
     Bf16 = 9,
 }
 
+functions! {
+    /// Functions of NCCL that this crate calls, as nccl.h declares them since version 2.2.
+    Functions:
+    ncclGetVersion(*mut c_int) -> Status;
+    ncclGetUniqueId(*mut UniqueId) -> Status;
+    ncclCommInitRank(*mut RawCommunicator, c_int, UniqueId, c_int) -> Status;
+    ncclCommDestroy(RawCommunicator) -> Status;
+    ncclCommAbort(RawCommunicator) -> Status;
+    ncclCommGetAsyncError(RawCommunicator, *mut Status) -> Status;
+    ncclGetErrorString(Status) -> *const c_char;
+    ncclAllGather(
+        *const c_void, *mut c_void, usize, c_int, RawCommunicator, *mut c_void
+    ) -> Status;
+    ncclReduceScatter(
+        *const c_void, *mut c_void, usize, c_int, c_int, RawCommunicator, *mut c_void
+    ) -> Status;
+    ncclAllReduce(
+        *const c_void, *mut c_void, usize, c_int, c_int, RawCommunicator, *mut c_void
+    ) -> Status;
+}
+
 /// Opened NCCL library, with the addresses of its functions.
 #[derive(Debug)]
-pub struct Nccl {
-    get_version: unsafe extern "C" fn(*mut c_int) -> Status,
-    get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
-    init_rank: unsafe extern "C" fn(*mut RawCommunicator, c_int, UniqueId, c_int) -> Status,
-    destroy: unsafe extern "C" fn(RawCommunicator) -> Status,
-    abort: unsafe extern "C" fn(RawCommunicator) -> Status,
-    async_error: unsafe extern "C" fn(RawCommunicator, *mut Status) -> Status,
-    error_text: unsafe extern "C" fn(Status) -> *const c_char,
-    all_gather: unsafe extern "C" fn(
-        *const c_void,
-        *mut c_void,
-        usize,
-        c_int,
-        RawCommunicator,
-        *mut c_void,
-    ) -> Status,
-    reduce_scatter: unsafe extern "C" fn(
-        *const c_void,
-        *mut c_void,
-        usize,
-        c_int,
-        c_int,
-        RawCommunicator,
-        *mut c_void,
-    ) -> Status,
-    all_reduce: unsafe extern "C" fn(
-        *const c_void,
-        *mut c_void,
-        usize,
-        c_int,
-        c_int,
-        RawCommunicator,
-        *mut c_void,
-    ) -> Status,
-    /// Keeps the library loaded.
-    _library: Handle,
-}
+pub struct Nccl(Functions);
 
 /// `ncclSum`.
 const SUM: c_int = 0;
@@ -85,39 +67,14 @@ impl Nccl {
     /// Finds and opens the NCCL library.
     ///
     /// # Errors
-    /// [`CudaError::LibraryMissing`] with the places tried.
+    /// [`CudaError::LibraryMissing`] with the places tried, and [`CudaError::FunctionMissing`].
     pub fn open(search: &Search) -> Result<Self> {
-        let found = find(Library::Nccl, search);
-        let missing = |why: String| CudaError::LibraryMissing {
-            library: Library::Nccl.name(),
-            tried: why,
-        };
-        let path = found
-            .path
-            .as_deref()
-            .ok_or_else(|| missing(found.tried()))?;
-        Self::from_file(path).map_err(|error| missing(format!("{}: {error}", path.display())))
+        Self::of(&find(Library::Nccl, search))
     }
 
-    pub(super) fn from_file(path: &Path) -> std::result::Result<Self, libloading::Error> {
-        // SAFETY: the library was opened before from the same path, so its initializers have run.
-        let library = unsafe { Handle::new(path) }?;
-        // SAFETY: names and signatures are those of nccl.h, stable since version 2.2.
-        unsafe {
-            Ok(Self {
-                get_version: *library.get(b"ncclGetVersion\0")?,
-                get_unique_id: *library.get(b"ncclGetUniqueId\0")?,
-                init_rank: *library.get(b"ncclCommInitRank\0")?,
-                destroy: *library.get(b"ncclCommDestroy\0")?,
-                abort: *library.get(b"ncclCommAbort\0")?,
-                async_error: *library.get(b"ncclCommGetAsyncError\0")?,
-                error_text: *library.get(b"ncclGetErrorString\0")?,
-                all_gather: *library.get(b"ncclAllGather\0")?,
-                reduce_scatter: *library.get(b"ncclReduceScatter\0")?,
-                all_reduce: *library.get(b"ncclAllReduce\0")?,
-                _library: library,
-            })
-        }
+    /// The library that was found.
+    pub(super) fn of(found: &Found) -> Result<Self> {
+        Functions::load(found).map(Self)
     }
 
     fn check(&self, call: &str, status: Status) -> Result<()> {
@@ -125,7 +82,7 @@ impl Nccl {
             return Ok(());
         }
         // SAFETY: the function returns a static string for every number.
-        let text = unsafe { CStr::from_ptr((self.error_text)(status)) };
+        let text = unsafe { CStr::from_ptr((self.0.ncclGetErrorString)(status)) };
         let code = text.to_string_lossy().into_owned();
         Err(CudaError::Driver {
             call: format!("NCCL {call}"),
@@ -140,7 +97,7 @@ impl Nccl {
     pub fn version(&self) -> Result<String> {
         let mut code = 0;
         // SAFETY: the pointer is valid.
-        self.check("version", unsafe { (self.get_version)(&raw mut code) })?;
+        self.check("version", unsafe { (self.0.ncclGetVersion)(&raw mut code) })?;
         // Version 2.9 changed the encoding from XYZZ to XYYZZ.
         let (major, minor) = match code {
             ..10_000 => (code / 1000, code % 1000 / 100),
@@ -156,7 +113,9 @@ impl Nccl {
     pub fn unique_id(&self) -> Result<[u8; UNIQUE_ID_BYTES]> {
         let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
         // SAFETY: the pointer is valid.
-        self.check("unique id", unsafe { (self.get_unique_id)(&raw mut id) })?;
+        self.check("unique id", unsafe {
+            (self.0.ncclGetUniqueId)(&raw mut id)
+        })?;
         Ok(id.0)
     }
 
@@ -168,20 +127,17 @@ impl Nccl {
     /// after `deadline`.
     pub fn join(
         self: &Arc<Self>,
-        stream: &Arc<CudaStream>,
+        stream: &Arc<Stream>,
         id: [u8; UNIQUE_ID_BYTES],
         (rank, world): (u32, u32),
         deadline: Duration,
     ) -> Result<Communicator> {
         let context = stream.context().clone();
         let bind = move || {
-            let bound = context.bind_to_thread().during("selecting the GPU");
+            let bound = context.bind().during("selecting the GPU");
             bound.map(|()| context)
         };
-        stream
-            .context()
-            .bind_to_thread()
-            .during("selecting the GPU")?;
+        stream.context().bind().during("selecting the GPU")?;
         stream.synchronize().during("waiting for the GPU")?;
         Ok(Communicator {
             member: self.meet(id, (rank, world), deadline, bind)?,
@@ -241,8 +197,9 @@ impl Nccl {
     ) -> Result<Member> {
         let mut raw = std::ptr::null_mut();
         // SAFETY: the caller made a GPU's context current; the handle is written on success.
-        let status =
-            unsafe { (self.init_rank)(&raw mut raw, world as c_int, UniqueId(id), rank as c_int) };
+        let status = unsafe {
+            (self.0.ncclCommInitRank)(&raw mut raw, world as c_int, UniqueId(id), rank as c_int)
+        };
         self.check("joining the ranks", status)?;
         let membership = Arc::new(Membership {
             nccl: self,
@@ -293,7 +250,7 @@ impl Membership {
     fn abort(&self, state: &mut MembershipState) {
         if !std::mem::replace(&mut state.left, true) {
             // SAFETY: the communicator is alive and not used again; abort does not wait for other ranks.
-            let _unused_outcome = unsafe { (self.nccl.abort)(self.raw) };
+            let _unused_outcome = unsafe { (self.nccl.0.ncclCommAbort)(self.raw) };
         }
     }
 
@@ -414,7 +371,7 @@ impl Member {
         stream: *mut c_void,
     ) -> Result<()> {
         let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
-        let call = self.membership.nccl.all_gather;
+        let call = self.membership.nccl.0.ncclAllGather;
         // SAFETY: the caller vouches for the memory and the stream.
         let run = |raw| unsafe { call(from, to, n, kind as c_int, raw, stream) };
         self.membership.call("all-gather", run)
@@ -428,7 +385,7 @@ impl Member {
         stream: *mut c_void,
     ) -> Result<()> {
         let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
-        let call = self.membership.nccl.reduce_scatter;
+        let call = self.membership.nccl.0.ncclReduceScatter;
         // SAFETY: the caller vouches for the memory and the stream.
         let run = |raw| unsafe { call(from, to, n, kind as c_int, SUM, raw, stream) };
         self.membership.call("reduce-scatter", run)
@@ -442,7 +399,7 @@ impl Member {
         stream: *mut c_void,
     ) -> Result<()> {
         let (from, to) = (from.0 as *const c_void, to.0 as *mut c_void);
-        let call = self.membership.nccl.all_reduce;
+        let call = self.membership.nccl.0.ncclAllReduce;
         // SAFETY: the caller vouches for the memory and the stream.
         let run = |raw| unsafe { call(from, to, n, kind as c_int, SUM, raw, stream) };
         self.membership.call("all-reduce", run)
@@ -450,7 +407,7 @@ impl Member {
 
     fn check(&self) -> Result<()> {
         let mut status = 0;
-        let call = self.membership.nccl.async_error;
+        let call = self.membership.nccl.0.ncclCommGetAsyncError;
         // SAFETY: the communicator is alive.
         let run = |raw| unsafe { call(raw, &raw mut status) };
         self.membership.call("asking for errors", run)?;
@@ -460,7 +417,7 @@ impl Member {
     }
 
     fn finish(self) -> Result<()> {
-        let call = self.membership.nccl.destroy;
+        let call = self.membership.nccl.0.ncclCommDestroy;
         // SAFETY: the communicator is alive and not used again.
         let run = |raw| unsafe { call(raw) };
         self.membership.call("leaving the group", run)?;
@@ -474,7 +431,7 @@ impl Member {
 #[derive(Debug)]
 pub struct Communicator {
     member: Member,
-    stream: Arc<CudaStream>,
+    stream: Arc<Stream>,
 }
 
 impl Communicator {
@@ -485,7 +442,7 @@ impl Communicator {
     }
 
     fn stream(&self) -> *mut c_void {
-        self.stream.cu_stream().cast()
+        self.stream.handle()
     }
 
     /// Queues an all-gather: `n` elements from every rank's `from`, in rank order, into `to` on every rank.

@@ -1,26 +1,60 @@
 //! Compilation of modules at run time with NVRTC, and the resources that each kernel uses.
 #![expect(unsafe_code, reason = "calls into NVRTC, which was found before")]
 
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, CString, c_char, c_int};
 
-use cudarc::nvrtc::{result, sys};
+use cudarc::nvrtc::sys::nvrtcProgram;
 
 use super::error::{CudaError, Result};
-use super::library::{Library, Search, find};
+use super::library::{Found, Library, Search, find, functions};
 use super::module::Module;
 
-/// Major and minor version of the loaded NVRTC library. `None` if none is loaded.
-#[must_use]
-pub fn version() -> Option<(u32, u32)> {
-    let (mut major, mut minor) = (0, 0);
-    // SAFETY: asks the dynamic linker only.
-    let present = unsafe { sys::is_culib_present() };
-    // SAFETY: the library is present, so its functions are found; both pointers are valid.
-    (present
-        && unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) }
-            .result()
-            .is_ok())
-    .then_some((major.unsigned_abs(), minor.unsigned_abs()))
+/// `nvrtcResult` as a number.
+type Status = u32;
+type SizeCall = unsafe extern "C" fn(nvrtcProgram, *mut usize) -> Status;
+type ReadCall = unsafe extern "C" fn(nvrtcProgram, *mut c_char) -> Status;
+
+functions! {
+    /// Functions of NVRTC that this crate calls.
+    Functions:
+    nvrtcVersion(*mut c_int, *mut c_int) -> Status;
+    nvrtcGetErrorString(Status) -> *const c_char;
+    nvrtcCreateProgram(
+        *mut nvrtcProgram, *const c_char, *const c_char,
+        c_int, *const *const c_char, *const *const c_char
+    ) -> Status;
+    nvrtcCompileProgram(nvrtcProgram, c_int, *const *const c_char) -> Status;
+    nvrtcDestroyProgram(*mut nvrtcProgram) -> Status;
+    nvrtcGetProgramLogSize(nvrtcProgram, *mut usize) -> Status;
+    nvrtcGetProgramLog(nvrtcProgram, *mut c_char) -> Status;
+    nvrtcGetCUBINSize(nvrtcProgram, *mut usize) -> Status;
+    nvrtcGetCUBIN(nvrtcProgram, *mut c_char) -> Status;
+    nvrtcGetPTXSize(nvrtcProgram, *mut usize) -> Status;
+    nvrtcGetPTX(nvrtcProgram, *mut c_char) -> Status;
+}
+
+impl Functions {
+    /// The name of a failed call's result.
+    fn check(&self, status: Status) -> Result<(), String> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: returns a constant string for every number.
+        let text = unsafe { CStr::from_ptr((self.nvrtcGetErrorString)(status)) };
+        Err(text.to_string_lossy().into_owned())
+    }
+
+    fn version(&self) -> Option<(u32, u32)> {
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: two numbers are written.
+        let status = unsafe { (self.nvrtcVersion)(&raw mut major, &raw mut minor) };
+        (status == 0).then_some((major.unsigned_abs(), minor.unsigned_abs()))
+    }
+}
+
+/// Major and minor version of the library that was found. `None` if it does not answer.
+pub(super) fn version(found: &Found) -> Option<(u32, u32)> {
+    Functions::load(found).ok()?.version()
 }
 
 /// Resources that one kernel uses on one architecture, as the assembler (ptxas) reports them.
@@ -50,8 +84,9 @@ pub struct Compiled {
 }
 
 /// NVRTC, CUDA's run-time compiler, found and loaded.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Compiler {
+    functions: Functions,
     version: (u32, u32),
 }
 
@@ -66,16 +101,15 @@ impl Compiler {
     /// Finds and opens the NVRTC library.
     ///
     /// # Errors
-    /// [`CudaError::LibraryMissing`] with the places tried.
+    /// [`CudaError::LibraryMissing`] with the places tried, and [`CudaError::FunctionMissing`].
     pub fn find(search: &Search) -> Result<Self> {
         let found = find(Library::Nvrtc, search);
-        let missing = || CudaError::LibraryMissing {
-            library: Library::Nvrtc.name(),
-            tried: found.tried(),
-        };
-        found.path.as_ref().ok_or_else(missing)?;
-        let version = version().ok_or_else(missing)?;
-        Ok(Self { version })
+        let functions = Functions::load(&found)?;
+        let version = functions.version().ok_or_else(|| CudaError::Driver {
+            call: "NVRTC version".into(),
+            code: found.tried(),
+        })?;
+        Ok(Self { functions, version })
     }
 
     /// Major and minor version of the loaded NVRTC.
@@ -117,22 +151,25 @@ impl Compiler {
         };
         let file = CString::new(format!("{name}.cu")).map_err(|error| failed(error.to_string()))?;
         let source = CString::new(source).map_err(|error| failed(error.to_string()))?;
-        let program = Program::new(&source, &file).map_err(|error| failed(format!("{error:?}")))?;
+        let program = Program::new(self.functions, &source, &file).map_err(failed)?;
         let mut options = vec![format!("--gpu-architecture={arch}")];
         options.extend(OPTIONS.map(str::to_owned));
-        // SAFETY: the program is alive.
-        let outcome = unsafe { result::compile_program(program.0, &options) };
+        let options: std::result::Result<Vec<CString>, _> =
+            options.into_iter().map(CString::new).collect();
+        let options = options.map_err(|error| failed(error.to_string()))?;
+        let outcome = program.compile(&options);
         let log = program.log();
-        if let Err(error) = outcome {
-            return Err(failed(format!("{error:?}\n{log}")));
-        }
-        let describe = |error: result::NvrtcError| failed(format!("{error:?}\n{log}"));
-        let cubin = program
-            .output(sys::nvrtcGetCUBINSize, sys::nvrtcGetCUBIN)
-            .map_err(describe)?;
-        let ptx = program
-            .output(sys::nvrtcGetPTXSize, sys::nvrtcGetPTX)
-            .map_err(describe)?;
+        let describe = |error: String| failed(format!("{error}\n{log}"));
+        outcome.map_err(describe)?;
+        let Functions {
+            nvrtcGetCUBINSize: cubin_size,
+            nvrtcGetCUBIN: cubin,
+            nvrtcGetPTXSize: ptx_size,
+            nvrtcGetPTX: ptx,
+            ..
+        } = self.functions;
+        let cubin = program.output(cubin_size, cubin).map_err(describe)?;
+        let ptx = program.output(ptx_size, ptx).map_err(describe)?;
         let ptx = String::from_utf8_lossy(&ptx)
             .trim_end_matches('\0')
             .to_owned();
@@ -140,33 +177,61 @@ impl Compiler {
     }
 }
 
-type SizeCall = unsafe fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult;
-type ReadCall = unsafe fn(sys::nvrtcProgram, *mut c_char) -> sys::nvrtcResult;
-
 /// NVRTC program, destroyed on drop.
-struct Program(sys::nvrtcProgram);
+struct Program {
+    functions: Functions,
+    raw: nvrtcProgram,
+}
 
 impl Program {
-    fn new(source: &CStr, file: &CStr) -> Result<Self, result::NvrtcError> {
-        result::create_program(source, Some(file)).map(Self)
+    fn new(functions: Functions, source: &CStr, file: &CStr) -> Result<Self, String> {
+        let mut raw = std::ptr::null_mut();
+        let none = std::ptr::null();
+        // SAFETY: one handle is written; both texts end with a zero and are copied; there are no headers.
+        let status = unsafe {
+            (functions.nvrtcCreateProgram)(
+                &raw mut raw,
+                source.as_ptr(),
+                file.as_ptr(),
+                0,
+                none,
+                none,
+            )
+        };
+        functions.check(status)?;
+        Ok(Self { functions, raw })
+    }
+
+    fn compile(&self, options: &[CString]) -> Result<(), String> {
+        let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+        let count = options.len() as c_int;
+        // SAFETY: the program is alive; the texts of the options live until the call returns.
+        let status =
+            unsafe { (self.functions.nvrtcCompileProgram)(self.raw, count, options.as_ptr()) };
+        self.functions.check(status)
     }
 
     fn log(&self) -> String {
-        // SAFETY: the program is alive.
-        let log = unsafe { result::get_program_log(self.0) }.unwrap_or_default();
-        let bytes: Vec<u8> = log.iter().map(|c| c.cast_unsigned()).collect();
-        String::from_utf8_lossy(&bytes)
+        let Functions {
+            nvrtcGetProgramLogSize: size,
+            nvrtcGetProgramLog: log,
+            ..
+        } = self.functions;
+        let log = self.output(size, log).unwrap_or_default();
+        String::from_utf8_lossy(&log)
             .trim_end_matches('\0')
             .to_owned()
     }
 
-    fn output(&self, size: SizeCall, read: ReadCall) -> Result<Vec<u8>, result::NvrtcError> {
+    fn output(&self, size: SizeCall, read: ReadCall) -> Result<Vec<u8>, String> {
         let mut n = 0usize;
-        // SAFETY: the program is alive and compiled.
-        unsafe { size(self.0, &raw mut n) }.result()?;
+        // SAFETY: the program is alive; one number is written.
+        let status = unsafe { size(self.raw, &raw mut n) };
+        self.functions.check(status)?;
         let mut bytes = vec![0u8; n];
         // SAFETY: the buffer has the size that was asked for.
-        unsafe { read(self.0, bytes.as_mut_ptr().cast()) }.result()?;
+        let status = unsafe { read(self.raw, bytes.as_mut_ptr().cast()) };
+        self.functions.check(status)?;
         Ok(bytes)
     }
 }
@@ -174,7 +239,7 @@ impl Program {
 impl Drop for Program {
     fn drop(&mut self) {
         // SAFETY: the program is alive and not used again. An error here leaves nothing to do.
-        let _unused_outcome = unsafe { result::destroy_program(self.0) };
+        let _unused_outcome = unsafe { (self.functions.nvrtcDestroyProgram)(&raw mut self.raw) };
     }
 }
 

@@ -6,10 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUevent_flags, CUipcMem_flags_enum};
-use cudarc::driver::{CudaContext, result};
 
 use super::backend::gpu::{cuda_event, event, order};
 use super::backend::{Cause, Event, PeerExecutor};
+use super::context::Context;
 use super::error::{DriverResult, Result};
 use super::gpu::Gpu;
 use super::group::Abandoned;
@@ -27,7 +27,7 @@ const SHARED: u32 =
 /// Event created by this process or opened from another one.
 #[derive(Debug)]
 struct IpcEvent {
-    context: Arc<CudaContext>,
+    context: Arc<Context>,
     raw: sys::CUevent,
 }
 
@@ -37,36 +37,30 @@ unsafe impl Send for IpcEvent {}
 unsafe impl Sync for IpcEvent {}
 
 impl IpcEvent {
-    fn create(context: &Arc<CudaContext>) -> Result<Self> {
-        let mut raw = std::ptr::null_mut();
-        // SAFETY: the handle is written before success is reported.
-        unsafe { sys::cuEventCreate(&raw mut raw, SHARED) }
-            .result()
+    fn create(context: &Arc<Context>) -> Result<Self> {
+        let raw = context
+            .driver()
+            .event(SHARED)
             .during("creating an event for other processes")?;
         let context = context.clone();
         Ok(Self { context, raw })
     }
 
-    fn open(context: &Arc<CudaContext>, handle: &[u8; HANDLE_BYTES]) -> Result<Self> {
+    fn open(context: &Arc<Context>, handle: &[u8; HANDLE_BYTES]) -> Result<Self> {
         let handle = sys::CUipcEventHandle {
             reserved: handle.map(u8::cast_signed),
         };
-        let mut raw = std::ptr::null_mut();
-        // SAFETY: the handle is written before success is reported.
-        unsafe { sys::cuIpcOpenEventHandle(&raw mut raw, handle) }
-            .result()
+        let raw = context
+            .driver()
+            .open_event(handle)
             .during("opening an event of another process")?;
         let context = context.clone();
         Ok(Self { context, raw })
     }
 
     fn handle(&self) -> Result<[u8; HANDLE_BYTES]> {
-        let mut handle = sys::CUipcEventHandle {
-            reserved: [0; HANDLE_BYTES],
-        };
         // SAFETY: the event was created with the interprocess flag and is alive.
-        unsafe { sys::cuIpcGetEventHandle(&raw mut handle, self.raw) }
-            .result()
+        let handle = unsafe { self.context.driver().event_handle(self.raw) }
             .during("naming an event for another process")?;
         Ok(handle.reserved.map(i8::cast_unsigned))
     }
@@ -74,9 +68,9 @@ impl IpcEvent {
 
 impl Drop for IpcEvent {
     fn drop(&mut self) {
-        if self.context.bind_to_thread().is_ok() {
+        if self.context.bind().is_ok() {
             // SAFETY: created above, destroyed once. A failing driver leaves nothing to do.
-            let _unused_outcome = unsafe { result::event::destroy(self.raw) };
+            let _unused_outcome = unsafe { self.context.driver().destroy_event(self.raw) };
         }
     }
 }
@@ -103,7 +97,7 @@ struct Member {
 /// GPU memory of another process, mapped into this one. Dropping it unmaps it.
 #[derive(Debug)]
 struct Mapped {
-    context: Arc<CudaContext>,
+    context: Arc<Context>,
     abandoned: Abandoned,
     start: sys::CUdeviceptr,
 }
@@ -111,15 +105,15 @@ struct Mapped {
 impl Drop for Mapped {
     fn drop(&mut self) {
         // The driver unmaps memory after the copies that read it.
-        if !self.abandoned.is_set() && self.context.bind_to_thread().is_ok() {
+        if !self.abandoned.is_set() && self.context.bind().is_ok() {
             // SAFETY: opened once, closed once. A failing driver leaves nothing to do.
-            let _unused_outcome = unsafe { sys::cuIpcCloseMemHandle(self.start) }.result();
+            let _unused_outcome = unsafe { self.context.driver().close_memory(self.start) };
         }
     }
 }
 
 impl Peers {
-    pub(super) fn new(context: &Arc<CudaContext>) -> Result<Self> {
+    pub(super) fn new(context: &Arc<Context>) -> Result<Self> {
         let lane = || -> Result<Marks> { (0..MARKS).map(|_| IpcEvent::create(context)).collect() };
         Ok(Self {
             marks: [lane()?, lane()?],
@@ -143,15 +137,14 @@ impl Gpu {
 
     fn lane(&self, lane: Lane) -> Result<sys::CUstream, Cause> {
         Ok(match lane {
-            Lane::Compute => self.stream().cu_stream(),
-            Lane::Communication => self.copies()?.communication.cu_stream(),
+            Lane::Compute => self.stream().raw(),
+            Lane::Communication => self.copies()?.communication.raw(),
         })
     }
 
     fn wait_for(&self, lane: Lane, cuda_event: &IpcEvent) -> Result<(), Cause> {
-        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: the event is alive, and the stream this GPU's.
-        unsafe { result::stream::wait_event(self.lane(lane)?, cuda_event.raw, flags) }
+        unsafe { self.driver().wait(self.lane(lane)?, cuda_event.raw) }
             .during("ordering queues of GPUs")?;
         Ok(())
     }
@@ -163,7 +156,7 @@ impl Gpu {
     ) -> Result<(), Cause> {
         let stream = &self.copies()?.communication;
         let began = self.timeline.stamp(stream)?;
-        queue(stream.cu_stream())?;
+        queue(stream.raw())?;
         let lane = DeviceLane::Communication;
         Ok(self.timeline.end(lane, began, stream, 0)?)
     }
@@ -179,10 +172,9 @@ impl Gpu {
         };
         let flags = CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         let context = self.stream().context();
-        let mut start = 0;
-        // SAFETY: the result is written before success is reported.
-        unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut start, handle, flags) }
-            .result()
+        let start = context
+            .driver()
+            .open_memory(handle, flags)
             .during("mapping GPU memory of another rank")?;
         let memory = Mapped {
             context: context.clone(),
@@ -201,12 +193,8 @@ impl Gpu {
 impl PeerExecutor for Gpu {
     fn name(&self, memory: Address) -> Result<Vec<u8>, Cause> {
         self.bind()?;
-        let mut handle = sys::CUipcMemHandle {
-            reserved: [0; HANDLE_BYTES],
-        };
         // SAFETY: the address is the start of a live allocation that is not stream-ordered.
-        unsafe { sys::cuIpcGetMemHandle(&raw mut handle, memory.0) }
-            .result()
+        let handle = unsafe { self.driver().memory_handle(memory.0) }
             .during("naming GPU memory for another process")?;
         let mut name = handle.reserved.map(i8::cast_unsigned).to_vec();
         for cuda_event in self.peers()?.marks.iter().flatten() {
@@ -246,15 +234,14 @@ impl PeerExecutor for Gpu {
     unsafe fn clear(&self, at: Address, bytes: u64) -> Result<(), Cause> {
         let lane = self.lane(Lane::Communication)?;
         // SAFETY: the caller vouches for the range.
-        unsafe { result::memset_d8_async(at.0, 0, bytes as usize, lane) }
-            .during("clearing memory")?;
+        unsafe { self.driver().fill(at.0, 0, bytes as usize, lane) }.during("clearing memory")?;
         Ok(())
     }
 
     unsafe fn take(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause> {
         let lane = self.lane(Lane::Communication)?;
         // SAFETY: the caller vouches for both ranges.
-        unsafe { result::memcpy_dtod_async(to.0, from.0, bytes as usize, lane) }
+        unsafe { self.driver().copy(to.0, from.0, bytes as usize, lane) }
             .during("copying on the GPU")?;
         Ok(())
     }
@@ -263,8 +250,11 @@ impl PeerExecutor for Gpu {
         let start = self.member(peer)?.memory.start;
         self.communicate(|lane| {
             // SAFETY: the caller vouches for both ranges.
-            unsafe { result::memcpy_dtod_async(to.0, start + offset, bytes as usize, lane) }
-                .during("copying from another rank's GPU")
+            unsafe {
+                self.driver()
+                    .copy(to.0, start + offset, bytes as usize, lane)
+            }
+            .during("copying from another rank's GPU")
         })
     }
 
@@ -277,7 +267,7 @@ impl PeerExecutor for Gpu {
         let number = peers.counts[lane as usize].fetch_add(1, Ordering::Relaxed) + 1;
         let cuda_event = &peers.marks[lane as usize][place(number)];
         // SAFETY: event and stream belong to this GPU's context and are alive.
-        unsafe { result::event::record(cuda_event.raw, self.lane(lane)?) }
+        unsafe { self.driver().record(cuda_event.raw, self.lane(lane)?) }
             .during("recording an event")?;
         Ok(number)
     }

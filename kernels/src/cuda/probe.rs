@@ -1,13 +1,9 @@
 //! Probe of this machine's CUDA support. It never panics or fails: what is missing is part of the result.
-#![expect(unsafe_code, reason = "calls into the driver, which was found before")]
 
-use std::ffi::{CStr, c_char};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUresult};
 
-use cudarc::driver::CudaContext;
-use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
-
+use super::context::Context;
+use super::driver::{self, Answer, Driver, DriverError};
 use super::library::{Found, Library, Search, find};
 
 /// Oldest CUDA version (major, minor) whose driver has every function that this crate uses.
@@ -80,34 +76,17 @@ pub fn probe_for(libraries: &[Library], search: &Search) -> Probe {
         devices: Vec::new(),
         problem: None,
     };
-    if answer
-        .library(Library::Driver)
-        .is_none_or(|found| found.path.is_none())
-    {
-        answer.problem = Some(
-            "the NVIDIA driver (libcuda.so.1) is not installed or not visible in this container"
-                .into(),
-        );
-        return answer;
-    }
-    // The driver binding panics when the library lacks a function, which is possible with an old driver.
-    let outcome = catch_unwind(AssertUnwindSafe(|| ask_driver(&mut answer)));
-    answer.problem = match outcome {
-        Ok(Ok(())) => too_old(answer.driver_version),
-        Ok(Err(problem)) => Some(problem),
-        Err(_) => Some(format!(
-            "the driver lacks a function that is needed; drivers from {MINIMUM_DRIVER_TEXT} on have it"
-        )),
-    };
+    answer.problem = ask_driver(&mut answer).err();
     answer
 }
 
 /// Free memory in bytes of the GPU with CUDA's device number `ordinal`, by the driver. It opens the GPU for the question,
 /// so the context counts as used. `None` if that fails. For GPUs that NVML does not list, such as MIG instances.
 #[must_use]
-pub fn free_bytes(ordinal: u32) -> Option<u64> {
-    let context = CudaContext::new(ordinal as usize).ok()?;
-    let (free, _) = context.mem_get_info().ok()?;
+pub fn free_bytes(ordinal: u32, search: &Search) -> Option<u64> {
+    let driver = Driver::load(&find(Library::Driver, search)).ok()?;
+    let context = Context::open(driver, ordinal).ok()?;
+    let (free, _) = context.driver().memory_info().ok()?;
     Some(free as u64)
 }
 
@@ -120,75 +99,63 @@ fn too_old(version: Option<(u32, u32)>) -> Option<String> {
 }
 
 fn ask_driver(answer: &mut Probe) -> Result<(), String> {
-    answer.driver_version = driver_version();
-    if let Some(problem) = too_old(answer.driver_version) {
-        return Err(problem);
-    }
-    result::init().map_err(|error| match error.0 {
-        sys::CUresult::CUDA_ERROR_NO_DEVICE => {
+    let found = answer.library(Library::Driver);
+    let found = found.filter(|found| found.path.is_some()).ok_or(
+        "the NVIDIA driver (libcuda.so.1) is not installed or not visible in this container",
+    )?;
+    let version = driver::version(found);
+    let driver = match too_old(version) {
+        Some(problem) => Err(problem),
+        None => Driver::load(found).map_err(|error| {
+            format!("{error}; drivers from {MINIMUM_DRIVER_TEXT} on have all that are needed")
+        }),
+    };
+    answer.driver_version = version;
+    let driver = driver?;
+    driver.init().map_err(|error| {
+        if error.is(CUresult::CUDA_ERROR_NO_DEVICE) {
             "the driver is installed but shows no GPU (CUDA_VISIBLE_DEVICES empty, or none in this container)".into()
-        }
-        sys::CUresult::CUDA_ERROR_STUB_LIBRARY => {
+        } else if error.is(CUresult::CUDA_ERROR_STUB_LIBRARY) {
             "libcuda.so.1 is the toolkit's stub, not the driver's; put the driver's folder first".into()
+        } else {
+            format!("the driver does not start: {error}")
         }
-        other => format!("the driver does not start: {other:?}"),
     })?;
-    let describe =
-        |error: DriverError| format!("the driver does not describe its GPUs: {:?}", error.0);
-    let count = result::device::get_count().map_err(describe)?;
+    let describe = |error: DriverError| format!("the driver does not describe its GPUs: {error}");
+    let count = driver.device_count().map_err(describe)?;
     for ordinal in 0..count {
-        answer
-            .devices
-            .push(device(ordinal, count).map_err(describe)?);
+        let device = device(&driver, ordinal, count).map_err(describe)?;
+        answer.devices.push(device);
     }
     Ok(())
 }
 
-fn driver_version() -> Option<(u32, u32)> {
-    let mut version = 0;
-    // SAFETY: the driver's library is loaded; the call needs no initialization.
-    unsafe { sys::cuDriverGetVersion(&raw mut version) }
-        .result()
-        .ok()?;
-    let version = u32::try_from(version).ok()?;
-    Some((version / 1000, version % 1000 / 10))
-}
-
-fn device(ordinal: i32, count: i32) -> Result<DeviceFacts, DriverError> {
-    let handle = result::device::get(ordinal)?;
-    let attribute = |which| -> Result<u32, DriverError> {
-        // SAFETY: the handle comes from the driver.
-        let value = unsafe { result::device::get_attribute(handle, which) }?;
-        Ok(value.unsigned_abs())
-    };
+fn device(driver: &Driver, ordinal: i32, count: i32) -> Answer<DeviceFacts> {
+    let handle = driver.device(ordinal)?;
+    let attribute = |which| -> Answer<u32> { Ok(driver.attribute(handle, which)?.unsigned_abs()) };
     let mut peers = Vec::new();
     for other in (0..count).filter(|other| *other != ordinal) {
-        let mut can = 0;
-        let peer = result::device::get(other)?;
-        // SAFETY: both handles come from the driver.
-        unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, handle, peer) }.result()?;
-        if can != 0 {
+        if driver.can_access(handle, driver.device(other)?)? {
             peers.push(other.unsigned_abs());
         }
     }
     Ok(DeviceFacts {
         ordinal: ordinal.unsigned_abs(),
-        name: result::device::get_name(handle)?,
-        uuid: uuid(result::device::get_uuid(handle)?),
-        pci_bus_id: pci_bus_id(handle)?,
+        name: driver.name(handle)?,
+        uuid: uuid(driver.uuid(handle)?),
+        pci_bus_id: driver.pci_bus_id(handle)?.to_lowercase(),
         compute_capability: (
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         ),
-        // SAFETY: the handle comes from the driver.
-        memory_bytes: unsafe { result::device::total_mem(handle) }? as u64,
+        memory_bytes: driver.total_bytes(handle)? as u64,
         multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
         peers,
     })
 }
 
-fn uuid(id: sys::CUuuid) -> String {
-    let hex: Vec<String> = id.bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+fn uuid(id: [u8; 16]) -> String {
+    let hex: Vec<String> = id.iter().map(|byte| format!("{byte:02x}")).collect();
     let part = |range: std::ops::Range<usize>| hex[range].concat();
     format!(
         "GPU-{}-{}-{}-{}-{}",
@@ -200,23 +167,15 @@ fn uuid(id: sys::CUuuid) -> String {
     )
 }
 
-fn pci_bus_id(handle: sys::CUdevice) -> Result<String, DriverError> {
-    let mut text: [c_char; 32] = [0; 32];
-    // SAFETY: the buffer is as long as stated and stays zero-terminated.
-    unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr(), 31, handle) }.result()?;
-    // SAFETY: the last byte is zero.
-    let text = unsafe { CStr::from_ptr(text.as_ptr()) };
-    Ok(text.to_string_lossy().to_lowercase())
-}
-
 fn version(found: &Found) -> Option<String> {
     match found.library {
-        Library::Nvrtc => super::nvrtc::version().map(|(major, minor)| format!("{major}.{minor}")),
-        Library::Driver => driver_version().map(|(major, minor)| format!("CUDA {major}.{minor}")),
-        Library::CublasLt => super::matmul::version(),
-        Library::Nccl => super::nccl::Nccl::from_file(found.path.as_deref()?)
-            .ok()?
-            .version()
-            .ok(),
+        Library::Nvrtc => {
+            super::nvrtc::version(found).map(|(major, minor)| format!("{major}.{minor}"))
+        }
+        Library::Driver => {
+            driver::version(found).map(|(major, minor)| format!("CUDA {major}.{minor}"))
+        }
+        Library::CublasLt => super::matmul::version(found),
+        Library::Nccl => super::nccl::Nccl::of(found).ok()?.version().ok(),
     }
 }

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUipcMem_flags_enum, CUmemorytype};
-use cudarc::driver::{CudaContext, CudaEvent, result};
 
+use super::context::{Context, Event};
 use super::error::{DriverResult, Result};
 use super::gpu::{Gpu, Memory};
 use super::group::Abandoned;
@@ -20,7 +20,7 @@ const PORTABLE: u32 = 1;
 /// Page-locked host memory. Copies to and from it run at the full bus rate and overlap with kernels.
 #[derive(Debug)]
 pub struct Pinned {
-    context: Arc<CudaContext>,
+    context: Arc<Context>,
     abandoned: Abandoned,
     start: *mut u8,
     bytes: usize,
@@ -50,9 +50,9 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         // The driver frees pinned memory after all work of the context.
-        if !self.abandoned.is_set() && self.context.bind_to_thread().is_ok() {
+        if !self.abandoned.is_set() && self.context.bind().is_ok() {
             // SAFETY: allocated by `Gpu::pinned`, freed once. A failing driver leaves nothing to do.
-            let _unused_outcome = unsafe { result::free_host(self.start.cast()) };
+            let _unused_outcome = unsafe { self.context.driver().free_host(self.start.cast()) };
         }
     }
 }
@@ -60,7 +60,7 @@ impl Drop for Pinned {
 /// Device memory of another process, mapped into this one (CUDA IPC). Dropping it unmaps the memory.
 #[derive(Debug)]
 pub struct Mapped {
-    context: Arc<CudaContext>,
+    context: Arc<Context>,
     address: sys::CUdeviceptr,
 }
 
@@ -74,16 +74,16 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        if self.context.bind_to_thread().is_ok() {
+        if self.context.bind().is_ok() {
             // SAFETY: opened by `Gpu::map`, closed once. A failing driver leaves nothing to do.
-            let _unused_outcome = unsafe { sys::cuIpcCloseMemHandle(self.address) }.result();
+            let _unused_outcome = unsafe { self.context.driver().close_memory(self.address) };
         }
     }
 }
 
 /// Timing event on the compute stream. It records the device's time when the stream reaches it.
 #[derive(Debug)]
-pub struct Mark(CudaEvent);
+pub struct Mark(Event);
 
 impl Mark {
     /// Milliseconds of device time from this event to a later one. Waits for the later one.
@@ -91,7 +91,7 @@ impl Mark {
     /// # Errors
     /// When the driver fails, or a kernel queued before failed.
     pub fn milliseconds_to(&self, later: &Self) -> Result<f64> {
-        let milliseconds = self.0.elapsed_ms(&later.0).during("reading a time")?;
+        let milliseconds = self.0.milliseconds_to(&later.0).during("reading a time")?;
         Ok(f64::from(milliseconds))
     }
 }
@@ -103,8 +103,7 @@ impl Gpu {
     /// When the operating system has too little memory or forbids locking it.
     pub fn pinned(&self, bytes: usize) -> Result<Pinned> {
         self.bind()?;
-        // SAFETY: the size is not zero.
-        let start = unsafe { result::malloc_host(bytes.max(1), PORTABLE) };
+        let start = self.driver().allocate_host(bytes.max(1), PORTABLE);
         let start: *mut u8 = start
             .during(format!("pinning {bytes} bytes of host memory"))?
             .cast();
@@ -134,7 +133,8 @@ impl Gpu {
         self.bind()?;
         // SAFETY: both ranges are whole allocations; the caller keeps them.
         unsafe {
-            result::memcpy_htod_async(to.address().0, from.as_slice(), self.stream().cu_stream())
+            self.driver()
+                .copy_in(to.address().0, from.as_slice(), self.stream().raw())
         }
         .during("copying to the GPU")
     }
@@ -152,10 +152,13 @@ impl Gpu {
     pub unsafe fn queue_download(&self, from: &Memory, to: &mut Pinned) -> Result<()> {
         assert_eq!(from.bytes(), to.bytes, "sizes of a download");
         self.bind()?;
-        let stream = self.stream().cu_stream();
+        let stream = self.stream().raw();
         // SAFETY: both ranges are whole allocations; the caller keeps them.
-        unsafe { result::memcpy_dtoh_async(to.as_mut_slice(), from.address().0, stream) }
-            .during("copying from the GPU")
+        unsafe {
+            self.driver()
+                .copy_out(to.as_mut_slice(), from.address().0, stream)
+        }
+        .during("copying from the GPU")
     }
 
     /// Queues a copy of `bytes` bytes on the compute stream, within the device or from mapped memory of
@@ -169,7 +172,7 @@ impl Gpu {
     pub unsafe fn queue_copy(&self, from: Address, to: Address, bytes: usize) -> Result<()> {
         self.bind()?;
         // SAFETY: the caller vouches for both ranges.
-        unsafe { result::memcpy_dtod_async(to.0, from.0, bytes, self.stream().cu_stream()) }
+        unsafe { self.driver().copy(to.0, from.0, bytes, self.stream().raw()) }
             .during("copying on the GPU")
     }
 
@@ -180,12 +183,8 @@ impl Gpu {
     /// When the driver does not support sharing, as in some containers and virtual GPUs.
     pub fn export(&self, memory: &Memory) -> Result<[u8; HANDLE_BYTES]> {
         self.bind()?;
-        let mut handle = sys::CUipcMemHandle {
-            reserved: [0; HANDLE_BYTES],
-        };
         // SAFETY: the address is the start of a live allocation that is not stream-ordered.
-        unsafe { sys::cuIpcGetMemHandle(&raw mut handle, memory.address().0) }
-            .result()
+        let handle = unsafe { self.driver().memory_handle(memory.address().0) }
             .during("naming GPU memory for another process")?;
         Ok(handle.reserved.map(i8::cast_unsigned))
     }
@@ -201,10 +200,9 @@ impl Gpu {
             reserved: handle.map(u8::cast_signed),
         };
         let flags = CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
-        let mut address = 0;
-        // SAFETY: the result is written before success is reported.
-        unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut address, handle, flags) }
-            .result()
+        let address = self
+            .driver()
+            .open_memory(handle, flags)
             .during("mapping GPU memory of another process")?;
         Ok(Mapped {
             context: Arc::clone(self.stream().context()),
@@ -217,11 +215,8 @@ impl Gpu {
     /// # Errors
     /// When the driver fails.
     pub fn mark(&self) -> Result<Mark> {
-        let timing = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
-        self.stream()
-            .record_event(timing)
-            .map(Mark)
-            .during("marking a time")
+        self.bind()?;
+        self.stream().timed_event().map(Mark)
     }
 
     /// Whether an address is in GPU memory, as opposed to pinned host memory.
@@ -230,11 +225,10 @@ impl Gpu {
     /// When the driver does not know the address.
     pub fn is_device_memory(&self, address: Address) -> Result<bool> {
         self.bind()?;
-        let mut kind = 0u32;
         let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
-        // SAFETY: the attribute is an unsigned integer.
-        unsafe { sys::cuPointerGetAttribute((&raw mut kind).cast(), attribute, address.0) }
-            .result()
+        let kind = self
+            .driver()
+            .pointer_attribute(attribute, address.0)
             .during("asking what an address is")?;
         Ok(kind == CUmemorytype::CU_MEMORYTYPE_DEVICE as u32)
     }

@@ -323,6 +323,9 @@ pub struct Args {
     /// Host memory for all ranks of a machine, such as 64G or 512MiB
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, help_heading = "Memory and ranks")]
     pub host_memory_limit: Option<u64>,
+    /// Host memory of each machine that stays free for the system and for file pages
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, help_heading = "Memory and ranks")]
+    pub host_reserve: Option<u64>,
     /// Device memory for each rank
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, help_heading = "Memory and ranks")]
     pub device_memory_limit: Option<u64>,
@@ -540,6 +543,9 @@ pub struct Args {
         help_heading = "Saving, evaluation, logs"
     )]
     pub resume: Option<String>,
+    /// Continue although base weights or data differ from the checkpoint's
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Saving, evaluation, logs")]
+    pub resume_anyway: Option<bool>,
     /// After a rank dies, restart the run, up to N times
     ///
     /// The run restarts from the newest intact checkpoint.
@@ -820,11 +826,11 @@ mod tests {
             names.join(" "),
             "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers dataset dataset-dir deepspeed defaults device \
              device-memory-limit elastic error-format eval-data eval-dataset eval-steps eval-strategy exclude exif-rotation find-batch fp16 freeze global-batch-size grad-dtype \
-             gradient-accumulation-steps gradient-checkpointing host-memory-limit hostfile hysteresis image-dir image-max-pixels image-min-pixels include init initial-scale-power inject learning-rate \
+             gradient-accumulation-steps gradient-checkpointing host-memory-limit host-reserve hostfile hysteresis image-dir image-max-pixels image-min-pixels include init initial-scale-power inject learning-rate \
              limit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
              lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps min-loss-scale model \
              model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \
-             per-device-eval-batch-size per-device-train-batch-size precision prefetch-weights preset ptuning-tokens pure-bf16-moments pure-bf16-weights rank-is report-to resume \
+             per-device-eval-batch-size per-device-train-batch-size precision prefetch-weights preset ptuning-tokens pure-bf16-moments pure-bf16-weights rank-is report-to resume resume-anyway \
              rope-precision save-steps save-strategy \
              save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross trace-steps train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
              warmup-steps weight-decay zero"

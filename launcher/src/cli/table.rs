@@ -184,6 +184,7 @@ fn unset(flag: &str) -> &'static str {
         "eval-data" => "none",
         "output" => "`runs/<name>-<time>`",
         "host-memory-limit" | "device-memory-limit" => "what is free",
+        "host-reserve" => "a twentieth of the memory, 256 MiB to 8 GiB",
         "max-steps" => "from the epochs",
         "num-train-epochs" => "not used",
         "save-steps" | "eval-steps" => "at the end",

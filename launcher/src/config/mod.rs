@@ -15,6 +15,7 @@ pub(crate) mod numbers;
 mod offload;
 mod optimizer_in_backward;
 mod optimizer_in_forward;
+mod origin;
 mod prefetch_weights;
 mod run_plan;
 mod schedule;
@@ -41,6 +42,7 @@ pub use numbers::{GradDtype, Numbers, PureBf16Moments, PureBf16Weights, check_fa
 pub use offload::{NvmeIo, Offload, Tier};
 pub use optimizer_in_backward::OptimizerInBackward;
 pub use optimizer_in_forward::OptimizerInForward;
+pub(crate) use origin::Origin;
 pub use prefetch_weights::PrefetchWeights;
 pub(crate) use run_plan::Found;
 pub use run_plan::{CONFIG_FILE, RunPlan};
@@ -339,6 +341,10 @@ pub struct RunConfig {
     /// Limit on the host memory of all ranks of one machine together, in bytes. `None`: no limit besides the
     /// machine's memory.
     pub host_memory_limit: Option<u64>,
+    /// Host memory of each machine, in bytes, that stays free for the system and for file pages. `None`: a share of
+    /// the machine's memory.
+    #[serde(default)]
+    pub host_reserve: Option<u64>,
     /// Limit on the device memory of each rank, in bytes. `None`: no limit besides the device's memory.
     pub device_memory_limit: Option<u64>,
     /// Parts of the model with activation checkpointing: their activations are recomputed in backward.
@@ -373,6 +379,9 @@ pub struct RunConfig {
     pub seed: u64,
     /// Checkpoint from which the run continues, if any.
     pub resume: Resume,
+    /// Whether a run continues although its base weights or its data differ from those of its checkpoint.
+    #[serde(default)]
+    pub resume_anyway: bool,
     /// Maximum number of restarts after a rank died.
     #[serde(default)]
     pub max_restarts: u32,

@@ -1,6 +1,6 @@
 //! Resolved plan of a run: a [`RunConfig`] without `auto`, and the results of planning.
 
-use super::{Collectives, OptimizerInBackward, PrefetchWeights, RunConfig};
+use super::{Collectives, OptimizerInBackward, Origin, PrefetchWeights, RunConfig};
 use crate::error::{ErrorCode, Failure};
 use serde::ser::{Error, SerializeMap};
 use serde::{Deserialize, Serialize, Serializer};
@@ -35,6 +35,15 @@ pub(crate) struct Found {
     pub(crate) first_samples: Vec<usize>,
     /// Peak bytes of activations in a rank's spill file.
     pub(crate) spilled_activation_bytes: u64,
+    /// Most bytes that the decoding of one image takes; 0 without images. `None`: the images are not known.
+    #[serde(default)]
+    pub(crate) image_bytes: Option<u64>,
+    /// What the run trains on. `None` in plans of earlier versions.
+    #[serde(default)]
+    pub(crate) origin: Option<Origin>,
+    /// Differences from its checkpoint that `--resume-anyway` accepted, now or earlier.
+    #[serde(default)]
+    pub(crate) resumed_anyway: Vec<String>,
 }
 
 impl Deref for RunPlan {
@@ -104,12 +113,13 @@ impl RunPlan {
         }
     }
 
-    /// JSON of all settings that must be equal on all ranks. Memory limits and GPUs of the machine are left out.
+    /// JSON of all settings that must be equal on all ranks. Memory limits, reserve and GPUs of the machine are left out.
     pub(crate) fn common_part(&self) -> Vec<u8> {
         let config = RunConfig {
             ranks_here: None,
             ranks_per_gpu: None,
             host_memory_limit: None,
+            host_reserve: None,
             device_memory_limit: None,
             gpus: Vec::new(),
             ..self.config.clone()
@@ -166,11 +176,14 @@ impl RunPlan {
 }
 
 /// Position of the fields of [`Found`] in the file, as (preceding key of the configuration, field), in file order.
-const PLACES: [(&str, &str); 4] = [
+const PLACES: [(&str, &str); 7] = [
     ("collectives", "ipc_refused"),
     ("upload_ahead", "arena_bytes"),
     ("seed", "first_samples"),
     ("seed", "spilled_activation_bytes"),
+    ("seed", "image_bytes"),
+    ("resume_anyway", "origin"),
+    ("resume_anyway", "resumed_anyway"),
 ];
 
 impl Serialize for RunPlan {
@@ -210,6 +223,9 @@ mod tests {
             arena_bytes: 7,
             first_samples: vec![3, 1],
             spilled_activation_bytes: 9,
+            image_bytes: Some(11),
+            origin: Some(Origin::default()),
+            resumed_anyway: vec!["--lora-alpha".to_owned()],
         })
     }
 
@@ -223,7 +239,7 @@ mod tests {
             ["collectives", "ipc_refused", "offload"],
             ["upload_ahead", "arena_bytes", "precision"],
             ["seed", "first_samples", "spilled_activation_bytes"],
-            ["first_samples", "spilled_activation_bytes", "resume"],
+            ["spilled_activation_bytes", "image_bytes", "resume"],
         ] {
             assert!(all.contains(&&found[..]), "{found:?} in {keys:?}");
         }

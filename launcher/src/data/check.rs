@@ -1,6 +1,7 @@
 //! Check of every sample before training.
 
 use crate::config::RunConfig;
+use crate::data::images::{self, ImageCheck, share_budget};
 use crate::data::losses::ImageLosses;
 use crate::data::problems::{self, Context, Problem};
 use crate::data::{self, ReadSamples, Reading, SampleSet};
@@ -9,16 +10,20 @@ use models::Processor;
 use models::data::{EncodeOptions, EncodedSample, RawSample, SampleSize};
 use std::path::Path;
 
-/// Reads and checks the first `limit` samples of `path`. With `--skip-bad-samples`, unusable samples are left out.
+/// Reads and checks the first `limit` samples of `path`. With `--skip-bad-samples`, unusable samples are left out, and
+/// all images are decoded to find them. `show` gets lines of progress.
 ///
 /// # Errors
-/// The file cannot be read, or a sample is unusable. The failure lists such samples.
+/// The file cannot be read, a sample is unusable, or an image is too large for the memory. The failure lists unusable
+/// samples.
 pub(crate) fn check(
     config: &RunConfig,
     path: &Path,
     limit: Option<usize>,
     processor: &dyn Processor,
+    show: &mut dyn FnMut(String),
 ) -> Result<SampleSet, Failure> {
+    share_budget(config);
     let options = encode_options(config);
     let skip_bad = config.batch.skip_bad_samples;
     let reading = Reading {
@@ -29,7 +34,11 @@ pub(crate) fn check(
         limit,
     };
     let model = config.model_dir();
-    check_samples(reading, &model, processor, &options, skip_bad)
+    let mut images = ImageCheck::here(show);
+    if let Some(limit) = config.host_memory_limit {
+        images.memory_bytes = images.memory_bytes.min(limit);
+    }
+    check_samples(reading, &model, processor, &options, skip_bad, images)
 }
 
 /// As [`check`], with the settings given one by one instead of by a run's configuration. `model` is the model
@@ -40,6 +49,7 @@ pub(crate) fn check_samples(
     processor: &dyn Processor,
     options: &EncodeOptions,
     skip_bad: bool,
+    mut check: ImageCheck<'_>,
 ) -> Result<SampleSet, Failure> {
     let ReadSamples {
         samples,
@@ -47,6 +57,8 @@ pub(crate) fn check_samples(
         files,
     } = data::read(reading)?;
     let path = reading.path;
+    check.decode_all |= skip_bad;
+    let (images, largest_image) = images::check(&samples, &images, path, &mut check)?;
     let (verdicts, losses) = data::verdicts(&files, &samples, &images, processor, options);
     let bad: Vec<Problem> = verdicts
         .iter()
@@ -90,6 +102,7 @@ pub(crate) fn check_samples(
         image_count,
         files,
         losses,
+        largest_image,
     })
 }
 
@@ -102,8 +115,9 @@ pub(crate) fn load(
     processor: &dyn Processor,
 ) -> Result<SampleSet, Failure> {
     if config.batch.skip_bad_samples {
-        return check(config, path, limit, processor);
+        return check(config, path, limit, processor, &mut |_| ());
     }
+    share_budget(config);
     let ReadSamples {
         samples,
         images,
@@ -124,6 +138,7 @@ pub(crate) fn load(
         image_count: 0,
         files,
         losses: ImageLosses::default(),
+        largest_image: None,
     })
 }
 
@@ -145,17 +160,20 @@ pub(crate) fn largest(
     )
 }
 
-/// Encodes the first `count` samples of `order`, which lists indices of usable training samples by size. Reads the
-/// data again, but does not check it again unless bad samples are skipped.
-pub(crate) fn encode_some(
+/// Reads samples again that [`check`] has accepted, with the sizes that it found.
+///
+/// # Errors
+/// As [`load`].
+pub(crate) fn reload(
     config: &RunConfig,
-    order: &[usize],
-    count: usize,
+    path: &Path,
+    limit: Option<usize>,
     processor: &dyn Processor,
-) -> Result<Vec<EncodedSample>, Failure> {
-    let set = load(config, &config.data_file(), config.batch.limit, processor)?;
-    let options = encode_options(config);
-    data::encode_in_order(&set.samples, &set.images, processor, &options, order, count)
+    sizes: &[SampleSize],
+) -> Result<SampleSet, Failure> {
+    let set = load(config, path, limit, processor)?;
+    let sizes = sizes.to_vec();
+    Ok(SampleSet { sizes, ..set })
 }
 
 /// Options of `config` that affect how a sample is converted to tokens: maximum length, slices, prompt template.

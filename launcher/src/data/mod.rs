@@ -3,12 +3,16 @@
 pub(crate) mod answers;
 pub(crate) mod check;
 pub(crate) mod files;
+pub(crate) mod images;
 mod loader;
 pub(crate) mod losses;
 pub(crate) mod problems;
 mod sampler;
 mod samples;
+mod verdict_cache;
 
 pub use loader::{Loader, LoaderOptions, Prepared};
 pub use sampler::{Sampler, SamplerSizes};
-pub(crate) use samples::{ReadSamples, Reading, SampleSet, encode_in_order, read, verdicts};
+pub(crate) use samples::{
+    ReadSamples, Reading, SampleSet, encode_in_order, missed, read, verdicts,
+};

@@ -100,7 +100,7 @@ impl Problem {
         }
     }
 
-    /// Problem of an image with a readable header but damaged content.
+    /// Problem of an image that cannot be used.
     pub(crate) fn image(index: usize, sample: &RawSample, problem: String) -> Self {
         Self {
             index,

@@ -6,7 +6,7 @@
 //! more samples than the data has, the stream continues with the next epoch within the step. Resuming needs the step
 //! number only.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// Rounds of the Feistel network; each mixes one half into the other.
@@ -64,12 +64,20 @@ impl Sampler {
     }
 
     /// Changes the data order so that the first epoch begins with the samples of these indices, in this
-    /// order. They are swapped with the samples that were at those positions. The indices must be distinct
-    /// and less than the number of samples.
+    /// order. They are swapped with the samples that were at those positions.
+    ///
+    /// # Panics
+    /// When an index is not below the number of samples, or occurs twice.
     #[must_use]
     pub fn beginning_with(mut self, first: &[usize]) -> Self {
         let (mut moved, mut origin) = (BTreeMap::new(), BTreeMap::new());
+        let mut seen = BTreeSet::new();
         for (position, wanted) in first.iter().enumerate() {
+            assert!(
+                (*wanted as u64) < self.samples && seen.insert(*wanted),
+                "sample {wanted} begins the order of {} samples, or begins it twice",
+                self.samples
+            );
             let (wanted, own) = (*wanted as u64, self.shuffled(position as u64));
             let stands = *moved.get(&own).unwrap_or(&own);
             // The entry that maps to `wanted` so far gets the sample at this position instead.

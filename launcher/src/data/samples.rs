@@ -7,10 +7,11 @@ use models::Processor;
 use models::data::{
     DataError, DataFormat, EncodeOptions, EncodedSample, RawSample, SampleSize, read_datasets,
 };
-use models::image::{ImageFolder, ImageSource};
+use models::image::ImageFolder;
 use rayon::prelude::*;
 
 use super::files::{DataFile, Places, relocated};
+use super::images::LargestImage;
 use super::losses::ImageLosses;
 use super::problems::Problem;
 use crate::config::{DataFormatChoice, ExifRotation};
@@ -37,6 +38,8 @@ pub(crate) struct SampleSet {
     pub(crate) files: Vec<DataFile>,
     /// Images of which the model sees less than their files hold; none were counted without a check.
     pub(crate) losses: ImageLosses,
+    /// The image that takes the most memory; `None` without images or without a check.
+    pub(crate) largest_image: Option<LargestImage>,
 }
 
 impl SampleSet {
@@ -169,8 +172,8 @@ fn syntax_hint(reason: &str) -> Option<&'static str> {
     split.then_some("samples are a JSON list, or one object on each line")
 }
 
-/// Size of every sample, or why it cannot be used, and what its images lose. Each image is decoded once, so damaged content is found before
-/// training and not at step 8000.
+/// Size of every sample, or why it cannot be used, and what its images lose. `images` has the headers of all images,
+/// so no file is read.
 pub(crate) fn verdicts(
     files: &[DataFile],
     samples: &[RawSample],
@@ -216,11 +219,19 @@ fn verdict(
         })?;
     for (_, image) in &sample.images {
         images
-            .load(image)
+            .header(image)
             .map_err(|error| Problem::image(index, sample, chain(&error)))?;
         losses.add(image, images.losses(image).unwrap_or_default());
     }
     Ok(size)
+}
+
+/// Adds to `failure` how to find samples that the check before training did not find.
+pub(crate) fn missed(failure: Failure) -> Failure {
+    failure
+        .evidence("the check before training reads the beginning and the end of an image, and decodes some")
+        .next("launcher data check decodes the images and lists the damaged ones")
+        .next("--skip-bad-samples true decodes them before training and leaves their samples out")
 }
 
 /// Encodes `count` samples in the order `order`, which is repeated if it is shorter.
@@ -242,7 +253,7 @@ pub(crate) fn encode_in_order(
                 .encode(&samples[*i], images, options)
                 .map_err(|e| {
                     let title = format!("sample {i} cannot be used");
-                    Failure::new(ErrorCode::DataFile, title, chain(&e))
+                    missed(Failure::new(ErrorCode::DataFile, title, chain(&e)))
                 })
         })
         .collect()

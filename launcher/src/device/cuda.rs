@@ -31,8 +31,8 @@ impl Devices for Nvidia {
         driver::open(gpu, arena_bytes, graphs, variables)
     }
 
-    fn free_bytes(&self, gpu: &RunGpu) -> Option<u64> {
-        driver::free_bytes(gpu)
+    fn free_bytes(&self, gpu: &RunGpu, variables: &Variables) -> Option<u64> {
+        driver::free_bytes(gpu, variables)
     }
 }
 
@@ -56,7 +56,7 @@ mod driver {
         .next("build without --no-default-features"))
     }
 
-    pub(super) fn free_bytes(_gpu: &RunGpu) -> Option<u64> {
+    pub(super) fn free_bytes(_gpu: &RunGpu, _variables: &Variables) -> Option<u64> {
         None
     }
 }
@@ -74,6 +74,7 @@ mod driver {
     use kernels::cuda::backend::graphs::{Mode, Replaying};
     use kernels::cuda::gpu::Gpu;
     use kernels::cuda::image::{Cache, Code};
+    use kernels::cuda::library::Search;
     use kernels::cuda::nvml;
 
     /// Directory of compiled kernels, inside the cache directory.
@@ -113,28 +114,29 @@ mod driver {
             CudaGraph::Auto => Arc::new(Replaying::new(opened, Mode::Auto)),
             CudaGraph::On => Arc::new(Replaying::new(opened, Mode::On)),
         };
-        let backend = CudaBackend::new(executor, arena_bytes)
-            .map_err(|error| crate::device::no_room(gpu, arena_bytes, free, others(gpu), &error))?;
+        let backend = CudaBackend::new(executor, arena_bytes).map_err(|error| {
+            crate::device::no_room(gpu, arena_bytes, free, others(gpu, &search), &error)
+        })?;
         Ok(Arc::new(backend))
     }
 
     /// The GPU in NVML, which has its own indices.
-    fn managed(gpu: &RunGpu) -> Option<nvml::NvmlGpu> {
+    fn managed(gpu: &RunGpu, search: &Search) -> Option<nvml::NvmlGpu> {
         let own = gpu.uuid.as_ref()?.to_ascii_lowercase();
-        let gpus = nvml::read(&[]).gpus.ok()?;
+        let gpus = nvml::read(&search.directories).gpus.ok()?;
         gpus.into_iter().find(|other| {
             let uuid = other.uuid.as_ref().map(|uuid| uuid.to_ascii_lowercase());
             uuid.is_ok_and(|uuid| uuid == own)
         })
     }
 
-    pub(super) fn free_bytes(gpu: &RunGpu) -> Option<u64> {
-        Some(managed(gpu)?.memory.ok()?.free_bytes)
+    pub(super) fn free_bytes(gpu: &RunGpu, variables: &Variables) -> Option<u64> {
+        Some(managed(gpu, &search(variables))?.memory.ok()?.free_bytes)
     }
 
     /// Processes on the GPU, with the memory that each uses.
-    fn others(gpu: &RunGpu) -> Option<String> {
-        let processes = managed(gpu)?.processes.ok()?;
+    fn others(gpu: &RunGpu, search: &Search) -> Option<String> {
+        let processes = managed(gpu, search)?.processes.ok()?;
         let own = std::process::id();
         let shown: Vec<String> = processes
             .iter()

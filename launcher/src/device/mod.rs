@@ -50,7 +50,7 @@ pub trait Devices: Sync + fmt::Debug {
     ) -> Result<Arc<dyn Backend>, Failure>;
 
     /// Free memory of a GPU in bytes; `None` if it cannot be read.
-    fn free_bytes(&self, gpu: &RunGpu) -> Option<u64>;
+    fn free_bytes(&self, gpu: &RunGpu, variables: &Variables) -> Option<u64>;
 }
 
 /// Error report of a rank whose GPU lacks free memory for the arena: one allocation of `arena_bytes` for all

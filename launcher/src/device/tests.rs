@@ -28,7 +28,7 @@ impl Devices for Machine {
         unreachable!("nothing is opened when a device is chosen")
     }
 
-    fn free_bytes(&self, gpu: &RunGpu) -> Option<u64> {
+    fn free_bytes(&self, gpu: &RunGpu, _: &Variables) -> Option<u64> {
         Some(gpu.free_bytes)
     }
 }

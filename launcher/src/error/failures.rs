@@ -22,6 +22,8 @@ pub(crate) use crate::error::model_files::{adapter_remedy, check_directory, unus
 const ASKING: [&str; 2] = ["ask NCCL for its version", "name an NCCL group"];
 /// Operation of NCCL in which ranks wait for each other.
 const JOINING: &str = "join the NCCL group";
+/// Next step after a lack of memory: a rank makes no plans itself, the supervisor adds those that fit.
+const OTHER_PLANS: &str = "`launcher plan` with the same flags names settings that fit";
 
 pub(crate) fn engine(doing: &str, error: &EngineError) -> Failure {
     match error {
@@ -129,8 +131,7 @@ pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
             ),
         )
         .evidence(in_use(*in_use_bytes, breakdown))
-        .next("use a smaller --per-device-train-batch-size or --model-max-length")
-        .next("--offload cpu moves model states from GPU memory to host memory"),
+        .next(OTHER_PLANS),
         KernelError::Device { op, cause } if ASKING.contains(op) => Failure::new(
             ErrorCode::Cuda,
             format!("the GPUs of the ranks cannot {op}"),
@@ -151,7 +152,7 @@ pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
             cause.to_string(),
         )
         .next("look for Xid messages in the machine's log (dmesg), and run `launcher doctor`")
-        .next("--resume auto continues from the last checkpoint; --device cpu needs no GPU"),
+        .next("--resume RUN, the run's directory, continues from the last checkpoint; --device cpu needs no GPU"),
         KernelError::OutOfMemory {
             pool,
             tag,
@@ -178,7 +179,8 @@ pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
                 ),
             )
             .evidence(in_use(*in_use_bytes, breakdown))
-            .next(format!("use a higher {flag} or a smaller --model-max-length"))
+            .next(OTHER_PLANS)
+            .next(format!("or use a higher {flag}"))
         }
         _ => Failure::new(ErrorCode::Panic, format!("cannot {doing}"), chain(error)),
     }
@@ -309,7 +311,7 @@ pub(crate) fn comm(error: &CommError) -> Failure {
             chain(error),
         )
         .next("look for a proxy, a tunnel or a faulty network card between the machines")
-        .next("continue from the last checkpoint with --resume auto"),
+        .next("continue from the last checkpoint with --resume RUN, the run's directory"),
         CommError::Stopped => Failure::new(
             ErrorCode::Interrupted,
             "stopped by a signal before all ranks had come",

@@ -45,8 +45,6 @@ impl StopFlag {
 pub struct RunSummary {
     /// Number of completed training steps, including those of earlier attempts that this one resumed from.
     pub steps: u64,
-    /// Training loss of the last logged row. No code sets it yet, so it is always `None`.
-    pub train_loss: Option<f64>,
     /// Mean loss of the held-out samples in the last evaluation, if any.
     pub eval_loss: Option<f64>,
     /// Share of exactly correct answers among those generated in the last evaluation, 0 to 1, if any.

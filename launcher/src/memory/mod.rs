@@ -15,16 +15,41 @@ pub use phase::{Kinds, Phase};
 pub(crate) use rank::Footprint;
 pub use rank::{PhaseBytes, RankMemory, RankPeak};
 
-/// Parts of a rank's memory that plans and reports show, each with the kinds of memory that count as it.
-pub(crate) const PARTS: [(&str, &[&str]); 5] = [
-    ("params", &["parameters"]),
-    ("grads", &["gradients"]),
-    ("optimizer", &["optimizer"]),
-    ("gathered", &["gathered", "communication"]),
-    (
-        "activations",
-        &["activations", "workspace", "cache", "margin"],
-    ),
+/// Part of a rank's memory, and the kinds of memory that count as it on each tier.
+#[derive(Debug)]
+pub(crate) struct Part {
+    /// Name in the line of the plan, in reports and in files.
+    pub(crate) name: &'static str,
+    /// Its kinds in device memory.
+    pub(crate) device: &'static [&'static str],
+    /// Its kinds in host memory and in spill files.
+    pub(crate) host: &'static [&'static str],
+}
+
+impl Part {
+    /// A part that counts the same kinds on every tier.
+    pub(crate) const fn of(name: &'static str, kinds: &'static [&'static str]) -> Self {
+        Self {
+            name,
+            device: kinds,
+            host: kinds,
+        }
+    }
+}
+
+/// Parts of a rank's memory that plans, refusals and reports show.
+pub(crate) const PARTS: [Part; 6] = [
+    Part::of("params", &["parameters"]),
+    Part::of("grads", &["gradients"]),
+    Part::of("optimizer", &["optimizer"]),
+    Part::of("gathered", &["gathered"]),
+    Part::of("communication", &["communication"]),
+    Part {
+        name: "activations",
+        device: &["activations", "workspace", "cache", "margin"],
+        // Scratch memory on the host belongs to the process, not to the passes.
+        host: &["activations"],
+    },
 ];
 
 /// Sizes of the host memory within this process's cgroup limits, in bytes: total, free now, and the smallest

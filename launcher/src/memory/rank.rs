@@ -1,6 +1,6 @@
 //! Memory of one rank: by phase, tier and kind, and as the operating system counts it.
 
-use crate::memory::{Kinds, Phase};
+use crate::memory::{Kinds, Part, Phase};
 use engine::comm::WindowBytes;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -120,25 +120,21 @@ impl RankMemory {
         }
     }
 
-    /// Planned bytes of the communicator's window in the peak resident bytes of the process; the same as
-    /// [`RankPeak::resident_window`].
-    #[must_use]
-    pub fn mapped_chunk(&self) -> u64 {
-        self.peak.resident_window
-    }
-
-    /// Planned bytes of several kinds of memory together, as (on the device, on the host): for each tier, the
-    /// highest sum in any phase. `kinds` has the names of the kinds.
-    #[must_use]
-    pub fn most(&self, kinds: &[&str]) -> (u64, u64) {
-        let most = |tier: fn(&PhaseBytes) -> &Kinds| {
+    /// Planned bytes of a part of memory on the device, on the host and in spill files: for each tier, the highest sum
+    /// of its kinds in any phase.
+    pub(crate) fn of_part(&self, part: &Part) -> [u64; 3] {
+        let most = |tier: fn(&PhaseBytes) -> &Kinds, kinds: &[&str]| {
             let of = |phase: &PhaseBytes| -> u64 {
                 let found = kinds.iter().filter_map(|kind| tier(phase).get(*kind));
                 found.sum()
             };
             self.phases.values().map(of).max().unwrap_or(0)
         };
-        (most(|p| &p.device), most(|p| &p.host))
+        [
+            most(|p| &p.device, part.device),
+            most(|p| &p.host, part.host),
+            most(|p| &p.nvme, part.host),
+        ]
     }
 
     /// Highest planned peak of the rank's device memory in any of `phases`, in bytes; 0 if the plan has none

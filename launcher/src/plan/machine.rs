@@ -9,6 +9,12 @@ use std::path::{Path, PathBuf};
 
 /// Number of multiprocessors of described GPUs: that of an H100. Scratch memory differs little between kinds.
 pub(crate) const DESCRIBED_MULTIPROCESSORS: u32 = 132;
+/// Divisor of a machine's memory, and the bounds of the result: the bytes that a run leaves free if `--host-reserve` is
+/// absent. The system, other programs and a plan that is a few percent short need them. So do pages of files: a page
+/// that was read can be dropped at any time and is counted nowhere; a page that was written cannot until it is on the disk.
+const RESERVE_SHARE: u64 = 20;
+const LEAST_RESERVE: u64 = 256 << 20;
+const MOST_RESERVE: u64 = 8 << 30;
 
 /// Directories that may hold the window file of ranks on one machine, with the bytes free in each; none where it cannot
 /// be written.
@@ -37,8 +43,12 @@ pub(crate) struct Machine {
     pub(crate) device_bytes: Option<u64>,
     /// Total host memory in bytes.
     pub(crate) host_total_bytes: u64,
-    /// Host memory in bytes that the run may take.
+    /// Free host memory in bytes.
     pub(crate) host_free_bytes: u64,
+    /// Bytes of the free host memory that a run leaves to the system.
+    pub(crate) host_reserve_bytes: u64,
+    /// Most bytes of host memory that the run may take, if it has a limit of its own.
+    pub(crate) host_limit_bytes: Option<u64>,
     /// Smallest cgroup limit in bytes, if any.
     pub(crate) cgroup_limit_bytes: Option<u64>,
     /// Free bytes for spill files. `None` if unknown.
@@ -60,6 +70,8 @@ impl Machine {
             device_bytes: None,
             host_total_bytes: host.total_bytes,
             host_free_bytes: host.free_bytes,
+            host_reserve_bytes: reserve(host.total_bytes),
+            host_limit_bytes: None,
             cgroup_limit_bytes: host.cgroup_limit_bytes,
             nvme_free_bytes: None,
             window_free_bytes: room.max(),
@@ -74,6 +86,8 @@ impl Machine {
             device_bytes: device,
             host_total_bytes: ram,
             host_free_bytes: ram,
+            host_reserve_bytes: reserve(ram),
+            host_limit_bytes: None,
             cgroup_limit_bytes: None,
             nvme_free_bytes: nvme,
             window_free_bytes: None,
@@ -100,10 +114,29 @@ impl Machine {
         self
     }
 
-    /// Applies the memory limits of `config`, and looks up the free space for its spill files.
+    /// Bytes of host memory that a run may take: the free ones less the reserve, within the run's limit.
+    pub(crate) fn usable_host_bytes(&self) -> u64 {
+        let free = self.host_free_bytes.saturating_sub(self.host_reserve_bytes);
+        free.min(self.host_limit_bytes.unwrap_or(u64::MAX))
+    }
+
+    /// Text of the free host memory, and of what a run may not take of it.
+    pub(crate) fn host_text(&self) -> String {
+        let limit = self.host_limit_bytes.map(format_bytes);
+        let limit = limit.map(|limit| format!(", --host-memory-limit {limit}"));
+        format!(
+            "host memory: {} free, of which {} stay for the system and for file pages (--host-reserve){}",
+            format_bytes(self.host_free_bytes),
+            format_bytes(self.host_reserve_bytes),
+            limit.unwrap_or_default()
+        )
+    }
+
+    /// Applies the memory limits and the reserve of `config`, and looks up the free space for its spill files.
     pub(crate) fn limited(mut self, config: &RunConfig) -> Self {
-        if let Some(limit) = config.host_memory_limit {
-            self.host_free_bytes = self.host_free_bytes.min(limit);
+        self.host_limit_bytes = config.host_memory_limit;
+        if let Some(reserve) = config.host_reserve {
+            self.host_reserve_bytes = reserve;
         }
         if self.nvme_free_bytes.is_none() && self.is_here() {
             let free = |directory: &&Path| memory::disk_free_bytes(directory).ok();
@@ -118,4 +151,9 @@ impl Machine {
             footprint::device_bytes(self.multiprocessors) + self.library_bytes
         })
     }
+}
+
+/// Default reserve of a machine with `total` bytes of host memory.
+fn reserve(total: u64) -> u64 {
+    (total / RESERVE_SHARE).clamp(LEAST_RESERVE, MOST_RESERVE)
 }

@@ -1,6 +1,8 @@
 //! Memory check: whether a run fits a machine. Training and `launcher plan` share this rule.
 
+use super::DECODING;
 use super::machine::{Machine, window_rooms};
+use super::rank_memory;
 use crate::config::{Device, RunConfig};
 use crate::device;
 use crate::error::{ErrorCode, Failure};
@@ -8,9 +10,8 @@ use crate::memory::RankMemory;
 use crate::units::bytes as format_bytes;
 use engine::comm::control_bytes;
 
-/// Divisor of the host memory that optional features leave free: one tenth. A run may exceed its plan by 5 %. Samples
-/// and checkpoints also pass through the page cache, and other programs need memory.
-const HOST_RESERVE: u64 = 10;
+/// Divisor of the host memory that optional features leave free besides the machine's reserve: one tenth.
+const SPARE_SHARE: u64 = 10;
 
 /// Bytes that a run needs of a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,7 +32,7 @@ pub(crate) struct MemoryCheck {
     pub(crate) need: Need,
     pub(crate) machine: Machine,
     device_limit: Option<u64>,
-    host_reserve: u64,
+    kept_spare: u64,
 }
 
 impl MemoryCheck {
@@ -51,7 +52,7 @@ impl MemoryCheck {
         let host = if meets_on_host {
             // Ranks on one machine map the same window, which counts once.
             let (own, all) = if shares {
-                (peak.resident - memory.mapped_chunk(), window)
+                (peak.resident - peak.resident_window, window)
             } else {
                 (peak.resident, 0)
             };
@@ -70,7 +71,7 @@ impl MemoryCheck {
             },
             machine: machine.limited(config),
             device_limit: limits.into_iter().flatten().min(),
-            host_reserve: whole_host.min(machine.host_total_bytes) / HOST_RESERVE,
+            kept_spare: whole_host.min(machine.host_total_bytes) / SPARE_SHARE,
         }
     }
 
@@ -90,19 +91,19 @@ impl MemoryCheck {
 
     /// Whether the host memory is too small.
     pub(crate) fn exceeds_host(&self) -> bool {
-        self.need.host > self.machine.host_free_bytes
+        self.need.host > self.machine.usable_host_bytes()
     }
 
-    /// Host bytes that all ranks together leave free, less the reserve.
+    /// Host bytes that all ranks together leave usable, less what optional features keep free.
     pub(crate) fn spare_host(&self) -> u64 {
-        let free = self.machine.host_free_bytes;
-        free.saturating_sub(self.need.host.saturating_add(self.host_reserve))
+        let usable = self.machine.usable_host_bytes();
+        usable.saturating_sub(self.need.host.saturating_add(self.kept_spare))
     }
 
-    /// Bytes by which all ranks together exceed the host memory less the reserve.
+    /// Bytes by which all ranks together exceed the usable host memory less what optional features keep free.
     pub(crate) fn host_overrun(&self) -> u64 {
-        let taken = self.need.host.saturating_add(self.host_reserve);
-        taken.saturating_sub(self.machine.host_free_bytes)
+        let taken = self.need.host.saturating_add(self.kept_spare);
+        taken.saturating_sub(self.machine.usable_host_bytes())
     }
 
     /// Whether the disk is too small for the spill files.
@@ -141,7 +142,7 @@ impl MemoryCheck {
         parts.push(format!(
             "host {} of {}",
             format_bytes(self.need.host),
-            format_bytes(self.machine.host_free_bytes)
+            format_bytes(self.machine.usable_host_bytes())
         ));
         if self.need.nvme > 0 {
             let free = self.machine.nvme_free_bytes.map(format_bytes);
@@ -172,25 +173,12 @@ impl MemoryCheck {
             .next("enlarge /dev/shm (docker run --shm-size), or use fewer ranks")
             .next("--nproc 1 needs no shared memory"));
         }
-        let parts = [
-            "parameters",
-            "gradients",
-            "optimizer",
-            "gathered",
-            "communication",
-        ];
-        let mut evidence: Vec<String> = Vec::new();
-        let mut show = |name: &str, kinds: &[&str]| {
-            let (device, host) = memory.most(kinds);
-            if device + host > 0 {
-                evidence.push(format!("{name} {}", format_bytes(device + host)));
-            }
-        };
-        for part in parts {
-            show(part, &[part]);
-        }
-        show("activations", &["activations", "workspace", "cache"]);
-        show("margin", &["margin"]);
+        let mut parts = rank_memory::parts(memory);
+        parts.push(rank_memory::planned(memory, &DECODING));
+        let used = parts
+            .iter()
+            .filter(|part| part.device_bytes + part.host_bytes > 0);
+        let used: Vec<String> = used.map(ToString::to_string).collect();
         let mut failure = Failure::new(
             ErrorCode::Plan,
             "this run does not fit; no weight was read",
@@ -198,16 +186,31 @@ impl MemoryCheck {
         )
         .evidence(format!(
             "per rank: {}; {} ranks",
-            evidence.join(" + "),
+            used.join(" + "),
             config.world_size
         ));
+        if self.exceeds_host() {
+            failure = failure.evidence(self.machine.host_text());
+        }
         if let Some(limit) = self.machine.cgroup_limit_bytes {
             failure = failure.evidence(format!("cgroup limit {}", format_bytes(limit)));
         }
-        if config.batch.model_max_length > 512 {
-            failure = failure.next("use a smaller --model-max-length if samples are long");
-        }
-        Err(failure.next("train fewer parts (--train, --tune-llm false), or use more memory"))
+        Err(failure.next(format!(
+            "or use a machine with more memory: {}",
+            self.wanted()
+        )))
+    }
+
+    /// Text of a machine that has exactly the memory and disk that the run needs.
+    fn wanted(&self) -> String {
+        let device = self
+            .device_limit
+            .map(|_| format!("device {} per rank", format_bytes(self.need.device)));
+        let host = self.need.host + self.machine.host_reserve_bytes;
+        let nvme = (self.need.nvme > 0).then(|| format!("nvme {}", format_bytes(self.need.nvme)));
+        let host = Some(format!("host {}", format_bytes(host)));
+        let parts: Vec<String> = [device, host, nvme].into_iter().flatten().collect();
+        parts.join(", ")
     }
 
     fn cause(&self) -> Option<String> {
@@ -223,7 +226,7 @@ impl MemoryCheck {
             return Some(format!(
                 "the ranks need {} of host memory together, {} are available",
                 format_bytes(self.need.host),
-                format_bytes(self.machine.host_free_bytes)
+                format_bytes(self.machine.usable_host_bytes())
             ));
         }
         if self.exceeds_nvme() {

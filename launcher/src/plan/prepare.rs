@@ -1,6 +1,7 @@
 //! Checks and planning before a rank starts and before the run's directory is touched.
 
 use super::disk_check::{DiskCheck, saves};
+use super::origin::origin;
 use super::rank_memory::{device_line, eval_line, plan_event, upload_line, whole_memory};
 use super::{
     Counted, Machine, Settled, Suggestions, backward_line, find_batch, forward_line, resume,
@@ -8,6 +9,7 @@ use super::{
 };
 use crate::config::{Device, Found, RunConfig, RunPlan, check_faults, fault_lines};
 use crate::data::files::DataFile;
+use crate::data::images::LargestImage;
 use crate::data::{SampleSet, check};
 use crate::error::Failure;
 use crate::error::failures::unusable;
@@ -31,15 +33,23 @@ pub(crate) fn prepare(
     let setup = Setup::open(draft)?;
     setup.check_weights(show)?;
     let limit = draft.batch.limit;
-    let train = check::check(draft, &draft.data_file(), limit, &*setup.processor)?;
+    let mut progress = |text| {
+        let label = "images".into();
+        show(Event::Info { label, text });
+    };
+    let processor = &*setup.processor;
+    let train = check::check(draft, &draft.data_file(), limit, processor, &mut progress)?;
     let eval = match draft.eval_file() {
-        Some(path) => Some(check::check(draft, &path, None, &*setup.processor)?),
+        Some(path) => Some(check::check(draft, &path, None, processor, &mut progress)?),
         None => None,
     };
     for set in std::iter::once(&train).chain(&eval) {
         show_files(set, draft.is_demo(), show);
     }
-    let mut draft = draft.clone();
+    let mut draft = draft.with_found(Found {
+        image_bytes: image_bytes(&train, eval.as_ref()),
+        ..draft.found().clone()
+    });
     if draft.batch.find_batch {
         draft = find_batch::find(&draft, &setup, &train, show)?;
     }
@@ -77,12 +87,15 @@ pub(crate) fn prepare(
     show(data_event(config, &train, eval.as_ref()));
     let fit = &settled.fit;
     if let Err(mut failure) = fit.check(config, &settled.memory) {
-        let largest = |config: &RunConfig, count: usize| {
-            check::encode_some(config, &train.by_size(), count, &*setup.processor)
-        };
-        suggestion::add(&mut failure, &settled.run, &largest);
+        if let Some(image) = largest_image(&train, eval.as_ref()).filter(|_| fit.exceeds_host()) {
+            failure = failure.evidence(format!("the largest image: {}", image.describe()));
+        }
+        let mut count = suggestion::counter(&train, eval.as_ref(), processor);
+        suggestion::add(&mut failure, &settled.run, &mut count);
         return Err(failure);
     }
+    let origin = origin(config, model, setup.weights.as_ref(), &train)?;
+    let accepted = resume::compare(config, &origin, train.samples.len(), show)?;
     let checkpoint = CheckpointBytes::of(config, model, &settled.plan, setup.weights.as_ref())?;
     let saves = saves(config, total_steps, train.samples.len());
     let disk = DiskCheck::of(config, checkpoint, saves, fit.need.nvme);
@@ -92,8 +105,29 @@ pub(crate) fn prepare(
     }
     spill_directories::sweep(config, show)?;
     let taken = settled.spare.and_then(|spare| spare.taken);
-    let suggestions = suggestion::later(&settled.run, train.by_size(), taken);
-    Ok((settled.run, suggestions))
+    let sizes = (train.sizes, eval.map(|set| set.sizes));
+    let suggestions = suggestion::later(&settled.run, sizes, taken);
+    let run = settled.run.with_found(Found {
+        origin: Some(origin),
+        resumed_anyway: accepted,
+        ..settled.run.found().clone()
+    });
+    Ok((run, suggestions))
+}
+
+/// The image of both sets that takes the most memory.
+fn largest_image<'a>(
+    train: &'a SampleSet,
+    eval: Option<&'a SampleSet>,
+) -> Option<&'a LargestImage> {
+    let sets = std::iter::once(train).chain(eval);
+    let images = sets.filter_map(|set| set.largest_image.as_ref());
+    images.max_by_key(|image| image.bytes)
+}
+
+/// Most bytes that the decoding of one image of the checked sets takes.
+pub(crate) fn image_bytes(train: &SampleSet, eval: Option<&SampleSet>) -> Option<u64> {
+    Some(largest_image(train, eval).map_or(0, |image| image.bytes))
 }
 
 /// Shows the form of each file that the user brought, and what of it the model does not see.
@@ -215,8 +249,9 @@ pub(crate) fn check_data(
 ) -> Result<(Arc<dyn Processor>, SampleSet, Option<SampleSet>), Failure> {
     let dir = config.model_dir();
     let processor = models::open_processor(&dir).map_err(|e| unusable(&dir, &e))?;
-    let train = check::check(config, &config.data_file(), config.batch.limit, &*processor)?;
+    let (limit, mut quiet) = (config.batch.limit, |_| ());
+    let train = check::check(config, &config.data_file(), limit, &*processor, &mut quiet)?;
     let eval = config.eval_file();
-    let eval = eval.map(|path| check::check(config, &path, None, &*processor));
+    let eval = eval.map(|path| check::check(config, &path, None, &*processor, &mut quiet));
     Ok((processor, train, eval.transpose()?))
 }

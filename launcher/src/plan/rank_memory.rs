@@ -5,7 +5,7 @@ use crate::data::answers::Question;
 use crate::data::check::{self, encode_options};
 use crate::data::{self, SampleSet};
 use crate::error::Failure;
-use crate::memory::{PARTS, Phase, RankMemory};
+use crate::memory::{PARTS, Part, Phase, RankMemory};
 use crate::plan::{Fixed, HeldOut, Machine, MemoryCheck, Work, backward_share, dry_run};
 use crate::ui::{Event, PlanEvent, PlanPart};
 use crate::units::bytes;
@@ -18,14 +18,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Memory of a rank's process outside the memory pools that does not depend on the phase.
-pub(crate) fn fixed(config: &RunConfig, model: &dyn VisionLanguageModel) -> Fixed {
+pub(crate) fn fixed(config: &RunPlan, model: &dyn VisionLanguageModel) -> Fixed {
     let (train, eval) = (config.data_file(), config.eval_file());
     let data: Vec<PathBuf> = std::iter::once(train)
         .chain(eval)
         .flat_map(|path| data_files(&path))
         .collect();
     let data: Vec<&Path> = data.iter().map(PathBuf::as_path).collect();
-    Fixed::of(&config.model_dir(), vocabulary(model), &data)
+    let images = config.found().image_bytes;
+    Fixed::of(&config.model_dir(), vocabulary(model), &data, images)
 }
 
 /// Number of tokens in the model's vocabulary.
@@ -36,7 +37,7 @@ fn vocabulary(model: &dyn VisionLanguageModel) -> u64 {
 
 /// Memory of a rank that trains on micro-batch `samples` and does not evaluate.
 pub(crate) fn training_memory(
-    config: &RunConfig,
+    config: &RunPlan,
     model: &dyn VisionLanguageModel,
     plan: &Arc<Plan>,
     samples: &[EncodedSample],
@@ -52,7 +53,7 @@ pub(crate) fn training_memory(
 /// Memory of a rank over the whole run, and the batch size for generating answers. Generation must not need more
 /// device memory than training, so that batch size is halved until it does not.
 pub(crate) fn whole_memory(
-    config: &RunConfig,
+    config: &RunPlan,
     model: &dyn VisionLanguageModel,
     processor: &dyn Processor,
     plan: &Arc<Plan>,
@@ -101,7 +102,7 @@ pub(crate) fn eval_line(asked: usize, eval_batch: usize) -> Option<Event> {
 
 /// Memory of a rank that trains on the largest samples of `train`.
 pub(crate) fn memory_on(
-    config: &RunConfig,
+    config: &RunPlan,
     model: &dyn VisionLanguageModel,
     processor: &dyn Processor,
     plan: &Arc<Plan>,
@@ -156,6 +157,21 @@ pub(crate) fn upload_line(plan: &Plan, tried: Option<&MemoryCheck>) -> Option<Ev
     })
 }
 
+/// Planned bytes of each part of a rank's memory: the figures of the plan's line, its table, refusals and reports.
+pub(crate) fn parts(memory: &RankMemory) -> Vec<PlanPart> {
+    PARTS.iter().map(|part| planned(memory, part)).collect()
+}
+
+/// Planned bytes of one part of a rank's memory.
+pub(crate) fn planned(memory: &RankMemory, part: &Part) -> PlanPart {
+    let [device_bytes, host_bytes, _] = memory.of_part(part);
+    PlanPart {
+        name: part.name.to_owned(),
+        device_bytes,
+        host_bytes,
+    }
+}
+
 /// Event that shows the memory plan: planned bytes of one rank by kind, and the machine's host memory.
 pub(crate) fn plan_event(
     config: &RunConfig,
@@ -164,17 +180,6 @@ pub(crate) fn plan_event(
     fit: &MemoryCheck,
 ) -> PlanEvent {
     let (params, trainable) = plan.spec().elems();
-    let part = |(name, kinds): (&str, &[&str])| {
-        let (device_bytes, host_bytes) = memory.most(kinds);
-        PlanPart {
-            name: name.to_owned(),
-            device_bytes,
-            host_bytes: match name {
-                "activations" => 0,
-                _ => host_bytes,
-            },
-        }
-    };
     PlanEvent {
         model: config.name(),
         params: params as u64,
@@ -185,10 +190,13 @@ pub(crate) fn plan_event(
         stage: config.zero,
         precision: plan.config().precision.name().into(),
         offload: config.offload.to_string(),
-        per_rank: PARTS.map(part).into(),
+        per_rank: parts(memory),
         host_total_bytes: fit.machine.host_total_bytes,
         host_free_bytes: fit.machine.host_free_bytes,
         host_need_bytes: fit.need.host,
+        host_reserve_bytes: fit.machine.host_reserve_bytes,
+        host_limit_bytes: fit.machine.host_limit_bytes,
+        host_fits: !fit.exceeds_host(),
         backward_share: backward_share(plan),
         memory: Some(Box::new(memory.clone())),
     }

@@ -1,10 +1,11 @@
 //! Check whether a checkpoint can continue this run. The supervisor makes it before anything changes on disk.
 
 use crate::cli::Args;
-use crate::config::{CONFIG_FILE, Lora, Resume, RunConfig, RunPlan, Trainable};
+use crate::config::{CONFIG_FILE, Lora, Origin, Resume, RunConfig, RunPlan, Trainable};
 use crate::error::{ErrorCode, Failure, failures};
 use crate::model::setup::precision;
 use crate::report::checkpoints::advise_intact;
+use crate::ui::Event;
 use engine::Plan;
 use engine::checkpoint::{self, Checkpoint};
 use models::Family;
@@ -220,6 +221,140 @@ pub(crate) fn check(
     position(config, directory, checkpoint.meta(), samples, total_steps).map(drop)
 }
 
+/// Key of the manifest's metadata with what the run trained on.
+pub(crate) const ORIGIN: &str = "origin";
+/// Key of the manifest's metadata with the differences that `--resume-anyway` accepted.
+pub(crate) const RESUMED_ANYWAY: &str = "resumed_anyway";
+/// Flag that accepts another base or other data.
+const ANYWAY: &str = "--resume-anyway";
+
+/// Compares what the checkpoint's run trained on with what this one does. Returns the differences that `--resume-anyway`
+/// accepted, those of earlier runs first.
+///
+/// # Errors
+/// The base weights, the samples or the rank of the adapters differ (exit 9).
+pub(crate) fn compare(
+    config: &RunConfig,
+    now: &Origin,
+    samples: usize,
+    show: &mut dyn FnMut(Event),
+) -> Result<Vec<String>, Failure> {
+    let Some(checkpoint) = open(config)? else {
+        return Ok(Vec::new());
+    };
+    let (directory, meta) = (checkpoint.directory(), checkpoint.meta());
+    let list = |value: &Value| serde_json::from_value::<Vec<String>>(value.clone()).ok();
+    let mut accepted = meta.get(RESUMED_ANYWAY).and_then(list).unwrap_or_default();
+    let mut broken = Vec::new();
+    if let Some(order) = other_order(config, meta, samples) {
+        broken.extend(order);
+    }
+    let saved = meta.get(ORIGIN).cloned().map(serde_json::from_value);
+    match saved.and_then(Result::ok) {
+        Some(saved) => {
+            broken.extend(other_origin(&saved, now));
+            for text in other_settings(config, directory, &saved, now)? {
+                show(Event::Warning { text });
+            }
+        }
+        None => show(Event::Info {
+            label: "resume".into(),
+            text: format!(
+                "{} does not tell its base weights and data: an earlier version saved it, they are not compared",
+                directory.display()
+            ),
+        }),
+    }
+    if broken.is_empty() {
+        return Ok(accepted);
+    }
+    if !config.resume_anyway {
+        let failure = Failure::new(
+            ErrorCode::Resume,
+            format!(
+                "cannot {}: it would train on something else",
+                doing(directory)
+            ),
+            "adapters and optimizer states belong to the base weights and the data that they were trained on",
+        );
+        return Err(failure
+            .evidence_lines(broken)
+            .next("give the same --model and --data as before")
+            .next(format!("{ANYWAY}   (continues with what is given now)")));
+    }
+    for text in &broken {
+        show(Event::Warning {
+            text: format!("{ANYWAY}: {text}"),
+        });
+    }
+    accepted.extend(broken);
+    Ok(accepted)
+}
+
+fn other_origin(saved: &Origin, now: &Origin) -> Vec<String> {
+    let brief = |hash: &str| hash.get(..12).unwrap_or(hash).to_owned();
+    let compared = [
+        ("the frozen base weights differ", &saved.base, &now.base),
+        (
+            "the samples, their order or their images differ",
+            &saved.data,
+            &now.data,
+        ),
+    ];
+    let differ = compared.iter().filter(|(_, saved, now)| saved != now);
+    differ
+        .map(|(what, saved, now)| {
+            format!("{what}: saved with {}, now {}", brief(saved), brief(now))
+        })
+        .collect()
+}
+
+/// Texts about settings and files that differ without a break. The rank of adapters is their shape, so it must be equal.
+fn other_settings(
+    config: &RunConfig,
+    directory: &Path,
+    saved: &Origin,
+    now: &Origin,
+) -> Result<Vec<String>, Failure> {
+    let mut texts = Vec::new();
+    for (name, before) in &saved.settings {
+        let Some(after) = now.settings.get(name).filter(|after| *after != before) else {
+            continue;
+        };
+        if name == "--lora-rank" {
+            return Err(Failure::new(
+                ErrorCode::Resume,
+                format!(
+                    "cannot {}: its adapters have another rank",
+                    doing(directory)
+                ),
+                "the rank is the shape of the adapters, so their state cannot continue",
+            )
+            .evidence(format!("saved with {name} {before}, now {after}"))
+            .next(format!("{name} {before}")));
+        }
+        texts.push(match name.starts_with("--") {
+            true => format!("{name} was {before} in the checkpoint's run and is {after} now"),
+            false => format!(
+                "{} differs from the one that the checkpoint's run used",
+                config.model_dir().join(name).display()
+            ),
+        });
+    }
+    Ok(texts)
+}
+
+/// What changes the order of the data, as (saved, now); `None` if nothing does.
+fn other_order(config: &RunConfig, meta: &Value, samples: usize) -> Option<[String; 2]> {
+    let number = |key: &str| meta.get(key).and_then(Value::as_u64);
+    let saved = (number("samples")?, number("global_batch")?, number("seed")?);
+    let now = (samples as u64, config.global_batch() as u64, config.seed);
+    let text = |what: &str, (samples, batch, seed): (u64, u64, u64)| {
+        format!("{what} {samples} samples, a global batch of {batch} and --seed {seed}")
+    };
+    (saved != now).then(|| [text("saved with", saved), text("now", now)])
+}
+
 /// Reads the loop's position. Refuses a change in the order of the data, and a run without steps left.
 pub(crate) fn position(
     config: &RunConfig,
@@ -229,13 +364,15 @@ pub(crate) fn position(
     total_steps: u64,
 ) -> Result<Position, Failure> {
     let number = |key: &str| meta.get(key).and_then(Value::as_u64);
-    let (Some(done), Some(total_tokens), Some(saved_samples), Some(saved_batch), Some(saved_seed)) = (
-        number("steps_done"),
-        number("total_tokens"),
-        number("samples"),
-        number("global_batch"),
-        number("seed"),
-    ) else {
+    let state = [
+        "steps_done",
+        "total_tokens",
+        "samples",
+        "global_batch",
+        "seed",
+    ]
+    .map(number);
+    let [Some(done), Some(total_tokens), Some(_), Some(_), Some(_)] = state else {
         return Err(Failure::new(
             ErrorCode::Resume,
             format!("cannot {}", doing(directory)),
@@ -243,20 +380,21 @@ pub(crate) fn position(
         )
         .next("give a checkpoint-N directory that this program saved"));
     };
-    let (batch, seed) = (config.global_batch(), config.seed);
-    if (saved_samples, saved_batch, saved_seed) != (samples as u64, batch as u64, seed) {
+    let order = other_order(config, meta, samples).filter(|_| !config.resume_anyway);
+    if let Some(differences) = order {
         return Err(Failure::new(
             ErrorCode::Resume,
-            format!("cannot {}: the order of the data would change", doing(directory)),
+            format!(
+                "cannot {}: the order of the data would change",
+                doing(directory)
+            ),
             "the position in the data depends on the samples, the global batch and the seed",
         )
-        .evidence(format!(
-            "saved with {saved_samples} samples, a global batch of {saved_batch} and --seed {saved_seed}"
-        ))
-        .evidence(format!(
-            "now {samples} samples, a global batch of {batch} and --seed {seed}"
-        ))
-        .next("use the same data, the same seed and the same ranks x micro-batch x accumulation"));
+        .evidence_lines(differences)
+        .next("use the same data, the same seed and the same ranks x micro-batch x accumulation")
+        .next(format!(
+            "{ANYWAY}   (continues with the order of what is given now)"
+        )));
     }
     let worst_first = config.batch.worst_first;
     let saved_worst_first = meta.get("worst_first").and_then(Value::as_bool);
@@ -285,7 +423,7 @@ pub(crate) fn position(
         )
         .evidence(format!(
             "{done} of {total_steps} steps are done: {:.2} passes over {samples} samples",
-            done as f64 * batch as f64 / samples.max(1) as f64
+            done as f64 * config.global_batch() as f64 / samples.max(1) as f64
         ))
         .next("raise --max-steps or --num-train-epochs"));
     }

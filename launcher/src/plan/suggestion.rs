@@ -1,18 +1,23 @@
 //! Suggestions after a lack of memory: similar configurations whose plans fit.
 
-use super::rank_memory;
+use super::rank_memory::whole_memory;
+use super::{Count, Counted, DECODING, Machine, MemoryCheck, Settled, settle};
 use crate::cli::{self, Command, resolve};
 use crate::config::{
-    Device, Offload, OptimizerInBackward, PrecisionChoice, Recompute, RunConfig, RunPlan, Tier,
+    Device, Found, Offload, OptimizerInBackward, PrecisionChoice, Recompute, RunConfig, RunPlan,
+    Tier, Workers,
 };
-use crate::data::check;
+use crate::data::SampleSet;
+use crate::data::check::{self, encode_options};
+use crate::error::failures::unusable;
 use crate::error::{ErrorCode, Failure};
 use crate::model::setup;
-use crate::plan::MemoryCheck;
 use crate::rank_env::Env;
 use crate::units::bytes;
 use engine::checkpoint::find_latest;
-use models::data::EncodedSample;
+use models::Processor;
+use models::data::{EncodeOptions, EncodedSample, SampleSize};
+use std::path::Path;
 use std::sync::Arc;
 
 /// Text before the step number in the title of a failure during a training step.
@@ -25,11 +30,10 @@ pub type Suggestions = Box<dyn Fn(&mut Failure)>;
 
 /// Maximum number of suggestions in a report.
 const NAMED: usize = 3;
+/// Divisor of the host memory from which on image decoding is named as a large part of it.
+const LARGE_PART: u64 = 8;
 
 type Flags = Vec<(&'static str, String)>;
-
-/// Function that encodes the largest samples as a configuration requires: the given number, largest first.
-pub(crate) type Largest<'a> = dyn Fn(&RunConfig, usize) -> Result<Vec<EncodedSample>, Failure> + 'a;
 
 /// Flags of similar configurations, nearest first. Changes of execution come before changes of the result.
 fn neighbours(config: &RunConfig) -> Vec<Flags> {
@@ -42,14 +46,18 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
     if config.shard_group.is_some() {
         found.push(vec![("shard-group", config.world_size.to_string())]);
     }
+    if config.checkpoint_activations != Recompute::ALL {
+        found.push(vec![("checkpoint-activations", "all".to_owned())]);
+    }
+    found.extend(adapters_alone(config));
     if config.offload.is_none() {
         found.push(vec![offload()]);
         if config.zero < 3 {
             found.push(vec![zero(), offload()]);
         }
     }
-    if config.checkpoint_activations != Recompute::ALL {
-        found.push(vec![("checkpoint-activations", "all".to_owned())]);
+    if config.batch.data_workers != Workers::Count(1) {
+        found.push(vec![("data-workers", "1".to_owned())]);
     }
     if config.device == Device::Cuda && config.offload.activation == Tier::None {
         let offload = Offload {
@@ -74,6 +82,7 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
     if config.precision == PrecisionChoice::F32 {
         found.push(precision("bf16"));
     }
+    found.extend(adapters_instead(config));
     if config.precision != PrecisionChoice::PureBf16 {
         found.push(precision("pure-bf16"));
     }
@@ -84,25 +93,60 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
             ("gradient-accumulation-steps", accumulation.to_string()),
         ]);
     }
-    let trainable = &config.trainable;
-    if trainable.lora.is_none() && trainable.train.is_none() {
-        found.push(vec![
-            ("use-lora", "true".to_owned()),
-            ("tune-llm", "false".to_owned()),
-            ("tune-vision", "false".to_owned()),
-        ]);
-    }
     if batch.max_slice_nums > 1 {
         found.push(vec![("max-slice-nums", "1".to_owned())]);
     }
     found
 }
 
+/// Flags that freeze everything but adapters and prefixes. `None` if they are absent or already train alone.
+pub(crate) fn adapters_alone(config: &RunConfig) -> Option<Flags> {
+    let trainable = &config.trainable;
+    let lora = trainable.lora.as_ref();
+    let modules =
+        lora.is_some_and(|lora| lora.modules_to_save.as_ref().is_none_or(|m| !m.is_empty()));
+    let mut flags = frozen(config);
+    if modules {
+        flags.push(("modules-to-save", "none".to_owned()));
+    }
+    let has = lora.is_some() || trainable.ptuning_tokens > 0;
+    (has && !flags.is_empty()).then_some(flags)
+}
+
+/// Flags that train adapters instead of the weights. `None` if the run has adapters or prefixes.
+pub(crate) fn adapters_instead(config: &RunConfig) -> Option<Flags> {
+    let trainable = &config.trainable;
+    let has = trainable.lora.is_some() || trainable.ptuning_tokens > 0;
+    let adapters = vec![("use-lora", "true".to_owned())];
+    (!has).then(|| [adapters, frozen(config)].concat())
+}
+
+/// Flags that freeze the parts that train by themselves.
+fn frozen(config: &RunConfig) -> Flags {
+    let trainable = &config.trainable;
+    let mut flags = Flags::new();
+    if trainable.train.is_some() {
+        flags.push(("train", "none".to_owned()));
+    }
+    if trainable.tune_llm {
+        flags.push(("tune-llm", "false".to_owned()));
+    }
+    if trainable.tune_vision {
+        flags.push(("tune-vision", "false".to_owned()));
+    }
+    flags
+}
+
 /// The neighbours that a run with a checkpoint can continue as: precision and trainable parts stay.
 fn possible(config: &RunConfig) -> Vec<Flags> {
     let mut all = neighbours(config);
     if let Ok(Some(_)) = find_latest(&config.output) {
-        let stays = |name: &str| matches!(name, "precision" | "use-lora");
+        let stays = |name: &str| {
+            matches!(
+                name,
+                "precision" | "use-lora" | "modules-to-save" | "train" | "tune-llm" | "tune-vision"
+            )
+        };
         all.retain(|flags| !flags.iter().any(|(name, _)| stays(name)));
     }
     all
@@ -137,18 +181,44 @@ pub(crate) fn changed(config: &RunConfig, flags: &[(&'static str, String)]) -> O
     })
 }
 
-/// Adds suggestions to `failure`: the nearest configurations that fit and need less of the memory that ran out than
-/// `config`.
-pub(crate) fn add(failure: &mut Failure, config: &RunPlan, largest: &Largest<'_>) {
-    let plan = |config: &RunPlan| -> Result<MemoryCheck, Failure> {
-        let (model, plan) = setup::replan(config)?;
-        let worst = largest(config, config.batch.micro_batch)?;
-        let memory = rank_memory::training_memory(config, &*model, &Arc::new(plan), &worst)?;
-        Ok(rank_memory::fit(config, &memory))
-    };
-    let Ok(base) = plan(config) else {
-        return;
-    };
+/// Function for [`add`] that plans a similar configuration, with the samples of the run.
+pub(crate) fn counter<'a>(
+    train: &'a SampleSet,
+    eval: Option<&'a SampleSet>,
+    processor: &'a dyn Processor,
+) -> impl FnMut(&RunPlan) -> Result<Counted, Failure> + 'a {
+    // Most similar configurations have the same samples, whose images take long to decode.
+    let mut encoded: Option<(EncodeOptions, Vec<EncodedSample>)> = None;
+    move |run| {
+        let (model, plan) = setup::replan(run)?;
+        let plan = Arc::new(plan);
+        let (options, count) = (encode_options(run), run.batch.micro_batch);
+        let known = encoded
+            .take()
+            .filter(|(with, samples)| *with == options && samples.len() >= count);
+        let (_, samples) = match known {
+            Some(known) => encoded.insert(known),
+            None => encoded.insert((options, check::largest(train, run, processor)?)),
+        };
+        let worst = samples.get(..count).unwrap_or(samples);
+        let (memory, eval_batch) = whole_memory(run, &*model, processor, &plan, worst, eval)?;
+        Ok(Counted {
+            plan,
+            memory,
+            eval_batch,
+        })
+    }
+}
+
+/// Adds suggestions to `failure`: the nearest configurations that need less of the memory that ran out than `config`, and
+/// that fit by the plan that a run of them would make. Returns the check of `config` itself.
+pub(crate) fn add(
+    failure: &mut Failure,
+    config: &RunPlan,
+    count: &mut Count<'_>,
+) -> Option<MemoryCheck> {
+    let memory = count(config).ok()?.memory;
+    let base = MemoryCheck::new(config, &memory, Machine::here());
     let on_device = failure.code == ErrorCode::DeviceMemory
         || failure.code == ErrorCode::Plan && base.exceeds_device();
     let mut lines = Vec::new();
@@ -166,7 +236,11 @@ pub(crate) fn add(failure: &mut Failure, config: &RunPlan, largest: &Largest<'_>
             continue;
         };
         let neighbour = RunPlan::draft(neighbour, config.found().ipc_refused.clone());
-        let Ok(fit) = plan(&neighbour) else {
+        let neighbour = neighbour.with_found(Found {
+            image_bytes: config.found().image_bytes,
+            ..neighbour.found().clone()
+        });
+        let Ok(Settled { fit, .. }) = settle(&neighbour, &Machine::here, count) else {
             continue;
         };
         let spelled: Vec<String> = flags.iter().map(|(n, v)| format!("--{n} {v}")).collect();
@@ -193,14 +267,28 @@ pub(crate) fn add(failure: &mut Failure, config: &RunPlan, largest: &Largest<'_>
             if on_device { " per rank" } else { "" }
         ));
     }
+    let [_, decoding, _] = memory.of_part(&DECODING);
+    let all_decoding = decoding * config.ranks_here() as u64;
+    if !on_device && all_decoding >= base.need.host / LARGE_PART {
+        lines.push(format!(
+            "image decoding takes {} of the {}: use smaller images, or --data-workers 1",
+            bytes(all_decoding),
+            bytes(base.need.host)
+        ));
+    }
     // Computed suggestions come before the general ones.
     lines.append(&mut failure.next);
     failure.next = lines;
+    Some(base)
 }
 
-/// Suggestions for failures of ranks, as the supervisor stores them. `order` lists the samples by size. `spared` is
-/// the spare host memory that updates in backward took.
-pub(crate) fn later(config: &RunPlan, order: Vec<usize>, spared: Option<u64>) -> Suggestions {
+/// Suggestions for failures of ranks, as the supervisor stores them. `sizes` are those of the samples for training and
+/// for evaluation. `spared` is the spare host memory that updates in backward took.
+pub(crate) fn later(
+    config: &RunPlan,
+    sizes: (Vec<SampleSize>, Option<Vec<SampleSize>>),
+    spared: Option<u64>,
+) -> Suggestions {
     // Alternatives are compared by minimum need: each resolves updates in backward itself.
     let config = match spared {
         Some(_) => config.with_optimizer_in_backward(OptimizerInBackward::Off),
@@ -212,25 +300,42 @@ pub(crate) fn later(config: &RunPlan, order: Vec<usize>, spared: Option<u64>) ->
             ErrorCode::DeviceMemory => failure.title.contains(AT_STEP),
             code => code == ErrorCode::HostMemory,
         };
-        if !planned {
-            return;
-        }
-        let Ok(processor) = models::open_processor(&config.model_dir()) else {
-            return;
-        };
-        let largest = |config: &RunConfig, count: usize| {
-            check::encode_some(config, &order, count, &*processor)
-        };
-        add(failure, &config, &largest);
-        let spared = spared.filter(|_| failure.code == ErrorCode::HostMemory);
-        if let Some(spared) = spared {
-            let line = format!(
-                "--optimizer-in-backward off   (the second copies of states used {} of spare host memory)",
-                bytes(spared)
-            );
-            failure.next.insert(0, line);
+        if planned {
+            // Without suggestions the report is still the report.
+            drop(add_later(failure, &config, &sizes, spared));
         }
     })
+}
+
+/// As [`add`], with samples that are read again.
+fn add_later(
+    failure: &mut Failure,
+    config: &RunPlan,
+    (train, eval): &(Vec<SampleSize>, Option<Vec<SampleSize>>),
+    spared: Option<u64>,
+) -> Result<(), Failure> {
+    let dir = config.model_dir();
+    let processor = models::open_processor(&dir).map_err(|e| unusable(&dir, &e))?;
+    let read = |path: &Path, limit: Option<usize>, sizes: &[SampleSize]| {
+        check::reload(config, path, limit, &*processor, sizes)
+    };
+    let train = read(&config.data_file(), config.batch.limit, train)?;
+    let eval = match (config.eval_file(), eval) {
+        (Some(path), Some(sizes)) => Some(read(&path, None, sizes)?),
+        _ => None,
+    };
+    let mut count = counter(&train, eval.as_ref(), &*processor);
+    let base = add(failure, config, &mut count);
+    let spared = spared.filter(|_| failure.code == ErrorCode::HostMemory);
+    if let (Some(spared), Some(base)) = (spared, base.filter(MemoryCheck::fits)) {
+        let line = format!(
+            "--optimizer-in-backward off   (plan: {}, fits; the second copies of states used {} of spare host memory)",
+            base.needs(),
+            bytes(spared)
+        );
+        failure.next.insert(0, line);
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -265,22 +370,42 @@ mod tests {
                 "zero",
                 "offload",
                 "zero",
+                "data-workers",
                 "per-device-train-batch-size",
                 "per-device-train-batch-size",
                 "checkpoint-num-layers",
                 "precision",
+                "use-lora",
                 "precision",
                 "nproc",
-                "use-lora",
                 "max-slice-nums",
             ]
         );
     }
 
     #[test]
+    fn adapters_alone_come_before_offload_and_pure_bf16() {
+        let config = config(
+            "--model m --data d --zero 3 --lora-rank 8 --modules-to-save embed_tokens --train resampler",
+        );
+        let all = neighbours(&config);
+        let at = |name: &str, value: &str| {
+            let has = |flags: &Flags| flags.iter().any(|(n, v)| *n == name && v == value);
+            all.iter().position(has).expect("a neighbour")
+        };
+        let alone = at("modules-to-save", "none");
+        assert!(alone < at("offload", "cpu"), "{all:?}");
+        assert!(alone < at("precision", "pure-bf16"), "{all:?}");
+        let frozen = changed(&config, &all[alone]).expect("resolves").trainable;
+        assert_eq!((frozen.train, frozen.tune_llm), (None, false));
+        let lora = frozen.lora.expect("adapters");
+        assert_eq!(lora.modules_to_save.as_deref(), Some(&[][..]));
+    }
+
+    #[test]
     fn options_already_in_use_are_not_suggested() {
         let config = config(
-            "--model m --data d --zero 3 --offload cpu --precision pure-bf16 --nproc 1 --use-lora --max-slice-nums 1 --checkpoint-num-layers 6",
+            "--model m --data d --zero 3 --offload cpu --precision pure-bf16 --nproc 1 --use-lora --max-slice-nums 1 --checkpoint-num-layers 6 --data-workers 1",
         );
         assert_eq!(neighbours(&config), Vec::<Flags>::new());
     }

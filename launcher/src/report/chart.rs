@@ -3,6 +3,7 @@
 //! Text and grid have the color of the surrounding text. Series have colors that are visible on light and dark
 //! backgrounds. Charts refer to no other file.
 
+use super::page::escape;
 use std::fmt::Write;
 
 use super::axis::Axis;
@@ -166,10 +167,11 @@ pub(super) fn legend<'n>(svg: &mut String, names: impl Iterator<Item = (&'n str,
         push(
             svg,
             format_args!(
-                "<rect x=\"{x:.1}\" y=\"{:.1}\" width=\"11\" height=\"11\" rx=\"2\" fill=\"{}\"/>\n<text x=\"{:.1}\" y=\"{y:.1}\">{name}</text>\n",
+                "<rect x=\"{x:.1}\" y=\"{:.1}\" width=\"11\" height=\"11\" rx=\"2\" fill=\"{}\"/>\n<text x=\"{:.1}\" y=\"{y:.1}\">{}</text>\n",
                 y - 10.0,
                 colour(index),
-                x + 15.0
+                x + 15.0,
+                escape(name)
             ),
         );
         x += width;
@@ -255,8 +257,9 @@ impl Frame {
             push(
                 svg,
                 format_args!(
-                    "<text x=\"4\" y=\"{}\" fill-opacity=\"0.75\">{unit}</text>\n",
-                    HEIGHT - 4.0
+                    "<text x=\"4\" y=\"{}\" fill-opacity=\"0.75\">{}</text>\n",
+                    HEIGHT - 4.0,
+                    escape(unit)
                 ),
             );
         }

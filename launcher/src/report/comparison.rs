@@ -1,6 +1,7 @@
 //! Charts that compare several runs, one below the other in one SVG document.
 
 use super::chart::{Chart, Line, Look, WIDTH, push};
+use super::page::escape;
 
 /// Height of one chart with its title, in units of the SVG.
 const PANEL_HEIGHT: f64 = 300.0;
@@ -55,7 +56,7 @@ pub fn comparison(panels: &[Panel]) -> String {
             format_args!(
                 "<text x=\"12\" y=\"{}\" font-size=\"14\">{}</text>\n<g transform=\"translate(0 {})\">\n{}</g>\n",
                 top + 18.0,
-                panel.title,
+                escape(&panel.title),
                 top + 26.0,
                 chart.drawing()
             ),
@@ -85,5 +86,21 @@ mod tests {
         for word in [">first<", ">second<", ">one<", ">two<"] {
             assert!(svg.contains(word), "{word}");
         }
+    }
+
+    #[test]
+    fn names_are_text_whatever_they_contain() {
+        let hostile = "<b>&".to_owned();
+        let panel = Panel {
+            title: hostile.clone(),
+            unit: hostile.clone(),
+            series: vec![Series {
+                name: hostile,
+                points: vec![(1.0, 2.0), (2.0, 1.0)],
+            }],
+        };
+        let svg = comparison(&[panel]);
+        assert!(!svg.contains("<b>"), "{svg}");
+        assert_eq!(svg.matches("&lt;b&gt;&amp;").count(), 3, "{svg}");
     }
 }

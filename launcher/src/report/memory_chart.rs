@@ -310,17 +310,13 @@ pub(super) fn compared(files: &RunFiles) -> Vec<Compared> {
         };
         phases().map(of).max().unwrap_or(0)
     };
-    let row = |part: &crate::ui::PlanPart| {
-        let kinds = PARTS.iter().find(|(name, _)| *name == part.name);
-        let kinds = kinds.map_or(&[][..], |(_, kinds)| kinds);
+    let row = |planned: &crate::ui::PlanPart| {
+        let part = PARTS.iter().find(|part| part.name == planned.name);
+        let (device, host) = part.map_or((&[][..], &[][..]), |part| (part.device, part.host));
         Compared {
-            name: part.name.clone(),
-            planned: (part.device_bytes, part.host_bytes),
-            // The plan counts activations on the device alone.
-            measured: match &*part.name {
-                "activations" => (most(kinds, |p| &p.device), 0),
-                _ => (most(kinds, |p| &p.device), most(kinds, |p| &p.host)),
-            },
+            name: planned.name.clone(),
+            planned: (planned.device_bytes, planned.host_bytes),
+            measured: (most(device, |p| &p.device), most(host, |p| &p.host)),
         }
     };
     plan.per_rank.iter().map(row).collect()

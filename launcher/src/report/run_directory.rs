@@ -57,7 +57,7 @@ pub fn check(config: &RunConfig) -> Result<PathBuf, Failure> {
             "runs are never overwritten",
         )
         .evidence(format!("found {sign}"))
-        .next("choose another directory, or continue that run with --resume auto")
+        .next("choose another directory, or continue that run with --resume and its directory")
         .next(continue_run(&config.output))),
     }
 }

@@ -3,7 +3,7 @@
 use super::replica::Replica;
 use crate::config::Workers;
 use crate::data::check::encode_options;
-use crate::data::{Loader, LoaderOptions, SampleSet, Sampler};
+use crate::data::{Loader, LoaderOptions, SampleSet, Sampler, missed};
 use crate::error::threads::no_thread;
 use crate::error::{ErrorCode, Failure, failures};
 use models::data::EncodedSample;
@@ -43,12 +43,11 @@ pub(crate) fn start_loader(
             processor
                 .encode(&set.samples[index], &set.images, &options)
                 .map_err(|e| {
-                    Failure::new(
+                    missed(Failure::new(
                         ErrorCode::DataFile,
                         format!("sample {index} cannot be read in step {}", step + 1),
                         failures::chain(&e),
-                    )
-                    .evidence("it was readable when the run started")
+                    ))
                 })
         };
         let indices = sampler.indices(step, micro, rank);

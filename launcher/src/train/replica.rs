@@ -51,7 +51,7 @@ pub(crate) struct OwnGpu<'a> {
 impl OwnGpu<'_> {
     /// Bytes currently free on the GPU, if the driver reports them.
     pub(crate) fn free_bytes(&self) -> Option<u64> {
-        self.devices.free_bytes(self.gpu)
+        self.devices.free_bytes(self.gpu, &Variables::read())
     }
 }
 

@@ -298,7 +298,7 @@ fn copy_model_files(model: &Path, writer: &mut Writer) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Bytes of the sharded state, and the number of files of the checkpoint.
+/// Bytes of the sharded state, and the number of files whose hashes the manifest of the checkpoint lists.
 fn measure(directory: &Path) -> (u64, usize) {
     let sizes = |dir: &Path| -> Vec<u64> {
         let entries = std::fs::read_dir(dir)
@@ -311,6 +311,8 @@ fn measure(directory: &Path) -> (u64, usize) {
             .map(|m| m.len())
             .collect()
     };
-    let state = sizes(&directory.join("state"));
-    (state.iter().sum(), state.len() + sizes(directory).len())
+    let (state, others) = (sizes(&directory.join("state")), sizes(directory));
+    // The manifest is among the other files and does not list itself.
+    let listed = state.len() + others.len().saturating_sub(1);
+    (state.iter().sum(), listed)
 }

@@ -55,7 +55,7 @@ pub(crate) fn report(error: &CommError, plan: &Plan) -> Option<Failure> {
             Some(
                 failure
                     .next(format!(
-                        "see what {who} did last: logs/rank-{log:04}.jsonl; then continue with --resume auto"
+                        "see what {who} did last: logs/rank-{log:04}.jsonl; then continue with --resume RUN, the run's directory"
                     ))
                     .next("raise --comm-timeout only if that rank was merely slow (swapping, a slow disk)"),
             )

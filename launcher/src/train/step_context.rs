@@ -175,6 +175,7 @@ mod tests {
             image_count: 0,
             files: Vec::new(),
             losses: ImageLosses::default(),
+            largest_image: None,
         };
         let place = StepContext {
             step: 7,

@@ -507,13 +507,14 @@ impl<'a> Trainer<'a> {
 
     /// Saves a checkpoint with the state of this loop.
     fn save(&mut self) -> Result<(), Failure> {
+        let total_tokens = self.total_tokens + self.unlogged_tokens()?;
         let Replica {
             config, comm, zero, ..
         } = &self.replica;
         let mut meta = json!({
             "steps_done": self.done,
             "updates": zero.step_count(),
-            "total_tokens": self.total_tokens,
+            "total_tokens": total_tokens,
             "samples": self.train.samples.len(),
             "global_batch": config.global_batch(),
             "seed": config.seed,
@@ -526,6 +527,8 @@ impl<'a> Trainer<'a> {
             "base_model": config.model_dir(),
         });
         meta[UNITS] = save::units(zero.plan());
+        meta[resume::ORIGIN] = json!(config.found().origin);
+        meta[resume::RESUMED_ANYWAY] = json!(config.found().resumed_anyway);
         let (weights, report) = (self.weights.as_ref(), self.report.as_ref());
         let event = save::save(
             &mut self.replica,
@@ -564,6 +567,15 @@ impl<'a> Trainer<'a> {
         }
         self.summary.steps = self.done;
         Ok(std::mem::take(&mut self.summary))
+    }
+
+    /// Tokens of all ranks since the last row of the log.
+    fn unlogged_tokens(&self) -> Result<u64, Failure> {
+        let own = [self.window.tokens as f64];
+        let comm = &self.replica.comm;
+        let all = comm.all_gather_f64(&own, Tag::new("tokens", self.done as u32));
+        let all = all.map_err(|e| failures::comm(&e))?;
+        Ok(all.iter().map(|tokens| tokens[0] as u64).sum())
     }
 
     /// Whether any rank passes true. The result is the same on all ranks.

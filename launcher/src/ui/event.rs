@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use crate::memory::RankMemory;
+use crate::units::bytes;
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// A number that went into JSON, which has no NaN and no infinity: both are written as null and read as NaN.
@@ -93,13 +94,23 @@ pub enum Event {
 /// one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanPart {
-    /// Kind of memory: `params`, `grads`, `optimizer`, `gathered` (gathered parameters and communication
-    /// buffers) or `activations`.
+    /// Kind of memory: `params`, `grads`, `optimizer`, `gathered` (gathered parameters), `communication` (buffers
+    /// between ranks) or `activations`.
     pub name: String,
     /// Planned peak bytes of this kind in the device memory of one rank.
     pub device_bytes: u64,
-    /// Planned peak bytes of this kind in the host memory of one rank. Always 0 for `activations`.
+    /// Planned peak bytes of this kind in the host memory of one rank.
     pub host_bytes: u64,
+}
+
+impl fmt::Display for PlanPart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.name, bytes(self.device_bytes))?;
+        match self.host_bytes {
+            0 => Ok(()),
+            host => write!(f, " (host {})", bytes(host)),
+        }
+    }
 }
 
 /// Memory plan of a run: size of the model, ranks, sharding, and planned bytes per rank. The screen shows it
@@ -130,11 +141,19 @@ pub struct PlanEvent {
     pub per_rank: Vec<PlanPart>,
     /// Total host memory of the machine, in bytes.
     pub host_total_bytes: u64,
-    /// Host memory in bytes that was free before the run, or the run's host memory limit if that is smaller.
+    /// Host memory in bytes that was free before the run.
     pub host_free_bytes: u64,
-    /// Planned peak of the host memory that all ranks of the machine use together, in bytes. It fits if it is
-    /// at most `host_free_bytes`.
+    /// Bytes of the free host memory that the run leaves to the system.
+    #[serde(default)]
+    pub host_reserve_bytes: u64,
+    /// The run's own limit of host memory in bytes, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_limit_bytes: Option<u64>,
+    /// Planned peak of the host memory that all ranks of the machine use together, in bytes.
     pub host_need_bytes: u64,
+    /// Whether the need fits into the free host memory, less the reserve and within the limit.
+    #[serde(default)]
+    pub host_fits: bool,
     /// Fraction (0 to 1) of a rank's trainable elements that it updates during backward (optimizer in backward).
     #[serde(default, deserialize_with = "or_nan")]
     #[serde(rename = "early_share")]

@@ -87,27 +87,10 @@ fn plan_lines(plan: &PlanEvent) -> Vec<String> {
     } else {
         format!("{share:.0}")
     };
-    let parts: Vec<String> = plan
-        .per_rank
-        .iter()
-        .map(|part| {
-            if part.host_bytes == 0 {
-                format!("{} {}", part.name, bytes(part.device_bytes))
-            } else {
-                format!(
-                    "{} {} (host {})",
-                    part.name,
-                    bytes(part.device_bytes),
-                    bytes(part.host_bytes)
-                )
-            }
-        })
-        .collect();
-    let verdict = if plan.host_need_bytes <= plan.host_free_bytes {
-        "ok"
-    } else {
-        "DOES NOT FIT"
-    };
+    let parts: Vec<String> = plan.per_rank.iter().map(ToString::to_string).collect();
+    let verdict = if plan.host_fits { "ok" } else { "DOES NOT FIT" };
+    let limit = plan.host_limit_bytes.map(bytes);
+    let limit = limit.map_or_else(String::new, |limit| format!("  limit {limit}"));
     vec![
         line(
             "plan",
@@ -133,9 +116,10 @@ fn plan_lines(plan: &PlanEvent) -> Vec<String> {
         line(
             "",
             &format!(
-                "host {}  free {}  need {}  {verdict}",
+                "host {}  free {}  reserve {}{limit}  need {}  {verdict}",
                 bytes(plan.host_total_bytes),
                 bytes(plan.host_free_bytes),
+                bytes(plan.host_reserve_bytes),
                 bytes(plan.host_need_bytes)
             ),
         ),
@@ -313,7 +297,10 @@ mod tests {
             per_rank: vec![part("params", 1 << 20, 0), part("optimizer", 0, 8 << 20)],
             host_total_bytes: 64 << 30,
             host_free_bytes: 41 << 30,
+            host_reserve_bytes: 3 << 30,
+            host_limit_bytes: None,
             host_need_bytes: 1 << 28,
+            host_fits: true,
             backward_share: 0.0,
             memory: None,
         };
@@ -321,9 +308,10 @@ mod tests {
             text(&Event::Plan(plan.clone())),
             " plan    demo 1.3M params · trainable 1.3M (100 %) · 2 ranks on cpu · ZeRO-3 · f32 · offload cpu\n         \
              per rank  params 1.0M  optimizer 0 (host 8.0M)\n         \
-             host 64.0G  free 41.0G  need 256M  ok"
+             host 64.0G  free 41.0G  reserve 3.0G  need 256M  ok"
         );
         plan.host_need_bytes = 1 << 40;
+        plan.host_fits = false;
         plan.trainable = 10_000;
         let plan = text(&Event::Plan(plan));
         assert!(

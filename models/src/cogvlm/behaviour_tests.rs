@@ -6,7 +6,7 @@ use crate::autograd::{Dropout, ResidentParams, Tape};
 use crate::data::{
     EncodeOptions, EncodedSample, PromptSource, PromptStyle, RawSample, SampleError,
 };
-use crate::image::{ImageError, ImageSource, RgbImage};
+use crate::image::{Decoded, ImageError, ImageSource, RgbImage};
 use crate::lora::{LoraConfig, LoraTargets};
 use crate::options::ModelOptions;
 use crate::params::is_added;
@@ -30,10 +30,10 @@ impl ImageSource for Plain {
         Ok((30, 20))
     }
 
-    fn load(&self, path: &Path) -> Result<RgbImage, ImageError> {
+    fn load(&self, path: &Path) -> Result<Decoded, ImageError> {
         let byte = 40 * path.as_os_str().len() as u8;
         let pixels = (0..30 * 20 * 3).map(|i| byte.wrapping_add(i as u8));
-        Ok(RgbImage::new(30, 20, pixels.collect()))
+        Ok(RgbImage::new(30, 20, pixels.collect()).into())
     }
 }
 

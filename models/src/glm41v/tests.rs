@@ -6,7 +6,7 @@ use crate::config::ConfigError;
 use crate::data::{
     EncodeOptions, EncodedSample, IGNORED, PlaceholderStyle, RawSample, SampleError,
 };
-use crate::image::{ImageError, ImageSource, RgbImage};
+use crate::image::{Decoded, ImageError, ImageSource, RgbImage};
 use crate::options::ModelOptions;
 use crate::processor::{Normalization, Processor};
 use crate::{Tower, VisionLanguageModel};
@@ -154,14 +154,10 @@ impl ImageSource for Sizes {
         Ok((width.parse().unwrap(), height.parse().unwrap()))
     }
 
-    fn load(&self, path: &Path) -> Result<RgbImage, ImageError> {
+    fn load(&self, path: &Path) -> Result<Decoded, ImageError> {
         let (width, height) = self.dimensions(path)?;
         // The byte tells images apart.
-        Ok(RgbImage::new(
-            width,
-            height,
-            vec![width as u8; width * height * 3],
-        ))
+        Ok(RgbImage::new(width, height, vec![width as u8; width * height * 3]).into())
     }
 }
 

@@ -5,12 +5,15 @@
 //! | [`mod@decode`] | a file to 8-bit RGB as Pillow's `convert("RGB")` gives it, or its size only |
 //! | [`mod@resize`] | anti-aliased bicubic in 8-bit fixed point |
 //! | [`mod@source`] | lookup of a data file's images on disk |
+//! | [`mod@budget`] | bytes that decoders of one process may hold at a time |
 
+pub mod budget;
 pub mod decode;
 pub mod resize;
 pub mod source;
 
-pub use decode::{ImageError, Losses, MAX_PIXELS, decode, decode_bytes, dimensions};
+pub use budget::{DecodeBudget, Decoded};
+pub use decode::{Header, ImageError, Losses, MAX_PIXELS, decode, decode_bytes, dimensions};
 pub use resize::resize;
 pub use source::{ImageFolder, ImageSource, short_path};
 

@@ -1,7 +1,10 @@
 //! Bicubic resize with anti-aliasing in 8-bit fixed point, equal to Pillow (up to 12) byte for byte.
 //!
-//! One pass per axis, horizontal first; the intermediate image is rounded to bytes. A pass whose
-//! size does not change is skipped, so resizing to the same size is a copy.
+//! One pass per axis, horizontal first; its rows are rounded to bytes. Only the rows that the vertical pass needs next
+//! are in memory. A pass whose size does not change is skipped, so resizing to the same size is a copy.
+
+use std::borrow::Cow;
+use std::collections::VecDeque;
 
 use super::RgbImage;
 
@@ -19,12 +22,17 @@ const CUBIC_SUPPORT: f64 = 2.0;
 /// If `width` or `height` is zero.
 pub fn resize(image: &RgbImage, width: usize, height: usize) -> RgbImage {
     assert!(width > 0 && height > 0, "a picture has at least one pixel");
-    let wide = (width != image.width()).then(|| horizontal_pass(image, width));
-    let source = wide.as_ref().unwrap_or(image);
-    if height == source.height() {
-        return source.clone();
+    let columns = (width != image.width()).then(|| windows(image.width(), width));
+    let row = |y: usize| match &columns {
+        Some(columns) => Cow::Owned(horizontal(image.row(y), columns)),
+        None => Cow::Borrowed(image.row(y)),
+    };
+    if height == image.height() {
+        let mut pixels = Vec::with_capacity(width * 3 * height);
+        (0..height).for_each(|y| pixels.extend_from_slice(&row(y)));
+        return RgbImage::new(width, height, pixels);
     }
-    vertical_pass(source, height)
+    vertical(&row, image.height(), width, height)
 }
 
 /// Integer weights of the input pixels `first .. first + taps.len()` for one output pixel.
@@ -80,39 +88,51 @@ fn to_byte(sum: i32) -> u8 {
     (sum >> PRECISION_BITS).clamp(0, 255) as u8
 }
 
-fn horizontal_pass(image: &RgbImage, width: usize) -> RgbImage {
-    let windows = windows(image.width(), width);
-    let mut pixels = Vec::with_capacity(width * image.height() * 3);
-    for y in 0..image.height() {
-        let row = image.row(y);
-        for window in &windows {
-            let mut sums = [HALF; 3];
-            let span = &row[window.first * 3..][..window.taps.len() * 3];
-            for (pixel, &tap) in span.as_chunks::<3>().0.iter().zip(&window.taps) {
-                for c in 0..3 {
-                    sums[c] += i32::from(pixel[c]) * tap;
-                }
+/// A row, resized to one pixel for each of `windows`.
+fn horizontal(row: &[u8], windows: &[FilterWindow]) -> Vec<u8> {
+    let mut pixels = Vec::with_capacity(windows.len() * 3);
+    for window in windows {
+        let mut sums = [HALF; 3];
+        let span = &row[window.first * 3..][..window.taps.len() * 3];
+        for (pixel, &tap) in span.as_chunks::<3>().0.iter().zip(&window.taps) {
+            for c in 0..3 {
+                sums[c] += i32::from(pixel[c]) * tap;
             }
-            pixels.extend(sums.map(to_byte));
         }
+        pixels.extend(sums.map(to_byte));
     }
-    RgbImage::new(width, image.height(), pixels)
+    pixels
 }
 
-fn vertical_pass(image: &RgbImage, height: usize) -> RgbImage {
-    let row_bytes = image.width() * 3;
-    let mut pixels = Vec::with_capacity(row_bytes * height);
-    let mut sums = vec![HALF; row_bytes];
-    for window in windows(image.height(), height) {
+/// Resizes `in_height` rows of `width` pixels, which `row` gives by their numbers, to `height` rows.
+fn vertical<'a>(
+    row: &dyn Fn(usize) -> Cow<'a, [u8]>,
+    in_height: usize,
+    width: usize,
+    height: usize,
+) -> RgbImage {
+    let mut pixels = Vec::with_capacity(width * 3 * height);
+    let mut sums = vec![HALF; width * 3];
+    // Rows of the current window, from the number `first` on. Windows only move on.
+    let (mut first, mut rows) = (0, VecDeque::new());
+    for window in windows(in_height, height) {
+        while first < window.first {
+            // A window may skip rows that no other needs.
+            rows.pop_front();
+            first += 1;
+        }
+        while rows.len() < window.taps.len() {
+            rows.push_back(row(first + rows.len()));
+        }
         sums.fill(HALF);
-        for (offset, &tap) in window.taps.iter().enumerate() {
-            for (sum, &byte) in sums.iter_mut().zip(image.row(window.first + offset)) {
+        for (row, &tap) in rows.iter().zip(&window.taps) {
+            for (sum, &byte) in sums.iter_mut().zip(row.iter()) {
                 *sum += i32::from(byte) * tap;
             }
         }
         pixels.extend(sums.iter().map(|&sum| to_byte(sum)));
     }
-    RgbImage::new(image.width(), height, pixels)
+    RgbImage::new(width, height, pixels)
 }
 
 #[cfg(test)]

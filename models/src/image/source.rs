@@ -1,9 +1,11 @@
 //! Lookup of a data file's images on disk.
 
+use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 
-use super::decode::{decode_upright, losses, read, size_of, upright_size};
-use super::{ImageError, Losses, RgbImage, decode_bytes, dimensions};
+use super::decode::{decode_upright, header, read};
+use super::{DecodeBudget, Decoded, Header, ImageError, Losses, decode_bytes};
 use crate::base64;
 
 /// Scheme of an image that is in the data file itself.
@@ -23,8 +25,11 @@ pub trait ImageSource: Send + Sync {
     ///
     /// # Errors
     /// [`ImageError`] naming the file.
-    fn load(&self, path: &Path) -> Result<RgbImage, ImageError>;
+    fn load(&self, path: &Path) -> Result<Decoded, ImageError>;
 }
+
+/// Headers of images by their paths in samples, or why an image cannot be used.
+pub type Headers = HashMap<PathBuf, Result<Header, ImageError>>;
 
 /// Images on disk: absolute paths, and relative ones that stay inside one directory. A path `data:…;base64,…` is the
 /// file itself.
@@ -33,6 +38,8 @@ pub struct ImageFolder {
     root: PathBuf,
     allow_outside: bool,
     upright: bool,
+    headers: Arc<Headers>,
+    budget: Arc<DecodeBudget>,
 }
 
 impl ImageFolder {
@@ -43,6 +50,8 @@ impl ImageFolder {
             root: root.into(),
             allow_outside: false,
             upright: false,
+            headers: Arc::default(),
+            budget: DecodeBudget::of_process(),
         }
     }
 
@@ -68,28 +77,61 @@ impl ImageFolder {
         self
     }
 
+    /// Sets the headers of images that were read before; the files of other images are asked again.
+    #[must_use]
+    pub fn with_headers(mut self, headers: Headers) -> Self {
+        self.headers = Arc::new(headers);
+        self
+    }
+
+    /// Sets the budget that decoding takes its bytes from, in place of the process's own.
+    #[must_use]
+    pub fn with_budget(mut self, budget: Arc<DecodeBudget>) -> Self {
+        self.budget = budget;
+        self
+    }
+
+    /// Header of the image that `path` names.
+    ///
+    /// # Errors
+    /// [`ImageError`] naming the file.
+    pub fn header(&self, path: &Path) -> Result<Header, ImageError> {
+        if let Some(known) = self.headers.get(path) {
+            return known.clone();
+        }
+        match embedded(path)? {
+            Some((name, bytes)) => Header::of(&name, &bytes),
+            None => header(&self.resolve(path)?),
+        }
+    }
+
     /// What 8-bit RGB as published loses of the image that `path` names.
     ///
     /// # Errors
     /// [`ImageError`] naming the file.
     pub fn losses(&self, path: &Path) -> Result<Losses, ImageError> {
-        let (name, bytes) = self.content(path)?;
-        let losses = losses(&name, &bytes)?;
+        let header = self.header(path)?;
         Ok(Losses {
-            turned: losses.turned && !self.upright,
-            ..losses
+            gray16: header.gray16,
+            turned: header.is_turned() && !self.upright,
         })
     }
 
-    /// Name in messages and content of the image file that `path` names.
-    fn content(&self, path: &Path) -> Result<(PathBuf, Vec<u8>), ImageError> {
-        match embedded(path)? {
-            Some(embedded) => Ok(embedded),
-            None => {
-                let file = self.resolve(path)?;
-                let bytes = read(&file)?;
-                Ok((file, bytes))
-            }
+    /// Most bytes that decoding the image with this header takes from the budget.
+    #[must_use]
+    pub fn decode_bytes(&self, header: &Header) -> u64 {
+        header.decode_bytes(self.upright)
+    }
+
+    /// The file of the image that a sample names as `path`; `None` for an image inside the data file, and if no file
+    /// can be found.
+    #[must_use]
+    pub fn file(&self, path: &Path) -> Option<PathBuf> {
+        let inside = path.to_str().is_some_and(|path| path.starts_with(DATA));
+        if inside {
+            None
+        } else {
+            self.resolve(path).ok()
         }
     }
 
@@ -125,24 +167,27 @@ impl ImageFolder {
 
 impl ImageSource for ImageFolder {
     fn dimensions(&self, path: &Path) -> Result<(usize, usize), ImageError> {
-        let is_file = embedded(path)?.is_none();
-        if is_file && !self.upright {
-            return dimensions(&self.resolve(path)?);
-        }
-        let (name, bytes) = self.content(path)?;
-        let (width, height) = match self.upright {
-            true => upright_size(&name, &bytes)?,
-            false => size_of(&name, &bytes)?,
-        };
-        Ok((width as usize, height as usize))
+        Ok(self.header(path)?.size(self.upright))
     }
 
-    fn load(&self, path: &Path) -> Result<RgbImage, ImageError> {
-        let (name, bytes) = self.content(path)?;
-        match self.upright {
+    fn load(&self, path: &Path) -> Result<Decoded, ImageError> {
+        let header = self.header(path)?;
+        let mut taken = self.budget.take(self.decode_bytes(&header));
+        let (name, bytes) = match embedded(path)? {
+            Some(embedded) => embedded,
+            None => {
+                let file = self.resolve(path)?;
+                let bytes = read(&file)?;
+                (file, bytes)
+            }
+        };
+        let image = match self.upright {
             true => decode_upright(&name, &bytes),
             false => decode_bytes(&name, &bytes),
-        }
+        }?;
+        drop(bytes);
+        taken.shrink(header.resize_bytes());
+        Ok(Decoded::new(image, taken))
     }
 }
 
@@ -317,6 +362,39 @@ mod tests {
             source.losses(Path::new("gray.png")).unwrap(),
             Losses::default()
         );
+    }
+
+    #[test]
+    fn known_headers_are_not_read_again() {
+        let (_dir, source) = directory();
+        let pixel = image::DynamicImage::new_rgb8(7, 5);
+        pixel.save(source.root.join("a.png")).unwrap();
+        let path = PathBuf::from("a.png");
+        let header = source.header(&path).unwrap();
+        std::fs::remove_file(source.root.join("a.png")).unwrap();
+        let missing = ImageError::Missing { path: "b".into() };
+        let headers = [(path.clone(), Ok(header)), ("b.png".into(), Err(missing))];
+        let source = source.with_headers(headers.into());
+        assert_eq!(source.dimensions(&path).unwrap(), (7, 5));
+        assert!(source.dimensions(Path::new("b.png")).is_err());
+        assert!(source.load(&path).is_err(), "its pixels are in the file");
+    }
+
+    #[test]
+    fn an_image_takes_its_bytes_of_the_budget_until_it_is_dropped() {
+        let (_dir, source) = directory();
+        image::DynamicImage::new_rgb8(300, 200)
+            .save(source.root.join("a.png"))
+            .unwrap();
+        let budget = Arc::new(DecodeBudget::new(1 << 30));
+        let header = source.header(Path::new("a.png")).unwrap();
+        let source = source.with_budget(Arc::clone(&budget));
+        let image = source.load(Path::new("a.png")).unwrap();
+        assert_eq!(budget.taken_bytes(), header.resize_bytes());
+        drop(image);
+        assert_eq!(budget.taken_bytes(), 0);
+        assert!(source.load(Path::new("sub/b.png")).is_err());
+        assert_eq!(budget.taken_bytes(), 0);
     }
 
     #[test]

@@ -319,7 +319,7 @@ fn in_order(mut slices: Vec<Vec<Slice>>, order: &[usize]) -> Vec<Slice> {
 mod tests {
     use super::*;
     use crate::data::IGNORED;
-    use crate::image::{ImageError, RgbImage};
+    use crate::image::{Decoded, ImageError, RgbImage};
     use serde_json::{Value, json};
     use std::path::Path;
 
@@ -337,14 +337,10 @@ mod tests {
             })
         }
 
-        fn load(&self, path: &Path) -> Result<RgbImage, ImageError> {
+        fn load(&self, path: &Path) -> Result<Decoded, ImageError> {
             let (width, height) = self.dimensions(path)?;
             // the byte tells images apart
-            Ok(RgbImage::new(
-                width,
-                height,
-                vec![width as u8; width * height * 3],
-            ))
+            Ok(RgbImage::new(width, height, vec![width as u8; width * height * 3]).into())
         }
     }
 

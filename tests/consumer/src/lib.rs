@@ -6,5 +6,18 @@ pub fn both(candle: &candle_core::Tensor, precision: optim::Precision) -> (usize
     (candle.elem_count(), precision.name())
 }
 
+/// Saves a sharded optimizer and loads it again.
+///
+/// # Errors
+/// When the disk or another rank fails.
+pub fn saved_and_loaded(
+    optimizer: &mut engine::sharded::ShardedOptimizer,
+    model: &mut dyn engine::sharded::TensorBridge,
+    directory: &std::path::Path,
+) -> Result<(), engine::EngineError> {
+    let checkpoint = optimizer.save(directory, Default::default(), 1)?;
+    optimizer.load(&checkpoint, model).map(drop)
+}
+
 /// The engine's type is reachable too.
 pub use engine::Zero;

@@ -462,6 +462,18 @@ impl EmulatedGpu {
         self
     }
 
+    /// Memory of another library on the same device, with these bytes.
+    ///
+    /// # Errors
+    /// When the machine lacks memory.
+    pub fn foreign(&self, bytes: &[u8]) -> anyhow::Result<Address> {
+        let mut state = self.lock();
+        let buffer = state.machine.allocate(bytes.len())?;
+        state.machine.write(buffer, bytes)?;
+        state.buffers.push(buffer);
+        Ok(buffer.address)
+    }
+
     /// Number of products computed by the library so far.
     pub fn multiplied(&self) -> u64 {
         self.lock().multiplied

@@ -11,6 +11,7 @@ mod draws;
 pub mod emulator;
 #[expect(unsafe_code, reason = "implements what a backend trusts")]
 pub mod executor;
+pub mod fake_driver;
 pub mod gpu;
 #[expect(unsafe_code, reason = "implements what a backend trusts")]
 pub mod linked;

@@ -161,7 +161,7 @@ impl Devices for Emulated {
         opened(device, gpu, arena_bytes, variables)
     }
 
-    fn free_bytes(&self, _gpu: &RunGpu) -> Option<u64> {
+    fn free_bytes(&self, _gpu: &RunGpu, _variables: &Variables) -> Option<u64> {
         None
     }
 }

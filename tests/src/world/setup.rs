@@ -2,9 +2,11 @@
 
 use crate::golden::{AdamW, Trajectory};
 use crate::tolerance::Shake;
+use anyhow::Result;
 use engine::{Offload, Precision};
 use kernels::{Backend, CpuBackend, DType, Pool};
 use models::ModelOptions;
+use models::selection::Selection;
 use optim::GroupOptions;
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
@@ -121,6 +123,16 @@ impl Setup<'static> {
             max_grad_norm: None,
             groups: &NO_GROUPS,
         }
+    }
+
+    /// Setup in which norms train alone. Losses and logits are those of [`Setup::full`].
+    ///
+    /// # Errors
+    /// Never, since the selection is a word that exists.
+    pub fn norms() -> Result<Self> {
+        let mut setup = Self::full();
+        setup.options.train = Some(Selection::parse("norm")?);
+        Ok(setup)
     }
 }
 

@@ -44,6 +44,56 @@ fn corpora() -> &'static [Vec<(String, Vec<u8>)>] {
     CORPORA.get_or_init(|| TARGETS.iter().map(|target| corpus(target.name)).collect())
 }
 
+/// The plan of a run counts these bytes for each image.
+#[test]
+fn decoding_stays_within_the_bytes_that_the_header_states() {
+    use image::{DynamicImage, ImageFormat};
+    let noise = image::RgbImage::from_fn(1100, 700, |x, y| {
+        let mixed = x.wrapping_mul(2_654_435_761) ^ y.wrapping_mul(40_503);
+        let mixed = mixed.wrapping_mul(2_246_822_519);
+        image::Rgb([(mixed >> 24) as u8, (mixed >> 16) as u8, x as u8])
+    });
+    let color = DynamicImage::ImageRgb8(noise);
+    let images = [
+        color.to_luma8().into(),
+        color.to_rgba8().into(),
+        color.to_luma16().into(),
+        color.to_rgba16().into(),
+        color,
+    ];
+    for image in &images {
+        for format in [
+            ImageFormat::Png,
+            ImageFormat::Jpeg,
+            ImageFormat::WebP,
+            ImageFormat::Bmp,
+        ] {
+            let mut file = std::io::Cursor::new(Vec::new());
+            // Not every format stores every kind of pixel.
+            if image.write_to(&mut file, format).is_err() {
+                continue;
+            }
+            let bytes = file.into_inner();
+            let header = models::fuzzing::header(&bytes).expect("a header");
+            let (decoded, peak) = memory::peak(|| {
+                let bytes = bytes.clone();
+                models::fuzzing::image(&bytes)
+            });
+            let (most, kind) = (header.decode_bytes(false), image.color());
+            assert_eq!(decoded.expect("an image").width(), 1100);
+            assert!(
+                peak as u64 <= most,
+                "{format:?} {kind:?}: {peak} of {most} bytes"
+            );
+            // An estimate far above the need would refuse runs that fit.
+            assert!(
+                peak as u64 > most / 3,
+                "{format:?} {kind:?}: {peak} of {most} bytes"
+            );
+        }
+    }
+}
+
 #[test]
 fn every_file_of_the_corpus_is_read_or_refused_within_its_memory() {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus");

@@ -10,6 +10,7 @@ fn check(site: &Site, line: &str) -> (Option<i32>, String) {
         .args(["data", "check"])
         .args(line.split_whitespace())
         .current_dir(site.path(""))
+        .env("XDG_CACHE_HOME", site.path("home/cache"))
         .output()
         .unwrap();
     let text =
@@ -286,4 +287,60 @@ fn samples_without_an_image_are_problems_for_cogagent() {
         "data/samples.json --model model --text-without-cross",
     );
     assert_eq!(code, Some(0), "{text}");
+}
+
+/// Sets the modification time of a file to one long ago, which the check remembers.
+fn make_old(path: &std::path::Path) {
+    let file = fs::File::options().write(true).open(path).unwrap();
+    let time = std::time::SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000);
+    file.set_modified(time).unwrap();
+}
+
+#[test]
+fn damage_that_shows_after_the_check_names_the_file() {
+    let site = Site::new();
+    let image = site.path("data/image_wide.png");
+    make_old(&image);
+    let (code, text) = check(&site, "data/samples.json --model model");
+    assert_eq!(code, Some(0), "{text}");
+    let verdicts = fs::read_dir(site.path("home/cache/tessera/images")).unwrap();
+    assert_eq!(verdicts.count(), 1);
+    // The verdict is for the same size and time.
+    let mut bytes = fs::read(&image).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 0x55;
+    fs::write(&image, bytes).unwrap();
+    make_old(&image);
+    let screen = site.refuse("--max-steps 1", 3, "E18");
+    assert_says(&screen, &["image_wide.png is damaged"]);
+    // Without the verdict the check finds it.
+    fs::remove_dir_all(site.path("home/cache/tessera/images")).unwrap();
+    let screen = site.refuse("--max-steps 1", 3, "E18");
+    assert_says(&screen, &["samples in", "image_wide.png is damaged"]);
+}
+
+#[test]
+fn an_image_larger_than_the_memory_is_refused_by_name() {
+    let site = Site::new();
+    let large = image::GrayImage::new(1500, 1000);
+    large.save(site.path("data/large.png")).unwrap();
+    let mut samples = site.samples();
+    samples[0]["image"] = json!("large.png");
+    site.write_samples("large", &samples);
+    let line = "--data data/large.json --host-memory-limit";
+    let screen = site.refuse(&format!("{line} 5M"), 5, "E17");
+    assert_says(
+        &screen,
+        &["large.png", "1500 x 1000 pixels", "5.0M are available"],
+    );
+    // One image fits, the plan of two ranks does not.
+    let screen = site.refuse(&format!("{line} 70M --nproc 2 --data-workers 8"), 5, "E17");
+    assert_says(
+        &screen,
+        &[
+            "image decoding",
+            "the largest image: large.png",
+            "--data-workers 1",
+        ],
+    );
 }

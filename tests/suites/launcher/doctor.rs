@@ -203,17 +203,73 @@ fn flags_of_other_subcommands_are_refused() {
     assert!(help.contains("--json"), "{help}");
 }
 
+/// Builds a stand-in from `kernels/tests` under these names, with one definition.
+fn stand_in(source: &str, definition: &str, directory: &TempDir, names: &[&str]) {
+    for name in names {
+        let status = Command::new("cc")
+            .args(["-shared", "-fPIC", "-w", definition])
+            .arg(format!("-Wl,-soname,{name}"))
+            .arg("-o")
+            .arg(directory.path().join(name))
+            .arg(
+                Path::new(env!("CARGO_MANIFEST_DIR"))
+                    .join("../kernels/tests")
+                    .join(source),
+            )
+            .status();
+        assert!(status.unwrap().success());
+    }
+}
+
 /// A directory with a stand-in for NVML that reports two GPUs with known values.
 fn management_library() -> TempDir {
     let directory = tempfile::tempdir().unwrap();
-    let source = "../kernels/tests/nvml/library.c";
-    let status = Command::new("cc")
-        .args(["-shared", "-fPIC", "-w", "-o"])
-        .arg(directory.path().join("libnvidia-ml.so.1"))
-        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join(source))
-        .status();
-    assert!(status.unwrap().success());
+    stand_in(
+        "nvml/library.c",
+        "-DGPUS=2",
+        &directory,
+        &["libnvidia-ml.so.1"],
+    );
     directory
+}
+
+/// The directory that the user names has the versions that are reported. The dynamic linker would find others, whose
+/// functions end the process.
+#[test]
+fn the_libraries_that_were_found_are_the_ones_that_are_called() {
+    let directory = management_library();
+    let names = ["libcuda.so.1", "libnvrtc.so.13", "libcublasLt.so.13"];
+    stand_in("found/library.c", "-DFOUND", &directory, &names);
+    let other = tempfile::tempdir().unwrap();
+    let older = [
+        "libcuda.so",
+        "libcuda.so.1",
+        "libnvrtc.so",
+        "libnvrtc.so.12",
+        "libcublasLt.so",
+    ];
+    stand_in("found/library.c", "-DUNTOUCHED", &other, &older);
+    let report = report(&[
+        ("TESSERA_CUDA_LIBS", directory.path().to_str().unwrap()),
+        ("LD_LIBRARY_PATH", other.path().to_str().unwrap()),
+    ]);
+    let libraries = report["cuda"]["libraries"].as_array().unwrap();
+    for (name, version) in [
+        (names[0], "CUDA 13.7"),
+        (names[1], "13.77"),
+        (names[2], "13.9.77"),
+        ("libnvidia-ml.so.1", "580.65.06"),
+    ] {
+        let path = directory.path().join(name);
+        let mut found = libraries.iter();
+        let found = found.find(|library| library["path"] == path.to_str().unwrap());
+        assert_eq!(
+            found.map(|library| &library["version"]),
+            Some(&version.into()),
+            "{libraries:#?}"
+        );
+    }
+    assert_eq!(report["gpus"][0]["name"], "Decoy 40");
 }
 
 #[test]

@@ -169,7 +169,7 @@ fn a_directory_with_another_run_is_never_written_to() {
     let site = Site::new();
     site.train("");
     let screen = site.refuse("", 2, "E09");
-    assert!(screen.contains("--resume auto"), "{screen}");
+    assert!(screen.contains("--resume and its directory"), "{screen}");
     site.train("--output second");
     let screen = site.refuse(
         "--max-steps 4 --output second --resume out/checkpoint-2",
@@ -179,4 +179,139 @@ fn a_directory_with_another_run_is_never_written_to() {
     assert!(screen.contains("contains another run"), "{screen}");
     let meta = read_json(&site.path("out/checkpoint-2/MANIFEST.json"));
     assert_eq!(meta["step"], json!(2));
+}
+
+/// Flags of a run of adapters alone, whose checkpoint has neither the base weights nor the data.
+const ADAPTERS: &str = "--lora-rank 4 --nproc 1 --save-steps 2 --lr-scheduler-type constant";
+
+/// Changes one byte in the middle of a file.
+fn edit(path: &std::path::Path, at: usize, by: u8) {
+    let mut bytes = fs::read(path).unwrap();
+    bytes[at] ^= by;
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn another_base_under_the_same_adapters_is_refused() {
+    let site = Site::new();
+    site.train(ADAPTERS);
+    let weights = site.path("model/model.safetensors");
+    let whole = fs::read(&weights).unwrap();
+    // The lowest bit of a mantissa: shapes and names stay.
+    let header = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let middle = 8 + header + (whole.len() - 8 - header) / 8 * 4;
+    edit(&weights, middle, 1);
+    let again = format!("{ADAPTERS} --resume auto --max-steps 4");
+    let screen = site.refuse(&again, 9, "E08");
+    assert!(screen.contains("frozen base weights differ"), "{screen}");
+    assert!(screen.contains("--resume-anyway"), "{screen}");
+    // A copy elsewhere, in the same bytes, is the same base.
+    fs::write(&weights, &whole).unwrap();
+    let from = "--resume out/checkpoint-2 --output moved --max-steps 4";
+    fs::rename(site.path("model"), site.path("elsewhere")).unwrap();
+    fs::rename(site.path("data"), site.path("other")).unwrap();
+    site.train(&format!(
+        "{ADAPTERS} {from} --model elsewhere --data other/samples.json"
+    ));
+}
+
+#[test]
+fn edited_data_of_the_same_length_is_refused_unless_it_is_accepted() {
+    let site = Site::new();
+    site.train(ADAPTERS);
+    let data = site.path("data/samples.json");
+    let whole = fs::read_to_string(&data).unwrap();
+    let again = format!("{ADAPTERS} --resume auto --max-steps 4");
+    let mut samples: Vec<serde_json::Value> = serde_json::from_str(&whole).unwrap();
+    samples.swap(0, 1);
+    fs::write(&data, json!(samples).to_string()).unwrap();
+    let screen = site.refuse(&again, 9, "E08");
+    assert!(screen.contains("the samples, their order"), "{screen}");
+    // Another layout of the same samples is the same data.
+    samples.swap(0, 1);
+    fs::write(&data, serde_json::to_string_pretty(&samples).unwrap()).unwrap();
+    site.train(&format!("{ADAPTERS} --resume auto --max-steps 3"));
+    // One letter of one answer.
+    let turns = samples[0]["conversations"].as_array().unwrap().len();
+    let answer = &mut samples[0]["conversations"][turns - 1]["content"];
+    *answer = json!(format!("{}!", answer.as_str().unwrap()));
+    fs::write(&data, json!(samples).to_string()).unwrap();
+    site.refuse(&again, 9, "E08");
+    let outcome = site.train(&format!("{again} --resume-anyway"));
+    assert!(
+        outcome.screen.contains("--resume-anyway: the samples"),
+        "{}",
+        outcome.screen
+    );
+    let meta = read_json(&site.path("out/checkpoint-4/MANIFEST.json"))["meta"].clone();
+    let accepted = meta["resumed_anyway"].as_array().unwrap();
+    assert!(accepted[0].as_str().unwrap().contains("samples"), "{meta}");
+    // The new checkpoint was trained on the edited data.
+    site.train(&format!("{ADAPTERS} --resume auto --max-steps 5"));
+}
+
+#[test]
+fn an_edited_image_is_other_data() {
+    let site = Site::new();
+    site.train(ADAPTERS);
+    let images = fs::read_dir(site.path("data")).unwrap().flatten();
+    let is_image = |path: &std::path::PathBuf| path.extension().is_some_and(|e| e != "json");
+    let mut images: Vec<_> = images.map(|entry| entry.path()).filter(is_image).collect();
+    images.sort();
+    let (first, last) = (&images[0], images.last().unwrap());
+    assert!(fs::read(first).unwrap() != fs::read(last).unwrap());
+    fs::copy(last, first).unwrap();
+    let screen = site.refuse(&format!("{ADAPTERS} --resume auto --max-steps 4"), 9, "E08");
+    assert!(screen.contains("or their images differ"), "{screen}");
+}
+
+#[test]
+fn changed_settings_are_named_and_another_rank_is_refused() {
+    let site = Site::new();
+    site.train(ADAPTERS);
+    let outcome = site.train(&format!(
+        "{ADAPTERS} --resume auto --max-steps 3 --lora-alpha 32 --lora-dropout 0.1"
+    ));
+    for text in [
+        "--lora-alpha was 8 in the checkpoint's run and is 32 now",
+        "--lora-dropout was 0 in the checkpoint's run and is 0.1 now",
+    ] {
+        assert!(outcome.screen.contains(text), "{text}\n{}", outcome.screen);
+    }
+    let screen = site.refuse(
+        "--nproc 1 --lora-rank 8 --lora-alpha 32 --resume auto --max-steps 4",
+        9,
+        "E08",
+    );
+    assert!(screen.contains("--lora-rank 4"), "{screen}");
+    // No word makes adapters of other layers continue.
+    site.refuse(
+        &format!(
+            "{ADAPTERS} --resume auto --max-steps 4 --lora-target-modules q_proj --resume-anyway"
+        ),
+        9,
+        "E08",
+    );
+}
+
+#[test]
+fn a_checkpoint_between_two_log_rows_has_all_its_tokens() {
+    let site = Site::new();
+    let tokens = |output: &str, every: usize| {
+        let outcome = site.train(&format!(
+            "--max-steps 4 --save-steps 3 --logging-steps {every} --output {output}"
+        ));
+        let path = format!("{output}/checkpoint-3/MANIFEST.json");
+        let manifest = read_json(&site.path(&path));
+        let listed = manifest["files"].as_array().unwrap().len();
+        assert!(
+            outcome
+                .screen
+                .contains(&format!("· {listed} files, hashed")),
+            "{listed}: {}",
+            outcome.screen
+        );
+        manifest["meta"]["total_tokens"].clone()
+    };
+    assert_eq!(tokens("often", 1), tokens("rarely", 4));
 }

@@ -224,13 +224,16 @@ impl Site {
         screen
     }
 
-    /// Every file of the site with its bytes, and every directory.
+    /// Every file of the site with its bytes, and every directory, except those of the user's cache.
     fn everything(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         let mut found = BTreeMap::new();
         let mut directories = vec![self.root.path().to_path_buf()];
         while let Some(directory) = directories.pop() {
             for entry in fs::read_dir(&directory).unwrap() {
                 let path = entry.unwrap().path();
+                if path == self.path("home/cache") {
+                    continue;
+                }
                 if path.is_dir() && !path.is_symlink() {
                     found.insert(path.clone(), Vec::new());
                     directories.push(path);

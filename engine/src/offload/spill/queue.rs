@@ -149,12 +149,12 @@ pub struct SpillStats {
 }
 
 impl SpillStats {
-    /// Traffic between the reading `earlier` and this one: the difference of every field.
+    /// Traffic between the reading `earlier` and this one: the difference of every field, 0 where `earlier` is larger.
     #[must_use]
     pub fn since(self, earlier: Self) -> Self {
         Self {
-            read_bytes: self.read_bytes - earlier.read_bytes,
-            written_bytes: self.written_bytes - earlier.written_bytes,
+            read_bytes: self.read_bytes.saturating_sub(earlier.read_bytes),
+            written_bytes: self.written_bytes.saturating_sub(earlier.written_bytes),
             busy: self.busy.saturating_sub(earlier.busy),
         }
     }

@@ -3,6 +3,7 @@
 
 use super::graphs::{Command, Graphs, queue_one};
 use super::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, filling};
+use crate::cuda::context::{self, Stream};
 use crate::cuda::error::DriverResult;
 use crate::cuda::gpu::Gpu;
 use crate::cuda::graph::Graph;
@@ -10,12 +11,11 @@ use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::Multiply;
 use crate::cuda::module::Module;
 use crate::timeline::{DeviceLane, DeviceSpan};
-use cudarc::driver::{CudaEvent, CudaStream, result};
 use std::sync::Arc;
 
 /// Downcasts an event to this driver's type.
-pub(in crate::cuda) fn cuda_event(event: &Event) -> Result<&CudaEvent, Cause> {
-    let cuda_event = event.downcast_ref::<CudaEvent>();
+pub(in crate::cuda) fn cuda_event(event: &Event) -> Result<&context::Event, Cause> {
+    let cuda_event = event.downcast_ref::<context::Event>();
     cuda_event.ok_or_else(|| "an event of another device".into())
 }
 
@@ -29,15 +29,14 @@ unsafe impl Executor for Gpu {
     fn allocate(&self, bytes: u64) -> Result<Address, Cause> {
         // Creates streams and pinned chunks now, so no step allocates them.
         self.copies()?;
-        // SAFETY: the size is not zero.
-        let memory = unsafe { result::malloc_sync((bytes as usize).max(1)) };
+        let memory = self.driver().allocate((bytes as usize).max(1));
         Ok(Address(
             memory.during(format!("allocating {bytes} bytes on the GPU"))?,
         ))
     }
 
     fn free(&self, memory: Address) {
-        let passed = |stream: &CudaStream| {
+        let passed = |stream: &Stream| {
             event(stream).is_ok_and(|done| self.group_state().wait(&done).is_ok())
         };
         // The driver would wait forever for work that depends on a dead rank. The process group's own wait ends and
@@ -45,7 +44,7 @@ unsafe impl Executor for Gpu {
         let all = passed(self.stream()) && self.communication().is_none_or(passed);
         if all && self.bind().is_ok() {
             // SAFETY: allocated above, freed once. A failing driver leaves nothing to do.
-            let _unused_outcome = unsafe { result::free_sync(memory.0) };
+            let _unused_outcome = unsafe { self.driver().free(memory.0) };
         }
         if !all {
             self.abandon_others();
@@ -78,25 +77,23 @@ unsafe impl Executor for Gpu {
 
     unsafe fn zero(&self, at: Address, bytes: u64) -> Result<(), Cause> {
         self.bind()?;
-        let stream = self.stream().cu_stream();
+        let stream = self.stream().raw();
         // SAFETY: the caller vouches for the range.
-        unsafe { result::memset_d8_async(at.0, 0, bytes as usize, stream) }
-            .during("clearing memory")?;
+        unsafe { self.driver().fill(at.0, 0, bytes as usize, stream) }.during("clearing memory")?;
         Ok(())
     }
 
     unsafe fn copy(&self, from: Address, to: Address, bytes: u64) -> Result<(), Cause> {
         self.bind()?;
-        let stream = self.stream().cu_stream();
+        let stream = self.stream().raw();
         // SAFETY: the caller vouches for both ranges.
-        unsafe { result::memcpy_dtod_async(to.0, from.0, bytes as usize, stream) }
+        unsafe { self.driver().copy(to.0, from.0, bytes as usize, stream) }
             .during("copying on the GPU")?;
         Ok(())
     }
 
     fn record_event(&self) -> Result<Event, Cause> {
-        let event = self.stream().record_event(None);
-        Ok(Arc::new(event.during("recording an event")?))
+        Ok(Arc::new(self.stream().event()?))
     }
 
     unsafe fn upload(
@@ -199,15 +196,15 @@ unsafe impl Executor for Gpu {
 }
 
 /// Makes `stream` wait for `cuda_event`.
-pub(in crate::cuda) fn order(stream: &CudaStream, cuda_event: &CudaEvent) -> Result<(), Cause> {
+pub(in crate::cuda) fn order(stream: &Stream, cuda_event: &context::Event) -> Result<(), Cause> {
     Ok(stream
         .wait(cuda_event)
         .during("ordering streams of the GPU")?)
 }
 
 /// Records an event after everything queued on `stream`.
-pub(in crate::cuda) fn event(stream: &CudaStream) -> Result<CudaEvent, Cause> {
-    Ok(stream.record_event(None).during("recording an event")?)
+pub(in crate::cuda) fn event(stream: &Stream) -> Result<context::Event, Cause> {
+    Ok(stream.event()?)
 }
 
 impl Gpu {
@@ -226,7 +223,7 @@ impl Gpu {
     }
 
     /// Makes computation wait for everything queued on `stream`.
-    pub(in crate::cuda) fn work_behind(&self, stream: &CudaStream) -> Result<(), Cause> {
+    pub(in crate::cuda) fn work_behind(&self, stream: &Stream) -> Result<(), Cause> {
         let done = event(stream)?;
         let waits = self.timeline.stamp(self.stream())?;
         order(self.stream(), &done)?;

@@ -18,6 +18,7 @@
 
 mod adapted;
 mod counting;
+mod foreign;
 pub(super) mod gpu;
 pub mod graphs;
 mod grouped;

@@ -3,30 +3,93 @@
 #![expect(unsafe_code, reason = "calls into cuBLASLt, which was found before")]
 
 use std::collections::HashMap;
-use std::ffi::c_void;
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::cublaslt::{result, sys};
-use cudarc::driver::CudaContext;
-use cudarc::driver::result as driver;
+use cudarc::cublaslt::sys::{
+    self, cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
+    cublasLtMatmulDescAttributes_t, cublasLtMatmulHeuristicResult_t, cublasLtMatmulPreference_t,
+    cublasLtMatmulPreferenceAttributes_t, cublasLtMatrixLayout_t, cudaDataType_t,
+};
 
 use super::{ALIGNMENT, Epilogue, Multiply, Shape, WORKSPACE_BYTES};
 use crate::DType;
+use crate::cuda::context::Context;
 use crate::cuda::error::{CudaError, Result};
 use crate::cuda::gpu::Gpu;
 use crate::cuda::launch::Address;
-use crate::cuda::library::{Library, Search, find};
+use crate::cuda::library::{Found, Library, Search, find, functions};
 
 /// Maximum stored shapes. Batches of different lengths keep bringing new ones; a dropped shape is prepared again.
 const KEPT: usize = 4096;
 
+/// `cublasStatus_t` as a number, because a newer library may return codes that the enumeration lacks.
+type Status = u32;
+
+functions! {
+    /// Functions of cuBLASLt that this crate calls.
+    Functions:
+    cublasLtGetStatusName(Status) -> *const c_char;
+    cublasLtCreate(*mut cublasLtHandle_t) -> Status;
+    cublasLtDestroy(cublasLtHandle_t) -> Status;
+    cublasLtMatmulDescCreate(
+        *mut cublasLtMatmulDesc_t, cublasComputeType_t, cudaDataType_t
+    ) -> Status;
+    cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t) -> Status;
+    cublasLtMatmulDescSetAttribute(
+        cublasLtMatmulDesc_t, cublasLtMatmulDescAttributes_t, *const c_void, usize
+    ) -> Status;
+    cublasLtMatrixLayoutCreate(
+        *mut cublasLtMatrixLayout_t, cudaDataType_t, u64, u64, i64
+    ) -> Status;
+    cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t) -> Status;
+    cublasLtMatmulPreferenceCreate(*mut cublasLtMatmulPreference_t) -> Status;
+    cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t) -> Status;
+    cublasLtMatmulPreferenceSetAttribute(
+        cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t, *const c_void, usize
+    ) -> Status;
+    cublasLtMatmulAlgoGetHeuristic(
+        cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
+        cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatmulPreference_t, c_int,
+        *mut cublasLtMatmulHeuristicResult_t, *mut c_int
+    ) -> Status;
+    cublasLtMatmul(
+        cublasLtHandle_t, cublasLtMatmulDesc_t, *const c_void, *const c_void,
+        cublasLtMatrixLayout_t, *const c_void, cublasLtMatrixLayout_t, *const c_void,
+        *const c_void, cublasLtMatrixLayout_t, *mut c_void, cublasLtMatrixLayout_t,
+        *const cublasLtMatmulAlgo_t, *mut c_void, usize, *mut c_void
+    ) -> Status;
+}
+
+functions! {
+    /// The function that needs no GPU.
+    Age:
+    cublasLtGetVersion() -> usize;
+}
+
+impl Functions {
+    /// `call` describes the failed call.
+    fn check(&self, call: &str, status: Status) -> Result<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: returns a constant string for every number.
+        let name = unsafe { CStr::from_ptr((self.cublasLtGetStatusName)(status)) };
+        Err(CudaError::Driver {
+            call: format!("cuBLASLt {call}"),
+            code: name.to_string_lossy().into_owned(),
+        })
+    }
+}
+
 /// cuBLASLt handle for one GPU, with the algorithms chosen so far for product shapes.
 #[derive(Debug)]
 pub struct CublasLt {
-    handle: sys::cublasLtHandle_t,
-    context: Arc<CudaContext>,
+    functions: Arc<Functions>,
+    handle: cublasLtHandle_t,
+    context: Arc<Context>,
     /// Prepared products by shape; `None` for shapes that the library refuses.
     prepared: Mutex<HashMap<Shape, Option<Prepared>>>,
     /// Set when the GPU will never become idle: destroying the handle would wait for it.
@@ -45,22 +108,14 @@ struct Prepared {
     a: Layout,
     b: Layout,
     y: Layout,
-    algorithm: sys::cublasLtMatmulAlgo_t,
+    algorithm: cublasLtMatmulAlgo_t,
 }
 
-fn failed(call: &str) -> impl Fn(result::CublasError) -> CudaError + '_ {
-    move |error| CudaError::Driver {
-        call: format!("cuBLASLt {call}"),
-        code: format!("{:?}", error.0),
-    }
-}
-
-/// Version of the loaded library, e.g. `13.1.0`.
-pub(in crate::cuda) fn version() -> Option<String> {
-    // SAFETY: asks the dynamic linker only.
-    let present = unsafe { sys::is_culib_present() };
-    // SAFETY: the library is present, so its functions are found; the call needs no handle.
-    let code = present.then(|| unsafe { sys::cublasLtGetVersion() })?;
+/// Version of the library that was found, e.g. `13.1.0`.
+pub(in crate::cuda) fn version(found: &Found) -> Option<String> {
+    let functions = Age::load(found).ok()?;
+    // SAFETY: the call needs no handle.
+    let code = unsafe { (functions.cublasLtGetVersion)() };
     // Version 12.0 changed the encoding from XXYYZZ to XXXYYZZ; the same divisions read both.
     Some(format!(
         "{}.{}.{}",
@@ -74,21 +129,18 @@ impl CublasLt {
     /// Finds and opens the cuBLASLt library and creates a handle for `gpu`.
     ///
     /// # Errors
-    /// [`CudaError::LibraryMissing`] with the places tried, and the library's error when it does not start.
+    /// [`CudaError::LibraryMissing`] with the places tried, [`CudaError::FunctionMissing`], and the library's error
+    /// when it does not start.
     pub fn open(gpu: &Gpu, search: &Search) -> Result<Self> {
-        let found = find(Library::CublasLt, search);
-        // SAFETY: asks the dynamic linker only.
-        let present = found.path.is_some() && unsafe { sys::is_culib_present() };
-        if !present {
-            let tried = found.tried();
-            return Err(CudaError::LibraryMissing {
-                library: Library::CublasLt.name(),
-                tried,
-            });
-        }
+        let functions = Functions::load(&find(Library::CublasLt, search))?;
         gpu.bind()?;
-        let handle = result::create_handle().map_err(failed("start"))?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: one handle is written.
+        functions.check("start", unsafe {
+            (functions.cublasLtCreate)(&raw mut handle)
+        })?;
         Ok(Self {
+            functions: Arc::new(functions),
             handle,
             context: Arc::clone(gpu.stream().context()),
             prepared: Mutex::default(),
@@ -150,26 +202,26 @@ impl CublasLt {
         // SAFETY: the caller vouches for the addresses. Descriptors live and do not change under the lock. Scalars
         // and descriptors are read before the call returns.
         let queued = unsafe {
-            result::matmul(
+            (self.functions.cublasLtMatmul)(
                 self.handle,
-                prepared.description.0,
+                prepared.description.raw,
                 std::ptr::from_ref(alpha).cast(),
-                std::ptr::from_ref(beta).cast(),
                 pointer(*b),
-                prepared.b.0,
+                prepared.b.raw,
                 pointer(*a),
-                prepared.a.0,
+                prepared.a.raw,
+                std::ptr::from_ref(beta).cast(),
                 pointer(*y),
-                prepared.y.0,
+                prepared.y.raw,
                 y.0 as *mut c_void,
-                prepared.y.0,
+                prepared.y.raw,
                 &raw const prepared.algorithm,
                 workspace.0 as *mut c_void,
                 WORKSPACE_BYTES as usize,
-                gpu.stream().cu_stream().cast(),
+                gpu.stream().handle(),
             )
         };
-        queued.map_err(failed("product"))?;
+        self.functions.check("product", queued)?;
         Ok(true)
     }
 
@@ -185,10 +237,11 @@ impl CublasLt {
             true => [rows, k],
             false => [k, rows],
         };
-        let a = Layout::new(kind, stored(shape.transpose_a, m), shape.a_line)?;
-        let b = Layout::new(kind, stored(shape.transpose_b, n), shape.b_line)?;
-        let y = Layout::new(out, [n, m], shape.y_line)?;
-        let description = Description::new(shape)?;
+        let functions = &self.functions;
+        let a = Layout::new(functions, kind, stored(shape.transpose_a, m), shape.a_line)?;
+        let b = Layout::new(functions, kind, stored(shape.transpose_b, n), shape.b_line)?;
+        let y = Layout::new(functions, out, [n, m], shape.y_line)?;
+        let description = Description::new(functions, shape)?;
         description.point_to(product)?;
         let algorithm = self.choose(&description, [&b, &a, &y])?;
         Ok(algorithm.map(|algorithm| Prepared {
@@ -204,9 +257,9 @@ impl CublasLt {
         &self,
         description: &Description,
         [a, b, c]: [&Layout; 3],
-    ) -> Result<Option<sys::cublasLtMatmulAlgo_t>> {
+    ) -> Result<Option<cublasLtMatmulAlgo_t>> {
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
-        let preference = Preference::new()?;
+        let preference = Preference::new(&self.functions)?;
         preference.set(
             Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
             WORKSPACE_BYTES,
@@ -225,27 +278,27 @@ impl CublasLt {
             Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
             scheme as u32,
         )?;
-        let mut best = MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
+        let mut best = MaybeUninit::<cublasLtMatmulHeuristicResult_t>::zeroed();
         let mut found = 0;
         // SAFETY: all handles are alive; one result is requested and there is space for one.
         let status = unsafe {
-            sys::cublasLtMatmulAlgoGetHeuristic(
+            (self.functions.cublasLtMatmulAlgoGetHeuristic)(
                 self.handle,
-                description.0,
-                a.0,
-                b.0,
-                c.0,
-                c.0,
-                preference.0,
+                description.raw,
+                a.raw,
+                b.raw,
+                c.raw,
+                c.raw,
+                preference.raw,
                 1,
                 best.as_mut_ptr(),
                 &raw mut found,
             )
         };
-        if status == sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED {
+        if status == sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED as Status {
             return Ok(None);
         }
-        status.result().map_err(failed("choice of an algorithm"))?;
+        self.functions.check("choice of an algorithm", status)?;
         // SAFETY: bytes that were not written are zero, a valid value of this plain type.
         let best = unsafe { best.assume_init() };
         let usable = found > 0 && best.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS;
@@ -265,39 +318,49 @@ impl Drop for CublasLt {
         if *self.abandoned.get_mut() {
             return;
         }
-        let bound = self.context.bind_to_thread();
-        let waited = bound.and_then(|()| driver::ctx::synchronize());
+        let bound = self.context.bind();
+        let waited = bound.and_then(|()| self.context.driver().synchronize());
         let prepared = self.prepared.get_mut();
         prepared.unwrap_or_else(PoisonError::into_inner).clear();
         if waited.is_ok() {
             // SAFETY: created once, destroyed once, with nothing queued. A failing driver leaves nothing to do.
-            let _unused_outcome = unsafe { result::destroy_handle(self.handle) };
+            let _unused_outcome = unsafe { (self.functions.cublasLtDestroy)(self.handle) };
         }
     }
 }
 
-fn kind(dtype: DType) -> Option<sys::cudaDataType_t> {
+fn kind(dtype: DType) -> Option<cudaDataType_t> {
     match dtype {
-        DType::BF16 => Some(sys::cudaDataType_t::CUDA_R_16BF),
-        DType::F16 => Some(sys::cudaDataType_t::CUDA_R_16F),
-        DType::F32 => Some(sys::cudaDataType_t::CUDA_R_32F),
+        DType::BF16 => Some(cudaDataType_t::CUDA_R_16BF),
+        DType::F16 => Some(cudaDataType_t::CUDA_R_16F),
+        DType::F32 => Some(cudaDataType_t::CUDA_R_32F),
         _ => None,
     }
 }
 
 /// Matmul descriptor: operand orientation and epilogue.
 #[derive(Debug)]
-struct Description(sys::cublasLtMatmulDesc_t);
+struct Description {
+    functions: Arc<Functions>,
+    raw: cublasLtMatmulDesc_t,
+}
 
 impl Description {
-    fn new(shape: &Shape) -> Result<Self> {
+    fn new(functions: &Arc<Functions>, shape: &Shape) -> Result<Self> {
         use sys::cublasLtEpilogue_t as Code;
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
         // Sums are f32; f32 operands do not use TF32.
-        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-        let scale = sys::cudaDataType_t::CUDA_R_32F;
-        let new = result::create_matmul_desc(compute, scale).map_err(failed("description"))?;
-        let new = Self(new);
+        let compute = cublasComputeType_t::CUBLAS_COMPUTE_32F;
+        let scale = cudaDataType_t::CUDA_R_32F;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: one handle is written.
+        functions.check("description", unsafe {
+            (functions.cublasLtMatmulDescCreate)(&raw mut raw, compute, scale)
+        })?;
+        let new = Self {
+            functions: functions.clone(),
+            raw,
+        };
         // The library's A is b here, whose lines run along k unless it is transposed.
         let operation = |transposed: bool| i32::from(transposed);
         new.set(
@@ -338,82 +401,100 @@ impl Description {
     }
 
     /// Sets an attribute whose type has the size of `T`.
-    fn set<T: Copy>(&self, attribute: sys::cublasLtMatmulDescAttributes_t, value: T) -> Result<()> {
+    fn set<T: Copy>(&self, attribute: cublasLtMatmulDescAttributes_t, value: T) -> Result<()> {
         // SAFETY: the descriptor is alive, and the library checks the size against that of the attribute.
-        unsafe {
-            result::set_matmul_desc_attribute(
-                self.0,
+        let status = unsafe {
+            (self.functions.cublasLtMatmulDescSetAttribute)(
+                self.raw,
                 attribute,
                 (&raw const value).cast(),
                 size_of::<T>(),
             )
-        }
-        .map_err(failed("attribute of a description"))
+        };
+        self.functions.check("attribute of a description", status)
     }
 }
 
 impl Drop for Description {
     fn drop(&mut self) {
         // SAFETY: created once, destroyed once.
-        let _unused_outcome = unsafe { result::destroy_matmul_desc(self.0) };
+        let _unused_outcome = unsafe { (self.functions.cublasLtMatmulDescDestroy)(self.raw) };
     }
 }
 
 /// Layout of a column-major matrix.
 #[derive(Debug)]
-struct Layout(sys::cublasLtMatrixLayout_t);
+struct Layout {
+    functions: Arc<Functions>,
+    raw: cublasLtMatrixLayout_t,
+}
 
 impl Layout {
     fn new(
-        kind: sys::cudaDataType_t,
+        functions: &Arc<Functions>,
+        kind: cudaDataType_t,
         [rows, columns]: [usize; 2],
         column_elems: usize,
     ) -> Result<Self> {
-        let new =
-            result::create_matrix_layout(kind, rows as u64, columns as u64, column_elems as i64);
-        new.map(Self).map_err(failed("layout"))
+        let (rows, columns, line) = (rows as u64, columns as u64, column_elems as i64);
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: one handle is written.
+        functions.check("layout", unsafe {
+            (functions.cublasLtMatrixLayoutCreate)(&raw mut raw, kind, rows, columns, line)
+        })?;
+        Ok(Self {
+            functions: functions.clone(),
+            raw,
+        })
     }
 }
 
 impl Drop for Layout {
     fn drop(&mut self) {
         // SAFETY: created once, destroyed once.
-        let _unused_outcome = unsafe { result::destroy_matrix_layout(self.0) };
+        let _unused_outcome = unsafe { (self.functions.cublasLtMatrixLayoutDestroy)(self.raw) };
     }
 }
 
 /// Limits for the choice of an algorithm.
 #[derive(Debug)]
-struct Preference(sys::cublasLtMatmulPreference_t);
+struct Preference<'f> {
+    functions: &'f Functions,
+    raw: cublasLtMatmulPreference_t,
+}
 
-impl Preference {
-    fn new() -> Result<Self> {
-        let new = result::create_matmul_pref();
-        new.map(Self).map_err(failed("preference"))
+impl<'f> Preference<'f> {
+    fn new(functions: &'f Functions) -> Result<Self> {
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: one handle is written.
+        functions.check("preference", unsafe {
+            (functions.cublasLtMatmulPreferenceCreate)(&raw mut raw)
+        })?;
+        Ok(Self { functions, raw })
     }
 
     /// Sets an attribute whose type has the size of `T`.
     fn set<T: Copy>(
         &self,
-        attribute: sys::cublasLtMatmulPreferenceAttributes_t,
+        attribute: cublasLtMatmulPreferenceAttributes_t,
         value: T,
     ) -> Result<()> {
         // SAFETY: the preference is alive, and the library checks the size against that of the attribute.
-        unsafe {
-            result::set_matmul_pref_attribute(
-                self.0,
+        let status = unsafe {
+            (self.functions.cublasLtMatmulPreferenceSetAttribute)(
+                self.raw,
                 attribute,
                 (&raw const value).cast(),
                 size_of::<T>(),
             )
-        }
-        .map_err(failed("attribute of a preference"))
+        };
+        self.functions.check("attribute of a preference", status)
     }
 }
 
-impl Drop for Preference {
+impl Drop for Preference<'_> {
     fn drop(&mut self) {
         // SAFETY: created once, destroyed once.
-        let _unused_outcome = unsafe { result::destroy_matmul_pref(self.0) };
+        let _unused_outcome = unsafe { (self.functions.cublasLtMatmulPreferenceDestroy)(self.raw) };
     }
 }

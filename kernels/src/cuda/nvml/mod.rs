@@ -171,7 +171,7 @@ pub fn read(directories: &[PathBuf]) -> NvmlReport {
                 attempts.push(Attempt { place, outcome });
                 let started = session.start();
                 return NvmlReport {
-                    path: Some(path),
+                    path: Some(session.file().unwrap_or(path)),
                     attempts,
                     driver_version: started.clone().and_then(|()| session.driver_version()),
                     gpus: started.and_then(|()| session.gpus()),

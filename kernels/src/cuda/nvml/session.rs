@@ -2,13 +2,13 @@
 #![expect(unsafe_code, reason = "calls the functions of a C library")]
 
 use std::cell::Cell;
-use std::error::Error;
 use std::ffi::{CStr, c_char, c_void};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::ptr;
 
 use libloading::Library;
 
+use super::super::library::{file_of, reason};
 use super::{GpuMemory, GpuProcess, NvmlError, NvmlGpu, PcieLink, Reading, RemappedRows};
 
 /// Buffer size for every name that NVML returns.
@@ -136,7 +136,7 @@ pub(super) struct Session {
     functions: Functions,
     started: Cell<bool>,
     /// Last field, so that it is dropped after the pointers into it.
-    _library: Library,
+    library: Library,
 }
 
 impl Drop for Session {
@@ -153,12 +153,17 @@ impl Session {
     pub(super) fn open(path: &Path) -> Result<Self, String> {
         // SAFETY: opening runs the library's initializers. NVIDIA's may run at any time. Another file of this name in
         // a directory named by the user is the user's own code.
-        let library = unsafe { Library::new(path) }.map_err(|error| told(&error))?;
+        let library = unsafe { Library::new(path) }.map_err(|error| reason(&error))?;
         Ok(Self {
             functions: Functions::of(&library),
             started: Cell::new(false),
-            _library: library,
+            library,
         })
+    }
+
+    /// Path of the opened file.
+    pub(super) fn file(&self) -> Option<PathBuf> {
+        file_of(&self.library, self.functions.init.name)
     }
 
     /// Starts the library. It must be called before any other function.
@@ -394,13 +399,6 @@ impl Session {
             text,
         })
     }
-}
-
-/// Error text of the dynamic linker, which is the source of the error.
-fn told(error: &libloading::Error) -> String {
-    error
-        .source()
-        .map_or_else(|| error.to_string(), ToString::to_string)
 }
 
 /// The text before the first zero byte.

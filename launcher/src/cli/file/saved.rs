@@ -160,7 +160,7 @@ fn is_replaced(flag: &str, own: &Given, saved: &[(&'static str, String)]) -> boo
                 || flag == micro && has(accumulation)
                 || flag == global && has(accumulation) && has(micro))
     };
-    matches!(flag, "resume" | "inject")
+    matches!(flag, "resume" | "resume-anyway" | "inject")
         || own.set_by(flag).is_some()
         || paired
         || of_adapters && off("use-lora")

@@ -119,6 +119,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         precision: precision(args, defaults)?,
         rope_precision: args.rope_precision.unwrap_or_default(),
         host_memory_limit: args.host_memory_limit,
+        host_reserve: args.host_reserve,
         device_memory_limit: args.device_memory_limit,
         length: length(args, defaults, &mut notes)?,
         checkpoint_activations: batch::recompute(args)?,
@@ -157,6 +158,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         report_to: args.report_to.unwrap_or(ReportTo::None),
         seed: args.seed.unwrap_or(defaults::SEED),
         resume: resume(args)?,
+        resume_anyway: args.resume_anyway.unwrap_or(false),
         max_restarts: args.max_restarts.unwrap_or(0),
         elastic: elastic(args)?,
         inject: args.inject.clone(),
@@ -715,6 +717,10 @@ impl RunConfig {
                 .map(|bytes| ("host-memory-limit", bytes.to_string())),
         );
         flags.extend(
+            self.host_reserve
+                .map(|bytes| ("host-reserve", bytes.to_string())),
+        );
+        flags.extend(
             self.device_memory_limit
                 .map(|bytes| ("device-memory-limit", bytes.to_string())),
         );
@@ -853,6 +859,9 @@ impl RunConfig {
             Resume::No => {}
             Resume::Latest => flags.push(("resume", "auto".to_string())),
             Resume::From(path) => flags.push(("resume", path.display().to_string())),
+        }
+        if self.resume_anyway {
+            flags.push(("resume-anyway", "true".to_string()));
         }
         flags.extend(
             self.inject

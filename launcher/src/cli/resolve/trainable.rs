@@ -15,7 +15,14 @@ pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, F
     let lora = lora(args, notes)?;
     // Adapters and prefixes train alone, unless other parts are named.
     let whole = lora.is_none() && prefixes == 0;
-    if args.train.is_some() {
+    let train = args.train.clone().filter(|parts| parts != "none");
+    if whole && args.train.is_some() && train.is_none() {
+        return Err(out_of_range(
+            "--train none",
+            "needs adapters (--lora-rank 8) or --ptuning-tokens: nothing else would train",
+        ));
+    }
+    if train.is_some() {
         let switches = [
             ("--tune-vision", args.tune_vision),
             ("--tune-llm", args.tune_llm),
@@ -26,7 +33,7 @@ pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, F
     Ok(Trainable {
         tune_vision: args.tune_vision.unwrap_or(whole),
         tune_llm: args.tune_llm.unwrap_or(whole),
-        train: args.train.clone(),
+        train,
         freeze: args.freeze.clone().filter(|parts| parts != "none"),
         learning_rates: learning_rates(args.lr.as_deref().unwrap_or_default())?,
         lora,

@@ -5,7 +5,7 @@ mod report;
 mod statistics;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -18,6 +18,7 @@ use crate::cli::{Args, DataCheckArgs, resolve};
 use crate::config::RunConfig;
 use crate::data::check::encode_options;
 use crate::data::files::{DataFile, Places};
+use crate::data::images::{self, ImageCheck};
 use crate::data::problems::{self, Context, Kind, Problem};
 use crate::data::{ReadSamples, Reading, Sampler, SamplerSizes, read, verdicts};
 use crate::error::failures::{check_directory, unusable};
@@ -40,13 +41,20 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
     check_directory(&format!("use {}", dir.display()), &dir)?;
     let processor = models::open_processor(&dir)
         .map_err(|error| unusable(&dir, &error).next("its weights are not needed here"))?;
-    let data = read(Reading {
+    let mut data = read(Reading {
         path: &file,
         format: config.samples.data_format,
         images: config.image_dir(),
         exif: config.samples.exif_rotation,
         limit: args.limit,
     })?;
+    // If standard error is closed, nobody reads it.
+    let mut progress = |line: String| drop(writeln!(std::io::stderr(), " {line}"));
+    let mut images = ImageCheck {
+        decode_all: true,
+        ..ImageCheck::here(&mut progress)
+    };
+    (data.images, _) = images::check(&data.samples, &data.images, &file, &mut images)?;
     let mut report = check(&config, &file, &data, &*processor);
     if let Some(directory) = &args.output {
         std::fs::create_dir_all(directory)

@@ -4,6 +4,7 @@ use super::model::{LoadedModel, OpenModel, path_text, positive, required};
 use super::note;
 use crate::cli::EvalArgs;
 use crate::data::answers::{Answer, Question, sample_failure};
+use crate::data::images::ImageCheck;
 use crate::data::{Reading, SampleSet, check};
 use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, failures};
@@ -69,7 +70,10 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
         exif: args.exif_rotation.unwrap_or_default(),
         limit,
     };
-    let set = check::check_samples(reading, &open.dir, &*open.processor, &options, skip_bad)?;
+    let mut progress = |line: String| note(&line);
+    let images = ImageCheck::here(&mut progress);
+    let processor = &*open.processor;
+    let set = check::check_samples(reading, &open.dir, processor, &options, skip_bad, images)?;
     for line in set.lines() {
         note(&line);
     }

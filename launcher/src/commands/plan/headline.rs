@@ -77,13 +77,14 @@ impl Case {
         let mut words = vec!["plan".to_owned(), "--model".to_owned()];
         words.push(config.display().to_string());
         let hw = format!("{}x{}", self.ranks, self.device_cap);
-        let ram = self.host_cap.as_deref().unwrap_or(AMPLE);
+        // The cap is what a run may take, as a container's limit.
+        let cap = self.host_cap.as_deref().unwrap_or(AMPLE);
         let save = match self.saves {
             Some(true) => "steps",
             _ => "no",
         };
         let machine = format!(
-            "--no-weights true --device cuda --hw {hw} --ram {ram} --save-strategy {save} --eval-strategy no"
+            "--no-weights true --device cuda --hw {hw} --ram {AMPLE} --host-memory-limit {cap} --save-strategy {save} --eval-strategy no"
         );
         words.extend(machine.split(' ').map(str::to_owned));
         words.extend(self.flags.iter().cloned());
@@ -110,7 +111,6 @@ fn every_headline_case_fits_its_caps_or_says_why_not() {
         let needs = planned.fit.needs();
         let cap = parse_bytes(&case.device_cap).expect("bytes");
         assert_eq!(planned.fit.device_limit(), Some(cap), "{}", case.name);
-        // The host cap is the host memory of the described machine.
         let exceeds = [
             ("device", planned.fit.exceeds_device()),
             ("host", planned.fit.exceeds_host()),
@@ -223,6 +223,6 @@ fn collectives_through_the_host_are_suggested_where_gpus_lack_memory() {
     let (_, fit, planner, config) = device_need("ipc", Some(staged.midpoint(mapped)));
     assert!(fit.exceeds_device(), "{}", fit.needs());
     let found = nearest(&planner, &config).expect("candidates");
-    let (flags, _) = found.expect("one that fits");
-    assert_eq!(flags, [("collectives", "shm".to_owned())]);
+    let flags = &found.first().expect("one that fits").flags;
+    assert_eq!(*flags, [("collectives", "shm".to_owned())]);
 }

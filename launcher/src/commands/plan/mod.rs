@@ -18,6 +18,8 @@ use crate::device::{self, Chosen, Devices};
 use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, quoted};
 use crate::launch::hostfile;
+use crate::model::optimizer::trained_parts;
+use crate::model::setup::shapes;
 use crate::plan::disk_check::DiskCheck;
 use crate::plan::rank_memory::{plan_event, upload_line};
 use crate::plan::{
@@ -27,7 +29,7 @@ use crate::plan::{
 use crate::rank_env::{Env, Variables};
 use crate::ui::{Event, lines};
 use crate::units::bytes;
-use nearest::{Flags, nearest};
+use nearest::{Flags, Proposal, nearest};
 use planner::{Planner, made_up_sample};
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -68,25 +70,19 @@ pub(crate) fn run(
     let disk = planner.disk_check(&planned)?;
     let fits = planned.fit.fits();
     let near = if fits {
-        None
+        Vec::new()
     } else {
         nearest(&planner, &config)?
     };
     if json {
-        print(&pretty(&as_json(
-            &planned,
-            &disk,
-            &planner,
-            typed,
-            near.as_ref(),
-        )))?;
+        print(&pretty(&as_json(&planned, &disk, &planner, typed, &near)?))?;
     } else {
         print(&as_text(&planned, &disk, &planner, notes, args)?)?;
     }
     planned
         .fit
         .check(&planned.run, &planned.memory)
-        .map_err(|failure| with_nearest(failure, typed, near.as_ref()))?;
+        .map_err(|failure| with_nearest(failure, typed, &near))?;
     disk.check(&planned.run)?;
     Ok(ExitCode::SUCCESS)
 }
@@ -192,11 +188,22 @@ fn as_json(
     disk: &DiskCheck,
     planner: &Planner,
     typed: &[String],
-    near: Option<&(Flags, Settled)>,
-) -> Value {
+    near: &[Proposal],
+) -> Result<Value, Failure> {
     let (total, trainable) = planned.plan.spec().elems();
     let config = &planned.run;
-    json!({
+    let proposals: Vec<Value> = near
+        .iter()
+        .map(|proposal| {
+            json!({
+                "flags": spelled(&proposal.flags),
+                "command": command(typed, &proposal.flags),
+                "need_bytes": needs(&proposal.planned),
+            })
+        })
+        .collect();
+    let trains = trained_parts(config, &*shapes(config)?.0)?;
+    Ok(json!({
         "model": config.name(),
         "parameters_total": total,
         "parameters_trainable": trainable,
@@ -218,7 +225,9 @@ fn as_json(
         "need_bytes": needs(planned),
         "have_bytes": {
             "device_per_rank": planned.fit.device_limit(),
-            "host": planned.fit.machine.host_free_bytes,
+            "host": planned.fit.machine.usable_host_bytes(),
+            "host_free": planned.fit.machine.host_free_bytes,
+            "host_reserve": planned.fit.machine.host_reserve_bytes,
             "nvme": planned.fit.machine.nvme_free_bytes,
             "window": planned.fit.machine.window_free_bytes,
         },
@@ -229,12 +238,10 @@ fn as_json(
             "free": disk.free,
         },
         "fits": planned.fit.fits() && disk.check(config).is_ok(),
-        "nearest": near.map(|(flags, planned)| json!({
-            "flags": spelled(flags),
-            "command": command(typed, flags),
-            "need_bytes": needs(planned),
-        })),
-    })
+        "trains": trains,
+        "nearest": proposals.first(),
+        "proposals": proposals,
+    }))
 }
 
 fn needs(planned: &Settled) -> Value {
@@ -295,9 +302,11 @@ fn as_text(
     if let Some(line) = upload_line(plan, None) {
         text += &shown(&line, usize::MAX);
     }
+    let trains = trained_parts(config, &*shapes(config)?.0)?;
     for line in [
         backward_line(plan, spare.as_ref()),
         forward_line(plan),
+        Some(Event::Trains(trains)),
         adapter_line(config),
         pixel_line(config),
     ]
@@ -344,6 +353,11 @@ fn as_text(
     }
     text += &text::table(memory);
     text += &shown(&disk.event(config), usize::MAX);
+    let reserve = Event::Info {
+        label: "reserve".into(),
+        text: fit.machine.host_text(),
+    };
+    text += &shown(&reserve, usize::MAX);
     text += &text::verdict(fit);
     Ok(text)
 }
@@ -354,22 +368,22 @@ fn shown(event: &Event, most: usize) -> String {
     lines.map(|line| line + "\n").collect()
 }
 
-fn with_nearest(
-    mut failure: Failure,
-    typed: &[String],
-    near: Option<&(Flags, Settled)>,
-) -> Failure {
-    match near {
-        Some((flags, planned)) => {
-            let line = format!("nearest setting that fits: {}", planned.fit.needs());
-            failure.next.insert(0, line);
-            failure.next.insert(1, command(typed, flags));
-        }
-        None => {
-            let line = "no stage, offload, batch or precision makes it fit";
-            failure.next.insert(0, line.to_owned());
-        }
+fn with_nearest(mut failure: Failure, typed: &[String], near: &[Proposal]) -> Failure {
+    let general = std::mem::take(&mut failure.next);
+    for proposal in near {
+        let needs = proposal.planned.fit.needs();
+        let what = match proposal.freezes {
+            true => "the adapters alone fit",
+            false => "nearest setting that fits",
+        };
+        failure = failure
+            .next(format!("{what}: {needs}"))
+            .next(command(typed, &proposal.flags));
     }
+    if near.is_empty() {
+        failure = failure.next("no stage, offload, batch, precision or adapters make it fit");
+    }
+    failure.next.extend(general);
     failure
 }
 

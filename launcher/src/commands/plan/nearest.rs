@@ -1,11 +1,17 @@
-//! Search for the nearest configuration that fits.
+//! Search for the nearest configurations that fit.
+//!
+//! The layout of states, the execution and the batch are searched first. Changes of what is trained, and of its numbers,
+//! follow in the order in which people make them: adapters alone, bf16, adapters instead of weights, pure bf16. Each of
+//! them is searched with every layout. Whatever is proposed was planned and fits.
 
 use super::planner::Planner;
-use crate::config::{Collectives, Device, Offload, PrecisionChoice, Recompute, RunConfig, Tier};
+use crate::config::{
+    Collectives, Device, Offload, PrecisionChoice, Recompute, Resume, RunConfig, Tier,
+};
 use crate::error::Failure;
 use crate::model::optimizer::rule;
 use crate::plan::Settled;
-use crate::plan::suggestion::changed;
+use crate::plan::suggestion::{adapters_alone, adapters_instead, changed};
 use optim::Optimizer as _;
 
 /// Command-line flags as (name without `--`, value).
@@ -18,6 +24,22 @@ type Choices = Vec<(u32, Flags)>;
 /// Checkpointed-segment lengths to try, as (extra cost, layers). Two layers save half of the stored inputs. Six is
 /// the square root of 28 to 40 layers, which minimizes memory with one recompute (Chen et al. 2016).
 const NUM_LAYERS: [(u32, usize); 2] = [(0, 2), (1, 6)];
+
+/// Cost of freezing what trains besides adapters: more than another stage, less than an offload.
+const ADAPTERS_ALONE: u32 = 7;
+
+/// Most proposals for one run.
+const MOST: usize = 2;
+
+/// Change of a run that fits the machine.
+#[derive(Debug)]
+pub(super) struct Proposal {
+    pub(super) flags: Flags,
+    pub(super) planned: Settled,
+    /// Whether it freezes what trains besides adapters.
+    pub(super) freezes: bool,
+    cost: u32,
+}
 
 fn stages(config: &RunConfig) -> Choices {
     let more = (config.zero + 1..=3).map(|stage| {
@@ -118,20 +140,34 @@ fn batches(config: &RunConfig) -> Choices {
     std::iter::once((0, Vec::new())).chain(smaller).collect()
 }
 
-fn precisions(config: &RunConfig) -> Choices {
+/// Changes of the result, the ones that people make first come first. A run that continues from a checkpoint has none.
+fn results(config: &RunConfig) -> Choices {
     let mut choices: Choices = vec![(0, Vec::new())];
+    if config.resume != Resume::No {
+        return choices;
+    }
     let of = |name: &str| vec![("precision", name.to_owned())];
-    if config.precision == PrecisionChoice::F32 {
+    let alone = adapters_alone(config);
+    choices.extend(alone.clone().map(|flags| (ADAPTERS_ALONE, flags)));
+    let is_f32 = config.precision == PrecisionChoice::F32;
+    if is_f32 {
         choices.push((20, of("bf16")));
+    }
+    if let Some(flags) = adapters_instead(config) {
+        choices.push((25, flags.clone()));
+        if is_f32 {
+            choices.push((27, [flags, of("bf16")].concat()));
+        }
     }
     if config.precision != PrecisionChoice::PureBf16 {
         choices.push((30, of("pure-bf16")));
+        choices.extend(alone.map(|flags| (37, [flags, of("pure-bf16")].concat())));
     }
     choices
 }
 
-/// Flags of every combination of alternatives that changes something, lowest total cost first.
-fn candidates(planner: &Planner, config: &RunConfig) -> Vec<Flags> {
+/// Flags of every combination of alternatives that keep the result, lowest total cost first; none of them is the first.
+fn layouts(planner: &Planner, config: &RunConfig) -> Choices {
     let mut all: Choices = vec![(0, Vec::new())];
     for choices in [
         stages(config),
@@ -140,7 +176,6 @@ fn candidates(planner: &Planner, config: &RunConfig) -> Vec<Flags> {
         recomputes(config),
         batches(config),
         offloads(planner, config),
-        precisions(config),
     ] {
         let mut longer = Vec::with_capacity(all.len() * choices.len());
         for (cost, flags) in &all {
@@ -150,18 +185,40 @@ fn candidates(planner: &Planner, config: &RunConfig) -> Vec<Flags> {
         }
         all = longer;
     }
-    all.retain(|(_, flags)| !flags.is_empty());
     all.sort_by_key(|(cost, flags)| (*cost, flags.len()));
-    all.into_iter().map(|(_, flags)| flags).collect()
+    all
 }
 
-/// Finds the change of `config` with the lowest cost that fits the machine. Returns the changed flags and the plan,
-/// or `None` if no change fits.
-pub(super) fn nearest(
+/// Finds the changes of `config` with the lowest cost that fit the machine, the lowest first: at most one that keeps what
+/// is trained, and one that trains adapters alone. Only if neither fits, another change of the result.
+///
+/// # Errors
+/// Those of planning.
+pub(super) fn nearest(planner: &Planner, config: &RunConfig) -> Result<Vec<Proposal>, Failure> {
+    let layouts = layouts(planner, config);
+    let mut found: Vec<Proposal> = Vec::new();
+    for (cost, result) in results(config) {
+        if cost > ADAPTERS_ALONE && !found.is_empty() || found.len() == MOST {
+            break;
+        }
+        found.extend(first_that_fits(planner, config, (cost, &result), &layouts)?);
+    }
+    found.sort_by_key(|proposal| proposal.cost);
+    Ok(found)
+}
+
+/// The first of `layouts` with which `config` fits after the change `result`.
+fn first_that_fits(
     planner: &Planner,
     config: &RunConfig,
-) -> Result<Option<(Flags, Settled)>, Failure> {
-    for flags in candidates(planner, config) {
+    (cost, result): (u32, &Flags),
+    layouts: &Choices,
+) -> Result<Option<Proposal>, Failure> {
+    for (more, layout) in layouts {
+        let flags = [&result[..], layout].concat();
+        if flags.is_empty() {
+            continue;
+        }
         let Some(neighbour) = changed(config, &flags).map(RunConfig::without_spare) else {
             continue;
         };
@@ -170,7 +227,12 @@ pub(super) fn nearest(
         }
         let planned = planner.plan(&neighbour)?;
         if planned.fit.fits() {
-            return Ok(Some((flags, planned)));
+            return Ok(Some(Proposal {
+                flags,
+                planned,
+                freezes: cost == ADAPTERS_ALONE,
+                cost: cost + more,
+            }));
         }
     }
     Ok(None)
@@ -192,6 +254,6 @@ fn states_fit(planner: &Planner, config: &RunConfig) -> Result<bool, Failure> {
     } else {
         host
     };
-    let free = machine.limited(config).host_free_bytes;
+    let free = machine.limited(config).usable_host_bytes();
     Ok(device_fits && ranks * on_host <= free)
 }

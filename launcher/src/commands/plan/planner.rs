@@ -1,7 +1,7 @@
 //! Planner for configurations that differ in flags, with the user's samples or an artificial one.
 
 use crate::cli::PlanArgs;
-use crate::config::RunConfig;
+use crate::config::{Found, RunConfig, RunPlan};
 use crate::data::SampleSet;
 use crate::data::check::largest;
 use crate::error::failures::unusable;
@@ -11,7 +11,9 @@ use crate::model::contents::CheckpointBytes;
 use crate::model::setup::shapes;
 use crate::plan::disk_check::{DiskCheck, saves};
 use crate::plan::rank_memory::{fixed, whole_memory};
-use crate::plan::{Counted, HeldOut, Machine, Settled, Work, check_data, dry_run, settle};
+use crate::plan::{
+    Counted, HeldOut, Machine, Settled, Work, check_data, dry_run, image_bytes, settle,
+};
 use engine::Plan;
 use models::data::EncodedSample;
 use models::generate::Prompt;
@@ -93,7 +95,13 @@ impl Planner {
     /// Plans `asked` on the planner's machine: resolves every `auto`, computes the memory of a rank, and checks
     /// whether it fits.
     pub(super) fn plan(&self, asked: &RunConfig) -> Result<Settled, Failure> {
-        settle(&asked.draft(), &|| self.machine, &mut |run| {
+        let draft = asked.draft();
+        let samples = self.samples.as_ref();
+        let draft = draft.with_found(Found {
+            image_bytes: samples.and_then(|s| image_bytes(&s.train, s.eval.as_ref())),
+            ..draft.found().clone()
+        });
+        settle(&draft, &|| self.machine, &mut |run| {
             let (model, plan) = shapes(run)?;
             let plan = Arc::new(plan);
             let (memory, eval_batch) = match &self.samples {
@@ -133,7 +141,7 @@ impl Planner {
     }
 
     fn of_samples(
-        config: &RunConfig,
+        config: &RunPlan,
         model: &dyn VisionLanguageModel,
         plan: &Arc<Plan>,
         samples: &Samples,
@@ -147,7 +155,7 @@ impl Planner {
     /// Computes the memory of one rank by a dry run. Every sample of the batch is an artificial one of the maximum
     /// length and image size.
     fn made_up(
-        config: &RunConfig,
+        config: &RunPlan,
         model: &dyn VisionLanguageModel,
         plan: &Arc<Plan>,
     ) -> Result<RankMemory, Failure> {

@@ -3,13 +3,14 @@
 use super::planner::{Planner, made_up_sample};
 use super::{configuration, named_model};
 use crate::cli::{self, Command, resolve};
-use crate::config::{OptimizerInBackward, PrefetchWeights, RunConfig};
+use crate::config::{Found, OptimizerInBackward, PrefetchWeights, RunConfig, RunPlan};
 use crate::device::Nvidia;
 use crate::memory::RankMemory;
 use crate::model::setup::shapes;
-use crate::plan::rank_memory::fixed;
-use crate::plan::{HeldOut, Machine, MemoryCheck, Settled, Work, dry_run, window_region};
+use crate::plan::rank_memory::{fixed, plan_event};
+use crate::plan::{DECODING, HeldOut, Machine, MemoryCheck, Settled, Work, dry_run, window_region};
 use crate::rank_env::Env;
+use crate::units::bytes;
 use models::SampleInput;
 use models::generate::Prompt;
 use serde_json::json;
@@ -46,7 +47,11 @@ fn config(directory: &Path, flags: &str) -> RunConfig {
 }
 
 fn planned(config: &RunConfig) -> (RankMemory, MemoryCheck) {
-    let (model, plan) = shapes(&config.draft()).expect("a model");
+    planned_run(&config.draft())
+}
+
+fn planned_run(config: &RunPlan) -> (RankMemory, MemoryCheck) {
+    let (model, plan) = shapes(config).expect("a model");
     let plan = Arc::new(plan);
     let sample = vec![made_up_sample(config).expect("a sample")];
     let prompt = Prompt {
@@ -66,6 +71,45 @@ fn planned(config: &RunConfig) -> (RankMemory, MemoryCheck) {
     let machine = Machine::described(None, UNBOUNDED, None);
     let fit = MemoryCheck::new(config, &memory, machine);
     (memory, fit)
+}
+
+#[test]
+fn decoding_images_is_a_row_and_a_part_of_the_need() {
+    const MIB: u64 = 1 << 20;
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let of = |flags: &str, image_bytes: Option<u64>| {
+        let run = config(directory.path(), flags).draft();
+        let found = run.found().clone();
+        planned_run(&run.with_found(Found {
+            image_bytes,
+            ..found
+        }))
+    };
+    let row = |flags: &str, image_bytes| of(flags, image_bytes).0.of_part(&DECODING)[1];
+    // The loader's threads, and the evaluation in the training thread.
+    let four = "--nproc 2 --data-workers 4";
+    assert_eq!(row(four, Some(10 * MIB)), 50 * MIB);
+    assert_eq!(row("--nproc 2 --data-workers 0", Some(10 * MIB)), 20 * MIB);
+    // Ranks share the machine's budget, and a larger image is decoded alone.
+    assert_eq!(
+        row("--nproc 2 --data-workers 64", Some(10 * MIB)),
+        512 * MIB
+    );
+    assert_eq!(
+        row("--nproc 8 --data-workers 64", Some(10 * MIB)),
+        128 * MIB
+    );
+    assert_eq!(
+        row("--nproc 8 --data-workers 4", Some(500 * MIB)),
+        500 * MIB
+    );
+    let photo = row("--nproc 2 --data-workers 0", None);
+    assert!((144 * MIB..180 * MIB).contains(&photo), "{photo}");
+    let (without, with) = (of(four, Some(0)), of(four, Some(10 * MIB)));
+    assert_eq!(with.1.need.host - without.1.need.host, 2 * 50 * MIB);
+    assert!(super::text::table(&with.0).contains("image decoding         -     50.0M"));
+    assert!(!super::text::table(&without.0).contains("image decoding"));
 }
 
 /// Flags for every stage × offload × precision × number of ranks.
@@ -200,17 +244,25 @@ fn limits_and_the_machine_decide_what_fits() {
     let (memory, fit) = planned(&free);
     let need = fit.need;
     let on = |config: &RunConfig, machine: Machine| MemoryCheck::new(config, &memory, machine);
-    let enough = Machine::described(None, need.host, Some(need.nvme));
+    // A machine of this size reserves the least that any does.
+    let host = need.host + (256 << 20);
+    let enough = Machine::described(None, host, Some(need.nvme));
     assert!(on(&free, enough).fits());
     let less = [
-        Machine::described(None, need.host - 1, Some(need.nvme)),
-        Machine::described(None, need.host, Some(need.nvme - 1)),
+        Machine::described(None, host - 1, Some(need.nvme)),
+        Machine::described(None, host, Some(need.nvme - 1)),
     ];
     for machine in less {
         let fit = on(&free, machine);
         let failure = fit.check(&free, &memory).expect_err("too little");
         assert_eq!((fit.fits(), failure.code.status()), (false, 5), "{failure}");
     }
+    let exact = Machine::described(None, need.host, Some(need.nvme));
+    let whole = config(
+        directory.path(),
+        "--nproc 2 --offload nvme:/d --host-reserve 0",
+    );
+    assert!(on(&whole, exact).fits(), "no reserve");
     let without_window = Machine {
         window_free_bytes: Some(need.window - 1),
         ..enough
@@ -439,4 +491,101 @@ fn a_published_name_stands_for_its_configuration() {
     let (config, _) = of("plan --model glm-4v-9b --precision fp16 --nproc 1");
     let refused = shapes(&config.draft()).expect_err("fp16").to_string();
     assert!(refused.contains("fp16"), "{refused}");
+}
+
+/// A plan that needs all but 1 % of the machine's memory leaves too little to the system.
+#[test]
+fn a_plan_leaves_memory_to_the_system() {
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let need = planned(&config(directory.path(), "--nproc 2")).1.need.host;
+    let on = |ram: u64, flags: &str| {
+        let flags = format!("--hw 2x1TiB --ram {ram} {flags}");
+        planned_by(directory.path(), &flags).fit
+    };
+    let with = on(need + need / 100, "--offload cpu");
+    assert!(with.exceeds_host(), "{}", with.needs());
+    let small = on(1 << 40, "").machine.host_reserve_bytes;
+    assert_eq!(small, 8 << 30);
+    assert_eq!(on(64 << 30, "").machine.host_reserve_bytes, (64 << 30) / 20);
+    let asked = on(64 << 30, "--host-reserve 10GiB").machine;
+    assert_eq!(asked.usable_host_bytes(), 54 << 30);
+}
+
+/// Line, table and refusal of one plan give one figure for each part.
+#[test]
+fn a_part_of_memory_has_one_figure_everywhere() {
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    for flags in [
+        "--device cuda --collectives shm --zero 3",
+        "--device cpu --zero 3 --offload cpu",
+        "--device cuda --zero 2 --offload activation=cpu",
+    ] {
+        let tight = planned_by(
+            directory.path(),
+            &format!("--hw 2x1MiB --ram 64GiB {flags}"),
+        );
+        let event = plan_event(&tight.run, &tight.plan, &tight.memory, &tight.fit);
+        let table = super::text::table(&tight.memory);
+        let rows: Vec<Vec<&str>> = table
+            .lines()
+            .map(|line| line.split_whitespace().collect())
+            .collect();
+        let refusal = tight.fit.check(&tight.run, &tight.memory);
+        let refusal = refusal.expect_err("too small").to_string();
+        for part in &event.per_rank {
+            if part.device_bytes + part.host_bytes == 0 {
+                continue;
+            }
+            assert!(refusal.contains(&part.to_string()), "{part}: {refusal}");
+            let of_part = |row: &&Vec<&str>| row[0] == part.name;
+            let shown: Vec<&Vec<&str>> = rows.iter().filter(of_part).collect();
+            let cell = |amount| match amount {
+                0 => "-".to_owned(),
+                amount => bytes(amount),
+            };
+            let want = [cell(part.device_bytes), cell(part.host_bytes)];
+            assert_eq!(shown.len(), 1, "{part}: {table}");
+            assert_eq!(shown[0][1..3], want, "{part}: {table}");
+        }
+        let gathered = event.per_rank.iter().find(|part| part.name == "gathered");
+        let gathered = gathered.expect("a part");
+        let kind = |phase: &crate::memory::PhaseBytes| phase.device.get("gathered").copied();
+        let most = tight.memory.phases.values().filter_map(kind).max();
+        assert_eq!(gathered.device_bytes, most.unwrap_or(0), "{flags}");
+    }
+}
+
+/// A recipe that trains modules besides its adapters is told first that the adapters alone fit.
+#[test]
+fn adapters_alone_are_proposed_before_offload_and_pure_bf16() {
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let modules = "--zero 3 --lora-rank 50 --modules-to-save embed_tokens,lm_head,resampler,vpm";
+    let need = |flags: &str| {
+        planned_on(directory.path(), UNBOUNDED, flags)
+            .fit
+            .need
+            .device
+    };
+    let (with, without) = (need(modules), need("--zero 3 --lora-rank 50"));
+    assert!(without < with);
+    let line = format!(
+        "plan --model {} --no-weights true --model-max-length 128 --max-slice-nums 2 --precision bf16 \
+         --device cuda --hw 2x{} --ram 1TiB {modules}",
+        directory.path().join("config.json").display(),
+        u64::midpoint(with, without),
+    );
+    let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+    let Ok(Command::Plan { args, .. }) = cli::parse(&words) else {
+        panic!("{line}");
+    };
+    let env = Env::from_lookup(&|_| None).expect("an environment");
+    let config = configuration(&args, &env, false, &Nvidia).expect("resolves");
+    let planner = Planner::new(&config, &args, false).expect("a planner");
+    let found = super::nearest::nearest(&planner, &config).expect("a search");
+    assert_eq!(found[0].flags, [("modules-to-save", "none".to_owned())]);
+    assert!(found.iter().all(|proposal| proposal.planned.fit.fits()));
+    assert_eq!(found[0].planned.fit.need.device, without);
 }

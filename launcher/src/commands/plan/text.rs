@@ -1,6 +1,6 @@
 //! Text output of a plan.
 
-use crate::memory::{Kinds, PhaseBytes, RankMemory};
+use crate::memory::{Kinds, PARTS, PhaseBytes, RankMemory};
 use crate::plan::MemoryCheck;
 use crate::units::bytes;
 use std::collections::BTreeMap;
@@ -21,7 +21,8 @@ fn shown(amount: u64) -> String {
     }
 }
 
-/// Table with the bytes of a rank by phase, and the peak by kind.
+/// Table with the bytes of a rank by phase, and the peak by part. Kinds that make up a part follow it, indented. Kinds of
+/// the process itself come last.
 pub(super) fn table(memory: &RankMemory) -> String {
     let mut text = String::new();
     row(
@@ -34,7 +35,23 @@ pub(super) fn table(memory: &RankMemory) -> String {
         row(&mut text, phase.name(), totals.map(shown));
     }
     row(&mut text, "of which", [(); 3].map(|()| String::new()));
-    for (kind, most) in kinds(memory) {
+    let mut kinds = kinds(memory);
+    for part in &PARTS {
+        let most = memory.of_part(part);
+        let shares = part.device.iter().map(|kind| (kind, kinds.remove(*kind)));
+        let shares: Vec<_> = shares.collect();
+        if most == [0; 3] {
+            continue;
+        }
+        row(&mut text, part.name, most.map(shown));
+        // The first kind of a part has its name.
+        for (kind, most) in shares.into_iter().skip(1) {
+            if let Some(most) = most {
+                row(&mut text, &format!("  {kind}"), most.map(shown));
+            }
+        }
+    }
+    for (kind, most) in kinds {
         row(&mut text, &kind, most.map(shown));
     }
     text

@@ -20,8 +20,8 @@ pub(super) enum Libraries {
 }
 
 /// Gathers facts from the kernel and, if CUDA support is built in, from driver and libraries.
-pub(super) fn gather(memory_plans: &CudaSearchPaths, which: Libraries) -> (Cuda, Vec<Gpu>) {
-    let (mut cuda, gpus) = ask(directories(memory_plans), which);
+pub(super) fn gather(search_paths: &CudaSearchPaths, which: Libraries) -> (Cuda, Vec<Gpu>) {
+    let (mut cuda, gpus) = ask(directories(search_paths), which);
     cuda.pci_devices = pci_devices(Path::new("/sys/bus/pci/devices"));
     cuda.kernel_module = fs::read_to_string("/proc/driver/nvidia/version")
         .ok()
@@ -29,23 +29,23 @@ pub(super) fn gather(memory_plans: &CudaSearchPaths, which: Libraries) -> (Cuda,
     (cuda, gpus)
 }
 
-fn directories(memory_plans: &CudaSearchPaths) -> SearchFacts {
+fn directories(search_paths: &CudaSearchPaths) -> SearchFacts {
     let python_packages = if cfg!(feature = "cuda") {
-        super::python::packages(memory_plans)
+        super::python::packages(search_paths)
     } else {
         Vec::new()
     };
     SearchFacts {
-        directories: memory_plans.directories.clone(),
-        cuda_home: memory_plans.cuda_home.clone(),
+        directories: search_paths.directories.clone(),
+        cuda_home: search_paths.cuda_home.clone(),
         python_packages,
     }
 }
 
 /// Search path for libraries in these places.
 #[cfg(feature = "cuda")]
-pub(super) fn search(memory_plans: &CudaSearchPaths) -> kernels::cuda::library::Search {
-    built_in::search(&directories(memory_plans))
+pub(super) fn search(search_paths: &CudaSearchPaths) -> kernels::cuda::library::Search {
+    built_in::search(&directories(search_paths))
 }
 
 /// Number of NVIDIA graphics devices on the PCI bus.
@@ -163,7 +163,8 @@ fn ask(search: SearchFacts, which: Libraries) -> (Cuda, Vec<Gpu>) {
 
     let mut libraries = Library::ALL.to_vec();
     libraries.retain(|library| which == Libraries::All || *library != Library::Nccl);
-    let probed = probe::probe_for(&libraries, &built_in::search(&search));
+    let places = built_in::search(&search);
+    let probed = probe::probe_for(&libraries, &places);
     let managed = nvml::read(&search.directories);
     let mut libraries: Vec<_> = probed.libraries.iter().map(built_in::library).collect();
     libraries.insert(libraries.len().min(1), built_in::management(&managed));
@@ -185,7 +186,8 @@ fn ask(search: SearchFacts, which: Libraries) -> (Cuda, Vec<Gpu>) {
     if managed.gpus.is_ok() {
         // NVML knows the memory of whole GPUs only.
         for gpu in gpus.iter_mut().filter(|gpu| gpu.free_bytes.is_none()) {
-            gpu.free_bytes = gpu.ordinal.and_then(probe::free_bytes);
+            let free = |ordinal| probe::free_bytes(ordinal, &places);
+            gpu.free_bytes = gpu.ordinal.and_then(free);
         }
     }
     (cuda, gpus)

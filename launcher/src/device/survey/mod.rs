@@ -19,23 +19,23 @@ pub(crate) use host::{instruction_sets, libc};
 /// Collects all facts about this machine and its environment variables. It never fails: a value that cannot
 /// be read is absent.
 pub fn gather(variables: &Variables) -> Facts {
-    let (cuda, gpus) = cuda::gather(&memory_plans(variables), cuda::Libraries::All);
+    let (cuda, gpus) = cuda::gather(&search_paths(variables), cuda::Libraries::All);
     facts(variables, cuda, gpus)
 }
 
 /// Collects facts about GPUs, driver and the libraries that a run may need before ranks meet: all but NCCL, which
 /// only a rank of its process group opens.
 pub(crate) fn survey_gpus(variables: &Variables) -> (facts::Cuda, Vec<facts::Gpu>) {
-    cuda::gather(&memory_plans(variables), cuda::Libraries::OfRuns)
+    cuda::gather(&search_paths(variables), cuda::Libraries::OfRuns)
 }
 
 /// Search path for CUDA's libraries, with the directories that the environment `variables` name.
 #[cfg(feature = "cuda")]
 pub(crate) fn search(variables: &Variables) -> kernels::cuda::library::Search {
-    cuda::search(&memory_plans(variables))
+    cuda::search(&search_paths(variables))
 }
 
-fn memory_plans(variables: &Variables) -> CudaSearchPaths {
+fn search_paths(variables: &Variables) -> CudaSearchPaths {
     let lookup = |name: &str| variables.get(name).map(ToOwned::to_owned);
     CudaSearchPaths::from_lookup(&lookup)
 }

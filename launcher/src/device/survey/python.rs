@@ -18,9 +18,9 @@ const SYSTEM: [&str; 2] = ["/usr/local", "/usr"];
 
 /// Directories that contain an `nvidia` directory, each once: those of the environment, those of the system, and
 /// those that `python3` prints.
-pub(super) fn packages(memory_plans: &CudaSearchPaths) -> Vec<PathBuf> {
-    let mut directories = memory_plans.python_path.clone();
-    let roots = memory_plans
+pub(super) fn packages(search_paths: &CudaSearchPaths) -> Vec<PathBuf> {
+    let mut directories = search_paths.python_path.clone();
+    let roots = search_paths
         .python_environments
         .iter()
         .map(PathBuf::as_path);
@@ -126,13 +126,13 @@ mod tests {
         let site = root.path().join("lib/python3.12/site-packages");
         fs::create_dir_all(site.join("nvidia/cuda_nvrtc/lib")).expect("made");
         fs::create_dir_all(root.path().join("lib/python3.11/site-packages")).expect("made");
-        let memory_plans = CudaSearchPaths {
+        let search_paths = CudaSearchPaths {
             python_environments: vec![root.path().into(), root.path().into()],
             python_path: vec!["/no/such".into()],
             ..CudaSearchPaths::default()
         };
         let site = site.canonicalize().expect("exists");
-        let found = packages(&memory_plans);
+        let found = packages(&search_paths);
         assert_eq!(
             found.iter().filter(|directory| **directory == site).count(),
             1

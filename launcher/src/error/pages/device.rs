@@ -76,8 +76,8 @@ pub(super) static CUDA: Page = Page {
             "安装 570 或更新的驱动。更新后请重启机器。",
         ),
         both(
-            "--device cpu trains on the CPU. After a failure during a run, --resume auto continues from the last checkpoint.",
-            "--device cpu 在 CPU 上训练。运行中出错后，可用 --resume auto 从最后一个检查点继续。",
+            "--device cpu trains on the CPU. After a failure during a run, --resume RUN (its directory) continues from the last checkpoint.",
+            "--device cpu 在 CPU 上训练。运行中出错后，可用 --resume RUN（RUN 为运行目录）从最后一个检查点继续。",
         ),
     ],
     example: include_str!("examples/E12.txt"),

@@ -175,8 +175,8 @@ pub(super) static DISK: Page = Page {
     )],
     what_to_do: &[
         both(
-            "Free space or use --save-total-limit 1, then continue with --resume auto.",
-            "释放空间或使用 --save-total-limit 1，然后用 --resume auto 继续。",
+            "Free space or use --save-total-limit 1, then continue with --resume RUN, the directory of the run.",
+            "释放空间或使用 --save-total-limit 1，然后用 --resume RUN（RUN 为运行目录）继续。",
         ),
         both(
             "Put --output on a larger disk.",

@@ -42,6 +42,10 @@ pub(super) static DEVICE_MEMORY: Page = Page {
             "采用 next 中第一条标有 fits 的建议：它是程序针对本次运行计算出来的。",
         ),
         both(
+            "Adapters alone need the least: --lora-rank N with --modules-to-save none, --train none, --tune-llm false and --tune-vision false.",
+            "只训练适配器占用最少：--lora-rank N，并使用 --modules-to-save none、--train none、--tune-llm false 和 --tune-vision false。",
+        ),
+        both(
             "A smaller --per-device-train-batch-size with more --gradient-accumulation-steps gives the same global batch.",
             "减小 --per-device-train-batch-size，同时增大 --gradient-accumulation-steps，全局批大小保持不变。",
         ),
@@ -93,12 +97,12 @@ pub(super) static HOST_MEMORY: Page = Page {
             "采用 next 中的第一条建议：它的内存需求由计划算出。",
         ),
         both(
-            "--precision pure-bf16 needs the least memory per trained parameter.",
-            "--precision pure-bf16 使每个可训练参数占用的内存最少。",
+            "Train adapters alone; if weights must train, --precision pure-bf16 needs the least memory per trained parameter.",
+            "只训练适配器；如果必须训练权重，--precision pure-bf16 使每个可训练参数占用的内存最少。",
         ),
         both(
-            "Raise the limit of the container or job, then continue with --resume auto.",
-            "提高容器或作业的内存上限，然后用 --resume auto 继续。",
+            "Raise the limit of the container or job, then continue with --resume RUN, the run's directory.",
+            "提高容器或作业的内存上限，然后用 --resume RUN（RUN 为运行目录）继续。",
         ),
     ],
     example: include_str!("examples/E02.txt"),
@@ -134,8 +138,12 @@ pub(super) static PLAN: Page = Page {
             "用相同参数运行 `launcher plan`，可以按阶段、层级和类别查看字节数，以及最接近的可行设置。加上 --hw 和 --ram 可以为另一台机器做计划。",
         ),
         both(
-            "Train fewer parameters: --use-lora true, --tune-vision false, --train PARTS.",
-            "减少可训练参数：--use-lora true、--tune-vision false、--train PARTS。",
+            "Train fewer parameters: adapters alone (--lora-rank N), or --train PARTS.",
+            "减少可训练参数：只训练适配器（--lora-rank N），或 --train PARTS。",
+        ),
+        both(
+            "The plan keeps a reserve of host memory for the system and for pages of files; --host-reserve BYTES sets it.",
+            "计划会为系统和文件页缓存保留一部分主机内存；用 --host-reserve BYTES 设置。",
         ),
     ],
     example: include_str!("examples/E17.txt"),

@@ -123,8 +123,8 @@ pub(super) static COLLECTIVE: Page = Page {
     ],
     what_to_do: &[
         both(
-            "Remove the cause and continue with --resume auto.",
-            "排除原因后用 --resume auto 继续。",
+            "Remove the cause and continue with --resume RUN, the directory of the run.",
+            "排除原因后用 --resume RUN（RUN 为运行目录）继续。",
         ),
         both(
             "Raise --comm-timeout only if the rank was slow and not stuck.",
@@ -154,8 +154,8 @@ pub(super) static PANIC: Page = Page {
             "报告该缺陷，并附上该次运行的 errors/ 和 logs/ 目录。",
         ),
         both(
-            "--resume auto continues from the last checkpoint.",
-            "--resume auto 会从最后一个检查点继续。",
+            "--resume RUN, with the directory of the run, continues from the last checkpoint.",
+            "--resume RUN（RUN 为运行目录）会从最后一个检查点继续。",
         ),
     ],
     example: include_str!("examples/E19.txt"),
@@ -184,8 +184,8 @@ pub(super) static RANK_DIED: Page = Page {
             "`launcher doctor` 会检查各项限制、磁盘和 CPU。",
         ),
         both(
-            "--resume auto continues from the last checkpoint.",
-            "--resume auto 会从最后一个检查点继续。",
+            "--resume RUN, with the directory of the run, continues from the last checkpoint.",
+            "--resume RUN（RUN 为运行目录）会从最后一个检查点继续。",
         ),
     ],
     example: include_str!("examples/E20.txt"),

@@ -28,7 +28,7 @@ pub(super) enum Message {
     /// Standard output or standard error of a rank is closed.
     Drained,
     /// Rank 0 sent an event for the screen.
-    Event(Event),
+    Event(Box<Event>),
     /// Rank 0 wrote a line of text, without its line break.
     Line(String),
 }
@@ -177,7 +177,7 @@ impl Listener {
                     for line in ui::lines(&event) {
                         self.write(&line);
                     }
-                    drop(self.messages.send(Message::Event(event)));
+                    drop(self.messages.send(Message::Event(Box::new(event))));
                 }
                 None => {
                     self.write(line);

@@ -192,7 +192,7 @@ fn killed(rank: usize, machine: &Machine) -> Failure {
         failure = failure.evidence(format!("resident memory: {}", seen.join(" · ")));
     }
     failure.next(if may_lack_memory(machine) {
-        "use a smaller --model-max-length, fewer trained parts, or a machine with more memory"
+        "or use a machine with more memory"
     } else {
         "with --max-restarts 3 a run starts again by itself after such an end"
     })

@@ -27,7 +27,7 @@ pub enum ListError {
 impl fmt::Display for ListError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Syntax { at, needed } => write!(f, "at character {}: {needed}", at + 1),
+            Self::Syntax { at, needed } => write!(f, "at byte {}: {needed}", at + 1),
             Self::TooLong => write!(f, "more than {MAX_HOSTS} entries"),
         }
     }

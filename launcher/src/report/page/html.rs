@@ -1,7 +1,7 @@
 //! HTML escaping, base64, tables and style of the page.
 
 /// Escapes text for use between tags or in a quoted attribute.
-pub(super) fn escape(text: &str) -> String {
+pub(in crate::report) fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for letter in text.chars() {
         match letter {

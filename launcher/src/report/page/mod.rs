@@ -16,7 +16,7 @@ use super::directory::number;
 use super::{MEMORY_CHART, RunFiles, memory_chart, write_whole};
 use crate::error::Failure;
 use crate::units::{bytes, count, seconds};
-use html::escape;
+pub(super) use html::escape;
 
 /// File name of the report page in the run directory.
 pub const REPORT: &str = "report.html";

@@ -1,10 +1,11 @@
 //! Decoder of image files to 8-bit RGB, equal to Pillow's `convert("RGB")`.
 //!
-//! `pixels` converts each kind of pixel. EXIF orientation is ignored unless a caller asks for it, as in
+//! `header` reads what is known without decoding, `pixels` converts each kind of pixel. EXIF orientation is ignored unless a caller asks for it, as in
 //! `convert` and in the programs that trained these models. The format is detected from the content, never from the file name. PNG, BMP and
 //! WebP equal Pillow byte for byte; a JPEG may differ by one level in places, since decoders round
 //! differently.
 
+mod header;
 mod pixels;
 mod webp;
 
@@ -12,11 +13,11 @@ use std::fs::File;
 use std::io::{BufReader, Cursor, Read};
 use std::path::{Path, PathBuf};
 
-use image::metadata::Orientation;
-use image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits};
+use image::{DynamicImage, ImageFormat, ImageReader, Limits};
 use thiserror::Error;
 
 use super::RgbImage;
+pub use header::Header;
 
 /// Largest number of pixels (width times height) of an image that is decoded; Pillow has the same limit.
 pub const MAX_PIXELS: u64 = 178_956_970;
@@ -26,16 +27,9 @@ const MAX_FILE_BYTES: u64 = 1 << 30;
 const BYTES_PER_PIXEL: u64 = 16;
 /// Most bytes of a decoder for other data: color profiles, texts, tables.
 const BESIDE_PIXELS: u64 = 16 << 20;
-/// Most pixels per byte of a PNG: deflate expands one to at most 1032 bytes, of eight pixels each.
-const PNG_PIXELS_PER_BYTE: u64 = 1032 * 8;
-/// Most pixels per byte of a JPEG: each block of 64 takes at least one bit. Without a full-size component
-/// (one sampled at every fourth column, another at every fourth row) two blocks are 256 pixels.
-const JPEG_PIXELS_PER_BYTE: u64 = 128 * 8;
-/// Bytes at the end of a JPEG that are searched for its end marker.
-const JPEG_TAIL_BYTES: usize = 64 << 10;
 
 /// Why an image could not be read. Every variant names the file.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum ImageError {
     /// The file does not exist.
@@ -91,16 +85,19 @@ pub enum ImageError {
 /// Width and height of the image at `path`, from its header alone.
 ///
 /// # Errors
-/// [`ImageError`] if the file is missing, unreadable, no image, or too large; damage after the
-/// header is not detected.
+/// [`ImageError`] if the file is missing, unreadable, no image, or too large; damage between the header and the end
+/// is not detected.
 pub fn dimensions(path: &Path) -> Result<(usize, usize), ImageError> {
+    Ok(header(path)?.size(false))
+}
+
+/// The header of the image at `path`.
+///
+/// # Errors
+/// As [`dimensions`].
+pub fn header(path: &Path) -> Result<Header, ImageError> {
     let (file, file_bytes) = open(path)?;
-    let reader = guess(path, BufReader::new(file))?;
-    let (width, height) = reader
-        .into_dimensions()
-        .map_err(|error| corrupt(path, &error.to_string()))?;
-    check_size(path, width, height, file_bytes)?;
-    Ok((width as usize, height as usize))
+    Header::read(path, BufReader::new(file), file_bytes)
 }
 
 /// Decodes the image at `path`.
@@ -118,20 +115,8 @@ pub fn decode(path: &Path) -> Result<RgbImage, ImageError> {
 /// # Errors
 /// [`ImageError`] if it is no image, damaged or too large.
 pub fn decode_bytes(path: &Path, bytes: &[u8]) -> Result<RgbImage, ImageError> {
-    let (width, height) = size_of(path, bytes)?;
-    let pixels = u64::from(width) * u64::from(height);
-    let mut reader = guess(path, Cursor::new(bytes))?;
-    reader.limits(limited(pixels * BYTES_PER_PIXEL + BESIDE_PIXELS));
-    let decoder = reader
-        .into_decoder()
-        .map_err(|error| corrupt(path, &error.to_string()))?;
-    let image =
-        DynamicImage::from_decoder(decoder).map_err(|error| corrupt(path, &error.to_string()))?;
-    Ok(RgbImage::new(
-        width as usize,
-        height as usize,
-        pixels::to_rgb8(image, bytes),
-    ))
+    let header = Header::of(path, bytes)?;
+    decode_pixels(path, bytes, &header)
 }
 
 /// As [`decode_bytes`], turned as the EXIF orientation says.
@@ -139,32 +124,40 @@ pub fn decode_bytes(path: &Path, bytes: &[u8]) -> Result<RgbImage, ImageError> {
 /// # Errors
 /// As [`decode_bytes`].
 pub(super) fn decode_upright(path: &Path, bytes: &[u8]) -> Result<RgbImage, ImageError> {
-    let image = decode_bytes(path, bytes)?;
-    let orientation = orientation(path, bytes)?;
-    let (width, height) = (image.width() as u32, image.height() as u32);
-    let Some(stored) = image::RgbImage::from_raw(width, height, image.pixels) else {
+    let header = Header::of(path, bytes)?;
+    let image = decode_pixels(path, bytes, &header)?;
+    let Some(stored) = image::RgbImage::from_raw(header.width, header.height, image.pixels) else {
         return Err(corrupt(path, "its pixels do not fill it"));
     };
     let mut turned = DynamicImage::ImageRgb8(stored);
-    turned.apply_orientation(orientation);
+    turned.apply_orientation(header.orientation());
     let (width, height) = (turned.width() as usize, turned.height() as usize);
     Ok(RgbImage::new(width, height, turned.into_rgb8().into_raw()))
 }
 
-/// Width and height of an image file's content, turned as the EXIF orientation says.
-pub(super) fn upright_size(path: &Path, bytes: &[u8]) -> Result<(u32, u32), ImageError> {
-    use Orientation::{Rotate90, Rotate90FlipH, Rotate270, Rotate270FlipH};
-    let (width, height) = size_of(path, bytes)?;
-    Ok(match orientation(path, bytes)? {
-        Rotate90 | Rotate270 | Rotate90FlipH | Rotate270FlipH => (height, width),
-        _ => (width, height),
-    })
+fn decode_pixels(path: &Path, bytes: &[u8], header: &Header) -> Result<RgbImage, ImageError> {
+    let pixels = header.pixels();
+    let mut reader = guess(path, Cursor::new(bytes))?;
+    if reader.format() == Some(ImageFormat::WebP) && webp::most_frame_pixels(bytes) > pixels {
+        return Err(corrupt(path, "a frame is larger than the picture"));
+    }
+    reader.limits(limited(pixels * BYTES_PER_PIXEL + BESIDE_PIXELS));
+    let decoder = reader
+        .into_decoder()
+        .map_err(|error| corrupt(path, &error.to_string()))?;
+    let image =
+        DynamicImage::from_decoder(decoder).map_err(|error| corrupt(path, &error.to_string()))?;
+    Ok(RgbImage::new(
+        header.width as usize,
+        header.height as usize,
+        pixels::to_rgb8(image, bytes),
+    ))
 }
 
 /// The content of the image file at `path`.
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, ImageError> {
-    let (file, _) = open(path)?;
-    let mut bytes = Vec::new();
+    let (file, file_bytes) = open(path)?;
+    let mut bytes = Vec::with_capacity(file_bytes as usize);
     // `take` guards against a file that grows while it is read
     let read = file.take(MAX_FILE_BYTES).read_to_end(&mut bytes);
     read.map_err(|error| unreadable(path, &error))?;
@@ -178,51 +171,6 @@ pub struct Losses {
     pub gray16: bool,
     /// An EXIF orientation other than upright, which is ignored.
     pub turned: bool,
-}
-
-/// What 8-bit RGB loses of the file content `bytes`.
-pub(super) fn losses(path: &Path, bytes: &[u8]) -> Result<Losses, ImageError> {
-    Ok(Losses {
-        gray16: pixels::is_png_grey16(bytes),
-        turned: orientation(path, bytes)? != Orientation::NoTransforms,
-    })
-}
-
-/// The orientation that EXIF data states; none if there is no readable data.
-fn orientation(path: &Path, bytes: &[u8]) -> Result<Orientation, ImageError> {
-    let mut reader = guess(path, Cursor::new(bytes))?;
-    reader.limits(limited(BESIDE_PIXELS));
-    let mut decoder = reader
-        .into_decoder()
-        .map_err(|error| corrupt(path, &error.to_string()))?;
-    Ok(decoder.orientation().unwrap_or(Orientation::NoTransforms))
-}
-
-/// Width and height by the header of a file's content, checked against the most pixels that it can hold.
-pub(crate) fn size_of(path: &Path, bytes: &[u8]) -> Result<(u32, u32), ImageError> {
-    let mut reader = guess(path, Cursor::new(bytes))?;
-    let format = reader.format();
-    if format == Some(ImageFormat::Jpeg) {
-        check_jpeg_end(path, bytes)?;
-    }
-    // How much more may be taken follows from the header.
-    reader.limits(limited(BESIDE_PIXELS));
-    let (width, height) = reader
-        .into_dimensions()
-        .map_err(|error| corrupt(path, &error.to_string()))?;
-    check_size(path, width, height, bytes.len() as u64)?;
-    let pixels = u64::from(width) * u64::from(height);
-    if most_pixels(format, bytes).is_some_and(|most| pixels > most) {
-        let reason = format!(
-            "its header states {width} x {height} pixels, which {} bytes cannot hold",
-            bytes.len()
-        );
-        return Err(corrupt(path, &reason));
-    }
-    if format == Some(ImageFormat::WebP) && webp::most_frame_pixels(bytes) > pixels {
-        return Err(corrupt(path, "a frame is larger than the picture"));
-    }
-    Ok((width, height))
 }
 
 fn limited(bytes: u64) -> Limits {
@@ -283,36 +231,6 @@ fn check_size(path: &Path, width: u32, height: u32, file_bytes: u64) -> Result<(
         });
     }
     Ok(())
-}
-
-/// Most pixels that the content of a file can hold; `None` if its format has no bound.
-fn most_pixels(format: Option<ImageFormat>, bytes: &[u8]) -> Option<u64> {
-    let file_bytes = bytes.len() as u64;
-    match format {
-        Some(ImageFormat::Png) => Some(file_bytes * PNG_PIXELS_PER_BYTE),
-        Some(ImageFormat::Jpeg) => Some(file_bytes * JPEG_PIXELS_PER_BYTE),
-        Some(ImageFormat::Bmp) => {
-            const CORE_HEADER: u32 = 12;
-            const RUNS: [u32; 2] = [1, 2];
-            let number = |at: usize| Some(u32::from_le_bytes(*bytes.get(at..)?.first_chunk()?));
-            let is_core = number(14) == Some(CORE_HEADER);
-            let has_runs = number(30).is_some_and(|kind| RUNS.contains(&kind));
-            (is_core || !has_runs).then_some(file_bytes * 8)
-        }
-        _ => None,
-    }
-}
-
-/// The JPEG decoder fills missing data with gray instead of failing.
-fn check_jpeg_end(path: &Path, bytes: &[u8]) -> Result<(), ImageError> {
-    let tail = &bytes[bytes.len().saturating_sub(JPEG_TAIL_BYTES)..];
-    if tail.windows(2).any(|pair| pair == [0xff, 0xd9]) {
-        return Ok(());
-    }
-    Err(corrupt(
-        path,
-        "the end marker is missing, the file was cut short",
-    ))
 }
 
 fn corrupt(path: &Path, reason: &str) -> ImageError {

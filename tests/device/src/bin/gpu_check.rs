@@ -79,6 +79,11 @@ enum Stage {
         /// The directory to fill.
         directory: PathBuf,
     },
+    /// Builds the fake driver, which a program takes through `TESSERA_CUDA_LIBS`.
+    BuildFakeDriver {
+        /// The directory to fill.
+        directory: PathBuf,
+    },
     /// Writes the table of registers, threads and shared memory of every kernel.
     BuildTable {
         /// The table to write.
@@ -175,6 +180,9 @@ fn run(stage: &Stage, setting: &Setting) -> Result<bool> {
         }
         Stage::BuildEmulated { directory } => {
             device_tests::emulator::build_all(directory).map(|()| true)
+        }
+        Stage::BuildFakeDriver { directory } => {
+            device_tests::fake_driver::build(directory).map(|()| true)
         }
         Stage::BuildPtx { file } => compile::build_ptx(setting, file).map(|()| true),
         Stage::FootprintProcess { directory } => {

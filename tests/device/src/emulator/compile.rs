@@ -1,13 +1,15 @@
 //! Compilation of a module to a shared library.
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{LazyLock, Mutex, OnceLock, PoisonError};
 use std::{env, fs, process};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use kernels::cuda::module::{Family, Module, PRELUDE};
+use kernels::cuda::ptx;
 
 macro_rules! emulator_file {
     ($name:literal) => {
@@ -53,6 +55,17 @@ pub(super) enum Watch {
 }
 
 impl Watch {
+    /// What passes of whole models are checked for: primitives, or everything with `TESSERA_WATCH=1`.
+    pub(super) fn of_passes() -> Self {
+        static ASKED: LazyLock<bool> =
+            LazyLock::new(|| env::var("TESSERA_WATCH").is_ok_and(|asked| asked == "1"));
+        if *ASKED {
+            Self::Everything
+        } else {
+            Self::Primitives
+        }
+    }
+
     const fn runtime_flags(self) -> &'static [&'static str] {
         match self {
             Self::Everything => &["-O3"],
@@ -154,6 +167,62 @@ pub fn build_modules(directory: &Path, modules: &[Module]) -> Result<()> {
     Ok(())
 }
 
+/// Writes what a fake driver in `directory` makes its objects of: the text of every built-in module, named by the hash of
+/// its PTX, and a script that compiles one of them. Modules that are compiled already are copied.
+///
+/// # Errors
+/// When a file cannot be written, or the emulator does not compile.
+pub fn write_objects(directory: &Path) -> Result<()> {
+    let objects = directory.join("objects");
+    let watch = Watch::of_passes();
+    let runtime = fs::read(runtime(watch)?)?;
+    // Objects of another runtime are of no use.
+    if fs::read(objects.join("runtime.o")).is_ok_and(|old| old != runtime) {
+        fs::remove_dir_all(&objects)?;
+    }
+    fs::create_dir_all(&objects).with_context(|| format!("create {}", objects.display()))?;
+    fs::write(objects.join("runtime.o"), runtime)?;
+    for module in Family::ALL.into_iter().flat_map(Family::modules) {
+        let ptx = ptx::built_in(&module).context("a module without PTX")?;
+        let unit = Unit::new(&module, watch)?;
+        let path = objects.join(object_name(ptx));
+        let (source, object) = (path.with_extension("cpp"), path.with_extension("so"));
+        let cached = unit.cached_path()?;
+        if cached.exists() {
+            fs::copy(&cached, &object)?;
+        } else if fs::read(&source).is_ok_and(|old| old != unit.text.as_bytes()) && object.exists()
+        {
+            fs::remove_file(&object)?;
+        }
+        fs::write(&source, unit.text)?;
+    }
+    let flags = [COMMON_FLAGS, processor_flags(), watch.kernel_flags()].concat();
+    let script = format!(
+        "#!/bin/sh\nset -e\ncd \"$(dirname \"$0\")/objects\"\nwork=$(mktemp -d ./build.XXXXXX)\n\
+         trap 'rm -r \"$work\"' EXIT\n{} {} -c \"$1.cpp\" -o \"$work/o\"\n\
+         {0} {} -o \"$work/so\" \"$work/o\" runtime.o {}\nmv \"$work/so\" \"$1.so\"\n",
+        compiler(),
+        flags.join(" "),
+        LINK_FLAGS.join(" "),
+        LIBRARIES.join(" "),
+    );
+    let path = directory.join("build-object");
+    fs::write(&path, script)?;
+    Ok(fs::set_permissions(
+        &path,
+        fs::Permissions::from_mode(0o755),
+    )?)
+}
+
+/// Name of the fake driver's object for this PTX, without extension: its FNV-1a hash.
+#[must_use]
+pub fn object_name(ptx: &str) -> String {
+    let hash = ptx.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+    });
+    format!("{hash:016x}")
+}
+
 fn section(text: &mut String, name: &str, part: &str) {
     *text += &format!("\n#line 1 \"{name}\"\n{part}");
 }
@@ -220,11 +289,11 @@ fn hash(text: &str, watch: Watch, compiler: &str) -> String {
     hasher.finalize().to_hex()[..16].to_owned()
 }
 
-/// The directory of compiled modules, inside the target directory of the running test.
+/// The directory of compiled modules, inside the target directory of the running program. Cargo marks that directory.
 fn cache() -> Result<PathBuf> {
     let program = env::current_exe()?;
-    let target = program.ancestors().find(|path| path.ends_with("deps"));
-    let target = target.and_then(Path::parent).and_then(Path::parent);
+    let mut around = program.ancestors();
+    let target = around.find(|path| path.join("CACHEDIR.TAG").exists());
     let directory = target.map_or_else(env::temp_dir, Path::to_owned);
     let directory = directory.join("emulator-cache");
     fs::create_dir_all(&directory).with_context(|| format!("create {}", directory.display()))?;

@@ -10,17 +10,15 @@ mod library;
 mod multiply;
 
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
-use std::env;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
-use std::sync::LazyLock;
 
 use anyhow::{Context, Result, ensure};
 use kernels::cuda::launch::{Address, Arg, Launch};
 use kernels::cuda::matmul::Multiply;
 
 use self::compile::Watch;
-pub use self::compile::{build_all, build_modules};
+pub use self::compile::{build_all, build_modules, object_name, write_objects};
 use self::library::{RawBuffer, RawLaunch};
 use crate::compile::is_unlisted;
 use crate::machine::{Buffer, GUARD_BYTES, Machine, POISON};
@@ -74,15 +72,8 @@ impl Emulator {
     /// which takes several times as long. The kernels' suites always check the same kernels.
     #[must_use]
     pub fn of_passes(order: Order) -> Self {
-        static ASKED: LazyLock<bool> =
-            LazyLock::new(|| env::var("TESSERA_WATCH").is_ok_and(|asked| asked == "1"));
-        let watch = if *ASKED {
-            Watch::Everything
-        } else {
-            Watch::Primitives
-        };
         Self {
-            watch,
+            watch: Watch::of_passes(),
             ..Self::new(order)
         }
     }

@@ -9,4 +9,5 @@ mod plan;
 mod references;
 mod resident;
 mod setup;
+mod sharded;
 mod training;
