@@ -791,7 +791,7 @@ fn weights_are_prefetched_where_they_fit() {
     }
     assert!(peak("off") < peak("on") && peak("auto") == peak("on"));
     // CUDA's own memory beside the plan.
-    let limit = peak("on") - 1 + (768 << 20);
+    let limit = peak("on") - 1 + kernels::footprint::device_bytes(MULTIPROCESSORS);
     let line = format!("{line} --device-memory-limit {limit}");
     let screen = site.train(2, &format!("{line} --output tight"));
     let words = "are copied when they are used; a prefetch of one unit needs";
