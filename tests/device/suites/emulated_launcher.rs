@@ -926,11 +926,11 @@ fn spans(site: &Site, run: &str, rank: usize, lane: &str) -> usize {
 /// A plan that does not fit the GPU is refused before a weight is read.
 fn a_plan_that_does_not_fit_is_refused() {
     let site = Site::new();
-    let line = "--model model --data data.json --device cuda --precision f32 --device-memory-limit 769MiB --output out";
+    let line = "--model model --data data.json --device cuda --precision f32 --device-memory-limit 321MiB --output out";
     let (code, text) = site.run(1, line);
     assert_eq!(code, Some(5), "{text}");
     assert!(
-        text.contains("of device memory, the limit is 769M"),
+        text.contains("of device memory, the limit is 321M"),
         "{text}"
     );
     assert!(!site.path("out").exists());
