@@ -18,14 +18,12 @@ import sys
 import time
 from pathlib import Path
 
-from gpu_overlap import FORWARD, OVERLAP, beside_updates, bus_rates, longest, median
+from gpu_overlap import FORWARD, OVERLAP, beside_updates, bus_rates, context_bytes, longest, median
 
 HERE = Path(__file__).resolve().parent
 GIB, MIB = 1 << 30, 1 << 20
 # Largest difference of a peak from the plan, on device and host: the project's goal.
 SHARE = 0.05
-# Bytes that the plan allows CUDA beside a rank's arena: the constant of kernels/src/footprint.rs.
-CONTEXT_BYTES = 768 * MIB
 STEPS = 5
 # Disk space that a checkpoint must leave: for logs, traces and other programs.
 DISK_SPARE = 2 * GIB
@@ -318,7 +316,7 @@ def outcome(case, run, text, marks, device, rates, fixed):
             "planned_device": memory["peak"]["device"],
             "used_device": parse_bytes(used[1]),
             "arena": config["arena_bytes"],
-            "planned_driver": config["arena_bytes"] + CONTEXT_BYTES,
+            "planned_driver": config["arena_bytes"] + context_bytes(config),
             "driver": int(taken[1]) // on_gpu,
         }
         if not within(result["used_device"], result["planned_device"]):
@@ -329,7 +327,7 @@ def outcome(case, run, text, marks, device, rates, fixed):
             said = f"`probe` measured {gib(probed)}" if probed is not None else "`probe` measured none"
             wrong.append(
                 f"the driver counts {gib(result['driver'])} GiB, planned {gib(result['planned_driver'])}: the fixed part is off, "
-                f"{gib(beside)} GiB beside the arena instead of {gib(CONTEXT_BYTES)} ({said})"
+                f"{gib(beside)} GiB beside the arena instead of {gib(context_bytes(config))} ({said})"
             )
         if result["driver"] > result["device_cap"]:
             wrong.append(f"the driver counts {gib(result['driver'])} GiB, more than the cap")
@@ -479,7 +477,7 @@ def remarks(case, result, wrong):
         of = lambda value: "not measured" if value is None else gib(value)
         lines.append(
             f"- {case['name']}: GiB of device memory: arena {gib(result['arena'])} + fixed part {gib(result['driver'] - result['arena'])} "
-            f"(plan {gib(CONTEXT_BYTES)}, `probe` {of(probed['device'])}) = {gib(result['driver'])} by the driver"
+            f"(plan {gib(result['planned_driver'] - result['arena'])}, `probe` {of(probed['device'])}) = {gib(result['driver'])} by the driver"
         )
         host, planned = probed["host"], result["planned_fixed_host"]
         for want, got in zip(sorted(result["planned_host"], reverse=True), result["measured_host"]):

@@ -14,6 +14,19 @@ FORWARD = 1 / 4
 # Name of the part, its key in device_bytes and device_seconds, and its ceiling.
 DIRECTIONS = (("to the device", "inward", "bus up"), ("from the device", "outward", "bus down"))
 
+# GPU memory that the plan allows CUDA on a GPU with this many multiprocessors, and on the smallest GPU.
+LARGE, CONTEXT_BYTES, LEAST_CONTEXT_BYTES = 132, 768 << 20, 320 << 20
+
+
+def context_bytes(config):
+    """Bytes that driver, context and loaded kernels may take beside the arena, as the plan says."""
+    return max(context_of(gpu.get("multiprocessors", LARGE)) for gpu in config.get("gpus") or [{}])
+
+
+def context_of(multiprocessors):
+    """The plan's bytes for a GPU: kernels/src/footprint.rs has the same numbers."""
+    return max(LEAST_CONTEXT_BYTES, CONTEXT_BYTES * multiprocessors // LARGE)
+
 
 def median(values):
     values = sorted(values)

@@ -6,13 +6,11 @@ import re
 import sys
 from pathlib import Path
 
-from gpu_overlap import OVERLAP, bus_rates, longest, median
+from gpu_overlap import OVERLAP, bus_rates, context_bytes, longest, median
 
 # Largest difference of a loss per pass, as a share of the loss; a loss after k updates has k + 1 passes. In f32 the order of
 # sums differs. In 16 bits some dozen layers round independently: 4 units of the format. As in tests/device/src/tolerance.rs.
 PASS = {"f32": 1e-4, "bf16": 4 / 256, "fp16": 4 / 2048, "pure-bf16": 4 / 256}
-# Bytes that driver, context and loaded kernels may take beside the arena: the plan's constant (kernels/src/footprint.rs).
-CONTEXT_BYTES = 768 << 20
 MIB = 1 << 20
 # Lanes of a trace: the work of a GPU, and both directions of its bus.
 WORK, BUS = "device", ("to the device", "from the device")
@@ -100,8 +98,8 @@ def main(out, device):
                 continue
             arena, taken = config["arena_bytes"], int(driver[1])
             print(f"| {precision} | {plan / MIB:.1f}M | {arena / MIB:.1f}M | {used[1]} | {taken / MIB:.0f}M |")
-            if not arena <= taken <= arena + CONTEXT_BYTES:
-                failures.append(f"{precision}: the driver counts {taken} bytes, planned are {arena} and {CONTEXT_BYTES}")
+            if not arena <= taken <= arena + context_bytes(config):
+                failures.append(f"{precision}: the driver counts {taken} bytes, planned are {arena} and {context_bytes(config)}")
         print(f"\nThe last step, ms. The goal at real sizes is {OVERLAP} times the longest part.\n")
         print("| precision | compute | bus in | bus out | update on the processor | waits for copies | step | times the longest |")
         print("|---|---|---|---|---|---|---|---|")

@@ -439,8 +439,11 @@ class Train(Directory):
 class Shared(unittest.TestCase):
     def test_the_scripts_and_the_plan_assume_the_same_context_bytes(self):
         source = (ROOT / "kernels/src/footprint.rs").read_text()
-        mib = int(re.search(r"DEVICE_BYTES: u64 = (\d+) << 20", source)[1])
-        self.assertEqual((headline.CONTEXT_BYTES, train.CONTEXT_BYTES), (mib * MIB, mib * MIB))
+        large, mib = map(int, re.search(r"LARGE: \(u64, u64\) = \((\d+), (\d+) << 20\)", source).groups())
+        least = int(re.search(r"LEAST_DEVICE_BYTES: u64 = (\d+) << 20", source)[1])
+        self.assertEqual((overlap.LARGE, overlap.CONTEXT_BYTES, overlap.LEAST_CONTEXT_BYTES), (large, mib * MIB, least * MIB))
+        self.assertEqual(overlap.context_of(large), mib * MIB)
+        self.assertEqual(overlap.context_of(1), least * MIB)
 
     def test_without_a_probe_no_footprint_is_known(self):
         with tempfile.TemporaryDirectory() as folder:

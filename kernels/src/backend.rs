@@ -19,6 +19,13 @@ use crate::resident::ResidentAccess;
 use crate::timeline::DeviceSpan;
 use crate::{DType, Shape, Tensor};
 
+/// Compilation units of GPU kernels, in a fixed order.
+#[derive(Clone, Default, PartialEq, Eq, Debug)]
+pub struct KernelList {
+    #[cfg(feature = "cuda")]
+    pub(crate) modules: Vec<crate::cuda::module::Module>,
+}
+
 /// Kind of device that an operation runs on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Device {
@@ -191,6 +198,18 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
 
     /// Pool that counts and limits the device's memory.
     fn pool(&self) -> &Pool;
+
+    /// Compilation units of the kernels that a meta device of GPUs has launched. Empty on other devices.
+    fn launched(&self) -> KernelList {
+        KernelList::default()
+    }
+
+    /// Compiles kernels in parallel, before their first launch. A kernel that does not compile fails at its launch.
+    fn compile_ahead(&self, _kernels: &KernelList) {}
+
+    /// Stops waiting for work that may depend on other ranks. To be called when a rank was lost and this process ends:
+    /// later operations fail, and memory that such work uses is left to the end of the process.
+    fn abandon(&self) {}
 
     /// Access of other ranks' devices to this one's memory, if supported.
     fn peers(&self) -> Option<&dyn PeerAccess> {

@@ -55,7 +55,7 @@ pub enum KernelError {
         rows: usize,
     },
     /// A tensor of the meta device has no values to read.
-    #[error("{op}: a tensor of shape {shape} on the null device has no values")]
+    #[error("{op}: a tensor of shape {shape} on the meta device has no values")]
     NoValues {
         /// Name of the operation.
         op: &'static str,

@@ -77,7 +77,7 @@ pub use adapted::{
 };
 pub use backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
-    IGNORED_LABEL, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout, Transpose,
+    IGNORED_LABEL, KernelList, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout, Transpose,
 };
 pub use cpu::CpuBackend;
 pub use dtype::{DType, Element, Float};

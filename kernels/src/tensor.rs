@@ -494,7 +494,7 @@ impl Tensor {
             Storage::Foreign { bytes, .. } => (**bytes).as_ref(),
             #[cfg(feature = "cuda")]
             Storage::Device(_) => panic!("a tensor on a device is read with to_bytes"),
-            Storage::Meta { .. } => panic!("a tensor of the null device has no values"),
+            Storage::Meta { .. } => panic!("a tensor of the meta device has no values"),
         };
         let size = self.dtype.size_bytes();
         &all[self.start_elems * size..(self.start_elems + self.elems()) * size]

@@ -113,6 +113,12 @@ impl Stream {
         self.recorded(CUevent_flags::CU_EVENT_DISABLE_TIMING)
     }
 
+    /// A new event after everything queued, for which a host thread may wait. The thread sleeps meanwhile: other
+    /// threads compute.
+    pub(super) fn awaited_event(&self) -> Result<Event> {
+        self.recorded(CUevent_flags::CU_EVENT_BLOCKING_SYNC)
+    }
+
     /// A new event after everything queued, with the time at which the stream reaches it.
     pub(super) fn timed_event(&self) -> Result<Event> {
         self.recorded(CUevent_flags::CU_EVENT_DEFAULT)
@@ -129,7 +135,7 @@ impl Stream {
             unsafe { self.context.driver.record(event.raw, self.raw) }?;
             Ok(event)
         };
-        record().during("marking a moment")
+        record().during("recording an event")
     }
 
     /// Makes what is queued from here on wait for `event`.

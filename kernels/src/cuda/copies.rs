@@ -117,6 +117,17 @@ impl Ring {
         })
     }
 
+    /// Waits until the next chunks for `bytes` bytes are free.
+    pub(super) fn await_chunks(&self, gpu: &Gpu, bytes: u64) -> Result<()> {
+        gpu.bind()?;
+        let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = (bytes as usize).div_ceil(self.chunk_bytes);
+        chunks
+            .iter_mut()
+            .take(next)
+            .try_for_each(|chunk| chunk.wait(gpu))
+    }
+
     /// Queues a copy to the device. Returns after all of `bytes` was read.
     ///
     /// # Safety
@@ -143,7 +154,7 @@ impl Ring {
             // SAFETY: the caller vouches for the range; nothing uses the chunk until its event.
             unsafe { gpu.driver().copy_in(at, pinned, stream.raw()) }
                 .during("copying to the GPU")?;
-            chunk.busy = Some(stream.event()?);
+            chunk.busy = Some(stream.awaited_event()?);
         }
         Ok(())
     }
@@ -190,7 +201,7 @@ impl Ring {
                 // SAFETY: the caller vouches for the range; the chunk is left alone until its event.
                 unsafe { gpu.driver().copy_out(pinned, at, stream.raw()) }
                     .during("copying from the GPU")?;
-                chunk.busy = Some(stream.event()?);
+                chunk.busy = Some(stream.awaited_event()?);
             }
         }
         Ok(())

@@ -89,8 +89,8 @@ functions! {
 /// Error code of the driver, with its name.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct DriverError {
-    code: Status,
-    name: String,
+    pub(super) code: Status,
+    pub(super) name: String,
 }
 
 impl DriverError {

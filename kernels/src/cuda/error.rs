@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use cudarc::driver::sys::CUresult;
+
 use super::driver::DriverError;
 
 /// Error of the CUDA layer, e.g. a missing library, a failed driver call, or a kernel that does not compile.
@@ -85,19 +87,67 @@ pub enum CudaError {
     },
 }
 
+/// Name of a driver's error, with the remedy where the name does not tell it.
+fn described(error: &DriverError) -> String {
+    match error.is(CUresult::CUDA_ERROR_JIT_COMPILER_NOT_FOUND) {
+        // The driver looks for its translator of PTX by bare name, so a driver that was opened by its path may miss it.
+        true => format!(
+            "{error}: the driver's libnvidia-ptxjitcompiler.so.1 translates the built-in kernels and is not where the \
+             linker looks; add the directory of libcuda.so.1 to LD_LIBRARY_PATH, or install NVRTC, whose kernels need \
+             no translation"
+        ),
+        false => error.to_string(),
+    }
+}
+
 /// Result of a CUDA operation, with [`CudaError`] as its error.
 pub type Result<T, E = CudaError> = std::result::Result<T, E>;
 
 /// Adds the name of the call to a driver's error.
 pub(crate) trait DriverResult<T> {
     fn during(self, call: impl Into<String>) -> Result<T>;
+
+    /// As [`DriverResult::during`], for calls so frequent that the text is made only for an error.
+    fn during_call(self, call: impl FnOnce() -> String) -> Result<T>;
 }
 
 impl<T> DriverResult<T> for std::result::Result<T, DriverError> {
     fn during(self, call: impl Into<String>) -> Result<T> {
         self.map_err(|error| CudaError::Driver {
             call: call.into(),
-            code: error.to_string(),
+            code: described(&error),
         })
+    }
+
+    fn during_call(self, call: impl FnOnce() -> String) -> Result<T> {
+        self.or_else(|error| Err(error).during(call()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_translator_of_ptx_is_named_with_its_remedy() {
+        let failed = |result: CUresult| {
+            let (code, name) = (result as u32, format!("{result:?}"));
+            Err::<(), _>(DriverError { code, name }).during("loading cast")
+        };
+        let error = failed(CUresult::CUDA_ERROR_JIT_COMPILER_NOT_FOUND).expect_err("fails");
+        let text = error.to_string();
+        for words in [
+            "loading cast",
+            "libnvidia-ptxjitcompiler.so.1",
+            "LD_LIBRARY_PATH",
+            "NVRTC",
+        ] {
+            assert!(text.contains(words), "{text}");
+        }
+        let error = failed(CUresult::CUDA_ERROR_OUT_OF_MEMORY).expect_err("fails");
+        assert_eq!(
+            error.to_string(),
+            "loading cast failed: CUDA_ERROR_OUT_OF_MEMORY"
+        );
     }
 }

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use cudarc::driver::sys::{self, CUfunction_attribute_enum as FunctionAttribute, CUresult};
 
@@ -18,7 +18,7 @@ use super::library::{Library, Search, find};
 use super::matmul::CublasLt;
 use super::module::Module;
 use super::peers::Peers;
-use super::probe::{DeviceFacts, probe};
+use super::probe::{DeviceFacts, probe_for};
 use super::timeline::Timeline;
 
 /// Dynamic shared memory that a block may use without opting in, in bytes.
@@ -32,7 +32,7 @@ pub struct Gpu {
     stream: Arc<Stream>,
     images: Images,
     shared_limit: u32,
-    loaded: Mutex<HashMap<Module, Loaded>>,
+    loaded: RwLock<HashMap<Module, Loaded>>,
     /// Created at the first copy.
     copies: OnceLock<Copies>,
     /// Created when memory is first shared with other processes.
@@ -49,11 +49,23 @@ pub struct Gpu {
 #[derive(Debug)]
 struct Loaded {
     module: sys::CUmodule,
-    functions: HashMap<&'static str, sys::CUfunction>,
+    /// Functions by the names of their kernels. A module has a few.
+    functions: Vec<(&'static str, sys::CUfunction)>,
+}
+
+impl Loaded {
+    fn function(&self, kernel: &str) -> Option<sys::CUfunction> {
+        let mut functions = self.functions.iter();
+        functions
+            .find(|(name, _)| *name == kernel)
+            .map(|(_, function)| *function)
+    }
 }
 
 // SAFETY: driver handles of a module are plain identifiers that any thread may use.
 unsafe impl Send for Loaded {}
+// SAFETY: as above.
+unsafe impl Sync for Loaded {}
 
 /// Allocation of device memory. Dropping it waits for the device and frees the memory.
 #[derive(Debug)]
@@ -93,7 +105,7 @@ impl Gpu {
     /// # Errors
     /// [`CudaError::NoDevice`] with the reason and the next step, and errors of the driver.
     pub fn open(ordinal: u32, search: &Search, cache: Option<Cache>) -> Result<Self> {
-        let answer = probe(search);
+        let answer = probe_for(&[Library::Driver], search);
         if let Some(reason) = answer.problem {
             return Err(CudaError::NoDevice { reason });
         }
@@ -116,7 +128,7 @@ impl Gpu {
             context,
             stream,
             shared_limit: shared_limit.unsigned_abs(),
-            loaded: Mutex::default(),
+            loaded: RwLock::default(),
             copies: OnceLock::new(),
             peers: OnceLock::new(),
             group: Group::default(),
@@ -207,6 +219,20 @@ impl Gpu {
     /// The NCCL process group that the GPU may be in.
     pub(super) const fn group_state(&self) -> &Group {
         &self.group
+    }
+
+    /// Ends waits that may depend on other ranks, and leaves what such a wait precedes to the end of the process.
+    #[expect(
+        clippy::mem_forget,
+        reason = "the driver releases a context after all work on it, which may never end"
+    )]
+    pub(super) fn abandon_others(&self) {
+        if self.group.abandon() {
+            if let Some(products) = self.products() {
+                products.abandon();
+            }
+            std::mem::forget(Arc::clone(&self.context));
+        }
     }
 
     /// Free and total memory of the GPU in bytes at this time, in this order.
@@ -335,7 +361,7 @@ impl Gpu {
                 &mut parameters,
             )
         }
-        .during(call())
+        .during_call(call)
     }
 
     /// Number of thread blocks of a launch that fit on one multiprocessor at the same time (occupancy).
@@ -356,7 +382,20 @@ impl Gpu {
     }
 
     fn function(&self, launch: &Launch) -> Result<sys::CUfunction> {
-        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = self.loaded.read().unwrap_or_else(PoisonError::into_inner);
+        let function = known
+            .get(&launch.module)
+            .and_then(|module| module.function(launch.kernel));
+        drop(known);
+        match function {
+            Some(function) => Ok(function),
+            None => self.resolve(launch),
+        }
+    }
+
+    /// Loads the module of a launch and resolves its kernel, at the first launch of each.
+    fn resolve(&self, launch: &Launch) -> Result<sys::CUfunction> {
+        let mut loaded = self.loaded.write().unwrap_or_else(PoisonError::into_inner);
         if !loaded.contains_key(&launch.module) {
             loaded.insert(launch.module.clone(), self.load(&launch.module)?);
         }
@@ -365,8 +404,8 @@ impl Gpu {
             .ok_or_else(|| CudaError::NoDevice {
                 reason: "a module vanished while it was loaded".into(),
             })?;
-        if let Some(function) = module.functions.get(launch.kernel) {
-            return Ok(*function);
+        if let Some(function) = module.function(launch.kernel) {
+            return Ok(function);
         }
         let call = || {
             format!(
@@ -391,7 +430,7 @@ impl Gpu {
             }
             .during("raising the shared memory limit")?;
         }
-        module.functions.insert(launch.kernel, function);
+        module.functions.push((launch.kernel, function));
         Ok(function)
     }
 
@@ -408,7 +447,7 @@ impl Gpu {
         };
         Ok(Loaded {
             module: handle,
-            functions: HashMap::new(),
+            functions: Vec::new(),
         })
     }
 

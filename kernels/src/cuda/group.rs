@@ -8,6 +8,7 @@
     reason = "queues operations on memory that the caller vouches for"
 )]
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -18,8 +19,13 @@ use super::gpu::Gpu;
 use super::launch::Address;
 use super::nccl::{Communicator, Kind, Nccl, UNIQUE_ID_BYTES};
 
-/// Polling interval of a waiting host thread.
-const LOOK: Duration = Duration::from_micros(50);
+/// Shortest and longest polling interval of a waiting host thread.
+const LOOK: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(1)];
+
+/// Polling interval of a thread that has waited so long. It adds at most an eighth to a wait of 400 us and more.
+fn look(waited: Duration) -> Duration {
+    (waited / 8).clamp(LOOK[0], LOOK[1])
+}
 
 /// NCCL membership of one GPU, and the deadline for waits that may depend on other ranks.
 #[derive(Debug, Default)]
@@ -27,6 +33,22 @@ pub(super) struct Group {
     member: Mutex<Option<Member>>,
     /// Deadline for ranks that read each other's memory without NCCL.
     limit: OnceLock<Duration>,
+    abandoned: Abandoned,
+}
+
+/// Whether this process no longer waits for the device, because the device waits for a lost rank. What a destructor
+/// would free after a wait is then left to the end of the process.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Abandoned(Arc<AtomicBool>);
+
+impl Abandoned {
+    pub(super) fn is_set(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn set(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }
 
 #[derive(Debug)]
@@ -39,6 +61,26 @@ struct Member {
 impl Group {
     fn lock(&self) -> MutexGuard<'_, Option<Member>> {
         self.member.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the device is still waited for.
+    pub(super) const fn abandoned(&self) -> &Abandoned {
+        &self.abandoned
+    }
+
+    /// Ends all waits, present and later ones, if they may depend on other ranks. Returns whether they may.
+    pub(super) fn abandon(&self) -> bool {
+        // A thread that holds the lock is in a call of the process group.
+        let is_member = || {
+            self.member
+                .try_lock()
+                .map_or(true, |member| member.is_some())
+        };
+        let depends = self.limit.get().is_some() || is_member();
+        if depends {
+            self.abandoned.set();
+        }
+        depends
     }
 
     /// Sets the deadline of all later waits. Only the first call has an effect.
@@ -58,6 +100,7 @@ impl Group {
             let late = started.elapsed() > deadline;
             let mut group = self.lock();
             let failed = match group.as_ref() {
+                _ if self.abandoned.is_set() => Some(ended("no longer waited for")),
                 Some(member) => member.communicator.check().err(),
                 None if in_group => Some(ended("the group has ended")),
                 None => None,
@@ -65,11 +108,12 @@ impl Group {
             if failed.is_some() || late {
                 // Dropping the communicator ends collectives that still wait on the device.
                 group.take();
+                self.abandoned.set();
                 let late = || ended(&format!("not done after {} s", deadline.as_secs()));
                 return Err(failed.unwrap_or_else(late));
             }
             drop(group);
-            std::thread::park_timeout(LOOK);
+            std::thread::park_timeout(look(started.elapsed()));
         }
         Ok(())
     }

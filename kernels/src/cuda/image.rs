@@ -9,7 +9,10 @@ use super::library::Search;
 use super::module::Module;
 use super::nvrtc::Compiler;
 use super::ptx;
+use rayon::prelude::*;
 
+/// Distance between the first modules of processes with successive numbers.
+const SPREAD: usize = 7919;
 /// Bytes of the checksum at the start of a cached file.
 const CHECKSUM_BYTES: usize = 32;
 
@@ -77,6 +80,15 @@ impl Cache {
         let file = fs::read(path).ok()?;
         let (checksum, content) = file.split_at_checked(CHECKSUM_BYTES)?;
         (blake3::hash(content).as_bytes() == checksum).then(|| content.to_vec())
+    }
+
+    /// Waits until no other process compiles the module of this file. The turn ends when the value is dropped, or with
+    /// the process. `None` on a file system without locks: several processes then compile the same.
+    fn turn(path: &Path) -> Option<fs::File> {
+        fs::create_dir_all(path.parent()?).ok()?;
+        let file = fs::File::create(path.with_extension("lock")).ok()?;
+        file.lock().ok()?;
+        Some(file)
     }
 
     fn write(&self, path: &Path, content: &[u8]) -> Result<()> {
@@ -166,14 +178,19 @@ impl Images {
             .cache
             .as_ref()
             .map(|cache| cache.path(module, &self.arch, &identity));
-        if let Some((path, bytes)) = path
-            .as_ref()
-            .and_then(|path| Some((path, Cache::read(path)?)))
-        {
-            return Ok(Image {
-                bytes,
-                origin: Origin::Cache(path.clone()),
-            });
+        let cached = || {
+            let path = path.as_ref()?;
+            let bytes = Cache::read(path)?;
+            let origin = Origin::Cache(path.clone());
+            Some(Image { bytes, origin })
+        };
+        if let Some(image) = cached() {
+            return Ok(image);
+        }
+        // Other ranks of this machine wait for the one that compiles, and read its result.
+        let _turn = path.as_ref().and_then(|path| Cache::turn(path));
+        if let Some(image) = cached() {
+            return Ok(image);
         }
         match compiler.compile(module, &self.arch) {
             Ok(compiled) => {
@@ -192,6 +209,29 @@ impl Images {
             // The GPU is newer than the compiler. The driver knows it and compiles the PTX.
             Err(error) => built_in(module, &error.to_string()).map_err(|_| error),
         }
+    }
+
+    /// Compiles those of `modules` that the cache lacks, on the threads of the global pool. A module that does not
+    /// compile fails at its first use. Without cache or compiler this does nothing.
+    pub fn compile_ahead(&self, modules: &[Module]) {
+        let (Some(cache), Ok(compiler)) = (&self.cache, &self.compiler) else {
+            return;
+        };
+        let identity = compiler.identity();
+        let is_missing = |module: &&Module| {
+            let is_built_in = self.code == Code::Sm80 && ptx::built_in(module).is_some();
+            !is_built_in && !cache.path(module, &self.arch, &identity).exists()
+        };
+        let mut missing: Vec<&Module> = modules.iter().filter(is_missing).collect();
+        if missing.is_empty() {
+            return;
+        }
+        // Ranks of a machine begin with different modules, so they share the work.
+        let first = std::process::id() as usize * SPREAD % missing.len();
+        missing.rotate_left(first);
+        missing.into_par_iter().for_each(|module| {
+            let _fails_at_its_first_use = self.get(module);
+        });
     }
 
     /// Built-in PTX of a module, for a driver that refuses the compiler's machine code. `reason` says why and
@@ -249,6 +289,21 @@ mod tests {
         assert_eq!(Cache::read(&path), None);
         let files: Vec<_> = fs::read_dir(path.parent().unwrap()).unwrap().collect();
         assert_eq!(files.len(), 1, "no partial file remains");
+    }
+
+    #[test]
+    fn one_process_at_a_time_compiles_a_module() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Cache::new(directory.path().join("deep/cache"));
+        let path = cache.path(&Family::Cast.modules()[0], "sm_86", "nvrtc 13.0");
+        let turn = Cache::turn(&path).unwrap();
+        let second = fs::File::create(path.with_extension("lock")).unwrap();
+        assert!(second.try_lock().is_err(), "another one must wait");
+        drop(turn);
+        assert!(second.try_lock().is_ok());
+        // A different module has its own lock.
+        let other = cache.path(&Family::Cast.modules()[1], "sm_86", "nvrtc 13.0");
+        assert!(Cache::turn(&other).is_some());
     }
 
     #[test]

@@ -12,6 +12,7 @@ use super::backend::{Cause, Event, PeerExecutor};
 use super::context::Context;
 use super::error::{DriverResult, Result};
 use super::gpu::Gpu;
+use super::group::Abandoned;
 use super::launch::Address;
 use super::transfer::HANDLE_BYTES;
 use crate::peers::Lane;
@@ -97,12 +98,14 @@ struct Member {
 #[derive(Debug)]
 struct Mapped {
     context: Arc<Context>,
+    abandoned: Abandoned,
     start: sys::CUdeviceptr,
 }
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        if self.context.bind().is_ok() {
+        // The driver unmaps memory after the copies that read it.
+        if !self.abandoned.is_set() && self.context.bind().is_ok() {
             // SAFETY: opened once, closed once. A failing driver leaves nothing to do.
             let _unused_outcome = unsafe { self.context.driver().close_memory(self.start) };
         }
@@ -175,6 +178,7 @@ impl Gpu {
             .during("mapping GPU memory of another rank")?;
         let memory = Mapped {
             context: context.clone(),
+            abandoned: self.group_state().abandoned().clone(),
             start,
         };
         let mut marks = || -> Result<Marks, Cause> {
@@ -264,7 +268,7 @@ impl PeerExecutor for Gpu {
         let cuda_event = &peers.marks[lane as usize][place(number)];
         // SAFETY: event and stream belong to this GPU's context and are alive.
         unsafe { self.driver().record(cuda_event.raw, self.lane(lane)?) }
-            .during("marking a moment")?;
+            .during("recording an event")?;
         Ok(number)
     }
 

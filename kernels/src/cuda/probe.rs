@@ -2,6 +2,7 @@
 
 use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUresult};
 
+use super::context::Context;
 use super::driver::{self, Answer, Driver, DriverError};
 use super::library::{Found, Library, Search, find};
 
@@ -55,7 +56,15 @@ impl Probe {
 /// Searches for NVIDIA's libraries and asks the driver for its version and the visible GPUs.
 #[must_use]
 pub fn probe(search: &Search) -> Probe {
-    let mut libraries: Vec<Found> = Library::ALL.map(|library| find(library, search)).into();
+    probe_for(&Library::ALL, search)
+}
+
+/// As [`probe`], but searches for these libraries only. The driver must be among them. A library that is found stays
+/// mapped into this process: some hundred megabytes of cuBLASLt and NCCL each.
+#[must_use]
+pub fn probe_for(libraries: &[Library], search: &Search) -> Probe {
+    let found = libraries.iter().map(|library| find(*library, search));
+    let mut libraries: Vec<Found> = found.collect();
     for found in &mut libraries {
         if found.path.is_some() {
             found.version = version(found);
@@ -69,6 +78,16 @@ pub fn probe(search: &Search) -> Probe {
     };
     answer.problem = ask_driver(&mut answer).err();
     answer
+}
+
+/// Free memory in bytes of the GPU with CUDA's device number `ordinal`, by the driver. It opens the GPU for the question,
+/// so the context counts as used. `None` if that fails. For GPUs that NVML does not list, such as MIG instances.
+#[must_use]
+pub fn free_bytes(ordinal: u32, search: &Search) -> Option<u64> {
+    let driver = Driver::load(&find(Library::Driver, search)).ok()?;
+    let context = Context::open(driver, ordinal).ok()?;
+    let (free, _) = context.driver().memory_info().ok()?;
+    Some(free as u64)
 }
 
 /// Why a driver is too old, if it is.

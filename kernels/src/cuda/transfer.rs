@@ -8,6 +8,7 @@ use cudarc::driver::sys::{self, CUipcMem_flags_enum, CUmemorytype};
 use super::context::{Context, Event};
 use super::error::{DriverResult, Result};
 use super::gpu::{Gpu, Memory};
+use super::group::Abandoned;
 use super::launch::Address;
 
 /// Size in bytes of a CUDA IPC handle, with which another process maps device memory.
@@ -20,6 +21,7 @@ const PORTABLE: u32 = 1;
 #[derive(Debug)]
 pub struct Pinned {
     context: Arc<Context>,
+    abandoned: Abandoned,
     start: *mut u8,
     bytes: usize,
 }
@@ -47,7 +49,8 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if self.context.bind().is_ok() {
+        // The driver frees pinned memory after all work of the context.
+        if !self.abandoned.is_set() && self.context.bind().is_ok() {
             // SAFETY: allocated by `Gpu::pinned`, freed once. A failing driver leaves nothing to do.
             let _unused_outcome = unsafe { self.context.driver().free_host(self.start.cast()) };
         }
@@ -109,6 +112,7 @@ impl Gpu {
         let context = Arc::clone(self.stream().context());
         Ok(Pinned {
             context,
+            abandoned: self.group_state().abandoned().clone(),
             start,
             bytes,
         })

@@ -13,7 +13,7 @@ use crate::config::{
     CONFIG_FILE, Collectives, DEVICE, OptimizerInBackward, Resume, RunConfig, RunPlan, Task,
 };
 use crate::device::survey::environment;
-use crate::device::{self, Chosen, Devices};
+use crate::device::{self, Chosen, Devices, one_gpu_each};
 use crate::error::format::ErrorFormat;
 use crate::launch::logging;
 use crate::launch::rank::{self, RunSummary};
@@ -379,13 +379,17 @@ pub(super) fn run_rank(
         rank.rank,
         env.rust_log.as_deref(),
     )
-    .and_then(|()| (hooks.rank_main)(&config, rank, &stop, hooks.devices))
-    .and_then(|summary| match (summary.ipc_refused.clone(), &alone) {
-        (Some(why), Some(alone)) => {
-            let config = alone.through_host(hooks, env, rank, why)?;
-            (hooks.rank_main)(&config, rank, &stop, hooks.devices)
+    .and_then(|()| {
+        let mut plan = config.clone();
+        loop {
+            let summary = (hooks.rank_main)(&plan, rank, &stop, hooks.devices)?;
+            match &alone {
+                Some(alone) if summary.ipc_refused.is_some() || summary.ranks_per_gpu.is_some() => {
+                    plan = alone.plan_again(hooks, env, rank, &plan, summary)?;
+                }
+                _ => return Ok(summary),
+            }
         }
-        _ => Ok(summary),
     })
     .and_then(|summary| {
         if let Some(job_dir) = &rank.job_dir {
@@ -425,18 +429,33 @@ struct Alone {
 }
 
 impl Alone {
-    /// Plans the run again with exchange through host memory. Every rank does the same.
-    fn through_host(
+    /// Plans the run again after what the ranks found when they met: the number of ranks on one GPU, or that they
+    /// must exchange through host memory. Every rank does the same.
+    fn plan_again(
         &self,
         hooks: &Hooks,
         env: &Env,
         rank: &RankEnv,
-        why: String,
+        before: &RunPlan,
+        summary: RunSummary,
     ) -> Result<RunPlan, Failure> {
         if rank.rank == 0 {
-            Screen::on_stderr(env.no_color).show(&restart::refused(&why));
+            let mut screen = Screen::on_stderr(env.no_color);
+            let refused = summary.ipc_refused.as_deref().map(restart::refused);
+            let shared = summary.ranks_per_gpu.map(restart::shared);
+            refused
+                .iter()
+                .chain(&shared)
+                .for_each(|event| screen.show(event));
         }
-        let draft = RunPlan::draft(self.asked.clone(), Some(why));
+        let config = RunConfig {
+            ranks_per_gpu: summary.ranks_per_gpu.or(before.config().ranks_per_gpu),
+            ..self.asked.clone()
+        };
+        let refused = summary
+            .ipc_refused
+            .or_else(|| before.found().ipc_refused.clone());
+        let draft = RunPlan::draft(config, refused);
         let Prepared { run, plan, .. } = prepare(hooks, &draft, &mut |_| ())?;
         if rank.rank == 0 {
             run.save_to(&run.output.join(CONFIG_FILE))?;
@@ -459,7 +478,10 @@ fn rank_run(
     }
     let asked = resolve_on(args, env, &choose(args, hooks.devices)?)?.config;
     let asked = resume::continued(asked, args);
-    let asked = settle_one_by_one(&asked)?;
+    let mut asked = settle_one_by_one(&asked)?;
+    if rank.can_plan_again() {
+        asked = one_gpu_each(asked);
+    }
     let mut asked = demo::prepare(asked, env, &mut |_| ())?;
     if rank.rank == 0 {
         asked = RunConfig {

@@ -49,9 +49,15 @@ impl RunConfig {
         }
     }
 
+    /// Most ranks on one GPU.
+    pub(crate) fn ranks_per_gpu(&self) -> usize {
+        let in_turn = || self.ranks_here().div_ceil(self.gpus.len().max(1));
+        self.ranks_per_gpu.unwrap_or_else(in_turn)
+    }
+
     /// Whether several ranks of this machine use the same GPU.
     pub(crate) fn shares_gpus(&self) -> bool {
-        self.device == Device::Cuda && self.gpus.len() < self.ranks_here()
+        self.device == Device::Cuda && self.ranks_per_gpu() > 1
     }
 
     /// Why the GPUs of this run cannot all access each other's memory. `None` if they can.

@@ -314,6 +314,10 @@ pub struct RunConfig {
     /// Number of ranks on this machine; `None` means that all ranks are on it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ranks_here: Option<usize>,
+    /// Most ranks that compute on one GPU, where every rank chose its GPU itself: another launcher may show each rank
+    /// other GPUs. `None`: the machine's ranks take `gpus` in turn.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ranks_per_gpu: Option<usize>,
     /// Maximum wait of a rank for another rank, in seconds.
     pub comm_timeout_seconds: u64,
     /// Kind of device on which the ranks compute.

@@ -117,6 +117,7 @@ impl RunPlan {
     pub(crate) fn common_part(&self) -> Vec<u8> {
         let config = RunConfig {
             ranks_here: None,
+            ranks_per_gpu: None,
             host_memory_limit: None,
             host_reserve: None,
             device_memory_limit: None,

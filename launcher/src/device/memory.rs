@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use kernels::Backend;
 
-use super::ranks_per_gpu;
 #[cfg(feature = "cuda")]
 use crate::config::Products;
 use crate::config::RunConfig;
@@ -48,7 +47,7 @@ pub(crate) fn counting(_config: &RunConfig) -> Vec<Arc<dyn Backend>> {
 /// Bytes that each rank may use on the GPU with the least free memory; `None` on the CPU.
 pub(crate) fn free_bytes(config: &RunConfig) -> Option<u64> {
     let least = config.gpus.iter().map(|gpu| gpu.free_bytes).min()?;
-    Some(least / ranks_per_gpu(config) as u64)
+    Some(least / config.ranks_per_gpu() as u64)
 }
 
 /// Bytes of the arena of a rank whose plan needs `planned` bytes, when at most `most` are free.

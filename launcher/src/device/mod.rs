@@ -231,9 +231,15 @@ pub(crate) fn gpu_of(config: &RunConfig, local_rank: usize) -> Option<&RunGpu> {
     (count > 0).then(|| &config.gpus[local_rank % count])
 }
 
-/// Maximal number of ranks on one GPU.
-pub(crate) fn ranks_per_gpu(config: &RunConfig) -> usize {
-    config.ranks_here().div_ceil(config.gpus.len().max(1))
+/// Configuration of ranks that another launcher started, before they met: each rank has a GPU of its own. Slurm's
+/// `--gpus-per-task=1` shows each rank another GPU as its only one.
+pub(crate) fn one_gpu_each(config: RunConfig) -> RunConfig {
+    let known = config.gpus.iter().all(|gpu| gpu.uuid.is_some());
+    let ranks_per_gpu = (known && !config.gpus.is_empty()).then_some(1);
+    RunConfig {
+        ranks_per_gpu,
+        ..config
+    }
 }
 
 fn ranks_on(place: usize, gpus: usize, ranks: usize) -> String {

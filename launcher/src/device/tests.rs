@@ -212,6 +212,20 @@ fn memory_of_other_processes_and_unequal_gpus_are_reported() {
 }
 
 #[test]
+fn a_rank_that_sees_one_gpu_has_all_of_its_memory() {
+    let run = chosen(DeviceChoice::Cuda, &with(vec![gpu(1)])).expect("chosen");
+    let alone = one_gpu_each(config("--nproc 4", &run));
+    assert_eq!(free_bytes(&alone), Some(23 << 30));
+    assert!(!alone.shares_gpus());
+    let shared = RunConfig {
+        ranks_per_gpu: Some(4),
+        ..alone
+    };
+    assert_eq!(free_bytes(&shared), Some(23 << 28));
+    assert!(shared.shares_gpus());
+}
+
+#[test]
 fn matrix_products_use_the_library_that_is_installed() {
     let mut machine = with(vec![gpu(0)]);
     let products = |machine: &Machine, matmul: Option<&str>| {
@@ -275,7 +289,7 @@ fn more_ranks_than_gpus_take_turns() {
         .map(|gpu| gpu.ordinal)
         .collect();
     assert_eq!(ordinals, [0, 1, 0, 1, 0]);
-    assert_eq!(ranks_per_gpu(&config), 3);
+    assert_eq!(config.ranks_per_gpu(), 3);
     let text = shown(&run, &config);
     assert!(text.contains("ranks 0, 2, 4"), "{text}");
     assert!(

@@ -59,6 +59,10 @@ pub struct RunSummary {
     /// returned before training; every rank has the same text.
     #[serde(default)]
     pub ipc_refused: Option<String>,
+    /// Most ranks on one GPU, if the plan assumed another number. If set, the rank returned before training; every
+    /// rank has the same number.
+    #[serde(default)]
+    pub ranks_per_gpu: Option<usize>,
 }
 
 impl RunSummary {

@@ -22,6 +22,20 @@ pub(crate) fn refused(why: &str) -> Event {
     }
 }
 
+/// Line that ranks share a GPU, which the ranks see only together.
+pub(crate) fn shared(ranks: usize) -> Event {
+    let text = match ranks {
+        1 => "each rank has a GPU of its own".to_owned(),
+        ranks => format!(
+            "{ranks} ranks share a GPU: each rank has a part of the memory, and the ranks take turns"
+        ),
+    };
+    Event::Info {
+        label: "device".into(),
+        text,
+    }
+}
+
 /// Attempts of one run: the first one, and restarts after a rank died or hung.
 #[derive(Debug)]
 pub(crate) struct Attempts {

@@ -7,6 +7,8 @@ use kernels::footprint;
 use rustix::fs::Access;
 use std::path::{Path, PathBuf};
 
+/// Number of multiprocessors of described GPUs: that of an H100. Scratch memory differs little between kinds.
+pub(crate) const DESCRIBED_MULTIPROCESSORS: u32 = 132;
 /// Divisor of a machine's memory, and the bounds of the result: the bytes that a run leaves free if `--host-reserve` is
 /// absent. The system, other programs and a plan that is a few percent short need them. So do pages of files: a page
 /// that was read can be dropped at any time and is counted nowhere; a page that was written cannot until it is on the disk.
@@ -53,6 +55,8 @@ pub(crate) struct Machine {
     pub(crate) nvme_free_bytes: Option<u64>,
     /// Largest free space among the directories for the window. `None` for a described machine.
     pub(crate) window_free_bytes: Option<u64>,
+    /// Multiprocessors of the largest GPU. CUDA's context takes memory accordingly.
+    pub(crate) multiprocessors: u32,
     /// Bytes that the collectives library (NCCL) takes of each device.
     pub(crate) library_bytes: u64,
 }
@@ -71,6 +75,7 @@ impl Machine {
             cgroup_limit_bytes: host.cgroup_limit_bytes,
             nvme_free_bytes: None,
             window_free_bytes: room.max(),
+            multiprocessors: DESCRIBED_MULTIPROCESSORS,
             library_bytes: 0,
         }
     }
@@ -86,6 +91,7 @@ impl Machine {
             cgroup_limit_bytes: None,
             nvme_free_bytes: nvme,
             window_free_bytes: None,
+            multiprocessors: DESCRIBED_MULTIPROCESSORS,
             library_bytes: 0,
         }
     }
@@ -100,6 +106,8 @@ impl Machine {
         if self.device_bytes.is_none() {
             self.device_bytes = device::free_bytes(config);
         }
+        let gpus = config.gpus.iter().map(|gpu| gpu.multiprocessors);
+        self.multiprocessors = gpus.max().unwrap_or(self.multiprocessors);
         if config.world_size > 1 && config.resolved_collectives() == Collectives::Nccl {
             self.library_bytes = footprint::NCCL_DEVICE_BYTES;
         }
@@ -139,8 +147,9 @@ impl Machine {
 
     /// Device bytes that CUDA and the collectives library take besides the run's memory.
     pub(crate) fn device_context_bytes(&self) -> u64 {
-        self.device_bytes
-            .map_or(0, |_| footprint::DEVICE_BYTES + self.library_bytes)
+        self.device_bytes.map_or(0, |_| {
+            footprint::device_bytes(self.multiprocessors) + self.library_bytes
+        })
     }
 }
 

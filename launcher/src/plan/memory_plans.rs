@@ -29,6 +29,10 @@ pub(crate) fn margin(memory_plan: &MemoryPlan) -> u64 {
 /// Cache of memory plans by the shape of the micro-batch.
 pub(crate) struct MemoryPlans {
     dry_run: DryRun,
+    /// Meta device of the dry run.
+    counting: Arc<dyn Backend>,
+    /// Device that will run the micro-batches, if any.
+    device: Option<Arc<dyn Backend>>,
     known: HashMap<u64, Arc<MemoryPlan>>,
 }
 
@@ -50,10 +54,19 @@ impl MemoryPlans {
         plan: &Arc<Plan>,
         counting: Arc<dyn Backend>,
     ) -> Result<Self, EngineError> {
+        let rule = Arc::new(rule(config));
         Ok(Self {
-            dry_run: DryRun::on_discrete_device(plan.clone(), Arc::new(rule(config)), counting)?,
+            dry_run: DryRun::on_discrete_device(plan.clone(), rule, counting.clone())?,
+            counting,
+            device: None,
             known: HashMap::new(),
         })
+    }
+
+    /// As before, and `device` compiles the kernels of each planned micro-batch together, before the first launch.
+    pub(crate) fn for_device(mut self, device: Arc<dyn Backend>) -> Self {
+        self.device = Some(device);
+        self
     }
 
     /// Memory plan of the micro-batch `samples`, from its first to its last tensor.
@@ -80,6 +93,9 @@ impl MemoryPlans {
             &mut || (),
         )?;
         let memory_plan = Arc::new(pool.recorded());
+        if let Some(device) = &self.device {
+            device.compile_ahead(&self.counting.launched());
+        }
         if self.known.len() == KEPT {
             self.known.clear();
         }

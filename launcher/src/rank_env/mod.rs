@@ -181,6 +181,15 @@ impl RankEnv {
         matches!(self.source, Source::OpenMpi | Source::Pmi | Source::Mvapich)
     }
 
+    /// Whether this rank planned the run itself, and can join the others a second time. Processes of MPI join once.
+    pub fn can_plan_again(&self) -> bool {
+        #[cfg(feature = "mpi")]
+        if self.is_under_mpi() {
+            return false;
+        }
+        !self.is_supervised()
+    }
+
     /// Whether the job also has ranks on other machines.
     pub fn has_peers_elsewhere(&self) -> bool {
         self.local_world_size < self.world_size

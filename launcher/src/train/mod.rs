@@ -40,6 +40,12 @@ pub(crate) fn rank_main(
                 ..RunSummary::default()
             });
         }
+        Err(NotOpened::SharesGpu(ranks)) => {
+            return Ok(RunSummary {
+                ranks_per_gpu: Some(ranks),
+                ..RunSummary::default()
+            });
+        }
         Err(NotOpened::Failed(failure)) => return Err(*failure),
     };
     let mut trainer = Trainer::new(opened);
@@ -47,5 +53,10 @@ pub(crate) fn rank_main(
         Task::Train => trainer.train(stop),
         Task::Evaluate => trainer.verify_resume(),
     };
-    result.map_err(|failure| trainer.abort(failure))
+    result.map_err(|failure| {
+        let failure = trainer.abort(failure);
+        // Destructors may take long, so the report comes first. An error is reported where the caller saves again.
+        drop(failure.save(&config.output, env.rank));
+        failure
+    })
 }

@@ -4,7 +4,7 @@ use super::collectives::Collectives;
 use super::inject::Faults;
 use super::spill;
 use crate::config::{
-    Collectives as ChosenCollectives, PrecisionChoice, RunConfig, RunGpu, RunPlan, Task,
+    Collectives as ChosenCollectives, Device, PrecisionChoice, RunConfig, RunGpu, RunPlan, Task,
     fault_lines,
 };
 use crate::data::{SampleSet, check, problems};
@@ -83,6 +83,8 @@ pub(crate) enum NotOpened {
     /// Peer access between GPUs is not available, and the run can be planned again without it. Every rank gets this
     /// result.
     IpcRefused(String),
+    /// So many ranks share a GPU, and the plan assumed another number. Every rank gets this result.
+    SharesGpu(usize),
     Failed(Box<Failure>),
 }
 
@@ -132,6 +134,12 @@ impl<'a> Opened<'a> {
         let collectives = Collectives::new();
         let started = Instant::now();
         let met = meet(config, env, &plan, devices, stop, &collectives)?;
+        if config.device == Device::Cuda && env.can_plan_again() {
+            let found = rendezvous::ranks_per_gpu(config, env.local_rank, &*met.comm)?;
+            if let Some(ranks) = found {
+                return Err(NotOpened::SharesGpu(ranks));
+            }
+        }
         let (comm, run_token) = announced(met, env, started, &reporter);
         let env = &RankEnv {
             run_token,
@@ -161,6 +169,7 @@ impl<'a> Opened<'a> {
         let memory_plans = memory_plans.transpose();
         let memory_plans =
             memory_plans.map_err(|e| failures::engine("plan the memory of a micro-batch", &e))?;
+        let memory_plans = memory_plans.map(|plans| plans.for_device(backend.clone()));
         let zero = Zero::new(
             plan,
             comm.clone(),
@@ -173,6 +182,11 @@ impl<'a> Opened<'a> {
                 NotOpened::IpcRefused(refused(&refusals))
             }
             error => failures::engine("allocate model states", &error).into(),
+        })
+        .inspect_err(|error| {
+            if let NotOpened::Failed(_) = error {
+                backend.abandon();
+            }
         })?;
         zero.reserve_activations(config.found().spilled_activation_bytes)
             .map_err(|e| failures::engine("reserve spill space for activations", &e))?;
@@ -202,7 +216,8 @@ impl<'a> Opened<'a> {
             collectives,
             faults,
         };
-        opened.load()?;
+        let loaded = opened.load();
+        loaded.inspect_err(|_| opened.replica.backend.abandon())?;
         Ok(opened)
     }
 

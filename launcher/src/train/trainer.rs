@@ -612,6 +612,8 @@ impl<'a> Trainer<'a> {
             },
         );
         self.replica.comm.abort(&failure.title);
+        // Otherwise the destructors would wait once more for a GPU that waits for a lost rank.
+        self.replica.backend.abandon();
         failure
     }
 }

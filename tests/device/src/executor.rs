@@ -8,6 +8,8 @@
 //! must give the same bits.
 
 use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -17,6 +19,7 @@ use kernels::cuda::backend::graphs::{self, Graphs, Mode, Replaying};
 use kernels::cuda::backend::{Cause, Event, Executor, Take};
 use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::matmul::Multiply;
+use kernels::cuda::module::Module;
 
 use crate::clock::Clock;
 use crate::draws::Draws;
@@ -79,6 +82,11 @@ pub struct EmulatedGpu {
     crossing: Option<Arc<Crossing>>,
     /// Largest size of an allocation in bytes.
     room: u64,
+    /// File that tells how the memory was freed, if any.
+    note: Option<PathBuf>,
+    abandoned: AtomicBool,
+    /// Number of modules of the last list to compile ahead.
+    compiled_ahead: AtomicU64,
 }
 
 /// Delays fetches and uploads until one of each is in flight. It shows whether both bus directions can be busy at once.
@@ -420,6 +428,9 @@ impl EmulatedGpu {
             library: Library::Absent,
             crossing: None,
             room: u64::MAX,
+            note: None,
+            abandoned: AtomicBool::new(false),
+            compiled_ahead: AtomicU64::new(0),
         }
     }
 
@@ -441,6 +452,13 @@ impl EmulatedGpu {
     #[must_use]
     pub fn with_room(mut self, bytes: u64) -> Self {
         self.room = bytes;
+        self
+    }
+
+    /// The same machine, which writes to this file how it was freed: `freed`, or `abandoned` before.
+    #[must_use]
+    pub fn with_note(mut self, file: PathBuf) -> Self {
+        self.note = Some(file);
         self
     }
 
@@ -481,7 +499,7 @@ fn commands(event: &Event) -> Result<u64, Cause> {
     let commands = event.downcast_ref::<u64>();
     commands
         .copied()
-        .ok_or_else(|| "a moment of another device".into())
+        .ok_or_else(|| "an event of another device".into())
 }
 
 // SAFETY: buffers live as long as the machine. Commands run in order, an upload as the trait documents.
@@ -506,10 +524,25 @@ unsafe impl Executor for EmulatedGpu {
     }
 
     fn free(&self, memory: Address) {
+        if let Some(file) = &self.note {
+            let abandoned = self.abandoned.load(Ordering::Relaxed);
+            let how = if abandoned { "abandoned" } else { "freed" };
+            let kernels = self.compiled_ahead.load(Ordering::Relaxed);
+            let _unused_outcome = std::fs::write(file, format!("{how}, {kernels} modules"));
+        }
         let mut state = self.lock();
         // Remaining commands have no reader. The machine keeps its memory, and nothing may use it any more.
         state.queue.clear();
         state.buffers.retain(|b| b.address != memory);
+    }
+
+    fn compile_ahead(&self, modules: &[Module]) {
+        self.compiled_ahead
+            .fetch_max(modules.len() as u64, Ordering::Relaxed);
+    }
+
+    fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Relaxed);
     }
 
     unsafe fn write(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {

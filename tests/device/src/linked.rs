@@ -464,7 +464,7 @@ fn point(event: &Event) -> Result<(Stream, u64), Cause> {
     let point = event.downcast_ref::<(Stream, u64)>();
     point
         .copied()
-        .ok_or_else(|| "a moment of another device".into())
+        .ok_or_else(|| "an event of another device".into())
 }
 
 // SAFETY: commands of a graph are queued one by one, in order.

@@ -46,6 +46,10 @@ const IPC: &str = "TESSERA_EMULATED_IPC";
 const NCCL: &str = "TESSERA_EMULATED_NCCL";
 /// Bytes of a GPU that another process takes after the plan, before a rank opens the GPU.
 const TAKEN: &str = "TESSERA_EMULATED_TAKEN";
+/// File in which a GPU notes how its memory was freed.
+const NOTE: &str = "TESSERA_EMULATED_NOTE";
+/// UUID of a rank's only GPU.
+const UUID: &str = "TESSERA_EMULATED_UUID";
 /// The variable that CUDA reads.
 const MASK: &str = "CUDA_VISIBLE_DEVICES";
 /// Memory of each GPU.
@@ -73,6 +77,7 @@ impl Devices for Emulated {
         let gpu = |ordinal| Gpu {
             ordinal: (!hidden).then_some(ordinal),
             name: Some("emulated".into()),
+            uuid: text(UUID),
             compute_capability: Some((8, 6)),
             multiprocessors: Some(MULTIPROCESSORS),
             memory_bytes: Some(MEMORY_BYTES),
@@ -142,6 +147,10 @@ impl Devices for Emulated {
         let emulated = EmulatedGpu::new(Order::Ascending)
             .with_library(library)
             .with_room(MEMORY_BYTES - taken(variables));
+        let emulated = match variables.get(NOTE) {
+            Some(file) => emulated.with_note(file.into()),
+            None => emulated,
+        };
         let emulated = Arc::new(emulated);
         let graphed = |mode| with_graphs(emulated.clone(), arena_bytes, mode);
         let device = match graphs {
@@ -184,6 +193,18 @@ fn text(variables: &Variables, name: &str) -> String {
 }
 
 // ---- the driver ----
+
+/// Variables that torchrun gives a rank of two on one machine.
+fn torchrun(rank: &'static str) -> Vec<(&'static str, &'static str)> {
+    vec![
+        (RANK, rank),
+        ("LOCAL_RANK", rank),
+        (WORLD_SIZE, "2"),
+        ("LOCAL_WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "29400"),
+    ]
+}
 
 /// A directory with a model, samples, and runs.
 struct Site(TempDir);
@@ -285,15 +306,13 @@ impl Site {
 
     /// Runs two ranks of one machine, started by another program with these variables. Returns exit statuses and
     /// screens.
-    fn ranks_alone(&self, own: &[(&str, &str)], line: &str) -> [(Option<i32>, String); 2] {
-        let torchrun = |rank| {
-            let mut variables = vec![(RANK, rank), ("LOCAL_RANK", rank)];
-            variables.extend([(WORLD_SIZE, "2"), ("LOCAL_WORLD_SIZE", "2")]);
-            variables.extend([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29400")]);
-            variables.extend_from_slice(own);
-            variables
-        };
-        self.started(["0", "1"].map(torchrun), line)
+    fn ranks_alone(
+        &self,
+        own: &[(&'static str, &'static str)],
+        line: &str,
+    ) -> [(Option<i32>, String); 2] {
+        let variables = |rank| [torchrun(rank), own.to_vec()].concat();
+        self.started(["0", "1"].map(variables), line)
     }
 
     /// Runs two ranks with one GPU each, started by another program with the variables of each. Returns exit statuses
@@ -521,6 +540,53 @@ fn a_refused_ipc_falls_back_to_host_memory() {
     }
 }
 
+/// The kernels of a run are compiled together. After a failure, destructors do not wait for a GPU that may wait for a
+/// lost rank.
+fn a_rank_compiles_its_kernels_ahead_and_abandons_its_gpu_when_it_fails() {
+    let site = Site::new();
+    let line = format!("{MODEL} --device cuda --max-steps 2 --save-steps 1 --save-strategy steps");
+    let how = |output: &str, inject: &str| {
+        let note = site.path(output).with_extension("note");
+        let own = [(NOTE, note.to_str().unwrap())];
+        let (code, screen) = site.run_with(1, &own, &format!("{line} --output {output} {inject}"));
+        (code, fs::read_to_string(note).expect(&screen))
+    };
+    let (code, good) = how("good", "");
+    assert_eq!(code, Some(0));
+    let count = good
+        .strip_prefix("freed, ")
+        .and_then(|text| text.split(' ').next());
+    let count: u64 = count.and_then(|count| count.parse().ok()).expect(&good);
+    assert!(count > 10, "{good}");
+    let (code, bad) = how("bad", "--inject disk-full:rank=0,step=1");
+    assert_ne!(code, Some(0));
+    assert!(bad.starts_with("abandoned"), "{bad}");
+    let failure = fs::read_dir(site.path("bad/errors"));
+    assert!(failure.is_ok_and(|files| files.count() == 1));
+}
+
+/// Another launcher shows each rank one GPU: the same, or one of its own as Slurm's `--gpus-per-task=1` does. The
+/// ranks notice when they meet.
+fn ranks_that_see_one_gpu_find_out_whether_they_share_it() {
+    let site = Site::new();
+    let line = "--precision bf16 --max-steps 2 --device cuda --collectives shm --save-strategy steps --save-steps 2";
+    let trained = |output: &str, uuids: [(&'static str, &'static str); 2]| {
+        let ranks = uuids.map(|(rank, uuid)| [torchrun(rank), vec![(UUID, uuid)]].concat());
+        let ended = site.started(ranks, &format!("{line} --output {output}"));
+        for (code, screen) in &ended {
+            assert_eq!(*code, Some(0), "{screen}");
+        }
+        let shared = ended[0].1.matches("2 ranks share a GPU").count();
+        let config = site.json(&format!("{output}/config.resolved.json"));
+        (shared, config["ranks_per_gpu"].as_u64())
+    };
+    let own = trained("own", [("0", "GPU-a"), ("1", "GPU-b")]);
+    assert_eq!(own, (0, Some(1)));
+    let shared = trained("shared", [("0", "GPU-a"), ("1", "gpu-A")]);
+    assert_eq!(shared, (1, Some(2)));
+    assert!(site.weights("own", 2) == site.weights("shared", 2));
+}
+
 /// Checks that the run has weights, losses and planned memory of another run without a refusal.
 fn goes_as(site: &Site, run: &str, like: &str) {
     takes_what_the_plan_says(site, run);
@@ -725,7 +791,7 @@ fn weights_are_prefetched_where_they_fit() {
     }
     assert!(peak("off") < peak("on") && peak("auto") == peak("on"));
     // CUDA's own memory beside the plan.
-    let limit = peak("on") - 1 + (768 << 20);
+    let limit = peak("on") - 1 + kernels::footprint::device_bytes(MULTIPROCESSORS);
     let line = format!("{line} --device-memory-limit {limit}");
     let screen = site.train(2, &format!("{line} --output tight"));
     let words = "are copied when they are used; a prefetch of one unit needs";
@@ -860,11 +926,11 @@ fn spans(site: &Site, run: &str, rank: usize, lane: &str) -> usize {
 /// A plan that does not fit the GPU is refused before a weight is read.
 fn a_plan_that_does_not_fit_is_refused() {
     let site = Site::new();
-    let line = "--model model --data data.json --device cuda --precision f32 --device-memory-limit 769MiB --output out";
+    let line = "--model model --data data.json --device cuda --precision f32 --device-memory-limit 321MiB --output out";
     let (code, text) = site.run(1, line);
     assert_eq!(code, Some(5), "{text}");
     assert!(
-        text.contains("of device memory, the limit is 769M"),
+        text.contains("of device memory, the limit is 321M"),
         "{text}"
     );
     assert!(!site.path("out").exists());
@@ -972,7 +1038,7 @@ fn machines_with_different_libraries_are_named() {
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 15] = [
+const TESTS: [Test; 17] = [
     (
         "gpu_memory_taken_by_another_process_ends_the_run_and_names_it",
         gpu_memory_taken_by_another_process_ends_the_run_and_names_it,
@@ -1008,6 +1074,14 @@ const TESTS: [Test; 15] = [
     (
         "a_refused_ipc_falls_back_to_host_memory",
         a_refused_ipc_falls_back_to_host_memory,
+    ),
+    (
+        "a_rank_compiles_its_kernels_ahead_and_abandons_its_gpu_when_it_fails",
+        a_rank_compiles_its_kernels_ahead_and_abandons_its_gpu_when_it_fails,
+    ),
+    (
+        "ranks_that_see_one_gpu_find_out_whether_they_share_it",
+        ranks_that_see_one_gpu_find_out_whether_they_share_it,
     ),
     (
         "the_optimizer_runs_in_backward_where_host_memory_is_spare",

@@ -6,10 +6,12 @@
 use super::{Cause, CudaBackend, Event, Executor, GroupExecutor, PeerExecutor, Take};
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::Multiply;
+use crate::cuda::module::Module;
 use crate::peers::Lane;
 use crate::pool::Pool;
-use std::sync::Arc;
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Start of the imaginary memory, aligned like a device's.
@@ -22,6 +24,8 @@ const BYTES: u64 = 1 << 50;
 struct Nowhere {
     multiprocessors: u32,
     multiplies: bool,
+    /// Modules of all launches.
+    modules: Mutex<HashSet<Module>>,
     /// Number of ranks of the joined communicator.
     ranks: AtomicUsize,
 }
@@ -43,6 +47,7 @@ impl CudaBackend {
         let executor = Arc::new(Nowhere {
             multiprocessors,
             multiplies,
+            modules: Mutex::default(),
             ranks: AtomicUsize::new(0),
         });
         Self::at(executor, START, Pool::arena("GPU", bytes))
@@ -71,7 +76,7 @@ unsafe impl Executor for Nowhere {
     }
 
     unsafe fn read(&self, _from: Address, _bytes: &mut [u8]) -> Result<(), Cause> {
-        Err("a device that only counts has no values".into())
+        Err("the meta device has no values".into())
     }
 
     unsafe fn zero(&self, _at: Address, _bytes: u64) -> Result<(), Cause> {
@@ -110,11 +115,22 @@ unsafe impl Executor for Nowhere {
         _behind: &Event,
         _take: &mut Take<'_>,
     ) -> Result<(), Cause> {
-        Err("a device that only counts has no values".into())
+        Err("the meta device has no values".into())
     }
 
-    unsafe fn launch(&self, _launch: &Launch) -> Result<(), Cause> {
+    unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        if !modules.contains(&launch.module) {
+            modules.insert(launch.module.clone());
+        }
         Ok(())
+    }
+
+    fn launched(&self) -> Vec<Module> {
+        let modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut modules: Vec<Module> = modules.iter().cloned().collect();
+        modules.sort();
+        modules
     }
 
     fn multiplies(&self) -> bool {
@@ -148,7 +164,7 @@ impl PeerExecutor for Nowhere {
         Ok(())
     }
 
-    fn incoming_behind(&self, _moment: &Event) -> Result<(), Cause> {
+    fn incoming_behind(&self, _event: &Event) -> Result<(), Cause> {
         Ok(())
     }
 
@@ -209,5 +225,29 @@ impl GroupExecutor for Nowhere {
 
     unsafe fn reduce_scatter(&self, _: Address, _: Address, _elems: u64) -> Result<(), Cause> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::module::Family;
+    use crate::{Backend, DType, Shape, Tag};
+
+    #[test]
+    fn a_meta_device_lists_the_modules_of_a_run() {
+        let device = CudaBackend::counting(2, false);
+        assert!(device.launched().modules.is_empty());
+        let shape = Shape::new(&[4, 8]);
+        let x = device
+            .zeros(shape, DType::F32, Tag::Activations)
+            .expect("zeros");
+        for _ in 0..2 {
+            device.cast(&x, DType::BF16).expect("a cast");
+            device.scale(&x, 2.0).expect("a product");
+        }
+        let modules = device.launched().modules;
+        let families: Vec<_> = modules.iter().map(Module::family).collect();
+        assert_eq!(families, [Some(Family::Cast), Some(Family::Pointwise)]);
     }
 }

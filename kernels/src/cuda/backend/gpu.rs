@@ -9,13 +9,14 @@ use crate::cuda::gpu::Gpu;
 use crate::cuda::graph::Graph;
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::Multiply;
+use crate::cuda::module::Module;
 use crate::timeline::{DeviceLane, DeviceSpan};
 use std::sync::Arc;
 
 /// Downcasts an event to this driver's type.
 pub(in crate::cuda) fn cuda_event(event: &Event) -> Result<&context::Event, Cause> {
     let cuda_event = event.downcast_ref::<context::Event>();
-    cuda_event.ok_or_else(|| "a moment of another device".into())
+    cuda_event.ok_or_else(|| "an event of another device".into())
 }
 
 // SAFETY: memory stays until `free`, which waits for the device. Work goes to one stream, in the order of calls, and
@@ -45,9 +46,21 @@ unsafe impl Executor for Gpu {
             // SAFETY: allocated above, freed once. A failing driver leaves nothing to do.
             let _unused_outcome = unsafe { self.driver().free(memory.0) };
         }
-        if !all && let Some(products) = self.products() {
-            products.abandon();
+        if !all {
+            self.abandon_others();
         }
+    }
+
+    fn compile_ahead(&self, modules: &[Module]) {
+        self.images().compile_ahead(modules);
+    }
+
+    fn abandon(&self) {
+        self.abandon_others();
+    }
+
+    fn await_write(&self, bytes: u64) -> Result<(), Cause> {
+        Ok(self.copies()?.small.await_chunks(self, bytes)?)
     }
 
     unsafe fn write(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
@@ -124,7 +137,7 @@ unsafe impl Executor for Gpu {
         let mut began = None;
         let begin = || {
             let wait = stream.wait(behind);
-            wait.during("ordering a copy behind a moment")?;
+            wait.during("ordering a copy after an event")?;
             began = self.timeline.stamp(stream)?;
             Ok(())
         };

@@ -9,10 +9,11 @@
 use super::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, filling};
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::{Multiply, Shape};
+use crate::cuda::module::Module;
 use crate::peers::Lane;
 use crate::timeline::DeviceSpan;
-use std::collections::HashMap;
 use std::collections::hash_map::DefaultHasher;
+use std::collections::{HashMap, HashSet};
 use std::fmt::Debug;
 use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,9 +23,20 @@ use std::time::Duration;
 /// Maximum commands per sequence. The device waits for the first one while the host collects. This many take about a
 /// millisecond to collect, and a model's kernels run longer.
 const LONGEST: usize = 256;
-/// Maximum sequences remembered, and maximum graphs among them. Each node of a graph takes device memory.
-const REMEMBERED: usize = 1024;
-const GRAPHS: usize = 128;
+/// Maximum weight of all graphs: the sum of their commands, and `GRAPH_WEIGHT` for each. Each node of a graph takes
+/// device memory. A layer's sequences have some tens of commands, so the graphs of a model with 300 layers fit.
+const MOST_WEIGHT: usize = 1 << 15;
+/// Weight of a graph beside its nodes.
+const GRAPH_WEIGHT: usize = 8;
+/// A graph that was not launched during this many sequences may give way to another. The number exceeds the sequences
+/// of a step, so a step whose graphs do not all fit keeps launching those that do.
+const STALE: u64 = 1 << 14;
+/// Maximum hashes of sequences in each of two generations. The older one is dropped when the newer one is full.
+const REMEMBERED: usize = 1 << 15;
+/// After this many sequences without a repetition, `auto` queues commands as they come, for `REST` commands. Batches
+/// of varying lengths and dropout keys never repeat.
+const FRUITLESS: u32 = 1 << 13;
+const REST: u64 = 1 << 20;
 /// Maximum product shapes for which the library's answer is remembered.
 const PRODUCTS: usize = 4096;
 
@@ -136,23 +148,36 @@ pub struct Replaying<E: Graphs> {
 struct State<G> {
     /// Commands collected but not yet queued.
     pending: Vec<Command>,
-    /// Sequences of commands queued before, by the hash of their commands.
-    seen: HashMap<u64, Seen<G>>,
+    /// Hashes of sequences queued before: the newer and the older generation.
+    seen: [HashSet<u64>; 2],
+    /// Graphs of sequences queued before, by the hash of their commands.
+    graphs: HashMap<u64, Kept<G>>,
+    /// Sum of the weights of all graphs.
+    weight: usize,
     /// Whether the library supports a product of this shape.
     products: HashMap<Shape, bool>,
-    /// Number of sequences so far, used as the clock of [`Seen::last`].
+    /// Number of sequences so far, used as the clock of [`Kept::last`].
     runs: u64,
+    /// Number of sequences since the last repetition.
+    fruitless: u32,
+    /// Number of commands that are still queued as they come.
+    rest: u64,
     /// Whether the device refused a graph, so no more are captured.
     refused: bool,
     counts: Counts,
 }
 
-/// Sequence of commands that was queued at least once.
+/// Sequence of commands that was queued at least twice, with its graph.
 #[derive(Debug)]
-struct Seen<G> {
+struct Kept<G> {
     commands: Vec<Command>,
-    graph: Option<G>,
+    graph: G,
     last: u64,
+}
+
+/// Share of a graph in `MOST_WEIGHT`.
+const fn weight(commands: &[Command]) -> usize {
+    commands.len() + GRAPH_WEIGHT
 }
 
 impl<E: Graphs> Replaying<E> {
@@ -161,9 +186,13 @@ impl<E: Graphs> Replaying<E> {
     pub fn new(inner: Arc<E>, mode: Mode) -> Self {
         let state = State {
             pending: Vec::with_capacity(LONGEST),
-            seen: HashMap::new(),
+            seen: Default::default(),
+            graphs: HashMap::new(),
+            weight: 0,
             products: HashMap::new(),
             runs: 0,
+            fruitless: 0,
+            rest: 0,
             refused: false,
             counts: Counts::default(),
         };
@@ -184,12 +213,31 @@ impl<E: Graphs> Replaying<E> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether the next command is queued as it comes. If so, everything collected is queued before it.
+    fn passes(&self, state: &mut State<E::Graph>) -> Result<bool, Cause> {
+        if !state.refused && state.rest == 0 {
+            return Ok(false);
+        }
+        self.queue(state)?;
+        state.rest = state.rest.saturating_sub(1);
+        state.counts.commands += 1;
+        Ok(true)
+    }
+
     fn collect(&self, command: Command) -> Result<(), Cause> {
         let mut state = self.lock();
+        if self.passes(&mut state)? {
+            // SAFETY: the caller vouched for the command when it passed it.
+            return unsafe { queue_one(&*self.inner, &command) };
+        }
+        self.collect_more(&mut state, command)
+    }
+
+    fn collect_more(&self, state: &mut State<E::Graph>, command: Command) -> Result<(), Cause> {
         state.pending.push(command);
         match state.pending.len() < LONGEST {
             true => Ok(()),
-            false => self.queue(&mut state),
+            false => self.queue(state),
         }
     }
 
@@ -202,10 +250,25 @@ impl<E: Graphs> Replaying<E> {
 
     /// Queues the collected commands, as a graph if the same sequence was queued before.
     fn queue(&self, state: &mut State<E::Graph>) -> Result<(), Cause> {
-        let commands = std::mem::take(&mut state.pending);
+        if state.pending.is_empty() {
+            return Ok(());
+        }
+        let mut commands = std::mem::take(&mut state.pending);
+        let queued = self.queue_run(state, &mut commands);
+        // The allocation is used again, unless a graph keeps it.
+        commands.clear();
+        state.pending = commands;
+        queued
+    }
+
+    fn queue_run(
+        &self,
+        state: &mut State<E::Graph>,
+        commands: &mut Vec<Command>,
+    ) -> Result<(), Cause> {
         state.counts.commands += commands.len() as u64;
-        if commands.is_empty() || commands.len() < self.mode.shortest() || state.refused {
-            return self.queue_each(&commands);
+        if commands.len() < self.mode.shortest() || state.refused {
+            return self.queue_each(commands);
         }
         let mut hasher = DefaultHasher::new();
         commands
@@ -214,60 +277,53 @@ impl<E: Graphs> Replaying<E> {
         let key = hasher.finish();
         state.runs += 1;
         let now = state.runs;
-        if !state
-            .seen
-            .get(&key)
-            .is_some_and(|seen| seen.commands == commands)
-        {
-            self.queue_each(&commands)?;
-            state.make_room(REMEMBERED, |_| true);
-            let graph = None;
-            let last = now;
-            state.seen.insert(
-                key,
-                Seen {
-                    commands,
-                    graph,
-                    last,
-                },
-            );
-            return Ok(());
-        }
-        if state
-            .seen
-            .get(&key)
-            .is_some_and(|seen| seen.graph.is_none())
-        {
-            state.make_room(GRAPHS, |seen| seen.graph.is_some());
-            // SAFETY: callers vouched for the commands. Their memory is the arena's, which is freed when this is
-            // dropped.
-            match unsafe { self.inner.keep(&commands) } {
-                Ok(graph) => {
-                    state.counts.graphs += 1;
-                    if let Some(seen) = state.seen.get_mut(&key) {
-                        seen.graph = Some(graph);
-                    }
-                }
-                Err(cause) if self.mode == Mode::On => return Err(cause),
-                Err(_) => {
-                    state.refused = true;
-                    return self.queue_each(&commands);
-                }
+        if let Some(kept) = state.graphs.get_mut(&key) {
+            // Sequences of equal hashes may differ.
+            if kept.commands != *commands {
+                return self.queue_each(commands);
             }
+            state.fruitless = 0;
+            kept.last = now;
+            state.counts.replays += 1;
+            state.counts.replayed += commands.len() as u64;
+            // SAFETY: callers vouched for the equal commands of this sequence.
+            return unsafe { self.inner.replay(&kept.graph) };
         }
-        let Some(Seen {
-            graph: Some(graph),
-            last,
-            ..
-        }) = state.seen.get_mut(&key)
-        else {
-            return self.queue_each(&commands);
+        if !state.repeats(key) {
+            state.fruitless += 1;
+            if self.mode == Mode::Auto && state.fruitless >= FRUITLESS {
+                state.fruitless = 0;
+                state.rest = REST;
+                state.seen = Default::default();
+            }
+            return self.queue_each(commands);
+        }
+        state.fruitless = 0;
+        if !state.make_room(weight(commands)) {
+            return self.queue_each(commands);
+        }
+        // SAFETY: callers vouched for the commands. Their memory is the arena's, which is freed when this is dropped.
+        let graph = match unsafe { self.inner.keep(commands) } {
+            Ok(graph) => graph,
+            Err(cause) if self.mode == Mode::On => return Err(cause),
+            Err(_) => {
+                state.refused = true;
+                return self.queue_each(commands);
+            }
         };
-        *last = now;
+        state.counts.graphs += 1;
         state.counts.replays += 1;
         state.counts.replayed += commands.len() as u64;
-        // SAFETY: callers vouched for the equal commands of this sequence.
-        unsafe { self.inner.replay(graph) }
+        state.weight += weight(commands);
+        // SAFETY: as above.
+        let queued = unsafe { self.inner.replay(&graph) };
+        let kept = Kept {
+            commands: std::mem::take(commands),
+            graph,
+            last: now,
+        };
+        state.graphs.insert(key, kept);
+        queued
     }
 
     fn queue_each(&self, commands: &[Command]) -> Result<(), Cause> {
@@ -306,15 +362,33 @@ pub unsafe fn queue_one(on: &(impl Executor + ?Sized), command: &Command) -> Res
 }
 
 impl<G> State<G> {
-    /// Removes the least recently seen of the sequences that `counts` selects, if there are at least `most` of them.
-    fn make_room(&mut self, most: usize, counts: impl Fn(&Seen<G>) -> bool) {
-        let counted = || self.seen.iter().filter(|(_, seen)| counts(seen));
-        if counted().count() >= most
-            && let Some((oldest, _)) = counted().min_by_key(|(_, seen)| seen.last)
-        {
-            let oldest = *oldest;
-            self.seen.remove(&oldest);
+    /// Whether a sequence with this hash was queued before. Remembers the hash.
+    fn repeats(&mut self, key: u64) -> bool {
+        if self.seen.iter().any(|seen| seen.contains(&key)) {
+            return true;
         }
+        if self.seen[0].len() >= REMEMBERED {
+            self.seen.swap(0, 1);
+            self.seen[0].clear();
+        }
+        self.seen[0].insert(key);
+        false
+    }
+
+    /// Makes room for a graph of this weight, if graphs that are no longer launched take it.
+    fn make_room(&mut self, weight_of_new: usize) -> bool {
+        while self.weight + weight_of_new > MOST_WEIGHT {
+            let oldest = self.graphs.iter().min_by_key(|(_, kept)| kept.last);
+            let Some((&key, kept)) = oldest else {
+                return false;
+            };
+            if self.runs - kept.last < STALE {
+                return false;
+            }
+            self.weight -= weight(&kept.commands);
+            self.graphs.remove(&key);
+        }
+        true
     }
 }
 
@@ -338,11 +412,28 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
         // Nothing reads the results of the collected commands any more, and graphs contain addresses of the freed
         // memory.
         state.pending.clear();
-        state.seen.clear();
+        state.seen = Default::default();
+        state.graphs.clear();
+        state.weight = 0;
         self.inner.free(memory);
     }
 
+    fn compile_ahead(&self, modules: &[Module]) {
+        self.inner.compile_ahead(modules);
+    }
+
+    fn abandon(&self) {
+        // A thread that waits may hold the lock.
+        self.inner.abandon();
+    }
+
+    fn await_write(&self, bytes: u64) -> Result<(), Cause> {
+        self.inner.await_write(bytes)
+    }
+
     unsafe fn write(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
+        // Other threads queue work meanwhile.
+        self.inner.await_write(bytes.len() as u64)?;
         let _queued = self.queued()?;
         // SAFETY: the caller vouches for the range.
         unsafe { self.inner.write(to, bytes) }
@@ -407,7 +498,12 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {
-        self.collect(Command::Launch(launch.clone()))
+        let mut state = self.lock();
+        if self.passes(&mut state)? {
+            // SAFETY: the caller vouches for the addresses.
+            return unsafe { self.inner.launch(launch) };
+        }
+        self.collect_more(&mut state, Command::Launch(launch.clone()))
     }
 
     fn multiplies(&self) -> bool {
@@ -533,5 +629,182 @@ impl<E: Graphs> PeerExecutor for Replaying<E> {
 
     fn await_own(&self, number: u64) -> Result<(), Cause> {
         self.inner_peers()?.await_own(number)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU64;
+    use std::sync::{OnceLock, Weak};
+
+    /// Executor that counts what reaches it. A graph is the number of its commands.
+    #[derive(Debug, Default)]
+    struct Counting {
+        queued: AtomicU64,
+        wrapper: OnceLock<Weak<Replaying<Self>>>,
+        free_while_waiting: AtomicBool,
+    }
+
+    // SAFETY: no memory exists.
+    unsafe impl Executor for Counting {
+        fn multiprocessors(&self) -> u32 {
+            1
+        }
+
+        fn allocate(&self, _: u64) -> Result<Address, Cause> {
+            Ok(Address::NULL)
+        }
+
+        fn free(&self, _: Address) {}
+
+        fn await_write(&self, _: u64) -> Result<(), Cause> {
+            let wrapper = self.wrapper.get().and_then(Weak::upgrade);
+            let free = wrapper.is_some_and(|wrapper| wrapper.state.try_lock().is_ok());
+            self.free_while_waiting.store(free, Ordering::Relaxed);
+            Ok(())
+        }
+
+        unsafe fn write(&self, _: Address, _: &[u8]) -> Result<(), Cause> {
+            Ok(())
+        }
+
+        unsafe fn read(&self, _: Address, _: &mut [u8]) -> Result<(), Cause> {
+            Ok(())
+        }
+
+        unsafe fn zero(&self, _: Address, _: u64) -> Result<(), Cause> {
+            self.queued.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        }
+
+        unsafe fn copy(&self, _: Address, _: Address, _: u64) -> Result<(), Cause> {
+            Ok(())
+        }
+
+        fn record_event(&self) -> Result<Event, Cause> {
+            Ok(Arc::new(()))
+        }
+
+        unsafe fn upload(&self, _: Address, _: &[u8], _: Option<&Event>) -> Result<(), Cause> {
+            Ok(())
+        }
+
+        unsafe fn deliver(&self, _: Address, _: &[u8], _: &Event) -> Result<(), Cause> {
+            Ok(())
+        }
+
+        fn delivered(&self) -> Result<Event, Cause> {
+            self.record_event()
+        }
+
+        unsafe fn fetch(
+            &self,
+            _: Address,
+            _: u64,
+            _: &Event,
+            _: &mut Take<'_>,
+        ) -> Result<(), Cause> {
+            Ok(())
+        }
+
+        unsafe fn launch(&self, _: &Launch) -> Result<(), Cause> {
+            Ok(())
+        }
+    }
+
+    // SAFETY: as above.
+    unsafe impl Graphs for Counting {
+        type Graph = u64;
+
+        unsafe fn keep(&self, commands: &[Command]) -> Result<u64, Cause> {
+            Ok(commands.len() as u64)
+        }
+
+        unsafe fn replay(&self, graph: &u64) -> Result<(), Cause> {
+            self.queued.fetch_add(*graph, Ordering::Relaxed);
+            Ok(())
+        }
+    }
+
+    fn replaying() -> Arc<Replaying<Counting>> {
+        let replaying = Arc::new(Replaying::<Counting>::new(Arc::default(), Mode::Auto));
+        let weak = Arc::downgrade(&replaying);
+        replaying.inner.wrapper.set(weak).expect("set once");
+        replaying
+    }
+
+    /// Queues sequence `run`, of this many commands.
+    fn queue(replaying: &Replaying<Counting>, run: u64, commands: u64) {
+        for i in 0..commands {
+            // SAFETY: no memory exists.
+            unsafe { replaying.zero(Address(run * 1000 + i), 1) }.expect("collected");
+        }
+        replaying.record_event().expect("queued");
+    }
+
+    /// A step has more sequences than a small cache of graphs would hold, in the same order each time.
+    #[test]
+    fn the_sequences_of_a_large_model_are_captured_once_and_launched_in_every_step() {
+        let replaying = replaying();
+        let (steps, runs, commands) = (5, 1000, 10);
+        for _ in 0..steps {
+            (0..runs).for_each(|run| queue(&replaying, run, commands));
+        }
+        let counts = replaying.counts();
+        assert_eq!((counts.graphs, counts.replays), (runs, (steps - 1) * runs));
+        assert_eq!(counts.commands, steps * runs * commands);
+        let queued = replaying.inner.queued.load(Ordering::Relaxed);
+        assert_eq!(queued, counts.commands);
+    }
+
+    /// The graphs of a step that do not all fit stay as they are, and are launched in every step.
+    #[test]
+    fn graphs_that_do_not_fit_displace_no_others() {
+        let replaying = replaying();
+        let (runs, commands) = (200, 250);
+        let fit = (MOST_WEIGHT / (commands as usize + GRAPH_WEIGHT)) as u64;
+        assert!(fit < runs);
+        for step in 0..4 {
+            (0..runs).for_each(|run| queue(&replaying, run, commands));
+            let counts = replaying.counts();
+            assert_eq!(counts.graphs, fit.min(step * runs), "step {step}");
+            assert_eq!(counts.replays, step * fit, "step {step}");
+        }
+        // Another model's graphs take the place of those that are no longer launched.
+        replaying.lock().runs += STALE;
+        for _ in 0..2 {
+            (0..100).for_each(|run| queue(&replaying, 1000 + run, commands));
+        }
+        assert_eq!(replaying.counts().graphs, fit + 100);
+        assert!(replaying.lock().weight <= MOST_WEIGHT);
+    }
+
+    #[test]
+    fn commands_that_never_repeat_are_not_collected_for_long() {
+        let replaying = replaying();
+        for run in 0..u64::from(FRUITLESS) {
+            queue(&replaying, run, 8);
+        }
+        let queued = || replaying.inner.queued.load(Ordering::Relaxed);
+        let before = queued();
+        // SAFETY: no memory exists.
+        unsafe { replaying.zero(Address(1), 1) }.expect("queued");
+        assert_eq!(queued(), before + 1, "queued as it comes");
+        assert_eq!(replaying.counts().commands, queued());
+        // Later sequences are looked at again.
+        replaying.lock().rest = 0;
+        for _ in 0..3 {
+            queue(&replaying, 7, 8);
+        }
+        assert_eq!(replaying.counts().replays, 2);
+    }
+
+    #[test]
+    fn a_write_waits_for_its_chunk_without_the_lock() {
+        let replaying = replaying();
+        // SAFETY: no memory exists.
+        unsafe { replaying.write(Address(1), &[1]) }.expect("written");
+        assert!(replaying.inner.free_while_waiting.load(Ordering::Relaxed));
     }
 }

@@ -36,13 +36,14 @@ pub use peers::{GroupExecutor, PeerExecutor};
 use super::copies::copy_bytes;
 use super::launch::{Address, Launch};
 use super::matmul::Multiply;
+use super::module::Module;
 use super::ops::norm::{self, Kind};
 use super::ops::pointwise::{self, RopeShape};
 use super::ops::{attention, cast, workspace::Workspace};
 use crate::adapted::{AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads};
 use crate::backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
-    LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
+    KernelList, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
 };
 use crate::check;
 use crate::error::{KernelError, Result};
@@ -106,6 +107,26 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
 
     /// Frees memory of [`Executor::allocate`], after the work that uses it.
     fn free(&self, memory: Address);
+
+    /// Modules launched so far, in a fixed order. Empty unless the executor only counts.
+    fn launched(&self) -> Vec<Module> {
+        Vec::new()
+    }
+
+    /// Compiles modules in parallel, before their first launch.
+    fn compile_ahead(&self, _modules: &[Module]) {}
+
+    /// Ends waits of other threads that may depend on lost ranks. Later calls do not wait either: they fail, and
+    /// [`Executor::free`] leaves the memory to the end of the process.
+    fn abandon(&self) {}
+
+    /// Waits until [`Executor::write`] of this many bytes would probably not wait.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn await_write(&self, _bytes: u64) -> Result<(), Cause> {
+        Ok(())
+    }
 
     /// Copies host bytes to the device, in queue order.
     ///
@@ -288,7 +309,7 @@ impl DeviceMemory for Arena {
     fn record_event(&self) -> Result<Event> {
         let event = self.executor.record_event();
         event.map_err(|cause| KernelError::Device {
-            op: "moment",
+            op: "record an event",
             cause,
         })
     }
@@ -715,6 +736,20 @@ impl Backend for CudaBackend {
 
     fn pool(&self) -> &Pool {
         &self.pool
+    }
+
+    fn launched(&self) -> KernelList {
+        KernelList {
+            modules: self.executor.launched(),
+        }
+    }
+
+    fn compile_ahead(&self, kernels: &KernelList) {
+        self.executor.compile_ahead(&kernels.modules);
+    }
+
+    fn abandon(&self) {
+        self.executor.abandon();
     }
 
     fn peers(&self) -> Option<&dyn PeerAccess> {

@@ -228,7 +228,7 @@ impl PeerAccess for CudaBackend {
             return Ok(());
         };
         let ordered = self.peer_executor()?.incoming_behind(behind);
-        ordered.map_err(failed("order communication behind states"))
+        ordered.map_err(failed("order communication after states"))
     }
 
     fn arrive(&self) -> Result<()> {
@@ -241,7 +241,9 @@ impl PeerAccess for CudaBackend {
     }
 
     fn mark(&self, lane: Lane) -> Result<u64> {
-        self.peer_executor()?.mark(lane).map_err(failed("mark"))
+        self.peer_executor()?
+            .mark(lane)
+            .map_err(failed("record an event"))
     }
 
     fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<()> {
@@ -257,7 +259,7 @@ impl PeerAccess for CudaBackend {
 
     fn await_own(&self, number: u64) -> Result<()> {
         let ordered = self.peer_executor()?.await_own(number);
-        ordered.map_err(failed("order a copy behind work"))
+        ordered.map_err(failed("order a copy after work"))
     }
 }
 

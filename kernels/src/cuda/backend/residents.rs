@@ -226,7 +226,7 @@ impl ResidentAccess for CudaBackend {
             (None, None) => Address::NULL,
             _ => return shape_error(OP, format!("{form:?} with the copy {:?}", args.copy)),
         };
-        let window = adamw::AdamWChunk {
+        let chunk = adamw::AdamWChunk {
             form,
             grad_dtype: args.grad.dtype(),
             grad: self.address(OP, args.grad)?,
@@ -240,7 +240,7 @@ impl ResidentAccess for CudaBackend {
         let (table, index) = args.scalars;
         let size = size_of::<Scalars>();
         let scalars = self.bytes_of(OP, table, index * size, size)?;
-        let launch = adamw::launch(&window, scalars, Address::NULL);
+        let launch = adamw::launch(&chunk, scalars, Address::NULL);
         match launch {
             Some(launch) => self.run(OP, [launch]),
             None => Err(KernelError::Shape {

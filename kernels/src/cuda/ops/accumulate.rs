@@ -1,6 +1,6 @@
 //! Gradient accumulation in `bf16`, with the bits of `optim::accumulate`.
 
-use super::window::{blocks, head};
+use super::flat::{blocks, head};
 use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module};
@@ -45,7 +45,7 @@ pub fn launch(
         module: module(),
         kernel: "accumulate",
         grid: [blocks(n, MAX_BLOCKS), 1, 1],
-        threads: super::window::THREADS,
+        threads: super::flat::THREADS,
         shared_bytes: 0,
         args: vec![
             Arg::Address(sums),

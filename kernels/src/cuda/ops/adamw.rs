@@ -1,6 +1,6 @@
 //! `AdamW` step over a chunk of elements, with the bits of the CPU's update.
 
-use super::window::{THREADS, blocks, head};
+use super::flat::{THREADS, blocks, head};
 use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
@@ -39,14 +39,14 @@ impl AdamWChunk {
     /// Number of elements before the first index at which all arrays are aligned to vectors. All elements if no such
     /// index exists.
     fn head(&self) -> u64 {
-        let mut windows = vec![
+        let mut operands = vec![
             (self.grad, self.grad_dtype),
             (self.weight, self.form.weight()),
             (self.exp_avg, self.form.moment_dtype()),
             (self.exp_avg_sq, self.form.moment_dtype()),
         ];
-        windows.extend(self.form.copy().map(|dtype| (self.copy, dtype)));
-        head(&windows, self.n)
+        operands.extend(self.form.copy().map(|dtype| (self.copy, dtype)));
+        head(&operands, self.n)
     }
 }
 
@@ -67,28 +67,28 @@ pub fn modules() -> Vec<Module> {
         .collect()
 }
 
-/// Launch of one `AdamW` step on the chunk `window`. It reads [`Scalars`] at `scalars` and, unless null, a
+/// Launch of one `AdamW` step on `chunk`. It reads [`Scalars`] at `scalars` and, unless null, a
 /// [`Clip`](super::grad_norm::Clip) at `clip`, both in device memory. It writes nothing if the clip block
 /// says to skip. Moves [`Form::bytes`] bytes per element. `None` when the gradient is not a float.
 #[must_use]
-pub fn launch(window: &AdamWChunk, scalars: Address, clip: Address) -> Option<Launch> {
-    let head = window.head();
+pub fn launch(chunk: &AdamWChunk, scalars: Address, clip: Address) -> Option<Launch> {
+    let head = chunk.head();
     Some(Launch {
-        module: module(window.form, window.grad_dtype)?,
+        module: module(chunk.form, chunk.grad_dtype)?,
         kernel: "adamw",
-        grid: [blocks(window.n, MAX_BLOCKS), 1, 1],
+        grid: [blocks(chunk.n, MAX_BLOCKS), 1, 1],
         threads: THREADS,
         shared_bytes: 0,
         args: vec![
-            Arg::Address(window.grad),
-            Arg::Address(window.weight),
-            Arg::Address(window.copy),
-            Arg::Address(window.exp_avg),
-            Arg::Address(window.exp_avg_sq),
+            Arg::Address(chunk.grad),
+            Arg::Address(chunk.weight),
+            Arg::Address(chunk.copy),
+            Arg::Address(chunk.exp_avg),
+            Arg::Address(chunk.exp_avg_sq),
             Arg::Address(scalars),
             Arg::Address(clip),
-            Arg::U64(window.n),
-            Arg::U64(window.first_element),
+            Arg::U64(chunk.n),
+            Arg::U64(chunk.first_element),
             Arg::U64(head),
         ],
     })
@@ -98,7 +98,7 @@ pub fn launch(window: &AdamWChunk, scalars: Address, clip: Address) -> Option<La
 mod tests {
     use super::*;
 
-    fn window(offsets: [u64; 4]) -> AdamWChunk {
+    fn chunk(offsets: [u64; 4]) -> AdamWChunk {
         let [grad, weight, copy, moments] = offsets.map(|offset| Address(4096 + offset));
         AdamWChunk {
             form: Form::MasterBf16,
@@ -115,12 +115,12 @@ mod tests {
 
     #[test]
     fn the_scalar_head_ends_where_all_buffers_are_aligned() {
-        assert_eq!(window([0, 0, 0, 0]).head(), 0);
+        assert_eq!(chunk([0, 0, 0, 0]).head(), 0);
         // Three elements after a boundary: five more until the next. f32 is aligned every four elements.
-        assert_eq!(window([6, 12, 6, 12]).head(), 5);
-        assert_eq!(window([6, 28, 6, 12]).head(), 5);
+        assert_eq!(chunk([6, 12, 6, 12]).head(), 5);
+        assert_eq!(chunk([6, 28, 6, 12]).head(), 5);
         // The copy has another alignment.
-        assert_eq!(window([6, 12, 0, 12]).head(), 100);
+        assert_eq!(chunk([6, 12, 0, 12]).head(), 100);
     }
 
     #[test]

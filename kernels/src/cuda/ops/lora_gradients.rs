@@ -105,10 +105,12 @@ impl LoraGradients {
         [slices, self.t.div_ceil(rows), rows]
     }
 
-    /// Launches of the pass, in order. The caller must have checked [`LoraGradients::fits`]; the launches are
-    /// otherwise not valid. `None` when an extent exceeds a grid's size.
+    /// Launches of the pass, in order. `None` unless [`LoraGradients::fits`], and when an extent exceeds a grid's size.
     #[must_use]
     pub fn launches(&self, workspace: &mut Workspace) -> Option<Vec<Launch>> {
+        if !self.fits() {
+            return None;
+        }
         let Self {
             t,
             n,
@@ -178,6 +180,38 @@ impl LoraGradients {
 mod tests {
     use super::*;
 
+    fn shape(t: usize, n: usize, r: usize) -> LoraGradients {
+        LoraGradients {
+            dtype: DType::BF16,
+            t,
+            n,
+            r,
+            padded_rank: usize::next_multiple_of(r, 16),
+            line: usize::next_multiple_of(r, 16),
+            rows: Address::NULL,
+            dy: Address::NULL,
+            s: Address::NULL,
+            lora_b: Address::NULL,
+            scale: 1.0,
+            ds: Address::NULL,
+            d_lora_b: Address::NULL,
+        }
+    }
+
+    #[test]
+    fn a_shape_that_the_kernel_cannot_compute_has_no_launches() {
+        let launches = |shape: &LoraGradients| shape.launches(&mut Workspace::new(Address::NULL));
+        assert!(launches(&shape(64, 64, 16)).is_some());
+        for bad in [shape(64, 60, 16), shape(0, 64, 16), shape(64, 64, 65)] {
+            assert!(!bad.fits() && launches(&bad).is_none(), "{bad:?}");
+        }
+        let wide = LoraGradients {
+            dtype: DType::F32,
+            ..shape(64, 64, 16)
+        };
+        assert!(launches(&wide).is_none());
+    }
+
     #[test]
     fn every_row_and_column_is_in_one_block_and_partial_sums_are_bounded() {
         for (t, n, r) in [
@@ -188,21 +222,7 @@ mod tests {
             (8192, 4096, 64),
             (8192, 13696, 50),
         ] {
-            let shape = LoraGradients {
-                dtype: DType::BF16,
-                t,
-                n,
-                r,
-                padded_rank: usize::next_multiple_of(r, 16),
-                line: usize::next_multiple_of(r, 16),
-                rows: Address::NULL,
-                dy: Address::NULL,
-                s: Address::NULL,
-                lora_b: Address::NULL,
-                scale: 1.0,
-                ds: Address::NULL,
-                d_lora_b: Address::NULL,
-            };
+            let shape = shape(t, n, r);
             let [slices, ranges, rows] = shape.cut();
             assert!(shape.fits() && rows.is_multiple_of(ROWS));
             assert!(slices * SLICE >= n && (slices - 1) * SLICE < n);

@@ -109,6 +109,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         offload,
         world_size,
         ranks_here: ranks_here(args, env, world_size),
+        ranks_per_gpu: None,
         comm_timeout_seconds: args.comm_timeout.unwrap_or(defaults::COMM_TIMEOUT_SECONDS),
         device: chosen.device,
         gpus: chosen.gpus.clone(),

@@ -23,7 +23,8 @@ use crate::model::setup::shapes;
 use crate::plan::disk_check::DiskCheck;
 use crate::plan::rank_memory::{plan_event, upload_line};
 use crate::plan::{
-    Settled, adapter_line, backward_line, backward_share, forward_line, pixel_line, resume,
+    DESCRIBED_MULTIPROCESSORS, Settled, adapter_line, backward_line, backward_share, forward_line,
+    pixel_line, resume,
 };
 use crate::rank_env::{Env, Variables};
 use crate::ui::{Event, lines};
@@ -34,8 +35,6 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Number of multiprocessors of described GPUs: that of an H100. Scratch memory differs little between kinds.
-const DESCRIBED_MULTIPROCESSORS: u32 = 132;
 /// Placeholder path of the data if the command line names none.
 const NO_DATA: &str = "made-up-sample";
 

@@ -11,9 +11,17 @@ const VENDOR: &str = "0x10de";
 /// PCI classes of graphics devices: VGA controllers and 3D controllers.
 const CLASSES: [&str; 2] = ["0x0300", "0x0302"];
 
+/// Libraries to search for. The search maps what it finds into this process.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Libraries {
+    All,
+    /// All but NCCL.
+    OfRuns,
+}
+
 /// Gathers facts from the kernel and, if CUDA support is built in, from driver and libraries.
-pub(super) fn gather(search_paths: &CudaSearchPaths) -> (Cuda, Vec<Gpu>) {
-    let (mut cuda, gpus) = ask(directories(search_paths));
+pub(super) fn gather(search_paths: &CudaSearchPaths, which: Libraries) -> (Cuda, Vec<Gpu>) {
+    let (mut cuda, gpus) = ask(directories(search_paths), which);
     cuda.pci_devices = pci_devices(Path::new("/sys/bus/pci/devices"));
     cuda.kernel_module = fs::read_to_string("/proc/driver/nvidia/version")
         .ok()
@@ -73,10 +81,17 @@ fn module_version(text: &str) -> Option<String> {
 /// Merges two lists: the GPUs visible to CUDA, completed with facts from NVML, then the GPUs visible to NVML only.
 fn merged(mut shown: Vec<Gpu>, mut managed: Vec<Gpu>) -> Vec<Gpu> {
     for gpu in &mut shown {
+        // NVML lists the GPU of a MIG instance, whose memory is not the instance's.
+        let is_whole = |other: &Gpu| is_unknown_or_same(&gpu.uuid, &other.uuid);
         let place = managed.iter().position(|other| is_same(gpu, other));
-        let Some(other) = place.map(|place| managed.remove(place)) else {
+        let Some(mut other) = place.map(|place| managed.remove(place)) else {
             continue;
         };
+        if !is_whole(&other) {
+            other.used_bytes = None;
+            other.free_bytes = None;
+            other.processes = None;
+        }
         *gpu = Gpu {
             ordinal: gpu.ordinal,
             name: gpu.name.take().or(other.name),
@@ -105,12 +120,24 @@ fn merged(mut shown: Vec<Gpu>, mut managed: Vec<Gpu>) -> Vec<Gpu> {
     shown
 }
 
-/// Whether two entries are the same GPU. CUDA and NVML write UUIDs and bus ids with different prefixes.
+/// A UUID without the prefix in which CUDA and NVML differ.
+fn plain(uuid: &str) -> String {
+    let text = uuid.to_ascii_lowercase();
+    text.trim_start_matches("gpu-").to_string()
+}
+
+/// Whether two UUIDs are equal, as far as both are known.
+fn is_unknown_or_same(one: &Option<String>, other: &Option<String>) -> bool {
+    match (one, other) {
+        (Some(one), Some(other)) => plain(one) == plain(other),
+        _ => true,
+    }
+}
+
+/// Whether two entries are the same GPU, or one is a part of the other. CUDA and NVML write bus ids with different
+/// prefixes.
 fn is_same(one: &Gpu, other: &Gpu) -> bool {
-    let uuid = |gpu: &Gpu| {
-        let text = gpu.uuid.as_ref()?.to_ascii_lowercase();
-        Some(text.trim_start_matches("gpu-").to_string())
-    };
+    let uuid = |gpu: &Gpu| gpu.uuid.as_deref().map(plain);
     let bus = |gpu: &Gpu| {
         let text = gpu.pci_bus_id.as_ref()?.to_ascii_lowercase();
         Some(text.trim_start_matches('0').to_string())
@@ -120,7 +147,7 @@ fn is_same(one: &Gpu, other: &Gpu) -> bool {
 }
 
 #[cfg(not(feature = "cuda"))]
-fn ask(search: SearchFacts) -> (Cuda, Vec<Gpu>) {
+fn ask(search: SearchFacts, _which: Libraries) -> (Cuda, Vec<Gpu>) {
     let cuda = Cuda {
         problem: Some("this build has no CUDA support".to_string()),
         search,
@@ -130,10 +157,14 @@ fn ask(search: SearchFacts) -> (Cuda, Vec<Gpu>) {
 }
 
 #[cfg(feature = "cuda")]
-fn ask(search: SearchFacts) -> (Cuda, Vec<Gpu>) {
+fn ask(search: SearchFacts, which: Libraries) -> (Cuda, Vec<Gpu>) {
+    use kernels::cuda::library::Library;
     use kernels::cuda::{nvml, probe};
 
-    let probed = probe::probe(&built_in::search(&search));
+    let mut libraries = Library::ALL.to_vec();
+    libraries.retain(|library| which == Libraries::All || *library != Library::Nccl);
+    let places = built_in::search(&search);
+    let probed = probe::probe_for(&libraries, &places);
     let managed = nvml::read(&search.directories);
     let mut libraries: Vec<_> = probed.libraries.iter().map(built_in::library).collect();
     libraries.insert(libraries.len().min(1), built_in::management(&managed));
@@ -150,8 +181,16 @@ fn ask(search: SearchFacts) -> (Cuda, Vec<Gpu>) {
         ..Cuda::default()
     };
     let shown = probed.devices.iter().map(built_in::shown).collect();
-    let managed = managed.gpus.iter().flatten().map(built_in::managed);
-    (cuda, merged(shown, managed.collect()))
+    let all = managed.gpus.iter().flatten().map(built_in::managed);
+    let mut gpus = merged(shown, all.collect());
+    if managed.gpus.is_ok() {
+        // NVML knows the memory of whole GPUs only.
+        for gpu in gpus.iter_mut().filter(|gpu| gpu.free_bytes.is_none()) {
+            let free = |ordinal| probe::free_bytes(ordinal, &places);
+            gpu.free_bytes = gpu.ordinal.and_then(free);
+        }
+    }
+    (cuda, gpus)
 }
 
 /// Conversion of the results of crate `kernels` to facts.
@@ -339,6 +378,26 @@ mod tests {
             (all[0].free_bytes, all[0].uuid.as_deref()),
             (Some(7), Some("GPU-cc"))
         );
+    }
+
+    #[test]
+    fn an_instance_of_a_gpu_does_not_have_the_memory_of_the_whole() {
+        let instance = Gpu {
+            memory_bytes: Some(10),
+            ..gpu(Some(0), None, Some("GPU-part"), Some("0000:01:00.0"))
+        };
+        let whole = Gpu {
+            memory_bytes: Some(80),
+            free_bytes: Some(70),
+            used_bytes: Some(10),
+            processes: Some(Vec::new()),
+            ..gpu(None, Some(3), Some("GPU-whole"), Some("00000000:01:00.0"))
+        };
+        let all = merged(vec![instance], vec![whole]);
+        assert_eq!(all.len(), 1);
+        assert_eq!((all[0].index, all[0].memory_bytes), (Some(3), Some(10)));
+        assert_eq!((all[0].free_bytes, all[0].used_bytes), (None, None));
+        assert_eq!(all[0].processes, None);
     }
 
     #[test]

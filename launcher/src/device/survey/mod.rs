@@ -19,13 +19,14 @@ pub(crate) use host::{instruction_sets, libc};
 /// Collects all facts about this machine and its environment variables. It never fails: a value that cannot
 /// be read is absent.
 pub fn gather(variables: &Variables) -> Facts {
-    let (cuda, gpus) = survey_gpus(variables);
+    let (cuda, gpus) = cuda::gather(&search_paths(variables), cuda::Libraries::All);
     facts(variables, cuda, gpus)
 }
 
-/// Collects facts about driver, libraries and GPUs only.
+/// Collects facts about GPUs, driver and the libraries that a run may need before ranks meet: all but NCCL, which
+/// only a rank of its process group opens.
 pub(crate) fn survey_gpus(variables: &Variables) -> (facts::Cuda, Vec<facts::Gpu>) {
-    cuda::gather(&search_paths(variables))
+    cuda::gather(&search_paths(variables), cuda::Libraries::OfRuns)
 }
 
 /// Search path for CUDA's libraries, with the directories that the environment `variables` name.

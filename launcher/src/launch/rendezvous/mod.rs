@@ -1,6 +1,7 @@
 //! Rendezvous of the ranks of a run: over shared memory on one machine, TCP on several, or MPI.
 
 mod failures;
+mod gpus;
 mod machine;
 mod port;
 mod token;
@@ -22,6 +23,7 @@ use crate::launch::hostfile::host_name;
 use crate::launch::rank::StopFlag;
 use crate::launch::supervisor::job::fresh_token;
 use crate::rank_env::{DEFAULT_PORT, RankEnv};
+pub(crate) use gpus::ranks_per_gpu;
 use machine::Machine;
 use serde_json::Value;
 

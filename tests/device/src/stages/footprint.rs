@@ -12,7 +12,7 @@ use kernels::cuda::backend::graphs::{Mode, Replaying};
 use kernels::cuda::gpu::Gpu;
 use kernels::cuda::image::Cache;
 use kernels::cuda::{CudaBackend, CudaError};
-use kernels::footprint::{DEVICE_BYTES, HOST_BYTES};
+use kernels::footprint::{HOST_BYTES, device_bytes};
 use kernels::{Backend, CpuBackend, DType, MatmulArgs, Tag, Transpose};
 use serde::{Deserialize, Serialize};
 
@@ -104,7 +104,7 @@ pub(super) fn measure(setting: &Setting, gpu: &Gpu, report: &mut Report) -> Resu
         most.host = most.host.max(took.host);
         most.device = most.device.max(took.device);
     }
-    judge(report, most);
+    judge(report, most, gpu.facts().multiprocessors);
     Ok(())
 }
 
@@ -147,7 +147,7 @@ fn rows(report: &mut Report, which: &str, readings: &[Reading], free: u64) {
 }
 
 /// Adds rows with both figures and the plan's, and a failure for each estimate that is far off.
-fn judge(report: &mut Report, took: Footprint) {
+fn judge(report: &mut Report, took: Footprint, multiprocessors: u32) {
     for (what, name, measured, planned) in [
         (
             "host memory of a process that uses CUDA",
@@ -159,7 +159,7 @@ fn judge(report: &mut Report, took: Footprint) {
             "memory of the GPU beside the arena",
             "context bytes",
             took.device,
-            DEVICE_BYTES,
+            device_bytes(multiprocessors),
         ),
     ] {
         let off = planned as f64 / (measured as f64).max(1.0) - 1.0;
@@ -260,7 +260,7 @@ mod tests {
     fn judged(readings: &[Reading]) -> Report {
         let mut report = Report::new("probe");
         rows(&mut report, "kernels at hand", readings, 10_000 * MIB);
-        judge(&mut report, Footprint::of(readings, 10_000 * MIB));
+        judge(&mut report, Footprint::of(readings, 10_000 * MIB), 132);
         report
     }
 

@@ -28,10 +28,12 @@ pub fn run(setting: &Setting) -> Report {
     report.part("graphs", |report| {
         let alone = CudaBackend::new(Arc::new(setting.gpu()?), ARENA_BYTES)?;
         let inner = Arc::new(setting.gpu()?);
-        let replaying = Arc::new(Replaying::<Gpu>::new(inner, Mode::On));
+        let replaying = Arc::new(Replaying::<Gpu>::new(inner.clone(), Mode::On));
         let device = CudaBackend::new(replaying.clone(), ARENA_BYTES)?;
         let weight = Operands::new(3).normal("weight", WIDTH * WIDTH, 0.1);
         let mut seconds = [0.0; 2];
+        let free = || Ok::<_, anyhow::Error>(inner.memory_info()?.0 as f64);
+        let mut before = 0.0;
         let mut results = [Vec::new(), Vec::new()];
         for (place, device) in [&alone, &device].into_iter().enumerate() {
             let shape = Shape::new(&[WIDTH, WIDTH]);
@@ -40,6 +42,10 @@ pub fn run(setting: &Setting) -> Report {
             // Compiles kernels and makes graphs before the measurement.
             for number in 0..4 {
                 results[place].push(round(device, &weight, number)?);
+                if number == 0 {
+                    // Kernels are loaded, and nothing was repeated yet.
+                    before = free()?;
+                }
             }
             let begun = Instant::now();
             for number in 0..ROUNDS {
@@ -68,6 +74,13 @@ pub fn run(setting: &Setting) -> Report {
             "graphs and replays",
             format!("{}, {}", counts.graphs, counts.replays),
             "",
+        );
+        // The plan counts it within the part of CUDA itself.
+        let nodes = counts.graphs as f64 * counts.replayed as f64 / counts.replays as f64;
+        report.row(
+            "memory of a node of a graph",
+            format!("{:.0} bytes", (before - free()?).max(0.0) / nodes),
+            format!("{nodes:.0} nodes in {} graphs", counts.graphs),
         );
         Ok(())
     });
