@@ -13,6 +13,7 @@ pub mod device;
 pub mod error;
 #[doc(hidden)]
 pub mod fuzzing;
+pub mod lang;
 pub mod launch;
 pub mod memory;
 mod model;

@@ -250,6 +250,7 @@ impl Bench {
             .env("TMPDIR", self.path("tmp"))
             .env("XDG_CACHE_HOME", &self.cache)
             .env_remove("RUST_LOG")
+            .env("LC_ALL", "C")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::piped());

@@ -1,16 +1,8 @@
 //! The arguments of `launcher explain`.
 
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 
-/// Language of the text that `launcher explain` prints.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
-pub enum Lang {
-    /// Language of the page
-    #[default]
-    En,
-    /// Chinese.
-    Zh,
-}
+use crate::lang::Lang;
 
 /// What the user typed after `launcher explain`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Parser)]
@@ -24,6 +16,6 @@ pub struct ExplainArgs {
     /// An error code such as E05; without it every code is listed
     pub code: Option<String>,
     /// Language of the page
-    #[arg(long, value_enum, value_name = "LANG")]
+    #[arg(long, value_enum, ignore_case = true, value_name = "LANG")]
     pub lang: Option<Lang>,
 }

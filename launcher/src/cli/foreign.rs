@@ -1,26 +1,68 @@
 //! Flags of the Hugging Face trainers that do not exist here.
 
-const COLUMNS: &str = "samples are read by --data-format, not by columns";
-const FAMILY: &str = "the family is read from config.json";
-const ALWAYS_TRAIN: &str = "a run trains, and evaluates where --eval-data is given";
-const RECOMPUTE: &str =
-    "activations are recomputed block by block; --checkpoint-activations says where";
-const EVAL_PRECISION: &str = "evaluation uses the precision of the run";
-const GENERATED: &str = "evaluation generates answers, at every stage";
-const RUN_DIRECTORY: &str = "all files of a run are in --output";
-const NEVER_OVERWRITTEN: &str = "a directory that holds another run is never overwritten";
-const LOADER: &str = "the program chooses loader threads and prefetch";
-const RANKS: &str = "the program starts and connects ranks";
-const LOCAL_RANK: &str =
-    "the rank is read from the environment, where the launcher that sets this flag put it too";
-const NO_PYTHON: &str = "this program has no Python and no torch";
-const HUB: &str = "nothing is sent anywhere";
-const SCREEN: &str = "the screen adapts to the terminal";
-const SAVED: &str = "checkpoints are safetensors with sharded state";
-const METRICS: &str = "always measured";
+use crate::lang::{Both, both};
+
+const COLUMNS: Both = both(
+    "samples are read by --data-format, not by columns",
+    "样本按 --data-format 读取，而不是按列",
+);
+const FAMILY: Both = both(
+    "the family is read from config.json",
+    "模型系列由 config.json 读出",
+);
+const ALWAYS_TRAIN: Both = both(
+    "a run trains, and evaluates where --eval-data is given",
+    "运行总是训练，给出 --eval-data 时还会评估",
+);
+const RECOMPUTE: Both = both(
+    "activations are recomputed block by block; --checkpoint-activations says where",
+    "激活按块重算；--checkpoint-activations 指定范围",
+);
+const EVAL_PRECISION: Both = both(
+    "evaluation uses the precision of the run",
+    "评估使用运行的精度",
+);
+const GENERATED: Both = both(
+    "evaluation generates answers, at every stage",
+    "评估会生成回答，在每个 ZeRO 阶段都如此",
+);
+const RUN_DIRECTORY: Both = both(
+    "all files of a run are in --output",
+    "运行的所有文件都在 --output 中",
+);
+const NEVER_OVERWRITTEN: Both = both(
+    "a directory that holds another run is never overwritten",
+    "从不覆盖含有另一次运行的目录",
+);
+const LOADER: Both = both(
+    "the program chooses loader threads and prefetch",
+    "加载线程和预取由程序决定",
+);
+const RANKS: Both = both(
+    "the program starts and connects ranks",
+    "各 rank 由程序启动和连接",
+);
+const LOCAL_RANK: Both = both(
+    "the rank is read from the environment, where the launcher that sets this flag put it too",
+    "rank 从环境变量读取，设置该参数的启动器也把它放在那里",
+);
+const NO_PYTHON: Both = both(
+    "this program has no Python and no torch",
+    "本程序不使用 Python 和 torch",
+);
+const HUB: Both = both("nothing is sent anywhere", "不会向任何地方发送内容");
+const SCREEN: Both = both("the screen adapts to the terminal", "屏幕输出会适应终端");
+const SAVED: Both = both(
+    "checkpoints are safetensors with sharded state",
+    "检查点是 safetensors，训练状态分片保存",
+);
+const METRICS: Both = both("always measured", "总是测量");
 
 /// Why a report to another program has no effect.
-pub(crate) const OTHER_REPORT: &str = "no other program is reported to; --report-to tensorboard writes event files, which `wandb sync` reads";
+pub(crate) const OTHER_REPORT: Both = both(
+    "no other program is reported to; --report-to tensorboard writes event files, which `wandb sync` reads",
+    "不向其他程序报告；--report-to tensorboard 会写出事件文件，`wandb sync` 可以读取",
+);
 /// Values of `report_to` in transformers and its relatives that name programs.
 const REPORTS: [&str; 12] = [
     "all",
@@ -48,7 +90,7 @@ pub(crate) fn without_other_reports(value: &str) -> Option<String> {
 
 /// Flags of other trainers, such as Hugging Face's, that are accepted but have no effect: (name in
 /// snake_case, reason). The reason is shown to the user.
-pub const IGNORED: &[(&str, &str)] = &[
+pub const IGNORED: &[(&str, Both)] = &[
     ("remove_unused_columns", COLUMNS),
     ("label_names", COLUMNS),
     ("length_column_name", COLUMNS),
@@ -111,9 +153,9 @@ pub struct Restricted {
     /// Accepted values of the flag: those that match what this program does anyway, so they have no effect.
     pub neutral: &'static [&'static str],
     /// Why other values of the flag are refused, for the error message.
-    pub reason: &'static str,
+    pub reason: Both,
     /// What the user can do instead of giving a refused value, for the error message.
-    pub next: &'static str,
+    pub next: Both,
 }
 
 /// Flags of other trainers that are refused unless their value matches what this program does anyway.
@@ -121,55 +163,76 @@ pub const RESTRICTED: &[Restricted] = &[
     Restricted {
         name: "q_lora",
         neutral: &["false"],
-        reason: "quantized base weights are not available",
-        next: "--use-lora with --zero 3 --offload cpu",
+        reason: both(
+            "quantized base weights are not available",
+            "不支持量化的基座权重",
+        ),
+        next: both(
+            "--use-lora with --zero 3 --offload cpu",
+            "--use-lora，并加上 --zero 3 --offload cpu",
+        ),
     },
     Restricted {
         name: "lora_bias",
         neutral: &["none"],
-        reason: "adapters leave biases alone",
-        next: "--lora_bias none",
+        reason: both("adapters leave biases alone", "适配器不训练偏置"),
+        next: both("--lora_bias none", "--lora_bias none"),
     },
     Restricted {
         name: "optim",
         neutral: &["adamw", "adamw_hf", "adamw_torch", "adamw_torch_fused"],
-        reason: "the optimizer is AdamW",
-        next: "--optim adamw_torch",
+        reason: both("the optimizer is AdamW", "优化器是 AdamW"),
+        next: both("--optim adamw_torch", "--optim adamw_torch"),
     },
     Restricted {
         name: "scale_resolution",
         neutral: &["448"],
-        reason: "slices have the size that config.json names",
-        next: "leave the flag out",
+        reason: both(
+            "slices have the size that config.json names",
+            "切片大小由 config.json 指定",
+        ),
+        next: both("leave the flag out", "请去掉该参数"),
     },
     Restricted {
         name: "label_smoothing_factor",
         neutral: &["0", "0.0"],
-        reason: "the loss is plain cross entropy",
-        next: "--label_smoothing_factor 0",
+        reason: both("the loss is plain cross entropy", "损失是普通的交叉熵"),
+        next: both("--label_smoothing_factor 0", "--label_smoothing_factor 0"),
     },
     Restricted {
         name: "load_best_model_at_end",
         neutral: &["false"],
-        reason: "checkpoints are kept up to --save-total-limit; none is loaded back",
-        next: "choose a checkpoint by eval_results.json",
+        reason: both(
+            "checkpoints are kept up to --save-total-limit; none is loaded back",
+            "检查点最多保留 --save-total-limit 个；不会重新加载其中任何一个",
+        ),
+        next: both(
+            "choose a checkpoint by eval_results.json",
+            "请根据 eval_results.json 选择检查点",
+        ),
     },
     Restricted {
         name: "group_by_length",
         neutral: &["false"],
-        reason: "the order of samples depends on seed and epoch only",
-        next: "leave the flag out",
+        reason: both(
+            "the order of samples depends on seed and epoch only",
+            "样本的顺序只取决于种子和 epoch",
+        ),
+        next: both("leave the flag out", "请去掉该参数"),
     },
     Restricted {
         name: "dataloader_drop_last",
         neutral: &["false"],
-        reason: "no sample is dropped",
-        next: "leave the flag out",
+        reason: both("no sample is dropped", "不会丢弃样本"),
+        next: both("leave the flag out", "请去掉该参数"),
     },
     Restricted {
         name: "fsdp",
         neutral: &["", "false"],
-        reason: "sharding is chosen by the ZeRO stage",
-        next: "--zero 3",
+        reason: both(
+            "sharding is chosen by the ZeRO stage",
+            "分片方式由 ZeRO 阶段决定",
+        ),
+        next: both("--zero 3", "--zero 3"),
     },
 ];

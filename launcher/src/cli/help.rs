@@ -161,7 +161,7 @@ pub(super) fn asked_for(
             };
             let command = subcommand.own_command();
             let mut command = command.after_help(format!(
-                "{training}Every subcommand takes --error-format human or json"
+                "{training}Every subcommand takes --error-format human or json, and --lang en or zh"
             ));
             Ok(Some(command.render_help().to_string()))
         }

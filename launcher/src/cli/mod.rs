@@ -36,13 +36,14 @@ use crate::config::{
 };
 use crate::error::Failure;
 use crate::error::format::ErrorFormat;
+use crate::lang::{Lang, Text, both};
 use crate::rank_env::identity::RankIs;
 use crate::units::parse_bytes;
 
 pub use bench::BenchNvmeArgs;
 pub use ckpt::{CkptCommand, CkptConsolidateArgs, CkptLsArgs, CkptReshardArgs, CkptVerifyArgs};
 pub use data_check::DataCheckArgs;
-pub use explain::{ExplainArgs, Lang};
+pub use explain::ExplainArgs;
 pub use explain_config::ExplainConfigArgs;
 pub use export::{ExportArgs, ExportDtype};
 pub use foreign::{IGNORED, RESTRICTED};
@@ -533,6 +534,15 @@ pub struct Args {
         help_heading = "Saving, evaluation, logs"
     )]
     pub error_format: Option<ErrorFormat>,
+    /// Language of messages; by default that of the locale; every subcommand takes this flag
+    #[arg(
+        long,
+        value_enum,
+        ignore_case = true,
+        value_name = "LANG",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub lang: Option<Lang>,
     /// Continue a run: its directory, a checkpoint, or auto
     ///
     /// The directory alone gives all settings; flags override them. auto looks in --output.
@@ -762,7 +772,7 @@ fn resume_word(text: &str) -> Result<String, String> {
     })
 }
 
-fn workers(text: &str) -> Result<Workers, String> {
+fn workers(text: &str) -> Result<Workers, Text> {
     text.parse()
 }
 
@@ -782,11 +792,17 @@ fn usage_from(error: &clap::Error) -> Failure {
         .unwrap_or("bad command line")
         .trim_start_matches("error: ");
     let detail = lines.find(|line| line.starts_with('['));
-    let mut failure = Failure::usage(title, "a flag has a value it does not take");
+    let mut failure = Failure::usage(
+        title,
+        both("a flag has a value it does not take", "某个参数的值不可用"),
+    );
     if let Some(detail) = detail {
         failure = failure.evidence(detail);
     }
-    failure.next("`launcher --help-all` lists every flag")
+    failure.next(both(
+        "`launcher --help-all` lists every flag",
+        "`launcher --help-all` 会列出每个参数",
+    ))
 }
 
 #[cfg(test)]
@@ -826,7 +842,7 @@ mod tests {
             names.join(" "),
             "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers dataset dataset-dir deepspeed defaults device \
              device-memory-limit elastic error-format eval-data eval-dataset eval-steps eval-strategy exclude exif-rotation find-batch fp16 freeze global-batch-size grad-dtype \
-             gradient-accumulation-steps gradient-checkpointing host-memory-limit host-reserve hostfile hysteresis image-dir image-max-pixels image-min-pixels include init initial-scale-power inject learning-rate \
+             gradient-accumulation-steps gradient-checkpointing host-memory-limit host-reserve hostfile hysteresis image-dir image-max-pixels image-min-pixels include init initial-scale-power inject lang learning-rate \
              limit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
              lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps min-loss-scale model \
              model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \

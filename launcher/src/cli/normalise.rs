@@ -11,6 +11,7 @@ use super::trainers::{self, Effect, Meaning, Trainer};
 use super::{ALIASES, Args, OTHER_REPORT, without_other_reports};
 use crate::error::Failure;
 use crate::error::format::{self, ErrorFormat};
+use crate::lang::{self, Both, Lang, Text, both, text};
 
 /// Note for the user on a flag that is accepted but has no effect.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -18,7 +19,7 @@ pub struct Note {
     /// The flag as typed.
     pub flag: String,
     /// Why the flag has no effect.
-    pub reason: String,
+    pub reason: Text,
 }
 
 /// A subcommand.
@@ -73,10 +74,18 @@ impl Subcommand {
     }
 
     /// Command line that shows the help of this subcommand.
-    fn help(self) -> String {
+    fn help(self) -> Text {
         match self {
-            Self::Train => "`launcher --help-all` lists every flag".to_string(),
-            _ => format!("`launcher {} --help` lists every flag", self.name()),
+            Self::Train => both(
+                "`launcher --help-all` lists every flag",
+                "`launcher --help-all` 会列出每个参数",
+            )
+            .into(),
+            _ => text!(
+                "`launcher {} --help` lists every flag",
+                "`launcher {} --help` 会列出每个参数",
+                self.name()
+            ),
         }
     }
 }
@@ -137,8 +146,8 @@ pub(super) fn normalise(
                 continue;
             }
             return Err(Failure::usage(
-                format!("unexpected argument '{word}'"),
-                "only flags follow here",
+                text!("unexpected argument '{word}'", "多余的参数 '{word}'"),
+                both("only flags follow here", "这里只能有以 -- 开头的参数"),
             )
             .next(subcommand.help()));
         };
@@ -169,15 +178,15 @@ pub(super) fn normalise(
                 }
                 let Some(value) = values.pop() else {
                     return Err(Failure::usage(
-                        format!("{spelled} needs a value"),
-                        "none follows it",
+                        text!("{spelled} needs a value", "{spelled} 缺少有效的值"),
+                        both("none follows it", "后面没有值"),
                     )
                     .next(subcommand.help()));
                 };
                 match without_effect(flag, &value, trainer) {
                     Some(reason) => line.notes.push(Note {
                         flag: format!("{spelled} {value}"),
-                        reason: reason.to_owned(),
+                        reason: reason.into(),
                     }),
                     None if arity == Arity::List => {
                         line.args.push(format!("--{flag}={value}"));
@@ -208,10 +217,32 @@ pub(super) fn normalise(
                 let value = values.pop().or_else(|| rest.next().map(str::to_string));
                 if value.as_deref().and_then(ErrorFormat::named).is_none() {
                     return Err(Failure::usage(
-                        format!("{spelled} needs a value"),
-                        "failures are printed for people or for programs",
+                        text!("{spelled} needs a value", "{spelled} 缺少有效的值"),
+                        both(
+                            "failures are printed for people or for programs",
+                            "失败信息可以面向人或面向程序显示",
+                        ),
                     )
-                    .next(format!("{spelled} human, or {spelled} json")));
+                    .next(text!(
+                        "{spelled} human, or {spelled} json",
+                        "{spelled} human，或 {spelled} json"
+                    )));
+                }
+            }
+            None if key == lang::FLAG => {
+                let value = values.pop().or_else(|| rest.next().map(str::to_string));
+                if value.as_deref().and_then(Lang::named).is_none() {
+                    return Err(Failure::usage(
+                        text!("{spelled} needs a value", "{spelled} 缺少有效的值"),
+                        both(
+                            "messages are in English or in Chinese",
+                            "消息可以用英文或中文显示",
+                        ),
+                    )
+                    .next(text!(
+                        "{spelled} en, or {spelled} zh",
+                        "{spelled} en，或 {spelled} zh"
+                    )));
                 }
             }
             None if !takes_recipes => {
@@ -264,11 +295,12 @@ fn take_values<'a>(
 
 /// Why a value of one of this program's flags has no effect: names of other trainers' templates and of programs that
 /// this program does not report to.
-fn without_effect(flag: &str, value: &str, trainer: Option<Trainer>) -> Option<&'static str> {
+fn without_effect(flag: &str, value: &str, trainer: Option<Trainer>) -> Option<Both> {
     match flag {
-        "template" if trainer.is_some() && !is_value("template", value) => {
-            Some("the chat template of the model directory is used")
-        }
+        "template" if trainer.is_some() && !is_value("template", value) => Some(both(
+            "the chat template of the model directory is used",
+            "使用模型目录中的对话模板",
+        )),
         "report-to" if without_other_reports(value).is_none() => Some(OTHER_REPORT),
         _ => None,
     }
@@ -290,20 +322,24 @@ fn recipe_key(
         [] => "true".to_owned(),
         values => values.join(","),
     };
-    let note = |reason: &str| Note {
+    let note = |reason: Text| Note {
         flag: spelled.to_owned(),
-        reason: reason.to_owned(),
+        reason,
     };
     match meaning.effect(&text) {
         Effect::Flag("", _) => {}
         Effect::Flag(flag, value) => push(line, seen, flag, spelled, value)?,
-        Effect::Here(reason) => line
-            .notes
-            .push(note(&format!("{text} is how it is done here: {reason}"))),
-        Effect::Unused(reason) => line.notes.push(note(reason)),
+        Effect::Here(reason) => line.notes.push(note(text!(
+            "{text} is how it is done here: {reason}",
+            "{text} 正是这里的做法：{reason}"
+        ))),
+        Effect::Unused(reason) => line.notes.push(note(reason.into())),
         Effect::Refused(why) => {
             return Err(Failure::usage(
-                format!("{spelled} {text} is not available"),
+                text!(
+                    "{spelled} {text} is not available",
+                    "{spelled} {text} 不可用"
+                ),
                 why,
             ));
         }
@@ -336,17 +372,30 @@ fn subcommand_of<'a>(
     if let Some((subcommand, _)) = actions.first() {
         let actions: Vec<String> = actions.iter().map(|(_, a)| format!("`{a}`")).collect();
         return Err(Failure::usage(
-            format!("`launcher {first}` needs to know what to do"),
-            format!("after `{first}` comes {}", actions.join(", ")),
+            text!(
+                "`launcher {first}` needs to know what to do",
+                "`launcher {first}` 需要知道要做什么"
+            ),
+            text!(
+                "after `{first}` comes {}",
+                "`{first}` 之后可以是 {}",
+                actions.join(", ")
+            ),
         )
         .next(subcommand.help()));
     }
     let nearest = nearest(first, first_words()).unwrap_or("train");
     Err(Failure::usage(
-        format!("unknown subcommand '{first}'"),
-        "the first word names a subcommand; without one the program trains",
+        text!("unknown subcommand '{first}'", "未知的子命令 '{first}'"),
+        both(
+            "the first word names a subcommand; without one the program trains",
+            "第一个词是子命令的名称；没有子命令时程序进行训练",
+        ),
     )
-    .next(format!("did you mean `launcher {nearest}`?")))
+    .next(text!(
+        "did you mean `launcher {nearest}`?",
+        "您是否想用 `launcher {nearest}`？"
+    )))
 }
 
 /// Adds a flag. A repeated flag takes its last value; another spelling of it must agree.
@@ -368,10 +417,13 @@ fn push(
         (Some(at), Some(first)) => {
             let known = &line.args[at][start.len()..];
             Err(Failure::usage(
-                format!("{first} {known} and {spelled} {value} contradict each other"),
-                "both set the same thing",
+                text!(
+                    "{first} {known} and {spelled} {value} contradict each other",
+                    "{first} {known} 与 {spelled} {value} 互相矛盾"
+                ),
+                both("both set the same thing", "两者设定的是同一项"),
             )
-            .next("keep one of them"))
+            .next(both("keep one of them", "请只保留其中一个")))
         }
         _ => {
             line.args.push(word);
@@ -392,7 +444,7 @@ fn foreign(key: &str, spelled: &str, values: &[String]) -> Result<Option<Note>, 
     if let Some((_, reason)) = IGNORED.iter().find(|(name, _)| *name == key) {
         return Ok(Some(Note {
             flag: spelled.to_string(),
-            reason: (*reason).to_string(),
+            reason: (*reason).into(),
         }));
     }
     if let Some(rule) = RESTRICTED.iter().find(|rule| rule.name == key) {
@@ -404,13 +456,17 @@ fn foreign(key: &str, spelled: &str, values: &[String]) -> Result<Option<Note>, 
         {
             return Ok(Some(Note {
                 flag: spelled.to_string(),
-                reason: format!("{value} is how it is done here"),
+                reason: text!("{value} is how it is done here", "{value} 正是这里的做法"),
             }));
         }
-        return Err(
-            Failure::usage(format!("{spelled} {value} is not available"), rule.reason)
-                .next(rule.next),
-        );
+        return Err(Failure::usage(
+            text!(
+                "{spelled} {value} is not available",
+                "{spelled} {value} 不可用"
+            ),
+            rule.reason,
+        )
+        .next(rule.next));
     }
     Ok(None)
 }
@@ -421,9 +477,9 @@ pub(crate) enum FileKey {
     /// This flag, in kebab-case.
     Flag(String),
     /// A flag of other trainers without effect, with the reason.
-    Unused(&'static str),
+    Unused(Both),
     /// A flag that is accepted with these values only; the texts are the reason and what to do instead.
-    Only(&'static [&'static str], &'static str, &'static str),
+    Only(&'static [&'static str], Both, Both),
     /// An unknown key, with the nearest name if there is one.
     Unknown(Option<String>),
 }
@@ -437,7 +493,7 @@ pub(crate) fn file_key(key: &str) -> FileKey {
         return FileKey::Flag(flag.to_owned());
     }
     if let Some((_, reason)) = IGNORED.iter().find(|(name, _)| *name == key) {
-        return FileKey::Unused(reason);
+        return FileKey::Unused(*reason);
     }
     match RESTRICTED.iter().find(|rule| rule.name == key) {
         Some(rule) => FileKey::Only(rule.neutral, rule.reason, rule.next),
@@ -451,12 +507,16 @@ fn unknown(flags: &[(String, String)], known: &Known) -> Failure {
     let one = spelled.len() == 1;
     let mut failure = match one {
         true => Failure::usage(
-            format!("unknown flag {}", spelled[0]),
-            "no flag has this name",
+            text!("unknown flag {}", "未知的参数 {}", spelled[0]),
+            both("no flag has this name", "没有这个名称的参数"),
         ),
         false => Failure::usage(
-            format!("unknown flags {}", spelled.join(", ")),
-            format!("no flags have these {} names", spelled.len()),
+            text!("unknown flags {}", "未知的参数 {}", spelled.join(", ")),
+            text!(
+                "no flags have these {} names",
+                "这 {} 个名称都没有对应的参数",
+                spelled.len()
+            ),
         ),
     };
     let mut without = false;
@@ -474,7 +534,10 @@ fn unknown(flags: &[(String, String)], known: &Known) -> Failure {
         } else {
             format!("{spelled}: ")
         };
-        failure = failure.next(format!("{place}did you mean --{name}?"));
+        failure = failure.next(text!(
+            "{place}did you mean --{name}?",
+            "{place}您是否想用 --{name}？"
+        ));
     }
     match without {
         true => failure.next(known.subcommand.help()),

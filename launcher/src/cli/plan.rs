@@ -1,5 +1,6 @@
 //! The arguments of `launcher plan`: every flag of training, and what to plan for.
 
+use crate::lang::{Text, both, text};
 use std::str::FromStr;
 
 use clap::{CommandFactory, FromArgMatches, Parser};
@@ -18,14 +19,19 @@ pub struct Hardware {
 }
 
 impl FromStr for Hardware {
-    type Err = String;
+    type Err = Text;
 
-    fn from_str(text: &str) -> Result<Self, String> {
-        let form = || format!("'{text}' is not of the form 2x24GiB");
+    fn from_str(text: &str) -> Result<Self, Text> {
+        let form = || {
+            text!(
+                "'{text}' is not of the form 2x24GiB",
+                "'{text}' 不是 2x24GiB 的形式"
+            )
+        };
         let (count, bytes) = text.split_once(['x', 'X']).unwrap_or(("1", text));
         let devices = count.trim().parse().map_err(|_| form())?;
         if devices == 0 {
-            return Err("at least 1 device is needed".to_owned());
+            return Err(both("at least 1 device is needed", "至少需要 1 个设备").into());
         }
         Ok(Self {
             devices,

@@ -17,14 +17,15 @@ mod watch;
 use crate::cli::{self, Command, Note, PlanArgs, file};
 use crate::config::RunPlan;
 use crate::device::{Devices, Nvidia};
-use crate::error::format::ErrorFormat;
+use crate::error::format::{ErrorFormat, last_value};
 use crate::error::output::print;
 use crate::error::threads::start_pool;
 use crate::error::{Failure, quoted};
+use crate::lang::{self, Lang};
 use crate::launch::hostfile;
 use crate::launch::rank::{RunSummary, StopFlag};
 use crate::plan::Suggestions;
-use crate::rank_env::{Env, RankEnv, Variables};
+use crate::rank_env::{self, Env, RankEnv, Variables};
 use crate::ui::{Event, Screen};
 use signal_hook::consts::SIGXFSZ;
 use std::process::ExitCode;
@@ -71,6 +72,9 @@ pub fn run_hooks(hooks: Hooks) -> ExitCode {
         .map(|word| word.to_string_lossy().into_owned())
         .collect();
     let format = ErrorFormat::of_line(&argv);
+    last_value(&argv, lang::FLAG, Lang::named)
+        .unwrap_or_else(rank_env::language)
+        .choose();
     // Without a handler, a write beyond the limit of file sizes kills the process instead of failing. If none can be
     // installed, it stays so.
     drop(signal_hook::flag::register(SIGXFSZ, Arc::default()));

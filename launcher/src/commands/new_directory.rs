@@ -1,5 +1,6 @@
 //! Output directory that gets its name only when it is complete. Existing files are never overwritten.
 
+use crate::lang::{Text, both, text};
 use std::path::{Path, PathBuf};
 
 use crate::error::{ErrorCode, Failure};
@@ -17,15 +18,17 @@ impl NewDirectory {
     ///
     /// # Errors
     /// `output` exists and is not empty (exit 2), or the directory cannot be created (exit 16).
-    pub(crate) fn begin(output: &Path, what: &str) -> Result<Self, Failure> {
-        check(output, what)?;
+    pub(crate) fn begin(output: &Path, what: impl Into<Text>) -> Result<Self, Failure> {
+        let what = what.into();
+        check(output, &what)?;
         let mut name = output.file_name().unwrap_or_default().to_os_string();
         name.push(".tmp");
         let staging = output.with_file_name(name);
         // A killed run may have left this directory.
         drop(std::fs::remove_dir_all(&staging));
-        std::fs::create_dir_all(&staging)
-            .map_err(|error| Failure::io(ErrorCode::Disk, "make", &staging, &error))?;
+        std::fs::create_dir_all(&staging).map_err(|error| {
+            Failure::io(ErrorCode::Disk, both("make", "创建"), &staging, &error)
+        })?;
         Ok(Self {
             output: output.to_owned(),
             staging,
@@ -63,7 +66,7 @@ fn rename(from: &Path, output: &Path) -> Result<(), Failure> {
         }
         std::fs::rename(from, output)
     };
-    rename().map_err(|error| Failure::io(ErrorCode::Disk, "write", output, &error))
+    rename().map_err(|error| Failure::io(ErrorCode::Disk, both("write", "写入"), output, &error))
 }
 
 impl Drop for NewDirectory {
@@ -73,7 +76,7 @@ impl Drop for NewDirectory {
     }
 }
 
-fn check(output: &Path, what: &str) -> Result<(), Failure> {
+fn check(output: &Path, what: &Text) -> Result<(), Failure> {
     let free = match std::fs::read_dir(output) {
         Ok(mut entries) => entries.next().is_none(),
         Err(error) => error.kind() == std::io::ErrorKind::NotFound,
@@ -82,10 +85,17 @@ fn check(output: &Path, what: &str) -> Result<(), Failure> {
         return Ok(());
     }
     Err(Failure::usage(
-        format!("--output {} is not an empty directory", output.display()),
-        format!("{what} never overwrites existing files"),
+        text!(
+            "--output {} is not an empty directory",
+            "--output {} 不是空目录",
+            output.display()
+        ),
+        text!(
+            "{what} never overwrites existing files",
+            "{what}从不覆盖已有的文件"
+        ),
     )
-    .next("choose another directory"))
+    .next(both("choose another directory", "请选择另一个目录")))
 }
 
 #[cfg(test)]

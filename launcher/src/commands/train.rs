@@ -2,6 +2,7 @@
 
 use super::{Hooks, demo};
 use crate::error::{ErrorCode, Failure, RECORD_TARGET, continue_run};
+use crate::lang::{Text, both, text};
 use crate::plan::{Suggestions, resume, settle_one_by_one, spill_directories};
 use std::cell::RefCell;
 use std::process::ExitCode;
@@ -35,14 +36,14 @@ fn choose(args: &Args, devices: &dyn Devices) -> Result<Chosen, Failure> {
 pub(super) fn show_files(loaded: &Loaded, screen: &mut Screen) {
     for text in &loaded.gives {
         screen.show(&Event::Info {
-            label: "config".into(),
+            label: both("config", "配置").into(),
             text: text.clone(),
         });
     }
     if !loaded.defaults.is_empty() {
         screen.show(&Event::Info {
-            label: "recipe".into(),
-            text: loaded.defaults.join("\n"),
+            label: both("recipe", "配方").into(),
+            text: Text::join(&loaded.defaults, "\n"),
         });
     }
     for text in &loaded.warnings {
@@ -77,8 +78,8 @@ pub(super) fn run_supervisor(
     }
     if let Some(preset) = args.preset.as_deref().and_then(cli::Preset::named) {
         screen.show(&Event::Info {
-            label: "preset".into(),
-            text: format!("{}: {}", preset.script, preset.spelled()),
+            label: both("preset", "预设").into(),
+            text: Text::literal(format_args!("{}: {}", preset.script, preset.spelled())),
         });
     }
     for event in chosen.events(&asked) {
@@ -88,9 +89,8 @@ pub(super) fn run_supervisor(
     if share.is_some() {
         if asked.optimizer_in_backward == OptimizerInBackward::Auto && asked.updates_beside_gpus() {
             screen.show(&Event::Info {
-                label: "early".into(),
-                text: "--optimizer-in-backward auto keeps updates after the pass: spare host memory differs between machines; a number of bytes applies to all"
-                    .into(),
+                label: both("early", "提前").into(),
+                text: both("--optimizer-in-backward auto keeps updates after the pass: spare host memory differs between machines; a number of bytes applies to all", "--optimizer-in-backward auto 保持在反向传播之后更新：各机器的空余主机内存不同；给出字节数时适用于所有机器").into(),
             });
         }
         asked = settle_one_by_one(&asked)?;
@@ -136,7 +136,7 @@ pub(super) fn run_supervisor(
     let ended = run_job(hooks, job, env, share, &signals, &mut screen);
     // A failed run also gets pages, from the files it left.
     if is_first && let Err(failure) = report::write_pages(&output) {
-        let text = format!("{}: {}", failure.title, failure.cause);
+        let text = failure.summary();
         screen.show(&Event::Warning { text });
     }
     drop(held);
@@ -144,7 +144,11 @@ pub(super) fn run_supervisor(
     screen.show(&Event::Done(done(
         &run,
         &summary,
-        &loaded.warnings,
+        &loaded
+            .warnings
+            .iter()
+            .map(Text::literal)
+            .collect::<Vec<_>>(),
         started.elapsed().as_secs_f64(),
     )));
     Ok(status_of(&summary))
@@ -158,8 +162,8 @@ fn is_finished(args: &Args, failure: &Failure) -> bool {
 /// Line about a completed run.
 fn finished(failure: &Failure) -> Event {
     Event::Info {
-        label: "resume".into(),
-        text: format!("{}: {}", failure.title, failure.cause),
+        label: both("resume", "续训").into(),
+        text: failure.summary(),
     }
 }
 
@@ -316,24 +320,35 @@ fn prove_resume(
     }
     Err(Failure::new(
         ErrorCode::Resume,
-        "the resumed demo has another evaluation loss",
-        "the checkpoint, loaded in one rank, does not give the loss of the run that saved it",
+        both(
+            "the resumed demo has another evaluation loss",
+            "续训后的演示得到不同的评估损失",
+        ),
+        both(
+            "the checkpoint, loaded in one rank, does not give the loss of the run that saved it",
+            "检查点在一个 rank 中加载后，没有得到保存它的那次运行的损失",
+        ),
     )
-    .evidence(format!(
+    .evidence(text!(
         "saved {expected:?}, resumed {:?}",
+        "保存时为 {expected:?}，续训后为 {:?}",
         summary.eval_loss
     )))
 }
 
-fn done(config: &RunConfig, summary: &RunSummary, warnings: &[String], seconds: f64) -> DoneEvent {
+fn done(config: &RunConfig, summary: &RunSummary, warnings: &[Text], seconds: f64) -> DoneEvent {
     let output = config.output.display();
-    let mut next = Vec::new();
+    let mut next: Vec<Text> = Vec::new();
     if summary.interrupted {
-        next.push(continue_run(&config.output));
+        next.push(Text::literal(continue_run(&config.output)));
     } else {
-        next.push(format!("report {output}/{}", report::REPORT));
+        next.push(text!(
+            "report {output}/{}",
+            "报告 {output}/{}",
+            report::REPORT
+        ));
         if config.is_demo() {
-            next.push("your own model: --model <MiniCPM-V-2_6 directory> --data <samples.json> --zero 3 --offload cpu".to_string());
+            next.push(both("your own model: --model <MiniCPM-V-2_6 directory> --data <samples.json> --zero 3 --offload cpu", "用您自己的模型：--model <MiniCPM-V-2_6 directory> --data <samples.json> --zero 3 --offload cpu").into());
         }
     }
     DoneEvent {

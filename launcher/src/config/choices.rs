@@ -1,5 +1,6 @@
 //! Enums and closed sets of values in a configuration.
 
+use crate::lang::{Text, both, text};
 use std::fmt;
 use std::str::FromStr;
 
@@ -250,9 +251,9 @@ pub enum Every {
 }
 
 impl FromStr for Every {
-    type Err = String;
+    type Err = Text;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, Text> {
         if let Ok(steps) = text.parse() {
             return Ok(Self::Steps(steps));
         }
@@ -261,7 +262,11 @@ impl FromStr for Every {
             Ok(steps) if steps >= 1.0 && steps.fract() == 0.0 && steps < 1e15 => {
                 Ok(Self::Steps(steps as u64))
             }
-            _ => Err("must be a whole number, or a share between 0 and 1".to_owned()),
+            _ => Err(both(
+                "must be a whole number, or a share between 0 and 1",
+                "必须是整数，或 0 到 1 之间的比例",
+            )
+            .into()),
         }
     }
 }
@@ -361,14 +366,17 @@ pub enum Workers {
 }
 
 impl FromStr for Workers {
-    type Err = String;
+    type Err = Text;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         match text {
             "auto" => Ok(Self::Auto),
             _ => match text.parse() {
                 Ok(count) if count <= 256 => Ok(Self::Count(count)),
-                _ => Err(format!("'{text}' is neither auto nor a number up to 256")),
+                _ => Err(text!(
+                    "'{text}' is neither auto nor a number up to 256",
+                    "'{text}' 既不是 auto，也不是不超过 256 的数"
+                )),
             },
         }
     }
@@ -412,7 +420,7 @@ impl Recompute {
 }
 
 impl FromStr for Recompute {
-    type Err = String;
+    type Err = Text;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         match text {
@@ -428,7 +436,10 @@ impl FromStr for Recompute {
                 "vit" | "vpm" | "vision" => chosen.vit = true,
                 "resampler" => chosen.resampler = true,
                 other => {
-                    return Err(format!("'{other}' is not llm, vit, resampler, all or none"));
+                    return Err(text!(
+                        "'{other}' is not llm, vit, resampler, all or none",
+                        "'{other}' 不是 llm、vit、resampler、all 或 none"
+                    ));
                 }
             }
         }

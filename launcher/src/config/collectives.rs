@@ -1,5 +1,6 @@
 //! Transport of collectives between the GPUs of a run.
 
+use crate::lang::{Text, both, text};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
@@ -61,12 +62,18 @@ impl RunConfig {
     }
 
     /// Why the GPUs of this run cannot all access each other's memory. `None` if they can.
-    pub(crate) fn missing_peer_access(&self) -> Option<String> {
+    pub(crate) fn missing_peer_access(&self) -> Option<Text> {
         if self.world_size < 2 {
-            return Some("there is one rank".into());
+            return Some(both("there is one rank", "只有一个 rank").into());
         }
         if self.ranks_here() < self.world_size {
-            return Some("the ranks are on several machines".into());
+            return Some(
+                both(
+                    "the ranks are on several machines",
+                    "各 rank 位于多台机器上",
+                )
+                .into(),
+            );
         }
         let used = &self.gpus[..self.gpus.len().min(self.world_size)];
         for one in used {
@@ -74,7 +81,10 @@ impl RunConfig {
             let mut missing_peer_access = others.filter(|two| !one.peers.contains(&two.ordinal));
             if let Some(two) = missing_peer_access.next() {
                 let (one, two) = (one.ordinal, two.ordinal);
-                return Some(format!("GPU {one} has no peer access to GPU {two}"));
+                return Some(text!(
+                    "GPU {one} has no peer access to GPU {two}",
+                    "GPU {one} 无法直接访问 GPU {two} 的显存"
+                ));
             }
         }
         None
@@ -87,21 +97,40 @@ impl RunConfig {
             return Ok(());
         }
         let why = if self.device == Device::Cpu {
-            Some("it needs GPUs, and this run computes on the CPU".to_owned())
+            Some(
+                both(
+                    "it needs GPUs, and this run computes on the CPU",
+                    "它需要 GPU，而本次运行在 CPU 上计算",
+                )
+                .into(),
+            )
         } else if asked == Collectives::Ipc && self.world_size > 1 {
             self.missing_peer_access()
         } else if asked == Collectives::Nccl && self.shard_group.is_some() {
-            Some("NCCL has one group of all ranks here and none for --shard-group".to_owned())
+            Some(
+                both(
+                    "NCCL has one group of all ranks here and none for --shard-group",
+                    "在这里，NCCL 只有一个包含所有 rank 的组，不支持 --shard-group",
+                )
+                .into(),
+            )
         } else {
             None
         };
         match why {
             None => Ok(()),
             Some(why) => Err(Failure::usage(
-                format!("--collectives {} cannot be used", asked.name()),
+                text!(
+                    "--collectives {} cannot be used",
+                    "无法使用 --collectives {}",
+                    asked.name()
+                ),
                 why,
             )
-            .next("--collectives auto selects a transport that works here; shm works everywhere")),
+            .next(both(
+                "--collectives auto selects a transport that works here; shm works everywhere",
+                "--collectives auto 会选择在此可用的方式；shm 在任何环境都可用",
+            ))),
         }
     }
 }

@@ -3,6 +3,7 @@
 //! The syntax is `KIND:KEY=VALUE,…`, for example `kill:rank=1,step=3`. Two things are random: the flipped bit, and
 //! the call within a save if `call` is absent. Both are functions of `seed`, which defaults to the run's seed.
 
+use crate::lang::{Both, Text, both, text};
 use std::fmt;
 use std::str::FromStr;
 
@@ -222,11 +223,11 @@ impl fmt::Display for Fault {
 }
 
 impl FromStr for Fault {
-    type Err = String;
+    type Err = Text;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, Text> {
         let (word, rest) = text.split_once(':').unwrap_or((text, ""));
-        let kind = named(&FaultKind::ALL, word.trim(), "fault")?;
+        let kind = named(&FaultKind::ALL, word.trim(), both("fault", "故障"))?;
         let mut fault = Self {
             kind,
             rank: 0,
@@ -242,14 +243,21 @@ impl FromStr for Fault {
         let mut seen = Vec::new();
         for pair in rest.split(',').map(str::trim).filter(|p| !p.is_empty()) {
             let Some((key, value)) = pair.split_once('=') else {
-                return Err(format!("`{pair}` is not KEY=VALUE"));
+                return Err(text!(
+                    "`{pair}` is not KEY=VALUE",
+                    "`{pair}` 不是 KEY=VALUE 的形式"
+                ));
             };
             if !kind.keys().contains(&key) {
                 let keys = kind.keys().join(", ");
-                return Err(format!("{} takes {keys}, not `{key}`", kind.name()));
+                return Err(text!(
+                    "{} takes {keys}, not `{key}`",
+                    "{} 接受 {keys}，不接受 `{key}`",
+                    kind.name()
+                ));
             }
             if seen.contains(&key) {
-                return Err(format!("`{key}` is given twice"));
+                return Err(text!("`{key}` is given twice", "`{key}` 给出了两次"));
             }
             seen.push(key);
             match key {
@@ -259,37 +267,50 @@ impl FromStr for Fault {
                 "call" => fault.call = Some(number(key, value, 0)?),
                 "seed" => fault.seed = Some(number(key, value, 0)?),
                 "ms" => fault.ms = number(key, value, 1)?,
-                "phase" => fault.phase = named(&FaultPhase::ALL, value, "phase")?,
-                "value" => fault.value = named(&NotFinite::ALL, value, "value")?,
+                "phase" => fault.phase = named(&FaultPhase::ALL, value, both("phase", "阶段"))?,
+                "value" => fault.value = named(&NotFinite::ALL, value, both("value", "值"))?,
                 _ => {
-                    fault.lost = value
-                        .parse()
-                        .map_err(|_| format!("{key} must be true or false, not `{value}`"))?;
+                    fault.lost = value.parse().map_err(|_| {
+                        text!(
+                            "{key} must be true or false, not `{value}`",
+                            "{key} 必须是 true 或 false，不能是 `{value}`"
+                        )
+                    })?;
                 }
             }
         }
         if kind == FaultKind::SlowLink && fault.ms == 0 {
-            return Err("slow-link needs ms=MILLISECONDS".to_owned());
+            return Err(both(
+                "slow-link needs ms=MILLISECONDS",
+                "slow-link 需要 ms=MILLISECONDS",
+            )
+            .into());
         }
         if fault.phase != FaultPhase::Save && kind.keys().contains(&"phase") {
             let mut of_saves = ["call", "seed"].into_iter();
             if let Some(key) = of_saves.rfind(|key| seen.contains(key)) {
-                return Err(format!("`{key}` has a meaning only with phase=save"));
+                return Err(text!(
+                    "`{key}` has a meaning only with phase=save",
+                    "`{key}` 只在 phase=save 时有意义"
+                ));
             }
         }
         Ok(fault)
     }
 }
 
-fn named<T: Copy>(all: &[(T, &'static str)], word: &str, what: &str) -> Result<T, String> {
+fn named<T: Copy>(all: &[(T, &'static str)], word: &str, what: Both) -> Result<T, Text> {
     if let Some((one, _)) = all.iter().find(|(_, name)| *name == word) {
         return Ok(*one);
     }
     let names: Vec<&str> = all.iter().map(|(_, name)| *name).collect();
     let meant = nearest(word, names.iter().copied());
-    let meant = meant.map_or_else(String::new, |name| format!("; did you mean {name}?"));
-    Err(format!(
+    let meant = meant.map_or_else(Text::default, |name| {
+        text!("; did you mean {name}?", "；您是否想用 {name}？")
+    });
+    Err(text!(
         "`{word}` is not a {what}; known: {}{meant}",
+        "`{word}` 不是已知的{what}；已知的有：{}{meant}",
         names.join(", ")
     ))
 }
@@ -298,15 +319,20 @@ fn number<T: FromStr + PartialOrd + From<u8>>(
     key: &str,
     value: &str,
     least: u8,
-) -> Result<T, String> {
+) -> Result<T, Text> {
     let parsed = value.parse().ok().filter(|n| *n >= T::from(least));
-    parsed.ok_or_else(|| format!("{key} must be a whole number of at least {least}, not `{value}`"))
+    parsed.ok_or_else(|| {
+        text!(
+            "{key} must be a whole number of at least {least}, not `{value}`",
+            "{key} 必须是不小于 {least} 的整数，不能是 `{value}`"
+        )
+    })
 }
 
 impl TryFrom<String> for Fault {
-    type Error = String;
+    type Error = Text;
 
-    fn try_from(text: String) -> Result<Self, String> {
+    fn try_from(text: String) -> Result<Self, Text> {
         text.parse()
     }
 }
@@ -322,31 +348,68 @@ impl From<Fault> for String {
 /// # Errors
 /// A usage failure (exit 2) that names the fault.
 pub(crate) fn check_faults(config: &RunConfig, total_steps: u64) -> Result<(), Failure> {
-    let never = |fault: &Fault, cause: String, next: &str| {
-        Err(Failure::usage(format!("--inject {fault} would never happen"), cause).next(next))
+    let never = |fault: &Fault, cause: Text, next: Text| {
+        Err(Failure::usage(
+            text!(
+                "--inject {fault} would never happen",
+                "--inject {fault} 永远不会发生"
+            ),
+            cause,
+        )
+        .next(next))
     };
     for fault in &config.inject {
         if fault.rank >= config.world_size {
-            let cause = format!("the run has ranks 0 to {}", config.world_size - 1);
-            return never(fault, cause, "choose one of them, or raise --nproc");
+            let cause = text!(
+                "the run has ranks 0 to {}",
+                "本次运行的 rank 为 0 到 {}",
+                config.world_size - 1
+            );
+            return never(
+                fault,
+                cause,
+                both(
+                    "choose one of them, or raise --nproc",
+                    "请从中选择一个，或提高 --nproc",
+                )
+                .into(),
+            );
         }
         if fault.step > total_steps {
-            let cause = format!("the run has {total_steps} steps");
-            return never(fault, cause, "choose an earlier step, or raise --max-steps");
+            let cause = text!(
+                "the run has {total_steps} steps",
+                "本次运行共 {total_steps} 步"
+            );
+            return never(
+                fault,
+                cause,
+                both(
+                    "choose an earlier step, or raise --max-steps",
+                    "请选择更早的步，或提高 --max-steps",
+                )
+                .into(),
+            );
         }
         if fault.needs_a_save() && config.save == Cadence::Never {
-            let cause = "nothing is saved with --save-strategy no".to_owned();
-            return never(fault, cause, "--save-steps N");
+            let cause = both(
+                "nothing is saved with --save-strategy no",
+                "使用 --save-strategy no 时不会保存任何内容",
+            )
+            .into();
+            return never(fault, cause, Text::literal("--save-steps N"));
         }
     }
     Ok(())
 }
 
 /// Warnings about injected faults, shown before a run starts.
-pub(crate) fn fault_lines(config: &RunConfig) -> impl Iterator<Item = String> {
+pub(crate) fn fault_lines(config: &RunConfig) -> impl Iterator<Item = Text> {
     config.inject.iter().map(|fault| {
         let seed = fault.seed.unwrap_or(config.seed);
-        format!("FAULT INJECTION: {fault} (seed {seed}) will happen on purpose; this run is a test")
+        text!(
+            "FAULT INJECTION: {fault} (seed {seed}) will happen on purpose; this run is a test",
+            "故障注入：{fault}（种子 {seed}）将按要求发生；本次运行是一次测试"
+        )
     })
 }
 

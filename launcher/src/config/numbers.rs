@@ -1,5 +1,6 @@
 //! Numeric settings besides `--precision`: gradient dtype, pure bf16, loss scale of fp16.
 
+use crate::lang::both;
 use clap::ValueEnum;
 use models::Family;
 use optim::adamw::PureBf16;
@@ -95,8 +96,8 @@ pub fn check_family(config: &RunConfig, family: Family) -> Result<(), Failure> {
         return Ok(());
     }
     Err(Failure::usage(
-        "this family cannot be trained in fp16",
-        "activations of the GLM-4 decoders exceed 65504, the largest fp16 number; their publisher does not support fp16",
+        both("this family cannot be trained in fp16", "该系列模型不能用 fp16 训练"),
+        both("activations of the GLM-4 decoders exceed 65504, the largest fp16 number; their publisher does not support fp16", "GLM-4 解码器的激活会超过 fp16 的最大值 65504；其发布者不支持 fp16"),
     )
-    .next("--precision bf16, which needs the same memory"))
+    .next(both("--precision bf16, which needs the same memory", "请使用 --precision bf16，它需要的内存相同")))
 }

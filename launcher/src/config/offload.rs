@@ -1,5 +1,6 @@
 //! `--offload`: tiers that store states while they are not in use.
 
+use crate::lang::{Text, both, text};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -43,25 +44,32 @@ impl fmt::Display for Tier {
 }
 
 impl FromStr for Tier {
-    type Err = String;
+    type Err = Text;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         match text.trim() {
             "none" => Ok(Self::None),
             "cpu" => Ok(Self::Cpu),
-            "nvme" | "nvme:" => Err("nvme needs a directory: nvme:DIR".to_owned()),
+            "nvme" | "nvme:" => Err(both(
+                "nvme needs a directory: nvme:DIR",
+                "nvme 需要一个目录：nvme:DIR",
+            )
+            .into()),
             other => match other.strip_prefix("nvme:") {
                 Some(directory) => Ok(Self::Nvme(directory.into())),
-                None => Err(format!("'{other}' is not none, cpu or nvme:DIR")),
+                None => Err(text!(
+                    "'{other}' is not none, cpu or nvme:DIR",
+                    "'{other}' 不是 none、cpu 或 nvme:DIR"
+                )),
             },
         }
     }
 }
 
 impl TryFrom<String> for Tier {
-    type Error = String;
+    type Error = Text;
 
-    fn try_from(text: String) -> Result<Self, String> {
+    fn try_from(text: String) -> Result<Self, Text> {
         text.parse()
     }
 }
@@ -134,7 +142,7 @@ impl Offload {
 }
 
 impl FromStr for Offload {
-    type Err = String;
+    type Err = Text;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         if !text.contains('=') {
@@ -148,16 +156,19 @@ impl FromStr for Offload {
         let mut offload = Self::default();
         let mut named: Vec<&str> = Vec::new();
         for part in text.split(',') {
-            let (name, value) = part
-                .split_once('=')
-                .ok_or_else(|| format!("'{part}' is not of the form name=tier"))?;
+            let (name, value) = part.split_once('=').ok_or_else(|| {
+                text!(
+                    "'{part}' is not of the form name=tier",
+                    "'{part}' 不是 name=tier 的形式"
+                )
+            })?;
             let tier: Tier = value.parse()?;
             let name = match name.trim() {
                 "parameter" => "param",
                 name => name,
             };
             if named.contains(&name) {
-                return Err(format!("{name} is given twice"));
+                return Err(text!("{name} is given twice", "{name} 给出了两次"));
             }
             named.push(name);
             match name {
@@ -165,7 +176,10 @@ impl FromStr for Offload {
                 "param" => offload.param = tier,
                 "activation" => offload.activation = tier,
                 other => {
-                    return Err(format!("'{other}' is not optimizer, param or activation"));
+                    return Err(text!(
+                        "'{other}' is not optimizer, param or activation",
+                        "'{other}' 不是 optimizer、param 或 activation"
+                    ));
                 }
             }
         }

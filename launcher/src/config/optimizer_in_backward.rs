@@ -1,5 +1,6 @@
 //! `--optimizer-in-backward`: updates that run during the backward pass.
 
+use crate::lang::{Text, text};
 use std::fmt;
 use std::str::FromStr;
 
@@ -27,16 +28,19 @@ pub enum OptimizerInBackward {
 }
 
 impl FromStr for OptimizerInBackward {
-    type Err = String;
+    type Err = Text;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, Text> {
         match text.trim().to_ascii_lowercase().as_str() {
             "auto" => Ok(Self::Auto),
             "off" | "none" | "false" => Ok(Self::Off),
             "all" | "true" => Ok(Self::All),
-            _ => parse_bytes(text)
-                .map(Self::Most)
-                .map_err(|why| format!("{why}; it is auto, off, all or a number of bytes")),
+            _ => parse_bytes(text).map(Self::Most).map_err(|why| {
+                text!(
+                    "{why}; it is auto, off, all or a number of bytes",
+                    "{why}；可取 auto、off、all 或字节数"
+                )
+            }),
         }
     }
 }

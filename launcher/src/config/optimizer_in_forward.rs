@@ -1,5 +1,6 @@
 //! `--optimizer-in-forward`: updates that run during the next forward pass.
 
+use crate::lang::{Both, both};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
@@ -34,22 +35,31 @@ impl RunConfig {
     }
 
     /// Why no update can run during the next pass. `None` if one can.
-    fn not_in_forward(&self) -> Option<&'static str> {
+    fn not_in_forward(&self) -> Option<Both> {
         let (param, optimizer) = (&self.offload.param, &self.offload.optimizer);
         if [param, optimizer]
             .iter()
             .any(|tier| matches!(tier, Tier::Nvme(_)))
         {
-            return Some("weights or optimizer states are on nvme");
+            return Some(both(
+                "weights or optimizer states are on nvme",
+                "权重或优化器状态在 nvme 上",
+            ));
         }
         if self.device == Device::Cuda && *optimizer != Tier::Cpu {
-            return Some("optimizer states are not in host memory (--offload optimizer=cpu)");
+            return Some(both(
+                "optimizer states are not in host memory (--offload optimizer=cpu)",
+                "优化器状态不在主机内存中（--offload optimizer=cpu）",
+            ));
         }
         match self.zero {
             3 => None,
             _ if self.world_size == 1 => None,
             0 if self.precision != super::PrecisionChoice::PureBf16 => None,
-            _ => Some("below stage 3, ranks gather the updated weights before the next pass"),
+            _ => Some(both(
+                "below stage 3, ranks gather the updated weights before the next pass",
+                "ZeRO 阶段低于 3 时，各 rank 会在下一次前向之前汇集更新后的权重",
+            )),
         }
     }
 
@@ -57,10 +67,16 @@ impl RunConfig {
     pub(crate) fn check_optimizer_in_forward(&self) -> Result<(), Failure> {
         match (self.optimizer_in_forward, self.not_in_forward()) {
             (OptimizerInForward::On, Some(why)) => Err(Failure::usage(
-                "--optimizer-in-forward on cannot be used",
+                both(
+                    "--optimizer-in-forward on cannot be used",
+                    "无法使用 --optimizer-in-forward on",
+                ),
                 why,
             )
-            .next("--optimizer-in-forward auto selects what works here")),
+            .next(both(
+                "--optimizer-in-forward auto selects what works here",
+                "--optimizer-in-forward auto 会选择在此可用的方式",
+            ))),
             _ => Ok(()),
         }
     }

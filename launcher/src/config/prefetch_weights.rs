@@ -1,5 +1,6 @@
 //! `--prefetch-weights`: host-to-device copies of weights one unit before their use.
 
+use crate::lang::both;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
@@ -32,9 +33,18 @@ impl RunConfig {
             return Ok(());
         }
         Err(Failure::usage(
-            "--prefetch-weights on cannot be used",
-            "it needs GPUs, and this run computes on the CPU",
+            both(
+                "--prefetch-weights on cannot be used",
+                "无法使用 --prefetch-weights on",
+            ),
+            both(
+                "it needs GPUs, and this run computes on the CPU",
+                "它需要 GPU，而本次运行在 CPU 上计算",
+            ),
         )
-        .next("--prefetch-weights auto selects what works here"))
+        .next(both(
+            "--prefetch-weights auto selects what works here",
+            "--prefetch-weights auto 会选择在此可用的方式",
+        )))
     }
 }

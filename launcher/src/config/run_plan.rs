@@ -2,6 +2,7 @@
 
 use super::{Collectives, OptimizerInBackward, Origin, PrefetchWeights, RunConfig};
 use crate::error::{ErrorCode, Failure};
+use crate::lang::{Text, both, text};
 use serde::ser::{Error, SerializeMap};
 use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value};
@@ -137,10 +138,13 @@ impl RunPlan {
     /// The file cannot be written (exit 16).
     pub fn save_to(&self, path: &Path) -> Result<(), Failure> {
         let text = serde_json::to_string_pretty(self).map_err(|error| {
-            Failure::usage("the configuration cannot be saved", error.to_string())
+            Failure::usage(
+                both("the configuration cannot be saved", "无法保存配置"),
+                Text::literal(&error),
+            )
         })?;
         fs::write(path, text + "\n")
-            .map_err(|error| Failure::io(ErrorCode::Disk, "write", path, &error))
+            .map_err(|error| Failure::io(ErrorCode::Disk, both("write", "写入"), path, &error))
     }
 
     /// Reads a plan that [`RunPlan::save_to`] wrote.
@@ -149,15 +153,19 @@ impl RunPlan {
     /// The file cannot be read, or has unknown or missing keys (exit 2).
     pub fn load_from(path: &Path) -> Result<Self, Failure> {
         let text = fs::read_to_string(path)
-            .map_err(|error| Failure::io(ErrorCode::Usage, "read", path, &error))?;
-        let refused = |cause: String| {
+            .map_err(|error| Failure::io(ErrorCode::Usage, both("read", "读取"), path, &error))?;
+        let refused = |cause: Text| {
             Failure::usage(
-                format!("{} is not a run configuration", path.display()),
+                text!(
+                    "{} is not a run configuration",
+                    "{} 不是运行配置",
+                    path.display()
+                ),
                 cause,
             )
         };
         let mut config: Map<String, Value> =
-            serde_json::from_str(&text).map_err(|error| refused(error.to_string()))?;
+            serde_json::from_str(&text).map_err(|error| refused(Text::literal(&error)))?;
         let mut found = Map::new();
         for (_, key) in PLACES {
             found.extend(
@@ -167,9 +175,9 @@ impl RunPlan {
             );
         }
         let found = serde_json::from_value(Value::Object(found))
-            .map_err(|error| refused(error.to_string()))?;
+            .map_err(|error| refused(Text::literal(&error)))?;
         let config = serde_path_to_error::deserialize(Value::Object(config)).map_err(|error| {
-            refused(error.inner().to_string()).evidence(format!("at {}", error.path()))
+            refused(Text::literal(error.inner())).evidence(text!("at {}", "位置 {}", error.path()))
         })?;
         Ok(Self { config, found })
     }

@@ -1,5 +1,6 @@
 //! Arguments of DeepSpeed's learning-rate schedules.
 
+use crate::lang::{Both, Text, both, text};
 use std::fmt;
 use std::str::FromStr;
 
@@ -47,7 +48,7 @@ impl SchedulerKwargs {
 }
 
 impl FromStr for SchedulerKwargs {
-    type Err = String;
+    type Err = Text;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let mut kwargs = Self::default();
@@ -56,10 +57,18 @@ impl FromStr for SchedulerKwargs {
             .map(str::trim)
             .filter(|part| !part.is_empty())
         {
-            let (name, value) = part
-                .split_once('=')
-                .ok_or_else(|| format!("'{part}' is not of the form name=value"))?;
-            let bad = |what: &str| format!("{name} must be {what}, not '{value}'");
+            let (name, value) = part.split_once('=').ok_or_else(|| {
+                text!(
+                    "'{part}' is not of the form name=value",
+                    "'{part}' 不是 name=value 的形式"
+                )
+            })?;
+            let bad = |what: Both| {
+                text!(
+                    "{name} must be {what}, not '{value}'",
+                    "{name} 必须{what}，不能是 '{value}'"
+                )
+            };
             let number = || {
                 let number = value.parse().ok();
                 number.filter(|x: &f64| x.is_finite() && *x >= 0.0)
@@ -67,26 +76,34 @@ impl FromStr for SchedulerKwargs {
             let share = || {
                 number()
                     .filter(|x| *x <= 1.0)
-                    .ok_or_else(|| bad("in 0..=1"))
+                    .ok_or_else(|| bad(both("in 0..=1", "在 0..=1 之内")))
             };
             match name {
                 "warmup_type" => {
                     kwargs.warmup.shape = match value {
                         "log" => WarmupShape::Log,
                         "linear" => WarmupShape::Linear,
-                        _ => return Err(bad("log or linear")),
+                        _ => return Err(bad(both("log or linear", "是 log 或 linear"))),
                     }
                 }
                 "warmup_min_lr" => {
-                    kwargs.warmup.min_lr = number().ok_or_else(|| bad("a number of at least 0"))?;
+                    kwargs.warmup.min_lr = number()
+                        .ok_or_else(|| bad(both("a number of at least 0", "是不小于 0 的数")))?;
                 }
                 "warmup_min_ratio" => kwargs.warmup.min_ratio = share()?,
                 "cos_min_ratio" => kwargs.warmup.end_ratio = share()?,
                 "total_num_steps" => {
                     let steps = value.parse().ok().filter(|steps| *steps > 0);
-                    kwargs.total_num_steps = Some(steps.ok_or_else(|| bad("at least 1"))?);
+                    kwargs.total_num_steps =
+                        Some(steps.ok_or_else(|| bad(both("at least 1", "至少为 1")))?);
                 }
-                other => return Err(format!("'{other}' is not one of {}", NAMES.join(", "))),
+                other => {
+                    return Err(text!(
+                        "'{other}' is not one of {}",
+                        "'{other}' 不在 {} 之中",
+                        NAMES.join(", ")
+                    ));
+                }
             }
         }
         Ok(kwargs)

@@ -3,6 +3,7 @@
 
 use crate::error::failures::comm as comm_failure;
 use crate::error::{ErrorCode, Failure, chain};
+use crate::lang::{both, text};
 use engine::comm::{Communicator, Tag};
 use models::Processor;
 use models::SampleInput;
@@ -137,7 +138,10 @@ fn asked(sample: &RawSample) -> String {
 pub(crate) fn sample_failure(index: usize, error: &SampleError) -> Failure {
     Failure::new(
         ErrorCode::DataFile,
-        format!("held-out sample {index} cannot be used"),
+        text!(
+            "held-out sample {index} cannot be used",
+            "留出样本 {index} 无法使用"
+        ),
         chain(error),
     )
 }
@@ -154,8 +158,14 @@ pub(crate) fn keep(
     own: &[Answer],
 ) -> Result<(), Failure> {
     let directory = output.join(SAMPLES);
-    let unreadable =
-        |error: serde_json::Error| Failure::io(ErrorCode::Disk, "write", &directory, &error.into());
+    let unreadable = |error: serde_json::Error| {
+        Failure::io(
+            ErrorCode::Disk,
+            both("write", "写入"),
+            &directory,
+            &error.into(),
+        )
+    };
     let message = serde_json::to_vec(own).map_err(unreadable)?;
     let all = comm
         .all_gather_bytes(&message, Tag::new("eval-answers", 0))
@@ -172,7 +182,7 @@ pub(crate) fn keep(
     let text = serde_json::to_vec_pretty(&answers).map_err(unreadable)?;
     std::fs::create_dir_all(&directory)
         .and_then(|()| std::fs::write(&path, text))
-        .map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))
+        .map_err(|error| Failure::io(ErrorCode::Disk, both("write", "写入"), &path, &error))
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use crate::data::losses::ImageLosses;
 use crate::data::problems::{self, Context, Problem};
 use crate::data::{self, ReadSamples, Reading, SampleSet};
 use crate::error::{ErrorCode, Failure};
+use crate::lang::{Text, both, text};
 use models::Processor;
 use models::data::{EncodeOptions, EncodedSample, RawSample, SampleSize};
 use std::path::Path;
@@ -21,7 +22,7 @@ pub(crate) fn check(
     path: &Path,
     limit: Option<usize>,
     processor: &dyn Processor,
-    show: &mut dyn FnMut(String),
+    show: &mut dyn FnMut(Text),
 ) -> Result<SampleSet, Failure> {
     share_budget(config);
     let options = encode_options(config);
@@ -86,11 +87,22 @@ pub(crate) fn check_samples(
     if samples.is_empty() {
         return Err(Failure::new(
             ErrorCode::Samples,
-            format!("{} contains no usable sample", path.display()),
-            format!("all {} samples were skipped", bad.len()),
+            text!(
+                "{} contains no usable sample",
+                "{} 中没有可用的样本",
+                path.display()
+            ),
+            text!(
+                "all {} samples were skipped",
+                "全部 {} 个样本都被跳过",
+                bad.len()
+            ),
         )
         .evidence_lines(bad.iter().take(1).map(Problem::describe))
-        .next("fix the samples, or omit --skip-bad-samples to see the problems"));
+        .next(both(
+            "fix the samples, or omit --skip-bad-samples to see the problems",
+            "请修正样本，或去掉 --skip-bad-samples 以查看问题",
+        )));
     }
     let image_count = samples.iter().map(|s| s.images.len()).sum();
     Ok(SampleSet {

@@ -1,5 +1,6 @@
 //! Files that samples were read from: their forms, their keys without effect, and the lines of their samples.
 
+use crate::lang::{Text, both, text};
 use std::path::{Path, PathBuf};
 
 use models::data::{DataFormat, Dataset, RawSample, sample_lines};
@@ -15,7 +16,8 @@ pub(crate) struct DataFile {
     /// Name of the form, as for `--data-format`.
     pub(crate) format: &'static str,
     /// What decided the form, in words.
-    pub(crate) by: &'static str,
+    #[serde(serialize_with = "Text::english")]
+    pub(crate) by: Text,
     /// Number of samples that it holds.
     pub(crate) samples: usize,
     /// Keys without effect, each with the number of objects that have it.
@@ -29,9 +31,9 @@ impl DataFile {
             path: set.path.clone(),
             format: set.format.name(),
             by: match (set.described, given) {
-                (true, _) => "dataset_info.json",
-                (false, Some(_)) => "--data-format",
-                (false, None) => "its content",
+                (true, _) => Text::literal("dataset_info.json"),
+                (false, Some(_)) => Text::literal("--data-format"),
+                (false, None) => both("its content", "其内容").into(),
             },
             samples: set.samples.len(),
             ignored: set.ignored.clone(),
@@ -39,21 +41,35 @@ impl DataFile {
     }
 
     /// Text such as `train.json: sharegpt, by its content`.
-    pub(crate) fn form(&self) -> String {
-        format!("{}: {}, by {}", self.path.display(), self.format, self.by)
+    pub(crate) fn form(&self) -> Text {
+        text!(
+            "{}: {}, by {}",
+            "{}：{}，依据{}",
+            self.path.display(),
+            self.format,
+            self.by
+        )
     }
 
     /// Text that names the keys without effect, if there are any.
-    pub(crate) fn without_effect(&self) -> Option<String> {
+    pub(crate) fn without_effect(&self) -> Option<Text> {
         let keys = self.ignored.iter().take(NAMED_KEYS);
-        let mut keys: Vec<String> = keys
-            .map(|(key, count)| format!("{key} ({count} times)"))
+        let mut keys: Vec<Text> = keys
+            .map(|(key, count)| text!("{key} ({count} times)", "{key}（{count} 次）"))
             .collect();
         if self.ignored.len() > NAMED_KEYS {
-            keys.push(format!("{} more", self.ignored.len() - NAMED_KEYS));
+            keys.push(text!(
+                "{} more",
+                "另有 {} 个",
+                self.ignored.len() - NAMED_KEYS
+            ));
         }
-        let keys = keys.join(", ");
-        let text = format!("{}: no effect: {keys}", self.path.display());
+        let keys = Text::list(&keys);
+        let text = text!(
+            "{}: no effect: {keys}",
+            "{}：不起作用的键：{keys}",
+            self.path.display()
+        );
         (!self.ignored.is_empty()).then_some(text)
     }
 }
@@ -126,7 +142,7 @@ mod tests {
             DataFile {
                 path,
                 format: "messages",
-                by: "its content",
+                by: both("its content", "其内容").into(),
                 samples,
                 ignored: vec![("source".to_owned(), 2)],
             }

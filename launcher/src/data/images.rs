@@ -17,6 +17,7 @@ use rayon::prelude::*;
 use super::verdict_cache::{Stamp, Verdict, Verdicts};
 use crate::config::RunConfig;
 use crate::error::{ErrorCode, Failure};
+use crate::lang::{Both, Text, both, text};
 use crate::memory;
 use crate::rank_env::Variables;
 use crate::units::{bytes, grouped};
@@ -41,13 +42,13 @@ pub(crate) struct ImageCheck<'a> {
     /// Time between two lines of progress.
     pub(crate) every: Duration,
     /// Shows a line of progress.
-    pub(crate) show: &'a mut dyn FnMut(String),
+    pub(crate) show: &'a mut dyn FnMut(Text),
 }
 
 impl<'a> ImageCheck<'a> {
     /// Check on this machine, which remembers verdicts in the user's cache directory. It does not trust the directory
     /// for temporary files, which users share.
-    pub(crate) fn here(show: &'a mut dyn FnMut(String)) -> Self {
+    pub(crate) fn here(show: &'a mut dyn FnMut(Text)) -> Self {
         let variables = Variables::read();
         let is_set = |name: &&str| variables.get(name).is_some_and(|value| !value.is_empty());
         let own = ["XDG_CACHE_HOME", "HOME"].iter().any(is_set);
@@ -72,11 +73,14 @@ pub(crate) struct LargestImage {
 
 impl LargestImage {
     /// Text such as `a.jpg, 6000 x 4000 pixels, takes 80.0M while it is decoded`.
-    pub(crate) fn describe(&self) -> String {
+    pub(crate) fn describe(&self) -> Text {
         let (width, height) = self.size;
         let path = self.path.display();
         let taken = bytes(self.bytes);
-        format!("{path}, {width} x {height} pixels, takes {taken} while it is decoded")
+        text!(
+            "{path}, {width} x {height} pixels, takes {taken} while it is decoded",
+            "{path}，{width} x {height} 像素，解码时占用 {taken}"
+        )
     }
 }
 
@@ -121,9 +125,14 @@ pub(crate) fn check(
         .filter(|path| named.insert(*path))
         .collect();
     let mut seen = Vec::with_capacity(paths.len());
-    in_parts(&paths, "read the headers of", check, |part| {
-        seen.par_extend(part.par_iter().map(|path| look(path, source, &verdicts)));
-    });
+    in_parts(
+        &paths,
+        both("read the headers of", "已读取文件头的图片"),
+        check,
+        |part| {
+            seen.par_extend(part.par_iter().map(|path| look(path, source, &verdicts)));
+        },
+    );
     let largest = largest(&seen, source);
     if let Some(image) = largest
         .as_ref()
@@ -133,10 +142,15 @@ pub(crate) fn check(
     }
     let wanted = to_decode(&seen, check.decode_all);
     let mut failed = Vec::new();
-    in_parts(&wanted, "decoded", check, |part| {
-        let errors = part.par_iter().map(|i| source.load(&seen[*i].path).err());
-        failed.extend(errors.collect::<Vec<_>>());
-    });
+    in_parts(
+        &wanted,
+        both("decoded", "已解码的图片"),
+        check,
+        |part| {
+            let errors = part.par_iter().map(|i| source.load(&seen[*i].path).err());
+            failed.extend(errors.collect::<Vec<_>>());
+        },
+    );
     for (i, error) in wanted.into_iter().zip(failed) {
         seen[i].known = false;
         match error {
@@ -210,22 +224,30 @@ fn largest(seen: &[Seen], source: &ImageFolder) -> Option<LargestImage> {
 fn too_large(image: &LargestImage, memory_bytes: u64) -> Failure {
     Failure::new(
         ErrorCode::Plan,
-        format!(
+        text!(
             "the image {} does not fit into host memory",
+            "主机内存放不下图片 {}",
             image.path.display()
         ),
-        format!(
+        text!(
             "{}, {} are available",
+            "{}，可用 {}",
             image.describe(),
             bytes(memory_bytes)
         ),
     )
-    .next("make the image smaller; the model sees a resized copy")
-    .next("use a machine with more memory, or free memory")
+    .next(both(
+        "make the image smaller; the model sees a resized copy",
+        "请缩小图片；模型看到的是缩放后的副本",
+    ))
+    .next(both(
+        "use a machine with more memory, or free memory",
+        "请使用内存更大的机器，或释放内存",
+    ))
 }
 
 /// Calls `work` with parts of `items`, and shows how many are done if that takes long.
-fn in_parts<T>(items: &[T], done: &str, check: &mut ImageCheck<'_>, mut work: impl FnMut(&[T])) {
+fn in_parts<T>(items: &[T], done: Both, check: &mut ImageCheck<'_>, mut work: impl FnMut(&[T])) {
     let (mut shown, mut count) = (Instant::now(), 0);
     for part in items.chunks(AT_ONCE) {
         work(part);
@@ -233,7 +255,10 @@ fn in_parts<T>(items: &[T], done: &str, check: &mut ImageCheck<'_>, mut work: im
         if shown.elapsed() >= check.every && count < items.len() {
             shown = Instant::now();
             let [count, all] = [count, items.len()].map(|n| grouped(n as u64));
-            (check.show)(format!("{done} {count} of {all} images"));
+            (check.show)(text!(
+                "{done} {count} of {all} images",
+                "{done}：{count} / {all}"
+            ));
         }
     }
 }
@@ -442,7 +467,9 @@ mod tests {
         };
         let items = vec![0; 3 * AT_ONCE];
         let mut done = 0;
-        in_parts(&items, "checked", &mut check, |part| done += part.len());
+        in_parts(&items, both("checked", "已检查"), &mut check, |part| {
+            done += part.len();
+        });
         assert_eq!(done, items.len());
         assert_eq!(lines.len(), 2, "{lines:?}");
     }

@@ -1,5 +1,6 @@
 //! Images of which the model sees less than their files hold.
 
+use crate::lang::{Text, text};
 use std::path::{Path, PathBuf};
 
 use models::image::{Losses, short_path};
@@ -40,16 +41,16 @@ impl ImageLosses {
     }
 
     /// A line for each loss that occurs.
-    pub(crate) fn lines(&self) -> Vec<String> {
+    pub(crate) fn lines(&self) -> Vec<Text> {
         let gray = self.first_gray16.iter().map(|first| {
             let first = first.display();
             let count = self.gray16;
-            format!("{count} images of 16-bit gray, the first {first}: levels above 255 become white, as published; store them with 8 bits")
+            text!("{count} images of 16-bit gray, the first {first}: levels above 255 become white, as published; store them with 8 bits", "{count} 张 16 位灰度图片，第一张是 {first}：高于 255 的灰度会变成白色，与官方实现相同；请以 8 位保存")
         });
         let turned = self.first_turned.iter().map(|first| {
             let first = first.display();
             let count = self.turned;
-            format!("{count} images with an EXIF orientation, the first {first}: the model sees them as stored, as published; --exif-rotation apply turns them")
+            text!("{count} images with an EXIF orientation, the first {first}: the model sees them as stored, as published; --exif-rotation apply turns them", "{count} 张图片带有 EXIF 方向，第一张是 {first}：模型看到的是存储时的样子，与官方实现相同；--exif-rotation apply 会旋转它们")
         });
         gray.chain(turned).collect()
     }

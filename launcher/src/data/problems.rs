@@ -1,5 +1,6 @@
 //! Problems of samples that cannot be used, with enough detail to fix them.
 
+use crate::lang::{Text, both, text};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -41,18 +42,35 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    fn reason(self, options: &EncodeOptions) -> String {
+    fn reason(self, options: &EncodeOptions) -> Text {
         match self {
-            Self::TooLong => format!(
+            Self::TooLong => text!(
                 "--model-max-length {} cuts off the answer, or cuts an image in two",
+                "--model-max-length {} 截掉了回答，或把图片截成了两半",
                 options.model_max_length
             ),
-            Self::NoAnswer => "no answer of the assistant".to_owned(),
-            Self::Roles => "the turns or roles do not form a conversation".to_owned(),
-            Self::Placeholders => "the text and the list of images disagree".to_owned(),
-            Self::Image => "an image is missing or cannot be read".to_owned(),
-            Self::NoImage => "no image, which the model's cross attention needs".to_owned(),
-            Self::Other => "other reasons".to_owned(),
+            Self::NoAnswer => both("no answer of the assistant", "没有 assistant 的回答").into(),
+            Self::Roles => both(
+                "the turns or roles do not form a conversation",
+                "对话的轮次或角色不成对话",
+            )
+            .into(),
+            Self::Placeholders => both(
+                "the text and the list of images disagree",
+                "文本与图片列表不一致",
+            )
+            .into(),
+            Self::Image => both(
+                "an image is missing or cannot be read",
+                "图片缺失或无法读取",
+            )
+            .into(),
+            Self::NoImage => both(
+                "no image, which the model's cross attention needs",
+                "没有图片，而模型的 cross attention 需要图片",
+            )
+            .into(),
+            Self::Other => both("other reasons", "其他原因").into(),
         }
     }
 }
@@ -74,7 +92,8 @@ pub(crate) struct Problem {
     /// Category of the problem.
     pub(crate) kind: Kind,
     /// Description of the problem in one line.
-    pub(crate) problem: String,
+    #[serde(serialize_with = "Text::english")]
+    pub(crate) problem: Text,
     /// Tokens of the whole sample, if they can be counted.
     pub(crate) tokens: Option<usize>,
 }
@@ -86,7 +105,7 @@ impl Problem {
         let mut problem = crate::error::chain(error);
         if kind == Kind::Placeholders {
             let names_images = matches!(error, SampleError::UnknownPlaceholder { .. });
-            problem += &excerpt(sample, !names_images);
+            problem += excerpt(sample, !names_images);
         }
         Self {
             index,
@@ -101,7 +120,7 @@ impl Problem {
     }
 
     /// Problem of an image that cannot be used.
-    pub(crate) fn image(index: usize, sample: &RawSample, problem: String) -> Self {
+    pub(crate) fn image(index: usize, sample: &RawSample, problem: Text) -> Self {
         Self {
             index,
             file: None,
@@ -134,8 +153,9 @@ impl Problem {
             self.tokens = Some(tokens);
             let features = size.image_tokens / size.slices.max(1);
             let text = tokens.saturating_sub(size.image_tokens);
-            self.problem = format!(
+            self.problem = text!(
                 "{} tokens, images {} x {features} + text {}; {}",
+                "{} 个 token，图片 {} x {features} + 文本 {}；{}",
                 grouped(tokens as u64),
                 size.slices,
                 grouped(text as u64),
@@ -146,15 +166,19 @@ impl Problem {
     }
 
     /// Text such as `line 18, sample 3 (id a): what is wrong`.
-    pub(crate) fn describe(&self) -> String {
+    pub(crate) fn describe(&self) -> Text {
         let file = self.file.as_ref();
         let file = file.map_or_else(String::new, |file| format!("{} ", file.display()));
         let line = self
             .line
-            .map_or_else(String::new, |line| format!("line {line}, "));
-        let line = file + &line;
+            .map(|line| text!("line {line}, ", "第 {line} 行，"));
+        let line = line.unwrap_or_default();
         let id = self.id.as_deref().unwrap_or("-");
-        format!("{line}sample {} (id {id}): {}", self.index, self.problem)
+        let (index, problem) = (self.index, &self.problem);
+        text!(
+            "{file}{line}sample {index} (id {id}): {problem}",
+            "{file}{line}样本 {index}（id {id}）：{problem}"
+        )
     }
 }
 
@@ -191,7 +215,7 @@ pub(crate) fn classify(error: &SampleError) -> (ErrorCode, Kind) {
 }
 
 /// Text around the first placeholder of an image and, with `with_names`, the names of the images.
-fn excerpt(sample: &RawSample, with_names: bool) -> String {
+fn excerpt(sample: &RawSample, with_names: bool) -> Text {
     let shown = sample
         .conversations
         .iter()
@@ -201,15 +225,23 @@ fn excerpt(sample: &RawSample, with_names: bool) -> String {
             let before: Vec<char> = turn.content[..at].chars().rev().take(EXCERPT).collect();
             let before: String = before.into_iter().rev().collect();
             let after: String = turn.content[at..].chars().take(2 * EXCERPT).collect();
-            Some(format!("; message {}: \"{before}{after}\"", i + 1).replace('\n', " "))
+            let excerpt = format!("\"{before}{after}\"").replace('\n', " ");
+            Some(text!(
+                "; message {}: {excerpt}",
+                "；第 {} 条消息：{excerpt}",
+                i + 1
+            ))
         });
     let names: Vec<&str> = sample.images.iter().map(|(name, _)| &**name).collect();
     let images = match names.as_slice() {
-        [] => "; no images are listed".to_owned(),
-        names => format!("; images: {}", names.join(" ")),
+        [] => both("; no images are listed", "；图片列表为空").into(),
+        names => text!("; images: {}", "；图片：{}", names.join(" ")),
     };
-    let images = if with_names { images } else { String::new() };
-    shown.unwrap_or_default() + &images
+    let mut text = shown.unwrap_or_default();
+    if with_names {
+        text += images;
+    }
+    text
 }
 
 /// Data file, model and settings that a failure report needs besides the problems.
@@ -244,54 +276,68 @@ pub(crate) fn refusal(context: &Context<'_>, problems: &[Problem]) -> Failure {
         .iter()
         .find(|problem| Some(problem.kind) == most)
         .map_or(ErrorCode::Samples, |problem| problem.code);
-    let causes: Vec<String> = kinds
+    let causes: Vec<Text> = kinds
         .iter()
-        .map(|(kind, count)| format!("{} ({count})", kind.reason(context.options)))
+        .map(|(kind, count)| {
+            text!(
+                "{} ({count})",
+                "{}（{count} 个）",
+                kind.reason(context.options)
+            )
+        })
         .collect();
     let mut failure = Failure::new(
         code,
-        format!(
+        text!(
             "{} of {} samples in {} cannot be used",
+            "{2} 的 {1} 个样本中有 {0} 个无法使用",
             problems.len(),
             context.samples.len(),
             context.path.display()
         ),
-        causes.join(", "),
+        Text::list(&causes),
     );
     for problem in problems.iter().take(LISTED) {
         failure = failure.evidence(problem.describe());
     }
     if problems.len() > LISTED {
-        failure = failure.evidence(format!("and {} more", problems.len() - LISTED));
+        failure = failure.evidence(text!("and {} more", "另有 {} 个", problems.len() - LISTED));
     }
     for line in remedies(context, problems) {
         failure = failure.next(line);
     }
     failure
-        .next("fix these samples, or skip them with --skip-bad-samples true")
-        .next(format!(
+        .next(both(
+            "fix these samples, or skip them with --skip-bad-samples true",
+            "请修正这些样本，或用 --skip-bad-samples true 跳过它们",
+        ))
+        .next(text!(
             "for the whole list: launcher data check {} --model {} --output .",
+            "查看完整列表：launcher data check {} --model {} --output .",
             context.path.display(),
             context.model.display()
         ))
 }
 
 /// Suggested settings with which the samples that are too long could be used, computed from their lengths.
-pub(crate) fn remedies(context: &Context<'_>, problems: &[Problem]) -> Vec<String> {
+pub(crate) fn remedies(context: &Context<'_>, problems: &[Problem]) -> Vec<Text> {
     let long: Vec<&Problem> = problems
         .iter()
         .filter(|problem| problem.kind == Kind::TooLong)
         .collect();
     let mut lines = Vec::new();
     if problems.iter().any(|problem| problem.kind == Kind::NoImage) {
-        let text =
-            "--text-without-cross true skips the cross attention for samples without an image";
-        lines.push(text.to_owned());
+        let text = both(
+            "--text-without-cross true skips the cross attention for samples without an image",
+            "--text-without-cross true 会让没有图片的样本跳过 cross attention",
+        );
+        lines.push(text.into());
     }
     if let Some(longest) = long.iter().filter_map(|problem| problem.tokens).max() {
         let step = if longest < 1024 { 64 } else { 1024 };
-        lines.push(format!(
+        lines.push(text!(
             "--model-max-length {} is enough for all {} samples that are too long",
+            "--model-max-length {} 足以容纳全部 {} 个过长的样本",
             longest.next_multiple_of(step),
             long.len()
         ));
@@ -312,8 +358,9 @@ pub(crate) fn remedies(context: &Context<'_>, problems: &[Problem]) -> Vec<Strin
             })
             .collect();
         if let Some((index, tokens)) = usable.first() {
-            lines.push(format!(
+            lines.push(text!(
                 "--max-slice-nums 1 makes {} of {} usable (sample {index} -> {} tokens)",
+                "--max-slice-nums 1 可使 {1} 个样本中的 {0} 个可用（样本 {index} -> {2} 个 token）",
                 usable.len(),
                 long.len(),
                 grouped(*tokens as u64)
@@ -337,7 +384,7 @@ pub(crate) fn write(directory: &Path, problems: &[Problem]) -> Result<(), Failur
         }
         file.flush()
     };
-    write().map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))
+    write().map_err(|error| Failure::io(ErrorCode::Disk, both("write", "写入"), &path, &error))
 }
 
 impl SampleSet {

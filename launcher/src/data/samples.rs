@@ -1,6 +1,7 @@
 //! Samples of a data file, read and checked one by one.
 
 use crate::error::{ErrorCode, Failure, chain};
+use crate::lang::{Both, Text, both, text};
 use std::path::Path;
 
 use models::Processor;
@@ -49,7 +50,7 @@ impl SampleSet {
     }
 
     /// Lines about the files: the form of each, and its keys without effect.
-    pub(crate) fn lines(&self) -> Vec<String> {
+    pub(crate) fn lines(&self) -> Vec<Text> {
         let files = self.files.iter();
         files
             .flat_map(|file| std::iter::once(file.form()).chain(file.without_effect()))
@@ -106,7 +107,7 @@ pub(crate) fn read(reading: Reading<'_>) -> Result<ReadSamples, Failure> {
 
 /// Why data cannot be read, with the form that it looks like.
 fn refusal(path: &Path, format: Option<DataFormat>, error: &DataError) -> Failure {
-    let title = format!("cannot read {}", path.display());
+    let title = text!("cannot read {}", "无法读取 {}", path.display());
     let failure = Failure::new(ErrorCode::DataFile, title, chain(error));
     let forms = || {
         let all = DataFormat::ALL.iter();
@@ -116,30 +117,42 @@ fn refusal(path: &Path, format: Option<DataFormat>, error: &DataError) -> Failur
         all.join("; ")
     };
     match error {
-        DataError::Read { path, .. } if !path.exists() => {
-            failure.next("check the path; relative paths start at the current directory")
-        }
+        DataError::Read { path, .. } if !path.exists() => failure.next(both(
+            "check the path; relative paths start at the current directory",
+            "请检查路径；相对路径以当前目录为起点",
+        )),
         DataError::Json { path, reason, .. } => {
             let failure = match syntax_hint(reason) {
                 Some(hint) => failure.next(hint),
                 None => failure,
             };
             match format.or_else(|| looks_like(path)) {
-                Some(form) => failure.next(format!(
+                Some(form) => failure.next(text!(
                     "the file looks like the form {}: {}; --data-format names another",
+                    "该文件看起来是 {} 格式：{}；可用 --data-format 指定另一种",
                     form.name(),
                     form.shape()
                 )),
-                None => failure.next(format!("write the samples in one of the forms {}", forms())),
+                None => failure.next(text!(
+                    "write the samples in one of the forms {}",
+                    "请按以下格式之一书写样本：{}",
+                    forms()
+                )),
             }
         }
-        DataError::UnknownFormat { .. } => {
-            failure.next(format!("write the samples in one of the forms {}", forms()))
-        }
-        DataError::AmbiguousFormat { .. } => failure.next(
+        DataError::UnknownFormat { .. } => failure.next(text!(
+            "write the samples in one of the forms {}",
+            "请按以下格式之一书写样本：{}",
+            forms()
+        )),
+        DataError::AmbiguousFormat { .. } => failure.next(both(
             "give the file or directory that holds the samples, or its form with --data-format",
-        ),
-        _ => failure.next("give a file or directory that holds samples"),
+            "请指定包含样本的文件或目录，或用 --data-format 指定其格式",
+        )),
+        _ => failure.next(both(
+            "give a file or directory that holds samples",
+            "请指定包含样本的文件或目录",
+        )),
     }
 }
 
@@ -163,13 +176,19 @@ fn looks_like(path: &Path) -> Option<DataFormat> {
 }
 
 /// What JSON demands, if the parser stopped at something that other languages allow, or within an entry.
-fn syntax_hint(reason: &str) -> Option<&'static str> {
+fn syntax_hint(reason: &str) -> Option<Both> {
     let begins = |words: &[&str]| words.iter().any(|word| reason.starts_with(word));
     if begins(&["expected value", "trailing comma", "key must be a string"]) {
-        return Some("JSON writes texts in double quotes, and no comma after the last entry");
+        return Some(both(
+            "JSON writes texts in double quotes, and no comma after the last entry",
+            "JSON 的文本要用双引号，最后一项之后没有逗号",
+        ));
     }
     let split = begins(&["EOF while parsing"]);
-    split.then_some("samples are a JSON list, or one object on each line")
+    split.then_some(both(
+        "samples are a JSON list, or one object on each line",
+        "样本应是一个 JSON 列表，或每行一个对象",
+    ))
 }
 
 /// Size of every sample, or why it cannot be used, and what its images lose. `images` has the headers of all images,
@@ -229,9 +248,18 @@ fn verdict(
 /// Adds to `failure` how to find samples that the check before training did not find.
 pub(crate) fn missed(failure: Failure) -> Failure {
     failure
-        .evidence("the check before training reads the beginning and the end of an image, and decodes some")
-        .next("launcher data check decodes the images and lists the damaged ones")
-        .next("--skip-bad-samples true decodes them before training and leaves their samples out")
+        .evidence(both(
+            "the check before training reads the beginning and the end of an image, and decodes some",
+            "训练前的检查读取图片的开头和结尾，并解码其中一部分",
+        ))
+        .next(both(
+            "launcher data check decodes the images and lists the damaged ones",
+            "launcher data check 会解码所有图片并列出损坏的图片",
+        ))
+        .next(both(
+            "--skip-bad-samples true decodes them before training and leaves their samples out",
+            "--skip-bad-samples true 会在训练前解码图片，并跳过含损坏图片的样本",
+        ))
 }
 
 /// Encodes `count` samples in the order `order`, which is repeated if it is shorter.
@@ -252,7 +280,7 @@ pub(crate) fn encode_in_order(
             processor
                 .encode(&samples[*i], images, options)
                 .map_err(|e| {
-                    let title = format!("sample {i} cannot be used");
+                    let title = text!("sample {i} cannot be used", "样本 {i} 无法使用");
                     missed(Failure::new(ErrorCode::DataFile, title, chain(&e)))
                 })
         })

@@ -41,6 +41,7 @@ mod driver {
     use super::{Arc, Backend, CudaGraph, Failure, Variables};
     use crate::config::RunGpu;
     use crate::error::ErrorCode;
+    use crate::lang::{both, text};
 
     pub(super) fn open(
         gpu: &RunGpu,
@@ -50,10 +51,13 @@ mod driver {
     ) -> Result<Arc<dyn Backend>, Failure> {
         Err(Failure::new(
             ErrorCode::Cuda,
-            format!("cannot open GPU {}", gpu.ordinal),
-            "this build has no CUDA support",
+            text!("cannot open GPU {}", "无法打开 GPU {}", gpu.ordinal),
+            both("this build has no CUDA support", "本构建不支持 CUDA"),
         )
-        .next("build without --no-default-features"))
+        .next(both(
+            "build without --no-default-features",
+            "请不带 --no-default-features 构建",
+        )))
     }
 
     pub(super) fn free_bytes(_gpu: &RunGpu, _variables: &Variables) -> Option<u64> {
@@ -67,6 +71,7 @@ mod driver {
     use crate::config::{Products, RunGpu};
     use crate::device::survey::search;
     use crate::error::ErrorCode;
+    use crate::lang::{Text, both, text};
     use crate::rank_env::GpuCode;
     use crate::units::bytes;
     use kernels::cuda::CudaBackend;
@@ -102,10 +107,18 @@ mod driver {
         let opened = opened.map_err(|error| {
             Failure::new(
                 ErrorCode::Cuda,
-                format!("cannot open GPU {} ({})", gpu.ordinal, gpu.name),
+                text!(
+                    "cannot open GPU {} ({})",
+                    "无法打开 GPU {}（{}）",
+                    gpu.ordinal,
+                    gpu.name
+                ),
                 crate::error::chain(&error),
             )
-            .next("`launcher doctor` shows the driver, the GPUs and the libraries")
+            .next(both(
+                "`launcher doctor` shows the driver, the GPUs and the libraries",
+                "`launcher doctor` 会显示驱动、GPU 和各个库",
+            ))
         })?;
         let free = opened.memory_info().ok().map(|(free, _)| free as u64);
         let opened = Arc::new(opened);
@@ -135,17 +148,17 @@ mod driver {
     }
 
     /// Processes on the GPU, with the memory that each uses.
-    fn others(gpu: &RunGpu, search: &Search) -> Option<String> {
+    fn others(gpu: &RunGpu, search: &Search) -> Option<Text> {
         let processes = managed(gpu, search)?.processes.ok()?;
         let own = std::process::id();
-        let shown: Vec<String> = processes
+        let shown: Vec<Text> = processes
             .iter()
             .filter(|process| process.pid != own)
             .map(|process| {
                 let held = process.used_bytes.map_or_else(|| "?".to_owned(), bytes);
-                format!("process {} uses {held}", process.pid)
+                text!("process {} uses {held}", "进程 {} 占用 {held}", process.pid)
             })
             .collect();
-        (!shown.is_empty()).then(|| shown.join(", "))
+        (!shown.is_empty()).then(|| Text::list(&shown))
     }
 }

@@ -10,6 +10,7 @@ mod tests;
 use crate::config::{
     Collectives, CudaGraph, Device, DeviceChoice, Offload, Products, RunConfig, RunGpu, Tier,
 };
+use crate::lang::{Both, Text, both, text};
 use std::fmt;
 use std::sync::Arc;
 
@@ -63,31 +64,36 @@ pub fn no_room(
     gpu: &RunGpu,
     arena_bytes: u64,
     free: Option<u64>,
-    others: Option<String>,
-    cause: &dyn std::error::Error,
+    others: Option<Text>,
+    cause: &(dyn std::error::Error + 'static),
 ) -> Failure {
     let mut failure = Failure::new(
         ErrorCode::DeviceMemory,
-        format!(
+        text!(
             "GPU {} ({}) has too little free memory for this run",
-            gpu.ordinal, gpu.name
+            "GPU {}（{}）的空闲显存不足以进行本次运行",
+            gpu.ordinal,
+            gpu.name
         ),
         crate::error::chain(cause),
     )
-    .evidence(format!(
+    .evidence(text!(
         "the plan reserves {} at the start; {} were free when the plan was made{}",
+        "计划在启动时预留 {}；制定计划时空闲 {}{}",
         bytes(arena_bytes),
         bytes(gpu.free_bytes),
-        free.map_or(String::new(), |free| format!(
+        free.map_or(Text::default(), |free| text!(
             ", {} are free now",
+            "，现在空闲 {}",
             bytes(free)
         ))
     ));
     if let Some(others) = others {
         failure = failure.evidence(others);
     }
-    failure.next(format!(
-        "end the other processes on the GPU, or choose another GPU with {MASK}"
+    failure.next(text!(
+        "end the other processes on the GPU, or choose another GPU with {MASK}",
+        "请结束该 GPU 上的其他进程，或用 {MASK} 选择另一个 GPU"
     ))
 }
 
@@ -97,8 +103,8 @@ pub(crate) struct Chosen {
     pub(crate) device: Device,
     pub(crate) gpus: Vec<RunGpu>,
     /// Reason, if the choice was left to the program.
-    reason: Option<String>,
-    driver: Option<String>,
+    reason: Option<Text>,
+    driver: Option<Text>,
     /// Findings about GPUs and driver that the run reports.
     findings: Vec<Finding>,
 }
@@ -129,19 +135,28 @@ impl Chosen {
         let mut lines = Vec::new();
         match self.device {
             Device::Cpu => {
-                lines.extend(self.reason.iter().map(|why| format!("cpu · {why}")));
+                lines.extend(
+                    self.reason
+                        .iter()
+                        .map(|why| text!("cpu · {why}", "cpu · {why}")),
+                );
             }
             Device::Cuda => {
-                let why = self.reason.as_deref().map(|why| format!(" · {why}"));
-                let driver = self.driver.as_deref().map(|text| format!(" · {text}"));
-                let parts = [why, driver].into_iter().flatten().collect::<String>();
                 let products = self.gpus.first().map(|gpu| gpu.products);
-                let products = products.map(|by| format!(" · matrix products by {by}"));
-                lines.push(format!("cuda{parts}{}", products.unwrap_or_default()));
+                let products =
+                    products.map(|by| text!("matrix products by {by}", "矩阵乘法由 {by} 完成"));
+                let mut parts = vec![Text::literal("cuda")];
+                parts.extend(
+                    [self.reason.clone(), self.driver.clone(), products]
+                        .into_iter()
+                        .flatten(),
+                );
+                lines.push(Text::join(&parts, " · "));
                 lines.extend(self.gpus.iter().enumerate().map(|(place, gpu)| {
                     let ranks = ranks_on(place, self.gpus.len(), config.world_size);
-                    format!(
+                    text!(
                         "GPU {} {} · {}, {} free · {ranks}",
+                        "GPU {} {} · {}，空闲 {} · {ranks}",
                         gpu.ordinal,
                         gpu.name,
                         bytes(gpu.memory_bytes),
@@ -153,8 +168,7 @@ impl Chosen {
                     lines.push(carried(config));
                 }
                 if config.ranks_here() > self.gpus.len() {
-                    lines.push(format!(
-                        "{} ranks share {}: each rank has a part of the memory, and the ranks take turns",
+                    lines.push(text!("{} ranks share {}: each rank has a part of the memory, and the ranks take turns", "{} 个 rank 共用 {}：每个 rank 使用一部分显存，各 rank 轮流计算",
                         config.ranks_here(),
                         counted(self.gpus.len())
                     ));
@@ -164,19 +178,19 @@ impl Chosen {
         let mut events = Vec::new();
         if !lines.is_empty() {
             events.push(Event::Info {
-                label: "device".into(),
-                text: lines.join("\n"),
+                label: both("device", "设备").into(),
+                text: Text::join(&lines, "\n"),
             });
         }
         events.extend(self.findings.iter().map(|finding| {
-            let mut text = finding.title.clone();
+            let mut text = Text::literal(&finding.title);
             if let Some(next) = finding.next.first() {
-                text += &format!("; {next}");
+                text += text!("; {next}", "；{next}");
             }
             match finding.severity {
                 Severity::Problem | Severity::Warning => Event::Warning { text },
                 Severity::Note => Event::Info {
-                    label: "device".into(),
+                    label: both("device", "设备").into(),
                     text,
                 },
             }
@@ -186,25 +200,36 @@ impl Chosen {
 }
 
 /// Names of the model states stored on the GPU.
-fn resting(offload: &Offload) -> String {
+fn resting(offload: &Offload) -> Text {
     let states = [
-        ("weights", &offload.param),
-        ("gradients and optimizer states", &offload.optimizer),
+        (both("weights", "权重"), &offload.param),
+        (
+            both("gradients and optimizer states", "梯度和优化器状态"),
+            &offload.optimizer,
+        ),
     ];
     let of = |on_gpu: bool| {
         let own = states
             .iter()
             .filter(|(_, tier)| (**tier == Tier::None) == on_gpu);
-        let names: Vec<&str> = own.map(|(name, _)| *name).collect();
-        names.join(", ")
+        let names: Vec<Both> = own.map(|(name, _)| *name).collect();
+        Text::list(&names)
     };
     match (of(true), of(false)) {
-        (there, elsewhere) if elsewhere.is_empty() => format!("{there} are in GPU memory"),
+        (there, elsewhere) if elsewhere.is_empty() => {
+            text!("{there} are in GPU memory", "{there}在显存中")
+        }
         (there, elsewhere) if there.is_empty() => {
-            format!("{elsewhere} are in host memory or on a disk")
+            text!(
+                "{elsewhere} are in host memory or on a disk",
+                "{elsewhere}在主机内存或磁盘上"
+            )
         }
         (there, elsewhere) => {
-            format!("{there} are in GPU memory, {elsewhere} in host memory or on a disk")
+            text!(
+                "{there} are in GPU memory, {elsewhere} in host memory or on a disk",
+                "{there}在显存中，{elsewhere}在主机内存或磁盘上"
+            )
         }
     }
 }
@@ -242,38 +267,51 @@ pub(crate) fn one_gpu_each(config: RunConfig) -> RunConfig {
     }
 }
 
-fn ranks_on(place: usize, gpus: usize, ranks: usize) -> String {
+fn ranks_on(place: usize, gpus: usize, ranks: usize) -> Text {
     let on: Vec<String> = (place..ranks)
         .step_by(gpus)
         .map(|rank| rank.to_string())
         .collect();
     match on.len() {
-        0 => "no rank".to_owned(),
-        1 => format!("rank {}", on[0]),
-        _ => format!("ranks {}", on.join(", ")),
+        0 => both("no rank", "没有 rank").into(),
+        1 => text!("rank {}", "rank {}", on[0]),
+        _ => text!("ranks {}", "rank {}", on.join(", ")),
     }
 }
 
 /// Transport of weights and gradients between the GPUs, with the reason, in words.
-fn carried(config: &RunConfig) -> String {
+fn carried(config: &RunConfig) -> Text {
     let why = config.missing_peer_access();
     match (config.resolved_collectives(), why) {
-        (Collectives::Ipc, _) => "between ranks: ipc, GPUs read each other's memory".into(),
-        (Collectives::Nccl, _) if config.shares_gpus() => {
-            "between ranks: nccl, through sockets, because ranks share a GPU".into()
-        }
-        (Collectives::Nccl, _) => "between ranks: nccl".into(),
+        (Collectives::Ipc, _) => both(
+            "between ranks: ipc, GPUs read each other's memory",
+            "rank 之间：ipc，GPU 互相读取显存",
+        )
+        .into(),
+        (Collectives::Nccl, _) if config.shares_gpus() => both(
+            "between ranks: nccl, through sockets, because ranks share a GPU",
+            "rank 之间：nccl，经由套接字，因为多个 rank 共用一个 GPU",
+        )
+        .into(),
+        (Collectives::Nccl, _) => both("between ranks: nccl", "rank 之间：nccl").into(),
         (_, Some(why)) if config.collectives == Collectives::Auto => {
-            format!("between ranks: shm, through host memory; {why}")
+            text!(
+                "between ranks: shm, through host memory; {why}",
+                "rank 之间：shm，经由主机内存；{why}"
+            )
         }
-        _ => "between ranks: shm, through host memory".into(),
+        _ => both(
+            "between ranks: shm, through host memory",
+            "rank 之间：shm，经由主机内存",
+        )
+        .into(),
     }
 }
 
-fn counted(gpus: usize) -> String {
+fn counted(gpus: usize) -> Text {
     match gpus {
-        1 => "1 GPU".to_owned(),
-        more => format!("{more} GPUs"),
+        1 => both("1 GPU", "1 个 GPU").into(),
+        more => text!("{more} GPUs", "{more} 个 GPU"),
     }
 }
 
@@ -303,29 +341,41 @@ pub(crate) fn choose(
         return match choice {
             DeviceChoice::Cuda => Err(refusal(&cuda, &gpus, &findings, variables)),
             _ => Ok(Chosen {
-                reason: Some(format!("auto: {}", missing(&cuda, &findings))),
+                reason: Some(text!("auto: {}", "auto：{}", missing(&cuda, &findings))),
                 findings: findings.into_iter().filter(is_of_shown).collect(),
                 ..Chosen::cpu()
             }),
         };
     }
     let driver = match (&cuda.driver, cuda.cuda_version) {
-        (Some(driver), Some((major, minor))) => {
-            Some(format!("driver {driver} (CUDA {major}.{minor})"))
-        }
-        (Some(driver), None) => Some(format!("driver {driver}")),
-        (None, Some((major, minor))) => Some(format!("driver for CUDA {major}.{minor}")),
+        (Some(driver), Some((major, minor))) => Some(text!(
+            "driver {driver} (CUDA {major}.{minor})",
+            "驱动 {driver}（CUDA {major}.{minor}）"
+        )),
+        (Some(driver), None) => Some(text!("driver {driver}", "驱动 {driver}")),
+        (None, Some((major, minor))) => Some(text!(
+            "driver for CUDA {major}.{minor}",
+            "CUDA {major}.{minor} 的驱动"
+        )),
         (None, None) => None,
     };
     let driver = match code {
         GpuCode::Native => driver,
         GpuCode::Sm80 => {
-            let driver = driver.as_deref().unwrap_or("driver of unknown version");
-            Some(format!("{driver} · kernels of sm_80"))
+            let driver = driver
+                .unwrap_or_else(|| both("driver of unknown version", "未知版本的驱动").into());
+            Some(text!(
+                "{driver} · kernels of sm_80",
+                "{driver} · sm_80 的内核"
+            ))
         }
     };
     let reason = match choice {
-        DeviceChoice::Auto => Some(format!("auto: {} can be used", counted(usable.len()))),
+        DeviceChoice::Auto => Some(text!(
+            "auto: {} can be used",
+            "auto：可以使用 {}",
+            counted(usable.len())
+        )),
         DeviceChoice::Cpu | DeviceChoice::Cuda => None,
     };
     Ok(Chosen {
@@ -355,16 +405,26 @@ fn products(cuda: &Cuda, variables: &Variables) -> Result<Products, Failure> {
         (Matmul::CublasLt, false) => {
             let mut failure = Failure::new(
                 ErrorCode::Cuda,
-                format!("{MATMUL}=cublaslt: cuBLASLt was not found"),
-                "it is loaded at run time, and none of the searched directories has it",
+                text!(
+                    "{MATMUL}=cublaslt: cuBLASLt was not found",
+                    "{MATMUL}=cublaslt：没有找到 cuBLASLt"
+                ),
+                both(
+                    "it is loaded at run time, and none of the searched directories has it",
+                    "它在运行时加载，但搜索过的目录中都没有它",
+                ),
             );
             for attempt in library.iter().flat_map(|library| &library.attempts) {
                 failure = failure.evidence(format!("{} ({})", attempt.place, attempt.outcome));
             }
             Err(failure
-                .next("give its directory: TESSERA_CUDA_LIBS=/path/to/directory")
-                .next(format!(
-                    "unset {MATMUL}: the kernels of this program then compute matrix products"
+                .next(both(
+                    "give its directory: TESSERA_CUDA_LIBS=/path/to/directory",
+                    "请指定它所在的目录：TESSERA_CUDA_LIBS=/path/to/directory",
+                ))
+                .next(text!(
+                    "unset {MATMUL}: the kernels of this program then compute matrix products",
+                    "请取消设置 {MATMUL}：矩阵乘法改由本程序的内核计算"
                 )))
         }
     }
@@ -385,13 +445,13 @@ fn run_gpu(gpu: &Gpu, products: Products) -> Option<RunGpu> {
 }
 
 /// Why no GPU is usable, in words.
-fn missing(cuda: &Cuda, findings: &[Finding]) -> String {
+fn missing(cuda: &Cuda, findings: &[Finding]) -> Text {
     let about = |finding: &&Finding| finding.id != "some-gpus-hidden";
     let first = findings.iter().find(about);
-    let title = first.map(|finding| finding.title.trim_end_matches(INSTEAD).to_owned());
+    let title = first.map(|finding| Text::literal(finding.title.trim_end_matches(INSTEAD)));
     title
-        .or_else(|| cuda.problem.clone())
-        .unwrap_or_else(|| "CUDA reports no GPU".to_owned())
+        .or_else(|| cuda.problem.as_ref().map(Text::literal))
+        .unwrap_or_else(|| both("CUDA reports no GPU", "CUDA 报告没有 GPU").into())
 }
 
 /// Failure of `--device cuda`: a GPU that is too old (E11), or no working CUDA (E12).
@@ -403,20 +463,24 @@ fn refusal(cuda: &Cuda, gpus: &[Gpu], findings: &[Finding], variables: &Variable
         } else {
             ErrorCode::Cuda
         },
-        "--device cuda: no usable GPU was found",
+        both(
+            "--device cuda: no usable GPU was found",
+            "--device cuda：没有找到可用的 GPU",
+        ),
         missing(cuda, findings),
     );
     if let Some(mask) = variables.get(MASK) {
         failure = failure.evidence(format!("{MASK}={}", mask.to_string_lossy()));
     }
     if let Some(version) = &cuda.kernel_module {
-        failure = failure.evidence(format!("kernel module {version}"));
+        failure = failure.evidence(text!("kernel module {version}", "内核模块 {version}"));
     }
     if let Some(problem) = &cuda.problem {
         failure = failure.evidence(problem.clone());
     }
-    failure = failure.evidence(format!(
+    failure = failure.evidence(text!(
         "NVIDIA graphics devices: {} on the bus, {} seen by CUDA or NVML",
+        "NVIDIA 图形设备：总线上 {} 个，CUDA 或 NVML 可见 {} 个",
         cuda.pci_devices,
         gpus.len()
     ));
@@ -426,18 +490,30 @@ fn refusal(cuda: &Cuda, gpus: &[Gpu], findings: &[Finding], variables: &Variable
             .map(|a| format!("{} ({})", a.place, a.outcome))
             .collect();
         if library.kind == survey::facts::LibraryKind::Driver {
-            failure = failure.evidence(format!("{}: tried {}", library.name, tried.join(", ")));
+            failure = failure.evidence(text!(
+                "{}: tried {}",
+                "{}：尝试过 {}",
+                library.name,
+                tried.join(", ")
+            ));
         }
     }
     let about = findings
         .iter()
         .filter(|f| f.severity != Severity::Note || f.id == "no-gpu");
     for next in about.flat_map(|finding| &finding.next) {
-        if !failure.next.contains(next) {
-            failure = failure.next(next.clone());
+        let next = Text::literal(next);
+        if !failure.next.contains(&next) {
+            failure = failure.next(next);
         }
     }
     failure
-        .next("--device cpu trains on the CPU; --device auto uses a GPU only if one is usable")
-        .next("`launcher doctor` lists the libraries and where they were searched")
+        .next(both(
+            "--device cpu trains on the CPU; --device auto uses a GPU only if one is usable",
+            "--device cpu 在 CPU 上训练；--device auto 只在有可用 GPU 时使用它",
+        ))
+        .next(both(
+            "`launcher doctor` lists the libraries and where they were searched",
+            "`launcher doctor` 会列出各个库以及搜索过的位置",
+        ))
 }

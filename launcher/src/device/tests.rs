@@ -159,7 +159,10 @@ fn cuda_without_a_gpu_lists_attempts_and_suggestions() {
     let mask = variables(Some(""));
     let failure = choose(DeviceChoice::Cuda, &hidden, &mask).expect_err("refused");
     assert_eq!(failure.code, ErrorCode::Cuda);
-    assert!(failure.evidence.contains(&format!("{MASK}=")), "{failure}");
+    assert!(
+        failure.evidence.contains(&format!("{MASK}=").into()),
+        "{failure}"
+    );
     assert!(failure.cause.contains("hides every GPU"), "{failure}");
     let mut old = with(vec![gpu(0)]);
     old.cuda.cuda_version = Some((12, 2));

@@ -1,6 +1,7 @@
 //! Next steps that are command lines. Each can be pasted into a shell; a reason follows as a comment.
 
 use super::Failure;
+use crate::lang::{Lang, Text};
 use std::path::Path;
 
 /// Text between the flags of a suggestion and its reason.
@@ -28,18 +29,24 @@ impl Failure {
     /// earlier ones.
     pub(crate) fn complete(mut self, command: &str) -> Self {
         for line in &mut self.next {
-            let (flags, reason) = match line.split_once(REASON) {
-                Some((flags, reason)) => (flags, reason.strip_suffix(')')),
-                None => (&**line, None),
-            };
-            if !are_flags(flags) {
-                continue;
-            }
-            let reason = reason.map_or_else(String::new, |text| format!("   # {text}"));
-            *line = format!("{command} {flags}{reason}");
+            let completed = |lang| completed(command, line.get(lang));
+            *line = Text::new(completed(Lang::En), completed(Lang::Zh));
         }
         self
     }
+}
+
+/// The step `line` as a command line, if it is flags alone.
+fn completed(command: &str, line: &str) -> String {
+    let (flags, reason) = match line.split_once(REASON) {
+        Some((flags, reason)) => (flags, reason.strip_suffix(')')),
+        None => (line, None),
+    };
+    if !are_flags(flags) {
+        return line.to_owned();
+    }
+    let reason = reason.map_or_else(String::new, |text| format!("   # {text}"));
+    format!("{command} {flags}{reason}")
 }
 
 /// Whether `text` consists of flags, each with at most one value, and no placeholder.

@@ -3,6 +3,8 @@
 use crate::error::parts::part_of;
 use crate::error::threads::no_thread;
 use crate::error::{ErrorCode, Failure};
+use crate::lang::{Both, Text, both, text};
+use crate::memory::kind_name;
 use crate::units::bytes;
 use engine::EngineError;
 use engine::checkpoint::CheckpointError;
@@ -19,99 +21,119 @@ pub(crate) use crate::error::chain;
 pub(crate) use crate::error::model_files::{adapter_remedy, check_directory, unusable};
 
 /// Operations of NCCL before ranks wait for each other.
-const ASKING: [&str; 2] = ["ask NCCL for its version", "name an NCCL group"];
+const ASKING: [Both; 2] = [
+    both("ask NCCL for its version", "查询 NCCL 的版本"),
+    both("name an NCCL group", "命名 NCCL 组"),
+];
 /// Operation of NCCL in which ranks wait for each other.
-const JOINING: &str = "join the NCCL group";
+const JOINING: Both = both("join the NCCL group", "加入 NCCL 组");
 /// Next step after a lack of memory: a rank makes no plans itself, the supervisor adds those that fit.
-const OTHER_PLANS: &str = "`launcher plan` with the same flags names settings that fit";
+const OTHER_PLANS: Both = both(
+    "`launcher plan` with the same flags names settings that fit",
+    "用相同的参数运行 `launcher plan`，可得到放得下的设置",
+);
 
-pub(crate) fn engine(doing: &str, error: &EngineError) -> Failure {
+pub(crate) fn engine(doing: impl Into<Text>, error: &EngineError) -> Failure {
+    let doing = doing.into();
     match error {
         EngineError::Comm(comm_error) => comm(comm_error),
         EngineError::Checkpoint(inner) => checkpoint(doing, inner),
         EngineError::Kernel(inner) => kernel(doing, inner),
         EngineError::Map { .. } => host_memory(doing, chain(error)),
         EngineError::Spill(inner) => spill(doing, inner),
-        EngineError::CheckpointMismatch { missing, extra } => mismatch(doing, missing, extra),
+        EngineError::CheckpointMismatch { missing, extra } => mismatch(&doing, missing, extra),
         EngineError::Load { source, .. } => match source.downcast_ref::<WeightError>() {
             Some(weights) => self::weights(weights),
             None => Failure::new(
                 ErrorCode::ModelFiles,
-                format!("cannot {doing}"),
+                text!("cannot {doing}", "无法{doing}"),
                 chain(error),
             ),
         },
         EngineError::LibraryDiffers { .. } => Failure::new(
             ErrorCode::Rendezvous,
-            "the ranks have different versions of NCCL",
+            both("the ranks have different versions of NCCL", "各 rank 的 NCCL 版本不同"),
             chain(error),
         )
-        .next("install one version on all machines, or omit --collectives nccl"),
+        .next(both("install one version on all machines, or omit --collectives nccl", "请在所有机器上安装同一版本，或去掉 --collectives nccl")),
         EngineError::NoPeerAccess { refusals } => Failure::new(
             ErrorCode::Cuda,
-            "the GPUs of the ranks cannot read each other's memory, which --collectives ipc needs",
-            "the driver or the container of a rank refuses it",
+            both("the GPUs of the ranks cannot read each other's memory, which --collectives ipc needs", "各 rank 的 GPU 无法互相读取显存，而 --collectives ipc 需要这样做"),
+            both("the driver or the container of a rank refuses it", "某个 rank 的驱动或容器拒绝了访问"),
         )
-        .evidence_lines(refusals.iter().map(|(rank, what)| format!("rank {rank} {what}")))
-        .next("--collectives shm exchanges through host memory and works everywhere; auto falls back to it")
-        .next("in a container, ranks that share GPU memory need one IPC namespace (docker run --ipc=host)"),
+        .evidence_lines(refusals.iter().map(|(rank, what)| text!("rank {rank} {what}", "rank {rank} {what}")))
+        .next(both("--collectives shm exchanges through host memory and works everywhere; auto falls back to it", "--collectives shm 经由主机内存交换数据，在任何环境都可用；auto 会自动退回到它"))
+        .next(both("in a container, ranks that share GPU memory need one IPC namespace (docker run --ipc=host)", "在容器中，共享显存的 rank 需要同一个 IPC 命名空间（docker run --ipc=host）")),
         EngineError::Thread(source) => no_thread(doing, source),
         EngineError::PlanDiffers { .. } => Failure::new(
             ErrorCode::Rendezvous,
-            "the ranks have different plans",
+            both("the ranks have different plans", "各 rank 的计划不同"),
             chain(error),
         )
-        .next("start all ranks from the same configuration and the same build"),
-        _ => Failure::new(ErrorCode::Panic, format!("cannot {doing}"), chain(error)),
+        .next(both("start all ranks from the same configuration and the same build", "请用相同的配置和相同的构建启动所有 rank")),
+        _ => Failure::new(ErrorCode::Panic, text!("cannot {doing}", "无法{doing}"), chain(error)),
     }
 }
 
 /// Failure of a spill disk: full, slow, or missing.
-pub(crate) fn spill(doing: &str, error: &SpillError) -> Failure {
-    let failure = Failure::new(ErrorCode::Disk, format!("cannot {doing}"), chain(error));
+pub(crate) fn spill(doing: impl Into<Text>, error: &SpillError) -> Failure {
+    let doing = doing.into();
+    let failure = Failure::new(
+        ErrorCode::Disk,
+        text!("cannot {doing}", "无法{doing}"),
+        chain(error),
+    );
     match error {
-        SpillError::NoSpace { .. } => {
-            failure.next("use a larger disk for --offload nvme:DIR, or --offload cpu")
-        }
-        SpillError::Taken { .. } => failure
-            .next("use another directory for --offload nvme:DIR, or wait for the other job to end"),
-        _ => failure.next("use a writable directory on a local disk for --offload nvme:DIR"),
+        SpillError::NoSpace { .. } => failure.next(both(
+            "use a larger disk for --offload nvme:DIR, or --offload cpu",
+            "请为 --offload nvme:DIR 使用更大的磁盘，或改用 --offload cpu",
+        )),
+        SpillError::Taken { .. } => failure.next(both(
+            "use another directory for --offload nvme:DIR, or wait for the other job to end",
+            "请为 --offload nvme:DIR 指定另一个目录，或等待另一个作业结束",
+        )),
+        _ => failure.next(both(
+            "use a writable directory on a local disk for --offload nvme:DIR",
+            "请为 --offload nvme:DIR 使用本地磁盘上的可写目录",
+        )),
     }
 }
 
 /// Failure of a list of parts that matches nothing.
 pub(crate) fn selection(flag: &str, error: &ModelError) -> Failure {
-    Failure::new(ErrorCode::Usage, format!("{flag} names no part of this model"), chain(error)).next(
-        "select modules by parts of their path (llm, vpm, resampler, lm_head, embed_tokens, layers), by norm or bias, or by a regular expression over whole paths",
+    Failure::new(ErrorCode::Usage, text!("{flag} names no part of this model", "{flag} 没有匹配到该模型的任何部分"), chain(error)).next(
+        both("select modules by parts of their path (llm, vpm, resampler, lm_head, embed_tokens, layers), by norm or bias, or by a regular expression over whole paths", "可按路径中的模块名（llm、vpm、resampler、lm_head、embed_tokens、layers）选择，也可用 norm 或 bias，或用匹配完整路径的正则表达式"),
     )
 }
 
-pub(crate) fn model(doing: &str, error: &ModelError) -> Failure {
+pub(crate) fn model(doing: impl Into<Text>, error: &ModelError) -> Failure {
+    let doing = doing.into();
     match error {
         ModelError::Engine(inner) => engine(doing, inner),
         ModelError::Kernel(inner) => kernel(doing, inner),
         ModelError::AdapterTarget { .. } => Failure::new(
             ErrorCode::Usage,
-            "this model cannot be set up with these flags",
+            both("this model cannot be set up with these flags", "无法按这些参数设置该模型"),
             chain(error),
         )
-        .next("--lora-target-modules takes a regular expression over module names, or names such as q_proj,v_proj"),
+        .next(both("--lora-target-modules takes a regular expression over module names, or names such as q_proj,v_proj", "--lora-target-modules 接受匹配模块名的正则表达式，或 q_proj,v_proj 这样的名称")),
         ModelError::Selection { .. } => selection("--train, --freeze", error),
         ModelError::NotFinite { .. } => not_finite(
-            format!("cannot {doing}: a value is not finite"),
+            text!("cannot {doing}: a value is not finite", "无法{doing}：出现非有限值"),
             chain(error),
         ),
         ModelError::Config { .. } => Failure::new(
             ErrorCode::ModelFiles,
-            "this model cannot be set up",
+            both("this model cannot be set up", "无法设置该模型"),
             chain(error),
         )
-        .next("use the published config.json of the model"),
-        _ => Failure::new(ErrorCode::Panic, format!("cannot {doing}"), chain(error)),
+        .next(both("use the published config.json of the model", "请使用该模型官方发布的 config.json")),
+        _ => Failure::new(ErrorCode::Panic, text!("cannot {doing}", "无法{doing}"), chain(error)),
     }
 }
 
-pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
+pub(crate) fn kernel(doing: impl Into<Text>, error: &KernelError) -> Failure {
+    let doing = doing.into();
     match error {
         KernelError::OutOfMemory {
             pool,
@@ -122,37 +144,37 @@ pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
             breakdown,
         } if *pool == "GPU" => Failure::new(
             ErrorCode::DeviceMemory,
-            format!("cannot {doing}: the memory set aside on the GPU ran out"),
-            format!(
-                "{} more are needed for {tag} in one block, {} of the reserved {} are unused",
+            text!("cannot {doing}: the memory set aside on the GPU ran out", "无法{doing}：预留的显存已用完"),
+            text!("{} more are needed for {kind} in one block, {} of the reserved {} are unused", "还需要为{kind}一次分配 {}，预留的 {2} 中只剩 {1}",
                 bytes(*asked_bytes),
                 bytes(capacity_bytes.saturating_sub(*in_use_bytes)),
-                bytes(*capacity_bytes)
+                bytes(*capacity_bytes),
+                kind = kind_name(tag.name())
             ),
         )
         .evidence(in_use(*in_use_bytes, breakdown))
         .next(OTHER_PLANS),
-        KernelError::Device { op, cause } if ASKING.contains(op) => Failure::new(
+        KernelError::Device { op, cause } if let Some(op) = ASKING.iter().find(|asking| asking.en == *op) => Failure::new(
             ErrorCode::Cuda,
-            format!("the GPUs of the ranks cannot {op}"),
-            cause.to_string(),
+            text!("the GPUs of the ranks cannot {op}", "各 rank 的 GPU 无法{op}"),
+            Text::literal(cause),
         )
-        .next("--collectives shm exchanges through host memory and works everywhere"),
-        KernelError::Device { op, cause } if *op == JOINING => Failure::new(
+        .next(both("--collectives shm exchanges through host memory and works everywhere", "--collectives shm 经由主机内存交换数据，在任何环境都可用")),
+        KernelError::Device { op, cause } if *op == JOINING.en => Failure::new(
             ErrorCode::Cuda,
-            format!("the GPUs of the ranks cannot {op}"),
-            cause.to_string(),
+            text!("the GPUs of the ranks cannot {JOINING}", "各 rank 的 GPU 无法{JOINING}"),
+            Text::literal(cause),
         )
-        .next("NCCL_DEBUG=INFO shows in logs/ how far each rank came; NCCL_SOCKET_IFNAME names the network interface to use")
-        .next("--comm-timeout gives ranks more time to join")
-        .next("--collectives shm exchanges through host memory and works everywhere"),
+        .next(both("NCCL_DEBUG=INFO shows in logs/ how far each rank came; NCCL_SOCKET_IFNAME names the network interface to use", "设置 NCCL_DEBUG=INFO 后，logs/ 会显示每个 rank 进行到哪一步；NCCL_SOCKET_IFNAME 指定使用的网卡"))
+        .next(both("--comm-timeout gives ranks more time to join", "--comm-timeout 可给 rank 更多时间加入"))
+        .next(both("--collectives shm exchanges through host memory and works everywhere", "--collectives shm 经由主机内存交换数据，在任何环境都可用")),
         KernelError::Device { op, cause } => Failure::new(
             ErrorCode::Cuda,
-            format!("cannot {doing}: the GPU failed in {op}"),
-            cause.to_string(),
+            text!("cannot {doing}: the GPU failed in {op}", "无法{doing}：GPU 在执行 {op} 时出错"),
+            Text::literal(cause),
         )
-        .next("look for Xid messages in the machine's log (dmesg), and run `launcher doctor`")
-        .next("--resume RUN, the run's directory, continues from the last checkpoint; --device cpu needs no GPU"),
+        .next(both("look for Xid messages in the machine's log (dmesg), and run `launcher doctor`", "请在系统日志（dmesg）中查找 Xid 消息，并运行 `launcher doctor`"))
+        .next(both("--resume RUN, the run's directory, continues from the last checkpoint; --device cpu needs no GPU", "--resume RUN（RUN 为运行目录）从最近的检查点继续；--device cpu 不需要 GPU")),
         KernelError::OutOfMemory {
             pool,
             tag,
@@ -167,82 +189,105 @@ pub(crate) fn kernel(doing: &str, error: &KernelError) -> Failure {
             } else {
                 (ErrorCode::HostMemory, "--host-memory-limit")
             };
-            let share = if device { "" } else { ", this rank's share" };
+            let (name, share) = if device {
+                (both("device", "设备"), both("", ""))
+            } else {
+                (both("host", "主机"), both(", this rank's share", "，即本 rank 的份额"))
+            };
             Failure::new(
                 code,
-                format!("cannot {doing}: {pool} memory ran out"),
-                format!(
-                    "{} more are needed for {tag}, {} of {flag} ({}{share}) are left",
+                text!("cannot {doing}: {name} memory ran out", "无法{doing}：{name}内存不足"),
+                text!("{} more are needed for {kind}, {} of {flag} ({}{share}) are left", "还需要为{kind}分配 {}，{flag}（{2}{share}）只剩 {1}",
                     bytes(*asked_bytes),
                     bytes(capacity_bytes.saturating_sub(*in_use_bytes)),
-                    bytes(*capacity_bytes)
+                    bytes(*capacity_bytes),
+                    kind = kind_name(tag.name())
                 ),
             )
             .evidence(in_use(*in_use_bytes, breakdown))
             .next(OTHER_PLANS)
-            .next(format!("or use a higher {flag}"))
+            .next(text!("or use a higher {flag}", "或提高 {flag}"))
         }
-        _ => Failure::new(ErrorCode::Panic, format!("cannot {doing}"), chain(error)),
+        _ => Failure::new(ErrorCode::Panic, text!("cannot {doing}", "无法{doing}"), chain(error)),
     }
 }
 
 /// Memory by kind, the largest first: `in use 44.8G = parameters 25.9G + activations 18.7G`.
-fn in_use(total: u64, breakdown: &[(Tag, u64)]) -> String {
+fn in_use(total: u64, breakdown: &[(Tag, u64)]) -> Text {
     let mut parts = breakdown.to_vec();
     parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
-    let parts: Vec<String> = parts
+    let parts: Vec<Text> = parts
         .iter()
-        .map(|(tag, used)| format!("{tag} {}", bytes(*used)))
+        .map(|(tag, used)| text!("{} {}", "{} {}", kind_name(tag.name()), bytes(*used)))
         .collect();
-    format!("in use {} = {}", bytes(total), parts.join(" + "))
+    text!(
+        "in use {} = {}",
+        "已用 {} = {}",
+        bytes(total),
+        Text::join(&parts, " + ")
+    )
 }
 
-fn host_memory(doing: &str, evidence: String) -> Failure {
+fn host_memory(doing: Text, evidence: Text) -> Failure {
     Failure::new(
         ErrorCode::HostMemory,
-        format!("cannot {doing}: host memory ran out"),
-        "the states that --offload stores in host memory do not fit",
+        text!(
+            "cannot {doing}: host memory ran out",
+            "无法{doing}：主机内存不足"
+        ),
+        both(
+            "the states that --offload stores in host memory do not fit",
+            "--offload 放在主机内存中的状态放不下",
+        ),
     )
     .evidence(evidence)
 }
 
 /// Failure of a checkpoint whose trained parts differ from this run's.
-fn mismatch(doing: &str, missing: &[String], extra: &[String]) -> Failure {
+fn mismatch(doing: &Text, missing: &[String], extra: &[String]) -> Failure {
     let (missing_parts, extra_parts) = (parts(missing), parts(extra));
     let mut failure = Failure::new(
         ErrorCode::Resume,
-        format!("cannot {doing}: the checkpoint does not fit this run"),
-        format!(
+        text!(
+            "cannot {doing}: the checkpoint does not fit this run",
+            "无法{doing}：检查点与本次运行不匹配"
+        ),
+        text!(
             "the trained parts differ: {} tensors of the checkpoint are frozen in this run, {} trained tensors of this run are not in the checkpoint",
+            "训练的部分不同：检查点中有 {} 个张量在本次运行中被冻结，本次运行有 {} 个可训练张量不在检查点中",
             extra.len(),
             missing.len()
         ),
     );
     if !extra.is_empty() {
         failure = failure
-            .evidence(format!(
+            .evidence(text!(
                 "in the checkpoint, but frozen in this run: {}",
+                "检查点中有，但在本次运行中被冻结：{}",
                 listed(&extra_parts)
             ))
-            .next(format!(
+            .next(text!(
                 "train these parts too, as the run that saved it: {}",
+                "请像保存它的那次运行一样，也训练这些部分：{}",
                 names(&extra_parts)
             ));
     }
     if !missing.is_empty() {
         failure = failure
-            .evidence(format!(
+            .evidence(text!(
                 "trained in this run, but not in the checkpoint: {}",
+                "在本次运行中训练，但检查点中没有：{}",
                 listed(&missing_parts)
             ))
-            .next(format!(
+            .next(text!(
                 "freeze these parts, as the run that saved it: {}",
+                "请像保存它的那次运行一样，冻结这些部分：{}",
                 names(&missing_parts)
             ));
     }
     failure
-        .evidence("world size, ZeRO stage and tiers may differ: the state is resharded")
-        .next("the flags are --train, --freeze, --tune-vision, --tune-llm, --use-lora and the LoRA flags; config.resolved.json of that run has their values")
+        .evidence(both("world size, ZeRO stage and tiers may differ: the state is resharded", "world size、ZeRO 阶段和存放层级可以不同：状态会重新分片"))
+        .next(both("the flags are --train, --freeze, --tune-vision, --tune-llm, --use-lora and the LoRA flags; config.resolved.json of that run has their values", "相关参数为 --train、--freeze、--tune-vision、--tune-llm、--use-lora 和各 LoRA 参数；那次运行的 config.resolved.json 中有它们的取值"))
 }
 
 /// Parts of the model with the number of `names` in each, in the order of the names.
@@ -279,119 +324,153 @@ pub(crate) fn comm(error: &CommError) -> Failure {
             elapsed,
         } => Failure::new(
             ErrorCode::Rendezvous,
-            format!(
-                "rendezvous incomplete after {:.0} s: {} of {} ranks arrived",
+            text!("rendezvous incomplete after {:.0} s: {} of {} ranks arrived", "会合未完成：{:.0} 秒后只有 {} 个 rank 到达，共 {} 个",
                 elapsed.as_secs_f64(),
                 arrived.len(),
                 arrived.len() + missing.len()
             ),
-            format!("ranks {missing:?} never joined the shared segment"),
+            text!("ranks {missing:?} never joined the shared segment", "rank {missing:?} 始终没有加入共享内存段"),
         )
-        .evidence(format!("ranks {arrived:?} joined"))
-        .next("read logs/ of the missing ranks; raise --comm-timeout if a rank starts slowly"),
+        .evidence(text!("ranks {arrived:?} joined", "rank {arrived:?} 已加入"))
+        .next(both("read logs/ of the missing ranks; raise --comm-timeout if a rank starts slowly", "请查看 logs/ 中缺失 rank 的日志；如果某个 rank 启动较慢，请提高 --comm-timeout")),
         CommError::NoSpace { asked_bytes, tried } => Failure::new(
             ErrorCode::SharedMemory,
-            "shared memory is too small for the exchange between ranks",
-            format!(
-                "the ranks exchange data through a file of {}",
+            both("shared memory is too small for the exchange between ranks", "共享内存过小，rank 之间无法交换数据"),
+            text!("the ranks exchange data through a file of {}", "各 rank 通过一个 {} 的文件交换数据",
                 bytes(*asked_bytes)
             ),
         )
         .evidence_lines(
             tried
                 .iter()
-                .map(|(path, free)| format!("{}: {} free", path.display(), bytes(*free))),
+                .map(|(path, free)| text!("{}: {} free", "{}：空闲 {}", path.display(), bytes(*free))),
         )
-        .next("enlarge /dev/shm (Docker: --shm-size 8g; Kubernetes: an emptyDir of medium Memory), or mount it writable where 0 bytes are free")
-        .next("or set TMPDIR to a writable directory with that much free space")
-        .next("or use --nproc 1, which needs no shared memory"),
+        .next(both("enlarge /dev/shm (Docker: --shm-size 8g; Kubernetes: an emptyDir of medium Memory), or mount it writable where 0 bytes are free", "请扩大 /dev/shm（Docker：--shm-size 8g；Kubernetes：medium 为 Memory 的 emptyDir）；空闲为 0 字节时请以可写方式挂载"))
+        .next(both("or set TMPDIR to a writable directory with that much free space", "或把 TMPDIR 设为有足够空闲空间的可写目录"))
+        .next(both("or use --nproc 1, which needs no shared memory", "或使用 --nproc 1，它不需要共享内存")),
         CommError::Altered { from, .. } => Failure::new(
             ErrorCode::Collective,
-            format!("data from rank {from} was changed on its way"),
+            text!("data from rank {from} was changed on its way", "来自 rank {from} 的数据在传输途中被改动"),
             chain(error),
         )
-        .next("look for a proxy, a tunnel or a faulty network card between the machines")
-        .next("continue from the last checkpoint with --resume RUN, the run's directory"),
+        .next(both("look for a proxy, a tunnel or a faulty network card between the machines", "请检查机器之间的代理、隧道或有故障的网卡"))
+        .next(both("continue from the last checkpoint with --resume RUN, the run's directory", "用 --resume RUN（RUN 为运行目录）从最近的检查点继续")),
         CommError::Stopped => Failure::new(
             ErrorCode::Interrupted,
-            "stopped by a signal before all ranks had come",
-            "this rank waited for the others",
+            both("stopped by a signal before all ranks had come", "在所有 rank 到齐之前被信号停止"),
+            both("this rank waited for the others", "本 rank 正在等待其他 rank"),
         )
-        .next("start all ranks again"),
+        .next(both("start all ranks again", "请重新启动所有 rank")),
         CommError::Aborted { .. } => Failure::new(
             ErrorCode::Collective,
-            "another rank ended the run",
+            both("another rank ended the run", "另一个 rank 结束了运行"),
             chain(error),
         ),
         _ => Failure::new(
             ErrorCode::Collective,
-            "the exchange between ranks failed",
+            both("the exchange between ranks failed", "rank 之间的数据交换失败"),
             chain(error),
         )
-        .next("the report of the first failing rank has the cause; see logs/"),
+        .next(both("the report of the first failing rank has the cause; see logs/", "原因见最先失败的 rank 的报告；请查看 logs/")),
     }
 }
 
-pub(crate) fn checkpoint(doing: &str, error: &CheckpointError) -> Failure {
+pub(crate) fn checkpoint(doing: impl Into<Text>, error: &CheckpointError) -> Failure {
+    let doing = doing.into();
     match error {
         CheckpointError::NoSpace {
             path, needed_bytes, ..
         } => Failure::new(
             ErrorCode::Disk,
-            format!("cannot {doing}: no space left on the disk"),
+            text!(
+                "cannot {doing}: no space left on the disk",
+                "无法{doing}：磁盘空间不足"
+            ),
             chain(error),
         )
-        .evidence(format!(
+        .evidence(text!(
             "{} needs {}, {} are free on the disk",
+            "{} 需要 {}，磁盘空闲 {}",
             crate::error::file_name(path),
             bytes(*needed_bytes),
-            crate::memory::disk_free_bytes(path).map_or_else(|_| "unknown".into(), bytes)
+            crate::memory::disk_free_bytes(path).map_or_else(
+                |_| both("unknown", "未知").into(),
+                |free| Text::literal(bytes(free))
+            )
         ))
-        .evidence("earlier checkpoints are intact")
-        .next("free space, use --save-total-limit 1, or use another --output"),
+        .evidence(both("earlier checkpoints are intact", "之前的检查点完好"))
+        .next(both(
+            "free space, use --save-total-limit 1, or use another --output",
+            "请清理磁盘空间，或使用 --save-total-limit 1，或换一个 --output",
+        )),
         CheckpointError::HashMismatch { .. }
         | CheckpointError::WrongLength { .. }
         | CheckpointError::MissingFile { .. } => Failure::new(
             ErrorCode::Resume,
-            format!("cannot {doing}: the checkpoint is damaged"),
+            text!(
+                "cannot {doing}: the checkpoint is damaged",
+                "无法{doing}：检查点已损坏"
+            ),
             chain(error),
         )
-        .next("`launcher ckpt verify` lists every damaged file of the checkpoint"),
+        .next(both(
+            "`launcher ckpt verify` lists every damaged file of the checkpoint",
+            "`launcher ckpt verify` 会列出检查点中所有损坏的文件",
+        )),
         _ => {
             let (code, next) = match system_remedy(error) {
                 Some(remedy) => (ErrorCode::Disk, Some(remedy)),
                 None => (ErrorCode::Resume, None),
             };
-            let mut failure = Failure::new(code, format!("cannot {doing}"), chain(error));
-            failure.next.extend(next);
+            let mut failure =
+                Failure::new(code, text!("cannot {doing}", "无法{doing}"), chain(error));
+            failure.next.extend(next.map(Text::from));
             failure
         }
     }
 }
 
 /// Failure of a pass, or of weights, with values that are infinite or NaN.
-pub(crate) fn not_finite(title: impl Into<String>, cause: impl Into<String>) -> Failure {
+pub(crate) fn not_finite(title: impl Into<Text>, cause: impl Into<Text>) -> Failure {
     Failure::new(ErrorCode::Numeric, title, cause)
-        .next("--precision f32 shows whether the number format is the cause")
-        .next("if not, take an earlier checkpoint, or download the weights again")
+        .next(both(
+            "--precision f32 shows whether the number format is the cause",
+            "--precision f32 可以判断数值格式是否是原因",
+        ))
+        .next(both(
+            "if not, take an earlier checkpoint, or download the weights again",
+            "如果不是，请使用更早的检查点，或重新下载权重",
+        ))
 }
 
 /// Failure of a tensor of which `count` of `elems` values are not finite in `dtype`, in which it would be written.
 pub(crate) fn not_finite_tensor(name: &str, count: usize, elems: usize, dtype: DType) -> Failure {
     Failure::new(
         ErrorCode::Numeric,
-        format!("{count} values of {name} are not finite in {dtype}; nothing was written"),
-        format!("{count} of its {elems} values are infinite or NaN, or leave the range of {dtype}"),
+        text!(
+            "{count} values of {name} are not finite in {dtype}; nothing was written",
+            "{name} 有 {count} 个值在 {dtype} 下不是有限值；没有写入任何内容"
+        ),
+        text!(
+            "{count} of its {elems} values are infinite or NaN, or leave the range of {dtype}",
+            "它的 {elems} 个值中有 {count} 个是无穷大或 NaN，或超出 {dtype} 的范围"
+        ),
     )
-    .next("bf16 and f32 have the same range; that of f16 ends at 65504")
-    .next("if the values are not finite in the checkpoint either, take an earlier one")
+    .next(both(
+        "bf16 and f32 have the same range; that of f16 ends at 65504",
+        "bf16 与 f32 的范围相同；f16 的范围到 65504 为止",
+    ))
+    .next(both(
+        "if the values are not finite in the checkpoint either, take an earlier one",
+        "如果检查点中的值也不是有限值，请使用更早的检查点",
+    ))
 }
 
 pub(crate) fn weights(error: &WeightError) -> Failure {
     super::weight_files::report(error)
 }
 
-pub(crate) fn files(title: &str, path: &Path, error: &dyn Error) -> Failure {
+pub(crate) fn files(title: impl Into<Text>, path: &Path, error: &(dyn Error + 'static)) -> Failure {
     Failure::new(ErrorCode::ModelFiles, title, chain(error)).evidence(path.display().to_string())
 }
 
@@ -464,7 +543,7 @@ mod tests {
             "resampler.proj",
             "llm.model.layers.0.mlp.up.weight",
         ];
-        let failure = mismatch("resume", &[], &names.map(str::to_owned));
+        let failure = mismatch(&Text::literal("resume"), &[], &names.map(str::to_owned));
         assert_eq!(
             failure.evidence[0],
             "in the checkpoint, but frozen in this run: resampler (2), llm.model.layers (1)"

@@ -6,6 +6,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 
 use crate::error::Failure;
+use crate::lang::Lang;
 
 /// Name of the flag in snake_case; every subcommand takes it.
 pub(crate) const FLAG: &str = "error_format";
@@ -32,22 +33,7 @@ impl ErrorFormat {
     /// Value of `--error-format` on a command line, even if the line has other mistakes. The default if the
     /// flag is missing or its value is invalid.
     pub fn of_line(argv: &[String]) -> Self {
-        let mut asked = Self::default();
-        let mut words = argv.iter().peekable();
-        while let Some(word) = words.next() {
-            let Some(body) = word.strip_prefix("--") else {
-                continue;
-            };
-            let (name, inline) = match body.split_once('=') {
-                Some((name, value)) => (name, Some(value)),
-                None => (body, None),
-            };
-            if name.replace('-', "_") == FLAG {
-                let value = inline.or_else(|| words.peek().map(|word| word.as_str()));
-                asked = value.and_then(Self::named).unwrap_or(asked);
-            }
-        }
-        asked
+        last_value(argv, FLAG, Self::named).unwrap_or_default()
     }
 
     /// The format whose command-line value is `name` (`human` or `json`, in any case). `None` for any other name.
@@ -62,7 +48,7 @@ impl ErrorFormat {
             Self::Human => None,
             Self::Json => serde_json::to_string(&Printed { failure, status }).ok(),
         };
-        json.unwrap_or_else(|| failure.to_string())
+        json.unwrap_or_else(|| Lang::chosen().speak(|| failure.to_string()))
     }
 
     /// Prints a failure on standard error in this format. Write errors are ignored.
@@ -70,6 +56,31 @@ impl ErrorFormat {
         // If standard error is closed, nobody can be told.
         drop(writeln!(std::io::stderr(), "{}", self.render(failure)));
     }
+}
+
+/// The last value of the flag `name` (in snake_case) on a command line that `read` accepts, even if the line has other
+/// mistakes.
+pub(crate) fn last_value<T>(
+    argv: &[String],
+    flag: &str,
+    read: impl Fn(&str) -> Option<T>,
+) -> Option<T> {
+    let mut asked = None;
+    let mut words = argv.iter().peekable();
+    while let Some(word) = words.next() {
+        let Some(body) = word.strip_prefix("--") else {
+            continue;
+        };
+        let (name, inline) = match body.split_once('=') {
+            Some((name, value)) => (name, Some(value)),
+            None => (body, None),
+        };
+        if name.replace('-', "_") == flag {
+            let value = inline.or_else(|| words.peek().map(|word| word.as_str()));
+            asked = value.and_then(&read).or(asked);
+        }
+    }
+    asked
 }
 
 #[cfg(test)]

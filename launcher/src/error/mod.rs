@@ -3,6 +3,7 @@
 //! A failure says what happened, why, on which evidence, and what to do next. A rank writes its failure to
 //! `errors/rank-0000.json`. The supervisor prints exactly one: that of the first rank that failed.
 
+mod causes;
 mod commands;
 pub(crate) mod failures;
 pub mod format;
@@ -21,6 +22,8 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use serde::{Deserialize, Serialize};
+
+use crate::lang::{Both, Lang, Text, both, text};
 
 pub(crate) use commands::{continue_run, quoted};
 
@@ -210,26 +213,25 @@ impl fmt::Display for ErrorCode {
 }
 
 /// A failure of a run or a command, as printed to the user and as stored in `errors/`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
     /// Kind of the failure. It determines the exit status.
     pub code: ErrorCode,
     /// What happened, in one line.
-    pub title: String,
+    pub title: Text,
     /// Why it happened.
-    pub cause: String,
+    pub cause: Text,
     /// Facts that were observed, one line each.
-    pub evidence: Vec<String>,
+    pub evidence: Vec<Text>,
     /// What the user can do next, one line each.
-    pub next: Vec<String>,
+    pub next: Vec<Text>,
     /// File with more details about the failure, if any, such as `errors/rank-0001.json`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub details: Option<Box<Path>>,
 }
 
 impl Failure {
     /// A failure with a code, a title (what happened) and a cause (why), without evidence and next steps.
-    pub fn new(code: ErrorCode, title: impl Into<String>, cause: impl Into<String>) -> Self {
+    pub fn new(code: ErrorCode, title: impl Into<Text>, cause: impl Into<Text>) -> Self {
         Self {
             code,
             title: title.into(),
@@ -241,54 +243,61 @@ impl Failure {
     }
 
     /// A failure because of wrong arguments or settings ([`ErrorCode::Usage`], exit 2).
-    pub fn usage(title: impl Into<String>, cause: impl Into<String>) -> Self {
+    pub fn usage(title: impl Into<Text>, cause: impl Into<Text>) -> Self {
         Self::new(ErrorCode::Usage, title, cause)
     }
 
     /// Failure of a file operation on `path`, with `error` as its cause. `doing` is the operation in
     /// the title, such as `write`. A full disk gets the code [`ErrorCode::Disk`]; any other error gets `code`.
-    pub fn io(code: ErrorCode, doing: &str, path: &Path, error: &io::Error) -> Self {
+    pub fn io(code: ErrorCode, doing: Both, path: &Path, error: &io::Error) -> Self {
         let full = matches!(
             error.kind(),
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
         );
         let failure = Self::new(
             if full { ErrorCode::Disk } else { code },
-            format!("cannot {doing} {}", path.display()),
-            error.to_string(),
+            text!("cannot {doing} {}", "无法{doing} {}", path.display()),
+            Text::literal(error),
         );
         if let Some(remedy) = system::remedy(error) {
             return failure.next(remedy);
         }
         match failure.code {
-            ErrorCode::Disk if full => {
-                failure.next("free space on that disk, or choose another directory with --output")
-            }
-            ErrorCode::Disk => {
-                failure.next("make that path writable, or choose another directory with --output")
-            }
+            ErrorCode::Disk if full => failure.next(both(
+                "free space on that disk, or choose another directory with --output",
+                "请清理该磁盘的空间，或用 --output 指定其他目录",
+            )),
+            ErrorCode::Disk => failure.next(both(
+                "make that path writable, or choose another directory with --output",
+                "请使该路径可写，或用 --output 指定其他目录",
+            )),
             _ => failure,
         }
     }
 
+    /// Title and cause in one line.
+    pub(crate) fn summary(&self) -> Text {
+        text!("{}: {}", "{}：{}", self.title, self.cause)
+    }
+
     /// Adds one line of evidence, a fact that was observed.
     #[must_use]
-    pub fn evidence(mut self, line: impl Into<String>) -> Self {
+    pub fn evidence(mut self, line: impl Into<Text>) -> Self {
         self.evidence.push(line.into());
         self
     }
 
     /// Adds one line with a next step for the user.
     #[must_use]
-    pub fn next(mut self, line: impl Into<String>) -> Self {
+    pub fn next(mut self, line: impl Into<Text>) -> Self {
         self.next.push(line.into());
         self
     }
 
     /// Adds several lines of evidence, facts that were observed.
     #[must_use]
-    pub fn evidence_lines(mut self, lines: impl IntoIterator<Item = String>) -> Self {
-        self.evidence.extend(lines);
+    pub fn evidence_lines<T: Into<Text>>(mut self, lines: impl IntoIterator<Item = T>) -> Self {
+        self.evidence.extend(lines.into_iter().map(Into::into));
         self
     }
 
@@ -318,26 +327,128 @@ impl Failure {
         if let Some(directory) = path.parent() {
             std::fs::create_dir_all(directory)?;
         }
-        std::fs::write(path, serde_json::to_vec_pretty(self)?)
+        std::fs::write(path, serde_json::to_vec_pretty(&Stored::of(self))?)
     }
 
     /// Reads the failure that rank `rank` stored in the run directory `output`. `None` if it is missing or
     /// unreadable.
     pub fn load(output: &Path, rank: usize) -> Option<Self> {
         let bytes = std::fs::read(Self::path(output, rank)).ok()?;
-        serde_json::from_slice(&bytes).ok()
+        let stored: Stored = serde_json::from_slice(&bytes).ok()?;
+        Some(stored.into_failure())
     }
 }
 
+/// A failure as it is stored. Programs read the English fields; `zh` carries the Chinese ones from a rank to the
+/// supervisor.
+#[derive(Serialize, Deserialize)]
+struct Stored {
+    code: ErrorCode,
+    #[serde(flatten)]
+    english: Wording,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    details: Option<Box<Path>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    zh: Option<Wording>,
+}
+
+/// A text that was stored; in English only if the file has no translation.
+fn text_of(en: String, zh: Option<String>) -> Text {
+    match zh.filter(|zh| !zh.is_empty()) {
+        Some(zh) => Text::new(en, zh),
+        None => Text::literal(en),
+    }
+}
+
+/// The texts of a failure in one language.
+#[derive(Default, Serialize, Deserialize)]
+struct Wording {
+    title: String,
+    cause: String,
+    evidence: Vec<String>,
+    next: Vec<String>,
+}
+
+impl Wording {
+    fn of(failure: &Failure, lang: Lang) -> Self {
+        let lines = |texts: &[Text]| texts.iter().map(|text| text.get(lang).to_owned()).collect();
+        Self {
+            title: failure.title.get(lang).to_owned(),
+            cause: failure.cause.get(lang).to_owned(),
+            evidence: lines(&failure.evidence),
+            next: lines(&failure.next),
+        }
+    }
+}
+
+/// In English, as programs read it.
+impl Serialize for Failure {
+    fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        Stored::english(self).serialize(to)
+    }
+}
+
+impl Stored {
+    fn english(failure: &Failure) -> Self {
+        Self {
+            code: failure.code,
+            english: Wording::of(failure, Lang::En),
+            details: failure.details.clone(),
+            zh: None,
+        }
+    }
+
+    fn of(failure: &Failure) -> Self {
+        Self {
+            zh: Some(Wording::of(failure, Lang::Zh)),
+            ..Self::english(failure)
+        }
+    }
+
+    fn into_failure(self) -> Failure {
+        let Wording {
+            title,
+            cause,
+            evidence,
+            next,
+        } = self.english;
+        let zh = self.zh.unwrap_or_default();
+        let texts = |en: Vec<String>, zh: Vec<String>| {
+            let mut zh = zh.into_iter();
+            let translated = en.into_iter().map(|line| text_of(line, zh.next()));
+            translated.collect()
+        };
+        Failure {
+            code: self.code,
+            title: text_of(title, Some(zh.title)),
+            cause: text_of(cause, Some(zh.cause)),
+            evidence: texts(evidence, zh.evidence),
+            next: texts(next, zh.next),
+            details: self.details,
+        }
+    }
+}
+
+/// Labels of a printed failure.
+const LABELS: [Both; 6] = [
+    both("error", "错误"),
+    both("cause", "原因"),
+    both("evidence", "依据"),
+    both("next", "下一步"),
+    both("exit", "退出码"),
+    both("details", "详情"),
+];
+
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "error[{}] {}", self.code, self.title)?;
-        writeln!(f, "  cause     {}", indent(&self.cause))?;
-        write_part(f, "evidence", &self.evidence)?;
-        write_part(f, "next", &self.next)?;
-        write!(f, "  exit {}", self.code.status())?;
+        let [error, cause, evidence, next, exit, details] = LABELS;
+        writeln!(f, "{error}[{}] {}", self.code, self.title)?;
+        write_part(f, cause, std::slice::from_ref(&self.cause))?;
+        write_part(f, evidence, &self.evidence)?;
+        write_part(f, next, &self.next)?;
+        write!(f, "  {exit} {}", self.code.status())?;
         if let Some(path) = &self.details {
-            write!(f, "    details: {}", path.display())?;
+            write!(f, "    {details}: {}", path.display())?;
         }
         Ok(())
     }
@@ -345,10 +456,10 @@ impl fmt::Display for Failure {
 
 impl Error for Failure {}
 
-fn write_part(f: &mut fmt::Formatter<'_>, label: &str, lines: &[String]) -> fmt::Result {
+fn write_part(f: &mut fmt::Formatter<'_>, label: Both, lines: &[Text]) -> fmt::Result {
     for (index, line) in lines.iter().enumerate() {
-        let label = if index == 0 { label } else { "" };
-        writeln!(f, "  {label:<9} {}", indent(line))?;
+        let label = if index == 0 { label } else { both("", "") };
+        writeln!(f, "  {label:<9} {}", indent(&line.to_string()))?;
     }
     Ok(())
 }
@@ -359,13 +470,28 @@ fn indent(text: &str) -> String {
 }
 
 /// An error and its sources, in one line.
-pub(crate) fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
+pub(crate) fn chain(error: &(dyn Error + 'static)) -> Text {
+    let english = |error: &(dyn Error + 'static)| error.to_string();
+    let chinese =
+        |error: &(dyn Error + 'static)| causes::chinese(error).unwrap_or_else(|| error.to_string());
+    Text::new(
+        chained(error, &english, ": "),
+        chained(error, &chinese, "："),
+    )
+}
+
+/// The words of an error and its sources, as far as they add something.
+fn chained(
+    error: &(dyn Error + 'static),
+    words: &dyn Fn(&(dyn Error + 'static)) -> String,
+    separator: &str,
+) -> String {
+    let mut text = words(error);
     let mut source = error.source();
     while let Some(inner) = source {
-        let inner_text = inner.to_string();
+        let inner_text = words(inner);
         if !text.contains(&inner_text) {
-            text.push_str(": ");
+            text.push_str(separator);
             text.push_str(&inner_text);
         }
         source = inner.source();
@@ -424,10 +550,20 @@ mod tests {
     #[test]
     fn a_full_disk_keeps_its_own_code() {
         let full = io::Error::from(io::ErrorKind::StorageFull);
-        let failure = Failure::io(ErrorCode::ModelFiles, "write", Path::new("x"), &full);
+        let failure = Failure::io(
+            ErrorCode::ModelFiles,
+            both("write", "写入"),
+            Path::new("x"),
+            &full,
+        );
         assert_eq!(failure.code, ErrorCode::Disk);
         let missing = io::Error::from(io::ErrorKind::NotFound);
-        let failure = Failure::io(ErrorCode::ModelFiles, "read", Path::new("x"), &missing);
+        let failure = Failure::io(
+            ErrorCode::ModelFiles,
+            both("read", "读取"),
+            Path::new("x"),
+            &missing,
+        );
         assert_eq!(failure.code, ErrorCode::ModelFiles);
     }
 }

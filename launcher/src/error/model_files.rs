@@ -3,6 +3,7 @@
 use super::system::system_remedy;
 use super::weight_files::{pointer, pointer_report};
 use super::{ErrorCode, Failure, chain};
+use crate::lang::{Both, Text, both, text};
 use models::OpenError;
 use models::config::ConfigError;
 use models::processor::ProcessorError;
@@ -26,7 +27,10 @@ const SMALL_FILES: [&str; 11] = [
     "trained.safetensors",
 ];
 /// Next step after an adapter that is not implemented.
-const ADAPTER_REMEDY: &str = "merge it into its base model in peft (merge_and_unload, then save_pretrained), and give the merged directory to --model";
+const ADAPTER_REMEDY: Both = both(
+    "merge it into its base model in peft (merge_and_unload, then save_pretrained), and give the merged directory to --model",
+    "请用 peft 把它合并到基座模型中（先 merge_and_unload，再 save_pretrained），然后把合并后的目录交给 --model",
+);
 /// Repositories on the Hub by a word in `config.json`: of the tokenizer, whose files are not always beside the weights.
 const TOKENIZERS: [(&str, &str); 7] = [
     ("minicpmv", "openbmb/MiniCPM-V-2_6"),
@@ -40,7 +44,8 @@ const TOKENIZERS: [(&str, &str); 7] = [
 
 /// Fails if the model or adapter directory `dir` is absent, has git-lfs pointers in place of files, or an adapter that is
 /// not implemented. `doing` is the step that needs it. `dir` may also be a `config.json`.
-pub(crate) fn check_directory(doing: &str, dir: &Path) -> Result<(), Failure> {
+pub(crate) fn check_directory(doing: impl Into<Text>, dir: &Path) -> Result<(), Failure> {
+    let doing = doing.into();
     if dir.is_file() {
         return Ok(());
     }
@@ -53,20 +58,26 @@ pub(crate) fn check_directory(doing: &str, dir: &Path) -> Result<(), Failure> {
     models::adapter::check_settings(dir).map_err(|error| {
         Failure::new(
             ErrorCode::ModelFiles,
-            format!("cannot {doing}: its adapter cannot be used"),
+            text!(
+                "cannot {doing}: its adapter cannot be used",
+                "无法{doing}：其中的适配器无法使用"
+            ),
             chain(&error),
         )
-        .next(system_remedy(&error).unwrap_or_else(|| ADAPTER_REMEDY.to_owned()))
+        .next(system_remedy(&error).unwrap_or(ADAPTER_REMEDY))
     })
 }
 
 /// Next step after an adapter directory `dir` that cannot be opened: `otherwise`, unless its files show a better one.
-pub(crate) fn adapter_remedy(dir: &Path, otherwise: &str) -> String {
+pub(crate) fn adapter_remedy(dir: &Path, otherwise: Both) -> Both {
     let pickle = dir.join("adapter_model.bin").is_file();
     let pickle = pickle && !dir.join("adapter_model.safetensors").exists();
     match pickle {
-        true => "adapter_model.bin is in PyTorch's pickle format: load it in peft, then save_pretrained(NEW, safe_serialization=True)".to_owned(),
-        false => otherwise.to_owned(),
+        true => both(
+            "adapter_model.bin is in PyTorch's pickle format: load it in peft, then save_pretrained(NEW, safe_serialization=True)",
+            "adapter_model.bin 是 PyTorch 的 pickle 格式：请用 peft 加载，再执行 save_pretrained(NEW, safe_serialization=True)",
+        ),
+        false => otherwise,
     }
 }
 
@@ -89,15 +100,15 @@ pub(crate) fn unusable(dir: &Path, error: &(dyn Error + 'static)) -> Failure {
     }
     match find::<ConfigError>(error) {
         Some(ConfigError::Quantized { .. }) => failure
-            .next("give --model the model's weights that are not quantized (bf16), in most cases the repository without -int4, -AWQ or -GPTQ in its name")
-            .next("--precision bf16 with --use-lora true needs the least memory; `launcher plan` shows how much"),
+            .next(both("give --model the model's weights that are not quantized (bf16), in most cases the repository without -int4, -AWQ or -GPTQ in its name", "请把该模型未量化（bf16）的权重交给 --model，多数情况下是名称中不带 -int4、-AWQ 或 -GPTQ 的仓库"))
+            .next(both("--precision bf16 with --use-lora true needs the least memory; `launcher plan` shows how much", "--precision bf16 加 --use-lora true 需要的内存最少；`launcher plan` 会显示需要多少")),
         _ if lacks_tokenizer => missing_tokenizer(failure, dir),
-        _ => failure.next("give --model a directory of MiniCPM-V or -o 2.6, CogVLM, CogAgent, CogVLM2, GLM-4V or GLM-4.1V with config.json, its tokenizer files and its safetensors files"),
+        _ => failure.next(both("give --model a directory of MiniCPM-V or -o 2.6, CogVLM, CogAgent, CogVLM2, GLM-4V or GLM-4.1V with config.json, its tokenizer files and its safetensors files", "请把 MiniCPM-V 或 -o 2.6、CogVLM、CogAgent、CogVLM2、GLM-4V 或 GLM-4.1V 的目录交给 --model，其中要有 config.json、分词器文件和 safetensors 文件")),
     }
 }
 
 /// What a directory without usable model files is instead, and the next step; `None` if nothing shows it.
-pub(super) fn other_directory(dir: &Path) -> Option<(String, String)> {
+pub(super) fn other_directory(dir: &Path) -> Option<(Text, Text)> {
     let has = |name: &str| dir.join(name).exists();
     let entries = std::fs::read_dir(dir).ok()?.flatten();
     let mut names: Vec<String> = entries
@@ -110,32 +121,44 @@ pub(super) fn other_directory(dir: &Path) -> Option<(String, String)> {
     };
     if let Some(name) = names.iter().find(dangling) {
         return Some((
-            format!("{name} is a symbolic link to a file that does not exist"),
-            "copy the directory with cp -L from where its links work, or download it again"
-                .to_owned(),
+            text!(
+                "{name} is a symbolic link to a file that does not exist",
+                "{name} 是符号链接，但它指向的文件不存在"
+            ),
+            both(
+                "copy the directory with cp -L from where its links work, or download it again",
+                "请用 cp -L 从链接有效的地方复制该目录，或重新下载",
+            )
+            .into(),
         ));
     }
     if names.iter().any(|name| name.starts_with("global_step")) || has("zero_to_fp32.py") {
         return Some((
-            "it is a checkpoint of DeepSpeed, whose weights are divided among its ranks".to_owned(),
-            "join them: python zero_to_fp32.py . NEW --safe_serialization, then copy config.json and the tokenizer files to NEW".to_owned(),
+            both("it is a checkpoint of DeepSpeed, whose weights are divided among its ranks", "这是 DeepSpeed 的检查点，其权重分散在各个 rank 中").into(),
+            both("join them: python zero_to_fp32.py . NEW --safe_serialization, then copy config.json and the tokenizer files to NEW", "请先合并：python zero_to_fp32.py . NEW --safe_serialization，然后把 config.json 和分词器文件复制到 NEW").into(),
         ));
     }
     let of_sat = |name: &String| dir.join(name).join("mp_rank_00_model_states.pt").exists();
     if names.iter().any(of_sat) {
         return Some((
-            "it is a checkpoint of SAT (SwissArmyTransformer)".to_owned(),
-            "give --model the Hugging Face directory of the same model (-hf in its name)"
-                .to_owned(),
+            both(
+                "it is a checkpoint of SAT (SwissArmyTransformer)",
+                "这是 SAT（SwissArmyTransformer）的检查点",
+            )
+            .into(),
+            both(
+                "give --model the Hugging Face directory of the same model (-hf in its name)",
+                "请把同一模型的 Hugging Face 目录（名称中带 -hf）交给 --model",
+            )
+            .into(),
         ));
     }
     let whole = has("model.safetensors") || has("model.safetensors.index.json");
     let parts = ["adapter_config.json", "trained.safetensors"];
     if let Some(name) = parts.into_iter().find(|name| !whole && has(name)) {
         return Some((
-            format!("{name} shows that it holds adapters or trained parts, not a whole model"),
-            "give --model the model that they were trained on (generate and eval take them as --adapter), or write a whole model with `launcher export --merge`"
-                .to_owned(),
+            text!("{name} shows that it holds adapters or trained parts, not a whole model", "{name} 表明其中只有适配器或训练过的部分，而不是完整的模型"),
+            both("give --model the model that they were trained on (generate and eval take them as --adapter), or write a whole model with `launcher export --merge`", "请把训练它们所用的模型交给 --model（generate 和 eval 用 --adapter 接收它们），或用 `launcher export --merge` 写出完整的模型").into(),
         ));
     }
     None
@@ -158,19 +181,22 @@ fn find<'e, T: Error + 'static>(error: &'e (dyn Error + 'static)) -> Option<&'e 
 
 /// Failure of a directory that does not exist, which may be the name of a model on the Hub.
 fn absent(dir: &Path, error: &(dyn Error + 'static)) -> Failure {
-    let title = format!("the model directory {} does not exist", dir.display());
+    let title = text!(
+        "the model directory {} does not exist",
+        "模型目录 {} 不存在",
+        dir.display()
+    );
     match hub_name(dir) {
         Some(name) => Failure::new(
             ErrorCode::ModelFiles,
             title,
-            format!("{name} looks like the name of a model on the Hub; this program reads directories and downloads nothing"),
+            text!("{name} looks like the name of a model on the Hub; this program reads directories and downloads nothing", "{name} 看起来是 Hub 上的模型名称；本程序只读取目录，不会下载"),
         )
         .evidence(chain(error))
-        .next(format!(
-            "download it first, then run the same command: hf download {name} --local-dir {name}"
+        .next(text!("download it first, then run the same command: hf download {name} --local-dir {name}", "请先下载，然后运行同样的命令：hf download {name} --local-dir {name}"
         )),
         None => Failure::new(ErrorCode::ModelFiles, title, chain(error))
-            .next("give --model the directory with config.json and the weights"),
+            .next(both("give --model the directory with config.json and the weights", "请把含有 config.json 和权重的目录交给 --model")),
     }
 }
 
@@ -202,10 +228,12 @@ fn missing_tokenizer(failure: Failure, dir: &Path) -> Failure {
             || config["architectures"][0] == word
     };
     let Some((_, repository)) = TOKENIZERS.iter().find(|(word, _)| has(word)) else {
-        return failure.next("copy the tokenizer files of the published model into the directory");
+        return failure.next(both(
+            "copy the tokenizer files of the published model into the directory",
+            "请把官方发布的模型的分词器文件复制到该目录",
+        ));
     };
-    failure.next(format!(
-        "{repository} publishes this model's tokenizer: hf download {repository} --include 'tokenizer*' 'special_tokens_map.json' --local-dir {}",
+    failure.next(text!("{repository} publishes this model's tokenizer: hf download {repository} --include 'tokenizer*' 'special_tokens_map.json' --local-dir {}", "该模型的分词器发布在 {repository}：hf download {repository} --include 'tokenizer*' 'special_tokens_map.json' --local-dir {}",
         dir.display()
     ))
 }
@@ -231,7 +259,7 @@ mod tests {
     fn directories_of_other_programs_are_told_apart() {
         let dir = tempfile::tempdir().expect("temp dir");
         let path = |name: &str| dir.path().join(name);
-        let found = || other_directory(dir.path()).map_or_else(String::new, |(what, _)| what);
+        let found = || other_directory(dir.path()).map_or_else(Text::default, |(what, _)| what);
         assert_eq!(found(), "");
         std::fs::write(path("adapter_config.json"), "{}").expect("written");
         assert!(found().contains("holds adapters"));

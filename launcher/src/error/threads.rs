@@ -1,5 +1,6 @@
 //! Threads and processes: their limits, and the failure when the system has no more.
 
+use crate::lang::{Text, both, text};
 use std::fs;
 use std::io;
 
@@ -50,21 +51,37 @@ fn pids_max() -> Option<u64> {
 }
 
 /// Failure of starting a thread or process for `purpose`, such as "read samples".
-pub(crate) fn no_thread(purpose: &str, error: &io::Error) -> Failure {
+pub(crate) fn no_thread(purpose: impl Into<Text>, error: &io::Error) -> Failure {
+    let purpose = purpose.into();
     let limits = TaskLimits::read();
-    let text = |limit: Option<u64>| limit.map_or_else(|| "unlimited".to_owned(), |n| n.to_string());
+    let text = |limit: Option<u64>| -> Text {
+        limit.map_or_else(|| both("unlimited", "无限制").into(), Text::literal)
+    };
     Failure::new(
         ErrorCode::Rendezvous,
-        "the system has no more threads or processes for this run",
-        format!("a thread to {purpose} cannot start: {error}"),
+        both(
+            "the system has no more threads or processes for this run",
+            "系统没有更多线程或进程可供本次运行使用",
+        ),
+        text!(
+            "a thread to {purpose} cannot start: {error}",
+            "无法启动用于{purpose}的线程：{error}"
+        ),
     )
-    .evidence(format!(
+    .evidence(text!(
         "limit of this user (ulimit -u): {}; limit of the cgroup (pids.max): {}",
+        "当前用户的上限（ulimit -u）：{}；cgroup 的上限（pids.max）：{}",
         text(limits.user),
         text(limits.cgroup)
     ))
-    .next("raise the limit that is low: ulimit -u 65536, or Docker's --pids-limit -1")
-    .next("or use fewer threads: --data-workers 0, --nproc 1")
+    .next(both(
+        "raise the limit that is low: ulimit -u 65536, or Docker's --pids-limit -1",
+        "请提高过低的上限：ulimit -u 65536，或 Docker 的 --pids-limit -1",
+    ))
+    .next(both(
+        "or use fewer threads: --data-workers 0, --nproc 1",
+        "或减少线程：--data-workers 0、--nproc 1",
+    ))
 }
 
 /// Starts the pool of threads that compute. `threads` is their number; `None` means one per core. A second call does
@@ -79,7 +96,9 @@ pub(crate) fn start_pool(threads: Option<usize>) -> Result<(), Failure> {
         Err(error) => {
             // Only an error of the system has a source. Otherwise the pool exists.
             let source = std::error::Error::source(&error).and_then(|e| e.downcast_ref());
-            source.map_or(Ok(()), |source| Err(no_thread("compute", source)))
+            source.map_or(Ok(()), |source| {
+                Err(no_thread(both("compute", "计算"), source))
+            })
         }
     }
 }

@@ -5,6 +5,7 @@ use super::chain;
 use super::model_files::other_directory;
 use super::system::remedy;
 use crate::error::{ErrorCode, Failure, file_name};
+use crate::lang::{Text, both, text};
 use crate::units::{bytes, grouped};
 use models::WeightError;
 use serde_json::Value;
@@ -26,7 +27,7 @@ pub(crate) fn report(error: &WeightError) -> Failure {
     if let WeightError::Read { source, .. } = error
         && let Some(remedy) = remedy(source)
     {
-        let title = "a weight file cannot be read";
+        let title = both("a weight file cannot be read", "无法读取某个权重文件");
         return Failure::new(ErrorCode::ModelFiles, title, chain(error)).next(remedy);
     }
     match error {
@@ -42,34 +43,37 @@ pub(crate) fn report(error: &WeightError) -> Failure {
         WeightError::NoWeights { dir } => no_weights(dir, error),
         WeightError::MissingTensor { dir, name } => missing_tensor(dir, name, error),
         WeightError::WrongShape { .. } => {
-            plain(error).next("take config.json and the safetensors files from the same model")
+            plain(error).next(both("take config.json and the safetensors files from the same model", "请从同一个模型取得 config.json 和 safetensors 文件"))
         }
         WeightError::NotFinite { name, wanted, .. } => Failure::new(
             ErrorCode::Numeric,
-            format!("the weights cannot be used: {name} is not finite"),
+            text!("the weights cannot be used: {name} is not finite", "权重无法使用：{name} 不是有限值"),
             chain(error),
         )
         .next(match wanted {
-            Some(_) => "use --precision bf16 or f32, whose range is larger",
-            None => "these values are in the file: take an earlier checkpoint, or download the weights again",
+            Some(_) => both("use --precision bf16 or f32, whose range is larger", "请使用范围更大的 --precision bf16 或 f32"),
+            None => both("these values are in the file: take an earlier checkpoint, or download the weights again", "这些值就在文件中：请使用更早的检查点，或重新下载权重"),
         }),
         WeightError::DType { .. } => plain(error)
-            .evidence("a tensor of integers or 8-bit floats is in most cases a quantized weight")
-            .next("take the weights that are not quantized, or convert them to bf16 or f32"),
-        _ => plain(error).next("download the file again"),
+            .evidence(both("a tensor of integers or 8-bit floats is in most cases a quantized weight", "整数或 8 位浮点的张量多半是量化后的权重"))
+            .next(both("take the weights that are not quantized, or convert them to bf16 or f32", "请使用未量化的权重，或把它们转换为 bf16 或 f32")),
+        _ => plain(error).next(both("download the file again", "请重新下载该文件")),
     }
 }
 
 fn plain(error: &WeightError) -> Failure {
     Failure::new(
         ErrorCode::ModelFiles,
-        "the model directory is incomplete or damaged",
+        both(
+            "the model directory is incomplete or damaged",
+            "模型目录不完整或已损坏",
+        ),
         chain(error),
     )
 }
 
-fn incomplete(dir: &Path, cause: impl Into<String>) -> Failure {
-    let title = format!("{} is incomplete", dir.display());
+fn incomplete(dir: &Path, cause: impl Into<Text>) -> Failure {
+    let title = text!("{} is incomplete", "{} 不完整", dir.display());
     Failure::new(ErrorCode::ModelFiles, title, cause)
 }
 
@@ -85,29 +89,33 @@ fn no_weights(dir: &Path, error: &WeightError) -> Failure {
         found.find(|name| endings.iter().any(|ending| name.ends_with(ending)))
     };
     let weights = |name: &&String| **name != "training_args.bin" && !name.starts_with("optimizer");
-    let failure = incomplete(dir, error.to_string());
+    let failure = incomplete(dir, Text::literal(error));
     if let Some((evidence, next)) = other_directory(dir) {
         return failure.evidence(evidence).next(next);
     }
     if let Some(name) = with(&[".gguf", ".ggml"]) {
         return failure
-            .evidence(format!(
-                "{name} is a file of llama.cpp, whose weights are quantized"
+            .evidence(text!(
+                "{name} is a file of llama.cpp, whose weights are quantized",
+                "{name} 是 llama.cpp 的文件，其权重是量化的"
             ))
-            .next("give --model the published directory with safetensors files");
+            .next(both(
+                "give --model the published directory with safetensors files",
+                "请把含有 safetensors 文件的官方目录交给 --model",
+            ));
     }
     match with(&[".bin", ".pt", ".pth", ".ckpt"]).filter(weights) {
         Some(name) => failure
-            .evidence(format!("{name} has weights in PyTorch's pickle format, which can run code and is not read"))
-            .next("convert them where they are trusted: python -c \"from transformers import AutoModel as M; M.from_pretrained('DIR', torch_dtype='auto', trust_remote_code=True).save_pretrained('NEW')\", then copy the tokenizer files to NEW"),
+            .evidence(text!("{name} has weights in PyTorch's pickle format, which can run code and is not read", "{name} 的权重是 PyTorch 的 pickle 格式，这种格式可以执行代码，因此不予读取"))
+            .next(both("convert them where they are trusted: python -c \"from transformers import AutoModel as M; M.from_pretrained('DIR', torch_dtype='auto', trust_remote_code=True).save_pretrained('NEW')\", then copy the tokenizer files to NEW", "请在可信的环境中转换：python -c \"from transformers import AutoModel as M; M.from_pretrained('DIR', torch_dtype='auto', trust_remote_code=True).save_pretrained('NEW')\"，然后把分词器文件复制到 NEW")),
         None => failure
-            .next("download the weights, or start from random weights with --init random"),
+            .next(both("download the weights, or start from random weights with --init random", "请下载权重，或用 --init random 从随机权重开始")),
     }
 }
 
 /// Report of a tensor that no file has; other names in the files show why.
 fn missing_tensor(dir: &Path, name: &str, error: &WeightError) -> Failure {
-    let failure = incomplete(dir, error.to_string());
+    let failure = incomplete(dir, Text::literal(error));
     let source = models::WeightSource::open(dir).ok();
     let mut names: Vec<&str> = source.iter().flat_map(|source| source.names()).collect();
     names.sort_unstable();
@@ -123,8 +131,14 @@ fn missing_tensor(dir: &Path, name: &str, error: &WeightError) -> Failure {
         .find(|name| packed.iter().any(|end| name.contains(end)))
     {
         return failure
-            .evidence(format!("{found} shows that the weights are quantized"))
-            .next("take the weights that are not quantized (bf16)");
+            .evidence(text!(
+                "{found} shows that the weights are quantized",
+                "{found} 表明这些权重是量化的"
+            ))
+            .next(both(
+                "take the weights that are not quantized (bf16)",
+                "请使用未量化的权重（bf16）",
+            ));
     }
     let wrapped = names.iter().find_map(|found| {
         let prefix = found.strip_suffix(name)?;
@@ -132,22 +146,32 @@ fn missing_tensor(dir: &Path, name: &str, error: &WeightError) -> Failure {
     });
     match wrapped {
         Some((found, prefix)) if prefix.starts_with("base_model.") => failure
-            .evidence(format!(
-                "the files have {found}: peft saved the model with its adapters"
+            .evidence(text!(
+                "the files have {found}: peft saved the model with its adapters",
+                "文件中有 {found}：模型是由 peft 连同适配器一起保存的"
             ))
-            .next("merge it in peft (merge_and_unload), then save_pretrained"),
+            .next(both(
+                "merge it in peft (merge_and_unload), then save_pretrained",
+                "请用 peft 合并（merge_and_unload），然后执行 save_pretrained",
+            )),
         Some((found, prefix)) => failure
-            .evidence(format!("the files have {found}"))
-            .next(format!(
-                "a wrapper of the model put {prefix} before all names: save the model inside it"
+            .evidence(text!("the files have {found}", "文件中有 {found}"))
+            .next(text!(
+                "a wrapper of the model put {prefix} before all names: save the model inside it",
+                "模型的某个包装在所有名称前加了 {prefix}：请保存其中的模型本身"
             )),
         None => failure
-            .evidence_lines(
-                names
-                    .first()
-                    .map(|first| format!("the files have {} tensors, first: {first}", names.len())),
-            )
-            .next("take config.json and the safetensors files from the same model"),
+            .evidence_lines(names.first().map(|first| {
+                text!(
+                    "the files have {} tensors, first: {first}",
+                    "文件中有 {} 个张量，第一个：{first}",
+                    names.len()
+                )
+            }))
+            .next(both(
+                "take config.json and the safetensors files from the same model",
+                "请从同一个模型取得 config.json 和 safetensors 文件",
+            )),
     }
 }
 
@@ -179,15 +203,23 @@ pub(super) fn pointer(path: &Path) -> Option<(u64, String)> {
 pub(super) fn pointer_report(path: &Path, size: u64, hash: &str) -> Failure {
     incomplete(
         directory(path),
-        format!(
+        text!(
             "{} is a git-lfs pointer, not the {} file it stands for",
+            "{} 是 git-lfs 指针，而不是它所代表的 {} 的文件",
             file_name(path),
             bytes(size)
         ),
     )
-    .evidence(format!("expected {} bytes, {hash}", grouped(size)))
+    .evidence(text!(
+        "expected {} bytes, {hash}",
+        "应为 {} 字节，{hash}",
+        grouped(size)
+    ))
     .evidence_lines(expected_tensors(path))
-    .next("run `git lfs pull` in that directory, or download the file again")
+    .next(both(
+        "run `git lfs pull` in that directory, or download the file again",
+        "请在该目录中执行 `git lfs pull`，或重新下载该文件",
+    ))
 }
 
 /// Report of a file that ends early, or whose header is invalid.
@@ -204,30 +236,33 @@ fn damaged(path: &Path, error: &WeightError) -> Failure {
             lost,
         ) if expected_bytes > got_bytes => incomplete(
             directory(path),
-            format!(
+            text!(
                 "{name} is {} of {} (an interrupted download)",
+                "{name} 只有 {}，应为 {}（下载中断）",
                 bytes(*got_bytes),
                 bytes(*expected_bytes)
             ),
         )
-        .evidence(format!(
+        .evidence(text!(
             "{} of {} bytes are present",
+            "应有 {1} 字节，实际只有 {0} 字节",
             grouped(*got_bytes),
             grouped(*expected_bytes)
         ))
         .evidence_lines(lost),
-        _ => incomplete(directory(path), chain(error)).evidence(format!(
+        _ => incomplete(directory(path), chain(error)).evidence(text!(
             "the file has {} bytes and does not begin with a safetensors header",
+            "该文件有 {} 字节，但开头不是 safetensors 头",
             grouped(got)
         )),
     };
     failure
         .evidence_lines(expected_tensors(path))
-        .next("download the file again")
+        .next(both("download the file again", "请重新下载该文件"))
 }
 
 /// Tensors in the header of `path` that exceed its `got` bytes.
-fn cut_off(path: &Path, got: u64) -> Option<String> {
+fn cut_off(path: &Path, got: u64) -> Option<Text> {
     let mut file = File::open(path).ok()?;
     let mut length = [0; 8];
     file.read_exact(&mut length).ok()?;
@@ -246,14 +281,15 @@ fn cut_off(path: &Path, got: u64) -> Option<String> {
     let all = tensors.len();
     tensors.retain(|(end, _)| 8 + header_bytes + end > got);
     let (_, first) = tensors.first()?;
-    Some(format!(
+    Some(text!(
         "{} of its {all} tensors are unreadable, first: {first}",
+        "它的 {all} 个张量中有 {} 个无法读取，第一个：{first}",
         tensors.len()
     ))
 }
 
 /// Tensors that the index expects in the file `path`.
-fn expected_tensors(path: &Path) -> Option<String> {
+fn expected_tensors(path: &Path) -> Option<Text> {
     let index = std::fs::read(directory(path).join(INDEX)).ok()?;
     let index: Value = serde_json::from_slice(&index).ok()?;
     let map = index.get("weight_map")?.as_object()?;
@@ -265,18 +301,25 @@ fn expected_tensors(path: &Path) -> Option<String> {
         .collect();
     wanted.sort_unstable();
     let first = wanted.first()?;
-    Some(format!(
+    Some(text!(
         "the index expects {} of {} tensors in it, first: {first}",
+        "索引要求其中有 {} 个张量（共 {} 个），第一个：{first}",
         wanted.len(),
         map.len()
     ))
 }
 
 fn missing_shard(path: &Path, error: &WeightError) -> Failure {
-    incomplete(directory(path), format!("{} is missing", path.display()))
-        .evidence(chain(error))
-        .evidence_lines(expected_tensors(path))
-        .next("download the file, or take the index and all of its files from one source")
+    incomplete(
+        directory(path),
+        text!("{} is missing", "缺少 {}", path.display()),
+    )
+    .evidence(chain(error))
+    .evidence_lines(expected_tensors(path))
+    .next(both(
+        "download the file, or take the index and all of its files from one source",
+        "请下载该文件，或从同一来源取得索引及其所有文件",
+    ))
 }
 
 #[cfg(test)]

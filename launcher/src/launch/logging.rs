@@ -1,5 +1,6 @@
 //! Log subscribers: readable lines on rank 0's standard error, JSON lines per rank in the run directory.
 
+use crate::lang::{Text, both, text};
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::Path;
@@ -72,14 +73,17 @@ fn open(logs: &Path, rank: usize) -> Result<File, Failure> {
     let path = logs.join(format!("rank-{rank:04}.jsonl"));
     std::fs::create_dir_all(logs)
         .and_then(|()| OpenOptions::new().create(true).append(true).open(&path))
-        .map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))
+        .map_err(|error| Failure::io(ErrorCode::Disk, both("write", "写入"), &path, &error))
 }
 
 fn filter_or(filter: Option<&str>, default: LevelFilter) -> Result<EnvFilter, Failure> {
     match filter {
         None => Ok(EnvFilter::default().add_directive(default.into())),
         Some(text) => EnvFilter::try_new(text).map_err(|error| {
-            Failure::usage(format!("RUST_LOG={text} cannot be read"), error.to_string())
+            Failure::usage(
+                text!("RUST_LOG={text} cannot be read", "无法解析 RUST_LOG={text}"),
+                Text::literal(&error),
+            )
         }),
     }
 }

@@ -1,5 +1,6 @@
 //! A job's rank process: stop flag, watch on the parent, panic report.
 
+use crate::lang::{Text, both, text};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -80,7 +81,7 @@ impl RunSummary {
         serde_json::to_vec(self)
             .map_err(std::io::Error::from)
             .and_then(|bytes| std::fs::write(&path, bytes))
-            .map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))
+            .map_err(|error| Failure::io(ErrorCode::Disk, both("write", "写入"), &path, &error))
     }
 
     /// Reads the summary of `rank` from `job_dir`, the job's private directory; `None` if there is none or it
@@ -104,15 +105,15 @@ pub fn enter(env: &RankEnv, output: &Path, temp_dir: &Path) -> Result<StopFlag, 
         signal_hook::flag::register(signal, Arc::clone(&stop.0)).map_err(|error| {
             Failure::new(
                 ErrorCode::Rendezvous,
-                "signals cannot be handled",
-                error.to_string(),
+                both("signals cannot be handled", "无法处理信号"),
+                Text::literal(&error),
             )
         })?;
     }
     install_panic_hook(env.rank, output.to_path_buf());
     if env.is_supervised() {
         watch_parent(env.run_token.clone(), temp_dir.to_path_buf())
-            .map_err(|error| no_thread("watch the supervisor", &error))?;
+            .map_err(|error| no_thread(both("watch the supervisor", "监视监督进程"), &error))?;
     }
     Ok(stop)
 }
@@ -148,11 +149,17 @@ fn install_panic_hook(rank: usize, output: PathBuf) {
             .map_or_else(String::new, |at| format!("{}:{}", at.file(), at.line()));
         let failure = Failure::new(
             ErrorCode::Panic,
-            format!("rank {rank} panicked: {message}"),
-            "a bug in this program",
+            text!(
+                "rank {rank} panicked: {message}",
+                "rank {rank} 发生 panic：{message}"
+            ),
+            both("a bug in this program", "这是本程序的缺陷"),
         )
-        .evidence(format!("at {place}"))
-        .next("please report it together with the rank's log");
+        .evidence(text!("at {place}", "位置 {place}"))
+        .next(both(
+            "please report it together with the rank's log",
+            "请连同该 rank 的日志一起报告",
+        ));
         if Failure::load(&output, rank).is_none() {
             drop(failure.save(&output, rank));
         }

@@ -4,6 +4,7 @@
 //! that would repeat end the run at once, for example wrong flags or data, a plan that does not fit, a full disk, or
 //! non-finite values. So does a user's signal.
 
+use crate::lang::{Text, both, text};
 use engine::checkpoint;
 
 use crate::config::{BatchConfig, CONFIG_FILE, Fault, FaultKind, Resume, RunConfig, RunPlan};
@@ -16,8 +17,9 @@ use crate::ui::{Event, Screen};
 /// Warning that `--collectives auto` falls back to host memory.
 pub(crate) fn refused(why: &str) -> Event {
     Event::Warning {
-        text: format!(
-            "the GPUs of the ranks cannot read each other's memory: {why}; ranks exchange through host memory (shm)"
+        text: text!(
+            "the GPUs of the ranks cannot read each other's memory: {why}; ranks exchange through host memory (shm)",
+            "各 rank 的 GPU 无法互相读取显存：{why}；改为经由主机内存（shm）交换"
         ),
     }
 }
@@ -81,16 +83,23 @@ impl Attempts {
             return Err(failure);
         }
         if self.ended == allowed {
-            failure = failure.evidence(format!(
-                "the run was already restarted {allowed} times (--max-restarts {allowed})"
+            failure = failure.evidence(text!(
+                "the run was already restarted {allowed} times (--max-restarts {allowed})",
+                "运行已经重新启动了 {allowed} 次（--max-restarts {allowed}）"
             ));
             return Err(failure);
         }
         let lost = self.lost_ranks();
         if lost > 0 && !self.run.elastic {
             failure = failure
-                .evidence("that rank is lost permanently and was not restarted")
-                .next("--elastic continues with the remaining ranks");
+                .evidence(both(
+                    "that rank is lost permanently and was not restarted",
+                    "该 rank 已永久丢失，没有重新启动",
+                ))
+                .next(both(
+                    "--elastic continues with the remaining ranks",
+                    "--elastic 会用剩余的 rank 继续",
+                ));
             return Err(failure);
         }
         self.ended += 1;
@@ -105,9 +114,15 @@ impl Attempts {
             config = fewer_ranks(&config, lost).ok_or_else(|| failure.clone())?;
         }
         screen.show(&Event::Warning {
-            text: format!(
+            text: text!(
                 "{} ({}); restart {} of {} on {} ranks: {}",
-                failure.title, failure.code, self.ended, allowed, config.world_size, from
+                "{}（{}）；第 {} 次重新启动（最多 {} 次），使用 {} 个 rank：{}",
+                failure.title,
+                failure.code,
+                self.ended,
+                allowed,
+                config.world_size,
+                from
             ),
         });
         if lost == 0 {
@@ -155,13 +170,17 @@ impl Attempts {
     }
 
     /// Newest intact checkpoint of this run, or else the original starting point, with its description.
-    fn newest(&self, screen: &mut Screen) -> (Resume, String) {
+    fn newest(&self, screen: &mut Screen) -> (Resume, Text) {
         let output = &self.run.output;
         let Some(directory) = newest_intact(output, None) else {
             let resume = self.run.resume.clone();
             let from = match &resume {
-                Resume::From(path) => format!("again from {}", path.display()),
-                _ => "from the beginning, because no checkpoint was saved".to_owned(),
+                Resume::From(path) => text!("again from {}", "再次从 {} 开始", path.display()),
+                _ => both(
+                    "from the beginning, because no checkpoint was saved",
+                    "从头开始，因为没有保存过检查点",
+                )
+                .into(),
             };
             return (resume, from);
         };
@@ -171,10 +190,14 @@ impl Attempts {
             .rev()
             .take_while(|(_, other)| *other != directory);
         for (_, damaged) in newer {
-            let text = format!("{} is damaged and is skipped", file_name(damaged));
+            let text = text!(
+                "{} is damaged and is skipped",
+                "{} 已损坏，跳过",
+                file_name(damaged)
+            );
             screen.show(&Event::Warning { text });
         }
-        let from = format!("continuing from {}", file_name(&directory));
+        let from = text!("continuing from {}", "从 {} 继续", file_name(&directory));
         (Resume::From(directory), from)
     }
 

@@ -7,6 +7,7 @@
 mod phase;
 mod rank;
 
+use crate::lang::Text;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -319,6 +320,28 @@ pub(crate) fn kib_field(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
     Some(kib * 1024)
+}
+
+/// A kind of memory as messages name it; `name` is that of a [`Tag`](kernels::Tag), or of a part of the plan.
+pub(crate) fn kind_name(name: &str) -> Text {
+    let zh = match name {
+        "parameters" | "params" => "参数",
+        "gathered" => "汇集的参数",
+        "gradients" | "grads" => "梯度",
+        "optimizer" => "优化器状态",
+        "activations" => "激活",
+        "workspace" => "工作区",
+        "communication" => "通信",
+        "cache" => "缓存",
+        "margin" => "余量",
+        "process" => "进程",
+        "samples" => "样本",
+        "driver" => "驱动",
+        "loader" => "数据加载",
+        "image decoding" => "图片解码",
+        other => other,
+    };
+    Text::new(name, zh)
 }
 
 #[cfg(test)]

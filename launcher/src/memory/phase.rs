@@ -1,5 +1,6 @@
 //! Phases of a run, and bytes by kind in one of them.
 
+use crate::lang::{Both, both};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -50,5 +51,19 @@ impl Phase {
             Self::Eval => "eval",
             Self::Save => "save",
         }
+    }
+
+    /// The phase as messages name it.
+    pub(crate) const fn title(self) -> Both {
+        let zh = match self {
+            Self::Load => "加载",
+            Self::Data => "数据",
+            Self::Forward => "前向",
+            Self::Backward => "反向",
+            Self::Step => "更新",
+            Self::Eval => "评估",
+            Self::Save => "保存",
+        };
+        both(self.name(), zh)
     }
 }

@@ -1,5 +1,6 @@
 //! The small files of a model directory: configuration, tokenizer, processor, code.
 
+use crate::lang::both;
 use std::path::{Path, PathBuf};
 
 use crate::error::{ErrorCode, Failure};
@@ -20,8 +21,14 @@ const FOREIGN: [&str; 5] = [
 /// # Errors
 /// The directory cannot be listed (exit 10).
 pub(crate) fn small(directory: &Path) -> Result<Vec<(String, PathBuf)>, Failure> {
-    let listing = std::fs::read_dir(directory)
-        .map_err(|error| Failure::io(ErrorCode::ModelFiles, "list", directory, &error))?;
+    let listing = std::fs::read_dir(directory).map_err(|error| {
+        Failure::io(
+            ErrorCode::ModelFiles,
+            both("list", "列出"),
+            directory,
+            &error,
+        )
+    })?;
     let mut found: Vec<(String, PathBuf)> = listing
         .filter_map(|entry| {
             let path = entry.ok()?.path();

@@ -1,6 +1,7 @@
 //! The first value of a forward pass that is not finite, for reports.
 
 use crate::error::{Failure, failures};
+use crate::lang::{Text, both, text};
 use engine::{ModelSpec, ParamId};
 use kernels::Tensor;
 use models::ModelError;
@@ -14,7 +15,7 @@ pub(crate) fn first_not_finite(
     spec: &ModelSpec,
     unit: &dyn Fn() -> Option<String>,
     pass: &dyn Fn(OpObserver<'_>) -> Result<(), ModelError>,
-) -> Result<Option<String>, ModelError> {
+) -> Result<Option<Text>, ModelError> {
     let found = RefCell::new(None);
     let largest = Cell::new(None::<f32>);
     let watch = |op: &'static str, params: &[ParamId], value: &Tensor| {
@@ -30,15 +31,26 @@ pub(crate) fn first_not_finite(
             return;
         }
         let with = match (params.first(), unit()) {
-            (Some(id), _) => format!(" with {}", spec.params[id.index()].name),
-            (None, Some(unit)) => format!(" in {unit}"),
-            (None, None) => String::new(),
+            (Some(id), _) => text!(" with {}", "，使用 {}", spec.params[id.index()].name),
+            (None, Some(unit)) => text!(" in {unit}", "，位于 {unit}"),
+            (None, None) => Text::default(),
         };
         let before = match largest.get() {
-            Some(largest) => format!("max |x| before it {largest:.1e}"),
-            None => "it is the first operation: its weights are not finite".to_owned(),
+            Some(largest) => text!(
+                "max |x| before it {largest:.1e}",
+                "其前 max |x| 为 {largest:.1e}"
+            ),
+            None => both(
+                "it is the first operation: its weights are not finite",
+                "它是第一个运算：其权重不是有限值",
+            )
+            .into(),
         };
-        *found.borrow_mut() = Some(format!("output of {op}{with}, {}, {before}", value.dtype()));
+        *found.borrow_mut() = Some(text!(
+            "output of {op}{with}, {}, {before}",
+            "{op} 的输出{with}，{}，{before}",
+            value.dtype()
+        ));
     };
     pass(&watch)?;
     Ok(found.into_inner())
@@ -49,13 +61,16 @@ pub(crate) fn not_finite_loss(
     sample: &RawSample,
     index: usize,
     loss: f64,
-    first: Option<String>,
+    first: Option<Text>,
 ) -> Failure {
-    let first = first.unwrap_or_else(|| "the loss itself".to_owned());
+    let first = first.unwrap_or_else(|| both("the loss itself", "损失本身").into());
     let id = sample.id.as_ref();
     let id = id.map_or_else(String::new, |id| format!(" (id {id})"));
     failures::not_finite(
-        format!("the loss of evaluation sample {index}{id} is {loss}"),
-        format!("first non-finite value: {first}"),
+        text!(
+            "the loss of evaluation sample {index}{id} is {loss}",
+            "评估样本 {index}{id} 的损失为 {loss}"
+        ),
+        text!("first non-finite value: {first}", "第一个非有限值：{first}"),
     )
 }

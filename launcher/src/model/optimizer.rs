@@ -4,6 +4,7 @@ use super::setup;
 use crate::config::RunConfig;
 use crate::error::parts::{base_name, part};
 use crate::error::{Failure, failures};
+use crate::lang::both;
 use crate::ui::TrainRow;
 use engine::OptimizerConfig;
 use models::VisionLanguageModel;
@@ -75,8 +76,12 @@ pub(crate) fn optimizer(
     model: &dyn VisionLanguageModel,
 ) -> Result<OptimizerConfig, Failure> {
     let settings = &config.optimizer;
-    let groups = ParameterGroups::new(settings.weight_decay as f32, &[])
-        .map_err(|e| Failure::usage("parameter groups cannot be formed", e.to_string()))?;
+    let groups = ParameterGroups::new(settings.weight_decay as f32, &[]).map_err(|e| {
+        Failure::usage(
+            both("parameter groups cannot be formed", "无法构成参数组"),
+            e.to_string(),
+        )
+    })?;
     let rates = learning_rates(config)?;
     for (_, selection, _) in &rates {
         let names = model.spec().params.iter().map(|p| base_name(&p.name));

@@ -8,6 +8,7 @@ use crate::config::{
 use crate::data::{Sampler, SamplerSizes};
 use crate::error::failures::unusable;
 use crate::error::{Failure, failures};
+use crate::lang::{both, text};
 use crate::ui::Event;
 use engine::{
     DeviceTransport, Offload, OptimizerInBackward, Plan, Precision, Stage, UnitId, ZeroConfig,
@@ -37,7 +38,7 @@ pub(crate) struct Setup {
 impl Setup {
     pub(crate) fn open(config: &RunConfig) -> Result<Self, Failure> {
         let dir = config.model_dir();
-        failures::check_directory(&format!("use {}", dir.display()), &dir)?;
+        failures::check_directory(text!("use {}", "使用 {}", dir.display()), &dir)?;
         let processor = open_processor(&dir).map_err(|e| unusable(&dir, &e))?;
         let model = model(config)?;
         let weights = match config.init {
@@ -66,8 +67,9 @@ impl Setup {
         if let Some(first) = unknown.first() {
             let more = unknown.len() - 1;
             show(Event::Warning {
-                text: format!(
-                    "{first} and {more} more tensors of the weight files are unknown to this model and have no effect; if they are layers, config.json belongs to another model"
+                text: text!(
+                    "{first} and {more} more tensors of the weight files are unknown to this model and have no effect; if they are layers, config.json belongs to another model",
+                    "权重文件中的 {first} 等 {more} 个其他张量对该模型是未知的，不起作用；如果它们是层，则 config.json 属于另一个模型"
                 ),
             });
         }
@@ -83,9 +85,10 @@ impl Setup {
                 .map(|(part, n)| format!("{part} {n}"))
                 .collect();
             show(Event::Info {
-                label: "weights".into(),
-                text: format!(
+                label: both("weights", "权重").into(),
+                text: text!(
                     "{} tensors of parts that this program does not train are skipped here and copied on export: {}",
+                    "有 {} 个张量属于本程序不训练的部分，在此跳过，导出时原样复制：{}",
                     unused.len(),
                     parts.join(", ")
                 ),
@@ -109,12 +112,12 @@ fn is_other_part(name: &str) -> bool {
 /// Model and plan of `config`, from `config.json` alone. No other file of the model is needed.
 pub(crate) fn shapes(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, Plan), Failure> {
     let dir = config.model_dir();
-    failures::check_directory(&format!("use {}", dir.display()), &dir)?;
+    failures::check_directory(text!("use {}", "使用 {}", dir.display()), &dir)?;
     let family = Family::of(&dir).map_err(|e| unusable(&dir, &e))?;
     check_family(config, family)?;
     let opened = open_shapes(&dir, model_options(config, family)?);
     let model = opened.map_err(|error| match &error {
-        OpenError::Model(e) => failures::model("set up the model", e),
+        OpenError::Model(e) => failures::model(both("set up the model", "设置模型"), e),
         _ => unusable(&dir, &error),
     })?;
     let plan = plan_of(config, &*model)?;
@@ -126,7 +129,7 @@ fn model(config: &RunConfig) -> Result<Arc<dyn VisionLanguageModel>, Failure> {
     let family = Family::of(&dir).map_err(|e| unusable(&dir, &e))?;
     check_family(config, family)?;
     open_model(&dir, model_options(config, family)?).map_err(|error| match &error {
-        OpenError::Model(e) => failures::model("set up the model", e),
+        OpenError::Model(e) => failures::model(both("set up the model", "设置模型"), e),
         _ => unusable(&dir, &error),
     })
 }
@@ -141,7 +144,7 @@ pub(crate) fn replan(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, 
 fn plan_of(config: &RunPlan, model: &dyn VisionLanguageModel) -> Result<Plan, Failure> {
     let zero = zero_config(config, model)?;
     Plan::new(model.spec().clone(), zero, config.world_size)
-        .map_err(|e| failures::engine("plan the run", &e.into()))
+        .map_err(|e| failures::engine(both("plan the run", "计划运行"), &e.into()))
 }
 
 pub(crate) fn precision(config: &RunConfig) -> Precision {
@@ -189,7 +192,7 @@ fn zero_config(config: &RunPlan, model: &dyn VisionLanguageModel) -> Result<Zero
     };
     Ok(ZeroConfig {
         stage: Stage::try_from(config.zero)
-            .map_err(|e| Failure::usage("--zero is out of range", e))?,
+            .map_err(|e| Failure::usage(both("--zero is out of range", "--zero 超出范围"), e))?,
         precision: precision(config),
         grad_dtype: config.numbers.grad_dtype.map(|dtype| match dtype {
             GradDtype::F32 => engine::GradDtype::F32,

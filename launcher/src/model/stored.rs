@@ -1,6 +1,7 @@
 //! Stored weights: how files are divided, and conversion of values to the file's dtype, and the check that values are finite.
 
 use crate::error::{Failure, failures};
+use crate::lang::both;
 use engine::checkpoint::{ShardedTensorWriter, TensorSpec};
 use kernels::{DType, Float};
 use models::adapter::ADAPTER_STEM;
@@ -37,7 +38,7 @@ pub(crate) fn write_finite(
         bad += not_finite(tensor.dtype, &block);
         written += block.len() as u64;
         file.write(&tensor.name, &block)
-            .map_err(|e| failures::checkpoint("write weights", &e))?;
+            .map_err(|e| failures::checkpoint(both("write weights", "写入权重"), &e))?;
     }
     match bad {
         0 => Ok(written),

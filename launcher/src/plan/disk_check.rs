@@ -2,6 +2,7 @@
 
 use crate::config::{Cadence, RunConfig};
 use crate::error::{ErrorCode, Failure};
+use crate::lang::{both, text};
 use crate::memory::{disk_free_bytes, on_one_disk};
 use crate::model::contents::CheckpointBytes;
 use crate::report::run_directory;
@@ -66,26 +67,38 @@ impl DiskCheck {
 
     /// Line of output for this check: a warning if not all checkpoints fit.
     pub(crate) fn event(&self, config: &RunConfig) -> Event {
-        let mut text = format!(
+        let mut text = text!(
             "a checkpoint takes {} (state {}, weights {})",
+            "一个检查点占用 {}（训练状态 {}，权重 {}）",
             bytes(self.checkpoint.total()),
             bytes(self.checkpoint.state),
             bytes(self.checkpoint.weights)
         );
         if self.most > 1 {
-            text += &format!(", {} at once {}", self.most, bytes(self.needs(self.most)));
+            text += text!(
+                ", {} at once {}",
+                "，同时保留 {} 个需要 {}",
+                self.most,
+                bytes(self.needs(self.most))
+            );
         }
         if let Some(free) = self.free {
-            text += &format!("; {} free on {}", bytes(free), config.output.display());
+            text += text!(
+                "; {} free on {}",
+                "；{1} 上空闲 {0}",
+                bytes(free),
+                config.output.display()
+            );
         }
-        let label = "saves".into();
+        let label = both("saves", "保存").into();
         if self.holds(self.most) {
             return Event::Info { label, text };
         }
         let fit = self.free.unwrap_or(0) / self.checkpoint.total().max(1);
         Event::Warning {
-            text: format!(
+            text: text!(
                 "the disk has space for only {fit} of {} checkpoints: {text}; --save-total-limit keeps fewer",
+                "磁盘空间只够 {} 个检查点中的 {fit} 个：{text}；--save-total-limit 可以少保留一些",
                 self.most
             ),
         }
@@ -102,30 +115,45 @@ impl DiskCheck {
         let free = bytes(self.free.unwrap_or(0));
         let mut failure = Failure::new(
             ErrorCode::Disk,
-            "the disk is too small for the checkpoints; no weight was read",
-            format!(
+            both(
+                "the disk is too small for the checkpoints; no weight was read",
+                "磁盘太小，放不下检查点；没有读取任何权重",
+            ),
+            text!(
                 "{} at once need {} on the disk of {}, {free} are free",
+                "同时保留 {} 个在 {2} 所在磁盘上需要 {1}，空闲 {free}",
                 self.certain,
                 bytes(self.needs(self.certain)),
                 config.output.display()
             ),
         )
-        .evidence(format!(
+        .evidence(text!(
             "each: state {} + weights {}",
+            "每个：训练状态 {} + 权重 {}",
             bytes(self.checkpoint.state),
             bytes(self.checkpoint.weights)
         ));
         if self.spilled > 0 {
-            failure = failure.evidence(format!(
+            failure = failure.evidence(text!(
                 "spill files will take {} of the same disk",
+                "溢出文件还会占用同一磁盘的 {}",
                 bytes(self.spilled)
             ));
         }
-        failure = failure.next("free space on that disk, or choose another disk with --output");
+        failure = failure.next(both(
+            "free space on that disk, or choose another disk with --output",
+            "请清理该磁盘的空间，或用 --output 选择另一块磁盘",
+        ));
         if self.certain > 2 {
-            failure = failure.next("use a smaller --save-total-limit");
+            failure = failure.next(both(
+                "use a smaller --save-total-limit",
+                "请减小 --save-total-limit",
+            ));
         }
-        Err(failure.next("--save-strategy no saves no checkpoint"))
+        Err(failure.next(both(
+            "--save-strategy no saves no checkpoint",
+            "--save-strategy no 不保存检查点",
+        )))
     }
 
     const fn needs(&self, checkpoints: u64) -> u64 {

@@ -5,6 +5,7 @@ use super::memory_plans::{self, MemoryPlans};
 use crate::config::RunConfig;
 use crate::device;
 use crate::error::{Failure, failures};
+use crate::lang::both;
 use crate::memory::{Footprint, Kinds, Phase, PhaseBytes, RankMemory};
 use crate::model::optimizer::rule;
 use crate::model::setup::{dropout, keeps};
@@ -50,7 +51,7 @@ pub(crate) fn dry_run(
     work: &Work<'_>,
 ) -> Result<RankMemory, Failure> {
     let count = |devices: Option<[Arc<dyn Backend>; 2]>| -> Result<RankMemory, Failure> {
-        let failed = |e: ModelError| failures::model("plan memory", &e);
+        let failed = |e: ModelError| failures::model(both("plan memory", "计划内存"), &e);
         let mut run = Run::new(config, model, plan, work, devices).map_err(failed)?;
         run.all().map_err(failed)?;
         Ok(run.memory())
@@ -101,7 +102,7 @@ pub(crate) fn window_region(config: &RunConfig, plan: &Arc<Plan>) -> Result<u64,
 }
 
 fn allocate(error: &EngineError) -> Failure {
-    failures::engine("plan memory", error)
+    failures::engine(both("plan memory", "计划内存"), error)
 }
 
 /// Dry run of one training micro-batch, forward and backward, in the order of the trainer. `begun` is called before

@@ -4,6 +4,7 @@ use super::rank_memory;
 use crate::config::{BatchConfig, Device, LrScale, PrefetchWeights, RunConfig, RunPlan};
 use crate::data::SampleSet;
 use crate::error::Failure;
+use crate::lang::{Text, both, text};
 use crate::model::setup::Setup;
 use crate::ui::Event;
 use crate::units::{bytes, grouped};
@@ -15,8 +16,9 @@ const MAX_MICRO_BATCH: usize = 4096;
 /// Line with samples per update and learning rate, and how both are computed.
 pub(crate) fn line(config: &RunConfig) -> Event {
     let batch = &config.batch;
-    let mut text = format!(
+    let mut text = text!(
         "{} per rank × {} accumulated × {} ranks = {} samples per update · learning rate {:.1e}",
+        "每个 rank {} × 累积 {} 次 × {} 个 rank = 每次更新 {} 个样本 · 学习率 {:.1e}",
         batch.micro_batch,
         batch.accumulation_steps,
         config.world_size,
@@ -24,15 +26,16 @@ pub(crate) fn line(config: &RunConfig) -> Event {
         config.peak_lr(),
     );
     if config.optimizer.lr_scale != LrScale::None {
-        text += &format!(
+        text += text!(
             " = {:.1e} × {:.3} for {} micro-batches",
+            " = {:.1e} × {:.3}，对应 {} 个微批",
             config.optimizer.learning_rate,
             config.lr_factor(),
             config.micro_batches()
         );
     }
     Event::Info {
-        label: "batch".into(),
+        label: both("batch", "批次").into(),
         text,
     }
 }
@@ -74,14 +77,21 @@ pub(crate) fn find(
     };
     if candidates.is_empty() {
         return Err(Failure::usage(
-            "no batch size divides --global-batch-size",
-            format!(
+            both(
+                "no batch size divides --global-batch-size",
+                "没有能整除 --global-batch-size 的批大小",
+            ),
+            text!(
                 "{} samples per update over {} ranks",
+                "{1} 个 rank 上每次更新 {0} 个样本",
                 config.batch.global_batch.unwrap_or_default(),
                 config.world_size
             ),
         )
-        .next("choose a multiple of the number of ranks"));
+        .next(both(
+            "choose a multiple of the number of ranks",
+            "请选择 rank 数的整数倍",
+        )));
     }
     // Invariant: `good` fits; `bad` does not fit or does not exist.
     let (mut good, mut bad, mut next) = (0, candidates.len(), 0);
@@ -137,17 +147,18 @@ fn curve(tried: &mut [(usize, u64, bool)], found: Option<usize>) -> Event {
     let rows = tried.iter().map(|(micro, need, fits)| {
         let bar = "#".repeat((need * 30 / largest.max(1)) as usize);
         let verdict = match (fits, found == Some(*micro)) {
-            (_, true) => "  <- chosen",
-            (true, false) => "",
-            (false, false) => "  does not fit",
+            (_, true) => both("  <- chosen", "  <- 选中"),
+            (true, false) => both("", ""),
+            (false, false) => both("  does not fit", "  放不下"),
         };
-        format!(
+        text!(
             "micro-batch {micro:>5}  need {:>6}  {bar}{verdict}",
+            "微批 {micro:>5}  需要 {:>6}  {bar}{verdict}",
             bytes(*need)
         )
     });
     Event::Info {
-        label: "batch".into(),
-        text: rows.collect::<Vec<_>>().join("\n"),
+        label: both("batch", "批次").into(),
+        text: Text::join(&rows.collect::<Vec<_>>(), "\n"),
     }
 }

@@ -1,6 +1,7 @@
 //! Memory and disk of a machine: this one, or one described on the command line.
 
 use crate::config::{Collectives, RunConfig};
+use crate::lang::{Text, text};
 use crate::units::bytes as format_bytes;
 use crate::{device, memory};
 use kernels::footprint;
@@ -30,9 +31,15 @@ fn window_dirs() -> Vec<(PathBuf, u64)> {
 }
 
 /// One line of text with the free space for each directory that may hold the ranks' window file.
-pub(super) fn window_rooms() -> Vec<String> {
-    let line =
-        |(dir, free): &(PathBuf, u64)| format!("{}: {} free", dir.display(), format_bytes(*free));
+pub(super) fn window_rooms() -> Vec<Text> {
+    let line = |(dir, free): &(PathBuf, u64)| {
+        text!(
+            "{}: {} free",
+            "{}：空闲 {}",
+            dir.display(),
+            format_bytes(*free)
+        )
+    };
     window_dirs().iter().map(line).collect()
 }
 
@@ -121,14 +128,20 @@ impl Machine {
     }
 
     /// Text of the free host memory, and of what a run may not take of it.
-    pub(crate) fn host_text(&self) -> String {
+    pub(crate) fn host_text(&self) -> Text {
         let limit = self.host_limit_bytes.map(format_bytes);
-        let limit = limit.map(|limit| format!(", --host-memory-limit {limit}"));
-        format!(
-            "host memory: {} free, of which {} stay for the system and for file pages (--host-reserve){}",
+        let limit = limit.map(|limit| {
+            text!(
+                ", --host-memory-limit {limit}",
+                "，--host-memory-limit {limit}"
+            )
+        });
+        let limit = limit.unwrap_or_default();
+        text!(
+            "host memory: {} free, of which {} stay for the system and for file pages (--host-reserve){limit}",
+            "主机内存：空闲 {}，其中 {} 留给系统和文件页（--host-reserve）{limit}",
             format_bytes(self.host_free_bytes),
             format_bytes(self.host_reserve_bytes),
-            limit.unwrap_or_default()
         )
     }
 

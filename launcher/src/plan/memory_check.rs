@@ -6,7 +6,9 @@ use super::rank_memory;
 use crate::config::{Device, RunConfig};
 use crate::device;
 use crate::error::{ErrorCode, Failure};
+use crate::lang::{Both, Text, both, text};
 use crate::memory::RankMemory;
+use crate::ui::PlanPart;
 use crate::units::bytes as format_bytes;
 use engine::comm::control_bytes;
 
@@ -130,29 +132,33 @@ impl MemoryCheck {
     }
 
     /// Text of the needs next to the available memory.
-    pub(crate) fn needs(&self) -> String {
+    pub(crate) fn needs(&self) -> Text {
         let mut parts = Vec::new();
         if let Some(limit) = self.device_limit {
-            parts.push(format!(
+            parts.push(text!(
                 "device {} of {} per rank",
+                "每个 rank 设备内存 {}，共 {}",
                 format_bytes(self.need.device),
                 format_bytes(limit)
             ));
         }
-        parts.push(format!(
+        parts.push(text!(
             "host {} of {}",
+            "主机内存 {}，共 {}",
             format_bytes(self.need.host),
             format_bytes(self.machine.usable_host_bytes())
         ));
         if self.need.nvme > 0 {
             let free = self.machine.nvme_free_bytes.map(format_bytes);
-            parts.push(format!(
-                "nvme {}{}",
-                format_bytes(self.need.nvme),
-                free.map_or(String::new(), |free| format!(" of {free}"))
+            let of = free.map(|free| text!(" of {free}", "，共 {free}"));
+            let of = of.unwrap_or_default();
+            parts.push(text!(
+                "nvme {}{of}",
+                "nvme {}{of}",
+                format_bytes(self.need.nvme)
             ));
         }
-        parts.join(", ")
+        Text::join(&parts, ", ")
     }
 
     /// Refuses a run that does not fit, before anything is allocated.
@@ -166,65 +172,87 @@ impl MemoryCheck {
         if !self.exceeds_device() && !self.exceeds_host() && !self.exceeds_nvme() {
             return Err(Failure::new(
                 ErrorCode::SharedMemory,
-                "the exchange between ranks does not fit into shared memory; no weight was read",
+                both("the exchange between ranks does not fit into shared memory; no weight was read", "rank 之间的交换区在共享内存中放不下；没有读取任何权重"),
                 cause,
             )
             .evidence_lines(window_rooms())
-            .next("enlarge /dev/shm (docker run --shm-size), or use fewer ranks")
-            .next("--nproc 1 needs no shared memory"));
+            .next(both("enlarge /dev/shm (docker run --shm-size), or use fewer ranks", "请扩大 /dev/shm（docker run --shm-size），或减少 rank"))
+            .next(both("--nproc 1 needs no shared memory", "--nproc 1 不需要共享内存")));
         }
         let mut parts = rank_memory::parts(memory);
         parts.push(rank_memory::planned(memory, &DECODING));
         let used = parts
             .iter()
             .filter(|part| part.device_bytes + part.host_bytes > 0);
-        let used: Vec<String> = used.map(ToString::to_string).collect();
+        let used: Vec<&PlanPart> = used.collect();
         let mut failure = Failure::new(
             ErrorCode::Plan,
-            "this run does not fit; no weight was read",
+            both(
+                "this run does not fit; no weight was read",
+                "本次运行放不下；没有读取任何权重",
+            ),
             cause,
         )
-        .evidence(format!(
+        .evidence(text!(
             "per rank: {}; {} ranks",
-            used.join(" + "),
+            "每个 rank：{}；{} 个 rank",
+            Text::join(&used, " + "),
             config.world_size
         ));
         if self.exceeds_host() {
             failure = failure.evidence(self.machine.host_text());
         }
         if let Some(limit) = self.machine.cgroup_limit_bytes {
-            failure = failure.evidence(format!("cgroup limit {}", format_bytes(limit)));
+            failure = failure.evidence(text!(
+                "cgroup limit {}",
+                "cgroup 上限 {}",
+                format_bytes(limit)
+            ));
         }
-        Err(failure.next(format!(
-            "or use a machine with more memory: {}",
-            self.wanted()
+        let wanted = self.wanted();
+        Err(failure.next(text!(
+            "or use a machine with more memory: {wanted}",
+            "或使用内存更大的机器：{wanted}"
         )))
     }
 
     /// Text of a machine that has exactly the memory and disk that the run needs.
-    fn wanted(&self) -> String {
-        let device = self
-            .device_limit
-            .map(|_| format!("device {} per rank", format_bytes(self.need.device)));
-        let host = self.need.host + self.machine.host_reserve_bytes;
-        let nvme = (self.need.nvme > 0).then(|| format!("nvme {}", format_bytes(self.need.nvme)));
-        let host = Some(format!("host {}", format_bytes(host)));
-        let parts: Vec<String> = [device, host, nvme].into_iter().flatten().collect();
-        parts.join(", ")
+    fn wanted(&self) -> Text {
+        let device = self.device_limit.map(|_| {
+            let need = format_bytes(self.need.device);
+            text!("device {need} per rank", "每个 rank 设备内存 {need}")
+        });
+        let host = format_bytes(self.need.host + self.machine.host_reserve_bytes);
+        let nvme = (self.need.nvme > 0).then(|| {
+            let need = format_bytes(self.need.nvme);
+            text!("nvme {need}", "nvme {need}")
+        });
+        let host = Some(text!("host {host}", "主机内存 {host}"));
+        let parts: Vec<Text> = [device, host, nvme].into_iter().flatten().collect();
+        Text::list(&parts)
     }
 
-    fn cause(&self) -> Option<String> {
-        let text = |what: &str, need: u64, bound: &str, free: u64| {
+    fn cause(&self) -> Option<Text> {
+        let text = |what: Both, need: u64, bound: Both, free: u64| {
             let (need, free) = (format_bytes(need), format_bytes(free));
-            Some(format!("{what} {need} {bound} {free}"))
+            Some(text!(
+                "{what} {need} {bound} {free}",
+                "{what} {need} {bound} {free}"
+            ))
         };
         if let Some(limit) = self.device_limit.filter(|_| self.exceeds_device()) {
-            let bound = "of device memory, the limit is";
-            return text("each rank needs", self.need.device, bound, limit);
+            let bound = both("of device memory, the limit is", "设备内存，上限为");
+            return text(
+                both("each rank needs", "每个 rank 需要"),
+                self.need.device,
+                bound,
+                limit,
+            );
         }
         if self.exceeds_host() {
-            return Some(format!(
+            return Some(text!(
                 "the ranks need {} of host memory together, {} are available",
+                "各 rank 共需要主机内存 {}，可用 {}",
                 format_bytes(self.need.host),
                 format_bytes(self.machine.usable_host_bytes())
             ));
@@ -232,17 +260,23 @@ impl MemoryCheck {
         if self.exceeds_nvme() {
             let free = self.machine.nvme_free_bytes.unwrap_or(0);
             return text(
-                "the spill files need",
+                both("the spill files need", "溢出文件需要"),
                 self.need.nvme,
-                "of disk space, the disk has",
+                both("of disk space, the disk has", "磁盘空间，磁盘只有"),
                 free,
             );
         }
         if self.exceeds_window() {
             let free = self.machine.window_free_bytes.unwrap_or(0);
-            let bound = "of shared memory, /dev/shm and /tmp have at most";
+            let bound = both(
+                "of shared memory, /dev/shm and /tmp have at most",
+                "共享内存，/dev/shm 和 /tmp 最多有",
+            );
             return text(
-                "the shared segment of the ranks needs",
+                both(
+                    "the shared segment of the ranks needs",
+                    "各 rank 的共享内存段需要",
+                ),
                 self.need.window,
                 bound,
                 free,

@@ -1,5 +1,6 @@
 //! Output lines about updates that run in backward and in forward.
 
+use crate::lang::{both, text};
 use crate::ui::Event;
 use crate::units::bytes;
 use engine::Plan;
@@ -42,31 +43,46 @@ pub(crate) fn backward_line(plan: &Plan, spare: Option<&Spare>) -> Option<Event>
         let spare = spare?;
         let why = if spare.short {
             let [all, offered] = [spare.all, spare.offered].map(bytes);
-            format!(
-                "the second copies of their states need {all} of host memory per rank, only {offered} are spare"
+            text!(
+                "the second copies of their states need {all} of host memory per rank, only {offered} are spare",
+                "状态的第二份副本每个 rank 需要 {all} 主机内存，只有 {offered} 空余"
             )
         } else {
-            "the plan does not fit with second copies of their states".to_owned()
+            both(
+                "the plan does not fit with second copies of their states",
+                "加上状态的第二份副本后，计划放不下",
+            )
+            .into()
         };
-        format!("no unit is updated while backward runs: {why}")
+        text!(
+            "no unit is updated while backward runs: {why}",
+            "反向传播期间不更新任何单元：{why}"
+        )
     } else {
         let gradients = if early.iter().all(|unit| plan.consumes_gradients(unit.id)) {
-            "their gradients are not stored"
+            both("their gradients are not stored", "不存储它们的梯度")
         } else {
-            "their gradients are stored until the gradient norm is known"
+            both(
+                "their gradients are stored until the gradient norm is known",
+                "存储它们的梯度，直到梯度范数已知",
+            )
         };
         let cost = spare.and_then(|spare| spare.taken).map(|taken| {
             let taken = bytes(taken);
-            format!(" · {taken} more of spare host memory")
+            text!(
+                " · {taken} more of spare host memory",
+                " · 另用空余主机内存 {taken}"
+            )
         });
-        format!(
-            "{} of {all} units are updated while backward runs · two copies of their states · {gradients}{}",
-            early.len(),
-            cost.unwrap_or_default()
+        let cost = cost.unwrap_or_default();
+        text!(
+            "{} of {all} units are updated while backward runs · two copies of their states · {gradients}{cost}",
+            "{all} 个单元中有 {} 个在反向传播期间更新 · 状态有两份副本 · {gradients}{cost}",
+            early.len()
         )
     };
     Some(Event::Info {
-        label: "early".into(),
+        label: both("early", "提前").into(),
         text,
     })
 }
@@ -74,8 +90,7 @@ pub(crate) fn backward_line(plan: &Plan, spare: Option<&Spare>) -> Option<Event>
 /// Line about updates that run during the next pass.
 pub(crate) fn forward_line(plan: &Plan) -> Option<Event> {
     plan.updates_in_forward().then(|| Event::Info {
-        label: "late".into(),
-        text: "each unit that backward does not update is updated beside the next pass, before its use"
-            .into(),
+        label: both("late", "延后").into(),
+        text: both("each unit that backward does not update is updated beside the next pass, before its use", "反向传播没有更新的单元，在下一次前向中使用之前同时更新").into(),
     })
 }

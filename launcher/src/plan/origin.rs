@@ -11,6 +11,7 @@
 use crate::config::{Origin, RunConfig};
 use crate::data::SampleSet;
 use crate::error::{Failure, failures};
+use crate::lang::both;
 use crate::model::files;
 use models::params::is_added;
 use models::{VisionLanguageModel, WeightError, WeightSource};
@@ -199,8 +200,8 @@ fn settings(config: &RunConfig) -> Result<BTreeMap<String, String>, Failure> {
     for (name, path) in files::small(&dir)? {
         // Code and notes beside the model change nothing here.
         if name.ends_with(".json") || name.ends_with(".model") {
-            let bytes = std::fs::read(&path)
-                .map_err(|e| failures::files("cannot read a file of the model", &path, &e))?;
+            let title = both("cannot read a file of the model", "无法读取模型的文件");
+            let bytes = std::fs::read(&path).map_err(|e| failures::files(title, &path, &e))?;
             found.insert(name, blake3::hash(&bytes).to_hex().to_string());
         }
     }

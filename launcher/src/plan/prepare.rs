@@ -13,6 +13,7 @@ use crate::data::images::LargestImage;
 use crate::data::{SampleSet, check};
 use crate::error::Failure;
 use crate::error::failures::unusable;
+use crate::lang::{Both, Text, both, text};
 use crate::model::contents::CheckpointBytes;
 use crate::model::optimizer::{rule, trained_parts};
 use crate::model::setup::{Setup, sampler};
@@ -34,7 +35,7 @@ pub(crate) fn prepare(
     setup.check_weights(show)?;
     let limit = draft.batch.limit;
     let mut progress = |text| {
-        let label = "images".into();
+        let label = both("images", "图片").into();
         show(Event::Info { label, text });
     };
     let processor = &*setup.processor;
@@ -88,7 +89,11 @@ pub(crate) fn prepare(
     let fit = &settled.fit;
     if let Err(mut failure) = fit.check(config, &settled.memory) {
         if let Some(image) = largest_image(&train, eval.as_ref()).filter(|_| fit.exceeds_host()) {
-            failure = failure.evidence(format!("the largest image: {}", image.describe()));
+            failure = failure.evidence(text!(
+                "the largest image: {}",
+                "最大的图片：{}",
+                image.describe()
+            ));
         }
         let mut count = suggestion::counter(&train, eval.as_ref(), processor);
         suggestion::add(&mut failure, &settled.run, &mut count);
@@ -133,7 +138,7 @@ pub(crate) fn image_bytes(train: &SampleSet, eval: Option<&SampleSet>) -> Option
 /// Shows the form of each file that the user brought, and what of it the model does not see.
 fn show_files(set: &SampleSet, is_demo: bool, show: &mut dyn FnMut(Event)) {
     for file in set.files.iter().filter(|_| !is_demo) {
-        let label = "form".into();
+        let label = both("form", "格式").into();
         let text = file.form();
         show(Event::Info { label, text });
     }
@@ -161,8 +166,8 @@ fn show_plan(
     let device = (run.device == Device::Cuda).then(|| device_line(run, memory, fit));
     let formats = plan.formats(rule(run).slots(plan.config().precision));
     let formats = Event::Info {
-        label: "formats".into(),
-        text: formats.to_string(),
+        label: both("formats", "数值").into(),
+        text: Text::literal(formats),
     };
     let lines = [
         device,
@@ -183,33 +188,44 @@ fn show_plan(
 pub(crate) fn pixel_line(config: &RunConfig) -> Option<Event> {
     let batch = &config.batch;
     let bounds = [
-        ("--image-max-pixels", "at most", batch.image_max_pixels),
-        ("--image-min-pixels", "at least", batch.image_min_pixels),
+        (
+            "--image-max-pixels",
+            both("at most", "最多"),
+            batch.image_max_pixels,
+        ),
+        (
+            "--image-min-pixels",
+            both("at least", "最少"),
+            batch.image_min_pixels,
+        ),
     ];
     let given = bounds
         .iter()
         .filter_map(|(flag, word, area)| area.map(|area| (*flag, *word, area)));
-    let given: Vec<(&str, &str, usize)> = given.collect();
+    let given: Vec<(&str, Both, usize)> = given.collect();
     let (flag, ..) = given.first()?;
     let reason = match Family::of(&config.model_dir()).ok()? {
         Family::Glm41v => {
-            let bounds = given.iter().map(|(_, word, area)| format!("{word} {area}"));
+            let bounds = given.iter();
+            let bounds = bounds.map(|(_, word, area)| text!("{word} {area}", "{word} {area} "));
+            let bounds: Vec<Text> = bounds.collect();
             return Some(Event::Info {
-                label: "images".into(),
-                text: format!(
-                    "resized to {} pixels",
-                    bounds.collect::<Vec<_>>().join(", ")
-                ),
+                label: both("images", "图片").into(),
+                text: text!("resized to {} pixels", "缩放到{}像素", Text::list(&bounds)),
             });
         }
-        Family::MiniCpm => "--max-slice-nums limits the slices of an image",
-        Family::Glm4v | Family::CogVlm | Family::CogVlm2 | Family::CogAgent => {
-            "every image is resized to the size that config.json names"
-        }
+        Family::MiniCpm => both(
+            "--max-slice-nums limits the slices of an image",
+            "--max-slice-nums 限制每张图片的切片数",
+        ),
+        Family::Glm4v | Family::CogVlm | Family::CogVlm2 | Family::CogAgent => both(
+            "every image is resized to the size that config.json names",
+            "每张图片都缩放到 config.json 指定的大小",
+        ),
     };
     Some(Event::Note {
         flag: (*flag).to_owned(),
-        reason: reason.to_owned(),
+        reason: reason.into(),
     })
 }
 
@@ -219,9 +235,10 @@ pub(crate) fn adapter_line(config: &RunConfig) -> Option<Event> {
     let (rank, alpha) = (lora.lora_rank, lora.lora_alpha);
     let scale = alpha / rank as f64;
     Some(Event::Info {
-        label: "lora".into(),
-        text: format!(
+        label: both("lora", "lora").into(),
+        text: text!(
             "rank {rank} · alpha {alpha} · scale {scale} (alpha ÷ rank) · dropout {}",
+            "秩 {rank} · alpha {alpha} · 缩放 {scale}（alpha ÷ 秩）· dropout {}",
             lora.lora_dropout
         ),
     })

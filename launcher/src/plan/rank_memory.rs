@@ -5,6 +5,7 @@ use crate::data::answers::Question;
 use crate::data::check::{self, encode_options};
 use crate::data::{self, SampleSet};
 use crate::error::Failure;
+use crate::lang::{Text, both, text};
 use crate::memory::{PARTS, Part, Phase, RankMemory};
 use crate::plan::{Fixed, HeldOut, Machine, MemoryCheck, Work, backward_share, dry_run};
 use crate::ui::{Event, PlanEvent, PlanPart};
@@ -93,9 +94,8 @@ pub(crate) fn whole_memory(
 /// Line that says that the batch of generated answers is smaller than requested, if it is.
 pub(crate) fn eval_line(asked: usize, eval_batch: usize) -> Option<Event> {
     (eval_batch < asked).then(|| Event::Info {
-        label: "eval".into(),
-        text: format!(
-            "answers are generated in batches of {eval_batch}, not {asked}: larger batches need more memory than training"
+        label: both("eval", "评估").into(),
+        text: text!("answers are generated in batches of {eval_batch}, not {asked}: larger batches need more memory than training", "生成回答时批大小为 {eval_batch}，而不是 {asked}：更大的批次需要的内存超过训练"
         ),
     })
 }
@@ -128,9 +128,10 @@ pub(crate) fn fit(config: &RunConfig, memory: &RankMemory) -> MemoryCheck {
 pub(crate) fn device_line(run: &RunPlan, memory: &RankMemory, fit: &MemoryCheck) -> Event {
     let limit = fit.device_limit().map(bytes).unwrap_or_default();
     Event::Info {
-        label: String::new(),
-        text: format!(
+        label: Text::default(),
+        text: text!(
             "GPU memory per rank: {} by the plan, {} reserved at the start, {} for CUDA itself, of {limit}",
+            "每个 rank 的显存：计划 {}，启动时预留 {}，CUDA 自身 {}，上限 {limit}",
             bytes(memory.peak.device),
             bytes(run.found().arena_bytes),
             bytes(fit.machine.device_context_bytes()),
@@ -142,17 +143,20 @@ pub(crate) fn device_line(run: &RunPlan, memory: &RankMemory, fit: &MemoryCheck)
 /// that did not fit.
 pub(crate) fn upload_line(plan: &Plan, tried: Option<&MemoryCheck>) -> Option<Event> {
     let text = match tried {
-        Some(tried) => format!(
+        Some(tried) => text!(
             "are copied when they are used; a prefetch of one unit needs {}",
+            "在使用时才复制；预取一个单元需要 {}",
             tried.needs()
         ),
-        None if plan.prefetch_weights() => {
-            "are prefetched one unit ahead, while the previous unit computes".to_owned()
-        }
+        None if plan.prefetch_weights() => both(
+            "are prefetched one unit ahead, while the previous unit computes",
+            "提前一个单元预取，与前一个单元的计算同时进行",
+        )
+        .into(),
         None => return None,
     };
     Some(Event::Info {
-        label: "weights".into(),
+        label: both("weights", "权重").into(),
         text,
     })
 }

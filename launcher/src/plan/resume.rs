@@ -3,6 +3,7 @@
 use crate::cli::Args;
 use crate::config::{CONFIG_FILE, Lora, Origin, Resume, RunConfig, RunPlan, Trainable};
 use crate::error::{ErrorCode, Failure, failures};
+use crate::lang::{Both, Lang, Text, both, text};
 use crate::model::setup::precision;
 use crate::report::checkpoints::advise_intact;
 use crate::ui::Event;
@@ -23,15 +24,30 @@ pub(crate) struct Position {
 }
 
 /// Files by which the checkpoints of other trainers are known: name, and what saved it.
-const OTHER_TRAINERS: [(&str, &str); 8] = [
-    ("training_args.bin", "a Hugging Face trainer"),
-    ("rng_state.pth", "a Hugging Face trainer"),
-    ("rng_state_0.pth", "a Hugging Face trainer"),
-    ("optimizer.pt", "a Hugging Face trainer"),
-    ("zero_to_fp32.py", "DeepSpeed"),
-    ("mp_rank_00_model_states.pt", "DeepSpeed or SAT"),
-    ("pytorch_model_fsdp.bin", "FSDP"),
-    (".metadata", "torch.distributed"),
+const OTHER_TRAINERS: [(&str, Both); 8] = [
+    (
+        "training_args.bin",
+        both("a Hugging Face trainer", "Hugging Face 训练器"),
+    ),
+    (
+        "rng_state.pth",
+        both("a Hugging Face trainer", "Hugging Face 训练器"),
+    ),
+    (
+        "rng_state_0.pth",
+        both("a Hugging Face trainer", "Hugging Face 训练器"),
+    ),
+    (
+        "optimizer.pt",
+        both("a Hugging Face trainer", "Hugging Face 训练器"),
+    ),
+    ("zero_to_fp32.py", both("DeepSpeed", "DeepSpeed")),
+    (
+        "mp_rank_00_model_states.pt",
+        both("DeepSpeed or SAT", "DeepSpeed 或 SAT"),
+    ),
+    ("pytorch_model_fsdp.bin", both("FSDP", "FSDP")),
+    (".metadata", both("torch.distributed", "torch.distributed")),
 ];
 
 /// The directory to resume from. `None` if the configuration asks for none or none exists.
@@ -42,33 +58,36 @@ pub(crate) fn directory(config: &RunConfig) -> Result<Option<PathBuf>, Failure> 
     let directory = match &config.resume {
         Resume::No => None,
         Resume::Latest => checkpoint::find_latest(&config.output)
-            .map_err(|e| failures::checkpoint("resume", &e))?,
+            .map_err(|e| failures::checkpoint(both("resume", "续训"), &e))?,
         Resume::From(path) => Some(path.clone()),
     };
     if let Some(directory) = &directory {
-        failures::check_directory(&doing(directory), directory)?;
+        failures::check_directory(doing(directory), directory)?;
         refuse_foreign(&doing(directory), directory)?;
     }
     Ok(directory)
 }
 
 /// Fails if another program saved `directory`, so that it has no state to continue from. `doing` is the step that needs it.
-pub(crate) fn refuse_foreign(doing: &str, directory: &Path) -> Result<(), Failure> {
+pub(crate) fn refuse_foreign(doing: &Text, directory: &Path) -> Result<(), Failure> {
     let has = |name: &str| directory.join(name).exists();
     // This program's own checkpoints have both; a damaged one may lack the first.
     if has("MANIFEST.json") || has("state") {
         return Ok(());
     }
     let next = match (has(ADAPTER_CONFIG), has("config.json")) {
-        (true, _) => {
-            "merge the adapter into its base model in peft, give the result to --model, and train a new adapter without --resume"
-        }
-        (false, true) => {
-            "give it to --model instead: training then begins at its weights, with a new optimizer"
-        }
-        (false, false) => {
-            "convert it to a Hugging Face directory with the tools of its trainer, and give that to --model"
-        }
+        (true, _) => both(
+            "merge the adapter into its base model in peft, give the result to --model, and train a new adapter without --resume",
+            "请用 peft 把适配器合并到基座模型中，把结果交给 --model，并去掉 --resume 训练新的适配器",
+        ),
+        (false, true) => both(
+            "give it to --model instead: training then begins at its weights, with a new optimizer",
+            "请改为把它交给 --model：训练会从它的权重开始，优化器是新的",
+        ),
+        (false, false) => both(
+            "convert it to a Hugging Face directory with the tools of its trainer, and give that to --model",
+            "请用其训练器的工具把它转换为 Hugging Face 目录，再交给 --model",
+        ),
     };
     let other = OTHER_TRAINERS.iter().find(|(name, _)| has(name));
     let global = std::fs::read_dir(directory).ok().is_some_and(|entries| {
@@ -76,17 +95,31 @@ pub(crate) fn refuse_foreign(doing: &str, directory: &Path) -> Result<(), Failur
         names.any(|name| name.to_string_lossy().starts_with("global_step"))
     });
     let saved_by = match other {
-        Some((name, trainer)) => format!("{name} shows that {trainer} saved it"),
-        None if global => "its global_step directory shows that DeepSpeed saved it".to_owned(),
-        None if has(ADAPTER_CONFIG) => {
-            "it is an adapter as peft saves it, without the state of an optimizer".to_owned()
-        }
-        None if has("config.json") => {
-            "it is a model directory, without the state of an optimizer".to_owned()
-        }
+        Some((name, trainer)) => text!(
+            "{name} shows that {trainer} saved it",
+            "{name} 表明它是由 {trainer} 保存的"
+        ),
+        None if global => both(
+            "its global_step directory shows that DeepSpeed saved it",
+            "其中的 global_step 目录表明它是由 DeepSpeed 保存的",
+        )
+        .into(),
+        None if has(ADAPTER_CONFIG) => both(
+            "it is an adapter as peft saves it, without the state of an optimizer",
+            "这是 peft 保存的适配器，没有优化器状态",
+        )
+        .into(),
+        None if has("config.json") => both(
+            "it is a model directory, without the state of an optimizer",
+            "这是模型目录，没有优化器状态",
+        )
+        .into(),
         None => return Ok(()),
     };
-    let title = format!("cannot {doing}: this program did not save it");
+    let title = text!(
+        "cannot {doing}: this program did not save it",
+        "无法{doing}：它不是由本程序保存的"
+    );
     Err(Failure::new(ErrorCode::Resume, title, saved_by).next(next))
 }
 
@@ -94,9 +127,8 @@ pub(crate) fn refuse_foreign(doing: &str, directory: &Path) -> Result<(), Failur
 pub(crate) fn open(config: &RunConfig) -> Result<Option<Checkpoint>, Failure> {
     directory(config)?
         .map(|directory| {
-            Checkpoint::open(&directory).map_err(|e| {
-                advise_intact(failures::checkpoint(&doing(&directory), &e), &directory)
-            })
+            Checkpoint::open(&directory)
+                .map_err(|e| advise_intact(failures::checkpoint(doing(&directory), &e), &directory))
         })
         .transpose()
 }
@@ -187,8 +219,8 @@ fn adapters(own: Lora, saved: &Lora, args: &Args) -> Lora {
 }
 
 /// Name of the action for failure messages: `resume DIRECTORY`.
-pub(crate) fn doing(directory: &Path) -> String {
-    format!("resume {}", directory.display())
+pub(crate) fn doing(directory: &Path) -> Text {
+    text!("resume {}", "从 {} 继续", directory.display())
 }
 
 /// Verifies every byte of the checkpoint against its hash, and its contents against this run.
@@ -211,11 +243,20 @@ pub(crate) fn check(
     if let Some(saved) = saved.filter(|saved| *saved != asked) {
         return Err(Failure::new(
             ErrorCode::Resume,
-            format!("cannot {doing}: it was saved in another precision"),
-            "the optimizer state of one precision cannot continue in another",
+            text!(
+                "cannot {doing}: it was saved in another precision",
+                "无法{doing}：保存时使用的是另一种精度"
+            ),
+            both(
+                "the optimizer state of one precision cannot continue in another",
+                "一种精度的优化器状态不能用另一种精度继续",
+            ),
         )
-        .evidence(format!("saved with {saved}, now {asked}"))
-        .next(format!("--precision {saved}")));
+        .evidence(text!(
+            "saved with {saved}, now {asked}",
+            "保存时为 {saved}，现在为 {asked}"
+        ))
+        .next(Text::literal(format_args!("--precision {saved}"))));
     }
     engine::check_trained(plan, &checkpoint).map_err(|e| failures::engine(&doing, &e))?;
     position(config, directory, checkpoint.meta(), samples, total_steps).map(drop)
@@ -245,7 +286,7 @@ pub(crate) fn compare(
     let (directory, meta) = (checkpoint.directory(), checkpoint.meta());
     let list = |value: &Value| serde_json::from_value::<Vec<String>>(value.clone()).ok();
     let mut accepted = meta.get(RESUMED_ANYWAY).and_then(list).unwrap_or_default();
-    let mut broken = Vec::new();
+    let mut broken: Vec<Text> = Vec::new();
     if let Some(order) = other_order(config, meta, samples) {
         broken.extend(order);
     }
@@ -258,9 +299,10 @@ pub(crate) fn compare(
             }
         }
         None => show(Event::Info {
-            label: "resume".into(),
-            text: format!(
+            label: both("resume", "续训").into(),
+            text: text!(
                 "{} does not tell its base weights and data: an earlier version saved it, they are not compared",
+                "{} 没有记录基座权重和数据：它由较早的版本保存，因此不作比较",
                 directory.display()
             ),
         }),
@@ -271,32 +313,49 @@ pub(crate) fn compare(
     if !config.resume_anyway {
         let failure = Failure::new(
             ErrorCode::Resume,
-            format!(
+            text!(
                 "cannot {}: it would train on something else",
+                "无法{}：训练的内容会不同",
                 doing(directory)
             ),
-            "adapters and optimizer states belong to the base weights and the data that they were trained on",
+            both(
+                "adapters and optimizer states belong to the base weights and the data that they were trained on",
+                "适配器和优化器状态属于训练它们时的基座权重和数据",
+            ),
         );
         return Err(failure
             .evidence_lines(broken)
-            .next("give the same --model and --data as before")
-            .next(format!("{ANYWAY}   (continues with what is given now)")));
+            .next(both(
+                "give the same --model and --data as before",
+                "请给出与之前相同的 --model 和 --data",
+            ))
+            .next(text!(
+                "{ANYWAY}   (continues with what is given now)",
+                "{ANYWAY}   (按现在给定的内容继续)"
+            )));
     }
     for text in &broken {
         show(Event::Warning {
-            text: format!("{ANYWAY}: {text}"),
+            text: text!("{ANYWAY}: {text}", "{ANYWAY}：{text}"),
         });
     }
-    accepted.extend(broken);
+    accepted.extend(broken.iter().map(|text| text.get(Lang::En).to_owned()));
     Ok(accepted)
 }
 
-fn other_origin(saved: &Origin, now: &Origin) -> Vec<String> {
+fn other_origin(saved: &Origin, now: &Origin) -> Vec<Text> {
     let brief = |hash: &str| hash.get(..12).unwrap_or(hash).to_owned();
     let compared = [
-        ("the frozen base weights differ", &saved.base, &now.base),
         (
-            "the samples, their order or their images differ",
+            both("the frozen base weights differ", "冻结的基座权重不同"),
+            &saved.base,
+            &now.base,
+        ),
+        (
+            both(
+                "the samples, their order or their images differ",
+                "样本、样本的顺序或图片不同",
+            ),
             &saved.data,
             &now.data,
         ),
@@ -304,7 +363,12 @@ fn other_origin(saved: &Origin, now: &Origin) -> Vec<String> {
     let differ = compared.iter().filter(|(_, saved, now)| saved != now);
     differ
         .map(|(what, saved, now)| {
-            format!("{what}: saved with {}, now {}", brief(saved), brief(now))
+            text!(
+                "{what}: saved with {}, now {}",
+                "{what}：保存时为 {}，现在为 {}",
+                brief(saved),
+                brief(now)
+            )
         })
         .collect()
 }
@@ -315,7 +379,7 @@ fn other_settings(
     directory: &Path,
     saved: &Origin,
     now: &Origin,
-) -> Result<Vec<String>, Failure> {
+) -> Result<Vec<Text>, Failure> {
     let mut texts = Vec::new();
     for (name, before) in &saved.settings {
         let Some(after) = now.settings.get(name).filter(|after| *after != before) else {
@@ -324,19 +388,30 @@ fn other_settings(
         if name == "--lora-rank" {
             return Err(Failure::new(
                 ErrorCode::Resume,
-                format!(
+                text!(
                     "cannot {}: its adapters have another rank",
+                    "无法{}：它的适配器是另一种 rank",
                     doing(directory)
                 ),
-                "the rank is the shape of the adapters, so their state cannot continue",
+                both(
+                    "the rank is the shape of the adapters, so their state cannot continue",
+                    "rank 决定适配器的形状，因此它们的状态无法继续",
+                ),
             )
-            .evidence(format!("saved with {name} {before}, now {after}"))
-            .next(format!("{name} {before}")));
+            .evidence(text!(
+                "saved with {name} {before}, now {after}",
+                "保存时为 {name} {before}，现在为 {after}"
+            ))
+            .next(Text::literal(format_args!("{name} {before}"))));
         }
         texts.push(match name.starts_with("--") {
-            true => format!("{name} was {before} in the checkpoint's run and is {after} now"),
-            false => format!(
+            true => text!(
+                "{name} was {before} in the checkpoint's run and is {after} now",
+                "{name} 在检查点的运行中为 {before}，现在为 {after}"
+            ),
+            false => text!(
                 "{} differs from the one that the checkpoint's run used",
+                "{} 与检查点的运行所用的文件不同",
                 config.model_dir().join(name).display()
             ),
         });
@@ -345,14 +420,22 @@ fn other_settings(
 }
 
 /// What changes the order of the data, as (saved, now); `None` if nothing does.
-fn other_order(config: &RunConfig, meta: &Value, samples: usize) -> Option<[String; 2]> {
+fn other_order(config: &RunConfig, meta: &Value, samples: usize) -> Option<[Text; 2]> {
     let number = |key: &str| meta.get(key).and_then(Value::as_u64);
     let saved = (number("samples")?, number("global_batch")?, number("seed")?);
     let now = (samples as u64, config.global_batch() as u64, config.seed);
-    let text = |what: &str, (samples, batch, seed): (u64, u64, u64)| {
-        format!("{what} {samples} samples, a global batch of {batch} and --seed {seed}")
+    let text = |what: Both, (samples, batch, seed): (u64, u64, u64)| {
+        text!(
+            "{what} {samples} samples, a global batch of {batch} and --seed {seed}",
+            "{what} {samples} 个样本、全局批大小 {batch}、--seed {seed}"
+        )
     };
-    (saved != now).then(|| [text("saved with", saved), text("now", now)])
+    (saved != now).then(|| {
+        [
+            text(both("saved with", "保存时为"), saved),
+            text(both("now", "现在为"), now),
+        ]
+    })
 }
 
 /// Reads the loop's position. Refuses a change in the order of the data, and a run without steps left.
@@ -375,25 +458,39 @@ pub(crate) fn position(
     let [Some(done), Some(total_tokens), Some(_), Some(_), Some(_)] = state else {
         return Err(Failure::new(
             ErrorCode::Resume,
-            format!("cannot {}", doing(directory)),
-            "its manifest lacks the state of the training loop",
+            text!("cannot {}", "无法{}", doing(directory)),
+            both(
+                "its manifest lacks the state of the training loop",
+                "它的清单缺少训练循环的状态",
+            ),
         )
-        .next("give a checkpoint-N directory that this program saved"));
+        .next(both(
+            "give a checkpoint-N directory that this program saved",
+            "请指定由本程序保存的 checkpoint-N 目录",
+        )));
     };
     let order = other_order(config, meta, samples).filter(|_| !config.resume_anyway);
     if let Some(differences) = order {
         return Err(Failure::new(
             ErrorCode::Resume,
-            format!(
+            text!(
                 "cannot {}: the order of the data would change",
+                "无法{}：数据的顺序会改变",
                 doing(directory)
             ),
-            "the position in the data depends on the samples, the global batch and the seed",
+            both(
+                "the position in the data depends on the samples, the global batch and the seed",
+                "数据中的位置取决于样本、全局批大小和种子",
+            ),
         )
         .evidence_lines(differences)
-        .next("use the same data, the same seed and the same ranks x micro-batch x accumulation")
-        .next(format!(
-            "{ANYWAY}   (continues with the order of what is given now)"
+        .next(both(
+            "use the same data, the same seed and the same ranks x micro-batch x accumulation",
+            "请使用相同的数据、相同的种子，以及相同的 rank 数 x 微批 x 累积步数",
+        ))
+        .next(text!(
+            "{ANYWAY}   (continues with the order of what is given now)",
+            "{ANYWAY}   (按现在给定的顺序继续)"
         )));
     }
     let worst_first = config.batch.worst_first;
@@ -401,31 +498,41 @@ pub(crate) fn position(
     if let Some(saved) = saved_worst_first.filter(|saved| *saved != worst_first) {
         return Err(Failure::new(
             ErrorCode::Resume,
-            format!(
+            text!(
                 "cannot {}: the order of the data would change",
+                "无法{}：数据的顺序会改变",
                 doing(directory)
             ),
-            "--longest-first changes the order of the first epoch",
+            both(
+                "--longest-first changes the order of the first epoch",
+                "--longest-first 会改变第一个 epoch 的顺序",
+            ),
         )
-        .evidence(format!(
-            "saved with --longest-first {saved}, now {worst_first}"
+        .evidence(text!(
+            "saved with --longest-first {saved}, now {worst_first}",
+            "保存时为 --longest-first {saved}，现在为 {worst_first}"
         ))
-        .next(format!("--longest-first {saved}")));
+        .next(Text::literal(format_args!("--longest-first {saved}"))));
     }
     if done >= total_steps {
         return Err(Failure::new(
             ErrorCode::NothingToDo,
-            format!(
+            text!(
                 "{} has already completed all {total_steps} steps",
+                "{} 已经完成全部 {total_steps} 步",
                 directory.display()
             ),
-            "no step is left to train",
+            both("no step is left to train", "没有剩余的步需要训练"),
         )
-        .evidence(format!(
+        .evidence(text!(
             "{done} of {total_steps} steps are done: {:.2} passes over {samples} samples",
+            "{total_steps} 步中已完成 {done} 步：在 {samples} 个样本上训练了 {:.2} 遍",
             done as f64 * config.global_batch() as f64 / samples.max(1) as f64
         ))
-        .next("raise --max-steps or --num-train-epochs"));
+        .next(both(
+            "raise --max-steps or --num-train-epochs",
+            "请提高 --max-steps 或 --num-train-epochs",
+        )));
     }
     Ok(Position {
         done,

@@ -9,6 +9,7 @@ use crate::config::{
     BatchConfig, Device, Found, OptimizerInBackward, PrefetchWeights, RunConfig, RunPlan,
 };
 use crate::error::Failure;
+use crate::lang::both;
 use crate::memory::RankMemory;
 use crate::model::setup::second_bytes_per_elem;
 use engine::Plan;
@@ -203,17 +204,26 @@ fn bound(offered: u64, all: u64) -> OptimizerInBackward {
 pub(crate) fn settle_one_by_one(config: &RunConfig) -> Result<RunConfig, Failure> {
     if config.max_restarts > 0 {
         return Err(Failure::usage(
-            "--max-restarts is not available under another launcher or on several machines",
-            "a restart must start all ranks together",
+            both("--max-restarts is not available under another launcher or on several machines", "在其他启动器下或多台机器上，--max-restarts 不可用"),
+            both("a restart must start all ranks together", "重新启动必须同时启动所有 rank"),
         )
-        .next("start with this program on one machine, or let the job's own launcher restart it with --resume auto"));
+        .next(both("start with this program on one machine, or let the job's own launcher restart it with --resume auto", "请在一台机器上用本程序启动，或由作业自己的启动器用 --resume auto 重新启动")));
     }
     if config.batch.find_batch {
         return Err(Failure::usage(
-            "--find-batch is not available under another launcher or on several machines",
-            "free memory differs between ranks, so each rank would find another size",
+            both(
+                "--find-batch is not available under another launcher or on several machines",
+                "在其他启动器下或多台机器上，--find-batch 不可用",
+            ),
+            both(
+                "free memory differs between ranks, so each rank would find another size",
+                "各 rank 的空闲内存不同，因此会各自找到不同的大小",
+            ),
         )
-        .next("start with this program on one machine, or give --per-device-train-batch-size"));
+        .next(both(
+            "start with this program on one machine, or give --per-device-train-batch-size",
+            "请在一台机器上用本程序启动，或指定 --per-device-train-batch-size",
+        )));
     }
     Ok(RunConfig {
         optimizer_in_backward: match config.optimizer_in_backward {

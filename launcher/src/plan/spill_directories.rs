@@ -2,6 +2,7 @@
 
 use crate::config::RunConfig;
 use crate::error::{ErrorCode, Failure, failures};
+use crate::lang::{both, text};
 use crate::ui::Event;
 use engine::spill::{SpillDirectory, SpillError};
 
@@ -15,16 +16,19 @@ pub(crate) struct HeldDirectories {
 pub(crate) fn sweep(config: &RunConfig, show: &mut dyn FnMut(Event)) -> Result<(), Failure> {
     for parent in config.offload.directories() {
         let unusable = |e: std::io::Error| {
-            Failure::io(ErrorCode::Disk, "create", parent, &e)
-                .next("use a writable directory on a local disk for --offload nvme:DIR")
+            Failure::io(ErrorCode::Disk, both("create", "创建"), parent, &e).next(both(
+                "use a writable directory on a local disk for --offload nvme:DIR",
+                "请为 --offload nvme:DIR 使用本地磁盘上的可写目录",
+            ))
         };
         std::fs::create_dir_all(parent).map_err(unusable)?;
         let swept = SpillDirectory::sweep(parent).map_err(|e| failed(&e))?;
         for (path, bytes) in swept {
             show(Event::Info {
-                label: "nvme".into(),
-                text: format!(
+                label: both("nvme", "nvme").into(),
+                text: text!(
                     "removed {} ({}), which a killed job left",
+                    "已删除被杀死的作业留下的 {}（{}）",
                     path.display(),
                     crate::units::bytes(bytes)
                 ),
@@ -43,5 +47,5 @@ pub(crate) fn hold(config: &RunConfig, job: &str) -> Result<HeldDirectories, Fai
 }
 
 fn failed(error: &SpillError) -> Failure {
-    failures::spill("set up spill files", error)
+    failures::spill(both("set up spill files", "创建溢出文件"), error)
 }

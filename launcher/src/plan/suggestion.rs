@@ -11,6 +11,7 @@ use crate::data::SampleSet;
 use crate::data::check::{self, encode_options};
 use crate::error::failures::unusable;
 use crate::error::{ErrorCode, Failure};
+use crate::lang::{both, text};
 use crate::model::setup;
 use crate::rank_env::Env;
 use crate::units::bytes;
@@ -254,24 +255,34 @@ pub(crate) fn add(
             smallest = Some((need, spelled.clone()));
         }
         if need < before && fit.fits() && lines.len() < NAMED {
-            lines.push(format!("{spelled}   (plan: {}, fits)", fit.needs()));
+            lines.push(text!(
+                "{spelled}   (plan: {}, fits)",
+                "{spelled}   (计划 {}，放得下)",
+                fit.needs()
+            ));
             taken.push(flags);
         }
     }
     if lines.is_empty()
         && let Some((need, spelled)) = smallest
     {
-        lines.push(format!(
+        lines.push(text!(
             "no single change makes it fit; {spelled} comes closest and needs {}{}",
+            "任何单项改动都放不下；{spelled} 最接近，需要 {}{}",
             bytes(need),
-            if on_device { " per rank" } else { "" }
+            if on_device {
+                both(" per rank", "（每个 rank）")
+            } else {
+                both("", "")
+            }
         ));
     }
     let [_, decoding, _] = memory.of_part(&DECODING);
     let all_decoding = decoding * config.ranks_here() as u64;
     if !on_device && all_decoding >= base.need.host / LARGE_PART {
-        lines.push(format!(
+        lines.push(text!(
             "image decoding takes {} of the {}: use smaller images, or --data-workers 1",
+            "图片解码占用 {}，总共 {}：请使用更小的图片，或 --data-workers 1",
             bytes(all_decoding),
             bytes(base.need.host)
         ));
@@ -328,8 +339,9 @@ fn add_later(
     let base = add(failure, config, &mut count);
     let spared = spared.filter(|_| failure.code == ErrorCode::HostMemory);
     if let (Some(spared), Some(base)) = (spared, base.filter(MemoryCheck::fits)) {
-        let line = format!(
+        let line = text!(
             "--optimizer-in-backward off   (plan: {}, fits; the second copies of states used {} of spare host memory)",
+            "--optimizer-in-backward off   (计划 {}，放得下；状态的第二份副本占用了 {} 空余主机内存)",
             base.needs(),
             bytes(spared)
         );

@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use std::time::SystemTime;
 
 use crate::error::Failure;
+use crate::lang::{Both, Lang, both, text};
 use identity::{Identity, Master, NodeAssignment, RankIs, Source};
 
 /// Environment variable with the rank of a process, counted over all machines from 0.
@@ -66,7 +67,7 @@ impl GpuCode {
     /// The variable has an invalid value (exit 2).
     pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Self, Failure> {
         let values = [("native", Self::Native), ("sm_80", Self::Sm80)];
-        let unset = "kernels are compiled for the GPU";
+        let unset = both("kernels are compiled for the GPU", "内核按该 GPU 编译");
         Ok(choice(lookup, GPU_CODE, &values, unset)?.unwrap_or(Self::Native))
     }
 }
@@ -95,7 +96,7 @@ impl Matmul {
             ("cublaslt", Self::CublasLt),
             ("own", Self::Own),
         ];
-        let unset = "cuBLASLt is used if it is found";
+        let unset = both("cuBLASLt is used if it is found", "找到 cuBLASLt 时使用它");
         Ok(choice(lookup, MATMUL, &values, unset)?.unwrap_or_default())
     }
 }
@@ -106,7 +107,7 @@ fn choice<T: Copy>(
     lookup: &dyn Fn(&str) -> Option<OsString>,
     name: &str,
     values: &[(&str, T)],
-    unset: &str,
+    unset: Both,
 ) -> Result<Option<T>, Failure> {
     let Some(value) = lookup(name).filter(|value| !value.is_empty()) else {
         return Ok(None);
@@ -117,10 +118,14 @@ fn choice<T: Copy>(
     }
     let spelt: Vec<&str> = values.iter().map(|(spelt, _)| *spelt).collect();
     let failure = Failure::usage(
-        format!("{name}={} is not a known value", value.display()),
-        format!("the values are {}", spelt.join(", ")),
+        text!(
+            "{name}={} is not a known value",
+            "{name}={} 不是已知的值",
+            value.display()
+        ),
+        text!("the values are {}", "可取的值为 {}", spelt.join(", ")),
     );
-    Err(failure.next(format!("unset {name}: {unset}")))
+    Err(failure.next(text!("unset {name}: {unset}", "请取消设置 {name}：{unset}")))
 }
 
 /// Secret that the ranks of a job on several machines share, or the path of a file that has it. Only
@@ -220,6 +225,15 @@ pub struct Env {
     pub min_pixels: Option<usize>,
     /// Time when the variables were read, for names of run directories.
     pub now: SystemTime,
+}
+
+/// Language that the locale of this process asks for. English in a rank of this program's supervisor: its output is a
+/// log, and the supervisor shows its events and failures.
+pub(crate) fn language() -> Lang {
+    match std::env::var_os(JOB_DIR) {
+        Some(_) => Lang::En,
+        None => Lang::of_environment(&|name| std::env::var_os(name)),
+    }
 }
 
 impl Env {

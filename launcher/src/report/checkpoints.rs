@@ -1,6 +1,7 @@
 //! Checkpoints in a run's directory: the newest one that is whole.
 
 use crate::error::{Failure, continue_run, file_name};
+use crate::lang::{both, text};
 use engine::checkpoint;
 use std::path::{Path, PathBuf};
 
@@ -31,13 +32,15 @@ pub(crate) fn latest_of(directory: &Path) -> PathBuf {
 pub(crate) fn advise_intact(failure: Failure, checkpoint: &Path) -> Failure {
     let parent = checkpoint.parent().filter(|p| !p.as_os_str().is_empty());
     match newest_intact(parent.unwrap_or(Path::new(".")), Some(checkpoint)) {
-        Some(directory) => failure.next(format!(
+        Some(directory) => failure.next(text!(
             "{}   # {} is the newest intact checkpoint of this run",
+            "{}   # {} 是本次运行最近的完好检查点",
             continue_run(&directory),
             file_name(&directory)
         )),
-        None => {
-            failure.next("no other checkpoint of this run is intact: start again without --resume")
-        }
+        None => failure.next(both(
+            "no other checkpoint of this run is intact: start again without --resume",
+            "本次运行没有其他完好的检查点：请去掉 --resume 重新开始",
+        )),
     }
 }

@@ -1,5 +1,6 @@
 //! JSON Lines files that grow with a run.
 
+use crate::lang::both;
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -24,7 +25,9 @@ impl JsonLines {
         path: PathBuf,
         keep: impl Fn(&Value) -> bool,
     ) -> Result<(Self, Vec<Value>), Failure> {
-        let fail = |error: std::io::Error| Failure::io(ErrorCode::Disk, "write", &path, &error);
+        let fail = |error: std::io::Error| {
+            Failure::io(ErrorCode::Disk, both("write", "写入"), &path, &error)
+        };
         let old = match fs::read_to_string(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == ErrorKind::NotFound => String::new(),
@@ -56,9 +59,9 @@ impl JsonLines {
     /// When the file cannot be written (exit 16).
     pub(super) fn append(&mut self, row: &Value) -> Result<(), Failure> {
         let line = format!("{row}\n");
-        self.file
-            .write_all(line.as_bytes())
-            .map_err(|error| Failure::io(ErrorCode::Disk, "write", &self.path, &error))
+        self.file.write_all(line.as_bytes()).map_err(|error| {
+            Failure::io(ErrorCode::Disk, both("write", "写入"), &self.path, &error)
+        })
     }
 }
 

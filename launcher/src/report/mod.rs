@@ -17,6 +17,7 @@ mod state;
 mod tensorboard;
 mod trainer_log;
 
+use crate::lang::both;
 use crate::ui::{DiskTraffic, Event};
 use std::fs;
 use std::io::Write;
@@ -209,7 +210,7 @@ impl RunReport {
         let mut notices = Vec::new();
         if let Some(text) = self.slow_rank.line(record.times.imbalance) {
             notices.push(Event::Info {
-                label: "slowest".to_owned(),
+                label: both("slowest", "最慢").into(),
                 text,
             });
         }
@@ -218,7 +219,7 @@ impl RunReport {
                 .growth
                 .observe(record.step, self.total_steps, &memory.ranks);
             notices.extend(growth.map(|growth| Event::Warning {
-                text: growth.to_string(),
+                text: growth.warning(),
             }));
             self.append_memory(&memory)?;
         }
@@ -226,8 +227,14 @@ impl RunReport {
     }
 
     fn append_memory(&mut self, row: &MemoryRow) -> Result<(), Failure> {
-        let row = serde_json::to_value(row)
-            .map_err(|e| Failure::io(ErrorCode::Disk, "write", Path::new(MEMORY_LOG), &e.into()))?;
+        let row = serde_json::to_value(row).map_err(|e| {
+            Failure::io(
+                ErrorCode::Disk,
+                both("write", "写入"),
+                Path::new(MEMORY_LOG),
+                &e.into(),
+            )
+        })?;
         self.memory.append(&row)
     }
 
@@ -308,14 +315,16 @@ fn gib(bytes: u64) -> f64 {
 }
 
 fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Failure> {
-    let text = serde_json::to_string_pretty(value)
-        .map_err(|error| Failure::io(ErrorCode::Disk, "write", path, &error.into()))?;
+    let text = serde_json::to_string_pretty(value).map_err(|error| {
+        Failure::io(ErrorCode::Disk, both("write", "写入"), path, &error.into())
+    })?;
     write_whole(path, (text + "\n").as_bytes())
 }
 
 /// Replaces a file atomically: readers see the complete old or new content.
 fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
-    let fail = |error: std::io::Error| Failure::io(ErrorCode::Disk, "write", path, &error);
+    let fail =
+        |error: std::io::Error| Failure::io(ErrorCode::Disk, both("write", "写入"), path, &error);
     let mut name = path.file_name().unwrap_or_default().to_os_string();
     name.push(".tmp");
     let temporary = path.with_file_name(name);

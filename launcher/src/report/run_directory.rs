@@ -1,6 +1,7 @@
 //! Run directory: checks before a run, lock, subdirectories and checkpoints.
 
 use crate::error::{ErrorCode, Failure, continue_run, file_name};
+use crate::lang::{both, text};
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -27,20 +28,31 @@ pub fn check(config: &RunConfig) -> Result<PathBuf, Failure> {
     {
         return Err(Failure::new(
             ErrorCode::Resume,
-            format!("cannot resume: {} is not a directory", path.display()),
-            "the checkpoint does not exist",
+            text!(
+                "cannot resume: {} is not a directory",
+                "无法继续：{} 不是目录",
+                path.display()
+            ),
+            both("the checkpoint does not exist", "检查点不存在"),
         )
-        .next("give the directory of a run, or a checkpoint-N directory in it"));
+        .next(both(
+            "give the directory of a run, or a checkpoint-N directory in it",
+            "请指定某次运行的目录，或其中的 checkpoint-N 目录",
+        )));
     }
     if !config.output_is_explicit {
         return Ok(unused(&config.output));
     }
     if config.output.exists() && !config.output.is_dir() {
         return Err(Failure::usage(
-            format!("--output {} is not a directory", config.output.display()),
-            "a file has that name",
+            text!(
+                "--output {} is not a directory",
+                "--output {} 不是目录",
+                config.output.display()
+            ),
+            both("a file has that name", "有同名的文件"),
         )
-        .next("choose another directory"));
+        .next(both("choose another directory", "请选择另一个目录")));
     }
     let continues = match &config.resume {
         Resume::No => false,
@@ -53,11 +65,18 @@ pub fn check(config: &RunConfig) -> Result<PathBuf, Failure> {
     match sign_of_a_run(&config.output) {
         None => Ok(config.output.clone()),
         Some(sign) => Err(Failure::usage(
-            format!("--output {} contains another run", config.output.display()),
-            "runs are never overwritten",
+            text!(
+                "--output {} contains another run",
+                "--output {} 中已有另一次运行",
+                config.output.display()
+            ),
+            both("runs are never overwritten", "程序从不覆盖已有的运行"),
         )
-        .evidence(format!("found {sign}"))
-        .next("choose another directory, or continue that run with --resume and its directory")
+        .evidence(text!("found {sign}", "发现 {sign}"))
+        .next(both(
+            "choose another directory, or continue that run with --resume and its directory",
+            "请选择另一个目录，或用 --resume 加该目录继续那次运行",
+        ))
         .next(continue_run(&config.output))),
     }
 }
@@ -101,7 +120,7 @@ fn unused(directory: &Path) -> PathBuf {
 pub fn prepare(config: &RunPlan) -> Result<Held, Failure> {
     let logs = config.output.join(LOGS);
     fs::create_dir_all(&logs)
-        .map_err(|error| Failure::io(ErrorCode::Disk, "make", &logs, &error))?;
+        .map_err(|error| Failure::io(ErrorCode::Disk, both("make", "创建"), &logs, &error))?;
     let held = hold(&config.output)?;
     forget_errors(config)?;
     config.save_to(&config.output.join(CONFIG_FILE))?;
@@ -115,7 +134,8 @@ pub fn prepare(config: &RunPlan) -> Result<Held, Failure> {
 /// The directory cannot be created (exit 16).
 pub fn join(config: &RunConfig) -> Result<(), Failure> {
     let logs = config.output.join(LOGS);
-    fs::create_dir_all(&logs).map_err(|error| Failure::io(ErrorCode::Disk, "make", &logs, &error))
+    fs::create_dir_all(&logs)
+        .map_err(|error| Failure::io(ErrorCode::Disk, both("make", "创建"), &logs, &error))
 }
 
 /// Lock on a run directory, which keeps other processes away from it. The operating system releases it when
@@ -128,7 +148,8 @@ pub struct Held {
 }
 
 fn hold(directory: &Path) -> Result<Held, Failure> {
-    let open = |error: io::Error| Failure::io(ErrorCode::Disk, "open", directory, &error);
+    let open =
+        |error: io::Error| Failure::io(ErrorCode::Disk, both("open", "打开"), directory, &error);
     let lock = File::open(directory).map_err(open)?;
     loop {
         match lock.try_lock() {
@@ -142,11 +163,22 @@ fn hold(directory: &Path) -> Result<Held, Failure> {
         }
     }
     Err(Failure::usage(
-        format!("--output {} is in use", directory.display()),
-        "another run is using it now",
+        text!(
+            "--output {} is in use",
+            "--output {} 正在使用",
+            directory.display()
+        ),
+        both("another run is using it now", "另一次运行正在使用它"),
     )
-    .next("choose another directory, or wait until that run has ended")
-    .next(format!("launcher watch {} shows it", directory.display())))
+    .next(both(
+        "choose another directory, or wait until that run has ended",
+        "请选择另一个目录，或等待那次运行结束",
+    ))
+    .next(text!(
+        "launcher watch {} shows it",
+        "launcher watch {} 可以查看它",
+        directory.display()
+    )))
 }
 
 /// Whether a process holds the lock on the run directory `directory`, so that a run is active in it. False if
@@ -160,9 +192,12 @@ pub fn is_held(directory: &Path) -> bool {
 fn forget_errors(config: &RunConfig) -> Result<(), Failure> {
     let errors = config.output.join(ERRORS);
     match fs::remove_dir_all(&errors) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            Err(Failure::io(ErrorCode::Disk, "remove", &errors, &error))
-        }
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(Failure::io(
+            ErrorCode::Disk,
+            both("remove", "删除"),
+            &errors,
+            &error,
+        )),
         _ => Ok(()),
     }
 }
@@ -185,7 +220,7 @@ pub fn set_errors_aside(output: &Path, attempt: u32) -> Result<(), Failure> {
         }
         Ok(())
     };
-    moved().map_err(|error| Failure::io(ErrorCode::Disk, "write", &aside, &error))
+    moved().map_err(|error| Failure::io(ErrorCode::Disk, both("write", "写入"), &aside, &error))
 }
 
 /// Checkpoints in the run directory `directory` (subdirectories `checkpoint-N`) as (completed training steps

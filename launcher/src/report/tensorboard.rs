@@ -1,5 +1,6 @@
 //! Writer of TensorBoard event files. It encodes the five protobuf fields and the record frame itself.
 
+use crate::lang::both;
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -36,7 +37,7 @@ impl EventWriter {
         let path = directory.join(name);
         let file = fs::create_dir_all(directory)
             .and_then(|()| File::create(&path))
-            .map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))?;
+            .map_err(|error| Failure::io(ErrorCode::Disk, both("write", "写入"), &path, &error))?;
         let mut writer = Self { path, file };
         let mut version = Vec::new();
         double(&mut version, 1, now);
@@ -72,9 +73,9 @@ impl EventWriter {
         record.extend(masked(&length));
         record.extend(payload);
         record.extend(masked(payload));
-        self.file
-            .write_all(&record)
-            .map_err(|error| Failure::io(ErrorCode::Disk, "write", &self.path, &error))
+        self.file.write_all(&record).map_err(|error| {
+            Failure::io(ErrorCode::Disk, both("write", "写入"), &self.path, &error)
+        })
     }
 }
 

@@ -6,6 +6,7 @@ use crate::data::check::encode_options;
 use crate::data::{Loader, LoaderOptions, SampleSet, Sampler, missed};
 use crate::error::threads::no_thread;
 use crate::error::{ErrorCode, Failure, failures};
+use crate::lang::{both, text};
 use models::data::EncodedSample;
 use std::ops::Range;
 use std::sync::Arc;
@@ -45,7 +46,11 @@ pub(crate) fn start_loader(
                 .map_err(|e| {
                     missed(Failure::new(
                         ErrorCode::DataFile,
-                        format!("sample {index} cannot be read in step {}", step + 1),
+                        text!(
+                            "sample {index} cannot be read in step {}",
+                            "在第 {} 步无法读取样本 {index}",
+                            step + 1
+                        ),
                         failures::chain(&e),
                     ))
                 })
@@ -58,14 +63,14 @@ pub(crate) fn start_loader(
             indices,
         })
     });
-    loader.map_err(|error| no_thread("read samples", &error))
+    loader.map_err(|error| no_thread(both("read samples", "读取样本"), &error))
 }
 
 /// Failure for a loader that ended before the last step, which is a bug.
 pub(crate) fn ended_early() -> Failure {
     Failure::new(
         ErrorCode::Panic,
-        "the data ended early",
-        "the loader has no batch left",
+        both("the data ended early", "数据提前结束"),
+        both("the loader has no batch left", "加载器没有剩余的批次"),
     )
 }

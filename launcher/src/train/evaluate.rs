@@ -6,6 +6,7 @@ use crate::data::SampleSet;
 use crate::data::answers::{self, Question, sample_failure};
 use crate::data::check::encode_options;
 use crate::error::{Failure, failures};
+use crate::lang::both;
 use crate::model::not_finite::not_finite_loss;
 use engine::PassKind;
 use engine::comm::Tag;
@@ -40,7 +41,7 @@ pub(crate) fn loss(replica: &Replica<'_>, set: &SampleSet) -> Result<f64, Failur
         replica
             .zero
             .end_pass()
-            .map_err(|e| failures::engine("evaluate", &e))?;
+            .map_err(|e| failures::engine(both("evaluate", "评估"), &e))?;
     }
     let all = replica
         .comm
@@ -74,17 +75,23 @@ fn not_finite(
         found = observe(replica, &[SampleInput::from(&encoded)])?;
     }
     let ended = replica.zero.end_pass();
-    ended.map_err(|e| failures::engine("look for the first non-finite value", &e))?;
+    ended.map_err(|e| {
+        failures::engine(
+            both("look for the first non-finite value", "查找第一个非有限值"),
+            &e,
+        )
+    })?;
     let all = replica
         .comm
         .all_gather_bytes(
-            found.unwrap_or_default().as_bytes(),
+            &serde_json::to_vec(&found).unwrap_or_default(),
             Tag::new("eval-non-finite", 0),
         )
         .map_err(|e| failures::comm(&e))?;
     let first = all.get(index % world.size);
-    let first = first.map(|text| String::from_utf8_lossy(text).into_owned());
-    let first = first.filter(|text| !text.is_empty());
+    let first = first
+        .and_then(|text| serde_json::from_slice(text).ok())
+        .flatten();
     Ok(not_finite_loss(&set.samples[index], index, loss, first))
 }
 
@@ -95,7 +102,7 @@ fn forward(replica: &Replica<'_>, samples: &[SampleInput<'_>]) -> Result<(f64, u
         let loss = replica.model.forward(&tape, &batch)?;
         Ok((loss.sum()?, loss.supervised))
     };
-    run().map_err(|e| failures::model("evaluate", &e))
+    run().map_err(|e| failures::model(both("evaluate", "评估"), &e))
 }
 
 /// Fraction of held-out answers that match exactly, in 0..=1. The first answers are written to the run's directory.
@@ -173,5 +180,5 @@ fn decode(replica: &Replica<'_>, questions: &[Question]) -> Result<Vec<Vec<i32>>
         &options,
         &mut anyone_left,
     )
-    .map_err(|e| failures::model("generate answers", &e))
+    .map_err(|e| failures::model(both("generate answers", "生成回答"), &e))
 }

@@ -1,6 +1,7 @@
 //! Injection of the faults of `--inject` into one rank. They hit the communicator, the file system of a save, or the
 //! factor on the loss. Without faults this module changes nothing.
 
+use crate::lang::both;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -113,7 +114,8 @@ impl Faults {
                 std::fs::write(&path, bytes)?;
                 Ok(bit)
             };
-            let bit = flip().map_err(|e| Failure::io(ErrorCode::Disk, "write", &path, &e))?;
+            let bit = flip()
+                .map_err(|e| Failure::io(ErrorCode::Disk, both("write", "写入"), &path, &e))?;
             tracing::warn!("{fault} flipped bit {bit} of {}", path.display());
         }
         self.saved = step;

@@ -10,6 +10,7 @@ use crate::config::{PrecisionChoice, RunConfig};
 use crate::data::SampleSet;
 use crate::data::check::encode_options;
 use crate::error::{ErrorCode, Failure, continue_run, failures, file_name};
+use crate::lang::{Text, both, text};
 use crate::model::not_finite::first_not_finite;
 use crate::report::run_directory;
 use engine::comm::Tag;
@@ -46,7 +47,7 @@ pub(crate) struct Finding {
 struct Origin {
     rank: usize,
     micro_batch: Option<u64>,
-    value: String,
+    value: Text,
     ids: Vec<String>,
 }
 
@@ -55,7 +56,7 @@ struct Origin {
 struct Message {
     micro_batches: Vec<MicroBatch>,
     /// First operation of the repeated pass with a non-finite result.
-    operation: Option<String>,
+    operation: Option<Text>,
     /// Unit nearest to the loss with non-finite gradients on this rank: index and name.
     gradient: Option<(usize, String)>,
 }
@@ -188,8 +189,7 @@ fn origin(all: &[Message]) -> Origin {
             rank,
             micro_batch: Some(micro),
             value: message.operation.clone().unwrap_or_else(|| {
-                "the loss itself: all values before it were finite in the repeated forward pass"
-                    .to_owned()
+                both("the loss itself: all values before it were finite in the repeated forward pass", "损失本身：在重复的前向传播中，它之前的所有值都是有限的").into()
             }),
             ids: names(&bad.samples),
         };
@@ -202,15 +202,20 @@ fn origin(all: &[Message]) -> Origin {
         Some((_, rank, name, message)) => Origin {
             rank,
             micro_batch: None,
-            value: format!(
-                "a gradient of {name}; the values of the forward pass are finite, so the overflow is in backward"
+            value: text!(
+                "a gradient of {name}; the values of the forward pass are finite, so the overflow is in backward",
+                "{name} 的梯度；前向传播的值都是有限的，因此溢出发生在反向传播中"
             ),
             ids: names(message.micro_batches.iter().flat_map(|m| &m.samples)),
         },
         None => Origin {
             rank: 0,
             micro_batch: None,
-            value: "the sum of all losses or gradients; each of them is finite".to_owned(),
+            value: both(
+                "the sum of all losses or gradients; each of them is finite",
+                "所有损失或梯度之和；其中每一项都是有限的",
+            )
+            .into(),
             ids: Vec::new(),
         },
     }
@@ -222,7 +227,7 @@ fn names<'a>(samples: impl IntoIterator<Item = &'a Sample>) -> Vec<String> {
 }
 
 /// Repeats a forward pass. Returns a description of the first operation with a non-finite result.
-fn replay(made_of: &StepSamples<'_>) -> Result<Option<String>, Failure> {
+fn replay(made_of: &StepSamples<'_>) -> Result<Option<Text>, Failure> {
     let (replica, train) = (made_of.replica, made_of.train);
     let first_bad = made_of.losses.iter().find(|(_, l)| !l.is_finite());
     let place = first_bad.or(made_of.losses.first()).map(|(p, _)| p);
@@ -239,10 +244,12 @@ fn replay(made_of: &StepSamples<'_>) -> Result<Option<String>, Failure> {
         true => None,
         false => observe(replica, &inputs)?,
     };
-    replica
-        .zero
-        .end_pass()
-        .map_err(|e| failures::engine("look for the first non-finite value", &e))?;
+    replica.zero.end_pass().map_err(|e| {
+        failures::engine(
+            both("look for the first non-finite value", "查找第一个非有限值"),
+            &e,
+        )
+    })?;
     Ok(found)
 }
 
@@ -250,15 +257,19 @@ fn replay(made_of: &StepSamples<'_>) -> Result<Option<String>, Failure> {
 pub(crate) fn observe(
     replica: &Replica<'_>,
     inputs: &[SampleInput<'_>],
-) -> Result<Option<String>, Failure> {
+) -> Result<Option<Text>, Failure> {
     let unit = || Some(replica.zero.position()?.0.to_owned());
     let pass = |observer: OpObserver<'_>| {
         let batch = replica.model.collate(inputs, &*replica.backend)?;
         let tape = Tape::inference(&replica.zero).with_op_observer(observer);
         replica.model.forward(&tape, &batch).map(drop)
     };
-    first_not_finite(replica.model.spec(), &unit, &pass)
-        .map_err(|e| failures::model("look for the first non-finite value", &e))
+    first_not_finite(replica.model.spec(), &unit, &pass).map_err(|e| {
+        failures::model(
+            both("look for the first non-finite value", "查找第一个非有限值"),
+            &e,
+        )
+    })
 }
 
 /// Writes the step's samples to a file on rank 0. Returns its path relative to the run's directory.
@@ -269,7 +280,7 @@ fn save_batch(replica: &Replica<'_>, step: u64, messages: &[Message]) -> Option<
         let ranks: Vec<_> = messages
             .iter()
             .enumerate()
-            .map(|(rank, message)| serde_json::json!({"rank": rank, "found": message}))
+            .map(|(rank, message)| serde_json::json!({"rank": rank, "found": stored(message)}))
             .collect();
         let data = replica.config.data_file();
         let content = serde_json::json!({"step": step, "data": data, "ranks": ranks});
@@ -284,17 +295,28 @@ fn save_batch(replica: &Replica<'_>, step: u64, messages: &[Message]) -> Option<
     Some(PathBuf::from(name))
 }
 
+/// A message as a file has it: in English.
+fn stored(message: &Message) -> serde_json::Value {
+    let mut value = serde_json::json!(message);
+    value["operation"] = message.operation.as_deref().into();
+    value
+}
+
 impl Finding {
     /// Text about the origin for the warning of a skipped update.
-    pub(crate) fn hint(&self) -> String {
+    pub(crate) fn hint(&self) -> Text {
         let Origin {
             rank,
             micro_batch,
             value,
             ..
         } = &self.origin;
-        let micro = micro_batch.map_or_else(String::new, |m| format!(", micro-batch {m}"));
-        format!("first non-finite value (rank {rank}{micro}): {value}")
+        let micro =
+            micro_batch.map_or_else(Text::default, |m| text!(", micro-batch {m}", "，微批 {m}"));
+        text!(
+            "first non-finite value (rank {rank}{micro}): {value}",
+            "第一个非有限值（rank {rank}{micro}）：{value}"
+        )
     }
 
     /// Failure that ends the run after `skipped` skipped updates in a row.
@@ -306,68 +328,92 @@ impl Finding {
             ids,
         } = &self.origin;
         let what = if self.loss.is_finite() {
-            "a gradient is not finite".to_owned()
+            both("a gradient is not finite", "梯度不是有限值").into()
         } else {
-            format!("loss is {}", self.loss)
+            text!("loss is {}", "损失为 {}", self.loss)
         };
         let place = match micro_batch {
-            Some(micro_batch) => format!("micro-batch {micro_batch}, rank {rank}"),
-            None => format!("rank {rank}"),
+            Some(micro_batch) => text!(
+                "micro-batch {micro_batch}, rank {rank}",
+                "微批 {micro_batch}，rank {rank}"
+            ),
+            None => text!("rank {rank}", "rank {rank}"),
         };
         let losses: Vec<String> = self.recent.iter().map(|(l, _)| format!("{l:.4}")).collect();
         let norms: Vec<String> = self.recent.iter().map(|(_, n)| format!("{n:.3}")).collect();
         let mut failure = Failure::new(
             ErrorCode::Numeric,
-            format!("{what} at step {} ({place})", self.step),
-            format!("first non-finite value: {value}"),
+            text!(
+                "{what} at step {} ({place})",
+                "第 {} 步{what}（{place}）",
+                self.step
+            ),
+            text!("first non-finite value: {value}", "第一个非有限值：{value}"),
         )
-        .evidence(format!(
+        .evidence(text!(
             "losses of the last {} steps {}",
+            "最近 {} 步的损失：{}",
             losses.len(),
             losses.join(" ")
         ))
-        .evidence(format!("gradient norm {}", norms.join(" ")));
+        .evidence(text!("gradient norm {}", "梯度范数 {}", norms.join(" ")));
         if !ids.is_empty() {
             let shown = ids.iter().take(8).cloned().collect::<Vec<_>>().join(" ");
             let more = ids.len().saturating_sub(8);
             let more = if more > 0 {
-                format!(" and {more} more")
+                text!(" and {more} more", "，另有 {more} 个")
             } else {
-                String::new()
+                Text::default()
             };
-            failure = failure.evidence(format!("sample ids {shown}{more}"));
+            failure = failure.evidence(text!("sample ids {shown}{more}", "样本 id：{shown}{more}"));
         }
         if let Some(file) = &self.file {
-            failure = failure.evidence(format!("batch saved in {}", file.display()));
+            failure = failure.evidence(text!(
+                "batch saved in {}",
+                "该批次保存在 {}",
+                file.display()
+            ));
         }
-        failure = failure.evidence(format!(
-            "{skipped} updates in a row were not finite; none was applied"
+        failure = failure.evidence(text!(
+            "{skipped} updates in a row were not finite; none was applied",
+            "连续 {skipped} 次更新出现非有限值；都没有应用"
         ));
         self.next_steps(failure, config)
     }
 
     fn next_steps(&self, mut failure: Failure, config: &RunConfig) -> Failure {
         let rate = config.optimizer.learning_rate;
-        let mut change = vec![format!("lower --learning-rate (now {rate:e})")];
+        let mut change = text!(
+            "lower --learning-rate (now {rate:e})",
+            "降低 --learning-rate（当前为 {rate:e}）"
+        );
         if config.optimizer.max_grad_norm.is_none() {
-            change.push("set --max-grad-norm 1 (now off)".to_owned());
+            change += both(
+                ", or set --max-grad-norm 1 (now off)",
+                "，或设置 --max-grad-norm 1（当前关闭）",
+            );
         }
         if config.precision != PrecisionChoice::F32 {
-            change.push("try --precision f32".to_owned());
+            change += both(", or try --precision f32", "，或尝试 --precision f32");
         }
-        failure = failure.next(change.join(", or "));
+        failure = failure.next(change);
         // Step N + 1 is the first to use the weights of checkpoint N. So N is good only if step N + 1 was finite.
         let good = run_directory::checkpoints(&config.output)
             .into_iter()
             .rfind(|(step, _)| step + 1 < self.step);
         failure.next(match good {
-            Some((_, path)) => format!(
+            Some((_, path)) => text!(
                 "{} --learning-rate {:e}   # {} is good",
+                "{} --learning-rate {:e}   # {} 完好",
                 continue_run(&path),
                 rate / 10.0,
                 file_name(&path)
             ),
-            None => "no checkpoint was saved before: start again, with --save-steps".to_owned(),
+            None => both(
+                "no checkpoint was saved before: start again, with --save-steps",
+                "此前没有保存过检查点：请加上 --save-steps 重新开始",
+            )
+            .into(),
         })
     }
 }
@@ -393,7 +439,7 @@ mod tests {
                     samples: vec![sample(i)],
                 })
                 .collect(),
-            operation: operation.map(str::to_owned),
+            operation: operation.map(Text::from),
             gradient: gradient.map(|index| (index, format!("unit {index}"))),
         }
     }
@@ -408,7 +454,7 @@ mod tests {
         let origin = origin(&all);
         assert_eq!((origin.rank, origin.micro_batch), (1, Some(1)));
         assert_eq!(
-            (origin.value.as_str(), origin.ids),
+            (&*origin.value, origin.ids),
             ("early", vec!["#0".to_owned()])
         );
     }

@@ -11,6 +11,7 @@ use crate::data::{SampleSet, check, problems};
 use crate::device::{Devices, counting_of, gpu_of};
 use crate::error::threads::start_pool;
 use crate::error::{ErrorCode, Failure, failures};
+use crate::lang::{both, text};
 use crate::launch::rank::StopFlag;
 use crate::launch::rendezvous::{self, Met};
 use crate::model::optimizer::optimizer;
@@ -167,8 +168,12 @@ impl<'a> Opened<'a> {
         let counting = gpu_of(config, env.local_rank).and_then(counting_of);
         let memory_plans = counting.map(|device| MemoryPlans::new(config, &plan, device));
         let memory_plans = memory_plans.transpose();
-        let memory_plans =
-            memory_plans.map_err(|e| failures::engine("plan the memory of a micro-batch", &e))?;
+        let memory_plans = memory_plans.map_err(|e| {
+            failures::engine(
+                both("plan the memory of a micro-batch", "计划微批的内存"),
+                &e,
+            )
+        })?;
         let memory_plans = memory_plans.map(|plans| plans.for_device(backend.clone()));
         let zero = Zero::new(
             plan,
@@ -181,7 +186,7 @@ impl<'a> Opened<'a> {
             EngineError::NoPeerAccess { refusals } if goes_another_way(config, env) => {
                 NotOpened::IpcRefused(refused(&refusals))
             }
-            error => failures::engine("allocate model states", &error).into(),
+            error => failures::engine(both("allocate model states", "分配模型状态"), &error).into(),
         })
         .inspect_err(|error| {
             if let NotOpened::Failed(_) = error {
@@ -189,11 +194,21 @@ impl<'a> Opened<'a> {
             }
         })?;
         zero.reserve_activations(config.found().spilled_activation_bytes)
-            .map_err(|e| failures::engine("reserve spill space for activations", &e))?;
+            .map_err(|e| {
+                failures::engine(
+                    both("reserve spill space for activations", "为激活预留溢出空间"),
+                    &e,
+                )
+            })?;
         let scaler = (config.precision == PrecisionChoice::Fp16)
             .then(|| LossScaler::new(config.numbers.loss_scale))
             .transpose()
-            .map_err(|e| Failure::usage("the loss scale is out of range", e.to_string()))?;
+            .map_err(|e| {
+                Failure::usage(
+                    both("the loss scale is out of range", "损失缩放超出范围"),
+                    e.to_string(),
+                )
+            })?;
         let gpu = gpu_of(config, env.local_rank);
         let mut opened = Self {
             replica: Replica {
@@ -250,7 +265,7 @@ impl<'a> Opened<'a> {
             }
         };
         zero.load(read)
-            .map_err(|e| failures::engine("load weights", &e))?;
+            .map_err(|e| failures::engine(both("load weights", "加载权重"), &e))?;
         if let Some(source) = weights {
             let sizes = source.files().filter_map(|f| std::fs::metadata(f).ok());
             self.reporter.emit(&Event::Load {
@@ -276,8 +291,15 @@ impl<'a> Opened<'a> {
         } else if config.task == Task::Evaluate {
             return Err(Failure::new(
                 ErrorCode::Resume,
-                "no checkpoint to evaluate was found",
-                format!("{} contains none", config.output.display()),
+                both(
+                    "no checkpoint to evaluate was found",
+                    "没有找到可供评估的检查点",
+                ),
+                text!(
+                    "{} contains none",
+                    "{} 中没有检查点",
+                    config.output.display()
+                ),
             ));
         }
         Ok(())

@@ -3,6 +3,7 @@
 use super::inject::Faults;
 use super::replica::Replica;
 use crate::error::{ErrorCode, Failure, failures};
+use crate::lang::{Text, both, text};
 use crate::model::contents::{Contents, MODEL_STEM};
 use crate::model::stored::{bytes_of, max_shard_bytes};
 use crate::model::{files, split};
@@ -36,7 +37,7 @@ pub(crate) fn save(
     meta: &Value,
     report: Option<&RunReport>,
 ) -> Result<SaveEvent, Failure> {
-    let doing = "save a checkpoint";
+    let doing = both("save a checkpoint", "保存检查点");
     let world = replica.comm.world();
     let output = replica.config.output.clone();
     let mut writer = faults
@@ -105,7 +106,7 @@ fn export(
 ) -> Result<u64, Failure> {
     let lora = replica.model.options().lora.is_some();
     let contents = Contents::of(&*replica.model, weights);
-    let doing = "save weights";
+    let doing = both("save weights", "保存权重");
     let mut files = BTreeMap::new();
     if replica.comm.world().rank == 0 {
         for (stem, tensors) in &contents.files {
@@ -179,7 +180,7 @@ fn check_written(
     expected: &[TensorSpec],
     finished: &[(String, FileDigest)],
 ) -> Result<(), Failure> {
-    let doing = "save weights";
+    let doing = both("save weights", "保存权重");
     for (name, digest) in finished {
         verify_file(&directory.join(name), digest).map_err(|e| failures::checkpoint(doing, &e))?;
     }
@@ -195,17 +196,28 @@ fn check_written(
     }
     Err(Failure::new(
         ErrorCode::Disk,
-        format!(
-            "cannot {doing}: {stem}.safetensors differs from what was written when it is read back"
+        text!(
+            "cannot {doing}: {stem}.safetensors differs from what was written when it is read back",
+            "无法{doing}：回读的 {stem}.safetensors 与写入的内容不同"
         ),
-        "the disk or its driver returned other content",
+        both(
+            "the disk or its driver returned other content",
+            "磁盘或其驱动返回了不同的内容",
+        ),
     )
-    .evidence(format!(
+    .evidence(text!(
         "{count} tensors of {}; first that differs: {}",
+        "{} 的 {count} 个张量；第一个不同的是：{}",
         expected.len(),
-        wrong.map_or("an unknown tensor", |tensor| &tensor.name)
+        wrong.map_or_else(
+            || both("an unknown tensor", "未知的张量").into(),
+            |tensor| Text::literal(&tensor.name)
+        )
     ))
-    .next("check the disk; earlier checkpoints are intact"))
+    .next(both(
+        "check the disk; earlier checkpoints are intact",
+        "请检查磁盘；之前的检查点完好",
+    )))
 }
 
 /// Passes the tensor to `write` in `dtype`, in chunks. Converting a whole embedding would need several copies of it.
@@ -289,11 +301,18 @@ fn adapted_modules(spec: &ModelSpec) -> Vec<&str> {
 /// Copies the small files of the model directory (configuration, tokenizer, code) into the checkpoint.
 fn copy_model_files(model: &Path, writer: &mut Writer) -> Result<(), Failure> {
     for (name, path) in files::small(model)? {
-        let bytes = std::fs::read(&path)
-            .map_err(|e| failures::files("cannot copy a file of the model", &path, &e))?;
+        let bytes = std::fs::read(&path).map_err(|e| {
+            failures::files(
+                both("cannot copy a file of the model", "无法复制模型的某个文件"),
+                &path,
+                &e,
+            )
+        })?;
         writer
             .add_file(&name, &bytes)
-            .map_err(|e: CheckpointError| failures::checkpoint("save a checkpoint", &e))?;
+            .map_err(|e: CheckpointError| {
+                failures::checkpoint(both("save a checkpoint", "保存检查点"), &e)
+            })?;
     }
     Ok(())
 }

@@ -2,6 +2,7 @@
 
 use crate::config::{NvmeIo, RunConfig};
 use crate::error::{Failure, failures};
+use crate::lang::{Text, both, text};
 use crate::rank_env::RankEnv;
 use crate::ui::{Event, Reporter};
 use engine::comm::{Communicator, Tag};
@@ -36,7 +37,7 @@ pub(crate) fn open(
         return Ok(None);
     }
     let io = SpillIo::new(plan.spill_buffer_bytes(), host)
-        .map_err(|e| failures::engine("set up spill files", &e))?;
+        .map_err(|e| failures::engine(both("set up spill files", "创建溢出文件"), &e))?;
     let mut ways: BTreeMap<PathBuf, (Arc<SpillDirectory>, IoPath)> = BTreeMap::new();
     let mut ceilings = Vec::new();
     for parent in config.offload.directories() {
@@ -51,7 +52,7 @@ pub(crate) fn open(
         let way = chosen(config.nvme_io, &measured).ok_or_else(|| no_direct(parent))?;
         if env.rank == 0 {
             reporter.emit(&Event::Info {
-                label: "nvme".into(),
+                label: both("nvme", "nvme").into(),
                 text: described(parent, way, &measured),
             });
         }
@@ -93,7 +94,11 @@ fn measured(
     let mut found = Vec::new();
     for way in ways {
         let result = measure(directory, *way, MEASURE_BYTES, io);
-        found.extend(result.map_err(|e| failures::engine("measure the spill disk", &e))?);
+        found.extend(
+            result.map_err(|e| {
+                failures::engine(both("measure the spill disk", "测量溢出磁盘"), &e)
+            })?,
+        );
     }
     Ok(found)
 }
@@ -126,36 +131,48 @@ fn balanced(measured: &Measured) -> f64 {
     2.0 / (1.0 / measured.read + 1.0 / measured.write)
 }
 
-fn described(parent: &Path, way: IoPath, measured: &[Measured]) -> String {
-    let rates: Vec<String> = measured
+fn described(parent: &Path, way: IoPath, measured: &[Measured]) -> Text {
+    let rates: Vec<Text> = measured
         .iter()
         .map(|m| {
-            format!(
+            text!(
                 "{} reads {:.2} GB/s, writes {:.2}",
+                "{} 读 {:.2} GB/s，写 {:.2}",
                 m.io.name(),
                 m.read / 1e9,
                 m.write / 1e9
             )
         })
         .collect();
-    format!(
+    text!(
         "{}: {} I/O ({})",
+        "{}：{} I/O（{}）",
         parent.display(),
         way.name(),
-        rates.join("; ")
+        Text::join(&rates, "; ")
     )
 }
 
 fn no_direct(parent: &Path) -> Failure {
     Failure::usage(
-        format!("{} does not support direct I/O", parent.display()),
-        "its file system refuses O_DIRECT (tmpfs and some network file systems do)",
+        text!(
+            "{} does not support direct I/O",
+            "{} 不支持直接 I/O",
+            parent.display()
+        ),
+        both(
+            "its file system refuses O_DIRECT (tmpfs and some network file systems do)",
+            "它的文件系统拒绝 O_DIRECT（tmpfs 和某些网络文件系统如此）",
+        ),
     )
-    .next("use --nvme-io mapped, or a directory on a local disk")
+    .next(both(
+        "use --nvme-io mapped, or a directory on a local disk",
+        "请使用 --nvme-io mapped，或本地磁盘上的目录",
+    ))
 }
 
 fn failed(error: &SpillError) -> Failure {
-    failures::spill("set up spill files", error)
+    failures::spill(both("set up spill files", "创建溢出文件"), error)
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Report of a broken exchange, with the last collective of every rank involved.
 
 use crate::error::{ErrorCode, Failure};
+use crate::lang::{Text, both, text};
 use crate::units::bytes;
 use engine::Plan;
 use engine::comm::{CommError, OpInfo, RankStatus};
@@ -28,21 +29,18 @@ pub(crate) fn report(error: &CommError, plan: &Plan) -> Option<Failure> {
             let still = standing_still(*noticed_by, ranks);
             let names: Vec<String> = still.iter().map(|status| status.rank.to_string()).collect();
             let who = match names.as_slice() {
-                [one] => format!("rank {one}"),
-                _ => format!("one of ranks {}", names.join(", ")),
+                [one] => text!("rank {one}", "rank {one}"),
+                _ => text!("one of ranks {}", "rank {} 之一", names.join(", ")),
             };
             let failure = Failure::new(
                 ErrorCode::Collective,
-                format!(
-                    "collective timed out after {:.0} s: rank {noticed_by} waits for {who}",
+                text!("collective timed out after {:.0} s: rank {noticed_by} waits for {who}", "集合通信在 {:.0} 秒后超时：rank {noticed_by} 在等待 {who}",
                     elapsed.as_secs_f64()
                 ),
-                format!(
-                    "{who} stopped taking part: it is suspended (SIGSTOP, a debugger), blocked in a system call (a dead disk), or in an endless loop"
+                text!("{who} stopped taking part: it is suspended (SIGSTOP, a debugger), blocked in a system call (a dead disk), or in an endless loop", "{who} 不再参与：它被暂停（SIGSTOP、调试器）、阻塞在系统调用中（磁盘失效），或陷入死循环"
                 ),
             )
-            .evidence(format!(
-                "rank {noticed_by} waits in {}",
+            .evidence(text!("rank {noticed_by} waits in {}", "rank {noticed_by} 等待于 {}",
                 name(*sequence, op, plan)
             ))
             .evidence_lines(
@@ -54,10 +52,9 @@ pub(crate) fn report(error: &CommError, plan: &Plan) -> Option<Failure> {
             let log = still.first().map_or(0, |status| status.rank);
             Some(
                 failure
-                    .next(format!(
-                        "see what {who} did last: logs/rank-{log:04}.jsonl; then continue with --resume RUN, the run's directory"
+                    .next(text!("see what {who} did last: logs/rank-{log:04}.jsonl; then continue with --resume RUN, the run's directory", "请查看 {who} 最后做了什么：logs/rank-{log:04}.jsonl；然后用 --resume RUN（RUN 为运行目录）继续"
                     ))
-                    .next("raise --comm-timeout only if that rank was merely slow (swapping, a slow disk)"),
+                    .next(both("raise --comm-timeout only if that rank was merely slow (swapping, a slow disk)", "仅当该 rank 只是较慢（交换内存、慢速磁盘）时才提高 --comm-timeout")),
             )
         }
         CommError::Mismatch {
@@ -67,17 +64,27 @@ pub(crate) fn report(error: &CommError, plan: &Plan) -> Option<Failure> {
         } => Some(
             Failure::new(
                 ErrorCode::Collective,
-                "ranks wait in different operations",
-                "the ranks did not run the same sequence of collectives: a bug of this program",
+                both(
+                    "ranks wait in different operations",
+                    "各 rank 等待的操作不同",
+                ),
+                both(
+                    "the ranks did not run the same sequence of collectives: a bug of this program",
+                    "各 rank 执行的集合通信顺序不同：这是本程序的缺陷",
+                ),
             )
             .evidence_lines([first, second].map(|rank_op| {
-                format!(
+                text!(
                     "rank {} is in {}",
+                    "rank {} 处于 {}",
                     rank_op.rank,
                     name(*sequence, &rank_op.op, plan)
                 )
             }))
-            .next("please report this together with errors/ and logs/"),
+            .next(both(
+                "please report this together with errors/ and logs/",
+                "请连同 errors/ 和 logs/ 一起报告",
+            )),
         ),
         _ => None,
     }
@@ -92,11 +99,16 @@ fn standing_still(noticed_by: usize, ranks: &[RankStatus]) -> Vec<&RankStatus> {
         .collect()
 }
 
-fn last(status: &RankStatus, plan: &Plan) -> String {
+fn last(status: &RankStatus, plan: &Plan) -> Text {
     match &status.last {
-        None => format!("rank {} started no collective", status.rank),
-        Some(op) => format!(
+        None => text!(
+            "rank {} started no collective",
+            "rank {} 没有开始任何集合通信",
+            status.rank
+        ),
+        Some(op) => text!(
             "rank {} was last seen in {}",
+            "rank {} 最后处于 {}",
             status.rank,
             name(status.started - 1, op, plan)
         ),

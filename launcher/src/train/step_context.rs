@@ -5,6 +5,7 @@ use super::replica::Replica;
 use super::stall;
 use crate::data::SampleSet;
 use crate::error::{ErrorCode, Failure};
+use crate::lang::{Text, text};
 use crate::plan::suggestion::AT_STEP;
 use crate::units::grouped;
 use models::data::EncodedSample;
@@ -45,9 +46,9 @@ impl StepContext {
     }
 
     /// One line with step, micro-batch, and the samples' ids and sizes.
-    fn describe(&self, set: &SampleSet) -> String {
+    fn describe(&self, set: &SampleSet) -> Text {
         let sizes = self.tokens.iter().zip(&self.patches);
-        let mut parts: Vec<String> = self
+        let mut parts: Vec<Text> = self
             .samples
             .iter()
             .zip(sizes)
@@ -58,9 +59,13 @@ impl StepContext {
                 let index = set.index_in_file(*index);
                 let tokens = grouped(*tokens as u64);
                 match patches {
-                    0 => format!("sample {index}{id}: {tokens} tokens, no image"),
-                    _ => format!(
+                    0 => text!(
+                        "sample {index}{id}: {tokens} tokens, no image",
+                        "样本 {index}{id}：{tokens} 个 token，没有图片"
+                    ),
+                    _ => text!(
                         "sample {index}{id}: {tokens} tokens, {} patches",
+                        "样本 {index}{id}：{tokens} 个 token，{} 个 patch",
                         grouped(*patches as u64)
                     ),
                 }
@@ -68,17 +73,19 @@ impl StepContext {
             .collect();
         if self.samples.len() > NAMED_SAMPLES {
             let total: usize = self.tokens.iter().sum();
-            parts.push(format!(
+            parts.push(text!(
                 "{} more, {} tokens in total",
+                "另有 {} 个，共 {} 个 token",
                 self.samples.len() - NAMED_SAMPLES,
                 grouped(total as u64)
             ));
         }
-        format!(
+        text!(
             "step {}, micro-batch {}: {}",
+            "第 {} 步，微批 {}：{}",
             self.step,
             self.micro_batch,
-            parts.join("; ")
+            Text::join(&parts, "; ")
         )
     }
 }
@@ -112,7 +119,11 @@ pub(crate) fn complete(failure: Failure, at: &Failing<'_>) -> Failure {
         let (plan, output) = (zero.plan(), &config.output);
         match at.collectives.save(plan, output, world.rank) {
             Ok(path) => {
-                let line = format!("its last collectives: {}", path.display());
+                let line = text!(
+                    "its last collectives: {}",
+                    "它最近的集合通信：{}",
+                    path.display()
+                );
                 failure = failure.evidence(line);
             }
             // A failed write must not hide the failure itself.
@@ -124,15 +135,19 @@ pub(crate) fn complete(failure: Failure, at: &Failing<'_>) -> Failure {
         ErrorCode::DeviceMemory | ErrorCode::HostMemory
     ) {
         if let Some((unit, phase)) = zero.position() {
-            failure.title += &format!(" in {} of {unit}", phase.name());
+            failure.title += text!(" in {} of {unit}", "，位于 {unit} 的 {}", phase.name());
         }
         if let Some(place) = at.place {
-            failure.title += &format!("{AT_STEP}{}", place.step);
+            failure.title += text!("{AT_STEP}{}", "，第 {} 步", place.step);
         } else if at.evaluates && config.batch.eval_batch > 1 {
             let batch = config.batch.eval_batch;
             failure.next.insert(
                 0,
-                format!("--per-device-eval-batch-size {} (now {batch})", batch / 2),
+                text!(
+                    "--per-device-eval-batch-size {} (now {batch})",
+                    "--per-device-eval-batch-size {}（当前为 {batch}）",
+                    batch / 2
+                ),
             );
         }
     }
@@ -143,7 +158,11 @@ pub(crate) fn complete(failure: Failure, at: &Failing<'_>) -> Failure {
     if let Some(place) = at.place.filter(|_| wanted) {
         let line = place.describe(at.train);
         failure = failure.evidence(if world.size > 1 {
-            format!("rank {} worked on {line}", world.rank)
+            text!(
+                "rank {} worked on {line}",
+                "rank {} 正在处理：{line}",
+                world.rank
+            )
         } else {
             line
         });

@@ -3,6 +3,7 @@
 //! Each rank writes one file in the JSON format of Chrome's `about:tracing` and Perfetto. It contains complete events
 //! (`"ph": "X"`) with one process per rank and one thread per lane.
 
+use crate::lang::{Text, both, text};
 use std::fs;
 use std::ops::Range;
 use std::path::Path;
@@ -62,10 +63,13 @@ impl StepTraces {
         written.map_err(|error| {
             Failure::new(
                 ErrorCode::Disk,
-                format!("cannot write {}", path.display()),
-                error.to_string(),
+                text!("cannot write {}", "无法写入 {}", path.display()),
+                Text::literal(&error),
             )
-            .next("omit --trace-steps, or free disk space")
+            .next(both(
+                "omit --trace-steps, or free disk space",
+                "请去掉 --trace-steps，或清理磁盘空间",
+            ))
         })
     }
 }

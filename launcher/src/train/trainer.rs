@@ -12,6 +12,7 @@ use super::{evaluate, save, tiers};
 use crate::config::Cadence;
 use crate::data::{Loader, SampleSet, Sampler};
 use crate::error::{ErrorCode, Failure, failures};
+use crate::lang::{Text, both, text};
 use crate::launch::rank::{RunSummary, StopFlag};
 use crate::memory::Phase;
 use crate::model::optimizer::schedule;
@@ -206,8 +207,11 @@ impl<'a> Trainer<'a> {
             let state = serde_json::from_value(meta["loss_scale"].clone()).map_err(|e| {
                 Failure::new(
                     ErrorCode::Resume,
-                    format!("cannot {}", resume::doing(directory)),
-                    format!("its manifest has no loss scale: {e}"),
+                    text!("cannot {}", "无法{}", resume::doing(directory)),
+                    text!(
+                        "its manifest has no loss scale: {e}",
+                        "它的清单没有损失缩放：{e}"
+                    ),
                 )
             })?;
             scaler.restore(state);
@@ -277,13 +281,15 @@ impl<'a> Trainer<'a> {
                 let tokens = batch.samples.iter().map(EncodedSample::supervised_tokens);
                 let (supervised, scale) = (tokens.sum::<usize>() as u64, self.loss_scale());
                 let announced = self.replica.zero.announce_update(lr, scale, supervised);
-                announced.map_err(|e| failures::engine("announce an update", &e))?;
+                announced
+                    .map_err(|e| failures::engine(both("announce an update", "通告更新"), &e))?;
             }
             let loss = self.forward_backward(&batch)?;
             self.losses.push((at, loss));
         }
         let stepped = self.replica.zero.step_scaled(lr, self.loss_scale());
-        let report = stepped.map_err(|e| failures::engine("update weights", &e))?;
+        let report =
+            stepped.map_err(|e| failures::engine(both("update weights", "更新权重"), &e))?;
         self.at = None;
         self.monitor.end(Phase::Step, &self.replica.zero);
         Ok(report)
@@ -305,7 +311,8 @@ impl<'a> Trainer<'a> {
             .as_mut()
             .map(|memory_plans| memory_plans.of(config, &**model, &batch.samples));
         let memory_plan = memory_plan.transpose();
-        let memory_plan = memory_plan.map_err(|e| failures::model("plan a micro-batch", &e))?;
+        let memory_plan =
+            memory_plan.map_err(|e| failures::model(both("plan a micro-batch", "计划微批"), &e))?;
         zero.begin_pass(PassKind::Train);
         backend.pool().follow(memory_plan);
         self.faults.forward();
@@ -324,9 +331,9 @@ impl<'a> Trainer<'a> {
             tape.backward(&loss, factor)?;
             Ok((fetch.sum()?, loss.supervised))
         };
-        let (sum, supervised) = run().map_err(|e| failures::model("train", &e))?;
+        let (sum, supervised) = run().map_err(|e| failures::model(both("train", "训练"), &e))?;
         zero.end_micro_batch(sum, supervised as u64)
-            .map_err(|e| failures::engine("train", &e))?;
+            .map_err(|e| failures::engine(both("train", "训练"), &e))?;
         backend.pool().follow(None);
         self.monitor.end(Phase::Backward, zero);
         Ok(sum)
@@ -347,10 +354,16 @@ impl<'a> Trainer<'a> {
         let verdict = scaler.update(!step.applied).map_err(|e| {
             Failure::new(
                 ErrorCode::Numeric,
-                format!("the gradients of step {done} exceed the range of fp16"),
+                text!(
+                    "the gradients of step {done} exceed the range of fp16",
+                    "第 {done} 步的梯度超出 fp16 的范围"
+                ),
                 e.to_string(),
             )
-            .next("--precision bf16, which needs the same memory and has the range of f32")
+            .next(both(
+                "--precision bf16, which needs the same memory and has the range of f32",
+                "请使用 --precision bf16，它需要的内存相同，范围与 f32 一样",
+            ))
         })?;
         if verdict == Verdict::Apply {
             return Ok(false);
@@ -359,12 +372,10 @@ impl<'a> Trainer<'a> {
         self.note(step);
         self.reporter.emit(&Event::Warning {
             text: if after < before {
-                format!(
-                    "step {done}: gradients overflow fp16; the update was skipped, the loss scale is {after} (was {before})"
+                text!("step {done}: gradients overflow fp16; the update was skipped, the loss scale is {after} (was {before})", "第 {done} 步：梯度在 fp16 中溢出；已跳过更新，损失缩放为 {after}（原为 {before}）"
                 )
             } else {
-                format!(
-                    "step {done}: gradients overflow fp16 at a loss scale of {before}; the update was skipped"
+                text!("step {done}: gradients overflow fp16 at a loss scale of {before}; the update was skipped", "第 {done} 步：损失缩放为 {before} 时梯度在 fp16 中溢出；已跳过更新"
                 )
             },
         });
@@ -386,14 +397,13 @@ impl<'a> Trainer<'a> {
         };
         let finding = self.history.investigate(&made_of, self.done, step)?;
         self.reporter.emit(&Event::Warning {
-            text: format!(
-                "step {}: loss {} or a gradient is not finite; the update was skipped on every rank{}",
+            text: text!("step {}: loss {} or a gradient is not finite; the update was skipped on every rank{}", "第 {} 步：损失 {} 或某个梯度不是有限值；所有 rank 都已跳过更新{}",
                 self.done,
                 step.loss,
                 if self.skipped_in_a_row == 1 {
-                    format!("; {}", finding.hint())
+                    text!("; {}", "；{}", finding.hint())
                 } else {
-                    String::new()
+                    Text::default()
                 }
             ),
         });
@@ -547,12 +557,12 @@ impl<'a> Trainer<'a> {
     /// Waits for pending updates, closes the report, and emits the summary lines.
     fn finish(&mut self) -> Result<RunSummary, Failure> {
         let updated = self.replica.zero.finish_updates();
-        updated.map_err(|e| failures::engine("update weights", &e))?;
+        updated.map_err(|e| failures::engine(both("update weights", "更新权重"), &e))?;
         if let Some(report) = &mut self.report {
             report.finish(self.monitor.take_memory(self.done, Vec::new()))?;
         }
         self.reporter.emit(&Event::Info {
-            label: "tiers".into(),
+            label: both("tiers", "存放").into(),
             text: tiers::line(&self.replica.zero),
         });
         if let Some(gpu) = &self.gpu {
@@ -561,7 +571,7 @@ impl<'a> Trainer<'a> {
             // The driver's count covers all ranks of a GPU, so none may exit before it is read.
             self.anyone(false)?;
             self.reporter.emit(&Event::Info {
-                label: "gpu".into(),
+                label: both("gpu", "gpu").into(),
                 text,
             });
         }

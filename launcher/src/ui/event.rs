@@ -3,7 +3,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::memory::RankMemory;
+use crate::lang::{Text, text};
+use crate::memory::{RankMemory, kind_name};
 use crate::units::bytes;
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -22,19 +23,19 @@ pub enum Event {
         /// The flag as typed.
         flag: String,
         /// Why it has no effect.
-        reason: String,
+        reason: Text,
     },
     /// Line of information with a label.
     Info {
-        /// Label of at most seven letters.
-        label: String,
+        /// Label of at most seven columns.
+        label: Text,
         /// Text of the line.
-        text: String,
+        text: Text,
     },
     /// Warning that does not stop the run.
     Warning {
         /// Text of the warning.
-        text: String,
+        text: Text,
     },
     /// Memory plan of the run, shown before weights are read.
     Plan(PlanEvent),
@@ -105,10 +106,14 @@ pub struct PlanPart {
 
 impl fmt::Display for PlanPart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.name, bytes(self.device_bytes))?;
+        let (name, device) = (kind_name(&self.name), bytes(self.device_bytes));
+        write!(f, "{name} {device}")?;
         match self.host_bytes {
             0 => Ok(()),
-            host => write!(f, " (host {})", bytes(host)),
+            host => {
+                let host = text!(" (host {})", "（主机 {}）", bytes(host));
+                host.fmt(f)
+            }
         }
     }
 }
@@ -300,9 +305,9 @@ pub struct DoneEvent {
     pub interrupted: bool,
     /// Warnings that were shown before training, repeated at the end of the run.
     #[serde(default)]
-    pub warnings: Vec<String>,
+    pub warnings: Vec<Text>,
     /// Suggested next steps, one line each.
-    pub next: Vec<String>,
+    pub next: Vec<Text>,
 }
 
 /// Traffic of one rank's spill files (states offloaded to disk) in a time span.

@@ -6,6 +6,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::event::Event;
 use super::text;
+use crate::lang::Lang;
 
 /// Output that shows events: a terminal with a progress bar, or plain lines.
 pub struct Screen {
@@ -62,7 +63,7 @@ impl Screen {
             Event::Done(_) => self.finish_bar(),
             _ => {}
         }
-        for line in text::lines(event) {
+        for line in Lang::chosen().speak(|| text::lines(event)) {
             self.line(&line);
         }
     }
@@ -117,7 +118,8 @@ fn coloured(line: &str) -> String {
         return line.to_string();
     }
     let (label, text) = rest.split_at(end);
-    let code = if label == "warning" { "1;33" } else { "1;36" };
+    let is_warning = [text::WARNING.en, text::WARNING.zh].contains(&label);
+    let code = if is_warning { "1;33" } else { "1;36" };
     format!(" \u{1b}[{code}m{label}\u{1b}[0m{text}")
 }
 

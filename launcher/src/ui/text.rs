@@ -1,23 +1,36 @@
 //! Rendering of events as plain lines.
 
+use std::fmt::Display;
+
 use super::event::{
     DataEvent, DoneEvent, EvalEvent, Event, PlanEvent, ResumeEvent, SaveEvent, StepEvent, TrainRow,
 };
+use crate::lang::{Both, Text, both, text};
 use crate::units::{bytes, count, grouped, seconds};
 
-/// Text of an event as lines without colors. Empty for events that only move the progress bar.
+/// Text of an event as lines without colors, in the language that is spoken. Empty for events that only move the
+/// progress bar.
 pub fn lines(event: &Event) -> Vec<String> {
     match event {
         Event::Note { flag, reason } => {
             let have = if flag.contains(", ") { "have" } else { "has" };
-            vec![line("note", &format!("{flag} {have} no effect: {reason}"))]
+            let text = text!(
+                "{flag} {have} no effect: {reason}",
+                "{flag} 不起作用：{reason}"
+            );
+            vec![line(both("note", "说明"), text)]
         }
-        Event::Info { label, text } => text
-            .lines()
-            .enumerate()
-            .map(|(i, text)| line(if i == 0 { label } else { "" }, text))
-            .collect(),
-        Event::Warning { text } => vec![line("warning", text)],
+        Event::Info { label, text } => {
+            let text = text.to_string();
+            let lines = text.lines().enumerate();
+            lines
+                .map(|(i, text)| match i {
+                    0 => line(label, text),
+                    _ => line(NONE, text),
+                })
+                .collect()
+        }
+        Event::Warning { text } => vec![line(WARNING, text)],
         Event::Plan(plan) => plan_lines(plan),
         Event::Trains(rows) => train_lines(rows),
         Event::Data(data) => data_lines(data),
@@ -26,38 +39,41 @@ pub fn lines(event: &Event) -> Vec<String> {
             transport,
             seconds: time,
         } => {
-            vec![line(
-                "comm",
-                &format!(
-                    "{} in {} · {transport}",
-                    plural(*ranks, "rank"),
-                    seconds(*time)
-                ),
-            )]
+            let text = text!(
+                "{} in {} · {transport}",
+                "{}，用时 {} · {transport}",
+                plural(*ranks, "rank", "个 rank"),
+                seconds(*time)
+            );
+            vec![line(both("comm", "通信"), text)]
         }
         Event::Load {
             bytes: read,
             files,
             seconds: time,
-        } => vec![line(
-            "load",
-            &format!(
+        } => {
+            let text = text!(
                 "{} {} in {}",
-                plural(*files, "file"),
+                "{} {}，用时 {}",
+                plural(*files, "file", "个文件"),
                 bytes(*read),
                 seconds(*time)
-            ),
-        )],
+            );
+            vec![line(both("load", "加载"), text)]
+        }
         Event::TrainStart { done, .. } => {
-            let mut head = Vec::new();
-            if *done > 0 {
-                head.push(line("train", &format!("continues after step {done}")));
+            let label = both("train", "训练");
+            let head = "  step     loss        lr   gnorm   tok/s      step  data  mem(peak)";
+            match *done {
+                0 => vec![line(label, head)],
+                done => vec![
+                    line(
+                        label,
+                        text!("continues after step {done}", "从第 {done} 步之后继续"),
+                    ),
+                    line(NONE, head),
+                ],
             }
-            head.push(line(
-                if *done > 0 { "" } else { "train" },
-                "  step     loss        lr   gnorm   tok/s      step  data  mem(peak)",
-            ));
-            head
         }
         Event::Tick { .. } => Vec::new(),
         Event::Step(step) => vec![step_line(step)],
@@ -68,16 +84,19 @@ pub fn lines(event: &Event) -> Vec<String> {
     }
 }
 
-fn line(label: &str, text: &str) -> String {
+/// Label of a continuation line.
+const NONE: Both = both("", "");
+/// Label of a warning.
+pub(super) const WARNING: Both = both("warning", "警告");
+
+fn line(label: impl Display, text: impl Display) -> String {
     format!(" {label:<7} {text}").trim_end().to_string()
 }
 
-fn plural(number: usize, noun: &str) -> String {
-    format!(
-        "{} {noun}{}",
-        grouped(number as u64),
-        if number == 1 { "" } else { "s" }
-    )
+fn plural(number: usize, noun: &str, zh: &str) -> Text {
+    let shown = grouped(number as u64);
+    let s = if number == 1 { "" } else { "s" };
+    Text::new(format!("{shown} {noun}{s}"), format!("{shown} {zh}"))
 }
 
 fn plan_lines(plan: &PlanEvent) -> Vec<String> {
@@ -87,36 +106,54 @@ fn plan_lines(plan: &PlanEvent) -> Vec<String> {
     } else {
         format!("{share:.0}")
     };
-    let parts: Vec<String> = plan.per_rank.iter().map(ToString::to_string).collect();
-    let verdict = if plan.host_fits { "ok" } else { "DOES NOT FIT" };
+    let verdict = if plan.host_fits {
+        both("ok", "放得下")
+    } else {
+        both("DOES NOT FIT", "放不下")
+    };
     let limit = plan.host_limit_bytes.map(bytes);
-    let limit = limit.map_or_else(String::new, |limit| format!("  limit {limit}"));
+    let limit = limit.map(|limit| text!("  limit {limit}", "  上限 {limit}"));
+    let limit = limit.unwrap_or_default();
+    let groups = plan.shard_group.map(|ranks| {
+        text!(
+            " in shard groups of {ranks}",
+            "（每 {ranks} 个为一个分片组）"
+        )
+    });
+    let groups = groups.unwrap_or_default();
+    let offload =
+        (plan.offload != "none").then(|| text!(" · offload {}", " · 卸载到 {}", plan.offload));
+    let offload = offload.unwrap_or_default();
     vec![
         line(
-            "plan",
-            &format!(
+            both("plan", "计划"),
+            text!(
                 "{} {} params · trainable {} ({share} %) · {}{} on {} · ZeRO-{} · {}{}",
+                "{} 参数 {} · 可训练 {}（{share} %）· {}{}，设备 {} · ZeRO-{} · {}{}",
                 plan.model,
                 count(plan.params),
                 count(plan.trainable),
-                plural(plan.ranks, "rank"),
-                plan.shard_group
-                    .map_or_else(String::new, |ranks| format!(" in shard groups of {ranks}")),
+                plural(plan.ranks, "rank", "个 rank"),
+                groups,
                 plan.device,
                 plan.stage,
                 plan.precision,
-                if plan.offload == "none" {
-                    String::new()
-                } else {
-                    format!(" · offload {}", plan.offload)
-                },
+                offload,
             ),
         ),
-        line("", &format!("per rank  {}", parts.join("  "))),
         line(
-            "",
-            &format!(
+            NONE,
+            text!(
+                "per rank  {parts}",
+                "每个 rank  {parts}",
+                parts = Text::join(&plan.per_rank, "  ")
+            ),
+        ),
+        line(
+            NONE,
+            text!(
                 "host {}  free {}  reserve {}{limit}  need {}  {verdict}",
+                "主机内存 {}  空闲 {}  预留 {}{limit}  需要 {}  {verdict}",
                 bytes(plan.host_total_bytes),
                 bytes(plan.host_free_bytes),
                 bytes(plan.host_reserve_bytes),
@@ -129,45 +166,51 @@ fn plan_lines(plan: &PlanEvent) -> Vec<String> {
 fn train_lines(rows: &[TrainRow]) -> Vec<String> {
     let width = rows.iter().map(|row| row.module.len()).max().unwrap_or(0);
     let lines = rows.iter().enumerate().map(|(i, row)| {
+        let tensors = match row.tensors {
+            1 => both("tensor", "个张量"),
+            _ => both("tensors", "个张量"),
+        };
         let text = format!(
-            "{:<width$}  {:>4} {:<7}  {:>6}  {}  lr {:.1e}",
+            "{:<width$}  {:>4} {tensors:<7}  {:>6}  {}  lr {:.1e}",
             row.module,
             grouped(row.tensors as u64),
-            if row.tensors == 1 {
-                "tensor"
-            } else {
-                "tensors"
-            },
             count(row.params),
             row.dtype,
             row.lr
         );
-        line(if i == 0 { "trains" } else { "" }, &text)
+        match i {
+            0 => line(both("trains", "训练"), text),
+            _ => line(NONE, text),
+        }
     });
     lines.collect()
 }
 
 fn data_lines(data: &DataEvent) -> Vec<String> {
-    let mut text = plural(data.samples, "sample");
+    let mut text = plural(data.samples, "sample", "个样本");
     if data.eval_samples > 0 {
-        text += &format!(" + {} held out", grouped(data.eval_samples as u64));
+        let held_out = grouped(data.eval_samples as u64);
+        text += text!(" + {held_out} held out", " + {held_out} 个留出样本");
     }
-    text += &format!(
+    text += text!(
         " · longest {} tokens · {} ok · supervised tokens min {}",
+        " · 最长 {} 个 token · {}正常 · 被监督的 token 最少 {}",
         grouped(data.longest_tokens as u64),
-        plural(data.images, "image"),
+        plural(data.images, "image", "张图片"),
         data.supervised_min_tokens
     );
     if data.skipped > 0 {
-        text += &format!(" · {} skipped", plural(data.skipped, "bad sample"));
+        let skipped = plural(data.skipped, "bad sample", "个坏样本");
+        text += text!(" · {skipped} skipped", " · 跳过 {skipped}");
     }
-    let mut lines = vec![line("data", &text)];
+    let mut lines = vec![line(both("data", "数据"), text)];
     if let Some(global_batch) = data.wraps_around_global_batch {
+        let samples = data.samples;
         lines.push(line(
-            "",
-            &format!(
-                "fewer samples ({}) than one step takes ({global_batch}): samples wrap around and repeat within a step",
-                data.samples
+            NONE,
+            text!(
+                "fewer samples ({samples}) than one step takes ({global_batch}): samples wrap around and repeat within a step",
+                "样本数（{samples}）少于一步所需的数量（{global_batch}）：样本会循环使用，在一步之内重复出现"
             ),
         ));
     }
@@ -184,86 +227,96 @@ fn step_line(step: &StepEvent) -> String {
     } else {
         format!("{:.1} s", step.step_seconds)
     };
-    let host = if step.host_bytes == 0 {
-        String::new()
-    } else {
-        format!(" / host {}", bytes(step.host_bytes))
+    let host = match step.host_bytes {
+        0 => String::new(),
+        host => format!(" / {} {}", both("host", "主机"), bytes(host)),
     };
     let disk = step
         .disk
         .map_or_else(String::new, |disk| format!(" / {disk}"));
+    let skipped = match step.skipped {
+        true => both("  update skipped: not finite", "  更新已跳过：出现非有限值"),
+        false => NONE,
+    };
     line(
-        "",
-        &format!(
-            "{:>6} {:>8.4}  {:>8.1e}  {norm:>6}  {:>6}  {time:>8}  {:>2.0} %  {}{host}{disk}{}",
+        NONE,
+        format!(
+            "{:>6} {:>8.4}  {:>8.1e}  {norm:>6}  {:>6}  {time:>8}  {:>2.0} %  {}{host}{disk}{skipped}",
             step.step,
             step.loss,
             step.lr,
             count(step.tokens_per_second.max(0.0) as u64),
             100.0 * step.data_wait,
             bytes(step.device_peak_bytes),
-            if step.skipped {
-                "  update skipped: not finite"
-            } else {
-                ""
-            },
         ),
     )
 }
 
 fn eval_line(eval: &EvalEvent) -> String {
-    let mut text = format!("step {} · loss {:.4}", eval.step, eval.loss);
+    let (step, loss) = (eval.step, eval.loss);
+    let mut text = text!(
+        "step {step} · loss {loss:.4}",
+        "第 {step} 步 · 损失 {loss:.4}"
+    );
     if let Some(exact) = eval.exact_match {
-        text += &format!(" · exact match {exact:.2}");
+        text += text!(" · exact match {exact:.2}", " · 完全匹配 {exact:.2}");
         if let Some(before) = eval.exact_match_before {
-            text += &format!(" (was {before:.2})");
+            text += text!(" (was {before:.2})", "（训练前 {before:.2}）");
         }
     }
-    line(
-        "eval",
-        &format!("{text} · {}", plural(eval.samples, "sample")),
-    )
+    let samples = plural(eval.samples, "sample", "个样本");
+    line(both("eval", "评估"), format!("{text} · {samples}"))
 }
 
 fn save_line(save: &SaveEvent) -> String {
     line(
-        "save",
-        &format!(
+        both("save", "保存"),
+        text!(
             "{} · weights {} + state {} · {}, hashed",
+            "{} · 权重 {} + 训练状态 {} · {}，带哈希",
             save.name,
             bytes(save.weight_bytes),
             bytes(save.state_bytes),
-            plural(save.files, "file")
+            plural(save.files, "file", "个文件")
         ),
     )
 }
 
 fn resume_line(resume: &ResumeEvent) -> String {
+    let step = resume.step;
     let verdict = match resume.loss_is_identical {
-        None => format!("continues after step {}", resume.step),
-        Some(true) => "evaluation loss is the same, bit for bit".to_string(),
-        Some(false) => "evaluation loss DIFFERS".to_string(),
+        None => text!("continues after step {step}", "从第 {step} 步之后继续"),
+        Some(true) => both(
+            "evaluation loss is the same, bit for bit",
+            "评估损失逐位相同",
+        )
+        .into(),
+        Some(false) => both("evaluation loss DIFFERS", "评估损失不一致").into(),
     };
     line(
-        "resume",
-        &format!(
+        both("resume", "续训"),
+        text!(
             "{} on {} · {verdict}",
+            "{}，{} · {verdict}",
             resume.name,
-            plural(resume.ranks, "rank")
+            plural(resume.ranks, "rank", "个 rank")
         ),
     )
 }
 
 fn done_lines(done: &DoneEvent) -> Vec<String> {
-    let what = if done.interrupted { "stopped" } else { "done" };
-    let mut lines = vec![line(
-        what,
-        &format!("{} · {}", seconds(done.seconds), done.output.display()),
-    )];
-    let warnings = done.warnings.iter();
-    lines.extend(warnings.map(|warning| line("warning", warning)));
+    let what = match done.interrupted {
+        true => both("stopped", "已停止"),
+        false => both("done", "完成"),
+    };
+    let total = format!("{} · {}", seconds(done.seconds), done.output.display());
+    let mut lines = vec![line(what, total)];
+    lines.extend(done.warnings.iter().map(|warning| line(WARNING, warning)));
     for (index, next) in done.next.iter().enumerate() {
-        lines.push(line(if index == 0 { "next" } else { "" }, next));
+        lines.push(match index {
+            0 => line(both("next", "下一步"), next),
+            _ => line(NONE, next),
+        });
     }
     lines
 }

@@ -355,6 +355,7 @@ fn the_limit_of_file_sizes_is_named() {
     let line = format!("ulimit -f 100; exec {program} export model --output copy");
     let output = Command::new("sh")
         .args(["-c", &line])
+        .env("LC_ALL", "C")
         .current_dir(site.path(""))
         .output()
         .unwrap();

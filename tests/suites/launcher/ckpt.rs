@@ -21,6 +21,7 @@ struct Answer {
 /// Runs `launcher ckpt LINE` in the site's directory.
 fn ckpt(site: &Site, line: &str) -> Answer {
     let output = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
+        .env("LC_ALL", "C")
         .arg("ckpt")
         .args(line.split_whitespace())
         .current_dir(site.path(""))

@@ -87,6 +87,7 @@ fn a_misplaced_key_is_a_warning_or_refused() {
     let rank = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
         .args(completed(&format!("{line} --output foreign")).split_whitespace())
         .current_dir(site.path(""))
+        .env("LC_ALL", "C")
         .envs(["RANK", "LOCAL_RANK"].map(|name| (name, "0")))
         .envs(["WORLD_SIZE", "LOCAL_WORLD_SIZE"].map(|name| (name, "1")))
         .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")])

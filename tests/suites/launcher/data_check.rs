@@ -7,6 +7,7 @@ use std::process::Command;
 
 fn check(site: &Site, line: &str) -> (Option<i32>, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
+        .env("LC_ALL", "C")
         .args(["data", "check"])
         .args(line.split_whitespace())
         .current_dir(site.path(""))

@@ -16,6 +16,7 @@ mod endings;
 mod families;
 mod faults;
 mod generate;
+mod languages;
 mod memory;
 mod monitoring;
 mod next_lines;

@@ -14,7 +14,11 @@ fn launcher() -> &'static Path {
 
 fn plan(line: &str) -> Output {
     let words = line.split_whitespace();
-    let output = Command::new(launcher()).arg("plan").args(words).output();
+    let output = Command::new(launcher())
+        .env("LC_ALL", "C")
+        .arg("plan")
+        .args(words)
+        .output();
     output.unwrap()
 }
 
@@ -274,6 +278,7 @@ fn check_25_an_export_does_not_load_the_whole_model() {
     model_directory(&golden("minicpm-v-2_6"), &site.path("sizes"), &sizes).unwrap();
     let mut synth = Command::new(launcher());
     synth
+        .env("LC_ALL", "C")
         .current_dir(site.path("."))
         .args("synth --samples 2 --sample-tokens 150 --output big".split(' '))
         .args(["--model-config", "sizes"]);
@@ -284,6 +289,7 @@ fn check_25_an_export_does_not_load_the_whole_model() {
     );
     let export = "export out/checkpoint-1 --merge --output merged";
     let mut child = Command::new(launcher())
+        .env("LC_ALL", "C")
         .current_dir(site.path("."))
         .args(export.split(' '))
         .spawn()

@@ -245,6 +245,7 @@ fn device_memory_that_runs_out_is_traced_to_its_unit() {
     config["device_memory_limit"] = json!(1 << 20);
     fs::write(job.join("config.json"), config.to_string()).unwrap();
     let mut rank = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
+        .env("LC_ALL", "C")
         .current_dir(site.path(""))
         .envs(["RANK", "LOCAL_RANK"].map(|name| (name, "0")))
         .envs(["WORLD_SIZE", "LOCAL_WORLD_SIZE"].map(|name| (name, "1")))
@@ -375,6 +376,7 @@ fn a_checkpoint_of_other_parts_lists_what_differs() {
 
 fn explained(arguments: &[&str]) -> (Option<i32>, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
+        .env("LC_ALL", "C")
         .arg("explain")
         .args(arguments)
         .output()

@@ -217,7 +217,7 @@ mod tests {
                     path: format!("zero_optimization.{name}"),
                     line: 1,
                     value: "auto".to_owned(),
-                    outcome: Outcome::Unused(""),
+                    outcome: Outcome::Unused(crate::lang::both("", "")),
                 };
                 from_hidden_size(&row, &config)
             })

@@ -3,6 +3,7 @@
 //! Existing Hjson crates stop at the first non-ASCII character or skip stray ones, and none gives the lines of keys.
 
 use super::value::{Entry, Fault, MAX_DEPTH, Value, insert};
+use crate::lang::{Text, both, text};
 
 /// Parses one value; anything after it is an error.
 pub(super) fn parse(text: &str) -> Result<Value, Fault> {
@@ -15,7 +16,11 @@ pub(super) fn parse(text: &str) -> Result<Value, Fault> {
     reader.skip()?;
     match reader.peek() {
         None => Ok(value),
-        Some(c) => Err(reader.fault(format!("'{}' after the end", c.escape_debug()))),
+        Some(c) => Err(reader.fault(text!(
+            "'{}' after the end",
+            "结尾之后还有 '{}'",
+            c.escape_debug()
+        ))),
     }
 }
 
@@ -25,7 +30,7 @@ struct Reader<'t> {
 }
 
 impl<'t> Reader<'t> {
-    fn fault(&self, why: impl Into<String>) -> Fault {
+    fn fault(&self, why: impl Into<Text>) -> Fault {
         Fault::new(self.line, why)
     }
 
@@ -61,7 +66,8 @@ impl<'t> Reader<'t> {
                 self.take(end);
             } else if self.rest.starts_with("/*") {
                 let end = self.rest.find("*/");
-                let end = end.ok_or_else(|| self.fault("a comment does not end"))?;
+                let end =
+                    end.ok_or_else(|| self.fault(both("a comment does not end", "注释没有结束")))?;
                 self.take(end + 2);
             } else {
                 return Ok(self.line > before);
@@ -78,7 +84,10 @@ impl<'t> Reader<'t> {
             Some('[') => self.list(depth),
             Some('"') => Ok(Value::Text(self.string()?)),
             Some(_) => self.word(),
-            None => Err(self.fault("the file ends where a value is expected")),
+            None => Err(self.fault(both(
+                "the file ends where a value is expected",
+                "文件在应有值的地方结束",
+            ))),
         }
     }
 
@@ -93,11 +102,14 @@ impl<'t> Reader<'t> {
                 _ => self.bare()?.to_owned(),
             };
             if key.is_empty() {
-                return Err(self.fault("a key is expected here"));
+                return Err(self.fault(both("a key is expected here", "这里应有一个键")));
             }
             self.skip()?;
             if self.next() != Some(':') {
-                return Err(Fault::new(line, format!("no ':' after \"{key}\"")));
+                return Err(Fault::new(
+                    line,
+                    text!("no ':' after \"{key}\"", "\"{key}\" 之后没有 ':'"),
+                ));
             }
             self.skip()?;
             let value = self.value(depth + 1)?;
@@ -121,7 +133,10 @@ impl<'t> Reader<'t> {
     /// Takes `end` if it is the next character.
     fn ends(&mut self, end: char) -> Result<bool, Fault> {
         match self.peek() {
-            None => Err(self.fault(format!("the file ends before '{end}'"))),
+            None => Err(self.fault(text!(
+                "the file ends before '{end}'",
+                "文件在 '{end}' 之前结束"
+            ))),
             Some(c) if c == end => {
                 self.next();
                 Ok(true)
@@ -140,7 +155,7 @@ impl<'t> Reader<'t> {
                 self.skip().map(drop)
             }
             Some(c) if c == end || broken => Ok(()),
-            Some(_) => Err(Fault::new(line, "a comma is missing")),
+            Some(_) => Err(Fault::new(line, both("a comma is missing", "缺少逗号"))),
             None => Ok(()),
         }
     }
@@ -158,13 +173,20 @@ impl<'t> Reader<'t> {
         match Value::plain(word) {
             Value::Text(_) => Err(Fault::new(
                 line,
-                format!("text needs quotes: \"{}\"", Value::Text(word.to_owned())),
+                text!(
+                    "text needs quotes: \"{}\"",
+                    "文本需要引号：\"{}\"",
+                    Value::Text(word.to_owned())
+                ),
             )),
             Value::Null if word != "null" => {
                 let found = self.peek().unwrap_or(' ').escape_debug();
                 Err(Fault::new(
                     line,
-                    format!("'{found}' where a value is expected"),
+                    text!(
+                        "'{found}' where a value is expected",
+                        "应有值的地方出现了 '{found}'"
+                    ),
                 ))
             }
             value => Ok(value),
@@ -173,7 +195,12 @@ impl<'t> Reader<'t> {
 
     fn string(&mut self) -> Result<String, Fault> {
         let line = self.line;
-        let open = || Fault::new(line, "a quoted text does not end");
+        let open = || {
+            Fault::new(
+                line,
+                both("a quoted text does not end", "带引号的文本没有结束"),
+            )
+        };
         self.next();
         let mut text = String::new();
         loop {
@@ -215,7 +242,12 @@ impl<'t> Reader<'t> {
                 // An unpaired surrogate.
                 char::from_u32(code).unwrap_or('\u{fffd}')
             }
-            _ => return Err(self.fault("an unknown escape in a quoted text")),
+            _ => {
+                return Err(self.fault(both(
+                    "an unknown escape in a quoted text",
+                    "带引号的文本中有未知的转义",
+                )));
+            }
         })
     }
 
@@ -226,7 +258,12 @@ impl<'t> Reader<'t> {
             .get(..4)
             .filter(|d| d.bytes().all(|b| b.is_ascii_hexdigit()));
         let code = digits.and_then(|d| u32::from_str_radix(d, 16).ok());
-        let code = code.ok_or_else(|| self.fault("\\u needs four hexadecimal digits"))?;
+        let code = code.ok_or_else(|| {
+            self.fault(both(
+                "\\u needs four hexadecimal digits",
+                "\\\\u 之后需要四位十六进制数",
+            ))
+        })?;
         self.take(4);
         Ok(code)
     }

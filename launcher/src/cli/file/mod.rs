@@ -20,6 +20,7 @@ mod yaml;
 use crate::cli::trainers::{self, Absent, Trainer};
 use crate::cli::{Note, train_args};
 use crate::error::Failure;
+use crate::lang::{Text, both, text};
 use given::Given;
 use report::Report;
 use std::path::{Path, PathBuf};
@@ -39,22 +40,22 @@ pub(crate) struct Loaded {
     /// Keys without effect.
     pub(crate) notes: Vec<Note>,
     /// Warnings, one sentence each.
-    pub(crate) warnings: Vec<String>,
+    pub(crate) warnings: Vec<Text>,
     /// The flags from each file, one line per file.
-    pub(crate) gives: Vec<String>,
+    pub(crate) gives: Vec<Text>,
     /// The recipe's trainer, and the settings that took its defaults, one line each; empty for a recipe of this program.
-    pub(crate) defaults: Vec<String>,
+    pub(crate) defaults: Vec<Text>,
 }
 
 impl Loaded {
     /// Adds to a failure of the resolution which of its flags came from a file.
     pub(crate) fn place(&self, failure: Failure) -> Failure {
-        let named = |line: &&String| {
+        let named = |line: &&Text| {
             let text = failure.to_string();
             let mut flags = line.split(' ').filter(|word| word.starts_with("--"));
             flags.any(|flag| text.contains(flag))
         };
-        let lines: Vec<String> = self.gives.iter().filter(named).cloned().collect();
+        let lines: Vec<Text> = self.gives.iter().filter(named).cloned().collect();
         failure.evidence_lines(lines)
     }
 }
@@ -82,7 +83,11 @@ pub(crate) fn load(typed: &[String]) -> Result<Option<Loaded>, Failure> {
     };
     let mut loaded = loaded.unwrap_or_default();
     loaded.words = words;
-    let gives = format!("{} gives what the line leaves out", path.display());
+    let gives = text!(
+        "{} gives what the line leaves out",
+        "{} 给出了命令行没有给出的设置",
+        path.display()
+    );
     loaded.gives.push(gives);
     Ok(Some(loaded))
 }
@@ -124,10 +129,19 @@ fn fill(parts: &[Part], given: &mut Given) -> Result<Option<(Trainer, Vec<Absent
     let Some(trainer) = trainer else {
         if asked == Some("theirs") {
             return Err(Failure::usage(
-                "--defaults theirs needs a recipe of another trainer",
-                "neither the line nor a file has the keys of one",
+                both(
+                    "--defaults theirs needs a recipe of another trainer",
+                    "--defaults theirs 需要另一个训练器的配方",
+                ),
+                both(
+                    "neither the line nor a file has the keys of one",
+                    "命令行和文件中都没有其他训练器的键",
+                ),
             )
-            .next("name it: --defaults llama-factory"));
+            .next(both(
+                "name it: --defaults llama-factory",
+                "请指明：--defaults llama-factory",
+            )));
         }
         return Ok(None);
     };
@@ -158,16 +172,28 @@ fn fill(parts: &[Part], given: &mut Given) -> Result<Option<(Trainer, Vec<Absent
 }
 
 /// What a run prints about the defaults of a trainer: a table of setting, value and whose it is.
-fn default_lines(trainer: Trainer, rows: &[Absent]) -> Vec<String> {
+fn default_lines(trainer: Trainer, rows: &[Absent]) -> Vec<Text> {
     let name = trainer.name();
-    let mut lines = vec![format!(
-        "a recipe of {name}: absent keys take its defaults; --defaults ours takes this program's"
+    let mut lines = vec![text!(
+        "a recipe of {name}: absent keys take its defaults; --defaults ours takes this program's",
+        "{name} 的配方：未给出的键采用它的默认值；--defaults ours 采用本程序的默认值"
     )];
     let width = |of: fn(&Absent) -> usize| rows.iter().map(of).max().unwrap_or(0).min(32);
     let (flags, values) = (width(|row| row.flag.len()), width(|row| row.value.len()));
-    let row = |row: &Absent| format!("{:<flags$}  {:<values$}  {name}", row.flag, row.value);
+    let row = |row: &Absent| {
+        Text::literal(format_args!(
+            "{:<flags$}  {:<values$}  {name}",
+            row.flag, row.value
+        ))
+    };
     lines.extend(rows.iter().map(row));
-    lines.push("all other settings take this program's defaults".to_owned());
+    lines.push(
+        both(
+            "all other settings take this program's defaults",
+            "其他设置都采用本程序的默认值",
+        )
+        .into(),
+    );
     lines
 }
 
@@ -177,9 +203,19 @@ fn go_through(config: Option<&Path>, given: &mut Given) -> Result<Vec<Part>, Fai
     if let Some(path) = config {
         let file = read::read(path)?;
         if deepspeed::is_deepspeed(&file) {
-            let title = format!("{} is a DeepSpeed configuration", path.display());
-            return Err(Failure::usage(title, "--config reads a file of flags")
-                .next(format!("--deepspeed {}", path.display())));
+            let title = text!(
+                "{} is a DeepSpeed configuration",
+                "{} 是 DeepSpeed 配置",
+                path.display()
+            );
+            return Err(Failure::usage(
+                title,
+                both(
+                    "--config reads a file of flags",
+                    "--config 读取的是参数文件",
+                ),
+            )
+            .next(text!("--deepspeed {}", "--deepspeed {}", path.display())));
         }
         let trainer = match given
             .get("defaults")
@@ -248,7 +284,7 @@ fn deepspeed_part(path: PathBuf, given: &mut Given) -> Result<Part, Failure> {
             let row = choice.keys.first().and_then(row);
             report.errors.push(report::Problem {
                 line: row.map_or(1, |row| row.line),
-                what: format!("{} cannot be used", choice.keys.join(", ")),
+                what: text!("{} cannot be used", "{} 无法使用", choice.keys.join(", ")),
                 why: failure.title,
                 next: None,
             });
@@ -267,9 +303,23 @@ fn check_is_deepspeed(file: &Value, path: &Path) -> Result<(), Failure> {
     if deepspeed::is_deepspeed(file) {
         return Ok(());
     }
-    let title = format!("{} is not a DeepSpeed configuration", path.display());
-    let failure = Failure::usage(title, "it has none of the keys that identify one");
-    Err(failure.next(format!("for a file of flags: --config {}", path.display())))
+    let title = text!(
+        "{} is not a DeepSpeed configuration",
+        "{} 不是 DeepSpeed 配置",
+        path.display()
+    );
+    let failure = Failure::usage(
+        title,
+        both(
+            "it has none of the keys that identify one",
+            "其中没有能表明身份的键",
+        ),
+    );
+    Err(failure.next(text!(
+        "for a file of flags: --config {}",
+        "参数文件请用：--config {}",
+        path.display()
+    )))
 }
 
 /// Command line of the `given` flags, without the files they came from.
@@ -301,14 +351,21 @@ impl Loaded {
         for (reason, names) in report.unused() {
             self.notes.push(Note {
                 flag: format!("{name}: {}", names.join(", ")),
-                reason: reason.to_owned(),
+                reason: reason.into(),
             });
         }
         let warnings = report.warnings.iter();
         self.warnings
             .extend(warnings.map(|warning| warning.sentence(path)));
-        let kind = if *is_deepspeed { "DeepSpeed" } else { "flags" };
+        let kind = if *is_deepspeed {
+            both("DeepSpeed", "DeepSpeed")
+        } else {
+            both("flags", "参数")
+        };
         let given = report.given();
-        self.gives.push(format!("{name} ({kind}) gives {given}"));
+        self.gives.push(text!(
+            "{name} ({kind}) gives {given}",
+            "{name}（{kind}）给出 {given}"
+        ));
     }
 }

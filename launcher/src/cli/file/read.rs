@@ -3,6 +3,7 @@
 use super::value::{Fault, Value};
 use super::{json, toml, yaml};
 use crate::error::{ErrorCode, Failure};
+use crate::lang::{both, text};
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
@@ -16,14 +17,14 @@ const MAX_BYTES: u64 = 1 << 20;
 /// # Errors
 /// The file cannot be read, is too large, or has a syntax error (exit 2, with the line).
 pub(crate) fn read(path: &Path) -> Result<Value, Failure> {
-    let io = |error| Failure::io(ErrorCode::Usage, "read", path, &error);
+    let io = |error| Failure::io(ErrorCode::Usage, both("read", "读取"), path, &error);
     let mut bytes = Vec::new();
     let file = File::open(path).map_err(io)?;
     file.take(MAX_BYTES + 1)
         .read_to_end(&mut bytes)
         .map_err(io)?;
     if bytes.len() as u64 > MAX_BYTES {
-        let why = format!("it is larger than {} KiB", MAX_BYTES >> 10);
+        let why = text!("it is larger than {} KiB", "它大于 {} KiB", MAX_BYTES >> 10);
         return Err(unreadable(path, &Fault::new(1, why)));
     }
     parse_named(&bytes, path)
@@ -40,7 +41,7 @@ pub(super) fn parse(bytes: &[u8], ending: &str) -> Result<Value, Fault> {
     let text = std::str::from_utf8(bytes).map_err(|error| {
         let before = &bytes[..error.valid_up_to()];
         let line = 1 + before.iter().filter(|b| **b == b'\n').count();
-        Fault::new(line, "it is not UTF-8 text")
+        Fault::new(line, both("it is not UTF-8 text", "它不是 UTF-8 文本"))
     })?;
     let value = match &*ending.to_ascii_lowercase() {
         "toml" => toml::parse(text)?,
@@ -51,7 +52,7 @@ pub(super) fn parse(bytes: &[u8], ending: &str) -> Result<Value, Fault> {
     };
     match value {
         Value::Map(_) => Ok(value),
-        _ => Err(Fault::new(1, "it has no keys")),
+        _ => Err(Fault::new(1, both("it has no keys", "它没有键"))),
     }
 }
 
@@ -63,11 +64,23 @@ fn begins_with_brace(text: &str) -> bool {
 
 fn unreadable(path: &Path, fault: &Fault) -> Failure {
     Failure::usage(
-        format!("{} is not a configuration file", path.display()),
+        text!(
+            "{} is not a configuration file",
+            "{} 不是配置文件",
+            path.display()
+        ),
         fault.why.clone(),
     )
-    .evidence(format!("{} line {}", path.display(), fault.line))
-    .next("the formats are JSON (comments and trailing commas are allowed), YAML and TOML")
+    .evidence(text!(
+        "{} line {}",
+        "{} 第 {} 行",
+        path.display(),
+        fault.line
+    ))
+    .next(both(
+        "the formats are JSON (comments and trailing commas are allowed), YAML and TOML",
+        "支持的格式为 JSON（允许注释和末尾逗号）、YAML 和 TOML",
+    ))
 }
 
 #[cfg(test)]

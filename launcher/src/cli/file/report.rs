@@ -2,6 +2,7 @@
 
 use super::value::Entry;
 use crate::error::Failure;
+use crate::lang::{Both, Text, both, text};
 use std::path::Path;
 
 /// Report on a file.
@@ -16,7 +17,7 @@ pub(crate) struct Report {
     /// Keys and values that cannot be honored.
     pub(crate) errors: Vec<Problem>,
     /// Values that contradict flags on the command line, one sentence each.
-    pub(crate) contradictions: Vec<String>,
+    pub(crate) contradictions: Vec<Text>,
 }
 
 /// A key of a file.
@@ -57,19 +58,19 @@ pub(crate) enum Outcome {
     /// `auto`: it follows this flag.
     Auto(&'static str),
     /// No effect, for this reason.
-    Unused(&'static str),
+    Unused(Both),
     /// `auto`: nothing determines it, so this default applies.
     Default(&'static str),
     /// It matches what always happens here.
-    Here(&'static str),
+    Here(Both),
     /// A flag on the command line overrides it.
     Overridden(String),
     /// A comment: the key begins with `_`.
     Comment,
     /// No effect, with a warning.
-    Warning(String),
+    Warning(Text),
     /// It cannot be honored.
-    Refused(String),
+    Refused(Text),
 }
 
 /// A flag that a file gives.
@@ -101,25 +102,29 @@ pub(crate) struct Problem {
     /// Line of the file.
     pub(crate) line: usize,
     /// What is wrong.
-    pub(crate) what: String,
+    pub(crate) what: Text,
     /// Why.
-    pub(crate) why: String,
+    pub(crate) why: Text,
     /// What to do.
-    pub(crate) next: Option<String>,
+    pub(crate) next: Option<Text>,
 }
 
 impl Problem {
     /// The mistake on one line.
-    pub(crate) fn sentence(&self, name: &Path) -> String {
+    pub(crate) fn sentence(&self, name: &Path) -> Text {
         let Self {
             line,
             what,
             why,
             next,
         } = self;
-        let sentence = format!("{} line {line}: {what}: {why}", name.display());
+        let sentence = text!(
+            "{} line {line}: {what}: {why}",
+            "{} 第 {line} 行：{what}：{why}",
+            name.display()
+        );
         match next {
-            Some(next) => format!("{sentence}; {next}"),
+            Some(next) => text!("{sentence}; {next}", "{sentence}；{next}"),
             None => sentence,
         }
     }
@@ -132,8 +137,8 @@ impl Problem {
             next,
         } = self;
         let name = name.display();
-        let failure = Failure::usage(format!("{name}: {what}"), why.clone());
-        let failure = failure.evidence(format!("{name} line {line}"));
+        let failure = Failure::usage(text!("{name}: {what}", "{name}：{what}"), why.clone());
+        let failure = failure.evidence(text!("{name} line {line}", "{name} 第 {line} 行"));
         match next {
             Some(next) => failure.next(next.clone()),
             None => failure,
@@ -149,8 +154,8 @@ impl Report {
     }
 
     /// Keys without effect, grouped by reason.
-    pub(crate) fn unused(&self) -> Vec<(&'static str, Vec<&str>)> {
-        let mut groups: Vec<(&'static str, Vec<&str>)> = Vec::new();
+    pub(crate) fn unused(&self) -> Vec<(Both, Vec<&str>)> {
+        let mut groups: Vec<(Both, Vec<&str>)> = Vec::new();
         for row in &self.rows {
             let Outcome::Unused(reason) = row.outcome else {
                 continue;
@@ -173,23 +178,40 @@ impl Report {
         let shown = name.display();
         if !self.contradictions.is_empty() {
             let failure = Failure::usage(
-                format!("{shown} and the command line contradict each other"),
-                "a flag may replace only the value \"auto\" of the file",
+                text!(
+                    "{shown} and the command line contradict each other",
+                    "{shown} 与命令行互相矛盾"
+                ),
+                both(
+                    "a flag may replace only the value \"auto\" of the file",
+                    "参数只能替换文件中的 \"auto\" 值",
+                ),
             )
             .evidence_lines(self.contradictions.iter().cloned())
             .evidence_lines(problems.iter().map(|problem| problem.sentence(name)));
-            return Err(failure.next("omit these flags, or write \"auto\" in the file"));
+            return Err(failure.next(both(
+                "omit these flags, or write \"auto\" in the file",
+                "请去掉这些参数，或在文件中写 \"auto\"",
+            )));
         }
         match problems[..] {
             [] => Ok(()),
             [one] => Err(one.failure(name)),
             _ => Err(Failure::usage(
-                format!("{shown}: {} keys cannot be used", problems.len()),
-                "each is listed below with its line",
+                text!(
+                    "{shown}: {} keys cannot be used",
+                    "{shown}：有 {} 个键无法使用",
+                    problems.len()
+                ),
+                both(
+                    "each is listed below with its line",
+                    "逐个列在下面，并注明所在的行",
+                ),
             )
             .evidence_lines(problems.iter().map(|problem| problem.sentence(name)))
-            .next(format!(
-                "`launcher explain-config {shown}` shows the file key by key"
+            .next(text!(
+                "`launcher explain-config {shown}` shows the file key by key",
+                "`launcher explain-config {shown}` 会逐键解释该文件"
             ))),
         }
     }

@@ -7,6 +7,7 @@ use super::line;
 use crate::cli::presets;
 use crate::config::{CONFIG_FILE, RunPlan};
 use crate::error::{ErrorCode, Failure, failures, quoted};
+use crate::lang::{both, text};
 use engine::checkpoint;
 use std::path::{Path, PathBuf};
 
@@ -89,10 +90,20 @@ pub(super) fn continued(words: &[String]) -> Result<Option<(Vec<String>, PathBuf
 
 fn unknown(directory: &Path) -> Failure {
     Failure::usage(
-        format!("the settings of {} are not known", directory.display()),
-        format!("neither it nor the directory above has {CONFIG_FILE}"),
+        text!(
+            "the settings of {} are not known",
+            "{} 的设置未知",
+            directory.display()
+        ),
+        text!(
+            "neither it nor the directory above has {CONFIG_FILE}",
+            "它和它的上级目录中都没有 {CONFIG_FILE}"
+        ),
     )
-    .next("add --model DIR and --data FILE, or give a run directory to --resume")
+    .next(both(
+        "add --model DIR and --data FILE, or give a run directory to --resume",
+        "请加上 --model DIR 和 --data FILE，或把运行目录交给 --resume",
+    ))
 }
 
 /// Replaces the run directory after `--resume` by what it stands for: the latest checkpoint in it.
@@ -108,11 +119,17 @@ fn point_at_latest(given: &mut Given, run: &Path, output: Option<&Path>) -> Resu
         given.add("resume", "auto", "");
         return Ok(());
     }
-    let doing = format!("resume {}", run.display());
+    let doing = text!("resume {}", "从 {} 继续", run.display());
     let latest = checkpoint::find_latest(run).map_err(|e| failures::checkpoint(&doing, &e))?;
     let Some(latest) = latest else {
-        let title = format!("cannot {doing}: it has no checkpoint");
-        let cause = "--output names another directory, so the run cannot start again in its own";
+        let title = text!(
+            "cannot {doing}: it has no checkpoint",
+            "无法{doing}：其中没有检查点"
+        );
+        let cause = both(
+            "--output names another directory, so the run cannot start again in its own",
+            "--output 指定了另一个目录，因此运行无法在自己的目录中重新开始",
+        );
         return Err(Failure::new(ErrorCode::Resume, title, cause).next(format!(
             "launcher --resume {}",
             quoted(&run.display().to_string())

@@ -42,7 +42,7 @@ fn absent_keys_of_a_file_take_the_defaults_of_its_trainer() {
         (Some(0.0), Some(0.999))
     );
     assert_eq!((args.learning_rate, args.precision), (Some(1e-4), None));
-    let table = loaded.defaults.join("\n");
+    let table = Text::join(&loaded.defaults, "\n");
     assert!(table.contains("a recipe of LLaMA-Factory"), "{table}");
     assert!(
         table.contains("lora-alpha") && !table.contains("learning-rate"),

@@ -1,6 +1,7 @@
 //! TOML parser.
 
 use super::value::{Entry, Fault, MAX_DEPTH, Value, insert};
+use crate::lang::both;
 use toml::de::{DeTable, DeValue};
 
 /// Parses a document.
@@ -51,11 +52,16 @@ fn one(
         }
         DeValue::Integer(number) => match i64::from_str_radix(number.as_str(), number.radix()) {
             Ok(number) => Value::Number(number.to_string()),
-            Err(_) => return Err(Fault::new(line, "a number is too large")),
+            Err(_) => return Err(Fault::new(line, both("a number is too large", "数值过大"))),
         },
         DeValue::Float(number) => match Value::plain(number.as_str()) {
             number @ Value::Number(_) => number,
-            _ => return Err(Fault::new(line, "a number must be finite")),
+            _ => {
+                return Err(Fault::new(
+                    line,
+                    both("a number must be finite", "数值必须是有限的"),
+                ));
+            }
         },
         DeValue::Boolean(value) => Value::Bool(*value),
         DeValue::Datetime(time) => Value::Text(time.to_string()),

@@ -9,6 +9,7 @@ use crate::cli::trainers::{
 };
 use crate::cli::{FileKey, OTHER_REPORT, file_key, without_other_reports};
 use crate::config::TemplateChoice;
+use crate::lang::{Both, Text, both, text};
 use clap::ValueEnum;
 
 /// Sections: name, and the keys that are not flags; `None` where keys are those of the top level.
@@ -77,7 +78,9 @@ fn take(
             .or_else(|| meaning(trainer, &name).filter(|_| !is_flag(&name))),
     };
     let outcome = match (found, section) {
-        _ if entry.value == Value::Null => Outcome::Here("nothing is set"),
+        _ if entry.value == Value::Null => {
+            Outcome::Here(both("nothing is set", "没有设定任何内容"))
+        }
         (Some(meaning), _) => effect(meaning, entry, &path, given, report),
         (None, None) => flag(entry, &name, &path, given, report),
         (None, Some(keys)) => {
@@ -100,7 +103,7 @@ fn effect(
     report: &mut Report,
 ) -> Outcome {
     if let Meaning::Unused(reason) = meaning {
-        return Outcome::Unused(reason);
+        return Outcome::Unused(*reason);
     }
     let Some(text) = written(&entry.value) else {
         return refuse_section(entry, path, report);
@@ -119,12 +122,18 @@ fn flag(entry: &Entry, name: &str, path: &str, given: &Given, report: &mut Repor
         FileKey::Flag(flag) if flag == "config" => refuse(
             entry,
             path,
-            "a configuration file cannot include another one",
+            both(
+                "a configuration file cannot include another one",
+                "配置文件不能包含另一个配置文件",
+            ),
             None,
             report,
         ),
         FileKey::Flag(flag) if flag == "template" && !is_template(&entry.value) => {
-            Outcome::Unused("the chat template of the model directory is used")
+            Outcome::Unused(both(
+                "the chat template of the model directory is used",
+                "使用模型目录中的对话模板",
+            ))
         }
         FileKey::Flag(flag) if flag == "report-to" => {
             match written(&entry.value).map(|value| without_other_reports(&value)) {
@@ -178,8 +187,14 @@ fn choose(
         if first.value == value {
             return Outcome::Flag(flag.to_owned());
         }
-        let why = format!("{} says {}", first.keys.join(", "), first.value);
-        return refuse(entry, path, &why, Some("keep one of them"), report);
+        let why = text!("{} says {}", "{} 为 {}", first.keys.join(", "), first.value);
+        return refuse(
+            entry,
+            path,
+            why,
+            Some(both("keep one of them", "请只保留其中一个")),
+            report,
+        );
     }
     // 3e3 steps are written as 3000.
     let whole = entry.value.as_u64().map(|whole| whole.to_string());
@@ -198,13 +213,13 @@ fn choose(
             Err(error) => failure = failure.or(Some(error.title)),
         }
     }
-    refuse(entry, path, &failure.unwrap_or_default(), None, report)
+    refuse(entry, path, failure.unwrap_or_default(), None, report)
 }
 
 fn only(
     neutral: &[&str],
-    reason: &'static str,
-    next: Option<&str>,
+    reason: Both,
+    next: Option<Both>,
     entry: &Entry,
     path: &str,
     report: &mut Report,
@@ -217,35 +232,43 @@ fn only(
 }
 
 fn refuse_section(entry: &Entry, path: &str, report: &mut Report) -> Outcome {
-    let reason = "it must be one value, not a section";
+    let reason = both(
+        "it must be one value, not a section",
+        "它必须是一个值，而不是一节",
+    );
     refuse(entry, path, reason, None, report)
 }
 
 fn refuse(
     entry: &Entry,
     path: &str,
-    why: &str,
-    next: Option<&str>,
+    why: impl Into<Text>,
+    next: Option<Both>,
     report: &mut Report,
 ) -> Outcome {
+    let why = why.into();
     report.errors.push(Problem {
         line: entry.line,
-        what: format!("{path} {} is not available", entry.value),
-        why: why.to_owned(),
-        next: next.map(str::to_owned),
+        what: text!(
+            "{path} {} is not available",
+            "{path} {} 不可用",
+            entry.value
+        ),
+        why: why.clone(),
+        next: next.map(Text::from),
     });
-    Outcome::Refused(why.to_owned())
+    Outcome::Refused(why)
 }
 
 fn unknown(entry: &Entry, path: &str, near: Option<&str>, report: &mut Report) -> Outcome {
-    let why = "no flag has this name";
+    let why = both("no flag has this name", "没有这个名称的参数");
     report.errors.push(Problem {
         line: entry.line,
-        what: format!("\"{path}\" is not known"),
-        why: why.to_owned(),
-        next: near.map(|near| format!("did you mean {near}?")),
+        what: text!("\"{path}\" is not known", "未知的键 \"{path}\""),
+        why: why.into(),
+        next: near.map(|near| text!("did you mean {near}?", "您是否想用 {near}？")),
     });
-    Outcome::Refused(why.to_owned())
+    Outcome::Refused(why.into())
 }
 
 /// Drops the file's accumulation if the global batch and the micro-batch are given, since it follows from them.

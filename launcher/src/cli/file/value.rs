@@ -1,5 +1,6 @@
 //! Values of a configuration file, for every file format.
 
+use crate::lang::{Text, text};
 use std::fmt;
 
 /// Maximal nesting depth of lists and maps.
@@ -41,31 +42,42 @@ pub(crate) struct Fault {
     /// Line of the file, from 1.
     pub(crate) line: usize,
     /// What is wrong.
-    pub(crate) why: String,
+    pub(crate) why: Text,
 }
 
 impl Fault {
-    pub(super) fn new(line: usize, why: impl Into<String>) -> Self {
+    pub(super) fn new(line: usize, why: impl Into<Text>) -> Self {
         let why = why.into();
         Self { line, why }
     }
 
     pub(super) fn too_deep(line: usize) -> Self {
-        Self::new(line, format!("nested deeper than {MAX_DEPTH} levels"))
+        Self::new(
+            line,
+            text!(
+                "nested deeper than {MAX_DEPTH} levels",
+                "嵌套超过 {MAX_DEPTH} 层"
+            ),
+        )
     }
 }
 
 /// Adds an entry to a map; an error if the map has the key.
 pub(super) fn insert(map: &mut Vec<Entry>, entry: Entry) -> Result<(), Fault> {
     if map.len() == MAX_KEYS {
-        return Err(Fault::new(entry.line, format!("more than {MAX_KEYS} keys")));
+        return Err(Fault::new(
+            entry.line,
+            text!("more than {MAX_KEYS} keys", "超过 {MAX_KEYS} 个键"),
+        ));
     }
     match map.iter().find(|known| known.key == entry.key) {
         Some(first) => Err(Fault::new(
             entry.line,
-            format!(
+            text!(
                 "\"{}\" is given twice, first in line {}",
-                entry.key, first.line
+                "\"{}\" 给出了两次，第一次在第 {} 行",
+                entry.key,
+                first.line
             ),
         )),
         None => {

@@ -1,6 +1,7 @@
 //! YAML parser for one document without anchors, aliases and tags.
 
 use super::value::{Entry, Fault, MAX_DEPTH, Value, insert};
+use crate::lang::both;
 use saphyr_parser::{Event, Parser, ScalarStyle, ScanError};
 
 /// Parses one document; an empty one is an empty map.
@@ -19,7 +20,10 @@ pub(super) fn parse(text: &str) -> Result<Value, Fault> {
             | Event::Alias(_) => {
                 return Err(Fault::new(
                     line,
-                    "anchors, aliases and tags are not available",
+                    both(
+                        "anchors, aliases and tags are not available",
+                        "不支持锚点、别名和标签",
+                    ),
                 ));
             }
             _ => {}
@@ -31,7 +35,10 @@ pub(super) fn parse(text: &str) -> Result<Value, Fault> {
             Event::MappingStart(..) => tree.open(Open::Map(Vec::new(), None), line)?,
             Event::SequenceEnd | Event::MappingEnd => tree.close()?,
             Event::DocumentStart(_) if tree.document.is_some() => {
-                return Err(Fault::new(line, "a second document"));
+                return Err(Fault::new(
+                    line,
+                    both("a second document", "出现了第二个文档"),
+                ));
             }
             _ => {}
         }
@@ -86,7 +93,10 @@ impl Tree {
                 Some((key, line)) => insert(entries, Entry { key, line, value })?,
                 None => match value {
                     Value::List(_) | Value::Map(_) => {
-                        return Err(Fault::new(line, "a key must be a word"));
+                        return Err(Fault::new(
+                            line,
+                            both("a key must be a word", "键必须是一个词"),
+                        ));
                     }
                     Value::Text(key) => *waiting = Some((key, line)),
                     key => *waiting = Some((key.to_string(), line)),

@@ -5,6 +5,7 @@ use crate::cli::Args;
 use crate::config::defaults::{self, Defaults};
 use crate::config::{BatchConfig, Recompute};
 use crate::error::Failure;
+use crate::lang::{Text, both, text};
 use crate::rank_env::Env;
 
 /// Resolves the flags of batches.
@@ -34,15 +35,27 @@ pub(super) fn resolve(
         ("--limit", args.limit),
     ];
     if let Some((flag, _)) = given.iter().find(|(_, value)| *value == Some(0)) {
-        return Err(out_of_range(&format!("{flag} 0"), "must be at least 1"));
+        return Err(out_of_range(
+            &format!("{flag} 0"),
+            both("must be at least 1", "必须至少为 1"),
+        ));
     }
     let find_batch = args.find_batch.unwrap_or(false);
     if find_batch && args.per_device_train_batch_size.is_some() {
         return Err(Failure::usage(
-            "--find-batch and --per-device-train-batch-size contradict each other",
-            "--find-batch searches for the value of the other flag",
+            both(
+                "--find-batch and --per-device-train-batch-size contradict each other",
+                "--find-batch 与 --per-device-train-batch-size 互相矛盾",
+            ),
+            both(
+                "--find-batch searches for the value of the other flag",
+                "--find-batch 搜索的正是另一个参数的值",
+            ),
         )
-        .next("keep one of them; --global-batch-size limits the result of the search"));
+        .next(both(
+            "keep one of them; --global-batch-size limits the result of the search",
+            "请只保留其中一个；--global-batch-size 可限制搜索的结果",
+        )));
     }
     let image_max_pixels = args.image_max_pixels.or(env.max_pixels);
     let image_min_pixels = args.image_min_pixels.or(env.min_pixels);
@@ -51,7 +64,10 @@ pub(super) fn resolve(
     {
         return Err(out_of_range(
             &format!("--image-min-pixels {least}"),
-            &format!("must be at most --image-max-pixels, which is {most}"),
+            text!(
+                "must be at most --image-max-pixels, which is {most}",
+                "必须不大于 --image-max-pixels，即 {most}"
+            ),
         ));
     }
     let (micro_batch, accumulation_steps) = sizes(args, defaults, world_size)?;
@@ -95,16 +111,15 @@ fn sizes(args: &Args, defaults: &Defaults, world_size: usize) -> Result<(usize, 
             Ok((micro, accumulation))
         }
         (Some(micro), Some(accumulation)) => Err(Failure::usage(
-            "the batch sizes contradict each other",
-            format!(
-                "{micro} per rank x {accumulation} accumulated x {world_size} ranks = {}, not --global-batch-size {global}",
+            both("the batch sizes contradict each other", "各批大小互相矛盾"),
+            text!("{micro} per rank x {accumulation} accumulated x {world_size} ranks = {}, not --global-batch-size {global}", "每个 rank {micro} x 累积 {accumulation} 次 x {world_size} 个 rank = {}，而不是 --global-batch-size {global}",
                 micro * accumulation * world_size
             ),
         )
-        .next("give two of the three; the third is computed")),
+        .next(both("give two of the three; the third is computed", "请给出三者中的两个；第三个由程序计算"))),
         (None, Some(accumulation)) => Ok((
             divided(global, accumulation * world_size, || {
-                format!("{accumulation} accumulated x {world_size} ranks")
+                text!("{accumulation} accumulated x {world_size} ranks", "累积 {accumulation} 次 x {world_size} 个 rank")
             })?,
             accumulation,
         )),
@@ -113,26 +128,33 @@ fn sizes(args: &Args, defaults: &Defaults, world_size: usize) -> Result<(usize, 
             let each = |micro: usize| global.is_multiple_of(micro * world_size).then_some(micro);
             let micro = micro.unwrap_or_else(|| each(defaults.micro_batch).unwrap_or(1));
             let steps = divided(global, micro * world_size, || {
-                format!("{micro} per rank x {world_size} ranks")
+                text!("{micro} per rank x {world_size} ranks", "每个 rank {micro} x {world_size} 个 rank")
             })?;
             Ok((micro, steps))
         }
     }
 }
 
-fn divided(global: usize, by: usize, what: impl Fn() -> String) -> Result<usize, Failure> {
+fn divided(global: usize, by: usize, what: impl Fn() -> Text) -> Result<usize, Failure> {
     if global.is_multiple_of(by) {
         return Ok(global / by);
     }
     let below = global / by * by;
     let near = if below > 0 {
-        format!("{below} or {}", below + by)
+        text!("{below} or {}", "{below} 或 {}", below + by)
     } else {
-        by.to_string()
+        Text::literal(by)
     };
     Err(Failure::usage(
-        format!("--global-batch-size {global} cannot be divided"),
-        format!("{global} is not a multiple of {} = {by} samples", what()),
+        text!(
+            "--global-batch-size {global} cannot be divided",
+            "--global-batch-size {global} 无法整除"
+        ),
+        text!(
+            "{global} is not a multiple of {} = {by} samples",
+            "{global} 不是 {} = {by} 个样本的整数倍",
+            what()
+        ),
     )
     .next(format!("--global-batch-size {near}")))
 }
@@ -146,13 +168,12 @@ pub(super) fn recompute(args: &Args) -> Result<Recompute, Failure> {
         // Some towers that recompute are a kind of gradient checkpointing.
         (Some(asked), Some(meant)) if (asked == Recompute::NONE) != (meant == Recompute::NONE) => {
             Err(Failure::usage(
-                format!(
-                    "--checkpoint-activations {asked} and --gradient-checkpointing {} contradict each other",
+                text!("--checkpoint-activations {asked} and --gradient-checkpointing {} contradict each other", "--checkpoint-activations {asked} 与 --gradient-checkpointing {} 互相矛盾",
                     meant == Recompute::ALL
                 ),
-                "both select the activations that are recomputed",
+                both("both select the activations that are recomputed", "两者都选择要重算的激活"),
             )
-            .next("keep one of them"))
+            .next(both("keep one of them", "请只保留其中一个")))
         }
         (asked, meant) => Ok(asked.or(meant).unwrap_or(Recompute::ALL)),
     }
@@ -164,15 +185,24 @@ pub(super) fn num_layers(args: &Args) -> Result<usize, Failure> {
     if layers == 0 {
         return Err(out_of_range(
             "--checkpoint-num-layers 0",
-            "must be at least 1",
+            both("must be at least 1", "必须至少为 1"),
         ));
     }
     if layers > 1 && recompute(args)? == Recompute::NONE {
         return Err(Failure::usage(
-            format!("--checkpoint-num-layers {layers} has nothing to act on"),
-            "no tower recomputes activations in backward",
+            text!(
+                "--checkpoint-num-layers {layers} has nothing to act on",
+                "--checkpoint-num-layers {layers} 没有作用对象"
+            ),
+            both(
+                "no tower recomputes activations in backward",
+                "没有任何部分在反向传播中重算激活",
+            ),
         )
-        .next("--checkpoint-activations all, or omit --checkpoint-num-layers"));
+        .next(both(
+            "--checkpoint-activations all, or omit --checkpoint-num-layers",
+            "请使用 --checkpoint-activations all，或去掉 --checkpoint-num-layers",
+        )));
     }
     Ok(layers)
 }

@@ -4,6 +4,7 @@ mod batch;
 mod numbers;
 mod trainable;
 
+use crate::lang::{Both, Text, both, text};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -65,7 +66,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         ("eval-data", &args.eval_data, &args.eval_dataset),
     ] {
         if path.is_some() && names.is_some() {
-            let reason = format!("--{flag} gives the samples");
+            let reason = text!("--{flag} gives the samples", "样本已由 --{flag} 指定");
             notes.push(note(
                 if flag == "data" {
                     "--dataset"
@@ -79,10 +80,16 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
     let world_size = world_size(args, env, &chosen.gpus)?;
     if world_size > MAX_RANKS {
         let what = match args.nproc {
-            Some(asked) if asked == world_size => format!("--nproc {asked}"),
-            _ => format!("a world of {world_size} ranks"),
+            Some(asked) if asked == world_size => Text::literal(format_args!("--nproc {asked}")),
+            _ => text!(
+                "a world of {world_size} ranks",
+                "world size 为 {world_size}"
+            ),
         };
-        let why = format!("a run has at most {MAX_RANKS} ranks over all machines");
+        let why = text!(
+            "a run has at most {MAX_RANKS} ranks over all machines",
+            "一次运行在所有机器上最多有 {MAX_RANKS} 个 rank"
+        );
         return Err(out_of_range(&what, &why));
     }
     let (output, output_is_explicit) = output(args, env, &source)?;
@@ -138,7 +145,10 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
             Some(0) => {
                 return Err(out_of_range(
                     "--save-total-limit 0",
-                    "at least 1 checkpoint must be kept",
+                    both(
+                        "at least 1 checkpoint must be kept",
+                        "至少要保留 1 个检查点",
+                    ),
                 ));
             }
             None if args.save_steps.is_none() && args.save_strategy.is_none() => {
@@ -176,9 +186,12 @@ fn shard_group(args: &Args, world_size: usize) -> Result<Option<usize>, Failure>
         return Ok(None);
     };
     let why = if ranks == 0 || !world_size.is_multiple_of(ranks) {
-        format!("it must divide the number of ranks, which is {world_size}")
+        text!(
+            "it must divide the number of ranks, which is {world_size}",
+            "它必须整除 rank 数 {world_size}"
+        )
     } else if args.zero == Some(0) && ranks < world_size {
-        "nothing is sharded at --zero 0".to_owned()
+        both("nothing is sharded at --zero 0", "--zero 0 时不做任何分片").into()
     } else {
         return Ok((ranks < world_size).then_some(ranks));
     };
@@ -197,7 +210,10 @@ fn trace_steps(args: &Args) -> Result<Option<std::ops::Range<u64>>, Failure> {
     steps.map(Some).ok_or_else(|| {
         out_of_range(
             &format!("--trace-steps {text}"),
-            "must be a half-open range of steps such as 3..5; steps count from 1",
+            both(
+                "must be a half-open range of steps such as 3..5; steps count from 1",
+                "必须是半开的步区间，例如 3..5；步从 1 开始计数",
+            ),
         )
     })
 }
@@ -206,18 +222,25 @@ fn elastic(args: &Args) -> Result<bool, Failure> {
     let elastic = args.elastic.unwrap_or(false);
     if elastic && args.max_restarts.unwrap_or(0) == 0 {
         return Err(Failure::usage(
-            "--elastic needs --max-restarts",
-            "it sets the number of ranks of a restarted run, but no restart is allowed",
+            both(
+                "--elastic needs --max-restarts",
+                "--elastic 需要 --max-restarts",
+            ),
+            both(
+                "it sets the number of ranks of a restarted run, but no restart is allowed",
+                "它决定重新启动后的 rank 数，但当前不允许重新启动",
+            ),
         )
-        .next("add --max-restarts N"));
+        .next(both("add --max-restarts N", "请加上 --max-restarts N")));
     }
     Ok(elastic)
 }
 
 fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
-    let needs = |flag: &str, other: &str, why: &str| {
-        Failure::usage(format!("{flag} needs {other}"), why).next(format!(
-            "add {other}, or omit {flag} to train the built-in demo"
+    let needs = |flag: &str, other: Text, why: Both| {
+        Failure::usage(text!("{flag} needs {other}", "{flag} 需要 {other}"), why).next(text!(
+            "add {other}, or omit {flag} to train the built-in demo",
+            "请加上 {other}，或去掉 {flag} 以训练内置的演示"
         ))
     };
     let samples = |given: &Option<PathBuf>, names: &Option<String>| {
@@ -238,14 +261,18 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
         }),
         (Some(_), None) => Err(needs(
             "--model",
-            "--data",
-            "the model has no data to train on",
+            Text::literal("--data"),
+            both("the model has no data to train on", "模型没有可训练的数据"),
         )),
-        (None, Some(_)) => Err(needs("--data", "--model", "the demo has its own images")),
+        (None, Some(_)) => Err(needs(
+            "--data",
+            Text::literal("--model"),
+            both("the demo has its own images", "演示有自己的图片"),
+        )),
         (None, None) if eval_data.is_some() => Err(needs(
             "--eval-data",
-            "--model and --data",
-            "the demo has its own images",
+            both("--model and --data", "--model 和 --data").into(),
+            both("the demo has its own images", "演示有自己的图片"),
         )),
         (None, None) => Ok(Source::Demo {
             directory: crate::config::demo::directory_in(&env.cache_dir),
@@ -289,7 +316,10 @@ fn optimizer_in_backward(args: &Args, on_gpu: bool, notes: &mut Vec<Note>) -> Op
     if !on_gpu || matches!(asked, OptimizerInBackward::Auto | OptimizerInBackward::Off) {
         return asked;
     }
-    let reason = "states in GPU memory are updated there, after the pass";
+    let reason = both(
+        "states in GPU memory are updated there, after the pass",
+        "显存中的状态在 GPU 上更新，在反向传播之后进行",
+    );
     notes.push(note("--optimizer-in-backward", reason));
     OptimizerInBackward::Off
 }
@@ -303,8 +333,11 @@ fn offload(args: &Args, device: Device, notes: &mut Vec<Note>) -> Result<Offload
     let steps = device != Device::Cuda || stored == PureBf16Weights::Stochastic;
     if !steps && offload.optimizer == Tier::None {
         offload.optimizer = Tier::Cpu;
-        let reason = "this rounding runs on the host, so gradients and optimizer states must be in host memory";
-        notes.push(note("--offload none for the optimizer", reason));
+        let reason = both(
+            "this rounding runs on the host, so gradients and optimizer states must be in host memory",
+            "这种舍入在主机上进行，因此梯度和优化器状态必须在主机内存中",
+        );
+        notes.push(note("--offload none", reason));
     }
     Ok(offload)
 }
@@ -316,28 +349,47 @@ fn world_size(args: &Args, env: &Env, gpus: &[RunGpu]) -> Result<usize, Failure>
         count => count,
     };
     if args.nproc == Some(0) {
-        return Err(out_of_range("--nproc 0", "at least 1 rank is needed"));
+        return Err(out_of_range(
+            "--nproc 0",
+            both("at least 1 rank is needed", "至少需要 1 个 rank"),
+        ));
     }
     if let Some(node) = &env.node {
         return match (args.nproc, &node.ranks) {
             (Some(asked), Some((name, told))) if asked != *told => Err(Failure::usage(
-                format!("--nproc {asked} and {name}={told} contradict each other"),
-                "both set the number of ranks on each machine",
+                text!(
+                    "--nproc {asked} and {name}={told} contradict each other",
+                    "--nproc {asked} 与 {name}={told} 互相矛盾"
+                ),
+                both(
+                    "both set the number of ranks on each machine",
+                    "两者都设定每台机器上的 rank 数",
+                ),
             )
-            .next(format!("omit --nproc, or unset {name}"))),
+            .next(text!(
+                "omit --nproc, or unset {name}",
+                "请去掉 --nproc，或取消设置 {name}"
+            ))),
             (asked, _) => Ok(node.share(asked.unwrap_or(default)).2),
         };
     }
     let started = env.rank.as_ref().map(|rank| rank.world_size);
     match (args.nproc, started) {
         (Some(asked), Some(world)) if asked != world => Err(Failure::usage(
-            format!(
-                "--nproc {asked} and the {world} ranks of the environment contradict each other"
+            text!(
+                "--nproc {asked} and the {world} ranks of the environment contradict each other",
+                "--nproc {asked} 与环境中的 {world} 个 rank 互相矛盾"
             ),
-            "the ranks were started by another launcher",
+            both(
+                "the ranks were started by another launcher",
+                "这些 rank 由另一个启动器启动",
+            ),
         )
-        .next("omit --nproc")
-        .next("--rank-is node, if each started process represents a machine")),
+        .next(both("omit --nproc", "请去掉 --nproc"))
+        .next(both(
+            "--rank-is node, if each started process represents a machine",
+            "如果每个已启动的进程代表一台机器，请使用 --rank-is node",
+        ))),
         (asked, started) => Ok(started.or(asked).unwrap_or(default)),
     }
 }
@@ -369,10 +421,13 @@ fn output(args: &Args, env: &Env, source: &Source) -> Result<(PathBuf, bool), Fa
     }
     if env.rank.is_some() || env.node.as_ref().is_some_and(|node| node.nodes > 1) {
         return Err(Failure::usage(
-            "--output is missing",
-            "ranks that another launcher starts need a common directory",
+            both("--output is missing", "缺少 --output"),
+            both(
+                "ranks that another launcher starts need a common directory",
+                "由其他启动器启动的 rank 需要一个共同的目录",
+            ),
         )
-        .next("add --output DIR"));
+        .next(both("add --output DIR", "请加上 --output DIR")));
     }
     let name = match source {
         Source::Demo { .. } => "demo".into(),
@@ -388,10 +443,13 @@ fn precision(args: &Args, defaults: &Defaults) -> Result<PrecisionChoice, Failur
     use PrecisionChoice as P;
     let contradiction = |one: String, other: String| {
         Err(Failure::usage(
-            format!("{one} and {other} contradict each other"),
-            "both set the number format",
+            text!(
+                "{one} and {other} contradict each other",
+                "{one} 与 {other} 互相矛盾"
+            ),
+            both("both set the number format", "两者都设定数值格式"),
         )
-        .next("keep one of them"))
+        .next(both("keep one of them", "请只保留其中一个")))
     };
     let meant = match (args.bf16, args.fp16) {
         (Some(true), Some(true)) => {
@@ -432,11 +490,17 @@ fn length(args: &Args, defaults: &Defaults, notes: &mut Vec<Note>) -> Result<Len
     match (steps, args.num_train_epochs) {
         (Some(0), _) => Err(out_of_range(
             "--max-steps 0",
-            "at least 1 step, or -1 to count epochs",
+            both(
+                "at least 1 step, or -1 to count epochs",
+                "至少 1 步，或用 -1 表示按 epoch 计数",
+            ),
         )),
         (Some(steps), epochs) => {
             if epochs.is_some() {
-                notes.push(note("--num-train-epochs", "--max-steps is given"));
+                notes.push(note(
+                    "--num-train-epochs",
+                    both("--max-steps is given", "已给出 --max-steps"),
+                ));
             }
             Ok(Length::Steps(steps.unsigned_abs()))
         }
@@ -456,13 +520,20 @@ fn optimizer(
     let scheduler = args.lr_scheduler_type.unwrap_or(defaults.scheduler);
     if args.lr_scheduler_kwargs.is_some() && !scheduler.takes_arguments() {
         return Err(Failure::usage(
-            format!(
+            text!(
                 "--lr-scheduler-kwargs has no meaning for --lr-scheduler-type {}",
+                "--lr-scheduler-kwargs 对 --lr-scheduler-type {} 没有意义",
                 value_name(scheduler)
             ),
-            "only warmup_lr, warmup_decay_lr and warmup_cosine_lr take arguments",
+            both(
+                "only warmup_lr, warmup_decay_lr and warmup_cosine_lr take arguments",
+                "只有 warmup_lr、warmup_decay_lr 和 warmup_cosine_lr 接受这些参数",
+            ),
         )
-        .next("omit it, or choose one of these schedules"));
+        .next(both(
+            "omit it, or choose one of these schedules",
+            "请去掉它，或选择其中一种调度",
+        )));
     }
     let optimizer = OptimizerConfig {
         learning_rate: args
@@ -513,7 +584,10 @@ fn warmup(args: &Args, defaults: &Defaults, notes: &mut Vec<Note>) -> Warmup {
     });
     match (steps, args.warmup_ratio) {
         (Some(steps), Some(_)) if steps != Warmup::Steps(0) => {
-            notes.push(note("--warmup-ratio", "--warmup-steps is given"));
+            notes.push(note(
+                "--warmup-ratio",
+                both("--warmup-steps is given", "已给出 --warmup-steps"),
+            ));
             steps
         }
         (_, Some(ratio)) => Warmup::Ratio(ratio),
@@ -543,7 +617,7 @@ fn eval(args: &Args, source: &Source, notes: &mut Vec<Note>) -> Result<Cadence, 
     {
         notes.push(note(
             "--eval-steps/--eval-strategy",
-            "no --eval-data is given",
+            both("no --eval-data is given", "没有给出 --eval-data"),
         ));
     }
     Ok(if has_data { cadence } else { Cadence::Never })
@@ -558,11 +632,20 @@ fn cadence(
 ) -> Result<Cadence, Failure> {
     let flag = format!("--{name}-steps");
     if steps == Some(Every::Steps(0)) {
-        return Err(out_of_range(&format!("{flag} 0"), "must be at least 1")
-            .next(format!("--{name}-strategy no")));
+        return Err(out_of_range(
+            &format!("{flag} 0"),
+            both("must be at least 1", "必须至少为 1"),
+        )
+        .next(format!("--{name}-strategy no")));
     }
     if steps.is_some() && matches!(strategy, Some(Strategy::No | Strategy::Epoch)) {
-        notes.push(note(&flag, &format!("--{name}-strategy takes precedence")));
+        notes.push(note(
+            &flag,
+            text!(
+                "--{name}-strategy takes precedence",
+                "以 --{name}-strategy 为准"
+            ),
+        ));
     }
     Ok(match (strategy, steps) {
         (Some(Strategy::No), _) => Cadence::Never,
@@ -581,25 +664,36 @@ fn resume(args: &Args) -> Result<Resume, Failure> {
     match args.resume.as_deref() {
         None | Some("false") => Ok(Resume::No),
         Some("auto") if args.output.is_none() => Err(Failure::usage(
-            "--resume auto needs --output",
-            "it continues from the latest checkpoint in that directory",
+            both(
+                "--resume auto needs --output",
+                "--resume auto 需要 --output",
+            ),
+            both(
+                "it continues from the latest checkpoint in that directory",
+                "它从该目录中最近的检查点继续",
+            ),
         )
-        .next("add --output DIR, or give the run itself: --resume DIR")),
+        .next(both(
+            "add --output DIR, or give the run itself: --resume DIR",
+            "请加上 --output DIR，或直接指定那次运行：--resume DIR",
+        ))),
         Some("auto") => Ok(Resume::Latest),
         Some(path) => Ok(Resume::From(absolute(Path::new(path))?)),
     }
 }
 
-pub(super) fn note(flag: &str, reason: &str) -> Note {
+pub(super) fn note(flag: &str, reason: impl Into<Text>) -> Note {
     Note {
         flag: flag.to_string(),
-        reason: reason.to_string(),
+        reason: reason.into(),
     }
 }
 
-pub(super) fn out_of_range(what: &str, why: &str) -> Failure {
-    Failure::usage(format!("{what} is out of range"), why)
-        .next("`launcher --help-all` lists every flag with the values it takes")
+pub(super) fn out_of_range(what: &str, why: impl Into<Text>) -> Failure {
+    Failure::usage(text!("{what} is out of range", "{what} 超出范围"), why).next(both(
+        "`launcher --help-all` lists every flag with the values it takes",
+        "`launcher --help-all` 会列出每个参数及其可取的值",
+    ))
 }
 
 pub(super) fn positive(flag: &str, value: f64) -> Result<(), Failure> {
@@ -608,7 +702,7 @@ pub(super) fn positive(flag: &str, value: f64) -> Result<(), Failure> {
     }
     Err(out_of_range(
         &format!("{flag} {value}"),
-        "must be a number above 0",
+        both("must be a number above 0", "必须是大于 0 的数"),
     ))
 }
 
@@ -617,19 +711,22 @@ pub(super) fn within(flag: &str, value: f64, low: f64, high: f64) -> Result<(), 
         return Ok(());
     }
     let range = if high == f64::MAX {
-        format!("at least {low}")
+        text!("at least {low}", "至少为 {low}")
     } else {
-        format!("in {low}..1")
+        text!("in {low}..1", "在 {low}..1 之内")
     };
     Err(out_of_range(
         &format!("{flag} {value}"),
-        &format!("must be {range}"),
+        text!("must be {range}", "必须{range}"),
     ))
 }
 
 fn absolute(path: &Path) -> Result<PathBuf, Failure> {
     std::path::absolute(path).map_err(|error| {
-        Failure::usage(format!("bad path '{}'", path.display()), error.to_string())
+        Failure::usage(
+            text!("bad path '{}'", "路径无效 '{}'", path.display()),
+            Text::literal(&error),
+        )
     })
 }
 

@@ -4,6 +4,7 @@ use crate::cli::Args;
 use crate::config::words::value_name;
 use crate::config::{Numbers, PrecisionChoice, PureBf16Moments, PureBf16Weights};
 use crate::error::Failure;
+use crate::lang::{Both, both, text};
 use optim::adamw::{Bf16Storage, MomentDtype, PureBf16};
 use optim::loss_scale::{DynamicScale, LossScale};
 
@@ -12,10 +13,21 @@ pub(super) fn resolve(args: &Args, precision: PrecisionChoice) -> Result<Numbers
     let only = |flag: &str, given: bool, needed: PrecisionChoice| {
         if given && precision != needed {
             return Err(Failure::usage(
-                format!("{flag} needs --precision {}", value_name(needed)),
-                format!("this run's precision is {}", value_name(precision)),
+                text!(
+                    "{flag} needs --precision {}",
+                    "{flag} 需要 --precision {}",
+                    value_name(needed)
+                ),
+                text!(
+                    "this run's precision is {}",
+                    "本次运行的精度是 {}",
+                    value_name(precision)
+                ),
             )
-            .next(format!("omit {flag}, or change --precision")));
+            .next(text!(
+                "omit {flag}, or change --precision",
+                "请去掉 {flag}，或更改 --precision"
+            )));
         }
         Ok(())
     };
@@ -60,15 +72,20 @@ pub(super) fn resolve(args: &Args, precision: PrecisionChoice) -> Result<Numbers
 
 /// DeepSpeed's words: a scale of 0 is a dynamic one.
 fn loss_scale(args: &Args) -> Result<LossScale, Failure> {
-    let bad = |flag: &str, why: &str| {
-        Failure::usage(format!("{flag} is out of range"), why.to_owned())
-            .next("use the defaults of the loss scale: dynamic, from 2^16")
+    let bad = |flag: &str, why: Both| {
+        Failure::usage(text!("{flag} is out of range", "{flag} 超出范围"), why).next(both(
+            "use the defaults of the loss scale: dynamic, from 2^16",
+            "请使用损失缩放的默认值：动态，从 2^16 开始",
+        ))
     };
     if let Some(scale) = args.loss_scale.filter(|scale| *scale != 0.0) {
         if !(scale.is_finite() && scale > 0.0) {
             return Err(bad(
                 "--loss-scale",
-                "0 means dynamic; a fixed scale must be above 0",
+                both(
+                    "0 means dynamic; a fixed scale must be above 0",
+                    "0 表示动态；固定的缩放必须大于 0",
+                ),
             ));
         }
         return Ok(LossScale::Static(scale));
@@ -83,7 +100,10 @@ fn loss_scale(args: &Args) -> Result<LossScale, Failure> {
     if !(rule.minimum > 0.0 && rule.minimum <= rule.initial) {
         return Err(bad(
             "--min-loss-scale",
-            "it must be above 0 and at most the first scale",
+            both(
+                "it must be above 0 and at most the first scale",
+                "它必须大于 0，且不大于初始缩放",
+            ),
         ));
     }
     Ok(LossScale::Dynamic(rule))

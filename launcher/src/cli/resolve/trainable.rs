@@ -1,5 +1,6 @@
 //! Which parts train: flags to the resolved choice.
 
+use crate::lang::both;
 use std::ops::Range;
 
 use super::{note, out_of_range, positive, within};
@@ -19,7 +20,10 @@ pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, F
     if whole && args.train.is_some() && train.is_none() {
         return Err(out_of_range(
             "--train none",
-            "needs adapters (--lora-rank 8) or --ptuning-tokens: nothing else would train",
+            both(
+                "needs adapters (--lora-rank 8) or --ptuning-tokens: nothing else would train",
+                "需要适配器（--lora-rank 8）或 --ptuning-tokens：否则没有可训练的部分",
+            ),
         ));
     }
     if train.is_some() {
@@ -28,7 +32,12 @@ pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, F
             ("--tune-llm", args.tune_llm),
         ];
         let given = switches.iter().filter(|(_, given)| given.is_some());
-        notes.extend(given.map(|(flag, _)| note(flag, "--train selects the parts")));
+        notes.extend(given.map(|(flag, _)| {
+            note(
+                flag,
+                both("--train selects the parts", "训练的部分由 --train 选择"),
+            )
+        }));
     }
     Ok(Trainable {
         tune_vision: args.tune_vision.unwrap_or(whole),
@@ -67,13 +76,18 @@ fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
     let meant = has_adapters(args);
     if !meant {
         let given = lora_flags(args).into_iter().filter(|(_, given)| *given);
-        notes.extend(given.map(|(flag, _)| note(flag, "--use-lora is false")));
+        notes.extend(
+            given.map(|(flag, _)| note(flag, both("--use-lora is false", "--use-lora 为 false"))),
+        );
     }
     let lora_rank = args.lora_rank.unwrap_or(defaults::LORA_RANK);
     let doubled = defaults::LORA_SCALE * lora_rank as f64;
     let lora_alpha = args.lora_alpha.unwrap_or(doubled);
     if lora_rank == 0 {
-        return Err(out_of_range("--lora-rank 0", "must be at least 1"));
+        return Err(out_of_range(
+            "--lora-rank 0",
+            both("must be at least 1", "必须至少为 1"),
+        ));
     }
     positive("--lora-alpha", lora_alpha)?;
     let lora_dropout = args.lora_dropout.unwrap_or(0.0);
@@ -101,7 +115,13 @@ fn modules_to_save(args: &Args, notes: &mut Vec<Note>) -> Vec<String> {
         modules.retain(|module| !VISION.contains(&&**module));
         if modules.len() < before {
             let flag = format!("--modules-to-save {named} for the vision tower");
-            notes.push(note(&flag, "--tune-vision false freezes it"));
+            notes.push(note(
+                &flag,
+                both(
+                    "--tune-vision false freezes it",
+                    "--tune-vision false 冻结了它",
+                ),
+            ));
         }
     }
     modules
@@ -119,7 +139,10 @@ fn layers(text: &str) -> Result<Range<usize>, Failure> {
     range.ok_or_else(|| {
         out_of_range(
             &format!("--lora-layers {text}"),
-            "must be a half-open range such as 0..16, 8.. or ..4",
+            both(
+                "must be a half-open range such as 0..16, 8.. or ..4",
+                "必须是半开区间，例如 0..16、8.. 或 ..4",
+            ),
         )
     })
 }
@@ -140,7 +163,10 @@ fn learning_rates(text: &str) -> Result<Vec<(String, f64)>, Failure> {
             rate(item).ok_or_else(|| {
                 out_of_range(
                     &format!("--lr {item}"),
-                    "must be a part and a rate of at least 0, such as resampler=1e-5",
+                    both(
+                        "must be a part and a rate of at least 0, such as resampler=1e-5",
+                        "必须是某个部分和不小于 0 的学习率，例如 resampler=1e-5",
+                    ),
                 )
             })
         })

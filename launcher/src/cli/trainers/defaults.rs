@@ -5,6 +5,7 @@
 use super::Trainer;
 use crate::cli::Preset;
 use crate::error::Failure;
+use crate::lang::{both, text};
 
 /// A setting that a recipe leaves out, with the value of its trainer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -269,20 +270,22 @@ pub(in crate::cli) fn refuse_adapted_tower(
     let puts = matches!(trainer, Trainer::LlamaFactory | Trainer::MsSwift);
     let is = |flag: &str, value: &str| given(flag).is_some_and(|given| given == value);
     let part = match () {
-        () if is("tune-vision", "true") => "the vision tower",
-        () if is("freeze", "none") => "the projector",
-        () if is("tune-llm", "false") => "nothing of the language model",
+        () if is("tune-vision", "true") => both("the vision tower", "视觉塔"),
+        () if is("freeze", "none") => both("the projector", "投影层"),
+        () if is("tune-llm", "false") => {
+            both("nothing of the language model", "语言模型之外的部分")
+        }
         () => return Ok(()),
     };
     if !puts || !has_adapters(trainer, given) {
         return Ok(());
     }
     Err(Failure::usage(
-        format!("{} puts adapters on {part}", trainer.name()),
-        "adapters by name are on the language model here; the rest trains in full or not at all",
+        text!("{} puts adapters on {part}", "{} 把适配器加在{part}上", trainer.name()),
+        both("adapters by name are on the language model here; the rest trains in full or not at all", "这里按名称选择的适配器在语言模型上；其余部分要么全量训练，要么不训练"),
     )
-    .next("freeze vision tower and projector in the recipe, and not the language model")
-    .next("--defaults ours, with --tune-vision true or --modules-to-save NAMES, trains a part in full"))
+    .next(both("freeze vision tower and projector in the recipe, and not the language model", "请在配方中冻结视觉塔和投影层，而不冻结语言模型"))
+    .next(both("--defaults ours, with --tune-vision true or --modules-to-save NAMES, trains a part in full", "使用 --defaults ours，并用 --tune-vision true 或 --modules-to-save NAMES 全量训练某个部分")))
 }
 
 #[cfg(test)]

@@ -2,26 +2,57 @@
 
 use super::Trainer;
 use crate::cli::foreign::{IGNORED, RESTRICTED};
+use crate::lang::{Both, Text, both, text};
 
-const OTHER_DATA: &str = "--data and --eval-data give the files";
-const MAX_LENGTH: &str =
-    "--model-max-length counts all tokens of the decoder, including those of images";
-const VIDEO: &str = "no sample has a video";
-const NO_TORCH: &str = "this program does not use PyTorch";
-const GENERATION: &str =
-    "it concerns generation; `launcher generate` and `launcher eval` have flags for it";
-const CACHE: &str = "samples are read when they are needed";
-const ADAPTER_KIND: &str = "adapters are low-rank matrices";
-const ATTENTION: &str = "attention is always tiled";
-const FAMILY: &str = "the family is read from config.json";
-const NO_SPLIT: &str = "--eval-data gives the held-out samples";
-const RECOMPUTE: &str =
-    "activations are recomputed block by block; --checkpoint-activations says where";
-const SUPERVISED: &str = "the loss covers the answers of a sample";
-const NO_NOISE: &str = "no noise is added to embeddings";
-const RATES: &str = "--lr PART=X gives parts their own learning rates";
-const RANKS: &str = "the program starts and connects ranks";
-const RUN_DIRECTORY: &str = "all files of a run are in --output";
+const OTHER_DATA: Both = both(
+    "--data and --eval-data give the files",
+    "文件由 --data 和 --eval-data 指定",
+);
+const MAX_LENGTH: Both = both(
+    "--model-max-length counts all tokens of the decoder, including those of images",
+    "--model-max-length 计算解码器的所有 token，包括图片的 token",
+);
+const VIDEO: Both = both("no sample has a video", "样本中没有视频");
+const NO_TORCH: Both = both("this program does not use PyTorch", "本程序不使用 PyTorch");
+const GENERATION: Both = both(
+    "it concerns generation; `launcher generate` and `launcher eval` have flags for it",
+    "它与生成有关；`launcher generate` 和 `launcher eval` 有相应的参数",
+);
+const CACHE: Both = both(
+    "samples are read when they are needed",
+    "样本在需要时才读取",
+);
+const ADAPTER_KIND: Both = both("adapters are low-rank matrices", "适配器是低秩矩阵");
+const ATTENTION: Both = both("attention is always tiled", "注意力总是分块计算");
+const FAMILY: Both = both(
+    "the family is read from config.json",
+    "模型系列由 config.json 读出",
+);
+const NO_SPLIT: Both = both(
+    "--eval-data gives the held-out samples",
+    "留出样本由 --eval-data 指定",
+);
+const RECOMPUTE: Both = both(
+    "activations are recomputed block by block; --checkpoint-activations says where",
+    "激活按块重算；--checkpoint-activations 指定范围",
+);
+const SUPERVISED: Both = both(
+    "the loss covers the answers of a sample",
+    "损失只计算样本中的回答",
+);
+const NO_NOISE: Both = both("no noise is added to embeddings", "不向嵌入添加噪声");
+const RATES: Both = both(
+    "--lr PART=X gives parts their own learning rates",
+    "--lr PART=X 为各部分设定各自的学习率",
+);
+const RANKS: Both = both(
+    "the program starts and connects ranks",
+    "各 rank 由程序启动和连接",
+);
+const RUN_DIRECTORY: Both = both(
+    "all files of a run are in --output",
+    "运行的所有文件都在 --output 中",
+);
 
 /// Meaning of a key that is not a flag here.
 pub(in crate::cli) enum Meaning {
@@ -35,9 +66,9 @@ pub(in crate::cli) enum Meaning {
         &'static str,
     ),
     /// No effect, for this reason.
-    Unused(&'static str),
+    Unused(Both),
     /// No effect for these values; others are refused, for this reason.
-    Only(&'static [&'static str], &'static str),
+    Only(&'static [&'static str], Both),
 }
 
 /// Effect of a key with a value.
@@ -45,11 +76,11 @@ pub(in crate::cli) enum Effect {
     /// It becomes this flag with this value.
     Flag(&'static str, String),
     /// No effect: it is how it is done here, for this reason.
-    Here(&'static str),
+    Here(Both),
     /// No effect, for this reason.
-    Unused(&'static str),
+    Unused(Both),
     /// The value cannot be honored, for this reason.
-    Refused(String),
+    Refused(Text),
 }
 
 use Meaning::{Flag, Only, Unused, Words, WordsOr};
@@ -62,23 +93,23 @@ impl Meaning {
                 .iter()
                 .find(|(word, ..)| word.eq_ignore_ascii_case(text));
             word.map(|(_, flag, value)| match *flag {
-                "" => Effect::Here("it is off"),
+                "" => Effect::Here(both("it is off", "它是关闭的")),
                 flag => Effect::Flag(flag, (*value).to_owned()),
             })
         };
         match self {
             Flag(flag) => Effect::Flag(flag, text.to_owned()),
-            Unused(reason) => Effect::Unused(reason),
+            Unused(reason) => Effect::Unused(*reason),
             Words(words) => found(words).unwrap_or_else(|| {
                 let words: Vec<&str> = words.iter().map(|(word, ..)| *word).collect();
-                Effect::Refused(format!("only {} is available", words.join(", ")))
+                Effect::Refused(text!("only {} is available", "只支持 {}", words.join(", ")))
             }),
             WordsOr(words, flag) => {
                 found(words).unwrap_or_else(|| Effect::Flag(flag, text.to_owned()))
             }
             Only(neutral, reason) => match neutral.iter().any(|n| n.eq_ignore_ascii_case(text)) {
-                true => Effect::Here(reason),
-                false => Effect::Refused((*reason).to_owned()),
+                true => Effect::Here(*reason),
+                false => Effect::Refused((*reason).into()),
             },
         }
     }
@@ -97,7 +128,13 @@ const ADAPTERS: Meaning = Words(&[("lora", "use-lora", "true"), ("full", "use-lo
 
 /// Keys of LLaMA-Factory.
 const LLAMA_FACTORY: &[Key] = &[
-    ("stage", Only(&["sft"], "a run is supervised fine-tuning")),
+    (
+        "stage",
+        Only(
+            &["sft"],
+            both("a run is supervised fine-tuning", "运行是有监督微调"),
+        ),
+    ),
     ("finetuning_type", ADAPTERS),
     ("lora_target", Flag("lora-target-modules")),
     ("additional_target", Flag("modules-to-save")),
@@ -115,7 +152,10 @@ const LLAMA_FACTORY: &[Key] = &[
     ("preprocessing_batch_size", Unused(CACHE)),
     (
         "plot_loss",
-        Unused("report.html and training_loss.svg are always drawn"),
+        Unused(both(
+            "report.html and training_loss.svg are always drawn",
+            "report.html 和 training_loss.svg 总会绘制",
+        )),
     ),
     ("flash_attn", Unused(ATTENTION)),
     ("enable_liger_kernel", Unused(NO_TORCH)),
@@ -126,23 +166,41 @@ const LLAMA_FACTORY: &[Key] = &[
     ("val_size", Only(&["0", "0.0"], NO_SPLIT)),
     (
         "quantization_bit",
-        Only(&[], "quantized base weights are not available"),
+        Only(
+            &[],
+            both(
+                "quantized base weights are not available",
+                "不支持量化的基座权重",
+            ),
+        ),
     ),
     ("use_dora", Only(&["false"], ADAPTER_KIND)),
     (
         "use_rslora",
-        Only(&["false"], "the scale of an adapter is alpha ÷ rank"),
+        Only(
+            &["false"],
+            both(
+                "the scale of an adapter is alpha ÷ rank",
+                "适配器的缩放为 alpha ÷ 秩",
+            ),
+        ),
     ),
     ("pissa_init", Only(&["false"], ADAPTER_KIND)),
     ("generation_config", Unused(GENERATION)),
     ("generation_max_length", Unused(GENERATION)),
     (
         "enable_thinking",
-        Unused("answers are trained as written; nothing is inserted"),
+        Unused(both(
+            "answers are trained as written; nothing is inserted",
+            "回答按原文训练；不插入任何内容",
+        )),
     ),
     ("train_on_prompt", Only(&["false"], SUPERVISED)),
     ("mask_history", Only(&["false"], SUPERVISED)),
-    ("neat_packing", Only(&["false"], "a sample is not packed")),
+    (
+        "neat_packing",
+        Only(&["false"], both("a sample is not packed", "不对样本做打包")),
+    ),
     ("neftune_noise_alpha", Only(&["0", "0.0", "none"], NO_NOISE)),
     ("shift_attn", Only(&["false"], ATTENTION)),
     ("rope_scaling", Only(&["none"], FAMILY)),
@@ -150,10 +208,19 @@ const LLAMA_FACTORY: &[Key] = &[
     ("loraplus_lr_ratio", Only(&["0", "0.0", "none"], RATES)),
     ("disable_gradient_checkpointing", Unused(RECOMPUTE)),
     ("low_cpu_mem_usage", Unused(NO_TORCH)),
-    ("upcast_layernorm", Only(&["false"], "--precision decides")),
+    (
+        "upcast_layernorm",
+        Only(
+            &["false"],
+            both("--precision decides", "由 --precision 决定"),
+        ),
+    ),
     (
         "use_swanlab",
-        Only(&["false"], "no other program is reported to"),
+        Only(
+            &["false"],
+            both("no other program is reported to", "不向其他程序报告"),
+        ),
     ),
 ];
 
@@ -194,13 +261,28 @@ const MS_SWIFT: &[Key] = &[
     ),
     (
         "truncation_strategy",
-        Only(&["right"], "samples are cut at the right end"),
+        Only(
+            &["right"],
+            both("samples are cut at the right end", "样本在右端截断"),
+        ),
     ),
-    ("packing", Only(&["false"], "a sample is not packed")),
-    ("padding_free", Unused("nothing is padded")),
+    (
+        "packing",
+        Only(&["false"], both("a sample is not packed", "不对样本做打包")),
+    ),
+    (
+        "padding_free",
+        Unused(both("nothing is padded", "不做填充")),
+    ),
     (
         "system",
-        Only(&[""], "the data gives the system text of a sample"),
+        Only(
+            &[""],
+            both(
+                "the data gives the system text of a sample",
+                "样本的 system 文本由数据给出",
+            ),
+        ),
     ),
     ("split_dataset_ratio", Only(&["0", "0.0", "0."], NO_SPLIT)),
     ("model_type", Unused(FAMILY)),
@@ -214,18 +296,30 @@ const MS_SWIFT: &[Key] = &[
     ("vit_gradient_checkpointing", Unused(RECOMPUTE)),
     (
         "use_hf",
-        Unused("models and data are read from directories"),
+        Unused(both(
+            "models and data are read from directories",
+            "模型和数据从目录中读取",
+        )),
     ),
     ("add_version", Unused(RUN_DIRECTORY)),
     (
         "create_checkpoint_symlink",
-        Unused("`latest` names the newest checkpoint"),
+        Unused(both(
+            "`latest` names the newest checkpoint",
+            "`latest` 指向最近的检查点",
+        )),
     ),
 ];
 
 /// Keys of SwissArmyTransformer and of CogVLM's `finetune_demo`.
 const SAT: &[Key] = &[
-    ("mode", Only(&["finetune"], "a run fine-tunes a model")),
+    (
+        "mode",
+        Only(
+            &["finetune"],
+            both("a run fine-tunes a model", "运行是对模型的微调"),
+        ),
+    ),
     ("from_pretrained", Flag("model")),
     ("train_iters", Flag("max-steps")),
     ("epochs", Flag("num-train-epochs")),
@@ -260,26 +354,53 @@ const SAT: &[Key] = &[
     ("use_qlora", Only(&["false"], ADAPTER_KIND)),
     (
         "model_parallel_size",
-        Only(&["1"], "ZeRO shards the model: --zero 3"),
+        Only(
+            &["1"],
+            both(
+                "ZeRO shards the model: --zero 3",
+                "模型由 ZeRO 分片：--zero 3",
+            ),
+        ),
     ),
     ("experiment_name", Unused(RUN_DIRECTORY)),
     ("summary_dir", Unused(RUN_DIRECTORY)),
     ("test_data", Unused(OTHER_DATA)),
     ("split", Unused(OTHER_DATA)),
-    ("eval_iters", Unused("all held-out samples are evaluated")),
-    ("strict_eval", Unused("all held-out samples are evaluated")),
+    (
+        "eval_iters",
+        Unused(both(
+            "all held-out samples are evaluated",
+            "评估所有留出样本",
+        )),
+    ),
+    (
+        "strict_eval",
+        Unused(both(
+            "all held-out samples are evaluated",
+            "评估所有留出样本",
+        )),
+    ),
     (
         "local_tokenizer",
-        Unused("the tokenizer of the model directory is used"),
+        Unused(both(
+            "the tokenizer of the model directory is used",
+            "使用模型目录中的分词器",
+        )),
     ),
     (
         "ignore_pad_token_for_loss",
-        Unused("the loss covers answers only"),
+        Unused(both("the loss covers answers only", "损失只计算回答")),
     ),
     ("vit_checkpoint_activations", Unused(RECOMPUTE)),
     ("distributed_backend", Unused(RANKS)),
-    ("resume_dataloader", Unused("a resumed run is exact")),
-    ("skip_init", Unused("weights are read from files")),
+    (
+        "resume_dataloader",
+        Unused(both("a resumed run is exact", "续训是精确的")),
+    ),
+    (
+        "skip_init",
+        Unused(both("weights are read from files", "权重从文件读取")),
+    ),
 ];
 
 /// Keys of `data_config` in GLM-4's files.
@@ -288,7 +409,10 @@ pub(in crate::cli) const GLM_DATA: &[Key] = &[
     ("val_file", Flag("eval-data")),
     (
         "test_file",
-        Unused("`launcher eval` evaluates a checkpoint on any file"),
+        Unused(both(
+            "`launcher eval` evaluates a checkpoint on any file",
+            "`launcher eval` 可在任意文件上评估检查点",
+        )),
     ),
     ("num_proc", Unused(CACHE)),
 ];
@@ -296,7 +420,10 @@ pub(in crate::cli) const GLM_DATA: &[Key] = &[
 pub(in crate::cli) const GLM_TOP: &[Key] = &[
     ("max_input_length", Unused(MAX_LENGTH)),
     ("max_output_length", Unused(MAX_LENGTH)),
-    ("combine", Unused("a conversation is one sample")),
+    (
+        "combine",
+        Unused(both("a conversation is one sample", "一段对话就是一个样本")),
+    ),
     (
         "freezeV",
         Words(&[("true", "freeze", "vision"), ("false", "", "")]),
@@ -307,14 +434,23 @@ pub(in crate::cli) const PEFT: &[Key] = &[
     ("peft_type", Words(&[("lora", "use-lora", "true")])),
     (
         "task_type",
-        Only(&["causal_lm"], "a run trains a language model"),
+        Only(
+            &["causal_lm"],
+            both("a run trains a language model", "运行训练的是语言模型"),
+        ),
     ),
     ("r", Flag("lora-rank")),
     ("lora_alpha", Flag("lora-alpha")),
     ("lora_dropout", Flag("lora-dropout")),
     ("target_modules", Flag("lora-target-modules")),
     ("modules_to_save", Flag("modules-to-save")),
-    ("bias", Only(&["none"], "adapters do not train biases")),
+    (
+        "bias",
+        Only(
+            &["none"],
+            both("adapters do not train biases", "适配器不训练偏置"),
+        ),
+    ),
 ];
 
 fn find<'k>(keys: &'k [Key], name: &str) -> Option<&'k Meaning> {

@@ -1,5 +1,6 @@
 //! Measures a disk with fio: direct requests of 1 MiB, 16 in flight.
 
+use crate::lang::both;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -29,12 +30,26 @@ pub(super) fn run(directory: &Path, bytes: u64) -> Result<(f64, f64), Failure> {
             .args(["--bs=1m", "--direct=1", "--ioengine=libaio", "--iodepth=16"])
             .arg("--output-format=json")
             .output()
-            .map_err(|e| Failure::io(ErrorCode::Disk, "run fio in", directory, &e))?;
+            .map_err(|e| {
+                Failure::io(
+                    ErrorCode::Disk,
+                    both("run fio in", "运行 fio 于"),
+                    directory,
+                    &e,
+                )
+            })?;
         rate(&output.stdout, kind).ok_or_else(|| {
             let text = String::from_utf8_lossy(&output.stderr);
             let why = text.lines().next().unwrap_or("its output has no rate");
-            Failure::new(ErrorCode::Disk, "fio gave no measurement", why)
-                .next("remove fio from PATH to measure only the methods of this program")
+            Failure::new(
+                ErrorCode::Disk,
+                both("fio gave no measurement", "fio 没有给出测量结果"),
+                why,
+            )
+            .next(both(
+                "remove fio from PATH to measure only the methods of this program",
+                "请从 PATH 中去掉 fio，只测量本程序的方法",
+            ))
         })
     };
     // Written twice, as with the engine's own files: the second time, the file system has allocated all blocks.

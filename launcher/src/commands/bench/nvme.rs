@@ -1,5 +1,6 @@
 //! Measures the disk of a directory: the engine's two I/O paths, and fio at a queue depth of 16, in the same rounds.
 
+use crate::lang::{both, text};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -61,25 +62,38 @@ pub fn run(args: &BenchNvmeArgs) -> Result<ExitCode, Failure> {
 }
 
 fn check_disk_space(directory: &Path, size: u64) -> Result<(), Failure> {
-    let free = disk_free_bytes(directory)
-        .map_err(|e| Failure::io(ErrorCode::Disk, "query the file system of", directory, &e))?;
+    let free = disk_free_bytes(directory).map_err(|e| {
+        Failure::io(
+            ErrorCode::Disk,
+            both("query the file system of", "查询文件系统："),
+            directory,
+            &e,
+        )
+    })?;
     if free >= size {
         return Ok(());
     }
     Err(Failure::new(
         ErrorCode::Disk,
-        format!(
+        text!(
             "{} has too little free space for the measurement",
+            "{} 的空闲空间不足以进行测量",
             directory.display()
         ),
-        format!("{} are needed, {} are free", bytes(size), bytes(free)),
+        text!(
+            "{} are needed, {} are free",
+            "需要 {}，空闲 {}",
+            bytes(size),
+            bytes(free)
+        ),
     )
-    .next("a smaller --size"))
+    .next(both("a smaller --size", "请使用更小的 --size")))
 }
 
 /// Measures every path in every round, so that other activity on the machine affects all of them.
 fn rounds_of(directory: &Path, size: u64, rounds: usize) -> Result<Vec<Rates>, Failure> {
-    let failed = |e: &engine::EngineError| failures::engine("measure the disk", e);
+    let failed =
+        |e: &engine::EngineError| failures::engine(both("measure the disk", "测量磁盘"), e);
     let job = format!("bench-{}", std::process::id());
     let held = SpillDirectory::join(directory, &job).map_err(|e| failed(&e.into()))?;
     let held = Arc::new(held);

@@ -4,6 +4,7 @@
 //! training state if it has the tensor in the same shape: from master weights, or from weights if there is no master.
 //! Otherwise they come from the checkpoint's weight file and are widened.
 
+use crate::lang::{both, text};
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::ExitCode;
@@ -51,8 +52,9 @@ enum From<'a> {
 pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let output = required(args.output.as_ref())?;
-    let directory = NewDirectory::begin(output, "a consolidated checkpoint")?;
-    let source = open(&args.checkpoint, "consolidate")?;
+    let directory =
+        NewDirectory::begin(output, both("a consolidated checkpoint", "合并后的检查点"))?;
+    let source = open(&args.checkpoint, both("consolidate", "合并"))?;
     let (mut tensors, mut written, mut from_state) = (0, 0, BTreeSet::new());
     let mut write = |stem: &str, entries: &[Entry<'_>]| {
         tensors += entries.len();
@@ -88,10 +90,17 @@ pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
         if entries.is_empty() {
             return Err(Failure::new(
                 ErrorCode::Resume,
-                format!("{} contains no optimizer state", args.checkpoint.display()),
-                "--optimizer has nothing to write",
+                text!(
+                    "{} contains no optimizer state",
+                    "{} 中没有优化器状态",
+                    args.checkpoint.display()
+                ),
+                both(
+                    "--optimizer has nothing to write",
+                    "--optimizer 没有可写的内容",
+                ),
             )
-            .next("omit --optimizer"));
+            .next(both("omit --optimizer", "请去掉 --optimizer")));
         }
         write(OPTIMIZER_STEM, &entries)?;
     }
@@ -188,7 +197,9 @@ fn write_file(
     checkpoint: &Checkpoint,
     max_shard_bytes: u64,
 ) -> Result<u64, Failure> {
-    let failed = |e: CheckpointError| failures::checkpoint("consolidate a checkpoint", &e);
+    let failed = |e: CheckpointError| {
+        failures::checkpoint(both("consolidate a checkpoint", "合并检查点"), &e)
+    };
     let tensors: Vec<TensorSpec> = entries
         .iter()
         .map(|entry| TensorSpec {
@@ -244,13 +255,20 @@ fn widened(raw: Vec<u8>, dtype: DType) -> Option<Vec<u8>> {
 fn unknown(tensor: &LogicalTensor) -> Failure {
     Failure::new(
         ErrorCode::Resume,
-        format!(
+        text!(
             "{} of {} is in {}",
+            "{1} 的 {0} 为 {2}",
             tensor.kind,
             tensor.name,
             tensor.dtype.name()
         ),
-        "only f32, bf16 and f16 can be converted to f32",
+        both(
+            "only f32, bf16 and f16 can be converted to f32",
+            "只有 f32、bf16 和 f16 可以转换为 f32",
+        ),
     )
-    .next("omit --optimizer if this tensor is optimizer state")
+    .next(both(
+        "omit --optimizer if this tensor is optimizer state",
+        "如果该张量是优化器状态，请去掉 --optimizer",
+    ))
 }

@@ -1,5 +1,6 @@
 //! `launcher ckpt ls`: contents of a run's checkpoints, from their manifests.
 
+use crate::lang::{Lang, Text, both, text};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::fs;
@@ -28,7 +29,7 @@ struct Row {
     latest: bool,
     bytes: u64,
     /// Contents of the manifest, or why it cannot be read.
-    found: Result<Contents, String>,
+    found: Result<Contents, Text>,
 }
 
 struct Contents {
@@ -46,7 +47,7 @@ struct Contents {
 /// checkpoint.
 pub(super) fn run(args: &CkptLsArgs) -> Result<ExitCode, Failure> {
     let run = &args.run;
-    let doing = format!("list {}", run.display());
+    let doing = text!("list {}", "列出 {}", run.display());
     if !run.is_dir() {
         return Err(missing(run, &doing));
     }
@@ -66,12 +67,20 @@ pub(super) fn run(args: &CkptLsArgs) -> Result<ExitCode, Failure> {
     if rows.is_empty() {
         return Err(Failure::new(
             ErrorCode::Resume,
-            format!("{} contains no checkpoint", run.display()),
-            "it has no directory named checkpoint-N",
+            text!(
+                "{} contains no checkpoint",
+                "{} 中没有检查点",
+                run.display()
+            ),
+            both(
+                "it has no directory named checkpoint-N",
+                "其中没有名为 checkpoint-N 的目录",
+            ),
         )
-        .next(
+        .next(both(
             "give the directory of a run: the value of its --output, or a directory below runs/",
-        ));
+            "请指定某次运行的目录：其 --output 的值，或 runs/ 下的目录",
+        )));
     }
     if args.json == Some(true) {
         let rows: Vec<Value> = rows.iter().map(Row::json).collect();
@@ -106,7 +115,7 @@ impl Row {
         let found = match Checkpoint::open(directory) {
             Ok(checkpoint) => Ok(Contents::of(&checkpoint)),
             Err(_) if file_name(directory).contains('.') => {
-                Err("left by an unfinished save".to_owned())
+                Err(both("left by an unfinished save", "未完成的保存留下的").into())
             }
             Err(error) => Err(chain(&error)),
         };
@@ -127,7 +136,7 @@ impl Row {
         } = self;
         let mut row = json!({
             "name": name, "latest": latest, "bytes": bytes,
-            "whole": found.is_ok(), "problem": found.as_ref().err(),
+            "whole": found.is_ok(), "problem": found.as_ref().err().map(|problem| problem.get(Lang::En)),
         });
         if let (Ok(contents), Some(row)) = (found, row.as_object_mut()) {
             let kinds = contents.kinds.iter().map(|(kind, (tensors, bytes))| {

@@ -8,6 +8,7 @@ mod ls;
 mod reshard;
 mod verify;
 
+use crate::lang::{Both, Text, both, text};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -42,8 +43,8 @@ pub(crate) fn run(command: &CkptCommand) -> Result<ExitCode, Failure> {
 }
 
 /// Opens a checkpoint and compares all its bytes with its hashes.
-fn open(directory: &Path, doing: &str) -> Result<Checkpoint, Failure> {
-    let doing = format!("{doing} {}", directory.display());
+fn open(directory: &Path, doing: Both) -> Result<Checkpoint, Failure> {
+    let doing = text!("{doing} {}", "{doing} {}", directory.display());
     if !directory.is_dir() {
         return Err(missing(directory, &doing));
     }
@@ -57,20 +58,30 @@ fn open(directory: &Path, doing: &str) -> Result<Checkpoint, Failure> {
     open().map_err(|e| failures::checkpoint(&doing, &e))
 }
 
-fn missing(directory: &Path, doing: &str) -> Failure {
+fn missing(directory: &Path, doing: &Text) -> Failure {
     let cause = if directory.exists() {
-        "it is not a directory"
+        both("it is not a directory", "它不是目录")
     } else {
-        "the directory does not exist"
+        both("the directory does not exist", "该目录不存在")
     };
-    Failure::new(ErrorCode::Resume, format!("cannot {doing}"), cause)
-        .next("give a checkpoint-N directory of a run; `launcher ckpt ls RUN` lists them")
+    Failure::new(
+        ErrorCode::Resume,
+        text!("cannot {doing}", "无法{doing}"),
+        cause,
+    )
+    .next(both(
+        "give a checkpoint-N directory of a run; `launcher ckpt ls RUN` lists them",
+        "请指定某次运行的 checkpoint-N 目录；`launcher ckpt ls RUN` 会列出它们",
+    ))
 }
 
 /// The output directory, required by every subcommand that writes.
 fn required(output: Option<&PathBuf>) -> Result<&PathBuf, Failure> {
     output.ok_or_else(|| {
-        Failure::usage("--output is missing", "the result needs a directory")
-            .next("add --output DIR")
+        Failure::usage(
+            both("--output is missing", "缺少 --output"),
+            both("the result needs a directory", "结果需要一个目录"),
+        )
+        .next(both("add --output DIR", "请加上 --output DIR"))
     })
 }

@@ -1,14 +1,16 @@
 //! `launcher ckpt reshard`: the same training state for another number of ranks.
 
+use crate::lang::{Text, both, text};
 use std::process::ExitCode;
 use std::time::Instant;
 
 use engine::checkpoint;
 use serde_json::Value;
 
-use super::{open, print, required};
+use super::{open, required};
 use crate::cli::CkptReshardArgs;
 use crate::commands::new_directory::NewDirectory;
+use crate::error::output::say;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::report::checkpoints::UNITS;
 use crate::units::seconds;
@@ -19,14 +21,18 @@ pub(super) fn run(args: &CkptReshardArgs) -> Result<ExitCode, Failure> {
     let output = required(args.output.as_ref())?;
     let Some(world_size) = args.nproc else {
         return Err(Failure::usage(
-            "--nproc is missing",
-            "it sets the number of ranks of the new checkpoint",
+            both("--nproc is missing", "缺少 --nproc"),
+            both(
+                "it sets the number of ranks of the new checkpoint",
+                "它设定新检查点的 rank 数",
+            ),
         )
-        .next("add --nproc N"));
+        .next(both("add --nproc N", "请加上 --nproc N")));
     };
-    let directory = NewDirectory::begin(output, "a resharded checkpoint")?;
-    let source = open(&args.checkpoint, "reshard")?;
-    let doing = format!("reshard {}", args.checkpoint.display());
+    let directory =
+        NewDirectory::begin(output, both("a resharded checkpoint", "重新分片的检查点"))?;
+    let source = open(&args.checkpoint, both("reshard", "重新分片"))?;
+    let doing = text!("reshard {}", "重新分片 {}", args.checkpoint.display());
     let mut meta = source.meta().clone();
     if let Some(world) = meta.get_mut("world_size") {
         *world = world_size.into();
@@ -34,17 +40,24 @@ pub(super) fn run(args: &CkptReshardArgs) -> Result<ExitCode, Failure> {
     let units = units(&meta).map_err(|error| {
         Failure::new(
             ErrorCode::Resume,
-            format!("cannot {doing}"),
-            error.to_string(),
+            text!("cannot {doing}", "无法{doing}"),
+            Text::literal(&error),
         )
-        .evidence(format!("{UNITS} of its manifest cannot be read"))
-        .next("give a checkpoint-N directory that this program saved")
+        .evidence(text!(
+            "{UNITS} of its manifest cannot be read",
+            "其清单中的 {UNITS} 无法读取"
+        ))
+        .next(both(
+            "give a checkpoint-N directory that this program saved",
+            "请指定由本程序保存的 checkpoint-N 目录",
+        ))
     })?;
     let written = checkpoint::reshard(&source, &units, world_size, directory.path(), meta)
         .map_err(|e| failures::checkpoint(&doing, &e))?;
     directory.publish_inner(&written)?;
-    print(&format!(
+    say(&text!(
         " reshard  {} ranks → {world_size} · {} · {}\n",
+        " 重新分片  {} 个 rank → {world_size} · {} · {}\n",
         source.world_size(),
         seconds(started.elapsed().as_secs_f64()),
         output.display()

@@ -1,5 +1,6 @@
 //! `launcher ckpt verify`: check of every byte and every tensor of one checkpoint.
 
+use crate::lang::{Text, both, text};
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -8,8 +9,9 @@ use engine::checkpoint::{Checkpoint, LogicalTensor, audit};
 use models::adapter::{Adapter, AdapterError};
 use models::{WeightError, WeightSource};
 
-use super::{missing, print};
+use super::missing;
 use crate::cli::CkptVerifyArgs;
+use crate::error::output::say;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::plan::resume;
 use crate::report::checkpoints::advise_intact;
@@ -22,7 +24,7 @@ const SHOWN: usize = 20;
 pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let directory = &args.checkpoint;
-    let doing = format!("verify {}", directory.display());
+    let doing = text!("verify {}", "校验 {}", directory.display());
     if !directory.is_dir() {
         return Err(missing(directory, &doing));
     }
@@ -30,15 +32,16 @@ pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
     resume::refuse_foreign(&doing, directory)?;
     let found =
         audit(directory).map_err(|e| advise_intact(failures::checkpoint(&doing, &e), directory))?;
-    let mut problems: Vec<String> = found.problems.iter().map(|e| chain(e)).collect();
+    let mut problems: Vec<Text> = found.problems.iter().map(|e| chain(e)).collect();
     let bad_files = problems.len();
     if bad_files == 0 {
         problems.extend(weights(directory)?);
     }
     if problems.is_empty() {
         let name = crate::error::file_name(directory);
-        print(&format!(
+        say(&text!(
             " verify  {name} is intact · {} files · {} · {} tensors of training state · {}\n",
+            " 校验    {name} 完好 · {} 个文件 · {} · {} 个训练状态张量 · {}\n",
             found.files,
             bytes(found.bytes),
             grouped(found.tensors as u64),
@@ -48,11 +51,10 @@ pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
     }
     let mut failure = Failure::new(
         ErrorCode::Resume,
-        format!("{} is damaged", directory.display()),
+        text!("{} is damaged", "{} 已损坏", directory.display()),
         match bad_files {
-            0 => "its files have the hashes of the manifest, but they do not contain all trained tensors".to_owned(),
-            n => format!(
-                "{n} of {} files differ from what was written; they contain {} of {} tensors of training state",
+            0 => both("its files have the hashes of the manifest, but they do not contain all trained tensors", "其文件与清单中的哈希一致，但没有包含所有训练过的张量").into(),
+            n => text!("{n} of {} files differ from what was written; they contain {} of {} tensors of training state", "{0} 个文件中有 {n} 个与写入时不同；它们包含 {2} 个训练状态张量中的 {1} 个",
                 found.files,
                 found.lost.len(),
                 found.tensors
@@ -62,14 +64,14 @@ pub(super) fn run(args: &CkptVerifyArgs) -> Result<ExitCode, Failure> {
     let more = problems.len().saturating_sub(SHOWN);
     failure = failure.evidence_lines(problems.into_iter().take(SHOWN));
     if more > 0 {
-        failure = failure.evidence(format!("and {more} more"));
+        failure = failure.evidence(text!("and {more} more", "另有 {more} 个"));
     }
     Err(advise_intact(failure, directory))
 }
 
 /// Lists problems of the weight files. Every parameter of the training state must be in one of them with its shape.
-fn weights(directory: &Path) -> Result<Vec<String>, Failure> {
-    let doing = format!("verify {}", directory.display());
+fn weights(directory: &Path) -> Result<Vec<Text>, Failure> {
+    let doing = text!("verify {}", "校验 {}", directory.display());
     let checkpoint = Checkpoint::open(directory).map_err(|e| failures::checkpoint(&doing, &e))?;
     let model = match WeightSource::open(directory) {
         Ok(model) => Some(model),
@@ -92,10 +94,16 @@ fn weights(directory: &Path) -> Result<Vec<String>, Failure> {
     let trained = checkpoint.tensors().iter().filter(|t| is_weight(t));
     Ok(trained
         .filter_map(|tensor| match shape(&tensor.name) {
-            None => Some(format!("no weight file contains {}", tensor.name)),
-            Some(found) if !fits(tensor, found) => Some(format!(
+            None => Some(text!(
+                "no weight file contains {}",
+                "没有权重文件包含 {}",
+                tensor.name
+            )),
+            Some(found) if !fits(tensor, found) => Some(text!(
                 "{} has the shape {found:?} in its weight file and {:?} in the training state",
-                tensor.name, tensor.shape
+                "{} 在权重文件中的形状为 {found:?}，在训练状态中为 {:?}",
+                tensor.name,
+                tensor.shape
             )),
             Some(_) => None,
         })

@@ -4,6 +4,7 @@ mod rendered;
 mod report;
 mod statistics;
 
+use crate::lang::{Lang, Text, both, text};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -38,9 +39,13 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
     let config = configuration(args)?;
     let file = config.data_file();
     let dir = config.model_dir();
-    check_directory(&format!("use {}", dir.display()), &dir)?;
-    let processor = models::open_processor(&dir)
-        .map_err(|error| unusable(&dir, &error).next("its weights are not needed here"))?;
+    check_directory(text!("use {}", "使用 {}", dir.display()), &dir)?;
+    let processor = models::open_processor(&dir).map_err(|error| {
+        unusable(&dir, &error).next(both(
+            "its weights are not needed here",
+            "此处不需要它的权重",
+        ))
+    })?;
     let mut data = read(Reading {
         path: &file,
         format: config.samples.data_format,
@@ -49,7 +54,10 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
         limit: args.limit,
     })?;
     // If standard error is closed, nobody reads it.
-    let mut progress = |line: String| drop(writeln!(std::io::stderr(), " {line}"));
+    let mut progress = |line: Text| {
+        let line = line.get(Lang::chosen());
+        drop(writeln!(std::io::stderr(), " {line}"));
+    };
     let mut images = ImageCheck {
         decode_all: true,
         ..ImageCheck::here(&mut progress)
@@ -57,8 +65,9 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
     (data.images, _) = images::check(&data.samples, &data.images, &file, &mut images)?;
     let mut report = check(&config, &file, &data, &*processor);
     if let Some(directory) = &args.output {
-        std::fs::create_dir_all(directory)
-            .map_err(|error| Failure::io(ErrorCode::Disk, "make", directory, &error))?;
+        std::fs::create_dir_all(directory).map_err(|error| {
+            Failure::io(ErrorCode::Disk, both("make", "创建"), directory, &error)
+        })?;
         problems::write(directory, &report.problems)?;
         report.written_to = Some(directory.clone());
     }
@@ -71,24 +80,41 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
 
 /// Configuration that training would have with the same flags.
 fn configuration(args: &DataCheckArgs) -> Result<RunConfig, Failure> {
-    let missing = |what: &str| {
+    let missing = |what: Text| {
         Failure::usage(
-            format!("`launcher data check` needs {what}"),
-            "lengths depend on the model's tokenizer and its rules for images",
+            text!(
+                "`launcher data check` needs {what}",
+                "`launcher data check` 需要 {what}"
+            ),
+            both(
+                "lengths depend on the model's tokenizer and its rules for images",
+                "长度取决于模型的分词器及其图片规则",
+            ),
         )
-        .next("launcher data check samples.json --model ./MiniCPM-V-2_6")
+        .next(both(
+            "launcher data check samples.json --model ./MiniCPM-V-2_6",
+            "launcher data check samples.json --model ./MiniCPM-V-2_6",
+        ))
     };
     if args.limit == Some(0) {
-        return Err(
-            Failure::usage("--limit 0 selects no sample", "at least 1 sample is needed")
-                .next("omit --limit to check all samples"),
-        );
+        return Err(Failure::usage(
+            both("--limit 0 selects no sample", "--limit 0 没有选择任何样本"),
+            both("at least 1 sample is needed", "至少需要 1 个样本"),
+        )
+        .next(both(
+            "omit --limit to check all samples",
+            "请去掉 --limit 以检查所有样本",
+        )));
     }
     if args.file.is_none() && args.dataset.is_none() {
-        return Err(missing("a file"));
+        return Err(missing(both("a file", "一个文件").into()));
     }
     let training = Args {
-        model: Some(args.model.clone().ok_or_else(|| missing("--model"))?),
+        model: Some(
+            args.model
+                .clone()
+                .ok_or_else(|| missing(Text::literal("--model")))?,
+        ),
         data: args.file.clone(),
         output: Some(PathBuf::from(".")),
         data_format: args.data_format,
@@ -115,8 +141,8 @@ fn print(report: &Report, as_json: bool, variables: &Variables) -> Result<(), Fa
         let json = serde_json::to_string_pretty(report).map_err(|error| {
             Failure::new(
                 ErrorCode::Disk,
-                "the report cannot be written",
-                error.to_string(),
+                both("the report cannot be written", "无法写入报告"),
+                Text::literal(&error),
             )
         })?;
         json + "\n"
@@ -196,7 +222,10 @@ fn check(config: &RunConfig, file: &Path, data: &ReadSamples, processor: &dyn Pr
         duplicate_ids: duplicate_ids(samples),
         balance: (!measured.is_empty()).then(|| balance_of(config, &measured)),
         rendered: rendered(samples, images, processor, &options, &usable),
-        next: next(&context, &problems),
+        next: next(&context, &problems)
+            .iter()
+            .map(Text::to_string)
+            .collect(),
         problems,
         written_to: None,
     }
@@ -307,11 +336,17 @@ fn rendered(
     })
 }
 
-fn next(context: &Context<'_>, problems: &[Problem]) -> Vec<String> {
+fn next(context: &Context<'_>, problems: &[Problem]) -> Vec<Text> {
     if problems.is_empty() {
         return Vec::new();
     }
     let mut lines = problems::remedies(context, problems);
-    lines.push("fix these samples, or train with --skip-bad-samples true".to_owned());
+    lines.push(
+        both(
+            "fix these samples, or train with --skip-bad-samples true",
+            "请修正这些样本，或用 --skip-bad-samples true 训练",
+        )
+        .into(),
+    );
     lines
 }

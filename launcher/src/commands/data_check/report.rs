@@ -120,11 +120,11 @@ impl Report {
             ),
         );
         for (i, file) in self.files.iter().enumerate() {
-            add(if i == 0 { "form" } else { "" }, file.form());
+            add(if i == 0 { "form" } else { "" }, file.form().to_string());
         }
         let ignored = self.files.iter().filter_map(DataFile::without_effect);
         for (i, text) in ignored.enumerate() {
-            add(if i == 0 { "keys" } else { "" }, text);
+            add(if i == 0 { "keys" } else { "" }, text.to_string());
         }
         add("tokens", spread(&self.tokens));
         add("", format!("text     {}", spread(&self.text_tokens)));
@@ -133,7 +133,7 @@ impl Report {
             self.add_images(&mut add);
         }
         for line in self.losses.lines() {
-            add("", line);
+            add("", line.to_string());
         }
         add(
             "answers",
@@ -267,7 +267,10 @@ impl Report {
 
     fn add_problems(&self, add: &mut impl FnMut(&str, String)) {
         for (i, problem) in self.problems.iter().take(SHOWN).enumerate() {
-            add(if i == 0 { "problems" } else { "" }, problem.describe());
+            add(
+                if i == 0 { "problems" } else { "" },
+                problem.describe().to_string(),
+            );
         }
         if self.problems.len() > SHOWN {
             add("", format!("and {} more", self.problems.len() - SHOWN));

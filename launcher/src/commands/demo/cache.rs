@@ -1,5 +1,6 @@
 //! The demo's files in a cache directory: generated once, verified at every use.
 
+use crate::lang::{both, text};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
@@ -32,8 +33,14 @@ pub(super) fn ensure(directory: &Path, show: &mut dyn FnMut(Event)) -> Result<()
         return Ok(());
     }
     let started = Instant::now();
-    let fail =
-        |error: io::Error| Failure::io(ErrorCode::Disk, "draw the demo into", directory, &error);
+    let fail = |error: io::Error| {
+        Failure::io(
+            ErrorCode::Disk,
+            both("draw the demo into", "绘制演示数据到"),
+            directory,
+            &error,
+        )
+    };
     let work = beside(directory, "drawing");
     remove_abandoned(directory);
     fs::create_dir_all(&work).map_err(fail)?;
@@ -43,9 +50,10 @@ pub(super) fn ensure(directory: &Path, show: &mut dyn FnMut(Event)) -> Result<()
     drop(fs::remove_dir_all(&work));
     drawn.map_err(fail)?;
     show(Event::Info {
-        label: "demo".to_string(),
-        text: format!(
+        label: both("demo", "演示").into(),
+        text: text!(
             "drew {} training images into {} in {}",
+            "绘制了 {} 张训练图片到 {}，用时 {}",
             grouped(TRAIN_SAMPLES as u64),
             directory.display(),
             seconds(started.elapsed().as_secs_f64())

@@ -15,6 +15,7 @@ use crate::device::survey::findings::{self, Finding, Verdict};
 use crate::device::survey::gather;
 use crate::error::output::print;
 use crate::error::{ErrorCode, Failure};
+use crate::lang::both;
 use crate::rank_env::Variables;
 
 /// Version of the JSON keys. It increases when a key changes its meaning or is removed.
@@ -64,9 +65,14 @@ impl Report {
 pub fn run(variables: &Variables, as_json: bool) -> Result<ExitCode, Failure> {
     let report = Report::new(gather(variables));
     let failed = |error: &io::Error| {
-        let title = "cannot write the report to standard output";
-        Failure::new(ErrorCode::Disk, title, error.to_string())
-            .next("check the target of standard output: its disk may be full")
+        let title = both(
+            "cannot write the report to standard output",
+            "无法把报告写到标准输出",
+        );
+        Failure::new(ErrorCode::Disk, title, error.to_string()).next(both(
+            "check the target of standard output: its disk may be full",
+            "请检查标准输出的目标：所在磁盘可能已满",
+        ))
     };
     let text = if as_json {
         let json = serde_json::to_string_pretty(&report);

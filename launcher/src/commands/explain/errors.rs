@@ -1,9 +1,9 @@
 //! Generator of `docs/errors.md`: exit codes and all pages, in English.
 
-use crate::cli::Lang;
 use crate::error::ErrorCode;
 
-use crate::error::pages::{Both, Page, page};
+use crate::error::pages::{Page, page};
+use crate::lang::{Both, Lang};
 
 /// Exit codes with their names and meanings, ascending.
 const EXIT_CODES: [(u8, &str, &str); 14] = [

@@ -4,10 +4,11 @@ mod errors;
 
 use std::process::ExitCode;
 
-use crate::cli::{ExplainArgs, Lang};
+use crate::cli::ExplainArgs;
 use crate::error::output::print;
-use crate::error::pages::{Both, Page, page};
+use crate::error::pages::{Page, page};
 use crate::error::{ErrorCode, Failure};
+use crate::lang::{Lang, both, columns, is_wide, text};
 
 pub use errors::errors_page;
 
@@ -19,7 +20,7 @@ const WIDTH: usize = 96;
 /// # Errors
 /// No code has the given name (exit 2).
 pub(crate) fn run(args: &ExplainArgs) -> Result<ExitCode, Failure> {
-    let lang = args.lang.unwrap_or_default();
+    let lang = args.lang.unwrap_or_else(Lang::chosen);
     let text = match &args.code {
         None => list(lang),
         Some(word) => render(find(word)?, lang),
@@ -30,7 +31,10 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<ExitCode, Failure> {
 /// The error code that `word` means: `E05`, `e5`, `5`, `error[E05]`.
 fn find(word: &str) -> Result<ErrorCode, Failure> {
     let bare = word.trim().to_ascii_uppercase();
-    let bare = bare.trim_start_matches("ERROR").trim_matches(['[', ']']);
+    let bare = bare
+        .trim_start_matches("ERROR")
+        .trim_start_matches("错误")
+        .trim_matches(['[', ']']);
     let number: Option<u32> = bare.trim_start_matches('E').parse().ok();
     let number_of = |code: ErrorCode| code.as_str()[1..].parse::<u32>().ok();
     if let Some(code) = ErrorCode::ALL
@@ -48,14 +52,27 @@ fn find(word: &str) -> Result<ErrorCode, Failure> {
         .min_by_key(|code| distance(*code))
         .filter(|_| number.is_some());
     let failure = Failure::usage(
-        format!("no error has the code '{word}'"),
-        "codes are E and two digits, as printed in error[E05]",
+        text!(
+            "no error has the code '{word}'",
+            "没有代码为 '{word}' 的错误"
+        ),
+        both(
+            "codes are E and two digits, as printed in error[E05]",
+            "代码由 E 和两位数字组成，如输出中的 错误[E05]",
+        ),
+    );
+    let list = both(
+        "`launcher explain` lists every code",
+        "`launcher explain` 会列出所有代码",
     );
     Err(match nearest {
         Some(code) => failure
-            .next(format!("did you mean `launcher explain {code}`?"))
-            .next("`launcher explain` lists every code"),
-        None => failure.next("`launcher explain` lists every code"),
+            .next(text!(
+                "did you mean `launcher explain {code}`?",
+                "您是否想用 `launcher explain {code}`？"
+            ))
+            .next(list),
+        None => failure.next(list),
     })
 }
 
@@ -110,18 +127,16 @@ fn render(code: ErrorCode, lang: Lang) -> String {
 /// Wraps `text` to lines of at most [`WIDTH`] columns. The first line begins with `first`, the others with `rest`. A
 /// Chinese character takes two columns, and a line may break after each.
 fn wrapped(text: &str, first: &str, rest: &str) -> String {
-    let columns = |letter: char| if is_wide(letter) { 2 } else { 1 };
     let mut out = first.to_string();
     let mut used = first.len();
     for word in pieces(text) {
-        let width: usize = word.trim_end().chars().map(columns).sum();
-        if used + width > WIDTH {
+        if used + columns(word.trim_end()) > WIDTH {
             out.truncate(out.trim_end_matches(' ').len());
             out += &format!("\n{rest}");
             used = rest.len();
         }
         out += word;
-        used += word.chars().map(columns).sum::<usize>();
+        used += columns(word);
     }
     out.truncate(out.trim_end().len());
     out + "\n"
@@ -143,19 +158,6 @@ fn pieces(text: &str) -> Vec<&str> {
     }
     found.push(&text[start..]);
     found
-}
-
-fn is_wide(letter: char) -> bool {
-    matches!(letter, '\u{2e80}'..='\u{ffef}')
-}
-
-impl Both {
-    fn get(&self, lang: Lang) -> &'static str {
-        match lang {
-            Lang::En => self.en,
-            Lang::Zh => self.zh,
-        }
-    }
 }
 
 #[cfg(test)]
@@ -194,7 +196,16 @@ mod tests {
 
     #[test]
     fn codes_are_found_however_they_are_written() {
-        for word in ["E05", "e05", "5", "e5", "error[E05]", "[E05]", "05"] {
+        for word in [
+            "E05",
+            "e05",
+            "5",
+            "e5",
+            "error[E05]",
+            "错误[E05]",
+            "[E05]",
+            "05",
+        ] {
             assert_eq!(find(word), Ok(ErrorCode::Numeric), "{word}");
         }
         let failure = find("E23").expect_err("unknown");

@@ -2,6 +2,7 @@
 
 use super::{BLOCK_ELEMS, Summary, copy, read};
 use crate::error::{ErrorCode, Failure, failures};
+use crate::lang::both;
 use crate::model::stored::{max_shard_bytes, write_finite};
 use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec};
 use kernels::DType;
@@ -37,7 +38,8 @@ pub(super) fn write(
                 shape: source.shape(name).unwrap_or_default().to_vec(),
             })
             .collect();
-        let failed = |e: CheckpointError| failures::checkpoint("export weights", &e);
+        let failed =
+            |e: CheckpointError| failures::checkpoint(both("export weights", "导出权重"), &e);
         let limit = max_shard_bytes(stem);
         let mut file =
             ShardedTensorWriter::create(directory, stem, &tensors, &[("format", "pt")], limit)
@@ -58,7 +60,7 @@ pub(super) fn write(
     let card = model_card(adapter);
     let path = directory.join("README.md");
     std::fs::write(&path, card)
-        .map_err(|error| Failure::io(ErrorCode::Disk, "write", &path, &error))?;
+        .map_err(|error| Failure::io(ErrorCode::Disk, both("write", "写入"), &path, &error))?;
     Ok(summary)
 }
 

@@ -8,6 +8,7 @@ use crate::cli::{ExportArgs, ExportDtype};
 use crate::commands::new_directory::NewDirectory;
 use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, chain, failures};
+use crate::lang::{both, text};
 use crate::model::files;
 use crate::model::stored::MAX_SHARD_BYTES;
 use crate::report::checkpoints::latest_of;
@@ -40,14 +41,20 @@ pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     };
     let checkpoint = &args.checkpoint;
     let output = args.output.clone().ok_or_else(|| {
-        Failure::usage("--output is missing", "the export needs a directory")
-            .next("add --output DIR")
+        Failure::usage(
+            both("--output is missing", "缺少 --output"),
+            both("the export needs a directory", "导出需要一个目录"),
+        )
+        .next(both("add --output DIR", "请加上 --output DIR"))
     })?;
     if !checkpoint.is_dir() {
         return Err(missing(checkpoint));
     }
-    let directory = NewDirectory::begin(&output, "an export")?;
-    failures::check_directory(&format!("export {}", checkpoint.display()), checkpoint)?;
+    let directory = NewDirectory::begin(&output, both("an export", "导出"))?;
+    failures::check_directory(
+        text!("export {}", "导出 {}", checkpoint.display()),
+        checkpoint,
+    )?;
     let manifest = manifest(checkpoint)?;
     let sources = Sources::open(args, manifest.as_ref())?;
     sources.check(manifest.as_ref())?;
@@ -73,10 +80,13 @@ struct Summary {
 fn missing(checkpoint: &Path) -> Failure {
     Failure::new(
         ErrorCode::ModelFiles,
-        format!("cannot export {}", checkpoint.display()),
-        "the directory does not exist",
+        text!("cannot export {}", "无法导出 {}", checkpoint.display()),
+        both("the directory does not exist", "该目录不存在"),
     )
-    .next("give a run directory, or a checkpoint-N directory of a run")
+    .next(both(
+        "give a run directory, or a checkpoint-N directory of a run",
+        "请指定运行目录，或某次运行的 checkpoint-N 目录",
+    ))
 }
 
 /// The manifest, if the directory is a checkpoint of a run; weights are compared with their hashes.
@@ -84,7 +94,7 @@ fn manifest(directory: &Path) -> Result<Option<Checkpoint>, Failure> {
     if !directory.join("MANIFEST.json").is_file() {
         return Ok(None);
     }
-    let doing = format!("export {}", directory.display());
+    let doing = text!("export {}", "导出 {}", directory.display());
     let checkpoint = Checkpoint::open(directory).map_err(|e| failures::checkpoint(&doing, &e))?;
     checkpoint
         .verify_files(|path| !path.starts_with("state"))
@@ -118,10 +128,20 @@ impl Sources {
         if args.merge != Some(true) {
             if adapter.config().is_none() {
                 return Err(Failure::usage(
-                    format!("{} contains only parts of a model", directory.display()),
-                    "other programs cannot load trained.safetensors by itself",
+                    text!(
+                        "{} contains only parts of a model",
+                        "{} 中只有模型的一部分",
+                        directory.display()
+                    ),
+                    both(
+                        "other programs cannot load trained.safetensors by itself",
+                        "其他程序无法单独加载 trained.safetensors",
+                    ),
                 )
-                .next("--merge writes the whole model including these parts"));
+                .next(both(
+                    "--merge writes the whole model including these parts",
+                    "--merge 会写出包含这些部分的完整模型",
+                )));
             }
             return Ok(Self {
                 directory,
@@ -134,13 +154,19 @@ impl Sources {
         let named = config.and_then(|c| c.base_model_name_or_path.clone().map(PathBuf::from));
         let Some(base) = args.model.clone().or(saved).or(named) else {
             return Err(Failure::usage(
-                "the base model is not known",
-                "neither the manifest nor the adapter names it",
+                both("the base model is not known", "基座模型未知"),
+                both(
+                    "neither the manifest nor the adapter names it",
+                    "清单和适配器都没有给出它的名称",
+                ),
             )
-            .next("add --model DIR"));
+            .next(both("add --model DIR", "请加上 --model DIR")));
         };
         let model = WeightSource::open(&base).map_err(|e| {
-            failures::weights(&e).next("give --model DIR if the base model has moved")
+            failures::weights(&e).next(both(
+                "give --model DIR if the base model has moved",
+                "如果基座模型已移动，请指定 --model DIR",
+            ))
         })?;
         Ok(Self {
             directory: base,
@@ -177,11 +203,18 @@ impl Sources {
         };
         Err(Failure::new(
             ErrorCode::ModelFiles,
-            format!("{} trained tensors would be lost", lost.len()),
-            "the output cannot contain them",
+            text!(
+                "{} trained tensors would be lost",
+                "会丢失 {} 个训练过的张量",
+                lost.len()
+            ),
+            both("the output cannot contain them", "输出中无法包含它们"),
         )
-        .evidence(format!("first: {first}"))
-        .next("give --model the model that the run started from"))
+        .evidence(text!("first: {first}", "第一个：{first}"))
+        .next(both(
+            "give --model the model that the run started from",
+            "请把运行开始时所用的模型交给 --model",
+        )))
     }
 
     fn write(&self, args: &ExportArgs, directory: &Path) -> Result<Summary, Failure> {
@@ -217,29 +250,43 @@ impl Sources {
 fn misfit(base: &Path, misfits: Vec<String>) -> Failure {
     Failure::new(
         ErrorCode::ModelFiles,
-        format!("the trained tensors do not belong to {}", base.display()),
-        format!("{} of them do not fit the base model", misfits.len()),
+        text!(
+            "the trained tensors do not belong to {}",
+            "训练过的张量不属于 {}",
+            base.display()
+        ),
+        text!(
+            "{} of them do not fit the base model",
+            "其中有 {} 个与基座模型不匹配",
+            misfits.len()
+        ),
     )
     .evidence_lines(misfits.into_iter().take(LISTED))
-    .next("give --model the model that the run started from")
+    .next(both(
+        "give --model the model that the run started from",
+        "请把运行开始时所用的模型交给 --model",
+    ))
 }
 
 fn adapter_failure(directory: &Path, error: &AdapterError) -> Failure {
     Failure::new(
         ErrorCode::ModelFiles,
-        format!("cannot export {}", directory.display()),
+        text!("cannot export {}", "无法导出 {}", directory.display()),
         chain(error),
     )
     .next(failures::adapter_remedy(
         directory,
-        "give a checkpoint-N directory of a run, or a directory with adapter_model.safetensors",
+        both(
+            "give a checkpoint-N directory of a run, or a directory with adapter_model.safetensors",
+            "请指定某次运行的 checkpoint-N 目录，或含有 adapter_model.safetensors 的目录",
+        ),
     ))
 }
 
 /// Copies a small file. In `config.json`, the dtype is set to that of the weights.
 pub(crate) fn copy(from: &Path, to: &Path, dtype: Option<DType>) -> Result<(), Failure> {
     let read = std::fs::read(from)
-        .map_err(|error| Failure::io(ErrorCode::ModelFiles, "read", from, &error))?;
+        .map_err(|error| Failure::io(ErrorCode::ModelFiles, both("read", "读取"), from, &error))?;
     let config = dtype.filter(|_| from.file_name().is_some_and(|name| name == "config.json"));
     let text = config.and_then(|dtype| {
         let mut config: Value = serde_json::from_slice(&read).ok()?;
@@ -259,7 +306,7 @@ pub(crate) fn copy(from: &Path, to: &Path, dtype: Option<DType>) -> Result<(), F
         serde_json::to_vec_pretty(&config).ok()
     });
     std::fs::write(to, text.unwrap_or(read))
-        .map_err(|error| Failure::io(ErrorCode::Disk, "write", to, &error))
+        .map_err(|error| Failure::io(ErrorCode::Disk, both("write", "写入"), to, &error))
 }
 
 fn read(

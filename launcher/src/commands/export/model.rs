@@ -2,6 +2,7 @@
 
 use super::{BLOCK_ELEMS, read};
 use crate::error::{ErrorCode, Failure, failures};
+use crate::lang::{both, text};
 use crate::model::stored::{bytes_of, write_finite};
 use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec};
 use kernels::{Backend, CpuBackend, DType, MatmulArgs, Shape, Tag, Transpose};
@@ -23,10 +24,13 @@ pub(super) fn write(
         let Some(stored) = model.dtype(name) else {
             return Err(Failure::new(
                 ErrorCode::ModelFiles,
-                format!("tensor {name} has a number format that cannot be copied"),
-                "weights are f32, bf16 or f16",
+                text!(
+                    "tensor {name} has a number format that cannot be copied",
+                    "张量 {name} 的数值格式无法复制"
+                ),
+                both("weights are f32, bf16 or f16", "权重为 f32、bf16 或 f16"),
             )
-            .next("convert the model first"));
+            .next(both("convert the model first", "请先转换模型")));
         };
         tensors.push(TensorSpec {
             name: name.to_owned(),
@@ -34,7 +38,7 @@ pub(super) fn write(
             shape: model.shape(name).unwrap_or_default().to_vec(),
         });
     }
-    let doing = "export weights";
+    let doing = both("export weights", "导出权重");
     let failed = |e: CheckpointError| failures::checkpoint(doing, &e);
     let metadata = [("format", "pt")];
     let mut file =
@@ -72,10 +76,20 @@ pub(super) fn write(
     if let Some(tensor) = missing {
         return Err(Failure::new(
             ErrorCode::Disk,
-            "the export differs from what was written when it is read back",
-            format!("tensor {} is missing or has another shape", tensor.name),
+            both(
+                "the export differs from what was written when it is read back",
+                "回读的导出结果与写入的内容不同",
+            ),
+            text!(
+                "tensor {} is missing or has another shape",
+                "张量 {} 缺失，或形状不同",
+                tensor.name
+            ),
         )
-        .next("check the disk, then export again"));
+        .next(both(
+            "check the disk, then export again",
+            "请检查磁盘，然后重新导出",
+        )));
     }
     Ok((tensors.len(), bytes))
 }
@@ -109,7 +123,7 @@ fn merged(
         let shape = Shape::new(&shape);
         backend
             .upload(&bytes, shape, DType::F32, Tag::Parameters)
-            .map_err(|e| failures::kernel("merge an adapter", &e))
+            .map_err(|e| failures::kernel(both("merge an adapter", "合并适配器"), &e))
     };
     let a = upload(&name_a, 0..rank * columns, [rank, columns])?;
     let b = upload(
@@ -127,7 +141,7 @@ fn merged(
             out: DType::F32,
         })
         .and_then(|delta| delta.to_f32_vec())
-        .map_err(|e| failures::kernel("merge an adapter", &e))?;
+        .map_err(|e| failures::kernel(both("merge an adapter", "合并适配器"), &e))?;
     let base: Vec<f32> = bytemuck::pod_collect_to_vec(base);
     let sum = base.iter().zip(&delta).map(|(w, d)| w + scale * d);
     Ok(bytes_of(&sum.collect::<Vec<f32>>(), tensor.dtype))

@@ -7,6 +7,7 @@ use crate::config::ExifRotation;
 use crate::data::problems;
 use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, chain, failures};
+use crate::lang::{Text, both, text};
 use crate::memory;
 use crate::units::{bytes as format_bytes, seconds as format_seconds};
 use models::SampleInput;
@@ -43,8 +44,14 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
         seed: args.seed.unwrap_or(DEFAULT_SEED),
     };
     sampling.check().map_err(|e| {
-        Failure::usage("a sampling setting is out of range", chain(&e))
-            .next("--temperature must be at least 0, --top-p above 0 and at most 1")
+        Failure::usage(
+            both("a sampling setting is out of range", "某个采样设置超出范围"),
+            chain(&e),
+        )
+        .next(both(
+            "--temperature must be at least 0, --top-p above 0 and at most 1",
+            "--temperature 必须不小于 0，--top-p 必须大于 0 且不大于 1",
+        ))
     })?;
     let open = OpenModel::open(dir, args.adapter.as_deref(), args.precision)?;
     let options = EncodeOptions {
@@ -67,7 +74,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let loaded = open.load(cache)?;
     note(&loaded.summary);
     let answer = answer(&loaded, asked, sampling)?;
-    note(&answer.times(encoded.input_ids.len(), cache));
+    note(answer.times(encoded.input_ids.len(), cache));
     if args.json == Some(true) {
         let record = json!({
             "answer": answer.text,
@@ -121,17 +128,27 @@ fn encode(
     let longest = options.model_max_length;
     Err(Failure::new(
         ErrorCode::Samples,
-        format!("the prompt has {tokens} tokens, more than --model-max-length {longest}"),
-        "prompts are never truncated",
+        text!(
+            "the prompt has {tokens} tokens, more than --model-max-length {longest}",
+            "提示有 {tokens} 个 token，超过了 --model-max-length {longest}"
+        ),
+        both("prompts are never truncated", "提示从不截断"),
     )
-    .evidence(format!("{} image slices", encoded.slices.len()))
-    .next("use a higher --model-max-length, a lower --max-slice-nums, or fewer images"))
+    .evidence(text!(
+        "{} image slices",
+        "{} 个图片切片",
+        encoded.slices.len()
+    ))
+    .next(both(
+        "use a higher --model-max-length, a lower --max-slice-nums, or fewer images",
+        "请提高 --model-max-length、降低 --max-slice-nums，或减少图片",
+    )))
 }
 
 fn refuse(error: &SampleError) -> Failure {
     let (code, _) = problems::classify(error);
-    Failure::new(code, "the prompt cannot be used", chain(error))
-        .next("give --image FILE with a readable image; in --prompt use <image> or <image_00>, <image_01>, … at most once each")
+    Failure::new(code, both("the prompt cannot be used", "提示无法使用"), chain(error))
+        .next(both("give --image FILE with a readable image; in --prompt use <image> or <image_00>, <image_01>, … at most once each", "请用 --image FILE 给出可读的图片；在 --prompt 中使用 <image> 或 <image_00>、<image_01>……，每个最多一次"))
 }
 
 struct Answered {
@@ -144,12 +161,15 @@ struct Answered {
 }
 
 impl Answered {
-    fn times(&self, prompt_tokens: usize, cache: u64) -> String {
+    fn times(&self, prompt_tokens: usize, cache: u64) -> Text {
         let rate = |tokens: usize, seconds: f64| tokens as f64 / seconds.max(1e-9);
-        format!(
+        text!(
             "prompt  {prompt_tokens} tokens in {} · {:.1} per second\n \
              answer  {} tokens in {} · {:.1} per second\n \
              memory  peak {} · cache {}",
+            "提示    {prompt_tokens} 个 token，用时 {} · 每秒 {:.1} 个\n \
+             回答    {} 个 token，用时 {} · 每秒 {:.1} 个\n \
+             内存    峰值 {} · 缓存 {}",
             format_seconds(self.prefill_seconds),
             rate(prompt_tokens, self.prefill_seconds),
             self.tokens,
@@ -180,7 +200,7 @@ fn answer(
     let prompts = [prompt];
     let (model, access) = (&loaded.model, &loaded.access);
     let mut answers = generate(&**model, access, &prompts, &options, &mut anyone_left)
-        .map_err(|e| failures::model("generate an answer", &e))?;
+        .map_err(|e| failures::model(both("generate an answer", "生成回答"), &e))?;
     let tokens = answers.pop().unwrap_or_default();
     let text = loaded
         .processor

@@ -8,6 +8,7 @@ use crate::data::images::ImageCheck;
 use crate::data::{Reading, SampleSet, check};
 use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, failures};
+use crate::lang::{Text, both, text};
 use crate::model::not_finite::{first_not_finite, not_finite_loss};
 use crate::units::seconds as format_seconds;
 use models::autograd::Tape;
@@ -70,12 +71,12 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
         exif: args.exif_rotation.unwrap_or_default(),
         limit,
     };
-    let mut progress = |line: String| note(&line);
+    let mut progress = |line: Text| note(line);
     let images = ImageCheck::here(&mut progress);
     let processor = &*open.processor;
     let set = check::check_samples(reading, &open.dir, processor, &options, skip_bad, images)?;
     for line in set.lines() {
-        note(&line);
+        note(line);
     }
     let named = (path_text(&open.dir), open.adapter_dir().map(path_text));
     let loaded = open.load(0)?;
@@ -94,8 +95,9 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
     result["model"] = json!(named.0);
     result["adapter"] = json!(named.1);
     result["data"] = json!(path_text(data));
-    note(&format!(
+    note(text!(
         "eval    {} samples in {}",
+        "评估    {} 个样本，用时 {}",
         rows.len(),
         format_seconds(seconds)
     ));
@@ -126,16 +128,23 @@ fn check_place(path: &Path) -> Result<(), Failure> {
     if path.is_dir() || directory.is_some_and(|directory| !directory.is_dir()) {
         return Err(Failure::new(
             ErrorCode::Disk,
-            format!("cannot write {}", path.display()),
-            "it is a directory, or its parent directory does not exist",
+            text!("cannot write {}", "无法写入 {}", path.display()),
+            both(
+                "it is a directory, or its parent directory does not exist",
+                "它是目录，或其上级目录不存在",
+            ),
         )
-        .next("give a file in an existing directory"));
+        .next(both(
+            "give a file in an existing directory",
+            "请指定已有目录中的文件",
+        )));
     }
     Ok(())
 }
 
 fn write(path: &Path, result: &Value, rows: &[Row]) -> Result<(), Failure> {
-    let fail = |error: std::io::Error| Failure::io(ErrorCode::Disk, "write", path, &error);
+    let fail =
+        |error: std::io::Error| Failure::io(ErrorCode::Disk, both("write", "写入"), path, &error);
     let mut whole = result.clone();
     whole["samples"] = serde_json::to_value(rows).map_err(|e| fail(e.into()))?;
     std::fs::write(path, format!("{whole:#}\n")).map_err(fail)
@@ -171,7 +180,11 @@ impl Evaluation<'_> {
             }
             if shown.elapsed() >= PROGRESS {
                 shown = Instant::now();
-                note(&format!("eval    {} of {total} samples", rows.len()));
+                note(text!(
+                    "eval    {} of {total} samples",
+                    "评估    {} / {total} 个样本",
+                    rows.len()
+                ));
             }
         }
         Ok(rows)
@@ -204,7 +217,7 @@ impl Evaluation<'_> {
             })?;
             Ok((sum, loss.supervised, Some(first)))
         };
-        match run().map_err(|e| failures::model("evaluate", &e))? {
+        match run().map_err(|e| failures::model(both("evaluate", "评估"), &e))? {
             (sum, supervised, None) => Ok((sum, supervised)),
             (sum, _, Some(first)) => {
                 Err(not_finite_loss(&self.set.samples[index], index, sum, first))
@@ -230,7 +243,7 @@ impl Evaluation<'_> {
             stop_ids: processor.stop_ids(),
         };
         let tokens = generate(&**model, &self.loaded.access, &prompts, &options, &mut Ok)
-            .map_err(|e| failures::model("generate answers", &e))?;
+            .map_err(|e| failures::model(both("generate answers", "生成回答"), &e))?;
         let pairs = questions.iter().zip(&tokens);
         pairs
             .map(|(q, tokens)| q.judge(&**processor, tokens))
@@ -245,13 +258,20 @@ impl Evaluation<'_> {
         }
         Err(Failure::new(
             ErrorCode::HostMemory,
-            "the KV cache of a batch of answers does not fit",
-            format!(
+            both(
+                "the KV cache of a batch of answers does not fit",
+                "一批回答的 KV 缓存放不下",
+            ),
+            text!(
                 "{} are needed, {} are available",
+                "需要 {}，可用 {}",
                 crate::units::bytes(cache),
                 crate::units::bytes(free)
             ),
         )
-        .next("use a smaller --per-device-eval-batch-size or --max-new-tokens"))
+        .next(both(
+            "use a smaller --per-device-eval-batch-size or --max-new-tokens",
+            "请减小 --per-device-eval-batch-size 或 --max-new-tokens",
+        )))
     }
 }

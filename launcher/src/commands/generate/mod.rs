@@ -4,10 +4,12 @@ pub(crate) mod ask;
 pub(crate) mod evaluate;
 mod model;
 
+use crate::lang::Lang;
+use std::fmt::Display;
 use std::io::{self, Write};
 
-/// Prints a note on standard error.
-fn note(line: &str) {
+/// Prints a note on standard error, in the language of the process.
+fn note(line: impl Display) {
     // If standard error is closed, nobody reads it.
-    drop(writeln!(io::stderr(), " {line}"));
+    Lang::chosen().speak(|| drop(writeln!(io::stderr(), " {line}")));
 }

@@ -4,6 +4,7 @@
 use crate::config::PrecisionChoice;
 use crate::error::failures::unusable;
 use crate::error::{ErrorCode, Failure, chain, failures};
+use crate::lang::{Text, both, text};
 use crate::memory;
 use crate::report::checkpoints::latest_of;
 use crate::units::{bytes as format_bytes, seconds as format_seconds};
@@ -17,7 +18,6 @@ use models::{
     open_model, open_processor,
 };
 use std::collections::BTreeSet;
-use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -51,7 +51,7 @@ impl OpenModel {
         };
         let (dir, adapter) = (&*base, own.as_deref());
         for dir in adapter.into_iter().chain([dir]) {
-            failures::check_directory(&format!("use {}", dir.display()), dir)?;
+            failures::check_directory(text!("use {}", "使用 {}", dir.display()), dir)?;
         }
         let processor = open_processor(dir).map_err(|e| unusable(dir, &e))?;
         let weights = WeightSource::open(dir).map_err(|e| no_weights(dir, &e))?;
@@ -69,7 +69,7 @@ impl OpenModel {
             (OpenError::Model(e @ ModelError::AdapterTarget { .. }), Some(adapter)) => {
                 stranger(adapter, &[chain(e)])
             }
-            (OpenError::Model(e), _) => failures::model("set up the model", e),
+            (OpenError::Model(e), _) => failures::model(both("set up the model", "设置模型"), e),
             _ => unusable(dir, &e),
         })?;
         weights
@@ -105,21 +105,28 @@ impl OpenModel {
         if need > free {
             let failure = Failure::new(
                 ErrorCode::Plan,
-                "this model does not fit into memory; no weight was read",
-                format!(
+                both(
+                    "this model does not fit into memory; no weight was read",
+                    "该模型在内存中放不下；没有读取任何权重",
+                ),
+                text!(
                     "{} of host memory are needed, {} are available",
+                    "需要主机内存 {}，可用 {}",
                     format_bytes(need),
                     format_bytes(free)
                 ),
             )
-            .evidence(format!(
+            .evidence(text!(
                 "weights {} in {}, cache {}",
+                "权重 {}（{}），缓存 {}",
                 format_bytes(self.weight_bytes()),
                 self.model.dtype(),
                 format_bytes(cache_bytes)
             ));
-            return Err(failure
-                .next("use --precision bf16, fewer tokens or samples at once, or more memory"));
+            return Err(failure.next(both(
+                "use --precision bf16, fewer tokens or samples at once, or more memory",
+                "请使用 --precision bf16、减少同时处理的 token 或样本，或使用更大的内存",
+            )));
         }
         let started = Instant::now();
         let pool = Pool::new("device", None);
@@ -131,21 +138,21 @@ impl OpenModel {
             units[param.unit.index()].push((ParamId(i as u32), tensor));
         }
         let access = LoadedWeights { backend, units };
-        let mut summary = format!(
+        let mut summary = text!(
             "load    {} parameters in {} · {}",
+            "加载    {} 个参数，{} · {}",
             crate::units::count(spec.elems().0 as u64),
             self.model.dtype(),
             format_seconds(started.elapsed().as_secs_f64())
         );
         if let Some(adapter) = &self.adapter {
-            write!(
-                summary,
-                " · {} adapters and {} trained tensors of {}",
-                adapter.modules().count(),
-                adapter.names().count() - 2 * adapter.modules().count(),
-                adapter.dir().display()
-            )
-            .expect("writing into a string cannot fail");
+            let adapters = adapter.modules().count();
+            let tensors = adapter.names().count() - 2 * adapters;
+            let dir = adapter.dir().display();
+            summary += text!(
+                " · {adapters} adapters and {tensors} trained tensors of {dir}",
+                " · {adapters} 个适配器和 {tensors} 个训练过的张量，来自 {dir}"
+            );
         }
         Ok(LoadedModel {
             model: self.model,
@@ -158,7 +165,7 @@ impl OpenModel {
     fn read(&self, param: &ParamSpec, pool: &Pool) -> Result<Tensor, Failure> {
         let dtype = self.model.dtype();
         let mut out = TensorMut::new(pool, Tag::Parameters, param.shape, dtype)
-            .map_err(|e| failures::kernel("load weights", &e))?;
+            .map_err(|e| failures::kernel(both("load weights", "加载权重"), &e))?;
         let (name, elements) = (&param.name, 0..param.shape.elems());
         let bytes = out.as_bytes_mut();
         match &self.adapter {
@@ -199,11 +206,13 @@ fn no_weights(dir: &Path, error: &WeightError) -> Failure {
         .find(|name| dir.join(name).is_file());
     match partial {
         Some(name) => Failure {
-            evidence: vec![format!(
-                "it contains {name}, which is only a part of a model"
+            evidence: vec![text!(
+                "it contains {name}, which is only a part of a model",
+                "其中有 {name}，它只是模型的一部分"
             )],
-            next: vec![format!(
+            next: vec![text!(
                 "use --model BASE --adapter {}, where BASE is the model that the adapter was trained on",
+                "请使用 --model BASE --adapter {}，其中 BASE 是训练该适配器所用的模型",
                 dir.display()
             )],
             ..failure
@@ -216,46 +225,49 @@ fn open_adapter(dir: &Path, base: &WeightSource) -> Result<Adapter, Failure> {
     let adapter = Adapter::open(dir).map_err(|error| {
         Failure::new(
             ErrorCode::ModelFiles,
-            format!("cannot use the adapter {}", dir.display()),
+            text!("cannot use the adapter {}", "无法使用适配器 {}", dir.display()),
             chain(&error),
         )
         .next(failures::adapter_remedy(
             dir,
-            "give --adapter a checkpoint-N directory with adapter_model.safetensors or trained.safetensors",
+            both("give --adapter a checkpoint-N directory with adapter_model.safetensors or trained.safetensors", "请把含有 adapter_model.safetensors 或 trained.safetensors 的 checkpoint-N 目录交给 --adapter"),
         ))
     })?;
     let misfits = adapter.misfits(base);
     if !misfits.is_empty() {
+        let misfits: Vec<Text> = misfits.iter().map(Text::literal).collect();
         return Err(stranger(&adapter, &misfits));
     }
     // p-tuning prefixes have no base weight; they are part of the model as built.
     let lost = adapter
         .strangers(base)
         .filter(|name| !is_added(name) || name.starts_with(ADAPTER_PREFIX));
-    let strangers: Vec<String> = lost.map(no_place).collect();
+    let strangers: Vec<Text> = lost.map(no_place).collect();
     match strangers.is_empty() {
         true => Ok(adapter),
         false => Err(stranger(&adapter, &strangers)),
     }
 }
 
-fn no_place(name: &str) -> String {
-    format!("the model has no tensor {name}")
+fn no_place(name: &str) -> Text {
+    text!("the model has no tensor {name}", "模型没有张量 {name}")
 }
 
 /// Checks that every tensor of the adapter is a parameter of the model with the same shape.
 fn check_shapes(adapter: &Adapter, params: &[ParamSpec]) -> Result<(), Failure> {
     let known: BTreeSet<&str> = params.iter().map(|param| &*param.name).collect();
     let lost = adapter.names().filter(|name| !known.contains(name));
-    let mut reasons: Vec<String> = lost.map(no_place).collect();
+    let mut reasons: Vec<Text> = lost.map(no_place).collect();
     for param in params {
         match adapter.shape(&param.name) {
-            Some(got) if got != param.shape.dims() => reasons.push(format!(
+            Some(got) if got != param.shape.dims() => reasons.push(text!(
                 "{} is {got:?}, the model needs {}",
-                param.name, param.shape
+                "{} 的形状为 {got:?}，模型需要 {}",
+                param.name,
+                param.shape
             )),
             None if is_added(&param.name) => {
-                reasons.push(format!("{} is missing", param.name));
+                reasons.push(text!("{} is missing", "缺少 {}", param.name));
             }
             _ => {}
         }
@@ -266,31 +278,38 @@ fn check_shapes(adapter: &Adapter, params: &[ParamSpec]) -> Result<(), Failure> 
     }
 }
 
-fn stranger(adapter: &Adapter, reasons: &[String]) -> Failure {
+fn stranger(adapter: &Adapter, reasons: &[Text]) -> Failure {
     let mut failure = Failure::new(
         ErrorCode::ModelFiles,
-        format!(
+        text!(
             "the adapter {} does not belong to this model",
+            "适配器 {} 不属于该模型",
             adapter.dir().display()
         ),
-        format!("{} of its tensors do not fit the model", reasons.len()),
+        text!(
+            "{} of its tensors do not fit the model",
+            "它有 {} 个张量与模型不匹配",
+            reasons.len()
+        ),
     );
     for reason in reasons.iter().take(LISTED) {
         failure = failure.evidence(reason.clone());
     }
     if reasons.len() > LISTED {
-        failure = failure.evidence(format!("and {} more", reasons.len() - LISTED));
+        failure = failure.evidence(text!("and {} more", "另有 {} 个", reasons.len() - LISTED));
     }
     let base = adapter
         .config()
         .and_then(|c| c.base_model_name_or_path.clone());
     match base {
-        Some(base) => failure.next(format!(
-            "use --model {base}, the model that the adapter was trained on"
+        Some(base) => failure.next(text!(
+            "use --model {base}, the model that the adapter was trained on",
+            "请使用 --model {base}，即训练该适配器所用的模型"
         )),
-        None => {
-            failure.next("give --model the directory of the model that the adapter was trained on")
-        }
+        None => failure.next(both(
+            "give --model the directory of the model that the adapter was trained on",
+            "请把训练该适配器所用的模型的目录交给 --model",
+        )),
     }
 }
 
@@ -301,7 +320,7 @@ pub(super) struct LoadedModel {
     pub(super) processor: Arc<dyn Processor>,
     pub(super) access: LoadedWeights,
     /// Description of what was loaded, in one line.
-    pub(super) summary: String,
+    pub(super) summary: Text,
 }
 
 /// All weights of a model, unsharded in one memory pool. None of them is trainable.
@@ -361,10 +380,16 @@ impl LeaseOwner for LoadedWeights {
 pub(super) fn required<T>(value: Option<T>, subcommand: &str, flag: &str) -> Result<T, Failure> {
     value.ok_or_else(|| {
         Failure::usage(
-            format!("`launcher {subcommand}` needs {flag}"),
-            "it has no default",
+            text!(
+                "`launcher {subcommand}` needs {flag}",
+                "`launcher {subcommand}` 需要 {flag}"
+            ),
+            both("it has no default", "它没有默认值"),
         )
-        .next(format!("`launcher {subcommand} --help` lists every flag"))
+        .next(text!(
+            "`launcher {subcommand} --help` lists every flag",
+            "`launcher {subcommand} --help` 会列出每个参数"
+        ))
     })
 }
 
@@ -373,10 +398,14 @@ pub(super) fn positive(value: usize, flag: &str) -> Result<usize, Failure> {
     if value > 0 {
         return Ok(value);
     }
-    Err(
-        Failure::usage(format!("{flag} 0 is out of range"), "at least 1 is needed")
-            .next("omit the flag to use its default"),
+    Err(Failure::usage(
+        text!("{flag} 0 is out of range", "{flag} 0 超出范围"),
+        both("at least 1 is needed", "至少需要 1"),
     )
+    .next(both(
+        "omit the flag to use its default",
+        "请去掉该参数以使用默认值",
+    )))
 }
 
 /// An absolute path, which means the same wherever the result is read.

@@ -4,6 +4,7 @@ use super::needs;
 use super::planner::Planner;
 use crate::config::{Offload, RunConfig, Tier};
 use crate::error::Failure;
+use crate::lang::{both, text};
 use crate::plan::Settled;
 use crate::plan::suggestion::changed;
 use crate::units::bytes;
@@ -66,14 +67,26 @@ pub(super) fn as_json(rows: &[Settled]) -> Value {
 /// The plans as a text table: one row per plan with its stage and offload, the bytes needed per tier, and whether
 /// they fit.
 pub(super) fn as_text(config: &RunConfig, rows: &[Settled]) -> String {
+    let [stage, offload, device, host, fits] = [
+        both("stage", "阶段"),
+        both("offload", "卸载"),
+        both("device/rank", "设备/rank"),
+        both("host", "主机"),
+        both("fits", "放得下"),
+    ];
+    let ranks = text!("{} ranks", "{} 个 rank", config.world_size);
     let mut text = format!(
-        "{} · {} ranks\nstage  offload                                  device/rank       host       nvme  fits\n",
+        "{} · {ranks}\n{stage:<7}{offload:<40}{device:>12}{host:>11}{:>11}  {fits}\n",
         config.name(),
-        config.world_size
+        "nvme",
     );
     for planned in rows {
         let need = planned.fit.need;
-        let verdict = if planned.fit.fits() { "yes" } else { "no" };
+        let verdict = if planned.fit.fits() {
+            both("yes", "是")
+        } else {
+            both("no", "否")
+        };
         text += &format!(
             "{:<7}{:<40}{:>12}{:>11}{:>11}  {verdict}\n",
             planned.run.zero,

@@ -17,6 +17,7 @@ use crate::config::{Collectives, DEVICE, Device, DeviceChoice, Products, RunConf
 use crate::device::{self, Chosen, Devices};
 use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, quoted};
+use crate::lang::{Lang, Text, both, text};
 use crate::launch::hostfile;
 use crate::model::optimizer::trained_parts;
 use crate::model::setup::shapes;
@@ -61,7 +62,7 @@ pub(crate) fn run(
         let text = if json {
             pretty(&matrix::as_json(&rows))
         } else {
-            matrix::as_text(&config, &rows)
+            Lang::chosen().speak(|| matrix::as_text(&config, &rows))
         };
         print(&text)?;
         return Ok(ExitCode::SUCCESS);
@@ -77,7 +78,8 @@ pub(crate) fn run(
     if json {
         print(&pretty(&as_json(&planned, &disk, &planner, typed, &near)?))?;
     } else {
-        print(&as_text(&planned, &disk, &planner, notes, args)?)?;
+        let text = || as_text(&planned, &disk, &planner, notes, args);
+        print(&Lang::chosen().speak(text)?)?;
     }
     planned
         .fit
@@ -106,7 +108,9 @@ fn named_model(args: &PlanArgs, env: &Env) -> Result<PlanArgs, Failure> {
     let directory = env.cache_dir.join("published").join(name);
     let file = directory.join("config.json");
     let written = std::fs::create_dir_all(&directory).and_then(|()| std::fs::write(&file, text));
-    written.map_err(|error| Failure::io(ErrorCode::ModelFiles, "write", &file, &error))?;
+    written.map_err(|error| {
+        Failure::io(ErrorCode::ModelFiles, both("write", "写入"), &file, &error)
+    })?;
     args.run.model = Some(directory);
     args.no_weights = Some(true);
     Ok(args)
@@ -131,10 +135,17 @@ fn configuration(
         run.nproc = run.nproc.or(Some(hardware.devices));
         if run.nproc != Some(hardware.devices) {
             return Err(Failure::usage(
-                "--nproc and --hw contradict each other",
-                format!("one rank runs on each of {} devices", hardware.devices),
+                both(
+                    "--nproc and --hw contradict each other",
+                    "--nproc 与 --hw 互相矛盾",
+                ),
+                text!(
+                    "one rank runs on each of {} devices",
+                    "{} 个设备各运行一个 rank",
+                    hardware.devices
+                ),
             )
-            .next("omit --nproc"));
+            .next(both("omit --nproc", "请去掉 --nproc")));
         }
     }
     let machines = hostfile::planned(&run, &mut |_| ())?;
@@ -282,8 +293,8 @@ fn as_text(
     if let Some(preset) = args.run.preset.as_deref().and_then(Preset::named) {
         text += &shown(
             &Event::Info {
-                label: "preset".into(),
-                text: format!("{}: {}", preset.script, preset.spelled()),
+                label: both("preset", "预设").into(),
+                text: Text::literal(format_args!("{}: {}", preset.script, preset.spelled())),
             },
             usize::MAX,
         );
@@ -292,8 +303,12 @@ fn as_text(
     if args.hw.is_some() && config.device == Device::Cpu {
         event.device = "devices".into();
         let line = Event::Info {
-            label: "device".into(),
-            text: "planned as the CPU runs it; --device cuda plans for GPUs".into(),
+            label: both("device", "设备").into(),
+            text: both(
+                "planned as the CPU runs it; --device cuda plans for GPUs",
+                "按 CPU 上的运行方式计划；--device cuda 为 GPU 做计划",
+            )
+            .into(),
         };
         text += &shown(&line, usize::MAX);
     }
@@ -319,9 +334,10 @@ fn as_text(
         let sample = made_up_sample(config)?;
         text += &shown(
             &Event::Info {
-                label: "sample".into(),
-                text: format!(
+                label: both("sample", "样本").into(),
+                text: text!(
                     "no data is given: an artificial sample of {} tokens, all supervised, with an image of {} patches in {} slices",
+                    "没有给出数据：使用 {} 个 token 的人造样本，全部被监督，其中一张图片有 {} 个 patch、{} 个切片",
                     sample.input_ids.len(),
                     sample.patches(),
                     sample.slices.len()
@@ -338,14 +354,19 @@ fn as_text(
                 .filter_map(|kind| phase.host.get(*kind))
                 .sum::<u64>()
         });
+        let most = tier.max().unwrap_or(0);
         let limit = crate::memory::lockable_bytes();
         text += &shown(
             &Event::Info {
-                label: "memlock".into(),
-                text: format!(
+                label: both("memlock", "锁页").into(),
+                text: text!(
                     "copies to devices are fastest from locked host memory: {} per rank; this shell can lock {}",
-                    bytes(tier.max().unwrap_or(0)),
-                    limit.map_or_else(|| "any amount".to_owned(), bytes)
+                    "从锁定的主机内存复制到设备最快：每个 rank {}；当前 shell 可锁定 {}",
+                    bytes(most),
+                    limit.map_or_else(
+                        || both("any amount", "任意数量").into(),
+                        |most| Text::literal(bytes(most))
+                    )
                 ),
             },
             usize::MAX,
@@ -354,7 +375,7 @@ fn as_text(
     text += &text::table(memory);
     text += &shown(&disk.event(config), usize::MAX);
     let reserve = Event::Info {
-        label: "reserve".into(),
+        label: both("reserve", "预留").into(),
         text: fit.machine.host_text(),
     };
     text += &shown(&reserve, usize::MAX);
@@ -373,15 +394,18 @@ fn with_nearest(mut failure: Failure, typed: &[String], near: &[Proposal]) -> Fa
     for proposal in near {
         let needs = proposal.planned.fit.needs();
         let what = match proposal.freezes {
-            true => "the adapters alone fit",
-            false => "nearest setting that fits",
+            true => both("the adapters alone fit", "只训练适配器就放得下"),
+            false => both("nearest setting that fits", "最接近的可行设置"),
         };
         failure = failure
-            .next(format!("{what}: {needs}"))
-            .next(command(typed, &proposal.flags));
+            .next(text!("{what}: {needs}", "{what}：{needs}"))
+            .next(Text::literal(command(typed, &proposal.flags)));
     }
     if near.is_empty() {
-        failure = failure.next("no stage, offload, batch, precision or adapters make it fit");
+        failure = failure.next(both(
+            "no stage, offload, batch, precision or adapters make it fit",
+            "改变阶段、卸载、批大小、精度或只训练适配器都放不下",
+        ));
     }
     failure.next.extend(general);
     failure

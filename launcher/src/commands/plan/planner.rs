@@ -6,6 +6,7 @@ use crate::data::SampleSet;
 use crate::data::check::largest;
 use crate::error::failures::unusable;
 use crate::error::{Failure, failures};
+use crate::lang::both;
 use crate::memory::RankMemory;
 use crate::model::contents::CheckpointBytes;
 use crate::model::setup::shapes;
@@ -194,7 +195,10 @@ fn check_weights(config: &RunConfig) -> Result<WeightSource, Failure> {
         Ok(source)
     });
     checked.map_err(|error| {
-        failures::weights(&error).next("--no-weights true plans from config.json alone")
+        failures::weights(&error).next(both(
+            "--no-weights true plans from config.json alone",
+            "--no-weights true 只根据 config.json 做计划",
+        ))
     })
 }
 

@@ -1,23 +1,24 @@
 //! Text output of a plan.
 
-use crate::memory::{Kinds, PARTS, PhaseBytes, RankMemory};
+use crate::lang::{Text, both, text};
+use crate::memory::{Kinds, PARTS, PhaseBytes, RankMemory, kind_name};
 use crate::plan::MemoryCheck;
 use crate::units::bytes;
 use std::collections::BTreeMap;
+use std::fmt::Display;
 
 /// Width of a tier's column in characters.
 const WIDTH: usize = 10;
 
-fn row(text: &mut String, name: &str, cells: [String; 3]) {
+fn row(text: &mut String, name: impl Display, cells: [Text; 3]) {
     let [device, host, nvme] = cells;
     *text += &format!("        {name:<14}{device:>WIDTH$}{host:>WIDTH$}{nvme:>WIDTH$}\n");
 }
 
-fn shown(amount: u64) -> String {
-    if amount == 0 {
-        "-".to_owned()
-    } else {
-        bytes(amount)
+fn shown(amount: u64) -> Text {
+    match amount {
+        0 => Text::literal("-"),
+        amount => Text::literal(bytes(amount)),
     }
 }
 
@@ -27,14 +28,22 @@ pub(super) fn table(memory: &RankMemory) -> String {
     let mut text = String::new();
     row(
         &mut text,
-        "peak per rank",
-        ["device", "host", "nvme"].map(str::to_owned),
+        both("peak per rank", "每个 rank 峰值"),
+        [
+            both("device", "设备").into(),
+            both("host", "主机").into(),
+            both("nvme", "nvme").into(),
+        ],
     );
     for (phase, bytes) in &memory.phases {
         let totals = [&bytes.device, &bytes.host, &bytes.nvme].map(PhaseBytes::total);
-        row(&mut text, phase.name(), totals.map(shown));
+        row(&mut text, phase.title(), totals.map(shown));
     }
-    row(&mut text, "of which", [(); 3].map(|()| String::new()));
+    row(
+        &mut text,
+        both("of which", "其中"),
+        [(); 3].map(|()| Text::default()),
+    );
     let mut kinds = kinds(memory);
     for part in &PARTS {
         let most = memory.of_part(part);
@@ -43,16 +52,16 @@ pub(super) fn table(memory: &RankMemory) -> String {
         if most == [0; 3] {
             continue;
         }
-        row(&mut text, part.name, most.map(shown));
+        row(&mut text, kind_name(part.name), most.map(shown));
         // The first kind of a part has its name.
         for (kind, most) in shares.into_iter().skip(1) {
             if let Some(most) = most {
-                row(&mut text, &format!("  {kind}"), most.map(shown));
+                row(&mut text, format!("  {}", kind_name(kind)), most.map(shown));
             }
         }
     }
     for (kind, most) in kinds {
-        row(&mut text, &kind, most.map(shown));
+        row(&mut text, kind_name(&kind), most.map(shown));
     }
     text
 }
@@ -76,10 +85,19 @@ fn kinds(memory: &RankMemory) -> BTreeMap<String, [u64; 3]> {
 
 /// Last line of the output: whether the run fits.
 pub(super) fn verdict(fit: &MemoryCheck) -> String {
-    let verdict = if fit.fits() { "fits" } else { "DOES NOT FIT" };
-    let window = match fit.need.window {
-        0 => String::new(),
-        window => format!(", of which {} in /dev/shm", bytes(window)),
+    let verdict = if fit.fits() {
+        both("fits", "放得下")
+    } else {
+        both("DOES NOT FIT", "放不下")
     };
-    format!("need    {}{window}   {verdict}\n", fit.needs())
+    let window = match fit.need.window {
+        0 => Text::default(),
+        window => text!(
+            ", of which {} in /dev/shm",
+            "，其中 /dev/shm 占 {}",
+            bytes(window)
+        ),
+    };
+    let label = both("need", "需要");
+    format!("{label:<7} {}{window}   {verdict}\n", fit.needs())
 }

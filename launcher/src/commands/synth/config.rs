@@ -1,5 +1,6 @@
 //! Choice of the `config.json`: a file, a directory that contains one, or the name of a published model.
 
+use crate::lang::{Text, both, text};
 use std::fs;
 use std::path::Path;
 
@@ -31,10 +32,15 @@ pub(super) struct Config {
 
 impl Config {
     /// Failure for a configuration from which no model can be made.
-    pub(super) fn unusable(&self, cause: &str) -> Failure {
-        let title = format!("cannot make a model from {}", self.origin);
-        Failure::new(ErrorCode::ModelFiles, title, cause).next(format!(
+    pub(super) fn unusable(&self, cause: impl Into<Text>) -> Failure {
+        let title = text!(
+            "cannot make a model from {}",
+            "无法根据 {} 生成模型",
+            self.origin
+        );
+        Failure::new(ErrorCode::ModelFiles, title, cause).next(text!(
             "use the config.json of a supported model, or the name of a published one: {}",
+            "请使用受支持的模型的 config.json，或某个已发布模型的名称：{}",
             names()
         ))
     }
@@ -53,8 +59,15 @@ pub(in crate::commands) fn published(named: &Path) -> Option<(&'static str, &'st
 /// When the flag is missing (exit 2), or no file, directory or built-in model has this name (exit 10).
 pub(super) fn find(named: Option<&Path>) -> Result<Config, Failure> {
     let named = named.ok_or_else(|| {
-        Failure::usage("--model-config is missing", "sizes come from a config.json")
-            .next(format!("give a file, a directory, or one of {}", names()))
+        Failure::usage(
+            both("--model-config is missing", "缺少 --model-config"),
+            both("sizes come from a config.json", "各项大小来自 config.json"),
+        )
+        .next(text!(
+            "give a file, a directory, or one of {}",
+            "请指定文件、目录或以下之一：{}",
+            names()
+        ))
     })?;
     let file = match named.is_dir() {
         true => named.join("config.json"),
@@ -71,8 +84,12 @@ pub(super) fn find(named: Option<&Path>) -> Result<Config, Failure> {
             origin: format!("the published {name}"),
         }),
         (Err(error), None) => {
-            let failure = Failure::io(ErrorCode::ModelFiles, "read", &file, &error);
-            Err(failure.next(format!("give a file, a directory, or one of {}", names())))
+            let failure = Failure::io(ErrorCode::ModelFiles, both("read", "读取"), &file, &error);
+            Err(failure.next(text!(
+                "give a file, a directory, or one of {}",
+                "请指定文件、目录或以下之一：{}",
+                names()
+            )))
         }
     }
 }

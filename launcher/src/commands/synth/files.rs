@@ -1,5 +1,6 @@
 //! Small files of a model directory, by family: configuration, tokenizer, processor settings.
 
+use crate::lang::Text;
 use std::fs;
 use std::path::Path;
 
@@ -101,17 +102,17 @@ impl ModelFiles {
 pub(super) fn write(config: &Config, directory: &Path) -> Result<(), Failure> {
     let mut writer = FileWriter::new(directory, "\n");
     writer.put("config.json", &config.bytes)?;
-    let files = small(directory).and_then(ModelFiles::files);
-    for (name, value) in files.map_err(|cause| config.unusable(&cause))? {
+    let files = small(directory).and_then(|small| small.files().map_err(Text::literal));
+    for (name, value) in files.map_err(|cause| config.unusable(cause))? {
         writer.put_json(name, &value)?;
     }
     Ok(())
 }
 
-fn small(directory: &Path) -> Result<ModelFiles, String> {
+fn small(directory: &Path) -> Result<ModelFiles, Text> {
     let family = Family::of(directory).map_err(|error| chain(&error))?;
-    let bytes = fs::read(directory.join("config.json")).map_err(|error| error.to_string())?;
-    let raw: Value = serde_json::from_slice(&bytes).map_err(|error| error.to_string())?;
+    let bytes = fs::read(directory.join("config.json")).map_err(|error| Text::literal(&error))?;
+    let raw: Value = serde_json::from_slice(&bytes).map_err(|error| Text::literal(&error))?;
     Ok(match family {
         Family::MiniCpm => minicpm(&load(MiniCpmConfig::load(directory))?, &raw),
         Family::Glm4v => glm4v(&load(Glm4vConfig::load(directory))?),
@@ -122,7 +123,7 @@ fn small(directory: &Path) -> Result<ModelFiles, String> {
     })
 }
 
-fn load<T, E: std::error::Error>(loaded: Result<T, E>) -> Result<T, String> {
+fn load<T, E: std::error::Error + 'static>(loaded: Result<T, E>) -> Result<T, Text> {
     loaded.map_err(|error| chain(&error))
 }
 

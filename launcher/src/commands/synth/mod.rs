@@ -15,6 +15,7 @@ pub(crate) mod tokenizer;
 mod weights;
 pub(crate) mod writer;
 
+use crate::lang::{both, text};
 pub(super) use config::published;
 use std::path::Path;
 use std::process::ExitCode;
@@ -45,30 +46,39 @@ const SAMPLE_TOKENS: usize = 512;
 pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let output = args.output.clone().ok_or_else(|| {
-        Failure::usage("--output is missing", "the model needs a directory")
-            .next("add --output DIR")
+        Failure::usage(
+            both("--output is missing", "缺少 --output"),
+            both("the model needs a directory", "模型需要一个目录"),
+        )
+        .next(both("add --output DIR", "请加上 --output DIR"))
     })?;
     let seeded = args.weights.unwrap_or_default() == SynthWeights::Seeded;
     if let (true, Some(_)) = (seeded, args.shards) {
         return Err(Failure::usage(
-            "--shards and --weights seeded contradict each other",
-            "seeded weights have no files",
+            both(
+                "--shards and --weights seeded contradict each other",
+                "--shards 与 --weights seeded 互相矛盾",
+            ),
+            both("seeded weights have no files", "种子权重没有文件"),
         )
-        .next("omit one of them"));
+        .next(both("omit one of them", "请去掉其中一个")));
     }
     let shards = args.shards.unwrap_or(SHARDS);
     if shards == 0 {
         return Err(Failure::usage(
-            "--shards 0 is out of range",
-            "weights need at least one file",
+            both("--shards 0 is out of range", "--shards 0 超出范围"),
+            both("weights need at least one file", "权重至少需要一个文件"),
         )
-        .next("omit --shards for 4 files"));
+        .next(both(
+            "omit --shards for 4 files",
+            "去掉 --shards 时为 4 个文件",
+        )));
     }
     let config = config::find(args.model_config.as_deref())?;
     let directory = NewDirectory::begin(&output, "synth")?;
     files::write(&config, directory.path())?;
     let model = open_model(directory.path(), ModelOptions::new(DType::BF16))
-        .map_err(|error| config.unusable(&chain(&error)))?;
+        .map_err(|error| config.unusable(chain(&error)))?;
     let layout = Layout::new(&*model, shards)?;
     let sampled = match args.samples.unwrap_or(0) {
         0 => None,
@@ -134,14 +144,22 @@ fn check_space(output: &Path, needed: u64) -> Result<(), Failure> {
     }
     Err(Failure::new(
         ErrorCode::Disk,
-        format!("the disk is too small for {}", output.display()),
-        format!(
+        text!(
+            "the disk is too small for {}",
+            "磁盘太小，放不下 {}",
+            output.display()
+        ),
+        text!(
             "the directory needs {}, {} are free",
+            "该目录需要 {}，空闲 {}",
             bytes(needed),
             bytes(free)
         ),
     )
-    .next("free space on that disk, or choose another directory with --output"))
+    .next(both(
+        "free space on that disk, or choose another directory with --output",
+        "请清理该磁盘的空间，或用 --output 指定其他目录",
+    )))
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! Generated samples for a model directory: one image each and text of a given length, ready for training.
 
+use crate::lang::{Text, both, text};
 use std::fs;
 use std::path::Path;
 
@@ -53,10 +54,21 @@ pub(super) fn write(directory: &Path, count: usize, size: Size) -> Result<Sample
         && !SIDES.contains(&side)
     {
         return Err(Failure::usage(
-            format!("--image-size {side} is out of range"),
-            format!("it must be between {} and {}", SIDES.start(), SIDES.end()),
+            text!(
+                "--image-size {side} is out of range",
+                "--image-size {side} 超出范围"
+            ),
+            text!(
+                "it must be between {} and {}",
+                "它必须在 {} 和 {} 之间",
+                SIDES.start(),
+                SIDES.end()
+            ),
         )
-        .next("omit --image-size to use the size of one slice or of the vision tower"));
+        .next(both(
+            "omit --image-size to use the size of one slice or of the vision tower",
+            "去掉 --image-size 时使用一个切片或视觉塔的大小",
+        )));
     }
     let tokens = size.tokens;
     let side = size.image_side.unwrap_or_else(|| image_side(directory));
@@ -118,7 +130,13 @@ fn image_side(directory: &Path) -> usize {
 
 fn measure(directory: &Path, sample: &Value) -> Result<Samples, Failure> {
     // The program made these files itself, so a failure here is a bug.
-    let failed = |cause: String| Failure::new(ErrorCode::Panic, "cannot make samples", cause);
+    let failed = |cause: Text| {
+        Failure::new(
+            ErrorCode::Panic,
+            both("cannot make samples", "无法生成样本"),
+            cause,
+        )
+    };
     let processor = open_processor(directory).map_err(|error| failed(chain(&error)))?;
     let sample: RawSample =
         serde_json::from_value(sample.clone()).map_err(|error| failed(chain(&error)))?;

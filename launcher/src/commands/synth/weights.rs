@@ -1,5 +1,6 @@
 //! Writer of a model's tensors into safetensors files with an index. It needs two small buffers of memory only.
 
+use crate::lang::{Both, both};
 use std::path::Path;
 
 use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec};
@@ -12,7 +13,7 @@ use crate::error::{Failure, failures};
 
 /// Elements per block: one block is generated while the previous one is written.
 const BLOCK_ELEMS: usize = 1 << 22;
-const DOING: &str = "write the weights";
+const DOING: Both = both("write the weights", "写入权重");
 
 /// Names, shapes and initial distributions of the tensors to write, and the maximum size of each safetensors file.
 #[derive(Debug)]

@@ -1,5 +1,6 @@
 //! Writer of the files of a model directory and of its samples.
 
+use crate::lang::both;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
@@ -28,7 +29,12 @@ pub(crate) struct WriteError {
 
 impl From<WriteError> for Failure {
     fn from(failed: WriteError) -> Self {
-        Self::io(ErrorCode::Disk, "write", &failed.path, &failed.error)
+        Self::io(
+            ErrorCode::Disk,
+            both("write", "写入"),
+            &failed.path,
+            &failed.error,
+        )
     }
 }
 

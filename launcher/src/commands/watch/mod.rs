@@ -6,6 +6,7 @@
 mod text;
 mod view;
 
+use crate::lang::{Both, both, text};
 use std::fs;
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
@@ -49,13 +50,18 @@ pub(crate) fn run(args: &WatchArgs) -> Result<ExitCode, Failure> {
 }
 
 fn check(directory: &Path) -> Result<(), Failure> {
-    let refuse = |cause: &str| {
-        Failure::usage(format!("cannot watch {}", directory.display()), cause).next(
-            "give the directory of a run: the value of its --output, or a directory below runs/",
+    let refuse = |cause: Both| {
+        Failure::usage(
+            text!("cannot watch {}", "无法查看 {}", directory.display()),
+            cause,
         )
+        .next(both(
+            "give the directory of a run: the value of its --output, or a directory below runs/",
+            "请指定某次运行的目录：其 --output 的值，或 runs/ 下的目录",
+        ))
     };
     if !directory.is_dir() {
-        return Err(refuse("the directory does not exist"));
+        return Err(refuse(both("the directory does not exist", "该目录不存在")));
     }
     let is_run = [CONFIG_FILE, TRAINER_LOG]
         .iter()
@@ -63,8 +69,12 @@ fn check(directory: &Path) -> Result<(), Failure> {
     if is_run {
         Ok(())
     } else {
-        Err(refuse("it contains no run")
-            .evidence(format!("it has neither {CONFIG_FILE} nor {TRAINER_LOG}")))
+        Err(
+            refuse(both("it contains no run", "其中没有运行")).evidence(text!(
+                "it has neither {CONFIG_FILE} nor {TRAINER_LOG}",
+                "其中既没有 {CONFIG_FILE}，也没有 {TRAINER_LOG}"
+            )),
+        )
     }
 }
 
@@ -95,7 +105,7 @@ fn print(view: &View, json: bool, redraws: bool) -> Result<bool, Failure> {
     let fail = |error: &io::Error| {
         Failure::io(
             ErrorCode::Disk,
-            "write",
+            both("write", "写入"),
             Path::new("standard output"),
             error,
         )

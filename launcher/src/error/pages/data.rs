@@ -71,7 +71,7 @@ pub(super) static SAMPLES: Page = Page {
     look_at: &[
         both(
             "The counts in 'cause' and the lengths in 'evidence'.",
-            "cause 中的计数和 evidence 中的长度。",
+            "“原因”（cause）中的计数和“依据”（evidence）中的长度。",
         ),
         both(
             "`launcher data check FILE --model DIR` lists every problem, with statistics.",
@@ -81,7 +81,7 @@ pub(super) static SAMPLES: Page = Page {
     what_to_do: &[
         both(
             "The value of --model-max-length under 'next' is enough for all of these samples.",
-            "next 中的 --model-max-length 足以容纳所有这些样本。",
+            "“下一步”（next）中的 --model-max-length 足以容纳所有这些样本。",
         ),
         both(
             "--max-slice-nums 1 makes images short, but small print becomes unreadable.",
@@ -113,7 +113,7 @@ pub(super) static PLACEHOLDERS: Page = Page {
     ],
     look_at: &[both(
         "The line and the message under 'evidence'.",
-        "evidence 中给出的行和消息。",
+        "“依据”（evidence）中给出的行和消息。",
     )],
     what_to_do: &[both(
         "Fix the line, or skip such samples with --skip-bad-samples true.",

@@ -29,7 +29,7 @@ pub(super) static DEVICE_MEMORY: Page = Page {
     look_at: &[
         both(
             "The line 'in use': reduce its largest part.",
-            "in use 一行：应减少占用最大的一项。",
+            "“已用”（in use）一行：应减少占用最大的一项。",
         ),
         both(
             "The samples in the report. `launcher data check` lists the longest samples.",
@@ -39,7 +39,7 @@ pub(super) static DEVICE_MEMORY: Page = Page {
     what_to_do: &[
         both(
             "Use the first line under 'next' that says 'fits': the program computed it for this run.",
-            "采用 next 中第一条标有 fits 的建议：它是程序针对本次运行计算出来的。",
+            "采用“下一步”（next）中第一条标有“放得下”（fits）的建议：它是程序针对本次运行计算出来的。",
         ),
         both(
             "Adapters alone need the least: --lora-rank N with --modules-to-save none, --train none, --tune-llm false and --tune-vision false.",
@@ -94,7 +94,7 @@ pub(super) static HOST_MEMORY: Page = Page {
     what_to_do: &[
         both(
             "Use the first line under 'next': its memory need comes from the plan.",
-            "采用 next 中的第一条建议：它的内存需求由计划算出。",
+            "采用“下一步”（next）中的第一条建议：它的内存需求由计划算出。",
         ),
         both(
             "Train adapters alone; if weights must train, --precision pure-bf16 needs the least memory per trained parameter.",
@@ -131,7 +131,7 @@ pub(super) static PLAN: Page = Page {
     what_to_do: &[
         both(
             "The lines under 'next' are plans of similar settings. A setting with 'fits' will start.",
-            "next 中各行是相近设置的计划。标有 fits 的设置可以启动。",
+            "“下一步”（next）中各行是相近设置的计划。标有“放得下”（fits）的设置可以启动。",
         ),
         both(
             "`launcher plan` with the same flags shows the bytes by phase, tier and kind, and the nearest setting that fits. With --hw and --ram it plans for another machine.",

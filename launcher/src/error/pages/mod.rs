@@ -7,13 +7,7 @@ mod memory;
 mod ranks;
 
 use crate::error::ErrorCode;
-
-/// A text in English and Chinese.
-#[derive(Debug)]
-pub(crate) struct Both {
-    pub(crate) en: &'static str,
-    pub(crate) zh: &'static str,
-}
+use crate::lang::{Both, both};
 
 /// Page of `launcher explain` about one code.
 #[derive(Debug)]
@@ -25,11 +19,6 @@ pub(crate) struct Page {
     pub(crate) what_to_do: &'static [Both],
     /// A report of this program as an example.
     pub(crate) example: &'static str,
-}
-
-/// A text with its translation.
-const fn both(en: &'static str, zh: &'static str) -> Both {
-    Both { en, zh }
 }
 
 /// The help page of the error `code`.

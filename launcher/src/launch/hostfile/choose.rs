@@ -2,6 +2,7 @@
 
 use super::Host;
 use crate::error::Failure;
+use crate::lang::{Text, both, text};
 
 /// The machines of `hosts` that the two flags select, in file order.
 pub(super) fn choose(
@@ -13,10 +14,16 @@ pub(super) fn choose(
         (None, None) => return Ok(hosts),
         (Some(_), Some(_)) => {
             return Err(Failure::usage(
-                "--include and --exclude contradict each other",
-                "both choose machines of the hostfile",
+                both(
+                    "--include and --exclude contradict each other",
+                    "--include 与 --exclude 互相矛盾",
+                ),
+                both(
+                    "both choose machines of the hostfile",
+                    "两者都从 hostfile 中选择机器",
+                ),
             )
-            .next("keep one of them"));
+            .next(both("keep one of them", "请只保留其中一个")));
         }
         (Some(text), None) => ("--include", text),
         (None, Some(text)) => ("--exclude", text),
@@ -39,8 +46,14 @@ pub(super) fn choose(
     hosts.retain(|host| !host.slots.is_empty());
     if hosts.is_empty() {
         return Err(Failure::usage(
-            format!("{flag} {text} leaves no machine"),
-            "it leaves out every slot of the hostfile",
+            text!(
+                "{flag} {text} leaves no machine",
+                "{flag} {text} 之后没有剩余的机器"
+            ),
+            both(
+                "it leaves out every slot of the hostfile",
+                "它排除了 hostfile 中的所有 slot",
+            ),
         ));
     }
     Ok(hosts)
@@ -52,10 +65,13 @@ fn read(
     text: &str,
     hosts: &[Host],
 ) -> Result<Vec<(String, Option<Vec<usize>>)>, Failure> {
-    let bad = |what: String| {
+    let bad = |what: Text| {
         Failure::usage(
-            format!("{flag} {text}: {what}"),
-            "separate machines with @, and put slots after a colon: host1@host2:0,2",
+            text!("{flag} {text}: {what}", "{flag} {text}：{what}"),
+            both(
+                "separate machines with @, and put slots after a colon: host1@host2:0,2",
+                "请用 @ 分隔机器，并在冒号后写 slot：host1@host2:0,2",
+            ),
         )
     };
     let mut parts: Vec<(String, Option<Vec<usize>>)> = Vec::new();
@@ -66,14 +82,24 @@ fn read(
             Some(host) => (host, None),
             None => match part.rsplit_once(':') {
                 Some((name, slots)) => (
-                    known(name).ok_or_else(|| bad(format!("'{name}' is not in the hostfile")))?,
+                    known(name).ok_or_else(|| {
+                        bad(text!(
+                            "'{name}' is not in the hostfile",
+                            "'{name}' 不在 hostfile 中"
+                        ))
+                    })?,
                     Some(slots),
                 ),
-                None => return Err(bad(format!("'{part}' is not in the hostfile"))),
+                None => {
+                    return Err(bad(text!(
+                        "'{part}' is not in the hostfile",
+                        "'{part}' 不在 hostfile 中"
+                    )));
+                }
             },
         };
         if parts.iter().any(|(name, _)| *name == host.name) {
-            return Err(bad(format!("{} is named twice", host.name)));
+            return Err(bad(text!("{} is named twice", "{} 出现了两次", host.name)));
         }
         let slots = match slots {
             None => None,
@@ -82,15 +108,17 @@ fn read(
                 for slot in slots.split(',') {
                     let number = slot.parse().ok().filter(|slot| host.slots.contains(slot));
                     let number = number.ok_or_else(|| {
-                        bad(format!(
+                        bad(text!(
                             "{} has the slots 0 to {}, not '{slot}'",
+                            "{} 的 slot 为 0 到 {}，没有 '{slot}'",
                             host.name,
                             host.slots.len() - 1
                         ))
                     })?;
                     if chosen.contains(&number) {
-                        return Err(bad(format!(
+                        return Err(bad(text!(
                             "slot {number} of {} is named twice",
+                            "{} 的 slot {number} 出现了两次",
                             host.name
                         )));
                     }

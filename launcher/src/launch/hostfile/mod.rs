@@ -7,6 +7,7 @@ mod choose;
 #[cfg(test)]
 mod tests;
 
+use crate::lang::{Both, Text, both, text};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
@@ -47,14 +48,25 @@ pub struct Host {
 pub fn parse_bytes(bytes: &[u8], path: &Path) -> Result<Vec<Host>, Failure> {
     if bytes.len() as u64 > MAX_BYTES {
         return Err(Failure::usage(
-            format!("{} has more than {MAX_BYTES} bytes", path.display()),
-            "a hostfile is a short list of machines",
+            text!(
+                "{} has more than {MAX_BYTES} bytes",
+                "{} 超过 {MAX_BYTES} 字节",
+                path.display()
+            ),
+            both(
+                "a hostfile is a short list of machines",
+                "hostfile 是一份简短的机器列表",
+            ),
         ));
     }
     let text = std::str::from_utf8(bytes).map_err(|error| {
         let before = &bytes[..error.valid_up_to()];
         let line = 1 + before.iter().filter(|byte| **byte == b'\n').count();
-        let what = format!("{}: line {line} is not UTF-8 text", path.display());
+        let what = text!(
+            "{}: line {line} is not UTF-8 text",
+            "{}：第 {line} 行不是 UTF-8 文本",
+            path.display()
+        );
         Failure::usage(what, FORM)
     })?;
     parse(text, path)
@@ -70,9 +82,16 @@ pub fn parse(text: &str, path: &Path) -> Result<Vec<Host>, Failure> {
     let mut lines: HashMap<&str, usize> = HashMap::new();
     let mut all_slots = 0;
     for (number, line) in (1..).zip(text.lines()) {
-        let bad = |what: String| {
-            Failure::usage(format!("{}: line {number}: {what}", path.display()), FORM)
-                .evidence(line.trim().chars().take(200).collect::<String>())
+        let bad = |what: Text| {
+            Failure::usage(
+                text!(
+                    "{}: line {number}: {what}",
+                    "{}：第 {number} 行：{what}",
+                    path.display()
+                ),
+                FORM,
+            )
+            .evidence(line.trim().chars().take(200).collect::<String>())
         };
         let mut words = line.split('#').next().unwrap_or("").split_whitespace();
         let Some(name) = words.next() else {
@@ -80,7 +99,10 @@ pub fn parse(text: &str, path: &Path) -> Result<Vec<Host>, Failure> {
         };
         let plain = |c: char| c.is_ascii_alphanumeric() || "-_.:[]".contains(c);
         if name.contains('=') || !name.chars().all(plain) {
-            return Err(bad(format!("'{name}' is not a machine name")));
+            return Err(bad(text!(
+                "'{name}' is not a machine name",
+                "'{name}' 不是机器名"
+            )));
         }
         let mut slots = None;
         for word in words {
@@ -88,30 +110,40 @@ pub fn parse(text: &str, path: &Path) -> Result<Vec<Host>, Failure> {
                 Some(("slots", count)) => count,
                 // A limit of mpirun beyond the slots; ignored.
                 Some(("max_slots" | "max-slots", _)) => continue,
-                _ => return Err(bad(format!("'{word}' is not understood"))),
+                _ => {
+                    return Err(bad(text!(
+                        "'{word}' is not understood",
+                        "无法理解 '{word}'"
+                    )));
+                }
             };
             let parsed = count.parse().ok().filter(|n| (1..=MAX_SLOTS).contains(n));
             let parsed = parsed.ok_or_else(|| {
-                bad(format!(
-                    "slots={count} is not a number from 1 to {MAX_SLOTS}"
+                bad(text!(
+                    "slots={count} is not a number from 1 to {MAX_SLOTS}",
+                    "slots={count} 不是 1 到 {MAX_SLOTS} 的数"
                 ))
             })?;
             if slots.replace(parsed).is_some() {
-                return Err(bad("slots are given twice".to_string()));
+                return Err(bad(both("slots are given twice", "slots 给出了两次").into()));
             }
         }
         if let Some(first) = lines.insert(name, number) {
-            return Err(
-                bad(format!("{name} is already on line {first}")).next(format!(
-                    "use one line for {name}, with the sum of its slots"
-                )),
-            );
+            return Err(bad(text!(
+                "{name} is already on line {first}",
+                "{name} 已经在第 {first} 行出现"
+            ))
+            .next(text!(
+                "use one line for {name}, with the sum of its slots",
+                "请为 {name} 只写一行，slots 为其总和"
+            )));
         }
         let slots = slots.unwrap_or(1);
         all_slots += slots;
         if all_slots > MAX_ALL_SLOTS {
-            return Err(bad(format!(
-                "there are more than {MAX_ALL_SLOTS} slots up to this line"
+            return Err(bad(text!(
+                "there are more than {MAX_ALL_SLOTS} slots up to this line",
+                "到该行为止 slot 超过 {MAX_ALL_SLOTS} 个"
             )));
         }
         hosts.push(Host {
@@ -122,14 +154,17 @@ pub fn parse(text: &str, path: &Path) -> Result<Vec<Host>, Failure> {
     }
     if hosts.is_empty() {
         return Err(Failure::usage(
-            format!("{} lists no machine", path.display()),
+            text!("{} lists no machine", "{} 中没有机器", path.display()),
             FORM,
         ));
     }
     Ok(hosts)
 }
 
-const FORM: &str = "a hostfile has one machine on each line, for example: gpu01 slots=4";
+const FORM: Both = both(
+    "a hostfile has one machine on each line, for example: gpu01 slots=4",
+    "hostfile 每行一台机器，例如：gpu01 slots=4",
+);
 
 /// Number of this machine in the hostfile, and the ranks of every machine. `None` if no hostfile applies.
 /// Messages for the user go to `show`.
@@ -156,13 +191,21 @@ pub fn place(
     };
     if let Some(rank) = &env.rank {
         return Err(Failure::usage(
-            "--hostfile and the environment contradict each other",
-            format!(
+            both(
+                "--hostfile and the environment contradict each other",
+                "--hostfile 与环境变量互相矛盾",
+            ),
+            text!(
                 "{} already makes this process rank {}",
-                rank.source, rank.rank
+                "{} 已经使本进程成为 rank {}",
+                rank.source,
+                rank.rank
             ),
         )
-        .next("omit --hostfile if mpirun, srun or torchrun starts the ranks"));
+        .next(both(
+            "omit --hostfile if mpirun, srun or torchrun starts the ranks",
+            "如果由 mpirun、srun 或 torchrun 启动各 rank，请去掉 --hostfile",
+        )));
     }
     let (hosts, ranks) = selected(args, &bytes, &path)?;
     let own = own_place(&hosts, env, &path, argv)?;
@@ -175,13 +218,18 @@ pub fn place(
             .map(|(host, ranks)| format!("{} {ranks}", host.name))
             .collect();
         show(Event::Info {
-            label: "hosts".into(),
-            text: format!("{} · this is {}", names.join(", "), hosts[own].name),
+            label: both("hosts", "机器").into(),
+            text: text!(
+                "{} · this is {}",
+                "{} · 本机是 {}",
+                names.join(", "),
+                hosts[own].name
+            ),
         });
         for (_, host) in hosts.iter().enumerate().filter(|(index, _)| *index != own) {
             show(Event::Info {
-                label: "hosts".into(),
-                text: format!("on {}: {}", host.name, command(argv)),
+                label: both("hosts", "机器").into(),
+                text: text!("on {}: {}", "在 {} 上：{}", host.name, command(argv)),
             });
         }
     }
@@ -261,8 +309,9 @@ fn find(
         // DeepSpeed scripts name a hostfile that does not exist on a single machine.
         Some(path) if !chooses => {
             show(Event::Warning {
-                text: format!(
+                text: text!(
                     "the hostfile {} does not exist: all ranks run on this machine",
+                    "hostfile {} 不存在：所有 rank 都在本机运行",
                     path.display()
                 ),
             });
@@ -270,12 +319,13 @@ fn find(
         }
         None if !chooses => {
             if let Some(path) = usual() {
-                let text = format!(
+                let text = text!(
                     "{} is ignored: --hostfile {0} runs on its machines",
+                    "{} 被忽略：--hostfile {0} 会在其中的机器上运行",
                     path.display()
                 );
                 show(Event::Info {
-                    label: "hosts".into(),
+                    label: both("hosts", "机器").into(),
                     text,
                 });
             }
@@ -288,14 +338,17 @@ fn find(
     // One byte more than the limit shows that the file is too long, even for a pipe.
     File::open(&path)
         .and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes))
-        .map_err(|error| Failure::io(ErrorCode::Usage, "read", &path, &error))?;
+        .map_err(|error| Failure::io(ErrorCode::Usage, both("read", "读取"), &path, &error))?;
     Ok(Some((path, bytes)))
 }
 
 fn no_file(places: &str) -> Failure {
     Failure::usage(
-        "--include and --exclude need a hostfile",
-        format!("{places} does not exist"),
+        both(
+            "--include and --exclude need a hostfile",
+            "--include 和 --exclude 需要 hostfile",
+        ),
+        text!("{places} does not exist", "{places} 不存在"),
     )
     .next("--hostfile FILE")
 }
@@ -304,16 +357,23 @@ fn no_file(places: &str) -> Failure {
 fn ranks_of(host: &Host, asked: Option<usize>, path: &Path) -> Result<usize, Failure> {
     match asked {
         Some(asked) if asked > host.slots.len() => Err(Failure::usage(
-            format!(
+            text!(
                 "--nproc {asked} is more than the {} slots of {}",
+                "--nproc {asked} 超过了 {1} 的 {0} 个 slot",
                 host.slots.len(),
                 host.name
             ),
-            "each rank needs a slot",
+            both("each rank needs a slot", "每个 rank 需要一个 slot"),
         )
-        .evidence(format!("{}: line {}", path.display(), host.line))
-        .next(format!(
+        .evidence(text!(
+            "{}: line {}",
+            "{}：第 {} 行",
+            path.display(),
+            host.line
+        ))
+        .next(text!(
             "--nproc {}, or more slots on that line",
+            "--nproc {}，或在该行增加 slot",
             host.slots.len()
         ))),
         Some(asked) => Ok(asked),
@@ -326,15 +386,19 @@ fn own_place(hosts: &[Host], env: &Env, path: &Path, argv: &[String]) -> Result<
     if let Some(node) = env.node.as_ref().filter(|node| node.nodes > 1) {
         if node.nodes != hosts.len() {
             return Err(Failure::usage(
-                format!(
+                text!(
                     "{} has {} machines, the environment says {}",
+                    "{} 中有 {} 台机器，环境变量给出的是 {}",
                     path.display(),
                     hosts.len(),
                     node.nodes
                 ),
-                "both set the number of machines",
+                both("both set the number of machines", "两者都设定机器的数量"),
             )
-            .next("unset NNODES, or select the same number of machines with --include"));
+            .next(both(
+                "unset NNODES, or select the same number of machines with --include",
+                "请取消设置 NNODES，或用 --include 选择相同数量的机器",
+            )));
         }
         return Ok(node.node_rank);
     }
@@ -346,12 +410,22 @@ fn own_place(hosts: &[Host], env: &Env, path: &Path, argv: &[String]) -> Result<
     let is_here = |host: &Host| TcpListener::bind((&*host.name, 0)).is_ok();
     hosts.iter().position(is_here).ok_or_else(|| {
         let mut failure = Failure::usage(
-            format!("{} does not name this machine, {name}", path.display()),
-            "the program starts nothing on other machines: run the command on each of them",
+            text!(
+                "{} does not name this machine, {name}",
+                "{} 中没有本机 {name}",
+                path.display()
+            ),
+            both(
+                "the program starts nothing on other machines: run the command on each of them",
+                "程序不会在其他机器上启动任何进程：请在每台机器上运行该命令",
+            ),
         )
-        .next("set NNODES and NODE_RANK if machines have other names in the file");
+        .next(both(
+            "set NNODES and NODE_RANK if machines have other names in the file",
+            "如果机器在文件中使用其他名称，请设置 NNODES 和 NODE_RANK",
+        ));
         for host in hosts {
-            failure = failure.next(format!("on {}: {}", host.name, command(argv)));
+            failure = failure.next(text!("on {}: {}", "在 {} 上：{}", host.name, command(argv)));
         }
         failure
     })

@@ -1,5 +1,6 @@
 //! Conversion of a failed rendezvous to failures.
 
+use crate::lang::{Both, both, text};
 use engine::comm::tcp::{MeetError, TcpOptions};
 
 use super::port;
@@ -8,12 +9,16 @@ use crate::error::{ErrorCode, Failure, chain};
 use crate::launch::hostfile::host_name;
 use crate::rank_env::RankEnv;
 
-const SAME_START: &str = "start all ranks from the same command line, files and build";
+const SAME_START: Both = both(
+    "start all ranks from the same command line, files and build",
+    "请用相同的命令行、文件和构建启动所有 rank",
+);
 
 pub(super) fn rendezvous(error: &MeetError, env: &RankEnv, options: &TcpOptions) -> Failure {
     let place = format!("{}:{}", options.addr, options.port);
-    let own = format!(
+    let own = text!(
         "this is rank {} of {} on {}; numbers and address from {}",
+        "本 rank 为 {}，共 {} 个，位于 {}；编号和地址来自 {}",
         env.rank,
         env.world_size,
         host_name(),
@@ -29,41 +34,41 @@ pub(super) fn rendezvous(error: &MeetError, env: &RankEnv, options: &TcpOptions)
             ..
         } => {
             let came = arrived.iter().map(|(rank, host)| format!("{rank} ({host})"));
+            let came: Vec<String> = came.collect();
             Failure::new(
                 ErrorCode::Rendezvous,
-                format!(
-                    "rendezvous incomplete after {:.0} s: {} of {size} ranks arrived",
+                text!("rendezvous incomplete after {:.0} s: {} of {size} ranks arrived", "会合未完成：{:.0} 秒后只有 {} 个 rank 到达，共 {size} 个",
                     elapsed.as_secs_f64(),
                     arrived.len()
                 ),
-                format!("ranks {missing:?} never connected to {place}"),
+                text!("ranks {missing:?} never connected to {place}", "rank {missing:?} 始终没有连接到 {place}"),
             )
-            .evidence(format!("connected: {}", came.collect::<Vec<_>>().join(", ")))
-            .evidence_lines(turned_away.iter().map(|line| format!("refused: {line}")))
-            .next("read the logs of the missing ranks; raise --comm-timeout if a rank starts slowly")
-            .next(format!("check on their machines that {place} can be reached and that no firewall blocks it"))
+            .evidence(text!("connected: {}", "已连接：{}", came.join(", ")))
+            .evidence_lines(turned_away.iter().map(|line| text!("refused: {line}", "已拒绝：{line}")))
+            .next(both("read the logs of the missing ranks; raise --comm-timeout if a rank starts slowly", "请查看缺失 rank 的日志；如果某个 rank 启动较慢，请提高 --comm-timeout"))
+            .next(text!("check on their machines that {place} can be reached and that no firewall blocks it", "请在这些机器上检查能否访问 {place}，以及是否有防火墙阻挡"))
         }
         MeetError::Unreachable { elapsed, .. } => Failure::new(
             ErrorCode::Rendezvous,
-            format!("rank {} could not connect to {place} in {:.0} s", env.rank, elapsed.as_secs_f64()),
+            text!("rank {} could not connect to {place} in {:.0} s", "rank {} 在 {1:.0} 秒内无法连接到 {place}", env.rank, elapsed.as_secs_f64()),
             chain(error),
         )
-        .next("check that rank 0 has started and that MASTER_ADDR names its machine")
-        .next("check that this machine can reach it and that no firewall blocks the port"),
+        .next(both("check that rank 0 has started and that MASTER_ADDR names its machine", "请检查 rank 0 是否已启动，以及 MASTER_ADDR 是否指向它所在的机器"))
+        .next(both("check that this machine can reach it and that no firewall blocks the port", "请检查本机能否访问它，以及是否有防火墙阻挡该端口")),
         MeetError::Address { .. } => Failure::new(
             ErrorCode::Rendezvous,
-            format!("the rendezvous at {place} failed"),
+            text!("the rendezvous at {place} failed", "在 {place} 的会合失败"),
             chain(error),
         )
-        .next("set MASTER_ADDR to a name or address of the first machine"),
+        .next(both("set MASTER_ADDR to a name or address of the first machine", "请把 MASTER_ADDR 设为第一台机器的名称或地址")),
         MeetError::PortInUse { port } => port_in_use(*port),
         MeetError::Refused { .. } | MeetError::Stranger { .. } => Failure::new(
             ErrorCode::Rendezvous,
-            "the ranks have different tokens",
+            both("the ranks have different tokens", "各 rank 的令牌不同"),
             chain(error),
         )
-        .next("use the same TESSERA_JOB_TOKEN, or the same content of TESSERA_JOB_TOKEN_FILE, on every machine")
-        .next("use another MASTER_PORT if another job uses this one"),
+        .next(both("use the same TESSERA_JOB_TOKEN, or the same content of TESSERA_JOB_TOKEN_FILE, on every machine", "请在每台机器上使用相同的 TESSERA_JOB_TOKEN，或内容相同的 TESSERA_JOB_TOKEN_FILE"))
+        .next(both("use another MASTER_PORT if another job uses this one", "如果另一个作业占用了该 MASTER_PORT，请换一个")),
         MeetError::Differs {
             rank,
             what,
@@ -73,17 +78,17 @@ pub(super) fn rendezvous(error: &MeetError, env: &RankEnv, options: &TcpOptions)
         } => differs(*rank, what, theirs, ours),
         MeetError::Twice { rank, .. } => Failure::new(
             ErrorCode::Rendezvous,
-            format!("two processes are rank {rank}"),
+            text!("two processes are rank {rank}", "有两个进程都是 rank {rank}"),
             chain(error),
         )
-        .next("number the machines differently, with NODE_RANK or with the launcher that sets RANK"),
+        .next(both("number the machines differently, with NODE_RANK or with the launcher that sets RANK", "请用 NODE_RANK 或设置 RANK 的启动器为各机器分配不同的编号")),
         MeetError::Window(inner) => comm_failure(inner),
         _ => Failure::new(
             ErrorCode::Rendezvous,
-            "the rendezvous failed",
+            both("the rendezvous failed", "会合失败"),
             chain(error),
         )
-        .next("the report of rank 0 has the cause"),
+        .next(both("the report of rank 0 has the cause", "原因见 rank 0 的报告")),
     };
     failure.evidence(own)
 }
@@ -91,11 +96,20 @@ pub(super) fn rendezvous(error: &MeetError, env: &RankEnv, options: &TcpOptions)
 fn differs(rank: usize, what: &str, theirs: &str, ours: &str) -> Failure {
     Failure::new(
         ErrorCode::Rendezvous,
-        format!("rank {rank} has another configuration: its {what} differs"),
-        "ranks with different configurations would wait for each other forever",
+        text!(
+            "rank {rank} has another configuration: its {what} differs",
+            "rank {rank} 的配置不同：{what}不一致"
+        ),
+        both(
+            "ranks with different configurations would wait for each other forever",
+            "配置不同的 rank 会永远互相等待",
+        ),
     )
-    .evidence(format!("rank 0 has {ours:?}"))
-    .evidence(format!("rank {rank} has {theirs:?}"))
+    .evidence(text!("rank 0 has {ours:?}", "rank 0 为 {ours:?}"))
+    .evidence(text!(
+        "rank {rank} has {theirs:?}",
+        "rank {rank} 为 {theirs:?}"
+    ))
     .next(SAME_START)
 }
 
@@ -115,8 +129,14 @@ pub(super) fn first_difference(all: &[Vec<(String, String)>]) -> Failure {
     }
     Failure::new(
         ErrorCode::Rendezvous,
-        "the ranks have different configurations",
-        "their configurations have another order",
+        both(
+            "the ranks have different configurations",
+            "各 rank 的配置不同",
+        ),
+        both(
+            "their configurations have another order",
+            "它们的配置顺序不同",
+        ),
     )
     .next(SAME_START)
 }
@@ -124,16 +144,30 @@ pub(super) fn first_difference(all: &[Vec<(String, String)>]) -> Failure {
 fn port_in_use(port: u16) -> Failure {
     let owner = port::owner(port);
     let who = owner.as_ref().map_or_else(
-        || "a process that is not visible to this user".to_string(),
-        |(pid, name)| format!("process {pid} ({name})"),
+        || {
+            both(
+                "a process that is not visible to this user",
+                "对当前用户不可见的某个进程",
+            )
+            .into()
+        },
+        |(pid, name)| text!("process {pid} ({name})", "进程 {pid}（{name}）"),
     );
     Failure::new(
         ErrorCode::PortInUse,
-        format!("port {port} is in use on {}", host_name()),
-        format!("{who} listens on it, and it is the rendezvous port of this run"),
+        text!(
+            "port {port} is in use on {}",
+            "{} 上的端口 {port} 已被占用",
+            host_name()
+        ),
+        text!(
+            "{who} listens on it, and it is the rendezvous port of this run",
+            "{who} 正在监听它，而它是本次运行的会合端口"
+        ),
     )
-    .next(format!(
+    .next(text!(
         "set MASTER_PORT to another port on every machine, such as {}",
+        "请在每台机器上把 MASTER_PORT 设为另一个端口，例如 {}",
         port.checked_add(1).unwrap_or(crate::rank_env::DEFAULT_PORT)
     ))
 }

@@ -3,6 +3,7 @@
 //! A difference in facts of [`Concern::Results`] ends the run: ranks would compute different bits for the same
 //! samples, or could not communicate. Other differences are reported once in a warning.
 
+use crate::lang::{Both, Text, both, text};
 use std::collections::BTreeMap;
 use std::hint::black_box;
 
@@ -157,7 +158,7 @@ fn mathematics() -> String {
 ///
 /// # Errors
 /// Results would differ (exit 13). Every rank names the same ranks.
-pub(super) fn compare(own: &Machine, comm: &dyn Communicator) -> Result<Vec<String>, Failure> {
+pub(super) fn compare(own: &Machine, comm: &dyn Communicator) -> Result<Vec<Text>, Failure> {
     let failed = |error: CommError| comm_failure(&error);
     let facts = serde_json::to_vec(&own.facts).unwrap_or_default();
     let hashes = comm
@@ -174,10 +175,16 @@ pub(super) fn compare(own: &Machine, comm: &dyn Communicator) -> Result<Vec<Stri
     let all = all.map_err(|error| {
         Failure::new(
             ErrorCode::Rendezvous,
-            "the library description of a rank cannot be parsed",
-            error.to_string(),
+            both(
+                "the library description of a rank cannot be parsed",
+                "无法解析某个 rank 的库描述",
+            ),
+            Text::literal(&error),
         )
-        .next("start all ranks from the same build")
+        .next(both(
+            "start all ranks from the same build",
+            "请用同一个构建启动所有 rank",
+        ))
     })?;
     judge(&all)
 }
@@ -219,7 +226,7 @@ fn differences(all: &[Machine]) -> Vec<Difference<'_>> {
     found
 }
 
-fn judge(all: &[Machine]) -> Result<Vec<String>, Failure> {
+fn judge(all: &[Machine]) -> Result<Vec<Text>, Failure> {
     let differences = differences(all);
     let (serious, harmless): (Vec<_>, Vec<_>) = differences
         .iter()
@@ -234,14 +241,21 @@ fn judge(all: &[Machine]) -> Result<Vec<String>, Failure> {
     };
     let mut failure = Failure::new(
         ErrorCode::Rendezvous,
-        format!(
+        text!(
             "{} {compute} with another {} than the other ranks",
+            "{} 计算时使用的 {1} 与其他 rank 不同",
             of_ranks(&odd),
-            first.name
+            property(first.name)
         ),
         match is_protocol(first.name) {
-            true => "the ranks may not understand each other's messages",
-            false => "results would depend on which rank computes them",
+            true => both(
+                "the ranks may not understand each other's messages",
+                "各 rank 可能无法理解彼此的消息",
+            ),
+            false => both(
+                "results would depend on which rank computes them",
+                "结果会取决于由哪个 rank 计算",
+            ),
         },
     );
     for difference in &serious {
@@ -253,23 +267,48 @@ fn judge(all: &[Machine]) -> Result<Vec<String>, Failure> {
     Err(failure.next(remedy(first.name)))
 }
 
+/// A property as messages name it.
+fn property(name: &str) -> Text {
+    let zh = match name {
+        MATHEMATICS => "C 库数学函数",
+        C_LIBRARY => "C 库",
+        INSTRUCTIONS => "指令集",
+        PRODUCTS => "矩阵乘法",
+        DRIVER => "GPU 驱动",
+        COMPUTE_CAPABILITY => "计算能力",
+        #[cfg(feature = "mpi")]
+        MPI => "MPI 库",
+        other => other,
+    };
+    Text::new(name, zh)
+}
+
 fn is_protocol(name: &str) -> bool {
     name.starts_with("MPI")
 }
 
-fn remedy(name: &str) -> &'static str {
+fn remedy(name: &str) -> Both {
     match name {
-        NVRTC => {
-            "use the same NVRTC on every machine; TESSERA_CUDA_LIBS gives the directory to search first, `launcher doctor` shows which NVRTC is found"
-        }
-        PRODUCTS => {
-            "use the same cuBLASLt on every machine, or TESSERA_MATMUL=own on all: the kernels of this program then compute matrix products"
-        }
-        COMPUTE_CAPABILITY => "use machines with GPUs of one generation, or --device cpu on all",
-        MATHEMATICS => {
-            "use the same operating system or container image on every machine, and processors of one kind"
-        }
-        _ => "use the same version on every machine",
+        NVRTC => both(
+            "use the same NVRTC on every machine; TESSERA_CUDA_LIBS gives the directory to search first, `launcher doctor` shows which NVRTC is found",
+            "请在每台机器上使用相同的 NVRTC；TESSERA_CUDA_LIBS 指定最先搜索的目录，`launcher doctor` 会显示找到的 NVRTC",
+        ),
+        PRODUCTS => both(
+            "use the same cuBLASLt on every machine, or TESSERA_MATMUL=own on all: the kernels of this program then compute matrix products",
+            "请在每台机器上使用相同的 cuBLASLt，或在所有机器上设置 TESSERA_MATMUL=own：矩阵乘法改由本程序的内核计算",
+        ),
+        COMPUTE_CAPABILITY => both(
+            "use machines with GPUs of one generation, or --device cpu on all",
+            "请使用同一代 GPU 的机器，或在所有机器上使用 --device cpu",
+        ),
+        MATHEMATICS => both(
+            "use the same operating system or container image on every machine, and processors of one kind",
+            "请在每台机器上使用相同的操作系统或容器镜像，以及同一种处理器",
+        ),
+        _ => both(
+            "use the same version on every machine",
+            "请在每台机器上使用相同的版本",
+        ),
     }
 }
 
@@ -283,45 +322,50 @@ impl Difference<'_> {
     }
 
     /// One line for each value of the property: the ranks that have it, and their hosts.
-    fn lines<'a>(&'a self, all: &'a [Machine]) -> impl Iterator<Item = String> + 'a {
+    fn lines<'a>(&'a self, all: &'a [Machine]) -> impl Iterator<Item = Text> + 'a {
         self.values.iter().map(move |(value, ranks)| {
             let mut hosts: Vec<&str> = ranks.iter().map(|rank| &*all[*rank].host).collect();
             hosts.dedup();
             let hosts = shortened(&hosts, ", ");
             let ranks = of_ranks(ranks);
-            format!("{} of {ranks} ({hosts}): {value:?}", self.name)
+            text!(
+                "{} of {ranks} ({hosts}): {value:?}",
+                "{ranks} 的 {}（{hosts}）：{value:?}",
+                property(self.name)
+            )
         })
     }
 
-    fn warning(&self, all: &[Machine]) -> String {
-        let lines: Vec<String> = self.lines(all).collect();
-        format!(
+    fn warning(&self, all: &[Machine]) -> Text {
+        let lines: Vec<Text> = self.lines(all).collect();
+        text!(
             "ranks differ, without an effect on results: {}",
-            lines.join("; ")
+            "各 rank 有以下不影响结果的差异：{}",
+            Text::join(&lines, "; ")
         )
     }
 }
 
-fn of_ranks(ranks: &[usize]) -> String {
+fn of_ranks(ranks: &[usize]) -> Text {
     match ranks {
-        [one] => format!("rank {one}"),
-        _ => format!("ranks {}", numbers(ranks)),
+        [one] => text!("rank {one}", "rank {one}"),
+        _ => text!("ranks {}", "rank {}", numbers(ranks)),
     }
 }
 
-fn numbers(ranks: &[usize]) -> String {
+fn numbers(ranks: &[usize]) -> Text {
     let ranks: Vec<String> = ranks.iter().map(ToString::to_string).collect();
     let ranks: Vec<&str> = ranks.iter().map(String::as_str).collect();
     shortened(&ranks, ", ")
 }
 
 /// The first eight words, and how many more there are.
-fn shortened(words: &[&str], separator: &str) -> String {
+fn shortened(words: &[&str], separator: &str) -> Text {
     const SHOWN: usize = 8;
     let shown = words[..words.len().min(SHOWN)].join(separator);
     match words.len().saturating_sub(SHOWN) {
-        0 => shown,
-        more => format!("{shown} and {more} more"),
+        0 => Text::literal(shown),
+        more => text!("{shown} and {more} more", "{shown} 等另外 {more} 个"),
     }
 }
 

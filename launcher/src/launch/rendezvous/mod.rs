@@ -6,6 +6,7 @@ mod machine;
 mod port;
 mod token;
 
+use crate::lang::{Text, both, text};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,7 +36,7 @@ pub(crate) struct Met {
     /// Name of the transport, for output.
     pub(crate) transport: &'static str,
     /// Warnings about harmless differences between ranks, equal on every rank.
-    pub(crate) warnings: Vec<String>,
+    pub(crate) warnings: Vec<Text>,
 }
 
 /// Joins the other ranks of `env`. Each rank contributes `region` bytes of the window. All ranks must run the same
@@ -186,11 +187,11 @@ fn over_tcp(
     let addr = env.master.addr.clone().ok_or_else(|| {
         Failure::new(
             ErrorCode::Rendezvous,
-            "the ranks of several machines have no rendezvous address",
-            format!("{} give no address of rank 0's machine", env.source),
+            both("the ranks of several machines have no rendezvous address", "多台机器上的 rank 没有会合地址"),
+            text!("{} give no address of rank 0's machine", "{} 没有给出 rank 0 所在机器的地址", env.source),
         )
-        .evidence(format!("this is rank {} of {} on {}", env.rank, env.world_size, host_name()))
-        .next("set MASTER_ADDR on every machine to a name or address of the first one, and MASTER_PORT to a free port of that machine")
+        .evidence(text!("this is rank {} of {} on {}", "本 rank 为 {}，共 {} 个，位于 {}", env.rank, env.world_size, host_name()))
+        .next(both("set MASTER_ADDR on every machine to a name or address of the first one, and MASTER_PORT to a free port of that machine", "请在每台机器上把 MASTER_ADDR 设为第一台机器的名称或地址，把 MASTER_PORT 设为该机器的空闲端口"))
     })?;
     let options = TcpOptions {
         world,
@@ -218,16 +219,28 @@ fn over_mpi(
     if found != world {
         return Err(Failure::new(
             ErrorCode::Rendezvous,
-            "the MPI that started this rank is not the one that this program was built with",
-            format!(
+            both(
+                "the MPI that started this rank is not the one that this program was built with",
+                "启动本 rank 的 MPI 不是构建本程序时使用的 MPI",
+            ),
+            text!(
                 "it numbers this process {} of {}, the variables of {} say {} of {}",
-                found.rank, found.size, env.source, world.rank, world.size
+                "它把本进程编号为 {}（共 {} 个），而 {} 的变量给出的是 {}（共 {} 个）",
+                found.rank,
+                found.size,
+                env.source,
+                world.rank,
+                world.size
             ),
         )
-        .next(
+        .next(both(
             "start with the mpirun of the MPI that was installed when the feature `mpi` was built",
-        )
-        .next("a build without that feature exchanges over TCP under any mpirun"));
+            "请使用构建特性 `mpi` 时所安装的 MPI 的 mpirun 启动",
+        ))
+        .next(both(
+            "a build without that feature exchanges over TCP under any mpirun",
+            "不带该特性的构建在任何 mpirun 下都通过 TCP 交换",
+        )));
     }
     engine::comm::mpi::join(region_bytes, deadline).map_err(|e| comm_failure(&e))
 }
@@ -268,7 +281,7 @@ fn shared_directory(output: &Path, comm: &dyn Communicator, token: &str) -> Resu
         let mark = mark(token);
         written = std::fs::create_dir_all(output)
             .and_then(|()| std::fs::write(&mark, token))
-            .map_err(|error| Failure::io(ErrorCode::Disk, "write", &mark, &error));
+            .map_err(|error| Failure::io(ErrorCode::Disk, both("write", "写入"), &mark, &error));
     }
     // Exchanges the tokens. A rank that has received rank 0's token knows that the marker file was written before.
     let tokens = comm
@@ -293,15 +306,25 @@ fn shared_directory(output: &Path, comm: &dyn Communicator, token: &str) -> Resu
     };
     Err(Failure::new(
         ErrorCode::Disk,
-        format!("rank {rank} does not see the output directory of rank 0"),
-        "all ranks write their part of a checkpoint into one directory",
+        text!(
+            "rank {rank} does not see the output directory of rank 0",
+            "rank {rank} 看不到 rank 0 的输出目录"
+        ),
+        both(
+            "all ranks write their part of a checkpoint into one directory",
+            "所有 rank 都把检查点中自己的部分写入同一个目录",
+        ),
     )
-    .evidence(format!(
+    .evidence(text!(
         "{} on {} is another directory or does not exist",
+        "{1} 上的 {0} 是另一个目录，或不存在",
         output.display(),
         String::from_utf8_lossy(host)
     ))
-    .next("put --output on a file system that all machines mount at the same path"))
+    .next(both(
+        "put --output on a file system that all machines mount at the same path",
+        "请把 --output 放在所有机器以相同路径挂载的文件系统上",
+    )))
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! The job's token, a secret of its ranks.
 
+use crate::lang::{Text, both, text};
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -17,46 +18,66 @@ pub(super) fn secret(token: &Token) -> Result<Secret, Failure> {
     let (text, from) = match (&token.text, &token.file) {
         (Some(_), Some(file)) => {
             return Err(refused(
-                format!("{TOKEN} and {TOKEN_FILE}={} are both set", file.display()),
-                "the ranks of several machines use one token",
+                text!(
+                    "{TOKEN} and {TOKEN_FILE}={} are both set",
+                    "同时设置了 {TOKEN} 和 {TOKEN_FILE}={}",
+                    file.display()
+                ),
+                both(
+                    "the ranks of several machines use one token",
+                    "多台机器上的 rank 使用同一个令牌",
+                ),
             )
-            .next("unset one of them"));
+            .next(both("unset one of them", "请取消设置其中一个")));
         }
         (Some(text), None) => (text.as_bytes().to_vec(), TOKEN.to_string()),
         (None, Some(file)) => (read(file)?, file.display().to_string()),
         (None, None) => {
             return Err(refused(
-                "the ranks of several machines have no token".to_string(),
-                "only processes that know it can join; the token itself is never sent",
+                both("the ranks of several machines have no token", "多台机器上的 rank 没有令牌"),
+                both("only processes that know it can join; the token itself is never sent", "只有知道令牌的进程才能加入；令牌本身从不发送"),
             )
-            .next(format!(
-                "{TOKEN}=$(head -c 24 /dev/urandom | base64), the same on every machine; srun and mpirun -x {TOKEN} pass it on"
+            .next(text!("{TOKEN}=$(head -c 24 /dev/urandom | base64), the same on every machine; srun and mpirun -x {TOKEN} pass it on", "{TOKEN}=$(head -c 24 /dev/urandom | base64)，在每台机器上相同；srun 和 mpirun -x {TOKEN} 会传递它"
             ))
-            .next(format!("or {TOKEN_FILE}, a file that only its owner can read")));
+            .next(text!("or {TOKEN_FILE}, a file that only its owner can read", "或使用 {TOKEN_FILE}，即只有所有者可读的文件")));
         }
     };
     let trimmed = text.trim_ascii();
     Secret::new(trimmed).ok_or_else(|| {
         refused(
-            format!("the token of {from} has {} bytes", trimmed.len()),
-            "a short token can be guessed",
+            text!(
+                "the token of {from} has {} bytes",
+                "{from} 的令牌只有 {} 字节",
+                trimmed.len()
+            ),
+            both("a short token can be guessed", "过短的令牌可能被猜中"),
         )
-        .next(format!(
-            "at least {MIN_SECRET_BYTES} bytes: head -c 24 /dev/urandom | base64"
+        .next(text!(
+            "at least {MIN_SECRET_BYTES} bytes: head -c 24 /dev/urandom | base64",
+            "至少 {MIN_SECRET_BYTES} 字节：head -c 24 /dev/urandom | base64"
         ))
     })
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, Failure> {
-    let failed = |error: std::io::Error| Failure::io(ErrorCode::Rendezvous, "read", path, &error);
+    let failed = |error: std::io::Error| {
+        Failure::io(ErrorCode::Rendezvous, both("read", "读取"), path, &error)
+    };
     let file = std::fs::File::open(path).map_err(failed)?;
     let mode = file.metadata().map_err(failed)?.permissions().mode();
     if mode & 0o007 != 0 {
         return Err(refused(
-            format!("{} can be read by everybody", path.display()),
-            "everybody who knows the token can join the run",
+            text!(
+                "{} can be read by everybody",
+                "所有人都可以读取 {}",
+                path.display()
+            ),
+            both(
+                "everybody who knows the token can join the run",
+                "任何知道令牌的人都可以加入运行",
+            ),
         )
-        .evidence(format!("mode {:04o}", mode & 0o7777))
+        .evidence(text!("mode {:04o}", "权限 {:04o}", mode & 0o7777))
         .next(format!("chmod 600 {}", path.display())));
     }
     let mut text = Vec::new();
@@ -66,7 +87,7 @@ fn read(path: &Path) -> Result<Vec<u8>, Failure> {
     Ok(text)
 }
 
-fn refused(title: String, cause: &str) -> Failure {
+fn refused(title: impl Into<Text>, cause: impl Into<Text>) -> Failure {
     Failure::new(ErrorCode::Rendezvous, title, cause)
 }
 

@@ -1,5 +1,6 @@
 //! One rank process: start, watch, output and end.
 
+use crate::lang::both;
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
@@ -57,7 +58,9 @@ impl RankChild {
             .create(true)
             .append(true)
             .open(launch.log)
-            .map_err(|error| Failure::io(ErrorCode::Disk, "write", launch.log, &error))?;
+            .map_err(|error| {
+                Failure::io(ErrorCode::Disk, both("write", "写入"), launch.log, &error)
+            })?;
         let mut child = Command::new(launch.program)
             .envs(launch.env.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::piped())
@@ -67,8 +70,13 @@ impl RankChild {
             .process_group(0)
             .spawn()
             .map_err(|error| match error.kind() {
-                io::ErrorKind::WouldBlock => no_thread("run a rank", &error),
-                _ => Failure::io(ErrorCode::Rendezvous, "start", launch.program, &error),
+                io::ErrorKind::WouldBlock => no_thread(both("run a rank", "运行 rank "), &error),
+                _ => Failure::io(
+                    ErrorCode::Rendezvous,
+                    both("start", "启动"),
+                    launch.program,
+                    &error,
+                ),
             })?;
         let stdin = child.stdin.take();
         let tail = Arc::new(Mutex::new(VecDeque::new()));
@@ -90,7 +98,12 @@ impl RankChild {
             };
             let thread = Builder::new().name(format!("output of rank {rank}"));
             let started = thread.spawn(move || listener.listen(stream));
-            started.map_err(|error| no_thread("read the output of a rank", &error))?;
+            started.map_err(|error| {
+                no_thread(
+                    both("read the output of a rank", "读取 rank 的输出"),
+                    &error,
+                )
+            })?;
         }
         let (pid, messages) = (Pid::from_child(&child), messages.clone());
         let waiter = Builder::new().name(format!("end of rank {rank}"));
@@ -104,7 +117,7 @@ impl RankChild {
             drop(messages.send(Message::Exited(rank)));
         });
         // Without its standard input the rank ends.
-        waiting.map_err(|error| no_thread("wait for a rank", &error))?;
+        waiting.map_err(|error| no_thread(both("wait for a rank", "等待 rank "), &error))?;
         Ok(Self {
             child,
             stdin,

@@ -1,5 +1,6 @@
 //! Private files of a job, and their removal.
 
+use crate::lang::{Text, both, text};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -49,7 +50,7 @@ pub fn hold(job_dir: &Path) -> Result<Held, Failure> {
         .mode(0o600)
         .open(&path)
         .and_then(|lock| lock.lock_shared().map(|()| Held { _lock: lock }))
-        .map_err(|error| Failure::io(ErrorCode::Disk, "lock", &path, &error))
+        .map_err(|error| Failure::io(ErrorCode::Disk, both("lock", "锁定"), &path, &error))
 }
 
 impl Job {
@@ -95,10 +96,10 @@ impl Job {
 fn unmade(directory: &Path, error: &io::Error) -> Failure {
     Failure::new(
         ErrorCode::Disk,
-        format!("cannot make the job's private directory {}", directory.display()),
-        error.to_string(),
+        text!("cannot make the job's private directory {}", "无法创建作业的私有目录 {}", directory.display()),
+        Text::literal(error),
     )
-    .next("set TMPDIR to a writable directory with free space, e.g. TMPDIR=$HOME/tmp; --output does not move this directory")
+    .next(both("set TMPDIR to a writable directory with free space, e.g. TMPDIR=$HOME/tmp; --output does not move this directory", "请把 TMPDIR 设为有空闲空间的可写目录，例如 TMPDIR=$HOME/tmp；--output 不会改变这个目录的位置"))
 }
 
 impl Drop for Job {

@@ -15,6 +15,7 @@ pub mod job;
 mod report;
 mod vitals;
 
+use crate::lang::{Text, both, text};
 use std::ffi::OsString;
 use std::net::TcpListener;
 use std::os::unix::process::ExitStatusExt;
@@ -66,8 +67,8 @@ impl SignalSource {
         let mut signals = Signals::new(signals::handled()).map_err(|error| {
             Failure::new(
                 ErrorCode::Rendezvous,
-                "signals cannot be handled",
-                error.to_string(),
+                both("signals cannot be handled", "无法处理信号"),
+                Text::literal(&error),
             )
         })?;
         let handle = signals.handle();
@@ -80,7 +81,7 @@ impl SignalSource {
                 }
             }
         });
-        started.map_err(|error| no_thread("handle signals", &error))?;
+        started.map_err(|error| no_thread(both("handle signals", "处理信号"), &error))?;
         Ok(Self { receiver, handle })
     }
 }
@@ -227,8 +228,8 @@ impl Supervisor<'_> {
             .map_err(|error| {
                 Failure::new(
                     ErrorCode::Rendezvous,
-                    "no free port on 127.0.0.1",
-                    error.to_string(),
+                    both("no free port on 127.0.0.1", "127.0.0.1 上没有空闲端口"),
+                    Text::literal(&error),
                 )
             })?
             .port();
@@ -386,10 +387,12 @@ impl Watch<'_> {
             SupervisorPhase::Running => {
                 self.phase = SupervisorPhase::Stopping;
                 self.asked_to_stop = true;
-                let text =
-                    format!("{name}: saving and stopping; another SIGINT (Ctrl-C) stops at once");
+                let text = text!(
+                    "{name}: saving and stopping; another SIGINT (Ctrl-C) stops at once",
+                    "{name}：正在保存并停止；再次收到 SIGINT（Ctrl-C）会立即停止"
+                );
                 self.screen.show(&Event::Info {
-                    label: "stop".to_string(),
+                    label: both("stop", "停止").into(),
                     text,
                 });
                 for rank in &self.ranks {
@@ -401,9 +404,12 @@ impl Watch<'_> {
             SupervisorPhase::Stopping | SupervisorPhase::Doubting { .. }
                 if matches!(signal, SIGINT | SIGHUP) =>
             {
-                let text = format!("{name} again: stopping at once, nothing more is saved");
+                let text = text!(
+                    "{name} again: stopping at once, nothing more is saved",
+                    "再次收到 {name}：立即停止，不再保存任何内容"
+                );
                 self.screen.show(&Event::Info {
-                    label: "stop".to_string(),
+                    label: both("stop", "停止").into(),
                     text,
                 });
                 self.abort();
@@ -475,8 +481,15 @@ impl Watch<'_> {
             }
             Failure::new(
                 ErrorCode::RankDied,
-                format!("rank {} ended without a result", self.first_rank),
-                "the process exited with status 0 but left no summary",
+                text!(
+                    "rank {} ended without a result",
+                    "rank {} 结束时没有给出结果",
+                    self.first_rank
+                ),
+                both(
+                    "the process exited with status 0 but left no summary",
+                    "进程以状态 0 退出，但没有留下摘要",
+                ),
             )
         };
         let summary = RunSummary::load(job_dir, self.first_rank).ok_or_else(missing)?;
@@ -500,8 +513,14 @@ fn alive(ranks: &[RankChild]) -> impl Iterator<Item = (usize, u32)> {
 fn stopped_at_once(output: &Path) -> Failure {
     Failure::new(
         ErrorCode::Interrupted,
-        "stopped by a signal before the state was saved",
-        "a second signal arrived, or the first one arrived during start-up",
+        both(
+            "stopped by a signal before the state was saved",
+            "在状态保存之前被信号停止",
+        ),
+        both(
+            "a second signal arrived, or the first one arrived during start-up",
+            "收到了第二个信号，或第一个信号在启动期间到达",
+        ),
     )
     .next(continue_run(output))
 }
@@ -514,8 +533,11 @@ pub fn own_program() -> Result<PathBuf, Failure> {
     std::env::current_exe().map_err(|error| {
         Failure::new(
             ErrorCode::Rendezvous,
-            "the path of this executable is unknown",
-            error.to_string(),
+            both(
+                "the path of this executable is unknown",
+                "无法得知本程序可执行文件的路径",
+            ),
+            Text::literal(&error),
         )
     })
 }

@@ -1,5 +1,6 @@
 //! Derives one failure from the ends of all rank processes.
 
+use crate::lang::{Text, both, text};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::ExitStatus;
@@ -63,32 +64,41 @@ pub(super) fn explain(
         (_, Some(9), _) => killed(rank, machine),
         (_, Some(signal), _) => Failure::new(
             ErrorCode::RankDied,
-            format!(
+            text!(
                 "rank {rank} was terminated by signal {signal} ({})",
+                "rank {rank} 被信号 {signal}（{}）终止",
                 signal_name(signal)
             ),
-            "the process crashed, or somebody sent the signal",
+            both(
+                "the process crashed, or somebody sent the signal",
+                "进程崩溃，或有人发送了该信号",
+            ),
         )
         .next(look_at_log(rank)),
         (None, None, code) => {
             let code = code.unwrap_or(-1);
             Failure::new(
                 ErrorCode::from_status(code).unwrap_or(ErrorCode::RankDied),
-                format!("rank {rank} ended with exit code {code}"),
-                "it left no report of its own",
+                text!(
+                    "rank {rank} ended with exit code {code}",
+                    "rank {rank} 以退出码 {code} 结束"
+                ),
+                both("it left no report of its own", "它没有留下自己的报告"),
             )
             .next(look_at_log(rank))
         }
     };
     if failure.details.is_none() {
         if !failure.title.contains("rank ") {
-            failure.title = format!("rank {rank}: {}", failure.title);
+            failure.title = text!("rank {rank}: {}", "rank {rank}：{}", failure.title);
         }
         if quoted {
             let from = ending.tail.len().saturating_sub(QUOTED_LINES);
-            failure
-                .evidence
-                .extend(ending.tail[from..].iter().map(|line| format!("| {line}")));
+            failure.evidence.extend(
+                ending.tail[from..]
+                    .iter()
+                    .map(|line| Text::literal(format_args!("| {line}"))),
+            );
         }
         if failure.code == ErrorCode::Collective {
             let others = machine.ranks.iter().filter(|seen| seen.rank != rank);
@@ -106,8 +116,11 @@ pub(super) fn explain(
     failure
 }
 
-fn look_at_log(rank: usize) -> String {
-    format!("see logs/rank-{rank:04}.log and `dmesg`")
+fn look_at_log(rank: usize) -> Text {
+    text!(
+        "see logs/rank-{rank:04}.log and `dmesg`",
+        "请查看 logs/rank-{rank:04}.log 和 `dmesg`"
+    )
 }
 
 /// The failure with complete command lines, the last of which continues the run where that can help.
@@ -131,10 +144,16 @@ fn with_commands(failure: Failure, output: &Path) -> Failure {
     }
     let from = checkpoint::find_latest(output).ok().flatten();
     let from = from.map_or_else(
-        || "starts again: no checkpoint was saved".to_owned(),
-        |directory| format!("continues from {}", file_name(&directory)),
+        || {
+            both(
+                "starts again: no checkpoint was saved",
+                "从头开始：没有保存过检查点",
+            )
+            .into()
+        },
+        |directory| text!("continues from {}", "从 {} 继续", file_name(&directory)),
     );
-    failure.next(format!("{command}   # {from}"))
+    failure.next(text!("{command}   # {from}", "{command}   # {from}"))
 }
 
 /// Whether a rank that got SIGKILL may have lacked host memory: the kernel reported it, or less than a tenth of the
@@ -154,25 +173,41 @@ fn killed(rank: usize, machine: &Machine) -> Failure {
         machine: on_machine,
     } = machine.oom_kills;
     let cause = if cgroup > 0 {
-        "host memory ran out: this is RAM, not GPU memory"
+        both(
+            "host memory ran out: this is RAM, not GPU memory",
+            "主机内存不足：这里指内存（RAM），不是显存",
+        )
     } else if on_machine > 0 {
-        "the kernel killed processes on this machine because memory ran out: this is RAM, not GPU memory"
+        both(
+            "the kernel killed processes on this machine because memory ran out: this is RAM, not GPU memory",
+            "因为内存不足，内核杀死了本机的进程：这里指内存（RAM），不是显存",
+        )
     } else if may_lack_memory(machine) {
-        "host memory probably ran out (RAM, not GPU memory); the kernel did not report it, so `kill -9` is possible too"
+        both(
+            "host memory probably ran out (RAM, not GPU memory); the kernel did not report it, so `kill -9` is possible too",
+            "很可能是主机内存不足（RAM，不是显存）；内核没有报告，因此也可能是有人执行了 `kill -9`",
+        )
     } else {
-        "somebody sent `kill -9`, or a scheduler ended it: the kernel reported no lack of memory, and enough is free"
+        both(
+            "somebody sent `kill -9`, or a scheduler ended it: the kernel reported no lack of memory, and enough is free",
+            "有人执行了 `kill -9`，或调度器结束了它：内核没有报告内存不足，且空闲内存充足",
+        )
     };
     let limit = machine.memory.cgroup_limit_bytes.map_or_else(
-        || "no cgroup limit".to_string(),
-        |limit| format!("cgroup limit {}", bytes(limit)),
+        || both("no cgroup limit", "无 cgroup 上限").into(),
+        |limit| text!("cgroup limit {}", "cgroup 上限 {}", bytes(limit)),
     );
     let mut failure = Failure::new(
         ErrorCode::HostMemory,
-        format!("rank {rank} was killed by the operating system (signal 9)"),
+        text!(
+            "rank {rank} was killed by the operating system (signal 9)",
+            "rank {rank} 被操作系统杀死（信号 9）"
+        ),
         cause,
     )
-    .evidence(format!(
+    .evidence(text!(
         "{limit} · oom_kill +{cgroup} (machine +{on_machine}) · host {} · free now {}",
+        "{limit} · oom_kill +{cgroup}（整机 +{on_machine}）· 主机内存 {} · 当前空闲 {}",
         bytes(machine.memory.total_bytes),
         bytes(machine.memory.free_bytes)
     ));
@@ -182,19 +217,27 @@ fn killed(rank: usize, machine: &Machine) -> Failure {
             .iter()
             .map(|seen| {
                 let before = if seen.seconds_before < 0.1 {
-                    String::new()
+                    Text::default()
                 } else {
-                    format!(" ({:.1} s before)", seen.seconds_before)
+                    text!(" ({:.1} s before)", "（{:.1} 秒前）", seen.seconds_before)
                 };
-                format!("rank {} {}{before}", seen.rank, bytes(seen.rss_bytes))
+                let rss = bytes(seen.rss_bytes);
+                text!("rank {} {rss}{before}", "rank {} {rss}{before}", seen.rank)
             })
             .collect();
-        failure = failure.evidence(format!("resident memory: {}", seen.join(" · ")));
+        failure = failure.evidence(text!(
+            "resident memory: {}",
+            "常驻内存：{}",
+            Text::join(&seen, " · ")
+        ));
     }
     failure.next(if may_lack_memory(machine) {
-        "or use a machine with more memory"
+        both("or use a machine with more memory", "或使用内存更大的机器")
     } else {
-        "with --max-restarts 3 a run starts again by itself after such an end"
+        both(
+            "with --max-restarts 3 a run starts again by itself after such an end",
+            "加上 --max-restarts 3 后，运行在这样结束时会自动重新开始",
+        )
     })
 }
 
@@ -282,7 +325,7 @@ mod tests {
         let mut machine = machine(0);
         let suggestions = |failure: &mut Failure| failure.next.push("save memory".into());
         let short = explain(&ending(1, 9), &machine, directory.path(), &suggestions);
-        assert!(short.next.contains(&"save memory".to_owned()), "{short}");
+        assert!(short.next.contains(&"save memory".into()), "{short}");
         machine.memory.free_bytes = machine.memory.total_bytes / 2;
         let other = tempfile::tempdir().expect("temp dir");
         let failure = explain(&ending(1, 9), &machine, other.path(), &suggestions);

@@ -1,5 +1,6 @@
 //! Observations of ranks from outside: memory, process state, and kills by the kernel.
 
+use crate::lang::{Text, both, text};
 use std::time::Instant;
 
 use crate::memory::{self, HostMemory, ProcessMemory};
@@ -107,18 +108,26 @@ impl Vitals {
 
 impl Seen {
     /// Meaning of the process state for the other ranks, if it deserves a line.
-    pub(super) fn condition(&self) -> Option<String> {
+    pub(super) fn condition(&self) -> Option<Text> {
         let what = match self.state? {
-            'T' => "is stopped by a signal (state T; `kill -CONT` lets it go on)",
-            't' => "is held by a debugger (state t)",
-            'D' => "waits for a device or a network disk (state D)",
-            'R' => "is running (state R)",
-            'S' => "is asleep (state S)",
+            'T' => both(
+                "is stopped by a signal (state T; `kill -CONT` lets it go on)",
+                "被信号暂停（状态 T；`kill -CONT` 可让它继续）",
+            ),
+            't' => both("is held by a debugger (state t)", "被调试器暂停（状态 t）"),
+            'D' => both(
+                "waits for a device or a network disk (state D)",
+                "正在等待设备或网络磁盘（状态 D）",
+            ),
+            'R' => both("is running (state R)", "正在运行（状态 R）"),
+            'S' => both("is asleep (state S)", "处于睡眠（状态 S）"),
             _ => return None,
         };
-        Some(format!(
+        Some(text!(
             "rank {}: process {} {what}",
-            self.rank, self.process
+            "rank {}：进程 {} {what}",
+            self.rank,
+            self.process
         ))
     }
 }

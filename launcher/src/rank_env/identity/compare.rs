@@ -2,6 +2,7 @@
 
 use super::{Source, TaskNumbers, Vars, conflict};
 use crate::error::Failure;
+use crate::lang::{Text, both, text};
 
 /// Compares the numbers of the first source in `tasks`, which decides, with those of every other source.
 pub(super) fn agree(vars: &Vars<'_>, tasks: &[TaskNumbers]) -> Result<(), Failure> {
@@ -42,21 +43,25 @@ fn machines(vars: &Vars<'_>, first: &TaskNumbers) -> Result<(), Failure> {
     if nodes.value * each.value == first.size.value {
         return Ok(());
     }
-    let failure = conflict(&first.size.to_string(), &format!("{nodes} with {each}"));
+    let failure = conflict(
+        Text::literal(&first.size),
+        text!("{nodes} with {each}", "{nodes}，{each}"),
+    );
     Err(match first.source {
         Source::Torch => failure,
-        _ => failure.next(
+        _ => failure.next(both(
             "--rank-is node: each of these processes represents a machine and starts its ranks",
-        ),
+            "使用 --rank-is node：其中每个进程代表一台机器，并启动该机器的 rank",
+        )),
     })
 }
 
 fn between(first: &TaskNumbers, other: &TaskNumbers, own: &str, theirs: &str) -> Failure {
     let numbers = |task: &TaskNumbers| {
-        format!(
+        Text::literal(format_args!(
             "{}: {} {} {}",
             task.source, task.rank, task.size, task.local_rank
-        )
+        ))
     };
     conflict(own, theirs)
         .evidence(numbers(first))

@@ -14,6 +14,7 @@ mod sources;
 #[cfg(test)]
 mod tests;
 
+use crate::lang::{Text, both, text};
 use std::ffi::OsString;
 use std::fmt;
 
@@ -49,14 +50,18 @@ pub enum Source {
 
 impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Torch => "RANK, LOCAL_RANK and WORLD_SIZE",
-            Self::OpenMpi => "OpenMPI",
-            Self::Pmi => "Intel MPI or MPICH",
-            Self::Mvapich => "MVAPICH",
-            Self::Slurm => "Slurm",
-            Self::Nodes => "NNODES and its kind",
-        })
+        let name = match self {
+            Self::Torch => both(
+                "RANK, LOCAL_RANK and WORLD_SIZE",
+                "RANK、LOCAL_RANK 和 WORLD_SIZE",
+            ),
+            Self::OpenMpi => both("OpenMPI", "OpenMPI"),
+            Self::Pmi => both("Intel MPI or MPICH", "Intel MPI 或 MPICH"),
+            Self::Mvapich => both("MVAPICH", "MVAPICH"),
+            Self::Slurm => both("Slurm", "Slurm"),
+            Self::Nodes => both("NNODES and its kind", "NNODES 及同类变量"),
+        };
+        name.fmt(f)
     }
 }
 
@@ -156,13 +161,20 @@ pub fn find(
         }
         if rank_is == Some(RankIs::Node) && !vars.is_nested() {
             return Err(refused(
-                format!(
+                text!(
                     "--rank-is node and {} contradict each other",
+                    "--rank-is node 与 {} 互相矛盾",
                     task.local_rank
                 ),
-                "a process with a local rank number is a rank",
+                both(
+                    "a process with a local rank number is a rank",
+                    "带有本地 rank 编号的进程是一个 rank",
+                ),
             )
-            .next("omit --rank-is, or unset LOCAL_RANK"));
+            .next(both(
+                "omit --rank-is, or unset LOCAL_RANK",
+                "请去掉 --rank-is，或取消设置 LOCAL_RANK",
+            )));
         }
         return sources::place(&vars, task).map(Identity::Rank);
     }
@@ -226,7 +238,7 @@ impl Vars<'_> {
             };
             match &first {
                 Some(known) if known.value != reading.value => {
-                    return Err(conflict(&known.to_string(), &reading.to_string()));
+                    return Err(conflict(known.to_string(), reading.to_string()));
                 }
                 Some(_) => {}
                 None => first = Some(reading),
@@ -245,20 +257,26 @@ impl Vars<'_> {
 
 fn not_a_number(name: &str, value: &str) -> Failure {
     refused(
-        format!("environment variable {name}={value:?} is not a number in range"),
-        "rank variables must be whole numbers",
+        text!(
+            "environment variable {name}={value:?} is not a number in range",
+            "环境变量 {name}={value:?} 不是范围内的数"
+        ),
+        both(
+            "rank variables must be whole numbers",
+            "rank 变量必须是整数",
+        ),
     )
 }
 
 /// Failure of two sources that contradict each other.
-fn conflict(first: &str, second: &str) -> Failure {
+fn conflict(first: impl fmt::Display, second: impl fmt::Display) -> Failure {
     refused(
-        format!("{first} and {second} contradict each other"),
-        "both set the rank of this process, or the number of ranks",
+        text!("{first} and {second} contradict each other", "{first} 与 {second} 互相矛盾"),
+        both("both set the rank of this process, or the number of ranks", "两者都设定本进程的 rank 或 rank 数"),
     )
-    .next("unset variables that an earlier start left over, or export the variables of one source only")
+    .next(both("unset variables that an earlier start left over, or export the variables of one source only", "请取消设置先前启动留下的变量，或只导出同一来源的变量"))
 }
 
-fn refused(title: String, cause: &str) -> Failure {
+fn refused(title: impl Into<Text>, cause: impl Into<Text>) -> Failure {
     Failure::new(ErrorCode::Rendezvous, title, cause)
 }

@@ -5,6 +5,7 @@ use super::{
     conflict, nodelist, not_a_number, refused,
 };
 use crate::error::Failure;
+use crate::lang::{Text, both, text};
 use crate::rank_env::{LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE};
 
 /// Names of the variables for rank, world size, local rank, local world size.
@@ -56,7 +57,7 @@ fn torch(vars: &Vars<'_>) -> Result<Option<TaskNumbers>, Failure> {
     let needed = |name: &str| {
         vars.number(name)?.ok_or_else(|| {
             incomplete(&local_rank, name).next(
-                "start with `launcher --nproc N`, torchrun, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+                both("start with `launcher --nproc N`, torchrun, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT", "请用 `launcher --nproc N` 或 torchrun 启动，或设置 RANK、LOCAL_RANK、WORLD_SIZE、MASTER_ADDR 和 MASTER_PORT"),
             )
         })
     };
@@ -125,10 +126,16 @@ fn slurm(vars: &Vars<'_>) -> Result<Option<TaskNumbers>, Failure> {
         Some((name, text)) => nodelist::count_at(&text, node.value)
             .map_err(|error| {
                 refused(
-                    format!("environment variable {name}={text:?} cannot be read"),
-                    "Slurm lists the tasks of each machine in it, for example 2(x3),1",
+                    text!(
+                        "environment variable {name}={text:?} cannot be read",
+                        "无法解析环境变量 {name}={text:?}"
+                    ),
+                    both(
+                        "Slurm lists the tasks of each machine in it, for example 2(x3),1",
+                        "Slurm 在其中列出每台机器的任务数，例如 2(x3),1",
+                    ),
                 )
-                .evidence(error.to_string())
+                .evidence(Text::literal(&error))
             })?
             .map(|value| Reading {
                 name: name.to_string(),
@@ -146,8 +153,14 @@ fn slurm(vars: &Vars<'_>) -> Result<Option<TaskNumbers>, Failure> {
 
 fn incomplete(known: &Reading, missing: &str) -> Failure {
     refused(
-        format!("{known} is set but {missing} is not"),
-        "a rank needs all of its variables",
+        text!(
+            "{known} is set but {missing} is not",
+            "设置了 {known}，但没有设置 {missing}"
+        ),
+        both(
+            "a rank needs all of its variables",
+            "一个 rank 需要它的所有变量",
+        ),
     )
 }
 
@@ -158,8 +171,14 @@ pub(super) fn place(vars: &Vars<'_>, task: &TaskNumbers) -> Result<RankAssignmen
     if rank >= size || local >= local_size || local_size > size || local > rank {
         let local_size = task.local_size.as_ref().map(Reading::to_string);
         return Err(refused(
-            "the rank variables contradict each other".to_string(),
-            "a rank must be smaller than the world size",
+            both(
+                "the rank variables contradict each other",
+                "rank 变量互相矛盾",
+            ),
+            both(
+                "a rank must be smaller than the world size",
+                "rank 必须小于 world size",
+            ),
         )
         .evidence(format!(
             "{} {} {} {}",
@@ -193,10 +212,19 @@ pub(super) fn one_task_per_node(
 ) -> Result<NodeAssignment, Failure> {
     if let Some(several) = task.local_size.as_ref().filter(|read| read.value != 1) {
         return Err(refused(
-            format!("--rank-is node and {several} contradict each other"),
-            "only one process of a machine can start its ranks",
+            text!(
+                "--rank-is node and {several} contradict each other",
+                "--rank-is node 与 {several} 互相矛盾"
+            ),
+            both(
+                "only one process of a machine can start its ranks",
+                "每台机器只能由一个进程启动它的 rank",
+            ),
         )
-        .next("one task per machine, such as srun --ntasks-per-node=1, or omit --rank-is"));
+        .next(both(
+            "one task per machine, such as srun --ntasks-per-node=1, or omit --rank-is",
+            "请每台机器只启动一个任务，例如 srun --ntasks-per-node=1，或去掉 --rank-is",
+        )));
     }
     let master = master(vars, task.source)?;
     Ok(NodeAssignment {
@@ -225,8 +253,11 @@ pub(super) fn without_local_rank(
         return match (rank, world) {
             (Some(rank), Some(world)) => bare_process(vars, &rank, &world, each),
             _ => Err(refused(
-                "--rank-is process needs RANK and WORLD_SIZE".to_string(),
-                "they set the rank of this process",
+                both(
+                    "--rank-is process needs RANK and WORLD_SIZE",
+                    "--rank-is process 需要 RANK 和 WORLD_SIZE",
+                ),
+                both("they set the rank of this process", "它们设定本进程的 rank"),
             )),
         };
     }
@@ -234,12 +265,27 @@ pub(super) fn without_local_rank(
     if counted.is_some() && !says_machines && rank_is.is_none() {
         let (rank, world) = (named(&rank, RANK), named(&world, WORLD_SIZE));
         return Err(refused(
-            format!("{rank} and {world} are set but {LOCAL_RANK} is not"),
-            "some schedulers number machines with them, and some scripts number processes",
+            text!(
+                "{rank} and {world} are set but {LOCAL_RANK} is not",
+                "设置了 {rank} 和 {world}，但没有设置 {LOCAL_RANK}"
+            ),
+            both(
+                "some schedulers number machines with them, and some scripts number processes",
+                "有的调度器用它们为机器编号，有的脚本用它们为进程编号",
+            ),
         )
-        .next("--rank-is node: this process starts the ranks of its machine (PyTorchJob, PAI-DLC)")
-        .next("--rank-is process: this process is one rank")
-        .next("unset RANK and WORLD_SIZE to run on this machine alone"));
+        .next(both(
+            "--rank-is node: this process starts the ranks of its machine (PyTorchJob, PAI-DLC)",
+            "--rank-is node：本进程启动所在机器的 rank（PyTorchJob、PAI-DLC）",
+        ))
+        .next(both(
+            "--rank-is process: this process is one rank",
+            "--rank-is process：本进程是一个 rank",
+        ))
+        .next(both(
+            "unset RANK and WORLD_SIZE to run on this machine alone",
+            "如果只在本机运行，请取消设置 RANK 和 WORLD_SIZE",
+        )));
     }
     if !says_machines && counted.is_none() {
         return Ok(Identity::Alone);
@@ -248,7 +294,7 @@ pub(super) fn without_local_rank(
         (Some(nodes), Some(world)) => {
             let ranks = each.as_ref().map(|(_, each)| nodes.value * each);
             if world.value != nodes.value && Some(world.value) != ranks {
-                return Err(conflict(&nodes.to_string(), &world.to_string()));
+                return Err(conflict(nodes.to_string(), world.to_string()));
             }
             nodes.value
         }
@@ -258,23 +304,32 @@ pub(super) fn without_local_rank(
     };
     let number = match (&node, &rank) {
         (Some(node), Some(rank)) if counted.is_some() && node.value != rank.value => {
-            return Err(conflict(&node.to_string(), &rank.to_string()));
+            return Err(conflict(node.to_string(), rank.to_string()));
         }
         (Some(node), _) => node.value,
         (None, Some(rank)) if counted.is_some() => rank.value,
         _ if count == 1 => 0,
         _ => {
             return Err(refused(
-                format!("{count} machines, but this machine has no number"),
-                "each machine needs its own number from 0",
+                text!(
+                    "{count} machines, but this machine has no number",
+                    "共 {count} 台机器，但本机没有编号"
+                ),
+                both(
+                    "each machine needs its own number from 0",
+                    "每台机器需要自己的编号，从 0 开始",
+                ),
             )
-            .next("set NODE_RANK"));
+            .next(both("set NODE_RANK", "请设置 NODE_RANK")));
         }
     };
     if count == 0 || number >= count {
         return Err(refused(
-            format!("machine {number} of {count}"),
-            "machines are counted from 0",
+            text!(
+                "machine {number} of {count}",
+                "机器编号 {number}，共 {count} 台"
+            ),
+            both("machines are counted from 0", "机器从 0 开始编号"),
         ));
     }
     let master = master(vars, Source::Nodes)?;
@@ -324,10 +379,19 @@ fn nodes(vars: &Vars<'_>) -> Result<Option<Reading>, Failure> {
         let (fewest, most) = range.split_once(':').unwrap_or((&range, &range));
         if fewest != most {
             return Err(refused(
-                format!("PET_NNODES={range}: the number of machines may change"),
-                "a run has a fixed number of ranks",
+                text!(
+                    "PET_NNODES={range}: the number of machines may change",
+                    "PET_NNODES={range}：机器数可能变化"
+                ),
+                both(
+                    "a run has a fixed number of ranks",
+                    "一次运行的 rank 数是固定的",
+                ),
             )
-            .next("give the job a fixed number of machines"));
+            .next(both(
+                "give the job a fixed number of machines",
+                "请为作业指定固定的机器数",
+            )));
         }
         let value = fewest.parse().ok().filter(|count| *count <= 1 << 24);
         let value = value.ok_or_else(|| not_a_number("PET_NNODES", &range))?;
@@ -355,7 +419,7 @@ fn per_node(vars: &Vars<'_>) -> Result<Option<(String, usize)>, Failure> {
         }
         match &found {
             Some(known) if known.value != reading.value => {
-                return Err(conflict(&known.to_string(), &reading.to_string()));
+                return Err(conflict(known.to_string(), reading.to_string()));
             }
             Some(_) => {}
             None => found = Some(reading),
@@ -364,10 +428,10 @@ fn per_node(vars: &Vars<'_>) -> Result<Option<(String, usize)>, Failure> {
     Ok(found.map(|reading| (reading.name, reading.value)))
 }
 
-fn named(reading: &Option<Reading>, name: &str) -> String {
+fn named(reading: &Option<Reading>, name: &str) -> Text {
     match reading {
-        Some(reading) => reading.to_string(),
-        None => format!("{name} (unset)"),
+        Some(reading) => Text::literal(reading),
+        None => text!("{name} (unset)", "{name}（未设置）"),
     }
 }
 
@@ -392,8 +456,8 @@ fn master(vars: &Vars<'_>, source: Source) -> Result<Master, Failure> {
         addr: match (own, other) {
             (Some(own), Some(other)) if own != other => {
                 return Err(conflict(
-                    &format!("{MASTER_ADDR}={own}"),
-                    &format!("PET_MASTER_ADDR={other}"),
+                    format!("{MASTER_ADDR}={own}"),
+                    format!("PET_MASTER_ADDR={other}"),
                 ));
             }
             (own, other) => own.or(other),
@@ -411,11 +475,20 @@ fn master(vars: &Vars<'_>, source: Source) -> Result<Master, Failure> {
         {
             let hosts = nodelist::expand(&text).map_err(|error| {
                 refused(
-                    format!("environment variable {name}={text:?} cannot be read"),
-                    "Slurm lists the machines of the job in it, for example gpu[01-04,07],b1",
+                    text!(
+                        "environment variable {name}={text:?} cannot be read",
+                        "无法解析环境变量 {name}={text:?}"
+                    ),
+                    both(
+                        "Slurm lists the machines of the job in it, for example gpu[01-04,07],b1",
+                        "Slurm 在其中列出作业的机器，例如 gpu[01-04,07],b1",
+                    ),
                 )
-                .evidence(error.to_string())
-                .next("set MASTER_ADDR to the first machine")
+                .evidence(Text::literal(&error))
+                .next(both(
+                    "set MASTER_ADDR to the first machine",
+                    "请把 MASTER_ADDR 设为第一台机器",
+                ))
             })?;
             master.addr = hosts.into_iter().next();
         }

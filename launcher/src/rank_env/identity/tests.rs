@@ -332,7 +332,7 @@ fn machines_that_are_numbered_start_their_ranks() {
 fn rank_numbers_without_local_rank_require_rank_is() {
     let line = "RANK=1 WORLD_SIZE=4";
     let failure = read(line).expect_err("asks");
-    let next = failure.next.join(" ");
+    let next = crate::lang::Text::join(&failure.next, " ");
     assert!(failure.title.contains("RANK=1") && failure.title.contains("WORLD_SIZE=4"));
     assert!(next.contains("--rank-is node") && next.contains("--rank-is process"));
 

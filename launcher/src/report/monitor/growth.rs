@@ -4,6 +4,7 @@
 //! needs steady growth: the line explains the points, and the later half grows like the whole, so a level that is
 //! being reached does not count. The growth must also matter: it would add a noticeable share by the end of the run.
 
+use crate::lang::{Both, Text, both, text};
 use std::collections::VecDeque;
 
 use crate::report::TierBytes;
@@ -27,10 +28,10 @@ const LASTING: f64 = 0.8;
 const STEADY: f64 = 0.8;
 
 /// Kinds of memory watched on each rank.
-const KINDS: [(&str, fn(&TierBytes) -> u64); 3] = [
-    ("resident memory", |peaks| peaks.rss),
-    ("device memory", |peaks| peaks.device),
-    ("host tier", |peaks| peaks.host),
+const KINDS: [(Both, fn(&TierBytes) -> u64); 3] = [
+    (both("resident memory", "常驻内存"), |peaks| peaks.rss),
+    (both("device memory", "设备内存"), |peaks| peaks.device),
+    (both("host tier", "主机层级"), |peaks| peaks.host),
 ];
 
 /// Steady growth of one kind of memory on one rank, such as a leak, that would matter before the run ends.
@@ -39,7 +40,7 @@ pub struct Growth {
     /// Rank whose memory grows.
     pub rank: usize,
     /// Name of the memory that grows: `resident memory`, `device memory`, or `host tier`.
-    pub kind: &'static str,
+    pub kind: Both,
     /// Growth in bytes per training step: the slope of a line fitted to peaks of memory by step.
     pub slope: f64,
     /// Number of windows (spans between two logged rows) that the line was fitted to, one peak each.
@@ -57,19 +58,20 @@ impl Growth {
     }
 }
 
-impl std::fmt::Display for Growth {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(
-            f,
-            "memory keeps growing: {} of rank {} by {} per step ({} to {} over {} logged rows); the remaining {} steps would add {}",
-            self.kind,
-            self.rank,
+impl Growth {
+    /// The warning about this growth.
+    pub(crate) fn warning(&self) -> Text {
+        text!(
+            "memory keeps growing: {kind} of rank {rank} by {} per step ({} to {} over {} logged rows); the remaining {} steps would add {}",
+            "内存持续增长：rank {rank} 的{kind}每步增加 {}（从 {} 增至 {}，共 {} 行日志）；剩余的 {} 步还会增加 {}",
             bytes(self.slope as u64),
             bytes(self.from_to.0),
             bytes(self.from_to.1),
             self.windows,
             grouped(self.remaining_steps),
             bytes(self.projected_bytes() as u64),
+            kind = self.kind,
+            rank = self.rank,
         )
     }
 }
@@ -220,10 +222,10 @@ mod tests {
             panic!("one warning: {found:?}");
         };
         assert!(*step <= 400, "found after {step} steps");
-        assert_eq!((growth.rank, growth.kind), (1, "resident memory"));
+        assert_eq!((growth.rank, growth.kind.en), (1, "resident memory"));
         assert!((growth.slope / MIB - 1.0).abs() < 0.1, "{growth:?}");
         assert_eq!(growth.remaining_steps, 5000 - step);
-        let text = growth.to_string();
+        let text = growth.warning();
         assert!(
             text.contains("rank 1 by 1.0M per step") && text.contains("steps would add 4."),
             "{text}"
@@ -267,6 +269,6 @@ mod tests {
             found.extend(detector.observe(step, 600, &[peaks]));
         }
         assert_eq!(found.len(), 1);
-        assert_eq!((found[0].rank, found[0].kind), (0, "device memory"));
+        assert_eq!((found[0].rank, found[0].kind.en), (0, "device memory"));
     }
 }

@@ -1,5 +1,6 @@
 //! Parts of a step's time, and the rank that is slower than the others.
 
+use crate::lang::{Text, text};
 use engine::DeviceTimes;
 use serde::{Deserialize, Serialize};
 
@@ -289,7 +290,7 @@ impl SlowRankNotice {
     /// rank is at most 20 % slower than the mean, or if `imbalance` is `None`.
     ///
     /// Also `None` for the first row, because caches are cold, and for the nine rows after another message.
-    pub fn line(&mut self, imbalance: Option<Imbalance>) -> Option<String> {
+    pub fn line(&mut self, imbalance: Option<Imbalance>) -> Option<Text> {
         let row = self.rows;
         self.rows += 1;
         let found = imbalance.filter(|found| found.share > NOTICEABLE)?;
@@ -303,8 +304,9 @@ impl SlowRankNotice {
             part,
             part_share,
         } = found;
-        Some(format!(
+        Some(text!(
             "rank {rank}: {part} {:+.0} % · own time {:+.0} % of the mean of all ranks",
+            "rank {rank}：{part} {:+.0} % · 自身时间比所有 rank 的平均值多 {:+.0} %",
             100.0 * part_share,
             100.0 * share
         ))

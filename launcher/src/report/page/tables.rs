@@ -1,5 +1,6 @@
 //! Tables of the page: failures, memory, trainable parameters, configuration.
 
+use crate::lang::Text;
 use serde_json::Value;
 
 use super::html::{escape, table};
@@ -26,7 +27,8 @@ pub(super) fn failures(files: &RunFiles) -> Option<String> {
         );
         for (label, lines) in [("evidence", &failure.evidence), ("next", &failure.next)] {
             if !lines.is_empty() {
-                out += &format!("<dt>{label}</dt><dd>{}</dd>\n", escape(&lines.join("\n")));
+                let lines = Text::join(lines, "\n");
+                out += &format!("<dt>{label}</dt><dd>{}</dd>\n", escape(&lines));
             }
         }
         out += "</dl>\n</div>\n";

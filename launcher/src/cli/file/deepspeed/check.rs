@@ -3,6 +3,7 @@
 use super::schema::{Fate, Key, Meant, Section};
 use crate::cli::file::report::{Outcome, Problem, Report, Row};
 use crate::cli::file::value::{Entry, Value};
+use crate::lang::{Both, Text, both, text};
 
 /// Report with one row per key of `file`. It does not look at keys together.
 pub(super) fn check(file: &Value) -> Report {
@@ -52,12 +53,12 @@ fn known(
 ) -> Outcome {
     let Entry { line, value, .. } = entry;
     let path = path(section, key.name);
-    let mut refuse = |why: String, next: Option<&str>| {
+    let mut refuse = |why: Text, next: Option<Both>| {
         report.errors.push(Problem {
             line: *line,
-            what: format!("{path} {value} is not available"),
+            what: text!("{path} {value} is not available", "{path} {value} 不可用"),
             why: why.clone(),
-            next: next.map(str::to_owned),
+            next: next.map(Text::from),
         });
         Outcome::Refused(why)
     };
@@ -66,7 +67,7 @@ fn known(
     if *value == Value::Null || is_switch {
         return match key.fate {
             Fate::Section if is_switch => Outcome::Flag("zero".to_owned()),
-            _ => Outcome::Here("nothing is set"),
+            _ => Outcome::Here(both("nothing is set", "没有设定任何内容")),
         };
     }
     if value.is_auto() {
@@ -79,7 +80,7 @@ fn known(
     if let Some(why) = key.kind.refuse(value) {
         report.errors.push(Problem {
             line: *line,
-            what: format!("{path} cannot be {value}"),
+            what: text!("{path} cannot be {value}", "{path} 不能是 {value}"),
             why: why.clone(),
             next: None,
         });
@@ -97,31 +98,37 @@ fn known(
             if neutral.contains(&&*shown) {
                 return Outcome::Here(reason);
             }
-            refuse(reason.to_owned(), Some(next))
+            refuse(reason.into(), Some(next))
         }
         Fate::Off(reason) => match is_on(value) {
-            true => refuse(reason.to_owned(), Some("remove the section")),
-            false => Outcome::Here("it is off"),
+            true => refuse(
+                reason.into(),
+                Some(both("remove the section", "请删除该节")),
+            ),
+            false => Outcome::Here(both("it is off", "它是关闭的")),
         },
         Fate::Old(new)
             if entries
                 .iter()
                 .any(|other| new.split('.').next() == Some(&other.key)) =>
         {
-            let why = format!("it is an old name of {new}, and the file has both");
-            refuse(why, Some("remove the old name"))
+            let why = text!(
+                "it is an old name of {new}, and the file has both",
+                "它是 {new} 的旧名称，而文件中两者都有"
+            );
+            refuse(why, Some(both("remove the old name", "请删除旧名称")))
         }
         Fate::Old(new) => {
             report.warnings.push(Problem {
                 line: *line,
-                what: format!("{path} is an old name"),
-                why: format!("the key is now {new}"),
+                what: text!("{path} is an old name", "{path} 是旧名称"),
+                why: text!("the key is now {new}", "该键现在叫 {new}"),
                 next: None,
             });
-            Outcome::Here("it is read under its new name")
+            Outcome::Here(both("it is read under its new name", "按新名称读取"))
         }
         // A value that is not a section was already refused.
-        Fate::Section => Outcome::Here("nothing is set"),
+        Fate::Section => Outcome::Here(both("nothing is set", "没有设定任何内容")),
     }
 }
 
@@ -142,26 +149,33 @@ fn unknown(section: &Section, entry: &Entry, report: &mut Report) -> Outcome {
     let problem = match section.meant(name) {
         Meant::Nested(place) => {
             let silently = if section.strict {
-                ""
+                both("", "")
             } else {
-                ", and DeepSpeed does not report it"
+                both(
+                    ", and DeepSpeed does not report it",
+                    "，而 DeepSpeed 不会提示",
+                )
             };
             Problem {
                 line: entry.line,
-                what: format!("\"{name}\" has no effect {at}"),
-                why: format!("it belongs {}{silently}", place.place()),
+                what: text!("\"{name}\" has no effect {at}", "\"{name}\" {at}不起作用"),
+                why: text!(
+                    "it belongs {}{silently}",
+                    "它应当{}{silently}",
+                    place.place()
+                ),
                 next: Some(match moved(entry) {
-                    Some(flag) => format!("move it, or use {flag}"),
-                    None => "move it".to_owned(),
+                    Some(flag) => text!("move it, or use {flag}", "请移动它，或使用 {flag}"),
+                    None => both("move it", "请移动它").into(),
                 }),
             }
         }
         meant => Problem {
             line: entry.line,
-            what: format!("\"{name}\" is not a key {at}"),
-            why: "DeepSpeed does not know it".to_owned(),
+            what: text!("\"{name}\" is not a key {at}", "\"{name}\" 不是{at}的键"),
+            why: both("DeepSpeed does not know it", "DeepSpeed 没有这个键").into(),
             next: match meant {
-                Meant::Name(meant) => Some(format!("did you mean {meant}?")),
+                Meant::Name(meant) => Some(text!("did you mean {meant}?", "您是否想用 {meant}？")),
                 _ => None,
             },
         },

@@ -3,34 +3,82 @@
 use super::schema::Fate::{Flag, Off, Old, Only, Unused};
 use super::schema::Kind::{Any, Bool, Map, Number, Pair, Text, Whole, Words};
 use super::schema::{Fate, Key, Kind, Section};
+use crate::lang::{Both, both};
 
-const UNITS: &str =
-    "each unit of the model is gathered and reduced as a whole; results do not depend on sizes";
-const LAYOUT: &str = "the layout of gradients is fixed; results do not depend on it";
-const OVERLAP: &str = "gathers and reductions always overlap with the computation";
-const BUFFERS: &str = "the program chooses its host buffers";
-const DISK: &str =
-    "request size and queue depth of disk I/O are fixed; `launcher bench nvme` measures it";
-const MEASURED: &str = "times, bytes and traffic are always measured; report.html shows them";
-const WHOLE_WEIGHTS: &str =
-    "checkpoints always contain complete weights under their published names";
-const STATES: &str =
-    "checkpoints always contain master weights and moments, and load at any number of ranks";
-const SUM: &str = "gradients are always summed between ranks in f32, rank by rank";
-const ANY_OPTIMIZER: &str = "the optimizer works in every stage and tier";
-const RECOMPUTED: &str =
-    "it configures a function of DeepSpeed; --checkpoint-activations selects what is recomputed";
-const LOG: &str = "--logging-steps sets how often a row is printed";
-const LOGGED: &str = "trainer_log.jsonl always contains the metrics";
-const NOTHING_SENT: &str = "nothing is sent anywhere; metrics are in the run's directory";
-const NO_TORCH: &str = "this program does not use PyTorch";
-const NO_SECOND_WEIGHTS: &str =
-    "weights have no second copy; --shard-group shards all states within groups";
-const NO_QUANTISED: &str = "quantized weights and gradients are not available: they change results";
-const NO_PARALLEL: &str =
-    "the model is sharded by ZeRO only; other kinds of parallelism are not available";
-const NOT_AVAILABLE: &str = "it would change the training and is not available";
-const ONLY_ADAMW: &str = "the optimizer is AdamW";
+const UNITS: Both = both(
+    "each unit of the model is gathered and reduced as a whole; results do not depend on sizes",
+    "模型的每个单元整体汇集和规约；结果不取决于这些大小",
+);
+const LAYOUT: Both = both(
+    "the layout of gradients is fixed; results do not depend on it",
+    "梯度的布局是固定的；结果不取决于它",
+);
+const OVERLAP: Both = both(
+    "gathers and reductions always overlap with the computation",
+    "汇集和规约总是与计算重叠",
+);
+const BUFFERS: Both = both(
+    "the program chooses its host buffers",
+    "主机缓冲区由程序决定",
+);
+const DISK: Both = both(
+    "request size and queue depth of disk I/O are fixed; `launcher bench nvme` measures it",
+    "磁盘 I/O 的请求大小和队列深度是固定的；`launcher bench nvme` 可以测量",
+);
+const MEASURED: Both = both(
+    "times, bytes and traffic are always measured; report.html shows them",
+    "时间、字节数和通信量总会测量；report.html 会显示它们",
+);
+const WHOLE_WEIGHTS: Both = both(
+    "checkpoints always contain complete weights under their published names",
+    "检查点总是包含完整的权重，并使用官方名称",
+);
+const STATES: Both = both(
+    "checkpoints always contain master weights and moments, and load at any number of ranks",
+    "检查点总是包含主权重和动量，可用任意数量的 rank 加载",
+);
+const SUM: Both = both(
+    "gradients are always summed between ranks in f32, rank by rank",
+    "rank 之间的梯度总是按 rank 顺序以 f32 求和",
+);
+const ANY_OPTIMIZER: Both = both(
+    "the optimizer works in every stage and tier",
+    "优化器在每个阶段和存放层级都可用",
+);
+const RECOMPUTED: Both = both(
+    "it configures a function of DeepSpeed; --checkpoint-activations selects what is recomputed",
+    "它配置的是 DeepSpeed 的函数；--checkpoint-activations 选择重算哪些部分",
+);
+const LOG: Both = both(
+    "--logging-steps sets how often a row is printed",
+    "--logging-steps 设定每隔多少步打印一行",
+);
+const LOGGED: Both = both(
+    "trainer_log.jsonl always contains the metrics",
+    "trainer_log.jsonl 总是包含这些指标",
+);
+const NOTHING_SENT: Both = both(
+    "nothing is sent anywhere; metrics are in the run's directory",
+    "不会向任何地方发送内容；指标在运行目录中",
+);
+const NO_TORCH: Both = both("this program does not use PyTorch", "本程序不使用 PyTorch");
+const NO_SECOND_WEIGHTS: Both = both(
+    "weights have no second copy; --shard-group shards all states within groups",
+    "权重没有第二份副本；--shard-group 在组内对所有状态分片",
+);
+const NO_QUANTISED: Both = both(
+    "quantized weights and gradients are not available: they change results",
+    "不支持量化的权重和梯度：它们会改变结果",
+);
+const NO_PARALLEL: Both = both(
+    "the model is sharded by ZeRO only; other kinds of parallelism are not available",
+    "模型只用 ZeRO 分片；不支持其他并行方式",
+);
+const NOT_AVAILABLE: Both = both(
+    "it would change the training and is not available",
+    "它会改变训练，因此不支持",
+);
+const ONLY_ADAMW: Both = both("the optimizer is AdamW", "优化器是 AdamW");
 
 const fn key(name: &'static str, kind: Kind, default: &'static str, fate: Fate) -> Key {
     Key {
@@ -74,37 +122,37 @@ pub(super) const SECTIONS: &[Section] = &[
             key("steps_per_print", Whole, "", Unused(LOG)),
             key("wall_clock_breakdown", Bool, "false", Unused(MEASURED)),
             key("memory_breakdown", Bool, "false", Unused(MEASURED)),
-            key("dump_state", Bool, "false", Unused("config.resolved.json contains the configuration")),
+            key("dump_state", Bool, "false", Unused(both("config.resolved.json contains the configuration", "config.resolved.json 中有完整配置"))),
             key("flops_profiler", Map, "", Unused(MEASURED)),
             section("comms_logger"),
             section("csv_monitor"),
             section("wandb"),
             section("comet"),
-            key("log_level", Any, "", Unused("RUST_LOG chooses what is logged")),
+            key("log_level", Any, "", Unused(both("RUST_LOG chooses what is logged", "日志内容由 RUST_LOG 选择"))),
             key("zero_allow_untested_optimizer", Bool, "false", Unused(ANY_OPTIMIZER)),
             key("zero_force_ds_cpu_optimizer", Bool, "true", Unused(ANY_OPTIMIZER)),
-            key("managed_gradient_accumulation", Bool, "true", Only(ON, "the batch sizes determine the updates", "remove it")),
+            key("managed_gradient_accumulation", Bool, "true", Only(ON, both("the batch sizes determine the updates", "更新由各批大小决定"), both("remove it", "请删除它"))),
             key("communication_data_type", Words(&["fp32", "fp16", "bf16", "bfp16"]), "", Unused(SUM)),
             key("seq_parallel_communication_data_type", Text, "fp32", Unused(SUM)),
-            key("gradient_allreduce_op", Words(&["mean", "sum"]), "mean", Only(&["mean"], "gradients are divided by the supervised tokens of the whole batch", "remove it, and scale the learning rate")),
+            key("gradient_allreduce_op", Words(&["mean", "sum"]), "mean", Only(&["mean"], both("gradients are divided by the supervised tokens of the whole batch", "梯度除以整个批次中被监督的 token 数"), both("remove it, and scale the learning rate", "请删除它，并相应调整学习率"))),
             key("prescale_gradients", Bool, "false", Unused(SUM)),
             key("gradient_predivide_factor", Number, "1.0", Unused(SUM)),
-            key("sparse_gradients", Bool, "false", Only(OFF, "gradients are dense", "remove it")),
+            key("sparse_gradients", Bool, "false", Only(OFF, both("gradients are dense", "梯度是稠密的"), both("remove it", "请删除它"))),
             key("disable_allgather", Bool, "false", Unused(UNITS)),
-            key("dataloader_drop_last", Bool, "false", Only(OFF, "no sample is dropped", "remove it")),
+            key("dataloader_drop_last", Bool, "false", Only(OFF, both("no sample is dropped", "不会丢弃样本"), both("remove it", "请删除它"))),
             key("graph_harvesting", Bool, "false", Unused(NO_TORCH)),
             key("compile", Any, "", Unused(NO_TORCH)),
-            key("torch_autocast", Map, "", Off("the sections bf16 and fp16 set the number format")),
-            key("amp", Map, "", Off("the sections bf16 and fp16 set the number format")),
-            key("vocabulary_size", Whole, "", Unused("the model directory states it")),
+            key("torch_autocast", Map, "", Off(both("the sections bf16 and fp16 set the number format", "数值格式由 bf16 和 fp16 两节设定"))),
+            key("amp", Map, "", Off(both("the sections bf16 and fp16 set the number format", "数值格式由 bf16 和 fp16 两节设定"))),
+            key("vocabulary_size", Whole, "", Unused(both("the model directory states it", "由模型目录给出"))),
             key("checkpoint", Map, "", Unused(STATES)),
-            key("nebula", Map, "", Off("DeepSpeed no longer has it")),
+            key("nebula", Map, "", Off(both("DeepSpeed no longer has it", "DeepSpeed 已不再支持它"))),
             key("datastates_ckpt", Map, "", Unused(STATES)),
-            key("elasticity", Map, "", Off("the number of ranks changes only between runs; a checkpoint loads at any number")),
-            key("sequence_parallel_size", Whole, "1", Only(ONE, NO_PARALLEL, "remove it")),
+            key("elasticity", Map, "", Off(both("the number of ranks changes only between runs; a checkpoint loads at any number", "rank 数只能在两次运行之间改变；检查点可用任意数量的 rank 加载"))),
+            key("sequence_parallel_size", Whole, "1", Only(ONE, NO_PARALLEL, both("remove it", "请删除它"))),
             key("pipeline", Map, "", Off(NO_PARALLEL)),
             key("expert_parallel", Map, "", Off(NO_PARALLEL)),
-            key("autotuning", Map, "", Off("`launcher plan` and --find-batch choose sizes before the run")),
+            key("autotuning", Map, "", Off(both("`launcher plan` and --find-batch choose sizes before the run", "`launcher plan` 和 --find-batch 在运行之前选择大小"))),
             key("sparse_attention", Map, "", Off(NOT_AVAILABLE)),
             key("data_efficiency", Map, "", Off(NOT_AVAILABLE)),
             key("curriculum_learning", Map, "", Off(NOT_AVAILABLE)),
@@ -150,19 +198,19 @@ pub(super) const SECTIONS: &[Section] = &[
             key("leaf_module", Any, "", Unused(UNITS)),
             key("memory_efficient_linear", Bool, "true", Unused(NO_TORCH)),
             key("override_module_apply", Bool, "true", Unused(NO_TORCH)),
-            key("ignore_unused_parameters", Bool, "true", Unused("a unit that a batch does not use has zero gradients")),
+            key("ignore_unused_parameters", Bool, "true", Unused(both("a unit that a batch does not use has zero gradients", "某个批次没有用到的单元，其梯度为零"))),
             key("legacy_stage1", Bool, "false", Unused(UNITS)),
-            key("log_trace_cache_warnings", Bool, "false", Unused("the order of gathers comes from the plan")),
-            key("enable_sanity_checks", Bool, "false", Unused("the order of collectives is always checked between ranks")),
+            key("log_trace_cache_warnings", Bool, "false", Unused(both("the order of gathers comes from the plan", "汇集的顺序来自计划"))),
+            key("enable_sanity_checks", Bool, "false", Unused(both("the order of collectives is always checked between ranks", "各 rank 之间总会检查集合通信的顺序"))),
             key("zero_hpz_partition_size", Whole, "1", Unused(NO_SECOND_WEIGHTS)),
-            key("zero_quantized_weights", Bool, "false", Only(OFF, NO_QUANTISED, "remove it")),
-            key("zero_quantized_nontrainable_weights", Bool, "false", Only(OFF, NO_QUANTISED, "remove it; --offload param=cpu saves device memory")),
-            key("zero_quantized_gradients", Bool, "false", Only(OFF, NO_QUANTISED, "remove it")),
-            key("zeropp_loco_param", Any, "", Only(&["null"], NO_QUANTISED, "remove it")),
-            key("zenflow", Any, "", Only(&["null"], "it updates weights from late gradients, which changes results", "remove it")),
+            key("zero_quantized_weights", Bool, "false", Only(OFF, NO_QUANTISED, both("remove it", "请删除它"))),
+            key("zero_quantized_nontrainable_weights", Bool, "false", Only(OFF, NO_QUANTISED, both("remove it; --offload param=cpu saves device memory", "请删除它；--offload param=cpu 可以节省显存"))),
+            key("zero_quantized_gradients", Bool, "false", Only(OFF, NO_QUANTISED, both("remove it", "请删除它"))),
+            key("zeropp_loco_param", Any, "", Only(&["null"], NO_QUANTISED, both("remove it", "请删除它"))),
+            key("zenflow", Any, "", Only(&["null"], both("it updates weights from late gradients, which changes results", "它用过时的梯度更新权重，会改变结果"), both("remove it", "请删除它"))),
             key("mics_shard_size", Any, "-1", Flag("shard-group")),
-            key("mics_hierarchical_params_gather", Bool, "false", Unused("a gather stays within its shard group")),
-            key("save_muon_momentum_buffer_in_memory", Bool, "false", Only(OFF, ONLY_ADAMW, "remove it")),
+            key("mics_hierarchical_params_gather", Bool, "false", Unused(both("a gather stays within its shard group", "汇集只在分片组内进行"))),
+            key("save_muon_momentum_buffer_in_memory", Bool, "false", Only(OFF, ONLY_ADAMW, both("remove it", "请删除它"))),
         ],
     },
     Section {
@@ -176,9 +224,9 @@ pub(super) const SECTIONS: &[Section] = &[
             key("pipeline_read", Bool, "false", Unused(DISK)),
             key("pipeline_write", Bool, "false", Unused(DISK)),
             key("fast_init", Bool, "false", Unused(BUFFERS)),
-            key("ratio", Number, "1.0", Unused("the whole optimizer state is in one tier")),
-            key("super_offload", Bool, "false", Unused("updates on the host begin when the gradient norm is known")),
-            key("cpuadam_cores_perc", Number, "0.8", Unused("ranks share the cores evenly")),
+            key("ratio", Number, "1.0", Unused(both("the whole optimizer state is in one tier", "整个优化器状态位于同一层级"))),
+            key("super_offload", Bool, "false", Unused(both("updates on the host begin when the gradient norm is known", "梯度范数已知之后，主机上的更新才开始"))),
+            key("cpuadam_cores_perc", Number, "0.8", Unused(both("ranks share the cores evenly", "各 rank 平均使用 CPU 核心"))),
         ],
     },
     Section {
@@ -203,9 +251,9 @@ pub(super) const SECTIONS: &[Section] = &[
             key("loss_scale_window", Whole, "1000", Flag("loss-scale-window")),
             key("hysteresis", Whole, "2", Flag("hysteresis")),
             key("min_loss_scale", Number, "1", Flag("min-loss-scale")),
-            key("consecutive_hysteresis", Bool, "false", Only(OFF, "the hysteresis is reset when the scale grows", "remove it")),
+            key("consecutive_hysteresis", Bool, "false", Only(OFF, both("the hysteresis is reset when the scale grows", "缩放增大时，滞后计数会重置"), both("remove it", "请删除它"))),
             key("auto_cast", Bool, "false", Unused(NO_TORCH)),
-            key("fp16_master_weights_and_grads", Bool, "false", Only(OFF, "fp16 has f32 master weights", "--precision pure-bf16 has no master weights")),
+            key("fp16_master_weights_and_grads", Bool, "false", Only(OFF, both("fp16 has f32 master weights", "fp16 使用 f32 主权重"), both("--precision pure-bf16 has no master weights", "--precision pure-bf16 没有主权重"))),
         ],
     },
     Section {
@@ -216,14 +264,14 @@ pub(super) const SECTIONS: &[Section] = &[
             key("bf16_master_weights_and_grads", Bool, "false", Flag("precision")),
             key("bf16_optimizer_states", Bool, "false", Flag("pure-bf16-moments")),
             key("immediate_grad_update", Bool, "false", Unused(LAYOUT)),
-            key("check_grad_overflow", Bool, "true", Only(ON, "non-finite updates are skipped in every stage", "remove it")),
+            key("check_grad_overflow", Bool, "true", Only(ON, both("non-finite updates are skipped in every stage", "在每个阶段都会跳过非有限的更新"), both("remove it", "请删除它"))),
         ],
     },
     Section {
         path: "optimizer",
         strict: false,
         keys: &[
-            key("type", Text, "", Only(&["adam", "adamw"], ONLY_ADAMW, "\"type\": \"AdamW\"")),
+            key("type", Text, "", Only(&["adam", "adamw"], ONLY_ADAMW, both("\"type\": \"AdamW\"", "\"type\": \"AdamW\""))),
             section("params"),
             key("legacy_fusion", Bool, "false", Unused(NO_TORCH)),
         ],
@@ -236,11 +284,11 @@ pub(super) const SECTIONS: &[Section] = &[
             key("betas", Pair, "[0.9, 0.999]", Flag("adam-beta1")),
             key("eps", Number, "1e-8", Flag("adam-epsilon")),
             key("weight_decay", Number, "0", Flag("weight-decay")),
-            key("bias_correction", Bool, "true", Only(ON, "the bias correction of AdamW is always on", "remove it")),
-            key("adam_w_mode", Bool, "true", Only(ON, "weight decay is always decoupled", "remove it")),
-            key("amsgrad", Bool, "false", Only(OFF, ONLY_ADAMW, "remove it")),
+            key("bias_correction", Bool, "true", Only(ON, both("the bias correction of AdamW is always on", "AdamW 的偏差修正总是开启"), both("remove it", "请删除它"))),
+            key("adam_w_mode", Bool, "true", Only(ON, both("weight decay is always decoupled", "权重衰减总是解耦的"), both("remove it", "请删除它"))),
+            key("amsgrad", Bool, "false", Only(OFF, ONLY_ADAMW, both("remove it", "请删除它"))),
             key("torch_adam", Bool, "false", Unused(NO_TORCH)),
-            key("fp32_optimizer_states", Bool, "true", Only(ON, "f32 master weights have f32 moments", "--precision pure-bf16")),
+            key("fp32_optimizer_states", Bool, "true", Only(ON, both("f32 master weights have f32 moments", "f32 主权重使用 f32 动量"), both("--precision pure-bf16", "--precision pure-bf16"))),
         ],
     },
     Section {
@@ -282,8 +330,8 @@ pub(super) const SECTIONS: &[Section] = &[
         strict: false,
         keys: &[
             key("grad_accum_dtype", Words(&["fp32", "bf16"]), "", Flag("grad-dtype")),
-            key("param_dtype", Any, "", Unused("the sections bf16 and fp16 set the number format")),
-            key("buffer_dtype", Any, "", Unused("the sections bf16 and fp16 set the number format")),
+            key("param_dtype", Any, "", Unused(both("the sections bf16 and fp16 set the number format", "数值格式由 bf16 和 fp16 两节设定"))),
+            key("buffer_dtype", Any, "", Unused(both("the sections bf16 and fp16 set the number format", "数值格式由 bf16 和 fp16 两节设定"))),
         ],
     },
     Section {
@@ -291,8 +339,8 @@ pub(super) const SECTIONS: &[Section] = &[
         strict: true,
         keys: &[
             key("enabled", Bool, "false", Flag("report-to")),
-            key("output_path", Text, "", Unused("all files of a run are in --output")),
-            key("job_name", Text, "", Unused("all files of a run are in --output")),
+            key("output_path", Text, "", Unused(both("all files of a run are in --output", "运行的所有文件都在 --output 中"))),
+            key("job_name", Text, "", Unused(both("all files of a run are in --output", "运行的所有文件都在 --output 中"))),
         ],
     },
     Section {
@@ -344,7 +392,7 @@ pub(super) const SECTIONS: &[Section] = &[
         path: "tensor_parallel",
         strict: true,
         keys: &[
-            key("autotp_size", Whole, "0", Only(ONE, NO_PARALLEL, "--zero 3 shards the weights over the ranks")),
+            key("autotp_size", Whole, "0", Only(ONE, NO_PARALLEL, both("--zero 3 shards the weights over the ranks", "--zero 3 会把权重分片到各 rank"))),
             key("preset_model", Any, "", Unused(NO_PARALLEL)),
             key("tp_overlap_comm", Bool, "false", Unused(NO_PARALLEL)),
             key("partition_config", Any, "", Unused(NO_PARALLEL)),

@@ -3,6 +3,7 @@
 use super::keys::SECTIONS;
 use crate::cli::file::value::Value;
 use crate::config::words::nearest;
+use crate::lang::{Both, Text, both, text};
 
 /// A section of the file.
 #[derive(Debug)]
@@ -50,12 +51,12 @@ pub(super) enum Fate {
     /// It becomes this flag, alone or with other keys.
     Flag(&'static str),
     /// It has no effect, for this reason.
-    Unused(&'static str),
+    Unused(Both),
     /// These values match what always happens here. Others are refused; the texts are the reason and what to do
     /// instead.
-    Only(&'static [&'static str], &'static str, &'static str),
+    Only(&'static [&'static str], Both, Both),
     /// A section that must not be enabled, for this reason.
-    Off(&'static str),
+    Off(Both),
     /// An outdated name; the key that replaced it.
     Old(&'static str),
     /// A section with its own keys.
@@ -83,10 +84,10 @@ impl Section {
     }
 
     /// Place of one of its keys, in words.
-    pub(super) fn place(&self) -> String {
+    pub(super) fn place(&self) -> Text {
         match self.path {
-            "" => "at the top level".to_owned(),
-            path => format!("in \"{path}\""),
+            "" => both("at the top level", "位于顶层").into(),
+            path => text!("in \"{path}\"", "位于 \"{path}\" 中"),
         }
     }
 
@@ -128,7 +129,7 @@ pub(super) enum Meant {
 
 impl Kind {
     /// Why `value` is not of this kind; `None` if it is.
-    pub(super) fn refuse(self, value: &Value) -> Option<String> {
+    pub(super) fn refuse(self, value: &Value) -> Option<Text> {
         let fits = match self {
             Self::Bool => value.as_bool().is_some(),
             Self::Whole => value.as_u64().is_some(),
@@ -148,13 +149,27 @@ impl Kind {
             Self::Map => value.entries().is_some(),
         };
         (!fits).then(|| match self {
-            Self::Bool => "it must be true or false".to_owned(),
-            Self::Whole => "it must be a whole number of at least 0".to_owned(),
-            Self::Number => "it must be a number".to_owned(),
-            Self::Text => "it must be a text in quotes".to_owned(),
-            Self::Words(words) => format!("it must be one of {}", words.join(", ")),
-            Self::Pair => "it must be two numbers in brackets".to_owned(),
-            Self::Any | Self::Map => "it must be a section in braces".to_owned(),
+            Self::Bool => both("it must be true or false", "它必须是 true 或 false").into(),
+            Self::Whole => both(
+                "it must be a whole number of at least 0",
+                "它必须是不小于 0 的整数",
+            )
+            .into(),
+            Self::Number => both("it must be a number", "它必须是数").into(),
+            Self::Text => both("it must be a text in quotes", "它必须是带引号的文本").into(),
+            Self::Words(words) => text!(
+                "it must be one of {}",
+                "它必须是以下之一：{}",
+                words.join(", ")
+            ),
+            Self::Pair => both(
+                "it must be two numbers in brackets",
+                "它必须是方括号中的两个数",
+            )
+            .into(),
+            Self::Any | Self::Map => {
+                both("it must be a section in braces", "它必须是花括号中的一节").into()
+            }
         })
     }
 }

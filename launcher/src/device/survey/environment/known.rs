@@ -1,6 +1,7 @@
 //! Environment variables known by name, in the order of the report.
 
 use super::Kind;
+use crate::lang::{Both, both};
 
 /// Variables that this program reads, with their effect.
 pub(super) const READ: [(&str, &str); 61] = [
@@ -242,18 +243,24 @@ pub(super) const ACT_ON_OTHERS: [(&str, &str); 17] = [
 ];
 
 /// Names, why they have no effect here, what to use instead.
-pub(super) type Foreign = (&'static [&'static str], &'static str, &'static str);
+pub(super) type Foreign = (&'static [&'static str], Both, Both);
 
 pub(super) const FOREIGN: [Foreign; 24] = [
     (
         &["MP_SIZE", "NUM_GPUS_PER_WORKER"],
-        "the model is not split by layers or tensors",
-        "--nproc N --zero 3 shards the parameters over N ranks",
+        both(
+            "the model is not split by layers or tensors",
+            "模型不按层或张量切分",
+        ),
+        both(
+            "--nproc N --zero 3 shards the parameters over N ranks",
+            "--nproc N --zero 3 会把参数分片到 N 个 rank",
+        ),
     ),
     (
         &["NUM_WORKERS"],
-        "this program starts the ranks",
-        "--nproc N",
+        both("this program starts the ranks", "各 rank 由本程序启动"),
+        both("--nproc N", "--nproc N"),
     ),
     (
         &[
@@ -261,10 +268,20 @@ pub(super) const FOREIGN: [Foreign; 24] = [
             "PYTORCH_ALLOC_CONF",
             "PYTORCH_NO_CUDA_MEMORY_CACHING",
         ],
-        "PyTorch's allocator is not used: memory is planned and comes from a pool of this program",
-        "--device-memory-limit BYTES, --offload cpu",
+        both(
+            "PyTorch's allocator is not used: memory is planned and comes from a pool of this program",
+            "不使用 PyTorch 的分配器：内存由计划决定，来自本程序的内存池",
+        ),
+        both(
+            "--device-memory-limit BYTES, --offload cpu",
+            "--device-memory-limit BYTES、--offload cpu",
+        ),
     ),
-    (&["DS_ACCELERATOR"], "a flag selects the device", "--device"),
+    (
+        &["DS_ACCELERATOR"],
+        both("a flag selects the device", "设备由参数选择"),
+        both("--device", "--device"),
+    ),
     (
         &[
             "DS_BUILD_OPS",
@@ -272,46 +289,58 @@ pub(super) const FOREIGN: [Foreign; 24] = [
             "DS_BUILD_FUSED_ADAM",
             "DS_SKIP_CUDA_CHECK",
         ],
-        "nothing is built at installation",
-        "nothing to set",
+        both("nothing is built at installation", "安装时不构建任何内容"),
+        both("nothing to set", "无需设置"),
     ),
     (
         &["ACCELERATE_MIXED_PRECISION"],
-        "a flag selects the number format",
-        "--precision",
+        both("a flag selects the number format", "数值格式由参数选择"),
+        both("--precision", "--precision"),
     ),
     (
         &[
             "ACCELERATE_USE_DEEPSPEED",
             "ACCELERATE_DEEPSPEED_ZERO_STAGE",
         ],
-        "a flag selects the stage",
-        "--zero STAGE",
+        both("a flag selects the stage", "阶段由参数选择"),
+        both("--zero STAGE", "--zero STAGE"),
     ),
     (
         &["ACCELERATE_USE_FSDP"],
-        "the ZeRO stage selects the sharding",
-        "--zero 3",
+        both(
+            "the ZeRO stage selects the sharding",
+            "分片方式由 ZeRO 阶段决定",
+        ),
+        both("--zero 3", "--zero 3"),
     ),
     (
         &["GROUP_RANK", "CROSS_RANK", "CROSS_SIZE"],
-        "rank numbers identify the machines",
-        "nothing to set",
+        both("rank numbers identify the machines", "机器由 rank 编号确定"),
+        both("nothing to set", "无需设置"),
     ),
     (
         &["FORCE_TORCHRUN"],
-        "this program starts the ranks",
-        "--nproc N",
+        both("this program starts the ranks", "各 rank 由本程序启动"),
+        both("--nproc N", "--nproc N"),
     ),
     (
         &["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"],
-        "a rank uses cores ÷ ranks threads",
-        "limit the cores: taskset, or the container's cpus",
+        both(
+            "a rank uses cores ÷ ranks threads",
+            "每个 rank 使用 核心数 ÷ rank 数 个线程",
+        ),
+        both(
+            "limit the cores: taskset, or the container's cpus",
+            "请限制核心：taskset，或容器的 cpus",
+        ),
     ),
     (
         &["TORCH_CUDA_ARCH_LIST", "MAX_JOBS"],
-        "kernels are compiled at run time for the present GPU",
-        "nothing to set",
+        both(
+            "kernels are compiled at run time for the present GPU",
+            "内核在运行时按现有的 GPU 编译",
+        ),
+        both("nothing to set", "无需设置"),
     ),
     (
         &[
@@ -321,14 +350,21 @@ pub(super) const FOREIGN: [Foreign; 24] = [
             "TORCH_NCCL_BLOCKING_WAIT",
             "NCCL_BLOCKING_WAIT",
         ],
-        "every wait has a timeout and reports what it waited for",
-        "nothing to set",
+        both(
+            "every wait has a timeout and reports what it waited for",
+            "每次等待都有时限，并报告等待的对象",
+        ),
+        both("nothing to set", "无需设置"),
     ),
-    (&["PYTHONHASHSEED"], "a flag sets the only seed", "--seed N"),
+    (
+        &["PYTHONHASHSEED"],
+        both("a flag sets the only seed", "唯一的种子由参数设定"),
+        both("--seed N", "--seed N"),
+    ),
     (
         &["TOKENIZERS_PARALLELISM"],
-        "samples are tokenized one by one",
-        "nothing to set",
+        both("samples are tokenized one by one", "样本逐个分词"),
+        both("nothing to set", "无需设置"),
     ),
     (
         &[
@@ -340,13 +376,13 @@ pub(super) const FOREIGN: [Foreign; 24] = [
             "HF_DATASETS_CACHE",
             "MODELSCOPE_CACHE",
         ],
-        "nothing is downloaded",
-        "--model DIR",
+        both("nothing is downloaded", "不会下载任何内容"),
+        both("--model DIR", "--model DIR"),
     ),
     (
         &["HF_ENDPOINT", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"],
-        "nothing is downloaded or sent",
-        "--model DIR",
+        both("nothing is downloaded or sent", "不会下载或发送任何内容"),
+        both("--model DIR", "--model DIR"),
     ),
     (
         &[
@@ -356,38 +392,56 @@ pub(super) const FOREIGN: [Foreign; 24] = [
             "WANDB_DISABLED",
             "MLFLOW_TRACKING_URI",
         ],
-        "nothing is sent anywhere",
-        "--report-to tensorboard; wandb sync reads those files",
+        both("nothing is sent anywhere", "不会向任何地方发送内容"),
+        both(
+            "--report-to tensorboard; wandb sync reads those files",
+            "--report-to tensorboard；wandb sync 可以读取这些文件",
+        ),
     ),
     (
         &["TENSORBOARD_LOGGING_DIR"],
-        "event files are in the run directory",
-        "--report-to tensorboard --output DIR",
+        both(
+            "event files are in the run directory",
+            "事件文件在运行目录中",
+        ),
+        both(
+            "--report-to tensorboard --output DIR",
+            "--report-to tensorboard --output DIR",
+        ),
     ),
     (
         &["RECORD_VRAM"],
-        "every log line has the peak memory",
-        "nothing to set",
+        both("every log line has the peak memory", "每行日志都有内存峰值"),
+        both("nothing to set", "无需设置"),
     ),
     (
         &["SIZE_FACTOR"],
-        "the model's own rules slice the images",
-        "--max-slice-nums N",
+        both(
+            "the model's own rules slice the images",
+            "图片按模型自己的规则切片",
+        ),
+        both("--max-slice-nums N", "--max-slice-nums N"),
     ),
     (
         &["LLAMAFACTORY_VERBOSITY", "TRANSFORMERS_VERBOSITY"],
-        "the log has its own filter variable",
-        "RUST_LOG",
+        both(
+            "the log has its own filter variable",
+            "日志有自己的过滤变量",
+        ),
+        both("RUST_LOG", "RUST_LOG"),
     ),
     (
         &["DISABLE_VERSION_CHECK"],
-        "the program uses no Python packages",
-        "nothing to set",
+        both(
+            "the program uses no Python packages",
+            "本程序不使用 Python 软件包",
+        ),
+        both("nothing to set", "无需设置"),
     ),
     (
         &["BNB_CUDA_VERSION", "BITSANDBYTES_NOWELCOME"],
-        "quantized weights are not available",
-        "--precision, --offload cpu",
+        both("quantized weights are not available", "不支持量化的权重"),
+        both("--precision, --offload cpu", "--precision、--offload cpu"),
     ),
 ];
 

@@ -3,6 +3,7 @@
 
 mod known;
 
+use crate::lang::text;
 use serde::Serialize;
 
 use crate::rank_env::Variables;
@@ -48,7 +49,15 @@ pub(crate) fn table(variables: &Variables) -> Vec<Variable> {
         .map(|(kind, (name, effect))| named(variables, name, kind, effect, None))
         .collect();
     for (names, effect, instead) in FOREIGN {
-        let row = |name: &&str| named(variables, name, Kind::WithoutEffect, effect, Some(instead));
+        let row = |name: &&str| {
+            named(
+                variables,
+                name,
+                Kind::WithoutEffect,
+                effect.en,
+                Some(instead.en),
+            )
+        };
         table.extend(names.iter().map(row));
     }
     for (beginning, kind, effect, instead) in FAMILIES {
@@ -78,7 +87,7 @@ pub(crate) fn notes(variables: &Variables) -> Vec<Event> {
         let set = names.iter().filter(|name| variables.get(name).is_some());
         set.map(move |name| Event::Note {
             flag: (*name).to_owned(),
-            reason: format!("{effect}; here: {instead}"),
+            reason: text!("{effect}; here: {instead}", "{effect}；请改用：{instead}"),
         })
     });
     rows.collect()

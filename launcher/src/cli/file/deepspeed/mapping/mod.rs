@@ -4,6 +4,7 @@ use crate::cli::file::given::{Given, Word};
 use crate::cli::file::report::{Choice, Outcome, Problem, Report};
 use crate::cli::file::value::Value;
 use crate::config::Tier;
+use crate::lang::{Both, Text, both, text};
 use std::path::{Path, PathBuf};
 
 mod numbers;
@@ -84,26 +85,27 @@ impl<'a> Mapper<'a> {
         }
     }
 
-    fn error(&mut self, path: &str, what: String, why: &str, next: &str) {
+    fn error(&mut self, path: &str, what: Text, why: Both, next: impl Into<Text>) {
+        let next = next.into();
         let line = self.line(path);
-        self.set(path, Outcome::Refused(why.to_owned()));
+        self.set(path, Outcome::Refused(why.into()));
         self.report.errors.push(Problem {
             line,
             what,
-            why: why.to_owned(),
-            next: (!next.is_empty()).then(|| next.to_owned()),
+            why: why.into(),
+            next: (!next.is_empty()).then_some(next),
         });
     }
 
     /// Reports a key without effect as a warning.
-    fn warn(&mut self, path: &str, why: &str, next: &str) {
+    fn warn(&mut self, path: &str, why: &Text, next: Text) {
         let line = self.line(path);
-        self.set(path, Outcome::Warning(why.to_owned()));
+        self.set(path, Outcome::Warning(why.clone()));
         self.report.warnings.push(Problem {
             line,
-            what: format!("{path} has no effect"),
-            why: why.to_owned(),
-            next: Some(next.to_owned()),
+            what: text!("{path} has no effect", "{path} 不起作用"),
+            why: why.clone(),
+            next: Some(next),
         });
     }
 
@@ -132,8 +134,14 @@ impl<'a> Mapper<'a> {
     fn contradict(&mut self, path: &str, word: &Word) {
         let (name, line) = (&self.name, self.line(path));
         let value = self.raw(path).map(ToString::to_string).unwrap_or_default();
-        let sentence = format!("{path} {value} ({name} line {line}), but {word}");
-        self.set(path, Outcome::Refused(format!("contradicts {word}")));
+        let sentence = text!(
+            "{path} {value} ({name} line {line}), but {word}",
+            "{path} {value}（{name} 第 {line} 行），而命令行为 {word}"
+        );
+        self.set(
+            path,
+            Outcome::Refused(text!("contradicts {word}", "与 {word} 矛盾")),
+        );
         self.report.contradictions.push(sentence);
     }
 
@@ -172,8 +180,13 @@ impl<'a> Mapper<'a> {
                 stage
             }
             Some(stage) => {
-                let what = format!("{path} cannot be {stage}");
-                self.error(path, what, "stages are 0, 1, 2 and 3", "");
+                let what = text!("{path} cannot be {stage}", "{path} 不能是 {stage}");
+                self.error(
+                    path,
+                    what,
+                    both("stages are 0, 1, 2 and 3", "阶段为 0、1、2 和 3"),
+                    Text::default(),
+                );
                 0
             }
             None => {
@@ -192,7 +205,10 @@ impl<'a> Mapper<'a> {
         let activation = match self.switch(checkpointing) {
             Switch::On => Some((Tier::Cpu, checkpointing)),
             Switch::Off => {
-                self.set(checkpointing, Outcome::Here("nothing is offloaded"));
+                self.set(
+                    checkpointing,
+                    Outcome::Here(both("nothing is offloaded", "没有卸载任何内容")),
+                );
                 None
             }
             _ => None,
@@ -228,7 +244,10 @@ impl<'a> Mapper<'a> {
             if self.raw(part.section).is_some() {
                 return None;
             }
-            self.set(part.old, Outcome::Here("nothing is offloaded"));
+            self.set(
+                part.old,
+                Outcome::Here(both("nothing is offloaded", "没有卸载任何内容")),
+            );
             return match old {
                 true => self.in_stage(part, part.old, Tier::Cpu, stage),
                 false => None,
@@ -240,12 +259,20 @@ impl<'a> Mapper<'a> {
             Some("nvme") => match path {
                 Some(path) => Tier::Nvme(PathBuf::from(path)),
                 None => {
-                    let what = format!("{} nvme needs {}", part.device, part.path);
+                    let what = text!(
+                        "{} nvme needs {}",
+                        "{} nvme 需要 {}",
+                        part.device,
+                        part.path
+                    );
                     self.error(
                         part.device,
                         what,
-                        "it is the directory of the spill files",
-                        "",
+                        both(
+                            "it is the directory of the spill files",
+                            "它是溢出文件的目录",
+                        ),
+                        Text::default(),
                     );
                     return None;
                 }
@@ -255,8 +282,10 @@ impl<'a> Mapper<'a> {
         };
         if path.is_some() {
             let outcome = match tier {
-                Tier::Nvme(_) => Outcome::Here("it is part of --offload"),
-                _ => Outcome::Unused("the device is not nvme"),
+                Tier::Nvme(_) => {
+                    Outcome::Here(both("it is part of --offload", "它已包含在 --offload 中"))
+                }
+                _ => Outcome::Unused(both("the device is not nvme", "设备不是 nvme")),
             };
             self.set(part.path, outcome);
         }
@@ -278,9 +307,17 @@ impl<'a> Mapper<'a> {
             self.set(key, Outcome::Flag("offload".to_owned()));
             return Some((tier, key));
         }
-        let why = format!("DeepSpeed reads it only from stage {} on", part.from_stage);
-        let next = format!("--offload {}={tier} works in every stage", part.kind);
-        self.warn(key, &why, &next);
+        let why = text!(
+            "DeepSpeed reads it only from stage {} on",
+            "DeepSpeed 只从阶段 {} 起读取它",
+            part.from_stage
+        );
+        let next = text!(
+            "--offload {}={tier} works in every stage",
+            "--offload {}={tier} 在每个阶段都有效",
+            part.kind
+        );
+        self.warn(key, &why, next);
         None
     }
 
@@ -295,12 +332,18 @@ impl<'a> Mapper<'a> {
         let micro_given = given("per-device-train-batch-size");
         let absent = |path: &str| self.raw(path).is_none();
         if steps && absent(TRAIN) && absent(MICRO) && !micro_given && !given("global-batch-size") {
-            let what = format!("{STEPS} alone does not determine the batch");
+            let what = text!(
+                "{STEPS} alone does not determine the batch",
+                "仅有 {STEPS} 无法确定批大小"
+            );
             self.error(
                 STEPS,
                 what,
-                "two of the three sizes determine the third",
-                &format!("add \"{MICRO}\""),
+                both(
+                    "two of the three sizes determine the third",
+                    "三个大小中给出两个，才能确定第三个",
+                ),
+                text!("add \"{MICRO}\"", "请加上 \"{MICRO}\""),
             );
         } else if train && !micro && absent(MICRO) && absent(STEPS) && !micro_given {
             self.implied("gradient-accumulation-steps", "1");
@@ -317,25 +360,34 @@ impl<'a> Mapper<'a> {
         match self.value(group) {
             None => {}
             Some(value) if value.to_string() == "-1" => {
-                self.set(group, Outcome::Here("all ranks form one shard group"));
+                self.set(
+                    group,
+                    Outcome::Here(both(
+                        "all ranks form one shard group",
+                        "所有 rank 组成一个分片组",
+                    )),
+                );
             }
             Some(value) if value.as_u64().is_some() => {
                 self.take(group, "shard-group");
             }
             Some(value) => {
-                let what = format!("{group} cannot be {value}");
+                let what = text!("{group} cannot be {value}", "{group} 不能是 {value}");
                 self.error(
                     group,
                     what,
-                    "it must be a number of ranks, or -1 for all",
-                    "",
+                    both(
+                        "it must be a number of ranks, or -1 for all",
+                        "它必须是 rank 数，或用 -1 表示全部",
+                    ),
+                    Text::default(),
                 );
             }
         }
         let board = "tensorboard.enabled";
         match self.switch(board) {
             Switch::On => self.choose("report-to", "tensorboard", &[board]),
-            Switch::Off => self.set(board, Outcome::Here("it is off")),
+            Switch::Off => self.set(board, Outcome::Here(both("it is off", "它是关闭的"))),
             _ => {}
         }
         for old in [
@@ -343,7 +395,13 @@ impl<'a> Mapper<'a> {
             "zero_optimization.stage3_gather_fp16_weights_on_model_save",
         ] {
             if self.value(old).is_some() {
-                self.set(old, Outcome::Unused("its new name has no effect either"));
+                self.set(
+                    old,
+                    Outcome::Unused(both(
+                        "its new name has no effect either",
+                        "它的新名称也不起作用",
+                    )),
+                );
             }
         }
     }

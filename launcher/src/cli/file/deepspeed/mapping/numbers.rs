@@ -4,6 +4,7 @@ use super::{Mapper, Switch};
 use crate::cli::file::report::Outcome;
 use crate::config::PrecisionChoice as Precision;
 use crate::config::words::value_name;
+use crate::lang::{Text, both, text};
 
 const FP16: &str = "fp16.enabled";
 const BF16: &str = "bf16.enabled";
@@ -23,12 +24,12 @@ impl Mapper<'_> {
     pub(super) fn precision(&mut self) {
         let (fp16, bf16) = (self.switch(FP16), self.switch(BF16));
         if (fp16, bf16) == (Switch::On, Switch::On) {
-            let what = "fp16 and bf16 are both enabled".to_owned();
+            let what = both("fp16 and bf16 are both enabled", "fp16 和 bf16 同时启用").into();
             self.error(
                 FP16,
                 what,
-                "a run has one number format",
-                "switch one of them off",
+                both("a run has one number format", "一次运行只有一种数值格式"),
+                both("switch one of them off", "请关闭其中一个"),
             );
             return;
         }
@@ -45,31 +46,40 @@ impl Mapper<'_> {
         match (fp16, bf16) {
             (Switch::On, _) => {
                 self.choose("precision", "fp16", &[FP16]);
-                self.set(BF16, Outcome::Here("the number format is fp16"));
+                self.set(
+                    BF16,
+                    Outcome::Here(both("the number format is fp16", "数值格式是 fp16")),
+                );
             }
             (_, Switch::On) => {
                 let precision = self.kind_of_bf16(asked);
                 self.choose("precision", &value_name(precision), &[BF16]);
-                self.set(FP16, Outcome::Here("the number format is bf16"));
+                self.set(
+                    FP16,
+                    Outcome::Here(both("the number format is bf16", "数值格式是 bf16")),
+                );
             }
             // `auto` without fp16 can still mean bf16.
             (_, Switch::Auto) | (Switch::Auto, Switch::Absent) => {
                 if fp16 == Switch::Off {
-                    self.set(FP16, Outcome::Here("it is off"));
+                    self.set(FP16, Outcome::Here(both("it is off", "它是关闭的")));
                 }
             }
             (_, Switch::Off | Switch::Absent) => {
                 self.implied("precision", "f32");
                 for (path, switch) in [(FP16, fp16), (BF16, bf16)] {
                     if switch == Switch::Off {
-                        self.set(path, Outcome::Here("it is off"));
+                        self.set(path, Outcome::Here(both("it is off", "它是关闭的")));
                     }
                 }
             }
         }
         if bf16 != Switch::On {
             for path in [PURE, STATES] {
-                self.set(path, Outcome::Unused("bf16 is not enabled"));
+                self.set(
+                    path,
+                    Outcome::Unused(both("bf16 is not enabled", "没有启用 bf16")),
+                );
             }
         }
         self.loss_scale(fp16 == Switch::On || is_fp16);
@@ -87,22 +97,37 @@ impl Mapper<'_> {
                     STATES
                 };
                 self.written("pure-bf16-moments", moments, key);
-                self.set(PURE, Outcome::Here("it is --precision pure-bf16"));
+                self.set(
+                    PURE,
+                    Outcome::Here(both(
+                        "it is --precision pure-bf16",
+                        "它就是 --precision pure-bf16",
+                    )),
+                );
                 Precision::PureBf16
             }
             (_, Switch::On) => {
-                let what = format!("{STATES} needs {PURE}");
+                let what = text!("{STATES} needs {PURE}", "{STATES} 需要 {PURE}");
                 self.error(
                     STATES,
                     what,
-                    "bf16 moments need bf16 weights without f32 master weights",
-                    "",
+                    both(
+                        "bf16 moments need bf16 weights without f32 master weights",
+                        "bf16 动量需要没有 f32 主权重的 bf16 权重",
+                    ),
+                    Text::default(),
                 );
                 Precision::Bf16
             }
             _ => {
                 for path in [PURE, STATES] {
-                    self.set(path, Outcome::Here("master weights and moments are f32"));
+                    self.set(
+                        path,
+                        Outcome::Here(both(
+                            "master weights and moments are f32",
+                            "主权重和动量为 f32",
+                        )),
+                    );
                 }
                 match asked {
                     Some(Precision::PureBf16) => Precision::PureBf16,
@@ -118,7 +143,10 @@ impl Mapper<'_> {
             if is_fp16 {
                 self.take(path, flag);
             } else if self.raw(path).is_some() {
-                self.set(path, Outcome::Unused("only fp16 has a loss scale"));
+                self.set(
+                    path,
+                    Outcome::Unused(both("only fp16 has a loss scale", "只有 fp16 有损失缩放")),
+                );
             }
         }
     }

@@ -4,6 +4,7 @@ use super::Mapper;
 use crate::cli::file::report::{Outcome, Problem};
 use crate::cli::file::value::Value;
 use crate::config::SchedulerKwargs;
+use crate::lang::{both, text};
 
 const LR: &str = "optimizer.params.lr";
 const BETAS: &str = "optimizer.params.betas";
@@ -89,9 +90,19 @@ impl Mapper<'_> {
             let line = self.line(TYPE);
             self.report.warnings.push(Problem {
                 line,
-                what: format!("{typed} has no effect"),
-                why: format!("the scheduler {name} of {} sets it", self.name),
-                next: Some("remove the section \"scheduler\" to use the flag".to_owned()),
+                what: text!("{typed} has no effect", "{typed} 不起作用"),
+                why: text!(
+                    "the scheduler {name} of {} sets it",
+                    "{} 的调度 {name} 已经设定了它",
+                    self.name
+                ),
+                next: Some(
+                    both(
+                        "remove the section \"scheduler\" to use the flag",
+                        "请删除 \"scheduler\" 一节以使用该参数",
+                    )
+                    .into(),
+                ),
             });
         }
         if arguments.contains(&MAX_LR) {
@@ -126,15 +137,19 @@ impl Mapper<'_> {
     fn refuse_other_arguments(&mut self, name: &str, arguments: &[&str]) {
         for path in [MIN_LR, MAX_LR, WARMUP, TOTAL, SHAPE, MIN_RATIO, END_RATIO] {
             if self.raw(path).is_some() && !arguments.contains(&path) {
-                let what = format!(
+                let what = text!(
                     "{name} has no argument {}",
+                    "{name} 没有参数 {}",
                     path.rsplit('.').next().unwrap_or(path)
                 );
                 self.error(
                     path,
                     what,
-                    "each schedule has its own arguments",
-                    "remove it",
+                    both(
+                        "each schedule has its own arguments",
+                        "每种调度有自己的参数",
+                    ),
+                    both("remove it", "请删除它"),
                 );
             }
         }
@@ -158,8 +173,14 @@ impl Mapper<'_> {
             self.set(
                 LR,
                 match own == Some(peak) {
-                    true => Outcome::Here("the scheduler's warmup_max_lr has the same value"),
-                    false => Outcome::Unused("the scheduler's warmup_max_lr is the peak"),
+                    true => Outcome::Here(both(
+                        "the scheduler's warmup_max_lr has the same value",
+                        "调度的 warmup_max_lr 与它的值相同",
+                    )),
+                    false => Outcome::Unused(both(
+                        "the scheduler's warmup_max_lr is the peak",
+                        "峰值由调度的 warmup_max_lr 决定",
+                    )),
                 },
             );
         }
@@ -196,12 +217,21 @@ impl Mapper<'_> {
             return;
         }
         if self.raw(TOTAL).is_none() {
-            let what = format!("{name} needs total_num_steps");
+            let what = text!(
+                "{name} needs total_num_steps",
+                "{name} 需要 total_num_steps"
+            );
             self.error(
                 TYPE,
                 what,
-                "the schedule decays until that step",
-                "\"total_num_steps\": \"auto\" takes the length of the run",
+                both(
+                    "the schedule decays until that step",
+                    "调度在该步之前一直衰减",
+                ),
+                both(
+                    "\"total_num_steps\": \"auto\" takes the length of the run",
+                    "\"total_num_steps\": \"auto\" 表示采用运行的长度",
+                ),
             );
             return;
         }
@@ -223,7 +253,8 @@ impl Mapper<'_> {
         let rows = self.report.rows.iter_mut();
         for row in rows.filter(|row| row.path.starts_with(section)) {
             if matches!(row.outcome, Outcome::Flag(_) | Outcome::Auto(_)) {
-                row.outcome = Outcome::Unused("the section names no type");
+                row.outcome =
+                    Outcome::Unused(both("the section names no type", "该节没有给出 type"));
             }
         }
     }
