@@ -27,9 +27,10 @@ pub(crate) fn refused(why: &str) -> Event {
 /// Line that ranks share a GPU, which the ranks see only together.
 pub(crate) fn shared(ranks: usize) -> Event {
     let text = match ranks {
-        1 => "each rank has a GPU of its own".to_owned(),
-        ranks => format!(
-            "{ranks} ranks share a GPU: each rank has a part of the memory, and the ranks take turns"
+        1 => both("each rank has a GPU of its own", "每个 rank 独占一块 GPU").into(),
+        ranks => text!(
+            "{ranks} ranks share a GPU: each rank has a part of the memory, and the ranks take turns",
+            "{ranks} 个 rank 共用一块 GPU：每个 rank 占一部分显存，轮流使用"
         ),
     };
     Event::Info {
