@@ -1,7 +1,7 @@
 //! Language of messages: every text in English and Chinese side by side, and the language that is shown.
 //!
 //! A [`Text`] holds both languages until it is printed, so texts cross from ranks to the supervisor and into files
-//! before anybody chooses. Logs, JSON and files have the English text. The process chooses once ([`Lang::choose`]),
+//! before anybody chooses. Logs, JSON and files have the English text. The process chooses once (`Lang::choose`),
 //! and only what it draws for a person is in that language ([`Lang::speak`]).
 
 use std::cell::Cell;

@@ -27,6 +27,7 @@ use launcher::config::{Products, RunGpu};
 use launcher::device::survey::facts::{Cuda, Gpu, LibraryFacts, LibraryKind};
 use launcher::device::{Devices, no_room};
 use launcher::error::Failure;
+use launcher::lang::Text;
 use launcher::rank_env::{RANK, Variables, WORLD_SIZE};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -176,7 +177,7 @@ fn opened(
     let taken = variables.get(TAKEN).map(|_| taken(variables));
     let device = device.map_err(|error| {
         let left = taken.map(|taken| MEMORY_BYTES - taken);
-        let others = taken.map(|taken| format!("process 4242 holds {taken} bytes"));
+        let others = taken.map(|taken| Text::literal(format!("process 4242 holds {taken} bytes")));
         no_room(gpu, arena_bytes, left, others, &error)
     })?;
     Ok(Arc::new(device))
