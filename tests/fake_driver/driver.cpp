@@ -500,7 +500,7 @@ static u32 release(u64 start) {
   Context* context = range->second.context;
   drain(context);
   map(context, UNMAP, start, bytes);
-  // The device must have unmapped the range before its pages are given back: messages are in order.
+  // The device must have unmapped the range before its pages are freed: messages are in order.
   if (!range->second.imported) fallocate(context->memory, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, start - BASE, whole_pages(bytes));
   memory.erase(range);
   give(start, bytes);

@@ -1,6 +1,6 @@
 //! Bytes that the decoders of one process may hold at a time.
 //!
-//! A reader takes the bytes of an image before it reads the file, and waits until they are free. It gives back what
+//! A reader reserves the bytes of an image before it reads the file, and waits until they are free. It returns what
 //! only the decoder needed when the image is decoded, and the rest when the image is dropped. Readers are served in
 //! the order in which they ask, so a large image does not wait forever. An image larger than the whole budget takes
 //! all of it: it is decoded alone. A thread holds one image at a time, so readers never wait for each other.
@@ -26,24 +26,24 @@ pub struct DecodeBudget {
 #[derive(Debug)]
 struct State {
     total: u64,
-    taken: u64,
+    reserved: u64,
     /// Number of the reader that asks next, and of the one that is served next.
     next: u64,
     serving: u64,
 }
 
-/// Bytes taken from a budget, given back when dropped.
+/// Bytes reserved in a budget, returned when dropped.
 #[derive(Debug)]
-pub struct Taken {
+pub struct Reservation {
     budget: Arc<DecodeBudget>,
     bytes: u64,
 }
 
-/// A decoded image, with the bytes of the budget that it takes, if any.
+/// A decoded image, with its reservation in a budget, if any.
 #[derive(Debug)]
 pub struct Decoded {
     image: RgbImage,
-    _taken: Option<Taken>,
+    _reservation: Option<Reservation>,
 }
 
 impl DecodeBudget {
@@ -53,7 +53,7 @@ impl DecodeBudget {
         Self {
             state: Mutex::new(State {
                 total,
-                taken: 0,
+                reserved: 0,
                 next: 0,
                 serving: 0,
             }),
@@ -73,36 +73,36 @@ impl DecodeBudget {
         self.changed.notify_all();
     }
 
-    /// Waits until `bytes` are free, at most the whole budget, and takes them.
+    /// Waits until `bytes` are free, at most the whole budget, and reserves them.
     #[must_use]
-    pub fn take(self: &Arc<Self>, bytes: u64) -> Taken {
+    pub fn reserve(self: &Arc<Self>, bytes: u64) -> Reservation {
         let mut state = self.state();
         let own = state.next;
         state.next += 1;
         let waits = |state: &mut State| {
             // An image larger than the whole budget needs all of it.
-            let alone = state.taken == 0;
-            state.serving != own || !alone && state.taken.saturating_add(bytes) > state.total
+            let alone = state.reserved == 0;
+            state.serving != own || !alone && state.reserved.saturating_add(bytes) > state.total
         };
         state = self
             .changed
             .wait_while(state, waits)
             .unwrap_or_else(PoisonError::into_inner);
-        state.taken += bytes;
+        state.reserved += bytes;
         state.serving += 1;
         drop(state);
         // The next reader may be served already.
         self.changed.notify_all();
-        Taken {
+        Reservation {
             budget: Arc::clone(self),
             bytes,
         }
     }
 
-    /// Bytes that images take now.
+    /// Bytes that are reserved now.
     #[must_use]
-    pub fn taken_bytes(&self) -> u64 {
-        self.state().taken
+    pub fn reserved_bytes(&self) -> u64 {
+        self.state().reserved
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -110,29 +110,29 @@ impl DecodeBudget {
     }
 }
 
-impl Taken {
-    /// Gives back all but `bytes`.
+impl Reservation {
+    /// Returns all but `bytes` to the budget.
     pub fn shrink(&mut self, bytes: u64) {
         let less = self.bytes.saturating_sub(bytes);
         self.bytes -= less;
-        self.budget.state().taken -= less;
+        self.budget.state().reserved -= less;
         self.budget.changed.notify_all();
     }
 }
 
-impl Drop for Taken {
+impl Drop for Reservation {
     fn drop(&mut self) {
         self.shrink(0);
     }
 }
 
 impl Decoded {
-    /// `image`, which keeps `taken` until it is dropped.
+    /// `image`, which keeps `reservation` until it is dropped.
     #[must_use]
-    pub fn new(image: RgbImage, taken: Taken) -> Self {
+    pub fn new(image: RgbImage, reservation: Reservation) -> Self {
         Self {
             image,
-            _taken: Some(taken),
+            _reservation: Some(reservation),
         }
     }
 }
@@ -142,7 +142,7 @@ impl From<RgbImage> for Decoded {
     fn from(image: RgbImage) -> Self {
         Self {
             image,
-            _taken: None,
+            _reservation: None,
         }
     }
 }
@@ -171,31 +171,31 @@ mod tests {
                 scope.spawn(move || {
                     for turn in 0..200 {
                         let bytes = 10 + (reader * 13 + turn * 7) % 50;
-                        let taken = budget.take(bytes);
+                        let reservation = budget.reserve(bytes);
                         let now = held.fetch_add(bytes, Ordering::SeqCst) + bytes;
                         most.fetch_max(now, Ordering::SeqCst);
                         held.fetch_sub(bytes, Ordering::SeqCst);
-                        drop(taken);
+                        drop(reservation);
                     }
                 });
             }
         });
         assert!(most.load(Ordering::SeqCst) <= 100);
-        assert_eq!(budget.taken_bytes(), 0);
+        assert_eq!(budget.reserved_bytes(), 0);
     }
 
     #[test]
     fn an_image_larger_than_the_budget_is_alone_and_readers_are_served_in_order() {
         let budget = Arc::new(DecodeBudget::new(100));
-        let mut first = budget.take(60);
+        let mut first = budget.reserve(60);
         let (sender, served) = channel();
         std::thread::scope(|scope| {
             for (place, bytes) in [(1, 500), (2, 10)] {
                 let (own, sender) = (Arc::clone(&budget), sender.clone());
                 scope.spawn(move || {
-                    let taken = own.take(bytes);
-                    sender.send((place, own.taken_bytes())).unwrap();
-                    drop(taken);
+                    let reservation = own.reserve(bytes);
+                    sender.send((place, own.reserved_bytes())).unwrap();
+                    drop(reservation);
                 });
                 // The next reader starts once this one has asked.
                 while budget.state().next < place + 1 {

@@ -172,7 +172,7 @@ impl ImageSource for ImageFolder {
 
     fn load(&self, path: &Path) -> Result<Decoded, ImageError> {
         let header = self.header(path)?;
-        let mut taken = self.budget.take(self.decode_bytes(&header));
+        let mut reservation = self.budget.reserve(self.decode_bytes(&header));
         let (name, bytes) = match embedded(path)? {
             Some(embedded) => embedded,
             None => {
@@ -186,8 +186,8 @@ impl ImageSource for ImageFolder {
             false => decode_bytes(&name, &bytes),
         }?;
         drop(bytes);
-        taken.shrink(header.resize_bytes());
-        Ok(Decoded::new(image, taken))
+        reservation.shrink(header.resize_bytes());
+        Ok(Decoded::new(image, reservation))
     }
 }
 
@@ -390,11 +390,11 @@ mod tests {
         let header = source.header(Path::new("a.png")).unwrap();
         let source = source.with_budget(Arc::clone(&budget));
         let image = source.load(Path::new("a.png")).unwrap();
-        assert_eq!(budget.taken_bytes(), header.resize_bytes());
+        assert_eq!(budget.reserved_bytes(), header.resize_bytes());
         drop(image);
-        assert_eq!(budget.taken_bytes(), 0);
+        assert_eq!(budget.reserved_bytes(), 0);
         assert!(source.load(Path::new("sub/b.png")).is_err());
-        assert_eq!(budget.taken_bytes(), 0);
+        assert_eq!(budget.reserved_bytes(), 0);
     }
 
     #[test]
