@@ -548,19 +548,26 @@ mod tests {
             asked_bytes: 32 << 20,
             tried,
         };
-        let late = CommError::Timeout {
-            rank: 0,
-            waiting_for: vec![1],
-            op: "all_gather",
-            seq: 3,
-            elapsed: std::time::Duration::from_secs(2),
+        let altered = CommError::Altered {
+            noticed_by: 0,
+            from: 1,
+            sequence: 3,
+            op: None,
+        };
+        let out_of_memory = |pool| KernelError::OutOfMemory {
+            pool,
+            tag: kernels::Tag::Parameters,
+            asked_bytes: 2 << 20,
+            in_use_bytes: 1 << 20,
+            capacity_bytes: 2 << 20,
+            breakdown: vec![(kernels::Tag::Parameters, 1 << 20)],
         };
         let train = || both("train", "训练");
         let blocks = [
             kernel(train(), &out_of_memory("device")),
             kernel(train(), &out_of_memory("host")),
             comm(&rendezvous),
-            comm(&late),
+            comm(&altered),
             comm(&space),
             comm(&CommError::Stopped),
         ];
