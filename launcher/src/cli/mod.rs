@@ -22,6 +22,7 @@ mod resolve;
 mod synth;
 mod table;
 mod trainers;
+mod usage;
 mod watch;
 
 use std::path::PathBuf;
@@ -36,9 +37,10 @@ use crate::config::{
 };
 use crate::error::Failure;
 use crate::error::format::ErrorFormat;
-use crate::lang::{Lang, Text, both};
+use crate::lang::{Lang, Text};
 use crate::rank_env::identity::RankIs;
 use crate::units::parse_bytes;
+use usage::usage_from;
 
 pub use bench::BenchNvmeArgs;
 pub use ckpt::{CkptCommand, CkptConsolidateArgs, CkptLsArgs, CkptReshardArgs, CkptVerifyArgs};
@@ -781,28 +783,6 @@ fn words(line: &normalise::Line) -> Vec<String> {
     let mut words = vec!["launcher".to_string()];
     words.extend(line.args.iter().cloned());
     words
-}
-
-/// Usage failure with the first paragraph of clap's message; its usage text does not help here.
-fn usage_from(error: &clap::Error) -> Failure {
-    let text = error.render().to_string();
-    let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
-    let title = lines
-        .next()
-        .unwrap_or("bad command line")
-        .trim_start_matches("error: ");
-    let detail = lines.find(|line| line.starts_with('['));
-    let mut failure = Failure::usage(
-        title,
-        both("a flag has a value it does not take", "某个参数的值不可用"),
-    );
-    if let Some(detail) = detail {
-        failure = failure.evidence(detail);
-    }
-    failure.next(both(
-        "`launcher --help-all` lists every flag",
-        "`launcher --help-all` 会列出每个参数",
-    ))
 }
 
 #[cfg(test)]

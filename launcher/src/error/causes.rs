@@ -1,6 +1,7 @@
 //! Errors of the libraries in Chinese. A library's own text is English; a variant without a translation stays so.
 
 use std::error::Error;
+use std::io;
 
 use engine::EngineError;
 use engine::checkpoint::CheckpointError;
@@ -13,6 +14,7 @@ use models::image::ImageError;
 use models::processor::ProcessorError;
 use models::text::{TemplateError, TokenizerError};
 use models::{ModelError, OpenError, WeightError};
+use optim::OptimError;
 
 /// The error without its sources in Chinese; `None` for an error that no library of this program made.
 pub(super) fn chinese(error: &(dyn Error + 'static)) -> Option<String> {
@@ -32,6 +34,8 @@ pub(super) fn chinese(error: &(dyn Error + 'static)) -> Option<String> {
         .or_else(|| error.downcast_ref().and_then(checkpoint))
         .or_else(|| error.downcast_ref().and_then(comm))
         .or_else(|| error.downcast_ref().and_then(spill))
+        .or_else(|| error.downcast_ref().and_then(optimizer))
+        .or_else(|| error.downcast_ref().and_then(system))
 }
 
 fn weights(error: &WeightError) -> Option<String> {
@@ -102,6 +106,46 @@ fn model(error: &ModelError) -> Option<String> {
             format!("对第 {prompt} 个提示的回答中，第 {token} 个 token 的分数为无穷大或 NaN")
         }
         ModelError::Sample { sample, reason } => format!("样本 {sample}：{reason}"),
+        _ => return None,
+    })
+}
+
+/// Messages of the operating system for the usual kinds of errors, with its number.
+fn system(error: &io::Error) -> Option<String> {
+    use io::ErrorKind;
+    let number = error.raw_os_error()?;
+    let message = match error.kind() {
+        ErrorKind::NotFound => "没有那个文件或目录",
+        ErrorKind::PermissionDenied => "权限不够",
+        ErrorKind::AlreadyExists => "文件已存在",
+        ErrorKind::NotADirectory => "不是目录",
+        ErrorKind::IsADirectory => "是一个目录",
+        ErrorKind::DirectoryNotEmpty => "目录非空",
+        ErrorKind::ReadOnlyFilesystem => "只读文件系统",
+        ErrorKind::StorageFull => "设备上没有空间",
+        ErrorKind::QuotaExceeded => "超出磁盘配额",
+        ErrorKind::OutOfMemory => "无法分配内存",
+        ErrorKind::InvalidInput => "无效的参数",
+        ErrorKind::AddrInUse => "地址已在使用",
+        ErrorKind::ConnectionRefused => "拒绝连接",
+        ErrorKind::ConnectionReset => "连接被对方重置",
+        ErrorKind::BrokenPipe => "断开的管道",
+        ErrorKind::TimedOut => "连接超时",
+        _ => return None,
+    };
+    Some(format!("{message} (os error {number})"))
+}
+
+fn optimizer(error: &OptimError) -> Option<String> {
+    Some(match error {
+        OptimError::BadPattern { pattern, .. } => {
+            format!("学习率的模式 `{pattern}` 不是正则表达式")
+        }
+        OptimError::OutOfRange {
+            what,
+            expected,
+            got,
+        } => format!("{what} 为 {got}，不在允许的范围内（{expected}）"),
         _ => return None,
     })
 }

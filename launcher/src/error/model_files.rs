@@ -83,7 +83,11 @@ pub(crate) fn adapter_remedy(dir: &Path, otherwise: Both) -> Both {
 
 /// Failure of a model directory that cannot be used.
 pub(crate) fn unusable(dir: &Path, error: &(dyn Error + 'static)) -> Failure {
-    let title = format!("cannot use the model directory {}", dir.display());
+    let title = text!(
+        "cannot use the model directory {}",
+        "无法使用模型目录 {}",
+        dir.display()
+    );
     let failure = Failure::new(ErrorCode::ModelFiles, title, chain(error));
     if let Some(remedy) = system_remedy(error) {
         return failure.next(remedy);

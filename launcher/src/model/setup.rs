@@ -191,8 +191,12 @@ fn zero_config(config: &RunPlan, model: &dyn VisionLanguageModel) -> Result<Zero
         Tier::Nvme(_) => engine::Tier::Nvme,
     };
     Ok(ZeroConfig {
-        stage: Stage::try_from(config.zero)
-            .map_err(|e| Failure::usage(both("--zero is out of range", "--zero 超出范围"), e))?,
+        stage: Stage::try_from(config.zero).map_err(|_| {
+            Failure::usage(
+                both("--zero is out of range", "--zero 超出范围"),
+                both("stages are 0, 1, 2 and 3", "阶段为 0、1、2 和 3"),
+            )
+        })?,
         precision: precision(config),
         grad_dtype: config.numbers.grad_dtype.map(|dtype| match dtype {
             GradDtype::F32 => engine::GradDtype::F32,

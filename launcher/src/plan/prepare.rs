@@ -18,6 +18,9 @@ use crate::model::contents::CheckpointBytes;
 use crate::model::optimizer::{rule, trained_parts};
 use crate::model::setup::{Setup, sampler};
 use crate::ui::{DataEvent, Event};
+use engine::Tier;
+use engine::plan::Formats;
+use kernels::DType;
 use models::{Family, Processor, VisionLanguageModel};
 use optim::Optimizer;
 use std::sync::Arc;
@@ -167,7 +170,7 @@ fn show_plan(
     let formats = plan.formats(rule(run).slots(plan.config().precision));
     let formats = Event::Info {
         label: both("formats", "数值").into(),
-        text: Text::literal(formats),
+        text: formats_text(&formats),
     };
     let lines = [
         device,
@@ -182,6 +185,35 @@ fn show_plan(
     lines.into_iter().flatten().for_each(&mut *show);
     show(find_batch::line(run));
     Ok(())
+}
+
+/// Number formats and tiers of all states, in one line.
+fn formats_text(formats: &Formats) -> Text {
+    let place = |tier: Tier| match tier {
+        Tier::Device => "设备",
+        Tier::Host => "主机",
+        Tier::Nvme => "nvme",
+    };
+    let short = |dtype: DType| dtype.to_string().to_lowercase();
+    let (states, tier) = &formats.optimizer;
+    let states = states.iter();
+    let states: Vec<String> = states
+        .map(|(name, dtype)| format!("{name} {}", short(*dtype)))
+        .collect();
+    Text::new(
+        formats.to_string(),
+        format!(
+            "权重 {}（{}） · 梯度以 {} 归约，以 {} 累加（{}） · {}（{}） · 保存的激活（{}）",
+            short(formats.weights.0),
+            place(formats.weights.1),
+            short(formats.reduced),
+            short(formats.accumulated.0),
+            place(formats.accumulated.1),
+            states.join("、"),
+            place(*tier),
+            place(formats.activation),
+        ),
+    )
 }
 
 /// Line about the bounds of image areas, if the run has any: only GLM-4.1V's images have them.

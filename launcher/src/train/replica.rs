@@ -10,7 +10,7 @@ use crate::config::{
 use crate::data::{SampleSet, check, problems};
 use crate::device::{Devices, counting_of, gpu_of};
 use crate::error::threads::start_pool;
-use crate::error::{ErrorCode, Failure, failures};
+use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{both, text};
 use crate::launch::rank::StopFlag;
 use crate::launch::rendezvous::{self, Met};
@@ -206,7 +206,7 @@ impl<'a> Opened<'a> {
             .map_err(|e| {
                 Failure::usage(
                     both("the loss scale is out of range", "损失缩放超出范围"),
-                    e.to_string(),
+                    chain(&e),
                 )
             })?;
         let gpu = gpu_of(config, env.local_rank);

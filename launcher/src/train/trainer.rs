@@ -11,7 +11,7 @@ use super::trace::StepTraces;
 use super::{evaluate, save, tiers};
 use crate::config::Cadence;
 use crate::data::{Loader, SampleSet, Sampler};
-use crate::error::{ErrorCode, Failure, failures};
+use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{Text, both, text};
 use crate::launch::rank::{RunSummary, StopFlag};
 use crate::memory::Phase;
@@ -358,7 +358,7 @@ impl<'a> Trainer<'a> {
                     "the gradients of step {done} exceed the range of fp16",
                     "第 {done} 步的梯度超出 fp16 的范围"
                 ),
-                e.to_string(),
+                chain(&e),
             )
             .next(both(
                 "--precision bf16, which needs the same memory and has the range of f32",

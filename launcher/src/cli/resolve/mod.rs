@@ -636,7 +636,7 @@ fn cadence(
             &format!("{flag} 0"),
             both("must be at least 1", "必须至少为 1"),
         )
-        .next(format!("--{name}-strategy no")));
+        .next(Text::literal(format_args!("--{name}-strategy no"))));
     }
     if steps.is_some() && matches!(strategy, Some(Strategy::No | Strategy::Epoch)) {
         notes.push(note(

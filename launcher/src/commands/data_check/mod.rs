@@ -148,7 +148,7 @@ fn print(report: &Report, as_json: bool, variables: &Variables) -> Result<(), Fa
         json + "\n"
     } else {
         let color = std::io::stdout().is_terminal() && variables.get("NO_COLOR").is_none();
-        report.to_text(color)
+        Lang::chosen().speak(|| report.to_text(color))
     };
     output::print(&text).map(drop)
 }
@@ -222,10 +222,7 @@ fn check(config: &RunConfig, file: &Path, data: &ReadSamples, processor: &dyn Pr
         duplicate_ids: duplicate_ids(samples),
         balance: (!measured.is_empty()).then(|| balance_of(config, &measured)),
         rendered: rendered(samples, images, processor, &options, &usable),
-        next: next(&context, &problems)
-            .iter()
-            .map(Text::to_string)
-            .collect(),
+        next: next(&context, &problems),
         problems,
         written_to: None,
     }

@@ -18,7 +18,7 @@ pub(super) fn write(
     directory: &Path,
 ) -> Result<Summary, Failure> {
     let mut summary = Summary {
-        what: "adapter",
+        what: both("adapter", "适配器"),
         tensors: 0,
         bytes: 0,
     };
@@ -54,7 +54,10 @@ pub(super) fn write(
         file.finish().map_err(failed)?;
         summary.tensors += tensors.len();
         if stem == TRAINED_STEM {
-            summary.what = "adapter and trained.safetensors (peft loads only the first; --merge writes both into one model)";
+            summary.what = both(
+                "adapter and trained.safetensors (peft loads only the first; --merge writes both into one model)",
+                "适配器和 trained.safetensors（peft 只加载前者；--merge 把两者写入一个模型）",
+            );
         }
     }
     let card = model_card(adapter);

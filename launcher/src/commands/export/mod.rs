@@ -6,9 +6,9 @@ mod model;
 
 use crate::cli::{ExportArgs, ExportDtype};
 use crate::commands::new_directory::NewDirectory;
-use crate::error::output::print;
+use crate::error::output::say;
 use crate::error::{ErrorCode, Failure, chain, failures};
-use crate::lang::{both, text};
+use crate::lang::{Both, Text, both, text};
 use crate::model::files;
 use crate::model::stored::MAX_SHARD_BYTES;
 use crate::report::checkpoints::latest_of;
@@ -60,19 +60,20 @@ pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     sources.check(manifest.as_ref())?;
     let summary = sources.write(args, directory.path())?;
     directory.publish()?;
-    let text = format!(
+    let text = text!(
         " export  {} · {} tensors · {} · {} · {}\n",
+        " 导出    {} · {} 个张量 · {} · {} · {}\n",
         summary.what,
         grouped(summary.tensors as u64),
         bytes(summary.bytes),
         seconds(started.elapsed().as_secs_f64()),
         output.display()
     );
-    print(&text)
+    say(&text)
 }
 
 struct Summary {
-    what: &'static str,
+    what: Both,
     tensors: usize,
     bytes: u64,
 }
@@ -233,9 +234,9 @@ impl Sources {
                     model::write(model, adapter.as_ref(), dtype, limit, directory)?;
                 Ok(Summary {
                     what: if adapter.is_some() {
-                        "merged model"
+                        both("merged model", "合并后的模型")
                     } else {
-                        "model"
+                        both("model", "模型")
                     },
                     tensors,
                     bytes,
@@ -261,7 +262,7 @@ fn misfit(base: &Path, misfits: Vec<String>) -> Failure {
             misfits.len()
         ),
     )
-    .evidence_lines(misfits.into_iter().take(LISTED))
+    .evidence_lines(misfits.iter().take(LISTED).map(Text::literal))
     .next(both(
         "give --model the model that the run started from",
         "请把运行开始时所用的模型交给 --model",

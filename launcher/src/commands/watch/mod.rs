@@ -6,7 +6,7 @@
 mod text;
 mod view;
 
-use crate::lang::{Both, both, text};
+use crate::lang::{Both, Lang, both, text};
 use std::fs;
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
@@ -113,7 +113,7 @@ fn print(view: &View, json: bool, redraws: bool) -> Result<bool, Failure> {
     let text = if json {
         serde_json::to_string(view).map_err(|error| fail(&error.into()))? + "\n"
     } else {
-        text::render(view)
+        Lang::chosen().speak(|| text::render(view))
     };
     let clear = if redraws { CLEAR } else { "" };
     let mut out = io::stdout().lock();

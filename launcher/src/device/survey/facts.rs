@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use serde::{Serialize, Serializer};
 
 use super::environment::Variable;
+use crate::lang::{Text, both, text};
 
 /// Facts about this machine and process that `launcher doctor` reports, without the findings drawn from them.
 #[derive(Debug, Clone, Serialize)]
@@ -155,9 +156,11 @@ pub struct Launch {
     /// Number of ranks, if another launcher started this process.
     pub world_size: Option<usize>,
     /// Why a run with these environment variables would be refused. `None` if it would not.
-    pub problem: Option<String>,
+    #[serde(serialize_with = "english")]
+    pub problem: Option<Text>,
     /// Advice on how to solve `problem`.
-    pub next: Vec<String>,
+    #[serde(serialize_with = "Text::english_list")]
+    pub next: Vec<Text>,
     /// Tasks that a scheduler such as Slurm has allotted, if this process is not one of them.
     pub scheduler_tasks: Option<SchedulerTasks>,
 }
@@ -251,6 +254,23 @@ pub struct AttemptFacts {
     pub outcome: String,
 }
 
+impl AttemptFacts {
+    /// The result in words.
+    pub(crate) fn result(&self) -> Text {
+        match &*self.outcome {
+            "opened" => both("opened", "已打开").into(),
+            "no such file" => both("no such file", "没有这个文件").into(),
+            other => Text::literal(other),
+        }
+    }
+
+    /// Place and result, for evidence.
+    pub(crate) fn sentence(&self) -> Text {
+        let place = &self.place;
+        text!("{place} ({})", "{place}（{}）", self.result())
+    }
+}
+
 /// Facts about one GPU. Values that could not be read are absent and listed in `unread`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Gpu {
@@ -322,17 +342,29 @@ pub(crate) fn version_text((major, minor): (u32, u32)) -> String {
     format!("{major}.{minor}")
 }
 
+fn english<S: Serializer>(text: &Option<Text>, serializer: S) -> Result<S::Ok, S::Error> {
+    text.as_deref().serialize(serializer)
+}
+
 fn dotted<S: Serializer>(version: &Option<(u32, u32)>, serializer: S) -> Result<S::Ok, S::Error> {
     version.map(version_text).serialize(serializer)
 }
 
 impl Gpu {
     /// Label in messages: CUDA's ordinal, or the index in `nvidia-smi` for a GPU that is hidden from CUDA.
-    pub(crate) fn label(&self) -> String {
+    pub(crate) fn label(&self) -> Text {
         match (self.ordinal, self.index) {
-            (Some(ordinal), _) => format!("GPU {ordinal}"),
-            (None, Some(index)) => format!("GPU {index} of nvidia-smi"),
-            (None, None) => "a GPU".to_string(),
+            (Some(ordinal), _) => Text::literal(format_args!("GPU {ordinal}")),
+            (None, Some(index)) => text!("GPU {index} of nvidia-smi", "nvidia-smi 的 GPU {index}"),
+            (None, None) => both("a GPU", "某块 GPU").into(),
+        }
+    }
+
+    /// Product name in messages.
+    pub(crate) fn product(&self) -> Text {
+        match &self.name {
+            Some(name) => Text::literal(name),
+            None => both("unnamed", "（无名称）").into(),
         }
     }
 }
