@@ -926,6 +926,12 @@ mod tests {
     }
 
     #[test]
+    fn a_subcommand_after_a_flag_is_told_to_come_first() {
+        assert!(refused("--lang zh doctor").next[0].contains("`launcher doctor …`"));
+        assert!(refused("--lang zh doktor").next[0].contains("--help-all"));
+    }
+
+    #[test]
     fn doctor_has_flags_of_its_own() {
         let doctor = |line: &str| {
             let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();

@@ -73,6 +73,18 @@ impl Subcommand {
         found.map_or("train", |(_, name)| name)
     }
 
+    /// What to do about the stray `word`: a subcommand comes first.
+    fn help_on(self, word: &str) -> Text {
+        let names_one = |name: &str| name.split(' ').next() == Some(word);
+        if self != Self::Train || !Self::ALL.iter().any(|(_, name)| names_one(name)) {
+            return self.help();
+        }
+        text!(
+            "a subcommand comes before its flags: `launcher {word} …`",
+            "子命令写在它的参数之前：`launcher {word} …`"
+        )
+    }
+
     /// Command line that shows the help of this subcommand.
     fn help(self) -> Text {
         match self {
@@ -149,7 +161,7 @@ pub(super) fn normalise(
                 text!("unexpected argument '{word}'", "多余的参数 '{word}'"),
                 both("only flags follow here", "这里只能有以 -- 开头的参数"),
             )
-            .next(subcommand.help()));
+            .next(subcommand.help_on(word)));
         };
         let (name, inline) = match body.split_once('=') {
             Some((name, value)) => (name, Some(value.to_string())),
