@@ -981,7 +981,7 @@ pub(in crate::cli) fn own_meaning(
 pub(in crate::cli) fn meaning(trainer: Option<Trainer>, name: &str) -> Option<&'static Meaning> {
     let is_foreign = IGNORED.iter().any(|(key, _)| *key == name)
         || RESTRICTED.iter().any(|rule| rule.name == name);
-    let tables = [LLAMA_FACTORY, MS_SWIFT, TWO_U1, SAT];
+    let tables = [LLAMA_FACTORY, MS_SWIFT, TWO_U1, SAT, COGVLM2];
     let shared = || tables.iter().find_map(|keys| find(keys, name));
     own_meaning(trainer, name).or_else(|| shared().filter(|_| !is_foreign))
 }
