@@ -57,6 +57,10 @@ const SAVED: Both = both(
     "检查点是 safetensors，训练状态分片保存",
 );
 const METRICS: Both = both("always measured", "总是测量");
+const BEST: Both = both(
+    "no checkpoint is chosen by a metric; eval_results.json has them",
+    "不会按指标选择检查点；eval_results.json 中有各项指标",
+);
 
 /// Why a report to another program has no effect.
 pub(crate) const OTHER_REPORT: Both = both(
@@ -119,7 +123,40 @@ pub const IGNORED: &[(&str, Both)] = &[
     ("ddp_timeout", RANKS),
     ("ddp_find_unused_parameters", RANKS),
     ("ddp_bucket_cap_mb", RANKS),
+    ("ddp_broadcast_buffers", RANKS),
+    ("metric_for_best_model", BEST),
+    ("greater_is_better", BEST),
+    ("log_level_replica", SCREEN),
+    ("log_on_each_node", SCREEN),
     ("torch_compile", NO_PYTHON),
+    ("torch_compile_backend", NO_PYTHON),
+    ("torch_compile_mode", NO_PYTHON),
+    ("torchdynamo", NO_PYTHON),
+    ("torch_empty_cache_steps", NO_PYTHON),
+    ("jit_mode_eval", NO_PYTHON),
+    ("use_ipex", NO_PYTHON),
+    ("use_mps_device", NO_PYTHON),
+    ("ray_scope", NO_PYTHON),
+    ("mp_parameters", NO_PYTHON),
+    ("past_index", NO_PYTHON),
+    ("tpu_metrics_debug", NO_PYTHON),
+    ("fp16_backend", NO_PYTHON),
+    ("fp16_opt_level", NO_PYTHON),
+    ("tpu_num_cores", NO_PYTHON),
+    ("debug", NO_PYTHON),
+    ("liger_kernel_config", NO_PYTHON),
+    ("use_legacy_prediction_loop", EVAL_PRECISION),
+    ("eval_do_concat_batches", EVAL_PRECISION),
+    ("batch_eval_metrics", EVAL_PRECISION),
+    ("eval_use_gather_object", EVAL_PRECISION),
+    ("include_inputs_for_metrics", METRICS),
+    ("include_for_metrics", METRICS),
+    ("hub_strategy", HUB),
+    ("hub_private_repo", HUB),
+    ("hub_always_push", HUB),
+    ("hub_revision", HUB),
+    ("trackio_space_id", HUB),
+    ("restore_callback_states_from_checkpoint", SAVED),
     ("torch_dtype", NO_PYTHON),
     ("attn_implementation", NO_PYTHON),
     ("use_fast_tokenizer", NO_PYTHON),
@@ -219,6 +256,51 @@ pub const RESTRICTED: &[Restricted] = &[
             "样本的顺序只取决于种子和 epoch",
         ),
         next: both("leave the flag out", "请去掉该参数"),
+    },
+    Restricted {
+        name: "average_tokens_across_devices",
+        neutral: &["true"],
+        reason: both(
+            "the loss is the mean over the tokens of all ranks",
+            "损失是所有 rank 的 token 的平均值",
+        ),
+        next: both("leave the flag out", "请去掉该参数"),
+    },
+    Restricted {
+        name: "adafactor",
+        neutral: &["false"],
+        reason: both("the optimizer is AdamW", "优化器是 AdamW"),
+        next: both("--optim adamw_torch", "--optim adamw_torch"),
+    },
+    Restricted {
+        name: "eval_on_start",
+        neutral: &["false"],
+        reason: both(
+            "the loss of held-out samples is computed after steps",
+            "留出样本的损失在若干步之后计算",
+        ),
+        next: both(
+            "`launcher eval --model DIR --data FILE` evaluates the base model",
+            "`launcher eval --model DIR --data FILE` 评估基座模型",
+        ),
+    },
+    Restricted {
+        name: "eval_delay",
+        neutral: &["0", "0.0"],
+        reason: both(
+            "evaluation follows --eval-steps from the first step on",
+            "评估从第一步起按 --eval-steps 进行",
+        ),
+        next: both("leave the flag out", "请去掉该参数"),
+    },
+    Restricted {
+        name: "data_seed",
+        neutral: &["none"],
+        reason: both(
+            "--seed sets the order of samples",
+            "样本的顺序由 --seed 决定",
+        ),
+        next: both("--seed N", "--seed N"),
     },
     Restricted {
         name: "dataloader_drop_last",

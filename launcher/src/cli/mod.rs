@@ -435,6 +435,11 @@ pub struct Args {
     /// Train LoRA adapters on the language model
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What is trained")]
     pub use_lora: Option<bool>,
+    /// Start from the adapters in this directory: of a run, or of peft
+    ///
+    /// Their files decide rank, alpha and layers. A run directory means its latest checkpoint.
+    #[arg(long, value_name = "DIR", help_heading = "What is trained")]
+    pub adapter: Option<PathBuf>,
     /// Rank of the LoRA adapters; implies --use-lora
     #[arg(long, value_name = "N", help_heading = "What is trained")]
     pub lora_rank: Option<usize>,
@@ -820,7 +825,7 @@ mod tests {
         names.sort_unstable();
         assert_eq!(
             names.join(" "),
-            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers dataset dataset-dir deepspeed defaults device \
+            "adam-beta1 adam-beta2 adam-epsilon adapter bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers dataset dataset-dir deepspeed defaults device \
              device-memory-limit elastic error-format eval-data eval-dataset eval-steps eval-strategy exclude exif-rotation find-batch fp16 freeze global-batch-size grad-dtype \
              gradient-accumulation-steps gradient-checkpointing host-memory-limit host-reserve hostfile hysteresis image-dir image-max-pixels image-min-pixels include init initial-scale-power inject lang learning-rate \
              limit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \

@@ -1,6 +1,7 @@
 //! Failures of the command line that clap finds, in both languages.
 
 use std::error::Error;
+use std::num::{IntErrorKind, ParseFloatError, ParseIntError};
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
@@ -41,10 +42,7 @@ fn chinese(error: &clap::Error) -> Option<String> {
         _ => String::new(),
     };
     let (flag, value) = (of(ContextKind::InvalidArg), of(ContextKind::InvalidValue));
-    let why = error.source().map(|why| match why.downcast_ref::<Text>() {
-        Some(text) => text.get(Lang::Zh).to_owned(),
-        None => why.to_string(),
-    });
+    let why = error.source().map(reason);
     let why = why.map_or_else(String::new, |why| format!("：{why}"));
     Some(match error.kind() {
         ErrorKind::InvalidValue | ErrorKind::ValueValidation if value.is_empty() => {
@@ -64,4 +62,18 @@ fn chinese(error: &clap::Error) -> Option<String> {
         ErrorKind::ArgumentConflict => format!("'{flag}' 重复出现，或与其他参数冲突"),
         _ => return None,
     })
+}
+
+/// Why a value is refused, in Chinese.
+fn reason(error: &(dyn Error + 'static)) -> String {
+    if let Some(text) = error.downcast_ref::<Text>() {
+        return text.get(Lang::Zh).to_owned();
+    }
+    let number = error.downcast_ref().map(ParseIntError::kind);
+    match number {
+        Some(IntErrorKind::PosOverflow | IntErrorKind::NegOverflow) => "数字过大".to_owned(),
+        Some(_) => "不是整数".to_owned(),
+        None if error.is::<ParseFloatError>() => "不是数字".to_owned(),
+        None => error.to_string(),
+    }
 }

@@ -146,6 +146,10 @@ pub struct Lora {
     /// Names of modules trained in full in addition to the adapters, as `modules_to_save` in peft. `None`:
     /// the default of the model's family.
     pub modules_to_save: Option<Vec<String>>,
+    /// Directory of the adapters that training starts from, in peft's files. They decide which modules have adapters,
+    /// and the rank and alpha of each.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adapter: Option<PathBuf>,
 }
 
 impl Lora {

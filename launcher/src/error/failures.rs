@@ -556,11 +556,11 @@ mod tests {
         };
         let out_of_memory = |pool| KernelError::OutOfMemory {
             pool,
-            tag: kernels::Tag::Parameters,
+            tag: Tag::Parameters,
             asked_bytes: 2 << 20,
             in_use_bytes: 1 << 20,
             capacity_bytes: 2 << 20,
-            breakdown: vec![(kernels::Tag::Parameters, 1 << 20)],
+            breakdown: vec![(Tag::Parameters, 1 << 20)],
         };
         let train = || both("train", "训练");
         let blocks = [

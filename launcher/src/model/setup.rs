@@ -1,5 +1,6 @@
 //! Model, processor and plan of a run, built equally by supervisor and ranks.
 
+use super::adapter::{check_shapes, check_trained, open_adapter};
 use super::optimizer::rule;
 use crate::config::{
     Collectives, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, RunPlan, Tier,
@@ -7,7 +8,7 @@ use crate::config::{
 };
 use crate::data::{Sampler, SamplerSizes};
 use crate::error::failures::unusable;
-use crate::error::{Failure, failures};
+use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{both, text};
 use crate::ui::Event;
 use engine::{
@@ -16,6 +17,7 @@ use engine::{
 use kernels::Backend;
 use models::ModelError;
 use models::SampleInput;
+use models::adapter::Adapter;
 use models::autograd::Dropout;
 use models::lora::{LoraConfig, LoraTargets};
 use models::options::RopePrecision;
@@ -26,6 +28,7 @@ use models::{
 };
 use optim::Optimizer;
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 
 /// Model, processor and weight files, opened and checked against each other.
@@ -33,6 +36,8 @@ pub(crate) struct Setup {
     pub(crate) model: Arc<dyn VisionLanguageModel>,
     pub(crate) processor: Arc<dyn Processor>,
     pub(crate) weights: Option<WeightSource>,
+    /// Adapters that training starts from.
+    pub(crate) adapter: Option<Adapter>,
 }
 
 impl Setup {
@@ -47,10 +52,34 @@ impl Setup {
             }
             InitChoice::Random => None,
         };
+        let adapter = match (start(config), &weights) {
+            (Some(dir), Some(weights)) => {
+                let adapter = open_adapter(dir, weights)?;
+                check_shapes(&adapter, &model.spec().params)?;
+                check_trained(&adapter, &model.spec().params)?;
+                Some(adapter)
+            }
+            (Some(dir), None) => {
+                return Err(Failure::usage(
+                    text!(
+                        "--adapter {} and --init random contradict each other",
+                        "--adapter {} 与 --init random 互相矛盾",
+                        dir.display()
+                    ),
+                    both(
+                        "adapters belong to the weights that they were trained on",
+                        "适配器属于训练它们时所用的权重",
+                    ),
+                )
+                .next(both("keep one of them", "请只保留其中一个")));
+            }
+            (None, _) => None,
+        };
         Ok(Self {
             model,
             processor,
             weights,
+            adapter,
         })
     }
 
@@ -124,6 +153,11 @@ pub(crate) fn shapes(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, 
     Ok((model, plan))
 }
 
+/// Directory of the adapters that training starts from.
+fn start(config: &RunConfig) -> Option<&Path> {
+    config.trainable.lora.as_ref()?.adapter.as_deref()
+}
+
 fn model(config: &RunConfig) -> Result<Arc<dyn VisionLanguageModel>, Failure> {
     let dir = config.model_dir();
     let family = Family::of(&dir).map_err(|e| unusable(&dir, &e))?;
@@ -165,12 +199,29 @@ fn model_options(config: &RunConfig, family: Family) -> Result<ModelOptions, Fai
         RopeChoice::Model => RopePrecision::Model,
         RopeChoice::F32 => RopePrecision::F32,
     };
+    let started = start(config).map(|dir| {
+        Adapter::open(dir).map_err(|error| {
+            let title = text!(
+                "cannot use the adapter {}",
+                "无法使用适配器 {}",
+                dir.display()
+            );
+            Failure::new(ErrorCode::ModelFiles, title, chain(&error))
+        })
+    });
+    // The modules of saved adapters, with the rank and alpha of each.
+    let started = started.transpose()?.and_then(|adapter| adapter.lora());
     options.lora = config.trainable.lora.as_ref().map(|lora| LoraConfig {
         lora_rank: lora.lora_rank,
         lora_alpha: lora.lora_alpha as f32,
         lora_dropout: lora.lora_dropout as f32,
-        others: BTreeMap::new(),
-        targets: LoraTargets::parse(lora.target_modules(family)),
+        others: started
+            .as_ref()
+            .map_or_else(BTreeMap::new, |own| own.others.clone()),
+        targets: match &started {
+            Some(own) => own.targets.clone(),
+            None => LoraTargets::parse(lora.target_modules(family)),
+        },
         layers: lora.layers.clone(),
         per_projection: lora.per_projection,
         modules_to_save: lora.modules_to_save(family, config.trainable.tune_vision),

@@ -266,11 +266,16 @@ pub(crate) fn adapter_line(config: &RunConfig) -> Option<Event> {
     let lora = config.trainable.lora.as_ref()?;
     let (rank, alpha) = (lora.lora_rank, lora.lora_alpha);
     let scale = alpha / rank as f64;
+    let start = lora.adapter.as_ref().map(|dir| {
+        let dir = dir.display();
+        text!(" · starts from {dir}", " · 从 {dir} 开始")
+    });
+    let start = start.unwrap_or_default();
     Some(Event::Info {
         label: both("lora", "lora").into(),
         text: text!(
-            "rank {rank} · alpha {alpha} · scale {scale} (alpha ÷ rank) · dropout {}",
-            "秩 {rank} · alpha {alpha} · 缩放 {scale}（alpha ÷ 秩）· dropout {}",
+            "rank {rank} · alpha {alpha} · scale {scale} (alpha ÷ rank) · dropout {}{start}",
+            "秩 {rank} · alpha {alpha} · 缩放 {scale}（alpha ÷ 秩）· dropout {}{start}",
             lora.lora_dropout
         ),
     })

@@ -116,6 +116,7 @@ impl<'a> Trainer<'a> {
             resumed,
             collectives,
             faults,
+            ..
         } = opened;
         Self {
             total_steps: replica.config.total_steps(train.samples.len()),

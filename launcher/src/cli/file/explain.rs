@@ -222,7 +222,7 @@ mod tests {
                     path: format!("zero_optimization.{name}"),
                     line: 1,
                     value: "auto".to_owned(),
-                    outcome: Outcome::Unused(crate::lang::both("", "")),
+                    outcome: Outcome::Unused(both("", "")),
                 };
                 from_hidden_size(&row, &config)
             })

@@ -882,6 +882,8 @@ impl RunConfig {
         flags.push(("seed", self.seed.to_string()));
         flags.push(("use-lora", self.trainable.lora.is_some().to_string()));
         if let Some(lora) = &self.trainable.lora {
+            let adapter = lora.adapter.as_ref();
+            flags.extend(adapter.map(|dir| ("adapter", dir.display().to_string())));
             flags.push(("lora-rank", lora.lora_rank.to_string()));
             flags.push(("lora-alpha", lora.lora_alpha.to_string()));
             flags.push(("lora-dropout", lora.lora_dropout.to_string()));

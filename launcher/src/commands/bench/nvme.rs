@@ -168,8 +168,8 @@ fn as_json(directory: &Path, size: u64, rates: &[Rates]) -> Value {
 
 fn as_text(directory: &Path, size: u64, rates: &[Rates]) -> String {
     let mut text = text!(
-        "{} · {} per round\n\n",
-        "{} · 每轮 {}\n\n",
+        "{} · {} per round",
+        "{} · 每轮 {}",
         directory.display(),
         bytes(size)
     )
@@ -181,7 +181,7 @@ fn as_text(directory: &Path, size: u64, rates: &[Rates]) -> String {
     );
     let share_read = both("of fio: read", "相对 fio：读");
     text += &format!(
-        "GB/s  {read:>8}{best_rate:>8}{write:>8}{best_rate:>8}{share_read:>15}{write:>8}\n"
+        "\n\nGB/s  {read:>8}{best_rate:>8}{write:>8}{best_rate:>8}{share_read:>15}{write:>8}\n"
     );
     let cell = |rate: Option<f64>| rate.map_or("-".to_owned(), |r| format!("{:.2}", r / 1e9));
     let share =
