@@ -5,8 +5,8 @@
 
 use crate::torch_file::TorchTensor;
 use crate::weights::{Result, WeightError};
-use kernels::{DType, Float};
 use half::{bf16, f16};
+use kernels::{DType, Float};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -142,14 +142,21 @@ impl Files<'_> {
     fn gather(&self, piece: &Piece) -> Result<Arc<Vec<u8>>> {
         let (shard, tensor) = (&self.shards[piece.shard], &piece.tensor);
         let key = (piece.shard, tensor.at, tensor.span());
-        let mut held = self.gathered.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = self
+            .gathered
+            .0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         if let Some((_, bytes)) = held.as_ref().filter(|(held, _)| *held == key) {
             return Ok(bytes.clone());
         }
         // The memory of the last view is free before that of the next is taken.
         *held = None;
         let mut bytes = vec![0; tensor.span() * tensor.dtype.size_bytes()];
-        shard.file.read_exact_at(&mut bytes, tensor.at).map_err(failed(shard))?;
+        shard
+            .file
+            .read_exact_at(&mut bytes, tensor.at)
+            .map_err(failed(shard))?;
         let bytes = Arc::new(bytes);
         *held = Some((key, bytes.clone()));
         Ok(bytes)
@@ -167,7 +174,9 @@ impl Files<'_> {
 fn widened(dtype: Option<DType>, bytes: &[u8]) -> Vec<f32> {
     fn each<T: Float>(bytes: &[u8]) -> Vec<f32> {
         let values = bytes.chunks_exact(size_of::<T>());
-        values.map(|value| bytemuck::pod_read_unaligned::<T>(value).to_f32()).collect()
+        values
+            .map(|value| bytemuck::pod_read_unaligned::<T>(value).to_f32())
+            .collect()
     }
     match dtype {
         Some(DType::BF16) => each::<bf16>(bytes),
@@ -224,7 +233,9 @@ impl Pieces {
             if other != out {
                 return Err(WeightError::Slices {
                     name: name.to_owned(),
-                    reason: format!("is whole on every rank, but rank {rank} has other values than rank 0"),
+                    reason: format!(
+                        "is whole on every rank, but rank {rank} has other values than rank 0"
+                    ),
                 });
             }
         }
@@ -260,7 +271,13 @@ impl Pieces {
         Ok(())
     }
 
-    fn columns(&self, files: Files<'_>, shape: &[usize], first: usize, out: &mut [u8]) -> Result<()> {
+    fn columns(
+        &self,
+        files: Files<'_>,
+        shape: &[usize],
+        first: usize,
+        out: &mut [u8],
+    ) -> Result<()> {
         let ranks = self.pieces.len();
         let size = self.pieces[0].tensor.dtype.size_bytes();
         let width = shape.last().copied().unwrap_or(1).max(1);
@@ -285,7 +302,9 @@ impl Pieces {
     /// Adds the low-rank changes: summed over the rank in its order and added in f32, rounded once.
     fn add(&self, files: Files<'_>, shape: &[usize], first: usize, out: &mut [u8]) -> Result<()> {
         let (changes, scale) = &self.added;
-        let (Some(dtype), &[_, width]) = (DType::from_name(self.pieces[0].tensor.dtype.name()), shape) else {
+        let (Some(dtype), &[_, width]) =
+            (DType::from_name(self.pieces[0].tensor.dtype.name()), shape)
+        else {
             return Ok(());
         };
         let end = first + out.len() / dtype.size_bytes();
@@ -299,7 +318,8 @@ impl Pieces {
             }
             let (a, b) = (files.values(&change.a)?, files.values(&change.b)?);
             let rank = a.len() / width;
-            let out = &mut out[(from - first) * dtype.size_bytes()..(to - first) * dtype.size_bytes()];
+            let out =
+                &mut out[(from - first) * dtype.size_bytes()..(to - first) * dtype.size_bytes()];
             let mut values = widened(Some(dtype), out);
             for (at, value) in (from..to).zip(&mut values) {
                 let (row, column) = (at / width - change.rows.start, at % width);

@@ -12,17 +12,34 @@ const VOCABULARIES: [&str; 2] = ["tokenizer.json", "tokenizer.model"];
 /// The directories of the location `model`. A path that exists as it is, commas included, is one directory.
 #[must_use]
 pub fn directories(model: &Path) -> Vec<PathBuf> {
-    let parts = model.to_str().filter(|text| text.contains(',') && !model.exists());
+    let parts = model
+        .to_str()
+        .filter(|text| text.contains(',') && !model.exists());
     match parts {
-        Some(text) => text.split(',').filter(|part| !part.is_empty()).map(PathBuf::from).collect(),
+        Some(text) => text
+            .split(',')
+            .filter(|part| !part.is_empty())
+            .map(PathBuf::from)
+            .collect(),
         None => vec![model.to_owned()],
     }
+}
+
+/// The location `model` with the tokenizer in the directory `tokenizer`, if any.
+#[must_use]
+pub fn with_tokenizer(model: &Path, tokenizer: Option<&Path>) -> PathBuf {
+    let mut all = directories(model);
+    all.extend(tokenizer.map(Path::to_owned));
+    joined(&all)
 }
 
 /// The location of `directories`.
 #[must_use]
 pub fn joined(directories: &[PathBuf]) -> PathBuf {
-    let texts: Vec<OsString> = directories.iter().map(|path| path.clone().into_os_string()).collect();
+    let texts: Vec<OsString> = directories
+        .iter()
+        .map(|path| path.clone().into_os_string())
+        .collect();
     texts.join(",".as_ref()).into()
 }
 
@@ -49,7 +66,9 @@ mod tests {
     fn a_location_has_several_directories_unless_it_exists_as_one() {
         let dir = tempfile::tempdir().unwrap();
         let [a, b, both] = ["a", "b", "c,d"].map(|name| dir.path().join(name));
-        [&a, &b, &both].map(|path| std::fs::create_dir(path).unwrap());
+        for path in [&a, &b, &both] {
+            std::fs::create_dir(path).unwrap();
+        }
         let location = joined(&[a.clone(), b.clone()]);
         assert_eq!(directories(&location), [a.clone(), b.clone()]);
         assert_eq!(directories(&both), [both.clone()]);

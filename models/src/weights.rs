@@ -187,7 +187,9 @@ fn reason(stored: DType, wanted: Option<DType>) -> String {
 }
 
 fn of_ranks(ranks: Option<usize>) -> String {
-    ranks.map(|ranks| format!(" of {ranks}")).unwrap_or_default()
+    ranks
+        .map(|ranks| format!(" of {ranks}"))
+        .unwrap_or_default()
 }
 
 pub(crate) type Result<T, E = WeightError> = std::result::Result<T, E>;
@@ -411,7 +413,10 @@ impl WeightSource {
     }
 
     fn add_file(&mut self, path: &Path) -> Result<()> {
-        if path.extension().is_none_or(|ending| ending != "safetensors") {
+        if path
+            .extension()
+            .is_none_or(|ending| ending != "safetensors")
+        {
             return self.add_torch_file(path);
         }
         let file = File::open(path).map_err(|source| read_error(path, source))?;

@@ -4,6 +4,8 @@
 //! constants of the published models, the last come from the shapes of the checkpoint, as all sizes do without the file.
 
 use super::{Tensors, ranks};
+use crate::places;
+use crate::torch_file::TorchDtype;
 use crate::weights::{Result, WeightError};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -35,17 +37,32 @@ pub fn hub(dirs: &[PathBuf]) -> Result<Map<String, Value>> {
         }
         Err(_) => Map::new(),
     };
-    let class = own.get("model_class").and_then(Value::as_str).unwrap_or_default();
-    let is_agent = class.contains("CogAgent");
-    let sizes = match own.is_empty() || is_agent {
+    let sizes = match own.is_empty() {
         true => Some(Sizes::of(&dirs[0], dirs)?),
-        false => None,
+        // Opening the weights says what is wrong with them.
+        false => Sizes::of(&dirs[0], dirs).ok(),
     };
     let made = match (&sizes, own.is_empty()) {
         (Some(sizes), true) => sizes.model_config(&dirs[0])?,
         _ => own,
     };
     from_sat(&made, sizes.as_ref(), &dirs[0])
+}
+
+/// Content of the `config.json` of the model at `model`, which is made if a SAT checkpoint has none.
+///
+/// # Errors
+/// The file cannot be read, or as [`hub`].
+pub fn of_model(model: &Path) -> Result<Map<String, Value>> {
+    let path = places::main(model).join("config.json");
+    if !path.exists() && super::is_folder(&places::main(model)) {
+        return hub(&super::folders(model));
+    }
+    let bytes = crate::text::read_regular(&path).map_err(|source| {
+        let path = path.clone();
+        WeightError::Read { path, source }
+    })?;
+    serde_json::from_slice(&bytes).map_err(|source| WeightError::Header { path, source })
 }
 
 fn unknown(dir: &Path, field: &str) -> WeightError {
@@ -55,30 +72,46 @@ fn unknown(dir: &Path, field: &str) -> WeightError {
     }
 }
 
-fn from_sat(own: &Map<String, Value>, sizes: Option<&Sizes>, dir: &Path) -> Result<Map<String, Value>> {
+fn from_sat(
+    own: &Map<String, Value>,
+    sizes: Option<&Sizes>,
+    dir: &Path,
+) -> Result<Map<String, Value>> {
     let need = |field: &str| {
         let value = own.get(field).and_then(Value::as_u64);
         value.ok_or_else(|| unknown(dir, field))
     };
     let vision = own.get("eva_args").and_then(Value::as_object);
     let eva = |field: &str| {
-        let value = vision.and_then(|eva| eva.get(field)).and_then(Value::as_u64);
+        let value = vision
+            .and_then(|eva| eva.get(field))
+            .and_then(Value::as_u64);
         value.ok_or_else(|| unknown(dir, &format!("eva_args.{field}")))
     };
-    let class = own.get("model_class").and_then(Value::as_str).unwrap_or_default();
+    let class = own
+        .get("model_class")
+        .and_then(Value::as_str)
+        .unwrap_or_default();
     let is_agent = class.contains("CogAgent");
     if !is_agent && !class.contains("CogVLM") {
         return Err(WeightError::Sat {
             dir: dir.to_owned(),
-            reason: format!("has the model class {class:?}, which is none of CogVLM, CogVLM2 and CogAgent"),
+            reason: format!(
+                "has the model class {class:?}, which is none of CogVLM, CogVLM2 and CogAgent"
+            ),
         });
     }
     let heads = need("num_attention_heads")?;
-    let grouped = own.get("num_multi_query_heads").and_then(Value::as_u64).filter(|heads| *heads > 0);
-    let side = vision.and_then(|eva| eva.get("image_size")).and_then(|size| match size {
-        Value::Array(sides) => sides.first()?.as_u64(),
-        other => other.as_u64(),
-    });
+    let grouped = own
+        .get("num_multi_query_heads")
+        .and_then(Value::as_u64)
+        .filter(|heads| *heads > 0);
+    let side = vision
+        .and_then(|eva| eva.get("image_size"))
+        .and_then(|size| match size {
+            Value::Array(sides) => sides.first()?.as_u64(),
+            other => other.as_u64(),
+        });
     let side = side.ok_or_else(|| unknown(dir, "eva_args.image_size"))?;
     let patch = eva("patch_size")?.max(1);
     let [bos, eos, pad] = if grouped.is_some() { TOKENS_2 } else { TOKENS };
@@ -114,14 +147,19 @@ fn from_sat(own: &Map<String, Value>, sizes: Option<&Sizes>, dir: &Path) -> Resu
         },
         "vocab_size": need("vocab_size")?,
     });
-    let fields = hub.as_object_mut().map(std::mem::take).unwrap_or_default();
-    let mut fields = fields;
+    let mut fields = hub.as_object_mut().map(std::mem::take).unwrap_or_default();
+    if let Some(dtype) = sizes.and_then(Sizes::dtype) {
+        fields.insert("torch_dtype".into(), dtype.into());
+    }
     if let Some(grouped) = grouped {
         fields.insert("num_multi_query_heads".into(), grouped.into());
     }
     if is_agent {
         let head = need("cross_hidden_size_per_attention_head")?;
-        fields.insert("cross_hidden_size".into(), need("cross_attn_hidden_size")?.into());
+        fields.insert(
+            "cross_hidden_size".into(),
+            need("cross_attn_hidden_size")?.into(),
+        );
         fields.insert("cross_compute_hidden_size".into(), (head * heads).into());
         fields.insert("cross_image_size".into(), need("cross_image_pix")?.into());
         if let Some(tower) = sizes.and_then(Sizes::second_tower) {
@@ -135,7 +173,10 @@ fn from_sat(own: &Map<String, Value>, sizes: Option<&Sizes>, dir: &Path) -> Resu
 #[must_use]
 pub fn sat(hub: &Map<String, Value>, ranks: usize) -> Value {
     let field = |name: &str| hub.get(name).cloned().unwrap_or(Value::Null);
-    let vision = |name: &str| hub.get("vision_config").map_or(Value::Null, |vision| vision[name].clone());
+    let vision = |name: &str| {
+        hub.get("vision_config")
+            .map_or(Value::Null, |vision| vision[name].clone())
+    };
     let is_agent = field("architectures")[0] == "CogAgentForCausalLM";
     let grouped = hub.get("num_multi_query_heads");
     let positions = vision("num_positions").as_u64().unwrap_or(1);
@@ -192,7 +233,8 @@ pub fn sat(hub: &Map<String, Value>, ranks: usize) -> Value {
         made["is_decoder"] = true.into();
         made["cross_attn_hidden_size"] = number("cross_hidden_size", 1024).into();
         made["cross_image_pix"] = number("cross_image_size", 1120).into();
-        made["cross_hidden_size_per_attention_head"] = (number("cross_compute_hidden_size", 1024) / heads).into();
+        made["cross_hidden_size_per_attention_head"] =
+            (number("cross_compute_hidden_size", 1024) / heads).into();
     }
     made
 }
@@ -217,9 +259,22 @@ impl Sizes {
 
     /// The extent `axis` of the tensor `name`.
     fn extent(&self, name: &str, axis: usize) -> Option<u64> {
-        let original = || self.tensors.get(&name.replace(".weight", ".original.weight"));
+        let original = || {
+            self.tensors
+                .get(&name.replace(".weight", ".original.weight"))
+        };
         let tensor = self.tensors.get(name).or_else(original)?;
         Some(*tensor.shape.get(axis)? as u64)
+    }
+
+    /// Number format of the output head, as transformers names it.
+    fn dtype(&self) -> Option<&'static str> {
+        match self.tensors.get("mixins.lm.lm_head.weight")?.dtype {
+            TorchDtype::BF16 => Some("bfloat16"),
+            TorchDtype::F16 => Some("float16"),
+            TorchDtype::F32 => Some("float32"),
+            _ => None,
+        }
     }
 
     /// Number of the blocks whose names begin with `prefix`.
@@ -235,7 +290,8 @@ impl Sizes {
     fn model_config(&self, dir: &Path) -> Result<Map<String, Value>> {
         const EVA_MODEL: &str = "mixins.eva.vit_model";
         let found = |name: &str, axis: usize| {
-            self.extent(name, axis).ok_or_else(|| unknown(dir, &format!("the shape of {name}")))
+            self.extent(name, axis)
+                .ok_or_else(|| unknown(dir, &format!("the shape of {name}")))
         };
         let hidden = found("transformer.final_layernorm.weight", 0)?;
         let head_dim = 2 * found(super::names::FREQUENCIES, 0)?.max(1);
@@ -244,8 +300,14 @@ impl Sizes {
             kv if kv * head_dim == hidden => 0,
             kv => kv,
         };
-        let width = found("mixins.eva.vit_model.transformer.position_embeddings.weight", 1)?;
-        let positions = found("mixins.eva.vit_model.transformer.position_embeddings.weight", 0)?;
+        let width = found(
+            "mixins.eva.vit_model.transformer.position_embeddings.weight",
+            1,
+        )?;
+        let positions = found(
+            "mixins.eva.vit_model.transformer.position_embeddings.weight",
+            0,
+        )?;
         let patch = found("mixins.eva.vit_model.mixins.patch_embedding.proj.weight", 2)?;
         let side = (positions.saturating_sub(1)).isqrt() * patch;
         if width != EVA.0 {
@@ -277,7 +339,9 @@ impl Sizes {
         });
         if is_agent {
             let tower = self.extent("mixins.encoder.pos_embed", 0).unwrap_or(0);
-            let patch = self.extent("mixins.encoder.vit.model.patch_embed.proj.weight", 2).unwrap_or(14);
+            let patch = self
+                .extent("mixins.encoder.vit.model.patch_embed.proj.weight", 2)
+                .unwrap_or(14);
             made["cross_attn_hidden_size"] = found("mixins.encoder.pos_embed", 1)?.into();
             made["cross_image_pix"] = (tower.isqrt() * patch).into();
             made["cross_hidden_size_per_attention_head"] =
@@ -288,7 +352,8 @@ impl Sizes {
 
     /// `cross_vision_config` of CogAgent.
     fn second_tower(&self) -> Option<Value> {
-        let extent = |name: &str, axis| self.extent(&format!("mixins.encoder.vit.model.{name}"), axis);
+        let extent =
+            |name: &str, axis| self.extent(&format!("mixins.encoder.vit.model.{name}"), axis);
         let width = extent("patch_embed.proj.weight", 0)?;
         let inner = extent("blocks.0.mlp.w1.weight", 0)?;
         let ratio = match (width as f64 * RATIO) as u64 == inner {

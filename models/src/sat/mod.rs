@@ -8,8 +8,8 @@ pub mod config;
 pub(crate) mod names;
 pub mod write;
 
-use crate::places;
 use crate::pieces::{Cut, LowRank, Piece, Pieces, Shard};
+use crate::places;
 use crate::torch_file::{self, TorchTensor, Wanted};
 use crate::weights::{Result, WeightError};
 use names::Division;
@@ -70,14 +70,20 @@ fn iteration(dir: &Path) -> Result<PathBuf> {
     let path = dir.join(LATEST);
     let Ok(bytes) = crate::text::read_regular(&path) else {
         return match rank_files(dir).is_empty() {
-            true => Err(folder_error(dir, "has no file latest, which names the iteration")),
+            true => Err(folder_error(
+                dir,
+                "has no file latest, which names the iteration",
+            )),
             false => Ok(dir.to_owned()),
         };
     };
     let text = String::from_utf8(bytes).unwrap_or_default();
     let name = text.trim();
     if text.len() > MAX_LATEST_BYTES || !crate::weights::is_plain(name) {
-        return Err(folder_error(dir, "has a file latest that does not name a directory"));
+        return Err(folder_error(
+            dir,
+            "has a file latest that does not name a directory",
+        ));
     }
     Ok(dir.join(name))
 }
@@ -118,7 +124,10 @@ fn all_files(dirs: &[PathBuf]) -> Result<Vec<PathBuf>> {
         }
         for (rank, path) in found {
             if let Some(other) = files.insert(rank, path) {
-                return Err(folder_error(dir, format!("has rank {rank}, as {} has", other.display())));
+                return Err(folder_error(
+                    dir,
+                    format!("has rank {rank}, as {} has", other.display()),
+                ));
             }
         }
     }
@@ -126,7 +135,10 @@ fn all_files(dirs: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let missing = (0..ranks).find(|rank| !files.contains_key(rank));
     match missing {
         Some(rank) => Err(missing_rank(&dirs[0], rank, None)),
-        None if ranks > MAX_RANKS => Err(folder_error(&dirs[0], format!("has more than {MAX_RANKS} ranks"))),
+        None if ranks > MAX_RANKS => Err(folder_error(
+            &dirs[0],
+            format!("has more than {MAX_RANKS} ranks"),
+        )),
         None => Ok(files.into_values().collect()),
     }
 }
@@ -162,9 +174,9 @@ fn ranks(dirs: &[PathBuf]) -> Result<(Vec<Shard>, Vec<Tensors>)> {
 /// Fails if there are fewer files than ranks. The output layer of attention has as many columns as rows on one rank.
 fn check_count(dir: &Path, tensors: &[Tensors]) -> Result<()> {
     let dense = ["weight", "original.weight"];
-    let mut dense = dense.iter().filter_map(|end| {
-        tensors[0].get(&format!("transformer.layers.0.attention.dense.{end}"))
-    });
+    let mut dense = dense
+        .iter()
+        .filter_map(|end| tensors[0].get(&format!("transformer.layers.0.attention.dense.{end}")));
     let Some(&[rows, columns]) = dense.next().map(|tensor| &tensor.shape[..]) else {
         return Ok(());
     };
@@ -176,11 +188,7 @@ fn check_count(dir: &Path, tensors: &[Tensors]) -> Result<()> {
 }
 
 /// Opens the checkpoint whose ranks are in `dirs`. `shapes` are those of the model, by the names of the Hub.
-pub(crate) fn open(
-    dirs: &[PathBuf],
-    shapes: &Shapes,
-    matrices: LowRankMatrices,
-) -> Result<Opened> {
+pub(crate) fn open(dirs: &[PathBuf], shapes: &Shapes, matrices: LowRankMatrices) -> Result<Opened> {
     let (shards, found) = ranks(dirs)?;
     let names: BTreeSet<&String> = found.iter().flat_map(BTreeMap::keys).collect();
     let mut opened = Opened {
@@ -210,7 +218,12 @@ pub(crate) fn open(
         let pieces = gathered(sat, &found)?;
         if plain == names::FREQUENCIES {
             for layer in 0..layers {
-                opened.add(names::frequencies_of(layer), Division::Whole, &pieces, shapes)?;
+                opened.add(
+                    names::frequencies_of(layer),
+                    Division::Whole,
+                    &pieces,
+                    shapes,
+                )?;
             }
             continue;
         }
@@ -259,11 +272,15 @@ fn gathered(sat: &str, found: &[Tensors]) -> Result<Vec<Piece>> {
             let (dtype, shape) = (first.tensor.dtype, &first.tensor.shape);
             if dtype != tensor.dtype {
                 let (own, other) = (tensor.dtype.name(), dtype.name());
-                return Err(wrong(format!("is {own} on rank {rank} and {other} on rank 0")));
+                return Err(wrong(format!(
+                    "is {own} on rank {rank} and {other} on rank 0"
+                )));
             }
             if *shape != tensor.shape {
                 let own = &tensor.shape;
-                return Err(wrong(format!("is {own:?} on rank {rank} and {shape:?} on rank 0")));
+                return Err(wrong(format!(
+                    "is {own:?} on rank {rank} and {shape:?} on rank 0"
+                )));
             }
         }
         pieces.push(Piece {
@@ -288,7 +305,10 @@ impl Opened {
             Some(shape) => shape.clone(),
             None => slice.clone(),
         };
-        let width = shapes.get(&sibling(&hub)).and_then(|shape| shape.get(1)).copied();
+        let width = shapes
+            .get(&sibling(&hub))
+            .and_then(|shape| shape.get(1))
+            .copied();
         let cut = match full == *slice {
             true => Some(Cut::Whole),
             false => cut(division, &full, width),
@@ -300,7 +320,9 @@ impl Opened {
             None if ranks == 1 => (Cut::Whole, slice.clone()),
             None => {
                 return Err(WeightError::Slices {
-                    reason: format!("is {slice:?} on each of {ranks} ranks, which is neither {full:?} nor a slice of it"),
+                    reason: format!(
+                        "is {slice:?} on each of {ranks} ranks, which is neither {full:?} nor a slice of it"
+                    ),
                     name: hub,
                 });
             }
@@ -315,13 +337,21 @@ impl Opened {
     }
 
     /// Adds the LoRA matrices of the module `sat`, of the only rank.
-    fn add_matrices(&mut self, sat: &str, found: &Tensors, matrices: LowRankMatrices) -> Result<()> {
+    fn add_matrices(
+        &mut self,
+        sat: &str,
+        found: &Tensors,
+        matrices: LowRankMatrices,
+    ) -> Result<()> {
         let wrong = |name: &str, reason: &str| WeightError::Slices {
             name: name.to_owned(),
             reason: reason.to_owned(),
         };
         let Some((weight, division)) = names::of_sat(&format!("{sat}.weight")) else {
-            return Err(wrong(sat, "has LoRA matrices, but is no layer of the published model"));
+            return Err(wrong(
+                sat,
+                "has LoRA matrices, but is no layer of the published model",
+            ));
         };
         let module = weight.trim_end_matches(".weight").to_owned();
         let Some((shape, pieces)) = self.tensors.get_mut(&weight) else {
@@ -346,7 +376,10 @@ impl Opened {
             let (a, b) = (piece("matrix_A")?, piece("matrix_B")?);
             let rank = a.tensor.shape.first().copied().unwrap_or(0);
             if a.tensor.shape != [rank, columns] || b.tensor.shape != [*group, rank] || rank == 0 {
-                return Err(wrong(&format!("{sat}.matrix_B.{i}"), "and matrix_A do not fit the weight"));
+                return Err(wrong(
+                    &format!("{sat}.matrix_B.{i}"),
+                    "and matrix_A do not fit the weight",
+                ));
             }
             added.push(LowRank {
                 rows: start..start + group,
@@ -369,7 +402,8 @@ impl Opened {
                     for (half, piece) in [("matrix_A", low.a), ("matrix_B", low.b)] {
                         let shape = piece.tensor.shape.clone();
                         let pieces = Pieces::one(piece.shard, piece.tensor);
-                        self.tensors.insert(format!("{module}.{half}.{i}"), (shape, pieces));
+                        self.tensors
+                            .insert(format!("{module}.{half}.{i}"), (shape, pieces));
                     }
                 }
             }

@@ -21,39 +21,147 @@ pub(crate) enum Division {
 use Division::{Column, QueryKeyValue, Row, Vocabulary, Whole};
 
 const TABLE: &[(&str, &str, Division)] = &[
-    ("model.embed_tokens.*", "transformer.word_embeddings.*", Vocabulary),
-    ("model.layers.N.input_layernorm.*", "transformer.layers.N.input_layernorm.*", Whole),
-    ("model.layers.N.post_attention_layernorm.*", "transformer.layers.N.post_attention_layernorm.*", Whole),
-    ("model.layers.N.post_cross_attention_layernorm.*", "transformer.layers.N.post_cross_attention_layernorm.*", Whole),
-    ("model.layers.N.self_attn.language_expert_query_key_value.*", "transformer.layers.N.attention.query_key_value.*", QueryKeyValue),
-    ("model.layers.N.self_attn.language_expert_dense.*", "transformer.layers.N.attention.dense.*", Row),
-    ("model.layers.N.self_attn.vision_expert_query_key_value.*", "mixins.rotary.vision_query_key_value_list.N.*", QueryKeyValue),
-    ("model.layers.N.self_attn.vision_expert_dense.*", "mixins.rotary.vision_dense_list.N.*", Row),
-    ("model.layers.N.mlp.language_mlp.gate_proj.*", "mixins.mlp.gate_proj.N.*", Column(1)),
-    ("model.layers.N.mlp.language_mlp.up_proj.*", "transformer.layers.N.mlp.dense_h_to_4h.*", Column(1)),
-    ("model.layers.N.mlp.language_mlp.down_proj.*", "transformer.layers.N.mlp.dense_4h_to_h.*", Row),
-    ("model.layers.N.mlp.vision_mlp.gate_proj.*", "mixins.mlp.vision_gate_proj.N.*", Column(1)),
-    ("model.layers.N.mlp.vision_mlp.up_proj.*", "mixins.mlp.vision_dense_h_to_4h_list.N.*", Column(1)),
-    ("model.layers.N.mlp.vision_mlp.down_proj.*", "mixins.mlp.vision_dense_4h_to_h_list.N.*", Row),
-    ("model.layers.N.cross_attn.query.*", "transformer.layers.N.cross_attention.query.*", Column(1)),
-    ("model.layers.N.cross_attn.key_value.*", "transformer.layers.N.cross_attention.key_value.*", Column(2)),
-    ("model.layers.N.cross_attn.dense.*", "transformer.layers.N.cross_attention.dense.*", Row),
+    (
+        "model.embed_tokens.*",
+        "transformer.word_embeddings.*",
+        Vocabulary,
+    ),
+    (
+        "model.layers.N.input_layernorm.*",
+        "transformer.layers.N.input_layernorm.*",
+        Whole,
+    ),
+    (
+        "model.layers.N.post_attention_layernorm.*",
+        "transformer.layers.N.post_attention_layernorm.*",
+        Whole,
+    ),
+    (
+        "model.layers.N.post_cross_attention_layernorm.*",
+        "transformer.layers.N.post_cross_attention_layernorm.*",
+        Whole,
+    ),
+    (
+        "model.layers.N.self_attn.language_expert_query_key_value.*",
+        "transformer.layers.N.attention.query_key_value.*",
+        QueryKeyValue,
+    ),
+    (
+        "model.layers.N.self_attn.language_expert_dense.*",
+        "transformer.layers.N.attention.dense.*",
+        Row,
+    ),
+    (
+        "model.layers.N.self_attn.vision_expert_query_key_value.*",
+        "mixins.rotary.vision_query_key_value_list.N.*",
+        QueryKeyValue,
+    ),
+    (
+        "model.layers.N.self_attn.vision_expert_dense.*",
+        "mixins.rotary.vision_dense_list.N.*",
+        Row,
+    ),
+    (
+        "model.layers.N.mlp.language_mlp.gate_proj.*",
+        "mixins.mlp.gate_proj.N.*",
+        Column(1),
+    ),
+    (
+        "model.layers.N.mlp.language_mlp.up_proj.*",
+        "transformer.layers.N.mlp.dense_h_to_4h.*",
+        Column(1),
+    ),
+    (
+        "model.layers.N.mlp.language_mlp.down_proj.*",
+        "transformer.layers.N.mlp.dense_4h_to_h.*",
+        Row,
+    ),
+    (
+        "model.layers.N.mlp.vision_mlp.gate_proj.*",
+        "mixins.mlp.vision_gate_proj.N.*",
+        Column(1),
+    ),
+    (
+        "model.layers.N.mlp.vision_mlp.up_proj.*",
+        "mixins.mlp.vision_dense_h_to_4h_list.N.*",
+        Column(1),
+    ),
+    (
+        "model.layers.N.mlp.vision_mlp.down_proj.*",
+        "mixins.mlp.vision_dense_4h_to_h_list.N.*",
+        Row,
+    ),
+    (
+        "model.layers.N.cross_attn.query.*",
+        "transformer.layers.N.cross_attention.query.*",
+        Column(1),
+    ),
+    (
+        "model.layers.N.cross_attn.key_value.*",
+        "transformer.layers.N.cross_attention.key_value.*",
+        Column(2),
+    ),
+    (
+        "model.layers.N.cross_attn.dense.*",
+        "transformer.layers.N.cross_attention.dense.*",
+        Row,
+    ),
     ("model.norm.*", "transformer.final_layernorm.*", Whole),
     ("lm_head.*", "mixins.lm.lm_head.*", Column(1)),
-    ("model.vision.patch_embedding.proj.*", "mixins.eva.vit_model.mixins.patch_embedding.proj.*", Whole),
-    ("model.vision.patch_embedding.cls_embedding", "mixins.eva.vit_model.transformer.word_embeddings.weight", Whole),
-    ("model.vision.patch_embedding.position_embedding.*", "mixins.eva.vit_model.transformer.position_embeddings.*", Whole),
-    ("model.vision.transformer.layers.N.attention.query_key_value.*", "mixins.eva.vit_model.transformer.layers.N.attention.query_key_value.*", QueryKeyValue),
-    ("model.vision.transformer.layers.N.attention.dense.*", "mixins.eva.vit_model.transformer.layers.N.attention.dense.*", Row),
-    ("model.vision.transformer.layers.N.mlp.fc1.*", "mixins.eva.vit_model.transformer.layers.N.mlp.dense_h_to_4h.*", Column(1)),
-    ("model.vision.transformer.layers.N.mlp.fc2.*", "mixins.eva.vit_model.transformer.layers.N.mlp.dense_4h_to_h.*", Row),
-    ("model.vision.transformer.layers.N.input_layernorm.*", "mixins.eva.vit_model.transformer.layers.N.input_layernorm.*", Whole),
-    ("model.vision.transformer.layers.N.post_attention_layernorm.*", "mixins.eva.vit_model.transformer.layers.N.post_attention_layernorm.*", Whole),
+    (
+        "model.vision.patch_embedding.proj.*",
+        "mixins.eva.vit_model.mixins.patch_embedding.proj.*",
+        Whole,
+    ),
+    (
+        "model.vision.patch_embedding.cls_embedding",
+        "mixins.eva.vit_model.transformer.word_embeddings.weight",
+        Whole,
+    ),
+    (
+        "model.vision.patch_embedding.position_embedding.*",
+        "mixins.eva.vit_model.transformer.position_embeddings.*",
+        Whole,
+    ),
+    (
+        "model.vision.transformer.layers.N.attention.query_key_value.*",
+        "mixins.eva.vit_model.transformer.layers.N.attention.query_key_value.*",
+        QueryKeyValue,
+    ),
+    (
+        "model.vision.transformer.layers.N.attention.dense.*",
+        "mixins.eva.vit_model.transformer.layers.N.attention.dense.*",
+        Row,
+    ),
+    (
+        "model.vision.transformer.layers.N.mlp.fc1.*",
+        "mixins.eva.vit_model.transformer.layers.N.mlp.dense_h_to_4h.*",
+        Column(1),
+    ),
+    (
+        "model.vision.transformer.layers.N.mlp.fc2.*",
+        "mixins.eva.vit_model.transformer.layers.N.mlp.dense_4h_to_h.*",
+        Row,
+    ),
+    (
+        "model.vision.transformer.layers.N.input_layernorm.*",
+        "mixins.eva.vit_model.transformer.layers.N.input_layernorm.*",
+        Whole,
+    ),
+    (
+        "model.vision.transformer.layers.N.post_attention_layernorm.*",
+        "mixins.eva.vit_model.transformer.layers.N.post_attention_layernorm.*",
+        Whole,
+    ),
     ("model.vision.boi", "mixins.eva.boi", Whole),
     ("model.vision.eoi", "mixins.eva.eoi", Whole),
     ("model.vision.pos_embed", "mixins.eva.pos_embed", Whole),
     ("model.vision.conv.*", "mixins.eva.conv.*", Whole),
-    ("model.vision.linear_proj.*", "mixins.eva.linear_proj.*", Whole),
+    (
+        "model.vision.linear_proj.*",
+        "mixins.eva.linear_proj.*",
+        Whole,
+    ),
     ("model.cross_vision.*", "mixins.encoder.*", Whole),
 ];
 
@@ -126,7 +234,12 @@ mod tests {
             assert_eq!(of_hub(&name(hub)), Some((name(sat), *division)), "{hub}");
             assert_eq!(of_sat(&name(sat)), Some((name(hub), *division)), "{sat}");
         }
-        let unknown = ["mixins.unused.alias", "transformer.layers.01.input_layernorm.weight", "mixins.eva.vit_model.x", "lm_head"];
+        let unknown = [
+            "mixins.unused.alias",
+            "transformer.layers.01.input_layernorm.weight",
+            "mixins.eva.vit_model.x",
+            "lm_head",
+        ];
         assert!(unknown.iter().all(|name| of_sat(name).is_none()));
         assert_eq!(of_hub("lm_head"), None);
     }

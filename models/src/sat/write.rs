@@ -65,7 +65,12 @@ impl SatWriter {
     ///
     /// # Errors
     /// SAT has no such tensor, ranks cannot divide one, or a file cannot be written.
-    pub fn create(dir: &Path, hub: &Map<String, Value>, tensors: &[TensorOf], ranks: usize) -> Result<Self> {
+    pub fn create(
+        dir: &Path,
+        hub: &Map<String, Value>,
+        tensors: &[TensorOf],
+        ranks: usize,
+    ) -> Result<Self> {
         let widths: BTreeMap<&str, usize> = tensors
             .iter()
             .filter_map(|tensor| Some((&*tensor.name, *tensor.shape.get(1)?)))
@@ -79,7 +84,8 @@ impl SatWriter {
             };
             let (sat, division) = names::of_hub(&tensor.name)
                 .ok_or_else(|| wrong("has no place in a SAT checkpoint"))?;
-            let is_copy = sat == names::FREQUENCIES && divided.iter().any(|other| other.name == sat);
+            let is_copy =
+                sat == names::FREQUENCIES && divided.iter().any(|other| other.name == sat);
             let width = widths.get(&*sibling(&tensor.name)).copied();
             let cut = match ranks {
                 1 => Some(Cut::Whole),
@@ -87,7 +93,10 @@ impl SatWriter {
             };
             let shape = cut.as_ref().and_then(|cut| cut.piece(&tensor.shape, ranks));
             let (Some(cut), Some(shape)) = (cut, shape) else {
-                return Err(wrong(&format!("of shape {:?} cannot be divided among {ranks} ranks", tensor.shape)));
+                return Err(wrong(&format!(
+                    "of shape {:?} cannot be divided among {ranks} ranks",
+                    tensor.shape
+                )));
             };
             let target = Target {
                 tensor: tensor.clone(),

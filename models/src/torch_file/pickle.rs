@@ -91,7 +91,10 @@ impl Pickle {
     }
 
     /// Reads one pickle; the input is then after its STOP.
-    pub(super) fn read<R: ReadAt + ?Sized>(input: &mut Input<'_, R>, globals: Globals) -> Result<Self> {
+    pub(super) fn read<R: ReadAt + ?Sized>(
+        input: &mut Input<'_, R>,
+        globals: Globals,
+    ) -> Result<Self> {
         let mut machine = Machine {
             input,
             globals,
@@ -126,7 +129,10 @@ impl Pickle {
         for value in &self.values {
             if let Value::Storage(storage) = value {
                 let size = storage.dtype.size_bytes();
-                if sizes.insert(&*storage.key, size).is_some_and(|other| other != size) {
+                if sizes
+                    .insert(&*storage.key, size)
+                    .is_some_and(|other| other != size)
+                {
                     return Err(storage.error("has two formats"));
                 }
             }
@@ -199,7 +205,11 @@ impl<R: ReadAt + ?Sized> Machine<'_, '_, R> {
             }
             0x85..=0x87 => {
                 let count = usize::from(opcode - 0x84);
-                let start = self.stack.len().checked_sub(count).filter(|start| *start >= self.floor());
+                let start = self
+                    .stack
+                    .len()
+                    .checked_sub(count)
+                    .filter(|start| *start >= self.floor());
                 let start = start.ok_or_else(|| self.underflow())?;
                 let items = self.stack.split_off(start);
                 self.push(Value::List(items))
@@ -399,7 +409,11 @@ impl<R: ReadAt + ?Sized> Machine<'_, '_, R> {
         let index = self.memo_index(opcode == b'g', opcode == b'h')?;
         match self.memo.get(&index) {
             Some(id) => self.stack.push(*id),
-            None => return Err(self.input.error("it reads an entry of its memo that is not set")),
+            None => {
+                return Err(self
+                    .input
+                    .error("it reads an entry of its memo that is not set"));
+            }
         }
         Ok(())
     }
@@ -419,7 +433,8 @@ impl<R: ReadAt + ?Sized> Machine<'_, '_, R> {
         match (line, short) {
             (true, _) => {
                 let line = self.input.line()?;
-                line.parse().map_err(|_| self.input.error("an index is no number"))
+                line.parse()
+                    .map_err(|_| self.input.error("an index is no number"))
             }
             (_, true) => self.input.number::<1>(),
             _ => self.input.number::<4>(),
@@ -428,7 +443,9 @@ impl<R: ReadAt + ?Sized> Machine<'_, '_, R> {
 
     fn unknown(&mut self, name: &str) -> Result<()> {
         match self.globals {
-            Globals::Strict => Err(TorchError::Code { name: name.to_owned() }),
+            Globals::Strict => Err(TorchError::Code {
+                name: name.to_owned(),
+            }),
             Globals::Opaque => self.push(Value::Opaque),
         }
     }
@@ -546,11 +563,15 @@ impl<R: ReadAt + ?Sized> Machine<'_, '_, R> {
                 .collect::<Option<Vec<i128>>>(),
             _ => None,
         };
-        let (Value::Storage(storage), Value::Int(offset)) = (self.value(storage), self.value(offset))
+        let (Value::Storage(storage), Value::Int(offset)) =
+            (self.value(storage), self.value(offset))
         else {
             return Err(wrong());
         };
-        let (size, stride) = (numbers(size).ok_or_else(wrong)?, numbers(stride).ok_or_else(wrong)?);
+        let (size, stride) = (
+            numbers(size).ok_or_else(wrong)?,
+            numbers(stride).ok_or_else(wrong)?,
+        );
         View::new((**storage).clone(), *offset, &size, &stride)
     }
 
@@ -570,14 +591,19 @@ impl<R: ReadAt + ?Sized> Machine<'_, '_, R> {
         let Value::List(fields) = self.value(id) else {
             return Err(wrong());
         };
-        let (Some(&[kind, class, key, _, elems]), rest) = (fields.first_chunk::<5>(), &fields[fields.len().min(5)..])
+        let (Some(&[kind, class, key, _, elems]), rest) =
+            (fields.first_chunk::<5>(), &fields[fields.len().min(5)..])
         else {
             return Err(wrong());
         };
         let dtype = match (self.value(kind), self.value(class)) {
-            (Value::Text(kind), Value::Global(Global::Storage(dtype))) if &**kind == "storage" => *dtype,
+            (Value::Text(kind), Value::Global(Global::Storage(dtype))) if &**kind == "storage" => {
+                *dtype
+            }
             (_, Value::Opaque) => {
-                return Err(self.input.error("a storage is of a class that is not known"));
+                return Err(self
+                    .input
+                    .error("a storage is of a class that is not known"));
             }
             _ => return Err(wrong()),
         };
@@ -597,7 +623,13 @@ impl<R: ReadAt + ?Sized> Machine<'_, '_, R> {
             Some(_) => return Err(wrong()),
         };
         let key = key.clone();
-        let storage = Storage { dtype, key, whole_elems, first, elems };
+        let storage = Storage {
+            dtype,
+            key,
+            whole_elems,
+            first,
+            elems,
+        };
         storage.checked()
     }
 }

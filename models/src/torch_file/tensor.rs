@@ -230,7 +230,9 @@ impl TorchTensor {
             return 0;
         }
         let axes = self.shape.iter().zip(&self.strides);
-        1 + axes.map(|(size, stride)| (size - 1) * *stride as usize).sum::<usize>()
+        1 + axes
+            .map(|(size, stride)| (size - 1) * *stride as usize)
+            .sum::<usize>()
     }
 
     /// Position of the element `index` (row-major), in elements after the first one.

@@ -58,7 +58,11 @@ fn every_valid_file_has_the_tensors_that_pytorch_reads() {
             let sum = Sha256::digest(contiguous(&file, tensor));
             let sum: String = sum.iter().map(|byte| format!("{byte:02x}")).collect();
             assert_eq!(torch_name(tensor.dtype), facts["dtype"], "{name} {path}");
-            assert_eq!(serde_json::json!(tensor.shape), facts["shape"], "{name} {path}");
+            assert_eq!(
+                serde_json::json!(tensor.shape),
+                facts["shape"],
+                "{name} {path}"
+            );
             assert_eq!(sum, facts["sha256"], "{name} {path}");
         }
     }
@@ -74,7 +78,11 @@ fn no_hostile_file_is_read_or_executed() {
         let read = tensors(&path, Wanted::All);
         let acceptable = entry.get("acceptable_instead").and_then(Json::as_str);
         match (read, acceptable) {
-            (Ok((_, found)), Some(instead)) if instead.contains("'w'") || instead.contains("flipped") || instead.contains("key as an opaque") => {
+            (Ok((_, found)), Some(instead))
+                if instead.contains("'w'")
+                    || instead.contains("flipped")
+                    || instead.contains("key as an opaque") =>
+            {
                 assert_eq!(found["w"].shape, [2, 3], "{name}");
             }
             (Ok(_), _) => panic!("{name}: {} was accepted", entry["why"]),
@@ -89,7 +97,11 @@ fn no_hostile_file_is_read_or_executed() {
 
 #[test]
 fn a_name_that_no_state_dict_needs_is_named_in_the_error() {
-    for (file, part) in [("reduce_os_system", "os.system"), ("stack_global", "system"), ("builtin_eval", "eval")] {
+    for (file, part) in [
+        ("reduce_os_system", "os.system"),
+        ("stack_global", "system"),
+        ("builtin_eval", "eval"),
+    ] {
         let path = folder("hostile").join(format!("{file}.bin"));
         let error = tensors(&path, Wanted::All).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
@@ -115,7 +127,10 @@ fn damaged_files_are_errors_or_stay_inside_the_file() {
             }
         }
         for kept in (0..bytes.len()).step_by(13) {
-            assert!(read(&bytes[..kept], Wanted::All).is_err(), "{name}, {kept} bytes");
+            assert!(
+                read(&bytes[..kept], Wanted::All).is_err(),
+                "{name}, {kept} bytes"
+            );
         }
     }
 }

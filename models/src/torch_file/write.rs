@@ -136,7 +136,10 @@ impl TorchWriter {
     /// Writes a local header, without the checksum.
     fn header(&mut self, name: &str, bytes: u64) -> io::Result<()> {
         let name = format!("{}/{name}", self.top);
-        let wide = u32::try_from(bytes).ok().filter(|size| *size != NARROW).is_none();
+        let wide = u32::try_from(bytes)
+            .ok()
+            .filter(|size| *size != NARROW)
+            .is_none();
         let sizes = if wide { LOCAL_SIZES_BYTES } else { 0 };
         let before = self.at + LOCAL_HEADER_BYTES + name.len() as u64 + sizes + EXTRA_HEADER_BYTES;
         let padding = before.next_multiple_of(ALIGNMENT_BYTES) - before;
@@ -197,7 +200,11 @@ fn central(record: &Record) -> Vec<u8> {
     let wide = |number: &u64| narrow(*number) == NARROW;
     let numbers = [record.bytes, record.bytes, record.header_at];
     let beyond: Vec<u64> = numbers.into_iter().filter(wide).collect();
-    let extra = if beyond.is_empty() { Vec::new() } else { zip64(&beyond) };
+    let extra = if beyond.is_empty() {
+        Vec::new()
+    } else {
+        zip64(&beyond)
+    };
     let version: u16 = if beyond.is_empty() { 0 } else { 45 };
     let mut entry = b"PK\x01\x02".to_vec();
     for field in [version, version, 0, 0, 0, DAY] {

@@ -57,7 +57,10 @@ impl Archive {
             used.push((header, record.at + record.bytes));
             if records.insert(name.clone(), record).is_some() {
                 let reason = "occurs twice";
-                return Err(TorchError::Record { record: name, reason });
+                return Err(TorchError::Record {
+                    record: name,
+                    reason,
+                });
             }
         }
         if records.len() as u64 != count {
@@ -77,7 +80,9 @@ impl Archive {
             (!top.contains('/')).then_some((top, record))
         });
         let (Some((top, record)), None) = (found.next(), found.next()) else {
-            return layout("the archive has not exactly one data.pkl, so torch.save did not write it");
+            return layout(
+                "the archive has not exactly one data.pkl, so torch.save did not write it",
+            );
         };
         if record.bytes > MAX_PICKLE_BYTES {
             return layout("its data.pkl is larger than 64 MiB");
@@ -170,7 +175,10 @@ fn directory_64<R: ReadAt + ?Sized>(source: &R, end_at: u64) -> Result<Option<Di
     }
     let at = number(&locator, 8, 8);
     let mut record = [0; 56];
-    if at.checked_add(record.len() as u64).is_none_or(|end| end > locator_at) {
+    if at
+        .checked_add(record.len() as u64)
+        .is_none_or(|end| end > locator_at)
+    {
         return layout("its zip64 record is damaged");
     }
     source.read_at(&mut record, at)?;
