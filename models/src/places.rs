@@ -50,12 +50,24 @@ pub fn main(model: &Path) -> PathBuf {
     first.unwrap_or_else(|| model.to_owned())
 }
 
+fn has_vocabulary(dir: &Path) -> bool {
+    VOCABULARIES.iter().any(|name| dir.join(name).is_file())
+}
+
 /// The last directory of the location `model` that has a vocabulary; the first one if none has.
 #[must_use]
 pub fn tokenizer(model: &Path) -> PathBuf {
-    let has = |path: &PathBuf| VOCABULARIES.iter().any(|name| path.join(name).is_file());
-    let found = directories(model).into_iter().rev().find(has);
+    let mut reversed = directories(model).into_iter().rev();
+    let found = reversed.find(|dir| has_vocabulary(dir));
     found.unwrap_or_else(|| main(model))
+}
+
+/// The first directory of the location `model`, after its main one, that has neither a vocabulary nor ranks of a SAT
+/// checkpoint.
+#[must_use]
+pub fn without_files(model: &Path) -> Option<PathBuf> {
+    let useless = |dir: &PathBuf| !has_vocabulary(dir) && !crate::sat::is_folder(dir);
+    directories(model).into_iter().skip(1).find(useless)
 }
 
 #[cfg(test)]

@@ -594,11 +594,10 @@ pub struct DoctorArgs {
 
 /// Other names of this program's flags: (other name in snake_case, flag). First the names of other trainers,
 /// then those of earlier versions of this program.
-pub const ALIASES: [(&str, &str); 27] = [
+pub const ALIASES: [(&str, &str); 26] = [
     ("model_name_or_path", "model"),
     ("tokenizer_name_or_path", "tokenizer"),
     ("tokenizer_name", "tokenizer"),
-    ("local_tokenizer", "tokenizer"),
     ("data_path", "data"),
     ("eval_data_path", "eval-data"),
     ("media_dir", "image-dir"),

@@ -49,6 +49,14 @@ pub(crate) fn check_directory(doing: impl Into<Text>, dir: &Path) -> Result<(), 
     if dir.is_file() {
         return Ok(());
     }
+    if let Some(other) = places::without_files(dir) {
+        return Err(Failure::new(
+            ErrorCode::ModelFiles,
+            text!("cannot {doing}: {} is of no use", "无法{doing}：{} 没有用处", other.display()),
+            both("it has neither tokenizer.json nor tokenizer.model, nor ranks of a SAT checkpoint", "其中没有 tokenizer.json 或 tokenizer.model，也没有 SAT 检查点的 rank"),
+        )
+        .next(both("give --tokenizer the directory of the tokenizer's files", "请把分词器文件所在的目录交给 --tokenizer")));
+    }
     for dir in places::directories(dir) {
         for path in SMALL_FILES.map(|name| dir.join(name)) {
             if let Some((size, hash)) = pointer(&path) {

@@ -74,6 +74,8 @@ pub(crate) fn small(model: &Path) -> Result<Vec<(String, SmallFile)>, Failure> {
     let main = places::main(model);
     let mut found: BTreeMap<String, SmallFile> = listed(&main)?.into_iter().collect();
     if !found.contains_key("config.json") && sat::is_folder(&main) {
+        // The other files belong to that trainer.
+        found.retain(|name, _| TOKENIZER.contains(&&**name));
         let config = sat::config::of_model(model).map_err(|e| failures::weights(&e))?;
         let made = format!("{:#}\n", serde_json::Value::Object(config)).into_bytes();
         let path = main.join("config.json");

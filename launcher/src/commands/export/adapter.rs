@@ -70,7 +70,8 @@ fn model_card(adapter: &Adapter) -> String {
         .config()
         .and_then(|config| config.base_model_name_or_path.as_deref())
         .unwrap_or_default();
-    let name = Path::new(base).file_name().unwrap_or_default();
+    let main = models::places::main(Path::new(base));
+    let name = main.file_name().unwrap_or_default();
     let modules = adapter.modules().count();
     let others = adapter
         .names()

@@ -39,13 +39,8 @@ pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     let is_sat = args.format.unwrap_or_default() == ExportFormat::Sat;
     check_layout(args, is_sat)?;
     let latest = latest_of(&args.checkpoint);
-    let tokenizer = args.tokenizer.as_deref();
     let args = &ExportArgs {
-        checkpoint: places::with_tokenizer(&latest, tokenizer),
-        model: args
-            .model
-            .as_deref()
-            .map(|model| places::with_tokenizer(model, tokenizer)),
+        checkpoint: latest,
         merge: if is_sat { Some(true) } else { args.merge },
         ..args.clone()
     };
@@ -162,7 +157,7 @@ impl Sources {
         match WeightSource::open(&directory) {
             Ok(model) => {
                 return Ok(Self {
-                    directory,
+                    directory: places::with_tokenizer(&directory, args.tokenizer.as_deref()),
                     model: Some(model),
                     adapter: None,
                 });
@@ -208,6 +203,7 @@ impl Sources {
             )
             .next(both("add --model DIR", "请加上 --model DIR")));
         };
+        let base = places::with_tokenizer(&base, args.tokenizer.as_deref());
         let model = WeightSource::open(&base).map_err(|e| {
             failures::weights(&e).next(both(
                 "give --model DIR if the base model has moved",

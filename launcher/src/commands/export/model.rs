@@ -40,7 +40,9 @@ fn listed(model: &WeightSource, dtype: Option<DType>) -> Result<Vec<TensorSpec>,
 
 /// Whether `name` is a LoRA matrix of a SAT checkpoint.
 fn is_matrix(name: &str) -> bool {
-    [".matrix_A.", ".matrix_B."].iter().any(|half| name.contains(half))
+    [".matrix_A.", ".matrix_B."]
+        .iter()
+        .any(|half| name.contains(half))
 }
 
 /// Writes all tensors of `model` with the changes of `adapter` as a SAT checkpoint of `ranks` ranks; returns their
