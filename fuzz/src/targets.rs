@@ -22,7 +22,7 @@ const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
 /// All kinds of input.
-pub const TARGETS: [Target; 7] = [
+pub const TARGETS: [Target; 8] = [
     // A tensor's entry takes about 40 bytes of input and is stored in several maps.
     Target {
         name: "weights",
@@ -32,6 +32,13 @@ pub const TARGETS: [Target; 7] = [
         },
         fixed: 64 * KIB,
         per_byte: 48,
+    },
+    // An opcode of one byte makes a value of 32 bytes with three references, in lists that grow by doubling.
+    Target {
+        name: "torch",
+        read: |bytes| models::fuzzing::torch_file(bytes).is_ok(),
+        fixed: 1024 * KIB,
+        per_byte: 256,
     },
     // `meta` is any JSON. A list of lists takes four places of 72 bytes for each `[0],`, and lists grow by doubling.
     Target {

@@ -1,5 +1,7 @@
 //! Reader of `config.json`: typed fields by dotted path, with the bounds and errors that all families share.
 
+use crate::places;
+use crate::sat;
 use serde::de::{DeserializeOwned, Error as _};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -64,16 +66,27 @@ pub(crate) struct ConfigFile {
 }
 
 impl ConfigFile {
-    /// Reads `config.json` of the model directory `dir`; `dir` may also be the file itself.
+    /// Reads `config.json` of the model directory `dir`; `dir` may also be the file itself, or several directories
+    /// ([`places`]). A SAT checkpoint has a `model_config.json` in its place.
     ///
     /// # Errors
     /// [`ConfigError::Read`], or as [`ConfigFile::parse`].
     pub(crate) fn load(dir: &Path) -> Result<Self, ConfigError> {
-        let path = if dir.is_file() {
-            dir.to_owned()
+        let main = places::main(dir);
+        let path = if main.is_file() {
+            main
         } else {
-            dir.join("config.json")
+            main.join("config.json")
         };
+        // Other trainers' checkpoints have a configuration of their own.
+        if !path.exists() && path.parent().is_some_and(sat::is_folder) {
+            let root = sat::config::hub(&sat::folders(dir));
+            let root = root.map_err(|error| ConfigError::Json {
+                path: places::main(dir).join(sat::config::FILE),
+                source: serde_json::Error::custom(error),
+            })?;
+            return Ok(Self { path, root });
+        }
         match crate::text::read_regular(&path) {
             Ok(bytes) => Self::parse(&bytes, &path),
             Err(source) => Err(ConfigError::Read { path, source }),

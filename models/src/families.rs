@@ -65,7 +65,7 @@ impl From<ConfigError> for OpenError {
 /// Whether a file of the directory `dir` names `class` as the model's processor.
 fn names_processor(dir: &Path, class: &str) -> bool {
     let named = |file: &str| {
-        let bytes = std::fs::read(dir.join(file)).ok()?;
+        let bytes = std::fs::read(crate::places::main(dir).join(file)).ok()?;
         let settings: serde_json::Value = serde_json::from_slice(&bytes).ok()?;
         Some(settings["processor_class"] == class)
     };

@@ -177,6 +177,7 @@ pub(crate) fn read_preprocessor<T: DeserializeOwned + PartialEq>(
     struct Nested<T> {
         image_processor: Option<T>,
     }
+    let dir = &crate::places::main(dir);
     let whole = read_settings::<Nested<T>>(&dir.join("processor_config.json"))?;
     let nested = whole.and_then(|file| file.image_processor);
     let own = read_settings(&dir.join("preprocessor_config.json"))?;

@@ -18,6 +18,9 @@ pub struct GenerateArgs {
     /// Model directory, a run, which means its latest checkpoint, or one checkpoint-N
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
+    /// Directory of the tokenizer, where it is not in that of --model
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
     /// Checkpoint-N directory of a run that trained adapters or parts of the model
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,
@@ -78,6 +81,9 @@ pub struct EvalArgs {
     /// Model directory, a run, which means its latest checkpoint, or one checkpoint-N
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
+    /// Directory of the tokenizer, where it is not in that of --model
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
     /// Checkpoint-N directory of a run that trained adapters or parts of the model
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,

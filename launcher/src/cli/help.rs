@@ -12,7 +12,7 @@ use super::table::defaults;
 use super::{
     Args, BenchNvmeArgs, CkptConsolidateArgs, CkptLsArgs, CkptReshardArgs, CkptVerifyArgs,
     DataCheckArgs, DoctorArgs, EvalArgs, ExplainArgs, ExplainConfigArgs, ExportArgs, GenerateArgs,
-    PlanArgs, SynthArgs, WatchArgs,
+    ImportArgs, PlanArgs, SynthArgs, WatchArgs,
 };
 use crate::error::Failure;
 use crate::lang::{Both, Lang, both};
@@ -136,6 +136,7 @@ impl Subcommand {
             Self::Generate => GenerateArgs::command(),
             Self::Eval => EvalArgs::command(),
             Self::Export => ExportArgs::command(),
+            Self::Import => ImportArgs::command(),
             Self::Watch => WatchArgs::command(),
             Self::Synth => SynthArgs::command(),
             Self::BenchNvme => BenchNvmeArgs::command(),

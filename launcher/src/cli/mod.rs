@@ -47,7 +47,7 @@ pub use ckpt::{CkptCommand, CkptConsolidateArgs, CkptLsArgs, CkptReshardArgs, Ck
 pub use data_check::DataCheckArgs;
 pub use explain::ExplainArgs;
 pub use explain_config::ExplainConfigArgs;
-pub use export::{ExportArgs, ExportDtype};
+pub use export::{ExportArgs, ExportDtype, ExportFormat, ImportArgs};
 pub use foreign::{IGNORED, RESTRICTED};
 pub(crate) use foreign::{OTHER_REPORT, without_other_reports};
 pub use generate::{EvalArgs, GenerateArgs};
@@ -73,9 +73,14 @@ pub use watch::WatchArgs;
     max_term_width = 100
 )]
 pub struct Args {
-    /// Model directory: config.json, tokenizer, safetensors
+    /// Model directory: config.json, tokenizer, safetensors or pytorch_model.bin; or a SAT checkpoint
+    ///
+    /// Ranks of a SAT checkpoint in two directories are joined by a comma.
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub model: Option<PathBuf>,
+    /// Directory of the tokenizer, where it is not in that of --model
+    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    pub tokenizer: Option<PathBuf>,
     /// Training samples: files or directories, separated by commas
     ///
     /// Their form is one of --data-format.
@@ -596,8 +601,10 @@ pub struct DoctorArgs {
 
 /// Other names of this program's flags: (other name in snake_case, flag). First the names of other trainers,
 /// then those of earlier versions of this program.
-pub const ALIASES: [(&str, &str); 24] = [
+pub const ALIASES: [(&str, &str); 26] = [
     ("model_name_or_path", "model"),
+    ("tokenizer_name_or_path", "tokenizer"),
+    ("tokenizer_name", "tokenizer"),
     ("data_path", "data"),
     ("eval_data_path", "eval-data"),
     ("media_dir", "image-dir"),
@@ -665,6 +672,8 @@ pub enum Command {
     Eval(Box<EvalArgs>),
     /// Write weights for other programs.
     Export(ExportArgs),
+    /// Write a foreign checkpoint as a Hugging Face directory.
+    Import(ImportArgs),
     /// List, verify, reshard or consolidate checkpoints.
     Ckpt(CkptCommand),
     /// Write a model directory with random weights.
@@ -722,6 +731,7 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
             EvalArgs::try_parse_from(words).map(|args| Command::Eval(Box::new(args)))
         }
         Subcommand::Export => ExportArgs::try_parse_from(words).map(Command::Export),
+        Subcommand::Import => ImportArgs::try_parse_from(words).map(Command::Import),
         Subcommand::CkptLs => {
             CkptLsArgs::try_parse_from(words).map(|a| Command::Ckpt(CkptCommand::Ls(a)))
         }
@@ -833,7 +843,7 @@ mod tests {
              model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \
              per-device-eval-batch-size per-device-train-batch-size precision prefetch-weights preset ptuning-tokens pure-bf16-moments pure-bf16-weights rank-is report-to resume resume-anyway \
              rope-precision save-steps save-strategy \
-             save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross trace-steps train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
+             save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross tokenizer trace-steps train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
              warmup-steps weight-decay zero"
         );
         for (alias, target) in ALIASES {

@@ -33,6 +33,7 @@ pub(super) enum Subcommand {
     Generate,
     Eval,
     Export,
+    Import,
     Watch,
     Synth,
     BenchNvme,
@@ -47,7 +48,7 @@ pub(super) enum Subcommand {
 
 impl Subcommand {
     /// All subcommands as typed. A name of two words has an action as its second.
-    pub(super) const ALL: [(Self, &'static str); 18] = [
+    pub(super) const ALL: [(Self, &'static str); 19] = [
         (Self::Train, "train"),
         (Self::Plan, "plan"),
         (Self::Doctor, "doctor"),
@@ -56,6 +57,7 @@ impl Subcommand {
         (Self::Generate, "generate"),
         (Self::Eval, "eval"),
         (Self::Export, "export"),
+        (Self::Import, "import"),
         (Self::Watch, "watch"),
         (Self::Synth, "synth"),
         (Self::BenchNvme, "bench nvme"),

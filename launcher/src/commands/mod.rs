@@ -127,6 +127,9 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
         Command::Generate(args) => start_pool(None).and_then(|()| generate::ask::run(&args)),
         Command::Eval(args) => start_pool(None).and_then(|()| generate::evaluate::run(&args)),
         Command::Export(options) => start_pool(None).and_then(|()| export::export(&options)),
+        Command::Import(options) => {
+            start_pool(None).and_then(|()| export::import::import(&options))
+        }
         Command::Ckpt(command) => start_pool(None).and_then(|()| ckpt::run(&command)),
         Command::Watch(options) => watch::run(&options),
         Command::Synth(options) => start_pool(None).and_then(|()| synth::run(&options)),

@@ -493,7 +493,7 @@ impl RunConfig {
     pub fn name(&self) -> String {
         match &self.source {
             Source::Demo { .. } => "demo".to_string(),
-            Source::Files { model, .. } => model.file_name().map_or_else(
+            Source::Files { model, .. } => models::places::main(model).file_name().map_or_else(
                 || "model".to_string(),
                 |name| name.to_string_lossy().into_owned(),
             ),

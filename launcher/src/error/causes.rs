@@ -13,6 +13,7 @@ use models::data::{DataError, SampleError};
 use models::image::ImageError;
 use models::processor::ProcessorError;
 use models::text::{TemplateError, TokenizerError};
+use models::torch_file::TorchError;
 use models::{ModelError, OpenError, WeightError};
 use optim::OptimError;
 
@@ -24,6 +25,7 @@ pub(super) fn chinese(error: &(dyn Error + 'static)) -> Option<String> {
         .or_else(|| error.downcast_ref().and_then(open))
         .or_else(|| error.downcast_ref().and_then(config))
         .or_else(|| error.downcast_ref().and_then(processor))
+        .or_else(|| error.downcast_ref().and_then(torch))
         .or_else(|| error.downcast_ref().and_then(tokenizer))
         .or_else(|| error.downcast_ref().and_then(template))
         .or_else(|| error.downcast_ref().and_then(adapter))
@@ -41,10 +43,21 @@ pub(super) fn chinese(error: &(dyn Error + 'static)) -> Option<String> {
 fn weights(error: &WeightError) -> Option<String> {
     Some(match error {
         WeightError::NoWeights { dir } => format!(
-            "{} 中既没有 model.safetensors，也没有 model.safetensors.index.json",
+            "{} 中没有 model.safetensors，没有 pytorch_model.bin，也没有二者的索引",
             dir.display()
         ),
         WeightError::Read { path, .. } => format!("无法读取 {}", path.display()),
+        WeightError::Write { path, .. } => format!("无法写入 {}", path.display()),
+        WeightError::Torch { path, .. } => format!("{} 不能作为 torch 文件使用", path.display()),
+        WeightError::Sat { dir, reason } => format!("SAT 检查点 {}：{reason}", dir.display()),
+        WeightError::MissingRank { dir, rank, ranks } => match ranks {
+            Some(ranks) => format!(
+                "SAT 检查点 {} 缺少模型并行 rank {rank}（共 {ranks} 个）",
+                dir.display()
+            ),
+            None => format!("SAT 检查点 {} 缺少模型并行 rank {rank}", dir.display()),
+        },
+        WeightError::Slices { name, reason } => format!("张量 {name}：{reason}"),
         WeightError::Truncated {
             path,
             expected_bytes,
@@ -83,6 +96,20 @@ fn weights(error: &WeightError) -> Option<String> {
         } => {
             format!("张量 {name} 的 {elems} 个值中有 {count} 个不是有限值")
         }
+        _ => return None,
+    })
+}
+
+fn torch(error: &TorchError) -> Option<String> {
+    Some(match error {
+        TorchError::Read(_) => "无法读取该文件".to_owned(),
+        TorchError::Layout(reason) => format!("文件的结构：{reason}"),
+        TorchError::Record { record, reason } => format!("压缩包中的记录 {record:?}：{reason}"),
+        TorchError::Pickle { at, reason } => format!("pickle 在第 {at} 字节处损坏：{reason}"),
+        TorchError::Code { name } => {
+            format!("pickle 需要 {name}，而 state dict 用不到它；没有执行任何内容")
+        }
+        TorchError::Tensor { name, reason } => format!("张量 {name:?}：{reason}"),
         _ => return None,
     })
 }

@@ -4,10 +4,10 @@ use super::system::system_remedy;
 use super::weight_files::{pointer, pointer_report};
 use super::{ErrorCode, Failure, chain};
 use crate::lang::{Both, Text, both, text};
-use models::OpenError;
 use models::config::ConfigError;
 use models::processor::ProcessorError;
 use models::text::TokenizerError;
+use models::{OpenError, places, sat};
 use serde_json::Value;
 use std::error::Error;
 use std::path::{Component, Path, PathBuf};
@@ -49,10 +49,29 @@ pub(crate) fn check_directory(doing: impl Into<Text>, dir: &Path) -> Result<(), 
     if dir.is_file() {
         return Ok(());
     }
-    for name in SMALL_FILES {
-        let path = dir.join(name);
-        if let Some((size, hash)) = pointer(&path) {
-            return Err(pointer_report(&path, size, &hash));
+    if let Some(other) = places::without_files(dir) {
+        return Err(Failure::new(
+            ErrorCode::ModelFiles,
+            text!(
+                "cannot {doing}: {} is of no use",
+                "无法{doing}：{} 没有用处",
+                other.display()
+            ),
+            both(
+                "it has neither tokenizer.json nor tokenizer.model, nor ranks of a SAT checkpoint",
+                "其中没有 tokenizer.json 或 tokenizer.model，也没有 SAT 检查点的 rank",
+            ),
+        )
+        .next(both(
+            "give --tokenizer the directory of the tokenizer's files",
+            "请把分词器文件所在的目录交给 --tokenizer",
+        )));
+    }
+    for dir in places::directories(dir) {
+        for path in SMALL_FILES.map(|name| dir.join(name)) {
+            if let Some((size, hash)) = pointer(&path) {
+                return Err(pointer_report(&path, size, &hash));
+            }
         }
     }
     models::adapter::check_settings(dir).map_err(|error| {
@@ -92,11 +111,18 @@ pub(crate) fn unusable(dir: &Path, error: &(dyn Error + 'static)) -> Failure {
     if let Some(remedy) = system_remedy(error) {
         return failure.next(remedy);
     }
-    if !dir.exists() {
-        return absent(dir, error);
+    let all = places::directories(dir);
+    if let Some(missing) = all.iter().find(|dir| !dir.exists()) {
+        return absent(missing, error);
     }
     let tokenizer = find::<TokenizerError>(error);
     let lacks_tokenizer = matches!(tokenizer, Some(TokenizerError::NoVocabulary { .. }));
+    if lacks_tokenizer && sat::is_folder(&places::main(dir)) {
+        return failure.next(both(
+            "a SAT checkpoint has no tokenizer: add --tokenizer DIR with that of lmsys/vicuna-7b-v1.5, or for CogVLM2 of meta-llama/Meta-Llama-3-8B-Instruct",
+            "SAT 检查点没有分词器：请加上 --tokenizer DIR，其中是 lmsys/vicuna-7b-v1.5 的分词器；CogVLM2 用 meta-llama/Meta-Llama-3-8B-Instruct 的",
+        ));
+    }
     if (lacks_tokenizer || !dir.join("config.json").is_file())
         && let Some((evidence, next)) = other_directory(dir)
     {

@@ -9,7 +9,7 @@ use crate::config::{
 use crate::data::{Sampler, SamplerSizes};
 use crate::error::failures::unusable;
 use crate::error::{ErrorCode, Failure, chain, failures};
-use crate::lang::{both, text};
+use crate::lang::{Text, both, text};
 use crate::ui::Event;
 use engine::{
     DeviceTransport, Offload, OptimizerInBackward, Plan, Precision, Stage, UnitId, ZeroConfig,
@@ -102,6 +102,10 @@ impl Setup {
                 ),
             });
         }
+        for text in notes(weights) {
+            let label = both("weights", "权重").into();
+            show(Event::Info { label, text });
+        }
         if !unused.is_empty() {
             let mut parts: BTreeMap<&str, usize> = BTreeMap::new();
             for name in &unused {
@@ -129,6 +133,35 @@ impl Setup {
     pub(crate) fn plan(&self, config: &RunPlan) -> Result<Plan, Failure> {
         plan_of(config, &*self.model)
     }
+}
+
+/// What a user may not expect of the weight files.
+fn notes(weights: &WeightSource) -> Vec<Text> {
+    let passed_over = weights.passed_over().and_then(Path::file_name).map(|name| {
+        text!(
+            "the safetensors files are read, not {}",
+            "读取的是 safetensors 文件，而不是 {}",
+            name.display()
+        )
+    });
+    let merged = Some(weights.merged_layers()).filter(|layers| *layers > 0).map(|layers| {
+        text!(
+            "LoRA matrices of {layers} layers are added to the weights; `launcher import` keeps them apart",
+            "{layers} 层的 LoRA 矩阵被加到权重上；`launcher import` 会把它们分开保存"
+        )
+    });
+    let ignored = weights.ignored();
+    let ignored = ignored.first().map(|first| {
+        text!(
+            "{} tensors of the SAT checkpoint belong to no published model and are not read, first: {first}",
+            "SAT 检查点中有 {} 个张量不属于任何已发布的模型，不会被读取，第一个：{first}",
+            ignored.len()
+        )
+    });
+    [passed_over, merged, ignored]
+        .into_iter()
+        .flatten()
+        .collect()
 }
 
 /// Whether a published checkpoint has the tensor `name` for a part that this program does not train, or as a buffer.
@@ -332,7 +365,6 @@ mod tests {
     use crate::cli::{self, Command, resolve};
     use crate::rank_env::Env;
     use serde_json::{Value, json};
-    use std::path::Path;
 
     /// The layers of every family are found by the names of their units, in the language model and in every vision tower.
     #[test]

@@ -197,11 +197,13 @@ fn settings(config: &RunConfig) -> Result<BTreeMap<String, String>, Failure> {
     add("train-on-turn-end", samples.train_on_turn_end.to_string());
     add("text-without-cross", samples.text_without_cross.to_string());
     let dir = config.model_dir();
-    for (name, path) in files::small(&dir)? {
+    for (name, file) in files::small(&dir)? {
         // Code and notes beside the model change nothing here.
         if name.ends_with(".json") || name.ends_with(".model") {
             let title = both("cannot read a file of the model", "无法读取模型的文件");
-            let bytes = std::fs::read(&path).map_err(|e| failures::files(title, &path, &e))?;
+            let bytes = file
+                .read()
+                .map_err(|e| failures::files(title, &file.path, &e))?;
             found.insert(name, blake3::hash(&bytes).to_hex().to_string());
         }
     }

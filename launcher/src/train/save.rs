@@ -300,11 +300,11 @@ fn adapted_modules(spec: &ModelSpec) -> Vec<&str> {
 
 /// Copies the small files of the model directory (configuration, tokenizer, code) into the checkpoint.
 fn copy_model_files(model: &Path, writer: &mut Writer) -> Result<(), Failure> {
-    for (name, path) in files::small(model)? {
-        let bytes = std::fs::read(&path).map_err(|e| {
+    for (name, file) in files::small(model)? {
+        let bytes = file.read().map_err(|e| {
             failures::files(
                 both("cannot copy a file of the model", "无法复制模型的某个文件"),
-                &path,
+                &file.path,
                 &e,
             )
         })?;

@@ -183,6 +183,7 @@ struct NamedTemplate {
 }
 
 fn find(dir: &Path) -> Result<String, TemplateError> {
+    let dir = &crate::places::tokenizer(dir);
     let read = |path: &PathBuf| {
         read_optional(path).map_err(|source| TemplateError::Read {
             path: path.clone(),

@@ -189,7 +189,7 @@ fn a_directory_with_another_run_is_never_written_to() {
 const ADAPTERS: &str = "--lora-rank 4 --nproc 1 --save-steps 2 --lr-scheduler-type constant";
 
 /// Changes one byte in the middle of a file.
-fn edit(path: &std::path::Path, at: usize, by: u8) {
+fn edit(path: &Path, at: usize, by: u8) {
     let mut bytes = fs::read(path).unwrap();
     bytes[at] ^= by;
     fs::write(path, bytes).unwrap();

@@ -5,6 +5,7 @@ mod numbers;
 mod trainable;
 
 use crate::lang::{Both, Text, both, text};
+use models::places;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -254,7 +255,7 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
     let eval_data = samples(&args.eval_data, &args.eval_dataset)?;
     match (&args.model, data) {
         (Some(model), Some(data)) => Ok(Source::Files {
-            model: absolute(model)?,
+            model: location(model, args.tokenizer.as_deref())?,
             data,
             eval_data,
             image_dir: args.image_dir.as_deref().map(absolute).transpose()?,
@@ -719,6 +720,16 @@ pub(super) fn within(flag: &str, value: f64, low: f64, high: f64) -> Result<(), 
         &format!("{flag} {value}"),
         text!("must be {range}", "必须{range}"),
     ))
+}
+
+/// The location of the model with its tokenizer, of absolute paths.
+fn location(model: &Path, tokenizer: Option<&Path>) -> Result<PathBuf, Failure> {
+    let model = places::with_tokenizer(model, tokenizer);
+    let all: Result<Vec<_>, _> = places::directories(&model)
+        .iter()
+        .map(|dir| absolute(dir))
+        .collect();
+    Ok(places::joined(&all?))
 }
 
 fn absolute(path: &Path) -> Result<PathBuf, Failure> {

@@ -105,12 +105,16 @@ pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
         }
         write(OPTIMIZER_STEM, &entries)?;
     }
-    for (name, path) in files::small(&args.checkpoint)? {
-        copy(&path, &directory.path().join(name), Some(DType::F32))?;
+    for (name, file) in files::small(&args.checkpoint)? {
+        copy(&file, &directory.path().join(name), Some(DType::F32))?;
     }
     let adapter = args.checkpoint.join(ADAPTER_CONFIG);
     if adapter.is_file() {
-        copy(&adapter, &directory.path().join(ADAPTER_CONFIG), None)?;
+        copy(
+            &adapter.into(),
+            &directory.path().join(ADAPTER_CONFIG),
+            None,
+        )?;
     }
     directory.publish()?;
     let stems: Vec<&str> = files.iter().map(|(stem, _)| *stem).collect();

@@ -115,6 +115,7 @@ fn configuration(args: &DataCheckArgs) -> Result<RunConfig, Failure> {
                 .clone()
                 .ok_or_else(|| missing(Text::literal("--model")))?,
         ),
+        tokenizer: args.tokenizer.clone(),
         data: args.file.clone(),
         output: Some(PathBuf::from(".")),
         data_format: args.data_format,

@@ -23,7 +23,7 @@ pub(super) fn write(
         bytes: 0,
     };
     let config = adapter.dir().join(ADAPTER_CONFIG);
-    copy(&config, &directory.join(ADAPTER_CONFIG), None)?;
+    copy(&config.into(), &directory.join(ADAPTER_CONFIG), None)?;
     for stem in [ADAPTER_STEM, TRAINED_STEM] {
         let source = match WeightSource::open_stem(adapter.dir(), stem) {
             Ok(source) => source,
@@ -73,7 +73,8 @@ fn model_card(adapter: &Adapter) -> String {
         .config()
         .and_then(|config| config.base_model_name_or_path.as_deref())
         .unwrap_or_default();
-    let name = Path::new(base).file_name().unwrap_or_default();
+    let main = models::places::main(Path::new(base));
+    let name = main.file_name().unwrap_or_default();
     let modules = adapter.modules().count();
     let others = adapter
         .names()

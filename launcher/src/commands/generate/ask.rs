@@ -15,6 +15,7 @@ use models::data::SINGLE_IMAGE;
 use models::data::{EncodeOptions, EncodedPrompt, PlaceholderStyle, RawSample, SampleError};
 use models::generate::{GenerateOptions, Prompt, Sampling, cache_bytes, generate};
 use models::image::ImageFolder;
+use models::places;
 use models::text::Message;
 use serde_json::json;
 use std::path::PathBuf;
@@ -32,6 +33,7 @@ const DEFAULT_SEED: u64 = 42;
 /// Invalid flags; a model, adapter or image that cannot be used; a prompt that is too long.
 pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let dir = required(args.model.as_ref(), "generate", "--model")?;
+    let dir = &places::with_tokenizer(dir, args.tokenizer.as_deref());
     let prompt = required(args.prompt.as_deref(), "generate", "--prompt")?;
     let max_new_tokens = args.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS);
     let max_new_tokens = positive(max_new_tokens, "--max-new-tokens")?;

@@ -14,6 +14,7 @@ use crate::units::seconds as format_seconds;
 use models::autograd::Tape;
 use models::data::EncodeOptions;
 use models::generate::{GenerateOptions, Prompt, Sampling, cache_bytes, generate};
+use models::places;
 use models::{ModelError, SampleInput};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -43,6 +44,7 @@ struct Row {
 /// Invalid flags; a model, adapter, sample or image that cannot be used; an output file that cannot be written.
 pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
     let dir = required(args.model.as_ref(), "eval", "--model")?;
+    let dir = &places::with_tokenizer(dir, args.tokenizer.as_deref());
     let data = required(args.data.as_ref(), "eval", "--data")?;
     let batch = args.per_device_eval_batch_size.unwrap_or(DEFAULT_BATCH);
     let batch = positive(batch, "--per-device-eval-batch-size")?;

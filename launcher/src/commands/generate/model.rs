@@ -13,6 +13,7 @@ use engine::checkpoint::Checkpoint;
 use engine::{EngineError, Lease, LeaseOwner, ParamAccess, ParamId, ParamSpec, Phase, UnitId};
 use kernels::{Backend, CpuBackend, DType, KernelError, Pool, Tag, Tensor, TensorMut};
 use models::adapter::Adapter;
+use models::places;
 use models::{
     ModelError, ModelOptions, OpenError, Processor, VisionLanguageModel, WeightError, WeightSource,
     open_model, open_processor,
@@ -180,7 +181,7 @@ fn with_base(dir: &Path) -> (PathBuf, Option<PathBuf>) {
     let base = Checkpoint::open(dir)
         .ok()
         .and_then(|saved| Some(PathBuf::from(saved.meta().get("base_model")?.as_str()?)));
-    match base.filter(|base| base.is_dir() && !has_model()) {
+    match base.filter(|base| places::main(base).is_dir() && !has_model()) {
         Some(base) => (base, Some(dir.to_owned())),
         None => (dir.to_owned(), None),
     }
