@@ -44,6 +44,7 @@ pub mod nn;
 pub mod ops;
 pub mod options;
 pub mod params;
+mod parquet;
 pub mod processor;
 pub mod seeded;
 pub mod selection;

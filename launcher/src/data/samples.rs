@@ -14,6 +14,7 @@ use rayon::prelude::*;
 use super::files::{DataFile, Places, relocated};
 use super::images::LargestImage;
 use super::losses::ImageLosses;
+use super::mix::Mix;
 use super::problems::Problem;
 use crate::config::{DataFormatChoice, ExifRotation};
 
@@ -49,11 +50,46 @@ impl SampleSet {
         self.kept.get(index).copied().unwrap_or(index)
     }
 
+    /// Text that says how many samples an epoch takes of each file, if that is not each once.
+    fn mixed(&self) -> Option<Text> {
+        let mix = self.mix();
+        let taken: Vec<String> = mix.taken().map(|count| count.to_string()).collect();
+        let (taken, all) = (taken.join(" + "), mix.per_epoch());
+        (!mix.is_plain()).then(|| {
+            text!(
+                "an epoch takes {taken} = {all} samples of the files, by their weights",
+                "按权重，每个 epoch 从各文件取 {taken} = {all} 个样本"
+            )
+        })
+    }
+
+    /// How many samples of each file an epoch takes.
+    pub(crate) fn mix(&self) -> Mix {
+        let mut left = self.kept.len().max(self.samples.len());
+        let mut first = 0;
+        let files = self.files.iter().map(|file| {
+            let range = first..first + file.samples;
+            first = range.end;
+            let usable = match self.kept.is_empty() {
+                true => file.samples.min(left),
+                false => self
+                    .kept
+                    .iter()
+                    .filter(|index| range.contains(index))
+                    .count(),
+            };
+            left -= usable;
+            (usable, file.weight)
+        });
+        Mix::of(files)
+    }
+
     /// Lines about the files: the form of each, and its keys without effect.
     pub(crate) fn lines(&self) -> Vec<Text> {
         let files = self.files.iter();
         files
             .flat_map(|file| std::iter::once(file.form()).chain(file.without_effect()))
+            .chain(self.mixed())
             .chain(self.losses.lines())
             .collect()
     }
