@@ -1,5 +1,6 @@
 //! Files that samples were read from: their forms, their keys without effect, and the lines of their samples.
 
+use super::mix::Mix;
 use crate::lang::{Text, both, text};
 use std::path::PathBuf;
 
@@ -76,6 +77,17 @@ impl DataFile {
         );
         (!self.ignored.is_empty()).then_some(text)
     }
+}
+
+/// Mix of the samples of `files`, of which those with the indices `kept`, in rising order, are used.
+pub(crate) fn mix_of(files: &[DataFile], kept: impl IntoIterator<Item = usize>) -> Mix {
+    let mut kept = kept.into_iter().peekable();
+    let mut end = 0;
+    Mix::of(files.iter().map(|file| {
+        end += file.samples;
+        let own = std::iter::from_fn(|| kept.next_if(|index| *index < end));
+        (own.count(), file.weight)
+    }))
 }
 
 /// The samples of `set`, with relative paths of images below its directory.

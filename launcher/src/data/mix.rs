@@ -4,6 +4,7 @@
 //! epoch the other half. So each file has a stream of its own, every sample once before any comes again, and an epoch
 //! takes the next part of it.
 
+use crate::lang::{Text, text};
 use std::ops::Range;
 
 /// The samples of all files, and how many of each an epoch takes.
@@ -60,6 +61,18 @@ impl Mix {
         self.shares
             .iter()
             .map(|share| share.places.end - share.places.start)
+    }
+
+    /// Text that says how many samples an epoch takes of each file, if that is not each once.
+    pub(crate) fn line(&self) -> Option<Text> {
+        let taken: Vec<String> = self.taken().map(|count| count.to_string()).collect();
+        let (taken, all) = (taken.join(" + "), self.per_epoch());
+        (!self.is_plain()).then(|| {
+            text!(
+                "an epoch takes {taken} = {all} samples of the files, by their weights",
+                "按权重，每个 epoch 从各文件取 {taken} = {all} 个样本"
+            )
+        })
     }
 
     /// The sample at `place` of `epoch`. `permuted(index, size, share, round)` is the image of `index` under a random

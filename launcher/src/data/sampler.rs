@@ -151,6 +151,11 @@ impl Sampler {
         positions.map(|position| self.at(position)).collect()
     }
 
+    /// Number of samples that an epoch takes.
+    pub(crate) const fn per_epoch(&self) -> u64 {
+        self.samples
+    }
+
     /// Number of samples per optimizer step (global batch size): over all ranks and their micro-batches.
     pub const fn global_batch(&self) -> u64 {
         self.micro_batch * self.accumulation_steps * self.world_size

@@ -11,7 +11,7 @@ use models::data::{
 use models::image::ImageFolder;
 use rayon::prelude::*;
 
-use super::files::{DataFile, Places, relocated};
+use super::files::{DataFile, Places, mix_of, relocated};
 use super::images::LargestImage;
 use super::losses::ImageLosses;
 use super::mix::Mix;
@@ -50,38 +50,12 @@ impl SampleSet {
         self.kept.get(index).copied().unwrap_or(index)
     }
 
-    /// Text that says how many samples an epoch takes of each file, if that is not each once.
-    fn mixed(&self) -> Option<Text> {
-        let mix = self.mix();
-        let taken: Vec<String> = mix.taken().map(|count| count.to_string()).collect();
-        let (taken, all) = (taken.join(" + "), mix.per_epoch());
-        (!mix.is_plain()).then(|| {
-            text!(
-                "an epoch takes {taken} = {all} samples of the files, by their weights",
-                "按权重，每个 epoch 从各文件取 {taken} = {all} 个样本"
-            )
-        })
-    }
-
     /// How many samples of each file an epoch takes.
     pub(crate) fn mix(&self) -> Mix {
-        let mut left = self.kept.len().max(self.samples.len());
-        let mut first = 0;
-        let files = self.files.iter().map(|file| {
-            let range = first..first + file.samples;
-            first = range.end;
-            let usable = match self.kept.is_empty() {
-                true => file.samples.min(left),
-                false => self
-                    .kept
-                    .iter()
-                    .filter(|index| range.contains(index))
-                    .count(),
-            };
-            left -= usable;
-            (usable, file.weight)
-        });
-        Mix::of(files)
+        match self.kept.is_empty() {
+            true => mix_of(&self.files, 0..self.samples.len()),
+            false => mix_of(&self.files, self.kept.iter().copied()),
+        }
     }
 
     /// Lines about the files: the form of each, and its keys without effect.
@@ -89,7 +63,7 @@ impl SampleSet {
         let files = self.files.iter();
         files
             .flat_map(|file| std::iter::once(file.form()).chain(file.without_effect()))
-            .chain(self.mixed())
+            .chain(self.mix().line())
             .chain(self.losses.lines())
             .collect()
     }

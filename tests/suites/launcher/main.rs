@@ -15,6 +15,7 @@ mod doctor;
 mod endings;
 mod families;
 mod faults;
+mod forms;
 mod generate;
 mod languages;
 mod memory;

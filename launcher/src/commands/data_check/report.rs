@@ -28,6 +28,9 @@ pub(super) struct Report {
     pub(super) without_images: usize,
     #[serde(rename = "pictures")]
     pub(super) images: Images,
+    /// How many samples an epoch takes of each file, if that is not each once.
+    #[serde(skip)]
+    pub(super) mix: Option<crate::lang::Text>,
     /// Images of which the model sees less than their files hold.
     #[serde(rename = "picture_losses")]
     pub(super) losses: ImageLosses,
@@ -125,6 +128,9 @@ impl Report {
         let ignored = self.files.iter().filter_map(DataFile::without_effect);
         for (i, text) in ignored.enumerate() {
             add(if i == 0 { "keys" } else { "" }, text.to_string());
+        }
+        if let Some(line) = &self.mix {
+            add("mix", line.to_string());
         }
         add("tokens", spread(&self.tokens));
         add("", format!("text     {}", spread(&self.text_tokens)));

@@ -15,6 +15,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Cursor, Read, Seek};
 use std::path::{Path, PathBuf};
 
+use image::error::ImageFormatHint;
 use image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits};
 use thiserror::Error;
 
@@ -249,13 +250,16 @@ fn guess<R: BufRead + Seek>(path: &Path, reader: R) -> Result<ImageReader<R>, Im
     })
 }
 
-/// Why a decoder failed: damage, or a kind of pixels or compression that it does not read.
+/// Why a decoder failed: damage, or a kind of TIFF that it does not read.
 fn refused(path: &Path, error: &image::ImageError) -> ImageError {
+    let of_tiff = ImageFormatHint::Exact(ImageFormat::Tiff);
     match error {
-        image::ImageError::Unsupported(_) => ImageError::Unreadable {
-            path: path.to_owned(),
-            reason: format!("{error}; convert it to PNG"),
-        },
+        image::ImageError::Unsupported(kind) if kind.format_hint() == of_tiff => {
+            ImageError::Unreadable {
+                path: path.to_owned(),
+                reason: format!("{error}; convert it to PNG"),
+            }
+        }
         _ => corrupt(path, &error.to_string()),
     }
 }
