@@ -101,10 +101,11 @@ pub const TARGETS: [Target; 8] = [
 /// Most bytes of color profiles and texts, which headers do not count.
 const METADATA_BYTES: u64 = 16 << 20;
 
-/// Images. Large run-length-encoded WebP and BMP files of one color are skipped, because decoding them takes long and
+/// Images. Large WebP, run-length-encoded BMP, GIF and TIFF files of one color are skipped, because decoding them takes long and
 /// tests nothing.
 fn image(bytes: &[u8]) -> bool {
-    let unbounded = bytes.starts_with(b"RIFF") || bytes.starts_with(b"BM");
+    let marks: [&[u8]; 5] = [b"RIFF", b"BM", b"GIF8", b"II*\0", b"MM\0*"];
+    let unbounded = marks.iter().any(|mark| bytes.starts_with(mark));
     let header = models::fuzzing::header(bytes);
     if unbounded && header.is_some_and(|header| header.pixels() > 1 << 20) {
         return false;

@@ -44,6 +44,7 @@ pub mod nn;
 pub mod ops;
 pub mod options;
 pub mod params;
+mod parquet;
 mod pieces;
 pub mod places;
 pub mod processor;

@@ -83,7 +83,8 @@ pub struct Args {
     pub tokenizer: Option<PathBuf>,
     /// Training samples: files or directories, separated by commas
     ///
-    /// Their form is one of --data-format.
+    /// Their form is one of --data-format. FILE:2 takes a file twice an epoch, FILE:0.5 a half of it. DIR#train is one split
+    /// of several; - is standard input.
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub data: Option<PathBuf>,
     /// Held-out samples, in the same forms as --data
@@ -1019,7 +1020,12 @@ mod tests {
             ),
         ] {
             let run = "runs/x".into();
-            let expected = Command::Watch(WatchArgs { run, once, json });
+            let expected = Command::Watch(WatchArgs {
+                run,
+                once,
+                json,
+                serve: None,
+            });
             assert_eq!(watch(line).expect("parses"), expected, "{line}");
         }
         for line in ["watch", "watch a b", "watch a --zero 3"] {

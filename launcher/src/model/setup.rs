@@ -6,7 +6,7 @@ use crate::config::{
     Collectives, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, RunPlan, Tier,
     check_family,
 };
-use crate::data::{Sampler, SamplerSizes};
+use crate::data::{Mix, Sampler, SamplerSizes};
 use crate::error::failures::unusable;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{Text, both, text};
@@ -323,15 +323,17 @@ pub(crate) fn second_bytes_per_elem(config: &RunConfig) -> u64 {
     (precision.weight_dtype().size_bytes() + states) as u64
 }
 
-/// Sampler for `samples` samples. The first update takes the samples `first`.
-pub(crate) fn sampler(config: &RunConfig, samples: usize, first: &[usize]) -> Sampler {
+/// Sampler for the samples of `mix`. The first update takes the samples `first`.
+pub(crate) fn sampler(config: &RunConfig, mix: Mix, first: &[usize]) -> Sampler {
     let sizes = SamplerSizes {
-        samples,
+        samples: mix.per_epoch(),
         world_size: config.world_size,
         micro_batch: config.batch.micro_batch,
         accumulation_steps: config.batch.accumulation_steps,
     };
-    Sampler::new(sizes, config.seed).beginning_with(first)
+    Sampler::new(sizes, config.seed)
+        .mixing(mix)
+        .beginning_with(first)
 }
 
 /// Whether a unit's activations are stored instead of being recomputed in backward.

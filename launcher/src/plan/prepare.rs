@@ -59,6 +59,11 @@ pub(crate) fn prepare(
     }
     if draft.batch.worst_first {
         let mut first_samples = train.by_size();
+        let mix = train.mix();
+        if !mix.is_plain() {
+            let taken = sampler(&draft, mix, &[]).of_first_epoch();
+            first_samples.retain(|index| taken.contains(index));
+        }
         first_samples.truncate(draft.global_batch());
         draft = draft.with_found(Found {
             first_samples,
@@ -81,12 +86,13 @@ pub(crate) fn prepare(
     eval_line(draft.batch.eval_batch, config.batch.eval_batch)
         .into_iter()
         .for_each(&mut *show);
-    let total_steps = config.total_steps(train.samples.len());
+    let per_epoch = train.mix().per_epoch();
+    let total_steps = config.total_steps(per_epoch);
     check_faults(config, total_steps)?;
     for text in fault_lines(config) {
         show(Event::Warning { text });
     }
-    resume::check(config, &settled.plan, train.samples.len(), total_steps)?;
+    resume::check(config, &settled.plan, per_epoch, total_steps)?;
     show_plan(&settled, model, show)?;
     show(data_event(config, &train, eval.as_ref()));
     let fit = &settled.fit;
@@ -103,9 +109,9 @@ pub(crate) fn prepare(
         return Err(failure);
     }
     let origin = origin(config, model, setup.weights.as_ref(), &train)?;
-    let accepted = resume::compare(config, &origin, train.samples.len(), show)?;
+    let accepted = resume::compare(config, &origin, per_epoch, show)?;
     let checkpoint = CheckpointBytes::of(config, model, &settled.plan, setup.weights.as_ref())?;
-    let saves = saves(config, total_steps, train.samples.len());
+    let saves = saves(config, total_steps, per_epoch);
     let disk = DiskCheck::of(config, checkpoint, saves, fit.need.nvme);
     disk.check(config)?;
     if let warning @ Event::Warning { .. } = disk.event(config) {
@@ -290,7 +296,7 @@ fn data_event(config: &RunConfig, train: &SampleSet, eval: Option<&SampleSet>) -
         images: train.image_count + eval.map_or(0, |e| e.image_count),
         supervised_min_tokens: train.sizes.iter().map(|s| s.supervised).min().unwrap_or(0),
         skipped: train.problems.len() + eval.map_or(0, |e| e.problems.len()),
-        wraps_around_global_batch: sampler(config, train.samples.len(), &[]).wraps_around(),
+        wraps_around_global_batch: sampler(config, train.mix(), &[]).wraps_around(),
     })
 }
 

@@ -37,6 +37,7 @@ pub use comparison::{Panel, Series, comparison};
 pub use curve::{Point, loss_curve};
 pub(crate) use directory::number;
 pub use directory::{Answer, RunFiles};
+pub(crate) use page::live;
 pub use page::{REPORT, write_pages};
 pub use plan_file::PlanFile;
 pub use state::{TrainerState, TrainerStateConfig};

@@ -119,7 +119,7 @@ impl<'a> Trainer<'a> {
             ..
         } = opened;
         Self {
-            total_steps: replica.config.total_steps(train.samples.len()),
+            total_steps: replica.config.total_steps(train.mix().per_epoch()),
             done: 0,
             started_at: 0,
             total_tokens: 0,
@@ -151,7 +151,7 @@ impl<'a> Trainer<'a> {
     pub(crate) fn train(&mut self, stop: &StopFlag) -> Result<RunSummary, Failure> {
         let config = self.replica.config;
         let first = &config.found().first_samples;
-        let sampler = sampler(config, self.train.samples.len(), first);
+        let sampler = sampler(config, self.train.mix(), first);
         let schedule = schedule(config, self.total_steps);
         let mut traces = StepTraces::new(config.trace_steps.clone());
         self.resume()?;
@@ -217,7 +217,7 @@ impl<'a> Trainer<'a> {
             })?;
             scaler.restore(state);
         }
-        let (config, samples) = (self.replica.config, self.train.samples.len());
+        let (config, samples) = (self.replica.config, self.train.mix().per_epoch());
         let position = resume::position(config, directory, meta, samples, self.total_steps)?;
         self.done = position.done;
         self.started_at = position.done;
@@ -526,7 +526,7 @@ impl<'a> Trainer<'a> {
             "steps_done": self.done,
             "updates": zero.step_count(),
             "total_tokens": total_tokens,
-            "samples": self.train.samples.len(),
+            "samples": self.train.mix().per_epoch(),
             "global_batch": config.global_batch(),
             "seed": config.seed,
             "precision": zero.plan().config().precision.name(),

@@ -14,7 +14,7 @@ pub use encoded::{
 pub use error::SampleError;
 pub use formats::{
     DATASET_INFO, DataFormat, Dataset, data_files, data_parts, detect, read_datasets, read_samples,
-    read_samples_as,
+    read_samples_as, sample_places, weight_of,
 };
 pub use lines::sample_lines;
 pub use raw::{DataError, RawSample, SINGLE_IMAGE};

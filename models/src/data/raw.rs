@@ -33,6 +33,24 @@ pub enum DataError {
         /// What the parser expected or found.
         reason: String,
     },
+    /// A row of a Parquet file cannot be read, or is not a sample.
+    #[error("{}, row {row}: {reason}", path.display())]
+    Row {
+        /// Path of the data file.
+        path: PathBuf,
+        /// Index of the row, from 0.
+        row: usize,
+        /// What is wrong with the row.
+        reason: String,
+    },
+    /// A file is to be taken a number of times that is not above 0.
+    #[error("{} has the weight {weight}, which is not above 0", path.display())]
+    Weight {
+        /// Path of the file or directory.
+        path: PathBuf,
+        /// The weight as it is given.
+        weight: f64,
+    },
     /// The file or directory holds no sample.
     #[error("{} contains no sample", path.display())]
     Empty {

@@ -67,6 +67,7 @@ fn decoding_stays_within_the_bytes_that_the_header_states() {
             ImageFormat::Jpeg,
             ImageFormat::WebP,
             ImageFormat::Bmp,
+            ImageFormat::Tiff,
         ] {
             let mut file = std::io::Cursor::new(Vec::new());
             // Not every format stores every kind of pixel.

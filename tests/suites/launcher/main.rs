@@ -16,6 +16,7 @@ mod endings;
 mod families;
 mod faults;
 mod foreign;
+mod forms;
 mod generate;
 mod languages;
 mod memory;

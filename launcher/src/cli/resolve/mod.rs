@@ -16,7 +16,7 @@ use crate::config::{
     SampleRules, Source, Strategy, Task, Tier, Warmup,
 };
 use engine::comm::MAX_RANKS;
-use models::data::{DATASET_INFO, data_parts};
+use models::data::{DATASET_INFO, data_parts, weight_of};
 
 /// Directory of `dataset_info.json` where none is given, as in LLaMA-Factory.
 const DATASET_DIR: &str = "data";
@@ -253,6 +253,7 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
     };
     let data = samples(&args.data, &args.dataset)?;
     let eval_data = samples(&args.eval_data, &args.eval_dataset)?;
+    refuse_weights(eval_data.as_deref())?;
     match (&args.model, data) {
         (Some(model), Some(data)) => Ok(Source::Files {
             model: location(model, args.tokenizer.as_deref())?,
@@ -281,6 +282,27 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
     }
 }
 
+/// Fails if held-out data has a weight: each sample is evaluated once.
+fn refuse_weights(eval_data: Option<&Path>) -> Result<(), Failure> {
+    let parts = eval_data.map(data_parts).unwrap_or_default();
+    let weighted = |part: &&PathBuf| !matches!(weight_of(part), Ok((_, 1.0)));
+    let Some(part) = parts.iter().find(weighted) else {
+        return Ok(());
+    };
+    Err(Failure::usage(
+        text!(
+            "--eval-data {} has a weight",
+            "--eval-data {} 带有权重",
+            part.display()
+        ),
+        both(
+            "each held-out sample is evaluated once",
+            "每个留出样本只评估一次",
+        ),
+    )
+    .next(both("omit the weight", "请去掉权重")))
+}
+
 /// The files that are `given`, otherwise those that the `names` in a `dataset_info.json` of `directory` stand for.
 fn data(
     given: Option<&Path>,
@@ -296,7 +318,11 @@ fn data(
                 .split(',')
                 .map(str::trim)
                 .filter(|name| !name.is_empty());
-            let entry = |name: &str| match Path::new(name).exists() {
+            let exists = |name: &str| match weight_of(Path::new(name)) {
+                Ok((path, _)) => path.exists(),
+                Err(_) => false,
+            };
+            let entry = |name: &str| match exists(name) {
                 true => PathBuf::from(name),
                 false => directory.join(format!("{DATASET_INFO}#{name}")),
             };

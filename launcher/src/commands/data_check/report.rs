@@ -30,6 +30,9 @@ pub(super) struct Report {
     pub(super) without_images: usize,
     #[serde(rename = "pictures")]
     pub(super) images: Images,
+    /// How many samples an epoch takes of each file, if that is not each once.
+    #[serde(skip)]
+    pub(super) mix: Option<Text>,
     /// Images of which the model sees less than their files hold.
     #[serde(rename = "picture_losses")]
     pub(super) losses: ImageLosses,
@@ -129,6 +132,9 @@ impl Report {
         let ignored = self.files.iter().filter_map(DataFile::without_effect);
         for (i, text) in ignored.enumerate() {
             add(first(i, both("keys", "键")), &text);
+        }
+        if let Some(line) = &self.mix {
+            add(both("mix", "混合"), line);
         }
         let (words, images) = (both("text", "文本"), both("images", "图片"));
         add(both("tokens", "token"), &spread(&self.tokens));

@@ -44,6 +44,18 @@ pub(super) enum State {
 }
 
 impl State {
+    /// The state in one word.
+    pub(super) fn word(self) -> &'static str {
+        match self {
+            Self::Starting => "starting",
+            Self::Running => "running",
+            Self::Finished => "finished",
+            Self::Stopped => "stopped",
+            Self::Failed => "failed",
+            Self::Dead => "dead",
+        }
+    }
+
     /// Whether the run is still in progress.
     pub(super) fn goes_on(self) -> bool {
         matches!(self, Self::Starting | Self::Running)

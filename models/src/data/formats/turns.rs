@@ -114,6 +114,7 @@ fn content(keys: &mut Keys, ignored: &mut Ignored) -> Result<(String, Vec<PathBu
     }
     match content {
         Some(Value::String(text)) => Ok((escaped(text), Vec::new())),
+        Some(Value::Number(number)) => Ok((number.to_string(), Vec::new())),
         Some(Value::Array(parts)) => joined(parts, ignored).map_err(|reason| keys.refusal(&reason)),
         Some(other) => Err(keys.refusal(&format!("the content is {other}, not a text"))),
         None => Err(keys.refusal("missing field `content` or `value`")),
@@ -175,17 +176,20 @@ fn escaped(text: String) -> String {
 
 /// The turn of a `role` in any of the known spellings.
 fn spoken(role: &str, mut content: String, keys: &mut Keys) -> Result<Turn, String> {
-    let role = match role {
-        "human" | "User" => "user",
-        "gpt" | "Assistant" | "bot" | "chatgpt" | "model" => "assistant",
-        "tool" | "tool_response" | "function" | "function_response" => "observation",
+    let role = match role.to_ascii_lowercase().as_str() {
+        "user" | "human" | "prompter" => "user",
+        "assistant" | "gpt" | "bot" | "chatbot" | "chatgpt" | "model" | "ai" => "assistant",
+        "system" | "developer" => "system",
+        "observation" | "tool" | "tool_response" | "function" | "function_response" => {
+            "observation"
+        }
         "function_call" | "tool_call" => {
             let (metadata, content) = call(&content).map_err(|reason| keys.refusal(&reason))?;
             let mut message = Message::new("assistant", content);
             message.metadata = metadata;
             return Ok(Turn::of(message, Vec::new()));
         }
-        other => other,
+        _ => role,
     };
     let images = images::take_tags(&mut content).map_err(|reason| keys.refusal(&reason))?;
     if role == "assistant" && !images.is_empty() {
