@@ -18,13 +18,15 @@ use std::sync::Arc;
 
 /// Model types that are supported: values of `model_type` in `config.json`, or of the first entry of
 /// `architectures` in a file without `model_type`.
-pub const MODEL_TYPES: [&str; 6] = [
+pub const MODEL_TYPES: [&str; 8] = [
     "minicpmv",
     "minicpmo",
     "CogVLMForCausalLM",
     "CogAgentForCausalLM",
     "chatglm",
     "glm4v",
+    "glm46v",
+    "glm_ocr",
 ];
 
 /// Family of published models that [`open_model`] supports.
@@ -32,9 +34,9 @@ pub const MODEL_TYPES: [&str; 6] = [
 pub enum Family {
     /// MiniCPM-V 2.6 and MiniCPM-o 2.6.
     MiniCpm,
-    /// GLM-4V-9B.
+    /// GLM-4V-9B, and CogAgent-9B-20241220.
     Glm4v,
-    /// GLM-4.1V-9B-Thinking.
+    /// GLM-4.1V-9B-Thinking, GLM-4.6V-Flash and GLM-OCR.
     Glm41v,
     /// CogVLM.
     CogVlm,
@@ -115,7 +117,7 @@ impl Family {
             "minicpmv" | "minicpmo" => Ok(Self::MiniCpm),
             // The text models of the family have the same name.
             "chatglm" if vision.is_some() => Ok(Self::Glm4v),
-            "glm4v" => Ok(Self::Glm41v),
+            "glm4v" | "glm46v" | "glm_ocr" => Ok(Self::Glm41v),
             "" => Err(ConfigError::UnsupportedModel {
                 found: architecture,
             }),

@@ -20,6 +20,8 @@ pub const ACTIVATION_OF_LARGEST: f64 = 1e-5;
 pub const GLM_FEATURES: f64 = 1e-5;
 /// Normalized pixels: equal, since operations and their order are the same.
 pub const PIXEL: f64 = 0.0;
+/// Normalized pixels of a video: the reference subtracts the mean from the byte before it divides, with another rounding.
+pub const VIDEO_PIXEL: f64 = 5e-7;
 /// A mean loss: absolute.
 pub const LOSS: f64 = 5e-6;
 /// A gradient tensor: share of its own largest entry.

@@ -23,6 +23,7 @@ mod objects;
 mod sample;
 mod sources;
 mod turns;
+mod videos;
 
 use std::path::{Path, PathBuf};
 
@@ -108,7 +109,7 @@ impl DataFormat {
 }
 
 /// The samples of a data file or directory.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Dataset {
     /// The file or directory.
     pub path: PathBuf,
