@@ -119,12 +119,12 @@ fn config(error: &ConfigError) -> Option<String> {
         ConfigError::Read { path, .. } => format!("无法读取 {}", path.display()),
         ConfigError::Json { path, .. } => format!("{} 不是有效的模型配置", path.display()),
         ConfigError::UnsupportedModel { found } => format!("不支持模型类型 \"{found}\""),
-        ConfigError::UnsupportedVersion {
-            model_type,
-            found,
-            expected,
+        ConfigError::KnownCheckpoint {
+            name,
+            reason,
+            nearest,
         } => {
-            format!("不支持 {model_type} 的版本 {found}，只支持 {expected}")
+            format!("不支持 {name}：{reason}；可用的最接近的检查点是 {nearest}")
         }
         ConfigError::Quantized { method } => {
             format!("quantization_config 表明权重是量化的（{method}）；该模型读取 f32、bf16 和 f16")

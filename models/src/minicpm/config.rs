@@ -6,8 +6,6 @@ use std::path::Path;
 
 /// Elements of one head of the resampler's attention, which has `hidden_size / 128` heads.
 pub const RESAMPLER_HEAD_DIM: usize = 128;
-/// Releases whose layout is implemented, as errors name them.
-const SUPPORTED_VERSIONS: &str = "2.6 or 4.5";
 /// Side of a slice's area in the published checkpoints, absent from their `config.json`.
 const DEFAULT_SCALE_RESOLUTION: usize = 448;
 /// Slices per image of the published checkpoints.
@@ -219,12 +217,30 @@ impl Family {
         match found.as_str() {
             "2.6" => Ok((family, Release::V2_6)),
             "4.5" => Ok((family, Release::V4_5)),
-            _ => Err(ConfigError::UnsupportedVersion {
-                model_type,
-                found,
-                expected: SUPPORTED_VERSIONS,
-            }),
+            _ => {
+                let (letter, nearest) = match family {
+                    Self::Vision => ('V', "MiniCPM-V 4.5"),
+                    Self::Omni => ('o', "MiniCPM-o 4.5"),
+                };
+                Err(ConfigError::KnownCheckpoint {
+                    name: format!("MiniCPM-{letter} {found}"),
+                    reason: lacking(&found),
+                    nearest,
+                })
+            }
         }
+    }
+}
+
+/// What this program lacks for the release `version`.
+fn lacking(version: &str) -> &'static str {
+    match version.split(' ').next() {
+        Some("2.0") => "its tower, resampler and decoder (MiniCPM-2.4B) are other ones",
+        Some("2.5") => "its decoder is Llama 3 with a prompt of its own",
+        Some("4.0" | "4") => {
+            "its decoder has long positions (longrope) and scalings that were not compared with its weights"
+        }
+        _ => "its layout is not implemented",
     }
 }
 
@@ -393,8 +409,17 @@ mod tests {
     #[test]
     fn the_version_may_be_text_and_unknown_versions_are_named() {
         assert!(with("/version", json!("2.6")).is_ok());
-        let error = with("/version", json!(4.5)).unwrap_err();
-        assert!(matches!(error, ConfigError::UnsupportedVersion { found, .. } if found == "4.5"));
+        assert!(with("/version", json!(4.5)).is_ok());
+        assert!(with("/version", json!("4.5")).is_ok());
+        for (version, name) in [
+            (json!(4.0), "MiniCPM-V 4.0"),
+            (json!("4.6"), "MiniCPM-V 4.6"),
+        ] {
+            let error = with("/version", version).unwrap_err();
+            assert!(matches!(&error, ConfigError::KnownCheckpoint { .. }), "{error}");
+            let text = error.to_string();
+            assert!(text.contains(name) && text.contains("MiniCPM-V 4.5"), "{text}");
+        }
         let mut config = base();
         config.as_object_mut().unwrap().shift_remove("version");
         assert!(parse(&config).unwrap_err().to_string().contains("2.5"));
