@@ -283,7 +283,11 @@ mod tests {
     #[test]
     fn known_checkpoints_are_refused_by_name_with_the_nearest_that_works() {
         for (config, name, nearest) in [
-            (json!({"model_type": "glm4v_moe"}), "GLM-4.5V", "GLM-4.6V-Flash"),
+            (
+                json!({"model_type": "glm4v_moe"}),
+                "GLM-4.5V",
+                "GLM-4.6V-Flash",
+            ),
             (
                 json!({"architectures": ["Glm4vMoeForConditionalGeneration"]}),
                 "GLM-4.6V",

@@ -40,6 +40,7 @@ pub const TRAJECTORY_OMNI: f64 = 2e-4;
 pub const DRIFT_RELATIVE: f64 = 1e-2;
 /// Gradient norms along a trajectory: share of the largest. The norm sums squares of all entries, so errors of single
 /// entries average out. The growth of loss differences along the steps remains.
+/// A pack that states a larger effect of rounding on its losses widens this bound in proportion.
 pub const GRAD_NORM: f64 = 1e-4;
 /// An adapter tensor after training: relative L2 distance.
 pub const ADAPTER_L2: f64 = 1e-3;

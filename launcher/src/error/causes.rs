@@ -311,9 +311,7 @@ fn sample(error: &SampleError) -> Option<String> {
         }
         SampleError::Video => "样本带有视频，而该模型不读取视频".to_owned(),
         SampleError::VideoFrames { video, reason } => format!("视频 {video}：{reason}"),
-        SampleError::Thinking => {
-            "样本设置了 enable_thinking，而模型的模板没有该开关".to_owned()
-        }
+        SampleError::Thinking => "样本设置了 enable_thinking，而模型的模板没有该开关".to_owned(),
         SampleError::AspectRatio {
             name,
             width,

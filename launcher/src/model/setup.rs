@@ -62,10 +62,9 @@ impl Setup {
         let unused = weights
             .check(self.model.spec())
             .map_err(|e| failures::weights(&e))?;
-        let (unused, unknown): (Vec<String>, Vec<String>) =
-            unused
-                .into_iter()
-                .partition(|name| is_other_part(name) || self.is_later_layer(name));
+        let (unused, unknown): (Vec<String>, Vec<String>) = unused
+            .into_iter()
+            .partition(|name| is_other_part(name) || self.is_later_layer(name));
         if let Some(first) = unknown.first() {
             let more = unknown.len() - 1;
             show(Event::Warning {
@@ -113,7 +112,9 @@ impl Setup {
 /// Name of the part that the skipped tensor `name` belongs to: its first module, or a layer of its own.
 fn other_part(name: &str) -> String {
     let modules: Vec<&str> = name.split('.').collect();
-    let layer = modules.iter().position(|module| module.parse::<usize>().is_ok());
+    let layer = modules
+        .iter()
+        .position(|module| module.parse::<usize>().is_ok());
     match layer {
         Some(layer) if modules[0] == "model" => modules[..=layer].join("."),
         _ => modules[0].to_owned(),

@@ -6,7 +6,8 @@
 use super::processor::CogProcessor;
 use super::prompt::Turns;
 use crate::data::conversation::{
-    Abilities, check_abilities, check_metadata, check_vocabulary, image_error, plain_text, question, shifted, supervised,
+    Abilities, check_abilities, check_metadata, check_vocabulary, image_error, plain_text,
+    question, shifted, supervised,
 };
 use crate::data::{
     EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, ImagePlan, PlaceholderStyle,

@@ -5,8 +5,8 @@ use std::path::Path;
 use serde::Deserialize;
 
 use super::config::{Glm41vConfig, MERGE, Network};
-use super::thinking;
 use super::resize::ImageLimits;
+use super::thinking;
 use crate::config::{ConfigError, size, unsupported};
 use crate::data::conversation::control_tokens;
 use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor, read_settings};

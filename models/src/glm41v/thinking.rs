@@ -73,7 +73,10 @@ mod tests {
     #[test]
     fn thoughts_are_written_behind_the_last_question_only() {
         let content = "lost<think>\nLook.\n</think>\n\n Yes. ";
-        assert_eq!(said(content, false, None)[1], "\n<think>Look.</think>\nYes.");
+        assert_eq!(
+            said(content, false, None)[1],
+            "\n<think>Look.</think>\nYes."
+        );
         assert_eq!(said(content, true, None)[1], "\n<think></think>\nYes.");
         let off = said(content, false, Some(false));
         assert_eq!(off, ["\n<think></think>\n", "Yes."]);
@@ -81,7 +84,10 @@ mod tests {
 
     #[test]
     fn answers_without_a_thought_or_a_reply_keep_the_block() {
-        assert_eq!(said("Yes.", false, Some(true))[1], "\n<think></think>\nYes.");
+        assert_eq!(
+            said("Yes.", false, Some(true))[1],
+            "\n<think></think>\nYes."
+        );
         assert_eq!(said(" \n", false, None)[1], "\n<think></think>");
         assert_eq!(said("", false, Some(false)), ["\n<think></think>", ""]);
         assert_eq!(said("a</think>b", false, None)[1], "\n<think>a</think>\nb");

@@ -31,14 +31,18 @@ pub fn frame_size(
 pub(super) fn step_seconds(video: &RawVideo, patch_frames: usize) -> Result<Vec<f64>, String> {
     let frames = video.frames.len();
     if frames < patch_frames {
-        return Err(format!("{frames} frames, at least {patch_frames} are needed"));
+        return Err(format!(
+            "{frames} frames, at least {patch_frames} are needed"
+        ));
     }
     if frames > MAX_FRAMES {
         return Err(format!("{frames} frames, at most {MAX_FRAMES} are taken"));
     }
     let first = (0..frames).step_by(patch_frames);
     match &video.clock {
-        Some(Clock::Groups(_)) => Err("only MiniCPM-V 4.5 groups frames by temporal_ids".to_owned()),
+        Some(Clock::Groups(_)) => {
+            Err("only MiniCPM-V 4.5 groups frames by temporal_ids".to_owned())
+        }
         Some(Clock::Seconds(times)) if times.len() != frames => {
             Err(format!("{} times for {frames} frames", times.len()))
         }
@@ -83,6 +87,9 @@ mod tests {
     #[test]
     fn times_round_the_binary_number() {
         let texts = [0.25, 0.35, 1.0, 1.75].map(time_text);
-        assert_eq!(texts, ["0.2 seconds", "0.3 seconds", "1.0 seconds", "1.8 seconds"]);
+        assert_eq!(
+            texts,
+            ["0.2 seconds", "0.3 seconds", "1.0 seconds", "1.8 seconds"]
+        );
     }
 }

@@ -14,8 +14,8 @@ use std::path::PathBuf;
 
 use super::processor::{Glm4vProcessor, marker};
 use crate::data::conversation::{
-    Abilities, Roles, check_abilities, check_roles, check_turns, check_vocabulary, first_question, image_error, question,
-    shifted, supervised,
+    Abilities, Roles, check_abilities, check_roles, check_turns, check_vocabulary, first_question,
+    image_error, question, shifted, supervised,
 };
 use crate::data::{
     EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, ImagePlan, PlaceholderStyle, RawSample,

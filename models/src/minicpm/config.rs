@@ -416,9 +416,15 @@ mod tests {
             (json!("4.6"), "MiniCPM-V 4.6"),
         ] {
             let error = with("/version", version).unwrap_err();
-            assert!(matches!(&error, ConfigError::KnownCheckpoint { .. }), "{error}");
+            assert!(
+                matches!(&error, ConfigError::KnownCheckpoint { .. }),
+                "{error}"
+            );
             let text = error.to_string();
-            assert!(text.contains(name) && text.contains("MiniCPM-V 4.5"), "{text}");
+            assert!(
+                text.contains(name) && text.contains("MiniCPM-V 4.5"),
+                "{text}"
+            );
         }
         let mut config = base();
         config.as_object_mut().unwrap().shift_remove("version");

@@ -29,11 +29,19 @@ pub(super) fn groups(video: &RawVideo) -> Result<Vec<Vec<Option<u32>>>, String> 
     }
     if groups.len() > MAX_GROUPS {
         let count = groups.len();
-        return Err(format!("{count} groups of frames, at most {MAX_GROUPS} are taken"));
+        return Err(format!(
+            "{count} groups of frames, at most {MAX_GROUPS} are taken"
+        ));
     }
-    match groups.iter().map(Vec::len).find(|len| !(1..=MAX_GROUP).contains(len)) {
+    match groups
+        .iter()
+        .map(Vec::len)
+        .find(|len| !(1..=MAX_GROUP).contains(len))
+    {
         None => Ok(groups),
-        Some(len) => Err(format!("a group of {len} frames, 1 to {MAX_GROUP} are possible")),
+        Some(len) => Err(format!(
+            "a group of {len} frames, 1 to {MAX_GROUP} are possible"
+        )),
     }
 }
 
@@ -77,7 +85,10 @@ mod tests {
     #[test]
     fn frames_without_groups_share_as_little_as_possible() {
         let seconds = Some(Clock::Seconds(vec![0.0, 0.5, 4.3]));
-        assert_eq!(groups(&video(3, seconds)).unwrap(), [[Some(0)], [Some(5)], [Some(42)]]);
+        assert_eq!(
+            groups(&video(3, seconds)).unwrap(),
+            [[Some(0)], [Some(5)], [Some(42)]]
+        );
         let many = groups(&video(MAX_GROUPS + 1, Some(Clock::Rate(10.0)))).unwrap();
         assert_eq!((many.len(), many[0].len()), (91, 2));
         assert!(groups(&video(MAX_GROUPS * MAX_GROUP + 1, None)).is_err());

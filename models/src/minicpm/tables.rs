@@ -87,10 +87,7 @@ pub(super) fn joins(slice: &Slice) -> bool {
     slice.stamp.is_some_and(|stamp| stamp.joins)
 }
 
-fn times(
-    slices: &[&Slice],
-    backend: &dyn Backend,
-) -> Result<Option<(Vec<Option<u32>>, Tensor)>> {
+fn times(slices: &[&Slice], backend: &dyn Backend) -> Result<Option<(Vec<Option<u32>>, Tensor)>> {
     if slices.iter().all(|slice| slice.stamp.is_none()) {
         return Ok(None);
     }

@@ -1,9 +1,7 @@
 //! What the golden packs do not cover, on a tiny model with random start values.
 
 use super::MiniCpm;
-use super::config::{
-    Family, LanguageConfig, MiniCpmConfig, Release, SlicingConfig, VisionConfig,
-};
+use super::config::{Family, LanguageConfig, MiniCpmConfig, Release, SlicingConfig, VisionConfig};
 use crate::ModelOptions;
 use crate::autograd::{AccessEvent, Dropout, ResidentParams, Tape};
 use crate::data::Slice;

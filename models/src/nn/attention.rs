@@ -70,9 +70,9 @@ impl SelfAttention {
                 Projections::Apart(Box::new(layers))
             }
         };
-        let head_norms = config.head_norms.map(|eps| {
-            ["q_norm", "k_norm"].map(|name| RmsNorm::new(&mut scope, name, d, eps))
-        });
+        let head_norms = config
+            .head_norms
+            .map(|eps| ["q_norm", "k_norm"].map(|name| RmsNorm::new(&mut scope, name, d, eps)));
         let shape = [c, config.heads * d];
         let out = scope.linear(config.out_name, shape, config.out_bias);
         Self {

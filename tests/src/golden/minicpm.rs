@@ -300,10 +300,7 @@ pub fn run_options(runs: &Runs, run: &str, options: &mut ModelOptions) -> Result
             Some(adapter()?.to_lora(&["embed_tokens", "resampler"])),
         ),
         other => {
-            ensure!(
-                runs.runs.contains_key(other),
-                "unknown run {other}"
-            );
+            ensure!(runs.runs.contains_key(other), "unknown run {other}");
             // A run of a later pack: what it trains beyond a full fine-tune shows in the count of trainable elements.
             (true, true, None)
         }

@@ -94,11 +94,21 @@ fn tensors(file: &Path, prefix: &str) -> BTreeMap<String, Vec<u8>> {
 #[test]
 fn tensors_that_no_model_has_come_out_of_an_export_byte_for_byte() {
     for (pack, prefixes, named) in [
-        ("glm-ocr", &["model.language_model.layers.2."][..], "layers.2 16"),
-        ("minicpm-o-4_5", &["apm.", "audio_projection_layer.", "tts."], "tts "),
+        (
+            "glm-ocr",
+            &["model.language_model.layers.2."][..],
+            "layers.2 16",
+        ),
+        (
+            "minicpm-o-4_5",
+            &["apm.", "audio_projection_layer.", "tts."],
+            "tts ",
+        ),
     ] {
         let site = Site::with_family(pack);
-        let screen = site.train("--zero 2 --nproc 2 --max-steps 1 --lora-rank 2").screen;
+        let screen = site
+            .train("--zero 2 --nproc 2 --max-steps 1 --lora-rank 2")
+            .screen;
         assert!(screen.contains(named), "{pack}\n{screen}");
         let line = "export out/checkpoint-1 --output merged --merge";
         let outcome = site.start_plain(line).finish();
@@ -128,7 +138,11 @@ fn videos_of_frames_train() {
         {"role": "user", "content": "<video>What changes?"},
         {"role": "assistant", "content": "The circle."},
     ], "videos": ["film"]});
-    fs::write(site.path("data/film.jsonl"), format!("{sample}\n").repeat(2)).unwrap();
+    fs::write(
+        site.path("data/film.jsonl"),
+        format!("{sample}\n").repeat(2),
+    )
+    .unwrap();
     site.train("--data data/film.jsonl --nproc 2 --zero 3 --max-steps 2");
     assert_eq!(losses(&site.path("out")).len(), 2);
     let other = Site::with_family("glm-ocr");

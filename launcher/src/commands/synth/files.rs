@@ -305,15 +305,22 @@ fn glm41v(config: &Glm41vConfig, raw: &Value) -> ModelFiles {
     let image = id(raw, "image_token_id");
     let place = |tokens: &[&str]| tokens.iter().position(|token| *token == "<|image|>");
     // The model type of GLM-4.6V-Flash is that of GLM-4.1V. Its image token is further behind the end token.
-    let starts = image.zip(place(&GLM_LATER)).and_then(|(image, at)| image.checked_sub(at));
-    let stated_end = config.eos_ids.first().and_then(|id| usize::try_from(*id).ok());
+    let starts = image
+        .zip(place(&GLM_LATER))
+        .and_then(|(image, at)| image.checked_sub(at));
+    let stated_end = config
+        .eos_ids
+        .first()
+        .and_then(|id| usize::try_from(*id).ok());
     let is_later = config.network == Network::GlmOcr || (starts.is_some() && starts == stated_end);
     let (tokens, kind): (&[&str], _) = match is_later {
         true => (&GLM_LATER, "Glm46V"),
         false => (&GLM, "Glm4v"),
     };
     // The configuration states the id of the image token.
-    let stated = image.zip(place(tokens)).and_then(|(image, at)| image.checked_sub(at));
+    let stated = image
+        .zip(place(tokens))
+        .and_then(|(image, at)| image.checked_sub(at));
     let first = stated.unwrap_or_else(|| first_of(&config.eos_ids, size, tokens.len()));
     ModelFiles {
         vocabulary: Vocabulary::of_bytes(size).with_run(first, tokens),

@@ -180,10 +180,7 @@ fn mark(turns: &mut [Turn]) {
 }
 
 /// Adds the frames of `videos` to the images of a sample.
-fn with_frames(
-    videos: Vec<videos::Given>,
-    images: &mut Vec<(String, PathBuf)>,
-) -> Vec<RawVideo> {
+fn with_frames(videos: Vec<videos::Given>, images: &mut Vec<(String, PathBuf)>) -> Vec<RawVideo> {
     let videos = videos.into_iter().enumerate().map(|(index, video)| {
         let first = images.len();
         let frames = video.frames.into_iter().enumerate();
@@ -201,7 +198,9 @@ fn switch(keys: &mut Keys) -> Result<Option<bool>, String> {
     match keys.take("enable_thinking") {
         None => Ok(None),
         Some(Value::Bool(on)) => Ok(Some(on)),
-        Some(other) => Err(keys.refusal(&format!("\"enable_thinking\" is {other}, not true or false"))),
+        Some(other) => Err(keys.refusal(&format!(
+            "\"enable_thinking\" is {other}, not true or false"
+        ))),
     }
 }
 

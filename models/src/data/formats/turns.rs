@@ -107,7 +107,8 @@ fn one(index: usize, turn: Value, ignored: &mut Ignored) -> Result<Turn, String>
 fn content(keys: &mut Keys, ignored: &mut Ignored) -> Result<(String, Vec<PathBuf>), String> {
     let mut content = keys.take_any("content");
     if let Some(fields) = keys.take("agent") {
-        let prompt = AgentPrompt::deserialize(fields).map_err(|error| keys.refusal(&format!("\"agent\": {error}")))?;
+        let prompt = AgentPrompt::deserialize(fields)
+            .map_err(|error| keys.refusal(&format!("\"agent\": {error}")))?;
         let query = prompt.query().map_err(|reason| keys.refusal(&reason))?;
         match content.replace(query.clone().into()) {
             Some(Value::String(given)) if given != query => {

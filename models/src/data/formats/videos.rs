@@ -41,7 +41,8 @@ pub(super) fn take(
     };
     let videos = list.into_iter().enumerate();
     let videos = videos.map(|(index, video)| {
-        one(video, root, ignored).map_err(|reason| keys.refusal(&format!("{key} {index}: {reason}")))
+        one(video, root, ignored)
+            .map_err(|reason| keys.refusal(&format!("{key} {index}: {reason}")))
     });
     videos.collect()
 }
@@ -74,7 +75,9 @@ fn one(video: Value, root: &Path, ignored: &mut Ignored) -> Result<Given, String
 fn frames(value: Value, root: &Path) -> Result<Vec<PathBuf>, String> {
     let frames = match &value {
         Value::Array(list) => {
-            let paths = list.iter().map(|frame| path(frame)?.ok_or_else(|| no_path(frame)));
+            let paths = list
+                .iter()
+                .map(|frame| path(frame)?.ok_or_else(|| no_path(frame)));
             paths.collect::<Result<Vec<_>, String>>()?
         }
         Value::String(_) => match path(&value)? {
@@ -101,14 +104,18 @@ fn listed(named: &Path, root: &Path) -> Result<Vec<PathBuf>, String> {
     let mut names = names.collect::<Result<Vec<_>, _>>().map_err(unreadable)?;
     names.retain(|name| {
         let ending = Path::new(name).extension().unwrap_or_default();
-        ENDINGS.iter().any(|known| ending.eq_ignore_ascii_case(known))
+        ENDINGS
+            .iter()
+            .any(|known| ending.eq_ignore_ascii_case(known))
     });
     names.sort();
     Ok(names.into_iter().map(|name| named.join(name)).collect())
 }
 
 fn seconds(value: &Value) -> Option<f64> {
-    value.as_f64().filter(|time| time.is_finite() && *time >= 0.0)
+    value
+        .as_f64()
+        .filter(|time| time.is_finite() && *time >= 0.0)
 }
 
 fn times(value: &Value) -> Result<Vec<f64>, String> {
@@ -124,7 +131,13 @@ fn groups(value: &Value) -> Result<Vec<Vec<Option<u32>>>, String> {
         -1 => Some(None),
         tenths => u32::try_from(tenths).ok().map(Some),
     };
-    let group = |value: &Value| value.as_array()?.iter().map(tenths).collect::<Option<Vec<_>>>();
+    let group = |value: &Value| {
+        value
+            .as_array()?
+            .iter()
+            .map(tenths)
+            .collect::<Option<Vec<_>>>()
+    };
     let list = value.as_array().map(|list| list.iter().map(group));
     let groups = list.and_then(Iterator::collect::<Option<Vec<_>>>);
     groups.ok_or_else(|| "\"temporal_ids\" are no lists of tenths of seconds".to_owned())

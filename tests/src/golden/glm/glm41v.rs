@@ -25,7 +25,11 @@ use serde_json::Value;
 /// Sizes that images are resized to, which a pack may lack.
 const SIZES: &str = "smart_resize_cases.json";
 /// Other configurations of the same model, which a pack may lack.
-const OTHERS: [&str; 3] = ["config.flat.json", "config.glm46v.json", "config.glm4v.json"];
+const OTHERS: [&str; 3] = [
+    "config.flat.json",
+    "config.glm46v.json",
+    "config.glm4v.json",
+];
 
 /// Reader of these packs.
 #[derive(Clone, Copy, Debug)]
@@ -108,9 +112,18 @@ impl PackFamily for Glm41vPacks {
             let (kind, rest) = name.split_once('.').unwrap_or((name, ""));
             let tap = |tap: &str| compare_activation(name, run.taps.get(tap), stored);
             let compared = match kind {
-                "input_ids" | "labels" | "attention_mask" | "position_ids"
-                | "mm_token_type_ids" | "image_grid_thw" | "video_grid_thw" | "resized_u8"
-                | "pixel_values" | "pixel_values_videos" | "greedy_prompt_ids" | "greedy_ids"
+                "input_ids"
+                | "labels"
+                | "attention_mask"
+                | "position_ids"
+                | "mm_token_type_ids"
+                | "image_grid_thw"
+                | "video_grid_thw"
+                | "resized_u8"
+                | "pixel_values"
+                | "pixel_values_videos"
+                | "greedy_prompt_ids"
+                | "greedy_ids"
                 | "greedy_margin" => continue,
                 "patch_embed" => tap("vision.patch_embed")?,
                 "vit_embed" => tap("vision.embed")?,
@@ -258,7 +271,11 @@ fn chat(pack: &Pack, processor: &dyn Processor) -> Result<Vec<Comparison>> {
         )?;
         let name = "tokenizer_cases chat_prompts";
         all.push(compare_ints(name, &[i64::from(text == prompt.text)], &[1]));
-        all.push(compare_ints(name, &wide(&tokenizer.encode(&prompt.text)?), &prompt.ids));
+        all.push(compare_ints(
+            name,
+            &wide(&tokenizer.encode(&prompt.text)?),
+            &prompt.ids,
+        ));
     }
     Ok(all)
 }

@@ -43,15 +43,14 @@ struct Greedy {
 }
 
 /// The first `count` tokens after the first question of the case in `dir`. No end token stops it earlier.
-fn greedy(
-    pack: &Pack,
-    dir: &Path,
-    count: usize,
-    processor: &dyn Processor,
-) -> Result<Greedy> {
+fn greedy(pack: &Pack, dir: &Path, count: usize, processor: &dyn Processor) -> Result<Greedy> {
     let mut raw = raw_sample(dir)?;
-    let question = raw.conversations.iter().position(|turn| turn.role == "user");
-    raw.conversations.truncate(question.map_or(1, |turn| turn + 1));
+    let question = raw
+        .conversations
+        .iter()
+        .position(|turn| turn.role == "user");
+    raw.conversations
+        .truncate(question.map_or(1, |turn| turn + 1));
     let style = PlaceholderStyle::Training;
     let options = EncodeOptions::default();
     let prompt = processor.encode_prompt(&raw, &ImageFolder::new(dir), &options, style)?;

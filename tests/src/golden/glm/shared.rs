@@ -6,7 +6,9 @@ use crate::golden::{
 };
 use crate::tolerance;
 use anyhow::{Context, Result, ensure};
-use models::data::{Clock, EncodeOptions, EncodedSample, IGNORED, RawSample, RawVideo, SINGLE_IMAGE};
+use models::data::{
+    Clock, EncodeOptions, EncodedSample, IGNORED, RawSample, RawVideo, SINGLE_IMAGE,
+};
 use models::glm4v::agent::AgentPrompt;
 use models::image::ImageFolder;
 use models::text::Message;
@@ -77,10 +79,16 @@ pub(super) fn raw_sample(dir: &Path) -> Result<RawSample> {
     });
     let videos = videos.collect();
     if let Some(agent) = stored.agent {
-        let asked = stored.messages.iter().rfind(|turn| turn.message.role == "user");
+        let asked = stored
+            .messages
+            .iter()
+            .rfind(|turn| turn.message.role == "user");
         let asked = asked.map(|turn| &turn.message.content);
         let query = agent.query().map_err(anyhow::Error::msg)?;
-        ensure!(asked == Some(&query), "the agent asks {query:?}, not {asked:?}");
+        ensure!(
+            asked == Some(&query),
+            "the agent asks {query:?}, not {asked:?}"
+        );
     }
     Ok(RawSample {
         id: None,
