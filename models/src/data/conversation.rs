@@ -92,7 +92,7 @@ pub(crate) fn check_metadata(turns: &[Message]) -> Result<(), SampleError> {
     }
 }
 
-/// What a family does with samples besides pictures and turns.
+/// What a family does with samples besides images and turns.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Abilities {
     /// It reads videos.

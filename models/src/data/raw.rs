@@ -117,7 +117,7 @@ pub enum Clock {
 impl RawSample {
     /// The images that are no frames of a video.
     #[must_use]
-    pub fn pictures(&self) -> &[(String, PathBuf)] {
+    pub fn stills(&self) -> &[(String, PathBuf)] {
         let frames: usize = self.videos.iter().map(|video| video.frames.len()).sum();
         &self.images[..self.images.len() - frames]
     }
@@ -133,7 +133,7 @@ impl RawSample {
 
     /// Whether the sample has exactly one image, given by its path without a name in the text.
     pub fn has_single_image(&self) -> bool {
-        matches!(self.pictures(), [(name, _)] if name == SINGLE_IMAGE)
+        matches!(self.stills(), [(name, _)] if name == SINGLE_IMAGE)
     }
 }
 

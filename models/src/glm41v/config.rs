@@ -146,7 +146,7 @@ impl Glm41vConfig {
             language: LanguageConfig::read(text, network)?,
             vision: VisionConfig::read(fields, network)?,
             eos_ids: eos_ids.unwrap_or_default(),
-            image_token_id: fields.nullable("image_token_id")?,
+            image_token_id: fields.optional("image_token_id")?,
         };
         config.check()?;
         Ok(config)

@@ -37,7 +37,7 @@ impl<'a> Images<'a> {
         let showing = turns.iter().filter(|turn| may_show(turn));
         let marks = showing.flat_map(|turn| PLACES.find_iter(&turn.content));
         let (of_videos, places): (Vec<_>, Vec<_>) = marks.partition(|mark| mark.as_str() == VIDEO);
-        let (images, videos) = (sample.pictures().len(), sample.videos.len());
+        let (images, videos) = (sample.stills().len(), sample.videos.len());
         // Without a video the mark is text.
         let of_videos = if videos == 0 { 0 } else { of_videos.len() };
         for (placeholders, images) in [(places.len(), images), (of_videos, videos)] {
@@ -90,7 +90,7 @@ impl<'a> Images<'a> {
 
     /// The image of the marker `name`: the one of that name, or the next one.
     fn take(&mut self, name: &str) -> Result<usize, SampleError> {
-        let images = self.sample.pictures();
+        let images = self.sample.stills();
         let found = match name {
             SINGLE_IMAGE => self.used.iter().position(|used| !used),
             _ => images

@@ -37,19 +37,19 @@ type Plan = (usize, usize);
 /// What the tower sees of a sample.
 #[derive(Default)]
 struct Shown {
-    /// Size of each input of the tower: of all pictures, then of the steps of all videos.
+    /// Size of each input of the tower: of all stills, then of the steps of all videos.
     plans: Vec<Plan>,
     /// Seconds to each step of each video.
     videos: Vec<Vec<f64>>,
-    /// Number of pictures.
-    pictures: usize,
+    /// Number of stills.
+    stills: usize,
 }
 
 impl Shown {
     /// Inputs of the tower that the steps of `video` are.
     fn steps(&self, video: usize) -> Range<usize> {
         let before: usize = self.videos[..video].iter().map(Vec::len).sum();
-        let first = self.pictures + before;
+        let first = self.stills + before;
         first..first + self.videos[video].len()
     }
 }
@@ -299,13 +299,13 @@ impl Glm41vProcessor {
             let size = images.dimensions(path);
             size.map_err(|error| image_error(name, path, error))
         };
-        let pictures = sample.pictures();
+        let stills = sample.stills();
         let plan = |image: &(String, PathBuf)| self.plan(&image.0, size(image)?, options);
-        let plans: Result<Vec<Plan>, SampleError> = pictures.iter().map(plan).collect();
+        let plans: Result<Vec<Plan>, SampleError> = stills.iter().map(plan).collect();
         let mut shown = Shown {
             plans: plans?,
             videos: Vec::new(),
-            pictures: pictures.len(),
+            stills: stills.len(),
         };
         for (index, video) in sample.videos.iter().enumerate() {
             let wrong = |reason| SampleError::VideoFrames {
@@ -347,9 +347,9 @@ impl Glm41vProcessor {
             let image = resize(&image, plan.0, plan.1);
             Ok(Slice::cut(&image, (0, 0), plan, self.config.patch_size))
         };
-        let pictures = sample.pictures().iter().zip(&shown.plans);
-        let pictures = pictures.map(|(image, plan)| cut(image, *plan));
-        let mut slices = pictures.collect::<Result<Vec<Slice>, SampleError>>()?;
+        let stills = sample.stills().iter().zip(&shown.plans);
+        let stills = stills.map(|(image, plan)| cut(image, *plan));
+        let mut slices = stills.collect::<Result<Vec<Slice>, SampleError>>()?;
         for (index, video) in sample.videos.iter().enumerate() {
             let patch_frames = self.config.limits.frames;
             let frames = &sample.images[video.frames.clone()];

@@ -54,7 +54,7 @@ impl LanguageConfig {
         self.head_dim / 2
     }
 
-    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
+    fn read(fields: Fields<'_>, rope_layout: RopeLayout) -> Result<Self, ConfigError> {
         const HEADS: &str = "num_attention_heads";
         for (field, expected) in [
             ("add_bias_linear", false),
@@ -88,10 +88,7 @@ impl LanguageConfig {
             vocab_size: fields.size("padded_vocab_size")?,
             rms_norm_eps: fields.positive("layernorm_epsilon")?,
             rope_theta,
-            rope_layout: match fields.flag("original_rope", true)? {
-                true => RopeLayout::Interleaved,
-                false => RopeLayout::HalfSplit,
-            },
+            rope_layout,
             qkv_bias: fields.flag("add_qkv_bias", false)?,
         })
     }
@@ -120,12 +117,18 @@ impl Glm4vConfig {
             return Err(ConfigError::UnsupportedModel { found: model_type });
         }
         fields.expect_flag("tie_word_embeddings", false)?;
+        let text = fields.language()?;
+        let original = text.flag("original_rope", true)?;
+        let rope_layout = match fields.flag("original_rope", original)? {
+            true => RopeLayout::Interleaved,
+            false => RopeLayout::HalfSplit,
+        };
         let config = Self {
-            language: LanguageConfig::read(fields.language()?)?,
+            language: LanguageConfig::read(text, rope_layout)?,
             vision: EvaConfig::read(fields)?,
             scaling_factor: fields.positive_or("vision_config.scaling_factor", 1.0)?,
             eos_ids: match fields.eos_ids()? {
-                None => fields.language()?.eos_ids()?,
+                None => text.eos_ids()?,
                 own => own,
             }
             .unwrap_or_default(),

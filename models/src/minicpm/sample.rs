@@ -233,7 +233,7 @@ impl MiniCpmProcessor {
                 _ => Err(wrong_video(1, "a sample has one video at most")),
             };
         };
-        if !sample.pictures().is_empty() {
+        if !sample.stills().is_empty() {
             return Err(wrong_video(0, "a sample with a video has no other image"));
         }
         let groups = frames::groups(video).map_err(|reason| wrong_video(0, reason))?;
@@ -267,8 +267,8 @@ impl MiniCpmProcessor {
             Ok::<_, SampleError>(plan.cut(&image))
         };
         if sample.videos.is_empty() {
-            let pictures = sample.images.iter().zip(&shown.plans);
-            let slices = pictures.map(|(image, plan)| cut(image, plan));
+            let stills = sample.images.iter().zip(&shown.plans);
+            let slices = stills.map(|(image, plan)| cut(image, plan));
             return Ok(in_order(slices.collect::<Result<_, _>>()?, order));
         }
         let mut all = Vec::new();
