@@ -507,15 +507,15 @@ pub enum ConfigError {
         /// The `model_type` of the file, empty if it has none.
         found: String,
     },
-    /// The family is supported, but not this release of it.
-    #[error("{model_type} version {found} is not supported, only version {expected}")]
-    UnsupportedVersion {
-        /// The `model_type` of the file.
-        model_type: String,
-        /// The version found, or what its absence implies.
-        found: String,
-        /// The version that is supported.
-        expected: &'static str,
+    /// The checkpoint was recognized and is not supported.
+    #[error("{name} is not supported: {reason}; the nearest that works is {nearest}")]
+    KnownCheckpoint {
+        /// Name of the checkpoint.
+        name: String,
+        /// What this program lacks for it.
+        reason: &'static str,
+        /// Name of the nearest checkpoint that works.
+        nearest: &'static str,
     },
     /// The weights are quantized.
     #[error(

@@ -58,6 +58,9 @@ pub struct GenerateArgs {
     /// auto takes the template of the model directory.
     #[arg(long, value_enum, value_name = "NAME")]
     pub template: Option<TemplateChoice>,
+    /// Whether answers begin with a thought (GLM-4.6V-Flash, MiniCPM 4.5); by default the template decides
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub enable_thinking: Option<bool>,
     /// Longest prompt in tokens, image tokens included; 8192 by default
     #[arg(long, value_name = "TOKENS")]
     pub model_max_length: Option<usize>,
@@ -122,6 +125,9 @@ pub struct EvalArgs {
     /// auto takes the template of the model directory.
     #[arg(long, value_enum, value_name = "NAME")]
     pub template: Option<TemplateChoice>,
+    /// Whether answers begin with a thought (GLM-4.6V-Flash, MiniCPM 4.5); by default the template decides
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub enable_thinking: Option<bool>,
     /// Supervise the token that ends an answer (GLM-4V)
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub train_on_turn_end: Option<bool>,

@@ -190,12 +190,12 @@ fn config(error: &ConfigError) -> Option<String> {
         ConfigError::Read { path, .. } => format!("无法读取 {}", path.display()),
         ConfigError::Json { path, .. } => format!("{} 不是有效的模型配置", path.display()),
         ConfigError::UnsupportedModel { found } => format!("不支持模型类型 \"{found}\""),
-        ConfigError::UnsupportedVersion {
-            model_type,
-            found,
-            expected,
+        ConfigError::KnownCheckpoint {
+            name,
+            reason,
+            nearest,
         } => {
-            format!("不支持 {model_type} 的版本 {found}，只支持 {expected}")
+            format!("不支持 {name}：{reason}；可用的最接近的检查点是 {nearest}")
         }
         ConfigError::Quantized { method } => {
             format!("quantization_config 表明权重是量化的（{method}）；该模型读取 f32、bf16 和 f16")
@@ -380,6 +380,9 @@ fn sample(error: &SampleError) -> Option<String> {
         SampleError::TooManyImages { images, limit } => {
             format!("样本有 {images} 张图片，模型最多接受 {limit} 张")
         }
+        SampleError::Video => "样本带有视频，而该模型不读取视频".to_owned(),
+        SampleError::VideoFrames { video, reason } => format!("视频 {video}：{reason}"),
+        SampleError::Thinking => "样本设置了 enable_thinking，而模型的模板没有该开关".to_owned(),
         SampleError::AspectRatio {
             name,
             width,

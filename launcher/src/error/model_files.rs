@@ -32,10 +32,12 @@ const ADAPTER_REMEDY: Both = both(
     "请用 peft 把它合并到基座模型中（先 merge_and_unload，再 save_pretrained），然后把合并后的目录交给 --model",
 );
 /// Repositories on the Hub by a word in `config.json`: of the tokenizer, whose files are not always beside the weights.
-const TOKENIZERS: [(&str, &str); 7] = [
+const TOKENIZERS: [(&str, &str); 9] = [
     ("minicpmv", "openbmb/MiniCPM-V-2_6"),
     ("minicpmo", "openbmb/MiniCPM-o-2_6"),
     ("chatglm", "zai-org/glm-4v-9b"),
+    ("glm46v", "zai-org/GLM-4.6V-Flash"),
+    ("glm_ocr", "zai-org/GLM-OCR"),
     ("glm4v", "zai-org/GLM-4.1V-9B-Thinking"),
     ("num_multi_query_heads", "zai-org/cogvlm2-llama3-chat-19B"),
     ("CogVLMForCausalLM", "lmsys/vicuna-7b-v1.5"),
@@ -133,7 +135,7 @@ pub(crate) fn unusable(dir: &Path, error: &(dyn Error + 'static)) -> Failure {
             .next(both("give --model the model's weights that are not quantized (bf16), in most cases the repository without -int4, -AWQ or -GPTQ in its name", "请把该模型未量化（bf16）的权重交给 --model，多数情况下是名称中不带 -int4、-AWQ 或 -GPTQ 的仓库"))
             .next(both("--precision bf16 with --use-lora true needs the least memory; `launcher plan` shows how much", "--precision bf16 加 --use-lora true 需要的内存最少；`launcher plan` 会显示需要多少")),
         _ if lacks_tokenizer => missing_tokenizer(failure, dir),
-        _ => failure.next(both("give --model a directory of MiniCPM-V or -o 2.6, CogVLM, CogAgent, CogVLM2, GLM-4V or GLM-4.1V with config.json, its tokenizer files and its safetensors files", "请把 MiniCPM-V 或 -o 2.6、CogVLM、CogAgent、CogVLM2、GLM-4V 或 GLM-4.1V 的目录交给 --model，其中要有 config.json、分词器文件和 safetensors 文件")),
+        _ => failure.next(both("give --model a directory of MiniCPM-V or -o 2.6 or 4.5, CogVLM, CogAgent, CogVLM2, GLM-4V, GLM-4.1V, GLM-4.6V-Flash or GLM-OCR with config.json, its tokenizer files and its safetensors files", "请把 MiniCPM-V 或 -o（2.6 或 4.5）、CogVLM、CogAgent、CogVLM2、GLM-4V、GLM-4.1V、GLM-4.6V-Flash 或 GLM-OCR 的目录交给 --model，其中要有 config.json、分词器文件和 safetensors 文件")),
     }
 }
 

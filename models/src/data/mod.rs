@@ -9,7 +9,7 @@ mod raw;
 
 pub use encoded::{
     EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, ImagePlan, PlaceholderStyle,
-    PromptSource, PromptStyle, SampleSize, SampleTokens, Slice,
+    PromptSource, PromptStyle, SampleSize, SampleTokens, Slice, Stamp,
 };
 pub use error::SampleError;
 pub use formats::{
@@ -17,4 +17,4 @@ pub use formats::{
     read_samples_as, sample_places, weight_of,
 };
 pub use lines::sample_lines;
-pub use raw::{DataError, RawSample, SINGLE_IMAGE};
+pub use raw::{Clock, DataError, RawSample, RawVideo, SINGLE_IMAGE, VIDEO};

@@ -60,6 +60,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
         model_max_length: longest,
         max_slice_nums: Some(positive(slices, "--max-slice-nums")?),
         prompt: args.template.unwrap_or_default().style(),
+        enable_thinking: args.enable_thinking,
         ..EncodeOptions::default()
     };
     // A path on the command line may name any file.
@@ -106,9 +107,9 @@ fn question(prompt: &str, images: &[PathBuf]) -> RawSample {
         false => format!("{}\n{prompt}", names.join("\n")),
     };
     RawSample {
-        id: None,
         images: names.into_iter().zip(images.iter().cloned()).collect(),
         conversations: vec![Message::new("user", content)],
+        ..RawSample::default()
     }
 }
 

@@ -57,6 +57,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
         model_max_length: args.model_max_length.unwrap_or(DEFAULT_LENGTH),
         max_slice_nums: Some(positive(slices, "--max-slice-nums")?),
         prompt: args.template.unwrap_or_default().style(),
+        enable_thinking: args.enable_thinking,
         train_on_turn_end: args.train_on_turn_end.unwrap_or(false),
         text_without_cross: true,
         ..EncodeOptions::default()

@@ -270,6 +270,7 @@ pub(super) fn read_captcha(directory: &Path) -> Result<Vec<RawSample>, DataError
                 Message::new("assistant", answer),
             ],
             images: vec![(SINGLE_IMAGE.to_owned(), path)],
+            ..RawSample::default()
         }
     };
     let samples: Vec<RawSample> = below(directory)?.images.into_iter().map(sample).collect();
@@ -296,6 +297,7 @@ fn rounds<'a>(
             images: vec![(SINGLE_IMAGE.to_owned(), image.to_owned())],
             conversations: turns[start..end].to_vec(),
             id: Some(id),
+            ..RawSample::default()
         }
     })
 }

@@ -28,6 +28,7 @@ mod objects;
 mod sample;
 mod sources;
 mod turns;
+mod videos;
 
 use std::path::{Path, PathBuf};
 

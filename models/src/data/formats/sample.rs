@@ -9,8 +9,8 @@ use serde_json::Value;
 use super::entry::{Ignored, Keys};
 use super::images::{self, Given};
 use super::turns::{self, Turn};
-use super::{DataFormat, objects};
-use crate::data::raw::{RawSample, SINGLE_IMAGE};
+use super::{DataFormat, objects, videos};
+use crate::data::raw::{RawSample, RawVideo, SINGLE_IMAGE, VIDEO};
 use crate::text::Message;
 
 /// Keys of an answer that the model should not learn.
@@ -68,6 +68,8 @@ impl<'a> Reader<'a> {
         }
         let id = id(&mut keys)?;
         let given = images::take(&mut keys)?;
+        let videos = videos::take(&mut keys, self.root, &mut self.ignored)?;
+        let enable_thinking = switch(&mut keys)?;
         let system = keys.take_one_of(&["system", "system_prompt"])?;
         let objects = keys.take("objects");
         let mut turns = self.turns(&mut keys)?;
@@ -80,7 +82,12 @@ impl<'a> Reader<'a> {
             Some((_, Value::String(text))) => turns.insert(0, Turn::said("system", text)),
             Some((key, other)) => return Err(format!("{key:?} is {other}, not a text")),
         }
-        let (images, conversations) = self.placed(given, turns, objects)?;
+        let (mut images, conversations) = self.placed(given, turns, objects)?;
+        let texts = conversations.iter().map(|turn| &turn.content);
+        for _ in texts.filter(|text| videos.is_empty() && text.contains(VIDEO)) {
+            self.ignored.count(format!("{VIDEO} in a text"));
+        }
+        let videos = with_frames(videos, &mut images);
         if let (Some(key), true) = (self.ignored.take_image(), images.is_empty()) {
             return Err(format!(
                 "{key:?} names an image; images are given as \"images\""
@@ -89,6 +96,8 @@ impl<'a> Reader<'a> {
         Ok(RawSample {
             id,
             images,
+            videos,
+            enable_thinking,
             conversations,
         })
     }
@@ -166,6 +175,31 @@ fn mark(turns: &mut [Turn]) {
             let marks = SINGLE_IMAGE.repeat(turn.images.len());
             turn.message.content.insert_str(0, &marks);
         }
+    }
+}
+
+/// Adds the frames of `videos` to the images of a sample.
+fn with_frames(videos: Vec<videos::Given>, images: &mut Vec<(String, PathBuf)>) -> Vec<RawVideo> {
+    let videos = videos.into_iter().enumerate().map(|(index, video)| {
+        let first = images.len();
+        let frames = video.frames.into_iter().enumerate();
+        images.extend(frames.map(|(frame, path)| (format!("<video_{index:02}_{frame:03}>"), path)));
+        RawVideo {
+            frames: first..images.len(),
+            clock: video.clock,
+        }
+    });
+    videos.collect()
+}
+
+/// The sample's switch for thoughts.
+fn switch(keys: &mut Keys) -> Result<Option<bool>, String> {
+    match keys.take("enable_thinking") {
+        None => Ok(None),
+        Some(Value::Bool(on)) => Ok(Some(on)),
+        Some(other) => Err(keys.refusal(&format!(
+            "\"enable_thinking\" is {other}, not true or false"
+        ))),
     }
 }
 

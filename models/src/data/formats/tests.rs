@@ -192,7 +192,7 @@ fn errors_in_a_sample_are_located() {
             Messages,
             good,
             r#"{"messages": [{"role": "user", "content": "q"}], "videos": ["a"]}"#,
-            "\"videos\" is not supported",
+            "videos 0: \"a\" is no directory of frames: films are not decoded",
         ),
         (
             Messages,
@@ -442,7 +442,7 @@ fn keys_without_effect_are_counted_and_dangerous_ones_refused() {
         (r#""kto_tag": false"#, "\"kto_tag\" is not true"),
         (r#""rejected_response": "b""#, "preference pair"),
         (r#""audio": "x.wav""#, "\"audio\" is not supported"),
-        (r#""video": "x.mp4""#, "\"video\" is not supported"),
+        (r#""video": "x.mp4""#, "ffmpeg -i"),
         (r#""tools": "[1]""#, "\"tools\" is not supported"),
         (r#""loss": false"#, "not to train on"),
         (r#""system": 3"#, "\"system\" is 3"),
