@@ -11,7 +11,7 @@ use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{Both, Text, both, text};
 use crate::model::files;
 use crate::model::stored::MAX_SHARD_BYTES;
-use crate::report::checkpoints::latest_of;
+use crate::report::checkpoints::best_of;
 use crate::units::{bytes, grouped, seconds};
 use engine::checkpoint::Checkpoint;
 use kernels::DType;
@@ -36,7 +36,7 @@ const LISTED: usize = 3;
 pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let args = &ExportArgs {
-        checkpoint: latest_of(&args.checkpoint),
+        checkpoint: best_of(&args.checkpoint),
         ..args.clone()
     };
     let checkpoint = &args.checkpoint;
