@@ -476,16 +476,18 @@ fn the_best_checkpoint_survives_and_stands_for_the_run() {
     let named = state["best_model_checkpoint"].as_str().unwrap();
     assert!(named.ends_with("kept/checkpoint-1"), "{named}");
     // The run's directory means the best checkpoint to export, and the latest to --resume.
-    let exported = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
-        .args(["export", "kept", "--output", "exported"])
-        .current_dir(site.path("."))
-        .output()
-        .unwrap();
-    assert!(exported.status.success(), "{exported:?}");
-    let file = "model.safetensors";
-    let of = |directory: &str| std::fs::read(site.path(directory).join(file)).unwrap();
-    assert_eq!(of("exported"), of("kept/checkpoint-1"));
-    assert_ne!(of("exported"), of("kept/checkpoint-4"));
+    let export = |of: &str, to: &str| {
+        let exported = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
+            .args(["export", of, "--output", to])
+            .current_dir(site.path("."))
+            .output()
+            .unwrap();
+        assert!(exported.status.success(), "{exported:?}");
+        fs::read(site.path(to).join("model.safetensors")).unwrap()
+    };
+    let run = export("kept", "of-run");
+    assert!(run == export("kept/checkpoint-1", "of-best"));
+    assert!(run != export("kept/checkpoint-4", "of-latest"));
 
     let line = format!("{often} {best} --early-stopping-patience 2 --max-steps 9 --output early");
     let screen = site.train(&line).screen;
