@@ -500,7 +500,8 @@ impl<'a> Trainer<'a> {
         };
         let started = Instant::now();
         let eval_loss = evaluate::loss(&self.replica, set)?;
-        let exact_match = Some(evaluate::exact_match(&self.replica, set, self.done)?);
+        let exact = evaluate::exact_match(&self.replica, set, self.done)?;
+        let exact_match = Some(exact);
         let samples = set.samples.len();
         self.show_eval(eval_loss, exact_match);
         self.summary.eval_loss = Some(eval_loss);
@@ -522,7 +523,7 @@ impl<'a> Trainer<'a> {
         if let Some(rule) = self.replica.config.best {
             let value = match rule.metric {
                 BestMetric::Loss => eval_loss,
-                BestMetric::ExactMatch => exact_match.unwrap_or(f64::NAN),
+                BestMetric::ExactMatch => exact,
             };
             self.best = rule.after(self.best, self.done, value);
             self.report_best();
