@@ -57,10 +57,6 @@ const SAVED: Both = both(
     "检查点是 safetensors，训练状态分片保存",
 );
 const METRICS: Both = both("always measured", "总是测量");
-const BEST: Both = both(
-    "no checkpoint is chosen by a metric; eval_results.json has them",
-    "不会按指标选择检查点；eval_results.json 中有各项指标",
-);
 
 /// Why a report to another program has no effect.
 pub(crate) const OTHER_REPORT: Both = both(
@@ -124,8 +120,6 @@ pub const IGNORED: &[(&str, Both)] = &[
     ("ddp_find_unused_parameters", RANKS),
     ("ddp_bucket_cap_mb", RANKS),
     ("ddp_broadcast_buffers", RANKS),
-    ("metric_for_best_model", BEST),
-    ("greater_is_better", BEST),
     ("log_level_replica", SCREEN),
     ("log_on_each_node", SCREEN),
     ("torch_compile", NO_PYTHON),
@@ -235,18 +229,6 @@ pub const RESTRICTED: &[Restricted] = &[
         neutral: &["0", "0.0"],
         reason: both("the loss is plain cross entropy", "损失是普通的交叉熵"),
         next: both("--label_smoothing_factor 0", "--label_smoothing_factor 0"),
-    },
-    Restricted {
-        name: "load_best_model_at_end",
-        neutral: &["false"],
-        reason: both(
-            "checkpoints are kept up to --save-total-limit; none is loaded back",
-            "检查点最多保留 --save-total-limit 个；不会重新加载其中任何一个",
-        ),
-        next: both(
-            "choose a checkpoint by eval_results.json",
-            "请根据 eval_results.json 选择检查点",
-        ),
     },
     Restricted {
         name: "group_by_length",

@@ -30,10 +30,10 @@ use std::path::PathBuf;
 use clap::Parser;
 
 use crate::config::{
-    Collectives, CudaGraph, DataFormatChoice, DeviceChoice, Every, ExifRotation, Fault, GradDtype,
-    InitChoice, LrScale, NvmeIo, Offload, OptimizerInBackward, OptimizerInForward, PrecisionChoice,
-    PrefetchWeights, PureBf16Moments, PureBf16Weights, Recompute, ReportTo, RopeChoice, Scheduler,
-    SchedulerKwargs, Strategy, TemplateChoice, Workers,
+    BestMetric, Collectives, CudaGraph, DataFormatChoice, DeviceChoice, Every, ExifRotation, Fault,
+    GradDtype, InitChoice, LrScale, NvmeIo, Offload, OptimizerInBackward, OptimizerInForward,
+    PrecisionChoice, PrefetchWeights, PureBf16Moments, PureBf16Weights, Recompute, ReportTo,
+    RopeChoice, Scheduler, SchedulerKwargs, Strategy, TemplateChoice, Workers,
 };
 use crate::error::Failure;
 use crate::error::format::ErrorFormat;
@@ -501,6 +501,25 @@ pub struct Args {
     /// The default keeps two, or all if --save-steps or --save-strategy is given.
     #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
     pub save_total_limit: Option<usize>,
+    /// Keep the best checkpoint and let it stand for the run after its end
+    ///
+    /// Checkpoints are saved where the held-out samples are evaluated. `generate`, `eval` and `export` with the run's directory take the best one; --resume continues from the latest.
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Saving, evaluation, logs")]
+    pub load_best_model_at_end: Option<bool>,
+    /// Metric of the held-out samples that decides
+    #[arg(
+        long,
+        value_enum,
+        value_name = "NAME",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub metric_for_best_model: Option<BestMetric>,
+    /// Whether a greater metric is better; the default is false for loss
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Saving, evaluation, logs")]
+    pub greater_is_better: Option<bool>,
+    /// End training after N evaluations in a row without a better metric
+    #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
+    pub early_stopping_patience: Option<u64>,
     /// Steps between evaluations; below 1 a share of all steps
     #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
     pub eval_steps: Option<Every>,
@@ -837,10 +856,10 @@ mod tests {
         assert_eq!(
             names.join(" "),
             "adam-beta1 adam-beta2 adam-epsilon adapter bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers dataset dataset-dir deepspeed defaults device \
-             device-memory-limit elastic error-format eval-data eval-dataset eval-steps eval-strategy exclude exif-rotation find-batch fp16 freeze global-batch-size grad-dtype \
-             gradient-accumulation-steps gradient-checkpointing host-memory-limit host-reserve hostfile hysteresis image-dir image-max-pixels image-min-pixels include init initial-scale-power inject lang learning-rate \
-             limit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
-             lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps min-loss-scale model \
+             device-memory-limit early-stopping-patience elastic error-format eval-data eval-dataset eval-steps eval-strategy exclude exif-rotation find-batch fp16 freeze global-batch-size grad-dtype \
+             gradient-accumulation-steps gradient-checkpointing greater-is-better host-memory-limit host-reserve hostfile hysteresis image-dir image-max-pixels image-min-pixels include init initial-scale-power inject lang learning-rate \
+             limit load-best-model-at-end logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
+             lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps metric-for-best-model min-loss-scale model \
              model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \
              per-device-eval-batch-size per-device-train-batch-size precision prefetch-weights preset ptuning-tokens pure-bf16-moments pure-bf16-weights rank-is report-to resume resume-anyway \
              rope-precision save-steps save-strategy \

@@ -145,7 +145,8 @@ pub(super) fn normalise(
     let mut seen: BTreeMap<String, String> = BTreeMap::new();
     while let Some(word) = rest.next() {
         // SwissArmyTransformer has a flag --version with a value.
-        let is_flag = trainer == Some(Trainer::Sat) && word == "--version";
+        let has_value = rest.peek().is_some_and(|next| !next.starts_with('-'));
+        let is_flag = takes_recipes && word == "--version" && has_value;
         if matches!(word, "-h" | "--help" | "-V" | "--version") && !is_flag {
             line.args.push(word.to_string());
             continue;

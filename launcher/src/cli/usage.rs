@@ -74,6 +74,12 @@ fn reason(error: &(dyn Error + 'static)) -> String {
         Some(IntErrorKind::PosOverflow | IntErrorKind::NegOverflow) => "数字过大".to_owned(),
         Some(_) => "不是整数".to_owned(),
         None if error.is::<ParseFloatError>() => "不是数字".to_owned(),
-        None => error.to_string(),
+        None => {
+            let english = error.to_string();
+            match english.split_once(" is not in ") {
+                Some((_, range)) => format!("不在 {range} 之内"),
+                None => english,
+            }
+        }
     }
 }

@@ -5,6 +5,7 @@
 //! supervisor saves it as `config.resolved.json`. Ranks read that file and make no choices. Only this module changes
 //! either of them.
 
+mod best;
 mod choices;
 mod collectives;
 pub(crate) mod defaults;
@@ -27,6 +28,7 @@ use std::path::{Path, PathBuf};
 use models::Family;
 use serde::{Deserialize, Serialize};
 
+pub use best::{Best, BestMetric, BestSoFar};
 pub use choices::{
     Cadence, CudaGraph, DataFormatChoice, Device, DeviceChoice, Every, ExifRotation, InitChoice,
     LrScale, PrecisionChoice, Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice,
@@ -369,6 +371,9 @@ pub struct RunConfig {
     pub save: Cadence,
     /// Maximum number of stored checkpoints; `None` keeps all.
     pub save_total_limit: Option<usize>,
+    /// How the best checkpoint is chosen, if it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub best: Option<Best>,
     /// How often the held-out samples are evaluated.
     pub eval: Cadence,
     /// How often a log row with loss, learning rate and times is written.

@@ -450,7 +450,7 @@ fn missing(cuda: &Cuda, findings: &[Finding]) -> Text {
     let first = findings.iter().find(about);
     let title = first.map(|finding| finding.title.without_end(INSTEAD));
     title
-        .or_else(|| cuda.problem.as_ref().map(Text::literal))
+        .or_else(|| cuda.problem_text())
         .unwrap_or_else(|| both("CUDA reports no GPU", "CUDA 报告没有 GPU").into())
 }
 
@@ -478,8 +478,8 @@ fn refusal(cuda: &Cuda, gpus: &[Gpu], findings: &[Finding], variables: &Variable
     if let Some(version) = &cuda.kernel_module {
         failure = failure.evidence(text!("kernel module {version}", "内核模块 {version}"));
     }
-    if let Some(problem) = &cuda.problem {
-        failure = failure.evidence(Text::literal(problem));
+    if let Some(problem) = cuda.problem_text() {
+        failure = failure.evidence(problem);
     }
     failure = failure.evidence(text!(
         "NVIDIA graphics devices: {} on the bus, {} seen by CUDA or NVML",

@@ -28,13 +28,14 @@ use std::path::Path;
 /// Number of elements of a weight converted at once.
 const CHUNK_ELEMS: usize = 1 << 20;
 
-/// Saves a checkpoint after `step` updates. All ranks take part. `meta` is the state of the training loop.
+/// Saves a checkpoint after `step` updates. All ranks take part. `meta` is the state of the training loop; the
+/// checkpoint of the step `kept` survives the limit.
 pub(crate) fn save(
     replica: &mut Replica<'_>,
     weights: Option<&WeightSource>,
     faults: &mut Faults,
     step: u64,
-    meta: &Value,
+    (meta, kept): (&Value, Option<u64>),
     report: Option<&RunReport>,
 ) -> Result<SaveEvent, Failure> {
     let doing = both("save a checkpoint", "保存检查点");
@@ -72,6 +73,7 @@ pub(crate) fn save(
         }
         let keep = replica.config.save_total_limit.unwrap_or(0);
         let directory = writer
+            .keeping(kept)
             .commit(meta.clone(), keep)
             .map_err(|e| failures::checkpoint(doing, &e))?;
         (event.state_bytes, event.files) = measure(&directory);

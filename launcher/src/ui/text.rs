@@ -39,6 +39,10 @@ pub fn lines(event: &Event) -> Vec<String> {
             transport,
             seconds: time,
         } => {
+            let transport = match transport.as_str() {
+                "shared memory" => both("shared memory", "共享内存").into(),
+                other => Text::literal(other),
+            };
             let text = text!(
                 "{} in {} · {transport}",
                 "{}，用时 {} · {transport}",

@@ -82,13 +82,13 @@ fn the_block_of_every_code_that_a_cpu_can_show_is_chinese() {
     let site = Site::new();
     let mut samples = site.samples();
     samples[0]["conversations"][0]["content"] = "<image>\n<image>\nHow many?".into();
-    site.write_samples("doubled.json", &samples);
+    site.write_samples("doubled", &samples);
     let mut samples = site.samples();
     samples[1]["conversations"]
         .as_array_mut()
         .unwrap()
         .truncate(1);
-    site.write_samples("unanswered.json", &samples);
+    site.write_samples("unanswered", &samples);
     std::fs::write(site.path("taken"), "a file").unwrap();
     site.train("--max-steps 1 --output done");
     for (code, line) in [

@@ -1,6 +1,7 @@
 //! From arguments to a configuration.
 
 mod batch;
+mod best;
 mod numbers;
 mod trainable;
 
@@ -96,6 +97,14 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
     let (output, output_is_explicit) = output(args, env, &source)?;
     let offload = offload(args, chosen.device, &mut notes)?;
     let on_gpu = chosen.device == Device::Cuda && offload.optimizer == Tier::None;
+    let eval = eval(args, &source, &mut notes)?;
+    // Checkpoints follow the evaluations, of which the best is kept.
+    let save = match args.load_best_model_at_end {
+        Some(true) => eval,
+        _ => defaults.save,
+    };
+    let (when, steps) = (args.save_strategy, args.save_steps);
+    let save = cadence("save", when, steps, save, &mut notes)?;
     let config = RunConfig {
         task: Task::Train,
         output,
@@ -135,13 +144,8 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         batch: batch::resolve(args, env, defaults, world_size)?,
         optimizer: optimizer(args, defaults, &mut notes)?,
         trainable: trainable::resolve(args, &mut notes)?,
-        save: cadence(
-            "save",
-            args.save_strategy,
-            args.save_steps,
-            defaults.save,
-            &mut notes,
-        )?,
+        best: best::resolve(args, (save, eval), &mut notes)?,
+        save,
         save_total_limit: match args.save_total_limit {
             Some(0) => {
                 return Err(out_of_range(
@@ -157,7 +161,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
             }
             limit => limit,
         },
-        eval: eval(args, &source, &mut notes)?,
+        eval,
         logging: cadence(
             "logging",
             args.logging_strategy,
@@ -988,6 +992,15 @@ impl RunConfig {
             self.save_total_limit
                 .map(|limit| ("save-total-limit", limit.to_string())),
         );
+        if let Some(best) = &self.best {
+            flags.push(("load-best-model-at-end", best.load.to_string()));
+            flags.push(("metric-for-best-model", value_name(best.metric)));
+            flags.push(("greater-is-better", best.greater_is_better.to_string()));
+            let patience = best
+                .patience
+                .map(|n| ("early-stopping-patience", n.to_string()));
+            flags.extend(patience);
+        }
         flags.push(("report-to", value_name(self.report_to)));
         flags.push(("max-restarts", self.max_restarts.to_string()));
         flags.push(("elastic", self.elastic.to_string()));

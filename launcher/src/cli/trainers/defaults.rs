@@ -6,6 +6,8 @@ use super::Trainer;
 use crate::cli::Preset;
 use crate::error::Failure;
 use crate::lang::{both, text};
+use models::Family;
+use std::path::Path;
 
 /// A setting that a recipe leaves out, with the value of its trainer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -287,6 +289,10 @@ fn sat(adapters: bool, given: &dyn Fn(&str) -> Option<String>, rows: &mut Rows) 
         "cogvlm-captcha"
     };
     let preset = Preset::named(script).map_or(&[][..], |preset| preset.flags);
+    // What the scripts train and read are parts of CogVLM and CogAgent; another model has none of them.
+    let family = given("model").and_then(|model| Family::of(Path::new(&model)).ok());
+    let is_cog = family.is_none_or(|family| matches!(family, Family::CogVlm | Family::CogAgent));
+    let preset = if is_cog { preset } else { &[] };
     let mut take = |names: &[&str]| {
         for (flag, value) in preset.iter().filter(|(flag, _)| names.contains(flag)) {
             rows.push(flag, (*value).to_owned());

@@ -306,13 +306,7 @@ const LLAMA_FACTORY: &[Key] = &[
     ),
     (
         "early_stopping_steps early_stop_interval",
-        Only(
-            &["none", "0"],
-            both(
-                "a run takes all its steps; --max-steps bounds them",
-                "运行会走完所有步；--max-steps 限制步数",
-            ),
-        ),
+        Flag("early-stopping-patience"),
     ),
     ("split_special_tokens", Only(&["false"], TOKENIZER)),
     (
@@ -658,6 +652,8 @@ const SAT: &[Key] = &[
         Words(&[
             ("base", "template", "sat-base"),
             ("chat", "template", "sat-chat"),
+            ("vqa", "template", "sat-vqa"),
+            ("chat_old", "template", "sat-chat-old"),
         ]),
     ),
     (

@@ -279,7 +279,7 @@ fn driver(cuda: &Cuda, page: &mut Page) {
                 .map(|minimum| text!("CUDA {minimum} needed", "需要 CUDA {minimum}").to_string()),
         ]),
     );
-    if let Some(problem) = &cuda.problem {
+    if let Some(problem) = cuda.problem_text() {
         page.line("", problem);
     }
 }

@@ -12,7 +12,7 @@ use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{Both, Text, both, text};
 use crate::model::files::{self, SmallFile};
 use crate::model::stored::MAX_SHARD_BYTES;
-use crate::report::checkpoints::latest_of;
+use crate::report::checkpoints::best_of;
 use crate::units::{bytes, grouped, seconds};
 use engine::checkpoint::Checkpoint;
 use kernels::DType;
@@ -38,9 +38,8 @@ pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let is_sat = args.format.unwrap_or_default() == ExportFormat::Sat;
     check_layout(args, is_sat)?;
-    let latest = latest_of(&args.checkpoint);
     let args = &ExportArgs {
-        checkpoint: latest,
+        checkpoint: best_of(&args.checkpoint),
         merge: if is_sat { Some(true) } else { args.merge },
         ..args.clone()
     };

@@ -7,7 +7,7 @@ use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{Text, both, text};
 use crate::memory;
 use crate::model::adapter::{check_shapes, open_adapter, stranger};
-use crate::report::checkpoints::latest_of;
+use crate::report::checkpoints::best_of;
 use crate::units::{bytes as format_bytes, seconds as format_seconds};
 use engine::checkpoint::Checkpoint;
 use engine::{EngineError, Lease, LeaseOwner, ParamAccess, ParamId, ParamSpec, Phase, UnitId};
@@ -41,10 +41,10 @@ impl OpenModel {
         adapter: Option<&Path>,
         precision: Option<PrecisionChoice>,
     ) -> Result<Self, Failure> {
-        let named = latest_of(dir);
+        let named = best_of(dir);
         let (base, own) = match adapter {
             None => with_base(&named),
-            Some(adapter) => (named, Some(latest_of(adapter))),
+            Some(adapter) => (named, Some(best_of(adapter))),
         };
         let (dir, adapter) = (&*base, own.as_deref());
         for dir in adapter.into_iter().chain([dir]) {

@@ -62,7 +62,11 @@ fn state(view: &View) -> Text {
             "正在运行 · 上次更新在 {age} 前"
         ),
         State::Finished => both("finished", "已完成").into(),
-        State::Stopped => both("stopped by a signal, saved", "被信号停止，已保存").into(),
+        State::Stopped => both(
+            "stopped before the last step, saved",
+            "在最后一步之前停止，已保存",
+        )
+        .into(),
         State::Failed => both("failed", "失败").into(),
         State::Dead => text!(
             "dead: no update for {age}, and no process is running it",

@@ -254,13 +254,19 @@ pub struct AttemptFacts {
     pub outcome: String,
 }
 
+/// End of the dynamic linker's message about a library that does not exist.
+const NO_LIBRARY: &str = ": cannot open shared object file: No such file or directory";
+
 impl AttemptFacts {
     /// The result in words.
     pub(crate) fn result(&self) -> Text {
         match &*self.outcome {
             "opened" => both("opened", "已打开").into(),
             "no such file" => both("no such file", "没有这个文件").into(),
-            other => Text::literal(other),
+            other => match other.strip_suffix(NO_LIBRARY) {
+                Some(name) => Text::new(other, format!("{name}：没有这个共享库")),
+                None => Text::literal(other),
+            },
         }
     }
 
@@ -335,6 +341,44 @@ pub struct Pcie {
     pub width: Option<u32>,
     /// Highest number of PCI Express lanes that the link supports.
     pub max_width: Option<u32>,
+}
+
+impl Cuda {
+    /// Why CUDA shows no GPU, in words. Messages of the driver itself are English.
+    pub(crate) fn problem_text(&self) -> Option<Text> {
+        let problem = self.problem.as_deref()?;
+        let whole = [
+            (
+                "the NVIDIA driver (libcuda.so.1) is not installed or not visible in this container",
+                "没有安装 NVIDIA 驱动（libcuda.so.1），或它在此容器中不可见",
+            ),
+            (
+                "the driver is installed but shows no GPU (CUDA_VISIBLE_DEVICES empty, or none in this container)",
+                "已安装驱动，但它没有显示 GPU（CUDA_VISIBLE_DEVICES 为空，或此容器中没有 GPU）",
+            ),
+            (
+                "libcuda.so.1 is the toolkit's stub, not the driver's; put the driver's folder first",
+                "libcuda.so.1 是 toolkit 的桩库，而不是驱动的库；请把驱动的目录放在最前",
+            ),
+            ("this build has no CUDA support", "此构建不支持 CUDA"),
+        ];
+        let starts = [
+            ("the driver does not start: ", "驱动无法启动："),
+            (
+                "the driver does not describe its GPUs: ",
+                "驱动没有给出 GPU 的信息：",
+            ),
+        ];
+        let whole = whole.iter().find(|(en, _)| *en == problem);
+        let chinese = whole.map(|(_, zh)| (*zh).to_owned()).or_else(|| {
+            let mut starts = starts.iter();
+            starts.find_map(|(en, zh)| Some(format!("{zh}{}", problem.strip_prefix(en)?)))
+        });
+        Some(Text::new(
+            problem,
+            chinese.unwrap_or_else(|| problem.to_owned()),
+        ))
+    }
 }
 
 /// Formats a version (major, minor) as text, such as `13.0`.

@@ -79,10 +79,8 @@ pub(super) fn driver(facts: &Facts, findings: &mut Findings) {
     if facts.gpus.iter().any(|gpu| gpu.ordinal.is_some()) || cuda.is_mismatched {
         return;
     }
-    let problem = match &cuda.problem {
-        Some(problem) => Text::literal(problem),
-        None => both("CUDA reports no GPU", "CUDA 报告没有 GPU").into(),
-    };
+    let none = both("CUDA reports no GPU", "CUDA 报告没有 GPU");
+    let problem = cuda.problem_text().unwrap_or_else(|| none.into());
     let mask = variable(facts, "CUDA_VISIBLE_DEVICES");
     if !is_there {
         findings.note(
