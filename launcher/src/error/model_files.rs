@@ -52,10 +52,20 @@ pub(crate) fn check_directory(doing: impl Into<Text>, dir: &Path) -> Result<(), 
     if let Some(other) = places::without_files(dir) {
         return Err(Failure::new(
             ErrorCode::ModelFiles,
-            text!("cannot {doing}: {} is of no use", "无法{doing}：{} 没有用处", other.display()),
-            both("it has neither tokenizer.json nor tokenizer.model, nor ranks of a SAT checkpoint", "其中没有 tokenizer.json 或 tokenizer.model，也没有 SAT 检查点的 rank"),
+            text!(
+                "cannot {doing}: {} is of no use",
+                "无法{doing}：{} 没有用处",
+                other.display()
+            ),
+            both(
+                "it has neither tokenizer.json nor tokenizer.model, nor ranks of a SAT checkpoint",
+                "其中没有 tokenizer.json 或 tokenizer.model，也没有 SAT 检查点的 rank",
+            ),
         )
-        .next(both("give --tokenizer the directory of the tokenizer's files", "请把分词器文件所在的目录交给 --tokenizer")));
+        .next(both(
+            "give --tokenizer the directory of the tokenizer's files",
+            "请把分词器文件所在的目录交给 --tokenizer",
+        )));
     }
     for dir in places::directories(dir) {
         for path in SMALL_FILES.map(|name| dir.join(name)) {
@@ -146,6 +156,22 @@ pub(super) fn other_directory(dir: &Path) -> Option<(Text, Text)> {
                 "请用 cp -L 从链接有效的地方复制该目录，或重新下载",
             )
             .into(),
+        ));
+    }
+    let has_ranks = |name: &&String| dir.join(name).join("mp_rank_00_model_states.pt").is_file();
+    if !has("latest")
+        && let Some(name) = names.iter().find(has_ranks)
+    {
+        return Some((
+            text!(
+                "{name} has ranks of a SAT checkpoint, but no file latest names it",
+                "{name} 中有 SAT 检查点的 rank，但没有 latest 文件给出它的名称"
+            ),
+            text!(
+                "give {} itself, or write its name to a file latest",
+                "请直接指定 {}，或把它的名称写入 latest 文件",
+                dir.join(name).display()
+            ),
         ));
     }
     if names.iter().any(|name| name.starts_with("global_step")) || has("zero_to_fp32.py") {

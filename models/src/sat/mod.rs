@@ -46,7 +46,7 @@ pub(crate) struct Opened {
 /// Whether the directory `dir` is a SAT checkpoint, or one iteration of one.
 #[must_use]
 pub fn is_folder(dir: &Path) -> bool {
-    iteration(dir).is_ok_and(|found| !rank_files(&found).is_empty())
+    iteration(dir).is_ok_and(|found| !rank_files(&found).is_empty() || is_partitioned(&found))
         || (dir.join(LATEST).is_file() && dir.join(config::FILE).is_file())
 }
 
@@ -112,8 +112,13 @@ fn is_partitioned(dir: &Path) -> bool {
 /// Files of all ranks in `dirs`, in the order of ranks.
 fn all_files(dirs: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut files: BTreeMap<usize, PathBuf> = BTreeMap::new();
+    let first = iteration(&dirs[0])?;
     for dir in dirs {
         let iteration = iteration(dir)?;
+        if iteration.file_name() != first.file_name() {
+            let reason = format!("is of another iteration than {}", first.display());
+            return Err(folder_error(dir, reason));
+        }
         let found = rank_files(&iteration);
         if found.is_empty() {
             let reason = match is_partitioned(&iteration) {
