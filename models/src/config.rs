@@ -79,7 +79,7 @@ impl ConfigFile {
             main.join("config.json")
         };
         // Other trainers' checkpoints have a configuration of their own.
-        if !path.exists() && path.parent().is_some_and(sat::is_folder) {
+        if !path.exists() && path.parent().is_some_and(sat::is_checkpoint) {
             let root = sat::config::hub(dir);
             let root = root.map_err(|error| ConfigError::Json {
                 path: places::main(dir).join(sat::config::FILE),

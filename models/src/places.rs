@@ -66,7 +66,7 @@ pub fn tokenizer(model: &Path) -> PathBuf {
 /// checkpoint.
 #[must_use]
 pub fn without_files(model: &Path) -> Option<PathBuf> {
-    let useless = |dir: &PathBuf| !has_vocabulary(dir) && !crate::sat::is_folder(dir);
+    let useless = |dir: &PathBuf| !has_vocabulary(dir) && !crate::sat::is_checkpoint(dir);
     directories(model).into_iter().skip(1).find(useless)
 }
 

@@ -113,7 +113,7 @@ pub(crate) fn unusable(dir: &Path, error: &(dyn Error + 'static)) -> Failure {
     }
     let tokenizer = find::<TokenizerError>(error);
     let lacks_tokenizer = matches!(tokenizer, Some(TokenizerError::NoVocabulary { .. }));
-    if lacks_tokenizer && sat::is_folder(&places::main(dir)) {
+    if lacks_tokenizer && sat::is_checkpoint(&places::main(dir)) {
         return failure.next(both(
             "a SAT checkpoint has no tokenizer: add --tokenizer DIR with that of lmsys/vicuna-7b-v1.5, or for CogVLM2 of meta-llama/Meta-Llama-3-8B-Instruct",
             "SAT 检查点没有分词器：请加上 --tokenizer DIR，其中是 lmsys/vicuna-7b-v1.5 的分词器；CogVLM2 用 meta-llama/Meta-Llama-3-8B-Instruct 的",

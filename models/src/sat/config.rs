@@ -30,7 +30,7 @@ const RATIO: f64 = 2.6667;
 /// # Errors
 /// Neither `model_config.json` nor the shapes tell the sizes.
 pub fn hub(model: &Path) -> Result<Map<String, Value>> {
-    let dirs = &super::folders(model)[..];
+    let dirs = &super::rank_directories(model)[..];
     // An iteration of a checkpoint has it one level up.
     let above = dirs[0].parent().map(|above| above.join(FILE));
     let own = dirs[0].join(FILE);
@@ -65,7 +65,7 @@ pub fn hub(model: &Path) -> Result<Map<String, Value>> {
 /// The file cannot be read, or as [`hub`].
 pub fn of_model(model: &Path) -> Result<Map<String, Value>> {
     let path = places::main(model).join("config.json");
-    if !path.exists() && super::is_folder(&places::main(model)) {
+    if !path.exists() && super::is_checkpoint(&places::main(model)) {
         return hub(model);
     }
     let bytes = crate::text::read_regular(&path).map_err(|source| {

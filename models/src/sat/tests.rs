@@ -40,9 +40,9 @@ fn stored(source: &WeightSource, name: &str) -> Vec<u8> {
     bytes
 }
 
-fn two_folders() -> PathBuf {
-    let folder = |part: &str| pack("cogvlm-mp2-two-folders").join(part);
-    places::joined(&[folder("part_b"), folder("part_a")])
+fn two_directories() -> PathBuf {
+    let directory = |part: &str| pack("cogvlm-mp2-two-folders").join(part);
+    places::joined(&[directory("part_b"), directory("part_a")])
 }
 
 #[test]
@@ -57,7 +57,7 @@ fn every_checkpoint_has_the_published_tensors() {
     ];
     for name in names {
         let place = match name {
-            "cogvlm-mp2-two-folders" => two_folders(),
+            "cogvlm-mp2-two-folders" => two_directories(),
             _ => pack(name),
         };
         let source = WeightSource::open_sat(&place, LowRankMatrices::Separate)
@@ -177,7 +177,7 @@ fn ranks_that_are_joined_and_divided_again_have_the_same_bytes() {
         (pack("cogvlm-mp2-bf16"), 2),
         (pack("cogagent-mp4-bf16"), 4),
         (pack("cogvlm2-mp2-f32"), 2),
-        (two_folders(), 2),
+        (two_directories(), 2),
     ] {
         let temp = tempfile::tempdir().unwrap();
         let [one, again] = ["one", "again"].map(|name| temp.path().join(name));
@@ -185,8 +185,8 @@ fn ranks_that_are_joined_and_divided_again_have_the_same_bytes() {
         write(&source, &place, &one, 1).unwrap();
         let joined = WeightSource::open(&one).unwrap();
         write(&joined, &one, &again, ranks).unwrap();
-        let mut given = folders(&place);
-        // Ranks are sorted by their numbers, not by their folders.
+        let mut given = rank_directories(&place);
+        // Ranks are sorted by their numbers, not by their directories.
         given.sort();
         assert_eq!(
             slices(&[again.clone()]),
