@@ -99,7 +99,7 @@ fn a_sat_checkpoint_trains_answers_and_comes_back() {
         &site,
         "export hub --mp-size 2 --output no",
         2,
-        "E02",
+        "E09",
         &["--format sat"],
     );
 }
