@@ -189,7 +189,7 @@ fn ranks_that_are_joined_and_divided_again_have_the_same_bytes() {
         // Ranks are sorted by their numbers, not by their directories.
         given.sort();
         assert_eq!(
-            slices(&[again.clone()]),
+            slices(std::slice::from_ref(&again)),
             slices(&given),
             "{}",
             place.display()
