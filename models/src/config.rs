@@ -79,8 +79,8 @@ impl ConfigFile {
             main.join("config.json")
         };
         // Other trainers' checkpoints have a configuration of their own.
-        if !path.exists() && path.parent().is_some_and(sat::is_folder) {
-            let root = sat::config::hub(&sat::folders(dir));
+        if !path.exists() && path.parent().is_some_and(sat::is_checkpoint) {
+            let root = sat::config::hub(dir);
             let root = root.map_err(|error| ConfigError::Json {
                 path: places::main(dir).join(sat::config::FILE),
                 source: serde_json::Error::custom(error),

@@ -49,7 +49,7 @@ impl Cut {
         let rows = shape.first().copied().unwrap_or(1).max(1);
         let width = elems / rows;
         match self {
-            Self::Whole => vec![0..elems],
+            Self::Whole => std::iter::once(0..elems).collect(),
             Self::Rows(groups) => {
                 let mut start = 0;
                 let slice = |group: &usize| {

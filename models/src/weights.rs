@@ -252,7 +252,7 @@ impl WeightSource {
                 Self::open_sharded(&dir, &path)
             }
             Some(path) => Self::open_files(&dir, &[path]),
-            None if sat::is_folder(&dir) => Self::open_sat(model, LowRankMatrices::Merged),
+            None if sat::is_checkpoint(&dir) => Self::open_sat(model, LowRankMatrices::Merged),
             None if declared.is_file() => Self::open_declared(&dir, &declared),
             None => Err(WeightError::NoWeights { dir }),
         }
@@ -271,7 +271,7 @@ impl WeightSource {
         })?;
         let shapes = shapes.spec().params.iter();
         let shapes = shapes.map(|param| (param.name.clone(), param.shape.dims().to_vec()));
-        let dirs = sat::folders(model);
+        let dirs = sat::rank_directories(model);
         let opened = sat::open(&dirs, &shapes.collect(), matrices)?;
         let entry = |(name, (shape, pieces)): (String, (Vec<usize>, Pieces))| {
             (name, Entry::in_pieces(shape, pieces))

@@ -73,9 +73,10 @@ pub use watch::WatchArgs;
     max_term_width = 100
 )]
 pub struct Args {
-    /// Model directory: config.json, tokenizer, safetensors or pytorch_model.bin; or a SAT checkpoint
+    /// Model directory: config.json, tokenizer, weights; or a SAT checkpoint
     ///
-    /// Ranks of a SAT checkpoint in two directories are joined by a comma.
+    /// Weights are safetensors files or pytorch_model.bin. Ranks of a SAT checkpoint in two directories are joined by a
+    /// comma.
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub model: Option<PathBuf>,
     /// Directory of the tokenizer, where it is not in that of --model

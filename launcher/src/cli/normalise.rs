@@ -126,7 +126,12 @@ pub(super) fn normalise(
 ) -> Result<Line, Failure> {
     let mut rest = argv.iter().map(String::as_str).peekable();
     let known = Known::new(subcommand, command);
-    let mut positionals = command.get_positionals().count();
+    let count = |argument: &clap::Arg| match argument.get_action() {
+        ArgAction::Append => usize::MAX,
+        _ => 1,
+    };
+    let counts = command.get_positionals().map(count);
+    let mut positionals = counts.fold(0, usize::saturating_add);
     let mut line = Line {
         args: Vec::new(),
         notes: Vec::new(),

@@ -119,7 +119,7 @@ pub(crate) fn unusable(dir: &Path, error: &(dyn Error + 'static)) -> Failure {
     }
     let tokenizer = find::<TokenizerError>(error);
     let lacks_tokenizer = matches!(tokenizer, Some(TokenizerError::NoVocabulary { .. }));
-    if lacks_tokenizer && sat::is_folder(&places::main(dir)) {
+    if lacks_tokenizer && sat::is_checkpoint(&places::main(dir)) {
         return failure.next(both(
             "a SAT checkpoint has no tokenizer: add --tokenizer DIR with that of lmsys/vicuna-7b-v1.5, or for CogVLM2 of meta-llama/Meta-Llama-3-8B-Instruct",
             "SAT 检查点没有分词器：请加上 --tokenizer DIR，其中是 lmsys/vicuna-7b-v1.5 的分词器；CogVLM2 用 meta-llama/Meta-Llama-3-8B-Instruct 的",
@@ -162,6 +162,22 @@ pub(super) fn other_directory(dir: &Path) -> Option<(Text, Text)> {
                 "请用 cp -L 从链接有效的地方复制该目录，或重新下载",
             )
             .into(),
+        ));
+    }
+    let has_ranks = |name: &&String| dir.join(name).join("mp_rank_00_model_states.pt").is_file();
+    if !has("latest")
+        && let Some(name) = names.iter().find(has_ranks)
+    {
+        return Some((
+            text!(
+                "{name} has ranks of a SAT checkpoint, but no file latest names it",
+                "{name} 中有 SAT 检查点的 rank，但没有 latest 文件给出它的名称"
+            ),
+            text!(
+                "give {} itself, or write its name to a file latest",
+                "请直接指定 {}，或把它的名称写入 latest 文件",
+                dir.join(name).display()
+            ),
         ));
     }
     if names.iter().any(|name| name.starts_with("global_step")) || has("zero_to_fp32.py") {

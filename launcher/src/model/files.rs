@@ -73,7 +73,7 @@ impl SmallFile {
 pub(crate) fn small(model: &Path) -> Result<Vec<(String, SmallFile)>, Failure> {
     let main = places::main(model);
     let mut found: BTreeMap<String, SmallFile> = listed(&main)?.into_iter().collect();
-    if !found.contains_key("config.json") && sat::is_folder(&main) {
+    if !found.contains_key("config.json") && sat::is_checkpoint(&main) {
         // The other files belong to that trainer.
         found.retain(|name, _| TOKENIZER.contains(&&**name));
         let config = sat::config::of_model(model).map_err(|e| failures::weights(&e))?;

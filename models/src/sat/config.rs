@@ -24,18 +24,28 @@ const TOKENS_2: [u64; 3] = [128_000, 128_001, 128_002];
 /// Ratio of the inner width in CogAgent's second tower.
 const RATIO: f64 = 2.6667;
 
-/// Content of `config.json` for the SAT checkpoint whose ranks are in `dirs`.
+/// Content of `config.json` for the SAT checkpoint at `model`: from its `model_config.json`, or a `config.json` of its
+/// kind beside the tokenizer, or from the shapes of its tensors.
 ///
 /// # Errors
 /// Neither `model_config.json` nor the shapes tell the sizes.
-pub fn hub(dirs: &[PathBuf]) -> Result<Map<String, Value>> {
-    let path = dirs[0].join(FILE);
+pub fn hub(model: &Path) -> Result<Map<String, Value>> {
+    let dirs = &super::rank_directories(model)[..];
+    // An iteration of a checkpoint has it one level up.
+    let above = dirs[0].parent().map(|above| above.join(FILE));
+    let own = dirs[0].join(FILE);
+    let path = above
+        .filter(|path| !super::rank_files(&dirs[0]).is_empty() && path.is_file())
+        .unwrap_or(own);
     let own = match crate::text::read_regular(&path) {
         Ok(bytes) => {
             let parsed = serde_json::from_slice(&bytes);
             parsed.map_err(|source| WeightError::Header { path, source })?
         }
-        Err(_) => Map::new(),
+        Err(_) => match borrowed(model) {
+            Some(config) => return Ok(config),
+            None => Map::new(),
+        },
     };
     let sizes = match own.is_empty() {
         true => Some(Sizes::of(&dirs[0], dirs)?),
@@ -55,14 +65,27 @@ pub fn hub(dirs: &[PathBuf]) -> Result<Map<String, Value>> {
 /// The file cannot be read, or as [`hub`].
 pub fn of_model(model: &Path) -> Result<Map<String, Value>> {
     let path = places::main(model).join("config.json");
-    if !path.exists() && super::is_folder(&places::main(model)) {
-        return hub(&super::folders(model));
+    if !path.exists() && super::is_checkpoint(&places::main(model)) {
+        return hub(model);
     }
     let bytes = crate::text::read_regular(&path).map_err(|source| {
         let path = path.clone();
         WeightError::Read { path, source }
     })?;
     serde_json::from_slice(&bytes).map_err(|source| WeightError::Header { path, source })
+}
+
+/// A `config.json` of CogVLM, CogVLM2 or CogAgent in another directory of the location `model`.
+fn borrowed(model: &Path) -> Option<Map<String, Value>> {
+    let others = places::directories(model).into_iter().skip(1);
+    let mut configs = others.filter_map(|dir| {
+        let bytes = crate::text::read_regular(&dir.join("config.json")).ok()?;
+        serde_json::from_slice::<Map<String, Value>>(&bytes).ok()
+    });
+    configs.find(|config| {
+        let architecture = config.get("architectures").and_then(|all| all[0].as_str());
+        architecture.is_some_and(|class| class.starts_with("Cog"))
+    })
 }
 
 fn unknown(dir: &Path, field: &str) -> WeightError {

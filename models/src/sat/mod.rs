@@ -45,20 +45,20 @@ pub(crate) struct Opened {
 
 /// Whether the directory `dir` is a SAT checkpoint, or one iteration of one.
 #[must_use]
-pub fn is_folder(dir: &Path) -> bool {
-    iteration(dir).is_ok_and(|found| !rank_files(&found).is_empty())
+pub fn is_checkpoint(dir: &Path) -> bool {
+    iteration(dir).is_ok_and(|found| !rank_files(&found).is_empty() || is_partitioned(&found))
         || (dir.join(LATEST).is_file() && dir.join(config::FILE).is_file())
 }
 
 /// The directories of the location `model` that have ranks.
-pub(crate) fn folders(model: &Path) -> Vec<PathBuf> {
+pub(crate) fn rank_directories(model: &Path) -> Vec<PathBuf> {
     let mut dirs = places::directories(model);
     let mut is_first = true;
-    dirs.retain(|dir| std::mem::take(&mut is_first) || is_folder(dir));
+    dirs.retain(|dir| std::mem::take(&mut is_first) || is_checkpoint(dir));
     dirs
 }
 
-fn folder_error(dir: &Path, reason: impl Into<String>) -> WeightError {
+fn unusable(dir: &Path, reason: impl Into<String>) -> WeightError {
     WeightError::Sat {
         dir: dir.to_owned(),
         reason: reason.into(),
@@ -70,7 +70,7 @@ fn iteration(dir: &Path) -> Result<PathBuf> {
     let path = dir.join(LATEST);
     let Ok(bytes) = crate::text::read_regular(&path) else {
         return match rank_files(dir).is_empty() {
-            true => Err(folder_error(
+            true => Err(unusable(
                 dir,
                 "has no file latest, which names the iteration",
             )),
@@ -80,7 +80,7 @@ fn iteration(dir: &Path) -> Result<PathBuf> {
     let text = String::from_utf8(bytes).unwrap_or_default();
     let name = text.trim();
     if text.len() > MAX_LATEST_BYTES || !crate::weights::is_plain(name) {
-        return Err(folder_error(
+        return Err(unusable(
             dir,
             "has a file latest that does not name a directory",
         ));
@@ -112,19 +112,24 @@ fn is_partitioned(dir: &Path) -> bool {
 /// Files of all ranks in `dirs`, in the order of ranks.
 fn all_files(dirs: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut files: BTreeMap<usize, PathBuf> = BTreeMap::new();
+    let first = iteration(&dirs[0])?;
     for dir in dirs {
         let iteration = iteration(dir)?;
+        if iteration.file_name() != first.file_name() {
+            let reason = format!("is of another iteration than {}", first.display());
+            return Err(unusable(dir, reason));
+        }
         let found = rank_files(&iteration);
         if found.is_empty() {
             let reason = match is_partitioned(&iteration) {
                 true => "is divided by ZeRO-3 (z3_rank files); save it with stage 2, or gather it in DeepSpeed".to_owned(),
                 false => format!("has no mp_rank_00_model_states.pt in {}", iteration.display()),
             };
-            return Err(folder_error(dir, reason));
+            return Err(unusable(dir, reason));
         }
         for (rank, path) in found {
             if let Some(other) = files.insert(rank, path) {
-                return Err(folder_error(
+                return Err(unusable(
                     dir,
                     format!("has rank {rank}, as {} has", other.display()),
                 ));
@@ -135,7 +140,7 @@ fn all_files(dirs: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let missing = (0..ranks).find(|rank| !files.contains_key(rank));
     match missing {
         Some(rank) => Err(missing_rank(&dirs[0], rank, None)),
-        None if ranks > MAX_RANKS => Err(folder_error(
+        None if ranks > MAX_RANKS => Err(unusable(
             &dirs[0],
             format!("has more than {MAX_RANKS} ranks"),
         )),

@@ -40,9 +40,9 @@ fn stored(source: &WeightSource, name: &str) -> Vec<u8> {
     bytes
 }
 
-fn two_folders() -> PathBuf {
-    let folder = |part: &str| pack("cogvlm-mp2-two-folders").join(part);
-    places::joined(&[folder("part_b"), folder("part_a")])
+fn two_directories() -> PathBuf {
+    let directory = |part: &str| pack("cogvlm-mp2-two-folders").join(part);
+    places::joined(&[directory("part_b"), directory("part_a")])
 }
 
 #[test]
@@ -57,7 +57,7 @@ fn every_checkpoint_has_the_published_tensors() {
     ];
     for name in names {
         let place = match name {
-            "cogvlm-mp2-two-folders" => two_folders(),
+            "cogvlm-mp2-two-folders" => two_directories(),
             _ => pack(name),
         };
         let source = WeightSource::open_sat(&place, LowRankMatrices::Separate)
@@ -91,7 +91,7 @@ fn configurations_are_those_of_the_hub() {
         ("cogagent-mp4-bf16", "cogagent-chat-hf"),
         ("cogvlm2-mp2-f32", "cogvlm2-llama3-chat-19B"),
     ] {
-        let made = config::hub(&[pack(name)]).unwrap();
+        let made = config::hub(&pack(name)).unwrap();
         let mut published = json(&golden(published).join("config.json"));
         let own = name.rsplit('-').next().unwrap();
         published["torch_dtype"] = if own == "f32" { "float32" } else { "bfloat16" }.into();
@@ -132,7 +132,7 @@ fn merged_matrices_make_the_weights_of_the_trained_model() {
 
 /// Writes the tensors of `source` as a checkpoint of `ranks` ranks.
 fn write(source: &WeightSource, place: &Path, dir: &Path, ranks: usize) -> Result<()> {
-    let hub = config::hub(&folders(place))?;
+    let hub = config::hub(place)?;
     let tensors: Vec<TensorOf> = source
         .names()
         .map(|name| TensorOf {
@@ -177,7 +177,7 @@ fn ranks_that_are_joined_and_divided_again_have_the_same_bytes() {
         (pack("cogvlm-mp2-bf16"), 2),
         (pack("cogagent-mp4-bf16"), 4),
         (pack("cogvlm2-mp2-f32"), 2),
-        (two_folders(), 2),
+        (two_directories(), 2),
     ] {
         let temp = tempfile::tempdir().unwrap();
         let [one, again] = ["one", "again"].map(|name| temp.path().join(name));
@@ -185,11 +185,11 @@ fn ranks_that_are_joined_and_divided_again_have_the_same_bytes() {
         write(&source, &place, &one, 1).unwrap();
         let joined = WeightSource::open(&one).unwrap();
         write(&joined, &one, &again, ranks).unwrap();
-        let mut given = folders(&place);
-        // Ranks are sorted by their numbers, not by their folders.
+        let mut given = rank_directories(&place);
+        // Ranks are sorted by their numbers, not by their directories.
         given.sort();
         assert_eq!(
-            slices(&[again.clone()]),
+            slices(std::slice::from_ref(&again)),
             slices(&given),
             "{}",
             place.display()
@@ -242,6 +242,39 @@ fn a_checkpoint_without_a_rank_or_a_tensor_is_refused_by_name() {
     );
     std::fs::write(dir.join(LATEST), "../800").unwrap();
     assert!(WeightSource::open(&dir).is_err());
+}
+
+#[test]
+fn ranks_of_two_iterations_and_partitioned_ones_are_refused() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = copied("cogvlm-mp2-two-folders", temp.path());
+    let [a, b] = ["part_a", "part_b"].map(|part| dir.join(part));
+    assert!(WeightSource::open(&places::joined(&[a.clone(), b.clone()])).is_ok());
+    std::fs::rename(b.join("1"), b.join("2")).unwrap();
+    std::fs::write(b.join(LATEST), "2").unwrap();
+    let error = refused(&places::joined(&[a.clone(), b]));
+    assert!(error.contains("another iteration"), "{error}");
+    let rank = a.join("1/mp_rank_00_model_states.pt");
+    std::fs::rename(&rank, a.join("1/z3_rank_0_model_states.pt")).unwrap();
+    assert!(refused(&a).contains("ZeRO-3"), "{}", refused(&a));
+}
+
+/// Without `model_config.json`, the configuration beside the tokenizer counts.
+#[test]
+fn a_configuration_beside_the_tokenizer_serves_a_bare_checkpoint() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = copied("cogvlm-mp2-bf16", temp.path());
+    std::fs::remove_file(dir.join(config::FILE)).unwrap();
+    assert!(
+        refused(&dir).contains("cannot be opened"),
+        "{}",
+        refused(&dir)
+    );
+    let location = places::with_tokenizer(&dir, Some(&golden("cogvlm-chat-hf")));
+    let source = WeightSource::open(&location).unwrap();
+    let whole = WeightSource::open(&pack("cogvlm-mp2-bf16")).unwrap();
+    let name = "model.layers.1.self_attn.vision_expert_query_key_value.weight";
+    assert_eq!(stored(&source, name), stored(&whole, name));
 }
 
 /// With a vocabulary below 1000, SAT keeps the embedding whole.

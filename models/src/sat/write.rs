@@ -112,8 +112,8 @@ impl SatWriter {
                 });
             }
         }
-        let folder = dir.join(ITERATION);
-        fs::create_dir(&folder).map_err(failed(&folder))?;
+        let iteration = dir.join(ITERATION);
+        fs::create_dir(&iteration).map_err(failed(&iteration))?;
         let put = |name: &str, text: &str| {
             let path = dir.join(name);
             fs::write(&path, text).map_err(failed(&path))
@@ -122,7 +122,7 @@ impl SatWriter {
         put(config::FILE, &format!("{:#}\n", config::sat(hub, ranks)))?;
         let mut files = Vec::new();
         for rank in 0..ranks {
-            let path = folder.join(format!("mp_rank_{rank:02}_model_states.pt"));
+            let path = iteration.join(format!("mp_rank_{rank:02}_model_states.pt"));
             let file = TorchWriter::create(&path, MODULE, &divided).map_err(failed(&path))?;
             files.push((path, file));
         }

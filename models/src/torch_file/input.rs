@@ -107,7 +107,10 @@ impl<'s, R: ReadAt + ?Sized> Input<'s, R> {
         let inside = (self.chunk.len() - self.taken) as u64;
         match bytes <= inside {
             true => self.taken += bytes as usize,
-            false => (self.chunk.clear(), self.taken = 0).0,
+            false => {
+                self.chunk.clear();
+                self.taken = 0;
+            }
         }
         self.at += bytes;
         Ok(())

@@ -229,8 +229,10 @@ impl<'v, F: Fn(&Storage) -> Result<u64>> Walk<'v, F> {
         }
         let start = (self.place)(&view.storage)?;
         let tensor = TorchTensor::new(view, start);
-        self.found.insert(name, tensor);
-        Ok(())
+        match self.found.insert(name, tensor) {
+            None => Ok(()),
+            Some(_) => Err(TorchError::Layout("it has two tensors of one name")),
+        }
     }
 }
 

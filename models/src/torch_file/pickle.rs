@@ -256,7 +256,9 @@ impl<R: ReadAt + ?Sized> Machine<'_, '_, R> {
                 self.unknown("an object by the opcode OBJ")
             }
             0x92 => {
-                (self.pop()?, self.pop()?, self.pop()?);
+                for _ in 0..3 {
+                    self.pop()?;
+                }
                 self.unknown("an object by the opcode NEWOBJ_EX")
             }
             0x82 => self.extension::<1>(),

@@ -6,7 +6,7 @@ use sha2::{Digest, Sha256};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
-fn folder(name: &str) -> PathBuf {
+fn pack(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../tests/golden/torch-bin")
         .join(name)
@@ -45,11 +45,11 @@ fn torch_name(dtype: TorchDtype) -> &'static str {
 
 #[test]
 fn every_valid_file_has_the_tensors_that_pytorch_reads() {
-    let files = listed(&folder("valid/valid.json"), "files");
+    let files = listed(&pack("valid/valid.json"), "files");
     assert!(files.len() > 10);
     for entry in files {
         let name = entry["file"].as_str().unwrap();
-        let (file, found) = tensors(&folder("valid").join(name), Wanted::All)
+        let (file, found) = tensors(&pack("valid").join(name), Wanted::All)
             .unwrap_or_else(|error| panic!("{name}: {error}"));
         let expected = entry["tensors"].as_object().unwrap();
         assert_eq!(found.len(), expected.len(), "{name}");
@@ -70,11 +70,11 @@ fn every_valid_file_has_the_tensors_that_pytorch_reads() {
 
 #[test]
 fn no_hostile_file_is_read_or_executed() {
-    let files = listed(&folder("hostile/hostile.json"), "files");
+    let files = listed(&pack("hostile/hostile.json"), "files");
     assert!(files.len() > 50);
     for entry in files {
         let name = entry["file"].as_str().unwrap();
-        let path = folder("hostile").join(name);
+        let path = pack("hostile").join(name);
         let read = tensors(&path, Wanted::All);
         let acceptable = entry.get("acceptable_instead").and_then(Json::as_str);
         match (read, acceptable) {
@@ -102,7 +102,7 @@ fn a_name_that_no_state_dict_needs_is_named_in_the_error() {
         ("stack_global", "system"),
         ("builtin_eval", "eval"),
     ] {
-        let path = folder("hostile").join(format!("{file}.bin"));
+        let path = pack("hostile").join(format!("{file}.bin"));
         let error = tensors(&path, Wanted::All).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
     }
@@ -112,7 +112,7 @@ fn a_name_that_no_state_dict_needs_is_named_in_the_error() {
 #[test]
 fn damaged_files_are_errors_or_stay_inside_the_file() {
     for name in ["plain_dict.bin", "zip64.bin", "legacy.bin", "protocol4.bin"] {
-        let bytes = std::fs::read(folder("valid").join(name)).unwrap();
+        let bytes = std::fs::read(pack("valid").join(name)).unwrap();
         for at in (0..bytes.len()).step_by(3) {
             for change in [0x01, 0x80] {
                 let mut damaged = bytes.clone();

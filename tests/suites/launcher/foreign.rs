@@ -99,7 +99,7 @@ fn a_sat_checkpoint_trains_answers_and_comes_back() {
         &site,
         "export hub --mp-size 2 --output no",
         2,
-        "E02",
+        "E09",
         &["--format sat"],
     );
 }
@@ -203,19 +203,19 @@ fn torch_files_are_models_and_nothing_in_them_runs() {
     );
     assert!(!site.path("HOSTILE_reduce_os_system").exists());
     std::fs::remove_file(site.path("model/pytorch_model.bin")).unwrap();
-    for folder in [
+    for index in [
         "shard_missing",
         "tensor_missing",
         "path_escape",
         "index_truncated",
     ] {
-        for entry in std::fs::read_dir(golden("torch-bin/bad-indexes").join(folder)).unwrap() {
+        for entry in std::fs::read_dir(golden("torch-bin/bad-indexes").join(index)).unwrap() {
             let path = entry.unwrap().path();
             std::fs::copy(&path, site.path("model").join(path.file_name().unwrap())).unwrap();
         }
         let words: Vec<&str> = line.split(' ').collect();
         let said = say(&site, &words);
-        assert_eq!(said.code, Some(10), "{folder}: {}", said.stderr);
+        assert_eq!(said.code, Some(10), "{index}: {}", said.stderr);
         for entry in std::fs::read_dir(site.path("model")).unwrap() {
             let path = entry.unwrap().path();
             if path.display().to_string().contains("pytorch_model") {

@@ -56,7 +56,7 @@ pub(crate) fn import(args: &ImportArgs) -> Result<ExitCode, Failure> {
         }
     }
     let directory = NewDirectory::begin(&output, both("an import", "导入"))?;
-    let is_sat = sat::is_folder(&places::main(&location));
+    let is_sat = sat::is_checkpoint(&places::main(&location));
     let source = match is_sat && args.merge != Some(true) {
         true => WeightSource::open_sat(&location, LowRankMatrices::Separate),
         false => WeightSource::open(&location),
