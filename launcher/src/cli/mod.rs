@@ -57,6 +57,7 @@ use normalise::Subcommand;
 pub(crate) use normalise::{FileKey, file_key};
 pub use plan::{Hardware, PlanArgs};
 pub use presets::{PRESETS, Preset};
+pub(crate) use resolve::refuse_weights;
 pub(crate) use resolve::resolve_on;
 pub use resolve::{Resolved, resolve};
 pub use synth::{SynthArgs, SynthWeights};

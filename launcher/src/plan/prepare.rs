@@ -151,6 +151,10 @@ fn show_files(set: &SampleSet, is_demo: bool, show: &mut dyn FnMut(Event)) {
         let text = file.form();
         show(Event::Info { label, text });
     }
+    if let Some(text) = set.mix().line() {
+        let label = both("mix", "混合").into();
+        show(Event::Info { label, text });
+    }
     let ignored = set.files.iter().filter_map(DataFile::without_effect);
     for text in ignored.chain(set.losses.lines()) {
         show(Event::Warning { text });

@@ -40,7 +40,7 @@ fn a_mix_goes_on_at_its_place_and_refuses_other_weights() {
     site.write_samples("more", &all[2..]);
     let mix = "--data data/some.json:2,data/more.json:0.5 --lr-scheduler-type constant";
     let whole = site.train(&format!(
-        "{mix} --num-train-epochs 2 --save-steps 3 --output whole"
+        "{mix} --max-steps 6 --save-steps 3 --output whole"
     ));
     assert!(
         whole.screen.contains("an epoch takes 4 + 2 = 6 samples"),
@@ -49,14 +49,14 @@ fn a_mix_goes_on_at_its_place_and_refuses_other_weights() {
     );
     // Two epochs of six samples, two samples an update.
     assert_eq!(losses(&site.path("whole")).len(), 6);
-    let line = "--num-train-epochs 2 --output again --resume whole/checkpoint-3";
+    let line = "--max-steps 6 --output again --resume whole/checkpoint-3";
     site.train(&format!("{mix} {line}"));
     assert_eq!(
         losses(&site.path("whole"))[3..],
         losses(&site.path("again"))[..]
     );
     let other = "--data data/some.json:0.5,data/more.json:1.25 --lr-scheduler-type constant";
-    let line = "--num-train-epochs 2 --output other --resume whole/checkpoint-3";
+    let line = "--max-steps 6 --output other --resume whole/checkpoint-3";
     site.refuse(&format!("{other} {line}"), 9, "E08");
     site.refuse("--eval-data data/some.json:2", 2, "E09");
 }

@@ -257,7 +257,9 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
     };
     let data = samples(&args.data, &args.dataset)?;
     let eval_data = samples(&args.eval_data, &args.eval_dataset)?;
-    refuse_weights(eval_data.as_deref())?;
+    if let Some(eval_data) = &eval_data {
+        refuse_weights(eval_data)?;
+    }
     match (&args.model, data) {
         (Some(model), Some(data)) => Ok(Source::Files {
             model: location(model, args.tokenizer.as_deref())?,
@@ -287,16 +289,19 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
 }
 
 /// Fails if held-out data has a weight: each sample is evaluated once.
-fn refuse_weights(eval_data: Option<&Path>) -> Result<(), Failure> {
-    let parts = eval_data.map(data_parts).unwrap_or_default();
+///
+/// # Errors
+/// It does (exit 2).
+pub(crate) fn refuse_weights(data: &Path) -> Result<(), Failure> {
+    let parts = data_parts(data);
     let weighted = |part: &&PathBuf| !matches!(weight_of(part), Ok((_, 1.0)));
     let Some(part) = parts.iter().find(weighted) else {
         return Ok(());
     };
     Err(Failure::usage(
         text!(
-            "--eval-data {} has a weight",
-            "--eval-data {} 带有权重",
+            "the held-out data {} has a weight",
+            "留出数据 {} 带有权重",
             part.display()
         ),
         both(

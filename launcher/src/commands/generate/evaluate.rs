@@ -2,7 +2,7 @@
 
 use super::model::{LoadedModel, OpenModel, path_text, positive, required};
 use super::note;
-use crate::cli::EvalArgs;
+use crate::cli::{EvalArgs, refuse_weights};
 use crate::data::answers::{Answer, Question, sample_failure};
 use crate::data::images::ImageCheck;
 use crate::data::{Reading, SampleSet, check};
@@ -46,6 +46,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
     let dir = required(args.model.as_ref(), "eval", "--model")?;
     let dir = &places::with_tokenizer(dir, args.tokenizer.as_deref());
     let data = required(args.data.as_ref(), "eval", "--data")?;
+    refuse_weights(data)?;
     let batch = args.per_device_eval_batch_size.unwrap_or(DEFAULT_BATCH);
     let batch = positive(batch, "--per-device-eval-batch-size")?;
     let limit = args.limit.map(|n| positive(n, "--limit")).transpose()?;
