@@ -74,7 +74,7 @@ pub use watch::WatchArgs;
     max_term_width = 100
 )]
 pub struct Args {
-    /// Model directory: config.json, tokenizer, weights; or a SAT checkpoint
+    /// Model directory: config.json, tokenizer, weights; or SAT's
     ///
     /// Weights are safetensors files or pytorch_model.bin. Ranks of a SAT checkpoint in two directories are joined by a
     /// comma.

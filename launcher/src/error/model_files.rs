@@ -164,6 +164,12 @@ pub(super) fn other_directory(dir: &Path) -> Option<(Text, Text)> {
             .into(),
         ));
     }
+    if names.iter().any(|name| name.starts_with("global_step")) || has("zero_to_fp32.py") {
+        return Some((
+            both("it is a checkpoint of DeepSpeed, whose weights are divided among its ranks", "这是 DeepSpeed 的检查点，其权重分散在各个 rank 中").into(),
+            both("join them: python zero_to_fp32.py . NEW --safe_serialization, then copy config.json and the tokenizer files to NEW", "请先合并：python zero_to_fp32.py . NEW --safe_serialization，然后把 config.json 和分词器文件复制到 NEW").into(),
+        ));
+    }
     let has_ranks = |name: &&String| dir.join(name).join("mp_rank_00_model_states.pt").is_file();
     if !has("latest")
         && let Some(name) = names.iter().find(has_ranks)
@@ -178,27 +184,6 @@ pub(super) fn other_directory(dir: &Path) -> Option<(Text, Text)> {
                 "请直接指定 {}，或把它的名称写入 latest 文件",
                 dir.join(name).display()
             ),
-        ));
-    }
-    if names.iter().any(|name| name.starts_with("global_step")) || has("zero_to_fp32.py") {
-        return Some((
-            both("it is a checkpoint of DeepSpeed, whose weights are divided among its ranks", "这是 DeepSpeed 的检查点，其权重分散在各个 rank 中").into(),
-            both("join them: python zero_to_fp32.py . NEW --safe_serialization, then copy config.json and the tokenizer files to NEW", "请先合并：python zero_to_fp32.py . NEW --safe_serialization，然后把 config.json 和分词器文件复制到 NEW").into(),
-        ));
-    }
-    let of_sat = |name: &String| dir.join(name).join("mp_rank_00_model_states.pt").exists();
-    if names.iter().any(of_sat) {
-        return Some((
-            both(
-                "it is a checkpoint of SAT (SwissArmyTransformer)",
-                "这是 SAT（SwissArmyTransformer）的检查点",
-            )
-            .into(),
-            both(
-                "give --model the Hugging Face directory of the same model (-hf in its name)",
-                "请把同一模型的 Hugging Face 目录（名称中带 -hf）交给 --model",
-            )
-            .into(),
         ));
     }
     let whole = has("model.safetensors") || has("model.safetensors.index.json");
