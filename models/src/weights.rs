@@ -5,6 +5,10 @@
 //! Only the headers are in memory. Reads are positioned, so several threads may read through one
 //! source, and a rank reads only the bytes of its own slices.
 
+mod packed;
+
+pub use packed::PackedFault;
+
 use crate::OpenError;
 use crate::params::is_added;
 use crate::seeded::{self, Generators, Marker, Values};
@@ -117,6 +121,14 @@ pub enum WeightError {
         /// Dtype that the tensor was requested in, if its range is the cause.
         wanted: Option<DType>,
     },
+    /// The parts of a packed weight do not fit together, or are in a form that is not supported.
+    #[error("the packed weight {name} cannot be read: {fault}")]
+    Packed {
+        /// Name of the weight.
+        name: String,
+        /// What does not fit.
+        fault: PackedFault,
+    },
     /// A range lies outside its tensor, or the buffer has another length.
     #[error("elements {}..{} of tensor {name} ({elems} elements) do not fit a buffer of {buffer_bytes} bytes", elements.start, elements.end)]
     Range {
@@ -152,6 +164,8 @@ struct Entry {
     shard: usize,
     place: Location,
     shape: Vec<usize>,
+    /// Size in the file.
+    bytes: u64,
     /// `None` for an unsupported dtype; its name is in `dtype_name`.
     dtype: Option<DType>,
     dtype_name: String,
@@ -163,6 +177,8 @@ enum Location {
     At(u64),
     /// Computed on each read, as bf16.
     Made(Values),
+    /// Packed, in several parts.
+    Packed(Box<packed::StoredPacked>),
 }
 
 /// Open weights of a model, in one file or in the files of a directory. It reads any range of any tensor;
@@ -172,6 +188,7 @@ pub struct WeightSource {
     dir: PathBuf,
     shards: Vec<Shard>,
     tensors: BTreeMap<String, Entry>,
+    on_read: packed::PackedOnRead,
 }
 
 impl WeightSource {
@@ -207,6 +224,7 @@ impl WeightSource {
                 shard: 0,
                 place: Location::Made(generators.of(marker.seed, &param.name, init)),
                 shape: param.shape.dims().to_vec(),
+                bytes: 2 * param.shape.elems() as u64,
                 dtype: Some(DType::BF16),
                 dtype_name: "BF16".to_owned(),
             };
@@ -219,6 +237,7 @@ impl WeightSource {
                 path: path.to_owned(),
                 file,
             }],
+            on_read: packed::PackedOnRead::default(),
         })
     }
 
@@ -267,22 +286,33 @@ impl WeightSource {
             });
         }
         let paths: Vec<PathBuf> = files.iter().map(|f| dir.join(f)).collect();
-        let source = Self::open_files(dir, &paths)?;
+        let mut source = Self::open_parts(dir, &paths)?;
         match parsed
             .weight_map
             .keys()
             .find(|n| !source.tensors.contains_key(*n))
         {
             Some(name) => Err(source.missing(name)),
-            None => Ok(source),
+            None => {
+                source.join_packed()?;
+                Ok(source)
+            }
         }
     }
 
     fn open_files(dir: &Path, paths: &[PathBuf]) -> Result<Self> {
+        let mut source = Self::open_parts(dir, paths)?;
+        source.join_packed()?;
+        Ok(source)
+    }
+
+    /// The tensors of the files, with the parts of packed weights apart.
+    fn open_parts(dir: &Path, paths: &[PathBuf]) -> Result<Self> {
         let mut source = Self {
             dir: dir.to_owned(),
             shards: Vec::new(),
             tensors: BTreeMap::new(),
+            on_read: packed::PackedOnRead::default(),
         };
         for path in paths {
             source.add_file(path)?;
@@ -383,6 +413,35 @@ impl WeightSource {
         dst: &mut [u8],
     ) -> Result<()> {
         let entry = self.entry(name)?;
+        let elems = entry.shape.iter().product();
+        let fits = elements.end <= elems && dst.len() == elements.len() * out.size_bytes();
+        if !fits || !self.unpacks(name, entry) {
+            return self.read_plain(name, elements, out, dst);
+        }
+        let convert = converter(DType::F32, out).ok_or_else(|| entry.bad_dtype(name, out))?;
+        let at_once = match entry.place {
+            Location::Packed(_) => packed::CHUNK_ELEMS,
+            // It is packed whole for every read.
+            Location::At(_) | Location::Made(_) => elements.len().max(1),
+        };
+        for start in elements.clone().step_by(at_once) {
+            let range = start..elements.end.min(start + at_once);
+            let at = |element: usize| (element - elements.start) * out.size_bytes();
+            let part = &mut dst[at(range.start)..at(range.end)];
+            convert(bytemuck::cast_slice(&self.unpack_range(name, range)?), part);
+        }
+        Ok(())
+    }
+
+    /// As [`WeightSource::read_range`], without unpacking.
+    fn read_plain(
+        &self,
+        name: &str,
+        elements: Range<usize>,
+        out: DType,
+        dst: &mut [u8],
+    ) -> Result<()> {
+        let entry = self.entry(name)?;
         let elems: usize = entry.shape.iter().product();
         let count = elements.len();
         if elements.end > elems || dst.len() != count * out.size_bytes() {
@@ -402,6 +461,7 @@ impl WeightSource {
             Location::Made(values) => {
                 return make(values, elements.start as u64, out, dst, convert);
             }
+            Location::Packed(_) => return Err(entry.bad_dtype(name, out)),
         };
         let read = |buffer: &mut [u8], at: u64| {
             let result = shard.file.read_exact_at(buffer, at);
@@ -451,7 +511,12 @@ impl WeightSource {
             for start in (0..elems).step_by(CHUNK_ELEMS) {
                 let range = start..elems.min(start + CHUNK_ELEMS);
                 let bytes = &mut bytes[..range.len() * dtype.size_bytes()];
-                self.read_range(name, range, dtype, bytes)?;
+                match entry.place {
+                    Location::Packed(_) => self.read_range(name, range, dtype, bytes)?,
+                    Location::At(_) | Location::Made(_) => {
+                        self.read_plain(name, range, dtype, bytes)?
+                    }
+                }
                 count += not_finite(dtype, bytes);
             }
             Ok(count)
@@ -543,6 +608,7 @@ fn entries(
             shard,
             place: Location::At(data_start + info.data_offsets.0 as u64),
             shape: info.shape.clone(),
+            bytes: (info.data_offsets.1 - info.data_offsets.0) as u64,
             dtype: DType::from_name(&dtype_name)
                 .filter(|d| matches!(d, DType::F32 | DType::BF16 | DType::F16)),
             dtype_name,
@@ -854,6 +920,7 @@ mod tests {
                 shape: Shape::new(shape),
                 unit: UnitId(0),
                 trainable: true,
+                packing: None,
             }],
         };
         assert_eq!(source.check(&spec("a", &[3, 4])).unwrap(), ["b", "c"]);
