@@ -185,6 +185,11 @@ fn settings(config: &RunConfig) -> Result<BTreeMap<String, String>, Failure> {
             targets.unwrap_or_else(|| "default".to_owned()),
         );
     }
+    let quantize = config.quantize.as_ref();
+    if let Some((quantize, packing)) = quantize.and_then(|q| Some((q, q.packing()?))) {
+        let modules = quantize.modules.as_deref().unwrap_or("default");
+        add("quantize", format!("{packing}; {modules}"));
+    }
     let (batch, samples) = (&config.batch, &config.samples);
     add("model-max-length", batch.model_max_length.to_string());
     add("max-slice-nums", batch.max_slice_nums.to_string());

@@ -126,6 +126,21 @@ const FREEZE_PROJECTOR: Meaning =
     Words(&[("true", "freeze", "projector"), ("false", "freeze", "none")]);
 const ADAPTERS: Meaning = Words(&[("lora", "use-lora", "true"), ("full", "use-lora", "false")]);
 
+const BITS: Meaning = Words(&[
+    ("4", "load-in-4bit", "true"),
+    ("8", "load-in-8bit", "true"),
+    ("0", "", ""),
+    ("none", "", ""),
+]);
+const FOUR_BITS: Meaning = Words(&[("true", "load-in-4bit", "true"), ("false", "", "")]);
+const METHOD: Meaning = Only(
+    &["bnb", "bitsandbytes"],
+    both(
+        "weights are packed as bitsandbytes packs them",
+        "权重按 bitsandbytes 的方式压缩存储",
+    ),
+);
+
 /// Keys of LLaMA-Factory.
 const LLAMA_FACTORY: &[Key] = &[
     (
@@ -164,16 +179,10 @@ const LLAMA_FACTORY: &[Key] = &[
     ("video_max_pixels", Unused(VIDEO)),
     ("video_min_pixels", Unused(VIDEO)),
     ("val_size", Only(&["0", "0.0"], NO_SPLIT)),
-    (
-        "quantization_bit",
-        Only(
-            &[],
-            both(
-                "quantized base weights are not available",
-                "不支持量化的基座权重",
-            ),
-        ),
-    ),
+    ("quantization_bit", BITS),
+    ("quantization_method", METHOD),
+    ("quantization_type", Flag("bnb-4bit-quant-type")),
+    ("quantization_device_map", Only(&["none", "auto"], RANKS)),
     ("use_dora", Only(&["false"], ADAPTER_KIND)),
     (
         "use_rslora",
@@ -301,6 +310,8 @@ const MS_SWIFT: &[Key] = &[
             "模型和数据从目录中读取",
         )),
     ),
+    ("quant_bits", BITS),
+    ("quant_method", METHOD),
     ("add_version", Unused(RUN_DIRECTORY)),
     (
         "create_checkpoint_symlink",
@@ -310,6 +321,9 @@ const MS_SWIFT: &[Key] = &[
         )),
     ),
 ];
+
+/// Keys of OpenBMB's `finetune.py`.
+const OPENBMB: &[Key] = &[("q_lora", FOUR_BITS)];
 
 /// Keys of SwissArmyTransformer and of CogVLM's `finetune_demo`.
 const SAT: &[Key] = &[
@@ -351,7 +365,7 @@ const SAT: &[Key] = &[
             ("chat", "template", "sat-chat"),
         ]),
     ),
-    ("use_qlora", Only(&["false"], ADAPTER_KIND)),
+    ("use_qlora", FOUR_BITS),
     (
         "model_parallel_size",
         Only(
@@ -469,7 +483,8 @@ pub(in crate::cli) fn own_meaning(
         Trainer::MsSwift => find(MS_SWIFT, name),
         Trainer::Sat => find(SAT, name),
         Trainer::Glm4 => find(GLM_TOP, name),
-        Trainer::OpenBmb | Trainer::HuggingFace => None,
+        Trainer::OpenBmb => find(OPENBMB, name),
+        Trainer::HuggingFace => None,
     }
 }
 
@@ -478,6 +493,9 @@ pub(in crate::cli) fn own_meaning(
 pub(in crate::cli) fn meaning(trainer: Option<Trainer>, name: &str) -> Option<&'static Meaning> {
     let is_foreign = IGNORED.iter().any(|(key, _)| *key == name)
         || RESTRICTED.iter().any(|rule| rule.name == name);
-    let shared = || find(LLAMA_FACTORY, name).or_else(|| find(MS_SWIFT, name));
+    let shared = || {
+        let lists = [LLAMA_FACTORY, MS_SWIFT, OPENBMB];
+        lists.into_iter().find_map(|keys| find(keys, name))
+    };
     own_meaning(trainer, name).or_else(|| shared().filter(|_| !is_foreign))
 }
