@@ -3,7 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test binary")]
 
 use engine::Offload;
-use models::open_processor;
+use kernels::DType;
+use models::{ModelOptions, PackedWeights, open_model, open_processor};
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
 use std::fs;
@@ -267,6 +268,34 @@ fn a_batch_divided_over_two_ranks_gives_its_stored_loss_and_gradients() {
                     .collect();
                 all_ok(&format!("{} {layout:?}", dir.display()), &divided);
             }
+        }
+    }
+}
+
+/// Packs whose weights are packed, saved by transformers, also with the `config.json` that transformers 5 writes.
+#[test]
+fn packs_with_packed_weights_agree() {
+    for name in [
+        "glm-4.1v-nf4",
+        "glm-4.1v-nf4-decoder",
+        "glm-4.1v-int8",
+        "minicpm-v-nf4",
+    ] {
+        let dir = Pack::beside("quantized").join(name);
+        for (title, comparisons) in check_pack(&dir).unwrap() {
+            all_ok(&format!("{name} {title}"), &comparisons);
+        }
+        let newer = dir.join("config.v5.json");
+        if newer.is_file() {
+            let copy = tempfile::tempdir().unwrap();
+            copy_files(&dir, copy.path());
+            fs::copy(newer, copy.path().join("config.json")).unwrap();
+            let shapes = |dir: &Path| {
+                let options = ModelOptions::new(DType::F32);
+                open_model(dir, options).unwrap().spec().clone()
+            };
+            assert_eq!(shapes(copy.path()), shapes(&dir), "{name}");
+            assert!(PackedWeights::declared(copy.path()).unwrap().is_some());
         }
     }
 }
