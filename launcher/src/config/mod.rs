@@ -45,7 +45,7 @@ pub use optimizer_in_backward::OptimizerInBackward;
 pub use optimizer_in_forward::OptimizerInForward;
 pub(crate) use origin::Origin;
 pub use prefetch_weights::PrefetchWeights;
-pub use quantize::{Quantize, QuantizeFormat};
+pub use quantize::{MergeBase, Quantize, QuantizeFormat};
 pub(crate) use run_plan::Found;
 pub use run_plan::{CONFIG_FILE, RunPlan};
 pub use schedule::SchedulerKwargs;

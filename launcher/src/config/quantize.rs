@@ -18,6 +18,15 @@ pub enum QuantizeFormat {
     None,
 }
 
+/// `export --merge-base`: base weights that adapters are merged into.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum MergeBase {
+    /// The values that the packed weights of the run stand for.
+    Trained,
+    /// The weights before they were packed.
+    Original,
+}
+
 /// How a run packs its base weights.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Quantize {

@@ -1,6 +1,7 @@
 //! The small files of a model directory: configuration, tokenizer, processor, code.
 
 use crate::lang::both;
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 use crate::error::{ErrorCode, Failure};
@@ -41,6 +42,31 @@ pub(crate) fn small(directory: &Path) -> Result<Vec<(String, PathBuf)>, Failure>
         .collect();
     found.sort();
     Ok(found)
+}
+
+/// The text of a `config.json` for plain weights: unchanged, unless it says that weights are packed.
+pub(crate) fn plain_config(text: Vec<u8>) -> Vec<u8> {
+    let config = serde_json::from_slice(&text).ok();
+    let changed = config.and_then(|before: Value| {
+        let mut config = before.clone();
+        set_quantization(&mut config, None);
+        (config != before).then(|| serde_json::to_vec_pretty(&config).ok())?
+    });
+    changed.unwrap_or(text)
+}
+
+/// Sets the settings of packed weights in a `config.json`, or removes them.
+pub(crate) fn set_quantization(config: &mut Value, settings: Option<&Value>) {
+    const FIELD: &str = "quantization_config";
+    if let Some(text) = config.get_mut("text_config").and_then(Value::as_object_mut) {
+        text.remove(FIELD);
+    }
+    if let Some(fields) = config.as_object_mut() {
+        match settings {
+            Some(settings) => fields.insert(FIELD.to_owned(), settings.clone()),
+            None => fields.remove(FIELD),
+        };
+    }
 }
 
 #[cfg(test)]

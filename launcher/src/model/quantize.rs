@@ -49,7 +49,11 @@ pub(super) fn packed(config: &RunConfig) -> Result<PackedWeights, Failure> {
     })
 }
 
-fn by_flags(chosen: &Quantize) -> Result<PackedWeights, Failure> {
+/// The weights that the flags `chosen` select.
+///
+/// # Errors
+/// `--quantize-modules` is not valid.
+pub(crate) fn by_flags(chosen: &Quantize) -> Result<PackedWeights, Failure> {
     let Some(packing) = chosen.packing() else {
         return Ok(PackedWeights::None);
     };
@@ -64,8 +68,11 @@ fn by_flags(chosen: &Quantize) -> Result<PackedWeights, Failure> {
     })
 }
 
-/// Refuses a run that asks for another packing than its model directory has.
-fn agree(chosen: &Quantize, stored: &PackedWeights) -> Result<(), Failure> {
+/// Refuses a packing other than that of the model directory.
+///
+/// # Errors
+/// They differ.
+pub(crate) fn agree(chosen: &Quantize, stored: &PackedWeights) -> Result<(), Failure> {
     let wanted = chosen.packing().map(Packing::name);
     let other = match stored {
         PackedWeights::Stored(packings) => packings

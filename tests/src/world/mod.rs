@@ -53,11 +53,11 @@ impl Rank {
         comm: Arc<dyn Communicator>,
         setup: &Setup<'_>,
     ) -> Result<Self> {
-        let weights = WeightSource::open(&pack.dir)?;
+        let mut weights = WeightSource::open(&pack.dir)?;
         // Packed weights stay packed beside adapters; else all weights train.
-        let packed = match setup.options.lora {
-            Some(_) => PackedWeights::Stored(weights.packings()),
-            None => PackedWeights::None,
+        let packed = match (&setup.options.packed, &setup.options.lora) {
+            (PackedWeights::None, Some(_)) => PackedWeights::Stored(weights.packings()),
+            (chosen, _) => chosen.clone(),
         };
         let options = ModelOptions {
             packed,
@@ -67,6 +67,9 @@ impl Rank {
             ..setup.options.clone()
         };
         let model = open_model(&pack.dir, options)?;
+        let params = model.spec().params.iter();
+        let packed = params.filter_map(|p| Some((p.name.clone(), p.stored_packing()?)));
+        weights.pack_on_read(packed.collect());
         let zero_config = ZeroConfig {
             stage: Stage::try_from(layout.stage).map_err(|e| anyhow!(e))?,
             precision: layout.precision,

@@ -105,11 +105,11 @@ pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
         write(OPTIMIZER_STEM, &entries)?;
     }
     for (name, path) in files::small(&args.checkpoint)? {
-        copy(&path, &directory.path().join(name), Some(DType::F32))?;
+        copy(&path, &directory.path().join(name), Some(DType::F32), None)?;
     }
     let adapter = args.checkpoint.join(ADAPTER_CONFIG);
     if adapter.is_file() {
-        copy(&adapter, &directory.path().join(ADAPTER_CONFIG), None)?;
+        copy(&adapter, &directory.path().join(ADAPTER_CONFIG), None, None)?;
     }
     directory.publish()?;
     let stems: Vec<&str> = files.iter().map(|(stem, _)| *stem).collect();

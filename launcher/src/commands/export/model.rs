@@ -1,6 +1,6 @@
 //! Export of whole models, with adapters and trained parts merged.
 
-use super::{BLOCK_ELEMS, read};
+use super::{BLOCK_ELEMS, PackedExport, packed, read};
 use crate::error::{ErrorCode, Failure, failures};
 use crate::lang::{both, text};
 use crate::model::stored::{bytes_of, write_finite};
@@ -11,11 +11,11 @@ use models::adapter::Adapter;
 use std::ops::Range;
 use std::path::Path;
 
-/// Writes all tensors of `model` with the changes of `adapter`; returns their number and bytes.
+/// Writes all tensors of `model` with the changes of `adapter`, packed as `packs` says; returns their number and bytes.
 pub(super) fn write(
     model: &WeightSource,
     adapter: Option<&Adapter>,
-    dtype: Option<DType>,
+    (dtype, packs): (Option<DType>, Option<&PackedExport>),
     max_shard_bytes: u64,
     directory: &Path,
 ) -> Result<(usize, u64), Failure> {
@@ -38,11 +38,17 @@ pub(super) fn write(
             shape: model.shape(name).unwrap_or_default().to_vec(),
         });
     }
+    let packing = |name: &str| packs.and_then(|packs| packs.packings.get(name)).copied();
+    let parts = |tensor: &TensorSpec| match packing(&tensor.name) {
+        Some(packing) => packed::specs(&tensor.name, packing, &tensor.shape, tensor.dtype),
+        None => vec![tensor.clone()],
+    };
+    let files: Vec<TensorSpec> = tensors.iter().flat_map(parts).collect();
     let doing = both("export weights", "导出权重");
     let failed = |e: CheckpointError| failures::checkpoint(doing, &e);
     let metadata = [("format", "pt")];
     let mut file =
-        ShardedTensorWriter::create(directory, "model", &tensors, &metadata, max_shard_bytes)
+        ShardedTensorWriter::create(directory, "model", &files, &metadata, max_shard_bytes)
             .map_err(failed)?;
     let backend = CpuBackend::unlimited();
     let mut bytes = 0u64;
@@ -51,7 +57,7 @@ pub(super) fn write(
         let rows_at_once = (BLOCK_ELEMS / columns).max(1) * columns;
         let own = adapter.filter(|a| a.has(&tensor.name));
         let low_rank = adapter.and_then(|a| Some((a, adapted(a, &tensor.name)?)));
-        bytes += write_finite(&mut file, tensor, rows_at_once, |range| {
+        let block = |range: Range<usize>, tensor: &TensorSpec| {
             // A weight can be trained in full and have an adapter as well.
             let base = |range: Range<usize>, dtype: DType| {
                 read(range, dtype, |r, d, out| match own {
@@ -66,7 +72,32 @@ pub(super) fn write(
                 }
                 None => base(range, tensor.dtype),
             }
-        })?;
+        };
+        let Some(packing) = packing(&tensor.name) else {
+            bytes += write_finite(&mut file, tensor, rows_at_once, |range| {
+                block(range, tensor)
+            })?;
+            continue;
+        };
+        let unchanged = own.is_none() && low_rank.is_none();
+        let packed = if unchanged && model.packing(&tensor.name) == Some(packing) {
+            model
+                .read_packed(&tensor.name)
+                .map_err(|e| failures::weights(&e))?
+        } else {
+            let wide = TensorSpec {
+                dtype: DType::F32,
+                ..tensor.clone()
+            };
+            let shape = Shape::new(&tensor.shape);
+            let values = bytemuck::pod_collect_to_vec(&block(0..shape.elems(), &wide)?);
+            let mut packed = vec![0; packing.bytes(shape)];
+            packing.pack(&values, shape, &mut packed);
+            packed
+        };
+        let specs = parts(tensor);
+        let of = (&tensor.shape[..], tensor.dtype);
+        bytes += packed::write(&mut file, &specs, packing, &packed, of)?;
     }
     file.finish().map_err(failed)?;
     let written = WeightSource::open(directory).map_err(|e| failures::weights(&e))?;

@@ -27,7 +27,8 @@ pub(super) fn choose(
     let packings: BTreeMap<String, Packing> = if stored.is_empty() {
         let mut options = ModelOptions::new(DType::F32);
         // Only what does not train is packed.
-        let all = Selection::parse(".*").map_err(|error| failures::selection("--quantize", &error))?;
+        let all =
+            Selection::parse(".*").map_err(|error| failures::selection("--quantize", &error))?;
         options.freeze = Some(all);
         options.packed = quantize::by_flags(chosen)?;
         let opened = open_shapes(dir, options);
@@ -49,13 +50,21 @@ fn settings(packings: &BTreeMap<String, Packing>, model: &WeightSource) -> Resul
     let Some(first) = packings.values().next() else {
         return Err(Failure::new(
             ErrorCode::Usage,
-            both("--quantize packs nothing", "--quantize 没有可压缩存储的权重"),
+            both(
+                "--quantize packs nothing",
+                "--quantize 没有可压缩存储的权重",
+            ),
             both("no linear layer is selected", "没有选中任何线性层"),
         )
-        .next(both("name parts with --quantize-modules", "请用 --quantize-modules 指定部分")));
+        .next(both(
+            "name parts with --quantize-modules",
+            "请用 --quantize-modules 指定部分",
+        )));
     };
     let (four, quant_type, double) = match first {
-        Packing::FourBit { codebook, double, .. } => (true, codebook.name(), *double),
+        Packing::FourBit {
+            codebook, double, ..
+        } => (true, codebook.name(), *double),
         Packing::Int8 => (false, "fp4", false),
     };
     Ok(json!({
@@ -88,7 +97,9 @@ fn skipped(packings: &BTreeMap<String, Packing>, model: &WeightSource) -> Vec<St
         let ends = path.match_indices('.').map(|(at, _)| at);
         let mut beginnings = ends.chain([path.len()]).map(|end| &path[..end]);
         let fits = |begin: &&str| {
-            !packed.iter().any(|other| other.starts_with(begin) || other.ends_with(begin))
+            !packed
+                .iter()
+                .any(|other| other.starts_with(begin) || other.ends_with(begin))
         };
         found.extend(beginnings.find(fits).map(str::to_owned));
     }
@@ -96,7 +107,12 @@ fn skipped(packings: &BTreeMap<String, Packing>, model: &WeightSource) -> Vec<St
 }
 
 /// The tensors in which the weight `name` is stored.
-pub(super) fn specs(name: &str, packing: Packing, shape: &[usize], dtype: DType) -> Vec<TensorSpec> {
+pub(super) fn specs(
+    name: &str,
+    packing: Packing,
+    shape: &[usize],
+    dtype: DType,
+) -> Vec<TensorSpec> {
     let parts = packing.parts(Shape::new(shape));
     let spec = |end: &str, dtype: DType, shape: &[usize]| TensorSpec {
         name: format!("{name}{end}"),
@@ -104,13 +120,19 @@ pub(super) fn specs(name: &str, packing: Packing, shape: &[usize], dtype: DType)
         shape: shape.to_vec(),
     };
     match packing {
-        Packing::FourBit { codebook, double, .. } => {
+        Packing::FourBit {
+            codebook, double, ..
+        } => {
             let state = state(packing, shape, dtype, 0.5).len();
             let state_name = format!(".quant_state.bitsandbytes__{}", codebook.name());
             let mut all = vec![spec("", DType::U8, &[parts.codes.len(), 1])];
             if double {
                 all.push(spec(".absmax", DType::U8, &[parts.magnitudes.len()]));
-                all.push(spec(".nested_absmax", DType::F32, &[parts.nested.len() / 4]));
+                all.push(spec(
+                    ".nested_absmax",
+                    DType::F32,
+                    &[parts.nested.len() / 4],
+                ));
                 all.push(spec(".nested_quant_map", DType::F32, &[256]));
             } else {
                 all.push(spec(".absmax", DType::F32, &[parts.magnitudes.len() / 4]));
@@ -146,8 +168,13 @@ pub(super) fn write(
     let parts = packing.parts(Shape::new(shape));
     let floats = |values: &[f32]| bytemuck::cast_slice::<f32, u8>(values).to_vec();
     let contents: Vec<Vec<u8>> = match packing {
-        Packing::FourBit { codebook, double, .. } => {
-            let mut all = vec![packed[parts.codes].to_vec(), packed[parts.magnitudes].to_vec()];
+        Packing::FourBit {
+            codebook, double, ..
+        } => {
+            let mut all = vec![
+                packed[parts.codes].to_vec(),
+                packed[parts.magnitudes].to_vec(),
+            ];
             let mut offset = 0.0;
             if double {
                 let at = parts.offset.start;
@@ -180,7 +207,12 @@ const OFFSET_CHARS: usize = 24;
 
 /// The description of a 4-bit weight, as bitsandbytes writes it; blanks at its end fill it to a fixed length.
 fn state(packing: Packing, shape: &[usize], dtype: DType, offset: f32) -> String {
-    let Packing::FourBit { codebook, block_elems, double } = packing else {
+    let Packing::FourBit {
+        codebook,
+        block_elems,
+        double,
+    } = packing
+    else {
         return String::new();
     };
     let dtype = match dtype {
