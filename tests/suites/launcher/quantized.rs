@@ -196,5 +196,9 @@ fn a_packed_run_resumes() {
         "{other} --max-steps 6 --resume whole/checkpoint-4 --output other"
     ));
     assert_ne!(outcome.code, Some(0), "{}", outcome.screen);
-    assert!(outcome.screen.contains("quantize"), "{}", outcome.screen);
+    assert!(
+        outcome.screen.contains("frozen base weights"),
+        "{}",
+        outcome.screen
+    );
 }

@@ -73,6 +73,7 @@ pub fn options(precision: Precision, adapters: bool) -> ModelOptions {
 /// The same with adapters, beside a language model packed in 4 bits.
 pub fn packed_options(precision: Precision) -> ModelOptions {
     let mut options = options(precision, true);
+    (options.tune_vision, options.tune_llm) = (false, false);
     options.packed = PackedWeights::Chosen {
         packing: Packing::four_bit(Codebook::Nf4, true),
         modules: None,
