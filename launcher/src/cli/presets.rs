@@ -26,11 +26,11 @@ const SAT_NO_DECAY: &str = r"norm,.*\.bias";
 
 /// Settings of QLoRA for models of 7 to 13 B: a base in 4 bits, adapters on every linear layer of the decoder.
 macro_rules! qlora {
-    ($name:literal $(, $flag:literal = $value:expr)*) => {
+    ($name:literal, $rank:literal $(, $flag:literal = $value:expr)*) => {
         Preset {
             name: $name,
             script: "artidoro/qlora scripts/finetune_guanaco_7b.sh",
-            differs: "adapters on the decoder alone; the mean over tokens; AdamW of 32 bits without pages",
+            differs: "adapters on the decoder alone, of rank 16 where each layer has two experts; the mean over tokens; AdamW of 32 bits without pages",
             flags: &[
                 ("zero", "2"),
                 ("precision", "bf16"),
@@ -45,7 +45,7 @@ macro_rules! qlora {
                 ("max-grad-norm", "0.3"),
                 ("per-device-train-batch-size", "1"),
                 ("gradient-accumulation-steps", "16"),
-                ("lora-rank", "64"),
+                ("lora-rank", $rank),
                 ("lora-alpha", "16"),
                 ("lora-dropout", "0.1"),
                 ("lora-target-modules", "all"),
@@ -242,11 +242,12 @@ pub const PRESETS: [Preset; 10] = [
     },
     qlora!(
         "minicpm-qlora",
+        "64",
         "model-max-length" = "2048",
         "max-slice-nums" = "9"
     ),
-    qlora!("cogvlm-qlora", "model-max-length" = "2048"),
-    qlora!("glm4v-qlora", "model-max-length" = "2623"),
+    qlora!("cogvlm-qlora", "16", "model-max-length" = "2048"),
+    qlora!("glm4v-qlora", "64", "model-max-length" = "2623"),
 ];
 
 impl Preset {

@@ -4,7 +4,7 @@ use crate::generate::{refuse, run};
 use crate::site::{Site, golden, losses};
 use kernels::{DType, Shape};
 use models::WeightSource;
-use safetensors::SafeTensors;
+use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -120,6 +120,15 @@ fn exports_have_the_tensors_that_transformers_saves() {
                     state
                 };
                 assert_eq!(without(&found), without(&wanted), "{pack} {name}");
+            } else if pack.ends_with("int8") && view.dtype() == Dtype::I8 {
+                // The package's quotient is not rounded everywhere, so a tie may fall to the other side.
+                let apart = found
+                    .iter()
+                    .zip(wanted)
+                    .map(|(a, b)| a.wrapping_sub(*b) as i8);
+                let others: Vec<i8> = apart.filter(|apart| *apart != 0).collect();
+                let is_tie = others.len() <= 1 && others.iter().all(|apart| apart.abs() == 1);
+                assert!(is_tie, "{pack} {name}: {others:?}");
             } else if !name.contains("absmax") || !pack.ends_with("nf4") {
                 assert!(found == wanted, "{pack} {name}");
             }
