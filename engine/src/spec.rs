@@ -1,6 +1,5 @@
 //! Description of a model for the engine: units of parameters in the order of the forward pass.
 
-use crate::plan::GroupKind;
 use kernels::{DType, Packing, Shape};
 use serde::{Deserialize, Serialize};
 
@@ -46,16 +45,6 @@ pub struct ParamSpec {
 }
 
 impl ParamSpec {
-    /// Kind of the group that stores the parameter: trainable, frozen or packed.
-    #[must_use]
-    pub fn group(&self) -> GroupKind {
-        match (self.trainable, self.packing) {
-            (true, _) => GroupKind::Trainable,
-            (false, None) => GroupKind::Frozen,
-            (false, Some(_)) => GroupKind::Packed,
-        }
-    }
-
     /// Packing of the parameter as it is stored; `None` if it trains, since only frozen parameters are packed.
     #[must_use]
     pub fn stored_packing(&self) -> Option<Packing> {

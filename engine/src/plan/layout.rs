@@ -3,7 +3,7 @@
 //! A unit has three parameter groups, trainable, frozen and packed, each one flat buffer. A buffer is padded to divide
 //! into equal shards. Every parameter and every shard starts at a 128-byte boundary in f32, and in bytes if it is packed.
 
-use crate::spec::{ModelSpec, ParamId, UnitId};
+use crate::spec::{ModelSpec, ParamId, ParamSpec, UnitId};
 use std::ops::Range;
 
 /// Alignment of parameters and shards in a flat buffer, in elements: each starts at a multiple of it.
@@ -27,6 +27,16 @@ pub enum GroupKind {
 impl GroupKind {
     /// All kinds of parameter groups, trainable first.
     pub const ALL: [Self; 3] = [Self::Trainable, Self::Frozen, Self::Packed];
+
+    /// Kind of the group that stores the parameter.
+    #[must_use]
+    pub fn of(param: &ParamSpec) -> Self {
+        match (param.trainable, param.stored_packing()) {
+            (true, _) => Self::Trainable,
+            (false, None) => Self::Frozen,
+            (false, Some(_)) => Self::Packed,
+        }
+    }
 
     /// Alignment of parameters and shards in the group's flat buffer, in elements.
     pub(crate) const fn align_elems(self) -> usize {
@@ -169,7 +179,7 @@ pub(super) fn plan_units(spec: &ModelSpec, world_size: usize) -> Vec<UnitPlan> {
                     .params
                     .iter()
                     .enumerate()
-                    .filter(|(_, p)| p.unit == id && p.group() == kind)
+                    .filter(|(_, p)| p.unit == id && GroupKind::of(p) == kind)
                     .map(|(i, p)| (ParamId(i as u32), p.stored_shape().elems()));
                 GroupLayout::new(members, world_size, kind.align_elems())
             };
