@@ -56,13 +56,11 @@ pub enum Family {
     RowSums,
     /// Cross entropy of logits: statistics, losses and gradients.
     Loss,
-    /// Unpacking of weights of 4 or 8 bits.
-    Unpack,
 }
 
 impl Family {
     /// Every kernel family: one for each CUDA source file with kernels in this crate.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 16] = [
         Self::Cast,
         Self::PrimitivesCheck,
         Self::AdamW,
@@ -79,7 +77,6 @@ impl Family {
         Self::Rows,
         Self::RowSums,
         Self::Loss,
-        Self::Unpack,
     ];
 
     /// Name of the family's CUDA source file without extension, e.g. `adamw`.
@@ -102,7 +99,6 @@ impl Family {
             Self::Rows => "rows",
             Self::RowSums => "row_sums",
             Self::Loss => "loss",
-            Self::Unpack => "unpack",
         }
     }
 
@@ -126,7 +122,6 @@ impl Family {
             Self::Rows => include_str!("source/rows.cu"),
             Self::RowSums => include_str!("source/row_sums.cu"),
             Self::Loss => include_str!("source/loss.cu"),
-            Self::Unpack => include_str!("source/unpack.cu"),
         }
     }
 
@@ -151,7 +146,6 @@ impl Family {
             Self::Rows => super::ops::rows::modules(),
             Self::RowSums => super::ops::rows::sum_modules(),
             Self::Loss => super::ops::loss::modules(),
-            Self::Unpack => super::ops::unpack::modules(),
         }
     }
 }

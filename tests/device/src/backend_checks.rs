@@ -8,9 +8,8 @@ use std::ops::Range;
 use anyhow::{Context, Result, ensure};
 use kernels::{
     AdaptedLayer, AdaptedLinearArgs, AdaptedLinearGradArgs, AdapterArgs, AdapterDropout,
-    AttentionArgs, Backend, Codebook, CpuBackend, DType, Direction, DropoutArgs, Gelu,
-    GroupedMatmulArgs, IGNORED_LABEL, LossNeeds, MatmulArgs, MatmulGroup, Packing, RopeLayout,
-    Shape, Tag, Tensor, Transpose,
+    AttentionArgs, Backend, CpuBackend, DType, Direction, DropoutArgs, Gelu, GroupedMatmulArgs,
+    IGNORED_LABEL, LossNeeds, MatmulArgs, MatmulGroup, RopeLayout, Shape, Tag, Tensor, Transpose,
 };
 
 use crate::numbers::{bytes, first_difference};
@@ -240,22 +239,6 @@ fn elements(dtype: DType) -> Vec<Check> {
             [x()],
             Compare::Bits,
             move |b, x| Ok(vec![b.cast(&x[0], to)?]),
-        ));
-    }
-    for packing in [Packing::four_bit(Codebook::Nf4, true), Packing::Int8] {
-        checks.push(Check::new(
-            format!("unpack {packing} to {dtype}"),
-            [],
-            Compare::Bits,
-            move |b, _| {
-                let shape = Shape::new(&[9, 70]);
-                let values = Operands::new(5).normal("weight", shape.elems(), 0.02);
-                let mut packed = vec![0; packing.bytes(shape)];
-                packing.pack(&values, shape, &mut packed);
-                let bytes = Shape::new(&[packed.len()]);
-                let packed = b.upload(&packed, bytes, DType::U8, Tag::Gathered)?;
-                Ok(vec![b.unpack(&packed, packing, shape, dtype)?])
-            },
         ));
     }
     for layout in [RopeLayout::HalfSplit, RopeLayout::Interleaved] {

@@ -20,5 +20,4 @@ pub mod rows;
 pub mod shared_grouped_lora;
 pub mod shared_lora;
 pub mod tile;
-pub mod unpack;
 pub mod workspace;
