@@ -1,5 +1,11 @@
 //! Packed weights beside what bitsandbytes made of the same values.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "helpers of a test binary"
+)]
+
 use kernels::{Backend, Codebook, CpuBackend, DType, Packing, Shape, Tag, packed};
 use models::{WeightError, WeightSource};
 use safetensors::tensor::TensorView;

@@ -333,7 +333,7 @@ fn pack_blocks(codebook: Codebook, block: usize, values: &[f32], codes: &mut [u8
         let scale = 1.0 / magnitude.max(LEAST_MAGNITUDE);
         let code = |value: Option<&f32>| codebook.code(value.unwrap_or(&0.0) * scale);
         for (pair, out) in values.chunks(2).zip(codes) {
-            *out = code(pair.first()) << 4 | code(pair.get(1));
+            *out = (code(pair.first()) << 4) | code(pair.get(1));
         }
     });
     magnitudes

@@ -201,7 +201,10 @@ impl WeightSource {
             Packing::Int8 => half::f16::MAX.to_f32(),
             Packing::FourBit { .. } => f32::MAX,
         };
-        if values.iter().any(|value| !(value.abs() <= largest)) {
+        if values
+            .iter()
+            .any(|value| value.is_nan() || value.abs() > largest)
+        {
             let wanted = if packing == Packing::Int8 {
                 DType::F16
             } else {
