@@ -514,7 +514,7 @@ impl WeightSource {
                 match entry.place {
                     Location::Packed(_) => self.read_range(name, range, dtype, bytes)?,
                     Location::At(_) | Location::Made(_) => {
-                        self.read_plain(name, range, dtype, bytes)?
+                        self.read_plain(name, range, dtype, bytes)?;
                     }
                 }
                 count += not_finite(dtype, bytes);

@@ -127,7 +127,8 @@ fn exports_have_the_tensors_that_transformers_saves() {
                     .zip(wanted)
                     .map(|(a, b)| a.wrapping_sub(*b) as i8);
                 let others: Vec<i8> = apart.filter(|apart| *apart != 0).collect();
-                let is_tie = others.len() <= 1 && others.iter().all(|apart| apart.abs() == 1);
+                let is_tie = others.len() <= found.len() / TIES_ONE_IN
+                    && others.iter().all(|apart| apart.abs() == 1);
                 assert!(is_tie, "{pack} {name}: {others:?}");
             } else if !name.contains("absmax") || !pack.ends_with("nf4") {
                 assert!(found == wanted, "{pack} {name}");
@@ -165,6 +166,9 @@ fn exports_have_the_tensors_that_transformers_saves() {
         }
     }
 }
+
+/// Least number of int8 codes for each that falls to the other side of a tie: the package has 6 in 102 400.
+const TIES_ONE_IN: usize = 1000;
 
 /// Largest distance of two values as a share of the largest one: the package on a CPU rounds packed magnitudes to a
 /// grid before it chooses their code, so a code may be the neighbor, at most 1 / 64 of the largest difference away.
