@@ -12,6 +12,7 @@
 use crate::adapted::{AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads};
 use crate::error::Result;
 use crate::grouped::{self, GroupedMatmulArgs};
+use crate::packed::Packing;
 use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
 use crate::reserved_upload::ReservedUpload;
@@ -284,6 +285,18 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When the pool is full or a dtype is not a float.
     fn cast(&self, x: &Tensor, dtype: DType) -> Result<Tensor>;
+
+    /// Unpacks `packed`, the bytes of a weight of `shape`, to f32, bf16 or f16. The result counts as gathered weights.
+    ///
+    /// # Errors
+    /// When the number of bytes does not fit `shape`, the dtype is no float, or memory is full.
+    fn unpack(
+        &self,
+        packed: &Tensor,
+        packing: Packing,
+        shape: Shape,
+        dtype: DType,
+    ) -> Result<Tensor>;
 
     /// `a + b`, for tensors of the same shape and dtype.
     ///

@@ -4,6 +4,7 @@ use crate::adapted::{AdaptedLayer, LoraArgs};
 use crate::backend::{AttentionArgs, DropoutArgs, MatmulArgs, Transpose};
 use crate::error::{KernelError, Result, shape_error};
 use crate::grouped::GroupedMatmulArgs;
+use crate::packed::Packing;
 use crate::{DType, Shape, Tensor};
 
 /// Checks that `x` has a float dtype that operations support.
@@ -40,6 +41,24 @@ fn f32(op: &'static str, x: &Tensor) -> Result<()> {
 
 fn index(op: &'static str, x: &Tensor) -> Result<()> {
     dtype(op, x, DType::I32, "i32")
+}
+
+/// Checks that `packed` has the bytes of a weight of `shape`, and that it may be unpacked to `to`.
+pub(crate) fn unpack(packed: &Tensor, packing: Packing, shape: Shape, to: DType) -> Result<()> {
+    const OP: &str = "unpack";
+    dtype(OP, packed, DType::U8, "u8")?;
+    float_dtype(OP, to)?;
+    let want = packing.bytes(shape);
+    match packed.elems() == want {
+        true => Ok(()),
+        false => shape_error(
+            OP,
+            format!(
+                "{} bytes for {shape} packed as {packing}, which takes {want}",
+                packed.elems()
+            ),
+        ),
+    }
 }
 
 pub(crate) fn dropout(args: &DropoutArgs<'_>) -> Result<()> {

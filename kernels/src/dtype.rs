@@ -17,6 +17,8 @@ pub enum DType {
     I32,
     /// Raw bytes.
     U8,
+    /// Signed bytes: codes of packed weights in files. No tensor operation supports them.
+    I8,
 }
 
 impl DType {
@@ -27,7 +29,7 @@ impl DType {
             Self::F64 => 8,
             Self::F32 | Self::I32 => 4,
             Self::BF16 | Self::F16 => 2,
-            Self::U8 => 1,
+            Self::U8 | Self::I8 => 1,
         }
     }
 
@@ -47,6 +49,7 @@ impl DType {
             Self::F64 => "F64",
             Self::I32 => "I32",
             Self::U8 => "U8",
+            Self::I8 => "I8",
         }
     }
 
@@ -60,6 +63,7 @@ impl DType {
             Self::F64,
             Self::I32,
             Self::U8,
+            Self::I8,
         ]
         .into_iter()
         .find(|d| d.name() == name)

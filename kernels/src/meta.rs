@@ -11,6 +11,7 @@ use crate::backend::{
 use crate::check;
 use crate::cpu::workspace;
 use crate::error::Result;
+use crate::packed::Packing;
 use crate::pool::{Pool, Tag};
 use crate::{DType, Shape, Tensor};
 
@@ -147,6 +148,17 @@ impl Backend for MetaBackend {
             return Ok(x.clone());
         }
         self.output(x.shape(), dtype)
+    }
+
+    fn unpack(
+        &self,
+        packed: &Tensor,
+        packing: Packing,
+        shape: Shape,
+        dtype: DType,
+    ) -> Result<Tensor> {
+        check::unpack(packed, packing, shape, dtype)?;
+        Tensor::null(&self.pool, Tag::Gathered, shape, dtype)
     }
 
     fn add(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {

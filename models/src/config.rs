@@ -1,7 +1,9 @@
 //! Reader of `config.json`: typed fields by dotted path, with the bounds and errors that all families share.
 
+use crate::packing::PackedWeights;
 use crate::places;
 use crate::sat;
+use kernels::{Codebook, Packing};
 use serde::de::{DeserializeOwned, Error as _};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -181,19 +183,42 @@ impl<'a> Fields<'a> {
         Ok(text)
     }
 
-    /// Fails if the weights are quantized.
+    /// The packed weights that `quantization_config` declares: those of bitsandbytes.
     ///
     /// # Errors
-    /// [`ConfigError::Quantized`].
-    pub(crate) fn refuse_quantized(&self) -> Result<(), ConfigError> {
+    /// [`ConfigError::Quantized`] for another way of quantization.
+    pub(crate) fn quantization(&self) -> Result<Option<PackedWeights>, ConfigError> {
         for field in ["quantization_config", "text_config.quantization_config"] {
             if let Some(settings) = self.section(field)? {
                 let method: Option<String> = settings.nullable("quant_method")?;
-                let method = method.unwrap_or_else(|| "unknown".to_owned());
-                return Err(ConfigError::Quantized { method });
+                let four = settings.flag("load_in_4bit", false)?;
+                let eight = settings.flag("load_in_8bit", false)?;
+                let codebook: Option<String> = settings.nullable("bnb_4bit_quant_type")?;
+                let codebook = match codebook.as_deref() {
+                    Some("nf4") => Some(Codebook::Nf4),
+                    // The default of transformers.
+                    Some("fp4") | None => Some(Codebook::Fp4),
+                    Some(_) => None,
+                };
+                let double = settings.flag("bnb_4bit_use_double_quant", false)?;
+                let packing = match (four, eight, codebook) {
+                    (true, false, Some(codebook)) => Some(Packing::four_bit(codebook, double)),
+                    (false, true, _) => Some(Packing::Int8),
+                    _ => None,
+                };
+                let ours = method
+                    .as_deref()
+                    .is_none_or(|method| method == "bitsandbytes");
+                let Some(packing) = packing.filter(|_| ours) else {
+                    let method = method.unwrap_or_else(|| "unknown".to_owned());
+                    return Err(ConfigError::Quantized { method });
+                };
+                let skip: Option<Vec<String>> = settings.nullable("llm_int8_skip_modules")?;
+                let skip = skip.unwrap_or_default();
+                return Ok(Some(PackedWeights::Declared { packing, skip }));
             }
         }
-        Ok(())
+        Ok(None)
     }
 
     /// The flag `field` of this object or, where it lacks the field, of `text`, its language model; false if both lack it.
@@ -519,7 +544,7 @@ pub enum ConfigError {
     },
     /// The weights are quantized.
     #[error(
-        "quantization_config says that the weights are quantized ({method}); this model reads f32, bf16 and f16"
+        "quantization_config says that the weights are quantized ({method}); this model reads f32, bf16, f16 and those of bitsandbytes"
     )]
     Quantized {
         /// The `quant_method` of the file, or `unknown`.

@@ -122,7 +122,7 @@ impl Family {
     }
 
     fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
-        fields.refuse_quantized()?;
+        fields.quantization()?;
         if let Some(edition) = Edition::read(fields)? {
             return Ok(match edition {
                 Edition::CogVlm => Self::CogVlm,

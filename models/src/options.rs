@@ -1,6 +1,7 @@
 //! Settings of a model for a run, for all families.
 
 use crate::lora::LoraConfig;
+use crate::packing::PackedWeights;
 use crate::params::is_added;
 use crate::selection::Selection;
 use crate::{ModelError, Result, Tower};
@@ -38,6 +39,8 @@ pub struct ModelOptions {
     /// Number of learned keys and values before each sample, per decoder layer (p-tuning v2); 0 for none.
     /// Only CogVLM, CogAgent and CogVLM2 support them.
     pub ptuning_tokens: usize,
+    /// Which frozen weights are packed in 4 or 8 bits.
+    pub packed: PackedWeights,
 }
 
 impl ModelOptions {
@@ -53,6 +56,7 @@ impl ModelOptions {
             lora: None,
             rope_precision: RopePrecision::Model,
             ptuning_tokens: 0,
+            packed: PackedWeights::None,
         }
     }
 
@@ -99,16 +103,17 @@ impl ModelOptions {
         }
     }
 
-    /// Checks that every pattern in `train` and `freeze` matches a parameter of the base model.
+    /// Checks that every pattern in `train` and `freeze` matches a parameter of the base model, and that packed weights
+    /// do not train.
     ///
     /// # Errors
-    /// [`ModelError::Selection`] with the first pattern that matches none.
+    /// [`ModelError::Selection`] with the first pattern that matches none, or as [`PackedWeights::check`].
     pub fn check(&self, spec: &ModelSpec) -> Result<()> {
         let base = spec.params.iter().map(|param| &*param.name);
         let base = base.filter(|name| !is_added(name));
         for selection in [&self.train, &self.freeze].into_iter().flatten() {
             selection.check(base.clone())?;
         }
-        Ok(())
+        self.packed.check(spec)
     }
 }

@@ -6,7 +6,7 @@ use crate::lora::{LanguageModules, LoraConfig, TargetMatcher};
 use crate::nn::{FusedLinear, Linear};
 use crate::ops::{LinearParams, LoraParams};
 use engine::{ModelSpec, ParamId, ParamSpec, UnitId, UnitSpec};
-use kernels::Shape;
+use kernels::{Packing, Shape};
 use std::collections::BTreeMap;
 
 /// Prefix that peft puts before a module's path in the tensor names of an adapter file.
@@ -27,6 +27,7 @@ pub struct ParamBuilder<'a> {
     lora: Option<(&'a LoraConfig, TargetMatcher)>,
     adapters: usize,
     split: SplitAdapters,
+    packing: Option<&'a dyn Fn(&str) -> Option<Packing>>,
 }
 
 /// Fused layers whose projections have one adapter each: path of the layer, and number of rows of each
@@ -74,7 +75,15 @@ impl<'a> ParamBuilder<'a> {
             lora,
             adapters: 0,
             split: SplitAdapters::new(),
+            packing: None,
         })
+    }
+
+    /// Packs weights of linear layers that do not train: `packing` decides by checkpoint name.
+    #[must_use]
+    pub fn packing(mut self, packing: &'a dyn Fn(&str) -> Option<Packing>) -> Self {
+        self.packing = Some(packing);
+        self
     }
 
     /// Starts the next unit in forward order, called `name`; its parameters are declared on the returned
@@ -160,7 +169,18 @@ impl<'a> ParamScope<'_, 'a> {
             shape,
             unit: self.unit,
             trainable,
+            packing: None,
         });
+        id
+    }
+
+    /// Declares the weight of a linear layer, which may be packed.
+    fn linear_weight(&mut self, shape: [usize; 2]) -> ParamId {
+        let id = self.param("weight", shape);
+        let packing = self.builder.packing;
+        let param = &mut self.builder.spec.params[id.index()];
+        let frozen = packing.filter(|_| !param.trainable);
+        param.packing = frozen.and_then(|packing| packing(&param.name));
         id
     }
 
@@ -168,7 +188,7 @@ impl<'a> ParamScope<'_, 'a> {
     /// adapter if the layer is a LoRA target.
     pub fn linear(&mut self, module: &str, [n, k]: [usize; 2], bias: bool) -> Linear {
         let mut inner = self.at(module);
-        let weight = inner.param("weight", [n, k]);
+        let weight = inner.linear_weight([n, k]);
         let bias = bias.then(|| inner.param("bias", [n]));
         let adapter = inner.adapters([n, k], 1);
         Linear {
@@ -191,7 +211,7 @@ impl<'a> ParamScope<'_, 'a> {
     ) -> FusedLinear {
         let n = parts.iter().sum();
         let mut inner = self.at(module);
-        let weight = inner.param("weight", [n, k]);
+        let weight = inner.linear_weight([n, k]);
         let bias = bias.then(|| inner.param("bias", [n]));
         let lora = inner.builder.lora.as_ref();
         let own_adapters = lora.is_some_and(|(config, _)| config.per_projection);

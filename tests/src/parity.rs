@@ -1,6 +1,8 @@
 //! Comparison of one pack with this project: every case, quantity and trajectory.
 
-use crate::golden::{Case, Comparison, Pack, Section, Trajectory, compare_floats, packs_of};
+use crate::golden::{
+    Case, Comparison, Pack, Section, Trajectory, compare_floats, packs_of, quantized,
+};
 use crate::tolerance;
 use crate::world::{Layout, Setup, Travelled, run_case_with, run_trajectory};
 use anyhow::Result;
@@ -23,7 +25,13 @@ pub fn check_pack(dir: &Path) -> Result<Vec<Section>> {
             check_case(&pack, case, &*processor)?,
         ));
     }
-    for trajectory in family.trajectories(&pack, &*processor)? {
+    let trajectories = if quantized::is_quantized(&pack) {
+        sections.push(quantized::tables(&pack)?);
+        quantized::trajectories(&pack, &*processor)?
+    } else {
+        family.trajectories(&pack, &*processor)?
+    };
+    for trajectory in trajectories {
         let section = check_trajectory(&pack, &trajectory, Layout::SINGLE)?;
         sections.push((format!("trajectory {}", trajectory.name), section));
     }

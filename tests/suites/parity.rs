@@ -2,15 +2,21 @@
 //! ranks.
 #![allow(clippy::unwrap_used, reason = "a test binary")]
 
-use engine::Offload;
-use models::open_processor;
-use safetensors::SafeTensors;
+use engine::{Offload, ParamId, Precision};
+use kernels::{Codebook, DType, Packing};
+use models::lora::{LoraConfig, LoraTargets};
+use models::params::is_added;
+use models::selection::Selection;
+use models::{ModelOptions, PackedWeights, WeightSource, open_model, open_processor};
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
-use tests::golden::{Comparison, Pack, packs_of};
+use tests::golden::{Comparison, Pack, Trajectory, packs_of};
 use tests::parity::{check_pack, check_trajectory};
-use tests::world::{Layout, NO_OFFLOAD, Setup, run_case, run_case_with};
+use tests::world::{Layout, NO_OFFLOAD, Setup, run_case, run_case_with, run_trajectory};
 
 fn all_ok(what: &str, comparisons: &[Comparison]) {
     assert!(!comparisons.is_empty(), "{what}: nothing was compared");
@@ -269,4 +275,165 @@ fn a_batch_divided_over_two_ranks_gives_its_stored_loss_and_gradients() {
             }
         }
     }
+}
+
+/// Packs whose weights are packed, saved by transformers, also with the `config.json` that transformers 5 writes.
+#[test]
+fn packs_with_packed_weights_agree() {
+    for name in [
+        "glm-4.1v-nf4",
+        "glm-4.1v-nf4-decoder",
+        "glm-4.1v-int8",
+        "minicpm-v-nf4",
+    ] {
+        let dir = Pack::beside("quantized").join(name);
+        for (title, comparisons) in check_pack(&dir).unwrap() {
+            // The packs have no lookup tables.
+            if title != "tables" {
+                all_ok(&format!("{name} {title}"), &comparisons);
+            }
+        }
+        let newer = dir.join("config.v5.json");
+        if newer.is_file() {
+            let copy = tempfile::tempdir().unwrap();
+            copy_files(&dir, copy.path());
+            fs::copy(newer, copy.path().join("config.json")).unwrap();
+            let shapes = |dir: &Path| {
+                let options = ModelOptions::new(DType::F32);
+                open_model(dir, options).unwrap().spec().clone()
+            };
+            assert_eq!(shapes(copy.path()), shapes(&dir), "{name}");
+            assert!(PackedWeights::declared(copy.path()).unwrap().is_some());
+        }
+    }
+}
+
+/// Layouts of runs on packed weights: ZeRO stage, tiers, precision and ranks, each pair of values at least once.
+const PACKED_LAYOUTS: [(u8, bool, Precision, usize); 8] = [
+    (0, false, Precision::F32, 1),
+    (1, true, Precision::Bf16, 2),
+    (2, false, Precision::Fp16, 2),
+    (3, true, Precision::PureBf16, 2),
+    (0, true, Precision::PureBf16, 1),
+    (1, false, Precision::Fp16, 1),
+    (2, true, Precision::F32, 2),
+    (3, false, Precision::Bf16, 3),
+];
+
+/// Adapters on packed weights have the bits of adapters on the weights that the packed ones stand for: every family in one
+/// layout and packing each, or, with TESSERA_EVERY_PACK, in all.
+#[test]
+fn packed_bases_have_the_bits_of_their_unpacked_ones() {
+    let every = std::env::var_os("TESSERA_EVERY_PACK").is_some();
+    let packings = [
+        Packing::four_bit(Codebook::Nf4, true),
+        Packing::four_bit(Codebook::Fp4, false),
+        Packing::Int8,
+    ];
+    for (i, dir) in Pack::built_in().into_iter().enumerate() {
+        for (j, (stage, offloads, precision, world)) in PACKED_LAYOUTS.into_iter().enumerate() {
+            for (k, packing) in packings.into_iter().enumerate() {
+                if every || (j == i && k == i % packings.len()) {
+                    let layout = Layout {
+                        world,
+                        stage,
+                        offload: if offloads { Offload::CPU } else { NO_OFFLOAD },
+                        precision,
+                        ..Layout::SINGLE
+                    };
+                    packed_beside_unpacked(&dir, packing, layout);
+                }
+            }
+        }
+    }
+}
+
+fn packed_beside_unpacked(dir: &Path, packing: Packing, layout: Layout) {
+    let name = format!("{}, {packing}, {layout:?}", dir.display());
+    let pack = Pack::read(dir).unwrap();
+    let processor = open_processor(dir).unwrap();
+    let case = pack.cases.iter().min_by_key(|case| {
+        case.expected
+            .0
+            .values()
+            .map(|t| t.shape.iter().product::<usize>())
+            .max()
+    });
+    let samples = packs_of(pack.family)
+        .samples(&pack, case.unwrap(), &*processor)
+        .unwrap();
+    let mut run = Trajectory::new(
+        "packed",
+        Setup::full().optimizer,
+        vec![samples],
+        vec![0.0; 3],
+        0.0,
+    );
+    (run.options.tune_vision, run.options.tune_llm) = (false, false);
+    run.options.lora = Some(LoraConfig {
+        lora_rank: 2,
+        lora_alpha: 4.0,
+        lora_dropout: 0.0,
+        others: Default::default(),
+        targets: LoraTargets::parse(pack.family.default_lora_targets()),
+        layers: None,
+        per_projection: false,
+        modules_to_save: Vec::new(),
+    });
+    run.options.packed = PackedWeights::Chosen {
+        packing,
+        modules: Some(Selection::parse(".*").unwrap()),
+    };
+    let model = open_model(dir, run.options.clone()).unwrap();
+    for (i, param) in model.spec().params.iter().enumerate() {
+        if is_added(&param.name) {
+            let mut values = vec![0.0; param.shape.elems()];
+            model.init(ParamId(i as u32), 7, 0..values.len(), &mut values);
+            run.start.insert(param.name.clone(), values);
+        }
+    }
+    let packings = model.spec().params.iter();
+    let packings: BTreeMap<String, Packing> = packings
+        .filter_map(|param| Some((param.name.clone(), param.stored_packing()?)))
+        .collect();
+    assert!(
+        packings.len() > 8,
+        "{name}: {} weights are packed",
+        packings.len()
+    );
+    let packed = run_trajectory(&pack, &run, layout).unwrap();
+    let unpacked = tempfile::tempdir().unwrap();
+    copy_files(dir, unpacked.path());
+    let mut source = WeightSource::open(dir).unwrap();
+    source.pack_on_read(packings);
+    write_plain(&source, &unpacked.path().join("model.safetensors"));
+    let plain = Pack {
+        dir: unpacked.path().to_owned(),
+        ..pack
+    };
+    run.options.packed = PackedWeights::None;
+    let plain = run_trajectory(&plain, &run, layout).unwrap();
+    assert!(
+        packed.losses == plain.losses,
+        "{name}: {packed:?} {plain:?}"
+    );
+    assert!(packed.weights == plain.weights, "{name}");
+    assert!(
+        packed.losses[0].is_finite() && packed.losses[0] != packed.losses[2],
+        "{name}"
+    );
+}
+
+/// Writes all weights of `source` in f32.
+fn write_plain(source: &WeightSource, path: &Path) {
+    let names: Vec<&str> = source.names().collect();
+    let values: Vec<Vec<u8>> = names
+        .iter()
+        .map(|name| source.read(name, DType::F32).unwrap())
+        .collect();
+    let views = names.iter().zip(&values).map(|(name, bytes)| {
+        let shape = source.shape(name).unwrap().to_vec();
+        (*name, TensorView::new(Dtype::F32, shape, bytes).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, path).unwrap();
 }

@@ -12,7 +12,7 @@ use super::manifest::{LogicalTensor, MANIFEST};
 use super::read::{Checkpoint, verify_file};
 use super::tensor_file::FileDigest;
 use super::write::{Piece, PieceBytes, STATE, Writer};
-use crate::plan::GroupLayout;
+use crate::plan::{ALIGN_ELEMS, GroupLayout};
 use crate::spec::ParamId;
 
 /// Bytes that are read and written at once.
@@ -139,7 +139,7 @@ impl<'a> Units<'a> {
         let layout = |unit: &Vec<Vec<Kind<'_>>>| {
             let params = unit.iter().enumerate();
             let params = params.map(|(i, kinds)| (ParamId(i as u32), kinds[0].elems));
-            GroupLayout::new(params, world_size)
+            GroupLayout::new(params, world_size, ALIGN_ELEMS)
         };
         self.units.iter().map(layout).collect()
     }

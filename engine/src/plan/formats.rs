@@ -1,7 +1,8 @@
 //! Number format and tier of every kind of state, as a run prints them.
 
 use super::{GroupKind, MASTER, Plan, Tier};
-use kernels::DType;
+use crate::spec::ParamSpec;
+use kernels::{DType, Packing};
 use optim::StateSlot;
 use std::fmt;
 
@@ -11,6 +12,8 @@ use std::fmt;
 pub struct Formats {
     /// Element type and tier of the weights.
     pub weights: (DType, Tier),
+    /// How frozen weights are packed, if any are.
+    pub packed: Option<Packing>,
     /// Element type in which ranks reduce gradients.
     pub reduced: DType,
     /// Element type of gradients summed over micro-batches, and the tier that stores the sums.
@@ -33,6 +36,11 @@ impl Plan {
         let slots = slots.iter().map(|slot| (slot.name, slot.dtype));
         Formats {
             weights: (self.dtype_of(GroupKind::Trainable), config.offload.param),
+            packed: self
+                .spec()
+                .params
+                .iter()
+                .find_map(ParamSpec::stored_packing),
             reduced: DType::F32,
             accumulated: (config.grad_dtype(), config.offload.optimizer),
             optimizer: (
@@ -59,6 +67,8 @@ fn short(dtype: DType) -> String {
 impl fmt::Display for Formats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (weights, param) = self.weights;
+        let packed = self.packed.map(|packing| format!(" · packed {packing}"));
+        let packed = packed.unwrap_or_default();
         let (accumulated, optimizer) = self.accumulated;
         let kept: Vec<String> = self
             .optimizer
@@ -68,7 +78,7 @@ impl fmt::Display for Formats {
             .collect();
         write!(
             f,
-            "weights {} ({}) · gradients reduced in {}, summed in {} ({}) · {} ({}) · saved activations ({})",
+            "weights {} ({}){packed} · gradients reduced in {}, summed in {} ({}) · {} ({}) · saved activations ({})",
             short(weights),
             place(param),
             short(self.reduced),

@@ -16,7 +16,7 @@ pub const MASTER: &str = "master";
 /// Content of an inventory [`Row`]: weights, gradients, one optimizer state, or a gradient buffer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stored {
-    /// Weights of a unit's trainable or frozen parameters.
+    /// Weights of a unit's trainable, frozen or packed parameters.
     Weights(GroupKind),
     /// Gradients of a unit, summed over micro-batches.
     Gradients,
@@ -38,8 +38,8 @@ pub struct Row {
     /// Whether this row is the second copy of a state. The optimizer in backward writes the second copy while
     /// the first stays unchanged.
     pub spare: bool,
-    /// Range of elements that the rank stores, in the flat buffer of the unit's trainable or frozen
-    /// parameters.
+    /// Range of elements that the rank stores, in the flat buffer of the unit's trainable, frozen
+    /// or packed parameters.
     pub range: Range<usize>,
     /// Element type of the stored elements.
     pub dtype: DType,
@@ -80,11 +80,12 @@ impl Row {
 }
 
 impl Plan {
-    /// Element type of the weights of a unit's trainable or frozen parameters.
+    /// Element type of a parameter group's flat buffer; bytes if its parameters are packed.
     #[must_use]
     pub fn dtype_of(&self, group: GroupKind) -> DType {
         match group {
             GroupKind::Trainable | GroupKind::Frozen => self.config().precision.weight_dtype(),
+            GroupKind::Packed => DType::U8,
         }
     }
 

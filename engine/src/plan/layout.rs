@@ -1,27 +1,50 @@
 //! Layout: the offset of every parameter in its unit, and the division of units among ranks.
 //!
-//! A unit has two parameter groups, trainable and frozen, each one flat buffer. A buffer is padded to divide into
-//! equal shards. Every parameter and every shard starts at a 128-byte boundary in f32.
+//! A unit has three parameter groups, trainable, frozen and packed, each one flat buffer. A buffer is padded to divide
+//! into equal shards. Every parameter and every shard starts at a 128-byte boundary in f32, and in bytes if it is packed.
 
-use crate::spec::{ModelSpec, ParamId, UnitId};
+use crate::spec::{ModelSpec, ParamId, ParamSpec, UnitId};
 use std::ops::Range;
 
 /// Alignment of parameters and shards in a flat buffer, in elements: each starts at a multiple of it.
 pub const ALIGN_ELEMS: usize = 32;
 
-/// Kind of a parameter group: the trainable or the frozen parameters of a unit, in one flat buffer. Each unit
-/// has one group of each kind, which may be empty.
+/// As [`ALIGN_ELEMS`], of packed parameters, whose elements are bytes.
+pub const PACKED_ALIGN_BYTES: usize = 128;
+
+/// Kind of a parameter group: the trainable, the frozen or the packed parameters of a unit, in one flat buffer.
+/// Each unit has one group of each kind, which may be empty.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum GroupKind {
     /// Parameters that the optimizer updates.
     Trainable,
     /// Parameters that are never updated.
     Frozen,
+    /// Frozen parameters stored in fewer bits. Elements of the group's buffer are bytes.
+    Packed,
 }
 
 impl GroupKind {
-    /// Both kinds of parameter groups, trainable first.
-    pub const ALL: [Self; 2] = [Self::Trainable, Self::Frozen];
+    /// All kinds of parameter groups, trainable first.
+    pub const ALL: [Self; 3] = [Self::Trainable, Self::Frozen, Self::Packed];
+
+    /// Kind of the group that stores the parameter.
+    #[must_use]
+    pub fn of(param: &ParamSpec) -> Self {
+        match (param.trainable, param.stored_packing()) {
+            (true, _) => Self::Trainable,
+            (false, None) => Self::Frozen,
+            (false, Some(_)) => Self::Packed,
+        }
+    }
+
+    /// Alignment of parameters and shards in the group's flat buffer, in elements.
+    pub(crate) const fn align_elems(self) -> usize {
+        match self {
+            Self::Trainable | Self::Frozen => ALIGN_ELEMS,
+            Self::Packed => PACKED_ALIGN_BYTES,
+        }
+    }
 }
 
 /// Location of one parameter in the flat buffer of its parameter group (a unit's trainable or frozen
@@ -57,16 +80,20 @@ pub struct GroupLayout {
 }
 
 impl GroupLayout {
-    pub(crate) fn new(params: impl Iterator<Item = (ParamId, usize)>, world_size: usize) -> Self {
+    pub(crate) fn new(
+        params: impl Iterator<Item = (ParamId, usize)>,
+        world_size: usize,
+        align_elems: usize,
+    ) -> Self {
         let mut end = 0;
         let slots = params
             .map(|(param, len)| {
                 let offset = end;
-                end += len.next_multiple_of(ALIGN_ELEMS);
+                end += len.next_multiple_of(align_elems);
                 Slot { param, offset, len }
             })
             .collect();
-        let shard_elems = end.div_ceil(world_size).next_multiple_of(ALIGN_ELEMS);
+        let shard_elems = end.div_ceil(world_size).next_multiple_of(align_elems);
         let shard_elems = if end == 0 { 0 } else { shard_elems };
         Self {
             slots,
@@ -114,8 +141,8 @@ impl GroupLayout {
     }
 }
 
-/// Layout of one unit (parameters that are gathered together, usually one layer): its trainable and its
-/// frozen parameters.
+/// Layout of one unit (parameters that are gathered together, usually one layer): its trainable, its
+/// frozen and its packed parameters.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UnitPlan {
     /// Id of the unit whose layout this is.
@@ -124,17 +151,20 @@ pub struct UnitPlan {
     pub trainable: GroupLayout,
     /// Layout of the unit's frozen parameters in their flat buffer.
     pub frozen: GroupLayout,
+    /// Layout of the unit's packed parameters in their flat buffer, in bytes.
+    pub packed: GroupLayout,
     /// Whether backward visits the unit: it has trainable parameters, or a previous unit does.
     pub needs_backward: bool,
 }
 
 impl UnitPlan {
-    /// Layout of the unit's trainable or frozen parameters, as `kind` says.
+    /// Layout of the unit's parameters of one kind.
     #[must_use]
     pub fn group(&self, kind: GroupKind) -> &GroupLayout {
         match kind {
             GroupKind::Trainable => &self.trainable,
             GroupKind::Frozen => &self.frozen,
+            GroupKind::Packed => &self.packed,
         }
     }
 }
@@ -144,21 +174,22 @@ pub(super) fn plan_units(spec: &ModelSpec, world_size: usize) -> Vec<UnitPlan> {
     (0..spec.units.len() as u32)
         .map(UnitId)
         .map(|id| {
-            let group = |trainable: bool| {
+            let group = |kind: GroupKind| {
                 let members = spec
                     .params
                     .iter()
                     .enumerate()
-                    .filter(|(_, p)| p.unit == id && p.trainable == trainable)
-                    .map(|(i, p)| (ParamId(i as u32), p.shape.elems()));
-                GroupLayout::new(members, world_size)
+                    .filter(|(_, p)| p.unit == id && GroupKind::of(p) == kind)
+                    .map(|(i, p)| (ParamId(i as u32), p.stored_shape().elems()));
+                GroupLayout::new(members, world_size, kind.align_elems())
             };
-            let (trainable, frozen) = (group(true), group(false));
+            let [trainable, frozen, packed] = GroupKind::ALL.map(group);
             trained_before |= !trainable.is_empty();
             UnitPlan {
                 id,
                 trainable,
                 frozen,
+                packed,
                 needs_backward: trained_before,
             }
         })
@@ -177,7 +208,7 @@ mod tests {
             world in 1usize..7,
         ) {
             let layout = GroupLayout::new(
-                lens.iter().enumerate().map(|(i, n)| (ParamId(i as u32), *n)), world);
+                lens.iter().enumerate().map(|(i, n)| (ParamId(i as u32), *n)), world, ALIGN_ELEMS);
             let mut owners = vec![0u32; layout.padded_elems];
             let mut named = vec![0u32; layout.padded_elems];
             for rank in 0..world {
@@ -197,14 +228,14 @@ mod tests {
 
     #[test]
     fn a_flat_buffer_smaller_than_the_world_leaves_later_ranks_padding_only() {
-        let layout = GroupLayout::new([(ParamId(0), 3)].into_iter(), 4);
+        let layout = GroupLayout::new([(ParamId(0), 3)].into_iter(), 4, ALIGN_ELEMS);
         assert_eq!(layout.parts(layout.shard(0)).count(), 1);
         assert_eq!(layout.parts(layout.shard(3)).count(), 0);
     }
 
     #[test]
     fn an_empty_flat_buffer_takes_no_bytes() {
-        let layout = GroupLayout::new(std::iter::empty(), 3);
+        let layout = GroupLayout::new(std::iter::empty(), 3, ALIGN_ELEMS);
         assert_eq!((layout.shard_elems, layout.padded_elems), (0, 0));
         assert_eq!(layout.gaps().count(), 0);
     }

@@ -1,6 +1,6 @@
 //! Memory of model states per rank, known before anything is allocated.
 
-use super::{DeviceTransport, GroupKind, Plan, Stored, Tier};
+use super::{DeviceTransport, GroupKind, Plan, Stored, Tier, UnitPlan};
 use kernels::DType;
 use optim::StateSlot;
 use serde::{Deserialize, Serialize};
@@ -37,7 +37,8 @@ pub struct MemoryReport {
     /// Bytes of master weights and optimizer states, by tier.
     pub optimizer: TierBytes,
     /// Largest number of bytes of whole weights that are gathered or copied to the device at once: those in
-    /// use and those prefetched. 0 if the device stores all weights whole.
+    /// use and those prefetched; and those of one unit that a lease unpacks. 0 if the device stores all weights whole and
+    /// none packed.
     pub gathered: u64,
     /// Largest number of bytes of gradient buckets on the device at once. A bucket contains the f32 gradients
     /// of one unit until ranks have reduced them.
@@ -131,6 +132,14 @@ impl Plan {
         trained as u64 * (kept.size_bytes() + slots) as u64
     }
 
+    /// Bytes of the weights that a lease of `unit` unpacks.
+    fn unpacked_bytes(&self, unit: &UnitPlan) -> u64 {
+        let size = self.config().precision.weight_dtype().size_bytes();
+        let params = unit.packed.slots.iter().map(|slot| slot.param.index());
+        let elems = params.map(|param| self.spec().params[param].shape.elems());
+        (elems.sum::<usize>() * size) as u64
+    }
+
     /// Planned memory of one rank for model states. `slots` are the states that the optimizer stores per
     /// element, e.g. `exp_avg`. It is the same on each rank, since shards have equal padded sizes.
     #[must_use]
@@ -145,6 +154,8 @@ impl Plan {
             part.add(row.tier, row.bytes());
         }
         let config = self.config();
+        let unpacked = self.units().iter().map(|unit| self.unpacked_bytes(unit));
+        report.gathered = unpacked.max().unwrap_or(0);
         if self.leases_copy() {
             let gathered = self.units().iter().map(|unit| {
                 let groups = GroupKind::ALL.into_iter();
@@ -154,7 +165,7 @@ impl Plan {
             });
             let gathered: Vec<u64> = gathered.collect();
             let at_once = 1 + config.prefetch_units;
-            report.gathered = gathered
+            report.gathered += gathered
                 .windows(at_once.min(gathered.len()).max(1))
                 .map(|units| units.iter().sum())
                 .max()

@@ -111,6 +111,7 @@ mod tests {
                 shape: Shape::new(&[4]),
                 unit: UnitId(i as u32),
                 trainable: i >= trained,
+                packing: None,
             });
         }
         assert_eq!(spec.find("p0"), Some(ParamId(0)));

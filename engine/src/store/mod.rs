@@ -77,7 +77,7 @@ enum Residency {
 /// Model states of one unit on this rank.
 struct Unit {
     /// Routes by parameter group, in the order of [`GroupKind::ALL`].
-    routes: [Route; 2],
+    routes: [Route; 3],
     weights: Vec<(GroupKind, Arc<Region>)>,
     residency: Residency,
     bucket: Option<Bucket>,
@@ -476,6 +476,7 @@ impl Store {
             let name = match kind {
                 GroupKind::Trainable => "gather",
                 GroupKind::Frozen => "gather-frozen",
+                GroupKind::Packed => "gather-packed",
             };
             let tag = CommTag::new(name, unit.0);
             let op = Collective::new(CollectiveKind::AllGather, dtype, tag)
@@ -683,7 +684,8 @@ impl Store {
         self.read_ahead()
     }
 
-    /// Makes the weights of `unit` readable: tensors in the parameters' shapes, ascending by parameter.
+    /// Makes the weights of `unit` readable: tensors in the shapes that parameters are stored in, ascending by
+    /// parameter. Packed ones are bytes.
     pub(crate) fn lease(&mut self, unit: UnitId, phase: Phase) -> Result<Vec<(ParamId, Tensor)>> {
         self.advance_to(Entry { unit, phase })?;
         self.make_resident(unit)?;
@@ -704,7 +706,7 @@ impl Store {
         for (kind, bytes) in groups {
             let dtype = self.plan.dtype_of(*kind);
             for slot in &self.unit_plan(unit).group(*kind).slots {
-                let shape = self.plan.spec().params[slot.param.index()].shape;
+                let shape = self.plan.spec().params[slot.param.index()].stored_shape();
                 let tensor = match self.tiers.counters() {
                     Some(counters) => counters.leased(shape, dtype)?,
                     None => Tensor::from_foreign(bytes.clone(), None, slot.offset, shape, dtype)?,
@@ -730,9 +732,9 @@ fn sole(weights: &mut [(GroupKind, Arc<Region>)], kind: GroupKind) -> Option<&mu
     (!read).then_some(region)
 }
 
-/// Gathered tensors in the parameters' shapes, ascending by parameter.
+/// Gathered tensors in the shapes that parameters are stored in, ascending by parameter.
 fn shaped(plan: &Plan, gathered: &[(ParamId, Tensor)]) -> Result<Gathered> {
-    let shape = |id: ParamId| plan.spec().params[id.index()].shape;
+    let shape = |id: ParamId| plan.spec().params[id.index()].stored_shape();
     let params = gathered.iter();
     let params = params.map(|(id, tensor)| Ok((*id, tensor.reshape(shape(*id))?)));
     let mut params = params.collect::<Result<Gathered>>()?;

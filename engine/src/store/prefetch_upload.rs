@@ -39,7 +39,7 @@ impl Prefetched {
         weights.sort_unstable_by_key(|(id, _)| *id);
         let mut reserved = Reserved::new();
         for (id, dtype) in weights {
-            let shape = plan.spec().params[id.index()].shape;
+            let shape = plan.spec().params[id.index()].stored_shape();
             reserved.insert(id, backend.reserve_upload(shape, dtype, Tag::Gathered)?);
         }
         self.0 = Some((unit, reserved));

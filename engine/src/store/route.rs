@@ -62,7 +62,7 @@ pub(crate) struct Route {
     pub(crate) weights: WeightRoute,
     /// Route of weights in a pass that reads them into host memory, to save them.
     pub(crate) visited: WeightRoute,
-    /// Route of gradients; `None` for a frozen group.
+    /// Route of gradients; `None` for a group that does not train.
     pub(crate) gradients: Option<Gradients>,
 }
 

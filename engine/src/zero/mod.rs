@@ -24,7 +24,7 @@ use crate::store::route::Computes;
 use crate::store::{Store, lease_of};
 use crate::timing::{DeviceTimes, Times};
 use crate::trace::{Lane, Trace};
-use kernels::{Backend, Pool, Tag, Tensor};
+use kernels::{Backend, CpuBackend, MetaBackend, Pool, Tag, Tensor};
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::sync::Arc;
@@ -236,13 +236,30 @@ impl Zero {
 
     /// Fills this rank's weights and master weights with f32 values from the callback `read`. A call receives
     /// a parameter, a range of its elements, and the buffer to fill with their values. It is called only for
-    /// elements that this rank stores, at most 2^20 at a time.
+    /// elements that this rank stores, at most 2^20 at a time. Of a packed parameter it reads all elements and packs
+    /// them, so a rank has one such parameter whole in memory at a time.
     ///
     /// # Errors
     /// When `read` or a write fails, or a lease still borrows the weights.
     pub fn load<E>(
         &mut self,
+        read: impl FnMut(ParamId, Range<usize>, &mut [f32]) -> Result<(), E>,
+    ) -> Result<()>
+    where
+        E: Into<Box<dyn std::error::Error + Send + Sync>>,
+    {
+        self.load_packed(read, |_, _| Ok(false))
+    }
+
+    /// As [`Zero::load`], for weights that may be packed in their files. The callback `packed` receives a packed
+    /// parameter and its bytes. It fills them and returns true, or returns false if the file has plain values.
+    ///
+    /// # Errors
+    /// As [`Zero::load`], and when `packed` fails.
+    pub fn load_packed<E>(
+        &mut self,
         mut read: impl FnMut(ParamId, Range<usize>, &mut [f32]) -> Result<(), E>,
+        mut packed: impl FnMut(ParamId, &mut [u8]) -> Result<bool, E>,
     ) -> Result<()>
     where
         E: Into<Box<dyn std::error::Error + Send + Sync>>,
@@ -251,7 +268,8 @@ impl Zero {
         let plan = self.plan.clone();
         let mut chunk = Vec::new();
         for unit in plan.units() {
-            for kind in GroupKind::ALL {
+            self.load_packed_group(unit, &mut read, &mut packed)?;
+            for kind in [GroupKind::Trainable, GroupKind::Frozen] {
                 let resting = self.store.get_mut().resting(unit.id, kind);
                 let pieces: Vec<_> = unit
                     .group(kind)
@@ -263,10 +281,8 @@ impl Zero {
                 for (param, offset, part) in pieces {
                     chunk.resize(part.len(), 0.0);
                     let elements = part.start - offset..part.end - offset;
-                    read(param, elements, &mut chunk).map_err(|source| EngineError::Load {
-                        param: plan.spec().params[param.index()].name.clone(),
-                        source: source.into(),
-                    })?;
+                    let loaded = read(param, elements, &mut chunk);
+                    loaded.map_err(|source| self.load_error(param, source))?;
                     let weights = self.store.get_mut().weights_mut(unit.id, kind)?;
                     let dtype = plan.dtype_of(kind);
                     weights.write_rounded(dtype, resting.start, part.clone(), &chunk)?;
@@ -279,6 +295,52 @@ impl Zero {
             }
         }
         self.tiers.flush()
+    }
+
+    /// Fills this rank's part of a unit's packed parameters, one parameter after the other.
+    fn load_packed_group<E>(
+        &mut self,
+        unit: &UnitPlan,
+        read: &mut impl FnMut(ParamId, Range<usize>, &mut [f32]) -> Result<(), E>,
+        packed: &mut impl FnMut(ParamId, &mut [u8]) -> Result<bool, E>,
+    ) -> Result<()>
+    where
+        E: Into<Box<dyn std::error::Error + Send + Sync>>,
+    {
+        let resting = self.store.get_mut().resting(unit.id, GroupKind::Packed);
+        let (mut bytes, mut values) = (Vec::new(), Vec::new());
+        for (slot, part) in unit.packed.parts(resting.clone()) {
+            let spec = &self.plan.spec().params[slot.param.index()];
+            let (shape, packing) = (spec.shape, spec.stored_packing());
+            bytes.clear();
+            bytes.resize(slot.len, 0);
+            let filled = packed(slot.param, &mut bytes);
+            let filled = filled.map_err(|source| self.load_error(slot.param, source))?;
+            if let (false, Some(packing)) = (filled, packing) {
+                values.resize(shape.elems(), 0.0);
+                for elements in region_chunks(0..shape.elems(), LOAD_CHUNK_ELEMS) {
+                    let loaded = read(slot.param, elements.clone(), &mut values[elements]);
+                    loaded.map_err(|source| self.load_error(slot.param, source))?;
+                }
+                packing.pack(&values, shape, &mut bytes);
+            }
+            let own = part.start - slot.offset..part.end - slot.offset;
+            let weights = self.store.get_mut();
+            let weights = weights.weights_mut(unit.id, GroupKind::Packed)?;
+            weights.write(part.start - resting.start, &bytes[own])?;
+        }
+        Ok(())
+    }
+
+    fn load_error(
+        &self,
+        param: ParamId,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> EngineError {
+        EngineError::Load {
+            param: self.plan.spec().params[param.index()].name.clone(),
+            source: source.into(),
+        }
     }
 
     // ---- passes -------------------------------------------------------------------------------
@@ -497,10 +559,31 @@ impl Zero {
         prefetched.reserve(next, &self.plan, &*self.backend)
     }
 
+    /// Unpacks the packed weights of a lease. They exist until the lease and what uses them end.
+    fn unpack(
+        &self,
+        backend: &dyn Backend,
+        mut params: Vec<(ParamId, Tensor)>,
+    ) -> Result<Vec<(ParamId, Tensor)>> {
+        let dtype = self.plan.config().precision.weight_dtype();
+        for (id, weight) in &mut params {
+            let spec = &self.plan.spec().params[id.index()];
+            if let Some(packing) = spec.stored_packing() {
+                *weight = backend.unpack(weight, packing, spec.shape, dtype)?;
+            }
+        }
+        Ok(params)
+    }
+
     /// A lease whose weights are not copied to a discrete device.
     pub(crate) fn lease_on_host(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>> {
         self.leased.set(Some((unit, phase)));
-        let params = self.store.borrow_mut().lease(unit, phase)?;
+        let mut params = self.store.borrow_mut().lease(unit, phase)?;
+        let pool = self.tiers.device.clone();
+        params = match self.tiers.counters() {
+            Some(_) => self.unpack(&MetaBackend::new(pool), params)?,
+            None => self.unpack(&CpuBackend::new(pool), params)?,
+        };
         Ok(lease_of(self, unit, phase, params))
     }
 
@@ -532,6 +615,7 @@ impl ParamAccess for Zero {
         if self.discrete {
             params = self.upload(unit, params)?;
         }
+        params = self.unpack(&*self.backend, params)?;
         self.label_device(Some((unit, phase)))?;
         self.leased_at.set(self.trace().now());
         Ok(lease_of(self, unit, phase, params))

@@ -6,6 +6,7 @@ use crate::toy::{
 };
 use engine::access::LeaseOwner;
 use engine::{EngineError, Offload, ParamAccess, PassKind, Phase, Precision, Tier, UnitId};
+use kernels::{Codebook, Packing, Shape};
 use std::time::{Duration, Instant};
 
 /// Relative L2 of f32 weights after six Adam steps when the summation order differs between world
@@ -50,6 +51,75 @@ fn weights_are_bit_identical_across_stages_and_tiers() {
                         "world {world} stage {stage} {offload:?}"
                     );
                     assert_eq!(case_losses, losses);
+                }
+            }
+        }
+    }
+}
+
+/// Frozen units whose matrices are packed, in every precision, stage and tier, have the bits of frozen units with the
+/// values that the packed ones stand for.
+#[test]
+fn packed_weights_train_as_the_values_that_they_stand_for() {
+    let shape = Shape::new(&[toy::WIDTH, toy::WIDTH]);
+    let packings = [
+        Packing::four_bit(Codebook::Nf4, true),
+        Packing::four_bit(Codebook::Fp4, false),
+        Packing::Int8,
+    ];
+    let precisions = [
+        Precision::F32,
+        Precision::Bf16,
+        Precision::Fp16,
+        Precision::PureBf16,
+    ];
+    let run = |case: &Case, packing: Packing| {
+        let mut results = run_world(case.world, |comm| {
+            let mut zero = engine_for(case, comm).unwrap();
+            zero.load(|id, range, out| {
+                let whole: Vec<f32> = (0..shape.elems()).map(|i| toy::initial(id, i)).collect();
+                let mut values = whole.clone();
+                let unit = id.index() / 2;
+                if id.index() % 2 == 0
+                    && case.frozen_units.contains(&unit)
+                    && case.packing.is_none()
+                {
+                    let mut bytes = vec![0; packing.bytes(shape)];
+                    packing.pack(&whole, shape, &mut bytes);
+                    packing.unpack(&bytes, shape, &mut values);
+                }
+                out.copy_from_slice(&values[range]);
+                Ok::<_, std::io::Error>(())
+            })
+            .unwrap();
+            let steps = (0..case.steps).map(|s| toy::train_step(case, &mut zero, s).unwrap().loss);
+            let losses: Vec<f64> = steps.collect();
+            let mut weights = Vec::new();
+            zero.visit_weights(|id, w| {
+                let bits = w.to_f32_vec()?.into_iter().map(f32::to_bits);
+                weights.push((id, bits.collect::<Vec<u32>>()));
+                Ok::<_, EngineError>(())
+            })
+            .unwrap();
+            weights.sort();
+            (weights, losses)
+        });
+        results.remove(0)
+    };
+    for (precision, packing) in precisions.into_iter().zip(packings.into_iter().cycle()) {
+        for world in [1, 3] {
+            let mut plain = Case::new(world, 0).precision(precision);
+            (plain.frozen_units, plain.steps) = (vec![0, 1, 3], 2);
+            let reference = run(&plain, packing);
+            for stage in 0..=3 {
+                for offload in OFFLOADS {
+                    let mut case = Case::new(world, stage).precision(precision);
+                    (case.frozen_units, case.steps) = (vec![0, 1, 3], 2);
+                    case = case.offload(offload);
+                    case.packing = Some(packing);
+                    let name =
+                        format!("{packing} {precision:?} world {world} stage {stage} {offload:?}");
+                    assert_eq!(run(&case, packing), reference, "{name}");
                 }
             }
         }

@@ -23,6 +23,7 @@ use crate::backend::{
 };
 use crate::check;
 use crate::error::Result;
+use crate::packed::Packing;
 use crate::pool::{Pool, Tag};
 use crate::{DType, Shape, Tensor, TensorMut};
 
@@ -122,6 +123,20 @@ impl Backend for CpuBackend {
         check::float_dtype("cast", dtype)?;
         check::values("cast", &[x])?;
         self.cast_op(x, dtype)
+    }
+
+    fn unpack(
+        &self,
+        packed: &Tensor,
+        packing: Packing,
+        shape: Shape,
+        dtype: DType,
+    ) -> Result<Tensor> {
+        check::unpack(packed, packing, shape, dtype)?;
+        check::values("unpack", &[packed])?;
+        let mut out = TensorMut::new(&self.pool, Tag::Gathered, shape, dtype)?;
+        floats!(dtype, T => packing.unpack(packed.as_bytes(), shape, out.as_mut_slice::<T>()));
+        Ok(out.freeze())
     }
 
     fn add(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {

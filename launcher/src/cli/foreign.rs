@@ -50,6 +50,10 @@ const NO_PYTHON: Both = both(
     "this program has no Python and no torch",
     "本程序不使用 Python 和 torch",
 );
+const UNPACKED: Both = both(
+    "packed weights are unpacked to the format that --precision names",
+    "压缩存储的权重会解压为 --precision 指定的格式",
+);
 const HUB: Both = both("nothing is sent anywhere", "不会向任何地方发送内容");
 const SCREEN: Both = both("the screen adapts to the terminal", "屏幕输出会适应终端");
 const SAVED: Both = both(
@@ -122,6 +126,8 @@ pub const IGNORED: &[(&str, Both)] = &[
     ("ddp_broadcast_buffers", RANKS),
     ("log_level_replica", SCREEN),
     ("log_on_each_node", SCREEN),
+    ("bnb_4bit_compute_dtype", UNPACKED),
+    ("bnb_4bit_quant_storage", UNPACKED),
     ("torch_compile", NO_PYTHON),
     ("torch_compile_backend", NO_PYTHON),
     ("torch_compile_mode", NO_PYTHON),
@@ -191,18 +197,6 @@ pub struct Restricted {
 
 /// Flags of other trainers that are refused unless their value matches what this program does anyway.
 pub const RESTRICTED: &[Restricted] = &[
-    Restricted {
-        name: "q_lora",
-        neutral: &["false"],
-        reason: both(
-            "quantized base weights are not available",
-            "不支持量化的基座权重",
-        ),
-        next: both(
-            "--use-lora with --zero 3 --offload cpu",
-            "--use-lora，并加上 --zero 3 --offload cpu",
-        ),
-    },
     Restricted {
         name: "lora_bias",
         neutral: &["none"],

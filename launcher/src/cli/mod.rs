@@ -32,8 +32,8 @@ use clap::Parser;
 use crate::config::{
     BestMetric, Collectives, CudaGraph, DataFormatChoice, DeviceChoice, Every, ExifRotation, Fault,
     GradDtype, InitChoice, LrScale, NvmeIo, Offload, OptimizerInBackward, OptimizerInForward,
-    PrecisionChoice, PrefetchWeights, PureBf16Moments, PureBf16Weights, Recompute, ReportTo,
-    RopeChoice, Scheduler, SchedulerKwargs, Strategy, TemplateChoice, Workers,
+    PrecisionChoice, PrefetchWeights, PureBf16Moments, PureBf16Weights, QuantizeFormat, Recompute,
+    ReportTo, RopeChoice, Scheduler, SchedulerKwargs, Strategy, TemplateChoice, Workers,
 };
 use crate::error::Failure;
 use crate::error::format::ErrorFormat;
@@ -299,6 +299,36 @@ pub struct Args {
         help_heading = "Memory and ranks"
     )]
     pub rope_precision: Option<RopeChoice>,
+    /// Pack frozen linear layers in 4 or 8 bits (QLoRA): nf4, fp4, int8
+    ///
+    /// Weights are packed while they are loaded. A model directory that bitsandbytes packed needs no flag; none unpacks it.
+    #[arg(
+        long,
+        value_enum,
+        value_name = "FORMAT",
+        help_heading = "Memory and ranks"
+    )]
+    pub quantize: Option<QuantizeFormat>,
+    /// Pack the scales of 4-bit weights too (double quantization)
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
+    pub quantize_double: Option<bool>,
+    /// Parts whose linear layers are packed, written as for --train, or all; the default is the language model
+    #[arg(long, value_name = "PARTS", help_heading = "Memory and ranks")]
+    pub quantize_modules: Option<String>,
+    /// `--load-in-4bit true` is `--quantize nf4`
+    #[arg(long = "load-in-4bit", num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
+    pub load_in_4bit: Option<bool>,
+    /// `--load-in-8bit true` is `--quantize int8`
+    #[arg(long = "load-in-8bit", num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
+    pub load_in_8bit: Option<bool>,
+    /// Format of --load-in-4bit: nf4 or fp4
+    #[arg(
+        long = "bnb-4bit-quant-type",
+        value_enum,
+        value_name = "FORMAT",
+        help_heading = "Memory and ranks"
+    )]
+    pub bnb_4bit_quant_type: Option<QuantizeFormat>,
     /// `--bf16 true` is `--precision bf16`; `--bf16 false` is `--precision f32`
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
     pub bf16: Option<bool>,
@@ -623,7 +653,7 @@ pub struct DoctorArgs {
 
 /// Other names of this program's flags: (other name in snake_case, flag). First the names of other trainers,
 /// then those of earlier versions of this program.
-pub const ALIASES: [(&str, &str); 26] = [
+pub const ALIASES: [(&str, &str); 30] = [
     ("model_name_or_path", "model"),
     ("tokenizer_name_or_path", "tokenizer"),
     ("tokenizer_name", "tokenizer"),
@@ -650,6 +680,10 @@ pub const ALIASES: [(&str, &str); 26] = [
     ("worst_first", "longest-first"),
     ("global_batch", "global-batch-size"),
     ("picture_side", "image-size"),
+    ("bnb_4bit_use_double_quant", "quantize-double"),
+    ("use_double_quant", "quantize-double"),
+    ("use_bnb_nested_quant", "quantize-double"),
+    ("double_quantization", "quantize-double"),
 ];
 
 /// Parsed command line of the program: the subcommand and its arguments.
@@ -857,13 +891,13 @@ mod tests {
         names.sort_unstable();
         assert_eq!(
             names.join(" "),
-            "adam-beta1 adam-beta2 adam-epsilon adapter bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers dataset dataset-dir deepspeed defaults device \
+            "adam-beta1 adam-beta2 adam-epsilon adapter bf16 bnb-4bit-quant-type checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers dataset dataset-dir deepspeed defaults device \
              device-memory-limit early-stopping-patience elastic error-format eval-data eval-dataset eval-steps eval-strategy exclude exif-rotation find-batch fp16 freeze global-batch-size grad-dtype \
              gradient-accumulation-steps gradient-checkpointing greater-is-better host-memory-limit host-reserve hostfile hysteresis image-dir image-max-pixels image-min-pixels include init initial-scale-power inject lang learning-rate \
-             limit load-best-model-at-end logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
+             limit load-best-model-at-end load-in-4bit load-in-8bit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
              lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps metric-for-best-model min-loss-scale model \
              model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \
-             per-device-eval-batch-size per-device-train-batch-size precision prefetch-weights preset ptuning-tokens pure-bf16-moments pure-bf16-weights rank-is report-to resume resume-anyway \
+             per-device-eval-batch-size per-device-train-batch-size precision prefetch-weights preset ptuning-tokens pure-bf16-moments pure-bf16-weights quantize quantize-double quantize-modules rank-is report-to resume resume-anyway \
              rope-precision save-steps save-strategy \
              save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross tokenizer trace-steps train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
              warmup-steps weight-decay zero"

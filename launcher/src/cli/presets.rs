@@ -24,8 +24,40 @@ const COGAGENT_PARTS: &str = r"cross_vision,cross_attn,post_cross_attention_laye
 /// Parameters without weight decay by SwissArmyTransformer's rule: norms, and tensors called `bias` (not `q_bias`).
 const SAT_NO_DECAY: &str = r"norm,.*\.bias";
 
+/// Settings of QLoRA for models of 7 to 13 B: a base in 4 bits, adapters on every linear layer of the decoder.
+macro_rules! qlora {
+    ($name:literal, $rank:literal $(, $flag:literal = $value:expr)*) => {
+        Preset {
+            name: $name,
+            script: "artidoro/qlora scripts/finetune_guanaco_7b.sh",
+            differs: "adapters on the decoder alone, of rank 16 where each layer has two experts; the mean over tokens; AdamW of 32 bits without pages",
+            flags: &[
+                ("zero", "2"),
+                ("precision", "bf16"),
+                ("checkpoint-activations", "all"),
+                ("quantize", "nf4"),
+                ("quantize-double", "true"),
+                ("learning-rate", "2e-4"),
+                ("lr-scheduler-type", "constant"),
+                ("warmup-ratio", "0"),
+                ("weight-decay", "0"),
+                ("adam-beta2", "0.999"),
+                ("max-grad-norm", "0.3"),
+                ("per-device-train-batch-size", "1"),
+                ("gradient-accumulation-steps", "16"),
+                ("lora-rank", $rank),
+                ("lora-alpha", "16"),
+                ("lora-dropout", "0.1"),
+                ("lora-target-modules", "all"),
+                ("modules-to-save", "none"),
+                $(($flag, $value),)*
+            ],
+        }
+    };
+}
+
 /// All presets that `--preset` accepts.
-pub const PRESETS: [Preset; 9] = [
+pub const PRESETS: [Preset; 12] = [
     Preset {
         name: "cogvlm-captcha",
         script: "THUDM/CogVLM finetune_demo/finetune_cogvlm_lora.sh",
@@ -252,6 +284,14 @@ pub const PRESETS: [Preset; 9] = [
             ("freeze", r"transformer\.vision"),
         ],
     },
+    qlora!(
+        "minicpm-qlora",
+        "64",
+        "model-max-length" = "2048",
+        "max-slice-nums" = "9"
+    ),
+    qlora!("cogvlm-qlora", "16", "model-max-length" = "2048"),
+    qlora!("glm4v-qlora", "64", "model-max-length" = "2623"),
 ];
 
 impl Preset {

@@ -18,6 +18,7 @@ mod optimizer_in_backward;
 mod optimizer_in_forward;
 mod origin;
 mod prefetch_weights;
+mod quantize;
 mod run_plan;
 mod schedule;
 pub(crate) mod words;
@@ -46,6 +47,7 @@ pub use optimizer_in_backward::OptimizerInBackward;
 pub use optimizer_in_forward::OptimizerInForward;
 pub(crate) use origin::Origin;
 pub use prefetch_weights::PrefetchWeights;
+pub use quantize::{MergeBase, Quantize, QuantizeFormat};
 pub(crate) use run_plan::Found;
 pub use run_plan::{CONFIG_FILE, RunPlan};
 pub use schedule::SchedulerKwargs;
@@ -344,6 +346,9 @@ pub struct RunConfig {
     pub numbers: Numbers,
     /// Whether the angles of rotary position embeddings are rounded as in the model's own code, or stay in f32.
     pub rope_precision: RopeChoice,
+    /// How frozen linear layers are packed. `None`: as in the model's files.
+    #[serde(default)]
+    pub quantize: Option<Quantize>,
     /// Limit on the host memory of all ranks of one machine together, in bytes. `None`: no limit besides the
     /// machine's memory.
     pub host_memory_limit: Option<u64>,

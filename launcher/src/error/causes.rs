@@ -14,6 +14,7 @@ use models::image::ImageError;
 use models::processor::ProcessorError;
 use models::text::{TemplateError, TokenizerError};
 use models::torch_file::TorchError;
+use models::weights::PackedFault;
 use models::{ModelError, OpenError, WeightError};
 use optim::OptimError;
 
@@ -96,6 +97,9 @@ fn weights(error: &WeightError) -> Option<String> {
         } => {
             format!("张量 {name} 的 {elems} 个值中有 {count} 个不是有限值")
         }
+        WeightError::Packed { name, fault } => {
+            format!("无法读取压缩存储的权重 {name}：{}", packed(fault))
+        }
         _ => return None,
     })
 }
@@ -114,6 +118,24 @@ fn torch(error: &TorchError) -> Option<String> {
     })
 }
 
+fn packed(fault: &PackedFault) -> String {
+    match fault {
+        PackedFault::State(_) => "quant_state 不是已知格式的 JSON".to_owned(),
+        PackedFault::Field { field, value } => format!("{field} 为 {value}"),
+        PackedFault::Missing { part } => format!("缺少 {part}"),
+        PackedFault::Size {
+            part,
+            dtype,
+            got_bytes,
+            expected,
+            expected_bytes,
+        } => format!("{part} 为 {dtype}，{got_bytes} 字节，应为 {expected}，{expected_bytes} 字节"),
+        PackedFault::Table { part } => format!("{part} 不是 bitsandbytes 的表"),
+        PackedFault::NotFinite => "某个缩放值不是有限值".to_owned(),
+        _ => fault.to_string(),
+    }
+}
+
 fn model(error: &ModelError) -> Option<String> {
     Some(match error {
         ModelError::Engine(inner) => return chinese(inner),
@@ -126,6 +148,8 @@ fn model(error: &ModelError) -> Option<String> {
             format!("模型配置：{field} 为 {value}：{reason}")
         }
         ModelError::Selection { word, reason } => format!("部分列表中的 {word:?}：{reason}"),
+        ModelError::PackedTrains { name } => format!("{name} 以 4 位或 8 位压缩存储，不能训练"),
+        ModelError::NothingPacked => "没有选中任何不训练的线性层来压缩存储".to_owned(),
         ModelError::AdapterTarget { target, reason } => {
             format!("适配器目标 {target:?}：{reason}")
         }
@@ -198,7 +222,9 @@ fn config(error: &ConfigError) -> Option<String> {
             format!("不支持 {name}：{reason}；可用的最接近的检查点是 {nearest}")
         }
         ConfigError::Quantized { method } => {
-            format!("quantization_config 表明权重是量化的（{method}）；该模型读取 f32、bf16 和 f16")
+            format!(
+                "quantization_config 表明权重是量化的（{method}）；该模型读取 f32、bf16、f16 和 bitsandbytes 的权重"
+            )
         }
         ConfigError::Unsupported {
             field,

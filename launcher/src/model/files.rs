@@ -2,6 +2,7 @@
 
 use crate::lang::both;
 use models::{places, sat};
+use serde_json::Value;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -77,7 +78,7 @@ pub(crate) fn small(model: &Path) -> Result<Vec<(String, SmallFile)>, Failure> {
         // The other files belong to that trainer.
         found.retain(|name, _| TOKENIZER.contains(&&**name));
         let config = sat::config::of_model(model).map_err(|e| failures::weights(&e))?;
-        let made = format!("{:#}\n", serde_json::Value::Object(config)).into_bytes();
+        let made = format!("{:#}\n", Value::Object(config)).into_bytes();
         let path = main.join("config.json");
         let made = Some(made);
         found.insert("config.json".to_owned(), SmallFile { path, made });
@@ -113,6 +114,31 @@ fn listed(directory: &Path) -> Result<Vec<(String, SmallFile)>, Failure> {
         (kept && path.is_file()).then(|| (name, path.into()))
     });
     Ok(found.collect())
+}
+
+/// The text of a `config.json` for plain weights: unchanged, unless it says that weights are packed.
+pub(crate) fn plain_config(text: Vec<u8>) -> Vec<u8> {
+    let config = serde_json::from_slice(&text).ok();
+    let changed = config.and_then(|before: Value| {
+        let mut config = before.clone();
+        set_quantization(&mut config, None);
+        (config != before).then(|| serde_json::to_vec_pretty(&config).ok())?
+    });
+    changed.unwrap_or(text)
+}
+
+/// Sets the settings of packed weights in a `config.json`, or removes them.
+pub(crate) fn set_quantization(config: &mut Value, settings: Option<&Value>) {
+    const FIELD: &str = "quantization_config";
+    if let Some(text) = config.get_mut("text_config").and_then(Value::as_object_mut) {
+        text.remove(FIELD);
+    }
+    if let Some(fields) = config.as_object_mut() {
+        match settings {
+            Some(settings) => fields.insert(FIELD.to_owned(), settings.clone()),
+            None => fields.remove(FIELD),
+        };
+    }
 }
 
 #[cfg(test)]

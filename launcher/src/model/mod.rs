@@ -5,6 +5,7 @@ pub(crate) mod contents;
 pub(crate) mod files;
 pub(crate) mod not_finite;
 pub(crate) mod optimizer;
+pub(crate) mod quantize;
 pub(crate) mod setup;
 pub(crate) mod split;
 pub(crate) mod stored;

@@ -2,6 +2,7 @@
 
 use super::adapter::{check_shapes, check_trained, open_adapter};
 use super::optimizer::rule;
+use super::quantize;
 use crate::config::{
     Collectives, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, RunPlan, Tier,
     check_family,
@@ -278,6 +279,7 @@ fn model_options(config: &RunConfig, family: Family) -> Result<ModelOptions, Fai
         per_projection: lora.per_projection,
         modules_to_save: lora.modules_to_save(family, config.trainable.tune_vision),
     });
+    options.packed = quantize::packed(config)?;
     let selection = |flag: &str, text: &Option<String>| {
         let parsed = text.as_deref().map(Selection::parse).transpose();
         parsed.map_err(|error| failures::selection(flag, &error))

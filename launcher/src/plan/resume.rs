@@ -155,6 +155,7 @@ pub(crate) fn continued(mut config: RunConfig, args: &Args) -> RunConfig {
         lora.modules_to_save = Some(modules);
     }
     config.trainable = parts(config.trainable, &trained, args);
+    config.quantize = config.quantize.or_else(|| saved.quantize.clone());
     if args.learning_rate.is_none() {
         config.optimizer.learning_rate = saved.optimizer.learning_rate;
     }

@@ -15,6 +15,7 @@ use crate::lang::{both, text};
 use crate::launch::rank::StopFlag;
 use crate::launch::rendezvous::{self, Met};
 use crate::model::optimizer::optimizer;
+use crate::model::quantize;
 use crate::model::setup::Setup;
 use crate::plan::{MemoryPlans, resume};
 use crate::rank_env::{RankEnv, Variables};
@@ -252,6 +253,9 @@ impl<'a> Opened<'a> {
             zero,
             ..
         } = &mut self.replica;
+        if let Some(source) = &mut self.weights {
+            source.pack_on_read(quantize::packings(model.spec()));
+        }
         let (weights, adapter, seed) = (&self.weights, &self.adapter, config.seed);
         let half = config.precision == PrecisionChoice::Fp16;
         let read = |id: ParamId, elements: Range<usize>, out: &mut [f32]| {
@@ -275,7 +279,15 @@ impl<'a> Opened<'a> {
                 }
             }
         };
-        zero.load(read)
+        let packed = |id: ParamId, out: &mut [u8]| {
+            let name = &model.spec().params[id.index()].name;
+            let Some(source) = weights else {
+                return Ok(false);
+            };
+            out.copy_from_slice(&source.read_packed(name)?);
+            Ok(true)
+        };
+        zero.load_packed(read, packed)
             .map_err(|e| failures::engine(both("load weights", "加载权重"), &e))?;
         if let Some(source) = weights {
             let sizes = source.files().filter_map(|f| std::fs::metadata(f).ok());

@@ -310,6 +310,10 @@ fn copy_model_files(model: &Path, writer: &mut Writer) -> Result<(), Failure> {
                 &e,
             )
         })?;
+        let bytes = match name == "config.json" {
+            true => files::plain_config(bytes),
+            false => bytes,
+        };
         writer
             .add_file(&name, &bytes)
             .map_err(|e: CheckpointError| {

@@ -16,6 +16,7 @@ use crate::lang::{Text, both, text};
 use crate::launch::rank::{RunSummary, StopFlag};
 use crate::memory::Phase;
 use crate::model::optimizer::schedule;
+use crate::model::quantize;
 use crate::model::setup::{dropout, keeps, sampler};
 use crate::plan::{MemoryPlans, resume};
 use crate::report::checkpoints::{self, UNITS};
@@ -597,6 +598,10 @@ impl<'a> Trainer<'a> {
             "base_model": config.model_dir(),
             "best": self.best,
         });
+        let packed = quantize::record(zero.plan().spec());
+        if !packed.is_null() {
+            meta[quantize::PACKED] = packed;
+        }
         meta[UNITS] = save::units(zero.plan());
         meta[resume::ORIGIN] = json!(config.found().origin);
         meta[resume::RESUMED_ANYWAY] = json!(config.found().resumed_anyway);

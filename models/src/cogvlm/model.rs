@@ -87,7 +87,9 @@ impl CogVlm {
     pub fn new(config: CogConfig, options: ModelOptions) -> Result<Self> {
         let trains = |name: &str| is_added(name) || options.trains(name, tower(name));
         let modules = language_modules(config.edition);
-        let mut params = ParamBuilder::new(&trains, options.lora.as_ref(), &modules)?;
+        let packing = |name: &str| options.packed.of(name, tower(name));
+        let mut params =
+            ParamBuilder::new(&trains, options.lora.as_ref(), &modules)?.packing(&packing);
         let vision = EvaTower::new(&mut params, "model.vision", &config.vision);
         let projector = Projector::new(&mut params, &config);
         let cross = config.cross.as_ref();

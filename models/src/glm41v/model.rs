@@ -63,7 +63,9 @@ impl Glm41v {
     ) -> Result<Self> {
         options.refuse_ptuning()?;
         let trains = |name: &str| options.trains(name, tower(name));
-        let mut params = ParamBuilder::new(&trains, options.lora.as_ref(), &LANGUAGE)?;
+        let packing = |name: &str| options.packed.of(name, tower(name));
+        let mut params =
+            ParamBuilder::new(&trains, options.lora.as_ref(), &LANGUAGE)?.packing(&packing);
         let vision = VisionTower::new(&mut params, &config.vision);
         let merger = Merger::new(&mut params, &config.vision);
         let language = Decoder::new(&mut params, &decoder(&config.language))?;

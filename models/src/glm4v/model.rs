@@ -60,7 +60,9 @@ impl Glm4v {
     pub fn new(config: Glm4vConfig, options: ModelOptions) -> Result<Self> {
         options.refuse_ptuning()?;
         let trains = |name: &str| options.trains(name, tower(name));
-        let mut params = ParamBuilder::new(&trains, options.lora.as_ref(), &LANGUAGE)?;
+        let packing = |name: &str| options.packed.of(name, tower(name));
+        let mut params =
+            ParamBuilder::new(&trains, options.lora.as_ref(), &LANGUAGE)?.packing(&packing);
         let vision = EvaTower::new(&mut params, "transformer.vision", &config.vision);
         let projector = Projector::new(&mut params, &config);
         let language = Decoder::new(&mut params, &decoder(&config.language))?;

@@ -68,7 +68,9 @@ impl MiniCpm {
             });
         }
         let trains = |name: &str| options.trains(name, tower(name));
-        let mut params = ParamBuilder::new(&trains, options.lora.as_ref(), &LANGUAGE)?;
+        let packing = |name: &str| options.packed.of(name, tower(name));
+        let mut params =
+            ParamBuilder::new(&trains, options.lora.as_ref(), &LANGUAGE)?.packing(&packing);
         let vision = VisionTower::new(&mut params, &config.vision);
         let resampler = Resampler::new(&mut params, &config);
         let language = Decoder::new(&mut params, &decoder(&config.language))?;

@@ -6,6 +6,7 @@ use super::compare::{
 };
 use super::family::{AdamW, PackFamily, Section, Trajectory, floats};
 use super::pack::{Case, Expected, Pack, Stored, read_json};
+use super::quantized;
 use crate::tolerance;
 use anyhow::{Context, Result, ensure};
 use models::data::{EncodeOptions, EncodedSample, IGNORED, RawSample, Slice, read_samples};
@@ -317,7 +318,8 @@ pub fn compare_run(case: &Case, run: &CaseRun) -> Result<Vec<Comparison>> {
     let expected = &case.expected;
     let largest = largest_gradient(run);
     let mut all = Vec::new();
-    for (name, stored) in &expected.0 {
+    let own = |name: &&String| !quantized::is_own(name);
+    for (name, stored) in expected.0.iter().filter(|(name, _)| own(name)) {
         let comparison = match name.split_once('.').map_or(name.as_str(), |(kind, _)| kind) {
             "input_ids" | "labels" | "position_ids" | "image_bound" | "tgt_sizes"
             | "pixel_values" | "pixel_u8" | "temporal_ids" | "temporal_groups" => continue,

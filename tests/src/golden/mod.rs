@@ -10,6 +10,7 @@ mod family;
 mod glm;
 pub mod minicpm;
 mod pack;
+pub mod quantized;
 mod supported;
 
 pub use compare::{

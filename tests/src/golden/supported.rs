@@ -33,13 +33,10 @@ pub(super) fn check(dir: &Path) -> Result<()> {
 
 /// Name of the checkpoint with these files, if it is known and not supported.
 fn unsupported(config: &Value) -> Option<String> {
-    if let Some(settings) = config.get("quantization_config") {
-        let kind = settings["bnb_4bit_quant_type"].as_str();
-        let kind =
-            kind.filter(|_| settings["load_in_4bit"] == true || settings["_load_in_4bit"] == true);
+    let settings = config.get("quantization_config");
+    if let Some(settings) = settings.filter(|s| s["quant_method"] != "bitsandbytes") {
         let method = settings["quant_method"].as_str().unwrap_or("unknown");
-        let bits = kind.unwrap_or("8-bit or other");
-        return Some(format!("a quantized checkpoint ({method}, {bits})"));
+        return Some(format!("a quantized checkpoint ({method})"));
     }
     let model_type = config["model_type"].as_str().unwrap_or_default();
     let version = match &config["version"] {
@@ -87,10 +84,8 @@ mod tests {
                 json!({"model_type": "minicpmo", "version": "5"}),
             ),
             (
-                "bitsandbytes, nf4",
-                json!({"model_type": "glm4v", "quantization_config": {
-                    "quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": "nf4",
-                }}),
+                "gptq",
+                json!({"model_type": "glm4v", "quantization_config": {"quant_method": "gptq"}}),
             ),
         ] {
             assert!(refused(&config).contains(name), "{config}");

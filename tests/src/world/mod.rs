@@ -15,12 +15,14 @@ use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::options::RopePrecision;
 use models::{
-    ModelOptions, SampleInput, VisionLanguageModel, WeightError, WeightSource, open_model,
+    ModelOptions, PackedWeights, SampleInput, VisionLanguageModel, WeightError, WeightSource,
+    open_model,
 };
 use optim::GroupOptions;
 use optim::loss_scale::{LossScale, LossScaler, Verdict};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::Arc;
 
 pub use setup::{Device, Layout, NO_OFFLOAD, Setup, compute_on, on_a_device};
@@ -51,14 +53,23 @@ impl Rank {
         comm: Arc<dyn Communicator>,
         setup: &Setup<'_>,
     ) -> Result<Self> {
+        let mut weights = WeightSource::open(&pack.dir)?;
+        // Packed weights stay packed beside adapters; else all weights train.
+        let packed = match (&setup.options.packed, &setup.options.lora) {
+            (PackedWeights::None, Some(_)) => PackedWeights::Stored(weights.packings()),
+            (chosen, _) => chosen.clone(),
+        };
         let options = ModelOptions {
+            packed,
             dtype: layout.precision.weight_dtype(),
             // Rotary angles of the references, which some families would round to the model's dtype.
             rope_precision: RopePrecision::F32,
             ..setup.options.clone()
         };
         let model = open_model(&pack.dir, options)?;
-        let weights = WeightSource::open(&pack.dir)?;
+        let params = model.spec().params.iter();
+        let packed = params.filter_map(|p| Some((p.name.clone(), p.stored_packing()?)));
+        weights.pack_on_read(packed.collect());
         let zero_config = ZeroConfig {
             stage: Stage::try_from(layout.stage).map_err(|e| anyhow!(e))?,
             precision: layout.precision,
@@ -89,7 +100,7 @@ impl Rank {
             groups: names.iter().map(group).collect(),
         };
         let mut zero = Zero::new(plan, comm, backend.clone(), tiers, optimizer)?;
-        zero.load(|id, elements, out| {
+        let read = |id: ParamId, elements: Range<usize>, out: &mut [f32]| {
             let name = &names[id.index()].name;
             let first = elements.start;
             match setup.start.get(name) {
@@ -103,6 +114,10 @@ impl Rank {
                 shake.apply(name, first, out);
             }
             Ok::<_, WeightError>(())
+        };
+        zero.load_packed(read, |id, out| {
+            out.copy_from_slice(&weights.read_packed(&names[id.index()].name)?);
+            Ok(true)
         })?;
         Ok(Self {
             model,

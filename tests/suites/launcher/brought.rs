@@ -241,11 +241,10 @@ fn the_real_cause_of_an_unusable_directory_is_named() {
         changed(name, pointer, &[name, "git-lfs pointer", "git lfs pull"]);
     }
     let mut quantized = read_json(&site.path("model/config.json"));
-    quantized["quantization_config"] =
-        json!({"quant_method": "bitsandbytes", "load_in_4bit": true});
+    quantized["quantization_config"] = json!({"quant_method": "gptq", "bits": 4});
     let words = [
         "quantization_config",
-        "bitsandbytes",
+        "gptq",
         "weights that are not quantized",
     ];
     changed("config.json", quantized.to_string().as_bytes(), &words);

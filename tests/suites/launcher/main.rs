@@ -24,6 +24,7 @@ mod monitoring;
 mod next_lines;
 mod outputs;
 mod precisions;
+mod quantized;
 mod reports;
 mod restarts;
 mod resume;

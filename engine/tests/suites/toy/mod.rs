@@ -8,7 +8,7 @@ use engine::{
     Phase, Plan, Precision, Spill, Stage, StateKind, StepReport, Tier, Tiers, UnitId, UnitSpec,
     Zero, ZeroConfig,
 };
-use kernels::{Backend, MetaBackend, Pool, Tag, Tensor};
+use kernels::{Backend, CpuBackend, Packing, Pool, Tag, Tensor};
 use optim::{AdamW, GroupOptions};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -59,6 +59,7 @@ pub fn spec(trainable: impl Fn(usize, &str) -> bool) -> ModelSpec {
                 shape: shape.as_slice().into(),
                 unit: UnitId(u as u32),
                 trainable: trainable(u, name),
+                packing: None,
             });
         }
     }
@@ -79,6 +80,8 @@ pub struct Case {
     pub steps: usize,
     pub samples: usize,
     pub frozen_units: Vec<usize>,
+    /// Packing of the matrices of frozen units.
+    pub packing: Option<Packing>,
 }
 
 impl Case {
@@ -93,6 +96,7 @@ impl Case {
             steps: 6,
             samples: 12,
             frozen_units: Vec::new(),
+            packing: None,
         }
     }
     pub fn offload(mut self, offload: Offload) -> Self {
@@ -127,7 +131,10 @@ fn spill(rank: usize) -> Result<Spill, EngineError> {
 }
 
 pub fn engine_for(case: &Case, comm: Arc<dyn Communicator>) -> Result<Zero, EngineError> {
-    let spec = spec(|u, _| !case.frozen_units.contains(&u));
+    let mut spec = spec(|u, _| !case.frozen_units.contains(&u));
+    for param in spec.params.iter_mut().step_by(2) {
+        param.packing = case.packing;
+    }
     let groups = spec
         .params
         .iter()
@@ -138,7 +145,7 @@ pub fn engine_for(case: &Case, comm: Arc<dyn Communicator>) -> Result<Zero, Engi
         .collect();
     let plan = Plan::new(spec, case.config.clone(), case.world)?;
     let pool = Pool::new("device", None);
-    let backend: Arc<dyn Backend> = Arc::new(MetaBackend::new(pool.clone()));
+    let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(pool.clone()));
     let mut tiers = Tiers::new(pool, Pool::new("host", None));
     let offload = case.config.offload;
     if [offload.param, offload.optimizer].contains(&Tier::Nvme) {

@@ -48,6 +48,7 @@ use crate::backend::{
 use crate::check;
 use crate::error::{KernelError, Result};
 use crate::grouped::GroupedMatmulArgs;
+use crate::packed::Packing;
 use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
 use crate::reserved_upload::ReservedUpload;
@@ -832,6 +833,20 @@ impl Backend for CudaBackend {
         let launch = cast::launch(x.dtype(), from, dtype, to, x.elems() as u64);
         self.run_some(OP, launch.map(|l| [l]))?;
         Ok(y)
+    }
+
+    fn unpack(
+        &self,
+        packed: &Tensor,
+        packing: Packing,
+        shape: Shape,
+        dtype: DType,
+    ) -> Result<Tensor> {
+        check::unpack(packed, packing, shape, dtype)?;
+        Err(KernelError::Device {
+            op: "unpack a weight",
+            cause: "no kernel of this device unpacks weights".into(),
+        })
     }
 
     fn add(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {

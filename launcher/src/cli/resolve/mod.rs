@@ -3,6 +3,7 @@
 mod batch;
 mod best;
 mod numbers;
+mod quantize;
 mod trainable;
 
 use crate::lang::{Both, Text, both, text};
@@ -135,6 +136,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         numbers: numbers::resolve(args, precision(args, defaults)?)?,
         precision: precision(args, defaults)?,
         rope_precision: args.rope_precision.unwrap_or_default(),
+        quantize: quantize::resolve(args, &mut notes)?,
         host_memory_limit: args.host_memory_limit,
         host_reserve: args.host_reserve,
         device_memory_limit: args.device_memory_limit,
@@ -958,6 +960,14 @@ impl RunConfig {
         flags.push(("exif-rotation", value_name(rules.exif_rotation)));
         flags.push(("ptuning-tokens", self.trainable.ptuning_tokens.to_string()));
         flags.push(("rope-precision", value_name(self.rope_precision)));
+        if let Some(quantize) = &self.quantize {
+            flags.push(("quantize", value_name(quantize.format)));
+            if quantize.double {
+                flags.push(("quantize-double", true.to_string()));
+            }
+            let modules = quantize.modules.clone();
+            flags.extend(modules.map(|words| ("quantize-modules", words)));
+        }
         let lists = [
             ("train", &self.trainable.train),
             ("freeze", &self.trainable.freeze),

@@ -147,6 +147,7 @@ pub(in crate::cli) fn absent(
 ) -> Vec<Absent> {
     let adapters = has_adapters(trainer, given);
     let mut rows = Rows::default();
+    packed(trainer, given, &mut rows);
     match trainer {
         Trainer::LlamaFactory => {
             rows.add(LLAMA_FACTORY);
@@ -227,6 +228,19 @@ fn has_adapters(trainer: Trainer, given: &dyn Fn(&str) -> Option<String>) -> boo
                 || (trainer == Trainer::HuggingFace
                     && implied.iter().any(|flag| given(flag).is_some()))
         }
+    }
+}
+
+/// transformers packs every linear layer but the head; LLaMA-Factory (`model_args.py`) and ms-swift (`model_args.py`) pack
+/// the scales too.
+fn packed(trainer: Trainer, given: &dyn Fn(&str) -> Option<String>, rows: &mut Rows) {
+    let is = |flag: &str| given(flag).is_some_and(|value| value == "true");
+    if trainer == Trainer::Sat || !(is("load-in-4bit") || is("load-in-8bit")) {
+        return;
+    }
+    rows.push("quantize-modules", "all".to_owned());
+    if is("load-in-4bit") && matches!(trainer, Trainer::LlamaFactory | Trainer::MsSwift) {
+        rows.push("quantize-double", "true".to_owned());
     }
 }
 
@@ -366,6 +380,11 @@ mod tests {
     #[test]
     fn every_trainer_has_the_defaults_of_its_source() {
         use Trainer::{Glm4, HuggingFace, LlamaFactory, MsSwift, OpenBmb, Sat};
+        check(
+            LlamaFactory,
+            "load-in-4bit=true",
+            &[("quantize-double", "true"), ("quantize-modules", "all")],
+        );
         check(
             LlamaFactory,
             "lora-rank=16",

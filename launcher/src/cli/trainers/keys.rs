@@ -193,6 +193,21 @@ const FREEZE_PROJECTOR: Meaning =
     Words(&[("true", "freeze", "projector"), ("false", "freeze", "none")]);
 const ADAPTERS: Meaning = Words(&[("lora", "use-lora", "true"), ("full", "use-lora", "false")]);
 
+const BITS: Meaning = Words(&[
+    ("4", "load-in-4bit", "true"),
+    ("8", "load-in-8bit", "true"),
+    ("0", "", ""),
+    ("none", "", ""),
+]);
+const FOUR_BITS: Meaning = Words(&[("true", "load-in-4bit", "true"), ("false", "", "")]);
+const METHOD: Meaning = Only(
+    &["bnb", "bitsandbytes"],
+    both(
+        "weights are packed as bitsandbytes packs them",
+        "权重按 bitsandbytes 的方式压缩存储",
+    ),
+);
+
 /// Keys of LLaMA-Factory.
 const LLAMA_FACTORY: &[Key] = &[
     (
@@ -357,16 +372,10 @@ const LLAMA_FACTORY: &[Key] = &[
         Unused(VIDEO),
     ),
     ("val_size", Only(&["0", "0.0"], NO_SPLIT)),
-    (
-        "quantization_bit",
-        Only(
-            &[],
-            both(
-                "quantized base weights are not available",
-                "不支持量化的基座权重",
-            ),
-        ),
-    ),
+    ("quantization_bit", BITS),
+    ("quantization_method", METHOD),
+    ("quantization_type", Flag("bnb-4bit-quant-type")),
+    ("quantization_device_map", Only(&["none", "auto"], RANKS)),
     ("use_dora", Only(&["false"], ADAPTER_KIND)),
     (
         "use_rslora",
@@ -604,6 +613,8 @@ const MS_SWIFT: &[Key] = &[
             "模型和数据从目录中读取",
         )),
     ),
+    ("quant_bits", BITS),
+    ("quant_method", METHOD),
     ("add_version", Unused(RUN_DIRECTORY)),
     (
         "create_checkpoint_symlink",
@@ -613,6 +624,9 @@ const MS_SWIFT: &[Key] = &[
         )),
     ),
 ];
+
+/// Keys of OpenBMB's `finetune.py`.
+const OPENBMB: &[Key] = &[("q_lora", FOUR_BITS)];
 
 /// Keys of SwissArmyTransformer and of CogVLM's `finetune_demo`.
 const SAT: &[Key] = &[
@@ -656,16 +670,7 @@ const SAT: &[Key] = &[
             ("chat_old", "template", "sat-chat-old"),
         ]),
     ),
-    (
-        "use_qlora",
-        Only(
-            &["false"],
-            both(
-                "quantized base weights are not available; --use-lora",
-                "不支持量化的基座权重；请使用 --use-lora",
-            ),
-        ),
-    ),
+    ("use_qlora", FOUR_BITS),
     (
         "use_ptlora use_ptuning",
         Only(
@@ -968,7 +973,8 @@ pub(in crate::cli) fn own_meaning(
         Trainer::CogVlm2 => find(COGVLM2, name),
         Trainer::TwoU1 => find(TWO_U1, name),
         Trainer::Glm4 => find(GLM_TOP, name),
-        Trainer::OpenBmb | Trainer::HuggingFace => None,
+        Trainer::OpenBmb => find(OPENBMB, name),
+        Trainer::HuggingFace => None,
     }
 }
 
@@ -977,7 +983,7 @@ pub(in crate::cli) fn own_meaning(
 pub(in crate::cli) fn meaning(trainer: Option<Trainer>, name: &str) -> Option<&'static Meaning> {
     let is_foreign = IGNORED.iter().any(|(key, _)| *key == name)
         || RESTRICTED.iter().any(|rule| rule.name == name);
-    let tables = [LLAMA_FACTORY, MS_SWIFT, TWO_U1, SAT, COGVLM2];
+    let tables = [LLAMA_FACTORY, MS_SWIFT, OPENBMB, TWO_U1, SAT, COGVLM2];
     let shared = || tables.iter().find_map(|keys| find(keys, name));
     own_meaning(trainer, name).or_else(|| shared().filter(|_| !is_foreign))
 }

@@ -106,13 +106,14 @@ pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
         write(OPTIMIZER_STEM, &entries)?;
     }
     for (name, file) in files::small(&args.checkpoint)? {
-        copy(&file, &directory.path().join(name), Some(DType::F32))?;
+        copy(&file, &directory.path().join(name), Some(DType::F32), None)?;
     }
     let adapter = args.checkpoint.join(ADAPTER_CONFIG);
     if adapter.is_file() {
         copy(
             &adapter.into(),
             &directory.path().join(ADAPTER_CONFIG),
+            None,
             None,
         )?;
     }

@@ -23,7 +23,7 @@ pub(super) fn write(
         bytes: 0,
     };
     let config = adapter.dir().join(ADAPTER_CONFIG);
-    copy(&config.into(), &directory.join(ADAPTER_CONFIG), None)?;
+    copy(&config.into(), &directory.join(ADAPTER_CONFIG), None, None)?;
     for stem in [ADAPTER_STEM, TRAINED_STEM] {
         let source = match WeightSource::open_stem(adapter.dir(), stem) {
             Ok(source) => source,

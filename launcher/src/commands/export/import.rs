@@ -64,10 +64,16 @@ pub(crate) fn import(args: &ImportArgs) -> Result<ExitCode, Failure> {
     let source = source.map_err(|e| failures::weights(&e))?;
     let dtype = args.dtype.map(dtype_of);
     for (name, file) in files::small(&location)? {
-        copy(&file, &directory.path().join(name), dtype)?;
+        copy(&file, &directory.path().join(name), dtype, None)?;
     }
     let limit = args.max_shard_size.unwrap_or(MAX_SHARD_BYTES);
-    let (tensors, written) = model::write(&source, None, dtype, limit, directory.path())?;
+    let values = model::Values {
+        model: &source,
+        adapter: None,
+        packs: None,
+        dtype,
+    };
+    let (tensors, written) = model::write(&values, limit, directory.path())?;
     let adapter = adapter(&source, dtype, &output, directory.path())?;
     directory.publish()?;
     let mut line = format!(

@@ -4,22 +4,25 @@
 mod adapter;
 pub(crate) mod import;
 mod model;
+mod packed;
 
 use crate::cli::{ExportArgs, ExportDtype, ExportFormat};
 use crate::commands::new_directory::NewDirectory;
+use crate::config::{MergeBase, Quantize, QuantizeFormat};
 use crate::error::output::say;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{Both, Text, both, text};
 use crate::model::files::{self, SmallFile};
+use crate::model::quantize;
 use crate::model::stored::MAX_SHARD_BYTES;
 use crate::report::checkpoints::best_of;
 use crate::units::{bytes, grouped, seconds};
 use engine::checkpoint::Checkpoint;
-use kernels::DType;
+use kernels::{DType, Packing};
 use models::adapter::{Adapter, AdapterError};
 use models::{WeightError, WeightSource, places, sat};
 use serde_json::Value;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -103,6 +106,17 @@ fn check_layout(args: &ExportArgs, is_sat: bool) -> Result<(), Failure> {
             ),
             both("give --mp-size 1 to 8", "请把 --mp-size 设为 1 到 8"),
         ),
+        _ if is_sat && quantize_of(args).is_some() => wrong(
+            both(
+                "--format sat has plain weights",
+                "--format sat 的权重不压缩",
+            ),
+            both(
+                "SAT has no files for packed weights",
+                "SAT 没有存放压缩权重的文件",
+            ),
+            both("omit --quantize", "请去掉 --quantize"),
+        ),
         _ if is_sat && args.merge == Some(false) => wrong(
             both("--format sat merges adapters", "--format sat 会合并适配器"),
             both("SAT has no files for adapters", "SAT 没有存放适配器的文件"),
@@ -110,6 +124,12 @@ fn check_layout(args: &ExportArgs, is_sat: bool) -> Result<(), Failure> {
         ),
         _ => Ok(()),
     }
+}
+
+/// Weights that an export packs, and their settings for transformers.
+struct PackedExport {
+    packings: BTreeMap<String, Packing>,
+    settings: Value,
 }
 
 struct Summary {
@@ -156,6 +176,7 @@ impl Sources {
         let directory = args.checkpoint.clone();
         match WeightSource::open(&directory) {
             Ok(model) => {
+                check_packed(args, &model, false)?;
                 return Ok(Self {
                     directory: places::with_tokenizer(&directory, args.tokenizer.as_deref()),
                     model: Some(model),
@@ -204,12 +225,17 @@ impl Sources {
             .next(both("add --model DIR", "请加上 --model DIR")));
         };
         let base = places::with_tokenizer(&base, args.tokenizer.as_deref());
-        let model = WeightSource::open(&base).map_err(|e| {
+        let mut model = WeightSource::open(&base).map_err(|e| {
             failures::weights(&e).next(both(
                 "give --model DIR if the base model has moved",
                 "如果基座模型已移动，请指定 --model DIR",
             ))
         })?;
+        check_packed(args, &model, true)?;
+        if args.merge_base != Some(MergeBase::Original) {
+            let meta = manifest.map(Checkpoint::meta);
+            model.pack_on_read(meta.map(quantize::recorded).unwrap_or_default());
+        }
         Ok(Self {
             directory: base,
             model: Some(model),
@@ -264,19 +290,28 @@ impl Sources {
         match (&self.model, &self.adapter) {
             (Some(model), adapter) => {
                 let is_sat = args.format.unwrap_or_default() == ExportFormat::Sat;
+                let chosen = quantize_of(args);
+                let packed = chosen.map(|chosen| packed::choose(&chosen, model, &self.directory));
+                let packed = packed.transpose()?;
+                let values = model::Values {
+                    model,
+                    adapter: adapter.as_ref(),
+                    packs: packed.as_ref(),
+                    dtype,
+                };
                 let (tensors, bytes) = match is_sat {
                     true => {
                         let hub = sat::config::of_model(&self.directory);
                         let hub = hub.map_err(|e| failures::weights(&e))?;
-                        let layout = (&hub, args.mp_size.unwrap_or(1));
-                        model::write_sat(model, adapter.as_ref(), dtype, layout, directory)?
+                        model::write_sat(&values, (&hub, args.mp_size.unwrap_or(1)), directory)?
                     }
                     false => {
+                        let settings = packed.as_ref().map(|packed| &packed.settings);
                         for (name, file) in files::small(&self.directory)? {
-                            copy(&file, &directory.join(name), dtype)?;
+                            copy(&file, &directory.join(name), dtype, settings)?;
                         }
                         let limit = args.max_shard_size.unwrap_or(MAX_SHARD_BYTES);
-                        model::write(model, adapter.as_ref(), dtype, limit, directory)?
+                        model::write(&values, limit, directory)?
                     }
                 };
                 Ok(Summary {
@@ -301,6 +336,68 @@ fn dtype_of(dtype: ExportDtype) -> DType {
         ExportDtype::Bf16 => DType::BF16,
         ExportDtype::F16 => DType::F16,
     }
+}
+
+/// The packing that the flags ask for.
+fn quantize_of(args: &ExportArgs) -> Option<Quantize> {
+    let format = args
+        .quantize
+        .filter(|format| *format != QuantizeFormat::None)?;
+    Some(Quantize {
+        format,
+        double: args.quantize_double.unwrap_or(false),
+        modules: args.quantize_modules.clone(),
+    })
+}
+
+/// Refuses flags that do not fit packed or plain weights.
+fn check_packed(args: &ExportArgs, model: &WeightSource, merges: bool) -> Result<(), Failure> {
+    let (is_packed, packs) = (!model.packings().is_empty(), quantize_of(args).is_some());
+    let unpacks = args.dequantize == Some(true) || args.quantize == Some(QuantizeFormat::None);
+    let refused = |title, cause, next| Err(Failure::usage(title, cause).next(next));
+    if packs && unpacks {
+        return refused(
+            both("--quantize and --dequantize", "--quantize 与 --dequantize"),
+            both(
+                "an export packs weights or unpacks them",
+                "导出要么压缩权重，要么解压权重",
+            ),
+            both("leave one of the flags out", "请去掉其中一个参数"),
+        );
+    }
+    if is_packed && merges && args.merge_base == Some(MergeBase::Original) {
+        return refused(
+            both(
+                "the base model has only packed weights",
+                "基座模型只有压缩存储的权重",
+            ),
+            both(
+                "--merge-base original needs the weights before they were packed",
+                "--merge-base original 需要压缩之前的权重",
+            ),
+            both(
+                "give --model the directory that was packed",
+                "请把压缩之前的目录交给 --model",
+            ),
+        );
+    }
+    if is_packed && !merges && !packs && !unpacks {
+        return refused(
+            both(
+                "the weights of this directory are packed",
+                "该目录的权重是压缩存储的",
+            ),
+            both(
+                "an export could leave them so or unpack them",
+                "导出时可以保持原样，也可以解压",
+            ),
+            both(
+                "add --dequantize, or --quantize with their format",
+                "请加上 --dequantize，或 --quantize 及其格式",
+            ),
+        );
+    }
+    Ok(())
 }
 
 fn misfit(base: &Path, misfits: Vec<String>) -> Failure {
@@ -339,32 +436,50 @@ fn adapter_failure(directory: &Path, error: &AdapterError) -> Failure {
     ))
 }
 
-/// Copies a small file. In `config.json`, the dtype is set to that of the weights.
-pub(crate) fn copy(file: &SmallFile, to: &Path, dtype: Option<DType>) -> Result<(), Failure> {
+/// Copies a small file. In `config.json`, the dtype is set to that of the weights, and the settings of packed weights are
+/// set or removed.
+pub(crate) fn copy(
+    file: &SmallFile,
+    to: &Path,
+    dtype: Option<DType>,
+    packed: Option<&Value>,
+) -> Result<(), Failure> {
     let from = &file.path;
     let read = file
         .read()
         .map_err(|error| Failure::io(ErrorCode::ModelFiles, both("read", "读取"), from, &error))?;
-    let config = dtype.filter(|_| from.file_name().is_some_and(|name| name == "config.json"));
-    let text = config.and_then(|dtype| {
-        let mut config: Value = serde_json::from_slice(&read).ok()?;
-        let name = match dtype {
-            DType::BF16 => "bfloat16",
-            DType::F16 => "float16",
-            _ => "float32",
-        };
-        // transformers 5 repeats the dtype in each part.
-        for part in ["", "/text_config", "/vision_config"] {
-            for key in ["torch_dtype", "dtype"] {
-                if let Some(value) = config.pointer_mut(&format!("{part}/{key}")) {
-                    *value = name.into();
-                }
-            }
+    let is_config = from.file_name().is_some_and(|name| name == "config.json");
+    let config = is_config
+        .then(|| serde_json::from_slice(&read).ok())
+        .flatten();
+    let text = config.and_then(|mut config: Value| {
+        let before = config.clone();
+        if let Some(dtype) = dtype {
+            set_dtype(&mut config, dtype);
         }
-        serde_json::to_vec_pretty(&config).ok()
+        files::set_quantization(&mut config, packed);
+        (config != before)
+            .then(|| serde_json::to_vec_pretty(&config).ok())
+            .flatten()
     });
     std::fs::write(to, text.unwrap_or(read))
         .map_err(|error| Failure::io(ErrorCode::Disk, both("write", "写入"), to, &error))
+}
+
+fn set_dtype(config: &mut Value, dtype: DType) {
+    let name = match dtype {
+        DType::BF16 => "bfloat16",
+        DType::F16 => "float16",
+        _ => "float32",
+    };
+    // transformers 5 repeats the dtype in each part.
+    for part in ["", "/text_config", "/vision_config"] {
+        for key in ["torch_dtype", "dtype"] {
+            if let Some(value) = config.pointer_mut(&format!("{part}/{key}")) {
+                *value = name.into();
+            }
+        }
+    }
 }
 
 fn read(

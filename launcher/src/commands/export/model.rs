@@ -1,11 +1,11 @@
 //! Export of whole models, with adapters and trained parts merged.
 
-use super::{BLOCK_ELEMS, read};
+use super::{BLOCK_ELEMS, PackedExport, packed, read};
 use crate::error::{ErrorCode, Failure, failures};
 use crate::lang::{both, text};
 use crate::model::stored::{TensorFiles, bytes_of, write_finite};
 use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec};
-use kernels::{Backend, CpuBackend, DType, MatmulArgs, Shape, Tag, Transpose};
+use kernels::{Backend, CpuBackend, DType, MatmulArgs, Packing, Shape, Tag, Transpose};
 use models::WeightSource;
 use models::adapter::Adapter;
 use models::sat::write::{SatWriter, TensorOf};
@@ -13,8 +13,33 @@ use serde_json::{Map, Value};
 use std::ops::Range;
 use std::path::Path;
 
-/// The tensors to write for those of `model`.
-fn listed(model: &WeightSource, dtype: Option<DType>) -> Result<Vec<TensorSpec>, Failure> {
+/// The tensors to write, and where their values come from.
+pub(super) struct Values<'a> {
+    pub(super) model: &'a WeightSource,
+    pub(super) adapter: Option<&'a Adapter>,
+    /// The weights to pack.
+    pub(super) packs: Option<&'a PackedExport>,
+    /// Number format of all tensors; `None` keeps that of each.
+    pub(super) dtype: Option<DType>,
+}
+
+impl Values<'_> {
+    fn packing(&self, tensor: &TensorSpec) -> Option<Packing> {
+        self.packs?.packings.get(&tensor.name).copied()
+    }
+
+    /// The tensors in files that `tensor` becomes.
+    fn parts(&self, tensor: &TensorSpec) -> Vec<TensorSpec> {
+        match self.packing(tensor) {
+            Some(packing) => packed::specs(&tensor.name, packing, &tensor.shape, tensor.dtype),
+            None => vec![tensor.clone()],
+        }
+    }
+}
+
+/// The tensors to write, before they are packed.
+fn listed(values: &Values<'_>) -> Result<Vec<TensorSpec>, Failure> {
+    let (model, dtype) = (values.model, values.dtype);
     let mut tensors = Vec::new();
     // LoRA matrices of a SAT checkpoint become an adapter.
     for name in model.names().filter(|name| !is_matrix(name)) {
@@ -45,16 +70,14 @@ fn is_matrix(name: &str) -> bool {
         .any(|half| name.contains(half))
 }
 
-/// Writes all tensors of `model` with the changes of `adapter` as a SAT checkpoint of `ranks` ranks; returns their
-/// number and bytes. `hub` is the content of `config.json`.
+/// Writes all tensors as a SAT checkpoint of `ranks` ranks; returns their number and bytes. `hub` is the content of
+/// `config.json`.
 pub(super) fn write_sat(
-    model: &WeightSource,
-    adapter: Option<&Adapter>,
-    dtype: Option<DType>,
+    values: &Values<'_>,
     (hub, ranks): (&Map<String, Value>, usize),
     directory: &Path,
 ) -> Result<(usize, u64), Failure> {
-    let tensors = listed(model, dtype)?;
+    let tensors = listed(values)?;
     let divided: Vec<TensorOf> = tensors
         .iter()
         .map(|tensor| TensorOf {
@@ -65,27 +88,26 @@ pub(super) fn write_sat(
         .collect();
     let mut file =
         SatWriter::create(directory, hub, &divided, ranks).map_err(|e| failures::weights(&e))?;
-    let bytes = fill(&mut file, model, adapter, &tensors)?;
+    let bytes = fill(&mut file, values, &tensors)?;
     file.finish().map_err(|e| failures::weights(&e))?;
     Ok((tensors.len(), bytes))
 }
 
-/// Writes all tensors of `model` with the changes of `adapter`; returns their number and bytes.
+/// Writes all tensors; returns their number and bytes.
 pub(super) fn write(
-    model: &WeightSource,
-    adapter: Option<&Adapter>,
-    dtype: Option<DType>,
+    values: &Values<'_>,
     max_shard_bytes: u64,
     directory: &Path,
 ) -> Result<(usize, u64), Failure> {
-    let tensors = listed(model, dtype)?;
+    let tensors = listed(values)?;
+    let files: Vec<TensorSpec> = tensors.iter().flat_map(|t| values.parts(t)).collect();
     let doing = both("export weights", "导出权重");
     let failed = |e: CheckpointError| failures::checkpoint(doing, &e);
     let metadata = [("format", "pt")];
     let mut file =
-        ShardedTensorWriter::create(directory, "model", &tensors, &metadata, max_shard_bytes)
+        ShardedTensorWriter::create(directory, "model", &files, &metadata, max_shard_bytes)
             .map_err(failed)?;
-    let bytes = fill(&mut file, model, adapter, &tensors)?;
+    let bytes = fill(&mut file, values, &tensors)?;
     file.finish().map_err(failed)?;
     check(directory, &tensors)?;
     Ok((tensors.len(), bytes))
@@ -94,10 +116,10 @@ pub(super) fn write(
 /// Writes the values of all `tensors` into `file`; returns their bytes.
 fn fill(
     file: &mut impl TensorFiles,
-    model: &WeightSource,
-    adapter: Option<&Adapter>,
+    values: &Values<'_>,
     tensors: &[TensorSpec],
 ) -> Result<u64, Failure> {
+    let (model, adapter) = (values.model, values.adapter);
     let backend = CpuBackend::unlimited();
     let mut bytes = 0u64;
     for tensor in tensors {
@@ -105,7 +127,7 @@ fn fill(
         let rows_at_once = (BLOCK_ELEMS / columns).max(1) * columns;
         let own = adapter.filter(|a| a.has(&tensor.name));
         let low_rank = adapter.and_then(|a| Some((a, adapted(a, &tensor.name)?)));
-        bytes += write_finite(file, tensor, rows_at_once, |range| {
+        let block = |range: Range<usize>, tensor: &TensorSpec| {
             // A weight can be trained in full and have an adapter as well.
             let base = |range: Range<usize>, dtype: DType| {
                 read(range, dtype, |r, d, out| match own {
@@ -120,7 +142,30 @@ fn fill(
                 }
                 None => base(range, tensor.dtype),
             }
-        })?;
+        };
+        let Some(packing) = values.packing(tensor) else {
+            bytes += write_finite(file, tensor, rows_at_once, |range| block(range, tensor))?;
+            continue;
+        };
+        let unchanged = own.is_none() && low_rank.is_none();
+        let packed = if unchanged && model.packing(&tensor.name) == Some(packing) {
+            model
+                .read_packed(&tensor.name)
+                .map_err(|e| failures::weights(&e))?
+        } else {
+            let wide = TensorSpec {
+                dtype: DType::F32,
+                ..tensor.clone()
+            };
+            let shape = Shape::new(&tensor.shape);
+            let plain = bytemuck::pod_collect_to_vec(&block(0..shape.elems(), &wide)?);
+            let mut packed = vec![0; packing.bytes(shape)];
+            packing.pack(&plain, shape, &mut packed);
+            packed
+        };
+        let specs = values.parts(tensor);
+        let of = (&tensor.shape[..], tensor.dtype);
+        bytes += packed::write(file, &specs, packing, &packed, of)?;
     }
     Ok(bytes)
 }

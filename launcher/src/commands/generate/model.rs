@@ -7,6 +7,7 @@ use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{Text, both, text};
 use crate::memory;
 use crate::model::adapter::{check_shapes, open_adapter, stranger};
+use crate::model::quantize;
 use crate::report::checkpoints::best_of;
 use crate::units::{bytes as format_bytes, seconds as format_seconds};
 use engine::checkpoint::Checkpoint;
@@ -51,7 +52,11 @@ impl OpenModel {
             failures::check_directory(text!("use {}", "使用 {}", dir.display()), dir)?;
         }
         let processor = open_processor(dir).map_err(|e| unusable(dir, &e))?;
-        let weights = WeightSource::open(dir).map_err(|e| no_weights(dir, &e))?;
+        let mut weights = WeightSource::open(dir).map_err(|e| no_weights(dir, &e))?;
+        if let Some(trained) = adapter.and_then(|dir| Checkpoint::open(dir).ok()) {
+            // Adapters belong to the weights that they were trained beside.
+            weights.pack_on_read(quantize::recorded(trained.meta()));
+        }
         let adapter = adapter.map(|dir| open_adapter(dir, &weights)).transpose()?;
         let dtype = match precision {
             Some(PrecisionChoice::F32) => DType::F32,
@@ -191,6 +196,8 @@ fn with_base(dir: &Path) -> (PathBuf, Option<PathBuf>) {
 fn stored_dtype(weights: &WeightSource) -> DType {
     let wide = weights
         .names()
+        // A packed weight has the precision of no float.
+        .filter(|name| weights.packing(name).is_none())
         .filter_map(|name| weights.dtype(name))
         .all(|dtype| dtype == DType::F32);
     if wide { DType::F32 } else { DType::BF16 }

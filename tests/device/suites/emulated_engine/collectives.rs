@@ -185,6 +185,7 @@ fn spec() -> ModelSpec {
                 shape: Shape::new(&[*elems]),
                 unit: UnitId(unit as u32),
                 trainable: *trainable,
+                packing: None,
             });
         }
         spec.units.push(UnitSpec { name });

@@ -386,7 +386,7 @@ fn unknown_keys_of_a_flag_file_are_named() {
         ("learning_rat: 1e-5", "did you mean learning_rate?"),
         ("zero: 7", "zero 7"),
         ("stage: dpo", "supervised"),
-        ("quantization_bit: 4", "quantized"),
+        ("quantization_bit: 3", "only 4, 8"),
         ("optim: sgd", "AdamW"),
         ("config: other.yaml", "cannot include another"),
         ("seed: {a: 1}", "not a section"),

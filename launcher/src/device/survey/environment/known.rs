@@ -683,8 +683,11 @@ pub(super) const FOREIGN: [Foreign; 24] = [
     ),
     (
         &["BNB_CUDA_VERSION", "BITSANDBYTES_NOWELCOME"],
-        both("quantized weights are not available", "不支持量化的权重"),
-        both("--precision, --offload cpu", "--precision、--offload cpu"),
+        both(
+            "weights are packed and unpacked by kernels of this program",
+            "权重由本程序自己的内核压缩和解压",
+        ),
+        both("--quantize", "--quantize"),
     ),
 ];
 

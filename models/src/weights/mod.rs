@@ -6,6 +6,10 @@
 //! Only the headers are in memory. Reads are positioned, so several threads may read through one
 //! source, and a rank reads only the bytes of its own slices.
 
+mod packed;
+
+pub use packed::PackedFault;
+
 use crate::OpenError;
 use crate::params::is_added;
 use crate::pieces::{Files, Gathered, Pieces, Shard};
@@ -165,6 +169,14 @@ pub enum WeightError {
         /// Dtype that the tensor was requested in, if its range is the cause.
         wanted: Option<DType>,
     },
+    /// The parts of a packed weight do not fit together, or are in a form that is not supported.
+    #[error("the packed weight {name} cannot be read: {fault}")]
+    Packed {
+        /// Name of the weight.
+        name: String,
+        /// What does not fit.
+        fault: PackedFault,
+    },
     /// A range lies outside its tensor, or the buffer has another length.
     #[error("elements {}..{} of tensor {name} ({elems} elements) do not fit a buffer of {buffer_bytes} bytes", elements.start, elements.end)]
     Range {
@@ -200,6 +212,8 @@ struct Entry {
     shard: usize,
     place: Location,
     shape: Vec<usize>,
+    /// Size in the file.
+    bytes: u64,
     /// `None` for an unsupported dtype; its name is in `dtype_name`.
     dtype: Option<DType>,
     dtype_name: String,
@@ -213,6 +227,8 @@ enum Location {
     Made(Values),
     /// In pieces: a view of a torch file, or slices of ranks.
     Pieces(Box<Pieces>),
+    /// Packed, in several parts.
+    Packed(Box<packed::StoredPacked>),
 }
 
 /// Open weights of a model, in one file or in the files of a directory. It reads any range of any tensor;
@@ -227,6 +243,7 @@ pub struct WeightSource {
     ignored: Vec<String>,
     /// A file of other weights in the directory.
     passed_over: Option<PathBuf>,
+    on_read: packed::PackedOnRead,
 }
 
 impl WeightSource {
@@ -292,6 +309,7 @@ impl WeightSource {
             gathered: Gathered::default(),
             ignored: Vec::new(),
             passed_over: None,
+            on_read: packed::PackedOnRead::default(),
         }
     }
 
@@ -333,6 +351,7 @@ impl WeightSource {
                 shard: 0,
                 place: Location::Made(generators.of(marker.seed, &param.name, init)),
                 shape: param.shape.dims().to_vec(),
+                bytes: 2 * param.shape.elems() as u64,
                 dtype: Some(DType::BF16),
                 dtype_name: "BF16".to_owned(),
             };
@@ -393,18 +412,28 @@ impl WeightSource {
             });
         }
         let paths: Vec<PathBuf> = files.iter().map(|f| dir.join(f)).collect();
-        let source = Self::open_files(dir, &paths)?;
+        let mut source = Self::open_parts(dir, &paths)?;
         match parsed
             .weight_map
             .keys()
             .find(|n| !source.tensors.contains_key(*n))
         {
             Some(name) => Err(source.missing(name)),
-            None => Ok(source),
+            None => {
+                source.join_packed()?;
+                Ok(source)
+            }
         }
     }
 
     fn open_files(dir: &Path, paths: &[PathBuf]) -> Result<Self> {
+        let mut source = Self::open_parts(dir, paths)?;
+        source.join_packed()?;
+        Ok(source)
+    }
+
+    /// The tensors of the files, with the parts of packed weights apart.
+    fn open_parts(dir: &Path, paths: &[PathBuf]) -> Result<Self> {
         let mut source = Self::empty(dir);
         for path in paths {
             source.add_file(path)?;
@@ -527,6 +556,35 @@ impl WeightSource {
         dst: &mut [u8],
     ) -> Result<()> {
         let entry = self.entry(name)?;
+        let elems = entry.shape.iter().product();
+        let fits = elements.end <= elems && dst.len() == elements.len() * out.size_bytes();
+        if !fits || !self.unpacks(name, entry) {
+            return self.read_plain(name, elements, out, dst);
+        }
+        let convert = converter(DType::F32, out).ok_or_else(|| entry.bad_dtype(name, out))?;
+        let at_once = match entry.place {
+            Location::Packed(_) => packed::CHUNK_ELEMS,
+            // It is packed whole for every read.
+            Location::At(_) | Location::Made(_) | Location::Pieces(_) => elements.len().max(1),
+        };
+        for start in elements.clone().step_by(at_once) {
+            let range = start..elements.end.min(start + at_once);
+            let at = |element: usize| (element - elements.start) * out.size_bytes();
+            let part = &mut dst[at(range.start)..at(range.end)];
+            convert(bytemuck::cast_slice(&self.unpack_range(name, range)?), part);
+        }
+        Ok(())
+    }
+
+    /// As [`WeightSource::read_range`], without unpacking.
+    fn read_plain(
+        &self,
+        name: &str,
+        elements: Range<usize>,
+        out: DType,
+        dst: &mut [u8],
+    ) -> Result<()> {
+        let entry = self.entry(name)?;
         let elems: usize = entry.shape.iter().product();
         let count = elements.len();
         if elements.end > elems || dst.len() != count * out.size_bytes() {
@@ -556,7 +614,7 @@ impl WeightSource {
                 let result = shard.file.read_exact_at(buffer, at);
                 result.map_err(|source| read_error(&shard.path, source))
             }
-            Location::Made(_) => Ok(()),
+            Location::Made(_) | Location::Packed(_) => Err(entry.bad_dtype(name, out)),
         };
         if stored == out {
             return read(dst, start);
@@ -602,7 +660,12 @@ impl WeightSource {
             for start in (0..elems).step_by(CHUNK_ELEMS) {
                 let range = start..elems.min(start + CHUNK_ELEMS);
                 let bytes = &mut bytes[..range.len() * dtype.size_bytes()];
-                self.read_range(name, range, dtype, bytes)?;
+                match entry.place {
+                    Location::Packed(_) => self.read_range(name, range, dtype, bytes)?,
+                    Location::At(_) | Location::Made(_) | Location::Pieces(_) => {
+                        self.read_plain(name, range, dtype, bytes)?;
+                    }
+                }
                 count += not_finite(dtype, bytes);
             }
             Ok(count)
@@ -645,6 +708,8 @@ impl Entry {
         let dtype_name = pieces.pieces[0].tensor.dtype.name().to_owned();
         Self {
             shard: pieces.shard(),
+            bytes: (shape.iter().product::<usize>() * pieces.pieces[0].tensor.dtype.size_bytes())
+                as u64,
             dtype: storage_float(&dtype_name),
             dtype_name,
             shape,
@@ -719,6 +784,7 @@ fn entries(
             shard,
             place: Location::At(data_start + info.data_offsets.0 as u64),
             shape: info.shape.clone(),
+            bytes: (info.data_offsets.1 - info.data_offsets.0) as u64,
             dtype: storage_float(&dtype_name),
             dtype_name,
         };
@@ -1029,6 +1095,7 @@ mod tests {
                 shape: Shape::new(shape),
                 unit: UnitId(0),
                 trainable: true,
+                packing: None,
             }],
         };
         assert_eq!(source.check(&spec("a", &[3, 4])).unwrap(), ["b", "c"]);

@@ -1,0 +1,191 @@
+//! Which base weights of a run are packed, and how a checkpoint records it.
+
+use crate::config::{Device, Quantize, QuantizeFormat, RunConfig};
+use crate::error::failures::unusable;
+use crate::error::{ErrorCode, Failure, failures};
+use crate::lang::{both, text};
+use engine::ModelSpec;
+use kernels::{Codebook, Packing};
+use models::selection::Selection;
+use models::{PackedWeights, WeightError, WeightSource};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+/// Entry of a checkpoint's manifest with the weights that were packed.
+pub(crate) const PACKED: &str = "packed";
+/// Word of `--quantize-modules` for every linear layer.
+const ALL: &str = "all";
+
+/// The weights that the run `config` packs: those that it selects, or those that its model directory has packed.
+///
+/// # Errors
+/// The directory is packed in another way than the run asks for, or the run is for GPUs, which cannot unpack weights.
+pub(super) fn packed(config: &RunConfig) -> Result<PackedWeights, Failure> {
+    let dir = config.model_dir();
+    let declared = PackedWeights::declared(&dir);
+    let declared = declared.map_err(|error| unusable(&dir, &error))?;
+    let chosen = config.quantize.as_ref();
+    let packed = match (chosen, declared) {
+        (
+            Some(Quantize {
+                format: QuantizeFormat::None,
+                ..
+            }),
+            _,
+        )
+        | (None, None) => PackedWeights::None,
+        (chosen, Some(declared)) => {
+            let stored = match WeightSource::open(&dir) {
+                Ok(source) => PackedWeights::Stored(source.packings()),
+                Err(WeightError::NoWeights { .. }) => declared,
+                Err(error) => return Err(failures::weights(&error)),
+            };
+            if let Some(chosen) = chosen {
+                agree(chosen, &stored)?;
+            }
+            stored
+        }
+        (Some(chosen), None) => by_flags(chosen)?,
+    };
+    if config.device == Device::Cuda && packed != PackedWeights::None {
+        return Err(Failure::usage(
+            both(
+                "packed weights do not train on a GPU yet",
+                "压缩存储的权重目前不能在 GPU 上训练",
+            ),
+            both(
+                "no kernel for GPUs unpacks them",
+                "没有在 GPU 上解压它们的内核",
+            ),
+        )
+        .next(both(
+            "add --device cpu, or --quantize none",
+            "请加上 --device cpu 或 --quantize none",
+        )));
+    }
+    Ok(packed)
+}
+
+/// The weights that the flags `chosen` select.
+///
+/// # Errors
+/// `--quantize-modules` is not valid.
+pub(crate) fn by_flags(chosen: &Quantize) -> Result<PackedWeights, Failure> {
+    let Some(packing) = chosen.packing() else {
+        return Ok(PackedWeights::None);
+    };
+    let words = chosen.modules.as_deref().map(|words| match words {
+        ALL => ".*",
+        words => words,
+    });
+    let modules = words.map(Selection::parse).transpose();
+    Ok(PackedWeights::Chosen {
+        packing,
+        modules: modules.map_err(|error| failures::selection("--quantize-modules", &error))?,
+    })
+}
+
+/// Refuses a packing other than that of the model directory.
+///
+/// # Errors
+/// They differ.
+pub(crate) fn agree(chosen: &Quantize, stored: &PackedWeights) -> Result<(), Failure> {
+    let wanted = chosen.packing().map(Packing::name);
+    let other = match stored {
+        PackedWeights::Stored(packings) => packings
+            .values()
+            .copied()
+            .find(|p| Some(p.name()) != wanted),
+        PackedWeights::Declared { packing, .. } => {
+            Some(*packing).filter(|p| Some(p.name()) != wanted)
+        }
+        PackedWeights::None | PackedWeights::Chosen { .. } => None,
+    };
+    match other {
+        Some(other) => Err(Failure::new(
+            ErrorCode::Usage,
+            both("the model is packed in another format", "模型以另一种格式压缩存储"),
+            text!(
+                "its weights are {}, the run asks for {}",
+                "它的权重是 {}，而运行要求 {}",
+                other.name(),
+                wanted.unwrap_or_default()
+            ),
+        )
+        .next(text!(
+            "use --quantize {0}, which leaves the weights as they are, or give --model the weights that are not packed",
+            "请使用 --quantize {0}，权重保持不变，或把未压缩存储的权重交给 --model",
+            other.name()
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Packings of the weights of `spec` that a run packs, by name.
+pub(crate) fn packings(spec: &ModelSpec) -> BTreeMap<String, Packing> {
+    let params = spec.params.iter();
+    let packed = params.filter_map(|param| Some((param.name.clone(), param.stored_packing()?)));
+    packed.collect()
+}
+
+/// What a checkpoint's manifest says of the packed weights of `spec`; null if there are none.
+pub(crate) fn record(spec: &ModelSpec) -> Value {
+    let mut groups: Vec<(Packing, Vec<String>)> = Vec::new();
+    for (name, packing) in packings(spec) {
+        match groups.iter_mut().find(|(other, _)| *other == packing) {
+            Some((_, names)) => names.push(name),
+            None => groups.push((packing, vec![name])),
+        }
+    }
+    let groups = groups.into_iter().map(|(packing, tensors)| match packing {
+        Packing::FourBit {
+            codebook,
+            block_elems,
+            double,
+        } => json!({
+            "format": codebook.name(), "block": block_elems, "double": double, "tensors": tensors,
+        }),
+        Packing::Int8 => json!({"format": packing.name(), "tensors": tensors}),
+    });
+    let groups: Vec<Value> = groups.collect();
+    if groups.is_empty() {
+        Value::Null
+    } else {
+        groups.into()
+    }
+}
+
+/// The packed weights of a run by the `meta` data of its checkpoint, by name.
+pub(crate) fn recorded(meta: &Value) -> BTreeMap<String, Packing> {
+    let groups = meta
+        .get(PACKED)
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten();
+    let mut found = BTreeMap::new();
+    for group in groups {
+        let format = group["format"].as_str().unwrap_or_default();
+        let codebook = [Codebook::Nf4, Codebook::Fp4]
+            .into_iter()
+            .find(|known| known.name() == format);
+        let block = group["block"]
+            .as_u64()
+            .and_then(|block| u32::try_from(block).ok());
+        let packing = match (codebook, block) {
+            (Some(codebook), Some(block_elems))
+                if block_elems.is_power_of_two() && block_elems >= 32 =>
+            {
+                Packing::FourBit {
+                    codebook,
+                    block_elems,
+                    double: group["double"] == true,
+                }
+            }
+            _ if format == Packing::Int8.name() => Packing::Int8,
+            _ => continue,
+        };
+        let names = group["tensors"].as_array().into_iter().flatten();
+        found.extend(names.filter_map(|name| Some((name.as_str()?.to_owned(), packing))));
+    }
+    found
+}
