@@ -70,7 +70,7 @@ pub use error::OptimError;
 pub use groups::{GroupOptions, ParameterGroups};
 pub use loss_scale::{LossScale, LossScaler};
 pub use optimizer::{
-    GradChunk, Optimizer, Precision, StateChunk, StateSlot, StepArgs, WeightChunk,
+    Coverage, GradChunk, Optimizer, Precision, StateChunk, StateSlot, StepArgs, WeightChunk,
 };
 pub use schedule::{Schedule, ScheduleKind};
 pub use warmup::{WarmupOptions, WarmupShape};
