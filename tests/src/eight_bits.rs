@@ -123,9 +123,7 @@ fn compare(name: &str, got: &State, expected: &State, init: &[f32], late: bool) 
         let bound = match late {
             true => {
                 let moved = f64::from((b - init[i]).abs());
-                EIGHT_BIT_WEIGHT_LATE
-                    .0
-                    .max(EIGHT_BIT_WEIGHT_LATE.1 * moved)
+                EIGHT_BIT_WEIGHT_LATE.0.max(EIGHT_BIT_WEIGHT_LATE.1 * moved)
             }
             false => EIGHT_BIT_WEIGHT,
         };
@@ -150,7 +148,11 @@ fn compare(name: &str, got: &State, expected: &State, init: &[f32], late: bool) 
         for (i, (a, b)) in &differ {
             assert!(a.abs_diff(**b) == 1, "{name} code {i}: {a} and {b}");
         }
-        let most = if late { EIGHT_BIT_CODES.1 } else { EIGHT_BIT_CODES.0 };
+        let most = if late {
+            EIGHT_BIT_CODES.1
+        } else {
+            EIGHT_BIT_CODES.0
+        };
         let share = differ.len() as f64 / got.weight.len() as f64;
         assert!(share <= most, "{name}: {share} of the codes differ");
         let wide = got.wide[moment].iter().zip(&expected.wide[moment]);
@@ -165,7 +167,13 @@ fn compare(name: &str, got: &State, expected: &State, init: &[f32], late: bool) 
 fn moments_of_8_bits_follow_the_stored_results_of_bitsandbytes_rule() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("golden");
     let pack = Expected::read(&golden.join("adamw8bit.safetensors")).unwrap();
-    let names = ["exact_minimum", "tail_block", "below_minimum", "bias", "half"];
+    let names = [
+        "exact_minimum",
+        "tail_block",
+        "below_minimum",
+        "bias",
+        "half",
+    ];
     for name in names {
         let init = stored(&pack, name, 0);
         let mut state = stored(&pack, name, 1);

@@ -2,7 +2,7 @@
 
 use super::{GroupKind, MASTER, Plan, Tier};
 use kernels::DType;
-use optim::StateSlot;
+use optim::{Coverage, StateSlot};
 use std::fmt;
 
 /// Element types of one run's weights, gradients and optimizer states, and the memory tiers (device, host or
@@ -30,7 +30,13 @@ impl Plan {
         let config = self.config();
         let master = config.precision.has_master();
         let master = master.then_some((MASTER, DType::F32));
-        let slots = slots.iter().map(|slot| (slot.name, slot.dtype));
+        // Of parameters that differ in their states, those with blocks are named.
+        let other = match config.states_in_blocks {
+            true => Coverage::Elements,
+            false => Coverage::Blocks,
+        };
+        let slots = slots.iter().filter(|slot| slot.coverage != other);
+        let slots = slots.map(|slot| (slot.name, slot.dtype));
         Formats {
             weights: (self.dtype_of(GroupKind::Trainable), config.offload.param),
             reduced: DType::F32,

@@ -395,7 +395,8 @@ impl Zero {
         let mut store = self.store.borrow_mut();
         store.finish_updates()?;
         let states = self.plan.units().iter().filter_map(|u| store.state(u.id));
-        for (_, _, region) in states.flat_map(|state| state.kinds()) {
+        for kind in states.flat_map(|state| state.kinds()) {
+            let region = &kind.region;
             let start = all.len();
             all.resize(start + region.len(), 0);
             region.read(0, &mut all[start..])?;

@@ -39,7 +39,10 @@ fn codes_follow_the_rules_of_ties_signs_and_sentinels() {
     assert_eq!(search(&SIGNED, middle(200)), 200);
     assert_eq!(search(&SIGNED, middle(201)), 202);
     // A negative moment never becomes 0; a positive one may.
-    assert_eq!((search(&SIGNED, -1e-12), search(&SIGNED, 1e-12)), (126, 127));
+    assert_eq!(
+        (search(&SIGNED, -1e-12), search(&SIGNED, 1e-12)),
+        (126, 127)
+    );
     assert_eq!((search(&SIGNED, -1.0), search(&SIGNED, 1.0)), (0, 255));
     assert_eq!((search(&UNSIGNED, 1e-9), search(&UNSIGNED, 1.0)), (0, 255));
 }

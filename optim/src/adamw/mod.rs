@@ -229,7 +229,12 @@ impl AdamW {
         state: &mut [StateChunk<'_>],
     ) -> Result<(), &'static str> {
         let kind = weight.kind();
-        if let [StateChunk::Blockwise { .. }, StateChunk::Blockwise { .. }, ..] = state {
+        if let [
+            StateChunk::Blockwise { .. },
+            StateChunk::Blockwise { .. },
+            ..,
+        ] = state
+        {
             return match self.blocks(work, grad, weight, state) {
                 true => Ok(()),
                 false => Err(kind),

@@ -5,8 +5,8 @@ use std::str::FromStr;
 use kernels::DType;
 use serde::{Deserialize, Serialize};
 
-use crate::OptimError;
 use super::BLOCK_ELEMS;
+use crate::OptimError;
 use crate::optimizer::{Coverage, Precision, StateSlot};
 
 /// Rounding of `bf16` weights without a master copy, after an update that is computed in `f32`.

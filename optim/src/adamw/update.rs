@@ -102,7 +102,11 @@ fn put_each<M: Number>(to: &mut [M], numbers: &[f32], mode: Mode, random: impl F
 /// Stores weights one by one, as [`put_each`] does moments.
 #[cold]
 #[inline(never)]
-pub(super) fn put_each_weight<W: Weights>(mut to: W, numbers: &[f32], random: impl Fn(usize) -> u16) {
+pub(super) fn put_each_weight<W: Weights>(
+    mut to: W,
+    numbers: &[f32],
+    random: impl Fn(usize) -> u16,
+) {
     for (i, x) in numbers.iter().enumerate() {
         to.put(i, *x, random(i));
     }
