@@ -65,7 +65,7 @@ impl Plain {
 
 impl TensorBridge for Plain {
     fn groups(&self) -> Vec<TensorGroup> {
-        let tensor = |t: usize| TensorInfo::new(format!("t{t}"), SIZES[t], DECAY[t]);
+        let tensor = |t: usize| TensorInfo::new(format!("t{t}"), self.weights[t].len(), DECAY[t]);
         let group = |name: &str, tensors| TensorGroup {
             name: name.into(),
             tensors,

@@ -453,6 +453,20 @@ pub(in crate::cli) const PEFT: &[Key] = &[
     ),
 ];
 
+/// Keys of Hugging Face's `TrainingArguments` that every trainer passes on.
+const SHARED: &[Key] = &[(
+    "optim",
+    Words(&[
+        ("adamw", "", ""),
+        ("adamw_hf", "", ""),
+        ("adamw_torch", "", ""),
+        ("adamw_torch_fused", "", ""),
+        ("adamw_8bit", "moments", "8bit"),
+        ("adamw_bnb_8bit", "moments", "8bit"),
+        ("paged_adamw_8bit", "moments", "8bit"),
+    ]),
+)];
+
 fn find<'k>(keys: &'k [Key], name: &str) -> Option<&'k Meaning> {
     keys.iter()
         .find(|(key, _)| *key == name)
@@ -479,5 +493,7 @@ pub(in crate::cli) fn meaning(trainer: Option<Trainer>, name: &str) -> Option<&'
     let is_foreign = IGNORED.iter().any(|(key, _)| *key == name)
         || RESTRICTED.iter().any(|rule| rule.name == name);
     let shared = || find(LLAMA_FACTORY, name).or_else(|| find(MS_SWIFT, name));
-    own_meaning(trainer, name).or_else(|| shared().filter(|_| !is_foreign))
+    own_meaning(trainer, name)
+        .or_else(|| find(SHARED, name))
+        .or_else(|| shared().filter(|_| !is_foreign))
 }
