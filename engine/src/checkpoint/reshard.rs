@@ -123,15 +123,15 @@ impl<'a> Units<'a> {
                 },
             });
         }
-        for kinds in kinds.values_mut() {
+        for kinds in kinds.values() {
             // An absmax is shorter than its codes, whose shape counts.
-            kinds.sort_by_key(|kind| kind.per);
-            let shape = kinds[0].tensor.shape.clone();
-            let differs = |kind: &Kind<'_>| match kind.per {
-                1 => kind.tensor.shape != shape,
-                per => kinds[0].per != 1 || kind.shape != [kinds[0].elems.div_ceil(per)],
+            let whole = kinds.iter().find(|kind| kind.per == 1);
+            let fits = |kind: &Kind<'_>| match (whole, kind.per) {
+                (None, _) => false,
+                (Some(whole), 1) => kind.tensor.shape == whole.tensor.shape,
+                (Some(whole), per) => kind.shape == [whole.elems.div_ceil(per)],
             };
-            if kinds.iter().any(differs) {
+            if !kinds.iter().all(fits) {
                 return Err(malformed("the kinds of a parameter differ in shape"));
             }
         }
@@ -163,8 +163,8 @@ impl<'a> Units<'a> {
         let layout = |unit: &Vec<Vec<Kind<'_>>>| {
             let params = unit.iter().enumerate();
             let blocks = |kinds: &[Kind<'_>]| kinds.iter().any(|kind| kind.per > 1);
-            let params =
-                params.map(|(i, kinds)| (ParamId(i as u32), kinds[0].elems, blocks(kinds)));
+            let elems = |kinds: &[Kind<'_>]| kinds.iter().map(|kind| kind.elems).max().unwrap_or(0);
+            let params = params.map(|(i, kinds)| (ParamId(i as u32), elems(kinds), blocks(kinds)));
             match in_blocks {
                 true => GroupLayout::in_blocks(params, world_size),
                 false => GroupLayout::new(params.map(|(id, elems, _)| (id, elems)), world_size),

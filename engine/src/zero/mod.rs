@@ -375,8 +375,12 @@ impl Zero {
         for unit in units.filter(holds) {
             let lease = self.lease_on_host(unit.id, Phase::Forward)?;
             for kind in kinds.clone() {
-                for slot in &unit.group(kind).slots {
-                    visit(slot.param, lease.param(slot.param)?)?;
+                // In the model's order, which layouts need not have.
+                let slots = unit.group(kind).slots.iter();
+                let mut params: Vec<ParamId> = slots.map(|slot| slot.param).collect();
+                params.sort_unstable();
+                for param in params {
+                    visit(param, lease.param(param)?)?;
                 }
             }
             lease.end()?;
