@@ -236,7 +236,8 @@ pub struct StepArgs<'a> {
 }
 
 /// Update rule of an optimizer, applied to flat chunks of elements. An element's result depends only on its
-/// own inputs and global index, so any split into chunks gives the same bits.
+/// own inputs and global index, and in blocks on those of its block. So any split into chunks gives the same bits, where
+/// chunks of states in blocks end at block borders of their tensor.
 pub trait Optimizer: Send + Sync + std::fmt::Debug {
     /// Name of the rule in messages and checkpoints.
     fn name(&self) -> &'static str;

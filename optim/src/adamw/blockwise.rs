@@ -64,72 +64,102 @@ const FIRST_BUCKET: u32 = 0x3400;
 /// Buckets of one sign, a power of two above those that magnitudes up to 1 need.
 const BUCKETS: usize = 1 << 12;
 
+/// Elements whose codes are looked up together. Look-ups are scalar; vectors of other elements are computed between
+/// them.
+const STRIDE: usize = 16;
+/// Strides between a result and its use, so that stores have left the store queue.
+const LEAD: usize = 4;
+/// Codes of 0 in the maps of both moments.
+const ZEROS: [u8; 2] = [127, 0];
+const STRIDES: usize = BLOCK_ELEMS / STRIDE;
+
 /// Search for the code of a number, as a table over the number's leading bits.
 pub(super) struct Codec {
     map: &'static [f32; 256],
-    /// By sign and bucket. A bucket contains at most one threshold: adding the number's low half carries into the high
-    /// half, which is the code, beyond that threshold. Codes of negative numbers are counted from 255 down.
+    /// By sign and bucket. A bucket contains at most one threshold: adding the number's low half, inverted for negative
+    /// numbers, carries into the high half, which is the code, on the threshold's upper side.
     entries: Box<[u32; 2 * BUCKETS]>,
 }
 
 static FIRST_MOMENT: LazyLock<Codec> = LazyLock::new(|| Codec::new(&dynamic_map::SIGNED));
 static SECOND_MOMENT: LazyLock<Codec> = LazyLock::new(|| Codec::new(&dynamic_map::UNSIGNED));
 
+/// Index of a number's entry, and what is added to it. The magnitude must be at most 1.
+#[inline(always)]
+fn locate(bits: u32) -> (u32, u32) {
+    let negative = (bits.cast_signed() >> 31).cast_unsigned();
+    let magnitude = (bits & 0x7fff_ffff).max(FIRST_BUCKET << 16);
+    let index = ((magnitude >> 16) - FIRST_BUCKET) | (negative & BUCKETS as u32);
+    (index, (magnitude ^ negative) & 0xffff)
+}
+
 impl Codec {
     pub(super) fn new(map: &'static [f32; 256]) -> Self {
         let mut entries = Box::new([0; 2 * BUCKETS]);
         for negative in [false, true] {
-            let code = |magnitude: u32| {
-                let sign = u32::from(negative) << 31;
-                let code = search(map, f32::from_bits(sign | magnitude));
-                u32::from(code ^ mask(negative))
-            };
+            let sign = u32::from(negative) << 31;
+            let code = |magnitude: u32| u32::from(search(map, f32::from_bits(sign | magnitude)));
             let first = usize::from(negative) * BUCKETS;
             for bucket in 0..=(1f32.to_bits() >> 16) - FIRST_BUCKET {
                 let start = (FIRST_BUCKET + bucket) << 16;
-                let lowest = code(start);
-                // Number of low halves of the bucket with its lowest code.
+                let nearest = code(start);
+                // Number of low halves of the bucket with the code of its first number.
                 let (mut known, mut end) = (1, 1 << 16);
                 while known < end {
                     let middle = (known + end) / 2;
-                    if code(start | middle) == lowest {
+                    if code(start | middle) == nearest {
                         known = middle + 1;
                     } else {
                         end = middle;
                     }
                 }
-                entries[first + bucket as usize] = (lowest << 16) + ((1 << 16) - known);
+                entries[first + bucket as usize] = match negative {
+                    false => (nearest << 16) + ((1 << 16) - known),
+                    true => (nearest << 16).wrapping_sub((1 << 16) - known),
+                };
             }
         }
         Self { map, entries }
     }
 
-    /// Code of a number of magnitude at most 1, from its bits.
     #[inline(always)]
+    fn at(&self, (index, low): (u32, u32)) -> u8 {
+        let entry = self.entries[index as usize & (2 * BUCKETS - 1)];
+        (entry.wrapping_add(low) >> 16) as u8
+    }
+
+    /// Code of a number of magnitude at most 1, from its bits.
+    #[cfg(test)]
     pub(super) fn code(&self, bits: u32) -> u8 {
-        let magnitude = (bits & 0x7fff_ffff).max(FIRST_BUCKET << 16);
-        let bucket = (magnitude >> 16) - FIRST_BUCKET;
-        let sign = (bits >> 31) as usize;
-        let entry = self.entries[sign << 12 | (bucket as usize & (BUCKETS - 1))];
-        ((entry + (magnitude & 0xffff)) >> 16) as u8 ^ mask(sign == 1)
+        self.at(locate(bits))
     }
 
     /// Encodes the values of a block whose largest magnitude is `absmax`.
     #[inline(always)]
-    fn encode(&self, values: &[f32; BLOCK_ELEMS], absmax: f32, codes: &mut [u8]) {
+    fn encode(&self, values: &[f32; BLOCK_ELEMS], absmax: f32, codes: &mut [u8; BLOCK_ELEMS]) {
         if absmax == 0.0 {
             // As the search for 0 / 0, NaN, ends.
-            return codes.fill(search(self.map, f32::NAN.copysign(1.0)));
+            codes.fill(search(self.map, f32::NAN.copysign(1.0)));
+            return;
         }
         if !absmax.is_finite() {
             return self.encode_each(values, absmax, codes);
         }
-        let mut bits = [0; BLOCK_ELEMS];
-        for (bits, x) in bits.iter_mut().zip(values) {
-            *bits = (x / absmax).to_bits();
-        }
-        for (code, bits) in codes.iter_mut().zip(&bits) {
-            *code = self.code(*bits);
+        let (values, _) = values.as_chunks::<STRIDE>();
+        let (codes, _) = codes.as_chunks_mut::<STRIDE>();
+        let (mut index, mut low) = ([[0; STRIDE]; STRIDES], [[0; STRIDE]; STRIDES]);
+        for s in 0..STRIDES + LEAD {
+            if s < STRIDES {
+                for j in 0..STRIDE {
+                    (index[s][j], low[s][j]) = locate((values[s][j] / absmax).to_bits());
+                }
+            }
+            if s >= LEAD {
+                let s = s - LEAD;
+                for j in 0..STRIDE {
+                    codes[s][j] = self.at((index[s][j], low[s][j]));
+                }
+            }
         }
     }
 
@@ -141,19 +171,13 @@ impl Codec {
         }
     }
 
-    /// Decodes a block; values beyond its codes are zero.
+    /// Decodes some codes.
     #[inline(always)]
-    fn decode(&self, codes: &[u8], absmax: f32) -> [f32; BLOCK_ELEMS] {
-        let mut values = [0.0; BLOCK_ELEMS];
+    fn decode(&self, codes: &[u8; STRIDE], absmax: f32, values: &mut [f32; STRIDE]) {
         for (x, code) in values.iter_mut().zip(codes) {
             *x = self.map[usize::from(*code)] * absmax;
         }
-        values
     }
-}
-
-const fn mask(negative: bool) -> u8 {
-    if negative { 0xff } else { 0 }
 }
 
 /// Code of a number by the kernel's binary search. It ends at an even code, which then competes with one neighbor:
@@ -262,41 +286,52 @@ impl<G: Number> BlockUpdate<'_, G, &mut [f32]> {
 
 /// Values of one block, in `f32`.
 struct Block {
-    grad: [f32; BLOCK_ELEMS],
-    weight: [f32; BLOCK_ELEMS],
-    m: [f32; BLOCK_ELEMS],
-    v: [f32; BLOCK_ELEMS],
+    grad: [[f32; STRIDE]; STRIDES],
+    weight: [[f32; STRIDE]; STRIDES],
+    m: [[f32; STRIDE]; STRIDES],
+    v: [[f32; STRIDE]; STRIDES],
+    /// Largest magnitudes of both moments so far, as bits.
+    most: [[u32; STRIDE]; 2],
 }
 
 impl Block {
-    /// Updates weights and moments. Returns the largest magnitude of either moment, as bits. An element whose
-    /// gradient is not finite loses its moments and keeps its weight.
+    /// Updates weights and moments of stride `s`. An element whose gradient is not finite loses its moments and keeps
+    /// its weight.
     #[inline(always)]
-    fn update(&mut self, c: &Coefficients, rounds_between: bool) -> [u32; 2] {
-        let mut most = [0; 2];
-        for i in 0..BLOCK_ELEMS {
-            let grad = self.grad[i] * c.grad_scale;
+    fn update(&mut self, s: usize, c: &Coefficients, rounds_between: bool) {
+        for j in 0..STRIDE {
+            let grad = self.grad[s][j] * c.grad_scale;
             let finite = grad.to_bits() & 0x7fff_ffff < f32::INFINITY.to_bits();
-            let v = self.v[i] * c.beta2 + c.one_minus_beta2 * grad * grad;
-            let m = self.m[i] * c.beta1 + c.one_minus_beta1 * grad;
+            let v = self.v[s][j] * c.beta2 + c.one_minus_beta2 * grad * grad;
+            let m = self.m[s][j] * c.beta1 + c.one_minus_beta1 * grad;
             let (m, v) = if finite { (m, v) } else { (0.0, 0.0) };
-            let moved = self.weight[i] - c.step_size * (m / (v.sqrt() + c.eps));
+            let weight = self.weight[s][j];
+            let moved = weight - c.step_size * (m / (v.sqrt() + c.eps));
             let moved = if rounds_between {
                 bf16::from_f32(moved).to_f32()
             } else {
                 moved
             };
-            self.weight[i] = if finite {
-                moved * c.decay
-            } else {
-                self.weight[i]
-            };
-            most[0] = most[0].max(m.to_bits() & 0x7fff_ffff);
-            most[1] = most[1].max(v.to_bits() & 0x7fff_ffff);
-            (self.m[i], self.v[i]) = (m, v);
+            self.weight[s][j] = if finite { moved * c.decay } else { weight };
+            self.most[0][j] = self.most[0][j].max(m.to_bits() & 0x7fff_ffff);
+            self.most[1][j] = self.most[1][j].max(v.to_bits() & 0x7fff_ffff);
+            (self.m[s][j], self.v[s][j]) = (m, v);
         }
-        most
     }
+
+    /// The largest magnitudes of both moments.
+    #[inline(always)]
+    fn absmax(&self) -> [f32; 2] {
+        self.most
+            .map(|most| f32::from_bits(most.into_iter().fold(0, u32::max)))
+    }
+}
+
+/// All values of a block.
+#[inline(always)]
+fn flat<T>(values: &[[T; STRIDE]; STRIDES]) -> &[T; BLOCK_ELEMS] {
+    let flat = values.as_flattened().try_into();
+    flat.expect("the strides of a block")
 }
 
 /// Writes the new weights of a block whose first element is `rounding.first_element`.
@@ -349,31 +384,47 @@ impl<G: Number, W: Weights> Loop for BlockUpdate<'_, G, W> {
             let (own_grad, grad_left) = grad.split_at(n);
             let (own, weights_left) = weights.split_at(n);
             let mut block = Block {
-                grad: [0.0; BLOCK_ELEMS],
-                weight: [0.0; BLOCK_ELEMS],
-                m: first.decode(of_m.0, *of_m.1),
-                v: second.decode(of_v.0, *of_v.1),
+                grad: [[0.0; STRIDE]; STRIDES],
+                weight: [[0.0; STRIDE]; STRIDES],
+                m: [[0.0; STRIDE]; STRIDES],
+                v: [[0.0; STRIDE]; STRIDES],
+                most: [[0; STRIDE]; 2],
             };
-            for (x, grad) in block.grad.iter_mut().zip(own_grad) {
+            for (x, grad) in block.grad.as_flattened_mut().iter_mut().zip(own_grad) {
                 *x = grad.get();
             }
+            let weight = block.weight.as_flattened_mut();
             if n == BLOCK_ELEMS {
                 for i in (0..n).step_by(L::ITEM) {
                     let [a, b] = own.load::<L, false>(l, i);
-                    l.store(&mut block.weight[i..], a);
-                    l.store(&mut block.weight[i + L::N..], b);
+                    l.store(&mut weight[i..], a);
+                    l.store(&mut weight[i + L::N..], b);
                 }
             } else {
-                for (i, x) in block.weight[..n].iter_mut().enumerate() {
+                for (i, x) in weight[..n].iter_mut().enumerate() {
                     *x = own.get(i);
                 }
             }
-            let most = block.update(&coefficients, W::ROUNDS_BETWEEN);
-            let most = most.map(f32::from_bits);
-            (*of_m.1, *of_v.1) = (most[0], most[1]);
-            first.encode(&block.m, most[0], of_m.0);
-            second.encode(&block.v, most[1], of_v.0);
-            put(l, own, &block.weight, n, rounding);
+            // A short block is followed by codes of zero.
+            let mut codes = ZEROS.map(|code| [code; BLOCK_ELEMS]);
+            codes[0][..n].copy_from_slice(of_m.0);
+            codes[1][..n].copy_from_slice(of_v.0);
+            let of_strides = codes.each_ref().map(|codes| codes.as_chunks::<STRIDE>().0);
+            for s in 0..STRIDES + LEAD {
+                if s < STRIDES {
+                    first.decode(&of_strides[0][s], *of_m.1, &mut block.m[s]);
+                    second.decode(&of_strides[1][s], *of_v.1, &mut block.v[s]);
+                }
+                if s >= LEAD {
+                    block.update(s - LEAD, &coefficients, W::ROUNDS_BETWEEN);
+                }
+            }
+            [*of_m.1, *of_v.1] = block.absmax();
+            first.encode(flat(&block.m), *of_m.1, &mut codes[0]);
+            second.encode(flat(&block.v), *of_v.1, &mut codes[1]);
+            of_m.0.copy_from_slice(&codes[0][..n]);
+            of_v.0.copy_from_slice(&codes[1][..n]);
+            put(l, own, flat(&block.weight), n, rounding);
             rounding = rounding.after(n);
             (grad, weights, m, v) = (grad_left, weights_left, of_m.2, of_v.2);
         }
