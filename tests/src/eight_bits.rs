@@ -1,6 +1,6 @@
 //! AdamW with 8-bit moments against stored results of bitsandbytes' GPU rule: `rule.step<N>.<parameter>`.
 
-use crate::golden::pack::{Data, Expected};
+use crate::golden::{Data, Expected};
 use crate::tolerance::{
     EIGHT_BIT_ABSMAX, EIGHT_BIT_ABSMAX_LATE, EIGHT_BIT_CODES, EIGHT_BIT_WEIGHT,
     EIGHT_BIT_WEIGHT_LATE,
