@@ -156,8 +156,11 @@ fn compare(name: &str, got: &State, expected: &State, init: &[f32], late: bool) 
         let share = differ.len() as f64 / got.weight.len() as f64;
         assert!(share <= most, "{name}: {share} of the codes differ");
         let wide = got.wide[moment].iter().zip(&expected.wide[moment]);
+        let most = expected.wide[moment]
+            .iter()
+            .fold(0f32, |most, x| most.max(x.abs()));
         for (a, b) in wide {
-            let bound = EIGHT_BIT_ABSMAX * f64::from(b.abs()).max(1e-6);
+            let bound = EIGHT_BIT_ABSMAX * f64::from(most);
             assert!(close(*a, *b, bound), "{name} moment: {a} and {b}");
         }
     }

@@ -5,6 +5,11 @@
 //! decay follows the update. A code is the nearest value of a [dynamic map](kernels::dynamic_map) after division by the
 //! block's absmax. The absmax is the exact maximum, so every SIMD path, split and thread count gives the same bits.
 
+#![allow(
+    clippy::needless_range_loop,
+    reason = "one index runs over several arrays"
+)]
+
 use std::sync::LazyLock;
 
 use half::{bf16, f16, slice::HalfFloatSliceExt};
@@ -64,14 +69,19 @@ const FIRST_BUCKET: u32 = 0x3400;
 /// Buckets of one sign, a power of two above those that magnitudes up to 1 need.
 const BUCKETS: usize = 1 << 12;
 
-/// Elements whose codes are looked up together. Look-ups are scalar; vectors of other elements are computed between
-/// them.
-const STRIDE: usize = 16;
+/// Elements whose codes are looked up together, a multiple of every vector's length. Look-ups are scalar; vectors of
+/// other elements are computed between them.
+const STRIDE: usize = 32;
 /// Strides between a result and its use, so that stores have left the store queue.
-const LEAD: usize = 4;
+const LEAD: usize = 2;
 /// Codes of 0 in the maps of both moments.
 const ZEROS: [u8; 2] = [127, 0];
 const STRIDES: usize = BLOCK_ELEMS / STRIDE;
+/// Bits of a number without its sign.
+const MAGNITUDE: u32 = 0x7fff_ffff;
+
+/// Numbers of one block.
+type Values = [f32; BLOCK_ELEMS];
 
 /// Search for the code of a number, as a table over the number's leading bits.
 pub(super) struct Codec {
@@ -84,13 +94,17 @@ pub(super) struct Codec {
 static FIRST_MOMENT: LazyLock<Codec> = LazyLock::new(|| Codec::new(&dynamic_map::SIGNED));
 static SECOND_MOMENT: LazyLock<Codec> = LazyLock::new(|| Codec::new(&dynamic_map::UNSIGNED));
 
-/// Index of a number's entry, and what is added to it. The magnitude must be at most 1.
+/// Index of the entries of numbers, and what is added to them. Magnitudes must be at most 1.
 #[inline(always)]
-fn locate(bits: u32) -> (u32, u32) {
-    let negative = (bits.cast_signed() >> 31).cast_unsigned();
-    let magnitude = (bits & 0x7fff_ffff).max(FIRST_BUCKET << 16);
-    let index = ((magnitude >> 16) - FIRST_BUCKET) | (negative & BUCKETS as u32);
-    (index, (magnitude ^ negative) & 0xffff)
+fn locate<L: Lanes>(l: L, numbers: L::F) -> [L::U; 2] {
+    let bits = l.bits(numbers);
+    let sign = l.shr::<31>(bits);
+    let magnitude = l.and(bits, l.u(MAGNITUDE));
+    let magnitude = l.max_u(magnitude, l.u(FIRST_BUCKET << 16));
+    let bucket = l.add_u(l.shr::<16>(magnitude), l.u(FIRST_BUCKET.wrapping_neg()));
+    let index = l.add_u(bucket, l.shl::<12>(sign));
+    let inverted = l.mul_u(sign, l.u(0xffff));
+    [index, l.xor(l.and(magnitude, l.u(0xffff)), inverted)]
 }
 
 impl Codec {
@@ -123,20 +137,20 @@ impl Codec {
     }
 
     #[inline(always)]
-    fn at(&self, (index, low): (u32, u32)) -> u8 {
+    fn at(&self, index: u32, low: u32) -> u8 {
         let entry = self.entries[index as usize & (2 * BUCKETS - 1)];
         (entry.wrapping_add(low) >> 16) as u8
     }
 
-    /// Code of a number of magnitude at most 1, from its bits.
-    #[cfg(test)]
-    pub(super) fn code(&self, bits: u32) -> u8 {
-        self.at(locate(bits))
-    }
-
     /// Encodes the values of a block whose largest magnitude is `absmax`.
     #[inline(always)]
-    fn encode(&self, values: &[f32; BLOCK_ELEMS], absmax: f32, codes: &mut [u8; BLOCK_ELEMS]) {
+    pub(super) fn encode<L: Lanes>(
+        &self,
+        l: L,
+        values: &Values,
+        absmax: f32,
+        codes: &mut [u8; BLOCK_ELEMS],
+    ) {
         if absmax == 0.0 {
             // As the search for 0 / 0, NaN, ends.
             codes.fill(search(self.map, f32::NAN.copysign(1.0)));
@@ -145,19 +159,19 @@ impl Codec {
         if !absmax.is_finite() {
             return self.encode_each(values, absmax, codes);
         }
-        let (values, _) = values.as_chunks::<STRIDE>();
-        let (codes, _) = codes.as_chunks_mut::<STRIDE>();
-        let (mut index, mut low) = ([[0; STRIDE]; STRIDES], [[0; STRIDE]; STRIDES]);
+        let divisor = l.f(absmax);
+        let (mut index, mut low) = ([0.0; BLOCK_ELEMS], [0.0; BLOCK_ELEMS]);
         for s in 0..STRIDES + LEAD {
             if s < STRIDES {
-                for j in 0..STRIDE {
-                    (index[s][j], low[s][j]) = locate((values[s][j] / absmax).to_bits());
+                for i in (s * STRIDE..(s + 1) * STRIDE).step_by(L::N) {
+                    let [own, added] = locate(l, l.div(l.load(&values[i..]), divisor));
+                    l.store(&mut index[i..], l.float(own));
+                    l.store(&mut low[i..], l.float(added));
                 }
             }
             if s >= LEAD {
-                let s = s - LEAD;
-                for j in 0..STRIDE {
-                    codes[s][j] = self.at((index[s][j], low[s][j]));
+                for i in (s - LEAD) * STRIDE..(s - LEAD + 1) * STRIDE {
+                    codes[i] = self.at(index[i].to_bits(), low[i].to_bits());
                 }
             }
         }
@@ -165,17 +179,17 @@ impl Codec {
 
     /// Encodes values one by one, for a block with an overflow.
     #[cold]
-    fn encode_each(&self, values: &[f32; BLOCK_ELEMS], absmax: f32, codes: &mut [u8]) {
+    fn encode_each(&self, values: &Values, absmax: f32, codes: &mut [u8; BLOCK_ELEMS]) {
         for (code, x) in codes.iter_mut().zip(values) {
             *code = search(self.map, (x / absmax).copysign(*x));
         }
     }
 
-    /// Decodes some codes.
+    /// Values of some codes, as shares of the absmax.
     #[inline(always)]
-    fn decode(&self, codes: &[u8; STRIDE], absmax: f32, values: &mut [f32; STRIDE]) {
+    fn decode(&self, codes: &[u8], values: &mut [f32]) {
         for (x, code) in values.iter_mut().zip(codes) {
-            *x = self.map[usize::from(*code)] * absmax;
+            *x = self.map[usize::from(*code)];
         }
     }
 }
@@ -286,57 +300,109 @@ impl<G: Number> BlockUpdate<'_, G, &mut [f32]> {
 
 /// Values of one block, in `f32`.
 struct Block {
-    grad: [[f32; STRIDE]; STRIDES],
-    weight: [[f32; STRIDE]; STRIDES],
-    m: [[f32; STRIDE]; STRIDES],
-    v: [[f32; STRIDE]; STRIDES],
-    /// Largest magnitudes of both moments so far, as bits.
-    most: [[u32; STRIDE]; 2],
+    /// Gradients, multiplied by their factor.
+    grad: Values,
+    weight: Values,
+    /// Moments: before the update as shares of their absmax.
+    m: Values,
+    v: Values,
+}
+
+/// Constants of the update as vectors.
+#[derive(Clone, Copy)]
+struct Vectors<L: Lanes> {
+    beta1: L::F,
+    one_minus_beta1: L::F,
+    beta2: L::F,
+    one_minus_beta2: L::F,
+    eps: L::F,
+    step_size: L::F,
+    decay: L::F,
+    absmax: [L::F; 2],
+}
+
+impl<L: Lanes> Vectors<L> {
+    #[inline(always)]
+    fn new(l: L, c: &Coefficients, absmax: [f32; 2]) -> Self {
+        Self {
+            beta1: l.f(c.beta1),
+            one_minus_beta1: l.f(c.one_minus_beta1),
+            beta2: l.f(c.beta2),
+            one_minus_beta2: l.f(c.one_minus_beta2),
+            eps: l.f(c.eps),
+            step_size: l.f(c.step_size),
+            decay: l.f(c.decay),
+            absmax: [l.f(absmax[0]), l.f(absmax[1])],
+        }
+    }
 }
 
 impl Block {
-    /// Updates weights and moments of stride `s`. An element whose gradient is not finite loses its moments and keeps
-    /// its weight.
+    /// Updates weights and moments of one vector from element `i` on, whose gradients are finite. `most` are the
+    /// largest magnitudes so far, as bits.
     #[inline(always)]
-    fn update(&mut self, s: usize, c: &Coefficients, rounds_between: bool) {
-        for j in 0..STRIDE {
-            let grad = self.grad[s][j] * c.grad_scale;
-            let finite = grad.to_bits() & 0x7fff_ffff < f32::INFINITY.to_bits();
-            let v = self.v[s][j] * c.beta2 + c.one_minus_beta2 * grad * grad;
-            let m = self.m[s][j] * c.beta1 + c.one_minus_beta1 * grad;
-            let (m, v) = if finite { (m, v) } else { (0.0, 0.0) };
-            let weight = self.weight[s][j];
-            let moved = weight - c.step_size * (m / (v.sqrt() + c.eps));
-            let moved = if rounds_between {
-                bf16::from_f32(moved).to_f32()
-            } else {
-                moved
-            };
-            self.weight[s][j] = if finite { moved * c.decay } else { weight };
-            self.most[0][j] = self.most[0][j].max(m.to_bits() & 0x7fff_ffff);
-            self.most[1][j] = self.most[1][j].max(v.to_bits() & 0x7fff_ffff);
-            (self.m[s][j], self.v[s][j]) = (m, v);
-        }
+    fn update<L: Lanes>(&mut self, l: L, c: &Vectors<L>, i: usize, most: &mut [L::U; 2]) {
+        let grad = l.load(&self.grad[i..]);
+        let m = l.mul(l.load(&self.m[i..]), c.absmax[0]);
+        let v = l.mul(l.load(&self.v[i..]), c.absmax[1]);
+        let square = l.mul(l.mul(c.one_minus_beta2, grad), grad);
+        let v = l.add(l.mul(v, c.beta2), square);
+        let m = l.add(l.mul(m, c.beta1), l.mul(c.one_minus_beta1, grad));
+        let quotient = l.div(m, l.add(l.sqrt(v), c.eps));
+        let moved = l.sub(l.load(&self.weight[i..]), l.mul(c.step_size, quotient));
+        l.store(&mut self.weight[i..], l.mul(moved, c.decay));
+        l.store(&mut self.m[i..], m);
+        l.store(&mut self.v[i..], v);
+        let magnitude = l.u(MAGNITUDE);
+        most[0] = l.max_u(most[0], l.and(l.bits(m), magnitude));
+        most[1] = l.max_u(most[1], l.and(l.bits(v), magnitude));
     }
 
-    /// The largest magnitudes of both moments.
-    #[inline(always)]
-    fn absmax(&self) -> [f32; 2] {
-        self.most
-            .map(|most| f32::from_bits(most.into_iter().fold(0, u32::max)))
+    /// Updates element by element with the arithmetic of [`Block::update`], and returns the largest magnitudes. An
+    /// element whose gradient is not finite loses its moments and keeps its weight.
+    #[cold]
+    fn update_each(
+        &mut self,
+        c: &Coefficients,
+        absmax: [f32; 2],
+        rounds_between: bool,
+    ) -> [f32; 2] {
+        let mut most = [0; 2];
+        for i in 0..BLOCK_ELEMS {
+            let grad = self.grad[i];
+            if !grad.is_finite() {
+                (self.m[i], self.v[i]) = (0.0, 0.0);
+                continue;
+            }
+            let square = c.one_minus_beta2 * grad * grad;
+            let v = self.v[i] * absmax[1] * c.beta2 + square;
+            let m = self.m[i] * absmax[0] * c.beta1 + c.one_minus_beta1 * grad;
+            let moved = self.weight[i] - c.step_size * (m / (v.sqrt() + c.eps));
+            let moved = match rounds_between {
+                true => bf16::from_f32(moved).to_f32(),
+                false => moved,
+            };
+            self.weight[i] = moved * c.decay;
+            (self.m[i], self.v[i]) = (m, v);
+            most[0] = most[0].max(m.to_bits() & MAGNITUDE);
+            most[1] = most[1].max(v.to_bits() & MAGNITUDE);
+        }
+        most.map(f32::from_bits)
     }
 }
 
-/// All values of a block.
+/// The largest of some magnitudes, given as bits.
 #[inline(always)]
-fn flat<T>(values: &[[T; STRIDE]; STRIDES]) -> &[T; BLOCK_ELEMS] {
-    let flat = values.as_flattened().try_into();
-    flat.expect("the strides of a block")
+fn largest<L: Lanes>(l: L, bits: L::U) -> f32 {
+    let mut numbers = [0f32; STRIDE];
+    l.store(&mut numbers, l.float(bits));
+    let most = numbers.iter().fold(0, |most, x| x.to_bits().max(most));
+    f32::from_bits(most)
 }
 
 /// Writes the new weights of a block whose first element is `rounding.first_element`.
 #[inline(always)]
-fn put<L: Lanes, W: Weights>(l: L, mut to: W, values: &[f32; BLOCK_ELEMS], n: usize, at: Rounding) {
+fn put<L: Lanes, W: Weights>(l: L, mut to: W, values: &Values, n: usize, at: Rounding) {
     let first = at.first_element;
     let key = PageKey::new(at.stream, at.step, first);
     let one_page = PageKey::elems_left(first) >= n as u64;
@@ -384,47 +450,61 @@ impl<G: Number, W: Weights> Loop for BlockUpdate<'_, G, W> {
             let (own_grad, grad_left) = grad.split_at(n);
             let (own, weights_left) = weights.split_at(n);
             let mut block = Block {
-                grad: [[0.0; STRIDE]; STRIDES],
-                weight: [[0.0; STRIDE]; STRIDES],
-                m: [[0.0; STRIDE]; STRIDES],
-                v: [[0.0; STRIDE]; STRIDES],
-                most: [[0; STRIDE]; 2],
+                grad: [0.0; BLOCK_ELEMS],
+                weight: [0.0; BLOCK_ELEMS],
+                m: [0.0; BLOCK_ELEMS],
+                v: [0.0; BLOCK_ELEMS],
             };
-            for (x, grad) in block.grad.as_flattened_mut().iter_mut().zip(own_grad) {
+            for (x, grad) in block.grad.iter_mut().zip(own_grad) {
                 *x = grad.get();
             }
-            let weight = block.weight.as_flattened_mut();
             if n == BLOCK_ELEMS {
                 for i in (0..n).step_by(L::ITEM) {
                     let [a, b] = own.load::<L, false>(l, i);
-                    l.store(&mut weight[i..], a);
-                    l.store(&mut weight[i + L::N..], b);
+                    l.store(&mut block.weight[i..], a);
+                    l.store(&mut block.weight[i + L::N..], b);
                 }
             } else {
-                for (i, x) in weight[..n].iter_mut().enumerate() {
+                for (i, x) in block.weight[..n].iter_mut().enumerate() {
                     *x = own.get(i);
                 }
             }
+            let (factor, mut gradients) = (l.f(coefficients.grad_scale), l.u(0));
+            for i in (0..BLOCK_ELEMS).step_by(L::N) {
+                let grad = l.mul(l.load(&block.grad[i..]), factor);
+                gradients = l.max_u(gradients, l.and(l.bits(grad), l.u(MAGNITUDE)));
+                l.store(&mut block.grad[i..], grad);
+            }
+            let each = W::ROUNDS_BETWEEN || !l.all_below(gradients, f32::INFINITY.to_bits());
             // A short block is followed by codes of zero.
-            let mut codes = ZEROS.map(|code| [code; BLOCK_ELEMS]);
+            let mut codes = [[ZEROS[0]; BLOCK_ELEMS], [ZEROS[1]; BLOCK_ELEMS]];
             codes[0][..n].copy_from_slice(of_m.0);
             codes[1][..n].copy_from_slice(of_v.0);
-            let of_strides = codes.each_ref().map(|codes| codes.as_chunks::<STRIDE>().0);
+            let absmax = [*of_m.1, *of_v.1];
+            let constants = Vectors::new(l, &coefficients, absmax);
+            let mut most = [l.u(0), l.u(0)];
             for s in 0..STRIDES + LEAD {
                 if s < STRIDES {
-                    first.decode(&of_strides[0][s], *of_m.1, &mut block.m[s]);
-                    second.decode(&of_strides[1][s], *of_v.1, &mut block.v[s]);
+                    let own = s * STRIDE..(s + 1) * STRIDE;
+                    first.decode(&codes[0][own.clone()], &mut block.m[own.clone()]);
+                    second.decode(&codes[1][own.clone()], &mut block.v[own]);
                 }
-                if s >= LEAD {
-                    block.update(s - LEAD, &coefficients, W::ROUNDS_BETWEEN);
+                if s >= LEAD && !each {
+                    for i in ((s - LEAD) * STRIDE..(s - LEAD + 1) * STRIDE).step_by(L::N) {
+                        block.update(l, &constants, i, &mut most);
+                    }
                 }
             }
-            [*of_m.1, *of_v.1] = block.absmax();
-            first.encode(flat(&block.m), *of_m.1, &mut codes[0]);
-            second.encode(flat(&block.v), *of_v.1, &mut codes[1]);
+            [*of_m.1, *of_v.1] = if each {
+                block.update_each(&coefficients, absmax, W::ROUNDS_BETWEEN)
+            } else {
+                [largest(l, most[0]), largest(l, most[1])]
+            };
+            first.encode(l, &block.m, *of_m.1, &mut codes[0]);
+            second.encode(l, &block.v, *of_v.1, &mut codes[1]);
             of_m.0.copy_from_slice(&codes[0][..n]);
             of_v.0.copy_from_slice(&codes[1][..n]);
-            put(l, own, flat(&block.weight), n, rounding);
+            put(l, own, &block.weight, n, rounding);
             rounding = rounding.after(n);
             (grad, weights, m, v) = (grad_left, weights_left, of_m.2, of_v.2);
         }

@@ -1,6 +1,7 @@
 use super::blockwise::{Codec, search};
 use super::tests::{LR, numbers};
 use super::*;
+use crate::lanes::Portable;
 use half::bf16;
 use kernels::dynamic_map::{SIGNED, UNSIGNED};
 
@@ -21,10 +22,17 @@ fn probes(map: &[f32; 256]) -> Vec<f32> {
 fn the_table_finds_the_code_of_the_kernels_search() {
     for (map, signs) in [(&SIGNED, &[1.0, -1.0][..]), (&UNSIGNED, &[1.0])] {
         let codec = Codec::new(map);
-        for x in probes(map) {
-            for sign in signs {
-                let x = x.copysign(*sign);
-                assert_eq!(codec.code(x.to_bits()), search(map, x), "{x:e}");
+        let numbers: Vec<f32> = probes(map)
+            .into_iter()
+            .flat_map(|x| signs.iter().map(move |sign| x.copysign(*sign)))
+            .collect();
+        for numbers in numbers.chunks(BLOCK_ELEMS) {
+            let mut values = [0.0; BLOCK_ELEMS];
+            values[..numbers.len()].copy_from_slice(numbers);
+            let mut codes = [0; BLOCK_ELEMS];
+            codec.encode(Portable, &values, 1.0, &mut codes);
+            for (x, code) in numbers.iter().zip(codes) {
+                assert_eq!(code, search(map, *x), "{x:e}");
             }
         }
     }
