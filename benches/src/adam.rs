@@ -3,6 +3,7 @@
 
 use half::bf16;
 use memmap2::{Advice, MmapMut};
+use optim::adamw::BLOCK_ELEMS;
 use optim::{
     AdamW, Bf16Storage, GradChunk, Optimizer, PureBf16, StateChunk, StepArgs, WeightChunk,
 };
@@ -24,6 +25,10 @@ pub enum Form {
     Pure,
     /// `bf16` weights with Kahan compensation, `bf16` moments.
     Kahan,
+    /// `f32` weights, moments of 8 bits.
+    EightBit,
+    /// `f32` master weights and a `bf16` copy that is only written, moments of 8 bits.
+    EightBitMaster,
 }
 
 /// Kind of update with the width of its gradient.
@@ -41,7 +46,7 @@ pub struct Variant {
 
 impl Variant {
     /// All variants.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 12] = [
         Self::new("rmw", Form::ReadModifyWrite, false, 8),
         Self::new("f32", Form::F32, false, 28),
         Self::new("f32-bf16-grad", Form::F32, true, 26),
@@ -52,6 +57,8 @@ impl Variant {
         Self::new("pure-f32-grad", Form::Pure, false, 16),
         Self::new("pure", Form::Pure, true, 14),
         Self::new("kahan", Form::Kahan, true, 18),
+        Self::new("f32-8bit", Form::EightBit, false, 16),
+        Self::new("master-8bit-f32-grad", Form::EightBitMaster, false, 18),
     ];
 
     const fn new(name: &'static str, form: Form, narrow_grad: bool, bytes: usize) -> Self {
@@ -111,6 +118,8 @@ pub struct Buffers {
     narrow_grad: Option<Array<bf16>>,
     wide: [Option<Array<f32>>; 3],
     narrow: [Option<Array<bf16>>; 4],
+    codes: [Option<Array<u8>>; 2],
+    absmax: [Option<Array<f32>>; 2],
 }
 
 impl Buffers {
@@ -124,6 +133,8 @@ impl Buffers {
             narrow_grad: None,
             wide: [const { None }; 3],
             narrow: [const { None }; 4],
+            codes: [const { None }; 2],
+            absmax: [const { None }; 2],
         }
     }
 
@@ -142,18 +153,26 @@ impl Buffers {
             Form::F32 | Form::Master => 3,
             Form::Moments => 2,
             Form::Pure | Form::Kahan => 0,
+            Form::EightBit | Form::EightBitMaster => 3,
         };
         for slot in &mut self.wide[..needs_wide] {
             wide(slot, 1e-3);
         }
         let needs_narrow = match variant.form {
-            Form::ReadModifyWrite | Form::F32 => 0,
-            Form::Master | Form::Moments => 1,
+            Form::ReadModifyWrite | Form::F32 | Form::EightBit => 0,
+            Form::Master | Form::Moments | Form::EightBitMaster => 1,
             Form::Pure => 3,
             Form::Kahan => 4,
         };
         for slot in &mut self.narrow[..needs_narrow] {
             slot.get_or_insert_with(|| Array::new(n, bf16::from_f32(1e-3)));
+        }
+        let coded = matches!(variant.form, Form::EightBit | Form::EightBitMaster);
+        for slot in self.codes.iter_mut().filter(|_| coded) {
+            slot.get_or_insert_with(|| Array::new(n, 200));
+        }
+        for slot in self.absmax.iter_mut().filter(|_| coded) {
+            slot.get_or_insert_with(|| Array::new(n.div_ceil(BLOCK_ELEMS), 1e-3));
         }
         let step = self.step;
         let [a, b, c] = &mut self.wide;
@@ -171,6 +190,17 @@ impl Buffers {
             GradChunk::F32(grad.get())
         };
         let (weight, state) = match variant.form {
+            Form::EightBit => (
+                WeightChunk::F32(slice(c)),
+                in_blocks(&mut self.codes, &mut self.absmax),
+            ),
+            Form::EightBitMaster => (
+                WeightChunk::Mixed {
+                    master: slice(c),
+                    weight: slice(weight),
+                },
+                in_blocks(&mut self.codes, &mut self.absmax),
+            ),
             Form::F32 | Form::ReadModifyWrite => (
                 WeightChunk::F32(slice(c)),
                 vec![StateChunk::F32(slice(a)), StateChunk::F32(slice(b))],
@@ -199,7 +229,10 @@ impl Buffers {
                 ],
             ),
         };
-        let mut rule = AdamW::default();
+        let mut rule = AdamW {
+            eight_bit: coded,
+            ..AdamW::default()
+        };
         if variant.form == Form::Kahan {
             rule.pure_bf16 = PureBf16 {
                 weights: Bf16Storage::Kahan,
@@ -219,6 +252,19 @@ impl Buffers {
         };
         rule.step(args).expect("windows that fit the rule");
     }
+}
+
+fn in_blocks<'a>(
+    codes: &'a mut [Option<Array<u8>>; 2],
+    absmax: &'a mut [Option<Array<f32>>; 2],
+) -> Vec<StateChunk<'a>> {
+    let moments = codes.iter_mut().zip(absmax);
+    moments
+        .map(|(codes, absmax)| StateChunk::Blockwise {
+            codes: slice(codes),
+            absmax: slice(absmax),
+        })
+        .collect()
 }
 
 fn slice<T: bytemuck::Pod + Send + Sync>(array: &mut Option<Array<T>>) -> &mut [T] {

@@ -58,6 +58,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod dtype;
+pub mod dynamic_map;
 mod error;
 pub mod footprint;
 mod grouped;

@@ -27,6 +27,21 @@ pub fn is_norm_name(name: &str) -> bool {
     NORM_NAME.is_match(&name.to_lowercase())
 }
 
+/// Usual names of embedding tables and output heads.
+static TABLE_NAME: LazyLock<Regex> = LazyLock::new(|| {
+    Regex::new(
+        r"(?:^|\.)(?:embed_tokens|word_embeddings|position_embeddings?|wte|embed|lm_head|output_layer)\.weight$",
+    )
+    .expect("a constant pattern")
+});
+
+/// Whether a parameter's name is that of an embedding table or an output head: `embed_tokens.weight`,
+/// `transformer.output_layer.weight`. Adapters on them have other names.
+#[must_use]
+pub fn is_table_name(name: &str) -> bool {
+    TABLE_NAME.is_match(name)
+}
+
 /// Optimizer options of one parameter, such as PyTorch keeps per parameter group.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct GroupOptions {

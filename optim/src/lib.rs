@@ -4,7 +4,7 @@
 //! A rule ([`Optimizer`]) declares the state it needs per element, such as Adam's moments. Its step updates a
 //! *chunk*: consecutive elements of one tensor, with their gradients and state. The rule itself stores nothing
 //! between steps. An element's result depends on its own inputs and global index only. So any division of a model
-//! into chunks (over ranks, tiers, threads) gives the same bits.
+//! into chunks (over ranks, tiers, threads) gives the same bits; chunks of moments in 8 bits end at block borders.
 //!
 //! ```
 //! use optim::clip::{GradientScale, sum_of_squares};
@@ -70,7 +70,7 @@ pub use error::OptimError;
 pub use groups::{GroupOptions, ParameterGroups};
 pub use loss_scale::{LossScale, LossScaler};
 pub use optimizer::{
-    GradChunk, Optimizer, Precision, StateChunk, StateSlot, StepArgs, WeightChunk,
+    Coverage, GradChunk, Optimizer, Precision, StateChunk, StateSlot, StepArgs, WeightChunk,
 };
 pub use schedule::{Schedule, ScheduleKind};
 pub use warmup::{WarmupOptions, WarmupShape};

@@ -6,6 +6,7 @@ use half::{bf16, f16};
 use kernels::{DType, Form};
 use serde::{Deserialize, Serialize};
 
+use crate::adamw::Blocks;
 use crate::{AdamW, OptimError};
 
 /// Precision: the element types of weights and optimizer state, as mixed-precision training names them.
@@ -71,8 +72,37 @@ impl FromStr for Precision {
 pub struct StateSlot {
     /// Name of the state in checkpoints, as in PyTorch's optimizer state.
     pub name: &'static str,
-    /// Element type of the state: `f32` or `bf16`.
+    /// Element type of the state: `f32`, `bf16`, or `u8` for codes.
     pub dtype: DType,
+    /// Elements that share one stored value: 1, or the elements of a block for an absmax.
+    pub per: usize,
+    /// Parameters that have the state.
+    pub coverage: Coverage,
+}
+
+impl StateSlot {
+    /// A state with one value per element of every parameter.
+    #[must_use]
+    pub const fn new(name: &'static str, dtype: DType) -> Self {
+        Self {
+            name,
+            dtype,
+            per: 1,
+            coverage: Coverage::All,
+        }
+    }
+}
+
+/// Parameters that have a state, where a rule stores the states of some parameters in blocks
+/// ([`adamw::has_blocks`](crate::adamw::has_blocks)).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Coverage {
+    /// Every parameter.
+    All,
+    /// Parameters whose states are stored in blocks.
+    Blocks,
+    /// The other parameters, whose states are stored element by element.
+    Elements,
 }
 
 /// Gradients of one chunk (a range of elements that one call updates), in one of two element types.
@@ -126,16 +156,6 @@ pub enum WeightChunk<'a> {
 }
 
 impl WeightChunk<'_> {
-    /// The precision that stores weights this way.
-    pub(crate) const fn precision(&self) -> Precision {
-        match self {
-            Self::F32(_) => Precision::F32,
-            Self::Mixed { .. } => Precision::Bf16,
-            Self::MixedF16 { .. } => Precision::Fp16,
-            Self::PureBf16(_) => Precision::PureBf16,
-        }
-    }
-
     pub(crate) const fn kind(&self) -> &'static str {
         match self {
             Self::F32(_) => "f32",
@@ -153,6 +173,39 @@ pub enum StateChunk<'a> {
     F32(&'a mut [f32]),
     /// State values in `bf16`.
     Bf16(&'a mut [bf16]),
+    /// State values as 8-bit codes in blocks. The chunk begins at a block border of its tensor.
+    Blockwise {
+        /// One code per element.
+        codes: &'a mut [u8],
+        /// Largest magnitude of every block of [`BLOCK_ELEMS`](crate::adamw::BLOCK_ELEMS) elements.
+        absmax: &'a mut [f32],
+    },
+}
+
+impl StateChunk<'_> {
+    /// Number of elements in the chunk.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        match self {
+            Self::F32(values) => values.len(),
+            Self::Bf16(values) => values.len(),
+            Self::Blockwise { codes, .. } => codes.len(),
+        }
+    }
+
+    /// Whether the chunk has no elements.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The codes and absmax; `None` unless the state is stored in blocks.
+    pub(crate) fn blocks(&mut self) -> Option<Blocks<'_>> {
+        match self {
+            Self::Blockwise { codes, absmax } => Some(Blocks { codes, absmax }),
+            Self::F32(_) | Self::Bf16(_) => None,
+        }
+    }
 }
 
 /// Arguments of one optimizer update of one chunk of elements. Gradients, weights and every optimizer state
@@ -183,7 +236,8 @@ pub struct StepArgs<'a> {
 }
 
 /// Update rule of an optimizer, applied to flat chunks of elements. An element's result depends only on its
-/// own inputs and global index, so any split into chunks gives the same bits.
+/// own inputs and global index, and in blocks on those of its block. So any split into chunks gives the same bits, where
+/// chunks of states in blocks end at block borders of their tensor.
 pub trait Optimizer: Send + Sync + std::fmt::Debug {
     /// Name of the rule in messages and checkpoints.
     fn name(&self) -> &'static str;
@@ -191,7 +245,8 @@ pub trait Optimizer: Send + Sync + std::fmt::Debug {
     /// States that the rule stores for each weight element in a precision. Their initial value is zero.
     fn slots(&self, precision: Precision) -> &'static [StateSlot];
 
-    /// Bytes of optimizer state per element: the master copy, where the precision has one, and every slot.
+    /// Bytes of optimizer state per element: the master copy, where the precision has one, and every slot. Where
+    /// parameters differ in their states, those of a parameter stored in blocks, without the absmax.
     fn state_bytes_per_elem(&self, precision: Precision) -> usize {
         let master = if precision.has_master() {
             size_of::<f32>()
@@ -199,6 +254,7 @@ pub trait Optimizer: Send + Sync + std::fmt::Debug {
             0
         };
         let slots = self.slots(precision).iter();
+        let slots = slots.filter(|slot| slot.per == 1 && slot.coverage != Coverage::Elements);
         master + slots.map(|slot| slot.dtype.size_bytes()).sum::<usize>()
     }
 

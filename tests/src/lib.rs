@@ -12,6 +12,8 @@ pub mod world;
 #[cfg(test)]
 mod documents;
 #[cfg(test)]
+mod eight_bits;
+#[cfg(test)]
 mod glossary;
 #[cfg(test)]
 mod structure;

@@ -45,6 +45,20 @@ pub const GRAD_NORM: f64 = 1e-4;
 /// An adapter tensor after training: relative L2 distance.
 pub const ADAPTER_L2: f64 = 1e-3;
 
+/// Weights after steps with 8-bit moments: absolute. The reference in f32 and the same rule in f64 differ by 1e-7
+/// without a change of code; another order of operations stays within ten times as much.
+pub const EIGHT_BIT_WEIGHT: f64 = 1e-6;
+/// As [`EIGHT_BIT_WEIGHT`] after 50 steps: absolute, or this share of the element's own move. Steps become long where
+/// the second moment was flushed to 0, and multiply a difference of one code.
+pub const EIGHT_BIT_WEIGHT_LATE: (f64, f64) = (1e-5, 1e-3);
+/// Share of codes that may be off by one after one step and after many: values within rounding of a threshold.
+pub const EIGHT_BIT_CODES: (f64, f64) = (1e-3, 5e-3);
+/// Largest magnitudes of blocks: relative. Two roundings more or less make 2e-7.
+pub const EIGHT_BIT_ABSMAX: f64 = 1e-6;
+/// As [`EIGHT_BIT_ABSMAX`] after many steps, where one code's difference moves a moment by up to its spacing, 1/64 of
+/// the largest, times the share that decay leaves of it.
+pub const EIGHT_BIT_ABSMAX_LATE: f64 = 1e-2;
+
 /// Largest difference between planned and measured memory, as a share of the measured bytes. Below
 /// [`MEMORY_SMALL_BYTES`], [`MEMORY_SLACK_BYTES`] are added: code pages, stacks and heaps do not grow with the model.
 pub const MEMORY_SHARE: f64 = 0.05;

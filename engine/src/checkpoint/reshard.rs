@@ -1,5 +1,6 @@
 //! Resharding: the same state, divided for another number of ranks.
 
+use optim::adamw::BLOCK_ELEMS;
 use std::collections::BTreeMap;
 use std::fs;
 use std::ops::Range;
@@ -76,6 +77,13 @@ struct Kind<'a> {
     tensor: &'a LogicalTensor,
     shape: Vec<usize>,
     elems: usize,
+    /// Elements of the parameter that share one value: 1, or those of a block for an absmax.
+    per: usize,
+}
+
+/// Whether a kind has one value per block of elements: the absmax of 8-bit codes.
+fn is_per_block(kind: &str) -> bool {
+    kind.ends_with("_absmax")
 }
 
 /// The kinds of parameters by the flat buffers they share.
@@ -97,9 +105,6 @@ impl<'a> Units<'a> {
             let known = kinds.entry(&tensor.name).or_default();
             match known.first() {
                 None => order.push(&tensor.name),
-                Some(first) if first.tensor.shape != tensor.shape => {
-                    return Err(malformed("the kinds of a parameter differ in shape"));
-                }
                 Some(_) => {}
             }
             let size = |n: u64| usize::try_from(n).map_err(|_| tensor.bad("it is too large"));
@@ -111,7 +116,24 @@ impl<'a> Units<'a> {
                     .map(|&dim| size(dim))
                     .collect::<Result<_, _>>()?,
                 elems: size(tensor.elems()?)?,
+                per: if is_per_block(&tensor.kind) {
+                    BLOCK_ELEMS
+                } else {
+                    1
+                },
             });
+        }
+        for kinds in kinds.values() {
+            // An absmax is shorter than its codes, whose shape counts.
+            let whole = kinds.iter().find(|kind| kind.per == 1);
+            let fits = |kind: &Kind<'_>| match (whole, kind.per) {
+                (None, _) => false,
+                (Some(whole), 1) => kind.tensor.shape == whole.tensor.shape,
+                (Some(whole), per) => kind.shape == [whole.elems.div_ceil(per)],
+            };
+            if !kinds.iter().all(fits) {
+                return Err(malformed("the kinds of a parameter differ in shape"));
+            }
         }
         let alone = || order.iter().map(|name| vec![*name]).collect();
         let named = || -> Vec<Vec<&str>> {
@@ -136,10 +158,20 @@ impl<'a> Units<'a> {
 
     /// Layout of each flat buffer: offsets of its parameters and division over ranks, as in the plan of a run.
     fn layouts(&self, world_size: usize) -> Vec<GroupLayout> {
+        let all = self.source.tensors();
+        let in_blocks = all.iter().any(|tensor| is_per_block(&tensor.kind));
         let layout = |unit: &Vec<Vec<Kind<'_>>>| {
             let params = unit.iter().enumerate();
-            let params = params.map(|(i, kinds)| (ParamId(i as u32), kinds[0].elems));
-            GroupLayout::new(params, world_size, ALIGN_ELEMS)
+            let blocks = |kinds: &[Kind<'_>]| kinds.iter().any(|kind| kind.per > 1);
+            let elems = |kinds: &[Kind<'_>]| kinds.iter().map(|kind| kind.elems).max().unwrap_or(0);
+            let params = params.map(|(i, kinds)| (ParamId(i as u32), elems(kinds), blocks(kinds)));
+            match in_blocks {
+                true => GroupLayout::in_blocks(params, world_size),
+                false => {
+                    let params = params.map(|(id, elems, _)| (id, elems));
+                    GroupLayout::new(params, world_size, ALIGN_ELEMS)
+                }
+            }
         };
         self.units.iter().map(layout).collect()
     }
@@ -149,9 +181,12 @@ impl<'a> Units<'a> {
         let mut pieces = Vec::new();
         for (unit, layout) in self.units.iter().zip(layouts) {
             for (slot, part) in layout.parts(layout.shard(rank)) {
-                let own = (part.start - slot.offset) as u64..(part.end - slot.offset) as u64;
+                let own = part.start - slot.offset..part.end - slot.offset;
                 let kinds = unit[slot.param.index()].iter();
-                pieces.extend(kinds.map(|kind| self.piece(kind, own.clone())));
+                pieces.extend(kinds.map(|kind| {
+                    let values = own.start / kind.per..own.end.div_ceil(kind.per);
+                    self.piece(kind, values.start as u64..values.end as u64)
+                }));
             }
             // A tensor without elements is in no shard, so rank 0 declares it.
             let empty = unit.iter().flatten().filter(|kind| kind.elems == 0);

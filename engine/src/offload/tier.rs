@@ -10,8 +10,8 @@ use super::parallel;
 use super::spill::{Extent, IoBuffer, PendingRead, SpillFile, SpillIo, SpillStats};
 use super::worker::{Gone, Worker};
 use crate::error::EngineError;
-use crate::plan::blocks::{SEGMENT_BYTES, WINDOW_ALIGN, extent_bytes};
-use crate::plan::{StateKind, Tier};
+use crate::plan::blocks::{SEGMENT_BYTES, extent_bytes};
+use crate::plan::{StateKind, Tier, disk_phase};
 use crate::trace::Trace;
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -158,7 +158,7 @@ impl Tiers {
             return resident(backend, range.len(), dtype, tag);
         }
         let bytes = range.len() * dtype.size_bytes();
-        let phase = (range.start % WINDOW_ALIGN * dtype.size_bytes()) as u64;
+        let phase = disk_phase(&range, dtype);
         self.allocate_bytes((kind, tier), bytes, phase, tag)
     }
 
@@ -795,7 +795,7 @@ impl Drop for Copied<'_> {
 }
 
 /// Divides `range` into chunks of at most `most` elements that end at multiples of `most`. `most` must be a
-/// multiple of [`WINDOW_ALIGN`].
+/// multiple of [`WINDOW_ALIGN`](crate::plan::blocks::WINDOW_ALIGN).
 pub(crate) fn region_chunks(
     range: Range<usize>,
     most: usize,

@@ -3,7 +3,7 @@
 use super::{GroupKind, MASTER, Plan, Tier};
 use crate::spec::ParamSpec;
 use kernels::{DType, Packing};
-use optim::StateSlot;
+use optim::{Coverage, StateSlot};
 use std::fmt;
 
 /// Element types of one run's weights, gradients and optimizer states, and the memory tiers (device, host or
@@ -33,7 +33,13 @@ impl Plan {
         let config = self.config();
         let master = config.precision.has_master();
         let master = master.then_some((MASTER, DType::F32));
-        let slots = slots.iter().map(|slot| (slot.name, slot.dtype));
+        // Of parameters that differ in their states, those with blocks are named.
+        let other = match config.states_in_blocks {
+            true => Coverage::Elements,
+            false => Coverage::Blocks,
+        };
+        let slots = slots.iter().filter(|slot| slot.coverage != other);
+        let slots = slots.map(|slot| (slot.name, slot.dtype));
         Formats {
             weights: (self.dtype_of(GroupKind::Trainable), config.offload.param),
             packed: self

@@ -3,11 +3,12 @@
 //! Only this module derives the rows. The store allocates them in order; memory reports and sizes of spill files are
 //! sums over them. A dry run counts them because it runs the store.
 
-use super::blocks::WINDOW_ALIGN;
+use super::blocks::BLOCK_BYTES;
 use super::{GroupKind, GroupLayout, Plan, StateKind, Tier, UnitPlan};
-use crate::spec::UnitId;
+use crate::spec::{ParamId, UnitId};
 use kernels::{DType, Tag};
-use optim::StateSlot;
+use optim::adamw::has_blocks;
+use optim::{Coverage, StateSlot};
 use std::ops::Range;
 
 /// Name of the f32 master weights in inventory rows and in checkpoints.
@@ -38,9 +39,11 @@ pub struct Row {
     /// Whether this row is the second copy of a state. The optimizer in backward writes the second copy while
     /// the first stays unchanged.
     pub spare: bool,
-    /// Range of elements that the rank stores, in the flat buffer of the unit's trainable, frozen
-    /// or packed parameters.
+    /// Range of stored values: elements in the flat buffer of the unit's trainable, frozen or packed parameters, divided
+    /// by `per`.
     pub range: Range<usize>,
+    /// Elements of the flat buffer that share one stored value: 1, or those of a block.
+    pub per: usize,
     /// Element type of the stored elements.
     pub dtype: DType,
     /// Memory tier (device, host or disk) that stores the elements.
@@ -56,7 +59,7 @@ impl Row {
 
     /// Number of bytes between a block boundary and the first byte on disk.
     pub(crate) fn phase(&self) -> u64 {
-        (self.range.start % WINDOW_ALIGN * self.dtype.size_bytes()) as u64
+        disk_phase(&self.range, self.dtype)
     }
 
     /// Category of the row's state by which it is offloaded: weights, or optimizer state (gradients
@@ -77,6 +80,11 @@ impl Row {
             Stored::State(_) => Tag::Optimizer,
         }
     }
+}
+
+/// Number of bytes between a block boundary and the first byte of a region of `range` on disk.
+pub(crate) fn disk_phase(range: &Range<usize>, dtype: DType) -> u64 {
+    (range.start * dtype.size_bytes()) as u64 % BLOCK_BYTES
 }
 
 impl Plan {
@@ -124,6 +132,7 @@ impl Plan {
                     what: Stored::Gradients,
                     spare: false,
                     range: self.part(&unit.trainable, self.config().shards_gradients(), rank),
+                    per: 1,
                     dtype: self.config().grad_dtype(),
                     tier: self.config().offload.optimizer,
                 });
@@ -150,6 +159,7 @@ impl Plan {
             what: Stored::Waiting,
             spare: false,
             range: 0..self.waiting_elems(),
+            per: 1,
             dtype: DType::F32,
             tier: Tier::Host,
         };
@@ -163,6 +173,7 @@ impl Plan {
             what: Stored::Weights(kind),
             spare: false,
             range: self.stored_range(unit.id, kind, rank),
+            per: 1,
             dtype: self.dtype_of(kind),
             tier: self.config().offload.param,
         }
@@ -175,21 +186,62 @@ impl Plan {
         rank: usize,
         slots: &[StateSlot],
     ) -> impl Iterator<Item = Row> {
-        let (unit, range) = (unit.id, self.updated_range(unit.id, rank));
+        let (unit, layout) = (unit.id, &unit.trainable);
+        let range = self.updated_range(unit, rank);
+        let border = layout.elementwise_elems.clamp(range.start, range.end);
         let tier = self.config().offload.optimizer;
+        let states = self.states(slots).filter_map(move |slot| {
+            let elems = match slot.coverage {
+                Coverage::All => range.clone(),
+                Coverage::Elements => range.start..border,
+                Coverage::Blocks => border..range.end,
+            };
+            Some((slot, elems))
+                .filter(|(slot, elems)| slot.coverage == Coverage::All || !elems.is_empty())
+        });
+        states.map(move |(slot, elems)| Row {
+            unit: Some(unit),
+            what: Stored::State(slot.name),
+            spare: false,
+            range: elems.start / slot.per..elems.end.div_ceil(slot.per),
+            per: slot.per,
+            dtype: slot.dtype,
+            // One number per block: too few for the disk.
+            tier: match (slot.per, tier) {
+                (1, _) | (_, Tier::Device) => tier,
+                (_, Tier::Host | Tier::Nvme) => Tier::Host,
+            },
+        })
+    }
+
+    /// The master weights, if the precision has any, then the optimizer's slots.
+    fn states(&self, slots: &[StateSlot]) -> impl Iterator<Item = StateSlot> {
         let master = self.config().precision.has_master();
-        let master = master.then_some((MASTER, DType::F32));
-        let slots = slots.iter().map(|slot| (slot.name, slot.dtype));
-        master
-            .into_iter()
-            .chain(slots)
-            .map(move |(name, dtype)| Row {
-                unit: Some(unit),
-                what: Stored::State(name),
-                spare: false,
-                range: range.clone(),
-                dtype,
-                tier,
-            })
+        let master = master.then_some(StateSlot::new(MASTER, DType::F32));
+        master.into_iter().chain(slots.to_vec())
+    }
+
+    /// Tensors that a checkpoint stores for a trainable parameter besides weights without master weights: name, dtype
+    /// and shape of the master weights, if any, and of every optimizer state. `slots` are the optimizer's states.
+    pub fn state_tensors(
+        &self,
+        param: ParamId,
+        slots: &[StateSlot],
+    ) -> impl Iterator<Item = (&'static str, DType, Vec<usize>)> {
+        let spec = &self.spec().params[param.index()];
+        let blocks = self.config().states_in_blocks && has_blocks(&spec.name, spec.shape.elems());
+        let covered = move |slot: &StateSlot| match slot.coverage {
+            Coverage::All => true,
+            Coverage::Blocks => blocks,
+            Coverage::Elements => !blocks,
+        };
+        let shape = spec.shape.dims().to_vec();
+        self.states(slots).filter(covered).map(move |slot| {
+            let shape = match slot.per {
+                1 => shape.clone(),
+                per => vec![shape.iter().product::<usize>().div_ceil(per)],
+            };
+            (slot.name, slot.dtype, shape)
+        })
     }
 }

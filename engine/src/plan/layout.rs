@@ -2,12 +2,18 @@
 //!
 //! A unit has three parameter groups, trainable, frozen and packed, each one flat buffer. A buffer is padded to divide
 //! into equal shards. Every parameter and every shard starts at a 128-byte boundary in f32, and in bytes if it is packed.
+//! Where optimizer states are stored in blocks, trainable parameters and shards start at block borders, and parameters
+//! without blocks come first.
 
 use crate::spec::{ModelSpec, ParamId, ParamSpec, UnitId};
+use optim::adamw::{BLOCK_ELEMS, has_blocks};
 use std::ops::Range;
 
 /// Alignment of parameters and shards in a flat buffer, in elements: each starts at a multiple of it.
 pub const ALIGN_ELEMS: usize = 32;
+/// Alignment of the first parameter with states in blocks, in elements: its states of one byte then begin at a block of
+/// the disk.
+const FIRST_BLOCK_ALIGN: usize = 4096;
 
 /// As [`ALIGN_ELEMS`], of packed parameters, whose elements are bytes.
 pub const PACKED_ALIGN_BYTES: usize = 128;
@@ -77,6 +83,9 @@ pub struct GroupLayout {
     pub shard_elems: usize,
     /// Number of elements of the whole flat buffer, padding included: all shards together.
     pub padded_elems: usize,
+    /// Number of elements, padding included, before the first parameter whose optimizer states are stored in blocks;
+    /// `padded_elems` without such a parameter.
+    pub elementwise_elems: usize,
 }
 
 impl GroupLayout {
@@ -99,6 +108,43 @@ impl GroupLayout {
             slots,
             shard_elems,
             padded_elems: shard_elems * world_size,
+            elementwise_elems: shard_elems * world_size,
+        }
+    }
+
+    /// Layout of trainable parameters whose optimizer states are stored in blocks, except those for which the last
+    /// value of `params` is false. They come first, so rank 0 stores the most bytes.
+    pub(crate) fn in_blocks(
+        params: impl Iterator<Item = (ParamId, usize, bool)>,
+        world_size: usize,
+    ) -> Self {
+        let (blocks, elementwise): (Vec<_>, Vec<_>) = params.partition(|param| param.2);
+        let mut end: usize = 0;
+        let mut slots = Vec::with_capacity(blocks.len() + elementwise.len());
+        let mut place = |params: &[(ParamId, usize, bool)], mut end: usize| {
+            for &(param, len, _) in params {
+                let offset = end;
+                end += len.next_multiple_of(BLOCK_ELEMS);
+                slots.push(Slot { param, offset, len });
+            }
+            end
+        };
+        end = place(&elementwise, end);
+        let border = end.next_multiple_of(FIRST_BLOCK_ALIGN);
+        if !blocks.is_empty() {
+            end = place(&blocks, border);
+        }
+        let shard_elems = end.div_ceil(world_size).next_multiple_of(BLOCK_ELEMS);
+        let padded_elems = shard_elems * world_size;
+        Self {
+            slots,
+            shard_elems,
+            padded_elems,
+            elementwise_elems: if blocks.is_empty() {
+                padded_elems
+            } else {
+                border
+            },
         }
     }
 
@@ -169,7 +215,7 @@ impl UnitPlan {
     }
 }
 
-pub(super) fn plan_units(spec: &ModelSpec, world_size: usize) -> Vec<UnitPlan> {
+pub(super) fn plan_units(spec: &ModelSpec, world_size: usize, in_blocks: bool) -> Vec<UnitPlan> {
     let mut trained_before = false;
     (0..spec.units.len() as u32)
         .map(UnitId)
@@ -180,7 +226,15 @@ pub(super) fn plan_units(spec: &ModelSpec, world_size: usize) -> Vec<UnitPlan> {
                     .iter()
                     .enumerate()
                     .filter(|(_, p)| p.unit == id && GroupKind::of(p) == kind)
-                    .map(|(i, p)| (ParamId(i as u32), p.stored_shape().elems()));
+                    .map(|(i, p)| (ParamId(i as u32), p));
+                if kind == GroupKind::Trainable && in_blocks {
+                    let member = |(id, p): (ParamId, &ParamSpec)| {
+                        let elems = p.shape.elems();
+                        (id, elems, has_blocks(&p.name, elems))
+                    };
+                    return GroupLayout::in_blocks(members.map(member), world_size);
+                }
+                let members = members.map(|(id, p)| (id, p.stored_shape().elems()));
                 GroupLayout::new(members, world_size, kind.align_elems())
             };
             let [trainable, frozen, packed] = GroupKind::ALL.map(group);
@@ -231,6 +285,29 @@ mod tests {
         let layout = GroupLayout::new([(ParamId(0), 3)].into_iter(), 4, ALIGN_ELEMS);
         assert_eq!(layout.parts(layout.shard(0)).count(), 1);
         assert_eq!(layout.parts(layout.shard(3)).count(), 0);
+    }
+
+    #[test]
+    fn blocks_never_cross_shards_and_elementwise_parameters_come_first() {
+        let lens = [5000, 300, 4096, 70, 9000];
+        for world in 1..7 {
+            let params = lens.iter().enumerate();
+            let params = params.map(|(i, n)| (ParamId(i as u32), *n, *n >= 4096));
+            let layout = GroupLayout::in_blocks(params, world);
+            let order: Vec<_> = layout.slots.iter().map(|slot| slot.param.0).collect();
+            assert_eq!(order, [1, 3, 0, 2, 4]);
+            let starts = layout.slots.iter().map(|slot| slot.offset);
+            let cuts = starts.chain((0..world).map(|rank| layout.shard(rank).start));
+            assert!(
+                cuts.chain([layout.padded_elems])
+                    .all(|at| at % BLOCK_ELEMS == 0)
+            );
+            assert_eq!(layout.slots[2].offset, layout.elementwise_elems);
+        }
+        let small = GroupLayout::in_blocks([(ParamId(0), 7, false)].into_iter(), 2);
+        assert_eq!((small.elementwise_elems, small.padded_elems), (512, 512));
+        let none = GroupLayout::in_blocks(std::iter::empty(), 2);
+        assert_eq!(none, GroupLayout::default());
     }
 
     #[test]

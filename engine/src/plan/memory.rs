@@ -1,7 +1,7 @@
 //! Memory of model states per rank, known before anything is allocated.
 
 use super::{DeviceTransport, GroupKind, Plan, Stored, Tier, UnitPlan};
-use kernels::DType;
+use crate::spec::ParamId;
 use optim::StateSlot;
 use serde::{Deserialize, Serialize};
 
@@ -123,13 +123,19 @@ impl Plan {
     /// contains the master weight (or the weight, without master weights) and the optimizer's states `slots`.
     #[must_use]
     pub fn checkpoint_bytes(&self, slots: &[StateSlot]) -> u64 {
-        let kept = match self.config().precision.has_master() {
-            true => DType::F32,
-            false => self.dtype_of(GroupKind::Trainable),
+        let weight = match self.config().precision.has_master() {
+            true => 0,
+            false => self.dtype_of(GroupKind::Trainable).size_bytes(),
         };
-        let slots: usize = slots.iter().map(|slot| slot.dtype.size_bytes()).sum();
-        let (_, trained) = self.spec().elems();
-        trained as u64 * (kept.size_bytes() + slots) as u64
+        let params = self.spec().params.iter().enumerate();
+        let trained = params.filter(|(_, param)| param.trainable);
+        let bytes = trained.map(|(id, param)| {
+            let states = self.state_tensors(ParamId(id as u32), slots);
+            let states = states
+                .map(|(_, dtype, shape)| dtype.size_bytes() * shape.iter().product::<usize>());
+            param.shape.elems() * weight + states.sum::<usize>()
+        });
+        bytes.sum::<usize>() as u64
     }
 
     /// Bytes of the weights that a lease of `unit` unpacks.

@@ -13,6 +13,7 @@ mod schedule;
 mod spill;
 
 pub use formats::Formats;
+pub(crate) use inventory::disk_phase;
 pub use inventory::{MASTER, Row, Stored};
 pub use layout::{ALIGN_ELEMS, GroupKind, GroupLayout, PACKED_ALIGN_BYTES, Slot, UnitPlan};
 pub use memory::{MemoryReport, TierBytes};
@@ -234,6 +235,10 @@ pub struct ZeroConfig {
     #[serde(default)]
     #[serde(rename = "late_step")]
     pub optimizer_in_forward: bool,
+    /// Whether the layout of trainable parameters suits optimizer states in blocks ([`optim::adamw::BLOCK_ELEMS`]).
+    /// Rules with such states need it; otherwise they store states element by element.
+    #[serde(default)]
+    pub states_in_blocks: bool,
     /// Seed of the run's stochastic rounding.
     pub seed: u64,
 }
@@ -276,6 +281,7 @@ impl Default for ZeroConfig {
             max_grad_norm: None,
             optimizer_in_backward: None,
             optimizer_in_forward: false,
+            states_in_blocks: false,
             seed: 0,
         }
     }
@@ -390,7 +396,7 @@ impl Plan {
                 first
             })
             .collect();
-        let units = plan_units(&spec, shards);
+        let units = plan_units(&spec, shards, config.states_in_blocks);
         recompute::check(&config.recomputed, &units)?;
         let early = optimizer_overlap::chosen(&config, world_size, &units);
         Ok(Self {

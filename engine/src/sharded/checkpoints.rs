@@ -8,6 +8,7 @@ use super::optimizer::ShardedOptimizer;
 use crate::checkpoint::{Checkpoint, Writer};
 use crate::comm::{Communicator, Tag as CommTag};
 use crate::error::EngineError;
+use crate::spec::ParamId;
 use kernels::DType;
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -153,8 +154,11 @@ impl ShardedOptimizer {
     fn open(&mut self, directory: &Path, verifies: bool) -> Result<Checkpoint> {
         let checkpoint = Checkpoint::open(directory)?;
         crate::zero::check_trained(self.zero.plan(), &checkpoint)?;
-        let kinds = self.zero.state_kinds();
-        let names: BTreeSet<&str> = kinds.iter().map(|(name, _)| *name).collect();
+        let params = 0..self.zero.plan().spec().params.len() as u32;
+        let expected: Vec<_> = params
+            .map(|param| self.zero.state_tensors(ParamId(param)))
+            .collect();
+        let names: BTreeSet<&str> = expected.iter().flatten().map(|(name, ..)| *name).collect();
         let differs = |kind: &str, name: &str, expected, found| EngineError::CheckpointTensor {
             kind: kind.to_owned(),
             name: name.to_owned(),
@@ -169,9 +173,9 @@ impl ShardedOptimizer {
             let found = described(other.dtype, &other.shape);
             return Err(differs(&other.kind, &other.name, "nothing".into(), found));
         }
-        for param in &self.zero.plan().spec().params {
-            let shape: Vec<u64> = param.shape.dims().iter().map(|dim| *dim as u64).collect();
-            for (kind, dtype) in &kinds {
+        for (param, tensors) in self.zero.plan().spec().params.iter().zip(&expected) {
+            for (kind, dtype, shape) in tensors {
+                let shape: Vec<u64> = shape.iter().map(|dim| *dim as u64).collect();
                 let tensor = checkpoint.tensor(kind, &param.name);
                 let found = tensor.map(|t| described(t.dtype, &t.shape));
                 let expected = described(*dtype, &shape);

@@ -28,9 +28,13 @@ struct Plain {
 
 impl Plain {
     fn new() -> Self {
+        Self::of(SIZES)
+    }
+
+    fn of(sizes: [usize; 3]) -> Self {
         let weight = |t: usize, i: usize| ((t * 31 + i * 17) % 11) as f32 / 11.0 - 0.5;
-        let weights: Vec<Vec<f32>> = (0..SIZES.len())
-            .map(|t| (0..SIZES[t]).map(|i| weight(t, i)).collect())
+        let weights: Vec<Vec<f32>> = (0..sizes.len())
+            .map(|t| (0..sizes[t]).map(|i| weight(t, i)).collect())
             .collect();
         Self {
             gradients: weights.clone(),
@@ -61,7 +65,7 @@ impl Plain {
 
 impl TensorBridge for Plain {
     fn groups(&self) -> Vec<TensorGroup> {
-        let tensor = |t: usize| TensorInfo::new(format!("t{t}"), SIZES[t], DECAY[t]);
+        let tensor = |t: usize| TensorInfo::new(format!("t{t}"), self.weights[t].len(), DECAY[t]);
         let group = |name: &str, tensors| TensorGroup {
             name: name.into(),
             tensors,
@@ -248,6 +252,7 @@ fn optimizer(model: &Plain, comm: Arc<dyn Communicator>, config: &ZeroConfig) ->
     };
     let rule = Arc::new(AdamW {
         pure_bf16,
+        eight_bit: config.states_in_blocks,
         ..AdamW::default()
     });
     ShardedOptimizer::new(model, comm, rule, config.clone()).unwrap()
@@ -261,7 +266,11 @@ fn continued(
     until: u64,
 ) -> Vec<Vec<f32>> {
     let world = comm.world();
-    let mut model = Plain::new();
+    let mut model = Plain::of(match config.states_in_blocks {
+        // One tensor with blocks, whose last block is short, and two that keep f32.
+        true => [7, 5000, 40],
+        false => SIZES,
+    });
     let mut optimizer = optimizer(&model, comm, config);
     if let Some(checkpoint) = find_latest(directory).unwrap() {
         let meta = optimizer.load(&checkpoint, &mut model).unwrap();
@@ -302,8 +311,10 @@ proptest! {
         precision in prop::sample::select(vec![Precision::F32, Precision::Bf16, Precision::PureBf16]),
         (n, m) in prop::sample::select(vec![(1, 2), (2, 1), (2, 3), (3, 4), (4, 2), (3, 3), (1, 4)]),
         (before, after) in (0_u64..4, 1_u64..4),
+        eight_bit in any::<bool>(),
     ) {
         let in_precision = |config: ZeroConfig| ZeroConfig {
+            states_in_blocks: eight_bit,
             precision,
             grad_dtype: Some(GradDtype::F32),
             ..config

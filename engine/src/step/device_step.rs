@@ -97,8 +97,8 @@ impl DeviceStep {
         };
         let weight_dtype = plan.dtype_of(GroupKind::Trainable);
         let state_start = state.range().start;
-        let kept = state.kinds_mut().map(|(_, _, region)| {
-            let states = region.resident_mut();
+        let kept = state.kinds_mut().iter_mut().map(|kind| {
+            let states = kind.region.resident_mut();
             states.ok_or(EngineError::NotResident)
         });
         let mut kept = kept.collect::<Result<Vec<&mut Resident>>>()?;

@@ -110,8 +110,9 @@ impl BackwardJob {
         let on_disk = [config.offload.param, config.offload.optimizer].contains(&Tier::Nvme);
         let most = config.sub_group_elems.min(CHUNK_ELEMS);
         let of_unit = [(self.unit, self.state.range())];
-        let chunks = chunks(of_unit.into_iter(), most, on_disk);
         let group = &rule.plan.unit(self.unit).trainable;
+        let border = group.elementwise_elems;
+        let chunks = chunks(of_unit.into_iter(), |_| border, most, on_disk);
         let Some((weights, start)) = weights else {
             return Ok(());
         };

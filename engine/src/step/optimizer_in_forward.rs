@@ -108,7 +108,8 @@ impl ForwardJob {
             None => CHUNK_ELEMS,
         };
         let most = rule.plan.config().sub_group_elems.min(most);
-        for chunk in chunks(of_unit.into_iter(), most, false) {
+        let border = rule.plan.unit(unit).trainable.elementwise_elems;
+        for chunk in chunks(of_unit.into_iter(), |_| border, most, false) {
             if given_up.load(Ordering::Relaxed) {
                 return Err(EngineError::BackwardThread);
             }

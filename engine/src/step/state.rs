@@ -19,11 +19,32 @@ pub(crate) struct UnitState {
 
 /// One state and, for an optimizer in backward, its second copy.
 #[derive(Debug)]
-struct Kind {
-    name: &'static str,
-    dtype: DType,
-    region: Region,
+pub(crate) struct Kind {
+    pub(crate) name: &'static str,
+    pub(crate) dtype: DType,
+    /// Elements that share one stored value.
+    pub(crate) per: usize,
+    /// Range of stored values: elements of the parameter group, divided by `per`.
+    values: Range<usize>,
+    pub(crate) region: Region,
     spare: Option<Region>,
+}
+
+impl Kind {
+    /// Stored values of the elements `elems`, counted from the region's first one. `None` if the state covers other
+    /// parameters.
+    pub(crate) fn of(&self, elems: &Range<usize>) -> Option<Range<usize>> {
+        let values = elems.start / self.per..elems.end.div_ceil(self.per);
+        let covered = self.values.start <= values.start && values.end <= self.values.end;
+        covered.then(|| values.start - self.values.start..values.end - self.values.start)
+    }
+
+    /// Bytes in the region of the elements `elems`; `None` as in [`Kind::of`].
+    pub(crate) fn bytes(&self, elems: &Range<usize>) -> Option<Range<usize>> {
+        let size = self.dtype.size_bytes();
+        let values = self.of(elems)?;
+        Some(values.start * size..values.end * size)
+    }
 }
 
 impl UnitState {
@@ -41,7 +62,8 @@ impl UnitState {
     pub(crate) fn add(&mut self, row: &Row, region: Region) {
         match row.what {
             Stored::State(name) if row.spare => {
-                let kind = self.kinds.iter_mut().find(|kind| kind.name == name);
+                let same = |kind: &&mut Kind| kind.name == name && kind.dtype == row.dtype;
+                let kind = self.kinds.iter_mut().find(same);
                 if let Some(kind) = kind {
                     kind.spare = Some(region);
                 }
@@ -49,6 +71,8 @@ impl UnitState {
             Stored::State(name) => self.kinds.push(Kind {
                 name,
                 dtype: row.dtype,
+                per: row.per,
+                values: row.range.clone(),
                 region,
                 spare: None,
             }),
@@ -82,16 +106,14 @@ impl UnitState {
         self.range.clone()
     }
 
-    /// Name, dtype and memory of the master weights and every slot.
-    pub(crate) fn kinds(&self) -> impl Iterator<Item = (&'static str, DType, &Region)> {
-        let kinds = self.kinds.iter();
-        kinds.map(|kind| (kind.name, kind.dtype, &kind.region))
+    /// The master weights, if any, and every slot.
+    pub(crate) fn kinds(&self) -> &[Kind] {
+        &self.kinds
     }
 
-    /// Name, dtype and memory of the master weights and every slot, writable.
-    pub(crate) fn kinds_mut(&mut self) -> impl Iterator<Item = (&'static str, DType, &mut Region)> {
-        let kinds = self.kinds.iter_mut();
-        kinds.map(|kind| (kind.name, kind.dtype, &mut kind.region))
+    /// The master weights, if any, and every slot, writable.
+    pub(crate) fn kinds_mut(&mut self) -> &mut [Kind] {
+        &mut self.kinds
     }
 
     /// Chunks of the elements `range` for an optimizer in backward: of the weights, then of master weights and slots.
@@ -123,8 +145,8 @@ impl UnitState {
         };
         let mut region_chunks = Vec::new();
         for kind in &mut self.kinds {
-            if let Some(spare) = &mut kind.spare {
-                let own = bytes(first, kind.dtype);
+            let own = kind.bytes(range);
+            if let (Some(spare), Some(own)) = (&mut kind.spare, own) {
                 let window = spare.chunk_from(own.clone(), &kind.region, own, prefetched())?;
                 region_chunks.push((kind.dtype, window));
             }

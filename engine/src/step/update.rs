@@ -7,10 +7,11 @@ use crate::comm::ReadBuffer;
 use crate::error::EngineError;
 use crate::offload::spill::PendingRead;
 use crate::offload::tier::{Access, REGION_CHUNK_ELEMS, Region, RegionChunk, region_chunks};
-use crate::plan::blocks::WINDOW_ALIGN;
+use crate::plan::blocks::{BLOCK_BYTES, WINDOW_ALIGN};
 use crate::plan::{GroupKind, Plan};
 use crate::spec::UnitId;
 use kernels::DType;
+use optim::adamw::BLOCK_ELEMS;
 use optim::{GradChunk, Precision, StateChunk, StepArgs, WeightChunk};
 use std::ops::Range;
 
@@ -34,21 +35,28 @@ pub(crate) struct Chunk {
     pub(crate) range: Range<usize>,
 }
 
-/// Divides `ranges` into chunks of at most `sub_group_elems` elements; of at most one segment if state is on disk.
+/// Divides `ranges` into chunks of at most `sub_group_elems` elements; of at most one segment if state is on disk. All
+/// parameters of a chunk have the same states: chunks end at the element of a unit that `border` returns.
 pub(crate) fn chunks(
     ranges: impl Iterator<Item = (UnitId, Range<usize>)>,
+    border: impl Fn(UnitId) -> usize,
     sub_group_elems: usize,
     on_disk: bool,
 ) -> Vec<Chunk> {
     let most = sub_group_elems.max(1).next_multiple_of(WINDOW_ALIGN);
     let most = if on_disk {
-        most.min(REGION_CHUNK_ELEMS)
+        // States of one byte too end at blocks of the disk.
+        most.next_multiple_of(BLOCK_BYTES as usize)
+            .min(REGION_CHUNK_ELEMS)
     } else {
         most
     };
     ranges
         .flat_map(|(unit, range)| {
-            region_chunks(range, most).map(move |range| Chunk { unit, range })
+            let border = border(unit).clamp(range.start, range.end);
+            let parts = [range.start..border, border..range.end].into_iter();
+            let chunks = parts.flat_map(move |part| region_chunks(part, most));
+            chunks.map(move |range| Chunk { unit, range })
         })
         .collect()
 }
@@ -100,9 +108,10 @@ impl Rule<'_> {
         } else {
             None
         });
-        for (_, dtype, region) in state.kinds() {
-            let bytes = bytes(range, state.range().start, dtype);
-            reads.push(region.read_ahead(bytes)?);
+        for kind in state.kinds() {
+            if let Some(bytes) = kind.bytes(range) {
+                reads.push(kind.region.read_ahead(bytes)?);
+            }
         }
         Ok(reads)
     }
@@ -153,12 +162,23 @@ impl Rule<'_> {
                     }
                 }
             };
-            let state = slots
-                .map(|(dtype, window)| match dtype {
+            let mut state = Vec::new();
+            while let Some((dtype, window)) = slots.next() {
+                state.push(match dtype {
                     DType::BF16 => StateChunk::Bf16(&mut window.as_mut_slice()[own.clone()]),
+                    DType::U8 => {
+                        let Some((_, absmax)) = slots.next() else {
+                            return Ok(());
+                        };
+                        let blocks = own.start / BLOCK_ELEMS..own.end.div_ceil(BLOCK_ELEMS);
+                        StateChunk::Blockwise {
+                            codes: &mut window.as_mut_bytes()[own.clone()],
+                            absmax: &mut absmax.as_mut_slice()[blocks],
+                        }
+                    }
                     _ => StateChunk::F32(&mut window.as_mut_slice()[own.clone()]),
-                })
-                .collect();
+                });
+            }
             self.optimizer.rule.step(StepArgs {
                 step,
                 lr: (lr * f64::from(options.lr_scale)) as f32,
@@ -230,12 +250,13 @@ impl Rule<'_> {
 
         let weight_bytes = bytes(range, weights_start, dtype);
         let weight_chunk = weights.window(weight_bytes, weight_access, prefetched())?;
-        let state_start = state.range().start;
         let mut state_chunks: Vec<(DType, RegionChunk<'_>)> = Vec::new();
-        for (_, dtype, region) in state.kinds_mut() {
-            let bytes = bytes(range, state_start, dtype);
-            let window = region.window(bytes, Access::Update, prefetched())?;
-            state_chunks.push((dtype, window));
+        for kind in state.kinds_mut() {
+            if let Some(bytes) = kind.bytes(range) {
+                let region = &mut kind.region;
+                let window = region.window(bytes, Access::Update, prefetched())?;
+                state_chunks.push((kind.dtype, window));
+            }
         }
         self.apply(chunk, grads, weight_chunk, state_chunks)
     }
@@ -252,15 +273,19 @@ mod tests {
     #[test]
     fn chunks_end_at_aligned_offsets_of_the_flat_buffer() {
         let ranges = [(UnitId(0), 32..5_000), (UnitId(3), 0..4_096)];
-        let all = chunks(ranges.into_iter(), 1, false);
+        let all = chunks(ranges.into_iter(), |_| usize::MAX, 1, false);
         let of = |unit| {
             let own = all.iter().filter(move |c| c.unit == UnitId(unit));
             own.map(|c| c.range.clone()).collect::<Vec<_>>()
         };
         assert_eq!(of(0), [32..2_048, 2_048..4_096, 4_096..5_000]);
         assert_eq!(of(3), [0..2_048, 2_048..4_096]);
-        let large = |on_disk| chunks([(UnitId(0), 0..1 << 20)].into_iter(), 1 << 24, on_disk);
+        let ranges = || [(UnitId(0), 0..1 << 20)].into_iter();
+        let large = |on_disk| chunks(ranges(), |_| 0, 1 << 24, on_disk);
         let region_chunks = (1 << 20) / REGION_CHUNK_ELEMS;
         assert_eq!((large(false).len(), large(true).len()), (1, region_chunks));
+        let cut = chunks(ranges(), |_| 4_096, 1 << 24, false);
+        assert_eq!(cut[0].range, 0..4_096);
+        assert_eq!(cut[1].range, 4_096..1 << 20);
     }
 }

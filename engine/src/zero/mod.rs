@@ -437,8 +437,12 @@ impl Zero {
         for unit in units.filter(holds) {
             let lease = self.lease_on_host(unit.id, Phase::Forward)?;
             for kind in kinds.clone() {
-                for slot in &unit.group(kind).slots {
-                    visit(slot.param, lease.param(slot.param)?)?;
+                // In the model's order, which layouts need not have.
+                let slots = unit.group(kind).slots.iter();
+                let mut params: Vec<ParamId> = slots.map(|slot| slot.param).collect();
+                params.sort_unstable();
+                for param in params {
+                    visit(param, lease.param(param)?)?;
                 }
             }
             lease.end()?;
@@ -457,7 +461,8 @@ impl Zero {
         let mut store = self.store.borrow_mut();
         store.finish_updates()?;
         let states = self.plan.units().iter().filter_map(|u| store.state(u.id));
-        for (_, _, region) in states.flat_map(|state| state.kinds()) {
+        for kind in states.flat_map(|state| state.kinds()) {
+            let region = &kind.region;
             let start = all.len();
             all.resize(start + region.len(), 0);
             region.read(0, &mut all[start..])?;

@@ -9,7 +9,9 @@ use crate::error::EngineError;
 use crate::offload::tier::{Access, Region, region_chunks};
 use crate::plan::{GroupKind, MASTER, Plan};
 use crate::spec::ParamId;
+use crate::step::update::bytes;
 use kernels::{DType, Tag, Tensor, TensorMut};
+use optim::adamw::BLOCK_ELEMS;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -29,6 +31,10 @@ impl Zero {
         let plan = self.plan().clone();
         let rank = self.shard();
         let weight_dtype = plan.dtype_of(GroupKind::Trainable);
+        let params = plan.spec().params.iter();
+        let blocks: Vec<_> = params
+            .map(|param| [param.shape.elems().div_ceil(BLOCK_ELEMS)])
+            .collect();
         let mut pieces = Vec::new();
         // Other shard groups hold the same values.
         let writes = self.comm().world().rank < plan.shards();
@@ -37,28 +43,37 @@ impl Zero {
             let Some(state) = store.state(unit.id).filter(|_| writes) else {
                 continue;
             };
-            let mut kinds: Vec<(&str, DType, usize, &Region)> = state
-                .kinds()
-                .map(|(name, d, r)| (name, d, state.range().start, r))
-                .collect();
-            if !plan.config().precision.has_master() {
-                let start = store.resting(unit.id, GroupKind::Trainable).start;
-                let weights = store.weights(unit.id, GroupKind::Trainable);
-                kinds.extend(weights.map(|w| (WEIGHT, weight_dtype, start, w)));
-            }
+            let weights = store.weights(unit.id, GroupKind::Trainable);
+            let weights = weights.filter(|_| !plan.config().precision.has_master());
+            let start = store.resting(unit.id, GroupKind::Trainable).start;
             for (slot, part) in unit.trainable.parts(unit.trainable.shard(rank)) {
                 let spec = &plan.spec().params[slot.param.index()];
-                for (kind, dtype, start, region) in &kinds {
-                    let size = dtype.size_bytes();
-                    let own = (part.start - start) * size..(part.end - start) * size;
+                for kind in state.kinds() {
+                    let (Some(values), Some(own)) = (kind.of(&part), kind.bytes(&part)) else {
+                        continue;
+                    };
                     pieces.push(Piece {
                         name: &spec.name,
-                        kind,
-                        dtype: *dtype,
+                        kind: kind.name,
+                        dtype: kind.dtype,
+                        shape: match kind.per {
+                            1 => spec.shape.dims(),
+                            _ => &blocks[slot.param.index()],
+                        },
+                        start: ((part.start - slot.offset) / kind.per) as u64,
+                        elems: values.len() as u64,
+                        bytes: piece_bytes(&kind.region, own),
+                    });
+                }
+                if let Some(region) = weights {
+                    pieces.push(Piece {
+                        name: &spec.name,
+                        kind: WEIGHT,
+                        dtype: weight_dtype,
                         shape: spec.shape.dims(),
                         start: (part.start - slot.offset) as u64,
                         elems: part.len() as u64,
-                        bytes: piece_bytes(region, own),
+                        bytes: piece_bytes(region, bytes(&part, start, weight_dtype)),
                     });
                 }
             }
@@ -101,25 +116,17 @@ impl Zero {
         Ok(())
     }
 
-    /// Names of the states that this rank stores for each trainable tensor, with their dtypes: master weights (or
-    /// weights) and every optimizer state. Empty without trainable tensors.
-    pub(crate) fn state_kinds(&mut self) -> Vec<(&'static str, DType)> {
-        let plan = self.plan().clone();
-        let store = &*self.store.get_mut();
-        let mut states = plan.units().iter().filter_map(|unit| store.state(unit.id));
-        let mut kinds: Vec<_> = states
-            .next()
-            .map(|state| {
-                state
-                    .kinds()
-                    .map(|(name, dtype, _)| (name, dtype))
-                    .collect()
-            })
-            .unwrap_or_default();
-        if !plan.config().precision.has_master() {
-            kinds.push((WEIGHT, plan.dtype_of(GroupKind::Trainable)));
+    /// Tensors that a checkpoint has for a trainable parameter: name, dtype and shape of master weights (or weights) and
+    /// every optimizer state.
+    pub(crate) fn state_tensors(&self, param: ParamId) -> Vec<(&'static str, DType, Vec<usize>)> {
+        let (plan, precision) = (self.plan(), self.plan().config().precision);
+        let slots = self.optimizer.rule.slots(precision);
+        let mut tensors: Vec<_> = plan.state_tensors(param, slots).collect();
+        if !precision.has_master() {
+            let shape = plan.spec().params[param.index()].shape.dims().to_vec();
+            tensors.push((WEIGHT, plan.dtype_of(GroupKind::Trainable), shape));
         }
-        kinds
+        tensors
     }
 
     /// Restores trainable weights and all optimizer states from a checkpoint. `updates` is the number of
@@ -139,11 +146,18 @@ impl Zero {
                 continue;
             };
             let kept = state.range();
-            for (kind, dtype, region) in state.kinds_mut() {
+            for kind in state.kinds_mut() {
                 for (slot, part) in unit.trainable.parts(kept.clone()) {
                     let name = &plan.spec().params[slot.param.index()].name;
-                    fill(region, dtype, kept.start, part, |part, bytes| {
-                        read(checkpoint, kind, name, logical(&part, slot.offset), bytes)
+                    let Some(values) = kind.of(&part) else {
+                        continue;
+                    };
+                    let first = (part.start - slot.offset) / kind.per;
+                    let start = values.start;
+                    let (dtype, of) = (kind.dtype, kind.name);
+                    fill(&mut kind.region, dtype, 0, values, |part, bytes| {
+                        let own = first + part.start - start..first + part.end - start;
+                        read(checkpoint, of, name, logical(&own, 0), bytes)
                     })?;
                 }
             }
@@ -201,10 +215,14 @@ fn fill(
     mut read: impl FnMut(Range<usize>, &mut [u8]) -> Result<(), EngineError>,
 ) -> Result<(), EngineError> {
     match dtype.size_bytes() {
+        1 => region.for_each_chunk::<u8>(start, part, Access::Write, read),
         2 => region.for_each_chunk::<u16>(start, part, Access::Write, |part, out| {
             read(part, bytemuck::cast_slice_mut(out))
         }),
-        _ => region.for_each_chunk::<u32>(start, part, Access::Write, |part, out| {
+        4 => region.for_each_chunk::<u32>(start, part, Access::Write, |part, out| {
+            read(part, bytemuck::cast_slice_mut(out))
+        }),
+        _ => region.for_each_chunk::<u64>(start, part, Access::Write, |part, out| {
             read(part, bytemuck::cast_slice_mut(out))
         }),
     }

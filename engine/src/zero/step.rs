@@ -262,7 +262,12 @@ impl Zero {
             return store.step_in_forward(units.into_iter(), &self.optimizer, scalars);
         }
         let ranges = units.into_iter().map(|unit| (unit, self.updated(unit)));
-        let chunks = chunks(ranges, config.sub_group_elems, on_disk);
+        let chunks = chunks(
+            ranges,
+            |unit| plan.unit(unit).trainable.elementwise_elems,
+            config.sub_group_elems,
+            on_disk,
+        );
         let (comm, gathers) = (self.comm.clone(), self.exchange.gathers_sums);
         let rule = Rule {
             plan: &plan,

@@ -204,12 +204,6 @@ pub const RESTRICTED: &[Restricted] = &[
         next: both("--lora_bias none", "--lora_bias none"),
     },
     Restricted {
-        name: "optim",
-        neutral: &["adamw", "adamw_hf", "adamw_torch", "adamw_torch_fused"],
-        reason: both("the optimizer is AdamW", "优化器是 AdamW"),
-        next: both("--optim adamw_torch", "--optim adamw_torch"),
-    },
-    Restricted {
         name: "scale_resolution",
         neutral: &["448"],
         reason: both(

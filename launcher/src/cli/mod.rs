@@ -31,9 +31,10 @@ use clap::Parser;
 
 use crate::config::{
     BestMetric, Collectives, CudaGraph, DataFormatChoice, DeviceChoice, Every, ExifRotation, Fault,
-    GradDtype, InitChoice, LrScale, NvmeIo, Offload, OptimizerInBackward, OptimizerInForward,
-    PrecisionChoice, PrefetchWeights, PureBf16Moments, PureBf16Weights, QuantizeFormat, Recompute,
-    ReportTo, RopeChoice, Scheduler, SchedulerKwargs, Strategy, TemplateChoice, Workers,
+    GradDtype, InitChoice, LrScale, Moments, NvmeIo, Offload, OptimizerInBackward,
+    OptimizerInForward, PrecisionChoice, PrefetchWeights, PureBf16Moments, PureBf16Weights,
+    QuantizeFormat, Recompute, ReportTo, RopeChoice, Scheduler, SchedulerKwargs, Strategy,
+    TemplateChoice, Workers,
 };
 use crate::error::Failure;
 use crate::error::format::ErrorFormat;
@@ -346,6 +347,11 @@ pub struct Args {
     /// Number format of Adam's moments with pure-bf16 weights
     #[arg(long, value_enum, help_heading = "Memory and ranks")]
     pub pure_bf16_moments: Option<PureBf16Moments>,
+    /// Storage of Adam's moments: full, or 8bit as bitsandbytes does
+    ///
+    /// 8bit takes 2 bytes per parameter instead of 8. Tensors below 4096 elements, embeddings and the head keep f32.
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub moments: Option<Moments>,
     /// Static loss scale of fp16; 0 is a dynamic scale
     #[arg(long, value_name = "FACTOR", help_heading = "Memory and ranks")]
     pub loss_scale: Option<f64>,
@@ -896,7 +902,7 @@ mod tests {
              gradient-accumulation-steps gradient-checkpointing greater-is-better host-memory-limit host-reserve hostfile hysteresis image-dir image-max-pixels image-min-pixels include init initial-scale-power inject lang learning-rate \
              limit load-best-model-at-end load-in-4bit load-in-8bit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
              lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps metric-for-best-model min-loss-scale model \
-             model-max-length modules-to-save no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \
+             model-max-length modules-to-save moments no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \
              per-device-eval-batch-size per-device-train-batch-size precision prefetch-weights preset ptuning-tokens pure-bf16-moments pure-bf16-weights quantize quantize-double quantize-modules rank-is report-to resume resume-anyway \
              rope-precision save-steps save-strategy \
              save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross tokenizer trace-steps train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \

@@ -44,6 +44,16 @@ pub enum PureBf16Moments {
     F32,
 }
 
+/// `--moments`: storage of Adam's moments.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Moments {
+    /// As the precision stores them: f32, with pure-bf16 what `--pure-bf16-moments` says.
+    Full,
+    /// 8 bits an element and an f32 per 256 elements, as bitsandbytes on a GPU.
+    #[value(name = "8bit")]
+    EightBit,
+}
+
 /// Numeric settings that `--precision` leaves open: gradient dtype, pure bf16, and loss scale.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -53,6 +63,9 @@ pub struct Numbers {
     /// Rounding of the weights and dtype of Adam's moments with pure bf16. The other precisions do not use
     /// it.
     pub pure_bf16: PureBf16,
+    /// Whether Adam's moments have 8 bits (`--moments 8bit`). The dtype in `pure_bf16` is unused then.
+    #[serde(default)]
+    pub eight_bit: bool,
     /// Loss scale of fp16, static or dynamic. The other precisions do not use it.
     pub loss_scale: LossScale,
 }
@@ -67,7 +80,12 @@ impl Numbers {
         );
         if precision == PrecisionChoice::PureBf16 {
             flags.push(("pure-bf16-weights", self.pure_bf16.weights.name().into()));
-            flags.push(("pure-bf16-moments", self.pure_bf16.moments.name().into()));
+            if !self.eight_bit {
+                flags.push(("pure-bf16-moments", self.pure_bf16.moments.name().into()));
+            }
+        }
+        if self.eight_bit {
+            flags.push(("moments", value_name(Moments::EightBit)));
         }
         if precision != PrecisionChoice::Fp16 {
             return flags;

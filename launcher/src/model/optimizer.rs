@@ -68,6 +68,7 @@ pub(crate) fn rule(config: &RunConfig) -> AdamW {
         beta2: settings.adam_beta2,
         eps: settings.adam_epsilon,
         pure_bf16: config.numbers.pure_bf16,
+        eight_bit: config.numbers.eight_bit,
     }
 }
 

@@ -27,7 +27,7 @@ use models::{
     Family, ModelOptions, OpenError, Processor, Tower, VisionLanguageModel, WeightSource,
     open_model, open_processor, open_shapes,
 };
-use optim::Optimizer;
+use optim::{AdamW, Optimizer};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -332,15 +332,21 @@ fn zero_config(config: &RunPlan, model: &dyn VisionLanguageModel) -> Result<Zero
             }
         }),
         optimizer_in_forward: config.updates_in_forward(),
+        states_in_blocks: config.numbers.eight_bit,
         seed: config.seed,
         ..ZeroConfig::default()
     })
 }
 
-/// Bytes per element of the second copy of states in a unit updated in backward: weight, master weight and moments.
+/// Bytes per element of the second copy of states in a unit updated in backward: weight, master weight and moments. For
+/// 8-bit moments at most that, since some parameters keep f32.
 pub(crate) fn second_bytes_per_elem(config: &RunConfig) -> u64 {
     let precision = precision(config);
-    let states = rule(config).state_bytes_per_elem(precision);
+    let rule = AdamW {
+        eight_bit: false,
+        ..rule(config)
+    };
+    let states = rule.state_bytes_per_elem(precision);
     (precision.weight_dtype().size_bytes() + states) as u64
 }
 

@@ -4,13 +4,15 @@ use crate::cli::Args;
 use crate::config::{CONFIG_FILE, Lora, Origin, Resume, RunConfig, RunPlan, Trainable};
 use crate::error::{ErrorCode, Failure, failures};
 use crate::lang::{Both, Lang, Text, both, text};
+use crate::model::optimizer::rule;
 use crate::model::setup::precision;
 use crate::report::checkpoints::advise_intact;
 use crate::ui::Event;
-use engine::Plan;
 use engine::checkpoint::{self, Checkpoint};
+use engine::{ParamId, Plan};
 use models::Family;
 use models::adapter::ADAPTER_CONFIG;
+use optim::Optimizer;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -261,7 +263,55 @@ pub(crate) fn check(
         .next(Text::literal(format_args!("--precision {saved}"))));
     }
     engine::check_trained(plan, &checkpoint).map_err(|e| failures::engine(&doing, &e))?;
+    same_states(config, plan, &checkpoint)?;
     position(config, directory, checkpoint.meta(), samples, total_steps).map(drop)
+}
+
+/// Checks that the checkpoint has every optimizer state of this run in its number format.
+fn same_states(config: &RunConfig, plan: &Plan, checkpoint: &Checkpoint) -> Result<(), Failure> {
+    let slots = rule(config).slots(plan.config().precision);
+    let params = plan.spec().params.iter().enumerate();
+    for (id, param) in params.filter(|(_, param)| param.trainable) {
+        for (kind, dtype, shape) in plan.state_tensors(ParamId(id as u32), slots) {
+            let saved = checkpoint.tensor(kind, &param.name);
+            let shape = shape.iter().map(|dim| *dim as u64);
+            if saved.is_some_and(|saved| {
+                saved.dtype == dtype && saved.shape.iter().copied().eq(shape.clone())
+            }) {
+                continue;
+            }
+            let found = saved.map_or_else(
+                || both("nothing", "没有该状态").into(),
+                |saved| Text::literal(saved.dtype),
+            );
+            let eight_bit = config.numbers.eight_bit;
+            return Err(Failure::new(
+                ErrorCode::Resume,
+                text!(
+                    "cannot {}: its optimizer states have another number format",
+                    "无法{}：它的优化器状态使用另一种数值格式",
+                    doing(checkpoint.directory())
+                ),
+                both(
+                    "moments of one format cannot continue in another",
+                    "一种格式的动量不能用另一种格式继续",
+                ),
+            )
+            .evidence(text!(
+                "{kind} of {}: saved as {found}, now {dtype}",
+                "{} 的 {kind}：保存时为 {found}，现在为 {dtype}",
+                param.name
+            ))
+            .next(match eight_bit {
+                true => both("--moments full", "--moments full"),
+                false => both(
+                    "the same --moments and --pure-bf16-moments as before",
+                    "请使用与之前相同的 --moments 和 --pure-bf16-moments",
+                ),
+            }));
+        }
+    }
+    Ok(())
 }
 
 /// Key of the manifest's metadata with what the run trained on.

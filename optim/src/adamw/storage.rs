@@ -5,8 +5,9 @@ use std::str::FromStr;
 use kernels::DType;
 use serde::{Deserialize, Serialize};
 
+use super::BLOCK_ELEMS;
 use crate::OptimError;
-use crate::optimizer::{Precision, StateSlot};
+use crate::optimizer::{Coverage, Precision, StateSlot};
 
 /// Rounding of `bf16` weights without a master copy, after an update that is computed in `f32`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
@@ -122,25 +123,57 @@ impl PureBf16 {
             _ => &slots[..2],
         }
     }
+
+    /// State slots of AdamW in `precision` with moments of 8 bits: codes and absmax of both moments, then both moments
+    /// of the parameters that keep `f32`, then the Kahan compensation if it is used.
+    pub(super) fn block_slots(self, precision: Precision) -> &'static [StateSlot] {
+        match (precision, self.weights) {
+            (Precision::PureBf16, Bf16Storage::Kahan) => &BLOCKS,
+            _ => &BLOCKS[..6],
+        }
+    }
 }
+
+/// Names of the states: both moments, then the Kahan compensation.
+pub(super) const NAMES: [&str; 3] = ["exp_avg", "exp_avg_sq", "compensation"];
 
 const fn three(moment: DType) -> [StateSlot; 3] {
     [
+        StateSlot::new(NAMES[0], moment),
+        StateSlot::new(NAMES[1], moment),
+        StateSlot::new(NAMES[2], DType::BF16),
+    ]
+}
+
+/// Codes of a moment and their absmax per block, in this order.
+const fn coded(name: &'static str, absmax: &'static str) -> [StateSlot; 2] {
+    [
         StateSlot {
-            name: "exp_avg",
-            dtype: moment,
+            coverage: Coverage::Blocks,
+            ..StateSlot::new(name, DType::U8)
         },
         StateSlot {
-            name: "exp_avg_sq",
-            dtype: moment,
-        },
-        StateSlot {
-            name: "compensation",
-            dtype: DType::BF16,
+            coverage: Coverage::Blocks,
+            per: BLOCK_ELEMS,
+            ..StateSlot::new(absmax, DType::F32)
         },
     ]
 }
 
+const fn elementwise(name: &'static str) -> StateSlot {
+    StateSlot {
+        coverage: Coverage::Elements,
+        ..StateSlot::new(name, DType::F32)
+    }
+}
+
+static BLOCKS: [StateSlot; 7] = {
+    let [m, m_absmax] = coded(NAMES[0], "exp_avg_absmax");
+    let [v, v_absmax] = coded(NAMES[1], "exp_avg_sq_absmax");
+    let (wide_m, wide_v) = (elementwise(NAMES[0]), elementwise(NAMES[1]));
+    let error = StateSlot::new(NAMES[2], DType::BF16);
+    [m, m_absmax, v, v_absmax, wide_m, wide_v, error]
+};
 static WIDE: [StateSlot; 3] = three(DType::F32);
 static NARROW: [StateSlot; 3] = three(DType::BF16);
 

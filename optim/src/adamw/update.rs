@@ -102,7 +102,11 @@ fn put_each<M: Number>(to: &mut [M], numbers: &[f32], mode: Mode, random: impl F
 /// Stores weights one by one, as [`put_each`] does moments.
 #[cold]
 #[inline(never)]
-fn put_each_weight<W: Weights>(mut to: W, numbers: &[f32], random: impl Fn(usize) -> u16) {
+pub(super) fn put_each_weight<W: Weights>(
+    mut to: W,
+    numbers: &[f32],
+    random: impl Fn(usize) -> u16,
+) {
     for (i, x) in numbers.iter().enumerate() {
         to.put(i, *x, random(i));
     }
@@ -110,7 +114,7 @@ fn put_each_weight<W: Weights>(mut to: W, numbers: &[f32], random: impl Fn(usize
 
 /// Elementwise maximum of `largest` and the magnitudes of an item, as `f32` bits.
 #[inline(always)]
-fn larger<L: Lanes>(l: L, largest: L::U, [a, b]: Item<L>) -> L::U {
+pub(super) fn larger<L: Lanes>(l: L, largest: L::U, [a, b]: Item<L>) -> L::U {
     let magnitude = l.u(0x7fff_ffff);
     let largest = l.max_u(largest, l.and(l.bits(a), magnitude));
     l.max_u(largest, l.and(l.bits(b), magnitude))
@@ -123,6 +127,16 @@ pub(super) struct Rounding {
     pub(super) stream: RandomStream,
     pub(super) step: u64,
     pub(super) first_element: u64,
+}
+
+impl Rounding {
+    /// Position `skipped` elements later.
+    pub(super) fn after(self, skipped: usize) -> Self {
+        Self {
+            first_element: self.first_element + skipped as u64,
+            ..self
+        }
+    }
 }
 
 /// One AdamW update of one chunk. Gradient, weights and both moments have the same number of elements.
@@ -157,10 +171,7 @@ impl<G: Number, W: Weights, M: Number> Update<'_, G, W, M> {
         let (m, v) = (self.m.split_at_mut(mid), self.v.split_at_mut(mid));
         let part = |skipped: usize, grad, weights, m, v| Self {
             coefficients: self.coefficients,
-            rounding: Rounding {
-                first_element: self.rounding.first_element + skipped as u64,
-                ..self.rounding
-            },
+            rounding: self.rounding.after(skipped),
             grad,
             weights,
             m,

@@ -180,6 +180,8 @@ pub(crate) trait Weights: Send + Sized {
     const MODE: Mode = Mode::Nearest;
     /// Rounding of `bf16` moments that belong to these weights.
     const MOMENTS: Mode = Mode::Stochastic;
+    /// Whether weights are rounded before they decay, where decay follows the update.
+    const ROUNDS_BETWEEN: bool = false;
     /// Vector form that [`Weights::store`] writes.
     type Packed<L: Lanes>: Copy;
 
@@ -289,6 +291,7 @@ impl<const NEAREST: bool> Weights for Narrow<'_, NEAREST> {
         Mode::Stochastic
     };
     const MOMENTS: Mode = Self::MODE;
+    const ROUNDS_BETWEEN: bool = NEAREST;
     type Packed<L: Lanes> = L::U;
 
     fn split_at(self, mid: usize) -> (Self, Self) {

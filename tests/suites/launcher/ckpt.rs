@@ -283,6 +283,7 @@ fn resharding_there_and_back_gives_the_same_bytes() {
         "--precision bf16",
         "--precision pure-bf16 --pure-bf16-moments f32",
         "--use-lora true --lora-rank 4",
+        "--precision f32 --moments 8bit",
     ] {
         let site = Site::new();
         site.train(&format!("{line} --max-steps 3 --save-steps 2"));

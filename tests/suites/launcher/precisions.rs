@@ -1,7 +1,7 @@
 //! Number formats and tiers in real runs.
 
 use crate::endings::LONG;
-use crate::site::{Site, listing, losses, ranks, read_json, signal, wait_for_end};
+use crate::site::{Site, assert_says, listing, losses, ranks, read_json, signal, wait_for_end};
 use std::fs;
 use std::time::Duration;
 
@@ -57,6 +57,71 @@ fn every_tier_of_every_stage_has_the_same_bits() {
     for directory in ["spill", "other"] {
         assert_eq!(listing(&site.path(directory)), Vec::<String>::new());
     }
+}
+
+#[test]
+fn moments_of_8_bits_have_the_same_bits_in_every_cell() {
+    let site = Site::new();
+    for (name, precision, cells) in [
+        (
+            "f32",
+            "--precision f32 --optim adamw_8bit",
+            [(0, "cpu"), (2, "nvme:spill --optimizer-in-backward all")],
+        ),
+        (
+            "bf16",
+            "--precision bf16 --moments 8bit --max-grad-norm 0",
+            [(1, "nvme:spill"), (3, "cpu --optimizer-in-backward all")],
+        ),
+        (
+            "kahan",
+            "--precision pure-bf16 --pure-bf16-weights kahan --optim paged_adamw_8bit",
+            [(2, "optimizer=cpu"), (3, "nvme:spill")],
+        ),
+    ] {
+        let line = format!("--max-steps 3 --save-steps 3 {precision}");
+        let whole = format!("{name}-whole");
+        let outcome = site.train(&format!("{line} --zero 3 --output {whole}"));
+        assert_says(&outcome.screen, &["exp_avg u8, exp_avg_absmax f32"]);
+        for (stage, offload) in cells {
+            let run = format!("{name}-{stage}");
+            site.train(&format!(
+                "{line} --zero {stage} --offload {offload} --output {run}"
+            ));
+            let cell = format!("{precision} stage {stage} {offload}");
+            assert!(weights(&site, &run) == weights(&site, &whole), "{cell}");
+            let of = |run: &str| losses(&site.path(run));
+            assert_eq!(of(&run), of(&whole), "{cell}");
+        }
+        // One rank continues, on a disk too, with equal bits.
+        let rest = format!("{precision} --max-steps 5 --nproc 1 --per-device-train-batch-size 2");
+        for (run, cell) in [("a", "--zero 3"), ("b", "--zero 0 --offload nvme:spill")] {
+            let run = format!("{name}-{run}");
+            site.train(&format!(
+                "{rest} {cell} --resume {whole}/checkpoint-3 --output {run}"
+            ));
+        }
+        let last = |run: &str| {
+            let run = site.path(&format!("{name}-{run}"));
+            fs::read(run.join("checkpoint-5/model.safetensors")).unwrap()
+        };
+        assert!(last("a") == last("b"), "{name}");
+    }
+    // Only large tensors have codes: other moments stay as they were.
+    let checkpoint =
+        engine::checkpoint::Checkpoint::open(&site.path("f32-0/checkpoint-3")).unwrap();
+    let tensors = checkpoint.tensors().iter();
+    for tensor in tensors.filter(|tensor| tensor.kind == "exp_avg") {
+        let elems: u64 = tensor.shape.iter().product();
+        let has_codes = optim::adamw::has_blocks(&tensor.name, elems as usize);
+        assert_eq!(tensor.dtype == kernels::DType::U8, has_codes, "{tensor:?}");
+        let absmax = checkpoint.tensor("exp_avg_absmax", &tensor.name);
+        let blocks = absmax.map(|absmax| absmax.shape.clone());
+        assert_eq!(blocks, has_codes.then(|| vec![elems.div_ceil(256)]));
+    }
+    let resume = "--precision f32 --moments full --max-steps 4 --resume f32-0/checkpoint-3";
+    let screen = site.refuse(&format!("{resume} --output x"), 9, "E08");
+    assert_says(&screen, &["number format", "saved as u8"]);
 }
 
 #[test]

@@ -13,7 +13,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::config::defaults::{self, DEMO, Defaults, MODEL};
 use crate::config::{
-    Cadence, Device, DeviceChoice, Every, Length, LrScale, Offload, OptimizerConfig,
+    Cadence, Device, DeviceChoice, Every, Length, LrScale, Moments, Offload, OptimizerConfig,
     OptimizerInBackward, PrecisionChoice, PureBf16Weights, ReportTo, Resume, RunConfig, RunGpu,
     SampleRules, Source, Strategy, Task, Tier, Warmup,
 };
@@ -368,12 +368,14 @@ fn offload(args: &Args, device: Device, notes: &mut Vec<Note>) -> Result<Offload
     let asked = args.offload.clone().unwrap_or_default();
     let mut offload = asked.resolved(absolute)?;
     let stored = args.pure_bf16_weights.unwrap_or_default();
-    let steps = device != Device::Cuda || stored == PureBf16Weights::Stochastic;
+    let has_kernel =
+        stored == PureBf16Weights::Stochastic && args.moments != Some(Moments::EightBit);
+    let steps = device != Device::Cuda || has_kernel;
     if !steps && offload.optimizer == Tier::None {
         offload.optimizer = Tier::Cpu;
         let reason = both(
-            "this rounding runs on the host, so gradients and optimizer states must be in host memory",
-            "这种舍入在主机上进行，因此梯度和优化器状态必须在主机内存中",
+            "this update has no GPU kernel and runs on the host, so gradients and optimizer states must be in host memory",
+            "这种更新没有 GPU 内核，在主机上进行，因此梯度和优化器状态必须在主机内存中",
         );
         notes.push(note("--offload none", reason));
     }

@@ -2,7 +2,7 @@
 
 use crate::cli::Args;
 use crate::config::words::value_name;
-use crate::config::{Numbers, PrecisionChoice, PureBf16Moments, PureBf16Weights};
+use crate::config::{Moments, Numbers, PrecisionChoice, PureBf16Moments, PureBf16Weights};
 use crate::error::Failure;
 use crate::lang::{Both, both, text};
 use optim::adamw::{Bf16Storage, MomentDtype, PureBf16};
@@ -42,6 +42,23 @@ pub(super) fn resolve(args: &Args, precision: PrecisionChoice) -> Result<Numbers
         args.pure_bf16_moments.is_some(),
         pure,
     )?;
+    let eight_bit = args.moments == Some(Moments::EightBit);
+    if eight_bit && args.pure_bf16_moments.is_some() {
+        return Err(Failure::usage(
+            both(
+                "--pure-bf16-moments and --moments 8bit exclude each other",
+                "--pure-bf16-moments 和 --moments 8bit 互斥",
+            ),
+            both(
+                "both choose the number format of Adam's moments",
+                "两者都决定 Adam 动量的数值格式",
+            ),
+        )
+        .next(both(
+            "omit --pure-bf16-moments, or use --moments full",
+            "请去掉 --pure-bf16-moments，或使用 --moments full",
+        )));
+    }
     let fp16 = PrecisionChoice::Fp16;
     only("--loss-scale", args.loss_scale.is_some(), fp16)?;
     let power = args.initial_scale_power;
@@ -66,6 +83,7 @@ pub(super) fn resolve(args: &Args, precision: PrecisionChoice) -> Result<Numbers
                 Some(PureBf16Moments::F32) => MomentDtype::F32,
             },
         },
+        eight_bit,
         loss_scale: loss_scale(args)?,
     })
 }
@@ -131,6 +149,8 @@ mod tests {
             let failure = resolve(&args(line), precision).expect_err(line);
             assert!(failure.title.contains("needs --precision"), "{line}");
         }
+        let both = args("--moments 8bit --pure-bf16-moments f32");
+        assert!(resolve(&both, PrecisionChoice::PureBf16).is_err());
         for line in [
             "--loss-scale -1",
             "--min-loss-scale 0",
@@ -152,6 +172,11 @@ mod tests {
                 PrecisionChoice::PureBf16,
             ),
             ("--loss-scale 1024", PrecisionChoice::Fp16),
+            ("--moments 8bit", PrecisionChoice::Bf16),
+            (
+                "--moments 8bit --pure-bf16-weights kahan",
+                PrecisionChoice::PureBf16,
+            ),
             (
                 "--loss-scale 0 --initial-scale-power 10 --hysteresis 1 --loss-scale-window 50 --min-loss-scale 2",
                 PrecisionChoice::Fp16,

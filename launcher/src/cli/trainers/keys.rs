@@ -946,6 +946,20 @@ pub(in crate::cli) const PEFT: &[Key] = &[
     ),
 ];
 
+/// Keys of Hugging Face's `TrainingArguments` that every trainer passes on.
+const SHARED: &[Key] = &[(
+    "optim",
+    Words(&[
+        ("adamw", "", ""),
+        ("adamw_hf", "", ""),
+        ("adamw_torch", "", ""),
+        ("adamw_torch_fused", "", ""),
+        ("adamw_8bit", "moments", "8bit"),
+        ("adamw_bnb_8bit", "moments", "8bit"),
+        ("paged_adamw_8bit", "moments", "8bit"),
+    ]),
+)];
+
 fn find<'k>(keys: &'k [Key], name: &str) -> Option<&'k Meaning> {
     keys.iter()
         .find(|(names, _)| names.split(' ').any(|known| known == name))
@@ -985,5 +999,7 @@ pub(in crate::cli) fn meaning(trainer: Option<Trainer>, name: &str) -> Option<&'
         || RESTRICTED.iter().any(|rule| rule.name == name);
     let tables = [LLAMA_FACTORY, MS_SWIFT, OPENBMB, TWO_U1, SAT, COGVLM2];
     let shared = || tables.iter().find_map(|keys| find(keys, name));
-    own_meaning(trainer, name).or_else(|| shared().filter(|_| !is_foreign))
+    own_meaning(trainer, name)
+        .or_else(|| find(SHARED, name))
+        .or_else(|| shared().filter(|_| !is_foreign))
 }

@@ -387,7 +387,7 @@ fn unknown_keys_of_a_flag_file_are_named() {
         ("zero: 7", "zero 7"),
         ("stage: dpo", "supervised"),
         ("quantization_bit: 3", "only 4, 8"),
-        ("optim: sgd", "AdamW"),
+        ("optim: sgd", "adamw_8bit"),
         ("config: other.yaml", "cannot include another"),
         ("seed: {a: 1}", "not a section"),
         ("lora_rank: 4\nlora_r: 8", "lora_rank says 4"),

@@ -1,0 +1,173 @@
+use super::blockwise::{Codec, search};
+use super::tests::{LR, numbers};
+use super::*;
+use crate::lanes::Portable;
+use half::bf16;
+use kernels::dynamic_map::{SIGNED, UNSIGNED};
+
+/// Magnitudes around every threshold of a map, around every bucket of the table, and at the ends.
+fn probes(map: &[f32; 256]) -> Vec<f32> {
+    let mut all = vec![0.0, f32::from_bits(1), f32::MIN_POSITIVE, 1.0];
+    let middles = map.windows(2).map(|pair| (pair[0] + pair[1]) * 0.5);
+    let starts = (0x3000..=0x3f7f).map(|bits: u32| f32::from_bits(bits << 16));
+    for at in middles.chain(map.iter().copied()).chain(starts) {
+        let bits = at.abs().to_bits();
+        all.extend([bits.saturating_sub(1), bits, bits + 1].map(f32::from_bits));
+    }
+    all.retain(|x| *x <= 1.0);
+    all
+}
+
+#[test]
+fn the_table_finds_the_code_of_the_kernels_search() {
+    for (map, signs) in [(&SIGNED, &[1.0, -1.0][..]), (&UNSIGNED, &[1.0])] {
+        let codec = Codec::new(map);
+        let numbers: Vec<f32> = probes(map)
+            .into_iter()
+            .flat_map(|x| signs.iter().map(move |sign| x.copysign(*sign)))
+            .collect();
+        for numbers in numbers.chunks(BLOCK_ELEMS) {
+            let mut values = [0.0; BLOCK_ELEMS];
+            values[..numbers.len()].copy_from_slice(numbers);
+            let mut codes = [0; BLOCK_ELEMS];
+            codec.encode(Portable, &values, 1.0, &mut codes);
+            for (x, code) in numbers.iter().zip(codes) {
+                assert_eq!(code, search(map, *x), "{x:e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn codes_follow_the_rules_of_ties_signs_and_sentinels() {
+    assert!(SIGNED.is_sorted() && UNSIGNED.is_sorted());
+    assert_eq!((SIGNED[127], SIGNED[255], UNSIGNED[0]), (0.0, 1.0, 0.0));
+    // A tie stays at the even code, where the search ends.
+    let middle = |at: usize| (SIGNED[at] + SIGNED[at + 1]) * 0.5;
+    assert_eq!(search(&SIGNED, middle(200)), 200);
+    assert_eq!(search(&SIGNED, middle(201)), 202);
+    // A negative moment never becomes 0; a positive one may.
+    assert_eq!(
+        (search(&SIGNED, -1e-12), search(&SIGNED, 1e-12)),
+        (126, 127)
+    );
+    assert_eq!((search(&SIGNED, -1.0), search(&SIGNED, 1.0)), (0, 255));
+    assert_eq!((search(&UNSIGNED, 1e-9), search(&UNSIGNED, 1.0)), (0, 255));
+}
+
+/// Weights and moments of `n` elements after one update in pieces that end at `cuts`.
+fn stepped(
+    simd: Simd,
+    rounding: Bf16Storage,
+    wide: bool,
+    n: usize,
+    cuts: &[usize],
+) -> (Vec<u32>, [Vec<u8>; 2], [Vec<u32>; 2]) {
+    let mut rule = AdamW {
+        eight_bit: true,
+        ..AdamW::default()
+    };
+    rule.pure_bf16.weights = rounding;
+    let mut wide_weight = numbers("weights", n, 0);
+    let mut weight: Vec<bf16> = wide_weight.iter().map(|x| bf16::from_f32(*x)).collect();
+    let mut error = vec![bf16::ZERO; n];
+    let mut codes = [vec![0u8; n], vec![0u8; n]];
+    let mut absmax = [(); 2].map(|()| vec![0f32; n.div_ceil(BLOCK_ELEMS)]);
+    for step in 1..=3 {
+        let mut grad = numbers("grad", n, step);
+        grad[300..700].fill(0.0);
+        grad[5] = f32::INFINITY;
+        let edges: Vec<usize> = [&[0], cuts, &[n]].concat();
+        for edge in edges.windows(2) {
+            let (own, blocks) = (
+                edge[0]..edge[1],
+                edge[0] / BLOCK_ELEMS..edge[1].div_ceil(BLOCK_ELEMS),
+            );
+            let mut state: Vec<_> = codes
+                .iter_mut()
+                .zip(&mut absmax)
+                .map(|(codes, absmax)| StateChunk::Blockwise {
+                    codes: &mut codes[own.clone()],
+                    absmax: &mut absmax[blocks.clone()],
+                })
+                .collect();
+            let weight = match wide {
+                true => WeightChunk::F32(&mut wide_weight[own.clone()]),
+                false => WeightChunk::PureBf16(&mut weight[own.clone()]),
+            };
+            if rounding == Bf16Storage::Kahan && !wide {
+                state.push(StateChunk::Bf16(&mut error[own.clone()]));
+            }
+            let args = StepArgs {
+                step,
+                lr: LR,
+                weight_decay: 0.1,
+                grad_scale: 0.5,
+                seed: 3,
+                // The page of rounding keys ends inside, and the first element is odd.
+                first_element: (1 << 33) - 501 + own.start as u64,
+                grad: GradChunk::F32(&grad[own]),
+                weight,
+                state,
+            };
+            rule.step_on(simd, args).unwrap();
+        }
+    }
+    let weight = match wide {
+        true => wide_weight.iter().map(|x| x.to_bits()).collect(),
+        false => weight.iter().map(|x| u32::from(x.to_bits())).collect(),
+    };
+    let bits = absmax.map(|values| values.iter().map(|x| x.to_bits()).collect());
+    (weight, codes, bits)
+}
+
+#[test]
+fn every_instruction_set_and_division_gives_the_same_bits() {
+    let n = (1 << 16) + 256 * 3 + 40;
+    let forms = Bf16Storage::ALL.map(|rounding| (rounding, false));
+    for (rounding, wide) in forms.into_iter().chain([(Bf16Storage::Nearest, true)]) {
+        let whole = stepped(Simd::Portable, rounding, wide, n, &[]);
+        for simd in Simd::available() {
+            assert!(stepped(simd, rounding, wide, n, &[]) == whole, "{simd:?}");
+            let cut = stepped(simd, rounding, wide, n, &[256, 1 << 15, n - 40]);
+            assert!(cut == whole, "{simd:?} {rounding:?}");
+        }
+        // An element without a finite gradient keeps its weight and loses its moments.
+        assert_eq!(whole.1[1][5], 0);
+        let before = f32::to_bits(numbers("weights", 6, 0)[5]);
+        assert!(!wide || whole.0[5] == before);
+    }
+}
+
+#[test]
+fn a_missing_absmax_is_refused() {
+    let rule = AdamW {
+        eight_bit: true,
+        ..AdamW::default()
+    };
+    let (mut weight, grad) = (vec![0f32; 300], vec![0f32; 300]);
+    let (mut codes, mut absmax, mut short) = ([0u8; 600], [0f32; 2], [0f32]);
+    let (m, v) = codes.split_at_mut(300);
+    let args = StepArgs {
+        step: 1,
+        lr: LR,
+        weight_decay: 0.0,
+        grad_scale: 1.0,
+        seed: 0,
+        first_element: 0,
+        grad: GradChunk::F32(&grad),
+        weight: WeightChunk::F32(&mut weight),
+        state: vec![
+            StateChunk::Blockwise {
+                codes: m,
+                absmax: &mut absmax,
+            },
+            StateChunk::Blockwise {
+                codes: v,
+                absmax: &mut short,
+            },
+        ],
+    };
+    let error = rule.step(args).unwrap_err().to_string();
+    assert!(error.contains("absmax"), "{error}");
+}
