@@ -12,6 +12,7 @@ mod new_directory;
 mod plan;
 mod synth;
 mod train;
+mod verify;
 mod watch;
 
 use crate::cli::{self, Command, Note, PlanArgs, file};
@@ -118,7 +119,13 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
         Command::Plan { args, typed, notes } => plan_with_files(hooks, &args, typed, notes),
         Command::ExplainConfig { args, typed } => file::explain(&args, &typed, &Env::read_alone()),
         // The report must also work in an environment that training refuses.
-        Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
+        Command::Doctor(options) => match &options.verify_request {
+            Some(request) => start_pool(None).and_then(|()| verify::child::serve(hooks, request)),
+            None if options.verify_gpu == Some(true) => {
+                start_pool(None).and_then(|()| verify::report(hooks))
+            }
+            None => doctor::run(&Variables::read(), options.json == Some(true)),
+        },
         Command::Explain(options) => explain::run(&options),
         Command::DataCheck(options) => {
             start_pool(None)?;
