@@ -108,8 +108,8 @@ pub(super) fn run_supervisor(
     let asked = demo::prepare(asked, env, &mut |event| screen.show(&event))?;
     // Another launcher's variables would make the ranks of a verification part of its job.
     let alone = share.is_none();
-    let proven = verify::prove(hooks, asked.clone(), alone, &mut |event| {
-        screen.show(&event)
+    let proven = verify::prove(hooks, env, asked.clone(), alone, &mut |event| {
+        screen.show(&event);
     });
     let Proven {
         config: asked,
@@ -547,7 +547,7 @@ fn rank_run(
     let Proven {
         config: mut asked,
         ipc_refused,
-    } = verify::prove(hooks, asked, false, &mut |event| {
+    } = verify::prove(hooks, env, asked, false, &mut |event| {
         if is_shown {
             screen.show(&event);
         }

@@ -11,7 +11,7 @@ pub(crate) struct Cover {
 }
 
 #[cfg(feature = "cuda")]
-mod checks {
+mod of_cuda {
     use super::{Backend, Cover, KernelList, RunGpu};
     use crate::config::Products;
     use kernels::verify;
@@ -73,7 +73,7 @@ mod checks {
 
 /// A build without CUDA has no GPU to check.
 #[cfg(not(feature = "cuda"))]
-mod checks {
+mod of_cuda {
     use super::{Backend, Cover, KernelList, RunGpu};
 
     pub(crate) fn cover(_of: &KernelList, _gpu: &RunGpu) -> Cover {
@@ -103,14 +103,14 @@ mod checks {
 }
 
 /// Distance that a loss or a gradient norm of this size may have on two devices.
-pub(crate) use checks::allowed;
+pub(crate) use of_cuda::allowed;
 /// Compiles the kernels of these checks for a device.
-pub(crate) use checks::compile;
+pub(crate) use of_cuda::compile;
 /// Checks that launch the kernels of a run on this GPU.
-pub(crate) use checks::cover;
+pub(crate) use of_cuda::cover;
 /// The checks of every operation.
-pub(crate) use checks::every;
+pub(crate) use of_cuda::every;
 /// Runs checks on a device. Tells each name before the check, and again with the difference if there is one.
-pub(crate) use checks::run;
+pub(crate) use of_cuda::run;
 /// Hash of the source texts of all kernels.
-pub(crate) use checks::sources;
+pub(crate) use of_cuda::sources;

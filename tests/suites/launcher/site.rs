@@ -16,7 +16,8 @@ use tempfile::TempDir;
 /// Longest wait for a line, and for the end of a run.
 const LIMIT: Duration = Duration::from_secs(60);
 /// Default flags of a run.
-const DEFAULTS: [(&str, &str); 6] = [
+const DEFAULTS: [(&str, &str); 7] = [
+    ("--device", "cpu"),
     ("--model", "model"),
     ("--data", "data/samples.json"),
     ("--output", "out"),

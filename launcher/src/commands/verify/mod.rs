@@ -78,6 +78,7 @@ pub(super) struct Verdict {
 /// A GPU is wrong and no other choice is right (exit 13), or a file cannot be written.
 pub(super) fn prove(
     hooks: &Hooks,
+    env: &Env,
     config: RunConfig,
     with_steps: bool,
     show: &mut dyn FnMut(Event),
@@ -90,6 +91,7 @@ pub(super) fn prove(
     }
     let variables = Variables::read();
     let run = Run {
+        env,
         config: &config,
         with_steps,
         matmul: variables.matmul()?,
@@ -142,6 +144,7 @@ fn cover(config: &RunConfig, gpu: &RunGpu) -> Result<Cover, Failure> {
 }
 
 struct Run<'a> {
+    env: &'a Env,
     config: &'a RunConfig,
     with_steps: bool,
     matmul: Matmul,
@@ -199,7 +202,7 @@ impl Run<'_> {
 
     fn verify(&self) -> Result<Verdict, Failure> {
         let started = Instant::now();
-        let job = Job::new(&std::env::temp_dir())?;
+        let job = Job::new(&self.env.temp_dir)?;
         let directory = job.directory();
         let mut verdict = Verdict::default();
         for place in 0..self.used().len() {
@@ -394,7 +397,7 @@ impl Verdict {
         if self.without_graphs {
             lines.push(text!(
                 "CUDA graphs are off, because steps with them differ from the CPU's: {}",
-                "不使用 CUDA graph，因为使用它的训练与 CPU 不一致：{}",
+                "不使用 CUDA 图，因为使用它的训练与 CPU 不一致：{}",
                 why()
             ));
         }
@@ -457,7 +460,7 @@ pub(super) fn report(hooks: &Hooks) -> Result<ExitCode, Failure> {
     }
     let config = demo::prepare(config, &env, &mut |event| screen.show(&event))?;
     let mut lines = Vec::new();
-    let proven = prove(hooks, config, true, &mut |event| {
+    let proven = prove(hooks, &env, config, true, &mut |event| {
         lines.extend(crate::ui::lines(&event));
         screen.show(&event);
     });
