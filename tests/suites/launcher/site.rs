@@ -17,13 +17,13 @@ use tempfile::TempDir;
 const LIMIT: Duration = Duration::from_secs(60);
 /// Default flags of a run.
 const DEFAULTS: [(&str, &str); 7] = [
-    ("--device", "cpu"),
     ("--model", "model"),
     ("--data", "data/samples.json"),
     ("--output", "out"),
     ("--precision", "f32"),
     ("--learning-rate", "1e-3"),
     ("--max-steps", "2"),
+    ("--device", "cpu"),
 ];
 const DIRECTORIES: [&str; 4] = ["home", "tmp", "model", "data"];
 
