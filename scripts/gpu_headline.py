@@ -224,7 +224,7 @@ def commands(case, binary, work, device, published):
     flags = ["shm" if tiny and word == "ipc" else word for word in case["flags"]]
     train = [
         binary / "launcher", "--model", work / "model", "--data", work / "model/samples.json", "--output", work / "run",
-        "--device", device, "--nproc", case["ranks"], "--max-steps", steps, "--logging-steps", 1, "--warmup-steps", 0,
+        "--device", device, "--verify-gpu", "off", "--nproc", case["ranks"], "--max-steps", steps, "--logging-steps", 1, "--warmup-steps", 0,
         "--learning-rate", "1e-6", "--trace-steps", f"{steps}..{steps + 1}", "--eval-strategy", "no",
         *(["--save-steps", steps] if case.get("saves") else ["--save-strategy", "no"]), *flags,
     ]

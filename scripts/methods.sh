@@ -18,7 +18,7 @@ cp tests/golden/minicpm-v-2_6/cases/wide_two_turns/image_wide.png "$work/a.png"
     echo ']'
 } > "$work/data.json"
 
-common='--zero 3 --offload cpu --nproc 2 --precision f32 --learning-rate 1e-3 --max-steps 10 --per-device-train-batch-size 2'
+common='--device cpu --zero 3 --offload cpu --nproc 2 --precision f32 --learning-rate 1e-3 --max-steps 10 --per-device-train-batch-size 2'
 cat <<HEAD
 Every row was run by \`scripts/methods.sh\`: \`launcher --model PACK --data data.json $common\` and the
 flags of the row. PACK is the family's directory in \`tests/golden\` (the published format with tiny sizes and random weights). Of the four

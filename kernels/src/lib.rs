@@ -72,6 +72,8 @@ mod resident;
 mod shape;
 mod tensor;
 mod timeline;
+#[cfg(feature = "cuda")]
+pub mod verify;
 
 pub use adapted::{
     AdaptedLayer, AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads,

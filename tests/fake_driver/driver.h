@@ -8,6 +8,8 @@
 u32 broken(u32 code, const char* format, ...) __attribute__((format(printf, 2, 3)));
 // A number of the environment.
 u64 setting(const char* name, u64 otherwise);
+// Whether this is the moment of a fault, see driver.cpp.
+bool faulty(const char* name);
 // Whether a context is current on this thread.
 bool has_context();
 // Whether all of a range is allocated device memory.

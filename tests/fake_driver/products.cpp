@@ -162,7 +162,7 @@ EXPORT u32 cublasLtMatmul(u64* handle, Description* of, const float* alpha, cons
   Product p = {};
   if (u32 code = extents(of, a_layout, b_layout, c_layout, d_layout, p)) return code;
   p.a = (u64)a, p.b = (u64)b, p.c = (u64)c, p.d = (u64)d, p.bias = of->bias, p.aux = of->aux;
-  p.alpha = *alpha, p.beta = *beta, p.workspace = (u64)workspace, p.workspace_bytes = bytes;
+  p.alpha = faulty("product") ? -*alpha : *alpha, p.beta = *beta, p.workspace = (u64)workspace, p.workspace_bytes = bytes;
   const u64 at[4] = {p.a, p.b, p.c, p.d};
   for (int i = 0; i < 4; i++)
     if (at[i] % algorithm->data[2 + i]) return broken(INVALID_VALUE, "operand %d at %#lx is not aligned as was promised", i, at[i]);

@@ -34,7 +34,7 @@ use crate::config::{
     GradDtype, InitChoice, LrScale, Moments, NvmeIo, Offload, OptimizerInBackward,
     OptimizerInForward, PrecisionChoice, PrefetchWeights, PureBf16Moments, PureBf16Weights,
     QuantizeFormat, Recompute, ReportTo, RopeChoice, Scheduler, SchedulerKwargs, Strategy,
-    TemplateChoice, Workers,
+    TemplateChoice, VerifyGpu, Workers,
 };
 use crate::error::Failure;
 use crate::error::format::ErrorFormat;
@@ -280,6 +280,11 @@ pub struct Args {
     /// Launch repeated kernel sequences as one CUDA graph; results are the same bits
     #[arg(long, value_enum, help_heading = "Memory and ranks")]
     pub cuda_graph: Option<CudaGraph>,
+    /// Compare the GPUs with the CPU before the run is planned
+    ///
+    /// auto checks the operations that the run uses and two steps of a tiny model of its family, once for each GPU model, driver, set of libraries and kernels. full checks every operation each time.
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub verify_gpu: Option<VerifyGpu>,
     /// Copy offloaded weights to the GPU one unit ahead of their use
     ///
     /// auto does so if the plan fits with one more unit of weights. Results are the same bits.
@@ -644,7 +649,7 @@ pub struct Args {
 }
 
 /// What the user typed after `launcher doctor`.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Parser)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Parser)]
 #[command(
     name = "launcher doctor",
     version,
@@ -655,6 +660,12 @@ pub struct DoctorArgs {
     /// Print the report as JSON with stable keys
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub json: Option<bool>,
+    /// Compare every operation and two training steps on all GPUs with the CPU, and write a report to send
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub verify_gpu: Option<bool>,
+    /// Verification of one GPU: the request that the verifying process wrote
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub verify_request: Option<PathBuf>,
 }
 
 /// Other names of this program's flags: (other name in snake_case, flag). First the names of other trainers,
@@ -905,7 +916,7 @@ mod tests {
              model-max-length modules-to-save moments no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \
              per-device-eval-batch-size per-device-train-batch-size precision prefetch-weights preset ptuning-tokens pure-bf16-moments pure-bf16-weights quantize quantize-double quantize-modules rank-is report-to resume resume-anyway \
              rope-precision save-steps save-strategy \
-             save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross tokenizer trace-steps train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
+             save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross tokenizer trace-steps train train-on-turn-end tune-llm tune-vision use-lora verify-gpu warmup-ratio \
              warmup-steps weight-decay zero"
         );
         for (alias, target) in ALIASES {
@@ -1020,7 +1031,10 @@ mod tests {
             ("doctor --json=false", Some(false)),
             ("doctor --json True", Some(true)),
         ] {
-            let expected = Command::Doctor(DoctorArgs { json });
+            let expected = Command::Doctor(DoctorArgs {
+                json,
+                ..DoctorArgs::default()
+            });
             assert_eq!(doctor(line).expect("parses"), expected, "{line}");
         }
         let printed = doctor("doctor --help").expect("prints");

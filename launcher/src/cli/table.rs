@@ -9,6 +9,8 @@ use super::normalise::Subcommand;
 use super::trainers::TABLES;
 use super::{ALIASES, Args, IGNORED, RESTRICTED};
 use crate::cli::resolve;
+use crate::config::DEVICE;
+use crate::config::words::value_name;
 use crate::error::Failure;
 use crate::rank_env::Env;
 
@@ -139,7 +141,7 @@ fn subcommand_section(text: &mut String, subcommand: &str, command: &clap::Comma
             about.unwrap_or_default()
         ),
     );
-    for arg in command.get_arguments() {
+    for arg in command.get_arguments().filter(|arg| !arg.is_hide_set()) {
         let help = description(arg);
         let values = value_names(arg).map_or_else(String::new, |names| format!(" ({names})"));
         match arg.get_long() {
@@ -190,6 +192,8 @@ pub(super) fn defaults(of_a_model: bool) -> Result<BTreeMap<&'static str, String
     for path in ["model", "data", "eval-data", "output"] {
         flags.remove(path);
     }
+    // A run resolves it.
+    flags.insert("device", value_name(DEVICE));
     Ok(flags)
 }
 

@@ -12,6 +12,7 @@ mod new_directory;
 mod plan;
 mod synth;
 mod train;
+mod verify;
 mod watch;
 
 use crate::cli::{self, Args, Command, DataCheckArgs, EvalArgs, Note, PlanArgs, file};
@@ -128,7 +129,13 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
         } => plan_with_files(hooks, &mut args, typed, notes),
         Command::ExplainConfig { args, typed } => file::explain(&args, &typed, &Env::read_alone()),
         // The report must also work in an environment that training refuses.
-        Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
+        Command::Doctor(options) => match &options.verify_request {
+            Some(request) => start_pool(None).and_then(|()| verify::child::serve(hooks, request)),
+            None if options.verify_gpu == Some(true) => {
+                start_pool(None).and_then(|()| verify::report(hooks))
+            }
+            None => doctor::run(&Variables::read(), options.json == Some(true)),
+        },
         Command::Explain(options) => explain::run(&options),
         Command::DataCheck(mut options) => {
             start_pool(None)?;

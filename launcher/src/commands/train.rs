@@ -1,5 +1,6 @@
 //! Training: the supervisor process and the rank process.
 
+use super::verify::{self, Proven};
 use super::{Hooks, demo};
 use crate::error::{ErrorCode, Failure, RECORD_TARGET, continue_run};
 use crate::lang::{Text, both, text};
@@ -11,7 +12,8 @@ use std::time::Instant;
 use crate::cli::file::Loaded;
 use crate::cli::{self, Args, Note, resolve_on};
 use crate::config::{
-    CONFIG_FILE, Collectives, DEVICE, OptimizerInBackward, Resume, RunConfig, RunPlan, Task,
+    CONFIG_FILE, Collectives, DEVICE, DeviceChoice, OptimizerInBackward, Resume, RunConfig,
+    RunPlan, Task,
 };
 use crate::device::survey::environment;
 use crate::device::{self, Chosen, Devices, one_gpu_each};
@@ -104,7 +106,30 @@ pub(super) fn run_supervisor(
         };
     }
     let asked = demo::prepare(asked, env, &mut |event| screen.show(&event))?;
-    let prepared = prepare(hooks, &asked.draft(), &mut |event| screen.show(&event));
+    // Another launcher's variables would make the ranks of a verification part of its job.
+    let alone = share.is_none();
+    let proven = verify::prove(hooks, env, asked.clone(), alone, &mut |event| {
+        screen.show(&event);
+    });
+    let Proven {
+        config: asked,
+        ipc_refused,
+    } = match proven {
+        Err(failure) if takes_the_cpu(&asked, args, &failure) => {
+            screen.show(&on_the_cpu(&failure));
+            Proven {
+                config: RunConfig {
+                    output: asked.output,
+                    source: asked.source,
+                    ..resolve_on(args, env, &Chosen::cpu())?.config
+                },
+                ipc_refused: None,
+            }
+        }
+        proven => proven?,
+    };
+    let draft = RunPlan::draft(asked.clone(), ipc_refused);
+    let prepared = prepare(hooks, &draft, &mut |event| screen.show(&event));
     let Prepared {
         run,
         suggestions,
@@ -164,6 +189,25 @@ fn finished(failure: &Failure) -> Event {
     Event::Info {
         label: both("resume", "续训").into(),
         text: failure.summary(),
+    }
+}
+
+/// Whether a run goes on without its wrong GPU: the demo does, where the device was left open.
+fn takes_the_cpu(config: &RunConfig, args: &Args, failure: &Failure) -> bool {
+    let is_open = args.device.unwrap_or(DEVICE) == DeviceChoice::Auto;
+    config.is_demo() && is_open && failure.code == ErrorCode::GpuVerification
+}
+
+/// Warning that the demo takes the CPU.
+fn on_the_cpu(failure: &Failure) -> Event {
+    let evidence = Text::join(&failure.evidence, "; ");
+    Event::Warning {
+        text: text!(
+            "{} ({}): {evidence}; the demo takes the CPU",
+            "{}（{}）：{evidence}；演示改用 CPU",
+            failure.title,
+            failure.code
+        ),
     }
 }
 
@@ -497,7 +541,17 @@ fn rank_run(
     if rank.can_plan_again() {
         asked = one_gpu_each(asked);
     }
-    let mut asked = demo::prepare(asked, env, &mut |_| ())?;
+    let asked = demo::prepare(asked, env, &mut |_| ())?;
+    let mut screen = Screen::on_stderr(env.no_color);
+    let is_shown = rank.rank == 0;
+    let Proven {
+        config: mut asked,
+        ipc_refused,
+    } = verify::prove(hooks, env, asked, false, &mut |event| {
+        if is_shown {
+            screen.show(&event);
+        }
+    })?;
     if rank.rank == 0 {
         asked = RunConfig {
             output: run_directory::check(&asked)?,
@@ -505,7 +559,8 @@ fn rank_run(
         };
     }
     // Every rank plans, because all need the sample order and the evaluation batch size.
-    let Prepared { run, plan, .. } = prepare(hooks, &asked.draft(), &mut |_| ())?;
+    let draft = RunPlan::draft(asked.clone(), ipc_refused);
+    let Prepared { run, plan, .. } = prepare(hooks, &draft, &mut |_| ())?;
     let mut held = None;
     if rank.rank == 0 {
         held = Some(run_directory::prepare(&run)?);

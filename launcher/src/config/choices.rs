@@ -20,6 +20,19 @@ pub enum DeviceChoice {
     Cuda,
 }
 
+/// `--verify-gpu`: how a run verifies the GPUs that it uses, before it is planned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum VerifyGpu {
+    /// Not at all.
+    Off,
+    /// What the run uses, once for each combination of GPU, driver, libraries and kernels.
+    #[default]
+    Auto,
+    /// Every operation, in every run.
+    Full,
+}
+
 /// `--cuda-graph`: whether repeated sequences of GPU commands are replayed as CUDA graphs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -88,8 +88,8 @@ pub const DEMO: Defaults = Defaults {
 
 /// Default of `--zero`: ZeRO stage.
 pub(crate) const ZERO: u8 = 3;
-/// Default of `--device`: the CPU, until training on GPUs has been measured on hardware.
-pub(crate) const DEVICE: DeviceChoice = DeviceChoice::Cpu;
+/// Default of `--device`: GPUs that are verified, else the CPU.
+pub(crate) const DEVICE: DeviceChoice = DeviceChoice::Auto;
 /// Default of `--nproc`, the number of ranks, if no GPU is visible.
 pub(crate) const NPROC: usize = 2;
 /// Default of `--comm-timeout`: maximum wait of a rank for another rank, in seconds.

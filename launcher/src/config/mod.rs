@@ -33,7 +33,7 @@ pub use best::{Best, BestMetric, BestSoFar};
 pub use choices::{
     Cadence, CudaGraph, DataFormatChoice, Device, DeviceChoice, Every, ExifRotation, InitChoice,
     LrScale, PrecisionChoice, Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice,
-    Workers,
+    VerifyGpu, Workers,
 };
 pub use collectives::Collectives;
 pub(crate) use defaults::DEVICE;
@@ -336,6 +336,9 @@ pub struct RunConfig {
     /// Whether repeated sequences of GPU commands are replayed as CUDA graphs.
     #[serde(default)]
     pub cuda_graph: CudaGraph,
+    /// How the GPUs are verified before the run is planned.
+    #[serde(default)]
+    pub verify_gpu: VerifyGpu,
     /// Whether offloaded weights are copied to the GPU one unit (usually one layer) before their use.
     #[serde(default)]
     #[serde(rename = "upload_ahead")]

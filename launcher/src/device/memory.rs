@@ -9,9 +9,10 @@ use crate::config::Products;
 use crate::config::RunConfig;
 
 /// An arena is larger than its plan by this share (one part in 16), and by at least `SLACK_BYTES`, if the memory is
-/// free. Evaluation allocates without a plan.
+/// free. Evaluation allocates in an order of its own: where smaller blocks take the hole of a freed one, the next of its
+/// size needs as much again. The largest of these is the library's scratch memory, 32 MiB and its alignment.
 const SLACK_SHARE: u64 = 16;
-const SLACK_BYTES: u64 = 16 << 20;
+const SLACK_BYTES: u64 = 33 << 20;
 
 /// Meta devices that stand for the GPUs of `config` in a dry run: one per number of multiprocessors and library for
 /// matrix products. Empty on the CPU.

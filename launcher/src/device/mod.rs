@@ -1,6 +1,7 @@
 //! Device of a run: the choice between the CPU and GPUs, made once before anything else is resolved; and how a rank
 //! opens its GPU.
 
+pub(crate) mod checks;
 mod cuda;
 mod memory;
 pub mod survey;

@@ -343,11 +343,32 @@ fn states_are_located_on_gpus_that_can_update_them() {
 
 #[test]
 fn an_arena_is_larger_than_its_plan_where_memory_allows() {
-    assert_eq!(arena_bytes(1 << 20, None), (1 << 20) + (16 << 20));
+    assert_eq!(arena_bytes(1 << 20, None), (1 << 20) + (33 << 20));
     assert_eq!(arena_bytes(16 << 30, None), 17 << 30);
     assert_eq!(arena_bytes(16 << 30, Some(33 << 29)), 33 << 29);
     // A plan that does not fit is refused by another check.
     assert_eq!(arena_bytes(100, Some(50)), 100);
+}
+
+/// Blocks in another order than the planned one need up to the largest block more.
+#[cfg(feature = "cuda")]
+#[test]
+fn an_arena_has_room_for_the_largest_block_in_another_order() {
+    use kernels::{DType, Shape, Tag, cuda::CudaBackend};
+
+    let device = CudaBackend::counting_within(1, true, arena_bytes(34 << 20, None));
+    let block = |mib: usize| {
+        let shape = Shape::new(&[mib << 18]);
+        device
+            .zeros(shape, DType::F32, Tag::Workspace)
+            .expect("room")
+    };
+    // At most 34 MiB live at a time: scratch memory and two blocks.
+    let scratch = block(32);
+    let _first = block(1);
+    drop(scratch);
+    let _in_its_hole = block(1);
+    let _again = block(32);
 }
 
 /// Two GPUs with peer access to each other, or in one direction only.

@@ -30,7 +30,7 @@ pub(crate) use commands::{continue_run, quoted};
 /// Target of the log record that a failing rank ends with.
 pub(crate) const RECORD_TARGET: &str = "tessera_report";
 
-/// Stable code of a kind of failure, `E01` to `E21`. Each code has one exit status of the process.
+/// Stable code of a kind of failure, `E01` to `E22`. Each code has one exit status of the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ErrorCode {
@@ -97,11 +97,14 @@ pub enum ErrorCode {
     /// Stopped by a signal. The state was saved if possible.
     #[serde(rename = "E21")]
     Interrupted,
+    /// A GPU does not compute what the CPU computes.
+    #[serde(rename = "E22")]
+    GpuVerification,
 }
 
 impl ErrorCode {
-    /// Every error code, from `E01` to `E21`.
-    pub const ALL: [Self; 21] = [
+    /// Every error code, from `E01` to `E22`.
+    pub const ALL: [Self; 22] = [
         Self::DeviceMemory,
         Self::HostMemory,
         Self::Rendezvous,
@@ -123,6 +126,7 @@ impl ErrorCode {
         Self::Panic,
         Self::RankDied,
         Self::Interrupted,
+        Self::GpuVerification,
     ];
 
     /// The code as printed, such as `"E01"`.
@@ -149,6 +153,7 @@ impl ErrorCode {
             Self::Panic => "E19",
             Self::RankDied => "E20",
             Self::Interrupted => "E21",
+            Self::GpuVerification => "E22",
         }
     }
 
@@ -166,7 +171,8 @@ impl ErrorCode {
             | Self::PortInUse
             | Self::SharedMemory
             | Self::DeviceTooOld
-            | Self::Cuda => 13,
+            | Self::Cuda
+            | Self::GpuVerification => 13,
             Self::Collective => 14,
             Self::Numeric => 15,
             Self::Disk => 16,

@@ -2,20 +2,21 @@
 
 use super::fixed::{self, Fixed};
 use super::memory_plans::{self, MemoryPlans};
-use crate::config::RunConfig;
+use crate::config::{RunConfig, RunGpu, RunPlan};
 use crate::device;
+use crate::error::failures::unusable;
 use crate::error::{Failure, failures};
 use crate::lang::both;
 use crate::memory::{Footprint, Kinds, Phase, PhaseBytes, RankMemory};
 use crate::model::optimizer::rule;
-use crate::model::setup::{dropout, keeps};
+use crate::model::setup::{dropout, keeps, shapes};
 use engine::comm::WindowBytes;
 use engine::{DryRun, EngineError, ParamAccess, PassKind, Plan};
-use kernels::{Backend, MemoryPlan, PoolStats, Tag};
+use kernels::{Backend, KernelList, MemoryPlan, PoolStats, Tag};
 use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::generate::{Prompt, dry_run_answers};
-use models::{ModelError, SampleInput, VisionLanguageModel};
+use models::{ModelError, SampleInput, VisionLanguageModel, largest_sample};
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -99,6 +100,30 @@ pub(crate) fn window_region(config: &RunConfig, plan: &Arc<Plan>) -> Result<u64,
     };
     let window = count().map_err(|e| allocate(&e))?;
     Ok(window.region + fixed::WINDOW_SLACK_BYTES)
+}
+
+/// GPU kernels of an update of the run on `gpu`, from the largest possible sample. Files beside the model's
+/// configuration are not read.
+///
+/// # Errors
+/// The configuration cannot be used.
+pub(crate) fn kernels_of(run: &RunPlan, gpu: &RunGpu) -> Result<KernelList, Failure> {
+    let Some(counting) = device::counting_of(gpu) else {
+        return Ok(KernelList::default());
+    };
+    let (model, plan) = shapes(run)?;
+    let (dir, batch) = (run.model_dir(), &run.batch);
+    let (tokens, slices) = (batch.model_max_length, batch.max_slice_nums);
+    let sample = largest_sample(&dir, tokens, slices, batch.image_max_pixels);
+    let sample = [sample.map_err(|error| unusable(&dir, &error))?];
+    let count = || -> Result<(), ModelError> {
+        let rule = Arc::new(rule(run));
+        let mut dry_run = DryRun::on_discrete_device(Arc::new(plan), rule, counting.clone())?;
+        micro_batch(run, &*model, &dry_run, &sample, &mut || (), &mut || ())?;
+        Ok(dry_run.take_step()?)
+    };
+    count().map_err(|e| failures::model(both("plan memory", "计划内存"), &e))?;
+    Ok(counting.launched())
 }
 
 fn allocate(error: &EngineError) -> Failure {

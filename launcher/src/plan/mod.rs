@@ -17,7 +17,7 @@ mod settle;
 pub(crate) mod spill_directories;
 pub(crate) mod suggestion;
 
-pub(crate) use dry_run::{HeldOut, Work, dry_run, window_region};
+pub(crate) use dry_run::{HeldOut, Work, dry_run, kernels_of, window_region};
 pub(crate) use fixed::{DECODING, Fixed};
 pub(crate) use machine::{DESCRIBED_MULTIPROCESSORS, Machine};
 pub(crate) use memory_check::MemoryCheck;

@@ -3,7 +3,6 @@
 //! both.
 #![deny(unsafe_code)]
 
-pub mod backend_checks;
 pub mod cases;
 mod clock;
 pub mod compile;

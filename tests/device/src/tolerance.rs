@@ -4,6 +4,7 @@
 
 use crate::numbers;
 use kernels::DType;
+pub use kernels::verify::{U32, store, trained};
 
 /// Error of `exp2_approx` for the exact result `want`: 2 units in the last place of the rounded result.
 #[must_use]
@@ -28,21 +29,6 @@ pub fn log2_approx(x: f64) -> f64 {
 #[must_use]
 pub fn mma(k: usize, size: f64) -> f64 {
     (k + 2) as f64 * f64::from(f32::EPSILON) * size
-}
-
-/// Unit roundoff of f32.
-pub const U32: f64 = 1.0 / (1u64 << 24) as f64;
-
-/// Error of one rounding to a dtype of a value close to `want`: relative, plus half the smallest subnormal.
-#[must_use]
-pub fn store(dtype: DType, want: f64) -> f64 {
-    let (unit, subnormal) = match dtype {
-        DType::BF16 => (1.0 / 256.0, 1e-38),
-        DType::F16 => (1.0 / 2048.0, 3.0e-8),
-        _ => (U32, 1e-38),
-    };
-    // The rounded value is not exactly `want`, hence the factor 1 + 2^-10.
-    unit * want.abs() * 1.001 + subnormal
 }
 
 /// Bounds for one row of a norm over `c` elements. Its sums are chains of at most `max(32, c / 256 + 1)` additions in a
@@ -155,28 +141,6 @@ pub fn loss(want: f64, top: f64) -> f64 {
 #[must_use]
 pub fn softmax_gradient(out: DType, want: f64, share: f64, base: f64) -> f64 {
     2.0 * store(out, want) + (STRETCHES + 2.0 * U32 * base + 4.0 * U32) * share
-}
-
-/// Distance of two backends with different orders of sums, for results of at most `size` from small operations. It
-/// allows a few roundings to `dtype` of values near the largest, and a few hundred f32 roundings of terms of that size.
-/// A wrong operand, extent or stride is off by `size` itself.
-#[must_use]
-pub fn wiring(dtype: DType, size: f64) -> f64 {
-    6.0 * store(dtype, size) + 512.0 * U32 * size
-}
-
-/// Distance of two devices for a loss, or for the norm of a tensor's gradient, of this size after some dozens of
-/// layers. In f32 it allows sums of at most some thousands of terms in another order: 2^-11 of the sum of their
-/// magnitudes, which is seldom a hundred times the sum. In 16 bits every layer rounds its results, and the gradients of
-/// the logits are rounded too.
-#[must_use]
-pub fn trained(dtype: DType, size: f64) -> f64 {
-    let unit = match dtype {
-        DType::BF16 => 1.0 / 256.0,
-        DType::F16 => 1.0 / 2048.0,
-        _ => return 1e-4 * size,
-    };
-    16.0 * unit * size
 }
 
 /// Distance of two devices for the loss `want` after so many updates of Adam. Each update adds the error of one pass.

@@ -1,6 +1,5 @@
 //! The CUDA backend on the emulated device: every operation of the trait compared with the CPU.
 
-use device_tests::backend_checks;
 use device_tests::emulator::Order;
 use device_tests::executor::{
     EmulatedGpu, Library, emulated_backend, emulated_backend_with, with_graphs,
@@ -27,11 +26,11 @@ fn run(part: usize, parts: usize) -> kernels::Result<()> {
 }
 
 fn run_on(device: &CudaBackend, part: usize, parts: usize) -> kernels::Result<()> {
-    let checks = backend_checks::all();
+    let checks = kernels::verify::all();
     let own = checks.iter().skip(part).step_by(parts);
     let failures: Vec<String> = own
         .filter_map(|check| check.run(device).err())
-        .map(|error| format!("{error:#}"))
+        .map(|error| format!("{error}"))
         .collect();
     assert!(failures.is_empty(), "{}", failures.join("\n"));
     // Only the table of the last attention remains.
@@ -58,7 +57,7 @@ fn operations_of_two_threads_agree_with_the_cpu() -> kernels::Result<()> {
     std::thread::scope(|scope| {
         for part in 0..2 {
             scope.spawn(move || {
-                let checks = backend_checks::all();
+                let checks = kernels::verify::all();
                 let attention = checks
                     .iter()
                     .filter(|check| check.name.starts_with("attention"));
@@ -67,7 +66,7 @@ fn operations_of_two_threads_agree_with_the_cpu() -> kernels::Result<()> {
                 for check in order.take(40) {
                     check
                         .run(device)
-                        .unwrap_or_else(|error| panic!("{}: {error:#}", check.name));
+                        .unwrap_or_else(|error| panic!("{}: {error}", check.name));
                 }
             });
         }
@@ -163,7 +162,7 @@ fn losses_in_small_pieces(library: Library) -> kernels::Result<()> {
     };
     let device = emulated_backend_with(ARENA_BYTES, Order::Descending, library)?;
     let device = device.with_loss_cuts(cuts);
-    let checks = backend_checks::all();
+    let checks = kernels::verify::all();
     let losses: Vec<_> = checks
         .iter()
         .filter(|check| check.name.starts_with("loss"))

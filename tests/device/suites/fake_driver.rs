@@ -102,7 +102,7 @@ impl Site {
 
 /// Two updates of the demo, without what takes long on an emulator.
 const DEMO: &str = "--zero 3 --max-steps 2 --lr-scheduler-type constant --logging-steps 1 --eval-strategy no \
-                    --save-strategy no --per-device-train-batch-size 2";
+                    --save-strategy no --per-device-train-batch-size 2 --verify-gpu off";
 
 /// Every rule of the driver, each in a process of its own.
 fn the_driver_keeps_its_rules() {
@@ -291,9 +291,86 @@ fn failures_of_the_driver_are_named() {
     assert_eq!(code, Some(0), "{text}");
 }
 
+/// As [`DEMO`], on one rank, on a machine whose GPUs were not met before.
+const FIRST: &str = "--zero 3 --max-steps 2 --lr-scheduler-type constant --logging-steps 1 --eval-strategy no \
+                     --save-strategy no --per-device-train-batch-size 2 --nproc 1 --offload cpu";
+
+/// The first run on a GPU compares it with the CPU. The next one knows the result.
+fn a_new_gpu_is_verified_once() {
+    let site = Site::new();
+    let line = format!("{FIRST} --device cuda --output");
+    let (code, text) = site.run(&[], &format!("{line} first"));
+    assert_eq!(code, Some(0), "{text}");
+    assert!(
+        text.contains("and two steps of a tiny model on 1 GPUs agree with the CPU"),
+        "{text}"
+    );
+    assert!(!text.contains("verified before"), "{text}");
+    let (code, text) = site.run(&[], &format!("{line} second"));
+    assert_eq!(
+        (code, text.contains("verified before")),
+        (Some(0), true),
+        "{text}"
+    );
+}
+
+/// A wrong kernel, or an order that is missing, is found before the run. The demo then takes the CPU.
+fn a_wrong_gpu_is_refused() {
+    let site = Site::new();
+    // The parameter of a kernel in the checks. The steps alone have copies that compute must wait for.
+    for (fault, eager, evidence) in [
+        ("argument:3+", "0", "f32"),
+        ("wait0:1+", "1", "two steps of a tiny model"),
+    ] {
+        let variables = [("TESSERA_FAKE_FAULT", fault), ("TESSERA_FAKE_EAGER", eager)];
+        let output = directory_of(fault);
+        let line = format!("{FIRST} --device cuda --output {output}");
+        let (code, text) = site.run(&variables, &line);
+        assert_eq!(code, Some(13), "{text}");
+        assert!(
+            text.contains("error[E22]") && text.contains(evidence),
+            "{text}"
+        );
+        assert!(!site.0.path().join(&output).exists(), "{text}");
+    }
+    let variables = [("TESSERA_FAKE_FAULT", "argument:3+")];
+    let (code, text) = site.run(&variables, &format!("{FIRST} --device auto --output cpu"));
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("the demo takes the CPU"), "{text}");
+    assert!(text.contains("1 rank on cpu"), "{text}");
+}
+
+/// Graphs that lose a command are not used.
+fn wrong_graphs_fall_back_to_launches() {
+    let site = Site::new();
+    let variables = [("TESSERA_FAKE_FAULT", "graph:1+")];
+    let (code, text) = site.run(&variables, &format!("{FIRST} --device cuda --output off"));
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("CUDA graphs are off, because"), "{text}");
+    let cpu = site.train(&[], &format!("{ONE} --device cpu"), "cpu");
+    agree(&site.losses("off"), &cpu);
+}
+
+/// Wrong products of the library are computed by our kernels instead.
+fn wrong_products_fall_back_to_our_kernels() {
+    let site = Site::new();
+    let variables = [
+        ("TESSERA_FAKE_FAULT", "product:1+"),
+        ("TESSERA_MATMUL", "auto"),
+    ];
+    let (code, text) = site.run(&variables, &format!("{FIRST} --device cuda --output own"));
+    assert_eq!(code, Some(0), "{text}");
+    assert!(
+        text.contains("matrix products by own kernels, because"),
+        "{text}"
+    );
+    let cpu = site.train(&[], &format!("{ONE} --device cpu"), "cpu");
+    agree(&site.losses("own"), &cpu);
+}
+
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 9] = [
+const TESTS: [Test; 13] = [
     ("the_driver_keeps_its_rules", the_driver_keeps_its_rules),
     (
         "doctor_reports_the_driver_and_its_gpus",
@@ -314,6 +391,16 @@ const TESTS: [Test; 9] = [
     (
         "failures_of_the_driver_are_named",
         failures_of_the_driver_are_named,
+    ),
+    ("a_new_gpu_is_verified_once", a_new_gpu_is_verified_once),
+    ("a_wrong_gpu_is_refused", a_wrong_gpu_is_refused),
+    (
+        "wrong_graphs_fall_back_to_launches",
+        wrong_graphs_fall_back_to_launches,
+    ),
+    (
+        "wrong_products_fall_back_to_our_kernels",
+        wrong_products_fall_back_to_our_kernels,
     ),
 ];
 

@@ -16,13 +16,14 @@ use tempfile::TempDir;
 /// Longest wait for a line, and for the end of a run.
 const LIMIT: Duration = Duration::from_secs(60);
 /// Default flags of a run.
-const DEFAULTS: [(&str, &str); 6] = [
+const DEFAULTS: [(&str, &str); 7] = [
     ("--model", "model"),
     ("--data", "data/samples.json"),
     ("--output", "out"),
     ("--precision", "f32"),
     ("--learning-rate", "1e-3"),
     ("--max-steps", "2"),
+    ("--device", "cpu"),
 ];
 const DIRECTORIES: [&str; 4] = ["home", "tmp", "model", "data"];
 

@@ -33,13 +33,14 @@ const OF_PRECISION: [&str; 8] = [
 ];
 
 /// Settings that leave results as they are and are chosen anew with another layout.
-const OF_LAYOUT: [&str; 6] = [
+const OF_LAYOUT: [&str; 7] = [
     "shard-group",
     "optimizer-in-backward",
     "optimizer-in-forward",
     "prefetch-weights",
     "collectives",
     "cuda-graph",
+    "verify-gpu",
 ];
 /// Flags that change the layout.
 const LAYOUT: [&str; 5] = ["zero", "offload", "device", "nproc", "precision"];

@@ -132,6 +132,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         device: chosen.device,
         gpus: chosen.gpus.clone(),
         cuda_graph: args.cuda_graph.unwrap_or_default(),
+        verify_gpu: args.verify_gpu.unwrap_or_default(),
         prefetch_weights: args.prefetch_weights.unwrap_or_default(),
         numbers: numbers::resolve(args, precision(args, defaults)?)?,
         precision: precision(args, defaults)?,
@@ -386,6 +387,8 @@ fn offload(args: &Args, device: Device, notes: &mut Vec<Note>) -> Result<Offload
 fn world_size(args: &Args, env: &Env, gpus: &[RunGpu]) -> Result<usize, Failure> {
     let default = match gpus.len() {
         0 => defaults::NPROC,
+        // More ranks make the demo slower.
+        count if args.model.is_none() => count.min(defaults::NPROC),
         count => count,
     };
     if args.nproc == Some(0) {
@@ -851,6 +854,7 @@ impl RunConfig {
         flags.push(("comm-timeout", self.comm_timeout_seconds.to_string()));
         flags.push(("device", self.device.name().to_string()));
         flags.push(("cuda-graph", value_name(self.cuda_graph)));
+        flags.push(("verify-gpu", value_name(self.verify_gpu)));
         flags.push(("prefetch-weights", value_name(self.prefetch_weights)));
         flags.push(("collectives", value_name(self.collectives)));
         flags.push(("precision", value_name(self.precision)));

@@ -210,7 +210,7 @@ mod tests {
         }
         let failure = find("E23").expect_err("unknown");
         assert!(
-            failure.next[0].contains("launcher explain E21"),
+            failure.next[0].contains("launcher explain E22"),
             "{failure}"
         );
         let failure = find("nonsense").expect_err("unknown");

@@ -105,6 +105,14 @@ pub(super) fn find(named: Option<&Path>) -> Result<Config, Failure> {
     }
 }
 
+/// A configuration of this program.
+pub(super) fn built_in(text: &str) -> Config {
+    Config {
+        bytes: text.as_bytes().to_vec(),
+        origin: "a built-in configuration".to_owned(),
+    }
+}
+
 fn names() -> String {
     PUBLISHED.map(|(name, _)| name).join(", ")
 }

@@ -136,6 +136,32 @@ pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Name of the samples' file of [`seeded`] in its directory.
+pub(super) const SAMPLES: &str = samples::FILE;
+
+/// Writes a model directory with the configuration `config`, weights that are generated when they are read, and `count`
+/// samples of `tokens` tokens.
+///
+/// # Errors
+/// When the configuration cannot be used, or the directory cannot be written.
+pub(super) fn seeded(
+    config: &str,
+    directory: &Path,
+    count: usize,
+    tokens: usize,
+) -> Result<(), Failure> {
+    std::fs::create_dir_all(directory)
+        .map_err(|error| Failure::io(ErrorCode::Disk, both("write", "写入"), directory, &error))?;
+    files::write(&config::built_in(config), directory)?;
+    let marker = json!(models::seeded::Marker::new(0));
+    FileWriter::new(directory, "\n").put_json(models::seeded::FILE, &marker)?;
+    let size = samples::Size {
+        tokens,
+        image_side: None,
+    };
+    samples::write(directory, count, size).map(drop)
+}
+
 fn check_space(output: &Path, needed: u64) -> Result<(), Failure> {
     // Adds headers, the index and the small files to the bytes of the weights.
     let needed = needed + (16 << 20);

@@ -82,3 +82,49 @@ pub(super) static CUDA: Page = Page {
     ],
     example: include_str!("examples/E12.txt"),
 };
+
+pub(super) static VERIFICATION: Page = Page {
+    title: both(
+        "a GPU does not compute what the CPU computes",
+        "GPU 的计算结果与 CPU 不一致",
+    ),
+    meaning: both(
+        "Before a run with a new combination of GPU, driver, libraries and kernels is planned, its operations and two steps of a tiny model were compared with the CPU. They differ, failed or did not end, and no other library, transport or mode of this program was right.",
+        "遇到新的 GPU、驱动、库和内核组合时，本程序会在制定计划之前把本次运行的各项运算以及一个微型模型的两步训练与 CPU 对比。结果不一致、出错或没有结束，而且本程序的其他库、传输方式和模式也都不正确。",
+    ),
+    causes: &[
+        both(
+            "The kernels of this program are wrong on this GPU, or with this driver. They were tested on an emulator.",
+            "本程序的内核在该 GPU 或该驱动上有错误。这些内核是在模拟器上测试的。",
+        ),
+        both(
+            "The GPU is damaged, overclocked, or has memory errors.",
+            "GPU 损坏、超频，或显存有错误。",
+        ),
+    ],
+    look_at: &[
+        both(
+            "The lines 'evidence': the operation, the element, and both numbers.",
+            "evidence 各行：运算、元素以及两个数值。",
+        ),
+        both(
+            "`nvidia-smi -q -d ECC` and the kernel log, for errors of the memory.",
+            "`nvidia-smi -q -d ECC` 和内核日志，查看显存错误。",
+        ),
+    ],
+    what_to_do: &[
+        both(
+            "Run `launcher doctor --verify-gpu` and send the report that it writes.",
+            "运行 `launcher doctor --verify-gpu`，并发送它写出的报告。",
+        ),
+        both(
+            "Use another GPU: CUDA_VISIBLE_DEVICES=1. Or train on the CPU: --device cpu.",
+            "使用另一块 GPU：CUDA_VISIBLE_DEVICES=1。或者在 CPU 上训练：--device cpu。",
+        ),
+        both(
+            "--verify-gpu off trains without the check. Results may be wrong.",
+            "--verify-gpu off 跳过检查直接训练，结果可能是错的。",
+        ),
+    ],
+    example: include_str!("examples/E22.txt"),
+};

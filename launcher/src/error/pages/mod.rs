@@ -45,5 +45,6 @@ pub(crate) const fn page(code: ErrorCode) -> &'static Page {
         ErrorCode::Disk => &files::DISK,
         ErrorCode::DeviceTooOld => &device::DEVICE_TOO_OLD,
         ErrorCode::Cuda => &device::CUDA,
+        ErrorCode::GpuVerification => &device::VERIFICATION,
     }
 }

@@ -13,7 +13,6 @@ use kernels::cuda::module::Family;
 use kernels::cuda::{CudaBackend, CudaError};
 
 use super::{Report, Setting, show};
-use crate::backend_checks;
 use crate::cases::{self, Effort};
 use crate::emulator::{Emulator, Order};
 use crate::gpu::GpuMachine;
@@ -124,7 +123,7 @@ pub fn backend(setting: &Setting) -> Report {
 
 fn operations(gpu: Gpu, arena_bytes: u64, what: &str, report: &mut Report) -> Result<()> {
     let device = CudaBackend::new(Arc::new(gpu), arena_bytes)?;
-    let checks = backend_checks::all();
+    let checks = kernels::verify::all();
     let mut passed = 0;
     for check in &checks {
         match check.run(&device) {

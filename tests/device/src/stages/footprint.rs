@@ -17,7 +17,6 @@ use kernels::{Backend, CpuBackend, DType, MatmulArgs, Tag, Transpose};
 use serde::{Deserialize, Serialize};
 
 use super::{Report, Setting};
-use crate::backend_checks;
 
 /// Largest error of a plan's estimate, as a share of the measured bytes.
 const SHARE: f64 = 0.25;
@@ -190,7 +189,7 @@ fn judge(report: &mut Report, took: Footprint, multiprocessors: u32) {
 /// # Errors
 /// When there is no GPU, or an operation fails.
 pub fn in_process(setting: &Setting, directory: &Path) -> Result<()> {
-    let checks = backend_checks::all();
+    let checks = kernels::verify::all();
     let values = vec![1u8; 16 << 20];
     let mut product = vec![1u8; 8 << 20];
     // Memory of the checks themselves is allocated before.

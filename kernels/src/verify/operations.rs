@@ -1,145 +1,12 @@
-//! Comparison of every backend operation with the CPU, on whole tensors and on parts of larger ones.
-//!
-//! Results are equal bit for bit where the definition fixes every bit. Elsewhere the tolerance is smaller than the
-//! effect of a wrong operand, extent or stride. The kernels' own cases check the exact bounds.
+//! Every operation of a backend, in every dtype and in mixtures, on small operands.
 
-use std::ops::Range;
-
-use anyhow::{Context, Result, ensure};
-use kernels::{
+use super::{Check, Compare, Input};
+use crate::{
     AdaptedLayer, AdaptedLinearArgs, AdaptedLinearGradArgs, AdapterArgs, AdapterDropout,
-    AttentionArgs, Backend, CpuBackend, DType, Direction, DropoutArgs, Gelu, GroupedMatmulArgs,
-    IGNORED_LABEL, LossNeeds, MatmulArgs, MatmulGroup, RopeLayout, Shape, Tag, Tensor, Transpose,
+    AttentionArgs, DType, Direction, DropoutArgs, Gelu, GroupedMatmulArgs, IGNORED_LABEL,
+    LossNeeds, MatmulArgs, MatmulGroup, RopeLayout, Tensor, Transpose,
 };
-
-use crate::numbers::{bytes, first_difference};
-use crate::random::Operands;
-use crate::tolerance;
-
-/// An operand of a check.
-#[derive(Clone, Debug)]
-enum Input {
-    /// Normally distributed numbers.
-    Float(DType, Vec<usize>),
-    /// Row numbers or labels.
-    Index(Vec<usize>, Vec<i32>),
-}
-
-/// How results are compared.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Compare {
-    Bits,
-    /// Sums in another order, on numbers rounded to this dtype.
-    Close(DType),
-}
-
-type Run = Box<dyn Fn(&dyn Backend, &[Tensor]) -> kernels::Result<Vec<Tensor>> + Send + Sync>;
-
-/// One operation with its operands.
-pub struct Check {
-    /// The operation and its dtypes.
-    pub name: String,
-    inputs: Vec<Input>,
-    compare: Compare,
-    run: Run,
-}
-
-impl std::fmt::Debug for Check {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Check").field(&self.name).finish()
-    }
-}
-
-impl Check {
-    fn new(
-        name: impl Into<String>,
-        inputs: impl Into<Vec<Input>>,
-        compare: Compare,
-        run: impl Fn(&dyn Backend, &[Tensor]) -> kernels::Result<Vec<Tensor>> + Send + Sync + 'static,
-    ) -> Self {
-        Self {
-            name: name.into(),
-            inputs: inputs.into(),
-            compare,
-            run: Box::new(run),
-        }
-    }
-
-    /// Runs the operation on the CPU and on `device`.
-    ///
-    /// # Errors
-    /// The first difference, or a failed operation.
-    pub fn run(&self, device: &dyn Backend) -> Result<()> {
-        for part in [false, true] {
-            let what = || format!("{}{}", self.name, if part { ", parts" } else { "" });
-            self.run_once(device, part).with_context(what)?;
-        }
-        Ok(())
-    }
-
-    fn run_once(&self, device: &dyn Backend, part: bool) -> Result<()> {
-        let cpu = CpuBackend::unlimited();
-        let want = (self.run)(&cpu, &self.operands(&cpu, part)?)?;
-        let got = (self.run)(device, &self.operands(device, part)?)?;
-        ensure!(got.len() == want.len(), "{} results", got.len());
-        for (i, (got, want)) in got.iter().zip(&want).enumerate() {
-            self.same(got, want)
-                .with_context(|| format!("result {i}"))?;
-        }
-        Ok(())
-    }
-
-    /// The inputs. With `part` they are the rows after the first one of a longer tensor.
-    fn operands(&self, backend: &dyn Backend, part: bool) -> Result<Vec<Tensor>> {
-        let operand = |(i, input): (usize, &Input)| {
-            let (dtype, dims, own) = match input {
-                Input::Float(dtype, dims) => {
-                    let n = dims.iter().product();
-                    let own = Operands::new(61).normal(&format!("operand {i}"), n, 1.0);
-                    (*dtype, dims, bytes(*dtype, &own))
-                }
-                Input::Index(dims, own) => (DType::I32, dims, bytemuck::cast_slice(own).to_vec()),
-            };
-            if !part {
-                return backend.upload(&own, Shape::new(dims), dtype, Tag::Activations);
-            }
-            let mut longer = dims.clone();
-            longer[0] += 1;
-            let row = dims[1..].iter().product::<usize>() * dtype.size_bytes();
-            let mut all = vec![0; row];
-            all.extend(own);
-            let whole = backend.upload(&all, Shape::new(&longer), dtype, Tag::Activations)?;
-            whole.narrow(1, dims[0])
-        };
-        let all = self.inputs.iter().enumerate().map(operand);
-        Ok(all.collect::<kernels::Result<_>>()?)
-    }
-
-    fn same(&self, got: &Tensor, want: &Tensor) -> Result<()> {
-        ensure!(
-            (got.shape(), got.dtype()) == (want.shape(), want.dtype()),
-            "{got:?} instead of {want:?}"
-        );
-        if !want.dtype().is_float() {
-            ensure!(got.to_bytes()? == want.to_bytes()?, "other bytes");
-            return Ok(());
-        }
-        let (got, want) = (got.to_f32_vec()?, want.to_f32_vec()?);
-        let wrong = match self.compare {
-            Compare::Bits => first_difference(&got, &want),
-            Compare::Close(dtype) => {
-                let size = want.iter().fold(0.0f32, |size, x| size.max(x.abs()));
-                let allowed = tolerance::wiring(dtype, f64::from(size));
-                let off = |(g, w): (&f32, &f32)| f64::from((g - w).abs()) > allowed || g.is_nan();
-                got.iter().zip(&want).position(off)
-            }
-        };
-        match wrong {
-            None => Ok(()),
-            Some(i) => anyhow::bail!("[{i}] is {:e} instead of {:e}", got[i], want[i]),
-        }
-    }
-}
+use std::ops::Range;
 
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
@@ -181,6 +48,37 @@ pub fn all() -> Vec<Check> {
         checks.extend(shared_grouped_adapters([dtype; 2]));
     }
     checks.extend(shared_grouped_adapters([DType::BF16, DType::F32]));
+    checks
+}
+
+/// Operations at the head dims and on the tiles of real models, beside [`all`].
+#[must_use]
+pub(super) fn of_models() -> Vec<Check> {
+    let mut checks = Vec::new();
+    for dtype in DTYPES {
+        for d in [32, 64, 72, 80, 96, 112, 128] {
+            let starts = [vec![0, 5, 5, 12], vec![0, 9, 11, 20]];
+            checks.push(one_attention(dtype, true, d, starts));
+        }
+        // One size for each tile: of square, of narrow and of wide products.
+        for sizes in [
+            [2112, 4096, 72],
+            [1056, 2048, 72],
+            [700, 1100, 72],
+            [300, 500, 72],
+            [130, 70, 72],
+            [2100, 12, 136],
+            [2100, 28, 136],
+            [2100, 60, 136],
+            [70, 28, 136],
+            [70, 60, 136],
+            [12, 70, 1030],
+        ] {
+            for out in [dtype, DType::F32] {
+                checks.extend(products_of([dtype; 2], dtype, out, sizes));
+            }
+        }
+    }
     checks
 }
 
@@ -287,8 +185,12 @@ fn norms(dtype: DType) -> Vec<Check> {
 }
 
 fn products(operands: [DType; 2], bias: DType, out: DType) -> Vec<Check> {
+    products_of(operands, bias, out, [19, 13, 40])
+}
+
+fn products_of(operands: [DType; 2], bias: DType, out: DType, sizes: [usize; 3]) -> Vec<Check> {
     let mut checks = Vec::new();
-    let (m, n, k) = (19, 13, 40);
+    let [m, n, k] = sizes;
     for transpose_a in [Transpose::No, Transpose::Yes] {
         for transpose_b in [Transpose::No, Transpose::Yes] {
             let a = match transpose_a {
@@ -306,7 +208,7 @@ fn products(operands: [DType; 2], bias: DType, out: DType) -> Vec<Check> {
             };
             checks.push(Check::new(
                 format!(
-                    "matmul {operands:?}, bias {bias}, to {out}, {transpose_a:?} {transpose_b:?}"
+                    "matmul {sizes:?} of {operands:?}, bias {bias}, to {out}, {transpose_a:?} {transpose_b:?}"
                 ),
                 [
                     float(operands[0], &a),
@@ -712,41 +614,42 @@ fn shared_grouped_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
 }
 
 fn attention(dtype: DType) -> Vec<Check> {
-    let mut checks = Vec::new();
-    for (causal, d, q_starts, k_starts) in [
-        (true, 16, vec![0, 5, 5, 12], vec![0, 9, 11, 20]),
-        (false, 20, vec![0, 7, 12], vec![0, 13, 20]),
+    vec![
+        one_attention(dtype, true, 16, [vec![0, 5, 5, 12], vec![0, 9, 11, 20]]),
+        one_attention(dtype, false, 20, [vec![0, 7, 12], vec![0, 13, 20]]),
         // No query, or no key.
-        (false, 16, vec![0, 0], vec![0, 20]),
-    ] {
-        let t = q_starts[q_starts.len() - 1];
-        let (h, g) = (4, 2);
-        checks.push(Check::new(
-            format!("attention {dtype}, causal {causal}, {q_starts:?}"),
-            [
-                float(dtype, &[t, h, d]),
-                float(dtype, &[20, g, d]),
-                float(dtype, &[20, g, d]),
-                float(dtype, &[t, h, d]),
-            ],
-            Compare::Close(dtype),
-            move |b, x| {
-                let args = AttentionArgs {
-                    q: &x[0],
-                    k: &x[1],
-                    v: &x[2],
-                    q_starts: &q_starts,
-                    k_starts: &k_starts,
-                    causal,
-                    scale: 0.3,
-                };
-                let saved = b.attention(args)?;
-                let grads = b.attention_backward(args, &saved, &x[3])?;
-                Ok(vec![saved.out, grads.dq, grads.dk, grads.dv])
-            },
-        ));
-    }
-    checks
+        one_attention(dtype, false, 16, [vec![0, 0], vec![0, 20]]),
+    ]
+}
+
+fn one_attention(dtype: DType, causal: bool, d: usize, starts: [Vec<usize>; 2]) -> Check {
+    let [q_starts, k_starts] = starts;
+    let t = q_starts[q_starts.len() - 1];
+    let (h, g) = (4, 2);
+    Check::new(
+        format!("attention {dtype}, head dim {d}, causal {causal}, {q_starts:?}"),
+        [
+            float(dtype, &[t, h, d]),
+            float(dtype, &[20, g, d]),
+            float(dtype, &[20, g, d]),
+            float(dtype, &[t, h, d]),
+        ],
+        Compare::Close(dtype),
+        move |b, x| {
+            let args = AttentionArgs {
+                q: &x[0],
+                k: &x[1],
+                v: &x[2],
+                q_starts: &q_starts,
+                k_starts: &k_starts,
+                causal,
+                scale: 0.3,
+            };
+            let saved = b.attention(args)?;
+            let grads = b.attention_backward(args, &saved, &x[3])?;
+            Ok(vec![saved.out, grads.dq, grads.dk, grads.dv])
+        },
+    )
 }
 
 fn losses(hidden: DType, weight: DType) -> Vec<Check> {
