@@ -103,9 +103,8 @@ impl<'a> Units<'a> {
         let mut order: Vec<&str> = Vec::new();
         for tensor in source.tensors() {
             let known = kinds.entry(&tensor.name).or_default();
-            match known.first() {
-                None => order.push(&tensor.name),
-                Some(_) => {}
+            if known.is_empty() {
+                order.push(&tensor.name);
             }
             let size = |n: u64| usize::try_from(n).map_err(|_| tensor.bad("it is too large"));
             known.push(Kind {

@@ -428,8 +428,14 @@ impl Work {
         m: Blocks<'a>,
         v: Blocks<'a>,
     ) -> BlockUpdate<'a, G, W> {
+        let c = self.coefficients;
         BlockUpdate {
-            coefficients: self.coefficients,
+            // As the kernel computes them, in f32.
+            coefficients: Coefficients {
+                one_minus_beta1: 1.0 - c.beta1,
+                one_minus_beta2: 1.0 - c.beta2,
+                ..c
+            },
             rounding: self.rounding,
             grad,
             weights,
