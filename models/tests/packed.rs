@@ -22,7 +22,7 @@ fn near(found: f32, wanted: f32) -> bool {
 }
 
 fn golden(file: &str) -> Vec<u8> {
-    let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/quantized");
+    let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/quantized");
     std::fs::read(dir.join(file)).unwrap()
 }
 

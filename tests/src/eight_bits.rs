@@ -168,8 +168,8 @@ fn compare(name: &str, got: &State, expected: &State, init: &[f32], late: bool) 
 
 #[test]
 fn moments_of_8_bits_follow_the_stored_results_of_bitsandbytes_rule() {
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("golden");
-    let pack = Expected::read(&golden.join("adamw8bit.safetensors")).unwrap();
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures");
+    let pack = Expected::read(&fixtures.join("adamw8bit.safetensors")).unwrap();
     let names = [
         "exact_minimum",
         "tail_block",

@@ -286,7 +286,7 @@ fn packs_with_packed_weights_agree() {
         "glm-4.1v-int8",
         "minicpm-v-nf4",
     ] {
-        let dir = Pack::beside("quantized").join(name);
+        let dir = Pack::beside(name);
         for (title, comparisons) in check_pack(&dir).unwrap() {
             // The packs have no lookup tables.
             if title != "tables" {

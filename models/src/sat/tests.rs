@@ -1,4 +1,4 @@
-//! Checkpoints in `tests/golden/sat-checkpoints`, compared with the hashes of the published tensors.
+//! Checkpoints in `tests/fixtures/sat-checkpoints`, compared with the hashes of the published tensors.
 
 use super::*;
 use crate::sat::write::{SatWriter, TensorOf};
@@ -15,7 +15,9 @@ fn golden(name: &str) -> PathBuf {
 }
 
 fn pack(name: &str) -> PathBuf {
-    golden("sat-checkpoints").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../tests/fixtures/sat-checkpoints")
+        .join(name)
 }
 
 fn json(path: &Path) -> Value {

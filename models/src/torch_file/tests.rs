@@ -1,4 +1,4 @@
-//! Files that PyTorch wrote, and files that were made to harm a reader, in `tests/golden/torch-bin`.
+//! Files that PyTorch wrote, and files that were made to harm a reader, in `tests/fixtures/torch-bin`.
 
 use super::*;
 use serde_json::Value as Json;
@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 fn pack(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../tests/golden/torch-bin")
+        .join("../tests/fixtures/torch-bin")
         .join(name)
 }
 

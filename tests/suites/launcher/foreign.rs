@@ -1,7 +1,7 @@
 //! Checkpoints of other trainers: SAT directories and torch files, from `--model` to an exported directory.
 
 use crate::generate::{refuse, run, say};
-use crate::site::{Site, golden};
+use crate::site::{Site, fixture};
 use models::WeightSource;
 use models::adapter::Adapter;
 use serde_json::Value;
@@ -14,7 +14,7 @@ fn stored(source: &WeightSource, name: &str) -> Vec<u8> {
 }
 
 fn sat(name: &str) -> String {
-    golden("sat-checkpoints").join(name).display().to_string()
+    fixture("sat-checkpoints").join(name).display().to_string()
 }
 
 /// Compares the tensors of `dir` with the hashes of the pack.
@@ -58,7 +58,7 @@ fn a_sat_checkpoint_trains_answers_and_comes_back() {
     );
     same_tensors(
         &site.path("hub"),
-        &golden("sat-checkpoints/cogvlm-mp2-two-folders"),
+        &fixture("sat-checkpoints/cogvlm-mp2-two-folders"),
     );
     assert_eq!(
         run(&site, &format!("generate --model hub {ASK}")).stdout,
@@ -107,7 +107,7 @@ fn a_sat_checkpoint_trains_answers_and_comes_back() {
 #[test]
 fn unmerged_matrices_become_an_adapter_for_peft() {
     let site = Site::with_family("cogvlm-chat-hf");
-    let pack = golden("sat-checkpoints/cogvlm-mp1-bf16-lora");
+    let pack = fixture("sat-checkpoints/cogvlm-mp1-bf16-lora");
     let line = format!("import {} --tokenizer model --output hub", pack.display());
     run(&site, &line);
     same_tensors(&site.path("hub"), &pack);
@@ -173,11 +173,11 @@ fn unmerged_matrices_become_an_adapter_for_peft() {
 fn torch_files_are_models_and_nothing_in_them_runs() {
     let site = Site::new();
     for pack in ["minicpm-v-2_6-single", "cogvlm-sharded", "cogvlm-legacy"] {
-        let pack = golden("torch-bin").join(pack);
+        let pack = fixture("torch-bin").join(pack);
         same_tensors(&pack, &pack);
         run(&site, &format!("generate --model {} {ASK}", pack.display()));
     }
-    let single = golden("torch-bin/minicpm-v-2_6-single");
+    let single = fixture("torch-bin/minicpm-v-2_6-single");
     site.train(&format!(
         "--model {} --output out --max-steps 1 --precision f32",
         single.display()
@@ -191,7 +191,7 @@ fn torch_files_are_models_and_nothing_in_them_runs() {
     let screen = site.train("--output both --max-steps 1").screen;
     assert!(screen.contains("not pytorch_model.bin"), "{screen}");
     std::fs::remove_file(site.path("model/model.safetensors")).unwrap();
-    let hostile = golden("torch-bin/hostile/reduce_os_system.bin");
+    let hostile = fixture("torch-bin/hostile/reduce_os_system.bin");
     std::fs::copy(hostile, site.path("model/pytorch_model.bin")).unwrap();
     let line = format!("generate --model model {ASK}");
     refuse(
@@ -209,7 +209,7 @@ fn torch_files_are_models_and_nothing_in_them_runs() {
         "path_escape",
         "index_truncated",
     ] {
-        for entry in std::fs::read_dir(golden("torch-bin/bad-indexes").join(index)).unwrap() {
+        for entry in std::fs::read_dir(fixture("torch-bin/bad-indexes").join(index)).unwrap() {
             let path = entry.unwrap().path();
             std::fs::copy(&path, site.path("model").join(path.file_name().unwrap())).unwrap();
         }

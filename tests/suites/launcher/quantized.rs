@@ -94,7 +94,7 @@ fn exports_have_the_tensors_that_transformers_saves() {
         ("glm-4.1v-int8", "--quantize int8 --quantize-modules all"),
     ] {
         run(&site, &format!("export model {flags} --output {pack}"));
-        let (ours, theirs) = (site.path(pack), golden("quantized").join(pack));
+        let (ours, theirs) = (site.path(pack), golden(pack));
         let files = [&ours, &theirs].map(|dir| fs::read(dir.join("model.safetensors")).unwrap());
         let [own, other] = files
             .each_ref()
@@ -176,7 +176,7 @@ const NESTED_STEP: f32 = 1.0 / 64.0;
 
 #[test]
 fn runs_that_make_no_sense_are_refused() {
-    let site = Site::with_family("quantized/glm-4.1v-nf4");
+    let site = Site::with_family("glm-4.1v-nf4");
     for (line, code, words) in [
         ("--precision bf16", "E09", "--lora-rank 16"),
         ("--lora-rank 4 --quantize int8", "E09", "--quantize nf4"),

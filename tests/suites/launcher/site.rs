@@ -33,6 +33,13 @@ pub(crate) fn golden(name: &str) -> PathBuf {
         .join(name)
 }
 
+/// Files that are no packs of models.
+pub(crate) fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("fixtures")
+        .join(name)
+}
+
 pub(crate) struct Site {
     root: TempDir,
 }
