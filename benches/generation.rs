@@ -28,6 +28,8 @@ fn model(dtype: DType) -> MiniCpm {
         num_heads: 8,
         num_kv_heads: 2,
         head_dim: 64,
+        qkv_bias: true,
+        head_norms: false,
         vocab_size: VOCABULARY as usize,
         rms_norm_eps: 1e-6,
         rope_theta: 1e6,

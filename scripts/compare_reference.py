@@ -10,8 +10,9 @@ them in PACK, with links to the files of MODEL. The second command computes the 
 with its tolerance. Both take about 4 bytes of memory per parameter.
 
 MODEL is a directory of a family that transformers itself implements: GLM-4.1V. Families with remote code (MiniCPM,
-CogVLM, GLM-4V) are refused. SAMPLES.json is a list of samples with `conversations` (or `messages`) and `image` (or
-`images`), as in the README; relative paths of images start at its directory.
+CogVLM, GLM-4V) are refused, with the commands that compare their losses. SAMPLES.json is a list of samples with
+`conversations` (or `messages`) and `image` (or `images`), as in the README; relative paths of images start at its
+directory.
 """
 
 import argparse
@@ -210,11 +211,19 @@ def family_of(directory):
     config = Path(directory) / "config.json"
     if not config.is_file():
         raise Refused(f"{directory} has no config.json")
-    model_type = json.loads(config.read_text()).get("model_type")
-    if model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise Refused(f"model_type {model_type} needs remote code or is not supported; known: {known}")
-    return FAMILIES[model_type]
+    described = json.loads(config.read_text())
+    model_type = described.get("model_type")
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    if "auto_map" not in described:
+        raise Refused(f"model_type {model_type} is not supported; known: {', '.join(FAMILIES)}")
+    raise Refused(
+        f"the code of model_type {model_type} is in {directory}, and this script runs no code of a model directory. "
+        f"Compare losses sample by sample: `launcher eval --model {directory} --data SAMPLES.json --precision f32 "
+        "--max-new-tokens 1 --output here.json` writes loss_sum and supervised_tokens of each sample; in your Python, "
+        "loss_sum is the cross entropy (reduction='sum') of AutoModel or AutoModelForCausalLM."
+        f"from_pretrained('{directory}', trust_remote_code=True, torch_dtype=torch.float32) over the same labels"
+    )
 
 
 # ---- the pack ------------------------------------------------------------------------------------

@@ -65,3 +65,8 @@ family "CogAgent" cogagent-chat-hf linear_proj "--text-without-cross"
 row "CogAgent" cogagent-chat-hf "p-tuning" "--ptuning-tokens 8 --text-without-cross"
 family "GLM-4V" glm-4v-9b linear_proj
 family "GLM-4.1V" glm-4.1v-9b-thinking merger
+family "MiniCPM-V 4.5" minicpm-v-4_5 resampler
+family "MiniCPM-o 4.5" minicpm-o-4_5 resampler
+family "CogAgent-9B" cogagent-9b-20241220 linear_proj
+family "GLM-4.6V-Flash" glm-4.6v-flash merger
+family "GLM-OCR" glm-ocr merger

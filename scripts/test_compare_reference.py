@@ -111,7 +111,10 @@ class Packs(unittest.TestCase):
     def run_main(self, model_type="glm4v", *more):
         (self.place / "model").mkdir(exist_ok=True)
         (self.place / "model/trajectory.json").write_text("of the model")
-        (self.place / "model/config.json").write_text(json.dumps({"model_type": model_type}))
+        config = {"model_type": model_type}
+        if model_type != "glm4v":
+            config["auto_map"] = {"AutoModel": "modeling.Model"}
+        (self.place / "model/config.json").write_text(json.dumps(config))
         (self.place / "cat.png").write_bytes(b"pixels")
         samples = [{"image": "cat.png", "conversations": [{"role": "user", "content": "<image>What?"}, ANSWER]},
                    {"conversations": [{"role": "user", "content": "Hello?"}, ANSWER, ANSWER]}]
@@ -141,6 +144,8 @@ class Packs(unittest.TestCase):
     def test_a_model_with_remote_code_is_refused_by_name(self):
         status, said = self.run_main("minicpmv")
         self.assertEqual((status, "minicpmv" in said), (2, True))
+        self.assertIn(f"launcher eval --model {self.place / 'model'}", said)
+        self.assertIn("trust_remote_code=True", said)
         self.assertFalse((self.place / "pack").exists())
 
     def test_the_limit_counts_samples(self):

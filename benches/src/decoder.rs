@@ -4,7 +4,9 @@ use crate::Result;
 use kernels::DType;
 use models::ModelOptions;
 use models::minicpm::MiniCpm;
-use models::minicpm::config::{Family, LanguageConfig, MiniCpmConfig, SlicingConfig, VisionConfig};
+use models::minicpm::config::{
+    Family, LanguageConfig, MiniCpmConfig, Release, SlicingConfig, VisionConfig,
+};
 use models::processor::Normalization;
 
 /// Decoder `language` with a minimal vision tower that no text uses.
@@ -14,6 +16,7 @@ use models::processor::Normalization;
 pub fn decoder(language: LanguageConfig, dtype: DType) -> Result<MiniCpm> {
     let config = MiniCpmConfig {
         family: Family::Vision,
+        release: Release::V2_6,
         language,
         vision: VisionConfig {
             hidden_size: 8,

@@ -67,6 +67,8 @@ impl Rank {
             num_heads: 12,
             num_kv_heads: 12,
             head_dim: 64,
+            qkv_bias: true,
+            head_norms: false,
             vocab_size: VOCABULARY,
             rms_norm_eps: 1e-6,
             rope_theta: 1e4,

@@ -22,7 +22,7 @@ const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
 /// All kinds of input.
-pub const TARGETS: [Target; 7] = [
+pub const TARGETS: [Target; 8] = [
     // A tensor's entry takes about 40 bytes of input and is stored in several maps.
     Target {
         name: "weights",
@@ -32,6 +32,13 @@ pub const TARGETS: [Target; 7] = [
         },
         fixed: 64 * KIB,
         per_byte: 48,
+    },
+    // An opcode of one byte makes a value of 32 bytes with three references, in lists that grow by doubling.
+    Target {
+        name: "torch",
+        read: |bytes| models::fuzzing::torch_file(bytes).is_ok(),
+        fixed: 1024 * KIB,
+        per_byte: 256,
     },
     // `meta` is any JSON. A list of lists takes four places of 72 bytes for each `[0],`, and lists grow by doubling.
     Target {
@@ -94,10 +101,11 @@ pub const TARGETS: [Target; 7] = [
 /// Most bytes of color profiles and texts, which headers do not count.
 const METADATA_BYTES: u64 = 16 << 20;
 
-/// Images. Large run-length-encoded WebP and BMP files of one color are skipped, because decoding them takes long and
+/// Images. Large WebP, run-length-encoded BMP, GIF and TIFF files of one color are skipped, because decoding them takes long and
 /// tests nothing.
 fn image(bytes: &[u8]) -> bool {
-    let unbounded = bytes.starts_with(b"RIFF") || bytes.starts_with(b"BM");
+    let marks: [&[u8]; 5] = [b"RIFF", b"BM", b"GIF8", b"II*\0", b"MM\0*"];
+    let unbounded = marks.iter().any(|mark| bytes.starts_with(mark));
     let header = models::fuzzing::header(bytes);
     if unbounded && header.is_some_and(|header| header.pixels() > 1 << 20) {
         return false;

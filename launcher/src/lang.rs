@@ -124,6 +124,13 @@ impl Both {
     }
 }
 
+/// In English, as programs read it.
+impl Serialize for Both {
+    fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(self.en)
+    }
+}
+
 impl fmt::Display for Both {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         pad(f, self.get(SPOKEN.get()))
@@ -187,6 +194,20 @@ impl Text {
         to.serialize_str(text)
     }
 
+    /// As [`Text::english`], for a list.
+    pub(crate) fn english_list<S: serde::Serializer>(
+        texts: &[Self],
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        to.collect_seq(texts.iter().map(|text| text.get(Lang::En)))
+    }
+
+    /// The text without `end`, if it ends so.
+    pub(crate) fn without_end(&self, end: Both) -> Self {
+        let of = |lang: Lang| self.get(lang).trim_end_matches(end.get(lang)).to_owned();
+        Self::new(of(Lang::En), of(Lang::Zh))
+    }
+
     /// `texts` as a list in a sentence.
     pub(crate) fn list<T: fmt::Display>(texts: &[T]) -> Self {
         let words = |lang: Lang| lang.speak(|| texts.iter().map(T::to_string).collect::<Vec<_>>());
@@ -236,12 +257,14 @@ impl From<&Self> for Text {
     }
 }
 
+#[cfg(test)]
 impl From<String> for Text {
     fn from(words: String) -> Self {
         Self::literal(words)
     }
 }
 
+#[cfg(test)]
 impl From<&str> for Text {
     fn from(words: &str) -> Self {
         Self::literal(words)
@@ -300,6 +323,19 @@ pub(crate) fn is_wide(letter: char) -> bool {
     matches!(letter, '\u{2e80}'..='\u{ffef}')
 }
 
+/// Panics if `shown`, spoken in Chinese, has an English sentence: three lower-case words in a row outside of quotes.
+#[cfg(test)]
+pub(crate) fn assert_chinese(shown: &impl fmt::Display) {
+    let text = Lang::Zh.speak(|| shown.to_string());
+    let open = text.split(['`', '\'', '"']).step_by(2);
+    let is_word = |word: &&str| word.len() > 1 && word.bytes().all(|b| b.is_ascii_lowercase());
+    for part in open {
+        let words: Vec<&str> = part.split(' ').collect();
+        let sentence = words.windows(3).find(|words| words.iter().all(is_word));
+        assert_eq!(sentence, None, "{text}");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -307,7 +343,8 @@ mod tests {
     use std::path::Path;
 
     /// Names that Chinese texts have where the English text has another form of the word.
-    const NAMES: [&str; 31] = [
+    const NAMES: [&str; 32] = [
+        "NVLink",
         "ZeRO",
         "rank",
         "token",

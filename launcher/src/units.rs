@@ -1,12 +1,14 @@
 //! Parsing and formatting of quantities: bytes, counts, durations.
 
+use crate::lang::{Text, text};
+
 /// Parses a number of bytes, such as `64G`, `512MiB`, `1.5 GiB` or `5e8`.
 ///
 /// K, M, G, T and KiB, MiB, … are powers of 1024. KB, MB, GB and TB are powers of 1000.
 ///
 /// # Errors
 /// The text is no number, has an unknown unit, or is negative or too large.
-pub fn parse_bytes(text: &str) -> Result<u64, String> {
+pub fn parse_bytes(text: &str) -> Result<u64, Text> {
     let text = text.trim();
     // The exponent of 5e8 belongs to the number.
     let mut split = text.len();
@@ -22,7 +24,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let number: f64 = number
         .trim()
         .parse()
-        .map_err(|_| format!("'{text}' is not a number of bytes"))?;
+        .map_err(|_| text!("'{text}' is not a number of bytes", "'{text}' 不是字节数"))?;
     let scale = match unit.trim().to_ascii_lowercase().as_str() {
         "" | "b" => 1.0,
         "k" | "kib" => 1024.0,
@@ -34,15 +36,16 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         "gb" => 1e9,
         "tb" => 1e12,
         other => {
-            return Err(format!(
-                "unknown unit '{other}'; use K, M, G, T, KiB … or KB …"
+            return Err(text!(
+                "unknown unit '{other}'; use K, M, G, T, KiB … or KB …",
+                "未知的单位 '{other}'；可用 K、M、G、T、KiB……或 KB……"
             ));
         }
     };
     let bytes = number * scale;
     // Above 2^53 a byte count is no longer exact, and no machine has that much.
     if !(0.0..=9.0e15).contains(&bytes) {
-        return Err(format!("'{text}' is out of range"));
+        return Err(text!("'{text}' is out of range", "'{text}' 超出范围"));
     }
     Ok(bytes.round() as u64)
 }

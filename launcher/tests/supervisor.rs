@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use launcher::config::{RunPlan, Task};
 use launcher::device::Devices;
 use launcher::error::{ErrorCode, Failure};
+use launcher::lang::Text;
 use launcher::launch::rank::{RunSummary, StopFlag};
 use launcher::rank_env::RankEnv;
 use launcher::ui::{Event, Reporter};
@@ -36,6 +37,10 @@ fn main() -> ExitCode {
 }
 
 // ---- the fake rank ----
+
+fn fake(code: ErrorCode, title: &str) -> Failure {
+    Failure::new(code, Text::literal(title), Text::literal("a fake"))
+}
 
 fn fake_rank(
     config: &RunPlan,
@@ -59,7 +64,7 @@ fn fake_rank(
     eprintln!("rank {} is up", rank.rank);
     let reporter = Reporter::for_rank(rank);
     match (std::env::var(BEHAVIOUR).unwrap().as_str(), rank.rank) {
-        ("fail", 1) => return Err(Failure::new(ErrorCode::Numeric, "loss is NaN", "a fake")),
+        ("fail", 1) => return Err(fake(ErrorCode::Numeric, "loss is NaN")),
         ("panic", 1) => panic!("boom"),
         ("panic-in-thread", 1) => {
             drop(std::thread::spawn(|| panic!("boom")).join());
@@ -72,18 +77,14 @@ fn fake_rank(
         }
         ("stopped", 0) => {
             until(|| marks.join("ready").exists());
-            return Err(Failure::new(ErrorCode::Numeric, "loss is NaN", "a fake"));
+            return Err(fake(ErrorCode::Numeric, "loss is NaN"));
         }
         ("consequence", 0) => {
-            return Err(Failure::new(
-                ErrorCode::Collective,
-                "peer is gone",
-                "a fake",
-            ));
+            return Err(fake(ErrorCode::Collective, "peer is gone"));
         }
         ("consequence", 1) => {
             until(|| Failure::load(&config.output, 0).is_some());
-            return Err(Failure::new(ErrorCode::Numeric, "loss is NaN", "a fake"));
+            return Err(fake(ErrorCode::Numeric, "loss is NaN"));
         }
         ("save-and-stop", _) => {
             until(|| stop.is_set());

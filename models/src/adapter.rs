@@ -82,6 +82,9 @@ pub struct AdapterConfig {
     /// module's path; of several that match, the first in sort order applies.
     #[serde(default)]
     pub alpha_pattern: BTreeMap<String, f64>,
+    /// Dropout probability of the adapters' inputs during training.
+    #[serde(default)]
+    pub lora_dropout: f64,
     /// Name or path of the base model that the adapter was trained on.
     #[serde(default)]
     pub base_model_name_or_path: Option<String>,
@@ -91,6 +94,15 @@ pub struct AdapterConfig {
 }
 
 impl AdapterConfig {
+    /// Reads `adapter_config.json` in the directory `dir`.
+    ///
+    /// # Errors
+    /// [`AdapterError::Config`] if it cannot be read, [`AdapterError::Unsupported`] for a setting of peft that is not
+    /// implemented.
+    pub fn open(dir: &Path) -> Result<Self, AdapterError> {
+        read_config(&dir.join(ADAPTER_CONFIG))
+    }
+
     /// Rank and scale (`alpha / rank`) of the adapter of the module at the path `module`.
     #[must_use]
     pub fn of(&self, module: &str) -> (usize, f64) {

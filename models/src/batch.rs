@@ -328,8 +328,10 @@ pub(crate) fn check_images(
 /// # Errors
 /// Names the sample.
 pub(crate) fn check_slices(index: usize, sample: &SampleInput<'_>, side: usize) -> Result<()> {
-    let whole =
-        |s: &&Slice| s.rows * s.cols > 0 && s.patches.len() == s.rows * s.cols * 3 * side * side;
+    let whole = |s: &&Slice| {
+        let patches = s.frames * s.rows * s.cols;
+        patches > 0 && s.patches.len() == patches * 3 * side * side
+    };
     match sample.slices.iter().find(|s| !whole(s)) {
         Some(s) => Err(ModelError::Sample {
             sample: index,

@@ -1,5 +1,7 @@
 //! Reader of `config.json`: typed fields by dotted path, with the bounds and errors that all families share.
 
+use crate::places;
+use crate::sat;
 use serde::de::{DeserializeOwned, Error as _};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -64,16 +66,27 @@ pub(crate) struct ConfigFile {
 }
 
 impl ConfigFile {
-    /// Reads `config.json` of the model directory `dir`; `dir` may also be the file itself.
+    /// Reads `config.json` of the model directory `dir`; `dir` may also be the file itself, or several directories
+    /// ([`places`]). A SAT checkpoint has a `model_config.json` in its place.
     ///
     /// # Errors
     /// [`ConfigError::Read`], or as [`ConfigFile::parse`].
     pub(crate) fn load(dir: &Path) -> Result<Self, ConfigError> {
-        let path = if dir.is_file() {
-            dir.to_owned()
+        let main = places::main(dir);
+        let path = if main.is_file() {
+            main
         } else {
-            dir.join("config.json")
+            main.join("config.json")
         };
+        // Other trainers' checkpoints have a configuration of their own.
+        if !path.exists() && path.parent().is_some_and(sat::is_checkpoint) {
+            let root = sat::config::hub(dir);
+            let root = root.map_err(|error| ConfigError::Json {
+                path: places::main(dir).join(sat::config::FILE),
+                source: serde_json::Error::custom(error),
+            })?;
+            return Ok(Self { path, root });
+        }
         match crate::text::read_regular(&path) {
             Ok(bytes) => Self::parse(&bytes, &path),
             Err(source) => Err(ConfigError::Read { path, source }),
@@ -494,15 +507,15 @@ pub enum ConfigError {
         /// The `model_type` of the file, empty if it has none.
         found: String,
     },
-    /// The family is supported, but not this release of it.
-    #[error("{model_type} version {found} is not supported, only version {expected}")]
-    UnsupportedVersion {
-        /// The `model_type` of the file.
-        model_type: String,
-        /// The version found, or what its absence implies.
-        found: String,
-        /// The version that is supported.
-        expected: &'static str,
+    /// The checkpoint was recognized and is not supported.
+    #[error("{name} is not supported: {reason}; the nearest that works is {nearest}")]
+    KnownCheckpoint {
+        /// Name of the checkpoint.
+        name: String,
+        /// What this program lacks for it.
+        reason: &'static str,
+        /// Name of the nearest checkpoint that works.
+        nearest: &'static str,
     },
     /// The weights are quantized.
     #[error(

@@ -18,13 +18,15 @@ use std::sync::Arc;
 
 /// Model types that are supported: values of `model_type` in `config.json`, or of the first entry of
 /// `architectures` in a file without `model_type`.
-pub const MODEL_TYPES: [&str; 6] = [
+pub const MODEL_TYPES: [&str; 8] = [
     "minicpmv",
     "minicpmo",
     "CogVLMForCausalLM",
     "CogAgentForCausalLM",
     "chatglm",
     "glm4v",
+    "glm46v",
+    "glm_ocr",
 ];
 
 /// Family of published models that [`open_model`] supports.
@@ -32,9 +34,9 @@ pub const MODEL_TYPES: [&str; 6] = [
 pub enum Family {
     /// MiniCPM-V 2.6 and MiniCPM-o 2.6.
     MiniCpm,
-    /// GLM-4V-9B.
+    /// GLM-4V-9B, and CogAgent-9B-20241220.
     Glm4v,
-    /// GLM-4.1V-9B-Thinking.
+    /// GLM-4.1V-9B-Thinking, GLM-4.6V-Flash and GLM-OCR.
     Glm41v,
     /// CogVLM.
     CogVlm,
@@ -62,15 +64,44 @@ impl From<ConfigError> for OpenError {
     }
 }
 
-/// Whether a file of the directory `dir` names `class` as the model's processor.
-fn names_processor(dir: &Path, class: &str) -> bool {
-    let named = |file: &str| {
-        let bytes = std::fs::read(dir.join(file)).ok()?;
-        let settings: serde_json::Value = serde_json::from_slice(&bytes).ok()?;
-        Some(settings["processor_class"] == class)
-    };
-    let files = ["preprocessor_config.json", "processor_config.json"];
-    files.into_iter().filter_map(named).any(|is_named| is_named)
+/// Why a checkpoint that the program recognizes cannot be used, and the nearest one that can.
+struct Known {
+    name: &'static str,
+    reason: &'static str,
+    nearest: &'static str,
+}
+
+impl Known {
+    /// The checkpoint with the model type or architecture `found`, if it is known and not supported.
+    fn of(found: &str) -> Option<Self> {
+        let (name, nearest) = match found {
+            "glm4v_moe" | "Glm4vMoeForConditionalGeneration" => {
+                ("GLM-4.5V or GLM-4.6V (glm4v_moe)", "GLM-4.6V-Flash")
+            }
+            "glm4_moe" | "Glm4MoeForCausalLM" => ("GLM-4.5 (glm4_moe)", "GLM-4.6V-Flash"),
+            _ => return None,
+        };
+        Some(Self {
+            name,
+            reason: "its layers are mixtures of experts",
+            nearest,
+        })
+    }
+}
+
+impl From<Known> for ConfigError {
+    fn from(known: Known) -> Self {
+        let Known {
+            name,
+            reason,
+            nearest,
+        } = known;
+        Self::KnownCheckpoint {
+            name: name.to_owned(),
+            reason,
+            nearest,
+        }
+    }
 }
 
 impl Family {
@@ -79,15 +110,7 @@ impl Family {
     /// # Errors
     /// [`ConfigError`] if `config.json` cannot be read or is of an unsupported family.
     pub fn of(dir: &Path) -> Result<Self, ConfigError> {
-        match Self::read(ConfigFile::load(dir)?.fields())? {
-            // The configuration of GLM-4.6V-Flash has the model type of GLM-4.1V; only the processor tells them apart.
-            Self::Glm41v if names_processor(dir, "Glm46VProcessor") => {
-                Err(ConfigError::UnsupportedModel {
-                    found: "glm4v with Glm46VProcessor (GLM-4.6V-Flash)".to_owned(),
-                })
-            }
-            family => Ok(family),
-        }
+        Self::read(ConfigFile::load(dir)?.fields())
     }
 
     /// As [`Family::of`], for the content `bytes` of a `config.json`; `path` only serves error messages.
@@ -115,11 +138,17 @@ impl Family {
             "minicpmv" | "minicpmo" => Ok(Self::MiniCpm),
             // The text models of the family have the same name.
             "chatglm" if vision.is_some() => Ok(Self::Glm4v),
-            "glm4v" => Ok(Self::Glm41v),
-            "" => Err(ConfigError::UnsupportedModel {
-                found: architecture,
-            }),
-            _ => Err(ConfigError::UnsupportedModel { found: model_type }),
+            "glm4v" | "glm46v" | "glm_ocr" => Ok(Self::Glm41v),
+            _ => {
+                let found = match model_type.is_empty() {
+                    true => architecture,
+                    false => model_type,
+                };
+                Err(match Known::of(&found) {
+                    Some(known) => known.into(),
+                    None => ConfigError::UnsupportedModel { found },
+                })
+            }
         }
     }
 
@@ -225,7 +254,7 @@ mod tests {
     use serde_json::{Map, Value, json};
 
     /// Keys of the language model, which transformers 5 nests in `text_config`.
-    const LANGUAGE: [&str; 22] = [
+    const LANGUAGE: [&str; 23] = [
         "hidden_size",
         "hidden_act",
         "intermediate_size",
@@ -237,6 +266,7 @@ mod tests {
         "num_multi_query_heads",
         "multi_query_group_num",
         "kv_channels",
+        "head_dim",
         "vocab_size",
         "padded_vocab_size",
         "rms_norm_eps",
@@ -251,23 +281,23 @@ mod tests {
     ];
 
     #[test]
-    fn a_checkpoint_with_the_model_type_of_another_one_is_refused_by_name() {
-        let directory = tempfile::tempdir().unwrap();
-        let write = |name: &str, value: Value| {
-            std::fs::write(directory.path().join(name), value.to_string()).unwrap();
-        };
-        write("config.json", json!({"model_type": "glm4v"}));
-        assert_eq!(Family::of(directory.path()).unwrap(), Family::Glm41v);
-        for (file, refused) in [
-            ("preprocessor_config.json", true),
-            ("processor_config.json", true),
-            ("other.json", false),
+    fn known_checkpoints_are_refused_by_name_with_the_nearest_that_works() {
+        for (config, name, nearest) in [
+            (
+                json!({"model_type": "glm4v_moe"}),
+                "GLM-4.5V",
+                "GLM-4.6V-Flash",
+            ),
+            (
+                json!({"architectures": ["Glm4vMoeForConditionalGeneration"]}),
+                "GLM-4.6V",
+                "GLM-4.6V-Flash",
+            ),
         ] {
-            write(file, json!({"processor_class": "Glm46VProcessor"}));
-            let found = Family::of(directory.path());
-            let named = found.is_err_and(|error| error.to_string().contains("GLM-4.6V-Flash"));
-            assert_eq!(named, refused, "{file}");
-            std::fs::remove_file(directory.path().join(file)).unwrap();
+            let bytes = serde_json::to_vec(&config).unwrap();
+            let error = Family::of_bytes(&bytes, Path::new("config.json")).unwrap_err();
+            let text = error.to_string();
+            assert!(text.contains(name) && text.contains(nearest), "{text}");
         }
     }
 
@@ -282,12 +312,13 @@ mod tests {
             };
             let mut config: Map<String, Value> = serde_json::from_slice(&bytes).unwrap();
             if let Some(Value::Object(text)) = config.shift_remove("text_config") {
+                let kind = config["model_type"].clone();
                 config.extend(text);
-                config.insert("model_type".into(), "glm4v".into());
+                config.insert("model_type".into(), kind);
             }
             found.push((pack.display().to_string(), config));
         }
-        assert_eq!(found.len(), 7);
+        assert_eq!(found.len(), 12);
         found
     }
 
@@ -320,8 +351,10 @@ mod tests {
                 rope[key] = value;
             }
         }
-        if let Some(Value::Object(scaling)) = config.shift_remove("rope_scaling") {
-            rope.as_object_mut().unwrap().extend(scaling);
+        for key in ["rope_scaling", "rope_parameters"] {
+            if let Some(Value::Object(scaling)) = config.shift_remove(key) {
+                rope.as_object_mut().unwrap().extend(scaling);
+            }
         }
         text.insert("rope_parameters".into(), rope);
         text.insert("dtype".into(), "float32".into());
@@ -396,8 +429,8 @@ mod tests {
                 "rope_parameters",
                 "quantization_config",
             ] {
-                // GLM-4.1V has the parts of its positions there.
-                if path != "rope_scaling" || !config.contains_key(path) {
+                // The GLM-4.1V line has the parts of its positions there.
+                if !path.starts_with("rope_") || config.get(path).is_none_or(Value::is_null) {
                     assert_eq!(with(path).unwrap(), whole, "{pack}: {path}");
                 }
             }

@@ -9,6 +9,7 @@ use crate::image::RgbImage;
 use crate::image::decode::{Header, ImageError, decode_bytes};
 use crate::minicpm::config::MiniCpmConfig;
 use crate::text::{Tokenizer, TokenizerError};
+use crate::torch_file::{self, TorchError, Wanted};
 use crate::weights::{self, WeightError};
 use std::path::Path;
 
@@ -18,6 +19,15 @@ use std::path::Path;
 /// [`WeightError`] if the header is not valid.
 pub fn weights(bytes: &[u8]) -> Result<(), WeightError> {
     weights::check_bytes(bytes, Path::new("model.safetensors"))
+}
+
+/// Reads `bytes` as a file of `torch.save`: as a plain state dict, and as a training checkpoint.
+///
+/// # Errors
+/// [`TorchError`] if neither can be read.
+pub fn torch_file(bytes: &[u8]) -> Result<(), TorchError> {
+    let plain = torch_file::check_bytes(bytes, Wanted::All);
+    torch_file::check_bytes(bytes, Wanted::Entry("module")).or(plain)
 }
 
 /// Reads `bytes` as a `config.json` with the reader of the family that it names, and with the readers of all

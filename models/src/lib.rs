@@ -44,11 +44,16 @@ pub mod nn;
 pub mod ops;
 pub mod options;
 pub mod params;
+mod parquet;
+mod pieces;
+pub mod places;
 pub mod processor;
+pub mod sat;
 pub mod seeded;
 pub mod selection;
 mod synthetic;
 pub mod text;
+pub mod torch_file;
 pub mod weights;
 
 pub use batch::{Batch, VisionBatch};

@@ -177,6 +177,7 @@ pub(crate) fn read_preprocessor<T: DeserializeOwned + PartialEq>(
     struct Nested<T> {
         image_processor: Option<T>,
     }
+    let dir = &crate::places::main(dir);
     let whole = read_settings::<Nested<T>>(&dir.join("processor_config.json"))?;
     let nested = whole.and_then(|file| file.image_processor);
     let own = read_settings(&dir.join("preprocessor_config.json"))?;
@@ -191,7 +192,11 @@ pub(crate) fn read_preprocessor<T: DeserializeOwned + PartialEq>(
     }
 }
 
-fn read_settings<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, ProcessorError> {
+/// The settings in the file `path`; `None` if it does not exist.
+///
+/// # Errors
+/// [`ProcessorError::Read`] or [`ProcessorError::Json`].
+pub(crate) fn read_settings<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, ProcessorError> {
     let path = path.to_owned();
     match crate::text::read_optional(&path) {
         Ok(None) => Ok(None),

@@ -85,6 +85,8 @@ fn slice(rows: usize, cols: usize, patch: usize) -> Slice {
         rows,
         cols,
         patches: vec![0; rows * cols * 3 * patch * patch],
+        frames: 1,
+        stamp: None,
     }
 }
 

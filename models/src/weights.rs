@@ -1,13 +1,19 @@
-//! Reading a model directory's safetensors files, any range of any tensor, converted on the way.
+//! Reading a model's weights, any range of any tensor, converted on the way.
 //!
-//! A directory whose weights are only declared ([`seeded::FILE`]) is read as if it had files.
+//! Weights are safetensors files, files of `torch.save`, or the ranks of a SAT checkpoint. A directory whose weights are
+//! only declared ([`seeded::FILE`]) is read as if it had files.
 //!
 //! Only the headers are in memory. Reads are positioned, so several threads may read through one
 //! source, and a rank reads only the bytes of its own slices.
 
 use crate::OpenError;
 use crate::params::is_added;
+use crate::pieces::{Files, Gathered, Pieces, Shard};
+use crate::places;
+use crate::sat::{self, LowRankMatrices};
 use crate::seeded::{self, Generators, Marker, Values};
+use crate::torch_file::{self, TorchError, Wanted};
+use crate::{ModelOptions, open_shapes};
 use engine::{ModelSpec, ParamSpec};
 use half::{bf16, f16};
 use kernels::{DType, Float, Shape};
@@ -27,8 +33,8 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WeightError {
-    /// The directory has neither `model.safetensors` nor an index of shards.
-    #[error("{} contains neither model.safetensors nor model.safetensors.index.json", dir.display())]
+    /// The directory has no weights of a known layout.
+    #[error("{} contains neither model.safetensors nor pytorch_model.bin, nor an index of either", dir.display())]
     NoWeights {
         /// The directory that was searched.
         dir: PathBuf,
@@ -36,6 +42,14 @@ pub enum WeightError {
     /// A file cannot be opened or read.
     #[error("cannot read {}", path.display())]
     Read {
+        /// Path of the file.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// A file cannot be written.
+    #[error("cannot write {}", path.display())]
+    Write {
         /// Path of the file.
         path: PathBuf,
         /// What the operating system said.
@@ -58,6 +72,40 @@ pub enum WeightError {
         path: PathBuf,
         /// What the JSON parser found.
         source: serde_json::Error,
+    },
+    /// A file of `torch.save` cannot be used.
+    #[error("{} cannot be used as a torch file", path.display())]
+    Torch {
+        /// Path of the file.
+        path: PathBuf,
+        /// Why not.
+        source: TorchError,
+    },
+    /// A directory is no usable SAT checkpoint.
+    #[error("the SAT checkpoint {} {reason}", dir.display())]
+    Sat {
+        /// The directory.
+        dir: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A model-parallel rank of a SAT checkpoint has no file.
+    #[error("the SAT checkpoint {} lacks model-parallel rank {rank}{}", dir.display(), of_ranks(*ranks))]
+    MissingRank {
+        /// The directory, or the first of several.
+        dir: PathBuf,
+        /// The first rank without a file.
+        rank: usize,
+        /// Number of ranks, if the others tell it.
+        ranks: Option<usize>,
+    },
+    /// What ranks have of a tensor does not make one.
+    #[error("tensor {name} {reason}")]
+    Slices {
+        /// Name of the tensor.
+        name: String,
+        /// What is wrong with it.
+        reason: String,
     },
     /// Weights are declared for a model that `config.json` does not describe.
     #[error("{} declares the weights of a model that cannot be opened", path.display())]
@@ -138,13 +186,13 @@ fn reason(stored: DType, wanted: Option<DType>) -> String {
     }
 }
 
-type Result<T, E = WeightError> = std::result::Result<T, E>;
-
-#[derive(Debug)]
-struct Shard {
-    path: PathBuf,
-    file: File,
+fn of_ranks(ranks: Option<usize>) -> String {
+    ranks
+        .map(|ranks| format!(" of {ranks}"))
+        .unwrap_or_default()
 }
+
+pub(crate) type Result<T, E = WeightError> = std::result::Result<T, E>;
 
 /// Where a tensor is stored, with its shape and dtype.
 #[derive(Debug)]
@@ -163,6 +211,8 @@ enum Location {
     At(u64),
     /// Computed on each read, as bf16.
     Made(Values),
+    /// In pieces: a view of a torch file, or slices of ranks.
+    Pieces(Box<Pieces>),
 }
 
 /// Open weights of a model, in one file or in the files of a directory. It reads any range of any tensor;
@@ -172,22 +222,98 @@ pub struct WeightSource {
     dir: PathBuf,
     shards: Vec<Shard>,
     tensors: BTreeMap<String, Entry>,
+    gathered: Gathered,
+    /// Tensors of a SAT checkpoint that no published model has, by their names there.
+    ignored: Vec<String>,
+    /// A file of other weights in the directory.
+    passed_over: Option<PathBuf>,
 }
 
 impl WeightSource {
-    /// Opens the weights in the directory `dir`: `model.safetensors`, the shards of
-    /// `model.safetensors.index.json`, or, without either, the random weights that [`seeded::FILE`] declares.
+    /// Opens the weights of the model at `model`, a directory or several joined by commas ([`places`]). The first of
+    /// these counts that the directory has: `model.safetensors` or the shards of its index, `pytorch_model.bin` or the
+    /// shards of its index, a SAT checkpoint, the random weights that [`seeded::FILE`] declares.
     ///
     /// # Errors
     /// When a file is missing, truncated or invalid.
-    pub fn open(dir: &Path) -> Result<Self> {
+    pub fn open(model: &Path) -> Result<Self> {
+        let dir = places::main(model);
         let declared = dir.join(seeded::FILE);
-        match Self::open_stem(dir, "model") {
-            Err(WeightError::NoWeights { .. }) if declared.is_file() => {
-                Self::open_declared(dir, &declared)
+        match Self::open_stem(&dir, "model") {
+            Err(WeightError::NoWeights { .. }) => {}
+            Ok(mut source) => {
+                source.passed_over = torch_files(&dir);
+                return Ok(source);
             }
-            opened => opened,
+            failed => return failed,
         }
+        match torch_files(&dir) {
+            Some(path) if path.extension().is_some_and(|ending| ending == "json") => {
+                Self::open_sharded(&dir, &path)
+            }
+            Some(path) => Self::open_files(&dir, &[path]),
+            None if sat::is_checkpoint(&dir) => Self::open_sat(model, LowRankMatrices::Merged),
+            None if declared.is_file() => Self::open_declared(&dir, &declared),
+            None => Err(WeightError::NoWeights { dir }),
+        }
+    }
+
+    /// Opens the SAT checkpoint whose ranks are in the directories of `model`, under the names of the Hub.
+    ///
+    /// # Errors
+    /// When a rank is missing, a file is damaged, or slices do not make the tensors of the model.
+    pub fn open_sat(model: &Path, matrices: LowRankMatrices) -> Result<Self> {
+        let dir = places::main(model);
+        let options = ModelOptions::new(DType::F32);
+        let shapes = open_shapes(model, options).map_err(|source| WeightError::Declared {
+            path: dir.join(sat::config::FILE),
+            source: Box::new(source),
+        })?;
+        let shapes = shapes.spec().params.iter();
+        let shapes = shapes.map(|param| (param.name.clone(), param.shape.dims().to_vec()));
+        let dirs = sat::rank_directories(model);
+        let opened = sat::open(&dirs, &shapes.collect(), matrices)?;
+        let entry = |(name, (shape, pieces)): (String, (Vec<usize>, Pieces))| {
+            (name, Entry::in_pieces(shape, pieces))
+        };
+        Ok(Self {
+            shards: opened.shards,
+            tensors: opened.tensors.into_iter().map(entry).collect(),
+            ignored: opened.ignored,
+            ..Self::empty(&dir)
+        })
+    }
+
+    fn empty(dir: &Path) -> Self {
+        Self {
+            dir: dir.to_owned(),
+            shards: Vec::new(),
+            tensors: BTreeMap::new(),
+            gathered: Gathered::default(),
+            ignored: Vec::new(),
+            passed_over: None,
+        }
+    }
+
+    /// Names in SAT of the tensors of a SAT checkpoint that no published model has, sorted. They are not read.
+    #[must_use]
+    pub fn ignored(&self) -> &[String] {
+        &self.ignored
+    }
+
+    /// Path of torch files in the directory that are not read, since it has safetensors files, too.
+    #[must_use]
+    pub fn passed_over(&self) -> Option<&Path> {
+        self.passed_over.as_deref()
+    }
+
+    /// Number of layers whose LoRA matrices are added to their weights on reading.
+    #[must_use]
+    pub fn merged_layers(&self) -> usize {
+        let places = self.tensors.values().map(|entry| &entry.place);
+        places
+            .filter(|place| matches!(place, Location::Pieces(pieces) if !pieces.added.0.is_empty()))
+            .count()
     }
 
     fn open_declared(dir: &Path, path: &Path) -> Result<Self> {
@@ -213,12 +339,12 @@ impl WeightSource {
             (param.name, entry)
         };
         Ok(Self {
-            dir: dir.to_owned(),
             tensors: tensors.into_iter().map(entry).collect(),
             shards: vec![Shard {
                 path: path.to_owned(),
                 file,
             }],
+            ..Self::empty(dir)
         })
     }
 
@@ -279,11 +405,7 @@ impl WeightSource {
     }
 
     fn open_files(dir: &Path, paths: &[PathBuf]) -> Result<Self> {
-        let mut source = Self {
-            dir: dir.to_owned(),
-            shards: Vec::new(),
-            tensors: BTreeMap::new(),
-        };
+        let mut source = Self::empty(dir);
         for path in paths {
             source.add_file(path)?;
         }
@@ -291,6 +413,12 @@ impl WeightSource {
     }
 
     fn add_file(&mut self, path: &Path) -> Result<()> {
+        if path
+            .extension()
+            .is_none_or(|ending| ending != "safetensors")
+        {
+            return self.add_torch_file(path);
+        }
         let file = File::open(path).map_err(|source| read_error(path, source))?;
         let (metadata, data_start) = read_header(&file, path)?;
         let shard = self.shards.len();
@@ -299,6 +427,22 @@ impl WeightSource {
             path: path.to_owned(),
             file,
         });
+        Ok(())
+    }
+
+    fn add_torch_file(&mut self, path: &Path) -> Result<()> {
+        let path = path.to_owned();
+        let (file, found) = match torch_file::tensors(&path, Wanted::All) {
+            Ok(found) => found,
+            Err(TorchError::Read(source)) => return Err(read_error(&path, source)),
+            Err(source) => return Err(WeightError::Torch { path, source }),
+        };
+        let shard = self.shards.len();
+        self.tensors.extend(found.into_iter().map(|(name, tensor)| {
+            let shape = tensor.shape.clone();
+            (name, Entry::in_pieces(shape, Pieces::one(shard, tensor)))
+        }));
+        self.shards.push(Shard { path, file });
         Ok(())
     }
 
@@ -397,15 +541,22 @@ impl WeightSource {
         let convert = converter(stored, out).ok_or_else(|| entry.bad_dtype(name, out))?;
         let shard = &self.shards[entry.shard];
         let size = stored.size_bytes();
-        let start = match &entry.place {
-            Location::At(offset_bytes) => offset_bytes + (elements.start * size) as u64,
-            Location::Made(values) => {
-                return make(values, elements.start as u64, out, dst, convert);
-            }
+        if let Location::Made(values) = &entry.place {
+            return make(values, elements.start as u64, out, dst, convert);
+        }
+        let start = elements.start;
+        let files = Files {
+            shards: &self.shards,
+            gathered: &self.gathered,
         };
-        let read = |buffer: &mut [u8], at: u64| {
-            let result = shard.file.read_exact_at(buffer, at);
-            result.map_err(|source| read_error(&shard.path, source))
+        let read = |buffer: &mut [u8], first: usize| match &entry.place {
+            Location::Pieces(pieces) => pieces.read(files, name, &entry.shape, first, buffer),
+            Location::At(offset_bytes) => {
+                let at = offset_bytes + (first * size) as u64;
+                let result = shard.file.read_exact_at(buffer, at);
+                result.map_err(|source| read_error(&shard.path, source))
+            }
+            Location::Made(_) => Ok(()),
         };
         if stored == out {
             return read(dst, start);
@@ -413,7 +564,7 @@ impl WeightSource {
         let mut raw = vec![0u8; CHUNK_ELEMS.min(count) * size];
         for (i, part) in dst.chunks_mut(CHUNK_ELEMS * out.size_bytes()).enumerate() {
             let raw = &mut raw[..part.len() / out.size_bytes() * size];
-            read(raw, start + (i * CHUNK_ELEMS * size) as u64)?;
+            read(raw, start + i * CHUNK_ELEMS)?;
             convert(raw, part);
         }
         Ok(())
@@ -490,6 +641,17 @@ impl WeightSource {
 }
 
 impl Entry {
+    fn in_pieces(shape: Vec<usize>, pieces: Pieces) -> Self {
+        let dtype_name = pieces.pieces[0].tensor.dtype.name().to_owned();
+        Self {
+            shard: pieces.shard(),
+            dtype: storage_float(&dtype_name),
+            dtype_name,
+            shape,
+            place: Location::Pieces(Box::new(pieces)),
+        }
+    }
+
     fn bad_dtype(&self, name: &str, wanted: DType) -> WeightError {
         WeightError::DType {
             name: name.to_owned(),
@@ -523,7 +685,21 @@ fn read_error(path: &Path, source: std::io::Error) -> WeightError {
     }
 }
 
-fn is_plain(file: &str) -> bool {
+/// The dtype called `name`, if weights may have it.
+fn storage_float(name: &str) -> Option<DType> {
+    let dtype = DType::from_name(name)?;
+    matches!(dtype, DType::F32 | DType::BF16 | DType::F16).then_some(dtype)
+}
+
+/// The torch file of the whole model in `dir`, or the index of several.
+fn torch_files(dir: &Path) -> Option<PathBuf> {
+    let names = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
+    let paths = names.map(|name| dir.join(name));
+    paths.into_iter().find(|path| path.is_file())
+}
+
+/// Whether `file` is a single component of a path.
+pub(crate) fn is_plain(file: &str) -> bool {
     let mut parts = Path::new(file).components();
     matches!(parts.next(), Some(std::path::Component::Normal(_))) && parts.next().is_none()
 }
@@ -543,8 +719,7 @@ fn entries(
             shard,
             place: Location::At(data_start + info.data_offsets.0 as u64),
             shape: info.shape.clone(),
-            dtype: DType::from_name(&dtype_name)
-                .filter(|d| matches!(d, DType::F32 | DType::BF16 | DType::F16)),
+            dtype: storage_float(&dtype_name),
             dtype_name,
         };
         (name, entry)

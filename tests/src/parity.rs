@@ -74,7 +74,7 @@ pub fn compare_trajectory(expected: &Trajectory, run: &Travelled) -> Vec<Compari
     if !expected.grad_norms.is_empty() {
         let (got, want) = (narrow(&run.grad_norms), narrow(&expected.grad_norms));
         let largest = expected.grad_norms.iter().fold(0.0f64, |m, n| m.max(*n));
-        let bound = tolerance::GRAD_NORM * largest;
+        let bound = tolerance::GRAD_NORM * largest * expected.growth;
         all.push(compare_floats("grad_norms", &got, &want, bound));
     }
     for (tensor, want) in &expected.after {

@@ -39,8 +39,8 @@ const ENGINE: &[Row] = &[
 
 #[rustfmt::skip] // One line for each module.
 const LAUNCHER: &[Row] = &[
-    ("units", ""),
     ("lang", ""),
+    ("units", "lang"),
     ("memory", "lang"),
     ("error", "lang memory units"),
     ("rank_env", "error lang"),

@@ -20,6 +20,8 @@ pub const ACTIVATION_OF_LARGEST: f64 = 1e-5;
 pub const GLM_FEATURES: f64 = 1e-5;
 /// Normalized pixels: equal, since operations and their order are the same.
 pub const PIXEL: f64 = 0.0;
+/// Normalized pixels of a video: the reference subtracts the mean from the byte before it divides, with another rounding.
+pub const VIDEO_PIXEL: f64 = 5e-7;
 /// A mean loss: absolute.
 pub const LOSS: f64 = 5e-6;
 /// A gradient tensor: share of its own largest entry.
@@ -38,6 +40,7 @@ pub const TRAJECTORY_OMNI: f64 = 2e-4;
 pub const DRIFT_RELATIVE: f64 = 1e-2;
 /// Gradient norms along a trajectory: share of the largest. The norm sums squares of all entries, so errors of single
 /// entries average out. The growth of loss differences along the steps remains.
+/// A pack that states a larger effect of rounding on its losses widens this bound in proportion.
 pub const GRAD_NORM: f64 = 1e-4;
 /// An adapter tensor after training: relative L2 distance.
 pub const ADAPTER_L2: f64 = 1e-3;

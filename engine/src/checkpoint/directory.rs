@@ -168,13 +168,14 @@ pub fn sweep(output: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
 /// # Errors
 /// [`CheckpointError::Io`] when the directory cannot be listed or a checkpoint cannot be removed.
 pub fn prune(output: &Path, save_total_limit: usize) -> Result<Vec<PathBuf>, CheckpointError> {
-    prune_on(&Disk, output, save_total_limit)
+    prune_on(&Disk, output, save_total_limit, None)
 }
 
 pub(super) fn prune_on(
     fs: &dyn FileSystem,
     output: &Path,
     save_total_limit: usize,
+    kept: Option<u64>,
 ) -> Result<Vec<PathBuf>, CheckpointError> {
     let latest = find_latest(output)?;
     if save_total_limit == 0 || latest.is_none() {
@@ -184,7 +185,14 @@ pub(super) fn prune_on(
         .into_iter()
         .filter(|(_, directory)| Some(directory) != latest.as_ref())
         .collect();
-    let surplus = others.len().saturating_sub(save_total_limit - 1);
+    let all = others.len();
+    let others: Vec<(u64, PathBuf)> = others
+        .into_iter()
+        .filter(|(step, _)| Some(*step) != kept)
+        .collect();
+    // The latest and the kept one stay, also with a limit of one.
+    let room = (save_total_limit - 1).saturating_sub(all - others.len());
+    let surplus = others.len().saturating_sub(room);
     let mut removed = Vec::new();
     for (step, directory) in others.into_iter().take(surplus) {
         // Renamed first, so that a half-removed directory never looks like a checkpoint.

@@ -104,6 +104,7 @@ pub struct Writer {
     file: Option<FileEntry>,
     tensors: Vec<LogicalTensor>,
     extra: Vec<FileEntry>,
+    kept: Option<u64>,
 }
 
 impl Writer {
@@ -156,6 +157,7 @@ impl Writer {
             file: None,
             tensors: Vec::new(),
             extra: Vec::new(),
+            kept: None,
         };
         if rank >= world_size {
             return Err(writer.out_of_turn("begin a checkpoint"));
@@ -340,8 +342,15 @@ impl Writer {
         if let Some(replaced) = replaced {
             remove_directory(self.fs.as_ref(), &replaced)?;
         }
-        directory::prune_on(self.fs.as_ref(), &self.output, save_total_limit)?;
+        directory::prune_on(self.fs.as_ref(), &self.output, save_total_limit, self.kept)?;
         Ok(directory::final_directory(&self.output, self.step))
+    }
+
+    /// Lets the checkpoint of `step`, if given, survive the limit of [`Writer::commit`].
+    #[must_use]
+    pub fn keeping(mut self, step: Option<u64>) -> Self {
+        self.kept = step;
+        self
     }
 
     /// Removes the temporary directory of a failed save. One rank calls it, after all others have stopped

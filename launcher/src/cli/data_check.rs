@@ -20,6 +20,9 @@ pub struct DataCheckArgs {
     /// Model directory whose tokenizer and image rules apply
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
+    /// Directory of the tokenizer, where it is not in that of --model
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
     /// Names of data sets in dataset_info.json (LLaMA-Factory), separated by commas
     #[arg(long, value_name = "NAMES")]
     pub dataset: Option<String>,

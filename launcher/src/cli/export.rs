@@ -11,7 +11,7 @@ use crate::units::parse_bytes;
 #[command(
     name = "launcher export",
     version,
-    about = "Writes a checkpoint for other programs: a Hugging Face or peft directory",
+    about = "Writes a checkpoint for other programs: a Hugging Face, peft or SAT directory",
     max_term_width = 100
 )]
 pub struct ExportArgs {
@@ -24,6 +24,17 @@ pub struct ExportArgs {
     /// Base model of adapters and trained parts; by default the one of the run
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
+    /// Directory of the tokenizer, where it is not in that of --model
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
+    /// Layout to write: hf, the default, for transformers and peft, or sat for SwissArmyTransformer
+    ///
+    /// sat merges adapters.
+    #[arg(long, value_enum, value_name = "hf|sat")]
+    pub format: Option<ExportFormat>,
+    /// Model-parallel ranks of --format sat, 1 to 8; 1 by default
+    #[arg(long, value_name = "P")]
+    pub mp_size: Option<usize>,
     /// Write the whole model with adapters and trained parts merged, instead of the adapter
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub merge: Option<bool>,
@@ -33,6 +44,45 @@ pub struct ExportArgs {
     /// Largest weight file, such as 5GB (the default) or 512MiB
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub max_shard_size: Option<u64>,
+}
+
+/// What the user typed after `launcher import`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Parser)]
+#[command(
+    name = "launcher import",
+    version,
+    about = "Writes a SAT checkpoint, or a model in torch files, as a Hugging Face directory",
+    max_term_width = 100
+)]
+pub struct ImportArgs {
+    /// Directory of the checkpoint; several where its ranks are in several
+    #[arg(value_name = "DIR", required = true)]
+    pub checkpoint: Vec<PathBuf>,
+    /// Directory to write; it must not exist or must be empty
+    #[arg(long, value_name = "DIR")]
+    pub output: Option<PathBuf>,
+    /// Directory of the tokenizer, whose files are copied
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
+    /// Add LoRA matrices to the weights, instead of writing a peft adapter to OUTPUT/adapter
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub merge: Option<bool>,
+    /// Number format of the weights; by default that of the checkpoint
+    #[arg(long, value_enum, value_name = "DTYPE")]
+    pub dtype: Option<ExportDtype>,
+    /// Largest weight file, such as 5GB (the default) or 512MiB
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    pub max_shard_size: Option<u64>,
+}
+
+/// Layout that `launcher export` writes (`--format`).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum ExportFormat {
+    /// safetensors files of the Hub.
+    #[default]
+    Hf,
+    /// A checkpoint of SwissArmyTransformer.
+    Sat,
 }
 
 /// Number format of the weights that `launcher export` writes (`--dtype`).

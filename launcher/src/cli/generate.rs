@@ -18,6 +18,9 @@ pub struct GenerateArgs {
     /// Model directory, a run, which means its latest checkpoint, or one checkpoint-N
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
+    /// Directory of the tokenizer, where it is not in that of --model
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
     /// Checkpoint-N directory of a run that trained adapters or parts of the model
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,
@@ -55,6 +58,9 @@ pub struct GenerateArgs {
     /// auto takes the template of the model directory.
     #[arg(long, value_enum, value_name = "NAME")]
     pub template: Option<TemplateChoice>,
+    /// Whether answers begin with a thought (GLM-4.6V-Flash, MiniCPM 4.5); by default the template decides
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub enable_thinking: Option<bool>,
     /// Longest prompt in tokens, image tokens included; 8192 by default
     #[arg(long, value_name = "TOKENS")]
     pub model_max_length: Option<usize>,
@@ -78,6 +84,9 @@ pub struct EvalArgs {
     /// Model directory, a run, which means its latest checkpoint, or one checkpoint-N
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
+    /// Directory of the tokenizer, where it is not in that of --model
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
     /// Checkpoint-N directory of a run that trained adapters or parts of the model
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,
@@ -116,6 +125,9 @@ pub struct EvalArgs {
     /// auto takes the template of the model directory.
     #[arg(long, value_enum, value_name = "NAME")]
     pub template: Option<TemplateChoice>,
+    /// Whether answers begin with a thought (GLM-4.6V-Flash, MiniCPM 4.5); by default the template decides
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub enable_thinking: Option<bool>,
     /// Supervise the token that ends an answer (GLM-4V)
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub train_on_turn_end: Option<bool>,

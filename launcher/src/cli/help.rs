@@ -12,9 +12,10 @@ use super::table::defaults;
 use super::{
     Args, BenchNvmeArgs, CkptConsolidateArgs, CkptLsArgs, CkptReshardArgs, CkptVerifyArgs,
     DataCheckArgs, DoctorArgs, EvalArgs, ExplainArgs, ExplainConfigArgs, ExportArgs, GenerateArgs,
-    PlanArgs, SynthArgs, WatchArgs,
+    ImportArgs, PlanArgs, SynthArgs, WatchArgs,
 };
 use crate::error::Failure;
+use crate::lang::{Both, Lang, both};
 
 /// What the user typed after `launcher completions`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Parser)]
@@ -41,9 +42,9 @@ pub struct CompletionsArgs {
 pub struct ManArgs {}
 
 /// Flags that `--help` lists, by group: those that most runs use.
-const OVERVIEW: [(&str, &[&str]); 5] = [
+const OVERVIEW: [(Both, &[&str]); 5] = [
     (
-        "Model and data",
+        both("Model and data", "模型与数据"),
         &[
             "model",
             "data",
@@ -55,7 +56,7 @@ const OVERVIEW: [(&str, &[&str]); 5] = [
         ],
     ),
     (
-        "Memory and ranks",
+        both("Memory and ranks", "内存与 rank"),
         &[
             "zero",
             "offload",
@@ -67,7 +68,7 @@ const OVERVIEW: [(&str, &[&str]); 5] = [
         ],
     ),
     (
-        "What is trained",
+        both("What is trained", "训练的部分"),
         &[
             "lora-rank",
             "lora-alpha",
@@ -78,7 +79,7 @@ const OVERVIEW: [(&str, &[&str]); 5] = [
         ],
     ),
     (
-        "Training",
+        both("Training", "训练"),
         &[
             "learning-rate",
             "num-train-epochs",
@@ -89,19 +90,39 @@ const OVERVIEW: [(&str, &[&str]); 5] = [
         ],
     ),
     (
-        "Saving and evaluation",
+        both("Saving and evaluation", "保存与评估"),
         &["save-steps", "eval-steps", "resume", "max-restarts"],
     ),
 ];
 
+/// Section titles that only `--help-all` and the subcommands have.
+const TITLES: [Both; 4] = [
+    both("Saving, evaluation, logs", "保存、评估、日志"),
+    both("What to plan for", "计划的对象"),
+    both("Arguments", "位置参数"),
+    both("Options", "选项"),
+];
+
+/// Frame of clap's help in Chinese: clap's own words are English.
+const FRAME: &str = "{before-help}{about-with-newline}\n用法：{usage}\n\n{all-args}{after-help}";
+
 /// Example command lines.
-const EXAMPLES: &str = "\
+const EXAMPLES: Both = both(
+    "\
 Examples
   launcher --zero 3 --offload cpu                                the demo: no model, no data
   launcher plan --no-weights --model config.json --hw 2x24GiB    will it fit?
   launcher --model DIR --data train.json --lora-rank 64          LoRA
   launcher --resume runs/x                                       continue a run
-";
+",
+    "\
+示例
+  launcher --zero 3 --offload cpu                                演示：无需模型和数据
+  launcher plan --no-weights --model config.json --hw 2x24GiB    放得下吗？
+  launcher --model DIR --data train.json --lora-rank 64          LoRA
+  launcher --resume runs/x                                       续训
+",
+);
 
 impl Subcommand {
     /// The clap definition of this subcommand.
@@ -115,6 +136,7 @@ impl Subcommand {
             Self::Generate => GenerateArgs::command(),
             Self::Eval => EvalArgs::command(),
             Self::Export => ExportArgs::command(),
+            Self::Import => ImportArgs::command(),
             Self::Watch => WatchArgs::command(),
             Self::Synth => SynthArgs::command(),
             Self::BenchNvme => BenchNvmeArgs::command(),
@@ -145,53 +167,88 @@ pub(super) fn asked_for(
 ) -> Result<Option<String>, Failure> {
     let asked = |names: &[&str]| words.iter().any(|word| names.contains(&word.as_str()));
     if asked(&["--help-all"]) {
-        return Ok(Some(subcommand.command().render_long_help().to_string()));
+        let mut command = titled(subcommand.command(), Lang::chosen());
+        return Ok(Some(command.render_long_help().to_string()));
     }
     if !asked(&["-h", "--help"]) {
         return Ok(None);
     }
     match subcommand {
-        Subcommand::Train => overview().map(Some),
+        Subcommand::Train => overview(Lang::chosen()).map(Some),
         _ => {
             let shared = matches!(subcommand, Subcommand::Plan | Subcommand::ExplainConfig);
-            let training = if shared {
-                "Flags of training: `launcher --help-all`\n"
-            } else {
-                ""
-            };
-            let command = subcommand.own_command();
-            let mut command = command.after_help(format!(
-                "{training}Every subcommand takes --error-format human or json, and --lang en or zh"
-            ));
-            Ok(Some(command.render_help().to_string()))
+            let lang = Lang::chosen();
+            let training = both(
+                "Flags of training: `launcher --help-all`\n",
+                "训练的参数：`launcher --help-all`\n",
+            );
+            let training = if shared { training.get(lang) } else { "" };
+            let common = both(
+                "Every subcommand takes --error-format human or json, and --lang en or zh",
+                "每个子命令都接受 --error-format human 或 json，以及 --lang en 或 zh",
+            );
+            let command = subcommand
+                .own_command()
+                .after_help(format!("{training}{}", common.get(lang)));
+            Ok(Some(titled(command, lang).render_help().to_string()))
         }
     }
 }
 
+/// `command` with section titles in `lang`. The descriptions of the flags are English.
+fn titled(mut command: clap::Command, lang: Lang) -> clap::Command {
+    if lang == Lang::En {
+        return command;
+    }
+    command.build();
+    let known = || OVERVIEW.iter().map(|(title, _)| title).chain(&TITLES);
+    let translated = |title: &str| known().find(|known| known.en == title);
+    command.help_template(FRAME).mut_args(|arg| {
+        let title = match (arg.get_help_heading(), arg.is_positional()) {
+            (Some(title), _) => title,
+            (None, true) => "Arguments",
+            (None, false) => "Options",
+        };
+        match translated(title) {
+            Some(title) => arg.help_heading(title.get(lang)),
+            None => arg,
+        }
+    })
+}
+
 /// Text of `launcher --help`: usage, the most used flags with their defaults, examples, subcommands.
-fn overview() -> Result<String, Failure> {
+fn overview(lang: Lang) -> Result<String, Failure> {
     let command = Args::command();
     let defaults = defaults(true)?;
     let mut text = format!(
-        "{}\n\n\
-         Usage: launcher [FLAGS]                train; without --model, the built-in demo\n       \
-         launcher SUBCOMMAND [FLAGS]\n",
+        "{}\n\n{}",
         command
             .get_about()
             .map(ToString::to_string)
             .unwrap_or_default(),
+        both(
+            "Usage: launcher [FLAGS]                train; without --model, the built-in demo\n       launcher SUBCOMMAND [FLAGS]\n",
+            "用法：launcher [FLAGS]                 训练；不带 --model 时为内置演示\n      launcher SUBCOMMAND [FLAGS]\n",
+        )
+        .get(lang),
     );
     for (group, flags) in OVERVIEW {
-        text.push_str(&format!("\n{group}\n"));
+        text.push_str(&format!("\n{}\n", group.get(lang)));
         for flag in flags {
             text.push_str(&line(&command, flag, &defaults));
         }
     }
-    text.push_str(
+    let all = both(
         "\nAll flags: launcher --help-all, or docs/flags.md. snake_case spellings work too.\n\n",
+        "\n全部参数：launcher --help-all 或 docs/flags.md。snake_case 写法同样可用。\n\n",
     );
-    text.push_str(EXAMPLES);
-    text.push_str("\nSubcommands, each with its own --help\n");
+    let subcommands = both(
+        "\nSubcommands, each with its own --help\n",
+        "\n子命令，每个都有自己的 --help\n",
+    );
+    for part in [all, EXAMPLES, subcommands] {
+        text.push_str(part.get(lang));
+    }
     for (subcommand, name) in Subcommand::ALL.into_iter().skip(1) {
         let about = subcommand.command().get_about().map(ToString::to_string);
         let about = about.unwrap_or_default();
@@ -293,6 +350,25 @@ mod tests {
         assert!(text.contains("[1e-6]"), "{text}");
         assert_eq!(text, printed("-h"));
         assert_eq!(text, printed("--zero 3 --help"));
+    }
+
+    #[test]
+    fn section_titles_are_in_the_language_that_is_asked_for() {
+        for (subcommand, name) in Subcommand::ALL {
+            let text = titled(subcommand.command(), Lang::Zh)
+                .render_long_help()
+                .to_string();
+            assert!(text.contains("用法：launcher"), "{name}: {text}");
+            for line in text.lines().filter(|line| line.ends_with(':')) {
+                let is_title = !line.starts_with(' ') && line.is_ascii();
+                assert!(!is_title, "{name}: {line}");
+            }
+        }
+        let text = overview(Lang::Zh).expect("defaults");
+        assert!(
+            text.contains("\n训练的部分\n") && text.contains("\n示例\n"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -22,6 +22,7 @@ mod resolve;
 mod synth;
 mod table;
 mod trainers;
+mod usage;
 mod watch;
 
 use std::path::PathBuf;
@@ -29,23 +30,24 @@ use std::path::PathBuf;
 use clap::Parser;
 
 use crate::config::{
-    Collectives, CudaGraph, DataFormatChoice, DeviceChoice, Every, ExifRotation, Fault, GradDtype,
-    InitChoice, LrScale, Moments, NvmeIo, Offload, OptimizerInBackward, OptimizerInForward,
-    PrecisionChoice, PrefetchWeights, PureBf16Moments, PureBf16Weights, Recompute, ReportTo,
-    RopeChoice, Scheduler, SchedulerKwargs, Strategy, TemplateChoice, Workers,
+    BestMetric, Collectives, CudaGraph, DataFormatChoice, DeviceChoice, Every, ExifRotation, Fault,
+    GradDtype, InitChoice, LrScale, Moments, NvmeIo, Offload, OptimizerInBackward,
+    OptimizerInForward, PrecisionChoice, PrefetchWeights, PureBf16Moments, PureBf16Weights,
+    Recompute, ReportTo, RopeChoice, Scheduler, SchedulerKwargs, Strategy, TemplateChoice, Workers,
 };
 use crate::error::Failure;
 use crate::error::format::ErrorFormat;
-use crate::lang::{Lang, Text, both};
+use crate::lang::{Lang, Text};
 use crate::rank_env::identity::RankIs;
 use crate::units::parse_bytes;
+use usage::usage_from;
 
 pub use bench::BenchNvmeArgs;
 pub use ckpt::{CkptCommand, CkptConsolidateArgs, CkptLsArgs, CkptReshardArgs, CkptVerifyArgs};
 pub use data_check::DataCheckArgs;
 pub use explain::ExplainArgs;
 pub use explain_config::ExplainConfigArgs;
-pub use export::{ExportArgs, ExportDtype};
+pub use export::{ExportArgs, ExportDtype, ExportFormat, ImportArgs};
 pub use foreign::{IGNORED, RESTRICTED};
 pub(crate) use foreign::{OTHER_REPORT, without_other_reports};
 pub use generate::{EvalArgs, GenerateArgs};
@@ -55,6 +57,7 @@ use normalise::Subcommand;
 pub(crate) use normalise::{FileKey, file_key};
 pub use plan::{Hardware, PlanArgs};
 pub use presets::{PRESETS, Preset};
+pub(crate) use resolve::refuse_weights;
 pub(crate) use resolve::resolve_on;
 pub use resolve::{Resolved, resolve};
 pub use synth::{SynthArgs, SynthWeights};
@@ -71,12 +74,19 @@ pub use watch::WatchArgs;
     max_term_width = 100
 )]
 pub struct Args {
-    /// Model directory: config.json, tokenizer, safetensors
+    /// Model directory: config.json, tokenizer, weights; or a SAT checkpoint
+    ///
+    /// Weights are safetensors files or pytorch_model.bin. Ranks of a SAT checkpoint in two directories are joined by a
+    /// comma.
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub model: Option<PathBuf>,
+    /// Directory of the tokenizer, where it is not in that of --model
+    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    pub tokenizer: Option<PathBuf>,
     /// Training samples: files or directories, separated by commas
     ///
-    /// Their form is one of --data-format.
+    /// Their form is one of --data-format. FILE:2 takes a file twice an epoch, FILE:0.5 a half of it. DIR#train is one split
+    /// of several; - is standard input.
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub data: Option<PathBuf>,
     /// Held-out samples, in the same forms as --data
@@ -438,6 +448,11 @@ pub struct Args {
     /// Train LoRA adapters on the language model
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What is trained")]
     pub use_lora: Option<bool>,
+    /// Start from the adapters in this directory: of a run, or of peft
+    ///
+    /// Their files decide rank, alpha and layers. A run directory means its latest checkpoint.
+    #[arg(long, value_name = "DIR", help_heading = "What is trained")]
+    pub adapter: Option<PathBuf>,
     /// Rank of the LoRA adapters; implies --use-lora
     #[arg(long, value_name = "N", help_heading = "What is trained")]
     pub lora_rank: Option<usize>,
@@ -493,6 +508,25 @@ pub struct Args {
     /// The default keeps two, or all if --save-steps or --save-strategy is given.
     #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
     pub save_total_limit: Option<usize>,
+    /// Keep the best checkpoint and let it stand for the run after its end
+    ///
+    /// Checkpoints are saved where the held-out samples are evaluated. `generate`, `eval` and `export` with the run's directory take the best one; --resume continues from the latest.
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Saving, evaluation, logs")]
+    pub load_best_model_at_end: Option<bool>,
+    /// Metric of the held-out samples that decides
+    #[arg(
+        long,
+        value_enum,
+        value_name = "NAME",
+        help_heading = "Saving, evaluation, logs"
+    )]
+    pub metric_for_best_model: Option<BestMetric>,
+    /// Whether a greater metric is better; the default is false for loss
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Saving, evaluation, logs")]
+    pub greater_is_better: Option<bool>,
+    /// End training after N evaluations in a row without a better metric
+    #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
+    pub early_stopping_patience: Option<u64>,
     /// Steps between evaluations; below 1 a share of all steps
     #[arg(long, value_name = "N", help_heading = "Saving, evaluation, logs")]
     pub eval_steps: Option<Every>,
@@ -594,8 +628,10 @@ pub struct DoctorArgs {
 
 /// Other names of this program's flags: (other name in snake_case, flag). First the names of other trainers,
 /// then those of earlier versions of this program.
-pub const ALIASES: [(&str, &str); 24] = [
+pub const ALIASES: [(&str, &str); 26] = [
     ("model_name_or_path", "model"),
+    ("tokenizer_name_or_path", "tokenizer"),
+    ("tokenizer_name", "tokenizer"),
     ("data_path", "data"),
     ("eval_data_path", "eval-data"),
     ("media_dir", "image-dir"),
@@ -663,6 +699,8 @@ pub enum Command {
     Eval(Box<EvalArgs>),
     /// Write weights for other programs.
     Export(ExportArgs),
+    /// Write a foreign checkpoint as a Hugging Face directory.
+    Import(ImportArgs),
     /// List, verify, reshard or consolidate checkpoints.
     Ckpt(CkptCommand),
     /// Write a model directory with random weights.
@@ -720,6 +758,7 @@ pub fn parse(argv: &[String]) -> Result<Command, Failure> {
             EvalArgs::try_parse_from(words).map(|args| Command::Eval(Box::new(args)))
         }
         Subcommand::Export => ExportArgs::try_parse_from(words).map(Command::Export),
+        Subcommand::Import => ImportArgs::try_parse_from(words).map(Command::Import),
         Subcommand::CkptLs => {
             CkptLsArgs::try_parse_from(words).map(|a| Command::Ckpt(CkptCommand::Ls(a)))
         }
@@ -788,28 +827,6 @@ fn words(line: &normalise::Line) -> Vec<String> {
     words
 }
 
-/// Usage failure with the first paragraph of clap's message; its usage text does not help here.
-fn usage_from(error: &clap::Error) -> Failure {
-    let text = error.render().to_string();
-    let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
-    let title = lines
-        .next()
-        .unwrap_or("bad command line")
-        .trim_start_matches("error: ");
-    let detail = lines.find(|line| line.starts_with('['));
-    let mut failure = Failure::usage(
-        title,
-        both("a flag has a value it does not take", "某个参数的值不可用"),
-    );
-    if let Some(detail) = detail {
-        failure = failure.evidence(detail);
-    }
-    failure.next(both(
-        "`launcher --help-all` lists every flag",
-        "`launcher --help-all` 会列出每个参数",
-    ))
-}
-
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;
@@ -845,15 +862,15 @@ mod tests {
         names.sort_unstable();
         assert_eq!(
             names.join(" "),
-            "adam-beta1 adam-beta2 adam-epsilon bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers dataset dataset-dir deepspeed defaults device \
-             device-memory-limit elastic error-format eval-data eval-dataset eval-steps eval-strategy exclude exif-rotation find-batch fp16 freeze global-batch-size grad-dtype \
-             gradient-accumulation-steps gradient-checkpointing host-memory-limit host-reserve hostfile hysteresis image-dir image-max-pixels image-min-pixels include init initial-scale-power inject lang learning-rate \
-             limit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
-             lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps min-loss-scale model \
+            "adam-beta1 adam-beta2 adam-epsilon adapter bf16 checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers dataset dataset-dir deepspeed defaults device \
+             device-memory-limit early-stopping-patience elastic error-format eval-data eval-dataset eval-steps eval-strategy exclude exif-rotation find-batch fp16 freeze global-batch-size grad-dtype \
+             gradient-accumulation-steps gradient-checkpointing greater-is-better host-memory-limit host-reserve hostfile hysteresis image-dir image-max-pixels image-min-pixels include init initial-scale-power inject lang learning-rate \
+             limit load-best-model-at-end logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
+             lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps metric-for-best-model min-loss-scale model \
              model-max-length modules-to-save moments no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \
              per-device-eval-batch-size per-device-train-batch-size precision prefetch-weights preset ptuning-tokens pure-bf16-moments pure-bf16-weights rank-is report-to resume resume-anyway \
              rope-precision save-steps save-strategy \
-             save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross trace-steps train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
+             save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross tokenizer trace-steps train train-on-turn-end tune-llm tune-vision use-lora warmup-ratio \
              warmup-steps weight-decay zero"
         );
         for (alias, target) in ALIASES {
@@ -951,6 +968,12 @@ mod tests {
     }
 
     #[test]
+    fn a_subcommand_after_a_flag_is_told_to_come_first() {
+        assert!(refused("--lang zh doctor").next[0].contains("`launcher doctor …`"));
+        assert!(refused("--lang zh doktor").next[0].contains("--help-all"));
+    }
+
+    #[test]
     fn doctor_has_flags_of_its_own() {
         let doctor = |line: &str| {
             let argv: Vec<String> = line.split_whitespace().map(str::to_string).collect();
@@ -1023,7 +1046,12 @@ mod tests {
             ),
         ] {
             let run = "runs/x".into();
-            let expected = Command::Watch(WatchArgs { run, once, json });
+            let expected = Command::Watch(WatchArgs {
+                run,
+                once,
+                json,
+                serve: None,
+            });
             assert_eq!(watch(line).expect("parses"), expected, "{line}");
         }
         for line in ["watch", "watch a b", "watch a --zero 3"] {

@@ -33,6 +33,7 @@ pub(super) enum Subcommand {
     Generate,
     Eval,
     Export,
+    Import,
     Watch,
     Synth,
     BenchNvme,
@@ -47,7 +48,7 @@ pub(super) enum Subcommand {
 
 impl Subcommand {
     /// All subcommands as typed. A name of two words has an action as its second.
-    pub(super) const ALL: [(Self, &'static str); 18] = [
+    pub(super) const ALL: [(Self, &'static str); 19] = [
         (Self::Train, "train"),
         (Self::Plan, "plan"),
         (Self::Doctor, "doctor"),
@@ -56,6 +57,7 @@ impl Subcommand {
         (Self::Generate, "generate"),
         (Self::Eval, "eval"),
         (Self::Export, "export"),
+        (Self::Import, "import"),
         (Self::Watch, "watch"),
         (Self::Synth, "synth"),
         (Self::BenchNvme, "bench nvme"),
@@ -71,6 +73,18 @@ impl Subcommand {
     pub(super) fn name(self) -> &'static str {
         let found = Self::ALL.iter().find(|(subcommand, _)| *subcommand == self);
         found.map_or("train", |(_, name)| name)
+    }
+
+    /// What to do about the stray `word`: a subcommand comes first.
+    fn help_on(self, word: &str) -> Text {
+        let names_one = |name: &str| name.split(' ').next() == Some(word);
+        if self != Self::Train || !Self::ALL.iter().any(|(_, name)| names_one(name)) {
+            return self.help();
+        }
+        text!(
+            "a subcommand comes before its flags: `launcher {word} …`",
+            "子命令写在它的参数之前：`launcher {word} …`"
+        )
     }
 
     /// Command line that shows the help of this subcommand.
@@ -112,7 +126,12 @@ pub(super) fn normalise(
 ) -> Result<Line, Failure> {
     let mut rest = argv.iter().map(String::as_str).peekable();
     let known = Known::new(subcommand, command);
-    let mut positionals = command.get_positionals().count();
+    let count = |argument: &clap::Arg| match argument.get_action() {
+        ArgAction::Append => usize::MAX,
+        _ => 1,
+    };
+    let counts = command.get_positionals().map(count);
+    let mut positionals = counts.fold(0, usize::saturating_add);
     let mut line = Line {
         args: Vec::new(),
         notes: Vec::new(),
@@ -131,7 +150,8 @@ pub(super) fn normalise(
     let mut seen: BTreeMap<String, String> = BTreeMap::new();
     while let Some(word) = rest.next() {
         // SwissArmyTransformer has a flag --version with a value.
-        let is_flag = trainer == Some(Trainer::Sat) && word == "--version";
+        let has_value = rest.peek().is_some_and(|next| !next.starts_with('-'));
+        let is_flag = takes_recipes && word == "--version" && has_value;
         if matches!(word, "-h" | "--help" | "-V" | "--version") && !is_flag {
             line.args.push(word.to_string());
             continue;
@@ -149,7 +169,7 @@ pub(super) fn normalise(
                 text!("unexpected argument '{word}'", "多余的参数 '{word}'"),
                 both("only flags follow here", "这里只能有以 -- 开头的参数"),
             )
-            .next(subcommand.help()));
+            .next(subcommand.help_on(word)));
         };
         let (name, inline) = match body.split_once('=') {
             Some((name, value)) => (name, Some(value.to_string())),

@@ -25,7 +25,7 @@ const COGAGENT_PARTS: &str = r"cross_vision,cross_attn,post_cross_attention_laye
 const SAT_NO_DECAY: &str = r"norm,.*\.bias";
 
 /// All presets that `--preset` accepts.
-pub const PRESETS: [Preset; 7] = [
+pub const PRESETS: [Preset; 9] = [
     Preset {
         name: "cogvlm-captcha",
         script: "THUDM/CogVLM finetune_demo/finetune_cogvlm_lora.sh",
@@ -191,6 +191,50 @@ pub const PRESETS: [Preset; 7] = [
     Preset {
         name: "glm4v-full",
         script: "THUDM/GLM-4 finetune/configs/sft.yaml",
+        differs: "the mean over tokens, not the mean of batches' means",
+        flags: &[
+            ("data-format", "glm4v"),
+            ("zero", "3"),
+            ("precision", "bf16"),
+            ("checkpoint-activations", "all"),
+            ("per-device-train-batch-size", "1"),
+            ("max-steps", "3000"),
+            ("model-max-length", "2623"),
+            ("learning-rate", "5e-5"),
+            ("lr-scheduler-type", "linear"),
+            ("warmup-ratio", "0"),
+            ("weight-decay", "0"),
+            ("adam-beta2", "0.999"),
+            ("freeze", r"transformer\.vision"),
+        ],
+    },
+    Preset {
+        name: "cogagent-9b-lora",
+        script: "THUDM/CogAgent finetune/configs/lora.yaml",
+        differs: "the mean over tokens, not the mean of batches' means",
+        flags: &[
+            ("data-format", "glm4v"),
+            ("zero", "2"),
+            ("precision", "bf16"),
+            ("checkpoint-activations", "all"),
+            ("per-device-train-batch-size", "1"),
+            ("max-steps", "3000"),
+            ("model-max-length", "2623"),
+            ("learning-rate", "5e-4"),
+            ("lr-scheduler-type", "linear"),
+            ("warmup-ratio", "0"),
+            ("weight-decay", "0"),
+            ("adam-beta2", "0.999"),
+            ("lora-rank", "8"),
+            ("lora-alpha", "32"),
+            ("lora-dropout", "0.1"),
+            ("lora-target-modules", r"transformer\..*\.query_key_value"),
+            ("modules-to-save", "none"),
+        ],
+    },
+    Preset {
+        name: "cogagent-9b-full",
+        script: "THUDM/CogAgent finetune/configs/sft.yaml",
         differs: "the mean over tokens, not the mean of batches' means",
         flags: &[
             ("data-format", "glm4v"),

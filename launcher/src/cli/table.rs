@@ -6,6 +6,7 @@ use std::fmt::Write;
 use clap::CommandFactory;
 
 use super::normalise::Subcommand;
+use super::trainers::TABLES;
 use super::{ALIASES, Args, IGNORED, RESTRICTED};
 use crate::cli::resolve;
 use crate::error::Failure;
@@ -106,6 +107,21 @@ pub fn flag_table() -> Result<String, Failure> {
             ),
         );
     }
+    for (trainer, keys) in TABLES {
+        push(
+            &mut text,
+            format_args!(
+                "\n### Keys of {trainer}\n\nOn the line and in `--config` files.\n\n| key | here |\n|---|---|\n"
+            ),
+        );
+        for (names, meaning) in keys {
+            let names: Vec<String> = names.split(' ').map(|name| format!("`{name}`")).collect();
+            push(
+                &mut text,
+                format_args!("| {} | {} |\n", names.join(", "), meaning.describe()),
+            );
+        }
+    }
     Ok(text)
 }
 
@@ -188,6 +204,10 @@ fn unset(flag: &str) -> &'static str {
         "max-steps" => "from the epochs",
         "num-train-epochs" => "not used",
         "save-steps" | "eval-steps" => "at the end",
+        "load-best-model-at-end" => "`false`",
+        "metric-for-best-model" => "`loss`",
+        "greater-is-better" => "by the metric",
+        "early-stopping-patience" => "all steps",
         "save-strategy" | "eval-strategy" => "`steps` where steps are given",
         "logging-strategy" => "`steps`",
         "trace-steps" => "none",
@@ -197,7 +217,7 @@ fn unset(flag: &str) -> &'static str {
         "resume" => "start anew",
         "error-format" => "`human`",
         "lora-target-modules" | "modules-to-save" => "those of the model's family",
-        "preset" | "config" | "deepspeed" | "inject" => "none",
+        "preset" | "config" | "deepspeed" | "inject" | "adapter" => "none",
         "strict-config" => "`false`",
         "lr-scheduler-kwargs" => "DeepSpeed's",
         "no-decay" => "norm weights and biases",

@@ -22,4 +22,9 @@ pub struct WatchArgs {
     /// Print JSON with stable keys, one object per change
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub json: Option<bool>,
+    /// Serve the report page of the run at this address, always up to date, until Ctrl-C. A number is a port of this
+    /// machine; an address that other machines reach needs the token in the printed link
+    #[arg(long, num_args = 0..=1, default_missing_value = "127.0.0.1:7007", value_name = "ADDR",
+        conflicts_with_all = ["once", "json"])]
+    pub serve: Option<String>,
 }

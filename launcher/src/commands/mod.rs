@@ -14,8 +14,9 @@ mod synth;
 mod train;
 mod watch;
 
-use crate::cli::{self, Command, Note, PlanArgs, file};
+use crate::cli::{self, Args, Command, DataCheckArgs, EvalArgs, Note, PlanArgs, file};
 use crate::config::RunPlan;
+use crate::data::stream;
 use crate::device::{Devices, Nvidia};
 use crate::error::format::{ErrorFormat, last_value};
 use crate::error::output::print;
@@ -91,7 +92,7 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
         Command::Train { args, typed, notes } => {
             let mut env = Env::read(args.rank_is)?;
             let loaded = file::load(&typed)?.unwrap_or_default();
-            let args = match loaded.words.is_empty() {
+            let mut args = match loaded.words.is_empty() {
                 true => args,
                 false => Box::new(cli::train_args(&loaded.words)?),
             };
@@ -107,26 +108,50 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
                     if rank.rank == 0 {
                         show_files(&loaded, &mut Screen::on_stderr(env.no_color));
                     }
+                    if !rank.is_supervised() {
+                        stream::refuse(args.data.as_deref())?;
+                        stream::refuse(args.eval_data.as_deref())?;
+                    }
                     run_rank(hooks, &env, &rank, &args, format)
                 }
                 None => {
                     start_pool(None)?;
+                    store_streams(&mut args, &env)?;
                     run_supervisor(hooks, &env, &args, &loaded, notes)
                 }
             }
         }
-        Command::Plan { args, typed, notes } => plan_with_files(hooks, &args, typed, notes),
+        Command::Plan {
+            mut args,
+            typed,
+            notes,
+        } => plan_with_files(hooks, &mut args, typed, notes),
         Command::ExplainConfig { args, typed } => file::explain(&args, &typed, &Env::read_alone()),
         // The report must also work in an environment that training refuses.
         Command::Doctor(options) => doctor::run(&Variables::read(), options.json == Some(true)),
         Command::Explain(options) => explain::run(&options),
-        Command::DataCheck(options) => {
+        Command::DataCheck(mut options) => {
             start_pool(None)?;
-            data_check::run(&options, &Variables::read())
+            let variables = Variables::read();
+            let DataCheckArgs {
+                file, image_dir, ..
+            } = &mut *options;
+            stream::store(file, image_dir, &variables.cache_dir())?;
+            data_check::run(&options, &variables)
         }
         Command::Generate(args) => start_pool(None).and_then(|()| generate::ask::run(&args)),
-        Command::Eval(args) => start_pool(None).and_then(|()| generate::evaluate::run(&args)),
+        Command::Eval(mut args) => {
+            start_pool(None)?;
+            let EvalArgs {
+                data, image_dir, ..
+            } = &mut *args;
+            stream::store(data, image_dir, &Variables::read().cache_dir())?;
+            generate::evaluate::run(&args)
+        }
         Command::Export(options) => start_pool(None).and_then(|()| export::export(&options)),
+        Command::Import(options) => {
+            start_pool(None).and_then(|()| export::import::import(&options))
+        }
         Command::Ckpt(command) => start_pool(None).and_then(|()| ckpt::run(&command)),
         Command::Watch(options) => watch::run(&options),
         Command::Synth(options) => start_pool(None).and_then(|()| synth::run(&options)),
@@ -135,21 +160,31 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
     }
 }
 
+/// Stores the data of `args` that can be read only once.
+fn store_streams(args: &mut Args, env: &Env) -> Result<(), Failure> {
+    for data in [&mut args.data, &mut args.eval_data] {
+        stream::store(data, &mut args.image_dir, &env.cache_dir)?;
+    }
+    Ok(())
+}
+
 /// Runs `launcher plan` with a command line that may name configuration files.
 fn plan_with_files(
     hooks: &Hooks,
-    args: &PlanArgs,
+    args: &mut PlanArgs,
     typed: Vec<String>,
     mut notes: Vec<Note>,
 ) -> Result<ExitCode, Failure> {
     let env = Env::read_alone();
     let Some(loaded) = file::load(&typed)? else {
+        store_streams(&mut args.run, &env)?;
         return plan::run(args, &typed, &env, &notes, hooks.devices);
     };
     let mut screen = Screen::on_stderr(env.no_color);
     show_files(&loaded, &mut screen);
     notes.extend(loaded.notes.iter().cloned());
-    let args = cli::plan_args(&loaded.words)?;
+    let mut args = cli::plan_args(&loaded.words)?;
+    store_streams(&mut args.run, &env)?;
     plan::run(&args, &loaded.words, &env, &notes, hooks.devices)
         .map_err(|failure| loaded.place(failure))
 }

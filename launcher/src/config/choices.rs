@@ -89,6 +89,10 @@ pub enum DataFormatChoice {
     Alpaca,
     /// `{query, response, images}`.
     QueryResponse,
+    /// `{texts: [{user, assistant}], images}` or `{conversation: [{input, output}]}`.
+    Rounds,
+    /// `{image, text}`.
+    Caption,
     /// A directory with `images/` and `labels_*/`.
     CogvlmSft,
     /// A directory of images named by their labels.
@@ -107,6 +111,8 @@ impl DataFormatChoice {
             Self::Sharegpt => Some(DataFormat::ShareGpt),
             Self::Alpaca => Some(DataFormat::Alpaca),
             Self::QueryResponse => Some(DataFormat::QueryResponse),
+            Self::Rounds => Some(DataFormat::Rounds),
+            Self::Caption => Some(DataFormat::Caption),
             Self::CogvlmSft => Some(DataFormat::CogvlmSft),
             Self::Captcha => Some(DataFormat::Captcha),
         }

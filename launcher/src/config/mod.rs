@@ -5,6 +5,7 @@
 //! supervisor saves it as `config.resolved.json`. Ranks read that file and make no choices. Only this module changes
 //! either of them.
 
+mod best;
 mod choices;
 mod collectives;
 pub(crate) mod defaults;
@@ -27,6 +28,7 @@ use std::path::{Path, PathBuf};
 use models::Family;
 use serde::{Deserialize, Serialize};
 
+pub use best::{Best, BestMetric, BestSoFar};
 pub use choices::{
     Cadence, CudaGraph, DataFormatChoice, Device, DeviceChoice, Every, ExifRotation, InitChoice,
     LrScale, PrecisionChoice, Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice,
@@ -146,6 +148,10 @@ pub struct Lora {
     /// Names of modules trained in full in addition to the adapters, as `modules_to_save` in peft. `None`:
     /// the default of the model's family.
     pub modules_to_save: Option<Vec<String>>,
+    /// Directory of the adapters that training starts from, in peft's files. They decide which modules have adapters,
+    /// and the rank and alpha of each.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adapter: Option<PathBuf>,
 }
 
 impl Lora {
@@ -365,6 +371,9 @@ pub struct RunConfig {
     pub save: Cadence,
     /// Maximum number of stored checkpoints; `None` keeps all.
     pub save_total_limit: Option<usize>,
+    /// How the best checkpoint is chosen, if it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub best: Option<Best>,
     /// How often the held-out samples are evaluated.
     pub eval: Cadence,
     /// How often a log row with loss, learning rate and times is written.
@@ -489,7 +498,7 @@ impl RunConfig {
     pub fn name(&self) -> String {
         match &self.source {
             Source::Demo { .. } => "demo".to_string(),
-            Source::Files { model, .. } => model.file_name().map_or_else(
+            Source::Files { model, .. } => models::places::main(model).file_name().map_or_else(
                 || "model".to_string(),
                 |name| name.to_string_lossy().into_owned(),
             ),

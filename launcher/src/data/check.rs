@@ -197,6 +197,7 @@ pub(crate) fn encode_options(config: &RunConfig) -> EncodeOptions {
         image_min_pixels: config.batch.image_min_pixels,
         prompt: config.samples.template.style(),
         train_on_turn_end: config.samples.train_on_turn_end,
+        enable_thinking: None,
         text_without_cross: config.samples.text_without_cross,
     }
 }

@@ -1,16 +1,18 @@
 //! Files that samples were read from: their forms, their keys without effect, and the lines of their samples.
 
+use super::mix::Mix;
 use crate::lang::{Text, both, text};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use models::data::{DataFormat, Dataset, RawSample, sample_lines};
+use models::data::{DataFormat, Dataset, RawSample, sample_places};
+use models::image::is_inside;
 use serde::Serialize;
 
 /// Keys without effect that a message names.
 const NAMED_KEYS: usize = 8;
 
 /// A file or directory of samples.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct DataFile {
     pub(crate) path: PathBuf,
     /// Name of the form, as for `--data-format`.
@@ -20,6 +22,8 @@ pub(crate) struct DataFile {
     pub(crate) by: Text,
     /// Number of samples that it holds.
     pub(crate) samples: usize,
+    /// How often an epoch takes each sample.
+    pub(crate) weight: f64,
     /// Keys without effect, each with the number of objects that have it.
     pub(crate) ignored: Vec<(String, usize)>,
 }
@@ -36,6 +40,7 @@ impl DataFile {
                 (false, None) => both("its content", "其内容").into(),
             },
             samples: set.samples.len(),
+            weight: set.weight,
             ignored: set.ignored.clone(),
         }
     }
@@ -74,13 +79,23 @@ impl DataFile {
     }
 }
 
+/// Mix of the samples of `files`, of which those with the indices `kept`, in rising order, are used.
+pub(crate) fn mix_of(files: &[DataFile], kept: impl IntoIterator<Item = usize>) -> Mix {
+    let mut kept = kept.into_iter().peekable();
+    let mut end = 0;
+    Mix::of(files.iter().map(|file| {
+        end += file.samples;
+        let own = std::iter::from_fn(|| kept.next_if(|index| *index < end));
+        (own.count(), file.weight)
+    }))
+}
+
 /// The samples of `set`, with relative paths of images below its directory.
 pub(super) fn relocated(set: Dataset) -> Vec<RawSample> {
     let root = std::path::absolute(&set.root).unwrap_or(set.root);
     let place = |path: &mut PathBuf| {
-        let is_file = !path.to_string_lossy().starts_with("data:");
         // A path that leaves the directory stays as it is, and the image source refuses it.
-        if is_file
+        if !is_inside(path)
             && !path
                 .components()
                 .any(|part| part == std::path::Component::ParentDir)
@@ -104,13 +119,10 @@ pub(crate) struct Places {
 impl Places {
     /// Reads `files` again. The lines of one that cannot be read stay unknown.
     pub(crate) fn of(files: &[DataFile]) -> Self {
-        let lines = |path: &Path| {
-            std::fs::read(path).map_or_else(|_| Vec::new(), |text| sample_lines(&text))
-        };
         let files = files.iter();
         Self {
             files: files
-                .map(|file| (file.path.clone(), file.samples, lines(&file.path)))
+                .map(|file| (file.path.clone(), file.samples, sample_places(&file.path)))
                 .collect(),
         }
     }
@@ -144,6 +156,7 @@ mod tests {
                 format: "messages",
                 by: both("its content", "其内容").into(),
                 samples,
+                weight: 1.0,
                 ignored: vec![("source".to_owned(), 2)],
             }
         };

@@ -325,9 +325,8 @@ mod tests {
         fn check_with(&self, images: usize, memory_bytes: u64) -> Result<Checked, Failure> {
             let samples: Vec<RawSample> = (0..images)
                 .map(|i| RawSample {
-                    id: None,
                     images: vec![("<image>".into(), format!("{i}.png").into())],
-                    conversations: Vec::new(),
+                    ..RawSample::default()
                 })
                 .collect();
             let source = ImageFolder::new(self.dir.path());

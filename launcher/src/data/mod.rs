@@ -6,12 +6,15 @@ pub(crate) mod files;
 pub(crate) mod images;
 mod loader;
 pub(crate) mod losses;
+mod mix;
 pub(crate) mod problems;
 mod sampler;
 mod samples;
+pub(crate) mod stream;
 mod verdict_cache;
 
 pub use loader::{Loader, LoaderOptions, Prepared};
+pub use mix::Mix;
 pub use sampler::{Sampler, SamplerSizes};
 pub(crate) use samples::{
     ReadSamples, Reading, SampleSet, encode_in_order, missed, read, verdicts,

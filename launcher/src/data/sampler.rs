@@ -9,6 +9,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use super::mix::Mix;
+
 /// Rounds of the Feistel network; each mixes one half into the other.
 const ROUNDS: u64 = 6;
 
@@ -20,6 +22,8 @@ pub struct Sampler {
     micro_batch: u64,
     accumulation_steps: u64,
     seed: u64,
+    /// The files that the samples come from; absent if an epoch takes every sample once.
+    mix: Option<Arc<Mix>>,
     /// Swaps in the order of the first epoch, as a map from the sample of the shuffled order to the one used instead.
     moved: Arc<BTreeMap<u64, u64>>,
 }
@@ -59,17 +63,56 @@ impl Sampler {
             micro_batch: micro_batch as u64,
             accumulation_steps: accumulation_steps as u64,
             seed,
+            mix: None,
             moved: Arc::default(),
         }
     }
 
+    /// Takes each file of `mix` as often as its weight says. The sampler's number of samples is that of an epoch.
+    ///
+    /// # Panics
+    /// When the two numbers differ.
+    #[must_use]
+    pub fn mixing(mut self, mix: Mix) -> Self {
+        assert_eq!(mix.per_epoch() as u64, self.samples, "samples of an epoch");
+        self.mix = (!mix.is_plain()).then(|| Arc::new(mix));
+        self
+    }
+
     /// Changes the data order so that the first epoch begins with the samples of these indices, in this
-    /// order. They are swapped with the samples that were at those positions.
+    /// order. They are swapped with the samples that were at those positions. Samples that a mix leaves out of the
+    /// first epoch are passed over.
     ///
     /// # Panics
     /// When an index is not below the number of samples, or occurs twice.
     #[must_use]
-    pub fn beginning_with(mut self, first: &[usize]) -> Self {
+    pub fn beginning_with(self, first: &[usize]) -> Self {
+        if self.mix.is_none() {
+            return self.beginning_at(first);
+        }
+        let mut places = BTreeMap::new();
+        for place in 0..self.samples {
+            places
+                .entry(self.mixed(0, place) as usize)
+                .or_insert(place as usize);
+        }
+        let first: Vec<usize> = first
+            .iter()
+            .filter_map(|index| places.get(index).copied())
+            .collect();
+        self.beginning_at(&first)
+    }
+
+    /// Indices of the samples that the first epoch takes.
+    #[must_use]
+    pub fn of_first_epoch(&self) -> BTreeSet<usize> {
+        (0..self.samples)
+            .map(|place| self.mixed(0, place) as usize)
+            .collect()
+    }
+
+    /// As [`Self::beginning_with`], by places in the epoch instead of samples.
+    fn beginning_at(mut self, first: &[usize]) -> Self {
         let (mut moved, mut origin) = (BTreeMap::new(), BTreeMap::new());
         let mut seen = BTreeSet::new();
         for (position, wanted) in first.iter().enumerate() {
@@ -108,6 +151,11 @@ impl Sampler {
         positions.map(|position| self.at(position)).collect()
     }
 
+    /// Number of samples that an epoch takes.
+    pub(crate) const fn per_epoch(&self) -> u64 {
+        self.samples
+    }
+
     /// Number of samples per optimizer step (global batch size): over all ranks and their micro-batches.
     pub const fn global_batch(&self) -> u64 {
         self.micro_batch * self.accumulation_steps * self.world_size
@@ -139,12 +187,23 @@ impl Sampler {
         let sample = self.shuffled(position);
         let first_epoch = position < self.samples;
         let moved = self.moved.get(&sample).filter(|_| first_epoch);
-        *moved.unwrap_or(&sample) as usize
+        self.mixed(position / self.samples, *moved.unwrap_or(&sample)) as usize
+    }
+
+    /// The sample at `place` among those that `epoch` takes.
+    fn mixed(&self, epoch: u64, place: u64) -> u64 {
+        let Some(mix) = &self.mix else {
+            return place;
+        };
+        mix.at(epoch, place, |index, size, share, round| {
+            let key = mix_bits(share.wrapping_add(0x517c_c1b7_2722_0a95) ^ mix_bits(round));
+            permute(index, size, mix_bits(self.seed ^ key))
+        })
     }
 
     fn shuffled(&self, position: u64) -> u64 {
         let epoch = position / self.samples;
-        let key = mix(self.seed ^ mix(epoch.wrapping_add(0x9e37_79b9_7f4a_7c15)));
+        let key = mix_bits(self.seed ^ mix_bits(epoch.wrapping_add(0x9e37_79b9_7f4a_7c15)));
         permute(position % self.samples, self.samples, key)
     }
 }
@@ -160,7 +219,8 @@ fn permute(index: u64, size: u64, key: u64) -> u64 {
     loop {
         let (mut left, mut right) = (value >> bits, value & mask);
         for round in 0..ROUNDS {
-            let mixed = mix(right ^ key.wrapping_add(round.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
+            let mixed =
+                mix_bits(right ^ key.wrapping_add(round.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
             (left, right) = (right, left ^ (mixed & mask));
         }
         value = left << bits | right;
@@ -171,7 +231,7 @@ fn permute(index: u64, size: u64, key: u64) -> u64 {
 }
 
 /// Finalizer of splitmix64: every input bit affects every output bit.
-const fn mix(value: u64) -> u64 {
+const fn mix_bits(value: u64) -> u64 {
     let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     value ^ (value >> 31)
@@ -247,7 +307,7 @@ mod tests {
             let sizes = SamplerSizes { samples, world_size: 1, micro_batch: 1, accumulation_steps: 1 };
             let plain = Sampler::new(sizes, 42);
             let mut first: Vec<usize> = (0..samples).collect();
-            first.sort_by_key(|i| mix(seed ^ *i as u64));
+            first.sort_by_key(|i| mix_bits(seed ^ *i as u64));
             first.truncate(count);
             let sampler = plain.clone().beginning_with(&first);
             let order = stream(&sampler, 2 * samples as u64);
@@ -257,6 +317,29 @@ mod tests {
             prop_assert_eq!(seen, (0..samples).collect::<Vec<_>>());
             prop_assert_eq!(&order[samples..], &stream(&plain, 2 * samples as u64)[samples..]);
         }
+    }
+
+    #[test]
+    fn a_mix_takes_its_files_by_weight_and_depends_on_the_global_batch_only() {
+        let mix = || Mix::of([(10, 0.5), (4, 2.0), (6, 1.0)]);
+        let of = |world, micro, accumulation| {
+            let sampler = sampler(mix().per_epoch(), world, micro, accumulation).mixing(mix());
+            stream(&sampler.beginning_with(&[13, 2, 19]), 40)
+        };
+        let all = of(1, 4, 1);
+        assert_eq!(all, of(2, 1, 2));
+        for epoch in all.chunks_exact(19) {
+            let among =
+                |range: std::ops::Range<usize>| epoch.iter().filter(|i| range.contains(i)).count();
+            assert_eq!([among(0..10), among(10..14), among(14..20)], [5, 8, 6]);
+        }
+        assert_eq!(all[0], 13);
+        assert!(all[..3].contains(&19), "{:?}", &all[..3]);
+        // Two epochs of a half take every sample once.
+        let mut halves: Vec<usize> = all[..38].iter().copied().filter(|i| *i < 10).collect();
+        halves.sort_unstable();
+        assert_eq!(halves, (0..10).collect::<Vec<_>>());
+        assert_ne!(all[..19], all[19..38]);
     }
 
     #[test]
@@ -275,7 +358,7 @@ mod tests {
     fn first_samples_are_uniformly_distributed() {
         let mut counts = [0u32; 7];
         for seed in 0..7000 {
-            counts[permute(0, 7, mix(seed)) as usize] += 1;
+            counts[permute(0, 7, mix_bits(seed)) as usize] += 1;
         }
         // The standard deviation of each count is 29.
         assert!(

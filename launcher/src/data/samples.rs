@@ -11,9 +11,10 @@ use models::data::{
 use models::image::ImageFolder;
 use rayon::prelude::*;
 
-use super::files::{DataFile, Places, relocated};
+use super::files::{DataFile, Places, mix_of, relocated};
 use super::images::LargestImage;
 use super::losses::ImageLosses;
+use super::mix::Mix;
 use super::problems::Problem;
 use crate::config::{DataFormatChoice, ExifRotation};
 
@@ -49,11 +50,20 @@ impl SampleSet {
         self.kept.get(index).copied().unwrap_or(index)
     }
 
+    /// How many samples of each file an epoch takes.
+    pub(crate) fn mix(&self) -> Mix {
+        match self.kept.is_empty() {
+            true => mix_of(&self.files, 0..self.samples.len()),
+            false => mix_of(&self.files, self.kept.iter().copied()),
+        }
+    }
+
     /// Lines about the files: the form of each, and its keys without effect.
     pub(crate) fn lines(&self) -> Vec<Text> {
         let files = self.files.iter();
         files
             .flat_map(|file| std::iter::once(file.form()).chain(file.without_effect()))
+            .chain(self.mix().line())
             .chain(self.losses.lines())
             .collect()
     }

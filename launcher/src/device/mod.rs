@@ -30,7 +30,7 @@ pub(crate) use memory::{arena_bytes, counting, counting_of, free_bytes};
 /// Variable with the GPUs that a process may use; CUDA reads it.
 const MASK: &str = "CUDA_VISIBLE_DEVICES";
 /// End of `launcher doctor`'s findings if CUDA shows no GPU; runs cut it off.
-const INSTEAD: &str = ": runs use the CPU";
+const INSTEAD: Both = both(": runs use the CPU", "：运行使用 CPU");
 
 /// Source of GPUs: those of the machine, or emulated ones in tests.
 pub trait Devices: Sync + fmt::Debug {
@@ -183,7 +183,7 @@ impl Chosen {
             });
         }
         events.extend(self.findings.iter().map(|finding| {
-            let mut text = Text::literal(&finding.title);
+            let mut text = finding.title.clone();
             if let Some(next) = finding.next.first() {
                 text += text!("; {next}", "；{next}");
             }
@@ -415,7 +415,7 @@ fn products(cuda: &Cuda, variables: &Variables) -> Result<Products, Failure> {
                 ),
             );
             for attempt in library.iter().flat_map(|library| &library.attempts) {
-                failure = failure.evidence(format!("{} ({})", attempt.place, attempt.outcome));
+                failure = failure.evidence(attempt.sentence());
             }
             Err(failure
                 .next(both(
@@ -448,9 +448,9 @@ fn run_gpu(gpu: &Gpu, products: Products) -> Option<RunGpu> {
 fn missing(cuda: &Cuda, findings: &[Finding]) -> Text {
     let about = |finding: &&Finding| finding.id != "some-gpus-hidden";
     let first = findings.iter().find(about);
-    let title = first.map(|finding| Text::literal(finding.title.trim_end_matches(INSTEAD)));
+    let title = first.map(|finding| finding.title.without_end(INSTEAD));
     title
-        .or_else(|| cuda.problem.as_ref().map(Text::literal))
+        .or_else(|| cuda.problem_text())
         .unwrap_or_else(|| both("CUDA reports no GPU", "CUDA 报告没有 GPU").into())
 }
 
@@ -470,13 +470,16 @@ fn refusal(cuda: &Cuda, gpus: &[Gpu], findings: &[Finding], variables: &Variable
         missing(cuda, findings),
     );
     if let Some(mask) = variables.get(MASK) {
-        failure = failure.evidence(format!("{MASK}={}", mask.to_string_lossy()));
+        failure = failure.evidence(Text::literal(format_args!(
+            "{MASK}={}",
+            mask.to_string_lossy()
+        )));
     }
     if let Some(version) = &cuda.kernel_module {
         failure = failure.evidence(text!("kernel module {version}", "内核模块 {version}"));
     }
-    if let Some(problem) = &cuda.problem {
-        failure = failure.evidence(problem.clone());
+    if let Some(problem) = cuda.problem_text() {
+        failure = failure.evidence(problem);
     }
     failure = failure.evidence(text!(
         "NVIDIA graphics devices: {} on the bus, {} seen by CUDA or NVML",
@@ -486,15 +489,13 @@ fn refusal(cuda: &Cuda, gpus: &[Gpu], findings: &[Finding], variables: &Variable
     ));
     for library in cuda.libraries.iter().filter(|found| found.path.is_none()) {
         let tried = library.attempts.iter();
-        let tried: Vec<String> = tried
-            .map(|a| format!("{} ({})", a.place, a.outcome))
-            .collect();
+        let tried: Vec<Text> = tried.map(survey::facts::AttemptFacts::sentence).collect();
         if library.kind == survey::facts::LibraryKind::Driver {
             failure = failure.evidence(text!(
                 "{}: tried {}",
                 "{}：尝试过 {}",
                 library.name,
-                tried.join(", ")
+                Text::list(&tried)
             ));
         }
     }
@@ -502,9 +503,8 @@ fn refusal(cuda: &Cuda, gpus: &[Gpu], findings: &[Finding], variables: &Variable
         .iter()
         .filter(|f| f.severity != Severity::Note || f.id == "no-gpu");
     for next in about.flat_map(|finding| &finding.next) {
-        let next = Text::literal(next);
-        if !failure.next.contains(&next) {
-            failure = failure.next(next);
+        if !failure.next.contains(next) {
+            failure = failure.next(next.clone());
         }
     }
     failure

@@ -150,6 +150,7 @@ fn auto_uses_gpus_where_available_and_says_why() {
 fn cuda_without_a_gpu_lists_attempts_and_suggestions() {
     let failure = chosen(DeviceChoice::Cuda, &without()).expect_err("refused");
     assert_eq!((failure.code.as_str(), failure.code.status()), ("E12", 13));
+    crate::lang::assert_chinese(&failure);
     let text = failure.to_string();
     for words in ["dynamic linker: libcuda.so.1", "--gpus all", "--device cpu"] {
         assert!(text.contains(words), "no {words:?} in\n{text}");
@@ -185,6 +186,7 @@ fn a_gpu_of_an_old_compute_capability_is_not_used() {
     machine.gpus.pop();
     let failure = chosen(DeviceChoice::Cuda, &machine).expect_err("refused");
     assert_eq!((failure.code.as_str(), failure.code.status()), ("E11", 13));
+    crate::lang::assert_chinese(&failure);
     let run = chosen(DeviceChoice::Auto, &machine).expect("the CPU");
     assert_eq!(run.device, Device::Cpu);
     let text = shown(&run, &config("", &run));

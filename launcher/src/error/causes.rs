@@ -1,6 +1,7 @@
 //! Errors of the libraries in Chinese. A library's own text is English; a variant without a translation stays so.
 
 use std::error::Error;
+use std::io;
 
 use engine::EngineError;
 use engine::checkpoint::CheckpointError;
@@ -12,7 +13,9 @@ use models::data::{DataError, SampleError};
 use models::image::ImageError;
 use models::processor::ProcessorError;
 use models::text::{TemplateError, TokenizerError};
+use models::torch_file::TorchError;
 use models::{ModelError, OpenError, WeightError};
+use optim::OptimError;
 
 /// The error without its sources in Chinese; `None` for an error that no library of this program made.
 pub(super) fn chinese(error: &(dyn Error + 'static)) -> Option<String> {
@@ -22,6 +25,7 @@ pub(super) fn chinese(error: &(dyn Error + 'static)) -> Option<String> {
         .or_else(|| error.downcast_ref().and_then(open))
         .or_else(|| error.downcast_ref().and_then(config))
         .or_else(|| error.downcast_ref().and_then(processor))
+        .or_else(|| error.downcast_ref().and_then(torch))
         .or_else(|| error.downcast_ref().and_then(tokenizer))
         .or_else(|| error.downcast_ref().and_then(template))
         .or_else(|| error.downcast_ref().and_then(adapter))
@@ -32,15 +36,28 @@ pub(super) fn chinese(error: &(dyn Error + 'static)) -> Option<String> {
         .or_else(|| error.downcast_ref().and_then(checkpoint))
         .or_else(|| error.downcast_ref().and_then(comm))
         .or_else(|| error.downcast_ref().and_then(spill))
+        .or_else(|| error.downcast_ref().and_then(optimizer))
+        .or_else(|| error.downcast_ref().and_then(system))
 }
 
 fn weights(error: &WeightError) -> Option<String> {
     Some(match error {
         WeightError::NoWeights { dir } => format!(
-            "{} 中既没有 model.safetensors，也没有 model.safetensors.index.json",
+            "{} 中没有 model.safetensors，没有 pytorch_model.bin，也没有二者的索引",
             dir.display()
         ),
         WeightError::Read { path, .. } => format!("无法读取 {}", path.display()),
+        WeightError::Write { path, .. } => format!("无法写入 {}", path.display()),
+        WeightError::Torch { path, .. } => format!("{} 不能作为 torch 文件使用", path.display()),
+        WeightError::Sat { dir, reason } => format!("SAT 检查点 {}：{reason}", dir.display()),
+        WeightError::MissingRank { dir, rank, ranks } => match ranks {
+            Some(ranks) => format!(
+                "SAT 检查点 {} 缺少模型并行 rank {rank}（共 {ranks} 个）",
+                dir.display()
+            ),
+            None => format!("SAT 检查点 {} 缺少模型并行 rank {rank}", dir.display()),
+        },
+        WeightError::Slices { name, reason } => format!("张量 {name}：{reason}"),
         WeightError::Truncated {
             path,
             expected_bytes,
@@ -83,6 +100,20 @@ fn weights(error: &WeightError) -> Option<String> {
     })
 }
 
+fn torch(error: &TorchError) -> Option<String> {
+    Some(match error {
+        TorchError::Read(_) => "无法读取该文件".to_owned(),
+        TorchError::Layout(reason) => format!("文件的结构：{reason}"),
+        TorchError::Record { record, reason } => format!("压缩包中的记录 {record:?}：{reason}"),
+        TorchError::Pickle { at, reason } => format!("pickle 在第 {at} 字节处损坏：{reason}"),
+        TorchError::Code { name } => {
+            format!("pickle 需要 {name}，而 state dict 用不到它；没有执行任何内容")
+        }
+        TorchError::Tensor { name, reason } => format!("张量 {name:?}：{reason}"),
+        _ => return None,
+    })
+}
+
 fn model(error: &ModelError) -> Option<String> {
     Some(match error {
         ModelError::Engine(inner) => return chinese(inner),
@@ -106,6 +137,46 @@ fn model(error: &ModelError) -> Option<String> {
     })
 }
 
+/// Messages of the operating system for the usual kinds of errors, with its number.
+fn system(error: &io::Error) -> Option<String> {
+    use io::ErrorKind;
+    let number = error.raw_os_error()?;
+    let message = match error.kind() {
+        ErrorKind::NotFound => "没有那个文件或目录",
+        ErrorKind::PermissionDenied => "权限不够",
+        ErrorKind::AlreadyExists => "文件已存在",
+        ErrorKind::NotADirectory => "不是目录",
+        ErrorKind::IsADirectory => "是一个目录",
+        ErrorKind::DirectoryNotEmpty => "目录非空",
+        ErrorKind::ReadOnlyFilesystem => "只读文件系统",
+        ErrorKind::StorageFull => "设备上没有空间",
+        ErrorKind::QuotaExceeded => "超出磁盘配额",
+        ErrorKind::OutOfMemory => "无法分配内存",
+        ErrorKind::InvalidInput => "无效的参数",
+        ErrorKind::AddrInUse => "地址已在使用",
+        ErrorKind::ConnectionRefused => "拒绝连接",
+        ErrorKind::ConnectionReset => "连接被对方重置",
+        ErrorKind::BrokenPipe => "断开的管道",
+        ErrorKind::TimedOut => "连接超时",
+        _ => return None,
+    };
+    Some(format!("{message} (os error {number})"))
+}
+
+fn optimizer(error: &OptimError) -> Option<String> {
+    Some(match error {
+        OptimError::BadPattern { pattern, .. } => {
+            format!("学习率的模式 `{pattern}` 不是正则表达式")
+        }
+        OptimError::OutOfRange {
+            what,
+            expected,
+            got,
+        } => format!("{what} 为 {got}，不在允许的范围内（{expected}）"),
+        _ => return None,
+    })
+}
+
 fn open(error: &OpenError) -> Option<String> {
     match error {
         OpenError::Files(files) => processor(files),
@@ -119,12 +190,12 @@ fn config(error: &ConfigError) -> Option<String> {
         ConfigError::Read { path, .. } => format!("无法读取 {}", path.display()),
         ConfigError::Json { path, .. } => format!("{} 不是有效的模型配置", path.display()),
         ConfigError::UnsupportedModel { found } => format!("不支持模型类型 \"{found}\""),
-        ConfigError::UnsupportedVersion {
-            model_type,
-            found,
-            expected,
+        ConfigError::KnownCheckpoint {
+            name,
+            reason,
+            nearest,
         } => {
-            format!("不支持 {model_type} 的版本 {found}，只支持 {expected}")
+            format!("不支持 {name}：{reason}；可用的最接近的检查点是 {nearest}")
         }
         ConfigError::Quantized { method } => {
             format!("quantization_config 表明权重是量化的（{method}）；该模型读取 f32、bf16 和 f16")
@@ -309,6 +380,9 @@ fn sample(error: &SampleError) -> Option<String> {
         SampleError::TooManyImages { images, limit } => {
             format!("样本有 {images} 张图片，模型最多接受 {limit} 张")
         }
+        SampleError::Video => "样本带有视频，而该模型不读取视频".to_owned(),
+        SampleError::VideoFrames { video, reason } => format!("视频 {video}：{reason}"),
+        SampleError::Thinking => "样本设置了 enable_thinking，而模型的模板没有该开关".to_owned(),
         SampleError::AspectRatio {
             name,
             width,

@@ -471,7 +471,7 @@ pub(crate) fn weights(error: &WeightError) -> Failure {
 }
 
 pub(crate) fn files(title: impl Into<Text>, path: &Path, error: &(dyn Error + 'static)) -> Failure {
-    Failure::new(ErrorCode::ModelFiles, title, chain(error)).evidence(path.display().to_string())
+    Failure::new(ErrorCode::ModelFiles, title, chain(error)).evidence(Text::literal(path.display()))
 }
 
 #[cfg(test)]
@@ -534,6 +534,46 @@ mod tests {
             failure.title,
             "rendezvous incomplete after 60 s: 2 of 3 ranks arrived"
         );
+    }
+
+    #[test]
+    fn blocks_of_codes_that_need_other_ranks_or_a_gpu_are_chinese() {
+        let rendezvous = CommError::Rendezvous {
+            arrived: vec![0],
+            missing: vec![1],
+            elapsed: std::time::Duration::from_secs(60),
+        };
+        let tried = vec![("/dev/shm".into(), 64 << 10)];
+        let space = CommError::NoSpace {
+            asked_bytes: 32 << 20,
+            tried,
+        };
+        let altered = CommError::Altered {
+            noticed_by: 0,
+            from: 1,
+            sequence: 3,
+            op: None,
+        };
+        let out_of_memory = |pool| KernelError::OutOfMemory {
+            pool,
+            tag: Tag::Parameters,
+            asked_bytes: 2 << 20,
+            in_use_bytes: 1 << 20,
+            capacity_bytes: 2 << 20,
+            breakdown: vec![(Tag::Parameters, 1 << 20)],
+        };
+        let train = || both("train", "训练");
+        let blocks = [
+            kernel(train(), &out_of_memory("device")),
+            kernel(train(), &out_of_memory("host")),
+            comm(&rendezvous),
+            comm(&altered),
+            comm(&space),
+            comm(&CommError::Stopped),
+        ];
+        let codes: Vec<&str> = blocks.iter().map(|failure| failure.code.as_str()).collect();
+        assert_eq!(codes, ["E01", "E02", "E03", "E04", "E15", "E21"]);
+        blocks.iter().for_each(crate::lang::assert_chinese);
     }
 
     #[test]

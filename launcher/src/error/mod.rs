@@ -257,7 +257,7 @@ impl Failure {
         let failure = Self::new(
             if full { ErrorCode::Disk } else { code },
             text!("cannot {doing} {}", "无法{doing} {}", path.display()),
-            Text::literal(error),
+            chain(error),
         );
         if let Some(remedy) = system::remedy(error) {
             return failure.next(remedy);

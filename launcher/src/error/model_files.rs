@@ -4,10 +4,10 @@ use super::system::system_remedy;
 use super::weight_files::{pointer, pointer_report};
 use super::{ErrorCode, Failure, chain};
 use crate::lang::{Both, Text, both, text};
-use models::OpenError;
 use models::config::ConfigError;
 use models::processor::ProcessorError;
 use models::text::TokenizerError;
+use models::{OpenError, places, sat};
 use serde_json::Value;
 use std::error::Error;
 use std::path::{Component, Path, PathBuf};
@@ -32,10 +32,12 @@ const ADAPTER_REMEDY: Both = both(
     "请用 peft 把它合并到基座模型中（先 merge_and_unload，再 save_pretrained），然后把合并后的目录交给 --model",
 );
 /// Repositories on the Hub by a word in `config.json`: of the tokenizer, whose files are not always beside the weights.
-const TOKENIZERS: [(&str, &str); 7] = [
+const TOKENIZERS: [(&str, &str); 9] = [
     ("minicpmv", "openbmb/MiniCPM-V-2_6"),
     ("minicpmo", "openbmb/MiniCPM-o-2_6"),
     ("chatglm", "zai-org/glm-4v-9b"),
+    ("glm46v", "zai-org/GLM-4.6V-Flash"),
+    ("glm_ocr", "zai-org/GLM-OCR"),
     ("glm4v", "zai-org/GLM-4.1V-9B-Thinking"),
     ("num_multi_query_heads", "zai-org/cogvlm2-llama3-chat-19B"),
     ("CogVLMForCausalLM", "lmsys/vicuna-7b-v1.5"),
@@ -49,10 +51,29 @@ pub(crate) fn check_directory(doing: impl Into<Text>, dir: &Path) -> Result<(), 
     if dir.is_file() {
         return Ok(());
     }
-    for name in SMALL_FILES {
-        let path = dir.join(name);
-        if let Some((size, hash)) = pointer(&path) {
-            return Err(pointer_report(&path, size, &hash));
+    if let Some(other) = places::without_files(dir) {
+        return Err(Failure::new(
+            ErrorCode::ModelFiles,
+            text!(
+                "cannot {doing}: {} is of no use",
+                "无法{doing}：{} 没有用处",
+                other.display()
+            ),
+            both(
+                "it has neither tokenizer.json nor tokenizer.model, nor ranks of a SAT checkpoint",
+                "其中没有 tokenizer.json 或 tokenizer.model，也没有 SAT 检查点的 rank",
+            ),
+        )
+        .next(both(
+            "give --tokenizer the directory of the tokenizer's files",
+            "请把分词器文件所在的目录交给 --tokenizer",
+        )));
+    }
+    for dir in places::directories(dir) {
+        for path in SMALL_FILES.map(|name| dir.join(name)) {
+            if let Some((size, hash)) = pointer(&path) {
+                return Err(pointer_report(&path, size, &hash));
+            }
         }
     }
     models::adapter::check_settings(dir).map_err(|error| {
@@ -83,16 +104,27 @@ pub(crate) fn adapter_remedy(dir: &Path, otherwise: Both) -> Both {
 
 /// Failure of a model directory that cannot be used.
 pub(crate) fn unusable(dir: &Path, error: &(dyn Error + 'static)) -> Failure {
-    let title = format!("cannot use the model directory {}", dir.display());
+    let title = text!(
+        "cannot use the model directory {}",
+        "无法使用模型目录 {}",
+        dir.display()
+    );
     let failure = Failure::new(ErrorCode::ModelFiles, title, chain(error));
     if let Some(remedy) = system_remedy(error) {
         return failure.next(remedy);
     }
-    if !dir.exists() {
-        return absent(dir, error);
+    let all = places::directories(dir);
+    if let Some(missing) = all.iter().find(|dir| !dir.exists()) {
+        return absent(missing, error);
     }
     let tokenizer = find::<TokenizerError>(error);
     let lacks_tokenizer = matches!(tokenizer, Some(TokenizerError::NoVocabulary { .. }));
+    if lacks_tokenizer && sat::is_checkpoint(&places::main(dir)) {
+        return failure.next(both(
+            "a SAT checkpoint has no tokenizer: add --tokenizer DIR with that of lmsys/vicuna-7b-v1.5, or for CogVLM2 of meta-llama/Meta-Llama-3-8B-Instruct",
+            "SAT 检查点没有分词器：请加上 --tokenizer DIR，其中是 lmsys/vicuna-7b-v1.5 的分词器；CogVLM2 用 meta-llama/Meta-Llama-3-8B-Instruct 的",
+        ));
+    }
     if (lacks_tokenizer || !dir.join("config.json").is_file())
         && let Some((evidence, next)) = other_directory(dir)
     {
@@ -103,7 +135,7 @@ pub(crate) fn unusable(dir: &Path, error: &(dyn Error + 'static)) -> Failure {
             .next(both("give --model the model's weights that are not quantized (bf16), in most cases the repository without -int4, -AWQ or -GPTQ in its name", "请把该模型未量化（bf16）的权重交给 --model，多数情况下是名称中不带 -int4、-AWQ 或 -GPTQ 的仓库"))
             .next(both("--precision bf16 with --use-lora true needs the least memory; `launcher plan` shows how much", "--precision bf16 加 --use-lora true 需要的内存最少；`launcher plan` 会显示需要多少")),
         _ if lacks_tokenizer => missing_tokenizer(failure, dir),
-        _ => failure.next(both("give --model a directory of MiniCPM-V or -o 2.6, CogVLM, CogAgent, CogVLM2, GLM-4V or GLM-4.1V with config.json, its tokenizer files and its safetensors files", "请把 MiniCPM-V 或 -o 2.6、CogVLM、CogAgent、CogVLM2、GLM-4V 或 GLM-4.1V 的目录交给 --model，其中要有 config.json、分词器文件和 safetensors 文件")),
+        _ => failure.next(both("give --model a directory of MiniCPM-V or -o 2.6 or 4.5, CogVLM, CogAgent, CogVLM2, GLM-4V, GLM-4.1V, GLM-4.6V-Flash or GLM-OCR with config.json, its tokenizer files and its safetensors files", "请把 MiniCPM-V 或 -o（2.6 或 4.5）、CogVLM、CogAgent、CogVLM2、GLM-4V、GLM-4.1V、GLM-4.6V-Flash 或 GLM-OCR 的目录交给 --model，其中要有 config.json、分词器文件和 safetensors 文件")),
     }
 }
 
@@ -130,6 +162,22 @@ pub(super) fn other_directory(dir: &Path) -> Option<(Text, Text)> {
                 "请用 cp -L 从链接有效的地方复制该目录，或重新下载",
             )
             .into(),
+        ));
+    }
+    let has_ranks = |name: &&String| dir.join(name).join("mp_rank_00_model_states.pt").is_file();
+    if !has("latest")
+        && let Some(name) = names.iter().find(has_ranks)
+    {
+        return Some((
+            text!(
+                "{name} has ranks of a SAT checkpoint, but no file latest names it",
+                "{name} 中有 SAT 检查点的 rank，但没有 latest 文件给出它的名称"
+            ),
+            text!(
+                "give {} itself, or write its name to a file latest",
+                "请直接指定 {}，或把它的名称写入 latest 文件",
+                dir.join(name).display()
+            ),
         ));
     }
     if names.iter().any(|name| name.starts_with("global_step")) || has("zero_to_fp32.py") {

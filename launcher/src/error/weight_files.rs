@@ -8,6 +8,7 @@ use crate::error::{ErrorCode, Failure, file_name};
 use crate::lang::{Text, both, text};
 use crate::units::{bytes, grouped};
 use models::WeightError;
+use models::torch_file::TorchError;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -21,6 +22,7 @@ const LFS_BYTES: u64 = 1024;
 /// Maximal size of a safetensors header in bytes; a larger one counts as damage.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 const INDEX: &str = "model.safetensors.index.json";
+const TORCH_INDEX: &str = "pytorch_model.bin.index.json";
 
 /// The report of `error`, which occurred in a model directory.
 pub(crate) fn report(error: &WeightError) -> Failure {
@@ -40,6 +42,18 @@ pub(crate) fn report(error: &WeightError) -> Failure {
         WeightError::Read { path, source } if source.kind() == std::io::ErrorKind::NotFound => {
             missing_shard(path, error)
         }
+        WeightError::Torch { path, source } => torch(path, source, error),
+        WeightError::MissingRank { .. } => plain(error).next(both(
+            "give the directories of all ranks, joined by a comma: --model DIR1,DIR2",
+            "请给出所有 rank 的目录，用逗号连接：--model DIR1,DIR2",
+        )),
+        WeightError::Sat { .. } | WeightError::Slices { .. } => plain(error).next(both(
+            "take latest, model_config.json and the mp_rank files of one save",
+            "请使用同一次保存的 latest、model_config.json 和 mp_rank 文件",
+        )),
+        WeightError::Write { path, source } => {
+            Failure::io(ErrorCode::Disk, both("write", "写入"), path, source)
+        }
         WeightError::NoWeights { dir } => no_weights(dir, error),
         WeightError::MissingTensor { dir, name } => missing_tensor(dir, name, error),
         WeightError::WrongShape { .. } => {
@@ -58,6 +72,30 @@ pub(crate) fn report(error: &WeightError) -> Failure {
             .evidence(both("a tensor of integers or 8-bit floats is in most cases a quantized weight", "整数或 8 位浮点的张量多半是量化后的权重"))
             .next(both("take the weights that are not quantized, or convert them to bf16 or f32", "请使用未量化的权重，或把它们转换为 bf16 或 f32")),
         _ => plain(error).next(both("download the file again", "请重新下载该文件")),
+    }
+}
+
+/// Report of a file of `torch.save` that cannot be used.
+fn torch(path: &Path, source: &TorchError, error: &WeightError) -> Failure {
+    if let Some((size, hash)) = pointer(path) {
+        return pointer_report(path, size, &hash);
+    }
+    match source {
+        TorchError::Code { .. } => plain(error)
+            .evidence(both(
+                "a pickle can call any function; this program calls none",
+                "pickle 可以调用任何函数；本程序不调用任何函数",
+            ))
+            .next(both(
+                "if you trust the file, keep only its tensors: torch.save({name: tensor, …}, FILE)",
+                "如果信任该文件，请只保留其中的张量：torch.save({name: tensor, …}, FILE)",
+            )),
+        _ => plain(error)
+            .evidence_lines(expected_tensors(path))
+            .next(both(
+                "download the file again, or save it again with torch.save",
+                "请重新下载该文件，或用 torch.save 重新保存",
+            )),
     }
 }
 
@@ -106,8 +144,8 @@ fn no_weights(dir: &Path, error: &WeightError) -> Failure {
     }
     match with(&[".bin", ".pt", ".pth", ".ckpt"]).filter(weights) {
         Some(name) => failure
-            .evidence(text!("{name} has weights in PyTorch's pickle format, which can run code and is not read", "{name} 的权重是 PyTorch 的 pickle 格式，这种格式可以执行代码，因此不予读取"))
-            .next(both("convert them where they are trusted: python -c \"from transformers import AutoModel as M; M.from_pretrained('DIR', torch_dtype='auto', trust_remote_code=True).save_pretrained('NEW')\", then copy the tokenizer files to NEW", "请在可信的环境中转换：python -c \"from transformers import AutoModel as M; M.from_pretrained('DIR', torch_dtype='auto', trust_remote_code=True).save_pretrained('NEW')\"，然后把分词器文件复制到 NEW")),
+            .evidence(text!("{name} may have weights, but is not named pytorch_model.bin", "{name} 中可能有权重，但它的名称不是 pytorch_model.bin"))
+            .next(both("name it pytorch_model.bin if it has the whole model, or add pytorch_model.bin.index.json", "如果其中是整个模型，请把它命名为 pytorch_model.bin，或加上 pytorch_model.bin.index.json")),
         None => failure
             .next(both("download the weights, or start from random weights with --init random", "请下载权重，或用 --init random 从随机权重开始")),
     }
@@ -290,7 +328,8 @@ fn cut_off(path: &Path, got: u64) -> Option<Text> {
 
 /// Tensors that the index expects in the file `path`.
 fn expected_tensors(path: &Path) -> Option<Text> {
-    let index = std::fs::read(directory(path).join(INDEX)).ok()?;
+    let indexes = [INDEX, TORCH_INDEX].map(|name| directory(path).join(name));
+    let index = indexes.iter().find_map(|index| std::fs::read(index).ok())?;
     let index: Value = serde_json::from_slice(&index).ok()?;
     let map = index.get("weight_map")?.as_object()?;
     let name = file_name(path);

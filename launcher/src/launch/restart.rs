@@ -34,7 +34,7 @@ pub(crate) fn shared(ranks: usize) -> Event {
         ),
     };
     Event::Info {
-        label: "device".into(),
+        label: both("device", "设备").into(),
         text,
     }
 }

@@ -89,15 +89,15 @@ impl CheckpointBytes {
     ) -> Result<Self, Failure> {
         let slots = super::optimizer::rule(config).slots(plan.config().precision);
         let dir = config.model_dir();
-        let small = if dir.is_dir() {
+        let small = if models::places::main(&dir).is_dir() {
             files::small(&dir)?
         } else {
             Vec::new()
         };
-        let sizes = small.iter().filter_map(|(_, path)| path.metadata().ok());
         Ok(Self {
             state: plan.checkpoint_bytes(slots),
-            weights: Contents::of(model, weights).bytes() + sizes.map(|m| m.len()).sum::<u64>(),
+            weights: Contents::of(model, weights).bytes()
+                + small.iter().map(|(_, file)| file.bytes()).sum::<u64>(),
         })
     }
 

@@ -1,26 +1,101 @@
 //! The small files of a model directory: configuration, tokenizer, processor, code.
 
 use crate::lang::both;
+use models::{places, sat};
+use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::error::{ErrorCode, Failure};
+use crate::error::{ErrorCode, Failure, failures};
+use std::collections::BTreeMap;
 
 /// Extensions of files that are copied next to weights.
 const ENDINGS: [&str; 5] = [".json", ".py", ".jinja", ".model", ".txt"];
 /// Files of checkpoints, adapters and synthetic models that do not belong to a model.
-const FOREIGN: [&str; 5] = [
+const FOREIGN: [&str; 6] = [
     "trainer_state.json",
     "adapter_config.json",
     "MANIFEST.json",
     "samples.json",
+    sat::config::FILE,
     models::seeded::FILE,
 ];
 
-/// Names and paths of the small files in `directory`, sorted.
+/// Files of a tokenizer, which may be in a directory of its own.
+const TOKENIZER: [&str; 9] = [
+    "added_tokens.json",
+    "chat_template.jinja",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+];
+
+/// A small file: on disk, or the `config.json` that a SAT checkpoint does not have.
+#[derive(Debug, Clone)]
+pub(crate) struct SmallFile {
+    /// Its path, or where it would be.
+    pub(crate) path: PathBuf,
+    made: Option<Vec<u8>>,
+}
+
+impl From<PathBuf> for SmallFile {
+    fn from(path: PathBuf) -> Self {
+        Self { path, made: None }
+    }
+}
+
+impl SmallFile {
+    /// Its content.
+    pub(crate) fn read(&self) -> io::Result<Vec<u8>> {
+        match &self.made {
+            Some(bytes) => Ok(bytes.clone()),
+            None => std::fs::read(&self.path),
+        }
+    }
+
+    /// Its bytes; 0 if the system does not tell.
+    pub(crate) fn bytes(&self) -> u64 {
+        match &self.made {
+            Some(bytes) => bytes.len() as u64,
+            None => self.path.metadata().map_or(0, |meta| meta.len()),
+        }
+    }
+}
+
+/// Names of the small files of the model at `model`, sorted. A location of several directories has the configuration
+/// of the first and one tokenizer.
+///
+/// # Errors
+/// A directory cannot be listed, or the configuration cannot be made (exit 10).
+pub(crate) fn small(model: &Path) -> Result<Vec<(String, SmallFile)>, Failure> {
+    let main = places::main(model);
+    let mut found: BTreeMap<String, SmallFile> = listed(&main)?.into_iter().collect();
+    if !found.contains_key("config.json") && sat::is_checkpoint(&main) {
+        // The other files belong to that trainer.
+        found.retain(|name, _| TOKENIZER.contains(&&**name));
+        let config = sat::config::of_model(model).map_err(|e| failures::weights(&e))?;
+        let made = format!("{:#}\n", serde_json::Value::Object(config)).into_bytes();
+        let path = main.join("config.json");
+        let made = Some(made);
+        found.insert("config.json".to_owned(), SmallFile { path, made });
+    }
+    let tokenizer = places::tokenizer(model);
+    if tokenizer != main {
+        found.retain(|name, _| !TOKENIZER.contains(&&**name));
+        let own = listed(&tokenizer)?.into_iter();
+        found.extend(own.filter(|(name, _)| TOKENIZER.contains(&&**name)));
+    }
+    Ok(found.into_iter().collect())
+}
+
+/// Names and paths of the small files in `directory`.
 ///
 /// # Errors
 /// The directory cannot be listed (exit 10).
-pub(crate) fn small(directory: &Path) -> Result<Vec<(String, PathBuf)>, Failure> {
+fn listed(directory: &Path) -> Result<Vec<(String, SmallFile)>, Failure> {
     let listing = std::fs::read_dir(directory).map_err(|error| {
         Failure::io(
             ErrorCode::ModelFiles,
@@ -29,18 +104,15 @@ pub(crate) fn small(directory: &Path) -> Result<Vec<(String, PathBuf)>, Failure>
             &error,
         )
     })?;
-    let mut found: Vec<(String, PathBuf)> = listing
-        .filter_map(|entry| {
-            let path = entry.ok()?.path();
-            let name = path.file_name()?.to_str()?.to_owned();
-            let kept = ENDINGS.iter().any(|ending| name.ends_with(ending))
-                && !name.ends_with(".safetensors.index.json")
-                && !FOREIGN.contains(&name.as_str());
-            (kept && path.is_file()).then_some((name, path))
-        })
-        .collect();
-    found.sort();
-    Ok(found)
+    let found = listing.filter_map(|entry| {
+        let path = entry.ok()?.path();
+        let name = path.file_name()?.to_str()?.to_owned();
+        let kept = ENDINGS.iter().any(|ending| name.ends_with(ending))
+            && !name.ends_with(".index.json")
+            && !FOREIGN.contains(&name.as_str());
+        (kept && path.is_file()).then(|| (name, path.into()))
+    });
+    Ok(found.collect())
 }
 
 #[cfg(test)]

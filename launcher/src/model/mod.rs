@@ -1,5 +1,6 @@
 //! Model of a run, with its plan, its optimizer and the contents of its checkpoints.
 
+pub(crate) mod adapter;
 pub(crate) mod contents;
 pub(crate) mod files;
 pub(crate) mod not_finite;

@@ -3,7 +3,7 @@
 use super::setup;
 use crate::config::RunConfig;
 use crate::error::parts::{base_name, part};
-use crate::error::{Failure, failures};
+use crate::error::{Failure, chain, failures};
 use crate::lang::both;
 use crate::ui::TrainRow;
 use engine::OptimizerConfig;
@@ -80,7 +80,7 @@ pub(crate) fn optimizer(
     let groups = ParameterGroups::new(settings.weight_decay as f32, &[]).map_err(|e| {
         Failure::usage(
             both("parameter groups cannot be formed", "无法构成参数组"),
-            e.to_string(),
+            chain(&e),
         )
     })?;
     let rates = learning_rates(config)?;

@@ -1,14 +1,15 @@
 //! Model, processor and plan of a run, built equally by supervisor and ranks.
 
+use super::adapter::{check_shapes, check_trained, open_adapter};
 use super::optimizer::rule;
 use crate::config::{
     Collectives, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, RunPlan, Tier,
     check_family,
 };
-use crate::data::{Sampler, SamplerSizes};
+use crate::data::{Mix, Sampler, SamplerSizes};
 use crate::error::failures::unusable;
-use crate::error::{Failure, failures};
-use crate::lang::{both, text};
+use crate::error::{ErrorCode, Failure, chain, failures};
+use crate::lang::{Text, both, text};
 use crate::ui::Event;
 use engine::{
     DeviceTransport, Offload, OptimizerInBackward, Plan, Precision, Stage, UnitId, ZeroConfig,
@@ -16,6 +17,7 @@ use engine::{
 use kernels::Backend;
 use models::ModelError;
 use models::SampleInput;
+use models::adapter::Adapter;
 use models::autograd::Dropout;
 use models::lora::{LoraConfig, LoraTargets};
 use models::options::RopePrecision;
@@ -26,6 +28,7 @@ use models::{
 };
 use optim::{AdamW, Optimizer};
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 
 /// Model, processor and weight files, opened and checked against each other.
@@ -33,6 +36,8 @@ pub(crate) struct Setup {
     pub(crate) model: Arc<dyn VisionLanguageModel>,
     pub(crate) processor: Arc<dyn Processor>,
     pub(crate) weights: Option<WeightSource>,
+    /// Adapters that training starts from.
+    pub(crate) adapter: Option<Adapter>,
 }
 
 impl Setup {
@@ -47,10 +52,34 @@ impl Setup {
             }
             InitChoice::Random => None,
         };
+        let adapter = match (start(config), &weights) {
+            (Some(dir), Some(weights)) => {
+                let adapter = open_adapter(dir, weights)?;
+                check_shapes(&adapter, &model.spec().params)?;
+                check_trained(&adapter, &model.spec().params)?;
+                Some(adapter)
+            }
+            (Some(dir), None) => {
+                return Err(Failure::usage(
+                    text!(
+                        "--adapter {} and --init random contradict each other",
+                        "--adapter {} 与 --init random 互相矛盾",
+                        dir.display()
+                    ),
+                    both(
+                        "adapters belong to the weights that they were trained on",
+                        "适配器属于训练它们时所用的权重",
+                    ),
+                )
+                .next(both("keep one of them", "请只保留其中一个")));
+            }
+            (None, _) => None,
+        };
         Ok(Self {
             model,
             processor,
             weights,
+            adapter,
         })
     }
 
@@ -62,8 +91,9 @@ impl Setup {
         let unused = weights
             .check(self.model.spec())
             .map_err(|e| failures::weights(&e))?;
-        let (unused, unknown): (Vec<String>, Vec<String>) =
-            unused.into_iter().partition(|name| is_other_part(name));
+        let (unused, unknown): (Vec<String>, Vec<String>) = unused
+            .into_iter()
+            .partition(|name| is_other_part(name) || self.is_later_layer(name));
         if let Some(first) = unknown.first() {
             let more = unknown.len() - 1;
             show(Event::Warning {
@@ -73,12 +103,14 @@ impl Setup {
                 ),
             });
         }
+        for text in notes(weights) {
+            let label = both("weights", "权重").into();
+            show(Event::Info { label, text });
+        }
         if !unused.is_empty() {
-            let mut parts: BTreeMap<&str, usize> = BTreeMap::new();
+            let mut parts: BTreeMap<String, usize> = BTreeMap::new();
             for name in &unused {
-                *parts
-                    .entry(name.split('.').next().unwrap_or(name))
-                    .or_default() += 1;
+                *parts.entry(other_part(name)).or_default() += 1;
             }
             let parts: Vec<String> = parts
                 .iter()
@@ -97,8 +129,57 @@ impl Setup {
         Ok(())
     }
 
+    /// Whether `name` is of a layer after the decoder's last one. GLM-OCR has such a layer, which predicts further tokens.
+    fn is_later_layer(&self, name: &str) -> bool {
+        let layers = self.model.cache_shape().layers;
+        let index = |path: &str| path.split('.').next()?.parse::<usize>().ok();
+        let rest = name.strip_prefix("model.language_model.layers.");
+        rest.and_then(index).is_some_and(|layer| layer == layers)
+    }
+
     pub(crate) fn plan(&self, config: &RunPlan) -> Result<Plan, Failure> {
         plan_of(config, &*self.model)
+    }
+}
+
+/// What a user may not expect of the weight files.
+fn notes(weights: &WeightSource) -> Vec<Text> {
+    let passed_over = weights.passed_over().and_then(Path::file_name).map(|name| {
+        text!(
+            "the safetensors files are read, not {}",
+            "读取的是 safetensors 文件，而不是 {}",
+            name.display()
+        )
+    });
+    let merged = Some(weights.merged_layers()).filter(|layers| *layers > 0).map(|layers| {
+        text!(
+            "LoRA matrices of {layers} layers are added to the weights; `launcher import` keeps them apart",
+            "{layers} 层的 LoRA 矩阵被加到权重上；`launcher import` 会把它们分开保存"
+        )
+    });
+    let ignored = weights.ignored();
+    let ignored = ignored.first().map(|first| {
+        text!(
+            "{} tensors of the SAT checkpoint belong to no published model and are not read, first: {first}",
+            "SAT 检查点中有 {} 个张量不属于任何已发布的模型，不会被读取，第一个：{first}",
+            ignored.len()
+        )
+    });
+    [passed_over, merged, ignored]
+        .into_iter()
+        .flatten()
+        .collect()
+}
+
+/// Name of the part that the skipped tensor `name` belongs to: its first module, or a layer of its own.
+fn other_part(name: &str) -> String {
+    let modules: Vec<&str> = name.split('.').collect();
+    let layer = modules
+        .iter()
+        .position(|module| module.parse::<usize>().is_ok());
+    match layer {
+        Some(layer) if modules[0] == "model" => modules[..=layer].join("."),
+        _ => modules[0].to_owned(),
     }
 }
 
@@ -122,6 +203,11 @@ pub(crate) fn shapes(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, 
     })?;
     let plan = plan_of(config, &*model)?;
     Ok((model, plan))
+}
+
+/// Directory of the adapters that training starts from.
+fn start(config: &RunConfig) -> Option<&Path> {
+    config.trainable.lora.as_ref()?.adapter.as_deref()
 }
 
 fn model(config: &RunConfig) -> Result<Arc<dyn VisionLanguageModel>, Failure> {
@@ -165,12 +251,29 @@ fn model_options(config: &RunConfig, family: Family) -> Result<ModelOptions, Fai
         RopeChoice::Model => RopePrecision::Model,
         RopeChoice::F32 => RopePrecision::F32,
     };
+    let started = start(config).map(|dir| {
+        Adapter::open(dir).map_err(|error| {
+            let title = text!(
+                "cannot use the adapter {}",
+                "无法使用适配器 {}",
+                dir.display()
+            );
+            Failure::new(ErrorCode::ModelFiles, title, chain(&error))
+        })
+    });
+    // The modules of saved adapters, with the rank and alpha of each.
+    let started = started.transpose()?.and_then(|adapter| adapter.lora());
     options.lora = config.trainable.lora.as_ref().map(|lora| LoraConfig {
         lora_rank: lora.lora_rank,
         lora_alpha: lora.lora_alpha as f32,
         lora_dropout: lora.lora_dropout as f32,
-        others: BTreeMap::new(),
-        targets: LoraTargets::parse(lora.target_modules(family)),
+        others: started
+            .as_ref()
+            .map_or_else(BTreeMap::new, |own| own.others.clone()),
+        targets: match &started {
+            Some(own) => own.targets.clone(),
+            None => LoraTargets::parse(lora.target_modules(family)),
+        },
         layers: lora.layers.clone(),
         per_projection: lora.per_projection,
         modules_to_save: lora.modules_to_save(family, config.trainable.tune_vision),
@@ -191,8 +294,12 @@ fn zero_config(config: &RunPlan, model: &dyn VisionLanguageModel) -> Result<Zero
         Tier::Nvme(_) => engine::Tier::Nvme,
     };
     Ok(ZeroConfig {
-        stage: Stage::try_from(config.zero)
-            .map_err(|e| Failure::usage(both("--zero is out of range", "--zero 超出范围"), e))?,
+        stage: Stage::try_from(config.zero).map_err(|_| {
+            Failure::usage(
+                both("--zero is out of range", "--zero 超出范围"),
+                both("stages are 0, 1, 2 and 3", "阶段为 0、1、2 和 3"),
+            )
+        })?,
         precision: precision(config),
         grad_dtype: config.numbers.grad_dtype.map(|dtype| match dtype {
             GradDtype::F32 => engine::GradDtype::F32,
@@ -241,15 +348,17 @@ pub(crate) fn second_bytes_per_elem(config: &RunConfig) -> u64 {
     (precision.weight_dtype().size_bytes() + states) as u64
 }
 
-/// Sampler for `samples` samples. The first update takes the samples `first`.
-pub(crate) fn sampler(config: &RunConfig, samples: usize, first: &[usize]) -> Sampler {
+/// Sampler for the samples of `mix`. The first update takes the samples `first`.
+pub(crate) fn sampler(config: &RunConfig, mix: Mix, first: &[usize]) -> Sampler {
     let sizes = SamplerSizes {
-        samples,
+        samples: mix.per_epoch(),
         world_size: config.world_size,
         micro_batch: config.batch.micro_batch,
         accumulation_steps: config.batch.accumulation_steps,
     };
-    Sampler::new(sizes, config.seed).beginning_with(first)
+    Sampler::new(sizes, config.seed)
+        .mixing(mix)
+        .beginning_with(first)
 }
 
 /// Whether a unit's activations are stored instead of being recomputed in backward.
@@ -283,7 +392,6 @@ mod tests {
     use crate::cli::{self, Command, resolve};
     use crate::rank_env::Env;
     use serde_json::{Value, json};
-    use std::path::Path;
 
     /// The layers of every family are found by the names of their units, in the language model and in every vision tower.
     #[test]
@@ -316,7 +424,8 @@ mod tests {
             let of_vision = units.filter(|unit| model.tower(unit.id) == Tower::Vision);
             // All but the first and last units, and what a group of four leaves.
             let name = published.display();
-            assert!(llm >= 24, "{name}: {llm} layers");
+            let layers = model.cache_shape().layers;
+            assert!(llm + 8 >= layers, "{name}: {llm} of {layers} layers");
             assert!(vision + 6 >= of_vision.count(), "{name}: {vision} layers");
         }
     }

@@ -5,6 +5,7 @@ use crate::lang::both;
 use engine::checkpoint::{ShardedTensorWriter, TensorSpec};
 use kernels::{DType, Float};
 use models::adapter::ADAPTER_STEM;
+use models::sat::write::SatWriter;
 use models::weights::not_finite;
 use std::ops::Range;
 
@@ -20,13 +21,35 @@ pub(crate) fn max_shard_bytes(stem: &str) -> u64 {
     }
 }
 
+/// Files of weights that are being written, tensor after tensor.
+pub(crate) trait TensorFiles {
+    /// Appends the next bytes of the tensor `name`.
+    ///
+    /// # Errors
+    /// A file cannot be written.
+    fn append(&mut self, name: &str, bytes: &[u8]) -> Result<(), Failure>;
+}
+
+impl TensorFiles for ShardedTensorWriter {
+    fn append(&mut self, name: &str, bytes: &[u8]) -> Result<(), Failure> {
+        self.write(name, bytes)
+            .map_err(|e| failures::checkpoint(both("write weights", "写入权重"), &e))
+    }
+}
+
+impl TensorFiles for SatWriter {
+    fn append(&mut self, name: &str, bytes: &[u8]) -> Result<(), Failure> {
+        self.write(name, bytes).map_err(|e| failures::weights(&e))
+    }
+}
+
 /// Writes a tensor in blocks of at most `elems_at_once` elements. `block` returns the bytes of a range of elements
 /// (row-major) in the tensor's dtype. Returns the number of bytes written.
 ///
 /// # Errors
 /// Values are not finite in that dtype (exit 15); `block` fails; the file cannot be written.
 pub(crate) fn write_finite(
-    file: &mut ShardedTensorWriter,
+    file: &mut impl TensorFiles,
     tensor: &TensorSpec,
     elems_at_once: usize,
     mut block: impl FnMut(Range<usize>) -> Result<Vec<u8>, Failure>,
@@ -37,8 +60,7 @@ pub(crate) fn write_finite(
         let block = block(start..elems.min(start + elems_at_once))?;
         bad += not_finite(tensor.dtype, &block);
         written += block.len() as u64;
-        file.write(&tensor.name, &block)
-            .map_err(|e| failures::checkpoint(both("write weights", "写入权重"), &e))?;
+        file.append(&tensor.name, &block)?;
     }
     match bad {
         0 => Ok(written),

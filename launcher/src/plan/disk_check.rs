@@ -41,7 +41,10 @@ impl DiskCheck {
         let free = disk_free_bytes(&config.output).ok();
         let there = run_directory::checkpoints(&config.output).len() as u64;
         // The oldest checkpoint is removed after the newest one is complete.
-        let kept = config.save_total_limit.map(|limit| {
+        // The best checkpoint stays beside the latest.
+        let fewest = 1 + usize::from(config.best.is_some_and(|best| best.load));
+        let limit = config.save_total_limit.map(|limit| limit.max(fewest));
+        let kept = limit.map(|limit| {
             let at_once = limit as u64 + 1;
             saves.min(at_once.saturating_sub(there).max(1))
         });

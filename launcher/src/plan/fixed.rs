@@ -51,7 +51,8 @@ impl Fixed {
         image_bytes: Option<u64>,
     ) -> Self {
         let size = |path: &Path| std::fs::metadata(path).map_or(0, |m| m.len());
-        let files = ["tokenizer.json", "tokenizer.model"].map(|name| size(&dir.join(name)));
+        let files = ["tokenizer.json", "tokenizer.model"]
+            .map(|name| size(&models::places::tokenizer(dir).join(name)));
         let files = match files.iter().sum() {
             0 => vocabulary * TOKENIZER_BYTES_PER_TOKEN,
             found => found,

@@ -13,6 +13,7 @@ use crate::data::SampleSet;
 use crate::error::{Failure, failures};
 use crate::lang::both;
 use crate::model::files;
+use models::image::is_inside;
 use models::params::is_added;
 use models::{VisionLanguageModel, WeightError, WeightSource};
 use rayon::prelude::*;
@@ -32,8 +33,6 @@ const TENSOR_BLOCK_BYTES: usize = 4 << 10;
 /// Blocks of an image file, and bytes of each.
 const IMAGE_BLOCKS: u64 = 3;
 const IMAGE_BLOCK_BYTES: u64 = 16 << 10;
-/// Scheme of an image that is in the data file itself.
-const EMBEDDED: &str = "data:";
 
 /// Identity of the run `config` that trains `model` on `train`. `weights` are the files of the base; `None` for random
 /// weights, whose seed is compared by itself.
@@ -132,14 +131,21 @@ fn data(set: &SampleSet) -> String {
             all.update(images[&**path].as_bytes());
         }
     }
+    let mix = set.mix();
+    if !mix.is_plain() {
+        for taken in mix.taken() {
+            all.update(&taken.to_le_bytes());
+        }
+    }
     all.finalize().to_hex().to_string()
 }
 
 /// Hash of an image's content. An image that cannot be read has the hash of its path: the check of the samples names it.
 fn image(set: &SampleSet, path: &Path) -> blake3::Hash {
     let spelled = path.as_os_str().as_encoded_bytes();
-    if spelled.starts_with(EMBEDDED.as_bytes()) {
-        return blake3::hash(spelled);
+    if is_inside(path) {
+        let content = models::image::stored_bytes(path);
+        return content.map_or_else(|| blake3::hash(spelled), |bytes| blake3::hash(&bytes));
     }
     let read = set.images.resolve(path).map_err(io::Error::other);
     read.and_then(|file| content(&file))
@@ -197,11 +203,13 @@ fn settings(config: &RunConfig) -> Result<BTreeMap<String, String>, Failure> {
     add("train-on-turn-end", samples.train_on_turn_end.to_string());
     add("text-without-cross", samples.text_without_cross.to_string());
     let dir = config.model_dir();
-    for (name, path) in files::small(&dir)? {
+    for (name, file) in files::small(&dir)? {
         // Code and notes beside the model change nothing here.
         if name.ends_with(".json") || name.ends_with(".model") {
             let title = both("cannot read a file of the model", "无法读取模型的文件");
-            let bytes = std::fs::read(&path).map_err(|e| failures::files(title, &path, &e))?;
+            let bytes = file
+                .read()
+                .map_err(|e| failures::files(title, &file.path, &e))?;
             found.insert(name, blake3::hash(&bytes).to_hex().to_string());
         }
     }

@@ -18,6 +18,9 @@ use crate::model::contents::CheckpointBytes;
 use crate::model::optimizer::{rule, trained_parts};
 use crate::model::setup::{Setup, sampler};
 use crate::ui::{DataEvent, Event};
+use engine::Tier;
+use engine::plan::Formats;
+use kernels::DType;
 use models::{Family, Processor, VisionLanguageModel};
 use optim::Optimizer;
 use std::sync::Arc;
@@ -56,6 +59,11 @@ pub(crate) fn prepare(
     }
     if draft.batch.worst_first {
         let mut first_samples = train.by_size();
+        let mix = train.mix();
+        if !mix.is_plain() {
+            let taken = sampler(&draft, mix, &[]).of_first_epoch();
+            first_samples.retain(|index| taken.contains(index));
+        }
         first_samples.truncate(draft.global_batch());
         draft = draft.with_found(Found {
             first_samples,
@@ -78,12 +86,13 @@ pub(crate) fn prepare(
     eval_line(draft.batch.eval_batch, config.batch.eval_batch)
         .into_iter()
         .for_each(&mut *show);
-    let total_steps = config.total_steps(train.samples.len());
+    let per_epoch = train.mix().per_epoch();
+    let total_steps = config.total_steps(per_epoch);
     check_faults(config, total_steps)?;
     for text in fault_lines(config) {
         show(Event::Warning { text });
     }
-    resume::check(config, &settled.plan, train.samples.len(), total_steps)?;
+    resume::check(config, &settled.plan, per_epoch, total_steps)?;
     show_plan(&settled, model, show)?;
     show(data_event(config, &train, eval.as_ref()));
     let fit = &settled.fit;
@@ -100,9 +109,9 @@ pub(crate) fn prepare(
         return Err(failure);
     }
     let origin = origin(config, model, setup.weights.as_ref(), &train)?;
-    let accepted = resume::compare(config, &origin, train.samples.len(), show)?;
+    let accepted = resume::compare(config, &origin, per_epoch, show)?;
     let checkpoint = CheckpointBytes::of(config, model, &settled.plan, setup.weights.as_ref())?;
-    let saves = saves(config, total_steps, train.samples.len());
+    let saves = saves(config, total_steps, per_epoch);
     let disk = DiskCheck::of(config, checkpoint, saves, fit.need.nvme);
     disk.check(config)?;
     if let warning @ Event::Warning { .. } = disk.event(config) {
@@ -142,6 +151,10 @@ fn show_files(set: &SampleSet, is_demo: bool, show: &mut dyn FnMut(Event)) {
         let text = file.form();
         show(Event::Info { label, text });
     }
+    if let Some(text) = set.mix().line() {
+        let label = both("mix", "混合").into();
+        show(Event::Info { label, text });
+    }
     let ignored = set.files.iter().filter_map(DataFile::without_effect);
     for text in ignored.chain(set.losses.lines()) {
         show(Event::Warning { text });
@@ -167,7 +180,7 @@ fn show_plan(
     let formats = plan.formats(rule(run).slots(plan.config().precision));
     let formats = Event::Info {
         label: both("formats", "数值").into(),
-        text: Text::literal(formats),
+        text: formats_text(&formats),
     };
     let lines = [
         device,
@@ -182,6 +195,35 @@ fn show_plan(
     lines.into_iter().flatten().for_each(&mut *show);
     show(find_batch::line(run));
     Ok(())
+}
+
+/// Number formats and tiers of all states, in one line.
+fn formats_text(formats: &Formats) -> Text {
+    let place = |tier: Tier| match tier {
+        Tier::Device => "设备",
+        Tier::Host => "主机",
+        Tier::Nvme => "nvme",
+    };
+    let short = |dtype: DType| dtype.to_string().to_lowercase();
+    let (states, tier) = &formats.optimizer;
+    let states = states.iter();
+    let states: Vec<String> = states
+        .map(|(name, dtype)| format!("{name} {}", short(*dtype)))
+        .collect();
+    Text::new(
+        formats.to_string(),
+        format!(
+            "权重 {}（{}） · 梯度以 {} 归约，以 {} 累加（{}） · {}（{}） · 保存的激活（{}）",
+            short(formats.weights.0),
+            place(formats.weights.1),
+            short(formats.reduced),
+            short(formats.accumulated.0),
+            place(formats.accumulated.1),
+            states.join("、"),
+            place(*tier),
+            place(formats.activation),
+        ),
+    )
 }
 
 /// Line about the bounds of image areas, if the run has any: only GLM-4.1V's images have them.
@@ -234,11 +276,16 @@ pub(crate) fn adapter_line(config: &RunConfig) -> Option<Event> {
     let lora = config.trainable.lora.as_ref()?;
     let (rank, alpha) = (lora.lora_rank, lora.lora_alpha);
     let scale = alpha / rank as f64;
+    let start = lora.adapter.as_ref().map(|dir| {
+        let dir = dir.display();
+        text!(" · starts from {dir}", " · 从 {dir} 开始")
+    });
+    let start = start.unwrap_or_default();
     Some(Event::Info {
         label: both("lora", "lora").into(),
         text: text!(
-            "rank {rank} · alpha {alpha} · scale {scale} (alpha ÷ rank) · dropout {}",
-            "秩 {rank} · alpha {alpha} · 缩放 {scale}（alpha ÷ 秩）· dropout {}",
+            "rank {rank} · alpha {alpha} · scale {scale} (alpha ÷ rank) · dropout {}{start}",
+            "秩 {rank} · alpha {alpha} · 缩放 {scale}（alpha ÷ 秩）· dropout {}{start}",
             lora.lora_dropout
         ),
     })
@@ -253,7 +300,7 @@ fn data_event(config: &RunConfig, train: &SampleSet, eval: Option<&SampleSet>) -
         images: train.image_count + eval.map_or(0, |e| e.image_count),
         supervised_min_tokens: train.sizes.iter().map(|s| s.supervised).min().unwrap_or(0),
         skipped: train.problems.len() + eval.map_or(0, |e| e.problems.len()),
-        wraps_around_global_batch: sampler(config, train.samples.len(), &[]).wraps_around(),
+        wraps_around_global_batch: sampler(config, train.mix(), &[]).wraps_around(),
     })
 }
 

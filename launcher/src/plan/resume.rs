@@ -217,6 +217,7 @@ fn adapters(own: Lora, saved: &Lora, args: &Args) -> Lora {
             own.modules_to_save,
             &saved.modules_to_save,
         ),
+        adapter: pick(args.adapter.is_some(), own.adapter, &saved.adapter),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Checkpoints in a run's directory: the newest one that is whole.
 
-use crate::error::{Failure, continue_run, file_name};
+use crate::error::{ErrorCode, Failure, continue_run, file_name};
 use crate::lang::{both, text};
 use engine::checkpoint;
 use std::path::{Path, PathBuf};
@@ -26,6 +26,27 @@ pub(crate) fn latest_of(directory: &Path) -> PathBuf {
     latest
         .filter(|_| !is_own)
         .unwrap_or_else(|| directory.to_owned())
+}
+
+/// File of a run directory with the name of its best checkpoint.
+const BEST: &str = "best";
+
+/// The checkpoint that stands for a run: the best if the run chose one, else the latest. Any other directory itself.
+pub(crate) fn best_of(directory: &Path) -> PathBuf {
+    let name = std::fs::read_to_string(directory.join(BEST));
+    let best = name.ok().map(|name| directory.join(name.trim()));
+    best.filter(|best| best.join("MANIFEST.json").is_file())
+        .unwrap_or_else(|| latest_of(directory))
+}
+
+/// Writes the name of the best checkpoint of the run in `output`.
+///
+/// # Errors
+/// The file cannot be written (exit 16).
+pub(crate) fn write_best(output: &Path, name: &str) -> Result<(), Failure> {
+    let path = output.join(BEST);
+    std::fs::write(&path, format!("{name}\n"))
+        .map_err(|error| Failure::io(ErrorCode::Disk, both("write", "写入"), &path, &error))
 }
 
 /// The next step where a checkpoint cannot be used: the newest of its run that can.

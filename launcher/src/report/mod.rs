@@ -26,7 +26,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use crate::config::{Cadence, ReportTo, RunConfig};
+use crate::config::{BestSoFar, Cadence, ReportTo, RunConfig};
 use crate::error::{ErrorCode, Failure};
 use crate::report::monitor::growth::GrowthDetector;
 use crate::report::monitor::memory::MemoryRow;
@@ -37,6 +37,7 @@ pub use comparison::{Panel, Series, comparison};
 pub use curve::{Point, loss_curve};
 pub(crate) use directory::number;
 pub use directory::{Answer, RunFiles};
+pub(crate) use page::live;
 pub use page::{REPORT, write_pages};
 pub use plan_file::PlanFile;
 pub use state::{TrainerState, TrainerStateConfig};
@@ -257,6 +258,13 @@ impl RunReport {
             events.scalars(results.step, &[("eval/loss", results.eval_loss)])?;
         }
         write_json(&self.output.join(EVAL_RESULTS), results)
+    }
+
+    /// Takes the best evaluation by the run's own rule; `is_kept`: whether its checkpoint survives.
+    pub(crate) fn note_best(&mut self, best: BestSoFar, is_kept: bool) {
+        let directory = self.output.join(format!("checkpoint-{}", best.step));
+        let directory = is_kept.then(|| directory.display().to_string());
+        self.state.set_best(best, directory);
     }
 
     /// Writes `trainer_state.json`, the state of training so far, into `directory`, the directory of a

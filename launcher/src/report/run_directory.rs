@@ -1,7 +1,7 @@
 //! Run directory: checks before a run, lock, subdirectories and checkpoints.
 
 use crate::error::{ErrorCode, Failure, continue_run, file_name};
-use crate::lang::{both, text};
+use crate::lang::{Text, both, text};
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -77,7 +77,7 @@ pub fn check(config: &RunConfig) -> Result<PathBuf, Failure> {
             "choose another directory, or continue that run with --resume and its directory",
             "请选择另一个目录，或用 --resume 加该目录继续那次运行",
         ))
-        .next(continue_run(&config.output))),
+        .next(Text::literal(continue_run(&config.output)))),
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::{EvalResults, StepRecord, write_json};
+use crate::config::BestSoFar;
 use crate::error::Failure;
 
 const FILE: &str = "trainer_state.json";
@@ -36,6 +37,10 @@ pub struct TrainerState {
     epoch: f64,
     tokens: u64,
     best: Option<(f64, u64)>,
+    /// Directory of the best checkpoint, if the run keeps it.
+    best_checkpoint: Option<String>,
+    /// Whether the run names the best evaluation itself.
+    has_rule: bool,
     history: Vec<Value>,
 }
 
@@ -60,6 +65,8 @@ impl TrainerState {
             epoch: 0.0,
             tokens: 0,
             best: None,
+            best_checkpoint: None,
+            has_rule: false,
             history,
         };
         let evals: Vec<(f64, u64)> = state
@@ -104,8 +111,15 @@ impl TrainerState {
         }));
     }
 
+    /// Takes the best evaluation by the run's own rule, and the directory of its checkpoint.
+    pub(super) fn set_best(&mut self, best: BestSoFar, checkpoint: Option<String>) {
+        self.best = Some((best.value, best.step));
+        self.best_checkpoint = checkpoint;
+        self.has_rule = true;
+    }
+
     fn note_best(&mut self, loss: f64, step: u64) {
-        if self.best.is_none_or(|(best, _)| loss < best) {
+        if !self.has_rule && self.best.is_none_or(|(best, _)| loss < best) {
             self.best = Some((loss, step));
         }
     }
@@ -115,7 +129,7 @@ impl TrainerState {
         let state = json!({
             "best_global_step": self.best.map(|(_, step)| step),
             "best_metric": self.best.map(|(loss, _)| loss),
-            "best_model_checkpoint": null,
+            "best_model_checkpoint": self.best_checkpoint,
             "epoch": self.epoch,
             "eval_steps": config.eval_steps,
             "global_step": self.global_step,

@@ -10,7 +10,7 @@ use crate::config::{
 use crate::data::{SampleSet, check, problems};
 use crate::device::{Devices, counting_of, gpu_of};
 use crate::error::threads::start_pool;
-use crate::error::{ErrorCode, Failure, failures};
+use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{both, text};
 use crate::launch::rank::StopFlag;
 use crate::launch::rendezvous::{self, Met};
@@ -24,6 +24,7 @@ use engine::{EngineError, ParamId, Tiers, Zero};
 use half::f16;
 use kernels::{Backend, CpuBackend, DType, Pool};
 use models::Processor;
+use models::adapter::Adapter;
 use models::params::is_added;
 use models::{VisionLanguageModel, WeightError, WeightSource};
 use optim::loss_scale::LossScaler;
@@ -61,6 +62,8 @@ pub(crate) struct Opened<'a> {
     pub(crate) replica: Replica<'a>,
     /// Files of the base weights; `None` for random weights.
     pub(crate) weights: Option<WeightSource>,
+    /// Adapters that training starts from.
+    adapter: Option<Adapter>,
     pub(crate) train: Arc<SampleSet>,
     pub(crate) eval: Option<SampleSet>,
     pub(crate) gpu: Option<OwnGpu<'a>>,
@@ -117,6 +120,7 @@ impl<'a> Opened<'a> {
             model,
             processor,
             weights,
+            adapter,
         } = Setup::open(config)?;
         let train = check::load(config, &config.data_file(), config.batch.limit, &*processor)?;
         if env.rank == 0 && !train.problems.is_empty() {
@@ -130,6 +134,7 @@ impl<'a> Opened<'a> {
             model,
             processor,
             weights,
+            adapter,
         };
         let plan = Arc::new(setup.plan(config)?);
         let collectives = Collectives::new();
@@ -152,6 +157,7 @@ impl<'a> Opened<'a> {
             model,
             processor,
             weights,
+            adapter,
         } = setup;
         let host_share = config
             .host_memory_limit
@@ -206,7 +212,7 @@ impl<'a> Opened<'a> {
             .map_err(|e| {
                 Failure::usage(
                     both("the loss scale is out of range", "损失缩放超出范围"),
-                    e.to_string(),
+                    chain(&e),
                 )
             })?;
         let gpu = gpu_of(config, env.local_rank);
@@ -220,6 +226,7 @@ impl<'a> Opened<'a> {
                 zero,
             },
             weights,
+            adapter,
             train: Arc::new(train),
             eval,
             gpu: gpu.map(|gpu| OwnGpu { gpu, devices }),
@@ -236,7 +243,7 @@ impl<'a> Opened<'a> {
         Ok(opened)
     }
 
-    /// Loads the base weights, then the checkpoint to resume from, if any.
+    /// Loads the base weights and the adapters to start from, then the checkpoint to resume from, if any.
     fn load(&mut self) -> Result<(), Failure> {
         let started = Instant::now();
         let Replica {
@@ -245,12 +252,16 @@ impl<'a> Opened<'a> {
             zero,
             ..
         } = &mut self.replica;
-        let (weights, seed) = (&self.weights, config.seed);
+        let (weights, adapter, seed) = (&self.weights, &self.adapter, config.seed);
         let half = config.precision == PrecisionChoice::Fp16;
         let read = |id: ParamId, elements: Range<usize>, out: &mut [f32]| {
             let name = &model.spec().params[id.index()].name;
-            match weights {
-                Some(source) if !is_added(name) => {
+            match (adapter, weights) {
+                (Some(adapter), _) if adapter.has(name) => {
+                    let bytes = bytemuck::cast_slice_mut(out);
+                    adapter.read_range(name, elements, DType::F32, bytes)
+                }
+                (_, Some(source)) if !is_added(name) => {
                     let bytes = bytemuck::cast_slice_mut(out);
                     source.read_finite(name, elements, DType::F32, bytes)?;
                     match half && out.iter().any(|value| !f16::from_f32(*value).is_finite()) {

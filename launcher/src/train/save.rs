@@ -28,13 +28,14 @@ use std::path::Path;
 /// Number of elements of a weight converted at once.
 const CHUNK_ELEMS: usize = 1 << 20;
 
-/// Saves a checkpoint after `step` updates. All ranks take part. `meta` is the state of the training loop.
+/// Saves a checkpoint after `step` updates. All ranks take part. `meta` is the state of the training loop; the
+/// checkpoint of the step `kept` survives the limit.
 pub(crate) fn save(
     replica: &mut Replica<'_>,
     weights: Option<&WeightSource>,
     faults: &mut Faults,
     step: u64,
-    meta: &Value,
+    (meta, kept): (&Value, Option<u64>),
     report: Option<&RunReport>,
 ) -> Result<SaveEvent, Failure> {
     let doing = both("save a checkpoint", "保存检查点");
@@ -72,6 +73,7 @@ pub(crate) fn save(
         }
         let keep = replica.config.save_total_limit.unwrap_or(0);
         let directory = writer
+            .keeping(kept)
             .commit(meta.clone(), keep)
             .map_err(|e| failures::checkpoint(doing, &e))?;
         (event.state_bytes, event.files) = measure(&directory);
@@ -300,11 +302,11 @@ fn adapted_modules(spec: &ModelSpec) -> Vec<&str> {
 
 /// Copies the small files of the model directory (configuration, tokenizer, code) into the checkpoint.
 fn copy_model_files(model: &Path, writer: &mut Writer) -> Result<(), Failure> {
-    for (name, path) in files::small(model)? {
-        let bytes = std::fs::read(&path).map_err(|e| {
+    for (name, file) in files::small(model)? {
+        let bytes = file.read().map_err(|e| {
             failures::files(
                 both("cannot copy a file of the model", "无法复制模型的某个文件"),
-                &path,
+                &file.path,
                 &e,
             )
         })?;

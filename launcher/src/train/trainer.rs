@@ -9,16 +9,16 @@ use super::replica::{Opened, OwnGpu, Replica};
 use super::step_context::{self, Failing, StepContext};
 use super::trace::StepTraces;
 use super::{evaluate, save, tiers};
-use crate::config::Cadence;
+use crate::config::{BestMetric, BestSoFar, Cadence};
 use crate::data::{Loader, SampleSet, Sampler};
-use crate::error::{ErrorCode, Failure, failures};
+use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{Text, both, text};
 use crate::launch::rank::{RunSummary, StopFlag};
 use crate::memory::Phase;
 use crate::model::optimizer::schedule;
 use crate::model::setup::{dropout, keeps, sampler};
 use crate::plan::{MemoryPlans, resume};
-use crate::report::checkpoints::UNITS;
+use crate::report::checkpoints::{self, UNITS};
 use crate::report::monitor::Monitor;
 use crate::report::monitor::split::StepTimes;
 use crate::report::{EvalResults, RunReport, StepRecord};
@@ -90,6 +90,8 @@ pub(crate) struct Trainer<'a> {
     skipped_in_a_row: u32,
     history: History,
     exact_match_before: Option<f64>,
+    /// The best evaluation, if the run compares them.
+    best: Option<BestSoFar>,
     summary: RunSummary,
     /// Micro-batch in progress, if any.
     at: Option<StepContext>,
@@ -116,15 +118,17 @@ impl<'a> Trainer<'a> {
             resumed,
             collectives,
             faults,
+            ..
         } = opened;
         Self {
-            total_steps: replica.config.total_steps(train.samples.len()),
+            total_steps: replica.config.total_steps(train.mix().per_epoch()),
             done: 0,
             started_at: 0,
             total_tokens: 0,
             skipped_in_a_row: 0,
             history: History::default(),
             exact_match_before: None,
+            best: None,
             summary: RunSummary::default(),
             at: None,
             losses: Vec::new(),
@@ -150,7 +154,7 @@ impl<'a> Trainer<'a> {
     pub(crate) fn train(&mut self, stop: &StopFlag) -> Result<RunSummary, Failure> {
         let config = self.replica.config;
         let first = &config.found().first_samples;
-        let sampler = sampler(config, self.train.samples.len(), first);
+        let sampler = sampler(config, self.train.mix(), first);
         let schedule = schedule(config, self.total_steps);
         let mut traces = StepTraces::new(config.trace_steps.clone());
         self.resume()?;
@@ -186,12 +190,23 @@ impl<'a> Trainer<'a> {
                 self.evaluate(&sampler)?;
                 self.monitor.end(Phase::Eval, &self.replica.zero);
             }
-            if due(config.save) || stopping {
+            let best_is_past = config.best.is_some_and(|rule| rule.ends(self.best));
+            if due(config.save) || stopping || best_is_past {
                 self.save()?;
                 self.monitor.end(Phase::Save, &self.replica.zero);
             }
             if stopping && !is_last {
                 self.summary.interrupted = true;
+                break;
+            }
+            if best_is_past && !is_last {
+                self.reporter.emit(&Event::Info {
+                    label: both("early", "提前").into(),
+                    text: text!(
+                        "training ends at step {done} of {total}: --early-stopping-patience",
+                        "训练在第 {done} 步结束，共 {total} 步：--early-stopping-patience"
+                    ),
+                });
                 break;
             }
         }
@@ -216,12 +231,13 @@ impl<'a> Trainer<'a> {
             })?;
             scaler.restore(state);
         }
-        let (config, samples) = (self.replica.config, self.train.samples.len());
+        let (config, samples) = (self.replica.config, self.train.mix().per_epoch());
         let position = resume::position(config, directory, meta, samples, self.total_steps)?;
         self.done = position.done;
         self.started_at = position.done;
         self.total_tokens = position.total_tokens;
         self.exact_match_before = position.exact_match_before;
+        self.best = serde_json::from_value(meta["best"].clone()).unwrap_or_default();
         self.reporter.emit(&Event::Resume(ResumeEvent {
             name: directory
                 .file_name()
@@ -239,6 +255,7 @@ impl<'a> Trainer<'a> {
         if self.replica.comm.world().rank == 0 {
             let (total, epochs) = (self.total_steps, sampler.epochs_after(self.total_steps));
             self.report = Some(RunReport::open(config, total, epochs, self.done)?);
+            self.report_best();
         }
         if self.resumed.is_none() && config.eval != Cadence::Never {
             let set = self.eval.as_ref();
@@ -358,7 +375,7 @@ impl<'a> Trainer<'a> {
                     "the gradients of step {done} exceed the range of fp16",
                     "第 {done} 步的梯度超出 fp16 的范围"
                 ),
-                e.to_string(),
+                chain(&e),
             )
             .next(both(
                 "--precision bf16, which needs the same memory and has the range of f32",
@@ -483,7 +500,8 @@ impl<'a> Trainer<'a> {
         };
         let started = Instant::now();
         let eval_loss = evaluate::loss(&self.replica, set)?;
-        let exact_match = Some(evaluate::exact_match(&self.replica, set, self.done)?);
+        let exact = evaluate::exact_match(&self.replica, set, self.done)?;
+        let exact_match = Some(exact);
         let samples = set.samples.len();
         self.show_eval(eval_loss, exact_match);
         self.summary.eval_loss = Some(eval_loss);
@@ -502,6 +520,48 @@ impl<'a> Trainer<'a> {
                 epoch: sampler.epochs_after(self.done),
             })?;
         }
+        if let Some(rule) = self.replica.config.best {
+            let value = match rule.metric {
+                BestMetric::Loss => eval_loss,
+                BestMetric::ExactMatch => exact,
+            };
+            self.best = rule.after(self.best, self.done, value);
+            self.report_best();
+        }
+        Ok(())
+    }
+
+    /// Passes the best evaluation to the report.
+    fn report_best(&mut self) {
+        let kept = self.kept().is_some();
+        if let (Some(report), Some(best)) = (&mut self.report, self.best) {
+            report.note_best(best, kept);
+        }
+    }
+
+    /// The best checkpoint, if it outlives the limit.
+    fn kept(&self) -> Option<BestSoFar> {
+        let rule = self.replica.config.best.filter(|rule| rule.load);
+        self.best.filter(|_| rule.is_some())
+    }
+
+    /// Lets the best checkpoint stand for the run.
+    fn load_best(&self) -> Result<(), Failure> {
+        let (Some(best), Some(rule)) = (self.kept(), self.replica.config.best) else {
+            return Ok(());
+        };
+        let name = format!("checkpoint-{}", best.step);
+        if self.report.is_some() {
+            checkpoints::write_best(&self.replica.config.output, &name)?;
+        }
+        let (metric, value) = (rule.metric.name(), best.value);
+        self.reporter.emit(&Event::Info {
+            label: both("best", "最佳").into(),
+            text: text!(
+                "{name} · {metric} {value:.4} · generate, eval and export of this run take it",
+                "{name} · {metric} {value:.4} · 对本次运行的 generate、eval 和 export 使用它"
+            ),
+        });
         Ok(())
     }
 
@@ -525,7 +585,7 @@ impl<'a> Trainer<'a> {
             "steps_done": self.done,
             "updates": zero.step_count(),
             "total_tokens": total_tokens,
-            "samples": self.train.samples.len(),
+            "samples": self.train.mix().per_epoch(),
             "global_batch": config.global_batch(),
             "seed": config.seed,
             "precision": zero.plan().config().precision.name(),
@@ -535,17 +595,19 @@ impl<'a> Trainer<'a> {
             "exact_match_before": self.exact_match_before,
             "worst_first": config.batch.worst_first,
             "base_model": config.model_dir(),
+            "best": self.best,
         });
         meta[UNITS] = save::units(zero.plan());
         meta[resume::ORIGIN] = json!(config.found().origin);
         meta[resume::RESUMED_ANYWAY] = json!(config.found().resumed_anyway);
+        let kept = self.kept().map(|best| best.step);
         let (weights, report) = (self.weights.as_ref(), self.report.as_ref());
         let event = save::save(
             &mut self.replica,
             weights,
             &mut self.faults,
             self.done,
-            &meta,
+            (&meta, kept),
             report,
         )?;
         let output = &self.replica.config.output;
@@ -560,6 +622,9 @@ impl<'a> Trainer<'a> {
         updated.map_err(|e| failures::engine(both("update weights", "更新权重"), &e))?;
         if let Some(report) = &mut self.report {
             report.finish(self.monitor.take_memory(self.done, Vec::new()))?;
+        }
+        if !self.summary.interrupted {
+            self.load_best()?;
         }
         self.reporter.emit(&Event::Info {
             label: both("tiers", "存放").into(),

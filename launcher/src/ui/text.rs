@@ -39,6 +39,10 @@ pub fn lines(event: &Event) -> Vec<String> {
             transport,
             seconds: time,
         } => {
+            let transport = match transport.as_str() {
+                "shared memory" => both("shared memory", "共享内存").into(),
+                other => Text::literal(other),
+            };
             let text = text!(
                 "{} in {} · {transport}",
                 "{}，用时 {} · {transport}",
@@ -324,6 +328,7 @@ fn done_lines(done: &DoneEvent) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::lang::Lang;
     use crate::ui::PlanPart;
 
     fn text(event: &Event) -> String {
@@ -404,6 +409,26 @@ mod tests {
         ] {
             let end = |text: &str, part: &str| text.find(part).expect(part) + part.len();
             assert_eq!(end(&head, name), end(&row, value), "{name}\n{head}\n{row}");
+        }
+    }
+
+    #[test]
+    fn lines_of_labels_are_aligned_in_chinese() {
+        let events = [
+            Event::Done(DoneEvent {
+                seconds: 19.4,
+                output: "19.4 s".into(),
+                interrupted: true,
+                warnings: vec![Text::literal("19.4 s")],
+                next: vec![Text::literal("19.4 s"), Text::literal("19.4 s")],
+            }),
+            Event::TrainStart { total: 2, done: 0 },
+        ];
+        let shown = Lang::Zh.speak(|| events.iter().flat_map(lines).collect::<Vec<_>>());
+        assert!(shown[0].contains("已停止"), "{shown:?}");
+        for line in &shown {
+            let at = line.find("19.4 s").or(line.find("  step")).expect("a text");
+            assert_eq!(crate::lang::columns(&line[..at]), 9, "{line}");
         }
     }
 

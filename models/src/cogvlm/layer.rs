@@ -35,8 +35,8 @@ impl CogLayer {
         let mlp_norm = RmsNorm::new(params, "post_attention_layernorm", c, eps);
         let mut mlp = params.at("mlp");
         let mlp = PerExpert {
-            language: GatedMlp::new(&mut mlp, "language_mlp", c, inner),
-            vision: GatedMlp::new(&mut mlp, "vision_mlp", c, inner),
+            language: GatedMlp::new(&mut mlp, "language_mlp", c, inner, false),
+            vision: GatedMlp::new(&mut mlp, "vision_mlp", c, inner, false),
         };
         Self {
             attention_norm,

@@ -6,7 +6,8 @@
 use super::processor::CogProcessor;
 use super::prompt::Turns;
 use crate::data::conversation::{
-    check_metadata, check_vocabulary, image_error, plain_text, question, shifted, supervised,
+    Abilities, check_abilities, check_metadata, check_vocabulary, image_error, plain_text,
+    question, shifted, supervised,
 };
 use crate::data::{
     EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, ImagePlan, PlaceholderStyle,
@@ -102,6 +103,7 @@ impl CogProcessor {
 
     /// Checks markers: an image has one place whatever the text says, so markers may be anywhere, but not without an image.
     fn check_markers(&self, sample: &RawSample) -> Result<(), SampleError> {
+        check_abilities(sample, Abilities::default())?;
         if sample.images.len() > 1 {
             return Err(SampleError::TooManyImages {
                 images: sample.images.len(),

@@ -92,6 +92,27 @@ pub(crate) fn check_metadata(turns: &[Message]) -> Result<(), SampleError> {
     }
 }
 
+/// What a family does with samples besides images and turns.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Abilities {
+    /// It reads videos.
+    pub(crate) videos: bool,
+    /// Its template has a switch for thoughts.
+    pub(crate) thinking: bool,
+}
+
+/// Fails if a sample asks for something that the family cannot do.
+///
+/// # Errors
+/// [`SampleError::Video`] or [`SampleError::Thinking`].
+pub(crate) fn check_abilities(sample: &RawSample, can: Abilities) -> Result<(), SampleError> {
+    match (&sample.videos[..], sample.enable_thinking) {
+        ([_, ..], _) if !can.videos => Err(SampleError::Video),
+        (_, Some(_)) if !can.thinking => Err(SampleError::Thinking),
+        _ => Ok(()),
+    }
+}
+
 /// Index of the user's first turn, before which an image without a mark stands.
 pub(crate) fn first_question(turns: &[Message]) -> usize {
     let first = turns.iter().position(|turn| turn.role == "user");

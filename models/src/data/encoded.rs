@@ -20,6 +20,9 @@ pub struct EncodeOptions {
     /// Whether the loss of GLM-4V covers the role token after an answer. It does not in the published recipe, so its
     /// models never learn to stop. In the other families the loss always covers the end token.
     pub train_on_turn_end: bool,
+    /// Whether answers begin with a thought, for samples that do not say; `None` leaves it to the template. Only
+    /// GLM-4.6V-Flash and MiniCPM 4.5 have the switch.
+    pub enable_thinking: Option<bool>,
     /// Prompt template to use; `None` takes the model directory's. Only CogVLM, CogAgent and CogVLM2 have
     /// several.
     pub prompt: Option<PromptStyle>,
@@ -54,6 +57,7 @@ impl Default for EncodeOptions {
             image_max_pixels: None,
             image_min_pixels: None,
             train_on_turn_end: false,
+            enable_thinking: None,
             prompt: None,
             text_without_cross: true,
         }
@@ -77,9 +81,22 @@ pub struct Slice {
     pub rows: usize,
     /// Number of patches in a row, from left to right.
     pub cols: usize,
-    /// `[rows * cols, 3 * patch * patch]` bytes: patches row-major, within a patch channel, pixel
+    /// `[frames, rows * cols, 3 * patch * patch]` bytes: patches row-major, within a patch channel, pixel
     /// row, pixel column, which is the order of the convolution's weight.
     pub patches: Vec<u8>,
+    /// Number of frames of a video that the tower embeds together; 1 for an image.
+    pub frames: usize,
+    /// When the frame of a video was taken, in towers that encode the time; `None` for an image.
+    pub stamp: Option<Stamp>,
+}
+
+/// Time of a frame of a video.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stamp {
+    /// Tenths of seconds after the beginning of the video, if known.
+    pub tenths: Option<u32>,
+    /// Whether the frame's features are those of the slice before it: both become one block of features.
+    pub joins: bool,
 }
 
 impl Slice {
@@ -106,7 +123,22 @@ impl Slice {
             rows,
             cols,
             patches,
+            frames: 1,
+            stamp: None,
         }
+    }
+
+    /// Adds the only frame of `other`, a slice of the same size, after the frames of this one.
+    pub fn push_frame(&mut self, other: &Self) {
+        self.patches.extend_from_slice(&other.patches);
+        self.frames += 1;
+    }
+
+    /// Adds the last frame once more.
+    pub fn repeat_frame(&mut self) {
+        let last = self.patches.len() / self.frames * (self.frames - 1);
+        self.patches.extend_from_within(last..);
+        self.frames += 1;
     }
 }
 

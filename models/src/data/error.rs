@@ -116,6 +116,20 @@ pub enum SampleError {
         /// Largest number of images that the family takes.
         limit: usize,
     },
+    /// The sample has a video, which the family does not read.
+    #[error("the sample has a video, which the model does not read")]
+    Video,
+    /// The times of a video's frames do not fit the frames, or the family does not use such times.
+    #[error("video {video}: {reason}")]
+    VideoFrames {
+        /// Index of the video in the sample, from 0.
+        video: usize,
+        /// What does not fit.
+        reason: String,
+    },
+    /// The sample sets `enable_thinking`, a switch that the family's template does not have.
+    #[error("the sample sets enable_thinking, which the model's template does not read")]
+    Thinking,
     /// An image so long that the model's resizing refuses it.
     #[error("image {name} of {width} x {height} pixels has an aspect ratio that is too large")]
     AspectRatio {

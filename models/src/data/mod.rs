@@ -9,12 +9,12 @@ mod raw;
 
 pub use encoded::{
     EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, ImagePlan, PlaceholderStyle,
-    PromptSource, PromptStyle, SampleSize, SampleTokens, Slice,
+    PromptSource, PromptStyle, SampleSize, SampleTokens, Slice, Stamp,
 };
 pub use error::SampleError;
 pub use formats::{
     DATASET_INFO, DataFormat, Dataset, data_files, data_parts, detect, read_datasets, read_samples,
-    read_samples_as,
+    read_samples_as, sample_places, weight_of,
 };
 pub use lines::sample_lines;
-pub use raw::{DataError, RawSample, SINGLE_IMAGE};
+pub use raw::{Clock, DataError, RawSample, RawVideo, SINGLE_IMAGE, VIDEO};

@@ -1,5 +1,6 @@
 //! Samples before they are tokenized, and the errors of data files.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
@@ -8,6 +9,8 @@ use crate::text::Message;
 
 /// Name given to the image of a sample whose data file states one image path without a name.
 pub const SINGLE_IMAGE: &str = "<image>";
+/// Mark of a video in a text; the n-th mark stands for the n-th video.
+pub const VIDEO: &str = "<video>";
 
 /// Why a data file cannot be used.
 #[derive(Debug, Error)]
@@ -32,6 +35,24 @@ pub enum DataError {
         column: usize,
         /// What the parser expected or found.
         reason: String,
+    },
+    /// A row of a Parquet file cannot be read, or is not a sample.
+    #[error("{}, row {row}: {reason}", path.display())]
+    Row {
+        /// Path of the data file.
+        path: PathBuf,
+        /// Index of the row, from 0.
+        row: usize,
+        /// What is wrong with the row.
+        reason: String,
+    },
+    /// A file is to be taken a number of times that is not above 0.
+    #[error("{} has the weight {weight}, which is not above 0", path.display())]
+    Weight {
+        /// Path of the file or directory.
+        path: PathBuf,
+        /// The weight as it is given.
+        weight: f64,
     },
     /// The file or directory holds no sample.
     #[error("{} contains no sample", path.display())]
@@ -74,18 +95,51 @@ pub enum DataError {
 }
 
 /// One sample of a data file: a conversation with its images, not yet tokenized.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct RawSample {
     /// The sample's name, used only in messages to the user.
     pub id: Option<String>,
     /// The sample's images in the order of the file: the name that stands for the image in the text, and the image's
-    /// path.
+    /// path. The frames of its videos come after all other images.
     pub images: Vec<(String, PathBuf)>,
+    /// The sample's videos, in the order of the file.
+    pub videos: Vec<RawVideo>,
+    /// Whether the answer begins with a thought, in families whose template has that switch; `None` leaves it to
+    /// the template.
+    pub enable_thinking: Option<bool>,
     /// The turns of the conversation, in order.
     pub conversations: Vec<Message>,
 }
 
+/// A video as images of its frames.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RawVideo {
+    /// Indices of the frames in [`RawSample::images`], in order of time.
+    pub frames: Range<usize>,
+    /// When the frames were taken; `None` if the data does not say.
+    pub clock: Option<Clock>,
+}
+
+/// When the frames of a video were taken.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Clock {
+    /// Frames per second: frame `i` is `i / fps` seconds after the beginning.
+    Rate(f64),
+    /// Seconds from the beginning, one number per frame.
+    Seconds(Vec<f64>),
+    /// Tenths of seconds, one number or none per frame, in groups of consecutive frames that become features together.
+    /// Only MiniCPM-V 4.5 groups frames.
+    Groups(Vec<Vec<Option<u32>>>),
+}
+
 impl RawSample {
+    /// The images that are no frames of a video.
+    #[must_use]
+    pub fn stills(&self) -> &[(String, PathBuf)] {
+        let frames: usize = self.videos.iter().map(|video| video.frames.len()).sum();
+        &self.images[..self.images.len() - frames]
+    }
+
     /// Content of the last turn, which is the supervised answer; `None` if the last turn is not the assistant's.
     pub fn answer(&self) -> Option<&str> {
         let last = self
@@ -97,7 +151,7 @@ impl RawSample {
 
     /// Whether the sample has exactly one image, given by its path without a name in the text.
     pub fn has_single_image(&self) -> bool {
-        matches!(self.images.as_slice(), [(name, _)] if name == SINGLE_IMAGE)
+        matches!(self.stills(), [(name, _)] if name == SINGLE_IMAGE)
     }
 }
 

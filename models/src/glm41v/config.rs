@@ -1,19 +1,43 @@
-//! `config.json` of GLM-4.1V, in its nested and its flat layout, checked once, so that model code does not have to.
+//! `config.json` of GLM-4.1V, GLM-4.6V-Flash and GLM-OCR, nested or flat, checked once, so that model code does not
+//! have to.
 
 use crate::config::{
     ConfigError, ConfigFile, Fields, Rope, at_most, divisible, grid, same, size, unsupported,
 };
 use std::path::Path;
 
-/// Configuration of a GLM-4.1V model.
+/// Configuration of a model of the GLM-4.1V line.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Glm41vConfig {
+    /// Whether `config.json` describes the network of GLM-4.1V, which GLM-4.6V-Flash shares, or that of GLM-OCR.
+    pub network: Network,
     /// Sizes of the language decoder.
     pub language: LanguageConfig,
     /// Sizes of the vision tower and its merger.
     pub vision: VisionConfig,
     /// Ids of the tokens that end an answer.
     pub eos_ids: Vec<i32>,
+    /// Id of the image token, if the file states it.
+    pub image_token_id: Option<i32>,
+}
+
+/// Network of the GLM-4.1V line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Network {
+    /// GLM-4.1V and GLM-4.6V-Flash (`glm4v`, `glm46v`).
+    Glm41v,
+    /// GLM-OCR (`glm_ocr`): norms of query and key heads in the tower, biases there, and no learned positions.
+    GlmOcr,
+}
+
+impl Network {
+    fn of(model_type: String) -> Result<Self, ConfigError> {
+        match model_type.as_str() {
+            "glm4v" | "glm46v" => Ok(Self::Glm41v),
+            "glm_ocr" => Ok(Self::GlmOcr),
+            _ => Err(ConfigError::UnsupportedModel { found: model_type }),
+        }
+    }
 }
 
 /// Sizes of the language decoder.
@@ -54,10 +78,17 @@ pub struct LanguageConfig {
 pub struct VisionConfig {
     /// Width of the tower's residual stream: elements per patch.
     pub hidden_size: usize,
-    /// Inner width of the blocks' MLPs, and width of the features: `out_hidden_size` in the file.
+    /// Width of the features: `out_hidden_size` in the file.
     pub out_hidden_size: usize,
-    /// Inner width of the merger's MLP: `intermediate_size` in the file.
+    /// Inner width of the blocks' MLPs: `out_hidden_size` in the file of GLM-4.1V, `intermediate_size` in GLM-OCR's.
+    pub inner: usize,
+    /// Inner width of the merger's MLP: `intermediate_size` in the file of GLM-4.1V, three times `out_hidden_size`
+    /// in GLM-OCR.
     pub merger_inner: usize,
+    /// Whether all linear layers of the blocks have a bias.
+    pub bias: bool,
+    /// Whether query and key heads have RMSNorms of their own.
+    pub head_norms: bool,
     /// Number of transformer blocks of the tower.
     pub num_layers: usize,
     /// Number of attention heads per block.
@@ -68,8 +99,9 @@ pub struct VisionConfig {
     pub patch_size: usize,
     /// Number of video frames that the patch embedding takes; a still image is repeated for each.
     pub frames: usize,
-    /// Number of learned position embeddings along each side of their square grid.
-    pub grid_side: usize,
+    /// Number of learned position embeddings along each side of their square grid. `None`: patches have no learned
+    /// positions, and no norm after their embedding.
+    pub grid_side: Option<usize>,
     /// Epsilon that the RMSNorms of the tower add to the mean square.
     pub rms_norm_eps: f64,
 }
@@ -78,6 +110,8 @@ pub struct VisionConfig {
 const MAX_GRID_SIDE: usize = 64;
 /// Side, in patches, of the square of patches that becomes one feature.
 pub const MERGE: usize = 2;
+/// Color channels of a pixel.
+const CHANNELS: usize = 3;
 
 impl Glm41vConfig {
     /// Reads `config.json` of the model directory `dir`.
@@ -98,10 +132,7 @@ impl Glm41vConfig {
 
     fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
         const TIED: &str = "tie_word_embeddings";
-        let model_type: String = fields.nullable("model_type")?.unwrap_or_default();
-        if model_type != "glm4v" {
-            return Err(ConfigError::UnsupportedModel { found: model_type });
-        }
+        let network = Network::of(fields.nullable("model_type")?.unwrap_or_default())?;
         let text = fields.language()?;
         if fields.flag(TIED, false)? || text.flag(TIED, false)? {
             return Err(unsupported(TIED, "true".to_owned(), "false"));
@@ -111,9 +142,11 @@ impl Glm41vConfig {
             own => own,
         };
         let config = Self {
-            language: LanguageConfig::read(text)?,
-            vision: VisionConfig::read(fields)?,
+            network,
+            language: LanguageConfig::read(text, network)?,
+            vision: VisionConfig::read(fields, network)?,
             eos_ids: eos_ids.unwrap_or_default(),
+            image_token_id: fields.optional("image_token_id")?,
         };
         config.check()?;
         Ok(config)
@@ -155,7 +188,7 @@ impl Glm41vConfig {
 }
 
 impl LanguageConfig {
-    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
+    fn read(fields: Fields<'_>, network: Network) -> Result<Self, ConfigError> {
         fields.expect::<String>("hidden_act", "silu")?;
         fields.no_dropout("attention_dropout")?;
         fields.full_attention()?;
@@ -170,8 +203,14 @@ impl LanguageConfig {
         }
         let hidden_size = fields.size("hidden_size")?;
         let num_heads = fields.size("num_attention_heads")?;
-        let head_dim = divisible("hidden_size", hidden_size, num_heads)?;
-        fields.implied("head_dim", head_dim)?;
+        let head_dim = match network {
+            Network::Glm41v => {
+                let implied = divisible("hidden_size", hidden_size, num_heads)?;
+                fields.implied("head_dim", implied)?;
+                implied
+            }
+            Network::GlmOcr => fields.size("head_dim")?,
+        };
         Ok(Self {
             hidden_size,
             intermediate_size: fields.size("intermediate_size")?,
@@ -182,7 +221,11 @@ impl LanguageConfig {
             rotary_dim: (head_dim as f64 * factor) as usize,
             mrope_section,
             rope_theta,
-            attention_bias: fields.flag("attention_bias", true)?,
+            attention_bias: match network {
+                Network::Glm41v => fields.flag("attention_bias", true)?,
+                // The published class has no bias whatever the file says.
+                Network::GlmOcr => false,
+            },
             vocab_size: fields.size("vocab_size")?,
             rms_norm_eps: fields.positive("rms_norm_eps")?,
             initializer_range: fields.positive_or("initializer_range", 0.02)?,
@@ -206,36 +249,60 @@ fn check_rope(fields: Fields<'_>) -> Result<(), ConfigError> {
 }
 
 impl VisionConfig {
-    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
+    fn read(fields: Fields<'_>, network: Network) -> Result<Self, ConfigError> {
         const WIDTH: &str = "vision_config.hidden_size";
         const FRAMES: &str = "vision_config.temporal_patch_size";
-        const SIDE: &str = "vision_config.image_size";
         fields.expect::<String>("vision_config.hidden_act", "silu")?;
         fields.expect::<usize>("vision_config.in_channels", "3")?;
         fields.expect::<usize>("vision_config.spatial_merge_size", "2")?;
         fields.no_dropout("vision_config.attention_dropout")?;
         fields.no_dropout("vision_config.hidden_dropout_prob")?;
-        fields.expect_flag("vision_config.attention_bias", false)?;
         let (width, heads) = (fields.size(WIDTH)?, fields.size("vision_config.num_heads")?);
         let patch_size = fields.size("vision_config.patch_size")?;
-        let grid_side = grid(SIDE, fields.size(SIDE)?, patch_size)?;
-        at_most(
-            "vision_config.image_size / patch_size",
-            grid_side,
-            MAX_GRID_SIDE,
-        )?;
         check_rope(fields)?;
+        let out_hidden_size = fields.size("vision_config.out_hidden_size")?;
+        let inner = fields.size("vision_config.intermediate_size")?;
+        let is_ocr = network == Network::GlmOcr;
+        let bias = fields.flag("vision_config.attention_bias", is_ocr)?;
+        if bias && !is_ocr {
+            return Err(unsupported(
+                "vision_config.attention_bias",
+                "true".to_owned(),
+                "false",
+            ));
+        }
+        let [inner, merger_inner] = match is_ocr {
+            true => [inner, out_hidden_size * CHANNELS],
+            false => [out_hidden_size, inner],
+        };
         Ok(Self {
             hidden_size: width,
-            out_hidden_size: fields.size("vision_config.out_hidden_size")?,
-            merger_inner: fields.size("vision_config.intermediate_size")?,
+            out_hidden_size,
+            inner,
+            merger_inner,
+            bias,
+            head_norms: is_ocr,
             num_layers: fields.size("vision_config.depth")?,
             num_heads: heads,
             head_dim: divisible(WIDTH, width, heads)?,
             patch_size,
             frames: at_most(FRAMES, fields.size_or(FRAMES, 2)?, 16)?,
-            grid_side,
+            grid_side: match is_ocr {
+                true => None,
+                false => Some(learned_grid(fields, patch_size)?),
+            },
             rms_norm_eps: fields.positive_or("vision_config.rms_norm_eps", 1e-5)?,
         })
     }
+}
+
+/// Number of learned positions along each side.
+fn learned_grid(fields: Fields<'_>, patch_size: usize) -> Result<usize, ConfigError> {
+    const SIDE: &str = "vision_config.image_size";
+    let grid_side = grid(SIDE, fields.size(SIDE)?, patch_size)?;
+    at_most(
+        "vision_config.image_size / patch_size",
+        grid_side,
+        MAX_GRID_SIDE,
+    )
 }

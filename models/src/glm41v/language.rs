@@ -23,6 +23,7 @@ pub(super) fn decoder(config: &LanguageConfig) -> DecoderConfig {
             inner: config.intermediate_size,
             eps: config.rms_norm_eps as f32,
             qkv_bias: config.attention_bias,
+            head_norms: false,
             names: BlockNames {
                 fused_gate_up: Some("gate_up_proj"),
                 output_norms: Some(["post_self_attn_layernorm", "post_mlp_layernorm"]),

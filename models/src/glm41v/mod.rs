@@ -1,4 +1,4 @@
-//! GLM-4.1V-9B-Thinking: images of any size, several per sample.
+//! GLM-4.1V-9B-Thinking, GLM-4.6V-Flash and GLM-OCR: images of any size, several per sample.
 //!
 //! | module | part |
 //! |---|---|
@@ -9,7 +9,7 @@
 //! | `projector` | patch features to rows of the decoder |
 //! | `language` | the decoder |
 //! | [`positions`] | positions of tokens |
-//! | [`processor`], `sample`, `images`, [`resize`] | raw samples to model inputs |
+//! | [`processor`], `sample`, `images`, `videos`, `thinking`, [`resize`] | raw samples to model inputs |
 
 mod collate;
 pub mod config;
@@ -22,6 +22,8 @@ mod projector;
 pub mod resize;
 mod sample;
 mod tables;
+mod thinking;
+pub mod videos;
 mod vision;
 
 #[cfg(test)]

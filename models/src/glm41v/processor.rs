@@ -4,11 +4,12 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::config::{Glm41vConfig, MERGE};
+use super::config::{Glm41vConfig, MERGE, Network};
 use super::resize::ImageLimits;
+use super::thinking;
 use crate::config::{ConfigError, size, unsupported};
 use crate::data::conversation::control_tokens;
-use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor};
+use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor, read_settings};
 use crate::text::{Tokenizer, TokenizerError};
 
 /// Image settings from `preprocessor_config.json` and `config.json` of a model directory.
@@ -39,22 +40,8 @@ impl ProcessorConfig {
             vision.frames,
             raw.temporal_patch_size,
         )?;
-        let max_pixels = size("size.longest_edge", raw.size.longest_edge)?;
-        let min_pixels = raw.size.shortest_edge;
-        if min_pixels > max_pixels {
-            return Err(ProcessorError::Config(ConfigError::Inconsistent {
-                field: "size.shortest_edge",
-                found: min_pixels,
-                reason: format!("size.longest_edge is {max_pixels}"),
-            }));
-        }
         Ok(Self {
-            limits: ImageLimits {
-                block: MERGE * vision.patch_size,
-                frames: vision.frames,
-                min_pixels,
-                max_pixels,
-            },
+            limits: raw.size.limits(MERGE * vision.patch_size, vision.frames)?,
             patch_size: vision.patch_size,
             normalization: Normalization::new(raw.image_mean, raw.image_std)?,
         })
@@ -81,6 +68,33 @@ struct RawProcessor {
 struct Size {
     shortest_edge: usize,
     longest_edge: usize,
+}
+
+impl Size {
+    fn of_videos() -> Self {
+        Self {
+            shortest_edge: 12_544,
+            longest_edge: 47_040_000,
+        }
+    }
+
+    fn limits(&self, block: usize, frames: usize) -> Result<ImageLimits, ProcessorError> {
+        let max_pixels = size("size.longest_edge", self.longest_edge)?;
+        let min_pixels = self.shortest_edge;
+        if min_pixels > max_pixels {
+            return Err(ProcessorError::Config(ConfigError::Inconsistent {
+                field: "size.shortest_edge",
+                found: min_pixels,
+                reason: format!("size.longest_edge is {max_pixels}"),
+            }));
+        }
+        Ok(ImageLimits {
+            block,
+            frames,
+            min_pixels,
+            max_pixels,
+        })
+    }
 }
 
 impl Default for RawProcessor {
@@ -125,6 +139,7 @@ impl RawProcessor {
         }
     }
 }
+
 /// Tokens that open or close turns, or stand for images and videos. `<think>` and the like are content.
 const CONTROL: [&str; 16] = [
     "[gMASK]",
@@ -161,6 +176,8 @@ pub(super) mod marker {
     pub(in super::super) const IMAGE_START: &str = "<|begin_of_image|>";
     pub(in super::super) const IMAGE: &str = "<|image|>";
     pub(in super::super) const IMAGE_END: &str = "<|end_of_image|>";
+    pub(in super::super) const VIDEO_START: &str = "<|begin_of_video|>";
+    pub(in super::super) const VIDEO_END: &str = "<|end_of_video|>";
     pub(in super::super) const ASSISTANT: &str = "<|assistant|>";
 }
 
@@ -175,11 +192,39 @@ impl MarkerIds {
     }
 }
 
-/// Processor of GLM-4.1V: turns samples into token ids, labels and image patches. Its sample rules are in
+/// Fails if `config.json` gives the image token another id than the tokenizer.
+fn check_image_id(stated: Option<i32>, found: i32) -> Result<(), ConfigError> {
+    match stated {
+        Some(stated) if stated != found => Err(ConfigError::Inconsistent {
+            field: "image_token_id",
+            found: usize::try_from(stated).unwrap_or_default(),
+            reason: format!("{} of the tokenizer is {found}", marker::IMAGE),
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Limits of `video_preprocessor_config.json`, or those of the published class.
+fn video_limits(dir: &Path, images: &ProcessorConfig) -> Result<ImageLimits, ProcessorError> {
+    #[derive(Deserialize)]
+    struct Settings {
+        #[serde(default = "Size::of_videos")]
+        size: Size,
+    }
+    let settings: Option<Settings> = read_settings(&dir.join("video_preprocessor_config.json"))?;
+    let size = settings.map_or_else(Size::of_videos, |settings| settings.size);
+    size.limits(images.limits.block, images.limits.frames)
+}
+
+/// Processor of the GLM-4.1V line: turns samples into token ids, labels and image patches. Its sample rules are in
 /// `sample.rs`.
 #[derive(Clone, Debug)]
 pub struct Glm41vProcessor {
     pub(super) config: ProcessorConfig,
+    /// Limits on the frames of a video; `None` in families whose videos are not supported.
+    pub(super) video_limits: Option<ImageLimits>,
+    /// Whether answers are written as GLM-4.6V does, with their thoughts.
+    pub(super) thinks: bool,
     pub(super) tokenizer: Tokenizer,
     pub(super) ids: MarkerIds,
     /// Tokens that are plain text where a user types them.
@@ -198,6 +243,9 @@ impl Glm41vProcessor {
         let config = ProcessorConfig::load(dir, &model)?;
         let tokenizer = Tokenizer::load(dir)?;
         let ids = MarkerIds::find(&tokenizer)?;
+        check_image_id(model.image_token_id, ids.image)?;
+        // The model type of GLM-4.6V-Flash is that of GLM-4.1V, whose tokenizer lacks the switch.
+        let thinks = model.network == Network::Glm41v && tokenizer.id(thinking::OFF).is_ok();
         for text in [
             "[gMASK]",
             "<sop>",
@@ -213,6 +261,11 @@ impl Glm41vProcessor {
         }
         Ok(Self {
             config,
+            video_limits: match thinks {
+                true => Some(video_limits(dir, &config)?),
+                false => None,
+            },
+            thinks,
             control: control_tokens(&tokenizer, CONTROL),
             tokenizer,
             ids,

@@ -47,7 +47,7 @@ impl Merger {
             kernel: LinearParams::new(kernel, Some(bias)),
             proj,
             norm,
-            mlp: GatedMlp::new(&mut visual, "merger", d, config.merger_inner),
+            mlp: GatedMlp::new(&mut visual, "merger", d, config.merger_inner, false),
         }
     }
 

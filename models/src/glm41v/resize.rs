@@ -21,8 +21,16 @@ pub const MAX_ASPECT_RATIO: f64 = 200.0;
 /// Size (width, height) in pixels to which an image of `width` x `height` pixels is resized, a whole number
 /// of blocks per side. `None` if one side is more than [`MAX_ASPECT_RATIO`] times the other.
 #[must_use]
-pub fn smart_resize(
+pub fn smart_resize(size: (usize, usize), limits: &ImageLimits) -> Option<(usize, usize)> {
+    resize_frames(size, limits.frames, limits)
+}
+
+/// As [`smart_resize`], for a video of `limits.frames` frames. Its volume counts `volume_frames` frames when it is
+/// compared with the limits.
+#[must_use]
+pub fn resize_frames(
     (width, height): (usize, usize),
+    volume_frames: usize,
     limits: &ImageLimits,
 ) -> Option<(usize, usize)> {
     let block = limits.block as f64;
@@ -37,7 +45,7 @@ pub fn smart_resize(
     let whole = |blocks: f64| blocks as usize * limits.block;
     let nearest = |side: f64| whole((side / block).round_ties_even());
     let (mut wide, mut high) = (nearest(w), nearest(h));
-    let pixels = limits.frames * wide * high;
+    let pixels = volume_frames * wide * high;
     let (min, max) = (limits.min_pixels as f64, limits.max_pixels as f64);
     if pixels > limits.max_pixels {
         let shrink = (limits.frames as f64 * h * w / max).sqrt();

@@ -6,16 +6,22 @@
 //!
 //! The loss covers the line break and the text of every answer, and `<|endoftext|>` after it. At the end of the sample it
 //! is a token; elsewhere it is the label of the next role's token.
+//!
+//! GLM-4.6V-Flash writes answers with their thoughts (`thinking`), results of tools between marks of their own, and
+//! videos as steps of two frames with their times (`videos`).
 
 use std::ops::Range;
+use std::path::PathBuf;
 
 use super::config::MERGE;
 use super::images::{Images, Part, may_show};
 use super::processor::{Glm41vProcessor, marker};
 use super::resize::{ImageLimits, smart_resize};
+use super::thinking::{self, Answer};
+use super::videos::{frame_size, step_seconds, time_text};
 use crate::data::conversation::{
-    Roles, check_roles, check_turns, check_vocabulary, image_error, plain_text, question, shifted,
-    supervised,
+    Abilities, Roles, check_abilities, check_metadata, check_roles, check_turns, check_vocabulary,
+    image_error, plain_text, question, shifted, supervised,
 };
 use crate::data::{
     EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, ImagePlan, PlaceholderStyle, RawSample,
@@ -27,6 +33,26 @@ use crate::text::{Message, Tokenizer};
 
 /// Size (width, height) of a resized image, in pixels.
 type Plan = (usize, usize);
+
+/// What the tower sees of a sample.
+#[derive(Default)]
+struct Shown {
+    /// Size of each input of the tower: of all stills, then of the steps of all videos.
+    plans: Vec<Plan>,
+    /// Seconds to each step of each video.
+    videos: Vec<Vec<f64>>,
+    /// Number of stills.
+    stills: usize,
+}
+
+impl Shown {
+    /// Inputs of the tower that the steps of `video` are.
+    fn steps(&self, video: usize) -> Range<usize> {
+        let before: usize = self.videos[..video].iter().map(Vec::len).sum();
+        let first = self.stills + before;
+        first..first + self.videos[video].len()
+    }
+}
 
 /// A part of the conversation.
 struct Piece {
@@ -40,7 +66,7 @@ enum Kind {
     /// Not supervised, but the label of its first token is an answer's end.
     BehindAnswer,
     Supervised,
-    /// Features of the image with this number.
+    /// Features of the tower's input with this number.
     Image(usize),
 }
 
@@ -72,9 +98,9 @@ impl Processor for Glm41vProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<EncodedSample, SampleError> {
-        check_turns(&sample.conversations, Roles::SystemAndTools)?;
-        let (plans, slices) = self.cut(sample, images, options)?;
-        let tokens = self.training(sample, &plans, options)?;
+        let shown = self.checked(sample, images, options)?;
+        let tokens = self.training(sample, &shown, options)?;
+        let slices = self.cut(sample, images, &shown)?;
         Ok(EncodedSample {
             slices: in_order(slices, &tokens.order),
             input_ids: tokens.input_ids,
@@ -90,9 +116,8 @@ impl Processor for Glm41vProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<SampleSize, SampleError> {
-        check_turns(&sample.conversations, Roles::SystemAndTools)?;
-        let plans = self.plan_all(sample, images, options)?;
-        let tokens = self.training(sample, &plans, options)?;
+        let shown = self.checked(sample, images, options)?;
+        let tokens = self.training(sample, &shown, options)?;
         let image_tokens = tokens.bounds.iter().map(|(start, end)| end - start).sum();
         Ok(SampleSize {
             tokens: tokens.input_ids.len(),
@@ -110,9 +135,8 @@ impl Processor for Glm41vProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<SampleTokens, SampleError> {
-        check_turns(&sample.conversations, Roles::SystemAndTools)?;
-        let plans = self.plan_all(sample, images, options)?;
-        let tokens = self.training(sample, &plans, options)?;
+        let shown = self.checked(sample, images, options)?;
+        let tokens = self.training(sample, &shown, options)?;
         Ok(SampleTokens {
             slices: tokens.bounds.len(),
             input_ids: tokens.input_ids,
@@ -131,10 +155,16 @@ impl Processor for Glm41vProcessor {
     ) -> Result<EncodedPrompt, SampleError> {
         let turns = question(sample);
         check_roles(turns, 1, Roles::SystemAndTools)?;
-        let (plans, slices) = self.cut(sample, images, options)?;
-        let mut pieces = self.pieces(sample, turns, &plans)?;
-        pieces.push(Piece::given(format!("{}\n", marker::ASSISTANT)));
-        let tokens = self.tokenize(&pieces, &plans)?;
+        self.check(sample)?;
+        let shown = self.plan_all(sample, images, options)?;
+        let slices = self.cut(sample, images, &shown)?;
+        let mut pieces = self.pieces(sample, turns, &shown, options)?;
+        let opening = match self.switch(sample, options) {
+            Some(false) => thinking::NO_THOUGHT,
+            _ => "\n",
+        };
+        pieces.push(Piece::given(format!("{}{opening}", marker::ASSISTANT)));
+        let tokens = self.tokenize(&pieces, &shown.plans)?;
         Ok(EncodedPrompt {
             input_ids: tokens.input_ids,
             image_bounds: tokens.bounds,
@@ -148,9 +178,8 @@ impl Processor for Glm41vProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<String, SampleError> {
-        check_turns(&sample.conversations, Roles::SystemAndTools)?;
-        let plans = self.plan_all(sample, images, options)?;
-        let pieces = self.pieces(sample, &sample.conversations, &plans)?;
+        let shown = self.checked(sample, images, options)?;
+        let pieces = self.pieces(sample, &sample.conversations, &shown, options)?;
         Ok(pieces.into_iter().map(|piece| piece.text).collect())
     }
 
@@ -228,21 +257,81 @@ impl Glm41vProcessor {
         })
     }
 
-    /// Plans every image from the headers of the files.
+    /// The template's switch for thoughts: the sample's, else the run's. `None` in families without one.
+    fn switch(&self, sample: &RawSample, options: &EncodeOptions) -> Option<bool> {
+        let asked = sample.enable_thinking.or(options.enable_thinking);
+        asked.filter(|_| self.thinks)
+    }
+
+    /// Fails if the sample asks for something that the model's template does not write.
+    fn check(&self, sample: &RawSample) -> Result<(), SampleError> {
+        let can = Abilities {
+            videos: self.video_limits.is_some(),
+            thinking: self.thinks,
+        };
+        check_abilities(sample, can)?;
+        match self.thinks {
+            true => check_metadata(&sample.conversations),
+            false => Ok(()),
+        }
+    }
+
+    /// Checks a sample to train on and plans its images.
+    fn checked(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<Shown, SampleError> {
+        check_turns(&sample.conversations, Roles::SystemAndTools)?;
+        self.check(sample)?;
+        self.plan_all(sample, images, options)
+    }
+
+    /// Plans every image and video from the headers of the files.
     fn plan_all(
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
         options: &EncodeOptions,
-    ) -> Result<Vec<Plan>, SampleError> {
-        let named = sample.images.iter();
-        named
-            .map(|(name, path)| {
-                let size = images.dimensions(path);
-                let size = size.map_err(|error| image_error(name, path, error))?;
-                self.plan(name, size, options)
-            })
-            .collect()
+    ) -> Result<Shown, SampleError> {
+        let size = |(name, path): &(String, PathBuf)| {
+            let size = images.dimensions(path);
+            size.map_err(|error| image_error(name, path, error))
+        };
+        let stills = sample.stills();
+        let plan = |image: &(String, PathBuf)| self.plan(&image.0, size(image)?, options);
+        let plans: Result<Vec<Plan>, SampleError> = stills.iter().map(plan).collect();
+        let mut shown = Shown {
+            plans: plans?,
+            videos: Vec::new(),
+            stills: stills.len(),
+        };
+        for (index, video) in sample.videos.iter().enumerate() {
+            let wrong = |reason| SampleError::VideoFrames {
+                video: index,
+                reason,
+            };
+            let patch_frames = self.config.limits.frames;
+            let seconds = step_seconds(video, patch_frames).map_err(wrong)?;
+            let frames = &sample.images[video.frames.clone()];
+            let first = size(&frames[0])?;
+            for frame in &frames[1..] {
+                if size(frame)? != first {
+                    return Err(wrong(format!("{} has another size", frame.1.display())));
+                }
+            }
+            let limits = self.video_limits.unwrap_or(self.config.limits);
+            let plan = frame_size(first, frames.len(), patch_frames, &limits);
+            let plan = plan.ok_or_else(|| SampleError::AspectRatio {
+                name: frames[0].0.clone(),
+                width: first.0,
+                height: first.1,
+            })?;
+            shown.plans.extend(vec![plan; seconds.len()]);
+            shown.videos.push(seconds);
+        }
+        Ok(shown)
     }
 
     /// Decodes and cuts the images one after the other, so that one is in memory at a time.
@@ -250,31 +339,42 @@ impl Glm41vProcessor {
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
-        options: &EncodeOptions,
-    ) -> Result<(Vec<Plan>, Vec<Slice>), SampleError> {
-        let named = sample.images.iter();
-        named
-            .map(|(name, path)| {
-                let image = images.load(path);
-                let image = image.map_err(|error| image_error(name, path, error))?;
-                let plan = self.plan(name, (image.width(), image.height()), options)?;
-                let image = resize(&image, plan.0, plan.1);
-                Ok((
-                    plan,
-                    Slice::cut(&image, (0, 0), plan, self.config.patch_size),
-                ))
-            })
-            .collect()
+        shown: &Shown,
+    ) -> Result<Vec<Slice>, SampleError> {
+        let cut = |(name, path): &(String, PathBuf), plan: Plan| {
+            let image = images.load(path);
+            let image = image.map_err(|error| image_error(name, path, error))?;
+            let image = resize(&image, plan.0, plan.1);
+            Ok(Slice::cut(&image, (0, 0), plan, self.config.patch_size))
+        };
+        let stills = sample.stills().iter().zip(&shown.plans);
+        let stills = stills.map(|(image, plan)| cut(image, *plan));
+        let mut slices = stills.collect::<Result<Vec<Slice>, SampleError>>()?;
+        for (index, video) in sample.videos.iter().enumerate() {
+            let patch_frames = self.config.limits.frames;
+            let frames = &sample.images[video.frames.clone()];
+            for (step, frames) in shown.steps(index).zip(frames.chunks(patch_frames)) {
+                let mut whole = cut(&frames[0], shown.plans[step])?;
+                for frame in &frames[1..] {
+                    whole.push_frame(&cut(frame, shown.plans[step])?);
+                }
+                while whole.frames < patch_frames {
+                    whole.repeat_frame();
+                }
+                slices.push(whole);
+            }
+        }
+        Ok(slices)
     }
 
     fn training(
         &self,
         sample: &RawSample,
-        plans: &[Plan],
+        shown: &Shown,
         options: &EncodeOptions,
     ) -> Result<Training, SampleError> {
-        let pieces = self.pieces(sample, &sample.conversations, plans)?;
-        let mut tokens = self.tokenize(&pieces, plans)?;
+        let pieces = self.pieces(sample, &sample.conversations, shown, options)?;
+        let mut tokens = self.tokenize(&pieces, &shown.plans)?;
         let untruncated = tokens.input_ids.len();
         let answer_start = tokens.own_labels.iter().position(|label| *label != IGNORED);
         let kept = untruncated.min(options.model_max_length);
@@ -315,27 +415,43 @@ impl Glm41vProcessor {
         &self,
         sample: &RawSample,
         turns: &[Message],
-        plans: &[Plan],
+        shown: &Shown,
+        options: &EncodeOptions,
     ) -> Result<Vec<Piece>, SampleError> {
+        let switch = self.switch(sample, options);
+        let last_question = turns.iter().rposition(|turn| turn.role == "user");
         let mut images = Images::new(sample, turns)?;
         let mut pieces = vec![Piece::given(marker::PREFIX)];
         let mut answered = false;
-        for turn in turns {
+        for (index, turn) in turns.iter().enumerate() {
             let role = format!("<|{}|>", turn.role);
             self.tokenizer.id(&role)?;
-            pieces.push(Piece {
-                text: role,
-                kind: match answered {
-                    true => Kind::BehindAnswer,
-                    false => Kind::Given,
-                },
-            });
+            let is_result = self.thinks && turn.role == "observation";
+            let before = index.checked_sub(1).map(|before| &turns[before]);
+            // One role's token opens a run of results.
+            if !(is_result && before.is_some_and(|before| before.role == turn.role)) {
+                pieces.push(Piece {
+                    text: role,
+                    kind: match answered {
+                        true => Kind::BehindAnswer,
+                        false => Kind::Given,
+                    },
+                });
+            }
             answered = turn.role == "assistant" && !turn.unsupervised;
             let content = plain_text(&turn.content, &self.control);
             let metadata = plain_text(&turn.metadata, &self.control);
             if !may_show(turn) {
+                let answer = match self.thinks && turn.role == "assistant" {
+                    true => Answer::new(&content, Some(index) < last_question, switch),
+                    false => Answer {
+                        given: String::new(),
+                        said: format!("{metadata}\n{content}"),
+                    },
+                };
+                pieces.push(Piece::given(answer.given));
                 pieces.push(Piece {
-                    text: format!("{metadata}\n{content}"),
+                    text: answer.said,
                     kind: match answered {
                         true => Kind::Supervised,
                         false => Kind::Given,
@@ -343,19 +459,27 @@ impl Glm41vProcessor {
                 });
                 continue;
             }
-            let mut text = format!("{metadata}\n");
+            let [opening, ending] = match turn.role.as_str() {
+                "observation" if self.thinks => ["<tool_response>\n", "\n</tool_response>\n"],
+                "user" if switch == Some(false) && !content.ends_with(thinking::OFF) => {
+                    ["", thinking::OFF]
+                }
+                _ => ["", ""],
+            };
+            let mut text = format!("{metadata}\n{opening}");
             for part in images.parts(&content)? {
+                if let Part::Text(part) = part {
+                    text.push_str(part);
+                    continue;
+                }
+                pieces.push(Piece::given(std::mem::take(&mut text)));
                 match part {
-                    Part::Text(part) => text.push_str(part),
-                    Part::Image(i) => {
-                        pieces.push(Piece::given(std::mem::take(&mut text)));
-                        pieces.push(Piece {
-                            text: image_text(self.features(plans[i])),
-                            kind: Kind::Image(i),
-                        });
-                    }
+                    Part::Image(i) => pieces.push(self.image_piece(i, shown)),
+                    Part::Video(video) => self.video_pieces(video, shown, &mut pieces),
+                    Part::Text(_) => {}
                 }
             }
+            text.push_str(ending);
             pieces.push(Piece::given(text));
         }
         images.finish()?;
@@ -369,6 +493,24 @@ impl Glm41vProcessor {
             });
         }
         Ok(pieces)
+    }
+
+    /// The features of input `i` of the tower.
+    fn image_piece(&self, i: usize, shown: &Shown) -> Piece {
+        Piece {
+            text: image_text(self.features(shown.plans[i])),
+            kind: Kind::Image(i),
+        }
+    }
+
+    /// The steps of a video, each with its time.
+    fn video_pieces(&self, video: usize, shown: &Shown, pieces: &mut Vec<Piece>) {
+        pieces.push(Piece::given(marker::VIDEO_START));
+        for (step, seconds) in shown.steps(video).zip(&shown.videos[video]) {
+            pieces.push(self.image_piece(step, shown));
+            pieces.push(Piece::given(time_text(*seconds)));
+        }
+        pieces.push(Piece::given(marker::VIDEO_END));
     }
 
     fn tokenize(&self, pieces: &[Piece], plans: &[Plan]) -> Result<Tokens, SampleError> {

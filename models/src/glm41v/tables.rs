@@ -14,8 +14,8 @@ use kernels::{Backend, DType, RopeLayout, Tensor};
 #[derive(Clone, Debug)]
 pub struct Glm41vTables {
     /// Interpolation weights, f32 `[P, S]`: the share of each of the `S` learned position embeddings in each
-    /// patch's position.
-    pub position_weights: Tensor,
+    /// patch's position. `None` for a tower without them.
+    pub position_weights: Option<Tensor>,
     /// Cosines and sines of the rotary position embedding, one row per patch: half of a head's pairs rotate
     /// by the patch's row in its image, half by its column.
     pub rotary: Rotary,
@@ -39,11 +39,6 @@ impl Glm41vTables {
         grids: &[[usize; 2]],
         backend: &dyn Backend,
     ) -> Result<Self> {
-        let side = config.grid_side;
-        let weights: Vec<f32> = grids
-            .iter()
-            .flat_map(|grid| position_weights(*grid, side))
-            .collect();
         // Half of the pairs of a head turn with the row, half with the column.
         let frequencies = rope_frequencies(config.head_dim / 2, 1e4);
         let angles =
@@ -58,8 +53,13 @@ impl Glm41vTables {
                 });
         let patches: usize = grids.iter().map(|[rows, cols]| rows * cols).sum();
         let blocks: Vec<i32> = (0..patches as i32).step_by(4).collect();
+        let position_weights = |side: usize| {
+            let weights = grids.iter().flat_map(|grid| position_weights(*grid, side));
+            let weights: Vec<f32> = weights.collect();
+            upload(backend, &weights, &[patches, side * side])
+        };
         Ok(Self {
-            position_weights: upload(backend, &weights, &[patches, side * side])?,
+            position_weights: config.grid_side.map(position_weights).transpose()?,
             // The reference keeps these angles in f32 whatever the weights are.
             rotary: rotary_of(
                 angles,
@@ -73,7 +73,7 @@ impl Glm41vTables {
     }
 }
 
-/// `[P, 3 * frames * patch * patch]` in `dtype`: channel, frame, pixel row, pixel column, all frames the same.
+/// `[P, 3 * frames * patch * patch]` in `dtype`: channel, frame, pixel row, pixel column. An image fills all frames.
 ///
 /// # Errors
 /// When memory runs out.
@@ -87,13 +87,20 @@ pub(super) fn pixel_rows(
     let plane = config.patch_size * config.patch_size;
     let mut values = Vec::new();
     for slice in slices {
-        let patches = block_order([slice.rows, slice.cols]).flat_map(|[row, col]| {
-            &slice.patches[(row * slice.cols + col) * 3 * plane..][..3 * plane]
-        });
-        let patches: Vec<u8> = patches.copied().collect();
-        let pixels = normalization.normalize_patches(&patches, config.patch_size);
-        for channel in pixels.chunks_exact(plane) {
-            (0..config.frames).for_each(|_| values.extend_from_slice(channel));
+        let count = slice.rows * slice.cols;
+        for [row, col] in block_order([slice.rows, slice.cols]) {
+            let patch = row * slice.cols + col;
+            let frames = (0..slice.frames).map(|frame| {
+                let bytes = &slice.patches[(frame * count + patch) * 3 * plane..][..3 * plane];
+                normalization.normalize_patches(bytes, config.patch_size)
+            });
+            let frames: Vec<Vec<f32>> = frames.collect();
+            for channel in 0..3 {
+                for frame in 0..config.frames {
+                    let pixels = &frames[frame.min(slice.frames - 1)];
+                    values.extend_from_slice(&pixels[channel * plane..][..plane]);
+                }
+            }
         }
     }
     upload_as(backend, &values, 3 * config.frames * plane, dtype)

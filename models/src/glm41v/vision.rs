@@ -12,13 +12,13 @@ use crate::ops::{LinearParams, Sequences};
 use crate::params::{ParamBuilder, ParamScope};
 use engine::{ParamId, UnitId};
 
-/// Patch embedding, interpolated positions and transformer blocks, without the final norm.
+/// Patch embedding, interpolated positions if the tower has them, and transformer blocks, without the final norm.
 #[derive(Debug)]
 pub(super) struct VisionTower {
     embed_unit: UnitId,
     patch: LinearParams,
-    norm: RmsNorm,
-    position: ParamId,
+    /// Norm after the patch embedding, and the learned positions.
+    learned: Option<(RmsNorm, ParamId)>,
     blocks: Vec<(UnitId, Block)>,
 }
 
@@ -32,10 +32,11 @@ impl VisionTower {
         let kernel = conv.param("weight", [c, 3, config.frames, side, side]);
         let bias = conv.param("bias", [c]);
         let eps = config.rms_norm_eps as f32;
-        let norm = RmsNorm::new(&mut visual, "post_conv_layernorm", c, eps);
-        let position = visual
-            .at("embeddings.position_embedding")
-            .param("weight", [config.grid_side * config.grid_side, c]);
+        let learned = config.grid_side.map(|side| {
+            let norm = RmsNorm::new(&mut visual, "post_conv_layernorm", c, eps);
+            let mut position = visual.at("embeddings.position_embedding");
+            (norm, position.param("weight", [side * side, c]))
+        });
         let blocks = (0..config.num_layers)
             .map(|i| {
                 let path = format!("model.visual.blocks.{i}");
@@ -47,8 +48,7 @@ impl VisionTower {
         Self {
             embed_unit,
             patch: LinearParams::new(kernel, Some(bias)),
-            norm,
-            position,
+            learned,
             blocks,
         }
     }
@@ -64,9 +64,13 @@ impl VisionTower {
             let patches = scope.constant(batch.patches.clone());
             let x = scope.linear(&patches, &self.patch)?;
             scope.observe("vision.patch_embed", &x);
-            let x = self.norm.forward(scope, &x)?;
-            let weights = scope.constant(tables.position_weights.clone());
-            let positions = scope.matmul(&weights, self.position)?;
+            let (Some((norm, position)), Some(weights)) = (&self.learned, &tables.position_weights)
+            else {
+                return Ok([x]);
+            };
+            let x = norm.forward(scope, &x)?;
+            let weights = scope.constant(weights.clone());
+            let positions = scope.matmul(&weights, *position)?;
             Ok([scope.add(&x, &scope.cast(&positions, x.dtype())?)?])
         })?;
         tape.observe("vision.embed", &x);
@@ -80,7 +84,7 @@ impl VisionTower {
     }
 }
 
-/// `x += attention(norm(x)); x += mlp(norm(x))`, bidirectional, no biases, rotated by row and column.
+/// `x += attention(norm(x)); x += mlp(norm(x))`, bidirectional, rotated by row and column.
 #[derive(Clone, PartialEq, Debug)]
 struct Block {
     norm1: RmsNorm,
@@ -98,15 +102,16 @@ impl Block {
             kv_heads: config.num_heads,
             head_dim: config.head_dim,
             fused: Some("qkv"),
-            qkv_bias: false,
-            out_bias: false,
+            qkv_bias: config.bias,
+            out_bias: config.bias,
             out_name: "proj",
+            head_norms: config.head_norms.then_some(eps),
         };
         Self {
             norm1: RmsNorm::new(params, "norm1", c, eps),
             attention: SelfAttention::new(params, "attn", attention),
             norm2: RmsNorm::new(params, "norm2", c, eps),
-            mlp: GatedMlp::new(params, "mlp", c, config.out_hidden_size),
+            mlp: GatedMlp::new(params, "mlp", c, config.inner, config.bias),
         }
     }
 

@@ -9,7 +9,7 @@ use crate::eva::eva_images;
 use crate::nn::{Rotary, RotaryTable, rope_frequencies};
 use crate::processor::Normalization;
 use crate::{SampleInput, VisionLanguageModel};
-use kernels::{Backend, RopeLayout};
+use kernels::Backend;
 use std::sync::Arc;
 
 impl Glm4v {
@@ -30,7 +30,7 @@ impl Glm4v {
         let language = &self.config().language;
         let table = RotaryTable {
             frequencies: rope_frequencies(language.rotary_dim(), language.rope_theta as f32),
-            layout: RopeLayout::Interleaved,
+            layout: language.rope_layout,
         };
         table.rotary(positions, self.options().rotary_dtype(), backend)
     }

@@ -2,6 +2,7 @@
 
 use crate::config::{ConfigError, ConfigFile, Fields, Rope, at_most, divisible};
 use crate::eva::EvaConfig;
+use kernels::RopeLayout;
 use std::path::Path;
 
 /// Configuration of a GLM-4V model.
@@ -39,6 +40,9 @@ pub struct LanguageConfig {
     pub rms_norm_eps: f64,
     /// Base (theta) of the rotary position embedding's frequencies.
     pub rope_theta: f64,
+    /// Which two elements of a head rotate as a pair: adjacent ones in GLM-4V, those half of the rotating
+    /// elements apart in CogAgent-9B (`original_rope` is false).
+    pub rope_layout: RopeLayout,
     /// Whether queries, keys and values have a bias.
     pub qkv_bias: bool,
 }
@@ -50,13 +54,12 @@ impl LanguageConfig {
         self.head_dim / 2
     }
 
-    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
+    fn read(fields: Fields<'_>, rope_layout: RopeLayout) -> Result<Self, ConfigError> {
         const HEADS: &str = "num_attention_heads";
         for (field, expected) in [
             ("add_bias_linear", false),
             ("rmsnorm", true),
             ("post_layer_norm", true),
-            ("original_rope", true),
             ("multi_query_attention", true),
             ("apply_residual_connection_post_layernorm", false),
             ("tie_word_embeddings", false),
@@ -69,7 +72,7 @@ impl LanguageConfig {
             (fields.size(HEADS)?, fields.size("multi_query_group_num")?);
         divisible(HEADS, num_heads, num_kv_heads)?;
         let head_dim = at_most("kv_channels", fields.size("kv_channels")?, 128)?;
-        // Adjacent pairs in the first half of a head rotate.
+        // Pairs in the first half of a head rotate.
         divisible("kv_channels", head_dim, 4)?;
         let rope_theta = 1e4 * fields.positive_or("rope_ratio", 1.0)?;
         let rope = Rope::read(fields)?;
@@ -85,6 +88,7 @@ impl LanguageConfig {
             vocab_size: fields.size("padded_vocab_size")?,
             rms_norm_eps: fields.positive("layernorm_epsilon")?,
             rope_theta,
+            rope_layout,
             qkv_bias: fields.flag("add_qkv_bias", false)?,
         })
     }
@@ -113,12 +117,18 @@ impl Glm4vConfig {
             return Err(ConfigError::UnsupportedModel { found: model_type });
         }
         fields.expect_flag("tie_word_embeddings", false)?;
+        let text = fields.language()?;
+        let original = text.flag("original_rope", true)?;
+        let rope_layout = match fields.flag("original_rope", original)? {
+            true => RopeLayout::Interleaved,
+            false => RopeLayout::HalfSplit,
+        };
         let config = Self {
-            language: LanguageConfig::read(fields.language()?)?,
+            language: LanguageConfig::read(text, rope_layout)?,
             vision: EvaConfig::read(fields)?,
             scaling_factor: fields.positive_or("vision_config.scaling_factor", 1.0)?,
             eos_ids: match fields.eos_ids()? {
-                None => fields.language()?.eos_ids()?,
+                None => text.eos_ids()?,
                 own => own,
             }
             .unwrap_or_default(),
@@ -127,6 +137,12 @@ impl Glm4vConfig {
         let grid = config.vision.grid();
         divisible("vision_config.image_size / patch_size", grid, 2)?;
         Ok(config)
+    }
+
+    /// Whether the file is CogAgent-9B's: its rotary pairs tell it from GLM-4V.
+    #[must_use]
+    pub fn is_agent(&self) -> bool {
+        self.language.rope_layout == RopeLayout::HalfSplit
     }
 
     /// Number of features of an image, without the learned rows around them.

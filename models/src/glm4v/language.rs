@@ -24,6 +24,7 @@ pub(super) fn decoder(config: &LanguageConfig) -> DecoderConfig {
             inner: config.intermediate_size,
             eps: config.rms_norm_eps as f32,
             qkv_bias: config.qkv_bias,
+            head_norms: false,
             names: BlockNames {
                 attention: "self_attention",
                 fused_qkv: Some("query_key_value"),

@@ -1,4 +1,4 @@
-//! GLM-4V-9B: one square image per conversation.
+//! GLM-4V-9B and CogAgent-9B-20241220: one square image per conversation.
 //!
 //! | module | part |
 //! |---|---|
@@ -9,8 +9,10 @@
 //! | `projector` | patch features to rows of the decoder |
 //! | `language` | the decoder |
 //! | [`positions`] | positions of tokens |
+//! | [`agent`] | prompts of CogAgent-9B |
 //! | [`processor`], `sample` | raw samples to model inputs |
 
+pub mod agent;
 mod collate;
 pub mod config;
 mod language;

@@ -54,6 +54,8 @@ pub struct Glm4vProcessor {
     pub(super) patch_size: usize,
     /// Features of an image, without the rows around them.
     pub(super) features: usize,
+    /// Whether the image may stand in the last question, as CogAgent's samples have it; it is shown in the first.
+    pub(super) later_image: bool,
 }
 
 impl Glm4vProcessor {
@@ -80,6 +82,7 @@ impl Glm4vProcessor {
             image_size: model.vision.image_size,
             patch_size: model.vision.patch_size,
             features: model.features(),
+            later_image: model.is_agent(),
         })
     }
 }

@@ -3,7 +3,8 @@
 //! Tokens: `[gMASK] <sop>`, then `<|role|>`, the metadata, a line break and the content of every turn, at last one
 //! `<|user|>`. Roles are system, user, assistant and observation. Content is text: a marker spelled out in it is no
 //! marker. The image precedes the content of the user's first turn; an `<image>` in that content is removed. A sample
-//! without an image gets a black one.
+//! without an image gets a black one. In samples of CogAgent the last question may hold the image; it still stands in
+//! the first.
 //!
 //! The loss covers every token of an answer, including its role token. [`EncodeOptions::train_on_turn_end`] adds the role
 //! token after the answer.
@@ -13,8 +14,8 @@ use std::path::PathBuf;
 
 use super::processor::{Glm4vProcessor, marker};
 use crate::data::conversation::{
-    Roles, check_roles, check_turns, check_vocabulary, first_question, image_error, question,
-    shifted, supervised,
+    Abilities, Roles, check_abilities, check_roles, check_turns, check_vocabulary, first_question,
+    image_error, question, shifted, supervised,
 };
 use crate::data::{
     EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, ImagePlan, PlaceholderStyle, RawSample,
@@ -85,6 +86,7 @@ impl Processor for Glm4vProcessor {
         options: &EncodeOptions,
     ) -> Result<SampleTokens, SampleError> {
         check_turns(&sample.conversations, Roles::SystemAndTools)?;
+        check_abilities(sample, Abilities::default())?;
         if let Some((name, path)) = self.only_image(sample)? {
             let size = images.dimensions(path);
             size.map_err(|error| image_error(name, path, error))?;
@@ -132,6 +134,7 @@ impl Processor for Glm4vProcessor {
     ) -> Result<EncodedPrompt, SampleError> {
         let turns = question(sample);
         check_roles(turns, 1, Roles::SystemAndTools)?;
+        check_abilities(sample, Abilities::default())?;
         let own = self.only_image(sample)?.is_some();
         let image = own || style == PlaceholderStyle::Training;
         let mut tokens = self.tokenize(sample, turns, image, options)?;
@@ -157,12 +160,13 @@ impl Processor for Glm4vProcessor {
         self.only_image(sample)?;
         let mut text = marker::PREFIX.concat();
         let first = first_question(&sample.conversations);
+        let marked = self.marked(sample, &sample.conversations)?;
         for (i, turn) in sample.conversations.iter().enumerate() {
             text.push_str(&format!("<|{}|>{}\n", turn.role, turn.metadata));
             if i == first {
                 text.extend([marker::IMAGE_START, marker::IMAGE, marker::IMAGE_END]);
             }
-            text.push_str(&content(sample, i == first, turn));
+            text.push_str(&content(sample, i == marked, turn));
         }
         text.push_str(marker::USER);
         Ok(text)
@@ -245,7 +249,7 @@ impl Glm4vProcessor {
         tokens.push(&ids.prefix, false);
         let mut answered = false;
         let first = first_question(turns);
-        check_places(sample, turns, first)?;
+        let marked = self.marked(sample, turns)?;
         for (i, turn) in turns.iter().enumerate() {
             let answer = is_supervised(turn);
             let role = match turn.role.as_str() {
@@ -264,12 +268,47 @@ impl Glm4vProcessor {
                 tokens.push(&[ids.image_end], false);
                 tokens.bounds.push((start, tokens.input_ids.len()));
             }
-            let text = content(sample, i == first, turn);
+            let text = content(sample, i == marked, turn);
             tokens.push(&self.tokenizer.encode_plain(&text)?, answer);
             answered = answer;
         }
         check_vocabulary(&tokens.input_ids, self.vocab_size)?;
         Ok(tokens)
+    }
+
+    /// The turn that may hold the marker of the sample's image: the user's first, or for CogAgent the last question if
+    /// the marker stands there.
+    ///
+    /// # Errors
+    /// The marker stands twice, or in another turn.
+    fn marked(&self, sample: &RawSample, turns: &[Message]) -> Result<usize, SampleError> {
+        let first = first_question(turns);
+        let [(name, _)] = &sample.images[..] else {
+            return Ok(first);
+        };
+        let count = |turn: &Message| {
+            let named = if name == SINGLE_IMAGE {
+                0
+            } else {
+                turn.content.matches(name).count()
+            };
+            named + turn.content.matches(SINGLE_IMAGE).count()
+        };
+        let placeholders: usize = turns.iter().map(count).sum();
+        if placeholders > 1 {
+            let images = 1;
+            return Err(SampleError::MorePlaceholdersThanImages {
+                placeholders,
+                images,
+            });
+        }
+        let last = turns.iter().rposition(|turn| turn.role == "user");
+        match turns.iter().position(|turn| count(turn) > 0) {
+            None => Ok(first),
+            Some(turn) if turn == first => Ok(first),
+            Some(turn) if self.later_image && Some(turn) == last => Ok(turn),
+            Some(turn) => Err(SampleError::LaterImage { turn }),
+        }
     }
 }
 
@@ -278,37 +317,10 @@ fn is_supervised(turn: &Message) -> bool {
     turn.role == "assistant" && !turn.unsupervised
 }
 
-/// Fails if the text of a sample with an image has its marker twice, or after the user's turn `first`.
-fn check_places(sample: &RawSample, turns: &[Message], first: usize) -> Result<(), SampleError> {
-    let [(name, _)] = &sample.images[..] else {
-        return Ok(());
-    };
-    let count = |turn: &Message| {
-        let named = if name == SINGLE_IMAGE {
-            0
-        } else {
-            turn.content.matches(name).count()
-        };
-        named + turn.content.matches(SINGLE_IMAGE).count()
-    };
-    let placeholders: usize = turns.iter().map(count).sum();
-    if placeholders > 1 {
-        let images = 1;
-        return Err(SampleError::MorePlaceholdersThanImages {
-            placeholders,
-            images,
-        });
-    }
-    match turns.iter().position(|turn| count(turn) > 0) {
-        Some(turn) if turn != first => Err(SampleError::LaterImage { turn }),
-        _ => Ok(()),
-    }
-}
-
-/// The content of a turn; the user's `first` one is without the marker of the image.
-fn content<'t>(sample: &RawSample, first: bool, turn: &'t Message) -> Cow<'t, str> {
+/// The content of a turn; the `marked` one is without the marker of the image.
+fn content<'t>(sample: &RawSample, marked: bool, turn: &'t Message) -> Cow<'t, str> {
     let name = match &sample.images[..] {
-        [(name, _)] if first => name,
+        [(name, _)] if marked => name,
         _ => return Cow::Borrowed(&turn.content),
     };
     let names = [name.as_str(), SINGLE_IMAGE];

@@ -15,7 +15,7 @@ pub mod source;
 pub use budget::{DecodeBudget, Decoded};
 pub use decode::{Header, ImageError, Losses, MAX_PIXELS, decode, decode_bytes, dimensions};
 pub use resize::resize;
-pub use source::{ImageFolder, ImageSource, short_path};
+pub use source::{ImageFolder, ImageSource, is_inside, short_path, stored_bytes};
 
 use std::fmt;
 

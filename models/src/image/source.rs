@@ -1,4 +1,4 @@
-//! Lookup of a data file's images on disk.
+//! Lookup of a data file's images, on disk or in the data file itself.
 
 use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
@@ -7,6 +7,7 @@ use std::sync::Arc;
 use super::decode::{decode_upright, header, read};
 use super::{DecodeBudget, Decoded, Header, ImageError, Losses, decode_bytes};
 use crate::base64;
+use crate::parquet::{self, Address};
 
 /// Scheme of an image that is in the data file itself.
 const DATA: &str = "data:";
@@ -99,6 +100,13 @@ impl ImageFolder {
         if let Some(known) = self.headers.get(path) {
             return known.clone();
         }
+        if let Some(address) = Address::of(path) {
+            let held = parquet::held_bytes(&address);
+            let held = held.map_err(|reason| unread(&address, reason))?;
+            let _reservation = self.budget.reserve(held);
+            let (name, bytes) = stored(&address)?;
+            return Ok(Header::of(&name, &bytes)?.beside(held));
+        }
         match embedded(path)? {
             Some((name, bytes)) => Header::of(&name, &bytes),
             None => header(&self.resolve(path)?),
@@ -127,11 +135,9 @@ impl ImageFolder {
     /// can be found.
     #[must_use]
     pub fn file(&self, path: &Path) -> Option<PathBuf> {
-        let inside = path.to_str().is_some_and(|path| path.starts_with(DATA));
-        if inside {
-            None
-        } else {
-            self.resolve(path).ok()
+        match is_inside(path) {
+            true => None,
+            false => self.resolve(path).ok(),
         }
     }
 
@@ -194,6 +200,9 @@ impl ImageSource for ImageFolder {
 /// The path as messages show it: an image in the data file is cut to its first characters.
 #[must_use]
 pub fn short_path(path: &Path) -> PathBuf {
+    if let Some(address) = Address::of(path) {
+        return address.shown();
+    }
     let text = path.to_string_lossy();
     match text.char_indices().nth(SHOWN_BYTES) {
         Some((end, _)) if text.starts_with(DATA) => format!("{}…", &text[..end]).into(),
@@ -201,8 +210,42 @@ pub fn short_path(path: &Path) -> PathBuf {
     }
 }
 
-/// The name in messages and the content of an image that `path` holds itself; `None` if it is the path of a file.
+/// Whether the image that a sample names as `path` is in a data file, not a file of its own.
+#[must_use]
+pub fn is_inside(path: &Path) -> bool {
+    let begins = path.to_str().is_some_and(|path| path.starts_with(DATA));
+    begins || Address::of(path).is_some()
+}
+
+/// The content of the image `path` in a Parquet file; `None` for other images, and if it cannot be read.
+#[must_use]
+pub fn stored_bytes(path: &Path) -> Option<Vec<u8>> {
+    parquet::content(&Address::of(path)?).ok()
+}
+
+/// The name in messages and the content of an image in a Parquet file.
+fn stored(address: &Address) -> Result<(PathBuf, Vec<u8>), ImageError> {
+    match parquet::content(address) {
+        Ok(bytes) => Ok((address.shown(), bytes)),
+        Err(reason) => Err(unread(address, reason)),
+    }
+}
+
+fn unread(address: &Address, reason: String) -> ImageError {
+    ImageError::Unreadable {
+        path: address.shown(),
+        reason,
+    }
+}
+
+/// The name in messages and the content of an image that a data file holds; `None` if `path` is that of a file.
+///
+/// # Errors
+/// [`ImageError`] if the content cannot be read.
 fn embedded(path: &Path) -> Result<Option<(PathBuf, Vec<u8>)>, ImageError> {
+    if let Some(address) = Address::of(path) {
+        return stored(&address).map(Some);
+    }
     let Some(uri) = path.to_str().and_then(|path| path.strip_prefix(DATA)) else {
         return Ok(None);
     };

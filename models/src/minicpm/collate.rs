@@ -1,7 +1,7 @@
 //! Samples to a batch: positions, rotary angles, and image slices with the token rows of their features.
 
 use super::model::MiniCpm;
-use super::tables::MiniCpmTables;
+use super::tables::{MiniCpmTables, joins};
 use crate::batch::{
     Batch, Splice, VisionBatch, check_slices, pack, pixel_values, starts_of, upload,
 };
@@ -45,14 +45,16 @@ impl MiniCpm {
         let starts = starts_of(samples.iter().map(|s| s.input_ids.len()));
         let (mut splice_rows, mut splice_sources) = (Vec::new(), Vec::new());
         let mut slices: Vec<&Slice> = Vec::new();
+        let mut blocks = 0;
         for (i, sample) in samples.iter().enumerate() {
             self.check_images(i, sample)?;
             for (k, (start, end)) in sample.image_bounds.iter().enumerate() {
-                let source = (slices.len() + k) * q;
+                let source = (blocks + k) * q;
                 splice_rows.extend((starts[i] + start..starts[i] + end).map(|r| r as i32));
                 splice_sources.extend((source..source + q).map(|r| r as i32));
             }
             slices.extend(sample.slices);
+            blocks += block_count(sample);
         }
         if splice_rows.is_empty() {
             return Ok(None);
@@ -64,11 +66,11 @@ impl MiniCpm {
             self.options().dtype,
             backend,
         )?;
-        let grids: Vec<[usize; 2]> = slices.iter().map(|s| [s.rows, s.cols]).collect();
-        let tables = MiniCpmTables::new(config, &grids, backend)?;
+        let tables = MiniCpmTables::new(config, &slices, backend)?;
+        let patch_starts = starts_of(slices.iter().map(|s| s.rows * s.cols));
         Ok(Some(VisionBatch {
             patches,
-            sequences: Sequences::own(tables.resample.k_starts.clone(), false),
+            sequences: Sequences::own(patch_starts, false),
             splice: Splice {
                 rows: upload(backend, &splice_rows, &[splice_rows.len()])?,
                 sources: upload(backend, &splice_sources, &[splice_sources.len()])?,
@@ -85,9 +87,9 @@ impl MiniCpm {
             })
         };
         let (tokens, q) = (sample.input_ids.len(), self.config().query_num);
-        if sample.image_bounds.len() > sample.slices.len() {
-            let (bounds, slices) = (sample.image_bounds.len(), sample.slices.len());
-            return fail(format!("{bounds} image positions, {slices} slices"));
+        let (bounds, blocks) = (sample.image_bounds.len(), block_count(sample));
+        if bounds > blocks {
+            return fail(format!("{bounds} image positions, {blocks} slices"));
         }
         let fits = |(start, end): &(usize, usize)| start + q == *end && *end <= tokens;
         if let Some((start, end)) = sample.image_bounds.iter().find(|b| !fits(b)) {
@@ -97,4 +99,9 @@ impl MiniCpm {
         }
         check_slices(index, sample, self.config().vision.patch_size)
     }
+}
+
+/// Number of blocks of features of a sample's slices.
+fn block_count(sample: &SampleInput<'_>) -> usize {
+    sample.slices.iter().filter(|slice| !joins(slice)).count()
 }

@@ -1,4 +1,4 @@
-//! `config.json` of MiniCPM-V 2.6 and MiniCPM-o 2.6, checked once, so that model code does not have to.
+//! `config.json` of MiniCPM-V and MiniCPM-o, releases 2.6 and 4.5, checked once, so that model code does not have to.
 
 use crate::config::{ConfigError, ConfigFile, Fields, MAX_GRID, Rope, at_most, divisible, grid};
 use serde_json::Value;
@@ -6,8 +6,6 @@ use std::path::Path;
 
 /// Elements of one head of the resampler's attention, which has `hidden_size / 128` heads.
 pub const RESAMPLER_HEAD_DIM: usize = 128;
-/// The only release of the family whose layout is implemented.
-const SUPPORTED_VERSION: &str = "2.6";
 /// Side of a slice's area in the published checkpoints, absent from their `config.json`.
 const DEFAULT_SCALE_RESOLUTION: usize = 448;
 /// Slices per image of the published checkpoints.
@@ -22,12 +20,23 @@ pub enum Family {
     Omni,
 }
 
+/// Release of a MiniCPM-V or MiniCPM-o, the `version` of its file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Release {
+    /// 2.6, whose decoder is Qwen2.
+    V2_6,
+    /// 4.5, whose decoder is Qwen3. Its template writes thoughts, and frames of a video may share features.
+    V4_5,
+}
+
 /// Configuration of a MiniCPM-V or MiniCPM-o model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MiniCpmConfig {
     /// Whether the checkpoint is a MiniCPM-V or a MiniCPM-o.
     pub family: Family,
-    /// Sizes of the Qwen2 language decoder.
+    /// Release of the checkpoint.
+    pub release: Release,
+    /// Sizes of the language decoder.
     pub language: LanguageConfig,
     /// Sizes of the SigLIP vision tower.
     pub vision: VisionConfig,
@@ -44,7 +53,7 @@ pub struct MiniCpmConfig {
     pub slicing: SlicingConfig,
 }
 
-/// Sizes of the Qwen2 language decoder.
+/// Sizes of the language decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LanguageConfig {
     /// Width of the decoder's residual stream: elements of one token's hidden state.
@@ -57,8 +66,12 @@ pub struct LanguageConfig {
     pub num_heads: usize,
     /// Number of key and value heads per block; divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Elements of one attention head.
+    /// Elements of one attention head; `num_heads * head_dim` may differ from `hidden_size` in release 4.5.
     pub head_dim: usize,
+    /// Whether queries, keys and values have a bias.
+    pub qkv_bias: bool,
+    /// Whether query and key heads have RMSNorms of their own.
+    pub head_norms: bool,
     /// Number of token ids: rows of the embedding and of the output head.
     pub vocab_size: usize,
     /// Epsilon that every RMSNorm of the decoder adds to the mean square.
@@ -122,15 +135,16 @@ impl MiniCpmConfig {
 
     fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
         // The family first: a file of another family may lack any other field.
-        let family = Family::read(fields)?;
+        let (family, release) = Family::read(fields)?;
         check_supported(fields)?;
         let text = fields.language()?;
-        let mut language = LanguageConfig::read(text)?;
+        let mut language = LanguageConfig::read(text, release)?;
         language.tie_word_embeddings = fields.flag_of_both("tie_word_embeddings", text)?;
         let drop_vision_last_layer = fields.flag("drop_vision_last_layer", true)?;
         let vision = VisionConfig::read(fields, drop_vision_last_layer)?;
         let config = Self {
             family,
+            release,
             language,
             slicing: SlicingConfig::read(fields, vision.patch_size)?,
             vision,
@@ -141,6 +155,12 @@ impl MiniCpmConfig {
         };
         config.check()?;
         Ok(config)
+    }
+
+    /// Whether the resampler takes frames of a video with their times.
+    #[must_use]
+    pub fn takes_videos(&self) -> bool {
+        self.release == Release::V4_5 && self.family == Family::Vision
     }
 
     /// Number of heads of the resampler's attention.
@@ -176,7 +196,7 @@ impl MiniCpmConfig {
 }
 
 impl Family {
-    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
+    fn read(fields: Fields<'_>) -> Result<(Self, Release), ConfigError> {
         let model_type: String = fields.nullable("model_type")?.unwrap_or_default();
         let family = match model_type.as_str() {
             "minicpmv" => Self::Vision,
@@ -194,14 +214,33 @@ impl Family {
             None if sizes == [Some(2304), Some(64)] => "2.0 (no version field)".to_owned(),
             None => "2.5 (no version field)".to_owned(),
         };
-        if found == SUPPORTED_VERSION {
-            return Ok(family);
+        match found.as_str() {
+            "2.6" => Ok((family, Release::V2_6)),
+            "4.5" => Ok((family, Release::V4_5)),
+            _ => {
+                let (letter, nearest) = match family {
+                    Self::Vision => ('V', "MiniCPM-V 4.5"),
+                    Self::Omni => ('o', "MiniCPM-o 4.5"),
+                };
+                Err(ConfigError::KnownCheckpoint {
+                    name: format!("MiniCPM-{letter} {found}"),
+                    reason: lacking(&found),
+                    nearest,
+                })
+            }
         }
-        Err(ConfigError::UnsupportedVersion {
-            model_type,
-            found,
-            expected: SUPPORTED_VERSION,
-        })
+    }
+}
+
+/// What this program lacks for the release `version`.
+fn lacking(version: &str) -> &'static str {
+    match version.split(' ').next() {
+        Some("2.0") => "its tower, resampler and decoder (MiniCPM-2.4B) are other ones",
+        Some("2.5") => "its decoder is Llama 3 with a prompt of its own",
+        Some("4.0" | "4") => {
+            "its decoder has long positions (longrope) and scalings that were not compared with its weights"
+        }
+        _ => "its layout is not implemented",
     }
 }
 
@@ -212,15 +251,22 @@ fn check_supported(fields: Fields<'_>) -> Result<(), ConfigError> {
 }
 
 impl LanguageConfig {
-    fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
+    fn read(fields: Fields<'_>, release: Release) -> Result<Self, ConfigError> {
         fields.expect::<String>("hidden_act", "silu")?;
         fields.expect_flag("use_sliding_window", false)?;
         fields.full_attention()?;
         fields.no_dropout("attention_dropout")?;
         let hidden_size = fields.size("hidden_size")?;
         let num_heads = fields.size("num_attention_heads")?;
-        let head_dim = divisible("hidden_size", hidden_size, num_heads)?;
-        fields.implied("head_dim", head_dim)?;
+        let head_dim = match release {
+            Release::V2_6 => {
+                let implied = divisible("hidden_size", hidden_size, num_heads)?;
+                fields.implied("head_dim", implied)?;
+                implied
+            }
+            // The class default.
+            Release::V4_5 => fields.size_or("head_dim", 128)?,
+        };
         let rope = Rope::read(fields)?;
         rope.constant("partial_rotary_factor", 1.0)?;
         Ok(Self {
@@ -230,6 +276,14 @@ impl LanguageConfig {
             num_heads,
             num_kv_heads: fields.size_or_null("num_key_value_heads", num_heads)?,
             head_dim,
+            qkv_bias: match release {
+                Release::V2_6 => true,
+                Release::V4_5 => {
+                    fields.expect_flag("attention_bias", false)?;
+                    false
+                }
+            },
+            head_norms: release == Release::V4_5,
             vocab_size: fields.size("vocab_size")?,
             rms_norm_eps: fields.positive("rms_norm_eps")?,
             // The class default, used where a file has no value.
@@ -355,8 +409,23 @@ mod tests {
     #[test]
     fn the_version_may_be_text_and_unknown_versions_are_named() {
         assert!(with("/version", json!("2.6")).is_ok());
-        let error = with("/version", json!(4.5)).unwrap_err();
-        assert!(matches!(error, ConfigError::UnsupportedVersion { found, .. } if found == "4.5"));
+        assert!(with("/version", json!(4.5)).is_ok());
+        assert!(with("/version", json!("4.5")).is_ok());
+        for (version, name) in [
+            (json!(4.0), "MiniCPM-V 4.0"),
+            (json!("4.6"), "MiniCPM-V 4.6"),
+        ] {
+            let error = with("/version", version).unwrap_err();
+            assert!(
+                matches!(&error, ConfigError::KnownCheckpoint { .. }),
+                "{error}"
+            );
+            let text = error.to_string();
+            assert!(
+                text.contains(name) && text.contains("MiniCPM-V 4.5"),
+                "{text}"
+            );
+        }
         let mut config = base();
         config.as_object_mut().unwrap().shift_remove("version");
         assert!(parse(&config).unwrap_err().to_string().contains("2.5"));

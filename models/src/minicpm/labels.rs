@@ -6,8 +6,15 @@ use crate::text::Message;
 
 /// Flags every token of an answer, from after the role's line to the end of the turn, inclusive. `turns` are the turns
 /// that the template wrote as `ids`. Their texts hold no marker, so the n-th start marker of an assistant opens its n-th
-/// turn.
-pub(super) fn answer_spans(ids: &[i32], turns: &[Message], markers: &MarkerIds) -> Vec<bool> {
+/// turn. The first `empty_block` tokens of the last answer are left out, as the published script does: it takes the
+/// last token `assistant` for that of the last answer, so an answer with that word keeps its block.
+pub(super) fn answer_spans(
+    ids: &[i32],
+    turns: &[Message],
+    markers: &MarkerIds,
+    empty_block: usize,
+) -> Vec<bool> {
+    let last = ids.iter().rposition(|id| *id == markers.assistant);
     let mut trainable = vec![false; ids.len()];
     let mut answers = turns.iter().filter(|turn| turn.role == "assistant");
     for role in 1..ids.len() {
@@ -16,7 +23,8 @@ pub(super) fn answer_spans(ids: &[i32], turns: &[Message], markers: &MarkerIds) 
         }
         let supervised = answers.next().is_some_and(|turn| !turn.unsupervised);
         // behind the role comes a line break
-        let start = role + 2;
+        let block = if Some(role) == last { empty_block } else { 0 };
+        let start = role + 2 + block;
         let end = (start..ids.len()).find(|&i| ids[i] == markers.turn_end);
         if let (true, Some(end)) = (supervised, end) {
             trainable[start..=end].fill(true);
@@ -63,7 +71,7 @@ mod tests {
             ..Message::new("assistant", "")
         };
         let turns: Vec<Message> = unsupervised.iter().map(answer).collect();
-        let flags = answer_spans(ids, &turns, &MARKERS);
+        let flags = answer_spans(ids, &turns, &MARKERS, 0);
         (0..ids.len()).filter(|&i| flags[i]).collect()
     }
 
@@ -95,6 +103,20 @@ mod tests {
             [3, 4],
             "a turn of the template's own"
         );
+    }
+
+    #[test]
+    fn the_empty_thought_of_the_last_answer_is_left_out() {
+        let turns = [Message::new("assistant", ""), Message::new("assistant", "")];
+        let spans = |ids: &[i32]| -> Vec<usize> {
+            let flags = answer_spans(ids, &turns, &MARKERS, 2);
+            (0..ids.len()).filter(|&i| flags[i]).collect()
+        };
+        let ids = [1, 3, 10, 20, 2, 10, 1, 3, 10, 50, 51, 21, 2];
+        assert_eq!(spans(&ids), [3, 4, 11, 12]);
+        // The word in the answer hides its role's token from the script.
+        let ids = [1, 3, 10, 20, 2, 10, 1, 3, 10, 50, 51, 3, 2];
+        assert_eq!(spans(&ids), [3, 4, 9, 10, 11, 12]);
     }
 
     #[test]

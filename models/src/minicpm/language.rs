@@ -1,4 +1,4 @@
-//! The Qwen2 decoder and its head.
+//! The decoder and its head: Qwen2 in release 2.6, Qwen3 in 4.5.
 
 use super::config::LanguageConfig;
 use crate::nn::{BlockNames, DecoderBlockConfig, DecoderConfig};
@@ -19,7 +19,8 @@ pub(super) fn decoder(config: &LanguageConfig) -> DecoderConfig {
             head_dim: config.head_dim,
             inner: config.intermediate_size,
             eps: config.rms_norm_eps as f32,
-            qkv_bias: true,
+            qkv_bias: config.qkv_bias,
+            head_norms: config.head_norms,
             names: BlockNames::LLAMA,
         },
     }

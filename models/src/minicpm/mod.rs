@@ -1,4 +1,4 @@
-//! MiniCPM-V 2.6 and the vision + text path of MiniCPM-o 2.6.
+//! MiniCPM-V 2.6 and 4.5, and the vision + text path of MiniCPM-o 2.6 and 4.5.
 //!
 //! | module | part |
 //! |---|---|
@@ -9,10 +9,11 @@
 //! | `projector` | patch features to rows of the decoder |
 //! | `language` | the decoder |
 //! | [`positions`] | positions of tokens |
-//! | [`processor`], `sample`, `labels`, [`placeholder`], [`slicing`] | raw samples to model inputs |
+//! | [`processor`], `sample`, `labels`, [`placeholder`], [`slicing`], `frames` | raw samples to model inputs |
 
 mod collate;
 pub mod config;
+mod frames;
 mod labels;
 mod language;
 mod model;

@@ -34,7 +34,7 @@ fn tower(name: &str) -> Tower {
     }
 }
 
-/// MiniCPM-V 2.6, or the vision and text parts of MiniCPM-o 2.6: configuration, parameter ids and forward
+/// MiniCPM-V 2.6 or 4.5, or the vision and text parts of MiniCPM-o 2.6 or 4.5: configuration, parameter ids and forward
 /// pass. It holds no weights.
 #[derive(Debug)]
 pub struct MiniCpm {

@@ -7,7 +7,7 @@ use regex::Regex;
 use super::processor::{MiniCpmProcessor, ProcessorConfig};
 use super::slicing::{Cells, SlicePlan};
 use crate::data::conversation::{first_question, plain_text};
-use crate::data::{PlaceholderStyle, RawSample, SINGLE_IMAGE, SampleError};
+use crate::data::{PlaceholderStyle, RawSample, SINGLE_IMAGE, SampleError, VIDEO};
 use crate::text::Message;
 
 /// A conversation with markers and feature tokens for its images.
@@ -22,7 +22,7 @@ static NAMED: LazyLock<Regex> =
     LazyLock::new(|| Regex::new(r"<image_\d+>").expect("a constant pattern is valid"));
 
 /// Replaces the images of `sample` in `turns`, which are all or its first turns; `plans` has one
-/// entry per image.
+/// entry per image, or one for each group of a video's frames.
 pub(super) fn substitute(
     sample: &RawSample,
     turns: &[Message],
@@ -39,8 +39,11 @@ pub(super) fn substitute(
         })
         .collect();
     let turns = &turns[..];
-    let texts = placeholders(plans, config, style);
-    if sample.has_single_image() {
+    let is_video = !sample.videos.is_empty();
+    let texts = placeholders(plans, config, (!is_video).then_some(style));
+    if is_video {
+        Ok(substitute_video(turns, &texts.join("\n")))
+    } else if sample.has_single_image() {
         substitute_single(turns, &texts[0])
     } else if sample.images.is_empty() {
         check_text_only(turns)?;
@@ -53,18 +56,22 @@ pub(super) fn substitute(
     }
 }
 
-/// The placeholder text of each image, in the order of `plans`.
+/// The placeholder text of each image, in the order of `plans`. Without a `style`, as for frames, none gets a number.
 fn placeholders(
     plans: &[SlicePlan],
     config: &ProcessorConfig,
-    style: PlaceholderStyle,
+    style: Option<PlaceholderStyle>,
 ) -> Vec<String> {
     let markers = &config.markers;
     let features = markers.feature.repeat(config.query_num);
     let mut numbered = 0;
     let mut one = |plan: &SlicePlan| {
         let mut text = String::new();
-        let counts = plan.cells.is_some() || style == PlaceholderStyle::Inference;
+        let counts = match style {
+            None => false,
+            Some(PlaceholderStyle::Inference) => true,
+            Some(PlaceholderStyle::Training) => plan.cells.is_some(),
+        };
         if config.use_image_id && counts {
             text = format!(
                 "{}{numbered}{}",
@@ -107,6 +114,21 @@ fn substitute_single(turns: &[Message], text: &str) -> Result<Substituted, Sampl
         turns,
         order: vec![0],
     })
+}
+
+/// The placeholders of a video replace its marks in the first turn of the user, or precede it.
+fn substitute_video(turns: &[Message], text: &str) -> Substituted {
+    let mut turns = turns.to_vec();
+    let opening = first_question(&turns);
+    let first = &mut turns[opening].content;
+    *first = match first.contains(VIDEO) {
+        true => first.replace(VIDEO, text),
+        false => format!("{text}\n{first}"),
+    };
+    Substituted {
+        turns,
+        order: Vec::new(),
+    }
 }
 
 fn check_text_only(turns: &[Message]) -> Result<(), SampleError> {

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::config::{MiniCpmConfig, SlicingConfig};
+use super::config::{MiniCpmConfig, Release, SlicingConfig};
 use crate::data::SINGLE_IMAGE;
 use crate::data::conversation::control_tokens;
 use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor};
@@ -197,6 +197,10 @@ pub struct MiniCpmProcessor {
     /// Tokens that are plain text where a user types them. `<image>` is not one: it is the mark of an image.
     pub(super) control: Vec<String>,
     pub(super) vocab_size: usize,
+    /// Whether the template writes thoughts.
+    pub(super) thinks: bool,
+    /// Whether the model takes frames of a video with their times.
+    pub(super) takes_videos: bool,
 }
 
 impl MiniCpmProcessor {
@@ -226,6 +230,8 @@ impl MiniCpmProcessor {
             ids,
             control,
             vocab_size,
+            thinks: model.release == Release::V4_5,
+            takes_videos: model.takes_videos(),
         })
     }
 

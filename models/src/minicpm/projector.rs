@@ -1,6 +1,7 @@
-//! The resampler: learned queries read each slice's patches by one cross-attention.
+//! The resampler: learned queries read the patches of each block, one slice or frames of a video, by one
+//! cross-attention.
 //!
-//! Shapes: `P` patches of all slices, `N` slices, `Q` queries, `D` width of the language model.
+//! Shapes: `P` patches of all slices, `N` blocks, `Q` queries, `D` width of the language model.
 
 use super::config::{MiniCpmConfig, RESAMPLER_HEAD_DIM};
 use super::tables::MiniCpmTables;
@@ -128,8 +129,35 @@ impl Resampler {
             Ok(backend.gather_rows(&table, &batch.patch_coords[axis])?)
         };
         // Each half is zero where the other is not, so the sum is exact in any dtype.
-        Ok(backend.add(&half(0)?, &half(1)?)?)
+        let places = backend.add(&half(0)?, &half(1)?)?;
+        let Some((stamps, slice_of)) = &batch.times else {
+            return Ok(places);
+        };
+        let table: Vec<f32> = stamps
+            .iter()
+            .flat_map(|stamp| time_row(*stamp, self.width))
+            .collect();
+        let shape = Shape::new(&[stamps.len(), self.width]);
+        let bytes = bytemuck::cast_slice(&table);
+        let table = backend.upload(bytes, shape, DType::F32, Tag::Workspace)?;
+        let table = backend.cast(&table, dtype)?;
+        Ok(backend.add(&places, &backend.gather_rows(&table, slice_of)?)?)
     }
+}
+
+/// Position of a time in tenths of seconds, `[width]`: `sin(t w), cos(t w)` with `w_j = 10000^(-j / (width / 2))`, in
+/// f32; zero without a time.
+fn time_row(stamp: Option<u32>, width: usize) -> Vec<f32> {
+    let Some(tenths) = stamp else {
+        return vec![0.0; width];
+    };
+    let half = width / 2;
+    let angles = (0..half).map(|j| {
+        let omega = 1.0 / 10000f32.powf(j as f32 / half as f32);
+        tenths as f32 * omega
+    });
+    let sines = angles.clone().map(f32::sin);
+    sines.chain(angles.map(f32::cos)).collect()
 }
 
 /// `[count, width]` of one axis (0 rows, 1 columns), zero in the other axis' half:

@@ -7,16 +7,18 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
+use super::frames;
 use super::labels::{answer_spans, shifted_labels};
 use super::placeholder::substitute;
 use super::processor::MiniCpmProcessor;
 use super::slicing::SlicePlan;
 use crate::data::conversation::{
-    Roles, check_roles, check_turns, check_vocabulary, image_error, question, supervised,
+    Abilities, Roles, check_abilities, check_roles, check_turns, check_vocabulary, image_error,
+    question, supervised,
 };
 use crate::data::{
     EncodeOptions, EncodedPrompt, EncodedSample, ImagePlan, PlaceholderStyle, RawSample,
-    SampleError, SampleSize, SampleTokens, Slice,
+    SampleError, SampleSize, SampleTokens, Slice, Stamp,
 };
 use crate::image::ImageSource;
 use crate::processor::Processor;
@@ -24,6 +26,33 @@ use crate::text::Tokenizer;
 
 /// Most tokens between the start markers of two slices of one image, without features.
 const GAP_TOKENS: usize = 4;
+
+/// A thought without text, which the template writes before the last answer.
+const EMPTY_BLOCK: &str = "<think>\n\n</think>\n\n";
+/// Number of its tokens.
+const EMPTY_BLOCK_TOKENS: usize = 4;
+
+/// What the tower sees of a sample.
+struct Shown {
+    /// The slices of each image; those of each group's first frame, if the sample has a video.
+    plans: Vec<SlicePlan>,
+    /// Tenths of seconds to the frames of each group; empty without a video.
+    groups: Vec<Vec<Option<u32>>>,
+}
+
+impl Shown {
+    /// Number of blocks of features.
+    fn blocks(&self) -> usize {
+        self.plans.iter().map(SlicePlan::slices).sum()
+    }
+
+    /// Sum of `count` over all images or frames.
+    fn sum(&self, count: impl Fn(&SlicePlan) -> usize) -> usize {
+        let frames = |group: usize| self.groups.get(group).map_or(1, Vec::len);
+        let plans = self.plans.iter().enumerate();
+        plans.map(|(group, plan)| frames(group) * count(plan)).sum()
+    }
+}
 
 /// Tokens of a sample whose slices are planned but not cut.
 struct Tokens {
@@ -41,14 +70,13 @@ impl Processor for MiniCpmProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<EncodedSample, SampleError> {
-        check_turns(&sample.conversations, Roles::System)?;
-        let (plans, slices) = self.cut(sample, images, options)?;
-        let tokens = self.training_tokens(sample, &plans, options)?;
+        let shown = self.checked(sample, images, options)?;
+        let tokens = self.training_tokens(sample, &shown, options)?;
         Ok(EncodedSample {
             input_ids: tokens.input_ids,
             labels: tokens.labels,
             image_bounds: tokens.image_bounds,
-            slices: in_order(slices, &tokens.order),
+            slices: self.cut(sample, images, &shown, &tokens.order)?,
             untruncated_tokens: tokens.untruncated,
         })
     }
@@ -59,16 +87,15 @@ impl Processor for MiniCpmProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<SampleSize, SampleError> {
-        check_turns(&sample.conversations, Roles::System)?;
-        let plans = self.plan_all(sample, images, options)?;
-        let tokens = self.training_tokens(sample, &plans, options)?;
+        let shown = self.checked(sample, images, options)?;
+        let tokens = self.training_tokens(sample, &shown, options)?;
         Ok(SampleSize {
             tokens: tokens.input_ids.len(),
             untruncated_tokens: tokens.untruncated,
             supervised: supervised(&tokens.labels),
             image_tokens: tokens.image_bounds.len() * self.config.query_num,
-            patches: plans.iter().map(SlicePlan::patches).sum(),
-            slices: plans.iter().map(SlicePlan::slices).sum(),
+            patches: shown.sum(SlicePlan::patches),
+            slices: shown.sum(SlicePlan::slices),
         })
     }
 
@@ -78,15 +105,14 @@ impl Processor for MiniCpmProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<SampleTokens, SampleError> {
-        check_turns(&sample.conversations, Roles::System)?;
-        let plans = self.plan_all(sample, images, options)?;
-        let tokens = self.training_tokens(sample, &plans, options)?;
+        let shown = self.checked(sample, images, options)?;
+        let tokens = self.training_tokens(sample, &shown, options)?;
         Ok(SampleTokens {
             input_ids: tokens.input_ids,
             labels: tokens.labels,
             image_bounds: tokens.image_bounds,
             untruncated_tokens: tokens.untruncated,
-            slices: plans.iter().map(SlicePlan::slices).sum(),
+            slices: shown.sum(SlicePlan::slices),
         })
     }
 
@@ -99,15 +125,19 @@ impl Processor for MiniCpmProcessor {
     ) -> Result<EncodedPrompt, SampleError> {
         let turns = question(sample);
         check_roles(turns, 1, Roles::System)?;
-        let (plans, slices) = self.cut(sample, images, options)?;
-        let written = substitute(sample, turns, &plans, self, style)?;
-        let input_ids = self.tokenize(&self.template.render(&written.turns, true)?)?;
-        let slice_count = plans.iter().map(SlicePlan::slices).sum();
-        let image_bounds = self.image_bounds(&input_ids, input_ids.len(), slice_count)?;
+        check_abilities(sample, self.abilities())?;
+        let shown = self.plan_all(sample, images, options)?;
+        let written = substitute(sample, turns, &shown.plans, self, style)?;
+        let switch = self.switch(sample, options);
+        let text = self
+            .template
+            .render_thinking(&written.turns, true, switch)?;
+        let input_ids = self.tokenize(&text)?;
+        let image_bounds = self.image_bounds(&input_ids, input_ids.len(), shown.blocks())?;
         Ok(EncodedPrompt {
             input_ids,
             image_bounds,
-            slices: in_order(slices, &written.order),
+            slices: self.cut(sample, images, &shown, &written.order)?,
         })
     }
 
@@ -117,11 +147,13 @@ impl Processor for MiniCpmProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<String, SampleError> {
-        check_turns(&sample.conversations, Roles::System)?;
-        let plans = self.plan_all(sample, images, options)?;
+        let shown = self.checked(sample, images, options)?;
         let style = PlaceholderStyle::Training;
-        let written = substitute(sample, &sample.conversations, &plans, self, style)?;
-        Ok(self.template.render(&written.turns, false)?)
+        let written = substitute(sample, &sample.conversations, &shown.plans, self, style)?;
+        let switch = self.switch(sample, options);
+        Ok(self
+            .template
+            .render_thinking(&written.turns, false, switch)?)
     }
 
     fn image(&self, size: (usize, usize), options: &EncodeOptions) -> ImagePlan {
@@ -154,21 +186,64 @@ impl Processor for MiniCpmProcessor {
 }
 
 impl MiniCpmProcessor {
-    /// Plans the slices of every image from the headers of the files.
+    fn abilities(&self) -> Abilities {
+        Abilities {
+            videos: self.takes_videos,
+            thinking: self.thinks,
+        }
+    }
+
+    /// The template's switch for thoughts: the sample's, else the run's. `None` in releases without one.
+    fn switch(&self, sample: &RawSample, options: &EncodeOptions) -> Option<bool> {
+        let asked = sample.enable_thinking.or(options.enable_thinking);
+        asked.filter(|_| self.thinks)
+    }
+
+    /// Checks a sample to train on and plans its images.
+    fn checked(
+        &self,
+        sample: &RawSample,
+        images: &dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<Shown, SampleError> {
+        check_turns(&sample.conversations, Roles::System)?;
+        check_abilities(sample, self.abilities())?;
+        self.plan_all(sample, images, options)
+    }
+
+    /// Plans the slices of every image from the headers of the files. All frames of a video have one size.
     fn plan_all(
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
         options: &EncodeOptions,
-    ) -> Result<Vec<SlicePlan>, SampleError> {
-        let mut plans = Vec::with_capacity(sample.images.len());
-        for (name, path) in &sample.images {
-            let size = images
-                .dimensions(path)
-                .map_err(|error| image_error(name, path, error))?;
-            plans.push(self.plan(size, options));
+    ) -> Result<Shown, SampleError> {
+        let size = |(name, path): &(String, PathBuf)| {
+            let size = images.dimensions(path);
+            size.map_err(|error| image_error(name, path, error))
+        };
+        let sizes = sample.images.iter().map(size);
+        let sizes = sizes.collect::<Result<Vec<(usize, usize)>, SampleError>>()?;
+        let [video] = &sample.videos[..] else {
+            return match sample.videos.len() {
+                0 => Ok(Shown {
+                    plans: sizes.iter().map(|size| self.plan(*size, options)).collect(),
+                    groups: Vec::new(),
+                }),
+                _ => Err(wrong_video(1, "a sample has one video at most")),
+            };
+        };
+        if !sample.stills().is_empty() {
+            return Err(wrong_video(0, "a sample with a video has no other image"));
         }
-        Ok(plans)
+        let groups = frames::groups(video).map_err(|reason| wrong_video(0, reason))?;
+        if sizes.iter().any(|size| *size != sizes[0]) {
+            return Err(wrong_video(0, "all frames have one size"));
+        }
+        Ok(Shown {
+            plans: vec![self.plan(sizes[0], options); groups.len()],
+            groups,
+        })
     }
 
     fn plan(&self, (width, height): (usize, usize), options: &EncodeOptions) -> SlicePlan {
@@ -177,33 +252,63 @@ impl MiniCpmProcessor {
         SlicePlan::new(width, height, &slicing)
     }
 
-    /// Decodes and cuts the images one after the other, so that one is in memory at a time.
+    /// Decodes and cuts the images one after the other, so that one is in memory at a time. Slices come in the
+    /// `order` of the text. Those of a group of frames come position by position, each frame by frame.
     fn cut(
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
-        options: &EncodeOptions,
-    ) -> Result<(Vec<SlicePlan>, Vec<Vec<Slice>>), SampleError> {
-        let cut = |(name, path): &(String, PathBuf)| {
-            let image = images
-                .load(path)
-                .map_err(|error| image_error(name, path, error))?;
-            let plan = self.plan((image.width(), image.height()), options);
-            Ok((plan, plan.cut(&image)))
+        shown: &Shown,
+        order: &[usize],
+    ) -> Result<Vec<Slice>, SampleError> {
+        let cut = |(name, path): &(String, PathBuf), plan: &SlicePlan| {
+            let image = images.load(path);
+            let image = image.map_err(|error| image_error(name, path, error))?;
+            Ok::<_, SampleError>(plan.cut(&image))
         };
-        sample.images.iter().map(cut).collect()
+        if sample.videos.is_empty() {
+            let stills = sample.images.iter().zip(&shown.plans);
+            let slices = stills.map(|(image, plan)| cut(image, plan));
+            return Ok(in_order(slices.collect::<Result<_, _>>()?, order));
+        }
+        let mut all = Vec::new();
+        let mut frames = sample.images.iter();
+        for (group, plan) in shown.groups.iter().zip(&shown.plans) {
+            let own = frames.by_ref().take(group.len());
+            let cells = own.map(|frame| Ok(cut(frame, plan)?.into_iter()));
+            let mut cells = cells.collect::<Result<Vec<_>, SampleError>>()?;
+            for _ in 0..plan.slices() {
+                let position = cells.iter_mut().filter_map(Iterator::next).zip(group);
+                all.extend(position.enumerate().map(|(frame, (slice, tenths))| Slice {
+                    stamp: Some(Stamp {
+                        tenths: *tenths,
+                        joins: frame > 0,
+                    }),
+                    ..slice
+                }));
+            }
+        }
+        Ok(all)
     }
 
     fn training_tokens(
         &self,
         sample: &RawSample,
-        plans: &[SlicePlan],
+        shown: &Shown,
         options: &EncodeOptions,
     ) -> Result<Tokens, SampleError> {
         let style = PlaceholderStyle::Training;
-        let written = substitute(sample, &sample.conversations, plans, self, style)?;
-        let mut input_ids = self.tokenize(&self.template.render(&written.turns, false)?)?;
-        let mut trainable = answer_spans(&input_ids, &written.turns, &self.ids);
+        let written = substitute(sample, &sample.conversations, &shown.plans, self, style)?;
+        let switch = self.switch(sample, options);
+        let text = self
+            .template
+            .render_thinking(&written.turns, false, switch)?;
+        let mut input_ids = self.tokenize(&text)?;
+        let empty_block = match self.thinks && text.contains(EMPTY_BLOCK) {
+            true => EMPTY_BLOCK_TOKENS,
+            false => 0,
+        };
+        let mut trainable = answer_spans(&input_ids, &written.turns, &self.ids, empty_block);
         let untruncated = input_ids.len();
         let answer_start = trainable.iter().position(|&flag| flag);
         input_ids.truncate(options.model_max_length);
@@ -217,8 +322,7 @@ impl MiniCpmProcessor {
                 answer_start,
             });
         }
-        let slices = plans.iter().map(SlicePlan::slices).sum();
-        let image_bounds = self.image_bounds(&input_ids, untruncated, slices)?;
+        let image_bounds = self.image_bounds(&input_ids, untruncated, shown.blocks())?;
         Ok(Tokens {
             input_ids,
             labels,
@@ -288,6 +392,13 @@ impl MiniCpmProcessor {
                 })
             }
         }
+    }
+}
+
+fn wrong_video(video: usize, reason: impl Into<String>) -> SampleError {
+    SampleError::VideoFrames {
+        video,
+        reason: reason.into(),
     }
 }
 

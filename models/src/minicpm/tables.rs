@@ -5,6 +5,7 @@
 use super::config::MiniCpmConfig;
 use super::positions::position_ids;
 use crate::batch::{VisionTables, starts_of, upload};
+use crate::data::{Slice, Stamp};
 use crate::error::Result;
 use crate::ops::Sequences;
 use kernels::{Backend, Tensor};
@@ -19,11 +20,14 @@ pub struct MiniCpmTables {
     pub patch_coords: [Tensor; 2],
     /// Largest number of patch rows, and of patch columns, among the slices of the batch.
     pub grid: [usize; 2],
-    /// Query and key ranges of the resampler's attention: the `Q` queries of a slice attend to the patches of
-    /// the same slice.
+    /// Query and key ranges of the resampler's attention: the `Q` queries of a block of features attend to the
+    /// patches of the block's slices.
     pub resample: Sequences,
-    /// Index of the learned query of each row of the resampler, i32 `[N * Q]`: `0..Q` for every slice.
+    /// Index of the learned query of each row of the resampler, i32 `[N * Q]`: `0..Q` for every block.
     pub query_index: Tensor,
+    /// Time of each slice in tenths of seconds, and for each patch the index of its slice, i32 `[P]`; `None` without
+    /// a video.
+    pub times: Option<(Vec<Option<u32>>, Tensor)>,
 }
 
 impl VisionTables for MiniCpmTables {
@@ -33,15 +37,16 @@ impl VisionTables for MiniCpmTables {
 }
 
 impl MiniCpmTables {
-    /// Builds the tables of slices of `grids` (patches per column, per row).
+    /// Builds the tables of `slices`.
     ///
     /// # Errors
     /// When memory runs out.
     pub(super) fn new(
         config: &MiniCpmConfig,
-        grids: &[[usize; 2]],
+        slices: &[&Slice],
         backend: &dyn Backend,
     ) -> Result<Self> {
+        let grids: Vec<[usize; 2]> = slices.iter().map(|s| [s.rows, s.cols]).collect();
         let (q, side) = (config.query_num, config.vision.grid_side);
         let ids: Vec<i32> = grids
             .iter()
@@ -51,20 +56,48 @@ impl MiniCpmTables {
             let all: Vec<i32> = grids.iter().flat_map(|g| axis_coords(*g, axis)).collect();
             upload(backend, &all, &[all.len()])
         };
-        let query_index: Vec<i32> = (0..grids.len()).flat_map(|_| 0..q as i32).collect();
+        // A slice that joins the one before it adds its patches to the keys of that block.
+        let mut keys: Vec<usize> = Vec::new();
+        for slice in slices {
+            let patches = slice.rows * slice.cols;
+            match keys.last_mut() {
+                Some(last) if joins(slice) => *last += patches,
+                _ => keys.push(patches),
+            }
+        }
+        let query_index: Vec<i32> = keys.iter().flat_map(|_| 0..q as i32).collect();
         let largest = |axis: usize| grids.iter().map(|g| g[axis]).max().unwrap_or(1);
         Ok(Self {
             position_ids: upload(backend, &ids, &[ids.len()])?,
             patch_coords: [coords(0)?, coords(1)?],
             grid: [largest(0), largest(1)],
             resample: Sequences {
-                q_starts: starts_of(grids.iter().map(|_| q)),
-                k_starts: starts_of(grids.iter().map(|[r, c]| r * c)),
+                q_starts: starts_of(keys.iter().map(|_| q)),
+                k_starts: starts_of(keys.iter().copied()),
                 causal: false,
             },
             query_index: upload(backend, &query_index, &[query_index.len()])?,
+            times: times(slices, backend)?,
         })
     }
+}
+
+/// Whether the features of `slice` are those of the slice before it.
+pub(super) fn joins(slice: &Slice) -> bool {
+    slice.stamp.is_some_and(|stamp| stamp.joins)
+}
+
+fn times(slices: &[&Slice], backend: &dyn Backend) -> Result<Option<(Vec<Option<u32>>, Tensor)>> {
+    if slices.iter().all(|slice| slice.stamp.is_none()) {
+        return Ok(None);
+    }
+    let tenths = |stamp: Stamp| stamp.tenths;
+    let stamps = slices.iter().map(|slice| slice.stamp.and_then(tenths));
+    let stamps = stamps.collect();
+    let index = slices.iter().enumerate();
+    let index = index.flat_map(|(i, s)| std::iter::repeat_n(i as i32, s.rows * s.cols));
+    let index: Vec<i32> = index.collect();
+    Ok(Some((stamps, upload(backend, &index, &[index.len()])?)))
 }
 
 /// Row (axis 0) or column (axis 1) of every patch of a slice, row-major.

@@ -1,7 +1,7 @@
 //! What the golden packs do not cover, on a tiny model with random start values.
 
 use super::MiniCpm;
-use super::config::{Family, LanguageConfig, MiniCpmConfig, SlicingConfig, VisionConfig};
+use super::config::{Family, LanguageConfig, MiniCpmConfig, Release, SlicingConfig, VisionConfig};
 use crate::ModelOptions;
 use crate::autograd::{AccessEvent, Dropout, ResidentParams, Tape};
 use crate::data::Slice;
@@ -20,6 +20,7 @@ const QUERIES: usize = 2;
 fn config() -> MiniCpmConfig {
     MiniCpmConfig {
         family: Family::Vision,
+        release: Release::V2_6,
         language: LanguageConfig {
             hidden_size: 128,
             intermediate_size: 24,
@@ -27,6 +28,8 @@ fn config() -> MiniCpmConfig {
             num_heads: 4,
             num_kv_heads: 2,
             head_dim: 32,
+            qkv_bias: true,
+            head_norms: false,
             vocab_size: 19,
             rms_norm_eps: 1e-6,
             rope_theta: 1e6,
@@ -155,6 +158,8 @@ impl Sample {
             patches: (0..rows * cols * 12)
                 .map(|i| (i * 37 + n * 11) as u8)
                 .collect(),
+            frames: 1,
+            stamp: None,
         });
         Self {
             ids,
@@ -617,6 +622,8 @@ fn a_published_model_runs_on_the_meta_device_in_bounded_memory() {
             rows: 32,
             cols: 32,
             patches: vec![0; 32 * 32 * 3 * 14 * 14],
+            frames: 1,
+            stamp: None,
         });
     }
     pass(&model, &Forgetful(access), &[&sample]);

@@ -2,7 +2,7 @@
 //!
 //! Shapes: `t` tokens, `h` query heads, `g` key/value heads, `d` head dim, `c` channels.
 
-use super::{FusedLinear, Linear, Rotary};
+use super::{FusedLinear, Linear, RmsNorm, Rotary};
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
 use crate::generate::CachedLayer;
@@ -10,7 +10,7 @@ use crate::ops::Sequences;
 use crate::params::ParamScope;
 
 /// Sizes of a self-attention layer, and the names of its projections in the checkpoint.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub struct SelfAttentionConfig {
     /// Width `c` of the residual stream: elements per token or patch.
     pub width: usize,
@@ -29,6 +29,9 @@ pub struct SelfAttentionConfig {
     pub out_bias: bool,
     /// Module name of the output projection in the checkpoint.
     pub out_name: &'static str,
+    /// Epsilon of the RMSNorms `q_norm` and `k_norm` over the elements of each query and key head, before the
+    /// rotation; `None` if the layer has none.
+    pub head_norms: Option<f32>,
 }
 
 /// Self-attention layer: q, k, v and output projections around softmax attention, with scores scaled by
@@ -36,6 +39,8 @@ pub struct SelfAttentionConfig {
 #[derive(Clone, PartialEq, Debug)]
 pub struct SelfAttention {
     inputs: Projections,
+    /// Norms of query and key heads, `[d]` each: all heads share a weight.
+    head_norms: Option<[RmsNorm; 2]>,
     out: Linear,
     config: SelfAttentionConfig,
 }
@@ -65,16 +70,20 @@ impl SelfAttention {
                 Projections::Apart(Box::new(layers))
             }
         };
+        let head_norms = config
+            .head_norms
+            .map(|eps| ["q_norm", "k_norm"].map(|name| RmsNorm::new(&mut scope, name, d, eps)));
         let shape = [c, config.heads * d];
         let out = scope.linear(config.out_name, shape, config.out_bias);
         Self {
             inputs,
+            head_norms,
             out,
             config,
         }
     }
 
-    /// Applies the layer to `x`: `[t, c]` to `[t, c]`. With `rotary`, queries and keys are rotated; with `cache`,
+    /// Applies the layer to `x`: `[t, c]` to `[t, c]`. With `rotary`, queries and keys are rotated, after their norms; with `cache`,
     /// keys and values are stored in it and read from it.
     ///
     /// # Errors
@@ -102,12 +111,16 @@ impl SelfAttention {
             Projections::Fused(layer) => layer.forward(scope, x)?,
         };
         let split = |x: &Var, count: usize| scope.reshape(x, [t, count, head_dim]);
+        let norm = |x: Var, of_keys: usize| match &self.head_norms {
+            Some(norms) => norms[of_keys].forward(scope, &x),
+            None => Ok(x),
+        };
         let rotate = |x: Var| match rotary {
             Some(r) => scope.rope(&x, &r.cos, &r.sin, r.layout),
             None => Ok(x),
         };
-        let q = rotate(split(&q, heads)?)?;
-        let k = rotate(split(&k, kv_heads)?)?;
+        let q = rotate(norm(split(&q, heads)?, 0)?)?;
+        let k = rotate(norm(split(&k, kv_heads)?, 1)?)?;
         let v = split(&v, kv_heads)?;
         let scale = (head_dim as f32).powf(-0.5);
         let mixed = scope.cached_attention([&q, &k, &v], sequences, cache, scale)?;

@@ -1,4 +1,4 @@
-//! Transformer block of a Llama-like decoder: Qwen2, GLM-4 and GLM-4.1V.
+//! Transformer block of a Llama-like decoder: Qwen2, Qwen3, GLM-4 and GLM-4.1V.
 
 use super::{DecoderLayer, GatedMlp, RmsNorm, SelfAttention, SelfAttentionConfig};
 use crate::autograd::{Scope, Var};
@@ -24,6 +24,8 @@ pub struct DecoderBlockConfig {
     pub eps: f32,
     /// Whether q, k and v have a bias (Qwen2 does, Llama does not).
     pub qkv_bias: bool,
+    /// Whether query and key heads have RMSNorms of their own (Qwen3 has, Qwen2 has not).
+    pub head_norms: bool,
     /// Names of the block's modules in the checkpoint.
     pub names: BlockNames,
 }
@@ -93,6 +95,7 @@ impl DecoderBlock {
             qkv_bias: config.qkv_bias,
             out_bias: false,
             out_name: names.out,
+            head_norms: config.head_norms.then_some(config.eps),
         };
         let attention = SelfAttention::new(params, names.attention, attention);
         let (norm2, output_norms) = match first {
@@ -101,7 +104,7 @@ impl DecoderBlock {
         };
         let mlp = match names.fused_gate_up {
             Some(gate_up) => GatedMlp::fused(params, "mlp", [gate_up, names.down], c, config.inner),
-            None => GatedMlp::new(params, "mlp", c, config.inner),
+            None => GatedMlp::new(params, "mlp", c, config.inner, false),
         };
         Self {
             norm1,

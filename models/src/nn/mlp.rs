@@ -42,7 +42,7 @@ impl GeluMlp {
     }
 }
 
-/// Gated MLP without biases: `down(silu(gate(x)) * up(x))`.
+/// Gated MLP: `down(silu(gate(x)) * up(x))`.
 #[derive(Clone, PartialEq, Debug)]
 pub struct GatedMlp {
     inputs: GateUp,
@@ -60,17 +60,23 @@ enum GateUp {
 
 impl GatedMlp {
     /// Declares the layers `gate_proj`, `up_proj` (`width` to `inner`) and `down_proj` (back) below the
-    /// module `name`.
-    pub fn new(params: &mut ParamScope<'_, '_>, name: &str, width: usize, inner: usize) -> Self {
+    /// module `name`; `bias` gives each a bias.
+    pub fn new(
+        params: &mut ParamScope<'_, '_>,
+        name: &str,
+        width: usize,
+        inner: usize,
+        bias: bool,
+    ) -> Self {
         let mut scope = params.at(name);
-        let inputs = ["gate_proj", "up_proj"].map(|name| scope.linear(name, [inner, width], false));
+        let inputs = ["gate_proj", "up_proj"].map(|name| scope.linear(name, [inner, width], bias));
         Self {
             inputs: GateUp::Apart(Box::new(inputs)),
-            down: scope.linear("down_proj", [width, inner], false),
+            down: scope.linear("down_proj", [width, inner], bias),
         }
     }
 
-    /// Declares an MLP whose checkpoint stacks gate and up as one weight. `[gate_up, down]` are the names of
+    /// Declares an MLP without biases whose checkpoint stacks gate and up as one weight. `[gate_up, down]` are the names of
     /// the two layers below the module `name`.
     pub fn fused(
         params: &mut ParamScope<'_, '_>,

@@ -47,6 +47,7 @@ impl VisionBlock {
             qkv_bias: true,
             out_bias: true,
             out_name: "out_proj",
+            head_norms: None,
         };
         Self {
             norm1: LayerNorm::new(params, "layer_norm1", c, eps),

@@ -138,6 +138,19 @@ impl ChatTemplate {
         messages: &[Message],
         add_generation_prompt: bool,
     ) -> Result<String, TemplateError> {
+        self.render_thinking(messages, add_generation_prompt, None)
+    }
+
+    /// As [`ChatTemplate::render`]; the template sees the variable `enable_thinking` if it is given.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::render`].
+    pub fn render_thinking(
+        &self,
+        messages: &[Message],
+        add_generation_prompt: bool,
+        enable_thinking: Option<bool>,
+    ) -> Result<String, TemplateError> {
         let failed = |source| TemplateError::Render {
             messages: messages.len(),
             source,
@@ -152,7 +165,8 @@ impl ChatTemplate {
             ("tools", Value::from(())),
             ("documents", Value::from(())),
         ];
-        let context = Value::from_pairs(globals.chain(variables));
+        let switch = enable_thinking.map(|on| ("enable_thinking", Value::from(on)));
+        let context = Value::from_pairs(globals.chain(variables).chain(switch));
         let template = self
             .environment
             .get_template(DEFAULT_NAME)
@@ -183,6 +197,7 @@ struct NamedTemplate {
 }
 
 fn find(dir: &Path) -> Result<String, TemplateError> {
+    let dir = &crate::places::tokenizer(dir);
     let read = |path: &PathBuf| {
         read_optional(path).map_err(|source| TemplateError::Read {
             path: path.clone(),

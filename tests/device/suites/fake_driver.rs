@@ -198,7 +198,7 @@ fn products_by_the_library_agree_with_the_cpu() {
 }
 
 /// Model families, by their golden packs. Without `TESSERA_EVERY_PACK` only the first one trains.
-const FAMILIES: [&str; 7] = [
+const FAMILIES: [&str; 12] = [
     "minicpm-v-2_6",
     "minicpm-o-2_6",
     "cogvlm-chat-hf",
@@ -206,6 +206,11 @@ const FAMILIES: [&str; 7] = [
     "cogvlm2-llama3-chat-19B",
     "glm-4v-9b",
     "glm-4.1v-9b-thinking",
+    "minicpm-v-4_5",
+    "minicpm-o-4_5",
+    "cogagent-9b-20241220",
+    "glm-4.6v-flash",
+    "glm-ocr",
 ];
 
 /// Updates of a family's model, in full and with adapters, on one rank.

@@ -111,6 +111,8 @@ pub struct Trajectory {
     pub losses: Vec<f64>,
     /// Largest allowed absolute difference of a loss.
     pub tolerance: f64,
+    /// Factor on the tolerance of gradient norms: how much more than usual rounding moves this run's losses.
+    pub growth: f64,
     /// Gradient norm of each step before clipping, if stored.
     pub grad_norms: Vec<f64>,
     /// Number of trainable elements, if stored.
@@ -150,6 +152,7 @@ impl Trajectory {
             micro_batches,
             losses,
             tolerance,
+            growth: 1.0,
             grad_norms: Vec::new(),
             trainable: None,
             after: BTreeMap::new(),

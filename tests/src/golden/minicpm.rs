@@ -1,4 +1,4 @@
-//! Packs of MiniCPM-V and MiniCPM-o.
+//! Packs of MiniCPM-V and MiniCPM-o, releases 2.6 and 4.5.
 
 use super::compare::{
     CaseRun, Comparison, compare_activation, compare_floats, compare_gradient, compare_ints,
@@ -7,7 +7,7 @@ use super::compare::{
 use super::family::{AdamW, PackFamily, Section, Trajectory, floats};
 use super::pack::{Case, Expected, Pack, Stored, read_json};
 use crate::tolerance;
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use models::data::{EncodeOptions, EncodedSample, IGNORED, RawSample, Slice, read_samples};
 use models::image::ImageFolder;
 use models::lora::{LoraConfig, LoraTargets};
@@ -69,25 +69,40 @@ impl PackFamily for MiniCpmPacks {
             Edition::Vision => tolerance::TRAJECTORY,
             Edition::Omni => tolerance::TRAJECTORY_OMNI,
         };
-        let samples = encode(pack.case(&stored.case)?, processor)?;
-        let adapters = |name: &str| {
+        let adapters = |name: &str| -> Result<BTreeMap<String, Vec<f32>>> {
             let path = pack.dir.join(name).join("adapter_model.safetensors");
             if path.is_file() {
-                floats(&path)
+                Ok(saved(floats(&path)?))
             } else {
                 Ok(BTreeMap::new())
             }
         };
         let runs = stored.runs.iter().map(|(name, run)| {
-            let batches = vec![samples.clone()];
+            let batch = |case: &String| encode(pack.case(case)?, processor);
+            let own = [stored.case.clone()];
+            let cases = run.micro_batches.as_deref().unwrap_or(&own);
+            let batches = cases.iter().map(batch).collect::<Result<Vec<_>>>()?;
+            if let Some(counts) = &run.token_counts {
+                let count = |batch: &Vec<EncodedSample>| {
+                    let tokens = batch.iter().map(EncodedSample::supervised_tokens);
+                    tokens.sum::<usize>()
+                };
+                let ours: Vec<usize> = batches.iter().map(count).collect();
+                ensure!(ours == *counts, "{name}: {ours:?} targets, not {counts:?}");
+            }
             let optimizer = stored.optimizer.clone();
             let mut trajectory =
                 Trajectory::new(name, optimizer, batches, run.losses.clone(), bound);
             run_options(&stored, name, &mut trajectory.options)?;
             trajectory.trainable = Some(run.trainable);
             trajectory.start = adapters("adapter_init")?;
-            if name == "lora" {
-                trajectory.after = adapters("adapter_after8")?;
+            match name.as_str() {
+                "lora" => trajectory.after = adapters("adapter_after8")?,
+                "lora_modules_to_save" => {
+                    trajectory.after = adapters("adapter_modules_after8")?;
+                    trajectory.after.retain(|name, _| is_comparable(name));
+                }
+                _ => {}
             }
             Ok(trajectory)
         });
@@ -97,6 +112,22 @@ impl PackFamily for MiniCpmPacks {
     fn tables(&self, pack: &Pack, _: &dyn Processor) -> Result<Vec<Section>> {
         tables(&pack.dir)
     }
+}
+
+/// Tensors of an adapter file by the name of their parameter: those of modules trained in full have peft's prefix there.
+fn saved(tensors: BTreeMap<String, Vec<f32>>) -> BTreeMap<String, Vec<f32>> {
+    let named = tensors.into_iter().map(|(name, values)| {
+        let own = name.strip_prefix("base_model.model.");
+        let own = own.filter(|own| !own.contains(".lora_"));
+        (own.map_or(name.clone(), str::to_owned), values)
+    });
+    named.collect()
+}
+
+/// Whether a trained tensor is compared. The keys' third of the resampler's bias has no gradient, which Adam turns to
+/// full steps of random sign.
+fn is_comparable(name: &str) -> bool {
+    name != "resampler.attn.in_proj_bias"
 }
 
 #[derive(Deserialize)]
@@ -168,6 +199,10 @@ pub struct Run {
     pub losses: Vec<f64>,
     /// Number of trainable elements.
     pub trainable: usize,
+    /// Cases of the micro-batches of a step; the pack's case if absent.
+    pub micro_batches: Option<Vec<String>>,
+    /// Supervised tokens of each micro-batch, if stored.
+    pub token_counts: Option<Vec<usize>>,
 }
 
 /// Trajectories of one case under several settings.
@@ -254,7 +289,7 @@ pub fn run_options(runs: &Runs, run: &str, options: &mut ModelOptions) -> Result
             .context("the pack has no adapter_init")
     };
     let (vision, llm, lora) = match run {
-        "full" => (true, true, None),
+        "full" | "full_video" | "grad_accumulation_token_weighted" => (true, true, None),
         "tune_vision_only" => (true, false, None),
         "tune_llm_only" => (false, true, None),
         "resampler_only" => (false, false, None),
@@ -264,7 +299,11 @@ pub fn run_options(runs: &Runs, run: &str, options: &mut ModelOptions) -> Result
             false,
             Some(adapter()?.to_lora(&["embed_tokens", "resampler"])),
         ),
-        other => return Err(anyhow!("unknown run {other}")),
+        other => {
+            ensure!(runs.runs.contains_key(other), "unknown run {other}");
+            // A run of a later pack: what it trains beyond a full fine-tune shows in the count of trainable elements.
+            (true, true, None)
+        }
     };
     (options.tune_vision, options.tune_llm, options.lora) = (vision, llm, lora);
     Ok(())
@@ -281,7 +320,7 @@ pub fn compare_run(case: &Case, run: &CaseRun) -> Result<Vec<Comparison>> {
     for (name, stored) in &expected.0 {
         let comparison = match name.split_once('.').map_or(name.as_str(), |(kind, _)| kind) {
             "input_ids" | "labels" | "position_ids" | "image_bound" | "tgt_sizes"
-            | "pixel_values" | "pixel_u8" => continue,
+            | "pixel_values" | "pixel_u8" | "temporal_ids" | "temporal_groups" => continue,
             _ if name == "vision.pos_ids" => continue,
             "loss" => compare_loss(run, stored)?,
             "logits" => compare_activation(name, run.logits.as_ref(), stored)?,
@@ -363,6 +402,14 @@ pub fn compare_inputs(
                     .flat_map(|s| [s.rows as i64, s.cols as i64])
                     .collect()
             }
+            "temporal_ids" => {
+                let slices = samples.iter().flat_map(|s| &s.slices);
+                let stamp = |slice: &Slice| slice.stamp.and_then(|stamp| stamp.tenths);
+                slices
+                    .map(|slice| stamp(slice).map_or(-1, i64::from))
+                    .collect()
+            }
+            "temporal_groups" => groups(samples),
             "vision.pos_ids" => slice_rows(samples, &stored.shape, |slice, row| {
                 let ids = position_ids(slice.rows, slice.cols, grid_side);
                 row.iter_mut()
@@ -381,6 +428,18 @@ pub fn compare_inputs(
         all.push(compare_ints(name, &got, stored.ints()?));
     }
     Ok(all)
+}
+
+/// Number of slices of each block of features.
+fn groups(samples: &[EncodedSample]) -> Vec<i64> {
+    let mut groups: Vec<i64> = Vec::new();
+    for slice in samples.iter().flat_map(|s| &s.slices) {
+        match groups.last_mut() {
+            Some(last) if slice.stamp.is_some_and(|stamp| stamp.joins) => *last += 1,
+            _ => groups.push(1),
+        }
+    }
+    groups
 }
 
 fn padded<'a>(

@@ -181,7 +181,13 @@ impl Pack {
     /// The packs of MiniCPM beside the suites.
     #[must_use]
     pub fn minicpm() -> Vec<PathBuf> {
-        ["minicpm-v-2_6", "minicpm-o-2_6"].map(Self::beside).into()
+        let names = [
+            "minicpm-v-2_6",
+            "minicpm-o-2_6",
+            "minicpm-v-4_5",
+            "minicpm-o-4_5",
+        ];
+        names.map(Self::beside).into()
     }
 
     /// The packs of CogVLM, CogVLM2 and CogAgent beside the suites.
@@ -198,7 +204,14 @@ impl Pack {
     /// All packs beside the suites.
     #[must_use]
     pub fn built_in() -> Vec<PathBuf> {
-        let glms = ["glm-4v-9b", "glm-4.1v-9b-thinking"].map(Self::beside);
+        let glms = [
+            "glm-4v-9b",
+            "cogagent-9b-20241220",
+            "glm-4.1v-9b-thinking",
+            "glm-4.6v-flash",
+            "glm-ocr",
+        ];
+        let glms = glms.map(Self::beside);
         [Self::minicpm(), Self::cogs(), glms.into()].concat()
     }
 }

@@ -67,6 +67,7 @@ fn decoding_stays_within_the_bytes_that_the_header_states() {
             ImageFormat::Jpeg,
             ImageFormat::WebP,
             ImageFormat::Bmp,
+            ImageFormat::Tiff,
         ] {
             let mut file = std::io::Cursor::new(Vec::new());
             // Not every format stores every kind of pixel.
@@ -420,10 +421,11 @@ macro_rules! twins {
 
 twins! {
     damaged_weights_are_read_or_refused: 0,
-    damaged_manifests_are_read_or_refused: 1,
-    damaged_configurations_are_read_or_refused: 2,
-    damaged_hostfiles_are_read_or_refused: 3,
-    damaged_frames_are_read_or_refused: 4,
-    damaged_tokenizers_are_read_or_refused: 5,
-    damaged_images_are_read_or_refused: 6,
+    damaged_torch_files_are_read_or_refused: 1,
+    damaged_manifests_are_read_or_refused: 2,
+    damaged_configurations_are_read_or_refused: 3,
+    damaged_hostfiles_are_read_or_refused: 4,
+    damaged_frames_are_read_or_refused: 5,
+    damaged_tokenizers_are_read_or_refused: 6,
+    damaged_images_are_read_or_refused: 7,
 }

@@ -267,7 +267,7 @@ fn the_real_cause_of_an_unusable_directory_is_named() {
         eval,
         10,
         "E10",
-        &["pytorch_model.bin", "save_pretrained"],
+        &["pytorch_model.bin", "torch.save did not write it"],
     );
     fs::rename(other, weights).unwrap();
     fs::create_dir(site.path("other")).unwrap();

@@ -454,3 +454,55 @@ fn consolidated_adapters_and_parts_keep_their_files() {
             .all(|unit| !unit.as_array().unwrap().is_empty())
     );
 }
+
+#[test]
+fn the_best_checkpoint_survives_and_stands_for_the_run() {
+    let site = Site::new();
+    let often = "--eval-data data/samples.json --eval-steps 1 --nproc 1 --save-total-limit 1 --lr-scheduler-type constant";
+    // The loss falls, so the greatest is that of the first step.
+    let best =
+        "--load-best-model-at-end --metric-for-best-model eval_loss --greater-is-better true";
+    let screen = site
+        .train(&format!("{often} {best} --max-steps 4 --output kept"))
+        .screen;
+    assert_says(&screen, &["checkpoint-1 · eval_loss", "export of this run"]);
+    let kept = listing(&site.path("kept"));
+    let kept: Vec<&String> = kept
+        .iter()
+        .filter(|name| name.starts_with("checkpoint-"))
+        .collect();
+    assert_eq!(kept, ["checkpoint-1", "checkpoint-4"]);
+    let state = read_json(&site.path("kept/trainer_state.json"));
+    assert_eq!(state["best_global_step"], 1);
+    let named = state["best_model_checkpoint"].as_str().unwrap();
+    assert!(named.ends_with("kept/checkpoint-1"), "{named}");
+    // The run's directory means the best checkpoint to export, and the latest to --resume.
+    let export = |of: &str, to: &str| {
+        let exported = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
+            .args(["export", of, "--output", to])
+            .current_dir(site.path("."))
+            .output()
+            .unwrap();
+        assert!(exported.status.success(), "{exported:?}");
+        fs::read(site.path(to).join("model.safetensors")).unwrap()
+    };
+    let run = export("kept", "of-run");
+    assert!(run == export("kept/checkpoint-1", "of-best"));
+    assert!(run != export("kept/checkpoint-4", "of-latest"));
+
+    let line = format!("{often} {best} --early-stopping-patience 2 --max-steps 9 --output early");
+    let screen = site.train(&line).screen;
+    assert_says(&screen, &["training ends at step 3 of 9", "checkpoint-1"]);
+    // A resumed run knows the best evaluation of the run before.
+    let resumed = site.train(&format!("{line} --resume auto")).screen;
+    assert_says(&resumed, &["training ends at step 4 of 9", "checkpoint-1"]);
+
+    let screen = site.refuse("--load-best-model-at-end --save-steps 1", 2, "E09");
+    assert_says(&screen, &["--eval-data FILE"]);
+    let screen = site.refuse(
+        "--load-best-model-at-end --save-steps 2 --eval-steps 1 --eval-data data/samples.json",
+        2,
+        "E09",
+    );
+    assert_says(&screen, &["a checkpoint at every evaluation"]);
+}

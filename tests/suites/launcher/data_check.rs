@@ -267,11 +267,8 @@ fn data_sets_are_found_by_name_and_directories_by_what_is_in_them() {
     )
     .unwrap();
     let (code, text) = check(&site, "elsewhere --model model");
-    assert_eq!(code, Some(3), "{text}");
-    assert_says(
-        &text,
-        &["metadata.jsonl is unknown", "fields file_name, text"],
-    );
+    assert_eq!(code, Some(0), "{text}");
+    assert_says(&text, &["metadata.jsonl: caption, by its content", "«x"]);
 }
 
 #[test]

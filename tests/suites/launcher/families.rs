@@ -1,13 +1,17 @@
 //! Every model family, from the command line to the exported directory.
 
 use crate::generate::run;
-use crate::site::{Site, losses, read_json};
+use crate::site::{Site, golden, losses, read_json};
 use crate::tuning::journey;
+use safetensors::SafeTensors;
+use serde_json::json;
+use std::collections::BTreeMap;
 use std::fs;
+use std::path::Path;
 
 /// For each family: pack, flags of an adapter run with modules trained in full, and a part of the path of every tensor
 /// that it changes.
-const FAMILIES: [(&str, &str, &[&str]); 5] = [
+const FAMILIES: [(&str, &str, &[&str]); 9] = [
     (
         "cogvlm-chat-hf",
         "--lora-rank 4 --modules-to-save linear_proj",
@@ -37,6 +41,22 @@ const FAMILIES: [(&str, &str, &[&str]); 5] = [
         "--lora-rank 4 --modules-to-save merger",
         &["self_attn", "merger"],
     ),
+    (
+        "glm-ocr",
+        "--lora-rank 4 --modules-to-save merger,q_norm",
+        &["self_attn", "merger", "attn.q_norm"],
+    ),
+    ("glm-4.6v-flash", "--lora-rank 4", &["self_attn"]),
+    (
+        "minicpm-v-4_5",
+        "--lora-rank 4 --modules-to-save resampler,q_norm",
+        &["self_attn", "resampler", "self_attn.q_norm"],
+    ),
+    (
+        "cogagent-9b-20241220",
+        "--lora-rank 4",
+        &["self_attention.query_key_value"],
+    ),
 ];
 
 macro_rules! families {
@@ -55,6 +75,85 @@ families! {
     cogvlm2_with_adapters 2
     glm_4v_with_adapters 3
     glm_4_1v_with_adapters 4
+    glm_ocr_with_adapters 5
+    glm_4_6v_with_adapters 6
+    minicpm_4_5_with_adapters 7
+    cogagent_9b_with_adapters 8
+}
+
+/// Bytes of the tensors of `file` whose names begin with `prefix`, by name.
+fn tensors(file: &Path, prefix: &str) -> BTreeMap<String, Vec<u8>> {
+    let bytes = fs::read(file).unwrap();
+    let all = SafeTensors::deserialize(&bytes).unwrap();
+    let named = all.iter().filter(|(name, _)| name.starts_with(prefix));
+    named
+        .map(|(name, tensor)| (name.to_owned(), tensor.data().to_vec()))
+        .collect()
+}
+
+#[test]
+fn tensors_that_no_model_has_come_out_of_an_export_byte_for_byte() {
+    for (pack, prefixes, named) in [
+        (
+            "glm-ocr",
+            &["model.language_model.layers.2."][..],
+            "layers.2 16",
+        ),
+        (
+            "minicpm-o-4_5",
+            &["apm.", "audio_projection_layer.", "tts."],
+            "tts ",
+        ),
+    ] {
+        let site = Site::with_family(pack);
+        let screen = site
+            .train("--zero 2 --nproc 2 --max-steps 1 --lora-rank 2")
+            .screen;
+        assert!(screen.contains(named), "{pack}\n{screen}");
+        let line = "export out/checkpoint-1 --output merged --merge";
+        let outcome = site.start_plain(line).finish();
+        assert_eq!(outcome.code, Some(0), "{}", outcome.screen);
+        site.train("--zero 3 --nproc 2 --max-steps 1 --output full");
+        for prefix in prefixes {
+            let kept = tensors(&site.path("model/model.safetensors"), prefix);
+            assert!(!kept.is_empty(), "{pack}: {prefix}");
+            for export in ["merged", "full/checkpoint-1"] {
+                let file = site.path(export).join("model.safetensors");
+                assert_eq!(tensors(&file, prefix), kept, "{pack}: {export}");
+            }
+        }
+    }
+}
+
+#[test]
+fn videos_of_frames_train() {
+    let site = Site::with_family("glm-4.6v-flash");
+    let pack = golden("glm-4.6v-flash").join("cases/video_four_frames");
+    fs::create_dir(site.path("data/film")).unwrap();
+    for frame in 0..4 {
+        let name = format!("video_0_frame_{frame}.png");
+        fs::copy(pack.join(&name), site.path("data/film").join(name)).unwrap();
+    }
+    let sample = json!({"messages": [
+        {"role": "user", "content": "<video>What changes?"},
+        {"role": "assistant", "content": "The circle."},
+    ], "videos": ["film"]});
+    fs::write(
+        site.path("data/film.jsonl"),
+        format!("{sample}\n").repeat(2),
+    )
+    .unwrap();
+    site.train("--data data/film.jsonl --nproc 2 --zero 3 --max-steps 2");
+    assert_eq!(losses(&site.path("out")).len(), 2);
+    let other = Site::with_family("glm-ocr");
+    fs::create_dir(other.path("data/film")).unwrap();
+    for frame in 0..4 {
+        let name = format!("video_0_frame_{frame}.png");
+        fs::copy(pack.join(&name), other.path("data/film").join(name)).unwrap();
+    }
+    fs::copy(site.path("data/film.jsonl"), other.path("data/film.jsonl")).unwrap();
+    let screen = other.refuse("--data data/film.jsonl", 3, "E06");
+    assert!(screen.contains("video"), "{screen}");
 }
 
 #[test]

@@ -4,6 +4,18 @@ use std::process::Command;
 
 use crate::site::{Outcome, Running, Site, assert_says, completed};
 
+/// Fails if a screen has three lower-case English words in a row, outside of quotes and of messages of programs.
+fn assert_chinese(screen: &str) {
+    let is_word = |word: &&str| word.len() > 1 && word.bytes().all(|b| b.is_ascii_lowercase());
+    for line in screen.lines().filter(|line| !line.contains(" | ")) {
+        for part in line.split(['`', '\'', '"']).step_by(2) {
+            let words: Vec<&str> = part.split(' ').collect();
+            let sentence = words.windows(3).find(|words| words.iter().all(is_word));
+            assert_eq!(sentence, None, "{screen}");
+        }
+    }
+}
+
 /// The locale of a Chinese user.
 const CHINESE: &str = "LANG=zh_CN.UTF-8";
 
@@ -63,6 +75,67 @@ fn a_wrong_flag_is_refused_in_the_language_of_the_flag_or_of_the_locale() {
     }
     let outcome = run(&site, CHINESE, "doctor --lang french");
     assert_says(&outcome.screen, &["错误[E09]", "--lang en，或 --lang zh"]);
+}
+
+#[test]
+fn the_block_of_every_code_that_a_cpu_can_show_is_chinese() {
+    let site = Site::new();
+    let mut samples = site.samples();
+    samples[0]["conversations"][0]["content"] = "<image>\n<image>\nHow many?".into();
+    site.write_samples("doubled", &samples);
+    let mut samples = site.samples();
+    samples[1]["conversations"]
+        .as_array_mut()
+        .unwrap()
+        .truncate(1);
+    site.write_samples("unanswered", &samples);
+    std::fs::write(site.path("taken"), "a file").unwrap();
+    site.train("--max-steps 1 --output done");
+    for (code, line) in [
+        ("E02", "--nproc 2 --output out1 --inject kill:rank=1,step=1"),
+        ("E06", "--data data/unanswered.json"),
+        ("E07", "--data data/doubled.json"),
+        ("E08", "--resume nowhere"),
+        ("E09", "--zero 9"),
+        ("E09", "--offload nowhere=1"),
+        ("E09", "--device-memory-limit much"),
+        ("E10", "--model nowhere"),
+        ("E12", "--device cuda"),
+        ("E13", "--output taken/run"),
+        ("E16", "--resume done --max-steps 1"),
+        ("E17", "--host-memory-limit 1M"),
+        ("E18", "--data data/none.json"),
+    ] {
+        let outcome = run(&site, CHINESE, &completed(line));
+        assert_says(&outcome.screen, &[&format!("错误[{code}]")]);
+        assert_chinese(&outcome.screen);
+    }
+    let weights = site.path("model/model.safetensors");
+    let whole = std::fs::read(&weights).unwrap();
+    let mut broken = whole.clone();
+    let end = broken.len();
+    broken[end - 4..].fill(0xff);
+    std::fs::write(&weights, broken).unwrap();
+    let outcome = run(&site, CHINESE, &completed("--output out5"));
+    assert_says(&outcome.screen, &["错误[E05]"]);
+    assert_chinese(&outcome.screen);
+    std::fs::write(&weights, whole).unwrap();
+    for line in [
+        "plan --model model --data data/samples.json",
+        "doctor",
+        "data check data/samples.json --model model",
+        "ckpt ls done",
+        "ckpt verify done",
+        "watch done --once",
+        "export done --output exported",
+        "ckpt consolidate done --output whole",
+        "synth --model-config glm-4.1v-9b-thinking --output made --weights seeded",
+    ] {
+        let shown = output(&site, CHINESE, line);
+        let shown = String::from_utf8(shown).unwrap();
+        assert!(!shown.is_ascii(), "{line}: {shown}");
+        assert_chinese(&shown);
+    }
 }
 
 #[test]

@@ -15,6 +15,8 @@ mod doctor;
 mod endings;
 mod families;
 mod faults;
+mod foreign;
+mod forms;
 mod generate;
 mod languages;
 mod memory;

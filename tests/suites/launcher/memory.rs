@@ -120,6 +120,11 @@ fn the_plan_of_every_family_comes_from_its_config_alone() {
         ("cogagent-chat", 18.3),
         ("glm-4v-9b", 13.9),
         ("glm-4.1v-9b-thinking", 10.3),
+        ("minicpm-v-4_5", 8.7),
+        ("minicpm-o-4_5", 8.7),
+        ("cogagent-9b-20241220", 13.9),
+        ("glm-4.6v-flash", 10.3),
+        ("glm-ocr", 1.1),
     ] {
         let (code, plan) = plan_json(&format!(
             "--model {}/{name}.json --no-weights --hw 8x80GiB --ram 1TiB --use-lora --tune-llm false --tune-vision false",

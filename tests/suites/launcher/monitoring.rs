@@ -249,6 +249,53 @@ fn watch_shows_a_killed_run_as_dead() {
 }
 
 #[test]
+fn watch_serves_the_page_of_a_run() {
+    use std::io::{BufRead, BufReader, Read, Write};
+    let site = Site::new();
+    site.train("--max-steps 1");
+    let mut server = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
+        .args(["watch", "out", "--serve", "0"])
+        .current_dir(site.path("."))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut link = String::new();
+    BufReader::new(server.stdout.take().unwrap())
+        .read_line(&mut link)
+        .unwrap();
+    let address = link
+        .trim()
+        .strip_prefix("http://")
+        .unwrap()
+        .trim_end_matches('/')
+        .to_owned();
+    let get = |path: &str| {
+        let mut stream = std::net::TcpStream::connect(&address).unwrap();
+        write!(stream, "GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n").unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        text
+    };
+    let (page, state) = (get("/"), get("/state.json"));
+    server.kill().unwrap();
+    server.wait().unwrap();
+    assert!(
+        page.starts_with("HTTP/1.1 200") && page.contains("finished, step 1 of 1"),
+        "{page}"
+    );
+    let stored = fs::read_to_string(site.path("out/report.html")).unwrap();
+    let charts = stored.split_once("</header>").unwrap().1;
+    assert!(page.ends_with(charts), "the page is the one of report.html");
+    let json = state.split_once("\r\n\r\n").unwrap().1;
+    let state: Value = serde_json::from_str(json).unwrap();
+    let expected = view(&site);
+    for key in ["schema", "run", "state", "step", "loss", "checkpoint"] {
+        assert_eq!(state[key], expected[key], "{json}");
+    }
+}
+
+#[test]
 fn watch_needs_the_directory_of_a_run() {
     let site = Site::new();
     for (words, cause) in [

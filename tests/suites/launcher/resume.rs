@@ -1,8 +1,12 @@
 //! Resuming from a checkpoint, and refusals of checkpoints that do not fit.
 
-use crate::site::{Site, losses, read_json, text_only};
+use crate::site::{Site, assert_says, golden, losses, read_json, text_only};
+use kernels::DType;
+use models::WeightSource;
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::fs;
+use std::path::Path;
 use tests::tolerance::TRAJECTORY;
 
 /// Compares a run of six steps with one resumed after three: same bits.
@@ -185,7 +189,7 @@ fn a_directory_with_another_run_is_never_written_to() {
 const ADAPTERS: &str = "--lora-rank 4 --nproc 1 --save-steps 2 --lr-scheduler-type constant";
 
 /// Changes one byte in the middle of a file.
-fn edit(path: &std::path::Path, at: usize, by: u8) {
+fn edit(path: &Path, at: usize, by: u8) {
     let mut bytes = fs::read(path).unwrap();
     bytes[at] ^= by;
     fs::write(path, bytes).unwrap();
@@ -314,4 +318,55 @@ fn a_checkpoint_between_two_log_rows_has_all_its_tokens() {
         manifest["meta"]["total_tokens"].clone()
     };
     assert_eq!(tokens("often", 1), tokens("rarely", 4));
+}
+
+/// Bits of every tensor of a weight file, by name.
+fn bits(path: &Path) -> BTreeMap<String, Vec<u8>> {
+    let source = WeightSource::open_file(path).unwrap();
+    let read = |name: &str| {
+        let elements: usize = source.shape(name).unwrap().iter().product();
+        let mut values = vec![0; elements * size_of::<f32>()];
+        source
+            .read_range(name, 0..elements, DType::F32, &mut values)
+            .unwrap();
+        (name.to_owned(), values)
+    };
+    source.names().map(read).collect()
+}
+
+#[test]
+fn training_starts_from_adapters_of_peft_and_of_a_run() {
+    let site = Site::new();
+    let peft = golden("minicpm-v-2_6").join("adapter_after8");
+    // A rate that moves no weight: what is saved is what was read.
+    let still = "--max-steps 1 --learning-rate 1e-30 --nproc 1";
+    let line = format!("--adapter {} {still} --lora-rank 99", peft.display());
+    let screen = site.train(&format!("{line} --output first")).screen;
+    assert_says(
+        &screen,
+        &[
+            "rank 4 · alpha 8 · scale 2",
+            "starts from",
+            "--lora-rank",
+            "the adapters of --adapter decide it",
+        ],
+    );
+    let file = "adapter_model.safetensors";
+    let saved = site.path("first/checkpoint-1").join(file);
+    assert_eq!(bits(&saved), bits(&peft.join(file)));
+    // A run directory means its latest checkpoint, and the run goes on after a stop.
+    site.train(&format!("--adapter first {still} --output second"));
+    let second = site.path("second/checkpoint-1").join(file);
+    assert_eq!(bits(&second), bits(&saved));
+    site.train("--resume auto --max-steps 2 --learning-rate 1e-3 --nproc 1 --output second");
+    let moved = site.path("second/checkpoint-2").join(file);
+    assert_ne!(bits(&moved), bits(&saved));
+
+    let screen = site.refuse("--adapter nowhere", 10, "E10");
+    assert_says(&screen, &["nowhere", "adapter_config.json"]);
+    let screen = site.refuse("--adapter first --init random", 2, "E09");
+    assert_says(&screen, &["--init random"]);
+    site.train("--lora-rank 2 --modules-to-save resampler --max-steps 1 --nproc 1 --output whole");
+    let screen = site.refuse("--adapter whole --modules-to-save none", 2, "E09");
+    assert_says(&screen, &["this run freezes", "--modules-to-save NAMES"]);
 }

@@ -7,6 +7,7 @@ use crate::cli::{ExplainConfigArgs, resolve, train_args};
 use crate::config::RunConfig;
 use crate::error::Failure;
 use crate::error::output::print;
+use crate::lang::{Both, Lang, Text, both, text};
 use crate::rank_env::Env;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -21,7 +22,7 @@ pub(crate) fn run(
     env: &Env,
 ) -> Result<ExitCode, Failure> {
     let (text, verdict) = page(&args.file, typed, env)?;
-    print(&text)?;
+    print(text.get(Lang::chosen()))?;
     verdict.map(|()| ExitCode::SUCCESS)
 }
 
@@ -30,7 +31,7 @@ pub(super) fn page(
     path: &Path,
     typed: &[String],
     env: &Env,
-) -> Result<(String, Result<(), Failure>), Failure> {
+) -> Result<(Text, Result<(), Failure>), Failure> {
     let mut given = Given::of_line(typed);
     let strict = given.is_on("strict-config");
     let is_deepspeed = deepspeed::is_deepspeed(&read::read(path)?);
@@ -42,17 +43,17 @@ pub(super) fn page(
     let filled = fill(&parts, &mut given);
     let config = configuration(&line(&given), env);
     let mut verdict = Ok(());
-    let mut text = String::new();
+    let mut text = Text::default();
     for part in &parts {
-        text += &table(part, config.as_ref().ok());
+        text += Text::each(|| table(part, config.as_ref().ok()));
         verdict = verdict.and_then(|()| part.verdict(strict));
     }
     match filled {
         Ok(Some((trainer, rows))) => {
             for line in default_lines(trainer, &rows) {
-                text += &format!("  {line}\n");
+                text += text!("  {line}\n", "  {line}\n");
             }
-            text += "\n";
+            text += Text::literal("\n");
         }
         Ok(None) => {}
         Err(failure) => verdict = verdict.and(Err(failure)),
@@ -80,9 +81,9 @@ fn table(part: &Part, config: Option<&RunConfig>) -> String {
         ..
     } = part;
     let kind = if *is_deepspeed {
-        "DeepSpeed configuration"
+        both("DeepSpeed configuration", "DeepSpeed 配置")
     } else {
-        "training flags"
+        both("training flags", "训练参数")
     };
     let mut text = format!("{} · {kind}\n\n", path.display());
     let width = |of: fn(&Row) -> &str| {
@@ -94,7 +95,7 @@ fn table(part: &Part, config: Option<&RunConfig>) -> String {
         let effect = effect(row, report, config);
         text += &format!("  {:<keys$}  {:<values$}  {effect}\n", row.path, row.value);
     }
-    let list = |label: &str, choices: Vec<&Choice>| {
+    let list = |label: Both, choices: Vec<&Choice>| {
         let typed: Vec<String> = choices.into_iter().map(Choice::typed).collect();
         match typed.is_empty() {
             true => String::new(),
@@ -106,37 +107,41 @@ fn table(part: &Part, config: Option<&RunConfig>) -> String {
         .iter()
         .partition(|choice| choice.is_written());
     text += "\n";
-    text += &list("gives", written);
-    text += &list("defaults", implied);
+    text += &list(both("gives", "给出"), written);
+    text += &list(both("defaults", "默认"), implied);
     for warning in &report.warnings {
-        text += &format!("  warning   {}\n", warning.sentence(path));
+        let label = both("warning", "警告");
+        text += &format!("  {label:<9} {}\n", warning.sentence(path));
     }
     text + "\n"
 }
 
 /// The effect of a key, in a few words.
-fn effect(row: &Row, report: &Report, config: Option<&RunConfig>) -> String {
+fn effect(row: &Row, report: &Report, config: Option<&RunConfig>) -> Text {
     match &row.outcome {
         Outcome::Flag(_) => {
             let own = |choice: &&Choice| choice.keys.contains(&row.path);
             let choices = report.choices.iter().filter(own);
-            choices.map(Choice::typed).collect::<Vec<_>>().join(" ")
+            Text::literal(choices.map(Choice::typed).collect::<Vec<_>>().join(" "))
         }
         Outcome::Auto(flag) => match config.and_then(|config| effective(flag, config)) {
-            Some(typed) => format!("auto: {typed}"),
-            None => format!("auto: --{flag}"),
+            Some(typed) => text!("auto: {typed}", "auto：{typed}"),
+            None => text!("auto: --{flag}", "auto：--{flag}"),
         },
         Outcome::Unused(reason) => match config.and_then(|config| from_hidden_size(row, config)) {
-            Some(value) => format!("no effect (auto is {value}): {reason}"),
-            None => format!("no effect: {reason}"),
+            Some(value) => text!(
+                "no effect (auto is {value}): {reason}",
+                "没有效果（auto 为 {value}）：{reason}"
+            ),
+            None => text!("no effect: {reason}", "没有效果：{reason}"),
         },
-        Outcome::Default("") => "not set".to_owned(),
-        Outcome::Default(value) => format!("the default: {value}"),
-        Outcome::Here(reason) => format!("same here: {reason}"),
-        Outcome::Overridden(word) => format!("not used: {word}"),
-        Outcome::Comment => "a comment".to_owned(),
-        Outcome::Warning(why) => format!("WARNING no effect: {why}"),
-        Outcome::Refused(why) => format!("REFUSED {why}"),
+        Outcome::Default("") => both("not set", "未设置").into(),
+        Outcome::Default(value) => text!("the default: {value}", "默认值：{value}"),
+        Outcome::Here(reason) => text!("same here: {reason}", "此处相同：{reason}"),
+        Outcome::Overridden(word) => text!("not used: {word}", "未使用：{word}"),
+        Outcome::Comment => both("a comment", "注释").into(),
+        Outcome::Warning(why) => text!("WARNING no effect: {why}", "警告 没有效果：{why}"),
+        Outcome::Refused(why) => text!("REFUSED {why}", "拒绝 {why}"),
     }
 }
 
@@ -217,7 +222,7 @@ mod tests {
                     path: format!("zero_optimization.{name}"),
                     line: 1,
                     value: "auto".to_owned(),
-                    outcome: Outcome::Unused(crate::lang::both("", "")),
+                    outcome: Outcome::Unused(both("", "")),
                 };
                 from_hidden_size(&row, &config)
             })

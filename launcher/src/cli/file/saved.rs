@@ -7,7 +7,7 @@ use super::line;
 use crate::cli::presets;
 use crate::config::{CONFIG_FILE, RunPlan};
 use crate::error::{ErrorCode, Failure, failures, quoted};
-use crate::lang::{both, text};
+use crate::lang::{Text, both, text};
 use engine::checkpoint;
 use std::path::{Path, PathBuf};
 
@@ -130,10 +130,12 @@ fn point_at_latest(given: &mut Given, run: &Path, output: Option<&Path>) -> Resu
             "--output names another directory, so the run cannot start again in its own",
             "--output 指定了另一个目录，因此运行无法在自己的目录中重新开始",
         );
-        return Err(Failure::new(ErrorCode::Resume, title, cause).next(format!(
-            "launcher --resume {}",
-            quoted(&run.display().to_string())
-        )));
+        return Err(
+            Failure::new(ErrorCode::Resume, title, cause).next(Text::literal(format_args!(
+                "launcher --resume {}",
+                quoted(&run.display().to_string())
+            ))),
+        );
     };
     given.add("resume", &latest.display().to_string(), "");
     Ok(())

@@ -1,6 +1,7 @@
 //! Recipes of other trainers, as files and as command lines.
 
 use super::*;
+use crate::cli::trainers::{Effect, Meaning};
 use crate::cli::{Args, Command, parse};
 
 /// Arguments of a line, with the flags of its files and the defaults of its trainer.
@@ -168,6 +169,137 @@ fn keys_of_trainers_mean_the_same_on_the_line_as_in_a_file() {
         read_with_notes("--model m --data d --report_to wandb --use_liger_kernel --output o");
     assert_eq!((args.report_to, loaded.defaults.len()), (None, 0));
     assert_eq!(notes.len(), 2, "{notes:?}");
+}
+
+/// Flags that a line of `trainer` gives, with the notes on those without effect.
+fn pasted(line: &str) -> (Args, Vec<Note>) {
+    let (args, _, notes) = read_with_notes(line);
+    (args, notes)
+}
+
+#[test]
+fn no_key_of_another_trainer_is_unknown_on_the_line() {
+    let known: Vec<String> = <Args as clap::CommandFactory>::command()
+        .get_arguments()
+        .filter_map(|arg| arg.get_long().map(str::to_owned))
+        .collect();
+    let mut count = 0;
+    for (trainer, keys) in trainers::TABLES {
+        for (names, meaning) in keys {
+            for name in names.split(' ') {
+                count += 1;
+                let argv: Vec<String> = ["--model=m", "--data=d", "--output=o", "--defaults=ours"]
+                    .into_iter()
+                    .map(str::to_owned)
+                    .chain([format!("--{name}"), "odd".to_owned()])
+                    .collect();
+                if let Err(failure) = parse(&argv) {
+                    assert!(
+                        failure.title.contains(name) || failure.title.contains("odd"),
+                        "{trainer}: {failure}"
+                    );
+                    assert!(
+                        !failure.title.contains("unknown flag"),
+                        "{trainer}: {failure}"
+                    );
+                    crate::lang::assert_chinese(&failure);
+                }
+                for value in ["odd", "true", "false", "none", "0", "1"] {
+                    let Effect::Flag(flag, _) = meaning.effect(value) else {
+                        continue;
+                    };
+                    assert!(known.iter().any(|known| known == flag), "{name}: --{flag}");
+                }
+            }
+        }
+    }
+    assert!(count > 250, "{count} keys");
+}
+
+#[test]
+fn values_of_words_are_values_of_their_flags() {
+    for (trainer, keys) in trainers::TABLES {
+        for (names, meaning) in keys {
+            let (Meaning::Words(words) | Meaning::WordsOr(words, _)) = meaning else {
+                continue;
+            };
+            for (word, flag, value) in words.iter().filter(|(_, flag, _)| !flag.is_empty()) {
+                let line = [format!("--{flag}={value}")];
+                let read = train_args(&line);
+                assert!(read.is_ok(), "{trainer} {names} {word}: {read:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn lines_of_published_scripts_paste_in() {
+    let (args, _) = pasted(
+        "--experiment-name finetune-cogagent-chat --model-parallel-size 1 --mode finetune --train-iters 800 --resume-dataloader --from_pretrained cogagent-chat --max_length 319 --lora_rank 10 --use_lora --local_tokenizer lmsys/vicuna-7b-v1.5 --version base --train-data ./archive_split/train --valid-data ./archive_split/valid --distributed-backend nccl --lr-decay-style cosine --warmup .02 --checkpoint-activations --vit_checkpoint_activations --save-interval 200 --eval-interval 200 --save ./checkpoints --eval-iters 10 --eval-batch-size 1 --split 1. --deepspeed --skip-init --seed 2023 --ignore_pad_token_for_loss --strategy BaseStrategy",
+    );
+    assert_eq!(
+        (args.max_steps, args.model_max_length),
+        (Some(800), Some(319))
+    );
+    assert_eq!(
+        args.checkpoint_activations,
+        Some(crate::config::Recompute::ALL)
+    );
+    let (args, _) = pasted(
+        "--lr 1e-5 --num_epochs 3 --batch_size 2 --torch_type torch.bfloat16 --save_step 100 --train_dataset_rate 1.0 --lora_rank 8 --lora_alpha 32 --lora_target vision_expert_query_key_value --lora_dropout 0.1 --warmup_steps 0 --max_input_len 1024 --max_output_len 1024 --model_path m --dataset_path d --save_path o",
+    );
+    assert_eq!(
+        (args.learning_rate, args.num_train_epochs),
+        (Some(1e-5), Some(3.0))
+    );
+    assert_eq!(
+        (args.adam_beta2, args.weight_decay),
+        (Some(0.999), Some(0.01))
+    );
+    let (args, _) = pasted(
+        "--dataset_dir d --train_rate 1 --lr 2e-4 --num_epochs 20 --per_device_train_batch_size 4 --gradient_accumulation_steps 4 --model_dir m --tokenizer_dir t --save_dir o --save_freq 1 --lora_rank 64 --lora_dropout 0.1 --lora_alpha 32 --max_length 350",
+    );
+    assert_eq!((args.data, args.dataset_dir), (Some("d".into()), None));
+    let (args, notes) = pasted(
+        "--lora_enable True --vision_lora False --lora_namespan_exclude ['lm_head','embed_tokens'] --lora_rank 64 --lora_alpha 128 --lora_dropout 0.05 --num_lora_modules -1 --model_id m --data_path d --image_folder i --freeze_vision_tower True --freeze_llm True --freeze_merger False --bf16 True --fp16 False --disable_flash_attn2 False --output_dir o --num_train_epochs 1 --per_device_train_batch_size 1 --gradient_accumulation_steps 1 --learning_rate 2e-4 --weight_decay 0. --warmup_ratio 0.03 --lr_scheduler_type cosine --logging_steps 1 --tf32 False --gradient_checkpointing True --report_to tensorboard --lazy_preprocess True --save_strategy steps --save_steps 1 --save_total_limit 10 --dataloader_num_workers 4",
+    );
+    assert_eq!(
+        (args.train.as_deref(), args.use_lora),
+        (Some("projector"), Some(true))
+    );
+    assert_eq!(
+        (args.tune_llm, args.image_dir),
+        (Some(false), Some("i".into()))
+    );
+    assert!(
+        notes.iter().any(|note| note.flag == "--lazy_preprocess"),
+        "{notes:?}"
+    );
+    let (args, _) = pasted(
+        "--model m --train_type lora --dataset d --torch_dtype bfloat16 --num_train_epochs 1 --per_device_train_batch_size 1 --learning_rate 1e-4 --lora_rank 8 --lora_alpha 32 --target_modules all-linear --freeze_vit true --gradient_accumulation_steps 16 --eval_steps 50 --save_steps 50 --save_total_limit 2 --logging_steps 5 --max_length 2048 --output_dir o --warmup_ratio 0.05 --dataloader_num_workers 4 --model_author swift --model_name x --adapters a --check_model false --use_chat_template true",
+    );
+    assert_eq!(args.adapter, Some("a".into()));
+    let (args, _) = pasted(
+        "--stage sft --finetuning_type lora --model_name_or_path m --adapter_name_or_path a --create_new_adapter false --dataset d --pure_bf16 true --freeze_vision_tower true --cutoff_len 2048 --output_dir o --data x",
+    );
+    assert_eq!(args.adapter, Some("a".into()));
+}
+
+#[test]
+fn a_key_of_swiss_army_transformer_acts_on_any_model() {
+    let model = tempfile::tempdir().expect("temp dir");
+    let config = r#"{"model_type": "minicpmv", "version": 2.6}"#;
+    std::fs::write(model.path().join("config.json"), config).expect("written");
+    let line = format!(
+        "--model {} --data d --train-iters 3",
+        model.path().display()
+    );
+    let (args, _) = read(&line);
+    assert_eq!((args.max_steps, args.train), (Some(3), None));
+    let (args, _) = read("--model m --data d --version base");
+    assert_eq!(args.template, Some(crate::config::TemplateChoice::SatBase));
+    let (args, _) = read("--model cogvlm --data d --train-iters 3");
+    assert!(args.train.is_some());
 }
 
 #[test]

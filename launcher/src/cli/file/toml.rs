@@ -1,7 +1,7 @@
 //! TOML parser.
 
 use super::value::{Entry, Fault, MAX_DEPTH, Value, insert};
-use crate::lang::both;
+use crate::lang::{both, text};
 use toml::de::{DeTable, DeValue};
 
 /// Parses a document.
@@ -10,7 +10,8 @@ pub(super) fn parse(text: &str) -> Result<Value, Fault> {
     let line_at = |offset: usize| 1 + ends.partition_point(|end| *end < offset);
     let table = DeTable::parse(text).map_err(|error| {
         let line = error.span().map_or(1, |span| line_at(span.start));
-        Fault::new(line, error.message())
+        let why = error.message();
+        Fault::new(line, text!("{why}", "语法错误：{why}"))
     })?;
     map(table.get_ref(), &line_at, 0)
 }

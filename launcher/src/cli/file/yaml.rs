@@ -1,7 +1,7 @@
 //! YAML parser for one document without anchors, aliases and tags.
 
 use super::value::{Entry, Fault, MAX_DEPTH, Value, insert};
-use crate::lang::both;
+use crate::lang::{both, text};
 use saphyr_parser::{Event, Parser, ScalarStyle, ScanError};
 
 /// Parses one document; an empty one is an empty map.
@@ -50,7 +50,8 @@ pub(super) fn parse(text: &str) -> Result<Value, Fault> {
 }
 
 fn fault(error: &ScanError) -> Fault {
-    Fault::new(error.marker().line(), error.info())
+    let why = error.info();
+    Fault::new(error.marker().line(), text!("{why}", "语法错误：{why}"))
 }
 
 /// Document under construction.

@@ -156,7 +156,7 @@ fn divided(global: usize, by: usize, what: impl Fn() -> Text) -> Result<usize, F
             what()
         ),
     )
-    .next(format!("--global-batch-size {near}")))
+    .next(Text::literal(format_args!("--global-batch-size {near}"))))
 }
 
 /// Towers that recompute, from either spelling.

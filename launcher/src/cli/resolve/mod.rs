@@ -1,10 +1,12 @@
 //! From arguments to a configuration.
 
 mod batch;
+mod best;
 mod numbers;
 mod trainable;
 
 use crate::lang::{Both, Text, both, text};
+use models::places;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -15,7 +17,7 @@ use crate::config::{
     SampleRules, Source, Strategy, Task, Tier, Warmup,
 };
 use engine::comm::MAX_RANKS;
-use models::data::{DATASET_INFO, data_parts};
+use models::data::{DATASET_INFO, data_parts, weight_of};
 
 /// Directory of `dataset_info.json` where none is given, as in LLaMA-Factory.
 const DATASET_DIR: &str = "data";
@@ -95,6 +97,14 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
     let (output, output_is_explicit) = output(args, env, &source)?;
     let offload = offload(args, chosen.device, &mut notes)?;
     let on_gpu = chosen.device == Device::Cuda && offload.optimizer == Tier::None;
+    let eval = eval(args, &source, &mut notes)?;
+    // Checkpoints follow the evaluations, of which the best is kept.
+    let save = match args.load_best_model_at_end {
+        Some(true) => eval,
+        _ => defaults.save,
+    };
+    let (when, steps) = (args.save_strategy, args.save_steps);
+    let save = cadence("save", when, steps, save, &mut notes)?;
     let config = RunConfig {
         task: Task::Train,
         output,
@@ -134,13 +144,8 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         batch: batch::resolve(args, env, defaults, world_size)?,
         optimizer: optimizer(args, defaults, &mut notes)?,
         trainable: trainable::resolve(args, &mut notes)?,
-        save: cadence(
-            "save",
-            args.save_strategy,
-            args.save_steps,
-            defaults.save,
-            &mut notes,
-        )?,
+        best: best::resolve(args, (save, eval), &mut notes)?,
+        save,
         save_total_limit: match args.save_total_limit {
             Some(0) => {
                 return Err(out_of_range(
@@ -156,7 +161,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
             }
             limit => limit,
         },
-        eval: eval(args, &source, &mut notes)?,
+        eval,
         logging: cadence(
             "logging",
             args.logging_strategy,
@@ -252,9 +257,12 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
     };
     let data = samples(&args.data, &args.dataset)?;
     let eval_data = samples(&args.eval_data, &args.eval_dataset)?;
+    if let Some(eval_data) = &eval_data {
+        refuse_weights(eval_data)?;
+    }
     match (&args.model, data) {
         (Some(model), Some(data)) => Ok(Source::Files {
-            model: absolute(model)?,
+            model: location(model, args.tokenizer.as_deref())?,
             data,
             eval_data,
             image_dir: args.image_dir.as_deref().map(absolute).transpose()?,
@@ -280,6 +288,30 @@ fn source(args: &Args, env: &Env) -> Result<Source, Failure> {
     }
 }
 
+/// Fails if held-out data has a weight: each sample is evaluated once.
+///
+/// # Errors
+/// It does (exit 2).
+pub(crate) fn refuse_weights(data: &Path) -> Result<(), Failure> {
+    let parts = data_parts(data);
+    let weighted = |part: &&PathBuf| !matches!(weight_of(part), Ok((_, 1.0)));
+    let Some(part) = parts.iter().find(weighted) else {
+        return Ok(());
+    };
+    Err(Failure::usage(
+        text!(
+            "the held-out data {} has a weight",
+            "留出数据 {} 带有权重",
+            part.display()
+        ),
+        both(
+            "each held-out sample is evaluated once",
+            "每个留出样本只评估一次",
+        ),
+    )
+    .next(both("omit the weight", "请去掉权重")))
+}
+
 /// The files that are `given`, otherwise those that the `names` in a `dataset_info.json` of `directory` stand for.
 fn data(
     given: Option<&Path>,
@@ -295,7 +327,11 @@ fn data(
                 .split(',')
                 .map(str::trim)
                 .filter(|name| !name.is_empty());
-            let entry = |name: &str| match Path::new(name).exists() {
+            let exists = |name: &str| match weight_of(Path::new(name)) {
+                Ok((path, _)) => path.exists(),
+                Err(_) => false,
+            };
+            let entry = |name: &str| match exists(name) {
                 true => PathBuf::from(name),
                 false => directory.join(format!("{DATASET_INFO}#{name}")),
             };
@@ -638,7 +674,7 @@ fn cadence(
             &format!("{flag} 0"),
             both("must be at least 1", "必须至少为 1"),
         )
-        .next(format!("--{name}-strategy no")));
+        .next(Text::literal(format_args!("--{name}-strategy no"))));
     }
     if steps.is_some() && matches!(strategy, Some(Strategy::No | Strategy::Epoch)) {
         notes.push(note(
@@ -721,6 +757,16 @@ pub(super) fn within(flag: &str, value: f64, low: f64, high: f64) -> Result<(), 
         &format!("{flag} {value}"),
         text!("must be {range}", "必须{range}"),
     ))
+}
+
+/// The location of the model with its tokenizer, of absolute paths.
+fn location(model: &Path, tokenizer: Option<&Path>) -> Result<PathBuf, Failure> {
+    let model = places::with_tokenizer(model, tokenizer);
+    let all: Result<Vec<_>, _> = places::directories(&model)
+        .iter()
+        .map(|dir| absolute(dir))
+        .collect();
+    Ok(places::joined(&all?))
 }
 
 fn absolute(path: &Path) -> Result<PathBuf, Failure> {
@@ -884,6 +930,8 @@ impl RunConfig {
         flags.push(("seed", self.seed.to_string()));
         flags.push(("use-lora", self.trainable.lora.is_some().to_string()));
         if let Some(lora) = &self.trainable.lora {
+            let adapter = lora.adapter.as_ref();
+            flags.extend(adapter.map(|dir| ("adapter", dir.display().to_string())));
             flags.push(("lora-rank", lora.lora_rank.to_string()));
             flags.push(("lora-alpha", lora.lora_alpha.to_string()));
             flags.push(("lora-dropout", lora.lora_dropout.to_string()));
@@ -951,6 +999,15 @@ impl RunConfig {
             self.save_total_limit
                 .map(|limit| ("save-total-limit", limit.to_string())),
         );
+        if let Some(best) = &self.best {
+            flags.push(("load-best-model-at-end", best.load.to_string()));
+            flags.push(("metric-for-best-model", value_name(best.metric)));
+            flags.push(("greater-is-better", best.greater_is_better.to_string()));
+            let patience = best
+                .patience
+                .map(|n| ("early-stopping-patience", n.to_string()));
+            flags.extend(patience);
+        }
         flags.push(("report-to", value_name(self.report_to)));
         flags.push(("max-restarts", self.max_restarts.to_string()));
         flags.push(("elastic", self.elastic.to_string()));

@@ -1,13 +1,15 @@
 //! Which parts train: flags to the resolved choice.
 
-use crate::lang::both;
+use crate::lang::{both, text};
 use std::ops::Range;
+use std::path::PathBuf;
 
 use super::{note, out_of_range, positive, within};
 use crate::cli::{Args, Note};
 use crate::config::words::words;
 use crate::config::{Lora, Trainable, defaults};
-use crate::error::Failure;
+use crate::error::{ErrorCode, Failure, chain, failures};
+use models::adapter::{ADAPTER_CONFIG, AdapterConfig};
 use models::selection::VISION;
 
 /// Resolves the flags under "What is trained".
@@ -51,8 +53,9 @@ pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, F
 }
 
 /// Flags that ask for adapters, and whether each is given.
-fn lora_flags(args: &Args) -> [(&'static str, bool); 7] {
+fn lora_flags(args: &Args) -> [(&'static str, bool); 8] {
     [
+        ("--adapter", args.adapter.is_some()),
         ("--lora-rank", args.lora_rank.is_some()),
         ("--lora-alpha", args.lora_alpha.is_some()),
         ("--lora-dropout", args.lora_dropout.is_some()),
@@ -72,8 +75,86 @@ pub(super) fn has_adapters(args: &Args) -> bool {
     args.use_lora.unwrap_or_else(implied)
 }
 
+/// Adapters that training starts from: their directory and settings. Flags that these settings replace are noted.
+fn started(
+    args: &Args,
+    notes: &mut Vec<Note>,
+) -> Result<Option<(PathBuf, AdapterConfig)>, Failure> {
+    let Some(named) = &args.adapter else {
+        return Ok(None);
+    };
+    let latest = || engine::checkpoint::find_latest(named).ok().flatten();
+    let dir = match named.join(ADAPTER_CONFIG).is_file() {
+        true => named.clone(),
+        false => latest().unwrap_or_else(|| named.clone()),
+    };
+    let settings = AdapterConfig::open(&dir).map_err(|error| {
+        Failure::new(
+            ErrorCode::ModelFiles,
+            text!(
+                "cannot start from the adapters in {}",
+                "无法从 {} 中的适配器开始",
+                named.display()
+            ),
+            chain(&error),
+        )
+        .next(failures::adapter_remedy(
+            &dir,
+            both(
+                "give --adapter a directory with adapter_config.json and adapter_model.safetensors",
+                "请把含有 adapter_config.json 和 adapter_model.safetensors 的目录交给 --adapter",
+            ),
+        ))
+    })?;
+    let replaced = [
+        (
+            "--lora-rank",
+            args.lora_rank.is_some_and(|rank| rank != settings.r),
+        ),
+        (
+            "--lora-alpha",
+            args.lora_alpha
+                .is_some_and(|alpha| alpha != settings.lora_alpha),
+        ),
+        ("--lora-target-modules", args.lora_target_modules.is_some()),
+        ("--lora-layers", args.lora_layers.is_some()),
+        (
+            "--lora-per-projection",
+            args.lora_per_projection == Some(true),
+        ),
+    ];
+    let replaced = replaced.iter().filter(|(_, replaced)| *replaced);
+    notes.extend(replaced.map(|(flag, _)| {
+        note(
+            flag,
+            both(
+                "the adapters of --adapter decide it",
+                "由 --adapter 的适配器决定",
+            ),
+        )
+    }));
+    Ok(Some((dir, settings)))
+}
+
 fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
     let meant = has_adapters(args);
+    if let (true, Some((dir, settings))) = (meant, started(args, notes)?) {
+        let lora_dropout = args.lora_dropout.unwrap_or(settings.lora_dropout);
+        within("--lora-dropout", lora_dropout, 0.0, 1.0 - f64::EPSILON)?;
+        return Ok(Some(Lora {
+            lora_rank: settings.r,
+            lora_alpha: settings.lora_alpha,
+            lora_dropout,
+            target_modules: None,
+            per_projection: false,
+            layers: None,
+            modules_to_save: match args.modules_to_save {
+                Some(_) => Some(modules_to_save(args, notes)),
+                None => Some(settings.modules_to_save.unwrap_or_default()),
+            },
+            adapter: Some(dir),
+        }));
+    }
     if !meant {
         let given = lora_flags(args).into_iter().filter(|(_, given)| *given);
         notes.extend(
@@ -102,6 +183,7 @@ fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
         per_projection: args.lora_per_projection.unwrap_or(false),
         layers,
         modules_to_save: Some(modules_to_save(args, notes)),
+        adapter: None,
     }))
 }
 

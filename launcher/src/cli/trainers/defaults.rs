@@ -6,6 +6,8 @@ use super::Trainer;
 use crate::cli::Preset;
 use crate::error::Failure;
 use crate::lang::{both, text};
+use models::Family;
+use std::path::Path;
 
 /// A setting that a recipe leaves out, with the value of its trainer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -190,6 +192,8 @@ pub(in crate::cli) fn absent(
             rows.add(TRANSFORMERS);
         }
         Trainer::Sat => sat(adapters, given, &mut rows),
+        Trainer::CogVlm2 => cogvlm2(&mut rows),
+        Trainer::TwoU1 => two_u1(adapters, given, &mut rows),
     }
     rows.0
 }
@@ -236,6 +240,47 @@ fn swift_global_batch(given: &dyn Fn(&str) -> Option<String>) -> Option<usize> {
     Some(16_usize.div_ceil(each.max(1)) * each)
 }
 
+/// 2U1/Qwen2-VL-Finetune, `src/params.py`. Tower and projector train in full beside adapters unless they are frozen.
+fn two_u1(adapters: bool, given: &dyn Fn(&str) -> Option<String>, rows: &mut Rows) {
+    rows.add(&[("use-lora", "false"), ("model-max-length", "32768")]);
+    if adapters {
+        rows.add(&[
+            ("lora-rank", "64"),
+            ("lora-alpha", "16"),
+            ("lora-dropout", "0.05"),
+            ("lora-target-modules", "all"),
+            ("modules-to-save", "none"),
+        ]);
+        let projector = given("freeze").is_none_or(|parts| parts == "none");
+        let tower = given("tune-vision").is_none_or(|value| value != "false");
+        let parts = [(projector, "projector"), (tower, "vision")];
+        let trained: Vec<&str> = parts
+            .into_iter()
+            .filter_map(|(trains, part)| trains.then_some(part))
+            .collect();
+        if !trained.is_empty() {
+            rows.push("train", trained.join(","));
+        }
+    }
+    rows.add(F32);
+    rows.add(TRANSFORMERS);
+}
+
+/// THUDM/CogVLM2, `finetune_demo/peft_lora.py`: the preset, and the script's own epochs and batch.
+fn cogvlm2(rows: &mut Rows) {
+    rows.add(&[
+        ("num-train-epochs", "5"),
+        ("per-device-train-batch-size", "2"),
+        ("use-lora", "true"),
+    ]);
+    let preset = Preset::named("cogvlm2-peft").map_or(&[][..], |preset| preset.flags);
+    // Sharding and recomputation keep this program's defaults.
+    let settings = |flag: &str| !matches!(flag, "zero" | "checkpoint-activations");
+    for (flag, value) in preset.iter().filter(|(flag, _)| settings(flag)) {
+        rows.push(flag, (*value).to_owned());
+    }
+}
+
 fn sat(adapters: bool, given: &dyn Fn(&str) -> Option<String>, rows: &mut Rows) {
     let agent = given("model").is_some_and(|model| model.to_lowercase().contains("cogagent"));
     let script = if agent {
@@ -244,6 +289,10 @@ fn sat(adapters: bool, given: &dyn Fn(&str) -> Option<String>, rows: &mut Rows) 
         "cogvlm-captcha"
     };
     let preset = Preset::named(script).map_or(&[][..], |preset| preset.flags);
+    // What the scripts train and read are parts of CogVLM and CogAgent; another model has none of them.
+    let family = given("model").and_then(|model| Family::of(Path::new(&model)).ok());
+    let is_cog = family.is_none_or(|family| matches!(family, Family::CogVlm | Family::CogAgent));
+    let preset = if is_cog { preset } else { &[] };
     let mut take = |names: &[&str]| {
         for (flag, value) in preset.iter().filter(|(flag, _)| names.contains(flag)) {
             rows.push(flag, (*value).to_owned());

@@ -86,6 +86,38 @@ pub(in crate::cli) enum Effect {
 use Meaning::{Flag, Only, Unused, Words, WordsOr};
 
 impl Meaning {
+    /// What becomes of the key, for the documentation.
+    pub(in crate::cli) fn describe(&self) -> String {
+        let listed = |words: &[(&str, &str, &str)]| {
+            let one = |(word, flag, value): &(&str, &str, &str)| match (*word, *flag) {
+                ("", "") => None,
+                (word, "") => Some(format!("`{word}`: no effect")),
+                (word, flag) => Some(format!("`{word}`: `--{flag} {value}`")),
+            };
+            words.iter().filter_map(one).collect::<Vec<_>>().join(", ")
+        };
+        match self {
+            Flag(flag) => format!("`--{flag}`"),
+            Words(words) => listed(words),
+            WordsOr(words, flag) => {
+                let others = format!("`--{flag}`");
+                match listed(words) {
+                    words if words.is_empty() => others,
+                    words => format!("{words}; otherwise {others}"),
+                }
+            }
+            Unused(reason) => format!("no effect: {reason}"),
+            Only(neutral, reason) => {
+                let words = neutral.iter().filter(|word| !word.is_empty());
+                let words: Vec<String> = words.map(|word| format!("`{word}`")).collect();
+                match words.is_empty() {
+                    true => format!("refused: {reason}"),
+                    false => format!("only {}: {reason}", words.join(" ")),
+                }
+            }
+        }
+    }
+
     /// Effect of the key with the value `text`.
     pub(in crate::cli) fn effect(&self, text: &str) -> Effect {
         let found = |words: &'static [(&str, &'static str, &'static str)]| {
@@ -115,7 +147,42 @@ impl Meaning {
     }
 }
 
+/// Names of keys in snake_case, separated by spaces, with their meaning.
 type Key = (&'static str, Meaning);
+
+const OPTIMIZER: Both = both("the optimizer is AdamW", "优化器是 AdamW");
+const LOSS: Both = both("the loss is plain cross entropy", "损失是普通的交叉熵");
+const TOKENIZER: Both = both(
+    "the tokenizer of the model directory is used",
+    "使用模型目录中的分词器",
+);
+const DIRECTORIES: Both = both(
+    "models and data are read from directories",
+    "模型和数据从目录中读取",
+);
+const ORDER: Both = both(
+    "seed and epoch decide the order of samples",
+    "样本的顺序由种子和 epoch 决定",
+);
+const PLACES: Both = both(
+    "the plan places weights and states; --offload moves them",
+    "权重和状态的位置由计划决定；--offload 可移动它们",
+);
+const PARTS: Both = both(
+    "--train and --freeze select parts",
+    "由 --train 和 --freeze 选择各部分",
+);
+const NO_PADDING: Both = both("nothing is padded", "不做填充");
+const TENSORS: Both = both(
+    "ZeRO shards the model: --zero 3",
+    "模型由 ZeRO 分片：--zero 3",
+);
+const EXPERTS: Both = both(
+    "no model here routes tokens to experts by a loss",
+    "此处没有按损失把 token 分配给专家的模型",
+);
+const MEASURED: Both = both("always measured", "总是测量");
+const HUB: Both = both("nothing is sent anywhere", "不会向任何地方发送内容");
 
 const TUNE_VISION: Meaning = Words(&[
     ("true", "tune-vision", "false"),
@@ -147,9 +214,132 @@ const LLAMA_FACTORY: &[Key] = &[
     ("freeze_vision_tower", TUNE_VISION),
     ("freeze_multi_modal_projector", FREEZE_PROJECTOR),
     ("freeze_language_model", TUNE_LLM),
-    ("overwrite_cache", Unused(CACHE)),
-    ("tokenized_path", Unused(CACHE)),
-    ("preprocessing_batch_size", Unused(CACHE)),
+    ("adapter_name_or_path", Flag("adapter")),
+    (
+        "create_new_adapter",
+        Only(
+            &["false"],
+            both(
+                "training goes on with the adapters of --adapter; `launcher export --merge` merges them first",
+                "训练在 --adapter 的适配器上继续；`launcher export --merge` 可先合并它们",
+            ),
+        ),
+    ),
+    (
+        "adapter_folder",
+        Only(
+            &[],
+            both("--adapter takes the whole path", "--adapter 接受完整路径"),
+        ),
+    ),
+    (
+        "overwrite_cache tokenized_path preprocessing_batch_size buffer_size data_shared_file_system",
+        Unused(CACHE),
+    ),
+    (
+        "eval_on_each_dataset",
+        Only(
+            &["false"],
+            both("held-out samples form one set", "留出样本构成一个集合"),
+        ),
+    ),
+    ("mix_strategy", Only(&["concat"], ORDER)),
+    ("interleave_probs", Only(&["none", ""], ORDER)),
+    ("disable_shuffling", Only(&["false"], ORDER)),
+    (
+        "default_system",
+        Only(
+            &["none", ""],
+            both(
+                "the data gives the system text of a sample",
+                "样本的 system 文本由数据给出",
+            ),
+        ),
+    ),
+    (
+        "tool_format",
+        Only(
+            &["none", ""],
+            both("samples have no tools", "样本中没有工具"),
+        ),
+    ),
+    (
+        "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
+        Unused(both(
+            "only --finetuning_type freeze has it; --train selects parts",
+            "只用于 --finetuning_type freeze；由 --train 选择各部分",
+        )),
+    ),
+    (
+        "use_galore use_apollo use_badam use_adam_mini use_muon",
+        Only(&["false"], OPTIMIZER),
+    ),
+    (
+        "optim_args optim_target_modules",
+        Only(&["none", ""], OPTIMIZER),
+    ),
+    (
+        "fsdp_config fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap accelerator_config parallelism_config",
+        Only(
+            &["none", "", "0"],
+            both(
+                "sharding is chosen by the ZeRO stage",
+                "分片方式由 ZeRO 阶段决定",
+            ),
+        ),
+    ),
+    (
+        "use_dft_loss use_asft_loss use_eaft_loss",
+        Only(&["false"], LOSS),
+    ),
+    (
+        "use_llama_pro use_mca use_ray mixture_of_depths",
+        Only(&["false", "none"], FAMILY),
+    ),
+    (
+        "swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key swanlab_logdir",
+        Unused(HUB),
+    ),
+    (
+        "compute_accuracy include_effective_tokens_per_second print_param_status",
+        Unused(MEASURED),
+    ),
+    (
+        "early_stopping_steps early_stop_interval",
+        Flag("early-stopping-patience"),
+    ),
+    ("split_special_tokens", Only(&["false"], TOKENIZER)),
+    (
+        "add_tokens add_special_tokens new_special_tokens_config",
+        Only(&["none", ""], TOKENIZER),
+    ),
+    ("init_special_tokens", Unused(TOKENIZER)),
+    ("model_revision", Unused(DIRECTORIES)),
+    (
+        "hf_hub_token ms_hub_token om_hub_token",
+        Unused(DIRECTORIES),
+    ),
+    ("use_unsloth_gc use_reentrant_gc", Unused(RECOMPUTE)),
+    ("moe_aux_loss_coef", Only(&["none", "0", "0.0"], EXPERTS)),
+    (
+        "train_from_scratch",
+        Words(&[("true", "init", "random"), ("false", "", "")]),
+    ),
+    (
+        "infer_backend offload_folder use_kv_cache infer_dtype eval_num_beams",
+        Unused(GENERATION),
+    ),
+    (
+        "image_do_pan_and_scan crop_to_patches",
+        Only(&["false"], FAMILY),
+    ),
+    (
+        "fp8",
+        Only(
+            &["false"],
+            both("--precision decides", "由 --precision 决定"),
+        ),
+    ),
     (
         "plot_loss",
         Unused(both(
@@ -158,11 +348,14 @@ const LLAMA_FACTORY: &[Key] = &[
         )),
     ),
     ("flash_attn", Unused(ATTENTION)),
-    ("enable_liger_kernel", Unused(NO_TORCH)),
-    ("use_liger_kernel", Unused(NO_TORCH)),
-    ("use_unsloth", Unused(NO_TORCH)),
-    ("video_max_pixels", Unused(VIDEO)),
-    ("video_min_pixels", Unused(VIDEO)),
+    (
+        "enable_liger_kernel use_liger_kernel use_liger use_unsloth use_v1_kernels",
+        Unused(NO_TORCH),
+    ),
+    (
+        "video_max_pixels video_min_pixels video_fps video_maxlen video_resized_width video_resized_height fps nframes use_audio_in_video audio_sampling_rate",
+        Unused(VIDEO),
+    ),
     ("val_size", Only(&["0", "0.0"], NO_SPLIT)),
     (
         "quantization_bit",
@@ -185,7 +378,8 @@ const LLAMA_FACTORY: &[Key] = &[
             ),
         ),
     ),
-    ("pissa_init", Only(&["false"], ADAPTER_KIND)),
+    ("pissa_init pissa_convert", Only(&["false"], ADAPTER_KIND)),
+    ("pissa_iter", Unused(ADAPTER_KIND)),
     ("generation_config", Unused(GENERATION)),
     ("generation_max_length", Unused(GENERATION)),
     (
@@ -201,11 +395,18 @@ const LLAMA_FACTORY: &[Key] = &[
         "neat_packing",
         Only(&["false"], both("a sample is not packed", "不对样本做打包")),
     ),
-    ("neftune_noise_alpha", Only(&["0", "0.0", "none"], NO_NOISE)),
+    (
+        "neftune_noise_alpha neftune_alpha",
+        Only(&["0", "0.0", "none"], NO_NOISE),
+    ),
     ("shift_attn", Only(&["false"], ATTENTION)),
     ("rope_scaling", Only(&["none"], FAMILY)),
     ("resize_vocab", Only(&["false"], FAMILY)),
-    ("loraplus_lr_ratio", Only(&["0", "0.0", "none"], RATES)),
+    (
+        "loraplus_lr_ratio lorap_lr_ratio",
+        Only(&["0", "0.0", "none"], RATES),
+    ),
+    ("loraplus_lr_embedding", Unused(RATES)),
     ("disable_gradient_checkpointing", Unused(RECOMPUTE)),
     ("low_cpu_mem_usage", Unused(NO_TORCH)),
     (
@@ -233,6 +434,108 @@ const MS_SWIFT: &[Key] = &[
     ("dataset", Flag("data")),
     ("val_dataset", Flag("eval-data")),
     ("max_length", Flag("model-max-length")),
+    ("adapters", Flag("adapter")),
+    ("target_regex", Flag("lora-target-modules")),
+    ("tuner_backend", Only(&["peft"], ADAPTER_KIND)),
+    ("init_weights", Only(&["true"], ADAPTER_KIND)),
+    ("use_swift_lora", Only(&["false"], ADAPTER_KIND)),
+    (
+        "vit_lr aligner_lr vision_lr merger_lr projector_lr head_lr",
+        Only(&["none"], RATES),
+    ),
+    (
+        "freeze_parameters trainable_parameters freeze_parameters_regex trainable_parameters_regex",
+        Only(&["none", "", "[]"], PARTS),
+    ),
+    (
+        "freeze_parameters_ratio unfreeze_topk_llm unfreeze_topk_vision",
+        Only(&["0", "0.0", "0."], PARTS),
+    ),
+    (
+        "task_type",
+        Only(
+            &["causal_lm"],
+            both("a run trains a language model", "运行训练的是语言模型"),
+        ),
+    ),
+    (
+        "check_model ignore_args_error use_logits_to_keep acc_strategy metric",
+        Unused(MEASURED),
+    ),
+    ("device_map max_memory init_strategy", Unused(PLACES)),
+    ("local_repo_path download_mode", Unused(DIRECTORIES)),
+    (
+        "use_chat_template",
+        Only(
+            &["true"],
+            both(
+                "the chat template of the model directory is used",
+                "使用模型目录中的对话模板",
+            ),
+        ),
+    ),
+    (
+        "template_backend",
+        Unused(both(
+            "the chat template of the model directory is used",
+            "使用模型目录中的对话模板",
+        )),
+    ),
+    ("padding_side", Unused(NO_PADDING)),
+    ("loss_scale", Only(&["default"], SUPERVISED)),
+    (
+        "loss_type agent_template response_prefix",
+        Only(&["none", ""], SUPERVISED),
+    ),
+    (
+        "sequence_parallel_size deepspeed_autotp_size zero_hpz_partition_size",
+        Only(&["1", "none"], TENSORS),
+    ),
+    (
+        "dataset_shuffle train_dataloader_shuffle",
+        Only(&["true"], ORDER),
+    ),
+    ("val_dataset_shuffle shuffle_buffer_size", Unused(ORDER)),
+    ("interleave_prob", Only(&["none", ""], ORDER)),
+    ("stopping_strategy", Unused(ORDER)),
+    ("packing_length", Unused(NO_PADDING)),
+    (
+        "columns cached_dataset custom_dataset_info custom_register_path external_plugins",
+        Only(
+            &["none", "", "{}", "[]"],
+            both(
+                "--data-format names the form of the samples; no Python runs",
+                "样本的格式由 --data-format 指定；不运行 Python",
+            ),
+        ),
+    ),
+    (
+        "strict",
+        Unused(both(
+            "samples that cannot be used stop the run; --skip-bad-samples leaves them out",
+            "无法使用的样本会使运行停止；--skip-bad-samples 会跳过它们",
+        )),
+    ),
+    (
+        "max_epochs",
+        Only(
+            &["none"],
+            both(
+                "--num-train-epochs and --max-steps bound the run",
+                "--num-train-epochs 和 --max-steps 限制运行的长度",
+            ),
+        ),
+    ),
+    (
+        "resume_only_model",
+        Only(
+            &["false"],
+            both(
+                "--adapter starts from adapters, --resume continues a run",
+                "--adapter 从适配器开始，--resume 继续运行",
+            ),
+        ),
+    ),
     ("freeze_vit", TUNE_VISION),
     ("freeze_llm", TUNE_LLM),
     ("freeze_aligner", FREEZE_PROJECTOR),
@@ -349,11 +652,96 @@ const SAT: &[Key] = &[
         Words(&[
             ("base", "template", "sat-base"),
             ("chat", "template", "sat-chat"),
+            ("vqa", "template", "sat-vqa"),
+            ("chat_old", "template", "sat-chat-old"),
         ]),
     ),
-    ("use_qlora", Only(&["false"], ADAPTER_KIND)),
     (
-        "model_parallel_size",
+        "use_qlora",
+        Only(
+            &["false"],
+            both(
+                "quantized base weights are not available; --use-lora",
+                "不支持量化的基座权重；请使用 --use-lora",
+            ),
+        ),
+    ),
+    (
+        "use_ptlora use_ptuning",
+        Only(
+            &["false"],
+            both(
+                "--ptuning-tokens N trains key and value prefixes, also beside --use-lora",
+                "--ptuning-tokens N 训练键和值的前缀，也可与 --use-lora 同用",
+            ),
+        ),
+    ),
+    (
+        "pre_seq_len",
+        Unused(both(
+            "only p-tuning has prefixes: --ptuning-tokens N",
+            "只有 p-tuning 有前缀：--ptuning-tokens N",
+        )),
+    ),
+    (
+        "layer_range",
+        Only(
+            &["none"],
+            both(
+                "it selects layers of decoder and vision tower alike: --lora-layers 0..16 selects decoder layers, a regular expression in --lora-target-modules any layers",
+                "它同时选择解码器和视觉塔的层：--lora-layers 0..16 选择解码器的层，--lora-target-modules 的正则表达式可选择任意层",
+            ),
+        ),
+    ),
+    ("deepspeed", WordsOr(&[("true", "", "")], "deepspeed")),
+    (
+        "load",
+        Only(
+            &[],
+            both(
+                "--resume RUN continues a run, --adapter DIR starts from adapters",
+                "--resume RUN 继续运行，--adapter DIR 从适配器开始",
+            ),
+        ),
+    ),
+    (
+        "lr_decay_ratio",
+        Only(
+            &["0.1"],
+            both(
+                "sat_cosine ends at a tenth of the peak",
+                "sat_cosine 以峰值的十分之一结束",
+            ),
+        ),
+    ),
+    (
+        "lr_decay_iters exit_interval train_data_weights",
+        Only(
+            &["none"],
+            both(
+                "the schedule covers all steps of the run",
+                "学习率安排覆盖运行的所有步",
+            ),
+        ),
+    ),
+    (
+        "batch_from_same_dataset iterable_dataset iterable_dataset_eval",
+        Only(&["false"], ORDER),
+    ),
+    ("block_size prefetch_factor", Unused(CACHE)),
+    (
+        "no_save_rng no_load_rng",
+        Unused(both("a resumed run is exact", "续训是精确的")),
+    ),
+    ("save_args force_train profiling", Unused(MEASURED)),
+    ("wandb wandb_project_name", Unused(HUB)),
+    ("tokenizer_type vocab_size", Unused(TOKENIZER)),
+    (
+        "strategy temperature top_p top_k num_beams length_penalty no_repeat_ngram_size min_tgt_length out_seq_length input_source output_path with_id max_inference_batch_size",
+        Unused(GENERATION),
+    ),
+    (
+        "model_parallel_size mp_size",
         Only(
             &["1"],
             both(
@@ -400,6 +788,106 @@ const SAT: &[Key] = &[
     (
         "skip_init",
         Unused(both("weights are read from files", "权重从文件读取")),
+    ),
+];
+
+/// Keys of `peft_lora.py` in CogVLM2's `finetune_demo`, and of `train_peft_lora.py` in CogVLM's.
+const COGVLM2: &[Key] = &[
+    ("lr", Flag("learning-rate")),
+    ("num_epochs", Flag("num-train-epochs")),
+    ("batch_size", Flag("per-device-train-batch-size")),
+    ("model_path model_dir", Flag("model")),
+    ("dataset_path dataset_dir", Flag("data")),
+    ("save_path save_dir", Flag("output")),
+    ("save_step", Flag("save-steps")),
+    ("save_freq", Words(&[("1", "save-strategy", "epoch")])),
+    ("lora_target", Flag("lora-target-modules")),
+    ("max_length", Flag("model-max-length")),
+    (
+        "torch_type",
+        Words(&[
+            ("torch.bfloat16", "precision", "bf16"),
+            ("torch.float16", "precision", "fp16"),
+            ("torch.float32", "precision", "f32"),
+        ]),
+    ),
+    (
+        "train_dataset_rate train_rate",
+        Only(&["1", "1.0"], NO_SPLIT),
+    ),
+    ("max_input_len max_output_len", Unused(MAX_LENGTH)),
+    ("tokenizer_dir", Unused(TOKENIZER)),
+    ("ds_config", Flag("deepspeed")),
+];
+
+/// Keys of 2U1's `Qwen2-VL-Finetune` and its siblings, beside those of `TrainingArguments`.
+const TWO_U1: &[Key] = &[
+    ("model_id", Flag("model")),
+    ("eval_path", Flag("eval-data")),
+    (
+        "lora_enable",
+        Words(&[("true", "use-lora", "true"), ("false", "use-lora", "false")]),
+    ),
+    ("freeze_vision_tower", TUNE_VISION),
+    ("freeze_llm", TUNE_LLM),
+    ("lora_weight_path", WordsOr(&[("", "", "")], "adapter")),
+    ("max_seq_length", Flag("model-max-length")),
+    ("freeze_merger freeze_projector", FREEZE_PROJECTOR),
+    (
+        "vision_lora",
+        Only(
+            &["false"],
+            both(
+                "a regular expression in --lora-target-modules puts adapters on the tower",
+                "--lora-target-modules 的正则表达式可把适配器加在视觉塔上",
+            ),
+        ),
+    ),
+    (
+        "lora_namespan_exclude",
+        Only(
+            &[
+                "['lm_head', 'embed_tokens']",
+                "['embed_tokens', 'lm_head']",
+                "['lm_head','embed_tokens']",
+                "['embed_tokens','lm_head']",
+                "[]",
+            ],
+            both(
+                "adapters by name are never on embeddings or the head; --lora-target-modules selects the layers",
+                "按名称选择的适配器从不在嵌入和输出头上；层由 --lora-target-modules 选择",
+            ),
+        ),
+    ),
+    (
+        "num_lora_modules",
+        Only(
+            &["-1"],
+            both("--lora-layers selects layers", "由 --lora-layers 选择层"),
+        ),
+    ),
+    (
+        "bits",
+        Only(
+            &["16", "32"],
+            both(
+                "quantized base weights are not available",
+                "不支持量化的基座权重",
+            ),
+        ),
+    ),
+    ("disable_flash_attn2", Unused(ATTENTION)),
+    ("lazy_preprocess", Unused(CACHE)),
+    ("generate_eval", Unused(MEASURED)),
+    (
+        "image_resized_width image_resized_height",
+        Only(
+            &["none"],
+            both(
+                "the model's own rules size the images",
+                "图片的大小由模型自己的规则决定",
+            ),
+        ),
     ),
 ];
 
@@ -469,9 +957,18 @@ const SHARED: &[Key] = &[(
 
 fn find<'k>(keys: &'k [Key], name: &str) -> Option<&'k Meaning> {
     keys.iter()
-        .find(|(key, _)| *key == name)
+        .find(|(names, _)| names.split(' ').any(|known| known == name))
         .map(|(_, meaning)| meaning)
 }
+
+/// Trainers by their names for people, with their keys.
+pub(in crate::cli) const TABLES: [(&str, &[Key]); 5] = [
+    ("LLaMA-Factory", LLAMA_FACTORY),
+    ("ms-swift", MS_SWIFT),
+    ("SwissArmyTransformer and CogVLM's `finetune_demo`", SAT),
+    ("CogVLM2's `peft_lora.py`", COGVLM2),
+    ("2U1's `Qwen2-VL-Finetune`", TWO_U1),
+];
 
 /// Meaning of a key (snake_case) that `trainer` understands in another way than this program, or alone.
 pub(in crate::cli) fn own_meaning(
@@ -482,6 +979,8 @@ pub(in crate::cli) fn own_meaning(
         Trainer::LlamaFactory => find(LLAMA_FACTORY, name),
         Trainer::MsSwift => find(MS_SWIFT, name),
         Trainer::Sat => find(SAT, name),
+        Trainer::CogVlm2 => find(COGVLM2, name),
+        Trainer::TwoU1 => find(TWO_U1, name),
         Trainer::Glm4 => find(GLM_TOP, name),
         Trainer::OpenBmb | Trainer::HuggingFace => None,
     }
@@ -492,7 +991,8 @@ pub(in crate::cli) fn own_meaning(
 pub(in crate::cli) fn meaning(trainer: Option<Trainer>, name: &str) -> Option<&'static Meaning> {
     let is_foreign = IGNORED.iter().any(|(key, _)| *key == name)
         || RESTRICTED.iter().any(|rule| rule.name == name);
-    let shared = || find(LLAMA_FACTORY, name).or_else(|| find(MS_SWIFT, name));
+    let tables = [LLAMA_FACTORY, MS_SWIFT, TWO_U1, SAT, COGVLM2];
+    let shared = || tables.iter().find_map(|keys| find(keys, name));
     own_meaning(trainer, name)
         .or_else(|| find(SHARED, name))
         .or_else(|| shared().filter(|_| !is_foreign))

@@ -7,7 +7,7 @@ mod keys;
 use clap::ValueEnum;
 
 pub(super) use defaults::{Absent, absent, refuse_adapted_tower};
-pub(super) use keys::{Effect, GLM_DATA, GLM_TOP, Meaning, PEFT, meaning, own_meaning};
+pub(super) use keys::{Effect, GLM_DATA, GLM_TOP, Meaning, PEFT, TABLES, meaning, own_meaning};
 
 /// `--defaults`: whose values absent settings take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -27,6 +27,12 @@ pub enum DefaultsOf {
     Glm4,
     /// Those of SwissArmyTransformer, with CogVLM's `finetune_demo`.
     Sat,
+    /// Those of CogVLM2's `peft_lora.py`.
+    #[value(name = "cogvlm2")]
+    CogVlm2,
+    /// Those of 2U1's `Qwen2-VL-Finetune`.
+    #[value(name = "2u1")]
+    TwoU1,
     /// Those of Hugging Face's `TrainingArguments` and of peft.
     HuggingFace,
 }
@@ -39,11 +45,31 @@ pub(crate) enum Trainer {
     OpenBmb,
     Glm4,
     Sat,
+    CogVlm2,
+    TwoU1,
     HuggingFace,
 }
 
 /// Keys that only one trainer has. One of them is enough, also beside flags of this program.
-const OWN_KEYS: [(Trainer, &[&str]); 4] = [
+const OWN_KEYS: [(Trainer, &[&str]); 6] = [
+    (
+        Trainer::TwoU1,
+        &[
+            "lora_enable",
+            "model_id",
+            "freeze_merger",
+            "lora_namespan_exclude",
+        ],
+    ),
+    (
+        Trainer::CogVlm2,
+        &[
+            "train_dataset_rate",
+            "max_input_len",
+            "train_rate",
+            "torch_type",
+        ],
+    ),
     (
         Trainer::Glm4,
         &[
@@ -110,6 +136,8 @@ impl Trainer {
             DefaultsOf::Openbmb => Some(Self::OpenBmb),
             DefaultsOf::Glm4 => Some(Self::Glm4),
             DefaultsOf::Sat => Some(Self::Sat),
+            DefaultsOf::CogVlm2 => Some(Self::CogVlm2),
+            DefaultsOf::TwoU1 => Some(Self::TwoU1),
             DefaultsOf::HuggingFace => Some(Self::HuggingFace),
         }
     }
@@ -122,6 +150,8 @@ impl Trainer {
             Self::OpenBmb => "openbmb",
             Self::Glm4 => "glm-4",
             Self::Sat => "sat",
+            Self::CogVlm2 => "cogvlm2",
+            Self::TwoU1 => "2u1",
             Self::HuggingFace => "hugging-face",
         }
     }
@@ -134,6 +164,8 @@ impl Trainer {
             Self::OpenBmb => "OpenBMB's finetune.py",
             Self::Glm4 => "GLM-4's finetune.py",
             Self::Sat => "SwissArmyTransformer",
+            Self::CogVlm2 => "CogVLM2's peft_lora.py",
+            Self::TwoU1 => "2U1's Qwen2-VL-Finetune",
             Self::HuggingFace => "Hugging Face's TrainingArguments",
         }
     }

@@ -1,6 +1,6 @@
 //! Measures a disk with fio: direct requests of 1 MiB, 16 in flight.
 
-use crate::lang::both;
+use crate::lang::{Text, both};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -40,7 +40,10 @@ pub(super) fn run(directory: &Path, bytes: u64) -> Result<(f64, f64), Failure> {
             })?;
         rate(&output.stdout, kind).ok_or_else(|| {
             let text = String::from_utf8_lossy(&output.stderr);
-            let why = text.lines().next().unwrap_or("its output has no rate");
+            let why = text.lines().next().map_or_else(
+                || both("its output has no rate", "其输出中没有速率").into(),
+                Text::literal,
+            );
             Failure::new(
                 ErrorCode::Disk,
                 both("fio gave no measurement", "fio 没有给出测量结果"),

@@ -1,6 +1,6 @@
 //! Measures the disk of a directory: the engine's two I/O paths, and fio at a queue depth of 16, in the same rounds.
 
-use crate::lang::{both, text};
+use crate::lang::{Lang, both, text};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -56,7 +56,7 @@ pub fn run(args: &BenchNvmeArgs) -> Result<ExitCode, Failure> {
     let text = if args.json == Some(true) {
         format!("{}\n", as_json(&args.directory, size, &rates))
     } else {
-        as_text(&args.directory, size, &rates)
+        Lang::chosen().speak(|| as_text(&args.directory, size, &rates))
     };
     print(&text)
 }
@@ -167,10 +167,21 @@ fn as_json(directory: &Path, size: u64, rates: &[Rates]) -> Value {
 }
 
 fn as_text(directory: &Path, size: u64, rates: &[Rates]) -> String {
-    let mut text = format!(
-        "{} · {} per round\n\nGB/s      read    best   write    best   of fio: read   write\n",
+    let mut text = text!(
+        "{} · {} per round",
+        "{} · 每轮 {}",
         directory.display(),
         bytes(size)
+    )
+    .to_string();
+    let (read, write, best_rate) = (
+        both("read", "读"),
+        both("write", "写"),
+        both("best", "最好"),
+    );
+    let share_read = both("of fio: read", "相对 fio：读");
+    text += &format!(
+        "\n\nGB/s  {read:>8}{best_rate:>8}{write:>8}{best_rate:>8}{share_read:>15}{write:>8}\n"
     );
     let cell = |rate: Option<f64>| rate.map_or("-".to_owned(), |r| format!("{:.2}", r / 1e9));
     let share =
@@ -188,12 +199,18 @@ fn as_text(directory: &Path, size: u64, rates: &[Rates]) -> String {
             share(shares.map(|s| s.1)),
         );
     }
-    text += if rates.iter().any(|r| r.name == FIO) {
-        "\nmedians and best of the rounds; fio: 1 MiB, direct, queue depth 16\n"
+    let note = if rates.iter().any(|r| r.name == FIO) {
+        both(
+            "\nmedians and best of the rounds; fio: 1 MiB, direct, queue depth 16\n",
+            "\n各轮的中位数和最好值；fio：1 MiB，direct，队列深度 16\n",
+        )
     } else {
-        "\nfio is not installed, so there is no comparison\n"
+        both(
+            "\nfio is not installed, so there is no comparison\n",
+            "\n没有安装 fio，因此没有对比\n",
+        )
     };
-    text
+    text + &note.to_string()
 }
 
 #[cfg(test)]

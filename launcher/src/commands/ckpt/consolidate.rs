@@ -20,10 +20,11 @@ use models::params::ADAPTER_PREFIX;
 use models::{WeightError, WeightSource};
 
 use super::verify::is_weight;
-use super::{open, print, required};
+use super::{open, required};
 use crate::cli::CkptConsolidateArgs;
 use crate::commands::export::copy;
 use crate::commands::new_directory::NewDirectory;
+use crate::error::output::say;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::model::files;
 use crate::model::stored::{max_shard_bytes, write_finite};
@@ -104,17 +105,22 @@ pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
         }
         write(OPTIMIZER_STEM, &entries)?;
     }
-    for (name, path) in files::small(&args.checkpoint)? {
-        copy(&path, &directory.path().join(name), Some(DType::F32))?;
+    for (name, file) in files::small(&args.checkpoint)? {
+        copy(&file, &directory.path().join(name), Some(DType::F32))?;
     }
     let adapter = args.checkpoint.join(ADAPTER_CONFIG);
     if adapter.is_file() {
-        copy(&adapter, &directory.path().join(ADAPTER_CONFIG), None)?;
+        copy(
+            &adapter.into(),
+            &directory.path().join(ADAPTER_CONFIG),
+            None,
+        )?;
     }
     directory.publish()?;
     let stems: Vec<&str> = files.iter().map(|(stem, _)| *stem).collect();
-    print(&format!(
+    say(&text!(
         " consolidate  step {} · {} · {} tensors in f32, {} weights from the training state · {} · {} · {}\n",
+        " 合并    第 {} 步 · {} · {} 个 f32 张量，{} 个权重来自训练状态 · {} · {} · {}\n",
         source.step(),
         if stems.is_empty() {
             MODEL_STEM.to_owned()

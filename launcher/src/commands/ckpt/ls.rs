@@ -1,6 +1,6 @@
 //! `launcher ckpt ls`: contents of a run's checkpoints, from their manifests.
 
-use crate::lang::{Lang, Text, both, text};
+use crate::lang::{Both, Lang, Text, both, columns, text};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::fs;
@@ -17,10 +17,10 @@ use crate::units::bytes;
 
 const PREFIX: &str = "checkpoint-";
 /// Weight files as (file name without extension, name in the output).
-const HOLDS: [(&str, &str); 3] = [
-    ("model", "model"),
-    ("adapter_model", "adapters"),
-    ("trained", "trained parts"),
+const HOLDS: [(&str, Both); 3] = [
+    ("model", both("model", "模型")),
+    ("adapter_model", both("adapters", "适配器")),
+    ("trained", both("trained parts", "训练过的部分")),
 ];
 
 /// One checkpoint in the output of `launcher ckpt ls`.
@@ -35,7 +35,7 @@ struct Row {
 struct Contents {
     step: u64,
     world_size: u32,
-    holds: Vec<&'static str>,
+    holds: Vec<Both>,
     /// For each kind of training state (such as `master`): number of tensors and their total bytes.
     kinds: BTreeMap<String, (usize, u64)>,
     state_bytes: u64,
@@ -87,10 +87,11 @@ pub(super) fn run(args: &CkptLsArgs) -> Result<ExitCode, Failure> {
         let all = json!({"folder": run, "latest": latest, "checkpoints": rows});
         print(&format!("{all:#}\n"))?;
     } else {
-        print(&text(&rows))?;
-        if single && let Ok(contents) = &rows[0].found {
-            print(&kinds(contents))?;
-        }
+        let table = || match &rows[0].found {
+            Ok(contents) if single => table(&rows) + &kinds(contents),
+            _ => table(&rows),
+        };
+        print(&Lang::chosen().speak(table))?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -165,7 +166,7 @@ impl Contents {
                 rest.ends_with(".safetensors") && (rest.starts_with('.') || rest.starts_with('-'))
             })
         };
-        let mut holds: Vec<&'static str> = HOLDS
+        let mut holds: Vec<Both> = HOLDS
             .iter()
             .filter(|(stem, _)| files.iter().any(|file| is_of(&file.path, stem)))
             .map(|(_, name)| *name)
@@ -177,7 +178,7 @@ impl Contents {
             *bytes += tensor.elems().unwrap_or(0) * tensor.dtype.size_bytes() as u64;
         }
         if !kinds.is_empty() {
-            holds.push("state");
+            holds.push(both("state", "状态"));
         }
         let state = files.iter().filter(|file| file.path.starts_with("state/"));
         Self {
@@ -208,22 +209,22 @@ fn on_disk(directory: &Path) -> u64 {
     bytes
 }
 
-fn text(rows: &[Row]) -> String {
-    let width = rows.iter().map(|row| row.name.len()).max().unwrap_or(0);
+fn table(rows: &[Row]) -> String {
+    let name = both("checkpoint", "检查点");
+    let widths = rows.iter().map(|row| row.name.len());
+    let width = widths.max().unwrap_or(0).max(columns(&name.to_string()));
     let mut text = format!(
         " {:<width$}  {:>7}  {:>7}  {:>5}  {:>4}  {:<9}  {:<24}  {}\n",
-        "checkpoint",
-        "bytes",
-        "state",
-        "ranks",
+        name,
+        both("bytes", "字节"),
+        both("state", "状态"),
+        both("ranks", "rank"),
         "ZeRO",
-        "precision",
-        "contains",
-        "condition",
-        width = width.max("checkpoint".len())
+        both("precision", "精度"),
+        both("contains", "内容"),
+        both("condition", "状况"),
     );
     for row in rows {
-        let width = width.max("checkpoint".len());
         let line = match &row.found {
             Ok(contents) => format!(
                 " {:<width$}  {:>7}  {:>7}  {:>5}  {:>4}  {:<9}  {:<24}  {}",
@@ -233,15 +234,15 @@ fn text(rows: &[Row]) -> String {
                 contents.world_size,
                 word(&contents.meta["zero"]),
                 word(&contents.meta["precision"]),
-                contents.holds.join(" + "),
+                Text::join(&contents.holds, " + "),
                 if row.latest {
-                    "intact, the latest"
+                    both("intact, the latest", "完好，最新")
                 } else {
-                    "intact"
+                    both("intact", "完好")
                 },
             ),
             Err(problem) => format!(
-                " {:<width$}  {:>7}  {:>7}  {:>5}  {:>4}  {:<9}  {:<24}  damaged: {problem}",
+                " {:<width$}  {:>7}  {:>7}  {:>5}  {:>4}  {:<9}  {:<24}  {}",
                 row.name,
                 bytes(row.bytes),
                 "",
@@ -249,17 +250,16 @@ fn text(rows: &[Row]) -> String {
                 "",
                 "",
                 "",
+                text!("damaged: {problem}", "已损坏：{problem}")
             ),
         };
         push(&mut text, format_args!("{line}\n"));
     }
-    push(
-        &mut text,
-        format_args!(
-            " this list compares lengths and descriptions; `launcher ckpt verify` compares every byte\n"
-        ),
-    );
-    text
+    text + &both(
+        " this list compares lengths and descriptions; `launcher ckpt verify` compares every byte\n",
+        " 此列表只比较长度和描述；`launcher ckpt verify` 比较每个字节\n",
+    )
+    .to_string()
 }
 
 fn kinds(contents: &Contents) -> String {
@@ -267,7 +267,11 @@ fn kinds(contents: &Contents) -> String {
     for (kind, (tensors, size)) in &contents.kinds {
         push(
             &mut text,
-            format_args!("   {kind:<12} {tensors:>6} tensors  {:>7}\n", bytes(*size)),
+            format_args!(
+                "   {kind:<12} {}  {:>7}\n",
+                text!("{tensors:>6} tensors", "{tensors:>6} 个张量"),
+                bytes(*size)
+            ),
         );
     }
     text

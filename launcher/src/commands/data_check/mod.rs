@@ -18,10 +18,10 @@ use rayon::prelude::*;
 use crate::cli::{Args, DataCheckArgs, resolve};
 use crate::config::RunConfig;
 use crate::data::check::encode_options;
-use crate::data::files::{DataFile, Places};
+use crate::data::files::{DataFile, Places, mix_of};
 use crate::data::images::{self, ImageCheck};
 use crate::data::problems::{self, Context, Kind, Problem};
-use crate::data::{ReadSamples, Reading, Sampler, SamplerSizes, read, verdicts};
+use crate::data::{Mix, ReadSamples, Reading, Sampler, SamplerSizes, read, verdicts};
 use crate::error::failures::{check_directory, unusable};
 use crate::error::{ErrorCode, Failure, output};
 use crate::rank_env::{Env, Variables};
@@ -115,6 +115,7 @@ fn configuration(args: &DataCheckArgs) -> Result<RunConfig, Failure> {
                 .clone()
                 .ok_or_else(|| missing(Text::literal("--model")))?,
         ),
+        tokenizer: args.tokenizer.clone(),
         data: args.file.clone(),
         output: Some(PathBuf::from(".")),
         data_format: args.data_format,
@@ -148,7 +149,7 @@ fn print(report: &Report, as_json: bool, variables: &Variables) -> Result<(), Fa
         json + "\n"
     } else {
         let color = std::io::stdout().is_terminal() && variables.get("NO_COLOR").is_none();
-        report.to_text(color)
+        Lang::chosen().speak(|| report.to_text(color))
     };
     output::print(&text).map(drop)
 }
@@ -186,6 +187,7 @@ fn check(config: &RunConfig, file: &Path, data: &ReadSamples, processor: &dyn Pr
             Some(measure(*index, &samples[*index], &tokens, turn_end))
         })
         .collect();
+    let mix = mix_of(files, measured.iter().map(|m| m.index));
     let context = Context {
         path: file,
         model: &config.model_dir(),
@@ -220,12 +222,10 @@ fn check(config: &RunConfig, file: &Path, data: &ReadSamples, processor: &dyn Pr
         },
         longest: longest(files, samples, &measured),
         duplicate_ids: duplicate_ids(samples),
-        balance: (!measured.is_empty()).then(|| balance_of(config, &measured)),
+        balance: (!measured.is_empty()).then(|| balance_of(config, &measured, mix.clone())),
+        mix: mix.line(),
         rendered: rendered(samples, images, processor, &options, &usable),
-        next: next(&context, &problems)
-            .iter()
-            .map(Text::to_string)
-            .collect(),
+        next: next(&context, &problems),
         problems,
         written_to: None,
     }
@@ -305,17 +305,21 @@ fn duplicate_ids(samples: &[RawSample]) -> Vec<(String, usize)> {
     repeated.map(|(id, count)| (id.to_owned(), count)).collect()
 }
 
-fn balance_of(config: &RunConfig, measured: &[Measured]) -> statistics::Balance {
+fn balance_of(config: &RunConfig, measured: &[Measured], mix: Mix) -> statistics::Balance {
     let (ranks, batch) = (config.world_size, &config.batch);
     let sizes = SamplerSizes {
-        samples: measured.len(),
+        samples: mix.per_epoch(),
         world_size: ranks,
         micro_batch: batch.micro_batch,
         accumulation_steps: batch.accumulation_steps,
     };
     let tokens: Vec<usize> = measured.iter().map(|m| m.tokens).collect();
     let shape = (ranks, batch.micro_batch, batch.accumulation_steps);
-    balance(&Sampler::new(sizes, config.seed), &tokens, shape)
+    balance(
+        &Sampler::new(sizes, config.seed).mixing(mix),
+        &tokens,
+        shape,
+    )
 }
 
 /// The first usable sample with an image, else the first usable one.

@@ -8,7 +8,9 @@ use super::statistics::{Balance, Spread};
 use crate::data::files::DataFile;
 use crate::data::losses::ImageLosses;
 use crate::data::problems::{PROBLEMS_FILE, Problem};
+use crate::lang::{Both, Text, both, text};
 use crate::units::grouped;
+use std::fmt::Display;
 
 /// Maximum problems shown as text. The list of problems and the JSON report contain all.
 const SHOWN: usize = 10;
@@ -28,6 +30,9 @@ pub(super) struct Report {
     pub(super) without_images: usize,
     #[serde(rename = "pictures")]
     pub(super) images: Images,
+    /// How many samples an epoch takes of each file, if that is not each once.
+    #[serde(skip)]
+    pub(super) mix: Option<Text>,
     /// Images of which the model sees less than their files hold.
     #[serde(rename = "picture_losses")]
     pub(super) losses: ImageLosses,
@@ -47,7 +52,8 @@ pub(super) struct Report {
     pub(super) rendered: Option<Rendered>,
     pub(super) problems: Vec<Problem>,
     /// Advice on unusable samples, such as flags with which they could be used. Empty if all samples are usable.
-    pub(super) next: Vec<String>,
+    #[serde(serialize_with = "Text::english_list")]
+    pub(super) next: Vec<Text>,
     /// Directory that the list of problems was written to.
     #[serde(skip)]
     pub(super) written_to: Option<PathBuf>,
@@ -103,15 +109,16 @@ pub(super) struct Rendered {
 }
 
 impl Report {
-    /// Report as aligned text. Supervised tokens are in color or in «…».
+    /// Report as aligned text, in the language that is spoken. Supervised tokens are in color or in «…».
     pub(super) fn to_text(&self, color: bool) -> String {
         let mut lines = Vec::new();
-        let mut add = |label: &str, text: String| lines.push(format!(" {label:<8} {text}"));
+        let mut add = |label: Both, text: &dyn Display| lines.push(format!(" {label:<8} {text}"));
         let number = |value: usize| grouped(value as u64);
         add(
-            "samples",
-            format!(
+            both("samples", "样本"),
+            &text!(
                 "{} in {} · {} turns · {} with images, {} without",
+                "{1} 中 {0} 个 · {2} 轮对话 · {3} 个有图片，{4} 个没有",
                 number(self.samples),
                 self.file.display(),
                 number(self.turns),
@@ -120,44 +127,62 @@ impl Report {
             ),
         );
         for (i, file) in self.files.iter().enumerate() {
-            add(if i == 0 { "form" } else { "" }, file.form().to_string());
+            add(first(i, both("form", "格式")), &file.form());
         }
         let ignored = self.files.iter().filter_map(DataFile::without_effect);
         for (i, text) in ignored.enumerate() {
-            add(if i == 0 { "keys" } else { "" }, text.to_string());
+            add(first(i, both("keys", "键")), &text);
         }
-        add("tokens", spread(&self.tokens));
-        add("", format!("text     {}", spread(&self.text_tokens)));
-        add("", format!("images   {}", spread(&self.image_tokens)));
+        if let Some(line) = &self.mix {
+            add(both("mix", "混合"), line);
+        }
+        let (words, images) = (both("text", "文本"), both("images", "图片"));
+        add(both("tokens", "token"), &spread(&self.tokens));
+        add(
+            NONE,
+            &format_args!("{words:<8} {}", spread(&self.text_tokens)),
+        );
+        add(
+            NONE,
+            &format_args!("{images:<8} {}", spread(&self.image_tokens)),
+        );
         if self.images.count > 0 {
             self.add_images(&mut add);
         }
         for line in self.losses.lines() {
-            add("", line.to_string());
+            add(NONE, &line);
         }
+        let supervised = spread(&self.supervised_tokens);
         add(
-            "answers",
-            format!("supervised {}", spread(&self.supervised_tokens)),
+            both("answers", "回答"),
+            &text!("supervised {supervised}", "参与损失 {supervised}"),
         );
         let Answers { count, with_end } = self.answers;
         add(
-            "",
-            format!(
+            NONE,
+            &text!(
                 "end of sequence supervised in {} of {} answers{}",
+                "{1} 个回答中有 {0} 个的结束 token 参与损失{2}",
                 number(with_end),
                 number(count),
                 match self.length.cut_in_text {
-                    _ if with_end >= count => "",
-                    0 =>
+                    _ if with_end >= count => NONE,
+                    0 => both(
                         "; the others have no end in the loss, as published (GLM-4V: --train-on-turn-end true)",
-                    _ => "; the limit cuts off the end of the others",
+                        "；其余的结束 token 不参与损失，与官方做法相同（GLM-4V：--train-on-turn-end true）",
+                    ),
+                    _ => both(
+                        "; the limit cuts off the end of the others",
+                        "；其余的结尾被长度上限截去",
+                    ),
                 }
             ),
         );
         add(
-            "length",
-            format!(
+            both("length", "长度"),
+            &text!(
                 "--model-max-length {}: {} samples are truncated, {} cannot be used; images are never cut",
+                "--model-max-length {}：{} 个样本被截断，{} 个无法使用；图片从不截断",
                 self.length.model_max_length,
                 number(self.length.cut_in_text),
                 number(self.length.unusable)
@@ -167,36 +192,39 @@ impl Report {
             let id = sample.id.as_deref().unwrap_or("-");
             let line = sample
                 .line
-                .map_or_else(String::new, |l| format!("line {l}, "));
-            let text = format!(
+                .map_or_else(Text::default, |l| text!("line {l}, ", "第 {l} 行，"));
+            let text = text!(
                 "{line}sample {} (id {id}): {} tokens, {} of images",
+                "{line}样本 {}（id {id}）：{} 个 token，其中图片 {} 个",
                 sample.index,
                 number(sample.tokens),
                 number(sample.image_tokens)
             );
-            add(if i == 0 { "longest" } else { "" }, text);
+            add(first(i, both("longest", "最长")), &text);
         }
         if !self.duplicate_ids.is_empty() {
-            let shown: Vec<String> = self
+            let shown: Vec<Text> = self
                 .duplicate_ids
                 .iter()
                 .take(SHOWN)
-                .map(|(id, count)| format!("{id} ({count} times)"))
+                .map(|(id, count)| text!("{id} ({count} times)", "{id}（{count} 次）"))
                 .collect();
             add(
-                "ids",
-                format!(
+                both("ids", "id"),
+                &text!(
                     "{} are not unique: {}",
+                    "{} 个不唯一：{}",
                     self.duplicate_ids.len(),
-                    shown.join(", ")
+                    Text::list(&shown)
                 ),
             );
         }
         if let Some(balance) = &self.balance {
             add(
-                "balance",
-                format!(
+                both("balance", "均衡"),
+                &text!(
                     "{} ranks x micro-batch {} x accumulation {}: {} steps per epoch; most loaded rank {:.2} x the mean, {:.2} x in the worst step ({})",
+                    "{} 个 rank x 微批 {} x 累积 {}：每个 epoch {} 步；负载最大的 rank 为平均值的 {:.2} 倍，最差的一步为 {:.2} 倍（第 {} 步）",
                     balance.ranks,
                     balance.micro_batch,
                     balance.accumulation_steps,
@@ -209,13 +237,20 @@ impl Report {
         }
         if let Some(sample) = &self.rendered {
             let id = sample.id.as_deref().unwrap_or("-");
-            let marks = if color { "in color" } else { "in «»" };
+            let marks = match color {
+                true => both("in color", "有颜色"),
+                false => both("in «»", "在 «» 中"),
+            };
             add(
-                "sample",
-                format!("{} (id {id}), supervised tokens {marks}:", sample.index),
+                both("sample", "样本"),
+                &text!(
+                    "{} (id {id}), supervised tokens {marks}:",
+                    "{}（id {id}），参与损失的 token {marks}：",
+                    sample.index
+                ),
             );
             for line in rendered::text(&sample.pieces, color).lines() {
-                add("", format!("| {line}"));
+                add(NONE, &format_args!("| {line}"));
             }
         }
         self.add_problems(&mut add);
@@ -225,7 +260,7 @@ impl Report {
             .collect()
     }
 
-    fn add_images(&self, add: &mut impl FnMut(&str, String)) {
+    fn add_images(&self, add: &mut impl FnMut(Both, &dyn Display)) {
         let Images {
             count,
             widths,
@@ -234,9 +269,10 @@ impl Report {
             tokens_per_slice,
         } = &self.images;
         add(
-            "images",
-            format!(
+            both("images", "图片"),
+            &text!(
                 "{} · width {} to {} (median {}) · height {} to {} (median {})",
+                "{} 张 · 宽 {} 到 {}（中位数 {}） · 高 {} 到 {}（中位数 {}）",
                 grouped(*count as u64),
                 widths.min,
                 widths.max,
@@ -246,64 +282,75 @@ impl Report {
                 heights.p50
             ),
         );
-        let slices: Vec<String> = by_slices
+        let slices: Vec<Text> = by_slices
             .iter()
-            .map(|(slices, count)| format!("{slices} ({})", grouped(*count as u64)))
+            .map(|(slices, count)| {
+                let count = grouped(*count as u64);
+                text!("{slices} ({count})", "{slices}（{count}）")
+            })
             .collect();
+        let slices = Text::list(&slices);
         add(
-            "",
-            match tokens_per_slice {
-                Some((least, most)) if least < most => format!(
-                    "slices of {least} to {most} tokens (images): {}",
-                    slices.join(", ")
+            NONE,
+            &match tokens_per_slice {
+                Some((least, most)) if least < most => text!(
+                    "slices of {least} to {most} tokens (images): {slices}",
+                    "切片数（图片数），每个切片 {least} 到 {most} 个 token：{slices}"
                 ),
-                Some((tokens, _)) => {
-                    format!("slices of {tokens} tokens (images): {}", slices.join(", "))
-                }
-                None => "no image can be read".to_owned(),
+                Some((tokens, _)) => text!(
+                    "slices of {tokens} tokens (images): {slices}",
+                    "切片数（图片数），每个切片 {tokens} 个 token：{slices}"
+                ),
+                None => both("no image can be read", "没有可读的图片").into(),
             },
         );
     }
 
-    fn add_problems(&self, add: &mut impl FnMut(&str, String)) {
+    fn add_problems(&self, add: &mut impl FnMut(Both, &dyn Display)) {
         for (i, problem) in self.problems.iter().take(SHOWN).enumerate() {
-            add(
-                if i == 0 { "problems" } else { "" },
-                problem.describe().to_string(),
-            );
+            add(first(i, both("problems", "问题")), &problem.describe());
         }
         if self.problems.len() > SHOWN {
-            add("", format!("and {} more", self.problems.len() - SHOWN));
+            let more = self.problems.len() - SHOWN;
+            add(NONE, &text!("and {more} more", "另有 {more} 个"));
         }
         if let Some(directory) = &self.written_to {
-            add(
-                "",
-                format!("all in {}", directory.join(PROBLEMS_FILE).display()),
-            );
+            let list = directory.join(PROBLEMS_FILE);
+            let list = list.display();
+            add(NONE, &text!("all in {list}", "全部列在 {list}"));
         }
         let bad = self.problems.len();
         add(
-            "verdict",
-            if bad == 0 {
-                "all samples can be used".to_owned()
+            both("verdict", "结论"),
+            &if bad == 0 {
+                both("all samples can be used", "所有样本都可以使用").into()
             } else {
-                format!(
+                text!(
                     "{} of {} samples cannot be used",
+                    "{1} 个样本中有 {0} 个无法使用",
                     grouped(bad as u64),
                     grouped(self.samples as u64)
                 )
             },
         );
         for (i, next) in self.next.iter().enumerate() {
-            add(if i == 0 { "next" } else { "" }, next.clone());
+            add(first(i, both("next", "下一步")), next);
         }
     }
 }
 
-fn spread(spread: &Spread) -> String {
+const NONE: Both = both("", "");
+
+/// `label` on the first of several lines.
+fn first(place: usize, label: Both) -> Both {
+    if place == 0 { label } else { NONE }
+}
+
+fn spread(spread: &Spread) -> Text {
     let number = |value: usize| grouped(value as u64);
-    format!(
+    text!(
         "min {} · mean {:.1} · p50 {} · p95 {} · max {}",
+        "最小 {} · 平均 {:.1} · p50 {} · p95 {} · 最大 {}",
         number(spread.min),
         spread.mean,
         number(spread.p50),

@@ -15,7 +15,7 @@ use crate::device::survey::findings::{self, Finding, Verdict};
 use crate::device::survey::gather;
 use crate::error::output::print;
 use crate::error::{ErrorCode, Failure};
-use crate::lang::both;
+use crate::lang::{Lang, Text, both};
 use crate::rank_env::Variables;
 
 /// Version of the JSON keys. It increases when a key changes its meaning or is removed.
@@ -69,7 +69,7 @@ pub fn run(variables: &Variables, as_json: bool) -> Result<ExitCode, Failure> {
             "cannot write the report to standard output",
             "无法把报告写到标准输出",
         );
-        Failure::new(ErrorCode::Disk, title, error.to_string()).next(both(
+        Failure::new(ErrorCode::Disk, title, Text::literal(error)).next(both(
             "check the target of standard output: its disk may be full",
             "请检查标准输出的目标：所在磁盘可能已满",
         ))
@@ -78,7 +78,7 @@ pub fn run(variables: &Variables, as_json: bool) -> Result<ExitCode, Failure> {
         let json = serde_json::to_string_pretty(&report);
         json.map_err(|error| failed(&error.into()))? + "\n"
     } else {
-        report.to_text()
+        Lang::chosen().speak(|| report.to_text())
     };
     print(&text)
 }

@@ -6,7 +6,9 @@ use crate::device::survey::facts::{
     Cuda, Facts, Gpu, LibraryFacts, Limit, Role, Storage, version_text,
 };
 use crate::device::survey::findings::{Finding, Severity};
+use crate::lang::{Both, Text, both, columns, text};
 use crate::units::{bytes, grouped};
+use std::fmt::Display;
 
 /// Width at which lists are broken.
 const WIDTH: usize = 100;
@@ -23,7 +25,7 @@ pub(super) fn render(report: &Report) -> String {
     let mut page = Page::default();
     machine(facts, &mut page);
     for (place, directory) in facts.storage.iter().enumerate() {
-        page.line(if place == 0 { "storage" } else { "" }, &storage(directory));
+        page.line(first(place, STORAGE), storage(directory));
     }
     driver(&facts.cuda, &mut page);
     for library in &facts.cuda.libraries {
@@ -32,30 +34,37 @@ pub(super) fn render(report: &Report) -> String {
     gpus(report, &mut page);
     environment(&facts.environment, &mut page);
     page.blank();
-    page.line("verdict", &report.verdict.summary);
-    page.line("", &counts(&report.findings));
+    page.line(both("verdict", "结论"), &report.verdict.summary);
+    page.line("", counts(&report.findings));
     for (place, finding) in report.findings.iter().enumerate() {
         page.blank();
         let severity = match finding.severity {
-            Severity::Problem => "problem",
-            Severity::Warning => "warning",
-            Severity::Note => "note",
+            Severity::Problem => both("problem", "问题"),
+            Severity::Warning => both("warning", "警告"),
+            Severity::Note => both("note", "提示"),
         };
         let head = format!("{severity:<7} {}", finding.title);
-        page.line(&format!("{}.", place + 1), &head);
+        page.line(format!("{}.", place + 1), head);
         for (step, next) in finding.next.iter().enumerate() {
-            let label = if step == 0 { "next" } else { "" };
-            page.line("", &format!("{label:<7} {next}"));
+            let label = first(step, both("next", "下一步"));
+            page.line("", format!("{label:<7} {next}"));
         }
     }
     page.0
+}
+
+const STORAGE: Both = both("storage", "存储");
+
+/// `label` on the first of several lines.
+fn first(place: usize, label: Both) -> Both {
+    if place == 0 { label } else { both("", "") }
 }
 
 #[derive(Default)]
 struct Page(String);
 
 impl Page {
-    fn line(&mut self, label: &str, text: &str) {
+    fn line(&mut self, label: impl Display, text: impl Display) {
         let line = format!(" {label:<9}{text}");
         self.0.push_str(line.trim_end());
         self.0.push('\n');
@@ -76,7 +85,7 @@ impl Page {
             } else {
                 item.clone()
             };
-            let wide = line.chars().count() + item.chars().count() + 1 + INDENT + indent > WIDTH;
+            let wide = columns(&line) + columns(&item) + 1 + INDENT + indent > WIDTH;
             if wide && !line.is_empty() {
                 lines.push(std::mem::take(&mut line));
             }
@@ -87,7 +96,7 @@ impl Page {
         }
         lines.push(line);
         for line in lines {
-            self.line("", &format!("{label:<indent$}{line}"));
+            self.line("", format!("{label:<indent$}{line}"));
             label = "";
         }
     }
@@ -105,14 +114,21 @@ fn machine(facts: &Facts, page: &mut Page) {
     } else {
         "debug"
     };
-    let cuda = if program.has_cuda { "with" } else { "without" };
+    let version = program.version;
+    let build = match program.has_cuda {
+        true => text!(
+            "launcher {version} · {build} build with CUDA",
+            "launcher {version} · {build} 构建，支持 CUDA"
+        ),
+        false => text!(
+            "launcher {version} · {build} build without CUDA",
+            "launcher {version} · {build} 构建，不支持 CUDA"
+        ),
+    };
+    page.line(both("program", "程序"), build);
     page.line(
-        "program",
-        &format!("launcher {} · {build} build {cuda} CUDA", program.version),
-    );
-    page.line(
-        "system",
-        &joined([
+        both("system", "系统"),
+        joined([
             system.name.clone(),
             system
                 .kernel
@@ -122,46 +138,57 @@ fn machine(facts: &Facts, page: &mut Page) {
             system.libc.clone(),
             system
                 .container
-                .map(|kind| format!("in a container ({kind})")),
+                .map(|kind| text!("in a container ({kind})", "在容器中（{kind}）").to_string()),
         ]),
     );
     page.line(
         "cpu",
-        &joined([
+        joined([
             cpu.model.clone(),
-            Some(format!(
-                "{} of {} cores usable",
-                cpu.usable_cores, cpu.cores
-            )),
+            Some(
+                text!(
+                    "{} of {} cores usable",
+                    "{1} 个核心中的 {0} 个可用",
+                    cpu.usable_cores,
+                    cpu.cores
+                )
+                .to_string(),
+            ),
             Some(cpu.instruction_sets.join(" ")).filter(|sets| !sets.is_empty()),
         ]),
     );
     let memory = &facts.memory;
     let cgroup = memory.cgroup.as_ref().map(|group| {
-        let limit = group.limit_bytes.map_or("none".to_string(), bytes);
-        format!(
+        let limit = group.limit_bytes.map_or_else(
+            || both("none", "无").into(),
+            |limit| Text::literal(bytes(limit)),
+        );
+        text!(
             "cgroup v{} limit {limit}, used {}",
+            "cgroup v{} 上限 {limit}，已用 {}",
             group.version,
             bytes(group.used_bytes)
         )
+        .to_string()
     });
     page.line(
-        "memory",
-        &joined([
+        both("memory", "内存"),
+        joined([
             Some(bytes(memory.total_bytes)),
-            Some(format!("available {}", bytes(memory.available_bytes))),
+            Some(text!("available {}", "可用 {}", bytes(memory.available_bytes)).to_string()),
             Some(match memory.swap_bytes {
-                0 => "no swap".to_string(),
-                swap => format!("swap {}", bytes(swap)),
+                0 => both("no swap", "无交换空间").to_string(),
+                swap => text!("swap {}", "交换空间 {}", bytes(swap)).to_string(),
             }),
-            Some(cgroup.unwrap_or_else(|| "no cgroup".to_string())),
+            Some(cgroup.unwrap_or_else(|| both("no cgroup", "无 cgroup").to_string())),
         ]),
     );
     let limits = &facts.limits;
     page.line(
-        "limits",
-        &format!(
+        both("limits", "限制"),
+        text!(
             "locked memory {} · open files {} · processes {}",
+            "锁定内存 {} · 打开文件 {} · 进程 {}",
             limit(limits.locked_memory_bytes, bytes),
             limit(limits.open_files, grouped),
             limit(limits.processes, grouped)
@@ -170,83 +197,115 @@ fn machine(facts: &Facts, page: &mut Page) {
 }
 
 fn limit(limit: Limit, text: fn(u64) -> String) -> String {
-    let text = |value: Option<u64>| value.map_or("unlimited".to_string(), text);
+    let text =
+        |value: Option<u64>| value.map_or_else(|| both("unlimited", "不限").to_string(), text);
     if limit.soft == limit.hard {
         text(limit.soft)
     } else {
-        format!("{} (at most {})", text(limit.soft), text(limit.hard))
+        text!(
+            "{} (at most {})",
+            "{}（最多 {}）",
+            text(limit.soft),
+            text(limit.hard)
+        )
+        .to_string()
     }
 }
 
 fn storage(directory: &Storage) -> String {
     // The current directory often contains a person's name, so reports leave it out.
     let (path, what) = match directory.role {
-        Role::Runs => (".".to_string(), "runs, unless --output is given"),
+        Role::Runs => (
+            ".".to_string(),
+            both("runs, unless --output is given", "运行，除非给出 --output"),
+        ),
         Role::Temporary => (
             directory.path.display().to_string(),
-            "private files of jobs",
+            both("private files of jobs", "作业的私有文件"),
         ),
         Role::SharedMemory => (
             directory.path.display().to_string(),
-            "exchange between ranks",
+            both("exchange between ranks", "rank 之间的数据交换"),
         ),
     };
-    let kind = directory.file_system.as_deref().unwrap_or("unknown");
+    let kind = match &directory.file_system {
+        Some(kind) => Text::literal(kind),
+        None => both("unknown", "未知").into(),
+    };
     let room = match (directory.free_bytes, directory.total_bytes) {
-        (Some(free), Some(total)) => format!("{} of {} free", bytes(free), bytes(total)),
-        _ => "missing".to_string(),
+        (Some(free), Some(total)) => free_of(free, total),
+        _ => both("missing", "不存在").into(),
     };
     let mut line = format!("{path:<10} {kind:<8} {room:<22} {what}");
     if !directory.is_writable {
-        line += " · not writable";
+        line += &both(" · not writable", " · 不可写").to_string();
     }
     line
+}
+
+fn free_of(free: u64, total: u64) -> Text {
+    let (free, total) = (bytes(free), bytes(total));
+    text!("{free} of {total} free", "{total} 中空闲 {free}")
 }
 
 fn driver(cuda: &Cuda, page: &mut Page) {
     let version = cuda.cuda_version.map(version_text);
     let minimum = cuda.minimum_cuda_version.map(version_text);
     page.line(
-        "driver",
-        &joined([
+        both("driver", "驱动"),
+        joined([
             Some(match cuda.pci_devices {
-                0 => "no NVIDIA GPU on the PCI bus".to_string(),
-                1 => "1 NVIDIA GPU on the PCI bus".to_string(),
-                count => format!("{count} NVIDIA GPUs on the PCI bus"),
+                0 => both("no NVIDIA GPU on the PCI bus", "PCI 总线上没有 NVIDIA GPU").to_string(),
+                1 => both(
+                    "1 NVIDIA GPU on the PCI bus",
+                    "PCI 总线上有 1 块 NVIDIA GPU",
+                )
+                .to_string(),
+                count => text!(
+                    "{count} NVIDIA GPUs on the PCI bus",
+                    "PCI 总线上有 {count} 块 NVIDIA GPU"
+                )
+                .to_string(),
             }),
             Some(match &cuda.kernel_module {
-                Some(version) => format!("kernel module {version}"),
-                None => "no kernel module".to_string(),
+                Some(version) => text!("kernel module {version}", "内核模块 {version}").to_string(),
+                None => both("no kernel module", "没有内核模块").to_string(),
             }),
             cuda.driver
                 .as_ref()
-                .map(|version| format!("libraries {version}")),
+                .map(|version| text!("libraries {version}", "库 {version}").to_string()),
             version.map(|version| format!("CUDA {version}")),
-            minimum.map(|minimum| format!("CUDA {minimum} needed")),
+            minimum
+                .map(|minimum| text!("CUDA {minimum} needed", "需要 CUDA {minimum}").to_string()),
         ]),
     );
-    if let Some(problem) = &cuda.problem {
+    if let Some(problem) = cuda.problem_text() {
         page.line("", problem);
     }
 }
 
+const LIBRARY: Both = both("library", "库");
+
 fn libraries(library: &LibraryFacts, page: &mut Page) {
     let Some(path) = &library.path else {
-        page.line("library", &format!("{} not found; tried", library.name));
+        let missing = text!("{} not found; tried", "没有找到 {}；尝试过", library.name);
+        page.line(LIBRARY, missing);
         // Attempts with the same outcome are grouped.
-        let mut outcomes: Vec<(&str, Vec<String>)> = Vec::new();
+        let mut outcomes: Vec<(Text, Vec<String>)> = Vec::new();
         for attempt in &library.attempts {
-            let known = outcomes
-                .iter_mut()
-                .find(|(text, _)| *text == attempt.outcome);
+            let result = attempt.result();
+            let known = outcomes.iter_mut().find(|(text, _)| *text == result);
             match known {
                 Some((_, memory_plans)) => memory_plans.push(attempt.place.clone()),
-                None => outcomes.push((&attempt.outcome, vec![attempt.place.clone()])),
+                None => outcomes.push((result, vec![attempt.place.clone()])),
             }
         }
         for (outcome, memory_plans) in outcomes {
             page.list("", 2, &memory_plans);
-            page.line("", &format!("    {}", outcome.replace('\n', " ")));
+            page.line(
+                "",
+                format!("    {}", outcome.to_string().replace('\n', " ")),
+            );
         }
         return;
     };
@@ -255,8 +314,8 @@ fn libraries(library: &LibraryFacts, page: &mut Page) {
         .as_ref()
         .map(|version| format!(" {version}"));
     page.line(
-        "library",
-        &format!(
+        LIBRARY,
+        format!(
             "{}{} {}",
             library.name,
             version.unwrap_or_default(),
@@ -268,7 +327,7 @@ fn libraries(library: &LibraryFacts, page: &mut Page) {
 fn gpus(report: &Report, page: &mut Page) {
     let gpus = &report.facts.gpus;
     if gpus.is_empty() {
-        page.line("gpus", "none");
+        page.line("gpus", both("none", "无"));
     }
     for gpu in gpus {
         let label = match (gpu.ordinal, gpu.index) {
@@ -281,15 +340,15 @@ fn gpus(report: &Report, page: &mut Page) {
         }
     }
     match report.gpus_are_equal {
-        Some(true) => page.line("", "all equal"),
-        Some(false) => page.line("", "not equal"),
+        Some(true) => page.line("", both("all equal", "全部相同")),
+        Some(false) => page.line("", both("not equal", "不相同")),
         None => {}
     }
 }
 
 fn gpu_lines(gpu: &Gpu) -> Vec<String> {
     let free = match (gpu.free_bytes, gpu.memory_bytes) {
-        (Some(free), Some(all)) => Some(format!("{} of {} free", bytes(free), bytes(all))),
+        (Some(free), Some(all)) => Some(free_of(free, all).to_string()),
         (None, Some(all)) => Some(bytes(all)),
         _ => None,
     };
@@ -297,26 +356,28 @@ fn gpu_lines(gpu: &Gpu) -> Vec<String> {
         Some(
             gpu.name
                 .clone()
-                .unwrap_or_else(|| "does not respond".to_string()),
+                .unwrap_or_else(|| both("does not respond", "没有响应").to_string()),
         ),
-        gpu.compute_capability
-            .map(|capability| format!("compute capability {}", version_text(capability))),
+        gpu.compute_capability.map(|capability| {
+            let version = version_text(capability);
+            text!("compute capability {version}", "计算能力 {version}").to_string()
+        }),
         gpu.multiprocessors
-            .map(|count| format!("{count} multiprocessors")),
+            .map(|count| text!("{count} multiprocessors", "{count} 个流式多处理器").to_string()),
         free,
     ]);
     let others = gpu.processes.as_ref().map(|processes| {
         if processes.is_empty() {
-            return "no other process".to_string();
+            return both("no other process", "没有其他进程").to_string();
         }
-        let list: Vec<String> = processes
+        let list: Vec<Text> = processes
             .iter()
             .map(|process| {
                 let held = process.used_bytes.map_or("?".to_string(), bytes);
-                format!("process {} uses {held}", process.pid)
+                text!("process {} uses {held}", "进程 {} 占用 {held}", process.pid)
             })
             .collect();
-        list.join(", ")
+        Text::list(&list).to_string()
     });
     let link = gpu
         .pcie
@@ -324,30 +385,40 @@ fn gpu_lines(gpu: &Gpu) -> Vec<String> {
         .zip(gpu.pcie.width)
         .map(|(generation, width)| {
             let most = gpu.pcie.max_generation.zip(gpu.pcie.max_width);
-            let most = most.map(|(generation, width)| format!(" (at most {generation} x{width})"));
+            let most = most.map(|(generation, width)| {
+                text!(
+                    " (at most {generation} x{width})",
+                    "（最多 {generation} x{width}）"
+                )
+            });
             format!("PCIe {generation} x{width}{}", most.unwrap_or_default())
         });
     let peers = gpu.peers.as_ref().map(|peers| {
         if peers.is_empty() {
-            return "no peer access".to_string();
+            return both("no peer access", "没有对等访问").to_string();
         }
         let list: Vec<String> = peers.iter().map(ToString::to_string).collect();
-        format!("peer access to {}", list.join(", "))
+        text!("peer access to {}", "可对等访问 {}", Text::list(&list)).to_string()
     });
     let nvlinks = gpu.nvlinks.filter(|links| *links > 0);
     let connections = joined([
         gpu.pci_bus_id.clone(),
         link,
-        nvlinks.map(|links| format!("{links} NVLinks")),
+        nvlinks.map(|links| text!("{links} NVLinks", "{links} 条 NVLink").to_string()),
         peers,
     ]);
     let use_now = joined([
         others,
         gpu.utilization_percent
-            .map(|share| format!("{share} % busy")),
-        gpu.uncorrected_ecc_errors
-            .map(|errors| format!("{errors} uncorrected memory errors")),
-        (gpu.ordinal.is_none()).then(|| "hidden from CUDA".to_string()),
+            .map(|share| text!("{share} % busy", "{share} % 忙碌").to_string()),
+        gpu.uncorrected_ecc_errors.map(|errors| {
+            text!(
+                "{errors} uncorrected memory errors",
+                "{errors} 次不可纠正的显存错误"
+            )
+            .to_string()
+        }),
+        (gpu.ordinal.is_none()).then(|| both("hidden from CUDA", "对 CUDA 不可见").to_string()),
     ]);
     [identity, connections, use_now]
         .into_iter()
@@ -362,18 +433,27 @@ fn environment(table: &[Variable], page: &mut Page) {
     let names = table.iter().filter(is_shown).map(|row| row.name.len());
     let width = names.max().unwrap_or(0);
     for (kind, title) in [
-        (Kind::Read, "variables that this program reads"),
+        (
+            Kind::Read,
+            both("variables that this program reads", "本程序读取的变量"),
+        ),
         (
             Kind::ActsOnOthers,
-            "variables that affect libraries and tools",
+            both(
+                "variables that affect libraries and tools",
+                "影响库和工具的变量",
+            ),
         ),
         (
             Kind::WithoutEffect,
-            "variables of other trainers: no effect here",
+            both(
+                "variables of other trainers: no effect here",
+                "其他训练器的变量：在此没有效果",
+            ),
         ),
     ] {
         page.blank();
-        page.line("env", title);
+        page.line(both("env", "环境"), title);
         for row in table.iter().filter(is_shown).filter(|row| row.kind == kind) {
             variable(row, width, page);
         }
@@ -381,51 +461,59 @@ fn environment(table: &[Variable], page: &mut Page) {
     let others = table.iter().filter(|row| !is_shown(row)).count();
     page.line(
         "",
-        &format!("{others} more known variables are not set; --json lists them"),
+        text!(
+            "{others} more known variables are not set; --json lists them",
+            "另有 {others} 个已知变量未设置；--json 会列出它们"
+        ),
     );
 }
 
 fn variable(row: &Variable, width: usize, page: &mut Page) {
-    let value = match (&row.value, row.is_set) {
-        (Some(value), _) if value.is_empty() => "(empty)",
-        (Some(value), _) => value.as_str(),
-        (None, true) => "not shown",
-        (None, false) => "–",
+    let value: Text = match (&row.value, row.is_set) {
+        (Some(value), _) if value.is_empty() => both("(empty)", "（空）").into(),
+        (Some(value), _) if row.name.ends_with('*') => {
+            let set = value.trim_end_matches(" set");
+            text!("{set} set", "设置了 {set} 个")
+        }
+        (Some(value), _) => Text::literal(value),
+        (None, true) => both("not shown", "不显示").into(),
+        (None, false) => Text::literal("–"),
     };
     let blank = format!("{:<width$}  {:<VALUE_WIDTH$}", "", "");
     let head = format!("{:<width$}  {value:<VALUE_WIDTH$}", row.name);
     // A long value gets its own line.
-    if value.chars().count() > VALUE_WIDTH {
+    if columns(&value.to_string()) > VALUE_WIDTH {
         page.line("", &head);
-        page.line("", &format!("{blank}  {}", row.effect));
+        page.line("", format!("{blank}  {}", row.effect));
     } else {
-        page.line("", &format!("{head}  {}", row.effect));
+        page.line("", format!("{head}  {}", row.effect));
     }
     if let Some(instead) = row.instead {
-        page.line("", &format!("{blank}  instead: {instead}"));
+        let instead = text!("instead: {instead}", "请改用：{instead}");
+        page.line("", format!("{blank}  {instead}"));
     }
 }
 
-fn counts(findings: &[Finding]) -> String {
-    let count = |severity: Severity, noun: &str| {
+fn counts(findings: &[Finding]) -> Text {
+    let count = |severity: Severity, noun: Both| {
         let found = findings
             .iter()
             .filter(|finding| finding.severity == severity);
         match found.count() {
             0 => None,
-            1 => Some(format!("1 {noun}")),
-            many => Some(format!("{many} {noun}s")),
+            1 => Some(text!("1 {noun}", "1 个{noun}")),
+            many => Some(text!("{many} {noun}s", "{many} 个{noun}")),
         }
     };
     let parts = [
-        count(Severity::Problem, "problem"),
-        count(Severity::Warning, "warning"),
-        count(Severity::Note, "note"),
+        count(Severity::Problem, both("problem", "问题")),
+        count(Severity::Warning, both("warning", "警告")),
+        count(Severity::Note, both("note", "提示")),
     ];
-    let parts: Vec<String> = parts.into_iter().flatten().collect();
+    let parts: Vec<Text> = parts.into_iter().flatten().collect();
     if parts.is_empty() {
-        "no problems found".to_string()
+        both("no problems found", "没有发现问题").into()
     } else {
-        parts.join(", ")
+        Text::list(&parts)
     }
 }

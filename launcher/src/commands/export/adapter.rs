@@ -18,12 +18,12 @@ pub(super) fn write(
     directory: &Path,
 ) -> Result<Summary, Failure> {
     let mut summary = Summary {
-        what: "adapter",
+        what: both("adapter", "适配器"),
         tensors: 0,
         bytes: 0,
     };
     let config = adapter.dir().join(ADAPTER_CONFIG);
-    copy(&config, &directory.join(ADAPTER_CONFIG), None)?;
+    copy(&config.into(), &directory.join(ADAPTER_CONFIG), None)?;
     for stem in [ADAPTER_STEM, TRAINED_STEM] {
         let source = match WeightSource::open_stem(adapter.dir(), stem) {
             Ok(source) => source,
@@ -54,7 +54,10 @@ pub(super) fn write(
         file.finish().map_err(failed)?;
         summary.tensors += tensors.len();
         if stem == TRAINED_STEM {
-            summary.what = "adapter and trained.safetensors (peft loads only the first; --merge writes both into one model)";
+            summary.what = both(
+                "adapter and trained.safetensors (peft loads only the first; --merge writes both into one model)",
+                "适配器和 trained.safetensors（peft 只加载前者；--merge 把两者写入一个模型）",
+            );
         }
     }
     let card = model_card(adapter);
@@ -70,7 +73,8 @@ fn model_card(adapter: &Adapter) -> String {
         .config()
         .and_then(|config| config.base_model_name_or_path.as_deref())
         .unwrap_or_default();
-    let name = Path::new(base).file_name().unwrap_or_default();
+    let main = models::places::main(Path::new(base));
+    let name = main.file_name().unwrap_or_default();
     let modules = adapter.modules().count();
     let others = adapter
         .names()

@@ -2,21 +2,22 @@
 //! on the CPU. The directory gets its final name when it is complete.
 
 mod adapter;
+pub(crate) mod import;
 mod model;
 
-use crate::cli::{ExportArgs, ExportDtype};
+use crate::cli::{ExportArgs, ExportDtype, ExportFormat};
 use crate::commands::new_directory::NewDirectory;
-use crate::error::output::print;
+use crate::error::output::say;
 use crate::error::{ErrorCode, Failure, chain, failures};
-use crate::lang::{both, text};
-use crate::model::files;
+use crate::lang::{Both, Text, both, text};
+use crate::model::files::{self, SmallFile};
 use crate::model::stored::MAX_SHARD_BYTES;
-use crate::report::checkpoints::latest_of;
+use crate::report::checkpoints::best_of;
 use crate::units::{bytes, grouped, seconds};
 use engine::checkpoint::Checkpoint;
 use kernels::DType;
 use models::adapter::{Adapter, AdapterError};
-use models::{WeightError, WeightSource};
+use models::{WeightError, WeightSource, places, sat};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -35,8 +36,11 @@ const LISTED: usize = 3;
 /// The checkpoint or its base is missing or damaged, a trained tensor would be lost, or the output cannot be written.
 pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
+    let is_sat = args.format.unwrap_or_default() == ExportFormat::Sat;
+    check_layout(args, is_sat)?;
     let args = &ExportArgs {
-        checkpoint: latest_of(&args.checkpoint),
+        checkpoint: best_of(&args.checkpoint),
+        merge: if is_sat { Some(true) } else { args.merge },
         ..args.clone()
     };
     let checkpoint = &args.checkpoint;
@@ -47,7 +51,7 @@ pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
         )
         .next(both("add --output DIR", "请加上 --output DIR"))
     })?;
-    if !checkpoint.is_dir() {
+    if !places::main(checkpoint).is_dir() {
         return Err(missing(checkpoint));
     }
     let directory = NewDirectory::begin(&output, both("an export", "导出"))?;
@@ -60,19 +64,56 @@ pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     sources.check(manifest.as_ref())?;
     let summary = sources.write(args, directory.path())?;
     directory.publish()?;
-    let text = format!(
+    let text = text!(
         " export  {} · {} tensors · {} · {} · {}\n",
+        " 导出    {} · {} 个张量 · {} · {} · {}\n",
         summary.what,
         grouped(summary.tensors as u64),
         bytes(summary.bytes),
         seconds(started.elapsed().as_secs_f64()),
         output.display()
     );
-    print(&text)
+    say(&text)
+}
+
+/// Fails for flags of a layout that is not written.
+fn check_layout(args: &ExportArgs, is_sat: bool) -> Result<(), Failure> {
+    const MAX_RANKS: usize = 8;
+    let wrong = |title: Both, cause: Both, next: Both| Err(Failure::usage(title, cause).next(next));
+    match args.mp_size {
+        Some(_) if !is_sat => wrong(
+            both(
+                "--mp-size needs --format sat",
+                "--mp-size 需要 --format sat",
+            ),
+            both(
+                "only SAT checkpoints are divided among model-parallel ranks",
+                "只有 SAT 检查点会分给模型并行的 rank",
+            ),
+            both(
+                "add --format sat, or omit --mp-size",
+                "请加上 --format sat，或去掉 --mp-size",
+            ),
+        ),
+        Some(0) | Some(MAX_RANKS..) if args.mp_size != Some(MAX_RANKS) => wrong(
+            both("--mp-size is out of range", "--mp-size 超出范围"),
+            both(
+                "a SAT checkpoint has 1 to 8 ranks",
+                "SAT 检查点有 1 到 8 个 rank",
+            ),
+            both("give --mp-size 1 to 8", "请把 --mp-size 设为 1 到 8"),
+        ),
+        _ if is_sat && args.merge == Some(false) => wrong(
+            both("--format sat merges adapters", "--format sat 会合并适配器"),
+            both("SAT has no files for adapters", "SAT 没有存放适配器的文件"),
+            both("omit --merge false", "请去掉 --merge false"),
+        ),
+        _ => Ok(()),
+    }
 }
 
 struct Summary {
-    what: &'static str,
+    what: Both,
     tensors: usize,
     bytes: u64,
 }
@@ -116,7 +157,7 @@ impl Sources {
         match WeightSource::open(&directory) {
             Ok(model) => {
                 return Ok(Self {
-                    directory,
+                    directory: places::with_tokenizer(&directory, args.tokenizer.as_deref()),
                     model: Some(model),
                     adapter: None,
                 });
@@ -162,6 +203,7 @@ impl Sources {
             )
             .next(both("add --model DIR", "请加上 --model DIR")));
         };
+        let base = places::with_tokenizer(&base, args.tokenizer.as_deref());
         let model = WeightSource::open(&base).map_err(|e| {
             failures::weights(&e).next(both(
                 "give --model DIR if the base model has moved",
@@ -218,24 +260,30 @@ impl Sources {
     }
 
     fn write(&self, args: &ExportArgs, directory: &Path) -> Result<Summary, Failure> {
-        let dtype = args.dtype.map(|dtype| match dtype {
-            ExportDtype::F32 => DType::F32,
-            ExportDtype::Bf16 => DType::BF16,
-            ExportDtype::F16 => DType::F16,
-        });
+        let dtype = args.dtype.map(dtype_of);
         match (&self.model, &self.adapter) {
             (Some(model), adapter) => {
-                for (name, path) in files::small(&self.directory)? {
-                    copy(&path, &directory.join(name), dtype)?;
-                }
-                let limit = args.max_shard_size.unwrap_or(MAX_SHARD_BYTES);
-                let (tensors, bytes) =
-                    model::write(model, adapter.as_ref(), dtype, limit, directory)?;
+                let is_sat = args.format.unwrap_or_default() == ExportFormat::Sat;
+                let (tensors, bytes) = match is_sat {
+                    true => {
+                        let hub = sat::config::of_model(&self.directory);
+                        let hub = hub.map_err(|e| failures::weights(&e))?;
+                        let layout = (&hub, args.mp_size.unwrap_or(1));
+                        model::write_sat(model, adapter.as_ref(), dtype, layout, directory)?
+                    }
+                    false => {
+                        for (name, file) in files::small(&self.directory)? {
+                            copy(&file, &directory.join(name), dtype)?;
+                        }
+                        let limit = args.max_shard_size.unwrap_or(MAX_SHARD_BYTES);
+                        model::write(model, adapter.as_ref(), dtype, limit, directory)?
+                    }
+                };
                 Ok(Summary {
-                    what: if adapter.is_some() {
-                        "merged model"
-                    } else {
-                        "model"
+                    what: match (is_sat, adapter) {
+                        (true, _) => both("SAT checkpoint", "SAT 检查点"),
+                        (_, Some(_)) => both("merged model", "合并后的模型"),
+                        _ => both("model", "模型"),
                     },
                     tensors,
                     bytes,
@@ -244,6 +292,14 @@ impl Sources {
             (None, Some(adapter)) => adapter::write(adapter, dtype, directory),
             (None, None) => Err(missing(&self.directory)),
         }
+    }
+}
+
+fn dtype_of(dtype: ExportDtype) -> DType {
+    match dtype {
+        ExportDtype::F32 => DType::F32,
+        ExportDtype::Bf16 => DType::BF16,
+        ExportDtype::F16 => DType::F16,
     }
 }
 
@@ -261,7 +317,7 @@ fn misfit(base: &Path, misfits: Vec<String>) -> Failure {
             misfits.len()
         ),
     )
-    .evidence_lines(misfits.into_iter().take(LISTED))
+    .evidence_lines(misfits.iter().take(LISTED).map(Text::literal))
     .next(both(
         "give --model the model that the run started from",
         "请把运行开始时所用的模型交给 --model",
@@ -284,8 +340,10 @@ fn adapter_failure(directory: &Path, error: &AdapterError) -> Failure {
 }
 
 /// Copies a small file. In `config.json`, the dtype is set to that of the weights.
-pub(crate) fn copy(from: &Path, to: &Path, dtype: Option<DType>) -> Result<(), Failure> {
-    let read = std::fs::read(from)
+pub(crate) fn copy(file: &SmallFile, to: &Path, dtype: Option<DType>) -> Result<(), Failure> {
+    let from = &file.path;
+    let read = file
+        .read()
         .map_err(|error| Failure::io(ErrorCode::ModelFiles, both("read", "读取"), from, &error))?;
     let config = dtype.filter(|_| from.file_name().is_some_and(|name| name == "config.json"));
     let text = config.and_then(|dtype| {

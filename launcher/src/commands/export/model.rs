@@ -3,24 +3,21 @@
 use super::{BLOCK_ELEMS, read};
 use crate::error::{ErrorCode, Failure, failures};
 use crate::lang::{both, text};
-use crate::model::stored::{bytes_of, write_finite};
+use crate::model::stored::{TensorFiles, bytes_of, write_finite};
 use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec};
 use kernels::{Backend, CpuBackend, DType, MatmulArgs, Shape, Tag, Transpose};
 use models::WeightSource;
 use models::adapter::Adapter;
+use models::sat::write::{SatWriter, TensorOf};
+use serde_json::{Map, Value};
 use std::ops::Range;
 use std::path::Path;
 
-/// Writes all tensors of `model` with the changes of `adapter`; returns their number and bytes.
-pub(super) fn write(
-    model: &WeightSource,
-    adapter: Option<&Adapter>,
-    dtype: Option<DType>,
-    max_shard_bytes: u64,
-    directory: &Path,
-) -> Result<(usize, u64), Failure> {
+/// The tensors to write for those of `model`.
+fn listed(model: &WeightSource, dtype: Option<DType>) -> Result<Vec<TensorSpec>, Failure> {
     let mut tensors = Vec::new();
-    for name in model.names() {
+    // LoRA matrices of a SAT checkpoint become an adapter.
+    for name in model.names().filter(|name| !is_matrix(name)) {
         let Some(stored) = model.dtype(name) else {
             return Err(Failure::new(
                 ErrorCode::ModelFiles,
@@ -38,20 +35,77 @@ pub(super) fn write(
             shape: model.shape(name).unwrap_or_default().to_vec(),
         });
     }
+    Ok(tensors)
+}
+
+/// Whether `name` is a LoRA matrix of a SAT checkpoint.
+fn is_matrix(name: &str) -> bool {
+    [".matrix_A.", ".matrix_B."]
+        .iter()
+        .any(|half| name.contains(half))
+}
+
+/// Writes all tensors of `model` with the changes of `adapter` as a SAT checkpoint of `ranks` ranks; returns their
+/// number and bytes. `hub` is the content of `config.json`.
+pub(super) fn write_sat(
+    model: &WeightSource,
+    adapter: Option<&Adapter>,
+    dtype: Option<DType>,
+    (hub, ranks): (&Map<String, Value>, usize),
+    directory: &Path,
+) -> Result<(usize, u64), Failure> {
+    let tensors = listed(model, dtype)?;
+    let divided: Vec<TensorOf> = tensors
+        .iter()
+        .map(|tensor| TensorOf {
+            name: tensor.name.clone(),
+            dtype: tensor.dtype,
+            shape: tensor.shape.clone(),
+        })
+        .collect();
+    let mut file =
+        SatWriter::create(directory, hub, &divided, ranks).map_err(|e| failures::weights(&e))?;
+    let bytes = fill(&mut file, model, adapter, &tensors)?;
+    file.finish().map_err(|e| failures::weights(&e))?;
+    Ok((tensors.len(), bytes))
+}
+
+/// Writes all tensors of `model` with the changes of `adapter`; returns their number and bytes.
+pub(super) fn write(
+    model: &WeightSource,
+    adapter: Option<&Adapter>,
+    dtype: Option<DType>,
+    max_shard_bytes: u64,
+    directory: &Path,
+) -> Result<(usize, u64), Failure> {
+    let tensors = listed(model, dtype)?;
     let doing = both("export weights", "导出权重");
     let failed = |e: CheckpointError| failures::checkpoint(doing, &e);
     let metadata = [("format", "pt")];
     let mut file =
         ShardedTensorWriter::create(directory, "model", &tensors, &metadata, max_shard_bytes)
             .map_err(failed)?;
+    let bytes = fill(&mut file, model, adapter, &tensors)?;
+    file.finish().map_err(failed)?;
+    check(directory, &tensors)?;
+    Ok((tensors.len(), bytes))
+}
+
+/// Writes the values of all `tensors` into `file`; returns their bytes.
+fn fill(
+    file: &mut impl TensorFiles,
+    model: &WeightSource,
+    adapter: Option<&Adapter>,
+    tensors: &[TensorSpec],
+) -> Result<u64, Failure> {
     let backend = CpuBackend::unlimited();
     let mut bytes = 0u64;
-    for tensor in &tensors {
+    for tensor in tensors {
         let columns = tensor.shape.last().copied().unwrap_or(1).max(1);
         let rows_at_once = (BLOCK_ELEMS / columns).max(1) * columns;
         let own = adapter.filter(|a| a.has(&tensor.name));
         let low_rank = adapter.and_then(|a| Some((a, adapted(a, &tensor.name)?)));
-        bytes += write_finite(&mut file, tensor, rows_at_once, |range| {
+        bytes += write_finite(file, tensor, rows_at_once, |range| {
             // A weight can be trained in full and have an adapter as well.
             let base = |range: Range<usize>, dtype: DType| {
                 read(range, dtype, |r, d, out| match own {
@@ -68,7 +122,11 @@ pub(super) fn write(
             }
         })?;
     }
-    file.finish().map_err(failed)?;
+    Ok(bytes)
+}
+
+/// Fails unless the weights in `directory` are `tensors`.
+fn check(directory: &Path, tensors: &[TensorSpec]) -> Result<(), Failure> {
     let written = WeightSource::open(directory).map_err(|e| failures::weights(&e))?;
     let missing = tensors
         .iter()
@@ -91,7 +149,7 @@ pub(super) fn write(
             "请检查磁盘，然后重新导出",
         )));
     }
-    Ok((tensors.len(), bytes))
+    Ok(())
 }
 
 /// The module of `weight`, if it has an adapter.

@@ -15,6 +15,7 @@ use models::data::SINGLE_IMAGE;
 use models::data::{EncodeOptions, EncodedPrompt, PlaceholderStyle, RawSample, SampleError};
 use models::generate::{GenerateOptions, Prompt, Sampling, cache_bytes, generate};
 use models::image::ImageFolder;
+use models::places;
 use models::text::Message;
 use serde_json::json;
 use std::path::PathBuf;
@@ -32,6 +33,7 @@ const DEFAULT_SEED: u64 = 42;
 /// Invalid flags; a model, adapter or image that cannot be used; a prompt that is too long.
 pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let dir = required(args.model.as_ref(), "generate", "--model")?;
+    let dir = &places::with_tokenizer(dir, args.tokenizer.as_deref());
     let prompt = required(args.prompt.as_deref(), "generate", "--prompt")?;
     let max_new_tokens = args.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS);
     let max_new_tokens = positive(max_new_tokens, "--max-new-tokens")?;
@@ -58,6 +60,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
         model_max_length: longest,
         max_slice_nums: Some(positive(slices, "--max-slice-nums")?),
         prompt: args.template.unwrap_or_default().style(),
+        enable_thinking: args.enable_thinking,
         ..EncodeOptions::default()
     };
     // A path on the command line may name any file.
@@ -104,9 +107,9 @@ fn question(prompt: &str, images: &[PathBuf]) -> RawSample {
         false => format!("{}\n{prompt}", names.join("\n")),
     };
     RawSample {
-        id: None,
         images: names.into_iter().zip(images.iter().cloned()).collect(),
         conversations: vec![Message::new("user", content)],
+        ..RawSample::default()
     }
 }
 

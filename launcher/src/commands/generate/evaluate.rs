@@ -2,7 +2,7 @@
 
 use super::model::{LoadedModel, OpenModel, path_text, positive, required};
 use super::note;
-use crate::cli::EvalArgs;
+use crate::cli::{EvalArgs, refuse_weights};
 use crate::data::answers::{Answer, Question, sample_failure};
 use crate::data::images::ImageCheck;
 use crate::data::{Reading, SampleSet, check};
@@ -14,6 +14,7 @@ use crate::units::seconds as format_seconds;
 use models::autograd::Tape;
 use models::data::EncodeOptions;
 use models::generate::{GenerateOptions, Prompt, Sampling, cache_bytes, generate};
+use models::places;
 use models::{ModelError, SampleInput};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -43,7 +44,9 @@ struct Row {
 /// Invalid flags; a model, adapter, sample or image that cannot be used; an output file that cannot be written.
 pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
     let dir = required(args.model.as_ref(), "eval", "--model")?;
+    let dir = &places::with_tokenizer(dir, args.tokenizer.as_deref());
     let data = required(args.data.as_ref(), "eval", "--data")?;
+    refuse_weights(data)?;
     let batch = args.per_device_eval_batch_size.unwrap_or(DEFAULT_BATCH);
     let batch = positive(batch, "--per-device-eval-batch-size")?;
     let limit = args.limit.map(|n| positive(n, "--limit")).transpose()?;
@@ -55,6 +58,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
         model_max_length: args.model_max_length.unwrap_or(DEFAULT_LENGTH),
         max_slice_nums: Some(positive(slices, "--max-slice-nums")?),
         prompt: args.template.unwrap_or_default().style(),
+        enable_thinking: args.enable_thinking,
         train_on_turn_end: args.train_on_turn_end.unwrap_or(false),
         text_without_cross: true,
         ..EncodeOptions::default()

@@ -6,24 +6,21 @@ use crate::error::failures::unusable;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{Text, both, text};
 use crate::memory;
-use crate::report::checkpoints::latest_of;
+use crate::model::adapter::{check_shapes, open_adapter, stranger};
+use crate::report::checkpoints::best_of;
 use crate::units::{bytes as format_bytes, seconds as format_seconds};
 use engine::checkpoint::Checkpoint;
 use engine::{EngineError, Lease, LeaseOwner, ParamAccess, ParamId, ParamSpec, Phase, UnitId};
 use kernels::{Backend, CpuBackend, DType, KernelError, Pool, Tag, Tensor, TensorMut};
 use models::adapter::Adapter;
-use models::params::{ADAPTER_PREFIX, is_added};
+use models::places;
 use models::{
     ModelError, ModelOptions, OpenError, Processor, VisionLanguageModel, WeightError, WeightSource,
     open_model, open_processor,
 };
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
-
-/// Maximal number of tensor names listed for an adapter that does not fit; the rest is counted.
-const LISTED: usize = 3;
 
 /// A model whose files are opened and checked, but whose weights are not read yet.
 #[derive(Debug)]
@@ -44,10 +41,10 @@ impl OpenModel {
         adapter: Option<&Path>,
         precision: Option<PrecisionChoice>,
     ) -> Result<Self, Failure> {
-        let named = latest_of(dir);
+        let named = best_of(dir);
         let (base, own) = match adapter {
             None => with_base(&named),
-            Some(adapter) => (named, Some(latest_of(adapter))),
+            Some(adapter) => (named, Some(best_of(adapter))),
         };
         let (dir, adapter) = (&*base, own.as_deref());
         for dir in adapter.into_iter().chain([dir]) {
@@ -184,7 +181,7 @@ fn with_base(dir: &Path) -> (PathBuf, Option<PathBuf>) {
     let base = Checkpoint::open(dir)
         .ok()
         .and_then(|saved| Some(PathBuf::from(saved.meta().get("base_model")?.as_str()?)));
-    match base.filter(|base| base.is_dir() && !has_model()) {
+    match base.filter(|base| places::main(base).is_dir() && !has_model()) {
         Some(base) => (base, Some(dir.to_owned())),
         None => (dir.to_owned(), None),
     }
@@ -218,98 +215,6 @@ fn no_weights(dir: &Path, error: &WeightError) -> Failure {
             ..failure
         },
         None => failure,
-    }
-}
-
-fn open_adapter(dir: &Path, base: &WeightSource) -> Result<Adapter, Failure> {
-    let adapter = Adapter::open(dir).map_err(|error| {
-        Failure::new(
-            ErrorCode::ModelFiles,
-            text!("cannot use the adapter {}", "无法使用适配器 {}", dir.display()),
-            chain(&error),
-        )
-        .next(failures::adapter_remedy(
-            dir,
-            both("give --adapter a checkpoint-N directory with adapter_model.safetensors or trained.safetensors", "请把含有 adapter_model.safetensors 或 trained.safetensors 的 checkpoint-N 目录交给 --adapter"),
-        ))
-    })?;
-    let misfits = adapter.misfits(base);
-    if !misfits.is_empty() {
-        let misfits: Vec<Text> = misfits.iter().map(Text::literal).collect();
-        return Err(stranger(&adapter, &misfits));
-    }
-    // p-tuning prefixes have no base weight; they are part of the model as built.
-    let lost = adapter
-        .strangers(base)
-        .filter(|name| !is_added(name) || name.starts_with(ADAPTER_PREFIX));
-    let strangers: Vec<Text> = lost.map(no_place).collect();
-    match strangers.is_empty() {
-        true => Ok(adapter),
-        false => Err(stranger(&adapter, &strangers)),
-    }
-}
-
-fn no_place(name: &str) -> Text {
-    text!("the model has no tensor {name}", "模型没有张量 {name}")
-}
-
-/// Checks that every tensor of the adapter is a parameter of the model with the same shape.
-fn check_shapes(adapter: &Adapter, params: &[ParamSpec]) -> Result<(), Failure> {
-    let known: BTreeSet<&str> = params.iter().map(|param| &*param.name).collect();
-    let lost = adapter.names().filter(|name| !known.contains(name));
-    let mut reasons: Vec<Text> = lost.map(no_place).collect();
-    for param in params {
-        match adapter.shape(&param.name) {
-            Some(got) if got != param.shape.dims() => reasons.push(text!(
-                "{} is {got:?}, the model needs {}",
-                "{} 的形状为 {got:?}，模型需要 {}",
-                param.name,
-                param.shape
-            )),
-            None if is_added(&param.name) => {
-                reasons.push(text!("{} is missing", "缺少 {}", param.name));
-            }
-            _ => {}
-        }
-    }
-    match reasons.is_empty() {
-        true => Ok(()),
-        false => Err(stranger(adapter, &reasons)),
-    }
-}
-
-fn stranger(adapter: &Adapter, reasons: &[Text]) -> Failure {
-    let mut failure = Failure::new(
-        ErrorCode::ModelFiles,
-        text!(
-            "the adapter {} does not belong to this model",
-            "适配器 {} 不属于该模型",
-            adapter.dir().display()
-        ),
-        text!(
-            "{} of its tensors do not fit the model",
-            "它有 {} 个张量与模型不匹配",
-            reasons.len()
-        ),
-    );
-    for reason in reasons.iter().take(LISTED) {
-        failure = failure.evidence(reason.clone());
-    }
-    if reasons.len() > LISTED {
-        failure = failure.evidence(text!("and {} more", "另有 {} 个", reasons.len() - LISTED));
-    }
-    let base = adapter
-        .config()
-        .and_then(|c| c.base_model_name_or_path.clone());
-    match base {
-        Some(base) => failure.next(text!(
-            "use --model {base}, the model that the adapter was trained on",
-            "请使用 --model {base}，即训练该适配器所用的模型"
-        )),
-        None => failure.next(both(
-            "give --model the directory of the model that the adapter was trained on",
-            "请把训练该适配器所用的模型的目录交给 --model",
-        )),
     }
 }
 

@@ -98,7 +98,8 @@ fn named_model(args: &PlanArgs, env: &Env) -> Result<PlanArgs, Failure> {
     let mut args = args.clone();
     // Samples need the tokenizer, so a plan with data needs the model's directory.
     let has_data = args.run.data.is_some() || args.run.dataset.is_some();
-    let named = args.run.model.as_ref().filter(|model| !model.exists());
+    let is_absent = |model: &&PathBuf| !models::places::main(model).exists();
+    let named = args.run.model.as_ref().filter(is_absent);
     let Some(model) = named.filter(|_| !has_data) else {
         return Ok(args);
     };

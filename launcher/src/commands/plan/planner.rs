@@ -128,7 +128,7 @@ impl Planner {
         }
         let times = match &self.samples {
             Some(samples) => {
-                let count = samples.train.samples.len();
+                let count = samples.train.mix().per_epoch();
                 saves(config, config.total_steps(count), count)
             }
             None => 1,

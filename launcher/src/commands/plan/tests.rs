@@ -5,6 +5,7 @@ use super::{configuration, named_model};
 use crate::cli::{self, Command, resolve};
 use crate::config::{Found, OptimizerInBackward, PrefetchWeights, RunConfig, RunPlan};
 use crate::device::Nvidia;
+use crate::lang::{Lang, columns};
 use crate::memory::RankMemory;
 use crate::model::setup::shapes;
 use crate::plan::rank_memory::{fixed, plan_event};
@@ -110,6 +111,14 @@ fn decoding_images_is_a_row_and_a_part_of_the_need() {
     assert_eq!(with.1.need.host - without.1.need.host, 2 * 50 * MIB);
     assert!(super::text::table(&with.0).contains("image decoding         -     50.0M"));
     assert!(!super::text::table(&without.0).contains("image decoding"));
+    // Chinese characters take two columns.
+    let table = Lang::Zh.speak(|| super::text::table(&with.0));
+    for line in table
+        .lines()
+        .filter(|line| line.contains(" 其") || line.contains("M"))
+    {
+        assert_eq!(columns(line), 8 + 14 + 30, "{table}");
+    }
 }
 
 /// Flags for every stage × offload × precision × number of ranks.

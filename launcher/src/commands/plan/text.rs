@@ -56,7 +56,8 @@ pub(super) fn table(memory: &RankMemory) -> String {
         // The first kind of a part has its name.
         for (kind, most) in shares.into_iter().skip(1) {
             if let Some(most) = most {
-                row(&mut text, format!("  {}", kind_name(kind)), most.map(shown));
+                let name = kind_name(kind);
+                row(&mut text, text!("  {name}", "  {name}"), most.map(shown));
             }
         }
     }

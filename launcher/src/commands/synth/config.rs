@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::error::{ErrorCode, Failure};
 
 /// Built-in configurations with the sizes of published models.
-pub(super) const PUBLISHED: [(&str, &str); 7] = [
+pub(super) const PUBLISHED: [(&str, &str); 12] = [
     ("minicpm-v-2_6", include_str!("configs/minicpm-v-2_6.json")),
     ("minicpm-o-2_6", include_str!("configs/minicpm-o-2_6.json")),
     ("cogvlm-chat", include_str!("configs/cogvlm-chat.json")),
@@ -21,6 +21,17 @@ pub(super) const PUBLISHED: [(&str, &str); 7] = [
         "glm-4.1v-9b-thinking",
         include_str!("configs/glm-4.1v-9b-thinking.json"),
     ),
+    ("minicpm-v-4_5", include_str!("configs/minicpm-v-4_5.json")),
+    ("minicpm-o-4_5", include_str!("configs/minicpm-o-4_5.json")),
+    (
+        "cogagent-9b-20241220",
+        include_str!("configs/cogagent-9b-20241220.json"),
+    ),
+    (
+        "glm-4.6v-flash",
+        include_str!("configs/glm-4.6v-flash.json"),
+    ),
+    ("glm-ocr", include_str!("configs/glm-ocr.json")),
 ];
 
 /// Content of a model's `config.json`, with the file or published model that it comes from.

@@ -8,8 +8,8 @@ use models::Family;
 use models::cogvlm::CogConfig;
 use models::cogvlm::config::Edition;
 use models::glm4v::config::Glm4vConfig;
-use models::glm41v::config::Glm41vConfig;
-use models::minicpm::config::MiniCpmConfig;
+use models::glm41v::config::{Glm41vConfig, Network};
+use models::minicpm::config::{MiniCpmConfig, Release};
 use serde_json::{Value, json};
 
 use super::config::Config;
@@ -68,6 +68,92 @@ const GLM: [&str; 20] = [
     "</answer>",
 ];
 const GLM4V_TOKENS: usize = 14;
+/// Special tokens of GLM-4.6V-Flash and GLM-OCR in id order.
+const GLM_LATER: [&str; 36] = [
+    "<|endoftext|>",
+    "[MASK]",
+    "[gMASK]",
+    "[sMASK]",
+    "<sop>",
+    "<eop>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|begin_of_image|>",
+    "<|end_of_image|>",
+    "<|begin_of_video|>",
+    "<|end_of_video|>",
+    "<|begin_of_audio|>",
+    "<|end_of_audio|>",
+    "<|begin_of_transcription|>",
+    "<|end_of_transcription|>",
+    "<|code_prefix|>",
+    "<|code_middle|>",
+    "<|code_suffix|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "/nothink",
+    "<|begin_of_box|>",
+    "<|end_of_box|>",
+    "<|image|>",
+    "<|video|>",
+];
+/// Special tokens of MiniCPM 4.5 in id order, except `<unk>`.
+const MINICPM_4_5: [&str; 42] = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+    "<image>",
+    "</image>",
+    "<ref>",
+    "</ref>",
+    "<box>",
+    "</box>",
+    "<quad>",
+    "</quad>",
+    "<point>",
+    "</point>",
+    "<slice>",
+    "</slice>",
+    "<image_id>",
+    "</image_id>",
+    "<unit>",
+    "</unit>",
+];
+/// Chat template of MiniCPM 4.5: the last answer has a block for its thought, empty without one.
+const THINKING_TEMPLATE: &str = include_str!("thinking.jinja");
 
 /// Chat template. It adds a default system message to conversations without one.
 pub(crate) const TEMPLATE: &str = "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
@@ -135,6 +221,10 @@ fn id(config: &Value, field: &str) -> Option<usize> {
 }
 
 fn minicpm(config: &MiniCpmConfig, raw: &Value) -> ModelFiles {
+    let (tokens, template): (&[&str], _) = match config.release {
+        Release::V2_6 => (&MINICPM, TEMPLATE),
+        Release::V4_5 => (&MINICPM_4_5, THINKING_TEMPLATE.trim_end()),
+    };
     let size = config.language.vocab_size;
     let vocabulary = Vocabulary::of_bytes(size)
         // The sample rules search for this word after `<|im_start|>`.
@@ -142,15 +232,15 @@ fn minicpm(config: &MiniCpmConfig, raw: &Value) -> ModelFiles {
         .with_loose("<unk>");
     // `<|im_end|>`, the third special token, ends a sequence.
     let first = id(raw, "eos_token_id").and_then(|eos| eos.checked_sub(2));
-    let first = first.unwrap_or_else(|| size.saturating_sub(MINICPM.len()));
+    let first = first.unwrap_or_else(|| size.saturating_sub(tokens.len()));
     ModelFiles {
-        vocabulary: vocabulary.with_run(first, &MINICPM),
+        vocabulary: vocabulary.with_run(first, tokens),
         tokenizer_config: json!({
             "bos_token": "<|im_start|>",
             "eos_token": "<|im_end|>",
             "pad_token": "<|endoftext|>",
             "unk_token": "<unk>",
-            "chat_template": TEMPLATE,
+            "chat_template": template,
             "clean_up_tokenization_spaces": false,
             "tokenizer_class": "PreTrainedTokenizerFast",
         }),
@@ -212,11 +302,28 @@ fn glm4v(config: &Glm4vConfig) -> ModelFiles {
 
 fn glm41v(config: &Glm41vConfig, raw: &Value) -> ModelFiles {
     let size = config.language.vocab_size;
-    // The configuration states the id of the image token, which is the fifteenth special token.
-    let stated = id(raw, "image_token_id").and_then(|image| image.checked_sub(GLM4V_TOKENS));
-    let first = stated.unwrap_or_else(|| first_of(&config.eos_ids, size, GLM.len()));
+    let image = id(raw, "image_token_id");
+    let place = |tokens: &[&str]| tokens.iter().position(|token| *token == "<|image|>");
+    // The model type of GLM-4.6V-Flash is that of GLM-4.1V. Its image token is further behind the end token.
+    let starts = image
+        .zip(place(&GLM_LATER))
+        .and_then(|(image, at)| image.checked_sub(at));
+    let stated_end = config
+        .eos_ids
+        .first()
+        .and_then(|id| usize::try_from(*id).ok());
+    let is_later = config.network == Network::GlmOcr || (starts.is_some() && starts == stated_end);
+    let (tokens, kind): (&[&str], _) = match is_later {
+        true => (&GLM_LATER, "Glm46V"),
+        false => (&GLM, "Glm4v"),
+    };
+    // The configuration states the id of the image token.
+    let stated = image
+        .zip(place(tokens))
+        .and_then(|(image, at)| image.checked_sub(at));
+    let first = stated.unwrap_or_else(|| first_of(&config.eos_ids, size, tokens.len()));
     ModelFiles {
-        vocabulary: Vocabulary::of_bytes(size).with_run(first, &GLM),
+        vocabulary: Vocabulary::of_bytes(size).with_run(first, tokens),
         tokenizer_config: glm_tokenizer_config(),
         preprocessor: Some(json!({
             "size": { "shortest_edge": 12_544, "longest_edge": 9_633_792 },
@@ -225,8 +332,8 @@ fn glm41v(config: &Glm41vConfig, raw: &Value) -> ModelFiles {
             "merge_size": 2,
             "image_mean": [0.481_454_66, 0.457_827_5, 0.408_210_73],
             "image_std": [0.268_629_54, 0.261_302_58, 0.275_777_11],
-            "image_processor_type": "Glm4vImageProcessor",
-            "processor_class": "Glm4vProcessor",
+            "image_processor_type": format!("{kind}ImageProcessor"),
+            "processor_class": format!("{kind}Processor"),
         })),
     }
 }

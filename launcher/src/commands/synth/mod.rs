@@ -27,7 +27,7 @@ use serde_json::json;
 
 use crate::cli::{SynthArgs, SynthWeights};
 use crate::commands::new_directory::NewDirectory;
-use crate::error::output::print;
+use crate::error::output::say;
 use crate::error::{ErrorCode, Failure, chain};
 use crate::memory::disk_free_bytes;
 use crate::units::{bytes, grouped, seconds};
@@ -75,7 +75,7 @@ pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
         )));
     }
     let config = config::find(args.model_config.as_deref())?;
-    let directory = NewDirectory::begin(&output, "synth")?;
+    let directory = NewDirectory::begin(&output, both("synth", "生成模型"))?;
     files::write(&config, directory.path())?;
     let model = open_model(directory.path(), ModelOptions::new(DType::BF16))
         .map_err(|error| config.unusable(chain(&error)))?;
@@ -93,8 +93,9 @@ pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
     };
     let stored_bytes = if seeded { 0 } else { layout.total_bytes() };
     check_space(&output, stored_bytes)?;
-    print(&format!(
+    say(&text!(
         " synth   {} parameters in {} tensors, {}, into {}\n",
+        " 生成    {} 个参数，{} 个张量，{}，写入 {}\n",
         grouped(layout.parameters()),
         grouped(layout.tensors() as u64),
         bytes(layout.total_bytes()),
@@ -105,23 +106,26 @@ pub(crate) fn run(args: &SynthArgs) -> Result<ExitCode, Failure> {
         let marker = json!(models::seeded::Marker::new(seed));
         FileWriter::new(directory.path(), "\n").put_json(models::seeded::FILE, &marker)?;
         directory.publish()?;
-        print(&format!(
+        say(&text!(
             " done    {} contains seed {seed} instead of weights\n",
+            " 完成    {} 中是种子 {seed}，没有权重\n",
             models::seeded::FILE
         ))?;
     } else {
         let written = layout.write(seed, directory.path())?;
         directory.publish()?;
         let took = started.elapsed().as_secs_f64();
-        print(&format!(
+        say(&text!(
             " done    {written} files of weights · {} · {}/s\n",
+            " 完成    {written} 个权重文件 · {} · {}/s\n",
             seconds(took),
             bytes((stored_bytes as f64 / took) as u64)
         ))?;
     }
     if let Some(sampled) = sampled {
-        print(&format!(
+        say(&text!(
             " samples {} of {} tokens, {} of them for the image: launcher --model {out} --data {out}/{}\n",
+            " 样本    {} 个，每个 {} 个 token，其中图片 {} 个：launcher --model {out} --data {out}/{}\n",
             grouped(sampled.count as u64),
             grouped(sampled.tokens as u64),
             grouped(sampled.image_tokens as u64),

@@ -33,6 +33,11 @@ fn every_family_gets_a_directory_that_opens() {
         "cogvlm2-llama3-chat-19B",
         "glm-4v-9b",
         "glm-4.1v-9b-thinking",
+        "minicpm-v-4_5",
+        "minicpm-o-4_5",
+        "cogagent-9b-20241220",
+        "glm-4.6v-flash",
+        "glm-ocr",
     ] {
         let output = temp.path().join(pack);
         run(&args(&golden(pack), &output)).expect(pack);
@@ -165,7 +170,7 @@ fn check_samples(directory: &Path, processor: &dyn Processor) {
 
 #[test]
 fn published_configurations_have_their_published_sizes() {
-    let expected: [u64; 7] = [
+    let expected: [u64; 12] = [
         8_099_175_152,
         8_099_418_864,
         17_639_685_376,
@@ -173,6 +178,11 @@ fn published_configurations_have_their_published_sizes() {
         19_503_105_280,
         13_906_320_896,
         10_292_777_472,
+        8_695_895_280,
+        8_695_895_280,
+        13_906_320_896,
+        10_292_777_472,
+        1_107_405_824,
     ];
     let temp = tempfile::tempdir().expect("temp dir");
     for ((name, _), expected) in config::PUBLISHED.iter().zip(expected) {
@@ -189,16 +199,24 @@ fn published_configurations_have_their_published_sizes() {
 
 #[test]
 fn special_tokens_have_their_published_ids() {
-    let temp = tempfile::tempdir().expect("temp dir");
-    let found = config::find(Some(Path::new("minicpm-v-2_6"))).expect("a name");
-    files::write(&found, temp.path()).expect("written");
-    let processor = open_processor(temp.path()).expect("opens");
-    for (token, id) in [
-        ("<|im_end|>", 151_645),
-        ("<image>", 151_646),
-        ("</image_id>", 151_659),
+    for (name, token, id) in [
+        ("minicpm-v-2_6", "<|im_end|>", 151_645),
+        ("minicpm-v-2_6", "<image>", 151_646),
+        ("minicpm-v-2_6", "</image_id>", 151_659),
+        ("minicpm-v-4_5", "<|im_end|>", 151_645),
+        ("minicpm-v-4_5", "</think>", 151_668),
+        ("minicpm-v-4_5", "<image>", 151_669),
+        ("glm-4.1v-9b-thinking", "<|image|>", 151_343),
+        ("glm-4.6v-flash", "/nothink", 151_360),
+        ("glm-4.6v-flash", "<|image|>", 151_363),
+        ("glm-ocr", "<|user|>", 59_253),
+        ("glm-ocr", "<|image|>", 59_280),
     ] {
-        assert_eq!(processor.tokenizer().id(token).expect(token), id);
+        let temp = tempfile::tempdir().expect("temp dir");
+        let found = config::find(Some(Path::new(name))).expect("a name");
+        files::write(&found, temp.path()).expect("written");
+        let processor = open_processor(temp.path()).expect("opens");
+        assert_eq!(processor.tokenizer().id(token).expect(token), id, "{name}");
     }
 }
 

@@ -1,12 +1,13 @@
-//! `launcher watch`: shows a run from the files in its directory, once or continuously.
+//! `launcher watch`: shows a run from the files in its directory, once or continuously, on the screen or as a page.
 //!
 //! It changes nothing in the run and talks to no process of it. So it works for other users of the machine, over a
 //! network file system, and long after the run.
 
+mod serve;
 mod text;
 mod view;
 
-use crate::lang::{Both, both, text};
+use crate::lang::{Both, Lang, both, text};
 use std::fs;
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
@@ -30,6 +31,9 @@ const CLEAR: &str = "\x1b[2J\x1b[H";
 /// When the directory is not that of a run (exit 2).
 pub(crate) fn run(args: &WatchArgs) -> Result<ExitCode, Failure> {
     check(&args.run)?;
+    if let Some(address) = &args.serve {
+        return serve::run(&args.run, address);
+    }
     let json = args.json == Some(true);
     let redraws = io::stdout().is_terminal() && !json && args.once != Some(true);
     let mut shown = None;
@@ -113,7 +117,7 @@ fn print(view: &View, json: bool, redraws: bool) -> Result<bool, Failure> {
     let text = if json {
         serde_json::to_string(view).map_err(|error| fail(&error.into()))? + "\n"
     } else {
-        text::render(view)
+        Lang::chosen().speak(|| text::render(view))
     };
     let clear = if redraws { CLEAR } else { "" };
     let mut out = io::stdout().lock();

@@ -1,6 +1,7 @@
 //! Rendering of a view as lines of text.
 
 use super::view::{State, View};
+use crate::lang::{Both, Text, both, text};
 use crate::report::monitor::split::StepSplit;
 use crate::units::{bytes, clock, count};
 
@@ -11,30 +12,39 @@ const HEIGHTS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '�
 /// Excess of a rank's own time over the mean of all ranks, as a share, from which the text names the rank.
 const NAMED: f64 = 0.05;
 
-/// Text of `launcher watch` for a run. Values that the run has not reported yet have no line.
+/// Text of `launcher watch` for a run, in the language that is spoken. Values that the run has not reported yet have no line.
 pub(super) fn render(view: &View) -> String {
     let mut out = String::new();
-    let mut line = |label: &str, text: Option<String>| {
+    let mut line = |label: Both, text: Option<String>| {
         if let Some(text) = text {
             out += &format!(" {label:<7} {text}\n");
         }
     };
-    line("run", Some(format!("{} · {}", view.run, state(view))));
-    line("plan", view.plan.clone());
-    line("step", (view.total_steps > 0).then(|| progress(view)));
-    line("loss", loss(view));
-    line("rates", rates(view));
-    line("time", time(view));
-    line("memory", memory(view));
-    line("saved", view.checkpoint.clone());
-    line("eval", evaluation(view));
+    line(
+        both("run", "运行"),
+        Some(format!("{} · {}", view.run, state(view))),
+    );
+    line(
+        both("plan", "计划"),
+        view.plan.as_ref().map(Text::to_string),
+    );
+    line(
+        both("step", "步"),
+        (view.total_steps > 0).then(|| progress(view)),
+    );
+    line(both("loss", "损失"), loss(view));
+    line(both("rates", "速率"), rates(view));
+    line(both("time", "时间"), time(view));
+    line(both("memory", "内存"), memory(view));
+    line(both("saved", "已保存"), view.checkpoint.clone());
+    line(both("eval", "评估"), evaluation(view));
     for failure in &view.failures {
         out += &format!("{failure}\n");
     }
     out
 }
 
-fn state(view: &View) -> String {
+fn state(view: &View) -> Text {
     let age = clock(view.seconds_since_news);
     let news = format!("{} s", view.seconds_since_news.round());
     let age = if view.seconds_since_news < 600.0 {
@@ -43,20 +53,34 @@ fn state(view: &View) -> String {
         age
     };
     match view.state {
-        State::Starting => format!("starting · last update {age} ago"),
-        State::Running => format!("running · last update {age} ago"),
-        State::Finished => "finished".to_owned(),
-        State::Stopped => "stopped by a signal, saved".to_owned(),
-        State::Failed => "failed".to_owned(),
-        State::Dead => format!("dead: no update for {age}, and no process is running it"),
+        State::Starting => text!(
+            "starting · last update {age} ago",
+            "正在启动 · 上次更新在 {age} 前"
+        ),
+        State::Running => text!(
+            "running · last update {age} ago",
+            "正在运行 · 上次更新在 {age} 前"
+        ),
+        State::Finished => both("finished", "已完成").into(),
+        State::Stopped => both(
+            "stopped before the last step, saved",
+            "在最后一步之前停止，已保存",
+        )
+        .into(),
+        State::Failed => both("failed", "失败").into(),
+        State::Dead => text!(
+            "dead: no update for {age}, and no process is running it",
+            "已中断：{age} 没有更新，也没有进程在运行它"
+        ),
     }
 }
 
 fn progress(view: &View) -> String {
     let share = view.step as f64 / view.total_steps.max(1) as f64;
     let full = ((share * BAR as f64) as usize).min(BAR);
-    let mut text = format!(
+    let mut text = text!(
         "{} of {} · [{}{}] {:.0} %",
+        "{} / {} · [{}{}] {:.0} %",
         view.step,
         view.total_steps,
         "#".repeat(full),
@@ -64,18 +88,18 @@ fn progress(view: &View) -> String {
         100.0 * share
     );
     if let Some(elapsed) = view.elapsed_seconds {
-        text += &format!(" · {} so far", clock(elapsed));
+        text += text!(" · {} so far", " · 已用 {}", clock(elapsed));
     }
     if let Some(left) = view.remaining_seconds {
-        text += &format!(" · {} left", clock(left));
+        text += text!(" · {} left", " · 剩余 {}", clock(left));
     }
-    text
+    text.to_string()
 }
 
 fn loss(view: &View) -> Option<String> {
     let mut text = format!("{:.4}", view.loss?);
     if let Some(first) = view.first_loss {
-        text += &format!(" · began at {first:.4}");
+        text += &text!(" · began at {first:.4}", " · 开始时 {first:.4}").to_string();
     }
     Some(format!("{text} · {}", sparkline(&view.recent_losses)))
 }
@@ -112,47 +136,69 @@ fn rates(view: &View) -> Option<String> {
 }
 
 fn time(view: &View) -> Option<String> {
-    let mut text = format!("{:.0} ms a step", 1e3 * view.step_seconds?);
+    let milliseconds = 1e3 * view.step_seconds?;
+    let mut text = text!("{milliseconds:.0} ms a step", "每步 {milliseconds:.0} ms");
     if let Some(split) = &view.seconds {
         let total = split.total().max(f64::MIN_POSITIVE);
         let parts = StepSplit::NAMES.into_iter().zip(split.values());
         for (name, seconds) in parts.filter(|(_, seconds)| *seconds > 0.0) {
-            text += &format!(" · {name} {:.0} %", 100.0 * seconds / total);
+            let (name, share) = (part(name), 100.0 * seconds / total);
+            text += text!(" · {name} {share:.0} %", " · {name} {share:.0} %");
         }
     }
     if let Some(slowest) = view.slowest.as_ref().filter(|s| s.imbalance > NAMED) {
-        text += &format!(
+        text += text!(
             "\n         slowest rank {}: own time {:+.0} % of the mean, most of it in {}",
+            "\n         最慢的 rank {}：自身用时比平均值 {:+.0} %，主要在{}",
             slowest.rank,
             100.0 * slowest.imbalance,
-            slowest.part
+            part(&slowest.part)
         );
     }
-    Some(text)
+    Some(text.to_string())
 }
 
 fn memory(view: &View) -> Option<String> {
     let used = view.memory?;
-    let mut text = format!("device {}", bytes(used.device));
+    let mut text = text!("device {}", "设备 {}", bytes(used.device));
     if used.host > 0 {
-        text += &format!(" · host {}", bytes(used.host));
+        text += text!(" · host {}", " · 主机 {}", bytes(used.host));
     }
     if let Some(planned) = view.planned_bytes {
-        text += &format!(" · planned total {}", bytes(planned));
+        text += text!(" · planned total {}", " · 计划总计 {}", bytes(planned));
     }
-    Some(format!("{text} · resident {}", bytes(used.rss)))
+    text += text!(" · resident {}", " · 常驻 {}", bytes(used.rss));
+    Some(text.to_string())
+}
+
+/// Name of a part of a step.
+fn part(name: &str) -> Text {
+    match name {
+        "data" => both("data", "数据").into(),
+        "forward" => both("forward", "前向").into(),
+        "communication" => both("communication", "通信").into(),
+        "backward" => both("backward", "反向").into(),
+        "step" => both("step", "更新").into(),
+        "offload" => both("offload", "卸载").into(),
+        other => Text::literal(other),
+    }
 }
 
 fn evaluation(view: &View) -> Option<String> {
     let eval = view.evaluation.as_ref()?;
-    let mut text = format!("step {} · loss {:.4}", eval.step, eval.loss);
+    let mut text = text!(
+        "step {} · loss {:.4}",
+        "第 {} 步 · 损失 {:.4}",
+        eval.step,
+        eval.loss
+    );
     if let Some(exact) = eval.exact_match {
-        text += &format!(" · exact match {exact:.2}");
+        text += text!(" · exact match {exact:.2}", " · 完全匹配 {exact:.2}");
         if let Some(before) = eval.exact_match_before {
-            text += &format!(" (was {before:.2})");
+            text += text!(" (was {before:.2})", "（之前 {before:.2}）");
         }
     }
-    Some(text)
+    Some(text.to_string())
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::Failure;
+use crate::lang::{Text, both, text};
 use crate::report::monitor::split::StepSplit;
 use crate::report::{RunFiles, TierBytes, number};
 
@@ -43,6 +44,18 @@ pub(super) enum State {
 }
 
 impl State {
+    /// The state in one word.
+    pub(super) fn word(self) -> &'static str {
+        match self {
+            Self::Starting => "starting",
+            Self::Running => "running",
+            Self::Finished => "finished",
+            Self::Stopped => "stopped",
+            Self::Failed => "failed",
+            Self::Dead => "dead",
+        }
+    }
+
     /// Whether the run is still in progress.
     pub(super) fn goes_on(self) -> bool {
         matches!(self, Self::Starting | Self::Running)
@@ -114,7 +127,8 @@ pub(super) struct View {
     /// Planned bytes of one rank, device and host tier together.
     pub(super) planned_bytes: Option<u64>,
     /// Model and settings in one line.
-    pub(super) plan: Option<String>,
+    #[serde(serialize_with = "english")]
+    pub(super) plan: Option<Text>,
     pub(super) checkpoint: Option<String>,
     pub(super) evaluation: Option<Evaluation>,
     pub(super) failures: Vec<Failure>,
@@ -158,13 +172,13 @@ impl View {
                 parts.map(|part| part.device_bytes + part.host_bytes).sum()
             }),
             plan: plan.map(|plan| {
-                format!(
+                text!(
                     "{} · {} on {} · ZeRO-{} · {} · offload {}",
+                    "{} · {}，{} · ZeRO-{} · {} · 卸载 {}",
                     plan.model,
-                    if plan.ranks == 1 {
-                        "1 rank".to_owned()
-                    } else {
-                        format!("{} ranks", plan.ranks)
+                    match plan.ranks {
+                        1 => both("1 rank", "1 个 rank").into(),
+                        ranks => text!("{ranks} ranks", "{ranks} 个 rank"),
                     },
                     plan.device,
                     plan.stage,
@@ -198,6 +212,10 @@ impl View {
         };
         timeless(self) == timeless(other)
     }
+}
+
+fn english<S: serde::Serializer>(text: &Option<Text>, to: S) -> Result<S::Ok, S::Error> {
+    text.as_deref().serialize(to)
 }
 
 fn slowest(row: &Value) -> Option<Slowest> {

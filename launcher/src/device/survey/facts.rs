@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use serde::{Serialize, Serializer};
 
 use super::environment::Variable;
+use crate::lang::{Text, both, text};
 
 /// Facts about this machine and process that `launcher doctor` reports, without the findings drawn from them.
 #[derive(Debug, Clone, Serialize)]
@@ -155,9 +156,11 @@ pub struct Launch {
     /// Number of ranks, if another launcher started this process.
     pub world_size: Option<usize>,
     /// Why a run with these environment variables would be refused. `None` if it would not.
-    pub problem: Option<String>,
+    #[serde(serialize_with = "english")]
+    pub problem: Option<Text>,
     /// Advice on how to solve `problem`.
-    pub next: Vec<String>,
+    #[serde(serialize_with = "Text::english_list")]
+    pub next: Vec<Text>,
     /// Tasks that a scheduler such as Slurm has allotted, if this process is not one of them.
     pub scheduler_tasks: Option<SchedulerTasks>,
 }
@@ -251,6 +254,29 @@ pub struct AttemptFacts {
     pub outcome: String,
 }
 
+/// End of the dynamic linker's message about a library that does not exist.
+const NO_LIBRARY: &str = ": cannot open shared object file: No such file or directory";
+
+impl AttemptFacts {
+    /// The result in words.
+    pub(crate) fn result(&self) -> Text {
+        match &*self.outcome {
+            "opened" => both("opened", "已打开").into(),
+            "no such file" => both("no such file", "没有这个文件").into(),
+            other => match other.strip_suffix(NO_LIBRARY) {
+                Some(name) => Text::new(other, format!("{name}：没有这个共享库")),
+                None => Text::literal(other),
+            },
+        }
+    }
+
+    /// Place and result, for evidence.
+    pub(crate) fn sentence(&self) -> Text {
+        let place = &self.place;
+        text!("{place} ({})", "{place}（{}）", self.result())
+    }
+}
+
 /// Facts about one GPU. Values that could not be read are absent and listed in `unread`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Gpu {
@@ -317,9 +343,51 @@ pub struct Pcie {
     pub max_width: Option<u32>,
 }
 
+impl Cuda {
+    /// Why CUDA shows no GPU, in words. Messages of the driver itself are English.
+    pub(crate) fn problem_text(&self) -> Option<Text> {
+        let problem = self.problem.as_deref()?;
+        let whole = [
+            (
+                "the NVIDIA driver (libcuda.so.1) is not installed or not visible in this container",
+                "没有安装 NVIDIA 驱动（libcuda.so.1），或它在此容器中不可见",
+            ),
+            (
+                "the driver is installed but shows no GPU (CUDA_VISIBLE_DEVICES empty, or none in this container)",
+                "已安装驱动，但它没有显示 GPU（CUDA_VISIBLE_DEVICES 为空，或此容器中没有 GPU）",
+            ),
+            (
+                "libcuda.so.1 is the toolkit's stub, not the driver's; put the driver's folder first",
+                "libcuda.so.1 是 toolkit 的桩库，而不是驱动的库；请把驱动的目录放在最前",
+            ),
+            ("this build has no CUDA support", "此构建不支持 CUDA"),
+        ];
+        let starts = [
+            ("the driver does not start: ", "驱动无法启动："),
+            (
+                "the driver does not describe its GPUs: ",
+                "驱动没有给出 GPU 的信息：",
+            ),
+        ];
+        let whole = whole.iter().find(|(en, _)| *en == problem);
+        let chinese = whole.map(|(_, zh)| (*zh).to_owned()).or_else(|| {
+            let mut starts = starts.iter();
+            starts.find_map(|(en, zh)| Some(format!("{zh}{}", problem.strip_prefix(en)?)))
+        });
+        Some(Text::new(
+            problem,
+            chinese.unwrap_or_else(|| problem.to_owned()),
+        ))
+    }
+}
+
 /// Formats a version (major, minor) as text, such as `13.0`.
 pub(crate) fn version_text((major, minor): (u32, u32)) -> String {
     format!("{major}.{minor}")
+}
+
+fn english<S: Serializer>(text: &Option<Text>, serializer: S) -> Result<S::Ok, S::Error> {
+    text.as_deref().serialize(serializer)
 }
 
 fn dotted<S: Serializer>(version: &Option<(u32, u32)>, serializer: S) -> Result<S::Ok, S::Error> {
@@ -328,11 +396,19 @@ fn dotted<S: Serializer>(version: &Option<(u32, u32)>, serializer: S) -> Result<
 
 impl Gpu {
     /// Label in messages: CUDA's ordinal, or the index in `nvidia-smi` for a GPU that is hidden from CUDA.
-    pub(crate) fn label(&self) -> String {
+    pub(crate) fn label(&self) -> Text {
         match (self.ordinal, self.index) {
-            (Some(ordinal), _) => format!("GPU {ordinal}"),
-            (None, Some(index)) => format!("GPU {index} of nvidia-smi"),
-            (None, None) => "a GPU".to_string(),
+            (Some(ordinal), _) => Text::literal(format_args!("GPU {ordinal}")),
+            (None, Some(index)) => text!("GPU {index} of nvidia-smi", "nvidia-smi 的 GPU {index}"),
+            (None, None) => both("a GPU", "某块 GPU").into(),
+        }
+    }
+
+    /// Product name in messages.
+    pub(crate) fn product(&self) -> Text {
+        match &self.name {
+            Some(name) => Text::literal(name),
+            None => both("unnamed", "（无名称）").into(),
         }
     }
 }

@@ -1,6 +1,5 @@
 //! Facts about operating system, processor, memory, limits and directories. Parsers are functions of text.
 
-use crate::lang::Text;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -271,8 +270,8 @@ pub(super) fn launch(variables: &Variables) -> Launch {
             }
         }
         Err(failure) => {
-            launch.problem = Some(failure.summary().to_string());
-            launch.next = failure.next.iter().map(Text::to_string).collect();
+            launch.problem = Some(failure.summary());
+            launch.next = failure.next;
         }
     }
     launch.scheduler_tasks = TASK_COUNTS.into_iter().find_map(|variable| {

@@ -117,8 +117,8 @@ pub(super) static MODEL_FILES: Page = Page {
             "没有安装 git-lfs 就执行了 `git clone`，权重文件只是很短的指针文本。",
         ),
         both(
-            "The weights are quantized (int4, AWQ, GPTQ), or only in PyTorch's .bin format.",
-            "权重是量化的（int4、AWQ、GPTQ），或只有 PyTorch 的 .bin 格式。",
+            "The weights are quantized (int4, AWQ, GPTQ), or in a torch file with more than tensors in it.",
+            "权重是量化的（int4、AWQ、GPTQ），或所在的 torch 文件中不只有张量。",
         ),
         both(
             "The adapter is of a kind that is not implemented (DoRA, PiSSA, OLoRA, LoftQ, layer_replication).",
@@ -129,8 +129,8 @@ pub(super) static MODEL_FILES: Page = Page {
             "--model 是 Hub 上的模型名称。本程序不会下载任何文件。",
         ),
         both(
-            "config.json and the weights belong to different models or versions.",
-            "config.json 与权重来自不同的模型或版本。",
+            "config.json and the weights belong to different models or versions, or a SAT checkpoint lacks a rank.",
+            "config.json 与权重来自不同的模型或版本，或 SAT 检查点缺少某个 rank。",
         ),
     ],
     look_at: &[both(

@@ -91,7 +91,9 @@ pub fn parse(text: &str, path: &Path) -> Result<Vec<Host>, Failure> {
                 ),
                 FORM,
             )
-            .evidence(line.trim().chars().take(200).collect::<String>())
+            .evidence(Text::literal(
+                line.trim().chars().take(200).collect::<String>(),
+            ))
         };
         let mut words = line.split('#').next().unwrap_or("").split_whitespace();
         let Some(name) = words.next() else {
@@ -350,7 +352,7 @@ fn no_file(places: &str) -> Failure {
         ),
         text!("{places} does not exist", "{places} 不存在"),
     )
-    .next("--hostfile FILE")
+    .next(Text::literal("--hostfile FILE"))
 }
 
 /// Number of ranks to start on `host`: `asked` (from `--nproc`) if given, otherwise one for each of its slots.

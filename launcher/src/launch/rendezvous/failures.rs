@@ -186,6 +186,7 @@ mod tests {
         let own = format!("process {} (", std::process::id());
         assert!(failure.cause.starts_with(&own), "{failure}");
         assert!(failure.next[0].contains("MASTER_PORT"));
+        crate::lang::assert_chinese(&failure);
         drop(listener);
         assert_eq!(port::owner(port), None);
     }

@@ -78,7 +78,7 @@ fn read(path: &Path) -> Result<Vec<u8>, Failure> {
             ),
         )
         .evidence(text!("mode {:04o}", "权限 {:04o}", mode & 0o7777))
-        .next(format!("chmod 600 {}", path.display())));
+        .next(Text::literal(format_args!("chmod 600 {}", path.display()))));
     }
     let mut text = Vec::new();
     file.take(MAX_BYTES)

@@ -522,7 +522,7 @@ fn stopped_at_once(output: &Path) -> Failure {
             "收到了第二个信号，或第一个信号在启动期间到达",
         ),
     )
-    .next(continue_run(output))
+    .next(Text::literal(continue_run(output)))
 }
 
 /// Path of this executable, from which ranks are started.

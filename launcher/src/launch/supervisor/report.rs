@@ -317,6 +317,10 @@ mod tests {
             "{text}"
         );
         assert!(Failure::load(directory.path(), 1).is_some());
+        crate::lang::assert_chinese(&failure);
+        let failure = explain(&ending(1, 11), &machine(0), directory.path(), &|_| ());
+        assert_eq!(failure.code.as_str(), "E20");
+        crate::lang::assert_chinese(&failure);
     }
 
     #[test]

@@ -180,13 +180,13 @@ pub(super) fn place(vars: &Vars<'_>, task: &TaskNumbers) -> Result<RankAssignmen
                 "rank 必须小于 world size",
             ),
         )
-        .evidence(format!(
+        .evidence(Text::literal(format_args!(
             "{} {} {} {}",
             task.rank,
             task.size,
             task.local_rank,
             local_size.unwrap_or_default()
-        )));
+        ))));
     }
     let mut master = master(vars, task.source)?;
     let job = job(vars, &master);

@@ -35,8 +35,27 @@ pub fn write_pages(directory: &Path) -> Result<(), Failure> {
     write_whole(&directory.join(REPORT), page(&files).as_bytes())
 }
 
+/// The page of a run whose `state` is known, which loads itself again after `seconds` if there are any.
+pub(crate) fn live(directory: &Path, state: &str, seconds: Option<u64>) -> String {
+    let again = seconds.map_or_else(String::new, |seconds| {
+        format!("<meta http-equiv=\"refresh\" content=\"{seconds}\" />\n")
+    });
+    let files = RunFiles::read(directory);
+    let (done, total) = files.progress();
+    let state = format!(
+        "<p class=\"soft\">{}, step {done} of {total}</p>\n",
+        escape(state)
+    );
+    whole(&files, &again, &state)
+}
+
 /// HTML of the whole page.
 fn page(files: &RunFiles) -> String {
+    whole(files, "", &outcome(files))
+}
+
+/// HTML of the page with more lines in its head, and the state of the run.
+fn whole(files: &RunFiles, head: &str, state: &str) -> String {
     let name = files
         .directory
         .file_name()
@@ -46,9 +65,10 @@ fn page(files: &RunFiles) -> String {
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\" />\n\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\" />\n\
          <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\" />\n\
-         <title>{name}</title>\n<style>\n{}</style>\n</head>\n<body>\n<header>\n<h1>{name}</h1>\n",
+         {head}<title>{name}</title>\n<style>\n{}</style>\n</head>\n<body>\n<header>\n<h1>{name}</h1>\n",
         html::STYLE
     );
+    out += state;
     out += &summary(files);
     out += "</header>\n";
     out += &tables::failures(files).unwrap_or_default();
@@ -61,8 +81,8 @@ fn page(files: &RunFiles) -> String {
     out + "</body>\n</html>\n"
 }
 
-/// Section with the run's outcome and its most important numbers.
-fn summary(files: &RunFiles) -> String {
+/// How the run ended, by its files.
+fn outcome(files: &RunFiles) -> String {
     let (done, total) = files.progress();
     let (class, state) = if !files.failures.is_empty() {
         ("bad", format!("failed after step {done} of {total}"))
@@ -71,7 +91,12 @@ fn summary(files: &RunFiles) -> String {
     } else {
         ("soft", format!("stopped after step {done} of {total}"))
     };
-    let mut out = format!("<p class=\"{class}\">{state}</p>\n");
+    format!("<p class=\"{class}\">{state}</p>\n")
+}
+
+/// Section with the run's most important numbers.
+fn summary(files: &RunFiles) -> String {
+    let mut out = String::new();
     if let Some(plan) = files.plan.as_ref().and_then(|plan| plan.plan.as_ref()) {
         let offload = match &*plan.offload {
             "none" => String::new(),

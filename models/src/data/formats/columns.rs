@@ -32,7 +32,7 @@ const SPEAKERS: [(&str, &str, &str); 5] = [
 ];
 
 /// How the keys of a file are called.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Columns {
     /// (column of the file, key of the reader).
     keys: Vec<(String, &'static str)>,

@@ -21,8 +21,20 @@ const CAPTCHA_PROMPT: &str = "CAPTCHA:";
 const IMAGES: &str = "images";
 /// Prefix of the names of label directories.
 const LABELS: &str = "labels";
+/// Files that describe the images beside them.
+const METADATA: [&str; 3] = ["metadata.jsonl", "metadata.csv", "metadata.parquet"];
 /// Files of samples that a directory may hold.
-const SAMPLES: [&str; 4] = ["metadata.jsonl", "train.json", "train.jsonl", DATASET_INFO];
+const SAMPLES: [&str; 7] = [
+    METADATA[0],
+    METADATA[1],
+    METADATA[2],
+    "train.json",
+    "train.jsonl",
+    "train.csv",
+    DATASET_INFO,
+];
+/// Directory of Parquet files.
+const SHARDS: &str = "data";
 /// Most characters of a captcha.
 const LONGEST_ANSWER: usize = 12;
 
@@ -62,36 +74,99 @@ pub(super) fn detect(directory: &Path) -> Result<DataFormat, DataError> {
     }
 }
 
-/// What `directory` should be read as: a file with samples in it, the only directory below it with images and labels,
-/// or itself.
+/// What `directory` should be read as: a file with samples in it, the Parquet files of one split, the only directory
+/// below it with images and labels, or itself. `split` names one of several.
 ///
 /// # Errors
-/// [`DataError::AmbiguousFormat`] if it has several.
-pub(super) fn file_in(directory: &Path) -> Result<PathBuf, DataError> {
-    let mut found: Vec<PathBuf> = Vec::new();
+/// [`DataError::AmbiguousFormat`] if it has several, [`DataError::UnknownFormat`] if it has no such split.
+pub(super) fn files_in(directory: &Path, split: Option<&str>) -> Result<Vec<PathBuf>, DataError> {
+    let mut shards = shards(directory)?;
+    if let Some(split) = split {
+        let below = directory.join(split);
+        if below.is_dir() {
+            return files_in(&below, None);
+        }
+        return shards
+            .remove(split)
+            .ok_or_else(|| DataError::UnknownFormat {
+                path: directory.to_owned(),
+                found: format!("it has no directory {split} and no Parquet files {split}-*"),
+            });
+    }
+    let mut found: Vec<Vec<PathBuf>> = Vec::new();
     if is_sft(directory)? {
-        found.push(directory.to_owned());
+        found.push(vec![directory.to_owned()]);
     }
     let files = SAMPLES.map(|name| directory.join(name)).into_iter();
-    found.extend(files.filter(|file| file.is_file()));
+    found.extend(files.filter(|file| file.is_file()).map(|file| vec![file]));
+    found.extend(shards.into_values());
     for entry in entries(directory)? {
         let path = entry.path();
         let is_labels = entry.file_name().to_string_lossy().starts_with(LABELS);
-        if path.is_dir() && !is_labels && is_sft(&path)? {
-            found.push(path);
+        if !path.is_dir() || is_labels {
+            continue;
+        }
+        if is_sft(&path)? {
+            found.push(vec![path]);
+        } else {
+            let metadata = METADATA.map(|name| path.join(name)).into_iter();
+            found.extend(
+                metadata
+                    .filter(|file| file.is_file())
+                    .map(|file| vec![file]),
+            );
         }
     }
     match &found[..] {
-        [] => Ok(directory.to_owned()),
-        [only] => Ok(only.clone()),
+        [] => Ok(vec![directory.to_owned()]),
+        [_] => Ok(found.remove(0)),
         [one, other, ..] => Err(DataError::AmbiguousFormat {
             path: directory.to_owned(),
             reason: format!(
-                "it contains {} and {}; give one of them",
-                one.display(),
-                other.display()
+                "it contains {} and {}; give one of them, or one split with {}#SPLIT",
+                one[0].display(),
+                other[0].display(),
+                directory.display()
             ),
         }),
+    }
+}
+
+/// Parquet files in `directory` and in `data/` below it by their splits: what comes before the number of the file.
+fn shards(directory: &Path) -> Result<BTreeMap<String, Vec<PathBuf>>, DataError> {
+    let mut splits: BTreeMap<String, Vec<PathBuf>> = BTreeMap::new();
+    let data = directory.join(SHARDS);
+    let places = std::iter::once(directory).chain(data.is_dir().then_some(&*data));
+    for place in places {
+        for entry in entries(place)? {
+            let path = entry.path();
+            let is_parquet = path.extension() == Some(OsStr::new("parquet"));
+            if is_parquet && !METADATA.iter().any(|name| path.ends_with(name)) {
+                let stem = stem(&path);
+                let number = stem.find(|c: char| c.is_ascii_digit());
+                let split = stem[..number.unwrap_or(stem.len())].trim_end_matches(['-', '_']);
+                splits.entry(split.to_owned()).or_default().push(path);
+            }
+        }
+    }
+    Ok(splits)
+}
+
+/// Files with samples directly in `directory`, which all have one form.
+pub(super) fn all_files(directory: &Path) -> Result<Vec<PathBuf>, DataError> {
+    let files = entries(directory)?.into_iter().map(|entry| entry.path());
+    let known = |path: &PathBuf| {
+        let ending = path.extension().unwrap_or_default();
+        ["json", "jsonl", "csv", "parquet"]
+            .iter()
+            .any(|known| ending == *known)
+    };
+    let files: Vec<PathBuf> = files.filter(known).collect();
+    match files.is_empty() {
+        true => Err(DataError::Empty {
+            path: directory.to_owned(),
+        }),
+        false => Ok(files),
     }
 }
 
@@ -143,14 +218,28 @@ pub(super) fn read_sft(
     let mut by_stem = BTreeMap::new();
     for entry in entries(&images)? {
         let name = PathBuf::from(entry.file_name());
-        if is_image(&name) {
-            by_stem.insert(stem(&name), name);
+        if !is_image(&name) {
+            reader
+                .ignored
+                .count(format!("{IMAGES}/*.{}", ending(&name)));
+            continue;
+        }
+        if let Some(other) = by_stem.insert(stem(&name), name.clone()) {
+            return Err(DataError::AmbiguousFormat {
+                path: images,
+                reason: format!(
+                    "{} and {} have one label; give each image a name of its own",
+                    other.display(),
+                    name.display()
+                ),
+            });
         }
     }
     let mut samples = Vec::with_capacity(by_stem.len());
     for entry in entries(&labels)? {
         let label = entry.path();
         if label.extension() != Some(OsStr::new("json")) {
+            reader.ignored.count(format!("labels *.{}", ending(&label)));
             continue;
         }
         let Some(name) = by_stem.remove(&stem(&label)) else {
@@ -181,6 +270,7 @@ pub(super) fn read_captcha(directory: &Path) -> Result<Vec<RawSample>, DataError
                 Message::new("assistant", answer),
             ],
             images: vec![(SINGLE_IMAGE.to_owned(), path)],
+            ..RawSample::default()
         }
     };
     let samples: Vec<RawSample> = below(directory)?.images.into_iter().map(sample).collect();
@@ -207,6 +297,7 @@ fn rounds<'a>(
             images: vec![(SINGLE_IMAGE.to_owned(), image.to_owned())],
             conversations: turns[start..end].to_vec(),
             id: Some(id),
+            ..RawSample::default()
         }
     })
 }
@@ -303,6 +394,12 @@ fn entries(directory: &Path) -> Result<Vec<DirEntry>, DataError> {
     entries.retain(|entry| !entry.file_name().as_encoded_bytes().starts_with(b"."));
     entries.sort_unstable_by_key(DirEntry::file_name);
     Ok(entries)
+}
+
+/// The extension of `path` as messages show it.
+fn ending(path: &Path) -> String {
+    let ending = path.extension().unwrap_or_default();
+    ending.to_string_lossy().into_owned()
 }
 
 fn is_image(path: &Path) -> bool {

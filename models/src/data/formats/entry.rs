@@ -1,4 +1,4 @@
-//! Entries of a data file, as JSON values, and the keys of an object that a rule takes one by one.
+//! Entries of a data file, as JSON values whatever the file is written in, and the keys of an object that a rule takes one by one.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,39 +8,41 @@ use serde::de::{DeserializeSeed, Error as _, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value};
 
+use super::csv;
 use crate::data::lines::sample_lines;
 use crate::data::raw::{DataError, invalid};
+use crate::parquet;
 
-/// Reads the entries of the file `path`, a JSON list or one object per line, each by `each`.
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+
+/// Reads the entries of the file `path`, each by `each`: the rows of Parquet or CSV, a JSON list, or one object per line.
 ///
 /// # Errors
-/// [`DataError`] if the file cannot be read, is not valid JSON, has no entry, or `each` refuses one.
+/// [`DataError`] if the file cannot be read, is not valid, has no entry, or `each` refuses one.
 pub(super) fn read_entries<T>(
     path: &Path,
     mut each: impl FnMut(Value) -> Result<T, String>,
 ) -> Result<Vec<T>, DataError> {
-    let bytes = std::fs::read(path).map_err(|source| DataError::Read {
-        path: path.to_owned(),
-        source,
-    })?;
-    // some editors put a byte order mark in front
-    let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
     let mut list = List {
         each: &mut each,
         read: Vec::new(),
         refused: None,
     };
-    let read = match bytes.trim_ascii_start().first() {
-        Some(b'[') => list.whole(path, bytes),
-        _ => list.lines(path, bytes),
+    let read = match kind(path)? {
+        Kind::Parquet => list.rows(path),
+        Kind::Table(text) => list.table(path, &text),
+        Kind::Json(bytes) => list.json(path, &bytes),
     };
     if let Some(reason) = list.refused {
-        let line = sample_lines(bytes).get(list.read.len()).copied();
-        return Err(DataError::Json {
-            path: path.to_owned(),
-            line: line.unwrap_or(1),
-            column: 1,
-            reason,
+        let index = list.read.len();
+        return Err(match sample_places(path).get(index) {
+            None => row_error(path, index, reason),
+            Some(&line) => DataError::Json {
+                path: path.to_owned(),
+                line,
+                column: 1,
+                reason,
+            },
         });
     }
     read?;
@@ -49,6 +51,61 @@ pub(super) fn read_entries<T>(
             path: path.to_owned(),
         }),
         false => Ok(list.read),
+    }
+}
+
+/// Lines, counted from 1, on which the samples of the file `path` begin. Empty for a Parquet file, whose rows have none,
+/// and for a file that cannot be read.
+pub fn sample_places(path: &Path) -> Vec<usize> {
+    match kind(path) {
+        Ok(Kind::Table(text)) => csv::lines(&text),
+        Ok(Kind::Json(bytes)) => sample_lines(&bytes),
+        Ok(Kind::Parquet) | Err(_) => Vec::new(),
+    }
+}
+
+/// How a file writes its entries.
+enum Kind {
+    Parquet,
+    /// Text of a CSV file.
+    Table(String),
+    /// Content of a file with JSON.
+    Json(Vec<u8>),
+}
+
+fn kind(path: &Path) -> Result<Kind, DataError> {
+    let failed = |source| DataError::Read {
+        path: path.to_owned(),
+        source,
+    };
+    if parquet::is_parquet(path).map_err(failed)? {
+        return Ok(Kind::Parquet);
+    }
+    let mut bytes = std::fs::read(path).map_err(failed)?;
+    // Some editors put a byte order mark in front.
+    if bytes.starts_with(BYTE_ORDER_MARK) {
+        bytes.drain(..BYTE_ORDER_MARK.len());
+    }
+    if !csv::is_csv(path) {
+        return Ok(Kind::Json(bytes));
+    }
+    let text = String::from_utf8(bytes).map_err(|error| DataError::Json {
+        path: path.to_owned(),
+        line: 1 + error.as_bytes()[..error.utf8_error().valid_up_to()]
+            .iter()
+            .filter(|byte| **byte == b'\n')
+            .count(),
+        column: 1,
+        reason: "the text is not UTF-8".to_owned(),
+    })?;
+    Ok(Kind::Table(text))
+}
+
+fn row_error(path: &Path, row: usize, reason: String) -> DataError {
+    DataError::Row {
+        path: path.to_owned(),
+        row,
+        reason,
     }
 }
 
@@ -61,6 +118,7 @@ pub(super) fn read_entry<T>(
     bytes: &[u8],
     each: impl FnOnce(Value) -> Result<T, String>,
 ) -> Result<T, DataError> {
+    let bytes = bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(bytes);
     let entry: Result<Entry, _> = serde_json::from_slice(bytes);
     let entry = entry.map_err(|error| invalid(path, 0, &error))?;
     each(entry.0).map_err(|reason| DataError::Json {
@@ -98,6 +156,28 @@ struct List<'f, T, F> {
 }
 
 impl<T, F: FnMut(Value) -> Result<T, String>> List<'_, T, F> {
+    fn json(&mut self, path: &Path, bytes: &[u8]) -> Result<(), DataError> {
+        match bytes.trim_ascii_start().first() {
+            Some(b'[') => self.whole(path, bytes),
+            _ => self.lines(path, bytes),
+        }
+    }
+
+    fn rows(&mut self, path: &Path) -> Result<(), DataError> {
+        let rows = parquet::each_row(path, &mut |row| self.add(row));
+        rows.map_err(|reason| row_error(path, self.read.len(), reason))
+    }
+
+    fn table(&mut self, path: &Path, text: &str) -> Result<(), DataError> {
+        let rows = csv::each_row(text, &mut |row| self.add(row));
+        rows.map_err(|(line, reason)| DataError::Json {
+            path: path.to_owned(),
+            line,
+            column: 1,
+            reason,
+        })
+    }
+
     fn whole(&mut self, path: &Path, bytes: &[u8]) -> Result<(), DataError> {
         let mut json = serde_json::Deserializer::from_slice(bytes);
         json.deserialize_seq(&mut *self)
@@ -304,6 +384,16 @@ impl Keys {
     /// The text of `key`.
     pub(super) fn text(&mut self, key: &str) -> Result<Option<String>, String> {
         match self.take(key) {
+            None => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text)),
+            Some(other) => Err(self.refusal(&format!("{key:?} is {other}, not a text"))),
+        }
+    }
+
+    /// What a speaker says under `key`: a text, or a number as its text.
+    pub(super) fn said(&mut self, key: &str) -> Result<Option<String>, String> {
+        match self.take(key) {
+            Some(Value::Number(number)) => Ok(Some(number.to_string())),
             None => Ok(None),
             Some(Value::String(text)) => Ok(Some(text)),
             Some(other) => Err(self.refusal(&format!("{key:?} is {other}, not a text"))),

@@ -1,17 +1,18 @@
 //! Images of a sample in every spelling, and their places in the text.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use regex::Regex;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::entry::Keys;
 use crate::data::raw::SINGLE_IMAGE;
+use crate::parquet::Address;
 use crate::text::Message;
 
 /// Keys of a sample or a turn that give its images.
-const SPELLINGS: [&str; 17] = [
+const SPELLINGS: [&str; 23] = [
     "image",
     "images",
     "image_path",
@@ -27,15 +28,21 @@ const SPELLINGS: [&str; 17] = [
     "picture",
     "pictures",
     "file_name",
+    "file_names",
+    "image_file_name",
+    "image_file_names",
+    "images_file_name",
+    "images_file_names",
+    "jpg",
     "image_name",
     "image_uri",
 ];
 /// Extensions of image files.
-pub(super) const ENDINGS: [&str; 5] = ["jpg", "jpeg", "png", "webp", "bmp"];
+pub(super) const ENDINGS: [&str; 8] = ["jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"];
 /// Longest name of a file on Linux. Longer base64 is the file itself.
 const LONGEST_NAME_BYTES: usize = 255;
-/// Keys of an image that is an object.
-const PATHS: [&str; 6] = ["path", "url", "image", "image_url", "file_name", "bytes"];
+/// Keys of an image that is an object. Bytes are the image itself; a path beside them is where it came from.
+const PATHS: [&str; 6] = ["bytes", "path", "url", "image", "image_url", "file_name"];
 
 static NAMED: LazyLock<Regex> =
     LazyLock::new(|| Regex::new(r"<image_\d+>").expect("a constant pattern is valid"));
@@ -100,6 +107,9 @@ pub(super) fn path(value: &Value) -> Result<Option<PathBuf>, String> {
             let given = |key: &&str| fields.get(*key).filter(|value| !value.is_null());
             match PATHS.iter().find(|key| given(key).is_some()) {
                 Some(&"bytes") => match &fields["bytes"] {
+                    Value::String(bytes) if Address::of(Path::new(bytes)).is_some() => {
+                        Ok(Some(bytes.into()))
+                    }
                     Value::String(bytes) => Ok(Some(format!("data:;base64,{bytes}").into())),
                     _ => Err("\"bytes\" is not a text in base64".to_owned()),
                 },
@@ -141,6 +151,11 @@ fn unescaped(text: &str) -> String {
         rest = if code.is_some() { &tail[2..] } else { tail };
     }
     String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// Whether an object has a key that gives an image.
+pub(super) fn has_any(fields: &Map<String, Value>) -> bool {
+    SPELLINGS.iter().any(|key| fields.contains_key(*key))
 }
 
 /// Whether `text` ends as the name of an image file, or holds the file.

@@ -7,15 +7,20 @@
 //! | `sharegpt` | JSON list or lines | `{conversations: [{from: human\|gpt\|system, value}], images: [..]}` |
 //! | `messages` | JSON list or lines | `{messages: [{role, content}], images: [..]}` |
 //! | `alpaca` | JSON list or lines | `{instruction, input, output, history, images: [..]}` |
-//! | `query-response` | JSON list or lines | `{query, response, history, images: [..]}` |
+//! | `query-response` | JSON list or lines | `{query, response, history, images: [..]}`; also question and answer, prompt and completion |
+//! | `rounds` | JSON list or lines | `{texts: [{user, assistant}], images: [..]}` or `{conversation: [{input, output}]}` |
+//! | `caption` | JSON list or lines | `{image, text}` |
 //! | `cogvlm-sft` | directory | `images/NAME.jpg` and `labels_*/NAME.json` with `{conversations: [{role, content}]}` |
 //! | `captcha` | directory | images whose file names, up to the first dot, are the answers |
+//!
+//! A JSON form may also be the rows of a Parquet file or of CSV.
 //!
 //! Where a sample has several images without names, they get the names `<image_00>`, `<image_01>`, ... at
 //! their places in the text. A single image keeps the name [`SINGLE_IMAGE`](super::SINGLE_IMAGE): it stands
 //! where the text says so, otherwise in front.
 
 mod columns;
+mod csv;
 mod directories;
 mod entry;
 mod images;
@@ -23,6 +28,7 @@ mod objects;
 mod sample;
 mod sources;
 mod turns;
+mod videos;
 
 use std::path::{Path, PathBuf};
 
@@ -30,9 +36,10 @@ use serde_json::Value;
 
 use super::raw::{DataError, RawSample};
 use columns::Columns;
+pub use entry::sample_places;
 use entry::{first_entry, read_entries};
-use sample::Reader;
-pub use sources::{DATASET_INFO, data_files, data_parts, read_datasets};
+use sample::{ANSWERS, CAPTIONS, QUESTIONS, ROUNDS, Reader};
+pub use sources::{DATASET_INFO, data_files, data_parts, read_datasets, weight_of};
 
 /// A file or directory format of training data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +56,10 @@ pub enum DataFormat {
     Alpaca,
     /// A query and a response, with a list of images.
     QueryResponse,
+    /// Rounds of a question and an answer, with a list of images.
+    Rounds,
+    /// An image and its text.
+    Caption,
     /// A directory of images and one of conversations about them.
     CogvlmSft,
     /// A directory of images whose file names are the answers.
@@ -57,13 +68,15 @@ pub enum DataFormat {
 
 impl DataFormat {
     /// All data formats that are supported.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 10] = [
         Self::Minicpm,
         Self::Glm4v,
         Self::ShareGpt,
         Self::Messages,
         Self::Alpaca,
         Self::QueryResponse,
+        Self::Rounds,
+        Self::Caption,
         Self::CogvlmSft,
         Self::Captcha,
     ];
@@ -77,6 +90,8 @@ impl DataFormat {
             Self::Messages => "messages",
             Self::Alpaca => "alpaca",
             Self::QueryResponse => "query-response",
+            Self::Rounds => "rounds",
+            Self::Caption => "caption",
             Self::CogvlmSft => "cogvlm-sft",
             Self::Captcha => "captcha",
         }
@@ -91,12 +106,14 @@ impl DataFormat {
             Self::Messages => "{messages: [{role, content}], images: [..]}",
             Self::Alpaca => "{instruction, input, output, images: [..]}",
             Self::QueryResponse => "{query, response, images: [..]}",
+            Self::Rounds => "{texts: [{user, assistant}], images: [..]}",
+            Self::Caption => "{image, text}",
             Self::CogvlmSft => "a directory with images/ and labels_*/",
             Self::Captcha => "a directory of images whose names are the answers",
         }
     }
 
-    /// Whether the format is a JSON list or one object per line.
+    /// Whether the format is objects: a JSON list, one object per line, or rows.
     pub fn is_json(self) -> bool {
         !matches!(self, Self::CogvlmSft | Self::Captcha)
     }
@@ -108,12 +125,14 @@ impl DataFormat {
 }
 
 /// The samples of a data file or directory.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Dataset {
     /// The file or directory.
     pub path: PathBuf,
     /// Format of the file or directory that the samples were read from.
     pub format: DataFormat,
+    /// How often an epoch takes each sample.
+    pub weight: f64,
     /// Whether an entry of `dataset_info.json` states the format.
     pub described: bool,
     /// The directory at which relative paths of images start.
@@ -165,6 +184,7 @@ fn read_file(
     Ok(Dataset {
         path: path.to_owned(),
         format,
+        weight: 1.0,
         described: columns.is_some(),
         root,
         samples,
@@ -197,6 +217,7 @@ pub fn detect(path: &Path) -> Result<DataFormat, DataError> {
         return Err(unknown("the first sample is no object".to_owned()));
     };
     let has = |names: &[&str]| names.iter().all(|name| fields.contains_key(*name));
+    let has_one = |names: &[&str]| names.iter().any(|name| fields.contains_key(*name));
     match (sample.get("messages"), sample.get("conversations")) {
         (Some(messages), None) => of_messages(path, sample, messages),
         (None, Some(turns)) => {
@@ -214,7 +235,9 @@ pub fn detect(path: &Path) -> Result<DataFormat, DataError> {
             reason: "the first sample has \"messages\" and \"conversations\"".to_owned(),
         }),
         (None, None) if has(&["instruction", "output"]) => Ok(DataFormat::Alpaca),
-        (None, None) if has(&["query", "response"]) => Ok(DataFormat::QueryResponse),
+        (None, None) if has_one(&QUESTIONS) && has_one(&ANSWERS) => Ok(DataFormat::QueryResponse),
+        (None, None) if has_one(&ROUNDS) => Ok(DataFormat::Rounds),
+        (None, None) if has_one(&CAPTIONS) && images::has_any(fields) => Ok(DataFormat::Caption),
         (None, None) => {
             let names: Vec<&str> = fields.keys().map(String::as_str).collect();
             let names = names.join(", ");

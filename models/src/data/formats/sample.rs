@@ -9,8 +9,8 @@ use serde_json::Value;
 use super::entry::{Ignored, Keys};
 use super::images::{self, Given};
 use super::turns::{self, Turn};
-use super::{DataFormat, objects};
-use crate::data::raw::{RawSample, SINGLE_IMAGE};
+use super::{DataFormat, objects, videos};
+use crate::data::raw::{RawSample, RawVideo, SINGLE_IMAGE, VIDEO};
 use crate::text::Message;
 
 /// Keys of an answer that the model should not learn.
@@ -22,6 +22,18 @@ const PREFERENCES: [&str; 6] = [
     "rejected_images",
     "rejected_answer",
 ];
+
+/// Keys of a question, and of its answer.
+pub(super) const QUESTIONS: [&str; 3] = ["query", "question", "prompt"];
+pub(super) const ANSWERS: [&str; 3] = ["response", "answer", "completion"];
+/// Keys that change what a question asks.
+const CONTEXT: [&str; 6] = [
+    "choices", "options", "context", "hint", "lecture", "passage",
+];
+/// Keys of a list of rounds.
+pub(super) const ROUNDS: [&str; 2] = ["texts", "conversation"];
+/// Keys of the text of an image.
+pub(super) const CAPTIONS: [&str; 2] = ["text", "caption"];
 
 /// Reader of the samples of one file.
 pub(super) struct Reader<'a> {
@@ -56,6 +68,8 @@ impl<'a> Reader<'a> {
         }
         let id = id(&mut keys)?;
         let given = images::take(&mut keys)?;
+        let videos = videos::take(&mut keys, self.root, &mut self.ignored)?;
+        let enable_thinking = switch(&mut keys)?;
         let system = keys.take_one_of(&["system", "system_prompt"])?;
         let objects = keys.take("objects");
         let mut turns = self.turns(&mut keys)?;
@@ -68,7 +82,12 @@ impl<'a> Reader<'a> {
             Some((_, Value::String(text))) => turns.insert(0, Turn::said("system", text)),
             Some((key, other)) => return Err(format!("{key:?} is {other}, not a text")),
         }
-        let (images, conversations) = self.placed(given, turns, objects)?;
+        let (mut images, conversations) = self.placed(given, turns, objects)?;
+        let texts = conversations.iter().map(|turn| &turn.content);
+        for _ in texts.filter(|text| videos.is_empty() && text.contains(VIDEO)) {
+            self.ignored.count(format!("{VIDEO} in a text"));
+        }
+        let videos = with_frames(videos, &mut images);
         if let (Some(key), true) = (self.ignored.take_image(), images.is_empty()) {
             return Err(format!(
                 "{key:?} names an image; images are given as \"images\""
@@ -77,34 +96,23 @@ impl<'a> Reader<'a> {
         Ok(RawSample {
             id,
             images,
+            videos,
+            enable_thinking,
             conversations,
         })
     }
 
     /// The turns in the sample's form.
     fn turns(&mut self, keys: &mut Keys) -> Result<Vec<Turn>, String> {
-        let (asked, answer) = match self.format {
-            DataFormat::Alpaca => (["instruction", "input"], "output"),
-            DataFormat::QueryResponse => (["query", "query"], "response"),
+        let list = match self.format {
+            DataFormat::Alpaca => alpaca(keys)?,
+            DataFormat::QueryResponse => question_and_answer(keys)?,
+            DataFormat::Rounds => listed_rounds(keys, &mut self.ignored)?,
+            DataFormat::Caption => caption(keys)?,
             DataFormat::Messages | DataFormat::Glm4v => return self.listed(keys, "messages"),
             _ => return self.listed(keys, "conversations"),
         };
-        let mut said: Vec<(&str, String)> = Vec::new();
-        if let Some(history) = keys.take("history") {
-            for [question, answer] in rounds(&history)? {
-                said.extend([("user", question), ("assistant", answer)]);
-            }
-        }
-        let mut question: Vec<String> = Vec::new();
-        for key in asked {
-            question.extend(keys.text(key)?);
-        }
-        let answer = keys
-            .text(answer)?
-            .ok_or_else(|| format!("missing field `{answer}`"))?;
-        said.extend([("user", question.join("\n")), ("assistant", answer)]);
-        let turn = |(role, content)| serde_json::json!({"role": role, "content": content});
-        turns::read(said.into_iter().map(turn).collect(), &mut self.ignored)
+        turns::read(list.into(), &mut self.ignored)
     }
 
     fn listed(&mut self, keys: &mut Keys, key: &str) -> Result<Vec<Turn>, String> {
@@ -170,6 +178,31 @@ fn mark(turns: &mut [Turn]) {
     }
 }
 
+/// Adds the frames of `videos` to the images of a sample.
+fn with_frames(videos: Vec<videos::Given>, images: &mut Vec<(String, PathBuf)>) -> Vec<RawVideo> {
+    let videos = videos.into_iter().enumerate().map(|(index, video)| {
+        let first = images.len();
+        let frames = video.frames.into_iter().enumerate();
+        images.extend(frames.map(|(frame, path)| (format!("<video_{index:02}_{frame:03}>"), path)));
+        RawVideo {
+            frames: first..images.len(),
+            clock: video.clock,
+        }
+    });
+    videos.collect()
+}
+
+/// The sample's switch for thoughts.
+fn switch(keys: &mut Keys) -> Result<Option<bool>, String> {
+    match keys.take("enable_thinking") {
+        None => Ok(None),
+        Some(Value::Bool(on)) => Ok(Some(on)),
+        Some(other) => Err(keys.refusal(&format!(
+            "\"enable_thinking\" is {other}, not true or false"
+        ))),
+    }
+}
+
 fn is_system(turn: &Turn) -> bool {
     turn.message.role == "system"
 }
@@ -200,6 +233,96 @@ fn refuse_unwanted(keys: &mut Keys) -> Result<(), String> {
         ));
     }
     Ok(())
+}
+
+fn turn(role: &str, content: impl Into<Value>) -> Value {
+    serde_json::json!({"role": role, "content": content.into()})
+}
+
+/// The turns of the key `history`.
+fn history(keys: &mut Keys) -> Result<Vec<Value>, String> {
+    let Some(history) = keys.take("history") else {
+        return Ok(Vec::new());
+    };
+    let rounds = rounds(&history)?.into_iter();
+    Ok(rounds
+        .flat_map(|[question, answer]| [turn("user", question), turn("assistant", answer)])
+        .collect())
+}
+
+fn alpaca(keys: &mut Keys) -> Result<Vec<Value>, String> {
+    let mut list = history(keys)?;
+    let mut question: Vec<String> = Vec::new();
+    for key in ["instruction", "input"] {
+        question.extend(keys.said(key)?);
+    }
+    let answer = keys.said("output")?.ok_or("missing field `output`")?;
+    list.extend([turn("user", question.join("\n")), turn("assistant", answer)]);
+    Ok(list)
+}
+
+/// A question and its answer. Each is a text, or a list of turns.
+fn question_and_answer(keys: &mut Keys) -> Result<Vec<Value>, String> {
+    for key in CONTEXT {
+        if keys.take(key).is_some() {
+            return Err(format!(
+                "{key:?} beside a question belongs into its text, in the words that the model shall see"
+            ));
+        }
+    }
+    let mut list = history(keys)?;
+    for (role, names) in [("user", QUESTIONS), ("assistant", ANSWERS)] {
+        match keys.take_one_of(&names)? {
+            Some((_, text @ (Value::String(_) | Value::Number(_)))) => list.push(turn(role, text)),
+            Some((_, Value::Array(turns))) if turns.iter().all(Value::is_object) => {
+                list.extend(turns);
+            }
+            Some((key, other)) => return Err(format!("{key:?} is {other}, not a text")),
+            // An image alone may ask.
+            None if role == "user" => list.push(turn(role, "")),
+            None => return Err(format!("missing field `{}`", names.join("` or `"))),
+        }
+    }
+    Ok(list)
+}
+
+/// Rounds as objects of a question and an answer.
+fn listed_rounds(keys: &mut Keys, ignored: &mut Ignored) -> Result<Vec<Value>, String> {
+    let (key, rounds) = match keys.take_one_of(&ROUNDS)? {
+        Some((key, Value::Array(rounds))) => (key, rounds),
+        Some((key, other)) => return Err(format!("{key:?} is {other}, not a list of rounds")),
+        None => return Err(format!("missing field `{}`", ROUNDS.join("` or `"))),
+    };
+    let mut list = Vec::new();
+    for (index, round) in rounds.into_iter().enumerate() {
+        let mut keys = Keys::of(round, &format!("{key}[{index}]"))?;
+        let system = keys.said("system")?;
+        list.extend(system.map(|text| turn("system", text)));
+        for (role, names) in [
+            ("user", ["user", "input"]),
+            ("assistant", ["assistant", "output"]),
+        ] {
+            match keys.take_one_of(&names)? {
+                Some((_, text)) => list.push(turn(role, text)),
+                None if role == "user" => list.push(turn(role, "")),
+                None => {
+                    let reason = format!("missing field `{}`", names.join("` or `"));
+                    return Err(keys.refusal(&reason));
+                }
+            }
+        }
+        keys.finish(&format!("{key}[]."), ignored);
+    }
+    Ok(list)
+}
+
+/// The text of an image: the answer to the image alone.
+fn caption(keys: &mut Keys) -> Result<Vec<Value>, String> {
+    match keys.take_one_of(&CAPTIONS)? {
+        Some((_, Value::String(text))) => Ok(vec![turn("user", ""), turn("assistant", text)]),
+        Some((key, other)) => Err(format!("{key:?} is {other}, not a text")),
+        None => Err(format!("missing field `{}`", CAPTIONS.join("` or `"))),
+    }
 }
 
 /// The rounds of a history, each a question and an answer.

@@ -13,13 +13,15 @@ use crate::data::raw::DataError;
 pub const DATASET_INFO: &str = "dataset_info.json";
 /// What separates a `dataset_info.json` from the name of an entry.
 const NAME: char = '#';
+/// What separates a file from its weight.
+const WEIGHT: char = ':';
 /// What separates several files.
 const NEXT: char = ',';
 /// Sources of an entry that are not files here.
 const REMOTE: [&str; 4] = ["hf_hub_url", "ms_hub_url", "om_hub_url", "script_url"];
 
-/// Reads everything that `data` names: files and directories, separated by commas. One may be a `dataset_info.json`,
-/// followed by `#` and the name of its entry. Relative paths of images start at `images`, otherwise beside each file.
+/// Reads everything that `data` names: files and directories, separated by commas. One may be a `dataset_info.json` or a
+/// directory, followed by `#` and the name of its entry or split, and by a weight ([`weight_of`]). Relative paths of images start at `images`, otherwise beside each file.
 ///
 /// # Errors
 /// [`DataError`] of the first that cannot be read, or whose entry is missing or not supported.
@@ -28,9 +30,14 @@ pub fn read_datasets(
     format: Option<DataFormat>,
     images: Option<&Path>,
 ) -> Result<Vec<Dataset>, DataError> {
-    let parts = data_parts(data);
-    let each = parts.iter().map(|part| locate(part, format)?.read(images));
-    each.collect()
+    let mut sets = Vec::new();
+    for part in data_parts(data) {
+        let (path, weight) = weight_of(&part)?;
+        for located in locate(&path, format)? {
+            sets.push(located.read(images, weight)?);
+        }
+    }
+    Ok(sets)
 }
 
 /// The files and directories that `data` names, each as it is given.
@@ -47,11 +54,32 @@ pub fn data_parts(data: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// The file of `part`, and the name of its entry if it has one.
+/// The path of `part`, and how often an epoch takes each of its samples: `PATH:WEIGHT`, otherwise once.
+///
+/// # Errors
+/// [`DataError::Weight`] if the weight is not above 0.
+pub fn weight_of(part: &Path) -> Result<(PathBuf, f64), DataError> {
+    let text = part.to_string_lossy();
+    let weighted = text.rsplit_once(WEIGHT).filter(|_| !part.exists());
+    let Some((path, Ok(weight))) = weighted.map(|(path, weight)| (path, weight.parse::<f64>()))
+    else {
+        return Ok((part.to_owned(), 1.0));
+    };
+    match weight.is_finite() && weight > 0.0 {
+        true => Ok((path.into(), weight)),
+        false => Err(DataError::Weight {
+            path: path.into(),
+            weight,
+        }),
+    }
+}
+
+/// The file or directory of `part`, and the name of its entry or split if it has one.
 fn split(part: &Path) -> (PathBuf, Option<String>) {
     let text = part.to_string_lossy();
+    let of_known = |file: &str| file.ends_with(DATASET_INFO) || Path::new(file).is_dir();
     match text.rsplit_once(NAME) {
-        Some((file, name)) if !part.exists() && file.ends_with(DATASET_INFO) => {
+        Some((file, name)) if !part.exists() && of_known(file) => {
             (file.into(), Some(name.to_owned()))
         }
         _ => (part.to_owned(), None),
@@ -69,43 +97,53 @@ struct Located {
 }
 
 impl Located {
-    fn read(&self, images: Option<&Path>) -> Result<Dataset, DataError> {
+    fn read(&self, images: Option<&Path>, weight: f64) -> Result<Dataset, DataError> {
         let root = images.unwrap_or(&self.root);
         let mut dataset = read_file(&self.path, self.format, root, self.columns.as_ref())?;
         dataset.ignored.extend(self.ignored.iter().cloned());
+        dataset.weight = weight;
         Ok(dataset)
     }
 }
 
-fn locate(part: &Path, format: Option<DataFormat>) -> Result<Located, DataError> {
+fn locate(part: &Path, format: Option<DataFormat>) -> Result<Vec<Located>, DataError> {
     let (path, name) = split(part);
-    let path = match path.is_dir() && format.is_none_or(DataFormat::is_json) {
-        true => directories::file_in(&path)?,
-        false => path,
+    let by_name = name.as_deref();
+    let paths = match path.is_dir() && format.is_none_or(DataFormat::is_json) {
+        true => directories::files_in(&path, by_name)?,
+        false => vec![path],
     };
-    if path.file_name().is_some_and(|file| file == DATASET_INFO) {
-        return entry(&path, name.as_deref());
+    if let [info] = &paths[..]
+        && info.file_name().is_some_and(|file| file == DATASET_INFO)
+    {
+        return entry(info, by_name);
     }
-    Ok(Located {
+    let located = paths.into_iter().map(|path| Located {
         root: directory_of(&path).to_owned(),
         path,
         format,
         columns: None,
         ignored: Vec::new(),
-    })
+    });
+    Ok(located.collect())
 }
 
 /// The files and directories that `data` stands for. One that cannot be found is as it is given.
 #[must_use]
 pub fn data_files(data: &Path) -> Vec<PathBuf> {
     let parts = data_parts(data).into_iter();
-    parts
-        .map(|part| locate(&part, None).map_or(part, |located| located.path))
-        .collect()
+    let of_part = |part: PathBuf| {
+        let part = weight_of(&part).map_or(part, |(path, _)| path);
+        match locate(&part, None) {
+            Ok(located) => located.into_iter().map(|located| located.path).collect(),
+            Err(_) => vec![part],
+        }
+    };
+    parts.flat_map(of_part).collect()
 }
 
 /// The data that the entry `name` of the file `info` describes, or its only entry.
-fn entry(info: &Path, name: Option<&str>) -> Result<Located, DataError> {
+fn entry(info: &Path, name: Option<&str>) -> Result<Vec<Located>, DataError> {
     let refused = |reason: String| DataError::Json {
         path: info.to_owned(),
         line: 1,
@@ -143,15 +181,22 @@ fn entry(info: &Path, name: Option<&str>) -> Result<Located, DataError> {
     let root = directory_of(info).to_owned();
     let described = Described::of(entry, &name).map_err(refused)?;
     let ignored = described.ignored.into_iter();
-    Ok(Located {
-        path: root.join(&described.file),
+    let ignored: Vec<_> = ignored
+        .map(|(key, count)| (format!("{name}.{key}"), count))
+        .collect();
+    let path = root.join(&described.file);
+    let paths = match path.is_dir() {
+        true => directories::all_files(&path)?,
+        false => vec![path],
+    };
+    let located = paths.into_iter().map(|path| Located {
+        path,
         format: Some(described.format),
-        columns: Some(described.columns),
-        root,
-        ignored: ignored
-            .map(|(key, count)| (format!("{name}.{key}"), count))
-            .collect(),
-    })
+        columns: Some(described.columns.clone()),
+        root: root.clone(),
+        ignored: ignored.clone(),
+    });
+    Ok(located.collect())
 }
 
 /// An entry of `dataset_info.json`.

@@ -192,7 +192,7 @@ fn errors_in_a_sample_are_located() {
             Messages,
             good,
             r#"{"messages": [{"role": "user", "content": "q"}], "videos": ["a"]}"#,
-            "\"videos\" is not supported",
+            "videos 0: \"a\" is no directory of frames: films are not decoded",
         ),
         (
             Messages,
@@ -203,8 +203,8 @@ fn errors_in_a_sample_are_located() {
         (
             Messages,
             good,
-            r#"{"messages": [{"role": "user", "content": 3}]}"#,
-            "turn 0: the content is 3",
+            r#"{"messages": [{"role": "user", "content": true}]}"#,
+            "turn 0: the content is true",
         ),
         (
             Messages,
@@ -442,7 +442,7 @@ fn keys_without_effect_are_counted_and_dangerous_ones_refused() {
         (r#""kto_tag": false"#, "\"kto_tag\" is not true"),
         (r#""rejected_response": "b""#, "preference pair"),
         (r#""audio": "x.wav""#, "\"audio\" is not supported"),
-        (r#""video": "x.mp4""#, "\"video\" is not supported"),
+        (r#""video": "x.mp4""#, "ffmpeg -i"),
         (r#""tools": "[1]""#, "\"tools\" is not supported"),
         (r#""loss": false"#, "not to train on"),
         (r#""system": 3"#, "\"system\" is 3"),
@@ -787,6 +787,131 @@ fn names_of_images_are_answers_only_where_nothing_else_is_there() {
     }
 }
 
+#[test]
+fn a_split_of_a_directory_is_its_files_in_order() {
+    let dir = directory(&[("readme.md", "")]);
+    let beside = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/forms/llava.parquet");
+    std::fs::create_dir(dir.path().join("data")).unwrap();
+    for name in [
+        "test-00000-of-00001",
+        "train-00001-of-00002",
+        "train-00000-of-00002",
+    ] {
+        let path = dir.path().join(format!("data/{name}.parquet"));
+        std::fs::copy(&beside, path).unwrap();
+    }
+    let read = |split: &str| {
+        let data = format!("{}{split}", dir.path().display());
+        read_datasets(Path::new(&data), None, None)
+    };
+    let train = read("#train").unwrap();
+    let names = train
+        .iter()
+        .map(|set| set.path.file_name().unwrap().to_str().unwrap());
+    let expected = [
+        "train-00000-of-00002.parquet",
+        "train-00001-of-00002.parquet",
+    ];
+    assert_eq!(names.collect::<Vec<_>>(), expected);
+    assert!(read("").unwrap_err().to_string().contains("#SPLIT"));
+    assert!(
+        read("#other")
+            .unwrap_err()
+            .to_string()
+            .contains("no Parquet files other-*")
+    );
+}
+
+#[test]
+fn a_weight_follows_a_file() {
+    let dir = directory(&[("a.json", LINE), ("b:2", LINE)]);
+    let read = |parts: &[&str]| {
+        let parts: Vec<String> = parts
+            .iter()
+            .map(|part| dir.path().join(part).display().to_string())
+            .collect();
+        read_datasets(Path::new(&parts.join(",")), None, None)
+    };
+    let sets = read(&["a.json:0.5", "b:2", "a.json"]).unwrap();
+    let weights: Vec<f64> = sets.iter().map(|set| set.weight).collect();
+    assert_eq!(weights, [0.5, 1.0, 1.0]);
+    for wrong in ["a.json:0", "a.json:-1", "a.json:inf"] {
+        assert!(
+            matches!(read(&[wrong]), Err(DataError::Weight { .. })),
+            "{wrong}"
+        );
+    }
+}
+
+#[test]
+fn speakers_of_the_known_trainers_have_their_roles() {
+    for (word, role) in [
+        ("Human", "user"),
+        ("USER", "user"),
+        ("prompter", "user"),
+        ("CHATBOT", "assistant"),
+        ("model", "assistant"),
+        ("developer", "system"),
+        ("function", "observation"),
+        ("Narrator", "Narrator"),
+    ] {
+        let content = format!(r#"{{"conversations": [{{"from": "{word}", "value": "q"}}]}}"#);
+        assert_eq!(turns(&read(&content).unwrap().samples[0]), [(role, "q")]);
+    }
+}
+
+#[test]
+fn what_changes_a_question_is_refused() {
+    for (sample, part) in [
+        (
+            r#"{"question": "q", "choices": ["x"], "answer": 0}"#,
+            "\"choices\"",
+        ),
+        (
+            r#"{"question": "q", "answer": ["a", "b"]}"#,
+            "\"answer\" is",
+        ),
+        (
+            r#"{"question": "q", "answer": ""}"#,
+            "missing field `response`",
+        ),
+        (r#"{"image": "i.png", "text": ["x"]}"#, "\"text\" is"),
+        (
+            r#"{"texts": [{"user": "q"}]}"#,
+            "texts[0]: missing field `assistant`",
+        ),
+        (r#"{"texts": "q"}"#, "not a list of rounds"),
+    ] {
+        let error = read(sample).unwrap_err().to_string();
+        assert!(error.contains(part), "{error}");
+    }
+}
+
+#[test]
+fn images_and_labels_have_one_partner_each() {
+    let files = [
+        ("images/a.jpg", ""),
+        ("images/a.png", ""),
+        ("labels/a.json", LABEL),
+    ];
+    let error = read_datasets(directory(&files).path(), None, None).unwrap_err();
+    assert!(
+        error.to_string().contains("a.jpg and a.png have one label"),
+        "{error}"
+    );
+    let with_mark = format!("\u{feff}{LABEL}");
+    let files = [
+        ("images/a.gif", ""),
+        ("images/notes.txt", ""),
+        ("labels/a.json", &*with_mark),
+        ("labels/a.yaml", ""),
+    ];
+    let set = &read_datasets(directory(&files).path(), None, None).unwrap()[0];
+    let ignored: Vec<&str> = set.ignored.iter().map(|(name, _)| &**name).collect();
+    assert_eq!(ignored, ["images/*.txt", "labels *.yaml"]);
+    assert_eq!(images(&set.samples[0]), [(SINGLE_IMAGE, "images/a.gif")]);
+}
+
 const LINE: &str =
     r#"{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}"#;
 
@@ -802,18 +927,13 @@ fn files_with_samples_in_a_directory_come_first() {
         (&dir.path().join("metadata.jsonl"), &dir.path().to_owned())
     );
     let captions = directory(&[
-        ("0001.jpg", ""),
-        (
-            "metadata.jsonl",
-            r#"{"file_name": "0001.jpg", "text": "x"}"#,
-        ),
+        ("train/0001.jpg", ""),
+        ("train/metadata.csv", "file_name,text\n0001.jpg,x\n"),
     ]);
-    assert!(
-        all(&captions)
-            .unwrap_err()
-            .to_string()
-            .contains("fields file_name, text")
-    );
+    let found = all(&captions).unwrap();
+    let expected = [("user", ""), ("assistant", "x")];
+    assert_eq!(turns(&found[0].samples[0]), expected);
+    assert_eq!(found[0].root, captions.path().join("train"));
     let dir = directory(&[
         ("sft/images/a.jpg", ""),
         ("sft/labels_en/a.json", LABEL),

@@ -4,13 +4,14 @@ use std::path::PathBuf;
 use std::sync::LazyLock;
 
 use regex::{Captures, Regex};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use serde_json::ser::{Formatter, Serializer};
 
 use super::entry::{Ignored, Keys};
 use super::images::{self, Given};
 use crate::data::raw::SINGLE_IMAGE;
+use crate::glm4v::agent::AgentPrompt;
 use crate::text::Message;
 use crate::text::literal::hidden;
 
@@ -19,8 +20,8 @@ static ESCAPED: LazyLock<Regex> = LazyLock::new(|| {
     Regex::new(r"\\(<(image(_\d+)?|img|bbox|ref-object|audio|video)>)")
         .expect("a constant pattern is valid")
 });
-/// Marks of media that no family reads.
-const UNREAD: [&str; 2] = ["<audio>", "<video>"];
+/// Mark of media that no family reads.
+const UNREAD: &str = "<audio>";
 
 /// Keys that put parts of an answer into the loss.
 const PARTIAL: [&str; 4] = ["train_detail", "training_detail", "loss_mask", "label_mask"];
@@ -93,11 +94,10 @@ fn one(index: usize, turn: Value, ignored: &mut Ignored) -> Result<Turn, String>
     }
     turn.images.extend(own);
     refuse_media(&mut keys)?;
+    refuse_video(&mut keys)?;
     refuse_tools(&mut keys)?;
-    for mark in UNREAD {
-        if turn.message.content.contains(mark) {
-            ignored.count(format!("{mark} in a text"));
-        }
+    if turn.message.content.contains(UNREAD) {
+        ignored.count(format!("{UNREAD} in a text"));
     }
     keys.finish("turns[].", ignored);
     Ok(turn)
@@ -106,6 +106,17 @@ fn one(index: usize, turn: Value, ignored: &mut Ignored) -> Result<Turn, String>
 /// The text of a turn, and the images given inside of it.
 fn content(keys: &mut Keys, ignored: &mut Ignored) -> Result<(String, Vec<PathBuf>), String> {
     let mut content = keys.take_any("content");
+    if let Some(fields) = keys.take("agent") {
+        let prompt = AgentPrompt::deserialize(fields)
+            .map_err(|error| keys.refusal(&format!("\"agent\": {error}")))?;
+        let query = prompt.query().map_err(|reason| keys.refusal(&reason))?;
+        match content.replace(query.clone().into()) {
+            Some(Value::String(given)) if given != query => {
+                return Err(keys.refusal("\"agent\" gives another text than \"content\""));
+            }
+            _ => {}
+        }
+    }
     if let Some(value) = keys.take_any("value") {
         if content.is_some() {
             return Err(keys.refusal("it has \"content\" and \"value\"; give one of them"));
@@ -114,6 +125,7 @@ fn content(keys: &mut Keys, ignored: &mut Ignored) -> Result<(String, Vec<PathBu
     }
     match content {
         Some(Value::String(text)) => Ok((escaped(text), Vec::new())),
+        Some(Value::Number(number)) => Ok((number.to_string(), Vec::new())),
         Some(Value::Array(parts)) => joined(parts, ignored).map_err(|reason| keys.refusal(&reason)),
         Some(other) => Err(keys.refusal(&format!("the content is {other}, not a text"))),
         None => Err(keys.refusal("missing field `content` or `value`")),
@@ -175,17 +187,20 @@ fn escaped(text: String) -> String {
 
 /// The turn of a `role` in any of the known spellings.
 fn spoken(role: &str, mut content: String, keys: &mut Keys) -> Result<Turn, String> {
-    let role = match role {
-        "human" | "User" => "user",
-        "gpt" | "Assistant" | "bot" | "chatgpt" | "model" => "assistant",
-        "tool" | "tool_response" | "function" | "function_response" => "observation",
+    let role = match role.to_ascii_lowercase().as_str() {
+        "user" | "human" | "prompter" => "user",
+        "assistant" | "gpt" | "bot" | "chatbot" | "chatgpt" | "model" | "ai" => "assistant",
+        "system" | "developer" => "system",
+        "observation" | "tool" | "tool_response" | "function" | "function_response" => {
+            "observation"
+        }
         "function_call" | "tool_call" => {
             let (metadata, content) = call(&content).map_err(|reason| keys.refusal(&reason))?;
             let mut message = Message::new("assistant", content);
             message.metadata = metadata;
             return Ok(Turn::of(message, Vec::new()));
         }
-        other => other,
+        _ => role,
     };
     let images = images::take_tags(&mut content).map_err(|reason| keys.refusal(&reason))?;
     if role == "assistant" && !images.is_empty() {
@@ -277,16 +292,20 @@ pub(super) fn is_supervised(keys: &mut Keys) -> Result<bool, String> {
     Ok(supervised)
 }
 
+/// Fails if a turn gives a video; those of a sample are given beside its turns.
+pub(super) fn refuse_video(keys: &mut Keys) -> Result<(), String> {
+    for key in ["video", "videos"] {
+        if keys.take(key).is_some() {
+            let reason = format!("{key:?} is not supported in a turn; give it beside the turns");
+            return Err(keys.refusal(&reason));
+        }
+    }
+    Ok(())
+}
+
 /// Fails if an object gives media that no family reads.
 pub(super) fn refuse_media(keys: &mut Keys) -> Result<(), String> {
-    for key in [
-        "video",
-        "videos",
-        "audio",
-        "audios",
-        "video_path",
-        "audio_path",
-    ] {
+    for key in ["audio", "audios", "video_path", "audio_path"] {
         if keys.take(key).is_some() {
             return Err(keys.refusal(&format!("{key:?} is not supported: no family reads it")));
         }

@@ -7,7 +7,10 @@ use image::metadata::Orientation;
 use image::{ColorType, ImageDecoder, ImageFormat};
 use serde::{Deserialize, Serialize};
 
-use super::{BESIDE_PIXELS, ImageError, check_size, corrupt, guess, limited, pixels, unreadable};
+use super::{
+    BESIDE_PIXELS, ImageError, check_size, corrupt, gif, guess, limited, pixels, refused,
+    unreadable,
+};
 
 /// Bytes at the beginning that hold the fields of a BMP, the color type of a PNG and the first chunk of a WebP.
 const START_BYTES: u64 = 64;
@@ -91,8 +94,20 @@ impl Header {
                 input.read_to_end(&mut head).map_err(failed)?;
                 Facts::of(path, Cursor::new(&*head))
             })?
+        } else if format == Some(ImageFormat::Gif) {
+            let (width, height) = gif::canvas(&start).unwrap_or_default();
+            Facts {
+                width,
+                height,
+                color: ColorType::Rgb8,
+                orientation: Orientation::NoTransforms,
+            }
         } else {
             Facts::of(path, input)?
+        };
+        let facts = match format {
+            Some(ImageFormat::Tiff) => facts.turned(),
+            _ => facts,
         };
         let (width, height) = (facts.width, facts.height);
         check_size(path, width, height, file_bytes)?;
@@ -120,11 +135,17 @@ impl Header {
                 let end = rows.map(|rows| rows.end(width, height));
                 (end.is_some_and(|end| end <= file_bytes), 0)
             }
+            // The end mark of a GIF is one byte, and a TIFF has none. Indices of the frame.
+            Some(ImageFormat::Gif) => (false, 1),
+            // A copy of all pixels, one of a strip that may hold all of them, and one to turn.
+            Some(ImageFormat::Tiff) => (false, 3 * u64::from(facts.color.bytes_per_pixel()) + 4),
             _ => (true, scans),
         };
         let copies = match format {
             // The decoder copies the file into memory that grows by doubling.
             Some(ImageFormat::Jpeg | ImageFormat::WebP) => 2,
+            // A compressed strip may be the whole file.
+            Some(ImageFormat::Tiff) => 1,
             _ => 0,
         };
         let output = u64::from(facts.color.bytes_per_pixel());
@@ -136,7 +157,8 @@ impl Header {
         Ok(Self {
             width,
             height,
-            gray16: pixels::is_png_grey16(&start),
+            gray16: pixels::is_png_grey16(&start)
+                || format == Some(ImageFormat::Tiff) && facts.color == ColorType::L16,
             orientation: facts.orientation.to_exif(),
             is_whole,
             // Other pixels than 8-bit RGB are converted once the decoder is gone.
@@ -145,6 +167,12 @@ impl Header {
                 + u64::from(width) * ROW_BYTES
                 + TABLE_BYTES,
         })
+    }
+
+    /// This header, of an image whose reader holds `bytes` beside the content.
+    pub(crate) fn beside(mut self, bytes: u64) -> Self {
+        self.decoder_bytes += bytes;
+        self
     }
 
     /// Width and height in pixels, turned as the EXIF orientation says if `upright`.
@@ -198,7 +226,7 @@ impl Facts {
         // How much more may be taken follows from the header.
         reader.limits(limited(BESIDE_PIXELS));
         let decoder = reader.into_decoder();
-        let mut decoder = decoder.map_err(|error| corrupt(path, &error.to_string()))?;
+        let mut decoder = decoder.map_err(|error| refused(path, &error))?;
         let (width, height) = decoder.dimensions();
         Ok(Self {
             width,
@@ -207,6 +235,22 @@ impl Facts {
             // Unreadable EXIF data states nothing.
             orientation: decoder.orientation().unwrap_or(Orientation::NoTransforms),
         })
+    }
+}
+
+impl Facts {
+    /// The facts once the image is turned as its orientation says.
+    fn turned(self) -> Self {
+        let (width, height) = match self.orientation.to_exif() > 4 {
+            true => (self.height, self.width),
+            false => (self.width, self.height),
+        };
+        Self {
+            width,
+            height,
+            orientation: Orientation::NoTransforms,
+            ..self
+        }
     }
 }
 

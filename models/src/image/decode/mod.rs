@@ -1,19 +1,22 @@
 //! Decoder of image files to 8-bit RGB, equal to Pillow's `convert("RGB")`.
 //!
 //! `header` reads what is known without decoding, `pixels` converts each kind of pixel. EXIF orientation is ignored unless a caller asks for it, as in
-//! `convert` and in the programs that trained these models. The format is detected from the content, never from the file name. PNG, BMP and
+//! `convert` and in the programs that trained these models. The format is detected from the content, never from the file name. Of several frames or pages the first counts. PNG, BMP, GIF, TIFF and
 //! WebP equal Pillow byte for byte; a JPEG may differ by one level in places, since decoders round
 //! differently.
 
+mod gif;
 mod header;
+mod others;
 mod pixels;
 mod webp;
 
 use std::fs::File;
-use std::io::{BufReader, Cursor, Read};
+use std::io::{BufRead, BufReader, Cursor, Read, Seek};
 use std::path::{Path, PathBuf};
 
-use image::{DynamicImage, ImageFormat, ImageReader, Limits};
+use image::error::ImageFormatHint;
+use image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits};
 use thiserror::Error;
 
 use super::RgbImage;
@@ -21,6 +24,8 @@ pub use header::Header;
 
 /// Largest number of pixels (width times height) of an image that is decoded; Pillow has the same limit.
 pub const MAX_PIXELS: u64 = 178_956_970;
+/// Bytes at the beginning of a file that tell its format.
+const NAMED_BYTES: u64 = 64;
 /// Largest image file that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 30;
 /// Most bytes of a decoder per pixel: 16-bit RGBA output and as much working space.
@@ -46,11 +51,19 @@ pub enum ImageError {
         /// What the operating system said.
         reason: String,
     },
-    /// The content is none of PNG, JPEG, WebP, BMP.
-    #[error("image file {} is not a PNG, JPEG, WebP or BMP file", path.display())]
+    /// The content is none of PNG, JPEG, WebP, BMP, GIF, TIFF.
+    #[error("image file {} is not a PNG, JPEG, WebP, BMP, GIF or TIFF file", path.display())]
     UnknownFormat {
         /// Path of the image file.
         path: PathBuf,
+    },
+    /// The content is of a known format that is not read.
+    #[error("image file {} is {format}, which is not read: convert it to PNG or JPEG, for example with `magick {0} {0}.png` or Pillow", path.display())]
+    OtherFormat {
+        /// Path of the image file.
+        path: PathBuf,
+        /// Name of the format.
+        format: &'static str,
     },
     /// The content is damaged or cut short.
     #[error("image file {} is damaged: {reason}", path.display())]
@@ -138,20 +151,28 @@ pub(super) fn decode_upright(path: &Path, bytes: &[u8]) -> Result<RgbImage, Imag
 fn decode_pixels(path: &Path, bytes: &[u8], header: &Header) -> Result<RgbImage, ImageError> {
     let pixels = header.pixels();
     let mut reader = guess(path, Cursor::new(bytes))?;
+    let (width, height) = (header.width as usize, header.height as usize);
+    if reader.format() == Some(ImageFormat::Gif) {
+        let pixels = gif::first_frame(bytes, width, height);
+        let pixels = pixels.map_err(|reason| corrupt(path, &reason))?;
+        return Ok(RgbImage::new(width, height, pixels));
+    }
+    let is_tiff = reader.format() == Some(ImageFormat::Tiff);
     if reader.format() == Some(ImageFormat::WebP) && webp::most_frame_pixels(bytes) > pixels {
         return Err(corrupt(path, "a frame is larger than the picture"));
     }
     reader.limits(limited(pixels * BYTES_PER_PIXEL + BESIDE_PIXELS));
-    let decoder = reader
-        .into_decoder()
-        .map_err(|error| corrupt(path, &error.to_string()))?;
-    let image =
-        DynamicImage::from_decoder(decoder).map_err(|error| corrupt(path, &error.to_string()))?;
-    Ok(RgbImage::new(
-        header.width as usize,
-        header.height as usize,
-        pixels::to_rgb8(image, bytes),
-    ))
+    let failed = |error: image::ImageError| refused(path, &error);
+    let mut decoder = reader.into_decoder().map_err(failed)?;
+    // Pillow turns TIFF files when it opens them.
+    let turn = is_tiff
+        .then(|| decoder.orientation().map_err(failed))
+        .transpose()?;
+    let mut image = DynamicImage::from_decoder(decoder).map_err(failed)?;
+    if let Some(turn) = turn {
+        image.apply_orientation(turn);
+    }
+    Ok(RgbImage::new(width, height, pixels::to_rgb8(image, bytes)))
 }
 
 /// The content of the image file at `path`.
@@ -202,19 +223,44 @@ fn open(path: &Path) -> Result<(File, u64), ImageError> {
     Ok((file, file_bytes))
 }
 
-fn guess<R: std::io::BufRead + std::io::Seek>(
-    path: &Path,
-    reader: R,
-) -> Result<ImageReader<R>, ImageError> {
+fn guess<R: BufRead + Seek>(path: &Path, reader: R) -> Result<ImageReader<R>, ImageError> {
     let reader = ImageReader::new(reader).with_guessed_format();
     let reader = reader.map_err(|error| unreadable(path, &error))?;
-    match reader.format() {
-        Some(ImageFormat::Png | ImageFormat::Jpeg | ImageFormat::WebP | ImageFormat::Bmp) => {
-            Ok(reader)
+    const READ: [ImageFormat; 6] = [
+        ImageFormat::Png,
+        ImageFormat::Jpeg,
+        ImageFormat::WebP,
+        ImageFormat::Bmp,
+        ImageFormat::Gif,
+        ImageFormat::Tiff,
+    ];
+    if reader.format().is_some_and(|format| READ.contains(&format)) {
+        return Ok(reader);
+    }
+    let mut start = Vec::new();
+    let mut input = reader.into_inner();
+    let read = input
+        .rewind()
+        .and_then(|()| input.take(NAMED_BYTES).read_to_end(&mut start));
+    read.map_err(|error| unreadable(path, &error))?;
+    let path = path.to_owned();
+    Err(match others::name(&start) {
+        Some(format) => ImageError::OtherFormat { path, format },
+        None => ImageError::UnknownFormat { path },
+    })
+}
+
+/// Why a decoder failed: damage, or a kind of TIFF that it does not read.
+fn refused(path: &Path, error: &image::ImageError) -> ImageError {
+    let of_tiff = ImageFormatHint::Exact(ImageFormat::Tiff);
+    match error {
+        image::ImageError::Unsupported(kind) if kind.format_hint() == of_tiff => {
+            ImageError::Unreadable {
+                path: path.to_owned(),
+                reason: format!("{error}; convert it to PNG"),
+            }
         }
-        _ => Err(ImageError::UnknownFormat {
-            path: path.to_owned(),
-        }),
+        _ => corrupt(path, &error.to_string()),
     }
 }
 

@@ -19,6 +19,7 @@ mod protobuf;
 mod ranks;
 mod sentencepiece;
 
+use crate::places;
 use std::path::{Path, PathBuf};
 
 use tokenizers::{
@@ -47,7 +48,8 @@ impl Tokenizer {
     /// # Errors
     /// [`TokenizerError`] if there is no vocabulary, if a file is invalid or too large, or if they disagree.
     pub fn load(dir: &Path) -> Result<Self, TokenizerError> {
-        let tokenizer = Self::vocabulary(dir)?;
+        let dir = places::tokenizer(dir);
+        let tokenizer = Self::vocabulary(&dir)?;
         let path = dir.join("tokenizer_config.json");
         match read(&path)? {
             None => Ok(tokenizer),

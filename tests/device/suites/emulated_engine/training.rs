@@ -593,6 +593,18 @@ fn glm_41v_trains_as_on_the_cpu() -> Result<()> {
     agree("glm-4.1v-9b-thinking", Precision::F32, Tier::Device)
 }
 
+/// Query and key heads of this tower have norms of their own.
+#[test]
+fn glm_ocr_trains_as_on_the_cpu() -> Result<()> {
+    agree("glm-ocr", Precision::F32, Tier::Device)
+}
+
+/// As the heads of this decoder.
+#[test]
+fn minicpm_4_5_trains_in_bf16_as_on_the_cpu() -> Result<()> {
+    agree("minicpm-v-4_5", Precision::Bf16, Tier::Device)
+}
+
 #[test]
 fn minicpm_trains_through_a_library() -> Result<()> {
     agree_through_a_library("minicpm-v-2_6", Precision::F32)?;

@@ -135,11 +135,11 @@ impl Conversation {
     fn raw(&self) -> RawSample {
         let images = self.images.iter();
         RawSample {
-            id: None,
             images: images
                 .map(|path| ("<image>".into(), path.clone()))
                 .collect(),
             conversations: self.conversations.clone(),
+            ..RawSample::default()
         }
     }
 

@@ -1,6 +1,6 @@
 //! Packs of GLM-4V. Their batches are padded on the left and stored before and after the expansion of image tokens.
 
-use super::greedy::greedy;
+use super::greedy::compare_greedy;
 use super::shared::{
     TOKENIZER_CASES, compare_common, encode, image_bytes, ones, own_labels, padded, special_tokens,
     tokenizer_cases, wide,
@@ -15,12 +15,16 @@ use crate::world::{Layout, run_case};
 use anyhow::{Context, Result};
 use kernels::{CpuBackend, DType};
 use models::data::{EncodeOptions, EncodedSample, IGNORED, PlaceholderStyle, RawSample};
+use models::glm4v::agent::AgentPrompt;
 use models::glm4v::config::Glm4vConfig;
 use models::glm4v::positions::token_positions;
 use models::image::ImageFolder;
 use models::text::Message;
 use models::{ModelOptions, Processor, SampleInput, open_model};
 use serde::Deserialize;
+
+/// File of agent prompts, which a pack may lack.
+const AGENT_PROMPTS: &str = "prompt_cases.json";
 
 /// Reader of these packs.
 #[derive(Clone, Copy, Debug)]
@@ -90,7 +94,7 @@ impl PackFamily for Glm4vPacks {
                     continue;
                 }
                 "greedy_ids" => {
-                    all.extend(compare_greedy(pack, case, processor)?);
+                    all.extend(compare_greedy(pack, case, processor, &fold)?);
                     continue;
                 }
                 _ => continue,
@@ -148,6 +152,9 @@ impl PackFamily for Glm4vPacks {
         })?;
         let mut tables = vec![special_tokens(pack, processor)?, text];
         tables.extend(chat(pack, processor)?);
+        if pack.dir.join(AGENT_PROMPTS).is_file() {
+            tables.push(agent_prompts(pack)?);
+        }
         Ok(vec![("tables".into(), tables)])
     }
 }
@@ -157,6 +164,7 @@ fn folded(sample: &EncodedSample, values: Vec<i64>) -> Vec<i64> {
     fold(&sample.image_bounds, values)
 }
 
+/// Ids before the expansion of images.
 fn fold(bounds: &[(usize, usize)], mut values: Vec<i64>) -> Vec<i64> {
     for (start, end) in bounds.iter().rev() {
         values.drain(start + 2..end - 1);
@@ -198,21 +206,22 @@ fn pixels(pack: &Pack, sample: &EncodedSample, patch: usize) -> Result<Vec<f32>>
     Ok((0..3 * side * side).map(at).collect())
 }
 
-/// Compares prompt, answer and logit margins of greedy decoding.
-fn compare_greedy(pack: &Pack, case: &Case, processor: &dyn Processor) -> Result<Vec<Comparison>> {
-    let expected = &case.expected;
-    let prompt = expected.get("greedy_prompt_ids")?.ints()?;
-    let answer = expected.get("greedy_ids")?.ints()?;
-    let ours = greedy(pack, &case.dir, answer.len(), processor)?;
-    let ids = fold(&ours.prompt.image_bounds, wide(&ours.prompt.input_ids));
-    let margins = expected.get("greedy_margin")?.floats()?;
-    // A margin is the difference of two logits.
-    let bound = 2.0 * tolerance::ACTIVATION;
-    Ok(vec![
-        compare_ints("greedy_prompt_ids", &ids, prompt),
-        compare_ints("greedy_ids", &wide(&ours.answer), answer),
-        compare_floats("greedy_margin", &ours.margins, margins, bound),
-    ])
+/// Compares `prompt_cases.json`, the prompts of an agent.
+fn agent_prompts(pack: &Pack) -> Result<Comparison> {
+    #[derive(Deserialize)]
+    struct Row {
+        query: String,
+        #[serde(flatten)]
+        parts: serde_json::Map<String, serde_json::Value>,
+    }
+    let rows: Vec<Row> = read_json(&pack.dir.join(AGENT_PROMPTS))?;
+    let mut same = Vec::new();
+    for row in &rows {
+        let prompt: AgentPrompt = serde_json::from_value(row.parts.clone().into())?;
+        let ours = prompt.query().map_err(anyhow::Error::msg)?;
+        same.push(i64::from(ours == row.query));
+    }
+    Ok(compare_ints(AGENT_PROMPTS, &same, &vec![1; rows.len()]))
 }
 
 /// Compares prompts and decoded ids of `tokenizer_cases.json`.
@@ -241,9 +250,8 @@ fn chat(pack: &Pack, processor: &dyn Processor) -> Result<Vec<Comparison>> {
             false => PlaceholderStyle::Inference,
         };
         let sample = RawSample {
-            id: None,
-            images: Vec::new(),
             conversations: prompt.messages,
+            ..RawSample::default()
         };
         let (images, options) = (ImageFolder::new(&pack.dir), EncodeOptions::default());
         let ours = processor.encode_prompt(&sample, &images, &options, style)?;

@@ -1,7 +1,8 @@
 //! Greedy answers of a pack's model.
 
-use super::shared::raw_sample;
-use crate::golden::Pack;
+use super::shared::{raw_sample, wide};
+use crate::golden::{Case, Comparison, Pack, compare_floats, compare_ints};
+use crate::tolerance;
 use anyhow::Result;
 use kernels::{Backend, CpuBackend, DType, Tag};
 use models::autograd::{ResidentParams, Tape};
@@ -12,22 +13,44 @@ use models::{ModelOptions, Processor, SampleInput, VisionLanguageModel, WeightSo
 use std::path::Path;
 use std::sync::Arc;
 
+/// Compares prompt, answer and logit margins of greedy decoding. `fold` gives the ids that the pack stores of a prompt.
+pub(super) fn compare_greedy(
+    pack: &Pack,
+    case: &Case,
+    processor: &dyn Processor,
+    fold: &dyn Fn(&[(usize, usize)], Vec<i64>) -> Vec<i64>,
+) -> Result<Vec<Comparison>> {
+    let expected = &case.expected;
+    let prompt = expected.get("greedy_prompt_ids")?.ints()?;
+    let answer = expected.get("greedy_ids")?.ints()?;
+    let ours = greedy(pack, &case.dir, answer.len(), processor)?;
+    let ids = fold(&ours.prompt.image_bounds, wide(&ours.prompt.input_ids));
+    let margins = expected.get("greedy_margin")?.floats()?;
+    // A margin is the difference of two logits.
+    let bound = 2.0 * tolerance::ACTIVATION;
+    Ok(vec![
+        compare_ints("greedy_prompt_ids", &ids, prompt),
+        compare_ints("greedy_ids", &wide(&ours.answer), answer),
+        compare_floats("greedy_margin", &ours.margins, margins, bound),
+    ])
+}
+
 /// A greedy answer to a question, and the margin of each token's logit over the second best.
-pub(super) struct Greedy {
-    pub(super) prompt: EncodedPrompt,
-    pub(super) answer: Vec<i32>,
-    pub(super) margins: Vec<f32>,
+struct Greedy {
+    prompt: EncodedPrompt,
+    answer: Vec<i32>,
+    margins: Vec<f32>,
 }
 
 /// The first `count` tokens after the first question of the case in `dir`. No end token stops it earlier.
-pub(super) fn greedy(
-    pack: &Pack,
-    dir: &Path,
-    count: usize,
-    processor: &dyn Processor,
-) -> Result<Greedy> {
+fn greedy(pack: &Pack, dir: &Path, count: usize, processor: &dyn Processor) -> Result<Greedy> {
     let mut raw = raw_sample(dir)?;
-    raw.conversations.truncate(1);
+    let question = raw
+        .conversations
+        .iter()
+        .position(|turn| turn.role == "user");
+    raw.conversations
+        .truncate(question.map_or(1, |turn| turn + 1));
     let style = PlaceholderStyle::Training;
     let options = EncodeOptions::default();
     let prompt = processor.encode_prompt(&raw, &ImageFolder::new(dir), &options, style)?;

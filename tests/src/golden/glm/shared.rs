@@ -6,7 +6,10 @@ use crate::golden::{
 };
 use crate::tolerance;
 use anyhow::{Context, Result, ensure};
-use models::data::{EncodeOptions, EncodedSample, IGNORED, RawSample, SINGLE_IMAGE};
+use models::data::{
+    Clock, EncodeOptions, EncodedSample, IGNORED, RawSample, RawVideo, SINGLE_IMAGE,
+};
+use models::glm4v::agent::AgentPrompt;
 use models::image::ImageFolder;
 use models::text::Message;
 use models::{Family, Processor};
@@ -22,7 +25,17 @@ struct Conversation {
     messages: Vec<Turn>,
     #[serde(default)]
     images: Vec<PathBuf>,
+    #[serde(default)]
+    videos: Vec<Video>,
+    enable_thinking: Option<bool>,
     max_length: Option<usize>,
+    agent: Option<AgentPrompt>,
+}
+
+#[derive(Deserialize)]
+struct Video {
+    frames: Vec<PathBuf>,
+    fps: Option<f64>,
 }
 
 #[derive(Deserialize)]
@@ -53,10 +66,35 @@ pub(super) fn raw_sample(dir: &Path) -> Result<RawSample> {
     let stored: Conversation = read_json(&dir.join("conversation.json"))?;
     let of_turns = stored.messages.iter().filter_map(|turn| turn.image.clone());
     let images = of_turns.chain(stored.images);
-    let images = images.map(|path| (SINGLE_IMAGE.to_owned(), path)).collect();
+    let images = images.map(|path| (SINGLE_IMAGE.to_owned(), path));
+    let mut images: Vec<(String, PathBuf)> = images.collect();
+    let videos = stored.videos.into_iter().map(|video| {
+        let first = images.len();
+        let frames = video.frames.into_iter();
+        images.extend(frames.map(|path| ("frame".to_owned(), path)));
+        RawVideo {
+            frames: first..images.len(),
+            clock: video.fps.map(Clock::Rate),
+        }
+    });
+    let videos = videos.collect();
+    if let Some(agent) = stored.agent {
+        let asked = stored
+            .messages
+            .iter()
+            .rfind(|turn| turn.message.role == "user");
+        let asked = asked.map(|turn| &turn.message.content);
+        let query = agent.query().map_err(anyhow::Error::msg)?;
+        ensure!(
+            asked == Some(&query),
+            "the agent asks {query:?}, not {asked:?}"
+        );
+    }
     Ok(RawSample {
         id: None,
         images,
+        videos,
+        enable_thinking: stored.enable_thinking,
         conversations: stored
             .messages
             .into_iter()

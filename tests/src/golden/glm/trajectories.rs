@@ -75,6 +75,7 @@ fn trajectory(
     let rounding = stored.max_abs_loss_rounding.unwrap_or(0.0);
     let bound = tolerance::glm_trajectory(rounding);
     let mut run = Trajectory::new(name, optimizer, batches, losses, bound);
+    run.growth = bound / tolerance::glm_trajectory(0.0);
     run.grad_norms = stored.grad_norms;
     if name == "freeze_vision" {
         run.options.freeze = Some(Selection::parse("vision")?);

@@ -19,7 +19,7 @@ fn env() -> Env {
 /// The printed page of a file without the directory's path, followed by the failure, if any.
 fn shown(path: &Path) -> String {
     let (page, verdict) = page(path, &["--nproc=2".to_owned()], &env()).expect("is read");
-    let mut text = page;
+    let mut text = page.to_string();
     if let Err(failure) = verdict {
         text += &format!("{failure}\n");
     }

@@ -4,241 +4,484 @@ use super::Kind;
 use crate::lang::{Both, both};
 
 /// Variables that this program reads, with their effect.
-pub(super) const READ: [(&str, &str); 61] = [
+pub(super) const READ: [(&str, Both); 61] = [
     (
         "MAX_PIXELS",
-        "largest area of an image of GLM-4.1V, as --image-max-pixels",
+        both(
+            "largest area of an image of GLM-4.1V, as --image-max-pixels",
+            "GLM-4.1V 图片的最大面积，同 --image-max-pixels",
+        ),
     ),
     (
         "MIN_PIXELS",
-        "smallest area of an image of GLM-4.1V, as --image-min-pixels",
+        both(
+            "smallest area of an image of GLM-4.1V, as --image-min-pixels",
+            "GLM-4.1V 图片的最小面积，同 --image-min-pixels",
+        ),
     ),
     (
         "TESSERA_CUDA_LIBS",
-        "directories with CUDA libraries, separated by colons; searched first",
+        both(
+            "directories with CUDA libraries, separated by colons; searched first",
+            "含有 CUDA 库的目录，用冒号分隔；最先搜索",
+        ),
     ),
     (
         "TESSERA_MATMUL",
-        "matrix products on GPUs: auto, cublaslt, own; auto uses cuBLASLt if it is found",
+        both(
+            "matrix products on GPUs: auto, cublaslt, own; auto uses cuBLASLt if it is found",
+            "GPU 上的矩阵乘法：auto、cublaslt、own；auto 在找到 cuBLASLt 时使用它",
+        ),
     ),
     (
         "TESSERA_CUDA_ARCH",
-        "machine code of the kernels: native, sm_80; sm_80 uses the code of A100 and RTX 30 on every GPU",
+        both(
+            "machine code of the kernels: native, sm_80; sm_80 uses the code of A100 and RTX 30 on every GPU",
+            "内核的机器码：native、sm_80；sm_80 在所有 GPU 上使用 A100 和 RTX 30 的机器码",
+        ),
     ),
     (
         "CUDA_HOME",
-        "an installed CUDA toolkit; its lib64 is searched",
+        both(
+            "an installed CUDA toolkit; its lib64 is searched",
+            "已安装的 CUDA toolkit；会搜索其 lib64",
+        ),
     ),
-    ("CUDA_PATH", "the same, if CUDA_HOME is not set"),
+    (
+        "CUDA_PATH",
+        both(
+            "the same, if CUDA_HOME is not set",
+            "同上，用于未设置 CUDA_HOME 时",
+        ),
+    ),
     (
         "VIRTUAL_ENV",
-        "a Python environment whose NVIDIA packages are searched",
+        both(
+            "a Python environment whose NVIDIA packages are searched",
+            "会搜索其中 NVIDIA 软件包的 Python 环境",
+        ),
     ),
     (
         "CONDA_PREFIX",
-        "a Python environment whose NVIDIA packages are searched",
+        both(
+            "a Python environment whose NVIDIA packages are searched",
+            "会搜索其中 NVIDIA 软件包的 Python 环境",
+        ),
     ),
     (
         "PYTHONPATH",
-        "directories whose NVIDIA packages are searched",
+        both(
+            "directories whose NVIDIA packages are searched",
+            "会搜索其中 NVIDIA 软件包的目录",
+        ),
     ),
     (
         "PATH",
-        "doctor finds python3 in it and asks python3 for its package directories",
+        both(
+            "doctor finds python3 in it and asks python3 for its package directories",
+            "doctor 在其中查找 python3，并向它询问软件包目录",
+        ),
     ),
     (
         "TMPDIR",
-        "directory of a job's private files; default: /tmp",
+        both(
+            "directory of a job's private files; default: /tmp",
+            "作业私有文件的目录；默认为 /tmp",
+        ),
     ),
     (
         "XDG_CACHE_HOME",
-        "the demo's model and images are stored in its tessera directory",
+        both(
+            "the demo's model and images are stored in its tessera directory",
+            "演示的模型和图片保存在其下的 tessera 目录中",
+        ),
     ),
     (
         "HOME",
-        "the demo's files are stored in ~/.cache/tessera if XDG_CACHE_HOME is not set",
+        both(
+            "the demo's files are stored in ~/.cache/tessera if XDG_CACHE_HOME is not set",
+            "未设置 XDG_CACHE_HOME 时，演示的文件保存在 ~/.cache/tessera 中",
+        ),
     ),
-    ("NO_COLOR", "no colors on the terminal"),
+    (
+        "NO_COLOR",
+        both("no colors on the terminal", "终端不使用颜色"),
+    ),
     (
         "RUST_LOG",
-        "filter of the log, such as debug or engine=trace",
+        both(
+            "filter of the log, such as debug or engine=trace",
+            "日志的过滤条件，例如 debug 或 engine=trace",
+        ),
     ),
     (
         "RANK",
-        "number of this process among all ranks, or of this machine if LOCAL_RANK is not set",
+        both(
+            "number of this process among all ranks, or of this machine if LOCAL_RANK is not set",
+            "本进程在所有 rank 中的编号；未设置 LOCAL_RANK 时为本机的编号",
+        ),
     ),
     (
         "LOCAL_RANK",
-        "if set, this process is a rank and starts no others",
+        both(
+            "if set, this process is a rank and starts no others",
+            "设置后，本进程就是一个 rank，不再启动其他 rank",
+        ),
     ),
     (
         "WORLD_SIZE",
-        "number of ranks, or of machines if LOCAL_RANK is not set",
+        both(
+            "number of ranks, or of machines if LOCAL_RANK is not set",
+            "rank 数；未设置 LOCAL_RANK 时为机器数",
+        ),
     ),
-    ("LOCAL_WORLD_SIZE", "number of ranks on this machine"),
-    ("LOCAL_SIZE", "the same, from DeepSpeed's launcher"),
+    (
+        "LOCAL_WORLD_SIZE",
+        both("number of ranks on this machine", "本机的 rank 数"),
+    ),
+    (
+        "LOCAL_SIZE",
+        both(
+            "the same, from DeepSpeed's launcher",
+            "同上，来自 DeepSpeed 的启动器",
+        ),
+    ),
     (
         "NNODES",
-        "number of machines, each of which starts its ranks",
+        both(
+            "number of machines, each of which starts its ranks",
+            "机器数，每台机器启动自己的 rank",
+        ),
     ),
-    ("NODE_RANK", "number of this machine"),
+    ("NODE_RANK", both("number of this machine", "本机的编号")),
     (
         "NPROC_PER_NODE",
-        "ranks on each machine; --nproc must not differ",
+        both(
+            "ranks on each machine; --nproc must not differ",
+            "每台机器的 rank 数；--nproc 必须与它相同",
+        ),
     ),
-    ("PET_NNODES", "number of machines, from PyTorchJob"),
-    ("PET_NODE_RANK", "number of this machine, from PyTorchJob"),
+    (
+        "PET_NNODES",
+        both(
+            "number of machines, from PyTorchJob",
+            "机器数，来自 PyTorchJob",
+        ),
+    ),
+    (
+        "PET_NODE_RANK",
+        both(
+            "number of this machine, from PyTorchJob",
+            "本机的编号，来自 PyTorchJob",
+        ),
+    ),
     (
         "PET_NPROC_PER_NODE",
-        "ranks on each machine, from PyTorchJob",
+        both(
+            "ranks on each machine, from PyTorchJob",
+            "每台机器的 rank 数，来自 PyTorchJob",
+        ),
     ),
     (
         "OMPI_COMM_WORLD_RANK",
-        "if set, this process is a rank of OpenMPI's mpirun",
+        both(
+            "if set, this process is a rank of OpenMPI's mpirun",
+            "设置后，本进程是 OpenMPI 的 mpirun 的一个 rank",
+        ),
     ),
-    ("OMPI_COMM_WORLD_SIZE", "number of its ranks"),
+    (
+        "OMPI_COMM_WORLD_SIZE",
+        both("number of its ranks", "其 rank 数"),
+    ),
     (
         "OMPI_COMM_WORLD_LOCAL_RANK",
-        "number among those on this machine",
+        both(
+            "number among those on this machine",
+            "在本机各 rank 中的编号",
+        ),
     ),
     (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "number of those on this machine",
+        both("number of those on this machine", "其中在本机的 rank 数"),
     ),
     (
         "PMI_RANK",
-        "if set, this process is a rank of Intel MPI or MPICH",
+        both(
+            "if set, this process is a rank of Intel MPI or MPICH",
+            "设置后，本进程是 Intel MPI 或 MPICH 的一个 rank",
+        ),
     ),
-    ("PMI_SIZE", "number of its ranks"),
-    ("MPI_LOCALRANKID", "number among those on this machine"),
-    ("MPI_LOCALNRANKS", "number of those on this machine"),
+    ("PMI_SIZE", both("number of its ranks", "其 rank 数")),
+    (
+        "MPI_LOCALRANKID",
+        both(
+            "number among those on this machine",
+            "在本机各 rank 中的编号",
+        ),
+    ),
+    (
+        "MPI_LOCALNRANKS",
+        both("number of those on this machine", "其中在本机的 rank 数"),
+    ),
     (
         "MV2_COMM_WORLD_RANK",
-        "if set, this process is a rank of MVAPICH",
+        both(
+            "if set, this process is a rank of MVAPICH",
+            "设置后，本进程是 MVAPICH 的一个 rank",
+        ),
     ),
-    ("MV2_COMM_WORLD_SIZE", "number of its ranks"),
+    (
+        "MV2_COMM_WORLD_SIZE",
+        both("number of its ranks", "其 rank 数"),
+    ),
     (
         "MV2_COMM_WORLD_LOCAL_RANK",
-        "number among those on this machine",
+        both(
+            "number among those on this machine",
+            "在本机各 rank 中的编号",
+        ),
     ),
     (
         "MV2_COMM_WORLD_LOCAL_SIZE",
-        "number of those on this machine",
+        both("number of those on this machine", "其中在本机的 rank 数"),
     ),
     (
         "SLURM_STEP_ID",
-        "if set with several tasks, this process is a rank of srun",
+        both(
+            "if set with several tasks, this process is a rank of srun",
+            "设置且有多个任务时，本进程是 srun 的一个 rank",
+        ),
     ),
-    ("SLURM_PROCID", "number of this task"),
-    ("SLURM_STEP_NUM_TASKS", "number of tasks of srun"),
-    ("SLURM_NTASKS", "the same, if the variable above is not set"),
-    ("SLURM_LOCALID", "number of this task on its machine"),
-    ("SLURM_NODEID", "number of this machine"),
+    ("SLURM_PROCID", both("number of this task", "本任务的编号")),
+    (
+        "SLURM_STEP_NUM_TASKS",
+        both("number of tasks of srun", "srun 的任务数"),
+    ),
+    (
+        "SLURM_NTASKS",
+        both(
+            "the same, if the variable above is not set",
+            "同上，用于未设置上一个变量时",
+        ),
+    ),
+    (
+        "SLURM_LOCALID",
+        both(
+            "number of this task on its machine",
+            "本任务在其机器上的编号",
+        ),
+    ),
+    ("SLURM_NODEID", both("number of this machine", "本机的编号")),
     (
         "SLURM_STEP_TASKS_PER_NODE",
-        "tasks of each machine, as 2(x3),1",
+        both(
+            "tasks of each machine, as 2(x3),1",
+            "每台机器的任务数，形如 2(x3),1",
+        ),
     ),
     (
         "SLURM_TASKS_PER_NODE",
-        "the same, if the variable above is not set",
+        both(
+            "the same, if the variable above is not set",
+            "同上，用于未设置上一个变量时",
+        ),
     ),
     (
         "SLURM_STEP_NODELIST",
-        "machines of the tasks; the rendezvous is on the first one",
+        both(
+            "machines of the tasks; the rendezvous is on the first one",
+            "各任务所在的机器；会合在第一台上进行",
+        ),
     ),
     (
         "SLURM_JOB_NODELIST",
-        "the same, if the variable above is not set",
+        both(
+            "the same, if the variable above is not set",
+            "同上，用于未设置上一个变量时",
+        ),
     ),
     (
         "SLURM_JOB_ID",
-        "names the job and sets the rendezvous port: 15000 + number % 20000",
+        both(
+            "names the job and sets the rendezvous port: 15000 + number % 20000",
+            "确定作业的名称和会合端口：15000 + 编号 % 20000",
+        ),
     ),
-    ("PMIX_NAMESPACE", "names the job of mpirun"),
-    ("MASTER_ADDR", "machine of rank 0; names the job"),
-    ("MASTER_PORT", "likewise"),
-    ("PET_MASTER_ADDR", "the same, from PyTorchJob"),
-    ("PET_MASTER_PORT", "the same, from PyTorchJob"),
-    ("TORCHELASTIC_RUN_ID", "set by torchrun: names the job"),
-    ("TORCHELASTIC_RESTART_COUNT", "likewise"),
+    (
+        "PMIX_NAMESPACE",
+        both("names the job of mpirun", "确定 mpirun 作业的名称"),
+    ),
+    (
+        "MASTER_ADDR",
+        both(
+            "machine of rank 0; names the job",
+            "rank 0 所在的机器；确定作业的名称",
+        ),
+    ),
+    ("MASTER_PORT", both("likewise", "同上")),
+    (
+        "PET_MASTER_ADDR",
+        both("the same, from PyTorchJob", "同上，来自 PyTorchJob"),
+    ),
+    (
+        "PET_MASTER_PORT",
+        both("the same, from PyTorchJob", "同上，来自 PyTorchJob"),
+    ),
+    (
+        "TORCHELASTIC_RUN_ID",
+        both(
+            "set by torchrun: names the job",
+            "由 torchrun 设置：确定作业的名称",
+        ),
+    ),
+    ("TORCHELASTIC_RESTART_COUNT", both("likewise", "同上")),
     (
         "TESSERA_JOB_TOKEN",
-        "token that the ranks of a job on several machines share",
+        both(
+            "token that the ranks of a job on several machines share",
+            "跨机器作业的各 rank 共用的令牌",
+        ),
     ),
-    ("TESSERA_JOB_TOKEN_FILE", "a file that contains the token"),
+    (
+        "TESSERA_JOB_TOKEN_FILE",
+        both("a file that contains the token", "含有该令牌的文件"),
+    ),
     (
         "TESSERA_RUN_TOKEN",
-        "names the job; set by this program for its ranks",
+        both(
+            "names the job; set by this program for its ranks",
+            "确定作业的名称；由本程序为其 rank 设置",
+        ),
     ),
     (
         "TESSERA_JOB_DIR",
-        "the job's private directory; set by this program for its ranks",
+        both(
+            "the job's private directory; set by this program for its ranks",
+            "作业的私有目录；由本程序为其 rank 设置",
+        ),
     ),
 ];
 
 /// Variables that the driver, libraries or tools around this program read.
-pub(super) const ACT_ON_OTHERS: [(&str, &str); 17] = [
+pub(super) const ACT_ON_OTHERS: [(&str, Both); 17] = [
     (
         "CUDA_VISIBLE_DEVICES",
-        "the driver shows only these GPUs, renumbered from 0",
+        both(
+            "the driver shows only these GPUs, renumbered from 0",
+            "驱动只显示这些 GPU，并从 0 重新编号",
+        ),
     ),
     (
         "CUDA_DEVICE_ORDER",
-        "PCI_BUS_ID numbers GPUs as nvidia-smi does; otherwise the fastest is first",
+        both(
+            "PCI_BUS_ID numbers GPUs as nvidia-smi does; otherwise the fastest is first",
+            "PCI_BUS_ID 按 nvidia-smi 的方式给 GPU 编号；否则最快的排在最前",
+        ),
     ),
     (
         "CUDA_LAUNCH_BLOCKING",
-        "1: the program waits for every kernel; slow, for debugging",
+        both(
+            "1: the program waits for every kernel; slow, for debugging",
+            "1：程序等待每个内核完成；很慢，用于调试",
+        ),
     ),
     (
         "CUDA_DEVICE_MAX_CONNECTIONS",
-        "queues between program and GPU; 1 prevents overlapping copies",
+        both(
+            "queues between program and GPU; 1 prevents overlapping copies",
+            "程序与 GPU 之间的队列数；1 会使拷贝无法与计算重叠",
+        ),
     ),
     (
         "CUDA_CACHE_PATH",
-        "directory of the driver's cache of code compiled from PTX",
+        both(
+            "directory of the driver's cache of code compiled from PTX",
+            "驱动缓存 PTX 编译结果的目录",
+        ),
     ),
     (
         "CUDA_CACHE_DISABLE",
-        "1: the driver caches no machine code and compiles it again in each process",
+        both(
+            "1: the driver caches no machine code and compiles it again in each process",
+            "1：驱动不缓存机器码，每个进程都重新编译",
+        ),
     ),
     (
         "CUDA_MPS_PIPE_DIRECTORY",
-        "processes share a GPU through this MPS server",
+        both(
+            "processes share a GPU through this MPS server",
+            "各进程经由该 MPS 服务共用一块 GPU",
+        ),
     ),
     (
         "NVIDIA_VISIBLE_DEVICES",
-        "GPUs that the container runtime adds to the container",
+        both(
+            "GPUs that the container runtime adds to the container",
+            "容器运行时加入容器的 GPU",
+        ),
     ),
     (
         "NVIDIA_DRIVER_CAPABILITIES",
-        "the container runtime mounts the CUDA driver only for compute",
+        both(
+            "the container runtime mounts the CUDA driver only for compute",
+            "只有含 compute 时，容器运行时才挂载 CUDA 驱动",
+        ),
     ),
     (
         "NVIDIA_TF32_OVERRIDE",
-        "0: NVIDIA's libraries never use TF32",
+        both(
+            "0: NVIDIA's libraries never use TF32",
+            "0：NVIDIA 的库从不使用 TF32",
+        ),
     ),
     (
         "NCCL_DEBUG",
-        "verbosity of NCCL, if ranks exchange through it",
+        both(
+            "verbosity of NCCL, if ranks exchange through it",
+            "NCCL 的日志级别，用于各 rank 经由 NCCL 交换数据时",
+        ),
     ),
     (
         "NCCL_SOCKET_IFNAME",
-        "network interface of NCCL, if ranks exchange through it",
+        both(
+            "network interface of NCCL, if ranks exchange through it",
+            "NCCL 的网卡，用于各 rank 经由 NCCL 交换数据时",
+        ),
     ),
     (
         "NCCL_P2P_DISABLE",
-        "1: NCCL copies between GPUs through host memory",
+        both(
+            "1: NCCL copies between GPUs through host memory",
+            "1：NCCL 经由主机内存在 GPU 之间拷贝",
+        ),
     ),
     (
         "LD_LIBRARY_PATH",
-        "directories that the dynamic linker searches first",
+        both(
+            "directories that the dynamic linker searches first",
+            "动态链接器最先搜索的目录",
+        ),
     ),
-    ("LD_PRELOAD", "libraries that are loaded before all others"),
-    ("RUST_BACKTRACE", "1: reports of panics include a backtrace"),
+    (
+        "LD_PRELOAD",
+        both(
+            "libraries that are loaded before all others",
+            "先于其他库加载的库",
+        ),
+    ),
+    (
+        "RUST_BACKTRACE",
+        both(
+            "1: reports of panics include a backtrace",
+            "1：panic 的报告中包含调用栈",
+        ),
+    ),
     (
         "RAYON_NUM_THREADS",
-        "threads of the checks before a run; each rank uses cores ÷ ranks",
+        both(
+            "threads of the checks before a run; each rank uses cores ÷ ranks",
+            "运行前各项检查的线程数；每个 rank 使用 核心数 ÷ rank 数 个线程",
+        ),
     ),
 ];
 
@@ -446,66 +689,103 @@ pub(super) const FOREIGN: [Foreign; 24] = [
 ];
 
 /// Prefix of names known as a family only, kind, effect, what to use instead.
-pub(super) type Family = (&'static str, Kind, &'static str, Option<&'static str>);
+pub(super) type Family = (&'static str, Kind, Both, Option<Both>);
 
 pub(super) const FAMILIES: [Family; 14] = [
     (
         "NCCL_",
         Kind::ActsOnOthers,
-        "NCCL reads it if ranks exchange through NCCL",
+        both(
+            "NCCL reads it if ranks exchange through NCCL",
+            "各 rank 经由 NCCL 交换数据时由 NCCL 读取",
+        ),
         None,
     ),
     (
         "TESSERA_",
         Kind::WithoutEffect,
-        "this program has no variable with this name",
-        Some("the names above"),
+        both(
+            "this program has no variable with this name",
+            "本程序没有这个名称的变量",
+        ),
+        Some(both("the names above", "上面的名称")),
     ),
     (
         "DS_",
         Kind::WithoutEffect,
-        "DeepSpeed is not used",
-        Some("--zero, --offload"),
+        both("DeepSpeed is not used", "不使用 DeepSpeed"),
+        Some(both("--zero, --offload", "--zero、--offload")),
     ),
     (
         "DEEPSPEED_",
         Kind::WithoutEffect,
-        "DeepSpeed is not used",
-        Some("--zero, --offload"),
+        both("DeepSpeed is not used", "不使用 DeepSpeed"),
+        Some(both("--zero, --offload", "--zero、--offload")),
     ),
     (
         "ACCELERATE_",
         Kind::WithoutEffect,
-        "Accelerate is not used",
-        Some("flags; see docs/flags.md"),
+        both("Accelerate is not used", "不使用 Accelerate"),
+        Some(both("flags; see docs/flags.md", "参数；见 docs/flags.md")),
     ),
     (
         "FSDP_",
         Kind::WithoutEffect,
-        "the ZeRO stage selects the sharding",
-        Some("--zero 3"),
+        both(
+            "the ZeRO stage selects the sharding",
+            "分片方式由 ZeRO 阶段决定",
+        ),
+        Some(both("--zero 3", "--zero 3")),
     ),
-    ("PYTORCH_", Kind::WithoutEffect, "PyTorch is not used", None),
-    ("TORCH_", Kind::WithoutEffect, "PyTorch is not used", None),
+    (
+        "PYTORCH_",
+        Kind::WithoutEffect,
+        both("PyTorch is not used", "不使用 PyTorch"),
+        None,
+    ),
+    (
+        "TORCH_",
+        Kind::WithoutEffect,
+        both("PyTorch is not used", "不使用 PyTorch"),
+        None,
+    ),
     (
         "HF_",
         Kind::WithoutEffect,
-        "nothing is downloaded",
-        Some("--model DIR"),
+        both("nothing is downloaded", "不会下载任何内容"),
+        Some(both("--model DIR", "--model DIR")),
     ),
     (
         "WANDB_",
         Kind::WithoutEffect,
-        "nothing is sent anywhere",
-        Some("--report-to tensorboard"),
+        both("nothing is sent anywhere", "不会向任何地方发送内容"),
+        Some(both("--report-to tensorboard", "--report-to tensorboard")),
     ),
-    ("SLURM_", Kind::WithoutEffect, "not read", None),
-    ("OMPI_", Kind::WithoutEffect, "not read", None),
-    ("PMI_", Kind::WithoutEffect, "not read", None),
+    (
+        "SLURM_",
+        Kind::WithoutEffect,
+        both("not read", "不读取"),
+        None,
+    ),
+    (
+        "OMPI_",
+        Kind::WithoutEffect,
+        both("not read", "不读取"),
+        None,
+    ),
+    (
+        "PMI_",
+        Kind::WithoutEffect,
+        both("not read", "不读取"),
+        None,
+    ),
     (
         "PET_",
         Kind::WithoutEffect,
-        "read by torchrun, not by this program",
+        both(
+            "read by torchrun, not by this program",
+            "由 torchrun 读取，本程序不读取",
+        ),
         None,
     ),
 ];

@@ -3,7 +3,7 @@
 
 mod known;
 
-use crate::lang::text;
+use crate::lang::{Both, text};
 use serde::Serialize;
 
 use crate::rank_env::Variables;
@@ -23,9 +23,9 @@ pub struct Variable {
     /// Value of the variable. `None` if it is unset or secret. For a family, a text with the number of set variables.
     pub value: Option<String>,
     /// Effect of the variable on a run, or why it has none.
-    pub effect: &'static str,
+    pub effect: Both,
     /// Flags of this program to use instead of a variable that has no effect here.
-    pub instead: Option<&'static str>,
+    pub instead: Option<Both>,
 }
 
 /// Which program reads an environment variable.
@@ -49,15 +49,7 @@ pub(crate) fn table(variables: &Variables) -> Vec<Variable> {
         .map(|(kind, (name, effect))| named(variables, name, kind, effect, None))
         .collect();
     for (names, effect, instead) in FOREIGN {
-        let row = |name: &&str| {
-            named(
-                variables,
-                name,
-                Kind::WithoutEffect,
-                effect.en,
-                Some(instead.en),
-            )
-        };
+        let row = |name: &&str| named(variables, name, Kind::WithoutEffect, effect, Some(instead));
         table.extend(names.iter().map(row));
     }
     for (beginning, kind, effect, instead) in FAMILIES {
@@ -97,8 +89,8 @@ fn named(
     variables: &Variables,
     name: &str,
     kind: Kind,
-    effect: &'static str,
-    instead: Option<&'static str>,
+    effect: Both,
+    instead: Option<Both>,
 ) -> Variable {
     let value = variables.get(name);
     let shown = value.filter(|_| !HIDDEN.contains(&name));
@@ -250,7 +242,7 @@ mod tests {
             let row = row(&table, name);
             assert_eq!(row.kind, Kind::WithoutEffect);
             assert!(
-                row.instead.is_some_and(|text| text.contains(words)),
+                row.instead.is_some_and(|text| text.en.contains(words)),
                 "{name}"
             );
         }

@@ -3,9 +3,12 @@
 mod gpu;
 mod host;
 
+use std::fmt::Display;
+
 use serde::Serialize;
 
 use super::facts::{Facts, Gpu};
+use crate::lang::{Text, both, text};
 use crate::units::bytes;
 
 /// Minimum compute capability that the kernels need.
@@ -19,7 +22,8 @@ pub struct Verdict {
     /// CUDA ordinals of the GPUs that such a run would use; empty if it would use the CPU.
     pub gpus: Vec<u32>,
     /// The verdict in words, one line for the terminal.
-    pub summary: String,
+    #[serde(serialize_with = "Text::english")]
+    pub summary: Text,
 }
 
 /// One finding of the survey of a machine, with next steps.
@@ -30,9 +34,11 @@ pub struct Finding {
     /// How much the finding matters for a run.
     pub severity: Severity,
     /// What was found, in one sentence without a final period.
-    pub title: String,
+    #[serde(serialize_with = "Text::english")]
+    pub title: Text,
     /// Next steps for the user, one line each.
-    pub next: Vec<String>,
+    #[serde(serialize_with = "Text::english_list")]
+    pub next: Vec<Text>,
 }
 
 /// Severity of a finding.
@@ -89,35 +95,49 @@ fn verdict(facts: &Facts) -> Verdict {
     let could_use = !usable.is_empty() && is_new_enough;
     if !could_use {
         let cores = facts.cpu.usable_cores;
-        let summary = format!(
-            "runs use the CPU: {cores} {}, {} of host memory",
-            if cores == 1 { "core" } else { "cores" },
-            bytes(facts.memory.usable_bytes)
-        );
+        let memory = bytes(facts.memory.usable_bytes);
+        let summary = match cores {
+            1 => text!(
+                "runs use the CPU: 1 core, {memory} of host memory",
+                "运行使用 CPU：1 个核心，主机内存 {memory}"
+            ),
+            _ => text!(
+                "runs use the CPU: {cores} cores, {memory} of host memory",
+                "运行使用 CPU：{cores} 个核心，主机内存 {memory}"
+            ),
+        };
         return Verdict {
             device: "cpu",
             gpus: Vec::new(),
             summary,
         };
     }
-    let names: Vec<String> = usable
+    let names: Vec<Text> = usable
         .iter()
         .map(|gpu| {
-            let name = gpu.name.as_deref().unwrap_or("unnamed");
-            let memory = gpu.free_bytes.or(gpu.memory_bytes).map(bytes);
-            format!(
-                "{} {name}, {} free",
+            let memory = gpu
+                .free_bytes
+                .or(gpu.memory_bytes)
+                .map(bytes)
+                .unwrap_or_default();
+            text!(
+                "{} {}, {memory} free",
+                "{} {}，空闲 {memory}",
                 gpu.label(),
-                memory.unwrap_or_default()
+                gpu.product()
             )
         })
         .collect();
     Verdict {
         device: "cuda",
         gpus: usable.iter().filter_map(|gpu| gpu.ordinal).collect(),
-        summary: format!(
+        summary: text!(
             "runs with --device cuda or auto use {}; without it the CPU",
-            names.join("; ")
+            "带 --device cuda 或 auto 的运行使用 {}；否则使用 CPU",
+            Text::each(|| {
+                let separator = both("; ", "；").to_string();
+                Text::join(&names, &separator).to_string()
+            })
         ),
     }
 }
@@ -131,24 +151,30 @@ pub(crate) fn is_usable(gpu: &Gpu) -> bool {
 struct Findings(Vec<Finding>);
 
 impl Findings {
-    fn problem(&mut self, id: &'static str, title: impl Into<String>, next: &[&str]) {
+    fn problem(&mut self, id: &'static str, title: impl Into<Text>, next: Next<'_>) {
         self.add(Severity::Problem, id, title.into(), next);
     }
 
-    fn warning(&mut self, id: &'static str, title: impl Into<String>, next: &[&str]) {
+    fn warning(&mut self, id: &'static str, title: impl Into<Text>, next: Next<'_>) {
         self.add(Severity::Warning, id, title.into(), next);
     }
 
-    fn note(&mut self, id: &'static str, title: impl Into<String>, next: &[&str]) {
+    fn note(&mut self, id: &'static str, title: impl Into<Text>, next: Next<'_>) {
         self.add(Severity::Note, id, title.into(), next);
     }
 
-    fn add(&mut self, severity: Severity, id: &'static str, title: String, next: &[&str]) {
+    fn add(&mut self, severity: Severity, id: &'static str, title: Text, next: Next<'_>) {
         self.0.push(Finding {
             id,
             severity,
             title,
-            next: next.iter().map(ToString::to_string).collect(),
+            next: next
+                .iter()
+                .map(|step| Text::each(|| step.to_string()))
+                .collect(),
         });
     }
 }
+
+/// Next steps of a finding.
+type Next<'a> = &'a [&'a dyn Display];

@@ -1,0 +1,78 @@
+//! Data that is read once, mixes of files, and images inside of a Parquet file: real runs.
+
+use crate::site::{Site, listing, losses};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+/// Starts the launcher with the words of `line` while `cat` sends it the samples.
+fn piped(site: &Site, line: &str) -> String {
+    let program = env!("CARGO_BIN_EXE_tessera_test_launcher");
+    let mut command = Command::new("bash");
+    command.args(["-c", &format!("cat data/samples.json | {program} {line}")]);
+    let outcome = site.start_command(command).finish();
+    assert_eq!(outcome.code, Some(0), "{line}\n{}", outcome.screen);
+    outcome.screen
+}
+
+#[test]
+fn standard_input_is_read_once_and_resumed_from_its_copy() {
+    let site = Site::new();
+    let rest = "--model model --precision f32 --learning-rate 1e-3 --image-dir data --lr-scheduler-type constant";
+    site.train(&format!("{rest} --max-steps 4 --output whole"));
+    piped(
+        &site,
+        &format!("{rest} --data - --max-steps 2 --output parts"),
+    );
+    assert_eq!(listing(&site.path("home/cache/tessera/streams")).len(), 1);
+    let continued = site.start_plain("--resume parts --max-steps 4").finish();
+    assert_eq!(continued.code, Some(0), "{}", continued.screen);
+    assert_eq!(losses(&site.path("whole")), losses(&site.path("parts")));
+    let weights = |run: &str| fs::read(site.path(&format!("{run}/checkpoint-4/model.safetensors")));
+    assert!(weights("whole").unwrap() == weights("parts").unwrap());
+}
+
+#[test]
+fn a_mix_goes_on_at_its_place_and_refuses_other_weights() {
+    let site = Site::new();
+    let all = site.samples();
+    site.write_samples("some", &all[..2]);
+    site.write_samples("more", &all[2..]);
+    let mix = "--data data/some.json:2,data/more.json:0.5 --lr-scheduler-type constant";
+    let whole = site.train(&format!(
+        "{mix} --max-steps 6 --save-steps 3 --output whole"
+    ));
+    assert!(
+        whole.screen.contains("an epoch takes 4 + 2 = 6 samples"),
+        "{}",
+        whole.screen
+    );
+    // Two epochs of six samples, two samples an update.
+    assert_eq!(losses(&site.path("whole")).len(), 6);
+    let line = "--max-steps 6 --output again --resume whole/checkpoint-3";
+    site.train(&format!("{mix} {line}"));
+    assert_eq!(
+        losses(&site.path("whole"))[3..],
+        losses(&site.path("again"))[..]
+    );
+    let other = "--data data/some.json:0.5,data/more.json:1.25 --lr-scheduler-type constant";
+    let line = "--max-steps 6 --output other --resume whole/checkpoint-3";
+    site.refuse(&format!("{other} {line}"), 9, "E08");
+    site.refuse("--eval-data data/some.json:2", 2, "E09");
+}
+
+#[test]
+fn images_inside_of_a_parquet_file_are_trained_on() {
+    let site = Site::new();
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/forms/cauldron.parquet");
+    fs::copy(file, site.path("data/cauldron.parquet")).unwrap();
+    let outcome = site.train("--data data/cauldron.parquet");
+    assert!(
+        outcome
+            .screen
+            .contains("cauldron.parquet: rounds, by its content"),
+        "{}",
+        outcome.screen
+    );
+    assert!(outcome.screen.contains("5 images ok"), "{}", outcome.screen);
+}
