@@ -13,11 +13,11 @@
 
 mod tables;
 
-use crate::{Float, Shape};
+use crate::{Float, Shape, dynamic_map};
 use half::f16;
 use rayon::prelude::*;
 use std::ops::Range;
-use tables::{DYNAMIC_SIGNED, FP4, FP4_RANKED, FP4_THRESHOLDS, NF4, NF4_THRESHOLDS};
+use tables::{FP4, FP4_RANKED, FP4_THRESHOLDS, NF4, NF4_THRESHOLDS};
 
 /// Magnitudes that share one scale when they are packed themselves.
 pub const NESTED_BLOCK: usize = 256;
@@ -70,7 +70,7 @@ impl Codebook {
 /// Values of the 256 codes of packed magnitudes, ascending.
 #[must_use]
 pub fn nested_values() -> &'static [f32; 256] {
-    &DYNAMIC_SIGNED
+    &dynamic_map::SIGNED
 }
 
 /// How a weight is packed.
@@ -303,7 +303,7 @@ impl Parts {
             Packing::FourBit { double: true, .. } => {
                 let code = packed[self.magnitudes.start + index];
                 let scale = float(&self.nested, index / NESTED_BLOCK);
-                DYNAMIC_SIGNED[usize::from(code)] * scale + float(&self.offset, 0)
+                dynamic_map::SIGNED[usize::from(code)] * scale + float(&self.offset, 0)
             }
             _ => float(&self.magnitudes, index),
         }
@@ -365,7 +365,7 @@ fn pack_magnitudes(magnitudes: &[f32], parts: &Parts, out: &mut [u8]) {
 /// Code of the value of the signed dynamic map that is nearest to `y`, by the search of bitsandbytes' kernel: a value in
 /// the middle stays where the search ended.
 fn nested_code(y: f32) -> u8 {
-    let map = &DYNAMIC_SIGNED;
+    let map = &dynamic_map::SIGNED;
     let (mut pivot, mut lower, mut upper) = (127, 0, 255);
     let mut step = 64;
     while step > 0 {
