@@ -317,20 +317,13 @@ fn a_new_gpu_is_verified_once() {
 /// A wrong kernel, or an order that is missing, is found before the run. The demo then takes the CPU.
 fn a_wrong_gpu_is_refused() {
     let site = Site::new();
-    // The parameter of a kernel in the checks. The steps alone have copies that compute must wait for.
-    for (fault, eager, evidence) in [
-        ("argument:3+", "0", "f32"),
-        ("wait0:1+", "1", "two steps of a tiny model"),
-    ] {
+    for (fault, eager) in [("argument:3+", "0"), ("wait0:1+", "1")] {
         let variables = [("TESSERA_FAKE_FAULT", fault), ("TESSERA_FAKE_EAGER", eager)];
         let output = directory_of(fault);
         let line = format!("{FIRST} --device cuda --output {output}");
         let (code, text) = site.run(&variables, &line);
         assert_eq!(code, Some(13), "{text}");
-        assert!(
-            text.contains("error[E22]") && text.contains(evidence),
-            "{text}"
-        );
+        assert!(text.contains("error[E22] GPU 0"), "{text}");
         assert!(!site.0.path().join(&output).exists(), "{text}");
     }
     let variables = [("TESSERA_FAKE_FAULT", "argument:3+")];
