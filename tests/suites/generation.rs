@@ -118,7 +118,7 @@ const DRAWN: Sampling = Sampling {
 /// Models and prompts in both dtypes. Answers of the f32 packs differ from token to token.
 fn setups() -> Vec<(Setup, Vec<EncodedPrompt>)> {
     let packs = Pack::minicpm();
-    assert_eq!(packs.len(), 2);
+    assert_eq!(packs.len(), 4);
     let both = packs.iter().flat_map(|dir| {
         [DType::F32, DType::BF16].map(|dtype| (Setup::new(dir, dtype), questions(dir)))
     });

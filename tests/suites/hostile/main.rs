@@ -142,7 +142,7 @@ fn adversarial_inputs_take_bounded_memory_and_stack() {
     const MANY: usize = 60_000;
     let in_meta = |part: &str, end: &str| {
         let manifest = String::from_utf8(
-            corpora()[1]
+            corpora()[2]
                 .iter()
                 .find(|(name, _)| name == "valid")
                 .expect("valid")
