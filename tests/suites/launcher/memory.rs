@@ -41,7 +41,7 @@ fn measured(site: &Site, flags: &str) -> Measured {
     fs::create_dir_all(&spill).unwrap();
     let data = site.path("data/samples.json");
     let line = format!(
-        "--model {} --data {} --eval-data {} --output {} --init random --max-steps 3 --save-steps 2 \
+        "--model {} --data {} --eval-data {} --output {} --device cpu --init random --max-steps 3 --save-steps 2 \
          --eval-steps 2 --eval-strategy steps --logging-steps 1 {}",
         model.display(),
         data.display(),
@@ -141,7 +141,7 @@ fn the_plan_of_every_family_comes_from_its_config_alone() {
             let bytes = &plan["bytes_per_rank"][phase];
             assert!(
                 // At least an eighth of the 16-bit weights.
-                bytes["device"]["parameters"].as_f64() > Some(total * 1e9 * 2.0 / 8.0),
+                bytes["device"]["parameters"].as_f64() >= Some(total * 1e9 * 2.0 / 8.0),
                 "{name} {phase}: {bytes}"
             );
             assert!(
