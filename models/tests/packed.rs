@@ -21,9 +21,13 @@ fn near(found: f32, wanted: f32) -> bool {
     found.to_bits().abs_diff(wanted.to_bits()) <= MEAN_ULPS
 }
 
+fn stored(file: &str) -> Vec<u8> {
+    let tests = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests");
+    std::fs::read(tests.join(file)).unwrap()
+}
+
 fn golden(file: &str) -> Vec<u8> {
-    let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/quantized");
-    std::fs::read(dir.join(file)).unwrap()
+    stored(&format!("fixtures/quantized/{file}"))
 }
 
 fn cases(file: &str) -> Vec<Value> {
@@ -218,7 +222,7 @@ type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
 /// A packed weight of the pack, as the only one of a file.
 fn one_weight(pack: &str, module: &str) -> Tensors {
-    let bytes = golden(&format!("{pack}/model.safetensors"));
+    let bytes = stored(&format!("golden/{pack}/model.safetensors"));
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let own = file.iter().filter(|(name, _)| name.starts_with(module));
     let own = own.map(|(name, view)| {
