@@ -1,7 +1,7 @@
 //! Tensors of files that `torch.save` wrote: where each one is, without its values.
 //!
 //! Nothing in a file is executed. A pickle is read by a machine that knows tensors, containers and scalars
-//! ([`pickle`]); a name of anything else is an error, or, beside the wanted part of a training checkpoint, a value
+//! (`pickle`); a name of anything else is an error, or, beside the wanted part of a training checkpoint, a value
 //! without content. Every length is compared with the bytes that remain before memory is allocated.
 //!
 //! Sources: PyTorch's `serialization.py` and `_weights_only_unpickler.py`, Python's `pickletools`, PKWARE's APPNOTE.
