@@ -3,7 +3,7 @@
 use super::{Check, Compare, Input};
 use crate::{
     AdaptedLayer, AdaptedLinearArgs, AdaptedLinearGradArgs, AdapterArgs, AdapterDropout,
-    AttentionArgs, DType, Direction, DropoutArgs, Gelu, GroupedMatmulArgs, IGNORED_LABEL,
+    AttentionArgs, Backend, DType, Direction, DropoutArgs, Gelu, GroupedMatmulArgs, IGNORED_LABEL,
     LossNeeds, MatmulArgs, MatmulGroup, RopeLayout, Tensor, Transpose,
 };
 use std::ops::Range;
@@ -473,20 +473,7 @@ fn shared_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
                 projections: &all,
             };
             let dy: Vec<&Tensor> = layers.clone().map(|i| &own(i)[4]).collect();
-            let forward = b.adapted_linear(args)?;
-            let mut results = Vec::new();
-            for (inner, need_dx) in [(&*forward.inner, true), (&[], false), (&[], true)] {
-                let grads = b.adapted_linear_backward(AdaptedLinearGradArgs {
-                    forward: args,
-                    dy: &dy,
-                    inner,
-                    need_dx,
-                })?;
-                results.extend(grads.dx);
-                results.extend(grads.adapters.into_iter().flatten().flatten().flatten());
-            }
-            results.extend(forward.y);
-            Ok(results)
+            adapted_passes(b, args, &dy)
         })
     };
     [
@@ -505,6 +492,29 @@ fn shared_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
     ]
     .map(check)
     .into()
+}
+
+/// Gradients and outputs of layers with adapters: with the products that forward kept, and computed again, with and
+/// without `dx`.
+fn adapted_passes(
+    b: &dyn Backend,
+    args: AdaptedLinearArgs<'_>,
+    dy: &[&Tensor],
+) -> crate::Result<Vec<Tensor>> {
+    let forward = b.adapted_linear(args)?;
+    let mut results = Vec::new();
+    for (inner, need_dx) in [(&*forward.inner, true), (&[], false), (&[], true)] {
+        let grads = b.adapted_linear_backward(AdaptedLinearGradArgs {
+            forward: args,
+            dy,
+            inner,
+            need_dx,
+        })?;
+        results.extend(grads.dx);
+        results.extend(grads.adapters.into_iter().flatten().flatten().flatten());
+    }
+    results.extend(forward.y);
+    Ok(results)
 }
 
 /// An adapter of several pairs of layers: rank, scale, key and share of the dropout.
@@ -562,20 +572,7 @@ fn shared_grouped_adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
                 projections: &all,
             };
             let dy: Vec<&Tensor> = (0..layers).map(|i| &x[4 + 9 * i]).collect();
-            let forward = b.adapted_linear(args)?;
-            let mut results = Vec::new();
-            for (inner, need_dx) in [(&*forward.inner, true), (&[], false), (&[], true)] {
-                let grads = b.adapted_linear_backward(AdaptedLinearGradArgs {
-                    forward: args,
-                    dy: &dy,
-                    inner,
-                    need_dx,
-                })?;
-                results.extend(grads.dx);
-                results.extend(grads.adapters.into_iter().flatten().flatten().flatten());
-            }
-            results.extend(forward.y);
-            Ok(results)
+            adapted_passes(b, args, &dy)
         })
     };
     const ALL: (u32, f32) = (0, 0.0);

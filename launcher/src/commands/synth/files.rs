@@ -44,8 +44,8 @@ pub(crate) const MINICPM: [&str; 23] = [
     "<|reserved_special_token_5|>",
 ];
 
-/// Special tokens of GLM-4.1V in id order. GLM-4V has the first fourteen.
-const GLM: [&str; 20] = [
+/// Special tokens of GLM-4V in id order, which all GLM models have first.
+const GLM: [&str; 14] = [
     "<|endoftext|>",
     "[MASK]",
     "[gMASK]",
@@ -60,6 +60,9 @@ const GLM: [&str; 20] = [
     "<|end_of_image|>",
     "<|begin_of_video|>",
     "<|end_of_video|>",
+];
+/// Those of GLM-4.1V after [`GLM`].
+const GLM_41V: [&str; 6] = [
     "<|image|>",
     "<|video|>",
     "<think>",
@@ -67,23 +70,8 @@ const GLM: [&str; 20] = [
     "<answer>",
     "</answer>",
 ];
-const GLM4V_TOKENS: usize = 14;
-/// Special tokens of GLM-4.6V-Flash and GLM-OCR in id order.
-const GLM_LATER: [&str; 36] = [
-    "<|endoftext|>",
-    "[MASK]",
-    "[gMASK]",
-    "[sMASK]",
-    "<sop>",
-    "<eop>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|observation|>",
-    "<|begin_of_image|>",
-    "<|end_of_image|>",
-    "<|begin_of_video|>",
-    "<|end_of_video|>",
+/// Those of GLM-4.6V-Flash and GLM-OCR after [`GLM`].
+const GLM_LATER: [&str; 22] = [
     "<|begin_of_audio|>",
     "<|end_of_audio|>",
     "<|begin_of_transcription|>",
@@ -291,10 +279,9 @@ fn glm_tokenizer_config() -> Value {
 
 fn glm4v(config: &Glm4vConfig) -> ModelFiles {
     let size = config.language.vocab_size;
-    let names = &GLM[..GLM4V_TOKENS];
-    let first = first_of(&config.eos_ids, size, names.len());
+    let first = first_of(&config.eos_ids, size, GLM.len());
     ModelFiles {
-        vocabulary: Vocabulary::of_bytes(size).with_run(first, names),
+        vocabulary: Vocabulary::of_bytes(size).with_run(first, &GLM),
         tokenizer_config: glm_tokenizer_config(),
         preprocessor: None,
     }
@@ -303,27 +290,28 @@ fn glm4v(config: &Glm4vConfig) -> ModelFiles {
 fn glm41v(config: &Glm41vConfig, raw: &Value) -> ModelFiles {
     let size = config.language.vocab_size;
     let image = id(raw, "image_token_id");
+    let later = [&GLM[..], &GLM_LATER].concat();
     let place = |tokens: &[&str]| tokens.iter().position(|token| *token == "<|image|>");
     // The model type of GLM-4.6V-Flash is that of GLM-4.1V. Its image token is further behind the end token.
     let starts = image
-        .zip(place(&GLM_LATER))
+        .zip(place(&later))
         .and_then(|(image, at)| image.checked_sub(at));
     let stated_end = config
         .eos_ids
         .first()
         .and_then(|id| usize::try_from(*id).ok());
     let is_later = config.network == Network::GlmOcr || (starts.is_some() && starts == stated_end);
-    let (tokens, kind): (&[&str], _) = match is_later {
-        true => (&GLM_LATER, "Glm46V"),
-        false => (&GLM, "Glm4v"),
+    let (tokens, kind) = match is_later {
+        true => (later, "Glm46V"),
+        false => ([&GLM[..], &GLM_41V].concat(), "Glm4v"),
     };
     // The configuration states the id of the image token.
     let stated = image
-        .zip(place(tokens))
+        .zip(place(&tokens))
         .and_then(|(image, at)| image.checked_sub(at));
     let first = stated.unwrap_or_else(|| first_of(&config.eos_ids, size, tokens.len()));
     ModelFiles {
-        vocabulary: Vocabulary::of_bytes(size).with_run(first, tokens),
+        vocabulary: Vocabulary::of_bytes(size).with_run(first, &tokens),
         tokenizer_config: glm_tokenizer_config(),
         preprocessor: Some(json!({
             "size": { "shortest_edge": 12_544, "longest_edge": 9_633_792 },
