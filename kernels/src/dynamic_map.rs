@@ -1,7 +1,8 @@
 //! Dynamic maps: the 256 values of an 8-bit code of block-wise quantization, ascending (bitsandbytes' format).
 //!
-//! A code stands for `map[code] * absmax`, where `absmax` is the largest magnitude of its block. Seven decades below
-//! 1 have twice as many values each as the one below: a linear grid's cell centers in each.
+//! A code stands for `map[code] * absmax`, where `absmax` is the largest magnitude of its block. The
+//! values below 1 are in seven decades. Inside a decade they are evenly spaced; each decade has twice as many as the
+//! next smaller one, so large magnitudes have the finest relative steps.
 
 /// Values of the codes of signed numbers. Code 127 is 0, code 255 is 1.
 pub static SIGNED: [f32; 256] = [

@@ -1,7 +1,7 @@
 //! Where the files of a model are: one directory, or several whose paths are joined by commas.
 //!
-//! Model-parallel ranks of a SAT checkpoint may be in two directories, and a tokenizer in one of its own. A location
-//! stays one path, so that configurations, manifests and adapters can name it.
+//! The model-parallel ranks of a SAT checkpoint may be in two directories, and its tokenizer in a third. All of them
+//! together are one `Path` ("A,B"), because configurations, manifests and adapters store a model's location as one.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

@@ -63,8 +63,8 @@ impl<'a> Blocks<'a> {
     }
 }
 
-/// Exponent and leading mantissa bits (the `bf16` bits) of the first bucket of magnitudes, 2^-23. Every threshold
-/// between codes is larger.
+/// A bucket is all magnitudes with the same upper 16 bits, which are their bits as truncated `bf16`. This is the first
+/// bucket, from 2^-23: smaller magnitudes are counted to it, because every threshold between two codes is larger.
 const FIRST_BUCKET: u32 = 0x3400;
 /// Buckets of one sign, a power of two above those that magnitudes up to 1 need.
 const BUCKETS: usize = 1 << 12;
@@ -72,7 +72,7 @@ const BUCKETS: usize = 1 << 12;
 /// Elements whose codes are looked up together, a multiple of every vector's length. Look-ups are scalar; vectors of
 /// other elements are computed between them.
 const STRIDE: usize = 32;
-/// Strides between a result and its use, so that stores have left the store queue.
+/// Strides between computing an index and looking it up. Loads right after the store of the same bytes would wait.
 const LEAD: usize = 2;
 /// Codes of 0 in the maps of both moments.
 const ZEROS: [u8; 2] = [127, 0];
@@ -83,11 +83,12 @@ const MAGNITUDE: u32 = 0x7fff_ffff;
 /// Numbers of one block.
 type Values = [f32; BLOCK_ELEMS];
 
-/// Search for the code of a number, as a table over the number's leading bits.
+/// Table that finds the code nearest to a number in one look-up, by the number's sign and upper 16 bits.
 pub(super) struct Codec {
     map: &'static [f32; 256],
-    /// By sign and bucket. A bucket contains at most one threshold: adding the number's low half, inverted for negative
-    /// numbers, carries into the high half, which is the code, on the threshold's upper side.
+    /// One entry for each sign and bucket. The upper 16 bits are a code. A bucket contains at most one threshold between
+    /// two codes, and the lower 16 bits are chosen so that adding those of the number overflows into the code exactly
+    /// if the number is beyond the threshold. (For negative numbers the lower bits are inverted first.)
     entries: Box<[u32; 2 * BUCKETS]>,
 }
 
