@@ -56,11 +56,13 @@ pub enum Family {
     RowSums,
     /// Cross entropy of logits: statistics, losses and gradients.
     Loss,
+    /// Unpacking of weights of 4 or 8 bits.
+    Unpack,
 }
 
 impl Family {
     /// Every kernel family: one for each CUDA source file with kernels in this crate.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Cast,
         Self::PrimitivesCheck,
         Self::AdamW,
@@ -77,6 +79,7 @@ impl Family {
         Self::Rows,
         Self::RowSums,
         Self::Loss,
+        Self::Unpack,
     ];
 
     /// Name of the family's CUDA source file without extension, e.g. `adamw`.
@@ -99,6 +102,7 @@ impl Family {
             Self::Rows => "rows",
             Self::RowSums => "row_sums",
             Self::Loss => "loss",
+            Self::Unpack => "unpack",
         }
     }
 
@@ -122,6 +126,7 @@ impl Family {
             Self::Rows => include_str!("source/rows.cu"),
             Self::RowSums => include_str!("source/row_sums.cu"),
             Self::Loss => include_str!("source/loss.cu"),
+            Self::Unpack => include_str!("source/unpack.cu"),
         }
     }
 
@@ -146,6 +151,7 @@ impl Family {
             Self::Rows => super::ops::rows::modules(),
             Self::RowSums => super::ops::rows::sum_modules(),
             Self::Loss => super::ops::loss::modules(),
+            Self::Unpack => super::ops::unpack::modules(),
         }
     }
 }

@@ -83,6 +83,12 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
     if config.precision == PrecisionChoice::F32 {
         found.push(precision("bf16"));
     }
+    if config.trainable.lora.is_some() && config.quantize.is_none() {
+        found.push(vec![
+            ("quantize", "nf4".to_owned()),
+            ("quantize-double", "true".to_owned()),
+        ]);
+    }
     found.extend(adapters_instead(config));
     if config.precision != PrecisionChoice::PureBf16 {
         found.push(precision("pure-bf16"));

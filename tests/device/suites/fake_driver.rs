@@ -229,7 +229,11 @@ fn families_agree_with_the_cpu() {
     fs::write(site.0.path().join("data.json"), json!(samples).to_string()).unwrap();
     let all = std::env::var_os("TESSERA_EVERY_PACK").is_some();
     for family in &FAMILIES[..if all { FAMILIES.len() } else { 1 }] {
-        for rest in ["", "--lora-rank 4"] {
+        for rest in [
+            "",
+            "--lora-rank 4",
+            "--lora-rank 4 --quantize nf4 --quantize-double",
+        ] {
             let model = golden.join(family).display().to_string();
             let line = format!("{ONE} --model {model} --data data.json --precision f32 {rest}");
             let [cpu, gpu] = ["cpu", "cuda"].map(|device| {

@@ -25,6 +25,7 @@ pub mod pointwise;
 pub mod primitives_check;
 mod product;
 pub mod rows;
+pub mod unpack;
 
 /// Size of the operands.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -76,6 +77,7 @@ impl Case {
 pub fn of(family: Family, effort: Effort) -> Vec<Case> {
     match family {
         Family::Cast => cast::cases(effort),
+        Family::Unpack => unpack::cases(effort),
         Family::PrimitivesCheck => primitives_check::cases(effort),
         Family::AdamW => adamw::cases(effort),
         Family::Accumulate => accumulate::cases(effort),

@@ -240,6 +240,8 @@ const WITHOUT_PEER: [&str; 9] = [
     "three adapted products of one x bf16 8192x4096x4096 rank",
     "three of two adapted layers of one x bf16 8192x4096x4096 rank",
     "two adapted layers bf16 8192x4096x4096 rank",
+    "unpack int8 to bf16",
+    "unpack nf4, double to bf16",
     "zeros put",
 ];
 

@@ -1,0 +1,115 @@
+// Unpacks weights of 4 or 8 bits, with the bits of kernels::packed: each product is rounded to f32, then to TO.
+// Legend: n elements; codes at packed, the other parts at offsets in bytes; y and packed are 16-byte aligned.
+// Defines: TO (TYPE_* of y), FORM (FORM_*), CODEBOOK (0 NF4, 1 FP4; unused for int8).
+// Bytes: n / 2 or n, 4 or 1 per block or 4 per row, n * size of TO; eight elements a thread and round.
+
+#define FORM_FOUR_BIT 0
+#define FORM_DOUBLE 1
+#define FORM_INT8 2
+
+typedef Element<TO> To;
+
+// Values of the codes of 4 bits.
+DEVICE float code_value(int code) {
+#if CODEBOOK == 0
+  const u32 bits[16] = {0xbf800000u, 0xbf3239b1u, 0xbf066b30u, 0xbeca32a0u, 0xbe91a24du, 0xbe3d353fu, 0xbdba7871u, 0x00000000u,
+                        0x3da2faffu, 0x3e24cae3u, 0x3e7c04ddu, 0x3ead033au, 0x3ee1a4b8u, 0x3f1007abu, 0x3f3913b3u, 0x3f800000u};
+#else
+  const u32 bits[16] = {0x00000000u, 0x3baaaaabu, 0x3f2aaaabu, 0x3f800000u, 0x3eaaaaabu, 0x3f000000u, 0x3e2aaaabu, 0x3e800000u,
+                        0x00000000u, 0xbbaaaaabu, 0xbf2aaaabu, 0xbf800000u, 0xbeaaaaabu, 0xbf000000u, 0xbe2aaaabu, 0xbe800000u};
+#endif
+  u32 found = 0;
+  UNROLL for (int i = 0; i < 16; i++) found = code == i ? bits[i] : found;
+  return float_of_bits(found);
+}
+
+// Value of a code of the signed dynamic map: the middle of two of 2^e steps from 0.1 to 1, times 10^(e - 6). The map's own
+// steps are rounded in another order, so single values are one or two units in the last place beside it.
+DEVICE float dynamic_value(int code) {
+  if (code == 127) return 0.0f;
+  if (code == 255) return 1.0f;
+  int t = code > 127 ? code - 128 : 126 - code;
+  int e = 0;
+  while ((2 << e) <= t + 1) e++;
+  int k = 1 << e, j = t + 1 - k;
+  float step = div_rn(sub_rn(1.0f, 0.1f), (float)k);
+  float low = add_rn(0.1f, mul_rn(step, (float)j)), high = add_rn(0.1f, mul_rn(step, (float)(j + 1)));
+  float unit = 1e-6f;
+  unit = e == 1 ? 1e-5f : e == 2 ? 1e-4f : e == 3 ? 1e-3f : e == 4 ? 1e-2f : e == 5 ? 1e-1f : e == 6 ? 1.0f : unit;
+  u32 bits = bits_of_float(mul_rn(mul_rn(add_rn(low, high), 0.5f), unit));
+  int word = t >> 6, bit = t & 63;
+  bits += (u32)((word ? 0x100a10810ull : 0x8a400000600ull) >> bit & 1);
+  bits += (u32)((word ? 0ull : 0x2000000000ull) >> bit & 1);
+  bits -= (u32)((word ? 0x10000000ull : 0x400000000000ull) >> bit & 1);
+  float value = float_of_bits(bits);
+  return code > 127 ? value : -value;
+}
+
+// The tables of a block: 16 values of codes, and 256 of packed magnitudes.
+struct Tables {
+  float codes[16];
+  float magnitudes[256];
+};
+
+// block: elements of a block, or of a row for int8.
+KERNEL(256, 4) unpack(const u8* packed, u64 magnitudes, u64 nested, u64 offset, To::Stored* y, u64 n, u64 block) {
+#if FORM != FORM_INT8
+  SHARED_MEMORY(memory);
+  Tables* tables = (Tables*)memory;
+  if (threadIdx.x < 16) tables->codes[threadIdx.x] = code_value(threadIdx.x);
+#if FORM == FORM_DOUBLE
+  tables->magnitudes[threadIdx.x] = dynamic_value(threadIdx.x);
+  float mean = *(const float*)(packed + offset);
+#endif
+  block_barrier();
+#endif
+  u64 stride = (u64)gridDim.x * blockDim.x * 8;
+  for (u64 i = ((u64)blockIdx.x * blockDim.x + threadIdx.x) * 8; i < n; i += stride) {
+    int count = i + 8 <= n ? 8 : (int)(n - i);
+    float values[8];
+#if FORM == FORM_INT8
+    u32 words[2] = {0, 0};
+    if (count == 8) {
+      words[0] = *(const u32*)(packed + i), words[1] = *(const u32*)(packed + i + 4);
+    } else {
+      for (int j = 0; j < count; j++) words[j >> 2] |= (u32)packed[i + j] << (8 * (j & 3));
+    }
+    u64 row = i / block, left = block - (i - row * block);
+    float magnitude = *(const float*)(packed + magnitudes + 4 * row);
+    UNROLL for (int j = 0; j < 8; j++) {
+      if (j < count && left == 0) {
+        row++, left = block;
+        magnitude = *(const float*)(packed + magnitudes + 4 * row);
+      }
+      left--;
+      int code = (int)(words[j >> 2] << (24 - 8 * (j & 3))) >> 24;
+      values[j] = mul_rn(mul_rn((float)code, magnitude), 7.874015718698502e-3f);
+    }
+#else
+    u32 codes = 0;
+    if (count == 8) {
+      codes = *(const u32*)(packed + i / 2);
+    } else {
+      for (int j = 0; 2 * j < count; j++) codes |= (u32)packed[i / 2 + j] << (8 * j);
+    }
+    u64 at = i / block;
+#if FORM == FORM_DOUBLE
+    float scale = *(const float*)(packed + nested + 4 * (at / 256));
+    float magnitude = add_rn(mul_rn(tables->magnitudes[packed[magnitudes + at]], scale), mean);
+#else
+    float magnitude = *(const float*)(packed + magnitudes + 4 * at);
+#endif
+    UNROLL for (int j = 0; j < 8; j++) {
+      int code = codes >> (8 * (j >> 1) + (j & 1 ? 0 : 4)) & 15;
+      values[j] = mul_rn(tables->codes[code], magnitude);
+    }
+#endif
+    if (count == 8) {
+      Eight<TO> to;
+      UNROLL for (int j = 0; j < 4; j++) to.set_pair(j, values[2 * j], values[2 * j + 1]);
+      to.store(y + i);
+    } else {
+      for (int j = 0; j < count; j++) y[i + j] = To::narrow(values[j]);
+    }
+  }
+}
