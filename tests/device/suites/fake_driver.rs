@@ -213,8 +213,8 @@ const FAMILIES: [&str; 12] = [
     "glm-ocr",
 ];
 
-/// Updates of a family's model, in full and with adapters, on one rank.
-fn families_agree_with_the_cpu() {
+/// A site with four samples of one image in `data.json`, and the golden packs.
+fn with_samples() -> (Site, PathBuf) {
     let site = Site::new();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden");
     let images = fs::read_dir(golden.join("minicpm-v-2_6/cases/square_no_slice")).unwrap();
@@ -227,6 +227,12 @@ fn families_agree_with_the_cpu() {
     ]});
     let samples = vec![sample; 4];
     fs::write(site.0.path().join("data.json"), json!(samples).to_string()).unwrap();
+    (site, golden)
+}
+
+/// Updates of a family's model, in full and with adapters, on one rank.
+fn families_agree_with_the_cpu() {
+    let (site, golden) = with_samples();
     let all = std::env::var_os("TESSERA_EVERY_PACK").is_some();
     for family in &FAMILIES[..if all { FAMILIES.len() } else { 1 }] {
         for rest in [
@@ -241,6 +247,25 @@ fn families_agree_with_the_cpu() {
                 site.train(&[], &format!("{line} --device {device}"), &output)
             });
             agree(&gpu, &cpu);
+        }
+    }
+}
+
+/// Adapters on a directory that bitsandbytes packed, with states and packed weights on every tier.
+fn packed_directories_agree_with_the_cpu() {
+    let (site, golden) = with_samples();
+    let all = std::env::var_os("TESSERA_EVERY_PACK").is_some();
+    let packs = ["glm-4.1v-nf4-decoder", "minicpm-v-nf4", "glm-4.1v-int8"];
+    for pack in &packs[..if all { packs.len() } else { 1 }] {
+        let model = golden.join(pack).display().to_string();
+        let line =
+            format!("--nproc 1 --model {model} --data data.json --precision f32 --lora-rank 4");
+        let on_cpu = format!("{line} --offload cpu --device cpu");
+        let cpu = site.train(&[], &on_cpu, &format!("{pack}-on-cpu"));
+        for offload in ["none", "cpu", "nvme:spill"] {
+            let on_gpu = format!("{line} --offload {offload} --device cuda");
+            let output = format!("{pack}-{}", &offload[..3]);
+            agree(&site.train(&[], &on_gpu, &output), &cpu);
         }
     }
 }
@@ -367,7 +392,7 @@ fn wrong_products_fall_back_to_our_kernels() {
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 13] = [
+const TESTS: [Test; 14] = [
     ("the_driver_keeps_its_rules", the_driver_keeps_its_rules),
     (
         "doctor_reports_the_driver_and_its_gpus",
@@ -380,6 +405,10 @@ const TESTS: [Test; 13] = [
         products_by_the_library_agree_with_the_cpu,
     ),
     ("families_agree_with_the_cpu", families_agree_with_the_cpu),
+    (
+        "packed_directories_agree_with_the_cpu",
+        packed_directories_agree_with_the_cpu,
+    ),
     (
         "states_on_disk_agree_with_the_cpu",
         states_on_disk_agree_with_the_cpu,

@@ -9,18 +9,19 @@
 
 typedef Element<TO> To;
 
-// Values of the codes of 4 bits.
+// Values of the codes of 4 bits. An array with a computed index would lie in a stack frame.
+#define CODES(V)                                                                                                       \
+  V(0, 0xbf800000u, 0x00000000u) V(1, 0xbf3239b1u, 0x3baaaaabu) V(2, 0xbf066b30u, 0x3f2aaaabu)                         \
+  V(3, 0xbeca32a0u, 0x3f800000u) V(4, 0xbe91a24du, 0x3eaaaaabu) V(5, 0xbe3d353fu, 0x3f000000u)                         \
+  V(6, 0xbdba7871u, 0x3e2aaaabu) V(7, 0x00000000u, 0x3e800000u) V(8, 0x3da2faffu, 0x00000000u)                         \
+  V(9, 0x3e24cae3u, 0xbbaaaaabu) V(10, 0x3e7c04ddu, 0xbf2aaaabu) V(11, 0x3ead033au, 0xbf800000u)                       \
+  V(12, 0x3ee1a4b8u, 0xbeaaaaabu) V(13, 0x3f1007abu, 0xbf000000u) V(14, 0x3f3913b3u, 0xbe2aaaabu)                      \
+  V(15, 0x3f800000u, 0xbe800000u)
+#define FIND(I, NF4, FP4) bits = code == I ? (CODEBOOK == 0 ? NF4 : FP4) : bits;
 DEVICE float code_value(int code) {
-#if CODEBOOK == 0
-  const u32 bits[16] = {0xbf800000u, 0xbf3239b1u, 0xbf066b30u, 0xbeca32a0u, 0xbe91a24du, 0xbe3d353fu, 0xbdba7871u, 0x00000000u,
-                        0x3da2faffu, 0x3e24cae3u, 0x3e7c04ddu, 0x3ead033au, 0x3ee1a4b8u, 0x3f1007abu, 0x3f3913b3u, 0x3f800000u};
-#else
-  const u32 bits[16] = {0x00000000u, 0x3baaaaabu, 0x3f2aaaabu, 0x3f800000u, 0x3eaaaaabu, 0x3f000000u, 0x3e2aaaabu, 0x3e800000u,
-                        0x00000000u, 0xbbaaaaabu, 0xbf2aaaabu, 0xbf800000u, 0xbeaaaaabu, 0xbf000000u, 0xbe2aaaabu, 0xbe800000u};
-#endif
-  u32 found = 0;
-  UNROLL for (int i = 0; i < 16; i++) found = code == i ? bits[i] : found;
-  return float_of_bits(found);
+  u32 bits = 0;
+  CODES(FIND)
+  return float_of_bits(bits);
 }
 
 // Value of a code of the signed dynamic map: the middle of two of 2^e steps from 0.1 to 1, times 10^(e - 6). The map's own
@@ -72,7 +73,8 @@ KERNEL(256, 4) unpack(const u8* packed, u64 magnitudes, u64 nested, u64 offset, 
     if (count == 8) {
       words[0] = *(const u32*)(packed + i), words[1] = *(const u32*)(packed + i + 4);
     } else {
-      for (int j = 0; j < count; j++) words[j >> 2] |= (u32)packed[i + j] << (8 * (j & 3));
+      UNROLL for (int j = 0; j < 8; j++)
+        if (j < count) words[j >> 2] |= (u32)packed[i + j] << (8 * (j & 3));
     }
     u64 row = i / block, left = block - (i - row * block);
     float magnitude = *(const float*)(packed + magnitudes + 4 * row);
@@ -109,7 +111,8 @@ KERNEL(256, 4) unpack(const u8* packed, u64 magnitudes, u64 nested, u64 offset, 
       UNROLL for (int j = 0; j < 4; j++) to.set_pair(j, values[2 * j], values[2 * j + 1]);
       to.store(y + i);
     } else {
-      for (int j = 0; j < count; j++) y[i + j] = To::narrow(values[j]);
+      UNROLL for (int j = 0; j < 8; j++)
+        if (j < count) y[i + j] = To::narrow(values[j]);
     }
   }
 }
