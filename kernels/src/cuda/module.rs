@@ -9,14 +9,10 @@ pub const PRIMITIVES: &str = include_str!("source/primitives.cuh");
 /// text.
 pub const PRELUDE: &str = include_str!("source/prelude.cuh");
 
-/// Source text of a family that rounds stochastically.
-macro_rules! rounding {
-    ($path:literal) => {
-        concat!(
-            include_str!("source/rounding.cuh"),
-            "\n",
-            include_str!($path)
-        )
+/// Source text of a family behind headers that only some families need.
+macro_rules! with_headers {
+    ($($path:literal),+) => {
+        concat!($(include_str!($path), "\n"),+)
     };
 }
 
@@ -112,8 +108,12 @@ impl Family {
         match self {
             Self::Cast => include_str!("source/cast.cu"),
             Self::PrimitivesCheck => include_str!("source/primitives_check.cu"),
-            Self::AdamW => rounding!("source/adamw.cu"),
-            Self::Accumulate => rounding!("source/accumulate.cu"),
+            Self::AdamW => with_headers!(
+                "source/rounding.cuh",
+                "source/dynamic_map.cuh",
+                "source/adamw.cu"
+            ),
+            Self::Accumulate => with_headers!("source/rounding.cuh", "source/accumulate.cu"),
             Self::GradNorm => include_str!("source/grad_norm.cu"),
             Self::Norm => include_str!("source/norm.cu"),
             Self::Attention => include_str!("source/attention.cu"),
@@ -126,7 +126,7 @@ impl Family {
             Self::Rows => include_str!("source/rows.cu"),
             Self::RowSums => include_str!("source/row_sums.cu"),
             Self::Loss => include_str!("source/loss.cu"),
-            Self::Unpack => include_str!("source/unpack.cu"),
+            Self::Unpack => with_headers!("source/dynamic_map.cuh", "source/unpack.cu"),
         }
     }
 

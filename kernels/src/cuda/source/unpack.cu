@@ -24,28 +24,6 @@ DEVICE float code_value(int code) {
   return float_of_bits(bits);
 }
 
-// Value of a code of the signed dynamic map: the middle of two of 2^e steps from 0.1 to 1, times 10^(e - 6). The map's own
-// steps are rounded in another order, so single values are one or two units in the last place beside it.
-DEVICE float dynamic_value(int code) {
-  if (code == 127) return 0.0f;
-  if (code == 255) return 1.0f;
-  int t = code > 127 ? code - 128 : 126 - code;
-  int e = 0;
-  while ((2 << e) <= t + 1) e++;
-  int k = 1 << e, j = t + 1 - k;
-  float step = div_rn(sub_rn(1.0f, 0.1f), (float)k);
-  float low = add_rn(0.1f, mul_rn(step, (float)j)), high = add_rn(0.1f, mul_rn(step, (float)(j + 1)));
-  float unit = 1e-6f;
-  unit = e == 1 ? 1e-5f : e == 2 ? 1e-4f : e == 3 ? 1e-3f : e == 4 ? 1e-2f : e == 5 ? 1e-1f : e == 6 ? 1.0f : unit;
-  u32 bits = bits_of_float(mul_rn(mul_rn(add_rn(low, high), 0.5f), unit));
-  int word = t >> 6, bit = t & 63;
-  bits += (u32)((word ? 0x100a10810ull : 0x8a400000600ull) >> bit & 1);
-  bits += (u32)((word ? 0ull : 0x2000000000ull) >> bit & 1);
-  bits -= (u32)((word ? 0x10000000ull : 0x400000000000ull) >> bit & 1);
-  float value = float_of_bits(bits);
-  return code > 127 ? value : -value;
-}
-
 // The tables of a block: 16 values of codes, and 256 of packed magnitudes.
 struct Tables {
   float codes[16];
@@ -59,7 +37,7 @@ KERNEL(256, 4) unpack(const u8* packed, u64 magnitudes, u64 nested, u64 offset, 
   Tables* tables = (Tables*)memory;
   if (threadIdx.x < 16) tables->codes[threadIdx.x] = code_value(threadIdx.x);
 #if FORM == FORM_DOUBLE
-  tables->magnitudes[threadIdx.x] = dynamic_value(threadIdx.x);
+  tables->magnitudes[threadIdx.x] = signed_value(threadIdx.x);
   float mean = *(const float*)(packed + offset);
 #endif
   block_barrier();

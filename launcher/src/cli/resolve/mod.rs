@@ -369,9 +369,7 @@ fn offload(args: &Args, device: Device, notes: &mut Vec<Note>) -> Result<Offload
     let asked = args.offload.clone().unwrap_or_default();
     let mut offload = asked.resolved(absolute)?;
     let stored = args.pure_bf16_weights.unwrap_or_default();
-    let has_kernel =
-        stored == PureBf16Weights::Stochastic && args.moments != Some(Moments::EightBit);
-    let steps = device != Device::Cuda || has_kernel;
+    let steps = device != Device::Cuda || stored == PureBf16Weights::Stochastic;
     if !steps && offload.optimizer == Tier::None {
         offload.optimizer = Tier::Cpu;
         let reason = both(

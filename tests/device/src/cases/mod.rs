@@ -7,6 +7,7 @@ use crate::machine::Machine;
 
 pub mod accumulate;
 pub mod adamw;
+mod adamw_blocks;
 pub mod attention;
 pub mod cast;
 pub mod grad_norm;

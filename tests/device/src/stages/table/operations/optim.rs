@@ -56,6 +56,30 @@ pub(super) fn add(rows: &mut Rows) {
             bf16,
             Targets::COPY_AND_TORCH,
         ),
+        (
+            "adamw f32, 8-bit moments, f32 gradient (16 B)",
+            Form::F32Blocks,
+            f32,
+            Targets::SEARCHES,
+        ),
+        (
+            "adamw f32 master + bf16 copy, 8-bit moments, bf16 gradient (16 B)",
+            Form::MasterBf16Blocks,
+            bf16,
+            Targets::SEARCHES,
+        ),
+        (
+            "adamw f32 master + f16 copy, 8-bit moments, f16 gradient (16 B)",
+            Form::MasterF16Blocks,
+            f16,
+            Targets::SEARCHES,
+        ),
+        (
+            "adamw bf16 weights, 8-bit moments, bf16 gradient (10 B)",
+            Form::Bf16Blocks,
+            bf16,
+            Targets::SEARCHES,
+        ),
     ];
     for (name, form, grad, targets) in forms {
         rows.add(name, targets, move |on| adamw_row(on, form, grad));
