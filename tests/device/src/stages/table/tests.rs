@@ -231,7 +231,7 @@ fn the_table_stays_within_its_time_budget() {
 }
 
 /// Rows without a PyTorch counterpart.
-const WITHOUT_PEER: [&str; 9] = [
+const WITHOUT_PEER: [&str; 11] = [
     "adamw bf16 weights, f32 moments, bf16 gradient (22 B)",
     "adamw f32 master + bf16 copy, bf16 gradient (28 B)",
     "adamw f32 master + f16 copy, f16 gradient (28 B)",
