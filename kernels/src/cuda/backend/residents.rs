@@ -5,7 +5,9 @@ use crate::cuda::launch::{Address, Launch};
 use crate::cuda::ops::{accumulate, adamw, grad_norm, pointwise};
 use crate::error::{KernelError, Result, shape_error};
 use crate::pool::Tag;
-use crate::resident::{AdamWArgs, Form, Part, Resident, ResidentAccess, RoundingCounter, Scalars, fits};
+use crate::resident::{
+    AdamWArgs, Form, Part, Resident, ResidentAccess, RoundingCounter, Scalars, fits,
+};
 use crate::{DType, Tensor};
 use std::ops::Range;
 use std::sync::PoisonError;

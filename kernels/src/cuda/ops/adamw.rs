@@ -81,12 +81,23 @@ pub fn modules() -> Vec<Module> {
 #[must_use]
 pub fn launch(chunk: &AdamWChunk, scalars: Address, clip: Address) -> Option<Launch> {
     let module = module(chunk.form, chunk.grad_dtype)?;
-    let before = [chunk.grad, chunk.weight, chunk.copy, chunk.exp_avg, chunk.exp_avg_sq];
+    let before = [
+        chunk.grad,
+        chunk.weight,
+        chunk.copy,
+        chunk.exp_avg,
+        chunk.exp_avg_sq,
+    ];
     let (absmax, own, grid, shared_bytes) = match chunk.form.moment_dtype() {
         DType::U8 => {
             let warps = chunk.n.div_ceil(Form::BLOCK_ELEMS as u64);
             let grid = warps.div_ceil(u64::from(THREADS / 32));
-            (&chunk.absmax[..], None, grid.clamp(1, MAX_BLOCKS) as u32, MAP_BYTES)
+            (
+                &chunk.absmax[..],
+                None,
+                grid.clamp(1, MAX_BLOCKS) as u32,
+                MAP_BYTES,
+            )
         }
         _ => (&[][..], Some(chunk.head()), blocks(chunk.n, MAX_BLOCKS), 0),
     };

@@ -13,7 +13,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::config::defaults::{self, DEMO, Defaults, MODEL};
 use crate::config::{
-    Cadence, Device, DeviceChoice, Every, Length, LrScale, Moments, Offload, OptimizerConfig,
+    Cadence, Device, DeviceChoice, Every, Length, LrScale, Offload, OptimizerConfig,
     OptimizerInBackward, PrecisionChoice, PureBf16Weights, ReportTo, Resume, RunConfig, RunGpu,
     SampleRules, Source, Strategy, Task, Tier, Warmup,
 };

@@ -22,7 +22,13 @@ pub(super) fn cases(effort: Effort) -> Vec<Case> {
         Effort::Emulated => 2500,
         Effort::Gpu => 5_000_003,
     };
-    let places = [(1, 0), (255, 3), (256, 64), (900, 11), (long, (1 << 33) - 299)];
+    let places = [
+        (1, 0),
+        (255, 3),
+        (256, 64),
+        (900, 11),
+        (long, (1 << 33) - 299),
+    ];
     let mut cases = Vec::new();
     let forms = Form::ALL.into_iter();
     for form in forms.filter(|form| form.moment_dtype() == DType::U8) {
@@ -134,11 +140,19 @@ impl Uploaded {
 
     fn compare(&self, machine: &mut dyn Machine, model: &Model, when: &str) -> Result<()> {
         let weight = (model.form.weight(), self.weight, &model.weight);
-        let copy = self.copy.map(|(dtype, buffer)| (dtype, buffer, &model.copy));
+        let copy = self
+            .copy
+            .map(|(dtype, buffer)| (dtype, buffer, &model.copy));
         let absmax = self.absmax.iter().zip(&model.absmax);
         let absmax = absmax.map(|(buffer, want)| (DType::F32, *buffer, want));
-        for (i, (dtype, buffer, want)) in [weight].into_iter().chain(absmax).chain(copy).enumerate() {
-            let name = ["weight", "absmax of exp_avg", "absmax of exp_avg_sq", "copy"][i];
+        for (i, (dtype, buffer, want)) in [weight].into_iter().chain(absmax).chain(copy).enumerate()
+        {
+            let name = [
+                "weight",
+                "absmax of exp_avg",
+                "absmax of exp_avg_sq",
+                "copy",
+            ][i];
             let got = values(dtype, &machine.download::<u8>(buffer)?);
             let at = first_difference(&got, want);
             ensure!(
@@ -171,7 +185,8 @@ fn check(
         let zeros = ZEROS.start.min(n)..ZEROS.end.min(n);
         grad[zeros].fill(0.0);
         let (grad_scale, factor) = [(1.0, None), (1.0, Some(0.37)), (0.61, Some(0.73))][i];
-        let scalars = machine.upload(&[rule.scalars(step, LR, WEIGHT_DECAY, grad_scale, SEED)?])?;
+        let scalars =
+            machine.upload(&[rule.scalars(step, LR, WEIGHT_DECAY, grad_scale, SEED)?])?;
         let clip = match factor {
             Some(factor) => machine.upload(&[clip(factor, 0)])?.address,
             None => Address::NULL,

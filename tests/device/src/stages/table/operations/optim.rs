@@ -56,29 +56,30 @@ pub(super) fn add(rows: &mut Rows) {
             bf16,
             Targets::COPY_AND_TORCH,
         ),
+        // Two searches an element.
         (
             "adamw f32, 8-bit moments, f32 gradient (16 B)",
             Form::F32Blocks,
             f32,
-            Targets::SEARCHES,
+            Targets::computed(16, 350),
         ),
         (
             "adamw f32 master + bf16 copy, 8-bit moments, bf16 gradient (16 B)",
             Form::MasterBf16Blocks,
             bf16,
-            Targets::SEARCHES,
+            Targets::computed(16, 350),
         ),
         (
             "adamw f32 master + f16 copy, 8-bit moments, f16 gradient (16 B)",
             Form::MasterF16Blocks,
             f16,
-            Targets::SEARCHES,
+            Targets::computed(16, 350),
         ),
         (
             "adamw bf16 weights, 8-bit moments, bf16 gradient (10 B)",
             Form::Bf16Blocks,
             bf16,
-            Targets::SEARCHES,
+            Targets::computed(10, 510),
         ),
     ];
     for (name, form, grad, targets) in forms {
@@ -126,9 +127,20 @@ fn adamw_row(on: &mut Operands<'_>, form: Form, grad_dtype: DType) -> Result<Pre
         Some(dtype) => on.output(n * dtype.size_bytes())?,
         None => Address::NULL,
     };
-    let exp_avg = on.normal(form.moment_dtype(), n, 1e-4)?;
-    // Zero is a valid second moment.
-    let exp_avg_sq = on.zeros(n * form.moment_dtype().size_bytes())?;
+    // Zero is a valid second moment, and a valid code.
+    let zeros = n * form.moment_dtype().size_bytes();
+    let exp_avg = match form.moment_dtype() {
+        DType::U8 => on.zeros(zeros)?,
+        dtype => on.normal(dtype, n, 1e-4)?,
+    };
+    let exp_avg_sq = on.zeros(zeros)?;
+    let absmax = match form.moment_dtype() {
+        DType::U8 => {
+            let bytes = 4 * n.div_ceil(Form::BLOCK_ELEMS);
+            [on.zeros(bytes)?, on.zeros(bytes)?]
+        }
+        _ => [Address::NULL; 2],
+    };
     let window = adamw::AdamWChunk {
         form,
         grad_dtype,
@@ -137,6 +149,7 @@ fn adamw_row(on: &mut Operands<'_>, form: Form, grad_dtype: DType) -> Result<Pre
         copy,
         exp_avg,
         exp_avg_sq,
+        absmax,
         n: n as u64,
         first_element: 0,
     };
