@@ -285,6 +285,8 @@ adamw_blocks(const Grad::Stored* grad, Weight::Stored* weight, u16* copy, u8* ex
       exp_avg[start + own] = encode<true>(maps->first, m[j], absmax_m);
       exp_avg_sq[start + own] = encode<false>(maps->second, v[j], absmax_v);
     }
+    // All lanes have read the old ones.
+    warp_barrier();
     if (lane == 0) exp_avg_absmax[block] = absmax_m, exp_avg_sq_absmax[block] = absmax_v;
   }
 }

@@ -83,7 +83,6 @@ impl Model {
             _ => WeightChunk::PureBf16(&mut weight16),
         };
         let ([m, v], [of_m, of_v]) = (&mut self.codes, &mut self.absmax);
-        let moment = |codes, absmax| StateChunk::Blockwise { codes, absmax };
         let rule = AdamW {
             eight_bit: true,
             ..AdamW::default()
@@ -109,6 +108,10 @@ impl Model {
         }
         Ok(())
     }
+}
+
+const fn moment<'a>(codes: &'a mut [u8], absmax: &'a mut [f32]) -> StateChunk<'a> {
+    StateChunk::Blockwise { codes, absmax }
 }
 
 /// The same buffers on the device.
