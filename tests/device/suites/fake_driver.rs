@@ -144,9 +144,14 @@ fn doctor_reports_the_driver_and_its_gpus() {
 
 /// Whether the losses are those of the CPU.
 fn agree(gpu: &[f64], cpu: &[f64]) {
+    agree_in(DType::F32, gpu, cpu);
+}
+
+/// The same with weights in `dtype`.
+fn agree_in(dtype: DType, gpu: &[f64], cpu: &[f64]) {
     assert_eq!((cpu.len(), gpu.len()), (2, 2));
     for (step, (got, want)) in gpu.iter().zip(cpu).enumerate() {
-        let allowed = tolerance::trajectory(DType::F32, *want, step);
+        let allowed = tolerance::trajectory(dtype, *want, step);
         assert!((got - want).abs() <= allowed, "{gpu:?} instead of {cpu:?}");
     }
 }
@@ -267,6 +272,32 @@ fn packed_directories_agree_with_the_cpu() {
             let output = format!("{pack}-{}", &offload[..3]);
             agree(&site.train(&[], &on_gpu, &output), &cpu);
         }
+    }
+}
+
+/// Moments of 8 bits stay in device memory, and the GPU updates them.
+fn moments_of_8_bits_agree_with_the_cpu() {
+    let site = Site::new();
+    for precision in ["f32", "fp16"] {
+        let line = format!("--nproc 1 --offload none --moments 8bit --precision {precision}");
+        let cpu = site.train(
+            &[],
+            &format!("{line} --device cpu"),
+            &format!("{precision}-cpu"),
+        );
+        let output = format!("{precision}-gpu");
+        let line = format!("{DEMO} {line} --device cuda --output {output}");
+        let (code, text) = site.run(&[], &line);
+        assert_eq!(code, Some(0), "{text}");
+        assert!(!text.contains("fake driver: "), "{text}");
+        assert!(!text.contains("no GPU kernel"), "{text}");
+        let gpu = site.losses(&output);
+        let dtype = if precision == "f32" {
+            DType::F32
+        } else {
+            DType::F16
+        };
+        agree_in(dtype, &gpu, &cpu);
     }
 }
 
@@ -392,7 +423,7 @@ fn wrong_products_fall_back_to_our_kernels() {
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 14] = [
+const TESTS: [Test; 15] = [
     ("the_driver_keeps_its_rules", the_driver_keeps_its_rules),
     (
         "doctor_reports_the_driver_and_its_gpus",
@@ -408,6 +439,10 @@ const TESTS: [Test; 14] = [
     (
         "packed_directories_agree_with_the_cpu",
         packed_directories_agree_with_the_cpu,
+    ),
+    (
+        "moments_of_8_bits_agree_with_the_cpu",
+        moments_of_8_bits_agree_with_the_cpu,
     ),
     (
         "states_on_disk_agree_with_the_cpu",
