@@ -5,6 +5,7 @@ use engine::checkpoint::Checkpoint;
 use half::bf16;
 use kernels::DType;
 use models::WeightSource;
+use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
