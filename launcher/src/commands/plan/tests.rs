@@ -9,8 +9,11 @@ use crate::lang::{Lang, columns};
 use crate::memory::RankMemory;
 use crate::model::setup::shapes;
 use crate::plan::rank_memory::{fixed, plan_event};
-use crate::plan::{DECODING, HeldOut, Machine, MemoryCheck, Settled, Work, dry_run, window_region};
+use crate::plan::{
+    DECODING, HeldOut, Machine, MemoryCheck, Settled, Work, dry_run, quantized_event, window_region,
+};
 use crate::rank_env::Env;
+use crate::ui::Event;
 use crate::units::bytes;
 use models::SampleInput;
 use models::generate::Prompt;
