@@ -215,7 +215,7 @@ impl fmt::Display for QuantizedEvent {
             bytes(self.bytes),
             bytes(2 * self.params)
         );
-        text.fmt(f)
+        write!(f, "{text}")
     }
 }
 
