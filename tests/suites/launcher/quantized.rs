@@ -226,7 +226,9 @@ fn presets_of_qlora_train_tiny_models() {
     ] {
         let site = Site::with_family(family);
         let screen = site
-            .train(&format!("--preset {preset} --max-steps 2 --nproc 2"))
+            .train(&format!(
+                "--preset {preset} --max-steps 2 --nproc 2 --gradient-accumulation-steps 1"
+            ))
             .screen;
         assert!(screen.contains("in nf4, double"), "{screen}");
         let config: Value = read(&site.path("out/checkpoint-2/adapter_config.json"));
