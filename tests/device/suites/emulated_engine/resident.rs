@@ -260,9 +260,8 @@ fn eight_bit_states_on_the_gpu_have_the_bits_of_host_states() -> Result<()> {
         eight_bit: true,
         ..PLAIN
     };
-    eight_bit.agrees(&[THERE, (Tier::Host, Tier::Device)])?;
+    eight_bit.agrees(&[(Tier::Host, Tier::Device)])?;
     for (precision, stage, grad_dtype) in [
-        (Precision::Bf16, Stage::Zero0, None),
         (Precision::Fp16, Stage::Zero3, Some(GradDtype::Bf16)),
         (Precision::PureBf16, Stage::Zero2, None),
     ] {
