@@ -423,7 +423,7 @@ mod tests {
     #[test]
     fn options_already_in_use_are_not_suggested() {
         let config = config(
-            "--model m --data d --zero 3 --offload cpu --precision pure-bf16 --nproc 1 --use-lora --max-slice-nums 1 --checkpoint-num-layers 6 --data-workers 1",
+            "--model m --data d --zero 3 --offload cpu --precision pure-bf16 --nproc 1 --use-lora --max-slice-nums 1 --checkpoint-num-layers 6 --data-workers 1 --quantize nf4",
         );
         assert_eq!(neighbours(&config), Vec::<Flags>::new());
     }
