@@ -500,8 +500,8 @@ fn files_of_other_trainers_quantize_the_base() {
         assert_eq!(config.quantize, expected, "{text}");
     }
     for (text, part) in [
-        ("quantization_method: gptq", "bnb"),
-        ("quantization_method: hqq\nquantization_bit: 4", "bnb"),
+        ("quantization_method: gptq", "bitsandbytes"),
+        ("quantization_method: hqq\nquantization_bit: 4", "bitsandbytes"),
         ("llm_int8_skip_modules: [visual]", "--quantize-modules"),
     ] {
         let text = format!("{factory}{text}\n");
