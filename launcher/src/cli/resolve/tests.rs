@@ -293,6 +293,13 @@ fn adapters_leave_the_stage_open_unless_it_is_asked_for() {
         let flags = config(&format!("--model m --data d {line}")).to_flags();
         assert!(flags.contains(&("zero", flag.to_owned())), "{line}");
     }
+    let chosen = RunConfig {
+        zero: 2,
+        zero_auto: Some(ZeroAuto::LowestFits),
+        ..config("--model m --data d --use-lora")
+    };
+    // A resumed run chooses again.
+    assert!(chosen.to_flags().contains(&("zero", "auto".to_owned())));
     let failure = try_config("--model m --data d --zero 4").expect_err("out of range");
     assert!(failure.to_string().contains("0 to 3"), "{failure}");
 }
