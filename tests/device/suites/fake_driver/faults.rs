@@ -32,10 +32,20 @@ pub(crate) fn seeded_mistakes_are_caught() {
         ("argument:30", "0"),
         ("bind:1+", "0"),
     ] {
-        let (code, text) = faulty(&site, fault, eager, &line);
-        let differs = || site.losses(&output(fault)) != site.losses("clean");
-        assert!(code != Some(0) || differs(), "{fault}: {text}");
+        is_caught(&site, fault, eager, &line, "clean");
     }
+    // Ranks that read each other's memory also use the streams of copies in and of communication without the host.
+    let two = format!("--device cuda --nproc 2 --offload cpu --collectives ipc {TWO_UPDATES}");
+    site.train(&[], &format!("{two} --output two"));
+    for (fault, eager) in [("wait1:1+", "2"), ("wait3:1+", "8")] {
+        is_caught(&site, fault, eager, &two, "two");
+    }
+}
+
+fn is_caught(site: &Site, fault: &str, eager: &str, line: &str, clean: &str) {
+    let (code, text) = faulty(site, fault, eager, line);
+    let differs = || site.losses(&output(fault)) != site.losses(clean);
+    assert!(code != Some(0) || differs(), "{fault}: {text}");
 }
 
 /// Failures that a driver may report are named, and a refused capture costs only the graph.

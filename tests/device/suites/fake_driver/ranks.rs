@@ -45,6 +45,11 @@ pub(crate) fn a_refused_ipc_falls_back_to_host_memory() {
         assert_eq!(screen.matches(words).count(), 1, "{words:?} in\n{screen}");
     }
     goes_as(&site, "refused", "shm");
+    // Without access between the GPUs nobody asks for handles.
+    let no_peers = [("TESSERA_FAKE_NO_PEERS", "1")];
+    let screen = site.train(&no_peers, &format!("{two} --output no_peers"));
+    says(&screen, &["between ranks: shm", "no peer access"]);
+    assert!(site.weights("no_peers", 2) == site.weights("shm", 2));
     // Ranks that plan for themselves leave out options for which another kind of GPU may lack memory.
     let shm = format!("{line} --collectives shm --output shm_alone");
     two_ranks(&site, [&[], &[]], &shm);
