@@ -60,6 +60,7 @@ pub(crate) fn failures_of_the_driver_are_named() {
         assert_eq!(ended, Some(code), "{fault}: {text}");
         says(&text, &[words]);
     }
+    let line = format!("{line} --cuda-graph on");
     let (code, text) = faulty(&site, "capture:1", "0", &line);
     assert_eq!(code, Some(0), "{text}");
 }

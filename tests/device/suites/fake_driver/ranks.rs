@@ -30,7 +30,7 @@ fn two_ranks(site: &Site, own: [&[(&str, &str)]; 2], line: &str) -> [String; 2] 
 /// Handles of other processes are refused.
 const NO_IPC: (&str, &str) = ("TESSERA_FAKE_NO_IPC", "1");
 const REFUSAL: &str = "rank 0 cannot open memory of other ranks: rank 1: mapping GPU memory of another rank failed: \
-                       CUDA_ERROR_PEER_ACCESS_UNSUPPORTED (and 1 more)";
+                       CUDA_ERROR_PEER_ACCESS_UNSUPPORTED";
 
 /// GPUs that cannot read each other's memory. The run reports it once and is planned again. It has the bits and the
 /// memory of a run through host memory, also when another program starts the ranks. An explicit `ipc` is refused.
