@@ -28,7 +28,7 @@ struct Communicator {
 };
 
 static std::mutex busy;
-static std::set<Communicator*> communicators;
+static std::set<Communicator*>& communicators = *new std::set<Communicator*>;  // as in objects.h
 static u32 count;
 
 EXPORT u32 ncclGetVersion(int* version) { return *version = setting("TESSERA_FAKE_NCCL", 22809), SUCCESS; }

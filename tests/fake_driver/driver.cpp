@@ -19,12 +19,13 @@
 
 extern char** environ;
 
-std::recursive_mutex busy;
 bool started;
-std::map<int, Context*> contexts;
-std::set<void*> streams, events, modules, functions, graphs, executables;
-std::map<u64, Range> memory;
-std::map<u64, u64> holes;
+std::recursive_mutex& busy = *new std::recursive_mutex;
+std::map<int, Context*>& contexts = *new std::map<int, Context*>;
+std::map<u64, Range>& memory = *new std::map<u64, Range>;
+std::map<u64, u64>& holes = *new std::map<u64, u64>;
+static std::set<void*>& none() { return *new std::set<void*>; }
+std::set<void*>&streams = none(), &events = none(), &modules = none(), &functions = none(), &graphs = none(), &executables = none();
 thread_local Context* current;
 
 unsigned long this_thread() {
@@ -35,7 +36,7 @@ unsigned long this_thread() {
 // ---- CUresult
 
 EXPORT u32 cuGetErrorName(u32 code, const char** name) {
-  static const std::map<u32, const char*> names = {
+  static const std::map<u32, const char*>& names = *new std::map<u32, const char*>{
       {0, "CUDA_SUCCESS"}, {1, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"},
       {3, "CUDA_ERROR_NOT_INITIALIZED"}, {100, "CUDA_ERROR_NO_DEVICE"}, {101, "CUDA_ERROR_INVALID_DEVICE"},
       {200, "CUDA_ERROR_INVALID_IMAGE"}, {201, "CUDA_ERROR_INVALID_CONTEXT"}, {205, "CUDA_ERROR_MAP_FAILED"},
@@ -69,14 +70,14 @@ u64 setting(const char* name, u64 otherwise) {
 }
 
 const std::string& directory() {
-  static const std::string found = [] {
+  static const std::string& found = *new std::string([] {
     Dl_info info;
     std::string path = dladdr((void*)&directory, &info) ? info.dli_fname : "";
     char* real = realpath(path.c_str(), nullptr);
     path = real ? real : path;
     free(real);
     return path.substr(0, path.rfind('/'));
-  }();
+  }());
   return found;
 }
 
@@ -84,8 +85,9 @@ const std::string& directory() {
 // with `name:n+` a later one. Several faults are separated by commas.
 bool faulty(const char* name) {
   static std::mutex busy;
-  static std::map<std::string, u64> occasions;
-  static const std::string wanted = getenv("TESSERA_FAKE_FAULT") ? "," + std::string(getenv("TESSERA_FAKE_FAULT")) : "";
+  static std::map<std::string, u64>& occasions = *new std::map<std::string, u64>;
+  static const char* list = getenv("TESSERA_FAKE_FAULT");
+  static const std::string& wanted = *new std::string(list ? "," + std::string(list) : "");
   const std::string start = "," + std::string(name) + ":";
   const size_t found = wanted.find(start);
   if (found == std::string::npos) return false;

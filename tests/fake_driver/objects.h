@@ -72,13 +72,14 @@ struct Range {
 constexpr u32 DISABLE_TIMING = 2, INTERPROCESS = 4;
 constexpr u64 OPT_IN_BYTES = 101376, DEFAULT_SHARED_BYTES = 49152;
 
-extern std::recursive_mutex busy;
+// They outlive the end of the program: its threads may still call.
+extern std::recursive_mutex& busy;
 using Lock = std::lock_guard<std::recursive_mutex>;
 extern bool started;
-extern std::map<int, Context*> contexts;
-extern std::set<void*> streams, events, modules, functions, graphs, executables;
-extern std::map<u64, Range> memory;  // device and pinned, by first byte
-extern std::map<u64, u64> holes;     // freed or never used, by first byte
+extern std::map<int, Context*>& contexts;
+extern std::set<void*>&streams, &events, &modules, &functions, &graphs, &executables;
+extern std::map<u64, Range>& memory;  // device and pinned, by first byte
+extern std::map<u64, u64>& holes;     // freed or never used, by first byte
 extern thread_local Context* current;
 
 // A number of this thread.

@@ -39,7 +39,7 @@ struct Result {
 };
 
 static std::mutex busy;
-static std::set<const void*> alive;
+static std::set<const void*>& alive = *new std::set<const void*>;  // as in objects.h
 
 template <typename T>
 static u32 make(T** to, T value) {

@@ -81,7 +81,8 @@ EXPORT u32 cuIpcOpenEventHandle(Event** event, Handle handle) {
   Lock lock(busy);
   Name name;
   if (u32 code = named(handle, EVENT_NAME, name)) return code;
-  static std::map<std::pair<Context*, std::pair<u32, u32>>, std::pair<u32, State*>> opened;
+  using Opened = std::map<std::pair<Context*, std::pair<u32, u32>>, std::pair<u32, State*>>;
+  static Opened& opened = *new Opened;
   auto& [number, state] = opened[{current, {name.pid, name.file}}];
   if (!state) {
     char path[64];

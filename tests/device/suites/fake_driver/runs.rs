@@ -56,13 +56,14 @@ fn agrees_with_the_cpu_and_resumes_exactly(precision: &str, dtype: DType, tiers:
     let same = site.weights("cpu", 3) == site.weights("whole", 3);
     assert!(!same, "the GPU did nothing");
     for (offload, words) in tiers {
-        fs::create_dir(site.path(offload)).unwrap();
-        let resumed = format!("--output {offload} --resume whole/checkpoint-2 --offload {offload}");
+        let output = format!("resumed-{offload}");
+        fs::create_dir(site.path(&output)).unwrap();
+        let resumed = format!("--output {output} --resume whole/checkpoint-2 --offload {offload}");
         let screen = site.train(&[], &format!("{line} --device cuda {resumed}"));
         says(&screen, &[words]);
-        let same = site.weights("whole", 3) == site.weights(offload, 3);
+        let same = site.weights("whole", 3) == site.weights(&output, 3);
         assert!(same, "{offload}: weights differ");
-        assert_eq!(losses(&site, "whole")[2..], losses(&site, offload)[..]);
+        assert_eq!(losses(&site, "whole")[2..], losses(&site, &output)[..]);
     }
     site.takes_what_the_plan_says("whole");
     tells_the_time_of_the_devices(&site, "whole", "cpu");
