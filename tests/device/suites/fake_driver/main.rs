@@ -48,6 +48,8 @@ tests! {
         products_of_a_run_use_the_library
         the_demo_on_two_ranks_agrees_with_the_cpu
         families_agree_with_the_cpu
+        packed_directories_agree_with_the_cpu
+        moments_of_8_bits_agree_with_the_cpu
         states_on_disk_agree_with_the_cpu;
     ranks:
         two_nodes_over_nccl_have_the_bits_of_one_node

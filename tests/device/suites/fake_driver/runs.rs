@@ -5,9 +5,8 @@ use std::os::unix::fs::symlink;
 
 use device_tests::tolerance;
 use kernels::DType;
-use serde_json::json;
 
-use crate::site::{DEMO, Site, TWO_UPDATES, driver, every, pack, says};
+use crate::site::{DEMO, Site, TWO_UPDATES, driver, every, says};
 
 /// Losses of training and of the held-out samples.
 fn losses(site: &Site, run: &str) -> Vec<f64> {
@@ -232,34 +231,62 @@ const FAMILIES: [&str; 12] = [
 
 /// Updates of a family's model, in full and with adapters, on one rank.
 pub(crate) fn families_agree_with_the_cpu() {
-    let site = Site::new();
-    site.copy_image();
-    let sample = json!({"id": "0", "image": "a.png", "conversations": [
-        {"role": "user", "content": "<image>\nWhat is it?"},
-        {"role": "assistant", "content": "It is this."},
-    ]});
-    let samples = vec![sample; 4];
-    fs::write(site.path("data.json"), json!(samples).to_string()).unwrap();
+    let site = Site::with_samples();
+    let rests = [
+        "",
+        "--lora-rank 4",
+        "--lora-rank 4 --quantize nf4 --quantize-double",
+    ];
     let (families, rests) = match every() {
-        true => (&FAMILIES[..], &["", "--lora-rank 4"][..]),
+        true => (&FAMILIES[..], &rests[..]),
         // Other tests train all parameters of the first family.
-        false => (&FAMILIES[..1], &["--lora-rank 4"][..]),
+        false => (&FAMILIES[..1], &rests[1..]),
     };
     for family in families {
         for rest in rests {
-            let model = pack(family).display().to_string();
-            let line = format!(
-                "{DEMO} --nproc 1 --offload cpu --model {model} --data data.json --precision f32"
-            );
             let outputs = ["cpu", "cuda"].map(|device| {
                 let output = format!("{family}{}-{device}", rest.len());
-                let line = format!("{line} {rest} --device {device} --output {output}");
-                let (code, text) = site.run(&[], &line);
-                assert_eq!(code, Some(0), "{line}\n{text}");
-                assert!(!text.contains("fake driver: "), "{text}");
+                let line = format!("--offload cpu --precision f32 {rest} --device {device}");
+                site.train_pack(family, &format!("{line} --output {output}"));
                 output
             });
             agree(&site, &outputs[1], &outputs[0]);
         }
+    }
+}
+
+/// Adapters on a directory that bitsandbytes packed, with states and packed weights on every tier.
+pub(crate) fn packed_directories_agree_with_the_cpu() {
+    let site = Site::with_samples();
+    let packs = ["glm-4.1v-nf4-decoder", "minicpm-v-nf4", "glm-4.1v-int8"];
+    for pack in &packs[..if every() { packs.len() } else { 1 }] {
+        let line = "--precision f32 --lora-rank 4";
+        let cpu = format!("{pack}-on-cpu");
+        let on_cpu = format!("{line} --offload cpu --device cpu --output {cpu}");
+        site.train_pack(pack, &on_cpu);
+        for offload in ["none", "cpu", "nvme:spill"] {
+            let output = format!("{pack}-{}", &offload[..3]);
+            let on_gpu = format!("{line} --offload {offload} --device cuda --output {output}");
+            site.train_pack(pack, &on_gpu);
+            agree(&site, &output, &cpu);
+        }
+    }
+}
+
+/// Moments of 8 bits stay in device memory, and the GPU updates them.
+pub(crate) fn moments_of_8_bits_agree_with_the_cpu() {
+    let site = Site::with_model();
+    for (precision, dtype) in [("f32", DType::F32), ("fp16", DType::F16)] {
+        let line = format!(
+            "--nproc 1 --offload none --moments 8bit --precision {precision} --max-steps 2 --save-strategy no \
+             --eval-strategy no"
+        );
+        let outputs = ["cpu", "cuda"].map(|device| {
+            let output = format!("{precision}-{device}");
+            let screen = site.train(&[], &format!("{line} --device {device} --output {output}"));
+            assert!(!screen.contains("no GPU kernel"), "{screen}");
+            output
+        });
+        near(&site.losses(&outputs[1]), &site.losses(&outputs[0]), dtype);
     }
 }

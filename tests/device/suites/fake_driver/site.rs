@@ -46,7 +46,7 @@ pub(crate) fn driver() -> &'static Path {
 }
 
 /// Golden pack of a family.
-pub(crate) fn pack(family: &str) -> PathBuf {
+fn pack(family: &str) -> PathBuf {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden");
     golden.join(family)
 }
@@ -110,8 +110,21 @@ impl Site {
         site
     }
 
+    /// With four samples of one image in `data.json`, for any family.
+    pub(crate) fn with_samples() -> Self {
+        let site = Self::new();
+        site.copy_image();
+        let sample = json!({"id": "0", "image": "a.png", "conversations": [
+            {"role": "user", "content": "<image>\nWhat is it?"},
+            {"role": "assistant", "content": "It is this."},
+        ]});
+        let samples = vec![sample; 4];
+        fs::write(site.path("data.json"), json!(samples).to_string()).unwrap();
+        site
+    }
+
     /// Copies a small image to `a.png`.
-    pub(crate) fn copy_image(&self) {
+    fn copy_image(&self) {
         let images = fs::read_dir(pack("minicpm-v-2_6/cases/square_no_slice")).unwrap();
         let mut images = images.map(|entry| entry.unwrap().path());
         let image = images.find(|path| path.extension().is_some_and(|end| end == "png"));
@@ -145,6 +158,15 @@ impl Site {
     /// Runs the program with these words and variables.
     pub(crate) fn run(&self, variables: Variables<'_>, line: &str) -> Ended {
         ended(self.command(variables, line).output().unwrap())
+    }
+
+    /// Runs the program on the samples with the model of a golden pack, which must succeed and break no rule.
+    pub(crate) fn train_pack(&self, family: &str, line: &str) {
+        let model = pack(family).display().to_string();
+        let line = format!("{DEMO} --nproc 1 --model {model} --data data.json {line}");
+        let (code, text) = self.run(&[], &line);
+        assert_eq!(code, Some(0), "{line}\n{text}");
+        assert!(!text.contains("fake driver: "), "{text}");
     }
 
     /// Runs two processes at once, each with its own variables, on the directory's model.
