@@ -33,7 +33,7 @@ const MASK: &str = "CUDA_VISIBLE_DEVICES";
 /// End of `launcher doctor`'s findings if CUDA shows no GPU; runs cut it off.
 const INSTEAD: Both = both(": runs use the CPU", "：运行使用 CPU");
 
-/// Source of GPUs: those of the machine, or emulated ones in tests.
+/// Source of GPUs: those of the machine, or described ones in unit tests.
 pub trait Devices: Sync + fmt::Debug {
     /// Facts about driver and GPUs; never fails. Ordinals are CUDA's for this process.
     fn survey(&self, variables: &Variables) -> (Cuda, Vec<Gpu>);
@@ -61,7 +61,7 @@ pub trait Devices: Sync + fmt::Debug {
 /// `free` is the GPU's free memory in bytes now, `others` a text about other processes that use its memory;
 /// both `None` if unknown. `cause` is the error of the allocation.
 #[must_use]
-pub fn no_room(
+pub(crate) fn no_room(
     gpu: &RunGpu,
     arena_bytes: u64,
     free: Option<u64>,

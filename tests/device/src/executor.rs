@@ -8,8 +8,6 @@
 //! must give the same bits.
 
 use std::collections::VecDeque;
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -19,7 +17,6 @@ use kernels::cuda::backend::graphs::{self, Graphs, Mode, Replaying};
 use kernels::cuda::backend::{Cause, Event, Executor, Take};
 use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::matmul::Multiply;
-use kernels::cuda::module::Module;
 
 use crate::clock::Clock;
 use crate::draws::Draws;
@@ -80,13 +77,6 @@ pub struct EmulatedGpu {
     state: Mutex<State>,
     library: Library,
     crossing: Option<Arc<Crossing>>,
-    /// Largest size of an allocation in bytes.
-    room: u64,
-    /// File that tells how the memory was freed, if any.
-    note: Option<PathBuf>,
-    abandoned: AtomicBool,
-    /// Number of modules of the last list to compile ahead.
-    compiled_ahead: AtomicU64,
 }
 
 /// Delays fetches and uploads until one of each is in flight. It shows whether both bus directions can be busy at once.
@@ -427,10 +417,6 @@ impl EmulatedGpu {
             state: Mutex::new(state),
             library: Library::Absent,
             crossing: None,
-            room: u64::MAX,
-            note: None,
-            abandoned: AtomicBool::new(false),
-            compiled_ahead: AtomicU64::new(0),
         }
     }
 
@@ -445,20 +431,6 @@ impl EmulatedGpu {
     #[must_use]
     pub fn with_library(mut self, library: Library) -> Self {
         self.library = library;
-        self
-    }
-
-    /// The same machine, which refuses allocations above `bytes`.
-    #[must_use]
-    pub fn with_room(mut self, bytes: u64) -> Self {
-        self.room = bytes;
-        self
-    }
-
-    /// The same machine, which writes to this file how it was freed: `freed`, or `abandoned` before.
-    #[must_use]
-    pub fn with_note(mut self, file: PathBuf) -> Self {
-        self.note = Some(file);
         self
     }
 
@@ -509,10 +481,6 @@ unsafe impl Executor for EmulatedGpu {
     }
 
     fn allocate(&self, bytes: u64) -> Result<Address, Cause> {
-        if bytes > self.room {
-            let call = format!("allocating {bytes} bytes on the GPU");
-            return Err(format!("{call} failed: CUDA_ERROR_OUT_OF_MEMORY").into());
-        }
         let mut state = self.lock();
         // The trait promises that no step allocates device memory.
         if !state.buffers.is_empty() {
@@ -524,25 +492,10 @@ unsafe impl Executor for EmulatedGpu {
     }
 
     fn free(&self, memory: Address) {
-        if let Some(file) = &self.note {
-            let abandoned = self.abandoned.load(Ordering::Relaxed);
-            let how = if abandoned { "abandoned" } else { "freed" };
-            let kernels = self.compiled_ahead.load(Ordering::Relaxed);
-            let _unused_outcome = std::fs::write(file, format!("{how}, {kernels} modules"));
-        }
         let mut state = self.lock();
         // Remaining commands have no reader. The machine keeps its memory, and nothing may use it any more.
         state.queue.clear();
         state.buffers.retain(|b| b.address != memory);
-    }
-
-    fn compile_ahead(&self, modules: &[Module]) {
-        self.compiled_ahead
-            .fetch_max(modules.len() as u64, Ordering::Relaxed);
-    }
-
-    fn abandon(&self) {
-        self.abandoned.store(true, Ordering::Relaxed);
     }
 
     unsafe fn write(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
