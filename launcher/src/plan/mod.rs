@@ -24,5 +24,6 @@ pub(crate) use memory_check::MemoryCheck;
 pub(crate) use memory_plans::MemoryPlans;
 pub(crate) use optimizer_overlap::{Spare, backward_line, backward_share, forward_line};
 pub(crate) use prepare::{adapter_line, check_data, image_bytes, pixel_line, prepare};
+pub(crate) use rank_memory::fixed as fixed_memory;
 pub(crate) use settle::{Count, Counted, Settled, settle, settle_one_by_one};
 pub use suggestion::Suggestions;

@@ -241,6 +241,79 @@ fn families_agree_with_the_cpu() {
     }
 }
 
+/// Answers and losses of a model with random weights are those of the CPU, whatever holds its weights. What does not
+/// fit is refused before a weight is read.
+fn answers_agree_with_the_cpu() {
+    let site = Site::new();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden/minicpm-v-2_6");
+    let sample = json!({"id": "0", "conversations": [
+        {"role": "user", "content": "What is it?"},
+        {"role": "assistant", "content": "It is this."},
+    ]});
+    let samples = vec![sample; 3];
+    fs::write(site.0.path().join("data.json"), json!(samples).to_string()).unwrap();
+    let model = format!(
+        "--model {} --precision f32 --verify-gpu off",
+        golden.display()
+    );
+    let json_of = |line: &str| -> Value {
+        let (code, text) = site.run(&[], line);
+        assert_eq!(code, Some(0), "{line}\n{text}");
+        assert!(!text.contains("fake driver: "), "{text}");
+        serde_json::from_str(
+            &text[text.find("\n{").map_or(0, |at| at + 1)..text.rfind("\n}").unwrap() + 2],
+        )
+        .unwrap_or_else(|error| panic!("{error}: {text}"))
+    };
+    let draw =
+        format!("generate {model} --prompt Why? --max-new-tokens 4 --temperature 1.5 --json");
+    let evaluate = format!("eval {model} --data data.json --max-new-tokens 2");
+    let cpu = json_of(&format!("{draw} --device cpu"));
+    let loss = json_of(&format!("{evaluate} --device cpu"))["eval_loss"]
+        .as_f64()
+        .unwrap();
+    for more in [
+        "",
+        "--offload cpu",
+        "--offload nvme:spill",
+        "--nproc 2",
+        "--nproc 2 --offload cpu",
+    ] {
+        let gpu = json_of(&format!("{draw} --device cuda {more}"));
+        assert_eq!(
+            (&gpu["answer"], &gpu["tokens"]),
+            (&cpu["answer"], &cpu["tokens"]),
+            "{more}"
+        );
+    }
+    for more in ["", "--nproc 2"] {
+        let result = json_of(&format!("{evaluate} --device cuda {more}"));
+        let got = result["eval_loss"].as_f64().unwrap();
+        assert!(
+            (got - loss).abs() <= tolerance::trajectory(DType::F32, loss, 0),
+            "{got} {loss}"
+        );
+        assert_eq!(result["eval_samples"], 3);
+    }
+    let small = [("TESSERA_FAKE_MEMORY", "8388608")];
+    let (code, text) = site.run(&small, &format!("{draw} --device cuda"));
+    assert_eq!(code, Some(5), "{text}");
+    assert!(
+        text.contains("no weight was read") && text.contains("--offload cpu"),
+        "{text}"
+    );
+    // A refused handle is met before a token, and the ranks start again.
+    let (code, text) = site.run(
+        &[("TESSERA_FAKE_NO_IPC", "1")],
+        &format!("{draw} --device cuda --nproc 2"),
+    );
+    assert_eq!(code, Some(0), "{text}");
+    assert!(
+        text.contains("ranks exchange through host memory"),
+        "{text}"
+    );
+}
+
 /// Spilled states pass through pinned memory.
 fn states_on_disk_agree_with_the_cpu() {
     let site = Site::new();
@@ -363,7 +436,7 @@ fn wrong_products_fall_back_to_our_kernels() {
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 13] = [
+const TESTS: [Test; 14] = [
     ("the_driver_keeps_its_rules", the_driver_keeps_its_rules),
     (
         "doctor_reports_the_driver_and_its_gpus",
@@ -376,6 +449,7 @@ const TESTS: [Test; 13] = [
         products_by_the_library_agree_with_the_cpu,
     ),
     ("families_agree_with_the_cpu", families_agree_with_the_cpu),
+    ("answers_agree_with_the_cpu", answers_agree_with_the_cpu),
     (
         "states_on_disk_agree_with_the_cpu",
         states_on_disk_agree_with_the_cpu,
