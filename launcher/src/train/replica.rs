@@ -17,7 +17,7 @@ use crate::launch::rendezvous::{self, Met};
 use crate::model::optimizer::optimizer;
 use crate::model::quantize;
 use crate::model::setup::Setup;
-use crate::plan::{MemoryPlans, resume};
+use crate::plan::{MemoryPlans, kernels_of, resume};
 use crate::rank_env::{RankEnv, Variables};
 use crate::ui::{Event, Reporter};
 use engine::comm::Communicator;
@@ -288,6 +288,9 @@ impl<'a> Replica<'a> {
         let model = setup.model.clone();
         let States { backend, zero, .. } =
             States::allocate(config, env, plan, &comm, devices, &*model, &reporter)?;
+        if let Some(gpu) = gpu_of(config, env.local_rank) {
+            backend.compile_ahead(&kernels_of(config, gpu)?);
+        }
         let mut replica = Self {
             config,
             model,
