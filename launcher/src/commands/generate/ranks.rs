@@ -14,7 +14,7 @@ use crate::config::{
 use crate::device::{self, Chosen};
 use crate::error::threads::start_pool;
 use crate::error::{ErrorCode, Failure};
-use crate::lang::both;
+use crate::lang::{Text, both, text};
 use crate::launch::logging;
 use crate::launch::rank::{self, RunSummary, StopFlag};
 use crate::launch::restart;
@@ -348,18 +348,15 @@ fn lone(job: &Job, env: &Env) -> RankEnv {
 }
 
 fn unopened(error: NotOpened) -> Failure {
-    let other = |cause: &str| {
-        Failure::new(
-            ErrorCode::Rendezvous,
-            both("the ranks cannot work together", "各 rank 无法协同工作"),
-            crate::lang::Text::literal(cause),
-        )
+    let cause = match error {
+        NotOpened::Failed(failure) => return *failure,
+        NotOpened::IpcRefused(why) => Text::literal(why),
+        NotOpened::SharesGpu(ranks) => {
+            text!("{ranks} ranks share a GPU", "{ranks} 个 rank 共用一块 GPU")
+        }
     };
-    match error {
-        NotOpened::Failed(failure) => *failure,
-        NotOpened::IpcRefused(why) => other(&why),
-        NotOpened::SharesGpu(ranks) => other(&format!("{ranks}")),
-    }
+    let title = both("the ranks cannot work together", "各 rank 无法协同工作");
+    Failure::new(ErrorCode::Rendezvous, title, cause)
 }
 
 /// File of what rank 0 found, in the job's private directory.
