@@ -178,6 +178,7 @@ static void a_wait_is_for_the_record_before_it() {
 static void ranges_must_be_allocated() {
   open();
   IS(1, cuMemsetD8Async(memory, 0, N + 1, stream));
+  IS(1, cuMemsetD8Async(memory, 0, 0, stream));
   IS(1, cuMemcpyDtoDAsync_v2(memory, memory + 10, 20, stream));
   IS(1, cuMemcpyDtoHAsync_v2((P)memory, memory, N, stream));
   IS(1, cuMemFree_v2(memory + 1));
