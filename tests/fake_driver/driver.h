@@ -10,6 +10,8 @@ u32 broken(u32 code, const char* format, ...) __attribute__((format(printf, 2, 3
 u64 setting(const char* name, u64 otherwise);
 // Whether this is the moment of a fault, see `driver.cpp`.
 bool faulty(const char* name);
+// Bytes of a device that this process uses.
+u64 used_bytes(u32 device);
 // Whether a context is current on this thread.
 bool has_context();
 // Whether all of a range is allocated device memory.

@@ -45,8 +45,9 @@ EXPORT u32 nvmlDeviceGetCudaComputeCapability(void* handle, int* major, int* min
 }
 EXPORT u32 nvmlDeviceGetMemoryInfo(void* handle, u64* memory) {
   NEED(handle);
-  memory[0] = memory[1] = setting("TESSERA_FAKE_MEMORY", 2ull << 30);  // total, free
-  return memory[2] = 0, SUCCESS;                                       // used
+  memory[0] = setting("TESSERA_FAKE_MEMORY", 2ull << 30);  // total
+  memory[2] = used_bytes(index);                           // used
+  return memory[1] = memory[0] - memory[2], SUCCESS;       // free
 }
 // At most one process, of TESSERA_FAKE_PROCESS bytes.
 struct Process {

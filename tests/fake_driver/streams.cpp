@@ -194,7 +194,7 @@ EXPORT u32 cuEventSynchronize(Event* event) {
   want(event->context, event->stream, event->command);
   return until(event->context, [&] { return reached(event); });
 }
-EXPORT u32 cuEventElapsedTime_v2(float* milliseconds, Event* from, Event* to) {
+EXPORT u32 cuEventElapsedTime(float* milliseconds, Event* from, Event* to) {
   NEED_CONTEXT();
   Lock lock(busy);
   NEED_HANDLE(events, from);

@@ -55,7 +55,7 @@ const LAUNCHER: &[Row] = &[
     ("fuzzing", "cli error launch"),
     ("plan", "cli config data device error lang memory model rank_env report ui units"),
     ("train", "config data device error lang launch memory model plan rank_env report ui units"),
-    ("commands", "cli config data device error lang launch memory model plan rank_env report ui units"),
+    ("commands", "cli config data device error lang launch memory model plan rank_env report train ui units"),
 ];
 
 /// A module by its names from the root of its crate on.

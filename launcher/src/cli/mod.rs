@@ -51,7 +51,7 @@ pub use explain_config::ExplainConfigArgs;
 pub use export::{ExportArgs, ExportDtype, ExportFormat, ImportArgs};
 pub use foreign::{IGNORED, RESTRICTED};
 pub(crate) use foreign::{OTHER_REPORT, without_other_reports};
-pub use generate::{EvalArgs, GenerateArgs};
+pub use generate::{AskedRanks, EvalArgs, GenerateArgs};
 pub use help::{CompletionsArgs, ManArgs};
 pub use normalise::Note;
 use normalise::Subcommand;

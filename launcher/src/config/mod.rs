@@ -78,7 +78,7 @@ pub enum Source {
     },
 }
 
-/// What the ranks of a run do: train, or evaluate once.
+/// What the ranks of a run do: train, evaluate once, or answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Task {
@@ -86,6 +86,8 @@ pub enum Task {
     Train,
     /// Load the checkpoint of `resume` and evaluate once. Writes no checkpoint.
     Evaluate,
+    /// Generate answers or evaluate samples for a subcommand. All parameters are frozen.
+    Answer,
 }
 
 /// Length of training, in optimizer updates or in epochs.
@@ -284,7 +286,7 @@ pub struct BatchConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunConfig {
-    /// What the ranks do: train, or evaluate once.
+    /// What the ranks do: train, evaluate once, or answer.
     pub task: Task,
     /// Where the model, its tokenizer and the samples come from.
     pub source: Source,

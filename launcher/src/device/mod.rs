@@ -9,7 +9,7 @@ pub mod survey;
 mod tests;
 
 use crate::config::{
-    Collectives, CudaGraph, Device, DeviceChoice, Offload, Products, RunConfig, RunGpu, Tier,
+    Collectives, CudaGraph, Device, DeviceChoice, Offload, Products, RunConfig, RunGpu, Task, Tier,
 };
 use crate::lang::{Both, Text, both, text};
 use std::fmt;
@@ -164,7 +164,9 @@ impl Chosen {
                         bytes(gpu.free_bytes),
                     )
                 }));
-                lines.push(resting(&config.offload));
+                if config.task != Task::Answer {
+                    lines.push(resting(&config.offload));
+                }
                 if config.world_size > 1 {
                     lines.push(carried(config));
                 }

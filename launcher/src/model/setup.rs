@@ -4,8 +4,8 @@ use super::adapter::{check_shapes, check_trained, open_adapter};
 use super::optimizer::rule;
 use super::quantize;
 use crate::config::{
-    Collectives, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, RunPlan, Tier,
-    check_family,
+    Collectives, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, RunPlan, Task,
+    Tier, check_family,
 };
 use crate::data::{Mix, Sampler, SamplerSizes};
 use crate::error::failures::unusable;
@@ -230,7 +230,13 @@ pub(crate) fn replan(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, 
 
 fn plan_of(config: &RunPlan, model: &dyn VisionLanguageModel) -> Result<Plan, Failure> {
     let zero = zero_config(config, model)?;
-    Plan::new(model.spec().clone(), zero, config.world_size)
+    let mut spec = model.spec().clone();
+    if config.task == Task::Answer {
+        spec.params
+            .iter_mut()
+            .for_each(|param| param.trainable = false);
+    }
+    Plan::new(spec, zero, config.world_size)
         .map_err(|e| failures::engine(both("plan the run", "计划运行"), &e.into()))
 }
 

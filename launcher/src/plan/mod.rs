@@ -27,6 +27,7 @@ pub(crate) use optimizer_overlap::{Spare, backward_line, backward_share, forward
 pub(crate) use prepare::{
     adapter_line, check_data, image_bytes, pixel_line, prepare, quantized_event,
 };
+pub(crate) use rank_memory::fixed as fixed_memory;
 pub(crate) use settle::{Count, Counted, Settled, settle, settle_one_by_one};
 pub(crate) use stage::stage_line;
 pub use suggestion::Suggestions;

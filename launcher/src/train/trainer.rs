@@ -691,9 +691,7 @@ impl<'a> Trainer<'a> {
                 collectives: &self.collectives,
             },
         );
-        self.replica.comm.abort(&failure.title);
-        // Otherwise the destructors would wait once more for a GPU that waits for a lost rank.
-        self.replica.backend.abandon();
+        self.replica.abandon(&failure);
         failure
     }
 }

@@ -89,6 +89,11 @@ pub enum Event {
     Save(SaveEvent),
     /// A checkpoint was loaded.
     Resume(ResumeEvent),
+    /// A piece of an answer. It goes to standard output.
+    Answer {
+        /// The text after the earlier pieces.
+        text: String,
+    },
     /// The run has ended.
     Done(DoneEvent),
 }

@@ -31,6 +31,7 @@ pub fn lines(event: &Event) -> Vec<String> {
                 .collect()
         }
         Event::Warning { text } => vec![line(WARNING, text)],
+        Event::Answer { .. } => Vec::new(),
         Event::Plan(plan) => plan_lines(plan),
         Event::Trains(rows) => train_lines(rows),
         Event::Quantized(weights) => vec![line(both("quant", "量化"), weights)],

@@ -523,6 +523,9 @@ impl CudaBackend {
     }
 
     fn zero(&self, op: &'static str, x: &Tensor) -> Result<()> {
+        if x.size_bytes() == 0 {
+            return Ok(());
+        }
         let at = self.address(op, x)?;
         // SAFETY: the range is the tensor's.
         let queued = unsafe { self.executor.zero(at, x.size_bytes() as u64) };

@@ -9,6 +9,7 @@
     reason = "helpers of a test binary"
 )]
 
+mod answers;
 mod driver;
 mod faults;
 mod ranks;
@@ -46,6 +47,7 @@ tests! {
         weights_are_prefetched_where_they_fit
         graphs_and_timing_change_neither_results_nor_memory
         products_of_a_run_use_the_library
+        a_driver_of_cuda_12_trains
         the_demo_on_two_ranks_agrees_with_the_cpu
         families_agree_with_the_cpu
         packed_directories_agree_with_the_cpu
@@ -57,7 +59,11 @@ tests! {
         ranks_that_see_one_gpu_find_out_whether_they_share_it
         machines_with_different_libraries_are_named
         two_ranks_on_one_gpu_have_the_results_of_one_rank;
+    answers:
+        answers_agree_with_the_cpu;
     verify:
+        wrong_peers_fall_back_to_host_memory
+        doctor_reports_what_it_verified
         a_new_gpu_is_verified_once
         a_wrong_gpu_is_refused
         wrong_graphs_and_products_are_not_used;
