@@ -253,11 +253,21 @@ impl Lanes for Avx2 {
     }
     #[inline(always)]
     fn look_up_bytes(self, table: &[u32; 256], at: &[u8]) -> Self::U {
-        assert!(at.len() >= Self::N);
-        // SAFETY: the instructions exist, the slice holds what is read, and every byte is below the length of the table.
+        // Eight loads take less time than a gather on an EPYC without AVX-512.
+        let at = &at[..Self::N];
+        let entry = |i: usize| table[usize::from(at[i])].cast_signed();
+        // SAFETY: `self` exists only where the instructions were detected.
         unsafe {
-            let at = _mm256_cvtepu8_epi32(_mm_loadl_epi64(at.as_ptr().cast()));
-            _mm256_i32gather_epi32::<4>(table.as_ptr().cast(), at)
+            _mm256_setr_epi32(
+                entry(0),
+                entry(1),
+                entry(2),
+                entry(3),
+                entry(4),
+                entry(5),
+                entry(6),
+                entry(7),
+            )
         }
     }
     #[inline(always)]
