@@ -15,6 +15,9 @@ pub struct RunGpu {
     pub uuid: Option<String>,
     /// Number of streaming multiprocessors. Kernels split their work accordingly.
     pub multiprocessors: u32,
+    /// CUDA compute capability as (major, minor), if known. It decides how adapted layers use cuBLASLt.
+    #[serde(default)]
+    pub compute_capability: Option<(u32, u32)>,
     /// Total memory of the GPU in bytes.
     pub memory_bytes: u64,
     /// Memory of the GPU in bytes that was free when the configuration was resolved; the total if unknown.
@@ -25,6 +28,18 @@ pub struct RunGpu {
     /// Implementation of matrix products (GEMM) on this GPU.
     #[serde(default)]
     pub products: Products,
+}
+
+#[cfg(feature = "cuda")]
+impl RunGpu {
+    /// Products of this GPU that cuBLASLt computes.
+    pub(crate) fn library(&self) -> kernels::cuda::matmul::LibraryUse {
+        use kernels::cuda::matmul::LibraryUse;
+        match self.products {
+            Products::Own => LibraryUse::Nothing,
+            Products::CublasLt => LibraryUse::on(self.compute_capability),
+        }
+    }
 }
 
 /// Implementation of matrix products (GEMM) on a GPU.

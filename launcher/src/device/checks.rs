@@ -13,15 +13,10 @@ pub(crate) struct Cover {
 #[cfg(feature = "cuda")]
 mod of_cuda {
     use super::{Backend, Cover, KernelList, RunGpu};
-    use crate::config::Products;
     use kernels::verify;
 
-    fn multiplies(gpu: &RunGpu) -> bool {
-        gpu.products == Products::CublasLt
-    }
-
     pub(crate) fn cover(of: &KernelList, gpu: &RunGpu) -> Cover {
-        let cover = verify::cover(of, gpu.multiprocessors, multiplies(gpu));
+        let cover = verify::cover(of, gpu.multiprocessors, gpu.library());
         Cover {
             checks: cover.checks.into_iter().map(|check| check.name).collect(),
             uncovered: cover.uncovered,
@@ -40,7 +35,7 @@ mod of_cuda {
         device.compile_ahead(&verify::kernels(
             &checks,
             gpu.multiprocessors,
-            multiplies(gpu),
+            gpu.library(),
         ));
     }
 

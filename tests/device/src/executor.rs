@@ -18,7 +18,7 @@ use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::graphs::{self, Graphs, Mode, Replaying};
 use kernels::cuda::backend::{Cause, Event, Executor, Take};
 use kernels::cuda::launch::{Address, Launch};
-use kernels::cuda::matmul::Multiply;
+use kernels::cuda::matmul::{LibraryUse, Multiply};
 use kernels::cuda::module::Module;
 
 use crate::clock::Clock;
@@ -68,10 +68,24 @@ pub fn with_graphs(
 pub enum Library {
     /// None: our own kernels compute all products.
     Absent,
-    /// A library that computes every product.
+    /// A library that computes every product of one sum.
     Multiplies,
-    /// A library without an algorithm for any product.
+    /// A library that also computes adapted layers, as on compute capability 9 and 10.
+    Adapts,
+    /// The same without an algorithm for any product.
     Refuses,
+}
+
+impl Library {
+    /// Use of the library on the emulated GPU.
+    #[must_use]
+    pub const fn used(self) -> LibraryUse {
+        match self {
+            Self::Absent => LibraryUse::Nothing,
+            Self::Multiplies => LibraryUse::Products,
+            Self::Adapts | Self::Refuses => LibraryUse::AdaptedLayers,
+        }
+    }
 }
 
 /// A machine whose buffers belong to one backend.
@@ -663,8 +677,8 @@ unsafe impl Executor for EmulatedGpu {
         self.lock().push(Command::Launch(Box::new(launch.clone())))
     }
 
-    fn multiplies(&self) -> bool {
-        self.library != Library::Absent
+    fn library(&self) -> LibraryUse {
+        self.library.used()
     }
 
     unsafe fn multiply(
@@ -673,7 +687,7 @@ unsafe impl Executor for EmulatedGpu {
         workspace: Address,
         workspace_bytes: u64,
     ) -> Result<bool, Cause> {
-        if self.library != Library::Multiplies {
+        if matches!(self.library, Library::Absent | Library::Refuses) {
             return Ok(false);
         }
         let mut state = self.lock();

@@ -5,7 +5,7 @@
 
 use super::{Cause, CudaBackend, Event, Executor, GroupExecutor, PeerExecutor, Take};
 use crate::cuda::launch::{Address, Launch};
-use crate::cuda::matmul::Multiply;
+use crate::cuda::matmul::{LibraryUse, Multiply};
 use crate::cuda::module::Module;
 use crate::peers::Lane;
 use crate::pool::Pool;
@@ -23,7 +23,7 @@ const BYTES: u64 = 1 << 50;
 #[derive(Debug)]
 struct Nowhere {
     multiprocessors: u32,
-    multiplies: bool,
+    library: LibraryUse,
     /// Modules of all launches.
     modules: Mutex<HashSet<Module>>,
     /// Number of ranks of the joined communicator.
@@ -32,21 +32,21 @@ struct Nowhere {
 
 impl CudaBackend {
     /// Meta device of a GPU with this number of multiprocessors, without a memory limit: launches are not
-    /// executed, and bytes are counted as on the real GPU. `multiplies` says whether products go through a
-    /// library, as [`Executor::multiplies`] of the real GPU. Row numbers and labels have values; all other
+    /// executed, and bytes are counted as on the real GPU. `library` says which products go through a
+    /// library, as [`Executor::library`] of the real GPU. Row numbers and labels have values; all other
     /// tensors have none.
     #[must_use]
-    pub fn counting(multiprocessors: u32, multiplies: bool) -> Self {
-        Self::counting_within(multiprocessors, multiplies, BYTES)
+    pub fn counting(multiprocessors: u32, library: LibraryUse) -> Self {
+        Self::counting_within(multiprocessors, library, BYTES)
     }
 
     /// Meta device as [`CudaBackend::counting`] makes, whose memory is limited to `bytes` bytes. Allocations beyond
     /// them fail.
     #[must_use]
-    pub fn counting_within(multiprocessors: u32, multiplies: bool, bytes: u64) -> Self {
+    pub fn counting_within(multiprocessors: u32, library: LibraryUse, bytes: u64) -> Self {
         let executor = Arc::new(Nowhere {
             multiprocessors,
-            multiplies,
+            library,
             modules: Mutex::default(),
             ranks: AtomicUsize::new(0),
         });
@@ -133,8 +133,8 @@ unsafe impl Executor for Nowhere {
         modules
     }
 
-    fn multiplies(&self) -> bool {
-        self.multiplies
+    fn library(&self) -> LibraryUse {
+        self.library
     }
 
     unsafe fn multiply(
@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn a_meta_device_lists_the_modules_of_a_run() {
-        let device = CudaBackend::counting(2, false);
+        let device = CudaBackend::counting(2, LibraryUse::Nothing);
         assert!(device.launched().modules.is_empty());
         let shape = Shape::new(&[4, 8]);
         let x = device

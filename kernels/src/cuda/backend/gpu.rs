@@ -8,7 +8,7 @@ use crate::cuda::error::DriverResult;
 use crate::cuda::gpu::Gpu;
 use crate::cuda::graph::Graph;
 use crate::cuda::launch::{Address, Launch};
-use crate::cuda::matmul::Multiply;
+use crate::cuda::matmul::{LibraryUse, Multiply};
 use crate::cuda::module::Module;
 use crate::timeline::{DeviceLane, DeviceSpan};
 use std::sync::Arc;
@@ -169,8 +169,10 @@ unsafe impl Executor for Gpu {
         Ok(unsafe { Self::launch(self, launch) }?)
     }
 
-    fn multiplies(&self) -> bool {
-        self.products().is_some()
+    fn library(&self) -> LibraryUse {
+        let capability = Some(self.facts().compute_capability);
+        let present = self.products().map(|_| LibraryUse::on(capability));
+        present.unwrap_or(LibraryUse::Nothing)
     }
 
     unsafe fn multiply(

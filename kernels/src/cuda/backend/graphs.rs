@@ -8,7 +8,7 @@
 
 use super::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, filling};
 use crate::cuda::launch::{Address, Launch};
-use crate::cuda::matmul::{Multiply, Shape};
+use crate::cuda::matmul::{LibraryUse, Multiply, Shape};
 use crate::cuda::module::Module;
 use crate::peers::Lane;
 use crate::timeline::DeviceSpan;
@@ -506,8 +506,8 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
         self.collect_more(&mut state, Command::Launch(launch.clone()))
     }
 
-    fn multiplies(&self) -> bool {
-        self.inner.multiplies()
+    fn library(&self) -> LibraryUse {
+        self.inner.library()
     }
 
     unsafe fn multiply(

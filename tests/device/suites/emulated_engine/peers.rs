@@ -15,6 +15,7 @@ use engine::{
 use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::Executor;
 use kernels::cuda::backend::graphs::{Mode, Replaying};
+use kernels::cuda::matmul::LibraryUse;
 use kernels::{Backend, Lane, PoolStats};
 use models::autograd::Tape;
 use models::data::EncodedSample;
@@ -190,7 +191,7 @@ impl Case {
     fn planned(&self, transport: DeviceTransport) -> Result<PoolStats> {
         let model = self.open()?;
         let plan = Arc::new(self.plan(&*model, transport)?);
-        let device = CudaBackend::counting(MULTIPROCESSORS, false);
+        let device = CudaBackend::counting(MULTIPROCESSORS, LibraryUse::Nothing);
         let rule = Arc::new(optim::AdamW::default());
         let mut dry_run = DryRun::on_discrete_device(plan, rule, Arc::new(device.clone()))?;
         let backend: Arc<dyn Backend> = Arc::new(device.clone());

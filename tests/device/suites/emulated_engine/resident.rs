@@ -12,6 +12,7 @@ use engine::{
     ZeroConfig,
 };
 use kernels::cuda::CudaBackend;
+use kernels::cuda::matmul::LibraryUse;
 use kernels::{Backend, PoolStats};
 use models::autograd::Tape;
 use models::{ModelOptions, SampleInput, VisionLanguageModel, open_model};
@@ -144,7 +145,7 @@ impl Numbers {
             ModelOptions::new(self.precision.weight_dtype()),
         )?;
         let plan = self.plan(&*model, offload)?;
-        let device = CudaBackend::counting(MULTIPROCESSORS, false);
+        let device = CudaBackend::counting(MULTIPROCESSORS, LibraryUse::Nothing);
         let backend: Arc<dyn Backend> = Arc::new(device.clone());
         let mut dry_run = DryRun::on_discrete_device(plan, Arc::new(self.rule()), backend.clone())?;
         let sample = setup::sample(&pack(FAMILY), TOKENS, MOST_TOKENS)?;
