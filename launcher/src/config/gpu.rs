@@ -15,7 +15,7 @@ pub struct RunGpu {
     pub uuid: Option<String>,
     /// Number of streaming multiprocessors. Kernels split their work accordingly.
     pub multiprocessors: u32,
-    /// CUDA compute capability as (major, minor), if known. It decides how adapted layers use cuBLASLt.
+    /// CUDA compute capability as (major, minor), if known. Tiles and the use of cuBLASLt depend on it.
     #[serde(default)]
     pub compute_capability: Option<(u32, u32)>,
     /// Total memory of the GPU in bytes.
@@ -32,12 +32,12 @@ pub struct RunGpu {
 
 #[cfg(feature = "cuda")]
 impl RunGpu {
-    /// Products of this GPU that cuBLASLt computes.
-    pub(crate) fn library(&self) -> kernels::cuda::matmul::LibraryUse {
-        use kernels::cuda::matmul::LibraryUse;
-        match self.products {
-            Products::Own => LibraryUse::Nothing,
-            Products::CublasLt => LibraryUse::on(self.compute_capability),
+    /// What the choice of kernels depends on.
+    pub(crate) fn kind(&self) -> kernels::cuda::device_kind::DeviceKind {
+        kernels::cuda::device_kind::DeviceKind {
+            multiprocessors: self.multiprocessors,
+            compute_capability: self.compute_capability,
+            has_library: self.products == Products::CublasLt,
         }
     }
 }

@@ -16,7 +16,7 @@ mod of_cuda {
     use kernels::verify;
 
     pub(crate) fn cover(of: &KernelList, gpu: &RunGpu) -> Cover {
-        let cover = verify::cover(of, gpu.multiprocessors, gpu.library());
+        let cover = verify::cover(of, gpu.kind());
         Cover {
             checks: cover.checks.into_iter().map(|check| check.name).collect(),
             uncovered: cover.uncovered,
@@ -32,11 +32,7 @@ mod of_cuda {
 
     pub(crate) fn compile(names: &[String], gpu: &RunGpu, device: &dyn Backend) {
         let checks = verify::named(names);
-        device.compile_ahead(&verify::kernels(
-            &checks,
-            gpu.multiprocessors,
-            gpu.library(),
-        ));
+        device.compile_ahead(&verify::kernels(&checks, gpu.kind()));
     }
 
     pub(crate) fn run(

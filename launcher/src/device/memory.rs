@@ -12,11 +12,10 @@ use crate::config::RunConfig;
 const SLACK_SHARE: u64 = 16;
 const SLACK_BYTES: u64 = 33 << 20;
 
-/// Meta devices that stand for the GPUs of `config` in a dry run: one per number of multiprocessors and library for
-/// matrix products. Empty on the CPU.
+/// Meta devices that stand for the GPUs of `config` in a dry run: one per kind. Empty on the CPU.
 #[cfg(feature = "cuda")]
 pub(crate) fn counting(config: &RunConfig) -> Vec<Arc<dyn Backend>> {
-    let kind = |gpu: &crate::config::RunGpu| (gpu.multiprocessors, gpu.library());
+    let kind = |gpu: &crate::config::RunGpu| gpu.kind();
     let kinds: std::collections::BTreeMap<_, &crate::config::RunGpu> =
         config.gpus.iter().map(|gpu| (kind(gpu), gpu)).collect();
     kinds.into_values().filter_map(counting_of).collect()
@@ -26,7 +25,7 @@ pub(crate) fn counting(config: &RunConfig) -> Vec<Arc<dyn Backend>> {
 #[cfg(feature = "cuda")]
 pub(crate) fn counting_of(gpu: &crate::config::RunGpu) -> Option<Arc<dyn Backend>> {
     let counting = kernels::cuda::CudaBackend::counting;
-    Some(Arc::new(counting(gpu.multiprocessors, gpu.library())))
+    Some(Arc::new(counting(gpu.kind())))
 }
 
 /// A build without CUDA has no meta device for GPUs.

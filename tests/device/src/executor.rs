@@ -18,7 +18,8 @@ use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::graphs::{self, Graphs, Mode, Replaying};
 use kernels::cuda::backend::{Cause, Event, Executor, Take};
 use kernels::cuda::launch::{Address, Launch};
-use kernels::cuda::matmul::{LibraryUse, Multiply};
+use kernels::cuda::device_kind::DeviceKind;
+use kernels::cuda::matmul::Multiply;
 use kernels::cuda::module::Module;
 
 use crate::clock::Clock;
@@ -77,13 +78,16 @@ pub enum Library {
 }
 
 impl Library {
-    /// Use of the library on the emulated GPU.
+    /// Kind of an emulated GPU with this library.
     #[must_use]
-    pub const fn used(self) -> LibraryUse {
-        match self {
-            Self::Absent => LibraryUse::Nothing,
-            Self::Multiplies => LibraryUse::Products,
-            Self::Adapts | Self::Refuses => LibraryUse::AdaptedLayers,
+    pub const fn kind(self) -> DeviceKind {
+        DeviceKind {
+            multiprocessors: MULTIPROCESSORS,
+            compute_capability: match self {
+                Self::Absent | Self::Multiplies => None,
+                Self::Adapts | Self::Refuses => Some((9, 0)),
+            },
+            has_library: !matches!(self, Self::Absent),
         }
     }
 }
@@ -518,8 +522,8 @@ fn commands(event: &Event) -> Result<u64, Cause> {
 
 // SAFETY: buffers live as long as the machine. Commands run in order, an upload as the trait documents.
 unsafe impl Executor for EmulatedGpu {
-    fn multiprocessors(&self) -> u32 {
-        MULTIPROCESSORS
+    fn kind(&self) -> DeviceKind {
+        self.library.kind()
     }
 
     fn allocate(&self, bytes: u64) -> Result<Address, Cause> {
@@ -675,10 +679,6 @@ unsafe impl Executor for EmulatedGpu {
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {
         self.lock().push(Command::Launch(Box::new(launch.clone())))
-    }
-
-    fn library(&self) -> LibraryUse {
-        self.library.used()
     }
 
     unsafe fn multiply(

@@ -17,7 +17,7 @@ use kernels::cuda::launch::{Address, Launch};
 
 use crate::draws::Draws;
 use crate::emulator::{Emulator, Order};
-use crate::executor::MULTIPROCESSORS;
+use crate::executor::{Library, MULTIPROCESSORS};
 use crate::machine::{Buffer, Machine};
 use crate::network::{Door, Network};
 
@@ -484,8 +484,8 @@ unsafe impl Graphs for LinkedGpu {
 
 // SAFETY: buffers live as long as the machine. Commands run in order, an upload as the trait documents.
 unsafe impl Executor for LinkedGpu {
-    fn multiprocessors(&self) -> u32 {
-        MULTIPROCESSORS
+    fn kind(&self) -> DeviceKind {
+        Library::Absent.kind()
     }
 
     fn allocate(&self, bytes: u64) -> Result<Address, Cause> {

@@ -35,6 +35,7 @@ pub use peers::{GroupExecutor, PeerExecutor};
 
 use super::copies::copy_bytes;
 use super::launch::{Address, Launch};
+use super::device_kind::DeviceKind;
 use super::matmul::{LibraryUse, Multiply};
 use super::module::Module;
 use super::ops::norm::{self, Kind};
@@ -92,8 +93,13 @@ const LARGE_UPLOAD_BYTES: usize = 1 << 20;
 /// must run in the order of their calls. Uploads must run in the order of their calls, each before everything queued
 /// after it.
 pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
+    /// Kind of GPU. It affects how work is divided, and which products a library computes.
+    fn kind(&self) -> DeviceKind;
+
     /// Number of multiprocessors. It affects how work is divided, never results.
-    fn multiprocessors(&self) -> u32;
+    fn multiprocessors(&self) -> u32 {
+        self.kind().multiprocessors
+    }
 
     /// Whether real memory exists; false on the meta device.
     fn has_values(&self) -> bool {
@@ -252,7 +258,7 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
     /// Products for which [`Executor::multiply`] is used. Each of them allocates scratch memory for it, used or not,
     /// both in a plan and in the run.
     fn library(&self) -> LibraryUse {
-        LibraryUse::Nothing
+        self.kind().library()
     }
 
     /// Queues a product through a library. Returns `false`, with nothing queued, if the library does not support the
@@ -699,6 +705,7 @@ impl CudaBackend {
             causal: args.causal,
             scale: args.scale,
             multiprocessors: self.executor.multiprocessors(),
+            shared_bytes: self.executor.kind().shared_bytes(),
         });
         let Some(plan) = plan else {
             return Err(KernelError::Shape {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use device_tests::emulator::Order;
-use device_tests::executor::{Library, MULTIPROCESSORS, emulated_backend_with};
+use device_tests::executor::{Library, emulated_backend_with};
 use engine::{DryRun, ParamAccess, PassKind, Precision, Tier, Zero};
 use kernels::cuda::CudaBackend;
 use kernels::{Backend, PoolStats};
@@ -84,7 +84,7 @@ fn agree_with(
         max_new_tokens: ANSWER_TOKENS,
     };
 
-    let counting = CudaBackend::counting(MULTIPROCESSORS, library.used());
+    let counting = CudaBackend::counting(library.kind());
     let dry_run = DryRun::on_discrete_device(
         plan.clone(),
         Arc::new(AdamW::default()),
@@ -160,7 +160,7 @@ fn packed(family: &str, activation: Tier, weights: Weights, library: Library) ->
         setup::text_sample(&dir, TOKENS)?,
     ];
     let counting = || {
-        let device = CudaBackend::counting(MULTIPROCESSORS, library.used());
+        let device = CudaBackend::counting(library.kind());
         DryRun::on_discrete_device(plan.clone(), Arc::new(AdamW::default()), Arc::new(device))
     };
     let (seen, dry_run) = (counting()?, counting()?);

@@ -5,14 +5,13 @@ use std::sync::Arc;
 
 use anyhow::{Result, ensure};
 use device_tests::emulator::Order;
-use device_tests::executor::{EmulatedGpu, MULTIPROCESSORS};
+use device_tests::executor::{EmulatedGpu, Library};
 use engine::comm::{Communicator, threads};
 use engine::{
     DryRun, GradDtype, Offload, OptimizerConfig, ParamId, PassKind, Plan, Precision, Stage, Tier,
     ZeroConfig,
 };
 use kernels::cuda::CudaBackend;
-use kernels::cuda::matmul::LibraryUse;
 use kernels::{Backend, PoolStats};
 use models::autograd::Tape;
 use models::{ModelOptions, SampleInput, VisionLanguageModel, open_model};
@@ -145,7 +144,7 @@ impl Numbers {
             ModelOptions::new(self.precision.weight_dtype()),
         )?;
         let plan = self.plan(&*model, offload)?;
-        let device = CudaBackend::counting(MULTIPROCESSORS, LibraryUse::Nothing);
+        let device = CudaBackend::counting(Library::Absent.kind());
         let backend: Arc<dyn Backend> = Arc::new(device.clone());
         let mut dry_run = DryRun::on_discrete_device(plan, Arc::new(self.rule()), backend.clone())?;
         let sample = setup::sample(&pack(FAMILY), TOKENS, MOST_TOKENS)?;

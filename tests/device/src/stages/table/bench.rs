@@ -19,6 +19,11 @@ pub(super) trait Bench {
     /// Number of multiprocessors that launches are sized for.
     fn multiprocessors(&self) -> u32;
 
+    /// Shared memory of a multiprocessor in bytes.
+    fn shared_bytes(&self) -> u32 {
+        228 << 10
+    }
+
     /// Memory filled with copies of `pattern`, valid until [`Bench::clear`].
     fn filled(&mut self, bytes: usize, pattern: &[u8]) -> Result<Address>;
 
@@ -56,6 +61,10 @@ impl<'g> OnGpu<'g> {
 impl Bench for OnGpu<'_> {
     fn multiprocessors(&self) -> u32 {
         self.gpu.facts().multiprocessors
+    }
+
+    fn shared_bytes(&self) -> u32 {
+        self.gpu.kind().shared_bytes()
     }
 
     fn filled(&mut self, bytes: usize, pattern: &[u8]) -> Result<Address> {
