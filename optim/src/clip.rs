@@ -207,13 +207,23 @@ mod tests {
     #[test]
     fn squares_of_any_magnitude_are_accurate() {
         // Quads with one magnitude, and quads in which magnitudes differ by 2^90.
-        for (large, small) in [(0, 0), (-70, -70), (-49, -140), (59, -31), (60, 0), (127, 37)] {
+        for (large, small) in [
+            (0, 0),
+            (-70, -70),
+            (-49, -140),
+            (59, -31),
+            (60, 0),
+            (127, 37),
+        ] {
             let scale = |i: usize| 2f64.powi(if i % 3 == 0 { large } else { small });
             let value = |i: usize| (f64::from((i as f32 * 0.37).sin()) * scale(i)) as f32;
             let values: Vec<f32> = (0..9_001).map(value).collect();
             let plain: f64 = values.iter().map(|v| f64::from(*v).powi(2)).sum();
             let error = (sum_of_squares(&values) - plain).abs();
-            assert!(error <= plain * 2f64.powi(-43), "2^{large}: {error:e} of {plain:e}");
+            assert!(
+                error <= plain * 2f64.powi(-43),
+                "2^{large}: {error:e} of {plain:e}"
+            );
         }
     }
 

@@ -194,9 +194,7 @@ pub struct Cover {
 /// Kernels that these checks launch.
 #[must_use]
 pub fn kernels(checks: &[Check], kind: DeviceKind) -> KernelList {
-    let launched = checks
-        .iter()
-        .flat_map(|check| check.launches(kind));
+    let launched = checks.iter().flat_map(|check| check.launches(kind));
     let modules: BTreeSet<Module> = launched.collect();
     KernelList {
         modules: modules.into_iter().collect(),

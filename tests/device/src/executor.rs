@@ -17,8 +17,8 @@ use kernels::DeviceSpan;
 use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::graphs::{self, Graphs, Mode, Replaying};
 use kernels::cuda::backend::{Cause, Event, Executor, Take};
-use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::device_kind::DeviceKind;
+use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::matmul::Multiply;
 use kernels::cuda::module::Module;
 

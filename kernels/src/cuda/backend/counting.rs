@@ -4,8 +4,8 @@
 //! operation needs.
 
 use super::{Cause, CudaBackend, Event, Executor, GroupExecutor, PeerExecutor, Take};
-use crate::cuda::launch::{Address, Launch};
 use crate::cuda::device_kind::DeviceKind;
+use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::Multiply;
 use crate::cuda::module::Module;
 use crate::peers::Lane;

@@ -7,8 +7,8 @@
 //! a graph or not. So results have the same bits.
 
 use super::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, filling};
-use crate::cuda::launch::{Address, Launch};
 use crate::cuda::device_kind::DeviceKind;
+use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::{Multiply, Shape};
 use crate::cuda::module::Module;
 use crate::peers::Lane;

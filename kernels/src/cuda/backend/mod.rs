@@ -34,8 +34,8 @@ pub use loss::LossCuts;
 pub use peers::{GroupExecutor, PeerExecutor};
 
 use super::copies::copy_bytes;
-use super::launch::{Address, Launch};
 use super::device_kind::DeviceKind;
+use super::launch::{Address, Launch};
 use super::matmul::{LibraryUse, Multiply};
 use super::module::Module;
 use super::ops::norm::{self, Kind};

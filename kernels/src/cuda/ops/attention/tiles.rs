@@ -137,7 +137,12 @@ fn tile_rows(problem: &Problem<'_>) -> u32 {
 /// apart.
 pub(super) const fn rows_bytes(head_dim: u32, rows: u32) -> u32 {
     let pieces = head_dim / 8;
-    rows * 16 * if pieces.is_multiple_of(8) { pieces } else { pieces | 1 }
+    rows * 16
+        * if pieces.is_multiple_of(8) {
+            pieces
+        } else {
+            pieces | 1
+        }
 }
 
 /// Shared memory of the tensor-core family's forward: queries, a tile of keys and one of values.
