@@ -71,33 +71,14 @@ DEVICE u32 place(int row, int piece) { return row * PITCH + (SWIZZLED ? piece ^ 
 // The same row, `pieces` (even) to the right of an address whose piece is 0 or 1 but for the swizzle.
 DEVICE u32 right_of(u32 address, int pieces) { return SWIZZLED ? address ^ (pieces * 16) : address + pieces * 16; }
 
-DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE int lane_index() { return threadIdx.x & 31; }
 // Taken from lane 0: the compiler then knows that branches on it do not divide the warp.
 DEVICE int warp_index() { return (int)shuffle((u32)threadIdx.x >> 5, 0); }
 
-struct Sequence {
-  int q_start, queries, k_start, keys;
-  int causal;
-
-  DEVICE Sequence(const int* q_starts, const int* k_starts, int index, int causal)
-      : q_start(q_starts[index]),
-        queries(q_starts[index + 1] - q_start),
-        k_start(k_starts[index]),
-        keys(k_starts[index + 1] - k_start),
-        causal(causal) {}
-
-  // Keys that query `row` sees: the first so many.
-  DEVICE int visible(int row) const {
-    if (!causal) return keys;
-    int end = row + 1 + keys - queries;
-    return end < 0 ? 0 : smaller(end, keys);
-  }
-};
-
 // The part of a thread in copies from global to shared memory: one piece of every STEP-th row of a head.
 struct Copy {
   static constexpr int STEP = THREADS / PIECES;
+  static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 128, "no row of TUNING");
   static_assert(!SWIZZLED || STEP % 8 == 0, "the swizzle repeats from step to step");
   static constexpr bool ALL_THREADS = THREADS % PIECES == 0;
   int row;

@@ -176,6 +176,10 @@ DEVICE void load_matrix_x2_transposed(u32 (&r)[2], u32 address) {
                : "memory");
 }
 
+// Which lane holds what of an 8x8 matrix, two elements a lane (ldmatrix; with `transposed`, of its transpose):
+//   row 0 |  0  0  1  1  2  2  3  3 |     A [16, 16]: | a0 a2 |     B [16, 8]: | b0 |     D [16, 8]: | d0 d1 |
+//   row 1 |  4  4  5  5  6  6  7  7 |                 | a1 a3 |                | b1 |                | d2 d3 |
+//   row 7 | 28 28 29 29 30 30 31 31 |     each an 8x8 matrix; those of B are transposed: lane 0 holds rows 0, 1 of column 0
 // D[16,8] += A[16,k] B[k,8], f32 sums, k = 16 or 8. Lane 4r + c holds of
 //   A: rows r and r+8, columns 2c, 2c+1 (k 16: a[0..2] of columns 0..8, a[2..4] of columns 8..16);
 //   B: rows 2c, 2c+1 (k 16: b0 of rows 0..8, b1 of rows 8..16), column r;
