@@ -13,11 +13,12 @@ use crate::executor::give_in_pieces;
 use kernels::Lane;
 use kernels::cuda::backend::graphs::{self, Graphs};
 use kernels::cuda::backend::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, filling};
+use kernels::cuda::device_kind::DeviceKind;
 use kernels::cuda::launch::{Address, Launch};
 
 use crate::draws::Draws;
 use crate::emulator::{Emulator, Order};
-use crate::executor::{Library, MULTIPROCESSORS};
+use crate::executor::Library;
 use crate::machine::{Buffer, Machine};
 use crate::network::{Door, Network};
 

@@ -308,7 +308,6 @@ mod tests {
                 let blocks =
                     card.resident_blocks(limits.threads, registers.count, limits.shared_bytes);
                 let warps = blocks * limits.threads.div_ceil(32);
-                // Kernels of one warp for a handful of numbers.
                 let enough = warps >= 8;
                 match exemption(module, kernel, limits, card) {
                     Some(reason) if !enough && blocks >= 1 => _ = used.insert(reason),
