@@ -154,6 +154,43 @@ struct Eight<TYPE_F32> {
   }
 };
 
+// Four consecutive elements, for kernels that stream f32: a lane's 16 bytes of f32 lie beside those of its neighbors, so that
+// each access fills whole sectors of 32 bytes. With eight f32 a lane, an access has every second half of them.
+template <int T>
+struct Four {
+  typedef Element<T> E;
+  u32 words[2];
+  DEVICE void load(const u16* p) {
+    uint2 v = load_streaming((const uint2*)p);
+    words[0] = v.x, words[1] = v.y;
+  }
+  DEVICE void store_streaming(u16* p) const { ::store_streaming((uint2*)p, make_uint2(words[0], words[1])); }
+  DEVICE float get(int i) const { return E::widen((u16)(i & 1 ? words[i >> 1] >> 16 : words[i >> 1])); }
+  DEVICE void set_pair(int i, float low, float high) { words[i] = E::narrow_pair(low, high); }
+  DEVICE void set_zero() { words[0] = words[1] = 0; }
+};
+template <>
+struct Four<TYPE_F32> {
+  float values[4];
+  DEVICE void load(const float* p) {
+    uint4 v = load_streaming((const uint4*)p);
+    values[0] = float_of_bits(v.x), values[1] = float_of_bits(v.y);
+    values[2] = float_of_bits(v.z), values[3] = float_of_bits(v.w);
+  }
+  DEVICE void store_streaming(float* p) const {
+    ::store_streaming((uint4*)p, make_uint4(bits_of_float(values[0]), bits_of_float(values[1]),
+                                            bits_of_float(values[2]), bits_of_float(values[3])));
+  }
+  DEVICE float get(int i) const { return values[i]; }
+  DEVICE void set_pair(int i, float low, float high) { values[2 * i] = low, values[2 * i + 1] = high; }
+};
+
+// N consecutive elements of a lane: 8, or 4 where a stream is f32.
+template <int T, int N>
+struct Several : Eight<T> {};
+template <int T>
+struct Several<T, 4> : Four<T> {};
+
 // What the gradient norm decided about a step: kernels::cuda::ops::grad_norm::Clip.
 struct Clip {
   double norm, loss;

@@ -116,7 +116,7 @@ DEVICE u32 load_volatile(const u32* p) { return *(const volatile u32*)p; }
 
 // ---- memory
 
-// 16 bytes that this kernel reads once (kept out of the first-level cache) or writes once.
+// 16 or 8 bytes that this kernel reads once (kept out of the first-level cache) or writes once.
 DEVICE uint4 load_streaming(const uint4* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -128,6 +128,15 @@ DEVICE uint4 load_streaming(const uint4* p) {
 DEVICE void store_streaming(uint4* p, uint4 v) {
   asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
+}
+
+DEVICE uint2 load_streaming(const uint2* p) {
+  uint2 v;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+DEVICE void store_streaming(uint2* p, uint2 v) {
+  asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
 }
 
 // The 32-bit address of shared memory that the instructions below take.
