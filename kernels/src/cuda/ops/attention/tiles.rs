@@ -213,3 +213,37 @@ pub(super) fn last(starts: &[usize]) -> u64 {
 fn as_i32(index: usize) -> i32 {
     index as i32
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_are_tall_where_two_blocks_stay_resident() {
+        let starts = [0, 4096];
+        for (head_dim, kib, want) in [
+            (72, 100, 128),
+            (80, 100, 64),
+            (128, 100, 64),
+            (128, 164, 128),
+            (128, 228, 128),
+        ] {
+            let problem = Problem {
+                dtype: DType::BF16,
+                heads: 16,
+                kv_heads: 16,
+                head_dim,
+                q_starts: &starts,
+                k_starts: &starts,
+                causal: true,
+                scale: 0.1,
+                multiprocessors: 64,
+                shared_bytes: kib << 10,
+            };
+            assert_eq!(tile_rows(&problem), want, "head dim {head_dim}, {kib} KB");
+        }
+        // Shared memory of the largest kernel at head dim 128: swizzled rows of 256 bytes.
+        assert_eq!(gradient_q_bytes(128, 128), 81_920);
+        assert_eq!(forward_bytes(80, 64), 192 * 176);
+    }
+}
