@@ -22,6 +22,7 @@ mod foreign;
 pub(super) mod gpu;
 pub mod graphs;
 mod grouped;
+mod library_step;
 mod loss;
 mod peers;
 mod products;

@@ -1,6 +1,7 @@
 //! Matrix products, and single linear layers with adapters.
 
 use super::CudaBackend;
+use super::library_step::LibraryStep;
 use crate::adapted::{AdapterDropout, LoraArgs, LoraGrads};
 use crate::backend::{MatmulArgs, Transpose};
 use crate::check::{LoraSizes, Sizes};
@@ -9,7 +10,6 @@ use crate::cuda::matmul::{LibraryUse, Multiply, WORKSPACE_BYTES};
 use crate::cuda::ops::lora_linear::{Gradients, LoraLinear};
 use crate::cuda::ops::pointwise::Dropped;
 use crate::cuda::ops::product::{Product, Term};
-use crate::cuda::ops::step::LibraryStep;
 use crate::cuda::ops::workspace::Workspace;
 use crate::error::Result;
 use crate::{Backend, DType, Tensor};
