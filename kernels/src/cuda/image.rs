@@ -13,6 +13,8 @@ use rayon::prelude::*;
 
 /// Distance between the first modules of processes with successive numbers.
 const SPREAD: usize = 7919;
+/// Prefix of an architecture that is compiled to PTX.
+const PTX: &str = "compute_";
 /// Bytes of the checksum at the start of a cached file.
 const CHECKSUM_BYTES: usize = 32;
 
@@ -122,19 +124,19 @@ impl Images {
     /// NVRTC. Without it, only modules with built-in PTX can run.
     #[must_use]
     pub fn new(
-        (major, minor): (u32, u32),
+        capability: (u32, u32),
         driver: (u32, u32),
         search: &Search,
         cache: Option<Cache>,
     ) -> Self {
-        // The kernels target sm_80; on Hopper the compiler may also use instructions of sm_90a.
-        let suffix = if (major, minor) == (9, 0) { "a" } else { "" };
+        let compiler = Compiler::find(search).map_err(|error| error.to_string());
+        let known = compiler.as_ref().map(Compiler::architectures);
         Self {
-            native: format!("sm_{major}{minor}{suffix}"),
+            native: target(capability, &known.unwrap_or_default()),
             driver,
             code: Code::Native,
             cache,
-            compiler: Compiler::find(search).map_err(|error| error.to_string()),
+            compiler,
         }
     }
 
@@ -146,7 +148,8 @@ impl Images {
         self
     }
 
-    /// Architecture that modules are compiled for, e.g. `sm_86`, or `compute_80` for PTX of the sm_80 family.
+    /// Architecture that modules are compiled for: `sm_86` for machine code, `compute_80` for PTX, which the driver
+    /// translates.
     #[must_use]
     pub fn arch(&self) -> &str {
         match self.code {
@@ -155,11 +158,11 @@ impl Images {
         }
     }
 
-    /// What `compiler` makes, and its architecture: PTX only if the driver reads it.
-    fn target(&self, compiler: Compiler) -> (Code, &str) {
+    /// Architecture that `compiler` compiles for: of the sm_80 family's PTX only if the driver reads it.
+    fn target(&self, compiler: Compiler) -> &str {
         match self.code {
-            Code::Sm80 if reads_ptx(compiler.version(), self.driver) => (Code::Sm80, ptx::ARCH),
-            Code::Sm80 | Code::Native => (Code::Native, &self.native),
+            Code::Sm80 if reads_ptx(compiler.version(), self.driver) => ptx::ARCH,
+            Code::Sm80 | Code::Native => &self.native,
         }
     }
 
@@ -191,7 +194,7 @@ impl Images {
             Err(problem) => return built_in(module, problem),
         };
         let identity = compiler.identity();
-        let (code, arch) = self.target(*compiler);
+        let arch = self.target(*compiler);
         let path = self
             .cache
             .as_ref()
@@ -212,9 +215,9 @@ impl Images {
         }
         match compiler.compile(module, arch) {
             Ok(compiled) => {
-                let bytes = match code {
-                    Code::Native => compiled.cubin,
-                    Code::Sm80 => with_final_zero(&compiled.ptx),
+                let bytes = match arch.starts_with(PTX) {
+                    false => compiled.cubin,
+                    true => with_final_zero(&compiled.ptx),
                 };
                 if let (Some(cache), Some(path)) = (&self.cache, &path) {
                     let _slower_next_time = cache.write(path, &bytes);
@@ -224,7 +227,7 @@ impl Images {
                     origin: Origin::Compiled,
                 })
             }
-            // The GPU is newer than the compiler. The driver knows it and compiles the PTX.
+            // The driver compiles the PTX.
             Err(error) => built_in(module, &error.to_string()).map_err(|_| error),
         }
     }
@@ -242,7 +245,7 @@ impl Images {
             return;
         };
         let identity = compiler.identity();
-        let (_, arch) = self.target(*compiler);
+        let arch = self.target(*compiler);
         let prefers_built_in = self.prefers_built_in().is_some();
         let is_missing = |module: &&Module| {
             let is_built_in = prefers_built_in && ptx::built_in(module).is_some();
@@ -290,6 +293,19 @@ fn preference(
             newer.0, newer.1
         )),
         (Code::Native, None) => None,
+    }
+}
+
+/// What a compiler that knows the architectures `known` compiles for a GPU: machine code, or the newest PTX that the GPU
+/// runs if the GPU is newer than the compiler. The driver knows the GPU and translates it.
+fn target((major, minor): (u32, u32), known: &[u32]) -> String {
+    let own = 10 * major + minor;
+    let older = known.iter().filter(|arch| **arch < own).max();
+    match older {
+        Some(older) if !known.contains(&own) => format!("{PTX}{older}"),
+        // The kernels target sm_80; on Hopper the compiler may also use instructions of sm_90a.
+        _ if own == 90 => "sm_90a".to_owned(),
+        _ => format!("sm_{own}"),
     }
 }
 
@@ -394,6 +410,23 @@ mod tests {
         );
         assert!(preference(Code::Sm80, Some((12, 2)), (13, 0)).is_some());
         assert!(reads_ptx((12, 2), (12, 2)) && !reads_ptx((12, 3), (12, 2)));
+    }
+
+    #[test]
+    fn a_gpu_newer_than_the_compiler_gets_the_newest_ptx() {
+        let known = [75, 80, 86, 89, 90];
+        for (capability, known, want) in [
+            ((8, 6), &known[..], "sm_86"),
+            ((9, 0), &known, "sm_90a"),
+            ((12, 0), &known, "compute_90"),
+            ((8, 9), &known[..3], "compute_86"),
+            // The compiler does not tell.
+            ((12, 0), &[], "sm_120"),
+            // Only newer ones: the built-in PTX follows.
+            ((8, 0), &known[2..], "sm_80"),
+        ] {
+            assert_eq!(target(capability, known), want);
+        }
     }
 
     #[test]

@@ -440,6 +440,7 @@ fn run_gpu(gpu: &Gpu, products: Products) -> Option<RunGpu> {
         name: gpu.name.clone().unwrap_or_else(|| "unnamed".to_owned()),
         uuid: gpu.uuid.clone(),
         multiprocessors: gpu.multiprocessors?,
+        compute_capability: gpu.compute_capability,
         memory_bytes,
         free_bytes: gpu.free_bytes.unwrap_or(memory_bytes),
         peers: gpu.peers.clone().unwrap_or_default(),

@@ -20,7 +20,7 @@ pub(crate) mod suggestion;
 
 pub(crate) use dry_run::{HeldOut, Work, dry_run, kernels_of, window_region};
 pub(crate) use fixed::{DECODING, Fixed};
-pub(crate) use machine::{DESCRIBED_MULTIPROCESSORS, Machine};
+pub(crate) use machine::{DESCRIBED_CAPABILITY, DESCRIBED_MULTIPROCESSORS, Machine};
 pub(crate) use memory_check::MemoryCheck;
 pub(crate) use memory_plans::MemoryPlans;
 pub(crate) use optimizer_overlap::{Spare, backward_line, backward_share, forward_line};

@@ -15,6 +15,7 @@ use kernels::DeviceSpan;
 use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::graphs::{self, Graphs, Mode, Replaying};
 use kernels::cuda::backend::{Cause, Event, Executor, Take};
+use kernels::cuda::device_kind::DeviceKind;
 use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::matmul::Multiply;
 
@@ -65,10 +66,27 @@ pub fn with_graphs(
 pub enum Library {
     /// None: our own kernels compute all products.
     Absent,
-    /// A library that computes every product.
+    /// A library that computes every product of one sum.
     Multiplies,
-    /// A library without an algorithm for any product.
+    /// A library that also computes adapted layers, as on compute capability 9 and 10.
+    Adapts,
+    /// The same without an algorithm for any product.
     Refuses,
+}
+
+impl Library {
+    /// Kind of an emulated GPU with this library.
+    #[must_use]
+    pub const fn kind(self) -> DeviceKind {
+        DeviceKind {
+            multiprocessors: MULTIPROCESSORS,
+            compute_capability: match self {
+                Self::Absent | Self::Multiplies => None,
+                Self::Adapts | Self::Refuses => Some((9, 0)),
+            },
+            has_library: !matches!(self, Self::Absent),
+        }
+    }
 }
 
 /// A machine whose buffers belong to one backend.
@@ -476,8 +494,8 @@ fn commands(event: &Event) -> Result<u64, Cause> {
 
 // SAFETY: buffers live as long as the machine. Commands run in order, an upload as the trait documents.
 unsafe impl Executor for EmulatedGpu {
-    fn multiprocessors(&self) -> u32 {
-        MULTIPROCESSORS
+    fn kind(&self) -> DeviceKind {
+        self.library.kind()
     }
 
     fn allocate(&self, bytes: u64) -> Result<Address, Cause> {
@@ -616,17 +634,13 @@ unsafe impl Executor for EmulatedGpu {
         self.lock().push(Command::Launch(Box::new(launch.clone())))
     }
 
-    fn multiplies(&self) -> bool {
-        self.library != Library::Absent
-    }
-
     unsafe fn multiply(
         &self,
         product: &Multiply,
         workspace: Address,
         workspace_bytes: u64,
     ) -> Result<bool, Cause> {
-        if self.library != Library::Multiplies {
+        if matches!(self.library, Library::Absent | Library::Refuses) {
             return Ok(false);
         }
         let mut state = self.lock();

@@ -13,11 +13,12 @@ use crate::executor::give_in_pieces;
 use kernels::Lane;
 use kernels::cuda::backend::graphs::{self, Graphs};
 use kernels::cuda::backend::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, filling};
+use kernels::cuda::device_kind::DeviceKind;
 use kernels::cuda::launch::{Address, Launch};
 
 use crate::draws::Draws;
 use crate::emulator::{Emulator, Order};
-use crate::executor::MULTIPROCESSORS;
+use crate::executor::Library;
 use crate::machine::{Buffer, Machine};
 
 /// Largest number of waiting compute commands, since they own copies of the data they write.
@@ -431,8 +432,8 @@ unsafe impl Graphs for LinkedGpu {
 
 // SAFETY: buffers live as long as the machine. Commands run in order, an upload as the trait documents.
 unsafe impl Executor for LinkedGpu {
-    fn multiprocessors(&self) -> u32 {
-        MULTIPROCESSORS
+    fn kind(&self) -> DeviceKind {
+        Library::Absent.kind()
     }
 
     fn allocate(&self, bytes: u64) -> Result<Address, Cause> {

@@ -98,10 +98,20 @@ fn large_uploads_overlap_with_compute() -> kernels::Result<()> {
 /// All operations again, since most use a library product.
 #[test]
 fn operations_agree_with_the_cpu_through_a_library() -> kernels::Result<()> {
-    let gpu = EmulatedGpu::new(Order::Ascending).with_library(Library::Multiplies);
-    let gpu = Arc::new(gpu);
-    run_on(&CudaBackend::new(gpu.clone(), ARENA_BYTES)?, 0, 1)?;
-    assert!(gpu.multiplied() > 50, "{} products", gpu.multiplied());
+    let multiplied = |library| -> kernels::Result<u64> {
+        let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(library));
+        run_on(&CudaBackend::new(gpu.clone(), ARENA_BYTES)?, 0, 1)?;
+        Ok(gpu.multiplied())
+    };
+    let [products, adapted] = [
+        multiplied(Library::Multiplies)?,
+        multiplied(Library::Adapts)?,
+    ];
+    assert!(products > 50, "{products} products");
+    assert!(
+        adapted > products,
+        "{adapted} products, {products} without adapted layers"
+    );
     Ok(())
 }
 

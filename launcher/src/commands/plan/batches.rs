@@ -54,7 +54,7 @@ impl Arena {
         let (model, _) = shapes(config).expect("shapes");
         let gpu = &config.gpus[0];
         let bytes = planned.memory.peak.device;
-        let device = CudaBackend::counting_within(gpu.multiprocessors, true, bytes);
+        let device = CudaBackend::counting_within(gpu.kind(), bytes);
         let rule = Arc::new(rule(config));
         let dry_run = DryRun::on_discrete_device(plan.clone(), rule, Arc::new(device));
         let counting = counting_of(gpu).expect("CUDA");

@@ -24,8 +24,8 @@ use crate::model::setup::shapes;
 use crate::plan::disk_check::DiskCheck;
 use crate::plan::rank_memory::{plan_event, upload_line};
 use crate::plan::{
-    DESCRIBED_MULTIPROCESSORS, Settled, adapter_line, backward_line, backward_share, forward_line,
-    pixel_line, quantized_event, resume, stage_line,
+    DESCRIBED_CAPABILITY, DESCRIBED_MULTIPROCESSORS, Settled, adapter_line, backward_line,
+    backward_share, forward_line, pixel_line, quantized_event, resume, stage_line,
 };
 use crate::rank_env::{Env, Variables};
 use crate::ui::{Event, lines};
@@ -182,6 +182,7 @@ fn described(hardware: Hardware, linked: bool) -> Chosen {
         name: "described".to_owned(),
         uuid: None,
         multiprocessors: DESCRIBED_MULTIPROCESSORS,
+        compute_capability: Some(DESCRIBED_CAPABILITY),
         memory_bytes: hardware.device_bytes,
         free_bytes: hardware.device_bytes,
         peers: if linked {

@@ -506,6 +506,7 @@ mod tests {
             name: "GPU".into(),
             uuid: None,
             multiprocessors: 4,
+            compute_capability: None,
             memory_bytes: 8 << 20,
             free_bytes: 4 << 20,
             peers: Vec::new(),

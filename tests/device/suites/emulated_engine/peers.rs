@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Result, ensure};
 use device_tests::emulator::Order;
-use device_tests::executor::MULTIPROCESSORS;
+use device_tests::executor::Library;
 use device_tests::linked::{Copies, LinkedGpu, Lost};
 use engine::comm::{Communicator, threads};
 use engine::{
@@ -188,7 +188,7 @@ impl Case {
     fn planned(&self, transport: DeviceTransport) -> Result<PoolStats> {
         let model = self.open()?;
         let plan = Arc::new(self.plan(&*model, transport)?);
-        let device = CudaBackend::counting(MULTIPROCESSORS, false);
+        let device = CudaBackend::counting(Library::Absent.kind());
         let rule = Arc::new(optim::AdamW::default());
         let mut dry_run = DryRun::on_discrete_device(plan, rule, Arc::new(device.clone()))?;
         let backend: Arc<dyn Backend> = Arc::new(device.clone());
