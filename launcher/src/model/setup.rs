@@ -277,6 +277,7 @@ fn model_options(config: &RunConfig, family: Family) -> Result<ModelOptions, Fai
         },
         layers: lora.layers.clone(),
         per_projection: lora.per_projection,
+        use_rslora: lora.use_rslora,
         modules_to_save: lora.modules_to_save(family, config.trainable.tune_vision),
     });
     options.packed = quantize::packed(config)?;

@@ -275,7 +275,15 @@ pub(crate) fn pixel_line(config: &RunConfig) -> Option<Event> {
 pub(crate) fn adapter_line(config: &RunConfig) -> Option<Event> {
     let lora = config.trainable.lora.as_ref()?;
     let (rank, alpha) = (lora.lora_rank, lora.lora_alpha);
-    let scale = alpha / rank as f64;
+    let scale = lora.scale();
+    let root = if lora.use_rslora { "√" } else { "" };
+    let ratio = lora.loraplus_lr_ratio.map(|ratio| {
+        text!(
+            " · B learns {ratio} times as fast",
+            " · B 的学习率为 {ratio} 倍"
+        )
+    });
+    let ratio = ratio.unwrap_or_default();
     let start = lora.adapter.as_ref().map(|dir| {
         let dir = dir.display();
         text!(" · starts from {dir}", " · 从 {dir} 开始")
@@ -284,8 +292,8 @@ pub(crate) fn adapter_line(config: &RunConfig) -> Option<Event> {
     Some(Event::Info {
         label: both("lora", "lora").into(),
         text: text!(
-            "rank {rank} · alpha {alpha} · scale {scale} (alpha ÷ rank) · dropout {}{start}",
-            "秩 {rank} · alpha {alpha} · 缩放 {scale}（alpha ÷ 秩）· dropout {}{start}",
+            "rank {rank} · alpha {alpha} · scale {scale} (alpha ÷ {root}rank) · dropout {}{ratio}{start}",
+            "秩 {rank} · alpha {alpha} · 缩放 {scale}（alpha ÷ {root}秩）· dropout {}{ratio}{start}",
             lora.lora_dropout
         ),
     })

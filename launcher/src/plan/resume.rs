@@ -197,6 +197,12 @@ fn adapters(own: Lora, saved: &Lora, args: &Args) -> Lora {
     Lora {
         lora_rank: pick(args.lora_rank.is_some(), own.lora_rank, &saved.lora_rank),
         lora_alpha: pick(args.lora_alpha.is_some(), own.lora_alpha, &saved.lora_alpha),
+        use_rslora: pick(args.use_rslora.is_some(), own.use_rslora, &saved.use_rslora),
+        loraplus_lr_ratio: pick(
+            args.loraplus_lr_ratio.is_some(),
+            own.loraplus_lr_ratio,
+            &saved.loraplus_lr_ratio,
+        ),
         lora_dropout: pick(
             args.lora_dropout.is_some(),
             own.lora_dropout,

@@ -940,6 +940,11 @@ impl RunConfig {
             flags.extend(adapter.map(|dir| ("adapter", dir.display().to_string())));
             flags.push(("lora-rank", lora.lora_rank.to_string()));
             flags.push(("lora-alpha", lora.lora_alpha.to_string()));
+            if lora.use_rslora {
+                flags.push(("use-rslora", true.to_string()));
+            }
+            let ratio = lora.loraplus_lr_ratio;
+            flags.extend(ratio.map(|ratio| ("loraplus-lr-ratio", ratio.to_string())));
             flags.push(("lora-dropout", lora.lora_dropout.to_string()));
             flags.extend(
                 lora.target_modules

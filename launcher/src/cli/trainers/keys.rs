@@ -377,16 +377,6 @@ const LLAMA_FACTORY: &[Key] = &[
     ("quantization_type", Flag("bnb-4bit-quant-type")),
     ("quantization_device_map", Only(&["none", "auto"], RANKS)),
     ("use_dora", Only(&["false"], ADAPTER_KIND)),
-    (
-        "use_rslora",
-        Only(
-            &["false"],
-            both(
-                "the scale of an adapter is alpha ÷ rank",
-                "适配器的缩放为 alpha ÷ 秩",
-            ),
-        ),
-    ),
     ("pissa_init pissa_convert", Only(&["false"], ADAPTER_KIND)),
     ("pissa_iter", Unused(ADAPTER_KIND)),
     ("generation_config", Unused(GENERATION)),
@@ -411,11 +401,11 @@ const LLAMA_FACTORY: &[Key] = &[
     ("shift_attn", Only(&["false"], ATTENTION)),
     ("rope_scaling", Only(&["none"], FAMILY)),
     ("resize_vocab", Only(&["false"], FAMILY)),
+    ("lorap_lr_ratio", Flag("loraplus-lr-ratio")),
     (
-        "loraplus_lr_ratio lorap_lr_ratio",
-        Only(&["0", "0.0", "none"], RATES),
+        "loraplus_lr_embedding lorap_emb_lr",
+        Unused(both("embeddings get no adapters", "嵌入没有适配器")),
     ),
-    ("loraplus_lr_embedding", Unused(RATES)),
     ("disable_gradient_checkpointing", Unused(RECOMPUTE)),
     ("low_cpu_mem_usage", Unused(NO_TORCH)),
     (
@@ -935,6 +925,8 @@ pub(in crate::cli) const PEFT: &[Key] = &[
     ("r", Flag("lora-rank")),
     ("lora_alpha", Flag("lora-alpha")),
     ("lora_dropout", Flag("lora-dropout")),
+    ("use_rslora", Flag("use-rslora")),
+    ("use_dora", Only(&["false"], ADAPTER_KIND)),
     ("target_modules", Flag("lora-target-modules")),
     ("modules_to_save", Flag("modules-to-save")),
     (
