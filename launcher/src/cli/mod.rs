@@ -405,6 +405,11 @@ pub struct Args {
     /// Samples per rank and micro-batch
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub per_device_train_batch_size: Option<usize>,
+    /// Fill each micro-batch with samples of at most N tokens together
+    ///
+    /// Replaces --per-device-train-batch-size. No token is padding; images count with their tokens. An update takes samples in the order of the data, as many as fit its micro-batches, balanced over the ranks.
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub tokens_per_batch: Option<usize>,
     /// Samples per rank and evaluation batch
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub per_device_eval_batch_size: Option<usize>,
@@ -924,7 +929,7 @@ mod tests {
              model-max-length modules-to-save moments no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \
              per-device-eval-batch-size per-device-train-batch-size precision prefetch-weights preset ptuning-tokens pure-bf16-moments pure-bf16-weights quantize quantize-double quantize-modules rank-is report-to resume resume-anyway \
              rope-precision save-steps save-strategy \
-             save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross tokenizer trace-steps train train-on-turn-end tune-llm tune-vision use-lora use-rslora verify-gpu warmup-ratio \
+             save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross tokenizer tokens-per-batch trace-steps train train-on-turn-end tune-llm tune-vision use-lora use-rslora verify-gpu warmup-ratio \
              warmup-steps weight-decay zero"
         );
         for (alias, target) in ALIASES {

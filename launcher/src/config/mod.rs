@@ -287,6 +287,9 @@ pub struct BatchConfig {
     pub global_batch: Option<usize>,
     /// Whether planning chooses the micro-batch size: the largest that fits the memory.
     pub find_batch: bool,
+    /// Most tokens of the samples in a micro-batch, which then replace their number. `None`: `micro_batch` samples.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokens_per_batch: Option<usize>,
 }
 
 /// Configuration of a run: a value for every setting, as requested. Some values may still be `auto`.

@@ -7,7 +7,6 @@ use crate::config::{
     Collectives, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, RunPlan, Tier,
     check_family,
 };
-use crate::data::{Mix, Sampler, SamplerSizes};
 use crate::error::failures::unusable;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{Text, both, text};
@@ -349,19 +348,6 @@ pub(crate) fn second_bytes_per_elem(config: &RunConfig) -> u64 {
     };
     let states = rule.state_bytes_per_elem(precision);
     (precision.weight_dtype().size_bytes() + states) as u64
-}
-
-/// Sampler for the samples of `mix`. The first update takes the samples `first`.
-pub(crate) fn sampler(config: &RunConfig, mix: Mix, first: &[usize]) -> Sampler {
-    let sizes = SamplerSizes {
-        samples: mix.per_epoch(),
-        world_size: config.world_size,
-        micro_batch: config.batch.micro_batch,
-        accumulation_steps: config.batch.accumulation_steps,
-    };
-    Sampler::new(sizes, config.seed)
-        .mixing(mix)
-        .beginning_with(first)
 }
 
 /// Whether a unit's activations are stored instead of being recomputed in backward.

@@ -10,13 +10,13 @@ use super::{
 use crate::config::{Device, Found, RunConfig, RunPlan, check_faults, fault_lines};
 use crate::data::files::DataFile;
 use crate::data::images::LargestImage;
-use crate::data::{SampleSet, check};
+use crate::data::{SampleSet, Sampler, check};
 use crate::error::Failure;
 use crate::error::failures::unusable;
 use crate::lang::{Both, Text, both, text};
 use crate::model::contents::CheckpointBytes;
 use crate::model::optimizer::{rule, trained_parts};
-use crate::model::setup::{Setup, sampler};
+use crate::model::setup::Setup;
 use crate::ui::{DataEvent, Event};
 use engine::Tier;
 use engine::plan::Formats;
@@ -57,19 +57,10 @@ pub(crate) fn prepare(
     if draft.batch.find_batch {
         draft = find_batch::find(&draft, &setup, &train, show)?;
     }
-    if draft.batch.worst_first {
-        let mut first_samples = train.by_size();
-        let mix = train.mix();
-        if !mix.is_plain() {
-            let taken = sampler(&draft, mix, &[]).of_first_epoch();
-            first_samples.retain(|index| taken.contains(index));
-        }
-        first_samples.truncate(draft.global_batch());
-        draft = draft.with_found(Found {
-            first_samples,
-            ..draft.found().clone()
-        });
-    }
+    draft = draft.with_found(Found {
+        first_samples: check::first_samples(&draft, &train),
+        ..draft.found().clone()
+    });
     let worst = check::largest(&train, &draft, &*setup.processor)?;
     let (model, processor) = (&*setup.model, &*setup.processor);
     let settled = settle(&draft, &Machine::here, &mut |run| {
@@ -87,14 +78,15 @@ pub(crate) fn prepare(
         .into_iter()
         .for_each(&mut *show);
     let per_epoch = train.mix().per_epoch();
-    let total_steps = config.total_steps(per_epoch);
+    let sampler = Sampler::of(config, &train, &draft.found().first_samples);
+    let total_steps = sampler.total_steps(config);
     check_faults(config, total_steps)?;
     for text in fault_lines(config) {
         show(Event::Warning { text });
     }
-    resume::check(config, &settled.plan, per_epoch, total_steps)?;
+    resume::check(config, &settled.plan, &sampler, total_steps)?;
     show_plan(&settled, model, show)?;
-    show(data_event(config, &train, eval.as_ref()));
+    show(data_event(&sampler, &train, eval.as_ref()));
     let fit = &settled.fit;
     if let Err(mut failure) = fit.check(config, &settled.memory) {
         if let Some(image) = largest_image(&train, eval.as_ref()).filter(|_| fit.exceeds_host()) {
@@ -300,7 +292,7 @@ pub(crate) fn adapter_line(config: &RunConfig) -> Option<Event> {
 }
 
 /// Event that shows the number and size of the samples and images.
-fn data_event(config: &RunConfig, train: &SampleSet, eval: Option<&SampleSet>) -> Event {
+fn data_event(sampler: &Sampler, train: &SampleSet, eval: Option<&SampleSet>) -> Event {
     Event::Data(DataEvent {
         samples: train.samples.len(),
         eval_samples: eval.map_or(0, |e| e.samples.len()),
@@ -308,7 +300,7 @@ fn data_event(config: &RunConfig, train: &SampleSet, eval: Option<&SampleSet>) -
         images: train.image_count + eval.map_or(0, |e| e.image_count),
         supervised_min_tokens: train.sizes.iter().map(|s| s.supervised).min().unwrap_or(0),
         skipped: train.problems.len() + eval.map_or(0, |e| e.problems.len()),
-        wraps_around_global_batch: sampler(config, train.mix(), &[]).wraps_around(),
+        wraps_around_global_batch: sampler.wraps_around(),
     })
 }
 

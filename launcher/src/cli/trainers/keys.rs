@@ -40,6 +40,10 @@ const SUPERVISED: Both = both(
     "the loss covers the answers of a sample",
     "损失只计算样本中的回答",
 );
+const UNPACKED: Both = both(
+    "samples are not joined; --tokens-per-batch N fills micro-batches without padding",
+    "样本不会拼接；--tokens-per-batch N 会不加填充地填满微批",
+);
 const NO_NOISE: Both = both("no noise is added to embeddings", "不向嵌入添加噪声");
 const RATES: Both = both(
     "--lr PART=X gives parts their own learning rates",
@@ -390,10 +394,7 @@ const LLAMA_FACTORY: &[Key] = &[
     ),
     ("train_on_prompt", Only(&["false"], SUPERVISED)),
     ("mask_history", Only(&["false"], SUPERVISED)),
-    (
-        "neat_packing",
-        Only(&["false"], both("a sample is not packed", "不对样本做打包")),
-    ),
+    ("neat_packing", Only(&["false"], UNPACKED)),
     (
         "neftune_noise_alpha neftune_alpha",
         Only(&["0", "0.0", "none"], NO_NOISE),
@@ -568,10 +569,7 @@ const MS_SWIFT: &[Key] = &[
             both("samples are cut at the right end", "样本在右端截断"),
         ),
     ),
-    (
-        "packing",
-        Only(&["false"], both("a sample is not packed", "不对样本做打包")),
-    ),
+    ("packing", Only(&["false"], UNPACKED)),
     (
         "padding_free",
         Unused(both("nothing is padded", "不做填充")),
