@@ -131,7 +131,18 @@ fn refusal(path: &Path, format: Option<DataFormat>, error: &DataError) -> Failur
             "check the path; relative paths start at the current directory",
             "请检查路径；相对路径以当前目录为起点",
         )),
-        DataError::Json { reason, .. } | DataError::Row { reason, .. } if refuses_key(reason) => {
+        DataError::Json { path, reason, .. } | DataError::Row { path, reason, .. }
+            if refuses_key(reason) =>
+        {
+            let failure = match looks_like(path).or(format) {
+                Some(form) => failure.next(text!(
+                    "the file has the form {}: {}; another form does not help",
+                    "该文件是 {} 格式：{}；换一种格式没有用",
+                    form.name(),
+                    form.shape()
+                )),
+                None => failure,
+            };
             failure.next(both(
                 "change or remove what the cause names, or leave out the samples that have it",
                 "请修改或删除原因中指出的内容，或去掉含有它的样本",

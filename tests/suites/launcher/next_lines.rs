@@ -64,12 +64,10 @@ fn data_that_cannot_be_read_is_answered_with_a_line_that_reads_it() {
         r#"[{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}]"#;
     fs::write(site.path("data/talk.json"), talk).unwrap();
     let run = "--model model --precision f32 --max-steps 1 --output said";
-    let outcome = site.run(&format!(
-        "{run} --data data/talk.json --data-format alpaca"
-    ));
+    let outcome = site.run(&format!("{run} --data data/talk.json --data-format alpaca"));
     let lines = commands(&outcome.screen);
     succeeds(&site, &lines[0], "");
-    // Pictures in a directory beside that of the data.
+    // Images in a directory beside that of the data.
     fs::create_dir(site.path("elsewhere")).unwrap();
     fs::copy(
         site.path("data/image_wide.png"),
