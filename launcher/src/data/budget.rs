@@ -54,6 +54,12 @@ impl Budget {
         self.starts.len() as u64 - 1
     }
 
+    /// Number of steps that take the first `samples` samples, at most all.
+    pub(super) fn steps_for(&self, samples: u64) -> u64 {
+        let steps = self.starts.partition_point(|start| *start < samples) as u64;
+        steps.min(self.steps())
+    }
+
     /// Number of samples in the steps before `step`.
     pub(super) fn before(&self, step: u64) -> u64 {
         self.starts[step.min(self.steps()) as usize]
@@ -172,5 +178,9 @@ mod tests {
         let of = |position: u64| position as usize % 3;
         let budget = Budget::new(4, vec![4, 1, 3], 1, Until::Samples(6), of);
         assert_eq!(budget.starts, [0, 1, 3, 4, 6]);
+        assert_eq!(
+            [1, 3, 4, 9].map(|samples| budget.steps_for(samples)),
+            [1, 2, 3, 4]
+        );
     }
 }

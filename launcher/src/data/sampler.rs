@@ -234,6 +234,14 @@ impl Sampler {
         }
     }
 
+    /// Number of steps that the first epoch takes, the last of which may go beyond it.
+    pub(crate) fn steps_per_epoch(&self) -> u64 {
+        match &self.budget {
+            Some(budget) => budget.steps_for(self.samples),
+            None => self.samples.div_ceil(self.global_batch()),
+        }
+    }
+
     /// Number of samples per optimizer step without a budget of tokens (global batch size): over all ranks and their
     /// micro-batches.
     pub const fn global_batch(&self) -> u64 {

@@ -103,7 +103,7 @@ pub(crate) fn prepare(
     let origin = origin(config, model, setup.weights.as_ref(), &train)?;
     let accepted = resume::compare(config, &origin, per_epoch, show)?;
     let checkpoint = CheckpointBytes::of(config, model, &settled.plan, setup.weights.as_ref())?;
-    let saves = saves(config, total_steps, per_epoch);
+    let saves = saves(config, total_steps, sampler.steps_per_epoch());
     let disk = DiskCheck::of(config, checkpoint, saves, fit.need.nvme);
     disk.check(config)?;
     if let warning @ Event::Warning { .. } = disk.event(config) {

@@ -128,9 +128,9 @@ impl Planner {
         }
         let times = match &self.samples {
             Some(samples) => {
-                let count = samples.train.mix().per_epoch();
                 let sampler = Sampler::of(config, &samples.train, &[]);
-                saves(config, sampler.total_steps(config), count)
+                let total = sampler.total_steps(config);
+                saves(config, total, sampler.steps_per_epoch())
             }
             None => 1,
         };
