@@ -48,7 +48,7 @@ const LAUNCHER: &[Row] = &[
     ("ui", "lang memory rank_env units"),
     ("device", "config error lang memory rank_env ui units"),
     ("data", "config error lang memory rank_env units"),
-    ("model", "config data error lang ui"),
+    ("model", "config error lang ui"),
     ("report", "config error lang memory ui units"),
     ("cli", "config device error lang rank_env units"),
     ("launch", "cli config device error lang memory rank_env report ui units"),

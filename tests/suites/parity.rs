@@ -378,6 +378,7 @@ fn packed_beside_unpacked(dir: &Path, packing: Packing, layout: Layout) {
         targets: LoraTargets::parse(pack.family.default_lora_targets()),
         layers: None,
         per_projection: false,
+        use_rslora: false,
         modules_to_save: Vec::new(),
     });
     run.options.packed = PackedWeights::Chosen {

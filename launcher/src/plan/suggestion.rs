@@ -80,6 +80,19 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
             ("gradient-accumulation-steps", accumulation.to_string()),
         ]);
     }
+    let budgets = batch
+        .tokens_per_batch
+        .into_iter()
+        .flat_map(|most| [(most / 2, 2), (most / 4, 4)]);
+    found.extend(budgets.map(|(most, times)| {
+        vec![
+            ("tokens-per-batch", most.to_string()),
+            (
+                "gradient-accumulation-steps",
+                (times * batch.accumulation_steps).to_string(),
+            ),
+        ]
+    }));
     if config.checkpoint_num_layers == 1 && config.checkpoint_activations != Recompute::NONE {
         found.push(vec![("checkpoint-num-layers", "6".to_owned())]);
     }
@@ -213,19 +226,23 @@ pub(crate) fn counter<'a>(
     processor: &'a dyn Processor,
 ) -> impl FnMut(&RunPlan) -> Result<Counted, Failure> + 'a {
     // Most similar configurations have the same samples, whose images take long to decode.
-    let mut encoded: Option<(EncodeOptions, Vec<EncodedSample>)> = None;
+    let mut encoded: Option<(EncodeOptions, Option<usize>, Vec<EncodedSample>)> = None;
     move |run| {
         let (model, plan) = setup::replan(run)?;
         let plan = Arc::new(plan);
-        let (options, count) = (encode_options(run), run.batch.micro_batch);
-        let known = encoded
-            .take()
-            .filter(|(with, samples)| *with == options && samples.len() >= count);
-        let (_, samples) = match known {
-            Some(known) => encoded.insert(known),
-            None => encoded.insert((options, check::largest(train, run, processor)?)),
+        let (options, budget) = (encode_options(run), run.batch.tokens_per_batch);
+        let count = |samples: &[EncodedSample]| match budget {
+            Some(_) => samples.len(),
+            None => run.batch.micro_batch,
         };
-        let worst = samples.get(..count).unwrap_or(samples);
+        let known = encoded.take().filter(|(with, of, samples)| {
+            (*with, *of) == (options, budget) && samples.len() >= count(samples)
+        });
+        let (.., samples) = match known {
+            Some(known) => encoded.insert(known),
+            None => encoded.insert((options, budget, check::largest(train, run, processor)?)),
+        };
+        let worst = samples.get(..count(samples)).unwrap_or(samples);
         let (memory, eval_batch) = whole_memory(run, &*model, processor, &plan, worst, eval)?;
         Ok(Counted {
             plan,

@@ -105,6 +105,7 @@ fn lora(targets: &str) -> LoraConfig {
         targets: LoraTargets::parse(targets),
         layers: None,
         per_projection: false,
+        use_rslora: false,
         modules_to_save: Vec::new(),
     }
 }

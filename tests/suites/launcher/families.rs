@@ -3,6 +3,7 @@
 use crate::generate::run;
 use crate::site::{Site, golden, losses, read_json};
 use crate::tuning::journey;
+use models::adapter::Adapter;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -224,6 +225,21 @@ fn adapters_of_projections_are_exported_for_peft() {
         config["alpha_pattern"]["language_expert_query_key_value"],
         3.0
     );
+}
+
+#[test]
+fn rank_stabilized_adapters_of_projections_keep_their_scale_in_the_export() {
+    let site = Site::with_family("cogvlm-chat-hf");
+    let targets = "language_expert_query_key_value,language_expert_dense";
+    site.train(&format!(
+        "--use-rslora --lora-per-projection --lora-rank 4 --lora-alpha 2 --lora-target-modules {targets} --max-steps 1"
+    ));
+    let adapter = Adapter::open(&site.path("out/checkpoint-1")).unwrap();
+    let lora = adapter.lora().unwrap();
+    for (layer, rank) in [("query_key_value", 12), ("dense", 4)] {
+        let path = format!("model.layers.0.self_attn.language_expert_{layer}");
+        assert_eq!(lora.of(&path), (rank, 1.0), "2 / √4");
+    }
 }
 
 #[test]

@@ -40,6 +40,10 @@ const SUPERVISED: Both = both(
     "the loss covers the answers of a sample",
     "损失只计算样本中的回答",
 );
+const UNPACKED: Both = both(
+    "samples are not joined; --tokens-per-batch N fills micro-batches without padding",
+    "样本不会拼接；--tokens-per-batch N 会不加填充地填满微批",
+);
 const NO_NOISE: Both = both("no noise is added to embeddings", "不向嵌入添加噪声");
 const RATES: Both = both(
     "--lr PART=X gives parts their own learning rates",
@@ -377,16 +381,6 @@ const LLAMA_FACTORY: &[Key] = &[
     ("quantization_type", Flag("bnb-4bit-quant-type")),
     ("quantization_device_map", Only(&["none", "auto"], RANKS)),
     ("use_dora", Only(&["false"], ADAPTER_KIND)),
-    (
-        "use_rslora",
-        Only(
-            &["false"],
-            both(
-                "the scale of an adapter is alpha ÷ rank",
-                "适配器的缩放为 alpha ÷ 秩",
-            ),
-        ),
-    ),
     ("pissa_init pissa_convert", Only(&["false"], ADAPTER_KIND)),
     ("pissa_iter", Unused(ADAPTER_KIND)),
     ("generation_config", Unused(GENERATION)),
@@ -400,10 +394,7 @@ const LLAMA_FACTORY: &[Key] = &[
     ),
     ("train_on_prompt", Only(&["false"], SUPERVISED)),
     ("mask_history", Only(&["false"], SUPERVISED)),
-    (
-        "neat_packing",
-        Only(&["false"], both("a sample is not packed", "不对样本做打包")),
-    ),
+    ("neat_packing", Only(&["false"], UNPACKED)),
     (
         "neftune_noise_alpha neftune_alpha",
         Only(&["0", "0.0", "none"], NO_NOISE),
@@ -411,11 +402,11 @@ const LLAMA_FACTORY: &[Key] = &[
     ("shift_attn", Only(&["false"], ATTENTION)),
     ("rope_scaling", Only(&["none"], FAMILY)),
     ("resize_vocab", Only(&["false"], FAMILY)),
+    ("lorap_lr_ratio", Flag("loraplus-lr-ratio")),
     (
-        "loraplus_lr_ratio lorap_lr_ratio",
-        Only(&["0", "0.0", "none"], RATES),
+        "loraplus_lr_embedding lorap_emb_lr",
+        Unused(both("embeddings get no adapters", "嵌入没有适配器")),
     ),
-    ("loraplus_lr_embedding", Unused(RATES)),
     ("disable_gradient_checkpointing", Unused(RECOMPUTE)),
     ("low_cpu_mem_usage", Unused(NO_TORCH)),
     (
@@ -578,10 +569,7 @@ const MS_SWIFT: &[Key] = &[
             both("samples are cut at the right end", "样本在右端截断"),
         ),
     ),
-    (
-        "packing",
-        Only(&["false"], both("a sample is not packed", "不对样本做打包")),
-    ),
+    ("packing", Only(&["false"], UNPACKED)),
     (
         "padding_free",
         Unused(both("nothing is padded", "不做填充")),
@@ -936,6 +924,8 @@ pub(in crate::cli) const PEFT: &[Key] = &[
     ("r", Flag("lora-rank")),
     ("lora_alpha", Flag("lora-alpha")),
     ("lora_dropout", Flag("lora-dropout")),
+    ("use_rslora", Flag("use-rslora")),
+    ("use_dora", Only(&["false"], ADAPTER_KIND)),
     ("target_modules", Flag("lora-target-modules")),
     ("modules_to_save", Flag("modules-to-save")),
     (

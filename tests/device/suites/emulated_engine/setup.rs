@@ -70,6 +70,7 @@ pub fn options(precision: Precision, adapters: bool) -> ModelOptions {
         targets: LoraTargets::parse("all"),
         layers: None,
         per_projection: false,
+        use_rslora: false,
         modules_to_save: Vec::new(),
     });
     options
