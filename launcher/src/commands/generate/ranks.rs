@@ -10,6 +10,7 @@ use crate::commands::Hooks;
 use crate::commands::verify::{self, Proven};
 use crate::config::{
     DEVICE, Device, Found, PrecisionChoice, RunConfig, RunPlan, Source, Strategy, Task, Workers,
+    ZeroChoice,
 };
 use crate::device::{self, Chosen};
 use crate::error::threads::start_pool;
@@ -133,7 +134,7 @@ impl<'a> Asking<'a> {
             image_min_pixels: flags.image_min_pixels,
             precision: Some(precision),
             // Ranks share the weights.
-            zero: Some(3),
+            zero: Some(ZeroChoice::Stage(3)),
             data_workers: Some(Workers::Count(0)),
             eval_strategy: Some(Strategy::No),
             ..more
