@@ -21,4 +21,5 @@ pub mod shared_grouped_lora;
 pub mod shared_lora;
 pub mod step;
 pub mod tile;
+pub mod unpack;
 pub mod workspace;
