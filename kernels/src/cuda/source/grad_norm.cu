@@ -2,13 +2,12 @@
 //
 // Defines: GRAD (TYPE_*). Bytes: n * (size of GRAD), and 8 per 4096 elements twice.
 //
-// Legend: block b = elements [4096 b, 4096 b + 4096) of the window; element i of a block is in lane i % 256, four lanes are a
-//   quad. One warp sums one block, in two halves of eight runs of 256 elements, a thread two quads:
-//   16-bit: thread t loads 8 elements of a run, lanes 8t..8t+8, quads 2t and 2t + 1;
+// Legend: block b = elements [4096 b, 4096 b + 4096) of the window; element i of a block belongs to lane i % 256 of 256
+//   f64 sums. One warp sums one block, a thread eight lanes: squares of f32 are exact in f64, so a fused multiply-add
+//   is the multiplication and the addition of the definition.
+//   16-bit: thread t loads 8 elements, lanes 8t..8t+8, quads (four lanes) 2t and 2t + 1;
 //   f32: thread t loads 2 x 4 elements, lanes 4t..4t+4 and 128 + 4t.., quads t and t + 32.
-//   A lane adds its eight squares as pairs of f32; a quad becomes one f64, so that a thread has 26 operations in f64 for
-//   128 elements. Consumer cards execute 2 of these a cycle and multiprocessor. `total` adds block sums in 1024 lanes.
-//   The 64 quads are halved: x[k] += x[k + half], half = 32, 16, ..., 1.
+//   The 64 quads are halved: x[k] += x[k + half], half = 32, 16, ..., 1. `total` adds block sums in 1024 lanes.
 
 #define LANES 256
 #define BLOCK_LANES 1024
@@ -28,86 +27,36 @@ DEVICE void load_run(Eight<T>& x, const u16* run, int t) {
 // The lane of its i-th element.
 DEVICE int lane_of(int i, int t) { return GRAD == TYPE_F32 ? (i >> 2) * 128 + 4 * t + (i & 3) : 8 * t + i; }
 
-// The same of a run of which `count` elements exist, at any alignment. The others are zeros.
-DEVICE void load_part(Eight<TYPE_F32>& x, const float* run, int t, int count) {
-  UNROLL for (int i = 0; i < 8; i++) x.values[i] = lane_of(i, t) < count ? run[lane_of(i, t)] : 0.0f;
-}
-template <int T>
-DEVICE void load_part(Eight<T>& x, const u16* run, int t, int count) {
-  UNROLL for (int k = 0; k < 4; k++) {
-    int at = 8 * t + 2 * k;
-    x.words[k] = (at < count ? run[at] : 0u) | (at + 1 < count ? (u32)run[at + 1] << 16 : 0u);
-  }
-}
-
-// A number as the sum of two f32, as optim::clip::Pair.
-struct Pair {
-  float high, low;
-};
-DEVICE Pair plus(Pair a, Pair b) {
-  float high = add_rn(a.high, b.high), part = sub_rn(high, a.high);
-  float error = add_rn(sub_rn(a.high, sub_rn(high, part)), sub_rn(b.high, part));
-  return {high, add_rn(a.low, add_rn(error, b.low))};
-}
-// Squares of 16-bit numbers are exact in f32.
-DEVICE Pair square(float v) {
-  float high = mul_rn(v, v);
-  return {high, GRAD == TYPE_F32 ? fma_rn(v, v, -high) : 0.0f};
-}
-
-// Largest magnitudes of a quad, as bits: from 2^-50 to 2^60 the squares of f32 neither overflow nor vanish.
-#define SMALLEST 0x26800000u
-#define LARGEST 0x5d800000u
-
-// The sum of squares of the quad of elements FIRST..FIRST + 4 of each run.
-template <int FIRST>
-DEVICE double quad_sum(const Eight<GRAD> (&runs)[8]) {
-  u32 largest = 0;
-  UNROLL for (int r = 0; r < 8; r++)
-    UNROLL for (int i = 0; i < 4; i++) {
-      u32 magnitude = bits_of_float(runs[r].get(FIRST + i)) & 0x7fffffffu;
-      largest = magnitude > largest ? magnitude : largest;
-    }
-  if (largest == 0 || (largest >= SMALLEST && largest < LARGEST)) {
-    Pair lanes[4];
-    UNROLL for (int i = 0; i < 4; i++) {
-      lanes[i] = {0.0f, 0.0f};
-      UNROLL for (int r = 0; r < 8; r++) lanes[i] = plus(lanes[i], square(runs[r].get(FIRST + i)));
-    }
-    Pair sum = plus(plus(lanes[0], lanes[1]), plus(lanes[2], lanes[3]));
-    return add_rn((double)sum.high, (double)sum.low);
-  }
-  double lanes[4];
-  UNROLL for (int i = 0; i < 4; i++) {
-    lanes[i] = 0.0;
-    UNROLL for (int r = 0; r < 8; r++) {
-      double v = (double)runs[r].get(FIRST + i);
-      lanes[i] = fma_rn(v, v, lanes[i]);
-    }
-  }
-  return add_rn(add_rn(lanes[0], lanes[1]), add_rn(lanes[2], lanes[3]));
-}
-
 // sums[b] = sum of squares of block b of x [n]; any alignment.
-KERNEL(256, 2) block_sums(const Grad::Stored* x, double* sums, u64 n) {
+KERNEL(256, 3) block_sums(const Grad::Stored* x, double* sums, u64 n) {
   int t = threadIdx.x & 31;
   u64 block = (u64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
   if (block * BLOCK >= n) return;
   x += block * BLOCK;
   u64 left = n - block * BLOCK;
-  bool whole = left >= BLOCK && ((u64)x & 15) == 0;
-  int count = left < BLOCK ? (int)left : BLOCK;
-  double low = 0.0, high = 0.0;
-  for (int first = 0; first < BLOCK; first += BLOCK / 2) {
-    Eight<GRAD> runs[8];
-    if (whole) {
-      UNROLL for (int r = 0; r < 8; r++) load_run(runs[r], x + first + r * LANES, t);
-    } else {
-      UNROLL for (int r = 0; r < 8; r++) load_part(runs[r], x + first + r * LANES, t, count - first - r * LANES);
+  double lanes[8];
+  UNROLL for (int i = 0; i < 8; i++) lanes[i] = 0.0;
+  if (left >= BLOCK && ((u64)x & 15) == 0) {
+    UNROLL for (int half = 0; half < 2; half++) {
+      Eight<GRAD> runs[8];
+      UNROLL for (int r = 0; r < 8; r++) load_run(runs[r], x + (half * 8 + r) * LANES, t);
+      UNROLL for (int r = 0; r < 8; r++)
+        UNROLL for (int i = 0; i < 8; i++) {
+          double v = (double)runs[r].get(i);
+          lanes[i] = fma_rn(v, v, lanes[i]);
+        }
     }
-    low = add_rn(low, quad_sum<0>(runs));
-    high = add_rn(high, quad_sum<4>(runs));
+  } else {
+    int count = left < BLOCK ? (int)left : BLOCK;
+    for (int run = 0; run < count; run += LANES)
+      UNROLL for (int i = 0; i < 8; i++) {
+        int e = run + lane_of(i, t);
+        double v = e < count ? (double)Grad::widen(x[e]) : 0.0;
+        lanes[i] = fma_rn(v, v, lanes[i]);
+      }
   }
+  double low = add_rn(add_rn(lanes[0], lanes[1]), add_rn(lanes[2], lanes[3]));
+  double high = add_rn(add_rn(lanes[4], lanes[5]), add_rn(lanes[6], lanes[7]));
   if (GRAD == TYPE_F32) low = add_rn(low, high);
   UNROLL for (int mask = 16; mask > 0; mask >>= 1) {
     low = add_rn(low, shuffle_xor(low, mask));
