@@ -61,7 +61,7 @@ pub trait Devices: Sync + fmt::Debug {
 /// `free` is the GPU's free memory in bytes now, `others` a text about other processes that use its memory;
 /// both `None` if unknown. `cause` is the error of the allocation.
 #[must_use]
-pub(crate) fn no_room(
+pub fn no_room(
     gpu: &RunGpu,
     arena_bytes: u64,
     free: Option<u64>,

@@ -38,7 +38,7 @@ fn agrees_with_the_cpu_and_resumes_exactly(precision: &str, dtype: DType, tiers:
     let line = format!("--precision {precision} --max-steps 3 --eval-data held_out.json --nproc 2");
     let cpu = format!("{line} --device cpu --offload cpu --output cpu");
     site.train(&[], &cpu);
-    let whole = format!("{line} --device cuda --save-steps 2 --trace-steps 3..4 --output whole");
+    let whole = format!("{line} --device cuda --save-steps 2 --output whole");
     let screen = site.train(&[], &whole);
     let words = [
         "2 ranks on cuda",
@@ -57,7 +57,9 @@ fn agrees_with_the_cpu_and_resumes_exactly(precision: &str, dtype: DType, tiers:
     for (offload, words) in tiers {
         let output = format!("resumed-{offload}");
         fs::create_dir(site.path(&output)).unwrap();
-        let resumed = format!("--output {output} --resume whole/checkpoint-2 --offload {offload}");
+        let resumed = format!(
+            "--output {output} --resume whole/checkpoint-2 --offload {offload} --trace-steps 3..4"
+        );
         let screen = site.train(&[], &format!("{line} --device cuda {resumed}"));
         says(&screen, &[words]);
         let same = site.weights("whole", 3) == site.weights(&output, 3);
@@ -65,7 +67,7 @@ fn agrees_with_the_cpu_and_resumes_exactly(precision: &str, dtype: DType, tiers:
         assert_eq!(losses(&site, "whole")[2..], losses(&site, &output)[..]);
     }
     site.takes_what_the_plan_says("whole");
-    tells_the_time_of_the_devices(&site, "whole", "cpu");
+    tells_the_time_of_the_devices(&site, "resumed-cpu", "cpu");
 }
 
 /// Log rows and traces of a GPU run have the devices' own times. Those of a CPU run have none.
