@@ -168,6 +168,13 @@ fn videos_of_frames_train() {
     .unwrap();
     site.train("--data data/film.jsonl --nproc 2 --zero 3 --max-steps 2");
     assert_eq!(losses(&site.path("out")).len(), 2);
+    let older = golden("glm-4.1v-9b-thinking");
+    let line = format!(
+        "--data data/film.jsonl --max-steps 2 --output older --model {}",
+        older.display()
+    );
+    site.train(&line);
+    assert_eq!(losses(&site.path("older")).len(), 2);
     let other = Site::with_family("glm-ocr");
     fs::create_dir(other.path("data/film")).unwrap();
     for frame in 0..4 {

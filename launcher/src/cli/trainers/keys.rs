@@ -12,7 +12,10 @@ const MAX_LENGTH: Both = both(
     "--model-max-length counts all tokens of the decoder, including those of images",
     "--model-max-length 计算解码器的所有 token，包括图片的 token",
 );
-const VIDEO: Both = both("no sample has a video", "样本中没有视频");
+const VIDEO: Both = both(
+    "the data lists the frames of a video, and all of them are taken, at the size of the model's own settings",
+    "视频的帧由数据列出，全部使用，尺寸按模型自身的设置",
+);
 const NO_TORCH: Both = both("this program does not use PyTorch", "本程序不使用 PyTorch");
 const GENERATION: Both = both(
     "it concerns generation; `launcher generate` and `launcher eval` have flags for it",
