@@ -3,7 +3,7 @@
 use crate::generate::run;
 use crate::site::{Site, golden, losses, read_json};
 use crate::tuning::journey;
-use safetensors::SafeTensors;
+use safetensors::{Dtype, SafeTensors};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs;
@@ -91,8 +91,19 @@ fn tensors(file: &Path, prefix: &str) -> BTreeMap<String, Vec<u8>> {
         .collect()
 }
 
+/// Dtype and shape of every tensor of a directory, by name.
+fn described(directory: &Path) -> BTreeMap<String, (Dtype, Vec<usize>)> {
+    let bytes = fs::read(directory.join("model.safetensors")).unwrap();
+    let all = SafeTensors::deserialize(&bytes).unwrap();
+    let tensors = all.iter();
+    tensors
+        .map(|(name, tensor)| (name.to_owned(), (tensor.dtype(), tensor.shape().to_vec())))
+        .collect()
+}
+
+/// `.ci/check-exports` loads such exports in transformers and peft.
 #[test]
-fn tensors_that_no_model_has_come_out_of_an_export_byte_for_byte() {
+fn exports_have_the_base_models_tensors_and_settings_and_keep_those_that_no_model_has() {
     for (pack, prefixes, named) in [
         (
             "glm-ocr",
@@ -104,6 +115,8 @@ fn tensors_that_no_model_has_come_out_of_an_export_byte_for_byte() {
             &["apm.", "audio_projection_layer.", "tts."],
             "tts ",
         ),
+        ("minicpm-v-4_5", &[], ""),
+        ("glm-4.6v-flash", &[], ""),
     ] {
         let site = Site::with_family(pack);
         let screen = site
@@ -114,12 +127,21 @@ fn tensors_that_no_model_has_come_out_of_an_export_byte_for_byte() {
         let outcome = site.start_plain(line).finish();
         assert_eq!(outcome.code, Some(0), "{}", outcome.screen);
         site.train("--zero 3 --nproc 2 --max-steps 1 --output full");
-        for prefix in prefixes {
-            let kept = tensors(&site.path("model/model.safetensors"), prefix);
-            assert!(!kept.is_empty(), "{pack}: {prefix}");
-            for export in ["merged", "full/checkpoint-1"] {
-                let file = site.path(export).join("model.safetensors");
-                assert_eq!(tensors(&file, prefix), kept, "{pack}: {export}");
+        let model = site.path("model");
+        for export in ["merged", "full/checkpoint-1"].map(|name| site.path(name)) {
+            assert_eq!(
+                described(&export),
+                described(&model),
+                "{}",
+                export.display()
+            );
+            let settings = |directory: &Path| read_json(&directory.join("config.json"));
+            assert_eq!(settings(&export), settings(&model), "{}", export.display());
+            for prefix in prefixes {
+                let [kept, found] = [&model, &export]
+                    .map(|directory| tensors(&directory.join("model.safetensors"), prefix));
+                assert!(!kept.is_empty(), "{pack}: {prefix}");
+                assert_eq!(found, kept, "{pack}: {}", export.display());
             }
         }
     }

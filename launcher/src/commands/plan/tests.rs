@@ -3,14 +3,18 @@
 use super::planner::{Planner, made_up_sample};
 use super::{configuration, named_model};
 use crate::cli::{self, Command, resolve};
-use crate::config::{Found, OptimizerInBackward, PrefetchWeights, RunConfig, RunPlan};
+use crate::config::{Found, OptimizerInBackward, PrefetchWeights, RunConfig, RunPlan, ZeroAuto};
 use crate::device::Nvidia;
 use crate::lang::{Lang, columns};
 use crate::memory::RankMemory;
 use crate::model::setup::shapes;
 use crate::plan::rank_memory::{fixed, plan_event};
-use crate::plan::{DECODING, HeldOut, Machine, MemoryCheck, Settled, Work, dry_run, window_region};
+use crate::plan::{
+    DECODING, HeldOut, Machine, MemoryCheck, Settled, Work, dry_run, quantized_event,
+    settle_one_by_one, stage_line, window_region,
+};
 use crate::rank_env::Env;
+use crate::ui::Event;
 use crate::units::bytes;
 use models::SampleInput;
 use models::generate::Prompt;
@@ -315,6 +319,55 @@ fn planned_by(directory: &Path, flags: &str) -> Settled {
 }
 
 #[test]
+fn auto_takes_the_lowest_of_the_stages_with_equal_bits_that_fits() {
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let adapters = "--use-lora --prefetch-weights off";
+    let on = |device: u64, flags: &str| {
+        planned_on(directory.path(), device, &format!("{adapters} {flags}"))
+    };
+    let needs = |stage: u8| on(UNBOUNDED, &format!("--zero {stage}")).fit.need.device;
+    let (two, three) = (needs(2), needs(3));
+    assert!(three < two, "{three} {two}");
+    let chosen = |device: u64| {
+        let planned = on(device, "");
+        let line = stage_line(&planned.run, planned.lower_stage.as_ref());
+        let Some(Event::Info { text, .. }) = line else {
+            panic!("a line about the stage")
+        };
+        let fits = planned.fit.fits();
+        (
+            planned.run.zero,
+            planned.run.zero_auto,
+            fits,
+            text.to_string(),
+        )
+    };
+    let (stage, why, fits, line) = chosen(two);
+    assert_eq!((stage, why, fits), (2, Some(ZeroAuto::LowestFits), true));
+    assert!(line.contains("stage 2 · the lowest"), "{line}");
+    let (stage, why, fits, line) = chosen(two - 1);
+    assert_eq!((stage, why, fits), (3, Some(ZeroAuto::LowestExceeds), true));
+    assert!(line.contains("stage 3 · stage 2 needs"), "{line}");
+    let (stage, _, fits, _) = chosen(three - 1);
+    assert_eq!((stage, fits), (3, false));
+    let asked = on(UNBOUNDED, "--zero 2");
+    assert!(stage_line(&asked.run, None).is_none());
+}
+
+#[test]
+fn ranks_that_plan_one_by_one_take_the_stage_that_fits_most() {
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let config = config(directory.path(), "--use-lora");
+    let apart = settle_one_by_one(&config).expect("possible");
+    assert_eq!(
+        (apart.zero, apart.zero_auto),
+        (3, Some(ZeroAuto::PlannedApart))
+    );
+}
+
+#[test]
 fn auto_prefetches_weights_where_the_plan_then_fits() {
     let directory = tempfile::tempdir().expect("temp dir");
     write_config(directory.path());
@@ -597,4 +650,46 @@ fn adapters_alone_are_proposed_before_offload_and_pure_bf16() {
     assert_eq!(found[0].flags, [("modules-to-save", "none".to_owned())]);
     assert!(found.iter().all(|proposal| proposal.planned.fit.fits()));
     assert_eq!(found[0].planned.fit.need.device, without);
+}
+
+/// A run of adapters that does not fit is also told that quantized frozen weights fit.
+#[test]
+fn quantized_weights_are_proposed_beside_the_nearest_layout() {
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let flags = "--zero 3 --lora-rank 8";
+    let plain = planned_on(directory.path(), UNBOUNDED, flags)
+        .fit
+        .need
+        .device;
+    let line = format!(
+        "plan --model {} --no-weights true --model-max-length 128 --max-slice-nums 2 --precision bf16 \
+         --device cuda --hw 2x{} --ram 1TiB {flags}",
+        directory.path().join("config.json").display(),
+        plain - 1,
+    );
+    let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+    let Ok(Command::Plan { args, .. }) = cli::parse(&words) else {
+        panic!("{line}");
+    };
+    let env = Env::from_lookup(&|_| None).expect("an environment");
+    let config = configuration(&args, &env, false, &Nvidia).expect("resolves");
+    let planner = Planner::new(&config, &args, false).expect("a planner");
+    let found = super::nearest::nearest(&planner, &config).expect("a search");
+    let [layout, quantized] = &found[..] else {
+        panic!("{found:?}");
+    };
+    assert!(!layout.quantizes(), "{layout:?}");
+    let in_four_bits = [("quantize", "nf4"), ("quantize-double", "true")];
+    assert_eq!(
+        quantized.flags,
+        in_four_bits.map(|(name, value)| (name, value.to_owned()))
+    );
+    assert!(quantized.planned.fit.need.device < plain);
+    let event = quantized_event(quantized.planned.plan.spec());
+    let Some(Event::Quantized(weights)) = event else {
+        panic!("no quantized weights");
+    };
+    assert_eq!(weights.formats, ["nf4, double"]);
+    assert!(weights.bytes * 3 < 2 * weights.params, "{weights:?}");
 }
