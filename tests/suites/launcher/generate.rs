@@ -358,7 +358,9 @@ fn bounds_of_image_areas_shorten_the_prompt() {
         record["prompt_tokens"].as_u64().unwrap()
     };
     let whole = tokens("");
-    assert!(tokens("--image-max-pixels 20000") < whole);
+    // The image has 9100 pixels.
+    assert!(tokens("--image-max-pixels 7000") < whole);
+    assert!(tokens("--image-min-pixels 100000") > whole);
     let said = run(&site, &format!("{DRAW} --image-max-pixels 20000"));
     assert!(
         said.stderr.contains("--image-max-pixels has no effect"),
