@@ -24,7 +24,9 @@ pub(crate) use machine::{DESCRIBED_MULTIPROCESSORS, Machine};
 pub(crate) use memory_check::MemoryCheck;
 pub(crate) use memory_plans::MemoryPlans;
 pub(crate) use optimizer_overlap::{Spare, backward_line, backward_share, forward_line};
-pub(crate) use prepare::{adapter_line, check_data, image_bytes, pixel_line, prepare};
+pub(crate) use prepare::{
+    adapter_line, check_data, image_bytes, pixel_line, prepare, quantized_event,
+};
 pub(crate) use settle::{Count, Counted, Settled, settle, settle_one_by_one};
 pub(crate) use stage::stage_line;
 pub use suggestion::Suggestions;

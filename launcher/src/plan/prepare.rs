@@ -17,9 +17,9 @@ use crate::lang::{Both, Text, both, text};
 use crate::model::contents::CheckpointBytes;
 use crate::model::optimizer::{rule, trained_parts};
 use crate::model::setup::{Setup, sampler};
-use crate::ui::{DataEvent, Event};
-use engine::Tier;
+use crate::ui::{DataEvent, Event, QuantizedEvent};
 use engine::plan::Formats;
+use engine::{ModelSpec, Tier};
 use kernels::DType;
 use models::{Family, Processor, VisionLanguageModel};
 use optim::Optimizer;
@@ -193,6 +193,9 @@ fn show_plan(
     ];
     lines.into_iter().flatten().for_each(&mut *show);
     show(Event::Trains(trained_parts(run, model)?));
+    quantized_event(model.spec())
+        .into_iter()
+        .for_each(&mut *show);
     let lines = [adapter_line(run), pixel_line(run)];
     lines.into_iter().flatten().for_each(&mut *show);
     show(find_batch::line(run));
@@ -291,6 +294,29 @@ pub(crate) fn adapter_line(config: &RunConfig) -> Option<Event> {
             lora.lora_dropout
         ),
     })
+}
+
+/// Event that shows the quantized weights of `spec`, if it has any.
+pub(crate) fn quantized_event(spec: &ModelSpec) -> Option<Event> {
+    let mut event = QuantizedEvent {
+        formats: Vec::new(),
+        tensors: 0,
+        params: 0,
+        bytes: 0,
+    };
+    for param in &spec.params {
+        let Some(packing) = param.stored_packing() else {
+            continue;
+        };
+        let format = packing.to_string();
+        if !event.formats.contains(&format) {
+            event.formats.push(format);
+        }
+        event.tensors += 1;
+        event.params += param.shape.elems() as u64;
+        event.bytes += packing.bytes(param.shape) as u64;
+    }
+    (event.tensors > 0).then_some(Event::Quantized(event))
 }
 
 /// Event that shows the number and size of the samples and images.

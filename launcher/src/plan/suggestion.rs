@@ -16,8 +16,8 @@ use crate::model::setup;
 use crate::rank_env::Env;
 use crate::units::bytes;
 use engine::checkpoint::find_latest;
-use models::Processor;
 use models::data::{EncodeOptions, EncodedSample, SampleSize};
+use models::{PackedWeights, Processor};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -36,7 +36,8 @@ const LARGE_PART: u64 = 8;
 
 type Flags = Vec<(&'static str, String)>;
 
-/// Flags of similar configurations, nearest first. Changes of execution come before changes of the result.
+/// Flags of similar configurations, nearest first. Changes of execution come before changes of the result, except
+/// those of adapters that people make first: the adapters alone, and frozen weights in 4 bits.
 fn neighbours(config: &RunConfig) -> Vec<Flags> {
     let mut found: Vec<Flags> = Vec::new();
     let zero = || ("zero", "3".to_owned());
@@ -56,6 +57,9 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
         if config.zero < 3 {
             found.push(vec![zero(), offload()]);
         }
+    }
+    if config.trainable.lora.is_some() && is_plain(config) {
+        found.push(four_bits());
     }
     if config.batch.data_workers != Workers::Count(1) {
         found.push(vec![("data-workers", "1".to_owned())]);
@@ -83,12 +87,6 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
     if config.precision == PrecisionChoice::F32 {
         found.push(precision("bf16"));
     }
-    if config.trainable.lora.is_some() && config.quantize.is_none() {
-        found.push(vec![
-            ("quantize", "nf4".to_owned()),
-            ("quantize-double", "true".to_owned()),
-        ]);
-    }
     found.extend(adapters_instead(config));
     if config.precision != PrecisionChoice::PureBf16 {
         found.push(precision("pure-bf16"));
@@ -104,6 +102,20 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
         found.push(vec![("max-slice-nums", "1".to_owned())]);
     }
     found
+}
+
+/// Flags that store frozen weights in 4 bits.
+pub(crate) fn four_bits() -> Flags {
+    vec![
+        ("quantize", "nf4".to_owned()),
+        ("quantize-double", "true".to_owned()),
+    ]
+}
+
+/// Whether neither the run nor its base model quantizes weights.
+pub(crate) fn is_plain(config: &RunConfig) -> bool {
+    let declared = PackedWeights::declared(&config.model_dir());
+    config.quantize.is_none() && !matches!(declared, Ok(Some(_)))
 }
 
 /// Flags that freeze everything but adapters and prefixes. `None` if they are absent or already train alone.
@@ -151,7 +163,13 @@ fn possible(config: &RunConfig) -> Vec<Flags> {
         let stays = |name: &str| {
             matches!(
                 name,
-                "precision" | "use-lora" | "modules-to-save" | "train" | "tune-llm" | "tune-vision"
+                "precision"
+                    | "quantize"
+                    | "use-lora"
+                    | "modules-to-save"
+                    | "train"
+                    | "tune-llm"
+                    | "tune-vision"
             )
         };
         all.retain(|flags| !flags.iter().any(|(name, _)| stays(name)));

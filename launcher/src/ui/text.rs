@@ -33,6 +33,7 @@ pub fn lines(event: &Event) -> Vec<String> {
         Event::Warning { text } => vec![line(WARNING, text)],
         Event::Plan(plan) => plan_lines(plan),
         Event::Trains(rows) => train_lines(rows),
+        Event::Quantized(weights) => vec![line(both("quant", "量化"), weights)],
         Event::Data(data) => data_lines(data),
         Event::Comm {
             ranks,

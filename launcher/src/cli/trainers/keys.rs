@@ -876,14 +876,15 @@ const TWO_U1: &[Key] = &[
     ),
     (
         "bits",
-        Only(
-            &["16", "32"],
-            both(
-                "quantized base weights are not available",
-                "不支持量化的基座权重",
-            ),
-        ),
+        Words(&[
+            ("4", "load-in-4bit", "true"),
+            ("8", "load-in-8bit", "true"),
+            ("16", "", ""),
+            ("32", "", ""),
+        ]),
     ),
+    ("double_quant", Flag("quantize-double")),
+    ("quant_type", Flag("bnb-4bit-quant-type")),
     ("disable_flash_attn2", Unused(ATTENTION)),
     ("lazy_preprocess", Unused(CACHE)),
     ("generate_eval", Unused(MEASURED)),
@@ -950,18 +951,30 @@ pub(in crate::cli) const PEFT: &[Key] = &[
 ];
 
 /// Keys of Hugging Face's `TrainingArguments` that every trainer passes on.
-const SHARED: &[Key] = &[(
-    "optim",
-    Words(&[
-        ("adamw", "", ""),
-        ("adamw_hf", "", ""),
-        ("adamw_torch", "", ""),
-        ("adamw_torch_fused", "", ""),
-        ("adamw_8bit", "moments", "8bit"),
-        ("adamw_bnb_8bit", "moments", "8bit"),
-        ("paged_adamw_8bit", "moments", "8bit"),
-    ]),
-)];
+const SHARED: &[Key] = &[
+    (
+        "optim",
+        Words(&[
+            ("adamw", "", ""),
+            ("adamw_hf", "", ""),
+            ("adamw_torch", "", ""),
+            ("adamw_torch_fused", "", ""),
+            ("adamw_8bit", "moments", "8bit"),
+            ("adamw_bnb_8bit", "moments", "8bit"),
+            ("paged_adamw_8bit", "moments", "8bit"),
+        ]),
+    ),
+    (
+        "llm_int8_skip_modules",
+        Only(
+            &["none"],
+            both(
+                "--quantize-modules selects the layers",
+                "由 --quantize-modules 选择层",
+            ),
+        ),
+    ),
+];
 
 fn find<'k>(keys: &'k [Key], name: &str) -> Option<&'k Meaning> {
     keys.iter()
