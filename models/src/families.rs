@@ -321,7 +321,7 @@ mod tests {
             }
             found.push((pack.display().to_string(), config));
         }
-        assert_eq!(found.len(), 12);
+        assert_eq!(found.len(), 13);
         found
     }
 
