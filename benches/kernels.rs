@@ -92,6 +92,22 @@ fn gemm(c: &mut Criterion) {
     group.finish();
 }
 
+/// One row times a weight that no cache holds, as for each new token of a generation.
+fn decode(c: &mut Criterion) {
+    use Transpose::{No, Yes};
+    let cpu = CpuBackend::unlimited();
+    let mut group = c.benchmark_group("decode");
+    let (n, k) = (8192, 4096);
+    for dtype in TYPES {
+        let [x, w] = [[1, k], [n, k]].map(|s| random(&cpu, &s, dtype));
+        let work = Work::bytes((n * k * dtype.size_bytes()) as f64);
+        measure(&mut group, &format!("{dtype} 1x{n}x{k}"), work, || {
+            drop(cpu.matmul(product((&x, No), (&w, Yes), dtype)).unwrap());
+        });
+    }
+    group.finish();
+}
+
 /// Tokens, heads, key/value heads, head dim, sequences, mask.
 type AttentionShape = (usize, usize, usize, usize, usize, bool);
 
@@ -205,6 +221,6 @@ fn linear_cross_entropy(c: &mut Criterion) {
 criterion_group! {
     name = kernels_of_the_processor;
     config = config();
-    targets = gemm, attention, norm, linear_cross_entropy
+    targets = gemm, decode, attention, norm, linear_cross_entropy
 }
 criterion_main!(kernels_of_the_processor);

@@ -1,4 +1,6 @@
 //! Products of few rows: `a` is packed as a whole, `b` one panel and stretch at a time.
+//!
+//! One row reads the columns of a weight [`in_place`]: packing them would take longer than the products.
 
 use super::kernel::{COL_STEP, Kernel, ROW_STEP, Start, TileIo};
 use super::pack::pack;
@@ -45,10 +47,25 @@ fn left_space(m: usize, depth: usize) -> usize {
     whole_lines(m.next_multiple_of(ROW_STEP) * depth)
 }
 
+/// Bytes of columns read in place from which on other threads help: reading takes longer than the products.
+const MIN_PARALLEL_BYTES: usize = 2 << 20;
+
+/// Whether one row is multiplied with columns that stay where they are.
+fn in_place(level: Level, p: &Product<'_>) -> bool {
+    let one_row = p.a.rows == 1 && p.a.strides().1 == 1;
+    let columns = p.b.strides().0 == 1 && p.b.data().dtype() != DType::F16;
+    level > Level::Portable && one_row && columns
+}
+
 /// Packs each `a` as a whole, one after the other.
 fn pack_left(kernel: &Kernel, products: &[Product<'_>], mut out: &mut [f32]) {
     for p in products {
         let height = p.a.rows.next_multiple_of(ROW_STEP);
+        if in_place(kernel.level, p) {
+            p.a.data().widen(0, &mut out[..p.a.cols]);
+            out = &mut out[height * p.a.cols..];
+            continue;
+        }
         for (first, depth) in stretches(p.a.cols) {
             let part = p.a.part(0, first, p.a.rows, depth);
             pack(kernel.level, kernel.rows, part, &mut out[first * height..]);
@@ -76,14 +93,21 @@ unsafe fn column(
     for p in products {
         let (m, k) = (p.a.rows, p.a.cols);
         let height = m.next_multiple_of(ROW_STEP);
+        let in_place = in_place(kernel.level, p);
         for (at, depth) in stretches(k) {
             let part = p.b.part(at, col, depth, cols).transposed();
-            pack(kernel.level, kernel.cols, part, space);
             let place = TileIo::new(to, stride, start, first, col);
+            first = false;
+            #[cfg(target_arch = "x86_64")]
+            if in_place {
+                // SAFETY: the processor has the instructions; the caller's promise.
+                unsafe { super::x86::row::row(part, &left[at..][..depth], p.factor, place) };
+                continue;
+            }
+            pack(kernel.level, kernel.cols, part, space);
             let a = left[at * height..].as_ptr();
             // SAFETY: both operands are packed for this depth; the caller's promise.
             unsafe { kernel.column((m, cols, depth), a, space.as_ptr(), p.factor, place) };
-            first = false;
         }
         left = &left[height * k..];
     }
@@ -104,7 +128,11 @@ pub(super) fn run<T: Float>(
     pack_left(&kernel, products, left);
     let left = &*left;
     let (wide, tasks) = tasks(m, n, depth);
-    let parallel = 2 * m * n * depth >= MIN_PARALLEL_FLOPS;
+    let read = products.iter().filter(|p| in_place(level, p));
+    let read: usize = read
+        .map(|p| n * p.a.cols * p.b.data().dtype().size_bytes())
+        .sum();
+    let parallel = 2 * m * n * depth >= MIN_PARALLEL_FLOPS || read >= MIN_PARALLEL_BYTES;
     let each = self::scratch(m, deepest, T::DTYPE);
     let out = Shared::new(out);
     parallel::run_tasks(tasks, scratch, each, parallel, |i, scratch| {

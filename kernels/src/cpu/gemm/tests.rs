@@ -218,6 +218,26 @@ fn products_larger_than_one_packed_part_have_the_bits_of_the_definition() {
     }
 }
 
+/// One row reads columns in place: extents around the sizes of a vector, a square, a cache line and a stretch.
+#[test]
+fn products_of_one_row_have_the_bits_of_the_definition() {
+    let mut seed = 11;
+    for n in [1, 7, 8, 9, 16, 50, 100] {
+        for k in [1, 3, 4, 15, 16, 17, 32, 40, 300] {
+            let (left, right) = (Values::new(k, &mut seed), Values::new(k * n, &mut seed));
+            let bias = Values::new(n, &mut seed).wide;
+            for dtype in [DType::F32, DType::BF16, DType::F16] {
+                let product = |factor| Product {
+                    a: left.matrix(dtype, 1, k, false),
+                    b: right.matrix(dtype, k, n, true),
+                    factor,
+                };
+                check(&[product(1.0), product(-0.5)], Some(&bias), dtype, false);
+            }
+        }
+    }
+}
+
 #[test]
 fn stretches_cover_every_index_of_k_once() {
     for k in [0, 1, 16, 255, 256, 257, 511, 768, 1000, 4097] {

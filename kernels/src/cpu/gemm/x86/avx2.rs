@@ -79,8 +79,9 @@ unsafe fn high<const R: usize>(
 }
 
 /// Mask of the first `n` lanes.
+#[inline]
 #[target_feature(enable = "avx2")]
-fn lanes(n: usize) -> __m256i {
+pub(super) fn lanes(n: usize) -> __m256i {
     let count = _mm256_set1_epi32(n.min(N) as i32);
     _mm256_cmpgt_epi32(count, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
 }

@@ -2,4 +2,5 @@
 
 pub(super) mod avx2;
 pub(super) mod avx512;
+pub(super) mod row;
 pub(super) mod square;

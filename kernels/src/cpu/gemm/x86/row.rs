@@ -1,0 +1,193 @@
+//! One row times columns whose elements are side by side in memory, as those of a weight's rows: nothing is packed.
+//!
+//! Every column is read once, a cache line at a time. Sixteen bytes of eight columns make a square, which is
+//! transposed in registers. So a vector has the same `k` of eight columns, and each lane continues the chain of its
+//! column. A square of bf16 is transposed as pairs, which a shift and a mask make f32.
+
+#[allow(
+    clippy::wildcard_imports,
+    reason = "intrinsics have unmistakable names"
+)]
+use std::arch::x86_64::*;
+
+use super::avx2::lanes;
+use crate::cpu::gemm::kernel::TileIo;
+use crate::cpu::matrix::{Floats, Matrix};
+use crate::cpu::simd::prefetch;
+use crate::{DType, Float};
+
+/// Columns whose chains run at one time.
+const COLS: usize = 16;
+/// Columns per vector.
+const N: usize = 8;
+/// Bytes of a column in one square.
+const SQUARE_BYTES: usize = 16;
+/// Squares per cache line.
+const SQUARES: usize = 4;
+/// Prefetch distance along a column in bytes.
+const AHEAD_BYTES: usize = 512;
+
+/// `to = from + factor * a @ b` for one row `a`, and `columns [n, a.len()]` of f32 or bf16.
+///
+/// # Safety
+/// The processor has AVX2 and FMA. The place has one row of `n` elements, and only this thread accesses those that
+/// are written.
+pub(in crate::cpu::gemm) unsafe fn row(columns: Matrix<'_>, a: &[f32], factor: f32, place: TileIo) {
+    let (stride, beside) = columns.strides();
+    let (n, depth) = (columns.rows, columns.cols);
+    assert!(beside == 1 && depth == a.len(), "{n} columns of {depth}");
+    // SAFETY: the caller's promises.
+    unsafe {
+        match columns.data() {
+            Floats::F32(b) => row_of(b, stride, n, a, factor, place),
+            Floats::BF16(b) => row_of(b, stride, n, a, factor, place),
+            Floats::F16(_) => unreachable!("columns of f16 are packed"),
+        }
+    }
+}
+
+/// # Safety
+/// As [`row`].
+#[target_feature(enable = "avx2,fma")]
+unsafe fn row_of<T: Float>(
+    b: &[T],
+    stride: usize,
+    n: usize,
+    a: &[f32],
+    factor: f32,
+    place: TileIo,
+) {
+    assert!(n == 0 || (n - 1) * stride + a.len() <= b.len());
+    for first in (0..n).step_by(COLS) {
+        let wide = COLS.min(n - first);
+        // Columns that do not exist are copies of the last one.
+        let column = |i: usize| b[(first + i.min(wide - 1)) * stride..].as_ptr();
+        let columns: [[*const T; N]; 2] =
+            [0, N].map(|half| std::array::from_fn(|i| column(half + i)));
+        // SAFETY: by the assertion all columns have the length of `a`. Masked lanes are neither read nor written.
+        unsafe {
+            let factor = _mm256_set1_ps(factor);
+            for (i, chain) in chains(&columns, a.as_ptr(), a.len())
+                .into_iter()
+                .enumerate()
+            {
+                let mask = lanes(wide.saturating_sub(i * N));
+                let from = place.from.wrapping_add(first + i * N);
+                let from = _mm256_maskload_ps(from, mask);
+                let to = place.to.wrapping_add(first + i * N);
+                _mm256_maskstore_ps(to, mask, _mm256_fmadd_ps(factor, chain, from));
+            }
+        }
+    }
+}
+
+/// The chains of all columns over all of `depth`.
+///
+/// # Safety
+/// Each column, and `a`, have `depth` elements.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn chains<T: Float>(
+    columns: &[[*const T; N]; 2],
+    a: *const f32,
+    depth: usize,
+) -> [__m256; 2] {
+    let step = SQUARE_BYTES / size_of::<T>();
+    let mut sums = [_mm256_setzero_ps(); 2];
+    let mut k = 0;
+    // SAFETY: all positions are below `depth`.
+    unsafe {
+        while k + SQUARES * step <= depth {
+            for (sum, columns) in sums.iter_mut().zip(columns) {
+                for column in columns {
+                    prefetch(column.wrapping_add(k).wrapping_byte_add(AHEAD_BYTES));
+                }
+                for k in (k..k + SQUARES * step).step_by(step) {
+                    let square = square(&columns.map(|column| column.add(k)));
+                    *sum = chain(&square, a.add(k), step, *sum);
+                }
+            }
+            k += SQUARES * step;
+        }
+        while k < depth {
+            let len = step.min(depth - k);
+            for (sum, columns) in sums.iter_mut().zip(columns) {
+                let ends = columns.map(|column| end(column.add(k), len));
+                let square = square::<T>(&ends.each_ref().map(|end| end.as_ptr().cast()));
+                *sum = chain(&square, a.add(k), len, *sum);
+            }
+            k += len;
+        }
+    }
+    sums
+}
+
+/// The last `len` elements of a column, followed by zeros up to the size of a square.
+///
+/// # Safety
+/// `from` points to `len` elements.
+unsafe fn end<T: Float>(from: *const T, len: usize) -> [u8; SQUARE_BYTES] {
+    let mut bytes = [0; SQUARE_BYTES];
+    // SAFETY: the caller's promise; a square is at least as long.
+    unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr().cast(), len) };
+    bytes
+}
+
+/// Elements of eight columns as f32, one vector for each `k`. A square of f32 fills the first half.
+///
+/// # Safety
+/// Each pointer points to as many bytes as a square has.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn square<T: Float>(columns: &[*const T; N]) -> [__m256; N] {
+    // SAFETY: the caller's promise.
+    let pair = |i: usize| unsafe {
+        let (low, high) = (columns[i].cast(), columns[i + 4].cast());
+        _mm256_insertf128_ps::<1>(
+            _mm256_castps128_ps256(_mm_loadu_ps(low)),
+            _mm_loadu_ps(high),
+        )
+    };
+    let rows = [pair(0), pair(1), pair(2), pair(3)];
+    let (a, b) = (
+        _mm256_unpacklo_ps(rows[0], rows[1]),
+        _mm256_unpacklo_ps(rows[2], rows[3]),
+    );
+    let (c, d) = (
+        _mm256_unpackhi_ps(rows[0], rows[1]),
+        _mm256_unpackhi_ps(rows[2], rows[3]),
+    );
+    let words = [
+        _mm256_shuffle_ps::<0x44>(a, b),
+        _mm256_shuffle_ps::<0xee>(a, b),
+        _mm256_shuffle_ps::<0x44>(c, d),
+        _mm256_shuffle_ps::<0xee>(c, d),
+    ];
+    let mut out = [_mm256_setzero_ps(); N];
+    for (i, word) in words.into_iter().enumerate() {
+        if T::DTYPE == DType::F32 {
+            out[i] = word;
+        } else {
+            let pair = _mm256_castps_si256(word);
+            let high = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+            out[2 * i] = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pair));
+            out[2 * i + 1] = _mm256_castsi256_ps(_mm256_and_si256(pair, high));
+        }
+    }
+    out
+}
+
+/// Continues the chains by `len` elements.
+///
+/// # Safety
+/// `a` points to `len` elements, at most as many as a square has.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn chain(square: &[__m256; N], a: *const f32, len: usize, mut sum: __m256) -> __m256 {
+    for (k, column) in square.iter().enumerate().take(len) {
+        // SAFETY: the caller's promise.
+        let left = unsafe { _mm256_broadcast_ss(&*a.add(k)) };
+        sum = _mm256_fmadd_ps(left, *column, sum);
+    }
+    sum
+}
