@@ -7,9 +7,9 @@ use super::driver::{self, Answer, Driver, DriverError};
 use super::library::{Found, Library, Search, find};
 
 /// Oldest CUDA version (major, minor) whose driver has every function that this crate uses.
-pub const MINIMUM_DRIVER: (u32, u32) = (12, 8);
+pub const MINIMUM_DRIVER: (u32, u32) = (12, 2);
 /// Name of the oldest supported driver in messages: its release, and the CUDA version [`MINIMUM_DRIVER`].
-pub const MINIMUM_DRIVER_TEXT: &str = "570 (CUDA 12.8)";
+pub const MINIMUM_DRIVER_TEXT: &str = "535 (CUDA 12.2)";
 
 /// Properties of a GPU as the driver reports them, without opening the GPU.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -109,6 +109,16 @@ mod tests {
     }
 
     #[test]
+    fn the_oldest_driver_reads_the_built_in_ptx() {
+        // PTX 8.2 came with CUDA 12.2.
+        for (name, entry) in bundle() {
+            let mut lines = entry.ptx.lines();
+            let version = lines.find_map(|line| line.strip_prefix(".version "));
+            assert_eq!(version, Some("8.2"), "{name}: run scripts/build-ptx.sh");
+        }
+    }
+
+    #[test]
     fn every_module_has_ptx_of_its_current_source() {
         let mut expected: Vec<String> = Vec::new();
         for module in Family::ALL.iter().flat_map(|family| family.modules()) {

@@ -44,8 +44,8 @@ pub(super) static CUDA: Page = Page {
             "容器启动时没有挂载 GPU，或机器没有安装 NVIDIA 驱动。",
         ),
         both(
-            "The driver is older than 570 (CUDA 12.8), or it was updated after the machine started.",
-            "驱动低于 570（CUDA 12.8），或开机之后更新过驱动。",
+            "The driver is older than 535 (CUDA 12.2), or it was updated after the machine started.",
+            "驱动低于 535（CUDA 12.2），或开机之后更新过驱动。",
         ),
         both(
             "CUDA_VISIBLE_DEVICES is empty or names GPUs that do not exist.",
@@ -72,8 +72,8 @@ pub(super) static CUDA: Page = Page {
             "Docker：使用 --gpus all 和 NVIDIA_DRIVER_CAPABILITIES=compute,utility。",
         ),
         both(
-            "Install driver 570 or newer. Restart the machine after an update.",
-            "安装 570 或更新的驱动。更新后请重启机器。",
+            "Install driver 535 or newer. Restart the machine after an update.",
+            "安装 535 或更新的驱动。更新后请重启机器。",
         ),
         both(
             "--device cpu trains on the CPU. After a failure during a run, --resume RUN (its directory) continues from the last checkpoint.",
