@@ -58,7 +58,7 @@ static void* fresh_stack(u8* top, void (*entry)()) {
 }
 #endif
 
-static u8* stack_top(Block& block, u32 thread) { return block.room.stacks + (u64)(thread + 1) * STACK_BYTES; }
+static u8* stack_low(Block& block, u32 thread) { return block.room.stacks + thread * STACK_STRIDE; }
 
 static void leave(Block& block, void** save) {
   void* load = block.launcher_stack_pointer;
@@ -212,7 +212,7 @@ static void run_next(Block& block, void** save, u32 previous) {
   u32 next = choose(block);
   if (next == NONE) leave(block, save);
   block.current = next;
-  block.stack_low = (u64)block.room.stacks + next * STACK_BYTES;
+  block.stack_low = (u64)stack_low(block, next);
   if (next != previous) emulator_switch(save, block.room.fibres[next].stack_pointer);
 }
 
@@ -231,7 +231,7 @@ static void thread_main() {
   warp.alive &= ~(1u << thread % WARP);
   block.live--;
   block.program_counter = nullptr;
-  if (block.room.stacks[thread * STACK_BYTES] != POISON) fail({0, nullptr}, "the stack of %llu bytes overflowed", STACK_BYTES);
+  if (*stack_low(block, thread) != POISON) fail({0, nullptr}, "the stack of %llu bytes overflowed", STACK_BYTES);
   run_next(block, &block.room.fibres[thread].stack_pointer, NONE);
   __builtin_unreachable();
 }

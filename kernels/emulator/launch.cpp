@@ -22,10 +22,10 @@ static bool take_room(Room& room) {
     }
   }
   // Shared memory in the middle of a range, so that addresses near it belong to nothing else.
-  u8* memory = (u8*)reserve(MAX_THREADS * STACK_BYTES + SHARED_ROOM + 2 * SHARED_MARGIN);
+  u8* memory = (u8*)reserve(MAX_THREADS * STACK_STRIDE + SHARED_ROOM + 2 * SHARED_MARGIN);
   if (!memory) return false;
   room.stacks = memory;
-  room.shared = memory + MAX_THREADS * STACK_BYTES + SHARED_MARGIN;
+  room.shared = memory + MAX_THREADS * STACK_STRIDE + SHARED_MARGIN;
   for (std::vector<u32>* column :
        {&room.shadow.write_epoch, &room.shadow.writer, &room.shadow.read_epoch, &room.shadow.reader})
     column->assign(SHARED_ROOM / GRANULE, 0);
@@ -84,7 +84,7 @@ static void start_block(Block& block, u64 number) {
   }
   for (u32 t = 0; t < block.threads; t++) {
     Fibre& fibre = block.room.fibres[t];
-    fibre.stack_pointer = fresh_stack(stack_top(block, t), thread_main);
+    fibre.stack_pointer = fresh_stack(stack_low(block, t) + STACK_BYTES, thread_main);
     fibre.site = {0, nullptr};
     fibre.group = 0;
     fibre.fence = 0;
@@ -152,7 +152,7 @@ int run(const Launch& launch, const Kernel& kernel, char* error, u64 error_size)
     return 1;
   }
   block.first_epoch = block.room.epoch + 1;
-  for (u32 t = 0; t < block.threads; t++) block.room.stacks[t * STACK_BYTES] = POISON;
+  for (u32 t = 0; t < block.threads; t++) *stack_low(block, t) = POISON;
   running = &block;
   run_blocks(block);
   running = nullptr;

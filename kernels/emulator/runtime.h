@@ -25,6 +25,8 @@ const u32 WARP = 32;
 const u32 MAX_THREADS = 1024;
 const u32 NONE = ~0u;
 const u64 STACK_BYTES = 64 << 10;
+// From stack to stack, not a power of two: the ends of all stacks would share a few sets of the caches.
+const u64 STACK_STRIDE = STACK_BYTES + 17 * 64;
 const u8 POISON = 0xff;
 // Where shared memory starts in its own address space: address 0 is no address.
 const u32 SHARED_START = 1024;

@@ -12,12 +12,13 @@ use kernels::cuda::CudaBackend;
 use crate::setup::{ARENA_BYTES, Updates, Weights, every, pack};
 use crate::training::{How, Left, train};
 
-/// Timings per family.
-const SEEDS: u64 = 2;
-/// Timings of the slowest family.
-const FEW_SEEDS: u64 = 1;
 /// Timings of which at least one must reveal a missing event.
 const LOST_SEEDS: u64 = 8;
+
+/// Timings per family; more in the nightly run.
+fn seeds() -> u64 {
+    if every() { 4 } else { 1 }
+}
 
 /// Timings of the family that is fastest to emulate: one for each time of an update, and more in the nightly run.
 fn many_seeds() -> u64 {
@@ -155,12 +156,12 @@ fn resident_weights_have_the_same_bits_under_many_delays() -> Result<()> {
 
 #[test]
 fn minicpm_has_the_same_bits_under_any_delays_with_prefetch() -> Result<()> {
-    agree_ahead("minicpm-v-2_6", Precision::Bf16, Tier::Device, SEEDS)
+    agree_ahead("minicpm-v-2_6", Precision::Bf16, Tier::Device, seeds())
 }
 
 #[test]
 fn cogvlm_has_the_same_bits_under_any_delays_with_prefetch() -> Result<()> {
-    agree_ahead("cogvlm-chat-hf", Precision::PureBf16, Tier::Host, FEW_SEEDS)
+    agree_ahead("cogvlm-chat-hf", Precision::PureBf16, Tier::Host, seeds())
 }
 
 #[test]
@@ -170,22 +171,22 @@ fn glm_4v_has_the_same_bits_under_many_delays_with_prefetch() -> Result<()> {
 
 #[test]
 fn minicpm_has_the_same_bits_under_any_delays() -> Result<()> {
-    agree("minicpm-v-2_6", Precision::F32, Tier::Device, SEEDS)
+    agree("minicpm-v-2_6", Precision::F32, Tier::Device, seeds())
 }
 
 #[test]
 fn minicpm_o_in_pure_bf16_has_the_same_bits_under_any_delays() -> Result<()> {
-    agree("minicpm-o-2_6", Precision::PureBf16, Tier::Host, SEEDS)
+    agree("minicpm-o-2_6", Precision::PureBf16, Tier::Host, seeds())
 }
 
 #[test]
 fn cogvlm_in_bf16_has_the_same_bits_under_any_delays() -> Result<()> {
-    agree("cogvlm-chat-hf", Precision::Bf16, Tier::Device, SEEDS)
+    agree("cogvlm-chat-hf", Precision::Bf16, Tier::Device, seeds())
 }
 
 #[test]
 fn cogagent_has_the_same_bits_under_any_delays() -> Result<()> {
-    agree("cogagent-chat-hf", Precision::F32, Tier::Host, SEEDS)
+    agree("cogagent-chat-hf", Precision::F32, Tier::Host, seeds())
 }
 
 #[test]
@@ -194,18 +195,13 @@ fn cogvlm2_has_the_same_bits_under_any_delays() -> Result<()> {
         "cogvlm2-llama3-chat-19B",
         Precision::F32,
         Tier::Device,
-        SEEDS,
+        seeds(),
     )
 }
 
 #[test]
 fn glm_41v_has_the_same_bits_under_any_delays() -> Result<()> {
-    agree(
-        "glm-4.1v-9b-thinking",
-        Precision::F32,
-        Tier::Host,
-        FEW_SEEDS,
-    )
+    agree("glm-4.1v-9b-thinking", Precision::F32, Tier::Host, seeds())
 }
 
 #[test]
